@@ -1,0 +1,85 @@
+"""How an arm's folder-safe name reads in a sentence, a table or a legend."""
+
+from __future__ import annotations
+
+PRECISIONS = {"bf16": "BF16", "fp8": "FP8", "mxfp8": "MXFP8"}
+BACKENDS = {
+    "standard": "standard all-to-all",
+    "deepep": "DeepEP",
+    "hybridep": "HybridEP",
+    "minimal_async_ep": "minimal async EP",
+}
+
+
+def base_arm(arm: str) -> tuple[str, str]:
+    """Split an arm's name into ``<precision>_<backend>`` and what follows it.
+
+    Args:
+        arm: Name of an arm, as ``Experiment.arm`` writes it.
+
+    Returns:
+        The base and the rest without its leading underscore; ``(arm, "")`` when the name is of another kind.
+
+    Example:
+        >>> base_arm("mxfp8_standard_wgrad-bf16")
+        ('mxfp8_standard', 'wgrad-bf16')
+    """
+    for precision in PRECISIONS:
+        for backend in BACKENDS:
+            base = f"{precision}_{backend}"
+            if arm == base or arm.startswith(f"{base}_"):
+                return base, arm[len(base) + 1 :]
+    return arm, ""
+
+
+def arm_label(arm: str) -> str:
+    """Name an arm in words.
+
+    Args:
+        arm: Name of an arm, as ``Experiment.arm`` writes it.
+
+    Returns:
+        The words; a name of another kind comes back unchanged. Nothing is escaped for HTML.
+
+    Example:
+        >>> arm_label("mxfp8_standard")
+        'MXFP8 + standard all-to-all'
+        >>> arm_label("mxfp8_deepep_wgrad-bf16_round-robin")
+        'MXFP8 + DeepEP (wgrad BF16, round-robin)'
+    """
+    base, rest = base_arm(arm)
+    precision, _, backend = base.partition("_")
+    if precision not in PRECISIONS or backend not in BACKENDS:
+        return arm
+    label = f"{PRECISIONS[precision]} + {BACKENDS[backend]}"
+    return f"{label} ({', '.join(_detail(part) for part in rest.split('_'))})" if rest else label
+
+
+def contrast(arm: str, other: str) -> tuple[str, str, str]:
+    """Name two arms by what sets them apart.
+
+    Args:
+        arm: Name of an arm.
+        other: Name of the arm it is compared with.
+
+    Returns:
+        Words for each arm and for what they share, empty where neither the precision nor the backend is shared.
+
+    Example:
+        >>> contrast("mxfp8_standard", "bf16_standard")
+        ('MXFP8', 'BF16', 'standard all-to-all')
+        >>> contrast("mxfp8_deepep", "bf16_standard")
+        ('MXFP8 + DeepEP', 'BF16 + standard all-to-all', '')
+    """
+    first, second = arm_label(arm).split(" + ", 1), arm_label(other).split(" + ", 1)
+    if len(first) == len(second) == 2 and first != second:
+        if first[1] == second[1]:
+            return first[0], second[0], first[1]
+        if first[0] == second[0]:
+            return first[1], second[1], first[0]
+    return arm_label(arm), arm_label(other), ""
+
+
+def _detail(part: str) -> str:
+    name, _, value = part.partition("-")
+    return f"{name} {PRECISIONS[value]}" if value in PRECISIONS else part

@@ -1,0 +1,188 @@
+"""From the metrics table to the verdict: reduce each run to its final loss, then judge the arms over seeds.
+
+A run's final loss is the mean of its last steps, which averages the noise of single batches. It is one number a run:
+successive steps are autocorrelated, so a test on steps would count the same evidence many times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+
+from moelab.analysis.verdict import Answer, Verdict, judge
+from moelab.errors import BadInput
+from moelab.runs.table import merge_segments
+
+__all__ = ["Answer", "FinalLosses", "Verdict", "compare_convergence", "compare_held_out", "final_losses", "judge"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinalLosses:
+    """Final loss of every finished run: mean over steps ``first_step`` to ``last_step``, nats per token.
+
+    ``by_run`` maps (arm, seed) to the loss; ``excluded`` names each run left out and why.
+    """
+
+    by_run: dict[tuple[str, int], float]
+    first_step: int
+    last_step: int
+    excluded: tuple[str, ...]
+
+    def of(self, arm: str) -> dict[int, float]:
+        """Final losses of one arm by seed."""
+        return {seed: loss for (name, seed), loss in self.by_run.items() if name == arm}
+
+
+def final_losses(table: pd.DataFrame, *, final_fraction: float = 0.1, steps: int | None = None) -> FinalLosses:
+    """Mean loss of each run over the last part of training.
+
+    Args:
+        table: Metrics table (``run, arm, seed, segment, step, loss, …``); segments of a run are merged here.
+        final_fraction: Part of the steps that the mean is over, 0.1 for the last 10 %.
+        steps: Step at which a run is finished; None takes the largest step in the table.
+
+    Returns:
+        The losses. Left out and named are runs that ended early, that lost or never had a finite loss in the window,
+        and all but the newest finished run of an arm and seed.
+
+    Raises:
+        BadInput: ``final_fraction`` is outside (0, 1], or the table has no loss.
+    """
+    if not 0.0 < final_fraction <= 1.0:
+        raise BadInput(f"final_fraction is {final_fraction}: give a part of the steps above 0 and up to 1, such as 0.1")
+    if table["loss"].notna().sum() == 0:
+        raise BadInput("the table has no loss: collect a run that logged at least one step")
+    merged = merge_segments(table)
+    last_step = int(merged["step"].max()) if steps is None else steps
+    first_step = last_step - max(1, round(final_fraction * last_step)) + 1
+    window = merged[merged["step"].between(first_step, last_step)]
+    expected = frozenset(window["step"])
+    by_run: dict[tuple[str, int], float] = {}
+    excluded: list[str] = []
+    # Run names start with their UTC time, so in descending order the first finished run of a seed is the newest.
+    for run in sorted(merged["run"].unique(), reverse=True):
+        rows = merged[merged["run"] == run]
+        arm, seed = str(rows["arm"].iloc[0]), int(rows["seed"].iloc[0])
+        reason = _reason_to_exclude(rows, expected, last_step)
+        if not reason and (arm, seed) in by_run:
+            reason = "a newer finished run has the same arm and seed"
+        if reason:
+            excluded.append(f"{arm}, seed {seed} ({run}): {reason}")
+        else:
+            by_run[arm, seed] = float(rows.loc[rows["step"] >= first_step, "loss"].mean())
+    return FinalLosses(
+        by_run=dict(sorted(by_run.items())),
+        first_step=first_step,
+        last_step=last_step,
+        excluded=tuple(sorted(excluded)),
+    )
+
+
+def compare_convergence(
+    table: pd.DataFrame,
+    *,
+    reference: str,
+    arms: Sequence[str] | None = None,
+    final_fraction: float = 0.1,
+    steps: int | None = None,
+    margin_nats: float | None = None,
+    margin_factor: float = 2.0,
+    alpha: float = 0.05,
+) -> list[Verdict]:
+    """Judge arms against a reference on the final training loss.
+
+    Args:
+        table: Metrics table.
+        reference: Arm to compare with, usually ``bf16_standard``.
+        arms: Arms to judge; None takes every other arm of the table.
+        final_fraction: Part of the steps that the final loss is a mean over.
+        steps: Step at which a run is finished; None takes the largest step in the table.
+        margin_nats: Margin; None derives it from the reference's seed-to-seed spread.
+        margin_factor: Margin in units of that spread.
+        alpha: Rate allowed for a false "equivalent" at the margin.
+
+    Returns:
+        One verdict an arm.
+
+    Raises:
+        BadInput: An arm is not in the table, or an option is out of range.
+    """
+    chosen = _known_arms(table, reference, arms)
+    final = final_losses(table, final_fraction=final_fraction, steps=steps)
+    quantity = f"the mean loss of steps {final.first_step} to {final.last_step}"
+    return [
+        judge(
+            final.of(arm),
+            final.of(reference),
+            arm=arm,
+            reference=reference,
+            quantity=quantity,
+            margin_nats=margin_nats,
+            margin_factor=margin_factor,
+            alpha=alpha,
+            excluded=tuple(line for line in final.excluded if line.startswith((f"{arm},", f"{reference},"))),
+            steps=(final.first_step, final.last_step),
+        )
+        for arm in chosen
+    ]
+
+
+def compare_held_out(
+    losses: Mapping[tuple[str, int], float],
+    *,
+    arm: str,
+    reference: str,
+    margin_nats: float | None = None,
+    margin_factor: float = 2.0,
+    alpha: float = 0.05,
+) -> Verdict:
+    """Judge one arm against a reference on the held-out (validation) loss.
+
+    Args:
+        losses: Held-out loss by (arm, seed), nats per token.
+        arm: Arm to judge.
+        reference: Arm to compare with.
+        margin_nats: Margin; None derives it from the reference's seed-to-seed spread.
+        margin_factor: Margin in units of that spread.
+        alpha: Rate allowed for a false "equivalent" at the margin.
+
+    Returns:
+        The verdict.
+
+    Raises:
+        BadInput: An option is out of range.
+    """
+    return judge(
+        {seed: loss for (name, seed), loss in losses.items() if name == arm},
+        {seed: loss for (name, seed), loss in losses.items() if name == reference},
+        arm=arm,
+        reference=reference,
+        quantity="held-out loss",
+        margin_nats=margin_nats,
+        margin_factor=margin_factor,
+        alpha=alpha,
+    )
+
+
+def _reason_to_exclude(rows: pd.DataFrame, expected: frozenset[int], last_step: int) -> str:
+    """Why a run has no final loss, or an empty string where it has one."""
+    if rows["step"].max() < last_step:
+        return f"ended at step {rows['step'].max()} of {last_step}"
+    window = rows[rows["step"].isin(expected)]
+    missing = len(expected) - len(window)
+    if missing:
+        return f"{missing} of {len(expected)} final steps are not in the log"
+    not_finite = window.loc[~np.isfinite(window["loss"]), "step"]
+    return f"loss is not finite at step {not_finite.iloc[0]}" if len(not_finite) else ""
+
+
+def _known_arms(table: pd.DataFrame, reference: str, arms: Sequence[str] | None) -> list[str]:
+    known = sorted(str(arm) for arm in table["arm"].unique())
+    chosen = [arm for arm in known if arm != reference] if arms is None else list(arms)
+    for arm in (reference, *chosen):
+        if arm not in known:
+            raise BadInput(f"arm {arm!r} is not in this table: the arms are {', '.join(known)}")
+    return chosen

@@ -1,0 +1,173 @@
+"""Throughput of an arm, and how much faster one arm is than another.
+
+A run is reduced to the median of its tokens per second per GPU after the warm-up steps, because step times have a long
+upper tail (a checkpoint, a slow host) that a mean would let in. Arms are averaged over seeds in the logarithm: a gain
+is a ratio, and the geometric mean of ratios is the ratio of geometric means, so the arm figures and the gain agree.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+
+from moelab.analysis.arms import arm_label, contrast
+from moelab.analysis.interval import Interval, t_interval
+from moelab.errors import BadInput
+from moelab.runs.table import throughput_rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArmThroughput:
+    """Throughput of one arm in tokens per second per GPU.
+
+    ``tps`` is the geometric mean over seeds of each seed's median; ``interval`` is NaN for one seed.
+    """
+
+    arm: str
+    tps: float
+    interval: Interval
+    n_seeds: int
+    tps_by_seed: dict[int, float]
+
+    def sentence(self) -> str:
+        """State the figure in words, with its interval and the number of seeds."""
+        return (
+            f"{arm_label(self.arm)}: {self.tps:,.0f} tokens/s per GPU ({_spread(self.interval, self.n_seeds, ',.0f')})"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gain:
+    """Throughput of ``arm`` over ``baseline``, paired by seed; ``ratio`` 1.32 is a gain of 32 %."""
+
+    baseline: str
+    arm: str
+    ratio: float
+    interval: Interval
+    n_seeds: int
+
+    @property
+    def percent(self) -> float:
+        """Gain in percent: ``100 (ratio − 1)``."""
+        return 100.0 * (self.ratio - 1.0)
+
+    @property
+    def resolved(self) -> bool:
+        """Whether the interval leaves out a ratio of 1, so that the sign of the gain is known."""
+        return self.interval.exists and not self.interval.low <= 1.0 <= self.interval.high
+
+    def sentence(self) -> str:
+        """State the gain in words, with its interval and the number of seeds."""
+        percent = Interval(
+            low=100.0 * (self.interval.low - 1.0),
+            high=100.0 * (self.interval.high - 1.0),
+            level=self.interval.level,
+        )
+        spread = _spread(percent, self.n_seeds, "+.1f", unit=" %")
+        arm, baseline, shared = contrast(self.arm, self.baseline)
+        both = f" (both {shared})" if shared else ""
+        return f"{arm} over {baseline}{both}: {self.percent:+.1f} % ({spread})"
+
+
+def run_medians(table: pd.DataFrame, *, warmup_steps: int = 3) -> pd.DataFrame:
+    """Median tokens per second per GPU of each run after its warm-up.
+
+    Args:
+        table: Metrics table (``run, arm, seed, segment, step, tps, …``).
+        warmup_steps: Steps discarded at the start of a run: compilation, allocator growth, NCCL set-up.
+
+    Returns:
+        One row a run with ``arm, seed, run, tps`` (tokens/s per GPU) and ``steps`` (how many the median is over).
+
+    Raises:
+        BadInput: No step with a throughput is left.
+    """
+    rows = throughput_rows(table, warmup_steps=warmup_steps).dropna(subset=["tps"])
+    if rows.empty:
+        raise BadInput(
+            f"no throughput is left after discarding {warmup_steps} warm-up steps: the table has {len(table)} rows. "
+            "Train for more steps, or lower warmup_steps"
+        )
+    medians: pd.DataFrame = rows.groupby(["arm", "seed", "run"], as_index=False).agg(
+        tps=("tps", "median"), steps=("tps", "size")
+    )
+    return medians
+
+
+def arm_throughput(table: pd.DataFrame, *, warmup_steps: int = 3, level: float = 0.95) -> list[ArmThroughput]:
+    """Throughput of every arm: geometric mean over seeds of the run medians, with its t interval.
+
+    ``log tps(arm) = mean over seeds of log median(seed)``; the interval is of that mean, mapped back.
+
+    Args:
+        table: Metrics table.
+        warmup_steps: Steps discarded at the start of a run.
+        level: Coverage of the intervals.
+
+    Returns:
+        One result an arm, sorted by name. With one seed the interval is NaN.
+
+    Raises:
+        BadInput: No step with a throughput is left.
+    """
+    results = []
+    for arm, logs in _seed_logs(table, warmup_steps).items():
+        mean, interval = _mapped_back(list(logs.values()), level)
+        by_seed = {seed: float(np.exp(value)) for seed, value in logs.items()}
+        results.append(ArmThroughput(arm=arm, tps=mean, interval=interval, n_seeds=len(logs), tps_by_seed=by_seed))
+    return results
+
+
+def gain(table: pd.DataFrame, *, baseline: str, arm: str, warmup_steps: int = 3, level: float = 0.95) -> Gain:
+    """Throughput of one arm over another, paired by seed.
+
+    ``log ratio = mean over common seeds of (log median(arm, seed) − log median(baseline, seed))``
+
+    Pairing takes out what a seed does to both arms, such as its routing and so its load balance.
+
+    Args:
+        table: Metrics table.
+        baseline: Arm that the ratio is over.
+        arm: Arm whose gain is asked for.
+        warmup_steps: Steps discarded at the start of a run.
+        level: Coverage of the interval.
+
+    Returns:
+        The ratio with its interval, NaN where the arms have one seed in common.
+
+    Raises:
+        BadInput: An arm is not in the table, or the arms have no seed in common.
+    """
+    logs = _seed_logs(table, warmup_steps)
+    for name in (baseline, arm):
+        if name not in logs:
+            raise BadInput(f"arm {name!r} has no throughput in this table: the arms are {', '.join(logs)}")
+    common = sorted(logs[arm].keys() & logs[baseline].keys())
+    if not common:
+        raise BadInput(f"{arm!r} and {baseline!r} have no seed in common: train both with the same seeds")
+    ratio, interval = _mapped_back([logs[arm][seed] - logs[baseline][seed] for seed in common], level)
+    return Gain(baseline=baseline, arm=arm, ratio=ratio, interval=interval, n_seeds=len(common))
+
+
+def _seed_logs(table: pd.DataFrame, warmup_steps: int) -> dict[str, dict[int, float]]:
+    """Log throughput by arm and seed, sorted; several runs of one seed count as one value, their mean."""
+    logs: dict[str, dict[int, list[float]]] = {}
+    for row in run_medians(table, warmup_steps=warmup_steps).to_dict("records"):
+        logs.setdefault(str(row["arm"]), {}).setdefault(int(row["seed"]), []).append(float(np.log(row["tps"])))
+    return {arm: {seed: float(np.mean(values)) for seed, values in seeds.items()} for arm, seeds in logs.items()}
+
+
+def _mapped_back(logs: list[float], level: float) -> tuple[float, Interval]:
+    """Mean and interval of logarithms, back on the scale of the values."""
+    in_logs = t_interval(logs, level=level)
+    interval = Interval(low=float(np.exp(in_logs.low)), high=float(np.exp(in_logs.high)), level=level)
+    return float(np.exp(np.mean(logs))), interval
+
+
+def _spread(interval: Interval, n_seeds: int, spec: str, unit: str = "") -> str:
+    if not interval.exists:
+        return f"no interval, n = {n_seeds} seed"
+    bounds = f"{interval.low:{spec}} to {interval.high:{spec}}{unit}"
+    return f"{100 * interval.level:g} % interval {bounds}, n = {n_seeds} seeds"

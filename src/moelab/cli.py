@@ -1,0 +1,136 @@
+"""The command line: results on stdout, progress on stderr, exit 0 done, 1 failed, 2 bad input, 3 refused.
+
+Nothing but the standard library is imported before a verb is chosen, so that ``--help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from moelab import __version__
+from moelab.errors import MoelabError
+
+DESCRIPTION = (
+    "How much faster can a Mixture-of-Experts model be pre-trained with MXFP8 experts and DeepEP, on your hardware, "
+    "without hurting the loss?"
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    options = build_parser().parse_args(arguments)
+    signal.signal(signal.SIGTERM, _stop)
+    try:
+        return int(options.run(options))
+    except MoelabError as error:
+        print(f"moelab: {error}", file=sys.stderr)  # noqa: T201
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("moelab: interrupted; what was finished is kept", file=sys.stderr)  # noqa: T201
+        return 1
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser with all verbs."""
+    parser = argparse.ArgumentParser(prog="moelab", description=DESCRIPTION)
+    parser.add_argument("--version", action="version", version=f"moelab {__version__}")
+    verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
+    _verb(verbs, "doctor", _doctor, "say what this machine can run and what is missing for the rest")
+    run = _verb(verbs, "run", _run, "train an experiment or study on this machine; a finished one is left alone")
+    run.add_argument("file", type=Path, help="YAML of an experiment, a list of experiments, or a study")
+    run.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="replace a field everywhere")
+    run.add_argument("--on-failure", choices=["continue", "stop"], default="continue")
+    status = _verb(verbs, "status", _status, "say where the runs at a path are")
+    status.add_argument("path", type=Path, nargs="?", default=Path("runs"))
+    collect = _verb(verbs, "collect", _collect, "read the metrics of a run, a study, a log, TensorBoard or W&B export")
+    collect.add_argument("path", type=Path)
+    report = _verb(verbs, "report", _report, "judge a study and write its HTML report")
+    report.add_argument("path", type=Path, help="folder of a study, such as runs/06_compare_convergence")
+    report.add_argument("--reference", default="bf16_standard", help="arm that the others are held against")
+    report.add_argument("--margin", type=float, help="equivalence margin in nats, instead of the seeds' own spread")
+    report.add_argument("--output", type=Path, help="file to write; default: report.html in the study's folder")
+    for verb in (run, status, collect, report):
+        verb.add_argument("--json", action="store_true", help="print one JSON object")
+    run.add_argument("--runs", type=Path, default=Path("runs"), help="folder that holds all studies")
+    return parser
+
+
+def _verb(verbs: Any, name: str, run: Any, text: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = verbs.add_parser(name, help=text, description=text)
+    parser.set_defaults(run=run)
+    if name == "doctor":
+        parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+def _stop(_signal: int, _frame: FrameType | None) -> None:
+    """Treat SIGTERM (a scheduler, a container) as Ctrl-C: stop the ranks in order and write the status."""
+    raise KeyboardInterrupt
+
+
+def _print(options: argparse.Namespace, as_json: Any, as_text: str) -> None:
+    print(json.dumps(as_json, indent=1) if options.json else as_text)  # noqa: T201 - results go to stdout
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from moelab.doctor import examine
+
+    findings = examine()
+    _print(options, findings.to_json(), findings.as_text())
+    return 0
+
+
+def _run(options: argparse.Namespace) -> int:
+    from moelab.experiment_file import read_study
+    from moelab.launch.study import run_study
+
+    study = read_study(options.file, options.set)
+    done = run_study(study, options.runs, on_failure=options.on_failure)
+    complete = len(done.runs) - len(done.failed)
+    lines = [f"{run.path}: {run.status.state}" + (f": {run.status.reason}" if run.status.reason else "") for run in done.runs]
+    summary = f"{study.name}: {complete} of {len(study.experiments)} complete, {done.trained} trained now"
+    rows = [{"run": run.name, "status": run.status.state.value, "reason": run.status.reason} for run in done.runs]
+    _print(options, {"study": study.name, "trained": done.trained, "runs": rows}, "\n".join([*lines, summary]))
+    return 0 if complete == len(study.experiments) else 1
+
+
+def _status(options: argparse.Namespace) -> int:
+    from moelab.errors import BadInput
+    from moelab.runs.directory import find
+
+    if not options.path.is_dir():
+        raise BadInput(f"{options.path} is not a folder; give a run, a study or the folder of all studies")
+    runs = list(find(options.path.absolute()))
+    lines = [f"{run.name}: {run.status.state}" + (f": {run.status.reason}" if run.status.reason else "") for run in runs]
+    rows = [{"run": run.name, "status": run.status.state.value, "reason": run.status.reason} for run in runs]
+    _print(options, {"runs": rows}, "\n".join(lines) or f"no runs at {options.path}")
+    return 0
+
+
+def _collect(options: argparse.Namespace) -> int:
+    from moelab.runs.collect import collect
+
+    runs = collect(options.path)
+    lines = [
+        f"{run.run}: {run.status.state}, {len(run.rows)} rows to step {run.last_step} in {run.segments} segment(s)"
+        + (f"; {run.status.reason}" if run.status.reason else "")
+        for run in runs
+    ]
+    _print(options, {"runs": [run.to_json() for run in runs]}, "\n".join(lines))
+    return 0
+
+
+def _report(options: argparse.Namespace) -> int:
+    from moelab.study_report import judge_study, write_study_report
+
+    judged = judge_study(options.path, reference=options.reference, margin_nats=options.margin)
+    path = write_study_report(judged, options.output or options.path / "report.html")
+    _print(options, {**judged.to_json(), "report": str(path)}, f"{judged.as_text()}\nreport: {path}")
+    return 0

@@ -1,0 +1,113 @@
+"""What to run, and nothing about how.
+
+An :class:`Experiment` is one arm of a study at one seed. The same field names are the keys of its YAML file, the
+papermill parameters of the notebooks and the ``--set key=value`` of the command line, so there is one vocabulary.
+Whether the experiment is legal on a cluster, fits in memory or can run on this machine is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,79}$")]
+Degree = Annotated[int, Field(ge=1)]
+
+
+class Precision(StrEnum):
+    """Number format of the quantised GEMMs; everything else stays in BF16 with FP32 master weights."""
+
+    BF16 = "bf16"
+    FP8 = "fp8"
+    MXFP8 = "mxfp8"
+
+
+class EPBackend(StrEnum):
+    """Which all-to-all moves tokens to their experts."""
+
+    STANDARD = "standard"
+    DEEPEP = "deepep"
+    HYBRIDEP = "hybridep"
+    MINIMAL_ASYNC_EP = "minimal_async_ep"
+
+
+class Routing(StrEnum):
+    """How tokens choose experts: by the router, forced round-robin, or at random with equal load."""
+
+    LEARNED = "learned"
+    ROUND_ROBIN = "round_robin"
+    RANDOM_BALANCED = "random_balanced"
+
+
+class Experiment(BaseModel):
+    """One arm of a study at one seed.
+
+    ``dp_shard`` of -1 takes whatever ranks the other axes leave, as TorchTitan does. ``lr`` is the peak learning rate
+    of AdamW; ``local_batch`` counts sequences of ``seq_len`` tokens per data-parallel rank and step.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_enum_values=False)
+
+    name: Name = Field("study", description="study that this run belongs to; the folder under runs/")
+    model: Literal["nano", "debug", "16B", "671B"] = "nano"
+    precision: Precision = Precision.BF16
+    mxfp8_kernels: Literal["auto", "native", "emulated"] = "auto"
+    quantize: Literal["experts", "experts+linears"] = "experts"
+    wgrad: Literal["mxfp8", "bf16"] = "mxfp8"
+    ep_backend: EPBackend = EPBackend.STANDARD
+    dispatch_precision: Literal["bf16", "mxfp8", "fp8"] = "bf16"
+    routing: Routing = Routing.LEARNED
+
+    nodes: Degree = 1
+    gpus_per_node: Degree = Field(2, description="ranks on each node: GPUs, or processes on a CPU")
+    dp_replicate: Degree = 1
+    dp_shard: int = Field(-1, description="-1: the ranks that the other axes leave")
+    tp: Degree = 1
+    pp: Degree = 1
+    pp_schedule: str = "1F1B"
+    cp: Degree = 1
+    ep: Degree = 2
+
+    seq_len: Annotated[int, Field(ge=8)] = 256
+    local_batch: Annotated[int, Field(ge=1)] = 4
+    microbatch: Annotated[int, Field(ge=1)] = 1
+    steps: Annotated[int, Field(ge=1)] = 60
+    warmup_steps: Annotated[int, Field(ge=0)] = 6
+    lr: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 3.0e-3
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    activation_checkpoint: Literal["none", "selective", "full"] = "none"
+    compile: Literal["none", "loss", "model+loss"] = "none"
+    dataset: Literal["python", "c4"] = "python"
+    hardware: Name = Field("local", description="`local` is the machine at hand, `cpu` hides its GPUs")
+
+    @field_validator("dp_shard")
+    @classmethod
+    def _shard_degree(cls, value: int) -> int:
+        if value != -1 and value < 1:
+            raise ValueError("must be -1 (the ranks that the other axes leave) or at least 1")
+        return value
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks: GPUs, or processes on a CPU."""
+        return self.nodes * self.gpus_per_node
+
+    @property
+    def arm(self) -> str:
+        """Folder-safe name of the arm: everything that distinguishes it except the seed.
+
+        >>> Experiment(precision="mxfp8", wgrad="bf16").arm
+        'mxfp8_standard_wgrad-bf16'
+        """
+        parts = [self.precision.value, self.ep_backend.value]
+        if self.precision is not Precision.BF16 and self.quantize != "experts":
+            parts.append("linears")
+        if self.precision is Precision.MXFP8 and self.wgrad != "mxfp8":
+            parts.append(f"wgrad-{self.wgrad}")
+        if self.dispatch_precision != "bf16":
+            parts.append(f"dispatch-{self.dispatch_precision}")
+        if self.routing is not Routing.LEARNED:
+            parts.append(self.routing.value.replace("_", "-"))
+        return "_".join(parts)

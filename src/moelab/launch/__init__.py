@@ -1,0 +1,1 @@
+"""Starting and watching runs: torchrun on this machine."""

@@ -1,0 +1,88 @@
+"""What this machine can run. What it cannot is refused by name, with the nearest arm that it can.
+
+Nothing falls back silently.
+"""
+
+from __future__ import annotations
+
+from moelab.experiment import EPBackend, Experiment, Precision, Routing
+from moelab.machine import GpuInfo, cores, gpus, has_module
+
+FP8_CAPABILITY, MXFP8_CAPABILITY = 8.9, 10.0
+RANKS_PER_CORE = 4
+
+
+def refusals(experiment: Experiment, *, devices: tuple[GpuInfo, ...] | None = None) -> list[str]:
+    """Every reason why this machine cannot run an experiment; empty if it can.
+
+    Args:
+        experiment: what would run.
+        devices: GPUs to reckon with instead of this node's.
+    """
+    found = gpus() if devices is None else devices
+    found = () if experiment.hardware == "cpu" else found
+    checks = (_nodes, _ranks, _precision, _backend, _model, _not_yet)
+    return [reason for check in checks if (reason := check(experiment, found))]
+
+
+def _nodes(experiment: Experiment, _gpus: tuple[GpuInfo, ...]) -> str | None:
+    if experiment.nodes > 1:
+        return f"nodes is {experiment.nodes}: `moelab run` starts ranks on this machine only; set nodes=1"
+    return None
+
+
+def _ranks(experiment: Experiment, found: tuple[GpuInfo, ...]) -> str | None:
+    ranks = experiment.gpus_per_node
+    if found and ranks > len(found):
+        return f"gpus_per_node is {ranks}, this machine has {len(found)} GPUs; set gpus_per_node={len(found)}"
+    if not found and ranks > RANKS_PER_CORE * cores():
+        most = RANKS_PER_CORE * cores()
+        return f"gpus_per_node is {ranks}: {ranks} processes on {cores()} cores would only wait; use at most {most}"
+    return None
+
+
+def _precision(experiment: Experiment, found: tuple[GpuInfo, ...]) -> str | None:
+    capability = min((gpu.capability for gpu in found), default=0.0)
+    here = f"{found[0].name} is SM{capability * 10:.0f}" if found else "this machine has no GPU to use"
+    if experiment.precision is Precision.FP8 and capability < FP8_CAPABILITY:
+        return f"precision fp8 needs FP8 tensor cores (SM89 or later); {here}. Nearest: precision=mxfp8 (emulated)"
+    native = experiment.precision is Precision.MXFP8 and experiment.mxfp8_kernels == "native"
+    if native and capability < MXFP8_CAPABILITY:
+        return f"mxfp8_kernels native needs SM100 or later; {here}. Nearest: mxfp8_kernels=emulated"
+    if experiment.quantize != "experts" and experiment.precision is Precision.FP8:
+        return "quantize experts+linears is for precision mxfp8; use quantize=experts with fp8"
+    if experiment.quantize != "experts" and experiment.tp > 1:
+        return f"quantize experts+linears needs tp=1 (tp is {experiment.tp}); use quantize=experts"
+    return None
+
+
+def _backend(experiment: Experiment, found: tuple[GpuInfo, ...]) -> str | None:
+    backend = experiment.ep_backend
+    if backend is EPBackend.STANDARD:
+        return None
+    if not found:
+        return f"ep_backend {backend.value} needs CUDA and this machine has no GPU to use. Nearest: ep_backend=standard"
+    if experiment.precision is not Precision.BF16 and backend is EPBackend.DEEPEP:
+        return (
+            f"TorchTitan 0.3.0 refuses {experiment.precision.value} experts with the deepep dispatcher "
+            "(it needs one that pads). Nearest: ep_backend=standard, or precision=bf16"
+        )
+    if backend in (EPBackend.DEEPEP, EPBackend.HYBRIDEP) and not has_module("deep_ep"):
+        return f"ep_backend {backend.value} needs DeepEP, which is not installed. Nearest: ep_backend=standard"
+    return None
+
+
+def _model(experiment: Experiment, found: tuple[GpuInfo, ...]) -> str | None:
+    if experiment.model in ("16B", "671B") and not found:
+        return (
+            f"model {experiment.model} needs GPUs and this machine has none to use. Nearest: model=debug or model=nano"
+        )
+    return None
+
+
+def _not_yet(experiment: Experiment, _gpus: tuple[GpuInfo, ...]) -> str | None:
+    if experiment.dispatch_precision != "bf16":
+        return f"dispatch_precision {experiment.dispatch_precision} is not in this version of moelab; use bf16"
+    if experiment.routing is Routing.RANDOM_BALANCED:
+        return "routing random_balanced is not in this version of moelab; use learned or round_robin"
+    return None

@@ -1,0 +1,45 @@
+"""Data is there before the ranks start: the corpus is made once, and an unreachable C4 is said at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from moelab.errors import Refused
+from moelab.experiment import Experiment
+
+C4 = "allenai/c4"
+
+
+def stage_data(experiment: Experiment) -> None:
+    """Make the experiment's data ready on this machine, or say why it cannot be.
+
+    Raises:
+        Refused: if C4, or the tokenizer that it needs, cannot be had.
+        CorpusError: if the default corpus cannot be made.
+    """
+    from moelab.titan import corpus
+
+    if experiment.dataset == "c4":
+        _require_c4()
+        folder = corpus.TOKENIZERS.get(experiment.model)
+        if folder and not Path(folder, "tokenizer.json").exists():
+            raise Refused(
+                f"dataset c4 with model {experiment.model} needs its tokenizer in {folder}; fetch it with TorchTitan's "
+                "scripts/download_hf_assets.py, or use dataset=python"
+            )
+        if folder:
+            return
+    corpus.prepare(corpus.VOCAB_SIZE)
+
+
+def _require_c4() -> None:
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+    try:
+        HfApi().dataset_info(C4, timeout=10)
+    except (HfHubHTTPError, OfflineModeIsEnabled, OSError, ValueError) as error:
+        raise Refused(
+            f"dataset c4 cannot be reached from here ({type(error).__name__}): it is streamed from {C4} on the Hugging "
+            "Face hub. Check the network, HF_ENDPOINT and HF_HUB_OFFLINE, or use dataset=python, which needs no download"
+        ) from error

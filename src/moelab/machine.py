@@ -1,0 +1,117 @@
+"""What this machine has, asked without loading torch."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import moelab
+
+PACKAGES = ("torch", "torchtitan", "torchao", "tokenizers", "triton", "nvidia-nccl-cu13", "plotly", "papermill")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuInfo:
+    """One GPU as nvidia-smi lists it; ``capability`` is its SM version, such as 10.0."""
+
+    name: str
+    capability: float
+    driver: str
+    memory_mib: int
+
+
+@functools.cache
+def gpus() -> tuple[GpuInfo, ...]:
+    """GPUs of this node; empty where there is no working nvidia-smi."""
+    query = "--query-gpu=name,compute_cap,driver_version,memory.total"
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", query, "--format=csv,noheader,nounits"],
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines() if line.count(",") == 3]
+    return tuple(GpuInfo(name=n, capability=float(c), driver=d, memory_mib=int(m)) for n, c, d, m in rows)
+
+
+def version(package: str) -> str | None:
+    """Installed version of a distribution, or None."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def cores() -> int:
+    """Processor cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def memory_bytes() -> int:
+    """Physical memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def processor_name() -> str:
+    """Model name of the processor, or what the system calls it."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    named = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor() or platform.machine())
+
+
+def has_module(name: str) -> bool:
+    """Whether a module can be imported, without importing it."""
+    return importlib.util.find_spec(name) is not None
+
+
+def find_chromium() -> str | None:
+    """A Chromium that can draw PNGs, or None."""
+    return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+
+
+def git_commit() -> str | None:
+    """Commit of the repository that the caller is in, with ``-dirty`` if it has changes; None outside of one."""
+    try:
+        done = subprocess.run(
+            ["git", "describe", "--always", "--abbrev=40", "--dirty"],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None
+
+
+def environment(*, nodes: int = 1) -> dict[str, Any]:
+    """Content of ``environment.json``: versions and hardware, no host or user names.
+
+    Args:
+        nodes: hosts that take part in the run.
+    """
+    return {
+        "moelab": moelab.__version__,
+        "python": platform.python_version(),
+        "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "packages": {package: version(package) for package in PACKAGES},
+        "processor": processor_name(),
+        "cores": cores(),
+        "memory_gib": round(memory_bytes() / 2**30, 1),
+        "gpus": [asdict(gpu) for gpu in gpus()],
+        "git_commit": git_commit(),
+        "hosts": nodes,
+    }

@@ -1,0 +1,183 @@
+"""MXFP8 experts, and linears when asked, as TorchTitan model converters.
+
+TorchTitan 0.3.0 has such converters and refuses anything below SM100. These do the same there, with the same torchao
+kernels, and run torchao's emulation elsewhere, so that one experiment means one thing on every machine. Forward, dgrad
+and wgrad of each grouped GEMM are quantised (wgrad in BF16 when asked).
+
+The quantised kernels need every expert's token group to be a multiple of a block. Where Triton runs, TorchTitan's
+TorchAOTokenDispatcher pads inside the permutation; on a CPU it cannot (the permutation is a Triton kernel), so the
+plain dispatcher stays and torchao pads inside the grouped GEMM.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torchao.prototype.moe_training.config import MXFP8TrainingOpConfig
+from torchao.prototype.moe_training.mxfp8_linear import mx_mm
+from torchao.prototype.mx_formats.config import (
+    MXFP8Dim0CastKernelChoice,
+    MXFP8Dim1CastKernelChoice,
+    ScaleCalculationMode,
+)
+from torchao.quantization.quantize_.common import KernelPreference
+from torchtitan.components.quantization import MXFP8Linear, QuantizationConverter
+from torchtitan.components.quantization.mx import _get_mxfp8_grouped_experts_cls
+from torchtitan.components.quantization.utils import swap_token_dispatcher
+from torchtitan.models.common.linear import Linear
+from torchtitan.models.common.moe import GroupedExperts
+
+from moelab.errors import MoelabError
+from moelab.mxfp8.kernels import EMULATED_PADDING, NATIVE_PADDING, Kernels
+
+logger = logging.getLogger(__name__)
+
+LINEARS = ("attention", "shared_experts", "feed_forward")
+"""Parts of the names of the linears that are quantised: never the router, the embedding or the vocabulary head."""
+_PREFERENCE = {"native": KernelPreference.AUTO, "emulated": KernelPreference.EMULATED}
+
+
+class NothingConverted(MoelabError):
+    """An MXFP8 arm in which no module was converted would be a BF16 arm under another name."""
+
+
+_TitanExperts: Any = _get_mxfp8_grouped_experts_cls(GroupedExperts)
+
+
+class MXFP8Experts(_TitanExperts):
+    """Experts whose grouped GEMMs are quantised to MXFP8 by torchao.
+
+    TorchTitan's own class with two more settings: emulated kernels, and wgrad in BF16 with either kind.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(_TitanExperts.Config):
+        """As TorchTitan's, plus what torchao's recipes do not name."""
+
+        kernels: str = "native"
+        wgrad: str = "mxfp8"
+        pad_inside: bool = False
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self._mxfp8_op_config = op_config(config.kernels, config.wgrad, pad_inside=config.pad_inside)
+
+
+def op_config(kernels: str, wgrad: str, *, pad_inside: bool) -> MXFP8TrainingOpConfig:
+    """Settings for torchao of one quantised grouped GEMM.
+
+    Args:
+        kernels: ``native`` or ``emulated``.
+        wgrad: ``mxfp8``, or ``bf16`` to keep the weight gradient in high precision.
+        pad_inside: let torchao pad each expert's group to a block of 32 tokens.
+    """
+    return MXFP8TrainingOpConfig(
+        kernel_preference=_PREFERENCE[kernels],
+        wgrad_with_hp=wgrad == "bf16",
+        scale_calculation_mode=ScaleCalculationMode.RCEIL,
+        pad_token_groups_for_grouped_mm=pad_inside,
+    )
+
+
+class MXFP8EmulatedLinear(MXFP8Linear):
+    """A linear whose three GEMMs are quantised to MXFP8 by torchao, emulated or native, wgrad in BF16 when asked.
+
+    torchao 0.18's ``MXFP8Linear`` names the CUDA kernel for the casts along the other axis even when it emulates, which
+    fails without a GPU; this one names the PyTorch casts then.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(MXFP8Linear.Config):
+        """As TorchTitan's, plus the kernels and the precision of the weight gradient."""
+
+        kernels: str = "emulated"
+        wgrad: str = "mxfp8"
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.wgrad_with_hp = config.wgrad == "bf16"
+        self.kernel_preference = _PREFERENCE[config.kernels]
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Multiply ``(..., in_features)`` to ``(..., out_features)``."""
+        if self.kernel_preference is KernelPreference.AUTO:
+            return super().forward(input)
+        e4m3 = torch.float8_e4m3fn
+        output = mx_mm.apply(
+            input,
+            self.weight,
+            e4m3,
+            e4m3,
+            e4m3,
+            32,
+            self.kernel_preference,
+            MXFP8Dim0CastKernelChoice.TORCH,
+            MXFP8Dim1CastKernelChoice.TORCH,
+            self.scale_calculation_mode,
+            self.wgrad_with_hp,
+        )
+        return output if self.bias is None else output + self.bias.to(output.dtype)
+
+
+class MXFP8Converter(QuantizationConverter):
+    """Replaces the experts (and linears) of a model's configuration by their MXFP8 form."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(QuantizationConverter.Config):
+        """``kernels`` is already resolved: ``native`` or ``emulated``."""
+
+        kernels: Kernels = "emulated"
+        wgrad: Literal["mxfp8", "bf16"] = "mxfp8"
+        linears: list[str] = field(default_factory=list)
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    def convert(self, model_config: Any) -> Any:
+        """Convert a model's configuration in place.
+
+        Raises:
+            NothingConverted: if the model has no routed experts, or linears were asked for and none was found.
+        """
+        experts = list(model_config.traverse(GroupedExperts.Config))
+        if not experts:
+            raise NothingConverted(
+                "the model has no routed experts, so MXFP8 has nothing to quantise; use precision bf16"
+            )
+        for _name, config, parent, attribute in experts:
+            setattr(parent, attribute, self._experts(config, parent))
+        if self.config.linears:
+            self._convert_linears(model_config)
+        return model_config
+
+    def _experts(self, config: Any, parent: Any) -> MXFP8Experts.Config:
+        pad_inside = self.config.kernels == "emulated" and not torch.cuda.is_available()
+        if not pad_inside:
+            swap_token_dispatcher(parent, NATIVE_PADDING if self.config.kernels == "native" else EMULATED_PADDING)
+        shared = {f.name: getattr(config, f.name) for f in fields(config)}
+        return MXFP8Experts.Config(
+            **shared, kernels=self.config.kernels, wgrad=self.config.wgrad, pad_inside=pad_inside
+        )
+
+    def _convert_linears(self, model_config: Any) -> None:
+        found = [
+            row for row in model_config.traverse(Linear.Config) if any(part in row[0] for part in self.config.linears)
+        ]
+        if not found:
+            raise NothingConverted(f"no linear of the model is named like any of {', '.join(self.config.linears)}")
+        for _name, config, parent, attribute in found:
+            shared = {f.name: getattr(config, f.name) for f in fields(config)}
+            new = MXFP8EmulatedLinear.Config(**shared, kernels=self.config.kernels, wgrad=self.config.wgrad)
+            if isinstance(parent, list):
+                parent[attribute] = new
+            else:
+                setattr(parent, attribute, new)
+
+
+def converted_modules(model: nn.Module) -> list[str]:
+    """Names of the modules of a built model that multiply in MXFP8."""
+    return [name for name, module in model.named_modules() if isinstance(module, MXFP8Experts | MXFP8EmulatedLinear)]

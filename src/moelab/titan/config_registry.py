@@ -1,0 +1,191 @@
+"""An :class:`~moelab.experiment.Experiment` as a TorchTitan ``Trainer.Config``.
+
+TorchTitan calls the function named by ``--config`` with no arguments, so the experiment comes by an environment
+variable that names its YAML file::
+
+    MOELAB_EXPERIMENT=runs/study/bf16_standard/seed0/…/experiment.yaml \
+        torchrun --nproc-per-node 2 -m torchtitan.train --module moelab.titan --config experiment --dump_folder …
+
+Every field of TorchTitan's configuration can still be overridden on that command line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torchtitan.components.checkpointer import CheckpointManager
+from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
+from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
+from torchtitan.components.quantization import Float8GroupedExpertsConverter
+from torchtitan.components.validate import Validator
+from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
+from torchtitan.config.configs import CommConfig, DebugConfig
+from torchtitan.config.override import OverrideConfig
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
+from torchtitan.models.common.config_utils import decoder_vocab_size
+from torchtitan.protocols.model_spec import ModelSpec
+from torchtitan.tools.logging import logger
+from torchtitan.trainer import Trainer
+
+from moelab.experiment import Experiment, Precision, Routing
+from moelab.experiment_file import read_experiment
+from moelab.mxfp8 import kernels as mxfp8_kernels
+from moelab.mxfp8.converter import LINEARS, MXFP8Converter, NothingConverted, converted_modules
+from moelab.titan import corpus
+from moelab.titan.models import model_spec
+
+EXPERIMENT_VARIABLE = "MOELAB_EXPERIMENT"
+CONVERTED_FILE = "launch/converted_modules.json"
+VALIDATION_BATCHES = 8
+_ACTIVATION_CHECKPOINT = {"none": None, "selective": SelectiveAC.Config(), "full": FullAC.Config()}
+_COMPILE = {"none": [], "loss": ["loss"], "model+loss": ["model", "loss"]}
+
+
+def experiment() -> Trainer.Config:
+    """The experiment whose YAML file ``MOELAB_EXPERIMENT`` names."""
+    path = os.environ.get(EXPERIMENT_VARIABLE)
+    if not path:
+        raise KeyError(f"set {EXPERIMENT_VARIABLE} to the path of an experiment.yaml; `moelab run` does so")
+    return trainer_config(read_experiment(Path(path)))
+
+
+def trainer_config(experiment: Experiment) -> Trainer.Config:
+    """Translate an experiment, and prepare this process for it: its device, its corpus, its kernels.
+
+    Args:
+        experiment: one arm at one seed.
+
+    Returns:
+        The whole configuration of TorchTitan's trainer.
+    """
+    on_cpu = not torch.cuda.is_available()
+    if on_cpu:
+        from moelab.titan import cpu
+
+        cpu.enable()
+    spec = _model(experiment, on_cpu=on_cpu)
+    return Trainer.Config(
+        model_spec=spec,
+        loss=ChunkedLossWrapper.Config(loss_fn=CrossEntropyLoss.Config(global_vocab_size=decoder_vocab_size(spec))),
+        optimizer=default_adamw(lr=experiment.lr),
+        lr_scheduler=LRSchedulersContainer.Config(
+            warmup_steps=experiment.warmup_steps, decay_ratio=0.8, decay_type="cosine", min_lr_factor=0.1
+        ),
+        training=TrainingConfig(
+            local_batch_size=experiment.local_batch,
+            seq_len=experiment.seq_len,
+            steps=experiment.steps,
+            disable_cuda_graphs=True,
+        ),
+        parallelism=_parallelism(experiment, on_cpu=on_cpu),
+        checkpoint=CheckpointManager.Config(enable=False),
+        activation_checkpoint=_ACTIVATION_CHECKPOINT[experiment.activation_checkpoint],
+        compile=CompileConfig(enable=experiment.compile != "none", components=_COMPILE[experiment.compile]),
+        comm=CommConfig(trace_buf_size=0) if on_cpu else CommConfig(),
+        debug=DebugConfig(
+            seed=experiment.seed,
+            moe_force_load_balance=experiment.routing is Routing.ROUND_ROBIN,
+            save_config_file="launch/titan_config.json",
+            enable_structured_logging=False,
+        ),
+        metrics=MetricsProcessor.Config(log_freq=1, enable_tensorboard=True, disable_color_printing=True),
+        override=OverrideConfig(imports=list(cpu.OVERRIDES) if on_cpu else []),
+        **_data(experiment, spec),
+    )
+
+
+def _model(experiment: Experiment, *, on_cpu: bool) -> ModelSpec:
+    spec = model_spec(experiment.model, ep_backend=experiment.ep_backend.value)
+    converter = _converter(experiment)
+    if converter is not None:
+        spec.model = converter.build().convert(spec.model)
+    quantised = experiment.precision is Precision.MXFP8
+
+    def parallelize(model: nn.Module, **arguments: Any) -> nn.Module:
+        model = parallelize_titan(model, **arguments)
+        if on_cpu:
+            from moelab.titan import cpu
+
+            cpu.sum_gradients(model)
+        if quantised:
+            record_conversion(model, Path(arguments["dump_folder"]), _kernels(experiment))
+        return model
+
+    parallelize_titan = spec.parallelize_fn
+    return dataclasses.replace(spec, parallelize_fn=parallelize)
+
+
+def _kernels(experiment: Experiment) -> mxfp8_kernels.Kernels:
+    return mxfp8_kernels.resolve(experiment.mxfp8_kernels)
+
+
+def _converter(experiment: Experiment) -> Any:
+    compiled = experiment.compile == "model+loss"
+    if experiment.precision is Precision.MXFP8:
+        linears = list(LINEARS) if experiment.quantize == "experts+linears" else []
+        return MXFP8Converter.Config(
+            model_compile_enabled=compiled, kernels=_kernels(experiment), wgrad=experiment.wgrad, linears=linears
+        )
+    if experiment.precision is Precision.FP8:
+        return Float8GroupedExpertsConverter.Config(model_compile_enabled=compiled)
+    return None
+
+
+def record_conversion(model: nn.Module, dump_folder: Path, kernels: str) -> None:
+    """Write down which modules of the built model multiply in MXFP8, and with which kernels.
+
+    Raises:
+        NothingConverted: if there is none.
+    """
+    names = converted_modules(model)
+    if not names:
+        raise NothingConverted("precision is mxfp8, but no module of the built model multiplies in MXFP8")
+    logger.info(f"moelab: {len(names)} modules multiply in MXFP8 ({kernels} kernels): {', '.join(names)}")
+    if torch.distributed.get_rank() == 0:
+        path = dump_folder / CONVERTED_FILE
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"kernels": kernels, "modules": names}, indent=1))
+
+
+def _parallelism(experiment: Experiment, *, on_cpu: bool) -> ParallelismConfig:
+    return ParallelismConfig(
+        data_parallel_replicate_degree=experiment.dp_replicate,
+        data_parallel_shard_degree=experiment.dp_shard,
+        tensor_parallel_degree=experiment.tp,
+        pipeline_parallel_degree=experiment.pp,
+        pipeline_parallel_schedule=experiment.pp_schedule,
+        pipeline_parallel_microbatch_size=experiment.microbatch,
+        context_parallel_degree=experiment.cp,
+        expert_parallel_degree=experiment.ep,
+        spmd_backend="partial_dtensor" if on_cpu else "spmd_types",
+    )
+
+
+def _data(experiment: Experiment, spec: ModelSpec) -> dict[str, Any]:
+    """Data loader, tokenizer and validator of the experiment's dataset."""
+    if experiment.dataset == "c4":
+        folder = corpus.TOKENIZERS.get(experiment.model) or str(_corpus(experiment, spec).folder)
+        return {"dataloader": HuggingFaceTextDataLoader.Config(dataset="c4"), "hf_assets_path": folder}
+    prepared = _corpus(experiment, spec)
+    held_out = HuggingFaceTextDataLoader.Config(dataset="python_held_out", infinite=True)
+    return {
+        "dataloader": HuggingFaceTextDataLoader.Config(dataset="python"),
+        "hf_assets_path": str(prepared.folder),
+        "validator": Validator.Config(
+            enable=True, freq=experiment.steps, steps=VALIDATION_BATCHES, dataloader=held_out
+        ),
+    }
+
+
+def _corpus(experiment: Experiment, spec: ModelSpec) -> corpus.Corpus:
+    prepared = corpus.prepare(min(decoder_vocab_size(spec), corpus.VOCAB_SIZE))
+    corpus.register(prepared)
+    return prepared

@@ -1,0 +1,259 @@
+"""What TorchTitan 0.3.0 needs to train on a CPU with gloo, piece by piece.
+
+TorchTitan supports accelerators only. Seven small things stand between it and a laptop, and all of them are here; none
+touches its source tree or a process that has CUDA.
+
+====================  =============================================================================================
+piece                 why TorchTitan 0.3.0 on torch 2.14 needs it
+====================  =============================================================================================
+device                without an accelerator it assumes ``cuda``; each module binds the answer when it is imported
+memory_statistics     it reads ``memory_stats``, ``get_device_properties`` and an integer ``current_device`` that
+                      ``torch.cpu`` does not have; we give it this process's resident memory instead
+attention             FlexAttention has no backward on a CPU, and its block mask is compiled (5 to 20 s before the
+                      first step); masked scaled-dot-product attention computes the same function
+router_gate           the router's scores are computed under an FP32 autocast, which PyTorch does not have on a CPU:
+                      they would silently be BF16 there
+fsdp_sum              FSDP2 with a gradient divide factor of 1 reduces by a pre-multiplied sum, which gloo lacks
+mfu                   it would divide by the peak of an A100 that is not there; on a CPU there is no MFU to report
+bf16_gemm             not TorchTitan's need but PyTorch's: without AVX512-BF16 or AMX its BF16 product runs at about
+                      2 GFLOP/s a core. Ours multiplies the same BF16 operands in FP32 and rounds once, which is what a
+                      tensor core does, at about 15 times the speed. Left alone where the CPU has BF16 instructions.
+====================  =============================================================================================
+
+The remaining two needs are plain settings and live in ``config_registry.py``: ``spmd_backend="partial_dtensor"`` (the
+other path's all-to-all needs equal splits under gloo) and ``disable_cuda_graphs``.
+
+All of this can go when TorchTitan takes ``cpu`` as a device and FlexAttention has a CPU backward.
+"""
+
+from __future__ import annotations
+
+import functools
+import resource
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import torchtitan.models.common.decoder as titan_decoder
+import torchtitan.tools.utils as titan_utils
+import torchtitan.trainer as titan_trainer
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torchtitan.config.override import derive, override
+from torchtitan.models.common.attention import FlexAttention
+from torchtitan.models.common.linear import Linear
+
+from moelab.machine import memory_bytes, processor_name
+
+PIECES = ("device", "memory_statistics", "attention", "router_gate", "fsdp_sum", "mfu", "bf16_gemm")
+OVERRIDES = ("moelab.titan.cpu.masked_sdpa", "moelab.titan.cpu.fp32_gate")
+"""Names for TorchTitan's ``override.imports``."""
+
+
+def enable() -> None:
+    """Prepare this process to train with TorchTitan on a CPU. Idempotent.
+
+    What remains is named elsewhere: ``OVERRIDES`` in TorchTitan's configuration (the modules of ``attention`` and
+    ``router_gate``), and :func:`sum_gradients` on the built model (``fsdp_sum``).
+
+    Raises:
+        RuntimeError: if this process has CUDA, where none of it may be touched.
+    """
+    if torch.cuda.is_available():
+        raise RuntimeError("moelab.titan.cpu.enable() was called in a process that has CUDA; hide the GPUs first")
+    for module in [module for name, module in sys.modules.items() if name.startswith("torchtitan")]:
+        if "device_type" in vars(module):
+            setattr(module, "device_type", "cpu")  # noqa: B010
+        if "device_module" in vars(module):
+            setattr(module, "device_module", CpuDevice())  # noqa: B010
+    titan_utils.get_device_info = lambda: ("cpu", CpuDevice())
+    # TorchTitan omits MFU for quantised models; the same switch serves where there is no peak to divide by.
+    titan_trainer.has_quantization = lambda _model_config: True
+    titan_decoder.create_attention_mask = dense_attention_mask
+    if not has_bf16_instructions():
+        use_fp32_products_for_bf16()
+
+
+def sum_gradients(model: nn.Module) -> None:
+    """Let FSDP2 reduce gradients by a plain sum (piece ``fsdp_sum``).
+
+    TorchTitan sets the gradient divide factor to 1 and scales by the global token count itself, so a plain sum is the
+    same arithmetic.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def has_bf16_instructions() -> bool:
+    """Whether this CPU multiplies BF16 in hardware (AVX512-BF16 or AMX), so that oneDNN's BF16 product is fast."""
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+@functools.cache
+def use_fp32_products_for_bf16() -> torch.library.Library:
+    """Multiply BF16 matrices on the CPU in FP32 and round once (piece ``bf16_gemm``).
+
+    Replaces the CPU kernels of ``aten::mm`` and ``aten::mm.out``, which every product of the model ends in: linears,
+    grouped GEMMs (PyTorch loops over the groups on a CPU), torchao's emulation, and all their backwards.
+    """
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
+        library.impl("mm", fp32_product, "CPU", allow_override=True)
+        library.impl("mm.out", fp32_product_out, "CPU", allow_override=True)
+    return library
+
+
+def fp32_product(a_MK: torch.Tensor, b_KN: torch.Tensor) -> torch.Tensor:
+    """``a_MK @ b_KN``; BF16 operands are multiplied and summed in FP32 and the result rounded to BF16 once."""
+    wide = torch.float32 if a_MK.dtype is torch.bfloat16 else a_MK.dtype
+    product_MN = torch.empty((a_MK.shape[0], b_KN.shape[1]), dtype=wide)
+    # addmm with beta 0 is the same product by another operator, so this is no recursion.
+    torch.ops.aten.addmm.out(product_MN, a_MK.to(wide), b_KN.to(wide), beta=0, out=product_MN)
+    return product_MN.to(a_MK.dtype)
+
+
+def fp32_product_out(a_MK: torch.Tensor, b_KN: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+    """As :func:`fp32_product`, into ``out``."""
+    return out.resize_((a_MK.shape[0], b_KN.shape[1])).copy_(fp32_product(a_MK, b_KN))
+
+
+class CpuDevice:
+    """Stands where TorchTitan expects ``torch.cuda``: ``torch.cpu`` plus the memory statistics of this process."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cpu, name)
+
+    @staticmethod
+    def current_device() -> int:
+        """Index of the device; ``torch.cpu.current_device()`` is the string ``"cpu"``."""
+        return 0
+
+    @staticmethod
+    def get_device_name(_device: object = None) -> str:
+        """Model name of the processor."""
+        return processor_name()
+
+    @staticmethod
+    def get_device_properties(_device: object = None) -> SimpleNamespace:
+        """``total_memory`` in bytes: the physical memory of this machine."""
+        return SimpleNamespace(total_memory=memory_bytes())
+
+    @staticmethod
+    def memory_stats(_device: object = None) -> dict[str, int]:
+        """Peak resident memory of this process in bytes, under the names of CUDA's allocator."""
+        peak = peak_resident_bytes()
+        return {"active_bytes.all.peak": peak, "reserved_bytes.all.peak": peak, "num_alloc_retries": 0, "num_ooms": 0}
+
+    @staticmethod
+    def reset_peak_memory_stats() -> None:
+        """Start a new peak, where the kernel lets a process do so (Linux)."""
+        if Path("/proc/self/clear_refs").exists():
+            Path("/proc/self/clear_refs").write_text("5")
+
+    @staticmethod
+    def empty_cache() -> None:
+        """Nothing is cached."""
+
+
+def peak_resident_bytes() -> int:
+    """Largest resident set of this process since its start or the last reset, in bytes."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        peak = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
+        return int(peak.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
+
+
+def dense_attention_mask(
+    mask_mod: Callable[..., torch.Tensor],
+    B: int,
+    H: int | None,
+    q_len: int,
+    kv_len: int,
+    *,
+    device: torch.device,
+    **_block_options: object,
+) -> torch.Tensor:
+    """The mask of FlexAttention's ``mask_mod``, written out instead of compiled to blocks.
+
+    Args:
+        mask_mod: as FlexAttention takes it: ``(b, h, q_idx, kv_idx)`` to a boolean, broadcasting.
+        B: batch size.
+        H: heads; TorchTitan's masks do not depend on the head.
+        q_len: number of queries.
+        kv_len: number of keys.
+        device: where the positions are.
+
+    Returns:
+        Boolean ``(B, 1, q_len, kv_len)``, True where a query may look.
+    """
+    b = torch.arange(B, device=device).view(B, 1, 1, 1)
+    h = torch.zeros((1, 1, 1, 1), dtype=torch.long, device=device)
+    q_idx = torch.arange(q_len, device=device).view(1, 1, q_len, 1)
+    kv_idx = torch.arange(kv_len, device=device).view(1, 1, 1, kv_len)
+    return mask_mod(b, h, q_idx, kv_idx).expand(B, 1, q_len, kv_len)
+
+
+class MaskedSDPA(FlexAttention):
+    """Scaled-dot-product attention with a dense boolean mask, in FlexAttention's place (piece ``attention``).
+
+    It stays a subclass, and keeps the parameter names, because TorchTitan builds masks only for FlexAttention and
+    shards attention inputs by those names.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(FlexAttention.Config):
+        """No settings of its own."""
+
+    def forward(
+        self,
+        q_BLNH: torch.Tensor,
+        k_BLNH: torch.Tensor,
+        v_BLNH: torch.Tensor,
+        *,
+        attention_masks: torch.Tensor,
+        scale: float | None = None,
+        **_flex_options: object,
+    ) -> torch.Tensor:
+        """Attend; arguments as FlexAttention's, ``attention_masks`` from :func:`dense_attention_mask`.
+
+        Returns:
+            ``(B, L, N, H_v)``.
+        """
+        wide = q_BLNH.dtype if has_bf16_instructions() else torch.float32
+        q_BNLH, k_BNLH, v_BNLH = (x.transpose(1, 2).to(wide) for x in (q_BLNH, k_BLNH, v_BLNH))
+        out_BNLH = F.scaled_dot_product_attention(q_BNLH, k_BNLH, v_BNLH, attn_mask=attention_masks, scale=scale)
+        return out_BNLH.transpose(1, 2).to(q_BLNH.dtype)
+
+
+@override(target=FlexAttention.Config, exact=True, description="masked SDPA: FlexAttention has no backward on a CPU")
+def masked_sdpa(config: FlexAttention.Config) -> MaskedSDPA.Config:
+    """Swap FlexAttention for :class:`MaskedSDPA`, keeping its sharding."""
+    return derive(config, MaskedSDPA.Config)
+
+
+class Fp32Gate(Linear):
+    """The router's gate, multiplied in FP32 (piece ``router_gate``)."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Linear.Config):
+        """No settings of its own."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Scores in FP32, ``(B, L, E)``, from activations ``(B, L, D)``."""
+        bias = None if self.bias is None else self.bias.float()
+        return F.linear(input.float(), self.weight.float(), bias)
+
+
+@override(target=Linear.Config, fqns=["*.router.gate"], description="gate in FP32: no FP32 autocast on a CPU")
+def fp32_gate(config: Linear.Config) -> Fp32Gate.Config:
+    """Swap the router's gate for :class:`Fp32Gate`, keeping its initialisation and sharding."""
+    return derive(config, Fp32Gate.Config)

@@ -1,0 +1,57 @@
+"""Curves over steps, one column a seed, and their mean and interval over seeds: what loss figures are drawn from."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+from scipy import stats
+
+from moelab.runs.table import merge_segments
+
+
+def seed_curves(table: pd.DataFrame, arm: str, column: str = "loss") -> pd.DataFrame:
+    """Values of one arm over steps.
+
+    Args:
+        table: Metrics table; segments of a run are merged here.
+        arm: Name of the arm.
+        column: Column of the table.
+
+    Returns:
+        Steps (index) by seeds (columns), NaN where a run has no value. Of several runs with one seed the one that came
+        furthest is taken, the newest of them where they came equally far.
+    """
+    rows = table[table["arm"] == arm]
+    furthest = rows.sort_values(["step", "run"]).drop_duplicates("seed", keep="last")["run"]
+    merged = merge_segments(rows[rows["run"].isin(furthest)])
+    return merged.pivot(index="step", columns="seed", values=column).sort_index()
+
+
+def finished(curves: pd.DataFrame) -> pd.DataFrame:
+    """Seeds that reach the last step; a mean that loses a seed on the way would jump."""
+    return curves.loc[:, curves.notna().iloc[-1]]
+
+
+def mean_and_sd(curves: pd.DataFrame) -> pd.DataFrame:
+    """Mean and standard deviation over seeds at each step, as columns ``mean`` and ``sd`` (NaN for one seed)."""
+    return pd.DataFrame({"mean": curves.mean(axis=1), "sd": curves.std(axis=1, ddof=1)})
+
+
+def mean_and_interval(curves: pd.DataFrame, *, level: float) -> pd.DataFrame:
+    """Mean over seeds at each step with its t interval, as columns ``mean``, ``low``, ``high`` (NaN for one seed)."""
+    n = curves.notna().sum(axis=1).to_numpy()
+    mean = curves.mean(axis=1)
+    quantile = stats.t.ppf(0.5 + level / 2.0, np.where(n > 1, n - 1, np.nan))
+    reach = quantile * curves.std(axis=1, ddof=1) / np.sqrt(n)
+    return pd.DataFrame({"mean": mean, "low": mean - reach, "high": mean + reach})
+
+
+def joined_lines(curves: pd.DataFrame) -> tuple[list[float], list[float]]:
+    """All seeds as one line broken by NaN: one trace an arm, which is what keeps a large study quick to draw."""
+    x: list[float] = []
+    y: list[float] = []
+    for seed in curves.columns:
+        values = curves[seed].dropna()
+        x += [*values.index.astype(float), np.nan]
+        y += [*values.astype(float), np.nan]
+    return x, y

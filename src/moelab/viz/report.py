@@ -1,0 +1,181 @@
+"""The report of a study: one HTML file that opens offline and holds everything that is needed to judge the study.
+
+plotly.js is written into the file once, and a content security policy forbids every network request, so what a reader
+sees does not depend on a server. All text goes through Jinja2's autoescape: a run may be named anything.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import plotly.graph_objects as go
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+from plotly.offline import get_plotlyjs
+
+from moelab.analysis.arms import contrast
+from moelab.analysis.published import Label
+from moelab.analysis.verdict import Verdict
+
+Cell = str | float | int | None
+
+PLOT_CONFIG = {"displaylogo": False, "responsive": True, "modeBarButtons": [["toImage", "resetScale2d"]]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """A figure with its caption; ``label`` says how its numbers are known."""
+
+    caption: str
+    figure: go.Figure
+    label: Label = "measured"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """A table; cells are text or numbers, and None or NaN is shown as a dash.
+
+    ``decimals`` gives digits after the point by column; 4, as a loss is written, where it is silent.
+    """
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+    label: Label = "measured"
+    decimals: Mapping[str, int] = field(default_factory=dict)
+
+
+def write_report(
+    path: Path | str,
+    *,
+    title: str,
+    verdicts: Sequence[Verdict] = (),
+    figures: Sequence[Figure] = (),
+    tables: Sequence[Table] = (),
+    provenance: Mapping[str, str],
+    notes: Sequence[str] = (),
+) -> Path:
+    """Write a study's report as one self-contained HTML file.
+
+    Args:
+        path: File to write. It is replaced at once or not at all.
+        title: Title of the report.
+        verdicts: Verdicts, each shown as a card with the numbers behind it.
+        figures: Figures with captions.
+        tables: Tables, such as one row a run.
+        provenance: What was run, on what and with which versions, in the order to show.
+        notes: Remarks a reader must see before the numbers, such as "MXFP8 kernels are emulated".
+
+    Returns:
+        The path.
+
+    Example:
+        >>> import tempfile
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> write_report(folder / "report.html", title="A study", provenance={"moelab": "0.1.0"}).name
+        'report.html'
+    """
+    page = (
+        _environment()
+        .get_template("report.html.j2")
+        .render(
+            title=title,
+            cards=[_card(verdict) for verdict in verdicts],
+            figures=[(figure, _figure_html(figure.figure, index)) for index, figure in enumerate(figures, start=1)],
+            tables=tables,
+            provenance=provenance,
+            notes=notes,
+            plotlyjs=Markup(get_plotlyjs()) if figures else "",  # noqa: S704 - plotly's own source, not input
+        )
+    )
+    return _replace(Path(path), page)
+
+
+def _environment() -> Environment:
+    environment = Environment(
+        loader=PackageLoader("moelab.viz"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["cell"] = _cell
+    environment.tests["numeric_cell"] = lambda value: value is None or isinstance(value, int | float)
+    return environment
+
+
+def _figure_html(figure: go.Figure, index: int) -> Markup:
+    """The figure's element and script; plotly escapes ``<``, ``>`` and ``/`` in the data that it writes."""
+    text = figure.to_html(
+        full_html=False, include_plotlyjs=False, include_mathjax=False, config=PLOT_CONFIG, div_id=f"figure-{index}"
+    )
+    return Markup(text)  # noqa: S704
+
+
+def _card(verdict: Verdict) -> dict[str, object]:
+    """A verdict as the template shows it."""
+    steps = "–" if verdict.steps is None else f"{verdict.steps[0]} to {verdict.steps[1]}"
+    rows: list[tuple[str, str]] = [
+        ("Mean difference, arm − reference", f"{_signed(verdict.mean_difference_nats)} nats"),
+        (
+            f"{100 * verdict.interval.level:g} % interval",
+            f"{_signed(verdict.interval.low)} to {_signed(verdict.interval.high)} nats",
+        ),
+        ("Equivalence margin", f"± {_cell(verdict.margin_nats)} nats"),
+        ("Margin from", verdict.margin_source),
+        ("Standard deviation of the differences", f"{_cell(verdict.sd_difference)} nats"),
+        ("Seed-to-seed standard deviation of the reference", f"{_cell(verdict.reference_sd)} nats"),
+        ("TOST p (equivalence)", _p_value(verdict.tost_p)),
+        ("Paired t p (difference)", _p_value(verdict.t_p)),
+        ("Common seeds", ", ".join(str(seed) for seed in verdict.seeds) or "none"),
+        ("Steps averaged", steps),
+    ]
+    seeds = [
+        (seed, verdict.reference_losses.get(seed), verdict.arm_losses.get(seed))
+        for seed in sorted(verdict.reference_losses.keys() | verdict.arm_losses.keys())
+    ]
+    arm_words, reference_words, shared = contrast(verdict.arm, verdict.reference)
+    return {
+        "heading": f"{arm_words} against {reference_words}",
+        "shared": f"both {shared}; " if shared else "",
+        "answer": str(verdict.answer),
+        "sentence": verdict.sentence(),
+        "quantity": verdict.quantity,
+        "rows": rows,
+        "seeds": [
+            (seed, reference, arm, None if reference is None or arm is None else _signed(arm - reference))
+            for seed, reference, arm in seeds
+        ],
+        "excluded": verdict.excluded,
+    }
+
+
+def _cell(value: Cell, decimals: int = 4) -> str:
+    """Write a table cell; a dash stands for a missing value."""
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return "–"
+    return f"{value:,.{decimals}f}" if isinstance(value, float) else str(value)
+
+
+def _signed(value: float) -> str:
+    return "–" if math.isnan(value) else f"{value:+.4f}"
+
+
+def _p_value(value: float) -> str:
+    return "–" if math.isnan(value) else "< 0.0001" if value < 1e-4 else f"{value:.4f}"
+
+
+def _replace(path: Path, text: str) -> Path:
+    """Write beside the file and rename over it, so that a kill leaves the old report or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+    return path

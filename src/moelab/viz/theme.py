@@ -1,0 +1,181 @@
+"""The one look of every figure: fonts, grid, and a colour, dash and marker that belong to an arm wherever it appears.
+
+Colours are Okabe and Ito's, which stay apart under the common forms of colour blindness; dash and marker carry the same
+information for grey-scale print and for curves that lie on top of each other, which equivalent arms do. The template is
+attached to each figure and never set as plotly's default, so importing this module changes nobody else's figures.
+
+References:
+    Okabe and Ito, "Color Universal Design", 2008, https://jfly.uni-koeln.de/color/.
+"""
+
+from __future__ import annotations
+
+import html
+import importlib.util
+import textwrap
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import plotly.graph_objects as go
+import plotly.io as pio
+
+from moelab.analysis.arms import arm_label, base_arm
+
+FONT = "Inter, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
+INK, MUTED, GRID, WARNING = "#1f2933", "#5f6b7a", "#e6e9ee", "#b3450a"
+TITLE_CHARACTERS, SUBTITLE_CHARACTERS = 66, 92
+"""Longest lines that fit a figure of 700 px in the title's and the subtitle's size."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArmStyle:
+    """How one arm is drawn; ``label`` is escaped for plotly's pseudo-HTML."""
+
+    label: str
+    color: str
+    dash: str
+    symbol: str
+
+    def fill(self, opacity: float) -> str:
+        """The arm's colour as ``rgba(…)`` with the given opacity."""
+        red, green, blue = (int(self.color[i : i + 2], 16) for i in (1, 3, 5))
+        return f"rgba({red},{green},{blue},{opacity})"
+
+
+_LOOKS = {
+    "bf16_standard": ("#0072B2", "solid", "circle"),
+    "mxfp8_standard": ("#D55E00", "dash", "square"),
+    "bf16_deepep": ("#56B4E9", "dot", "diamond"),
+    "mxfp8_deepep": ("#E69F00", "dashdot", "triangle-up"),
+    "fp8_standard": ("#009E73", "longdash", "cross"),
+    "fp8_deepep": ("#CC79A7", "longdashdot", "x"),
+}
+_FALLBACK = (
+    ("#000000", "solid", "star"),
+    ("#CC79A7", "dash", "hexagon"),
+    ("#009E73", "dot", "pentagon"),
+    ("#56B4E9", "dashdot", "triangle-down"),
+    ("#E69F00", "longdash", "bowtie"),
+)
+
+
+def arm_styles(arms: Iterable[str]) -> dict[str, ArmStyle]:
+    """Give every arm of a figure its look.
+
+    An arm of the default study keeps its look in every figure; a variant of it (``mxfp8_standard_wgrad-bf16``) takes
+    that look where it is free; any other arm takes the next of a cycle, in the order of the names.
+
+    Args:
+        arms: Names of the arms in the figure.
+
+    Returns:
+        A style for each arm, sorted by name.
+
+    Example:
+        >>> arm_styles(["bf16_standard"])["bf16_standard"].color
+        '#0072B2'
+    """
+    names = sorted(set(arms))
+    looks = {name: _LOOKS[name] for name in names if name in _LOOKS}
+    for name in names:
+        base = base_arm(name)[0]
+        if name not in looks and base in _LOOKS and _LOOKS[base] not in looks.values():
+            looks[name] = _LOOKS[base]
+    others = [name for name in names if name not in looks]
+    looks |= {name: _FALLBACK[i % len(_FALLBACK)] for i, name in enumerate(others)}
+    return {name: _style(name, looks[name]) for name in names}
+
+
+def plot_text(text: str) -> str:
+    """Escape a text for plotly, which reads a small part of HTML in titles, legends and annotations."""
+    return html.escape(text, quote=False)
+
+
+def new_figure(finding: str, *, subtitle: str, note: str = "", height: int = 460) -> go.Figure:
+    """Start a figure with the theme and its title; the top margin grows with the title.
+
+    Args:
+        finding: What the figure shows, as a sentence.
+        subtitle: How to read it: n, interval, smoothing.
+        note: Condition that must not be missed, such as "emulated kernels"; it stands in the title.
+        height: Height in pixels of a figure with a one-line title.
+
+    Returns:
+        A figure without traces.
+    """
+    title_lines = textwrap.wrap(finding, TITLE_CHARACTERS)
+    note_lines = textwrap.wrap(note, TITLE_CHARACTERS)
+    subtitle_lines = textwrap.wrap(subtitle, SUBTITLE_CHARACTERS)
+    title = f"<b>{_lines(title_lines)}</b>"
+    if note:
+        title += f"<br><span style='color:{WARNING}'>{_lines(note_lines)}</span>"
+    title += f"<br><span style='font-size:13px;color:{MUTED}'>{_lines(subtitle_lines)}</span>"
+    top = 30 + 22 * (len(title_lines) + len(note_lines)) + 17 * len(subtitle_lines)
+    layout = {"template": template(), "height": height - 70 + top, "margin_t": top, "title_text": title}
+    return go.Figure(layout=layout)
+
+
+def template() -> go.layout.Template:
+    """The theme as a plotly template: white, a light grid, legend under the axes, legible at 700 px."""
+    axis = {
+        "gridcolor": GRID,
+        "linecolor": MUTED,
+        "ticks": "outside",
+        "tickcolor": MUTED,
+        "ticklen": 4,
+        "zeroline": False,
+        "automargin": True,
+        "title_standoff": 10,
+    }
+    return go.layout.Template(
+        layout={
+            "font": {"family": FONT, "size": 14, "color": INK},
+            "title": {
+                "x": 0,
+                "xref": "container",
+                "y": 1,
+                "yref": "container",
+                "yanchor": "top",
+                "pad": {"t": 14, "l": 10},
+            },
+            "title_font_size": 17,
+            "paper_bgcolor": "white",
+            "plot_bgcolor": "white",
+            "xaxis": axis,
+            "yaxis": axis,
+            "legend": {"orientation": "h", "x": 0, "y": -0.2, "yanchor": "top", "font_size": 13},
+            "margin": {"l": 70, "r": 24, "b": 60},
+            "hoverlabel": {"font_family": FONT, "font_size": 13},
+            "hovermode": "x unified",
+        }
+    )
+
+
+def use_renderer() -> str:
+    """Choose how figures appear in notebooks, and return the choice.
+
+    ``plotly_mimetype+png`` keeps a picture beside the live figure, so that a rendered notebook shows it anywhere; it
+    needs kaleido and a Chromium, and without them it would fail the run, so then it is ``plotly_mimetype`` alone.
+
+    Returns:
+        Name of the renderer, now plotly's default in this process.
+    """
+    pio.renderers.default = "plotly_mimetype+png" if _can_draw_png() else "plotly_mimetype"
+    return str(pio.renderers.default)
+
+
+def _can_draw_png() -> bool:
+    if importlib.util.find_spec("kaleido") is None:
+        return False
+    from choreographer.browsers.chromium import Chromium  # how kaleido itself looks for the browser
+
+    return Chromium.find_browser(skip_local=False) is not None
+
+
+def _lines(lines: Sequence[str]) -> str:
+    return "<br>".join(plot_text(line) for line in lines)
+
+
+def _style(arm: str, look: tuple[str, str, str]) -> ArmStyle:
+    color, dash, symbol = look
+    return ArmStyle(label=plot_text(arm_label(arm)), color=color, dash=dash, symbol=symbol)

@@ -1,0 +1,133 @@
+"""Throughput figure: a bar an arm with its interval, each seed as a point, the gain over the baseline written above."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+
+import pandas as pd
+import plotly.graph_objects as go
+
+from moelab.analysis.arms import arm_label, contrast
+from moelab.analysis.interval import Interval
+from moelab.analysis.throughput import ArmThroughput, Gain, arm_throughput, gain
+from moelab.viz.theme import INK, arm_styles, new_figure, plot_text
+
+
+def throughput_bars(
+    table: pd.DataFrame, *, baseline: str, warmup_steps: int = 3, level: float = 0.95, note: str = ""
+) -> go.Figure:
+    """Tokens per second per GPU of every arm, and each arm's gain over the baseline.
+
+    Args:
+        table: Metrics table.
+        baseline: Arm that the gains are over; without it in the table no gain is written.
+        warmup_steps: Steps discarded at the start of a run.
+        level: Coverage of the intervals.
+        note: Condition to state in the title, such as "emulated kernels".
+
+    Returns:
+        The figure.
+
+    Raises:
+        BadInput: No step with a throughput is left after the warm-up.
+    """
+    arms = sorted(arm_throughput(table, warmup_steps=warmup_steps, level=level), key=lambda arm: arm.arm != baseline)
+    gains = _gains(table, arms, baseline=baseline, warmup_steps=warmup_steps, level=level)
+    figure = new_figure(_finding(arms, gains), subtitle=_subtitle(arms, warmup_steps, level), note=note)
+    for position, arm in enumerate(arms):
+        _draw_arm(figure, arm, position, gains.get(arm.arm))
+    highest = max(max(arm.tps, arm.interval.high if arm.interval.exists else 0.0) for arm in arms)
+    labels = ["<br>".join(textwrap.wrap(plot_text(arm_label(arm.arm)), 18)) for arm in arms]
+    figure.update_xaxes(tickvals=list(range(len(arms))), ticktext=labels, showgrid=False, ticks="")
+    figure.update_yaxes(title_text="tokens/s per GPU", range=[0, 1.18 * highest], tickformat=",")
+    figure.update_layout(showlegend=False, bargap=0.45, hovermode="closest")
+    return figure
+
+
+def _gains(
+    table: pd.DataFrame, arms: Sequence[ArmThroughput], *, baseline: str, warmup_steps: int, level: float
+) -> dict[str, Gain]:
+    """Gain of every arm that shares a seed with the baseline."""
+    base = next((arm for arm in arms if arm.arm == baseline), None)
+    if base is None:
+        return {}
+    return {
+        arm.arm: gain(table, baseline=baseline, arm=arm.arm, warmup_steps=warmup_steps, level=level)
+        for arm in arms
+        if arm is not base and arm.tps_by_seed.keys() & base.tps_by_seed.keys()
+    }
+
+
+def _draw_arm(figure: go.Figure, arm: ArmThroughput, position: int, over_baseline: Gain | None) -> None:
+    style = arm_styles([arm.arm])[arm.arm]
+    top = arm.interval.high if arm.interval.exists else arm.tps
+    figure.add_trace(
+        go.Bar(
+            x=[position],
+            y=[arm.tps],
+            name=style.label,
+            marker={"color": style.fill(0.35), "line": {"color": style.color, "width": 2}},
+            error_y=_error_bar(arm.tps, arm.interval),
+            text=[f"<b>{arm.tps:,.0f}</b>"],
+            textposition="inside",
+            insidetextanchor="middle",
+            textfont={"color": INK, "size": 16},
+            hovertemplate=f"{plot_text(arm.sentence())}<extra></extra>",
+        )
+    )
+    seeds = arm.tps_by_seed
+    figure.add_trace(
+        go.Scatter(
+            x=[position + 0.13 + 0.02 * index for index in range(len(seeds))],
+            y=list(seeds.values()),
+            mode="markers",
+            marker={"color": "white", "size": 8, "symbol": style.symbol, "line": {"color": style.color, "width": 2}},
+            customdata=list(seeds),
+            hovertemplate="seed %{customdata}: %{y:,.0f} tokens/s per GPU<extra></extra>",
+        )
+    )
+    if over_baseline is not None:
+        height = max(top, *seeds.values())
+        label = f"<b>{over_baseline.percent:+.1f} %</b><br>{_bounds(over_baseline.interval)}"
+        figure.add_annotation(x=position, y=height, text=label, showarrow=False, yanchor="bottom", yshift=6)
+
+
+def _error_bar(tps: float, interval: Interval) -> dict[str, object]:
+    if not interval.exists:
+        return {"visible": False}
+    bar = {"array": [interval.high - tps], "arrayminus": [tps - interval.low], "symmetric": False}
+    return bar | {"color": INK, "thickness": 1.5, "width": 8}
+
+
+def _bounds(interval: Interval) -> str:
+    """Bounds of a gain in percent, in the size of a remark."""
+    if not interval.exists:
+        return "<span style='font-size:12px'>no interval</span>"
+    low, high = (100.0 * (bound - 1.0) for bound in (interval.low, interval.high))
+    return f"<span style='font-size:12px'>{low:+.1f} to {high:+.1f}</span>"
+
+
+def _finding(arms: Sequence[ArmThroughput], gains: dict[str, Gain]) -> str:
+    if not gains:
+        return (
+            f"{arm_label(arms[0].arm)}: {arms[0].tps:,.0f} tokens/s per GPU" if len(arms) == 1 else "Throughput by arm"
+        )
+    best = max(gains.values(), key=lambda found: found.ratio)
+    arm, baseline, shared = contrast(best.arm, best.baseline)
+    both = f" (both {shared})" if shared else ""
+    if best.interval.exists and not best.resolved:
+        return f"{arm} is {best.percent:+.1f} % from {baseline}{both}, within its interval: no difference is shown"
+    direction = "faster" if best.ratio > 1.0 else "slower"
+    return f"{arm} trains {abs(best.percent):.1f} % {direction} than {baseline}{both}"
+
+
+def _subtitle(arms: Sequence[ArmThroughput], warmup_steps: int, level: float) -> str:
+    counts = sorted({arm.n_seeds for arm in arms})
+    n = f"n = {' to '.join(str(count) for count in sorted({counts[0], counts[-1]}))} seeds an arm"
+    if counts == [1]:
+        return f"Median over steps after {warmup_steps} warm-up steps; one seed an arm, so no interval."
+    return (
+        f"Geometric mean over seeds of each run's median after {warmup_steps} warm-up steps; points: seeds; "
+        f"{n}, {100 * level:g} % t intervals; gains are paired by seed."
+    )

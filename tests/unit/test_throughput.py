@@ -1,0 +1,115 @@
+import math
+
+import numpy as np
+import pandas as pd
+import pytest
+from scipy import stats
+
+from moelab.analysis import arm_label, arm_throughput, gain, run_medians, t_interval
+from moelab.analysis.published import GAINS, THROUGHPUT, published_tps
+from moelab.errors import BadInput
+
+
+def throughput_table(tps_by_arm: dict[str, dict[int, float]], steps: int = 20) -> pd.DataFrame:
+    """One run an arm and seed: constant throughput, except three slow first steps."""
+    rows = [
+        {"run": f"{arm}-{seed}", "arm": arm, "seed": seed, "segment": 0, "step": step, "loss": 5.0}
+        | {"tps": tps * (0.1 if step <= 3 else 1.0)}
+        for arm, seeds in tps_by_arm.items()
+        for seed, tps in seeds.items()
+        for step in range(1, steps + 1)
+    ]
+    return pd.DataFrame(rows)
+
+
+def test_warmup_is_discarded_and_a_slow_step_does_not_move_the_median():
+    table = throughput_table({"bf16_standard": {0: 1000.0}})
+    table.loc[table["step"] == 10, "tps"] = 1.0
+    medians = run_medians(table, warmup_steps=3)
+    assert medians[["arm", "seed", "tps", "steps"]].values.tolist() == [["bf16_standard", 0, 1000.0, 17]]
+
+
+def test_arm_throughput_is_the_geometric_mean_with_a_t_interval_in_logs():
+    values = {0: 900.0, 1: 1000.0, 2: 1150.0}
+    (result,) = arm_throughput(throughput_table({"bf16_standard": values}))
+    logs = np.log(list(values.values()))
+    low, high = stats.t.interval(0.95, 2, loc=logs.mean(), scale=stats.sem(logs))
+    assert result.tps == pytest.approx(stats.gmean(list(values.values())))
+    assert (result.interval.low, result.interval.high) == pytest.approx((math.exp(low), math.exp(high)))
+    assert result.n_seeds == 3
+    assert result.tps_by_seed == pytest.approx(values)
+    assert "n = 3 seeds" in result.sentence()
+
+
+def test_one_seed_gives_no_interval_and_says_so():
+    (result,) = arm_throughput(throughput_table({"bf16_standard": {0: 1000.0}}))
+    assert math.isnan(result.interval.low)
+    assert math.isnan(result.interval.high)
+    assert "no interval, n = 1 seed" in result.sentence()
+
+
+def test_gain_is_paired_by_seed():
+    # The seeds differ by a factor of two, the ratio within a seed is exactly 1.32: only pairing sees that.
+    table = throughput_table(
+        {"bf16_standard": {0: 500.0, 1: 1000.0, 2: 700.0}, "bf16_deepep": {0: 660.0, 1: 1320.0, 3: 9.0}}
+    )
+    result = gain(table, baseline="bf16_standard", arm="bf16_deepep")
+    assert result.n_seeds == 2
+    assert result.percent == pytest.approx(32.0)
+    assert (result.interval.low, result.interval.high) == pytest.approx((1.32, 1.32))
+    assert result.resolved
+    assert "+32.0 %" in result.sentence()
+
+
+def test_gain_matches_scipy_on_log_ratios():
+    baseline, arm = {0: 500.0, 1: 520.0, 2: 490.0, 3: 505.0}, {0: 560.0, 1: 571.0, 2: 566.0, 3: 548.0}
+    result = gain(throughput_table({"b": baseline, "a": arm}), baseline="b", arm="a", level=0.9)
+    reference = stats.ttest_rel(np.log(list(arm.values())), np.log(list(baseline.values()))).confidence_interval(0.9)
+    assert (result.interval.low, result.interval.high) == pytest.approx(
+        (math.exp(reference.low), math.exp(reference.high))
+    )
+
+
+def test_gain_of_one_seed_is_not_resolved():
+    result = gain(throughput_table({"b": {0: 1.0}, "a": {0: 2.0}}), baseline="b", arm="a")
+    assert result.ratio == pytest.approx(2.0)
+    assert not result.resolved
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda t: run_medians(t, warmup_steps=20), "lower warmup_steps"),
+        (lambda t: gain(t, baseline="bf16_standard", arm="none"), "the arms are"),
+        (lambda t: gain(t, baseline="bf16_standard", arm="other"), "no seed in common"),
+    ],
+)
+def test_bad_input_says_what_to_do(call, message):
+    table = throughput_table({"bf16_standard": {0: 1000.0}, "other": {7: 1000.0}})
+    with pytest.raises(BadInput, match=message):
+        call(table)
+
+
+def test_interval_of_one_value_is_nan():
+    assert not t_interval([1.0]).exists
+
+
+def test_published_gains_follow_from_the_published_throughputs():
+    tps = {row.arm: row.tps for row in THROUGHPUT}
+    for row in GAINS:
+        assert 100 * (tps[row.arm] / tps[row.baseline] - 1) == pytest.approx(row.percent, abs=0.06)
+    assert published_tps("mxfp8_standard") is None
+
+
+@pytest.mark.parametrize(
+    ("arm", "label"),
+    [
+        ("bf16_standard", "BF16 + standard all-to-all"),
+        ("mxfp8_deepep", "MXFP8 + DeepEP"),
+        ("fp8_minimal_async_ep", "FP8 + minimal async EP"),
+        ("mxfp8_standard_linears_wgrad-bf16", "MXFP8 + standard all-to-all (linears, wgrad BF16)"),
+        ("something else", "something else"),
+    ],
+)
+def test_arm_labels(arm, label):
+    assert arm_label(arm) == label
