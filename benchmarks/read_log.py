@@ -27,9 +27,10 @@ RANKS = 256
 STAMP = "[rank{local}]:[titan] {stamp} - root - INFO - "
 STEP = (
     "\x1b[31mstep: {step:2}  \x1b[32mloss: {loss:8.5f}  \x1b[38;2;180;60;0mgrad_norm:  1.2345  "
-    "\x1b[38;2;54;234;195mmemory: 151.07GiB(84.71%)  \x1b[34mtps: 12,846  \x1b[36mtflops: 1,034.57  \x1b[35mmfu: N/A\x1b[39m\n"
+    "\x1b[38;2;54;234;195mmemory: 151.07GiB(84.71%)  \x1b[34mtps: 12,846  \x1b[36mtflops: 1,034.57  "
+    "\x1b[35mmfu: N/A\x1b[39m\n"
 )
-OTHER = "[GC] Peforming periodic GC collection took 0.02 seconds; the checkpointer waits for its staging thread\n"
+OTHER = "[GC] Performing periodic GC collection took 0.02 seconds; the checkpointer waits for its staging thread\n"
 
 
 def write_log(path: Path, size: int, *, step_lines: int, other_lines: int) -> int:

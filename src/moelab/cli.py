@@ -94,7 +94,9 @@ def _run(options: argparse.Namespace) -> int:
     study = read_study(options.file, options.set)
     done = run_study(study, options.runs, on_failure=options.on_failure)
     complete = len(done.runs) - len(done.failed)
-    lines = [f"{run.path}: {run.status.state}" + (f": {run.status.reason}" if run.status.reason else "") for run in done.runs]
+    lines = [
+        f"{run.path}: {run.status.state}" + (f": {run.status.reason}" if run.status.reason else "") for run in done.runs
+    ]
     summary = f"{study.name}: {complete} of {len(study.experiments)} complete, {done.trained} trained now"
     rows = [{"run": run.name, "status": run.status.state.value, "reason": run.status.reason} for run in done.runs]
     _print(options, {"study": study.name, "trained": done.trained, "runs": rows}, "\n".join([*lines, summary]))
@@ -108,7 +110,9 @@ def _status(options: argparse.Namespace) -> int:
     if not options.path.is_dir():
         raise BadInput(f"{options.path} is not a folder; give a run, a study or the folder of all studies")
     runs = list(find(options.path.absolute()))
-    lines = [f"{run.name}: {run.status.state}" + (f": {run.status.reason}" if run.status.reason else "") for run in runs]
+    lines = [
+        f"{run.name}: {run.status.state}" + (f": {run.status.reason}" if run.status.reason else "") for run in runs
+    ]
     rows = [{"run": run.name, "status": run.status.state.value, "reason": run.status.reason} for run in runs]
     _print(options, {"runs": rows}, "\n".join(lines) or f"no runs at {options.path}")
     return 0

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from moelab.errors import BadInput
+
+if TYPE_CHECKING:
+    import pandas as pd
+
 PRECISIONS = {"bf16": "BF16", "fp8": "FP8", "mxfp8": "MXFP8"}
 BACKENDS = {
     "standard": "standard all-to-all",
@@ -78,6 +85,19 @@ def contrast(arm: str, other: str) -> tuple[str, str, str]:
         if first[0] == second[0]:
             return first[1], second[1], first[0]
     return arm_label(arm), arm_label(other), ""
+
+
+def require_names(table: pd.DataFrame) -> None:
+    """Refuse a metrics table whose rows do not say which arm and seed they are of, as one read from a bare log.
+
+    Raises:
+        BadInput: A row has no run, arm or seed.
+    """
+    missing = [name for name in ("run", "arm", "seed") if table[name].isna().any()]
+    if missing:
+        raise BadInput(
+            f"the table has rows without {' and '.join(missing)}: fill in these columns before comparing runs"
+        )
 
 
 def _detail(part: str) -> str:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
+from moelab.analysis.arms import require_names
 from moelab.analysis.verdict import Answer, Verdict, judge
 from moelab.errors import BadInput
 from moelab.runs.table import merge_segments
@@ -49,10 +50,11 @@ def final_losses(table: pd.DataFrame, *, final_fraction: float = 0.1, steps: int
         and all but the newest finished run of an arm and seed.
 
     Raises:
-        BadInput: ``final_fraction`` is outside (0, 1], or the table has no loss.
+        BadInput: ``final_fraction`` is outside (0, 1], or the table has no loss or unnamed runs.
     """
     if not 0.0 < final_fraction <= 1.0:
         raise BadInput(f"final_fraction is {final_fraction}: give a part of the steps above 0 and up to 1, such as 0.1")
+    require_names(table)
     if table["loss"].notna().sum() == 0:
         raise BadInput("the table has no loss: collect a run that logged at least one step")
     merged = merge_segments(table)

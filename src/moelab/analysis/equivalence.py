@@ -5,10 +5,11 @@ difference smaller than what a change of seed does anyway?". So the margin is a 
 deviation of the reference arm, and the test is two one-sided t tests (TOST) on the paired differences against ±margin.
 
 σ is itself estimated, from the same few seeds. Putting the estimate s straight into the margin is wrong: s is above σ
-in nearly half of all studies, and where the paired differences are tight (they are: both arms see the same data) each
-of those says "equivalent" at a true difference of exactly the margin, a false rate near 50 %. Instead the margin uses a
-lower confidence limit of σ at level α/2 and the TOST runs at level α/2. A false "equivalent" at the margin needs the
-limit to exceed σ or the TOST to err, so by the union bound its rate is at most α, whatever the correlation.
+in nearly half of all studies, and where the paired differences are tight (they are: both arms see the same data) most
+of those say "equivalent" at a true difference of exactly the margin. The false rate is then 34 % with 3 seeds and 41 %
+with 8, instead of 5 %. So the margin uses a lower confidence limit of σ at level α/2, and the TOST runs at level α/2. A
+false "equivalent" at the margin needs the limit to exceed σ or the TOST to err, so by the union bound its rate is at
+most α, whatever the dependence between the two.
 
 Every function works on columns at once (``(N, M)``: N seeds, M independent studies), so that the calibration test
 exercises the code that judges a real study, in which M is 1.

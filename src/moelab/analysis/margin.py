@@ -76,17 +76,18 @@ def equivalence_margin(
     _check(margin_nats=margin_nats, margin_factor=margin_factor, alpha=alpha)
     values = list(reference_losses.values())
     sd = _spread(values)
+    n = f"n = {len(values)} seed{'' if len(values) == 1 else 's'}"
     if margin_nats is not None:
         nats, source = margin_nats, "given"
     elif not sd > 0.0:
         nats = float("nan")
-        source = f"none: {arm_label(reference)} has no seed-to-seed spread to derive it from (n = {len(values)} seeds)"
+        source = f"none: {arm_label(reference)} has no seed-to-seed spread to derive it from ({n})"
     else:
         limit = float(lower_sd_limit(values, alpha=alpha / 2.0)[0])
         nats = margin_factor * limit
         source = (
             f"{margin_factor:g} × {limit:.4f}, the lower {100 * (1 - alpha / 2):g} % confidence limit of the "
-            f"seed-to-seed standard deviation of {arm_label(reference)} (estimate {sd:.4f}, n = {len(values)} seeds)"
+            f"seed-to-seed standard deviation of {arm_label(reference)} (estimate {sd:.4f}, {n})"
         )
     return Margin(
         nats=nats, source=source, reference_sd=sd, given=margin_nats is not None, factor=margin_factor, alpha=alpha

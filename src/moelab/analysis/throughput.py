@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from moelab.analysis.arms import arm_label, contrast
+from moelab.analysis.arms import arm_label, contrast, require_names
 from moelab.analysis.interval import Interval, t_interval
 from moelab.errors import BadInput
 from moelab.runs.table import throughput_rows
@@ -82,9 +82,10 @@ def run_medians(table: pd.DataFrame, *, warmup_steps: int = 3) -> pd.DataFrame:
         One row a run with ``arm, seed, run, tps`` (tokens/s per GPU) and ``steps`` (how many the median is over).
 
     Raises:
-        BadInput: No step with a throughput is left.
+        BadInput: No step with a throughput is left, or the table has unnamed runs.
     """
-    rows = throughput_rows(table, warmup_steps=warmup_steps).dropna(subset=["tps"])
+    require_names(table)
+    rows = throughput_rows(table, warmup_steps=warmup_steps)
     if rows.empty:
         raise BadInput(
             f"no throughput is left after discarding {warmup_steps} warm-up steps: the table has {len(table)} rows. "

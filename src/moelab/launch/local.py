@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import IO
 
 from moelab.errors import Refused
-from moelab.experiment import Experiment
+from moelab.experiment import Experiment, Precision
 from moelab.launch import failure
 from moelab.launch.capability import refusals
 from moelab.launch.staging import stage_data
 from moelab.machine import cores, environment
 from moelab.runs import directory
-from moelab.runs.collect import collect_run
+from moelab.runs.collect import collect_run, converted_modules
 from moelab.runs.directory import RunDir
 from moelab.runs.files import write_json, write_whole
 from moelab.runs.log import LogFollower
@@ -149,6 +149,8 @@ def _report(follower: LogFollower, on_rows: Callable[[list[Row]], None]) -> None
 
 def _ended(run: RunDir, status: Status) -> Status:
     if status.exit_code == 0:
+        if run.experiment.precision is Precision.MXFP8 and not converted_modules(run):
+            return replace(status, state=State.FAILED, reason="precision is mxfp8, but no module was converted")
         return replace(status, state=State.COMPLETED)
     with run.log.open("rb") as log:
         log.seek(max(0, run.log.stat().st_size - LOG_TAIL_BYTES))

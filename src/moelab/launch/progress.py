@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 import sys
 import time
-from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
-from moelab.experiment import Experiment
 from moelab.experiment_file import Study
 
 Say = Callable[[str], None]
@@ -21,61 +21,72 @@ def say_on_stderr(line: str) -> None:
 class Progress:
     """Follows a study and says a line every ``interval_s`` seconds.
 
-    The time left is estimated for each arm from its own pace, start-up included, and from the mean pace of the others
-    for an arm that has not run yet.
+    The time left counts, for every run still to come, what a run takes beside its steps (start-up, held-out loss, the
+    end) and its steps at the pace of its arm; an arm that has not run yet is reckoned at the mean pace of the others.
     """
 
-    def __init__(self, study: Study, done: set[int], say: Say, interval_s: float = 5.0) -> None:
-        self._study, self._say, self._interval_s = study, say, interval_s
-        self._waiting = [index for index in range(len(study.experiments)) if index not in done]
-        self._seconds: dict[str, float] = defaultdict(float)
-        self._steps: dict[str, int] = defaultdict(int)
-        self._last_said = 0.0
-        self._current: Experiment | None = None
-        self._started = self._step = 0.0
+    def __init__(
+        self,
+        study: Study,
+        done: Iterable[int],
+        say: Say,
+        *,
+        interval_s: float = 5.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._study, self._say, self._interval_s, self._clock = study, say, interval_s, clock
+        self._waiting = [index for index in range(len(study.experiments)) if index not in set(done)]
+        self._pace_s: dict[str, float] = {}
+        self._beside_s: list[float] = []
+        self._last_said = -math.inf
+        self._first: tuple[int, float] | None = None
+        self._step = 0
+        self._begin(self._waiting[0] if self._waiting else 0)
 
     def start(self, index: int) -> None:
         """Experiment number ``index`` of the study begins."""
-        self._current = self._study.experiments[index]
         self._waiting.remove(index)
-        self._started, self._step = time.monotonic(), 0
+        self._begin(index)
         self._say(f"{self._where()} | starting")
 
     def rows(self, rows: list[dict[str, float]]) -> None:
         """New metric rows of the experiment that runs."""
-        last = rows[-1]
-        self._step = max(self._step, last["step"])
-        now, finished = time.monotonic(), self._current is not None and self._step >= self._current.steps
-        if now - self._last_said < self._interval_s and not finished:
-            return
-        self._last_said = now
-        self._say(
-            f"{self._where()} | loss {last['loss']:.3f} | {last['tps']:,.0f} tokens/s per rank | {self._left(now)}"
-        )
+        now, last = self._clock(), rows[-1]
+        self._step = max(self._step, int(last["step"]))
+        if self._first is None:
+            self._first = (self._step, now)
+        elif self._step > self._first[0]:
+            self._pace_s[self._run.arm] = (now - self._first[1]) / (self._step - self._first[0])
+        if now - self._last_said >= self._interval_s:
+            self._last_said = now
+            speed = f"loss {last['loss']:.3f} | {last['tps']:,.0f} tokens/s per rank"
+            self._say(f"{self._where()} | {speed}{self._left(now)}")
 
     def end(self, outcome: str) -> None:
         """The experiment that ran is over."""
-        assert self._current is not None
-        self._seconds[self._current.arm] += time.monotonic() - self._started
-        self._steps[self._current.arm] += int(self._step)
+        if self._run.arm in self._pace_s:
+            steps_s = self._pace_s[self._run.arm] * self._step
+            self._beside_s.append(max(0.0, self._clock() - self._started - steps_s))
         self._say(f"{self._where()} | {outcome}")
 
+    def _begin(self, index: int) -> None:
+        self._run = self._study.experiments[index]
+        self._started, self._step, self._first = self._clock(), 0, None
+
     def _where(self) -> str:
-        assert self._current is not None
-        run = self._current
-        return f"{self._study.name} | {run.arm} | seed {run.seed} | step {int(self._step)}/{run.steps}"
+        run = self._run
+        return f"{self._study.name} | {run.arm} | seed {run.seed} | step {self._step}/{run.steps}"
 
     def _left(self, now: float) -> str:
-        assert self._current is not None
-        seconds, steps = dict(self._seconds), dict(self._steps)
-        arm = self._current.arm
-        seconds[arm] = seconds.get(arm, 0.0) + now - self._started
-        steps[arm] = steps.get(arm, 0) + int(self._step)
-        mean = sum(seconds.values()) / max(1, sum(steps.values()))
-        pace = {arm: seconds[arm] / steps[arm] for arm in steps if steps[arm]}
-        ahead = [(arm, self._current.steps - self._step)]
-        ahead += [(e.arm, e.steps) for e in (self._study.experiments[index] for index in self._waiting)]
-        return f"about {format_seconds(sum(pace.get(arm, mean) * count for arm, count in ahead))} left"
+        if not self._pace_s:
+            return ""
+        mean = statistics.fmean(self._pace_s.values())
+        start_s = (self._first[1] if self._first else now) - self._started
+        beside_s = statistics.fmean(self._beside_s) if self._beside_s else start_s
+        waiting = [self._study.experiments[index] for index in self._waiting]
+        left_s = self._pace_s.get(self._run.arm, mean) * (self._run.steps - self._step)
+        left_s += sum(beside_s + self._pace_s.get(run.arm, mean) * run.steps for run in waiting)
+        return f" | about {format_seconds(left_s)} left"
 
 
 def format_seconds(seconds: float) -> str:

@@ -40,6 +40,6 @@ def _require_c4() -> None:
         HfApi().dataset_info(C4, timeout=10)
     except (HfHubHTTPError, OfflineModeIsEnabled, OSError, ValueError) as error:
         raise Refused(
-            f"dataset c4 cannot be reached from here ({type(error).__name__}): it is streamed from {C4} on the Hugging "
-            "Face hub. Check the network, HF_ENDPOINT and HF_HUB_OFFLINE, or use dataset=python, which needs no download"
+            f"dataset c4 cannot be reached from here ({type(error).__name__}): it is streamed from {C4} on the "
+            "Hugging Face hub. Check the network, HF_ENDPOINT and HF_HUB_OFFLINE, or use dataset=python: no download"
         ) from error

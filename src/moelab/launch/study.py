@@ -65,7 +65,7 @@ def run_study(study: Study, runs: Path, *, on_failure: OnFailure = "continue", s
         _close_orphans(runs, study)
         finished = ((index, _finished(runs, experiment)) for index, experiment in enumerate(study.experiments))
         found = {index: run for index, run in finished if run}
-        progress = Progress(study, set(found), say)
+        progress = Progress(study, found, say)
         before = len(found)
         for index, experiment in enumerate(study.experiments):
             if index in found:

@@ -43,7 +43,7 @@ from moelab.titan import corpus
 from moelab.titan.models import model_spec
 
 EXPERIMENT_VARIABLE = "MOELAB_EXPERIMENT"
-CONVERTED_FILE = "launch/converted_modules.json"
+CONVERTED_FOLDER = "launch/converted"
 VALIDATION_BATCHES = 8
 _ACTIVATION_CHECKPOINT = {"none": None, "selective": SelectiveAC.Config(), "full": FullAC.Config()}
 _COMPILE = {"none": [], "loss": ["loss"], "model+loss": ["model", "loss"]}
@@ -116,7 +116,7 @@ def _model(experiment: Experiment, *, on_cpu: bool) -> ModelSpec:
 
             cpu.sum_gradients(model)
         if quantised:
-            record_conversion(model, Path(arguments["dump_folder"]), _kernels(experiment))
+            record_conversion(model, Path(arguments["dump_folder"]), _kernels(experiment), stages=experiment.pp)
         return model
 
     parallelize_titan = spec.parallelize_fn
@@ -139,20 +139,30 @@ def _converter(experiment: Experiment) -> Any:
     return None
 
 
-def record_conversion(model: nn.Module, dump_folder: Path, kernels: str) -> None:
+def record_conversion(model: nn.Module, dump_folder: Path, kernels: str, *, stages: int) -> None:
     """Write down which modules of the built model multiply in MXFP8, and with which kernels.
 
+    The first rank of each pipeline stage writes one file; a stage may be built from several parts.
+
+    Args:
+        model: the whole model, or one part of it under pipeline parallelism.
+        dump_folder: the run directory.
+        kernels: ``native`` or ``emulated``.
+        stages: pipeline-parallel degree.
+
     Raises:
-        NothingConverted: if there is none.
+        NothingConverted: if the whole model has no such module. A part may have none: its layers may be dense.
     """
     names = converted_modules(model)
-    if not names:
+    if not names and stages == 1:
         raise NothingConverted("precision is mxfp8, but no module of the built model multiplies in MXFP8")
     logger.info(f"moelab: {len(names)} modules multiply in MXFP8 ({kernels} kernels): {', '.join(names)}")
-    if torch.distributed.get_rank() == 0:
-        path = dump_folder / CONVERTED_FILE
+    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    if rank % (world_size // stages) == 0:
+        path = dump_folder / CONVERTED_FOLDER / f"rank{rank}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"kernels": kernels, "modules": names}, indent=1))
+        before = json.loads(path.read_text())["modules"] if path.exists() else []
+        path.write_text(json.dumps({"kernels": kernels, "modules": [*before, *names]}, indent=1))
 
 
 def _parallelism(experiment: Experiment, *, on_cpu: bool) -> ParallelismConfig:

@@ -6,6 +6,7 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
+from moelab.analysis.arms import require_names
 from moelab.runs.table import merge_segments
 
 
@@ -21,10 +22,16 @@ def seed_curves(table: pd.DataFrame, arm: str, column: str = "loss") -> pd.DataF
         Steps (index) by seeds (columns), NaN where a run has no value. Of several runs with one seed the one that came
         furthest is taken, the newest of them where they came equally far.
     """
+    require_names(table)
     rows = table[table["arm"] == arm]
     furthest = rows.sort_values(["step", "run"]).drop_duplicates("seed", keep="last")["run"]
     merged = merge_segments(rows[rows["run"].isin(furthest)])
     return merged.pivot(index="step", columns="seed", values=column).sort_index()
+
+
+def arm_curves(table: pd.DataFrame, column: str) -> dict[str, pd.DataFrame]:
+    """Values of every arm over steps, as :func:`seed_curves` gives them, by arm."""
+    return {str(arm): seed_curves(table, str(arm), column) for arm in sorted(table["arm"].unique())}
 
 
 def finished(curves: pd.DataFrame) -> pd.DataFrame:
@@ -32,9 +39,14 @@ def finished(curves: pd.DataFrame) -> pd.DataFrame:
     return curves.loc[:, curves.notna().iloc[-1]]
 
 
-def mean_and_sd(curves: pd.DataFrame) -> pd.DataFrame:
-    """Mean and standard deviation over seeds at each step, as columns ``mean`` and ``sd`` (NaN for one seed)."""
-    return pd.DataFrame({"mean": curves.mean(axis=1), "sd": curves.std(axis=1, ddof=1)})
+def smooth(curves: pd.DataFrame, window: int) -> pd.DataFrame:
+    """Trailing mean of each seed over ``window`` logged steps; the first steps are averaged over what there is."""
+    return curves.rolling(window, min_periods=1).mean() if window > 1 else curves
+
+
+def smoothing_window(table: pd.DataFrame) -> int:
+    """One hundredth of the logged steps: nothing in a short run, and in a long one less than the eye averages over."""
+    return max(1, round(table["step"].nunique() / 100))
 
 
 def mean_and_interval(curves: pd.DataFrame, *, level: float) -> pd.DataFrame:

@@ -7,7 +7,6 @@ sees does not depend on a server. All text goes through Jinja2's autoescape: a r
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +19,7 @@ from plotly.offline import get_plotlyjs
 from moelab.analysis.arms import contrast
 from moelab.analysis.published import Label
 from moelab.analysis.verdict import Verdict
+from moelab.runs.files import write_whole
 
 Cell = str | float | int | None
 
@@ -92,7 +92,8 @@ def write_report(
             plotlyjs=Markup(get_plotlyjs()) if figures else "",  # noqa: S704 - plotly's own source, not input
         )
     )
-    return _replace(Path(path), page)
+    write_whole(Path(path), page)
+    return Path(path)
 
 
 def _environment() -> Environment:
@@ -119,16 +120,15 @@ def _figure_html(figure: go.Figure, index: int) -> Markup:
 def _card(verdict: Verdict) -> dict[str, object]:
     """A verdict as the template shows it."""
     steps = "–" if verdict.steps is None else f"{verdict.steps[0]} to {verdict.steps[1]}"
+    interval = verdict.interval
+    bounds = f"{_signed(interval.low)} to {_signed(interval.high)}" if interval.exists else None
     rows: list[tuple[str, str]] = [
-        ("Mean difference, arm − reference", f"{_signed(verdict.mean_difference_nats)} nats"),
-        (
-            f"{100 * verdict.interval.level:g} % interval",
-            f"{_signed(verdict.interval.low)} to {_signed(verdict.interval.high)} nats",
-        ),
-        ("Equivalence margin", f"± {_cell(verdict.margin_nats)} nats"),
+        ("Mean difference, arm − reference (nats)", _signed(verdict.mean_difference_nats)),
+        (f"{100 * interval.level:g} % interval (nats)", _cell(bounds)),
+        ("Equivalence margin (nats)", f"±{verdict.margin_nats:.4f}" if verdict.margin_nats > 0 else "–"),
         ("Margin from", verdict.margin_source),
-        ("Standard deviation of the differences", f"{_cell(verdict.sd_difference)} nats"),
-        ("Seed-to-seed standard deviation of the reference", f"{_cell(verdict.reference_sd)} nats"),
+        ("Standard deviation of the differences (nats)", _cell(verdict.sd_difference)),
+        ("Seed-to-seed standard deviation of the reference (nats)", _cell(verdict.reference_sd)),
         ("TOST p (equivalence)", _p_value(verdict.tost_p)),
         ("Paired t p (difference)", _p_value(verdict.t_p)),
         ("Common seeds", ", ".join(str(seed) for seed in verdict.seeds) or "none"),
@@ -167,15 +167,3 @@ def _signed(value: float) -> str:
 
 def _p_value(value: float) -> str:
     return "–" if math.isnan(value) else "< 0.0001" if value < 1e-4 else f"{value:.4f}"
-
-
-def _replace(path: Path, text: str) -> Path:
-    """Write beside the file and rename over it, so that a kill leaves the old report or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
-    return path

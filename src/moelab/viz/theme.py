@@ -13,7 +13,7 @@ from __future__ import annotations
 import html
 import importlib.util
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import plotly.graph_objects as go
@@ -69,13 +69,13 @@ def arm_styles(arms: Iterable[str]) -> dict[str, ArmStyle]:
         arms: Names of the arms in the figure.
 
     Returns:
-        A style for each arm, sorted by name.
+        A style for each arm, in the order of :func:`in_order`.
 
     Example:
         >>> arm_styles(["bf16_standard"])["bf16_standard"].color
         '#0072B2'
     """
-    names = sorted(set(arms))
+    names = in_order(arms)
     looks = {name: _LOOKS[name] for name in names if name in _LOOKS}
     for name in names:
         base = base_arm(name)[0]
@@ -86,9 +86,20 @@ def arm_styles(arms: Iterable[str]) -> dict[str, ArmStyle]:
     return {name: _style(name, looks[name]) for name in names}
 
 
+def in_order(arms: Iterable[str]) -> list[str]:
+    """Arms as figures list them: those of the default study as it lists them, then the others by name."""
+    known = list(_LOOKS)
+    return sorted(set(arms), key=lambda arm: (known.index(arm) if arm in known else len(known), arm))
+
+
 def plot_text(text: str) -> str:
     """Escape a text for plotly, which reads a small part of HTML in titles, legends and annotations."""
     return html.escape(text, quote=False)
+
+
+def wrap(text: str, characters: int) -> list[str]:
+    """Break a text into lines and escape each; words such as "all-to-all" stay whole."""
+    return [plot_text(line) for line in textwrap.wrap(text, characters, break_on_hyphens=False)]
 
 
 def new_figure(finding: str, *, subtitle: str, note: str = "", height: int = 460) -> go.Figure:
@@ -103,13 +114,12 @@ def new_figure(finding: str, *, subtitle: str, note: str = "", height: int = 460
     Returns:
         A figure without traces.
     """
-    title_lines = textwrap.wrap(finding, TITLE_CHARACTERS)
-    note_lines = textwrap.wrap(note, TITLE_CHARACTERS)
-    subtitle_lines = textwrap.wrap(subtitle, SUBTITLE_CHARACTERS)
-    title = f"<b>{_lines(title_lines)}</b>"
+    title_lines, note_lines = wrap(finding, TITLE_CHARACTERS), wrap(note, TITLE_CHARACTERS)
+    subtitle_lines = wrap(subtitle, SUBTITLE_CHARACTERS)
+    title = f"<b>{'<br>'.join(title_lines)}</b>"
     if note:
-        title += f"<br><span style='color:{WARNING}'>{_lines(note_lines)}</span>"
-    title += f"<br><span style='font-size:13px;color:{MUTED}'>{_lines(subtitle_lines)}</span>"
+        title += f"<br><span style='color:{WARNING}'>{'<br>'.join(note_lines)}</span>"
+    title += f"<br><span style='font-size:13px;color:{MUTED}'>{'<br>'.join(subtitle_lines)}</span>"
     top = 30 + 22 * (len(title_lines) + len(note_lines)) + 17 * len(subtitle_lines)
     layout = {"template": template(), "height": height - 70 + top, "margin_t": top, "title_text": title}
     return go.Figure(layout=layout)
@@ -170,10 +180,6 @@ def _can_draw_png() -> bool:
     from choreographer.browsers.chromium import Chromium  # how kaleido itself looks for the browser
 
     return Chromium.find_browser(skip_local=False) is not None
-
-
-def _lines(lines: Sequence[str]) -> str:
-    return "<br>".join(plot_text(line) for line in lines)
 
 
 def _style(arm: str, look: tuple[str, str, str]) -> ArmStyle:

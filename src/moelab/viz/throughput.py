@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Sequence
 
 import pandas as pd
@@ -11,11 +10,17 @@ import plotly.graph_objects as go
 from moelab.analysis.arms import arm_label, contrast
 from moelab.analysis.interval import Interval
 from moelab.analysis.throughput import ArmThroughput, Gain, arm_throughput, gain
-from moelab.viz.theme import INK, arm_styles, new_figure, plot_text
+from moelab.viz.theme import INK, arm_styles, in_order, new_figure, wrap
 
 
 def throughput_bars(
-    table: pd.DataFrame, *, baseline: str, warmup_steps: int = 3, level: float = 0.95, note: str = ""
+    table: pd.DataFrame,
+    *,
+    baseline: str,
+    warmup_steps: int = 3,
+    level: float = 0.95,
+    note: str = "",
+    rank_words: str = "per GPU",
 ) -> go.Figure:
     """Tokens per second per GPU of every arm, and each arm's gain over the baseline.
 
@@ -25,6 +30,7 @@ def throughput_bars(
         warmup_steps: Steps discarded at the start of a run.
         level: Coverage of the intervals.
         note: Condition to state in the title, such as "emulated kernels".
+        rank_words: What a throughput is of, "per rank" where ranks are processes on a CPU.
 
     Returns:
         The figure.
@@ -32,15 +38,17 @@ def throughput_bars(
     Raises:
         BadInput: No step with a throughput is left after the warm-up.
     """
-    arms = sorted(arm_throughput(table, warmup_steps=warmup_steps, level=level), key=lambda arm: arm.arm != baseline)
+    found = {arm.arm: arm for arm in arm_throughput(table, warmup_steps=warmup_steps, level=level)}
+    arms = [found[name] for name in in_order(found)]
     gains = _gains(table, arms, baseline=baseline, warmup_steps=warmup_steps, level=level)
     figure = new_figure(_finding(arms, gains), subtitle=_subtitle(arms, warmup_steps, level), note=note)
     for position, arm in enumerate(arms):
         _draw_arm(figure, arm, position, gains.get(arm.arm))
     highest = max(max(arm.tps, arm.interval.high if arm.interval.exists else 0.0) for arm in arms)
-    labels = ["<br>".join(textwrap.wrap(plot_text(arm_label(arm.arm)), 18)) for arm in arms]
+    labels = ["<br>".join(wrap(arm_label(arm.arm), 18)) for arm in arms]
     figure.update_xaxes(tickvals=list(range(len(arms))), ticktext=labels, showgrid=False, ticks="")
-    figure.update_yaxes(title_text="tokens/s per GPU", range=[0, 1.18 * highest], tickformat=",")
+    figure.update_xaxes(range=[-0.7, len(arms) - 0.3] if len(arms) > 1 else [-1.0, 1.0])
+    figure.update_yaxes(title_text=f"tokens/s {rank_words}", range=[0, 1.18 * highest], tickformat=",")
     figure.update_layout(showlegend=False, bargap=0.45, hovermode="closest")
     return figure
 
@@ -73,7 +81,7 @@ def _draw_arm(figure: go.Figure, arm: ArmThroughput, position: int, over_baselin
             textposition="inside",
             insidetextanchor="middle",
             textfont={"color": INK, "size": 16},
-            hovertemplate=f"{plot_text(arm.sentence())}<extra></extra>",
+            hovertemplate=f"{style.label}: %{{y:,.0f}} tokens/s<extra></extra>",
         )
     )
     seeds = arm.tps_by_seed
@@ -84,7 +92,7 @@ def _draw_arm(figure: go.Figure, arm: ArmThroughput, position: int, over_baselin
             mode="markers",
             marker={"color": "white", "size": 8, "symbol": style.symbol, "line": {"color": style.color, "width": 2}},
             customdata=list(seeds),
-            hovertemplate="seed %{customdata}: %{y:,.0f} tokens/s per GPU<extra></extra>",
+            hovertemplate="seed %{customdata}: %{y:,.0f} tokens/s<extra></extra>",
         )
     )
     if over_baseline is not None:
@@ -110,9 +118,7 @@ def _bounds(interval: Interval) -> str:
 
 def _finding(arms: Sequence[ArmThroughput], gains: dict[str, Gain]) -> str:
     if not gains:
-        return (
-            f"{arm_label(arms[0].arm)}: {arms[0].tps:,.0f} tokens/s per GPU" if len(arms) == 1 else "Throughput by arm"
-        )
+        return f"{arm_label(arms[0].arm)}: {arms[0].tps:,.0f} tokens/s" if len(arms) == 1 else "Throughput by arm"
     best = max(gains.values(), key=lambda found: found.ratio)
     arm, baseline, shared = contrast(best.arm, best.baseline)
     both = f" (both {shared})" if shared else ""

@@ -1,0 +1,146 @@
+"""What this machine can run, and what is missing for the rest."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moelab.experiment import EPBackend, Experiment, Precision
+from moelab.launch.capability import refusals
+from moelab.machine import GpuInfo, cores, environment, find_chromium, gpus, has_module, memory_bytes, version
+
+PINNED = {"torch": "2.14", "torchtitan": "0.3.0", "torchao": "0.18.0"}
+MIN_MEMORY_GIB, MIN_DISK_GIB = 4, 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One thing looked at: ``ok``, what was found, and what follows from it or what to do."""
+
+    name: str
+    ok: bool
+    found: str
+    advice: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """One arm of a study and whether it runs here: ``reason`` is empty if it does."""
+
+    name: str
+    kernels: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Examination:
+    """What :func:`examine` found."""
+
+    findings: tuple[Finding, ...]
+    arms: tuple[Arm, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """For a program."""
+        return {
+            "findings": [vars(finding) for finding in self.findings],
+            "arms": [
+                {"arm": arm.name, "runs": not arm.reason, "kernels": arm.kernels, "reason": arm.reason}
+                for arm in self.arms
+            ],
+            "environment": environment(),
+        }
+
+    def as_text(self) -> str:
+        """For a person."""
+        lines = ["This machine"]
+        for finding in self.findings:
+            lines.append(f"  {'ok ' if finding.ok else '-- '} {finding.name}: {finding.found}")
+            lines += [f"       {finding.advice}"] if finding.advice else []
+        lines += ["", "Arms of a study (nano model)"]
+        for arm in self.arms:
+            lines.append(f"  {'ok ' if not arm.reason else '-- '} {arm.name}: {arm.reason or arm.kernels}")
+        return "\n".join(lines)
+
+
+def examine() -> Examination:
+    """Look at hardware, packages and tools. Loads neither torch nor plotly."""
+    findings = (_processor(), _gpus(), *map(_package, PINNED), _disk(), _lab(), _pictures(), _slurm(), _deepep())
+    arms = [Experiment(precision=precision, ep_backend=backend) for backend in EPBackend for precision in Precision]
+    ranks = max(1, min(2, len(gpus()) or 2))
+    fitted = [arm.model_copy(update={"gpus_per_node": ranks, "ep": ranks}) for arm in arms]
+    return Examination(findings=findings, arms=tuple(_arm(experiment) for experiment in fitted))
+
+
+def _arm(experiment: Experiment) -> Arm:
+    native = all(gpu.capability >= 10 for gpu in gpus()) and bool(gpus())
+    kernels = {
+        Precision.BF16: "runs",
+        Precision.FP8: "runs with FP8 tensor cores",
+        Precision.MXFP8: "runs with native kernels" if native else "runs emulated: MXFP8 numerics, not its speed",
+    }[experiment.precision]
+    return Arm(name=experiment.arm, kernels=kernels, reason="; ".join(refusals(experiment)))
+
+
+def _processor() -> Finding:
+    gib = memory_bytes() / 2**30
+    found = f"{environment()['processor']}, {cores()} cores, {gib:.0f} GiB"
+    advice = "" if gib >= MIN_MEMORY_GIB else f"two ranks of nano need about {MIN_MEMORY_GIB} GiB"
+    return Finding(name="processor and memory", ok=not advice, found=found, advice=advice)
+
+
+def _gpus() -> Finding:
+    found: tuple[GpuInfo, ...] = gpus()
+    if not found:
+        return Finding(name="GPUs", ok=True, found="none; ranks are processes on the CPU, MXFP8 is emulated")
+    listed = f"{len(found)} × {found[0].name}, SM{found[0].capability * 10:.0f}, driver {found[0].driver}"
+    return Finding(name="GPUs", ok=True, found=listed)
+
+
+def _package(name: str) -> Finding:
+    found = version(name)
+    fits = found is not None and (found == PINNED[name] or found.startswith(f"{PINNED[name]}."))
+    advice = "" if fits else f"moelab is written against {name} {PINNED[name]}; reinstall with pip install moelab"
+    return Finding(name=name, ok=fits, found=found or "not installed", advice=advice)
+
+
+def _disk() -> Finding:
+    free = shutil.disk_usage(Path.cwd()).free / 2**30
+    advice = (
+        "" if free >= MIN_DISK_GIB else f"a study writes up to {MIN_DISK_GIB} GiB of logs and metrics; free some space"
+    )
+    return Finding(name="free disk here", ok=not advice, found=f"{free:.0f} GiB", advice=advice)
+
+
+def _lab() -> Finding:
+    missing = [module for module in ("jupyterlab", "ipywidgets", "anywidget") if not has_module(module)]
+    advice = "pip install 'moelab[lab]' brings JupyterLab and the widgets" if missing else ""
+    return Finding(
+        name="JupyterLab",
+        ok=not missing,
+        found=f"missing {', '.join(missing)}" if missing else "installed",
+        advice=advice,
+    )
+
+
+def _pictures() -> Finding:
+    browser, kaleido = find_chromium(), has_module("kaleido")
+    advice = (
+        ""
+        if browser and kaleido
+        else "without kaleido and Chromium figures are interactive only, with no PNG beside them"
+    )
+    found = f"kaleido {'installed' if kaleido else 'missing'}, Chromium {'found' if browser else 'not found'}"
+    return Finding(name="PNG figures", ok=not advice, found=found, advice=advice)
+
+
+def _slurm() -> Finding:
+    found = shutil.which("sbatch") is not None
+    return Finding(name="Slurm", ok=True, found="sbatch found" if found else "no sbatch: this is not a login node")
+
+
+def _deepep() -> Finding:
+    installed = has_module("deep_ep")
+    advice = "" if installed else "arms with deepep need it, CUDA GPUs and NVLink or InfiniBand"
+    return Finding(name="DeepEP", ok=installed, found="installed" if installed else "not installed", advice=advice)

@@ -1,0 +1,122 @@
+"""Running a notebook in batch through papermill, and believing it only when it says that it is complete.
+
+A notebook whose parameters cell has lost its tag runs its defaults, and a killed kernel can leave every cell marked as
+completed. So the tag and the names are checked before anything runs, and the last cell's own words afterwards.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import nbformat
+
+from moelab.errors import BadInput, MoelabError
+from moelab.experiment_file import read_yaml
+
+END_MARKER = "moelab: notebook complete"
+
+
+class NotebookFailed(MoelabError):
+    """A notebook did not reach its end."""
+
+
+def complete() -> None:
+    """Say that the notebook ran to its end; its last cell."""
+    print(END_MARKER)  # noqa: T201 - read by :func:`execute`
+
+
+def execute(notebook: Path, output: Path, parameters: Mapping[str, Any], *, log: IO[str] | None = None) -> Path:
+    """Run a notebook through papermill and believe it only if it says that it is complete.
+
+    Args:
+        notebook: source.
+        output: executed copy to write.
+        parameters: replace values of the parameters cell.
+        log: text stream that receives what the notebook prints, while it runs.
+
+    Raises:
+        BadInput: if the notebook has no parameters cell or does not have one of the parameters; nothing was run.
+        NotebookFailed: if a cell failed or the end was not reached.
+    """
+    import papermill
+    from papermill.exceptions import PapermillException
+
+    require_parameters(notebook, parameters)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        ran = papermill.execute_notebook(
+            str(notebook),
+            str(output),
+            parameters=dict(parameters),
+            progress_bar=False,
+            stdout_file=log,
+            stderr_file=log,
+            cwd=str(Path.cwd()),
+        )
+    except PapermillException as error:
+        raise NotebookFailed(f"{notebook.name}: {getattr(error, 'evalue', error)}; executed copy: {output}") from error
+    if not _says_complete(ran):
+        raise NotebookFailed(f"{notebook.name} did not reach its last cell; executed copy: {output}")
+    return output
+
+
+def require_parameters(notebook: Path, parameters: Mapping[str, Any]) -> None:
+    """Check that a notebook has a parameters cell and that it knows every parameter.
+
+    Raises:
+        BadInput: naming the nearest parameter for one that is unknown.
+    """
+    known = parameter_names(notebook)
+    for name in parameters:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"it has: {', '.join(known)}"
+            raise BadInput(f"{notebook.name} has no parameter {name!r}; {hint}")
+
+
+def parameter_names(notebook: Path) -> list[str]:
+    """Names assigned in the parameters cell of a notebook.
+
+    Raises:
+        BadInput: if it cannot be read, or no cell has the tag ``parameters``.
+    """
+    try:
+        content = nbformat.read(notebook, as_version=4)
+    except (OSError, ValueError) as error:
+        raise BadInput(f"{notebook} cannot be read as a notebook: {error}") from error
+    cells = [cell for cell in content.cells if "parameters" in cell.metadata.get("tags", [])]
+    if len(cells) != 1:
+        raise BadInput(
+            f"{notebook.name} has {len(cells)} cells tagged 'parameters' instead of one: it would run its defaults; "
+            "tag its parameters cell (in JupyterLab: property inspector, cell tags)"
+        )
+    statements = ast.parse(cells[0].source).body
+    return [
+        target.id
+        for line in statements
+        if isinstance(line, ast.Assign)
+        for target in line.targets
+        if isinstance(target, ast.Name)
+    ]
+
+
+def read_parameters(file: Path) -> dict[str, Any]:
+    """Parameters of a papermill YAML file.
+
+    Raises:
+        BadInput: if it is not a mapping of names to single values.
+    """
+    content = read_yaml(file)
+    if not isinstance(content, dict) or any(isinstance(value, dict | list) for value in content.values()):
+        raise BadInput(f"{file}: expected a mapping of parameter names to single values")
+    return {str(name): value for name, value in content.items()}
+
+
+def _says_complete(notebook: Any) -> bool:
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    printed = "".join(output.get("text", "") for output in code[-1].outputs) if code else ""
+    return END_MARKER in printed

@@ -1,0 +1,101 @@
+"""Parameters of the notebooks: what each takes, and the check of what a person gave.
+
+papermill injects whatever it is given: an unknown parameter only warns, and ``"false"`` is a true string. The cell
+after a notebook's parameters cell checks them against the schema here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from moelab.experiment_file import Study, make_study, parse
+
+_JUPYTER_NAMES = frozenset({"In", "Out", "exit", "quit", "open", "get_ipython"})
+Parameters = TypeVar("Parameters", bound=BaseModel)
+
+
+class ConvergenceParameters(BaseModel):
+    """Parameters of ``06_compare_convergence``."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    study: str
+    runs_dir: str
+    model: Literal["nano", "debug", "16B", "671B"]
+    arms: str = Field(description="precisions, the reference first, such as bf16,mxfp8")
+    quantize: Literal["experts", "experts+linears"]
+    wgrad: Literal["mxfp8", "bf16"]
+    ep_backend: Literal["standard", "deepep", "hybridep", "minimal_async_ep"]
+    ranks: int = Field(ge=1)
+    ep: int = Field(ge=1)
+    seeds: int = Field(ge=1, le=100)
+    steps: int = Field(ge=1)
+    warmup_steps: int = Field(ge=0)
+    lr: float = Field(gt=0, allow_inf_nan=False)
+    seq_len: int = Field(ge=8)
+    local_batch: int = Field(ge=1)
+    dataset: Literal["python", "c4"]
+    final_fraction: float = Field(gt=0, le=1)
+    margin_nats: float = Field(ge=0, allow_inf_nan=False, description="0 takes the margin from the seeds' spread")
+    on_failure: Literal["continue", "stop"]
+
+    def to_study(self) -> Study:
+        """The experiments that these parameters name."""
+        shared = {
+            name: getattr(self, name)
+            for name in (
+                "model",
+                "ep",
+                "steps",
+                "warmup_steps",
+                "lr",
+                "seq_len",
+                "local_batch",
+                "dataset",
+                "ep_backend",
+            )
+        }
+        arms = [_arm(precision.strip(), self) for precision in self.arms.split(",")]
+        return make_study(self.study, {**shared, "gpus_per_node": self.ranks}, arms, range(self.seeds))
+
+    @property
+    def reference(self) -> str:
+        """Name of the arm that the others are held against: the first."""
+        return self.to_study().arms[0]
+
+    @property
+    def study_folder(self) -> Path:
+        """Where the study's runs and report are."""
+        return Path(self.runs_dir) / self.study
+
+
+def _arm(precision: str, parameters: ConvergenceParameters) -> dict[str, Any]:
+    if precision != "mxfp8":
+        return {"precision": precision}
+    return {"precision": precision, "quantize": parameters.quantize, "wgrad": parameters.wgrad}
+
+
+def validated(schema: type[Parameters], namespace: Mapping[str, Any]) -> Parameters:
+    """Check the parameters of a notebook; called in the cell after its parameters cell.
+
+    Args:
+        schema: what the notebook takes.
+        namespace: ``globals()`` of the notebook, before anything but ``moelab`` was imported.
+
+    Returns:
+        The parameters with their declared types: ``"false"`` is False and ``"1e-4"`` is 0.0001.
+
+    Raises:
+        BadInput: for a value of the wrong type, or a parameter that the notebook does not have.
+    """
+    given = {name: value for name, value in namespace.items() if _is_parameter(name, value)}
+    return parse(schema, given)
+
+
+def _is_parameter(name: str, value: object) -> bool:
+    return not (name.startswith("_") or name in _JUPYTER_NAMES or isinstance(value, ModuleType) or callable(value))

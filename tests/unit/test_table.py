@@ -1,0 +1,201 @@
+"""Operations on the metrics table, and W&B exports, against answers worked out by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from moelab.runs import (
+    COLUMNS,
+    NotAWandbExport,
+    cluster_tps,
+    combine,
+    merge_segments,
+    metrics_table,
+    overlap,
+    read_log,
+    read_wandb,
+    throughput_rows,
+)
+
+CASES = Path(__file__).parents[1] / "cases" / "logs"
+
+
+def picked(table: pd.DataFrame, *columns: str) -> list[tuple[object, ...]]:
+    return list(table[list(columns)].itertuples(index=False, name=None))
+
+
+def test_table_has_the_schema_even_when_empty() -> None:
+    for table in (
+        metrics_table({"segment": [], "step": []}),
+        metrics_table({"segment": [0], "step": [1], "lr": [0.1]}),
+    ):
+        assert tuple(table.columns) == COLUMNS
+        assert table.dtypes.astype(str).tolist() == ["string", "string", "Int64", "int64", "int64", *["float64"] * 9]
+    assert metrics_table({"segment": [0], "step": [1]}, run="a")["run"].tolist() == ["a"]
+
+
+def test_merge_keeps_runs_apart_and_the_last_of_three_segments() -> None:
+    one = metrics_table({"segment": [2, 0, 1, 0], "step": [20, 10, 20, 20], "loss": [3.0, 9.0, 2.0, 1.0]})
+    two = metrics_table({"segment": [0], "step": [20], "loss": [7.0]})
+    table = pd.concat([one.assign(seed=0), two.assign(seed=1)]).astype({"seed": "Int64"})
+    assert picked(merge_segments(table), "seed", "step", "loss") == [(0, 10, 9.0), (0, 20, 3.0), (1, 20, 7.0)]
+
+
+def test_overlap_compares_consecutive_segments() -> None:
+    table = metrics_table(
+        {"segment": [0, 0, 1, 2, 2], "step": [10, 20, 20, 20, 30], "loss": [9.0, 8.0, 8.5, 8.25, 7.0]}
+    )
+    assert picked(overlap(table), "step", "segment_before", "segment_after", "loss_difference") == [
+        (20, 0, 1, 0.5),
+        (20, 1, 2, -0.25),
+    ]
+    assert overlap(table[table["segment"] == 0]).empty
+
+
+def test_throughput_leaves_out_warm_up_and_the_first_row_after_a_restart() -> None:
+    rows = read_log(CASES / "restart.log").rows
+    assert throughput_rows(rows, warmup_steps=0)["tps"].tolist() == [9000, 9010, 9005]
+    assert throughput_rows(rows, warmup_steps=90)["tps"].tolist() == [9010, 9005]
+    steps = metrics_table(
+        {"segment": [0] * 20, "step": range(1, 21), "tps": [math.nan if s == 9 else s for s in range(1, 21)]}
+    )
+    assert throughput_rows(steps, warmup_steps=5)["step"].tolist() == [6, 7, 8, *range(10, 21)]
+
+
+def test_cluster_throughput() -> None:
+    assert cluster_tps(12846, 256) == 3288576
+
+
+def table(
+    segment: list[int], step: list[int], loss: list[float], time: list[float], **more: list[float]
+) -> pd.DataFrame:
+    return metrics_table({"segment": segment, "step": step, "loss": loss, "time": time, **more})
+
+
+def test_combine_is_the_union_and_prefers_full_precision() -> None:
+    log = table([0, 0], [10, 20], [7.12346, 7.0], [100.0, 200.0], memory_gib=[131.0, 120.01], tps=[4000.0, 4001.0])
+    tb = table([0, 0], [1, 10], [8.0, 7.123456], [10.0, 100.001], memory_gib=[90.0, 120.004], lr=[1e-5, 1e-4])
+    both = combine(log, tb)
+    assert picked(both, "segment", "step", "loss") == [(0, 1, 8.0), (0, 10, 7.123456), (0, 20, 7.0)]
+    assert both["memory_gib"].tolist() == [90.0, 131.0, 120.01]
+    assert both["lr"].tolist()[:2] == [1e-5, 1e-4]
+    assert both["tps"].tolist()[1:] == [4000.0, 4001.0]
+    assert math.isnan(both["lr"][2])
+    assert math.isnan(both["tps"][0])
+
+
+def test_combine_keeps_rounded_memory_out_where_full_precision_is_known() -> None:
+    log, tb = (table([0], [10], [7.0], [0.0], memory_gib=[gib]) for gib in (151.07, 151.0689))
+    assert combine(log, tb)["memory_gib"].tolist() == [151.0689]
+
+
+def test_combine_finds_the_segment_when_tensorboard_lost_the_first_launch() -> None:
+    log = table([0, 0, 1, 1], [10, 20, 10, 20], [8.0, 7.0, 8.1, 7.1], [10, 20, 1000, 1010])
+    tb = table([0, 0], [10, 20], [8.1000001, 7.1000001], [1000, 1010])
+    assert picked(combine(log, tb), "segment", "step", "loss") == [
+        (0, 10, 8.0), (0, 20, 7.0), (1, 10, 8.1000001), (1, 20, 7.1000001)
+    ]  # fmt: skip
+
+
+def test_combine_goes_by_time_where_the_loss_is_the_same_or_unknown() -> None:
+    zone = 7 * 3600.0  # the log was written seven hours west of where it is read
+    log = table([0, 1, 1], [10, 10, 20], [math.nan] * 3, [10, 3700, 3800])
+    tb = table([0], [10], [8.0], [3700 + zone])
+    both = combine(log, tb)
+    assert picked(both, "segment", "step")[1] == (1, 10)
+    assert both["loss"].tolist()[1] == 8.0
+    assert both["time"].tolist() == [10 + zone, 3700 + zone, 3800 + zone]
+
+
+def test_combine_inserts_a_launch_that_the_log_lost() -> None:
+    log = table([0], [10], [8.1], [1000.0])
+    tb = table([0, 1], [10, 10], [8.0, 8.1], [10.0, 1000.0])
+    assert picked(combine(log, tb), "segment", "loss") == [(0, 8.0), (1, 8.1)]
+
+
+def test_combine_with_an_empty_side() -> None:
+    empty, full = metrics_table({"segment": [], "step": []}), table([0], [10], [8.0], [0.0])
+    pd.testing.assert_frame_equal(combine(empty, full), full)
+    pd.testing.assert_frame_equal(combine(full, empty), full)
+
+
+HISTORY = [
+    {"_step": 1, "_timestamp": 100.5, "loss_metrics/global_avg_loss": 8.25, "throughput(tps)": 4000.5, "mfu(%)": None,
+     "memory/max_reserved(GiB)": 12.5, "lr/AdamW/0": 0.001, "lr/AdamW/1": 0.002},
+    {"_step": 1, "_timestamp": 101.0, "validation_metrics/loss": 8.5, "validation_metrics/throughput(tps)": 9000.0},
+    {"_step": 10, "_timestamp": 200.0, "loss_metrics/global_avg_loss": 7.5, "throughput(tps)": 4100.0},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["csv", "json", "jsonl", "json by column"])
+def test_wandb_history(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / f"history.{kind.split()[0]}"
+    frame = pd.DataFrame(HISTORY)
+    path.write_text(
+        {
+            "csv": frame.to_csv(),
+            "json": json.dumps(HISTORY),
+            "jsonl": "\n".join(map(json.dumps, HISTORY)),
+            "json by column": frame.to_json(),
+        }[kind]
+    )
+    read = read_wandb(path)
+    assert tuple(read.rows.columns) == COLUMNS
+    assert picked(read.rows, "segment", "step", "loss", "tps", "time") == [
+        (0, 1, 8.25, 4000.5, 100.5), (0, 10, 7.5, 4100.0, 200.0)
+    ]  # fmt: skip
+    assert read.rows[["lr", "memory_gib"]].iloc[0].tolist() == [0.002, 12.5]
+    assert read.rows["mfu"].isna().all()
+    assert read.rows["run"].isna().all()
+    assert read.validation.iloc[0].tolist()[:4] == [0, 1, 8.5, 9000.0]
+    assert (len(read.validation), read.segments, read.reason) == (1, 1, None)
+
+
+def test_wandb_chart_of_two_runs(tmp_path: Path) -> None:
+    name = "loss_metrics/global_avg_loss"
+    path = tmp_path / "chart.csv"
+    path.write_text(
+        f'"Step","bf16 - a - {name}","bf16 - a - {name}__MIN","mxfp8 - {name}"\n'
+        '10,"7.5","0.1","7.25"\n20,"7.0","0.1",""\n'
+    )
+    assert picked(read_wandb(path).rows, "run", "step", "loss") == [
+        ("bf16 - a", 10, 7.5), ("bf16 - a", 20, 7.0), ("mxfp8", 10, 7.25)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", ["NaN", math.nan, "Infinity"])
+def test_wandb_reported_nan_is_a_failure_and_a_missing_value_is_not(tmp_path: Path, value: object) -> None:
+    path = tmp_path / "history.json"
+    path.write_text(json.dumps([*HISTORY, {"_step": 20, "loss_metrics/global_avg_loss": value, "tflops": 1.0}]))
+    read = read_wandb(path)
+    assert read.reason == f"loss is {float(value)} at step 20 (segment 0)"  # type: ignore[arg-type]
+    assert read.rows["step"].tolist() == [1, 10, 20]
+
+
+def test_wandb_exports_joined_in_one_file_are_segments(tmp_path: Path) -> None:
+    path = tmp_path / "history.csv"
+    path.write_text("_step,loss_metrics/global_avg_loss\n10,8.0\n20,7.0\n10,8.5\n")
+    read = read_wandb(path)
+    assert picked(read.rows, "segment", "step", "loss") == [(0, 10, 8.0), (0, 20, 7.0), (1, 10, 8.5)]
+    assert read.segments == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.csv", "epoch,loss\n1,2\n", "looked for a step column"),
+        ("a.json", "{not json", "export of a W&B run"),
+        ("a.json", "[1, 2]", "export of a W&B run"),
+        ("a.csv", "", "export of a W&B run"),
+    ],
+)
+def test_file_that_is_no_wandb_export(tmp_path: Path, name: str, text: str, message: str) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(NotAWandbExport, match=message):
+        read_wandb(path)

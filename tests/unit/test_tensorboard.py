@@ -1,0 +1,112 @@
+"""TensorBoard folders as TorchTitan writes them, written here with the writer that TorchTitan uses."""
+
+from __future__ import annotations
+
+import math
+import re
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from torch.utils.tensorboard import SummaryWriter
+
+from moelab.runs import COLUMNS, NotATensorBoardFolder, combine, read_log, read_tensorboard
+
+
+def write(folder: Path, created: int, steps: dict[int, dict[str, float]], *, time: float = 0.0) -> Path:
+    """Write one event file, named as if created at ``created``; a step's wall time is ``time`` plus the step."""
+    before = set(folder.glob("*"))
+    writer = SummaryWriter(str(folder), max_queue=1000)
+    for step, metrics in steps.items():
+        for tag, value in metrics.items():
+            writer.add_scalar(tag, value, step, walltime=time + step)
+    writer.close()
+    (file,) = set(folder.glob("*")) - before
+    return file.rename(folder / re.sub(r"tfevents\.\d+", f"tfevents.{created}", file.name))
+
+
+def metrics(loss: float, *, memory: float = 10.0, **more: float) -> dict[str, float]:
+    return {
+        "loss_metrics/global_avg_loss": loss, "loss_metrics/global_max_loss": loss + 1, "grad_norm": 0.5,
+        "throughput(tps)": 4000.25, "tflops": 900.5, "mfu(%)": 40.0, "memory/max_active(GiB)": 1.0,
+        "memory/max_reserved(GiB)": memory, "memory/max_reserved(%)": memory / 2, "n_tokens_seen": 1e6, **more,
+    }  # fmt: skip
+
+
+def test_one_launch(tmp_path: Path) -> None:
+    lr = {"lr/AdamW/0": 1e-4, "lr/AdamW/1": 3e-4}
+    check = {"validation_metrics/loss": 7.5, "validation_metrics/throughput(tps)": 9000.0}
+    check["validation_metrics/memory/max_reserved(GiB)"] = 20.0
+    write(tmp_path / "20260914-0310", 100, {1: metrics(8.123456, **lr), 10: metrics(7.0, **lr) | check}, time=1000.0)
+    read = read_tensorboard(tmp_path)
+    assert tuple(read.rows.columns) == COLUMNS
+    assert read.rows.drop(columns=["run", "arm", "seed"]).values.tolist() == [
+        [0, 1, float(np.float32(8.123456)), 0.5, 4000.25, 900.5, 40.0, 10.0, 5.0, float(np.float32(3e-4)), 1001.0],
+        [0, 10, 7.0, 0.5, 4000.25, 900.5, 40.0, 10.0, 5.0, float(np.float32(3e-4)), 1010.0],
+    ]
+    assert read.validation.values.tolist() == [[0, 10, 7.5, 9000.0, 20.0, 1010.0]]
+    assert (read.segments, read.reason) == (1, None)
+
+
+def test_every_step_is_kept(tmp_path: Path) -> None:
+    write(tmp_path, 100, {step: {"loss_metrics/global_avg_loss": 1.0} for step in range(1, 10101)})
+    assert read_tensorboard(tmp_path).rows["step"].tolist() == list(range(1, 10101))
+
+
+def test_launches_are_segments_in_time_order_even_within_one_minute(tmp_path: Path) -> None:
+    write(tmp_path / "20260914-0500", 300, {20: metrics(7.1), 30: metrics(6.0)})
+    write(tmp_path / "20260914-0310", 200, {})  # killed before its first flush
+    write(tmp_path / "20260914-0310", 205, {10: metrics(8.0), 20: metrics(7.0)})
+    read = read_tensorboard(tmp_path)
+    assert read.rows[["segment", "step", "loss"]].values.tolist() == [
+        [0, 10, 8.0], [0, 20, 7.0], [1, 20, float(np.float32(7.1))], [1, 30, 6.0]
+    ]  # fmt: skip
+    assert read.segments == 2
+
+
+def test_ranks_of_one_launch_are_one_segment(tmp_path: Path) -> None:
+    for rank, (loss, memory) in enumerate([(-8.0, 12.0), (7.5, 11.0)]):
+        write(tmp_path / "20260914-0310" / f"rank_{rank}", 100 + rank, {10: metrics(loss, memory=memory)})
+    write(tmp_path / "20260914-0500" / "rank_0", 900, {10: metrics(-8.0)})
+    read = read_tensorboard(tmp_path)
+    assert read.rows[["segment", "loss", "memory_gib"]].values.tolist()[0] == [0, 7.5, 12.0]
+    assert math.isnan(read.rows["loss"][1])
+    assert (len(read.rows), read.segments, read.reason) == (2, 2, None)
+
+
+def test_reported_nan_is_a_failure(tmp_path: Path) -> None:
+    write(tmp_path, 100, {10: metrics(7.0), 20: metrics(math.nan)})
+    read = read_tensorboard(tmp_path)
+    assert read.reason == "loss is nan at step 20 (segment 0)"
+    assert read.rows["step"].tolist() == [10, 20]
+
+
+def test_file_cut_by_a_kill_keeps_what_is_whole(tmp_path: Path) -> None:
+    file = write(tmp_path, 100, {step: {"loss_metrics/global_avg_loss": float(step)} for step in (10, 20, 30)})
+    content = file.read_bytes()
+    (length,) = struct.unpack("<Q", content[:8])  # a record: length, its checksum, data, its checksum
+    assert content[12 : 12 + length]
+    file.write_bytes(content[:-10])
+    assert read_tensorboard(tmp_path).rows["loss"].tolist() == [10.0, 20.0]
+
+
+def test_folder_without_metrics(tmp_path: Path) -> None:
+    with pytest.raises(NotATensorBoardFolder, match="enable_tensorboard"):
+        read_tensorboard(tmp_path)
+    write(tmp_path, 100, {})
+    read = read_tensorboard(tmp_path)
+    assert (len(read.rows), read.segments, tuple(read.rows.columns)) == (0, 0, COLUMNS)
+
+
+def test_killed_run_has_its_tail_from_the_log(tmp_path: Path) -> None:
+    line = (
+        "step: {}  loss: {:8.5f}  grad_norm:  0.5000  memory: 10.00GiB(5.00%)  tps: 4,000  tflops: 900.50  mfu: 40.00%"
+    )
+    log = read_log([line.format(step, 9 - step / 30) for step in (10, 20, 30)]).rows
+    write(tmp_path, 100, {step: metrics(9 - step / 30, **{"lr/AdamW": 0.5}) for step in (10, 20)}, time=50.0)
+    rows = combine(log, read_tensorboard(tmp_path).rows)
+    assert rows["loss"].tolist() == [float(np.float32(9 - 10 / 30)), float(np.float32(9 - 20 / 30)), 8.0]
+    assert rows["tps"].tolist() == [4000.25, 4000.25, 4000.0]
+    assert rows["lr"].tolist()[:2] == [0.5, 0.5]
+    assert math.isnan(rows["lr"][2])

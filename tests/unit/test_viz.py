@@ -1,0 +1,333 @@
+import json
+import math
+import re
+from html.parser import HTMLParser
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+import plotly.io as pio
+import pytest
+
+from moelab.analysis import Verdict, compare_convergence, compare_held_out, gain
+from moelab.errors import BadInput
+from moelab.runs.table import metrics_table
+from moelab.viz import (
+    Figure,
+    Table,
+    arm_styles,
+    gradient_norm,
+    loss_curves,
+    loss_difference,
+    loss_tail,
+    throughput_bars,
+    use_renderer,
+    write_report,
+)
+
+PAIR = ("bf16_standard", "mxfp8_standard")
+HOSTILE = "</script><script>alert(1)</script><b>x"
+
+
+def study(arms: tuple[str, ...] = PAIR, seeds: int = 4, steps: int = 80, shift: float = 0.004) -> pd.DataFrame:
+    """Losses from 7.6 to about 3.6: batches shared by the arms, a seed spread of 0.03, a small paired difference."""
+    rng = np.random.default_rng(0)
+    step = np.arange(1, steps + 1)
+    base = 3.6 + 4.0 * np.exp(-6.0 * step / steps)
+    shared = rng.normal(0, 0.03, (seeds, 1)) + rng.normal(0, 0.02, (seeds, steps))
+    rows = []
+    for index, arm in enumerate(arms):
+        for seed in range(seeds):
+            loss = base + shared[seed] + index * shift + bool(index) * rng.normal(0, 0.004, steps)
+            tps = 1000.0 * (1 + 0.3 * index) * rng.normal(1, 0.02, steps)
+            row = {"arm": [arm] * steps, "seed": [seed] * steps, "segment": [0] * steps, "step": step}
+            row |= {"loss": loss, "grad_norm": np.exp(rng.normal(size=steps)), "tps": tps}
+            rows.append(metrics_table(row, run=f"20261101T00000{index}{seed}Z-abcdef"))
+    return pd.concat(rows, ignore_index=True)
+
+
+def first_verdict(table: pd.DataFrame) -> Verdict:
+    return compare_convergence(table, reference="bf16_standard")[0]
+
+
+def title(figure: go.Figure) -> str:
+    return str(figure.layout.title.text).replace("<br>", " ")
+
+
+# --- theme -----------------------------------------------------------------------------------------------------------
+
+
+def test_arms_keep_their_look_and_differ_in_colour_and_dash():
+    arms = ["bf16_standard", "mxfp8_standard", "bf16_deepep", "mxfp8_deepep", "fp8_standard", "fp8_deepep"]
+    together = arm_styles(arms)
+    assert list(together) == arms
+    for arm in arms:
+        assert arm_styles([arm])[arm] == together[arm]
+    for aspect in ("color", "dash", "symbol"):
+        assert len({getattr(style, aspect) for style in together.values()}) == len(arms)
+
+
+def test_other_arms_take_the_cycle_and_variants_the_look_of_their_base():
+    styles = arm_styles(["bf16_standard", "mxfp8_standard_wgrad-bf16", "one", "two"])
+    assert styles["mxfp8_standard_wgrad-bf16"].color == arm_styles(["mxfp8_standard"])["mxfp8_standard"].color
+    assert len({(style.color, style.dash) for style in styles.values()}) == 4
+
+
+def test_importing_the_theme_leaves_plotly_alone():
+    assert pio.templates.default == "plotly"
+
+
+@pytest.mark.parametrize(("browser", "renderer"), [("/bin/x", "plotly_mimetype+png"), (None, "plotly_mimetype")])
+def test_renderer_needs_a_browser_for_png(monkeypatch, browser, renderer):
+    monkeypatch.setattr("choreographer.browsers.chromium.Chromium.find_browser", lambda **_: browser)
+    monkeypatch.setattr(pio.renderers, "default", pio.renderers.default)
+    assert use_renderer() == renderer == pio.renderers.default
+
+
+# --- figures ---------------------------------------------------------------------------------------------------------
+
+
+def test_loss_title_states_the_final_losses_of_the_data():
+    table = study()
+    verdict = first_verdict(table)
+    low, high = sorted(np.mean(list(losses.values())) for losses in (verdict.arm_losses, verdict.reference_losses))
+    assert f"{high - low:.4f} nats apart" in title(loss_curves(table))
+    assert f"{low:.3f}" in title(loss_curves(table))
+    assert "n = 4 seeds an arm" in title(loss_curves(table))
+
+
+@pytest.mark.parametrize("fall", [4.0, 0.3, 0.0])
+def test_inset_shows_the_last_tenth_and_lies_above_the_curves(fall):
+    table = study()
+    table["loss"] -= (4.0 - fall) * np.exp(-6.0 * table["step"] / 80)
+    figure = loss_curves(table)
+    inset = [trace for trace in figure.data if trace.xaxis == "x2" and trace.hovertemplate]
+    assert [list(trace.x) for trace in inset] == [list(range(73, 81))] * 2
+    left, bottom = figure.layout.xaxis2.domain[0], figure.layout.yaxis2.domain[0]
+    low, high = figure.layout.yaxis.range
+    under = table.loc[table["step"] >= left * figure.layout.xaxis.range[1], "loss"].max()
+    assert (under - low) / (high - low) < bottom <= 0.6
+
+
+def test_tail_shows_mean_and_one_standard_deviation():
+    table = study()
+    figure = loss_tail(table)
+    steps = table[table["arm"] == "bf16_standard"].pivot(index="step", columns="seed", values="loss").loc[57:]
+    band, mean = figure.data[0], figure.data[1]
+    assert list(mean.x) == list(range(57, 81))
+    np.testing.assert_allclose(mean.y, steps.mean(axis=1))
+    np.testing.assert_allclose(band.y[: len(steps)], steps.mean(axis=1) + steps.std(axis=1, ddof=1))
+
+
+def test_the_last_point_of_the_difference_is_the_verdict():
+    table = study()
+    verdict = first_verdict(table)
+    figure = loss_difference(table, verdict)
+    traces = {trace.name: trace for trace in figure.data}
+    mean, final = traces["mean over seeds"], traces["final difference, as judged"]
+    assert mean.y[-1] == pytest.approx(verdict.mean_difference_nats)
+    assert final.y[0] + final.error_y.array[0] == pytest.approx(verdict.interval.high)
+    band = figure.data[0]
+    assert max(band.y[list(band.x).index(80) :][:1]) == pytest.approx(verdict.interval.high)
+    (margin,) = [shape for shape in figure.layout.shapes if shape.type == "rect"]
+    assert (margin.y0, margin.y1) == pytest.approx((-verdict.margin_nats, verdict.margin_nats))
+    assert "equivalent" in title(figure)
+
+
+def test_difference_needs_steps():
+    losses = {(arm, seed): 3.6 + 0.01 * seed for arm in PAIR for seed in range(3)}
+    with pytest.raises(BadInput, match="held-out"):
+        loss_difference(study(), compare_held_out(losses, arm="mxfp8_standard", reference="bf16_standard"))
+
+
+def test_bars_show_values_gain_and_note():
+    table = study()
+    figure = throughput_bars(table, baseline="bf16_standard", note="emulated kernels")
+    found = gain(table, baseline="bf16_standard", arm="mxfp8_standard")
+    assert "emulated kernels" in title(figure)
+    assert f"{found.percent:.1f} % faster" in title(figure)
+    assert f"{found.percent:+.1f} %" in figure.layout.annotations[0].text
+    bars = [trace for trace in figure.data if trace.type == "bar"]
+    assert [bar.text[0] for bar in bars] == [f"<b>{bar.y[0]:,.0f}</b>" for bar in bars]
+    assert all(bar.error_y.array[0] > 0 for bar in bars)
+    assert [len(trace.x) for trace in figure.data if trace.type == "scatter"] == [4, 4]
+
+
+def test_an_unresolved_gain_is_not_called_faster():
+    table = study(seeds=3)
+    speed = {("bf16_standard", seed): 1000.0 for seed in range(3)}
+    speed |= {("mxfp8_standard", 0): 1000.0, ("mxfp8_standard", 1): 900.0, ("mxfp8_standard", 2): 1150.0}
+    table["tps"] = [speed[key] for key in zip(table["arm"], table["seed"], strict=True)]
+    assert "no difference is shown" in title(throughput_bars(table, baseline="bf16_standard"))
+
+
+def test_note_stands_in_every_title():
+    table = study()
+    for figure in (loss_curves(table, note="emulated"), loss_tail(table, note="emulated")):
+        assert "emulated" in title(figure)
+    assert "emulated" in title(loss_difference(table, first_verdict(table), note="emulated"))
+    assert "emulated" in title(gradient_norm(table, note="emulated"))
+
+
+@pytest.mark.parametrize("arms", [("bf16_standard",), PAIR])
+def test_one_seed_and_one_arm(arms):
+    table = study(arms, seeds=1)
+    assert "One seed" in title(loss_curves(table))
+    assert "no band" in title(loss_tail(table))
+    assert "no interval" in title(throughput_bars(table, baseline="bf16_standard"))
+    assert gradient_norm(table).data
+    for verdict in compare_convergence(table, reference="bf16_standard"):
+        assert "insufficient data" in title(loss_difference(table, verdict))
+
+
+def test_an_unfinished_seed_is_drawn_but_not_averaged():
+    table = study()
+    table = table[(table["arm"] != "mxfp8_standard") | (table["seed"] != 1) | (table["step"] <= 30)]
+    thin, bold = loss_curves(table).data[1], loss_curves(table).data[3]
+    others = table[(table["arm"] == "mxfp8_standard") & (table["seed"] != 1)].groupby("step")["loss"].mean()
+    np.testing.assert_allclose(bold.y, others)
+    assert len(thin.x) == 3 * 81 + 31
+    assert first_verdict(table).seeds == (0, 2, 3)
+
+
+def test_missing_values_and_no_common_seed():
+    table = study()
+    table.loc[table["step"] == 80, "loss"] = math.nan
+    verdict = first_verdict(table)
+    assert "no finished seed in common" in title(loss_difference(table, verdict))
+    assert "No run reached" in title(loss_curves(table))
+    assert loss_tail(table).data
+
+
+def test_a_restarted_run_keeps_its_last_values():
+    table = study()
+    again = table[(table["step"] > 60) & (table["seed"] == 0)].assign(segment=1)
+    before = table.copy()
+    before.loc[(before["step"] > 60) & (before["seed"] == 0), "loss"] = 9.9
+    restarted = loss_curves(
+        pd.concat([before[before["step"] <= 70], again, before[before["seed"] != 0]]).drop_duplicates()
+    )
+    np.testing.assert_allclose(restarted.data[2].y, loss_curves(table).data[2].y)
+
+
+def test_long_runs_are_smoothed_and_say_so():
+    figure = loss_curves(study(seeds=2, steps=1500))
+    assert "smoothed over 15 logged steps" in title(figure)
+
+
+def test_names_are_text_in_figures():
+    table = study(("bf16_standard", HOSTILE))
+    figures = (loss_curves(table, note=HOSTILE), throughput_bars(table, baseline="bf16_standard"))
+    for figure in (*figures, loss_difference(table, first_verdict(table))):
+        assert "<script" not in json.dumps(figure.to_plotly_json(), default=str)
+
+
+def test_unnamed_runs_are_refused():
+    table = study().assign(seed=pd.NA)
+    with pytest.raises(BadInput, match="rows without seed"):
+        loss_tail(table)
+
+
+# --- report ----------------------------------------------------------------------------------------------------------
+
+
+class Page(HTMLParser):
+    """Tags, attributes and text of a page."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.text = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_data(self, data):
+        self.text += data
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory) -> str:
+    table = study(("bf16_standard", HOSTILE))
+    verdicts = compare_convergence(table, reference="bf16_standard")
+    path = write_report(
+        tmp_path_factory.mktemp("report") / "new folder" / "report.html",
+        title=f"A study {HOSTILE}",
+        verdicts=verdicts,
+        figures=[
+            Figure(caption=HOSTILE, figure=loss_curves(table)),
+            Figure(caption="Published throughput.", figure=loss_tail(table), label="quoted"),
+        ],
+        tables=[
+            Table(
+                title="Runs",
+                columns=["Arm", "Seed", "Loss", "Tokens/s"],
+                rows=[[HOSTILE, 0, math.nan, 1234.4], ["bf16_standard", 1, 3.61, None]],
+                decimals={"Tokens/s": 0},
+            )
+        ],
+        provenance={"Command": HOSTILE},
+        notes=[HOSTILE],
+    )
+    return path.read_text(encoding="utf-8")
+
+
+def test_report_shows_names_as_text(page):
+    assert "<script>alert" not in page
+    assert Page(page).tags.count("script") == 1 + 2 + 1  # plotly.js, one a figure, printing
+    assert page.count("&lt;script&gt;alert(1)") >= 5
+
+
+def test_report_asks_no_network(page):
+    names = {"src", "href", "srcset", "data", "action", "poster"}
+    links = [value or "" for name, value in Page(page).attributes if name in names]
+    assert all(link.startswith("#") for link in links)
+    assert "default-src 'none'" in page
+    assert "@import" not in page.split("<script>")[0]
+    assert "url(" not in page.split("<script>")[0]
+
+
+def test_report_holds_plotly_once_and_each_figure(page):
+    assert len(re.findall(r"plotly\.js v\d", page)) == 1
+    assert re.findall(r'Plotly\.newPlot\(\s*"(figure-\d)"', page) == ["figure-1", "figure-2"]
+    assert re.findall(r'<div id="(figure-\d)"', page) == ["figure-1", "figure-2"]
+
+
+def test_report_states_the_verdict_with_its_numbers(page):
+    text = Page(page).text
+    table = study(("bf16_standard", HOSTILE))
+    verdict = first_verdict(table)
+    assert verdict.sentence() in text
+    for number in (verdict.reference_sd, verdict.sd_difference, verdict.margin_nats, verdict.arm_losses[0]):
+        assert f"{number:.4f}" in text
+    assert 'class="card equivalent"' in page
+
+
+def test_report_tables_have_headers_badges_and_dashes(page):
+    assert '<th scope="col" class="number">Tokens/s</th>' in page
+    assert '<th scope="row">bf16_standard</th>' in page
+    assert '<td class="number">1,234</td>' in page
+    assert page.count('<td class="number">–</td>') == 2
+    assert '<span class="badge quoted">quoted</span>' in page
+
+
+def test_report_without_figures_is_small(tmp_path):
+    path = write_report(tmp_path / "report.html", title="Nothing yet", provenance={"moelab": "0.1.0"})
+    assert path.stat().st_size < 20_000
+    assert [entry.name for entry in tmp_path.iterdir()] == ["report.html"]
+
+
+def test_a_failed_write_keeps_the_old_report(tmp_path, monkeypatch):
+    path = write_report(tmp_path / "report.html", title="Old", provenance={})
+
+    def no_space(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", no_space)
+    with pytest.raises(OSError, match="No space left"):
+        write_report(path, title="New", provenance={})
+    assert "Old" in path.read_text()
+    assert [entry.name for entry in tmp_path.iterdir()] == ["report.html"]
