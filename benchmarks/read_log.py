@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import resource
 import sys
@@ -53,9 +54,9 @@ def write_log(path: Path, size: int, *, step_lines: int, other_lines: int) -> in
 def measure(path: Path, step_lines: int) -> dict[str, float]:
     """Read the log once; RSS growth is that of the process's peak, in MiB."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    start = time.perf_counter()
+    start, cpu_start = time.perf_counter(), time.process_time()
     read = read_log(path, allow_empty=True)
-    seconds = time.perf_counter() - start
+    seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
     growth = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
     size = path.stat().st_size
     return {
@@ -63,6 +64,7 @@ def measure(path: Path, step_lines: int) -> dict[str, float]:
         "step_lines": step_lines,
         "rows": len(read.rows),
         "seconds": round(seconds, 3),
+        "cpu_seconds": round(cpu_seconds, 3),
         "mb_per_s": round(size / seconds / 1e6, 1),
         "step_lines_per_s": round(step_lines / seconds),
         "peak_rss_growth_mib": round(growth, 1),
@@ -91,6 +93,7 @@ def main() -> None:
         "step_lines": (size // 10, 1, 0),
         "other_lines": (size // 4, 0, 1),
     }
+    load = os.getloadavg()[0]
     results = {}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "train.log"
@@ -103,6 +106,8 @@ def main() -> None:
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
         "python": platform.python_version(),
         "cpu": cpu_name(),
+        "cpu_cores": os.cpu_count(),
+        "load_average_before": round(load, 2),
         "results": results,
     }
     arguments.output.write_text(json.dumps(report, indent=2) + "\n")

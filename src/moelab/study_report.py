@@ -266,7 +266,13 @@ def study_figures(judged: StudyJudgement) -> Sequence[Any]:
                 figure=loss_difference(judged.table, verdict, note=note),
             )
         )
-    bars = throughput_bars(judged.table, baseline=judged.reference, warmup_steps=WARMUP_STEPS, note=judged.speed_note)
+    bars = throughput_bars(
+        judged.table,
+        baseline=judged.reference,
+        warmup_steps=WARMUP_STEPS,
+        note=judged.speed_note,
+        rank_words=judged.rank_words,
+    )
     figures.append(Figure(caption="Throughput: geometric mean of the seeds' medians after warm-up.", figure=bars))
     return figures
 

@@ -29,7 +29,7 @@ def stage_data(experiment: Experiment) -> None:
             )
         if folder:
             return
-    corpus.prepare(corpus.VOCAB_SIZE)
+    corpus.prepare()
 
 
 def _require_c4() -> None:

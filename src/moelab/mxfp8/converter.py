@@ -31,13 +31,14 @@ from torchtitan.components.quantization.utils import swap_token_dispatcher
 from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.moe import GroupedExperts
 
-from moelab.errors import MoelabError
+from moelab.errors import MoelabError, Refused
 from moelab.mxfp8.kernels import EMULATED_PADDING, NATIVE_PADDING, Kernels
 
 logger = logging.getLogger(__name__)
 
 LINEARS = ("attention", "shared_experts", "feed_forward")
 """Parts of the names of the linears that are quantised: never the router, the embedding or the vocabulary head."""
+BLOCK = 32
 _PREFERENCE = {"native": KernelPreference.AUTO, "emulated": KernelPreference.EMULATED}
 
 
@@ -113,7 +114,7 @@ class MXFP8EmulatedLinear(MXFP8Linear):
             e4m3,
             e4m3,
             e4m3,
-            32,
+            BLOCK,
             self.kernel_preference,
             MXFP8Dim0CastKernelChoice.TORCH,
             MXFP8Dim1CastKernelChoice.TORCH,
@@ -169,13 +170,25 @@ class MXFP8Converter(QuantizationConverter):
         ]
         if not found:
             raise NothingConverted(f"no linear of the model is named like any of {', '.join(self.config.linears)}")
-        for _name, config, parent, attribute in found:
+        for name, config, parent, attribute in found:
+            _require_whole_blocks(name, config)
             shared = {f.name: getattr(config, f.name) for f in fields(config)}
             new = MXFP8EmulatedLinear.Config(**shared, kernels=self.config.kernels, wgrad=self.config.wgrad)
             if isinstance(parent, list):
                 parent[attribute] = new
             else:
                 setattr(parent, attribute, new)
+
+
+def _require_whole_blocks(name: str, config: Any) -> None:
+    """Both features are block axes: of the weight forward and of the gradient backward."""
+    for side in ("in_features", "out_features"):
+        size = getattr(config, side)
+        if size % BLOCK:
+            raise Refused(
+                f"{name} cannot be quantised: its {side} is {size}, not a multiple of {BLOCK}, MXFP8's block; "
+                "use quantize=experts or change the model's dimensions"
+            )
 
 
 def converted_modules(model: nn.Module) -> list[str]:

@@ -49,6 +49,18 @@ _ACTIVATION_CHECKPOINT = {"none": None, "selective": SelectiveAC.Config(), "full
 _COMPILE = {"none": [], "loss": ["loss"], "model+loss": ["model", "loss"]}
 
 
+class EndValidator(Validator):
+    """TorchTitan's validator without its pass at step 1: the held-out loss is wanted of the trained model only."""
+
+    @dataclasses.dataclass(kw_only=True, slots=True)
+    class Config(Validator.Config):
+        """No settings of its own."""
+
+    def should_validate(self, step: int) -> bool:
+        """Whether held-out text is evaluated after this step."""
+        return step % self.config.freq == 0
+
+
 def experiment() -> Trainer.Config:
     """The experiment whose YAML file ``MOELAB_EXPERIMENT`` names."""
     path = os.environ.get(EXPERIMENT_VARIABLE)
@@ -98,7 +110,7 @@ def trainer_config(experiment: Experiment) -> Trainer.Config:
         ),
         metrics=MetricsProcessor.Config(log_freq=1, enable_tensorboard=True, disable_color_printing=True),
         override=OverrideConfig(imports=list(cpu.OVERRIDES) if on_cpu else []),
-        **_data(experiment, spec),
+        **_data(experiment),
     )
 
 
@@ -179,23 +191,23 @@ def _parallelism(experiment: Experiment, *, on_cpu: bool) -> ParallelismConfig:
     )
 
 
-def _data(experiment: Experiment, spec: ModelSpec) -> dict[str, Any]:
+def _data(experiment: Experiment) -> dict[str, Any]:
     """Data loader, tokenizer and validator of the experiment's dataset."""
     if experiment.dataset == "c4":
-        folder = corpus.TOKENIZERS.get(experiment.model) or str(_corpus(experiment, spec).folder)
+        folder = corpus.TOKENIZERS.get(experiment.model) or str(_corpus().folder)
         return {"dataloader": HuggingFaceTextDataLoader.Config(dataset="c4"), "hf_assets_path": folder}
-    prepared = _corpus(experiment, spec)
+    prepared = _corpus()
     held_out = HuggingFaceTextDataLoader.Config(dataset="python_held_out", infinite=True)
     return {
         "dataloader": HuggingFaceTextDataLoader.Config(dataset="python"),
         "hf_assets_path": str(prepared.folder),
-        "validator": Validator.Config(
+        "validator": EndValidator.Config(
             enable=True, freq=experiment.steps, steps=VALIDATION_BATCHES, dataloader=held_out
         ),
     }
 
 
-def _corpus(experiment: Experiment, spec: ModelSpec) -> corpus.Corpus:
-    prepared = corpus.prepare(min(decoder_vocab_size(spec), corpus.VOCAB_SIZE))
+def _corpus() -> corpus.Corpus:
+    prepared = corpus.prepare()
     corpus.register(prepared)
     return prepared

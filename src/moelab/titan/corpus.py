@@ -17,9 +17,10 @@ import json
 import os
 import random
 import shutil
+import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +32,7 @@ from moelab.errors import MoelabError
 if TYPE_CHECKING:
     from datasets import Dataset
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 5
 VOCAB_SIZE = 2048
 TOKENIZERS = {"16B": "assets/hf/deepseek-moe-16b-base", "671B": "assets/hf/DeepSeek-V3.1-Base"}
 """Where TorchTitan's ``download_hf_assets.py`` puts the tokenizers that 16B and 671B need for C4."""
@@ -51,7 +52,7 @@ class Corpus:
     """A prepared corpus on disk.
 
     Attributes:
-        folder: holds ``train.jsonl``, ``held_out.jsonl``, ``tokenizer.json``, ``tokenizer_config.json``.
+        folder: holds ``train.arrow``, ``held_out.arrow``, ``tokenizer.json``, ``tokenizer_config.json``.
         passages: number of passages in each split.
         characters: number of characters in each split.
         vocab_size: entries of the tokenizer.
@@ -63,8 +64,8 @@ class Corpus:
     vocab_size: int
 
     def split(self, split: str) -> Path:
-        """Path of a split's JSON lines, each ``{"name", "text"}``."""
-        return self.folder / f"{split}.jsonl"
+        """Path of a split's passages, an Arrow stream with the column ``text``."""
+        return self.folder / f"{split}.arrow"
 
 
 def cache_folder() -> Path:
@@ -74,17 +75,26 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moelab"
 
 
+def sources() -> list[Path]:
+    """Files of the standard library, in one order on every machine with the same Python."""
+    root = standard_library()
+    return [path for path in sorted(root.rglob("*.py")) if SKIPPED_FOLDERS.isdisjoint(path.relative_to(root).parts)]
+
+
+def standard_library() -> Path:
+    """Where the running Python's standard library is."""
+    return Path(sysconfig.get_paths()["stdlib"])
+
+
 def documents() -> Iterator[tuple[str, str]]:
-    """Name and text of every document, in one order on every machine with the same Python."""
-    from pydoc_data.topics import topics  # type: ignore[import-untyped,unused-ignore]
+    """Name and text of every document: the documentation's topics, then the standard library's files."""
+    from pydoc_data.topics import topics
 
     for name in sorted(topics):
         yield f"topics/{name}", topics[name]
-    root = Path(sysconfig.get_paths()["stdlib"])
-    for path in sorted(root.rglob("*.py")):
-        relative = path.relative_to(root)
-        if SKIPPED_FOLDERS.isdisjoint(relative.parts):
-            yield f"stdlib/{relative.as_posix()}", path.read_text(encoding="utf-8", errors="replace")
+    for path in sources():
+        name = path.relative_to(standard_library()).as_posix()
+        yield f"stdlib/{name}", path.read_text(encoding="utf-8", errors="replace")
 
 
 def passages(text: str) -> Iterator[str]:
@@ -101,12 +111,30 @@ def passages(text: str) -> Iterator[str]:
         yield "".join(lines)
 
 
+def split_passages(texts: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+    """Passages of each split, shuffled once and each kept once.
+
+    Files share passages (the tables of character encodings do, by the page), so a passage that is held out anywhere is
+    not trained on.
+    """
+    parts: dict[str, dict[str, None]] = {split: {} for split in SPLITS}
+    for name, text in texts:
+        parts["held_out" if is_held_out(name) else "train"].update(dict.fromkeys(passages(text)))
+    split = {
+        "train": [part for part in parts["train"] if part not in parts["held_out"]],
+        "held_out": [*parts["held_out"]],
+    }
+    for found in split.values():
+        random.Random(0).shuffle(found)  # noqa: S311 - an order, not a secret
+    return split
+
+
 def is_held_out(name: str) -> bool:
     """Whether a document is kept for validation; depends on its name alone."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]) % HELD_OUT_ONE_IN == 0
 
 
-def prepare(vocab_size: int) -> Corpus:
+def prepare(vocab_size: int = VOCAB_SIZE) -> Corpus:
     """Make the corpus and its tokenizer, or find them in the cache. Safe to call from many processes at once.
 
     Args:
@@ -115,13 +143,12 @@ def prepare(vocab_size: int) -> Corpus:
     Raises:
         CorpusError: if the standard library has no sources here, or the cache cannot be written.
     """
-    texts = list(documents())
-    folder = cache_folder() / "corpus" / _key(texts, vocab_size)
+    folder = cache_folder() / "corpus" / _key(vocab_size)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{folder}.lock"):
             if not (folder / "corpus.json").exists():
-                _build(folder, texts, vocab_size)
+                _build(folder, list(documents()), vocab_size)
     except OSError as error:
         raise CorpusError(
             f"the corpus cannot be cached: {error.strerror} ({folder.parent}); free space there or set MOELAB_CACHE"
@@ -140,24 +167,24 @@ def register(corpus: Corpus) -> None:
 
 
 def load(path: str) -> Dataset:
-    """A split as a map-style Hugging Face dataset, held in memory: no cache of its own, so no race between ranks."""
+    """A split as a Hugging Face dataset, mapped from its file: no copy, and no cache for ranks to race for."""
     from datasets import Dataset
 
-    rows = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
-    return Dataset.from_list(rows)
+    return Dataset.from_file(path)
 
 
 def _text(sample: dict[str, str]) -> str:
     return sample["text"]
 
 
-def _key(texts: list[tuple[str, str]], vocab_size: int) -> str:
+def _key(vocab_size: int) -> str:
+    """What the corpus is made from, told by sizes and times of files instead of a second of reading them."""
     import tokenizers
 
-    digest = hashlib.sha256(f"{FORMAT_VERSION} {tokenizers.__version__} {vocab_size}".encode())
-    for name, text in texts:
-        digest.update(f"\0{name}\0".encode())
-        digest.update(text.encode("utf-8", "surrogatepass"))
+    digest = hashlib.sha256(f"{FORMAT_VERSION} {sys.version} {tokenizers.__version__} {vocab_size}".encode())
+    for path in sources():
+        facts = path.stat()
+        digest.update(f"{path} {facts.st_size} {facts.st_mtime_ns}\n".encode())
     return digest.hexdigest()[:16]
 
 
@@ -170,18 +197,25 @@ def _build(folder: Path, texts: list[tuple[str, str]], vocab_size: int) -> None:
     work = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".building-"))
     try:
         facts: dict[str, Any] = {"passages": {}, "characters": {}, "vocab_size": vocab_size}
+        parts = split_passages(texts)
         for split in SPLITS:
-            chosen = [(name, text) for name, text in texts if is_held_out(name) == (split == "held_out")]
-            rows = [json.dumps({"name": name, "text": part}) for name, text in chosen for part in passages(text)]
-            random.Random(0).shuffle(rows)  # noqa: S311 - an order, not a secret
-            (work / f"{split}.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
-            facts["passages"][split] = len(rows)
-            facts["characters"][split] = sum(len(text) for _, text in chosen)
-        _train_tokenizer(work, [text for name, text in texts if not is_held_out(name)], vocab_size)
+            _write_arrow(work / f"{split}.arrow", parts[split])
+            facts["passages"][split] = len(parts[split])
+            facts["characters"][split] = sum(map(len, parts[split]))
+        _train_tokenizer(work, parts["train"], vocab_size)
         (work / "corpus.json").write_text(json.dumps(facts))
         work.rename(folder)
     finally:
         shutil.rmtree(work, ignore_errors=True)
+
+
+def _write_arrow(path: Path, texts: list[str]) -> None:
+    """Write an Arrow stream, the format that ``datasets`` maps into memory."""
+    import pyarrow as pa
+
+    table = pa.table({"text": texts})
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+        writer.write_table(table)
 
 
 def _train_tokenizer(folder: Path, texts: list[str], vocab_size: int) -> None:

@@ -1,0 +1,220 @@
+"""From what a run left to rows: its log and its TensorBoard events, or a log, a folder or an export from elsewhere.
+
+The log is written line by line and the events every two minutes, so a killed run has all its steps in the log; the
+events have more digits and the learning rate. Both are read and united. ``metrics.parquet`` and ``results.json`` are
+derived from them and can be made again at any time.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from moelab.errors import BadInput
+from moelab.runs import directory
+from moelab.runs.directory import RunDir
+from moelab.runs.files import write_json, write_whole
+from moelab.runs.log import NotALog, read_log
+from moelab.runs.status import State, Status
+from moelab.runs.table import MetricsRead, combine, merge_segments, metrics_table, throughput_rows
+from moelab.runs.tensorboard import NotATensorBoardFolder, read_tensorboard
+from moelab.runs.wandb_export import read_wandb
+
+CONVERTED_FOLDER = "launch/converted"
+WARMUP_STEPS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collected:
+    """What one run left.
+
+    Attributes:
+        run: its name.
+        arm: name of its arm, empty for a source from elsewhere.
+        seed: its seed, or None.
+        status: how it ended; a loss that is not finite is ``failed`` whatever the exit code said.
+        segments: launches that logged a step.
+        rows: metrics table.
+        validation: held-out loss by step.
+        steps_planned: steps that the experiment asks for, or None.
+        converted: what multiplies in MXFP8: ``kernels`` and ``modules``, or None.
+    """
+
+    run: str
+    arm: str
+    seed: int | None
+    status: Status
+    segments: int
+    rows: pd.DataFrame
+    validation: pd.DataFrame
+    steps_planned: int | None = None
+    converted: dict[str, Any] | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether every planned step was trained and the run ended well."""
+        return self.status.state is State.COMPLETED and self.steps_planned in (None, self.last_step)
+
+    @property
+    def last_step(self) -> int:
+        """Last step that was logged; 0 before the first."""
+        return int(self.rows["step"].max()) if len(self.rows) else 0
+
+    @property
+    def validation_loss(self) -> float:
+        """Held-out loss at the last validated step, in nats per token; NaN without one."""
+        return float(self.validation["loss"].iloc[-1]) if len(self.validation) else math.nan
+
+    def to_json(self) -> dict[str, Any]:
+        """The run as the command line prints it; missing numbers are null."""
+        return {
+            "run": self.run,
+            "arm": self.arm,
+            "seed": self.seed,
+            "status": self.status.state.value,
+            "reason": self.status.reason,
+            "segments": self.segments,
+            "rows": json.loads(self.rows.to_json(orient="records", double_precision=15)),
+            "validation": json.loads(self.validation.to_json(orient="records", double_precision=15)),
+        }
+
+
+def collect_run(run: RunDir, *, save: bool = False) -> Collected:
+    """Read a run directory.
+
+    Args:
+        run: the directory.
+        save: also write ``metrics.parquet`` and ``results.json``.
+    """
+    experiment = run.experiment
+    read = _read_log_and_events(run)
+    status = run.status
+    if read.reason and not (status.state is State.FAILED and status.reason):
+        status = replace(status, state=State.FAILED, reason=read.reason)
+    collected = Collected(
+        run=run.name,
+        arm=experiment.arm,
+        seed=experiment.seed,
+        status=status,
+        segments=read.segments,
+        rows=read.rows.assign(
+            run=pd.array([run.name] * len(read.rows), dtype="string"),
+            arm=pd.array([experiment.arm] * len(read.rows), dtype="string"),
+            seed=pd.array([experiment.seed] * len(read.rows), dtype="Int64"),
+        ),
+        validation=read.validation,
+        steps_planned=experiment.steps,
+        converted=converted_modules(run),
+    )
+    if save:
+        save_results(run, collected)
+    return collected
+
+
+def collect(path: Path) -> list[Collected]:
+    """Read whatever is at a path: run directories at or below it, a TorchTitan log, TensorBoard events, a W&B export.
+
+    Raises:
+        BadInput: if it is none of them.
+    """
+    if not path.exists():
+        raise BadInput(
+            f"{path} does not exist; give a run, a study, a TorchTitan log, a TensorBoard folder or a W&B export"
+        )
+    runs = list(directory.find(path)) if path.is_dir() else []
+    if runs:
+        return [collect_run(RunDir(run.path.absolute())) for run in runs]
+    read = _read_elsewhere(path)
+    status = Status(state=State.FAILED if read.reason else State.UNKNOWN, reason=read.reason)
+    rows = read.rows.assign(run=read.rows["run"].fillna(path.stem))
+    return [
+        Collected(
+            run=str(name),
+            arm="",
+            seed=None,
+            status=status,
+            segments=read.segments,
+            rows=part,
+            validation=read.validation,
+        )
+        for name, part in rows.groupby("run", sort=False)
+    ]
+
+
+def newest(collected: Iterable[Collected]) -> list[Collected]:
+    """Of the attempts at each arm and seed, the finished one, else the latest."""
+    chosen: dict[tuple[str, int | None], Collected] = {}
+    for one in sorted(collected, key=lambda one: (one.finished, one.run)):
+        chosen[one.arm, one.seed] = one
+    return sorted(chosen.values(), key=lambda one: (one.arm, one.seed or 0))
+
+
+def joined_rows(collected: Iterable[Collected]) -> pd.DataFrame:
+    """The metrics table of several runs."""
+    tables = [one.rows for one in collected if len(one.rows)]
+    return pd.concat(tables, ignore_index=True) if tables else metrics_table({"segment": [], "step": []})
+
+
+def save_results(run: RunDir, collected: Collected) -> None:
+    """Write ``metrics.parquet`` and ``results.json``, each whole or not at all."""
+    buffer = io.BytesIO()
+    collected.rows.to_parquet(buffer, index=False)
+    write_whole(run.path / "metrics.parquet", buffer.getvalue())
+    merged = merge_segments(collected.rows)
+    counted = throughput_rows(collected.rows, warmup_steps=WARMUP_STEPS)
+    results = {
+        "status": collected.status.state.value,
+        "reason": collected.status.reason,
+        "steps": collected.last_step,
+        "segments": collected.segments,
+        "last_loss_nats": _number(merged["loss"].iloc[-1]) if len(merged) else None,
+        "validation_loss_nats": _number(collected.validation_loss),
+        "tps_median": _number(counted["tps"].median()),
+        "warmup_steps_left_out": WARMUP_STEPS,
+        "memory_gib_peak": _number(merged["memory_gib"].max()),
+        "mxfp8": collected.converted,
+    }
+    write_json(run.path / "results.json", results)
+
+
+def _read_log_and_events(run: RunDir) -> MetricsRead:
+    empty = read_log([], allow_empty=True)
+    log = read_log(run.log, allow_empty=True) if run.log.exists() else empty
+    try:
+        events = read_tensorboard(run.tensorboard)
+    except NotATensorBoardFolder:
+        return log
+    validation = log.validation if len(log.validation) >= len(events.validation) else events.validation
+    return replace(log, rows=combine(log.rows, events.rows), validation=validation, reason=log.reason or events.reason)
+
+
+def _read_elsewhere(path: Path) -> MetricsRead:
+    if path.is_dir():
+        return read_tensorboard(path)
+    if path.suffix in (".csv", ".json", ".jsonl"):
+        return read_wandb(path)
+    try:
+        return read_log(path)
+    except NotALog:
+        if path.name.startswith("events.out.tfevents"):
+            return read_tensorboard(path.parent)
+        raise
+
+
+def converted_modules(run: RunDir) -> dict[str, Any] | None:
+    """What multiplies in MXFP8 over all pipeline stages: ``kernels`` and ``modules``; None if nothing was recorded."""
+    files = sorted((run.path / CONVERTED_FOLDER).glob("rank*.json"))
+    stages = [json.loads(file.read_text()) for file in files]
+    modules = [name for stage in stages for name in stage["modules"]]
+    return {"kernels": stages[0]["kernels"], "modules": modules} if modules else None
+
+
+def _number(value: float) -> float | None:
+    return None if math.isnan(value) else float(value)

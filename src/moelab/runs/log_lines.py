@@ -1,0 +1,141 @@
+"""TorchTitan's log lines, from bytes to numbers.
+
+A log of 256 ranks is gigabytes of text of which a few lines matter, so a whole block of the file is searched at once
+for the few words that such lines start with, and nothing is decoded or split before that. A line counts only if it is
+complete: a step line ends in ``mfu: …%`` or ``mfu: N/A``, and one that was cut or torn in two by another rank's output
+would show ``7.2`` where ``7.20000`` was meant. Colour codes may stand between any two fields.
+
+The formats are those of torchtitan 0.3.0 (``components/metrics.py``, ``tools/logging.py``, ``trainer.py``); older
+releases, which print neither ``grad_norm`` nor ``tflops``, are read too.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from datetime import datetime
+from functools import lru_cache
+from typing import Final, TypeAlias
+
+#: What a step or validation line measures, in the order of :attr:`LogLine.values`; ``time`` is seconds since the epoch.
+FIELDS: Final = ("loss", "grad_norm", "tps", "tflops", "mfu", "memory_gib", "memory_pct", "time")
+LOSS, TPS, MEMORY_GIB, MEMORY_PCT, TIME = (
+    FIELDS.index(name) for name in ("loss", "tps", "memory_gib", "memory_pct", "time")
+)
+#: Stored in place of the negative number that a pipeline rank without the loss prints.
+NO_LOSS: Final = -1.0
+
+_NAN: Final = math.nan
+_MINUS, _ESCAPE = b"-\x1b"
+# Possessive quantifiers: a torn line must fail at once instead of trying every way to share out its blanks.
+_BLANK = rb"[ \t]*+"
+_GAP = _BLANK + rb"(?:\x1b\[[0-9;:]*+m" + _BLANK + rb")*+"  # with colours, 24-bit ones too
+# Deliberately loose, and twice as fast as an exact pattern; `float` then refuses what is not a number.
+_NUMBER = _BLANK + rb"([-\d.,naif]++)"
+_LOSS = _BLANK + rb"(\d++)" + _GAP + rb"loss:" + _NUMBER
+_GRAD_NORM = rb"(?:" + _GAP + rb"grad_norm:" + _NUMBER + rb")?+"
+_MEMORY = _GAP + rb"memory:" + _NUMBER + rb"GiB\(" + _NUMBER + rb"%\)"
+_TPS = _GAP + rb"tps:" + _NUMBER
+_TFLOPS = rb"(?:" + _GAP + rb"tflops:" + _NUMBER + rb")?+"
+_MFU = _GAP + rb"mfu:(?:" + _NUMBER + rb"%|" + _BLANK + rb"N/A)"
+_STEP = re.compile(rb"step:" + _LOSS + _GRAD_NORM + _MEMORY + _TPS + _TFLOPS + _MFU)
+_VALIDATION = re.compile(rb"validate step:" + _LOSS + _MEMORY + _TPS + rb"(?=[\s\x1b])")
+_START = re.compile(rb"Training starts at step (\d++)(?=[\s.\x1b])")
+_NOT_FINITE = re.compile(rb"Loss is not finite \(global_avg_loss=(-?\w++)\) at step (\d++)\.")
+_PARAMETERS = re.compile(rb"size:" + _GAP + rb"([\d,]++) total parameters")
+
+
+#: One line that matters: its kind (``step``, ``validation``, ``start`` or ``failure``), its step and the values of its
+#: :data:`FIELDS`. A plain tuple, because millions are made.
+LogLine: TypeAlias = tuple[str, int, tuple[float, ...]]
+
+
+def scan(block: bytes) -> Iterator[LogLine]:
+    """Yield the lines of ``block`` that matter, in the order of the file.
+
+    Args:
+        block: whole lines of a log, any encoding that keeps ASCII, with any line ends and rank prefixes.
+    """
+    position = 0
+    for start, line in sorted(_rare_lines(block)):
+        yield from _step_lines(block, position, start)
+        yield line
+        position = start
+    yield from _step_lines(block, position, len(block))
+
+
+def parameter_count(block: bytes) -> int | None:
+    """Return the model's total parameters if ``block`` has TorchTitan's line about them."""
+    found = _PARAMETERS.search(block) if b" total parameters" in block else None
+    return int(found[1].replace(b",", b"")) if found else None
+
+
+def _step_lines(block: bytes, start: int, end: int) -> Iterator[LogLine]:
+    for match in _STEP.finditer(block, start, end):
+        step, loss, grad_norm, memory_gib, memory_pct, tps, tflops, mfu = match.groups()
+        try:
+            values = (
+                _loss(loss),
+                float(grad_norm) if grad_norm else _NAN,
+                float(tps.replace(b",", b"")),
+                float(tflops.replace(b",", b"")) if tflops else _NAN,
+                float(mfu) if mfu else _NAN,
+                float(memory_gib),
+                float(memory_pct),
+                _time(block, match.start()),
+            )
+        except ValueError:  # torn by another rank's output in the middle of a number
+            continue
+        yield "step", int(step), values
+
+
+def _rare_lines(block: bytes) -> Iterator[tuple[int, LogLine]]:
+    # The substring tests are several times faster than a search for the pattern and nearly always say no.
+    if b"Training starts at step" in block:
+        for match in _START.finditer(block):
+            yield match.start(), ("start", int(match[1]), (*[_NAN] * TIME, _time(block, match.start())))
+    if b"validate step:" in block:
+        for match in _VALIDATION.finditer(block):
+            try:
+                yield match.start(), ("validation", int(match[1]), _validation_values(block, match))
+            except ValueError:
+                continue
+    if b"Loss is not finite" in block:
+        for match in _NOT_FINITE.finditer(block):
+            loss = float(match[1]) if match[1].lstrip(b"-") in (b"nan", b"inf") else _NAN
+            yield match.start(), ("failure", int(match[2]), (loss, *[_NAN] * TIME))
+
+
+def _validation_values(block: bytes, match: re.Match[bytes]) -> tuple[float, ...]:
+    _, loss, memory_gib, memory_pct, tps = match.groups()
+    tokens_per_s = float(tps.replace(b",", b""))
+    time = _time(block, match.start())
+    return (_loss(loss), _NAN, tokens_per_s, _NAN, _NAN, float(memory_gib), float(memory_pct), time)
+
+
+def _loss(text: bytes) -> float:
+    # The sentinel is -1 summed over micro-steps and ranks; a validation divides that by the tokens, hence "-0.0000".
+    value = float(text)
+    if text[0] != _MINUS:
+        return value
+    return NO_LOSS if math.isfinite(value) else _NAN
+
+
+def _time(block: bytes, position: int) -> float:
+    """Return the time stamp that stands just before ``position`` on its line, in seconds since the epoch, or NaN."""
+    level = block.rfind(b" - INFO - ", position - 48 if position > 48 else 0, position)
+    message = level + 10
+    if level < 0 or (message != position and block[message] != _ESCAPE):
+        return _NAN
+    comma = block.rfind(b",", level - 64 if level > 64 else 0, level)
+    try:
+        return _second(block[comma - 19 : comma]) + int(block[comma + 1 : comma + 4]) / 1000
+    except ValueError:
+        return _NAN
+
+
+@lru_cache(maxsize=256)
+def _second(stamp: bytes) -> float:
+    # All ranks print a step within a second or two. The stamp is the local time of the machine that trained.
+    return datetime.fromisoformat(stamp.decode("ascii", "replace")).timestamp()

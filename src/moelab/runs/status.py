@@ -1,0 +1,81 @@
+"""What became of a run: ``status.json``.
+
+``prepared → submitted → running → completed | failed | cancelled | unknown``. A run whose end nobody saw is *unknown*,
+never completed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import time
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from moelab.runs.files import write_json
+
+FILE = "status.json"
+RESERVE = ".space_for_status"
+RESERVE_BYTES = 16_384
+
+
+class State(StrEnum):
+    """Where a run is."""
+
+    PREPARED = "prepared"
+    SUBMITTED = "submitted"
+    RUNNING = "running"
+    COMPLETED = "completed"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    UNKNOWN = "unknown"
+
+    @property
+    def is_final(self) -> bool:
+        """Whether nothing more will happen by itself."""
+        return self in (State.COMPLETED, State.FAILED, State.CANCELLED)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Status:
+    """Content of ``status.json``.
+
+    Attributes:
+        state: where the run is.
+        reason: on one line, why it failed or was cancelled.
+        exit_code: of torchrun or of the job.
+        job_id: of Slurm, when there is one.
+        attempts: how often it was started.
+        updated: seconds since the Unix epoch.
+    """
+
+    state: State
+    reason: str | None = None
+    exit_code: int | None = None
+    job_id: str | None = None
+    attempts: int = 0
+    updated: float = 0.0
+
+
+def read_status(folder: Path) -> Status:
+    """The status of a run directory; ``unknown`` where the file is missing or not readable as one."""
+    try:
+        content = json.loads((folder / FILE).read_text())
+        return Status(**{**content, "state": State(content["state"])})
+    except (OSError, ValueError, TypeError, KeyError):
+        return Status(state=State.UNKNOWN, reason="status.json is missing or damaged")
+
+
+def write_status(folder: Path, status: Status) -> None:
+    """Replace the status of a run directory.
+
+    A little space is reserved while the run is alive, so that a run that fills the disk can still say so.
+    """
+    reserve = folder / RESERVE
+    if status.state.is_final:
+        reserve.unlink(missing_ok=True)
+    elif not reserve.exists():
+        reserve.write_bytes(os.urandom(RESERVE_BYTES))
+    write_json(folder / FILE, dataclasses.asdict(dataclasses.replace(status, updated=time.time())))

@@ -1,0 +1,199 @@
+"""The metrics table: one schema for every source, and the operations that respect its segments.
+
+One row per (run, segment, step). A segment is one launch of the job, counted from 0; a requeued job repeats the steps
+since its last checkpoint, so the same step can stand in two segments. ``tps`` is tokens per second **per GPU**, as
+TorchTitan prints it, ``time`` is seconds since the Unix epoch, ``mfu`` and ``memory_pct`` are percentages, memory is in
+GiB. What a source does not have is NaN, never zero; a loss that was *reported* as NaN is told by a reader's ``reason``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import pandas as pd
+
+VALUE_COLUMNS: Final = ("loss", "grad_norm", "tps", "tflops", "mfu", "memory_gib", "memory_pct", "lr", "time")
+COLUMNS: Final = ("run", "arm", "seed", "segment", "step", *VALUE_COLUMNS)
+DTYPES: Final[Mapping[str, str]] = {
+    **dict.fromkeys(("run", "arm"), "string"),
+    "seed": "Int64",
+    **dict.fromkeys(("segment", "step"), "int64"),
+    **dict.fromkeys(VALUE_COLUMNS, "float64"),
+}
+VALIDATION_COLUMNS: Final = ("segment", "step", "loss", "tps", "memory_gib", "time")
+
+_RUN: Final = ["run", "arm", "seed"]
+_ROUNDED_MEMORY: Final = 0.00501  # GiB or percent: the log prints memory to two decimals
+_ROUNDED_LOSS: Final = 0.0000501  # the least precise loss that a TorchTitan log prints has four decimals
+_QUARTER_HOUR_S: Final = 900.0  # every time zone is a whole number of these from UTC
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricsRead:
+    """What a reader found.
+
+    Attributes:
+        rows: metrics table (:data:`COLUMNS`); ``run``, ``arm`` and ``seed`` are empty unless the source names them.
+        validation: :data:`VALIDATION_COLUMNS`, one row per segment and validated step.
+        segments: number of segments that logged anything.
+        reason: one line when the source itself shows that training failed, else None.
+    """
+
+    rows: pd.DataFrame
+    validation: pd.DataFrame
+    segments: int
+    reason: str | None
+
+
+def metrics_table(columns: Mapping[str, Any] | pd.DataFrame, *, run: str | None = None) -> pd.DataFrame:
+    """Return a table with exactly :data:`COLUMNS` and :data:`DTYPES`; columns not given are missing values.
+
+    Args:
+        columns: any of the table's columns, each an array of equal length; ``segment`` and ``step`` are required.
+        run: name of the run, put into every row that ``columns`` gives none for.
+    """
+    size = len(columns["step"])
+    missing: dict[str, Any] = {"run": run, **dict.fromkeys(("arm", "seed"), pd.NA)}
+    data = {
+        name: pd.Series(
+            columns[name] if name in columns else [missing.get(name, math.nan)] * size, dtype=DTYPES[name]
+        ).reset_index(drop=True)
+        for name in COLUMNS
+    }
+    return pd.DataFrame(data)
+
+
+def validation_table(columns: Mapping[str, Any] | pd.DataFrame) -> pd.DataFrame:
+    """Return a table with exactly :data:`VALIDATION_COLUMNS`; columns not given are missing values."""
+    return metrics_table(columns)[list(VALIDATION_COLUMNS)]
+
+
+def merge_segments(table: pd.DataFrame) -> pd.DataFrame:
+    """Return one row per step of every run: a step repeated after a restart keeps its last value.
+
+    >>> rows = metrics_table({"segment": [0, 0, 1], "step": [90, 100, 100], "loss": [5.1, 5.0, 5.001]})
+    >>> merge_segments(rows)[["segment", "step", "loss"]].values.tolist()
+    [[0.0, 90.0, 5.1], [1.0, 100.0, 5.001]]
+    """
+    ordered = table.sort_values([*_RUN, "segment", "step"], kind="stable")
+    return ordered.drop_duplicates([*_RUN, "step"], keep="last").sort_values([*_RUN, "step"]).reset_index(drop=True)
+
+
+def overlap(table: pd.DataFrame) -> pd.DataFrame:
+    """Compare the loss of the steps that were trained in more than one segment.
+
+    Returns:
+        One row per step and pair of consecutive segments that have it: ``run, arm, seed, step, segment_before,
+        segment_after, loss_before, loss_after, loss_difference`` (after minus before, in nats).
+    """
+    ordered = table.sort_values([*_RUN, "step", "segment"], kind="stable")[[*_RUN, "step", "segment", "loss"]]
+    before = ordered.groupby([*_RUN, "step"], dropna=False)[["segment", "loss"]].shift()
+    pairs = ordered.rename(columns={"segment": "segment_after", "loss": "loss_after"})
+    pairs.insert(4, "segment_before", before["segment"])
+    pairs.insert(6, "loss_before", before["loss"])
+    pairs = pairs[before["segment"].notna()].astype({"segment_before": "int64"}).reset_index(drop=True)
+    return pairs.assign(loss_difference=pairs["loss_after"] - pairs["loss_before"])
+
+
+def throughput_rows(table: pd.DataFrame, *, warmup_steps: int) -> pd.DataFrame:
+    """Return the rows whose ``tps`` counts for throughput statistics.
+
+    Left out are the steps up to ``warmup_steps``, the first row that each restart logged (its interval contains
+    compilation and allocator warm-up again), and rows without ``tps``. A row averages over the steps since the row
+    before it, so choose ``warmup_steps`` as a multiple of the logging interval.
+    """
+    first_step = table.groupby([*_RUN, "segment"], dropna=False)["step"].transform("min")
+    after_restart = (table["segment"] > 0) & (table["step"] == first_step)
+    keep = (table["step"] > warmup_steps) & ~after_restart & table["tps"].notna()
+    return table[keep].reset_index(drop=True)
+
+
+def cluster_tps(tps: float, gpus: int) -> float:
+    """Return tokens per second of the whole cluster from tokens per second per GPU.
+
+    >>> cluster_tps(12846, 256)
+    3288576
+    """
+    return tps * gpus
+
+
+def combine(log_rows: pd.DataFrame, tb_rows: pd.DataFrame) -> pd.DataFrame:
+    """Unite what the log and TensorBoard have of the same run; no step that either has is lost.
+
+    TensorBoard's values are not rounded and include ``lr``, so they win where both have a step. But its writer flushes
+    every 120 s: a killed launch lacks its last steps there, and one killed early may have no segment at all. Its
+    segments are therefore matched with the log's by what they contain (loss, then time), not by their number. Memory is
+    the larger of the two, because TensorBoard knows one rank only. Times of log lines are moved to TensorBoard's when
+    the log was written in another time zone than it is read in.
+
+    Args:
+        log_rows: rows of one run, as :func:`moelab.runs.read_log` gives them.
+        tb_rows: rows of the same run, as :func:`moelab.runs.read_tensorboard` gives them.
+    """
+    if log_rows.empty or tb_rows.empty:
+        return (tb_rows if log_rows.empty else log_rows).copy()
+    matched = tb_rows.assign(segment=tb_rows["segment"].map(_matching_segments(log_rows, tb_rows)))
+    log = log_rows.set_index(["segment", "step"])
+    tb = matched.set_index(["segment", "step"])
+    log["time"] += _zone_difference(log["time"], tb["time"])
+    united = tb.combine_first(log)
+    for column in ("memory_gib", "memory_pct"):
+        logged = log[column].reindex(united.index)
+        united[column] = united[column].where(~(logged > united[column] + _ROUNDED_MEMORY), logged)
+    return metrics_table(_in_time_order(united.reset_index()))
+
+
+def _matching_segments(log_rows: pd.DataFrame, tb_rows: pd.DataFrame) -> dict[int, int]:
+    """Return the log's segment for each of TensorBoard's; one that the log lacks gets a negative number."""
+    both = log_rows.merge(tb_rows, on="step", suffixes=("_log", "_tb"))
+    both["differs"] = (both["loss_log"] - both["loss_tb"]).abs() > _ROUNDED_LOSS
+    # Both sources write a step in the same instant, apart from the time zone.
+    difference = both["time_log"] - both["time_tb"]
+    both["seconds"] = (difference - (difference / _QUARTER_HOUR_S).round() * _QUARTER_HOUR_S).abs()
+    pairs = both.groupby(["segment_tb", "segment_log"]).agg({"differs": "mean", "seconds": "median"}).reset_index()
+    matches: dict[int, int] = {}
+    best_first = pairs[pairs["differs"] <= 0.5].sort_values(["differs", "seconds"])
+    for tb, log in zip(best_first["segment_tb"].tolist(), best_first["segment_log"].tolist(), strict=True):
+        if tb not in matches and log not in matches.values():
+            matches[tb] = log
+    return {number: matches.get(number, -1 - number) for number in tb_rows["segment"].unique().tolist()}
+
+
+def _zone_difference(log_time: pd.Series[float], tb_time: pd.Series[float]) -> float:
+    difference = float((tb_time - log_time.reindex(tb_time.index)).median())
+    return 0.0 if math.isnan(difference) else round(difference / _QUARTER_HOUR_S) * _QUARTER_HOUR_S
+
+
+def _in_time_order(rows: pd.DataFrame) -> pd.DataFrame:
+    if (rows["segment"] < 0).any():
+        first_time = rows.groupby("segment")["time"].min().sort_values()
+        rows["segment"] = rows["segment"].map({number: index for index, number in enumerate(first_time.index)})
+    return rows.sort_values(["segment", "step"])
+
+
+def failure_reason(segment: int, step: int, loss: float) -> str:
+    """Return the one line that says which loss was not finite.
+
+    >>> failure_reason(0, 12, float("nan"))
+    'loss is nan at step 12 (segment 0)'
+    """
+    return f"loss is {loss} at step {step} (segment {segment})"
+
+
+def ranks_to_rows(frame: pd.DataFrame, keys: Sequence[str]) -> pd.DataFrame:
+    """Merge the rows that several pipeline ranks wrote for the same ``keys`` into one.
+
+    A negative loss marks a rank without the loss: the values of a rank that has it are kept, with the largest memory;
+    if none has it, ``loss`` is NaN.
+    """
+    ordered = frame.assign(_lacks=np.signbit(frame["loss"]) & np.isfinite(frame["loss"]))
+    ordered = ordered.sort_values([*keys, "_lacks", "time"], kind="stable")
+    rows = ordered.drop_duplicates(keys).set_index(list(keys))
+    rows["loss"] = rows["loss"].mask(rows["_lacks"])
+    largest = frame.groupby(list(keys))[[name for name in ("memory_gib", "memory_pct") if name in frame]].max()
+    rows[largest.columns] = largest
+    return rows.drop(columns="_lacks").reset_index()

@@ -1,0 +1,84 @@
+"""The default corpus: deterministic, split without overlap, whole in the cache."""
+
+from __future__ import annotations
+
+import multiprocessing
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moelab.titan import corpus
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> corpus.Corpus:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MOELAB_CACHE", str(tmp_path_factory.mktemp("cache")))
+        return corpus.prepare()
+
+
+@given(st.text())
+def test_passages_join_to_the_document(text: str) -> None:
+    assert "".join(corpus.passages(text)) == text
+
+
+@given(st.lists(st.text(alphabet=st.characters(exclude_categories=["Cc", "Zl", "Zp"]), max_size=300), max_size=60))
+def test_a_passage_is_cut_at_the_first_line_end_past_its_length(lines: list[str]) -> None:
+    parts = list(corpus.passages("".join(f"{line}\n" for line in lines)))
+    for part in parts[:-1]:
+        assert part.endswith("\n")
+        *before, _last = part.splitlines(keepends=True)
+        assert len("".join(before)) < corpus.PASSAGE_CHARACTERS <= len(part)
+
+
+def test_size_and_split(prepared: corpus.Corpus) -> None:
+    total = sum(prepared.characters.values())
+    assert 8e6 < total < 30e6  # 12.6 MB with Python 3.11
+    assert 0.02 < prepared.characters["held_out"] / total < 0.12
+    names = [name for name, _ in corpus.documents()]
+    assert len(names) == len(set(names))
+    assert {corpus.is_held_out(name) for name in names} == {True, False}
+
+
+def test_no_text_is_in_both_splits(prepared: corpus.Corpus) -> None:
+    train, held_out = (list(corpus.load(str(prepared.split(split)))["text"]) for split in corpus.SPLITS)
+    assert not set(train) & set(held_out)  # the standard library's files do share passages
+    assert len(set(train)) == len(train) == prepared.passages["train"]
+    assert len(set(held_out)) == len(held_out) == prepared.passages["held_out"]
+
+
+def test_tokenizer_is_lossless_and_fits_the_vocabulary(prepared: corpus.Corpus) -> None:
+    from torchtitan.components.tokenizer import HuggingFaceTokenizer
+
+    tokenizer = HuggingFaceTokenizer(tokenizer_path=str(prepared.folder))
+    text = "def f(x):\n\treturn x ** 2  # naïve 測試 🙂\n"
+    ids = tokenizer.encode(text, add_bos=True, add_eos=True)
+    assert ids[0] == tokenizer.bos_id
+    assert ids[-1] == tokenizer.eos_id
+    assert tokenizer.decode(ids[1:-1]) == text
+    assert max(ids) < tokenizer.get_vocab_size() == corpus.VOCAB_SIZE
+
+
+def test_made_twice_it_is_the_same(prepared: corpus.Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOELAB_CACHE", str(tmp_path))
+    again = corpus.prepare()
+    assert again.folder != prepared.folder
+    for name in ("train.arrow", "held_out.arrow", "tokenizer.json", "corpus.json"):
+        assert (again.folder / name).read_bytes() == (prepared.folder / name).read_bytes(), name
+
+
+def test_two_processes_at_once_make_one_whole_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOELAB_CACHE", str(tmp_path))
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        first, second = pool.map(corpus.prepare, [512, 512])
+    assert first == second
+    assert [path.name for path in (tmp_path / "corpus").iterdir() if path.is_dir()] == [first.folder.name]
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("MOELAB_CACHE", str(tmp_path / "file"))
+    with pytest.raises(corpus.CorpusError, match="MOELAB_CACHE"):
+        corpus.prepare()

@@ -1,0 +1,135 @@
+"""What moelab puts under TorchTitan on a CPU computes what it replaces."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.attention.flex_attention import and_masks, create_block_mask, flex_attention
+from torchtitan.models.common.attention import (
+    FlexAttention,
+    get_causal_mask_mod,
+    get_efficient_causal_mask_mod_for_packed_document,
+)
+from torchtitan.models.common.linear import Linear
+
+from moelab.titan import cpu
+
+
+def document_mask(positions_BL: torch.Tensor) -> object:
+    return and_masks(get_causal_mask_mod(), get_efficient_causal_mask_mod_for_packed_document(positions_BL))
+
+
+def visible_by_definition(positions_BL: torch.Tensor) -> torch.Tensor:
+    """A query sees the keys of its own document that are not after it; a document starts where the position is 0."""
+    document_BL = (positions_BL == 0).cumsum(dim=1)
+    B, L = positions_BL.shape
+    seen = torch.zeros(B, 1, L, L, dtype=torch.bool)
+    for b in range(B):
+        for q in range(L):
+            for k in range(q + 1):
+                seen[b, 0, q, k] = document_BL[b, q] == document_BL[b, k]
+    return seen
+
+
+@given(st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=6), min_size=1, max_size=3))
+@settings(max_examples=25, deadline=None)
+def test_dense_mask_is_causal_within_documents(documents: list[list[int]]) -> None:
+    length = max(sum(lengths) for lengths in documents)
+    rows = [[p for size in lengths for p in range(size)] for lengths in documents]
+    positions_BL = torch.tensor([row + list(range(length - len(row))) for row in rows])
+    mask = cpu.dense_attention_mask(
+        document_mask(positions_BL), len(documents), None, length, length, device=positions_BL.device, BLOCK_SIZE=128
+    )
+    assert torch.equal(mask, visible_by_definition(positions_BL))
+
+
+def test_masked_sdpa_is_flex_attention() -> None:
+    torch.manual_seed(0)
+    positions_BL = torch.cat([torch.arange(100), torch.arange(156)]).repeat(2, 1)
+    q, k = (torch.randn(2, 256, 3, 32) for _ in range(2))
+    v = torch.randn(2, 256, 3, 48)  # MLA's values have their own size
+    mask_mod = document_mask(positions_BL)
+    block_mask = create_block_mask(mask_mod, 2, None, 256, 256, device="cpu")
+    with pytest.warns(UserWarning, match="flex_attention called without torch.compile"):
+        expected = flex_attention(*(x.transpose(1, 2) for x in (q, k, v)), block_mask=block_mask, scale=0.2)
+    dense = cpu.dense_attention_mask(mask_mod, 2, None, 256, 256, device=q.device)
+    ours = cpu.MaskedSDPA.Config().build()(q, k, v, attention_masks=dense, scale=0.2)
+    assert isinstance(cpu.MaskedSDPA.Config(), FlexAttention.Config)
+    torch.testing.assert_close(ours, expected.transpose(1, 2), rtol=1e-5, atol=1e-5)
+
+
+@given(st.integers(0, 70), st.integers(1, 70), st.integers(0, 70), st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_fp32_product_rounds_the_exact_product_once(m: int, k: int, n: int, transposed: bool) -> None:
+    torch.manual_seed(m * 5041 + k * 71 + n)
+    a = torch.randn(m, k, dtype=torch.bfloat16)
+    b = torch.randn(n, k, dtype=torch.bfloat16).t() if transposed else torch.randn(k, n, dtype=torch.bfloat16)
+    exact = a.double() @ b.double()
+    ours = cpu.fp32_product(a, b)
+    assert ours.dtype is torch.bfloat16
+    # Half a unit in the last place of BF16 (2^-8 relative: 8 significant bits), and the error of an FP32 sum over k terms.
+    slack = 2.0**-8 * exact.abs() + 2.0**-22 * k * (a.double().abs() @ b.double().abs())
+    assert bool(((ours.double() - exact).abs() <= slack).all())
+
+
+def test_fp32_product_leaves_other_types_alone() -> None:
+    a, b = torch.randn(5, 7, dtype=torch.float64), torch.randn(7, 3, dtype=torch.float64)
+    torch.testing.assert_close(cpu.fp32_product(a, b), a @ b, rtol=1e-15, atol=1e-15)
+
+
+def test_fp32_gate_scores_in_fp32() -> None:
+    gate = cpu.fp32_gate(Linear.Config(in_features=16, out_features=4)).build()
+    torch.nn.init.normal_(gate.weight)
+    gate = gate.bfloat16()
+    x = torch.randn(2, 5, 16, dtype=torch.bfloat16)
+    scores = gate(x)
+    assert scores.dtype is torch.float32
+    torch.testing.assert_close(scores.double(), F.linear(x.double(), gate.weight.double()), rtol=1e-6, atol=1e-6)
+
+
+def test_nothing_is_touched_with_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torchtitan.tools.utils as titan_utils
+
+    before = titan_utils.device_type
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(RuntimeError, match="hide the GPUs"):
+        cpu.enable()
+    assert titan_utils.device_type == before
+
+
+ENABLED = """
+import torch
+torch.manual_seed(0)
+a, b = torch.randn(64, 96).bfloat16(), torch.randn(96, 32).bfloat16().requires_grad_()
+from moelab.titan import cpu
+cpu.enable(); cpu.enable()
+from torchtitan.tools import utils
+from torchtitan.components.metrics import build_device_memory_monitor
+assert utils.device_type == "cpu"
+out = a @ b
+out.sum().backward()
+assert torch.equal(out, cpu.fp32_product(a, b.detach())) or cpu.has_bf16_instructions()
+assert b.grad.shape == b.shape
+offs = torch.tensor([16, 16, 64], dtype=torch.int32)
+weights = torch.randn(3, 96, 32).bfloat16()
+grouped = torch._grouped_mm(a, weights, offs=offs)
+start = 0
+for g, end in enumerate(offs.tolist()):
+    exact = a[start:end].double() @ weights[g].double()
+    assert torch.allclose(grouped[start:end].double(), exact, rtol=2**-8, atol=1e-2)
+    start = end
+peak = build_device_memory_monitor().get_peak_stats()
+assert 0.05 < peak.max_reserved_gib < 16 and 0 < peak.max_reserved_pct < 100, peak
+print("enabled")
+"""
+
+
+def test_enabled_in_a_process_of_its_own() -> None:
+    done = subprocess.run([sys.executable, "-c", ENABLED], capture_output=True, text=True, check=False)
+    assert done.stdout.strip().endswith("enabled"), done.stderr

@@ -1,0 +1,212 @@
+"""MXFP8 in the experts and linears: torchao's own quantise-dequantise is the reference, BF16 the contrast."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torchao.prototype.mx_formats.config import ScaleCalculationMode
+from torchao.prototype.mx_formats.mx_tensor import to_dtype, to_mx
+from torchtitan.components.quantization.utils import has_quantization
+from torchtitan.models.common.linear import Linear
+from torchtitan.models.common.moe import GroupedExperts
+from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, TorchAOTokenDispatcher
+
+from moelab.errors import Refused
+from moelab.mxfp8 import kernels
+from moelab.mxfp8.converter import (
+    LINEARS,
+    MXFP8Converter,
+    MXFP8EmulatedLinear,
+    MXFP8Experts,
+    NothingConverted,
+    converted_modules,
+)
+from moelab.titan.models import NANO, model_spec
+
+E4M3, BLOCK = torch.float8_e4m3fn, 32
+GROUPS = [37, 0, 1, 64, 26]  # tokens of each expert: ragged, none, one, a multiple of the block
+DIM, HIDDEN = 64, 96
+
+
+def quantised(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """``x`` through torchao's MXFP8 and back, with blocks of 32 along ``dim``."""
+    along = x.transpose(dim, -1).contiguous()
+    padded = torch.nn.functional.pad(along, (0, -along.shape[-1] % BLOCK))
+    scale, data = to_mx(padded, E4M3, BLOCK, scaling_mode=ScaleCalculationMode.RCEIL)
+    back = to_dtype(data, scale.view(torch.float8_e8m0fnu), E4M3, BLOCK, torch.bfloat16)
+    return back[..., : along.shape[-1]].transpose(dim, -1)
+
+
+def grouped(groups: list[int], product: Callable[[int, slice], torch.Tensor]) -> list[torch.Tensor]:
+    ends = torch.tensor(groups).cumsum(0).tolist()
+    return [product(g, slice(end - size, end)) for g, (size, end) in enumerate(zip(groups, ends, strict=True))]
+
+
+def operands(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens (M, K), weights (G, N, K), upstream gradient (M, N) and group ends, all BF16."""
+    torch.manual_seed(seed)
+    tokens = torch.randn(sum(GROUPS), DIM).bfloat16()
+    weights = (torch.randn(len(GROUPS), HIDDEN, DIM) / 8).bfloat16()
+    upstream = torch.randn(sum(GROUPS), HIDDEN).bfloat16()
+    return tokens, weights, upstream, torch.tensor(GROUPS).cumsum(0).to(torch.int32)
+
+
+def run_experts(wgrad: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Output, dgrad and wgrad of the converted experts' grouped GEMM."""
+    tokens, weights, upstream, ends = operands()
+    tokens.requires_grad_()
+    weights.requires_grad_()
+    config = MXFP8Experts.Config(
+        dim=DIM, hidden_dim=HIDDEN, num_experts=len(GROUPS), kernels="emulated", wgrad=wgrad, pad_inside=True
+    )
+    output = config.build()._grouped_mm(A=tokens, B_t=weights.transpose(-2, -1), offs=ends)
+    output.backward(upstream)
+    assert tokens.grad is not None
+    assert weights.grad is not None
+    return output.detach(), tokens.grad, weights.grad
+
+
+def close_to_bf16_rounding(ours: torch.Tensor, exact: torch.Tensor) -> None:
+    torch.testing.assert_close(ours.double(), exact, rtol=2**-7, atol=2e-2)
+
+
+@pytest.mark.parametrize("wgrad", ["mxfp8", "bf16"])
+def test_grouped_gemms_match_quantise_dequantise_in_float64(wgrad: str) -> None:
+    tokens, weights, upstream, _ = operands()
+    output, dgrad, wgrad_GNK = run_experts(wgrad)
+
+    x, w = quantised(tokens, 1).double(), quantised(weights, 2).double()
+    close_to_bf16_rounding(output, torch.cat(grouped(GROUPS, lambda g, rows: x[rows] @ w[g].T)))
+
+    gy, w_along_n = quantised(upstream, 1).double(), quantised(weights, 1).double()
+    close_to_bf16_rounding(dgrad, torch.cat(grouped(GROUPS, lambda g, rows: gy[rows] @ w_along_n[g])))
+
+    def weight_gradient(_g: int, rows: slice) -> torch.Tensor:
+        if wgrad == "bf16":
+            return upstream[rows].double().T @ tokens[rows].double()
+        if rows.start == rows.stop:
+            return torch.zeros(HIDDEN, DIM, dtype=torch.float64)
+        return quantised(upstream[rows], 0).double().T @ quantised(tokens[rows], 0).double()
+
+    close_to_bf16_rounding(wgrad_GNK, torch.stack(grouped(GROUPS, weight_gradient)))
+
+
+def test_grouped_gemms_differ_from_bf16() -> None:
+    tokens, weights, upstream, _ = operands()
+    output, dgrad, wgrad_GNK = run_experts("mxfp8")
+    x, w, gy = tokens.double(), weights.double(), upstream.double()
+    references = {
+        "output": (output, torch.cat(grouped(GROUPS, lambda g, rows: x[rows] @ w[g].T))),
+        "dgrad": (dgrad, torch.cat(grouped(GROUPS, lambda g, rows: gy[rows] @ w[g]))),
+        "wgrad": (wgrad_GNK, torch.stack(grouped(GROUPS, lambda g, rows: gy[rows].T @ x[rows]))),
+    }
+    for name, (ours, exact) in references.items():
+        error = float((ours.double() - exact).norm() / exact.norm())
+        assert 0.01 < error < 0.06, f"{name}: relative error {error}"  # E4M3 has 3 bits of mantissa; BF16's is 0.002
+
+
+@pytest.mark.parametrize("wgrad", ["mxfp8", "bf16"])
+def test_linear_matches_quantise_dequantise_in_float64(wgrad: str) -> None:
+    torch.manual_seed(1)
+    linear = MXFP8EmulatedLinear.Config(in_features=64, out_features=96, wgrad=wgrad).build()
+    torch.nn.init.normal_(linear.weight, std=0.1)
+    linear = linear.bfloat16()
+    x = torch.randn(2, 32, 64, dtype=torch.bfloat16, requires_grad=True)
+    upstream = torch.randn(2, 32, 96, dtype=torch.bfloat16)
+    output = linear(x)
+    output.backward(upstream)
+    rows, gy, w = x.detach().reshape(64, 64), upstream.reshape(64, 96), linear.weight.detach()
+    close_to_bf16_rounding(output.detach().reshape(64, 96), quantised(rows, 1).double() @ quantised(w, 1).double().T)
+    assert x.grad is not None
+    close_to_bf16_rounding(x.grad.reshape(64, 64), quantised(gy, 1).double() @ quantised(w, 0).double())
+    quantise = quantised if wgrad == "mxfp8" else lambda tensor, _dim: tensor
+    close_to_bf16_rounding(linear.weight.grad, quantise(gy, 0).double().T @ quantise(rows, 0).double())
+
+
+def convert(**settings: object) -> object:
+    model = model_spec("nano", ep_backend="standard").model
+    return MXFP8Converter.Config(**settings).build().convert(model)
+
+
+def test_experts_alone_are_converted_by_default() -> None:
+    with torch.device("meta"):
+        model = convert().build()
+    layers = range(NANO.n_dense_layers, NANO.n_layers)
+    assert converted_modules(model) == [f"layers.{n}.moe.routed_experts.inner_experts" for n in layers]
+    assert has_quantization(convert())  # TorchTitan then leaves MFU out
+
+
+def test_linears_are_converted_when_asked_but_never_router_embedding_or_head() -> None:
+    with torch.device("meta"):
+        names = converted_modules(convert(linears=list(LINEARS)).build())
+    assert len(names) == 35  # 4 layers of 5 MLA projections, 4 feed-forwards of 3, 3 layers of experts
+    assert not [name for name in names if "gate" in name or "lm_head" in name or "embeddings" in name]
+    assert "layers.0.feed_forward.w1" in names
+    assert "layers.1.moe.shared_experts.w2" in names
+
+
+@pytest.mark.parametrize("model", ["debug", "16B", "671B"])
+def test_titan_models_convert_too(model: str) -> None:
+    spec = model_spec(model, ep_backend="standard")
+    converted = MXFP8Converter.Config(linears=list(LINEARS)).build().convert(spec.model)
+    experts = list(converted.traverse(GroupedExperts.Config))
+    assert experts
+    assert all(isinstance(config, MXFP8Experts.Config) for _, config, _, _ in experts)
+
+
+@pytest.mark.parametrize(
+    ("cuda", "kind", "dispatcher", "padding"),
+    [
+        (False, "emulated", AllToAllTokenDispatcher.Config, None),
+        (True, "emulated", TorchAOTokenDispatcher.Config, 32),
+        (True, "native", TorchAOTokenDispatcher.Config, 128),
+    ],
+)
+def test_who_pads_depends_on_the_kernels(
+    monkeypatch: pytest.MonkeyPatch, cuda: bool, kind: str, dispatcher: type, padding: int | None
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    _, experts, parent, _ = next(convert(kernels=kind).traverse(GroupedExperts.Config))  # type: ignore[attr-defined]
+    assert type(parent.token_dispatcher) is dispatcher
+    assert getattr(parent.token_dispatcher, "pad_multiple", None) == padding
+    assert experts.pad_inside is (padding is None)
+
+
+def test_nothing_to_convert_is_an_error() -> None:
+    with pytest.raises(NothingConverted, match="no routed experts"):
+        MXFP8Converter.Config().build().convert(Linear.Config(in_features=32, out_features=32))
+    with pytest.raises(NothingConverted, match="no linear"):
+        convert(linears=["no_such_part"])
+
+
+def test_linear_with_a_ragged_block_is_refused_before_any_step() -> None:
+    model = model_spec("nano", ep_backend="standard").model
+    model.layers[0].attention.wkv_a.out_features = 80
+    with pytest.raises(Refused, match=r"layers\.0\.attention\.wkv_a.*80, not a multiple of 32"):
+        MXFP8Converter.Config(linears=list(LINEARS)).build().convert(model)
+
+
+@pytest.mark.parametrize(
+    ("capability", "available", "expected"),
+    [((9, 0), True, "emulated"), ((10, 0), True, "native"), ((10, 0), False, "emulated")],
+)
+def test_kernels_follow_the_hardware(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], available: bool, expected: str
+) -> None:
+    import torchao.prototype.moe_training.mxfp8_grouped_mm as grouped_mm
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(grouped_mm, "_SM100_KERNELS_AVAILABLE", True)
+    assert kernels.resolve("auto") == expected
+    assert kernels.resolve("emulated") == "emulated"
+    if expected == "native":
+        assert kernels.resolve("native") == "native"
+    else:
+        with pytest.raises(Refused, match="mxfp8_kernels is 'native'"):
+            kernels.resolve("native")
+    monkeypatch.setattr(grouped_mm, "_SM100_KERNELS_AVAILABLE", False)
+    assert kernels.resolve("auto") == "emulated"
