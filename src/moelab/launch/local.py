@@ -9,11 +9,13 @@ from __future__ import annotations
 import ctypes
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
@@ -34,6 +36,7 @@ from moelab.runs.status import State, Status
 POLL_S = 0.5
 STOP_S = 20.0
 LOG_TAIL_BYTES = 200_000
+MIN_FREE_BYTES = 16 << 20
 Row = dict[str, float]
 
 
@@ -111,8 +114,12 @@ def run_experiment(
     """
     if reasons := refusals(experiment):
         raise Refused("\n".join(reasons))
+    runs = runs.absolute()
+    runs.mkdir(parents=True, exist_ok=True)
+    if problem := _no_space(runs):
+        raise Refused(problem)
     stage_data(experiment)
-    run = directory.create(runs.absolute(), experiment)
+    run = directory.create(runs, experiment)
     try:
         write_json(run.path / "environment.json", environment(nodes=experiment.nodes))
         launched = command(experiment, run.path)
@@ -121,12 +128,17 @@ def run_experiment(
     except OSError as error:
         status = replace(run.status, state=State.FAILED, reason=f"the launcher failed: {error}")
     except (KeyboardInterrupt, SystemExit):
-        run.set_status(replace(run.status, state=State.CANCELLED, reason="interrupted by the user"))
-        collect_run(run, save=True)
+        _close(run, replace(run.status, state=State.CANCELLED, reason="interrupted by the user"))
         raise
-    run.set_status(status)
-    collect_run(run, save=True)
+    _close(run, status)
     return run
+
+
+def _close(run: RunDir, status: Status) -> None:
+    """Write the final status first; metrics and results can be made again from the log at any time."""
+    run.set_status(status)
+    with suppress(OSError):  # a full disk
+        collect_run(run, save=True)
 
 
 def _train(run: RunDir, launched: Command, on_rows: Callable[[list[Row]], None]) -> Status:
@@ -137,8 +149,20 @@ def _train(run: RunDir, launched: Command, on_rows: Callable[[list[Row]], None])
         while process.poll() is None:
             time.sleep(POLL_S)
             _report(follower, on_rows)
+            if problem := _no_space(run.path):  # ranks would train on and lose what they log
+                return replace(status, state=State.FAILED, reason=problem)
     _report(follower, on_rows)
     return _ended(run, replace(status, exit_code=process.returncode))
+
+
+def _no_space(folder: Path) -> str | None:
+    free = shutil.disk_usage(folder).free
+    if free >= MIN_FREE_BYTES:
+        return None
+    return (
+        f"no disk space: {free / 2**20:.1f} MiB are free where the runs are, {MIN_FREE_BYTES >> 20} MiB are needed; "
+        "free some, or choose another folder for the runs"
+    )
 
 
 def _report(follower: LogFollower, on_rows: Callable[[list[Row]], None]) -> None:
@@ -151,6 +175,9 @@ def _ended(run: RunDir, status: Status) -> Status:
     if status.exit_code == 0:
         if run.experiment.precision is Precision.MXFP8 and not converted_modules(run):
             return replace(status, state=State.FAILED, reason="precision is mxfp8, but no module was converted")
+        logged, planned = collect_run(run).last_step, run.experiment.steps
+        if logged < planned:
+            return replace(status, state=State.FAILED, reason=f"training ended at step {logged} of {planned}")
         return replace(status, state=State.COMPLETED)
     with run.log.open("rb") as log:
         log.seek(max(0, run.log.stat().st_size - LOG_TAIL_BYTES))

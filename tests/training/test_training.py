@@ -1,0 +1,126 @@
+"""TorchTitan itself trains DeepSeek-V3 on two CPU processes, and what it leaves is read right."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pandas as pd
+import pytest
+from training_support import SHARED, Trained, moelab_run, write_study
+
+from moelab.runs import read_log, read_tensorboard
+from moelab.runs.status import State
+from moelab.runs.table import COLUMNS
+
+pytestmark = pytest.mark.training
+BF16, MXFP8, LINEARS = "bf16_standard", "mxfp8_standard", "mxfp8_standard_linears_wgrad-bf16"
+EXPERTS = [f"layers.{layer}.moe.routed_experts.inner_experts" for layer in (1, 2, 3)]
+
+
+def test_every_arm_completes(trained: Trained) -> None:
+    assert trained.exit_code == 0, trained.progress
+    assert [run["status"] for run in trained.printed["runs"]] == ["completed"] * 3
+    assert trained.printed["trained"] == 3
+    assert f"tests | {MXFP8} | seed 0 | step 6/6 | completed" in trained.progress
+    assert "tokens/s per rank" in trained.progress
+
+
+def test_torchtitan_trained_with_fsdp2_and_expert_parallelism_2(trained: Trained) -> None:
+    run = trained.run(BF16)
+    config = json.loads((run.path / "launch" / "titan_config.json").read_text())
+    assert config["parallelism"]["expert_parallel_degree"] == 2
+    assert config["model_spec"]["name"] == "deepseek_v3"
+    log = run.log.read_text()
+    assert "torchtitan version: 0.3.0" in log
+    assert "Applied FSDP to the model" in log
+    assert "dp_shard=2" in log
+    assert "ep=2" in log
+    assert (
+        "-m torchtitan.train --module moelab.titan --config experiment"
+        in (run.path / "launch" / "command.sh").read_text()
+    )
+
+
+def test_run_directory_is_complete(trained: Trained) -> None:
+    for run in trained.runs():
+        for name in ("experiment.yaml", "environment.json", "status.json", "metrics.parquet", "results.json"):
+            assert (run.path / name).stat().st_size > 0, name
+        assert list(run.tensorboard.rglob("events.out.tfevents.*"))
+        environment = json.loads((run.path / "environment.json").read_text())
+        assert environment["packages"]["torchtitan"] == "0.3.0"
+
+
+def test_metrics_table_is_what_torchtitan_wrote(trained: Trained) -> None:
+    run = trained.run(BF16)
+    table = pd.read_parquet(run.path / "metrics.parquet")
+    assert tuple(table.columns) == COLUMNS
+    assert table["step"].tolist() == list(range(1, SHARED["steps"] + 1))
+    log, events = read_log(run.log).rows, read_tensorboard(run.tensorboard).rows
+    np.testing.assert_allclose(log["loss"], events["loss"], atol=6e-6)  # the log has five decimals
+    np.testing.assert_array_equal(table["loss"], events["loss"])
+    assert table["lr"].iloc[1] == pytest.approx(3.0e-3)  # the peak, right after two warm-up steps
+    assert table["mfu"].isna().all()  # a CPU has no peak to be a fraction of
+    assert (table["memory_gib"] > 0.1).all()
+    assert (table["tps"] > 0).all()
+    assert table["arm"].eq(BF16).all()
+
+
+def test_loss_starts_at_the_size_of_the_vocabulary_and_falls(trained: Trained) -> None:
+    for arm in (BF16, MXFP8, LINEARS):
+        collected = trained.collected(arm)
+        loss = collected.rows["loss"]
+        # ln 2048 = 7.62; TorchTitan's initialisation of the head adds the variance of the logits, about 0.5.
+        assert math.log(2048) < loss.iloc[0] < math.log(2048) + 0.8
+        assert loss.iloc[-1] < loss.iloc[0] - 0.2
+        assert abs(collected.validation_loss - loss.iloc[-1]) < 1.0
+
+
+def test_mxfp8_modules_are_recorded(trained: Trained) -> None:
+    assert trained.collected(BF16).converted is None
+    assert trained.collected(MXFP8).converted == {"kernels": "emulated", "modules": EXPERTS}
+    linears = trained.collected(LINEARS).converted
+    assert linears is not None
+    assert len(linears["modules"]) == 35
+    assert set(EXPERTS) < set(linears["modules"])
+
+
+def test_mxfp8_changes_loss_and_gradients_a_little(trained: Trained) -> None:
+    reference = trained.collected(BF16).rows
+    for arm, most in ((MXFP8, 0.05), (LINEARS, 0.2)):
+        rows = trained.collected(arm).rows
+        for column in ("loss", "grad_norm"):
+            difference = (rows[column] - reference[column]).abs()
+            assert (difference[:2] > 0).all(), f"{arm}: {column} is BF16's to the last digit"
+            assert difference.max() < most, f"{arm}: {column} differs by {difference.max()}"
+
+
+def test_a_finished_study_is_left_alone(trained: Trained) -> None:
+    again = moelab_run(trained.file, trained.folder)
+    assert again.exit_code == 0
+    assert again.printed["trained"] == 0
+    assert len(trained.runs()) == 3
+
+
+def test_same_seed_same_losses(trained: Trained, tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("again")
+    other = moelab_run(write_study(folder, [{"precision": "bf16"}], [0]), folder / "runs")
+    np.testing.assert_array_equal(other.collected(BF16).rows["loss"], trained.collected(BF16).rows["loss"])
+
+
+def test_expert_parallelism_does_not_change_the_loss(
+    trained: Trained, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("ep1")
+    without = moelab_run(write_study(folder, [{"precision": "bf16", "ep": 1}], [0]), folder / "runs")
+    assert without.exit_code == 0, without.progress
+    rows, reference = without.collected(BF16).rows, trained.collected(BF16).rows
+    np.testing.assert_allclose(rows["loss"], reference["loss"], atol=5e-3)
+
+
+def test_another_seed_another_loss(trained: Trained, tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("seed")
+    other = moelab_run(write_study(folder, [{"precision": "bf16"}], [1], steps=1), folder / "runs")
+    assert other.run(BF16).status.state is State.COMPLETED
+    assert other.collected(BF16).rows["loss"].iloc[0] != trained.collected(BF16).rows["loss"].iloc[0]
