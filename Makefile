@@ -14,7 +14,7 @@ demo: $(VENV)/.installed-core
 	$(BIN)/python -m moelab.notebooks notebooks/$(NOTEBOOK).ipynb runs/$(NOTEBOOK)/notebook.ipynb -f papermill_params/$(NOTEBOOK)/cpu.yaml
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PYTEST_FLAGS)
 
 lab: $(VENV)/.installed-lab
 	$(BIN)/jupyter lab --notebook-dir=. notebooks/$(NOTEBOOK).ipynb

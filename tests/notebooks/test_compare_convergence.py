@@ -1,0 +1,74 @@
+"""Notebook 06 as people and machines run it: with its defaults, and the whole demo through papermill."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from moelab.runs.collect import collect, newest
+
+pytestmark = pytest.mark.training
+ROOT = Path(__file__).parents[2]
+NAME = "06_compare_convergence"
+NOTEBOOK = ROOT / "notebooks" / f"{NAME}.ipynb"
+
+
+def test_nbmake_runs_it_with_its_defaults(tmp_path: Path) -> None:
+    shutil.copy(NOTEBOOK, tmp_path)
+    command = [sys.executable, "-m", "pytest", "-q", "--nbmake", "--nbmake-timeout=900", "-p", "no:cacheprovider", "."]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    assert "1 passed" in done.stdout
+    assert len(newest(collect(tmp_path / "runs"))) == 4
+
+
+def test_papermill_runs_the_demo(tmp_path: Path) -> None:
+    output, runs = tmp_path / "executed.ipynb", tmp_path / "runs"
+    parameters = ROOT / "papermill_params" / NAME / "cpu.yaml"
+    command = [sys.executable, "-m", "moelab.notebooks", str(NOTEBOOK), str(output), "-f", str(parameters)]
+    done = subprocess.run(
+        [*command, "-p", "runs_dir", str(runs)], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"report: {runs / NAME / 'report.html'}" in done.stdout
+    assert "left" in done.stdout  # progress with the time left, while it works
+    check_report((runs / NAME / "report.html").read_text())
+
+    trained = newest(collect(runs))
+    assert sorted((run.arm, run.seed) for run in trained) == [
+        (arm, seed) for arm in ("bf16_standard", "mxfp8_standard") for seed in range(4)
+    ]
+    for run in trained:
+        assert run.finished
+        loss = run.rows["loss"]
+        assert loss.iloc[0] - loss.iloc[-8:].mean() >= 2.0, f"{run.run} fell from {loss.iloc[0]} to {loss.iloc[-8:]}"
+
+    judged = subprocess.run(
+        [sys.executable, "-m", "moelab", "report", str(runs / NAME), "--json"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    verdicts = json.loads(judged.stdout)["verdicts"]
+    assert {verdict["answer"] for verdict in verdicts} <= {"equivalent", "different", "insufficient data"}
+    assert all(len(verdict["seeds"]) == 4 for verdict in verdicts)
+    assert verdicts[0]["sentence"] in "".join(_printed(output))
+
+
+def check_report(html: str) -> None:
+    assert "MXFP8" in html
+    assert "insufficient data" in html or "equivalent" in html or "different" in html
+    assert "emulated" in html
+    assert 'src="http' not in html
+    assert 'href="http' not in html
+
+
+def _printed(notebook: Path) -> list[str]:
+    cells = nbformat.read(notebook, as_version=4).cells
+    return [output.get("text", "") for cell in cells if cell.cell_type == "code" for output in cell.outputs]
