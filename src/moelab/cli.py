@@ -32,6 +32,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except MoelabError as error:
         print(f"moelab: {error}", file=sys.stderr)  # noqa: T201
         return error.exit_code
+    except OSError as error:
+        print(f"moelab: {error}", file=sys.stderr)  # noqa: T201
+        return 1
     except KeyboardInterrupt:
         print("moelab: interrupted; what was finished is kept", file=sys.stderr)  # noqa: T201
         return 1
@@ -76,7 +79,7 @@ def _stop(_signal: int, _frame: FrameType | None) -> None:
 
 
 def _print(options: argparse.Namespace, as_json: Any, as_text: str) -> None:
-    print(json.dumps(as_json, indent=1) if options.json else as_text)  # noqa: T201 - results go to stdout
+    print(json.dumps(as_json, indent=1, allow_nan=False) if options.json else as_text)  # noqa: T201 - results go to stdout
 
 
 def _doctor(options: argparse.Namespace) -> int:

@@ -100,7 +100,8 @@ def _gpus() -> Finding:
 
 def _package(name: str) -> Finding:
     found = version(name)
-    fits = found is not None and (found == PINNED[name] or found.startswith(f"{PINNED[name]}."))
+    release = (found or "").partition("+")[0]  # without the build, as in 0.18.0+cu130
+    fits = release == PINNED[name] or release.startswith(f"{PINNED[name]}.")
     advice = "" if fits else f"moelab is written against {name} {PINNED[name]}; reinstall with pip install moelab"
     return Finding(name=name, ok=fits, found=found or "not installed", advice=advice)
 

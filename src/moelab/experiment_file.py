@@ -11,6 +11,8 @@ A file is one experiment, a list of experiments, or a study::
 from __future__ import annotations
 
 import difflib
+import reprlib
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,17 +60,13 @@ def make_study(name: str, shared: Mapping[str, Any], arms: Sequence[Mapping[str,
     Raises:
         BadInput: for a field that is unknown or invalid, or two arms that are one.
     """
-    experiments = tuple(
-        parse(Experiment, {**shared, **arm, "name": name, "seed": seed}) for seed in seeds for arm in arms
+    for key in ("name", "seed"):
+        if any(key in fields for fields in (shared, *arms)):
+            instead = "`study`" if key == "name" else "`seeds`"
+            raise BadInput(f"{key} is not a field of one arm here: the study gives it to all arms, by {instead}")
+    return _distinct(
+        name, [parse(Experiment, {**shared, **arm, "name": name, "seed": seed}) for seed in seeds for arm in arms]
     )
-    if len({(experiment.arm, experiment.seed) for experiment in experiments}) < len(experiments):
-        raise BadInput(
-            f"study {name!r} has the same arm and seed twice: arms must differ in more than their order, "
-            "and seeds must be distinct"
-        )
-    if not experiments:
-        raise BadInput(f"study {name!r} is empty: give at least one arm and one seed")
-    return Study(name=name, experiments=experiments)
 
 
 def read_study(path: Path, overrides: Sequence[str] = ()) -> Study:
@@ -117,16 +115,16 @@ def read_yaml(path: Path) -> Any:
         BadInput: if it cannot be read, is too large or is not YAML.
     """
     try:
-        size = path.stat().st_size
-        if size > MAX_FILE_BYTES:
-            raise BadInput(f"{path} has {size:,} bytes; an experiment file has at most {MAX_FILE_BYTES:,}")
-        return yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)  # noqa: S506 - a SafeLoader
+        with path.open("rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+        text = data.decode()
     except OSError as error:
         raise BadInput(f"{path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise BadInput(f"{path} is not UTF-8 text") from error
-    except (yaml.YAMLError, RecursionError) as error:
-        raise BadInput(f"{path} is not valid YAML: {' '.join(str(error).split())[:300]}") from error
+    if len(data) > MAX_FILE_BYTES:
+        raise BadInput(f"{path} is too large: an experiment file has at most {MAX_FILE_BYTES:,} bytes")
+    return _load(text, str(path))
 
 
 def parse_overrides(pairs: Sequence[str]) -> dict[str, Any]:
@@ -140,10 +138,7 @@ def parse_overrides(pairs: Sequence[str]) -> dict[str, Any]:
         key, separator, value = pair.partition("=")
         if not separator or not key:
             raise BadInput(f"--set {pair!r}: expected key=value, such as --set steps=20")
-        try:
-            changes[key.strip()] = yaml.safe_load(value)
-        except yaml.YAMLError as error:
-            raise BadInput(f"--set {pair!r}: the value is not valid YAML") from error
+        changes[key.strip()] = _load(value, f"--set {pair[:80]!r}: the value")
     return changes
 
 
@@ -153,60 +148,103 @@ def parse(model: type[Model], fields: Mapping[str, Any]) -> Model:
     Raises:
         BadInput: one line for each field at fault: the value, what is valid, and for an unknown field the nearest one.
     """
+    given = {str(key): value for key, value in fields.items()}
+    numbers = {name for name, field in model.model_fields.items() if field.annotation in (int, float)}
+    truths = {name: value for name, value in given.items() if name in numbers and isinstance(value, bool)}
+    faults = [
+        f"{name}: got {value}; valid: a number, and this is a truth value (as yes, no, on and off are in YAML)"
+        for name, value in truths.items()
+    ]
     try:
-        return model(**{str(key): value for key, value in fields.items()})
+        made = model(**given)
     except ValidationError as error:
-        raise BadInput("\n".join(_explain(model, fault) for fault in error.errors())) from None
+        faults += [_explain(model, fault) for fault in error.errors() if not truths.keys() & set(fault["loc"])]
+    if faults:
+        raise BadInput("\n".join(faults))
+    return made
 
 
 def _explain(model: type[BaseModel], fault: Any) -> str:
-    name, given = ".".join(str(part) for part in fault["loc"]), repr(fault["input"])[:80]
+    name = ".".join(str(part) for part in fault["loc"])[:80]
+    if fault["type"] == "missing":
+        return f"{name}: missing; every field needs a value"
     if fault["type"] == "extra_forbidden":
         near = difflib.get_close_matches(name, model.model_fields, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"known fields: {', '.join(model.model_fields)}"
         return f"unknown field {name!r}; {hint}"
     message = fault["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
-    return f"{name}: got {given}; valid: {message}"
+    return f"{name}: got {_short(fault['input'])}; valid: {message}"
 
 
 def _study_of_list(name: str, rows: list[Any], changes: dict[str, Any]) -> Study:
     for row in rows:
         if not isinstance(row, dict):
             raise BadInput(f"each entry of the list must be a mapping of fields, found {_kind(row)}")
-    experiments = tuple(parse(Experiment, {"name": name, **row, **changes}) for row in rows)
+    experiments = [parse(Experiment, {"name": name, **row, **changes}) for row in rows]
     names = {experiment.name for experiment in experiments}
-    if len(names) != 1:
-        raise BadInput(f"the experiments of one study share one name, found {', '.join(sorted(names)) or 'none'}")
-    return Study(name=names.pop(), experiments=experiments)
+    if len(names) > 1:
+        raise BadInput(f"the experiments of one study share one name, found {', '.join(sorted(names))}")
+    return _distinct(next(iter(names), name), experiments)
+
+
+def _distinct(name: str, experiments: Sequence[Experiment]) -> Study:
+    if not experiments:
+        raise BadInput(f"study {name!r} is empty: give at least one arm and one seed")
+    counts = Counter(f"{experiment.arm}, seed {experiment.seed}" for experiment in experiments)
+    (twice, count), *_ = counts.most_common(1)
+    if count > 1:
+        raise BadInput(
+            f"study {name!r} has the same arm and seed twice ({twice}): seeds must be distinct, and arms must "
+            "differ in precision, quantize, wgrad, ep_backend, dispatch_precision or routing"
+        )
+    return Study(name=name, experiments=tuple(experiments))
 
 
 def _study_of_mapping(path: Path, content: dict[str, Any], changes: dict[str, Any]) -> Study:
     for key in content.keys() - set(STUDY_KEYS):
-        near = difflib.get_close_matches(str(key), STUDY_KEYS, n=1)
+        near = [] if key in Experiment.model_fields else difflib.get_close_matches(str(key), STUDY_KEYS, n=1)
         hint = f"did you mean {near[0]!r}?" if near else "fields of an experiment go under `experiment` or `arms`"
-        raise BadInput(f"{path}: unknown key {key!r} of a study; {hint}")
+        raise BadInput(f"{path}: unknown key {_short(key)} of a study; {hint}")
     merged: dict[str, Any] = {
         **content,
         **{key: changes.pop(key) for key in ("seeds", "arms", "study") if key in changes},
     }
-    shared, arms, seeds = merged.get("experiment") or {}, merged.get("arms") or [{}], merged.get("seeds", [0])
+    shared, arms, seeds = merged.get("experiment", {}), merged.get("arms", [{}]), merged.get("seeds", [0])
     if not isinstance(shared, dict) or not isinstance(arms, list) or not all(isinstance(arm, dict) for arm in arms):
         raise BadInput(f"{path}: `experiment` must be a mapping of fields and `arms` a list of such mappings")
     if not isinstance(seeds, list):
-        raise BadInput(f"{path}: seeds: got {seeds!r}; valid: a list of integers, such as [0, 1, 2]")
-    return make_study(str(merged.get("study", path.stem)), {**shared, **changes}, arms, seeds)
+        raise BadInput(f"{path}: seeds: got {_short(seeds)}; valid: a list of integers, such as [0, 1, 2]")
+    name = merged.get("study", path.stem)
+    if not isinstance(name, str):
+        raise BadInput(f"{path}: study: got {_short(name)}; valid: a name; put a number or date in quotes")
+    return make_study(name, shared, [{**arm, **changes} for arm in arms], seeds)
 
 
 def _kind(value: object) -> str:
-    return "nothing" if value is None else f"{type(value).__name__} {str(value)[:40]!r}"
+    return "nothing" if value is None else f"{type(value).__name__} {_short(value)}"
+
+
+def _short(value: object) -> str:
+    # reprlib, because aliases make a value of a thousand bytes whose repr would fill the memory.
+    return (repr(value) if isinstance(value, str) else reprlib.repr(value))[:80]
+
+
+def _load(text: str, source: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_StrictLoader)  # noqa: S506 - a SafeLoader
+    except (yaml.YAMLError, RecursionError, ValueError, KeyError) as error:  # the last two: `2024-13-45`, `!!bool x`
+        raise BadInput(f"{source} is not valid YAML: {' '.join(str(error).split())[:300]}") from error
 
 
 class _StrictLoader(yaml.SafeLoader):
     """YAML in which a key given twice is an error instead of the later one winning."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise yaml.YAMLError(f"key {key!r} is given twice, near line {node.start_mark.line + 1}")
+        keys = Counter((key.tag, key.value) for key, _ in node.value if isinstance(key, yaml.ScalarNode))
+        line = node.start_mark.line + 1
+        for (tag, key), count in keys.items():
+            if tag == "tag:yaml.org,2002:merge":  # merged merges grow without bound
+                raise yaml.YAMLError(f"merging with << is not supported, near line {line}")
+            if count > 1:
+                raise yaml.YAMLError(f"key {key!r} is given twice, near line {line}")
         return super().construct_mapping(node, deep)

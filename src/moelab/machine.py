@@ -20,21 +20,27 @@ PACKAGES = ("torch", "torchtitan", "torchao", "tokenizers", "triton", "nvidia-nc
 
 @dataclass(frozen=True, kw_only=True)
 class GpuInfo:
-    """One GPU as nvidia-smi lists it; ``capability`` is its SM version, such as 10.0."""
+    """One GPU as nvidia-smi lists it; ``capability`` is its SM version, such as 10.0.
+
+    ``memory_mib`` is None where the GPU shares the system's memory.
+    """
 
     name: str
     capability: float
     driver: str
-    memory_mib: int
+    memory_mib: int | None
 
 
 @functools.cache
 def gpus() -> tuple[GpuInfo, ...]:
-    """GPUs of this node; empty where there is no working nvidia-smi."""
-    query = "--query-gpu=name,compute_cap,driver_version,memory.total"
+    """GPUs of this node that ``CUDA_VISIBLE_DEVICES`` leaves; empty where there is no working nvidia-smi."""
+    query = ["--query-gpu=name,compute_cap,driver_version,memory.total", "--format=csv,noheader,nounits"]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        query.append(f"--id={visible}")
     try:
         done = subprocess.run(
-            ["nvidia-smi", query, "--format=csv,noheader,nounits"],
+            ["nvidia-smi", *query],
             capture_output=True,
             text=True,
             timeout=20,
@@ -43,7 +49,10 @@ def gpus() -> tuple[GpuInfo, ...]:
     except (OSError, subprocess.SubprocessError):
         return ()
     rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines() if line.count(",") == 3]
-    return tuple(GpuInfo(name=n, capability=float(c), driver=d, memory_mib=int(m)) for n, c, d, m in rows)
+    return tuple(
+        GpuInfo(name=n, capability=float(c), driver=d, memory_mib=int(m) if m.isdigit() else None)
+        for n, c, d, m in rows
+    )
 
 
 def version(package: str) -> str | None:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+import re
+import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
@@ -29,8 +31,11 @@ from moelab.analysis import (
     gain,
 )
 from moelab.errors import BadInput, MoelabError
+from moelab.runs import directory
 from moelab.runs.collect import WARMUP_STEPS, Collected, collect, joined_rows, newest
+from moelab.runs.directory import RunDir
 
+_FOLDERS = re.compile(r"(?<![\w:/…])/(?:[^\s/'\":]+/)+")  # of the machine that ran it, in a text
 VERSIONS_SHOWN = ("torch", "torchtitan", "torchao", "nvidia-nccl-cu13")
 
 
@@ -141,12 +146,18 @@ class StudyJudgement:
     def as_text(self) -> str:
         """The findings as sentences."""
         lines = [f"{len(self.finished)} of {len(self.runs)} runs finished"]
-        lines += [verdict.sentence() for verdict in self.verdicts]
+        lines += [verdict.sentence() for verdict in self.verdicts] or [f"No verdict: {self._no_verdict}"]
         lines += [f"Held-out text: {verdict.sentence()}" for verdict in self.held_out]
         lines += [arm.sentence().replace("per GPU", self.rank_words) for arm in self.throughput]
         lines += [one.sentence() for one in self.gains]
         lines += [f"Note: {self.speed_note}"] if self.speed_note else []
         return "\n".join(lines)
+
+    @property
+    def _no_verdict(self) -> str:
+        if self.reference not in self.arms:
+            return f"no run of the reference {self.reference} finished"
+        return f"no run of an arm beside the reference {self.reference} finished"
 
     @property
     def rank_words(self) -> str:
@@ -204,7 +215,11 @@ def judge_study(
     """
     if not path.is_dir():
         raise BadInput(f"{path} is not a folder; give a study, such as runs/06_compare_convergence")
-    runs = newest(collect(path))
+    places = {run.name: run for run in directory.find(path)}
+    studies = sorted({name.split("/")[0] for name in places})
+    if len(studies) > 1:
+        raise BadInput(f"{path} holds several studies; give the folder of one: {', '.join(studies)}")
+    runs = newest(_of_latest_experiment(collect(path), places))
     finished = [run for run in runs if run.finished]
     if not finished:
         reasons = "\n".join(f"  {run.run}: {run.status.state}: {run.status.reason}" for run in runs)
@@ -212,9 +227,9 @@ def judge_study(
     arms = sorted({run.arm for run in runs})
     if reference not in arms:
         raise BadInput(f"reference {reference!r} is not an arm of {path.name}; its arms: {', '.join(arms)}")
-    folders = {run.arm: path.parent / run.run for run in finished}
+    folders = {run.arm: places[run.run].path for run in finished}
     return StudyJudgement(
-        name=path.absolute().name,
+        name=studies[0],
         reference=reference,
         runs=tuple(runs),
         environment=json.loads((next(iter(folders.values())) / "environment.json").read_text()),
@@ -222,6 +237,15 @@ def judge_study(
         final_fraction=final_fraction,
         margin_nats=margin_nats,
     )
+
+
+def _of_latest_experiment(collected: list[Collected], places: Mapping[str, RunDir]) -> list[Collected]:
+    """Leave out finished runs from before a field of their arm was changed: seeds must differ in nothing else."""
+    finished = [run for run in collected if run.finished and run.run in places]
+    experiments = {run.run: places[run.run].experiment.model_copy(update={"seed": 0}) for run in finished}
+    by_time = sorted(finished, key=lambda run: run.run.rsplit("/", 1)[-1])
+    latest = {run.arm: experiments[run.run] for run in by_time}
+    return [run for run in collected if run.run not in experiments or experiments[run.run] == latest[run.arm]]
 
 
 def write_study_report(judged: StudyJudgement, path: Path) -> Path:
@@ -286,12 +310,12 @@ def runs_table(judged: StudyJudgement) -> Any:
     for run in judged.runs:
         key = (run.arm, run.seed if run.seed is not None else -1)
         memory = float(run.rows["memory_gib"].max()) if len(run.rows) else math.nan
-        ended = run.status.state.value if not run.status.reason else f"{run.status.state}: {run.status.reason}"
+        reason = f": {_FOLDERS.sub('…/', run.status.reason)}" if run.status.reason else ""
         rows.append(
             [
                 arm_label(run.arm),
                 run.seed,
-                ended,
+                f"{run.status.state}{reason}",
                 run.last_step,
                 judged.final_loss(run),
                 run.validation_loss,
@@ -339,8 +363,7 @@ def provenance(judged: StudyJudgement) -> dict[str, str]:
 
 def _portable(command: str) -> str:
     """A launch command without the folders of the machine that ran it."""
-    words = command.split(" ")
-    return " ".join(_without_folder(word) for word in words)
+    return " ".join(_without_folder(word) for word in shlex.split(command))
 
 
 def _without_folder(word: str) -> str:
@@ -350,7 +373,10 @@ def _without_folder(word: str) -> str:
     parts = rest.split("/")
     if parts[-1].startswith("python"):
         return f"{before}{parts[-1]}"
-    return f"{before}{'/'.join(parts[parts.index('runs') :])}" if "runs" in parts else f"{before}…/{parts[-1]}"
+    if "runs" not in parts:
+        return f"{before}…/{parts[-1]}"
+    last = len(parts) - 1 - parts[::-1].index("runs")
+    return f"{before}{'/'.join(parts[last:])}"
 
 
 def _number(value: float) -> float | None:

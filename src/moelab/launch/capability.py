@@ -5,8 +5,9 @@ Nothing falls back silently.
 
 from __future__ import annotations
 
-from moelab.experiment import EPBackend, Experiment, Precision, Routing
+from moelab.experiment import EPBackend, Experiment, Precision
 from moelab.machine import GpuInfo, cores, gpus, has_module
+from moelab.titan.arms import refusal
 
 FP8_CAPABILITY, MXFP8_CAPABILITY = 8.9, 10.0
 RANKS_PER_CORE = 4
@@ -21,7 +22,7 @@ def refusals(experiment: Experiment, *, devices: tuple[GpuInfo, ...] | None = No
     """
     found = gpus() if devices is None else devices
     found = () if experiment.hardware == "cpu" else found
-    checks = (_nodes, _ranks, _precision, _backend, _model, _not_yet)
+    checks = (_nodes, _ranks, _precision, _backend, _model, _hardware)
     return [reason for check in checks if (reason := check(experiment, found))]
 
 
@@ -42,8 +43,9 @@ def _ranks(experiment: Experiment, found: tuple[GpuInfo, ...]) -> str | None:
 
 
 def _precision(experiment: Experiment, found: tuple[GpuInfo, ...]) -> str | None:
-    capability = min((gpu.capability for gpu in found), default=0.0)
-    here = f"{found[0].name} is SM{capability * 10:.0f}" if found else "this machine has no GPU to use"
+    weakest = min(found, key=lambda gpu: gpu.capability, default=None)
+    capability = weakest.capability if weakest else 0.0
+    here = f"{weakest.name} is SM{capability * 10:.0f}" if weakest else "this machine has no GPU to use"
     if experiment.precision is Precision.FP8 and capability < FP8_CAPABILITY:
         return f"precision fp8 needs FP8 tensor cores (SM89 or later); {here}. Nearest: precision=mxfp8 (emulated)"
     native = experiment.precision is Precision.MXFP8 and experiment.mxfp8_kernels == "native"
@@ -51,22 +53,17 @@ def _precision(experiment: Experiment, found: tuple[GpuInfo, ...]) -> str | None
         return f"mxfp8_kernels native needs SM100 or later; {here}. Nearest: mxfp8_kernels=emulated"
     if experiment.quantize != "experts" and experiment.precision is Precision.FP8:
         return "quantize experts+linears is for precision mxfp8; use quantize=experts with fp8"
-    if experiment.quantize != "experts" and experiment.tp > 1:
+    if experiment.precision is Precision.MXFP8 and experiment.quantize != "experts" and experiment.tp > 1:
         return f"quantize experts+linears needs tp=1 (tp is {experiment.tp}); use quantize=experts"
     return None
 
 
 def _backend(experiment: Experiment, found: tuple[GpuInfo, ...]) -> str | None:
     backend = experiment.ep_backend
-    if backend is EPBackend.STANDARD:
-        return None
-    if not found:
+    if backend is not EPBackend.STANDARD and not found:
         return f"ep_backend {backend.value} needs CUDA and this machine has no GPU to use. Nearest: ep_backend=standard"
-    if experiment.precision is not Precision.BF16 and backend is EPBackend.DEEPEP:
-        return (
-            f"TorchTitan 0.3.0 refuses {experiment.precision.value} experts with the deepep dispatcher "
-            "(it needs one that pads). Nearest: ep_backend=standard, or precision=bf16"
-        )
+    if reason := refusal(experiment):
+        return reason
     if backend in (EPBackend.DEEPEP, EPBackend.HYBRIDEP) and not has_module("deep_ep"):
         return f"ep_backend {backend.value} needs DeepEP, which is not installed. Nearest: ep_backend=standard"
     return None
@@ -80,9 +77,7 @@ def _model(experiment: Experiment, found: tuple[GpuInfo, ...]) -> str | None:
     return None
 
 
-def _not_yet(experiment: Experiment, _gpus: tuple[GpuInfo, ...]) -> str | None:
-    if experiment.dispatch_precision != "bf16":
-        return f"dispatch_precision {experiment.dispatch_precision} is not in this version of moelab; use bf16"
-    if experiment.routing is Routing.RANDOM_BALANCED:
-        return "routing random_balanced is not in this version of moelab; use learned or round_robin"
+def _hardware(experiment: Experiment, _gpus: tuple[GpuInfo, ...]) -> str | None:
+    if experiment.hardware not in ("local", "cpu"):
+        return f"hardware {experiment.hardware} is not known to `moelab run`; use hardware=local or hardware=cpu"
     return None

@@ -1,23 +1,31 @@
 """Why a run failed, on one line: the failing rank's own exception instead of torchrun's wrapper.
 
 When one rank dies the others fail too, with a broken connection, and torchrun reports all of them. The cause is, in
-this order: a rank killed by a signal; an exception that is not a lost peer; whatever came first.
+this order: a rank killed by a signal; an exception that is not a lost peer; a rank that aborted, as the communication
+libraries do when they lose a peer; whatever came first.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 LOST_PEER = re.compile(
-    r"connection (closed|reset|refused)|timed out waiting|socket timeout|Broken pipe|DistBackendError", re.I
+    r"connection (was )?(closed|reset|refused)|timed out waiting|socket timeout|socket closed|broken pipe|pair closure|"
+    r"DistBackendError|DistNetworkError|DistStoreError|ncclRemoteError|remote process exited|"
+    r"collective operation timeout|communicator (was|has been) aborted",
+    re.I,
 )
-_EXCEPTION = re.compile(r"^(?:[A-Za-z_][\w.]*\.)?[A-Za-z_]\w*(?:Error|Exception|Interrupt|Refused|Converted|Exit)\b.*")
-_TORCHRUN_FAILURE = re.compile(r"rank\s*:\s*(\d+) \(local_rank: \d+\)\s+exitcode\s*:\s*(-?\d+)")
+STDERR_TAIL_BYTES = 1_000_000
+_RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?")  # PyTorch's own, where a process group exists
+_TORCHRUN_FAILURE = re.compile(r"rank\s*:\s*(\d+) \(local_rank: \d+\)\s+exitcode\s*:\s*(-?\d+)(?: \(pid: (\d+)\))?")
+_ENDED_BY_TORCHRUN = re.compile(r"Unable to shutdown process (\d+) via")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,44 +52,62 @@ def cause(logs: Path, log_text: str) -> str | None:
     Returns:
         One line, or None if nothing was found.
     """
-    failures = sorted([*_error_files(logs), *_tracebacks(logs)], key=lambda failure: failure.time)
+    failures = sorted(_exceptions(logs), key=lambda failure: (failure.time or math.inf, failure.rank))
     own = [failure for failure in failures if not failure.is_lost_peer]
     killed = list(_killed(log_text))
-    chosen = killed or own or failures
+    aborted = [failure for failure in killed if "SIGABRT" in failure.message]
+    chosen = [failure for failure in killed if failure not in aborted] or own or aborted or failures
     return f"rank {chosen[0].rank}: {chosen[0].message}" if chosen else None
 
 
-def _error_files(logs: Path) -> Iterator[RankFailure]:
-    """What ``torch.distributed.elastic``'s ``@record`` wrote."""
-    for path in sorted(logs.glob("*/attempt_*/*/error.json")):
-        try:
-            message = json.loads(path.read_text())["message"]
-        except (OSError, ValueError, KeyError):
-            continue
-        text, when = (
-            (message, 0.0) if isinstance(message, str) else (message["message"], message["extraInfo"]["timestamp"])
-        )
-        yield RankFailure(rank=int(path.parent.name), message=_one_line(text), time=float(when))
+def _exceptions(logs: Path) -> Iterator[RankFailure]:
+    """What each rank raised: from its error file, else the end of its standard error."""
+    for folder in logs.glob("*/attempt_*/[0-9]*"):
+        found = _recorded(folder / "error.json") or _printed(folder / "stderr.log")
+        if found:
+            message, time = found
+            yield RankFailure(rank=int(folder.name), message=_one_line(message), time=time)
 
 
-def _tracebacks(logs: Path) -> Iterator[RankFailure]:
-    """Last exception on each rank's standard error, for failures before the trainer exists."""
-    for path in sorted(logs.glob("*/attempt_*/*/stderr.log")):
-        if (path.parent / "error.json").exists():
-            continue
-        text = path.read_text(errors="replace")
-        if "Traceback (most recent call last)" not in text:
-            continue
-        lines = [line for line in text.splitlines() if _EXCEPTION.match(line)]
-        if lines:
-            yield RankFailure(rank=int(path.parent.name), message=_one_line(lines[-1]), time=path.stat().st_mtime)
+def _recorded(file: Path) -> tuple[str, float] | None:
+    """What ``torch.distributed.elastic``'s ``@record`` wrote, in whole seconds; None where that is missing or torn."""
+    try:
+        message = json.loads(file.read_text())["message"]
+        return (message, 0.0) if isinstance(message, str) else (str(message["message"]), _seconds(message))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _seconds(message: dict[str, Any]) -> float:
+    return float(message.get("extraInfo", {}).get("timestamp", 0))
+
+
+def _printed(file: Path) -> tuple[str, float] | None:
+    """The exception of the last traceback, for a failure before the trainer exists or without space for its file."""
+    if not file.is_file():
+        return None
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        stream.seek(max(0, size - STDERR_TAIL_BYTES))
+        text = stream.read(STDERR_TAIL_BYTES).decode(errors="replace")
+    last, inside, before = "", False, ""
+    for line in (_RANK_PREFIX.sub("", line) for line in text.splitlines()):
+        if line.startswith("Traceback (most recent call last)"):
+            # Python prints these two kinds for what does not end the process, the first at its very end.
+            inside = not before.startswith(("Exception ignored", "Exception in thread"))
+        elif inside and line and not line[0].isspace():
+            last, inside = line, False
+        before = line
+    return (last, float(int(file.stat().st_mtime))) if last else None
 
 
 def _killed(log_text: str) -> Iterator[RankFailure]:
-    """Ranks that torchrun reports as ended by a signal other than its own SIGTERM."""
-    for rank, code in _TORCHRUN_FAILURE.findall(log_text):
-        if int(code) < 0 and -int(code) != signal.SIGTERM:
-            name = signal.Signals(-int(code)).name
+    """Ranks that torchrun reports as ended by a signal which it did not send itself."""
+    by_torchrun = set(_ENDED_BY_TORCHRUN.findall(log_text))
+    for rank, code, process in _TORCHRUN_FAILURE.findall(log_text):
+        number = -int(code)
+        if number > 0 and number != signal.SIGTERM and process not in by_torchrun:
+            name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
             hint = " (often the system running out of memory)" if name == "SIGKILL" else ""
             yield RankFailure(rank=int(rank), message=f"killed by {name}{hint}")
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
-from moelab.errors import Refused
+from moelab.errors import BadInput, Refused
 from moelab.experiment import Experiment, Precision
 from moelab.launch import failure
 from moelab.launch.capability import refusals
@@ -34,10 +34,11 @@ from moelab.runs.log import LogFollower
 from moelab.runs.status import State, Status
 
 POLL_S = 0.5
-STOP_S = 20.0
+STOP_S = 45.0  # torchrun kills ranks that do not end by themselves after 30 s
 LOG_TAIL_BYTES = 200_000
 MIN_FREE_BYTES = 16 << 20
 Row = dict[str, float]
+_LIBC = ctypes.CDLL(None)  # loaded here: a forked child of a process with threads must not load libraries
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,16 +129,19 @@ def run_experiment(
     except OSError as error:
         status = replace(run.status, state=State.FAILED, reason=f"the launcher failed: {error}")
     except (KeyboardInterrupt, SystemExit):
-        _close(run, replace(run.status, state=State.CANCELLED, reason="interrupted by the user"))
+        close(run, replace(run.status, state=State.CANCELLED, reason="interrupted by the user"))
         raise
-    _close(run, status)
+    except Exception as error:
+        close(run, replace(run.status, state=State.FAILED, reason=f"the launcher failed: {error!r}"))
+        raise
+    close(run, status)
     return run
 
 
-def _close(run: RunDir, status: Status) -> None:
+def close(run: RunDir, status: Status) -> None:
     """Write the final status first; metrics and results can be made again from the log at any time."""
     run.set_status(status)
-    with suppress(OSError):  # a full disk
+    with suppress(OSError, BadInput):  # a full disk; an experiment of another version of moelab
         collect_run(run, save=True)
 
 
@@ -175,9 +179,11 @@ def _ended(run: RunDir, status: Status) -> Status:
     if status.exit_code == 0:
         if run.experiment.precision is Precision.MXFP8 and not converted_modules(run):
             return replace(status, state=State.FAILED, reason="precision is mxfp8, but no module was converted")
-        logged, planned = collect_run(run).last_step, run.experiment.steps
-        if logged < planned:
-            return replace(status, state=State.FAILED, reason=f"training ended at step {logged} of {planned}")
+        left, planned = collect_run(run), run.experiment.steps
+        if left.status.state is State.FAILED:
+            return replace(status, state=State.FAILED, reason=left.status.reason)
+        if left.last_step < planned:
+            return replace(status, state=State.FAILED, reason=f"training ended at step {left.last_step} of {planned}")
         return replace(status, state=State.COMPLETED)
     with run.log.open("rb") as log:
         log.seek(max(0, run.log.stat().st_size - LOG_TAIL_BYTES))
@@ -192,6 +198,7 @@ class _Process:
     """torchrun in a session of its own, stopped with all its ranks however the block is left."""
 
     def __init__(self, launched: Command, log: IO[bytes]) -> None:
+        self._experiment = launched.variables["MOELAB_EXPERIMENT"]
         self._popen = subprocess.Popen(
             launched.arguments,
             env={**os.environ, **launched.variables},
@@ -206,16 +213,26 @@ class _Process:
         return self._popen
 
     def __exit__(self, *_exception: object) -> None:
-        if self._popen.poll() is not None:
-            return
-        self._popen.terminate()  # torchrun passes SIGTERM on to its ranks
         try:
-            self._popen.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            os.killpg(self._popen.pid, signal.SIGKILL)
+            if self._popen.poll() is None:
+                self._popen.terminate()  # torchrun passes SIGTERM on to its ranks
+                with suppress(subprocess.TimeoutExpired):
+                    self._popen.wait(STOP_S)
+        finally:  # also after a second Ctrl-C, and where torchrun itself was killed
+            self._popen.kill()
             self._popen.wait()
+            _kill_ranks(self._experiment)
+
+
+def _kill_ranks(experiment: str) -> None:
+    """Kill what is left of a run on Linux: torchrun's ranks have sessions of their own, but all carry its variable."""
+    variable = f"MOELAB_EXPERIMENT={experiment}".encode()
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended, or belongs to somebody else
+            if variable in (folder / "environ").read_bytes().split(b"\0"):
+                os.kill(int(folder.name), signal.SIGKILL)
 
 
 def _end_with_parent() -> None:
     """Ask Linux to send SIGTERM to this process when its parent dies (``prctl(PR_SET_PDEATHSIG)``)."""
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+    _LIBC.prctl(1, signal.SIGTERM)

@@ -35,7 +35,8 @@ class Progress:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._study, self._say, self._interval_s, self._clock = study, say, interval_s, clock
-        self._waiting = [index for index in range(len(study.experiments)) if index not in set(done)]
+        finished = set(done)
+        self._waiting = [index for index in range(len(study.experiments)) if index not in finished]
         self._pace_s: dict[str, float] = {}
         self._beside_s: list[float] = []
         self._last_said = -math.inf

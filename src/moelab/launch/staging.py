@@ -33,12 +33,13 @@ def stage_data(experiment: Experiment) -> None:
 
 
 def _require_c4() -> None:
+    from httpx import HTTPError  # what huggingface_hub 1.x lets through where there is no network
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
     try:
         HfApi().dataset_info(C4, timeout=10)
-    except (HfHubHTTPError, OfflineModeIsEnabled, OSError, ValueError) as error:
+    except (HTTPError, HfHubHTTPError, OfflineModeIsEnabled, OSError, ValueError) as error:
         raise Refused(
             f"dataset c4 cannot be reached from here ({type(error).__name__}): it is streamed from {C4} on the "
             "Hugging Face hub. Check the network, HF_ENDPOINT and HF_HUB_OFFLINE, or use dataset=python: no download"

@@ -18,10 +18,9 @@ from moelab.errors import Refused
 from moelab.experiment import Experiment
 from moelab.experiment_file import Study
 from moelab.launch.capability import refusals
-from moelab.launch.local import run_experiment
+from moelab.launch.local import close, run_experiment
 from moelab.launch.progress import Progress, Say, say_on_stderr
 from moelab.runs import directory
-from moelab.runs.collect import collect_run
 from moelab.runs.directory import RunDir
 from moelab.runs.status import State
 
@@ -106,8 +105,7 @@ def _only_launcher(runs: Path, study: Study) -> Iterator[None]:
 
 
 def _close_orphans(runs: Path, study: Study) -> None:
-    for experiment in study.experiments:
-        for run in directory.attempts(runs, experiment):
-            if not run.status.state.is_final:
-                run.set_status(replace(run.status, state=State.FAILED, reason="the launcher was killed"))
-                collect_run(run, save=True)
+    for run in directory.find(runs / study.name):
+        status = run.status
+        if not status.state.is_final and not status.job_id:  # a job of Slurm has no launcher here
+            close(run, replace(status, state=State.FAILED, reason="the launcher was killed"))

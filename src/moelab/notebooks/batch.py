@@ -43,7 +43,9 @@ def execute(notebook: Path, output: Path, parameters: Mapping[str, Any], *, log:
         NotebookFailed: if a cell failed or the end was not reached.
     """
     import papermill
-    from papermill.exceptions import PapermillException
+    from jupyter_client.kernelspec import NoSuchKernel
+    from nbclient.exceptions import DeadKernelError
+    from papermill.exceptions import PapermillException, PapermillExecutionError
 
     require_parameters(notebook, parameters)
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -57,8 +59,11 @@ def execute(notebook: Path, output: Path, parameters: Mapping[str, Any], *, log:
             stderr_file=log,
             cwd=str(Path.cwd()),
         )
-    except PapermillException as error:
-        raise NotebookFailed(f"{notebook.name}: {getattr(error, 'evalue', error)}; executed copy: {output}") from error
+    except PapermillExecutionError as error:
+        cause = " ".join(f"{error.ename}: {error.evalue}".split()).removesuffix(":")
+        raise NotebookFailed(f"{notebook.name}: {cause}; executed copy: {output}") from error
+    except (PapermillException, DeadKernelError, NoSuchKernel) as error:
+        raise NotebookFailed(f"{notebook.name}: {error}; executed copy: {output}") from error
     if not _says_complete(ran):
         raise NotebookFailed(f"{notebook.name} did not reach its last cell; executed copy: {output}")
     return output
@@ -86,20 +91,25 @@ def parameter_names(notebook: Path) -> list[str]:
     """
     try:
         content = nbformat.read(notebook, as_version=4)
-    except (OSError, ValueError) as error:
-        raise BadInput(f"{notebook} cannot be read as a notebook: {error}") from error
+    except OSError as error:
+        raise BadInput(f"{notebook} cannot be read: {error.strerror}") from error
+    except (ValueError, TypeError, AttributeError, nbformat.ValidationError) as error:  # what nbformat raises of these
+        raise BadInput(f"{notebook} is not a notebook: {' '.join(str(error).split())[:300]}") from error
     cells = [cell for cell in content.cells if "parameters" in cell.metadata.get("tags", [])]
     if len(cells) != 1:
         raise BadInput(
             f"{notebook.name} has {len(cells)} cells tagged 'parameters' instead of one: it would run its defaults; "
             "tag its parameters cell (in JupyterLab: property inspector, cell tags)"
         )
-    statements = ast.parse(cells[0].source).body
+    try:
+        statements = ast.parse(cells[0].source).body
+    except SyntaxError as error:
+        raise BadInput(f"{notebook.name}: the parameters cell is not Python: {error}") from error
     return [
         target.id
         for line in statements
-        if isinstance(line, ast.Assign)
-        for target in line.targets
+        if isinstance(line, ast.Assign | ast.AnnAssign)
+        for target in (line.targets if isinstance(line, ast.Assign) else [line.target])
         if isinstance(target, ast.Name)
     ]
 

@@ -11,6 +11,7 @@ import io
 import json
 import math
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -210,11 +211,13 @@ def _read_elsewhere(path: Path) -> MetricsRead:
 
 def converted_modules(run: RunDir) -> dict[str, Any] | None:
     """What multiplies in MXFP8 over all pipeline stages: ``kernels`` and ``modules``; None if nothing was recorded."""
-    files = sorted((run.path / CONVERTED_FOLDER).glob("rank*.json"))
-    stages = [json.loads(file.read_text()) for file in files]
+    stages = []
+    for file in sorted((run.path / CONVERTED_FOLDER).glob("rank*.json")):
+        with suppress(ValueError):  # the rank was killed while it wrote
+            stages.append(json.loads(file.read_text()))
     modules = [name for stage in stages for name in stage["modules"]]
     return {"kernels": stages[0]["kernels"], "modules": modules} if modules else None
 
 
 def _number(value: float) -> float | None:
-    return None if math.isnan(value) else float(value)
+    return float(value) if math.isfinite(value) else None

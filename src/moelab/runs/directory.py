@@ -30,7 +30,11 @@ class RunDir:
     @property
     def experiment(self) -> Experiment:
         """The resolved experiment."""
-        return read_experiment(self.path / EXPERIMENT_FILE)
+        file = self.path / EXPERIMENT_FILE
+        try:
+            return read_experiment(file)
+        except BadInput as error:
+            raise BadInput(f"{file}: {error}") from None
 
     @property
     def status(self) -> Status:
@@ -50,7 +54,7 @@ class RunDir:
     @property
     def name(self) -> str:
         """``<study>/<arm>/seed<k>/<time>-<hex>``: the same on every machine that holds the run."""
-        return "/".join(self.path.parts[-4:])
+        return "/".join(self.path.resolve().parts[-4:])
 
     def set_status(self, status: Status) -> None:
         """Replace ``status.json``."""
@@ -83,7 +87,8 @@ def attempts(runs: Path, experiment: Experiment) -> list[RunDir]:
 def find(path: Path) -> Iterator[RunDir]:
     """Every run directory at or below a path, in order of name."""
     for file in sorted(path.rglob(EXPERIMENT_FILE)):
-        yield RunDir(file.parent)
+        if (file.parent / "logs").is_dir():  # else a person's own file of that name
+            yield RunDir(file.parent)
 
 
 def _is_of(run: RunDir, experiment: Experiment) -> bool:

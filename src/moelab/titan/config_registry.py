@@ -6,6 +6,10 @@ variable that names its YAML file::
     MOELAB_EXPERIMENT=runs/study/bf16_standard/seed0/…/experiment.yaml \
         torchrun --nproc-per-node 2 -m torchtitan.train --module moelab.titan --config experiment --dump_folder …
 
+or it is one of the published arms, which have names (:mod:`moelab.titan.arms`)::
+
+    torchrun … -m torchtitan.train --module moelab.titan --config dsv3_671b_mxfp8_hybridep
+
 Every field of TorchTitan's configuration can still be overridden on that command line.
 """
 
@@ -14,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +40,13 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
-from moelab.experiment import Experiment, Precision, Routing
+from moelab.errors import Refused
+from moelab.experiment import EPBackend, Experiment, Precision, Routing
 from moelab.experiment_file import read_experiment
 from moelab.mxfp8 import kernels as mxfp8_kernels
 from moelab.mxfp8.converter import LINEARS, MXFP8Converter, NothingConverted, converted_modules
-from moelab.titan import corpus
+from moelab.titan import corpus, ep_buffers, routing
+from moelab.titan.arms import named_arms, refusal
 from moelab.titan.models import model_spec
 
 EXPERIMENT_VARIABLE = "MOELAB_EXPERIMENT"
@@ -47,6 +54,11 @@ CONVERTED_FOLDER = "launch/converted"
 VALIDATION_BATCHES = 8
 _ACTIVATION_CHECKPOINT = {"none": None, "selective": SelectiveAC.Config(), "full": FullAC.Config()}
 _COMPILE = {"none": [], "loss": ["loss"], "model+loss": ["model", "loss"]}
+_FP32_GATE = "moelab.titan.cpu.fp32_gate"
+_FUSED_SWIGLU = (
+    "torchtitan.overrides.fused_swiglu.fused_swiglu",
+    "torchtitan.overrides.fused_swiglu.fused_grouped_experts",
+)
 
 
 class EndValidator(Validator):
@@ -69,6 +81,26 @@ def experiment() -> Trainer.Config:
     return trainer_config(read_experiment(Path(path)))
 
 
+def __getattr__(name: str) -> Callable[[], Trainer.Config]:
+    """The configuration function of a published arm, by its name."""
+    try:
+        arm = named_arms()[name]
+    except KeyError:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
+
+    def config() -> Trainer.Config:
+        return trainer_config(arm)
+
+    config.__name__ = config.__qualname__ = name
+    config.__doc__ = f"The published {arm.model} setting as arm {arm.arm}."
+    return config
+
+
+def __dir__() -> list[str]:
+    """What ``--config`` takes; TorchTitan lists it when it is given another name."""
+    return [experiment.__name__, *named_arms()]
+
+
 def trainer_config(experiment: Experiment) -> Trainer.Config:
     """Translate an experiment, and prepare this process for it: its device, its corpus, its kernels.
 
@@ -77,7 +109,12 @@ def trainer_config(experiment: Experiment) -> Trainer.Config:
 
     Returns:
         The whole configuration of TorchTitan's trainer.
+
+    Raises:
+        Refused: if no machine can run this arm, or this one lacks the kernels that it asks for by name.
     """
+    if reason := refusal(experiment):
+        raise Refused(reason)
     on_cpu = not torch.cuda.is_available()
     if on_cpu:
         from moelab.titan import cpu
@@ -109,9 +146,28 @@ def trainer_config(experiment: Experiment) -> Trainer.Config:
             enable_structured_logging=False,
         ),
         metrics=MetricsProcessor.Config(log_freq=1, enable_tensorboard=True, disable_color_printing=True),
-        override=OverrideConfig(imports=list(cpu.OVERRIDES) if on_cpu else []),
+        override=OverrideConfig(imports=_overrides(experiment, on_cpu=on_cpu)),
         **_data(experiment),
     )
+
+
+def _overrides(experiment: Experiment, *, on_cpu: bool) -> list[Any]:
+    """Modules that TorchTitan swaps after it has filled in the model's configuration."""
+    imports: list[Any] = []
+    if on_cpu:
+        from moelab.titan import cpu
+
+        imports += cpu.OVERRIDES
+    if experiment.routing is Routing.RANDOM_BALANCED:
+        if on_cpu:
+            imports.remove(_FP32_GATE)
+        imports.append((routing.RANDOM_BALANCED, {"fp32_gate": on_cpu}))
+    if experiment.ep_backend is not EPBackend.STANDARD and experiment.pp > 1:
+        imports.append((ep_buffers.ONE_MICROBATCH, {"tokens": ep_buffers.tokens_of_a_microbatch(experiment)}))
+    if experiment.ep_backend is EPBackend.MINIMAL_ASYNC_EP:
+        # It leaves most rows of its fixed-size buffer unset; the fused activation stops at the last row in use.
+        imports += _FUSED_SWIGLU
+    return imports
 
 
 def _model(experiment: Experiment, *, on_cpu: bool) -> ModelSpec:
@@ -119,7 +175,7 @@ def _model(experiment: Experiment, *, on_cpu: bool) -> ModelSpec:
     converter = _converter(experiment)
     if converter is not None:
         spec.model = converter.build().convert(spec.model)
-    quantised = experiment.precision is Precision.MXFP8
+    kernels = _kernels(experiment) if experiment.precision is Precision.MXFP8 else None
 
     def parallelize(model: nn.Module, **arguments: Any) -> nn.Module:
         model = parallelize_titan(model, **arguments)
@@ -127,8 +183,8 @@ def _model(experiment: Experiment, *, on_cpu: bool) -> ModelSpec:
             from moelab.titan import cpu
 
             cpu.sum_gradients(model)
-        if quantised:
-            record_conversion(model, Path(arguments["dump_folder"]), _kernels(experiment), stages=experiment.pp)
+        if kernels:
+            record_conversion(model, Path(arguments["dump_folder"]), kernels, stages=experiment.pp)
         return model
 
     parallelize_titan = spec.parallelize_fn

@@ -1,0 +1,170 @@
+"""What a layer keeps for its backward pass, and what it needs while it runs.
+
+Each list names the tensors that autograd saves in one layer under TorchTitan 0.3.0, with their bytes, as its modules and
+PyTorch's autograd formulas give them (``torchtitan/models/deepseek_v3/model.py``, ``models/common/{moe,token_dispatcher,
+feed_forward,attention}.py``). A compiled layer keeps less: the compiler recomputes what is cheap, which here is
+everything between two matrix products.
+
+Letters: ``t`` tokens of the micro-batch on this rank's sequence, ``s`` the share of them that sequence parallelism leaves
+in the residual stream, ``n`` routed copies that this rank sends, ``r`` rows that its experts receive, ``D`` the model's
+dimension, ``H`` this rank's heads, ``F`` a hidden dimension.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+from moelab.model import ModelShape
+
+Checkpointing = Literal["none", "selective", "full"]
+BF16, FP32, INT64 = 2, 4, 8
+
+
+@dataclass(frozen=True)
+class Work:
+    """How much of each tensor one rank has in one micro-batch.
+
+    Attributes:
+        tokens: of the micro-batch on this rank's data-parallel and context-parallel coordinate.
+        tp: tensor-parallel degree; with more than 1, TorchTitan shards the residual stream along the sequence.
+        cp: context-parallel degree; keys and values are gathered over it.
+        ep: expert-parallel degree.
+        imbalance: received rows relative to perfect balance.
+        pad_multiple: rows to a multiple of which each expert's group is padded.
+    """
+
+    tokens: int
+    tp: int = 1
+    cp: int = 1
+    ep: int = 1
+    imbalance: float = 1.0
+    pad_multiple: int = 1
+
+    @property
+    def residual(self) -> int:
+        """Tokens in the residual stream."""
+        return self.tokens // self.tp
+
+    @property
+    def routed_tokens(self) -> int:
+        """Tokens that this rank routes: its share of the sequence under expert parallelism."""
+        return self.residual if self.ep > 1 else self.tokens
+
+    def sent(self, shape: ModelShape) -> int:
+        """Routed copies of tokens."""
+        return self.routed_tokens * shape.top_k
+
+    def received(self, shape: ModelShape) -> int:
+        """Rows of the experts' input, half a padding multiple for each local expert included."""
+        padding = shape.num_experts // self.ep * (self.pad_multiple // 2)
+        imbalance = self.imbalance if self.ep > 1 else 1.0
+        return round(self.sent(shape) * imbalance) + padding
+
+
+@functools.lru_cache(maxsize=65_536)
+def saved_without_checkpointing(shape: ModelShape, *, moe: bool, work: Work, compiled: bool) -> Mapping[str, float]:
+    """Bytes of every tensor that one layer keeps for its backward pass.
+
+    Args:
+        shape: the model.
+        moe: a layer with routed experts, or a dense one.
+        work: what one rank has of a micro-batch.
+        compiled: whether the layer is compiled by torch.compile.
+    """
+    tensors = _attention(shape, work, compiled=compiled)
+    tensors |= _moe(shape, work, compiled=compiled) if moe else _ffn(shape, work, compiled=compiled)
+    return MappingProxyType(tensors)
+
+
+def _attention(shape: ModelShape, work: Work, *, compiled: bool) -> dict[str, float]:
+    t, s, heads = work.tokens, work.residual, shape.n_heads // work.tp
+    qk, v = shape.qk_head_dim, shape.v_head_dim
+    tensors: dict[str, float] = {
+        "layer input": BF16 * s * shape.dim,
+        "latent key and value": BF16 * t * (shape.kv_lora_rank + shape.qk_rope_head_dim),
+        "keys and values before attention": BF16 * t * heads * (shape.qk_nope_head_dim + v),
+        "queries": BF16 * t * heads * qk,
+        "keys": BF16 * t * work.cp * heads * qk,
+        "attention output": BF16 * t * heads * v,
+        "attention log-sum-exp": FP32 * t * heads,
+        "residual after attention": BF16 * s * shape.dim,
+    }
+    if shape.q_lora_rank:
+        tensors["latent queries"] = BF16 * t * shape.q_lora_rank
+    if not compiled or work.tp > 1:
+        tensors["normed layer input"] = BF16 * t * shape.dim
+    if not compiled:
+        tensors["normed latents"] = BF16 * t * (shape.q_lora_rank + shape.kv_lora_rank)
+        tensors["rotary angles"] = FP32 * t * shape.qk_rope_head_dim
+    if work.cp > 1:
+        tensors["gathered values"] = BF16 * t * work.cp * heads * v
+    return tensors
+
+
+def _ffn(shape: ModelShape, work: Work, *, compiled: bool) -> dict[str, float]:
+    hidden = BF16 * work.tokens * shape.dense_hidden_dim / work.tp
+    tensors = {"FFN gate and up": 2 * hidden}
+    if not compiled or work.tp > 1:
+        tensors["FFN input"] = BF16 * work.tokens * shape.dim
+    if not compiled:
+        tensors["FFN activation and product"] = 2 * hidden
+    return tensors
+
+
+def _moe(shape: ModelShape, work: Work, *, compiled: bool) -> dict[str, float]:
+    n, r, routed = work.sent(shape), work.received(shape), work.routed_tokens
+    hidden = BF16 * r * shape.moe_hidden_dim
+    shared = BF16 * work.tokens * shape.shared_hidden_dim / work.tp
+    tensors = {
+        "experts' input": float(BF16 * r * shape.dim),
+        "experts' gate and up": 2.0 * hidden,
+        "combined outputs": float((BF16 if compiled else FP32) * n * shape.dim),
+        "shared gate and up": 2 * shared,
+        "router scores": float(FP32 * routed * shape.num_experts),
+        "routing indices": float(INT64 * (4 * n + r)),
+    }
+    if not compiled or work.tp > 1:
+        tensors["MoE input"] = float(BF16 * routed * shape.dim)
+        if work.tp > 1 and work.ep > 1:
+            tensors["shared experts' input"] = float(BF16 * work.tokens * shape.dim)
+    if not compiled:
+        tensors["router input in FP32"] = float(FP32 * routed * shape.dim)
+        tensors["experts' activation and product"] = 2.0 * hidden
+        tensors["shared activation and product"] = 2 * shared
+    return tensors
+
+
+@functools.lru_cache(maxsize=65_536)
+def saved(shape: ModelShape, *, moe: bool, work: Work, compiled: bool, checkpointing: Checkpointing) -> float:
+    """Bytes that one layer keeps from its forward to its backward pass under activation checkpointing.
+
+    ``selective`` keeps the layer's input, attention's output and the output of every second matrix product
+    (``torchtitan/distributed/activation_checkpoint.py``): grouped products are not on its list, so that routed experts
+    are recomputed whole; a compiled layer keeps the outputs of both all-to-alls as well.
+    """
+    if checkpointing == "none":
+        return sum(saved_without_checkpointing(shape, moe=moe, work=work, compiled=compiled).values())
+    kept = float(BF16 * work.residual * shape.dim)
+    if checkpointing == "full":
+        return kept
+    heads = shape.n_heads // work.tp
+    kept += work.tokens * heads * (BF16 * shape.v_head_dim + FP32)
+    kept += sum(BF16 * work.tokens * width for width in _matrix_products(shape, moe=moe, tp=work.tp)[::2])
+    if moe and compiled and work.ep > 1:
+        kept += BF16 * shape.dim * (work.received(shape) + work.sent(shape))
+    return kept
+
+
+def _matrix_products(shape: ModelShape, *, moe: bool, tp: int) -> list[float]:
+    """Output features on one rank of a layer's matrix products in order; the router is never kept and not counted."""
+    heads = shape.n_heads // tp
+    queries = heads * shape.qk_head_dim
+    products: list[float] = [shape.q_lora_rank, queries] if shape.q_lora_rank else [queries]
+    products += [shape.kv_lora_rank + shape.qk_rope_head_dim]
+    products += [heads * (shape.qk_nope_head_dim + shape.v_head_dim), shape.dim]
+    hidden = (shape.shared_hidden_dim if moe else shape.dense_hidden_dim) / tp
+    return products + ([hidden, hidden, shape.dim] if hidden else [])

@@ -1,0 +1,165 @@
+"""What a rank holds of every parameter, exactly: TorchTitan's meshes and PyTorch's FSDP2 as arithmetic.
+
+A weight is cut first by tensor parallelism (or, if it belongs to routed experts, by expert parallelism) and then by FSDP
+along dimension 0, each time as ``torch.chunk`` cuts: equal pieces, with a smaller or empty one at the end. FSDP keeps
+each piece padded to the size of the first. Experts are cut along dimension 1 instead where there are more ranks than
+experts. Sources: ``torchtitan/distributed/{parallel_dims,fsdp}.py`` at 0.3.0, ``torch/distributed/fsdp/_fully_shard`` at
+2.14. One oddity is TorchTitan's: without expert parallelism it counts replicating and tensor-parallel ranks too when it
+decides that there are more ranks than experts.
+"""
+
+from __future__ import annotations
+
+import functools
+from math import prod
+from typing import NamedTuple
+
+from moelab.layout import Layout
+from moelab.model import EMBEDDING, HEAD, ModelShape, Parameter, parameters
+
+
+class Degrees(NamedTuple):
+    """The degrees of a layout that shard parameters."""
+
+    dp_replicate: int
+    fsdp: int
+    tp: int
+    ep: int
+    efsdp: int
+
+
+class Coordinates(NamedTuple):
+    """Where a rank stands on those axes; the first rank holds the most."""
+
+    tp: int = 0
+    fsdp: int = 0
+    ep: int = 0
+    efsdp: int = 0
+
+
+class Held(NamedTuple):
+    """Elements of some parameters on one rank.
+
+    ``local`` is what TorchTitan's parameters show, ``padded`` what they occupy. ``dense`` and ``experts`` are gathered
+    sizes: what is there while the parameters are in use, of everything but routed experts and of those.
+    """
+
+    local: int
+    padded: int
+    dense: int
+    experts: int
+
+    @property
+    def gathered(self) -> int:
+        """Elements while the parameters are in use."""
+        return self.dense + self.experts
+
+
+class StageModules(NamedTuple):
+    """What a pipeline stage is made of."""
+
+    embedding: int
+    dense_layers: int
+    moe_layers: int
+    head: int
+
+
+NOTHING = Held(0, 0, 0, 0)
+
+
+def degrees_of(layout: Layout) -> Degrees:
+    """The degrees that shard parameters."""
+    return Degrees(layout.dp_replicate, layout.dp_shard * layout.cp, layout.tp, layout.ep, layout.efsdp)
+
+
+def coordinates(layout: Layout, rank: int) -> Coordinates:
+    """Where a global rank stands; TorchTitan's meshes are row-major, with TP and EP fastest."""
+    region = layout.dp_shard * layout.cp * layout.tp
+    inside = rank % region
+    return Coordinates(
+        tp=inside % layout.tp, fsdp=inside // layout.tp, ep=inside % layout.ep, efsdp=inside // layout.ep
+    )
+
+
+def pipeline_rank(layout: Layout, rank: int) -> int:
+    """Pipeline rank of a global rank; the pipeline is the slowest axis."""
+    return rank // (layout.world_size // layout.pp)
+
+
+def local_numel(shape: ModelShape, layout: Layout, rank: int) -> int:
+    """Elements of all parameters that a global rank holds, as TorchTitan's sharded model has them.
+
+    Args:
+        shape: the model.
+        layout: a legal layout of it.
+        rank: global rank.
+    """
+    stages = layout.stages_of_rank[pipeline_rank(layout, rank)]
+    where = coordinates(layout, rank)
+    return sum(held(shape, layout.stages[stage], degrees_of(layout), where).local for stage in stages)
+
+
+def held(shape: ModelShape, stage: tuple[str, ...], degrees: Degrees, where: Coordinates = Coordinates()) -> Held:
+    """Elements of one stage's parameters on a rank; by default on the one that holds the most."""
+    modules = stage_modules(stage, shape.n_dense_layers)
+    parts = (
+        (modules.embedding, EMBEDDING),
+        (modules.dense_layers, "layers.0"),
+        (modules.moe_layers, f"layers.{shape.n_dense_layers}"),
+        (modules.head, HEAD),
+        (modules.head, "norm"),
+    )
+    total = NOTHING
+    for count, module in parts:
+        if count:
+            one = module_held(shape, module, degrees, where)
+            total = Held(*(a + count * b for a, b in zip(total, one, strict=True)))
+    return total
+
+
+@functools.lru_cache(maxsize=4096)
+def stage_modules(stage: tuple[str, ...], n_dense_layers: int) -> StageModules:
+    """Count a stage's modules by kind."""
+    layers = [int(name.removeprefix("layers.")) for name in stage if name.startswith("layers.")]
+    dense = sum(layer < n_dense_layers for layer in layers)
+    return StageModules(int(EMBEDDING in stage), dense, len(layers) - dense, int(HEAD in stage))
+
+
+@functools.lru_cache(maxsize=65_536)
+def module_held(shape: ModelShape, module: str, degrees: Degrees, where: Coordinates = Coordinates()) -> Held:
+    """Elements of one top module's parameters on a rank."""
+    total = NOTHING
+    for parameter in parameters(shape, module):
+        total = Held(*(a + b for a, b in zip(total, _parameter_held(parameter, degrees, where), strict=True)))
+    return total
+
+
+def _parameter_held(parameter: Parameter, degrees: Degrees, where: Coordinates) -> Held:
+    sizes = list(parameter.shape)
+    experts = parameter.part == "routed experts"
+    if experts and degrees.ep > 1:
+        sizes[0] = chunk(sizes[0], degrees.ep, where.ep)
+        ranks, place = degrees.efsdp, where.efsdp
+        axis = 1 if degrees.efsdp * degrees.ep > parameter.shape[0] else 0
+    else:
+        if parameter.tp_dim is not None:
+            sizes[parameter.tp_dim] = chunk(sizes[parameter.tp_dim], degrees.tp, where.tp)
+        ranks, place = degrees.fsdp, where.fsdp
+        crowded = degrees.dp_replicate * degrees.fsdp * degrees.tp > parameter.shape[0]
+        axis = 1 if experts and crowded else 0
+    others = prod(size for dim, size in enumerate(sizes) if dim != axis)
+    padded = chunk(sizes[axis], ranks, 0) * others
+    gathered = padded * ranks
+    return Held(
+        chunk(sizes[axis], ranks, place) * others, padded, 0 if experts else gathered, gathered if experts else 0
+    )
+
+
+def chunk(size: int, pieces: int, index: int) -> int:
+    """Size of one of ``torch.chunk``'s pieces; 0 where the pieces ran out.
+
+    >>> [chunk(10, 4, index) for index in range(4)]
+    [3, 3, 3, 1]
+    """
+    full = -(-size // pieces)
+    return max(0, min(full, size - index * full))

@@ -1,0 +1,42 @@
+"""DeepSeek-V3 as arithmetic: parameters, FLOPs, the GEMMs of a step and the bytes that tokens travel with.
+
+The shapes are TorchTitan's own and every count is exact: the tests build TorchTitan's models without memory (the meta
+device) and compare. Nothing here imports torch, so that thousands of layouts can be judged in a second.
+
+``shape.py`` has the dimensions, ``parameters.py`` the weights, ``work.py`` what a step does with them.
+"""
+
+from moelab.model.parameters import Parameter, ParameterCounts, Part, count_parameters, parameters
+from moelab.model.shape import EMBEDDING, HEAD, NORM, SHAPES, ModelShape, shape_of
+from moelab.model.work import (
+    BYTES_PER_ELEMENT,
+    Gemm,
+    Pass,
+    Precision,
+    TokenTraffic,
+    flops_per_token,
+    gemms,
+    token_traffic,
+)
+
+__all__ = [
+    "BYTES_PER_ELEMENT",
+    "EMBEDDING",
+    "HEAD",
+    "NORM",
+    "SHAPES",
+    "Gemm",
+    "ModelShape",
+    "Parameter",
+    "ParameterCounts",
+    "Part",
+    "Pass",
+    "Precision",
+    "TokenTraffic",
+    "count_parameters",
+    "flops_per_token",
+    "gemms",
+    "parameters",
+    "shape_of",
+    "token_traffic",
+]

@@ -1,0 +1,151 @@
+"""The dimensions of the DeepSeek-V3 models, and their modules by TorchTitan's names.
+
+Those of ``debug``, ``16B`` and ``671B`` are in ``torchtitan/models/deepseek_v3/__init__.py`` at 0.3.0; ``nano`` is the
+laptop's model of ``moelab.titan.models``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from moelab.errors import BadInput
+
+EMBEDDING, NORM, HEAD = "tok_embeddings", "norm", "lm_head"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """Dimensions of a DeepSeek-V3 model, under TorchTitan's names. ``q_lora_rank`` 0 means full-rank queries.
+
+    ``expert_groups`` and ``limited_groups`` are those of group-limited routing; both 1 where routing is free.
+    """
+
+    name: str
+    vocab_size: int
+    dim: int
+    n_layers: int
+    n_dense_layers: int
+    n_heads: int
+    q_lora_rank: int
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    dense_hidden_dim: int
+    moe_hidden_dim: int
+    num_experts: int
+    num_shared_experts: int
+    top_k: int
+    expert_groups: int = 1
+    limited_groups: int = 1
+
+    @property
+    def n_moe_layers(self) -> int:
+        """Layers with routed experts; they come after the dense ones."""
+        return self.n_layers - self.n_dense_layers
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Dimension of a query or key head: the part without position and the rotary part."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def shared_hidden_dim(self) -> int:
+        """Hidden dimension of all shared experts together; TorchTitan fuses them into one FFN."""
+        return self.num_shared_experts * self.moe_hidden_dim
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """TorchTitan's names of the top modules in order: what a pipeline stage is made of."""
+        return (EMBEDDING, *(f"layers.{layer}" for layer in range(self.n_layers)), NORM, HEAD)
+
+    def thin(self, *, dense_layers: int, moe_layers: int, num_experts: int | None = None) -> ModelShape:
+        """The same model with fewer layers, and fewer experts if asked: what fits on a small machine."""
+        return replace(
+            self,
+            n_layers=dense_layers + moe_layers,
+            n_dense_layers=dense_layers,
+            num_experts=num_experts or self.num_experts,
+        )
+
+
+NANO = ModelShape(
+    name="nano",
+    vocab_size=2048,
+    dim=128,
+    n_layers=4,
+    n_dense_layers=1,
+    n_heads=2,
+    q_lora_rank=64,
+    kv_lora_rank=64,
+    qk_nope_head_dim=32,
+    qk_rope_head_dim=32,
+    v_head_dim=64,
+    dense_hidden_dim=256,
+    moe_hidden_dim=128,
+    num_experts=8,
+    num_shared_experts=1,
+    top_k=2,
+)
+DEBUG = ModelShape(
+    name="debug",
+    vocab_size=2048,
+    dim=256,
+    n_layers=6,
+    n_dense_layers=1,
+    n_heads=16,
+    q_lora_rank=0,
+    kv_lora_rank=512,
+    qk_nope_head_dim=128,
+    qk_rope_head_dim=64,
+    v_head_dim=128,
+    dense_hidden_dim=1024,
+    moe_hidden_dim=256,
+    num_experts=8,
+    num_shared_experts=2,
+    top_k=3,
+)
+V2_LITE = replace(
+    DEBUG,
+    name="16B",
+    vocab_size=102_400,
+    dim=2048,
+    n_layers=27,
+    dense_hidden_dim=10_944,
+    moe_hidden_dim=1408,
+    num_experts=64,
+    top_k=6,
+)
+V3 = replace(
+    DEBUG,
+    name="671B",
+    vocab_size=129_280,
+    dim=7168,
+    n_layers=61,
+    n_dense_layers=3,
+    n_heads=128,
+    q_lora_rank=1536,
+    dense_hidden_dim=18_432,
+    moe_hidden_dim=2048,
+    num_experts=256,
+    num_shared_experts=1,
+    top_k=8,
+    expert_groups=8,
+    limited_groups=4,
+)
+SHAPES = {shape.name: shape for shape in (NANO, DEBUG, V2_LITE, V3)}
+
+
+def shape_of(model: str) -> ModelShape:
+    """The shape of a model by the name that an experiment gives it.
+
+    Raises:
+        BadInput: if there is no such model.
+
+    Example:
+        >>> shape_of("671B").n_moe_layers
+        58
+    """
+    if model not in SHAPES:
+        raise BadInput(f"there is no model {model!r}; the models are {', '.join(SHAPES)}")
+    return SHAPES[model]

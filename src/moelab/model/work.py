@@ -1,0 +1,150 @@
+"""What a step computes and moves: FLOPs, GEMMs and the bytes that tokens travel with.
+
+Letters: M, N, K of a GEMM are rows, output features, input features.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from moelab.model.parameters import Parameter, Part, count_parameters, parameters
+from moelab.model.shape import HEAD, ModelShape
+
+Pass = Literal["forward", "dgrad", "wgrad"]
+Precision = Literal["bf16", "fp8", "mxfp8"]
+
+
+def flops_per_token(shape: ModelShape, seq_len: int, *, causal: bool = False) -> int:
+    """Floating-point operations of one training step for each token, forward and backward.
+
+    Six for every active parameter outside the embedding, and attention's two products. TorchTitan counts attention as
+    if every query met every key (``torchtitan/models/utils.py`` at 0.3.0); ``causal`` counts the half that is needed.
+
+    Args:
+        shape: the model.
+        seq_len: tokens of a sequence.
+        causal: count the lower triangle of attention only.
+
+    Example:
+        >>> from moelab.model import shape_of
+        >>> [round(flops_per_token(shape_of("671B"), 8192, causal=causal) / 1e9, 1) for causal in (False, True)]
+        [342.6, 281.2]
+    """
+    counts = count_parameters(shape)
+    heads = shape.n_layers * shape.n_heads * (shape.qk_head_dim + shape.v_head_dim)
+    attention = 6 * heads * seq_len
+    return 6 * (counts.active - counts.by_part["embedding"]) + (attention // 2 if causal else attention)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gemm:
+    """A product of (M, K) and (K, N) that one rank computes ``count`` times.
+
+    Of a grouped product, M is the sum over its ``groups``; of a grouped wgrad, K is.
+    """
+
+    name: str
+    part: Part
+    direction: Pass
+    m: int
+    n: int
+    k: int
+    groups: int
+    count: int
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions of all ``count`` of them."""
+        return 2 * self.m * self.n * self.k * self.count
+
+
+def gemms(shape: ModelShape, tokens: int, *, tp: int = 1, ep: int = 1) -> tuple[Gemm, ...]:
+    """The GEMMs of forward and backward over one micro-batch on one rank, with balanced routing.
+
+    Without parallel axes their FLOPs and those of the norms' weights and attention add up to :func:`flops_per_token`.
+
+    Args:
+        shape: the model, or the part of it that the rank has.
+        tokens: of the micro-batch on this rank's data-parallel and context-parallel coordinate, before tensor
+            parallelism splits the sequence.
+        tp: tensor-parallel degree.
+        ep: expert-parallel degree; with it, each tensor-parallel rank routes its own share of the tokens.
+    """
+    routed = tokens * shape.top_k // (tp if ep > 1 else 1)
+    found: list[Gemm] = []
+    for module, count in (("layers.0", shape.n_dense_layers), (f"layers.{shape.n_dense_layers}", shape.n_moe_layers)):
+        if count:
+            for weight in parameters(shape, module):
+                found += _gemms_of(shape, weight, tokens, routed, count, tp=tp, ep=ep)
+    head = parameters(shape, HEAD)[0]
+    return (*found, *_gemms_of(shape, head, tokens, routed, 1, tp=tp, ep=ep))
+
+
+def _gemms_of(
+    shape: ModelShape, weight: Parameter, tokens: int, routed: int, count: int, *, tp: int, ep: int
+) -> list[Gemm]:
+    if weight.part == "norms":
+        return []
+    grouped = weight.part == "routed experts"
+    sharded_by_tp = weight.tp_dim is not None and not (grouped and ep > 1)
+    sizes = [size // tp if sharded_by_tp and dim == weight.tp_dim else size for dim, size in enumerate(weight.shape)]
+    n, k = sizes[-2:]
+    rows = routed if grouped else tokens
+    # The router runs on the sequence shard that each tensor-parallel rank routes.
+    rows = rows // tp if weight.part == "router" and ep > 1 else rows
+    name = weight.name.removesuffix(".weight")
+    groups = shape.num_experts // ep if grouped else 1
+    products: tuple[tuple[Pass, int, int, int], ...] = (
+        ("forward", rows, n, k),
+        ("dgrad", rows, k, n),
+        ("wgrad", n, k, rows),
+    )
+    return [
+        Gemm(name=name, part=weight.part, direction=direction, m=m, n=columns, k=inner, groups=groups, count=count)
+        for direction, m, columns, inner in products
+    ]
+
+
+BYTES_PER_ELEMENT = {"bf16": 2.0, "mxfp8": 1.0 + 1 / 32, "fp8": 1.0 + 4 / 128}
+"""Bytes of one element in flight: BF16; MXFP8 with one byte of scale for 32 elements (OCP MX specification 1.0); FP8
+with one FP32 scale for 128 (DeepEP's FP8 dispatch, ``deepseek-ai/DeepEP`` README)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenTraffic:
+    """Bytes that one rank sends in one MoE layer, itself included as a destination.
+
+    Backward, the gradient of combine travels as dispatch did and the gradient of dispatch as combine did.
+    """
+
+    dispatch_bytes: float
+    combine_bytes: float
+    combine_gradient_bytes: float
+    dispatch_gradient_bytes: float
+
+
+def token_traffic(
+    shape: ModelShape, tokens: int, *, precision: Precision = "bf16", copies: float | None = None
+) -> TokenTraffic:
+    """Bytes of dispatch and combine in one MoE layer, forward and backward.
+
+    Args:
+        shape: the model.
+        tokens: that the rank routes.
+        precision: of dispatch and of combine's gradient, as torchao's MXFP8 all-to-all has it; the other two directions
+            stay in BF16.
+        copies: how often a token is sent; ``top_k`` for a plain all-to-all, fewer where a token is sent once to each
+            destination.
+
+    Example:
+        >>> from moelab.model import shape_of
+        >>> traffic = token_traffic(shape_of("671B"), 4096)
+        >>> f"{traffic.dispatch_bytes / 2**20:.0f} MiB"
+        '448 MiB'
+    """
+    elements = tokens * shape.dim * (shape.top_k if copies is None else copies)
+    low, high = elements * BYTES_PER_ELEMENT[precision], elements * BYTES_PER_ELEMENT["bf16"]
+    return TokenTraffic(
+        dispatch_bytes=low, combine_bytes=high, combine_gradient_bytes=low, dispatch_gradient_bytes=high
+    )

@@ -1,0 +1,154 @@
+"""Plans and searches as text for a terminal: short, aligned, the factor at fault first."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable
+
+from moelab.experiment import Experiment
+from moelab.layout import Layout
+from moelab.plan import Plan, as_shell, bubble_of
+from moelab.search import ORDER, Candidate, Found
+
+WIDTH = 118
+LABEL = 10
+
+
+def plan_text(plan: Plan) -> str:
+    """A plan for a person."""
+    lines = [headline(plan)]
+    lines += rows("", plan.verdict.reasons, bullet="- ")
+    if plan.verdict.layout is not None:
+        lines += layout_lines(plan.experiment, plan.verdict.layout)
+    lines += memory_lines(plan)
+    lines += rows("notes", plan.notes, bullet="- ")
+    if plan.verdict.legal:
+        lines += ["command", "  " + as_shell(plan.command)]
+    if plan.differences:
+        lines += ["", "differs from the published scripts:"]
+        lines += difference_lines(plan)
+    return "\n".join(lines)
+
+
+def headline(plan: Plan) -> str:
+    """Verdict and experiment on one line."""
+    experiment = plan.experiment
+    count = len(plan.verdict.reasons)
+    if count:
+        verdict = f"illegal, {count} reason{'s' if count > 1 else ''}"
+    elif plan.fits is False:
+        verdict = "legal, but does not fit"
+    else:
+        verdict = "legal" if plan.fits is None else "legal, and fits"
+    return (
+        f"{verdict}: {experiment.model}, arm {experiment.arm}, {experiment.nodes} nodes of "
+        f"{experiment.gpus_per_node} = {experiment.world_size} ranks, hardware {experiment.hardware}"
+    )
+
+
+def layout_lines(experiment: Experiment, layout: Layout) -> list[str]:
+    """Degrees, batch and pipeline."""
+    degrees = " · ".join(f"{axis} {getattr(layout, axis)}" for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp"))
+    sequences = experiment.local_batch * layout.data_parallel
+    lines = rows("layout", [f"{degrees} · ep {layout.ep}, experts sharded by {layout.efsdp}"])
+    lines += rows(
+        "batch",
+        [
+            f"{layout.microbatches} x {layout.microbatch_size} sequences on {layout.data_parallel} data-parallel ranks: "
+            f"{sequences:,} sequences, "
+            f"{sequences * experiment.seq_len / 1e6:.3g} M tokens a step"
+        ],
+    )
+    if layout.pp > 1:
+        bubble = (
+            f"{experiment.pp_schedule}, {len(layout.stages)} stages; a rank waits {bubble_of(experiment, layout):.1%}"
+        )
+        lines += rows("pipeline", [f"{bubble} of a step by the schedule alone", *stage_lines(layout)])
+    return lines
+
+
+def stage_lines(layout: Layout) -> list[str]:
+    """What each of the first and last pipeline ranks holds."""
+    shown = range(layout.pp) if layout.pp <= 4 else (0, 1, layout.pp - 1)
+    return [
+        f"rank {rank}: "
+        + "; ".join(f"stage {stage} {spans(layout.stages[stage])}" for stage in layout.stages_of_rank[rank])
+        for rank in shown
+    ]
+
+
+def spans(modules: tuple[str, ...]) -> str:
+    """Names of a stage's modules, consecutive layers as a range.
+
+    >>> spans(("tok_embeddings", "layers.0", "layers.1", "layers.2"))
+    'tok_embeddings, layers 0-2'
+    """
+    numbers = [int(name.removeprefix("layers.")) for name in modules if name.startswith("layers.")]
+    layers = [f"layers {numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else f"layer {numbers[0]}"] if numbers else []
+    before = [name for name in modules if name == "tok_embeddings"]
+    after = [name for name in modules if name in ("norm", "lm_head")]
+    return ", ".join([*before, *layers, *after])
+
+
+def memory_lines(plan: Plan) -> list[str]:
+    """GiB of the fullest GPU beside what it has."""
+    if plan.memory is None:
+        return []
+    needed = f"{plan.memory.worst_gib:.1f} GiB on the fullest GPU"
+    return rows("memory", [needed if plan.fits is None else f"{needed} of {plan.memory.capacity_gib:.1f}"])
+
+
+def difference_lines(plan: Plan) -> list[str]:
+    """The table of differences, one block a row."""
+    lines: list[str] = []
+    for row in plan.differences:
+        lines += rows(f"  {row.topic}", [f"published: {row.published}", f"here: {row.here}"], label=28)
+    return lines
+
+
+def search_text(found: Found, *, global_batch: int | None) -> str:
+    """The layouts of a search as a table, with the order that it is in."""
+    counts = f"{found.examined:,} layouts judged, {found.legal:,} legal, {found.too_large:,} better ones do not fit"
+    if not found.candidates:
+        return f"{counts}; none is left"
+    header = (
+        "pp",
+        "schedule",
+        "micro",
+        "dp_rep",
+        "dp_shard",
+        "cp",
+        "tp",
+        "ep",
+        "local",
+        "global",
+        "bubble",
+        "free GiB",
+    )
+    table = [header, *(candidate_row(candidate) for candidate in found.candidates)]
+    widths = [max(len(row[column]) for row in table) for column in range(len(header))]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in table]
+    batch = "" if global_batch is None else f" at a global batch of {global_batch}"
+    return "\n".join([*lines, "", f"{counts}{batch}.", f"Order: {', '.join(ORDER)}. No speed is predicted."])
+
+
+def candidate_row(candidate: Candidate) -> tuple[str, ...]:
+    """One layout of a search, as cells."""
+    x = candidate.experiment
+    pipeline = (x.pp_schedule, str(x.microbatch)) if x.pp > 1 else ("-", "-")
+    degrees = (x.dp_replicate, x.dp_shard, x.cp, x.tp, x.ep, x.local_batch)
+    free = "?" if candidate.headroom_gib is None else f"{candidate.headroom_gib:.1f}"
+    total = x.local_batch * x.dp_replicate * x.dp_shard
+    return (str(x.pp), *pipeline, *map(str, degrees), str(total), f"{candidate.bubble_fraction:.1%}", free)
+
+
+def rows(name: str, texts: Iterable[str], *, bullet: str = "", label: int = LABEL) -> list[str]:
+    """Wrapped lines behind a label of fixed width."""
+    lines: list[str] = []
+    for text in texts:
+        start = name.ljust(label) + bullet if name else bullet
+        lines += textwrap.wrap(
+            text, WIDTH, initial_indent=start, subsequent_indent=" " * len(start), break_on_hyphens=False
+        )
+        name = " " * label if name else ""
+    return lines

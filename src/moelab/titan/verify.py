@@ -1,0 +1,98 @@
+"""Build an experiment with TorchTitan itself, for a world of any size, in a process without a GPU.
+
+A child process gives ``torch.distributed`` its fake backend (any world size, no peers), builds the model on the meta
+device (shapes without storage), lets TorchTitan split it into pipeline stages and shard it as one rank of that world,
+and counts what that rank holds. Configuration is done as on the GPU that the experiment is for, so the dispatcher, the
+MXFP8 kernels and the SPMD backend are those of the real run. What cannot be built without a GPU is listed in the
+result.
+
+Nothing here loads torch: see ``verify_rank.py`` for what the child does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from moelab.errors import BadInput, MoelabError, Refused
+from moelab.experiment import Experiment
+from moelab.hardware import gpu_of
+from moelab.layout import check
+from moelab.memory.sharding import local_numel
+from moelab.model import shape_of
+from moelab.titan.arms import refusal
+
+CAPABILITY = (10, 0)
+"""Compute capability that is assumed where the experiment's hardware has no GPU: a B200's."""
+CHILD = "moelab.titan.verify_rank"
+
+
+def verify(experiment: Experiment, ranks: Sequence[int] | None = None) -> dict[str, Any]:
+    """Build an experiment as some of its ranks would, and report what they hold.
+
+    Args:
+        experiment: one arm, on a cluster of any size.
+        ranks: global ranks to build; by default the first of every pipeline rank.
+
+    Returns:
+        Of the whole: ``seconds``, ``world_size``, ``gpu`` (what it was configured for), ``total_parameters``,
+        ``spmd_backend``, ``dispatcher``, ``overrides``, ``not_built`` (what needs a GPU, in words) and ``ranks``. Of
+        each rank: ``rank``, ``pp_rank``, ``stages`` (number and modules), ``parameters`` (elements of its shards),
+        ``expert_parameters``, ``unique_parameters`` (each element divided by the ranks that hold a copy: summed over
+        all ranks, the total), ``mxfp8_modules``, ``predicted_parameters`` (of :mod:`moelab.memory`) and ``seconds``.
+
+    Raises:
+        BadInput: for a rank outside of the world.
+        Refused: with TorchTitan's own words, if it does not build.
+    """
+    started = time.monotonic()
+    if reason := refusal(experiment):
+        raise Refused(reason)
+    chosen = list(ranks) if ranks is not None else first_ranks(experiment)
+    if wrong := [rank for rank in chosen if not 0 <= rank < experiment.world_size]:
+        raise BadInput(f"rank {wrong[0]} is not in this world: valid are 0 to {experiment.world_size - 1}")
+    request = {"experiment": experiment.model_dump(mode="json"), "ranks": chosen, "capability": _capability(experiment)}
+    answer = _ask_child(request)
+    for error in [row["error"] for row in answer["ranks"] if "error" in row]:
+        raise Refused(f"TorchTitan does not build this experiment: {error}")
+    layout = check(experiment).layout
+    for row in answer["ranks"]:
+        row["predicted_parameters"] = layout and local_numel(shape_of(experiment.model), layout, row["rank"])
+    return {"seconds": round(time.monotonic() - started, 1), "world_size": experiment.world_size, **answer}
+
+
+def first_ranks(experiment: Experiment) -> list[int]:
+    """The first global rank of every pipeline rank: TorchTitan's outermost axis is the pipeline."""
+    return [rank * (experiment.world_size // experiment.pp) for rank in range(experiment.pp)]
+
+
+def _capability(experiment: Experiment) -> tuple[int, int]:
+    major, minor = divmod(round(10 * gpu_of(experiment.hardware).capability), 10)
+    return (major, minor) if major else CAPABILITY
+
+
+def _ask_child(request: dict[str, Any]) -> dict[str, Any]:
+    environment = {
+        **os.environ,
+        "CUDA_VISIBLE_DEVICES": "",  # a GPU that is here must not answer for the one that is assumed
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", CHILD],
+        input=json.dumps(request),
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+    if done.returncode != 0:
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        raise MoelabError(f"verification ended with exit code {done.returncode}: {last[:500]}")
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer

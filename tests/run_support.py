@@ -1,0 +1,58 @@
+"""Run directories for tests, made without training: TorchTitan's log lines in the places where a launcher puts them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from stand_in import step_line, validation_line
+
+from moelab.experiment import Experiment
+from moelab.runs import directory
+from moelab.runs.directory import RunDir
+from moelab.runs.files import write_json
+from moelab.runs.status import State, Status
+
+ENVIRONMENT = {
+    "moelab": "0.1.0",
+    "python": "3.11.7",
+    "platform": "Linux 6.1 x86_64",
+    "packages": {"torch": "2.14.0", "torchtitan": "0.3.0", "torchao": "0.18.0", "plotly": None},
+    "processor": "A processor",
+    "cores": 2,
+    "memory_gib": 8.0,
+    "gpus": [],
+    "git_commit": None,
+    "hosts": 1,
+}
+COMMAND = (
+    "MOELAB_EXPERIMENT={folder}/experiment.yaml {home}/.venv/bin/python -m torch.distributed.run "
+    "--nproc-per-node=2 --log-dir={folder}/logs -m torchtitan.train --dump_folder {folder}\n"
+)
+
+
+def make_run(
+    runs: Path,
+    experiment: Experiment,
+    losses: Sequence[float],
+    *,
+    state: State = State.COMPLETED,
+    reason: str | None = None,
+    held_out: float | None = None,
+    tps: float = 1000.0,
+) -> RunDir:
+    """A run directory with one logged step for each loss."""
+    run = directory.create(runs, experiment)
+    lines = [step_line(step, loss, tps=tps) for step, loss in enumerate(losses, start=1)]
+    lines += [validation_line(len(losses), held_out)] if held_out is not None else []
+    run.log.write_text("".join(lines))
+    write_json(run.path / "environment.json", ENVIRONMENT)
+    folder = str(run.path.absolute())
+    (run.path / "launch" / "command.sh").write_text(COMMAND.format(folder=folder, home="/home/alice"))
+    if experiment.precision == "mxfp8":
+        converted = run.path / "launch" / "converted" / "rank0.json"
+        converted.parent.mkdir()
+        converted.write_text(json.dumps({"kernels": "emulated", "modules": ["layers.1.moe.experts"]}))
+    run.set_status(Status(state=state, reason=reason, attempts=1))
+    return run

@@ -1,0 +1,216 @@
+"""A stand-in for torchrun, so that the launcher is tested in seconds: it logs, fails, hangs and dies as ranks do.
+
+As a module it replaces the launcher's command; as a script it is that command, or ``moelab`` with its command replaced:
+
+    python stand_in.py moelab '{"bf16_standard/seed0": "hang"}' run study.yaml --runs runs
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from datetime import datetime, timedelta
+from pathlib import Path
+
+LOST = "RuntimeError: [../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:23"
+FAILURE = "  rank      : {rank} (local_rank: {rank})\n  exitcode  : {code} (pid: 12345)\n"
+RANK = "import time\nprint('rank', flush=True)\ntime.sleep(600)"
+STUBBORN_RANK = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + RANK
+
+START = datetime(2026, 9, 14, 3, 10, 22)
+
+
+def step_line(step: int, loss: float, *, tps: float = 1000.0, seconds: float | None = None) -> str:
+    """One line of a step, as torchtitan 0.3.0 logs it under torchrun."""
+    time = START + timedelta(seconds=step if seconds is None else seconds)
+    return (
+        f"[rank0]:[titan] {time:%Y-%m-%d %H:%M:%S},000 - root - INFO - step: {step:2}  loss: {loss:8.5f}  "
+        f"grad_norm:  0.2210  memory:  1.50GiB(2.00%)  tps: {round(tps):,}  tflops: 0.10  mfu: N/A\n"
+    )
+
+
+def validation_line(step: int, loss: float) -> str:
+    """The line of a held-out loss."""
+    time = START + timedelta(seconds=step + 0.5)
+    return (
+        f"[rank0]:[titan] {time:%Y-%m-%d %H:%M:%S},000 - root - INFO - validate step: {step:2}  loss: {loss:7.4f}  "
+        "memory:  1.50GiB(2.00%)  tps: 2,000\n"
+    )
+
+
+def install(behaviours: Mapping[str, str] | None = None, *, poll_s: float = 0.02) -> None:
+    """Let the launcher of this process start the stand-in; an experiment without a behaviour trains to its end.
+
+    Args:
+        behaviours: what the run of ``<arm>/seed<k>`` does: one of the functions below.
+        poll_s: how often the launcher looks at it.
+    """
+    from moelab.experiment import Experiment
+    from moelab.launch import local
+
+    def command(experiment: Experiment, folder: Path) -> local.Command:
+        behaviour = (behaviours or {}).get(f"{experiment.arm}/seed{experiment.seed}", "train")
+        call = [sys.executable, __file__, behaviour, str(folder), str(experiment.steps)]
+        converted = experiment.precision == "mxfp8" and behaviour != "unconverted"
+        variables = {"MOELAB_EXPERIMENT": str(folder / "experiment.yaml"), "CONVERTED": "1" if converted else ""}
+        return local.Command(arguments=call, variables=variables)
+
+    local.command = command
+    local.stage_data = lambda experiment: None
+    local.POLL_S = poll_s
+
+
+def processes_of(runs: Path) -> list[int]:
+    """Every living process of the runs below a folder, torchrun and ranks."""
+    start, found = f"MOELAB_EXPERIMENT={runs.resolve()}/".encode(), []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            variables = (folder / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if any(variable.startswith(start) for variable in variables):
+            found.append(int(folder.name))
+    return found
+
+
+# What a run does
+
+
+def say(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def steps(last: int, first: int = 1) -> None:
+    for step in range(first, last + 1):
+        say(step_line(step, 8.0 - 0.1 * step))
+
+
+def record(folder: Path, rank: int, message: str, when: int) -> None:
+    place = folder / "logs" / "none_1" / "attempt_0" / str(rank)
+    place.mkdir(parents=True)
+    extra = {"py_callstack": "…", "timestamp": str(when)}
+    (place / "error.json").write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
+
+
+def train(folder: Path, last: int) -> int:
+    steps(last)
+    say(validation_line(last, 7.0))
+    return 0
+
+
+unconverted = train
+
+
+def short(_folder: Path, _last: int) -> int:
+    steps(2)
+    return 0
+
+
+def die(folder: Path, _last: int) -> int:
+    """Rank 1 raises, and rank 0 loses it."""
+    steps(2)
+    record(folder, 0, LOST, 99)
+    record(folder, 1, "ValueError: the vocabulary\nis too small", 100)
+    say(FAILURE.format(rank=0, code=1) + FAILURE.format(rank=1, code=1))
+    return 1
+
+
+def rank_killed(folder: Path, _last: int) -> int:
+    steps(2)
+    record(folder, 0, LOST, 99)
+    say(FAILURE.format(rank=0, code=1) + FAILURE.format(rank=1, code=-9))
+    return 1
+
+
+def nan(folder: Path, _last: int) -> int:
+    """As torchtitan 0.3.0 ends it."""
+    steps(2)
+    record(folder, 0, "RuntimeError: Loss is not finite (global_avg_loss=nan) at step 3.", 100)
+    return 1
+
+
+def nan_unseen(_folder: Path, last: int) -> int:
+    steps(last - 1)
+    say(step_line(last, float("nan")))
+    return 0
+
+
+def inf_unseen(_folder: Path, last: int) -> int:
+    steps(last - 1)
+    say(step_line(last, float("inf")))
+    return 0
+
+
+def wordless(_folder: Path, _last: int) -> int:
+    return 7
+
+
+def torn(folder: Path, _last: int) -> int:
+    """Killed while the files beside the log were being written."""
+    steps(1)
+    converted = folder / "launch" / "converted"
+    converted.mkdir(parents=True, exist_ok=True)
+    (converted / "rank1.json").write_text('{"kernels": "emul')
+    record(folder, 0, "x", 1)
+    (folder / "logs" / "none_1" / "attempt_0" / "0" / "error.json").write_text('{"mess')
+    return 1
+
+
+def hang(_folder: Path, _last: int, rank: str = RANK) -> int:
+    """Log two steps, then wait with two ranks in sessions of their own; end them on SIGTERM, as torchrun does."""
+
+    def ended(*_: object) -> None:
+        for child in ranks:
+            child.terminate()
+        for child in ranks:
+            child.wait()
+        sys.exit(1)
+
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", rank], start_new_session=True, stdout=subprocess.PIPE) for _ in range(2)
+    ]
+    for child in ranks:
+        assert child.stdout is not None
+        child.stdout.readline()
+    signal.signal(signal.SIGTERM, ended)
+    steps(2)
+    time.sleep(600)
+    return 0
+
+
+def stubborn(folder: Path, last: int) -> int:
+    """Ranks that ignore SIGTERM."""
+    return hang(folder, last, STUBBORN_RANK)
+
+
+def torchrun_killed(_folder: Path, _last: int) -> int:
+    """torchrun itself is killed, and its ranks would go on."""
+    subprocess.Popen([sys.executable, "-c", RANK], start_new_session=True)
+    steps(2)
+    os.kill(os.getpid(), signal.SIGKILL)
+    return 0
+
+
+def main() -> int:
+    verb, *arguments = sys.argv[1:]
+    if verb == "moelab":
+        from moelab.cli import main as moelab
+
+        install(json.loads(arguments[0]))
+        return moelab(arguments[1:])
+    folder, last = Path(arguments[0]), int(arguments[1])
+    if os.environ.get("CONVERTED"):
+        place = folder / "launch" / "converted" / "rank0.json"
+        place.parent.mkdir(parents=True)
+        place.write_text(json.dumps({"kernels": "emulated", "modules": ["layers.1.moe.experts"]}))
+    return int(globals()[verb](folder, last))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

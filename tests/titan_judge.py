@@ -1,0 +1,235 @@
+"""What TorchTitan itself says of an experiment, asked of its own code in a process of its own.
+
+A request on stdin, ``{"depth": …, "experiments": […]}``, is answered on stdout with a list of TorchTitan's error
+messages, null where it raises none. Depths:
+
+- ``configure``: everything up to the model and the mesh that needs no process group: configuration objects, the first
+  part of ``Trainer.__init__``, the model's ``update_from_config``, the pipeline's split and its schedule;
+- ``mesh``: that, and the device mesh under the fake backend;
+- ``shard``: that, and the model on the meta device, sharded as rank 0. One process for each, because a process keeps
+  one view of the world.
+
+The device is the CPU with the settings of a GPU (``spmd_types``): only shapes matter here.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+from moelab.experiment import Experiment, Precision
+
+PADDING = {Precision.FP8: 16, Precision.MXFP8: 32}
+
+
+def ask(depth: str, experiments: Sequence[Experiment]) -> list[str | None]:
+    """TorchTitan's message for each experiment, None where it accepts."""
+    request = {"depth": depth, "experiments": [experiment.model_dump(mode="json") for experiment in experiments]}
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__))], input=json.dumps(request), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    answers: list[str | None] = json.loads(done.stdout.splitlines()[-1])
+    assert len(answers) == len(experiments)
+    return answers
+
+
+def main() -> None:
+    """Answer one request."""
+    from moelab.titan import cpu
+
+    os.environ["LOCAL_RANK"] = "0"
+    request = json.load(sys.stdin)
+    experiments = [Experiment(**fields) for fields in request["experiments"]]
+    import torchtitan.models.deepseek_v3
+    import torchtitan.trainer  # noqa: F401 - cpu.enable() reaches the modules that are loaded
+
+    cpu.enable()
+    judge = {"configure": configure, "mesh": build_mesh, "shard": shard_in_fork}[request["depth"]]
+    print(json.dumps([_words(judge, experiment) for experiment in experiments]))  # noqa: T201
+
+
+def _words(judge: Any, experiment: Experiment) -> str | None:
+    try:
+        judge(experiment)
+    except Exception as error:  # whatever TorchTitan raises is its verdict
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+class _ReachedProcessGroup(Exception):
+    """``Trainer.__init__`` has come as far as it can without a world."""
+
+
+def configure(experiment: Experiment) -> Any:
+    """TorchTitan's configuration and dimensions of an experiment, with every check that needs no process group."""
+    from torchtitan.distributed import ParallelDims
+    from torchtitan.trainer import Trainer
+
+    config = _trainer_config(experiment)
+    dims = []
+
+    def no_process_group(_trainer: Trainer) -> ParallelDims:
+        dims.append(ParallelDims.from_config(config.parallelism, experiment.world_size))
+        return dims[0]
+
+    with (
+        mock.patch.object(Trainer, "init_distributed", no_process_group),
+        mock.patch("torchtitan.trainer.dist_utils.set_spmd_backend", side_effect=_ReachedProcessGroup),
+        suppress(_ReachedProcessGroup),
+    ):
+        Trainer.__init__.__wrapped__(Trainer.__new__(Trainer), config)
+    config.model_spec.model.update_from_config(config=config)
+    config._validate_cuda_graphs()
+    if experiment.pp > 1:
+        _pipeline(experiment, config, dims[0])
+    return config, dims[0]
+
+
+def _trainer_config(experiment: Experiment) -> Any:
+    from torchtitan.components.quantization.utils import swap_token_dispatcher
+    from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
+    from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+    from torchtitan.models.common.moe import GroupedExperts
+    from torchtitan.trainer import Trainer
+
+    from moelab.titan.models import model_spec
+
+    spec = model_spec(experiment.model, ep_backend=experiment.ep_backend.value)
+    if experiment.precision is not Precision.BF16:  # the first step of TorchTitan's converters of experts
+        for _name, _config, parent, _attribute in spec.model.traverse(GroupedExperts.Config):
+            swap_token_dispatcher(parent, PADDING[experiment.precision])
+    return Trainer.Config(
+        model_spec=spec,
+        training=TrainingConfig(
+            local_batch_size=experiment.local_batch, seq_len=experiment.seq_len, disable_cuda_graphs=True
+        ),
+        activation_checkpoint={"none": None, "selective": SelectiveAC.Config(), "full": FullAC.Config()}[
+            experiment.activation_checkpoint
+        ],
+        compile=CompileConfig(enable=experiment.compile != "none", components=experiment.compile.split("+")),
+        parallelism=ParallelismConfig(
+            data_parallel_replicate_degree=experiment.dp_replicate,
+            data_parallel_shard_degree=experiment.dp_shard,
+            tensor_parallel_degree=experiment.tp,
+            pipeline_parallel_degree=experiment.pp,
+            pipeline_parallel_schedule=experiment.pp_schedule,
+            pipeline_parallel_microbatch_size=experiment.microbatch,
+            context_parallel_degree=experiment.cp,
+            expert_parallel_degree=experiment.ep,
+        ),
+    )
+
+
+def _pipeline(experiment: Experiment, config: Any, dims: Any) -> tuple[list[list[str]], list[tuple[int, ...]]]:
+    """Split the model and build the schedule; returns the stages' modules and each rank's stages."""
+    from torchtitan.distributed import pipeline_parallel as titan
+
+    n_stages, n_layers, first, last = titan._get_pipeline_metadata(dims, config.parallelism, config.model_spec.model)
+    modules = titan._generate_llm_fqn_per_model_part(n_stages, n_layers, first, last)
+    held = [
+        titan._get_pp_rank_to_stage_indices_mapping(rank, dims.pp, experiment.pp_schedule, n_stages)
+        for rank in range(dims.pp)
+    ]
+    _schedule(
+        experiment.pp_schedule, experiment.pp, n_stages, held[0], experiment.local_batch, experiment.microbatch
+    )
+    return modules, held
+
+
+@functools.lru_cache(maxsize=None)
+def _schedule(name: str, pp: int, n_stages: int, held: tuple[int, ...], local_batch: int, microbatch: int) -> Any:
+    """The schedule of pipeline rank 0, on stages without modules. Large ones stop before communication is added."""
+    from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
+    from torchtitan.config import ParallelismConfig
+    from torchtitan.distributed import pipeline_parallel as titan
+
+    stages = [
+        SimpleNamespace(
+            stage_index=stage,
+            num_stages=n_stages,
+            group_rank=0,
+            group_size=pp,
+            is_first=stage == 0,
+            is_last=stage == n_stages - 1,
+            submod=None,
+            has_backward=True,
+        )
+        for stage in held
+    ]
+    parallelism = ParallelismConfig(
+        pipeline_parallel_schedule=name,
+        pipeline_parallel_degree=pp,
+        pipeline_parallel_microbatch_size=microbatch,
+    )
+    large = pp * local_batch > 128
+    skip = mock.patch.object(_PipelineScheduleRuntime, "_prepare_schedule_with_comms", lambda *_arguments: None)
+    with skip if large else mock.MagicMock():
+        return titan._build_pipeline_schedule(
+            parallelism=parallelism, local_batch_size=local_batch, stages=stages, loss_fn=lambda *_tensors: None
+        )
+
+
+def build_mesh(experiment: Experiment) -> Any:
+    """Build TorchTitan's device mesh of the whole world as rank 0."""
+    import torch.distributed
+    from torchtitan.distributed.utils import init_fake_mode
+
+    config, dims = configure(experiment)
+    init_fake_mode(experiment.world_size)
+    try:
+        dims.build_mesh()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def shard_in_fork(experiment: Experiment) -> None:
+    """As :func:`shard`, in a child of this process."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=lambda: theirs.send(_words(shard, experiment)))
+    process.start()
+    theirs.close()
+    try:
+        words = ours.recv()
+    finally:
+        process.join()
+    if words is not None:
+        raise RuntimeError(words)
+
+
+def shard(experiment: Experiment) -> None:
+    """Build the model on the meta device and let TorchTitan shard it as rank 0."""
+    import torch
+    from torchtitan.config import CompileConfig
+    from torchtitan.distributed.utils import init_fake_mode, set_spmd_backend
+
+    config, dims = configure(experiment)
+    init_fake_mode(experiment.world_size)
+    set_spmd_backend(config.parallelism.spmd_backend)
+    spec = config.model_spec
+    with torch.device("meta"):
+        model = spec.model.build()
+    spec.parallelize_fn(
+        model,
+        parallel_dims=dims,
+        training=config.training,
+        parallelism=config.parallelism,
+        compile_config=CompileConfig(),
+        ac_config=None,
+        dump_folder="",
+    )
+
+
+if __name__ == "__main__":
+    main()

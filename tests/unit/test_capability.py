@@ -1,0 +1,121 @@
+"""What a machine can run, for machines that are not here; every refusal says what is wrong and what would run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from moelab.experiment import EPBackend, Experiment, Precision
+from moelab.launch import capability
+from moelab.launch.capability import refusals
+from moelab.machine import GpuInfo
+
+
+def node(count: int, name: str, sm: float) -> tuple[GpuInfo, ...]:
+    return (GpuInfo(name=name, capability=sm, driver="580.1", memory_mib=80_000),) * count
+
+
+CPU: tuple[GpuInfo, ...] = ()
+A100, H100, B200 = node(8, "NVIDIA A100", 8.0), node(8, "NVIDIA H100", 9.0), node(8, "NVIDIA B200", 10.0)
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capability, "cores", lambda: 2)
+    monkeypatch.setattr(capability, "has_module", lambda name: False)
+
+
+def why(devices: tuple[GpuInfo, ...], **fields: Any) -> list[str]:
+    return refusals(Experiment(**fields), devices=devices)
+
+
+@pytest.mark.parametrize(
+    ("devices", "fields"),
+    [
+        (CPU, {}),
+        (CPU, {"precision": "mxfp8"}),
+        (CPU, {"precision": "mxfp8", "quantize": "experts+linears", "mxfp8_kernels": "emulated"}),
+        (CPU, {"gpus_per_node": 8}),
+        (CPU, {"routing": "round_robin", "model": "debug"}),
+        (CPU, {"routing": "random_balanced"}),
+        (A100, {"precision": "mxfp8", "gpus_per_node": 8}),
+        (H100, {"precision": "fp8", "model": "16B"}),
+        (H100, {"precision": "mxfp8"}),
+        (B200, {"precision": "mxfp8", "mxfp8_kernels": "native", "model": "671B"}),
+        (B200, {"precision": "bf16", "ep_backend": "minimal_async_ep"}),
+        (H100, {"precision": "bf16", "quantize": "experts+linears", "tp": 2}),
+        (B200, {"hardware": "cpu"}),
+    ],
+)
+def test_what_runs(devices: tuple[GpuInfo, ...], fields: dict[str, Any]) -> None:
+    assert why(devices, **fields) == []
+
+
+@pytest.mark.parametrize(
+    ("devices", "fields", "wrong", "nearest"),
+    [
+        (CPU, {"precision": "fp8"}, "precision fp8", "precision=mxfp8"),
+        (CPU, {"precision": "mxfp8", "mxfp8_kernels": "native"}, "mxfp8_kernels native", "mxfp8_kernels=emulated"),
+        (CPU, {"ep_backend": "deepep"}, "ep_backend deepep", "ep_backend=standard"),
+        (CPU, {"ep_backend": "hybridep"}, "ep_backend hybridep", "ep_backend=standard"),
+        (CPU, {"ep_backend": "minimal_async_ep"}, "ep_backend minimal_async_ep", "ep_backend=standard"),
+        (CPU, {"model": "16B"}, "model 16B", "model=debug"),
+        (CPU, {"model": "671B"}, "model 671B", "model=nano"),
+        (CPU, {"gpus_per_node": 9}, "gpus_per_node is 9", "at most 8"),
+        (CPU, {"nodes": 2}, "nodes is 2", "nodes=1"),
+        (A100, {"precision": "fp8"}, "NVIDIA A100 is SM80", "precision=mxfp8"),
+        (H100, {"precision": "mxfp8", "mxfp8_kernels": "native"}, "NVIDIA H100 is SM90", "mxfp8_kernels=emulated"),
+        (H100, {"gpus_per_node": 16}, "this machine has 8 GPUs", "gpus_per_node=8"),
+        (H100, {"precision": "fp8", "quantize": "experts+linears"}, "quantize experts+linears", "quantize=experts"),
+        (B200, {"precision": "mxfp8", "quantize": "experts+linears", "tp": 2}, "tp is 2", "quantize=experts"),
+        (B200, {"ep_backend": "deepep"}, "not installed", "ep_backend=standard"),
+        (B200, {"precision": "mxfp8", "ep_backend": "deepep"}, "mxfp8 experts with the deepep", "ep_backend=hybridep"),
+        (B200, {"precision": "mxfp8", "ep_backend": "minimal_async_ep"}, "the minimal_async_ep", "ep_backend=standard"),
+        (H100, {"precision": "fp8", "ep_backend": "minimal_async_ep"}, "fp8 experts with", "ep_backend=hybridep"),
+        (H100, {"hardware": "cpu", "precision": "fp8"}, "no GPU to use", "precision=mxfp8"),
+        (H100, {"hardware": "cpu", "model": "16B"}, "model 16B", "model=nano"),
+        (H100, {"hardware": "b200_node"}, "hardware b200_node", "hardware=local"),
+        (CPU, {"dispatch_precision": "mxfp8"}, "dispatch_precision mxfp8", "use bf16"),
+        (CPU, {"dispatch_precision": "mxfp8", "routing": "random_balanced"}, "dispatch_precision mxfp8", "bf16"),
+        (H100, {"ep_backend": "deepep", "compile": "model+loss"}, "cannot compile", "compile=loss"),
+    ],
+)
+def test_a_refusal_names_what_is_wrong_and_what_would_run(
+    devices: tuple[GpuInfo, ...], fields: dict[str, Any], wrong: str, nearest: str
+) -> None:
+    (reason,) = why(devices, **fields)
+    assert wrong in reason
+    assert nearest in reason
+    assert "\n" not in reason
+
+
+def test_the_nearest_arm_of_every_refusal_runs() -> None:
+    """Following the advice `field=value` of each refusal ends at an arm that runs, on every machine."""
+    for devices in (CPU, A100, H100, B200):
+        for precision in Precision:
+            for backend in EPBackend:
+                experiment = Experiment(precision=precision, ep_backend=backend)
+                for _ in range(3):
+                    reasons = refusals(experiment, devices=devices)
+                    advice = [reason.split("Nearest: ")[1].split(" ")[0].strip(",.;()") for reason in reasons]
+                    fields = dict(one.split("=") for one in advice)
+                    experiment = Experiment(**{**experiment.model_dump(), **fields})
+                assert refusals(experiment, devices=devices) == []
+
+
+def test_all_reasons_are_given_at_once() -> None:
+    reasons = why(CPU, precision="fp8", ep_backend="deepep", model="16B", nodes=4)
+    assert [reason.split()[0] for reason in reasons] == ["nodes", "precision", "ep_backend", "model"]
+
+
+def test_an_installed_deepep_runs_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capability, "has_module", lambda name: name == "deep_ep")
+    assert why(H100, ep_backend="deepep") == []
+    assert why(B200, ep_backend="hybridep", precision="mxfp8") == []
+
+
+def test_the_weakest_gpu_decides() -> None:
+    mixed = (*B200[:1], *A100[:1])
+    (reason,) = why(mixed, precision="mxfp8", mxfp8_kernels="native")
+    assert "NVIDIA A100 is SM80" in reason

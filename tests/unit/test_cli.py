@@ -1,0 +1,241 @@
+"""The command line: what it loads, its exit codes, and that stdout holds the result and nothing else."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import stand_in
+from run_support import make_run
+
+import moelab
+from moelab.cli import main
+from moelab.experiment import Experiment
+from moelab.launch import local
+from moelab.runs.status import State
+
+HEAVY = ("torch", "torchtitan", "torchao", "plotly", "pandas", "numpy", "scipy", "papermill", "yaml", "pydantic")
+
+
+@pytest.fixture(autouse=True)
+def _stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("command", "stage_data", "POLL_S"):
+        monkeypatch.setattr(local, name, getattr(local, name))
+    monkeypatch.setattr("moelab.cli.signal.signal", lambda *_: None)
+
+
+def python(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, check=False, timeout=60, cwd=cwd
+    )
+
+
+def loaded_by(code: str, modules: tuple[str, ...]) -> list[str]:
+    script = f"import sys, contextlib, io\n{code}\nprint([m for m in {modules!r} if m in sys.modules], file=sys.stderr)"
+    done = python("-c", script)
+    assert done.returncode == 0, done.stderr
+    return list(json.loads(done.stderr.splitlines()[-1].replace("'", '"')))
+
+
+class Printed:
+    """What one call printed and its exit code."""
+
+    def __init__(self, code: int, out: str, err: str) -> None:
+        self.code, self.out, self.err = code, out, err
+
+    @property
+    def json(self) -> dict[str, Any]:
+        def refuse(word: str) -> None:
+            raise AssertionError(f"{word} is not JSON")
+
+        found = json.loads(self.out, parse_constant=refuse)
+        assert isinstance(found, dict)
+        return found
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Any:
+    def run(*arguments: str | Path) -> Printed:
+        try:
+            code = main([str(one) for one in arguments])
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else -1
+        printed = capsys.readouterr()
+        return Printed(code, printed.out, printed.err)
+
+    return run
+
+
+@pytest.fixture
+def study(tmp_path: Path) -> Path:
+    file = tmp_path / "study.yaml"
+    file.write_text("study: s\nexperiment: {steps: 5, hardware: cpu}\narms: [{precision: bf16}, {precision: mxfp8}]\n")
+    return file
+
+
+def test_import_and_help_load_nothing_heavy() -> None:
+    assert loaded_by("import moelab", HEAVY) == []
+    ask = "from moelab.cli import main\nwith contextlib.suppress(SystemExit): main(['--help'])"
+    assert loaded_by(ask, HEAVY) == []
+
+
+def test_the_doctor_and_a_refusal_load_neither_torch_nor_plotly() -> None:
+    heavy = ("torch", "torchtitan", "torchao", "plotly")
+    assert loaded_by("from moelab.cli import main\nmain(['doctor'])", heavy) == []
+    assert loaded_by("from moelab.cli import main\nmain(['run', '/no/such'])", heavy) == []
+
+
+def test_help_answers_at_once() -> None:
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        done = python("-m", "moelab", "--help")
+        times.append(time.perf_counter() - start)
+    assert done.returncode == 0
+    assert done.stdout.startswith("usage: moelab")
+    assert all(verb in done.stdout for verb in ("doctor", "run", "status", "collect", "report"))
+    assert min(times) < 0.4
+
+
+def test_version_and_module() -> None:
+    done = python("-m", "moelab", "--version")
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"moelab {moelab.__version__}\n", "")
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["fly"], ["run"], ["report"], ["collect"], ["run", "f", "--on-failure", "x"]]
+)
+def test_a_command_line_that_is_wrong(call: Any, arguments: list[str]) -> None:
+    done = call(*arguments)
+    assert (done.code, done.out) == (2, "")
+    assert "usage: moelab" in done.err
+
+
+@pytest.mark.parametrize("verb", ["run", "status", "collect", "report"])
+@pytest.mark.parametrize("as_json", [(), ("--json",)])
+def test_a_path_that_does_not_exist(call: Any, tmp_path: Path, verb: str, as_json: tuple[str, ...]) -> None:
+    done = call(verb, tmp_path / "nowhere", *as_json)
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith("moelab: ")
+    assert f"{tmp_path}/nowhere" in done.err
+    assert len(done.err.splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_prints_its_result_on_stdout_and_its_progress_on_stderr(call: Any, study: Path, tmp_path: Path) -> None:
+    stand_in.install({"mxfp8_standard/seed0": "die"})
+    done = call("run", study, "--runs", tmp_path / "runs", "--json")
+    assert done.code == 1
+    first, second = done.json["runs"]
+    assert (done.json["study"], done.json["trained"]) == ("s", 2)
+    assert (first["status"], first["reason"]) == ("completed", None)
+    assert (second["status"], second["reason"]) == ("failed", "rank 1: ValueError: the vocabulary is too small")
+    assert first["run"].startswith("s/bf16_standard/seed0/")
+    assert "| starting" in done.err
+    assert "| completed" in done.err
+    stand_in.install()
+    done = call("run", study, "--runs", tmp_path / "runs")
+    assert done.code == 0
+    assert done.out.splitlines()[-1] == "s: 2 of 2 complete, 1 trained now"
+    assert " | " not in done.out
+    done = call("run", study, "--runs", tmp_path / "runs", "--json")
+    assert (done.code, done.json["trained"], done.err) == (0, 0, "")
+
+
+def test_a_run_that_was_stopped_is_not_complete(call: Any, study: Path, tmp_path: Path) -> None:
+    stand_in.install({"bf16_standard/seed0": "die"})
+    done = call("run", study, "--runs", tmp_path / "runs", "--on-failure", "stop")
+    assert done.code == 1
+    assert done.out.splitlines()[-1] == "s: 0 of 2 complete, 1 trained now"
+
+
+def test_set_reaches_the_run(call: Any, study: Path, tmp_path: Path) -> None:
+    stand_in.install()
+    arguments = ("--set", "steps=3", "--set", "arms=[{precision: bf16}]", "--set", "study=other")
+    assert call("run", study, "--runs", tmp_path / "runs", *arguments).code == 0
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["other"]
+    (run,) = call("collect", tmp_path / "runs", "--json").json["runs"]
+    assert [row["step"] for row in run["rows"]] == [1, 2, 3]
+
+
+def test_bad_input_is_2_and_a_refusal_is_3_and_neither_writes(call: Any, study: Path, tmp_path: Path) -> None:
+    for arguments, code in ((("--set", "steps=0"), 2), (("--set", "arms=[{precision: fp8}]"), 3)):
+        done = call("run", study, "--runs", tmp_path / "runs", "--json", *arguments)
+        assert (done.code, done.out) == (code, "")
+        assert done.err.startswith("moelab: ")
+        assert list(tmp_path.iterdir()) == [study]
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(call: Any, study: Path, tmp_path: Path) -> None:
+    stand_in.install()
+    (tmp_path / "file").write_text("")
+    done = call("run", study, "--runs", tmp_path / "file" / "runs")
+    assert (done.code, done.out) == (1, "")
+    assert len(done.err.splitlines()) == 1
+    assert "Not a directory" in done.err
+
+
+def test_status(call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run(tmp_path, Experiment(name="s"), [8.0], state=State.FAILED, reason="rank 0: ValueError: x")
+    done = call("status", tmp_path, "--json")
+    assert (done.code, done.err) == (0, "")
+    assert done.json == {"runs": [{"run": run.name, "status": "failed", "reason": "rank 0: ValueError: x"}]}
+    assert call("status", tmp_path).out == f"{run.name}: failed: rank 0: ValueError: x\n"
+    monkeypatch.chdir(run.path)
+    assert call("status", ".").out.startswith(run.name)
+    assert call("status", "..").out.startswith(run.name)
+    (run.path / "status.json").unlink()
+    assert call("status", tmp_path, "--json").json["runs"][0]["status"] == "unknown"
+
+
+def test_status_of_an_empty_folder(call: Any, tmp_path: Path) -> None:
+    assert call("status", tmp_path, "--json").json == {"runs": []}
+    assert call("status", tmp_path).out == f"no runs at {tmp_path}\n"
+
+
+def test_collect(call: Any, tmp_path: Path) -> None:
+    run = make_run(tmp_path, Experiment(name="s", steps=3), [8.0, 7.5, float("nan")], held_out=7.25)
+    done = call("collect", tmp_path, "--json")
+    assert (done.code, done.err) == (0, "")
+    (one,) = done.json["runs"]
+    assert (one["run"], one["status"], one["reason"]) == (run.name, "failed", "loss is nan at step 3 (segment 0)")
+    assert [(row["step"], row["loss"]) for row in one["rows"]] == [(1, 8.0), (2, 7.5), (3, None)]
+    assert [row["loss"] for row in one["validation"]] == [7.25]
+    text = call("collect", run.path)
+    assert text.out == f"{run.name}: failed, 3 rows to step 3 in 1 segment(s); loss is nan at step 3 (segment 0)\n"
+
+
+def test_report(call: Any, tmp_path: Path) -> None:
+    for precision in ("bf16", "mxfp8"):
+        for seed in range(3):
+            losses = [8.0 - 0.2 * step - 0.01 * seed for step in range(10)]
+            make_run(tmp_path, Experiment(name="s", steps=10, precision=precision, seed=seed), losses)
+    done = call("report", tmp_path / "s", "--margin", "0.05", "--json")
+    assert (done.code, done.err) == (0, "")
+    assert (done.json["finished"], done.json["verdicts"][0]["answer"]) == (6, "equivalent")
+    assert Path(done.json["report"]) == tmp_path / "s" / "report.html"
+    assert call("report", tmp_path / "s", "--output", tmp_path / "r.html").out.endswith(f"report: {tmp_path}/r.html\n")
+    for arguments in (("--margin", "0"), ("--margin", "nan"), ("--reference", "fp8_standard")):
+        wrong = call("report", tmp_path / "s", *arguments)
+        assert (wrong.code, wrong.out) == (2, "")
+    assert call("report", tmp_path / "s", "--margin", "wide").code == 2
+
+
+def test_a_report_of_nothing_finished_is_1(call: Any, tmp_path: Path) -> None:
+    make_run(tmp_path, Experiment(name="s"), [8.0], state=State.FAILED, reason="rank 1: killed by SIGKILL")
+    done = call("report", tmp_path / "s", "--json")
+    assert (done.code, done.out) == (1, "")
+    assert "no run of s finished" in done.err
+    assert "rank 1: killed by SIGKILL" in done.err
+
+
+def test_doctor(call: Any) -> None:
+    done = call("doctor", "--json")
+    assert (done.code, done.err) == (0, "")
+    assert {"findings", "arms", "environment"} == done.json.keys()
+    assert call("doctor").out.startswith("This machine\n")

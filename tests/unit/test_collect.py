@@ -1,0 +1,196 @@
+"""From what a run left to rows, whatever state it was left in."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from run_support import make_run, step_line
+from torch.utils.tensorboard import SummaryWriter
+
+from moelab.errors import BadInput
+from moelab.experiment import Experiment
+from moelab.runs import COLUMNS
+from moelab.runs.collect import collect, collect_run, converted_modules, joined_rows, newest, save_results
+from moelab.runs.directory import RunDir
+from moelab.runs.status import State
+
+LOGS = Path(__file__).parents[1] / "cases" / "logs"
+EXPERIMENT = Experiment(name="s", steps=5, precision="mxfp8", seed=2)
+LOSSES = [8.0, 7.5, 7.0, 6.5, 6.25]
+
+
+def saved(run: RunDir) -> dict[str, object]:
+    save_results(run, collect_run(run))
+    return dict(json.loads((run.path / "results.json").read_text()))
+
+
+def test_a_run_directory(tmp_path: Path) -> None:
+    run = make_run(tmp_path, EXPERIMENT, LOSSES, held_out=6.5)
+    one = collect_run(run, save=True)
+    assert (one.run, one.arm, one.seed, one.segments, one.last_step) == (run.name, "mxfp8_standard", 2, 1, 5)
+    assert (one.finished, one.status.state, one.validation_loss) == (True, State.COMPLETED, 6.5)
+    assert one.converted == {"kernels": "emulated", "modules": ["layers.1.moe.experts"]}
+    table = pd.read_parquet(run.path / "metrics.parquet")
+    assert tuple(table.columns) == COLUMNS
+    assert table[["run", "arm", "seed"]].drop_duplicates().values.tolist() == [[run.name, "mxfp8_standard", 2]]
+    assert table["loss"].tolist() == LOSSES
+    results = json.loads((run.path / "results.json").read_text())
+    assert (results["last_loss_nats"], results["tps_median"], results["memory_gib_peak"]) == (6.25, 1000.0, 1.5)
+
+
+def test_the_log_and_the_events_are_united(tmp_path: Path) -> None:
+    run = make_run(tmp_path, EXPERIMENT, LOSSES)
+    times = collect_run(run).rows["time"].tolist()
+    writer = SummaryWriter(str(run.tensorboard / "20260914-0310"))
+    for step, loss in enumerate(LOSSES[:3], start=1):
+        values = {"loss_metrics/global_avg_loss": loss + 1e-6, "lr/AdamW": 0.001 * step, "throughput(tps)": 1000.25}
+        for tag, value in values.items():
+            writer.add_scalar(tag, value, step, walltime=times[step - 1])
+    writer.close()
+    rows = collect_run(run).rows
+    assert rows["step"].tolist() == [1, 2, 3, 4, 5]
+    assert rows["loss"].tolist() == pytest.approx([8.000001, 7.500001, 7.000001, 6.5, 6.25], abs=2e-7)
+    assert rows["tps"].tolist() == [1000.25, 1000.25, 1000.25, 1000.0, 1000.0]
+    assert rows["lr"].tolist()[:3] == pytest.approx([0.001, 0.002, 0.003])
+    assert rows["lr"].isna().tolist() == [False] * 3 + [True] * 2
+
+
+@pytest.mark.parametrize(("loss", "word"), [(math.nan, "nan"), (math.inf, "inf")])
+def test_a_loss_that_is_not_finite_is_a_failure_whatever_the_status_says(
+    tmp_path: Path, loss: float, word: str
+) -> None:
+    run = make_run(tmp_path, EXPERIMENT, [*LOSSES[:4], loss])
+    one = collect_run(run)
+    assert (one.status.state, one.status.reason) == (State.FAILED, f"loss is {word} at step 5 (segment 0)")
+    assert not one.finished
+    results = saved(run)
+    assert (results["status"], results["last_loss_nats"], results["steps"]) == ("failed", None, 5)
+    assert json.loads(json.dumps(one.to_json(), allow_nan=False))["rows"][4]["loss"] is None
+
+
+def test_the_launchers_own_reason_is_kept(tmp_path: Path) -> None:
+    reason = "rank 3: RuntimeError: Loss is not finite"
+    run = make_run(tmp_path, EXPERIMENT, [8.0, math.nan], state=State.FAILED, reason=reason)
+    assert collect_run(run).status.reason == reason
+
+
+def test_a_run_that_ended_early_is_not_finished(tmp_path: Path) -> None:
+    assert not collect_run(make_run(tmp_path, EXPERIMENT, LOSSES[:4])).finished
+    assert not collect_run(make_run(tmp_path, EXPERIMENT, LOSSES, state=State.CANCELLED)).finished
+
+
+def test_a_run_that_has_just_started(tmp_path: Path) -> None:
+    run = make_run(tmp_path, EXPERIMENT, [], state=State.RUNNING)
+    run.log.unlink()
+    one = collect_run(run)
+    assert (one.last_step, one.segments, len(one.rows), one.status.state) == (0, 0, 0, State.RUNNING)
+    assert math.isnan(one.validation_loss)
+    results = saved(run)
+    assert (results["steps"], results["last_loss_nats"], results["tps_median"]) == (0, None, None)
+    assert list(pd.read_parquet(run.path / "metrics.parquet").columns) == list(COLUMNS)
+
+
+def test_what_multiplies_in_mxfp8_over_pipeline_stages(tmp_path: Path) -> None:
+    run = make_run(tmp_path, EXPERIMENT, LOSSES)
+    folder = run.path / "launch" / "converted"
+    (folder / "rank4.json").write_text('{"kernels": "emulated", "modules": ["layers.9"]}')
+    (folder / "rank8.json").write_text('{"kernels": "emulated", "mod')  # killed while it wrote
+    found = converted_modules(run)
+    assert found == {"kernels": "emulated", "modules": ["layers.1.moe.experts", "layers.9"]}
+    (folder / "rank0.json").write_text('{"kernels": "emulated", "modules": []}')
+    (folder / "rank4.json").unlink()
+    assert converted_modules(run) is None
+    assert converted_modules(make_run(tmp_path, Experiment(name="s", steps=5), LOSSES)) is None
+
+
+def test_everything_below_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = [
+        make_run(tmp_path, EXPERIMENT.model_copy(update={"seed": seed, "name": name}), LOSSES)
+        for name in ("a", "b")
+        for seed in (0, 1)
+    ]
+    names = [run.name for run in runs]
+    assert [one.run for one in collect(tmp_path)] == names
+    assert [one.run for one in collect(tmp_path / "b")] == names[2:]
+    assert [one.run for one in collect(runs[0].path)] == names[:1]
+    monkeypatch.chdir(runs[0].path)
+    assert [one.run for one in collect(Path())] == names[:1]
+    assert len(joined_rows(collect(tmp_path))) == 20
+    assert joined_rows([]).empty
+
+
+def test_a_run_directory_elsewhere_is_the_same_run(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "here", EXPERIMENT, LOSSES, held_out=7.0)
+    before = collect_run(run).to_json()
+    shutil.move(tmp_path / "here", tmp_path / "there")
+    assert [one.to_json() for one in collect(tmp_path / "there")] == [before]
+
+
+def test_of_several_attempts_the_finished_one_counts_else_the_latest(tmp_path: Path) -> None:
+    def attempt(stamp: str, losses: list[float], state: State) -> str:
+        run = make_run(tmp_path, EXPERIMENT, losses, state=state)
+        run.path.rename(run.path.with_name(stamp))
+        return stamp
+
+    first = attempt("20260101T000000Z-aaaaaa", LOSSES, State.COMPLETED)
+    attempt("20260102T000000Z-aaaaaa", LOSSES[:2], State.FAILED)
+    (one,) = newest(collect(tmp_path))
+    assert one.run.endswith(first)
+    last = attempt("20260103T000000Z-aaaaaa", LOSSES, State.COMPLETED)
+    assert newest(collect(tmp_path))[0].run.endswith(last)
+    for stamp in (first, last):
+        shutil.rmtree(tmp_path / "s" / "mxfp8_standard" / "seed2" / stamp)
+    attempt("20260104T000000Z-aaaaaa", [], State.CANCELLED)
+    (one,) = newest(collect(tmp_path))
+    assert one.status.state is State.CANCELLED
+
+
+# From elsewhere
+
+
+def test_a_log_from_elsewhere() -> None:
+    (one,) = collect(LOGS / "restart.log")
+    assert (one.run, one.arm, one.seed, one.segments) == ("restart", "", None, 2)
+    assert (one.status.state, one.status.reason, one.finished) == (State.UNKNOWN, None, False)
+    assert one.rows["loss"].notna().all()
+
+
+def test_a_log_whose_loss_is_not_finite(tmp_path: Path) -> None:
+    (tmp_path / "a.log").write_text(step_line(1, 8.0) + step_line(2, math.nan))
+    (one,) = collect(tmp_path / "a.log")
+    assert (one.status.state, one.status.reason) == (State.FAILED, "loss is nan at step 2 (segment 0)")
+
+
+def test_a_tensorboard_folder_or_one_of_its_files(tmp_path: Path) -> None:
+    folder = tmp_path / "events"
+    writer = SummaryWriter(str(folder))
+    writer.add_scalar("loss_metrics/global_avg_loss", 7.0, 1)
+    writer.close()
+    (file,) = folder.iterdir()
+    for path in (folder, file):
+        (one,) = collect(path)
+        assert one.rows["loss"].tolist() == [7.0]
+    assert collect(folder)[0].run == "events"
+
+
+def test_a_wandb_export(tmp_path: Path) -> None:
+    file = tmp_path / "history.csv"
+    file.write_text("_step,loss_metrics/global_avg_loss,throughput(tps)\n1,8.0,4000\n2,7.5,4100\n")
+    (one,) = collect(file)
+    assert (one.run, one.rows["loss"].tolist()) == ("history", [8.0, 7.5])
+
+
+@pytest.mark.parametrize("name", ["empty.log", "binary.log", "a.csv", "a.json", "folder", "missing"])
+def test_what_is_none_of_them(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    if name == "folder":
+        path.mkdir()
+    elif name != "missing":
+        path.write_bytes(bytes(range(256)) if name == "binary.log" else b"")
+    with pytest.raises(BadInput, match=name):
+        collect(path)

@@ -1,0 +1,228 @@
+"""Every published arm is a TorchTitan configuration by name; what cannot run is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torchtitan.components.quantization.utils import has_quantization
+from torchtitan.config import ConfigManager
+from torchtitan.config.override import apply_overrides
+from torchtitan.distributed.activation_checkpoint import FullAC
+from torchtitan.models.common.moe import TokenChoiceTopKRouter
+from torchtitan.models.common.token_dispatcher import (
+    AllToAllTokenDispatcher,
+    DeepEPTokenDispatcher,
+    HybridEPTokenDispatcher,
+    LocalTokenDispatcher,
+    MinimalAsyncEPTokenDispatcher,
+    TorchAOTokenDispatcher,
+)
+from torchtitan.overrides.fused_swiglu import FusedGroupedExperts
+from torchtitan.trainer import Trainer
+
+from moelab.errors import Refused
+from moelab.experiment import EPBackend, Experiment, Precision
+from moelab.experiment_file import read_study
+from moelab.layout import check
+from moelab.mxfp8.converter import MXFP8EmulatedLinear, MXFP8Experts
+from moelab.titan import config_registry
+from moelab.titan.arms import PUBLISHED, config_name, named_arms, nearest, refusal
+from moelab.titan.assumed_gpu import assume_gpu
+from moelab.titan.routing import RandomBalancedRouter
+
+ROOT = Path(__file__).parents[2]
+RUNNABLE = [name for name, arm in named_arms().items() if not refusal(arm)]
+REFUSED = [name for name, arm in named_arms().items() if refusal(arm)]
+DISPATCHER = {
+    EPBackend.STANDARD: AllToAllTokenDispatcher,
+    EPBackend.DEEPEP: DeepEPTokenDispatcher,
+    EPBackend.HYBRIDEP: HybridEPTokenDispatcher,
+    EPBackend.MINIMAL_ASYNC_EP: MinimalAsyncEPTokenDispatcher,
+}
+
+
+@pytest.fixture(autouse=True)
+def _sm100() -> Iterator[None]:
+    with assume_gpu((10, 0)):
+        yield
+
+
+def finished(config: Trainer.Config) -> Trainer.Config:
+    """The configuration after TorchTitan has filled in the model's and applied the overrides."""
+    assert config.model_spec is not None
+    config.model_spec.model.update_from_config(config=config)
+    apply_overrides(config.override, config)
+    config._validate_cuda_graphs()
+    return config
+
+
+def dispatchers(config: Trainer.Config) -> list[LocalTokenDispatcher.Config]:
+    assert config.model_spec is not None
+    return [found for _, found, _, _ in config.model_spec.model.traverse(LocalTokenDispatcher.Config)]
+
+
+def test_the_table_has_every_combination_and_each_once() -> None:
+    names = set(named_arms())
+    for model in ("16b", "671b"):
+        for precision in ("bf16", "mxfp8", "fp8"):
+            for backend in ("standard", "deepep", "hybridep", "minimal_async_ep"):
+                arm = f"dsv3_{model}_{precision}_{backend}"
+                dispatch = "_wgrad_bf16_dispatch_mxfp8" if precision == "mxfp8" else "_dispatch_mxfp8"
+                assert {arm, f"{arm}{dispatch}"} <= names
+    assert "dsv3_16b_mxfp8_hybridep_linears" in names
+    assert not [name for name in names if "671b" in name and "linears" in name]  # tp is 2
+    assert all(config_name(arm) == name for name, arm in named_arms().items())
+    assert len(RUNNABLE) + len(REFUSED) == len(names) == 68
+
+
+@pytest.mark.parametrize("name", named_arms())
+def test_a_name_is_a_function_of_the_module(name: str) -> None:
+    function = getattr(config_registry, name)
+    assert function.__name__ == name
+    assert name in dir(config_registry)
+
+
+def test_other_names_are_not() -> None:
+    with pytest.raises(AttributeError, match="dsv3_670b"):
+        config_registry.dsv3_670b_bf16_standard  # noqa: B018
+    with pytest.raises(ValueError, match=r"Available config functions: \['dsv3_16b_bf16_deepep'.*'experiment'\]"):
+        ConfigManager().parse_args(["--module", "moelab.titan", "--config", "dsv3_670b"])
+
+
+def test_torchtitans_command_line_takes_a_name_and_overrides_it() -> None:
+    arguments = ["--module", "moelab.titan", "--config", "dsv3_671b_mxfp8_hybridep", "--training.steps", "3"]
+    config = ConfigManager().parse_args(arguments)
+    assert (config.training.steps, config.training.seq_len) == (3, 8192)
+    assert config.model_spec.flavor == "671B"
+
+
+@pytest.mark.parametrize("name", RUNNABLE)
+def test_published_setting(name: str) -> None:
+    arm, config = named_arms()[name], getattr(config_registry, name)()
+    parallelism, training = config.parallelism, config.training
+    large = arm.model == "671B"
+    assert (training.seq_len, training.local_batch_size, training.steps) == (
+        (8192, 64, 20) if large else (8192, 16, 1500)
+    )
+    assert (parallelism.tensor_parallel_degree, parallelism.pipeline_parallel_degree) == ((2, 2) if large else (1, 1))
+    assert parallelism.expert_parallel_degree == (8 if arm.ep_backend is EPBackend.MINIMAL_ASYNC_EP else 32)
+    assert (arm.world_size, parallelism.data_parallel_shard_degree) == (256, -1)
+    assert config.optimizer.param_groups[-1].optimizer_kwargs["lr"] == 1e-4
+    assert config.lr_scheduler.warmup_steps == 2000
+    assert isinstance(config.activation_checkpoint, FullAC.Config)
+    uncompiled_model = name in ("dsv3_16b_bf16_deepep", "dsv3_671b_bf16_deepep")
+    assert config.compile.enable
+    assert config.compile.components == (["loss"] if uncompiled_model else ["model", "loss"])
+    assert config.debug.moe_force_load_balance
+    assert config.dataloader.dataset == "c4"
+    assert config.training.disable_cuda_graphs
+    assert parallelism.spmd_backend == "spmd_types"
+    assert config.to_dict()["model_spec"]["flavor"] == arm.model
+    assert check(arm).reasons == ()
+
+
+@pytest.mark.parametrize("name", RUNNABLE)
+def test_dispatcher_and_quantised_modules(name: str) -> None:
+    arm, config = named_arms()[name], finished(getattr(config_registry, name)())
+    model = config.model_spec.model
+    found, layers = dispatchers(config), {"16B": 26, "671B": 58}[arm.model]
+    assert len(found) == layers
+    assert all(type(dispatcher)._owner in (DISPATCHER[arm.ep_backend], TorchAOTokenDispatcher) for dispatcher in found)
+    padding = {Precision.BF16: None, Precision.FP8: 16, Precision.MXFP8: 128}[arm.precision]
+    assert getattr(found[0], "pad_multiple", None) == padding
+    assert has_quantization(model) == (arm.precision is not Precision.BF16)
+    experts = [config for _, config, _, _ in model.traverse(MXFP8Experts.Config)]
+    assert len(experts) == (layers if arm.precision is Precision.MXFP8 else 0)
+    assert all((config.kernels, config.wgrad) == ("native", arm.wgrad) for config in experts)
+    linears = [name for name, _, _, _ in model.traverse(MXFP8EmulatedLinear.Config)]
+    assert bool(linears) == (arm.quantize == "experts+linears" and arm.precision is Precision.MXFP8)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_refused_name_says_why_and_what_is_nearest(name: str) -> None:
+    instead = config_name(nearest(named_arms()[name]))
+    with pytest.raises(Refused) as caught:
+        getattr(config_registry, name)()
+    message = str(caught.value)
+    assert instead in RUNNABLE
+    assert f"--config {instead}" in message
+    if "dispatch" in name:
+        assert "dispatch_precision mxfp8 is not in this version of moelab" in message
+    else:
+        assert "TorchTitan 0.3.0 refuses" in message
+    assert check(named_arms()[name]).reasons  # `moelab plan` refuses it too
+
+
+@pytest.mark.parametrize("precision", ["fp8", "mxfp8"])
+def test_quantised_minimal_async_ep_names_the_dispatchers_that_pad(precision: str) -> None:
+    reason = refusal(Experiment(precision=precision, ep_backend="minimal_async_ep"))
+    assert reason is not None
+    assert all(name in reason for name in ("standard", "hybridep", "deepep"))
+
+
+def test_deepep_is_not_compiled_silently() -> None:
+    arm = Experiment(model="16B", ep_backend="deepep", compile="model+loss")
+    assert "compile=loss" in str(refusal(arm))
+    assert nearest(arm).compile == "loss"
+    assert refusal(nearest(arm)) is None
+
+
+@pytest.mark.parametrize("backend", ["deepep", "hybridep", "minimal_async_ep"])
+def test_buffers_hold_one_microbatch_under_a_pipeline(backend: str) -> None:
+    """TorchTitan would take the whole local batch: 64 sequences of 8192 tokens, over 2 tensor-parallel ranks."""
+    for model, tokens in (("671b", 8192 // 2), ("16b", 16 * 8192)):
+        found = dispatchers(finished(getattr(config_registry, f"dsv3_{model}_bf16_{backend}")()))
+        assert {dispatcher.num_max_tokens_per_rank for dispatcher in found} == {tokens}
+
+
+def test_hybridep_drops_no_token() -> None:
+    found = dispatchers(finished(config_registry.dsv3_671b_mxfp8_hybridep()))
+    assert {dispatcher.non_blocking_capacity_factor for dispatcher in found} == {None}
+
+
+def test_minimal_async_ep_has_the_fused_activation() -> None:
+    config = finished(config_registry.dsv3_671b_bf16_minimal_async_ep())
+    assert len(list(config.model_spec.model.traverse(FusedGroupedExperts.Config))) == 58
+
+
+@pytest.mark.parametrize(
+    ("routing", "forced", "owner"),
+    [
+        ("learned", False, TokenChoiceTopKRouter),
+        ("round_robin", True, TokenChoiceTopKRouter),
+        ("random_balanced", False, RandomBalancedRouter),
+    ],
+)
+def test_routing(routing: str, forced: bool, owner: type) -> None:
+    arm = named_arms()["dsv3_671b_bf16_standard"].model_copy(
+        update=Experiment(routing=routing).model_dump(include={"routing"})
+    )
+    config = finished(config_registry.trainer_config(arm))
+    routers = [found for _, found, _, _ in config.model_spec.model.traverse(TokenChoiceTopKRouter.Config)]
+    assert len(routers) == 58
+    assert all(type(router)._owner is owner and router._debug_force_load_balance == forced for router in routers)
+
+
+def test_native_kernels_are_refused_on_hopper_and_offered_emulated() -> None:
+    with assume_gpu((9, 0)), pytest.raises(Refused, match=r"SM90; MXFP8 tensor cores begin with SM100.*'emulated'"):
+        config_registry.dsv3_16b_mxfp8_standard()
+    with assume_gpu((9, 0)):
+        config_registry.dsv3_16b_fp8_standard()
+
+
+def test_an_assumed_gpu_leaves_nothing_behind() -> None:
+    with assume_gpu((9, 0)):
+        assert torch.cuda.get_device_capability() == (9, 0)
+    assert torch.cuda.get_device_capability() == (10, 0)  # the fixture's
+
+
+@pytest.mark.parametrize("model", PUBLISHED)
+def test_the_study_file_of_a_model_holds_named_arms(model: str) -> None:
+    study = read_study(ROOT / "studies" / f"{model}_b200_x256.yaml")
+    for experiment in study.experiments:
+        assert named_arms()[config_name(experiment)] == experiment.model_copy(update={"seed": 0})
+    refused = [experiment.arm for experiment in study.experiments if refusal(experiment)]
+    assert refused == (["mxfp8_deepep_round-robin"] if model == "671B" else [])

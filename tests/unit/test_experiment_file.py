@@ -1,0 +1,437 @@
+"""Experiments and studies as YAML: what is read, what is refused, and with which words."""
+
+from __future__ import annotations
+
+import string
+import time
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moelab.errors import BadInput
+from moelab.experiment import EPBackend, Experiment, Precision, Routing
+from moelab.experiment_file import (
+    MAX_FILE_BYTES,
+    Study,
+    make_study,
+    parse_overrides,
+    read_experiment,
+    read_study,
+    read_yaml,
+    write_experiment,
+)
+
+DEGREES = ("nodes", "gpus_per_node", "dp_replicate", "tp", "pp", "cp", "ep")
+CHOICES = ("model", "mxfp8_kernels", "quantize", "wgrad", "dispatch_precision", "activation_checkpoint", "compile")
+
+names = st.text(string.ascii_letters + string.digits, min_size=1, max_size=1).flatmap(
+    lambda first: st.text(string.ascii_letters + string.digits + "._-", max_size=79).map(lambda rest: first + rest)
+)
+experiments = st.builds(
+    Experiment,
+    name=names,
+    hardware=names,
+    precision=st.sampled_from(Precision),
+    ep_backend=st.sampled_from(EPBackend),
+    routing=st.sampled_from(Routing),
+    dataset=st.sampled_from(["python", "c4"]),
+    pp_schedule=st.text(st.characters(codec="utf-8")),
+    dp_shard=st.just(-1) | st.integers(1, 10**6),
+    seq_len=st.integers(8, 10**7),
+    warmup_steps=st.integers(0, 10**6),
+    lr=st.floats(min_value=0, exclude_min=True, allow_infinity=False),
+    seed=st.integers(0, 2**32 - 1),
+    **{name: st.integers(1, 10**6) for name in (*DEGREES, "local_batch", "microbatch", "steps")},
+    **{name: st.sampled_from(get_args(Experiment.model_fields[name].annotation)) for name in CHOICES},
+)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "my_study.yaml"
+
+
+def study_of(file: Path, text: str, *overrides: str) -> Study:
+    file.write_text(text)
+    return read_study(file, overrides)
+
+
+def complaint(file: Path, text: str, *overrides: str) -> str:
+    """What is said about a file that is refused; nothing but the file may be there afterwards."""
+    with pytest.raises(BadInput) as refused:
+        study_of(file, text, *overrides)
+    assert refused.value.exit_code == 2
+    assert list(file.parent.iterdir()) == [file]
+    return str(refused.value)
+
+
+@settings(deadline=None)
+@given(experiment=experiments)
+def test_every_experiment_survives_yaml(tmp_path_factory: pytest.TempPathFactory, experiment: Experiment) -> None:
+    file = tmp_path_factory.getbasetemp() / "round_trip.yaml"
+    text = write_experiment(experiment)
+    file.write_text(text)
+    assert read_experiment(file) == experiment
+    assert yaml.safe_load(text).keys() == Experiment.model_fields.keys()
+
+
+@settings(deadline=None, max_examples=50)
+@given(name=names)
+def test_names_that_yaml_reads_as_something_else_stay_names(
+    tmp_path_factory: pytest.TempPathFactory, name: str
+) -> None:
+    file = tmp_path_factory.getbasetemp() / "name.yaml"
+    file.write_text(write_experiment(Experiment(name=name)))
+    assert read_experiment(file).name == name
+
+
+@pytest.mark.parametrize("name", ["no", "on", "null", "1e-4", "0x1F", "2024-01-01", "1_000", "010", "1e5"])
+def test_the_traps_among_names(file: Path, name: str) -> None:
+    file.write_text(write_experiment(Experiment(name=name)))
+    assert read_experiment(file).name == name
+
+
+@pytest.mark.parametrize(
+    ("text", "lr"), [("1e-4", 1e-4), ("1.0e-4", 1e-4), ("'1e-4'", 1e-4), ("3", 3.0), ("1E-05", 1e-5)]
+)
+def test_a_learning_rate_that_yaml_reads_as_text(file: Path, text: str, lr: float) -> None:
+    assert study_of(file, f"lr: {text}").experiments[0].lr == lr
+
+
+def test_a_number_in_quotes_is_a_number(file: Path) -> None:
+    assert study_of(file, "steps: '20'\nseed: 7.0").experiments[0].steps == 20
+    assert study_of(file, "steps: '20'\nseed: 7.0").experiments[0].seed == 7
+
+
+# Each of these must give one line with the field and the value.
+FAULTS = {
+    "nodes: 0": ("nodes", "0"),
+    "ep: -2": ("ep", "-2"),
+    "dp_shard: 0": ("dp_shard", "0"),
+    "dp_shard: -2": ("dp_shard", "-2"),
+    "lr: 0": ("lr", "0"),
+    "lr: -1.0e-3": ("lr", "-0.001"),
+    "lr: .nan": ("lr", "nan"),
+    "lr: .inf": ("lr", "inf"),
+    "lr: 1e999": ("lr", "'1e999'"),
+    "lr: fast": ("lr", "'fast'"),
+    "steps: 1,000": ("steps", "'1,000'"),
+    "steps: 2.5": ("steps", "2.5"),
+    "steps: .nan": ("steps", "nan"),
+    "steps:": ("steps", "None"),
+    "steps: [1]": ("steps", "[1]"),
+    "steps: {a: 1}": ("steps", "{'a': 1}"),
+    "seed: -1": ("seed", "-1"),
+    "seed: 4294967296": ("seed", "4294967296"),
+    "seed: 1.0e+400": ("seed", "inf"),
+    "nodes: yes": ("nodes", "True"),
+    "steps: true": ("steps", "True"),
+    "seed: no": ("seed", "False"),
+    "lr: on": ("lr", "True"),
+    "seq_len: 7": ("seq_len", "7"),
+    "precision: int8": ("precision", "'int8'"),
+    "precision: no": ("precision", "False"),
+    "model: 17B": ("model", "'17B'"),
+    "compile: no": ("compile", "False"),
+    "name: 2024": ("name", "2024"),
+    "name: ''": ("name", "''"),
+    "name: ../x": ("name", "'../x'"),
+    "name: a/b": ("name", "'a/b'"),
+    "name: /etc": ("name", "'/etc'"),
+    "name: ..": ("name", "'..'"),
+    "name: .hidden": ("name", "'.hidden'"),
+    "name: -rf": ("name", "'-rf'"),
+    'name: "a\\n"': ("name", "'a\\n'"),
+    'name: "a\\nb"': ("name", "'a\\nb'"),
+    'name: "a\\0b"': ("name", "'a\\x00b'"),
+    "name: '; rm -rf ~'": ("name", "'; rm -rf ~'"),
+    "name: $(id)": ("name", "'$(id)'"),
+    f"name: {'a' * 81}": ("name", "'aaaa"),
+    "hardware: ../../etc": ("hardware", "'../../etc'"),
+}
+
+
+@pytest.mark.parametrize("text", FAULTS)
+def test_a_fault_is_named_on_one_line(file: Path, text: str) -> None:
+    field, value = FAULTS[text]
+    said = complaint(file, text)
+    assert said.startswith(f"{field}: got {value}")
+    assert "; valid: " in said
+    assert len(said.splitlines()) == 1
+
+
+def test_several_faults_are_all_named(file: Path) -> None:
+    said = complaint(file, "ep: 0\nnodes: no\nlr: x\nspeed: 3").splitlines()
+    assert sorted(line.split(":")[0].split(";")[0] for line in said) == ["ep", "lr", "nodes", "unknown field 'speed'"]
+
+
+@pytest.mark.parametrize(
+    ("field", "near"), [("nodse", "nodes"), ("step", "steps"), ("learning_rate", None), ("Precision", "precision")]
+)
+def test_an_unknown_field_gets_the_nearest_name(file: Path, field: str, near: str | None) -> None:
+    said = complaint(file, f"{field}: 4")
+    assert said.startswith(f"unknown field {field!r}; ")
+    assert (f"did you mean {near!r}?" if near else "known fields: name, model, precision") in said
+
+
+NOT_A_STUDY = {
+    "": "found nothing",
+    "just words": "found str 'just words'",
+    "3": "found int 3",
+    "[1, 2]": "each entry of the list must be a mapping",
+    "- [steps, 3]": "each entry of the list must be a mapping",
+    "[]": "study 'my_study' is empty",
+    "steps: 1\nsteps: 2": "'steps' is given twice, near line 1",
+    "study: a\nexperiment: {lr: 1, steps: 2, lr: 1}": "'lr' is given twice, near line 2",
+    "steps: [": "not valid YAML",
+    "a: b: c": "not valid YAML",
+    "steps: !!python/object/apply:os.system ['true']": "not valid YAML",
+    "? [1, 2]\n: 3": "not valid YAML",
+    "lr: 2024-13-45": "not valid YAML",
+    "steps: !!int abc": "not valid YAML",
+    "compile: !!bool maybe": "not valid YAML",
+    f"steps: {'9' * 5000}": "not valid YAML",
+    "steps: 1\n---\nsteps: 2": "not valid YAML",
+    "base: &b {steps: 3}\nexperiment: {<<: *b}": "merging with << is not supported",
+    "\x07": "not valid YAML",
+}
+
+
+@pytest.mark.parametrize("text", NOT_A_STUDY)
+def test_what_is_no_study_is_refused(file: Path, text: str) -> None:
+    assert NOT_A_STUDY[text] in complaint(file, text)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=r"missing\.yaml cannot be read: No such file"):
+        read_study(tmp_path / "missing.yaml")
+    with pytest.raises(BadInput, match="cannot be read: Is a directory"):
+        read_study(tmp_path)
+
+
+@pytest.mark.parametrize("data", [b"name: \xff\xfe", "name: café".encode("latin-1"), "steps: 3".encode("utf-16")])
+def test_other_encodings_are_refused(file: Path, data: bytes) -> None:
+    file.write_bytes(data)
+    with pytest.raises(BadInput, match="is not UTF-8 text"):
+        read_study(file)
+
+
+def test_utf8_with_a_byte_order_mark_is_read(file: Path) -> None:
+    file.write_bytes(b"\xef\xbb\xbfsteps: 3\n")
+    assert read_experiment(file).steps == 3
+
+
+def test_a_large_file_is_refused_before_it_is_parsed(file: Path) -> None:
+    file.write_bytes(b"- {}\n" * 2_000_000)
+    start = time.monotonic()
+    with pytest.raises(BadInput, match=f"at most {MAX_FILE_BYTES:,} bytes"):
+        read_study(file)
+    assert time.monotonic() - start < 1
+
+
+def test_an_endless_file_is_refused() -> None:
+    with pytest.raises(BadInput, match="too large"):
+        read_yaml(Path("/dev/zero"))
+
+
+BOMB = "a0: &a0 [lol, lol]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 30))
+MERGES = "a0: &a0 {x: 1}\n" + "".join(f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 10)}]}}\n" for i in range(1, 12))
+HOSTILE = {
+    "billion laughs": BOMB + "steps: *a29",
+    "billion laughs as the study": BOMB.replace("a0: &a0", "arms: &a0", 1) + "seeds: *a29",
+    "billion laughs as seeds": f"study: s\nexperiment: {{pp_schedule: [&a {'[' * 5}x{']' * 5}]}}\nseeds: {{a: [*a]}}",
+    "merged merges": MERGES,
+    "deep": "[" * 100_000,
+    "deep mapping": "{a: " * 50_000,
+    "deep by aliases": "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}]\n" for i in range(1, 5000)),
+    "an alias of itself": "steps: &a [*a]",
+    "many keys": "".join(f"k{i}: 1\n" for i in range(3000)),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_hostile_file_is_refused_at_once(file: Path, kind: str) -> None:
+    start = time.monotonic()
+    assert complaint(file, HOSTILE[kind])
+    assert time.monotonic() - start < 5
+
+
+def test_duplicate_keys_are_found_in_linear_time(file: Path) -> None:
+    start = time.process_time()
+    file.write_text("{" + ", ".join(f"k{i}: 1" for i in range(20_000)) + ", k7: 2}")
+    with pytest.raises(BadInput, match="'k7' is given twice"):
+        read_yaml(file)
+    assert time.process_time() - start < 8
+
+
+# --set
+
+
+@pytest.mark.parametrize(
+    ("pair", "field", "value"),
+    [
+        ("steps=20", "steps", 20),
+        ("lr=1e-4", "lr", 1e-4),
+        ("lr = 1.0e-3", "lr", 1e-3),
+        ("precision=mxfp8", "precision", Precision.MXFP8),
+        ("pp_schedule=a=b", "pp_schedule", "a=b"),
+        ("name='no'", "name", "no"),
+    ],
+)
+def test_set_replaces_a_field(file: Path, pair: str, field: str, value: object) -> None:
+    assert getattr(study_of(file, "steps: 3\nlr: 1", pair).experiments[0], field) == value
+
+
+def test_the_last_of_several_settings_wins(file: Path) -> None:
+    assert study_of(file, "steps: 3", "steps=4", "steps=5").experiments[0].steps == 5
+
+
+@pytest.mark.parametrize(
+    ("pair", "said"),
+    [
+        ("steps", "--set 'steps': expected key=value, such as --set steps=20"),
+        ("=3", "--set '=3': expected key=value"),
+        ("steps=[", "--set 'steps=[': the value is not valid YAML"),
+        (f"steps={'{a: ' * 2000}", "the value is not valid YAML"),
+        ("steps={a: 1, a: 2}", "'a' is given twice"),
+        ("lr=2024-99-99", "the value is not valid YAML"),
+        ("steps=", "steps: got None; valid: a valid integer"),
+        ("steps=yes", "steps: got True; valid: a number"),
+        ("stepz=3", "unknown field 'stepz'; did you mean 'steps'?"),
+    ],
+)
+def test_a_setting_that_is_wrong(file: Path, pair: str, said: str) -> None:
+    assert said in complaint(file, "steps: 3", pair)
+
+
+def test_set_replaces_a_field_everywhere(file: Path) -> None:
+    text = "experiment: {steps: 3}\narms: [{precision: bf16, steps: 4}, {precision: mxfp8}]\nseeds: [0, 1]"
+    study = study_of(file, text, "steps=9", "lr=2e-3")
+    assert {(one.steps, one.lr) for one in study.experiments} == {(9, 2e-3)}
+    rows = "- {precision: bf16, steps: 4}\n- {precision: mxfp8}"
+    assert {one.steps for one in study_of(file, rows, "steps=9").experiments} == {9}
+
+
+def test_set_replaces_the_seeds_arms_and_name_of_a_study(file: Path) -> None:
+    text = "study: first\nseeds: [0]\narms: [{precision: bf16}]"
+    study = study_of(file, text, "study=other", "seeds=[4, 5]", "arms=[{precision: mxfp8}]")
+    assert (study.name, study.arms, [one.seed for one in study.experiments]) == ("other", ("mxfp8_standard",), [4, 5])
+
+
+@pytest.mark.parametrize(("pair", "instead"), [("seed=3", "`seeds`"), ("name=other", "`study`")])
+def test_a_setting_that_a_study_would_ignore_is_refused(file: Path, pair: str, instead: str) -> None:
+    assert instead in complaint(file, "study: s\nseeds: [0]", pair)
+
+
+def test_overrides_keep_yaml_types() -> None:
+    assert parse_overrides(["a=1", "b=[1, 2]", "c=x y", "d=null"]) == {"a": 1, "b": [1, 2], "c": "x y", "d": None}
+
+
+# Studies
+
+
+def test_one_experiment_is_a_study_of_its_name(file: Path) -> None:
+    study = study_of(file, "name: alone\nsteps: 5")
+    assert (study.name, len(study.experiments), study.experiments[0].steps) == ("alone", 1, 5)
+    assert study_of(file, "{}").experiments == (Experiment(),)
+
+
+def test_a_list_takes_its_name_from_the_file(file: Path) -> None:
+    study = study_of(file, "- {precision: bf16}\n- {precision: mxfp8, seed: 3}")
+    assert study.name == "my_study"
+    assert [(one.name, one.arm, one.seed) for one in study.experiments] == [
+        ("my_study", "bf16_standard", 0),
+        ("my_study", "mxfp8_standard", 3),
+    ]
+
+
+def test_arms_alternate_within_each_seed(file: Path) -> None:
+    study = study_of(
+        file, "study: ab\nexperiment: {steps: 7}\narms: [{precision: bf16}, {precision: mxfp8}]\nseeds: [5, 1]"
+    )
+    assert [(one.precision.value, one.seed) for one in study.experiments] == [
+        ("bf16", 5),
+        ("mxfp8", 5),
+        ("bf16", 1),
+        ("mxfp8", 1),
+    ]
+    assert study.arms == ("bf16_standard", "mxfp8_standard")
+    assert {one.steps for one in study.experiments} == {7}
+
+
+def test_a_study_has_one_arm_and_one_seed_by_default(file: Path) -> None:
+    study = study_of(file, "experiment: {steps: 4}")
+    assert (study.name, len(study.experiments), study.experiments[0].seed) == ("my_study", 1, 0)
+
+
+BAD_STUDIES = {
+    "seeds: []": "study 'my_study' is empty",
+    "seeds: 3": "seeds: got 3; valid: a list of integers",
+    "seeds: '012'": "seeds: got '012'; valid: a list of integers",
+    "seeds:": "seeds: got None; valid: a list of integers",
+    "seeds: [0, a]": "seed: got 'a'",
+    "seeds: [0, yes]": "seed: got True",
+    "seeds: [0, 1.5]": "seed: got 1.5",
+    "seeds: [0, 0]": "has the same arm and seed twice (bf16_standard, seed 0)",
+    "arms: []": "study 'my_study' is empty",
+    "arms:": "`arms` a list",
+    "arms: {precision: bf16}": "`arms` a list",
+    "arms: [bf16, mxfp8]": "`arms` a list",
+    "experiment: [1]": "`experiment` must be a mapping",
+    "experiment:": "`experiment` must be a mapping",
+    "arms: [{precision: bf16}, {}]": "has the same arm and seed twice",
+    "arms: [{lr: 1}, {lr: 2}]": "arms must differ in precision, quantize, wgrad, ep_backend",
+    "arms: [{precision: bf16, seed: 3}]": "seed is not a field of one arm here",
+    "experiment: {name: x}": "name is not a field of one arm here",
+    "seeds: [0]\nsteps: 3": "unknown key 'steps' of a study; fields of an experiment go under",
+    "seeds: [0]\nexperimnt: {}": "unknown key 'experimnt' of a study; did you mean 'experiment'?",
+    "study: 2024": "study: got 2024; valid: a name",
+    "study:": "study: got None; valid: a name",
+    "study: no": "study: got False; valid: a name",
+    "study: ../up": "name: got '../up'",
+    "study: a/b": "name: got 'a/b'",
+    "- {seed: 1}\n- {seed: 1, lr: 2}": "has the same arm and seed twice (bf16_standard, seed 1)",
+    "- {name: a}\n- {name: b, seed: 1}": "share one name, found a, b",
+}
+
+
+@pytest.mark.parametrize("text", BAD_STUDIES)
+def test_a_study_that_is_wrong(file: Path, text: str) -> None:
+    said = complaint(file, text)
+    assert BAD_STUDIES[text] in said
+    assert len(said.splitlines()) == 1
+
+
+def test_one_experiment_is_wanted_where_one_is_wanted(file: Path) -> None:
+    file.write_text("seeds: [0, 1]")
+    with pytest.raises(BadInput, match="holds 2 experiments; one was expected"):
+        read_experiment(file)
+
+
+def test_a_study_in_python_is_checked_like_a_file() -> None:
+    shared: dict[str, Any] = {"steps": 3}
+    assert len(make_study("s", shared, [{"precision": "bf16"}, {"precision": "mxfp8"}], range(3)).experiments) == 6
+    with pytest.raises(BadInput, match="unknown field 'stepz'"):
+        make_study("s", {"stepz": 3}, [{}], [0])
+
+
+@settings(deadline=None, max_examples=50)
+@given(one=experiments, other=experiments)
+def test_arms_of_one_name_differ_in_nothing_that_names_them(one: Experiment, other: Experiment) -> None:
+    named = ("precision", "ep_backend", "dispatch_precision", "routing")
+    same = all(getattr(one, name) == getattr(other, name) for name in named)
+    if one.arm == other.arm:
+        assert same
+    elif same and one.precision is Precision.BF16:
+        raise AssertionError("a BF16 arm has nothing else to be named by")
+
+
+@settings(deadline=None, max_examples=50)
+@given(experiment=experiments)
+def test_an_arm_is_a_folder_name(experiment: Experiment) -> None:
+    assert set(experiment.arm) <= set(string.ascii_lowercase + string.digits + "_-")
+    assert experiment.world_size == experiment.nodes * experiment.gpus_per_node

@@ -1,0 +1,368 @@
+"""The launcher, with a stand-in for torchrun: every end has the right status, and nothing lives on."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import stand_in
+import yaml
+from filelock import FileLock
+
+from moelab.errors import Refused
+from moelab.experiment_file import Study, make_study
+from moelab.launch import local
+from moelab.launch.study import StudyRun, run_study
+from moelab.runs import directory
+from moelab.runs.collect import collect
+from moelab.runs.directory import RunDir, find
+from moelab.runs.status import RESERVE, State, Status
+
+STEPS = 4
+BF16, MXFP8 = {"precision": "bf16"}, {"precision": "mxfp8"}
+
+
+@pytest.fixture(autouse=True)
+def _no_process_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in ("command", "stage_data", "POLL_S"):
+        monkeypatch.setattr(local, name, getattr(local, name))  # put back afterwards
+    monkeypatch.setattr(local, "environment", lambda nodes: {"hosts": nodes})
+    yield
+    wait_for(lambda: not stand_in.processes_of(tmp_path), 10)
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    return tmp_path / "runs"
+
+
+def wait_for(what: Callable[[], object], seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.05)
+
+
+def study_of(*arms: dict[str, Any], seeds: tuple[int, ...] = (0,), **shared: Any) -> Study:
+    return make_study("s", {"steps": STEPS, "warmup_steps": 0, "hardware": "cpu", **shared}, arms or [BF16], seeds)
+
+
+def launch(
+    runs: Path, plan: Study, behaviours: dict[str, str] | None = None, **options: Any
+) -> tuple[StudyRun, list[str]]:
+    said: list[str] = []
+    stand_in.install(behaviours)
+    return run_study(plan, runs, say=said.append, **options), said
+
+
+def launch_one(runs: Path, behaviour: str, *, precision: str = "bf16") -> RunDir:
+    done, _ = launch(runs, study_of({"precision": precision}), {f"{precision}_standard/seed0": behaviour})
+    assert done.trained == 1
+    return done.runs[0]
+
+
+def states(done: StudyRun) -> list[str]:
+    return [run.status.state.value for run in done.runs]
+
+
+def logged_steps(run: RunDir) -> list[int]:
+    return pd.read_parquet(run.path / "metrics.parquet")["step"].tolist()
+
+
+# Ends
+
+
+def test_a_run_that_completes(runs: Path) -> None:
+    done, said = launch(runs, study_of(BF16, MXFP8))
+    assert states(done) == ["completed", "completed"]
+    assert (done.trained, done.failed) == (2, ())
+    run = done.runs[1]
+    assert (run.status.exit_code, run.status.reason, run.status.attempts) == (0, None, 1)
+    assert logged_steps(run) == [1, 2, 3, 4]
+    results = json.loads((run.path / "results.json").read_text())
+    assert (results["status"], results["steps"], results["validation_loss_nats"]) == ("completed", 4, 7.0)
+    assert results["last_loss_nats"] == pytest.approx(7.6)
+    assert results["mxfp8"] == {"kernels": "emulated", "modules": ["layers.1.moe.experts"]}
+    assert "stand_in.py train" in (run.path / "launch" / "command.sh").read_text()
+    assert not (run.path / RESERVE).exists()
+    assert said[0] == "s | bf16_standard | seed 0 | step 0/4 | starting"
+    assert said[-1] == "s | mxfp8_standard | seed 0 | step 4/4 | completed"
+
+
+FAILURES = {
+    "die": ("rank 1: ValueError: the vocabulary is too small", 2),
+    "rank_killed": ("rank 1: killed by SIGKILL (often the system running out of memory)", 2),
+    "nan": ("rank 0: RuntimeError: Loss is not finite (global_avg_loss=nan) at step 3.", 2),
+    "nan_unseen": ("loss is nan at step 4 (segment 0)", 4),
+    "inf_unseen": ("loss is inf at step 4 (segment 0)", 4),
+    "short": ("training ended at step 2 of 4", 2),
+    "wordless": ("torchrun ended with exit code 7; see train.log", 0),
+    "torn": ("torchrun ended with exit code 1; see train.log", 1),
+    "torchrun_killed": ("torchrun ended with exit code -9; see train.log", 2),
+}
+
+
+@pytest.mark.parametrize("behaviour", FAILURES)
+def test_a_run_that_fails_says_why_and_keeps_its_steps(runs: Path, behaviour: str) -> None:
+    reason, last_step = FAILURES[behaviour]
+    run = launch_one(runs, behaviour)
+    assert (run.status.state, run.status.reason) == (State.FAILED, reason)
+    assert logged_steps(run) == list(range(1, last_step + 1))
+    results = json.loads((run.path / "results.json").read_text())
+    assert (results["status"], results["reason"], results["steps"]) == ("failed", reason, last_step)
+
+
+def test_mxfp8_without_a_converted_module_fails_although_it_trained(runs: Path) -> None:
+    run = launch_one(runs, "unconverted", precision="mxfp8")
+    assert run.status.state is State.FAILED
+    assert run.status.reason == "precision is mxfp8, but no module was converted"
+    assert logged_steps(run) == [1, 2, 3, 4]
+
+
+def test_a_command_that_cannot_be_started(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in.install()
+    variables = {"MOELAB_EXPERIMENT": str(runs)}
+    monkeypatch.setattr(local, "command", lambda *_: local.Command(arguments=["/no/such"], variables=variables))
+    done = run_study(study_of(), runs, say=lambda line: None)
+    assert states(done) == ["failed"]
+    assert "No such file or directory: '/no/such'" in (done.runs[0].status.reason or "")
+
+
+def test_an_error_in_the_launcher_itself_is_not_left_running(runs: Path) -> None:
+    def say(line: str) -> None:
+        if "loss" in line:
+            raise ZeroDivisionError("in the display")
+
+    stand_in.install({"bf16_standard/seed0": "hang"})
+    with pytest.raises(ZeroDivisionError):
+        run_study(study_of(), runs, say=say)
+    (run,) = find(runs)
+    assert run.status.state is State.FAILED
+    assert run.status.reason == "the launcher failed: ZeroDivisionError('in the display')"
+    assert logged_steps(run) == [1, 2]
+
+
+# A study
+
+
+def test_on_failure_continue_or_stop(tmp_path: Path) -> None:
+    behaviours = {"bf16_standard/seed0": "die"}
+    went_on, _ = launch(tmp_path / "a", study_of(BF16, MXFP8), behaviours, on_failure="continue")
+    assert states(went_on) == ["failed", "completed"]
+    stopped, said = launch(tmp_path / "b", study_of(BF16, MXFP8), behaviours, on_failure="stop")
+    assert states(stopped) == ["failed"]
+    assert said[-1].endswith("| failed: rank 1: ValueError: the vocabulary is too small")
+
+
+def test_a_finished_study_trains_nothing(runs: Path) -> None:
+    first, _ = launch(runs, study_of(BF16, MXFP8))
+    before = {path: path.stat().st_mtime_ns for path in runs.rglob("*") if path.is_file()}
+    again, said = launch(runs, study_of(BF16, MXFP8), {"bf16_standard/seed0": "die", "mxfp8_standard/seed0": "die"})
+    assert (again.trained, said, again.runs) == (0, [], first.runs)
+    after = {path: path.stat().st_mtime_ns for path in runs.rglob("*") if path.is_file()}
+    assert after.keys() == before.keys()
+    assert {path.name for path in after if after[path] != before[path]} <= {".launcher.lock"}
+
+
+def test_only_what_is_missing_is_trained(runs: Path) -> None:
+    plan = study_of(BF16, MXFP8, seeds=(0, 1))
+    launch(runs, plan, {"mxfp8_standard/seed0": "die"})
+    again, said = launch(runs, plan)
+    assert (again.trained, states(again)) == (1, ["completed"] * 4)
+    assert [line for line in said if line.endswith("starting")] == ["s | mxfp8_standard | seed 0 | step 0/4 | starting"]
+    assert len(list((runs / "s" / "mxfp8_standard" / "seed0").iterdir())) == 2
+    assert len(list((runs / "s" / "bf16_standard" / "seed1").iterdir())) == 1
+
+
+def test_a_changed_field_is_trained_anew(runs: Path) -> None:
+    launch(runs, study_of())
+    assert launch(runs, study_of(lr=1.0e-3))[0].trained == 1
+    assert launch(runs, study_of())[0].trained == 0
+
+
+def test_what_the_machine_cannot_run_is_refused_before_anything_starts(runs: Path) -> None:
+    stand_in.install()
+    with pytest.raises(Refused, match=r"fp8_standard: precision fp8 needs .*\n?") as refused:
+        run_study(study_of(BF16, {"precision": "fp8"}), runs)
+    assert refused.value.exit_code == 3
+    assert not runs.exists()
+
+
+def test_a_second_launcher_is_refused(runs: Path) -> None:
+    stand_in.install()
+    (runs / "s").mkdir(parents=True)
+    with FileLock(runs / "s" / ".launcher.lock"), pytest.raises(Refused, match="another process is training study 's'"):
+        run_study(study_of(), runs)
+    assert list(find(runs)) == []
+    assert states(run_study(study_of(), runs, say=lambda line: None)) == ["completed"]
+
+
+def test_runs_that_nobody_ended_are_closed(runs: Path) -> None:
+    plan = study_of(seeds=(0, 1))
+    running = directory.create(runs, plan.experiments[0])
+    running.log.write_text(stand_in.step_line(1, 8.0))
+    running.set_status(Status(state=State.RUNNING, attempts=1))
+    of_another_field = directory.create(runs, plan.experiments[0].model_copy(update={"steps": 9}))
+    damaged = directory.create(runs, plan.experiments[1])
+    (damaged.path / "status.json").write_text("{")
+    unreadable = directory.create(runs, plan.experiments[1])
+    (unreadable.path / "experiment.yaml").write_text("a_field_of_the_future: 1\n")
+    job = directory.create(runs, plan.experiments[1])
+    job.set_status(Status(state=State.SUBMITTED, job_id="17"))
+    done, _ = launch(runs, plan)
+    assert (done.trained, states(done)) == (2, ["completed", "completed"])
+    for run in (running, of_another_field, damaged, unreadable):
+        assert (run.status.state, run.status.reason) == (State.FAILED, "the launcher was killed")
+    assert logged_steps(running) == [1]
+    assert job.status.state is State.SUBMITTED
+
+
+# Interruptions
+
+
+def test_ctrl_c_ends_the_ranks_and_keeps_the_metrics(runs: Path) -> None:
+    seen: list[list[int]] = []
+
+    def say(line: str) -> None:
+        if "loss" in line:
+            seen.append(stand_in.processes_of(runs))
+            raise KeyboardInterrupt
+
+    stand_in.install({"bf16_standard/seed0": "hang"})
+    with pytest.raises(KeyboardInterrupt):
+        run_study(study_of(BF16, MXFP8), runs, say=say)
+    assert len(seen[0]) == 3  # torchrun and two ranks
+    assert stand_in.processes_of(runs) == []
+    (run,) = find(runs)
+    assert (run.status.state, run.status.reason) == (State.CANCELLED, "interrupted by the user")
+    assert logged_steps(run) == [1, 2]
+    done, _ = launch(runs, study_of(BF16, MXFP8))
+    assert done.trained == 2
+
+
+def test_ranks_that_do_not_end_when_asked_to_are_killed(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "STOP_S", 0.5)
+
+    def say(line: str) -> None:
+        if "loss" in line:
+            raise KeyboardInterrupt
+
+    stand_in.install({"bf16_standard/seed0": "stubborn"})
+    with pytest.raises(KeyboardInterrupt):
+        run_study(study_of(), runs, say=say)
+    wait_for(lambda: not stand_in.processes_of(runs), 2)
+    assert [run.status.state for run in find(runs)] == [State.CANCELLED]
+
+
+def start_moelab(tmp_path: Path, behaviours: dict[str, str], *options: str) -> subprocess.Popen[str]:
+    file = tmp_path / "study.yaml"
+    shared = {"steps": STEPS, "warmup_steps": 0, "hardware": "cpu"}
+    file.write_text(yaml.safe_dump({"study": "s", "experiment": shared, "arms": [BF16], "seeds": [0]}))
+    command = [sys.executable, stand_in.__file__, "moelab", json.dumps(behaviours), "run", str(file), *options]
+    command += ["--runs", str(tmp_path / "runs"), "--json"]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
+def test_a_signal_to_moelab_run(tmp_path: Path, runs: Path, number: signal.Signals) -> None:
+    process = start_moelab(tmp_path, {"bf16_standard/seed0": "hang"})
+    wait_for(lambda: any("step:  2" in run.log.read_text() for run in find(runs) if run.log.exists()))
+    assert len(stand_in.processes_of(runs)) == 3
+    second = start_moelab(tmp_path, {}) if number is signal.SIGTERM else None
+    if second:
+        out, err = second.communicate(timeout=30)
+        assert (second.returncode, out) == (3, "")
+        assert "another process is training study 's'" in err
+    process.send_signal(number)
+    out, err = process.communicate(timeout=30)
+    wait_for(lambda: not stand_in.processes_of(runs), 10)
+    (run,) = find(runs)
+    assert out == ""
+    if number is signal.SIGKILL:
+        assert run.status.state is State.RUNNING
+        done, _ = launch(runs, study_of())
+        assert (done.trained, states(done)) == (1, ["completed"])
+        assert (run.status.state, run.status.reason) == (State.FAILED, "the launcher was killed")
+    else:
+        assert process.returncode == 1
+        assert err.splitlines()[-1] == "moelab: interrupted; what was finished is kept"
+        assert (run.status.state, run.status.reason) == (State.CANCELLED, "interrupted by the user")
+    assert logged_steps(run) == [1, 2]
+
+
+# A full disk
+
+
+def full_disk(*_: object, **__: object) -> Any:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("name", ["environment.json", "command.sh"])
+def test_a_disk_that_is_full_before_the_ranks_start(runs: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    for function in ("write_json", "write_whole"):
+        write = getattr(local, function)
+        monkeypatch.setattr(local, function, lambda p, c, w=write: full_disk() if p.name == name else w(p, c))
+    done, _ = launch(runs, study_of(BF16, MXFP8))
+    assert states(done) == ["failed", "failed"]
+    assert done.runs[0].status.reason == "the launcher failed: [Errno 28] No space left on device"
+    assert not (done.runs[0].path / RESERVE).exists()
+
+
+def test_a_disk_that_fills_while_ranks_train(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = iter([2**40] * 12)
+    monkeypatch.setattr(local.shutil, "disk_usage", lambda _: type("Usage", (), {"free": next(free, 0)}))
+    run = launch_one(runs, "hang")
+    assert run.status.state is State.FAILED
+    assert (run.status.reason or "").startswith("no disk space: 0.0 MiB are free")
+    assert stand_in.processes_of(runs) == []
+
+
+def test_a_disk_without_space_is_refused(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1000}))
+    with pytest.raises(Refused, match="no disk space"):
+        launch(runs, study_of())
+    assert list(find(runs)) == []
+
+
+def test_results_that_cannot_be_written_do_not_undo_the_run(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moelab.runs.collect.write_whole", full_disk)
+    done, _ = launch(runs, study_of())
+    assert states(done) == ["completed"]
+    assert not (done.runs[0].path / "metrics.parquet").exists()
+    (collected,) = collect(done.runs[0].path)
+    assert collected.finished
+    assert collected.rows["step"].tolist() == [1, 2, 3, 4]
+
+
+def test_the_study_is_looked_at_from_any_folder(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs.mkdir()
+    monkeypatch.chdir(runs)
+    done, _ = launch(Path(), study_of())
+    assert done.runs[0].path.is_relative_to(runs)
+    assert [path.name for path in runs.iterdir()] == ["s"]
+
+
+# Data
+
+
+@pytest.mark.parametrize("endpoint", ["http://127.0.0.1:9", "http://no-such-host.invalid"])
+def test_a_hub_that_cannot_be_reached_is_a_refusal(endpoint: str) -> None:
+    script = (
+        "from moelab.experiment import Experiment\nfrom moelab.launch.staging import stage_data\n"
+        "from moelab.errors import Refused\n"
+        "try:\n    stage_data(Experiment(dataset='c4'))\nexcept Refused as error:\n    print(error)"
+    )
+    variables = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0"}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=variables)
+    assert done.stdout.startswith("dataset c4 cannot be reached from here (ConnectError)")
+    assert "use dataset=python" in done.stdout

@@ -1,0 +1,188 @@
+"""Running notebooks in batch: believed only where the last cell says that it was reached."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import papermill
+import pytest
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+from papermill.exceptions import PapermillExecutionError
+
+from moelab.errors import BadInput
+from moelab.notebooks import NotebookFailed, execute, parameter_names, read_parameters
+from moelab.notebooks.batch import END_MARKER
+
+PARAMETERS = "steps = 3  # steps\nlr = 1.0e-3  # learning rate"
+CHECK = """from pydantic import BaseModel, ConfigDict
+from moelab.notebooks.parameters import validated
+class Small(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    steps: int
+    lr: float
+given = {name: globals()[name] for name in ("steps", "lr")}
+parameters = validated(Small, given)
+print("steps", repr(parameters.steps), "lr", repr(parameters.lr))"""
+COMPLETE = "from moelab.notebooks.batch import complete\ncomplete()"
+
+
+def command(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+    call = [sys.executable, "-m", "moelab.notebooks", *map(str, arguments)]
+    return subprocess.run(call, capture_output=True, text=True, check=False, timeout=60, cwd=cwd)
+
+
+def notebook(folder: Path, *sources: str, tags: tuple[str, ...] = ("parameters",)) -> Path:
+    cells = [new_code_cell(source) for source in sources]
+    cells[0].metadata["tags"] = list(tags)
+    content = new_notebook(cells=[new_markdown_cell("# A notebook"), *cells])
+    content.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    path = folder / "a.ipynb"
+    nbformat.write(content, path)
+    return path
+
+
+def test_success_prints_while_it_runs_and_keeps_the_executed_copy(tmp_path: Path) -> None:
+    source = notebook(tmp_path, PARAMETERS, CHECK, COMPLETE)
+    (tmp_path / "cpu.yaml").write_text("steps: 5\nlr: 1.0e-2\n")
+    done = command(source, "made/out.ipynb", "-f", "cpu.yaml", "-p", "lr", "1e-4", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, f"steps 5 lr 0.0001\n{END_MARKER}\n")
+    executed = nbformat.read(tmp_path / "made" / "out.ipynb", as_version=4)
+    assert [cell.metadata.get("tags") for cell in executed.cells[1:3]] == [["parameters"], ["injected-parameters"]]
+    assert all(cell.outputs == [] for cell in nbformat.read(source, as_version=4).cells if cell.cell_type == "code")
+
+
+def test_a_cell_that_fails_is_named_by_its_exception(tmp_path: Path) -> None:
+    source = notebook(tmp_path, PARAMETERS, "{}['x']", COMPLETE)
+    with pytest.raises(NotebookFailed) as failed:
+        execute(source, tmp_path / "out.ipynb", {})
+    assert str(failed.value) == f"a.ipynb: KeyError: 'x'; executed copy: {tmp_path}/out.ipynb"
+    assert (tmp_path / "out.ipynb").exists()
+    assert failed.value.exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [("ValueError", "two\nlines", "ValueError: two lines"), ("AssertionError", "", "AssertionError")],
+)
+def test_an_exception_becomes_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: str, said: str
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise PapermillExecutionError(1, 1, "source", name, text, [])
+
+    monkeypatch.setattr(papermill, "execute_notebook", fail)
+    with pytest.raises(NotebookFailed) as failed:
+        execute(notebook(tmp_path, PARAMETERS, COMPLETE), tmp_path / "out.ipynb", {})
+    assert str(failed.value) == f"a.ipynb: {said}; executed copy: {tmp_path}/out.ipynb"
+
+
+def test_a_parameter_of_the_wrong_type_stops_the_notebook(tmp_path: Path) -> None:
+    source = notebook(tmp_path, PARAMETERS, CHECK, COMPLETE)
+    with pytest.raises(NotebookFailed, match="BadInput: steps: got 'many'; valid: a valid integer"):
+        execute(source, tmp_path / "out.ipynb", {"steps": "many"})
+
+
+def test_a_killed_kernel_is_a_failure(tmp_path: Path) -> None:
+    source = notebook(tmp_path, PARAMETERS, "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)", COMPLETE)
+    content = nbformat.read(source, as_version=4)
+    content.cells[-1].outputs = [new_output("stream", text=END_MARKER)]  # as of an earlier run
+    nbformat.write(content, source)
+    with pytest.raises(NotebookFailed, match=r"^a\.ipynb: .*(died|last cell)"):
+        execute(source, tmp_path / "out.ipynb", {})
+
+
+@pytest.mark.parametrize("last", ["print('done')", f"x = '{END_MARKER}'", ""])
+def test_a_notebook_that_never_says_complete_is_not_believed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: str
+) -> None:
+    source = notebook(tmp_path, PARAMETERS, COMPLETE, last)
+    ran = nbformat.read(source, as_version=4)
+    ran.cells[2].outputs = [new_output("stream", text=f"{END_MARKER}\n")]
+    monkeypatch.setattr(papermill, "execute_notebook", lambda *_, **__: ran)
+    with pytest.raises(NotebookFailed, match="did not reach its last cell"):
+        execute(source, tmp_path / "out.ipynb", {})
+    ran.cells[3].outputs = [new_output("stream", text=f"{END_MARKER}\n")]
+    assert execute(source, tmp_path / "out.ipynb", {}) == tmp_path / "out.ipynb"
+
+
+def test_a_kernel_that_is_not_installed_is_a_failure(tmp_path: Path) -> None:
+    source = notebook(tmp_path, PARAMETERS, COMPLETE)
+    content = nbformat.read(source, as_version=4)
+    content.metadata["kernelspec"]["name"] = "no-such-kernel"
+    nbformat.write(content, source)
+    with pytest.raises(NotebookFailed, match="no-such-kernel"):
+        execute(source, tmp_path / "out.ipynb", {})
+
+
+# Refused before anything runs
+
+
+def refused(source: Path, parameters: dict[str, Any]) -> str:
+    with pytest.raises(BadInput) as error:
+        execute(source, source.parent / "out.ipynb", parameters)
+    assert list(source.parent.iterdir()) == [source]
+    assert error.value.exit_code == 2
+    return str(error.value)
+
+
+@pytest.mark.parametrize("tags", [(), ("parameter",), ("Parameters",)])
+def test_a_parameters_cell_that_lost_its_tag(tmp_path: Path, tags: tuple[str, ...]) -> None:
+    source = notebook(tmp_path, PARAMETERS, CHECK, COMPLETE, tags=tags)
+    assert "has 0 cells tagged 'parameters' instead of one" in refused(source, {"steps": 4})
+    assert "would run its defaults" in refused(source, {})
+
+
+def test_two_parameters_cells(tmp_path: Path) -> None:
+    source = notebook(tmp_path, PARAMETERS, COMPLETE)
+    content = nbformat.read(source, as_version=4)
+    content.cells[-1].metadata["tags"] = ["parameters"]
+    nbformat.write(content, source)
+    assert "has 2 cells tagged" in refused(source, {})
+
+
+@pytest.mark.parametrize(("name", "hint"), [("stepz", "did you mean 'steps'?"), ("precision", "it has: steps, lr")])
+def test_an_unknown_parameter_gets_the_nearest_name(tmp_path: Path, name: str, hint: str) -> None:
+    source = notebook(tmp_path, PARAMETERS, COMPLETE)
+    assert refused(source, {"steps": 1, name: 2}) == f"a.ipynb has no parameter {name!r}; {hint}"
+
+
+@pytest.mark.parametrize("cell", ["steps =", "%time steps = 3", "# Parameters\n**bold**"])
+def test_a_parameters_cell_that_is_not_python(tmp_path: Path, cell: str) -> None:
+    assert "the parameters cell is not Python" in refused(notebook(tmp_path, cell, COMPLETE), {})
+
+
+@pytest.mark.parametrize("text", ["", "not json", "[]", "{}", "3", '{"cells": 3, "nbformat": 4, "nbformat_minor": 5}'])
+def test_what_is_no_notebook(tmp_path: Path, text: str) -> None:
+    source = tmp_path / "a.ipynb"
+    source.write_text(text)
+    assert "is not a notebook" in refused(source, {})
+
+
+def test_a_notebook_that_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=r"missing\.ipynb cannot be read: No such file"):
+        parameter_names(tmp_path / "missing.ipynb")
+
+
+def test_annotated_parameters_count(tmp_path: Path) -> None:
+    assert parameter_names(notebook(tmp_path, "steps: int = 3\na = b = 2\nc.d = 1", COMPLETE)) == ["steps", "a", "b"]
+
+
+@pytest.mark.parametrize("text", ["", "- steps", "steps: [1, 2]", "steps: {a: 1}", "steps: 1\nsteps: 2", "a: ["])
+def test_a_parameter_file_that_is_wrong(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "cpu.yaml"
+    file.write_text(text)
+    with pytest.raises(BadInput, match=r"cpu\.yaml"):
+        read_parameters(file)
+
+
+# The command
+
+
+def test_the_command_refuses_an_unknown_parameter(tmp_path: Path) -> None:
+    bad = command(notebook(tmp_path, PARAMETERS, COMPLETE), "out.ipynb", "-p", "stepz", "4", cwd=tmp_path)
+    assert (bad.returncode, bad.stdout) == (2, "")
+    assert bad.stderr == "moelab: a.ipynb has no parameter 'stepz'; did you mean 'steps'?\n"

@@ -1,0 +1,115 @@
+"""What is installed is what is written: pins, version, files of the package."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+
+import moelab
+from moelab.doctor import PINNED
+
+ROOT = Path(__file__).parents[2]
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
+EXTRAS = PROJECT["project"]["optional-dependencies"]
+
+
+def environment() -> tuple[list[str], dict[str, list[str]]]:
+    """What conda installs, and what pip installs by the comment above it."""
+    content = yaml.safe_load((ROOT / "environment.yml").read_text())
+    conda = [one for one in content["dependencies"] if isinstance(one, str)]
+    (pip,) = [one["pip"] for one in content["dependencies"] if isinstance(one, dict)]
+    groups: dict[str, list[str]] = {"core": []}
+    group = "core"
+    for line in (ROOT / "environment.yml").read_text().split("- pip:\n")[1].splitlines():
+        if found := re.fullmatch(r"\s*# (lab|dev)", line):
+            group = found[1]
+            groups[group] = []
+        elif found := re.fullmatch(r"\s*- (\S+|-e \.)", line):
+            groups[group].append(found[1])
+    assert [one for members in groups.values() for one in members] == pip
+    return conda, groups
+
+
+def pins(requirements: list[str]) -> dict[str, str]:
+    parsed = [Requirement(one) for one in requirements]
+    assert len({one.name for one in parsed}) == len(parsed)
+    return {one.name: str(one.specifier) for one in parsed}
+
+
+def test_environment_yml_has_the_pins_of_pyproject() -> None:
+    conda, groups = environment()
+    editable = groups["dev"].pop()
+    assert editable == "-e ."
+    assert pins(groups["core"]) == pins(PROJECT["project"]["dependencies"])
+    assert pins(groups["lab"]) == pins(EXTRAS["lab"])
+    assert pins(groups["dev"]) == pins(EXTRAS["dev"])
+    assert pins([one for one in conda if one != "pip"]) == {"python": PROJECT["project"]["requires-python"]}
+    assert set(EXTRAS) == {"lab", "dev"}
+
+
+def test_the_doctor_looks_for_the_pinned_versions() -> None:
+    required = {one.name: one.specifier for one in map(Requirement, PROJECT["project"]["dependencies"])}
+    for name, release in PINNED.items():
+        assert required[name].contains(f"{release}.0" if release.count(".") == 1 else release)
+        major, minor, *rest = (int(part) for part in release.split("."))
+        following = f"{major}.{minor}.{rest[0] + 1}" if rest else f"{major}.{minor + 1}.0"
+        assert not required[name].contains(following)
+
+
+def test_the_version_comes_from_one_place() -> None:
+    assert PROJECT["project"]["dynamic"] == ["version"]
+    assert "version" not in PROJECT["project"]
+    source = ROOT / PROJECT["tool"]["hatch"]["version"]["path"]
+    assert source.read_text().count(f'__version__ = "{moelab.__version__}"') == 1
+    elsewhere = [
+        path
+        for path in (ROOT / "src").rglob("*.py")
+        if path != source and re.search(r"^__version__\s*=|VERSION\s*=\s*[\"']\d", path.read_text(), re.M)
+    ]
+    assert elsewhere == []
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "pip", "wheel", str(ROOT), "--no-deps", "--quiet", "--wheel-dir", str(folder)]
+    if importlib.util.find_spec("hatchling"):
+        command.append("--no-build-isolation")
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if "hatchling" in done.stderr and done.returncode:
+        pytest.skip("hatchling is not installed and cannot be fetched from here")
+    assert done.returncode == 0, done.stderr
+    (file,) = folder.glob("*.whl")
+    return file
+
+
+def test_the_wheel_has_every_file_of_the_package_and_nothing_else(wheel: Path) -> None:
+    assert wheel.name == f"moelab-{moelab.__version__}-py3-none-any.whl"
+    names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    files = {
+        path.relative_to(ROOT / "src").as_posix()
+        for path in (ROOT / "src" / "moelab").rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    assert names == files
+    assert "moelab/viz/templates/report.html.j2" in names
+
+
+def test_the_wheel_has_the_command_and_the_license(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as content:
+        folder = f"moelab-{moelab.__version__}.dist-info"
+        assert "moelab = moelab.cli:main" in content.read(f"{folder}/entry_points.txt").decode()
+        metadata = content.read(f"{folder}/METADATA").decode()
+        assert content.read(f"{folder}/licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
+    assert f"Version: {moelab.__version__}\n" in metadata
+    assert "License-Expression: BSD-3-Clause\n" in metadata

@@ -1,0 +1,191 @@
+"""The run directory and its files: whole at any instant, found again, and the same name everywhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moelab.errors import BadInput
+from moelab.experiment import Experiment
+from moelab.runs import directory, files
+from moelab.runs.directory import RunDir
+from moelab.runs.files import write_json, write_whole
+from moelab.runs.status import RESERVE, RESERVE_BYTES, State, Status, read_status, write_status
+
+EXPERIMENT = Experiment(name="s", precision="mxfp8", seed=3)
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_a_new_run_has_its_place_its_experiment_and_its_status(tmp_path: Path) -> None:
+    run = directory.create(tmp_path, EXPERIMENT)
+    study, arm, seed, stamp = run.path.relative_to(tmp_path).parts
+    assert (study, arm, seed) == ("s", "mxfp8_standard", "seed3")
+    time.strptime(stamp[:16], "%Y%m%dT%H%M%SZ")
+    assert len(bytes.fromhex(stamp[17:])) == 3
+    assert run.experiment == EXPERIMENT
+    assert run.status.state is State.PREPARED
+    assert names(run.path) == {"experiment.yaml", "status.json", "launch", "logs", "tb", RESERVE}
+    assert run.name == f"s/mxfp8_standard/seed3/{stamp}"
+
+
+def test_runs_made_in_the_same_second_are_apart(tmp_path: Path) -> None:
+    assert len({directory.create(tmp_path, EXPERIMENT).path for _ in range(20)}) == 20
+
+
+def test_attempts_are_of_exactly_this_experiment(tmp_path: Path) -> None:
+    mine = directory.create(tmp_path, EXPERIMENT)
+    for changes in ({"steps": 61}, {"lr": 3.1e-3}, {"model": "debug"}, {"seed": 4}, {"precision": "bf16"}):
+        directory.create(tmp_path, Experiment(**{**EXPERIMENT.model_dump(), **changes}))
+    other = directory.create(tmp_path, EXPERIMENT.model_copy(update={"steps": 62}))
+    (other.path / "experiment.yaml").write_text("name: s\na_field_of_the_future: 1\n")
+    assert directory.attempts(tmp_path, EXPERIMENT) == [mine]
+    assert len(list(directory.find(tmp_path))) == 7
+
+
+def test_a_persons_own_file_is_no_run(tmp_path: Path) -> None:
+    run = directory.create(tmp_path, EXPERIMENT)
+    (tmp_path / "experiment.yaml").write_text("study: s\nseeds: [0, 1]\n")
+    assert list(directory.find(tmp_path)) == [run]
+
+
+def test_an_experiment_of_another_version_is_named(tmp_path: Path) -> None:
+    run = directory.create(tmp_path, EXPERIMENT)
+    (run.path / "experiment.yaml").write_text("a_field_of_the_future: 1\n")
+    with pytest.raises(BadInput, match=rf"{run.path}/experiment.yaml: unknown field 'a_field_of_the_future'"):
+        _ = run.experiment
+
+
+def test_a_run_has_one_name_however_it_is_reached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = directory.create(tmp_path / "runs", EXPERIMENT)
+    (tmp_path / "link").symlink_to(tmp_path / "runs")
+    monkeypatch.chdir(run.path)
+    for path in (Path(), Path("..", run.path.name), Path("../../../../link") / run.path.relative_to(tmp_path / "runs")):
+        assert RunDir(path).name == run.name
+
+
+# Status
+
+
+def test_a_status_is_read_as_it_was_written(tmp_path: Path) -> None:
+    status = Status(state=State.FAILED, reason="rank 1: «ü»\n", exit_code=-9, job_id="12_3", attempts=2)
+    write_status(tmp_path, status)
+    found = read_status(tmp_path)
+    assert abs(found.updated - time.time()) < 5
+    assert {**asdict(found), "updated": 0.0} == asdict(status)
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", "3", "{}", "\xff", '{"state": "lost"}', '{"state": "failed", "x": 1}']
+)
+def test_a_damaged_status_is_unknown(tmp_path: Path, content: str) -> None:
+    (tmp_path / "status.json").write_bytes(content.encode("latin-1"))
+    assert read_status(tmp_path).state is State.UNKNOWN
+    assert read_status(tmp_path / "nowhere").state is State.UNKNOWN
+
+
+def test_only_an_end_that_was_seen_is_final() -> None:
+    final = {state.value for state in State if state.is_final}
+    assert final == {"completed", "failed", "cancelled"}
+
+
+def test_space_is_reserved_until_the_end(tmp_path: Path) -> None:
+    write_status(tmp_path, Status(state=State.RUNNING))
+    assert (tmp_path / RESERVE).stat().st_size == RESERVE_BYTES
+    write_status(tmp_path, Status(state=State.FAILED))
+    assert not (tmp_path / RESERVE).exists()
+
+
+# Whole files
+
+
+def test_a_file_is_replaced_and_readable_by_others(tmp_path: Path) -> None:
+    file = tmp_path / "made" / "on the way" / "a.txt"
+    write_whole(file, "old")
+    write_whole(file, "né\n")
+    assert file.read_bytes() == b"n\xc3\xa9\n"
+    assert names(file.parent) == {"a.txt"}
+    assert file.stat().st_mode & 0o777 == 0o644
+
+
+@pytest.mark.parametrize("broken", ["fsync", "replace", "write"])
+def test_a_failure_keeps_the_old_file_and_leaves_no_litter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    file = tmp_path / "status.json"
+    write_whole(file, "old")
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    if broken == "replace":
+        monkeypatch.setattr(Path, "replace", fail)
+    else:
+        monkeypatch.setattr(os, "fsync" if broken == "fsync" else "fdopen", fail)
+    with pytest.raises(OSError, match="No space left"):
+        write_whole(file, "new")
+    assert (file.read_text(), names(tmp_path)) == ("old", {"status.json"})
+
+
+def test_what_json_cannot_say_is_not_written(tmp_path: Path) -> None:
+    write_json(tmp_path / "a.json", {"a": 1})
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        write_json(tmp_path / "a.json", {"a": float("nan")})
+    assert json.loads((tmp_path / "a.json").read_text()) == {"a": 1}
+
+
+LOAD = f"""
+import importlib.util, os, sys, tempfile
+from pathlib import Path
+spec = importlib.util.spec_from_file_location("files", {files.__file__!r})
+files = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(files)
+"""
+WRITER = f"""{LOAD}
+file = Path(sys.argv[1])
+print("ready", flush=True)
+number = 0
+while True:
+    number += 1
+    files.write_json(file, dict(number=number, again=number, filler="x" * 50_000))
+"""
+
+
+def test_a_kill_at_any_instant_leaves_a_whole_file(tmp_path: Path) -> None:
+    file = tmp_path / "status.json"
+    last = 0
+    for wait_s in (0.0, 0.001, 0.004, 0.011, 0.03):
+        command = [sys.executable, "-c", WRITER, str(file)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            process.stdout.readline()
+            time.sleep(wait_s)
+            process.send_signal(signal.SIGKILL)
+        if file.exists():
+            content = json.loads(file.read_text())
+            assert content["number"] == content["again"]
+            last = max(last, content["number"])
+    assert last > 0
+
+
+@pytest.mark.parametrize("moment", ["mkstemp", "fdopen", "fsync", "chmod", "replace"])
+def test_a_kill_inside_of_a_write(tmp_path: Path, moment: str) -> None:
+    file = tmp_path / "status.json"
+    write_whole(file, "old")
+    kill = "lambda *a, **k: os.kill(os.getpid(), 9)"
+    target = {"mkstemp": "tempfile", "fdopen": "os", "fsync": "os", "chmod": "Path", "replace": "Path"}[moment]
+    script = f"{LOAD}\n{target}.{moment} = {kill}\nfiles.write_whole(Path(sys.argv[1]), 'new')"
+    done = subprocess.run([sys.executable, "-c", script, str(file)], check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert file.read_text() == "old"

@@ -1,0 +1,248 @@
+"""A study judged and reported, from run directories whose numbers are known."""
+
+from __future__ import annotations
+
+import getpass
+import html
+import json
+import math
+import re
+import shutil
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_support import make_run
+
+from moelab.analysis import Answer
+from moelab.errors import BadInput
+from moelab.experiment import Experiment
+from moelab.runs.directory import RunDir
+from moelab.runs.status import State
+from moelab.study_report import NothingToJudge, judge_study, provenance, write_study_report
+
+STEPS = 20
+
+
+def curve(end: float) -> list[float]:
+    """A straight loss curve whose last two steps average ``end``."""
+    return [end + 0.1 * (STEPS - 0.5 - step) for step in range(1, STEPS + 1)]
+
+
+def run_of(
+    folder: Path, precision: str, seed: int, end: float, *, fields: dict[str, Any] | None = None, **options: Any
+) -> RunDir:
+    experiment = Experiment(name="s", steps=STEPS, precision=precision, seed=seed, **(fields or {}))
+    losses = options.pop("losses", curve(end))
+    return make_run(folder / "runs", experiment, losses, **options)
+
+
+SEEDS = {0: 5.00, 1: 5.04, 2: 4.97, 3: 5.01}
+SHIFT = {0: 0.003, 1: 0.005, 2: 0.001, 3: 0.005}
+
+
+@pytest.fixture
+def study(tmp_path: Path) -> Path:
+    """BF16 with known final losses, and MXFP8 a few thousandths above; MXFP8 at half the speed."""
+    for seed, end in SEEDS.items():
+        run_of(tmp_path, "bf16", seed, end, held_out=end + 0.5)
+        run_of(tmp_path, "mxfp8", seed, end + SHIFT[seed], held_out=end + 0.5 + SHIFT[seed], tps=500.0)
+    return tmp_path / "runs" / "s"
+
+
+def report_of(study: Path) -> str:
+    path = write_study_report(judge_study(study), study / "report.html")
+    return path.read_text(encoding="utf-8")
+
+
+def own_text(page: str) -> str:
+    """The page without plotly's own source."""
+    return re.sub(r"<script>/\*\*.*?</script>", "", page, count=1, flags=re.S)
+
+
+def test_the_verdict_of_known_numbers(study: Path) -> None:
+    judged = judge_study(study)
+    (verdict,), (held_out,) = judged.verdicts, judged.held_out
+    assert verdict.answer is Answer.EQUIVALENT
+    assert verdict.mean_difference_nats == pytest.approx(0.0035, abs=1e-5)
+    assert held_out.mean_difference_nats == pytest.approx(0.0035, abs=1e-4)
+    assert verdict.reference_losses == pytest.approx(SEEDS, abs=1e-5)
+    (gain,) = judged.gains
+    assert gain.ratio == pytest.approx(0.5)
+    assert judged.speed_note == "a rank is a CPU process; emulated MXFP8 kernels: not a statement about speed"
+    text = judged.as_text()
+    assert text.startswith("8 of 8 runs finished\nMXFP8 differs from BF16 (both standard all-to-all) by +0.0035 nats")
+    assert "500 tokens/s per rank" in text
+    assert "-50.0 %" in text
+    data = json.loads(json.dumps(judged.to_json(), allow_nan=False))
+    assert (data["study"], data["finished"], data["runs"]) == ("s", 8, 8)
+    assert [one["answer"] for one in data["verdicts"]] == ["equivalent", "equivalent"]
+    assert data["tps"] == {"bf16_standard": pytest.approx(1000), "mxfp8_standard": pytest.approx(500)}
+
+
+def test_a_margin_that_is_given_decides(study: Path) -> None:
+    (verdict,) = judge_study(study, margin_nats=0.0005).verdicts
+    assert verdict.answer is Answer.DIFFERENT
+
+
+def test_a_run_that_failed_is_shown_and_not_judged(study: Path) -> None:
+    run_of(study.parents[1], "mxfp8", 4, 5.0, losses=curve(5.0)[:3], state=State.FAILED, reason="rank 1: ValueError: x")
+    judged = judge_study(study)
+    assert (len(judged.finished), len(judged.runs), judged.verdicts[0].n_seeds) == (8, 9, 4)
+    assert "8 of 9 runs finished" in judged.as_text()
+    assert "failed: rank 1: ValueError: x" in report_of(study)
+    assert math.isnan(judged.final_loss(next(run for run in judged.runs if run.seed == 4)))
+
+
+def test_one_arm_only(tmp_path: Path) -> None:
+    for seed in (0, 1):
+        run_of(tmp_path, "bf16", seed, SEEDS[seed])
+    study = tmp_path / "runs" / "s"
+    judged = judge_study(study)
+    assert (judged.arms, judged.verdicts, judged.gains, judged.held_out) == (["bf16_standard"], [], [], [])
+    assert "No verdict: no run of an arm beside the reference bf16_standard finished" in judged.as_text()
+    assert "Study s" in report_of(study)
+    json.dumps(judged.to_json(), allow_nan=False)
+
+
+def test_a_reference_that_failed(tmp_path: Path) -> None:
+    run_of(tmp_path, "bf16", 0, 5.0, losses=[8.0], state=State.FAILED, reason="rank 0: killed by SIGKILL")
+    run_of(tmp_path, "mxfp8", 0, 5.0)
+    study = tmp_path / "runs" / "s"
+    judged = judge_study(study)
+    assert (judged.arms, judged.verdicts) == (["mxfp8_standard"], [])
+    assert "No verdict: no run of the reference bf16_standard finished" in judged.as_text()
+    assert "killed by SIGKILL" in report_of(study)
+
+
+def test_nothing_finished(tmp_path: Path) -> None:
+    run_of(tmp_path, "bf16", 0, 5.0, losses=[8.0], state=State.FAILED, reason="rank 0: ValueError: x")
+    run_of(tmp_path, "mxfp8", 0, 5.0, losses=[*curve(5.0)[:-1], math.nan])
+    with pytest.raises(NothingToJudge) as refused:
+        judge_study(tmp_path / "runs" / "s")
+    assert refused.value.exit_code == 1
+    first, *rest = str(refused.value).splitlines()
+    assert first == "no run of s finished:"
+    assert [line.split(": ", 1)[1] for line in rest] == [
+        "failed: rank 0: ValueError: x",
+        f"failed: loss is nan at step {STEPS} (segment 0)",
+    ]
+
+
+def test_a_held_out_loss_that_is_nan_or_missing(tmp_path: Path) -> None:
+    for seed in range(4):
+        run_of(tmp_path, "bf16", seed, SEEDS[seed], held_out=5.5 + seed / 100)
+        run_of(tmp_path, "mxfp8", seed, SEEDS[seed], held_out=math.nan if seed == 0 else 5.5 + seed / 100)
+    judged = judge_study(tmp_path / "runs" / "s")
+    (held_out,) = judged.held_out
+    assert held_out.seeds == (1, 2, 3)
+    json.dumps(judged.to_json(), allow_nan=False)
+    assert not re.search(r"\bnan\b", own_text(report_of(tmp_path / "runs" / "s")), re.I)
+
+
+def test_one_seed_gives_finite_json(tmp_path: Path) -> None:
+    for precision in ("bf16", "mxfp8"):
+        run_of(tmp_path, precision, 0, 5.0)
+    judged = judge_study(tmp_path / "runs" / "s")
+    (verdict,) = json.loads(json.dumps(judged.to_json(), allow_nan=False))["verdicts"]
+    assert (verdict["answer"], verdict["interval_nats"], verdict["margin_nats"]) == (
+        "insufficient data",
+        [None, None],
+        None,
+    )
+    assert report_of(tmp_path / "runs" / "s")
+
+
+def test_a_field_changed_within_an_arm_is_not_averaged_away(study: Path) -> None:
+    """Seeds 0 and 1 of BF16 were trained again with another learning rate: the old seeds 2 and 3 do not count."""
+    for old in (study / "bf16_standard").glob("seed*/*"):
+        old.rename(old.with_name(f"20200101T000000Z-{old.name[-6:]}"))
+    for seed in (0, 1):
+        run_of(study.parents[1], "bf16", seed, 4.0, fields={"lr": 1.0e-2})
+    judged = judge_study(study)
+    assert [run.seed for run in judged.finished if run.arm == "bf16_standard"] == [0, 1]
+    assert judged.verdicts[0].reference_losses == pytest.approx({0: 4.0, 1: 4.0}, abs=1e-5)
+
+
+def test_a_study_is_found_from_anywhere(study: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = judge_study(study).as_text()
+    (study.parent / "latest").symlink_to(study)
+    for folder, path in ((study, "."), (study / "bf16_standard", ".."), (study.parent, "s"), (study.parent, "latest")):
+        monkeypatch.chdir(folder)
+        judged = judge_study(Path(path))
+        assert (judged.name, judged.as_text()) == ("s", text)
+
+
+def test_one_arm_of_a_study_can_be_looked_at(study: Path) -> None:
+    assert judge_study(study / "bf16_standard").arms == ["bf16_standard"]
+
+
+def test_what_is_no_study(study: Path, tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="reference 'fp8_standard' is not an arm of s; its arms: bf16_standard, mxfp8"):
+        judge_study(study, reference="fp8_standard")
+    make_run(study.parent, Experiment(name="other", steps=2), [8.0, 7.0])
+    with pytest.raises(BadInput, match="holds several studies; give the folder of one: other, s"):
+        judge_study(study.parent)
+    (tmp_path / "empty").mkdir()
+    for path in (tmp_path / "empty", tmp_path / "missing", study / "bf16_standard" / "missing"):
+        with pytest.raises(BadInput):
+            judge_study(path)
+
+
+# What the report must not contain
+
+
+def test_a_report_names_no_folder_user_or_host_of_the_machine(study: Path) -> None:
+    reason = f"the launcher failed: [Errno 28] No space left on device: '{study}/bf16_standard/x/metrics.parquet'"
+    run_of(study.parents[1], "bf16", 7, 5.0, losses=[8.0], state=State.FAILED, reason=reason)
+    page = html.unescape(own_text(report_of(study)))
+    assert "No space left on device: '…/metrics.parquet'" in page
+    for word in (str(study.parents[1]), str(Path.home()) + "/", "/home/", "alice", "/tmp/", socket.gethostname()):
+        assert word not in page
+    assert getpass.getuser() == "root" or getpass.getuser() not in page
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("/home/alice/runs/s/arm/seed0/x", "runs/s/arm/seed0/x"),
+        ("/home/runs/alice/lab/runs/s/arm/seed0/x", "runs/s/arm/seed0/x"),
+        ("--log-dir=/home/alice/runs/s/logs", "--log-dir=runs/s/logs"),
+        ("/data/alice/out/s/arm/seed0/x/experiment.yaml", "…/experiment.yaml"),
+        ("'/home/alice smith/my runs/out/experiment.yaml'", "…/experiment.yaml"),
+        ("'MOELAB_EXPERIMENT=/home/alice smith/runs/s/experiment.yaml'", "MOELAB_EXPERIMENT=runs/s/experiment.yaml"),
+        ("/home/alice/.venv/bin/python3.11 -m torch.distributed.run", "python3.11 -m torch.distributed.run"),
+        ("--rdzv-endpoint=localhost:0", "--rdzv-endpoint=localhost:0"),
+    ],
+)
+def test_commands_are_shown_without_folders(tmp_path: Path, before: str, after: str) -> None:
+    run = run_of(tmp_path, "bf16", 0, 5.0)
+    (run.path / "launch" / "command.sh").write_text(before + "\n")
+    assert provenance(judge_study(tmp_path / "runs" / "s"))["Command, BF16 + standard all-to-all"] == after
+
+
+HOSTILE = "rank 0: ValueError: <script>alert(1)</script>\"'><img src=x onerror=alert(2)> {{ 7 * 7 }}"
+
+
+def test_hostile_text_is_shown_and_not_run(study: Path) -> None:
+    run_of(study.parents[1], "bf16", 8, 5.0, losses=[8.0], state=State.FAILED, reason=HOSTILE)
+    page = report_of(study)
+    assert "<script>alert(1)" not in page
+    assert "<img src=x" not in page
+    assert HOSTILE in html.unescape(page)
+
+
+def test_a_report_opens_offline(study: Path) -> None:
+    page = own_text(report_of(study))
+    assert not re.search(r"""(?:src|href)\s*=\s*["']?(?:https?:)?//""", page)
+    assert page.count("<!DOCTYPE html>") == 1
+    assert "emulated MXFP8 kernels: not a statement about speed" in page
+
+
+def test_a_report_is_the_same_after_the_runs_moved(study: Path, tmp_path: Path) -> None:
+    before = report_of(study)
+    shutil.move(study.parent, tmp_path / "elsewhere")
+    after = report_of(tmp_path / "elsewhere" / "s")
+    same = [re.sub(r"\d{4}-\d\d-\d\d \d\d:\d\d UTC", "", page) for page in (before, after)]
+    assert same[0] == same[1]

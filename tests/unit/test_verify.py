@@ -1,0 +1,112 @@
+"""TorchTitan builds a world of any size in one process, and what each rank holds adds up."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from moelab.errors import BadInput, MoelabError, Refused
+from moelab.experiment import Experiment
+from moelab.layout import check
+from moelab.titan import verify as module
+from moelab.titan.arms import named_arms
+from moelab.titan.models import model_spec
+from moelab.titan.verify import first_ranks, verify
+
+NANO: dict[str, Any] = {"model": "nano", "gpus_per_node": 8, "seq_len": 64}
+
+
+def test_nano_on_eight_ranks_adds_up() -> None:
+    """PP 2, TP 2, EP 2: parameters that are replicated over TP are counted once."""
+    experiment = Experiment(**NANO, pp=2, tp=2, ep=2, local_batch=4, precision="mxfp8", routing="random_balanced")
+    result = verify(experiment, range(8))
+    total = sum(parameter.numel() for parameter in model_spec("nano", ep_backend="standard").model.build().parameters())
+    assert result["total_parameters"] == total
+    assert sum(row["unique_parameters"] for row in result["ranks"]) == pytest.approx(total)
+    assert sum(row["parameters"] for row in result["ranks"]) > total
+    assert [row["rank"] for row in result["ranks"]] == list(range(8))
+    assert [row["pp_rank"] for row in result["ranks"]] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert all(row["parameters"] == row["predicted_parameters"] for row in result["ranks"])
+    stages = [tuple(stage["modules"]) for row in (result["ranks"][0], result["ranks"][4]) for stage in row["stages"]]
+    assert tuple(stages) == check(experiment).layout.stages
+    assert [row["mxfp8_modules"] for row in result["ranks"]] == [1] * 4 + [2] * 4
+    # The configuration is that of the GPU, not of the processor that this runs on.
+    assert result["gpu"] == "SM100"
+    assert result["spmd_backend"] == "spmd_types"
+    assert result["dispatcher"] == "TorchAOTokenDispatcher(num_experts=8, top_k=2, pad_multiple=128)"
+    assert result["overrides"] == ["moelab.titan.routing.random_balanced"]
+    assert any("torch.compile is not applied" in line for line in result["not_built"])
+
+
+def test_published_16b_layout() -> None:
+    """Uneven shards: 576 rows over 256 ranks leave the last ones without any."""
+    experiment = named_arms()["dsv3_16b_mxfp8_hybridep_linears"]
+    result = verify(experiment, [0, 63, 64, 255])
+    assert result["total_parameters"] == 15_706_484_224
+    assert result["world_size"] == 256
+    held = [row["parameters"] for row in result["ranks"]]
+    assert held == sorted(held, reverse=True)
+    assert held[0] > held[-1]
+    assert held == [row["predicted_parameters"] for row in result["ranks"]]
+    assert 256 * held[-1] < result["total_parameters"] < 256 * held[0]
+    assert result["dispatcher"].startswith("HybridEPTokenDispatcher(num_experts=64, top_k=6, pad_multiple=128")
+    assert "HybridEPTokenDispatcher is not built: its communication buffer needs GPUs" in result["not_built"]
+    assert {row["mxfp8_modules"] for row in result["ranks"]} == {26 + 27 * 4 + 27 * 3}  # experts, attention, FFNs
+
+
+@pytest.mark.training
+def test_published_671b_layout_in_a_minute() -> None:
+    """TP 2, PP 2, EP 32 on 256 GPUs: every shard is even, so one rank stands for its whole pipeline rank."""
+    result = verify(named_arms()["dsv3_671b_mxfp8_standard"])
+    assert result["seconds"] < 60
+    assert result["total_parameters"] == 671_026_404_352
+    first, last = result["ranks"]
+    assert (first["rank"], last["rank"]) == (0, 128)
+    assert 128 * (first["unique_parameters"] + last["unique_parameters"]) == result["total_parameters"]
+    assert [stage["stage"] for row in (first, last) for stage in row["stages"]] == [0, 2, 1, 3]
+    assert first["stages"][0]["modules"][0] == "tok_embeddings"
+    assert last["stages"][-1]["modules"][-2:] == ["norm", "lm_head"]
+    assert [row["parameters"] for row in (first, last)] == [row["predicted_parameters"] for row in (first, last)]
+    assert first["mxfp8_modules"] + last["mxfp8_modules"] == 58
+
+
+def test_first_ranks_are_one_of_each_pipeline_rank() -> None:
+    assert first_ranks(Experiment(nodes=4, gpus_per_node=8, pp=4)) == [0, 8, 16, 24]
+
+
+@pytest.mark.parametrize("ranks", [[8], [-1], [0, 100]])
+def test_a_rank_outside_of_the_world_is_bad_input(ranks: list[int]) -> None:
+    with pytest.raises(BadInput, match="valid are 0 to 7"):
+        verify(Experiment(**NANO), ranks)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"tp": 3}, "Invalid parallel dims"),
+        ({"seq_len": 65, "tp": 2}, "seq_len 65 does not divide"),
+    ],
+)
+def test_what_torchtitan_refuses_is_refused_in_its_words(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(Refused, match=said):
+        verify(Experiment(**{**NANO, **fields}), [0])
+
+
+def test_an_arm_of_a_later_version_is_not_even_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CHILD", "moelab.titan.no_such_module")
+    with pytest.raises(Refused, match=r"TorchTitan 0\.3\.0 refuses mxfp8 experts"):
+        verify(Experiment(**NANO, precision="mxfp8", ep_backend="deepep"), [0])
+
+
+def test_a_child_that_dies_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CHILD", "moelab.titan.no_such_module")
+    with pytest.raises(MoelabError, match=r"exit code 1: .*no_such_module"):
+        verify(Experiment(**NANO), [0])
+
+
+def test_asking_loads_no_torch() -> None:
+    code = "import sys, moelab.titan.verify; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
