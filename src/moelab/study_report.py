@@ -31,11 +31,18 @@ from moelab.analysis import (
     gain,
 )
 from moelab.errors import BadInput, MoelabError
+from moelab.experiment import Experiment
+from moelab.experiment_file import Study
 from moelab.runs import directory
 from moelab.runs.collect import WARMUP_STEPS, Collected, collect, joined_rows, newest
 from moelab.runs.directory import RunDir
+from moelab.runs.table import throughput_rows
 
 _FOLDERS = re.compile(r"(?<![\w:/…])/(?:[^\s/'\":]+/)+")  # of the machine that ran it, in a text
+ARM_FIELDS = frozenset(
+    {"seed", "precision", "mxfp8_kernels", "quantize", "wgrad", "ep_backend", "dispatch_precision", "routing"}
+)
+"""What sets two arms apart; every other field should be the same in both."""
 VERSIONS_SHOWN = ("torch", "torchtitan", "torchao", "nvidia-nccl-cu13")
 
 
@@ -52,6 +59,7 @@ class StudyJudgement:
         reference: arm that the others are held against.
         runs: of each arm and seed the finished run, else the latest attempt.
         environment: ``environment.json`` of a finished run.
+        settings: an experiment of each arm.
         commands: one launch command for each arm.
         final_fraction: part of the steps that the final loss is a mean of.
         margin_nats: equivalence margin that was given, or None.
@@ -61,6 +69,7 @@ class StudyJudgement:
     reference: str
     runs: tuple[Collected, ...]
     environment: dict[str, Any]
+    settings: dict[str, Experiment]
     commands: dict[str, str]
     final_fraction: float = 0.1
     margin_nats: float | None = None
@@ -109,13 +118,15 @@ class StudyJudgement:
 
     @cached_property
     def throughput(self) -> list[ArmThroughput]:
-        """Tokens per second per rank of every arm."""
+        """Tokens per second per rank of every arm; empty where no step is left after the warm-up."""
+        if throughput_rows(self.table, warmup_steps=WARMUP_STEPS).empty:
+            return []
         return arm_throughput(self.table, warmup_steps=WARMUP_STEPS)
 
     @cached_property
     def gains(self) -> list[Gain]:
         """Throughput of every other arm over the reference."""
-        if self.reference not in self.arms:
+        if self.reference not in self.arms or not self.throughput:
             return []
         arms = [arm for arm in self.others if self._shares_seed(arm)]
         return [gain(self.table, baseline=self.reference, arm=arm, warmup_steps=WARMUP_STEPS) for arm in arms]
@@ -129,6 +140,18 @@ class StudyJudgement:
     def emulated(self) -> bool:
         """Whether an MXFP8 arm ran emulated kernels."""
         return any((run.converted or {}).get("kernels") == "emulated" for run in self.runs)
+
+    @property
+    def settings_note(self) -> str:
+        """What the arms differ in beside what makes them arms; empty where the comparison is of the arms alone."""
+        fields = [name for name in Experiment.model_fields if name not in ARM_FIELDS]
+        differing = [name for name in fields if len({getattr(one, name) for one in self.settings.values()}) > 1]
+        return f"the arms also differ in {', '.join(differing)}" if differing else ""
+
+    @property
+    def notes(self) -> list[str]:
+        """What a reader must know before the numbers."""
+        return [note for note in (self.settings_note, self.speed_note) if note]
 
     @property
     def speed_note(self) -> str:
@@ -150,7 +173,7 @@ class StudyJudgement:
         lines += [f"Held-out text: {verdict.sentence()}" for verdict in self.held_out]
         lines += [arm.sentence().replace("per GPU", self.rank_words) for arm in self.throughput]
         lines += [one.sentence() for one in self.gains]
-        lines += [f"Note: {self.speed_note}"] if self.speed_note else []
+        lines += [f"Note: {note}" for note in self.notes]
         return "\n".join(lines)
 
     @property
@@ -186,7 +209,7 @@ class StudyJudgement:
             "runs": len(self.runs),
             "verdicts": verdicts,
             "tps": {arm.arm: _number(arm.tps) for arm in self.throughput},
-            "note": self.speed_note,
+            "note": "; ".join(self.notes),
         }
 
     @cached_property
@@ -199,12 +222,18 @@ class StudyJudgement:
 
 
 def judge_study(
-    path: Path, *, reference: str = "bf16_standard", final_fraction: float = 0.1, margin_nats: float | None = None
+    path: Path,
+    *,
+    study: Study | None = None,
+    reference: str = "bf16_standard",
+    final_fraction: float = 0.1,
+    margin_nats: float | None = None,
 ) -> StudyJudgement:
     """Collect a study's runs and judge them.
 
     Args:
         path: the study's folder.
+        study: judge the runs of exactly these experiments; None takes, for each arm, those of its newest settings.
         reference: arm that the others are held against.
         final_fraction: part of the steps that the final loss is a mean of.
         margin_nats: equivalence margin, or None to take it from the reference's own seed-to-seed spread.
@@ -219,7 +248,12 @@ def judge_study(
     studies = sorted({name.split("/")[0] for name in places})
     if len(studies) > 1:
         raise BadInput(f"{path} holds several studies; give the folder of one: {', '.join(studies)}")
-    runs = newest(_of_latest_experiment(collect(path), places))
+    collected = collect(path)
+    if study is None:
+        collected = _of_latest_experiment(collected, places)
+    else:
+        collected = [run for run in collected if run.run in places and places[run.run].experiment in study.experiments]
+    runs = newest(collected)
     finished = [run for run in runs if run.finished]
     if not finished:
         reasons = "\n".join(f"  {run.run}: {run.status.state}: {run.status.reason}" for run in runs)
@@ -233,6 +267,7 @@ def judge_study(
         reference=reference,
         runs=tuple(runs),
         environment=json.loads((next(iter(folders.values())) / "environment.json").read_text()),
+        settings={run.arm: places[run.run].experiment for run in finished},
         commands={arm: (folder / "launch" / "command.sh").read_text().strip() for arm, folder in folders.items()},
         final_fraction=final_fraction,
         margin_nats=margin_nats,
@@ -264,7 +299,7 @@ def write_study_report(judged: StudyJudgement, path: Path) -> Path:
         figures=study_figures(judged),
         tables=[runs_table(judged), conversion_table(judged)],
         provenance=provenance(judged),
-        notes=[judged.speed_note] if judged.speed_note else [],
+        notes=judged.notes,
     )
 
 
@@ -290,6 +325,8 @@ def study_figures(judged: StudyJudgement) -> Sequence[Any]:
                 figure=loss_difference(judged.table, verdict, note=note),
             )
         )
+    if not judged.throughput:
+        return figures
     bars = throughput_bars(
         judged.table,
         baseline=judged.reference,

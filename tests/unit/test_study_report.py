@@ -18,7 +18,8 @@ from run_support import make_run
 from moelab.analysis import Answer
 from moelab.errors import BadInput
 from moelab.experiment import Experiment
-from moelab.runs.directory import RunDir
+from moelab.experiment_file import Study
+from moelab.runs.directory import RunDir, find
 from moelab.runs.status import State
 from moelab.study_report import NothingToJudge, judge_study, provenance, write_study_report
 
@@ -163,6 +164,28 @@ def test_a_field_changed_within_an_arm_is_not_averaged_away(study: Path) -> None
     judged = judge_study(study)
     assert [run.seed for run in judged.finished if run.arm == "bf16_standard"] == [0, 1]
     assert judged.verdicts[0].reference_losses == pytest.approx({0: 4.0, 1: 4.0}, abs=1e-5)
+
+
+def test_a_study_that_is_given_decides_which_settings_are_judged(study: Path) -> None:
+    """Learning rate A, then B, then A again: nothing is trained the third time, and A is judged."""
+    experiments = [run.experiment for run in find(study)]
+    for seed in range(4):
+        run_of(study.parents[1], "bf16", seed, 4.0, fields={"lr": 1.0e-2})
+    judged = judge_study(study, study=Study(name="s", experiments=tuple(experiments)))
+    assert judged.verdicts[0].reference_losses == pytest.approx(SEEDS, abs=1e-5)
+    assert judged.settings_note == ""
+    mixed = judge_study(study)
+    assert mixed.settings_note == "the arms also differ in lr"
+    assert "the arms also differ in lr" in report_of(study)
+
+
+def test_a_run_shorter_than_the_warm_up_has_a_report_without_throughput(tmp_path: Path) -> None:
+    for precision in ("bf16", "mxfp8"):
+        make_run(tmp_path / "runs", Experiment(name="s", steps=2, precision=precision), [8.0, 7.9])
+    judged = judge_study(tmp_path / "runs" / "s")
+    assert judged.throughput == []
+    assert "tokens/s" not in judged.as_text()
+    assert "loss" in report_of(tmp_path / "runs" / "s")
 
 
 def test_a_study_is_found_from_anywhere(study: Path, monkeypatch: pytest.MonkeyPatch) -> None:

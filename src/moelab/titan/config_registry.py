@@ -45,6 +45,7 @@ from moelab.experiment import EPBackend, Experiment, Precision, Routing
 from moelab.experiment_file import read_experiment
 from moelab.mxfp8 import kernels as mxfp8_kernels
 from moelab.mxfp8.converter import LINEARS, MXFP8Converter, NothingConverted, converted_modules
+from moelab.runs.files import write_json
 from moelab.titan import corpus, ep_buffers, routing
 from moelab.titan.arms import named_arms, refusal
 from moelab.titan.models import model_spec
@@ -228,9 +229,8 @@ def record_conversion(model: nn.Module, dump_folder: Path, kernels: str, *, stag
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     if rank % (world_size // stages) == 0:
         path = dump_folder / CONVERTED_FOLDER / f"rank{rank}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
         before = json.loads(path.read_text())["modules"] if path.exists() else []
-        path.write_text(json.dumps({"kernels": kernels, "modules": [*before, *names]}, indent=1))
+        write_json(path, {"kernels": kernels, "modules": [*before, *names]})
 
 
 def _parallelism(experiment: Experiment, *, on_cpu: bool) -> ParallelismConfig:

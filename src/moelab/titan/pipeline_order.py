@@ -1,9 +1,9 @@
 """The order in which each pipeline rank computes, as torch's own schedule classes have it. No GPU, no process group.
 
-Schedules of two stages a rank are asked of the classes of torch 2.14 (``torch/distributed/pipelining/schedules.py``): an
-instance is made without its constructor, which wants stages and process groups, and given the few attributes that its
-calculation reads. GPipe and 1F1B are written out from their ``_step_microbatches``, because the order that torch derives
-for them (``_get_pipeline_order``) counts the micro-batches of the last rank from 1.
+Schedules of two stages a rank are asked of the classes of torch 2.14 (``torch/distributed/pipelining/schedules.py``).
+Their constructors want stages and process groups, so an instance is made without one and given the few attributes that
+its calculation reads. GPipe and 1F1B are written out from their ``_step_microbatches``, because the order that torch
+derives for them (``_get_pipeline_order``) counts the micro-batches of the last rank from 1.
 """
 
 from __future__ import annotations
