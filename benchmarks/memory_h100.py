@@ -6,7 +6,8 @@ missing. On two GPUs, cases of one GPU run side by side. Nothing is downloaded:
 
     python benchmarks/memory_h100.py --list
     python benchmarks/memory_h100.py --budget-s 530
-    python benchmarks/memory_h100.py --dry --output /tmp/memory_dry.json      # two tiny cases on a CPU, a minute
+    python benchmarks/memory_h100.py --table                # measured beside predicted
+    python benchmarks/memory_h100.py --dry --output /tmp/memory_dry.json      # tiny cases on a CPU, a minute
 
 ``experiment`` of a case is what ``moelab run`` takes; ``thin`` says how many layers (and experts) of that model are
 kept. The rows have, for each rank: the peaks that TorchTitan reports, memory at the seams of a step, and what PyTorch's
@@ -24,17 +25,23 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from moelab.experiment import Experiment
+from moelab.hardware import H100
+from moelab.layout import check
+from moelab.layout.stages import split_layers
 from moelab.machine import environment
+from moelab.memory import estimate
+from moelab.model import shape_of
 from moelab.runs.files import write_json
 from moelab.titan import corpus
 
 HERE = Path(__file__).parent
-LOG_TAIL = 3000
+LOG_LINES = 12
 SHORTEST_S = 30
 """A case started with less time than this would only be cut off."""
 
@@ -73,7 +80,7 @@ CASES = [
     case("16B none", "16B", 2, T16, local_batch=4, activation_checkpoint="none"),
     case("16B selective", "16B", 2, T16, local_batch=4, activation_checkpoint="selective"),
     case("16B full", "16B", 2, T16, local_batch=8, activation_checkpoint="full"),
-    case("671B full", "671B", 2, T671, local_batch=2, activation_checkpoint="full"),
+    case("671B full", "671B", 2, T671, local_batch=1, activation_checkpoint="full"),
     case("16B none compiled", "16B", 2, T16, local_batch=4, activation_checkpoint="none", **COMPILED),
     case("1 GPU none", "16B", 1, T16, local_batch=1, activation_checkpoint="none"),
     case("1 GPU full", "16B", 1, T16, local_batch=2, activation_checkpoint="full"),
@@ -90,9 +97,9 @@ CASES = [
     case("671B fp8 compiled", "671B", 2, T671, local_batch=2, precision="fp8", **COMPILED),
     case("671B selective", "671B", 2, T671, local_batch=1, activation_checkpoint="selective"),
     case("16B learned routing", "16B", 2, T16, local_batch=4, routing="learned"),
-    case("671B full compiled", "671B", 2, T671, local_batch=4, activation_checkpoint="full", **COMPILED),
+    case("671B full compiled", "671B", 2, T671, local_batch=2, activation_checkpoint="full", **COMPILED),
     case("16B none, fixed segments", "16B", 2, T16, local_batch=4, activation_checkpoint="none", expandable=False),
-    case("671B full, fixed segments", "671B", 2, T671, local_batch=2, activation_checkpoint="full", expandable=False),
+    case("671B full, fixed segments", "671B", 2, T671, local_batch=1, activation_checkpoint="full", expandable=False),
     case("16B full compiled", "16B", 2, T16, local_batch=8, activation_checkpoint="full", **COMPILED),
     case("16B selective compiled", "16B", 2, T16, local_batch=4, activation_checkpoint="selective", **COMPILED),
 ]
@@ -146,7 +153,8 @@ class Running:
         row = {"case": asdict(self.case), "error": errors[0] if errors else None, "ranks": ranks}
         row["wall_s"] = round(time.monotonic() - self.started, 1)
         if errors:
-            row["log"] = (self.folder / "log.txt").read_text(errors="replace")[-LOG_TAIL:]
+            lines = (self.folder / "log.txt").read_text(errors="replace").splitlines()
+            row["log"] = "\n".join([line for line in lines if "Error" in line][-LOG_LINES:])
         return row
 
 
@@ -179,7 +187,7 @@ class Report:
             "label": "measured",
             "what": "device memory of thin DeepSeek-V3 models under TorchTitan, five steps each",
             "date": f"{datetime.now(UTC):%Y-%m-%d}",
-            "environment": environment(),
+            "environment": {name: environment()[name] for name in ("moelab", "python", "packages", "gpus")},
             "rows": [],
         }
         self.live_path = path.with_name(f"{path.stem}_live.json")
@@ -210,6 +218,26 @@ class Report:
         print(row["case"]["name"], f"{row['wall_s']} s", peaks, row["error"] or "", file=sys.stderr, flush=True)
 
 
+def table(path: Path) -> str:
+    """Measured rows beside the model's prediction, as Markdown; a pipeline has a line for each of its ranks."""
+    lines = ["| case | measured GiB | predicted GiB | error | fullest moment |", "|---|---|---|---|---|"]
+    for row in json.loads(path.read_text())["rows"]:
+        experiment, thin = Experiment(**row["case"]["experiment"]), row["case"]["thin"]
+        layers = {"dense_layers": thin["dense_layers"], "moe_layers": thin["moe_layers"]}
+        shape = shape_of(experiment.model).thin(**layers, num_experts=thin["experts"])
+        layout = check(experiment).layout
+        assert layout is not None
+        layout = replace(layout, stages=split_layers(shape.n_layers, len(layout.stages)))
+        for stage in estimate(experiment, layout, H100, shape=shape).by_stage:
+            ranks = row["ranks"][stage.rank :: layout.pp] if layout.pp > 1 else row["ranks"]
+            peaks = [step["max_reserved_gib"] for rank in ranks for step in rank.get("reported", [])]
+            peak = max(peaks, default=float("nan"))
+            error = f"{stage.reserved_gib / peak - 1:+.1%}" if not row["error"] else row["error"][:40]
+            name = row["case"]["name"] + (f", rank {stage.rank}" if layout.pp > 1 else "")
+            lines.append(f"| {name} | {peak:.1f} | {stage.reserved_gib:.1f} | {error} | {stage.moment} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Choose cases and run them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -221,7 +249,11 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", help="names of cases")
     parser.add_argument("--dry", action="store_true", help="tiny models on a CPU instead")
     parser.add_argument("--list", action="store_true", help="print the cases and end")
+    parser.add_argument("--table", action="store_true", help="print measured beside predicted and end")
     arguments = parser.parse_args()
+    if arguments.table:
+        print(table(arguments.output))
+        return
     cases = [one for one in (DRY_CASES if arguments.dry else CASES) if one.gpus <= arguments.gpus]
     cases = [one for one in cases if not arguments.only or one.name in arguments.only]
     if arguments.list:

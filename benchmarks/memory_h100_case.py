@@ -263,7 +263,6 @@ def main() -> None:
         if torch.cuda.is_available():
             result["gpu"] = torch.cuda.get_device_name()
             result["gpu_bytes"] = torch.cuda.get_device_properties(0).total_memory
-            result["stats"] = {k: v for k, v in torch.cuda.memory_stats().items() if ".all." in k or "num_" in k}
         path = arguments.folder / f"rank{os.environ.get('RANK', '0')}.json"
         path.write_text(json.dumps(result, default=dataclasses.asdict))
     os._exit(1 if result["error"] else 0)  # a rank whose peer ran out of memory would wait in NCCL's teardown

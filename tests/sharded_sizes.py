@@ -5,8 +5,8 @@ A process of its own, because process groups and what a CPU needs are global:
     python tests/sharded_sizes.py '[{"experiment": {"model": "nano", "gpus_per_node": 4}, "ranks": [0, 3]}]'
 
 Prints one list for each case: for each rank, the elements of all its parameters. The model is on the meta device, the
-ranks talk through torch's fake process group, and the parallelisation is TorchTitan's own, with the backend that it uses
-on GPUs.
+ranks talk through torch's fake process group, and the parallelisation is TorchTitan's own, with the backend that it
+uses on GPUs.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def main() -> None:
     jobs = [(Experiment(**case["experiment"]), rank) for case in cases for rank in case["ranks"]]
     with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
         sizes = iter(pool.starmap(local_numel, jobs, chunksize=1))
-    print(json.dumps([[next(sizes) for _rank in case["ranks"]] for case in cases]))
+    sys.stdout.write(json.dumps([[next(sizes) for _rank in case["ranks"]] for case in cases]))
 
 
 if __name__ == "__main__":

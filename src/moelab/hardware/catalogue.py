@@ -23,7 +23,11 @@ def mib(value: float, label: Label, source: str) -> Figure:
 H100 = Gpu(
     name="H100",
     capability=9.0,
-    memory_gib=mib(81_559, "quoted", "nvidia-smi, modal-labs/modal-client pull request 2797"),
+    memory_gib=Figure(
+        value=79.18,
+        label="measured",
+        source="torch.cuda on an H100 80GB HBM3, benchmarks/results/memory_h100.json, November 2026",
+    ),
     bf16_tflops=quoted(989, H100_SHEET),
     fp8_tflops=quoted(1979, H100_SHEET),
     hbm_tb_s=quoted(3.35, H100_SHEET),
@@ -33,9 +37,9 @@ H200 = Gpu(
     name="H200",
     capability=9.0,
     memory_gib=Figure(
-        value=141 * 0.995,
+        value=141 * 0.99,
         label="derived",
-        source=f"141 GB ({H200_SHEET}) times what nvidia-smi shows of H100's 80 and B200's 180, 99.5 % of as many GiB",
+        source=f"141 GB ({H200_SHEET}) times what is seen of H100's 80 and B200's 180, 99 to 99.5 % of as many GiB",
     ),
     bf16_tflops=quoted(989, H200_SHEET),
     fp8_tflops=quoted(1979, H200_SHEET),
@@ -55,7 +59,7 @@ B200 = Gpu(
 GB300 = Gpu(
     name="GB300",
     capability=10.3,
-    memory_gib=Figure(value=279 * 0.995, label="derived", source=f"279 GB ({GB300_PAGE}), read as for H200"),
+    memory_gib=Figure(value=279 * 0.99, label="derived", source=f"279 GB ({GB300_PAGE}), read as for H200"),
     bf16_tflops=quoted(2500, GB300_PAGE),
     fp8_tflops=quoted(5000, GB300_PAGE),
     mxfp8_tflops=quoted(5000, GB300_PAGE),

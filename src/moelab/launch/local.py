@@ -84,6 +84,7 @@ def command(experiment: Experiment, folder: Path) -> Command:
         "MOELAB_EXPERIMENT": str(folder / directory.EXPERIMENT_FILE),
         "PYTHONUNBUFFERED": "1",
         "TOKENIZERS_PARALLELISM": "false",
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True",  # as TorchTitan's own launcher; memory is predicted for it
         "OMP_NUM_THREADS": str(max(1, cores() // experiment.gpus_per_node)),
     }
     if experiment.hardware == "cpu":

@@ -1,13 +1,13 @@
 """What a layer keeps for its backward pass, and what it needs while it runs.
 
-Each list names the tensors that autograd saves in one layer under TorchTitan 0.3.0, with their bytes, as its modules and
-PyTorch's autograd formulas give them (``torchtitan/models/deepseek_v3/model.py``, ``models/common/{moe,token_dispatcher,
-feed_forward,attention}.py``). A compiled layer keeps less: the compiler recomputes what is cheap, which here is
-everything between two matrix products.
+Each list names the tensors that autograd saves in one layer under TorchTitan 0.3.0, with their bytes, as its modules
+and PyTorch's autograd formulas give them (``torchtitan/models/deepseek_v3/model.py`` and ``models/common/``, there
+``moe.py``, ``token_dispatcher.py``, ``feed_forward.py``, ``attention.py``). The lists were then held against what
+PyTorch's allocator said was alive at the end of a forward pass on an H100 (``benchmarks/memory_h100.py``): a compiled
+layer keeps the same tensors, except that outputs of experts are combined in BF16 and SiLU's output is recomputed.
 
-Letters: ``t`` tokens of the micro-batch on this rank's sequence, ``s`` the share of them that sequence parallelism leaves
-in the residual stream, ``n`` routed copies that this rank sends, ``r`` rows that its experts receive, ``D`` the model's
-dimension, ``H`` this rank's heads, ``F`` a hidden dimension.
+Letters: ``t`` tokens of the micro-batch on this rank's sequence, ``s`` the share of them that sequence parallelism
+leaves in the residual stream, ``n`` routed copies that this rank sends, ``r`` rows that its experts receive.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ class Work:
         cp: context-parallel degree; keys and values are gathered over it.
         ep: expert-parallel degree.
         imbalance: received rows relative to perfect balance.
+        scaling_bytes: of each element of the experts' outputs when they are scaled by their scores: TorchTitan's own
+            dispatchers do it in FP32, the others in BF16, and a compiled layer keeps BF16.
         pad_multiple: rows to a multiple of which each expert's group is padded.
     """
 
@@ -42,6 +44,7 @@ class Work:
     cp: int = 1
     ep: int = 1
     imbalance: float = 1.0
+    scaling_bytes: int = FP32
     pad_multiple: int = 1
 
     @property
@@ -75,17 +78,25 @@ def saved_without_checkpointing(shape: ModelShape, *, moe: bool, work: Work, com
         work: what one rank has of a micro-batch.
         compiled: whether the layer is compiled by torch.compile.
     """
-    tensors = _attention(shape, work, compiled=compiled)
+    tensors = _attention(shape, work)
     tensors |= _moe(shape, work, compiled=compiled) if moe else _ffn(shape, work, compiled=compiled)
     return MappingProxyType(tensors)
 
 
-def _attention(shape: ModelShape, work: Work, *, compiled: bool) -> dict[str, float]:
+def attention_saved(shape: ModelShape, work: Work) -> float:
+    """Bytes that the attention part of a layer keeps without checkpointing."""
+    return sum(_attention(shape, work).values())
+
+
+def _attention(shape: ModelShape, work: Work) -> dict[str, float]:
     t, s, heads = work.tokens, work.residual, shape.n_heads // work.tp
     qk, v = shape.qk_head_dim, shape.v_head_dim
     tensors: dict[str, float] = {
         "layer input": BF16 * s * shape.dim,
-        "latent key and value": BF16 * t * (shape.kv_lora_rank + shape.qk_rope_head_dim),
+        "normed layer input": BF16 * t * shape.dim,
+        "latents": BF16 * t * (shape.q_lora_rank + shape.kv_lora_rank + shape.qk_rope_head_dim),
+        "normed latents": BF16 * t * (shape.q_lora_rank + shape.kv_lora_rank),
+        "rotary angles": FP32 * t * shape.qk_rope_head_dim,
         "keys and values before attention": BF16 * t * heads * (shape.qk_nope_head_dim + v),
         "queries": BF16 * t * heads * qk,
         "keys": BF16 * t * work.cp * heads * qk,
@@ -93,13 +104,6 @@ def _attention(shape: ModelShape, work: Work, *, compiled: bool) -> dict[str, fl
         "attention log-sum-exp": FP32 * t * heads,
         "residual after attention": BF16 * s * shape.dim,
     }
-    if shape.q_lora_rank:
-        tensors["latent queries"] = BF16 * t * shape.q_lora_rank
-    if not compiled or work.tp > 1:
-        tensors["normed layer input"] = BF16 * t * shape.dim
-    if not compiled:
-        tensors["normed latents"] = BF16 * t * (shape.q_lora_rank + shape.kv_lora_rank)
-        tensors["rotary angles"] = FP32 * t * shape.qk_rope_head_dim
     if work.cp > 1:
         tensors["gathered values"] = BF16 * t * work.cp * heads * v
     return tensors
@@ -107,34 +111,33 @@ def _attention(shape: ModelShape, work: Work, *, compiled: bool) -> dict[str, fl
 
 def _ffn(shape: ModelShape, work: Work, *, compiled: bool) -> dict[str, float]:
     hidden = BF16 * work.tokens * shape.dense_hidden_dim / work.tp
-    tensors = {"FFN gate and up": 2 * hidden}
-    if not compiled or work.tp > 1:
-        tensors["FFN input"] = BF16 * work.tokens * shape.dim
-    if not compiled:
-        tensors["FFN activation and product"] = 2 * hidden
-    return tensors
+    return {
+        "FFN input": float(BF16 * work.tokens * shape.dim),
+        "FFN gate, up and product": 3 * hidden,
+        "FFN activation": 0.0 if compiled else hidden,
+    }
 
 
 def _moe(shape: ModelShape, work: Work, *, compiled: bool) -> dict[str, float]:
     n, r, routed = work.sent(shape), work.received(shape), work.routed_tokens
-    hidden = BF16 * r * shape.moe_hidden_dim
+    hidden = float(BF16 * r * shape.moe_hidden_dim)
     shared = BF16 * work.tokens * shape.shared_hidden_dim / work.tp
     tensors = {
-        "experts' input": float(BF16 * r * shape.dim),
-        "experts' gate and up": 2.0 * hidden,
-        "combined outputs": float((BF16 if compiled else FP32) * n * shape.dim),
-        "shared gate and up": 2 * shared,
+        "MoE input": float(BF16 * routed * shape.dim),
+        "router input in FP32": float(FP32 * routed * shape.dim),
         "router scores": float(FP32 * routed * shape.num_experts),
         "routing indices": float(INT64 * (4 * n + r)),
+        "experts' input": float(BF16 * r * shape.dim),
+        "experts' gate, up and product": 3 * hidden,
+        "outputs to be scaled": float(work.scaling_bytes * n * shape.dim),
+        "shared gate, up and product": 3 * shared,
     }
-    if not compiled or work.tp > 1:
-        tensors["MoE input"] = float(BF16 * routed * shape.dim)
-        if work.tp > 1 and work.ep > 1:
-            tensors["shared experts' input"] = float(BF16 * work.tokens * shape.dim)
-    if not compiled:
-        tensors["router input in FP32"] = float(FP32 * routed * shape.dim)
-        tensors["experts' activation and product"] = 2.0 * hidden
-        tensors["shared activation and product"] = 2 * shared
+    if compiled:
+        tensors["sum of routed outputs"] = float(BF16 * routed * shape.dim)
+    else:
+        tensors["activations of experts"] = hidden + shared
+    if work.tp > 1 and work.ep > 1:
+        tensors["shared experts' input"] = float(BF16 * work.tokens * shape.dim)
     return tensors
 
 
@@ -142,29 +145,39 @@ def _moe(shape: ModelShape, work: Work, *, compiled: bool) -> dict[str, float]:
 def saved(shape: ModelShape, *, moe: bool, work: Work, compiled: bool, checkpointing: Checkpointing) -> float:
     """Bytes that one layer keeps from its forward to its backward pass under activation checkpointing.
 
-    ``selective`` keeps the layer's input, attention's output and the output of every second matrix product
-    (``torchtitan/distributed/activation_checkpoint.py``): grouped products are not on its list, so that routed experts
-    are recomputed whole; a compiled layer keeps the outputs of both all-to-alls as well.
+    ``selective`` keeps the layer's input, attention's operands and output, and the output of every second matrix
+    product (``torchtitan/distributed/activation_checkpoint.py``). Grouped products are not on its list, so that routed
+    experts are recomputed whole; a compiled layer keeps the outputs of both all-to-alls as well.
     """
+    tensors = saved_without_checkpointing(shape, moe=moe, work=work, compiled=compiled)
     if checkpointing == "none":
-        return sum(saved_without_checkpointing(shape, moe=moe, work=work, compiled=compiled).values())
-    kept = float(BF16 * work.residual * shape.dim)
+        return sum(tensors.values())
     if checkpointing == "full":
-        return kept
-    heads = shape.n_heads // work.tp
-    kept += work.tokens * heads * (BF16 * shape.v_head_dim + FP32)
+        return tensors["layer input"]
+    kept = sum(tensors.get(name, 0.0) for name in ("layer input", *_ATTENTION_OPERANDS))
     kept += sum(BF16 * work.tokens * width for width in _matrix_products(shape, moe=moe, tp=work.tp)[::2])
     if moe and compiled and work.ep > 1:
         kept += BF16 * shape.dim * (work.received(shape) + work.sent(shape))
     return kept
 
 
+_ATTENTION_OPERANDS = (
+    "queries",
+    "keys",
+    "gathered values",
+    "keys and values before attention",
+    "attention output",
+    "attention log-sum-exp",
+)
+
+
 def _matrix_products(shape: ModelShape, *, moe: bool, tp: int) -> list[float]:
-    """Output features on one rank of a layer's matrix products in order; the router is never kept and not counted."""
-    heads = shape.n_heads // tp
-    queries = heads * shape.qk_head_dim
+    """Output features on one rank of a layer's matrix products in order.
+
+    The router's product is never kept and not counted; that of keys and values counts but is kept by attention anyway.
+    """
+    queries = shape.n_heads // tp * shape.qk_head_dim
     products: list[float] = [shape.q_lora_rank, queries] if shape.q_lora_rank else [queries]
-    products += [shape.kv_lora_rank + shape.qk_rope_head_dim]
-    products += [heads * (shape.qk_nope_head_dim + shape.v_head_dim), shape.dim]
+    products += [shape.kv_lora_rank + shape.qk_rope_head_dim, 0, shape.dim]
     hidden = (shape.shared_hidden_dim if moe else shape.dense_hidden_dim) / tp
     return products + ([hidden, hidden, shape.dim] if hidden else [])

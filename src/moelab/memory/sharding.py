@@ -1,11 +1,11 @@
 """What a rank holds of every parameter, exactly: TorchTitan's meshes and PyTorch's FSDP2 as arithmetic.
 
-A weight is cut first by tensor parallelism (or, if it belongs to routed experts, by expert parallelism) and then by FSDP
-along dimension 0, each time as ``torch.chunk`` cuts: equal pieces, with a smaller or empty one at the end. FSDP keeps
-each piece padded to the size of the first. Experts are cut along dimension 1 instead where there are more ranks than
-experts. Sources: ``torchtitan/distributed/{parallel_dims,fsdp}.py`` at 0.3.0, ``torch/distributed/fsdp/_fully_shard`` at
-2.14. One oddity is TorchTitan's: without expert parallelism it counts replicating and tensor-parallel ranks too when it
-decides that there are more ranks than experts.
+A weight is cut first by tensor parallelism (or, if it belongs to routed experts, by expert parallelism) and then by
+FSDP along dimension 0, each time as ``torch.chunk`` cuts: equal pieces, with a smaller or empty one at the end. FSDP
+keeps each piece padded to the size of the first. Experts are cut along dimension 1 instead where there are more ranks
+than experts; without expert parallelism TorchTitan counts replicating and tensor-parallel ranks among those ranks too.
+
+Sources: ``torchtitan/distributed/{parallel_dims,fsdp}.py`` at 0.3.0, ``torch/distributed/fsdp/_fully_shard`` at 2.14.
 """
 
 from __future__ import annotations
@@ -65,6 +65,8 @@ class StageModules(NamedTuple):
 
 
 NOTHING = Held(0, 0, 0, 0)
+FIRST = Coordinates()
+"""The rank that holds the most."""
 
 
 def degrees_of(layout: Layout) -> Degrees:
@@ -99,7 +101,8 @@ def local_numel(shape: ModelShape, layout: Layout, rank: int) -> int:
     return sum(held(shape, layout.stages[stage], degrees_of(layout), where).local for stage in stages)
 
 
-def held(shape: ModelShape, stage: tuple[str, ...], degrees: Degrees, where: Coordinates = Coordinates()) -> Held:
+@functools.lru_cache(maxsize=65_536)
+def held(shape: ModelShape, stage: tuple[str, ...], degrees: Degrees, where: Coordinates = FIRST) -> Held:
     """Elements of one stage's parameters on a rank; by default on the one that holds the most."""
     modules = stage_modules(stage, shape.n_dense_layers)
     parts = (
@@ -126,7 +129,7 @@ def stage_modules(stage: tuple[str, ...], n_dense_layers: int) -> StageModules:
 
 
 @functools.lru_cache(maxsize=65_536)
-def module_held(shape: ModelShape, module: str, degrees: Degrees, where: Coordinates = Coordinates()) -> Held:
+def module_held(shape: ModelShape, module: str, degrees: Degrees, where: Coordinates = FIRST) -> Held:
     """Elements of one top module's parameters on a rank."""
     total = NOTHING
     for parameter in parameters(shape, module):
