@@ -1,7 +1,7 @@
 """What TorchTitan itself says of an experiment, asked of its own code in a process of its own.
 
-A request on stdin, ``{"depth": …, "experiments": […]}``, is answered on stdout with a list of TorchTitan's error
-messages, null where it raises none. Depths:
+A request on stdin, ``{depth: [experiment, …], …}``, is answered on stdout with TorchTitan's error messages in the same
+form, null where it raises none. Depths:
 
 - ``configure``: everything up to the model and the mesh that needs no process group: configuration objects, the first
   part of ``Trainer.__init__``, the model's ``update_from_config``, the pipeline's split and its schedule;
@@ -20,7 +20,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,16 +32,19 @@ from moelab.experiment import Experiment, Precision
 PADDING = {Precision.FP8: 16, Precision.MXFP8: 32}
 
 
-def ask(depth: str, experiments: Sequence[Experiment]) -> list[str | None]:
-    """TorchTitan's message for each experiment, None where it accepts."""
-    request = {"depth": depth, "experiments": [experiment.model_dump(mode="json") for experiment in experiments]}
+Answers = dict[str, dict[Experiment, str | None]]
+"""By depth and experiment, TorchTitan's message; None where it accepts."""
+
+
+def ask(questions: Mapping[str, Sequence[Experiment]]) -> Answers:
+    """What TorchTitan says of experiments, by depth; one process answers all of it, because its start takes seconds."""
+    request = {depth: [row.model_dump(mode="json") for row in rows] for depth, rows in questions.items()}
     done = subprocess.run(
         [sys.executable, str(Path(__file__))], input=json.dumps(request), capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    answers: list[str | None] = json.loads(done.stdout.splitlines()[-1])
-    assert len(answers) == len(experiments)
-    return answers
+    answers = json.loads(done.stdout.splitlines()[-1])
+    return {depth: dict(zip(rows, answers[depth], strict=True)) for depth, rows in questions.items()}
 
 
 def main() -> None:
@@ -50,13 +53,15 @@ def main() -> None:
 
     os.environ["LOCAL_RANK"] = "0"
     request = json.load(sys.stdin)
-    experiments = [Experiment(**fields) for fields in request["experiments"]]
     import torchtitan.models.deepseek_v3
     import torchtitan.trainer  # noqa: F401 - cpu.enable() reaches the modules that are loaded
 
     cpu.enable()
-    judge = {"configure": configure, "mesh": build_mesh, "shard": shard_in_fork}[request["depth"]]
-    print(json.dumps([_words(judge, experiment) for experiment in experiments]))  # noqa: T201
+    judges = {"configure": configure, "mesh": build_mesh, "shard": shard_in_fork}
+    answers = {
+        depth: [_words(judges[depth], Experiment(**fields)) for fields in rows] for depth, rows in request.items()
+    }
+    print(json.dumps(answers))  # noqa: T201
 
 
 def _words(judge: Any, experiment: Experiment) -> str | None:
@@ -141,13 +146,11 @@ def _pipeline(experiment: Experiment, config: Any, dims: Any) -> tuple[list[list
         titan._get_pp_rank_to_stage_indices_mapping(rank, dims.pp, experiment.pp_schedule, n_stages)
         for rank in range(dims.pp)
     ]
-    _schedule(
-        experiment.pp_schedule, experiment.pp, n_stages, held[0], experiment.local_batch, experiment.microbatch
-    )
+    _schedule(experiment.pp_schedule, experiment.pp, n_stages, held[0], experiment.local_batch, experiment.microbatch)
     return modules, held
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _schedule(name: str, pp: int, n_stages: int, held: tuple[int, ...], local_batch: int, microbatch: int) -> Any:
     """The schedule of pipeline rank 0, on stages without modules. Large ones stop before communication is added."""
     from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
@@ -173,7 +176,7 @@ def _schedule(name: str, pp: int, n_stages: int, held: tuple[int, ...], local_ba
         pipeline_parallel_microbatch_size=microbatch,
     )
     large = pp * local_batch > 128
-    skip = mock.patch.object(_PipelineScheduleRuntime, "_prepare_schedule_with_comms", lambda *_arguments: None)
+    skip = mock.patch.object(_PipelineScheduleRuntime, "_prepare_schedule_with_comms", return_value=None)
     with skip if large else mock.MagicMock():
         return titan._build_pipeline_schedule(
             parallelism=parallelism, local_batch_size=local_batch, stages=stages, loss_fn=lambda *_tensors: None
@@ -185,7 +188,7 @@ def build_mesh(experiment: Experiment) -> Any:
     import torch.distributed
     from torchtitan.distributed.utils import init_fake_mode
 
-    config, dims = configure(experiment)
+    _config, dims = configure(experiment)
     init_fake_mode(experiment.world_size)
     try:
         dims.build_mesh()

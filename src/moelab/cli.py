@@ -46,6 +46,20 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"moelab {__version__}")
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
     _verb(verbs, "doctor", _doctor, "say what this machine can run and what is missing for the rest")
+    plan = _verb(verbs, "plan", _plan, "say whether an experiment is legal, what it holds and how it is started")
+    plan.add_argument("file", type=Path, help="YAML of one experiment")
+    plan.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="replace a field")
+    plan.add_argument("--write", type=Path, metavar="PATH", help="write the experiment, as it is planned, to a file")
+    plan.add_argument(
+        "--config", action="store_true", help="add the configuration that TorchTitan resolves (loads torch)"
+    )
+    plan.add_argument("--verify", action="store_true", help="build it with TorchTitan, without a GPU (loads torch)")
+    plan.add_argument(
+        "--ranks", type=_ranks, metavar="R,R", help="global ranks that --verify builds; default: one a stage"
+    )
+    plan.add_argument("--search", action="store_true", help="list the best legal layouts; fields given by --set stay")
+    plan.add_argument("--limit", type=_positive, default=10, metavar="N", help="layouts that --search lists")
+    plan.add_argument("--global-batch", type=_positive, metavar="N", help="sequences a step, kept by --search")
     run = _verb(verbs, "run", _run, "train an experiment or study on this machine; a finished one is left alone")
     run.add_argument("file", type=Path, help="YAML of an experiment, a list of experiments, or a study")
     run.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="replace a field everywhere")
@@ -59,7 +73,7 @@ def build_parser() -> argparse.ArgumentParser:
     report.add_argument("--reference", default="bf16_standard", help="arm that the others are held against")
     report.add_argument("--margin", type=float, help="equivalence margin in nats, instead of the seeds' own spread")
     report.add_argument("--output", type=Path, help="file to write; default: report.html in the study's folder")
-    for verb in (run, status, collect, report):
+    for verb in (plan, run, status, collect, report):
         verb.add_argument("--json", action="store_true", help="print one JSON object")
     run.add_argument("--runs", type=Path, default=Path("runs"), help="folder that holds all studies")
     return parser
@@ -71,6 +85,20 @@ def _verb(verbs: Any, name: str, run: Any, text: str) -> argparse.ArgumentParser
     if name == "doctor":
         parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
+
+
+def _positive(text: str) -> int:
+    """A count; argparse says what is wrong and exits with 2."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def _ranks(text: str) -> list[int]:
+    parts = text.split(",")
+    if not all(part.isdecimal() for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of ranks such as 0,128")
+    return [int(part) for part in parts]
 
 
 def _stop(_signal: int, _frame: FrameType | None) -> None:
@@ -88,6 +116,46 @@ def _doctor(options: argparse.Namespace) -> int:
     findings = examine()
     _print(options, findings.to_json(), findings.as_text())
     return 0
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from moelab.experiment_file import read_experiment, write_experiment
+
+    experiment = read_experiment(options.file, options.set)
+    if options.search:
+        return _search(options, experiment)
+    from moelab.plan import plan, titan_config, verified
+    from moelab.plan_text import plan_text, titan_text, verified_text
+
+    if options.write:
+        options.write.write_text(write_experiment(experiment), encoding="utf-8")
+    planned = plan(experiment, path=options.write or (None if options.set else options.file))
+    as_json, as_text = planned.to_json(), plan_text(planned)
+    if planned.verdict.legal and options.config:
+        as_json["titan_config"] = titan_config(experiment)
+        as_text += f"\n\n{titan_text(as_json['titan_config'])}"
+    if planned.verdict.legal and options.verify:
+        as_json["verify"] = verified(planned, options.ranks)
+        as_text += f"\n\n{verified_text(as_json['verify'])}"
+    _print(options, as_json, as_text)
+    return 0 if planned.verdict.legal else 3
+
+
+def _search(options: argparse.Namespace, experiment: Any) -> int:
+    from moelab.experiment_file import parse_overrides
+    from moelab.plan import headroom_gib
+    from moelab.plan_text import search_text
+    from moelab.search import VARIED, search
+
+    found = search(
+        experiment,
+        fixed=sorted(parse_overrides(options.set).keys() & set(VARIED)),
+        limit=options.limit,
+        headroom_gib=headroom_gib(experiment),
+        global_batch=options.global_batch,
+    )
+    _print(options, found.to_json(), search_text(found))
+    return 0 if found.candidates else 3
 
 
 def _run(options: argparse.Namespace) -> int:

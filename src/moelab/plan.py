@@ -5,7 +5,10 @@ A plan is made without torch, in well under a second. It holds no prediction of 
 
 from __future__ import annotations
 
+import json
 import shlex
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,7 @@ from typing import Any
 from moelab.experiment import Experiment
 from moelab.hardware import gpu_of
 from moelab.layout import SCHEDULES, Layout, LayoutCheck, bubble_fraction, check
-from moelab.memory import MemoryEstimate, estimate
+from moelab.memory import MemoryEstimate, StageMemory, estimate
 from moelab.published_differences import Difference, differences
 from moelab.titan.arms import config_name, named_arms
 
@@ -27,7 +30,7 @@ class Plan:
     Attributes:
         experiment: what a person asked for.
         verdict: legality of the layout.
-        memory: bytes of each pipeline stage; None without a layout.
+        memory: what each pipeline rank holds; None of an illegal layout.
         fits: whether the fullest GPU has room; None where that is not known.
         command: what one node executes.
         differences: from the published scripts, for an experiment of their size.
@@ -61,6 +64,7 @@ class Plan:
             "layout": layout_json(self.experiment, self.verdict.layout),
             "memory_gib": None if self.memory is None else round(self.memory.worst_gib, 2),
             "capacity_gib": None if self.memory is None or self.fits is None else round(self.memory.capacity_gib, 2),
+            "memory_by_rank": [] if self.memory is None else [rank_json(stage) for stage in self.memory.by_stage],
             "command": list(self.command),
             "differences": [asdict(row) for row in self.differences],
         }
@@ -81,7 +85,8 @@ def plan(experiment: Experiment, *, path: Path | None = None) -> Plan:
         True
     """
     verdict = check(experiment)
-    memory = None if verdict.layout is None else estimate(experiment, verdict.layout, gpu_of(experiment.hardware))
+    legal = verdict.layout if verdict.legal else None
+    memory = None if legal is None else estimate(experiment, legal, gpu_of(experiment.hardware))
     return Plan(
         experiment=experiment,
         verdict=verdict,
@@ -90,6 +95,23 @@ def plan(experiment: Experiment, *, path: Path | None = None) -> Plan:
         command=command(experiment, path),
         differences=differences(experiment),
     )
+
+
+def headroom_gib(experiment: Experiment) -> Callable[[Experiment, Layout], float] | None:
+    """What a search needs to know of memory; None where the GPU is not known.
+
+    Args:
+        experiment: names the hardware; the candidates of its search are given to the function that is returned.
+    """
+    if not _gpu_is_known(experiment):
+        return None
+    gpu = gpu_of(experiment.hardware)
+
+    def left(candidate: Experiment, layout: Layout) -> float:
+        predicted = estimate(candidate, layout, gpu)
+        return predicted.capacity_gib - predicted.worst_gib
+
+    return left
 
 
 def _gpu_is_known(experiment: Experiment) -> bool:
@@ -139,6 +161,12 @@ def layout_json(experiment: Experiment, layout: Layout | None) -> dict[str, Any]
     }
 
 
+def rank_json(stage: StageMemory) -> dict[str, Any]:
+    """Memory of one pipeline rank, by part."""
+    parts = {name: round(gib, 3) for name, gib in stage.parts.items()}
+    return {"pp_rank": stage.rank, "total_gib": round(stage.total_gib, 2), "moment": stage.moment, "parts_gib": parts}
+
+
 def bubble_of(experiment: Experiment, layout: Layout) -> float:
     """Share of a step in which a pipeline rank waits, from the schedule alone."""
     if layout.pp == 1:
@@ -155,11 +183,33 @@ def titan_config(experiment: Experiment) -> dict[str, Any]:
     from moelab.titan.assumed_gpu import assume_gpu
     from moelab.titan.config_registry import trainer_config
 
-    capability = gpu_of(experiment.hardware).capability
-    if not capability:
-        config = trainer_config(experiment)
-    else:
-        with assume_gpu((int(capability), round(capability * 10) % 10)):
-            config = trainer_config(experiment)
-    resolved: dict[str, Any] = config.to_dict()
+    assumed = _capability(experiment)
+    with assume_gpu(assumed) if assumed else nullcontext():
+        resolved: dict[str, Any] = json.loads(json.dumps(trainer_config(experiment).to_dict(), default=str))
     return resolved
+
+
+def verified(planned: Plan, ranks: Sequence[int] | None = None) -> dict[str, Any]:
+    """Build a legal plan with TorchTitan, without a GPU, and put the predicted memory beside each rank.
+
+    Args:
+        planned: a legal plan.
+        ranks: global ranks to build; by default the first of every pipeline rank.
+
+    Raises:
+        BadInput: for a rank outside of the world.
+        Refused: with TorchTitan's own words, if it does not build.
+    """
+    from moelab.titan.verify import verify
+
+    assert planned.memory is not None, "only a legal plan is verified"
+    answer = verify(planned.experiment, ranks)
+    for row in answer["ranks"]:
+        row["predicted_gib"] = round(planned.memory.by_stage[row["pp_rank"]].total_gib, 2)
+    return answer
+
+
+def _capability(experiment: Experiment) -> tuple[int, int] | None:
+    """Major and minor capability of the experiment's GPU, None without one."""
+    capability = gpu_of(experiment.hardware).capability
+    return (int(capability), round(capability * 10) % 10) if capability else None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from moelab.experiment import Experiment
 from moelab.layout import Layout
@@ -41,8 +42,8 @@ def headline(plan: Plan) -> str:
     else:
         verdict = "legal" if plan.fits is None else "legal, and fits"
     return (
-        f"{verdict}: {experiment.model}, arm {experiment.arm}, {experiment.nodes} nodes of "
-        f"{experiment.gpus_per_node} = {experiment.world_size} ranks, hardware {experiment.hardware}"
+        f"{verdict}: {experiment.model}, arm {experiment.arm}, {experiment.world_size} ranks = {experiment.nodes} x "
+        f"{experiment.gpus_per_node}, hardware {experiment.hardware}"
     )
 
 
@@ -54,9 +55,9 @@ def layout_lines(experiment: Experiment, layout: Layout) -> list[str]:
     lines += rows(
         "batch",
         [
-            f"{layout.microbatches} x {layout.microbatch_size} sequences on {layout.data_parallel} data-parallel ranks: "
-            f"{sequences:,} sequences, "
-            f"{sequences * experiment.seq_len / 1e6:.3g} M tokens a step"
+            f"{layout.microbatches} x {layout.microbatch_size} sequences on {layout.data_parallel} data-parallel "
+            f"ranks: {sequences:,} sequences, "
+            f"{tokens_text(sequences * experiment.seq_len)} a step"
         ],
     )
     if layout.pp > 1:
@@ -65,6 +66,15 @@ def layout_lines(experiment: Experiment, layout: Layout) -> list[str]:
         )
         lines += rows("pipeline", [f"{bubble} of a step by the schedule alone", *stage_lines(layout)])
     return lines
+
+
+def tokens_text(tokens: int) -> str:
+    """A number of tokens, in millions from one million on.
+
+    >>> tokens_text(33_554_432), tokens_text(4096)
+    ('33.6 M tokens', '4,096 tokens')
+    """
+    return f"{tokens / 1e6:.3g} M tokens" if tokens >= 1e6 else f"{tokens:,} tokens"
 
 
 def stage_lines(layout: Layout) -> list[str]:
@@ -95,22 +105,52 @@ def memory_lines(plan: Plan) -> list[str]:
     if plan.memory is None:
         return []
     needed = f"{plan.memory.worst_gib:.1f} GiB on the fullest GPU"
-    return rows("memory", [needed if plan.fits is None else f"{needed} of {plan.memory.capacity_gib:.1f}"])
+    against = needed if plan.fits is None else f"{needed} of {plan.memory.capacity_gib:.1f}"
+    return rows("memory", [against, plan.memory.dominant])
 
 
 def difference_lines(plan: Plan) -> list[str]:
     """The table of differences, one block a row."""
     lines: list[str] = []
     for row in plan.differences:
-        lines += rows(f"  {row.topic}", [f"published: {row.published}", f"here: {row.here}"], label=28)
+        lines += rows(f"  {row.topic}", [f"published: {row.published}", f"here: {row.here}"], label=34)
     return lines
 
 
-def search_text(found: Found, *, global_batch: int | None) -> str:
+def titan_text(config: Mapping[str, Any]) -> str:
+    """TorchTitan's configuration, one field a line; of the model its name only, which has a line for every tensor."""
+    lines = ["TorchTitan's configuration (the model's own is in --json):"]
+    for section, values in config.items():
+        if section == "model_spec":
+            lines.append(f"  model_spec = {values['name']} {values['flavor']}")
+        elif isinstance(values, Mapping):
+            lines += [f"  {section}.{name} = {value}" for name, value in values.items()]
+        else:
+            lines.append(f"  {section} = {values}")
+    return "\n".join(lines)
+
+
+def verified_text(answer: Mapping[str, Any]) -> str:
+    """What TorchTitan built on each rank beside what was predicted."""
+    lines = [
+        f"TorchTitan builds it as on an {answer['gpu']} GPU: {answer['total_parameters']:,} parameters, "
+        f"{answer['dispatcher']}, {answer['seconds']} s",
+        f"{'rank':>6}  {'parameters':>16}  {'predicted':>16}  {'of experts':>16}  {'GiB predicted':>13}",
+    ]
+    for row in answer["ranks"]:
+        counts = (row["parameters"], row["predicted_parameters"], row["expert_parameters"])
+        lines.append(
+            f"{row['rank']:>6}  " + "  ".join(f"{count:>16,}" for count in counts) + f"  {row['predicted_gib']:>13}"
+        )
+    return "\n".join([*lines, *rows("not built", answer["not_built"], bullet="- ")])
+
+
+def search_text(found: Found) -> str:
     """The layouts of a search as a table, with the order that it is in."""
-    counts = f"{found.examined:,} layouts judged, {found.legal:,} legal, {found.too_large:,} better ones do not fit"
-    if not found.candidates:
-        return f"{counts}; none is left"
+    shown = found.candidates or found.nearest
+    counts = f"{found.examined:,} layouts judged, {found.legal:,} legal"
+    if not shown:
+        return f"{counts}"
     header = (
         "pp",
         "schedule",
@@ -125,11 +165,13 @@ def search_text(found: Found, *, global_batch: int | None) -> str:
         "bubble",
         "free GiB",
     )
-    table = [header, *(candidate_row(candidate) for candidate in found.candidates)]
+    table = [header, *(candidate_row(candidate) for candidate in shown)]
     widths = [max(len(row[column]) for row in table) for column in range(len(header))]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in table]
-    batch = "" if global_batch is None else f" at a global batch of {global_batch}"
-    return "\n".join([*lines, "", f"{counts}{batch}.", f"Order: {', '.join(ORDER)}. No speed is predicted."])
+    if found.candidates:
+        order = f"Order: {', '.join(ORDER)}. No speed is predicted."
+        return "\n".join([*lines, "", f"{counts}, {found.too_large:,} better ones do not fit.", *rows("", [order])])
+    return "\n".join([f"{counts}, and none fits. The nearest to fitting:", *lines])
 
 
 def candidate_row(candidate: Candidate) -> tuple[str, ...]:

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from moelab.experiment import Experiment
+from moelab.titan.arms import PUBLISHED, SHARED
 
-WORLD_SIZE, EP = 256, 32
+LAYOUT = ("nodes", "gpus_per_node", "pp", "tp", "ep", "seq_len", "local_batch")
+"""Fields that make an experiment one of the published size and layout."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +133,7 @@ def differences(experiment: Experiment) -> tuple[Difference, ...]:
     >>> len(differences(Experiment(model="nano")))
     0
     """
-    if experiment.world_size != WORLD_SIZE or experiment.ep != EP:
+    published = {**SHARED, **PUBLISHED.get(experiment.model, {})}
+    if any(getattr(experiment, field) != published.get(field, 1) for field in LAYOUT):
         return ()
     return tuple(row for row in DIFFERENCES if experiment.model in row.models)

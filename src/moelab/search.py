@@ -3,10 +3,11 @@
 There is no prediction of speed in this order. It is what a person would look at first, in this sequence:
 
 1. the layout fits into memory;
-2. the pipeline waits least (:func:`~moelab.layout.bubble_fraction`, a property of the schedule);
-3. tensor and context parallelism are smallest, which talk in every layer;
+2. the pipeline waits little (:func:`~moelab.layout.bubble_fraction`, a property of the schedule), in steps of 5 %;
+3. fewest ranks share a sequence (``tp * cp``), because they talk in every layer;
 4. expert parallelism spans the fewest nodes;
-5. the most memory is left.
+5. the pipeline waits least, exactly;
+6. the most memory is left.
 
 What is still equal is ordered by the degrees themselves, so that two searches agree. Memory is estimated only as far
 down the order as the answer reaches: the estimate costs more than all rules together.
@@ -17,24 +18,25 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby, product
+from typing import Any
 
 from moelab.errors import BadInput
 from moelab.experiment import Experiment
-from moelab.layout import RULES, SCHEDULES, Facts, bubble_fraction, facts_of
+from moelab.layout import RULES, SCHEDULES, Facts, Layout, bubble_fraction, facts_of, resolve
 from moelab.layout.rule import divisors
 
 VARIED = ("pp", "pp_schedule", "microbatch", "dp_replicate", "dp_shard", "cp", "tp", "ep")
 """Fields of an experiment that a search chooses unless they are fixed."""
 ORDER = (
     "fits",
-    "smallest pipeline bubble",
-    "smallest tp",
-    "smallest cp",
-    "fewest nodes of an ep group",
+    "pipeline bubble in steps of 5 %",
+    "fewest ranks to a sequence (tp * cp)",
+    "fewest nodes to an ep group",
+    "exact bubble",
     "most memory left",
 )
 """What candidates are ordered by, first things first."""
-Headroom = Callable[[Experiment], float]
+Headroom = Callable[[Experiment, Layout], float]
 """GiB that an experiment leaves on its fullest GPU; negative if it does not fit."""
 
 
@@ -59,22 +61,47 @@ class Candidate:
         """Whether it fits into memory; None if that was not estimated."""
         return None if self.headroom_gib is None else self.headroom_gib >= 0
 
+    def to_json(self) -> dict[str, Any]:
+        """The layout as fields of an experiment, and what it was ordered by."""
+        fields = {field: getattr(self.experiment, field) for field in (*VARIED, "local_batch")}
+        return {
+            "set": fields,
+            "global_batch": self.experiment.local_batch * self.experiment.dp_replicate * self.experiment.dp_shard,
+            "bubble_fraction": round(self.bubble_fraction, 6),
+            "ep_nodes": self.ep_nodes,
+            "fits": self.fits,
+            "headroom_gib": None if self.headroom_gib is None else round(self.headroom_gib, 2),
+        }
+
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
     """What a search came back with.
 
     Attributes:
-        candidates: best first.
+        candidates: legal layouts that fit, best first.
+        nearest: if none fits, the legal ones that exceed the memory least.
         examined: layouts that were judged.
         legal: how many of them are legal.
         too_large: legal ones, better by all but memory, that do not fit.
     """
 
     candidates: tuple[Candidate, ...]
+    nearest: tuple[Candidate, ...]
     examined: int
     legal: int
     too_large: int
+
+    def to_json(self) -> dict[str, Any]:
+        """The layouts as one JSON object."""
+        return {
+            "candidates": [candidate.to_json() for candidate in self.candidates],
+            "nearest": [candidate.to_json() for candidate in self.nearest],
+            "examined": self.examined,
+            "legal": self.legal,
+            "too_large": self.too_large,
+            "order": list(ORDER),
+        }
 
 
 def search(
@@ -112,28 +139,33 @@ def search(
         if all(rule.holds(facts) for rule in RULES):
             legal.append((_order(facts), facts))
     legal.sort(key=lambda pair: pair[0])
-    ranked = _by_memory(legal, headroom_gib)
-    candidates: list[Candidate] = []
-    too_large = 0
-    for candidate in ranked:
-        if candidate.fits is False:
-            too_large += 1
-        else:
-            candidates.append(candidate)
-            if len(candidates) == limit:
-                break
-    return Found(candidates=tuple(candidates), examined=examined, legal=len(legal), too_large=too_large)
+    fitting: list[Candidate] = []
+    too_large: list[Candidate] = []
+    for candidate in _by_memory(legal, headroom_gib):
+        (too_large if candidate.fits is False else fitting).append(candidate)
+        if len(fitting) == limit:
+            break
+    nearest = [] if fitting else sorted(too_large, key=lambda candidate: -(candidate.headroom_gib or 0.0))[:limit]
+    return Found(
+        candidates=tuple(fitting),
+        nearest=tuple(nearest),
+        examined=examined,
+        legal=len(legal),
+        too_large=len(too_large),
+    )
 
 
-_Key = tuple[float, int, int, int, tuple[int, ...]]
+BUBBLE_STEP = 0.05
+_Key = tuple[int, int, int, float, tuple[int, ...]]
 
 
 def _order(facts: Facts) -> _Key:
     """Key of the order without memory; its last entry is the tie-break."""
     schedule = SCHEDULES[facts.pp_schedule]
     bubble = bubble_fraction(schedule, pp=facts.pp, microbatches=facts.microbatches)
-    degrees = (facts.pp, facts.dp_replicate, facts.ep, facts.microbatch, list(SCHEDULES).index(facts.pp_schedule))
-    return bubble, facts.tp, facts.cp, _ep_nodes(facts), degrees
+    degrees = (facts.pp, facts.tp, facts.cp, facts.dp_replicate, facts.ep, facts.microbatch)
+    tie_break = (*degrees, list(SCHEDULES).index(facts.pp_schedule))
+    return int(bubble / BUBBLE_STEP), facts.tp * facts.cp, _ep_nodes(facts), bubble, tie_break
 
 
 def _ep_nodes(facts: Facts) -> int:
@@ -154,9 +186,9 @@ def _candidate(facts: Facts, key: _Key, headroom_gib: Headroom | None) -> Candid
     experiment = facts.experiment.model_copy(update=changes)
     return Candidate(
         experiment=experiment,
-        bubble_fraction=key[0],
-        ep_nodes=key[3],
-        headroom_gib=None if headroom_gib is None else headroom_gib(experiment),
+        bubble_fraction=key[3],
+        ep_nodes=key[2],
+        headroom_gib=None if headroom_gib is None else headroom_gib(experiment, resolve(facts)),
     )
 
 

@@ -73,7 +73,7 @@ def test_fp32_product_rounds_the_exact_product_once(m: int, k: int, n: int, tran
     exact = a.double() @ b.double()
     ours = cpu.fp32_product(a, b)
     assert ours.dtype is torch.bfloat16
-    # Half a unit in the last place of BF16 (2^-8 relative: 8 significant bits), and the error of an FP32 sum over k terms.
+    # Half a unit in the last place of BF16 (8 significant bits: 2^-8), and the error of an FP32 sum over k terms.
     slack = 2.0**-8 * exact.abs() + 2.0**-22 * k * (a.double().abs() @ b.double().abs())
     assert bool(((ours.double() - exact).abs() <= slack).all())
 

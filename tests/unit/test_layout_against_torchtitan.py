@@ -1,27 +1,28 @@
 """Our verdict on a layout against TorchTitan's own, over thousands of random ones.
 
-TorchTitan is asked in a process of its own (``tests/titan_judge.py``). It must refuse exactly what our rules refuse, and
-its words must be about a rule that we say is broken. What it does not notice is written down in ``UNNOTICED``, each with
-a test below that shows it.
+TorchTitan is asked in a process of its own (``tests/titan_judge.py``). It must refuse exactly what our rules refuse,
+and its words must be about a rule that we say is broken. What it does not notice is written down in ``UNNOTICED``, and
+shown by a test each.
 """
 
 from __future__ import annotations
 
+import inspect
 import random
 import re
-from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from titan_judge import ask
+from titan_judge import Answers, _schedule, ask
 
 from moelab.experiment import EPBackend, Experiment, Precision
-from moelab.layout import RULES, SCHEDULES, check, facts_of
+from moelab.layout import RULES, SCHEDULES, bubble_fraction, check, facts_of
 from moelab.layout.rule import divisors
+from moelab.layout.stages import effective_layers, split_layers, stages_of_rank
 from moelab.model import shape_of
-
-CONFIGURED, MESHES = 3000, 250
 
 WORDS = {
     "axes divide the ranks": r"Invalid parallel dims|dp_shard >= 1|^AssertionError: $",
@@ -39,25 +40,27 @@ WORDS = {
     "minimal_async_ep is not quantised": r"requires a token dispatcher that supports padding",
     "deepep is not quantised": r"requires a token dispatcher that supports padding",
     "minimal_async_ep recomputes": r"requires full recompute",
+    "expert shards are even": r"does not support uneven sharding",
 }
-"""Rules that TorchTitan checks while it is configured or builds its mesh, and how it says so."""
+"""Rules that TorchTitan checks, and how it says so."""
 
 UNNOTICED = {
-    "ep divides its region": "at the device mesh, when every rank runs; not at all while it is configured",
-    "ep divides the experts": "never, except for minimal_async_ep: 64 experts on 48 ranks are sharded unevenly",
-    "expert shards are even": "when FSDP shards the first MoE layer",
-    "mask is cut in blocks": "with the first batch",
-    "schedule exists": "never, for PipelineScheduleMulti, which has no order, and for names in another case, under which "
-    "the rank that logs is a wrong one",
-    "no split backward when compiled": "never: torch looks for modules that were wrapped, and TorchTitan compiles in place",
-    "deepep is not compiled": "in the first step",
-    "minimal_async_ep stays in a node": "when the buffers of peers are opened",
-    "expert blocks are whole": "in the first step",
-    "MXFP8 linears are whole": "in the first step",
-    "dispatch is BF16": "it has no such setting",
-    "fp8 has no linears": "it has no such setting",
+    "ep divides its region": "until the device mesh is built, when every rank runs",
+    "ep divides the experts": "ever, except with minimal_async_ep: 64 experts on 48 ranks are sharded unevenly",
+    "expert shards are even": "until FSDP shards the first MoE layer",
+    "mask is cut in blocks": "until the first batch",
+    "schedule exists": "ever: PipelineScheduleMulti has no order, and in another case of letters a wrong rank logs",
+    "no split backward when compiled": "ever: torch looks for wrapped modules, and TorchTitan compiles in place",
+    "V schedules do not evaluate": "until the first evaluation, which moelab has after the last step",
+    "deepep is not compiled": "until the first step",
+    "minimal_async_ep stays in a node": "until the buffers of peers are opened",
+    "expert blocks are whole": "until the first step",
 }
-"""Rules that TorchTitan 0.3.0 does not check while it is configured, and when it fails instead."""
+"""Rules that TorchTitan 0.3.0 does not notice while it is configured, and until when."""
+
+NOT_TITANS = {"dispatch is BF16", "fp8 has no linears", "MXFP8 linears are whole", "GPU has FP8", "GPU has MXFP8",
+              "dispatcher needs CUDA"}  # fmt: skip
+"""Rules about settings of moelab and about the GPU, of which TorchTitan's configuration knows nothing."""
 
 
 SEQUENCES = {"nano": (128, 2048, 4096), "debug": (2048, 8192), "16B": (4096, 8192, 16384), "671B": (4096, 8192)}
@@ -117,6 +120,7 @@ def plausible_fields(draw: random.Random) -> dict[str, Any]:
         "ep_backend": EPBackend.STANDARD if ep == 1 else draw.choice((EPBackend.STANDARD, EPBackend.HYBRIDEP)),
         "activation_checkpoint": draw.choice(("none", "selective", "full", "full")),
         "compile": draw.choice(("none", "loss", "model+loss")),
+        "dataset": draw.choice(("c4", "c4", "python")),
     }
 
 
@@ -137,13 +141,240 @@ def disagreement(experiment: Experiment, words: str | None, unnoticed: set[str])
     return f"TorchTitan says {words!r}, we say {sorted(broken) or 'legal'}: {experiment}"
 
 
-def compare(depth: str, experiments: list[Experiment], unnoticed: set[str]) -> Counter[str]:
-    """Hold both verdicts beside each other; counts of what they agreed on."""
-    answers = ask(depth, experiments)
-    pairs = list(zip(experiments, answers, strict=True))
-    found = [text for experiment, words in pairs if (text := disagreement(experiment, words, unnoticed))]
-    assert not found, f"{len(found)} of {len(pairs)} disagree; the first: {found[:3]}"
-    return Counter(
-        "refused by both" if words else "legal for both" if not broken_rules(experiment) else "unnoticed by TorchTitan"
-        for experiment, words in pairs
-    )
+def draw_experiments(count: int, *, seed: int, accept: Callable[[Experiment], bool]) -> list[Experiment]:
+    draw, found = random.Random(seed), {}
+    while len(found) < count:
+        experiment = random_experiment(draw)
+        if accept(experiment):
+            found[experiment] = None
+    return list(found)
+
+
+def is_uneven(experiment: Experiment) -> bool:
+    """One of those that FSDP cannot shard."""
+    return is_cheap_to_shard(experiment) and "expert shards are even" in broken_rules(experiment)
+
+
+def is_cheap_to_shard(experiment: Experiment) -> bool:
+    """A small model without a pipeline, on a world where experts are cut in every way that a mesh allows."""
+    small = experiment.model in ("nano", "debug") and 8 < experiment.world_size <= 256 and experiment.pp == 1
+    plain = experiment.ep_backend is EPBackend.STANDARD and experiment.precision is Precision.BF16
+    return small and plain and broken_rules(experiment) <= {"expert shards are even", "ep divides the experts"}
+
+
+RANDOM = {
+    "configure": draw_experiments(2500, seed=1, accept=lambda _: True),
+    "mesh": draw_experiments(200, seed=2, accept=lambda experiment: experiment.world_size <= 256),
+    "shard": draw_experiments(10, seed=3, accept=is_cheap_to_shard) + draw_experiments(5, seed=4, accept=is_uneven),
+}
+ON_96 = {"model": "16B", "nodes": 12, "gpus_per_node": 8, "seq_len": 4096}
+NANO_PIPELINE = {"model": "nano", "gpus_per_node": 4, "pp": 2, "ep": 1}
+SHOWN = {
+    "region": Experiment(model="671B", nodes=32, gpus_per_node=8, pp=16, ep=32, local_batch=16, seq_len=4096),
+    "experts": Experiment(**ON_96, dp_shard=96, ep=48),
+    "uneven shards": Experiment(**ON_96, ep=32),
+    "mask blocks": Experiment(model="debug", gpus_per_node=4, cp=4, ep=1, seq_len=256),
+    "no order": Experiment(**NANO_PIPELINE, pp_schedule="PipelineScheduleMulti"),
+    "another case": Experiment(**NANO_PIPELINE, pp_schedule="zbvzerobubble", dataset="c4"),
+    "split backward": Experiment(**NANO_PIPELINE, pp_schedule="InterleavedZeroBubble", compile="model+loss"),
+    "evaluation": Experiment(**NANO_PIPELINE, pp_schedule="ZBVZeroBubble"),
+    "compiled DeepEP": Experiment(model="debug", gpus_per_node=8, ep=8, ep_backend="deepep", compile="model+loss"),
+    "between nodes": Experiment(model="debug", nodes=2, gpus_per_node=4, ep=8, ep_backend="minimal_async_ep",
+                                activation_checkpoint="full"),
+    "expert blocks": Experiment(model="16B", nodes=2, gpus_per_node=8, ep=1, tp=16, precision="mxfp8", seq_len=4096),
+}  # fmt: skip
+"""One experiment for each thing that TorchTitan does not notice while it is configured."""
+
+
+@pytest.fixture(scope="module")
+def titan() -> Answers:
+    """TorchTitan's verdicts, asked once for all tests."""
+    shown = {"configure": SHOWN, "mesh": ("region", "uneven shards"), "shard": ("experts", "uneven shards")}
+    return ask({depth: [*RANDOM[depth], *(SHOWN[name] for name in shown[depth])] for depth in RANDOM})
+
+
+@pytest.mark.parametrize(
+    ("depth", "noticed"),
+    [
+        ("configure", set()),
+        ("mesh", {"ep divides its region"}),
+        ("shard", {"ep divides its region", "expert shards are even"}),
+    ],
+)
+def test_verdicts_agree(titan: Answers, depth: str, noticed: set[str]) -> None:
+    experiments, unnoticed = RANDOM[depth], set(UNNOTICED) - noticed
+    found = [text for row in experiments if (text := disagreement(row, titan[depth][row], unnoticed))]
+    assert not found, f"{len(found)} of {len(experiments)} disagree; the first: {found[:3]}"
+    refused = sum(titan[depth][row] is not None for row in experiments)
+    legal = sum(not broken_rules(row) for row in experiments)
+    assert refused > len(experiments) / 8, "too few illegal layouts to compare"
+    assert legal > len(experiments) / 8, "too few legal layouts to compare"
+
+
+def test_every_rule_is_compared_or_written_down() -> None:
+    assert {rule.name for rule in RULES} == set(WORDS) | set(UNNOTICED) | NOT_TITANS
+    assert {rule for row in SHOWN.values() for rule in broken_rules(row)} == set(UNNOTICED)
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_what_is_not_noticed_breaks_one_rule(titan: Answers, name: str) -> None:
+    assert len(broken_rules(SHOWN[name])) == 1
+    assert titan["configure"][SHOWN[name]] is None
+
+
+def test_unnoticed_region(titan: Answers) -> None:
+    """PP 16 leaves 16 ranks for EP 32: TorchTitan computes an efsdp of 0, and its mesh fails."""
+    assert "mesh_sizes=(16, 1, 0, 32)" in str(titan["mesh"][SHOWN["region"]])
+
+
+def test_unnoticed_experts(titan: Answers) -> None:
+    """16B on 96 ranks with EP 48: TorchTitan builds its mesh and shards 64 experts over 48 ranks without a word."""
+    assert titan["shard"][SHOWN["experts"]] is None
+
+
+def test_unnoticed_uneven_shards(titan: Answers) -> None:
+    """16B on 96 ranks with EP 32: everything is built until FSDP cuts 1408 hidden features into 3 parts."""
+    assert titan["mesh"][SHOWN["uneven shards"]] is None
+    expected = "FSDP does not support uneven sharding on dim 1: torch.Size([2, 1408, 2048]) (world size: 3)"
+    assert expected in str(titan["shard"][SHOWN["uneven shards"]])
+
+
+def test_unnoticed_mask_blocks() -> None:
+    from torch.distributed.tensor.experimental._context_parallel._attention import _create_cp_block_mask
+
+    mesh: Any = SimpleNamespace(size=lambda: 4)
+    with pytest.raises(NotImplementedError, match="not divisible by CP mesh world size"):
+        _create_cp_block_mask(lambda *_: True, 1, 1, 256, 256, mesh)
+
+
+def test_unnoticed_schedule_names() -> None:
+    from torchtitan.components.metrics import _get_metrics_rank
+
+    names = ("ZBVZeroBubble", "zbvzerobubble")
+    dims: Any = SimpleNamespace(world_size=4, pp=2, pp_enabled=True)
+    ranks = {name: _get_metrics_rank(parallel_dims=dims, pp_schedule=name) for name in names}
+    assert ranks == {"ZBVZeroBubble": 0, "zbvzerobubble": 2}, "rank 0 has the loss, whatever the case of letters"
+
+
+def test_dualpipev_logs_the_wrong_rank() -> None:
+    """Why a note says so: its last stage is on rank 0, and TorchTitan logs the last rank."""
+    from torchtitan.components.metrics import _get_metrics_rank
+
+    dims: Any = SimpleNamespace(world_size=4, pp=2, pp_enabled=True)
+    assert _get_metrics_rank(parallel_dims=dims, pp_schedule="DualPipeV") == 2
+    notes = check(Experiment(model="nano", gpus_per_node=4, pp=2, ep=1, pp_schedule="DualPipeV")).notes
+    assert any("global rank 0 holds it" in note and "rank 2, which TorchTitan" in note for note in notes)
+
+
+def test_unnoticed_compiled_layers() -> None:
+    import torch
+    from torch.distributed.pipelining.schedules import _check_torch_compile_compatibility
+
+    layers = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    layers[0].compile(backend="eager")  # as TorchTitan compiles each layer
+    in_place: Any = [SimpleNamespace(submod=layers)]
+    wrapped: Any = [SimpleNamespace(submod=torch.nn.Sequential(torch.compile(torch.nn.Linear(2, 2), backend="eager")))]
+    _check_torch_compile_compatibility(in_place, "ZBVZeroBubble")
+    with pytest.raises(RuntimeError, match="not supported with stage modules that have used"):
+        _check_torch_compile_compatibility(wrapped, "ZBVZeroBubble")
+
+
+def test_unnoticed_evaluation() -> None:
+    """A V schedule hands gradients to itself, for which torch looks without a backward pass too."""
+    from torch.distributed.pipelining.stage import _PipelineStageBase
+
+    evaluating: Any = SimpleNamespace(has_backward=False)
+    with pytest.raises(AssertionError, match="if this stage doesn't have backward"):
+        _PipelineStageBase.get_local_bwd_output(evaluating, 0)
+
+
+def test_unnoticed_compiled_deepep() -> None:
+    """DeepEP's operators have no fake implementation in TorchTitan 0.3.0; HybridEP's have."""
+    import torchtitan
+
+    folder = Path(torchtitan.__file__).parent / "distributed" / "deepep"
+    fakes = {name: (folder / f"{name}.py").read_text().count("register_fake") for name in ("deepep", "hybridep")}
+    assert fakes["deepep"] == 0
+    assert fakes["hybridep"] > 0
+
+
+def test_unnoticed_minimal_async_ep_between_nodes() -> None:
+    """It opens its peers' memory when it makes its buffer, by CUDA's symmetric memory: NVLink, and nothing else."""
+    from torchtitan.distributed.minimal_async_ep.api import init_buffer
+
+    assert 'if backend != "CUDA"' in inspect.getsource(init_buffer)
+
+
+def test_unnoticed_expert_blocks() -> None:
+    """TP 16 without expert parallelism leaves 88 of 1408 hidden features, which is no multiple of MXFP8's block."""
+    import torch
+    from torchao.prototype.mx_formats.mx_tensor import to_mx
+
+    with pytest.raises(AssertionError):
+        to_mx(torch.zeros(32, 1408 // 16, dtype=torch.bfloat16), torch.float8_e4m3fn, 32)
+
+
+@pytest.mark.parametrize("model", ["nano", "debug", "16B", "671B"])
+def test_stages_are_torchtitans(model: str) -> None:
+    from torchtitan.distributed.pipeline_parallel import _generate_llm_fqn_per_model_part
+
+    n_layers = shape_of(model).n_layers
+    for n_stages in range(1, effective_layers(n_layers) + 1):
+        theirs = _generate_llm_fqn_per_model_part(n_stages, n_layers)
+        assert split_layers(n_layers, n_stages) == tuple(map(tuple, theirs))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_ranks_hold_torchtitans_stages(name: str) -> None:
+    from torchtitan.distributed.pipeline_parallel import _get_pp_rank_to_stage_indices_mapping
+
+    for pp in (2, 3, 8):
+        n_stages = pp * SCHEDULES[name].stages_per_rank
+        theirs = [_get_pp_rank_to_stage_indices_mapping(rank, pp, name, n_stages) for rank in range(pp)]
+        assert stages_of_rank(SCHEDULES[name], pp) == tuple(theirs)
+
+
+def test_rotary_embeddings_reach_as_far_as_torchtitans() -> None:
+    from moelab.layout.sequence_rules import ROPE_TOKENS
+    from moelab.titan.models import model_spec
+
+    theirs = {model: model_spec(model, ep_backend="standard").model.max_seq_len for model in ROPE_TOKENS}
+    assert theirs == ROPE_TOKENS
+
+
+@pytest.mark.parametrize("name", [name for name in SCHEDULES if name != "1F1B"])
+@pytest.mark.parametrize(("pp", "counts"), [(2, range(1, 9)), (3, range(1, 12)), (8, (1, 2, 3, 5, 8, 12, 16, 24))])
+def test_bubbles_are_those_of_torchs_orders(name: str, pp: int, counts: Sequence[int]) -> None:
+    """Play torch's own order of actions through; 1F1B runs without one, and waits as GPipe does."""
+    for microbatches in counts:
+        if SCHEDULES[name].takes(microbatches, pp):
+            expected = played_bubble(name, pp, microbatches)
+            assert bubble_fraction(SCHEDULES[name], pp=pp, microbatches=microbatches) == pytest.approx(expected)
+
+
+def played_bubble(name: str, pp: int, microbatches: int) -> float:
+    """Share of the time that rank 0 waits if a forward, a dgrad and a wgrad cost 1 each and communication nothing."""
+    cost = {"F": 1, "I": 1, "W": 1, "B": 2}
+    n_stages = pp * SCHEDULES[name].stages_per_rank
+    held = stages_of_rank(SCHEDULES[name], pp)[0]
+    order = _schedule(name, pp, n_stages, held, microbatches, 1).pipeline_order
+    queues = {
+        rank: [part for action in row if action for part in action.sub_actions or [action]]
+        for rank, row in order.items()
+    }
+    queues = {rank: [action for action in row if action.computation_type.value in cost] for rank, row in queues.items()}
+    clock, done = dict.fromkeys(queues, 0), {}
+    while any(queues.values()):
+        for rank, queue in queues.items():
+            while queue:
+                kind, stage, batch = queue[0].computation_type.value, queue[0].stage_index, queue[0].microbatch_index
+                needs = {"F": [("F", stage - 1)] if stage else [], "W": [("I", stage)]}.get(kind, [("F", stage)])
+                if kind in "BI" and stage < n_stages - 1:
+                    needs = [*needs, ("I", stage + 1)]
+                if any((*need, batch) not in done for need in needs):
+                    break
+                clock[rank] = max([clock[rank], *(done[(*need, batch)] for need in needs)]) + cost[kind]
+                done[("I" if kind == "B" else kind, stage, batch)] = clock[rank]
+                queue.pop(0)
+    busy = 3 * SCHEDULES[name].stages_per_rank * microbatches
+    return 1 - busy / max(clock.values())

@@ -13,11 +13,14 @@ import yaml
 from pydantic import BaseModel, ConfigDict
 
 from moelab.errors import BadInput
-from moelab.notebooks import ConvergenceParameters, parameter_names, read_parameters, validated
+from moelab.notebooks import ConvergenceParameters, PlanParameters, parameter_names, read_parameters, validated
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-SCHEMAS: dict[str, type[BaseModel]] = {"06_compare_convergence": ConvergenceParameters}
+SCHEMAS: dict[str, type[BaseModel]] = {
+    "05_plan_layout": PlanParameters,
+    "06_compare_convergence": ConvergenceParameters,
+}
 
 
 class Small(BaseModel):

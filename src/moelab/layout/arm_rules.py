@@ -116,7 +116,7 @@ ARM_RULES = (
         name="MXFP8 linears are whole",
         factor="quantize",
         holds=lambda facts: facts.quantize == "experts" or facts.precision is not Precision.MXFP8 or facts.tp == 1,
-        why=lambda facts: f"tensor parallelism (tp {facts.tp}) would cut the blocks of MXFP8 linears; they need tp 1",
+        why=lambda facts: f"MXFP8 linears are for tp 1 only (tp is {facts.tp})",
     ),
     Rule(
         name="expert blocks are whole",

@@ -75,7 +75,7 @@ def _loss_rank(facts: Facts) -> str | None:
     said = f"loss: global rank {rank} holds it; the other pipeline ranks print -1"
     if schedule.name == "DualPipeV":
         wrong = (facts.pp - 1) * (facts.world_size // facts.pp)
-        return f"{said}, and TorchTitan 0.3.0 logs rank {wrong} under this schedule, so no loss reaches its metrics"
+        return f"{said}, and rank {wrong}, which TorchTitan 0.3.0 takes for TensorBoard and W&B, is one of them"
     return said
 
 

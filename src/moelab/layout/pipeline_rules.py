@@ -64,6 +64,11 @@ def _split_backward(facts: Facts) -> bool:
     return not (splits and facts.compile == "model+loss")
 
 
+def _evaluates(facts: Facts) -> bool:
+    in_v = facts.pp > 1 and facts.schedule is not None and facts.schedule.style == "v"
+    return not (in_v and facts.experiment.dataset == "python")
+
+
 PIPELINE_RULES = (
     Rule(
         name="schedule exists",
@@ -94,6 +99,15 @@ PIPELINE_RULES = (
         why=lambda facts: (
             "it runs dgrad and wgrad apart, which torch 2.14 cannot do with compiled layers (compile is model+loss); "
             "compile=loss or compile=none allow it"
+        ),
+    ),
+    Rule(
+        name="V schedules do not evaluate",
+        factor="pp_schedule",
+        holds=_evaluates,
+        why=lambda facts: (
+            "dataset=python evaluates held-out text after the last step, which torch 2.14 cannot do under a V "
+            "schedule; dataset=c4 only trains"
         ),
     ),
 )

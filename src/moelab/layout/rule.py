@@ -44,10 +44,10 @@ class Rule:
         return f"{said}. Legal {self.factor}: {', '.join(map(str, choices))}"
 
     def choices(self, facts: Facts) -> list[Any]:
-        """Values of the factor that keep this rule and every rule that is kept now."""
+        """Values of the factor that keep every rule of this factor, and every other rule that is kept now."""
         from moelab.layout.rules import RULES
 
-        kept = [self, *(rule for rule in RULES if rule.holds(facts))]
+        kept = [rule for rule in RULES if rule.factor == self.factor or rule.holds(facts)]
         options = ((value, facts.vary(self.factor, value)) for value in candidates(facts, self.factor))
         return [value for value, changed in options if all(rule.holds(changed) for rule in kept)]
 

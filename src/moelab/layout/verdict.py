@@ -84,7 +84,7 @@ def check(experiment: Experiment) -> LayoutCheck:
     Example:
         >>> from moelab.experiment import Experiment
         >>> print(check(Experiment(gpus_per_node=4, ep=3)).reasons[0])
-        ep is 3: expert parallelism shares dp_shard * cp * tp = 4 ranks and must divide them. Legal ep: 1, 2, 4
+        ep is 3: it must divide the ranks it shares out, dp_shard 4 * cp 1 * tp 1 = 4. Legal ep: 1, 2, 4
     """
     facts = facts_of(experiment)
     broken = [rule for rule in RULES if not rule.holds(facts)]

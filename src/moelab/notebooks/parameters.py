@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from moelab.experiment import Experiment
 from moelab.experiment_file import Study, make_study, parse
 
 _JUPYTER_NAMES = frozenset({"In", "Out", "exit", "quit", "open", "get_ipython"})
@@ -72,6 +73,45 @@ class ConvergenceParameters(BaseModel):
     def study_folder(self) -> Path:
         """Where the study's runs and report are."""
         return Path(self.runs_dir) / self.study
+
+
+class PlanParameters(BaseModel):
+    """Parameters of ``05_plan_layout``; but for the last two they are fields of an experiment, with the same names."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: Literal["nano", "debug", "16B", "671B"]
+    hardware: str
+    nodes: int = Field(ge=1)
+    gpus_per_node: int = Field(ge=1)
+    pp: int = Field(ge=1)
+    pp_schedule: str
+    dp_replicate: int = Field(ge=1)
+    dp_shard: int
+    cp: int = Field(ge=1)
+    tp: int = Field(ge=1)
+    ep: int = Field(ge=1)
+    seq_len: int = Field(ge=8)
+    local_batch: int = Field(ge=1)
+    microbatch: int = Field(ge=1)
+    precision: Literal["bf16", "fp8", "mxfp8"]
+    ep_backend: Literal["standard", "deepep", "hybridep", "minimal_async_ep"]
+    activation_checkpoint: Literal["none", "selective", "full"]
+    compile: Literal["none", "loss", "model+loss"]
+    rank: int = Field(ge=0, description="global rank whose groups are drawn")
+    search_limit: int = Field(ge=1, le=50, description="layouts that the search lists")
+
+    def to_experiment(self, **changes: Any) -> Experiment:
+        """The experiment that these parameters name, on C4 as the published runs.
+
+        Args:
+            changes: fields of the experiment that are to differ.
+
+        Raises:
+            BadInput: if a value is none that an experiment takes.
+        """
+        fields = self.model_dump(exclude={"rank", "search_limit"})
+        return parse(Experiment, {"name": "plan", "dataset": "c4", **fields, **changes})
 
 
 def _arm(precision: str, parameters: ConvergenceParameters) -> dict[str, Any]:

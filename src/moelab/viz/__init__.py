@@ -1,19 +1,27 @@
-"""Figures and the report of a study: a metrics table in, a plotly figure or one HTML file out."""
+"""Figures, the report of a study and the layout explorer: tables and layouts in, plotly figures and HTML out."""
 
 from moelab.viz.difference import loss_difference
+from moelab.viz.layout_explorer import LayoutExplorer
 from moelab.viz.loss import gradient_norm, loss_curves, loss_tail
+from moelab.viz.memory_bars import memory_bars
+from moelab.viz.mesh import mesh_map
+from moelab.viz.pipeline import pipeline_schedule
 from moelab.viz.report import Figure, Table, write_report
 from moelab.viz.theme import arm_styles, use_renderer
 from moelab.viz.throughput import throughput_bars
 
 __all__ = [
     "Figure",
+    "LayoutExplorer",
     "Table",
     "arm_styles",
     "gradient_norm",
     "loss_curves",
     "loss_difference",
     "loss_tail",
+    "memory_bars",
+    "mesh_map",
+    "pipeline_schedule",
     "throughput_bars",
     "use_renderer",
     "write_report",

@@ -1,7 +1,7 @@
 """A pipeline schedule played through: when each pipeline rank computes what, if nothing but the order made it wait.
 
 Forward, dgrad and wgrad of every stage take one unit of time, a whole backward two, and communication none. That is no
-prediction: it shows what the order of a schedule alone costs, as :func:`moelab.layout.bubble_fraction` does in a formula.
+prediction: it shows what the order alone costs, as :func:`moelab.layout.bubble_fraction` says in a formula.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Timeline:
 def play(order: Sequence[Sequence[Step]]) -> Timeline:
     """Run every rank's steps in order, each as soon as what it needs is there.
 
-    A forward needs the forward of the stage before, a backward or dgrad that of the stage behind (of the last stage: its
-    forward), a wgrad the dgrad of the same stage.
+    A forward needs the forward of the stage before; a backward or dgrad needs that of the stage behind, and on the last
+    stage its own forward; a wgrad needs the dgrad of the same stage.
 
     Args:
         order: steps of each rank, as :func:`moelab.titan.pipeline_order.pipeline_order` gives them.

@@ -1,0 +1,152 @@
+"""The pipeline schedule drawn: time from left to right, a row for each pipeline rank, a bar for each piece of work."""
+
+from __future__ import annotations
+
+import plotly.graph_objects as go
+
+from moelab.layout import SCHEDULES, Layout
+from moelab.titan.pipeline_order import pipeline_order
+from moelab.viz.theme import INK, MUTED, new_figure
+from moelab.viz.timeline import Block, Timeline, play
+
+MOST_BLOCKS = 8500
+"""Bars that a browser draws without a pause; of a longer step the beginning is shown."""
+AROUND_PX = 190
+"""Height of a one-line title, the axis and the legend."""
+DIGIT_PX, NARROW_PX = 9, 640
+"""Room that a digit needs, and the width of the axis in a narrow notebook."""
+_KINDS = {
+    "F": ("forward", "#0072B2", "white"),
+    "B": ("backward", "#D55E00", "white"),
+    "I": ("backward: dgrad", "#E69F00", INK),
+    "W": ("backward: wgrad", "#009E73", "white"),
+}
+_LIGHTER = {"#0072B2": "#86BCDD", "#D55E00": "#EDA978", "#E69F00": "#F5D590", "#009E73": "#84CDB8"}
+"""Of a rank's second stage: halfway to white."""
+
+
+def pipeline_schedule(layout: Layout, schedule: str) -> go.Figure:
+    """Forward, backward and wait of every pipeline rank over one step, as the order of the schedule makes them.
+
+    Every stage takes equally long and communication no time, so this is a picture of the schedule, not of a run. The
+    number on a bar is its micro-batch, where it fits. Loads torch for schedules of two stages a rank.
+
+    Args:
+        layout: resolved degrees and micro-batches.
+        schedule: a name of ``moelab.layout.SCHEDULES``.
+
+    Returns:
+        The figure; without bars where there is no pipeline.
+    """
+    if layout.pp == 1:
+        return _no_pipeline()
+    timeline = play(pipeline_order(schedule, pp=layout.pp, microbatches=layout.microbatches))
+    shown = _shown(timeline)
+    figure = new_figure(
+        f"{schedule}: each pipeline rank waits {timeline.bubble_fraction:.1%} of a step",
+        subtitle=_reading(layout, schedule, timeline, shown),
+        note="simulated: equal stage times, free communication",
+        height=_height(layout.pp),
+    )
+    for kind in _KINDS:
+        for turn in range(SCHEDULES[schedule].stages_per_rank):
+            blocks = [
+                block
+                for rank, row in enumerate(timeline.blocks)
+                for block in row
+                if (block.step.kind, layout.stages_of_rank[rank].index(block.step.stage)) == (kind, turn)
+                and block.start < shown
+            ]
+            if blocks:
+                _draw_work(figure, blocks, kind, turn, numbered=_numbered(layout, shown))
+    _draw_waits(figure, timeline, shown)
+    return _finish(figure, layout, shown)
+
+
+def _height(pp: int) -> int:
+    """Pixels of the figure: high rows where there are few."""
+    return AROUND_PX + pp * (64 if pp <= 4 else 40 if pp <= 8 else 22)
+
+
+def _no_pipeline() -> go.Figure:
+    figure = new_figure("No pipeline: every rank holds all layers", subtitle="pp is 1, so no rank waits.", height=120)
+    return figure.update_xaxes(visible=False).update_yaxes(visible=False)
+
+
+def _shown(timeline: Timeline) -> int:
+    """Units of time that fit into ``MOST_BLOCKS`` bars."""
+    count = sum(len(row) for row in timeline.blocks)
+    return timeline.end if count <= MOST_BLOCKS else timeline.end * MOST_BLOCKS // count
+
+
+def _reading(layout: Layout, schedule: str, timeline: Timeline, shown: int) -> str:
+    parts = [f"pp {layout.pp}, {len(layout.stages)} stages, {layout.microbatches} micro-batches"]
+    if _numbered(layout, shown):
+        parts.append("a bar's number is its micro-batch")
+    if SCHEDULES[schedule].stages_per_rank > 1:
+        parts.append("lighter: the rank's second stage")
+    if shown < timeline.end:
+        parts.append(f"the first {shown} of {timeline.end} units of time")
+    return "; ".join(parts) + "."
+
+
+def _numbered(layout: Layout, shown: int) -> bool:
+    """Whether the longest number fits into the shortest bar."""
+    digits = len(str(layout.microbatches - 1))
+    return shown * (digits * DIGIT_PX) <= NARROW_PX
+
+
+def _draw_work(figure: go.Figure, blocks: list[Block], kind: str, turn: int, *, numbered: bool) -> None:
+    name, color, ink = _KINDS[kind]
+    fill = _LIGHTER[color] if turn else color
+    figure.add_trace(
+        go.Bar(
+            base=[block.start for block in blocks],
+            x=[block.end - block.start for block in blocks],
+            y=[block.rank for block in blocks],
+            orientation="h",
+            width=0.86,
+            marker={"color": fill, "line": {"color": "white", "width": 0.5}},
+            text=[str(block.step.microbatch) for block in blocks] if numbered else None,
+            textposition="inside",
+            insidetextanchor="middle",
+            textangle=0,
+            textfont={"color": INK if turn else ink, "size": 12},
+            customdata=[[block.step.stage, block.step.microbatch] for block in blocks],
+            hovertemplate=f"{name}, stage %{{customdata[0]}}, micro-batch %{{customdata[1]}}<extra>rank %{{y}}</extra>",
+            name=name if turn == 0 else f"{name}, second stage",
+            showlegend=turn == 0,
+        )
+    )
+
+
+def _draw_waits(figure: go.Figure, timeline: Timeline, shown: int) -> None:
+    waits = [
+        (rank, start, min(end, shown))
+        for rank in range(len(timeline.blocks))
+        for start, end in timeline.waits(rank)
+        if start < shown
+    ]
+    figure.add_trace(
+        go.Bar(
+            base=[start for _, start, _ in waits],
+            x=[end - start for _, start, end in waits],
+            y=[rank for rank, _, _ in waits],
+            orientation="h",
+            width=0.86,
+            marker={"color": "white", "line_width": 0},
+            marker_pattern={"shape": "/", "fgcolor": MUTED, "bgcolor": "#f4f5f7", "size": 6, "solidity": 0.2},
+            hovertemplate="waits %{x} units<extra>rank %{y}</extra>",
+            name="wait (bubble)",
+        )
+    )
+
+
+def _finish(figure: go.Figure, layout: Layout, shown: int) -> go.Figure:
+    """Axes and legend."""
+    every = 1 if layout.pp <= 16 else 4
+    rows_px = _height(layout.pp) - AROUND_PX
+    figure.update_layout(barmode="overlay", hovermode="closest", legend={"traceorder": "normal", "y": -58 / rows_px})
+    figure.update_xaxes(title_text="time (units of one forward of one stage)", range=[0, shown], showgrid=False)
+    figure.update_yaxes(title_text="pipeline rank", tickvals=list(range(0, layout.pp, every)), ticklabelstandoff=6)
+    return figure.update_yaxes(range=[layout.pp - 0.5, -0.5], showgrid=False, ticks="")

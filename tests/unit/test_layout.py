@@ -1,0 +1,261 @@
+"""Legality of layouts: the known cases, every rule, what a reason says, and the pipeline's stages."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moelab.errors import BadInput
+from moelab.experiment import Experiment
+from moelab.layout import RULES, SCHEDULES, check, facts_of
+from moelab.layout.stages import effective_layers, split_layers, stages_of_rank
+from moelab.model import shape_of
+
+ON_256 = {"nodes": 32, "gpus_per_node": 8, "local_batch": 64, "seq_len": 8192}
+PUBLISHED = {"model": "671B", **ON_256, "tp": 2, "pp": 2, "ep": 32}
+
+
+def experiment(**fields: Any) -> Experiment:
+    return Experiment(**{"model": "671B", "ep": 8, **ON_256, **fields})
+
+
+def reasons(**fields: Any) -> tuple[str, ...]:
+    return check(experiment(**fields)).reasons
+
+
+CASES = {
+    "region": ({"pp": 16, "ep": 32}, "= 16. Legal ep: 1, 2, 4, 8, 16"),
+    "one expert-FSDP rank": ({"pp": 16, "ep": 16}, None),
+    "replicated region": ({"dp_replicate": 4, "ep": 128}, "cp 1 * tp 1 = 64. Legal ep: 1, 2, 4, 8, 16, 32, 64"),
+    "replicated": ({"dp_replicate": 4, "ep": 64}, None),
+    "experts": ({"model": "16B", "nodes": 12, "dp_shard": 96, "ep": 48}, "ep is 48: it must divide the 64 experts"),
+    "stages": ({"pp": 32, "pp_schedule": "Interleaved1F1B"}, "64 stages for 63 effective layers"),
+    "32 stages": ({"pp": 32}, None),
+    "32 micro-batches": ({"pp": 32, "local_batch": 32}, None),
+    "31 micro-batches": ({"pp": 32, "local_batch": 31}, "needs at least 32"),
+    "published": ({"tp": 2, "pp": 2, "ep": 32}, None),
+}
+
+
+@pytest.mark.parametrize(("fields", "expected"), CASES.values(), ids=CASES)
+def test_known_cases(fields: dict[str, Any], expected: str | None) -> None:
+    verdict = check(experiment(**fields))
+    assert verdict.legal == (expected is None), verdict.reasons
+    if expected:
+        assert len(verdict.reasons) == 1
+        assert expected in verdict.reasons[0]
+
+
+def test_the_published_layout_resolves_as_published() -> None:
+    layout = check(Experiment(**PUBLISHED)).layout
+    assert layout is not None
+    assert (layout.dp_shard, layout.efsdp, layout.world_size) == (64, 4, 256)
+    assert (layout.microbatches, layout.microbatch_size) == (64, 1)
+    assert layout.stages_of_rank == ((0,), (1,))
+    assert [len(stage) for stage in layout.stages] == [32, 32]
+    assert layout.data_parallel == 64
+
+
+def test_without_a_pipeline_the_whole_batch_is_one_microbatch() -> None:
+    layout = check(experiment(pp_schedule="Interleaved1F1B")).layout
+    assert layout is not None
+    assert (layout.microbatches, layout.microbatch_size, layout.stages_of_rank) == (1, 64, ((0,),))
+    assert layout.stages[0][0] == "tok_embeddings"
+    assert layout.stages[0][-2:] == ("norm", "lm_head")
+
+
+def test_every_reason_is_told_and_names_its_factor_first() -> None:
+    told = reasons(tp=3, pp=5, dp_shard=7, cp=2, seq_len=8190, local_batch=63, microbatch=2, precision="mxfp8",
+                   ep_backend="minimal_async_ep", ep=32)  # fmt: skip
+    factors = [reason.split(" is ")[0] for reason in told]
+    assert factors == [
+        "pp",
+        "tp",
+        "ep",
+        "microbatch",
+        "seq_len",
+        "seq_len",
+        "ep_backend",
+        "activation_checkpoint",
+        "ep",
+    ]
+    assert check(experiment(tp=3)).layout is None
+
+
+BROKEN = {
+    "axes divide the ranks": {"pp": 3},
+    "dp_shard takes the rest": {"dp_shard": 100},
+    "tp divides the heads": {"model": "nano", "nodes": 1, "tp": 8, "seq_len": 1024},
+    "ep divides its region": {"pp": 64, "ep": 8, "pp_schedule": "GPipe", "model": "671B"},
+    "ep divides the experts": {"model": "16B", "nodes": 12, "ep": 48},
+    "expert shards are even": {"model": "16B", "nodes": 12, "ep": 32},
+    "schedule exists": {"pp": 2, "pp_schedule": "1f1b"},
+    "stages have layers": {"model": "nano", "pp": 8, "seq_len": 1024},
+    "micro-batches are whole": {"pp": 2, "microbatch": 3},
+    "micro-batches suffice": {"pp": 16, "local_batch": 8},
+    "no split backward when compiled": {"pp": 2, "pp_schedule": "InterleavedZeroBubble", "compile": "model+loss"},
+    "V schedules do not evaluate": {"pp": 2, "pp_schedule": "DualPipeV", "dataset": "python"},
+    "sequence is cut evenly": {"tp": 2, "seq_len": 8191},
+    "mask is cut in blocks": {"cp": 2, "seq_len": 8192 + 128},
+    "rotary embedding reaches": {"seq_len": 16385},
+    "dispatcher needs ep": {"ep": 1, "ep_backend": "hybridep"},
+    "minimal_async_ep is not quantised": {"precision": "fp8", "ep_backend": "minimal_async_ep"},
+    "deepep is not quantised": {"precision": "mxfp8", "ep_backend": "deepep"},
+    "deepep is not compiled": {"ep_backend": "deepep", "compile": "model+loss"},
+    "minimal_async_ep recomputes": {"ep_backend": "minimal_async_ep"},
+    "minimal_async_ep stays in a node": {"ep_backend": "minimal_async_ep", "ep": 16, "activation_checkpoint": "full"},
+    "dispatch is BF16": {"dispatch_precision": "mxfp8"},
+    "fp8 has no linears": {"precision": "fp8", "quantize": "experts+linears"},
+    "MXFP8 linears are whole": {"precision": "mxfp8", "quantize": "experts+linears", "tp": 2},
+    "expert blocks are whole": {"model": "16B", "ep": 1, "tp": 16, "precision": "mxfp8", "nodes": 8},
+    "GPU has FP8": {"precision": "fp8", "hardware": "cpu"},
+    "GPU has MXFP8": {"precision": "mxfp8", "mxfp8_kernels": "native", "hardware": "h100_node"},
+    "dispatcher needs CUDA": {"ep_backend": "hybridep", "hardware": "cpu"},
+}
+
+
+def test_every_rule_has_a_case_and_a_name_of_its_own() -> None:
+    assert sorted(BROKEN) == sorted({rule.name for rule in RULES})
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_rule_is_told_and_its_choices_mend_it(name: str) -> None:
+    broken = experiment(**BROKEN[name])
+    facts = facts_of(broken)
+    told = [rule for rule in RULES if rule.name == name and not rule.holds(facts)]
+    assert told, check(broken).reasons
+    for rule in told:
+        assert rule.explain(facts) in check(broken).reasons
+        assert rule.explain(facts).startswith(f"{rule.factor} is ")
+        for value in rule.choices(facts) if rule.offers_choices else ():
+            changed = facts.vary(rule.factor, value)
+            assert rule.holds(changed)
+            assert {r.name for r in RULES if not r.holds(changed)} < {r.name for r in RULES if not r.holds(facts)}
+
+
+def test_where_no_value_helps_that_is_said() -> None:
+    """96 ranks over 64 experts: whatever ep is, FSDP would cut 1408 hidden features into a multiple of 3 parts."""
+    (reason,) = reasons(model="16B", nodes=12, ep=32)
+    assert "No ep is legal while the other fields stay as they are" in reason
+    assert check(experiment(model="16B", nodes=12, ep=32, dp_replicate=3)).legal
+
+
+@pytest.mark.parametrize("precision", ["fp8", "mxfp8"])
+def test_quantised_experts_name_the_dispatchers_that_pad(precision: str) -> None:
+    (reason,) = reasons(precision=precision, ep_backend="minimal_async_ep", activation_checkpoint="full")
+    for name in ("standard", "hybridep", "moelab's own deepep"):
+        assert name in reason
+    (reason,) = reasons(precision=precision, ep_backend="deepep")
+    assert "later version" in reason
+    assert reason.endswith("Legal ep_backend: standard, hybridep")
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"hardware": "b200_x256"}, "padding: 32 tokens raised to 128"),
+        ({"mxfp8_kernels": "native"}, "padding: 32 tokens raised to 128"),
+        ({"hardware": "h100_node"}, "multiple of 32, emulated"),
+        ({"hardware": "b200_x256", "mxfp8_kernels": "emulated"}, "multiple of 32"),
+        ({"hardware": "b200_x256", "precision": "fp8"}, "multiple of 16"),
+    ],
+)
+def test_padding_is_said(fields: dict[str, Any], expected: str) -> None:
+    notes = check(experiment(**{"precision": "mxfp8", **fields})).notes
+    assert any(note.startswith("padding") and expected in note for note in notes), notes
+
+
+def test_padding_is_said_where_the_gpu_is_not_known() -> None:
+    (note,) = [note for note in check(experiment(precision="mxfp8")).notes if note.startswith("padding")]
+    assert "32" in note
+    assert "raised to 128" in note or "emulated" in note
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"pp": 2}, "loss: global rank 128 holds it"),
+        ({"pp": 8}, "loss: global rank 224 holds it"),
+        ({"pp": 2, "pp_schedule": "ZBVZeroBubble"}, "loss: global rank 0 holds it"),
+        ({"pp": 2, "pp_schedule": "DualPipeV"}, "takes for TensorBoard and W&B, is one of them"),
+        ({"pp": 2}, "cuda graphs: off; TorchTitan 0.3.0 does not support them with pipeline parallelism"),
+        ({"ep": 2}, "cuda graphs: off; TorchTitan 0.3.0 does not support them with ep_backend standard"),
+        ({"ep": 32}, "does not fit into a node of 8"),
+        ({"ep": 32, "routing": "round_robin"}, "a token's 8 copies to 1 of 32 ranks"),
+        ({"ep": 32, "routing": "round_robin", "model": "16B"}, "a token's 6 copies to 3 of 32 ranks"),
+        ({"warmup_steps": 2000, "steps": 1500}, "shortens warmup_steps 2000 to the 1500 steps"),
+        ({"hardware": "b200_node"}, "b200_node has 8 GPUs, and this takes 256"),
+        ({}, "the 64 sequences of local_batch go forward at once"),
+    ],
+)
+def test_notes(fields: dict[str, Any], expected: str) -> None:
+    notes = check(experiment(**fields)).notes
+    assert any(expected in note for note in notes), notes
+
+
+def test_a_profile_that_does_not_exist_is_bad_input() -> None:
+    with pytest.raises(BadInput, match="b300"):
+        check(experiment(hardware="b300"))
+
+
+@pytest.mark.parametrize("model", ["nano", "debug", "16B", "671B"])
+def test_a_split_keeps_every_module_once_and_in_order(model: str) -> None:
+    shape = shape_of(model)
+    for n_stages in range(1, effective_layers(shape.n_layers) + 1):
+        stages = split_layers(shape.n_layers, n_stages)
+        assert [name for stage in stages for name in stage] == list(shape.modules)
+        assert all(stages), "a stage without a module"
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
+@pytest.mark.parametrize("pp", [2, 3, 8])
+def test_every_stage_has_one_rank(schedule: Any, pp: int) -> None:
+    held = stages_of_rank(schedule, pp)
+    assert len(held) == pp
+    assert sorted(stage for stages in held for stage in stages) == list(range(pp * schedule.stages_per_rank))
+    last = pp * schedule.stages_per_rank - 1
+    assert (last in held[0]) == (schedule.style == "v")
+
+
+degrees = st.integers(1, 12)
+
+
+@settings(max_examples=150, deadline=None)
+@given(pp=degrees, dp_replicate=degrees, cp=degrees, tp=degrees, ep=degrees, nodes=degrees, gpus=degrees)
+def test_a_resolved_layout_multiplies_to_its_ranks(
+    pp: int, dp_replicate: int, cp: int, tp: int, ep: int, nodes: int, gpus: int
+) -> None:
+    verdict = check(
+        Experiment(
+            model="debug", pp=pp, dp_replicate=dp_replicate, cp=cp, tp=tp, ep=ep, nodes=nodes, gpus_per_node=gpus
+        )
+    )
+    layout = verdict.layout
+    assert layout is not None or verdict.reasons
+    if layout is None:
+        return
+    assert pp * dp_replicate * layout.dp_shard * cp * tp == layout.world_size == nodes * gpus
+    assert layout.efsdp * ep == layout.dp_shard * cp * tp
+    assert len(layout.stages_of_rank) == pp
+    assert sum(len(held) for held in layout.stages_of_rank) == len(layout.stages)
+
+
+def test_a_reason_has_no_trace_of_python() -> None:
+    for name, fields in BROKEN.items():
+        for reason in reasons(**fields):
+            assert not re.search(r"[<>{}\[\]]|Precision\.|EPBackend\.|None", reason), (name, reason)
+
+
+def test_more_microbatches_never_make_the_bubble_worse() -> None:
+    from moelab.layout import bubble_fraction
+
+    for schedule in SCHEDULES.values():
+        counts = [count for count in range(1, 65) if schedule.takes(count, 8)]
+        bubbles = [bubble_fraction(schedule, pp=8, microbatches=count) for count in counts]
+        assert all(later <= earlier for earlier, later in pairwise(bubbles))
+        assert all(0 < bubble < 1 for bubble in bubbles)

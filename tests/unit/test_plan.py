@@ -1,0 +1,319 @@
+"""`moelab plan`: the known cases through the command line, bad input, what it loads, and how long it takes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from moelab.cli import main
+from moelab.experiment import EPBackend, Experiment
+from moelab.experiment_file import read_experiment
+from moelab.layout import check
+from moelab.memory import estimate
+from moelab.plan import as_shell, command, plan
+from moelab.published_differences import DIFFERENCES, differences
+from moelab.titan.arms import named_arms, refusal
+
+BASE = {"model": "671B", "nodes": 32, "gpus_per_node": 8, "local_batch": 64, "seq_len": 8192, "ep": 32}
+
+
+class Answer:
+    """What one call printed and its exit code."""
+
+    def __init__(self, code: int, out: str, err: str) -> None:
+        self.code, self.out, self.err = code, out, err
+
+    @property
+    def json(self) -> dict[str, Any]:
+        found = json.loads(self.out)
+        assert isinstance(found, dict)
+        return found
+
+
+@pytest.fixture
+def call(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr("moelab.cli.signal.signal", lambda *_: None)
+    path = tmp_path / "experiment.yaml"
+    path.write_text(yaml.safe_dump(BASE))
+
+    def run(*arguments: str, file: Path = path) -> Answer:
+        code = main(["plan", str(file), *arguments])
+        printed = capsys.readouterr()
+        return Answer(code, printed.out, printed.err)
+
+    return run
+
+
+def overrides(**fields: object) -> list[str]:
+    return [part for name, value in fields.items() for part in ("--set", f"{name}={value}")]
+
+
+CASES: dict[str, tuple[dict[str, object], list[str]]] = {
+    "PP 16, EP 32": ({"pp": 16}, ["= 16. Legal ep: 1, 2, 4, 8, 16"]),
+    "PP 16, EP 16": ({"pp": 16, "ep": 16}, []),
+    "dp_replicate 4, EP 128": ({"dp_replicate": 4, "ep": 128}, ["= 64. Legal ep: 1, 2, 4, 8, 16, 32, 64"]),
+    "dp_replicate 4, EP 64": ({"dp_replicate": 4, "ep": 64}, []),
+    "16B on 96, EP 48": ({"model": "16B", "nodes": 12, "dp_shard": 96, "ep": 48}, ["64 experts"]),
+    "Interleaved1F1B, PP 32": ({"pp": 32, "pp_schedule": "Interleaved1F1B", "ep": 8}, ["64 stages for 63 effective"]),
+    "1F1B, PP 32": ({"pp": 32, "ep": 8}, []),
+    "1F1B, PP 32, 16 micro-batches": ({"pp": 32, "ep": 8, "local_batch": 16}, ["needs at least 32"]),
+    "published": ({"tp": 2, "pp": 2}, []),
+    "MXFP8 and minimal_async_ep": (
+        {"precision": "mxfp8", "ep_backend": "minimal_async_ep", "ep": 8, "activation_checkpoint": "full"},
+        ["standard, hybridep, and moelab's own deepep"],
+    ),
+    "MXFP8 on SM100": ({"precision": "mxfp8", "hardware": "b200_x256"}, []),
+}
+
+
+@pytest.mark.parametrize(("fields", "expected"), CASES.values(), ids=CASES)
+def test_known_cases(call: Any, fields: dict[str, object], expected: list[str]) -> None:
+    answer = call(*overrides(**fields), "--json")
+    assert answer.code == (3 if expected else 0)
+    assert answer.err == ""
+    assert answer.json["legal"] is (not expected)
+    assert len(answer.json["reasons"]) == len(expected), answer.json["reasons"]
+    for reason, part in zip(answer.json["reasons"], expected, strict=True):
+        assert part in reason
+    assert {"legal", "fits", "reasons", "notes", "layout", "memory_gib", "command"} <= answer.json.keys()
+
+
+def test_the_published_layout(call: Any) -> None:
+    layout = call(*overrides(tp=2, pp=2), "--json").json["layout"]
+    assert (layout["dp_shard"], layout["efsdp"], layout["microbatches"]) == (64, 4, 64)
+    assert layout["global_batch"] == 4096
+    assert layout["tokens_per_step"] == 33_554_432
+
+
+def test_sm100_padding_is_said(call: Any) -> None:
+    answer = call(*overrides(precision="mxfp8", hardware="b200_x256"), "--json")
+    assert any("32 tokens raised to 128" in note for note in answer.json["notes"])
+
+
+def test_every_reason_is_told_to_people_too(call: Any) -> None:
+    answer = call(*overrides(pp=16, ep=48, seq_len=20000, dispatch_precision="fp8"))
+    assert answer.code == 3
+    assert answer.out.startswith("illegal, 4 reasons: 671B")
+    for factor in ("- ep is 48", "- seq_len is 20000", "- dispatch_precision is fp8"):
+        assert factor in answer.out
+    assert "torchrun" not in answer.out
+    assert all(len(line) <= 120 for line in answer.out.splitlines())
+
+
+def test_text_of_a_legal_plan(call: Any) -> None:
+    out = call(*overrides(tp=2, pp=2, hardware="b200_x256", activation_checkpoint="full")).out
+    for part in (
+        "legal, and fits: 671B",
+        "pp 2 · dp_replicate 1 · dp_shard 64 · cp 1 · tp 2 · ep 32, experts sharded by 4",
+        "4,096 sequences, 33.6 M tokens a step",
+        "rank 0: stage 0 tok_embeddings, layers 0-30",
+        "GiB on the fullest GPU of 179.1",
+        "-m torchtitan.train --module moelab.titan --config experiment",
+    ):
+        assert part in out
+
+
+BAD = {
+    "unknown field": (overrides(tensor=2), "unknown field 'tensor'"),
+    "near field": (overrides(nodse=2), "did you mean 'nodes'?"),
+    "wrong type": (overrides(tp="two"), "tp: got 'two'"),
+    "zero": (overrides(tp=0), "tp: got 0"),
+    "negative": (overrides(pp=-2), "pp: got -2"),
+    "zero shards": (overrides(dp_shard=0), "dp_shard: got 0"),
+    "truth": (overrides(ep="yes"), "ep: got True"),
+    "profile": (overrides(hardware="b300_x256"), "there is no such profile"),
+    "no value": (["--set", "tp"], "expected key=value"),
+    "search of a profile": ([*overrides(hardware="b300"), "--search"], "there is no such profile"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "expected"), BAD.values(), ids=BAD)
+def test_bad_input_is_one_clear_message(call: Any, arguments: list[str], expected: str) -> None:
+    answer = call(*arguments, "--json")
+    assert answer.code == 2
+    assert answer.out == ""
+    assert expected in answer.err
+    assert "Traceback" not in answer.err
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("just words", "expected a mapping"),
+        ("[1, 2]", "mapping"),
+        ("", "expected a mapping"),
+        ("a: [1", "not valid YAML"),
+        ("x: 1\n" * 2_000_000, "too large"),
+        ("study: two\narms: [{precision: bf16}, {precision: mxfp8}]", "holds 2 experiments"),
+    ],
+    ids=["words", "list", "empty", "broken", "10 MB", "study"],
+)
+def test_bad_files(call: Any, tmp_path: Path, content: str, expected: str) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(content)
+    answer = call(file=path)
+    assert answer.code == 2
+    assert expected in answer.err
+
+
+def test_a_missing_file(call: Any, tmp_path: Path) -> None:
+    answer = call(file=tmp_path / "absent.yaml")
+    assert answer.code == 2
+    assert "absent.yaml" in answer.err
+
+
+@pytest.mark.parametrize("option", ["--limit=0", "--global-batch=-1", "--ranks=a,b", "--limit=x"])
+def test_bad_options(call: Any, option: str) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        call(option)
+    assert stopped.value.code == 2
+
+
+def test_the_command_names_a_file_that_holds_the_plan(call: Any, tmp_path: Path) -> None:
+    assert f"MOELAB_EXPERIMENT={tmp_path}/experiment.yaml" in call("--json").json["command"]
+    assert "MOELAB_EXPERIMENT=experiment.yaml" in call(*overrides(ep=8), "--json").json["command"]
+    written = tmp_path / "planned.yaml"
+    answer = call(*overrides(ep=8), "--write", str(written), "--json")
+    assert f"MOELAB_EXPERIMENT={written}" in answer.json["command"]
+    assert read_experiment(written) == Experiment(**{**BASE, "ep": 8})
+
+
+def test_the_command_starts_every_rank() -> None:
+    one = command(Experiment(gpus_per_node=4), Path("a b.yaml"))
+    assert "--nproc-per-node=4" in one
+    assert "--rdzv-endpoint=localhost:0" in one
+    assert "'MOELAB_EXPERIMENT=a b.yaml'" in as_shell(one)
+    many = command(Experiment(**BASE))
+    assert "--nnodes=32" in many
+    assert "--rdzv-endpoint=HOST:PORT" in many
+
+
+def test_every_published_arm_is_planned() -> None:
+    """Refused exactly where the table of arms refuses; a legal one is started by its name."""
+    for name, arm in named_arms().items():
+        planned = plan(arm)
+        assert planned.verdict.legal == (refusal(arm) is None), (name, planned.verdict.reasons)
+        assert planned.command[-2:] == ("--config", name)
+        assert planned.command[0] == "torchrun"
+        assert planned.differences or arm.ep_backend is EPBackend.MINIMAL_ASYNC_EP
+
+
+def test_arms_that_wait_are_refused_by_name() -> None:
+    arms = named_arms()
+    for name in ("dsv3_671b_mxfp8_deepep", "dsv3_16b_mxfp8_standard_wgrad_bf16_dispatch_mxfp8"):
+        assert any("later version" in reason for reason in plan(arms[name]).verdict.reasons)
+
+
+def test_differences_name_every_fault_of_the_published_scripts() -> None:
+    published = plan(named_arms()["dsv3_671b_bf16_standard"]).differences
+    said = " ".join(row.published for row in DIFFERENCES)
+    for fault in ("#SBATCH", "BASH_SOURCE", "mxfp8_wgrad_with_hp", "1a36996b", "filter_fqns", "NICs", "variance"):
+        assert fault in said
+    topics = " ".join(row.topic for row in DIFFERENCES)
+    for topic in ("time limit", "requeue", "checkpoint", "seed"):
+        assert topic in topics
+    assert {row.topic for row in published} == {row.topic for row in DIFFERENCES if "671B" in row.models}
+    assert differences(Experiment(**{**BASE, "tp": 2, "pp": 2, "ep": 16})) == ()
+
+
+def test_memory_is_that_of_the_estimate(call: Any) -> None:
+    experiment = Experiment(**{**BASE, "tp": 2, "pp": 2, "hardware": "b200_x256", "activation_checkpoint": "full"})
+    planned = plan(experiment)
+    layout = check(experiment).layout
+    assert planned.memory is not None
+    assert layout is not None
+    from moelab.hardware import gpu_of
+
+    assert planned.memory == estimate(experiment, layout, gpu_of("b200_x256"))
+    answer = call(*overrides(tp=2, pp=2, hardware="b200_x256", activation_checkpoint="full"), "--json").json
+    assert answer["memory_gib"] == round(planned.memory.worst_gib, 2)
+    assert answer["fits"] is planned.memory.fits
+    assert max(row["total_gib"] for row in answer["memory_by_rank"]) == answer["memory_gib"]
+
+
+def test_what_does_not_fit_is_legal(call: Any) -> None:
+    answer = call(*overrides(nodes=1, ep=8, hardware="b200_node"), "--json")
+    assert answer.code == 0
+    assert (answer.json["legal"], answer.json["fits"]) == (True, False)
+    assert call(*overrides(nodes=1, ep=8, hardware="b200_node")).out.startswith("legal, but does not fit")
+
+
+def test_an_illegal_layout_has_no_memory(call: Any) -> None:
+    answer = call(*overrides(pp=16), "--json").json
+    assert (answer["fits"], answer["memory_gib"], answer["memory_by_rank"], answer["layout"]) == (None, None, [], {})
+
+
+def test_search_from_the_command_line(call: Any) -> None:
+    options = [*overrides(tp=2, hardware="b200_x256", activation_checkpoint="full"), "--search", "--limit", "4"]
+    answer = call(*options, "--json")
+    assert answer.code == 0
+    assert len(answer.json["candidates"]) == 4
+    assert {row["set"]["tp"] for row in answer.json["candidates"]} == {2}
+    best = answer.json["candidates"][0]
+    fields = {**BASE, "hardware": "b200_x256", "activation_checkpoint": "full", **best["set"]}
+    assert plan(Experiment(**fields)).fits
+    table = call(*options).out
+    assert table.splitlines()[0].split()[:4] == ["pp", "schedule", "micro", "dp_rep"]
+    assert "No speed is predicted" in table
+    assert call(*options, "--json").out == answer.out
+
+
+def test_a_search_without_an_answer_is_refused(call: Any) -> None:
+    answer = call(*overrides(nodes=1, hardware="b200_node"), "--search")
+    assert answer.code == 3
+    assert "none fits. The nearest to fitting" in answer.out
+    assert call(*overrides(dispatch_precision="fp8"), "--search", "--json").json["candidates"] == []
+
+
+def python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False, timeout=120)
+
+
+def test_a_plan_loads_no_torch_and_takes_no_time(tmp_path: Path) -> None:
+    path = tmp_path / "experiment.yaml"
+    path.write_text(yaml.safe_dump({**BASE, "hardware": "b200_x256"}))
+    code = (
+        "import sys; from moelab.cli import main\n"
+        f"codes = main(['plan', {str(path)!r}, '--json']), main(['plan', {str(path)!r}, '--search', '--set', 'pp=2'])\n"
+        "heavy = [name for name in ('torch', 'pandas', 'numpy', 'plotly', 'torchtitan') if name in sys.modules]\n"
+        "assert not heavy, heavy"
+    )
+    done = python("-c", code)
+    assert done.returncode == 0, done.stderr
+    start = time.monotonic()
+    assert python("-m", "moelab", "plan", str(path)).returncode == 0
+    assert time.monotonic() - start < 3, "a second on a laptop; this machine may be busy"
+
+
+def test_config_is_what_torchtitan_resolves(tmp_path: Path) -> None:
+    path = tmp_path / "experiment.yaml"
+    fields = {"model": "16B", "nodes": 4, "gpus_per_node": 8, "ep": 32, "precision": "mxfp8", "dataset": "c4"}
+    path.write_text(yaml.safe_dump({**fields, "hardware": "b200_x256", "seq_len": 4096}))
+    done = python("-m", "moelab", "plan", str(path), "--config", "--json")
+    assert done.returncode == 0, done.stderr
+    config = json.loads(done.stdout)["titan_config"]
+    assert config["parallelism"]["expert_parallel_degree"] == 32
+    assert config["training"]["disable_cuda_graphs"] is True
+    dispatcher = config["model_spec"]["model"]["layers"][-1]["moe"]["routed_experts"]["token_dispatcher"]
+    assert dispatcher["pad_multiple"] == 128, "what the note on padding says"
+
+
+def test_verify_builds_what_was_planned(tmp_path: Path) -> None:
+    path = tmp_path / "experiment.yaml"
+    path.write_text(yaml.safe_dump({"model": "debug", "gpus_per_node": 8, "pp": 2, "ep": 4, "hardware": "h100_node"}))
+    done = python("-m", "moelab", "plan", str(path), "--verify", "--ranks", "0,5", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert [row["rank"] for row in found["verify"]["ranks"]] == [0, 5]
+    for row in found["verify"]["ranks"]:
+        assert row["parameters"] == row["predicted_parameters"]
+        assert row["predicted_gib"] > 0
+        planned = [found["layout"]["stages"][stage] for stage in found["layout"]["stages_of_rank"][row["pp_rank"]]]
+        assert [stage["modules"] for stage in row["stages"]] == planned

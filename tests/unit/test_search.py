@@ -1,0 +1,165 @@
+"""The search: complete, in the stated order, the same twice, and fast."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from typing import Any
+
+import pytest
+
+from moelab.errors import BadInput
+from moelab.experiment import Experiment
+from moelab.layout import SCHEDULES, Layout, check
+from moelab.layout.rule import divisors
+from moelab.plan import headroom_gib
+from moelab.search import ORDER, VARIED, Candidate, search
+
+SMALL = Experiment(model="debug", gpus_per_node=8, local_batch=4, seq_len=1024, hardware="h100_node")
+ON_256 = {"nodes": 32, "gpus_per_node": 8, "seq_len": 8192, "activation_checkpoint": "full", "hardware": "b200_x256"}
+PUBLISHED = Experiment(model="671B", local_batch=64, compile="model+loss", **ON_256)
+
+
+def key(candidate: Candidate) -> tuple[Any, ...]:
+    """The stated order, written out again."""
+    x = candidate.experiment
+    sequence, nodes = x.tp * x.cp, max(1, -(-x.ep // x.gpus_per_node))
+    bubble = candidate.bubble_fraction
+    return (not candidate.fits, int(bubble / 0.05), sequence, nodes, bubble, -(candidate.headroom_gib or 0.0))
+
+
+def fields_of(experiment: Experiment) -> tuple[Any, ...]:
+    """What a search varies; the schedule and the micro-batch mean nothing without a pipeline."""
+    pipeline = (experiment.pp_schedule, experiment.microbatch) if experiment.pp > 1 else ()
+    x = experiment
+    return (x.pp, x.dp_replicate, x.dp_shard, x.cp, x.tp, x.ep, *pipeline)
+
+
+def brute_force(experiment: Experiment) -> set[tuple[Any, ...]]:
+    """Every legal layout, by asking :func:`check` about every combination of divisors."""
+    found = set()
+    degrees = divisors(experiment.world_size)
+    batches = divisors(experiment.local_batch)
+    for pp, tp, cp, dp_replicate, ep in itertools.product(degrees, degrees, degrees, degrees, divisors(8)):
+        dp_shard, over = divmod(experiment.world_size, pp * tp * cp * dp_replicate)
+        if over:
+            continue
+        for schedule, microbatch in itertools.product(SCHEDULES, batches) if pp > 1 else [("1F1B", 1)]:
+            changes = {"pp": pp, "tp": tp, "cp": cp, "dp_replicate": dp_replicate, "dp_shard": dp_shard, "ep": ep,
+                       "pp_schedule": schedule, "microbatch": microbatch}  # fmt: skip
+            one = experiment.model_copy(update=changes)
+            if check(one).legal:
+                found.add(fields_of(one))
+    return found
+
+
+def test_it_finds_every_legal_layout_and_no_other() -> None:
+    found = search(SMALL, limit=10**6)
+    assert found.legal == len(found.candidates)
+    mine = [fields_of(candidate.experiment) for candidate in found.candidates]
+    assert len(mine) == len(set(mine))
+    assert set(mine) == brute_force(SMALL)
+
+
+def test_every_answer_is_legal_and_resolved() -> None:
+    for candidate in search(PUBLISHED, limit=200).candidates:
+        assert check(candidate.experiment).legal
+        assert candidate.experiment.dp_shard > 0
+
+
+def test_the_order_is_the_stated_one() -> None:
+    found = search(SMALL, limit=10**6, headroom_gib=headroom_gib(SMALL))
+    keys = [key(candidate) for candidate in found.candidates]
+    assert keys == sorted(keys)
+    assert len(ORDER) == len(keys[0])
+    assert all(candidate.fits for candidate in found.candidates)
+
+
+def test_lazy_memory_changes_nothing() -> None:
+    """Memory is estimated only as far as the answer reaches; the answer is that of estimating everything."""
+    calls = 0
+    estimate = headroom_gib(PUBLISHED)
+    assert estimate is not None
+
+    def counted(experiment: Experiment, layout: Layout) -> float:
+        nonlocal calls
+        calls += 1
+        return estimate(experiment, layout)
+
+    fixed = ("microbatch", "dp_replicate")
+    short = search(PUBLISHED, fixed=fixed, limit=5, headroom_gib=counted)
+    lazy = calls
+    everything = search(PUBLISHED, fixed=fixed, limit=10**6, headroom_gib=counted)
+    assert short.candidates == everything.candidates[:5]
+    assert lazy < short.legal
+    assert everything.too_large + len(everything.candidates) == everything.legal
+
+
+def test_two_searches_agree() -> None:
+    first, second = (search(PUBLISHED, fixed=("microbatch",), headroom_gib=headroom_gib(PUBLISHED)) for _ in range(2))
+    assert first == second
+    assert len(first.candidates) == 10
+
+
+@pytest.mark.parametrize("field", VARIED)
+def test_a_fixed_field_keeps_its_value(field: str) -> None:
+    wanted = {
+        "pp": 2,
+        "pp_schedule": "GPipe",
+        "microbatch": 2,
+        "dp_replicate": 2,
+        "dp_shard": 2,
+        "cp": 2,
+        "tp": 2,
+        "ep": 4,
+    }
+    experiment = SMALL.model_copy(update={field: wanted[field]})
+    found = search(experiment, fixed=[field], limit=50)
+    assert found.candidates
+    assert {getattr(candidate.experiment, field) for candidate in found.candidates} == {wanted[field]}
+
+
+def test_a_field_that_is_not_varied_cannot_be_fixed() -> None:
+    with pytest.raises(BadInput, match="seq_len"):
+        search(SMALL, fixed=["seq_len"])
+
+
+def test_the_global_batch_is_kept() -> None:
+    found = search(PUBLISHED, global_batch=4096, fixed=("microbatch", "pp_schedule"), limit=100)
+    assert found.candidates
+    for candidate in found.candidates:
+        x = candidate.experiment
+        assert x.local_batch * x.dp_replicate * x.dp_shard == 4096
+    assert search(SMALL, global_batch=7).candidates, "one data-parallel rank can take any batch"
+
+
+def test_where_nothing_fits_the_nearest_are_named() -> None:
+    experiment = PUBLISHED.model_copy(update={"nodes": 1, "local_batch": 8})
+    found = search(experiment, headroom_gib=headroom_gib(experiment), limit=3)
+    assert found.candidates == ()
+    assert found.too_large == found.legal > 3
+    missing = [candidate.headroom_gib for candidate in found.nearest]
+    assert len(missing) == 3
+    assert missing == sorted(missing, reverse=True)
+    assert all(candidate.fits is False for candidate in found.nearest)
+
+
+def test_nothing_legal_is_an_empty_answer() -> None:
+    found = search(SMALL.model_copy(update={"dispatch_precision": "fp8"}))
+    assert (found.candidates, found.nearest, found.legal) == ((), (), 0)
+    assert found.examined > 0
+
+
+def test_without_a_known_gpu_the_order_has_no_memory() -> None:
+    found = search(SMALL, headroom_gib=None, limit=3)
+    assert [candidate.fits for candidate in found.candidates] == [None] * 3
+    assert found.to_json()["candidates"][0]["headroom_gib"] is None
+
+
+def test_it_judges_thousands_a_second() -> None:
+    """At least 5,000 on one core, memory included; benchmarks/search.py has the figures."""
+    start = time.process_time()
+    found = search(PUBLISHED, headroom_gib=headroom_gib(PUBLISHED))
+    seconds = time.process_time() - start
+    assert found.examined > 100_000
+    assert found.examined / seconds > 5_000

@@ -1,0 +1,322 @@
+"""Layouts drawn: groups against TorchTitan's mesh, schedules against torch's order, figures against their data."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from itertools import pairwise, product
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moelab.errors import BadInput, Refused
+from moelab.experiment import Experiment
+from moelab.hardware import B200, H100
+from moelab.layout import SCHEDULES, Layout, bubble_fraction, check
+from moelab.memory import MemoryEstimate, estimate
+from moelab.titan.pipeline_order import Step, pipeline_order
+from moelab.viz import LayoutExplorer, memory_bars, mesh_map, pipeline_schedule
+from moelab.viz.cluster_grid import ClusterGrid
+from moelab.viz.mesh import FAR, NEAR
+from moelab.viz.rank_groups import coordinates, groups_of
+from moelab.viz.timeline import play
+
+PUBLISHED: dict[str, Any] = {
+    "model": "671B",
+    "hardware": "b200_x256",
+    "nodes": 32,
+    "gpus_per_node": 8,
+    "pp": 2,
+    "tp": 2,
+    "ep": 32,
+    "seq_len": 8192,
+    "local_batch": 64,
+    "activation_checkpoint": "full",
+    "compile": "model+loss",
+    "dataset": "c4",
+}
+"""The layout of the article by PyTorch and Nebius, March 2026."""
+
+
+def experiment(**changes: Any) -> Experiment:
+    return Experiment(**{**PUBLISHED, **changes})
+
+
+def layout(**changes: Any) -> Layout:
+    found = check(experiment(**changes)).layout
+    assert found is not None
+    return found
+
+
+def memory(**changes: Any) -> MemoryEstimate:
+    return estimate(experiment(**changes), layout(**changes), B200)
+
+
+def title(figure: Any) -> str:
+    return str(figure.layout.title.text).replace("<br>", " ")
+
+
+# --- groups ----------------------------------------------------------------------------------------------------------
+
+TORCHTITAN = """
+import json, sys
+import torch.distributed as dist
+import torchtitan.distributed.parallel_dims as parallel_dims
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+parallel_dims.device_type = "cpu"
+rank, degrees = int(sys.argv[1]), json.loads(sys.argv[2])
+dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=degrees["world_size"])
+dims = parallel_dims.ParallelDims(**degrees, spmd_backend="partial_dtensor")
+dims.build_mesh()
+found = {axis: dims.get_optional_mesh(axis) for axis in ("tp", "cp", "ep", "efsdp", "fsdp", "dp_replicate", "pp")}
+print(json.dumps({axis: mesh.mesh.flatten().tolist() for axis, mesh in found.items() if mesh is not None}))
+"""
+NAMES = {("dp_shard", "cp"): "fsdp"}
+
+
+@pytest.mark.parametrize(
+    ("rank", "degrees"),
+    [
+        (37, {"dp_replicate": 2, "dp_shard": 16, "cp": 2, "tp": 2, "pp": 2, "ep": 8}),
+        (200, {"dp_replicate": 1, "dp_shard": 64, "cp": 1, "tp": 2, "pp": 2, "ep": 32}),
+    ],
+)
+def test_groups_are_those_of_torchtitans_mesh(rank: int, degrees: dict[str, int]) -> None:
+    code = [sys.executable, "-c", TORCHTITAN, str(rank), json.dumps({**degrees, "world_size": 256})]
+    done = subprocess.run(code, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    theirs = json.loads(done.stdout.splitlines()[-1])
+    ours = groups_of(layout(**degrees), rank, gpus_per_node=8)
+    assert {NAMES.get(group.axes, group.axes[0]): list(group.ranks) for group in ours} == theirs
+
+
+def test_nodes_of_the_published_groups() -> None:
+    nodes = {group.name: len(group.nodes) for group in groups_of(layout(), 0, gpus_per_node=8)}
+    assert nodes == {"TP": 1, "EP": 4, "expert FSDP": 4, "FSDP": 16, "PP": 2}
+
+
+def test_without_expert_parallelism_there_is_no_expert_mesh() -> None:
+    names = {group.name for group in groups_of(layout(ep=1), 0, gpus_per_node=8)}
+    assert names == {"TP", "FSDP", "PP"}
+    assert "ep" not in coordinates(layout(ep=1), 3)
+
+
+@settings(max_examples=25, deadline=None)
+@given(rank=st.integers(0, 255), degrees=st.sampled_from([(2, 1, 2, 32), (4, 2, 1, 8), (1, 1, 8, 64), (8, 1, 1, 4)]))
+def test_every_member_of_a_group_has_the_same_group(rank: int, degrees: tuple[int, int, int, int]) -> None:
+    pp, dp_replicate, tp, ep = degrees
+    made = layout(pp=pp, dp_replicate=dp_replicate, tp=tp, ep=ep)
+    for group in groups_of(made, rank, gpus_per_node=8):
+        assert rank in group.ranks
+        other = next(each for each in groups_of(made, group.ranks[-1], gpus_per_node=8) if each.axes == group.axes)
+        assert other.ranks == group.ranks
+
+
+# --- schedules -------------------------------------------------------------------------------------------------------
+
+RUNNABLE = [
+    (name, pp, microbatches)
+    for name, pp, microbatches in product(SCHEDULES, (2, 4, 8), (1, 4, 8, 16, 24))
+    if SCHEDULES[name].takes(microbatches, pp)
+]
+
+
+@pytest.mark.parametrize(("name", "pp", "microbatches"), RUNNABLE)
+def test_a_schedule_does_all_work_once_and_waits_as_the_formula_says(name: str, pp: int, microbatches: int) -> None:
+    timeline = play(pipeline_order(name, pp=pp, microbatches=microbatches))
+    steps = [block.step for row in timeline.blocks for block in row]
+    work = set(product(range(pp * SCHEDULES[name].stages_per_rank), range(microbatches)))
+    for kinds in ("F", "BI", "BW"):
+        done = [(step.stage, step.microbatch) for step in steps if step.kind in kinds]
+        assert len(done) == len(work)
+        assert set(done) == work
+    formula = bubble_fraction(SCHEDULES[name], pp=pp, microbatches=microbatches)
+    assert timeline.bubble_fraction == pytest.approx(formula)
+
+
+def test_waits_and_work_fill_the_time() -> None:
+    timeline = play(pipeline_order("1F1B", pp=4, microbatches=8))
+    for rank, row in enumerate(timeline.blocks):
+        spans = sorted([(block.start, block.end) for block in row] + timeline.waits(rank))
+        assert spans[0][0] == 0
+        assert spans[-1][1] == timeline.end
+        assert all(before[1] == after[0] for before, after in pairwise(spans))
+
+
+def test_an_order_that_deadlocks_is_refused() -> None:
+    with pytest.raises(ValueError, match="wait for each other"):
+        play([[Step("F", 0, 0), Step("B", 0, 0)], [Step("B", 1, 0), Step("F", 1, 0)]])
+
+
+def test_too_few_microbatches_are_refused() -> None:
+    with pytest.raises(ValueError, match="1F1B on 4 pipeline ranks cannot run 3 micro-batches"):
+        pipeline_order("1F1B", pp=4, microbatches=3)
+
+
+# --- figures ---------------------------------------------------------------------------------------------------------
+
+
+def test_mesh_colours_peers_by_the_wire_and_says_how_many_nodes() -> None:
+    figure = mesh_map(layout(), gpus_per_node=8, rank=37)
+    assert "Rank 37 reaches 4 nodes by EP, 4 by expert FSDP, 16 by FSDP, 2 by PP; TP stays in its node" in title(figure)
+    maps = [trace for trace in figure.data if trace.type == "heatmap"]
+    panels = [note.text for note in figure.layout.annotations]
+    assert len(maps) == len(panels) == 6
+    colors = dict(
+        zip((text.split("</b>")[0].removeprefix("<b>") for text in panels), map(colors_of, maps), strict=True)
+    )
+    assert (colors["EP 32"].count(NEAR), colors["EP 32"].count(FAR)) == (8, 24)
+    assert (colors["TP 2"].count(NEAR), colors["TP 2"].count(FAR)) == (2, 0)
+    assert (colors["PP 2"].count(NEAR), colors["PP 2"].count(FAR)) == (1, 1)
+
+
+def colors_of(trace: Any) -> list[str]:
+    palette = [color for _, color in trace.colorscale[::2]]
+    return [palette[int(value)] for row in trace.z for value in row if value is not None]
+
+
+def test_every_gpu_is_a_square_of_its_own() -> None:
+    for grid in (ClusterGrid(gpus_per_node=8, nodes=32), ClusterGrid(gpus_per_node=3, nodes=5)):
+        ranks = range(grid.nodes * grid.gpus_per_node)
+        assert len({grid.square(rank) for rank in ranks}) == len(ranks)
+        squares = grid.squares(["#000000"] * len(ranks), [str(rank) for rank in ranks])
+        cells = {text: (x, y) for y, row in enumerate(squares.text) for x, text in enumerate(row) if text}
+        assert len(cells) == len(ranks)
+        for rank in ranks:  # the square drawn is where the star would be
+            x, y = cells[str(rank)]
+            assert squares.x[x] < grid.square(rank)[0] < squares.x[x + 1]
+            assert squares.y[y] < grid.square(rank)[1] < squares.y[y + 1]
+            assert squares.x[x + 1] - squares.x[x] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("nodes", [1, 3, 64, 128, 512])
+def test_mesh_of_other_clusters(nodes: int) -> None:
+    made = layout(nodes=nodes, pp=1, tp=1, ep=8, hardware="h100_node")
+    assert mesh_map(made, gpus_per_node=8, rank=made.world_size - 1).data
+
+
+def test_mesh_of_one_gpu_and_of_a_rank_that_is_not_there() -> None:
+    alone = layout(model="nano", nodes=1, gpus_per_node=1, pp=1, tp=1, ep=1, seq_len=128)
+    assert "talks to no other rank" in title(mesh_map(alone, gpus_per_node=1))
+    with pytest.raises(BadInput, match="rank is 256; valid: 0 to 255"):
+        mesh_map(layout(), gpus_per_node=8, rank=256)
+
+
+def test_pipeline_states_the_bubble_and_that_it_is_simulated() -> None:
+    figure = pipeline_schedule(layout(), "1F1B")
+    assert "waits 1.5% of a step" in title(figure)
+    assert "simulated: equal stage times" in title(figure)
+    assert {trace.name: len(trace.x) for trace in figure.data} == {"forward": 128, "backward": 128, "wait (bubble)": 4}
+    assert all(trace.text is None for trace in figure.data)  # 64 micro-batches leave no room for their numbers
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds"), [("Interleaved1F1B", "FB"), ("ZBVZeroBubble", "FIW"), ("DualPipeV", "FBIW")]
+)
+def test_pipeline_of_two_stages_a_rank(name: str, kinds: str) -> None:
+    figure = pipeline_schedule(layout(pp=4, pp_schedule=name, local_batch=8, compile="loss"), name)
+    assert len(figure.data) == 2 * len(kinds) + 1
+    assert "the rank's second stage" in title(figure)
+    assert sum(bool(trace.showlegend) for trace in figure.data[:-1]) == len(kinds)
+
+
+def test_a_long_step_is_cut_and_says_so() -> None:
+    figure = pipeline_schedule(layout(pp=16, ep=8, local_batch=512), "1F1B")
+    assert sum(len(trace.x) for trace in figure.data) <= 9000
+    assert "the first" in title(figure)
+
+
+def test_no_pipeline_has_nothing_to_draw() -> None:
+    figure = pipeline_schedule(layout(pp=1), "1F1B")
+    assert not figure.data
+    assert "No pipeline" in title(figure)
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"precision": "mxfp8"}, {"pp": 8}, {"pp": 16, "ep": 16}, {"pp": 32, "ep": 8}, {"pp": 1, "tp": 1}]
+)
+def test_memory_bars_add_up_to_the_prediction(changes: dict[str, Any]) -> None:
+    predicted = memory(**changes)
+    figure = memory_bars(predicted, layout(**changes), B200)
+    bars = [trace for trace in figure.data if trace.type == "bar"]
+    for rank, stage in enumerate(predicted.by_stage):
+        assert sum(bar.y[rank] for bar in bars) == pytest.approx(stage.total_gib, abs=0.3)
+    assert f"needs {predicted.worst_gib:.1f} of {predicted.capacity_gib:.1f} GiB of a B200" in title(figure)
+    assert "predicted, not measured" in title(figure)
+    assert predicted.dominant.split(":")[0] in title(figure)
+
+
+def test_memory_that_does_not_fit_says_so_first() -> None:
+    small = estimate(experiment(), layout(), H100)
+    figure = memory_bars(small, layout(), H100)
+    assert "Does not fit" in title(figure)
+    assert figure.layout.yaxis.range[1] > small.worst_gib
+
+
+# --- explorer --------------------------------------------------------------------------------------------------------
+
+
+def drawn(explorer: LayoutExplorer) -> set[str]:
+    return {name for name, output in explorer.figures.items() if output.outputs}
+
+
+def plot_title(explorer: LayoutExplorer, name: str) -> str:
+    (output,) = explorer.figures[name].outputs
+    return str(output["data"]["application/vnd.plotly.v1+json"]["layout"]["title"]["text"])
+
+
+def test_explorer_follows_its_controls() -> None:
+    explorer = LayoutExplorer(experiment())
+    assert drawn(explorer) == {"memory", "pipeline", "mesh"}
+    explorer.controls["pp"].value = 16
+    assert "ep is 32" in explorer.verdict.value
+    assert "Illegal" in explorer.verdict.value
+    assert drawn(explorer) == set()
+    explorer.controls["ep"].value = 16
+    assert "Illegal" not in explorer.verdict.value
+    assert "dp_shard 8" in explorer.verdict.value
+    assert drawn(explorer) == {"memory", "pipeline", "mesh"}
+    explorer.controls["rank"].value = 9
+    assert "Rank 9" in plot_title(explorer, "mesh")
+    assert explorer.experiment == experiment(pp=16, ep=16)
+
+
+def test_explorer_menus_mark_what_is_illegal_beside_the_other_choices() -> None:
+    explorer = LayoutExplorer(experiment())
+    legal = {value for label, value in explorer.controls["ep"].options if "illegal" not in label}
+    assert legal == {1, 2, 4, 8, 16, 32, 64, 128}
+    explorer.controls["pp"].value = 8
+    legal = {value for label, value in explorer.controls["ep"].options if "illegal" not in label}
+    assert legal == {1, 2, 4, 8, 16, 32}
+    assert explorer.controls["ep"].value == 32
+
+
+def test_explorer_draws_the_mesh_of_an_illegal_arm_and_no_rank_beyond_the_last() -> None:
+    explorer = LayoutExplorer(experiment(precision="mxfp8"), rank=200)
+    explorer.controls["ep_backend"].value = "minimal_async_ep"
+    assert drawn(explorer) == {"mesh"}
+    explorer.controls["ep_backend"].value = "standard"
+    explorer.controls["nodes"].value = 16
+    assert explorer.controls["rank"].value == 127
+    assert "Rank 127" in plot_title(explorer, "mesh")
+
+
+def test_explorer_shows_the_figures_of_the_functions() -> None:
+    explorer = LayoutExplorer(experiment())
+    assert plot_title(explorer, "memory") == memory_bars(memory(), layout(), B200).layout.title.text
+    assert plot_title(explorer, "pipeline") == pipeline_schedule(layout(), "1F1B").layout.title.text
+
+
+def test_explorer_without_ipywidgets_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
+    with pytest.raises(Refused, match=r"pip install 'moelab\[lab\]'"):
+        LayoutExplorer(experiment())
+
+
+def test_importing_the_figures_loads_neither_torch_nor_ipywidgets() -> None:
+    code = "import sys, moelab.viz; sys.exit(any(name in sys.modules for name in ('torch', 'ipywidgets')))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
