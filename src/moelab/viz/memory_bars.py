@@ -84,35 +84,39 @@ def _bars(part: str, values: Sequence[float]) -> go.Bar:
 
 
 def _draw_totals(figure: go.Figure, stages: Sequence[StageMemory]) -> None:
+    """The sum above each bar, readable on the line of the capacity too; left out where bars are narrow."""
     if len(stages) > 16:
         return
-    figure.add_trace(
-        go.Scatter(
-            x=list(range(len(stages))),
-            y=[stage.total_gib for stage in stages],
-            text=[f"<b>{stage.total_gib:.{1 if len(stages) <= 8 else 0}f}</b>" for stage in stages],
-            mode="text",
-            textposition="top center",
-            textfont={"color": INK, "size": 14 if len(stages) <= 8 else 11},
-            hoverinfo="skip",
-            showlegend=False,
+    for place, stage in enumerate(stages):
+        figure.add_annotation(
+            text=f"<b>{stage.total_gib:.{1 if len(stages) <= 8 else 0}f}</b>",
+            x=place,
+            y=stage.total_gib,
+            yanchor="bottom",
+            yshift=2,
+            showarrow=False,
+            borderpad=1,
+            bgcolor="white",
+            font={"size": 14 if len(stages) <= 8 else 11},
         )
-    )
 
 
 def _draw_capacity(figure: go.Figure, memory: MemoryEstimate, gpu: Gpu) -> None:
+    """The line, named in the margin, where no bar is."""
     color = INK if memory.fits else WARNING
     figure.add_hline(y=memory.capacity_gib, line={"color": color, "width": 2, "dash": "dash"})
     figure.add_annotation(
-        text=f"{gpu.name}: {memory.capacity_gib:.1f} GiB",
+        text=f"{gpu.name}<br>{memory.capacity_gib:.1f} GiB",
         x=1,
         xref="x domain",
-        xanchor="right",
+        xanchor="left",
+        xshift=6,
         y=memory.capacity_gib,
-        yanchor="bottom",
+        align="left",
         showarrow=False,
         font={"size": 13, "color": color},
     )
+    figure.update_layout(margin_r=86)
 
 
 def _names(layout: Layout) -> list[str]:
