@@ -77,6 +77,7 @@ def build_parser() -> argparse.ArgumentParser:
     report.add_argument("path", type=Path, help="folder of a study, such as runs/06_compare_convergence")
     report.add_argument("--reference", default="bf16_standard", help="arm that the others are held against")
     report.add_argument("--margin", type=float, help="equivalence margin in nats, instead of the seeds' own spread")
+    report.add_argument("--final-fraction", type=float, default=0.1, help="part of the steps that a final loss is of")
     report.add_argument("--output", type=Path, help="file to write; default: report.html in the study's folder")
     for verb in (plan, run, status, collect, report):
         verb.add_argument("--json", action="store_true", help="print one JSON object")
@@ -239,7 +240,12 @@ def _collect(options: argparse.Namespace) -> int:
 def _report(options: argparse.Namespace) -> int:
     from moelab.study_report import judge_study, write_study_report
 
-    judged = judge_study(options.path, reference=options.reference, margin_nats=options.margin)
+    judged = judge_study(
+        options.path,
+        reference=options.reference,
+        final_fraction=options.final_fraction,
+        margin_nats=options.margin,
+    )
     path = write_study_report(judged, options.output or options.path / "report.html")
     _print(options, {**judged.to_json(), "report": str(path)}, f"{judged.as_text()}\nreport: {path}")
     return 0

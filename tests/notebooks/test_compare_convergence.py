@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -50,7 +51,7 @@ def test_papermill_runs_the_demo(tmp_path: Path) -> None:
         assert loss.iloc[0] - loss.iloc[-8:].mean() >= 2.0, f"{run.run} fell from {loss.iloc[0]} to {loss.iloc[-8:]}"
 
     judged = subprocess.run(
-        [sys.executable, "-m", "moelab", "report", str(runs / NAME), "--json"],
+        [sys.executable, "-m", "moelab", "report", str(runs / NAME), "--json", "--final-fraction", "0.2"],
         capture_output=True,
         text=True,
         check=True,
@@ -62,11 +63,12 @@ def test_papermill_runs_the_demo(tmp_path: Path) -> None:
 
 
 def check_report(html: str) -> None:
-    assert "MXFP8" in html
-    assert "insufficient data" in html or "equivalent" in html or "different" in html
-    assert "emulated" in html
-    assert 'src="http' not in html
-    assert 'href="http' not in html
+    page = re.sub(r"<script.*?</script>", "", html, flags=re.S)  # without plotly's five million characters
+    assert len(page) < 200_000
+    for word in ("MXFP8", "held-out loss", "emulated"):
+        assert word in page
+    assert re.findall(r"insufficient data|equivalent|different", page)
+    assert re.findall(r"(?:src|href)=.?http", page) == []
 
 
 def _printed(notebook: Path) -> list[str]:
