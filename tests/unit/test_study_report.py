@@ -169,6 +169,8 @@ def test_a_field_changed_within_an_arm_is_not_averaged_away(study: Path) -> None
 def test_a_study_that_is_given_decides_which_settings_are_judged(study: Path) -> None:
     """Learning rate A, then B, then A again: nothing is trained the third time, and A is judged."""
     experiments = [run.experiment for run in find(study)]
+    for old in (study / "bf16_standard").glob("seed*/*"):
+        old.rename(old.with_name(f"20200101T000000Z-{old.name[-6:]}"))
     for seed in range(4):
         run_of(study.parents[1], "bf16", seed, 4.0, fields={"lr": 1.0e-2})
     judged = judge_study(study, study=Study(name="s", experiments=tuple(experiments)))
