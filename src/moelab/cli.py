@@ -117,6 +117,16 @@ def _print(options: argparse.Namespace, as_json: Any, as_text: str) -> None:
     print(text, flush=True)  # noqa: T201 - results go to stdout
 
 
+def _line(name: str, status: Any) -> str:
+    """Where a run is, for a person."""
+    return f"{name}: {status.state}" + (f": {status.reason}" if status.reason else "")
+
+
+def _row(name: str, status: Any) -> dict[str, str | None]:
+    """Where a run is, for a program."""
+    return {"run": name, "status": status.state.value, "reason": status.reason}
+
+
 def _doctor(options: argparse.Namespace) -> int:
     from moelab.doctor import examine
 
@@ -200,11 +210,9 @@ def _run(options: argparse.Namespace) -> int:
     study = read_study(options.file, options.set)
     done = run_study(study, options.runs, on_failure=options.on_failure)
     complete = len(done.runs) - len(done.failed)
-    lines = [
-        f"{run.path}: {run.status.state}" + (f": {run.status.reason}" if run.status.reason else "") for run in done.runs
-    ]
+    lines = [_line(str(run.path), run.status) for run in done.runs]
     summary = f"{study.name}: {complete} of {len(study.experiments)} complete, {done.trained} trained now"
-    rows = [{"run": run.name, "status": run.status.state.value, "reason": run.status.reason} for run in done.runs]
+    rows = [_row(run.name, run.status) for run in done.runs]
     _print(options, {"study": study.name, "trained": done.trained, "runs": rows}, "\n".join([*lines, summary]))
     return 0 if complete == len(study.experiments) else 1
 
@@ -216,10 +224,8 @@ def _status(options: argparse.Namespace) -> int:
     if not options.path.is_dir():
         raise BadInput(f"{options.path} is not a folder; give a run, a study or the folder of all studies")
     runs = list(find(options.path.absolute()))
-    lines = [
-        f"{run.name}: {run.status.state}" + (f": {run.status.reason}" if run.status.reason else "") for run in runs
-    ]
-    rows = [{"run": run.name, "status": run.status.state.value, "reason": run.status.reason} for run in runs]
+    lines = [_line(run.name, run.status) for run in runs]
+    rows = [_row(run.name, run.status) for run in runs]
     _print(options, {"runs": rows}, "\n".join(lines) or f"no runs at {options.path}")
     return 0
 
