@@ -1,0 +1,352 @@
+"""Which dispatcher and which precision trains a thin DeepSeek-V3 fastest on the GPUs of one node.
+
+Every arm is the whole training step of TorchTitan as moelab configures it, compiled, of a model whose layers have the
+real dimensions but are few. Arms follow one another in A B A B order, so that a drift of the clocks meets all of them;
+under each arm, blocks of steps of both routings follow each other. Each pass of an arm has processes of its own: a
+second trainer in one process finds the memory of the first still taken. Needs two or more GPUs (SM90 for FP8) and
+DeepEP V2 for its arms; an arm that cannot run is recorded with its reason and costs only itself::
+
+    python benchmarks/h100_two_by_two.py --gpus 2 --output two_by_two.json
+    python benchmarks/h100_two_by_two.py --gpus 2 --output x.json --shapes 671B --arms bf16_standard bf16_deepep
+    python benchmarks/h100_two_by_two.py --gpus 2 --output dry.json --dry --eager   # on a CPU, tiny
+
+Routing is forced and read from a table that is refilled before each step: *round robin* is TorchTitan's forced
+balance (neighbouring experts, which share a rank), *random* loads the experts equally too and sends each token to
+random ones. The cost of choosing experts is the same in all rows. The file is written after every pass, and a second
+call with the same file goes on with what is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from memory_h100_case import thin_spec
+from torch import distributed as dist
+from torchtitan.config.override import derive, override
+from torchtitan.models.common.moe import TokenChoiceTopKRouter
+from torchtitan.protocols.model_spec import ModelSpec
+from torchtitan.tools.logging import init_logger
+from torchtitan.trainer import Trainer
+
+from moelab.experiment import Experiment
+from moelab.machine import environment
+from moelab.runs.files import write_json
+from moelab.titan import config_registry, routing
+
+ROUTINGS = ("round_robin", "random_balanced")
+WARM_STEPS = 2
+BLOCK_WARM_STEPS = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """A thin model: dense and MoE layers and experts that are kept, and its batch."""
+
+    model: str
+    dense: int
+    moe: int
+    experts: int
+    local_batch: int
+    seq_len: int = 4096
+    activation_checkpoint: str = "none"
+
+
+SHAPES = {
+    "671B": Shape(model="671B", dense=1, moe=2, experts=32, local_batch=2),
+    "671B MoE-heavy": Shape(model="671B", dense=0, moe=5, experts=16, local_batch=2, activation_checkpoint="full"),
+    "16B": Shape(model="16B", dense=1, moe=4, experts=64, local_batch=4),
+}
+ALL_SHAPES = SHAPES | {"dry": Shape(model="nano", dense=1, moe=2, experts=8, local_batch=2, seq_len=64)}
+ARMS: dict[str, dict[str, Any]] = {
+    "bf16_standard": {},
+    "bf16_deepep": {"ep_backend": "deepep"},
+    "fp8_standard": {"precision": "fp8"},
+    "fp8_deepep": {"precision": "fp8", "ep_backend": "deepep"},
+    "fp8_deepep_dispatch-fp8": {"precision": "fp8", "ep_backend": "deepep", "dispatch_precision": "fp8"},
+    "mxfp8-emulated_deepep": {"precision": "mxfp8", "mxfp8_kernels": "emulated", "ep_backend": "deepep"},
+    "mxfp8-emulated_deepep_dispatch-mxfp8": {
+        "precision": "mxfp8",
+        "mxfp8_kernels": "emulated",
+        "wgrad": "bf16",
+        "ep_backend": "deepep",
+        "dispatch_precision": "mxfp8",
+    },
+}
+DEFAULT_ARMS = list(ARMS)[:6]
+
+
+class TableRouter(TokenChoiceTopKRouter):
+    """A router whose experts are read from a table; scores, and their gradients, stay the gate's."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(TokenChoiceTopKRouter.Config):
+        """``tokens`` of this rank and micro-batch."""
+
+        tokens: int = 0
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self._debug_force_load_balance = True
+        self.register_buffer("ids_TK", torch.zeros((config.tokens, config.top_k), dtype=torch.int64), persistent=False)
+
+    def _debug_force_load_balance_routing(self, scores_BLE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The table's experts and the gate's scores of them."""
+        ids_BLK = self.ids_TK.view(*scores_BLE.shape[:2], self.top_k)
+        return ids_BLK, scores_BLE.gather(dim=-1, index=ids_BLK)
+
+    def _init_self_buffers(self, *, buffer_device: torch.device | None = None) -> None:
+        self.ids_TK = torch.zeros_like(self.ids_TK, device=buffer_device or self.ids_TK.device)
+
+    def fill(self, kind: str) -> None:
+        """Choose the experts of the next step."""
+        tokens, top_k = self.ids_TK.shape
+        if kind == "round_robin":
+            ids = torch.arange(tokens * top_k, device=self.ids_TK.device).view(tokens, top_k) % self.num_experts
+        else:
+            rank, device = dist.get_rank(), self.ids_TK.device
+            ids = routing.draw_experts(tokens, self.num_experts, top_k, rank=rank, device=device)
+        self.ids_TK.copy_(ids)
+
+
+@override(target=TokenChoiceTopKRouter.Config, exact=True, description="experts read from a table")
+def table_router(config: TokenChoiceTopKRouter.Config, *, tokens: int, fp32_gate: bool) -> TableRouter.Config:
+    """Swap the router; on a CPU its gate too, as moelab does for every model there."""
+    from moelab.titan import cpu
+
+    changes = {"gate": cpu.fp32_gate(config.gate)} if fp32_gate else {}
+    return derive(config, TableRouter.Config, tokens=tokens, **changes)
+
+
+def build(shape: Shape, arm: dict[str, Any], *, compile_: str) -> Trainer:
+    """The trainer of an arm, as ``moelab run`` would make it, with a thin model and the table router."""
+    world = int(os.environ["WORLD_SIZE"])
+    experiment = Experiment(
+        model=shape.model, gpus_per_node=world, ep=world, seq_len=shape.seq_len, local_batch=shape.local_batch,
+        steps=1000, warmup_steps=10, lr=1e-4, compile=compile_, routing="learned",
+        activation_checkpoint=shape.activation_checkpoint, **arm,
+    )  # fmt: skip
+
+    def thin(model: str, *, ep_backend: str) -> ModelSpec:
+        kept = {"dense_layers": shape.dense, "moe_layers": shape.moe, "experts": shape.experts}
+        return thin_spec(kept, model, ep_backend=ep_backend)
+
+    with mock.patch.object(config_registry, "model_spec", thin):
+        config = config_registry.trainer_config(experiment)
+    on_cpu = not torch.cuda.is_available()
+    imports = [entry for entry in config.override.imports if not (on_cpu and entry == "moelab.titan.cpu.fp32_gate")]
+    tokens = shape.local_batch * shape.seq_len
+    router = f"{table_router.__module__}.{table_router.__name__}"
+    config.override.imports = [*imports, (router, {"tokens": tokens, "fp32_gate": on_cpu})]
+    config.dump_folder = f"/tmp/two_by_two/{os.getpid()}"
+    config.validator.enable = False
+    config.metrics.enable_tensorboard = False
+    return config.build()
+
+
+class Runner:
+    """Steps of one trainer."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        trainer.ntokens_seen = 0
+        self.batches: Iterator[Any] = trainer.batch_generator(trainer.dataloader)
+        self.routers = [module for part in trainer.model_parts for module in part.modules() if hasattr(module, "fill")]
+
+    def step(self, kind: str) -> float:
+        """Seconds of one step."""
+        for router in self.routers:
+            router.fill(kind)
+        synchronize()
+        start = time.perf_counter()
+        self.trainer.step += 1
+        self.trainer.train_step(self.batches)
+        synchronize()
+        return time.perf_counter() - start
+
+
+def synchronize() -> None:
+    """Wait for the GPU and for the other ranks' GPUs."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    dist.barrier()
+
+
+def measure(shape: Shape, arm: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
+    """Times of both routings under one arm; this process is one rank of it."""
+    begun = time.perf_counter()
+    runner = Runner(build(shape, arm, compile_="none" if options.eager else "model+loss"))
+    result: dict[str, Any] = {"seconds": {}}
+    for kind in options.routings:
+        for _ in range(WARM_STEPS if not result["seconds"] else BLOCK_WARM_STEPS):
+            runner.step(kind)
+        result.setdefault("ready_s", round(time.perf_counter() - begun, 1))
+        if torch.cuda.is_available() and not result["seconds"]:
+            torch.cuda.reset_peak_memory_stats()
+        result["seconds"][kind] = [round(runner.step(kind), 5) for _ in range(options.steps)]
+    if torch.cuda.is_available():
+        result["peak_reserved_gib"] = round(torch.cuda.max_memory_reserved() / 2**30, 2)
+        result["peak_active_gib"] = round(torch.cuda.memory_stats()["active_bytes.all.peak"] / 2**30, 2)
+        result["allocator_retries"] = torch.cuda.memory_stats()["num_alloc_retries"]
+    if options.profile and options.order == 0:
+        result["profile"] = profile(runner, options.routings[-1])
+    return result
+
+
+def profile(runner: Runner, kind: str) -> list[dict[str, Any]]:
+    """Where the GPU's time goes in a step: kernels by name, microseconds each step."""
+    steps = 3
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as recorded:
+        for _ in range(steps):
+            runner.step(kind)
+    rows = [
+        {"kernel": event.key[:160], "us": round(event.self_device_time_total / steps, 1), "calls": event.count / steps}
+        for event in recorded.key_averages()
+        if event.self_device_time_total > 0
+    ]
+    return sorted(rows, key=lambda row: -row["us"])[:60]
+
+
+def rows_of(shape_name: str, shape: Shape, arm: str, order: int, measured: dict[str, Any]) -> list[dict[str, Any]]:
+    """One row for each routing."""
+    tokens = shape.local_batch * shape.seq_len
+    rows = []
+    for kind, seconds in measured["seconds"].items():
+        rates = sorted(tokens / second for second in seconds)
+        quarters = statistics.quantiles(rates, n=4) if len(rates) > 1 else [rates[0]] * 3
+        rows.append(
+            {"shape": shape_name, "arm": arm, "routing": kind, "order": order, "steps": len(seconds),
+             "tps_median": round(statistics.median(rates), 1), "tps_iqr": round(quarters[2] - quarters[0], 1),
+             "step_s": seconds, "peak_reserved_gib": measured.get("peak_reserved_gib"),
+             "peak_active_gib": measured.get("peak_active_gib"), "ready_s": measured["ready_s"],
+             "allocator_retries": measured.get("allocator_retries")}
+        )  # fmt: skip
+    return rows
+
+
+def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """All passes of an arm together, and its ratio to stock's best: TorchTitan's standard dispatcher in BF16."""
+    shapes = {(row["shape"], row["routing"]) for row in rows}
+    result = []
+    for shape, kind in sorted(shapes):
+        here = [row for row in rows if (row["shape"], row["routing"]) == (shape, kind)]
+        medians = {}
+        for arm in dict.fromkeys(row["arm"] for row in here):
+            seconds = [second for row in here if row["arm"] == arm for second in row["step_s"]]
+            medians[arm] = (statistics.median(seconds), len(seconds))
+        base = medians.get("bf16_standard", (None, 0))[0]
+        for arm, (median, steps) in medians.items():
+            ratio = round(base / median, 4) if base else None
+            result.append({"shape": shape, "routing": kind, "arm": arm, "steps": steps, "ratio": ratio})
+    return result
+
+
+def main() -> None:
+    """Run what is missing of every shape, arm and pass, and write after each."""
+    options = parse()
+    if options.child:
+        child(options)
+    shapes = ["dry"] if options.dry else options.shapes
+    content = read(options.output)
+    begun = time.monotonic()
+    for shape in shapes:
+        for order, arm in [(order, arm) for order in range(options.passes) for arm in options.arms]:
+            if any((row["shape"], row["arm"], row["order"]) == (shape, arm, order) for row in content["rows"]):
+                continue
+            if time.monotonic() - begun > options.budget_s:
+                print(f"{shape} {arm} pass {order}: left for another call, the time is over", flush=True)
+                continue
+            run_pass(content, shape, arm, order, options)
+            write_json(options.output, content)
+    for row in content.get("summary", []):
+        print("SUMMARY", json.dumps(row), flush=True)
+
+
+def read(output: Path) -> dict[str, Any]:
+    """What an earlier call left, or an empty result."""
+    if output.exists():
+        content: dict[str, Any] = json.loads(output.read_text())
+        return content
+    output.parent.mkdir(parents=True, exist_ok=True)
+    content = {"label": "measured", "date": datetime.now(UTC).isoformat(), "environment": environment()}
+    return content | {"rows": [], "refused": []}
+
+
+def run_pass(content: dict[str, Any], shape: str, arm: str, order: int, options: argparse.Namespace) -> None:
+    """One pass of one arm in processes of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        result, log = Path(folder) / "result.json", Path(folder) / "log.txt"
+        command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={options.gpus}"]
+        command += [__file__, *sys.argv[1:], "--child", shape, arm, str(order), "--result", str(result)]
+        with log.open("wb") as sink:
+            done = subprocess.run(command, stdout=sink, stderr=sink, check=False, timeout=options.timeout_s)
+        lines = log.read_text(errors="replace").splitlines()
+        options.output.with_suffix(".log").open("a").write("\n".join([f"# {shape} {arm} {order}", *lines, ""]))
+        if not result.exists():
+            errors = [line for line in lines if "Error" in line][-3:]
+            refusal = {"shape": shape, "arm": arm, "order": order, "exit_code": done.returncode, "error": errors}
+            content["refused"].append(refusal)
+            print("REFUSED", json.dumps(refusal)[:600], flush=True)
+            return
+        record(content, shape, arm, order, json.loads(result.read_text()))
+
+
+def child(options: argparse.Namespace) -> None:
+    """Measure one pass as one rank of it, and leave; rank 0 writes."""
+    shape, arm, order = options.child
+    options.order = int(order)
+    init_logger()
+    settings = ARMS[arm] | ({"ep_kernels": "emulated"} if options.dry and "deepep" in arm else {})
+    measured = measure(ALL_SHAPES[shape], settings, options)
+    if dist.get_rank() == 0:
+        write_json(options.result, measured)
+    dist.barrier()
+    os._exit(0)  # nothing is left to tear down, and NCCL's teardown takes its time
+
+
+def record(content: dict[str, Any], shape: str, arm: str, order: int, measured: dict[str, Any]) -> None:
+    """Add what was measured."""
+    rows = rows_of(shape, ALL_SHAPES[shape], arm, order, measured)
+    content["rows"] += rows
+    content["summary"] = summary(content["rows"])
+    if "profile" in measured:
+        content.setdefault("profiles", []).append({"shape": shape, "arm": arm, "kernels": measured["profile"]})
+    for row in rows:
+        print("ROW", json.dumps({key: value for key, value in row.items() if key != "step_s"}), flush=True)
+
+
+def parse() -> argparse.Namespace:
+    """Options."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--gpus", type=int, default=2, help="ranks; all of them share the experts")
+    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
+    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=DEFAULT_ARMS)
+    parser.add_argument("--routings", nargs="+", choices=ROUTINGS, default=list(ROUTINGS))
+    parser.add_argument("--passes", type=int, default=2, help="times that each arm runs, in turn")
+    parser.add_argument("--steps", type=int, default=10, help="timed steps of each routing in each pass")
+    parser.add_argument("--profile", default="", help="any value: add where the GPU's time goes")
+    parser.add_argument("--eager", action="store_true", help="do not compile")
+    parser.add_argument("--budget-s", type=float, default=float("inf"), help="start no arm after this many seconds")
+    parser.add_argument("--dry", action="store_true", help="tiny, on a CPU: shows that it runs, and nothing else")
+    parser.add_argument("--timeout-s", type=float, default=300, help="of one pass of one arm")
+    parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

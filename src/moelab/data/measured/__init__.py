@@ -1,0 +1,1 @@
+"""Measurements, as the scripts in ``benchmarks/`` wrote them."""

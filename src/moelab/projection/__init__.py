@@ -1,0 +1,52 @@
+"""What a step costs before it is run. Here: the traffic of expert parallelism, from how tokens choose experts.
+
+``placement.py`` says where experts live, ``routing_model.py`` how tokens choose them, ``destinations.py`` how many
+ranks and nodes a token reaches, ``traffic.py`` which bytes that puts on NVLink and on the network, ``exchange.py`` what
+each rank sends to each other one, counted. Nothing here imports torch.
+"""
+
+from moelab.projection.destinations import (
+    Destinations,
+    distinct_destinations,
+    expected_destinations,
+    mean_destinations,
+)
+from moelab.projection.exchange import ExchangeCount, count_rows, simulate_rows
+from moelab.projection.placement import ExpertPlacement
+from moelab.projection.routing_model import (
+    KINDS,
+    ExpertIds,
+    Kind,
+    RoutingModel,
+    draw_expert_ids,
+    routing_of,
+    zipf_weights,
+)
+from moelab.projection.traffic import LayerTraffic, expected_rows, expected_traffic, layer_bytes
+from moelab.projection.wires import METHODS, Method, OnWires, move_time_s
+
+__all__ = [
+    "KINDS",
+    "METHODS",
+    "Destinations",
+    "ExchangeCount",
+    "ExpertIds",
+    "ExpertPlacement",
+    "Kind",
+    "LayerTraffic",
+    "Method",
+    "OnWires",
+    "RoutingModel",
+    "count_rows",
+    "distinct_destinations",
+    "draw_expert_ids",
+    "expected_destinations",
+    "expected_rows",
+    "expected_traffic",
+    "layer_bytes",
+    "mean_destinations",
+    "move_time_s",
+    "routing_of",
+    "simulate_rows",
+    "zipf_weights",
+]

@@ -1,0 +1,103 @@
+"""Measurements that come with the package: read where they are, and missed by name where they are not.
+
+``benchmarks/results/`` of the repository holds what was measured, ``moelab/data/measured/`` the same files for whoever
+installed the package. A file that is not there was not measured yet; nothing stands in for it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from moelab.errors import BadInput
+
+Row = Mapping[str, Any]
+ALL_TO_ALL, TWO_BY_TWO = "all_to_all_h100", "h100_two_by_two"
+COMMANDS = {
+    ALL_TO_ALL: "torchrun --nproc-per-node 2 benchmarks/all_to_all.py --output benchmarks/results/all_to_all_h100.json",
+    TWO_BY_TWO: "torchrun --nproc-per-node 2 benchmarks/h100_two_by_two.py "
+    "--output benchmarks/results/h100_two_by_two.json",
+}
+COLUMNS = {
+    ALL_TO_ALL: ("size", "routing", "arm", "backend"),
+    TWO_BY_TWO: ("shape", "arm", "routing", "order", "steps", "tps_median", "tps_iqr"),
+}
+"""What every row of a file must have."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """One file of measurements, or the sentence that says how to make it.
+
+    Attributes:
+        name: of the file, without its ending.
+        content: None where it was not measured yet.
+        packaged: whether it came with the package, so that showing it is a replay.
+    """
+
+    name: str
+    content: Mapping[str, Any] | None
+    packaged: bool = False
+
+    @property
+    def rows(self) -> Sequence[Row]:
+        """Rows without an error; none where nothing was measured."""
+        return [] if self.content is None else [row for row in self.content["rows"] if not row.get("error")]
+
+    @property
+    def stamp(self) -> str:
+        """Hardware and date, or that there is nothing yet and which command makes it."""
+        if self.content is None:
+            return f"not measured yet: run `{COMMANDS[self.name]}` on two GPUs"
+        environment = self.content.get("environment", {})
+        gpus = environment.get("gpus") or []
+        names = [gpu["name"] if isinstance(gpu, Mapping) else str(gpu) for gpu in gpus]
+        packages = environment.get("packages", {})
+        versions = [f"{name} {packages[name]}" for name in ("torch", "torchtitan", "torchao") if packages.get(name)]
+        used = self.content.get("world_size") or self.content.get("ranks") or len(names)
+        hardware = f"{used} × {names[0]}" if names else str(environment.get("processor", "unknown processor"))
+        return f"measured: {hardware}, {', '.join([*versions, str(self.content.get('date', 'no date'))[:10]])}"
+
+
+def load_measured(name: str, path: Path | None = None) -> Measurement:
+    """Read a file of measurements.
+
+    Args:
+        name: ``all_to_all_h100`` or ``h100_two_by_two``.
+        path: of another file of the same kind, such as your own; the package's by default.
+
+    Returns:
+        The measurement; its ``content`` is None if the package has no such file.
+
+    Raises:
+        BadInput: for an unknown name, a path that cannot be read, or a file of another kind.
+    """
+    if name not in COMMANDS:
+        raise BadInput(f"there is no measurement {name!r}; valid: {', '.join(COMMANDS)}")
+    if path is None:
+        packaged = resources.files("moelab") / "data" / "measured" / f"{name}.json"
+        content = _parse(name, packaged.read_text()) if packaged.is_file() else None
+        return Measurement(name=name, content=content, packaged=True)
+    try:
+        return Measurement(name=name, content=_parse(name, path.read_text(), str(path)))
+    except OSError as error:
+        raise BadInput(f"{path} cannot be read: {error.strerror}; {COMMANDS[name]} writes such a file") from error
+
+
+def _parse(name: str, text: str, where: str = "the packaged file") -> Mapping[str, Any]:
+    try:
+        content = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise BadInput(f"{where} is not JSON: {error}") from error
+    rows = content.get("rows") if isinstance(content, dict) else None
+    if not isinstance(rows, list):
+        raise BadInput(f"{where} has no list of rows; {COMMANDS[name]} writes such a file")
+    for row in rows:
+        missing = [column for column in COLUMNS[name] if column not in row]
+        if missing:
+            raise BadInput(f"{where}: a row has no {', '.join(missing)}; {COMMANDS[name]} writes such a file")
+    return dict(content)
