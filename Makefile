@@ -6,6 +6,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 NOTEBOOK := 06_compare_convergence
+WORKERS ?= 2
 
 .PHONY: demo test lab lint clean
 .DELETE_ON_ERROR:
@@ -13,8 +14,9 @@ NOTEBOOK := 06_compare_convergence
 demo: $(VENV)/.installed-core
 	$(BIN)/python -m moelab.notebooks notebooks/$(NOTEBOOK).ipynb runs/$(NOTEBOOK)/notebook.ipynb -f papermill_params/$(NOTEBOOK)/cpu.yaml
 
+# One process trains, the others run the rest meanwhile; see tests/conftest.py.
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(PYTEST_FLAGS)
 
 lab: $(VENV)/.installed-lab
 	$(BIN)/jupyter lab --notebook-dir=. notebooks/$(NOTEBOOK).ipynb

@@ -6,7 +6,7 @@ missing. On two GPUs, cases of one GPU run side by side. Nothing is downloaded:
 
     python benchmarks/memory_h100.py --list
     python benchmarks/memory_h100.py --budget-s 530
-    python benchmarks/memory_h100.py --table                # measured beside predicted
+    python benchmarks/memory_h100.py --table                # measured beside predicted, and B200 peaks from elsewhere
     python benchmarks/memory_h100.py --dry --output /tmp/memory_dry.json      # tiny cases on a CPU, a minute
 
 ``experiment`` of a case is what ``moelab run`` takes; ``thin`` says how many layers (and experts) of that model are
@@ -36,6 +36,7 @@ from moelab.layout import check
 from moelab.layout.stages import split_layers
 from moelab.machine import environment
 from moelab.memory import estimate
+from moelab.memory.megatron import V2, MegatronRun, megatron_memory
 from moelab.model import shape_of
 from moelab.runs.files import write_json
 from moelab.titan import corpus
@@ -238,6 +239,24 @@ def table(path: Path) -> str:
     return "\n".join(lines)
 
 
+def megatron_table(path: Path) -> str:
+    """Peaks of Megatron-LM on B200, quoted from SimuMax, beside this package's lists and SimuMax's own prediction."""
+    lines = ["| case, pipeline rank | quoted GiB | predicted GiB | error | beyond weights | SimuMax |"]
+    lines += ["|---|---|---|---|---|---|"]
+    for row in json.loads(path.read_text())["rows"]:
+        thin = {"dense_layers": row["dense_layers"], "moe_layers": row["moe_layers"]}
+        shape = {"DeepSeek-V2": V2, "DeepSeek-V3": shape_of("671B")}[row["model"]].thin(**thin)
+        degrees = {name: row[name] for name in ("gpus", "ep", "pp", "microbatches")}
+        predicted = megatron_memory(MegatronRun(shape=shape, tokens=row["micro_batch"] * row["seq_len"], **degrees))
+        for rank, found in enumerate(predicted):
+            peak, theirs = row["max_allocated_gib"][rank], row["simumax_gib"][rank]
+            errors = found.total_gib / peak - 1, found.rest_gib / (peak - found.weights_gib) - 1, theirs / peak - 1
+            case = f"{row['model']}, EP {row['ep']}, PP {row['pp']}, {rank}"
+            columns = [case, f"{peak:.1f}", f"{found.total_gib:.1f}", *(f"{error:+.1%}" for error in errors)]
+            lines.append(f"| {' | '.join(columns)} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Choose cases and run them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -252,7 +271,7 @@ def main() -> None:
     parser.add_argument("--table", action="store_true", help="print measured beside predicted and end")
     arguments = parser.parse_args()
     if arguments.table:
-        print(table(arguments.output))
+        print(table(arguments.output), megatron_table(HERE / "results" / "memory_b200_simumax.json"), sep="\n\n")
         return
     cases = [one for one in (DRY_CASES if arguments.dry else CASES) if one.gpus <= arguments.gpus]
     cases = [one for one in cases if not arguments.only or one.name in arguments.only]

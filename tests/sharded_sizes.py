@@ -1,19 +1,13 @@
-"""Build TorchTitan's sharded models without memory and print how many elements each rank holds.
+"""TorchTitan's sharded models without memory: how many elements each rank holds.
 
-A process of its own, because process groups and what a CPU needs are global:
-
-    python tests/sharded_sizes.py '[{"experiment": {"model": "nano", "gpus_per_node": 4}, "ranks": [0, 3]}]'
-
-Prints one list for each case: for each rank, the elements of all its parameters. The model is on the meta device, the
-ranks talk through torch's fake process group, and the parallelisation is TorchTitan's own, with the backend that it
-uses on GPUs.
+The model is on the meta device, the ranks talk through torch's fake process group, and the parallelisation is
+TorchTitan's own, with the backend that it uses on GPUs.
 """
 
 from __future__ import annotations
 
-import json
 import multiprocessing
-import sys
+import tempfile
 from typing import Any
 
 import torch
@@ -29,11 +23,12 @@ from moelab.titan.config_registry import trainer_config
 def local_numel(experiment: Experiment, rank: int) -> int:
     """Elements of the parameters of one rank."""
     init_fake_mode(experiment.world_size, rank=rank)
-    parts = model_parts(trainer_config(experiment))
+    with tempfile.TemporaryDirectory() as folder:  # a run notes there what moves its tokens
+        parts = model_parts(trainer_config(experiment), folder)
     return sum(parameter.to_local().numel() for part in parts for parameter in part.parameters())
 
 
-def model_parts(config: Trainer.Config) -> list[torch.nn.Module]:
+def model_parts(config: Trainer.Config, folder: str) -> list[torch.nn.Module]:
     """The parts of the model that this rank has, sharded, as TorchTitan's trainer makes them."""
     config.parallelism.spmd_backend = "spmd_types"
     spec = config.model_spec
@@ -49,7 +44,7 @@ def model_parts(config: Trainer.Config) -> list[torch.nn.Module]:
         "parallelism": config.parallelism,
         "compile_config": config.compile,
         "ac_config": None,
-        "dump_folder": "",
+        "dump_folder": folder,
     }
     if dims.pp_enabled:
         _schedule, parts, _first, _last = spec.pipelining_fn(
@@ -64,14 +59,7 @@ def model_parts(config: Trainer.Config) -> list[torch.nn.Module]:
     return [spec.parallelize_fn(model, **shared)]
 
 
-def main() -> None:
-    """Print the sizes of every case, each rank's from a process of its own: device meshes are cached by process."""
-    cases = json.loads(sys.argv[1])
-    jobs = [(Experiment(**case["experiment"]), rank) for case in cases for rank in case["ranks"]]
+def all_local_numel(jobs: list[tuple[Experiment, int]]) -> list[int]:
+    """Elements of the parameters of each experiment and rank, each in a fork: device meshes are cached by process."""
     with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
-        sizes = iter(pool.starmap(local_numel, jobs, chunksize=1))
-    sys.stdout.write(json.dumps([[next(sizes) for _rank in case["ranks"]] for case in cases]))
-
-
-if __name__ == "__main__":
-    main()
+        return pool.starmap(local_numel, jobs, chunksize=1)

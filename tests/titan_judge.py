@@ -1,7 +1,7 @@
 """What TorchTitan itself says of an experiment, asked of its own code in a process of its own.
 
-A request on stdin, ``{depth: [experiment, …], …}``, is answered on stdout with TorchTitan's error messages in the same
-form, null where it raises none. Depths:
+Questions, ``{depth: [experiment, …], …}``, are answered with TorchTitan's error messages, None where it raises none.
+Depths:
 
 - ``configure``: everything up to the model and the mesh that needs no process group: configuration objects, the first
   part of ``Trainer.__init__``, the model's ``update_from_config``, the pipeline's split and its schedule;
@@ -15,19 +15,17 @@ The device is the CPU with the settings of a GPU (``spmd_types``): only shapes m
 from __future__ import annotations
 
 import functools
-import json
 import multiprocessing
 import os
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from moelab.experiment import Experiment, Precision
+from titan_process import in_titan_process
+
+from moelab.experiment import EPBackend, Experiment, Precision
 
 PADDING = {Precision.FP8: 16, Precision.MXFP8: 32}
 
@@ -37,31 +35,22 @@ Answers = dict[str, dict[Experiment, str | None]]
 
 
 def ask(questions: Mapping[str, Sequence[Experiment]]) -> Answers:
-    """What TorchTitan says of experiments, by depth; one process answers all of it, because its start takes seconds."""
-    request = {depth: [row.model_dump(mode="json") for row in rows] for depth, rows in questions.items()}
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__))], input=json.dumps(request), capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    answers = json.loads(done.stdout.splitlines()[-1])
-    return {depth: dict(zip(rows, answers[depth], strict=True)) for depth, rows in questions.items()}
+    """What TorchTitan says of experiments, by depth."""
+    found = in_titan_process(answers, {depth: list(rows) for depth, rows in questions.items()})
+    return {depth: dict(zip(rows, found[depth], strict=True)) for depth, rows in questions.items()}
 
 
-def main() -> None:
-    """Answer one request."""
+def answers(questions: Mapping[str, Sequence[Experiment]]) -> dict[str, list[str | None]]:
+    """TorchTitan's messages in this process, in the order of the questions."""
     from moelab.titan import cpu
 
     os.environ["LOCAL_RANK"] = "0"
-    request = json.load(sys.stdin)
     import torchtitan.models.deepseek_v3
     import torchtitan.trainer  # noqa: F401 - cpu.enable() reaches the modules that are loaded
 
     cpu.enable()
     judges = {"configure": configure, "mesh": build_mesh, "shard": shard_in_fork}
-    answers = {
-        depth: [_words(judges[depth], Experiment(**fields)) for fields in rows] for depth, rows in request.items()
-    }
-    print(json.dumps(answers))  # noqa: T201
+    return {depth: [_words(judges[depth], row) for row in rows] for depth, rows in questions.items()}
 
 
 def _words(judge: Any, experiment: Experiment) -> str | None:
@@ -108,20 +97,25 @@ def _trainer_config(experiment: Experiment) -> Any:
     from torchtitan.models.common.moe import GroupedExperts
     from torchtitan.trainer import Trainer
 
+    from moelab.deepep.checkpoint import CommunicationSavingFullAC
     from moelab.titan.models import model_spec
 
     spec = model_spec(experiment.model, ep_backend=experiment.ep_backend.value)
     if experiment.precision is not Precision.BF16:  # the first step of TorchTitan's converters of experts
         for _name, _config, parent, _attribute in spec.model.traverse(GroupedExperts.Config):
-            swap_token_dispatcher(parent, PADDING[experiment.precision])
+            if experiment.ep_backend is not EPBackend.DEEPEP:  # moelab's pads, and takes its place later
+                swap_token_dispatcher(parent, PADDING[experiment.precision])
     return Trainer.Config(
         model_spec=spec,
         training=TrainingConfig(
             local_batch_size=experiment.local_batch, seq_len=experiment.seq_len, disable_cuda_graphs=True
         ),
-        activation_checkpoint={"none": None, "selective": SelectiveAC.Config(), "full": FullAC.Config()}[
-            experiment.activation_checkpoint
-        ],
+        activation_checkpoint={
+            "none": None,
+            "selective": SelectiveAC.Config(),
+            "full": FullAC.Config(),
+            "full+dispatch": CommunicationSavingFullAC.Config(),
+        }[experiment.activation_checkpoint],
         compile=CompileConfig(enable=experiment.compile != "none", components=experiment.compile.split("+")),
         parallelism=ParallelismConfig(
             data_parallel_replicate_degree=experiment.dp_replicate,
@@ -232,7 +226,3 @@ def shard(experiment: Experiment) -> None:
         ac_config=None,
         dump_folder="",
     )
-
-
-if __name__ == "__main__":
-    main()

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +40,16 @@ class Trained:
         return collect_run(self.run(arm))
 
 
+@dataclass(frozen=True)
+class Interrupted:
+    """A study that was stopped, what was left of it, and its second run."""
+
+    exit_code: int
+    progress: str
+    left: dict[int, int]
+    again: Trained
+
+
 def moelab_run(file: Path, runs: Path, *options: str) -> Trained:
     command = [sys.executable, "-m", "moelab", "run", str(file), "--runs", str(runs), "--json", *options]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
@@ -49,3 +62,40 @@ def write_study(folder: Path, arms: list[dict[str, Any]], seeds: list[int], **sh
     content = {"study": "tests", "experiment": {**SHARED, **shared}, "arms": arms, "seeds": seeds}
     file.write_text(yaml.safe_dump(content))
     return file
+
+
+def launch(file: Path, runs: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "moelab", "run", str(file), "--runs", str(runs)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
+    """Exit code and progress of a command that is about to end."""
+    _, errors = process.communicate(timeout=120)
+    return process.returncode, errors
+
+
+def wait_for(what: Callable[[], object], seconds: float = 180.0) -> None:
+    end = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.05)
+
+
+def steps_logged(runs: Path) -> int:
+    """Steps in the fullest log of these runs, counted in its text: to read it properly takes longer than a step."""
+    logs = [run.log.read_text() for run in find(runs) if run.log.exists()]
+    return max((len(re.findall(r"^\[rank0\].* INFO - step: ", log, re.M)) for log in logs), default=0)
+
+
+def ranks_of(runs: Path) -> dict[int, int]:
+    """Process ids of the trainers of these runs by rank, from /proc."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            variables = dict(v.split("=", 1) for v in (folder / "environ").read_text().split("\0") if "=" in v)
+        except (OSError, UnicodeDecodeError):
+            continue
+        if variables.get("MOELAB_EXPERIMENT", "").startswith(str(runs)) and "RANK" in variables:
+            found[int(variables["RANK"])] = int(folder.name)
+    return found

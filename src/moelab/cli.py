@@ -49,7 +49,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="moelab", description=DESCRIPTION)
     parser.add_argument("--version", action="version", version=f"moelab {__version__}")
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
-    _verb(verbs, "doctor", _doctor, "say what this machine can run and what is missing for the rest")
+    doctor = _verb(verbs, "doctor", _doctor, "say what this machine can run and what is missing for the rest")
+    doctor.add_argument("--smoke", action="store_true", help="send tokens between two ranks, with DeepEP if it is here")
+    doctor.add_argument("--hardware", default="local", metavar="PROFILE", help="profile to hold the network against")
     plan = _verb(verbs, "plan", _plan, "say whether an experiment is legal, what it holds and how it is started")
     plan.add_argument("file", type=Path, help="YAML of an experiment, or of a study: each of its arms is planned")
     plan.add_argument("--arm", help="plan one arm of a study, such as mxfp8_standard")
@@ -130,9 +132,9 @@ def _row(name: str, status: Any) -> dict[str, str | None]:
 def _doctor(options: argparse.Namespace) -> int:
     from moelab.doctor import examine
 
-    findings = examine()
-    _print(options, findings.to_json(), findings.as_text())
-    return 0
+    found = examine(hardware=options.hardware, smoke=options.smoke)
+    _print(options, found.to_json(), found.as_text())
+    return 1 if found.failed else 0
 
 
 def _plan(options: argparse.Namespace) -> int:

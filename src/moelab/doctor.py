@@ -7,7 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from moelab.deepep import findings as deepep
+from moelab.deepep.environment import examine_environment, expected_of
+from moelab.deepep.smoke import NAME as SMOKE_TEST
+from moelab.deepep.smoke import smoke_test
 from moelab.experiment import EPBackend, Experiment, Precision
+from moelab.hardware import cluster_of
 from moelab.launch.capability import refusals
 from moelab.machine import GpuInfo, cores, environment, find_chromium, gpus, has_module, memory_bytes, version
 
@@ -40,6 +45,7 @@ class Examination:
 
     findings: tuple[Finding, ...]
     arms: tuple[Arm, ...]
+    deepep: tuple[deepep.Finding, ...]
 
     def to_json(self) -> dict[str, Any]:
         """For a program."""
@@ -49,8 +55,14 @@ class Examination:
                 {"arm": arm.name, "runs": not arm.reason, "kernels": arm.kernels, "reason": arm.reason}
                 for arm in self.arms
             ],
+            "deepep": [finding.to_json() for finding in self.deepep],
             "environment": environment(),
         }
+
+    @property
+    def failed(self) -> bool:
+        """Whether the smoke test ran and failed."""
+        return any(one.name == SMOKE_TEST and not one.ok for one in self.deepep)
 
     def as_text(self) -> str:
         """For a person."""
@@ -58,19 +70,34 @@ class Examination:
         for finding in self.findings:
             lines.append(f"  {'ok ' if finding.ok else '-- '} {finding.name}: {finding.found}")
             lines += [f"       {finding.advice}"] if finding.advice else []
+        lines += ["", "DeepEP and what it needs"]
+        lines += [line for one in self.deepep for line in one.as_lines()]
         lines += ["", "Arms of a study (nano model)"]
         for arm in self.arms:
             lines.append(f"  {'ok ' if not arm.reason else '-- '} {arm.name}: {arm.reason or arm.kernels}")
         return "\n".join(lines)
 
 
-def examine() -> Examination:
-    """Look at hardware, packages and tools. Loads neither torch nor plotly."""
-    findings = (_processor(), _gpus(), *map(_package, PINNED), _disk(), _lab(), _pictures(), _slurm(), _deepep())
+def examine(*, hardware: str = "local", smoke: bool = False) -> Examination:
+    """Look at hardware, packages and tools. Loads neither torch nor plotly.
+
+    Args:
+        hardware: profile that the network is held against, such as ``b200_x256``.
+        smoke: start two ranks that send tokens to experts and back, some seconds to minutes.
+
+    Raises:
+        BadInput: if there is no such profile.
+    """
+    network = examine_environment(expected=expected_of(cluster_of(hardware)))
+    findings = (_processor(), _gpus(), *map(_package, PINNED), _disk(), _lab(), _pictures(), _slurm())
     arms = [Experiment(precision=precision, ep_backend=backend) for backend in EPBackend for precision in Precision]
     ranks = max(1, min(2, len(gpus()) or 2))
     fitted = [arm.model_copy(update={"gpus_per_node": ranks, "ep": ranks}) for arm in arms]
-    return Examination(findings=findings, arms=tuple(_arm(experiment) for experiment in fitted))
+    return Examination(
+        findings=findings,
+        arms=tuple(_arm(experiment) for experiment in fitted),
+        deepep=(*network, smoke_test()) if smoke else network,
+    )
 
 
 def _arm(experiment: Experiment) -> Arm:
@@ -139,9 +166,3 @@ def _pictures() -> Finding:
 def _slurm() -> Finding:
     found = shutil.which("sbatch") is not None
     return Finding(name="Slurm", ok=True, found="sbatch found" if found else "no sbatch: this is not a login node")
-
-
-def _deepep() -> Finding:
-    installed = has_module("deep_ep")
-    advice = "" if installed else "arms with deepep need it, CUDA GPUs and NVLink or InfiniBand"
-    return Finding(name="DeepEP", ok=installed, found="installed" if installed else "not installed", advice=advice)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,79}$")]
 Degree = Annotated[int, Field(ge=1)]
@@ -45,7 +45,8 @@ class Experiment(BaseModel):
     """One arm of a study at one seed.
 
     ``dp_shard`` of -1 takes whatever ranks the other axes leave, as TorchTitan does. ``lr`` is the peak learning rate
-    of AdamW; ``local_batch`` counts sequences of ``seq_len`` tokens per data-parallel rank and step.
+    of AdamW; ``local_batch`` counts sequences of ``seq_len`` tokens per data-parallel rank and step. ``capture_step``
+    above zero saves what the experts multiply at that step into the run directory (:mod:`moelab.mxfp8.capture`).
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_enum_values=False)
@@ -57,6 +58,9 @@ class Experiment(BaseModel):
     quantize: Literal["experts", "experts+linears"] = "experts"
     wgrad: Literal["mxfp8", "bf16"] = "mxfp8"
     ep_backend: EPBackend = EPBackend.STANDARD
+    ep_kernels: Literal["native", "emulated"] = Field(
+        "native", description="emulated: DeepEP's contract on plain collectives, for its numerics where it is not"
+    )
     dispatch_precision: Literal["bf16", "mxfp8", "fp8"] = "bf16"
     routing: Routing = Routing.LEARNED
 
@@ -77,16 +81,31 @@ class Experiment(BaseModel):
     warmup_steps: Annotated[int, Field(ge=0)] = 6
     lr: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 3.0e-3
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
-    activation_checkpoint: Literal["none", "selective", "full"] = "none"
+    activation_checkpoint: Literal["none", "selective", "full", "full+dispatch"] = Field(
+        "none", description="full+dispatch: full, but what came over the network is kept"
+    )
     compile: Literal["none", "loss", "model+loss"] = "none"
     dataset: Literal["python", "c4"] = "python"
     hardware: Name = Field("local", description="`local` is the machine at hand, `cpu` hides its GPUs")
+    capture_step: Annotated[int, Field(ge=0)] = Field(0, description="0: no capture; else 1 to steps")
 
     @field_validator("dp_shard")
     @classmethod
     def _shard_degree(cls, value: int) -> int:
         if value != -1 and value < 1:
             raise ValueError("must be -1 (the ranks that the other axes leave) or at least 1")
+        return value
+
+    @field_validator("capture_step")
+    @classmethod
+    def _captured_step(cls, value: int, info: ValidationInfo) -> int:
+        if value > info.data.get("steps", value):
+            raise ValueError(f"0 (no capture), or a step of this run, 1 to {info.data['steps']}")
+        if value and info.data.get("compile") == "model+loss":
+            raise ValueError("0 with compile=model+loss: a compiled model does not run hooks; use compile=loss or none")
+        standard = info.data.get("ep_backend") is EPBackend.STANDARD and info.data.get("dispatch_precision") == "bf16"
+        if value and not standard:
+            raise ValueError("0 unless ep_backend=standard and dispatch_precision=bf16: others hand experts other rows")
         return value
 
     @property

@@ -16,7 +16,7 @@ from typing import Any
 from moelab.experiment import Experiment
 from moelab.hardware import gpu_of
 from moelab.layout import SCHEDULES, Layout, LayoutCheck, bubble_fraction, check
-from moelab.memory import MemoryEstimate, StageMemory, estimate
+from moelab.memory import DispatchBuffer, MemoryEstimate, StageMemory, estimate
 from moelab.published_differences import Difference, differences
 from moelab.titan.arms import config_name, named_arms
 
@@ -65,6 +65,7 @@ class Plan:
             "memory_gib": None if self.memory is None else round(self.memory.worst_gib, 2),
             "capacity_gib": None if self.memory is None or self.fits is None else round(self.memory.capacity_gib, 2),
             "memory_by_rank": [] if self.memory is None else [rank_json(stage) for stage in self.memory.by_stage],
+            "dispatch_buffer": buffer_json(self.memory.buffer) if self.memory and self.memory.buffer else None,
             "command": list(self.command),
             "differences": [asdict(row) for row in self.differences],
         }
@@ -165,6 +166,18 @@ def rank_json(stage: StageMemory) -> dict[str, Any]:
     """Memory of one pipeline rank, by part."""
     parts = {name: round(gib, 3) for name, gib in stage.parts.items()}
     return {"pp_rank": stage.rank, "total_gib": round(stage.total_gib, 2), "moment": stage.moment, "parts_gib": parts}
+
+
+def buffer_json(buffer: DispatchBuffer) -> dict[str, Any]:
+    """What the dispatcher allocates for its communication on each rank."""
+    return {
+        "dispatcher": buffer.backend.value,
+        "bytes": buffer.size_bytes,
+        "tokens": buffer.tokens,
+        "ranks": buffer.ranks,
+        "nvlink_ranks": buffer.nvlink_ranks,
+        "exact": buffer.exact,
+    }
 
 
 def bubble_of(experiment: Experiment, layout: Layout) -> float:

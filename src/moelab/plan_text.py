@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from moelab.experiment import Experiment
+from moelab.experiment import EPBackend, Experiment
 from moelab.layout import Layout
 from moelab.plan import Plan, as_shell, bubble_of
 from moelab.search import ORDER, Candidate, Found
@@ -41,8 +41,10 @@ def headline(plan: Plan) -> str:
         verdict = "legal, but does not fit"
     else:
         verdict = "legal" if plan.fits is None else "legal, and fits"
+    emulated = experiment.ep_backend is EPBackend.DEEPEP and experiment.ep_kernels == "emulated"
+    arm = f"{experiment.arm} (DeepEP emulated)" if emulated else experiment.arm
     return (
-        f"{verdict}: {experiment.model}, arm {experiment.arm}, {experiment.world_size} ranks = {experiment.nodes} x "
+        f"{verdict}: {experiment.model}, arm {arm}, {experiment.world_size} ranks = {experiment.nodes} x "
         f"{experiment.gpus_per_node}, hardware {experiment.hardware}"
     )
 
@@ -106,7 +108,20 @@ def memory_lines(plan: Plan) -> list[str]:
         return []
     needed = f"{plan.memory.worst_gib:.1f} GiB on the fullest GPU"
     against = needed if plan.fits is None else f"{needed} of {plan.memory.capacity_gib:.1f}"
-    return rows("memory", [against, plan.memory.dominant])
+    return rows("memory", [against, plan.memory.dominant]) + buffer_lines(plan)
+
+
+def buffer_lines(plan: Plan) -> list[str]:
+    """What the dispatcher allocates for its communication."""
+    buffer = plan.memory.buffer if plan.memory else None
+    if buffer is None:
+        return []
+    batch = "a micro-batch" if plan.experiment.pp > 1 else "the local batch"
+    domains = buffer.ranks // buffer.nvlink_ranks
+    where = f"{buffer.ranks} ranks" + (f" on {domains} nodes" if domains > 1 else "")
+    size = f"{buffer.backend.value} {buffer.size_bytes / 2**30:.2f} GiB a GPU, outside of PyTorch's allocator"
+    estimate = "" if buffer.exact else " (a stand-in until it has been measured)"
+    return rows("buffer", [f"{size}: {buffer.tokens:,} tokens of {batch} between {where}{estimate}"])
 
 
 def difference_lines(plan: Plan) -> list[str]:

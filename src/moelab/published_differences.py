@@ -53,8 +53,8 @@ DIFFERENCES = (
             "1a36996b"
         ),
         here=(
-            "wgrad=bf16 and dispatch_precision are fields of the experiment, and an unknown field is refused; "
-            "quantised dispatch is refused by name until moelab's own dispatcher has it"
+            "wgrad=bf16 and dispatch_precision=mxfp8 are fields of the experiment, and an unknown field is refused; "
+            "together they are the arm that the article describes"
         ),
         models=("16B",),
     ),
@@ -120,7 +120,10 @@ DIFFERENCES = (
     Difference(
         topic="DeepEP arms",
         published="stock DeepEP dispatcher, MXFP8 experts and compile=model+loss together",
-        here="refused by name: TorchTitan 0.3.0 cannot express it; moelab's own dispatcher comes with a later version",
+        here=(
+            "TorchTitan 0.3.0 refuses the three together, so ep_backend=deepep is moelab's dispatcher on DeepEP 2.x, "
+            "which pads while it receives, compiles, and applies the scores before the experts' last product"
+        ),
         kind="stack",
         models=("671B",),
     ),

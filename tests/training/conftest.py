@@ -1,9 +1,21 @@
-"""A study trained once for all tests here."""
+"""Studies trained once for all tests here."""
 
 from __future__ import annotations
 
+import signal
+
 import pytest
-from training_support import Trained, moelab_run, write_study
+from training_support import (
+    Interrupted,
+    Trained,
+    ended,
+    launch,
+    moelab_run,
+    ranks_of,
+    steps_logged,
+    wait_for,
+    write_study,
+)
 
 
 @pytest.fixture(scope="session")
@@ -16,3 +28,23 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
         {"precision": "mxfp8", "quantize": "experts+linears", "wgrad": "bf16"},
     ]
     return moelab_run(write_study(folder, arms, [0]), folder / "runs")
+
+
+@pytest.fixture(scope="session")
+def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Interrupted:
+    """A BF16 arm stopped by Ctrl-C after six of its twenty steps, and then run again."""
+    folder = tmp_path_factory.mktemp("interrupted")
+    file, runs = write_study(folder, [{"precision": "bf16"}], [0], steps=20), folder / "runs"
+    process = launch(file, runs)
+    wait_for(lambda: steps_logged(runs) >= 6)
+    process.send_signal(signal.SIGINT)
+    code, errors = ended(process)
+    return Interrupted(exit_code=code, progress=errors, left=ranks_of(runs), again=moelab_run(file, runs))
+
+
+@pytest.fixture(scope="session")
+def diverged(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """A BF16 arm whose loss is soon not finite, and an MXFP8 arm after it, both with seed 1."""
+    folder = tmp_path_factory.mktemp("diverged")
+    arms = [{"precision": "bf16", "lr": 1.0e30, "warmup_steps": 0}, {"precision": "mxfp8", "steps": 2}]
+    return moelab_run(write_study(folder, arms, [1], steps=8), folder / "runs")

@@ -6,56 +6,28 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from training_support import moelab_run, write_study
+from training_support import (
+    Interrupted,
+    Trained,
+    ended,
+    launch,
+    moelab_run,
+    ranks_of,
+    steps_logged,
+    wait_for,
+    write_study,
+)
 
-from moelab.runs import read_log
 from moelab.runs.collect import collect_run
 from moelab.runs.directory import RunDir, find
 from moelab.runs.status import State
 
 pytestmark = pytest.mark.training
 BF16 = [{"precision": "bf16"}]
-
-
-def launch(file: Path, runs: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "moelab", "run", str(file), "--runs", str(runs)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
-    """Exit code and progress of a command that is about to end."""
-    _, errors = process.communicate(timeout=120)
-    return process.returncode, errors
-
-
-def wait_for(what: Callable[[], object], seconds: float = 180.0) -> None:
-    end = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.2)
-
-
-def steps_logged(runs: Path) -> int:
-    return max((len(read_log(run.log, allow_empty=True).rows) for run in find(runs) if run.log.exists()), default=0)
-
-
-def ranks_of(runs: Path) -> dict[int, int]:
-    """Process ids of the trainers of these runs by rank, from /proc."""
-    found = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            variables = dict(v.split("=", 1) for v in (folder / "environ").read_text().split("\0") if "=" in v)
-        except (OSError, UnicodeDecodeError):
-            continue
-        if variables.get("MOELAB_EXPERIMENT", "").startswith(str(runs)) and "RANK" in variables:
-            found[int(variables["RANK"])] = int(folder.name)
-    return found
 
 
 def only_run(runs: Path) -> RunDir:
@@ -77,35 +49,26 @@ def test_a_rank_that_is_killed_is_named_and_its_steps_are_kept(tmp_path: Path) -
     wait_for(lambda: not ranks_of(tmp_path / "runs"))
 
 
-def test_a_loss_that_is_not_finite_is_the_cause_and_the_study_goes_on(tmp_path: Path) -> None:
-    arms = [{"precision": "bf16", "lr": 1.0e30, "warmup_steps": 0}, {"precision": "mxfp8", "steps": 2}]
-    done = moelab_run(write_study(tmp_path, arms, [0], steps=8), tmp_path / "runs")
-    assert done.exit_code == 1
-    failed, completed = done.run("bf16_standard").status, done.run("mxfp8_standard").status
+def test_a_loss_that_is_not_finite_is_the_cause_and_the_study_goes_on(diverged: Trained) -> None:
+    assert diverged.exit_code == 1
+    failed, completed = diverged.run("bf16_standard").status, diverged.run("mxfp8_standard").status
     assert failed.state is State.FAILED
     assert failed.reason is not None
     assert "Loss is not finite" in failed.reason
     assert "\n" not in failed.reason
     assert completed.state is State.COMPLETED
-    assert len(collect_run(done.run("bf16_standard")).rows) >= 1
+    assert len(collect_run(diverged.run("bf16_standard")).rows) >= 1
 
 
-def test_ctrl_c_stops_every_rank_and_a_second_run_trains_what_is_missing(tmp_path: Path) -> None:
-    file = write_study(tmp_path, BF16, [0], steps=12)
-    process = launch(file, tmp_path / "runs")
-    wait_for(lambda: steps_logged(tmp_path / "runs") >= 2)
-    process.send_signal(signal.SIGINT)
-    code, errors = ended(process)
-    assert code == 1
-    assert "interrupted" in errors
-    run = only_run(tmp_path / "runs")
-    assert run.status.state is State.CANCELLED
-    assert not ranks_of(tmp_path / "runs")
-    assert len(collect_run(run).rows) >= 2
-    again = moelab_run(file, tmp_path / "runs")
-    assert again.exit_code == 0
-    assert again.printed["trained"] == 1
-    assert [run.status.state for run in find(tmp_path / "runs")] == [State.CANCELLED, State.COMPLETED]
+def test_ctrl_c_stops_every_rank_and_a_second_run_trains_what_is_missing(interrupted: Interrupted) -> None:
+    assert interrupted.exit_code == 1
+    assert "interrupted" in interrupted.progress
+    assert not interrupted.left
+    cancelled, completed = interrupted.again.runs()
+    assert len(collect_run(cancelled).rows) >= 2
+    assert interrupted.again.exit_code == 0
+    assert interrupted.again.printed["trained"] == 1
+    assert [cancelled.status.state, completed.status.state] == [State.CANCELLED, State.COMPLETED]
 
 
 @pytest.fixture
@@ -139,7 +102,8 @@ def test_a_disk_that_fills_up_ends_the_run_with_that_cause(tmp_path: Path, small
 
 
 def test_a_parameter_that_torchtitan_refuses_is_told_in_its_words(tmp_path: Path) -> None:
-    done = moelab_run(write_study(tmp_path, BF16, [0], seq_len=100_000), tmp_path / "runs")
+    one_rank = {"gpus_per_node": 1, "ep": 1, "seq_len": 100_000}
+    done = moelab_run(write_study(tmp_path, BF16, [0], **one_rank), tmp_path / "runs")
     assert done.exit_code == 1
     reason = only_run(tmp_path / "runs").status.reason
     assert reason is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -46,6 +47,10 @@ def why(devices: tuple[GpuInfo, ...], **fields: Any) -> list[str]:
         (B200, {"precision": "bf16", "ep_backend": "minimal_async_ep"}),
         (H100, {"precision": "bf16", "quantize": "experts+linears", "tp": 2}),
         (B200, {"hardware": "cpu"}),
+        (CPU, {"ep_backend": "deepep", "ep_kernels": "emulated"}),
+        (CPU, {"precision": "mxfp8", "ep_backend": "deepep", "ep_kernels": "emulated", "compile": "model+loss"}),
+        (H100, {"precision": "fp8", "ep_backend": "deepep", "ep_kernels": "emulated", "dispatch_precision": "fp8"}),
+        (CPU, {"precision": "mxfp8", "wgrad": "bf16", "dispatch_precision": "mxfp8"}),
     ],
 )
 def test_what_runs(devices: tuple[GpuInfo, ...], fields: dict[str, Any]) -> None:
@@ -57,7 +62,7 @@ def test_what_runs(devices: tuple[GpuInfo, ...], fields: dict[str, Any]) -> None
     [
         (CPU, {"precision": "fp8"}, "precision fp8", "precision=mxfp8"),
         (CPU, {"precision": "mxfp8", "mxfp8_kernels": "native"}, "mxfp8_kernels native", "mxfp8_kernels=emulated"),
-        (CPU, {"ep_backend": "deepep"}, "ep_backend deepep", "ep_backend=standard"),
+        (CPU, {"ep_backend": "deepep"}, "ep_backend deepep", "ep_kernels=emulated or ep_backend=standard"),
         (CPU, {"ep_backend": "hybridep"}, "ep_backend hybridep", "ep_backend=standard"),
         (CPU, {"ep_backend": "minimal_async_ep"}, "ep_backend minimal_async_ep", "ep_backend=standard"),
         (CPU, {"model": "16B"}, "model 16B", "model=debug"),
@@ -69,16 +74,24 @@ def test_what_runs(devices: tuple[GpuInfo, ...], fields: dict[str, Any]) -> None
         (H100, {"gpus_per_node": 16}, "this machine has 8 GPUs", "gpus_per_node=8"),
         (H100, {"precision": "fp8", "quantize": "experts+linears"}, "quantize experts+linears", "quantize=experts"),
         (B200, {"precision": "mxfp8", "quantize": "experts+linears", "tp": 2}, "tp is 2", "quantize=experts"),
-        (B200, {"ep_backend": "deepep"}, "not installed", "ep_backend=standard"),
-        (B200, {"precision": "mxfp8", "ep_backend": "deepep"}, "mxfp8 experts with the deepep", "ep_backend=hybridep"),
+        (B200, {"ep_backend": "deepep"}, "nano has 128", "ep_kernels=emulated"),
+        (B200, {"model": "debug", "ep_backend": "deepep"}, "not installed", "ep_backend=standard"),
+        (B200, {"model": "debug", "ep_backend": "deepep", "ep": 1}, "ep is 1", "ep_backend=standard"),
+        (B200, {"model": "debug", "ep_backend": "deepep", "ep": 6}, "8 experts cannot be divided over 6", "ep=2"),
         (B200, {"precision": "mxfp8", "ep_backend": "minimal_async_ep"}, "the minimal_async_ep", "ep_backend=standard"),
-        (H100, {"precision": "fp8", "ep_backend": "minimal_async_ep"}, "fp8 experts with", "ep_backend=hybridep"),
+        (H100, {"precision": "fp8", "ep_backend": "minimal_async_ep"}, "(standard, deepep, hybridep)", "standard"),
         (H100, {"hardware": "cpu", "precision": "fp8"}, "no GPU to use", "precision=mxfp8"),
         (H100, {"hardware": "cpu", "model": "16B"}, "model 16B", "model=nano"),
         (H100, {"hardware": "b200_node"}, "hardware b200_node", "hardware=local"),
-        (CPU, {"dispatch_precision": "mxfp8"}, "dispatch_precision mxfp8", "use bf16"),
-        (CPU, {"dispatch_precision": "mxfp8", "routing": "random_balanced"}, "dispatch_precision mxfp8", "bf16"),
-        (H100, {"ep_backend": "deepep", "compile": "model+loss"}, "cannot compile", "compile=loss"),
+        (CPU, {"dispatch_precision": "mxfp8"}, "precision is bf16", "dispatch_precision=bf16"),
+        (CPU, {"precision": "mxfp8", "dispatch_precision": "mxfp8"}, "cannot be scaled along", "wgrad=bf16"),
+        (H100, {"precision": "fp8", "dispatch_precision": "fp8"}, "that send fp8: deepep", "dispatch_precision=bf16"),
+        (
+            B200,
+            {"precision": "mxfp8", "wgrad": "bf16", "ep_backend": "hybridep", "dispatch_precision": "mxfp8"},
+            "those that send mxfp8: standard, deepep",
+            "dispatch_precision=bf16",
+        ),
     ],
 )
 def test_a_refusal_names_what_is_wrong_and_what_would_run(
@@ -90,18 +103,17 @@ def test_a_refusal_names_what_is_wrong_and_what_would_run(
     assert "\n" not in reason
 
 
-def test_the_nearest_arm_of_every_refusal_runs() -> None:
+@pytest.mark.parametrize("devices", [CPU, A100, H100, B200], ids=["CPU", "A100", "H100", "B200"])
+def test_the_nearest_arm_of_every_refusal_runs(devices: tuple[GpuInfo, ...]) -> None:
     """Following the advice `field=value` of each refusal ends at an arm that runs, on every machine."""
-    for devices in (CPU, A100, H100, B200):
-        for precision in Precision:
-            for backend in EPBackend:
-                experiment = Experiment(precision=precision, ep_backend=backend)
-                for _ in range(3):
-                    reasons = refusals(experiment, devices=devices)
-                    advice = [reason.split("Nearest: ")[1].split(" ")[0].strip(",.;()") for reason in reasons]
-                    fields = dict(one.split("=") for one in advice)
-                    experiment = Experiment(**{**experiment.model_dump(), **fields})
-                assert refusals(experiment, devices=devices) == []
+    for precision, backend, dispatch in product(Precision, EPBackend, ("bf16", "mxfp8", "fp8")):
+        experiment = Experiment(precision=precision, ep_backend=backend, dispatch_precision=dispatch)
+        for _ in range(4):
+            reasons = refusals(experiment, devices=devices)
+            advice = [reason.split("Nearest: ")[1].split(" ")[0].strip(",.;()") for reason in reasons]
+            fields = dict(one.split("=") for one in advice)
+            experiment = Experiment(**{**experiment.model_dump(), **fields})
+        assert refusals(experiment, devices=devices) == []
 
 
 def test_all_reasons_are_given_at_once() -> None:
@@ -109,10 +121,14 @@ def test_all_reasons_are_given_at_once() -> None:
     assert [reason.split()[0] for reason in reasons] == ["nodes", "precision", "ep_backend", "model"]
 
 
-def test_an_installed_deepep_runs_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("compiled", ["none", "model+loss"])
+@pytest.mark.parametrize("precision", ["bf16", "fp8", "mxfp8"])
+def test_an_installed_deepep_runs_every_precision(
+    monkeypatch: pytest.MonkeyPatch, precision: str, compiled: str
+) -> None:
     monkeypatch.setattr(capability, "has_module", lambda name: name == "deep_ep")
-    assert why(H100, ep_backend="deepep") == []
-    assert why(B200, ep_backend="hybridep", precision="mxfp8") == []
+    for backend in ("deepep", "hybridep"):
+        assert why(H100, model="debug", ep_backend=backend, precision=precision, compile=compiled) == []
 
 
 def test_the_weakest_gpu_decides() -> None:

@@ -231,5 +231,5 @@ def test_a_report_of_nothing_finished_is_1(call: Any, tmp_path: Path) -> None:
 def test_doctor(call: Any) -> None:
     done = call("doctor", "--json")
     assert (done.code, done.err) == (0, "")
-    assert {"findings", "arms", "environment"} == done.json.keys()
+    assert {"findings", "arms", "deepep", "environment"} == done.json.keys()
     assert call("doctor").out.startswith("This machine\n")

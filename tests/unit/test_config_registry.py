@@ -14,15 +14,15 @@ from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.models.common.moe import TokenChoiceTopKRouter
 from torchtitan.models.common.token_dispatcher import (
     AllToAllTokenDispatcher,
-    DeepEPTokenDispatcher,
     HybridEPTokenDispatcher,
     LocalTokenDispatcher,
     MinimalAsyncEPTokenDispatcher,
-    TorchAOTokenDispatcher,
 )
 from torchtitan.overrides.fused_swiglu import FusedGroupedExperts
 from torchtitan.trainer import Trainer
 
+from moelab.deepep.checkpoint import CommunicationSavingFullAC
+from moelab.deepep.dispatcher import PaddedDispatcher, ScoredRoutedExperts
 from moelab.errors import Refused
 from moelab.experiment import EPBackend, Experiment, Precision
 from moelab.experiment_file import read_study
@@ -38,7 +38,7 @@ RUNNABLE = [name for name, arm in named_arms().items() if not refusal(arm)]
 REFUSED = [name for name, arm in named_arms().items() if refusal(arm)]
 DISPATCHER = {
     EPBackend.STANDARD: AllToAllTokenDispatcher,
-    EPBackend.DEEPEP: DeepEPTokenDispatcher,
+    EPBackend.DEEPEP: PaddedDispatcher,
     EPBackend.HYBRIDEP: HybridEPTokenDispatcher,
     EPBackend.MINIMAL_ASYNC_EP: MinimalAsyncEPTokenDispatcher,
 }
@@ -72,10 +72,10 @@ def test_the_table_has_every_combination_and_each_once() -> None:
                 arm = f"dsv3_{model}_{precision}_{backend}"
                 dispatch = "_wgrad_bf16_dispatch_mxfp8" if precision == "mxfp8" else "_dispatch_mxfp8"
                 assert {arm, f"{arm}{dispatch}"} <= names
-    assert "dsv3_16b_mxfp8_hybridep_linears" in names
+    assert {"dsv3_16b_mxfp8_hybridep_linears", "dsv3_671b_fp8_deepep_dispatch_fp8"} <= names
     assert not [name for name in names if "671b" in name and "linears" in name]  # tp is 2
     assert all(config_name(arm) == name for name, arm in named_arms().items())
-    assert len(RUNNABLE) + len(REFUSED) == len(names) == 68
+    assert len(RUNNABLE) + len(REFUSED) == len(names) == 76
 
 
 @pytest.mark.parametrize("name", named_arms())
@@ -113,9 +113,8 @@ def test_published_setting(name: str) -> None:
     assert config.optimizer.param_groups[-1].optimizer_kwargs["lr"] == 1e-4
     assert config.lr_scheduler.warmup_steps == 2000
     assert isinstance(config.activation_checkpoint, FullAC.Config)
-    uncompiled_model = name in ("dsv3_16b_bf16_deepep", "dsv3_671b_bf16_deepep")
     assert config.compile.enable
-    assert config.compile.components == (["loss"] if uncompiled_model else ["model", "loss"])
+    assert config.compile.components == ["model", "loss"]
     assert config.debug.moe_force_load_balance
     assert config.dataloader.dataset == "c4"
     assert config.training.disable_cuda_graphs
@@ -130,9 +129,11 @@ def test_dispatcher_and_quantised_modules(name: str) -> None:
     model = config.model_spec.model
     found, layers = dispatchers(config), {"16B": 26, "671B": 58}[arm.model]
     assert len(found) == layers
-    assert all(type(dispatcher)._owner in (DISPATCHER[arm.ep_backend], TorchAOTokenDispatcher) for dispatcher in found)
-    padding = {Precision.BF16: None, Precision.FP8: 16, Precision.MXFP8: 128}[arm.precision]
-    assert getattr(found[0], "pad_multiple", None) == padding
+    assert all(issubclass(type(dispatcher)._owner, DISPATCHER[arm.ep_backend]) for dispatcher in found)
+    deepep = arm.ep_backend is EPBackend.DEEPEP
+    padding = {Precision.BF16: 8 if deepep else None, Precision.FP8: 16, Precision.MXFP8: 128}[arm.precision]
+    assert getattr(found[0], "alignment" if deepep else "pad_multiple", None) == padding
+    assert len(list(model.traverse(ScoredRoutedExperts.Config))) == (layers if deepep else 0)
     assert has_quantization(model) == (arm.precision is not Precision.BF16)
     experts = [config for _, config, _, _ in model.traverse(MXFP8Experts.Config)]
     assert len(experts) == (layers if arm.precision is Precision.MXFP8 else 0)
@@ -149,11 +150,17 @@ def test_a_refused_name_says_why_and_what_is_nearest(name: str) -> None:
     message = str(caught.value)
     assert instead in RUNNABLE
     assert f"--config {instead}" in message
-    if "dispatch" in name:
-        assert "dispatch_precision mxfp8 is not in this version of moelab" in message
-    else:
-        assert "TorchTitan 0.3.0 refuses" in message
+    assert "dispatch_precision" in message or "TorchTitan 0.3.0 refuses" in message
     assert check(named_arms()[name]).reasons  # `moelab plan` refuses it too
+
+
+def test_quantised_dispatch_is_for_experts_of_its_format() -> None:
+    sent = {name for name in RUNNABLE if "671b" in name and "dispatch" in name}
+    assert sent == {
+        "dsv3_671b_mxfp8_standard_wgrad_bf16_dispatch_mxfp8",
+        "dsv3_671b_mxfp8_deepep_wgrad_bf16_dispatch_mxfp8",
+        "dsv3_671b_fp8_deepep_dispatch_fp8",
+    }
 
 
 @pytest.mark.parametrize("precision", ["fp8", "mxfp8"])
@@ -163,11 +170,22 @@ def test_quantised_minimal_async_ep_names_the_dispatchers_that_pad(precision: st
     assert all(name in reason for name in ("standard", "hybridep", "deepep"))
 
 
-def test_deepep_is_not_compiled_silently() -> None:
-    arm = Experiment(model="16B", ep_backend="deepep", compile="model+loss")
-    assert "compile=loss" in str(refusal(arm))
-    assert nearest(arm).compile == "loss"
-    assert refusal(nearest(arm)) is None
+@pytest.mark.parametrize(
+    ("checkpointing", "owner"),
+    [("full", FullAC), ("full+dispatch", CommunicationSavingFullAC)],
+)
+def test_full_checkpointing_communicates_again_or_not_as_is_asked(checkpointing: str, owner: type) -> None:
+    arm = named_arms()["dsv3_671b_mxfp8_deepep"].model_copy(update={"activation_checkpoint": checkpointing})
+    assert type(config_registry.trainer_config(arm).activation_checkpoint)._owner is owner
+    assert check(arm).legal
+
+
+@pytest.mark.parametrize(("kernels", "capability", "padding"), [("auto", (9, 0), 32), ("native", (10, 0), 128)])
+def test_deepep_pads_as_the_experts_kernels_need(kernels: str, capability: tuple[int, int], padding: int) -> None:
+    arm = named_arms()["dsv3_16b_mxfp8_deepep"].model_copy(update={"mxfp8_kernels": kernels, "ep_kernels": "emulated"})
+    with assume_gpu(capability):
+        found = dispatchers(finished(config_registry.trainer_config(arm)))
+    assert {(one.alignment, one.kernels) for one in found} == {(padding, "emulated")}
 
 
 @pytest.mark.parametrize("backend", ["deepep", "hybridep", "minimal_async_ep"])
@@ -224,5 +242,4 @@ def test_the_study_file_of_a_model_holds_named_arms(model: str) -> None:
     study = read_study(ROOT / "studies" / f"{model}_b200_x256.yaml")
     for experiment in study.experiments:
         assert named_arms()[config_name(experiment)] == experiment.model_copy(update={"seed": 0})
-    refused = [experiment.arm for experiment in study.experiments if refusal(experiment)]
-    assert refused == (["mxfp8_deepep_round-robin"] if model == "671B" else [])
+    assert not [experiment.arm for experiment in study.experiments if refusal(experiment)]

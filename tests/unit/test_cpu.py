@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from titan_process import in_titan_process
 from torch.nn.attention.flex_attention import and_masks, create_block_mask, flex_attention
 from torchtitan.models.common.attention import (
     FlexAttention,
@@ -126,10 +124,8 @@ for g, end in enumerate(offs.tolist()):
     start = end
 peak = build_device_memory_monitor().get_peak_stats()
 assert 0.05 < peak.max_reserved_gib < 16 and 0 < peak.max_reserved_pct < 100, peak
-print("enabled")
 """
 
 
 def test_enabled_in_a_process_of_its_own() -> None:
-    done = subprocess.run([sys.executable, "-c", ENABLED], capture_output=True, text=True, check=False)
-    assert done.stdout.strip().endswith("enabled"), done.stderr
+    in_titan_process(exec, ENABLED, {})

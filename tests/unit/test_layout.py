@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moelab.deepep.dispatcher import ALIGNMENT
+from moelab.deepep.elastic import check_sizes
 from moelab.errors import BadInput
 from moelab.experiment import Experiment
 from moelab.layout import RULES, SCHEDULES, check, facts_of
@@ -105,11 +108,11 @@ BROKEN = {
     "rotary embedding reaches": {"seq_len": 16385},
     "dispatcher needs ep": {"ep": 1, "ep_backend": "hybridep"},
     "minimal_async_ep is not quantised": {"precision": "fp8", "ep_backend": "minimal_async_ep"},
-    "deepep is not quantised": {"precision": "mxfp8", "ep_backend": "deepep"},
-    "deepep is not compiled": {"ep_backend": "deepep", "compile": "model+loss"},
+    "DeepEP takes the tokens": {"model": "nano", "ep_backend": "deepep", "nodes": 1, "seq_len": 1024},
     "minimal_async_ep recomputes": {"ep_backend": "minimal_async_ep"},
     "minimal_async_ep stays in a node": {"ep_backend": "minimal_async_ep", "ep": 16, "activation_checkpoint": "full"},
-    "dispatch is BF16": {"dispatch_precision": "mxfp8"},
+    "dispatch is kept": {"activation_checkpoint": "full+dispatch", "hardware": "b200_x256"},
+    "dispatch is quantised as its experts": {"dispatch_precision": "mxfp8"},
     "fp8 has no linears": {"precision": "fp8", "quantize": "experts+linears"},
     "MXFP8 linears are whole": {"precision": "mxfp8", "quantize": "experts+linears", "tp": 2},
     "expert blocks are whole": {"model": "16B", "ep": 1, "tp": 16, "precision": "mxfp8", "nodes": 8},
@@ -148,11 +151,88 @@ def test_where_no_value_helps_that_is_said() -> None:
 @pytest.mark.parametrize("precision", ["fp8", "mxfp8"])
 def test_quantised_experts_name_the_dispatchers_that_pad(precision: str) -> None:
     (reason,) = reasons(precision=precision, ep_backend="minimal_async_ep", activation_checkpoint="full")
-    for name in ("standard", "hybridep", "moelab's own deepep"):
-        assert name in reason
-    (reason,) = reasons(precision=precision, ep_backend="deepep")
-    assert "later version" in reason
-    assert reason.endswith("Legal ep_backend: standard, hybridep")
+    assert reason.endswith("those that do: standard, deepep, hybridep. Legal ep_backend: standard, deepep, hybridep")
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8", "mxfp8"])
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full", "full+dispatch"])
+def test_deepep_takes_every_precision_compiled_and_checkpointed(precision: str, checkpointing: str) -> None:
+    fields = {"ep_backend": "deepep", "compile": "model+loss", "hardware": "b200_x256"}
+    assert reasons(**fields, precision=precision, activation_checkpoint=checkpointing) == ()
+
+
+DISPATCH = {
+    "published 16B arm": ({"precision": "mxfp8", "wgrad": "bf16"}, "mxfp8", None),
+    "DeepEP": ({"precision": "mxfp8", "wgrad": "bf16", "ep_backend": "deepep"}, "mxfp8", None),
+    "DeepEP, FP8": ({"precision": "fp8", "ep_backend": "deepep"}, "fp8", None),
+    "MXFP8 weight gradient": ({"precision": "mxfp8"}, "mxfp8", "wgrad=bf16 allows it"),
+    "BF16 experts": ({}, "mxfp8", "precision is bf16"),
+    "other experts": ({"precision": "mxfp8", "wgrad": "bf16", "ep_backend": "deepep"}, "fp8", "precision is mxfp8"),
+    "standard, FP8": ({"precision": "fp8"}, "fp8", "those that send fp8: deepep"),
+    "HybridEP": (
+        {"precision": "mxfp8", "wgrad": "bf16", "ep_backend": "hybridep"},
+        "mxfp8",
+        "those that send mxfp8: standard, deepep",
+    ),
+    "nobody to send to": ({"precision": "mxfp8", "wgrad": "bf16", "ep": 1}, "mxfp8", "(ep 1)"),
+}
+
+
+@pytest.mark.parametrize(("fields", "sent", "expected"), DISPATCH.values(), ids=DISPATCH)
+def test_quantised_dispatch(fields: dict[str, Any], sent: str, expected: str | None) -> None:
+    told = reasons(**fields, dispatch_precision=sent)
+    assert len(told) == (expected is not None), told
+    if expected:
+        assert told[0].startswith(f"dispatch_precision is {sent}: ")
+        assert expected in told[0]
+        assert "Legal dispatch_precision: bf16" in told[0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"ep": 1}, "ep is 1: ep_backend deepep moves tokens between expert-parallel ranks"),
+        ({"model": "16B", "nodes": 12, "ep": 48}, "ep is 48: it must divide the 64 experts"),
+        ({"model": "nano", "nodes": 1, "seq_len": 1024}, "nano has 128; ep_kernels=emulated takes any"),
+        ({"hardware": "cpu"}, "it needs CUDA, and cpu has no GPU; ep_kernels=emulated has its numerics"),
+    ],
+)
+def test_what_deepep_cannot_do_is_said_before_a_rank_starts(fields: dict[str, Any], expected: str) -> None:
+    assert any(expected in reason for reason in reasons(ep_backend="deepep", **fields))
+
+
+@given(
+    ranks=st.integers(1, 12),
+    experts=st.integers(1, 48),
+    top_k=st.integers(1, 40),
+    dim=st.sampled_from([64, 128, 256, 384, 512, 7168]),
+    kernels=st.sampled_from(["native", "emulated"]),
+)
+def test_the_rules_refuse_what_the_buffer_refuses(
+    ranks: int, experts: int, top_k: int, dim: int, kernels: Literal["native", "emulated"]
+) -> None:
+    if top_k > experts:
+        return
+    fields: dict[str, Any] = {"ep_backend": "deepep", "ep_kernels": kernels, "ep": ranks, "gpus_per_node": ranks}
+    facts = facts_of(Experiment(model="16B", **fields))
+    facts = replace(facts, shape=replace(facts.shape, dim=dim, num_experts=experts, top_k=top_k))
+    told = {"dispatcher needs ep", "ep divides the experts", "DeepEP takes the tokens"}
+    legal = all(rule.holds(facts) for rule in RULES if rule.name in told)
+    try:
+        check_sizes(ranks=ranks, hidden=dim, tokens=8, experts=experts, top_k=top_k, native=kernels == "native")
+    except BadInput:
+        assert not legal
+    else:
+        assert legal
+
+
+def test_an_uncompiled_all_to_all_on_a_gpu_cannot_be_kept() -> None:
+    fields = {"activation_checkpoint": "full+dispatch", "hardware": "b200_x256"}
+    (reason,) = reasons(**fields)
+    assert reason.endswith("Legal activation_checkpoint: none, selective, full")
+    assert reasons(**fields, compile="model+loss") == reasons(**fields, ep_backend="hybridep") == ()
+    assert reasons(**fields, precision="mxfp8", wgrad="bf16", dispatch_precision="mxfp8") == ()
+    assert check(Experiment(hardware="cpu", activation_checkpoint="full+dispatch")).legal
 
 
 @pytest.mark.parametrize(
@@ -163,6 +243,7 @@ def test_quantised_experts_name_the_dispatchers_that_pad(precision: str) -> None
         ({"hardware": "h100_node"}, "multiple of 32, emulated"),
         ({"hardware": "b200_x256", "mxfp8_kernels": "emulated"}, "multiple of 32"),
         ({"hardware": "b200_x256", "precision": "fp8"}, "multiple of 16"),
+        ({"precision": "bf16", "ep_backend": "deepep"}, f"multiple of {ALIGNMENT['bf16']}"),
     ],
 )
 def test_padding_is_said(fields: dict[str, Any], expected: str) -> None:

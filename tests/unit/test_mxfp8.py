@@ -8,6 +8,7 @@ import pytest
 import torch
 from torchao.prototype.mx_formats.config import ScaleCalculationMode
 from torchao.prototype.mx_formats.mx_tensor import to_dtype, to_mx
+from torchtitan.components.quantization.mx import _get_mxfp8_grouped_experts_cls
 from torchtitan.components.quantization.utils import has_quantization
 from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.moe import GroupedExperts
@@ -22,6 +23,7 @@ from moelab.mxfp8.converter import (
     MXFP8Experts,
     NothingConverted,
     converted_modules,
+    op_config,
 )
 from moelab.titan.models import NANO, model_spec
 
@@ -91,6 +93,27 @@ def test_grouped_gemms_match_quantise_dequantise_in_float64(wgrad: str) -> None:
         return quantised(upstream[rows], 0).double().T @ quantised(tokens[rows], 0).double()
 
     close_to_bf16_rounding(wgrad_GNK, torch.stack(grouped(GROUPS, weight_gradient)))
+
+
+@pytest.mark.parametrize("wgrad", ["mxfp8", "bf16"])
+def test_experts_are_titans_experts_with_torchaos_emulation(wgrad: str) -> None:
+    shape = {"dim": DIM, "hidden_dim": HIDDEN, "num_experts": len(GROUPS)}
+    ours = MXFP8Experts.Config(**shape, kernels="emulated", wgrad=wgrad, pad_inside=True).build()
+    titans = _get_mxfp8_grouped_experts_cls(GroupedExperts).Config(**shape).build()
+    titans._mxfp8_op_config = op_config("emulated", wgrad, pad_inside=True)
+    torch.manual_seed(3)
+    for parameter in ours.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    titans.load_state_dict(ours.state_dict())
+    tokens, _, _, _ = operands()
+    results = []
+    for experts in (ours, titans):
+        x = tokens.clone().requires_grad_()
+        output = experts(x, torch.tensor(GROUPS))
+        output.backward(tokens)
+        results.append([output.detach(), x.grad, *(parameter.grad for parameter in experts.parameters())])
+    for mine, theirs in zip(*results, strict=True):
+        assert torch.equal(mine, theirs)
 
 
 def test_grouped_gemms_differ_from_bf16() -> None:
@@ -201,6 +224,7 @@ def test_kernels_follow_the_hardware(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     monkeypatch.setattr(grouped_mm, "_SM100_KERNELS_AVAILABLE", True)
+    monkeypatch.setattr(kernels, "why_not_cutedsl", lambda: None)
     assert kernels.resolve("auto") == expected
     assert kernels.resolve("emulated") == "emulated"
     if expected == "native":
@@ -208,5 +232,11 @@ def test_kernels_follow_the_hardware(
     else:
         with pytest.raises(Refused, match="mxfp8_kernels is 'native'"):
             kernels.resolve("native")
+    if expected == "emulated":
+        return
+    monkeypatch.setattr(kernels, "why_not_cutedsl", lambda: "nvidia-cutlass-dsl is missing")
+    with pytest.raises(Refused, match=r"nvidia-cutlass-dsl is missing.*mxfp8_kernels=emulated by name"):
+        kernels.resolve("auto")
     monkeypatch.setattr(grouped_mm, "_SM100_KERNELS_AVAILABLE", False)
-    assert kernels.resolve("auto") == "emulated"
+    with pytest.raises(Refused, match="no SM100 kernels"):
+        kernels.resolve("auto")

@@ -13,11 +13,25 @@ import yaml
 from pydantic import BaseModel, ConfigDict
 
 from moelab.errors import BadInput
-from moelab.notebooks import ConvergenceParameters, PlanParameters, parameter_names, read_parameters, validated
+from moelab.notebooks import (
+    ConvergenceParameters,
+    DispatchParameters,
+    GroupedGemmParameters,
+    PlanParameters,
+    QuantiseParameters,
+    RouteParameters,
+    parameter_names,
+    read_parameters,
+    validated,
+)
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 SCHEMAS: dict[str, type[BaseModel]] = {
+    "01_quantise_to_mxfp8": QuantiseParameters,
+    "02_find_grouped_gemm_break_even": GroupedGemmParameters,
+    "03_route_tokens": RouteParameters,
+    "04_dispatch_with_deepep": DispatchParameters,
     "05_plan_layout": PlanParameters,
     "06_compare_convergence": ConvergenceParameters,
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from itertools import pairwise, product
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from titan_process import groups_of_torchtitan, in_titan_process
 
 from moelab.errors import BadInput, Refused
 from moelab.experiment import Experiment
@@ -61,20 +61,6 @@ def title(figure: Any) -> str:
 
 # --- groups ----------------------------------------------------------------------------------------------------------
 
-TORCHTITAN = """
-import json, sys
-import torch.distributed as dist
-import torchtitan.distributed.parallel_dims as parallel_dims
-from torch.testing._internal.distributed.fake_pg import FakeStore
-
-parallel_dims.device_type = "cpu"
-rank, degrees = int(sys.argv[1]), json.loads(sys.argv[2])
-dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=degrees["world_size"])
-dims = parallel_dims.ParallelDims(**degrees, spmd_backend="partial_dtensor")
-dims.build_mesh()
-found = {axis: dims.get_optional_mesh(axis) for axis in ("tp", "cp", "ep", "efsdp", "fsdp", "dp_replicate", "pp")}
-print(json.dumps({axis: mesh.mesh.flatten().tolist() for axis, mesh in found.items() if mesh is not None}))
-"""
 NAMES = {("dp_shard", "cp"): "fsdp"}
 
 
@@ -86,10 +72,7 @@ NAMES = {("dp_shard", "cp"): "fsdp"}
     ],
 )
 def test_groups_are_those_of_torchtitans_mesh(rank: int, degrees: dict[str, int]) -> None:
-    code = [sys.executable, "-c", TORCHTITAN, str(rank), json.dumps({**degrees, "world_size": 256})]
-    done = subprocess.run(code, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    theirs = json.loads(done.stdout.splitlines()[-1])
+    theirs = in_titan_process(groups_of_torchtitan, rank, {**degrees, "world_size": 256})
     ours = groups_of(layout(**degrees), rank, gpus_per_node=8)
     assert {NAMES.get(group.axes, group.axes[0]): list(group.ranks) for group in ours} == theirs
 

@@ -60,12 +60,16 @@ def _precision(experiment: Experiment, found: tuple[GpuInfo, ...]) -> str | None
 
 def _backend(experiment: Experiment, found: tuple[GpuInfo, ...]) -> str | None:
     backend = experiment.ep_backend
-    if backend is not EPBackend.STANDARD and not found:
-        return f"ep_backend {backend.value} needs CUDA and this machine has no GPU to use. Nearest: ep_backend=standard"
+    emulated = backend is EPBackend.DEEPEP and experiment.ep_kernels == "emulated"
+    if backend is not EPBackend.STANDARD and not found and not emulated:
+        instead = "ep_kernels=emulated or ep_backend=standard" if backend is EPBackend.DEEPEP else "ep_backend=standard"
+        return f"ep_backend {backend.value} needs CUDA and this machine has no GPU to use. Nearest: {instead}"
     if reason := refusal(experiment):
         return reason
-    if backend in (EPBackend.DEEPEP, EPBackend.HYBRIDEP) and not has_module("deep_ep"):
-        return f"ep_backend {backend.value} needs DeepEP, which is not installed. Nearest: ep_backend=standard"
+    if backend in (EPBackend.DEEPEP, EPBackend.HYBRIDEP) and not emulated and not has_module("deep_ep"):
+        return f"ep_backend {backend.value} needs DeepEP, which is not installed. Nearest: ep_backend=standard" + (
+            ", or ep_kernels=emulated for the numerics of deepep" if backend is EPBackend.DEEPEP else ""
+        )
     return None
 
 

@@ -1,17 +1,15 @@
 """Arms: which dispatcher, precision, compilation and checkpointing go together, and on which GPU.
 
-Three things come with moelab's own DeepEP dispatcher, which this version does not have yet: quantised experts with
-``ep_backend=deepep``, ``compile=model+loss`` with it, and any ``dispatch_precision`` but BF16. They are declared, so
-that a study can be written down, and refused by name.
+What a dispatcher can do is written down once, in ``dispatchers.py``; the rules here ask it.
 """
 
 from __future__ import annotations
 
 from moelab.experiment import EPBackend, Precision
+from moelab.layout.dispatchers import Fault, deepep_fault, dispatch_fault, takes_experts, that_pad
 from moelab.layout.facts import Facts
 from moelab.layout.rule import Rule
 
-_OWN = "moelab's own DeepEP dispatcher, which comes with a later version"
 _BLOCK = {Precision.FP8: 16, Precision.MXFP8: 32}
 """Features that a quantised grouped GEMM needs in a multiple of, along every dimension of a weight."""
 FP8_CAPABILITY, MXFP8_CAPABILITY = 8.9, 10.0
@@ -23,6 +21,38 @@ def _deepep(facts: Facts) -> bool:
 
 def _minimal(facts: Facts) -> bool:
     return facts.ep_backend is EPBackend.MINIMAL_ASYNC_EP
+
+
+def _emulated(facts: Facts) -> bool:
+    """DeepEP's contract on plain collectives, which any device has."""
+    return _deepep(facts) and facts.ep_kernels == "emulated"
+
+
+def _dispatch(facts: Facts) -> Fault | None:
+    return dispatch_fault(
+        facts.ep_backend,
+        precision=facts.precision,
+        wgrad=facts.experiment.wgrad,
+        ep=facts.ep,
+        dispatch_precision=facts.dispatch_precision,
+    )
+
+
+def _deepep_limits(facts: Facts) -> Fault | None:
+    if not _deepep(facts):
+        return None
+    return deepep_fault(facts.shape, kernels=facts.ep_kernels, dispatch_precision=facts.dispatch_precision)
+
+
+def _said(fault: Fault | None) -> str:
+    return fault.said if fault else ""
+
+
+def _keeps_dispatch(facts: Facts) -> bool:
+    """Whether an activation checkpoint can keep what came over the network, where it is asked to."""
+    if facts.activation_checkpoint != "full+dispatch" or facts.ep_backend is not EPBackend.STANDARD or facts.ep == 1:
+        return True
+    return facts.compile == "model+loss" or facts.dispatch_precision != "bf16" or not facts.capability
 
 
 def _expert_blocks(facts: Facts) -> bool:
@@ -60,30 +90,17 @@ ARM_RULES = (
     Rule(
         name="minimal_async_ep is not quantised",
         factor="ep_backend",
-        holds=lambda facts: not (_minimal(facts) and facts.quantised),
+        holds=lambda facts: takes_experts(facts.ep_backend, facts.precision),
         why=lambda facts: (
             f"quantised experts (precision {facts.precision.value}) need a dispatcher that pads each expert's tokens, "
-            "and this one does not; those that do: standard, hybridep, and moelab's own deepep, which comes with a "
-            "later version"
+            f"and this one does not; those that do: {that_pad()}"
         ),
     ),
     Rule(
-        name="deepep is not quantised",
+        name="DeepEP takes the tokens",
         factor="ep_backend",
-        holds=lambda facts: not (_deepep(facts) and facts.quantised),
-        why=lambda facts: (
-            f"quantised experts (precision {facts.precision.value}) need a dispatcher that pads each expert's tokens; "
-            f"TorchTitan's deepep does not, and this arm waits for {_OWN}"
-        ),
-    ),
-    Rule(
-        name="deepep is not compiled",
-        factor="ep_backend",
-        holds=lambda facts: not (_deepep(facts) and facts.compile == "model+loss"),
-        why=lambda facts: (
-            "TorchTitan's deepep has no fake implementation of its dispatch, so compile=model+loss fails in the first "
-            f"step, and this arm waits for {_OWN}; compile=loss runs"
-        ),
+        holds=lambda facts: _deepep_limits(facts) is None,
+        why=lambda facts: _said(_deepep_limits(facts)),
     ),
     Rule(
         name="minimal_async_ep recomputes",
@@ -101,10 +118,19 @@ ARM_RULES = (
         ),
     ),
     Rule(
-        name="dispatch is BF16",
+        name="dispatch is kept",
+        factor="activation_checkpoint",
+        holds=_keeps_dispatch,
+        why=lambda facts: (
+            "uncompiled, TorchTitan's standard all-to-all on a GPU is no operator whose result a checkpoint can keep; "
+            "compile=model+loss makes it one, and ep_backend=deepep always is"
+        ),
+    ),
+    Rule(
+        name="dispatch is quantised as its experts",
         factor="dispatch_precision",
-        holds=lambda facts: facts.dispatch_precision == "bf16",
-        why=lambda facts: f"quantised dispatch waits for {_OWN}",
+        holds=lambda facts: _dispatch(facts) is None,
+        why=lambda facts: _said(_dispatch(facts)),
     ),
     Rule(
         name="fp8 has no linears",
@@ -145,7 +171,10 @@ ARM_RULES = (
     Rule(
         name="dispatcher needs CUDA",
         factor="ep_backend",
-        holds=lambda facts: facts.capability != 0 or facts.ep_backend is EPBackend.STANDARD,
-        why=lambda facts: f"it needs CUDA, and {_here(facts)}",
+        holds=lambda facts: facts.capability != 0 or facts.ep_backend is EPBackend.STANDARD or _emulated(facts),
+        why=lambda facts: (
+            f"it needs CUDA, and {_here(facts)}"
+            + ("; ep_kernels=emulated has its numerics on any device" if _deepep(facts) else "")
+        ),
     ),
 )

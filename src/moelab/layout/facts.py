@@ -41,6 +41,7 @@ class Facts:
     seq_len: int
     precision: Precision
     ep_backend: EPBackend
+    ep_kernels: str
     dispatch_precision: str
     quantize: str
     activation_checkpoint: str
@@ -116,6 +117,7 @@ def facts_of(experiment: Experiment) -> Facts:
         seq_len=experiment.seq_len,
         precision=experiment.precision,
         ep_backend=experiment.ep_backend,
+        ep_kernels=experiment.ep_kernels,
         dispatch_precision=experiment.dispatch_precision,
         quantize=experiment.quantize,
         activation_checkpoint=experiment.activation_checkpoint,

@@ -14,13 +14,25 @@ PADDING = {Precision.FP8: 16, Precision.MXFP8: 32}
 """Tokens: what TorchTitan 0.3.0's converters pad each expert's group to by default."""
 NATIVE_PADDING = 128
 """Tokens: what torchao 0.18's quantisation kernel needs on SM100."""
+DEEPEP_PADDING = 8
+"""Tokens: what moelab's DeepEP dispatcher pads each expert's group to for BF16 experts."""
 
 
 def notes(facts: Facts) -> tuple[str, ...]:
     """Every note that applies."""
     found = (
         note(facts)
-        for note in (_cluster, _padding, _cuda_graphs, _microbatch, _loss_rank, _ep_nodes, _traffic, _warmup)
+        for note in (
+            _cluster,
+            _emulated,
+            _padding,
+            _cuda_graphs,
+            _microbatch,
+            _loss_rank,
+            _ep_nodes,
+            _traffic,
+            _warmup,
+        )
     )
     return tuple(note for note in found if note)
 
@@ -33,9 +45,17 @@ def _cluster(facts: Facts) -> str | None:
     return f"hardware: {cluster.name} has {cluster.gpus} GPUs, and this takes {facts.world_size}"
 
 
+def _emulated(facts: Facts) -> str | None:
+    if facts.ep_backend is not EPBackend.DEEPEP or facts.ep_kernels != "emulated":
+        return None
+    return "dispatcher: DeepEP is emulated on plain collectives: its numerics, not its speed"
+
+
 def _padding(facts: Facts) -> str | None:
     if not facts.quantised:
-        return None
+        if facts.ep_backend is not EPBackend.DEEPEP:
+            return None
+        return f"padding: each expert's tokens are padded to a multiple of {DEEPEP_PADDING}"
     default = PADDING[facts.precision]
     kernels = facts.experiment.mxfp8_kernels
     raised = f"{default} tokens raised to {NATIVE_PADDING}, which torchao's quantisation kernel needs on SM100"

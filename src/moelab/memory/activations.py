@@ -5,6 +5,8 @@ and PyTorch's autograd formulas give them (``torchtitan/models/deepseek_v3/model
 ``moe.py``, ``token_dispatcher.py``, ``feed_forward.py``, ``attention.py``). The lists were then held against what
 PyTorch's allocator said was alive at the end of a forward pass on an H100 (``benchmarks/memory_h100.py``): a compiled
 layer keeps the same tensors, except that outputs of experts are combined in BF16 and SiLU's output is recomputed.
+With moelab's DeepEP dispatcher (``moelab/deepep``) the rows arrive in the experts' order and are kept once, and the
+experts' outputs are not kept, because the scores are applied before the last product.
 
 Letters: ``t`` tokens of the micro-batch on this rank's sequence, ``s`` the share of them that sequence parallelism
 leaves in the residual stream, ``n`` routed copies that this rank sends, ``r`` rows that its experts receive.
@@ -18,10 +20,11 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
+from moelab.experiment import EPBackend
 from moelab.model import ModelShape
 
-Checkpointing = Literal["none", "selective", "full"]
-BF16, FP32, INT64 = 2, 4, 8
+Checkpointing = Literal["none", "selective", "full", "full+dispatch"]
+BF16, FP32, INT32, INT64 = 2, 4, 4, 8
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,9 @@ class Work:
         scaling_bytes: of each element of the experts' outputs when they are scaled by their scores: TorchTitan's own
             dispatchers do it in FP32, the others in BF16, and a compiled layer keeps BF16.
         pad_multiple: rows to a multiple of which each expert's group is padded.
+        backend: the dispatcher.
+        row_bytes: of each feature of a row as it arrives, its share of the scales included; less than 2 with quantised
+            dispatch.
     """
 
     tokens: int
@@ -46,6 +52,13 @@ class Work:
     imbalance: float = 1.0
     scaling_bytes: int = FP32
     pad_multiple: int = 1
+    backend: EPBackend = EPBackend.STANDARD
+    row_bytes: float = BF16
+
+    @property
+    def quantised_dispatch(self) -> bool:
+        """Whether rows arrive quantised."""
+        return self.row_bytes < BF16
 
     @property
     def residual(self) -> int:
@@ -119,26 +132,52 @@ def _ffn(shape: ModelShape, work: Work, *, compiled: bool) -> dict[str, float]:
 
 
 def _moe(shape: ModelShape, work: Work, *, compiled: bool) -> dict[str, float]:
-    n, r, routed = work.sent(shape), work.received(shape), work.routed_tokens
+    r, routed = work.received(shape), work.routed_tokens
     hidden = float(BF16 * r * shape.moe_hidden_dim)
     shared = BF16 * work.tokens * shape.shared_hidden_dim / work.tp
     tensors = {
         "MoE input": float(BF16 * routed * shape.dim),
         "router input in FP32": float(FP32 * routed * shape.dim),
         "router scores": float(FP32 * routed * shape.num_experts),
-        "routing indices": float(INT64 * (4 * n + r)),
-        "experts' input": float(BF16 * r * shape.dim),
+        "routing indices": _routing_indices(shape, work),
+        "experts' input": work.row_bytes * r * shape.dim,
         "experts' gate, up and product": 3 * hidden,
-        "outputs to be scaled": float(work.scaling_bytes * n * shape.dim),
         "shared gate, up and product": 3 * shared,
     }
+    scored_inside = work.backend is EPBackend.DEEPEP
+    if not scored_inside:
+        tensors["outputs to be scaled"] = float(work.scaling_bytes * work.sent(shape) * shape.dim)
     if compiled:
         tensors["sum of routed outputs"] = float(BF16 * routed * shape.dim)
     else:
         tensors["activations of experts"] = hidden + shared
+        tensors["products to be scaled in FP32"] = 2 * hidden * scored_inside
     if work.tp > 1 and work.ep > 1:
         tensors["shared experts' input"] = float(BF16 * work.tokens * shape.dim)
     return tensors
+
+
+def _routing_indices(shape: ModelShape, work: Work) -> float:
+    """Where each row came from: TorchTitan's sorted indices, or DeepEP's handle and the rows' scores."""
+    n, r = work.sent(shape), work.received(shape)
+    if work.backend is not EPBackend.DEEPEP:
+        return float(INT64 * (4 * n + r))
+    tokens_received = min(work.ep, shape.top_k) * work.routed_tokens
+    return float((INT64 + INT32) * n + INT32 * (shape.top_k + 2) * tokens_received + FP32 * r)
+
+
+def arrived(shape: ModelShape, work: Work) -> Mapping[str, float]:
+    """Bytes of what the dispatch and the combine of one layer bring over the network, by name.
+
+    Names that are those of :func:`saved_without_checkpointing` are the same tensors.
+    """
+    if work.ep == 1:
+        return {}
+    rows = work.row_bytes * work.received(shape) * shape.dim
+    if work.backend is EPBackend.STANDARD:
+        return {"rows by sender": rows, "outputs to be scaled": float(BF16 * work.sent(shape) * shape.dim)}
+    sums = float(BF16 * work.routed_tokens * shape.dim)
+    return {"experts' input": rows, "sum of routed outputs": sums, "routing indices": _routing_indices(shape, work)}
 
 
 @functools.lru_cache(maxsize=65_536)
@@ -147,18 +186,28 @@ def saved(shape: ModelShape, *, moe: bool, work: Work, compiled: bool, checkpoin
 
     ``selective`` keeps the layer's input, attention's operands and output, and the output of every second matrix
     product (``torchtitan/distributed/activation_checkpoint.py``). Grouped products are not on its list, so that routed
-    experts are recomputed whole; a compiled layer keeps the outputs of both all-to-alls as well.
+    experts are recomputed whole; what arrived is kept as well where the dispatcher's communication is an operator
+    (:func:`keeps_arrived`). ``full+dispatch`` keeps the layer's input and what arrived.
     """
     tensors = saved_without_checkpointing(shape, moe=moe, work=work, compiled=compiled)
     if checkpointing == "none":
         return sum(tensors.values())
-    if checkpointing == "full":
-        return tensors["layer input"]
-    kept = sum(tensors.get(name, 0.0) for name in ("layer input", *_ATTENTION_OPERANDS))
-    kept += sum(BF16 * work.tokens * width for width in _matrix_products(shape, moe=moe, tp=work.tp)[::2])
-    if moe and compiled and work.ep > 1:
-        kept += BF16 * shape.dim * (work.received(shape) + work.sent(shape))
-    return kept
+    kept = tensors["layer input"]
+    if moe and keeps_arrived(work, compiled=compiled, checkpointing=checkpointing):
+        kept += sum(arrived(shape, work).values())
+    if checkpointing != "selective":
+        return kept
+    kept += sum(tensors.get(name, 0.0) for name in _ATTENTION_OPERANDS)
+    return kept + sum(BF16 * work.tokens * width for width in _matrix_products(shape, moe=moe, tp=work.tp)[::2])
+
+
+def keeps_arrived(work: Work, *, compiled: bool, checkpointing: Checkpointing) -> bool:
+    """Whether a layer keeps what arrived and does not communicate again.
+
+    TorchTitan's standard all-to-all is an operator that can be kept in a compiled layer only; the quantised one always.
+    """
+    operator = compiled or work.quantised_dispatch or work.backend is not EPBackend.STANDARD
+    return operator and checkpointing in ("selective", "full+dispatch")
 
 
 _ATTENTION_OPERANDS = (

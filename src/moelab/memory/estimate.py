@@ -15,16 +15,20 @@ from moelab.hardware import Gpu
 from moelab.layout import Layout
 from moelab.memory.activations import BF16, FP32, Work
 from moelab.memory.constants import MemoryConstants, memory_constants
+from moelab.memory.dispatch_buffer import DispatchBuffer, dispatch_buffer
 from moelab.memory.layer import Mode
 from moelab.memory.moments import Parts, Step, step
-from moelab.memory.sharding import StageModules, held, stage_modules
-from moelab.memory.working_set import dispatch_buffers
+from moelab.memory.sharding import held, stage_modules
 from moelab.model import ModelShape, shape_of
 
 GIB = 2**30
 PADDING = {Precision.BF16: 1, Precision.FP8: 16, Precision.MXFP8: 32}
 """Rows to a multiple of which each expert's group is padded; native MXFP8 kernels need ``NATIVE_PADDING``."""
 NATIVE_PADDING, NATIVE_CAPABILITY = 128, 10.0
+DEEPEP_PADDING = 8
+"""Rows to a multiple of which moelab's DeepEP dispatcher pads groups for BF16 experts."""
+SCALE_BYTES = {"bf16": 0.0, "mxfp8": 1 / 32, "fp8": 0.0}
+"""Of each feature of a quantised row: one byte for a block of 32; one number for a whole row is nothing."""
 PARTS = (
     "parameters",
     "optimizer states",
@@ -37,9 +41,12 @@ PARTS = (
     "loss",
     "communication buffers",
     "fragmentation",
+    "dispatch buffers",
     "CUDA and NCCL",
 )
 """Names of the parts, in the order in which a figure stacks them."""
+OUTSIDE = ("dispatch buffers", "CUDA and NCCL")
+"""Parts that PyTorch's allocator knows nothing of."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +73,7 @@ class StageMemory:
     @property
     def reserved_gib(self) -> float:
         """What PyTorch's allocator reserves: TorchTitan's ``memory``, GiB."""
-        return self.total_gib - self.parts["CUDA and NCCL"]
+        return self.total_gib - sum(self.parts[name] for name in OUTSIDE)
 
     @property
     def in_use_gib(self) -> float:
@@ -81,10 +88,12 @@ class MemoryEstimate:
     Attributes:
         by_stage: one entry for each pipeline rank.
         capacity_gib: memory of the GPU.
+        buffer: what the dispatcher allocates for its communication, or None.
     """
 
     by_stage: tuple[StageMemory, ...]
     capacity_gib: float
+    buffer: DispatchBuffer | None = None
 
     @cached_property
     def worst(self) -> StageMemory:
@@ -123,8 +132,9 @@ _ADVICE = {
     "working set": "use a smaller local_batch or microbatch, or raise tp or cp",
     "quantised copies": "use a smaller local_batch or microbatch, or native kernels",
     "loss": "use a smaller local_batch or microbatch, or raise tp",
-    "communication buffers": "use ep_backend=standard, a smaller local_batch or microbatch",
+    "communication buffers": "use a smaller local_batch or microbatch, or raise dp_shard or ep",
     "fragmentation": "set PYTORCH_ALLOC_CONF=expandable_segments:True",
+    "dispatch buffers": "use ep_backend=standard, a smaller local_batch or microbatch",
     "CUDA and NCCL": "use fewer process groups",
 }
 
@@ -153,11 +163,13 @@ def estimate(
         >>> estimate(experiment, check(experiment).layout, gpu_of("h100_node")).fits
         True
     """
+    shape = shape or shape_of(experiment.model)
+    work = work_of(experiment, layout, gpu, constants)
     run = step(
-        shape or shape_of(experiment.model),
+        shape,
         layout,
         experiment.pp_schedule,
-        work=work_of(experiment, layout, gpu, constants),
+        work=work,
         mode=Mode(
             experiment.activation_checkpoint,
             experiment.compile == "model+loss",
@@ -166,8 +178,9 @@ def estimate(
             emulates(experiment, gpu),
         ),
     )
-    stages = tuple(_stage_memory(run, rank, experiment.ep_backend, constants) for rank in range(layout.pp))
-    return MemoryEstimate(by_stage=stages, capacity_gib=gpu.memory_gib.value)
+    buffer = dispatch_buffer(experiment, layout, shape, work)
+    stages = tuple(_stage_memory(run, rank, buffer, constants) for rank in range(layout.pp))
+    return MemoryEstimate(by_stage=stages, capacity_gib=gpu.memory_gib.value, buffer=buffer)
 
 
 def emulates(experiment: Experiment, gpu: Gpu) -> bool:
@@ -179,7 +192,7 @@ def emulates(experiment: Experiment, gpu: Gpu) -> bool:
 def work_of(experiment: Experiment, layout: Layout, gpu: Gpu, constants: MemoryConstants) -> Work:
     """How much one rank has of a micro-batch."""
     compiled = experiment.compile == "model+loss"
-    native = experiment.precision is Precision.MXFP8 and not emulates(experiment, gpu)
+    sent = experiment.dispatch_precision
     return Work(
         tokens=layout.microbatch_size * experiment.seq_len // layout.cp,
         tp=layout.tp,
@@ -187,11 +200,21 @@ def work_of(experiment: Experiment, layout: Layout, gpu: Gpu, constants: MemoryC
         ep=layout.ep,
         imbalance=constants.routing_imbalance.value if experiment.routing is Routing.LEARNED else 1.0,
         scaling_bytes=FP32 if experiment.ep_backend is EPBackend.STANDARD and not compiled else BF16,
-        pad_multiple=NATIVE_PADDING if native else PADDING[experiment.precision],
+        pad_multiple=_padding(experiment, gpu),
+        backend=experiment.ep_backend,
+        row_bytes=BF16 if sent == "bf16" else 1 + SCALE_BYTES[sent],
     )
 
 
-def _stage_memory(run: Step, rank: int, backend: EPBackend, constants: MemoryConstants) -> StageMemory:
+def _padding(experiment: Experiment, gpu: Gpu) -> int:
+    if experiment.precision is Precision.MXFP8 and not emulates(experiment, gpu):
+        return NATIVE_PADDING
+    if experiment.precision is Precision.BF16 and experiment.ep_backend is EPBackend.DEEPEP:
+        return DEEPEP_PADDING
+    return PADDING[experiment.precision]
+
+
+def _stage_memory(run: Step, rank: int, buffer: DispatchBuffer | None, constants: MemoryConstants) -> StageMemory:
     """The fullest moment of one pipeline rank."""
     numbers = run.layout.stages_of_rank[rank]
     modules = [stage_modules(run.layout.stages[number], run.shape.n_dense_layers) for number in numbers]
@@ -203,8 +226,10 @@ def _stage_memory(run: Step, rank: int, backend: EPBackend, constants: MemoryCon
     found["optimizer states"] = float(2 * FP32 * sum(one.local for one in total))
     found["gradients"] = float(FP32 * sum(one.padded for one in total))
     pools = run.gather_pool(modules) + run.reduce_pool(modules)
-    found["communication buffers"] = pools + _buffers(run, numbers, modules, backend)
+    found["communication buffers"] = pools + _received(run, numbers)
     found["fragmentation"] = (constants.fragmentation.value - 1) * sum(found.values())
+    if buffer and any(stage.moe_layers for stage in modules):
+        found["dispatch buffers"] = float(buffer.size_bytes)
     found["CUDA and NCCL"] = GIB * _outside(run, constants)
     return StageMemory(
         rank=rank, stages=numbers, moment=moment, parts={name: value / GIB for name, value in found.items()}
@@ -217,10 +242,8 @@ def _outside(run: Step, constants: MemoryConstants) -> float:
     return constants.context_gib.value + groups * constants.communicator_gib.value
 
 
-def _buffers(run: Step, numbers: tuple[int, ...], modules: list[StageModules], backend: EPBackend) -> float:
-    """Dispatch buffers, and what a pipeline stage receives into: one buffer for each micro-batch and direction."""
-    moe = any(stage.moe_layers for stage in modules)
-    dispatch = dispatch_buffers(run.shape, backend=backend, work=run.work) if moe else 0.0
+def _received(run: Step, numbers: tuple[int, ...]) -> float:
+    """What a pipeline rank receives into: one buffer for each micro-batch and direction."""
     last = len(run.layout.stages) - 1
     directions = sum((number > 0) + (number < last) for number in numbers)
-    return dispatch + directions * run.layout.microbatches * BF16 * run.work.residual * run.shape.dim
+    return float(directions * run.layout.microbatches * BF16 * run.work.residual * run.shape.dim)

@@ -6,7 +6,15 @@ import functools
 from dataclasses import dataclass
 
 from moelab.experiment import Precision
-from moelab.memory.activations import Checkpointing, Work, attention_saved, saved
+from moelab.memory.activations import (
+    Checkpointing,
+    Work,
+    arrived,
+    attention_saved,
+    keeps_arrived,
+    saved,
+    saved_without_checkpointing,
+)
 from moelab.memory.sharding import Degrees, Held, module_held
 from moelab.memory.working_set import backward_working_set, forward_working_set, quantised_working_set
 from moelab.model import ModelShape
@@ -53,7 +61,11 @@ def layer_costs(shape: ModelShape, *, moe: bool, degrees: Degrees, work: Work, m
     forward = forward_working_set(shape, moe=moe, work=work, compiled=mode.compiled)
     backward = backward_working_set(shape, moe=moe, work=work, compiled=mode.compiled)
     kept = saved(shape, moe=moe, work=work, compiled=mode.compiled, checkpointing=mode.checkpointing)
-    everything = saved(shape, moe=moe, work=work, compiled=mode.compiled, checkpointing="none")
+    tensors = saved_without_checkpointing(shape, moe=moe, work=work, compiled=mode.compiled)
+    everything = sum(tensors.values())
+    if moe and keeps_arrived(work, compiled=mode.compiled, checkpointing=mode.checkpointing):
+        # The recomputation makes the experts' own order of what is kept as it came.
+        everything += sum(max(0.0, size - tensors.get(name, 0.0)) for name, size in arrived(shape, work).items())
     quantised = quantised_working_set(
         shape, precision=mode.precision, emulated=mode.emulated, work=work, gathered_experts=held.experts
     )

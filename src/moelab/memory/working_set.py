@@ -11,22 +11,28 @@ def forward_working_set(shape: ModelShape, *, moe: bool, work: Work, compiled: b
     """Bytes of temporaries at the fullest moment of one layer's forward pass.
 
     For routed experts this is the sum of their outputs into tokens: what the all-to-all brought, its product with the
-    scores (FP32 in TorchTitan's own dispatchers; a compiled layer does not write it out) and that product in BF16.
+    scores (FP32 in TorchTitan's own dispatchers; a compiled layer does not write it out) and that product in BF16. With
+    moelab's DeepEP dispatcher it is the experts' outputs, whose scores are applied already, and their sums.
     """
     if not moe:
         return 2 * BF16 * work.tokens * shape.dense_hidden_dim / work.tp
+    if work.backend is EPBackend.DEEPEP:
+        return float(BF16 * shape.dim * (work.received(shape) + work.routed_tokens))
     return float(work.sent(shape) * shape.dim * (BF16 if compiled else work.scaling_bytes + 2 * BF16))
 
 
 def backward_working_set(shape: ModelShape, *, moe: bool, work: Work, compiled: bool) -> float:
     """Bytes of temporaries at the fullest moment of one layer's backward pass, gradients of weights apart.
 
-    Uncompiled, it is the gradient of scaling the outputs by their scores: three tensors of their size.
+    Uncompiled, it is the gradient of scaling the outputs by their scores: three tensors of their size. moelab's DeepEP
+    dispatcher scales within the experts.
     """
     if not moe:
         return 3 * BF16 * work.tokens * shape.dense_hidden_dim / work.tp
     n, r = work.sent(shape), work.received(shape)
     experts = BF16 * r * (2 * shape.dim + 3 * shape.moe_hidden_dim)
+    if work.backend is EPBackend.DEEPEP:
+        return float(experts)
     scaling = n * shape.dim * (2 * BF16 if compiled else 3 * work.scaling_bytes)
     return float(max(experts, scaling))
 
@@ -38,28 +44,15 @@ def quantised_working_set(
 
     torchao saves the BF16 operands for the backward pass and quantises them again there, so no quantised copy outlives
     its product (``torchao/prototype/moe_training/{fp8,mxfp8}_grouped_mm.py`` at 0.18). Emulation holds what it
-    quantised and what it expanded again, with an FP32 copy of the larger operand on the way.
+    quantised and what it expanded again, with an FP32 copy of the larger operand on the way. Rows that arrive quantised
+    need no copy, but one in BF16 for their weight gradient.
     """
     if precision is Precision.BF16:
         return 0.0
     rows = work.received(shape) * max(shape.dim, shape.moe_hidden_dim)
+    if work.quantised_dispatch and not emulated:
+        return float(max(work.received(shape) * shape.moe_hidden_dim + gathered_experts / 3, BF16 * rows))
     weights = gathered_experts / 3
     if precision is Precision.MXFP8 and emulated:
         return (1 + BF16) * (rows + weights) + FP32 * max(rows, weights)
     return rows + weights
-
-
-def dispatch_buffers(shape: ModelShape, *, backend: EPBackend, work: Work) -> float:
-    """Bytes that a dispatcher allocates once for its communication.
-
-    Exact for ``minimal_async_ep`` (``torchtitan/distributed/minimal_async_ep/api.py``: two buffers for every row that
-    could arrive); for DeepEP and HybridEP one BF16 row for each token of each rank, each way, stands in until it has
-    been measured.
-    """
-    tokens = work.routed_tokens
-    if backend is EPBackend.STANDARD or work.ep == 1:
-        return 0.0
-    rows = work.ep * tokens
-    if backend is EPBackend.MINIMAL_ASYNC_EP:
-        rows *= min(shape.top_k, shape.num_experts // work.ep)
-    return 2.0 * rows * shape.dim * BF16

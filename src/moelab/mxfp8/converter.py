@@ -1,12 +1,13 @@
 """MXFP8 experts, and linears when asked, as TorchTitan model converters.
 
 TorchTitan 0.3.0 has such converters and refuses anything below SM100. These do the same there, with the same torchao
-kernels, and run torchao's emulation elsewhere, so that one experiment means one thing on every machine. Forward, dgrad
-and wgrad of each grouped GEMM are quantised (wgrad in BF16 when asked).
+kernels, and emulate elsewhere, so that one experiment means one thing on every machine: the linears by torchao's
+emulation, the experts by :mod:`moelab.mxfp8.emulation`, which has the same numbers. Forward, dgrad and wgrad of each
+grouped GEMM are quantised (wgrad in BF16 when asked).
 
 The quantised kernels need every expert's token group to be a multiple of a block. Where Triton runs, TorchTitan's
 TorchAOTokenDispatcher pads inside the permutation; on a CPU it cannot (the permutation is a Triton kernel), so the
-plain dispatcher stays and torchao pads inside the grouped GEMM.
+plain dispatcher stays and the emulation pads inside the grouped GEMM.
 """
 
 from __future__ import annotations
@@ -30,8 +31,10 @@ from torchtitan.components.quantization.mx import _get_mxfp8_grouped_experts_cls
 from torchtitan.components.quantization.utils import swap_token_dispatcher
 from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.moe import GroupedExperts
+from torchtitan.models.common.token_dispatcher import DeepEPTokenDispatcher
 
 from moelab.errors import MoelabError, Refused
+from moelab.mxfp8 import emulation
 from moelab.mxfp8.kernels import EMULATED_PADDING, NATIVE_PADDING, Kernels
 
 logger = logging.getLogger(__name__)
@@ -50,7 +53,7 @@ _TitanExperts: Any = _get_mxfp8_grouped_experts_cls(GroupedExperts)
 
 
 class MXFP8Experts(_TitanExperts):
-    """Experts whose grouped GEMMs are quantised to MXFP8 by torchao.
+    """Experts whose grouped GEMMs are quantised to MXFP8: natively by torchao, or emulated.
 
     TorchTitan's own class with two more settings: emulated kernels, and wgrad in BF16 with either kind.
     """
@@ -59,17 +62,24 @@ class MXFP8Experts(_TitanExperts):
     class Config(_TitanExperts.Config):
         """As TorchTitan's, plus what torchao's recipes do not name."""
 
-        kernels: str = "native"
-        wgrad: str = "mxfp8"
+        kernels: Kernels = "native"
+        wgrad: Literal["mxfp8", "bf16"] = "mxfp8"
         pad_inside: bool = False
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
+        self._kernels, self._wgrad, self._pad_inside = config.kernels, config.wgrad, config.pad_inside
         self._mxfp8_op_config = op_config(config.kernels, config.wgrad, pad_inside=config.pad_inside)
+
+    def _grouped_mm(self, *, A: torch.Tensor, B_t: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        """Multiply ``A`` (M, K) by ``B_t`` (G, K, N), group by group; groups end at ``offs``."""
+        if self._kernels == "emulated":
+            return emulation.grouped_mm(A, B_t, offs, wgrad=self._wgrad, pad_inside=self._pad_inside)
+        return super()._grouped_mm(A=A, B_t=B_t, offs=offs)
 
 
 def op_config(kernels: str, wgrad: str, *, pad_inside: bool) -> MXFP8TrainingOpConfig:
-    """Settings for torchao of one quantised grouped GEMM.
+    """Settings of one quantised grouped GEMM for torchao, whose native kernels run it; emulated, it is our reference.
 
     Args:
         kernels: ``native`` or ``emulated``.
@@ -156,8 +166,10 @@ class MXFP8Converter(QuantizationConverter):
         return model_config
 
     def _experts(self, config: Any, parent: Any) -> MXFP8Experts.Config:
-        pad_inside = self.config.kernels == "emulated" and not torch.cuda.is_available()
-        if not pad_inside:
+        # moelab's DeepEP dispatcher, put in place by an override later, pads by itself.
+        pads = isinstance(parent.token_dispatcher, DeepEPTokenDispatcher.Config)
+        pad_inside = self.config.kernels == "emulated" and not torch.cuda.is_available() and not pads
+        if not pad_inside and not pads:
             swap_token_dispatcher(parent, NATIVE_PADDING if self.config.kernels == "native" else EMULATED_PADDING)
         shared = {f.name: getattr(config, f.name) for f in fields(config)}
         return MXFP8Experts.Config(

@@ -1,8 +1,8 @@
-"""Which MXFP8 kernels this process can run: torchao's native ones on SM100, its emulation anywhere else.
+"""Which MXFP8 kernels this process can run: torchao's native ones on SM100, the emulation anywhere else.
 
-Native means real MXFP8 tensor-core GEMMs. Emulated means that torchao quantises every operand to MXFP8, expands it
-again and multiplies in BF16: the numerics of MXFP8 at more than the cost of BF16, so an emulated run says nothing about
-speed.
+Native means real MXFP8 tensor-core GEMMs. Emulated means that every operand is quantised to MXFP8, expanded again and
+multiplied in BF16 (:mod:`moelab.mxfp8.emulation`): the numerics of MXFP8 at more than the cost of BF16, so an emulated
+run says nothing about speed.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 
 from moelab.errors import Refused
+from moelab.mxfp8.cutedsl import why_not_cutedsl
 
 Kernels = Literal["native", "emulated"]
 NATIVE_CAPABILITY = (10, 0)
@@ -28,7 +29,7 @@ def resolve(requested: Literal["auto", "native", "emulated"]) -> Kernels:
         requested: ``auto`` takes native kernels where they exist.
 
     Raises:
-        Refused: if ``native`` was asked for where it cannot run.
+        Refused: if ``native`` was asked for where it cannot run, or ``auto`` where only packages are missing.
     """
     if requested != "auto":
         problem = why_not_native() if requested == "native" else None
@@ -38,7 +39,13 @@ def resolve(requested: Literal["auto", "native", "emulated"]) -> Kernels:
                 "or 'auto' (native where it exists)."
             )
         return requested
-    return "emulated" if why_not_native() else "native"
+    problem = why_not_native()
+    if problem and torch.cuda.is_available() and torch.cuda.get_device_capability() >= NATIVE_CAPABILITY:
+        raise Refused(
+            f"this GPU has MXFP8 tensor cores, but {problem}. Mend that, or ask for mxfp8_kernels=emulated by name: it "
+            "says nothing about speed"
+        )
+    return "emulated" if problem else "native"
 
 
 def why_not_native() -> str | None:
@@ -53,4 +60,4 @@ def why_not_native() -> str | None:
 
     if not _SM100_KERNELS_AVAILABLE:
         return "this build of torchao has no SM100 kernels (it needs CUDA 12.8 or later and Triton)"
-    return None
+    return why_not_cutedsl()

@@ -15,6 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from moelab.experiment import Experiment
 from moelab.experiment_file import Study, make_study, parse
+from moelab.model import shape_of
+from moelab.projection import ExpertPlacement, RoutingModel, routing_of
 
 _JUPYTER_NAMES = frozenset({"In", "Out", "exit", "quit", "open", "get_ipython"})
 Parameters = TypeVar("Parameters", bound=BaseModel)
@@ -85,6 +87,50 @@ class ConvergenceParameters(BaseModel):
         return Path(self.runs_dir) / self.study
 
 
+class QuantiseParameters(BaseModel):
+    """Parameters of ``01_quantise_to_mxfp8``."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    capture_run: str = Field(description="run directory with captures; empty: a short training makes them")
+    study: str
+    runs_dir: str
+    model: Literal["nano", "debug", "16B", "671B"]
+    ranks: int = Field(ge=1)
+    ep: int = Field(ge=1)
+    steps: int = Field(ge=1)
+    seq_len: int = Field(ge=8)
+    local_batch: int = Field(ge=1)
+    activation_checkpoint: Literal["none", "selective", "full"]
+    hardware: str
+    layer: int = Field(ge=0, description="which of the captured layers: 0 is the first")
+    outlier_log2: int = Field(ge=0, le=20)
+
+    def to_study(self) -> Study:
+        """One BF16 run that captures what its experts multiply at its last step."""
+        fields = ("model", "ep", "steps", "seq_len", "local_batch", "activation_checkpoint", "hardware")
+        shared = {name: getattr(self, name) for name in fields}
+        shared |= {"gpus_per_node": self.ranks, "warmup_steps": max(1, self.steps // 5), "capture_step": self.steps}
+        return make_study(self.study, shared, [{"precision": "bf16"}], [0])
+
+
+class GroupedGemmParameters(BaseModel):
+    """Parameters of ``02_find_grouped_gemm_break_even``."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    experiment: Literal["replay", "run"]
+    result: str = Field(description="file that is written by a run and read by a replay; empty: the stored one")
+    precision: Literal["fp8", "mxfp8", "mxfp8_wgrad_bf16"]
+    shapes: str = Field(description="M,N,K,G separated by semicolons; empty: all of the experiment's own")
+    model: Literal["16B", "671B"]
+    tokens: int = Field(ge=1, description="of one micro-batch on a data-parallel rank")
+    tp: int = Field(ge=1)
+    ep: int = Field(ge=1)
+    aspect: float = Field(gt=0, le=100, allow_inf_nan=False, description="K / N of the map's weights")
+    resamples: int = Field(ge=10, le=1000)
+
+
 class PlanParameters(BaseModel):
     """Parameters of ``05_plan_layout``; but for the last two they are fields of an experiment, with the same names."""
 
@@ -122,6 +168,74 @@ class PlanParameters(BaseModel):
         """
         fields = self.model_dump(exclude={"rank", "search_limit"})
         return parse(Experiment, {"name": "plan", "dataset": "c4", **fields, **changes})
+
+
+class RouteParameters(BaseModel):
+    """Parameters of ``03_route_tokens``; all but ``seed`` have the names of the traffic explorer's controls."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    experts: int = Field(ge=2)
+    top_k: int = Field(ge=1)
+    ep: int = Field(ge=1)
+    ranks_per_node: int = Field(ge=1)
+    routing: Literal["random_balanced", "uniform", "group_limited", "group_by_score", "skewed"]
+    groups: int = Field(ge=1, description="groups of experts, where routing is limited to some of them")
+    limited_groups: int = Field(ge=1, description="groups that a token may use")
+    skew: float = Field(ge=0, le=5, allow_inf_nan=False, description="exponent of the popularity of experts")
+    tokens: int = Field(ge=1, le=1_000_000, description="of each rank")
+    hidden: int = Field(ge=1)
+    precision: Literal["bf16", "fp8", "mxfp8"]
+    hardware: Literal["b200_x256", "b200_node", "h100_node", "h200_node"]
+    token: int = Field(ge=0, le=4095, description="which token is drawn")
+    seed: int = Field(ge=0)
+
+    def to_placement(self) -> ExpertPlacement:
+        """Where the experts are.
+
+        Raises:
+            BadInput: if the numbers do not divide.
+        """
+        return ExpertPlacement(experts=self.experts, top_k=self.top_k, ep=self.ep, ranks_per_node=self.ranks_per_node)
+
+    def to_routing(self) -> RoutingModel:
+        """How tokens choose experts."""
+        return routing_of(
+            self.routing,
+            experts=self.experts,
+            groups=self.groups,
+            limited_groups=self.limited_groups,
+            skew=self.skew,
+        )
+
+
+class DispatchParameters(BaseModel):
+    """Parameters of ``04_dispatch_with_deepep``."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: Literal["debug", "16B", "671B"]
+    ep: int = Field(ge=1)
+    ranks_per_node: int = Field(ge=1)
+    tokens: int = Field(ge=1, le=1_000_000, description="of each rank")
+    alignment: Literal[16, 32, 128]
+    hardware: Literal["b200_x256", "b200_node", "h100_node", "h200_node"]
+    sender: int = Field(ge=0)
+    token: int = Field(ge=0, le=4095, description="which token is drawn")
+    measure: bool
+    output: str
+    size: str = Field(description="which size of the packaged measurement; empty takes its first")
+
+    def to_placement(self) -> ExpertPlacement:
+        """Where the model's experts are.
+
+        Raises:
+            BadInput: if the numbers do not divide.
+        """
+        shape = shape_of(self.model)
+        return ExpertPlacement(
+            experts=shape.num_experts, top_k=shape.top_k, ep=self.ep, ranks_per_node=self.ranks_per_node
+        )
 
 
 def _arm(precision: str, parameters: ConvergenceParameters) -> dict[str, Any]:

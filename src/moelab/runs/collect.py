@@ -29,6 +29,7 @@ from moelab.runs.tensorboard import NotATensorBoardFolder, read_tensorboard
 from moelab.runs.wandb_export import read_wandb
 
 CONVERTED_FOLDER = "launch/converted"
+DISPATCHER_FILE = "launch/dispatcher.json"
 WARMUP_STEPS = 3
 
 
@@ -46,6 +47,7 @@ class Collected:
         validation: held-out loss by step.
         steps_planned: steps that the experiment asks for, or None.
         converted: what multiplies in MXFP8: ``kernels`` and ``modules``, or None.
+        dispatcher: what moved the tokens: ``dispatcher``, and ``kernels`` of a DeepEP one; None if not recorded.
     """
 
     run: str
@@ -57,6 +59,7 @@ class Collected:
     validation: pd.DataFrame
     steps_planned: int | None = None
     converted: dict[str, Any] | None = None
+    dispatcher: dict[str, Any] | None = None
 
     @property
     def finished(self) -> bool:
@@ -113,6 +116,7 @@ def collect_run(run: RunDir, *, save: bool = False) -> Collected:
         validation=read.validation,
         steps_planned=experiment.steps,
         converted=converted_modules(run),
+        dispatcher=dispatcher_of(run),
     )
     if save:
         save_results(run, collected)
@@ -181,6 +185,7 @@ def save_results(run: RunDir, collected: Collected) -> None:
         "warmup_steps_left_out": WARMUP_STEPS,
         "memory_gib_peak": _number(merged["memory_gib"].max()),
         "mxfp8": collected.converted,
+        "dispatcher": collected.dispatcher,
     }
     write_json(run.path / "results.json", results)
 
@@ -217,6 +222,14 @@ def converted_modules(run: RunDir) -> dict[str, Any] | None:
             stages.append(json.loads(file.read_text()))
     modules = [name for stage in stages for name in stage["modules"]]
     return {"kernels": stages[0]["kernels"], "modules": modules} if modules else None
+
+
+def dispatcher_of(run: RunDir) -> dict[str, Any] | None:
+    """What moved the tokens; ``kernels`` is ``emulated`` where DeepEP's stand-in did. None if nothing was recorded."""
+    with suppress(OSError, ValueError):
+        found: dict[str, Any] = json.loads((run.path / DISPATCHER_FILE).read_text())
+        return found
+    return None
 
 
 def _number(value: float) -> float | None:

@@ -1,8 +1,11 @@
 """Every arm of the published experiment by name, as Experiments; TorchTitan's configurations are made from this table.
 
-A name is ``dsv3_<model>_<arm>``, with the arm spelt as in run directories: ``dsv3_671b_mxfp8_hybridep``,
-``dsv3_16b_mxfp8_standard_linears_wgrad_bf16``. All arms of a model share its published layout, batch, sequence,
-learning rate and routing, so that two of them differ in what their names say. The exceptions are in :func:`_adapted`.
+A name is ``dsv3_<model>_<arm>``, with the arm spelt as in run directories: ``dsv3_671b_mxfp8_deepep``,
+``dsv3_671b_fp8_deepep_dispatch_fp8``, ``dsv3_16b_mxfp8_standard_linears_wgrad_bf16``. ``deepep`` is moelab's
+dispatcher on DeepEP 2.x, which takes quantised experts and ``compile=model+loss``; what goes together is in
+:mod:`moelab.layout.dispatchers`. All arms of a model share its published layout, batch, sequence,
+learning rate and routing, so that two of them differ in what their names say. The exception is ``minimal_async_ep``,
+whose expert parallelism ends where a node does.
 
 What the table assumes, because the published scripts leave it to TorchTitan's configuration files of the time:
 
@@ -21,10 +24,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from itertools import product
+from math import gcd
 from types import MappingProxyType
 from typing import Any
 
 from moelab.experiment import EPBackend, Experiment, Precision, Routing
+from moelab.layout.dispatchers import Fault, deepep_fault, dispatch_fault, takes_experts, that_pad
+from moelab.model import shape_of
 
 SHARED: dict[str, Any] = {
     "hardware": "b200_x256",
@@ -75,84 +81,70 @@ def config_name(experiment: Experiment) -> str:
 
 
 def refusal(experiment: Experiment) -> str | None:
-    """Why no machine can run this arm with this version of moelab and TorchTitan 0.3.0, and the nearest that can.
+    """Why no machine can run this arm, and the nearest that can.
 
     What depends on the machine is asked of :mod:`moelab.launch.capability`.
     """
-    precision, backend = experiment.precision.value, experiment.ep_backend.value
-    if experiment.dispatch_precision != "bf16":
-        return (
-            f"dispatch_precision {experiment.dispatch_precision} is not in this version of moelab: it comes with "
-            f"moelab's own dispatcher; use bf16. Nearest: dispatch_precision=bf16{_named(experiment)}"
-        )
-    if experiment.precision is Precision.BF16:
-        return _refused_compile(experiment)
-    if experiment.ep_backend is EPBackend.DEEPEP:
-        return (
-            f"TorchTitan 0.3.0 refuses {precision} experts with the deepep dispatcher (it needs one that pads), and "
-            "moelab's own padded deepep is not in this version. Nearest: ep_backend=hybridep or ep_backend=standard, "
-            f"or precision=bf16{_named(experiment)}"
-        )
-    if experiment.ep_backend is EPBackend.MINIMAL_ASYNC_EP:
-        return (
-            f"TorchTitan 0.3.0 refuses {precision} experts with the {backend} dispatcher (it needs one that pads). "
-            "Nearest: ep_backend=standard or ep_backend=hybridep, or moelab's own padded deepep in a later version"
-            f"{_named(experiment)}"
-        )
-    return None
+    fault = _fault(experiment)
+    if fault is None:
+        return None
+    instead = nearest(experiment.model_copy(update=dict(fault.mend)))
+    name = config_name(instead)
+    named = f"; by name: --config {name}" if name in named_arms() else ""
+    return f"{fault.said}. Nearest: {' '.join(f'{field}={value}' for field, value in fault.mend.items())}{named}"
 
 
 def nearest(experiment: Experiment) -> Experiment:
-    """The arm that a refusal points to: the same in all that can be kept."""
-    changes: dict[str, Any] = {"dispatch_precision": "bf16"}
-    if experiment.precision is not Precision.BF16:
-        instead = {EPBackend.DEEPEP: EPBackend.HYBRIDEP, EPBackend.MINIMAL_ASYNC_EP: EPBackend.STANDARD}
-        changes["ep_backend"] = instead.get(experiment.ep_backend, experiment.ep_backend)
-    elif _refused_compile(experiment):
-        changes["compile"] = "loss"
-    return experiment.model_copy(update=changes)
+    """The arm that the refusals of an arm lead to: the same in all that can be kept."""
+    while fault := _fault(experiment):
+        experiment = experiment.model_copy(update=dict(fault.mend))
+    return experiment
 
 
-def _refused_compile(experiment: Experiment) -> str | None:
-    """DeepEP's operators have no fake implementation in TorchTitan 0.3.0, so no graph of the model can hold them."""
-    if experiment.ep_backend is EPBackend.DEEPEP and experiment.compile == "model+loss":
-        return (
-            "TorchTitan 0.3.0 cannot compile a model with the deepep dispatcher (its operators have no fake "
-            "implementation). Nearest: compile=loss, or ep_backend=hybridep or ep_backend=standard"
-        )
-    return None
+def _fault(experiment: Experiment) -> Fault | None:
+    """The first thing that cannot be."""
+    precision, backend, ep = experiment.precision, experiment.ep_backend, experiment.ep
+    asked, standard = experiment.dispatch_precision, {"ep_backend": EPBackend.STANDARD}
+    if backend is not EPBackend.STANDARD and ep == 1:
+        return Fault(f"ep_backend {backend.value} moves tokens between expert-parallel ranks, and ep is 1", standard)
+    if not takes_experts(backend, precision):
+        said = f"TorchTitan 0.3.0 refuses {precision.value} experts with the {backend.value} dispatcher"
+        return Fault(f"{said}: they need one that pads ({that_pad()})", standard)
+    fault = dispatch_fault(backend, precision=precision, wgrad=experiment.wgrad, ep=ep, dispatch_precision=asked)
+    if fault:
+        return Fault(f"dispatch_precision {asked}: {fault.said}", fault.mend)
+    return _deepep_fault(experiment) if backend is EPBackend.DEEPEP else None
 
 
-def _named(experiment: Experiment) -> str:
-    name = config_name(nearest(experiment))
-    return f"; by name: --config {name}" if name in named_arms() else ""
+def _deepep_fault(experiment: Experiment) -> Fault | None:
+    shape, ep = shape_of(experiment.model), experiment.ep
+    if shape.num_experts % ep:
+        mend = {"ep": gcd(shape.num_experts, ep)}
+        return Fault(f"ep_backend deepep: {shape.num_experts} experts cannot be divided over {ep} ranks", mend)
+    kernels, sent = experiment.ep_kernels, experiment.dispatch_precision
+    fault = deepep_fault(shape, kernels=kernels, dispatch_precision=sent)
+    return Fault(f"ep_backend deepep: {fault.said}", fault.mend) if fault else None
 
 
 def _arms(model: str) -> Iterator[Experiment]:
-    for precision, backend, variant in product(Precision, EPBackend, ("", "wgrad", "dispatch")):
-        for quantize in _quantised(model, precision):
-            if variant == "wgrad" and precision is not Precision.MXFP8:
-                continue
-            arm: dict[str, Any] = {"precision": precision, "ep_backend": backend, "quantize": quantize}
-            # Activations that arrive in MXFP8 are quantised along the axis of dispatch, not of wgrad.
-            if variant and precision is Precision.MXFP8:
-                arm["wgrad"] = "bf16"
-            if variant == "dispatch":
-                arm["dispatch_precision"] = "mxfp8"
-            yield _adapted(Experiment(**{"model": model, **SHARED, **PUBLISHED[model], **arm}))
+    """Every precision with every dispatcher, its variants of quantisation, and quantised dispatch; refused ones too."""
+    for precision, backend in product(Precision, EPBackend):
+        for variant in _variants(model, precision):
+            fields = {"precision": precision, "ep_backend": backend, **variant}
+            if backend is EPBackend.MINIMAL_ASYNC_EP:
+                fields["ep"] = MINIMAL_ASYNC_EP
+            yield Experiment(**{"model": model, **SHARED, **PUBLISHED[model], **fields})
 
 
-def _quantised(model: str, precision: Precision) -> tuple[str, ...]:
-    """What an arm may quantise: MXFP8 linears take no tensor parallelism."""
-    if precision is Precision.MXFP8 and PUBLISHED[model].get("tp", 1) == 1:
-        return ("experts", "experts+linears")
-    return ("experts",)
-
-
-def _adapted(experiment: Experiment) -> Experiment:
-    """What a dispatcher cannot take of the published setting."""
-    if experiment.ep_backend is EPBackend.MINIMAL_ASYNC_EP:
-        return experiment.model_copy(update={"ep": MINIMAL_ASYNC_EP})
-    if experiment.precision is Precision.BF16 and _refused_compile(experiment):
-        return experiment.model_copy(update={"compile": "loss"})
-    return experiment
+def _variants(model: str, precision: Precision) -> Iterator[dict[str, Any]]:
+    if precision is Precision.MXFP8:
+        linears = PUBLISHED[model].get("tp", 1) == 1  # MXFP8 linears take no tensor parallelism
+        for quantize in ("experts", "experts+linears")[: 1 + linears]:
+            yield {"quantize": quantize}
+            yield {"quantize": quantize, "wgrad": "bf16"}
+            yield {"quantize": quantize, "wgrad": "bf16", "dispatch_precision": "mxfp8"}
+        return
+    yield {}
+    if precision is Precision.FP8:
+        yield {"dispatch_precision": "fp8"}
+    yield {"dispatch_precision": "mxfp8"}

@@ -8,7 +8,7 @@ variable that names its YAML file::
 
 or it is one of the published arms, which have names (:mod:`moelab.titan.arms`)::
 
-    torchrun … -m torchtitan.train --module moelab.titan --config dsv3_671b_mxfp8_hybridep
+    torchrun … -m torchtitan.train --module moelab.titan --config dsv3_671b_mxfp8_deepep
 
 Every field of TorchTitan's configuration can still be overridden on that command line.
 """
@@ -28,32 +28,43 @@ from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
-from torchtitan.components.quantization import Float8GroupedExpertsConverter
 from torchtitan.components.validate import Validator
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.config.configs import CommConfig, DebugConfig
 from torchtitan.config.override import OverrideConfig
-from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
 from torchtitan.models.common.config_utils import decoder_vocab_size
+from torchtitan.models.common.moe import RoutedExperts
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
+from moelab.deepep.checkpoint import CommunicationSavingAC, CommunicationSavingFullAC
+from moelab.deepep.dispatcher import ALIGNMENT, PADDED
 from moelab.errors import Refused
 from moelab.experiment import EPBackend, Experiment, Precision, Routing
 from moelab.experiment_file import read_experiment
+from moelab.mxfp8 import capture
+from moelab.mxfp8 import dispatch as mxfp8_dispatch
 from moelab.mxfp8 import kernels as mxfp8_kernels
 from moelab.mxfp8.converter import LINEARS, MXFP8Converter, NothingConverted, converted_modules
 from moelab.runs.files import write_json
 from moelab.titan import corpus, ep_buffers, routing
 from moelab.titan.arms import named_arms, refusal
+from moelab.titan.fp8 import FP8Converter
 from moelab.titan.models import model_spec
 
 EXPERIMENT_VARIABLE = "MOELAB_EXPERIMENT"
 CONVERTED_FOLDER = "launch/converted"
+DISPATCHER_FILE = "launch/dispatcher.json"
 VALIDATION_BATCHES = 8
-_ACTIVATION_CHECKPOINT = {"none": None, "selective": SelectiveAC.Config(), "full": FullAC.Config()}
+_ACTIVATION_CHECKPOINT = {
+    "none": None,
+    "selective": CommunicationSavingAC.Config(),
+    "full": FullAC.Config(),
+    "full+dispatch": CommunicationSavingFullAC.Config(),
+}
 _COMPILE = {"none": [], "loss": ["loss"], "model+loss": ["model", "loss"]}
 _FP32_GATE = "moelab.titan.cpu.fp32_gate"
 _FUSED_SWIGLU = (
@@ -163,12 +174,30 @@ def _overrides(experiment: Experiment, *, on_cpu: bool) -> list[Any]:
         if on_cpu:
             imports.remove(_FP32_GATE)
         imports.append((routing.RANDOM_BALANCED, {"fp32_gate": on_cpu}))
-    if experiment.ep_backend is not EPBackend.STANDARD and experiment.pp > 1:
+    if experiment.ep_backend is EPBackend.DEEPEP:
+        imports.append((PADDED, _padding(experiment)))
+    elif experiment.dispatch_precision != "bf16":
+        imports.append(mxfp8_dispatch.QUANTISED)
+    elif experiment.ep_backend is not EPBackend.STANDARD and experiment.pp > 1:
         imports.append((ep_buffers.ONE_MICROBATCH, {"tokens": ep_buffers.tokens_of_a_microbatch(experiment)}))
     if experiment.ep_backend is EPBackend.MINIMAL_ASYNC_EP:
         # It leaves most rows of its fixed-size buffer unset; the fused activation stops at the last row in use.
         imports += _FUSED_SWIGLU
     return imports
+
+
+def _padding(experiment: Experiment) -> dict[str, Any]:
+    """Arguments of the override that puts moelab's DeepEP dispatcher in place."""
+    kind = experiment.precision.value
+    if experiment.precision is Precision.MXFP8:
+        kind = f"mxfp8_{_kernels(experiment)}"
+    tokens = ep_buffers.tokens_of_a_microbatch(experiment) if experiment.pp > 1 else None
+    return {
+        "alignment": ALIGNMENT[kind],
+        "tokens": tokens,
+        "kernels": experiment.ep_kernels,
+        "precision": experiment.dispatch_precision,
+    }
 
 
 def _model(experiment: Experiment, *, on_cpu: bool) -> ModelSpec:
@@ -184,8 +213,10 @@ def _model(experiment: Experiment, *, on_cpu: bool) -> ModelSpec:
             from moelab.titan import cpu
 
             cpu.sum_gradients(model)
+        record_dispatcher(model, Path(arguments["dump_folder"]), stages=experiment.pp)
         if kernels:
             record_conversion(model, Path(arguments["dump_folder"]), kernels, stages=experiment.pp)
+        capture.install(model, experiment, Path(arguments["dump_folder"]))
         return model
 
     parallelize_titan = spec.parallelize_fn
@@ -204,7 +235,7 @@ def _converter(experiment: Experiment) -> Any:
             model_compile_enabled=compiled, kernels=_kernels(experiment), wgrad=experiment.wgrad, linears=linears
         )
     if experiment.precision is Precision.FP8:
-        return Float8GroupedExpertsConverter.Config(model_compile_enabled=compiled)
+        return FP8Converter.Config(model_compile_enabled=compiled)
     return None
 
 
@@ -226,11 +257,32 @@ def record_conversion(model: nn.Module, dump_folder: Path, kernels: str, *, stag
     if not names and stages == 1:
         raise NothingConverted("precision is mxfp8, but no module of the built model multiplies in MXFP8")
     logger.info(f"moelab: {len(names)} modules multiply in MXFP8 ({kernels} kernels): {', '.join(names)}")
-    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    if rank % (world_size // stages) == 0:
+    rank = torch.distributed.get_rank()
+    if _first_of_stage(stages):
         path = dump_folder / CONVERTED_FOLDER / f"rank{rank}.json"
         before = json.loads(path.read_text())["modules"] if path.exists() else []
         write_json(path, {"kernels": kernels, "modules": [*before, *names]})
+
+
+def record_dispatcher(model: nn.Module, dump_folder: Path, *, stages: int) -> None:
+    """Write down what moves the tokens of the built model, and whether it is DeepEP itself or its stand-in.
+
+    Args:
+        model: the whole model, or one part of it under pipeline parallelism; a part of dense layers has none.
+        dump_folder: the run directory.
+        stages: pipeline-parallel degree.
+    """
+    found = [module.token_dispatcher for module in model.modules() if isinstance(module, RoutedExperts)]
+    if not found or not _first_of_stage(stages):
+        return
+    settings = ("kernels", "cast_kernels", "precision", "alignment", "pad_multiple", "num_max_tokens_per_rank")
+    known = {name: getattr(found[0], name) for name in settings if getattr(found[0], name, None) is not None}
+    write_json(dump_folder / DISPATCHER_FILE, {"dispatcher": type(found[0]).__name__, **known})
+
+
+def _first_of_stage(stages: int) -> bool:
+    """Whether this is the first rank of its pipeline rank."""
+    return torch.distributed.get_rank() % (torch.distributed.get_world_size() // stages) == 0
 
 
 def _parallelism(experiment: Experiment, *, on_cpu: bool) -> ParallelismConfig:

@@ -1,6 +1,6 @@
 """What TorchTitan 0.3.0 needs to train on a CPU with gloo, piece by piece.
 
-TorchTitan supports accelerators only. Seven small things stand between it and a laptop, and all of them are here; none
+TorchTitan supports accelerators only. Eight small things stand between it and a laptop, and all of them are here; none
 touches its source tree or a process that has CUDA.
 
 ====================  =============================================================================================
@@ -13,6 +13,9 @@ attention             FlexAttention has no backward on a CPU, and its block mask
                       first step); masked scaled-dot-product attention computes the same function
 router_gate           the router's scores are computed under an FP32 autocast, which PyTorch does not have on a CPU:
                       they would silently be BF16 there
+initialisation        DTensor has no random numbers for a CPU mesh: each rank would fill its shard with the same ones,
+                      and the features and experts of two ranks would start as copies (twin experts with equal
+                      scores stay copies for ever)
 fsdp_sum              FSDP2 with a gradient divide factor of 1 reduces by a pre-multiplied sum, which gloo lacks
 mfu                   it would divide by the peak of an A100 that is not there; on a CPU there is no MFU to report
 bf16_gemm             not TorchTitan's need but PyTorch's: without AVX512-BF16 or AMX its BF16 product runs at about
@@ -45,13 +48,24 @@ import torchtitan.tools.utils as titan_utils
 import torchtitan.trainer as titan_trainer
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torchtitan.config.override import derive, override
 from torchtitan.models.common.attention import FlexAttention
 from torchtitan.models.common.linear import Linear
+from torchtitan.protocols.module import Module
 
 from moelab.machine import memory_bytes, processor_name
 
-PIECES = ("device", "memory_statistics", "attention", "router_gate", "fsdp_sum", "mfu", "bf16_gemm")
+PIECES = (
+    "device",
+    "memory_statistics",
+    "attention",
+    "router_gate",
+    "initialisation",
+    "fsdp_sum",
+    "mfu",
+    "bf16_gemm",
+)
 OVERRIDES = ("moelab.titan.cpu.masked_sdpa", "moelab.titan.cpu.fp32_gate")
 """Names for TorchTitan's ``override.imports``."""
 
@@ -76,8 +90,33 @@ def enable() -> None:
     # TorchTitan omits MFU for quantised models; the same switch serves where there is no peak to divide by.
     titan_trainer.has_quantization = lambda _model_config: True
     titan_decoder.create_attention_mask = dense_attention_mask
+    Module._init_param = initialise_whole
     if not has_bf16_instructions():
         use_fp32_products_for_bf16()
+
+
+def initialise_whole(module: Module, name: str, parameter: nn.Parameter) -> None:
+    """Initialise a parameter as one tensor and keep this rank's shard of it (piece ``initialisation``).
+
+    All ranks of a pipeline stage have the same seed, so they draw the same whole tensor. The initial weights are then
+    those of one process, whatever the number of ranks.
+
+    Args:
+        module: TorchTitan's, whose ``param_init`` has an initialiser for the parameter.
+        name: of the parameter in the module.
+        parameter: written in place.
+    """
+    if not isinstance(parameter, DTensor):
+        _init_param(module, name, parameter)
+        return
+    whole = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype))
+    _init_param(module, name, whole)
+    shard = distribute_tensor(whole.detach(), parameter.device_mesh, parameter.placements, src_data_rank=None)
+    with torch.no_grad():
+        parameter.to_local().copy_(shard.to_local())
+
+
+_init_param = Module._init_param
 
 
 def sum_gradients(model: nn.Module) -> None:
@@ -213,6 +252,10 @@ class MaskedSDPA(FlexAttention):
     class Config(FlexAttention.Config):
         """No settings of its own."""
 
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.widen = not has_bf16_instructions()  # asked here: torch.compile cannot trace the question
+
     def forward(
         self,
         q_BLNH: torch.Tensor,
@@ -228,7 +271,7 @@ class MaskedSDPA(FlexAttention):
         Returns:
             ``(B, L, N, H_v)``.
         """
-        wide = q_BLNH.dtype if has_bf16_instructions() else torch.float32
+        wide = torch.float32 if self.widen else q_BLNH.dtype
         q_BNLH, k_BNLH, v_BNLH = (x.transpose(1, 2).to(wide) for x in (q_BLNH, k_BLNH, v_BLNH))
         out_BNLH = F.scaled_dot_product_attention(q_BNLH, k_BNLH, v_BNLH, attn_mask=attention_masks, scale=scale)
         return out_BNLH.transpose(1, 2).to(q_BLNH.dtype)

@@ -1,10 +1,12 @@
-"""Communication buffers of DeepEP, HybridEP and MinimalAsyncEP for one micro-batch instead of a whole batch.
+"""Communication buffers for one micro-batch instead of a whole batch.
 
-These dispatchers allocate their buffer once, for the most tokens that a rank ever dispatches at a time. TorchTitan
-0.3.0 takes the tokens of its whole local batch for that, and refuses a smaller number. Under pipeline parallelism,
-however, a rank dispatches one micro-batch at a time: with a local batch of 64 sequences and micro-batches of one, the
-buffer would be 64 times too large. This override corrects the number after TorchTitan has set it. It can go when
-TorchTitan counts micro-batches.
+DeepEP, HybridEP and MinimalAsyncEP allocate their buffer once, for the most tokens that a rank ever dispatches at a
+time. TorchTitan 0.3.0 takes the tokens of its whole local batch for that, and refuses a smaller number. Under pipeline
+parallelism, however, a rank dispatches one micro-batch at a time: with a local batch of 64 sequences and micro-batches
+of one, the buffer would be 64 times too large. The number is corrected after TorchTitan has set it: for HybridEP and
+MinimalAsyncEP by the override here, for DeepEP by the one that puts moelab's dispatcher in place
+(:mod:`moelab.deepep.dispatcher`). Both can go when TorchTitan counts micro-batches. What the buffers take is in
+:mod:`moelab.memory.dispatch_buffer`.
 """
 
 from __future__ import annotations

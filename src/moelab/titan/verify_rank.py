@@ -171,7 +171,8 @@ def _stand_in(model_config: Any) -> tuple[str, list[str]]:
     for _name, config, parent, attribute in list(model_config.traverse(LocalTokenDispatcher.Config)):
         described = _describe(config)
         if isinstance(config, GPU_BUFFERS):
-            missing = [f"{type(config)._owner.__name__} is not built: its communication buffer needs GPUs"]
+            needs = "peers" if getattr(config, "kernels", "") == "emulated" else "GPUs"
+            missing = [f"{type(config)._owner.__name__} is not built: its communication buffer needs {needs}"]
             setattr(parent, attribute, UnbuiltDispatcher.Config(num_experts=config.num_experts, top_k=config.top_k))
     return described, missing
 

@@ -29,6 +29,7 @@ _LOOKS = {
     "loss": ("#F0E442", ""),
     "communication buffers": ("#5f6b7a", ""),
     "fragmentation": ("#a9b2bd", ""),
+    "dispatch buffers": ("#5f6b7a", "x"),
     "CUDA and NCCL": ("#d3d8de", ""),
 }
 

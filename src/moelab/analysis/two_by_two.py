@@ -1,0 +1,156 @@
+"""The two-by-two on thin models: every arm's throughput over stock's best, against the goals.
+
+Stock's best is BF16 with the standard all-to-all, compiled. An arm runs in several passes, the arms taking turns, and
+its figure is over the steps of all its passes.
+
+Goals, set before the measurement: BF16 with DeepEP at least 1.10 times stock's best at a 671B shape, and the best arm
+at least 1.15 times.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from moelab.analysis.arms import arm_label
+
+BASELINE, DEEPEP = "bf16_standard", "bf16_deepep"
+GOAL_DEEPEP, GOAL_BEST = 1.10, 1.15
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArmResult:
+    """One arm at one shape under one routing; tokens/s per GPU.
+
+    Attributes:
+        shape: of the thin model.
+        routing: of its tokens.
+        arm: see :func:`moelab.analysis.arms.arm_label`.
+        tps: median over all timed steps.
+        low: lower quartile.
+        high: upper quartile.
+        passes: median of each pass, in order.
+        steps: how many were timed.
+        ratio: over stock's best; None where that was not measured.
+    """
+
+    shape: str
+    routing: str
+    arm: str
+    tps: float
+    low: float
+    high: float
+    passes: tuple[float, ...]
+    steps: int
+    ratio: float | None
+
+    @property
+    def label(self) -> str:
+        """The arm in words."""
+        return two_by_two_label(self.arm)
+
+
+def two_by_two_label(arm: str) -> str:
+    """An arm in words; emulated kernels are named.
+
+    Example:
+        >>> two_by_two_label("mxfp8-emulated_deepep")
+        'MXFP8 emulated + DeepEP'
+    """
+    emulated = arm.removeprefix("mxfp8-emulated_")
+    if emulated == arm:
+        return arm_label(arm)
+    return arm_label(f"mxfp8_{emulated}").replace("MXFP8", "MXFP8 emulated", 1)
+
+
+def arm_results(rows: Iterable[Mapping[str, Any]]) -> list[ArmResult]:
+    """Combine the passes of each arm.
+
+    Args:
+        rows: of ``h100_two_by_two.json``: shape, arm, routing, order, steps, tps_median, tps_iqr, and where the file
+            has them the seconds of each step, ``step_s``.
+
+    Returns:
+        In the order of the rows. Where there are no steps, the median is that of the passes and the quartiles are half
+        the mean interquartile range away.
+    """
+    groups: dict[tuple[str, str, str], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((row["shape"], row["routing"], row["arm"]), []).append(row)
+    middles = {key: _quartiles(passes) for key, passes in groups.items()}
+    results = []
+    for (shape, routing, arm), passes in groups.items():
+        low, middle, high = middles[shape, routing, arm]
+        stock = middles.get((shape, routing, BASELINE))
+        results.append(
+            ArmResult(
+                shape=shape,
+                routing=routing,
+                arm=arm,
+                tps=middle,
+                low=low,
+                high=high,
+                passes=tuple(row["tps_median"] for row in sorted(passes, key=lambda row: row["order"])),
+                steps=sum(row["steps"] for row in passes),
+                ratio=middle / stock[1] if stock else None,
+            )
+        )
+    return results
+
+
+def _quartiles(passes: Sequence[Mapping[str, Any]]) -> tuple[float, float, float]:
+    """Lower quartile, median and upper quartile of tokens/s; a step's tokens are its pass's median rate times time."""
+    rates = [
+        row["tps_median"] * statistics.median(row["step_s"]) / second
+        for row in passes
+        for second in row.get("step_s", ())
+    ]
+    if len(rates) > 1:
+        low, middle, high = statistics.quantiles(rates, n=4)
+        return low, middle, high
+    middle = statistics.median(row["tps_median"] for row in passes)
+    half = statistics.fmean(row["tps_iqr"] for row in passes) / 2
+    return middle - half, middle, middle + half
+
+
+def goal_lines(results: Sequence[ArmResult]) -> list[str]:
+    """The goals against what was measured, one sentence each.
+
+    Args:
+        results: of :func:`arm_results`.
+
+    Returns:
+        A sentence for each goal; that it was not measured where nothing was.
+    """
+    large = [result for result in results if result.shape.startswith("671B") and result.ratio is not None]
+    deepep = [result for result in large if result.arm == DEEPEP]
+    others = [result for result in large if result.arm != BASELINE]
+    return [
+        _goal_line(f"{arm_label(DEEPEP)} at a 671B shape", deepep, GOAL_DEEPEP),
+        _goal_line("the best arm at a 671B shape", others, GOAL_BEST),
+    ]
+
+
+def _goal_line(what: str, results: Sequence[ArmResult], goal: float) -> str:
+    if not results:
+        return f"{what}: goal {goal:.2f} × stock's best; not measured yet"
+    best = max(results, key=lambda result: result.ratio or 0.0)
+    reached = "reached" if (best.ratio or 0.0) >= goal else "missed"
+    return (
+        f"{what}: goal {goal:.2f} × stock's best, measured {best.ratio:.3f} × ({best.label}, {best.shape}, "
+        f"{best.routing.replace('_', '-')}): {reached}"
+    )
+
+
+def result_table(results: Sequence[ArmResult]) -> str:
+    """All results as text, one line an arm."""
+    lines = [f"{'shape':15} {'routing':16} {'arm':42} {'tokens/s/GPU':>12} {'quartiles':>17} {'× stock':>8}"]
+    for result in results:
+        ratio = "–" if result.ratio is None else f"{result.ratio:.3f}"
+        spread = f"{result.low:,.0f}–{result.high:,.0f}"
+        lines.append(
+            f"{result.shape:15} {result.routing:16} {result.label:42} {result.tps:12,.0f} {spread:>17} {ratio:>8}"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,1 @@
+"""DeepEP: the dispatcher for TorchTitan, its check of the environment, and the all-to-all experiment."""

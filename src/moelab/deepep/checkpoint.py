@@ -1,0 +1,90 @@
+"""Activation checkpointing that keeps what came over the network.
+
+==================  ==========================================  ==================================================
+setting             a layer keeps                               its backward communicates again
+==================  ==========================================  ==================================================
+``selective``       TorchTitan's choice, and what arrived       no
+``full``            its input                                   yes: the dispatch and the combine of the forward,
+                                                                as the published run did
+``full+dispatch``   its input, and what arrived                 no
+==================  ==========================================  ==================================================
+
+``selective`` is TorchTitan's, which saves the results of the communication operators that it knows; the subclass names
+moelab's too. ``full+dispatch`` is new: everything is computed again but nothing is sent again, at the price of the rows
+of every layer that is waiting for its backward (``moelab plan`` shows it). What arrived is kept together with the
+router's choice that it belongs to: another choice in the recomputation would not fit the rows.
+
+TorchTitan 0.3.0's standard dispatcher is an operator that can be kept in a compiled model, and on a CPU; in an
+uncompiled one on a GPU it is not, and ``moelab plan`` refuses ``full+dispatch`` there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, create_selective_checkpoint_contexts
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+
+from moelab.deepep.ops import NAMESPACE
+
+_MOELAB = ("dispatch", "dispatch_quantised", "combine")
+_HYBRIDEP = ("dispatch", "combine")
+
+
+def communication_ops() -> set[Any]:
+    """Moelab's operators whose results are kept: their recomputation would be communication."""
+    return _registered(NAMESPACE, _MOELAB)
+
+
+class CommunicationSavingAC(SelectiveAC):
+    """TorchTitan's selective checkpointing, with moelab's dispatch and combine among what is saved."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(SelectiveAC.Config):
+        """No settings of its own."""
+
+    def get_save_ops(self) -> set[Any]:
+        """What TorchTitan saves, and moelab's communication."""
+        return super().get_save_ops() | communication_ops()
+
+
+class CommunicationSavingFullAC(FullAC):
+    """Full checkpointing that communicates once."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(FullAC.Config):
+        """No settings of its own."""
+
+    def _wrap_block(self, module: nn.Module, *, base_fqn: str | None = None) -> nn.Module:
+        kept = (
+            communication_ops()
+            | _registered("hybridep", _HYBRIDEP)
+            | {torch.ops._c10d_functional.all_to_all_single.default, torch.ops.aten.topk.default}
+        )
+        return checkpoint_wrapper(
+            module,
+            context_fn=partial(create_selective_checkpoint_contexts, partial(_policy, frozenset(kept))),
+            preserve_rng_state=self.config.preserve_rng_state,
+            determinism_check=self.config.determinism_check,
+            early_stop=False,
+            debug=self.config.debug,
+        )
+
+
+def _policy(
+    kept: frozenset[Any], _context: SelectiveCheckpointContext, operator: Any, *inputs: Any, **settings: Any
+) -> CheckpointPolicy:
+    """Keep communication, and the counts that the host waits for on its account; recompute the rest."""
+    to_host = operator is torch.ops.aten._to_copy.default and str(settings.get("device")) == "cpu" and inputs[0].is_cuda
+    return CheckpointPolicy.MUST_SAVE if to_host or operator in kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _registered(namespace: str, names: tuple[str, ...]) -> set[Any]:
+    """Operators of a library, as far as they are there: HybridEP's are where it is imported."""
+    library = getattr(torch.ops, namespace)
+    return {getattr(library, name).default for name in names if hasattr(library, name)}

@@ -1,0 +1,240 @@
+"""A DeepEP token dispatcher for TorchTitan that pads, compiles and takes quantised experts.
+
+TorchTitan 0.3.0 refuses quantised experts with its DeepEP dispatcher (it does not pad) and cannot compile it (its
+operators have no fake implementation). This one does both, as an override from outside TorchTitan's tree::
+
+    torchrun … -m torchtitan.train … --override.imports 'moelab.deepep.dispatcher.padded={"alignment": 16}'
+
+Path of a token: :func:`moelab.deepep.ops.dispatch` sends it once to each rank of its experts, and what arrives is in
+expert-major order, padded. The experts multiply, scaled by the routing scores (:mod:`moelab.deepep.experts`), and
+:func:`moelab.deepep.ops.combine` adds a token's rows on each rank before they travel back. Tokens may travel in 8 bits:
+they are quantised once, before the dispatch, and the first GEMMs take them as they arrive
+(:mod:`moelab.mxfp8.prequantised`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torchtitan.config.override import derive, override
+from torchtitan.distributed.spmd_types import maybe_set_sparse_mesh
+from torchtitan.models.common.moe import RoutedExperts
+from torchtitan.models.common.token_dispatcher import BaseEPTokenDispatcher, DeepEPTokenDispatcher
+
+from moelab.deepep import ops
+from moelab.deepep.elastic import EPKernels, open_exchange
+from moelab.deepep.experts import scored
+from moelab.errors import BadInput
+from moelab.mxfp8.prequantised import QuantisedRows, prequantised_experts
+from moelab.mxfp8.quantise import quantise
+
+DispatchPrecision = Literal["bf16", "mxfp8", "fp8"]
+PACKED_FEATURES = 128
+"""Features whose MXFP8 scales, of 32 each, fill the four bytes that DeepEP moves as one."""
+PADDED = "moelab.deepep.dispatcher.padded"
+"""Name for TorchTitan's ``override.imports``."""
+ALIGNMENT = {"bf16": 8, "fp8": 16, "mxfp8_emulated": 32, "mxfp8_native": 128}
+"""Rows that each local expert's group is padded to a multiple of, by what multiplies them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dispatched:
+    """What a dispatch leaves for the experts and for combine."""
+
+    scores_R: Tensor
+    ids_TK: Tensor
+    handle: list[Tensor]
+
+
+class PaddedDispatcher(DeepEPTokenDispatcher):
+    """TorchTitan's dispatcher interface over :mod:`moelab.deepep.ops`."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(DeepEPTokenDispatcher.Config):
+        """As TorchTitan's, plus the padding, which buffer, and the multiprocessors that move tokens."""
+
+        alignment: int = 8
+        kernels: EPKernels = "native"
+        num_sms: int = 0
+        precision: DispatchPrecision = "bf16"
+
+    def __init__(self, config: Config) -> None:
+        # TorchTitan's own constructor imports deep_ep to register operators that are not used here.
+        BaseEPTokenDispatcher.__init__(self, config)
+        self.alignment, self.kernels, self.num_sms = config.alignment, config.kernels, config.num_sms
+        self.precision = config.precision
+        self.num_max_tokens_per_rank, self.hidden_dim = config.num_max_tokens_per_rank, config.hidden_dim
+        self.group = ""
+
+    def init_buffer(self) -> None:
+        """Open the buffer that all layers share.
+
+        Raises:
+            BadInput: without expert parallelism, or for sizes that DeepEP or the format cannot take.
+        """
+        if self.ep_mesh is None:
+            raise BadInput("ep_backend deepep moves tokens between expert-parallel ranks, and ep is 1; use standard")
+        assert self.hidden_dim
+        assert self.num_max_tokens_per_rank
+        if self.precision == "mxfp8" and self.hidden_dim % PACKED_FEATURES:
+            raise BadInput(
+                f"DeepEP moves MXFP8 scales four at a time, {PACKED_FEATURES} features, and the model has "
+                f"{self.hidden_dim}; use dispatch_precision=bf16"
+            )
+        group = self.ep_mesh.get_group()
+        open_exchange(
+            group,
+            hidden=self.hidden_dim,
+            tokens=self.num_max_tokens_per_rank,
+            experts=self.num_experts,
+            top_k=self.top_k,
+            kernels=self.kernels,
+            num_sms=self.num_sms,
+        )
+        self.group = group.group_name
+
+    def dispatch(
+        self, x_TD: Tensor, topk_scores_TK: Tensor, topk_expert_ids_TK: Tensor, num_local_tokens_per_expert_E: Tensor
+    ) -> tuple[Tensor | QuantisedRows, Tensor, Dispatched]:
+        """Send tokens to their experts.
+
+        Args:
+            x_TD: this rank's tokens.
+            topk_scores_TK: routing scores.
+            topk_expert_ids_TK: int64.
+            num_local_tokens_per_expert_E: unused; DeepEP counts.
+
+        Returns:
+            Rows ``(R, D)`` in expert-major order, in BF16 or quantised; rows of each local expert (padding included)
+            ``(e,)``; and what the experts and combine need.
+
+        Raises:
+            BadInput: if there are more tokens than the buffer was made for.
+        """
+        del num_local_tokens_per_expert_E
+        self._require_room(x_TD.shape[0])
+        where = (topk_scores_TK.float(), topk_expert_ids_TK, self.group, self.num_experts, self.alignment)
+        rows: Tensor | QuantisedRows
+        if self.precision == "bf16":
+            rows, scores_R, *handle = ops.dispatch(x_TD, *where)
+        else:
+            data_TD, scales_TS = quantise(x_TD.detach(), self.precision)
+            if self.precision == "mxfp8":
+                scales_TS = scales_TS.view(torch.int32)
+            place_RD, data_RD, scales_RS, scores_R, *handle = ops.dispatch_quantised(x_TD, data_TD, scales_TS, *where)
+            rows = QuantisedRows(place_RD, data_RD, scales_RS)
+        # A compiler cannot see the padding; grouped GEMMs that need whole blocks ask for it.
+        torch._check(scores_R.shape[0] % self.alignment == 0)
+        state = Dispatched(scores_R=scores_R, ids_TK=topk_expert_ids_TK, handle=handle)
+        return rows, self.rows_per_expert(handle), state
+
+    def combine(self, routed_output_RD: Tensor, metadata: Dispatched, x_TD: Tensor) -> Tensor:
+        """Add each token's rows, whose scores are applied already; padding is not read."""
+        del x_TD
+        return ops.combine(
+            routed_output_RD, metadata.ids_TK, metadata.handle, self.group, self.num_experts, self.alignment
+        )
+
+    def rows_per_expert(self, handle: list[Tensor]) -> Tensor:
+        """Rows of each local expert, padding included, ``(e,)``; computed on the device."""
+        tokens_e = handle[ops.UNALIGNED]
+        return (tokens_e + (self.alignment - 1)) // self.alignment * self.alignment
+
+    def _require_room(self, tokens: int) -> None:
+        if tokens > (self.num_max_tokens_per_rank or 0):
+            raise BadInput(
+                f"a rank dispatches {tokens} tokens at a time, and its DeepEP buffer was made for "
+                f"{self.num_max_tokens_per_rank}; it holds one micro-batch: seq_len x microbatch / (tp x cp)"
+            )
+
+
+class ScoredRoutedExperts(RoutedExperts):
+    """Dispatch, scored experts, combine."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(RoutedExperts.Config):
+        """No settings of its own."""
+
+    def forward(
+        self,
+        x_BLD: Tensor,
+        topk_scores_BLK: Tensor,
+        topk_expert_ids_BLK: Tensor,
+        num_local_tokens_per_expert_E: Tensor,
+    ) -> Tensor:
+        """As TorchTitan's, except that the scores travel with the rows and the experts apply them.
+
+        Args:
+            x_BLD: tokens.
+            topk_scores_BLK: routing scores.
+            topk_expert_ids_BLK: int64.
+            num_local_tokens_per_expert_E: of this rank's tokens.
+
+        Returns:
+            ``(B, L, D)``.
+        """
+        B, L, D = x_BLD.shape
+        K = topk_scores_BLK.shape[-1]
+        x_TD = x_BLD.view(B * L, D)
+        rows, counts_e, state = self.token_dispatcher.dispatch(
+            x_TD,
+            topk_scores_BLK.reshape(B * L, K),
+            topk_expert_ids_BLK.reshape(B * L, K),
+            num_local_tokens_per_expert_E,
+        )
+        with maybe_set_sparse_mesh():
+            output_RD = self.inner_experts(rows, counts_e, state.scores_R)
+        return self.token_dispatcher.combine(output_RD, state, x_TD).view(B, L, D)
+
+
+@override(target=RoutedExperts.Config, exact=True, description="DeepEP dispatch that pads, compiles and is quantised")
+def padded(
+    config: RoutedExperts.Config,
+    *,
+    alignment: int,
+    tokens: int | None = None,
+    kernels: EPKernels = "native",
+    num_sms: int = 0,
+    precision: DispatchPrecision = "bf16",
+) -> Any:
+    """Swap a layer's DeepEP dispatcher and experts.
+
+    Args:
+        config: routed experts whose dispatcher is TorchTitan's DeepEP one; others are left alone.
+        alignment: see ``ALIGNMENT``.
+        tokens: most tokens that a rank dispatches at a time, where it is fewer than TorchTitan's count: under pipeline
+            parallelism that is a micro-batch and TorchTitan 0.3.0 counts the whole local batch.
+        kernels: ``native`` DeepEP or its ``emulated`` stand-in.
+        num_sms: streaming multiprocessors of a dispatch or combine; 0 chooses.
+        precision: in which tokens travel to their experts; gradients, and outputs on their way home, travel in BF16.
+    """
+    dispatcher = config.token_dispatcher
+    if not isinstance(dispatcher, DeepEPTokenDispatcher.Config):
+        return config
+    experts = config.inner_experts
+    return derive(
+        config,
+        ScoredRoutedExperts.Config,
+        token_dispatcher=derive(
+            dispatcher,
+            PaddedDispatcher.Config,
+            alignment=alignment,
+            kernels=kernels,
+            num_sms=num_sms,
+            precision=precision,
+            num_max_tokens_per_rank=tokens or dispatcher.num_max_tokens_per_rank,
+        ),
+        inner_experts=_experts_config(experts, precision),
+    )
+
+
+def _experts_config(experts: Any, precision: DispatchPrecision) -> Any:
+    """The same experts, taking the rows' scores, and quantised rows where they come so."""
+    shared = {field.name: getattr(experts, field.name) for field in dataclasses.fields(experts)}
+    parent = type(experts)._owner
+    new = scored(parent) if precision == "bf16" else prequantised_experts(parent, precision)
+    return new.Config(**shared)

@@ -1,0 +1,337 @@
+"""DeepEP's dispatch and combine as PyTorch operators: differentiable, compilable, safe to checkpoint.
+
+Four operators, because the gradient of a dispatch is a combine and the gradient of a combine is a dispatch that repeats
+the forward's routing:
+
+==================  =====================================================  ============================
+operator            does                                                   its gradient
+==================  =====================================================  ============================
+dispatch            tokens to experts, expert-major, padded               ``collect`` (rows and weights)
+collect             rows to tokens, with the weights' gradients            –
+combine             rows to tokens                                         ``resend``
+resend              tokens to experts as an earlier dispatch sent them     –
+==================  =====================================================  ============================
+
+TorchTitan 0.3.0 has such operators too; these differ in what makes its refusals unnecessary:
+
+- The *expanding* layout of DeepEP is used in training: the copy out of the communication buffer, which DeepEP makes
+  anyway, writes rows in expert-major order with every expert's group padded and the padding zeroed. No gather follows,
+  and ``combine`` reads past the padding by itself. A forward layer has one host sync, DeepEP's own, for the row count.
+- Every operator has a fake implementation, so ``torch.compile`` can hold it.
+- DeepEP's handle crosses as the tensors that it consists of. Nothing is cached, so an activation checkpoint may save it
+  or make it again, a pipeline may hold many, and a forward without a backward leaks nothing.
+
+Shape suffixes: T tokens of this rank, K experts of a token, R rows, U tokens received (once each), D features, S scales
+of a token, e local experts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moelab.deepep.elastic import Exchange, exchange
+
+NAMESPACE = "moelab_deepep"
+HANDLE_TENSORS = (
+    "psum_num_recv_tokens_per_scaleup_rank",
+    "psum_num_recv_tokens_per_expert",
+    "num_unaligned_recv_tokens_per_expert",
+    "recv_src_metadata",
+    "dst_buffer_slot_idx",
+    "token_metadata_at_forward",
+    "channel_linked_list",
+)
+"""The tensors of DeepEP's handle beside ``topk_idx``, which is an input of the dispatch."""
+UNALIGNED = HANDLE_TENSORS.index("num_unaligned_recv_tokens_per_expert")
+_SCALEOUT_DIMENSIONS = (4, 3, 3)
+"""Dimensions of ``dst_buffer_slot_idx`` and of the last two tensors where tokens cross between nodes."""
+
+
+@torch.library.custom_op(f"{NAMESPACE}::dispatch", mutates_args=())
+def dispatch(
+    x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, group: str, experts: int, alignment: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Send tokens to their experts.
+
+    Args:
+        x_TD: BF16.
+        weights_TK: float32 routing scores; travel along.
+        ids_TK: int64 experts.
+        group: name of the expert-parallel process group.
+        experts: of all ranks.
+        alignment: rows of each local expert are padded to a multiple of this.
+
+    Returns:
+        Rows ``(R, D)``, their weights ``(R,)``, and ``HANDLE_TENSORS``.
+    """
+    rows_RD, _, *rest = _send(x_TD, None, weights_TK, ids_TK, group, experts, alignment)
+    return (rows_RD, *rest)
+
+
+@dispatch.register_fake
+def _(x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, group: str, experts: int, alignment: int) -> tuple[Tensor, ...]:
+    rows_RD, _, *rest = _fake_send(x_TD, None, weights_TK, ids_TK, group, experts)
+    return (rows_RD, *rest)
+
+
+@torch.library.custom_op(f"{NAMESPACE}::dispatch_quantised", mutates_args=())
+def dispatch_quantised(
+    x_TD: Tensor,
+    data_TD: Tensor,
+    scales_TS: Tensor,
+    weights_TK: Tensor,
+    ids_TK: Tensor,
+    group: str,
+    experts: int,
+    alignment: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Send tokens that are already quantised.
+
+    ``x_TD`` itself does not travel; it is what the gradient belongs to. FP8 tensors carry no BF16 gradient in PyTorch,
+    so the first output is a BF16 ``(R, D)`` of one element in memory, whose gradient is that of the rows.
+
+    Args:
+        x_TD: BF16 tokens.
+        data_TD: the same in FP8.
+        scales_TS: their scales, four bytes each.
+        weights_TK: float32 routing scores; travel along.
+        ids_TK: int64 experts.
+        group: name of the expert-parallel process group.
+        experts: of all ranks.
+        alignment: rows of each local expert are padded to a multiple of this.
+
+    Returns:
+        The gradient's place ``(R, D)``, rows in FP8 ``(R, D)``, scales ``(R, S)``, weights ``(R,)``, HANDLE_TENSORS.
+    """
+    data_RD, *rest = _send(data_TD, scales_TS, weights_TK, ids_TK, group, experts, alignment)
+    return (_place(x_TD, data_RD.shape[0]), data_RD, *rest)
+
+
+@dispatch_quantised.register_fake
+def _(
+    x_TD: Tensor,
+    data_TD: Tensor,
+    scales_TS: Tensor,
+    weights_TK: Tensor,
+    ids_TK: Tensor,
+    group: str,
+    experts: int,
+    alignment: int,
+) -> tuple[Tensor, ...]:
+    data_RD, *rest = _fake_send(data_TD, scales_TS, weights_TK, ids_TK, group, experts)
+    return (_place(x_TD, data_RD.shape[0]), data_RD, *rest)
+
+
+@torch.library.custom_op(f"{NAMESPACE}::collect", mutates_args=())
+def collect(
+    rows_RD: Tensor, weights_R: Tensor, ids_TK: Tensor, handle: list[Tensor], group: str, experts: int, alignment: int
+) -> tuple[Tensor, Tensor]:
+    """Add the rows of each token and bring home the weights too: the gradient of :func:`dispatch`.
+
+    Returns:
+        ``(T, D)`` in the rows' dtype and float32 ``(T, K)``.
+    """
+    place = exchange(group)
+    handle_ = _handle(place, ids_TK, handle, experts, alignment, rows_RD.shape[0])
+    x_TD, weights_TK, _ = place.buffer.combine(
+        rows_RD.contiguous(), handle=handle_, topk_weights=weights_R.float().contiguous(), num_sms=place.num_sms
+    )
+    return x_TD, weights_TK
+
+
+@collect.register_fake
+def _(
+    rows_RD: Tensor, weights_R: Tensor, ids_TK: Tensor, handle: list[Tensor], group: str, experts: int, alignment: int
+) -> tuple[Tensor, Tensor]:
+    tokens, top_k = ids_TK.shape
+    return rows_RD.new_empty((tokens, rows_RD.shape[1])), weights_R.new_empty((tokens, top_k), dtype=torch.float32)
+
+
+@torch.library.custom_op(f"{NAMESPACE}::combine", mutates_args=())
+def combine(rows_RD: Tensor, ids_TK: Tensor, handle: list[Tensor], group: str, experts: int, alignment: int) -> Tensor:
+    """Add the rows of each token, ``(R, D)`` to ``(T, D)``; weights are applied before."""
+    place = exchange(group)
+    handle_ = _handle(place, ids_TK, handle, experts, alignment, rows_RD.shape[0])
+    combined, _, _ = place.buffer.combine(rows_RD.contiguous(), handle=handle_, num_sms=place.num_sms)
+    return combined
+
+
+@combine.register_fake
+def _(rows_RD: Tensor, ids_TK: Tensor, handle: list[Tensor], group: str, experts: int, alignment: int) -> Tensor:
+    return rows_RD.new_empty((ids_TK.shape[0], rows_RD.shape[1]))
+
+
+@torch.library.custom_op(f"{NAMESPACE}::resend", mutates_args=())
+def resend(
+    x_TD: Tensor, ids_TK: Tensor, handle: list[Tensor], group: str, experts: int, alignment: int, rows_like: Tensor
+) -> Tensor:
+    """Send ``(T, D)`` as an earlier dispatch sent its tokens: the gradient of :func:`combine`. No host sync.
+
+    Args:
+        x_TD: BF16.
+        ids_TK: as in the dispatch.
+        handle: what the dispatch returned.
+        group: name of the expert-parallel process group.
+        experts: of all ranks.
+        alignment: as in the dispatch.
+        rows_like: any tensor whose first dimension is the number of rows.
+    """
+    place = exchange(group)
+    handle_ = _handle(place, ids_TK, handle, experts, alignment, rows_like.shape[0])
+    rows_RD, *_ = place.buffer.dispatch(
+        x_TD.contiguous(),
+        handle=handle_,
+        expert_alignment=alignment,
+        num_sms=place.num_sms,
+        do_cpu_sync=False,
+        do_expand=True,
+        do_zero_padding=True,
+    )
+    return rows_RD
+
+
+@resend.register_fake
+def _(
+    x_TD: Tensor, ids_TK: Tensor, handle: list[Tensor], group: str, experts: int, alignment: int, rows_like: Tensor
+) -> Tensor:
+    return x_TD.new_empty((rows_like.shape[0], x_TD.shape[1]))
+
+
+def _dispatch_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *_, ids_TK, ctx.group, ctx.experts, ctx.alignment = inputs
+    handle = output[-len(HANDLE_TENSORS) :]
+    ctx.inputs = len(inputs)
+    ctx.mark_non_differentiable(*output[1 : -1 - len(HANDLE_TENSORS)], *handle)
+    ctx.save_for_backward(ids_TK, *handle)
+
+
+def _dispatch_backward(ctx: Any, rows_RD: Tensor, *grads: Any) -> Any:
+    ids_TK, *handle = ctx.saved_tensors
+    weights_R = grads[-1 - len(HANDLE_TENSORS)]
+    x_TD, weights_TK = collect(rows_RD, weights_R, ids_TK, handle, ctx.group, ctx.experts, ctx.alignment)
+    between = [None] * (ctx.inputs - 6)  # the quantised form has two more inputs, which carry no gradient
+    return x_TD, *between, weights_TK, None, None, None, None
+
+
+def _combine_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    rows_RD, ids_TK, handle, ctx.group, ctx.experts, ctx.alignment = inputs
+    # A view of nothing that knows the number of rows: the rows themselves are not needed again.
+    ctx.save_for_backward(ids_TK, rows_RD.new_empty((rows_RD.shape[0], 0)), *handle)
+
+
+def _combine_backward(ctx: Any, x_TD: Tensor) -> Any:
+    ids_TK, rows_like, *handle = ctx.saved_tensors
+    rows_RD = resend(x_TD, ids_TK, handle, ctx.group, ctx.experts, ctx.alignment, rows_like)
+    return rows_RD, None, [None] * len(handle), None, None, None
+
+
+dispatch.register_autograd(_dispatch_backward, setup_context=_dispatch_context)
+dispatch_quantised.register_autograd(_dispatch_backward, setup_context=_dispatch_context)
+combine.register_autograd(_combine_backward, setup_context=_combine_context)
+
+
+def _send(
+    data_TD: Tensor,
+    scales_TS: Tensor | None,
+    weights_TK: Tensor,
+    ids_TK: Tensor,
+    group: str,
+    experts: int,
+    alignment: int,
+) -> tuple[Tensor, ...]:
+    """Rows, scales (empty without), weights and the handle's tensors."""
+    place = exchange(group)
+    data_TD = data_TD.contiguous()
+    rows, _, weights_R, handle, _ = place.buffer.dispatch(
+        data_TD if scales_TS is None else (data_TD, scales_TS),
+        topk_idx=ids_TK.contiguous(),
+        topk_weights=weights_TK.contiguous(),
+        num_experts=experts,
+        num_max_tokens_per_rank=data_TD.shape[0],
+        expert_alignment=alignment,
+        num_sms=place.num_sms,
+        do_handle_copy=False,
+        do_cpu_sync=True,
+        do_expand=True,
+        do_zero_padding=True,
+    )
+    rows_RD, scales_RS = (rows, _nothing(data_TD)) if scales_TS is None else rows
+    tensors = [getattr(handle, name) for name in HANDLE_TENSORS]
+    return rows_RD, scales_RS, weights_R, *(_nothing(data_TD) if tensor is None else tensor for tensor in tensors)
+
+
+def _fake_send(
+    data_TD: Tensor, scales_TS: Tensor | None, weights_TK: Tensor, ids_TK: Tensor, group: str, experts: int
+) -> tuple[Tensor, ...]:
+    context = torch.library.get_ctx()
+    rows, received = context.new_dynamic_size(), context.new_dynamic_size()
+    ranks, scaleup, scaleout = _domain(group)
+    local, top_k = experts // ranks, ids_TK.shape[1]
+
+    def index(*shape: Any) -> Tensor:
+        return ids_TK.new_empty(shape, dtype=torch.int32)
+
+    def unknown(dimensions: int) -> Tensor:
+        return index(*(context.new_dynamic_size() for _ in range(dimensions)))
+
+    slots, forwarded, linked = (
+        (unknown(n) for n in _SCALEOUT_DIMENSIONS)
+        if scaleout > 1
+        else (
+            index(*ids_TK.shape),
+            index(0),
+            index(0),
+        )
+    )
+    return (
+        data_TD.new_empty((rows, data_TD.shape[1])),
+        index(0) if scales_TS is None else scales_TS.new_empty((rows, scales_TS.shape[1])),
+        weights_TK.new_empty((rows,)),
+        index(scaleup),
+        index(local),
+        index(local),
+        index(received, top_k + 2),
+        slots,
+        forwarded,
+        linked,
+    )
+
+
+def _nothing(like: Tensor) -> Tensor:
+    """Operators return tensors only: an empty one stands for None."""
+    return like.new_empty((0,), dtype=torch.int32)
+
+
+def _place(x_TD: Tensor, rows: Any) -> Tensor:
+    """A BF16 ``(R, D)`` that takes no memory."""
+    return x_TD.new_zeros((1, 1)).expand(rows, x_TD.shape[1])
+
+
+def _domain(group: str) -> tuple[int, int, int]:
+    """Ranks, and how DeepEP sees them: ranks of a scale-up domain (NVLink) and number of such domains."""
+    buffer = exchange(group).buffer
+    ranks = buffer.group.size()
+    return ranks, getattr(buffer, "num_scaleup_ranks", ranks), getattr(buffer, "num_scaleout_ranks", 1)
+
+
+def _handle(place: Exchange, ids_TK: Tensor, tensors: list[Tensor], experts: int, alignment: int, rows: int) -> Any:
+    """DeepEP's handle again, from its tensors."""
+    named = dict(zip(HANDLE_TENSORS, tensors, strict=True))
+    for name in HANDLE_TENSORS[-2:]:
+        if named[name].numel() == 0:
+            named[name] = None
+    return place.handle_type(
+        do_expand=True,
+        num_experts=experts,
+        expert_alignment=alignment,
+        num_max_tokens_per_rank=ids_TK.shape[0],
+        num_sms=place.num_sms,
+        topk_idx=ids_TK,
+        num_recv_tokens=named["recv_src_metadata"].shape[0],
+        num_expanded_tokens=rows,
+        num_recv_tokens_per_expert_list=[],
+        **named,
+    )

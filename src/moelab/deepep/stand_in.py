@@ -1,0 +1,247 @@
+"""A stand-in for DeepEP's ``ElasticBuffer`` on plain collectives: the same contract, any device, no speed.
+
+It lets the dispatcher, its gradients and its compiled form run and be tested where DeepEP is not: on a CPU with gloo,
+or on GPUs without DeepEP. Only the *expanding* layout is here, the one that moelab uses, as DeepEP 2.1.0 documents it
+(``deep_ep/buffers/elastic.py``):
+
+- a token crosses to a rank once, however many of its experts live there;
+- the rows of a local expert lie together and start at a multiple of ``expert_alignment``; what fills the gap is zero if
+  ``do_zero_padding`` and *undefined* otherwise, which here means NaN, so that nothing can come to rely on it;
+- ``combine`` adds the rows of a token on each rank first, then across ranks, in FP32, rounding to BF16 after each.
+
+Where DeepEP leaves the order of the rows of an expert open, this is one legal order: by source rank, then by token.
+Timings of it mean nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import distributed as dist
+
+# Shape suffixes: T tokens of this rank, K experts of a token, U tokens received (once each), R rows (one for each
+# token and local expert, padded), D features, e local experts, W ranks.
+
+
+@dataclass(kw_only=True)
+class StandInHandle:
+    """What ``dispatch`` learnt and ``combine`` needs; the names are those of DeepEP's ``EPHandle``."""
+
+    do_expand: bool
+    num_experts: int
+    expert_alignment: int
+    num_max_tokens_per_rank: int
+    num_sms: int
+    topk_idx: torch.Tensor
+    num_recv_tokens: int
+    num_expanded_tokens: int
+    num_recv_tokens_per_expert_list: list[int]
+    psum_num_recv_tokens_per_scaleup_rank: torch.Tensor
+    psum_num_recv_tokens_per_expert: torch.Tensor
+    num_unaligned_recv_tokens_per_expert: torch.Tensor
+    recv_src_metadata: torch.Tensor
+    dst_buffer_slot_idx: torch.Tensor
+    token_metadata_at_forward: torch.Tensor | None
+    channel_linked_list: torch.Tensor | None
+
+
+class StandInBuffer:
+    """``ElasticBuffer`` over ``torch.distributed``."""
+
+    handle_type = StandInHandle
+
+    def __init__(self, group: dist.ProcessGroup, *, num_max_tokens_per_rank: int, hidden: int, num_topk: int) -> None:
+        self.group = group
+        self.rank, self.ranks = group.rank(), group.size()
+        self.num_max_tokens_per_rank, self.hidden, self.num_topk = num_max_tokens_per_rank, hidden, num_topk
+
+    def get_theoretical_num_sms(self, num_experts: int, num_topk: int) -> int:
+        """A number where DeepEP wants one."""
+        return 1
+
+    def dispatch(
+        self,
+        x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        *,
+        topk_idx: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
+        num_experts: int | None = None,
+        num_max_tokens_per_rank: int | None = None,
+        expert_alignment: int = 1,
+        num_sms: int = 0,
+        handle: StandInHandle | None = None,
+        do_expand: bool = False,
+        do_zero_padding: bool = False,
+        **_: Any,
+    ) -> tuple[Any, None, torch.Tensor | None, StandInHandle, None]:
+        """Send each token to the ranks of its experts; see the module for the layout of what arrives.
+
+        Args:
+            x: ``(T, D)``, or a pair of it and its scales ``(T, S)`` of four bytes each.
+            topk_idx: int64 ``(T, K)``, -1 for no expert; None with a handle.
+            topk_weights: float32 ``(T, K)``.
+            num_experts: of all ranks.
+            num_max_tokens_per_rank: the same on all ranks.
+            expert_alignment: rows of an expert are padded to a multiple of this.
+            num_sms: kept in the handle.
+            handle: of an earlier dispatch, to send other values the same way.
+            do_expand: must be true.
+            do_zero_padding: fill the padding with zeros.
+
+        Returns:
+            Rows ``(R, D)`` (or the pair), None, weights ``(R,)`` or None, the handle, None for the event.
+        """
+        if not do_expand:
+            raise NotImplementedError("the stand-in has the expanding layout only")
+        if handle is not None:
+            topk_idx, num_experts, expert_alignment = handle.topk_idx, handle.num_experts, handle.expert_alignment
+        assert topk_idx is not None
+        assert num_experts is not None
+        capacity = num_max_tokens_per_rank or self.num_max_tokens_per_rank
+        if topk_idx.shape[0] > capacity:
+            raise ValueError(f"{topk_idx.shape[0]} tokens exceed the buffer's {capacity}")
+        local = num_experts // self.ranks
+        sent_TW = self._destinations(topk_idx, local)
+        received_W = self._exchange_counts(sent_TW.sum(dim=0))
+        arrive = _Arrival(self, sent_TW, received_W)
+        ids_UK = arrive(topk_idx) - self.rank * local
+        ids_UK = torch.where((ids_UK >= 0) & (ids_UK < local), ids_UK, -1)
+        if handle is None:
+            handle = self._handle(topk_idx, ids_UK, arrive, received_W, num_experts, expert_alignment, capacity)
+        slots_UK = handle.recv_src_metadata[:, 2:].long()
+
+        def expand(values_T: torch.Tensor) -> torch.Tensor:
+            rows = values_T.new_empty((handle.num_expanded_tokens, *values_T.shape[1:])).view(torch.uint8)
+            rows.fill_(0 if do_zero_padding else 0xFF)
+            rows = rows.view(values_T.dtype)
+            taken, lane = torch.nonzero(slots_UK >= 0, as_tuple=True)
+            _as_bytes(rows)[slots_UK[taken, lane]] = _as_bytes(arrive(values_T))[taken]
+            return rows
+
+        data, scales = x if isinstance(x, tuple) else (x, None)
+        weights_R = None
+        if topk_weights is not None:
+            weights_UK = arrive(topk_weights)
+            weights_R = weights_UK.new_full((handle.num_expanded_tokens,), 0.0 if do_zero_padding else float("nan"))
+            weights_R[slots_UK[slots_UK >= 0]] = weights_UK[slots_UK >= 0]
+        rows = expand(data) if scales is None else (expand(data), expand(scales))
+        return rows, None, weights_R, handle, None
+
+    def combine(
+        self, x: torch.Tensor, handle: StandInHandle, topk_weights: torch.Tensor | None = None, **_: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+        """Add the rows of each token and send the sums home.
+
+        Args:
+            x: ``(R, D)``; padding is not read.
+            handle: of the dispatch.
+            topk_weights: float32 ``(R,)``; come home unsummed, each to its token and expert.
+
+        Returns:
+            ``(T, D)``, the weights ``(T, K)`` or None, None for the event.
+        """
+        local = handle.num_experts // self.ranks
+        sent_TW = self._destinations(handle.topk_idx, local)
+        received_W = torch.diff(handle.psum_num_recv_tokens_per_scaleup_rank, prepend=sent_TW.new_zeros(1)).tolist()
+        slots_UK = handle.recv_src_metadata[:, 2:].long()
+        present_UK = slots_UK >= 0
+        sums_UD = torch.zeros((slots_UK.shape[0], x.shape[1]), dtype=torch.float32, device=x.device)
+        for lane in range(slots_UK.shape[1]):
+            sums_UD[present_UK[:, lane]] += x[slots_UK[present_UK[:, lane], lane]].float()
+        home = _Return(self, sent_TW, received_W)
+        combined = home(sums_UD.to(x.dtype)).to(x.dtype)
+        if topk_weights is None:
+            return combined, None, None
+        weights_UK = torch.where(present_UK, topk_weights[slots_UK.clamp(min=0)], 0.0)
+        return combined, home(weights_UK), None
+
+    def _destinations(self, topk_idx: torch.Tensor, local: int) -> torch.Tensor:
+        """Whether each token goes to each rank, int64 ``(T, W)`` of 0 and 1."""
+        ranks_TK = torch.where(topk_idx >= 0, topk_idx // local, self.ranks)
+        marks = torch.zeros((topk_idx.shape[0], self.ranks + 1), dtype=torch.int64, device=topk_idx.device)
+        return marks.scatter_(1, ranks_TK, 1)[:, : self.ranks]
+
+    def _exchange_counts(self, sent_W: torch.Tensor) -> list[int]:
+        received_W = torch.empty_like(sent_W)
+        dist.all_to_all_single(received_W, sent_W, group=self.group)
+        return [int(count) for count in received_W.tolist()]
+
+    def _handle(
+        self,
+        topk_idx: torch.Tensor,
+        ids_UK: torch.Tensor,
+        arrive: _Arrival,
+        received_W: list[int],
+        experts: int,
+        alignment: int,
+        capacity: int,
+    ) -> StandInHandle:
+        local, top_k = experts // self.ranks, topk_idx.shape[1]
+        counts_e = torch.bincount(ids_UK[ids_UK >= 0], minlength=local)
+        aligned_e = (counts_e + alignment - 1) // alignment * alignment
+        starts_e = aligned_e.cumsum(0) - aligned_e
+        slots_UK = torch.full_like(ids_UK, -1)
+        for expert in range(local):
+            mine = ids_UK == expert
+            slots_UK[mine] = starts_e[expert] + torch.arange(int(counts_e[expert]), device=ids_UK.device)
+        mine_T = torch.arange(topk_idx.shape[0], device=topk_idx.device) + self.rank * capacity
+        source_U = arrive(mine_T)
+        rank_U = torch.repeat_interleave(torch.tensor(received_W, device=ids_UK.device))
+        master_U = (ids_UK >= 0).int().argmax(dim=1)
+        metadata = torch.cat([source_U[:, None], (rank_U * top_k + master_U)[:, None], slots_UK], dim=1)
+        return StandInHandle(
+            do_expand=True,
+            num_experts=experts,
+            expert_alignment=alignment,
+            num_max_tokens_per_rank=capacity,
+            num_sms=1,
+            topk_idx=topk_idx,
+            num_recv_tokens=ids_UK.shape[0],
+            num_expanded_tokens=int(aligned_e.sum()),
+            num_recv_tokens_per_expert_list=[int(count) for count in aligned_e.tolist()],
+            psum_num_recv_tokens_per_scaleup_rank=torch.tensor(received_W, device=ids_UK.device).cumsum(0).int(),
+            psum_num_recv_tokens_per_expert=(starts_e + counts_e).int(),
+            num_unaligned_recv_tokens_per_expert=counts_e.int(),
+            recv_src_metadata=metadata.int(),
+            dst_buffer_slot_idx=torch.zeros_like(topk_idx, dtype=torch.int32),
+            token_metadata_at_forward=None,
+            channel_linked_list=None,
+        )
+
+
+class _Arrival:
+    """Moves a value of each token to the ranks of its experts: ``(T, …)`` to ``(U, …)``."""
+
+    def __init__(self, buffer: StandInBuffer, sent_TW: torch.Tensor, received_W: list[int]) -> None:
+        self.group, self.received_W = buffer.group, received_W
+        self.token_S = torch.cat([torch.nonzero(sent_TW[:, rank])[:, 0] for rank in range(buffer.ranks)])
+        self.sent_W = [int(count) for count in sent_TW.sum(dim=0).tolist()]
+
+    def __call__(self, values_T: torch.Tensor) -> torch.Tensor:
+        sent = _as_bytes(values_T)[self.token_S].contiguous()
+        received = sent.new_empty((sum(self.received_W), sent.shape[1]))
+        dist.all_to_all_single(received, sent, self.received_W, self.sent_W, group=self.group)
+        return received.view(values_T.dtype).reshape(-1, *values_T.shape[1:])
+
+
+class _Return(_Arrival):
+    """The way home: ``(U, …)`` to ``(T, …)``, summed in FP32."""
+
+    def __init__(self, buffer: StandInBuffer, sent_TW: torch.Tensor, received_W: list[int]) -> None:
+        super().__init__(buffer, sent_TW, [int(count) for count in received_W])
+        self.tokens = sent_TW.shape[0]
+
+    def __call__(self, values_U: torch.Tensor) -> torch.Tensor:
+        back = values_U.new_empty((sum(self.sent_W), *values_U.shape[1:]))
+        dist.all_to_all_single(back, values_U.contiguous(), self.sent_W, self.received_W, group=self.group)
+        home = torch.zeros((self.tokens, *values_U.shape[1:]), dtype=torch.float32, device=values_U.device)
+        return home.index_add_(0, self.token_S, back.float())
+
+
+def _as_bytes(values: torch.Tensor) -> torch.Tensor:
+    """``(N, …)`` as bytes ``(N, B)``: collectives and indexing know every dtype then."""
+    width = math.prod(values.shape[1:])
+    return values.reshape(values.shape[0], width).view(torch.uint8)

@@ -1,0 +1,218 @@
+"""Real operands: what the experts of a model in training multiply at one step, saved with the run.
+
+An experiment with ``capture_step`` above zero gets hooks on its routed experts. At that step rank 0 keeps, for its
+first, middle and last MoE layer, the routed input, the three weights as the experts use them (gathered by FSDP, this
+rank's experts), the gradient of their output and where each expert's tokens end; all in BF16, as they enter the grouped
+GEMMs. The step itself computes what it would have computed anyway.
+
+Each layer is one file ``captures/<layer>.pt`` in the run directory, whole or absent. It is bounded: at most
+``MAX_ROWS`` tokens, evenly over the experts, and as many experts as ``MAX_WEIGHT_BYTES`` hold (at least one).
+
+Steps are counted from the start of the process, by training passes through the model.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torchtitan.models.common.moe import GroupedExperts
+
+from moelab.errors import BadInput
+from moelab.experiment import Experiment
+from moelab.runs.files import write_whole
+
+FOLDER = "captures"
+MAX_ROWS = 4096
+MAX_WEIGHT_BYTES = 128 << 20
+_TENSORS = ("x", "w1", "w2", "w3", "grad", "offsets")
+_WEIGHTS = ("w1_EFD", "w2_EDF", "w3_EFD")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capture:
+    """Operands of the experts of one MoE layer at one training step.
+
+    Attributes:
+        layer: full name of the layer, such as ``layers.1``.
+        step: training step, from 1.
+        arm: name of the arm that was trained.
+        x: routed input (M, D), BF16; tokens of one expert after those of another.
+        w1: (G, F, D), BF16.
+        w2: (G, D, F), BF16.
+        w3: (G, F, D), BF16.
+        grad: gradient of the experts' output (M, D), BF16; the routing score is in it.
+        offsets: where each expert's tokens end, int32 (G,).
+        tokens_of_experts: tokens of each local expert before anything was cut, int (G or more,).
+    """
+
+    layer: str
+    step: int
+    arm: str
+    x: torch.Tensor
+    w1: torch.Tensor
+    w2: torch.Tensor
+    w3: torch.Tensor
+    grad: torch.Tensor
+    offsets: torch.Tensor
+    tokens_of_experts: tuple[int, ...]
+
+
+def install(model: nn.Module, experiment: Experiment, dump_folder: Path) -> list[str]:
+    """Hook the experts of a built model, so that ``capture_step`` leaves its operands in the run directory.
+
+    To be called once a model part, after it was parallelised: FSDP's own hooks then run first, and the weights that are
+    seen are whole.
+
+    Args:
+        model: the whole model, or one part of it under pipeline parallelism.
+        experiment: with ``capture_step`` above zero; with zero nothing is hooked.
+        dump_folder: the run directory.
+
+    Returns:
+        Names of the layers that will be captured; none on other ranks than the first.
+    """
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    experts = [(name, module) for name, module in model.named_modules() if isinstance(module, GroupedExperts)]
+    if not experiment.capture_step or rank != 0 or not experts:
+        return []
+    passes = experiment.local_batch // experiment.microbatch if experiment.pp > 1 else 1
+    clock = _Clock(pass_to_capture=(experiment.capture_step - 1) * passes + 1)
+    model.register_forward_pre_hook(clock.tick)
+    chosen = [experts[index] for index in sorted({0, len(experts) // 2, len(experts) - 1})]
+    layers = [name.partition(".moe.")[0] for name, _ in chosen]
+    for layer, (_, module) in zip(layers, chosen, strict=True):
+        about = {"layer": layer, "step": experiment.capture_step, "arm": experiment.arm}
+        _Recorder(about, dump_folder / FOLDER / f"{layer}.pt", clock).watch(module)
+    return layers
+
+
+@dataclass(kw_only=True)
+class _Clock:
+    """Counts training passes of a model; ``due`` during the one that is to be captured."""
+
+    pass_to_capture: int
+    passes: int = 0
+
+    def tick(self, module: nn.Module, _arguments: object) -> None:
+        self.passes += int(module.training and torch.is_grad_enabled())
+
+    @property
+    def due(self) -> bool:
+        return self.passes == self.pass_to_capture
+
+
+@dataclass
+class _Recorder:
+    """Takes one pass of one layer's experts: the input and weights forward, the gradient backward.
+
+    Activation checkpointing runs a layer again in the backward pass; only the first forward is taken.
+    """
+
+    about: Mapping[str, Any]
+    path: Path
+    clock: _Clock
+    kept: dict[str, Any] = field(default_factory=dict)
+    done: bool = False
+
+    def watch(self, experts: nn.Module) -> None:
+        experts.register_forward_pre_hook(self._take_operands)
+        experts.register_forward_hook(self._await_gradient)
+
+    def _take_operands(self, experts: nn.Module, arguments: tuple[torch.Tensor, torch.Tensor]) -> None:
+        if self.done or self.kept or not self.clock.due:
+            return
+        x, counts = arguments
+        weights = [_local(getattr(experts, name)) for name in _WEIGHTS]
+        count = min(len(counts), max(1, MAX_WEIGHT_BYTES // sum(_bf16_bytes(w[0]) for w in weights)))
+        rows, offsets = _rows_to_keep(counts.tolist(), count)
+        self.kept = {name: _host(w[:count]) for name, w in zip(("w1", "w2", "w3"), weights, strict=True)}
+        self.kept |= {"rows": rows, "offsets": offsets, "tokens_of_experts": tuple(counts.tolist())}
+        self.kept["x"] = _host(_local(x)[rows.to(x.device)])
+
+    def _await_gradient(self, _experts: nn.Module, _arguments: object, output: torch.Tensor) -> None:
+        if self.kept and not self.done and output.requires_grad:
+            self.done = True
+            output.register_hook(self._take_gradient)
+
+    def _take_gradient(self, grad: torch.Tensor) -> None:
+        rows = self.kept.pop("rows")
+        whole = _local(grad)
+        write(Capture(**self.about, **self.kept, grad=_host(whole[rows.to(whole.device)])), self.path)
+        self.kept.clear()
+
+
+def _rows_to_keep(counts: list[int], experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of the first experts, each cut to its even share, and where the groups of what is kept end."""
+    share = MAX_ROWS // experts
+    starts = [sum(counts[:index]) for index in range(experts)]
+    kept = [min(count, share) for count in counts[:experts]]
+    rows = [torch.arange(start, start + count) for start, count in zip(starts, kept, strict=True)]
+    return torch.cat(rows), torch.tensor(kept).cumsum(0).to(torch.int32)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def _host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in BF16 on the host; a copy, because FSDP frees what it gathered."""
+    return tensor.to("cpu", torch.bfloat16, copy=True)
+
+
+def _bf16_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * 2
+
+
+def write(capture: Capture, path: Path) -> None:
+    """Save a capture; a kill leaves the whole file or none."""
+    buffer = io.BytesIO()
+    torch.save({each.name: getattr(capture, each.name) for each in fields(capture)}, buffer)
+    write_whole(path, buffer.getvalue())
+
+
+def read(path: Path) -> Capture:
+    """Read one layer's capture.
+
+    Raises:
+        BadInput: if it is no such file.
+    """
+    try:
+        content = torch.load(path, weights_only=True)
+        capture = Capture(**content)
+        shapes = [getattr(capture, name).shape for name in _TENSORS]
+    except OSError as error:
+        raise BadInput(f"{path} cannot be read: {error.strerror or error}") from error
+    except (RuntimeError, pickle.UnpicklingError, EOFError, TypeError, AttributeError, ValueError) as error:
+        raise BadInput(f"{path} is not a capture of a moelab run: {' '.join(str(error).split())[:200]}") from error
+    (m, d), (g, f, _) = shapes[0], shapes[1]
+    if shapes != [(m, d), (g, f, d), (g, d, f), (g, f, d), (m, d), (g,)]:
+        raise BadInput(f"{path}: shapes of {', '.join(_TENSORS)} do not fit: {[tuple(shape) for shape in shapes]}")
+    return capture
+
+
+def captures_of(run: Path) -> list[Path]:
+    """Files of the layers that a run captured, first layer first.
+
+    Args:
+        run: a run directory, or any folder above some.
+
+    Raises:
+        BadInput: if there is none.
+    """
+    found = sorted(run.rglob(f"{FOLDER}/*.pt"), key=_layer_order)
+    if not found:
+        raise BadInput(f"no captures below {run}; train with capture_step set to a step, such as --set capture_step=20")
+    return found
+
+
+def _layer_order(path: Path) -> tuple[str, int]:
+    number = path.stem.rpartition(".")[2]
+    return str(path.parent), int(number) if number.isdigit() else 0

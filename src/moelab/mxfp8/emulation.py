@@ -1,0 +1,279 @@
+"""Emulated MXFP8 grouped GEMM: torchao's numbers to the bit, without torchao's time.
+
+torchao 0.18's emulation (``torchao/prototype/moe_training/mxfp8_grouped_mm.py``, recipe ``mxfp8_emulated_rceil``)
+quantises each operand, expands it to BF16 and gives all groups to one ``torch._grouped_mm``. What it costs is the
+casts, some thirty passes over each operand, and a loop over the groups to pad them. Ours are in ``fake_quantise.py``
+and :func:`padding_of`; the three products are the same calls of the same operator on operands of the same bits, shapes
+and strides, so output and gradients are torchao's wherever that operator is deterministic:
+
+==========  =======================  =====================  ===================================
+product     left operand             right operand          blocks of 32 along
+==========  =======================  =====================  ===================================
+output      x (M, K)                 w (G, K, N)            K of both
+dgrad       grad (M, N)              w (G, N, K)            N of both
+wgrad       grad (N, M)              x (M, K)               M of both; in BF16 when asked, from
+                                                            the values before quantisation
+==========  =======================  =====================  ===================================
+
+The blocks of wgrad run along tokens, so every group must be a multiple of 32 tokens: the dispatcher pads, or
+``pad_inside`` does. A weight's two forms differ by block axis and cannot be derived from each other; each is computed
+once a product, where it is needed, for keeping both would double the memory of the weights.
+
+Activations that arrive quantised (from a dispatch that sends MXFP8) go to :func:`grouped_mm_prequantised`.
+
+Shape suffixes: M tokens of all groups, G groups (experts), K and N a GEMM's inner and outer features, b blocks of 32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from moelab.errors import BadInput
+from moelab.mxfp8.fake_quantise import (
+    BLOCK,
+    dequantise,
+    fake_quantise_both,
+    fake_quantise_columns,
+    fake_quantise_rows,
+    require_whole_blocks,
+)
+
+
+class BadOperand(BadInput):
+    """An operand has a shape or dtype that the emulated grouped GEMM does not take."""
+
+
+def grouped_mm(
+    x_MK: torch.Tensor,
+    weight_GKN: torch.Tensor,
+    ends_G: torch.Tensor,
+    *,
+    wgrad: Literal["mxfp8", "bf16"] = "mxfp8",
+    pad_inside: bool = False,
+) -> torch.Tensor:
+    """Multiply each group of tokens by its expert's weight in emulated MXFP8; differentiable.
+
+    Equal, to the bit, to torchao 0.18's ``_to_mxfp8_then_scaled_grouped_mm`` with ``KernelPreference.EMULATED`` and
+    RCEIL scales, output and both gradients, on the same device.
+
+    Args:
+        x_MK: BF16 ``(M, K)``, tokens sorted by group.
+        weight_GKN: BF16 ``(G, K, N)``, the transposed view of a contiguous ``(G, N, K)``.
+        ends_G: int32 ``(G,)``, where each group of rows ends. Rows after the last are not computed.
+        wgrad: ``bf16`` leaves the operands of the weight gradient unquantised.
+        pad_inside: pad each group with zeros to a multiple of 32 tokens, and take them off again; ``ends_G`` must
+            then end at M.
+
+    Returns:
+        BF16 ``(M, N)``.
+
+    Raises:
+        BadOperand: for a wrong rank, dtype or inner size.
+        NotWholeBlocks: if K or N, or for a quantised wgrad M, is not a multiple of 32.
+
+    Example:
+        >>> x, w = torch.randn(64, 32).bfloat16(), torch.randn(2, 96, 32).bfloat16()
+        >>> grouped_mm(x, w.transpose(-2, -1), torch.tensor([32, 64], dtype=torch.int32)).shape
+        torch.Size([64, 96])
+    """
+    _require_operands(x_MK, weight_GKN, ends_G)
+    if x_MK.dtype is not torch.bfloat16:
+        raise BadOperand(f"the activations are {x_MK.dtype}; the emulated grouped GEMM multiplies bfloat16")
+    needs_wgrad = torch.is_grad_enabled() and weight_GKN.requires_grad
+    if needs_wgrad and wgrad == "mxfp8" and not pad_inside and isinstance(x_MK.shape[0], int):
+        require_whole_blocks("the token axis (pad_inside=True pads it)", x_MK.shape[0])
+    return _GroupedMM.apply(x_MK, weight_GKN, ends_G, wgrad == "bf16", pad_inside)
+
+
+def grouped_mm_prequantised(
+    x_q_MK: torch.Tensor,
+    x_scale_Mb: torch.Tensor,
+    weight_GKN: torch.Tensor,
+    ends_G: torch.Tensor,
+    *,
+    carrier_MK: torch.Tensor | None = None,
+    pad_inside: bool = False,
+) -> torch.Tensor:
+    """As :func:`grouped_mm`, for activations that are MXFP8 already, such as a quantised dispatch delivers.
+
+    The activations are used as they are. dgrad is BF16, the gradient with respect to the expanded activations. wgrad is
+    BF16, from the expanded activations and the upstream gradient as it comes: the activations cannot be quantised along
+    tokens any more without a second rounding. This is torchao's rule for ``MXTensor`` inputs, and its numbers.
+
+    PyTorch gives every gradient the dtype of its tensor, so a float8 tensor cannot have a BF16 gradient: the gradient
+    goes to ``carrier_MK``, a BF16 tensor of the activations' shape whose values are never read. An expanded zero
+    (``x.new_zeros(()).expand(M, K)``), returned by the dispatch beside its two outputs, is one and has no memory.
+
+    Args:
+        x_q_MK: ``float8_e4m3fn`` ``(M, K)``, tokens sorted by group.
+        x_scale_Mb: ``float8_e8m0fnu`` ``(M, K / 32)``, not swizzled.
+        weight_GKN: BF16 ``(G, K, N)``, the transposed view of a contiguous ``(G, N, K)``.
+        ends_G: int32 ``(G,)``, where each group of rows ends.
+        carrier_MK: BF16 ``(M, K)``, receives dgrad; without it there is none.
+        pad_inside: as :func:`grouped_mm`'s; groups need no padding here, since nothing has blocks along tokens.
+
+    Returns:
+        BF16 ``(M, N)``.
+
+    Raises:
+        BadOperand: for a wrong rank, dtype or inner size of any operand.
+        NotWholeBlocks: if K or N is not a multiple of 32.
+
+    Example:
+        >>> x_q = torch.randn(64, 32).to(torch.float8_e4m3fn)
+        >>> x_scale = torch.full((64, 1), 127, dtype=torch.uint8).view(torch.float8_e8m0fnu)  # 2^0
+        >>> w, ends = torch.randn(2, 96, 32).bfloat16(), torch.tensor([32, 64], dtype=torch.int32)
+        >>> grouped_mm_prequantised(x_q, x_scale, w.transpose(-2, -1), ends).shape
+        torch.Size([64, 96])
+    """
+    _require_operands(x_q_MK, weight_GKN, ends_G)
+    M, K = x_q_MK.shape
+    if x_q_MK.dtype is not torch.float8_e4m3fn or x_scale_Mb.dtype is not torch.float8_e8m0fnu:
+        raise BadOperand(
+            f"quantised activations are {x_q_MK.dtype} with {x_scale_Mb.dtype} scales; "
+            "MXFP8 is float8_e4m3fn with float8_e8m0fnu"
+        )
+    scales = x_scale_Mb.shape
+    if len(scales) != 2 or scales[1] != K // BLOCK or (isinstance(M, int) and scales[0] != M):
+        raise BadOperand(f"the scales are {tuple(scales)}; activations {(M, K)} need {(M, K // BLOCK)}")
+    if carrier_MK is not None and (carrier_MK.dtype is not torch.bfloat16 or carrier_MK.ndim != 2):
+        raise BadOperand(f"the carrier of the gradient is {carrier_MK.dtype}; it must be bfloat16 (M, K)")
+    return _PrequantisedGroupedMM.apply(carrier_MK, x_q_MK, x_scale_Mb, weight_GKN, ends_G, pad_inside)
+
+
+def _require_operands(x_MK: torch.Tensor, weight_GKN: torch.Tensor, ends_G: torch.Tensor) -> None:
+    if x_MK.ndim != 2 or weight_GKN.ndim != 3 or ends_G.ndim != 1:
+        raise BadOperand(
+            f"activations, weights and group ends have {x_MK.ndim}, {weight_GKN.ndim} and {ends_G.ndim} dimensions; "
+            "they are (M, K), (G, K, N) and (G,)"
+        )
+    if weight_GKN.dtype is not torch.bfloat16 or ends_G.dtype is not torch.int32:
+        raise BadOperand(f"weights are {weight_GKN.dtype} and group ends {ends_G.dtype}; they are bfloat16 and int32")
+    G, K, N = weight_GKN.shape
+    if x_MK.shape[1] != K or ends_G.shape[0] != G:
+        raise BadOperand(
+            f"activations of {x_MK.shape[1]} features and {ends_G.shape[0]} groups do not match weights of {K} inner "
+            f"features and {G} groups"
+        )
+    require_whole_blocks("the inner dimension K", K)
+    require_whole_blocks("the outer dimension N", N)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Padding:
+    """Where each token goes when every group is padded to a multiple of 32 tokens.
+
+    ``rows_M``: its row, int64. ``ends_G``: where the padded groups end, int32. ``blocks``: 32 rows each, the most that
+    padding can need, so that the size does not depend on the groups.
+    """
+
+    rows_M: torch.Tensor
+    ends_G: torch.Tensor
+    blocks: int
+
+
+def padding_of(ends_G: torch.Tensor, tokens: int) -> Padding:
+    """The layout of torchao's ``pad_token_groups``, without its loop over the groups."""
+    starts_G = torch.nn.functional.pad(ends_G[:-1], (1, 0))
+    padded_G = (ends_G - starts_G + BLOCK - 1) // BLOCK * BLOCK
+    padded_ends_G = torch.cumsum(padded_G, 0, dtype=torch.int32)
+    shift_G = padded_ends_G - padded_G - starts_G
+    token_M = torch.arange(tokens, device=ends_G.device, dtype=torch.int32)
+    rows_M = token_M + shift_G[torch.searchsorted(ends_G, token_M, right=True)]
+    blocks = (tokens + BLOCK - 1) // BLOCK + ends_G.shape[0]
+    return Padding(rows_M=rows_M.long(), ends_G=padded_ends_G, blocks=blocks)
+
+
+def _pad(x_MK: torch.Tensor, rows_M: torch.Tensor, blocks: int) -> torch.Tensor:
+    return x_MK.new_zeros((blocks * BLOCK, x_MK.shape[1])).index_copy_(0, rows_M, x_MK)
+
+
+def _product(left: torch.Tensor, right: torch.Tensor, ends_G: torch.Tensor) -> torch.Tensor:
+    return torch._grouped_mm(left, right, offs=ends_G, out_dtype=torch.bfloat16)
+
+
+def _output(x_MK: torch.Tensor, weight_GKN: torch.Tensor, ends_G: torch.Tensor) -> torch.Tensor:
+    """Product of tokens already fake-quantised."""
+    weight_GNK = weight_GKN.transpose(-2, -1).contiguous()
+    return _product(x_MK, fake_quantise_rows(weight_GNK).transpose(-2, -1), ends_G)
+
+
+def _dgrad(grad_MN: torch.Tensor, weight_GKN: torch.Tensor, ends_G: torch.Tensor) -> torch.Tensor:
+    """Product of an upstream gradient already fake-quantised."""
+    weight_GNK = weight_GKN.transpose(-2, -1).contiguous()
+    return _product(grad_MN, fake_quantise_columns(weight_GNK).transpose(-2, -1), ends_G)
+
+
+class _GroupedMM(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_MK: torch.Tensor,
+        weight_GKN: torch.Tensor,
+        ends_G: torch.Tensor,
+        wgrad_in_bf16: bool,
+        pad_inside: bool,
+    ) -> torch.Tensor:
+        ctx.wgrad_in_bf16 = wgrad_in_bf16
+        rows_M, x_MK = None, x_MK.contiguous()
+        if pad_inside:
+            padding = padding_of(ends_G, x_MK.shape[0])
+            rows_M, ends_G = padding.rows_M, padding.ends_G
+            x_MK = _pad(x_MK, rows_M, padding.blocks)
+        ctx.save_for_backward(x_MK, weight_GKN, ends_G, rows_M)
+        output_MN = _output(fake_quantise_rows(x_MK), weight_GKN, ends_G)
+        return output_MN if rows_M is None else output_MN.index_select(0, rows_M)
+
+    @staticmethod
+    def backward(ctx: Any, grad_MN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x_MK, weight_GKN, ends_G, rows_M = ctx.saved_tensors
+        grad_MN = grad_MN.contiguous() if rows_M is None else _pad(grad_MN, rows_M, x_MK.shape[0] // BLOCK)
+        if ctx.wgrad_in_bf16:
+            quantised_MN = fake_quantise_rows(grad_MN)
+            wgrad_GNK = _product(grad_MN.transpose(-2, -1), x_MK, ends_G)
+        else:
+            quantised_MN, quantised_NM = fake_quantise_both(grad_MN)
+            wgrad_GNK = _product(quantised_NM, fake_quantise_columns(x_MK).transpose(-2, -1), ends_G)
+        dgrad_MK = _dgrad(quantised_MN, weight_GKN, ends_G)
+        if rows_M is not None:
+            dgrad_MK = dgrad_MK.index_select(0, rows_M)
+        return dgrad_MK, wgrad_GNK.transpose(-2, -1), None, None, None
+
+
+class _PrequantisedGroupedMM(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        carrier_MK: torch.Tensor | None,
+        x_q_MK: torch.Tensor,
+        x_scale_Mb: torch.Tensor,
+        weight_GKN: torch.Tensor,
+        ends_G: torch.Tensor,
+        pad_inside: bool,
+    ) -> torch.Tensor:
+        rows_M, x_MK, blocks = None, dequantise(x_q_MK, x_scale_Mb), 0
+        if pad_inside:
+            padding = padding_of(ends_G, x_MK.shape[0])
+            rows_M, ends_G, blocks = padding.rows_M, padding.ends_G, padding.blocks
+            x_MK = _pad(x_MK, rows_M, blocks)
+        ctx.blocks, ctx.has_carrier = blocks, carrier_MK is not None
+        ctx.save_for_backward(x_q_MK, x_scale_Mb, weight_GKN, ends_G, rows_M)
+        output_MN = _output(x_MK, weight_GKN, ends_G)
+        return output_MN if rows_M is None else output_MN.index_select(0, rows_M)
+
+    @staticmethod
+    def backward(ctx: Any, grad_MN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x_q_MK, x_scale_Mb, weight_GKN, ends_G, rows_M = ctx.saved_tensors
+        x_MK = dequantise(x_q_MK, x_scale_Mb)
+        if rows_M is None:
+            grad_MN = grad_MN.contiguous()
+        else:
+            x_MK, grad_MN = (_pad(tensor, rows_M, ctx.blocks) for tensor in (x_MK, grad_MN))
+        wgrad_GNK = _product(grad_MN.transpose(-2, -1), x_MK, ends_G)
+        dgrad_MK = _dgrad(fake_quantise_rows(grad_MN), weight_GKN, ends_G) if ctx.has_carrier else None
+        if dgrad_MK is not None and rows_M is not None:
+            dgrad_MK = dgrad_MK.index_select(0, rows_M)
+        return dgrad_MK, None, None, wgrad_GNK.transpose(-2, -1), None, None

@@ -1,0 +1,130 @@
+"""The CUDA form of ``fake_quantise.py``: one Triton kernel that reads a tensor once, behind its three operators.
+
+The arithmetic is that module's, bit for bit. It is memory-bound: a BF16 value read, and one written for each of the two
+block axes that is asked for. Offsets are 64-bit, for a tensor may have more than 2^31 values.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton  # type: ignore[import-untyped]
+import triton.language as tl  # type: ignore[import-untyped]
+
+from moelab.mxfp8 import fake_quantise
+
+ROWS_TILE = (256, 32, 4)
+"""Rows, columns and warps of a program that only wants blocks along rows: 32 columns make it one stretch of memory."""
+COLUMNS_TILE = (64, 64, 4)
+"""The same where a transposed result is written: lines of 128 bytes on both sides."""
+
+
+@triton.jit
+def _round_trip(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Fake-quantise a BF16 tile ``(ROWS, COLUMNS)`` in blocks of 32 along its columns."""
+    bits = tl.reshape(x.to(tl.int16, bitcast=True).to(tl.int32) << 16, (ROWS, COLUMNS // 32, 32))
+    magnitude = bits & 0x7FFFFFFF
+    amax = tl.max(magnitude, axis=2, keep_dims=True)  # as integers, in which a NaN is above everything
+    exponent = tl.maximum(((amax + 0x1FFFFF) >> 23) - 8, 0)
+    exponent = tl.where(amax >= 0x7F800000, 254, exponent)
+    reciprocal = tl.maximum((254 - exponent) << 23, 0x00400000).to(tl.float32, bitcast=True)
+    factor = tl.where(amax > 0x7F800000, 0x7FC00000, exponent << 23).to(tl.float32, bitcast=True)
+    scaled = bits.to(tl.float32, bitcast=True) * reciprocal
+    own = scaled.to(tl.int32, bitcast=True) & 0x7F800000
+    own = tl.minimum(tl.maximum(own, 121 << 23), 135 << 23)
+    quanta = (own + ((20 << 23) | 0x400000)).to(tl.float32, bitcast=True)
+    rounded = ((scaled + quanta) - quanta) * factor
+    signed = (rounded.to(tl.int32, bitcast=True) | (bits & -0x80000000)).to(tl.float32, bitcast=True)
+    return tl.reshape(signed, (ROWS, COLUMNS)).to(tl.bfloat16)
+
+
+@triton.jit
+def _kernel(  # type: ignore[no-untyped-def]
+    x_BRC,
+    rows_BRC,
+    columns_BCR,
+    R,
+    C,
+    ALONG_ROWS: tl.constexpr,
+    ALONG_COLUMNS: tl.constexpr,
+    TILE_R: tl.constexpr,
+    TILE_C: tl.constexpr,
+):
+    tiles_C = tl.cdiv(C, TILE_C)
+    r = (tl.program_id(0) // tiles_C).to(tl.int64) * TILE_R + tl.arange(0, TILE_R)[:, None]
+    c = (tl.program_id(0) % tiles_C).to(tl.int64) * TILE_C + tl.arange(0, TILE_C)[None, :]
+    start = tl.program_id(1).to(tl.int64) * R * C
+    inside = (r < R) & (c < C)
+    x = tl.load(x_BRC + start + r * C + c, mask=inside, other=0.0)
+    if ALONG_ROWS:
+        tl.store(rows_BRC + start + r * C + c, _round_trip(x, TILE_R, TILE_C), mask=inside)
+    if ALONG_COLUMNS:
+        quantised = _round_trip(tl.trans(x), TILE_C, TILE_R)
+        tl.store(columns_BCR + start + tl.trans(c) * R + tl.trans(r), quantised, mask=tl.trans(inside))
+
+
+def launch(
+    x_BRC: torch.Tensor,
+    rows_BRC: torch.Tensor | None,
+    columns_BCR: torch.Tensor | None,
+    tile: tuple[int, int, int],
+) -> None:
+    """Fill ``rows_BRC``, ``columns_BCR`` or both from ``x_BRC``; all BF16 and contiguous.
+
+    Args:
+        x_BRC: ``(B, R, C)``.
+        rows_BRC: to receive the values quantised in blocks along C.
+        columns_BCR: to receive the values quantised in blocks along R, transposed.
+        tile: rows and columns of a program, multiples of 32 and powers of two, and its warps.
+    """
+    B, R, C = x_BRC.shape
+    tile_R, tile_C, warps = tile
+    if not x_BRC.numel():
+        return
+    _kernel[(triton.cdiv(R, tile_R) * triton.cdiv(C, tile_C), B)](
+        x_BRC,
+        x_BRC if rows_BRC is None else rows_BRC,
+        x_BRC if columns_BCR is None else columns_BCR,
+        R,
+        C,
+        ALONG_ROWS=rows_BRC is not None,
+        ALONG_COLUMNS=columns_BCR is not None,
+        TILE_R=tile_R,
+        TILE_C=tile_C,
+        num_warps=warps,
+    )
+
+
+@fake_quantise.fake_quantise_rows.register_kernel("cuda")
+def fake_quantise_rows(x: torch.Tensor) -> torch.Tensor:
+    """``(..., C)`` to the same, in blocks along C."""
+    fake_quantise.require_whole_blocks("the last dimension", x.shape[-1])
+    x = x.contiguous()
+    rows = torch.empty_like(x)
+    flat = (1, -1, fake_quantise.BLOCK)
+    launch(x.view(flat), rows.view(flat), None, ROWS_TILE)
+    return rows
+
+
+@fake_quantise.fake_quantise_columns.register_kernel("cuda")
+def fake_quantise_columns(x_BRC: torch.Tensor) -> torch.Tensor:
+    """``(..., R, C)`` to ``(..., C, R)``, in blocks along R."""
+    fake_quantise.require_whole_blocks("the last dimension but one", x_BRC.shape[-2])
+    x_BRC = x_BRC.contiguous()
+    columns = fake_quantise.empty_transposed(x_BRC)
+    launch(_batched(x_BRC), None, _batched(columns), COLUMNS_TILE)
+    return columns
+
+
+@fake_quantise.fake_quantise_both.register_kernel("cuda")
+def fake_quantise_both(x_BRC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(..., R, C)`` to itself in blocks along C, and to ``(..., C, R)`` in blocks along R."""
+    for what, size in zip(("the last dimension", "the last dimension but one"), x_BRC.shape[:-3:-1], strict=True):
+        fake_quantise.require_whole_blocks(what, size)
+    x_BRC = x_BRC.contiguous()
+    rows, columns = torch.empty_like(x_BRC), fake_quantise.empty_transposed(x_BRC)
+    launch(_batched(x_BRC), _batched(rows), _batched(columns), COLUMNS_TILE)
+    return rows, columns
+
+
+def _batched(x: torch.Tensor) -> torch.Tensor:
+    return x.view(-1, *x.shape[-2:])

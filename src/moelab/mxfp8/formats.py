@@ -1,0 +1,224 @@
+"""Number formats by torchao's own casts: BF16, FP8 with one scale a tensor or a row, and MXFP8 with one a block.
+
+A format has one operation, :meth:`cast`: it stores a tensor in few bits and expands it again. Scales lie along an
+``axis``, which in a matrix product is the one that is summed over, because only then can a kernel apply them outside
+the sum. So one tensor is cast along different axes for different products.
+
+MXFP8 is the OCP Microscaling format: 32 consecutive numbers share one scale, a power of two stored as an 8-bit exponent
+(E8M0), and each is stored as E4M3 or E5M2. How the scale follows from the block's largest magnitude is not part of the
+format; torchao 0.18 has four ways (:data:`SCALINGS`):
+
+=========  ============================================================  ==========================================
+scaling    scale, for E4M3 (emax 8, max 448)                             a block's largest number
+=========  ============================================================  ==========================================
+``floor``  2^(floor(log2 amax) - emax), as the OCP specification has it  saturates where amax is 1.75 to 2 times a
+                                                                         power of two
+``even``   as floor, of amax rounded to the element's mantissa first     saturates from 1.75 to 1.9375
+``ceil``   2^(ceil(log2 amax) - emax)                                    never saturates; uses 256 of 448 at most
+``rceil``  2^ceil(log2(amax / max)), as Blackwell's conversion does      never saturates; uses more than 224 of 448
+=========  ============================================================  ==========================================
+
+torchao computes the logarithm of ``rceil`` in float32 unless it compiles for SM100: an amax less than 4e-7 (relative)
+above 448 times a power of two gets half of its scale. No BF16 number is there.
+
+It also misreads blocks whose scale would be 2^-127 or less, an amax of about 10^-36: far below what a run computes.
+
+Source: OCP Microscaling Formats (MX) v1.0, sections 5 and 6.3; torchao 0.18 ``prototype/mx_formats/mx_tensor.py`` and
+``float8/float8_utils.py``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torchao.float8.config import ScalingGranularity
+from torchao.float8.float8_utils import tensor_to_scale, to_fp8_saturated
+from torchao.prototype.mx_formats.config import ScaleCalculationMode
+from torchao.prototype.mx_formats.mx_tensor import get_fp_scale, to_dtype, to_mx
+
+from moelab.errors import BadInput
+
+Scaling = Literal["floor", "rceil", "even", "ceil"]
+SCALINGS: tuple[Scaling, ...] = ("floor", "rceil", "even", "ceil")
+BLOCK = 32
+"""Elements that share a scale in MXFP8."""
+
+
+class NotWholeBlocks(BadInput):
+    """An axis that cannot be cut into blocks."""
+
+
+class NotFinite(BadInput):
+    """Values that are NaN or infinite, whose error means nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Element:
+    """An 8-bit floating-point type.
+
+    Attributes:
+        name: as people write it.
+        dtype: PyTorch's.
+        max: largest finite magnitude.
+        emax: exponent of the largest power of two.
+        emin: exponent of the smallest normal number.
+        mantissa_bits: stored bits after the binary point.
+    """
+
+    name: str
+    dtype: torch.dtype
+    max: float
+    emax: int
+    emin: int
+    mantissa_bits: int
+
+    @property
+    def smallest(self) -> float:
+        """Smallest magnitude above zero, a subnormal number."""
+        return 2.0 ** (self.emin - self.mantissa_bits)
+
+
+E4M3 = Element(name="E4M3", dtype=torch.float8_e4m3fn, max=448.0, emax=8, emin=-6, mantissa_bits=3)
+E5M2 = Element(name="E5M2", dtype=torch.float8_e5m2, max=57344.0, emax=15, emin=-14, mantissa_bits=2)
+ELEMENTS = {element.name.lower(): element for element in (E4M3, E5M2)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cast:
+    """A tensor as a format stores it.
+
+    Attributes:
+        values: what is read back, float32, shape of the tensor.
+        stored: the elements, in the format's own type, shape of the tensor.
+        scale: what each element is multiplied by, float32, shape of the tensor.
+    """
+
+    values: torch.Tensor
+    stored: torch.Tensor
+    scale: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class BF16:
+    """bfloat16: no scale, 8 bits of exponent and 7 of mantissa."""
+
+    max: float = float(torch.finfo(torch.bfloat16).max)
+
+    def cast(self, x: torch.Tensor, axis: int = -1) -> Cast:
+        """Round to bfloat16; ``axis`` is of no effect."""
+        stored = x.to(torch.bfloat16)
+        return Cast(values=stored.float(), stored=stored, scale=torch.ones_like(x, dtype=torch.float32))
+
+
+@dataclass(frozen=True, kw_only=True)
+class FP8:
+    """8-bit elements under one scale for the whole tensor or for each row, computed from the largest magnitude.
+
+    Attributes:
+        per: what shares a scale.
+        element: type of the elements.
+        power_of_two: whether the scale is rounded to a power of two, as torchao does for rows.
+    """
+
+    per: Literal["tensor", "row"]
+    element: Element = E4M3
+    power_of_two: bool = False
+
+    @property
+    def max(self) -> float:
+        """Largest magnitude of an element."""
+        return self.element.max
+
+    def cast(self, x: torch.Tensor, axis: int = -1) -> Cast:
+        """Scale and round with torchao's float8 functions.
+
+        Args:
+            x: any floating-point tensor.
+            axis: along which a row shares its scale.
+        """
+        granularity = ScalingGranularity.TENSORWISE if self.per == "tensor" else ScalingGranularity.AXISWISE
+        wide = x.float()
+        factor = tensor_to_scale(
+            wide,
+            self.element.dtype,
+            scaling_granularity=granularity,
+            axiswise_dim=axis,
+            round_scales_to_power_of_2=self.power_of_two,
+        )
+        stored = to_fp8_saturated(wide * factor, self.element.dtype)
+        return Cast(values=stored.float() / factor, stored=stored, scale=(1.0 / factor).expand(x.shape))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MX:
+    """Blocks of consecutive 8-bit elements, each block under one power of two; MXFP8 where the block is 32.
+
+    Attributes:
+        scaling: how the scale follows from the block's largest magnitude.
+        element: type of the elements.
+        block: elements that share a scale.
+    """
+
+    scaling: Scaling = "rceil"
+    element: Element = E4M3
+    block: int = BLOCK
+
+    @property
+    def max(self) -> float:
+        """Largest magnitude of an element."""
+        return self.element.max
+
+    def cast(self, x: torch.Tensor, axis: int = -1) -> Cast:
+        """Quantise with torchao's ``to_mx``; a block with a NaN becomes all NaN.
+
+        Args:
+            x: any floating-point tensor.
+            axis: along which blocks lie; its size is a multiple of the block.
+
+        Raises:
+            NotWholeBlocks: if it is not.
+
+        Example:
+            >>> MX().cast(torch.full((1, 32), 1.1)).values[0, 0].item()
+            1.125
+        """
+        require_whole_blocks(x.shape[axis], self.block)
+        moved = x.float().movedim(axis, -1).contiguous()
+        e8m0, stored = to_mx(moved, self.element.dtype, self.block, ScaleCalculationMode(self.scaling))
+        values = to_dtype(stored, e8m0, self.element.dtype, self.block, torch.float32)
+        scale = get_fp_scale(e8m0).repeat_interleave(self.block, dim=-1)
+        return Cast(values=values.movedim(-1, axis), stored=stored.movedim(-1, axis), scale=scale.movedim(-1, axis))
+
+
+Format = BF16 | FP8 | MX
+
+
+def require_whole_blocks(size: int, block: int) -> None:
+    """Check that an axis can be cut into blocks.
+
+    Raises:
+        NotWholeBlocks: naming the sizes that can.
+    """
+    if block < 1:
+        raise NotWholeBlocks(f"a block of {block} elements; valid: at least 1, and {BLOCK} for MXFP8")
+    if size < block:
+        raise NotWholeBlocks(f"the axis has {size} elements, fewer than one block of {block}; give at least {block}")
+    if size % block:
+        below = size - size % block
+        raise NotWholeBlocks(
+            f"the axis has {size} elements, not a multiple of the block of {block}; "
+            f"cut it to {below} or pad it with zeros to {below + block}"
+        )
+
+
+def require_finite(name: str, x: torch.Tensor) -> None:
+    """Check a tensor before it is measured.
+
+    Raises:
+        NotFinite: saying how many values are not finite.
+    """
+    wrong = int((~torch.isfinite(x)).sum())
+    if wrong:
+        raise NotFinite(f"{name} has {wrong} values of {x.numel()} that are NaN or infinite; valid: finite values")

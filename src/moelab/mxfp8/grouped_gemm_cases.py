@@ -1,0 +1,169 @@
+"""What the grouped-GEMM experiment measures: shapes, group sizes as routing makes them, checks before any timing.
+
+One case is the product of a routed expert's weight with the rows of all experts of a rank, forward and backward:
+
+=========  ==============================  =====================================
+forward    (M, K) × (G, K, N) → (M, N)     rows by input features
+dgrad      (M, N) × (G, N, K) → (M, K)     the gradient of the rows
+wgrad      (N, M) × (M, K) → (G, N, K)     the gradient of the weights, a product for each group
+=========  ==============================  =====================================
+
+Letters: M rows of all groups together, N output features, K input features, G groups (local experts).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+import numpy as np
+
+from moelab.errors import BadInput
+
+Precision = Literal["bf16", "fp8", "mxfp8", "mxfp8_wgrad_bf16"]
+PRECISIONS: tuple[Precision, ...] = get_args(Precision)
+Sizes = Literal["even", "random", "skewed"]
+SIZES: tuple[Sizes, ...] = get_args(Sizes)
+FEATURE_BLOCK: dict[Precision, int] = {"bf16": 8, "fp8": 16, "mxfp8": 32, "mxfp8_wgrad_bf16": 32}
+"""What N and K must be multiples of: 16 bytes of an operand's row, or one MXFP8 block."""
+ROW_BLOCK: dict[Precision, int] = {"bf16": 8, "fp8": 16, "mxfp8": 128, "mxfp8_wgrad_bf16": 128}
+"""What each group's rows are padded to; 128 is what torchao 0.18's CuTeDSL quantisation asks for on SM100."""
+DIRICHLET = 4.0
+"""Concentration of the skewed group sizes: their standard deviation is about half of their mean."""
+SEED = 20261101
+
+
+class NotDivisible(BadInput):
+    """A dimension that the kernels cannot cut into their blocks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One grouped product.
+
+    Attributes:
+        m: rows of all groups together, before padding.
+        n: output features.
+        k: input features.
+        groups: local experts.
+        sizes: ``even``; ``random``, one multinomial draw with equal chances, as balanced routing gives; ``skewed``,
+            chances drawn from a Dirichlet distribution first, as a router that prefers some experts gives.
+    """
+
+    m: int
+    n: int
+    k: int
+    groups: int
+    sizes: Sizes = "even"
+
+    def __post_init__(self) -> None:
+        for name in ("m", "n", "k", "groups"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise BadInput(f"{name} is {value!r}; give a whole number of at least 1")
+        if self.sizes not in SIZES:
+            raise BadInput(f"group sizes are {self.sizes!r}; valid are {', '.join(SIZES)}")
+
+    @property
+    def name(self) -> str:
+        """Such as ``131072×2048×7168, 8 even groups``."""
+        groups = "1 group" if self.groups == 1 else f"{self.groups} {self.sizes} groups"
+        return f"{self.m}×{self.n}×{self.k}, {groups}"
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions of one of the three products."""
+        return 2 * self.m * self.n * self.k
+
+
+def parse_case(text: str) -> Case:
+    """A case from ``M,N,K,G`` or ``M,N,K,G,skewed``.
+
+    Raises:
+        BadInput: for anything else.
+
+    Example:
+        >>> parse_case("4096,2048,7168,8").groups
+        8
+    """
+    parts = text.replace("x", ",").split(",")
+    numbers, rest = parts[:4], parts[4:]
+    if len(numbers) < 4 or len(rest) > 1 or not all(number.strip().isdigit() for number in numbers):
+        raise BadInput(f"a shape is {text!r}; write M,N,K,G or M,N,K,G,{'|'.join(SIZES)}, such as 65536,2048,7168,8")
+    m, n, k, groups = map(int, numbers)
+    sizes = rest[0].strip() if rest else "even"
+    return Case(m=m, n=n, k=k, groups=groups, sizes=sizes)  # type: ignore[arg-type]  # checked by Case
+
+
+def require_divisible(case: Case, precision: Precision) -> None:
+    """Refuse dimensions that the kernels of a precision cannot take.
+
+    N counts as K does: backward sums over it.
+
+    Raises:
+        NotDivisible: naming the dimension, the block and the nearest valid value.
+    """
+    block = FEATURE_BLOCK[precision]
+    for name, value in (("k", case.k), ("n", case.n)):
+        if value < block:
+            raise NotDivisible(f"{name} is {value}, less than one block of {precision} ({block}); give {block} or more")
+        if value % block:
+            near = round(value / block) * block
+            raise NotDivisible(f"{name} is {value}: {precision} needs a multiple of {block}, the nearest is {near}")
+
+
+def group_sizes(case: Case, *, block: int = 1, seed: int = SEED) -> tuple[int, ...]:
+    """Rows of each group.
+
+    Args:
+        case: ``m`` and ``groups``, and how rows are spread over them.
+        block: each group is padded up to a multiple of it; an empty group stays empty.
+        seed: of the draw; two blocks share it, so that they pad the same routing.
+
+    Returns:
+        ``groups`` numbers; they add up to ``m`` before padding.
+
+    Example:
+        >>> group_sizes(Case(m=10, n=32, k=32, groups=3))
+        (4, 3, 3)
+    """
+    random = np.random.default_rng(seed)
+    if case.sizes == "even":
+        each, more = divmod(case.m, case.groups)
+        drawn = np.array([each + (group < more) for group in range(case.groups)])
+    else:
+        alpha = np.full(case.groups, DIRICHLET)
+        chances = random.dirichlet(alpha) if case.sizes == "skewed" else np.full(case.groups, 1 / case.groups)
+        drawn = random.multinomial(case.m, chances)
+    return tuple(int(-(-rows // block) * block) for rows in drawn)
+
+
+EXPERTS_671B = Case(m=131072, n=2048, k=7168, groups=8)
+"""A 671B expert's w1 or w3 (TorchTitan's names) on a rank with 8 of its 256 experts."""
+EXPERTS_16B = Case(m=131072, n=1408, k=2048, groups=8)
+"""A 16B expert's w1 or w3 on a rank with 8 of its 64 experts."""
+
+
+def transposed(case: Case) -> Case:
+    """The case of w2, which leads back from the experts' hidden dimension."""
+    return replace(case, n=case.k, k=case.n)
+
+
+CASES = (
+    # In the order of importance: the time may end before the list does. The first seven are the earlier measurement.
+    replace(EXPERTS_671B, m=16384),
+    replace(EXPERTS_671B, m=32768),
+    replace(EXPERTS_671B, m=65536),
+    EXPERTS_671B,
+    transposed(EXPERTS_671B),
+    replace(EXPERTS_16B, m=65536),
+    EXPERTS_16B,
+    transposed(EXPERTS_16B),
+    replace(EXPERTS_671B, m=4096),
+    replace(EXPERTS_16B, m=16384),
+    replace(EXPERTS_671B, m=65536, sizes="skewed"),
+    replace(EXPERTS_671B, m=65536, groups=1),
+    replace(EXPERTS_671B, m=65536, groups=32),
+    replace(EXPERTS_671B, m=65536, sizes="random"),
+)
+QUICK = (CASES[0], CASES[5])

@@ -1,0 +1,150 @@
+"""Stored results of the grouped-GEMM experiment, for machines that cannot run it: read and labelled, never mixed.
+
+The package carries one measurement on an H100; a file of any other machine, written by ``benchmarks/grouped_gemm.py``,
+is read the same way. What is shown from a file is a replay and says so.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+import pandas as pd
+
+from moelab.errors import BadInput
+from moelab.mxfp8.grouped_gemm_cases import CASES, Case, Precision, parse_case
+
+STORED = "grouped_gemm_h100.json"
+SCHEMA = 1
+SHAPE = ["m", "n", "k", "groups", "sizes"]
+
+
+class NotAResult(BadInput):
+    """A file that is not a result of the grouped-GEMM experiment."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupedGemmResult:
+    """One file.
+
+    Attributes:
+        hardware: GPU, SM count, driver.
+        versions: of the packages.
+        date: of the measurement.
+        peaks: what the GPU reached on large products and copies.
+        rows: a row for each case, precision and pass; times in µs.
+        components: a row for each kernel of a case; may be empty.
+        refused: precisions that were not timed, and why.
+        label: ``measured``, or ``dry run`` where no GPU was there.
+    """
+
+    hardware: dict[str, Any]
+    versions: dict[str, Any]
+    date: str
+    peaks: dict[str, Any]
+    rows: pd.DataFrame
+    components: pd.DataFrame
+    refused: dict[str, str]
+    label: str
+
+    @property
+    def gpu(self) -> str:
+        """Name of the GPU."""
+        return str(self.hardware.get("gpu"))
+
+    @property
+    def stamp(self) -> str:
+        """Where the figures come from, for a figure's title: ``measured on …, date, versions``."""
+        versions = ", ".join(
+            f"{name} {self.versions[name]}" for name in ("torch", "torchao") if self.versions.get(name)
+        )
+        return f"{self.label} on {self.gpu}, {self.date}, {versions}"
+
+    @property
+    def precisions(self) -> list[str]:
+        """Precisions that were timed, BF16 first."""
+        return list(dict.fromkeys(self.rows["precision"]))
+
+    def speedups(self, precision: str, *, direction: str = "forward+backward") -> pd.DataFrame:
+        """Times beside those of BF16.
+
+        Args:
+            precision: to hold against BF16.
+            direction: ``forward``, ``backward`` or ``forward+backward``.
+
+        Returns:
+            A row for each case that has both: its shape, ``bf16_us``, ``low_us``, their rates, and ``speedup``.
+        """
+        chosen = self.rows[self.rows["pass"] == direction]
+        columns = [*SHAPE, "median_us", "iqr_us", "tflops", "fraction_of_peak"]
+        bf16, low = (chosen[chosen["precision"] == name][columns] for name in ("bf16", precision))
+        both = bf16.merge(low, on=SHAPE, suffixes=("_bf16", "_low"))
+        both = both.rename(columns={"median_us_bf16": "bf16_us", "median_us_low": "low_us"})
+        return both.assign(speedup=both["bf16_us"] / both["low_us"])
+
+
+def case_of(row: Any) -> Case:
+    """The case of a row of a table here."""
+    sizes = {name: int(getattr(row, name)) for name in ("m", "n", "k", "groups")}
+    return Case(**sizes, sizes=row.sizes)
+
+
+def obtain(
+    how: Literal["run", "replay"], *, path: str = "", precision: Precision = "fp8", shapes: str = ""
+) -> GroupedGemmResult:
+    """Run the experiment on this machine's GPU, or read what a run left.
+
+    Args:
+        how: ``run`` or ``replay``; a machine without a GPU can only replay.
+        path: file that a run writes and a replay reads; empty is ``outputs/grouped_gemm.json`` for a run and the stored
+            measurement for a replay.
+        precision: that a run holds against BF16.
+        shapes: that a run measures, ``M,N,K,G`` separated by semicolons; empty for the experiment's own.
+
+    Raises:
+        BadInput: for a shape or a file that is none.
+        NoKernels: for a run on a machine that cannot time the precision.
+    """
+    if how == "replay":
+        return read_result(path) if path else stored()
+    from moelab.mxfp8.grouped_gemm_report import run  # loads torch, which a replay does not need
+
+    cases = [parse_case(text.strip()) for text in shapes.split(";")] if shapes else CASES
+    file = Path(path or "outputs/grouped_gemm.json")
+    run(cases, file, precisions=("bf16", precision))
+    return read_result(file)
+
+
+def stored() -> GroupedGemmResult:
+    """The measurement that comes with the package."""
+    return _read(resources.files("moelab.data.measured").joinpath(STORED).read_text(), STORED)
+
+
+def read_result(path: Path | str) -> GroupedGemmResult:
+    """Read a file that ``benchmarks/grouped_gemm.py`` wrote.
+
+    Raises:
+        NotAResult: if it is none.
+    """
+    try:
+        text = Path(path).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise NotAResult(f"{path} cannot be read: {error}. Give a file of benchmarks/grouped_gemm.py") from error
+    return _read(text, str(path))
+
+
+def _read(text: str, name: str) -> GroupedGemmResult:
+    try:
+        content = json.loads(text)
+        if content["schema"] != SCHEMA:
+            raise NotAResult(f"{name} has schema {content['schema']}; this version reads schema {SCHEMA}")
+        rows, components = pd.DataFrame(content["rows"]), pd.DataFrame(content["components"])
+        fields = {key: content[key] for key in ("hardware", "versions", "date", "peaks", "refused", "label")}
+    except (KeyError, TypeError, json.JSONDecodeError) as error:
+        raise NotAResult(f"{name} is not a result of benchmarks/grouped_gemm.py: {error!r}") from error
+    if rows.empty:
+        raise NotAResult(f"{name} has no rows: the run ended before its first shape")
+    return GroupedGemmResult(**fields, rows=rows.astype({"iqr_us": float}), components=components)

@@ -1,0 +1,55 @@
+"""The all-to-all experiment, started from a notebook: on two GPUs where they are, else between two CPU processes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+from moelab.errors import MoelabError
+from moelab.machine import gpus
+from moelab.projection.measured import ALL_TO_ALL, Measurement, load_measured
+
+RANKS = 2
+PROGRAM = "moelab.deepep.all_to_all.main"
+
+
+class ExperimentFailed(MoelabError):
+    """The all-to-all experiment stopped before it had a result."""
+
+
+def can_use_gpus() -> bool:
+    """Whether this machine has as many GPUs as the experiment has ranks."""
+    return len(gpus()) >= RANKS
+
+
+def measure_all_to_all(output: Path, *, say: Callable[[str], None] = lambda _line: None) -> Measurement:
+    """Run the experiment in processes of its own and read what it wrote.
+
+    Args:
+        output: JSON file; one of this machine that is there already is completed.
+        say: receives each line of progress.
+
+    Returns:
+        The measurement. Without two GPUs its sizes are small and its backend is gloo, and it says so.
+
+    Raises:
+        ExperimentFailed: with the last lines that the processes wrote.
+    """
+    output.parent.mkdir(parents=True, exist_ok=True)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
+    device = "cuda" if can_use_gpus() else "cpu"
+    program = ["-m", PROGRAM, "--output", str(output.absolute()), "--device", device]
+    last: deque[str] = deque(maxlen=40)
+    with subprocess.Popen(
+        [*torchrun, *program], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            last.append(line.rstrip())
+            say(last[-1])
+    if process.returncode != 0 or not output.exists():
+        raise ExperimentFailed("the all-to-all experiment failed:\n" + "\n".join(last))
+    return load_measured(ALL_TO_ALL, output)

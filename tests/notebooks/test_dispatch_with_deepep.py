@@ -1,0 +1,126 @@
+"""Notebook 04 on a CPU and for one node, and what it tells its reader to see."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+
+from moelab.hardware import cluster_of
+from moelab.model import shape_of
+from moelab.notebooks import DispatchParameters, execute, read_parameters, validated
+from moelab.projection import ExpertPlacement, RoutingModel, expected_destinations, expected_rows
+from moelab.projection.deepep_bandwidth import QUOTED
+from moelab.projection.gather import EXPANDING, EXPANDING_FP8, STOCK_DEEPEP, gather_passes, padded_rows
+from moelab.viz.dispatch import forwarding, gather_bars
+from moelab.viz.traffic_explorer import TrafficExplorer
+
+ROOT = Path(__file__).parents[2]
+NAME = "04_dispatch_with_deepep"
+NOTEBOOK = ROOT / "notebooks" / f"{NAME}.ipynb"
+DEFAULTS: dict[str, Any] = {
+    "model": "671B",
+    "ep": 32,
+    "ranks_per_node": 8,
+    "tokens": 4096,
+    "alignment": 128,
+    "hardware": "b200_x256",
+    "sender": 3,
+    "token": 5,
+    "measure": True,
+    "output": "all_to_all.json",
+    "size": "",
+}
+PLACEMENT = ExpertPlacement(experts=256, top_k=8, ep=32, ranks_per_node=8)
+
+
+def ran(tmp_path: Path, parameters: dict[str, Any]) -> tuple[list[Any], str]:
+    """What each cell showed, and all text."""
+    executed = nbformat.read(execute(NOTEBOOK, tmp_path / "executed.ipynb", parameters), as_version=4)
+    outputs = [output for cell in executed.cells if cell.cell_type == "code" for output in cell.outputs]
+    return [output.data for output in outputs if "data" in output], "".join(o.get("text", "") for o in outputs)
+
+
+def figure_titles(shown: list[Any]) -> list[str]:
+    figures = [data["application/vnd.plotly.v1+json"] for data in shown if "application/vnd.plotly.v1+json" in data]
+    return [figure["layout"]["title"]["text"].replace("<br>", " ") for figure in figures]
+
+
+def test_papermill_runs_it_on_a_cpu_and_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    shown, printed = ran(tmp_path, read_parameters(ROOT / "papermill_params" / NAME / "cpu.yaml"))
+    titles = figure_titles(shown)
+    assert sum("application/vnd.jupyter.widget-view+json" in data for data in shown) == 1
+    assert len(titles) == 7
+    assert any("CPU processes over gloo: no measure of a GPU" in title for title in titles)
+    rows = json.loads((tmp_path / "runs" / NAME / "all_to_all.json").read_text())["rows"]
+    dispatches = [row for row in rows if row["operation"] == "dispatch" and row["routing"] != "skewed"]
+    lines = [line.split() for line in printed.splitlines() if "rows counted" in line]
+    assert [(line[0], float(line[3])) for line in lines] == [
+        (row["routing"], row["rows_to_others"]) for row in dispatches
+    ]
+    assert all(float(line[6]) == pytest.approx(float(line[3]), rel=0.03) for line in lines)
+    assert printed.count("goal 1.1") == 2
+
+
+@pytest.mark.parametrize("profile", ["smoke", "hopper", "b200_node"])
+def test_figures_of_the_other_profiles(profile: str) -> None:
+    changes = read_parameters(ROOT / "papermill_params" / NAME / f"{profile}.yaml")
+    parameters = validated(DispatchParameters, DEFAULTS | changes)
+    placement, shape = parameters.to_placement(), shape_of(parameters.model)
+    routing = RoutingModel(kind="random_balanced")
+    figure = forwarding(routing, placement, sender=parameters.sender, token=parameters.token)
+    one_node = "all reached inside the node" in str(figure.layout.title.text).replace("<br>", " ")
+    assert one_node is (profile != "smoke")
+    paths = gather_passes(
+        received=1000.0,
+        rows=2000.0,
+        experts=placement.experts_per_rank,
+        hidden=shape.dim,
+        alignment=parameters.alignment,
+    )
+    hbm = cluster_of(parameters.hardware).node.gpu.hbm_tb_s
+    assert hbm is not None
+    assert gather_bars(paths, hbm_tb_s=float(hbm), words=profile).data
+    own = {name: getattr(placement, name) for name in ("experts", "top_k", "ep", "ranks_per_node")}
+    explorer = TrafficExplorer(**own, hidden=shape.dim, tokens=parameters.tokens, hardware=parameters.hardware)
+    assert all(output.outputs for output in explorer.figures.values())
+
+
+# What the notebook says that its reader should see
+
+
+def test_quoted_bandwidths_on_the_wire() -> None:
+    two, four = (row for row in QUOTED if (row.version, row.gpu) == ("V2", "SM90"))
+    assert two.on_wire_gb_s(two.dispatch_gb_s) == 45
+    assert four.on_wire_gb_s(four.dispatch_gb_s) == pytest.approx(46, abs=0.5)
+
+
+def test_passes_are_as_many_as_described() -> None:
+    sizes: dict[str, Any] = {"rows": 4096 * 8, "experts": 8, "alignment": 128}
+    paths = gather_passes(received=4096 * 7.27, hidden=7168, **sizes)
+    assert [len(paths[name]) for name in (STOCK_DEEPEP, EXPANDING, EXPANDING_FP8)] == [4, 2, 1]
+    assert 1.01 < padded_rows(**sizes) / sizes["rows"] < 1.02
+
+
+def test_answers_of_the_exercises() -> None:
+    assert replace(QUOTED[0], nodes=3).on_wire_gb_s(120.0) == pytest.approx(80)
+    assert padded_rows(0, 8, 128) == 508
+    assert padded_rows(11_000, 8, 128) / 11_000 - 1 == pytest.approx(0.046, abs=5e-4)
+    assert padded_rows(10_000, 8, 128) / 10_000 - 1 >= 0.05
+    for top_k in range(1, 9):
+        placement = ExpertPlacement(experts=256, top_k=top_k, ep=32, ranks_per_node=8)
+        found = expected_destinations(RoutingModel(kind="uniform"), placement)
+        assert (abs(found.ranks - found.copies) < 1e-9) is (top_k == 1)
+    found = expected_destinations(RoutingModel(kind="uniform"), PLACEMENT)
+    standard, direct, hybrid = (
+        expected_rows(found, PLACEMENT, "standard"),
+        expected_rows(found, PLACEMENT, "deepep_direct"),
+        expected_rows(found, PLACEMENT, "deepep_hybrid"),
+    )
+    assert 1 - direct.logical / standard.logical == pytest.approx(0.09, abs=0.005)
+    assert 1 - hybrid.network / standard.network == pytest.approx(0.55, abs=0.005)

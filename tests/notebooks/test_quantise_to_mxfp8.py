@@ -1,0 +1,171 @@
+"""Notebook 01 as authored, once more over the captures of that run, and what it tells its reader to see."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+import torch
+
+from moelab.experiment import Experiment
+from moelab.mxfp8.capture import Capture, captures_of, read
+from moelab.mxfp8.numerics import (
+    FP8,
+    MX,
+    GroupedGemm,
+    block_range_bits,
+    compare_methods,
+    compare_products,
+    compare_scalings,
+    gemm_errors,
+    layer_gemms,
+    measure,
+    synthetic,
+)
+from moelab.notebooks import execute
+from moelab.runs.directory import RunDir, find
+from moelab.titan.models import NANO
+
+pytestmark = pytest.mark.training
+ROOT = Path(__file__).parents[2]
+NOTEBOOK = ROOT / "notebooks" / "01_quantise_to_mxfp8.ipynb"
+GAUSSIAN = (512, 1024)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    """The run that the notebook trains with its defaults, by nbmake: two gloo ranks, EP 2, FSDP2."""
+    folder = tmp_path_factory.mktemp("notebook")
+    shutil.copy(NOTEBOOK, folder)
+    command = [sys.executable, "-m", "pytest", "-q", "--nbmake", "--nbmake-timeout=600", "-p", "no:cacheprovider", "."]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    assert "1 passed" in done.stdout
+    (made,) = find(folder)
+    return made
+
+
+@pytest.fixture(scope="module")
+def captured(run: RunDir) -> list[Capture]:
+    return [read(path) for path in captures_of(run.path)]
+
+
+def test_the_run_left_what_its_experts_multiplied(run: RunDir, captured: list[Capture]) -> None:
+    experiment: Experiment = run.experiment
+    assert [one.layer for one in captured] == ["layers.1", "layers.2", "layers.3"]
+    assert {(one.step, one.arm) for one in captured} == {(experiment.steps, "bf16_standard")}
+    experts = NANO.num_experts // experiment.ep
+    for one in captured:
+        rows = sum(one.tokens_of_experts)
+        assert len(one.tokens_of_experts) == experts
+        assert one.offsets.tolist() == torch.tensor(one.tokens_of_experts).cumsum(0).tolist()
+        assert one.x.shape == one.grad.shape == (rows, NANO.dim)
+        assert one.w1.shape == one.w3.shape == (experts, NANO.moe_hidden_dim, NANO.dim)  # whole, though FSDP shards
+        assert one.w2.shape == (experts, NANO.dim, NANO.moe_hidden_dim)
+        assert 0 < rows <= experiment.world_size * experiment.local_batch * experiment.seq_len * NANO.top_k
+        assert all(tensor.isfinite().all() and tensor.any() for tensor in (one.x, one.w1, one.w2, one.w3, one.grad))
+        assert one.x.float().square().mean().sqrt().item() == pytest.approx(1, abs=0.3)  # it was just normalised
+    assert not torch.equal(captured[0].w1, captured[1].w1)
+
+
+def test_papermill_looks_at_the_captures_of_a_run(run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    parameters = {"capture_run": str(run.path), "layer": 2, "outlier_log2": 10}
+    executed = nbformat.read(execute(NOTEBOOK, tmp_path / "executed.ipynb", parameters), as_version=4)
+    outputs = [output for cell in executed.cells if cell.cell_type == "code" for output in cell.outputs]
+    shown = [output.data for output in outputs if "data" in output]
+    figures = [data["application/vnd.plotly.v1+json"] for data in shown if "application/vnd.plotly.v1+json" in data]
+    assert len(figures) == 7
+    assert any("MXFP8 emulated; layers.3" in figure["layout"]["title"]["text"] for figure in figures)
+    assert sum("application/vnd.jupyter.widget-view+json" in data for data in shown) == 1
+    printed = "".join(output.get("text", "") for output in outputs)
+    assert printed.count("not yet") == 3  # the exercises, unsolved
+    assert not any(output.get("name") == "stderr" for output in outputs)
+    assert list(tmp_path.iterdir()) == [tmp_path / "executed.ipynb"]  # nothing was trained
+
+
+# What the notebook says that its reader should see
+
+
+@pytest.mark.parametrize("layer", [0, 1, 2])
+def test_captured_tensors_are_as_described(captured: list[Capture], layer: int) -> None:
+    one = captured[layer]
+    assert block_range_bits(one.x).nanmedian().item() == pytest.approx(6, abs=1)
+    tensors = {"x": one.x, "w2": one.w2, "gradient": one.grad}
+    scalings = {(row.data, row.method): row for row in compare_scalings(tensors)}
+    for name in tensors:
+        sqnr = {method: scalings[name, method].sqnr_db for method in ("floor", "even", "rceil", "ceil")}
+        assert 0.2 < sqnr["rceil"] - sqnr["floor"] < 4
+        assert sqnr["floor"] < sqnr["even"] < sqnr["rceil"]
+        assert sqnr["ceil"] == pytest.approx(sqnr["rceil"], abs=0.01)
+    rows = {(row.data, row.method): row for row in compare_methods(tensors, gradients=["gradient"])}
+    for name in tensors:
+        assert rows[name, "fp8_rowwise"].sqnr_db == pytest.approx(rows[name, "mxfp8"].sqnr_db, abs=0.05)
+        assert rows[name, "bf16"].sqnr_db == math.inf
+    assert rows["gradient", "mxfp8"].sqnr_db - rows["gradient", "fp8_tensorwise"].sqnr_db == pytest.approx(6, abs=1)
+
+
+@pytest.mark.parametrize("layer", [0, 1, 2])
+def test_products_are_as_described(captured: list[Capture], layer: int) -> None:
+    one = captured[layer]
+    rows = compare_products(layer_gemms(one.x, one.w1, one.w2, one.w3, one.grad, one.offsets))
+    by = {(row.weight, row.product, row.method): row.sqnr_db for row in rows}
+    for weight in ("w1", "w3", "w2"):
+        mxfp8 = {product: by[weight, product, "mxfp8"] for product in ("output", "dgrad", "wgrad")}
+        for product, found in mxfp8.items():
+            assert 25 < found < 44
+            assert by[weight, product, "bf16"] == pytest.approx(56, abs=1.5)
+            assert by[weight, product, "fp8_rowwise"] == pytest.approx(found, abs=0.1)
+            if product != "output":
+                assert 1 < found - by[weight, product, "fp8_tensorwise"] < 7
+        assert by[weight, "wgrad", "mxfp8_wgrad-bf16"] > mxfp8["wgrad"] + 12
+
+
+def test_a_product_of_random_signs_loses_what_its_operands_lose_together() -> None:
+    x, weight, grad = (
+        synthetic("gaussian", shape, seed=seed) for seed, shape in enumerate(((256, 512), (1, 256, 512), (256, 256)))
+    )
+    gemm = GroupedGemm(name="w", x=x, weight=weight, grad=grad, offsets=torch.tensor([256]))
+    assert measure(x, MX()).sqnr_db == pytest.approx(31.5, abs=0.1)
+    for found in gemm_errors(gemm)["mxfp8"].values():
+        assert found == pytest.approx(28.5, abs=0.2)  # 3 dB below: the energies of two errors
+
+
+def test_synthetic_tensors_are_as_described() -> None:
+    tensors = {
+        "easy": synthetic("gaussian", GAUSSIAN),
+        "heavy": synthetic("student_t", GAUSSIAN),
+        "outliers": synthetic("gaussian", GAUSSIAN, outlier=2.0**14),
+    }
+    rows = {(row.data, row.method): row for row in compare_methods(tensors)}
+    zero = {name: rows["outliers", name].underflow_fraction for name in ("fp8_tensorwise", "fp8_rowwise", "mxfp8")}
+    assert zero == pytest.approx({"fp8_tensorwise": 0.12, "fp8_rowwise": 0.09, "mxfp8": 0.016}, rel=0.05)
+    for name in ("easy", "heavy"):
+        assert rows[name, "mxfp8"].worst_blocks_db == pytest.approx(rows[name, "fp8_rowwise"].worst_blocks_db, abs=0.1)
+    assert rows["outliers", "mxfp8"].worst_blocks_db > rows["outliers", "fp8_rowwise"].worst_blocks_db + 5
+    assert rows["outliers", "mxfp8"].sqnr_db == pytest.approx(rows["outliers", "fp8_rowwise"].sqnr_db, abs=0.05)
+    for name in tensors:
+        floor, rceil = (measure(tensors[name], MX(scaling=scaling)).sqnr_db for scaling in ("floor", "rceil"))
+        assert 0.3 < rceil - floor < 4
+
+
+def test_answer_of_the_first_exercise() -> None:
+    pair = torch.zeros(32)
+    pair[0] = 448
+    for value, becomes in ((2.0**-10, 0), (1.01 * 2.0**-10, 2.0**-9), (0.01, 0.0098)):
+        pair[1] = value
+        assert MX().cast(pair).values[1].item() == pytest.approx(becomes, rel=0.01)
+
+
+@pytest.mark.parametrize(("outlier_log2", "solved"), [(10, False), (14, False), (15, True), (16, False), (20, False)])
+def test_answer_of_the_second_exercise(outlier_log2: int, solved: bool) -> None:
+    mixed = synthetic("gaussian", GAUSSIAN, outlier=2.0**outlier_log2)
+    by_row = measure(mixed, FP8(per="row", power_of_two=True)).underflow_fraction
+    by_block = measure(mixed, MX()).underflow_fraction
+    assert (by_row > 0.1 and by_block < 0.05) is solved
+    assert by_block < 0.5

@@ -1,0 +1,143 @@
+"""Notebook 03 as authored, and what it tells its reader to see."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moelab.hardware import cluster_of
+from moelab.notebooks import RouteParameters, execute, read_parameters, validated
+from moelab.notebooks.batch import NotebookFailed
+from moelab.projection import (
+    METHODS,
+    ExpertPlacement,
+    RoutingModel,
+    expected_destinations,
+    expected_rows,
+    expected_traffic,
+    move_time_s,
+    simulate_rows,
+)
+from moelab.viz.traffic import bytes_by_ep, destination_histogram, move_times, saving_by_routing, traffic_matrix
+from moelab.viz.traffic_explorer import TrafficExplorer
+
+ROOT = Path(__file__).parents[2]
+NAME = "03_route_tokens"
+NOTEBOOK = ROOT / "notebooks" / f"{NAME}.ipynb"
+PLACEMENT = ExpertPlacement(experts=256, top_k=8, ep=32, ranks_per_node=8)
+RANDOM, FORCED = RoutingModel(kind="random_balanced"), RoutingModel(kind="round_robin")
+DEFAULTS = {
+    "experts": 256,
+    "top_k": 8,
+    "ep": 32,
+    "ranks_per_node": 8,
+    "routing": "random_balanced",
+    "groups": 8,
+    "limited_groups": 4,
+    "skew": 0.7,
+    "tokens": 4096,
+    "hidden": 7168,
+    "precision": "bf16",
+    "hardware": "b200_x256",
+    "token": 13,
+    "seed": 0,
+}
+
+
+def test_nbmake_runs_it_with_its_defaults(tmp_path: Path) -> None:
+    shutil.copy(NOTEBOOK, tmp_path)
+    command = [sys.executable, "-m", "pytest", "-q", "--nbmake", "--nbmake-timeout=300", "-p", "no:cacheprovider", "."]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    assert "1 passed" in done.stdout
+
+
+def test_a_group_that_cannot_be_stops_with_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(NotebookFailed, match=r"BadInput: ep is 24 and does not divide 256 experts; valid: 1, 2, 4"):
+        execute(NOTEBOOK, tmp_path / "executed.ipynb", {"ep": 24})
+
+
+@pytest.mark.parametrize("profile", ["smoke", "b200_x256"])
+def test_figures_of_the_other_profiles(profile: str) -> None:
+    changes = read_parameters(ROOT / "papermill_params" / NAME / f"{profile}.yaml")
+    parameters = validated(RouteParameters, DEFAULTS | changes)
+    placement, routing = parameters.to_placement(), parameters.to_routing()
+    sizes = {"tokens": parameters.tokens, "hidden": parameters.hidden, "precision": parameters.precision}
+    node = cluster_of(parameters.hardware).node
+    assert destination_histogram([FORCED, routing], placement, tokens=512).data
+    assert saving_by_routing([FORCED, routing], placement).data
+    assert traffic_matrix(routing, placement, **{**sizes, "tokens": 64}).data
+    assert bytes_by_ep([routing, FORCED], placement, **sizes).data
+    assert move_times([FORCED, routing], placement, node, **sizes).data
+    explorer = TrafficExplorer(**parameters.model_dump(exclude={"seed"}))
+    assert all(output.outputs for output in explorer.figures.values())
+
+
+# What the notebook says that its reader should see
+
+
+def test_destinations_and_savings_are_as_described() -> None:
+    limited = RoutingModel(kind="group_limited", groups=8, limited_groups=4)
+    by_score = RoutingModel(kind="group_by_score", groups=8, limited_groups=4)
+    for routing, ranks, nodes in ((RANDOM, 7.27, 3.61), (limited, 6.60, 2.93), (by_score, 6.86, 3.12)):
+        found = expected_destinations(routing, PLACEMENT)
+        assert (found.ranks, found.nodes) == (pytest.approx(ranks, abs=0.02), pytest.approx(nodes, abs=0.02))
+    factors = {}
+    for routing in (FORCED, limited, RANDOM, validated(RouteParameters, DEFAULTS | {"routing": "skewed"}).to_routing()):
+        found = expected_destinations(routing, PLACEMENT)
+        standard, _, hybrid = (expected_rows(found, PLACEMENT, method).network for method in METHODS)
+        assert standard == 6.0
+        factors[routing.kind] = standard / hybrid
+    assert factors.pop("round_robin") == pytest.approx(8.0)
+    assert 2.15 < min(factors.values()) < max(factors.values()) < 2.75
+
+
+def test_skewed_routing_loads_some_ranks_more() -> None:
+    skewed = validated(RouteParameters, DEFAULTS | {"routing": "skewed"}).to_routing()
+    received_R = simulate_rows(skewed, PLACEMENT, "standard", tokens=256).rows_SR.sum(axis=0)
+    even_R = simulate_rows(RANDOM, PLACEMENT, "standard", tokens=256).rows_SR.sum(axis=0)
+    assert received_R.max() > 1.5 * received_R.mean()
+    assert even_R.max() < 1.05 * even_R.mean()
+
+
+def test_times_are_as_described() -> None:
+    node = cluster_of("b200_x256").node
+    bounds = {}
+    for name, routing, method in (
+        ("standard", RANDOM, "standard"),
+        ("hybrid", RANDOM, "deepep_hybrid"),
+        ("forced", FORCED, "deepep_hybrid"),
+    ):
+        sent = expected_traffic(routing, PLACEMENT, method, tokens=4096, hidden=7168).total  # type: ignore[arg-type]
+        nvlink_s, network_s = move_time_s(sent, node)
+        assert network_s > 7.5 * nvlink_s
+        bounds[name] = 1e3 * network_s
+    assert bounds == pytest.approx({"standard": 28, "hybrid": 13, "forced": 3.5}, rel=0.03)
+
+
+def test_answers_of_the_exercises() -> None:
+    small = ExpertPlacement(experts=64, top_k=6, ep=16, ranks_per_node=8)
+    answer = 2 * (1 - math.comb(32, 6) / math.comb(64, 6))
+    assert expected_destinations(RoutingModel(kind="uniform"), small).nodes == pytest.approx(answer, abs=1e-9)
+    assert answer == pytest.approx(1.976, abs=5e-4)
+    network = [
+        expected_rows(
+            expected_destinations(RoutingModel(kind="group_limited", groups=8, limited_groups=limit), PLACEMENT),
+            PLACEMENT,
+            "deepep_hybrid",
+        ).network
+        for limit in (2, 3)
+    ]
+    assert np.round(network, 2).tolist() == [1.39, 1.87]
+    wide, low = (
+        expected_traffic(FORCED, PLACEMENT, "standard", tokens=1, hidden=7168, dispatch_precision=each).total.logical
+        for each in ("bf16", "mxfp8")
+    )
+    assert 100 * (1 - low / wide) == pytest.approx(24, abs=0.5)

@@ -1,0 +1,71 @@
+"""moelab's DeepEP dispatcher trains on two CPU processes, on DeepEP's stand-in, with the standard dispatcher's losses.
+
+Three arms share what else there is to show: BF16 is compiled and checkpointed selectively, MXFP8 recomputes everything,
+and MXFP8 with quantised dispatch recomputes everything but the dispatch.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from training_support import Trained, moelab_run, write_study
+
+from moelab.runs.collect import collect_run
+
+pytestmark = pytest.mark.training
+DEEPEP = {"ep_backend": "deepep", "ep_kernels": "emulated"}
+ARMS: dict[str, dict[str, Any]] = {
+    "bf16_deepep": {"precision": "bf16", "activation_checkpoint": "selective", "compile": "model+loss"},
+    "mxfp8_deepep": {"precision": "mxfp8", "activation_checkpoint": "full"},
+    "mxfp8_deepep_wgrad-bf16_dispatch-mxfp8": {
+        "precision": "mxfp8",
+        "wgrad": "bf16",
+        "dispatch_precision": "mxfp8",
+        "activation_checkpoint": "full+dispatch",
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def deepep(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    folder = tmp_path_factory.mktemp("deepep")
+    arms = [{**DEEPEP, **fields} for fields in ARMS.values()]
+    return moelab_run(write_study(folder, arms, [0]), folder / "runs")
+
+
+def test_every_arm_completes_with_the_stand_in(deepep: Trained) -> None:
+    assert deepep.exit_code == 0, deepep.progress
+    for arm in ARMS:
+        run = deepep.run(arm)
+        assert "DeepEP dispatch that pads" in run.log.read_text()
+        results = json.loads((run.path / "results.json").read_text())
+        assert results["dispatcher"]["dispatcher"] == "PaddedDispatcher"
+        assert results["dispatcher"]["kernels"] == "emulated"
+
+
+def test_bf16_losses_are_the_standard_dispatchers(trained: Trained, deepep: Trained) -> None:
+    """The scores are applied before the last product, which rounds once more: a few units of the fourth decimal."""
+    ours, theirs = deepep.collected("bf16_deepep").rows, trained.collected("bf16_standard").rows
+    assert (ours["loss"] - theirs["loss"]).abs().max() < 5e-3
+    assert (ours["grad_norm"] - theirs["grad_norm"]).abs().max() < 5e-2
+
+
+@pytest.mark.parametrize("arm", [arm for arm in ARMS if arm.startswith("mxfp8")])
+def test_mxfp8_losses_are_the_standard_dispatchers(trained: Trained, deepep: Trained, arm: str) -> None:
+    ours, theirs = deepep.collected(arm).rows, trained.collected("mxfp8_standard").rows
+    assert (ours["loss"] - theirs["loss"]).abs().max() < 1e-2
+    bf16 = trained.collected("bf16_standard").rows
+    assert (ours["loss"] - bf16["loss"]).abs().max() > 0
+
+
+def test_emulation_is_said_in_the_studys_report(deepep: Trained) -> None:
+    from moelab.study_report import judge_study
+
+    judged = judge_study(deepep.folder / "tests", reference="bf16_deepep")
+    assert judged.emulation_note == "emulated MXFP8 kernels, DeepEP emulated on plain collectives"
+    assert "DeepEP emulated on plain collectives: not a statement about speed" in judged.as_text()
+    alone = collect_run(deepep.run("bf16_deepep"))
+    assert alone.dispatcher is not None
+    assert alone.dispatcher["alignment"] == 8

@@ -1,0 +1,241 @@
+"""The all-to-all experiment: bytes against a count by hand, arms against TorchTitan's dispatcher, two gloo ranks."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moelab.deepep.all_to_all import OPERATIONS, ROUTINGS, SIZES, Size, plan, row_bytes, traffic
+from moelab.deepep.all_to_all.arms import FP8_MAX, Rows, quantise
+from moelab.deepep.all_to_all.count import rates, summarise
+from moelab.deepep.all_to_all.main import _groups, _parser
+from moelab.deepep.all_to_all.routing import choose_experts, load_imbalance, rows_to_ranks
+from moelab.errors import BadInput
+from moelab.model import shape_of
+
+ROOT = Path(__file__).parents[2]
+CPU = torch.device("cpu")
+
+
+def size(**fields: int) -> Size:
+    return Size(name="a size", **{"hidden": 64, "top_k": 4, "experts": 16, "tokens": 32, **fields})
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What two processes left; see ``tests/all_to_all_ranks.py``."""
+    folder = tmp_path_factory.mktemp("ranks")
+    command = [sys.executable, str(ROOT / "tests" / "all_to_all_ranks.py")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(folder)], env=environment, stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    errors = [rank.communicate()[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(errors)
+    return folder
+
+
+def read(folder: Path, name: str) -> Any:
+    return json.loads((folder / f"{name}.json").read_text())
+
+
+@given(st.sampled_from(ROUTINGS), st.integers(0, 5), st.integers(1, 8), st.sampled_from([8, 16, 32]))
+@settings(max_examples=40, deadline=None)
+def test_every_token_gets_distinct_experts_and_rows_are_counted(routing: str, rank: int, k: int, experts: int) -> None:
+    ids = choose_experts(routing, size(top_k=k, experts=experts), rank=rank, device=CPU)
+    assert ids.shape == (32, k)
+    assert all(len(set(row)) == k and 0 <= min(row) <= max(row) < experts for row in ids.tolist())
+    for ranks in (1, 2, 4, 8):
+        counted = rows_to_ranks(ids, experts=experts, ranks=ranks)
+        owners = [[expert // (experts // ranks) for expert in row] for row in ids.tolist()]
+        assert counted["copies"] == [sum(row.count(one) for row in owners) for one in range(ranks)]
+        assert counted["once"] == [sum(one in row for row in owners) for one in range(ranks)]
+        assert sum(counted["copies"]) == 32 * k
+        assert 32 <= sum(counted["once"]) <= 32 * min(k, ranks)
+
+
+def test_forced_balance_reaches_one_rank_and_random_routing_as_many_as_the_formula_says() -> None:
+    """Expected distinct groups of a token: G (1 - C(E - E/G, k) / C(E, k))."""
+    wide = size(experts=256, top_k=8, tokens=8192)
+    forced = rows_to_ranks(choose_experts("round_robin", wide, rank=0, device=CPU), experts=256, ranks=32)
+    random = rows_to_ranks(choose_experts("random_balanced", wide, rank=0, device=CPU), experts=256, ranks=32)
+    assert sum(forced["once"]) == 8192
+    expected = 32 * (1 - math.comb(248, 8) / math.comb(256, 8))
+    assert sum(random["once"]) / 8192 == pytest.approx(expected, rel=0.01)
+
+
+def test_loads_are_even_but_for_the_skewed_routing() -> None:
+    one = size(experts=32, top_k=8, tokens=4096)
+    loads = {name: load_imbalance(choose_experts(name, one, rank=1, device=CPU), experts=32) for name in ROUTINGS}
+    assert loads["round_robin"] == loads["random_balanced"] == 1
+    assert loads["skewed"] > 1.5
+    first, second = (choose_experts("skewed", one, rank=rank, device=CPU) for rank in (0, 1))
+    assert not torch.equal(first, second)
+    assert first.flatten().mode().values == second.flatten().mode().values  # popularity is one for all ranks
+
+
+def test_an_unknown_routing_is_refused() -> None:
+    with pytest.raises(BadInput, match=r"no routing 'learned'.*round_robin"):
+        choose_experts("learned", size(), rank=0, device=CPU)
+
+
+def test_bytes_of_a_row_are_those_of_the_tensors() -> None:
+    for hidden in (128, 2048, 7168):
+        x = torch.randn(3, hidden).to(torch.bfloat16)
+        data, scales = quantise(x)
+        assert row_bytes(hidden, "bf16") == x[0].nbytes
+        assert row_bytes(hidden, "fp8") == data[0].nbytes + scales[0].nbytes
+
+
+def test_quantised_rows_are_within_half_a_unit_of_e4m3() -> None:
+    x = torch.randn(16, 256).to(torch.bfloat16)
+    data, scales = quantise(x)
+    assert float(data.float().abs().max()) == FP8_MAX  # the largest of each block is at the end of the range
+    blocks, back = x.double().unflatten(1, (-1, 128)), data.double().unflatten(1, (-1, 128)) * scales[..., None]
+    scaled = blocks / scales[..., None]
+    unit = torch.exp2(torch.floor(torch.log2(scaled.abs().clamp(min=2**-6))) - 3)
+    # 448 / largest is rounded in FP32 before the rounding to E4M3, so ties may fall to either side.
+    assert bool(((back / scales[..., None] - scaled).abs() <= unit / 2 * 1.001).all())
+    assert Rows(data_RD=data, scales_RS=scales).bf16().dtype is torch.bfloat16
+
+
+@settings(deadline=None)
+@given(st.lists(st.lists(st.integers(0, 99), min_size=3, max_size=3), min_size=3, max_size=3))
+def test_physical_bytes_leave_the_own_rank_out_and_take_the_fuller_direction(sent: list[list[int]]) -> None:
+    found = traffic(sent, logical_rows=7, hidden=128, precision="bf16")
+    out = [sum(sent[p][q] for q in range(3) if q != p) for p in range(3)]
+    into = [sum(sent[q][p] for q in range(3) if q != p) for p in range(3)]
+    assert found["physical_bytes"] == max(out + into) * 256
+    assert found["logical_bytes"] == 7 * 256
+    assert 3 * (found["rows_to_others"] + found["rows_to_self"]) == pytest.approx(sum(map(sum, sent)))
+
+
+def test_rates_are_bytes_over_time() -> None:
+    row = {"us_median": 100.0, "parts_us": {"wire": 40.0}, "logical_bytes": 8_000_000, "physical_bytes": 2_000_000}
+    found = rates(row, {"between_ranks_gb_s": 200.0, "local_gb_s": 1000.0})
+    assert found["logical_gb_s"] == pytest.approx(8e6 / 100e-6 / 1e9)
+    assert found["physical_gb_s"] == pytest.approx(2e6 / 40e-6 / 1e9)
+    assert found["fraction_of_copy_between_ranks"] == pytest.approx(50 / 200)
+    assert found["fraction_of_local_copy"] == pytest.approx(80 / 1000)
+    alone = rates({**row, "physical_bytes": 0}, {"between_ranks_gb_s": 200.0, "local_gb_s": 1000.0})
+    assert alone["physical_gb_s"] is None
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(1, 1e6), min_size=2, max_size=30))
+def test_medians(times: list[float]) -> None:
+    found = summarise(times)
+    assert found["us_median"] == pytest.approx(statistics.median(times), abs=0.01)
+    assert found["us_iqr"] >= 0
+
+
+def test_the_plan_sweeps_once_and_names_each_group_and_arm_once() -> None:
+    groups = plan(SIZES, ROUTINGS, ["standard", "deepep", "hybridep"], [8, 24])
+    assert len(groups) == len(SIZES) * len(ROUTINGS) + 1
+    assert [len(group.arms) for group in groups] == [6] * 6 + [4] + [6] * 3
+    assert len({group.name for group in groups}) == len(groups)
+    for group in groups:
+        assert len({arm.name for arm in group.arms}) == len(group.arms)
+    assert {arm.operations for arm in groups[0].arms if arm.precision == "bf16"} == {OPERATIONS}
+    for one in SIZES:
+        shape = shape_of(one.name.split(",")[0])
+        assert (one.hidden, one.top_k) == (shape.dim, shape.top_k)
+
+
+def test_options_choose_sizes_and_what_is_installed() -> None:
+    def groups(*given: str) -> list[str]:
+        options = _parser().parse_args(["--output", "x.json", *given])
+        return [group.name for group in _groups(options, ["standard"])]
+
+    assert groups("--device", "cpu") == [f"small, {routing}" for routing in ROUTINGS]
+    assert groups("--routings", "skewed") == [f"{one.name}, skewed" for one in SIZES]
+    assert groups("--sizes", "16B, 64 experts", "--routings", "skewed") == ["16B, 64 experts, skewed"]
+
+
+def test_the_standard_arm_is_torchtitans_dispatcher(two_ranks: Path) -> None:
+    for rank in range(2):
+        equal = read(two_ranks, f"seen{rank}")["torchtitan"]
+        assert len(equal) == 15
+        assert all(equal.values()), equal
+
+
+def test_all_arms_deliver_the_same_rows(two_ranks: Path) -> None:
+    for rank in range(2):
+        seen = read(two_ranks, f"seen{rank}")["arms"]
+        assert len(seen) == 7 * len(ROUTINGS)
+        for name, arm in seen.items():
+            if "fp8" in name:
+                assert arm["rows_error"] <= arm["largest"] / 16, name  # E4M3 rounds to within 1/16 of a value
+                assert arm["error"] < 0.05, name
+            else:
+                assert all(arm["rows_equal"]), name
+                assert arm["error"] < 0.01, name
+
+
+def test_rows_of_the_file(two_ranks: Path) -> None:
+    report = read(two_ranks, "good")
+    assert report["label"] == "measured"
+    assert "no measure of a GPU" in report["device"]
+    assert report["complete"] == ["small, random_balanced", "small, round_robin", "small, random_balanced, SM counts"]
+    assert {name: len(arms) for name, arms in report["turns"].items()} == dict(
+        zip(report["complete"], [5, 5, 2], strict=True)
+    )
+    rows = report["rows"]
+    assert len(rows) == (3 * 4 + 2 * 2) + (4 + 2) + (3 * 4 + 2 * 2)
+    seen = read(two_ranks, "seen0")["arms"], read(two_ranks, "seen1")["arms"]
+    for row in rows:
+        assert row["error"] is None
+        assert row["repeats"] == 3
+        travels = row["precision"] if row["operation"] in ("dispatch", "combine_backward") else "bf16"
+        received = [one[f"{row['routing']} {row['arm']}"]["received"] for one in seen]
+        assert row["logical_bytes"] == 96 * 4 * row_bytes(256, travels)
+        assert row["physical_bytes"] == max(received[0][1], received[1][0]) * row_bytes(256, travels)
+        assert row["parts_us"]["wire"] > 0
+    swept = {(row["sms"], row["sms_chosen_by"]) for row in rows if row["backend"] == "deepep"}
+    assert swept == {(6, "library"), (8, "caller")}
+    assert all("quantise" in row["parts_us"] for row in rows if row["precision"] == "fp8")
+    counting = {(row["backend"], row["operation"]) for row in rows if "counts" in row["parts_us"]}
+    assert counting == {("standard", "dispatch")}
+    expanded = [row for row in rows if row["layout"] == "expanded" and row["operation"] == "dispatch"]
+    assert not any("permute" in row["parts_us"] for row in expanded)
+
+
+def test_a_second_call_measures_only_what_is_missing(two_ranks: Path) -> None:
+    assert read(two_ranks, "seen0")["buffers_of_a_second_call"] == 0
+    assert not (two_ranks / "late.json").exists()  # the time was over before the first group
+
+
+def test_an_arm_that_fails_becomes_a_row_and_the_others_are_timed(two_ranks: Path) -> None:
+    rows = read(two_ranks, "broken")["rows"]
+    errors = {row["arm"]: row["error"] for row in rows if row["error"]}
+    assert "round trip is wrong" in errors.pop("deepep bf16 expanded, 16 SMs")
+    assert errors.pop("deepep bf16 expanded, 24 SMs").startswith("rank 1: RuntimeError: an illegal memory access")
+    assert not errors
+    timed = {row["arm"] for row in rows if not row["error"]}
+    assert timed == {"standard bf16", "deepep bf16 expanded, 8 SMs"}
+    assert read(two_ranks, "broken")["complete"] == []
+
+
+def test_the_benchmark_runs_on_a_cpu(tmp_path: Path) -> None:
+    output = tmp_path / "found.json"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d"]
+    command += ["--rdzv-endpoint=localhost:0", str(ROOT / "benchmarks" / "all_to_all.py"), "--device", "cpu"]
+    command += ["--routings", "skewed", "--repeats", "3", "--output", str(output)]
+    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(output.read_text())
+    assert [row["operation"] for row in report["rows"]] == list(OPERATIONS)
+    assert report["libraries"]["deepep"] == "needs GPUs"
+    assert report["copies"]["between_ranks_gb_s"] > 0

@@ -1,0 +1,361 @@
+"""The emulated grouped GEMM is torchao 0.18's ``mxfp8_emulated_rceil``, to the bit; torchao is the only reference."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torchao.prototype.moe_training import mxfp8_grouped_mm as torchao
+from torchao.prototype.mx_formats.config import ScaleCalculationMode
+from torchao.prototype.mx_formats.mx_tensor import MXTensor, to_mx
+from torchao.quantization.quantize_.common import KernelPreference
+
+from moelab.mxfp8.emulation import BadOperand, grouped_mm, grouped_mm_prequantised, padding_of
+from moelab.mxfp8.fake_quantise import (
+    NotWholeBlocks,
+    dequantise,
+    fake_quantise_both,
+    fake_quantise_columns,
+    fake_quantise_rows,
+)
+from moelab.titan import cpu
+
+E4M3, BLOCK = torch.float8_e4m3fn, 32
+RCEIL, EMULATED = ScaleCalculationMode.RCEIL, KernelPreference.EMULATED
+
+GroupedMM = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+sizes = st.one_of(st.sampled_from([0, 1, 31, 32, 33, 64]), st.integers(0, 100))
+patterns = st.lists(sizes, min_size=1, max_size=6).filter(any)
+whole_blocks = st.lists(st.integers(0, 3).map(lambda n: 32 * n), min_size=1, max_size=6).filter(any)
+seeds = st.integers(0, 2**31)
+
+
+def torchao_round_trip(x: torch.Tensor) -> torch.Tensor:
+    """``x`` through torchao's cast, expanded as its emulated GEMM expands operands."""
+    scale, data = to_mx(x, E4M3, BLOCK, RCEIL)
+    blocks = data.unflatten(-1, (-1, BLOCK)).to(torch.bfloat16)
+    return (blocks * scale.unsqueeze(-1).to(torch.bfloat16)).flatten(-2)
+
+
+def assert_same_bits(ours: torch.Tensor, reference: torch.Tensor) -> None:
+    """Equal bit for bit, the sign of zeros included; of a NaN only that it is one."""
+    assert ours.dtype is reference.dtype is torch.bfloat16
+    assert ours.shape == reference.shape
+    assert torch.equal(ours.isnan(), reference.isnan())
+    numbers = ~ours.isnan()
+    assert torch.equal(ours[numbers].view(torch.int16), reference[numbers].view(torch.int16))
+
+
+def any_bits(*shape: int, seed: int) -> torch.Tensor:
+    """BF16 numbers of all kinds and magnitudes, those along the last dimension within 2^20 of each other."""
+    random = torch.Generator().manual_seed(seed)
+
+    def draw(low: int, high: int, *size: int) -> torch.Tensor:
+        return torch.randint(low, high, size, generator=random)
+
+    exponent = (draw(0, 256, *shape[:-1], 1) - draw(0, 20, *shape)).clamp(0, 255)
+    return (draw(0, 2, *shape) << 15 | exponent << 7 | draw(0, 128, *shape)).to(torch.int16).view(torch.bfloat16)
+
+
+def every_amax() -> torch.Tensor:
+    """All 65,536 BF16 numbers, each with 31 others that are not larger."""
+    largest = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.bfloat16)
+    factors = torch.rand(2**16, 31, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    return torch.cat([largest[:, None], (largest[:, None].float() * factors).bfloat16()], 1)
+
+
+def assert_casts_are_torchaos(x: torch.Tensor) -> None:
+    rows, columns = torchao_round_trip(x), torchao_round_trip(x.transpose(-2, -1).contiguous())
+    assert_same_bits(fake_quantise_rows(x), rows)
+    assert_same_bits(fake_quantise_columns(x), columns)
+    for ours, reference in zip(fake_quantise_both(x), (rows, columns), strict=True):
+        assert_same_bits(ours, reference)
+
+
+def test_casts_are_torchaos_for_every_largest_magnitude() -> None:
+    assert_casts_are_torchaos(every_amax())
+
+
+@given(st.integers(1, 3), st.integers(1, 4), st.integers(1, 4), seeds)
+@settings(max_examples=20, deadline=None)
+def test_casts_are_torchaos_for_any_bits(batch: int, rows: int, columns: int, seed: int) -> None:
+    assert_casts_are_torchaos(any_bits(batch, BLOCK * rows, BLOCK * columns, seed=seed))
+
+
+def test_special_blocks_are_torchaos() -> None:
+    x = torch.randn(BLOCK, 8 * BLOCK, generator=torch.Generator().manual_seed(0)).bfloat16()
+    for block, value in enumerate([torch.nan, torch.inf, -torch.inf, 3.3895e38, 2.0**-118, 0.0, -0.0]):
+        x[:, block * BLOCK] = value
+    x[:, 5 * BLOCK : 7 * BLOCK] *= 0  # zeros of both signs
+    x[0, BLOCK], x[0, BLOCK + 1] = torch.nan, -torch.inf
+    assert_casts_are_torchaos(x)
+    rows = fake_quantise_rows(x).unflatten(-1, (8, BLOCK))
+    assert rows[:, 0].isnan().all()
+    assert rows[:, 5].view(torch.int16).unique().tolist() == [-(2**15), 0]
+
+
+def test_dequantise_is_torchaos_for_every_scale_and_element() -> None:
+    data = torch.arange(256, dtype=torch.uint8).repeat(256, 1).view(E4M3)
+    scale = torch.arange(256, dtype=torch.uint8)[:, None].repeat(1, 8).view(torch.float8_e8m0fnu)
+    expected = data.unflatten(-1, (-1, BLOCK)).to(torch.bfloat16) * scale.unsqueeze(-1).to(torch.bfloat16)
+    assert_same_bits(dequantise(data, scale), expected.flatten(-2))
+
+
+def torchao_grouped_mm(*, wgrad: str, pad_inside: bool) -> GroupedMM:
+    return lambda x, w, ends: torchao._to_mxfp8_then_scaled_grouped_mm(
+        x,
+        w.transpose(-2, -1),
+        ends,
+        kernel_preference=EMULATED,
+        wgrad_with_hp=wgrad == "bf16",
+        scale_calculation_mode=RCEIL,
+        pad_token_groups_for_grouped_mm=pad_inside,
+    )
+
+
+def our_grouped_mm(*, wgrad: str, pad_inside: bool) -> GroupedMM:
+    return lambda x, w, ends: grouped_mm(x, w.transpose(-2, -1), ends, wgrad=wgrad, pad_inside=pad_inside)  # type: ignore[arg-type]
+
+
+def run(
+    product: GroupedMM, x: torch.Tensor, weight_GNK: torch.Tensor, upstream: torch.Tensor, ends: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """Output and both gradients."""
+    x, weight_GNK = x.detach().requires_grad_(), weight_GNK.detach().requires_grad_()
+    output = product(x, weight_GNK, ends)
+    output.backward(upstream)
+    assert x.grad is not None
+    assert weight_GNK.grad is not None
+    return output.detach(), x.grad, weight_GNK.grad
+
+
+def operands(groups: list[int], K: int = 64, N: int = 96, seed: int = 0) -> tuple[torch.Tensor, ...]:
+    """Tokens, weights (G, N, K), upstream gradient with small numbers as gradients have, group ends."""
+    random = torch.Generator().manual_seed(seed)
+    x = torch.randn(sum(groups), K, generator=random).bfloat16()
+    weight_GNK = (torch.randn(len(groups), N, K, generator=random) / 8).bfloat16()
+    upstream = (torch.randn(sum(groups), N, generator=random) * 1e-4).bfloat16()
+    return x, weight_GNK, upstream, torch.tensor(groups).cumsum(0).to(torch.int32)
+
+
+def assert_runs_equal(ours: GroupedMM, reference: GroupedMM, given_operands: tuple[torch.Tensor, ...]) -> None:
+    for mine, theirs in zip(run(ours, *given_operands), run(reference, *given_operands), strict=True):
+        assert_same_bits(mine, theirs)
+        assert mine.stride() == theirs.stride()
+
+
+@pytest.fixture(params=["PyTorch's product", "FP32 product"])
+def cpu_product(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Both ways in which BF16 is multiplied on a CPU: PyTorch's, and that of ``moelab.titan.cpu``."""
+    if request.param == "PyTorch's product":
+        yield
+        return
+    library = cpu.use_fp32_products_for_bf16.__wrapped__()
+    yield
+    library._destroy()
+
+
+@pytest.mark.usefixtures("cpu_product")
+@pytest.mark.parametrize("wgrad", ["mxfp8", "bf16"])
+def test_padded_inside_is_torchao_to_the_bit(wgrad: str) -> None:
+    settings_: dict[str, Any] = {"wgrad": wgrad, "pad_inside": True}
+
+    @given(patterns, st.sampled_from([32, 96]), st.sampled_from([32, 64]), seeds)
+    @settings(max_examples=12, deadline=None)
+    def equal(groups: list[int], K: int, N: int, seed: int) -> None:
+        assert_runs_equal(
+            our_grouped_mm(**settings_), torchao_grouped_mm(**settings_), operands(groups, K, N, seed=seed)
+        )
+
+    equal()
+
+
+@pytest.mark.usefixtures("cpu_product")
+@pytest.mark.parametrize("wgrad", ["mxfp8", "bf16"])
+def test_padded_outside_is_torchao_to_the_bit(wgrad: str) -> None:
+    settings_: dict[str, Any] = {"wgrad": wgrad, "pad_inside": False}
+
+    @given(whole_blocks if wgrad == "mxfp8" else patterns, seeds)
+    @settings(max_examples=12, deadline=None)
+    def equal(groups: list[int], seed: int) -> None:
+        assert_runs_equal(our_grouped_mm(**settings_), torchao_grouped_mm(**settings_), operands(groups, seed=seed))
+
+    equal()
+
+
+def test_nano_and_16b_shapes_are_torchao_to_the_bit() -> None:
+    padded: dict[str, Any] = {"wgrad": "mxfp8", "pad_inside": True}
+    for groups, K, N in [([517, 480, 531, 520], 128, 128), ([70, 58], 2048, 1408)]:
+        assert_runs_equal(our_grouped_mm(**padded), torchao_grouped_mm(**padded), operands(groups, K, N))
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, 3.3895e38])
+@pytest.mark.parametrize("where", ["tokens", "weights", "gradient"])
+def test_non_finite_numbers_spread_as_in_torchao(value: float, where: str) -> None:
+    given_operands = operands([37, 0, 1, 64])
+    target = given_operands[["tokens", "weights", "gradient"].index(where)]
+    target.view(-1)[[5, 900]] = value
+    padded: dict[str, Any] = {"wgrad": "mxfp8", "pad_inside": True}
+    assert_runs_equal(our_grouped_mm(**padded), torchao_grouped_mm(**padded), given_operands)
+
+
+@given(patterns)
+@settings(max_examples=30, deadline=None)
+def test_padding_keeps_every_token_and_its_group(groups: list[int]) -> None:
+    ends = torch.tensor(groups).cumsum(0).to(torch.int32)
+    x = torch.arange(1.0, sum(groups) + 1)[:, None]
+    padded, starts, padded_ends = torchao.pad_token_groups(x, ends, BLOCK, EMULATED)
+    ours = padding_of(ends, sum(groups))
+    assert torch.equal(ours.ends_G, padded_ends)
+    assert ours.blocks * BLOCK == padded.shape[0]
+    assert torch.equal(padded[ours.rows_M], x)
+    assert torch.equal(torchao.unpad_token_groups(padded, ends, starts, sum(groups), BLOCK, EMULATED), x)
+
+
+@pytest.mark.parametrize("wgrad", ["mxfp8", "bf16"])
+def test_compiles_as_a_full_graph_with_the_same_bits(wgrad: str) -> None:
+    padded: dict[str, Any] = {"wgrad": wgrad, "pad_inside": True}
+    compiled = torch.compile(our_grouped_mm(**padded), fullgraph=True, dynamic=True)
+    for groups in ([37, 0, 1, 64], [1, 90, 3, 20]):
+        assert_runs_equal(compiled, torchao_grouped_mm(**padded), operands(groups))
+
+
+def prequantised(groups: list[int], seed: int) -> tuple[torch.Tensor, ...]:
+    x, weight_GNK, upstream, ends = operands(groups, seed=seed)
+    scale, data = to_mx(x, E4M3, BLOCK, RCEIL)
+    return data, scale, weight_GNK, upstream, ends
+
+
+@given(patterns, seeds)
+@settings(max_examples=12, deadline=None)
+def test_prequantised_tokens_are_torchaos_mxtensor_path(groups: list[int], seed: int) -> None:
+    data, scale, weight_GNK, upstream, ends = prequantised(groups, seed)
+    tokens = MXTensor.from_qdata_and_scales(data, scale, torch.bfloat16)
+    weight_GNK.requires_grad_()
+    carrier = torch.zeros((), dtype=torch.bfloat16).expand(data.shape).requires_grad_()
+    weight_GKN = weight_GNK.transpose(-2, -1)
+    output = grouped_mm_prequantised(data, scale, weight_GKN, ends, carrier_MK=carrier)
+    output.backward(upstream)
+
+    with torch.no_grad():
+        shared = (BLOCK, torch.bfloat16, RCEIL)
+        assert_same_bits(output.detach(), torchao._compute_fwd_emulated(tokens, weight_GKN, ends, *shared))
+        assert carrier.grad is not None
+        assert_same_bits(carrier.grad, torchao._compute_dgrad_emulated(upstream, weight_GKN, ends, *shared))
+        # torchao expands an MXTensor for wgrad with a Triton kernel; its own PyTorch expansion is the same function.
+        expanded = tokens.dequantize(torch.bfloat16)
+        wgrad = torchao._compute_wgrad_emulated(upstream, expanded, ends, *shared, wgrad_with_hp=True)
+        assert weight_GNK.grad is not None
+        assert_same_bits(weight_GNK.grad, wgrad.transpose(-2, -1))
+
+
+def test_prequantised_tokens_padded_compiled_and_without_gradient() -> None:
+    data, scale, weight_GNK, upstream, ends = prequantised([37, 0, 1, 64], seed=0)
+    weight_GNK.requires_grad_()
+
+    def padded_product(receiver: torch.Tensor, weight_GNK: torch.Tensor) -> torch.Tensor:
+        weight_GKN = weight_GNK.transpose(-2, -1)
+        return grouped_mm_prequantised(data, scale, weight_GKN, ends, carrier_MK=receiver, pad_inside=True)
+
+    grads = []
+    for product in (padded_product, torch.compile(padded_product, fullgraph=True)):
+        receiver = torch.zeros(data.shape, dtype=torch.bfloat16).requires_grad_()
+        output = product(receiver, weight_GNK)
+        gradients = torch.autograd.grad(output, (receiver, weight_GNK), upstream)
+        grads.append((output.detach(), *gradients))
+    # Padded, it is torchao's padded product of the same values, which quantise to themselves.
+    padded: dict[str, Any] = {"wgrad": "bf16", "pad_inside": True}
+    reference = run(torchao_grouped_mm(**padded), dequantise(data, scale), weight_GNK, upstream, ends)
+    for ours in grads:
+        for mine, theirs in zip(ours, reference, strict=True):
+            assert_same_bits(mine, theirs)
+    without = grouped_mm_prequantised(data, scale, weight_GNK.transpose(-2, -1), ends)
+    (wgrad,) = torch.autograd.grad(without, weight_GNK, upstream)
+    assert wgrad.shape == weight_GNK.shape
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"K": 48}, NotWholeBlocks, "inner dimension K has 48"),
+        ({"K": 16}, NotWholeBlocks, "inner dimension K has 16 values.*32 or more"),
+        ({"N": 40}, NotWholeBlocks, "outer dimension N has 40"),
+        ({"x": torch.zeros(64, 32)}, BadOperand, "float32.*bfloat16"),
+        ({"x": torch.zeros(2, 32, 32).bfloat16()}, BadOperand, r"3, 3 and 1 dimensions"),
+        ({"x": torch.zeros(64, 64).bfloat16()}, BadOperand, "64 features and 2 groups do not match"),
+        ({"ends": torch.tensor([32, 64])}, BadOperand, "group ends torch.int64"),
+        ({"ends": torch.tensor([64], dtype=torch.int32)}, BadOperand, "1 groups do not match.*2 groups"),
+    ],
+)
+def test_bad_operands_are_named(change: dict[str, Any], error: type[Exception], message: str) -> None:
+    K, N = change.get("K", 32), change.get("N", 32)
+    x = change.get("x", torch.zeros(64, K).bfloat16())
+    ends = change.get("ends", torch.tensor([32, 64], dtype=torch.int32))
+    with pytest.raises(error, match=message):
+        grouped_mm(x, torch.zeros(2, N, K).bfloat16().transpose(-2, -1), ends)
+
+
+def test_quantised_wgrad_of_ragged_tokens_is_an_error_that_says_what_to_do() -> None:
+    x, weight_GNK, upstream, ends = operands([37, 64])
+    with pytest.raises(NotWholeBlocks, match=r"token axis \(pad_inside=True pads it\) has 101"):
+        run(our_grouped_mm(wgrad="mxfp8", pad_inside=False), x, weight_GNK, upstream, ends)
+
+
+@pytest.mark.parametrize(
+    ("data", "scale", "carrier", "message"),
+    [
+        (torch.bfloat16, torch.float8_e8m0fnu, None, "are torch.bfloat16 with torch.float8_e8m0fnu"),
+        (E4M3, torch.uint8, None, "with torch.uint8 scales"),
+        (E4M3, torch.float8_e8m0fnu, torch.float32, "carrier of the gradient is torch.float32"),
+    ],
+)
+def test_bad_prequantised_tokens_are_named(data: Any, scale: Any, carrier: Any, message: str) -> None:
+    weight_GKN = torch.zeros(1, 32, 32).bfloat16().transpose(-2, -1)
+    ends = torch.tensor([64], dtype=torch.int32)
+    tokens = torch.zeros(64, 32, dtype=torch.uint8)
+    tokens = tokens.bfloat16() if data is torch.bfloat16 else tokens.view(data)
+    exponents = torch.zeros(64, 1, dtype=torch.uint8).view(scale)
+    receiver = None if carrier is None else torch.zeros(64, 32, dtype=carrier)
+    with pytest.raises(BadOperand, match=message):
+        grouped_mm_prequantised(tokens, exponents, weight_GKN, ends, carrier_MK=receiver)
+
+
+@pytest.mark.parametrize("shape", [(64, 2), (63, 1), (64,)])
+def test_scales_of_another_shape_are_named(shape: tuple[int, ...]) -> None:
+    tokens, weight_GKN = torch.zeros(64, 32).to(E4M3), torch.zeros(1, 32, 32).bfloat16().transpose(-2, -1)
+    scales = torch.zeros(shape, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    with pytest.raises(BadOperand, match=r"scales are \(6.*activations \(64, 32\) need \(64, 1\)"):
+        grouped_mm_prequantised(tokens, scales, weight_GKN, torch.tensor([64], dtype=torch.int32))
+
+
+INTERPRETED = """
+import torch
+from moelab.mxfp8 import fake_quantise, fake_quantise_cuda
+torch.manual_seed(0)
+for shape in [(1, 96, 160), (3, 64, 32)]:
+    exponents = torch.randint(30, 225, shape) - torch.randint(0, 20, shape)
+    x = torch.randint(0, 2, shape) << 15 | exponents << 7 | torch.randint(0, 128, shape)
+    x = x.to(torch.int16).view(torch.bfloat16)
+    x[0, 0, 0], x[0, 1, 1], x[0, 2] = torch.nan, torch.inf, 0
+    rows, columns, stretch = torch.empty_like(x), fake_quantise.empty_transposed(x), torch.empty_like(x)
+    fake_quantise_cuda.launch(x, rows, columns, fake_quantise_cuda.COLUMNS_TILE)
+    fake_quantise_cuda.launch(x.view(1, -1, 32), stretch.view(1, -1, 32), None, fake_quantise_cuda.ROWS_TILE)
+    expected = fake_quantise.fake_quantise_both(x)
+    for ours, reference in zip((rows, columns, stretch), (*expected, expected[0])):
+        numbers = ~reference.isnan()
+        assert torch.equal(ours.isnan(), reference.isnan())
+        assert torch.equal(ours[numbers].view(torch.int16), reference[numbers].view(torch.int16))
+"""
+
+
+def test_triton_kernel_interpreted_on_a_cpu_has_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Triton's interpreter truncates where a GPU rounds to BF16, so no block here has numbers that BF16 cannot hold.
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    subprocess.run([sys.executable, "-c", INTERPRETED], check=True)

@@ -1,0 +1,474 @@
+"""The grouped-GEMM experiment: its checks, its timing on a CPU, and its kernels against those that torchao calls."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torchao.prototype.moe_training import fp8_grouped_mm, kernels, mxfp8_grouped_mm
+
+from moelab.errors import BadInput
+from moelab.mxfp8 import cutedsl, grouped_gemm, grouped_gemm_report
+from moelab.mxfp8.formats import NotFinite
+from moelab.mxfp8.grouped_gemm import (
+    NoKernels,
+    check,
+    grouped_mm,
+    make_operands,
+    require_kernels,
+    step,
+    time_case,
+    time_components,
+    why_not,
+)
+from moelab.mxfp8.grouped_gemm_cases import (
+    CASES,
+    PRECISIONS,
+    ROW_BLOCK,
+    Case,
+    NotDivisible,
+    Sizes,
+    group_sizes,
+    parse_case,
+    require_divisible,
+    transposed,
+)
+from moelab.mxfp8.grouped_gemm_components import Operands, components
+from moelab.mxfp8.grouped_gemm_results import NotAResult, case_of, obtain, read_result, stored
+from moelab.mxfp8.timing import Clock, Spread, interleaved
+
+ROOT = Path(__file__).parents[2]
+CPU = torch.device("cpu")
+SMALL = Case(m=96, n=32, k=64, groups=3, sizes="skewed")
+
+
+# Cases
+
+
+@given(
+    m=st.integers(1, 5000),
+    groups=st.integers(1, 40),
+    sizes=st.sampled_from(["even", "random", "skewed"]),
+    block=st.sampled_from([1, 8, 16, 32, 128]),
+)
+def test_every_row_is_in_a_group_and_padding_is_less_than_a_block(
+    m: int, groups: int, sizes: Sizes, block: int
+) -> None:
+    case = Case(m=m, n=32, k=32, groups=groups, sizes=sizes)
+    rows, padded = group_sizes(case), group_sizes(case, block=block)
+    assert sum(rows) == m
+    assert all(size % block == 0 for size in padded)
+    assert all(0 <= more - less < block for less, more in zip(rows, padded, strict=True))  # empty groups stay empty
+
+
+def test_even_groups_differ_by_one_row_and_skewed_ones_by_more_than_chance() -> None:
+    base = {"m": 64_000, "n": 32, "k": 32, "groups": 64}
+    even, random, skewed = (np.std(group_sizes(Case(**base, sizes=name))) for name in ("even", "random", "skewed"))
+    assert even == 0
+    assert random == pytest.approx(np.sqrt(1000), rel=0.4)  # of a multinomial with equal chances
+    assert skewed == pytest.approx(500, rel=0.4)  # a Dirichlet of 4: half of the mean
+
+
+def test_the_earlier_seven_cases_are_measured_and_w2_is_the_transpose() -> None:
+    table = stored().speedups("fp8")
+    assert set(map(case_of, table.itertuples())) <= set(CASES)
+    assert transposed(parse_case("8,2048,7168,1")) == parse_case("8,7168,2048,1")
+
+
+@pytest.mark.parametrize("text", ["", "1,2,3", "1,2,3,4,5,6", "a,b,c,d", "64,64,64,-1", "64,64,64,2,odd", "0,32,32,1"])
+def test_a_shape_that_is_none(text: str) -> None:
+    with pytest.raises(BadInput, match=r"M,N,K,G|valid are even, random, skewed|whole number"):
+        parse_case(text)
+
+
+@pytest.mark.parametrize(
+    ("case", "precision", "said"),
+    [
+        ("64,64,48,2", "mxfp8", r"^k is 48: mxfp8 needs a multiple of 32, the nearest is 64$"),
+        ("64,40,64,2", "mxfp8_wgrad_bf16", r"^n is 40: .* multiple of 32, the nearest is 32$"),
+        ("64,64,16,2", "mxfp8", r"^k is 16, less than one block of mxfp8 \(32\)"),
+        ("64,24,64,2", "fp8", r"^n is 24: fp8 needs a multiple of 16"),
+        ("64,64,12,2", "bf16", r"^k is 12: bf16 needs a multiple of 8"),
+    ],
+)
+def test_dimensions_that_no_kernel_takes(case: str, precision: Any, said: str) -> None:
+    with pytest.raises(NotDivisible, match=said):
+        require_divisible(parse_case(case), precision)
+
+
+# What can be timed
+
+
+def gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], name: str = "a GPU") -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: name)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_nothing_is_timed_without_a_gpu(precision: Any) -> None:
+    with pytest.raises(NoKernels, match=r"no CUDA device.*[Ss]tored results can be replayed"):
+        require_kernels(precision)
+
+
+@pytest.mark.parametrize(
+    ("capability", "timed", "said"),
+    [
+        ((8, 0), {"bf16"}, {"fp8": "FP8 tensor cores begin with SM89", "mxfp8": "begin with SM100"}),
+        ((8, 9), {"bf16"}, {"fp8": "for SM90 and SM100, and this GPU is SM89", "mxfp8": "begin with SM100"}),
+        ((9, 0), {"bf16", "fp8"}, {"mxfp8": "begin with SM100"}),
+        ((10, 0), {"bf16", "fp8"}, {"mxfp8": "SM100 kernels"}),  # a CPU build of torchao
+    ],
+)
+def test_what_a_gpu_can_time(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], timed: set[str], said: dict[str, str]
+) -> None:
+    gpu(monkeypatch, capability)
+    reasons = {name: why_not(name) for name in PRECISIONS}
+    assert {name for name, reason in reasons.items() if reason is None} == timed
+    assert all(text in str(reasons[name]) for name, text in said.items())
+
+
+def test_emulation_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu(monkeypatch, (9, 0), "NVIDIA H100")
+    with pytest.raises(NoKernels, match=r"^mxfp8 cannot be timed: NVIDIA H100 is SM90.*emulated.*timed: bf16, fp8"):
+        require_kernels("mxfp8")
+
+
+def test_a_blackwell_gpu_needs_the_packages_of_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu(monkeypatch, (10, 0))
+    monkeypatch.setattr(mxfp8_grouped_mm, "_SM100_KERNELS_AVAILABLE", True)
+    found = why_not("mxfp8")
+    assert found is not None
+    assert "nvidia-cutlass-dsl" in found
+    assert "nvidia-cutlass-dsl==4.5.2" in found
+    monkeypatch.setattr(grouped_gemm, "why_not_cutedsl", lambda: None)
+    assert why_not("mxfp8") is None
+
+
+def test_packages_that_are_too_new_are_named_with_the_versions_that_work() -> None:
+    new = {"nvidia-cutlass-dsl": "4.10.0", "nvidia-cutlass-dsl-libs-base": "4.5.2"}
+    said = cutedsl.why_not_cutedsl(list, new.get)
+    assert said is not None
+    assert "nvidia-cutlass-dsl 4.10.0 (works: 4.5.2)" in said
+    assert "libs-base 4.5.2 (works" not in said
+    assert cutedsl.why_not_cutedsl(list, lambda _: "4.5.2") is None
+
+
+def test_the_versions_that_work_are_those_of_torchaos_description() -> None:
+    from importlib.metadata import metadata
+
+    described = metadata("torchao").get_payload()
+    assert isinstance(described, str)
+    assert all(f"{package}=={number}" in described for package, number in cutedsl.TESTED.items())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["a_MK", "b_GNK", "grad_MN"])
+def test_operands_that_are_not_finite(name: str, value: float) -> None:
+    operands = make_operands(SMALL, CPU)
+    getattr(operands, name).view(-1)[5] = value
+    with pytest.raises(NotFinite, match=name):
+        check(SMALL, ["bf16"], operands)
+
+
+# Products and their parts
+
+
+def exact(operands: Operands) -> dict[str, torch.Tensor]:
+    """The three products in float64, group by group."""
+    ends = operands.offsets_G.tolist()
+    slices = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+    a, b, grad = (x.double() for x in (operands.a_MK, operands.b_GNK, operands.grad_MN))
+    return {
+        "forward": torch.cat([a[rows] @ b[group].T for group, rows in enumerate(slices)]),
+        "dgrad": torch.cat([grad[rows] @ b[group] for group, rows in enumerate(slices)]),
+        "wgrad": torch.stack([grad[rows].T @ a[rows] for rows in slices]),
+    }
+
+
+def error(found: torch.Tensor, reference: torch.Tensor) -> float:
+    return float((found.double() - reference).norm() / reference.norm())
+
+
+def test_a_bf16_step_is_the_three_products() -> None:
+    operands = make_operands(SMALL, CPU, block=8)
+    a, b = (x.clone().requires_grad_() for x in (operands.a_MK, operands.b_GNK))
+    output = grouped_mm("bf16")(a, b, operands.offsets_G)
+    dgrad, wgrad = torch.autograd.grad(output, (a, b), operands.grad_MN)
+    reference = exact(operands)
+    for name, found in (("forward", output), ("dgrad", dgrad), ("wgrad", wgrad)):
+        assert error(found.detach(), reference[name]) < 0.005
+
+
+def test_components_of_bf16_are_the_three_products() -> None:
+    operands = make_operands(SMALL, CPU, block=8)
+    found = {part.direction: part for part in components(operands, "bf16")}
+    for name, reference in exact(operands).items():
+        result = found[name].call()
+        assert isinstance(result, torch.Tensor)
+        assert error(result, reference) < 0.005
+        assert found[name].size == operands.flops
+
+
+class Recorder:
+    """Stand-ins for kernels that this machine lacks: they return tensors of the right shape and note what they get."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.patch = monkeypatch
+
+    def stand_in(self, where: list[Any], name: str, make: Callable[..., Any]) -> None:
+        def call(*args: Any, **options: Any) -> Any:
+            tensors = [(tuple(x.shape), x.stride(), x.dtype) for x in args if isinstance(x, torch.Tensor)]
+            tensors += [("offs", tuple(options["offs"].shape))] if "offs" in options else []
+            self.calls.append((name, *tensors))
+            return make(*args)
+
+        for module in where:
+            self.patch.setattr(module, name, call)
+
+    def taken(self) -> set[tuple[Any, ...]]:
+        calls, self.calls = set(self.calls), []
+        return calls
+
+
+def column_major(x: torch.Tensor) -> torch.Tensor:
+    return x.transpose(-2, -1).contiguous().transpose(-2, -1)
+
+
+def product(left: torch.Tensor, right: torch.Tensor, *rest: Any) -> torch.Tensor:
+    groups = () if right.dim() == 3 else (3,)
+    return torch.zeros(*groups, left.shape[0], right.shape[-1], dtype=torch.bfloat16)
+
+
+def scales(*shape: int) -> torch.Tensor:
+    return torch.ones(*shape)
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    recording = Recorder(monkeypatch)
+    recording.stand_in([torch], "_scaled_grouped_mm", product)
+    return recording
+
+
+def stand_in_fp8(recorder: Recorder) -> None:
+    def eight(x: torch.Tensor) -> torch.Tensor:
+        return x.to(torch.float8_e4m3fn)
+
+    def both_columns(x: torch.Tensor, y: torch.Tensor, *_: Any) -> tuple[torch.Tensor, ...]:
+        made = (column_major(eight(x)), scales(3 * x.shape[1]), column_major(eight(y)), scales(3 * y.shape[1]))
+        return made
+
+    where: list[Any] = [kernels, fp8_grouped_mm]
+    for name, make in {
+        "triton_fp8_rowwise_2d_scale_and_cast": lambda x, *_: (eight(x), scales(len(x), 1)),
+        "triton_fp8_colwise_3d_scale_and_cast": lambda x, *_: (column_major(eight(x)), scales(3, 1, x.shape[2])),
+        "triton_fp8_rowwise_3d_transpose_rhs": lambda x, *_: (
+            column_major(eight(x.transpose(-2, -1))),
+            scales(3, 1, x.shape[1]),
+        ),
+        "triton_fp8_per_group_colwise_scales_dual": both_columns,
+    }.items():
+        recorder.stand_in(where, name, make)
+
+
+def stand_in_mxfp8(recorder: Recorder) -> None:
+    def eight(x: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return x.to(torch.float8_e4m3fn), scales(*x.shape[:-1], x.shape[-1] // 32)
+
+    def columns(x: torch.Tensor, *_: Any) -> SimpleNamespace:
+        data, scale = eight(x.T.contiguous())
+        return SimpleNamespace(qdata=data, scale=scale)
+
+    recorder.patch.setattr(mxfp8_grouped_mm, "_SM100_KERNELS_AVAILABLE", True)
+    for name, make in {
+        "mxfp8_quantize_2d_1x32_cutedsl": eight,
+        "triton_to_mxfp8_dim0": eight,
+        "mxfp8_quantize_cuda_3d": lambda x, *_: (column_major(x.to(torch.float8_e4m3fn)), scales(3, x.shape[1])),
+        "_to_mxfp8_dim1_kernel_wrapper": columns,
+        "triton_mx_block_rearrange_per_group_3d": lambda scale, *_: scale,
+        "triton_mx_block_rearrange_2d_K_groups": lambda scale, *_: scale,
+    }.items():
+        recorder.stand_in([mxfp8_grouped_mm], name, make)
+
+
+@pytest.mark.parametrize(("precision", "stand_in"), [("fp8", stand_in_fp8), ("mxfp8", stand_in_mxfp8)])
+def test_components_are_the_kernels_that_torchao_calls(
+    recorder: Recorder, precision: Any, stand_in: Callable[[Recorder], None]
+) -> None:
+    stand_in(recorder)
+    operands = make_operands(SMALL, CPU, block=ROW_BLOCK[precision])
+    step(grouped_mm(precision), operands)(Clock(CPU))
+    of_torchao = recorder.taken()
+    for part in components(operands, precision):
+        part.call()
+    assert recorder.taken() == of_torchao
+
+
+def test_casts_of_components_read_each_operand_as_often_as_the_model_says(recorder: Recorder) -> None:
+    stand_in_mxfp8(recorder)
+    operands = make_operands(SMALL, CPU, block=128)
+    casts = [part for part in components(operands, "mxfp8") if part.kind == "quantise"]
+    elements = 2 * (operands.a_MK.numel() + operands.b_GNK.numel() + operands.grad_MN.numel())
+    assert sum(part.size for part in casts) == 3 * elements
+
+
+# Timing
+
+
+def test_alternatives_take_turns_and_spread_is_numpys() -> None:
+    turns: list[str] = []
+
+    def work(name: str) -> Callable[[Clock], None]:
+        def run(clock: Clock) -> None:
+            turns.append(name)
+            clock.mark("first")
+            clock.mark("second")
+
+        return run
+
+    found = interleaved({"a": work("a"), "b": work("b")}, CPU, repeats=3, warm_up=1)
+    assert turns == ["a", "b"] * 4
+    assert all(set(parts) == {"first", "second", "total"} for parts in found.values())
+    assert found["a"]["total"].n == 3
+    times = [3.0, 1.0, 4.0, 1.0, 5.0, 9.0]
+    low, middle, high = np.quantile(times, [0.25, 0.5, 0.75])
+    assert Spread.of(times) == Spread(median_us=middle, iqr_us=high - low, n=6)
+
+
+def test_parts_of_a_clock_add_up() -> None:
+    clock = Clock(CPU)
+    clock.start()
+    clock.mark("one")
+    clock.mark("two")
+    parts = clock.parts_us()
+    assert parts["one"] + parts["two"] == pytest.approx(parts["total"])
+
+
+def test_a_precision_that_fails_does_not_cost_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(precision: str) -> Callable[..., torch.Tensor]:
+        def fail(*_: torch.Tensor) -> torch.Tensor:
+            raise RuntimeError("no such kernel")
+
+        return fail if precision == "fp8" else grouped_mm("bf16")
+
+    monkeypatch.setattr(grouped_gemm, "grouped_mm", broken)
+    failures: list[tuple[str, str]] = []
+    rows = list(
+        time_case(
+            SMALL,
+            ["bf16", "fp8"],
+            CPU,
+            compiled=False,
+            failed=lambda precision, problem: failures.append((precision, str(problem))),
+        )
+    )
+    assert failures == [("fp8", "no such kernel")]
+    assert [(row["precision"], row["pass"]) for row in rows] == [
+        ("bf16", "forward"),
+        ("bf16", "backward"),
+        ("bf16", "forward+backward"),
+    ]
+    assert all(row["n_times"] >= grouped_gemm.MIN_REPEATS for row in rows)
+
+
+def test_a_row_counts_real_rows_and_notes_padded_ones() -> None:
+    rows = list(time_case(SMALL, ["bf16"], CPU, compiled=False, failed=lambda *_: None))
+    assert {row["padded_m"] for row in rows} == {sum(group_sizes(SMALL, block=8))}
+    assert {row["m"] for row in rows} == {96}
+    kernels_alone = list(time_components(SMALL, "bf16", CPU))
+    assert [row["pass"] for row in kernels_alone] == ["forward", "dgrad", "wgrad"]
+
+
+def test_a_run_writes_after_every_case(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(grouped_gemm_report, "check", lambda *_: None)
+    monkeypatch.setattr(grouped_gemm_report, "measure_peaks", lambda _: {"bf16_tflops": 2.0})
+    path, seen = tmp_path / "deep" / "file.json", []
+    real = grouped_gemm_report.time_components
+
+    def after_the_products(*args: Any) -> Any:
+        seen.append(len(json.loads(path.read_text())["rows"]))
+        return real(*args)
+
+    monkeypatch.setattr(grouped_gemm_report, "time_components", after_the_products)
+    cases = [SMALL, parse_case("64,32,32,2")]
+    content = grouped_gemm_report.run(cases, path, precisions=["bf16"], compiled=False)
+    assert seen == [3, 6]
+    assert json.loads(path.read_text()) == content
+    assert content["label"] == "dry run"  # on a CPU nothing is called measured
+    assert not content["errors"]
+    for row in content["rows"]:
+        assert row["fraction_of_peak"] == round(row["tflops"] / 2.0, 4)
+    assert [case_of(row) for row in read_result(path).rows.itertuples()][::3] == cases
+
+
+def test_a_run_without_a_gpu_stops_before_it_writes(tmp_path: Path) -> None:
+    with pytest.raises(NoKernels, match="no CUDA device"):
+        obtain("run", path=str(tmp_path / "file.json"), shapes="64,64,64,2; 64,64,64,4,skewed")
+    with pytest.raises(NotDivisible):
+        obtain("run", path=str(tmp_path / "file.json"), shapes="64,64,40,2")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("arguments", "code"), [(["--quick"], 3), (["--shapes", "64,64"], 2)])
+def test_the_script_says_why_it_stops(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: list[str], code: int
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["grouped_gemm.py", "--output", str(tmp_path / "x.json"), *arguments])
+    with pytest.raises(SystemExit) as stopped:
+        runpy.run_path(str(ROOT / "benchmarks" / "grouped_gemm.py"), run_name="__main__")
+    assert stopped.value.code == code
+
+
+# Stored results
+
+
+def test_the_package_has_the_benchmarks_result() -> None:
+    packaged = ROOT / "src" / "moelab" / "data" / "measured" / "grouped_gemm_h100.json"
+    assert packaged.read_text() == (ROOT / "benchmarks" / "results" / "grouped_gemm_h100.json").read_text()
+    assert "H100" in stored().stamp
+    assert stored().stamp.startswith("measured on")
+
+
+def test_rates_of_the_stored_rows_follow_from_their_times() -> None:
+    products = {"forward": 1, "backward": 2, "forward+backward": 3}
+    rows = stored().rows
+    flops = 2 * rows["m"] * rows["n"] * rows["k"] * rows["pass"].map(products)
+    np.testing.assert_allclose(flops / rows["median_us"] / 1e6, rows["tflops"], rtol=1e-3)
+
+
+def test_speedups_hold_a_case_against_itself(tmp_path: Path) -> None:
+    base = {"n": 32, "k": 32, "groups": 2, "sizes": "even", "pass": "forward+backward", "iqr_us": 1.0, "tflops": 1.0}
+    base |= {"fraction_of_peak": None, "n_times": 8}
+    rows = [
+        {**base, "m": m, "precision": precision, "median_us": us}
+        for m, precision, us in [(64, "fp8", 5.0), (32, "bf16", 3.0), (32, "fp8", 4.0), (64, "bf16", 20.0)]
+    ]
+    content = {"schema": 1, "rows": rows, "components": [], "hardware": {"gpu": "X"}, "versions": {}, "date": "d"}
+    path = tmp_path / "r.json"
+    path.write_text(json.dumps({**content, "peaks": {}, "refused": {}, "label": "measured"}))
+    table = read_result(path).speedups("fp8")
+    assert dict(zip(table["m"], table["speedup"], strict=True)) == {32: 0.75, 64: 4.0}
+    assert read_result(path).speedups("mxfp8").empty
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"schema": 2}', '{"schema": 1, "rows": []}', "\0"])
+def test_a_file_that_is_no_result(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "r.json"
+    path.write_text(text)
+    with pytest.raises(NotAResult, match=r"r\.json"):
+        read_result(path)
+    with pytest.raises(NotAResult, match="cannot be read"):
+        read_result(tmp_path / "absent.json")

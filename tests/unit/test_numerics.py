@@ -1,0 +1,483 @@
+"""Casts against the OCP definition and torchao, error measures against torchao, and the laws that formats obey."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torchao.float8.config import Float8LinearConfig
+from torchao.float8.float8_linear import Float8Linear
+from torchao.float8.float8_utils import compute_error
+from torchao.prototype.moe_training.mxfp8_grouped_mm import _to_mxfp8_then_scaled_grouped_mm
+from torchao.quantization.quantize_.common import KernelPreference
+
+from moelab.errors import BadInput
+from moelab.mxfp8.gemm_errors import cast_product
+from moelab.mxfp8.numerics import (
+    BF16,
+    DISTRIBUTIONS,
+    E4M3,
+    E5M2,
+    FP8,
+    METHODS,
+    MX,
+    PRODUCTS,
+    SCALINGS,
+    Element,
+    GroupedGemm,
+    Method,
+    NotFinite,
+    NotWholeBlocks,
+    block_range_bits,
+    block_sqnr_db,
+    gemm_errors,
+    layer_gemms,
+    measure,
+    relative_error,
+    sqnr_db,
+    synthetic,
+)
+
+FORMATS = [MX(scaling=scaling, element=element) for scaling in SCALINGS for element in (E4M3, E5M2)]
+BY_NAME = {method.name: method for method in METHODS}
+
+
+def label(made: object) -> str:
+    return f"{made.scaling}-{made.element.name}" if isinstance(made, MX) else str(made)
+
+
+# RCEIL takes a logarithm in float32, so an amax less than 4e-7 above 448 times a power of two would get a scale that is
+# too small. BF16 has no such numbers, and what experts multiply is BF16.
+
+
+@st.composite
+def rows(draw: st.DrawFn, blocks: int = 3) -> torch.Tensor:
+    """(1, 32 * blocks), BF16 values: each block near one magnitude, or over the whole range, or zero."""
+    seed = draw(st.integers(0, 2**32 - 1))
+    generator = np.random.default_rng(seed)
+    made = []
+    for _ in range(blocks):
+        kind = draw(st.sampled_from(["near", "wide", "zero", "one"]))
+        exponent = draw(st.floats(-60, 60))
+        block = generator.standard_normal(32) * 2.0**exponent
+        if kind == "wide":
+            block *= 2.0 ** generator.uniform(-30, 0, 32)
+        if kind == "zero":
+            block *= 0
+        if kind == "one":
+            block[1:] = 0
+        made.append(block)
+    return torch.tensor(np.concatenate(made)[None]).bfloat16().float()
+
+
+# --- the OCP definition, written again in float64 --------------------------------------------------------------------
+
+
+def round_to_element(x: np.ndarray[Any, Any], element: Element) -> np.ndarray[Any, Any]:
+    """Nearest element, ties to even, saturating (OCP OFP8 and MX v1.0, section 5.3)."""
+    exponent = np.maximum(np.frexp(np.abs(x))[1] - 1, element.emin)
+    step = 2.0 ** (exponent - element.mantissa_bits)
+    return np.clip(np.rint(x / step) * step, -element.max, element.max)
+
+
+def shared_exponent(amax: float, made: MX) -> int:
+    """Exponent of a block's scale; MX v1.0 section 6.3 for floor, torchao's and NVIDIA's definitions for the others."""
+    mantissa, exponent = math.frexp(amax)  # amax = mantissa * 2^exponent, mantissa in [1/2, 1)
+    floor = exponent - 1
+    if made.scaling == "floor":
+        return floor - made.element.emax
+    if made.scaling == "ceil":
+        return floor + (mantissa > 0.5) - made.element.emax
+    if made.scaling == "even":  # a half rounds up in torchao's integer arithmetic
+        grid = 2.0**made.element.mantissa_bits
+        rounded = math.floor(2 * mantissa * grid + 0.5) / grid
+        return floor + (rounded >= 2) - made.element.emax
+    mantissa, exponent = math.frexp(amax / made.element.max)
+    return exponent - 1 + (mantissa > 0.5)
+
+
+def reference(x: torch.Tensor, made: MX) -> np.ndarray[Any, Any]:
+    blocks = x.double().numpy().reshape(-1, made.block)
+    out = []
+    for block in blocks:
+        amax = float(np.abs(block).max())
+        scale = 2.0 ** shared_exponent(amax, made) if amax else 1.0
+        out.append(round_to_element(block / scale, made.element) * scale)
+    return np.concatenate(out).reshape(x.shape)
+
+
+@pytest.mark.parametrize("made", FORMATS, ids=label)
+@settings(max_examples=25, deadline=None)
+@given(x=rows())
+def test_mx_is_the_ocp_definition(made: MX, x: torch.Tensor) -> None:
+    np.testing.assert_array_equal(made.cast(x).values.double().numpy(), reference(x, made))
+
+
+@pytest.mark.parametrize("element", [E4M3, E5M2], ids=lambda element: element.name)
+def test_every_code_of_an_element_is_what_the_reference_rounds_to_itself(element: Element) -> None:
+    codes = torch.arange(256, dtype=torch.uint8).view(element.dtype).double()
+    codes = codes[codes.isfinite()]
+    np.testing.assert_array_equal(round_to_element(codes.numpy(), element), codes.numpy())
+    assert codes.max() == element.max
+    assert codes[codes > 0].min() == element.smallest
+
+
+# --- laws ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("made", FORMATS, ids=label)
+@settings(max_examples=15, deadline=None)
+@given(x=rows())
+def test_casting_twice_is_casting_once(made: MX, x: torch.Tensor) -> None:
+    once = made.cast(x).values
+    assert torch.equal(made.cast(once).values, once)
+
+
+@pytest.mark.parametrize("made", FORMATS, ids=label)
+@settings(max_examples=15, deadline=None)
+@given(x=rows(), other=rows(blocks=1))
+def test_a_block_does_not_depend_on_the_others(made: MX, x: torch.Tensor, other: torch.Tensor) -> None:
+    alone = made.cast(x[:, 32:64]).values
+    assert torch.equal(made.cast(x).values[:, 32:64], alone)
+    changed = torch.cat([other, x[:, 32:]], dim=1)
+    assert torch.equal(made.cast(changed).values[:, 32:], made.cast(x).values[:, 32:])
+
+
+@pytest.mark.parametrize("made", [*FORMATS, FP8(per="row"), FP8(per="tensor"), BF16()], ids=label)
+@settings(max_examples=15, deadline=None)
+@given(x=rows())
+def test_signs_are_symmetric(made: Any, x: torch.Tensor) -> None:
+    assert torch.equal(made.cast(-x).values, -made.cast(x).values)
+
+
+@pytest.mark.parametrize("made", FORMATS, ids=label)
+@settings(max_examples=15, deadline=None)
+@given(x=rows())
+def test_bounds_of_scale_and_value(made: MX, x: torch.Tensor) -> None:
+    cast = made.cast(x)
+    exponent = torch.log2(cast.scale)
+    assert torch.equal(exponent, exponent.round())
+    assert (exponent >= -127).all()
+    assert (exponent <= 127).all()
+    assert (cast.values.abs() <= made.max * cast.scale).all()
+    amax = x.reshape(-1, 32).abs().amax(-1)
+    fullness = (amax / cast.scale.reshape(-1, 32)[:, 0])[amax > 0]  # of the largest number, in elements
+    low, high = {
+        "floor": (2.0**made.element.emax, 2.0 ** (made.element.emax + 1)),
+        "even": tuple(
+            2.0**e * (1 - 2.0 ** -(made.element.mantissa_bits + 2)) for e in (made.element.emax, made.element.emax + 1)
+        ),
+        "ceil": (2.0 ** (made.element.emax - 1), 2.0**made.element.emax),
+        "rceil": (made.max / 2, made.max),
+    }[made.scaling]
+    assert (fullness >= low).all()
+    assert (fullness <= high).all()
+
+
+@pytest.mark.parametrize("made", FORMATS, ids=label)
+@settings(max_examples=15, deadline=None)
+@given(x=rows())
+def test_error_of_what_is_neither_saturated_nor_subnormal_is_half_a_step(made: MX, x: torch.Tensor) -> None:
+    cast = made.cast(x)
+    scaled = (x / cast.scale).abs()
+    normal = (scaled >= 2.0**made.element.emin) & (scaled <= made.max)
+    error = (cast.values - x).abs()[normal]
+    assert (error <= x.abs()[normal] * 2.0 ** -(made.element.mantissa_bits + 1)).all()
+
+
+@pytest.mark.parametrize("made", FORMATS, ids=label)
+def test_a_block_of_zeros_stays_zero(made: MX) -> None:
+    x = torch.zeros(2, 64)
+    x[1, 40] = 3.0
+    cast = made.cast(x)
+    assert torch.equal(cast.values, x)
+    assert cast.scale.isfinite().all()
+
+
+@pytest.mark.parametrize("made", FORMATS, ids=label)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_value_that_is_not_finite_reaches_no_other_block(made: MX, bad: float) -> None:
+    x = synthetic("gaussian", (1, 96))
+    broken = x.clone()
+    broken[0, 40] = bad
+    values, intact = made.cast(broken).values, made.cast(x).values
+    assert torch.equal(values[:, :32], intact[:, :32])
+    assert torch.equal(values[:, 64:], intact[:, 64:])
+    if math.isnan(bad):
+        assert values[:, 32:64].isnan().all()
+    else:
+        assert abs(values[0, 40].item()) > 1e30
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 1000), exponent=st.integers(-40, 40))
+def test_scaling_by_a_power_of_two_changes_nothing_else(seed: int, exponent: int) -> None:
+    x = synthetic("student_t", (4, 64), seed=seed)
+    for made in FORMATS:
+        assert torch.equal(made.cast(x * 2.0**exponent).values, made.cast(x).values * 2.0**exponent)
+
+
+@pytest.mark.parametrize("made", [MX(), FP8(per="row", power_of_two=True)], ids=["mx", "row"])
+def test_the_other_axis_is_the_cast_of_the_transpose(made: Any) -> None:
+    x = synthetic("gaussian", (64, 96), outlier=100.0)
+    assert torch.equal(made.cast(x, axis=0).values, made.cast(x.T.contiguous()).values.T)
+    assert torch.equal(made.cast(x, axis=0).scale, made.cast(x.T.contiguous()).scale.T)
+
+
+# --- measures --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("outlier", [1.0, 4096.0])
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_sqnr_is_torchaos_error_in_db(distribution: Any, outlier: float) -> None:
+    x = synthetic(distribution, (64, 128), outlier=outlier)
+    for made in (MX(), FP8(per="tensor"), FP8(per="row"), BF16()):
+        values = made.cast(x).values
+        found = measure(x, made)
+        assert found.sqnr_db == pytest.approx(compute_error(x.double(), values.double()).item(), abs=1e-9)
+        assert found.sqnr_db == pytest.approx(-20 * math.log10(found.relative_error))
+
+
+def test_fractions_count_what_they_say() -> None:
+    x = torch.full((1, 32), 300.0)
+    x[0, 0] = 500.0  # floor: scale 1, so 500 is beyond 448
+    x[0, 1] = 0.0
+    x[0, 2] = 2.0**-11  # below half of the smallest element, 2^-9
+    found = measure(x, MX(scaling="floor"))
+    assert found.saturated_fraction == 1 / 32
+    assert found.underflow_fraction == 1 / 32
+    assert measure(x, MX(scaling="rceil")).saturated_fraction == 0
+
+
+def test_what_is_exact_has_no_error() -> None:
+    x = torch.tensor([[2.0**e for e in range(-8, 8)] * 2])
+    assert measure(x, MX()).sqnr_db == math.inf
+    assert measure(x, MX()).relative_error == 0
+    assert sqnr_db(x, x) == math.inf
+
+
+def test_block_measures() -> None:
+    x = torch.cat([torch.full((1, 31), 2.0), torch.full((1, 1), 2.0**12), torch.zeros(1, 32)], dim=1)
+    ranges = block_range_bits(x)
+    assert ranges[0].item() == 11
+    assert ranges[1].isnan()
+    assert torch.equal(block_range_bits(x.T, axis=0)[:1], ranges[:1])
+    noisy = synthetic("gaussian", (4, 64))
+    values = MX().cast(noisy).values
+    by_block = block_sqnr_db(noisy, values)
+    for index, (exact, ours) in enumerate(zip(noisy.reshape(-1, 32), values.reshape(-1, 32), strict=True)):
+        assert by_block[index].item() == pytest.approx(sqnr_db(exact, ours))
+
+
+@settings(max_examples=15, deadline=None)
+@given(x=rows())
+def test_a_format_with_more_bits_loses_less(x: torch.Tensor) -> None:
+    if x.any():
+        fine, coarse = (relative_error(x, made.cast(x).values) for made in (BF16(), MX()))
+        assert fine <= coarse
+
+
+# --- data ------------------------------------------------------------------------------------------------------------
+
+
+def test_distributions_are_as_described() -> None:
+    gaussian = synthetic("gaussian", (400, 256)).double()
+    heavy = synthetic("student_t", (400, 256)).double()
+    channels = synthetic("gaussian", (400, 256), outlier=100.0, every=64).double()
+    assert gaussian.std().item() == pytest.approx(1, abs=0.02)
+    # Student's t with 3 degrees of freedom, from its tables: quartiles at 0.7649, and P(|t| > 5.841) is 0.01.
+    assert heavy.abs().median().item() == pytest.approx(0.7649, abs=0.02)
+    assert (heavy.abs() > 5.841).double().mean().item() == pytest.approx(0.01, abs=0.0015)
+    spread = channels.std(0)
+    assert (spread > 50).nonzero().flatten().tolist() == [32, 96, 160, 224]
+    assert torch.equal(synthetic("student_t", (4, 4), seed=3), synthetic("student_t", (4, 4), seed=3))
+    assert not torch.equal(synthetic("gaussian", (4, 4), seed=3), synthetic("gaussian", (4, 4), seed=4))
+
+
+# --- the three GEMMs -------------------------------------------------------------------------------------------------
+
+SIZES = ((64, 32, 96), (40, 1, 87), (0, 128, 5))
+
+
+def operands(sizes: tuple[int, ...], *, n: int = 64, k: int = 96) -> GroupedGemm:
+    m = sum(sizes)
+    made = (
+        synthetic("student_t", (m, k), seed=1),
+        synthetic("gaussian", (len(sizes), n, k), seed=2) / 8,
+        synthetic("student_t", (m, n), seed=3) * 2.0**-20,
+    )
+    x, weight, grad = (tensor.bfloat16() for tensor in made)
+    return GroupedGemm(name="w", x=x, weight=weight, grad=grad, offsets=torch.tensor(sizes).cumsum(0).int())
+
+
+def ours(gemm: GroupedGemm, method: Method) -> dict[str, torch.Tensor]:
+    parts: dict[str, list[torch.Tensor]] = {product: [] for product in PRODUCTS}
+    for x, weight, grad in gemm.groups():
+        parts["output"].append(cast_product("output", x, weight, method))
+        parts["dgrad"].append(cast_product("dgrad", grad, weight.T, method))
+        parts["wgrad"].append(cast_product("wgrad", grad.T, x.T, method))
+    return {
+        "output": torch.cat(parts["output"]),
+        "dgrad": torch.cat(parts["dgrad"]),
+        "wgrad": torch.stack(parts["wgrad"]),
+    }
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp8_wgrad-bf16"])
+def test_mxfp8_products_are_torchaos(sizes: tuple[int, ...], name: str) -> None:
+    gemm = operands(sizes)
+    x, weight = gemm.x.clone().requires_grad_(), gemm.weight.clone().requires_grad_()
+    output = _to_mxfp8_then_scaled_grouped_mm(
+        x,
+        weight.transpose(-2, -1),
+        offs=gemm.offsets,
+        kernel_preference=KernelPreference.EMULATED,
+        wgrad_with_hp=name != "mxfp8",
+        pad_token_groups_for_grouped_mm=True,
+    )
+    output.backward(gemm.grad)
+    found = ours(gemm, BY_NAME[name])
+    assert x.grad is not None
+    assert weight.grad is not None
+    used = [index for index, size in enumerate(sizes) if size]
+    theirs = {"output": output.detach(), "dgrad": x.grad, "wgrad": weight.grad[used]}
+    for product in PRODUCTS:  # one rounding to BF16 apart at most: sums run in another order
+        assert relative_error(theirs[product], found[product]) < 2**-10, product
+        assert (found[product] == theirs[product]).double().mean() > 0.98, product
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_fp8_products_are_those_of_torchaos_linear(recipe: str) -> None:
+    gemm = operands((96,))
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    object.__setattr__(config, "emulate", True)
+    linear = torch.nn.Linear(96, 64, bias=False, dtype=torch.bfloat16)
+    linear.weight.data.copy_(gemm.weight[0])
+    theirs_linear = Float8Linear.from_float(linear, config)
+    x = gemm.x.clone().requires_grad_()
+    output = theirs_linear(x)
+    output.backward(gemm.grad)
+    assert x.grad is not None
+    found = ours(gemm, BY_NAME[f"fp8_{recipe}"])
+    theirs = {"output": output.detach(), "dgrad": x.grad, "wgrad": theirs_linear.weight.grad[None]}
+    for product in PRODUCTS:  # torchao's emulation multiplies in BF16, where not every scaled E4M3 number has a place
+        assert relative_error(theirs[product], found[product]) < 2**-7, product
+        loss = relative_error(exact(gemm)[product], found[product])
+        assert relative_error(theirs[product], found[product]) < loss / 2, product
+
+
+def exact(gemm: GroupedGemm) -> dict[str, torch.Tensor]:
+    x, weight, grad = gemm.x.double(), gemm.weight.double(), gemm.grad.double()
+    return {"output": x @ weight[0].T, "dgrad": grad @ weight[0], "wgrad": (grad.T @ x)[None]}
+
+
+def test_gemm_errors_are_those_of_the_products() -> None:
+    gemm = operands((96,))
+    found = gemm_errors(gemm)
+    for method in METHODS:
+        for product in PRODUCTS:
+            expected = compute_error(exact(gemm)[product], ours(gemm, method)[product].double()).item()
+            assert found[method.name][product] == pytest.approx(expected, abs=1e-6), (method.name, product)
+
+
+def test_methods_rank_as_their_bits() -> None:
+    gemm = operands((64, 32, 96))
+    found = gemm_errors(gemm)
+    for product in PRODUCTS:
+        assert found["bf16"][product] > found["mxfp8"][product] + 15
+    for product in ("dgrad", "wgrad"):  # E5M2 gradients have one bit less
+        assert found["mxfp8"][product] > found["fp8_tensorwise"][product] + 2
+    assert found["mxfp8_wgrad-bf16"]["wgrad"] == found["bf16"]["wgrad"]
+    assert found["mxfp8_wgrad-bf16"]["dgrad"] == found["mxfp8"]["dgrad"]
+
+
+def test_the_operands_of_a_layer_give_autograds_gradients() -> None:
+    gemm = operands((64, 0, 40), n=32, k=64)
+    x, grad, offsets = gemm.x, (synthetic("gaussian", (104, 64), seed=5)).bfloat16(), gemm.offsets
+    w1, w3 = gemm.weight, (gemm.weight.flip(1)).contiguous()
+    w2 = gemm.weight.transpose(-2, -1).contiguous()
+    leaves = [tensor.double().requires_grad_() for tensor in (x, w1, w2, w3)]
+    starts = [0, *offsets.tolist()]
+    parts = [
+        (torch.nn.functional.silu(leaves[0][a:b] @ v1.T) * (leaves[0][a:b] @ v3.T)) @ v2.T
+        for a, b, v1, v2, v3 in zip(starts, starts[1:], *(leaves[i] for i in (1, 2, 3)), strict=False)
+    ]
+    torch.cat(parts).backward(grad.double())
+    bf16 = BY_NAME["bf16"]
+    for gemm_of, leaf in zip(layer_gemms(x, w1, w2, w3, grad, offsets), (leaves[1], leaves[3], leaves[2]), strict=True):
+        assert leaf.grad is not None
+        assert relative_error(leaf.grad[[0, 2]], ours(gemm_of, bf16)["wgrad"]) < 0.02, gemm_of.name
+
+
+# --- bad input -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("size", "said"),
+    [
+        (16, "has 16 elements, fewer than one block of 32; give at least 32"),
+        (0, "has 0 elements, fewer than one block"),
+        (48, "has 48 elements, not a multiple of the block of 32; cut it to 32 or pad it with zeros to 64"),
+    ],
+)
+def test_an_axis_without_whole_blocks_is_refused(size: int, said: str) -> None:
+    with pytest.raises(NotWholeBlocks, match=said) as refused:
+        MX().cast(torch.ones(4, size))
+    assert isinstance(refused.value, BadInput)
+    assert refused.value.exit_code == 2
+    with pytest.raises(NotWholeBlocks):
+        GroupedGemm(
+            name="w",
+            x=torch.ones(4, size),
+            weight=torch.ones(1, 32, size),
+            grad=torch.ones(4, 32),
+            offsets=torch.tensor([4]),
+        )
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("role", ["x", "weight", "grad"])
+def test_operands_that_are_not_finite_are_named(role: str, bad: float) -> None:
+    given_operands = {"x": torch.ones(4, 32), "weight": torch.ones(1, 64, 32), "grad": torch.ones(4, 64)}
+    given_operands[role].view(-1)[3] = bad
+    with pytest.raises(NotFinite, match=f"{role} of w1 has 1 values"):
+        GroupedGemm(name="w1", offsets=torch.tensor([4]), **given_operands)
+
+
+def test_a_tensor_that_cannot_be_measured_is_refused() -> None:
+    with pytest.raises(NotFinite, match="2 values of 64"):
+        measure(torch.tensor([[math.nan, math.inf, *[1.0] * 62]]), MX())
+    with pytest.raises(BadInput, match="no value other than zero"):
+        measure(torch.zeros(1, 32), MX())
+    with pytest.raises(NotWholeBlocks):
+        measure(torch.ones(1, 33), MX())
+    with pytest.raises(NotWholeBlocks, match="valid: at least 1"):
+        MX(block=0).cast(torch.ones(1, 32))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"grad": torch.ones(4, 32)}, "x, weight, grad and offsets are"),
+        ({"offsets": torch.tensor([3])}, r"offsets are \[3\]"),
+        ({"offsets": torch.tensor([1, 4])}, "x, weight, grad and offsets are"),
+        ({"x": torch.ones(0, 32), "grad": torch.ones(0, 64), "offsets": torch.tensor([0])}, "M above 0"),
+    ],
+)
+def test_operands_that_do_not_fit_are_refused(changes: dict[str, torch.Tensor], said: str) -> None:
+    fitting = {"x": torch.ones(4, 32), "weight": torch.ones(1, 64, 32), "grad": torch.ones(4, 64)}
+    with pytest.raises(BadInput, match=said):
+        GroupedGemm(name="w1", **{**fitting, "offsets": torch.tensor([4]), **changes})
+
+
+@pytest.mark.parametrize("given_data", [("cauchy", 2.0, 8), ("gaussian", -1.0, 8), ("gaussian", 1.0, 0)])
+def test_data_that_cannot_be_drawn_is_refused(given_data: Any) -> None:
+    distribution, outlier, every = given_data
+    with pytest.raises(BadInput, match="valid: "):
+        synthetic(distribution, (2, 2), outlier=outlier, every=every)

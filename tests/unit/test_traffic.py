@@ -1,0 +1,479 @@
+"""Traffic of expert parallelism: formulas against enumeration, the model against the routers and a real exchange."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import itertools
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torchtitan.models.common.linear import Linear
+from torchtitan.models.common.moe import TokenChoiceTopKRouter
+from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
+
+from moelab.deepep.all_to_all.count import traffic
+from moelab.deepep.all_to_all.plan import ROUTINGS, Size
+from moelab.deepep.all_to_all.routing import SKEW, choose_experts, rows_to_ranks
+from moelab.errors import BadInput
+from moelab.hardware import cluster_of
+from moelab.model import shape_of, token_traffic
+from moelab.projection import (
+    KINDS,
+    METHODS,
+    Destinations,
+    ExpertIds,
+    ExpertPlacement,
+    Kind,
+    Method,
+    OnWires,
+    RoutingModel,
+    count_rows,
+    distinct_destinations,
+    draw_expert_ids,
+    expected_destinations,
+    expected_rows,
+    expected_traffic,
+    layer_bytes,
+    mean_destinations,
+    move_time_s,
+    simulate_rows,
+    zipf_weights,
+)
+from moelab.titan.routing import RandomBalancedRouter
+
+# PyTorch has no FP32 autocast on a CPU and says so; tensors are in FP32 here anyway.
+pytestmark = pytest.mark.filterwarnings("ignore:In CPU autocast")
+PUBLISHED = ExpertPlacement(experts=256, top_k=8, ep=32, ranks_per_node=8)
+SMALL = ExpertPlacement(experts=16, top_k=3, ep=8, ranks_per_node=4)
+DIM = 64
+
+
+def model(kind: Kind, placement: ExpertPlacement = PUBLISHED) -> RoutingModel:
+    """A routing of each kind that fits the placement."""
+    weights = zipf_weights(placement.experts, 0.7) if kind == "skewed" else ()
+    return RoutingModel(kind=kind, groups=8, limited_groups=4, weights=weights)
+
+
+# --- destinations: the published table and enumeration ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "nodes"),
+    [("round_robin", 1.0, 1.0), ("group_limited", 6.6, 2.93), ("uniform", 7.26, 3.62), ("random_balanced", 7.26, 3.62)],
+)
+def test_destinations_of_the_published_layout(kind: Kind, ranks: float, nodes: float) -> None:
+    """256 experts, top-8, EP 32 on 4 nodes of 8; the figures were simulated, to the digits given."""
+    found = expected_destinations(model(kind), PUBLISHED)
+    assert found.label == "derived"
+    assert found.copies == 8
+    assert found.ranks == pytest.approx(ranks, abs=0.01)
+    assert found.nodes == pytest.approx(nodes, abs=0.01)
+
+
+def subsets_of_kept_groups(experts: int, top_k: int, groups: int, limited: int) -> ExpertIds:
+    """Every choice of groups with every choice of experts in them, each equally likely."""
+    size = experts // groups
+    return np.array(
+        [
+            chosen
+            for kept in itertools.combinations(range(groups), limited)
+            for chosen in itertools.combinations([g * size + e for g in kept for e in range(size)], top_k)
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    ("experts", "top_k", "ep", "local", "groups", "limited"),
+    [(8, 3, 4, 2, 1, 1), (8, 3, 4, 2, 4, 2), (12, 4, 4, 2, 4, 3), (12, 3, 12, 2, 6, 2), (12, 3, 6, 6, 3, 2)],
+)
+def test_formulas_are_the_means_over_all_choices(
+    experts: int, top_k: int, ep: int, local: int, groups: int, limited: int
+) -> None:
+    placement = ExpertPlacement(experts=experts, top_k=top_k, ep=ep, ranks_per_node=local)
+    routing = RoutingModel(kind="group_limited", groups=groups, limited_groups=limited)
+    every = subsets_of_kept_groups(experts, top_k, groups, limited)
+    found = expected_destinations(routing, placement)
+    assert found.label == "derived"
+    assert found.ranks == pytest.approx(mean_destinations(every, placement.experts_per_rank), rel=1e-12)
+    assert found.nodes == pytest.approx(mean_destinations(every, placement.experts_per_node), rel=1e-12)
+    if groups == limited:
+        uniform = expected_destinations(RoutingModel(kind="uniform"), placement)
+        assert (uniform.ranks, uniform.nodes) == pytest.approx((found.ranks, found.nodes), rel=1e-12)
+
+
+def test_groups_that_cut_across_ranks_are_simulated() -> None:
+    placement = ExpertPlacement(experts=12, top_k=2, ep=3, ranks_per_node=3)  # 4 experts a rank
+    routing = RoutingModel(kind="group_limited", groups=2, limited_groups=1)  # 6 experts a group
+    found = expected_destinations(routing, placement)
+    assert found.label == "simulated"
+    every = subsets_of_kept_groups(12, 2, 2, 1)
+    assert found.ranks == pytest.approx(mean_destinations(every, 4), abs=0.02)
+
+
+def test_skewed_routing_draws_without_replacement() -> None:
+    """Chance of a pair: w_a / W · w_b / (W − w_a), in either order."""
+    weights = (8.0, 4.0, 2.0, 1.0)
+    placement = ExpertPlacement(experts=4, top_k=2, ep=4, ranks_per_node=2)
+    ids_TK = draw_expert_ids(RoutingModel(kind="skewed", weights=weights), placement, 40_000, seed=3)
+    for a, b in itertools.combinations(range(4), 2):
+        expected = sum(weights[x] / 15 * weights[y] / (15 - weights[x]) for x, y in ((a, b), (b, a)))
+        seen = float((np.sort(ids_TK, axis=-1) == (a, b)).all(axis=-1).mean())
+        assert seen == pytest.approx(expected, abs=4 * math.sqrt(expected / 40_000))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_draws_distinct_experts_and_repeats_with_its_seed(kind: Kind) -> None:
+    ids_TK = draw_expert_ids(model(kind), PUBLISHED, 257, rank=3, seed=5)
+    assert ids_TK.shape == (257, 8)
+    assert ids_TK.min() >= 0
+    assert ids_TK.max() < 256
+    assert (distinct_destinations(ids_TK, 1) == 8).all()
+    assert np.array_equal(ids_TK, draw_expert_ids(model(kind), PUBLISHED, 257, rank=3, seed=5))
+    other = draw_expert_ids(model(kind), PUBLISHED, 257, rank=4, seed=5)
+    assert np.array_equal(ids_TK, other) is (kind == "round_robin")
+    if model(kind).grouped:
+        assert distinct_destinations(ids_TK, 32).max() <= 4
+    if kind in ("random_balanced", "round_robin"):
+        load_E = np.bincount(ids_TK.ravel(), minlength=256)
+        assert load_E.max() - load_E.min() <= 1
+
+
+# --- the model against an exchange that moves tokens hop by hop ------------------------------------------------------
+
+
+def exchange(ids_STK: ExpertIds, placement: ExpertPlacement, method: Method) -> tuple[Any, set[tuple[int, int, int]]]:
+    """Move every token by hand; returns rows by (sender, receiver) and who received which token."""
+    rows: dict[tuple[int, int], int] = {}
+    held: set[tuple[int, int, int]] = set()
+
+    def move(sender: int, receiver: int, token: tuple[int, int]) -> None:
+        rows[sender, receiver] = rows.get((sender, receiver), 0) + 1
+        held.add((receiver, *token))
+
+    L = placement.local_ranks
+    for sender, ids_TK in enumerate(ids_STK.tolist()):
+        for token, ids in enumerate(ids_TK):
+            ranks = [expert // placement.experts_per_rank for expert in ids]
+            if method == "standard":
+                for rank in ranks:
+                    move(sender, rank, (sender, token))
+            elif method == "deepep_direct":
+                for rank in sorted(set(ranks)):
+                    move(sender, rank, (sender, token))
+            else:
+                for node in sorted({rank // L for rank in ranks}):
+                    relay = node * L + sender % L
+                    if node != sender // L:
+                        move(sender, relay, (sender, token))
+                    for rank in sorted({rank for rank in ranks if rank // L == node} - {relay}):
+                        move(relay, rank, (sender, token))
+    return rows, held
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_counts_are_those_of_the_exchange_by_hand(kind: Kind, method: Method) -> None:
+    ids_STK = np.stack([draw_expert_ids(model(kind, SMALL), SMALL, 20, rank=rank) for rank in range(SMALL.ep)])
+    count = count_rows(ids_STK, SMALL, method)
+    rows, held = exchange(ids_STK, SMALL, method)
+    wires_SR = count.nvlink_SR + count.network_SR
+    for pair in itertools.product(range(SMALL.ep), repeat=2):
+        if pair[0] != pair[1]:
+            assert wires_SR[pair] == rows.get(pair, 0)
+        same_node = pair[0] // 4 == pair[1] // 4
+        assert (count.network_SR if same_node else count.nvlink_SR)[pair] == 0
+    # Every rank has every token that its experts need; where the sender or a relay has it already it is local.
+    needed = {
+        (expert // SMALL.experts_per_rank, sender, token)
+        for (sender, token, _), expert in np.ndenumerate(ids_STK)
+        if expert // SMALL.experts_per_rank != sender
+    }
+    assert needed <= held
+
+
+@given(st.integers(1, 6), st.sampled_from([(8, 1), (8, 2), (8, 4), (8, 8), (4, 2), (1, 1)]), st.integers(0, 2**31))
+@settings(max_examples=30, deadline=None)
+def test_laws_of_the_counts(top_k: int, group: tuple[int, int], seed: int) -> None:
+    ep, local = group
+    placement = ExpertPlacement(experts=16, top_k=top_k, ep=ep, ranks_per_node=local)
+    ids_STK = np.stack(
+        [draw_expert_ids(RoutingModel(kind="uniform"), placement, 9, rank=r, seed=seed) for r in range(ep)]
+    )
+    standard, direct, hybrid = (count_rows(ids_STK, placement, method) for method in METHODS)
+    ranks = sum(int(distinct_destinations(ids, placement.experts_per_rank).sum()) for ids in ids_STK)
+    assert standard.rows_SR.sum() == ids_STK.size
+    assert direct.rows_SR.sum() == ranks
+    assert hybrid.nvlink_SR.sum() + hybrid.local_S.sum() == ranks  # every copy is used by the rank that it ends in
+    assert hybrid.network_SR.sum() <= direct.network_SR.sum() <= standard.network_SR.sum()
+    relays = np.arange(ep) % placement.local_ranks
+    assert not hybrid.network_SR[relays[:, None] != relays].any()  # the network connects GPUs of one place only
+    if placement.local_ranks == 1:  # without NVLink both modes are the same
+        assert np.array_equal(hybrid.network_SR, direct.network_SR)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_expected_rows_are_those_of_a_draw(kind: Kind) -> None:
+    """Within 1 % (round-robin exactly), for even and for skewed loads."""
+    tokens = 1024
+    ids_STK = np.stack([draw_expert_ids(model(kind), PUBLISHED, tokens, rank=rank, seed=1) for rank in range(32)])
+    destinations = expected_destinations(model(kind), PUBLISHED, tokens=4096)
+    for method in METHODS:
+        expected = expected_rows(destinations, PUBLISHED, method).times(tokens)
+        counted = count_rows(ids_STK, PUBLISHED, method).mean
+        for wire in ("nvlink", "network", "logical"):
+            tolerance = 1e-12 if kind == "round_robin" else 0.01
+            assert getattr(counted, wire) == pytest.approx(getattr(expected, wire), rel=tolerance), (method, wire)
+
+
+# --- the model against the routers and the dispatcher that train -----------------------------------------------------
+
+
+def router(config: type[TokenChoiceTopKRouter.Config], *, forced: bool = False, grouped: bool = False) -> nn.Module:
+    built: nn.Module = config(
+        num_experts=PUBLISHED.experts,
+        gate=Linear.Config(in_features=DIM, out_features=PUBLISHED.experts),
+        top_k=PUBLISHED.top_k,
+        score_func="sigmoid",
+        num_expert_groups=8 if grouped else None,
+        num_limited_groups=4 if grouped else None,
+        _debug_force_load_balance=forced,
+    ).build()
+    nn.init.normal_(built.gate.weight, std=DIM**-0.5)  # logits of unit variance
+    return built
+
+
+def routed(built: nn.Module, tokens: int) -> ExpertIds:
+    """What the router chooses for ``tokens`` tokens of every rank, ``(P, T, K)``."""
+    chosen = []
+    with torch.no_grad():
+        for rank in range(PUBLISHED.ep):
+            built.rank = rank
+            _, ids_BLK, _ = built(torch.randn(1, tokens, DIM))
+            chosen.append(ids_BLK.view(tokens, -1).numpy())
+    return np.stack(chosen)
+
+
+@pytest.fixture(scope="module")
+def chosen_by_the_routers() -> dict[str, ExpertIds]:
+    torch.manual_seed(0)
+    routers = {
+        "round_robin": router(TokenChoiceTopKRouter.Config, forced=True),
+        "random_balanced": router(RandomBalancedRouter.Config),
+        "uniform": router(TokenChoiceTopKRouter.Config),  # learned, fresh weights
+        "group_by_score": router(TokenChoiceTopKRouter.Config, grouped=True),
+    }
+    return {kind: routed(built, 1536) for kind, built in routers.items()}
+
+
+@pytest.mark.parametrize("kind", ["round_robin", "random_balanced", "uniform", "group_by_score"])
+def test_bytes_are_those_of_the_real_routers(kind: Kind, chosen_by_the_routers: dict[str, ExpertIds]) -> None:
+    """TorchTitan's router, forced, free and group-limited, and the balanced random one, with real tokens."""
+    destinations = expected_destinations(model(kind), PUBLISHED, tokens=4096)
+    for method in METHODS:
+        rows = count_rows(chosen_by_the_routers[kind], PUBLISHED, method).mean
+        sent = layer_bytes(rows, 7168, dispatch_precision="fp8").total
+        expected = layer_bytes(
+            expected_rows(destinations, PUBLISHED, method).times(1536), 7168, dispatch_precision="fp8"
+        )
+        for wire in ("nvlink", "network", "logical"):
+            tolerance = 1e-12 if kind == "round_robin" else 0.01
+            assert getattr(sent, wire) == pytest.approx(getattr(expected.total, wire), rel=tolerance), (method, wire)
+
+
+@pytest.fixture
+def ep_mesh(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.setattr("torchtitan.distributed.utils._spmd_backend", "partial_dtensor")  # as training here
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=PUBLISHED.ep)
+    yield init_device_mesh("cpu", (PUBLISHED.ep,), mesh_dim_names=("ep",))
+    dist.destroy_process_group()
+
+
+class Sent(Exception):
+    """Stops a dispatch once what it would send is known."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        super().__init__("what is sent is known")
+        self.sizes = sizes
+
+
+class CountingDispatcher(AllToAllTokenDispatcher):
+    """TorchTitan's own dispatcher, up to the exchange."""
+
+    def _dispatch_token_exchange(
+        self, routed_input_ND: torch.Tensor, pg: object, output_splits: list[int], input_splits: list[int]
+    ) -> torch.Tensor:
+        raise Sent([part.nbytes for part in routed_input_ND.split(input_splits)])
+
+
+@pytest.mark.parametrize("kind", ["round_robin", "random_balanced", "group_by_score"])
+def test_standard_bytes_are_those_that_torchtitans_dispatcher_hands_to_the_exchange(
+    kind: Kind, chosen_by_the_routers: dict[str, ExpertIds], ep_mesh: Any
+) -> None:
+    ids_STK, hidden = chosen_by_the_routers[kind], 16
+    dispatcher = CountingDispatcher(AllToAllTokenDispatcher.Config(num_experts=256, top_k=8))
+    dispatcher.wire_meshes(ep_mesh=ep_mesh)
+    bytes_SR = np.zeros((PUBLISHED.ep, PUBLISHED.ep))
+    for sender, ids in enumerate(ids_STK):
+        ids_TK = torch.from_numpy(ids)
+        x_TD = torch.zeros(len(ids), hidden, dtype=torch.bfloat16)
+        load_E = torch.bincount(ids_TK.flatten(), minlength=PUBLISHED.experts)
+        with pytest.raises(Sent) as sent:
+            dispatcher.dispatch(x_TD, torch.ones(ids_TK.shape), ids_TK, load_E)
+        bytes_SR[sender] = sent.value.sizes
+    count = count_rows(ids_STK, PUBLISHED, "standard")
+    assert np.array_equal(count.rows_SR * hidden * 2, bytes_SR)
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize(
+    ("ranks", "method"), [(2, "standard"), (2, "deepep_direct"), (8, "standard"), (8, "deepep_direct")]
+)
+def test_bytes_are_those_that_the_all_to_all_experiment_counts(routing: str, ranks: int, method: Method) -> None:
+    """Its count from its own draw against the model's expectation, within 1 %, and against the model's count."""
+    size = Size(name="thin 671B", hidden=7168, top_k=8, experts=32, tokens=8192)
+    placement = ExpertPlacement(experts=32, top_k=8, ep=ranks, ranks_per_node=8)
+    ids_STK = np.stack([choose_experts(routing, size, rank=rank, device=torch.device("cpu")) for rank in range(ranks)])
+    counted = [rows_to_ranks(torch.from_numpy(ids), experts=32, ranks=ranks) for ids in ids_STK]
+    sent_PP = [one["copies" if method == "standard" else "once"] for one in counted]
+    theirs = traffic(sent_PP, logical_rows=8192 * 8, hidden=7168, precision="fp8")
+    ours = count_rows(ids_STK, placement, method)
+    assert ours.rows_SR.tolist() == sent_PP
+    busiest = layer_bytes(ours.busiest, 7168, dispatch_precision="fp8").dispatch
+    assert busiest.nvlink == theirs["physical_bytes"]
+    assert layer_bytes(ours.mean, 7168).dispatch.nvlink == pytest.approx(theirs["rows_to_others"] * 14336)
+    if routing == "skewed":
+        popular = choose_popularity(32)
+        routing_model = RoutingModel(kind="skewed", weights=popular)
+    else:
+        routing_model = RoutingModel(kind="round_robin" if routing == "round_robin" else "random_balanced")
+    expected = expected_rows(expected_destinations(routing_model, placement), placement, method).times(8192)
+    assert expected.nvlink == pytest.approx(theirs["rows_to_others"], rel=0.01)
+
+
+def choose_popularity(experts: int) -> tuple[float, ...]:
+    """Weights of the experiment's skewed routing at its default seed."""
+    order_E = torch.randperm(experts, generator=torch.Generator().manual_seed(0)).tolist()
+    by_place = sorted(zipf_weights(experts, SKEW), reverse=True)
+    return tuple(by_place[place] for place in order_E)
+
+
+# --- bytes, time, and what is refused --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8", "mxfp8"])
+def test_bytes_of_all_destinations_are_the_models_token_traffic(precision: Any) -> None:
+    shape = shape_of("671B")
+    sent = expected_traffic(
+        RoutingModel(kind="uniform"), PUBLISHED, "standard", tokens=4096, hidden=7168, dispatch_precision=precision
+    )
+    whole = token_traffic(shape, 4096, precision=precision)
+    assert sent.dispatch.logical == pytest.approx(whole.dispatch_bytes)
+    assert sent.combine.logical == pytest.approx(whole.combine_bytes)
+    assert sent.combine_gradient.logical == pytest.approx(whole.combine_gradient_bytes)
+    assert sent.dispatch_gradient.logical == pytest.approx(whole.dispatch_gradient_bytes)
+    assert sent.total.logical == pytest.approx(2 * (whole.dispatch_bytes + whole.combine_bytes))
+
+
+def test_hybrid_mode_agrees_with_deepeps_own_traffic_model() -> None:
+    """``get_theoretical_num_sms`` in DeepEP 2.1.0: RDMA (nodes)·(1 − 1/N) and NVLink (ranks)·(1 − 1/L), by token."""
+    found = expected_destinations(RoutingModel(kind="uniform"), PUBLISHED)
+    rows = expected_rows(found, PUBLISHED, "deepep_hybrid")
+
+    def expected_top_k(groups: int) -> float:
+        return groups * (1 - math.comb(256 - 256 // groups, 8) / math.comb(256, 8))
+
+    assert rows.network / found.ranks == pytest.approx(1 / expected_top_k(32) * (expected_top_k(4) * (1 - 1 / 4)))
+    assert rows.nvlink / found.ranks == pytest.approx(1 - 1 / 8)
+
+
+def test_one_node_uses_no_network_and_one_rank_no_wire() -> None:
+    for ep, wires in ((8, ("network",)), (1, ("network", "nvlink"))):
+        placement = ExpertPlacement(experts=256, top_k=8, ep=ep, ranks_per_node=8)
+        for method in METHODS:
+            rows = expected_rows(expected_destinations(RoutingModel(kind="uniform"), placement), placement, method)
+            assert [getattr(rows, wire) for wire in wires] == [0.0] * len(wires)
+
+
+def test_a_skewed_load_keeps_the_mean_and_fills_one_rank() -> None:
+    even, skewed = (
+        simulate_rows(model(kind), PUBLISHED, "standard", tokens=512) for kind in ("random_balanced", "skewed")
+    )
+    assert skewed.mean.logical == even.mean.logical == 512 * 8
+    assert even.busiest.network < 1.1 * even.mean.network
+    assert skewed.busiest.network > 2 * skewed.mean.network
+
+
+def test_time_to_move() -> None:
+    node = cluster_of("b200_x256").node
+    assert move_time_s(OnWires(nvlink=9e9, network=1e9, local=5e9), node) == pytest.approx((9 / 900, 1 / 50))
+    alone = cluster_of("h100_node").node
+    assert move_time_s(OnWires(nvlink=9e9, network=0.0, local=0.0), alone) == pytest.approx((9 / 450, 0.0))
+    with pytest.raises(BadInput, match="travel over network, but the profile of 8 × H100 has no network bandwidth"):
+        move_time_s(OnWires(nvlink=0.0, network=1.0, local=0.0), alone)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"ep": 24}, "ep is 24 and does not divide 256 experts; valid: 1, 2, 4"),
+        ({"top_k": 300}, "top_k is 300, but there are 256 experts"),
+        ({"ranks_per_node": 5}, "ranks_per_node is 5 and does not divide ep 32"),
+        ({"experts": 0}, "experts is 0; give a whole number"),
+        ({"ep": True}, "ep is True; give a whole number"),
+    ],
+)
+def test_placements_that_cannot_be(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(BadInput, match=said):
+        ExpertPlacement(**{"experts": 256, "top_k": 8, "ep": 32, "ranks_per_node": 8, **changes})
+
+
+@pytest.mark.parametrize(
+    ("routing", "said"),
+    [
+        ({"kind": "group_limited", "groups": 7, "limited_groups": 2}, "7 groups do not divide 256 experts"),
+        ({"kind": "group_limited", "groups": 64, "limited_groups": 1}, "top_k is 8, but 1 of 64 groups hold 4"),
+        ({"kind": "group_by_score", "groups": 256, "limited_groups": 9}, "needs at least two"),
+        ({"kind": "skewed", "weights": (1.0, 2.0)}, "a weight for each of 256 experts; got 2"),
+        ({"kind": "skewed", "weights": (1.0, math.nan)}, "positive and finite"),
+        ({"kind": "group_limited", "groups": 4, "limited_groups": 5}, "limited_groups is 5 of 4 groups"),
+        ({"kind": "random"}, "routing is 'random'; valid: round_robin"),
+    ],
+)
+def test_routings_that_cannot_be(routing: dict[str, Any], said: str) -> None:
+    with pytest.raises(BadInput, match=said):
+        expected_destinations(RoutingModel(**routing), PUBLISHED)
+
+
+def test_unknown_methods_and_ids_of_another_group_are_refused() -> None:
+    destinations = Destinations(copies=8, ranks=7, nodes=3, label="derived")
+    for call in (
+        lambda: expected_rows(destinations, PUBLISHED, "nccl"),  # type: ignore[arg-type]
+        lambda: count_rows(np.zeros((32, 4, 8), dtype=np.int64), PUBLISHED, "nccl"),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(BadInput, match="method is 'nccl'; valid: standard, deepep_direct, deepep_hybrid"):
+            call()
+    with pytest.raises(BadInput, match=r"shape \(2, 4, 8\); expected \(ep 32, tokens, top_k\)"):
+        count_rows(np.zeros((2, 4, 8), dtype=np.int64), PUBLISHED, "standard")
+
+
+@pytest.mark.parametrize("name", ["placement", "routing_model", "destinations", "exchange", "traffic", "wires"])
+def test_examples_in_the_documentation(name: str) -> None:
+    assert doctest.testmod(importlib.import_module(f"moelab.projection.{name}")).failed == 0
+
+
+def test_the_model_loads_neither_torch_nor_plotly() -> None:
+    code = "import sys, moelab.projection; sys.exit(any(name in sys.modules for name in ('torch', 'plotly', 'pandas')))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

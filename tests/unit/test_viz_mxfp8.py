@@ -1,0 +1,295 @@
+"""Figures of MXFP8 against the tables that they draw, the drawn path against TorchTitan and torchao, the explorer."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torchao.prototype.moe_training import ep as torchao_ep
+
+from moelab.errors import BadInput, Refused
+from moelab.mxfp8.numerics import (
+    E5M2,
+    METHODS,
+    MX,
+    SCALINGS,
+    GroupedGemm,
+    block_sqnr_db,
+    compare_methods,
+    compare_products,
+    compare_scalings,
+    gemm_errors,
+    largest_number_errors,
+    measure,
+    one_block,
+    sqnr_db,
+    synthetic,
+)
+from moelab.viz.mxfp8_block import block_figure
+from moelab.viz.mxfp8_errors import method_errors, product_errors
+from moelab.viz.mxfp8_explorer import BLOCKS, Choice, QuantisationExplorer, quantisation_figure
+from moelab.viz.mxfp8_path import DGRAD, FORWARD, MXFP8, PATH, WGRAD, mxfp8_path
+from moelab.viz.mxfp8_scaling import largest_number_error, scaling_errors
+
+TENSORS = {
+    "easy": synthetic("gaussian", (64, 256)),
+    "hard": synthetic("gaussian", (64, 256), outlier=2.0**14),
+    "gradient": synthetic("student_t", (64, 256)),
+}
+
+
+def title(figure: Any) -> str:
+    return str(figure.layout.title.text).replace("<br>", " ")
+
+
+def gemm() -> GroupedGemm:
+    x, weight, grad = (
+        synthetic("gaussian", shape, seed=i) for i, shape in enumerate([(48, 64), (2, 32, 64), (48, 32)])
+    )
+    return GroupedGemm(name="w1", x=x, weight=weight, grad=grad, offsets=torch.tensor([20, 48]))
+
+
+# --- one block -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("made", [MX(), MX(scaling="floor"), MX(element=E5M2)], ids=["rceil", "floor", "e5m2"])
+def test_the_parts_of_a_block_make_its_values(made: MX) -> None:
+    values = synthetic("student_t", (32,))
+    block = one_block(values, made)
+    stored = torch.tensor(block.codes, dtype=torch.uint8).view(made.element.dtype).double()
+    assert torch.equal(stored * block.scale, torch.tensor(block.read_back).double())
+    assert torch.equal(made.cast(values).values.double(), torch.tensor(block.read_back).double())
+    assert block.amax == values.abs().max().item()
+    assert block.sqnr_db == pytest.approx(sqnr_db(values, made.cast(values).values))
+    lines = block.as_text().splitlines()
+    assert len(lines) == 34
+    assert f"2^{block.exponent}, stored as E8M0 byte {block.exponent + 127}" in lines[0]
+    bits = made.element.mantissa_bits
+    for line, code in zip(lines[2:], block.codes, strict=True):
+        sign, exponent, mantissa = line.split()[2:5]
+        assert (len(exponent), len(mantissa)) == (7 - bits, bits)
+        assert int(sign + exponent + mantissa, 2) == code
+
+
+def test_a_block_with_a_zero_has_no_error_there() -> None:
+    values = torch.ones(32)
+    values[3] = 0
+    assert one_block(values).errors == (0.0,) * 32
+
+
+@pytest.mark.parametrize("values", [torch.ones(31), torch.ones(1, 32), torch.full((32,), math.nan)])
+def test_what_is_no_block_is_refused(values: torch.Tensor) -> None:
+    with pytest.raises(BadInput):
+        one_block(values)
+
+
+def test_the_block_figure_shows_its_numbers() -> None:
+    block = one_block(TENSORS["easy"][0, :32])
+    figure = block_figure(block, source="here")
+    exact, stored, error = figure.data
+    assert tuple(exact.y) == block.values
+    assert tuple(stored.y) == block.read_back
+    assert tuple(error.y) == tuple(100 * each for each in block.errors)
+    assert f"the scale is 2^{block.exponent}" in title(figure)
+    assert "here" in title(figure)
+
+
+# --- tables and their figures ----------------------------------------------------------------------------------------
+
+
+def test_rows_are_the_measures() -> None:
+    rows = compare_methods(TENSORS, gradients=["gradient"])
+    assert len(rows) == 12  # MXFP8 casts a tensor alike, whatever it does with wgrad
+    for row in rows:
+        method = next(method for method in METHODS if method.name == row.method)
+        made = method.gradient if row.data == "gradient" else method.operand
+        found = measure(TENSORS[row.data], made)
+        assert (row.sqnr_db, row.underflow_fraction) == (found.sqnr_db, found.underflow_fraction)
+        blocks = block_sqnr_db(TENSORS[row.data], made.cast(TENSORS[row.data]).values)
+        below = (blocks < row.worst_blocks_db).double().mean().item()
+        assert 0.03 <= below <= 0.05
+    for row in compare_scalings(TENSORS):
+        found = measure(TENSORS[row.data], MX(scaling=row.method))
+        assert (row.sqnr_db, row.saturated_fraction) == (found.sqnr_db, found.saturated_fraction)
+
+
+def test_blocks_of_zeros_do_not_count_as_the_worst() -> None:
+    half = TENSORS["easy"].clone()
+    half[:, :128] = 0
+    (whole,), (with_zeros,) = (
+        compare_methods({"x": x}, methods=[METHODS[3]]) for x in (TENSORS["easy"][:, 128:].contiguous(), half)
+    )
+    assert with_zeros.worst_blocks_db == whole.worst_blocks_db
+
+
+def test_the_largest_number_of_a_block_is_cut_by_floor_alone() -> None:
+    amax, errors = largest_number_errors(64)
+    half_step = 2.0**-4
+    assert amax[0] == 1
+    assert amax[-1] < 2
+    for scaling in SCALINGS:
+        cut = min(errors[scaling])
+        assert (cut < -half_step) is (scaling in ("floor", "even"))
+    fits = [index for index, each in enumerate(amax) if each <= 1.75]
+    for index in fits:
+        assert len({errors[scaling][index] for scaling in SCALINGS}) == 1
+    figure = largest_number_error(amax, errors)
+    assert {trace.name for trace in figure.data} == {"FLOOR", "EVEN", "CEIL", "RCEIL"}
+    assert "RCEIL and CEIL never cut it" in title(figure)
+
+
+def test_scaling_figure_draws_every_row() -> None:
+    rows = compare_scalings(TENSORS)
+    figure = scaling_errors(rows)
+    drawn = {(trace.name.lower(), y): x for trace in figure.data for x, y in zip(trace.x, trace.y, strict=True)}
+    assert drawn == {(row.method, row.data): row.sqnr_db for row in rows}
+    by = {(row.data, row.method): row.sqnr_db for row in rows}
+    worst = max(by[name, "rceil"] - by[name, "floor"] for name in TENSORS)
+    assert f"to {worst:.1f} dB against RCEIL" in title(figure)
+
+
+def test_method_figure_draws_every_number_that_is_finite() -> None:
+    exact = {"bf16 already": TENSORS["easy"].bfloat16().float()}
+    rows = compare_methods(TENSORS | exact, gradients=["gradient"])
+    figure = method_errors(rows, note="a note")
+    finite = sum(math.isfinite(row.sqnr_db) for row in rows)
+    assert sum(len(trace.x) for trace in figure.data if trace.xaxis == "x") == finite
+    assert sum(len(trace.x) for trace in figure.data if trace.xaxis == "x3") == len(rows)
+    assert finite == len(rows) - 1
+    assert "lose the same on 3 of 4 tensors" in title(figure)
+    assert "of hard" in title(figure)
+    assert "a note" in title(figure)
+
+
+def test_product_figure_draws_every_product() -> None:
+    rows = compare_products([gemm()])
+    assert len(rows) == 3 * len(METHODS)
+    expected = gemm_errors(gemm())
+    assert all(row.sqnr_db == expected[row.method][row.product] for row in rows)
+    figure = product_errors(rows, note="MXFP8 emulated")
+    assert sum(len(trace.x) for trace in figure.data) == len(rows)
+    worst = min((row for row in rows if row.method == "mxfp8"), key=lambda row: row.sqnr_db)
+    assert f"worst product is {worst.weight} {worst.product}" in title(figure)
+    assert "MXFP8 emulated" in title(figure)
+
+
+# --- the path --------------------------------------------------------------------------------------------------------
+
+
+def test_the_path_has_every_box_and_no_two_at_one_place() -> None:
+    figure = mxfp8_path()
+    texts = [note.text for note in figure.layout.annotations]
+    for box in PATH:
+        assert any(f"<b>{box.text}</b><br>" in text and box.detail in text for text in texts)
+    assert len({(box.column, box.row) for box in PATH}) == len(PATH)
+
+
+def test_the_path_says_of_every_product_which_axes_torchao_casts_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let torchao say along which axes it casts, and compare with what is written."""
+    from torchao.prototype.moe_training import mxfp8_grouped_mm
+
+    seen: list[tuple[int, ...]] = []
+    cast = mxfp8_grouped_mm.to_mx
+
+    def spy(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+        seen.append(tuple(tensor.shape))
+        return cast(tensor, *args, **options)
+
+    monkeypatch.setattr(mxfp8_grouped_mm, "to_mx", spy)
+    tokens, k, n = 32, 64, 96  # blocks lie along the last axis of what is cast
+    x, weight = torch.randn(tokens, k).bfloat16().requires_grad_(), torch.randn(1, n, k).bfloat16().requires_grad_()
+    output = mxfp8_grouped_mm._to_mxfp8_then_scaled_grouped_mm(
+        x,
+        weight.transpose(-2, -1),
+        offs=torch.tensor([tokens], dtype=torch.int32),
+        kernel_preference=mxfp8_grouped_mm.KernelPreference.EMULATED,
+    )
+    output.backward(torch.randn_like(output))
+    ends = [shape[-1] for shape in seen]
+    assert ends == [k, k, n, n, tokens, tokens]  # output: x, w; dgrad: gradient, w; wgrad: gradient, x
+    written = {(box.column, box.row): box.detail for box in PATH if box.fill == MXFP8}
+    assert written == {
+        (FORWARD, 4): "x along D · w along D",  # K of w1 and w3 is D, N is F
+        (DGRAD, 4): "gradient along F · w along F",
+        (WGRAD, 4): "gradient, x along tokens",
+        (FORWARD, 8): "h along F · w along F",  # K of w2 is F, N is D
+        (DGRAD, 8): "gradient along D · w along D",
+        (WGRAD, 8): "gradient, h along tokens",
+    }
+
+
+def test_the_all_to_alls_that_can_be_mxfp8_are_those_of_torchao() -> None:
+    assert inspect.isfunction(torchao_ep.a2a_dispatch_mxfp8_fwd_hp_bwd)
+    assert inspect.isfunction(torchao_ep.a2a_combine_hp_fwd_mxfp8_bwd)
+    either = {(box.column, box.text) for box in PATH if "all-to-all" in box.text and box.fill != "#d3e6f3"}
+    assert either == {(FORWARD, "dispatch: all-to-all"), (DGRAD, "combine backward: all-to-all")}
+
+
+# --- explorer --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        Choice(),
+        Choice(distribution="student_t", outlier_log2=16, block=512),
+        Choice(outlier_log2=20, block=8, scaling="floor", element="e5m2"),
+    ],
+)
+def test_the_explorer_figure_counts_every_block_and_number(choice: Choice) -> None:
+    figure = quantisation_figure(choice)
+    assert [trace.type for trace in figure.data] == ["bar"] * 3
+    for trace in figure.data:
+        assert sum(trace.y) == pytest.approx(1)
+    x = synthetic(choice.distribution, (128, 512), outlier=2.0**choice.outlier_log2)
+    element = {"e4m3": MX().element, "e5m2": E5M2}[choice.element]
+    found = measure(x, MX(scaling=choice.scaling, element=element, block=choice.block))
+    assert f"SQNR {found.sqnr_db:.1f} dB; {found.underflow_fraction:.2%} of the values become zero" in title(figure)
+    assert f"{found.saturated_fraction:.2%} are cut" in title(figure)
+    assert len(figure.to_json()) < 30_000
+
+
+@pytest.mark.parametrize(("field", "value"), [("block", 48), ("outlier_log2", 21), ("outlier_log2", -1)])
+def test_a_choice_that_cannot_be_drawn_is_refused(field: str, value: int) -> None:
+    with pytest.raises(BadInput, match=rf"^{field} is {value}; valid: "):
+        quantisation_figure(Choice(**{field: value}))
+
+
+def shown(explorer: QuantisationExplorer) -> str:
+    (output,) = explorer.output.outputs
+    return str(output["data"]["application/vnd.plotly.v1+json"]["layout"]["title"]["text"]).replace("<br>", " ")
+
+
+def test_the_explorer_follows_every_control_with_the_static_figure() -> None:
+    explorer = QuantisationExplorer()
+    assert shown(explorer) == title(quantisation_figure(Choice()))
+    changes: dict[str, Any] = {
+        "distribution": "student_t",
+        "outlier_log2": 12,
+        "block": BLOCKS[-1],
+        "scaling": "even",
+        "element": "e5m2",
+    }
+    assert set(changes) == set(explorer.controls)
+    for name, value in changes.items():
+        explorer.controls[name].value = value
+        assert getattr(explorer.choice, name) == value
+        assert shown(explorer) == title(quantisation_figure(explorer.choice))
+    assert explorer.choice == Choice(**changes)
+
+
+def test_explorer_without_ipywidgets_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
+    with pytest.raises(Refused, match=r"pip install 'moelab\[lab\]'"):
+        QuantisationExplorer()
+
+
+def test_importing_the_figures_loads_neither_torch_nor_ipywidgets() -> None:
+    modules = ", ".join(f"moelab.viz.mxfp8_{name}" for name in ("block", "scaling", "errors", "path", "explorer"))
+    code = f"import sys, {modules}; sys.exit(any(name in sys.modules for name in ('torch', 'ipywidgets')))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,436 @@
+"""Traffic and dispatch drawn: figures against the model's numbers and against small tables that are made up here."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import plotly.graph_objects as go
+import pytest
+
+from moelab.analysis.two_by_two import ArmResult, arm_results, goal_lines, result_table
+from moelab.deepep.all_to_all import OPERATIONS as ALL_OPERATIONS
+from moelab.deepep.all_to_all import ROUTINGS, plan
+from moelab.deepep.all_to_all import SIZES as MEASURED_SIZES
+from moelab.errors import BadInput, Refused
+from moelab.hardware import cluster_of
+from moelab.notebooks.all_to_all import ExperimentFailed, can_use_gpus, measure_all_to_all
+from moelab.projection import (
+    METHODS,
+    ExpertPlacement,
+    Method,
+    RoutingModel,
+    count_rows,
+    expected_destinations,
+    expected_rows,
+    expected_traffic,
+    simulate_rows,
+)
+from moelab.projection.deepep_bandwidth import QUOTED
+from moelab.projection.gather import EXPANDING, EXPANDING_FP8, STOCK_DEEPEP, STOCK_STANDARD, gather_passes, padded_rows
+from moelab.projection.measured import ALL_TO_ALL, COMMANDS, TWO_BY_TWO, Measurement, load_measured
+from moelab.viz.dispatch import forwarding, gather_bars, quoted_bandwidths
+from moelab.viz.dispatch_measured import ARM_LOOKS, OPERATIONS, operation_times, sm_sweep, two_by_two_bars
+from moelab.viz.token_map import hops
+from moelab.viz.traffic import (
+    METHOD_LABELS,
+    bytes_by_ep,
+    destination_histogram,
+    move_times,
+    saving_by_routing,
+    token_flow,
+    traffic_matrix,
+)
+from moelab.viz.traffic_explorer import DEFAULTS, TrafficExplorer
+
+ROOT = Path(__file__).parents[2]
+PUBLISHED = ExpertPlacement(experts=256, top_k=8, ep=32, ranks_per_node=8)
+ONE_NODE = ExpertPlacement(experts=64, top_k=6, ep=8, ranks_per_node=8)
+FORCED, RANDOM = RoutingModel(kind="round_robin"), RoutingModel(kind="random_balanced")
+LIMITED = RoutingModel(kind="group_limited", groups=8, limited_groups=4)
+SIZES: dict[str, Any] = {"tokens": 4096, "hidden": 7168}
+
+
+def title(figure: go.Figure) -> str:
+    return str(figure.layout.title.text).replace("<br>", " ")
+
+
+def notes(figure: go.Figure) -> str:
+    return " ".join(str(note.text).replace("<br>", " ") for note in figure.layout.annotations)
+
+
+def bars(figure: go.Figure, name: str) -> list[go.Bar]:
+    return [trace for trace in figure.data if trace.type == "bar" and trace.name == name]
+
+
+# --- traffic ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_hops_of_tokens_are_the_counted_rows(method: Method) -> None:
+    placement = ExpertPlacement(experts=16, top_k=3, ep=8, ranks_per_node=4)
+    ids_STK = np.stack(
+        [np.random.default_rng(rank).permuted(np.tile(np.arange(16), (12, 1)), axis=1)[:, :3] for rank in range(8)]
+    )
+    wires_SR = np.zeros((8, 8), dtype=int)
+    for sender, ids_TK in enumerate(ids_STK.tolist()):
+        for experts in ids_TK:
+            for hop in hops(experts, placement, method, sender=sender):
+                wires_SR[hop.sender, hop.receiver] += hop.copies
+    count = count_rows(ids_STK, placement, method)
+    assert np.array_equal(wires_SR, count.nvlink_SR + count.network_SR)
+
+
+def test_a_tokens_way_is_drawn_for_each_method_and_says_that_it_is_simulated() -> None:
+    figure = token_flow(FORCED, PUBLISHED, token=13)
+    assert "A token's 8 experts lie on 1 GPU of 1 node" in title(figure)
+    assert "one simulated token" in title(figure)
+    assert "2 nodes without its experts not drawn" in title(figure)
+    assert "8 × network, 0 × NVLink" in notes(figure)
+    assert notes(figure).count("1 × network, 0 × NVLink") == 1  # once per rank, straight there
+    assert "1 × network, 1 × NVLink" in notes(figure)  # once per node, and forwarded
+    with pytest.raises(BadInput, match="sender is 32; valid: 0 to 31"):
+        token_flow(FORCED, PUBLISHED, sender=32)
+
+
+def test_histogram_shares_are_of_all_tokens_and_have_the_means_of_the_title() -> None:
+    figure = destination_histogram([FORCED, LIMITED, RANDOM], PUBLISHED)
+    assert "forced round-robin 1.00, group-limited 6.60, balanced random 7.27" in title(figure)
+    for routing, label in ((FORCED, "forced round-robin"), (LIMITED, "group-limited"), (RANDOM, "balanced random")):
+        by_rank, by_node = bars(figure, label)
+        found = expected_destinations(routing, PUBLISHED)
+        for bar, mean in ((by_rank, found.ranks), (by_node, found.nodes)):
+            assert sum(bar.y) == pytest.approx(100)
+            assert np.dot(bar.x, bar.y) / 100 == pytest.approx(mean, abs=0.05)
+
+
+def test_matrix_holds_the_bytes_of_the_simulation() -> None:
+    figure = traffic_matrix(RANDOM, PUBLISHED, tokens=256, hidden=7168)
+    maps = [trace for trace in figure.data if trace.type == "heatmap"]
+    for trace, method in zip(maps, METHODS, strict=True):
+        count = simulate_rows(RANDOM, PUBLISHED, method, tokens=256)
+        expected_mb = (count.nvlink_SR + count.network_SR) * 14336 / 1e6
+        assert np.nansum(trace.z) == pytest.approx(expected_mb.sum(), rel=1e-3)
+    assert "simulated routing" in title(figure)
+    assert "All ranks share a node" in title(traffic_matrix(RANDOM, ONE_NODE, tokens=64, hidden=2048))
+
+
+def test_bytes_by_degree_are_the_models() -> None:
+    figure = bytes_by_ep([RANDOM, FORCED], PUBLISHED, **SIZES)
+    assert "At EP 32 DeepEP sends 2.2 times less over the network" in title(figure)
+    assert "derived, not measured" in title(figure)
+    lines = {(trace.name, trace.yaxis): dict(zip(trace.x, trace.y, strict=True)) for trace in figure.data}
+    sent = expected_traffic(RANDOM, PUBLISHED, "deepep_hybrid", **SIZES).total
+    name = "DeepEP, once per node, balanced random"
+    assert lines[name, "y"]["32"] == pytest.approx(sent.network / 1e9)
+    assert lines[name, "y2"]["32"] == pytest.approx(sent.nvlink / 1e9)
+    assert lines[name, "y"]["8"] == 0
+    assert set(lines[name, "y"]) == {"2", "4", "8", "16", "32", "64"}
+    assert "nothing leaves the node" in title(bytes_by_ep([RANDOM], ONE_NODE, tokens=64, hidden=2048))
+
+
+def test_the_trap_is_stated_with_its_factors() -> None:
+    figure = saving_by_routing([FORCED, LIMITED, RANDOM], PUBLISHED)
+    assert "8.0 times fewer copies on the network under forced round-robin routing, 2.2 times" in title(figure)
+    (hybrid,) = bars(figure, METHOD_LABELS["deepep_hybrid"])
+    rows = expected_rows(expected_destinations(RANDOM, PUBLISHED), PUBLISHED, "deepep_hybrid")
+    assert hybrid.y[2] == pytest.approx(rows.network)
+    assert hybrid.text[2] == "÷ 2.2"
+    assert "copies on NVLink" in title(saving_by_routing([FORCED, RANDOM], ONE_NODE))
+
+
+def test_times_are_bytes_over_bandwidth() -> None:
+    figure = move_times([FORCED, RANDOM], PUBLISHED, cluster_of("b200_x256").node, **SIZES)
+    assert "at least 28.2 ms by the standard all-to-all and 12.7 ms by DeepEP" in title(figure)
+    _, random = bars(figure, "network")
+    sent = expected_traffic(RANDOM, PUBLISHED, "deepep_direct", **SIZES).total
+    assert random.y[1] == pytest.approx(1e3 * sent.network / 50e9)
+    alone = ExpertPlacement(experts=8, top_k=2, ep=1, ranks_per_node=8)
+    assert "nothing travels" in title(move_times([RANDOM], alone, cluster_of("h100_node").node, **SIZES))
+
+
+# --- DeepEP: ways, quoted and derived --------------------------------------------------------------------------------
+
+
+def test_forwarding_has_both_stages_and_the_way_back() -> None:
+    figure = forwarding(RANDOM, PUBLISHED, sender=3, token=5)
+    said = notes(figure)
+    far, near = (int(said.split(wire)[0].split()[-1]) for wire in (" × network, to its own", " × NVLink, to the"))
+    assert f"sums: {near} × NVLink, {far} × network" in said
+    assert f"{far} copies over the network" in title(figure)
+    assert "all reached inside the node" in title(forwarding(RANDOM, ONE_NODE))
+    with pytest.raises(BadInput, match="sender is -1"):
+        forwarding(RANDOM, PUBLISHED, sender=-1)
+
+
+def test_quoted_bandwidths_stay_below_the_network_card_on_the_wire() -> None:
+    figure = quoted_bandwidths(QUOTED)
+    assert "quoted from DeepEP" in title(figure)
+    (logical,), (wire,) = bars(figure, "logical, quoted"), bars(figure, "on the network, derived")
+    assert max(logical.y) == 90
+    assert max(wire.y) == pytest.approx(61 * 3 / 4)
+    assert max(wire.y) < 50  # a 400 Gb/s card
+    assert all(row.label == "quoted" and "DeepEP" in row.source for row in QUOTED)
+
+
+def test_passes_over_memory_add_up() -> None:
+    sizes: dict[str, Any] = {"received": 100.0, "rows": 400.0, "experts": 4, "hidden": 64, "alignment": 32}
+    paths = gather_passes(**sizes)
+    padded = padded_rows(400, 4, 32)
+    assert padded == 400 + 4 * 15.5
+    moved = {name: sum(one.moved_bytes for one in passes) for name, passes in paths.items()}
+    wide, low = 64 * 2, 64 * (1 + 1 / 32)
+    assert moved[STOCK_STANDARD] == pytest.approx(400 * wide + padded * (2 * wide + low))
+    assert moved[STOCK_DEEPEP] == pytest.approx(2 * 100 * wide + 3 * 400 * wide + padded * (2 * wide + low))
+    assert moved[EXPANDING] == pytest.approx(100 * wide + padded * (2 * wide + low))
+    assert moved[EXPANDING_FP8] == pytest.approx(100 * low + padded * low)
+    figure = gather_bars(paths, hbm_tb_s=8, words="made up")
+    drawn = sum(sum(trace.x) for trace in figure.data)
+    assert drawn == pytest.approx(sum(moved.values()) / 1e9)
+    assert "derived, not measured" in title(figure)
+
+
+def test_expected_padding_is_the_mean_over_all_remainders() -> None:
+    sizes = range(1024, 1024 + 128)
+    exact = statistics.fmean(-(-size // 128) * 128 - size for size in sizes)
+    assert padded_rows(1024, 1, 128) - 1024 == exact
+
+
+# --- measured: what is there, and what is not ------------------------------------------------------------------------
+
+MADE_UP: dict[str, Any] = {
+    "date": "2000-01-01",
+    "environment": {"gpus": [{"name": "MADE-UP GPU"}] * 4, "packages": {"torch": "0"}},
+    "device": "GPUs over NCCL",
+    "ranks": 2,
+    "copies": {"between_ranks_gb_s": 400.0},
+}
+"""No measurement: numbers that these tests chose."""
+
+
+def made_up_exchanges() -> dict[str, Any]:
+    shared = {"size": "made up", "hidden": 64, "top_k": 2, "experts": 4, "tokens": 8, "ranks": 2, "repeats": 3}
+    shared |= {"error": None, "us_iqr": 100.0}
+    times = {"standard bf16": 4000.0, "deepep bf16 dense": 3000.0, "deepep bf16 expanded": 2000.0}
+    rows: list[dict[str, Any]] = [
+        {**shared, "routing": routing, "arm": arm, "backend": arm.split()[0], "precision": "bf16"}
+        | {"sms_chosen_by": "library", "operation": operation, "us_median": us}
+        for routing in ("random_balanced", "round_robin")
+        for arm, us in times.items()
+        for operation in ("dispatch", "combine", "combine_backward", "dispatch_backward")
+    ]
+    rows += [
+        {**shared, "routing": "random_balanced", "arm": f"deepep bf16 expanded, {sms} SMs", "backend": "deepep"}
+        | {"precision": "bf16", "sms": sms, "sms_chosen_by": "caller", "operation": "dispatch"}
+        | {"us_median": 1.0, "physical_gb_s": 10.0 * sms}
+        for sms in (8, 32, 16)
+    ]
+    rows.append({**shared, "routing": "round_robin", "arm": "hybridep bf16", "backend": "hybridep", "error": "broke"})
+    return {**MADE_UP, "rows": rows}
+
+
+def made_up_arms(*, with_steps: bool = True) -> list[dict[str, Any]]:
+    """Two passes of two arms: stock takes 1 s a step, DeepEP 0.8 s then 0.9 s, with 100 tokens a step."""
+    seconds = {"bf16_standard": (1.0, 1.0), "bf16_deepep": (0.8, 0.9)}
+    rows = [
+        {"shape": "671B", "arm": arm, "routing": "round_robin", "order": order, "steps": 3, "tps_iqr": 4.0}
+        | {"tps_median": 100 / each[order]}
+        | ({"step_s": [each[order] - 0.01, each[order], each[order] + 0.01]} if with_steps else {})
+        for order in (1, 0)
+        for arm, each in seconds.items()
+    ]
+    return rows
+
+
+def test_exchange_times_are_drawn_by_way_and_routing() -> None:
+    figure = operation_times(Measurement(name=ALL_TO_ALL, content=made_up_exchanges(), packaged=True))
+    assert "standard 16.00 ms, DeepEP expanding 8.00 ms under random balanced routing" in title(figure)
+    assert "measured elsewhere, replayed" in title(figure)
+    assert "2 × MADE-UP GPU, torch 0, 2000-01-01" in title(figure)
+    assert [list(bar.y) for bar in bars(figure, "standard, BF16")] == [[4.0] * 4] * 2
+    assert bars(figure, "standard, BF16")[0].error_y.array == (0.05,) * 4
+    assert not bars(figure, "HybridEP")  # it failed
+
+
+def test_every_way_that_the_experiment_measures_can_be_drawn() -> None:
+    groups = plan(MEASURED_SIZES, ROUTINGS, ("standard", "deepep", "hybridep"), ())
+    assert {arm.name for group in groups for arm in group.arms} == set(ARM_LOOKS)
+    assert set(OPERATIONS) == set(ALL_OPERATIONS)
+
+
+def test_sweep_of_multiprocessors_is_in_order_and_under_the_plain_copy() -> None:
+    figure = sm_sweep(Measurement(name=ALL_TO_ALL, content=made_up_exchanges(), packaged=True))
+    assert "320 GB/s with 32 multiprocessors, 80 % of a plain copy" in title(figure)
+    (line,) = figure.data
+    assert (list(line.x), list(line.y)) == ([8, 16, 32], [80.0, 160.0, 320.0])
+    assert "plain copy 400 GB/s" in notes(figure)
+
+
+def test_a_measurement_of_cpu_processes_says_so() -> None:
+    content = made_up_exchanges() | {"device": "CPU processes over gloo: the method's test, no measure of a GPU"}
+    assert "no measure of a GPU" in title(operation_times(Measurement(name=ALL_TO_ALL, content=content)))
+    own = Measurement(name=ALL_TO_ALL, content=made_up_exchanges())
+    assert "replayed" not in title(operation_times(own))
+
+
+def test_arms_are_held_against_stock_over_all_passes() -> None:
+    stock, deepep = arm_results(made_up_arms())
+    assert (stock.arm, stock.steps, stock.tps) == ("bf16_standard", 6, pytest.approx(100))
+    assert deepep.passes == (100 / 0.8, 100 / 0.9)
+    rates = sorted(100 / (middle + change) for middle in (0.8, 0.9) for change in (-0.01, 0, 0.01))
+    assert deepep.tps == pytest.approx(statistics.median(rates))
+    assert deepep.ratio == pytest.approx(deepep.tps / stock.tps)
+    low, _, high = statistics.quantiles(rates, n=4)
+    assert (deepep.low, deepep.high) == (pytest.approx(low), pytest.approx(high))
+    without = arm_results(made_up_arms(with_steps=False))[1]
+    assert without.tps == pytest.approx((100 / 0.8 + 100 / 0.9) / 2)
+    assert without.high - without.low == pytest.approx(4.0)
+
+
+def test_goals_are_judged_and_missing_ones_said() -> None:
+    assert [line.rsplit(": ", 1)[-1] for line in goal_lines(arm_results(made_up_arms()))] == ["reached", "reached"]
+    slow = [row | {"arm": row["arm"].replace("bf16_deepep", "fp8_standard")} for row in made_up_arms()]
+    first, second = goal_lines(arm_results(slow))
+    assert first == "BF16 + DeepEP at a 671B shape: goal 1.10 × stock's best; not measured yet"
+    assert second.endswith("(FP8 + standard all-to-all, 671B, round-robin): reached")
+    unequal = [row | {"tps_median": 100.0, "step_s": [1.0, 1.0]} for row in made_up_arms()]
+    assert all(line.endswith("missed") for line in goal_lines(arm_results(unequal)))
+    assert all("not measured yet" in line for line in goal_lines([]))
+    assert "1.000" in result_table(arm_results(unequal))
+    alone = [row for row in made_up_arms() if row["arm"] == "bf16_deepep"]
+    assert result_table(arm_results(alone)).endswith("–")
+
+
+def test_two_by_two_draws_bars_quartiles_passes_and_goals() -> None:
+    rows = made_up_arms() + [row | {"shape": "16B", "routing": "random_balanced"} for row in made_up_arms()]
+    measured = Measurement(name=TWO_BY_TWO, content={**MADE_UP, "rows": rows}, packaged=True)
+    results = arm_results(measured.rows)
+    figure = two_by_two_bars(results, measured)
+    assert "Best arm: BF16 + DeepEP, 1.18 times stock at the 671B shape" in title(figure)
+    assert "measured elsewhere, replayed" in title(figure)
+    drawn = [trace for trace in figure.data if trace.type == "bar" and trace.x[0] is not None]
+    assert [list(bar.x) for bar in drawn] == [[result.ratio for result in results[:2]]] * 2
+    points = [trace for trace in figure.data if trace.type == "scatter"]
+    assert [len(trace.x) for trace in points] == [4, 4]
+    goals = sorted({shape.x0 for shape in figure.layout.shapes})
+    assert goals == [1.10, 1.15]
+
+
+def test_emulated_arms_are_named_and_keep_their_colour() -> None:
+    emulated = ArmResult(
+        shape="671B", routing="round_robin", arm="mxfp8-emulated_deepep_dispatch-mxfp8", tps=1, low=1, high=1,
+        passes=(1.0,), steps=1, ratio=1.0,
+    )  # fmt: skip
+    assert emulated.label == "MXFP8 emulated + DeepEP (dispatch MXFP8)"
+    figure = two_by_two_bars([emulated], Measurement(name=TWO_BY_TWO, content=MADE_UP | {"rows": []}))
+    assert figure.data[0].marker.line.color == ("#E69F00",)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_what_is_not_measured_says_how_to_measure_it(name: str) -> None:
+    nothing = Measurement(name=name, content=None, packaged=True)
+    assert not nothing.rows
+    assert nothing.stamp.startswith("not measured yet: run `torchrun --nproc-per-node 2 benchmarks/")
+    drawn = [two_by_two_bars([], nothing)] if name == TWO_BY_TWO else [operation_times(nothing), sm_sweep(nothing)]
+    for figure in drawn:
+        assert not figure.data
+        assert "not measured yet" in title(figure)
+        assert f"benchmarks/results/{name}.json" in title(figure)
+    script = nothing.stamp.split("benchmarks/")[1].split()[0]
+    assert (ROOT / "benchmarks" / script).exists()
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_packages_copy_is_the_measurement_of_the_repository(name: str) -> None:
+    original, copy = (
+        folder / f"{name}.json" for folder in (ROOT / "benchmarks/results", ROOT / "src/moelab/data/measured")
+    )
+    assert original.exists() == copy.exists(), f"copy {original} to {copy}"
+    read = load_measured(name)
+    if original.exists():
+        assert read.content == json.loads(original.read_text())
+    else:
+        assert read.content is None
+
+
+def test_files_of_another_kind_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "x.json"
+    for text, said in (
+        ("{", "is not JSON"),
+        ("[]", "has no list of rows"),
+        ('{"rows": [{"shape": "16B"}]}', "a row has no arm, routing, order, steps, tps_median, tps_iqr"),
+    ):
+        file.write_text(text)
+        with pytest.raises(BadInput, match=said):
+            load_measured(TWO_BY_TWO, file)
+    with pytest.raises(BadInput, match=r"cannot be read: No such file"):
+        load_measured(TWO_BY_TWO, tmp_path / "missing.json")
+    with pytest.raises(BadInput, match="there is no measurement 'gemm'; valid: all_to_all_h100, h100_two_by_two"):
+        load_measured("gemm")
+
+
+def test_an_experiment_that_fails_shows_its_last_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moelab.notebooks.all_to_all.PROGRAM", "moelab.no_such_program")
+    said: list[str] = []
+    with pytest.raises(ExperimentFailed, match=r"(?s)the all-to-all experiment failed:\n.*ChildFailedError"):
+        measure_all_to_all(tmp_path / "new" / "results.json", say=said.append)
+    assert any("No module named moelab.no_such_program" in line for line in said)
+    monkeypatch.setattr("moelab.notebooks.all_to_all.gpus", lambda: ("one",))
+    assert not can_use_gpus()
+
+
+# --- explorer --------------------------------------------------------------------------------------------------------
+
+
+def test_explorer_follows_its_controls_and_says_what_cannot_be() -> None:
+    explorer = TrafficExplorer()
+    assert "<b>7.27 ranks</b> and <b>3.61 nodes</b> (derived)" in explorer.summary.value
+    assert all(output.outputs for output in explorer.figures.values())
+    explorer.controls["routing"].value = "group_limited"
+    assert "<b>6.60 ranks</b> and <b>2.93 nodes</b>" in explorer.summary.value
+    explorer.controls["ep"].value = 256
+    explorer.controls["experts"].value = 32
+    assert "Cannot be" in explorer.summary.value
+    assert "ep is 256 and does not divide 32 experts" in explorer.summary.value
+    assert not any(output.outputs for output in explorer.figures.values())
+    explorer.controls["ep"].value = 8
+    assert "Cannot be" not in explorer.summary.value
+    assert all(output.outputs for output in explorer.figures.values())
+    explorer.controls["routing"].value = "skewed"
+    assert "(simulated)" in explorer.summary.value
+
+
+def test_explorer_shows_the_figures_of_the_functions() -> None:
+    explorer = TrafficExplorer(hidden=1234, token=3)
+    assert explorer.chosen == {**DEFAULTS, "hidden": 1234, "token": 3}
+    (output,) = explorer.figures["flow"].outputs
+    shown = output["data"]["application/vnd.plotly.v1+json"]["layout"]["title"]["text"]
+    assert shown == token_flow(RANDOM, PUBLISHED, token=3).layout.title.text
+
+
+def test_explorer_of_a_control_that_is_none_and_without_ipywidgets(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(BadInput, match="the explorer has no control 'seed'"):
+        TrafficExplorer(seed=1)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
+    with pytest.raises(Refused, match=r"pip install 'moelab\[lab\]'"):
+        TrafficExplorer()
+
+
+@pytest.mark.parametrize("name", ["projection.gather", "projection.measured", "analysis.two_by_two"])
+def test_examples_in_the_documentation(name: str) -> None:
+    assert doctest.testmod(importlib.import_module(f"moelab.{name}")).failed == 0
+
+
+def test_importing_the_figures_loads_neither_torch_nor_ipywidgets() -> None:
+    modules = (
+        "moelab.viz.traffic_explorer, moelab.viz.dispatch_measured, moelab.viz.dispatch, moelab.notebooks.all_to_all"
+    )
+    code = f"import sys, {modules}; sys.exit(any(name in sys.modules for name in ('torch', 'ipywidgets')))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
