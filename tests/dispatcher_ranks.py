@@ -32,6 +32,7 @@ from moelab.deepep.checkpoint import CommunicationSavingAC, CommunicationSavingF
 from moelab.deepep.dispatcher import DispatchPrecision, padded
 from moelab.deepep.elastic import exchange, open_exchange
 from moelab.mxfp8.converter import MXFP8Experts
+from moelab.mxfp8.dispatch import quantised
 from moelab.titan.routing import draw_experts
 
 TOKENS, FEATURES, HIDDEN = 48, 128, 64
@@ -177,6 +178,7 @@ def build(
         )
     else:
         config = RoutedExperts.Config(inner_experts=experts, token_dispatcher=AllToAllTokenDispatcher.Config(**sizes))
+        config = config if precision == "bf16" else quantised(config)
     module: RoutedExperts = config.build()
     local = case.experts // mesh.size()
     mine = slice(mesh.get_local_rank() * local, (mesh.get_local_rank() + 1) * local)
@@ -256,9 +258,11 @@ def compiled_and_eager(mesh: DeviceMesh, case: Case) -> dict[str, float]:
         return errors(train(mesh, case, graph, module.inner_experts), eager)
 
 
-def checkpointed(mesh: DeviceMesh, case: Case, checkpoint: str, ours: bool) -> tuple[dict[str, int], dict[str, float]]:
+def checkpointed(
+    mesh: DeviceMesh, case: Case, checkpoint: str, ours: bool, precision: DispatchPrecision = "bf16"
+) -> tuple[dict[str, int], dict[str, float]]:
     """Communication of a forward and a backward pass, and the errors against no checkpointing."""
-    module = build(mesh, case, ours=ours)
+    module = build(mesh, case, ours=ours, mxfp8=precision == "mxfp8", precision=precision)
     plain = train(mesh, case, module)
     wrapped = module if checkpoint == "none" else _checkpoint(module, checkpoint)
     with communication() as counted:

@@ -39,7 +39,6 @@ def test_every_arm_completes_with_the_stand_in(deepep: Trained) -> None:
     assert deepep.exit_code == 0, deepep.progress
     for arm in ARMS:
         run = deepep.run(arm)
-        assert "DeepEP dispatch that pads" in run.log.read_text()
         results = json.loads((run.path / "results.json").read_text())
         assert results["dispatcher"]["dispatcher"] == "PaddedDispatcher"
         assert results["dispatcher"]["kernels"] == "emulated"

@@ -117,15 +117,20 @@ def test_checkpointing_communicates_again_only_where_it_says_so(
         assert set(found.values()) == {0.0}
 
 
-def test_full_dispatch_is_kept_with_the_standard_dispatcher_too(ranks: Ranks) -> None:
-    """Three all-to-alls forward (counts, rows, outputs) and two backward."""
+@pytest.mark.parametrize(
+    ("precision", "forward", "backward"),
+    [("bf16", 3, 2), ("mxfp8", 4, 3)],  # counts, rows (scales apart) and outputs; their gradients the other way round
+)
+def test_what_arrived_is_kept_with_the_standard_dispatcher_too(
+    ranks: Ranks, precision: str, forward: int, backward: int
+) -> None:
     seen = {}
     for checkpoint in ("none", "full", "full+dispatch"):
-        counts = [
-            counted["all_to_all_single"] for counted, _found in ranks.ask(run.checkpointed, Case(), checkpoint, False)
-        ]
-        seen[checkpoint] = counts
-    assert seen == {"none": [5, 5], "full": [8, 8], "full+dispatch": [5, 5]}
+        answers = ranks.ask(run.checkpointed, Case(alignment=32), checkpoint, False, precision)
+        assert all(set(found.values()) == {0.0} for _counted, found in answers)
+        seen[checkpoint] = {counted["all_to_all_single"] for counted, _found in answers}
+    once = {forward + backward}
+    assert seen == {"none": once, "full": {2 * forward + backward}, "full+dispatch": once}
 
 
 def test_mxfp8_tokens_are_what_mxfp8_experts_make_of_them(ranks: Ranks) -> None:
