@@ -16,7 +16,7 @@ demo: $(VENV)/.installed-core
 
 # One process trains, the others run the rest meanwhile; see tests/conftest.py.
 test: $(VENV)/.installed-dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(PYTEST_FLAGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_FLAGS)
 
 lab: $(VENV)/.installed-lab
 	$(BIN)/jupyter lab --notebook-dir=. notebooks/$(NOTEBOOK).ipynb

@@ -1,18 +1,41 @@
-"""How tests are shared out between processes, where there are several (``make test``)."""
+"""How tests are shared out between processes, where there are several (``pytest -n 2 --dist loadfile``, ``make test``).
+
+Trainings stay in one process and come first: each takes every core, and two at once would only wait for each other.
+The other files, each in one process so that its fixtures are made once, fill the seconds in which a training leaves a
+core idle.
+"""
 
 from __future__ import annotations
+
+import functools
+import re
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep all trainings in one process and first, and each other file in one.
+@functools.cache
+def trains(file: Path) -> bool:
+    """Whether a file's tests are marked as trainings; the process that shares tests out knows no marks."""
+    return re.search(r"^pytestmark = pytest\.mark\.training", file.read_text(), re.MULTILINE) is not None
 
-    A training takes every core; two at once would only wait for each other. The other files are what fills the seconds
-    in which a training leaves a core idle, and their shared fixtures are made once.
-    """
-    items.sort(key=lambda item: item.get_closest_marker("training") is None)
-    for item in items:
-        group = "training" if item.get_closest_marker("training") else item.path.stem
-        item.add_marker(pytest.mark.xdist_group(group))
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: not trains(item.path))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """xdist's own groups would do, but are ignored under pytest 9.2 (pytest-xdist issue 1386, 3.8.0)."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class TrainingsTogether(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "trainings" if trains(config.rootpath / file) else file
+
+    if config.getoption("dist") != "loadfile":
+        return None
+    config.option.loadscopereorder = False  # or the file with the most tests would come first
+    return TrainingsTogether(config, log)

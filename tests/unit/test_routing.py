@@ -180,7 +180,7 @@ def check_gradients(block: Block, run: nn.Module) -> list[torch.Tensor]:
     return [ids_BLK for _, ids_BLK in outputs]
 
 
-@pytest.mark.parametrize("backend", [None, "aot_eager", pytest.param("inductor", marks=pytest.mark.training)])
+@pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"])
 @pytest.mark.parametrize("policy", [FullAC.Config(), SelectiveAC.Config(force_recompute_mm_shapes_by_fqns=[])])
 def test_recomputation_draws_the_same_experts(policy: FullAC.Config, backend: str | None) -> None:
     block = Block()
