@@ -19,6 +19,7 @@ from torchao.prototype.moe_training import fp8_grouped_mm, kernels, mxfp8_groupe
 
 from moelab.errors import BadInput
 from moelab.mxfp8 import cutedsl, grouped_gemm, grouped_gemm_report
+from moelab.mxfp8 import kernels as mxfp8_kernels
 from moelab.mxfp8.formats import NotFinite
 from moelab.mxfp8.grouped_gemm import (
     NoKernels,
@@ -152,7 +153,7 @@ def test_a_blackwell_gpu_needs_the_packages_of_its_kernels(monkeypatch: pytest.M
     assert found is not None
     assert "nvidia-cutlass-dsl" in found
     assert "nvidia-cutlass-dsl==4.5.2" in found
-    monkeypatch.setattr(grouped_gemm, "why_not_cutedsl", lambda: None)
+    monkeypatch.setattr(mxfp8_kernels, "why_not_cutedsl", lambda: None)
     assert why_not("mxfp8") is None
 
 

@@ -337,14 +337,15 @@ def test_emulated_arms_are_named_and_keep_their_colour() -> None:
 def test_what_is_not_measured_says_how_to_measure_it(name: str) -> None:
     nothing = Measurement(name=name, content=None, packaged=True)
     assert not nothing.rows
-    assert nothing.stamp.startswith("not measured yet: run `torchrun --nproc-per-node 2 benchmarks/")
+    assert nothing.stamp.startswith(f"not measured yet: run `{COMMANDS[name]}`")
     drawn = [two_by_two_bars([], nothing)] if name == TWO_BY_TWO else [operation_times(nothing), sm_sweep(nothing)]
     for figure in drawn:
         assert not figure.data
         assert "not measured yet" in title(figure)
         assert f"benchmarks/results/{name}.json" in title(figure)
     script = nothing.stamp.split("benchmarks/")[1].split()[0]
-    assert (ROOT / "benchmarks" / script).exists()
+    described = (ROOT / "benchmarks" / script).read_text()
+    assert COMMANDS[name].split(" --output")[0] in described, "the script does not say that it is started so"
 
 
 @pytest.mark.parametrize("name", COMMANDS)

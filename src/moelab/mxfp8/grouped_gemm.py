@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from moelab.errors import Refused
-from moelab.mxfp8.cutedsl import why_not_cutedsl
 from moelab.mxfp8.grouped_gemm_cases import ROW_BLOCK, SEED, Case, Precision, group_sizes, require_divisible
 from moelab.mxfp8.grouped_gemm_components import Operands, components
 from moelab.mxfp8.kernels import why_not_native
@@ -50,7 +49,7 @@ def why_not(precision: Precision) -> str | None:
         if major not in GROUPED_FP8_MAJORS:
             return f"PyTorch's FP8 grouped GEMM is for SM90 and SM100, and this GPU is SM{major}{minor}"
         return None
-    return why_not_native() or why_not_cutedsl()
+    return why_not_native()
 
 
 def require_kernels(precision: Precision) -> None:

@@ -19,8 +19,7 @@ Row = Mapping[str, Any]
 ALL_TO_ALL, TWO_BY_TWO = "all_to_all_h100", "h100_two_by_two"
 COMMANDS = {
     ALL_TO_ALL: "torchrun --nproc-per-node 2 benchmarks/all_to_all.py --output benchmarks/results/all_to_all_h100.json",
-    TWO_BY_TWO: "torchrun --nproc-per-node 2 benchmarks/h100_two_by_two.py "
-    "--output benchmarks/results/h100_two_by_two.json",
+    TWO_BY_TWO: "python benchmarks/h100_two_by_two.py --gpus 2 --output benchmarks/results/h100_two_by_two.json",
 }
 COLUMNS = {
     ALL_TO_ALL: ("size", "routing", "arm", "backend"),
