@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchao.prototype.moe_training import mxfp8_grouped_mm as torchao
 from torchao.prototype.mx_formats.config import ScaleCalculationMode
-from torchao.prototype.mx_formats.mx_tensor import MXTensor, to_mx
+from torchao.prototype.mx_formats.mx_tensor import to_mx
 from torchao.quantization.quantize_.common import KernelPreference
 
-from moelab.mxfp8.emulation import BadOperand, grouped_mm, grouped_mm_prequantised, padding_of
+from moelab.mxfp8.emulation import BadOperand, grouped_mm, padding_of
 from moelab.mxfp8.fake_quantise import (
     NotWholeBlocks,
     dequantise,
@@ -227,60 +227,6 @@ def test_compiles_as_a_full_graph_with_the_same_bits(wgrad: str) -> None:
         assert_runs_equal(compiled, torchao_grouped_mm(**padded), operands(groups))
 
 
-def prequantised(groups: list[int], seed: int) -> tuple[torch.Tensor, ...]:
-    x, weight_GNK, upstream, ends = operands(groups, seed=seed)
-    scale, data = to_mx(x, E4M3, BLOCK, RCEIL)
-    return data, scale, weight_GNK, upstream, ends
-
-
-@given(patterns, seeds)
-@settings(max_examples=12, deadline=None)
-def test_prequantised_tokens_are_torchaos_mxtensor_path(groups: list[int], seed: int) -> None:
-    data, scale, weight_GNK, upstream, ends = prequantised(groups, seed)
-    tokens = MXTensor.from_qdata_and_scales(data, scale, torch.bfloat16)
-    weight_GNK.requires_grad_()
-    carrier = torch.zeros((), dtype=torch.bfloat16).expand(data.shape).requires_grad_()
-    weight_GKN = weight_GNK.transpose(-2, -1)
-    output = grouped_mm_prequantised(data, scale, weight_GKN, ends, carrier_MK=carrier)
-    output.backward(upstream)
-
-    with torch.no_grad():
-        shared = (BLOCK, torch.bfloat16, RCEIL)
-        assert_same_bits(output.detach(), torchao._compute_fwd_emulated(tokens, weight_GKN, ends, *shared))
-        assert carrier.grad is not None
-        assert_same_bits(carrier.grad, torchao._compute_dgrad_emulated(upstream, weight_GKN, ends, *shared))
-        # torchao expands an MXTensor for wgrad with a Triton kernel; its own PyTorch expansion is the same function.
-        expanded = tokens.dequantize(torch.bfloat16)
-        wgrad = torchao._compute_wgrad_emulated(upstream, expanded, ends, *shared, wgrad_with_hp=True)
-        assert weight_GNK.grad is not None
-        assert_same_bits(weight_GNK.grad, wgrad.transpose(-2, -1))
-
-
-def test_prequantised_tokens_padded_compiled_and_without_gradient() -> None:
-    data, scale, weight_GNK, upstream, ends = prequantised([37, 0, 1, 64], seed=0)
-    weight_GNK.requires_grad_()
-
-    def padded_product(receiver: torch.Tensor, weight_GNK: torch.Tensor) -> torch.Tensor:
-        weight_GKN = weight_GNK.transpose(-2, -1)
-        return grouped_mm_prequantised(data, scale, weight_GKN, ends, carrier_MK=receiver, pad_inside=True)
-
-    grads = []
-    for product in (padded_product, torch.compile(padded_product, fullgraph=True)):
-        receiver = torch.zeros(data.shape, dtype=torch.bfloat16).requires_grad_()
-        output = product(receiver, weight_GNK)
-        gradients = torch.autograd.grad(output, (receiver, weight_GNK), upstream)
-        grads.append((output.detach(), *gradients))
-    # Padded, it is torchao's padded product of the same values, which quantise to themselves.
-    padded: dict[str, Any] = {"wgrad": "bf16", "pad_inside": True}
-    reference = run(torchao_grouped_mm(**padded), dequantise(data, scale), weight_GNK, upstream, ends)
-    for ours in grads:
-        for mine, theirs in zip(ours, reference, strict=True):
-            assert_same_bits(mine, theirs)
-    without = grouped_mm_prequantised(data, scale, weight_GNK.transpose(-2, -1), ends)
-    (wgrad,) = torch.autograd.grad(without, weight_GNK, upstream)
-    assert wgrad.shape == weight_GNK.shape
-
-
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
@@ -306,33 +252,6 @@ def test_quantised_wgrad_of_ragged_tokens_is_an_error_that_says_what_to_do() -> 
     x, weight_GNK, upstream, ends = operands([37, 64])
     with pytest.raises(NotWholeBlocks, match=r"token axis \(pad_inside=True pads it\) has 101"):
         run(our_grouped_mm(wgrad="mxfp8", pad_inside=False), x, weight_GNK, upstream, ends)
-
-
-@pytest.mark.parametrize(
-    ("data", "scale", "carrier", "message"),
-    [
-        (torch.bfloat16, torch.float8_e8m0fnu, None, "are torch.bfloat16 with torch.float8_e8m0fnu"),
-        (E4M3, torch.uint8, None, "with torch.uint8 scales"),
-        (E4M3, torch.float8_e8m0fnu, torch.float32, "carrier of the gradient is torch.float32"),
-    ],
-)
-def test_bad_prequantised_tokens_are_named(data: Any, scale: Any, carrier: Any, message: str) -> None:
-    weight_GKN = torch.zeros(1, 32, 32).bfloat16().transpose(-2, -1)
-    ends = torch.tensor([64], dtype=torch.int32)
-    tokens = torch.zeros(64, 32, dtype=torch.uint8)
-    tokens = tokens.bfloat16() if data is torch.bfloat16 else tokens.view(data)
-    exponents = torch.zeros(64, 1, dtype=torch.uint8).view(scale)
-    receiver = None if carrier is None else torch.zeros(64, 32, dtype=carrier)
-    with pytest.raises(BadOperand, match=message):
-        grouped_mm_prequantised(tokens, exponents, weight_GKN, ends, carrier_MK=receiver)
-
-
-@pytest.mark.parametrize("shape", [(64, 2), (63, 1), (64,)])
-def test_scales_of_another_shape_are_named(shape: tuple[int, ...]) -> None:
-    tokens, weight_GKN = torch.zeros(64, 32).to(E4M3), torch.zeros(1, 32, 32).bfloat16().transpose(-2, -1)
-    scales = torch.zeros(shape, dtype=torch.uint8).view(torch.float8_e8m0fnu)
-    with pytest.raises(BadOperand, match=r"scales are \(6.*activations \(64, 32\) need \(64, 1\)"):
-        grouped_mm_prequantised(tokens, scales, weight_GKN, torch.tensor([64], dtype=torch.int32))
 
 
 INTERPRETED = """

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torchao.float8.config import ScalingGranularity
@@ -106,14 +106,16 @@ def test_ragged_blocks_are_refused() -> None:
         quantise_mxfp8(torch.zeros(2, 48, dtype=torch.bfloat16))
 
 
-def operands(precision: Any, seed: int = 0) -> tuple[QuantisedRows, Tensor, Tensor, Tensor, Tensor]:
+def operands(
+    precision: Any, seed: int = 0, groups: list[int] = GROUPS
+) -> tuple[QuantisedRows, Tensor, Tensor, Tensor, Tensor]:
     """Quantised rows, two weights and two upstream gradients."""
     torch.manual_seed(seed)
-    x = torch.randn(sum(GROUPS), DIM).bfloat16()
+    x = torch.randn(sum(groups), DIM).bfloat16()
     x[60:64] = 0  # padding
     rows = QuantisedRows(place(x, len(x)).requires_grad_(), *quantise(x, precision))
-    w1, w3 = ((torch.randn(len(GROUPS), HIDDEN, DIM) / 8).bfloat16().requires_grad_() for _ in range(2))
-    g1, g3 = (torch.randn(sum(GROUPS), HIDDEN).bfloat16() for _ in range(2))
+    w1, w3 = ((torch.randn(len(groups), HIDDEN, DIM) / 8).bfloat16().requires_grad_() for _ in range(2))
+    g1, g3 = (torch.randn(sum(groups), HIDDEN).bfloat16() for _ in range(2))
     return rows, w1, w3, g1, g3
 
 
@@ -125,28 +127,40 @@ def run(arithmetic: str, precision: Any, product: Callable[..., Any] = gate_and_
     return [gate.detach(), up.detach(), *(tensor.grad for tensor in (rows.place_RD, w1, w3))]  # type: ignore[misc]
 
 
-def test_mxfp8_products_are_torchaos_of_an_mxtensor() -> None:
-    rows, w1, w3, g1, g3 = operands("mxfp8")
+groups_of_any_size = st.lists(
+    st.one_of(st.sampled_from([0, 1, 31, 32, 33, 64]), st.integers(0, 100)), min_size=1, max_size=6
+)
+
+
+@given(groups_of_any_size.filter(any), st.integers(0, 2**31))
+@example(GROUPS, 0)
+@settings(max_examples=12, deadline=None)
+def test_mxfp8_products_are_torchaos_of_an_mxtensor(groups: list[int], seed: int) -> None:
+    rows, w1, w3, g1, g3 = operands("mxfp8", seed, groups)
+    ends = torch.tensor(groups).cumsum(0).to(torch.int32)
     e8m0 = rows.scales_RS.view(torch.float8_e8m0fnu)
     x = MXTensor.from_qdata_and_scales(rows.data_RD, e8m0, orig_dtype=torch.bfloat16, block_size=32)
     common = {"block_size": 32, "out_dtype": torch.bfloat16, "scale_calculation_mode": RCEIL}
     with torch.no_grad():
         outputs = [
-            torchao_mxfp8._compute_fwd(x, w.mT, padded_group_end_offsets=ENDS, kernel_preference=EMULATED, **common)
+            torchao_mxfp8._compute_fwd(x, w.mT, padded_group_end_offsets=ends, kernel_preference=EMULATED, **common)
             for w in (w1, w3)
         ]
         dgrads = [
-            torchao_mxfp8._compute_dgrad(g, w.mT, ENDS, kernel_preference=EMULATED, **common)
+            torchao_mxfp8._compute_dgrad(g, w.mT, ends, kernel_preference=EMULATED, **common)
             for g, w in ((g1, w1), (g3, w3))
         ]
         wgrads = [
             torchao_mxfp8._compute_wgrad(
-                g, x.dequantize(), ENDS, wgrad_with_hp=True, kernel_preference=EMULATED, **common
+                g, x.dequantize(), ends, wgrad_with_hp=True, kernel_preference=EMULATED, **common
             ).mT
             for g in (g1, g3)
         ]
     expected = [*outputs, dgrads[0] + dgrads[1], *wgrads]
-    for ours, torchaos in zip(run("mxfp8_emulated", "mxfp8"), expected, strict=True):
+    gate, up = gate_and_up(rows, w1, w3, ends, "mxfp8_emulated")
+    torch.autograd.backward((gate, up), (g1, g3))
+    for ours, torchaos in zip((gate, up, rows.place_RD.grad, w1.grad, w3.grad), expected, strict=True):
+        assert ours is not None
         assert torch.equal(ours, torchaos)
 
 

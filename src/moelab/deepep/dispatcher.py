@@ -14,7 +14,6 @@ they are quantised once, before the dispatch, and the first GEMMs take them as t
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -28,16 +27,17 @@ from torchtitan.models.common.token_dispatcher import BaseEPTokenDispatcher, Dee
 from moelab.deepep import ops
 from moelab.deepep.elastic import EPKernels, open_exchange
 from moelab.deepep.experts import scored
+from moelab.deepep.handle import UNALIGNED
 from moelab.errors import BadInput
+from moelab.layout.dispatchers import PACKED_FEATURES
+from moelab.mxfp8.kernels import EMULATED_PADDING, NATIVE_PADDING
 from moelab.mxfp8.prequantised import QuantisedRows, prequantised_experts
 from moelab.mxfp8.quantise import quantise
 
 DispatchPrecision = Literal["bf16", "mxfp8", "fp8"]
-PACKED_FEATURES = 128
-"""Features whose MXFP8 scales, of 32 each, fill the four bytes that DeepEP moves as one."""
 PADDED = "moelab.deepep.dispatcher.padded"
 """Name for TorchTitan's ``override.imports``."""
-ALIGNMENT = {"bf16": 8, "fp8": 16, "mxfp8_emulated": 32, "mxfp8_native": 128}
+ALIGNMENT = {"bf16": 8, "fp8": 16, "mxfp8_emulated": EMULATED_PADDING, "mxfp8_native": NATIVE_PADDING}
 """Rows that each local expert's group is padded to a multiple of, by what multiplies them."""
 
 
@@ -141,7 +141,7 @@ class PaddedDispatcher(DeepEPTokenDispatcher):
 
     def rows_per_expert(self, handle: list[Tensor]) -> Tensor:
         """Rows of each local expert, padding included, ``(e,)``; computed on the device."""
-        tokens_e = handle[ops.UNALIGNED]
+        tokens_e = handle[UNALIGNED]
         return (tokens_e + (self.alignment - 1)) // self.alignment * self.alignment
 
     def _require_room(self, tokens: int) -> None:
@@ -234,7 +234,6 @@ def padded(
 
 def _experts_config(experts: Any, precision: DispatchPrecision) -> Any:
     """The same experts, taking the rows' scores, and quantised rows where they come so."""
-    shared = {field.name: getattr(experts, field.name) for field in dataclasses.fields(experts)}
     parent = type(experts)._owner
     new = scored(parent) if precision == "bf16" else prequantised_experts(parent, precision)
-    return new.Config(**shared)
+    return derive(experts, new.Config)

@@ -16,13 +16,12 @@ from typing import Any, Literal
 import torch
 from torch import distributed as dist
 
+from moelab.deepep.fabric import INFINIBAND
 from moelab.deepep.stand_in import StandInBuffer
 from moelab.errors import BadInput, Refused
+from moelab.layout.dispatchers import COMBINE_FEATURES, MAX_TOP_K
 
 EPKernels = Literal["native", "emulated"]
-COMBINE_FEATURES = 256
-"""DeepEP 2.1.0 combines rows of a multiple of this many BF16 features (a warp of 16-byte vectors)."""
-MAX_TOP_K = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +170,7 @@ def chosen_sms(buffer: Any, experts: int, top_k: int, *, multiprocessors: int) -
         return min(24, multiprocessors)
 
 
-def has_rdma_devices(root: Path = Path("/sys/class/infiniband")) -> bool:
+def has_rdma_devices(root: Path = Path(INFINIBAND)) -> bool:
     """Whether this node has InfiniBand or RoCE devices."""
     return root.is_dir() and any(root.iterdir())
 

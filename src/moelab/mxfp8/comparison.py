@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from moelab.mxfp8.errors import block_sqnr_db, measure
-from moelab.mxfp8.formats import BLOCK, MX, SCALINGS, Format, Scaling
+from moelab.mxfp8.fake_quantise import BLOCK
+from moelab.mxfp8.formats import MX, SCALINGS, Format, Scaling
 from moelab.mxfp8.gemm_errors import METHODS, PRODUCTS, GroupedGemm, Method, gemm_errors
 
 WORST = 0.05

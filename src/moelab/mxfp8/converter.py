@@ -13,7 +13,7 @@ plain dispatcher stays and the emulation pads inside the grouped GEMM.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -29,19 +29,20 @@ from torchao.quantization.quantize_.common import KernelPreference
 from torchtitan.components.quantization import MXFP8Linear, QuantizationConverter
 from torchtitan.components.quantization.mx import _get_mxfp8_grouped_experts_cls
 from torchtitan.components.quantization.utils import swap_token_dispatcher
+from torchtitan.config.override import derive
 from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.models.common.token_dispatcher import DeepEPTokenDispatcher
 
 from moelab.errors import MoelabError, Refused
 from moelab.mxfp8 import emulation
+from moelab.mxfp8.fake_quantise import BLOCK
 from moelab.mxfp8.kernels import EMULATED_PADDING, NATIVE_PADDING, Kernels
 
 logger = logging.getLogger(__name__)
 
 LINEARS = ("attention", "shared_experts", "feed_forward")
 """Parts of the names of the linears that are quantised: never the router, the embedding or the vocabulary head."""
-BLOCK = 32
 _PREFERENCE = {"native": KernelPreference.AUTO, "emulated": KernelPreference.EMULATED}
 
 
@@ -171,9 +172,12 @@ class MXFP8Converter(QuantizationConverter):
         pad_inside = self.config.kernels == "emulated" and not torch.cuda.is_available() and not pads
         if not pad_inside and not pads:
             swap_token_dispatcher(parent, NATIVE_PADDING if self.config.kernels == "native" else EMULATED_PADDING)
-        shared = {f.name: getattr(config, f.name) for f in fields(config)}
-        return MXFP8Experts.Config(
-            **shared, kernels=self.config.kernels, wgrad=self.config.wgrad, pad_inside=pad_inside
+        return derive(
+            config,
+            MXFP8Experts.Config,
+            kernels=self.config.kernels,
+            wgrad=self.config.wgrad,
+            pad_inside=pad_inside,
         )
 
     def _convert_linears(self, model_config: Any) -> None:
@@ -184,8 +188,8 @@ class MXFP8Converter(QuantizationConverter):
             raise NothingConverted(f"no linear of the model is named like any of {', '.join(self.config.linears)}")
         for name, config, parent, attribute in found:
             _require_whole_blocks(name, config)
-            shared = {f.name: getattr(config, f.name) for f in fields(config)}
-            new = MXFP8EmulatedLinear.Config(**shared, kernels=self.config.kernels, wgrad=self.config.wgrad)
+            kernels, wgrad = self.config.kernels, self.config.wgrad
+            new = derive(config, MXFP8EmulatedLinear.Config, kernels=kernels, wgrad=wgrad)
             if isinstance(parent, list):
                 parent[attribute] = new
             else:

@@ -12,7 +12,6 @@ along the tokens, so the experts' weight gradient is BF16.
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,7 +121,6 @@ def quantised(config: RoutedExperts.Config) -> Any:
             f"{type(experts)._owner.__name__}{_wgrad(experts)}; set precision=mxfp8 and wgrad=bf16, "
             "or dispatch_precision=bf16"
         )
-    shared = {field.name: getattr(experts, field.name) for field in dataclasses.fields(experts)}
     new = prequantised_experts(type(experts)._owner)
     native = experts.kernels == "native"
     return derive(
@@ -134,7 +132,7 @@ def quantised(config: RoutedExperts.Config) -> Any:
             pad_multiple=NATIVE_PADDING if native else EMULATED_PADDING,
             cast_kernels=experts.kernels,
         ),
-        inner_experts=new.Config(**{**shared, "pad_inside": False}),
+        inner_experts=derive(experts, new.Config, pad_inside=False),
     )
 
 

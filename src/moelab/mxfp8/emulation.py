@@ -19,7 +19,7 @@ The blocks of wgrad run along tokens, so every group must be a multiple of 32 to
 ``pad_inside`` does. A weight's two forms differ by block axis and cannot be derived from each other; each is computed
 once a product, where it is needed, for keeping both would double the memory of the weights.
 
-Activations that arrive quantised (from a dispatch that sends MXFP8) go to :func:`grouped_mm_prequantised`.
+Activations that arrive quantised, from a dispatch that sends MXFP8, are :mod:`moelab.mxfp8.prequantised`'s.
 
 Shape suffixes: M tokens of all groups, G groups (experts), K and N a GEMM's inner and outer features, b blocks of 32.
 """
@@ -34,7 +34,6 @@ import torch
 from moelab.errors import BadInput
 from moelab.mxfp8.fake_quantise import (
     BLOCK,
-    dequantise,
     fake_quantise_both,
     fake_quantise_columns,
     fake_quantise_rows,
@@ -86,62 +85,6 @@ def grouped_mm(
     if needs_wgrad and wgrad == "mxfp8" and not pad_inside and isinstance(x_MK.shape[0], int):
         require_whole_blocks("the token axis (pad_inside=True pads it)", x_MK.shape[0])
     return _GroupedMM.apply(x_MK, weight_GKN, ends_G, wgrad == "bf16", pad_inside)
-
-
-def grouped_mm_prequantised(
-    x_q_MK: torch.Tensor,
-    x_scale_Mb: torch.Tensor,
-    weight_GKN: torch.Tensor,
-    ends_G: torch.Tensor,
-    *,
-    carrier_MK: torch.Tensor | None = None,
-    pad_inside: bool = False,
-) -> torch.Tensor:
-    """As :func:`grouped_mm`, for activations that are MXFP8 already, such as a quantised dispatch delivers.
-
-    The activations are used as they are. dgrad is BF16, the gradient with respect to the expanded activations. wgrad is
-    BF16, from the expanded activations and the upstream gradient as it comes: the activations cannot be quantised along
-    tokens any more without a second rounding. This is torchao's rule for ``MXTensor`` inputs, and its numbers.
-
-    PyTorch gives every gradient the dtype of its tensor, so a float8 tensor cannot have a BF16 gradient: the gradient
-    goes to ``carrier_MK``, a BF16 tensor of the activations' shape whose values are never read. An expanded zero
-    (``x.new_zeros(()).expand(M, K)``), returned by the dispatch beside its two outputs, is one and has no memory.
-
-    Args:
-        x_q_MK: ``float8_e4m3fn`` ``(M, K)``, tokens sorted by group.
-        x_scale_Mb: ``float8_e8m0fnu`` ``(M, K / 32)``, not swizzled.
-        weight_GKN: BF16 ``(G, K, N)``, the transposed view of a contiguous ``(G, N, K)``.
-        ends_G: int32 ``(G,)``, where each group of rows ends.
-        carrier_MK: BF16 ``(M, K)``, receives dgrad; without it there is none.
-        pad_inside: as :func:`grouped_mm`'s; groups need no padding here, since nothing has blocks along tokens.
-
-    Returns:
-        BF16 ``(M, N)``.
-
-    Raises:
-        BadOperand: for a wrong rank, dtype or inner size of any operand.
-        NotWholeBlocks: if K or N is not a multiple of 32.
-
-    Example:
-        >>> x_q = torch.randn(64, 32).to(torch.float8_e4m3fn)
-        >>> x_scale = torch.full((64, 1), 127, dtype=torch.uint8).view(torch.float8_e8m0fnu)  # 2^0
-        >>> w, ends = torch.randn(2, 96, 32).bfloat16(), torch.tensor([32, 64], dtype=torch.int32)
-        >>> grouped_mm_prequantised(x_q, x_scale, w.transpose(-2, -1), ends).shape
-        torch.Size([64, 96])
-    """
-    _require_operands(x_q_MK, weight_GKN, ends_G)
-    M, K = x_q_MK.shape
-    if x_q_MK.dtype is not torch.float8_e4m3fn or x_scale_Mb.dtype is not torch.float8_e8m0fnu:
-        raise BadOperand(
-            f"quantised activations are {x_q_MK.dtype} with {x_scale_Mb.dtype} scales; "
-            "MXFP8 is float8_e4m3fn with float8_e8m0fnu"
-        )
-    scales = x_scale_Mb.shape
-    if len(scales) != 2 or scales[1] != K // BLOCK or (isinstance(M, int) and scales[0] != M):
-        raise BadOperand(f"the scales are {tuple(scales)}; activations {(M, K)} need {(M, K // BLOCK)}")
-    if carrier_MK is not None and (carrier_MK.dtype is not torch.bfloat16 or carrier_MK.ndim != 2):
-        raise BadOperand(f"the carrier of the gradient is {carrier_MK.dtype}; it must be bfloat16 (M, K)")
-    return _PrequantisedGroupedMM.apply(carrier_MK, x_q_MK, x_scale_Mb, weight_GKN, ends_G, pad_inside)
 
 
 def _require_operands(x_MK: torch.Tensor, weight_GKN: torch.Tensor, ends_G: torch.Tensor) -> None:
@@ -241,39 +184,3 @@ class _GroupedMM(torch.autograd.Function):
         if rows_M is not None:
             dgrad_MK = dgrad_MK.index_select(0, rows_M)
         return dgrad_MK, wgrad_GNK.transpose(-2, -1), None, None, None
-
-
-class _PrequantisedGroupedMM(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        carrier_MK: torch.Tensor | None,
-        x_q_MK: torch.Tensor,
-        x_scale_Mb: torch.Tensor,
-        weight_GKN: torch.Tensor,
-        ends_G: torch.Tensor,
-        pad_inside: bool,
-    ) -> torch.Tensor:
-        rows_M, x_MK, blocks = None, dequantise(x_q_MK, x_scale_Mb), 0
-        if pad_inside:
-            padding = padding_of(ends_G, x_MK.shape[0])
-            rows_M, ends_G, blocks = padding.rows_M, padding.ends_G, padding.blocks
-            x_MK = _pad(x_MK, rows_M, blocks)
-        ctx.blocks, ctx.has_carrier = blocks, carrier_MK is not None
-        ctx.save_for_backward(x_q_MK, x_scale_Mb, weight_GKN, ends_G, rows_M)
-        output_MN = _output(x_MK, weight_GKN, ends_G)
-        return output_MN if rows_M is None else output_MN.index_select(0, rows_M)
-
-    @staticmethod
-    def backward(ctx: Any, grad_MN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x_q_MK, x_scale_Mb, weight_GKN, ends_G, rows_M = ctx.saved_tensors
-        x_MK = dequantise(x_q_MK, x_scale_Mb)
-        if rows_M is None:
-            grad_MN = grad_MN.contiguous()
-        else:
-            x_MK, grad_MN = (_pad(tensor, rows_M, ctx.blocks) for tensor in (x_MK, grad_MN))
-        wgrad_GNK = _product(grad_MN.transpose(-2, -1), x_MK, ends_G)
-        dgrad_MK = _dgrad(fake_quantise_rows(grad_MN), weight_GKN, ends_G) if ctx.has_carrier else None
-        if dgrad_MK is not None and rows_M is not None:
-            dgrad_MK = dgrad_MK.index_select(0, rows_M)
-        return dgrad_MK, None, None, wgrad_GNK.transpose(-2, -1), None, None

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from moelab.errors import BadInput
-from moelab.mxfp8.formats import BLOCK, Format, require_finite, require_whole_blocks
+from moelab.mxfp8.fake_quantise import BLOCK
+from moelab.mxfp8.formats import Format, require_finite, require_whole_blocks
 
 
 @dataclass(frozen=True, kw_only=True)

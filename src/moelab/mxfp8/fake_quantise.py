@@ -44,7 +44,7 @@ _QUANTA = (20 << 23) | 0x400000  # added to the bits of a power of two: times 1.
 
 
 class NotWholeBlocks(BadInput):
-    """A dimension that MXFP8 would cut into blocks of 32 values is not a multiple of 32."""
+    """A dimension that a format would cut into blocks cannot be cut so."""
 
 
 @torch.library.custom_op("moelab::fake_quantise_rows", mutates_args=(), device_types="cpu")
@@ -145,6 +145,12 @@ def require_whole_blocks(what: str, size: int) -> None:
         )
 
 
+def biased_exponents(amax_bits: torch.Tensor) -> torch.Tensor:
+    """E + 127 of each block, int32, from the bits of its amax in FP32; 254 for an infinity or a NaN."""
+    exponent = (amax_bits + _BEYOND_1_75).bitwise_right_shift_(23).sub_(_E4M3_MAX_EXPONENT).clamp_(min=0)
+    return exponent.masked_fill_(amax_bits >= _INFINITY, _E8M0_OF_INFINITY)
+
+
 def _round_trip(x: torch.Tensor, axis: int) -> torch.Tensor:
     """Fake-quantise blocks that lie along ``axis``, whose size is 32."""
     wide = x.float()
@@ -163,8 +169,7 @@ def _scales(amax_bits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
     A block whose scale would be 2^-127 gets 0 for 2^E, an infinite one 2^-127 and 2^127, one with a NaN gets NaN.
     """
-    exponent = (amax_bits + _BEYOND_1_75).bitwise_right_shift_(23).sub_(_E4M3_MAX_EXPONENT).clamp_(min=0)
-    exponent = exponent.masked_fill_(amax_bits >= _INFINITY, _E8M0_OF_INFINITY)
+    exponent = biased_exponents(amax_bits)
     reciprocal = (254 - exponent).bitwise_left_shift_(23).clamp_(min=_TWO_TO_MINUS_127)
     factor = exponent.bitwise_left_shift_(23).masked_fill_(amax_bits > _INFINITY, _QUIET_NAN)
     return reciprocal.view(torch.float32), factor.view(torch.float32)

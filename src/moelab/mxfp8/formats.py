@@ -39,15 +39,10 @@ from torchao.prototype.mx_formats.config import ScaleCalculationMode
 from torchao.prototype.mx_formats.mx_tensor import get_fp_scale, to_dtype, to_mx
 
 from moelab.errors import BadInput
+from moelab.mxfp8.fake_quantise import BLOCK, NotWholeBlocks
 
 Scaling = Literal["floor", "rceil", "even", "ceil"]
 SCALINGS: tuple[Scaling, ...] = ("floor", "rceil", "even", "ceil")
-BLOCK = 32
-"""Elements that share a scale in MXFP8."""
-
-
-class NotWholeBlocks(BadInput):
-    """An axis that cannot be cut into blocks."""
 
 
 class NotFinite(BadInput):

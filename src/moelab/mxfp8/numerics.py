@@ -25,9 +25,9 @@ from moelab.mxfp8.errors import (
     relative_error,
     sqnr_db,
 )
+from moelab.mxfp8.fake_quantise import BLOCK, NotWholeBlocks
 from moelab.mxfp8.formats import (
     BF16,
-    BLOCK,
     E4M3,
     E5M2,
     ELEMENTS,
@@ -38,7 +38,6 @@ from moelab.mxfp8.formats import (
     Element,
     Format,
     NotFinite,
-    NotWholeBlocks,
     Scaling,
 )
 from moelab.mxfp8.gemm_errors import METHODS, PRODUCTS, GroupedGemm, Method, Product, gemm_errors, layer_gemms

@@ -21,15 +21,13 @@ from typing import Literal
 
 import torch
 
-from moelab.mxfp8.fake_quantise import BLOCK, dequantise, require_whole_blocks
+from moelab.mxfp8.fake_quantise import BLOCK, biased_exponents, dequantise, require_whole_blocks
 
 Precision8 = Literal["mxfp8", "fp8"]
 E4M3 = torch.float8_e4m3fn
 FP8_LEAST_AMAX = 1e-12
 """torchao treats a row of smaller magnitudes as if this were its largest."""
 
-_BEYOND_1_75 = 0x1FFFFF  # carries into the exponent if the significand is above 1.75
-_E4M3_MAX_EXPONENT = 8
 _INFINITE, _NAN = 254, 255  # biased exponents that torchao gives to blocks with an infinity and with a NaN
 
 
@@ -100,11 +98,8 @@ def quantise_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _biased_exponents(amax: torch.Tensor) -> torch.Tensor:
-    """E + 127 as int32."""
-    bits = amax.view(torch.int32)
-    exponents = (((bits + _BEYOND_1_75) >> 23) - _E4M3_MAX_EXPONENT).clamp(min=0)
-    exponents = torch.where(amax == torch.inf, _INFINITE, exponents)
-    return torch.where(amax.isnan(), _NAN, exponents)
+    """E + 127 as int32, 255 for a NaN."""
+    return torch.where(amax.isnan(), _NAN, biased_exponents(amax.view(torch.int32)))
 
 
 def _reciprocals(exponents: torch.Tensor) -> torch.Tensor:

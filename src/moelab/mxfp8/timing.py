@@ -7,12 +7,13 @@ sleeps before each measurement, so that the host has queued the work when it sta
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
+
+from moelab.marks import Marks
 
 HEAD_START_CYCLES = 2_000_000
 """About 1 ms: more than the host needs to queue a compiled forward and backward."""
@@ -41,12 +42,8 @@ class Spread:
         return Spread(median_us=round(middle, 3), iqr_us=round(high - low, 3), n=len(times_us))
 
 
-class Clock:
-    """Marks on the current stream (or of the host, without a GPU) and the times between them."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.gpu = device.type == "cuda"
-        self.marks: list[tuple[str, Any]] = []
+class Clock(Marks):
+    """Marks that begin when the host is ahead of the GPU."""
 
     def start(self) -> None:
         """Give the host its head start and set the first mark."""
@@ -55,25 +52,9 @@ class Clock:
             torch.cuda._sleep(HEAD_START_CYCLES)
         self.mark("start")
 
-    def mark(self, part: str) -> None:
-        """End a part: what was queued since the last mark belongs to it."""
-        if not self.gpu:
-            self.marks.append((part, time.perf_counter()))
-            return
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        self.marks.append((part, event))
-
     def parts_us(self) -> dict[str, float]:
         """Microseconds of each part, and ``total`` from the first mark to the last."""
-        if self.gpu:
-            torch.cuda.synchronize()
-        parts = {name: self._between(i, i + 1) for i, (name, _) in enumerate(self.marks[1:])}
-        return {**parts, "total": self._between(0, len(self.marks) - 1)}
-
-    def _between(self, first: int, last: int) -> float:
-        begin, end = self.marks[first][1], self.marks[last][1]
-        return float(begin.elapsed_time(end) * 1e3 if self.gpu else (end - begin) * 1e6)
+        return {**super().parts_us(), "total": self.between_us(0, len(self.marks) - 1)}
 
 
 Work = Callable[[Clock], None]

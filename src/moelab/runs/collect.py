@@ -20,7 +20,7 @@ import pandas as pd
 
 from moelab.errors import BadInput
 from moelab.runs import directory
-from moelab.runs.directory import RunDir
+from moelab.runs.directory import CONVERTED_FOLDER, DISPATCHER_FILE, RunDir
 from moelab.runs.files import write_json, write_whole
 from moelab.runs.log import NotALog, read_log
 from moelab.runs.status import State, Status
@@ -28,8 +28,6 @@ from moelab.runs.table import MetricsRead, combine, merge_segments, metrics_tabl
 from moelab.runs.tensorboard import NotATensorBoardFolder, read_tensorboard
 from moelab.runs.wandb_export import read_wandb
 
-CONVERTED_FOLDER = "launch/converted"
-DISPATCHER_FILE = "launch/dispatcher.json"
 WARMUP_STEPS = 3
 
 

@@ -19,6 +19,8 @@ from moelab.runs.files import write_whole
 from moelab.runs.status import State, Status, read_status, write_status
 
 EXPERIMENT_FILE = "experiment.yaml"
+CONVERTED_FOLDER, DISPATCHER_FILE = "launch/converted", "launch/dispatcher.json"
+"""What the built model runs: a file for each pipeline rank of what multiplies in MXFP8; what moves the tokens."""
 
 
 @dataclass(frozen=True)

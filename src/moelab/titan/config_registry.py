@@ -16,7 +16,6 @@ Every field of TorchTitan's configuration can still be overridden on that comman
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -35,9 +34,7 @@ from torchtitan.config.override import OverrideConfig
 from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
 from torchtitan.models.common.config_utils import decoder_vocab_size
-from torchtitan.models.common.moe import RoutedExperts
 from torchtitan.protocols.model_spec import ModelSpec
-from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
 from moelab.deepep.checkpoint import CommunicationSavingAC, CommunicationSavingFullAC
@@ -48,16 +45,14 @@ from moelab.experiment_file import read_experiment
 from moelab.mxfp8 import capture
 from moelab.mxfp8 import dispatch as mxfp8_dispatch
 from moelab.mxfp8 import kernels as mxfp8_kernels
-from moelab.mxfp8.converter import LINEARS, MXFP8Converter, NothingConverted, converted_modules
-from moelab.runs.files import write_json
+from moelab.mxfp8.converter import LINEARS, MXFP8Converter
 from moelab.titan import corpus, ep_buffers, routing
 from moelab.titan.arms import named_arms, refusal
 from moelab.titan.fp8 import FP8Converter
 from moelab.titan.models import model_spec
+from moelab.titan.record import record_conversion, record_dispatcher
 
 EXPERIMENT_VARIABLE = "MOELAB_EXPERIMENT"
-CONVERTED_FOLDER = "launch/converted"
-DISPATCHER_FILE = "launch/dispatcher.json"
 VALIDATION_BATCHES = 8
 _ACTIVATION_CHECKPOINT = {
     "none": None,
@@ -237,52 +232,6 @@ def _converter(experiment: Experiment) -> Any:
     if experiment.precision is Precision.FP8:
         return FP8Converter.Config(model_compile_enabled=compiled)
     return None
-
-
-def record_conversion(model: nn.Module, dump_folder: Path, kernels: str, *, stages: int) -> None:
-    """Write down which modules of the built model multiply in MXFP8, and with which kernels.
-
-    The first rank of each pipeline stage writes one file; a stage may be built from several parts.
-
-    Args:
-        model: the whole model, or one part of it under pipeline parallelism.
-        dump_folder: the run directory.
-        kernels: ``native`` or ``emulated``.
-        stages: pipeline-parallel degree.
-
-    Raises:
-        NothingConverted: if the whole model has no such module. A part may have none: its layers may be dense.
-    """
-    names = converted_modules(model)
-    if not names and stages == 1:
-        raise NothingConverted("precision is mxfp8, but no module of the built model multiplies in MXFP8")
-    logger.info(f"moelab: {len(names)} modules multiply in MXFP8 ({kernels} kernels): {', '.join(names)}")
-    rank = torch.distributed.get_rank()
-    if _first_of_stage(stages):
-        path = dump_folder / CONVERTED_FOLDER / f"rank{rank}.json"
-        before = json.loads(path.read_text())["modules"] if path.exists() else []
-        write_json(path, {"kernels": kernels, "modules": [*before, *names]})
-
-
-def record_dispatcher(model: nn.Module, dump_folder: Path, *, stages: int) -> None:
-    """Write down what moves the tokens of the built model, and whether it is DeepEP itself or its stand-in.
-
-    Args:
-        model: the whole model, or one part of it under pipeline parallelism; a part of dense layers has none.
-        dump_folder: the run directory.
-        stages: pipeline-parallel degree.
-    """
-    found = [module.token_dispatcher for module in model.modules() if isinstance(module, RoutedExperts)]
-    if not found or not _first_of_stage(stages):
-        return
-    settings = ("kernels", "cast_kernels", "precision", "alignment", "pad_multiple", "num_max_tokens_per_rank")
-    known = {name: getattr(found[0], name) for name in settings if getattr(found[0], name, None) is not None}
-    write_json(dump_folder / DISPATCHER_FILE, {"dispatcher": type(found[0]).__name__, **known})
-
-
-def _first_of_stage(stages: int) -> bool:
-    """Whether this is the first rank of its pipeline rank."""
-    return torch.distributed.get_rank() % (torch.distributed.get_world_size() // stages) == 0
 
 
 def _parallelism(experiment: Experiment, *, on_cpu: bool) -> ParallelismConfig:

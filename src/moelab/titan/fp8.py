@@ -6,11 +6,12 @@ override after conversion. The experts are the same: torchao's row-wise FP8 grou
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from torchtitan.components.quantization import Float8GroupedExpertsConverter
 from torchtitan.components.quantization.float8 import _get_float8_grouped_experts_cls
+from torchtitan.config.override import derive
 from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.models.common.token_dispatcher import DeepEPTokenDispatcher
 
@@ -29,6 +30,5 @@ class FP8Converter(Float8GroupedExpertsConverter):
             return super().convert(model_config)
         for _name, config, parent, attribute in found:
             experts = _get_float8_grouped_experts_cls(type(config)._owner)
-            shared = {field.name: getattr(config, field.name) for field in fields(config)}
-            setattr(parent, attribute, experts.Config(**shared))
+            setattr(parent, attribute, derive(config, experts.Config))
         return model_config

@@ -6,12 +6,11 @@ from collections.abc import Mapping, Sequence
 
 import plotly.graph_objects as go
 
-from moelab.errors import BadInput
-from moelab.projection import ExpertPlacement, RoutingModel, draw_expert_ids
+from moelab.projection import ExpertPlacement, RoutingModel
 from moelab.projection.deepep_bandwidth import QuotedBandwidth
 from moelab.projection.gather import Pass
 from moelab.viz.theme import INK, WARNING, new_figure
-from moelab.viz.token_map import Hop, TokenMap, draw_wire_legend, hops, place_panel
+from moelab.viz.token_map import Hop, draw_wire_legend, hops, one_token, place_panel
 
 NIC_GB_S = 50.0
 """One 400 Gb/s network card for each GPU, as all quoted systems have (NVIDIA ConnectX-7 datasheet)."""
@@ -33,12 +32,8 @@ def forwarding(
     Raises:
         BadInput: if there is no such rank, or the routing does not fit.
     """
-    if not 0 <= sender < placement.ep:
-        raise BadInput(f"sender is {sender}; valid: 0 to {placement.ep - 1}, the ranks of the group")
-    experts = draw_expert_ids(routing, placement, token + 1, rank=sender, seed=seed)[token].tolist()
-    ranks = [expert // placement.experts_per_rank for expert in experts]
+    experts, held, touched = one_token(routing, placement, sender=sender, token=token, seed=seed)
     L = placement.local_ranks
-    touched = TokenMap(placement=placement, nodes=tuple(sorted({rank // L for rank in (*ranks, sender)})))
     sent = hops(experts, placement, "deepep_hybrid", sender=sender)
     far = tuple(hop for hop in sent if hop.sender // L != hop.receiver // L)
     near = tuple(hop for hop in sent if hop not in far)
@@ -55,7 +50,6 @@ def forwarding(
         height=150 + 56 * max(2, len(touched.nodes)),
     )
     figure.update_layout(margin_t=figure.layout.margin.t + 40, height=figure.layout.height + 40)
-    held = {rank: ranks.count(rank) for rank in set(ranks)}
     for index, (title, drawn, back) in enumerate(steps):
         axes = place_panel(figure, index, len(steps), title, L, touched.height)
         touched.draw(figure, held, drawn, sender=sender, axes=axes, back=back)

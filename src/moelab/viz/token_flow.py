@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 
 import plotly.graph_objects as go
 
-from moelab.errors import BadInput
-from moelab.projection import METHODS, ExpertPlacement, RoutingModel, draw_expert_ids
+from moelab.projection import METHODS, ExpertPlacement, RoutingModel
 from moelab.viz.theme import new_figure
-from moelab.viz.token_map import Hop, TokenMap, draw_wire_legend, hops, place_panel
+from moelab.viz.token_map import Hop, TokenMap, draw_wire_legend, hops, one_token, place_panel
 from moelab.viz.traffic_labels import METHOD_LABELS, ROUTING_LABELS, counted
 
 
@@ -28,13 +27,8 @@ def token_flow(
     Raises:
         BadInput: if there is no such rank, or the routing does not fit.
     """
-    if not 0 <= sender < placement.ep:
-        raise BadInput(f"sender is {sender}; valid: 0 to {placement.ep - 1}, the ranks of the group")
-    experts = draw_expert_ids(routing, placement, token + 1, rank=sender, seed=seed)[token].tolist()
-    ranks = [expert // placement.experts_per_rank for expert in experts]
-    held = {rank: ranks.count(rank) for rank in set(ranks)}
     L = placement.local_ranks
-    touched = TokenMap(placement=placement, nodes=tuple(sorted({rank // L for rank in (*ranks, sender)})))
+    experts, held, touched = one_token(routing, placement, sender=sender, token=token, seed=seed)
     sent = {method: hops(experts, placement, method, sender=sender) for method in METHODS}
     figure = new_figure(
         _flow_finding(experts, held, touched, sender),

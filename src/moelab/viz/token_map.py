@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import plotly.graph_objects as go
 
-from moelab.projection import ExpertPlacement
+from moelab.errors import BadInput
+from moelab.projection import ExpertPlacement, RoutingModel, draw_expert_ids
 from moelab.projection.wires import Method, require_method
 from moelab.viz.mesh import FAR, NEAR, OTHER
 from moelab.viz.theme import INK, MUTED
@@ -231,3 +232,30 @@ def place_panel(figure: go.Figure, index: int, count: int, title: str, width: fl
         font={"size": 13, "color": INK},
     )
     return {"xaxis": f"x{suffix}", "yaxis": f"y{suffix}"}
+
+
+def one_token(
+    routing: RoutingModel, placement: ExpertPlacement, *, sender: int, token: int, seed: int
+) -> tuple[list[int], dict[int, int], TokenMap]:
+    """Draw one token's experts, and map the nodes that it touches.
+
+    Args:
+        routing: how tokens choose experts.
+        placement: where the experts are.
+        sender: rank that has the token.
+        token: which of that rank's tokens.
+        seed: of the draw.
+
+    Returns:
+        Its experts, how many of them each rank has (only ranks with one), and the map.
+
+    Raises:
+        BadInput: if there is no such rank, or the routing does not fit.
+    """
+    if not 0 <= sender < placement.ep:
+        raise BadInput(f"sender is {sender}; valid: 0 to {placement.ep - 1}, the ranks of the group")
+    experts = draw_expert_ids(routing, placement, token + 1, rank=sender, seed=seed)[token].tolist()
+    ranks = [expert // placement.experts_per_rank for expert in experts]
+    nodes = sorted({rank // placement.local_ranks for rank in (*ranks, sender)})
+    held = {rank: ranks.count(rank) for rank in set(ranks)}
+    return experts, held, TokenMap(placement=placement, nodes=tuple(nodes))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import distributed as dist
+
+from moelab.marks import Marks
 
 COPY_BYTES = 512 << 20
 COPY_REPEATS = 8
@@ -16,16 +17,8 @@ HEAD_START_CYCLES = 400_000
 """What the GPU idles before a measurement, so that the host has queued the operation when it starts: some 0.2 ms."""
 
 
-class Clock:
-    """Splits an operation into named parts: ``start`` it, then ``mark`` the end of each part.
-
-    On a GPU the marks are CUDA events of the current stream: a part includes what the GPU waits for in it, a host that
-    reads a count back, too.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.gpu = device.type == "cuda"
-        self.marks: list[tuple[str, Any]] = []
+class Clock(Marks):
+    """Marks that begin when every rank is there."""
 
     def start(self, group: dist.ProcessGroup) -> None:
         """Begin when every rank is here."""
@@ -36,25 +29,6 @@ class Clock:
         else:
             dist.barrier(group=group)
         self.mark("start")
-
-    def mark(self, part: str) -> None:
-        """What was done since the last mark belongs to ``part``."""
-        if not self.gpu:
-            self.marks.append((part, time.perf_counter()))
-            return
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        self.marks.append((part, event))
-
-    def parts_us(self) -> dict[str, float]:
-        """Microseconds of each part since ``start``; waits for the device."""
-        if self.gpu:
-            torch.cuda.synchronize()
-        parts: dict[str, float] = {}
-        for (_, before), (part, after) in zip(self.marks, self.marks[1:], strict=False):
-            us = before.elapsed_time(after) * 1e3 if self.gpu else (after - before) * 1e6
-            parts[part] = parts.get(part, 0.0) + us
-        return parts
 
 
 def measure_copies(device: torch.device, group: dist.ProcessGroup, *, nbytes: int = COPY_BYTES) -> dict[str, Any]:
