@@ -1,8 +1,16 @@
 """Does moelab's DeepEP dispatcher train as the standard one does? The same seeds, step by step.
 
-The debug model learns for 50 steps at equal seeds, with learned routing: twice or more with the standard dispatcher,
-whose differences are the run-to-run noise (sums on a GPU have no fixed order), then with DeepEP's. The largest
-difference between a DeepEP run and a standard one is reported beside the largest between two standard runs::
+The debug model learns for 50 steps at equal seeds, with learned routing, under
+
+==================  ==================================================================================================
+``standard``        TorchTitan's dispatcher; two runs show its run-to-run noise
+``nudged``          the same, with one weight of the router changed by one unit in the last place of BF16: how far apart
+                    losses drift on account of rounding alone
+``deepep``          moelab's dispatcher; an expert's rows stand in their order of arrival, another one in each run
+``deepep_ordered``  the same with DeepEP's ``deterministic`` buffer, which sorts them
+==================  ==================================================================================================
+
+The largest difference between the losses of two runs at any step is reported for each pair of kinds::
 
     torchrun --nproc-per-node 2 benchmarks/dispatcher_losses.py --output dispatcher_losses.json
     torchrun --nproc-per-node 2 benchmarks/dispatcher_losses.py --output dry.json --dry    # on a CPU, a few steps
@@ -14,24 +22,29 @@ import argparse
 import gc
 import json
 import os
+from contextlib import nullcontext
 from datetime import UTC, datetime
 from itertools import combinations
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import distributed as dist
 from torchtitan.tools.logging import init_logger
 from torchtitan.trainer import Trainer
 
+from moelab.deepep import elastic
 from moelab.deepep.elastic import close_exchanges
 from moelab.experiment import Experiment
 from moelab.machine import environment
 from moelab.runs.files import write_json
 from moelab.titan import config_registry
 
-ORDER = ("standard", "deepep", "standard", "deepep", "standard")
-"""A B A B A."""
+ORDER = ("standard", "deepep_ordered", "nudged", "deepep", "standard", "deepep_ordered", "deepep")
+
+
+BACKENDS = {"standard": "standard", "nudged": "standard", "deepep": "deepep", "deepep_ordered": "deepep"}
 
 
 class OneMesh:
@@ -54,8 +67,8 @@ def losses(arm: str, precision: str, seed: int, options: argparse.Namespace) -> 
     dry = {"model": "nano", "seq_len": 64, "ep_kernels": "emulated"} if options.dry else {}
     settings = {"model": "debug", "seq_len": 2048, "local_batch": 4, "steps": options.steps, "warmup_steps": 5}
     experiment = Experiment(
-        **{**settings, **dry}, gpus_per_node=world, ep=world, ep_backend=arm, precision=precision, seed=seed, lr=1e-3,
-        mxfp8_kernels="emulated",
+        **{**settings, **dry}, gpus_per_node=world, ep=world, ep_backend=BACKENDS[arm], precision=precision, seed=seed,
+        lr=1e-3, mxfp8_kernels="emulated",
     )  # fmt: skip
     config = config_registry.trainer_config(experiment)
     config.dump_folder = f"/tmp/dispatcher_losses/{os.getpid()}"
@@ -70,7 +83,11 @@ def losses(arm: str, precision: str, seed: int, options: argparse.Namespace) -> 
         log(step, average, *rest, **named)
 
     trainer.metrics_processor.log = keep
-    trainer.train()
+    if arm == "nudged":
+        nudge(trainer)
+    ordered = mock.patch.object(elastic.torch, "are_deterministic_algorithms_enabled", return_value=True)
+    with ordered if arm == "deepep_ordered" else nullcontext():
+        trainer.train()
     trainer.close()
     close_exchanges()
     del trainer
@@ -80,19 +97,22 @@ def losses(arm: str, precision: str, seed: int, options: argparse.Namespace) -> 
     return seen
 
 
-def differences(runs: list[dict[str, Any]]) -> dict[str, float | None]:
-    """Largest difference of the losses at one step, among standard runs and between standard and DeepEP ones."""
-    by_arm = {arm: [run["losses"] for run in runs if run["arm"] == arm] for arm in ("standard", "deepep")}
+def nudge(trainer: Trainer) -> None:
+    """Change this rank's first weight of the first router by one unit in the last place of BF16."""
+    routers = (weight for name, weight in trainer.model_parts[0].named_parameters() if "router.gate" in name)
+    weight = next(routers).detach()
+    local = weight.to_local() if hasattr(weight, "to_local") else weight
+    local.view(-1)[0] *= 1 + 2**-7
 
-    def largest(pairs: Any) -> float | None:
-        gaps = [max(abs(a - b) for a, b in zip(one, other, strict=True)) for one, other in pairs]
-        return max(gaps, default=None)
 
-    return {
-        "standard_standard": largest(combinations(by_arm["standard"], 2)),
-        "deepep_deepep": largest(combinations(by_arm["deepep"], 2)),
-        "standard_deepep": largest((a, b) for a in by_arm["standard"] for b in by_arm["deepep"]),
-    }
+def differences(runs: list[dict[str, Any]]) -> dict[str, float]:
+    """Largest difference of the losses at one step between runs of each pair of kinds."""
+    found: dict[str, float] = {}
+    for one, other in combinations(runs, 2):
+        pair = " | ".join(sorted((one["arm"], other["arm"])))
+        gap = max(abs(a - b) for a, b in zip(one["losses"], other["losses"], strict=True))
+        found[pair] = max(gap, found.get(pair, 0.0))
+    return found
 
 
 def main() -> None:

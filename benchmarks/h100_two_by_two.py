@@ -3,8 +3,10 @@
 Every arm is the whole training step of TorchTitan as moelab configures it, compiled, of a model whose layers have the
 real dimensions but are few. Arms follow one another in A B A B order, so that a drift of the clocks meets all of them;
 under each arm, blocks of steps of both routings follow each other. Each pass of an arm has processes of its own: a
-second trainer in one process finds the memory of the first still taken. Needs two or more GPUs (SM90 for FP8) and
-DeepEP V2 for its arms; an arm that cannot run is recorded with its reason and costs only itself::
+second trainer in one process finds the memory of the first still taken. ``--beside 2`` compiles and warms up two passes
+at a time, where the memory suffices for two; they are timed one after the other, while the other's processes wait
+without a kernel on the GPU. Needs two or more GPUs (SM90 for FP8) and DeepEP V2 for its arms; an arm that cannot run is
+recorded with its reason and costs only itself::
 
     python benchmarks/h100_two_by_two.py --gpus 2 --output two_by_two.json
     python benchmarks/h100_two_by_two.py --gpus 2 --output x.json --shapes 671B --arms bf16_standard bf16_deepep
@@ -21,13 +23,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -70,7 +73,10 @@ SHAPES = {
     "671B MoE-heavy": Shape(model="671B", dense=0, moe=5, experts=16, local_batch=2, activation_checkpoint="full"),
     "16B": Shape(model="16B", dense=1, moe=4, experts=64, local_batch=4),
 }
-ALL_SHAPES = SHAPES | {"dry": Shape(model="nano", dense=1, moe=2, experts=8, local_batch=2, seq_len=64)}
+TEN_LAYERS = replace(SHAPES["671B MoE-heavy"], moe=10)
+BIG_SHAPES = {"671B, 10 MoE layers": TEN_LAYERS}
+"""For GPUs of 140 GB."""
+ALL_SHAPES = SHAPES | BIG_SHAPES | {"dry": Shape(model="nano", dense=1, moe=2, experts=8, local_batch=2, seq_len=64)}
 ARMS: dict[str, dict[str, Any]] = {
     "bf16_standard": {},
     "bf16_deepep": {"ep_backend": "deepep"},
@@ -87,6 +93,10 @@ ARMS: dict[str, dict[str, Any]] = {
     },
 }
 DEFAULT_ARMS = list(ARMS)[:6]
+ARMS |= {
+    f"bf16_{backend}_full+dispatch": {"ep_backend": backend, "activation_checkpoint": "full+dispatch"}
+    for backend in ("standard", "deepep")
+}
 
 
 class TableRouter(TokenChoiceTopKRouter):
@@ -137,7 +147,7 @@ def build(shape: Shape, arm: dict[str, Any], *, compile_: str) -> Trainer:
     experiment = Experiment(
         model=shape.model, gpus_per_node=world, ep=world, seq_len=shape.seq_len, local_batch=shape.local_batch,
         steps=1000, warmup_steps=10, lr=1e-4, compile=compile_, routing="learned",
-        activation_checkpoint=shape.activation_checkpoint, **arm,
+        **{"activation_checkpoint": shape.activation_checkpoint, **arm},
     )  # fmt: skip
 
     def thin(model: str, *, ep_backend: str) -> ModelSpec:
@@ -187,23 +197,42 @@ def synchronize() -> None:
 
 def measure(shape: Shape, arm: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
     """Times of both routings under one arm; this process is one rank of it."""
+    on_gpu, folder = torch.cuda.is_available(), options.child_folder
+    wait_for(folder / "prepare")
     begun = time.perf_counter()
     runner = Runner(build(shape, arm, compile_="none" if options.eager else "model+loss"))
-    result: dict[str, Any] = {"seconds": {}}
+    for kind in [options.routings[0]] * WARM_STEPS:
+        runner.step(kind)
+    result: dict[str, Any] = {"seconds": {}, "ready_s": round(time.perf_counter() - begun, 1)}
+    if on_gpu:
+        torch.cuda.empty_cache()
+    (folder / f"ready.{dist.get_rank()}").touch()
+    wait_for(folder / "time")
     for kind in options.routings:
-        for _ in range(WARM_STEPS if not result["seconds"] else BLOCK_WARM_STEPS):
+        for _ in range(BLOCK_WARM_STEPS):
             runner.step(kind)
-        result.setdefault("ready_s", round(time.perf_counter() - begun, 1))
-        if torch.cuda.is_available() and not result["seconds"]:
+        if on_gpu and not result["seconds"]:
             torch.cuda.reset_peak_memory_stats()
+            retries = torch.cuda.memory_stats()["num_alloc_retries"]
         result["seconds"][kind] = [round(runner.step(kind), 5) for _ in range(options.steps)]
-    if torch.cuda.is_available():
+    if on_gpu:
         result["peak_reserved_gib"] = round(torch.cuda.max_memory_reserved() / 2**30, 2)
         result["peak_active_gib"] = round(torch.cuda.memory_stats()["active_bytes.all.peak"] / 2**30, 2)
-        result["allocator_retries"] = torch.cuda.memory_stats()["num_alloc_retries"]
-    if options.profile and options.order == 0:
+        result["allocator_retries"] = torch.cuda.memory_stats()["num_alloc_retries"] - retries
+    if arm_name(options) in options.profile and options.order == 0:
         result["profile"] = profile(runner, options.routings[-1])
     return result
+
+
+def arm_name(options: argparse.Namespace) -> str:
+    """Of the pass that this rank belongs to."""
+    return str(options.child[1])
+
+
+def wait_for(file: Path) -> None:
+    """Wait for a file without the GPU."""
+    while not file.exists():
+        time.sleep(0.02)
 
 
 def profile(runner: Runner, kind: str) -> list[dict[str, Any]]:
@@ -254,25 +283,84 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return result
 
 
+class Pass:
+    """One pass of one arm in processes of its own, which go on at a word: ``prepare``, then ``time``."""
+
+    def __init__(self, shape: str, arm: str, order: int, options: argparse.Namespace) -> None:
+        self.key = (shape, arm, order)
+        self.options, self.folder = options, Path(tempfile.mkdtemp(prefix="two_by_two."))
+        command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={options.gpus}"]
+        command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", __file__, *sys.argv[1:]]
+        command += ["--child", shape, arm, str(order), "--child-folder", str(self.folder)]
+        with (self.folder / "log.txt").open("wb") as sink:
+            self.process = subprocess.Popen(command, stdout=sink, stderr=sink)
+
+    def say(self, word: str) -> None:
+        """Let the processes go on."""
+        (self.folder / word).touch()
+
+    def wait(self, *names: str) -> None:
+        """Until these files are there, or the processes have ended, or the time is over."""
+        end = time.monotonic() + self.options.timeout_s
+        while self.process.poll() is None and not all((self.folder / name).exists() for name in names):
+            if time.monotonic() > end:
+                self.process.terminate()
+                self.process.wait()
+            time.sleep(0.05)
+
+    def finish(self, content: dict[str, Any]) -> None:
+        """Record the result, or why there is none."""
+        self.wait("never")
+        lines = (self.folder / "log.txt").read_text(errors="replace").splitlines()
+        with self.options.output.with_suffix(".log").open("a") as log:
+            log.write("\n".join([f"# {self.key}", *lines, ""]))
+        result = self.folder / "result.json"
+        if result.exists():
+            record(content, *self.key, json.loads(result.read_text()))
+        else:
+            errors = [line for line in lines if "Error" in line][-3:]
+            names = dict(zip(("shape", "arm", "order"), self.key, strict=True))
+            content["refused"].append(names | {"exit_code": self.process.returncode, "error": errors})
+            print("REFUSED", json.dumps(content["refused"][-1])[:600], flush=True)
+        write_json(self.options.output, content)
+        shutil.rmtree(self.folder)
+
+
 def main() -> None:
     """Run what is missing of every shape, arm and pass, and write after each."""
     options = parse()
     if options.child:
         child(options)
-    shapes = ["dry"] if options.dry else options.shapes
     content = read(options.output)
-    begun = time.monotonic()
-    for shape in shapes:
-        for order, arm in [(order, arm) for order in range(options.passes) for arm in options.arms]:
-            if any((row["shape"], row["arm"], row["order"]) == (shape, arm, order) for row in content["rows"]):
-                continue
-            if time.monotonic() - begun > options.budget_s:
-                print(f"{shape} {arm} pass {order}: left for another call, the time is over", flush=True)
-                continue
-            run_pass(content, shape, arm, order, options)
-            write_json(options.output, content)
+    done = {(row["shape"], row["arm"], row["order"]) for row in content["rows"]}
+    shapes = ["dry"] if options.dry else options.shapes
+    keys = [(shape, arm, order) for shape in shapes for order in range(options.passes) for arm in options.arms]
+    groups = batched([key for key in keys if key not in done], options.beside)
+    end = time.monotonic() + options.budget_s
+    following = [Pass(*key, options) for key in next(groups, ())]
+    while following:
+        group = following
+        more = next(groups, ()) if time.monotonic() < end else ()
+        following = [Pass(*key, options) for key in more]  # they load their libraries while the group compiles
+        run_together(group, content, options)
     for row in content.get("summary", []):
         print("SUMMARY", json.dumps(row), flush=True)
+
+
+def batched(items: list[Any], size: int) -> Iterator[list[Any]]:
+    """Up to ``size`` at a time."""
+    return (items[start : start + size] for start in range(0, len(items), size))
+
+
+def run_together(group: list[Pass], content: dict[str, Any], options: argparse.Namespace) -> None:
+    """Compile and warm up some passes at a time, and time them one after the other."""
+    for one in group:
+        one.say("prepare")
+    for one in group:
+        one.wait(*(f"ready.{rank}" for rank in range(options.gpus)))
+    for one in group:
+        one.say("time")
+        one.finish(content)
 
 
 def read(output: Path) -> dict[str, Any]:
@@ -285,25 +373,6 @@ def read(output: Path) -> dict[str, Any]:
     return content | {"rows": [], "refused": []}
 
 
-def run_pass(content: dict[str, Any], shape: str, arm: str, order: int, options: argparse.Namespace) -> None:
-    """One pass of one arm in processes of its own."""
-    with tempfile.TemporaryDirectory() as folder:
-        result, log = Path(folder) / "result.json", Path(folder) / "log.txt"
-        command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={options.gpus}"]
-        command += [__file__, *sys.argv[1:], "--child", shape, arm, str(order), "--result", str(result)]
-        with log.open("wb") as sink:
-            done = subprocess.run(command, stdout=sink, stderr=sink, check=False, timeout=options.timeout_s)
-        lines = log.read_text(errors="replace").splitlines()
-        options.output.with_suffix(".log").open("a").write("\n".join([f"# {shape} {arm} {order}", *lines, ""]))
-        if not result.exists():
-            errors = [line for line in lines if "Error" in line][-3:]
-            refusal = {"shape": shape, "arm": arm, "order": order, "exit_code": done.returncode, "error": errors}
-            content["refused"].append(refusal)
-            print("REFUSED", json.dumps(refusal)[:600], flush=True)
-            return
-        record(content, shape, arm, order, json.loads(result.read_text()))
-
-
 def child(options: argparse.Namespace) -> None:
     """Measure one pass as one rank of it, and leave; rank 0 writes."""
     shape, arm, order = options.child
@@ -312,7 +381,7 @@ def child(options: argparse.Namespace) -> None:
     settings = ARMS[arm] | ({"ep_kernels": "emulated"} if options.dry and "deepep" in arm else {})
     measured = measure(ALL_SHAPES[shape], settings, options)
     if dist.get_rank() == 0:
-        write_json(options.result, measured)
+        write_json(options.child_folder / "result.json", measured)
     dist.barrier()
     os._exit(0)  # nothing is left to tear down, and NCCL's teardown takes its time
 
@@ -333,18 +402,19 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--gpus", type=int, default=2, help="ranks; all of them share the experts")
-    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
+    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES | BIG_SHAPES), default=list(SHAPES))
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=DEFAULT_ARMS)
     parser.add_argument("--routings", nargs="+", choices=ROUTINGS, default=list(ROUTINGS))
     parser.add_argument("--passes", type=int, default=2, help="times that each arm runs, in turn")
     parser.add_argument("--steps", type=int, default=10, help="timed steps of each routing in each pass")
-    parser.add_argument("--profile", default="", help="any value: add where the GPU's time goes")
+    parser.add_argument("--profile", nargs="*", default=[], choices=list(ARMS), help="add where the GPU's time goes")
+    parser.add_argument("--beside", type=int, default=1, help="passes that are compiled and warmed up at a time")
     parser.add_argument("--eager", action="store_true", help="do not compile")
     parser.add_argument("--budget-s", type=float, default=float("inf"), help="start no arm after this many seconds")
     parser.add_argument("--dry", action="store_true", help="tiny, on a CPU: shows that it runs, and nothing else")
     parser.add_argument("--timeout-s", type=float, default=300, help="of one pass of one arm")
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
-    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--child-folder", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,7 @@ from moelab.titan.routing import draw_experts
 
 TOKENS, FEATURES, HIDDEN = 48, 128, 64
 WEIGHTS = ("w1_EFD", "w2_EDF", "w3_EFD")
+Wgrad = Literal["mxfp8", "bf16"]
 CHECKPOINTS = ("none", "selective", "full", "full+dispatch")
 
 
@@ -161,14 +162,18 @@ def tokens_of(case: Case, rank: int) -> torch.Tensor:
 
 
 def build(
-    mesh: DeviceMesh, case: Case, *, ours: bool, mxfp8: bool = False, precision: DispatchPrecision = "bf16"
+    mesh: DeviceMesh,
+    case: Case,
+    *,
+    ours: bool,
+    mxfp8: bool = False,
+    precision: DispatchPrecision = "bf16",
+    wgrad: Wgrad = "bf16",
 ) -> RoutedExperts:
     """TorchTitan's routed experts with its standard dispatcher, or with ours on the stand-in."""
     sizes: dict[str, int] = {"num_experts": case.experts, "top_k": case.top_k}
     shape: dict[str, int] = {"dim": FEATURES, "hidden_dim": HIDDEN, "num_experts": case.experts}
-    experts = (
-        MXFP8Experts.Config(**shape, kernels="emulated", wgrad="bf16") if mxfp8 else GroupedExperts.Config(**shape)
-    )
+    experts = MXFP8Experts.Config(**shape, kernels="emulated", wgrad=wgrad) if mxfp8 else GroupedExperts.Config(**shape)
     if ours:
         theirs = DeepEPTokenDispatcher.Config(**sizes, hidden_dim=FEATURES, num_max_tokens_per_rank=TOKENS)
         config = padded(
@@ -250,9 +255,11 @@ def against_both(mesh: DeviceMesh, case: Case) -> dict[str, dict[str, float]]:
     }
 
 
-def compiled_and_eager(mesh: DeviceMesh, case: Case) -> dict[str, float]:
+def compiled_and_eager(
+    mesh: DeviceMesh, case: Case, mxfp8: bool, precision: DispatchPrecision, wgrad: Wgrad
+) -> dict[str, float]:
     """Errors of the layer compiled as one graph against itself."""
-    module = build(mesh, case, ours=True)
+    module = build(mesh, case, ours=True, mxfp8=mxfp8, precision=precision, wgrad=wgrad)
     eager = train(mesh, case, module)
     with torch._dynamo.config.patch(capture_scalar_outputs=True):
         graph = torch.compile(module, fullgraph=True, backend="aot_eager")

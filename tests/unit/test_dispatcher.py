@@ -91,8 +91,16 @@ def test_padding_is_never_read(ranks: Ranks, alignment: int) -> None:
         assert answer == {"combine": True, "collect": True, "resend": True}
 
 
-def test_compiled_as_a_full_graph_it_computes_the_same(ranks: Ranks) -> None:
-    for answer in ranks.ask(run.compiled_and_eager, Case(routing="one token", alignment=32)):
+@pytest.mark.parametrize("routing", ["one token", "one rank"])  # of the second, a rank receives nothing at all
+@pytest.mark.parametrize(
+    ("mxfp8", "precision", "wgrad"),
+    [(False, "bf16", "bf16"), (True, "bf16", "mxfp8"), (True, "mxfp8", "bf16"), (False, "fp8", "bf16")],
+)
+def test_compiled_as_a_full_graph_it_computes_the_same(
+    ranks: Ranks, routing: str, mxfp8: bool, precision: str, wgrad: str
+) -> None:
+    case = Case(routing=routing, alignment=32)
+    for answer in ranks.ask(run.compiled_and_eager, case, mxfp8, precision, wgrad):
         assert max(answer.values()) < BF16_ULP, answer
 
 

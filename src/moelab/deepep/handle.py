@@ -113,7 +113,7 @@ def handle_of(place: Exchange, ids_TK: Tensor, tensors: list[Tensor], experts: i
     for name in HANDLE_TENSORS[-2:]:
         if named[name].numel() == 0:
             named[name] = None
-    return place.handle_type(
+    handle = place.handle_type(
         do_expand=True,
         num_experts=experts,
         expert_alignment=alignment,
@@ -125,3 +125,6 @@ def handle_of(place: Exchange, ids_TK: Tensor, tensors: list[Tensor], experts: i
         num_recv_tokens_per_expert_list=[],
         **named,
     )
+    # A deterministic buffer asks for it whenever it sends by a handle, and does nothing with it where rows expand.
+    handle.cached_recv_src_metadata_before_sort = handle.recv_src_metadata
+    return handle

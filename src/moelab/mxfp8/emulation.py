@@ -38,6 +38,7 @@ from moelab.mxfp8.fake_quantise import (
     fake_quantise_columns,
     fake_quantise_rows,
     require_whole_blocks,
+    require_whole_or_no_blocks,
 )
 
 
@@ -82,8 +83,9 @@ def grouped_mm(
     if x_MK.dtype is not torch.bfloat16:
         raise BadOperand(f"the activations are {x_MK.dtype}; the emulated grouped GEMM multiplies bfloat16")
     needs_wgrad = torch.is_grad_enabled() and weight_GKN.requires_grad
-    if needs_wgrad and wgrad == "mxfp8" and not pad_inside and isinstance(x_MK.shape[0], int):
-        require_whole_blocks("the token axis (pad_inside=True pads it)", x_MK.shape[0])
+    # A compiler does not know the number of tokens that a dispatch brings, and the dispatcher has padded them.
+    if needs_wgrad and wgrad == "mxfp8" and not (pad_inside or torch.compiler.is_compiling()):
+        require_whole_or_no_blocks("the token axis (pad_inside=True pads it)", x_MK.shape[0])
     return _GroupedMM.apply(x_MK, weight_GKN, ends_G, wgrad == "bf16", pad_inside)
 
 
@@ -138,6 +140,31 @@ def _product(left: torch.Tensor, right: torch.Tensor, ends_G: torch.Tensor) -> t
     return torch._grouped_mm(left, right, offs=ends_G, out_dtype=torch.bfloat16)
 
 
+@torch.library.custom_op("moelab::quantised_wgrad", mutates_args=())
+def quantised_wgrad(grad_NM: torch.Tensor, x_KM: torch.Tensor, ends_G: torch.Tensor) -> torch.Tensor:
+    """The weight gradient of operands whose blocks lie along the tokens, as :func:`fake_quantise_columns` leaves them.
+
+    An operator of its own because torch 2.14's shape function of ``_grouped_mm`` asks whether M is 1, which a compiler
+    cannot know of the rows that a dispatch brings.
+
+    Args:
+        grad_NM: BF16 ``(N, M)``, contiguous.
+        x_KM: BF16 ``(K, M)``, contiguous.
+        ends_G: int32 ``(G,)``.
+
+    Returns:
+        BF16 ``(G, N, K)``; zeros of a rank without tokens.
+    """
+    if not x_KM.shape[1]:
+        return x_KM.new_zeros((ends_G.shape[0], grad_NM.shape[0], x_KM.shape[0]))
+    return _product(grad_NM, x_KM.transpose(-2, -1), ends_G)
+
+
+@quantised_wgrad.register_fake
+def _(grad_NM: torch.Tensor, x_KM: torch.Tensor, ends_G: torch.Tensor) -> torch.Tensor:
+    return x_KM.new_empty((ends_G.shape[0], grad_NM.shape[0], x_KM.shape[0]))
+
+
 def _output(x_MK: torch.Tensor, weight_GKN: torch.Tensor, ends_G: torch.Tensor) -> torch.Tensor:
     """Product of tokens already fake-quantised."""
     weight_GNK = weight_GKN.transpose(-2, -1).contiguous()
@@ -179,7 +206,7 @@ class _GroupedMM(torch.autograd.Function):
             wgrad_GNK = _product(grad_MN.transpose(-2, -1), x_MK, ends_G)
         else:
             quantised_MN, quantised_NM = fake_quantise_both(grad_MN)
-            wgrad_GNK = _product(quantised_NM, fake_quantise_columns(x_MK).transpose(-2, -1), ends_G)
+            wgrad_GNK = quantised_wgrad(quantised_NM, fake_quantise_columns(x_MK), ends_G)
         dgrad_MK = _dgrad(quantised_MN, weight_GKN, ends_G)
         if rows_M is not None:
             dgrad_MK = dgrad_MK.index_select(0, rows_M)

@@ -80,8 +80,8 @@ def fake_quantise_columns(x_BRC: torch.Tensor) -> torch.Tensor:
     Raises:
         NotWholeBlocks: if R is not a multiple of 32.
     """
-    require_whole_blocks("the last dimension but one", x_BRC.shape[-2])
-    blocks = x_BRC.contiguous().unflatten(-2, (-1, BLOCK))
+    require_whole_or_no_blocks("the last dimension but one", x_BRC.shape[-2])
+    blocks = x_BRC.contiguous().unflatten(-2, (x_BRC.shape[-2] // BLOCK, BLOCK))
     return _round_trip(blocks, -2).flatten(-3, -2).transpose(-2, -1).contiguous()
 
 
@@ -143,6 +143,12 @@ def require_whole_blocks(what: str, size: int) -> None:
             f"{what} has {size} values, and MXFP8 scales blocks of {BLOCK}: it must be a multiple of {BLOCK}, "
             f"{BLOCK} or more"
         )
+
+
+def require_whole_or_no_blocks(what: str, size: int) -> None:
+    """The same for an axis of tokens, which may be empty: no token may have chosen a rank's experts."""
+    if size:
+        require_whole_blocks(what, size)
 
 
 def biased_exponents(amax_bits: torch.Tensor) -> torch.Tensor:

@@ -108,7 +108,7 @@ def fake_quantise_rows(x: torch.Tensor) -> torch.Tensor:
 @fake_quantise.fake_quantise_columns.register_kernel("cuda")
 def fake_quantise_columns(x_BRC: torch.Tensor) -> torch.Tensor:
     """``(..., R, C)`` to ``(..., C, R)``, in blocks along R."""
-    fake_quantise.require_whole_blocks("the last dimension but one", x_BRC.shape[-2])
+    fake_quantise.require_whole_or_no_blocks("the last dimension but one", x_BRC.shape[-2])
     x_BRC = x_BRC.contiguous()
     columns = fake_quantise.empty_transposed(x_BRC)
     launch(_batched(x_BRC), None, _batched(columns), COLUMNS_TILE)
@@ -118,8 +118,8 @@ def fake_quantise_columns(x_BRC: torch.Tensor) -> torch.Tensor:
 @fake_quantise.fake_quantise_both.register_kernel("cuda")
 def fake_quantise_both(x_BRC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """``(..., R, C)`` to itself in blocks along C, and to ``(..., C, R)`` in blocks along R."""
-    for what, size in zip(("the last dimension", "the last dimension but one"), x_BRC.shape[:-3:-1], strict=True):
-        fake_quantise.require_whole_blocks(what, size)
+    fake_quantise.require_whole_blocks("the last dimension", x_BRC.shape[-1])
+    fake_quantise.require_whole_or_no_blocks("the last dimension but one", x_BRC.shape[-2])
     x_BRC = x_BRC.contiguous()
     rows, columns = torch.empty_like(x_BRC), fake_quantise.empty_transposed(x_BRC)
     launch(_batched(x_BRC), _batched(rows), _batched(columns), COLUMNS_TILE)
