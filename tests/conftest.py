@@ -13,6 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# A machine that also trains draws examples slowly; that is no fault of a test.
+settings.register_profile("moelab", suppress_health_check=[HealthCheck.too_slow], deadline=None)
+settings.load_profile("moelab")
 
 
 @functools.cache

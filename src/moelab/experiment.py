@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,79}$")]
 Degree = Annotated[int, Field(ge=1)]
+ActivationCheckpoint = Literal["none", "selective", "full", "full+dispatch"]
 
 
 class Precision(StrEnum):
@@ -81,7 +82,7 @@ class Experiment(BaseModel):
     warmup_steps: Annotated[int, Field(ge=0)] = 6
     lr: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 3.0e-3
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
-    activation_checkpoint: Literal["none", "selective", "full", "full+dispatch"] = Field(
+    activation_checkpoint: ActivationCheckpoint = Field(
         "none", description="full+dispatch: full, but what came over the network is kept"
     )
     compile: Literal["none", "loss", "model+loss"] = "none"

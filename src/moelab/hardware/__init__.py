@@ -4,12 +4,13 @@
 clusters that an experiment's ``hardware`` can name.
 """
 
-from moelab.hardware.catalogue import B200, GB300, GPUS, H100, H200
+from moelab.hardware.catalogue import B200, GB200, GB300, GPUS, H100, H200
 from moelab.hardware.profiles import PROFILES, cluster_of, gpu_from, gpu_of
-from moelab.hardware.spec import Cluster, Figure, Gpu, ImpossibleHardware, Label, Node
+from moelab.hardware.spec import Cluster, Figure, Gpu, ImpossibleHardware, Label, Node, has_grouped_fp8
 
 __all__ = [
     "B200",
+    "GB200",
     "GB300",
     "GPUS",
     "H100",
@@ -24,4 +25,5 @@ __all__ = [
     "cluster_of",
     "gpu_from",
     "gpu_of",
+    "has_grouped_fp8",
 ]

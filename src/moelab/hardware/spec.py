@@ -100,3 +100,12 @@ class Cluster:
 def _require_count(what: str, value: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ImpossibleHardware(f"{what} is {value!r}; give a whole number of at least 1")
+
+
+def has_grouped_fp8(capability: float) -> bool:
+    """Whether a GPU of this SM version, such as 9.0, can multiply FP8 experts.
+
+    ``torch._scaled_grouped_mm`` of torch 2.14 is for Hopper and Blackwell; SM89 has FP8 tensor cores, but not it
+    (``aten/src/ATen/native/cuda/GroupedBlas.cpp``).
+    """
+    return int(capability) in (9, 10)

@@ -6,10 +6,11 @@ Nothing falls back silently.
 from __future__ import annotations
 
 from moelab.experiment import EPBackend, Experiment, Precision
+from moelab.hardware import has_grouped_fp8
+from moelab.layout.arm_rules import MXFP8_CAPABILITY
 from moelab.machine import GpuInfo, cores, gpus, has_module
 from moelab.titan.arms import refusal
 
-FP8_CAPABILITY, MXFP8_CAPABILITY = 8.9, 10.0
 RANKS_PER_CORE = 4
 
 
@@ -46,8 +47,8 @@ def _precision(experiment: Experiment, found: tuple[GpuInfo, ...]) -> str | None
     weakest = min(found, key=lambda gpu: gpu.capability, default=None)
     capability = weakest.capability if weakest else 0.0
     here = f"{weakest.name} is SM{capability * 10:.0f}" if weakest else "this machine has no GPU to use"
-    if experiment.precision is Precision.FP8 and capability < FP8_CAPABILITY:
-        return f"precision fp8 needs FP8 tensor cores (SM89 or later); {here}. Nearest: precision=mxfp8 (emulated)"
+    if experiment.precision is Precision.FP8 and not has_grouped_fp8(capability):
+        return f"precision fp8 needs FP8 grouped GEMMs (SM90 or SM100); {here}. Nearest: precision=mxfp8 (emulated)"
     native = experiment.precision is Precision.MXFP8 and experiment.mxfp8_kernels == "native"
     if native and capability < MXFP8_CAPABILITY:
         return f"mxfp8_kernels native needs SM100 or later; {here}. Nearest: mxfp8_kernels=emulated"

@@ -6,13 +6,14 @@ What a dispatcher can do is written down once, in ``dispatchers.py``; the rules 
 from __future__ import annotations
 
 from moelab.experiment import EPBackend, Precision
+from moelab.hardware import has_grouped_fp8
 from moelab.layout.dispatchers import Fault, deepep_fault, dispatch_fault, takes_experts, that_pad
 from moelab.layout.facts import Facts
 from moelab.layout.rule import Rule
 
 _BLOCK = {Precision.FP8: 16, Precision.MXFP8: 32}
 """Features that a quantised grouped GEMM needs in a multiple of, along every dimension of a weight."""
-FP8_CAPABILITY, MXFP8_CAPABILITY = 8.9, 10.0
+MXFP8_CAPABILITY = 10.0
 
 
 def _deepep(facts: Facts) -> bool:
@@ -63,7 +64,7 @@ def _expert_blocks(facts: Facts) -> bool:
 
 def _fp8_gpu(facts: Facts) -> bool:
     known = facts.precision is Precision.FP8 and facts.capability is not None
-    return not known or float(facts.capability or 0) >= FP8_CAPABILITY
+    return not known or has_grouped_fp8(facts.capability or 0.0)
 
 
 def _native_gpu(facts: Facts) -> bool:
@@ -157,7 +158,7 @@ ARM_RULES = (
         name="GPU has FP8",
         factor="precision",
         holds=_fp8_gpu,
-        why=lambda facts: f"FP8 tensor cores begin with SM89, and {_here(facts)}; mxfp8 runs anywhere, emulated",
+        why=lambda facts: f"FP8 grouped GEMMs need SM90 or SM100, and {_here(facts)}; mxfp8 runs anywhere, emulated",
     ),
     Rule(
         name="GPU has MXFP8",

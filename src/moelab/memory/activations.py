@@ -18,12 +18,10 @@ import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal
 
-from moelab.experiment import EPBackend
+from moelab.experiment import ActivationCheckpoint, EPBackend
 from moelab.model import ModelShape
 
-Checkpointing = Literal["none", "selective", "full", "full+dispatch"]
 BF16, FP32, INT32, INT64 = 2, 4, 4, 8
 
 
@@ -181,7 +179,7 @@ def arrived(shape: ModelShape, work: Work) -> Mapping[str, float]:
 
 
 @functools.lru_cache(maxsize=65_536)
-def saved(shape: ModelShape, *, moe: bool, work: Work, compiled: bool, checkpointing: Checkpointing) -> float:
+def saved(shape: ModelShape, *, moe: bool, work: Work, compiled: bool, checkpointing: ActivationCheckpoint) -> float:
     """Bytes that one layer keeps from its forward to its backward pass under activation checkpointing.
 
     ``selective`` keeps the layer's input, attention's operands and output, and the output of every second matrix
@@ -201,7 +199,7 @@ def saved(shape: ModelShape, *, moe: bool, work: Work, compiled: bool, checkpoin
     return kept + sum(BF16 * work.tokens * width for width in _matrix_products(shape, moe=moe, tp=work.tp)[::2])
 
 
-def keeps_arrived(work: Work, *, compiled: bool, checkpointing: Checkpointing) -> bool:
+def keeps_arrived(work: Work, *, compiled: bool, checkpointing: ActivationCheckpoint) -> bool:
     """Whether a layer keeps what arrived and does not communicate again.
 
     TorchTitan's standard all-to-all is an operator that can be kept in a compiled layer only; the quantised one always.

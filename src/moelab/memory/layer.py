@@ -5,9 +5,8 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from moelab.experiment import Precision
+from moelab.experiment import ActivationCheckpoint, Precision
 from moelab.memory.activations import (
-    Checkpointing,
     Work,
     arrived,
     attention_saved,
@@ -24,7 +23,7 @@ from moelab.model import ModelShape
 class Mode:
     """What an experiment says about how its layers run."""
 
-    checkpointing: Checkpointing
+    checkpointing: ActivationCheckpoint
     compiled: bool
     loss_compiled: bool
     precision: Precision

@@ -17,14 +17,12 @@ from typing import Any
 import torch
 
 from moelab.errors import Refused
+from moelab.hardware import has_grouped_fp8
 from moelab.mxfp8.grouped_gemm_cases import ROW_BLOCK, SEED, Case, Precision, group_sizes, require_divisible
 from moelab.mxfp8.grouped_gemm_components import Operands, components
 from moelab.mxfp8.kernels import why_not_native
 from moelab.mxfp8.timing import Clock, Spread, Work, interleaved, time_alone
 
-GROUPED_FP8_MAJORS = (9, 10)
-"""CUDA capabilities that ``torch._scaled_grouped_mm`` of PyTorch accepts: Hopper and Blackwell
-(``aten/src/ATen/native/cuda/GroupedBlas.cpp``)."""
 COMPONENT_REPEATS = 8
 MIN_REPEATS, MAX_REPEATS, SECONDS_PER_CASE = 8, 30, 0.8
 
@@ -44,11 +42,11 @@ def why_not(precision: Precision) -> str | None:
     if precision == "bf16":
         return None
     if precision == "fp8":
-        if (major, minor) < (8, 9):
-            return f"{torch.cuda.get_device_name()} is SM{major}{minor}; FP8 tensor cores begin with SM89"
-        if major not in GROUPED_FP8_MAJORS:
-            return f"PyTorch's FP8 grouped GEMM is for SM90 and SM100, and this GPU is SM{major}{minor}"
-        return None
+        if has_grouped_fp8(major):
+            return None
+        return (
+            f"PyTorch's FP8 grouped GEMM is for SM90 and SM100, and {torch.cuda.get_device_name()} is SM{major}{minor}"
+        )
     return why_not_native()
 
 

@@ -1,7 +1,7 @@
 """FP8 row-wise experts with any dispatcher that pads, moelab's DeepEP one included.
 
 TorchTitan 0.3.0's converter swaps the dispatcher for a padded one and refuses DeepEP's, whose padded form comes by an
-override after conversion. The experts are the same: torchao's row-wise FP8 grouped GEMMs on SM89 or later.
+override after conversion. The experts are the same: torchao's row-wise FP8 grouped GEMMs on SM90 and SM100.
 """
 
 from __future__ import annotations
