@@ -6,6 +6,7 @@ Nothing but the standard library is imported before a verb is chosen, so that ``
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ from types import FrameType
 from typing import Any
 
 from moelab import __version__
+from moelab.cli_cluster import add_verbs, doctor_of_cluster, follow_runs
 from moelab.errors import MoelabError
 
 DESCRIPTION = (
@@ -52,6 +54,13 @@ def build_parser() -> argparse.ArgumentParser:
     doctor = _verb(verbs, "doctor", _doctor, "say what this machine can run and what is missing for the rest")
     doctor.add_argument("--smoke", action="store_true", help="send tokens between two ranks, with DeepEP if it is here")
     doctor.add_argument("--hardware", default="local", metavar="PROFILE", help="profile to hold the network against")
+    doctor.add_argument("--cluster", metavar="PROFILE", help="look at a cluster instead, before a study goes there")
+    doctor.add_argument("--cluster-set", action="append", default=[], metavar="KEY=VALUE", help="replace its field")
+    doctor.add_argument("--file", type=Path, help="with --cluster: YAML of what would run there")
+    doctor.add_argument(
+        "--runs", type=Path, help="with --cluster: folder of all studies; default: the profile's, or runs"
+    )
+    doctor.add_argument("--nodes", action="store_true", help="with --cluster: let every node report, by srun")
     plan = _verb(verbs, "plan", _plan, "say whether an experiment is legal, what it holds and how it is started")
     plan.add_argument("file", type=Path, help="YAML of an experiment, or of a study: each of its arms is planned")
     plan.add_argument("--arm", help="plan one arm of a study, such as mxfp8_standard")
@@ -67,12 +76,18 @@ def build_parser() -> argparse.ArgumentParser:
     plan.add_argument("--search", action="store_true", help="list the best legal layouts; fields given by --set stay")
     plan.add_argument("--limit", type=_positive, default=10, metavar="N", help="layouts that --search lists")
     plan.add_argument("--global-batch", type=_positive, metavar="N", help="sequences a step, kept by --search")
+    project = _verb(verbs, "project", _project, "predict the time of a step: tokens/s/GPU and where the time goes")
+    project.add_argument("file", type=Path, help="YAML of an experiment, or of a study: each of its arms is projected")
+    project.add_argument("--arm", help="project one arm of a study, such as mxfp8_standard")
+    project.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="replace a field")
     run = _verb(verbs, "run", _run, "train an experiment or study on this machine; a finished one is left alone")
     run.add_argument("file", type=Path, help="YAML of an experiment, a list of experiments, or a study")
     run.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="replace a field everywhere")
     run.add_argument("--on-failure", choices=["continue", "stop"], default="continue")
-    status = _verb(verbs, "status", _status, "say where the runs at a path are")
+    of_slurm = add_verbs(functools.partial(_verb, verbs))
+    status = _verb(verbs, "status", _status, "say where the runs at a path are; jobs of Slurm are asked for")
     status.add_argument("path", type=Path, nargs="?", default=Path("runs"))
+    status.add_argument("--follow", action="store_true", help="go on showing them; Ctrl-C leaves the runs alone")
     collect = _verb(verbs, "collect", _collect, "read the metrics of a run, a study, a log, TensorBoard or W&B export")
     collect.add_argument("path", type=Path)
     report = _verb(verbs, "report", _report, "judge a study and write its HTML report")
@@ -81,7 +96,7 @@ def build_parser() -> argparse.ArgumentParser:
     report.add_argument("--margin", type=float, help="equivalence margin in nats, instead of the seeds' own spread")
     report.add_argument("--final-fraction", type=float, default=0.1, help="part of the steps that a final loss is of")
     report.add_argument("--output", type=Path, help="file to write; default: report.html in the study's folder")
-    for verb in (plan, run, status, collect, report):
+    for verb in (plan, project, run, *of_slurm, status, collect, report):
         verb.add_argument("--json", action="store_true", help="print one JSON object")
     run.add_argument("--runs", type=Path, default=Path("runs"), help="folder that holds all studies")
     return parser
@@ -114,7 +129,8 @@ def _stop(_signal: int, _frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def _print(options: argparse.Namespace, as_json: Any, as_text: str) -> None:
+def show(options: argparse.Namespace, as_json: Any, as_text: str) -> None:
+    """Print a result, as JSON if that is asked for."""
     text = json.dumps(as_json, indent=1, allow_nan=False) if options.json else as_text
     print(text, flush=True)  # noqa: T201 - results go to stdout
 
@@ -126,21 +142,41 @@ def _line(name: str, status: Any) -> str:
 
 def _row(name: str, status: Any) -> dict[str, str | None]:
     """Where a run is, for a program."""
-    return {"run": name, "status": status.state.value, "reason": status.reason}
+    return {"run": name, "status": status.state.value, "reason": status.reason, "job_id": status.job_id}
+
+
+def found_runs(path: Path) -> list[Any]:
+    """The runs at a path that a person gave."""
+    from moelab.errors import BadInput
+    from moelab.runs.directory import find
+
+    if not path.is_dir():
+        raise BadInput(f"{path} is not a folder; give a run, a study or the folder of all studies")
+    return list(find(path.absolute()))
+
+
+def show_runs(options: argparse.Namespace, runs: Sequence[Any], statuses: Sequence[Any]) -> None:
+    """Print where runs are."""
+    both = list(zip(runs, statuses, strict=True))
+    lines = [_line(run.name, status) for run, status in both]
+    rows = [_row(run.name, status) for run, status in both]
+    show(options, {"runs": rows}, "\n".join(lines) or f"no runs at {options.path}")
 
 
 def _doctor(options: argparse.Namespace) -> int:
     from moelab.doctor import examine
 
+    if options.cluster:
+        return doctor_of_cluster(options)
     found = examine(hardware=options.hardware, smoke=options.smoke)
-    _print(options, found.to_json(), found.as_text())
+    show(options, found.to_json(), found.as_text())
     return 1 if found.failed else 0
 
 
 def _plan(options: argparse.Namespace) -> int:
     from moelab.experiment_file import read_study, write_experiment
 
-    arms = _arms(read_study(options.file, options.set), options.arm)
+    arms = chosen_arms(read_study(options.file, options.set), options.arm)
     if len(arms) > 1:
         return _plan_arms(options, arms)
     (experiment,) = arms
@@ -160,11 +196,11 @@ def _plan(options: argparse.Namespace) -> int:
     if planned.verdict.legal and options.verify:
         as_json["verify"] = verified(planned, options.ranks)
         as_text += f"\n\n{verified_text(as_json['verify'])}"
-    _print(options, as_json, as_text)
+    show(options, as_json, as_text)
     return 0 if planned.verdict.legal else 3
 
 
-def _arms(study: Any, wanted: str | None) -> list[Any]:
+def chosen_arms(study: Any, wanted: str | None) -> list[Any]:
     """The first experiment of each arm, or of the one that is wanted."""
     from moelab.errors import BadInput
 
@@ -184,25 +220,48 @@ def _plan_arms(options: argparse.Namespace, arms: list[Any]) -> int:
         raise BadInput(f"{options.file} holds {len(arms)} arms; name one for this with --arm: {names}")
     plans = [plan(experiment) for experiment in arms]
     as_json = {"plans": [{"arm": one.experiment.arm, **one.to_json()} for one in plans]}
-    _print(options, as_json, "\n\n".join(map(plan_text, plans)))
+    show(options, as_json, "\n\n".join(map(plan_text, plans)))
     return 0 if all(one.verdict.legal for one in plans) else 3
 
 
 def _search(options: argparse.Namespace, experiment: Any) -> int:
     from moelab.experiment_file import parse_overrides
+    from moelab.hardware import gpu_of
     from moelab.plan import headroom_gib
     from moelab.plan_text import search_text
     from moelab.search import VARIED, search
 
-    found = search(
+    fixed = sorted(parse_overrides(options.set).keys() & set(VARIED))
+    if gpu_of(experiment.hardware).bf16_tflops is not None:
+        from moelab.recommend import recommend, recommendation_text
+
+        found = recommend(experiment, fixed=fixed, limit=options.limit, global_batch=options.global_batch)
+        show(options, found.to_json(), recommendation_text(found))
+        return 0 if found.ranked else 3
+    plain = search(
         experiment,
-        fixed=sorted(parse_overrides(options.set).keys() & set(VARIED)),
+        fixed=fixed,
         limit=options.limit,
         headroom_gib=headroom_gib(experiment),
         global_batch=options.global_batch,
     )
-    _print(options, found.to_json(), search_text(found))
-    return 0 if found.candidates else 3
+    show(options, plain.to_json(), search_text(plain))
+    return 0 if plain.candidates else 3
+
+
+def _project(options: argparse.Namespace) -> int:
+    from moelab.experiment_file import read_study
+    from moelab.project_text import arms_text, projection_text
+    from moelab.projection.project import project
+
+    chosen = chosen_arms(read_study(options.file, options.set), options.arm)
+    found = {experiment.arm: project(experiment) for experiment in chosen}
+    if len(found) == 1:
+        (one,) = found.values()
+        show(options, one.to_json(), projection_text(one))
+    else:
+        show(options, {"arms": {arm: one.to_json() for arm, one in found.items()}}, arms_text(found))
+    return 0
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -215,20 +274,17 @@ def _run(options: argparse.Namespace) -> int:
     lines = [_line(str(run.path), run.status) for run in done.runs]
     summary = f"{study.name}: {complete} of {len(study.experiments)} complete, {done.trained} trained now"
     rows = [_row(run.name, run.status) for run in done.runs]
-    _print(options, {"study": study.name, "trained": done.trained, "runs": rows}, "\n".join([*lines, summary]))
+    show(options, {"study": study.name, "trained": done.trained, "runs": rows}, "\n".join([*lines, summary]))
     return 0 if complete == len(study.experiments) else 1
 
 
 def _status(options: argparse.Namespace) -> int:
-    from moelab.errors import BadInput
-    from moelab.runs.directory import find
+    from moelab.launch.watch import refresh
 
-    if not options.path.is_dir():
-        raise BadInput(f"{options.path} is not a folder; give a run, a study or the folder of all studies")
-    runs = list(find(options.path.absolute()))
-    lines = [_line(run.name, run.status) for run in runs]
-    rows = [_row(run.name, run.status) for run in runs]
-    _print(options, {"runs": rows}, "\n".join(lines) or f"no runs at {options.path}")
+    if options.follow:
+        return follow_runs(options)
+    runs = found_runs(options.path)
+    show_runs(options, runs, refresh(runs))
     return 0
 
 
@@ -241,7 +297,7 @@ def _collect(options: argparse.Namespace) -> int:
         + (f"; {run.status.reason}" if run.status.reason else "")
         for run in runs
     ]
-    _print(options, {"runs": [run.to_json() for run in runs]}, "\n".join(lines))
+    show(options, {"runs": [run.to_json() for run in runs]}, "\n".join(lines))
     return 0
 
 
@@ -255,5 +311,5 @@ def _report(options: argparse.Namespace) -> int:
         margin_nats=options.margin,
     )
     path = write_study_report(judged, options.output or options.path / "report.html")
-    _print(options, {**judged.to_json(), "report": str(path)}, f"{judged.as_text()}\nreport: {path}")
+    show(options, {**judged.to_json(), "report": str(path)}, f"{judged.as_text()}\nreport: {path}")
     return 0

@@ -173,6 +173,8 @@ def _explain(model: type[BaseModel], fault: Any) -> str:
         hint = f"did you mean {near[0]!r}?" if near else f"known fields: {', '.join(model.model_fields)}"
         return f"unknown field {name!r}; {hint}"
     message = fault["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+    if not name:  # of several fields together: the message names them
+        return str(message)
     return f"{name}: got {_short(fault['input'])}; valid: {message}"
 
 

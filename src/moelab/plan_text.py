@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from moelab.experiment import EPBackend, Experiment
@@ -166,27 +166,33 @@ def search_text(found: Found) -> str:
     counts = f"{found.examined:,} layouts judged, {found.legal:,} legal"
     if not shown:
         return f"{counts}"
-    header = (
-        "pp",
-        "schedule",
-        "micro",
-        "dp_rep",
-        "dp_shard",
-        "cp",
-        "tp",
-        "ep",
-        "local",
-        "global",
-        "bubble",
-        "free GiB",
-    )
-    table = [header, *(candidate_row(candidate) for candidate in shown)]
-    widths = [max(len(row[column]) for row in table) for column in range(len(header))]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in table]
+    lines = aligned([CANDIDATE_HEADER, *(candidate_row(candidate) for candidate in shown)])
     if found.candidates:
         order = f"Order: {', '.join(ORDER)}. No speed is predicted."
         return "\n".join([*lines, "", f"{counts}, {found.too_large:,} better ones do not fit.", *rows("", [order])])
     return "\n".join([f"{counts}, and none fits. The nearest to fitting:", *lines])
+
+
+CANDIDATE_HEADER = (
+    "pp",
+    "schedule",
+    "micro",
+    "dp_rep",
+    "dp_shard",
+    "cp",
+    "tp",
+    "ep",
+    "local",
+    "global",
+    "bubble",
+    "free GiB",
+)
+
+
+def aligned(table: Sequence[Sequence[str]]) -> list[str]:
+    """Rows of cells as lines, columns flush right."""
+    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in table]
 
 
 def candidate_row(candidate: Candidate) -> tuple[str, ...]:

@@ -39,12 +39,12 @@ DIFFERENCES = (
     Difference(
         topic="batch directives",
         published="`set -euo pipefail` stands before the #SBATCH lines, so sbatch ignores all of them",
-        here="the command of one node is printed; a job script is not part of this version",
+        here="`moelab submit` writes the script, directives before any command; tests read and run it",
     ),
     Difference(
         topic="script folder",
         published="it is taken from BASH_SOURCE, which under sbatch is slurmd's spool folder, so `source .env` fails",
-        here="nothing is sourced: the experiment is one file, and its path is in the command",
+        here="the job needs no file beside it: the experiment is one file, and its absolute path is in the script",
     ),
     Difference(
         topic="MXFP8 flags",
@@ -69,7 +69,7 @@ DIFFERENCES = (
     Difference(
         topic="time limit, requeue, checkpoint",
         published="none is set, so a lost node loses the run",
-        here="not part of this version either; a finished step keeps its metrics",
+        here="all three are the cluster profile's: before the limit a job saves its step, is requeued and goes on",
     ),
     Difference(
         topic="seed",
@@ -79,7 +79,7 @@ DIFFERENCES = (
     Difference(
         topic="network cards",
         published="the scripts of 16B and 671B use different lists of NICs",
-        here="no network setting is part of an experiment; all arms run in the environment of the cluster",
+        here="network settings belong to the cluster profile, which all arms of a study share",
     ),
     Difference(
         topic="statistics",

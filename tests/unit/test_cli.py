@@ -178,7 +178,9 @@ def test_status(call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     run = make_run(tmp_path, Experiment(name="s"), [8.0], state=State.FAILED, reason="rank 0: ValueError: x")
     done = call("status", tmp_path, "--json")
     assert (done.code, done.err) == (0, "")
-    assert done.json == {"runs": [{"run": run.name, "status": "failed", "reason": "rank 0: ValueError: x"}]}
+    assert done.json == {
+        "runs": [{"run": run.name, "status": "failed", "reason": "rank 0: ValueError: x", "job_id": None}]
+    }
     assert call("status", tmp_path).out == f"{run.name}: failed: rank 0: ValueError: x\n"
     monkeypatch.chdir(run.path)
     assert call("status", ".").out.startswith(run.name)

@@ -21,7 +21,7 @@ from filelock import FileLock
 
 from moelab.errors import Refused
 from moelab.experiment_file import Study, make_study
-from moelab.launch import local
+from moelab.launch import local, torchrun
 from moelab.launch.study import StudyRun, run_study
 from moelab.runs import directory
 from moelab.runs.collect import collect
@@ -201,7 +201,10 @@ def test_what_the_machine_cannot_run_is_refused_before_anything_starts(runs: Pat
 def test_a_second_launcher_is_refused(runs: Path) -> None:
     stand_in.install()
     (runs / "s").mkdir(parents=True)
-    with FileLock(runs / "s" / ".launcher.lock"), pytest.raises(Refused, match="another process is training study 's'"):
+    with (
+        FileLock(runs / "s" / ".launcher.lock"),
+        pytest.raises(Refused, match="another process is launching study 's'"),
+    ):
         run_study(study_of(), runs)
     assert list(find(runs)) == []
     assert states(run_study(study_of(), runs, say=lambda line: None)) == ["completed"]
@@ -251,7 +254,7 @@ def test_ctrl_c_ends_the_ranks_and_keeps_the_metrics(runs: Path) -> None:
 
 
 def test_ranks_that_do_not_end_when_asked_to_are_killed(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "STOP_S", 0.5)
+    monkeypatch.setattr(torchrun, "STOP_S", 0.5)
 
     def say(line: str) -> None:
         if "loss" in line:
@@ -282,7 +285,7 @@ def test_a_signal_to_moelab_run(tmp_path: Path, runs: Path, number: signal.Signa
     if second:
         out, err = second.communicate(timeout=30)
         assert (second.returncode, out) == (3, "")
-        assert "another process is training study 's'" in err
+        assert "another process is launching study 's'" in err
     process.send_signal(number)
     out, err = process.communicate(timeout=30)
     wait_for(lambda: not stand_in.processes_of(runs), 10)

@@ -17,9 +17,12 @@ from moelab.notebooks import (
     ConvergenceParameters,
     DispatchParameters,
     GroupedGemmParameters,
+    LaunchParameters,
     PlanParameters,
+    ProjectParameters,
     QuantiseParameters,
     RouteParameters,
+    ThroughputParameters,
     parameter_names,
     read_parameters,
     validated,
@@ -34,6 +37,9 @@ SCHEMAS: dict[str, type[BaseModel]] = {
     "04_dispatch_with_deepep": DispatchParameters,
     "05_plan_layout": PlanParameters,
     "06_compare_convergence": ConvergenceParameters,
+    "07_compare_throughput": ThroughputParameters,
+    "08_project_to_cluster": ProjectParameters,
+    "09_launch_and_watch_run": LaunchParameters,
 }
 
 

@@ -7,6 +7,7 @@ from moelab.hardware.spec import Figure, Gpu, Label
 H100_SHEET = "NVIDIA H100 datasheet, SXM"
 H200_SHEET = "NVIDIA H200 datasheet, SXM"
 B200_SHEET = "NVIDIA HGX B200 datasheet, half of the sparse figure"
+GB200_SHEET = "NVIDIA GB200 NVL72 datasheet, a 72nd of it, half of the sparse figures"
 GB300_PAGE = "verda.com/blog/gb300-nvl72-architecture"
 
 
@@ -56,6 +57,16 @@ B200 = Gpu(
     hbm_tb_s=quoted(8, B200_SHEET),
     nvlink_gb_s=quoted(900, B200_SHEET),
 )
+GB200 = Gpu(
+    name="GB200",
+    capability=10.0,
+    memory_gib=Figure(value=186 * 0.99, label="derived", source=f"186 GB ({GB200_SHEET}), read as for H200"),
+    bf16_tflops=quoted(2500, GB200_SHEET),
+    fp8_tflops=quoted(5000, GB200_SHEET),
+    mxfp8_tflops=quoted(5000, GB200_SHEET),
+    hbm_tb_s=quoted(8, GB200_SHEET),
+    nvlink_gb_s=quoted(900, GB200_SHEET),
+)
 GB300 = Gpu(
     name="GB300",
     capability=10.3,
@@ -66,7 +77,7 @@ GB300 = Gpu(
     hbm_tb_s=quoted(8, GB300_PAGE),
     nvlink_gb_s=quoted(900, GB300_PAGE),
 )
-GPUS = {gpu.name: gpu for gpu in (GB300, B200, H200, H100)}
+GPUS = {gpu.name: gpu for gpu in (GB300, GB200, B200, H200, H100)}
 """Names that contain another stand before it: they are looked for in what nvidia-smi says."""
 
 NIC_400G = quoted(50, "one 400 Gb/s network card for each GPU (NVIDIA ConnectX-7 datasheet)")

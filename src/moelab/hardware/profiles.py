@@ -7,13 +7,16 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from moelab.errors import BadInput
-from moelab.hardware.catalogue import B200, GPUS, H100, H200, NIC_400G
+from moelab.hardware.catalogue import B200, GB200, GPUS, H100, H200, NIC_400G
 from moelab.hardware.spec import Cluster, Figure, Gpu, Node
 from moelab.machine import GpuInfo, cores, gpus, memory_bytes
 
 _PUBLISHED = {
     "b200_x256": Cluster(name="b200_x256", nodes=32, node=Node(gpu=B200, gpus=8, nic_gb_s=NIC_400G)),
     "b200_node": Cluster(name="b200_node", nodes=1, node=Node(gpu=B200, gpus=8)),
+    "gb200_nvl72_x4": Cluster(name="gb200_nvl72_x4", nodes=4, node=Node(gpu=GB200, gpus=72, nic_gb_s=NIC_400G)),
+    "h100_x1024": Cluster(name="h100_x1024", nodes=128, node=Node(gpu=H100, gpus=8, nic_gb_s=NIC_400G)),
+    "h200_x256": Cluster(name="h200_x256", nodes=32, node=Node(gpu=H200, gpus=8, nic_gb_s=NIC_400G)),
     "h100_node": Cluster(name="h100_node", nodes=1, node=Node(gpu=H100, gpus=8)),
     "h200_node": Cluster(name="h200_node", nodes=1, node=Node(gpu=H200, gpus=8)),
 }

@@ -23,6 +23,7 @@ LOST_PEER = re.compile(
     re.I,
 )
 STDERR_TAIL_BYTES = 1_000_000
+_NODE = re.compile(r"/node(\d+)/[^/]+/attempt_\d+/\d+$")
 _RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?")  # PyTorch's own, where a process group exists
 _TORCHRUN_FAILURE = re.compile(r"rank\s*:\s*(\d+) \(local_rank: \d+\)\s+exitcode\s*:\s*(-?\d+)(?: \(pid: (\d+)\))?")
 _ENDED_BY_TORCHRUN = re.compile(r"Unable to shutdown process (\d+) via")
@@ -42,17 +43,18 @@ class RankFailure:
         return bool(LOST_PEER.search(self.message))
 
 
-def cause(logs: Path, log_text: str) -> str | None:
+def cause(logs: Path, log_text: str, *, ranks_per_node: int = 0) -> str | None:
     """The cause of a failed run, such as ``rank 1: RuntimeError: Loss is not finite (…)``.
 
     Args:
-        logs: the folder given to torchrun as ``--log-dir``.
+        logs: the folder given to torchrun as ``--log-dir``; of several nodes, the one that holds ``node0`` and so on.
         log_text: end of the combined log, with torchrun's own summary.
+        ranks_per_node: of a run on several nodes.
 
     Returns:
         One line, or None if nothing was found.
     """
-    failures = sorted(_exceptions(logs), key=lambda failure: (failure.time or math.inf, failure.rank))
+    failures = sorted(_exceptions(logs, ranks_per_node), key=lambda failure: (failure.time or math.inf, failure.rank))
     own = [failure for failure in failures if not failure.is_lost_peer]
     killed = list(_killed(log_text))
     aborted = [failure for failure in killed if "SIGABRT" in failure.message]
@@ -60,13 +62,15 @@ def cause(logs: Path, log_text: str) -> str | None:
     return f"rank {chosen[0].rank}: {chosen[0].message}" if chosen else None
 
 
-def _exceptions(logs: Path) -> Iterator[RankFailure]:
+def _exceptions(logs: Path, ranks_per_node: int) -> Iterator[RankFailure]:
     """What each rank raised: from its error file, else the end of its standard error."""
-    for folder in logs.glob("*/attempt_*/[0-9]*"):
+    for folder in logs.glob("**/attempt_*/[0-9]*"):
         found = _recorded(folder / "error.json") or _printed(folder / "stderr.log")
         if found:
             message, time = found
-            yield RankFailure(rank=int(folder.name), message=_one_line(message), time=time)
+            node = _NODE.search(folder.as_posix())
+            rank = int(folder.name) + (int(node[1]) * ranks_per_node if node else 0)
+            yield RankFailure(rank=rank, message=_one_line(message), time=time)
 
 
 def _recorded(file: Path) -> tuple[str, float] | None:

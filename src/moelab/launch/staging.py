@@ -10,8 +10,13 @@ from moelab.experiment import Experiment
 C4 = "allenai/c4"
 
 
-def stage_data(experiment: Experiment) -> None:
+def stage_data(experiment: Experiment, *, dataset: Path | None = None, tokenizer: Path | None = None) -> None:
     """Make the experiment's data ready on this machine, or say why it cannot be.
+
+    Args:
+        experiment: what will run.
+        dataset: local copy of C4, instead of the hub.
+        tokenizer: folder of the model's tokenizer, instead of where TorchTitan's script puts it.
 
     Raises:
         Refused: if C4, or the tokenizer that it needs, cannot be had.
@@ -20,8 +25,11 @@ def stage_data(experiment: Experiment) -> None:
     from moelab.titan import corpus
 
     if experiment.dataset == "c4":
-        _require_c4()
-        folder = corpus.TOKENIZERS.get(experiment.model)
+        if dataset is None:
+            _require_c4()
+        elif not dataset.is_dir():
+            raise Refused(f"dataset c4 is said to be in {dataset}, which is no folder on this machine")
+        folder = str(tokenizer) if tokenizer else corpus.TOKENIZERS.get(experiment.model)
         if folder and not Path(folder, "tokenizer.json").exists():
             raise Refused(
                 f"dataset c4 with model {experiment.model} needs its tokenizer in {folder}; fetch it with TorchTitan's "

@@ -20,6 +20,7 @@ from moelab.experiment_file import Study
 from moelab.launch.capability import refusals
 from moelab.launch.local import close, run_experiment
 from moelab.launch.progress import Progress, Say, say_on_stderr
+from moelab.launch.slurm.ticket import ticket_of
 from moelab.runs import directory
 from moelab.runs.directory import RunDir
 from moelab.runs.status import State
@@ -60,7 +61,7 @@ def run_study(study: Study, runs: Path, *, on_failure: OnFailure = "continue", s
     """
     runs = runs.absolute()
     _require_runnable(study)
-    with _only_launcher(runs, study):
+    with only_launcher(runs, study):
         _close_orphans(runs, study)
         finished = ((index, _finished(runs, experiment)) for index, experiment in enumerate(study.experiments))
         found = {index: run for index, run in finished if run}
@@ -90,14 +91,19 @@ def _finished(runs: Path, experiment: Experiment) -> RunDir | None:
 
 
 @contextmanager
-def _only_launcher(runs: Path, study: Study) -> Iterator[None]:
+def only_launcher(runs: Path, study: Study) -> Iterator[None]:
+    """Hold a study: one process at a time trains or submits it.
+
+    Raises:
+        Refused: if another one does.
+    """
     folder = runs / study.name
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / ".launcher.lock")
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        raise Refused(f"another process is training study {study.name!r} in {runs}; wait for it or stop it") from None
+        raise Refused(f"another process is launching study {study.name!r} in {runs}; wait for it or stop it") from None
     try:
         yield
     finally:
@@ -107,5 +113,5 @@ def _only_launcher(runs: Path, study: Study) -> Iterator[None]:
 def _close_orphans(runs: Path, study: Study) -> None:
     for run in directory.find(runs / study.name):
         status = run.status
-        if not status.state.is_final and not status.job_id:  # a job of Slurm has no launcher here
+        if not status.state.is_final and not (status.job_id or ticket_of(run)):  # a job of Slurm has no launcher here
             close(run, replace(status, state=State.FAILED, reason="the launcher was killed"))

@@ -111,6 +111,7 @@ class ParameterCounts:
     active: int
 
 
+@functools.lru_cache(maxsize=256)
 def count_parameters(shape: ModelShape) -> ParameterCounts:
     """Count the parameters of the whole model, exactly as TorchTitan does.
 

@@ -5,10 +5,11 @@ Letters: M, N, K of a GEMM are rows, output features, input features.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Literal
 
-from moelab.model.parameters import Parameter, Part, count_parameters, parameters
+from moelab.model.parameters import Part, count_parameters, parameters
 from moelab.model.shape import HEAD, ModelShape
 
 Pass = Literal["forward", "dgrad", "wgrad"]
@@ -37,7 +38,7 @@ def flops_per_token(shape: ModelShape, seq_len: int, *, causal: bool = False) ->
     return 6 * (counts.active - counts.by_part["embedding"]) + (attention // 2 if causal else attention)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Gemm:
     """A product of (M, K) and (K, N) that one rank computes ``count`` times.
 
@@ -72,38 +73,34 @@ def gemms(shape: ModelShape, tokens: int, *, tp: int = 1, ep: int = 1) -> tuple[
         ep: expert-parallel degree; with it, each tensor-parallel rank routes its own share of the tokens.
     """
     routed = tokens * shape.top_k // (tp if ep > 1 else 1)
-    found: list[Gemm] = []
-    for module, count in (("layers.0", shape.n_dense_layers), (f"layers.{shape.n_dense_layers}", shape.n_moe_layers)):
-        if count:
-            for weight in parameters(shape, module):
-                found += _gemms_of(shape, weight, tokens, routed, count, tp=tp, ep=ep)
-    head = parameters(shape, HEAD)[0]
-    return (*found, *_gemms_of(shape, head, tokens, routed, 1, tp=tp, ep=ep))
-
-
-def _gemms_of(
-    shape: ModelShape, weight: Parameter, tokens: int, routed: int, count: int, *, tp: int, ep: int
-) -> list[Gemm]:
-    if weight.part == "norms":
-        return []
-    grouped = weight.part == "routed experts"
-    sharded_by_tp = weight.tp_dim is not None and not (grouped and ep > 1)
-    sizes = [size // tp if sharded_by_tp and dim == weight.tp_dim else size for dim, size in enumerate(weight.shape)]
-    n, k = sizes[-2:]
-    rows = routed if grouped else tokens
     # The router runs on the sequence shard that each tensor-parallel rank routes.
-    rows = rows // tp if weight.part == "router" and ep > 1 else rows
-    name = weight.name.removesuffix(".weight")
-    groups = shape.num_experts // ep if grouped else 1
-    products: tuple[tuple[Pass, int, int, int], ...] = (
-        ("forward", rows, n, k),
-        ("dgrad", rows, k, n),
-        ("wgrad", n, k, rows),
-    )
-    return [
-        Gemm(name=name, part=weight.part, direction=direction, m=m, n=columns, k=inner, groups=groups, count=count)
-        for direction, m, columns, inner in products
-    ]
+    rows_of = {"routed experts": routed, "router": tokens // tp if ep > 1 else tokens}
+    found: list[Gemm] = []
+    for name, part, n, k, groups, count in _weights(shape, tp, ep):
+        rows = rows_of.get(part, tokens)
+        found += (
+            Gemm(name, part, "forward", rows, n, k, groups, count),
+            Gemm(name, part, "dgrad", rows, k, n, groups, count),
+            Gemm(name, part, "wgrad", n, k, rows, groups, count),
+        )
+    return tuple(found)
+
+
+@functools.lru_cache(maxsize=256)
+def _weights(shape: ModelShape, tp: int, ep: int) -> tuple[tuple[str, Part, int, int, int, int], ...]:
+    """Name, part, output and input features, groups and number of every weight that multiplies on one rank."""
+    counts = (("layers.0", shape.n_dense_layers), (f"layers.{shape.n_dense_layers}", shape.n_moe_layers), (HEAD, 1))
+    found = []
+    for weight, count in ((weight, count) for module, count in counts if count for weight in parameters(shape, module)):
+        if weight.part == "norms":
+            continue
+        grouped = weight.part == "routed experts"
+        sharded = weight.tp_dim is not None and not (grouped and ep > 1)
+        sizes = [size // tp if sharded and dim == weight.tp_dim else size for dim, size in enumerate(weight.shape)]
+        groups = shape.num_experts // ep if grouped else 1
+        n, k = sizes[-2:]
+        found.append((weight.name.removesuffix(".weight"), weight.part, n, k, groups, count))
+    return tuple(found)
 
 
 BYTES_PER_ELEMENT = {"bf16": 2.0, "mxfp8": 1.0 + 1 / 32, "fp8": 1.0 + 4 / 128}

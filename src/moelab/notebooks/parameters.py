@@ -13,10 +13,11 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from moelab.experiment import Experiment
+from moelab.experiment import ActivationCheckpoint, Experiment
 from moelab.experiment_file import Study, make_study, parse
 from moelab.model import shape_of
 from moelab.projection import ExpertPlacement, RoutingModel, routing_of
+from moelab.sweep import on
 
 _JUPYTER_NAMES = frozenset({"In", "Out", "exit", "quit", "open", "get_ipython"})
 Parameters = TypeVar("Parameters", bound=BaseModel)
@@ -43,7 +44,7 @@ class ConvergenceParameters(BaseModel):
     lr: float = Field(gt=0, allow_inf_nan=False)
     seq_len: int = Field(ge=8)
     local_batch: int = Field(ge=1)
-    activation_checkpoint: Literal["none", "selective", "full"]
+    activation_checkpoint: ActivationCheckpoint
     compile: Literal["none", "loss", "model+loss"]
     routing: Literal["learned", "round_robin", "random_balanced"]
     dataset: Literal["python", "c4"]
@@ -101,7 +102,7 @@ class QuantiseParameters(BaseModel):
     steps: int = Field(ge=1)
     seq_len: int = Field(ge=8)
     local_batch: int = Field(ge=1)
-    activation_checkpoint: Literal["none", "selective", "full"]
+    activation_checkpoint: ActivationCheckpoint
     hardware: str
     layer: int = Field(ge=0, description="which of the captured layers: 0 is the first")
     outlier_log2: int = Field(ge=0, le=20)
@@ -152,7 +153,7 @@ class PlanParameters(BaseModel):
     microbatch: int = Field(ge=1)
     precision: Literal["bf16", "fp8", "mxfp8"]
     ep_backend: Literal["standard", "deepep", "hybridep", "minimal_async_ep"]
-    activation_checkpoint: Literal["none", "selective", "full"]
+    activation_checkpoint: ActivationCheckpoint
     compile: Literal["none", "loss", "model+loss"]
     rank: int = Field(ge=0, description="global rank whose groups are drawn")
     search_limit: int = Field(ge=1, le=50, description="layouts that the search lists")
@@ -236,6 +237,130 @@ class DispatchParameters(BaseModel):
         return ExpertPlacement(
             experts=shape.num_experts, top_k=shape.top_k, ep=self.ep, ranks_per_node=self.ranks_per_node
         )
+
+
+class LaunchParameters(BaseModel):
+    """Parameters of ``09_launch_and_watch_run``."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    study: str
+    runs_dir: str
+    runs: str = Field(description="existing folder of a run or study to watch; empty: this notebook's study")
+    submit: bool = Field(description="give the study to Slurm")
+    cluster: str = Field(description="name of a cluster profile, or a path of one; local starts the ranks here")
+    wait: bool = Field(description="show progress until the runs have ended before the figures are drawn")
+    model: Literal["nano", "debug", "16B", "671B"]
+    precision: Literal["bf16", "fp8", "mxfp8"]
+    ep_backend: Literal["standard", "deepep", "hybridep", "minimal_async_ep"]
+    nodes: int = Field(ge=1)
+    ranks: int = Field(ge=1, description="ranks on each node")
+    tp: int = Field(ge=1)
+    pp: int = Field(ge=1)
+    ep: int = Field(ge=1)
+    steps: int = Field(ge=1)
+    warmup_steps: int = Field(ge=0)
+    lr: float = Field(gt=0, allow_inf_nan=False)
+    seq_len: int = Field(ge=8)
+    local_batch: int = Field(ge=1)
+    activation_checkpoint: ActivationCheckpoint
+    compile: Literal["none", "loss", "model+loss"]
+    routing: Literal["learned", "round_robin", "random_balanced"]
+    dataset: Literal["python", "c4"]
+    hardware: str
+
+    def to_study(self) -> Study:
+        """One arm at one seed."""
+        own = {"study", "runs_dir", "runs", "submit", "cluster", "wait", "ranks"}
+        fields = self.model_dump(exclude=own) | {"gpus_per_node": self.ranks}
+        return make_study(self.study, fields, [{}], [0])
+
+    @property
+    def watched(self) -> Path:
+        """Folder of the runs to watch."""
+        return Path(self.runs) if self.runs else Path(self.runs_dir) / self.study
+
+
+class ThroughputParameters(BaseModel):
+    """Parameters of ``07_compare_throughput``."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    study: str
+    runs_dir: str
+    submit: bool = Field(description="give the study to Slurm")
+    cluster: str = Field(description="name of a cluster profile, or a path of one; local trains here")
+    model: Literal["nano", "debug", "16B", "671B"]
+    precision: Literal["fp8", "mxfp8"] = Field(description="of the experts in the quantised arms")
+    ep_kernels: Literal["native", "emulated"]
+    nodes: int = Field(ge=1)
+    ranks: int = Field(ge=1, description="ranks on each node")
+    tp: int = Field(ge=1)
+    pp: int = Field(ge=1)
+    pp_schedule: str
+    ep: int = Field(ge=2)
+    seeds: int = Field(ge=1, le=100)
+    steps: int = Field(ge=5, description="the first three do not count")
+    warmup_steps: int = Field(ge=0)
+    lr: float = Field(gt=0, allow_inf_nan=False)
+    seq_len: int = Field(ge=8)
+    local_batch: int = Field(ge=1)
+    activation_checkpoint: ActivationCheckpoint
+    compile: Literal["none", "loss", "model+loss"]
+    routing: Literal["learned", "round_robin", "random_balanced"]
+    dataset: Literal["python", "c4"]
+    hardware: str
+
+    def to_study(self) -> Study:
+        """The two-by-two: BF16 and quantised experts, each with the standard all-to-all and with DeepEP."""
+        own = {"study", "runs_dir", "submit", "cluster", "precision", "ranks", "seeds"}
+        shared = self.model_dump(exclude=own) | {"gpus_per_node": self.ranks}
+        arms = [
+            {"precision": precision, "ep_backend": backend}
+            for precision in ("bf16", self.precision)
+            for backend in ("standard", "deepep")
+        ]
+        return make_study(self.study, shared, arms, range(self.seeds))
+
+
+class ProjectParameters(BaseModel):
+    """Parameters of ``08_project_to_cluster``."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    gpu: Literal["H100", "H200", "B200", "GB200"]
+    nodes: int = Field(ge=1)
+    gpus_per_node: int = Field(ge=1)
+    network_gb_s: float = Field(gt=0, allow_inf_nan=False)
+    pp: int = Field(ge=1)
+    tp: int = Field(ge=1)
+    ep: int = Field(ge=1)
+    seq_len: int = Field(ge=8)
+    local_batch: int = Field(ge=1)
+    routing: Literal["learned", "round_robin", "random_balanced"]
+    price_per_gpu_hour: float = Field(gt=0, allow_inf_nan=False)
+    watts_per_gpu: float = Field(gt=0, allow_inf_nan=False)
+    tokens_t: float = Field(gt=0, allow_inf_nan=False, description="trillions of tokens of the whole training")
+    grouped_gemm: str = Field(description="file of your node's grouped GEMMs; empty: the packaged one")
+    all_to_all: str = Field(description="file of your node's all-to-all; empty: the packaged one")
+    draws: int = Field(ge=10, le=10_000)
+    most_gpus: int = Field(ge=8, le=4096)
+    search_limit: int = Field(ge=1, le=50)
+
+    def to_experiment(self, **changes: Any) -> Experiment:
+        """The 671B model with MXFP8 (FP8 before SM100) experts and DeepEP on your cluster.
+
+        Args:
+            changes: fields of the experiment that are to differ.
+
+        Raises:
+            BadInput: if a value is none that an experiment takes.
+        """
+        names = ("nodes", "gpus_per_node", "pp", "tp", "ep", "seq_len", "local_batch", "routing")
+        fields = {name: getattr(self, name) for name in names} | {"name": "project", "model": "671B", "dataset": "c4"}
+        fields |= {"precision": "mxfp8", "ep_backend": "deepep", "pp_schedule": "Interleaved1F1B"}
+        fields |= {"activation_checkpoint": "full", "compile": "model+loss"}
+        return on(self.gpu, parse(Experiment, {**fields, **changes}))
 
 
 def _arm(precision: str, parameters: ConvergenceParameters) -> dict[str, Any]:

@@ -16,14 +16,16 @@ from typing import Any
 from moelab.errors import BadInput
 
 Row = Mapping[str, Any]
-ALL_TO_ALL, TWO_BY_TWO = "all_to_all_h100", "h100_two_by_two"
+ALL_TO_ALL, TWO_BY_TWO, GROUPED_GEMM = "all_to_all_h100", "h100_two_by_two", "grouped_gemm_h100"
 COMMANDS = {
     ALL_TO_ALL: "torchrun --nproc-per-node 2 benchmarks/all_to_all.py --output benchmarks/results/all_to_all_h100.json",
     TWO_BY_TWO: "python benchmarks/h100_two_by_two.py --gpus 2 --output benchmarks/results/h100_two_by_two.json",
+    GROUPED_GEMM: "python benchmarks/grouped_gemm.py --output benchmarks/results/grouped_gemm_h100.json",
 }
 COLUMNS = {
     ALL_TO_ALL: ("size", "routing", "arm", "backend"),
     TWO_BY_TWO: ("shape", "arm", "routing", "order", "steps", "tps_median", "tps_iqr"),
+    GROUPED_GEMM: ("m", "n", "k", "groups", "sizes", "precision", "pass", "median_us"),
 }
 """What every row of a file must have."""
 
@@ -66,7 +68,7 @@ def load_measured(name: str, path: Path | None = None) -> Measurement:
     """Read a file of measurements.
 
     Args:
-        name: ``all_to_all_h100`` or ``h100_two_by_two``.
+        name: ``all_to_all_h100``, ``h100_two_by_two`` or ``grouped_gemm_h100``.
         path: of another file of the same kind, such as your own; the package's by default.
 
     Returns:

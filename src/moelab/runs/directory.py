@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from moelab.runs.status import State, Status, read_status, write_status
 EXPERIMENT_FILE = "experiment.yaml"
 CONVERTED_FOLDER, DISPATCHER_FILE = "launch/converted", "launch/dispatcher.json"
 """What the built model runs: a file for each pipeline rank of what multiplies in MXFP8; what moves the tokens."""
+STOP_VARIABLE, STOPPED_FILE = "MOELAB_STOP_FILE", "launch/stopped.json"
+"""Names the file that asks ranks to save and stop; which step they saved when they did."""
 
 
 @dataclass(frozen=True)
@@ -63,19 +66,29 @@ class RunDir:
         write_status(self.path, status)
 
 
+def fresh(runs: Path, experiment: Experiment) -> RunDir:
+    """A run directory with a name that no other has; nothing is made."""
+    stamp = f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{secrets.token_hex(3)}"
+    return RunDir(runs / experiment.name / experiment.arm / f"seed{experiment.seed}" / stamp)
+
+
+def make(run: RunDir, experiment: Experiment) -> None:
+    """Make a fresh run directory with its experiment and the status ``prepared``."""
+    for part in ("launch", "logs", "tb"):
+        (run.path / part).mkdir(parents=True)
+    write_whole(run.path / EXPERIMENT_FILE, write_experiment(experiment))
+    run.set_status(Status(state=State.PREPARED))
+
+
 def create(runs: Path, experiment: Experiment) -> RunDir:
-    """Make a fresh run directory with its experiment and the status ``prepared``.
+    """Make a run directory.
 
     Args:
         runs: the folder that holds all studies.
         experiment: what will run.
     """
-    stamp = f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{secrets.token_hex(3)}"
-    run = RunDir(runs / experiment.name / experiment.arm / f"seed{experiment.seed}" / stamp)
-    for part in ("launch", "logs", "tb"):
-        (run.path / part).mkdir(parents=True)
-    write_whole(run.path / EXPERIMENT_FILE, write_experiment(experiment))
-    run.set_status(Status(state=State.PREPARED))
+    run = fresh(runs, experiment)
+    make(run, experiment)
     return run
 
 
@@ -87,10 +100,12 @@ def attempts(runs: Path, experiment: Experiment) -> list[RunDir]:
 
 
 def find(path: Path) -> Iterator[RunDir]:
-    """Every run directory at or below a path, in order of name."""
-    for file in sorted(path.rglob(EXPERIMENT_FILE)):
-        if (file.parent / "logs").is_dir():  # else a person's own file of that name
-            yield RunDir(file.parent)
+    """Every run directory at or below a path, in order of name; folders inside a run are not looked into."""
+    for folder, inside, files in os.walk(path):
+        if EXPERIMENT_FILE in files and "logs" in inside:  # else a person's own file of that name
+            inside.clear()
+            yield RunDir(Path(folder))
+        inside.sort()
 
 
 def _is_of(run: RunDir, experiment: Experiment) -> bool:

@@ -3,10 +3,11 @@
 The log of a job is one file that every rank of every node, and every launch after a requeue, appends to. Two things
 have to be undone.
 
-*Ranks.* A step is printed once by each rank that logs. torchrun prefixes a line with the **local** rank, which repeats
-on every node, so a prefix identifies nobody and is ignored. Under pipeline parallelism the ranks without the loss print
-a negative number instead. One step gets one row: the values of the rank that has the loss (the earliest line if several
-have it), the memory of the fullest rank; if no rank has the loss it is NaN.
+*Ranks.* A step is printed once by each rank that logs. torchrun alone prefixes a line with the **local** rank, which
+repeats on every node, so the rows do not depend on the prefix (:mod:`moelab.runs.rank_steps` does). Under pipeline
+parallelism the ranks without the loss print a negative number instead. One step gets one row: the values of the rank
+that has the loss (the earliest line if several have it), the memory of the fullest rank; if no rank has the loss it is
+NaN.
 
 *Segments.* One launch is one segment. By the time stamps on the lines, wherever they stand in the file:
 
@@ -36,6 +37,7 @@ import pandas as pd
 
 from moelab.errors import BadInput
 from moelab.runs.log_lines import FIELDS, LOSS, parameter_count, scan
+from moelab.runs.rank_steps import LogTail, RankSteps
 from moelab.runs.segments import Segment, Segments, StepRows
 from moelab.runs.table import MetricsRead, failure_reason, metrics_table, validation_table
 
@@ -125,6 +127,11 @@ class LogFollower:
 
     The file need not exist yet. If it was truncated or replaced it is read from its beginning, and the rows so far are
     kept. The last line is used as soon as it is complete, with or without its line end.
+
+    Attributes:
+        offset: bytes of the file that were read.
+        rank_steps: newest steps by rank.
+        tail: last lines beside the step lines.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -132,7 +139,8 @@ class LogFollower:
         self.offset = 0
         self._inode = -1
         self._unfinished = _UnfinishedLine()
-        self._reader = _Reader(changed=set())
+        self.rank_steps, self.tail = RankSteps(), LogTail()
+        self._reader = _Reader(self.rank_steps)
 
     def poll(self) -> pd.DataFrame:
         """Read what was appended since the last call.
@@ -157,7 +165,9 @@ class LogFollower:
         file.seek(self.offset)
         while block := file.read(_BLOCK_BYTES):
             self.offset += len(block)
-            self._reader.feed(self._unfinished.complete(block))
+            lines = self._unfinished.complete(block)
+            self._reader.feed(lines)
+            self.tail.add(lines)
         # Harmless if the line is read again with its end: the same values merge into the same row.
         self._reader.feed(self._unfinished.rest)
 
@@ -177,33 +187,33 @@ class _UnfinishedLine:
 
 
 class _Reader:
-    """Collects what blocks of a log contain."""
+    """Collects what blocks of a log contain; with ``rank_steps`` also which rows changed, and each rank's steps."""
 
-    def __init__(self, changed: set[tuple[int, int]] | None = None) -> None:
-        self._segments = Segments()
+    def __init__(self, rank_steps: RankSteps | None = None) -> None:
+        self._segments, self._rank_steps = Segments(), rank_steps
         self._model_parameters: int | None = None
-        self._changed = changed
+        self._changed: set[tuple[int, int]] = set()
 
     def feed(self, block: bytes) -> None:
         add = self._segments.add
         if self._model_parameters is None:
             self._model_parameters = parameter_count(block)
-        if self._changed is None:
+        if self._rank_steps is None:
             for line in scan(block):
                 add(line)
             return
         for line in scan(block):
             if segment := add(line):
                 self._changed.add((segment.index, line[1]))
+            self._rank_steps.add(line)
 
     def changed_rows(self) -> pd.DataFrame:
         """Return the rows that changed since the last call."""
-        keys = sorted(self._changed or ())
+        keys = sorted(self._changed)
         rows = StepRows()
         for number, (segment, step) in enumerate(keys):
             rows.add(number, self._segments.all[segment].rows.row(step))
-        if self._changed:
-            self._changed.clear()
+        self._changed.clear()
         numbers = np.array(keys, dtype="int64").reshape(-1, 2)
         return metrics_table({"segment": numbers[:, 0], "step": numbers[:, 1], **_columns([rows])})
 

@@ -25,6 +25,8 @@ LOSS, TPS, MEMORY_GIB, MEMORY_PCT, TIME = (
 )
 #: Stored in place of the negative number that a pipeline rank without the loss prints.
 NO_LOSS: Final = -1.0
+#: The rank of a line without a prefix such as ``[rank3]:``.
+NO_RANK: Final = -1
 
 _NAN: Final = math.nan
 _MINUS, _ESCAPE = b"-\x1b"
@@ -44,11 +46,14 @@ _VALIDATION = re.compile(rb"validate step:" + _LOSS + _MEMORY + _TPS + rb"(?=[\s
 _START = re.compile(rb"Training starts at step (\d++)(?=[\s.\x1b])")
 _NOT_FINITE = re.compile(rb"Loss is not finite \(global_avg_loss=(-?\w++)\) at step (\d++)\.")
 _PARAMETERS = re.compile(rb"size:" + _GAP + rb"([\d,]++) total parameters")
+_PREFIX = re.compile(rb"\[[A-Za-z_]*+(\d++)\]:")
+_LONGEST_PREFIX_BYTES: Final = 160
 
 
-#: One line that matters: its kind (``step``, ``validation``, ``start`` or ``failure``), its step and the values of its
-#: :data:`FIELDS`. A plain tuple, because millions are made.
-LogLine: TypeAlias = tuple[str, int, tuple[float, ...]]
+#: One line that matters: its kind (``step``, ``validation``, ``start`` or ``failure``), its step, the values of its
+#: :data:`FIELDS` and the rank in its prefix (that of step and start lines alone). A plain tuple, because millions are
+#: made.
+LogLine: TypeAlias = tuple[str, int, tuple[float, ...], int]
 
 
 def scan(block: bytes) -> Iterator[LogLine]:
@@ -87,24 +92,25 @@ def _step_lines(block: bytes, start: int, end: int) -> Iterator[LogLine]:
             )
         except ValueError:  # torn by another rank's output in the middle of a number
             continue
-        yield "step", int(step), values
+        yield "step", int(step), values, _rank(block, match.start())
 
 
 def _rare_lines(block: bytes) -> Iterator[tuple[int, LogLine]]:
     # The substring tests are several times faster than a search for the pattern and nearly always say no.
     if b"Training starts at step" in block:
         for match in _START.finditer(block):
-            yield match.start(), ("start", int(match[1]), (*[_NAN] * TIME, _time(block, match.start())))
+            values = (*[_NAN] * TIME, _time(block, match.start()))
+            yield match.start(), ("start", int(match[1]), values, _rank(block, match.start()))
     if b"validate step:" in block:
         for match in _VALIDATION.finditer(block):
             try:
-                yield match.start(), ("validation", int(match[1]), _validation_values(block, match))
+                yield match.start(), ("validation", int(match[1]), _validation_values(block, match), NO_RANK)
             except ValueError:
                 continue
     if b"Loss is not finite" in block:
         for match in _NOT_FINITE.finditer(block):
             loss = float(match[1]) if match[1].lstrip(b"-") in (b"nan", b"inf") else _NAN
-            yield match.start(), ("failure", int(match[2]), (loss, *[_NAN] * TIME))
+            yield match.start(), ("failure", int(match[2]), (loss, *[_NAN] * TIME), NO_RANK)
 
 
 def _validation_values(block: bytes, match: re.Match[bytes]) -> tuple[float, ...]:
@@ -133,6 +139,14 @@ def _time(block: bytes, position: int) -> float:
         return _second(block[comma - 19 : comma]) + int(block[comma + 1 : comma + 4]) / 1000
     except ValueError:
         return _NAN
+
+
+def _rank(block: bytes, position: int) -> int:
+    """Return the rank in torchrun's prefix of the line at ``position``, or :data:`NO_RANK`."""
+    earliest = max(0, position - _LONGEST_PREFIX_BYTES)
+    start = max(block.rfind(b"\n", earliest, position), block.rfind(b"\r", earliest, position), earliest - 1) + 1
+    found = _PREFIX.findall(block, start, position)
+    return int(found[-1]) if found else NO_RANK  # the last: two ranks' output may share a line
 
 
 @lru_cache(maxsize=256)

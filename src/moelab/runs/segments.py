@@ -132,7 +132,7 @@ class Segments:
 
     def add(self, line: LogLine) -> Segment | None:
         """Place one line; return the segment whose row of the line's step it created or changed, if it did."""
-        kind, step, values = line
+        kind, step, values, _rank = line
         time = values[TIME]
         segment = self.all[-1]
         if time < segment.opened_at:

@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
@@ -50,6 +49,7 @@ from moelab.titan import corpus, ep_buffers, routing
 from moelab.titan.arms import named_arms, refusal
 from moelab.titan.fp8 import FP8Converter
 from moelab.titan.models import model_spec
+from moelab.titan.preempt import ResumeCheckpoints, StoppableTrainer
 from moelab.titan.record import record_conversion, record_dispatcher
 
 EXPERIMENT_VARIABLE = "MOELAB_EXPERIMENT"
@@ -128,7 +128,7 @@ def trainer_config(experiment: Experiment) -> Trainer.Config:
 
         cpu.enable()
     spec = _model(experiment, on_cpu=on_cpu)
-    return Trainer.Config(
+    return StoppableTrainer.Config(
         model_spec=spec,
         loss=ChunkedLossWrapper.Config(loss_fn=CrossEntropyLoss.Config(global_vocab_size=decoder_vocab_size(spec))),
         optimizer=default_adamw(lr=experiment.lr),
@@ -142,7 +142,7 @@ def trainer_config(experiment: Experiment) -> Trainer.Config:
             disable_cuda_graphs=True,
         ),
         parallelism=_parallelism(experiment, on_cpu=on_cpu),
-        checkpoint=CheckpointManager.Config(enable=False),
+        checkpoint=ResumeCheckpoints.Config(enable=False),
         activation_checkpoint=_ACTIVATION_CHECKPOINT[experiment.activation_checkpoint],
         compile=CompileConfig(enable=experiment.compile != "none", components=_COMPILE[experiment.compile]),
         comm=CommConfig(trace_buf_size=0) if on_cpu else CommConfig(),

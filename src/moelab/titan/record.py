@@ -18,7 +18,8 @@ from moelab.runs.files import write_json
 def record_conversion(model: nn.Module, dump_folder: Path, kernels: str, *, stages: int) -> None:
     """Write down which modules of the built model multiply in MXFP8, and with which kernels.
 
-    The first rank of each pipeline stage writes one file; a stage may be built from several parts.
+    The first rank of each pipeline stage writes one file; a stage may be built from several parts, and again by a
+    job that goes on.
 
     Args:
         model: the whole model, or one part of it under pipeline parallelism.
@@ -37,7 +38,7 @@ def record_conversion(model: nn.Module, dump_folder: Path, kernels: str, *, stag
     if _first_of_stage(stages):
         path = dump_folder / CONVERTED_FOLDER / f"rank{rank}.json"
         before = json.loads(path.read_text())["modules"] if path.exists() else []
-        write_json(path, {"kernels": kernels, "modules": [*before, *names]})
+        write_json(path, {"kernels": kernels, "modules": list(dict.fromkeys([*before, *names]))})
 
 
 def record_dispatcher(model: nn.Module, dump_folder: Path, *, stages: int) -> None:

@@ -1,0 +1,86 @@
+"""Measure what a projection costs, find the fitted constants again, and print the validation table.
+
+    python benchmarks/projection.py
+    python benchmarks/projection.py --fit      # the fitted constants, as the rows that they were fitted on give them
+    python benchmarks/projection.py --table    # every row: measured, predicted, error, use
+
+Two costs are measured: of an experiment like one that was projected before, as when a slider moves, and of one whose
+sizes are new each time. Time is this process's processor time, so that a busy machine does not show.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+
+from moelab.machine import cores, processor_name
+from moelab.projection.calibration import fitted
+from moelab.projection.calibration_fit import refit
+from moelab.projection.project import project
+from moelab.projection.validation import goals, validation_table
+from moelab.titan.arms import named_arms
+
+PUBLISHED = named_arms()["dsv3_671b_mxfp8_deepep"]
+
+
+def cost_us(call: Callable[[int], object], repeats: int) -> float:
+    """Median processor time of a call, µs."""
+    call(0)
+    times = []
+    for number in range(1, repeats + 1):
+        start = time.process_time_ns()
+        call(number)
+        times.append((time.process_time_ns() - start) / 1e3)
+    return round(statistics.median(times), 1)
+
+
+def known(number: int) -> object:
+    """The published layout, with a different batch each time."""
+    return project(PUBLISHED.model_copy(update={"local_batch": 32 + 2 * (number % 16)}))
+
+
+def new(number: int) -> object:
+    """Another length of sequences each time."""
+    return project(PUBLISHED.model_copy(update={"seq_len": 8192 - 16 * number}))
+
+
+def main() -> None:
+    """Measure, or print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--fit", action="store_true", help="print the fitted constants, found again")
+    parser.add_argument("--table", action="store_true", help="print the validation table")
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "projection.json")
+    options = parser.parse_args()
+    if options.fit:
+        print(json.dumps({name: constant.value for name, constant in fitted(refit()).items()}, indent=1))
+    if options.table:
+        rows = validation_table()
+        for row in rows:
+            print(
+                f"{row.measured:12.1f} {row.predicted:12.1f} {row.error:+8.3f}  {row.use:22} {row.source}: {row.name}"
+            )
+        for goal in goals(rows):
+            print(f"{'met' if goal.met else 'missed':7} {goal.name}: worst {goal.worst:+.3f} at {goal.at}")
+    if options.fit or options.table:
+        return
+    for number in range(16):
+        known(number)
+    content = {
+        "label": "measured",
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": f"{processor_name()}, {cores()} cores, Python {platform.python_version()}",
+        "known_sizes_us": cost_us(known, 200),
+        "new_sizes_us": cost_us(new, 100),
+    }
+    options.output.write_text(json.dumps(content, indent=1) + "\n")
+    print(json.dumps(content, indent=1))
+
+
+if __name__ == "__main__":
+    main()

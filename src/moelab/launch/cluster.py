@@ -1,0 +1,207 @@
+"""Clusters as YAML: what a Slurm job needs to know of the place that it runs in.
+
+Bundled profiles are in ``hardware/clusters``; a path of one's own YAML file will do as well. ``soperator`` (Slurm on
+Kubernetes) is plain Slurm to its users: its nodes are pods with Slurm names, and nothing here treats it differently.
+
+No value is ever run by a shell. What stands in an ``#SBATCH`` line, where nothing can be quoted, is one word of
+letters, digits and a few signs; everything else is one line of text and is quoted in the script.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from moelab.errors import BadInput
+from moelab.experiment import Name
+from moelab.experiment_file import parse, parse_overrides, read_yaml
+
+FOLDER = Path(__file__).parent.parent / "hardware" / "clusters"
+TORCHRUN_DEFAULT_PORT = 29500
+_WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.,:@/+=-]*", re.ASCII)
+_OWN_VARIABLES = ("SLURM_", "MOELAB_")
+
+
+def word(value: str) -> str:
+    """A value for an ``#SBATCH`` line.
+
+    Raises:
+        ValueError: if it has a sign that sbatch or a shell could read as something else.
+    """
+    if not _WORD.fullmatch(value):
+        raise ValueError("one word of letters, digits and . _ , : @ / + = -, beginning with a letter or digit")
+    return value
+
+
+def line(value: str) -> str:
+    """A value that the script quotes.
+
+    Raises:
+        ValueError: if it is empty, or has signs that end a line or cannot be seen.
+    """
+    if not value or not value.isprintable():
+        raise ValueError("one line of printable text, not empty")
+    return value
+
+
+def _argument(value: str) -> str:
+    if line(value).startswith("-"):
+        raise ValueError("a name or path, which an option such as -x is not")
+    return value
+
+
+def _absolute(value: str) -> str:
+    if not line(value).startswith("/"):
+        raise ValueError("an absolute path: the job starts in another folder, on another machine")
+    return value
+
+
+def _mount(value: str) -> str:
+    if "," in line(value) or not value.startswith("/") or ":" not in value:
+        raise ValueError("/path/outside:/path/inside, without a comma")
+    return value
+
+
+def _text_of_number(value: object) -> object:
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+Word = Annotated[str, AfterValidator(word)]
+Line = Annotated[str, AfterValidator(line)]
+Argument = Annotated[str, AfterValidator(_argument)]
+Absolute = Annotated[str, AfterValidator(_absolute)]
+Mount = Annotated[str, AfterValidator(_mount)]
+VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+VariableValue = Annotated[Line, BeforeValidator(_text_of_number)]
+Count = Annotated[int, Field(ge=0)]
+
+
+class Container(BaseModel):
+    """An image that pyxis starts on each node, with enroot."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    image: Line = Field(description="registry#name:tag, or the path of a .sqsh file")
+    mounts: tuple[Mount, ...] = Field((), description="outside:inside; the runs and the datasets must be among them")
+
+
+class ClusterProfile(BaseModel):
+    """One cluster, and how moelab's jobs run on it.
+
+    ``sources`` says where a value comes from, by the name of its field or of its variable.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: Name
+    description: Line
+    scheduler: Literal["slurm", "none"] = Field("slurm", description="none: ranks are started here, by `moelab run`")
+
+    partition: Word | None = None
+    account: Word | None = None
+    qos: Word | None = None
+    time_limit_minutes: Annotated[int, Field(ge=1)] = 60
+    nodes: Annotated[int, Field(ge=1)] = Field(1, description="most nodes of one job")
+    gpus_per_node: Count = Field(8, description="0: no GPU is asked for, ranks are processes on the CPU")
+    gpu_type: Word | None = Field(None, description="of Slurm's gres; none: any")
+    cpus_per_task: Annotated[int, Field(ge=1)] = Field(1, description="of the one task on each node")
+    memory_gib: Count | None = Field(None, description="of each node; 0: all of it; none: the cluster's default")
+    exclusive: bool = True
+
+    modules: tuple[Argument, ...] = Field((), description="loaded after `source`")
+    source: tuple[Absolute, ...] = Field((), description="shell files, sourced first and in this order")
+    venv: Absolute | None = None
+    conda_env: Argument | None = Field(None, description="activated; conda's profile.d/conda.sh must be in `source`")
+    python: Argument | None = Field(
+        None, description="interpreter; none: that of the venv, conda_env or container, else the one that submits"
+    )
+    variables: dict[VariableName, VariableValue] = {}
+    container: Container | None = None
+    memlock: Literal["any", "unlimited"] = Field("any", description="locked memory that a rank needs: RDMA, unlimited")
+    first_port: Annotated[int, Field(ge=1024)] = 20000
+    last_port: Annotated[int, Field(le=65535)] = Field(28999, description="of the ports that ranks may meet at")
+
+    runs: Absolute | None = Field(None, description="folder of all runs, on a file system that all nodes share")
+    scratch: Absolute | None = Field(None, description="shared folder for checkpoints; none: in the run directory")
+    datasets: dict[Literal["c4"], Absolute] = Field({}, description="local copies, by their name")
+    tokenizers: dict[Literal["nano", "debug", "16B", "671B"], Absolute] = Field({}, description="by model, for c4")
+
+    signal_s: Annotated[int, Field(ge=10, le=65535)] = Field(
+        300, description="before the time limit, to finish a step and save; Slurm may be 60 s early"
+    )
+    requeues: Count = Field(10, description="most restarts of one job")
+    checkpoint_interval_steps: Count = Field(0, description="0: only when the time is up")
+    time_ranks: bool = Field(False, description="every rank logs its own times, some KB a step: finds stragglers")
+    checkpoints_kept: Annotated[int, Field(ge=2)] = 2
+    all_reduce_floor_gb_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
+        None, description="bus bandwidth below which a node is not healthy"
+    )
+    sources: dict[str, Line] = {}
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ClusterProfile:
+        if self.last_port - self.first_port < 100 or self.first_port <= TORCHRUN_DEFAULT_PORT <= self.last_port:
+            raise ValueError(f"first_port to last_port: at least 100 ports, without torchrun's {TORCHRUN_DEFAULT_PORT}")
+        if self.signal_s >= self.time_limit_minutes * 60:
+            raise ValueError("signal_s must be less than the time limit")
+        if self.venv and self.conda_env:
+            raise ValueError("venv and conda_env: only one of them")
+        if taken := [name for name in self.variables if name.startswith(_OWN_VARIABLES)]:
+            raise ValueError(f"variables must not be {', '.join(taken)}: Slurm and moelab set SLURM_… and MOELAB_…")
+        if unknown := self.sources.keys() - type(self).model_fields.keys() - self.variables.keys():
+            raise ValueError(f"sources names {', '.join(sorted(unknown))}, which is no field and no variable here")
+        return self
+
+
+def bundled() -> tuple[str, ...]:
+    """Names of the profiles that come with moelab."""
+    return tuple(sorted(file.stem for file in FOLDER.glob("*.yaml")))
+
+
+def read_cluster(name_or_path: str, overrides: Sequence[str] = ()) -> ClusterProfile:
+    """Read a bundled profile by its name, or a YAML file.
+
+    Args:
+        name_or_path: such as ``slurm_generic`` or ``/home/me/cluster.yaml``.
+        overrides: ``key=value`` pairs; ``variables.NCCL_IB_HCA=mlx5`` replaces one entry.
+
+    Raises:
+        BadInput: naming the value, what is valid and what to do.
+
+    Example:
+        >>> read_cluster("nebius_soperator_b200").variables["NCCL_IB_HCA"]
+        'mlx5'
+    """
+    if name_or_path in bundled():
+        path = FOLDER / f"{name_or_path}.yaml"
+    elif name_or_path.endswith((".yaml", ".yml")):
+        path = Path(name_or_path)
+    else:
+        raise BadInput(
+            f"cluster is {name_or_path!r}: there is no such profile; the profiles are {', '.join(bundled())}, "
+            "or give the path of a .yaml file"
+        )
+    content = read_yaml(path)
+    if not isinstance(content, dict):
+        raise BadInput(f"{path}: expected a mapping of fields")
+    for key, value in parse_overrides(overrides).items():
+        _set(content, key, value)
+    try:
+        return parse(ClusterProfile, content)
+    except BadInput as error:
+        raise BadInput(f"cluster profile {name_or_path}: {error}") from None
+
+
+def _set(content: dict[str, Any], key: str, value: Any) -> None:
+    name, dot, entry = key.partition(".")
+    if not dot:
+        content[name] = value
+        return
+    held = content.get(name) or {}
+    if not isinstance(held, dict):
+        raise BadInput(f"--set {key}: {name} has no entries")
+    content[name] = {**held, entry: value}

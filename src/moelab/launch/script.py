@@ -1,0 +1,195 @@
+"""The sbatch script of a job, from a template in which every value is quoted.
+
+A job is an array with one task for each run directory. The script sets the environment up, starts
+:mod:`moelab.launch.in_job` once on each node, and passes Slurm's warning of the time limit on; all else is in Python.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from moelab.errors import BadInput, Refused
+from moelab.launch.cluster import ClusterProfile, line, word
+from moelab.launch.place import REQUEUE_CODE
+
+TEMPLATES = Path(__file__).parent / "templates"
+_DEPENDENCY = re.compile(r"(after|afterany|afternotok|afterok|aftercorr)(:\d+(_\d+)?)+", re.ASCII)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobSpec:
+    """One job.
+
+    Attributes:
+        cluster: where it runs.
+        runs: absolute run directories that exist, one array task each.
+        name: of the job.
+        comment: kept by Slurm with the job; a study's or run's name.
+        nodes: of each array task.
+        gpus_per_node: ranks on each node: GPUs, or processes where the cluster has no GPUs.
+        dependency: as sbatch takes it, such as ``afterok:123``; a job whose dependency fails is cancelled.
+
+    Raises:
+        BadInput: naming the value that cannot stand in a script.
+        Refused: if the cluster has no Slurm.
+    """
+
+    cluster: ClusterProfile
+    runs: tuple[Path, ...]
+    name: str
+    comment: str
+    nodes: int
+    gpus_per_node: int
+    dependency: str | None = None
+
+    def __post_init__(self) -> None:
+        cluster = self.cluster
+        if cluster.scheduler != "slurm":
+            raise Refused(f"cluster {cluster.name} has no Slurm: use `moelab run`, or name a cluster that has one")
+        _check("name", self.name, word)
+        _check("comment", self.comment, word)
+        if not self.runs:
+            raise BadInput("runs: got none; valid: at least one run directory")
+        for run in self.runs:
+            _check("run", str(run), line)
+            if not run.is_absolute():
+                raise BadInput(f"run: got {str(run)!r}; valid: an absolute path")
+        _check("folder of the runs", str(self.folder).removeprefix("/"), word)
+        if not 1 <= self.nodes <= cluster.nodes:
+            raise BadInput(f"nodes: got {self.nodes}; valid: 1 to {cluster.nodes}, which cluster {cluster.name} has")
+        if self.gpus_per_node < 1 or 0 < cluster.gpus_per_node < self.gpus_per_node:
+            most = cluster.gpus_per_node or "any number"
+            raise BadInput(f"gpus_per_node: got {self.gpus_per_node}; valid: 1 to {most} on cluster {cluster.name}")
+        if self.dependency is not None and not _DEPENDENCY.fullmatch(self.dependency):
+            raise BadInput(f"dependency: got {self.dependency!r}; valid: such as afterok:123 or afterany:123_4:125")
+
+    @property
+    def folder(self) -> Path:
+        """Where the job starts, and where Slurm writes what the script itself says."""
+        return self.runs[0] / "logs" if len(self.runs) == 1 else Path(os.path.commonpath(self.runs))
+
+
+def render(spec: JobSpec) -> str:
+    """The whole script.
+
+    Example:
+        >>> from moelab.launch.cluster import read_cluster
+        >>> run = Path("/runs/study/bf16_standard/seed0/20260914T031022Z-0a1b2c")
+        >>> spec = JobSpec(cluster=read_cluster("slurm_generic"), runs=(run,), name="study", comment="study", nodes=2,
+        ...                gpus_per_node=8)
+        >>> render(spec).splitlines()[:3]
+        ['#!/bin/bash', '#SBATCH --job-name=study', '#SBATCH --comment=study']
+    """
+    # `finalize` quotes whatever the template writes. A word of an #SBATCH line is left as it is: it needs no quotes.
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES),
+        undefined=StrictUndefined,
+        autoescape=False,  # noqa: S701 - a shell script
+        finalize=lambda value: shlex.quote(str(value)),
+        keep_trailing_newline=True,
+    )
+    return environment.get_template("job.sbatch.j2").render(
+        directives=list(_directives(spec)),
+        set_up=list(set_up(spec.cluster)),
+        memlock=spec.cluster.memlock,
+        runs=spec.runs,
+        step=list(_step(spec)),
+        job=list(_job(spec)),
+        python=python_of(spec.cluster),
+        requeue_code=REQUEUE_CODE,
+    )
+
+
+def _directives(spec: JobSpec) -> Iterator[str]:
+    cluster = spec.cluster
+    yield f"--job-name={spec.name}"
+    yield f"--comment={spec.comment}"
+    for option in ("partition", "account", "qos"):
+        if value := getattr(cluster, option):
+            yield f"--{option}={value}"
+    yield f"--array=0-{len(spec.runs) - 1}"
+    yield from _size(spec)
+    if cluster.exclusive:
+        yield "--exclusive"
+    yield f"--time={cluster.time_limit_minutes}"
+    yield f"--signal=B:USR1@{cluster.signal_s}"
+    yield "--requeue"
+    yield "--propagate=NONE"  # limits of the nodes, not of the machine that submits: memlock above all
+    yield "--open-mode=append"
+    yield f"--chdir={spec.folder}"
+    yield f"--output={spec.folder}/slurm-%A_%a.out"
+    if spec.dependency:
+        yield f"--dependency={spec.dependency}"
+        yield "--kill-on-invalid-dep=yes"
+
+
+def _size(spec: JobSpec) -> Iterator[str]:
+    """What both the job and its step ask for: a step does not inherit all of it."""
+    cluster = spec.cluster
+    yield f"--nodes={spec.nodes}"
+    yield "--ntasks-per-node=1"
+    yield f"--cpus-per-task={cluster.cpus_per_task}"
+    if cluster.gpus_per_node:
+        kind = f"{cluster.gpu_type}:" if cluster.gpu_type else ""
+        yield f"--gres=gpu:{kind}{spec.gpus_per_node}"
+    if cluster.memory_gib is not None:
+        yield f"--mem={cluster.memory_gib}G" if cluster.memory_gib else "--mem=0"
+
+
+def _step(spec: JobSpec) -> Iterator[str]:
+    yield from _size(spec)
+    yield f"--ntasks={spec.nodes}"
+    yield "--kill-on-bad-exit=1"
+    yield "--mpi=none"
+    if container := spec.cluster.container:
+        yield f"--container-image={container.image}"
+        if container.mounts:
+            yield f"--container-mounts={','.join(container.mounts)}"
+
+
+def _job(spec: JobSpec) -> Iterator[str]:
+    """Arguments of :mod:`moelab.launch.in_job` after the run directory and the first node's name."""
+    cluster = spec.cluster
+    yield f"--ports={cluster.first_port}-{cluster.last_port}"
+    yield f"--requeues={cluster.requeues}"
+    yield f"--checkpoint-interval={cluster.checkpoint_interval_steps}"
+    yield f"--checkpoints-kept={cluster.checkpoints_kept}"
+    if cluster.time_ranks:
+        yield "--time-ranks"
+    if cluster.scratch:
+        yield f"--scratch={cluster.scratch}"
+    for option, folders in (("dataset", cluster.datasets), ("tokenizer", cluster.tokenizers)):
+        for name, folder in folders.items():
+            yield f"--{option}={name}={folder}"
+
+
+def set_up(cluster: ClusterProfile) -> Iterator[list[str]]:
+    """Commands that make a shell on a node ready, as words: files, modules, environments, variables."""
+    yield from (["source", file] for file in cluster.source)
+    yield from (["module", "load", module] for module in cluster.modules)
+    if cluster.venv:
+        yield ["source", f"{cluster.venv}/bin/activate"]
+    if cluster.conda_env:
+        yield ["conda", "activate", cluster.conda_env]
+    yield from (["export", f"{name}={value}"] for name, value in cluster.variables.items())
+
+
+def python_of(cluster: ClusterProfile) -> str:
+    """The interpreter on the nodes: named, or the one that the set-up or the container brings, or this one."""
+    provided = cluster.venv or cluster.conda_env or cluster.container
+    return cluster.python or ("python" if provided else sys.executable)
+
+
+def _check(name: str, value: str, rule: object) -> None:
+    try:
+        rule(value)  # type: ignore[operator]
+    except ValueError as error:
+        raise BadInput(f"{name}: got {value[:80]!r}; valid: {error}") from None

@@ -1,0 +1,249 @@
+"""Submit a study to Slurm: a job array with a task for each arm and seed, and never the same run twice.
+
+Everything is written down before sbatch is called: run directories with their experiment, the exact script, and a
+ticket by which the job is found in the queue (:mod:`moelab.launch.slurm.ticket`). What stays ``prepared``, because
+nothing was submitted or Slurm refused, is used again by the next call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from moelab.deepep.findings import Finding
+from moelab.errors import Refused
+from moelab.experiment import Experiment
+from moelab.experiment_file import Study
+from moelab.launch.cluster import ClusterProfile
+from moelab.launch.script import JobSpec, render
+from moelab.launch.slurm import client, jobs
+from moelab.launch.slurm.client import SlurmError, SlurmMissing
+from moelab.launch.slurm.ticket import SCRIPT_FILE, Queue, Ticket, new_comment
+from moelab.launch.study import only_launcher
+from moelab.launch.study_checks import check_data, check_plans
+from moelab.launch.watch import ACTIVE, update
+from moelab.runs import directory
+from moelab.runs.directory import RunDir
+from moelab.runs.files import write_whole
+from moelab.runs.status import State
+
+Task = tuple[Experiment, RunDir]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Submission:
+    """What a call of :func:`submit` did.
+
+    Attributes:
+        study: its name.
+        scripts: as sbatch got them, or would; one for each number of nodes and GPUs.
+        prepared: runs with a script that were not submitted.
+        submitted: runs that Slurm accepted now.
+        adopted: runs whose job was found in the queue, left by a client that was killed before it wrote that down.
+        completed: runs that were finished before, and left alone.
+    """
+
+    study: str
+    scripts: tuple[str, ...]
+    prepared: tuple[RunDir, ...] = ()
+    submitted: tuple[RunDir, ...] = ()
+    adopted: tuple[RunDir, ...] = ()
+    completed: tuple[RunDir, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """The submission as the command line prints it."""
+        kinds = ("prepared", "submitted", "adopted", "completed")
+        rows = [
+            {"run": run.name, "path": str(run.path), "did": kind, "job_id": run.status.job_id}
+            for kind in kinds
+            for run in getattr(self, kind)
+        ]
+        return {"study": self.study, "runs": rows, "scripts": list(self.scripts)}
+
+    def as_text(self) -> str:
+        """The same for a person."""
+        rows = self.to_json()["runs"]
+        lines = [f"{row['path']}: {row['did']}" + (f", job {row['job_id']}" if row["job_id"] else "") for row in rows]
+        return "\n".join([*lines, f"{self.study}: {len(self.submitted)} of {len(rows)} runs submitted now"])
+
+
+def dry_run(study: Study, runs: Path, cluster: ClusterProfile, *, after: str | None = None) -> Submission:
+    """The scripts of everything in a study that is not finished; nothing is touched, and Slurm is not asked.
+
+    Args:
+        study: arms and seeds.
+        runs: the folder that holds all studies; the run directories of the scripts are not made.
+        cluster: where it would run.
+        after: job that has to succeed first, such as ``123`` or ``123_4``.
+
+    Raises:
+        BadInput, Refused: as :func:`submit`.
+    """
+    runs = runs.absolute()
+    _require_plan(study, cluster)
+    latest = {experiment: directory.attempts(runs, experiment) for experiment in study.experiments}
+    tasks = [_task(runs, experiment, found) for experiment, found in latest.items() if not _done(found)]
+    specs = _specs(study, tasks, cluster, after)
+    return Submission(study=study.name, scripts=tuple(render(spec) for spec, _ in specs))
+
+
+def submit(
+    study: Study,
+    runs: Path,
+    cluster: ClusterProfile,
+    *,
+    submit: bool,
+    after: str | None = None,
+    timeout_s: float = client.TIMEOUT_S,
+) -> Submission:
+    """Prepare what is missing of a study, and give it to Slurm.
+
+    Args:
+        study: arms and seeds; completed runs are left alone, failed and cancelled ones get a new run directory.
+        runs: the folder that holds all studies, on a file system that the nodes share.
+        cluster: where to run.
+        submit: False: write run directories and scripts, and leave Slurm alone.
+        after: job that has to succeed first, such as ``123`` or ``123_4``; else the new one is cancelled.
+        timeout_s: for sbatch, which waits and tries again where the queue is full.
+
+    Raises:
+        BadInput: for a value that cannot stand in a script.
+        Refused: if a plan is illegal or does not fit, data is not where the nodes look for it, a run is with Slurm
+            already (named, with its job), or Slurm does not accept the script (with its words; runs stay prepared).
+        SlurmMissing, SlurmError: if Slurm cannot be asked; nothing was submitted.
+    """
+    runs = runs.absolute()
+    _require_plan(study, cluster)
+    if submit:
+        _require(check_data(study, cluster))
+    with only_launcher(runs, study):
+        attempts = {experiment: directory.attempts(runs, experiment) for experiment in study.experiments}
+        queue = _asked(after) if submit else Queue([])
+        tried = [run for found in attempts.values() for run in found]
+        adopted = _adopted(tried, queue) if submit else []
+        _require_idle([run for run in tried if run not in adopted], queue)
+        wanted = [one for one, found in attempts.items() if not _done(found) and not set(found) & set(adopted)]
+        specs = _specs(study, [_task(runs, one, attempts[one]) for one in wanted], cluster, after)
+        scripts = [render(spec) for spec, _ in specs]
+        for (spec, tasks), script in zip(specs, scripts, strict=True):
+            _prepare(spec, tasks, script)
+        if submit:
+            for spec, tasks in specs:
+                _submit(spec, tasks, timeout_s)
+    written = tuple(run for _, tasks in specs for _, run in tasks)
+    return Submission(
+        study=study.name,
+        scripts=tuple(scripts),
+        prepared=() if submit else written,
+        submitted=written if submit else (),
+        adopted=tuple(adopted),
+        completed=tuple(done for found in attempts.values() if (done := _done(found))),
+    )
+
+
+def _require_plan(study: Study, cluster: ClusterProfile) -> None:
+    _require(check_plans(study, cluster))
+
+
+def _require(findings: Iterable[Finding]) -> None:
+    faults = [f"{one.name}: {one.found}" for one in findings if one.severity == "error"]
+    if faults:
+        raise Refused("\n".join(faults))
+
+
+def _asked(after: str | None) -> Queue:
+    queue = Queue(jobs.queue())
+    if after and not queue.knows(after):
+        raise Refused(f"--after {after}: Slurm knows no such job, and would not wait for it; leave --after out")
+    return queue
+
+
+def _adopted(runs: Sequence[RunDir], queue: Queue) -> list[RunDir]:
+    """Bring runs up to date with the queue; returns those that it has and whose status did not say so."""
+    before = [run.status.state for run in runs]
+    now = [status.state for status in update(runs, queue)]
+    changed = zip(runs, before, now, strict=True)
+    return [run for run, old, new in changed if old is State.PREPARED and new in ACTIVE]
+
+
+def _require_idle(runs: Iterable[RunDir], queue: Queue) -> None:
+    """A job in a state that is not known may be alive."""
+    statuses = {run: run.status for run in runs}
+    busy = [
+        f"{run.name} is {status.state} as job {status.job_id}"
+        for run, status in statuses.items()
+        if status.state in ACTIVE or (status.state is State.UNKNOWN and queue.job_of(run))
+    ]
+    if busy:
+        raise Refused("\n".join([*busy, "wait for them, `moelab cancel` them, or name other arms with --arm"]))
+
+
+def _done(attempts: Sequence[RunDir]) -> RunDir | None:
+    return next((run for run in reversed(attempts) if run.status.state is State.COMPLETED), None)
+
+
+def _task(runs: Path, experiment: Experiment, attempts: Sequence[RunDir]) -> Task:
+    """A run directory that was prepared and not used, or the name of a fresh one."""
+    prepared = [run for run in attempts if run.status.state is State.PREPARED]
+    return experiment, (prepared[-1] if prepared else directory.fresh(runs, experiment))
+
+
+def _specs(
+    study: Study, tasks: Iterable[Task], cluster: ClusterProfile, after: str | None
+) -> list[tuple[JobSpec, list[Task]]]:
+    """One job array for each size."""
+    by_size: dict[tuple[int, int], list[Task]] = {}
+    for experiment, run in tasks:
+        by_size.setdefault((experiment.nodes, experiment.gpus_per_node), []).append((experiment, run))
+    return [
+        (
+            JobSpec(
+                cluster=cluster,
+                runs=tuple(run.path for _, run in together),
+                name=study.name,
+                comment=new_comment(study.name),
+                nodes=nodes,
+                gpus_per_node=gpus,
+                dependency=f"afterok:{after}" if after else None,
+            ),
+            together,
+        )
+        for (nodes, gpus), together in by_size.items()
+    ]
+
+
+def _prepare(spec: JobSpec, tasks: Sequence[Task], script: str) -> None:
+    """Write the script and the ticket into each run directory; the ticket last, because it says that all is there."""
+    for number, (experiment, run) in enumerate(tasks):
+        if not run.path.exists():
+            directory.make(run, experiment)
+        write_whole(run.path / SCRIPT_FILE, script)
+        Ticket(comment=spec.comment, task=number).write(run)
+
+
+def _submit(spec: JobSpec, tasks: Sequence[Task], timeout_s: float) -> None:
+    try:
+        job_id = client.sbatch(tasks[0][1].path / SCRIPT_FILE, timeout_s=timeout_s)
+    except (SlurmError, SlurmMissing) as error:
+        accepted = _accepted_all_the_same(spec)
+        if accepted is None:
+            for _, run in tasks:
+                run.set_status(replace(run.status, reason=f"not submitted: {error}"))
+            raise Refused(
+                f"{error}\nnothing of {spec.name} was submitted by this script; its runs stay prepared"
+            ) from error
+        job_id = accepted
+    for number, (_, run) in enumerate(tasks):
+        status = run.status
+        if status.state is State.PREPARED:  # else the job has begun, and knows its number
+            run.set_status(replace(status, state=State.SUBMITTED, job_id=f"{job_id}_{number}", reason=None))
+
+
+def _accepted_all_the_same(spec: JobSpec) -> str | None:
+    """The number of a job that Slurm has although sbatch failed, as when its answer was lost."""
+    try:
+        return Queue(jobs.queue()).id_of(spec.comment)
+    except (SlurmError, SlurmMissing):
+        return None

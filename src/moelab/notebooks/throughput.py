@@ -1,0 +1,87 @@
+"""The two-by-two of notebook 07: train it here or give it to Slurm, collect what is there, project its arms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from moelab.errors import BadInput, Refused
+from moelab.experiment_file import Study
+from moelab.launch.cluster import ClusterProfile
+from moelab.projection.arms_projected import Estimate
+from moelab.projection.project import project
+from moelab.runs import directory
+from moelab.study_report import NothingToJudge, StudyJudgement, judge_study
+
+Say = Callable[[str], None]
+
+
+def bring_forward(study: Study, runs: Path, cluster: ClusterProfile, *, submit: bool, say: Say) -> None:
+    """Do the next thing that a study needs; called again, it goes on where the study stands.
+
+    Without Slurm, what is missing is trained here. With Slurm, jobs are looked at and what is missing is submitted,
+    if ``submit`` allows it.
+
+    Args:
+        study: what is to be trained.
+        runs: the folder that holds all studies.
+        cluster: where; its ``scheduler`` decides.
+        submit: whether Slurm may be given anything.
+        say: receives lines for the reader.
+
+    Raises:
+        Refused: if this machine or the plan cannot run it, or ``submit`` asks for Slurm on a cluster without it.
+    """
+    from moelab.launch.study import run_study
+    from moelab.launch.submit import submit as submit_to_slurm
+    from moelab.launch.watch import ACTIVE, refresh
+
+    if submit and cluster.scheduler == "none":
+        raise Refused(f"submit is True, and cluster {cluster.name} has no Slurm; set submit = False to train here")
+    if cluster.scheduler == "none":
+        for run in run_study(study, runs, say=say).failed:
+            say(f"{run.name}: {run.status.state}: {run.status.reason}")
+        return
+    found = [run for one in study.experiments for run in directory.attempts(runs, one)]
+    states = refresh(found)
+    for run, status in zip(found, states, strict=True):
+        say(f"{run.name}: {status.state}" + (f", job {status.job_id}" if status.job_id else ""))
+    if any(status.state in ACTIVE for status in states):
+        say("Slurm has runs of this study: run the notebook again when they have ended")
+    elif submit:
+        say(submit_to_slurm(study, runs, cluster, submit=True).as_text())
+    else:
+        say("nothing submitted: submit is False")
+
+
+def judged_so_far(folder: Path, study: Study, *, reference: str, say: Say) -> StudyJudgement | None:
+    """What the finished runs of a study say; None while there are none.
+
+    Args:
+        folder: of the study.
+        study: exactly these experiments are judged.
+        reference: arm that the others are held against.
+        say: receives why there is nothing to judge.
+    """
+    if not any(directory.find(folder)):
+        say(f"no run of {study.name} yet: nothing of this machine to judge")
+        return None
+    try:
+        return judge_study(folder, study=study, reference=reference)
+    except NothingToJudge as nothing:
+        say(str(nothing))
+        return None
+
+
+def projected_arms(study: Study, *, say: Say) -> Mapping[str, Estimate]:
+    """Projection of each arm of a study that can be projected; the others are named with the reason."""
+    found = {}
+    for experiment in {one.arm: one for one in study.experiments}.values():
+        try:
+            one = project(experiment)
+        except (BadInput, Refused) as error:
+            say(f"{experiment.arm} cannot be projected: {error}")
+            continue
+        low, high = one.interval
+        found[experiment.arm] = Estimate(value=one.tps, low=low, high=high)
+    return found

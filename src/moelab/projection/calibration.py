@@ -1,0 +1,211 @@
+"""Every number of the step-time model that is neither a size nor a datasheet's, with where it comes from.
+
+*Measured* and *quoted* constants were taken one by one from kernels and micro-experiments and know nothing of a
+predicted step. *Fitted* ones (at most five) were chosen so that the model meets the rows that ``fitted_on`` names;
+``benchmarks/projection.py --fit`` finds them again, and a test holds it to that. What is *assumed* says so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+from moelab.errors import BadInput
+
+PROFILE = "benchmarks/results/h100_standard_step.json, kernels of '671B MoE-heavy', 2 × H100, November 2026"
+A2A = "benchmarks/results/all_to_all_h100.json, 2 × H100, November 2026"
+GEMM = "benchmarks/results/grouped_gemm_h100.json, H100, November 2026"
+DEEPEP = "deepseek-ai/DeepEP, README of 2.1.0, SM90 EP 8×4: 61 GB/s logical, of which 3/4 cross 50 GB/s"
+BREAK_EVEN = "moelab.mxfp8.break_even_fit.fit_b200 on torchao's kernels of one B200"
+How = Literal["measured", "quoted", "fitted", "assumed"]
+SIMUMAX_ROW = "SimuMax EP8 PP1, 32 micro-batches"
+DEBUG_ROW = "debug bf16_standard, not compiled, selective"
+COMPILED_ROW = "two by two: 16B bf16_standard, round_robin"
+PUBLISHED_ROW = "671B bf16_standard"
+"""Names of the rows of the validation table that a constant was fitted on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constant:
+    """A number, how it is known, and where from; ``fitted_on`` names the rows of the validation table."""
+
+    value: float
+    how: How
+    source: str
+    fitted_on: tuple[str, ...] = ()
+
+    def __float__(self) -> float:
+        return self.value
+
+
+def _measured(value: float, source: str) -> Constant:
+    return Constant(value=value, how="measured", source=source)
+
+
+def _quoted(value: float, source: str) -> Constant:
+    return Constant(value=value, how="quoted", source=source)
+
+
+def _assumed(value: float, source: str) -> Constant:
+    return Constant(value=value, how="assumed", source=source)
+
+
+def _fitted(value: float, source: str, *rows: str) -> Constant:
+    return Constant(value=value, how="fitted", source=source, fitted_on=rows)
+
+
+class ProductRates(NamedTuple):
+    """The constants that matrix products depend on; see :class:`Calibration`."""
+
+    hopper_gemm: float
+    blackwell_gemm: float
+    hopper_grouped: float
+    inner: float
+    blackwell_grouped: float
+    blackwell_low: float
+    blackwell_low_wgrad: float
+    blackwell_low_in_step: float
+    hopper_low: float
+    copy: float
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Calibration:
+    """The constants; :func:`with_values` replaces some.
+
+    Attributes:
+        hopper_gemm: rate of a large BF16 product in a step, of the datasheet's, below SM100.
+        blackwell_gemm: the same from SM100 on.
+        hopper_grouped: of ``torch._grouped_mm`` in BF16, below SM100.
+        inner: K at which half of a tile's time is its beginning and end.
+        blackwell_grouped: of ``torch._grouped_mm`` in BF16 in a step, from SM100 on.
+        blackwell_low: of MXFP8 products, forward and dgrad, alone.
+        blackwell_low_wgrad: of MXFP8 wgrad, alone.
+        blackwell_low_in_step: how much longer MXFP8 kernels take in a step.
+        blackwell_cast: casts to MXFP8, of the datasheet's memory bandwidth.
+        blackwell_scales_us: layout of scales for one forward and backward, µs.
+        blackwell_scales_us_per_mrow: the same, for each million rows, µs.
+        hopper_low: of FP8 grouped products, of the FP8 datasheet rate.
+        hopper_cast: casts to FP8, of the datasheet's memory bandwidth.
+        flex_forward: FlexAttention's rate on unmasked pairs, of the datasheet's BF16 rate.
+        flex_backward: the same, backward.
+        fused_forward: fused attention's rate.
+        fused_backward: the same, backward.
+        copy: memory bandwidth of a copy, of the datasheet's.
+        eager_passes: memory traffic of elementwise work that is not fused, of the fused one's.
+        nccl_nvlink: all-to-all by NCCL, of NVLink's datasheet rate.
+        nccl_ring: gathers and scatters by NCCL inside a node, of NVLink's datasheet rate.
+        network: of the network card's rate, for large messages.
+        deepep_nvlink: DeepEP on NVLink, of the datasheet's rate, on the wire.
+        deepep_s: an exchange of DeepEP beside its bytes: notification and the host's wait, s.
+        counts_s: exchange of counts and the host's wait for them, before each dispatch, s.
+        collective_s: latency of a collective, s.
+        optimizer_bytes: memory traffic of clipping and AdamW for each local parameter, bytes.
+        fsdp_copy_bytes: memory traffic of FSDP2 for each gathered parameter and step, bytes.
+        step_s: between two steps: data, the wait of clipping, first launches, s.
+        host_layer_s: host time of a layer and micro-batch, forward and backward without compilation, s.
+        host_compiled: share of it that is left with compilation.
+        host_nodes_s: host time and waiting of a layer and micro-batch under TorchTitan on several nodes, s.
+        step_noise: standard deviation of a rank's step time.
+    """
+
+    hopper_gemm: Constant
+    blackwell_gemm: Constant
+    hopper_grouped: Constant
+    inner: Constant
+    blackwell_grouped: Constant
+    blackwell_low: Constant
+    blackwell_low_wgrad: Constant
+    blackwell_low_in_step: Constant
+    blackwell_cast: Constant
+    blackwell_scales_us: Constant
+    blackwell_scales_us_per_mrow: Constant
+    hopper_low: Constant
+    hopper_cast: Constant
+    flex_forward: Constant
+    flex_backward: Constant
+    fused_forward: Constant
+    fused_backward: Constant
+    copy: Constant
+    eager_passes: Constant
+    nccl_nvlink: Constant
+    nccl_ring: Constant
+    network: Constant
+    deepep_nvlink: Constant
+    deepep_s: Constant
+    counts_s: Constant
+    collective_s: Constant
+    optimizer_bytes: Constant
+    fsdp_copy_bytes: Constant
+    step_s: Constant
+    host_layer_s: Constant
+    host_compiled: Constant
+    host_nodes_s: Constant
+    step_noise: Constant
+
+    @cached_property
+    def products(self) -> ProductRates:
+        """What decides the time of matrix products."""
+        return ProductRates(*(float(getattr(self, name)) for name in ProductRates._fields))
+
+
+CALIBRATION = Calibration(
+    hopper_gemm=_measured(0.80, f"{GEMM}: 8192³, 792 of 989 TFLOP/s"),
+    blackwell_gemm=_fitted(
+        0.5143169, "what SimuMax's step leaves for products; nobody published one by one what B200 reaches", SIMUMAX_ROW
+    ),
+    hopper_grouped=_measured(0.80, f"{GEMM}: M 16384 to 65536"),
+    inner=_assumed(256.0, f"between what K 2048 and 7168 show in {GEMM}"),
+    blackwell_grouped=_quoted(1130.0 / 1.2449 / 2250, BREAK_EVEN),
+    blackwell_low=_quoted(2298.2 / 4500, BREAK_EVEN),
+    blackwell_low_wgrad=_quoted(1833.5 / 4500, BREAK_EVEN),
+    blackwell_low_in_step=_quoted(1.1198, BREAK_EVEN),
+    blackwell_cast=_quoted(5.5467 / 8, BREAK_EVEN),
+    blackwell_scales_us=_quoted(284.3, BREAK_EVEN),
+    blackwell_scales_us_per_mrow=_quoted(1520.0, BREAK_EVEN),
+    hopper_low=_measured(1179.3 / 1979, f"{GEMM}: FP8 grouped products alone, median"),
+    hopper_cast=_measured(1.2604 / 3.35, f"{GEMM}: casts to FP8, median"),
+    flex_forward=_measured(0.15, PROFILE),
+    flex_backward=_measured(0.081, PROFILE),
+    fused_forward=_assumed(0.60, "about what FlashAttention-3 reaches on H100, causal (arXiv 2407.08608)"),
+    fused_backward=_assumed(0.50, "as fused_forward"),
+    copy=_measured(0.90, f"{GEMM}: copy at 3.00 of 3.35 TB/s; torchao's casts reach 0.92 on B200"),
+    eager_passes=_assumed(2.0, "an activation of SwiGLU, a cast and a residual are kernels of their own"),
+    nccl_nvlink=_measured(0.61, f"{A2A}: 277 of 450 GB/s"),
+    nccl_ring=_measured(0.45, f"{PROFILE}: gathers and scatters"),
+    network=_quoted(0.91, DEEPEP),
+    deepep_nvlink=_quoted(0.66, "deepseek-ai/DeepEP README 2.1.0, SM100 EP 8, mean of four rows, on the wire"),
+    deepep_s=_measured(346e-6, f"{A2A}: 'deepep bf16 dense' on the wire, less its bytes"),
+    counts_s=_measured(403e-6, f"{A2A}: counts"),
+    collective_s=_assumed(20e-6, "NCCL's latency in a node"),
+    optimizer_bytes=_measured(55.0, f"{PROFILE}: norm, clip, fused AdamW"),
+    fsdp_copy_bytes=_measured(36.5, f"{PROFILE}: casts, copies in and out, division"),
+    step_s=_measured(0.041, f"{PROFILE}: step without the kernels' time and what FSDP exposes"),
+    host_layer_s=_fitted(0.0386532, "a model so small that the GPU waits for the host", DEBUG_ROW),
+    host_compiled=_fitted(0.2689756, "the compiled step with the least work for the GPU", COMPILED_ROW),
+    host_nodes_s=_fitted(0.0587138, "what the only published TorchTitan run at this size needs", PUBLISHED_ROW),
+    step_noise=_measured(0.007, "benchmarks/results/h100_standard_step.json: steps of one arm"),
+)
+
+
+def fitted(calibration: Calibration = CALIBRATION) -> dict[str, Constant]:
+    """The fitted constants by name."""
+    constants = {field.name: getattr(calibration, field.name) for field in fields(calibration)}
+    return {name: constant for name, constant in constants.items() if constant.how == "fitted"}
+
+
+def with_values(calibration: Calibration = CALIBRATION, /, **values: float) -> Calibration:
+    """The calibration with other values of some constants.
+
+    Raises:
+        BadInput: for a constant that does not exist, or a value that is not positive.
+    """
+    known = [field.name for field in fields(calibration)]
+    for name, value in values.items():
+        if name not in known:
+            raise BadInput(f"there is no constant {name!r}; they are {', '.join(known)}")
+        if not value > 0:
+            raise BadInput(f"{name} is {value}; give a positive number")
+    changed = {name: replace(getattr(calibration, name), value=value) for name, value in values.items()}
+    return replace(calibration, **changed)

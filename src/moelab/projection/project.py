@@ -1,0 +1,185 @@
+"""The prediction of a step in one call: how long it takes, where the time goes, how far to trust it.
+
+An experiment is judged as ``moelab plan`` judges it; what is illegal or does not fit is refused with the plan's
+reasons. The interval adds up, part by part, what the validation table shows of that part's errors. A prediction outside
+of what the model was held against says so in its label and in ``outside``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from moelab.errors import BadInput, Refused
+from moelab.experiment import Experiment
+from moelab.hardware import PROFILES, Cluster, cluster_of, gpu_of
+from moelab.layout import check
+from moelab.memory import estimate
+from moelab.model import ModelShape, flops_per_token, shape_of
+from moelab.projection.calibration import CALIBRATION, Calibration
+from moelab.projection.job import Job, job_of
+from moelab.projection.stack import Stack
+from moelab.projection.step import step_time
+from moelab.projection.uncertainty import CONFIDENCE, outside, relative_width
+
+
+@dataclass(frozen=True, kw_only=True)
+class Projection:
+    """A predicted step.
+
+    Attributes:
+        experiment: that was projected.
+        cluster: that it was projected to.
+        job: the step as the model saw it.
+        tokens_per_gpu: of a step.
+        breakdown_s: seconds of the step by part; they add up to it.
+        flops: operations of a token, TorchTitan's count and a causal one.
+        outside: what lies outside of what the model was held against; empty if nothing does.
+    """
+
+    experiment: Experiment
+    cluster: Cluster
+    job: Job
+    tokens_per_gpu: float
+    breakdown_s: dict[str, float]
+    flops: dict[str, int]
+    outside: tuple[str, ...]
+
+    @property
+    def step_time_s(self) -> float:
+        """Seconds of a step."""
+        return sum(self.breakdown_s.values())
+
+    @property
+    def tps(self) -> float:
+        """Tokens per second per GPU."""
+        return self.tokens_per_gpu / self.step_time_s
+
+    @property
+    def label(self) -> str:
+        """``derived``, and that it is extrapolated where it is."""
+        return "derived, extrapolated" if self.outside else "derived"
+
+    @property
+    def tflops(self) -> dict[str, float]:
+        """TFLOP/s of each GPU by either count."""
+        return {count: flops * self.tps / 1e12 for count, flops in self.flops.items()}
+
+    @property
+    def mfu(self) -> dict[str, float]:
+        """Share of the BF16 datasheet peak by either count."""
+        peak = self.cluster.node.gpu.bf16_tflops
+        return {count: value / float(peak or math.inf) for count, value in self.tflops.items()}
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Tokens per second per GPU between which it lies with 90 % confidence."""
+        width = relative_width(self.breakdown_s, extrapolated=bool(self.outside))
+        return self.tps / (1 + width), self.tps * (1 + width)
+
+    def to_json(self) -> dict[str, Any]:
+        """The projection as one JSON object."""
+        return {
+            "tps": self.tps,
+            "step_time_s": self.step_time_s,
+            "breakdown_s": self.breakdown_s,
+            "interval": list(self.interval),
+            "confidence": CONFIDENCE,
+            "label": self.label,
+            "outside": list(self.outside),
+            "flops_per_token": self.flops,
+            "tflops": self.tflops,
+            "mfu": self.mfu,
+            "gpus": self.job.gpus,
+            "hardware": self.cluster.name,
+            "stack": self.job.stack.name,
+        }
+
+
+def project(
+    experiment: Experiment,
+    cluster: Cluster | None = None,
+    *,
+    calibration: Calibration = CALIBRATION,
+    stack: Stack | None = None,
+    shape: ModelShape | None = None,
+) -> Projection:
+    """Predict the step of an experiment.
+
+    Args:
+        experiment: what would run; its nodes and GPUs of a node are used, the cluster gives their kind and network.
+        cluster: another one than the experiment's ``hardware``.
+        calibration: constants of the model.
+        stack: other software than TorchTitan 0.3.0 with moelab's dispatchers.
+        shape: another model than the experiment's, such as a thin one; whether it fits is then not asked.
+
+    Raises:
+        Refused: if the layout is illegal or does not fit, with every reason.
+        BadInput: if the hardware lacks a figure that is needed, or has no such profile.
+
+    Example:
+        >>> from moelab.titan.arms import named_arms
+        >>> found = project(named_arms()["dsv3_671b_bf16_standard"])
+        >>> abs(sum(found.breakdown_s.values()) - found.step_time_s) < 1e-9
+        True
+    """
+    cluster = cluster or cluster_of(experiment.hardware)
+    _require_figures(experiment, cluster)
+    experiment = _on(experiment, cluster)
+    verdict = check(experiment)
+    if not verdict.legal or verdict.layout is None:
+        raise Refused("illegal layout:\n" + "\n".join(f"- {reason}" for reason in verdict.reasons))
+    if shape is None:
+        _require_fits(experiment, verdict.layout, cluster)
+    node = cluster.node
+    job = job_of(experiment, verdict.layout, node, shape=shape, stack=stack)
+    shape = shape or shape_of(experiment.model)
+    return Projection(
+        experiment=experiment,
+        cluster=cluster,
+        job=job,
+        tokens_per_gpu=job.tokens_per_gpu,
+        breakdown_s=step_time(job, calibration).parts_s,
+        flops={
+            "torchtitan": flops_per_token(shape, experiment.seq_len),
+            "causal": flops_per_token(shape, experiment.seq_len, causal=True),
+        },
+        outside=outside(job),
+    )
+
+
+def _on(experiment: Experiment, cluster: Cluster) -> Experiment:
+    """The experiment with a hardware profile of the cluster's GPU, which the rules ask for its capability."""
+    capability = cluster.node.gpu.capability
+    if gpu_of(experiment.hardware).capability == capability:
+        return experiment
+    same = [name for name in PROFILES if name not in ("local", "cpu") and gpu_of(name).capability == capability]
+    if not same:
+        raise BadInput(f"{cluster.name} has {cluster.node.gpu.name}, of whose kind there is no profile")
+    return experiment.model_copy(update={"hardware": same[0]})
+
+
+def _require_fits(experiment: Experiment, layout: Any, cluster: Cluster) -> None:
+    memory = estimate(experiment, layout, cluster.node.gpu)
+    if not memory.fits:
+        raise Refused(
+            f"does not fit: {memory.worst_gib:.1f} GiB of {memory.capacity_gib:.1f} GiB on pipeline rank "
+            f"{memory.worst.rank}; {memory.dominant}"
+        )
+
+
+def _require_figures(experiment: Experiment, cluster: Cluster) -> None:
+    gpu = cluster.node.gpu
+    wanted = {"bf16_tflops": gpu.bf16_tflops, "hbm_tb_s": gpu.hbm_tb_s, "nvlink_gb_s": gpu.nvlink_gb_s}
+    if experiment.nodes > 1:
+        wanted["nic_gb_s"] = cluster.node.nic_gb_s
+    if missing := [name for name, figure in wanted.items() if figure is None]:
+        raise BadInput(
+            f"the profile {cluster.name} ({gpu.name}) has no {', '.join(missing)}, which a projection needs; name "
+            "another with hardware=, such as b200_x256, h200_x256, h100_x1024, gb200_nvl72_x4"
+        )
+    if experiment.gpus_per_node > cluster.node.gpus:
+        raise BadInput(
+            f"gpus_per_node is {experiment.gpus_per_node}, but a node of {cluster.name} has {cluster.node.gpus} GPUs"
+        )

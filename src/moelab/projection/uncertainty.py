@@ -1,0 +1,67 @@
+"""How far a prediction can be trusted: the width of its interval, and what lies outside of what the model has seen."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from moelab.experiment import EPBackend
+from moelab.projection.job import Job
+
+CONFIDENCE = 0.9
+SPREAD = {
+    "attention": 0.25,
+    "expert GEMMs": 0.10,
+    "other GEMMs": 0.10,
+    "quantisation": 0.20,
+    "permutation and padding": 0.25,
+    "all-to-all": 0.15,
+    "memory-bound": 0.15,
+    "tensor-parallel collectives": 0.20,
+    "FSDP collectives": 0.30,
+    "optimizer": 0.10,
+    "host and waiting": 0.15,
+    "pipeline bubble": 0.20,
+    "imbalance and stragglers": 0.50,
+}
+"""Standard deviation of each part, relative to it: judged by the validation table's rows of that kind, and by guess
+where no row is of that kind alone (attention, host, stragglers). A test holds whole steps against the interval."""
+SYSTEM_SPREAD = 0.07
+"""Standard deviation of a whole step between two systems of one kind: half of the 14 % by which the 671B baseline
+differs between two campaigns on H100."""
+OUTSIDE_FACTOR = 2.0
+"""How much wider an interval is outside of what the model was held against."""
+GPUS_SEEN = ("H100", "H200", "B200")
+MOST_GPUS, LEAST_TOKENS, SEQUENCES, NETWORK_GB_S = 256, 2048, (2048, 8192), 50.0
+
+
+def relative_width(parts_s: Mapping[str, float], *, extrapolated: bool = False) -> float:
+    """Half the width of the 90 % interval of a step, relative to it; parts err independently of each other.
+
+    Args:
+        parts_s: seconds of the step by part.
+        extrapolated: whether the step lies outside of what was seen.
+    """
+    step_s = sum(parts_s.values())
+    variance = sum((SPREAD[part] * seconds / step_s) ** 2 for part, seconds in parts_s.items())
+    return 1.645 * math.sqrt(variance + SYSTEM_SPREAD**2) * (OUTSIDE_FACTOR if extrapolated else 1.0)
+
+
+def outside(job: Job) -> tuple[str, ...]:
+    """What of a job lies outside of what the model was held against."""
+    node, work = job.node, job.work
+    low, high = SEQUENCES
+    checks = (
+        (node.gpu.name not in GPUS_SEEN, f"{node.gpu.name}: held against {', '.join(GPUS_SEEN)}"),
+        (job.gpus > MOST_GPUS, f"{job.gpus} GPUs: TorchTitan was seen on up to {MOST_GPUS}"),
+        (not low <= job.seq_len <= high, f"seq_len {job.seq_len}: seen from {low} to {high}"),
+        (work.routed_tokens < LEAST_TOKENS, f"{work.routed_tokens} routed tokens of a micro-batch: seen from 2048"),
+        (work.cp > 1, "context parallelism: not in any row"),
+        (
+            job.gpus > node.gpus and node.nic_gb_s is not None and node.nic_gb_s.value != NETWORK_GB_S,
+            f"network of {float(node.nic_gb_s or 0):g} GB/s: seen at {NETWORK_GB_S:g}",
+        ),
+        (work.backend is EPBackend.HYBRIDEP, "HybridEP under TorchTitan: modelled as DeepEP"),
+        (node.gpus > 8, f"NVLink among {node.gpus} GPUs: seen among 8"),
+    )
+    return tuple(said for applies, said in checks if applies)

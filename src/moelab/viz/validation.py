@@ -1,0 +1,161 @@
+"""The validation table drawn: errors of all predictions, with the bands of the goals that were set before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import plotly.graph_objects as go
+
+from moelab.projection.validation import GOALS, Goal, goals
+from moelab.projection.validation_row import ValidationRow
+from moelab.viz.theme import INK, MUTED, WARNING, new_figure, plot_text, wrap
+
+BAND = "rgba(0,158,115,0.16)"
+LOOKS = {
+    "predicted": ("#0072B2", "circle"),
+    "predicted, goal missed": (WARNING, "x"),
+    "constant read off it": ("#56B4E9", "diamond-open"),
+    "fitted": (MUTED, "circle-open"),
+}
+STRIP_PX = 62
+GAIN = "% gain"
+"""Unit of rows whose error is in percentage points."""
+
+
+class Strip(NamedTuple):
+    """Rows that are drawn in one line; ``limit`` is the goal's, in percent or points."""
+
+    name: str
+    rows: Sequence[ValidationRow]
+    limit: float | None = None
+
+
+def goal_strips(rows: Sequence[ValidationRow]) -> go.Figure:
+    """Errors of whole steps, a strip for each goal with its band, and one for rows that no goal is about.
+
+    Args:
+        rows: of :func:`moelab.projection.validation.validation_table`.
+    """
+    whole = [row for row in rows if row.whole]
+    strips = []
+    for name, source, prefix, limit, _ in GOALS:
+        inside = [row for row in whole if row.source == source and row.name.startswith(prefix)]
+        strips.append(Strip(name, inside, limit if inside[0].unit == GAIN else 100 * limit))
+    covered = {id(row) for strip in strips for row in strip.rows}
+    strips.append(Strip("no goal was set", [row for row in whole if id(row) not in covered]))
+    found = goals(rows)
+    met = sum(goal.met for goal in found)
+    missed = len(found) - met
+    finding = f"{met} of {len(found)} goals are met" + (f", {missed} missed" if missed else "")
+    return _strips(finding, strips, words="Whole steps. Green: the goal.")
+
+
+def part_strips(rows: Sequence[ValidationRow]) -> go.Figure:
+    """Errors of the parts of a step that were measured alone, a strip for each source.
+
+    Args:
+        rows: of :func:`moelab.projection.validation.validation_table`.
+    """
+    parts = [row for row in rows if not row.whole]
+    sources = dict.fromkeys(row.source for row in parts)
+    strips = [Strip(source, [row for row in parts if row.source == source]) for source in sources]
+    new = sorted(abs(percent_error(row)) for row in parts if row.use == "predicted")
+    finding = f"Parts of a step: half of {len(new)} predictions are within {new[len(new) // 2]:.0f} %"
+    return _strips(finding, strips, words="Kernels, casts, MoE layers and exchanges alone.")
+
+
+def percent_error(row: ValidationRow) -> float:
+    """Error of a row in percent; of gains, in percentage points."""
+    return row.error if row.unit == GAIN else 100 * row.error
+
+
+def validation_lines(rows: Sequence[ValidationRow]) -> list[str]:
+    """Rows as text: measured, predicted, error, and whether a constant had seen the row."""
+    lines = [f"{'row':58} {'measured':>10} {'predicted':>10} {'error':>9}  use"]
+    for row in rows:
+        unit = "pt" if row.unit == GAIN else "%"
+        error = f"{percent_error(row):+.1f} {unit}"
+        lines.append(f"{row.name[:58]:58} {row.measured:10,.1f} {row.predicted:10,.1f} {error:>9}  {row.use}")
+    return lines
+
+
+def goal_lines(found: Sequence[Goal]) -> list[str]:
+    """Each goal with its answer, and the reason that is known for one that was missed."""
+    lines = []
+    for goal in found:
+        worst = f"{goal.worst:+.1f} points" if "points" in goal.name else f"{goal.worst:+.1%}"
+        answer = "met" if goal.met else "MISSED"
+        reason = f": {goal.reason}" if goal.reason and not goal.met else ""
+        lines.append(f"{answer}: {goal.name}; worst {worst} ({goal.at}){reason}")
+    return lines
+
+
+def _strips(finding: str, strips: Sequence[Strip], *, words: str) -> go.Figure:
+    counts = sum(len(strip.rows) for strip in strips)
+    unseen = sum(row.use == "predicted" for strip in strips for row in strip.rows)
+    figure = new_figure(
+        finding,
+        subtitle=f"{words} Error of every row of the validation table: n = {counts} rows, {unseen} of them predictions "
+        "that no constant had seen. Named: the worst of a strip.",
+        note="derived, against measured and quoted figures",
+        height=170 + STRIP_PX * len(strips),
+    )
+    for place, strip in enumerate(strips):
+        if strip.limit is not None:
+            box = {"x0": -strip.limit, "x1": strip.limit, "y0": place - 0.36, "y1": place + 0.36}
+            figure.add_shape(type="rect", fillcolor=BAND, line_width=0, layer="below", **box)
+    for use, (color, symbol) in LOOKS.items():
+        _draw_points(figure, strips, use, color, symbol)
+    errors = [percent_error(row) for strip in strips for row in strip.rows]
+    labels = ["<br>".join([*wrap(strip.name, 30), f"n = {len(strip.rows)}"]) for strip in strips]
+    figure.update_yaxes(tickvals=list(range(len(strips))), ticktext=labels, ticks="", showgrid=False)
+    figure.update_yaxes(range=[len(strips) - 0.4, -0.6])
+    low, high = min(errors), max(errors)
+    for place, strip in enumerate(strips):
+        _name_worst(figure, place, strip, middle=(low + high) / 2)
+    figure.update_xaxes(title_text="error of the prediction (%; of gains, points)", zeroline=True)
+    figure.update_xaxes(range=[low - 0.06 * (high - low), high + 0.06 * (high - low)], zerolinecolor=INK)
+    return figure.update_layout(hovermode="closest", legend_y=-66 / (40 + STRIP_PX * len(strips)))
+
+
+def _draw_points(figure: go.Figure, strips: Sequence[Strip], use: str, color: str, symbol: str) -> None:
+    points = [
+        (percent_error(row), place, row)
+        for place, strip in enumerate(strips)
+        for row in strip.rows
+        if _look(row, strip) == use
+    ]
+    if not points:
+        return
+    figure.add_trace(
+        go.Scatter(
+            x=[error for error, _, _ in points],
+            y=[place for _, place, _ in points],
+            mode="markers",
+            name=use,
+            marker={"color": color, "symbol": symbol, "size": 9, "opacity": 0.8, "line": {"width": 1.5}},
+            customdata=[[plot_text(row.name), row.measured, row.predicted, row.unit] for _, _, row in points],
+            hovertemplate="%{customdata[0]}: measured %{customdata[1]:,.1f}, predicted %{customdata[2]:,.1f} "
+            "%{customdata[3]}, error %{x:+.1f}<extra></extra>",
+        )
+    )
+
+
+def _look(row: ValidationRow, strip: Strip) -> str:
+    missed = strip.limit is not None and abs(percent_error(row)) > strip.limit
+    return "predicted, goal missed" if missed and row.use == "predicted" else row.use
+
+
+def _name_worst(figure: go.Figure, place: int, strip: Strip, *, middle: float) -> None:
+    worst = max(strip.rows, key=lambda row: abs(row.error))
+    error = percent_error(worst)
+    figure.add_annotation(
+        x=error,
+        y=place,
+        text=f"{error:+.1f}: {plot_text(worst.name.removeprefix('two by two: '))}",
+        showarrow=False,
+        yshift=18,
+        xanchor="right" if error > middle else "left",
+        font={"size": 11, "color": MUTED},
+    )

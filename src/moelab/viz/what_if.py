@@ -1,0 +1,165 @@
+"""What-if figures: throughput against the network and the number of GPUs, and what a whole training costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from moelab.analysis.arms import arm_label
+from moelab.projection.cost import Cost
+from moelab.sweep import Point
+from moelab.viz.theme import INK, ArmStyle, arm_styles, new_figure, plot_text
+
+NOTE = "derived: the step-time model"
+HOLLOW = "Hollow: outside of what the model was held against, interval twice as wide."
+KINDS: Mapping[str, tuple[str, str, str]] = {
+    "H100": ("#009E73", "longdash", "cross"),
+    "H200": ("#CC79A7", "dot", "diamond"),
+    "B200": ("#0072B2", "solid", "circle"),
+    "GB200": ("#D55E00", "dash", "square"),
+}
+
+
+def network_curves(points: Sequence[Point], *, words: str) -> go.Figure:
+    """Throughput of the arms against the bandwidth of each GPU's network card.
+
+    Args:
+        points: of :func:`moelab.sweep.by_network`.
+        words: model and cluster, for the subtitle.
+    """
+    styles = arm_styles(point.series for point in points)
+    first, last = min(point.x for point in points), max(point.x for point in points)
+    at = {(point.series, point.x): point.projection.tps for point in points}
+    gains = [100 * (at["bf16_deepep", x] / at["bf16_standard", x] - 1) for x in (first, last)]
+    figure = new_figure(
+        f"DeepEP's gain goes from {gains[0]:+.0f} % at {first:g} GB/s to {gains[1]:+.0f} % at {last:g} GB/s",
+        subtitle=f"{words} Bands: 90 % intervals of the outer arms. {HOLLOW}",
+        note=NOTE,
+    )
+    _draw_lines(figure, points, styles, banded=(next(iter(styles)), list(styles)[-1]))
+    figure.update_xaxes(type="log", title_text="network of each GPU, each way (GB/s)", tickvals=_xs(points))
+    return _finish(figure)
+
+
+def size_curves(points: Sequence[Point], *, words: str) -> go.Figure:
+    """Throughput of each kind of GPU against their number, each size with its fastest layout.
+
+    Args:
+        points: of :func:`moelab.sweep.by_gpus`.
+        words: model and batch, for the subtitle.
+    """
+    best = max(points, key=lambda point: point.projection.tps)
+    layout = best.projection.experiment
+    degrees = f"PP {layout.pp}, TP {layout.tp}, EP {layout.ep}"
+    figure = new_figure(
+        f"Most for each GPU: {best.x:,.0f} {best.series} with {degrees}, {best.projection.tps:,.0f} tokens/s",
+        subtitle=f"{words} Each size with the fastest layout of those tried; where a line begins the model fits. "
+        f"Bands: 90 % intervals. {HOLLOW}",
+        note=NOTE,
+    )
+    kinds = {kind: ArmStyle(label=kind, color=c, dash=d, symbol=s) for kind, (c, d, s) in KINDS.items()}
+    shown = {kind: style for kind, style in kinds.items() if any(point.series == kind for point in points)}
+    _draw_lines(figure, points, shown, banded=tuple(shown))
+    ticks = _xs(points)
+    figure.update_xaxes(type="log", title_text="GPUs", tickvals=ticks, ticktext=[f"{x:,.0f}" for x in ticks])
+    return _finish(figure)
+
+
+def cost_bars(costs: Mapping[str, Cost], *, tokens: float, words: str) -> go.Figure:
+    """GPU-hours, price and energy of a whole training, by arm.
+
+    Args:
+        costs: of :func:`moelab.projection.cost.cost`, by arm; the first is the one that others are held against.
+        tokens: of the training.
+        words: cluster, price and watts, for the subtitle.
+    """
+    arms = list(costs)
+    cheapest = min(arms, key=lambda arm: costs[arm].price)
+    saved = costs[arms[0]].price - costs[cheapest].price
+    figure = _cost_panels(
+        f"{arm_label(cheapest)} saves {saved / 1e6:,.1f} of {costs[arms[0]].price / 1e6:,.1f} M on "
+        f"{tokens / 1e12:g} T tokens",
+        f"{words} Without restarts and failures.",
+    )
+    for arm, style in arm_styles(arms).items():
+        for column, (unit, value) in enumerate(_COST_PANELS.items(), start=1):
+            height = value(costs[arm])
+            bar = go.Bar(
+                x=[""],
+                y=[height],
+                name=style.label,
+                legendgroup=arm,
+                showlegend=column == 1,
+                marker={"color": style.fill(0.35), "line": {"color": style.color, "width": 2}},
+                text=[f"{height:,.1f}"],
+                textposition="inside",
+                insidetextanchor="end",
+                textangle=0,
+                textfont={"color": INK, "size": 13},
+                hovertemplate=f"{style.label}: %{{y:,.2f}} {plot_text(unit)}<extra></extra>",
+            )
+            figure.add_trace(bar, row=1, col=column)
+    figure.update_xaxes(showgrid=False, ticks="", showticklabels=False)
+    return figure.update_layout(barmode="group", bargap=0.15, hovermode="closest", legend_y=-0.06)
+
+
+_COST_PANELS: Mapping[str, Callable[[Cost], float]] = {
+    "million GPU-hours": lambda cost: cost.gpu_hours / 1e6,
+    "price, millions": lambda cost: cost.price / 1e6,
+    "energy, GWh": lambda cost: cost.energy_mwh / 1e3,
+}
+
+
+def _cost_panels(finding: str, subtitle: str) -> go.Figure:
+    headed = new_figure(finding, subtitle=subtitle, note=NOTE, height=400)
+    figure = make_subplots(rows=1, cols=3, subplot_titles=list(_COST_PANELS), horizontal_spacing=0.08)
+    figure.update_layout(headed.layout)
+    figure.update_annotations(font_size=13)
+    return figure.update_layout(margin_t=headed.layout.margin.t + 24, height=headed.layout.height + 24)
+
+
+def _draw_lines(
+    figure: go.Figure, points: Sequence[Point], styles: Mapping[str, ArmStyle], *, banded: Sequence[str]
+) -> None:
+    for name, style in styles.items():
+        line = sorted((point for point in points if point.series == name), key=lambda point: point.x)
+        xs = [point.x for point in line]
+        if name in banded:
+            low, high = zip(*(point.projection.interval for point in line), strict=True)
+            band = go.Scatter(x=[*xs, *reversed(xs)], y=[*high, *reversed(low)], fill="toself", mode="lines")
+            band.update(fillcolor=style.fill(0.12), line_width=0, hoverinfo="skip", showlegend=False)
+            figure.add_trace(band.update(legendgroup=style.label))
+        figure.add_trace(
+            go.Scatter(
+                x=xs,
+                y=[point.projection.tps for point in line],
+                mode="lines+markers",
+                name=style.label,
+                legendgroup=style.label,
+                line={"color": style.color, "dash": style.dash, "width": 2},
+                marker={
+                    "symbol": style.symbol,
+                    "size": 9,
+                    "color": ["white" if point.projection.outside else style.color for point in line],
+                    "line": {"color": style.color, "width": 2},
+                },
+                customdata=[_layout_words(point) for point in line],
+                hovertemplate="%{x:g}: %{y:,.0f} tokens/s (%{customdata})",
+            )
+        )
+
+
+def _layout_words(point: Point) -> str:
+    one = point.projection.experiment
+    return f"PP {one.pp}, TP {one.tp}, EP {one.ep}; {point.projection.label}"
+
+
+def _xs(points: Sequence[Point]) -> list[float]:
+    return sorted({point.x for point in points})
+
+
+def _finish(figure: go.Figure) -> go.Figure:
+    figure.update_yaxes(title_text="tokens/s per GPU", rangemode="tozero", tickformat=",")
+    return figure.update_layout(hovermode="closest", legend_y=-0.22)

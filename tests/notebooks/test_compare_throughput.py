@@ -1,0 +1,152 @@
+"""Notebook 07 under papermill: a two-by-two trained here, and the 671B study on a cluster that nobody submits to."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from moelab.analysis.published import THROUGHPUT
+from moelab.analysis.two_by_two import arm_results
+from moelab.errors import BadInput, Refused
+from moelab.experiment import EPBackend, Precision
+from moelab.launch.cluster import read_cluster
+from moelab.layout import check
+from moelab.notebooks import ThroughputParameters, execute, read_parameters, validated
+from moelab.notebooks.throughput import bring_forward
+from moelab.plan import plan
+from moelab.projection.arms_projected import projected_two_by_two
+from moelab.projection.measured import TWO_BY_TWO, load_measured
+from moelab.runs import directory
+from moelab.runs.collect import collect, newest
+from moelab.runs.status import State
+
+pytestmark = pytest.mark.training
+ROOT = Path(__file__).parents[2]
+NAME = "07_compare_throughput"
+NOTEBOOK = ROOT / "notebooks" / f"{NAME}.ipynb"
+PROFILES = ROOT / "papermill_params" / NAME
+
+
+def profile(name: str) -> ThroughputParameters:
+    source = next(c.source for c in nbformat.read(NOTEBOOK, 4).cells if "parameters" in c.metadata.get("tags", []))
+    values: dict[str, object] = {}
+    exec(source, {}, values)
+    return validated(ThroughputParameters, {**values, **read_parameters(PROFILES / f"{name}.yaml")})
+
+
+def printed_and_figures(executed: Path) -> tuple[str, list[str]]:
+    cells = nbformat.read(executed, as_version=4).cells
+    outputs = [output for cell in cells if cell.cell_type == "code" for output in cell.outputs]
+    data = [output.data for output in outputs if "data" in output]
+    figures = [one["application/vnd.plotly.v1+json"] for one in data if "application/vnd.plotly.v1+json" in one]
+    return "".join(o.get("text", "") for o in outputs), [str(one["layout"]["title"]["text"]) for one in figures]
+
+
+def test_papermill_trains_the_two_by_two_and_says_that_it_is_no_speed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    output = execute(NOTEBOOK, tmp_path / "executed.ipynb", read_parameters(PROFILES / "smoke.yaml"))
+    printed, titles = printed_and_figures(output)
+    trained = newest(collect(tmp_path / "runs"))
+    assert {run.arm for run in trained} == {
+        f"{precision}_{backend}" for precision in ("bf16", "mxfp8") for backend in ("standard", "deepep")
+    }
+    assert all(run.finished for run in trained)
+    assert len(titles) == 4
+    assert "quoted" in titles[0]
+    assert "replayed" in titles[1]
+    assert "not a statement about speed" in " ".join(titles[2].replace("<br>", " ").split())
+    assert "derived" in titles[3]
+    assert "n = 1 of seeds: no test" in printed
+    assert "cannot be projected" in printed  # a CPU has no datasheet
+
+
+def test_a_profile_of_a_cluster_renders_and_submits_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    called = tmp_path / "sbatch was called"
+    monkeypatch.setenv("PATH", f"{_sbatch_that_tells(tmp_path, called)}:/usr/bin:/bin")
+    parameters = {**read_parameters(PROFILES / "b200_x256.yaml"), "submit": "false"}
+    printed, titles = printed_and_figures(execute(NOTEBOOK, tmp_path / "executed.ipynb", parameters))
+    assert "nothing submitted: submit is False" in printed
+    assert "#SBATCH --nodes=32" in printed
+    assert "#SBATCH --array=0-11" in printed
+    assert "no run of 07_published_671b yet" in printed
+    assert not called.exists()
+    assert not list(directory.find(tmp_path / "runs"))
+    assert "is projected to make most" in titles[-1].replace("<br>", " ")
+
+
+def _sbatch_that_tells(folder: Path, called: Path) -> Path:
+    programs = folder / "programs"
+    programs.mkdir()
+    sbatch = programs / "sbatch"
+    sbatch.write_text(f'#!/bin/sh\ncase "$*" in *--test-only*|*--version*) exit 0;; esac\ntouch "{called}"\n')
+    sbatch.chmod(sbatch.stat().st_mode | stat.S_IXUSR)
+    return programs
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"submit": "maybe"}, "submit: got 'maybe'"),
+        ({"steps": 3}, "steps: got 3"),
+        ({"precision": "bf16"}, "precision: got 'bf16'"),
+        ({"ep": 1}, "ep: got 1"),
+    ],
+)
+def test_wrong_parameters_are_refused(given: dict[str, object], said: str) -> None:
+    with pytest.raises(BadInput, match=said):
+        validated(ThroughputParameters, {**profile("smoke").model_dump(), **given})
+
+
+def test_a_study_that_is_trained_is_left_as_it_is(tmp_path: Path) -> None:
+    parameters = profile("smoke")
+    study = parameters.to_study()
+    for experiment in study.experiments:
+        run = directory.create(tmp_path, experiment)
+        run.set_status(type(run.status)(state=State.COMPLETED))
+    before = sorted(run.path for run in directory.find(tmp_path))
+    bring_forward(study, tmp_path, read_cluster("local"), submit=False, say=lambda _line: None)
+    assert sorted(run.path for run in directory.find(tmp_path)) == before
+    with pytest.raises(Refused, match="has no Slurm"):
+        bring_forward(study, tmp_path, read_cluster("local"), submit=True, say=lambda _line: None)
+
+
+# What the profiles and the notebook say
+
+
+def test_deepep_gains_on_one_node_what_the_reader_is_told() -> None:
+    results = arm_results(load_measured(TWO_BY_TWO).rows)
+    gains = [one.ratio for one in results if one.arm == "bf16_deepep"]
+    assert gains
+    assert all(ratio is not None and 1.02 < ratio < 1.17 for ratio in gains)
+
+
+def test_the_hopper_profile_is_legal_on_two_of_them() -> None:
+    study = profile("hopper").to_study()
+    for experiment in study.experiments:
+        found = check(experiment.model_copy(update={"hardware": "h100_node"}))
+        assert found.legal, found.reasons
+    assert {one.precision for one in study.experiments} == {Precision.BF16, Precision.FP8}
+    assert {one.ep_backend for one in study.experiments} == {EPBackend.STANDARD, EPBackend.DEEPEP}
+
+
+def test_the_published_profile_is_legal_and_fits() -> None:
+    for experiment in profile("b200_x256").to_study().experiments[:4]:
+        planned = plan(experiment)
+        assert planned.verdict.legal, planned.verdict.reasons
+        assert planned.fits
+
+
+def test_the_missing_arm_lies_where_the_reader_is_told() -> None:
+    tps = projected_two_by_two(draws=10).tps
+    published = {row.arm: row.tps for row in THROUGHPUT}
+    assert published["bf16_standard"] < tps["mxfp8_standard"].value < 1.07 * published["bf16_standard"]
+    assert tps["mxfp8_standard"].value < 651 * 918 / 859  # what composition would say
+    assert tps["bf16_standard"].value == pytest.approx(published["bf16_standard"], rel=1e-3)
+    for arm in ("bf16_deepep", "mxfp8_deepep"):
+        assert 0 < tps[arm].value / published[arm] - 1 < 0.1

@@ -1,0 +1,125 @@
+"""Notebook 09: it trains and watches here, shows a cluster's script, and submits nothing unasked."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from run_support import make_run
+
+from moelab.errors import Refused
+from moelab.experiment import Experiment
+from moelab.experiment_file import Study
+from moelab.launch.background import start_in_background
+from moelab.launch.study import only_launcher
+from moelab.notebooks import NotebookFailed, execute, read_parameters
+from moelab.runs import directory
+from moelab.runs.status import State
+
+pytestmark = pytest.mark.training
+ROOT = Path(__file__).parents[2]
+NAME = "09_launch_and_watch_run"
+NOTEBOOK = ROOT / "notebooks" / f"{NAME}.ipynb"
+LARGEST_COPY_BYTES = 600_000
+NANO: dict[str, Any] = {"name": "nano", "gpus_per_node": 2, "ep": 2, "seq_len": 128, "steps": 500}
+
+
+def profile(name: str) -> dict[str, Any]:
+    return read_parameters(ROOT / "papermill_params" / NAME / f"{name}.yaml")
+
+
+@pytest.fixture
+def executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, Any]], tuple[str, list[Any]]]:
+    """Run it in an empty folder; returns what it printed and what it showed."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(parameters: dict[str, Any]) -> tuple[str, list[Any]]:
+        copy = execute(NOTEBOOK, tmp_path / "executed.ipynb", parameters)
+        assert copy.stat().st_size < LARGEST_COPY_BYTES
+        cells = [cell for cell in nbformat.read(copy, as_version=4).cells if cell.cell_type == "code"]
+        outputs = [output for cell in cells for output in cell.outputs]
+        printed = "".join(output.get("text", "") for output in outputs)
+        return printed, [output.data for output in outputs if "data" in output]
+
+    return run
+
+
+def test_it_trains_here_and_shows_it(executed: Any) -> None:
+    printed, shown = executed(profile("smoke"))
+    assert "completed | step 8/8" in printed
+    assert "median" in printed
+    assert "valid: one word of letters" in printed  # the hostile values
+    assert sum("application/vnd.plotly.v1+json" in data for data in shown) == 6
+    assert sum("application/vnd.jupyter.widget-view+json" in data for data in shown) == 1
+    (run,) = directory.find(Path("runs"))
+    assert run.status.state is State.COMPLETED
+
+
+def test_a_cluster_s_run_is_shown_and_nothing_is_touched(executed: Any, tmp_path: Path) -> None:
+    shape = {"model": "671B", "nodes": 32, "gpus_per_node": 8, "ep": 32, "steps": 20, "dataset": "c4"}
+    arm = Experiment(name="elsewhere", precision="mxfp8", ep_backend="deepep", **shape)
+    watched = make_run(tmp_path / "elsewhere", arm, [12.0, 11.5, 11.0, 10.8, 10.7], tps=910.0, state=State.RUNNING)
+    printed, shown = executed({**profile("b200_x256"), "runs": str(tmp_path / "elsewhere")})
+    assert "#SBATCH --nodes=32" in printed
+    assert "nothing submitted" in printed
+    assert f"{watched.name}: running, step 5" in printed
+    assert "published: 918 tokens/s per GPU (quoted" in printed
+    figures = [data["application/vnd.plotly.v1+json"] for data in shown if "application/vnd.plotly.v1+json" in data]
+    levels = [len(figure["layout"].get("shapes", ())) for figure in figures]
+    assert levels == [0, 0, 3, 1, 0, 0]  # states, loss, tps, memory, step times, memory by rank
+    assert not list(directory.find(Path("runs")))
+
+
+def test_what_the_preflight_refuses_is_not_submitted(executed: Any) -> None:
+    with pytest.raises(NotebookFailed, match="nothing was submitted: the preflight above found something"):
+        executed({**profile("b200_x256"), "submit": True})  # C4 is on no shared folder of the profile as it comes
+    assert not list(directory.find(Path("runs")))
+
+
+ANSWERS = {
+    "my_signal_s = 300": "my_signal_s = 1200",
+    "my_global_rank, my_local_rank = 0, 0": "my_global_rank, my_local_rank = 224, 0",
+    "my_steps_after_death, my_steps_after_limit = -1, -1": "my_steps_after_death, my_steps_after_limit = 7, 0",
+}
+
+
+@pytest.mark.parametrize("given", ANSWERS)
+def test_an_exercise_knows_its_answer(given: str) -> None:
+    cells = nbformat.read(NOTEBOOK, as_version=4).cells
+    (source,) = [cell.source for cell in cells if given in cell.source]
+    for text, said in ((source, "not yet\n"), (source.replace(given, ANSWERS[given]), "solved\n")):
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            exec(text, {})
+        assert printed.getvalue() == said
+
+
+# Training in the background
+
+
+def study(**changes: Any) -> Study:
+    return Study(name="nano", experiments=(Experiment(**{**NANO, **changes}),))
+
+
+def test_the_launcher_that_is_terminated_cancels_its_run(tmp_path: Path) -> None:
+    launcher = start_in_background(study(), tmp_path)
+    assert launcher is not None
+    (run,) = directory.find(tmp_path)
+    launcher.terminate()
+    launcher.wait()
+    assert run.status.state is State.CANCELLED
+
+
+def test_a_study_that_is_being_trained_is_left_alone(tmp_path: Path) -> None:
+    with only_launcher(tmp_path, study()):
+        assert start_in_background(study(), tmp_path) is None
+    assert not list(directory.find(tmp_path))
+
+
+def test_what_cannot_be_trained_is_said(tmp_path: Path) -> None:
+    with pytest.raises(Refused, match=r"no run was started: moelab: .*deepep"):
+        start_in_background(study(ep_backend="deepep"), tmp_path)

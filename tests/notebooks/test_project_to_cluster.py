@@ -1,0 +1,126 @@
+"""Notebook 08 under papermill, and what it tells its reader to see."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+
+import nbformat
+import pytest
+
+from moelab.errors import BadInput, Refused
+from moelab.experiment import Routing
+from moelab.notebooks import ProjectParameters, execute, read_parameters, validated
+from moelab.projection.arms_projected import projected_two_by_two
+from moelab.projection.calibration import CALIBRATION
+from moelab.projection.project import project
+from moelab.projection.step import step_time
+from moelab.projection.step_cases import published_job
+from moelab.projection.validation import validation_table
+from moelab.projection.waterfall import waterfall
+from moelab.sweep import by_gpus, by_network
+from moelab.viz.validation import percent_error
+
+ROOT = Path(__file__).parents[2]
+NAME = "08_project_to_cluster"
+NOTEBOOK = ROOT / "notebooks" / f"{NAME}.ipynb"
+
+
+def defaults() -> ProjectParameters:
+    source = next(c.source for c in nbformat.read(NOTEBOOK, 4).cells if "parameters" in c.metadata.get("tags", []))
+    values: dict[str, object] = {}
+    exec(source, {}, values)
+    return validated(ProjectParameters, values)
+
+
+def test_papermill_runs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    parameters = read_parameters(ROOT / "papermill_params" / NAME / "smoke.yaml")
+    executed = nbformat.read(execute(NOTEBOOK, tmp_path / "executed.ipynb", parameters), as_version=4)
+    outputs = [output for cell in executed.cells if cell.cell_type == "code" for output in cell.outputs]
+    shown = [output.data for output in outputs if "data" in output]
+    figures = [data["application/vnd.plotly.v1+json"] for data in shown if "application/vnd.plotly.v1+json" in data]
+    assert len(figures) == 11
+    titles = [one["layout"]["title"]["text"] for one in figures]
+    assert all("derived" in title for title in titles)
+    assert sum("application/vnd.jupyter.widget-view+json" in data for data in shown) == 1
+    printed = "".join(output.get("text", "") for output in outputs)
+    for said in ("MISSED: ", "met: ", "fitted on 671B bf16_standard", "layouts judged", "replayed: the model's own"):
+        assert said in printed
+    assert printed.count("not yet") == 3  # the unsolved exercises
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"gpu": "B100"}, "gpu: got 'B100'"),
+        ({"network_gb_s": 0}, "network_gb_s: got 0"),
+        ({"draws": 1}, "draws: got 1"),
+        ({"price_per_gpu_hour": "nan"}, "price_per_gpu_hour: got"),
+    ],
+)
+def test_wrong_parameters_are_refused(given: dict[str, object], said: str) -> None:
+    with pytest.raises(BadInput, match=said):
+        validated(ProjectParameters, {**defaults().model_dump(), **given})
+
+
+def test_a_cluster_too_small_is_refused_with_the_plans_reason() -> None:
+    parameters = validated(ProjectParameters, {**defaults().model_dump(), "gpu": "H100"})
+    with pytest.raises(Refused, match=r"does not fit: .* GiB of .* GiB"):
+        project(parameters.to_experiment())
+
+
+# What the notebook says that its reader should see
+
+
+def test_the_published_step_is_as_described() -> None:
+    parts = step_time(published_job("bf16_standard"), CALIBRATION).parts_s
+    total_s = sum(parts.values())
+    assert total_s == pytest.approx(201.3, rel=0.01)
+    assert max(parts, key=lambda name: parts[name]) == "all-to-all"
+    assert 0.40 < parts["all-to-all"] / total_s < 0.50
+    products = sum(parts[name] for name in ("expert GEMMs", "other GEMMs", "attention"))
+    assert 0.2 < products / total_s < 0.3
+
+
+def test_errors_are_as_large_as_it_says() -> None:
+    rows = validation_table()
+    whole = [abs(percent_error(row)) for row in rows if row.whole and row.unit != "% gain"]
+    assert 0.7 < sum(error <= 10 for error in whole) / len(whole) < 0.9
+    assert 6 < median(abs(percent_error(row)) for row in rows if not row.whole and row.use == "predicted") < 18
+
+
+def test_the_missing_arm_and_the_routing_are_as_described() -> None:
+    forced, random = (projected_two_by_two(one, draws=50) for one in (Routing.ROUND_ROBIN, Routing.RANDOM_BALANCED))
+    assert 1.01 < forced.gains["mxfp8_standard"].value < 1.05
+    assert 1.30 < forced.gains["bf16_deepep"].value < 1.45
+    assert 1.18 < random.gains["bf16_deepep"].value < 1.30
+    for one in (forced, random):
+        assert -0.02 < one.interaction.low < one.interaction.high < 0.02
+
+
+def test_two_steps_of_the_waterfall_make_most_of_the_way() -> None:
+    changes = waterfall()
+    steps = {later.name: later.tps - before.tps for before, later in pairwise(changes)}
+    first, second = sorted(steps, key=lambda name: steps[name])[-2:]
+    assert {first.split(",")[0], second} == {"CUDA graphs", "all-to-all beside compute"}
+    assert steps[first] + steps[second] > 0.75 * (changes[-1].tps - changes[0].tps)
+
+
+def test_answers_of_the_exercises() -> None:
+    parts = step_time(published_job("bf16_standard"), CALIBRATION).parts_s
+    total_s = sum(parts.values())
+    assert 100 * (total_s / (total_s - parts["all-to-all"]) - 1) == pytest.approx(82, abs=6)
+    points = by_network(defaults().to_experiment(), "B200", (50.0, 100.0))
+    tps = {(point.series, point.x): point.projection.tps for point in points}
+    assert tps["bf16_standard", 100.0] / tps["bf16_standard", 50.0] > 1.15
+    assert tps["bf16_deepep", 100.0] / tps["bf16_deepep", 50.0] < 1.15
+
+
+def test_the_model_begins_to_fit_where_the_reader_is_told() -> None:
+    points = by_gpus(defaults().to_experiment(), (64, 128, 256, 512, 1024))
+    first = {kind: min(point.x for point in points if point.series == kind) for kind in ("H100", "H200", "B200")}
+    assert first == {"H100": 1024, "H200": 256, "B200": 128}
+    days = {(point.series, point.x): 14.8e12 / point.projection.tps / point.x / 86400 for point in points}
+    assert min(count for (_, count), needed in days.items() if needed <= 100) == 1024

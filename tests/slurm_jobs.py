@@ -1,0 +1,96 @@
+"""Studies on the Slurm of the tests, and what stands in for the trainer in its jobs.
+
+``recorder`` replaces the program that a job starts on each node: it writes down what it was given, and a finished log.
+``slurm/trainer`` replaces ``torch.distributed.run`` alone, by PYTHONPATH: the job's own program runs as it is.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from slurm_cluster import SlurmCluster
+from stand_in import step_line
+
+from moelab.experiment_file import Study, make_study
+from moelab.launch.cluster import ClusterProfile, read_cluster
+
+TESTS = Path(__file__).parent
+RECORDER = """\
+#!/bin/sh
+# As `python -m moelab.launch.in_job RUN HOST …` on one node.
+run=$3
+mkdir -p "$run/nodes" "$run/launch/converted"
+env -0 >"$run/nodes/$SLURM_NODEID.env"
+printf '%s\\0' "$@" >"$run/nodes/$SLURM_NODEID.arguments"
+if [ "$SLURM_NODEID" = 0 ]; then
+  echo '{"kernels": "native", "modules": ["layers.3.moe.experts"]}' >"$run/launch/converted/rank0.json"
+  cat LOG
+fi
+"""
+
+
+def speak_to(cluster: SlurmCluster, patch: pytest.MonkeyPatch) -> None:
+    """Let moelab in this process speak to a cluster."""
+    for name in ("SLURM_CONF", "PATH"):
+        patch.setenv(name, cluster.env[name])
+
+
+def recorder(folder: Path, steps: int) -> Path:
+    """Write the recorder, for runs of so many steps; returns its path."""
+    log, script = folder / "finished.log", folder / "python"
+    log.write_text("".join(step_line(step, 12.0 - step / 10) for step in range(1, steps + 1)))
+    script.write_text(RECORDER.replace("LOG", str(log)))
+    script.chmod(0o755)
+    return script
+
+
+def profile(cluster: SlurmCluster, gate: Path, **fields: Any) -> ClusterProfile:
+    """The cluster of the tests, with ``slurm/trainer`` in place of torchrun.
+
+    Args:
+        cluster: the Slurm.
+        gate: a folder; a file ``hold`` in it lets training wait after its second step, ``fail`` lets it fail.
+        fields: of the profile.
+    """
+    variables = {"PYTHONPATH": f"{TESTS}/slurm/trainer:{TESTS}:{TESTS.parent}/src", "TRAINER": str(gate)}
+    mine = {
+        "name": "test",
+        "description": "Slurm on this machine",
+        "partition": "main",
+        "nodes": len(cluster.nodes),
+        "gpus_per_node": 0,
+        "exclusive": False,
+        "time_limit_minutes": 10,
+        "python": sys.executable,
+        "variables": variables,
+        **fields,
+    }
+    return ClusterProfile(**mine)
+
+
+def study_of(*arms: dict[str, Any], seeds: tuple[int, ...] = (0,), **shared: Any) -> Study:
+    """A small study of two ranks on one node, unless said otherwise."""
+    fields = {"hardware": "cpu", "nodes": 1, "gpus_per_node": 2, "steps": 4, "warmup_steps": 1, **shared}
+    return make_study("s", fields, list(arms) or [{"precision": "bf16"}], seeds)
+
+
+def written(folder: Path, study: Study, cluster: ClusterProfile) -> tuple[Path, Path]:
+    """Both as the files that a person has."""
+    files = folder / "study.yaml", folder / "cluster.yaml"
+    files[0].write_text(yaml.safe_dump([one.model_dump(mode="json") for one in study.experiments]))
+    files[1].write_text(yaml.safe_dump(cluster.model_dump(mode="json")))
+    return files
+
+
+def published(cluster: SlurmCluster, python: Path) -> ClusterProfile:
+    """The published cluster's profile, with the recorder as its Python, and with the data that it asks for."""
+    assert len(cluster.nodes) == 32
+    data = python.parent / "data"
+    data.mkdir()
+    (data / "tokenizer.json").touch()
+    local = [f"datasets.c4={data}", f"tokenizers.671B={data}"]
+    return read_cluster("nebius_soperator_b200", [f"python={python}", "memlock=any", *local])

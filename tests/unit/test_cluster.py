@@ -1,0 +1,126 @@
+"""Cluster profiles, and where the ranks of a job meet."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moelab.deepep.environment import expected_of
+from moelab.deepep.variables import PREFIXES
+from moelab.errors import BadInput
+from moelab.experiment_file import parse
+from moelab.hardware import cluster_of
+from moelab.launch.cluster import ClusterProfile, bundled, read_cluster
+from moelab.launch.place import Place
+
+BASE: dict[str, Any] = {"name": "test", "description": "a test"}
+
+
+@pytest.mark.parametrize("name", bundled())
+def test_a_bundled_profile_is_read_by_its_name(name: str) -> None:
+    assert read_cluster(name).name == name
+
+
+def test_the_bundled_profiles_are_those_that_the_readme_names() -> None:
+    assert bundled() == ("local", "nebius_soperator_b200", "slurm_generic")
+
+
+def test_the_published_cluster_has_the_published_settings_each_with_its_source() -> None:
+    cluster = read_cluster("nebius_soperator_b200")
+    hardware = cluster_of("b200_x256")
+    assert (cluster.nodes, cluster.gpus_per_node) == (hardware.nodes, hardware.node.gpus)
+    assert set(cluster.variables) <= set(cluster.sources)
+    assert all(name.startswith(PREFIXES) for name in cluster.variables)
+    assert expected_of(hardware, cluster.variables).variables["NCCL_IB_HCA"] == "mlx5"
+    assert "mlx5_1:1,mlx5_2:1,mlx5_3:1,mlx5_4:1" in cluster.sources["NCCL_IB_HCA"]
+
+
+def test_the_other_published_list_of_network_cards_is_one_override() -> None:
+    cards = "mlx5_1:1,mlx5_2:1,mlx5_3:1,mlx5_4:1"
+    cluster = read_cluster("nebius_soperator_b200", [f"variables.NCCL_IB_HCA={cards}", "partition=main"])
+    assert cluster.variables["NCCL_IB_HCA"] == cards
+    assert cluster.variables["UCX_NET_DEVICES"] == "ens7"
+    assert cluster.partition == "main"
+
+
+def test_a_file_of_ones_own_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("name: mine\ndescription: ours\nvariables: {NCCL_IB_TIMEOUT: 22}\ncontainer: {image: a.sqsh}\n")
+    cluster = read_cluster(str(file), ["container.mounts=[/data:/data]"])
+    assert cluster.variables == {"NCCL_IB_TIMEOUT": "22"}
+    assert cluster.container is not None
+    assert cluster.container.mounts == ("/data:/data",)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"partitoin": "main"}, "unknown field 'partitoin'; did you mean 'partition'?"),
+        ({"partition": "a b"}, "partition: got 'a b'; valid: one word"),
+        ({"partition": "a\n#SBATCH --wrap=x"}, "partition: got"),
+        ({"runs": "runs"}, "runs: got 'runs'; valid: an absolute path"),
+        ({"modules": ["--force"]}, "modules.0: got '--force'; valid: a name or path"),
+        ({"variables": {"A B": "x"}}, "variables.A B"),
+        ({"variables": {"A": True}}, "variables.A: got True"),
+        ({"variables": {"SLURM_JOB_ID": "1"}}, "Slurm and moelab set SLURM_"),
+        ({"container": {"image": "x", "mounts": ["/a"]}}, "/path/outside:/path/inside"),
+        ({"first_port": 29000, "last_port": 30000}, "without torchrun's 29500"),
+        ({"first_port": 20000, "last_port": 20010}, "at least 100 ports"),
+        ({"time_limit_minutes": 5, "signal_s": 300}, "signal_s must be less than the time limit"),
+        ({"venv": "/a", "conda_env": "b"}, "only one of them"),
+        ({"sources": {"NCCL_IB_HCA": "x"}}, "NCCL_IB_HCA, which is no field"),
+        ({"checkpoints_kept": 1}, "checkpoints_kept: got 1"),
+        ({"gpus_per_node": True}, "gpus_per_node: got True"),
+    ],
+)
+def test_what_is_wrong_with_a_profile_is_named(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(BadInput, match=re.escape(said)):
+        parse(ClusterProfile, {**BASE, **fields})
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "said"),
+    [
+        ("nebius", [], "the profiles are local, nebius_soperator_b200, slurm_generic"),
+        ("/no/such.yaml", [], "cannot be read"),
+        ("slurm_generic", ["partition.x=1"], "cluster profile slurm_generic: partition: got"),
+        ("slurm_generic", ["name.x=1"], "--set name.x: name has no entries"),
+        ("slurm_generic", ["partition"], "expected key=value"),
+    ],
+)
+def test_what_is_wrong_with_a_request_is_named(name: str, overrides: list[str], said: str) -> None:
+    with pytest.raises(BadInput, match=re.escape(said)):
+        read_cluster(name, overrides)
+
+
+def place(job_id: int = 1, restarts: int = 0, node: int = 0) -> Place:
+    return Place(job_id=job_id, label=str(job_id), node=node, nodes=2, restarts=restarts)
+
+
+@given(
+    job=st.integers(1, 67_043_328),
+    apart=st.integers(1, 1_000),
+    restarts=st.tuples(st.integers(0, 100), st.integers(0, 100)),
+)
+def test_two_jobs_never_meet_at_one_port(job: int, apart: int, restarts: tuple[int, int]) -> None:
+    cluster = read_cluster("slurm_generic")
+    ports = cluster.first_port, cluster.last_port
+    one, other = place(job, restarts[0]).port(*ports), place(job + apart, restarts[1]).port(*ports)
+    assert one != other
+    assert all(ports[0] <= port <= ports[1] for port in (one, other))
+    assert place(job, restarts[0] + 1).port(*ports) != one
+
+
+def test_a_tasks_place_is_read_from_what_srun_sets() -> None:
+    srun = {"SLURM_JOB_ID": "8", "SLURM_NODEID": "3", "SLURM_STEP_NUM_NODES": "32"}
+    assert Place.of(srun) == Place(job_id=8, label="8", node=3, nodes=32, restarts=0)
+    array = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1", "SLURM_RESTART_COUNT": "2"}
+    found = Place.of({**srun, **array})
+    assert (found.label, found.restarts, found.start) == ("7_1", 2, "7_1-2")
+    assert "--node-rank=3" in found.rendezvous("n0", 20100)
+    assert "--rdzv-endpoint=n0:20100" in found.rendezvous("n0", 20100)

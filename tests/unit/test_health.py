@@ -1,0 +1,353 @@
+"""The health check: schedules of pairs, who is blamed, what a node says of itself, and ranks over gloo."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moelab.deepep.findings import Finding
+from moelab.deepep.probe import Machine
+from moelab.errors import BadInput
+from moelab.launch import health
+from moelab.launch.gpu_state import FIELDS, REASONS, check_gpus, parse_gpus, read_gpus
+from moelab.launch.health import Seat, bus_bandwidth_gb_s
+from moelab.launch.health_findings import judge
+from moelab.launch.node_state import check_kernel_log, check_links, check_node
+from moelab.launch.pairs import Blame, blame, rounds
+
+DATA = Path(__file__).parent.parent / "data" / "health"
+FAST, SLOW = 350.0, 90.0
+GPU = "{}, 00000000:{}:00.0, {} MHz, 55, 640.25 W, 0, 0x{:016x}"
+
+
+def names(count: int) -> list[str]:
+    return [f"n{number:02}" for number in range(count)]
+
+
+def measured(nodes: Sequence[str], slow: Callable[[str, str], bool], noise: Sequence[float] = (0.0,)) -> Any:
+    """Bandwidth of every pair, GB/s, with some per cent of noise."""
+    pairs = list(combinations(nodes, 2))
+    return {pair: (SLOW if slow(*pair) else FAST) * (1 + noise[i % len(noise)]) for i, pair in enumerate(pairs)}
+
+
+def by_name(found: Any) -> dict[str, Finding]:
+    return {one.name: one for one in found}
+
+
+@settings(deadline=None)
+@given(st.integers(2, 40))
+def test_all_nodes_meet_once_and_are_busy_all_the_time(count: int) -> None:
+    made = rounds(count)
+    assert len(made) == count - 1 + count % 2
+    assert sorted(pair for met in made for pair in met) == list(combinations(range(count), 2))
+    for met in made:
+        busy = [node for pair in met for node in pair]
+        assert len(set(busy)) == len(busy) == count - count % 2
+
+
+@settings(deadline=None)
+@given(st.integers(4, 32), st.data())
+def test_slow_nodes_are_named_and_no_other(count: int, data: st.DataObject) -> None:
+    nodes = names(count)
+    slow = set(data.draw(st.lists(st.sampled_from(nodes), min_size=1, max_size=2, unique=True)))
+    noise = data.draw(st.lists(st.floats(-0.08, 0.08), min_size=1, max_size=7))
+    found = blame(measured(nodes, lambda a, b: bool({a, b} & slow), noise))
+    assert found == Blame(nodes=tuple(sorted(slow)))
+
+
+@settings(deadline=None)
+@given(st.integers(2, 16), st.integers(2, 16))
+def test_a_slow_trunk_between_two_halves_is_no_nodes_fault(first: int, second: int) -> None:
+    nodes = names(first + second)
+    left, right = nodes[:first], nodes[first:]
+    found = blame(measured(nodes, lambda a, b: (a in left) != (b in left)))
+    assert found == Blame(groups=(tuple(left), tuple(right)))
+
+
+def test_nodes_behind_a_slow_switch() -> None:
+    nodes = names(8)
+    found = blame(measured(nodes, lambda a, b: bool({a, b} & set(nodes[4:]))))
+    assert found == Blame(nodes=tuple(nodes[4:]))
+
+
+def test_a_slow_node_that_had_one_lucky_measurement() -> None:
+    nodes = names(8)
+    found = measured(nodes, lambda a, b: "n03" in (a, b))
+    found["n02", "n03"] = FAST
+    assert blame(found).nodes == ("n03",)
+
+
+def test_a_single_slow_link_names_the_pair_alone() -> None:
+    assert blame(measured(names(8), lambda a, b: (a, b) == ("n02", "n05"))) == Blame(pairs=(("n02", "n05"),))
+
+
+def test_what_cannot_be_told_apart() -> None:
+    assert blame(measured(names(6), lambda a, b: True), 300.0) == Blame(all_slow=True)
+    assert blame(measured(names(6), lambda a, b: True)) == Blame()  # without a floor they are all alike
+    assert blame({("a", "b"): SLOW}, 300.0).all_slow  # which of the two, nobody can say
+    assert blame({}) == Blame()
+
+
+@pytest.mark.parametrize(("ranks", "factor"), [(2, 1.0), (8, 1.75), (256, 2 * 255 / 256)])
+def test_bus_bandwidth_is_that_of_nccl_tests(ranks: int, factor: float) -> None:
+    assert bus_bandwidth_gb_s(4_000_000_000, 0.5, ranks) == pytest.approx(8.0 * factor)
+
+
+def result(**fields: Any) -> dict[str, Any]:
+    nodes = names(8)
+    whole = {
+        "backend": "nccl",
+        "device": "NVIDIA B200",
+        "ranks": 64,
+        "nodes": nodes,
+        "stage": "finished",
+        "gemm_ms": {
+            f"{node} rank {8 * i + gpu}": 0.70 + 0.001 * gpu for i, node in enumerate(nodes) for gpu in range(8)
+        },
+        "node_findings": {node: [Finding(name="GPU clocks", severity="ok", found="well").to_json()] for node in nodes},
+        "inside_gb_s": dict.fromkeys(nodes, 700.0),
+        "pairs_gb_s": [(a, b, FAST) for a, b in combinations(nodes, 2)],
+        "all_gb_s": 340.0,
+    }
+    return {**whole, **fields}
+
+
+def test_a_healthy_cluster() -> None:
+    found = judge(result(), 320.0)
+    assert all(one.ok for one in found)
+    assert by_name(found)["all-reduce of all ranks"].found == "340 GB/s with 64 ranks"
+    assert "no all_reduce_floor_gb_s" in judge(result())[0].found
+
+
+def test_a_slow_node_a_slow_gpu_and_a_node_that_complains() -> None:
+    slow = result(
+        pairs_gb_s=[(a, b, SLOW if "n06" in (a, b) else FAST) for a, b in combinations(names(8), 2)],
+        inside_gb_s={**dict.fromkeys(names(8), 700.0), "n02": 200.0},
+        all_gb_s=90.0,
+    )
+    slow["gemm_ms"]["n04 rank 35"] = 1.4
+    hot = {"name": "hardware thermal slowdown", "severity": "error", "found": "GPU 3"}
+    hot |= {"cause": "a", "consequence": "b", "remedy": "c"}
+    slow["node_findings"]["n04"] = [hot]
+    found = by_name(judge(slow, 320.0))
+    faults = {name: one.found for name, one in found.items() if not one.ok}
+    assert faults.keys() == {
+        "n04: hardware thermal slowdown",
+        "GEMM time",
+        "all-reduce in a node",
+        "all-reduce of pairs",
+        "all-reduce of all ranks",
+    }
+    assert faults["GEMM time"].startswith("n04 rank 35 99 % above")
+    assert faults["all-reduce in a node"].startswith("n02 200 GB/s; the profile's floor is 320")
+    assert faults["all-reduce of pairs"].startswith("n06 with all others: below 320 GB/s")
+
+
+def test_gloo_is_never_held_against_a_floor_for_gpus() -> None:
+    found = judge(result(backend="gloo", device="CPU"), 10_000.0)
+    assert all(one.ok for one in found)
+    assert "is not held against 10000 GB/s" in found[0].found
+    below = by_name(judge(result(), 10_000.0))
+    assert below["all-reduce of pairs"].found.startswith("every pair")
+
+
+def test_a_check_that_ended_early_says_where() -> None:
+    part = {
+        "backend": "nccl",
+        "device": "NVIDIA B200",
+        "ranks": 64,
+        "nodes": names(8),
+        "stage": "reducing pairs of nodes",
+    }
+    (only,) = judge(part, 320.0)
+    assert only.severity == "error"
+    assert "ended while reducing pairs of nodes" in only.found
+
+
+def test_gpus_under_load() -> None:
+    rows = [GPU.format(gpu, f"{gpu:02X}", 1965 - gpu, 0x4) for gpu in range(8)]
+    found = by_name(check_gpus(list(parse_gpus("\n".join(rows)))))
+    assert found["GPU clocks"].found == "8 GPUs under load, 1958 to 1965 MHz, up to 55 °C"
+    assert found["software power cap"].severity == "note"
+    assert all(one.ok for one in found.values())
+
+
+def test_a_throttled_gpu_and_bad_memory() -> None:
+    rows = [GPU.format(gpu, f"{gpu:02X}", 1965, 0x0) for gpu in range(8)]
+    rows[3] = GPU.format(3, "03", 975, 0x48)
+    rows[5] = rows[5].replace("W, 0,", "W, 2,")
+    remapped = "00000000:05:00.0, Yes, No\n00000000:06:00.0, 0, 1\n"
+    found = list(check_gpus(list(parse_gpus("\n".join(rows), remapped))))
+    assert [(one.name, one.severity, one.found) for one in found if not one.ok] == [
+        ("hardware slowdown", "error", "GPU 3"),
+        ("hardware thermal slowdown", "error", "GPU 3"),
+        ("GPU clock", "warning", "GPU 3 975 MHz; median 1965 MHz"),
+        ("ECC errors", "error", "GPU 5: 2 uncorrected"),
+        ("row remapping", "error", "GPU 6: failed"),
+        ("row remapping", "warning", "GPU 5: pending"),
+    ]
+
+
+def test_bits_of_reasons_are_those_of_nvml() -> None:
+    # nvml.h: SwPowerCap, HwSlowdown, SwThermalSlowdown, HwThermalSlowdown, HwPowerBrakeSlowdown, ApplicationsClocks.
+    bits = {reason.name: reason.bit for reason in REASONS}
+    assert bits == {
+        "applications clocks": 0x02,
+        "software power cap": 0x04,
+        "hardware slowdown": 0x08,
+        "software thermal slowdown": 0x20,
+        "hardware thermal slowdown": 0x40,
+        "hardware power brake": 0x80,
+    }
+
+
+def test_gpus_that_say_little() -> None:
+    row = "0, 00000000:01:00.0, [N/A], 41, [N/A], [N/A], [Not Supported]"
+    (gpu,) = parse_gpus(f"Failed to initialize NVML, or so, it says\n{row}\n")
+    assert (gpu.clock_mhz, gpu.power_w, gpu.uncorrected_errors, gpu.reasons, gpu.idle) == (
+        None,
+        None,
+        None,
+        None,
+        False,
+    )
+    assert all(one.ok for one in check_gpus([gpu]))
+
+
+def node(root: Path, answers: Mapping[str, str | None], **files: str) -> Machine:
+    """A node with these answers to commands and these files, whose names have ``__`` for ``/``."""
+    for name, text in files.items():
+        path = root / name.replace("__", "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+    def run(command: Sequence[str]) -> str | None:
+        return answers.get(" ".join(command[:2]))
+
+    return Machine(root=root, env={}, run=run, search=(), memlock_bytes=None)
+
+
+def test_the_reasons_old_name_is_asked_too(tmp_path: Path) -> None:
+    asked = []
+
+    def run(command: Sequence[str]) -> str | None:
+        asked.append(command[1])
+        return GPU.format(0, "01", 1980, 0) if "clocks_throttle_reasons" in command[1] else None
+
+    machine = Machine(root=tmp_path, env={}, run=run, search=(), memlock_bytes=None)
+    assert [gpu.clock_mhz for gpu in read_gpus(machine)] == [1980]
+    assert asked[-1] == f"--query-gpu={','.join(FIELDS)},clocks_throttle_reasons.active"
+
+
+def test_xids_of_a_recorded_kernel_log(tmp_path: Path) -> None:
+    log = (DATA / "dmesg_xid.txt").read_text()
+    found = by_name(check_kernel_log(node(tmp_path, {"dmesg": None, "journalctl --dmesg": log})))
+    assert found.keys() == {"Xid 13", "Xid 109"}
+    assert found["Xid 13"].severity == "warning"
+    assert found["Xid 13"].found.startswith(
+        "2 since the node was started, on 0000:cb:00; last: Xid (PCI:0000:cb:00): 13"
+    )
+    assert found["Xid 109"].severity == "error"
+    assert "CTX SWITCH TIMEOUT" in found["Xid 109"].found
+
+
+def test_a_kernel_log_without_and_one_that_may_not_be_read(tmp_path: Path) -> None:
+    (clean,) = check_kernel_log(node(tmp_path / "a", {"dmesg": "EXT4-fs (vda): mounted filesystem"}))
+    assert clean.severity == "ok"
+    (denied,) = check_kernel_log(node(tmp_path / "b", {}, proc__sys__kernel__dmesg_restrict="1\n"))
+    assert denied.severity == "note"
+    assert "permission denied (kernel.dmesg_restrict is 1)" in denied.found
+    (absent,) = check_kernel_log(node(tmp_path / "c", {}))
+    assert "do not answer" in absent.found
+
+
+def card(name: str, state: str, link: str, rate: str) -> dict[str, str]:
+    folder = f"sys__class__infiniband__{name}__ports__1"
+    return {f"{folder}__state": state, f"{folder}__phys_state": link, f"{folder}__rate": rate}
+
+
+def test_links_of_network_cards(tmp_path: Path) -> None:
+    up = ("4: ACTIVE\n", "5: LinkUp\n", "400 Gb/sec (4X NDR)\n")
+    (well,) = check_links(node(tmp_path / "a", {}, **card("mlx5_a", *up), **card("mlx5_b", *up)))
+    assert (well.severity, well.found) == ("ok", "2 ports up, 50 GB/s each")
+    down = card("mlx5_b", "1: DOWN\n", "3: Disabled\n", "10 Gb/sec (4X SDR)\n")
+    slow = card("mlx5_c", "4: ACTIVE\n", "5: LinkUp\n", "200 Gb/sec (4X HDR)\n")
+    found = by_name(check_links(node(tmp_path / "b", {}, **card("mlx5_a", *up), **down, **slow)))
+    assert found["network links"].severity == "warning"
+    assert "mlx5_b (1: DOWN, 3: Disabled)" in found["network links"].found
+    assert found["network rate"].found == "mlx5_c 25 GB/s; the others 50 GB/s"
+    unmanaged = card("mlx5_a", "2: INIT\n", "5: LinkUp\n", "400 Gb/sec (4X NDR)\n")
+    (alone,) = check_links(node(tmp_path / "c", {}, **unmanaged))
+    assert alone.severity == "error"
+    assert "subnet manager" in alone.cause
+
+
+def test_a_laptop_has_nothing_to_complain_about(tmp_path: Path) -> None:
+    assert all(one.ok for one in check_node(node(tmp_path, {})))
+
+
+def test_a_seat_of_torchrun_of_srun_and_of_nobody() -> None:
+    torchrun = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "SLURMD_NODENAME": "gpu7"}
+    assert Seat.of(torchrun) == Seat(rank=3, ranks=4, local_rank=1, node="gpu7", meeting="env://")
+    srun = {
+        "SLURM_PROCID": "9",
+        "SLURM_NTASKS": "16",
+        "SLURM_LOCALID": "1",
+        "SLURM_STEP_NODELIST": "gpu[07-08]",
+        "SLURM_JOB_ID": "1201",
+        "SLURM_NODEID": "1",
+        "SLURM_STEP_NUM_NODES": "2",
+        "SLURMD_NODENAME": "gpu08",
+    }
+    assert Seat.of(srun).meeting == "tcp://gpu07:20608"
+    with pytest.raises(BadInput, match="use torchrun, or srun"):
+        Seat.of({})
+
+
+def test_three_nodes_over_gloo(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    output = tmp_path / "health.json"
+    command = [sys.executable, "-m", "moelab.launch.health", f"--output={output}", "--cluster=nebius_soperator_b200"]
+    shared = {**os.environ, "WORLD_SIZE": "3", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    shared |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    ranks = [
+        subprocess.Popen(
+            command, env={**shared, "RANK": str(rank), "SLURMD_NODENAME": f"n{rank}"}, stdout=subprocess.PIPE, text=True
+        )
+        for rank in range(3)
+    ]
+    said = [rank.communicate()[0] for rank in ranks]
+    written = json.loads(output.read_text())
+    assert written["stage"] == "finished"
+    assert written["backend"] == "gloo"
+    assert written["gemm_ms"].keys() == {f"n{rank} rank {rank}" for rank in range(3)}
+    assert written["node_findings"].keys() == {"n0", "n1", "n2"}
+    assert {frozenset(pair) for *pair, _ in written["pairs_gb_s"]} == {
+        frozenset(pair) for pair in combinations(("n0", "n1", "n2"), 2)
+    }
+    assert all(gb_s > 0 for *_, gb_s in written["pairs_gb_s"])
+    assert written["all_gb_s"] > 0
+    assert written["inside_gb_s"] == {}  # one rank on each
+    assert "is not held against 320 GB/s" in said[0]
+    assert said[1:] == ["", ""]
+
+
+def test_nobody_to_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("RANK", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    assert health.main([f"--output={tmp_path}/h.json"]) == 2
+    assert health.main([f"--output={tmp_path}/h.json", "--cluster=nope"]) == 2
+    assert "the profiles are" in capsys.readouterr().err

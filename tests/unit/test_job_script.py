@@ -1,0 +1,381 @@
+"""The sbatch script: golden files, bash and shellcheck, and hostile values that reach no shell and no directive."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from moelab.errors import BadInput, MoelabError, Refused
+from moelab.experiment_file import parse
+from moelab.launch.cluster import ClusterProfile, read_cluster
+from moelab.launch.script import JobSpec, render
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+STUDY = Path("/shared/runs/dsv3_671b")
+RUNS = tuple(STUDY / f"{arm}/seed0/20260914T031022Z-0a1b2c" for arm in ("bf16_standard", "mxfp8_deepep"))
+EVERYTHING: dict[str, Any] = {
+    "partition": "gpu",
+    "account": "lab",
+    "qos": "high",
+    "gpu_type": "b200",
+    "memory_gib": 900,
+    "source": ["/etc/profile.d/modules.sh", "/opt/conda/etc/profile.d/conda.sh"],
+    "modules": ["cuda/13.0"],
+    "conda_env": "moelab",
+    "variables": {"NCCL_DEBUG": "WARN", "GREETING": "it's $HOME"},
+    "container": {"image": "nvcr.io#nvidia/pytorch:26.09-py3", "mounts": ["/shared:/shared", "/data:/data"]},
+    "memlock": "unlimited",
+    "scratch": "/scratch/me",
+    "datasets": {"c4": "/data/c4"},
+    "tokenizers": {"671B": "/data/DeepSeek-V3.1-Base"},
+}
+
+
+def profile(**fields: Any) -> ClusterProfile:
+    return parse(ClusterProfile, {"name": "test", "description": "a test", "nodes": 32, **fields})
+
+
+def spec(cluster: ClusterProfile, **fields: Any) -> JobSpec:
+    job = {"runs": RUNS, "name": "dsv3_671b", "comment": "dsv3_671b", "nodes": 32, "gpus_per_node": 8}
+    return JobSpec(cluster=cluster, **{**job, **fields})
+
+
+def golden() -> dict[str, str]:
+    python = "python=/opt/moelab/bin/python"
+    return {
+        "slurm_generic": render(spec(read_cluster("slurm_generic", [python]), runs=RUNS[:1], nodes=2)),
+        "nebius_soperator_b200": render(spec(read_cluster("nebius_soperator_b200", [python, "partition=main"]))),
+        "everything": render(spec(profile(**EVERYTHING), dependency="afterok:123_0:124")),
+    }
+
+
+@pytest.mark.parametrize("name", ["slurm_generic", "nebius_soperator_b200", "everything"])
+def test_script_is_the_golden_one_and_bash_and_shellcheck_accept_it(name: str) -> None:
+    """``python tests/unit/test_job_script.py`` writes the golden files; read what changed in them."""
+    file = GOLDEN / f"{name}.sbatch"
+    assert golden()[name] == file.read_text()
+    subprocess.run(["bash", "-n", str(file)], check=True)
+    shellcheck = Path(sys.executable).with_name("shellcheck")
+    # Left out: that files of the cluster are not here to be read, and that a quoted value has a dollar in it.
+    command = [str(shellcheck), "--exclude=SC1091,SC2016", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+def directives(script: str) -> list[str]:
+    """What sbatch reads: the lines of comments after the first, up to the first command."""
+    first, *lines = script.splitlines()
+    assert first == "#!/bin/bash"
+    end = next(number for number, line in enumerate(lines) if line and not line.startswith("#"))
+    return [line.removeprefix("#SBATCH ") for line in lines[:end] if line]
+
+
+@pytest.mark.parametrize("name", ["slurm_generic", "nebius_soperator_b200", "everything"])
+def test_directives_come_before_any_command_and_no_path_is_relative(name: str) -> None:
+    script = golden()[name]
+    found = directives(script)
+    assert script.count("#SBATCH") == len(found)
+    assert all(re.fullmatch(r"--[a-z-]+(=[^\s#\"'$`\\]+)?", one) for one in found), found
+    assert sum(one.startswith("--signal=B:USR1@") for one in found) == 1
+    assert "29500" not in script
+    for option in ("--chdir=", "--output="):
+        assert next(one for one in found if one.startswith(option)).startswith(f"{option}/shared/runs/")
+
+
+@dataclass
+class Ran:
+    """What a script did, run by bash with stand-ins for the programs of a cluster."""
+
+    code: int
+    errors: str
+    calls: dict[str, list[list[str]]] = field(default_factory=dict)
+    variables: dict[str, str] = field(default_factory=dict)
+    files: list[str] = field(default_factory=list)
+
+
+STUB = """#!/bin/bash
+{{ printf '%s\\0' "$@"; printf '\\n\\0'; }} >>{record}/{name}
+{more}
+"""
+
+
+Watcher = Callable[[subprocess.Popen[str]], None]
+
+
+def run_script(script: str, folder: Path, *, srun: str = "", meanwhile: Watcher = lambda _: None) -> Ran:
+    """Run a script as slurmd would, as the second task of job array 7."""
+    record, programs, work = (folder / part for part in ("record", "programs", "work"))
+    for part in (record, programs, work):
+        part.mkdir()
+    for name, more in (("srun", f"env -0 >{record}/env\n{srun}"), ("scontrol", ""), ("module", ""), ("conda", "")):
+        file = programs / name
+        file.write_text(STUB.format(record=record, name=name, more=more))
+        file.chmod(0o755)
+    (folder / "job.sbatch").write_text(script)
+    slurm = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1", "SLURM_JOB_ID": "8", "SLURMD_NODENAME": "n0"}
+    environment = {"PATH": f"{programs}:/usr/bin:/bin", "HOME": str(work), "LANG": "C.UTF-8", **slurm}
+    process = subprocess.Popen(
+        ["bash", str(folder / "job.sbatch")], env=environment, cwd=work, stderr=subprocess.PIPE, text=True
+    )
+    meanwhile(process)
+    _, errors = process.communicate(timeout=60)
+    calls = {
+        file.name: [call.split("\0")[:-1] for call in file.read_text().split("\n\0")[:-1]]
+        for file in record.iterdir()
+        if file.name != "env"
+    }
+    variables = (record / "env").read_text().split("\0") if (record / "env").exists() else []
+    return Ran(
+        code=process.returncode,
+        errors=errors,
+        calls=calls,
+        variables=dict(one.split("=", 1) for one in variables if "=" in one),
+        files=[path.name for path in work.iterdir()],
+    )
+
+
+def two_runs(folder: Path, second: str = "second") -> tuple[Path, Path]:
+    runs = folder / "runs" / "first", folder / "runs" / second
+    for run in runs:
+        (run / "logs").mkdir(parents=True)
+    return runs
+
+
+def test_script_starts_the_run_of_its_array_task_on_every_node(tmp_path: Path) -> None:
+    runs = two_runs(tmp_path)
+    job = spec(profile(gpus_per_node=8, cpus_per_task=96, python="/opt/python"), runs=runs, nodes=4)
+    ran = run_script(render(job), tmp_path)
+    assert ran.code == 0, ran.errors
+    (call,) = ran.calls["srun"]
+    options, command = call[: call.index("/opt/python")], call[call.index("/opt/python") :]
+    asked = {"--nodes=4", "--ntasks=4", "--ntasks-per-node=1", "--cpus-per-task=96", "--gres=gpu:8"}
+    assert asked | {"--kill-on-bad-exit=1"} <= set(options)
+    assert command[1:5] == ["-m", "moelab.launch.in_job", str(runs[1]), "n0"]
+    assert (runs[1] / "logs" / "train.log").exists()
+    assert "scontrol" not in ran.calls
+
+
+@pytest.mark.parametrize(("code", "requeued"), [(85, [["requeue", "7_1"]]), (1, None), (137, None)])
+def test_only_a_step_that_asks_for_it_is_requeued(tmp_path: Path, code: int, requeued: list[list[str]] | None) -> None:
+    ran = run_script(render(spec(profile(), runs=two_runs(tmp_path))), tmp_path, srun=f"exit {code}")
+    assert ran.code == code
+    assert ran.calls.get("scontrol") == requeued
+
+
+def test_the_signal_before_the_time_limit_reaches_the_step_and_its_end_is_waited_for(tmp_path: Path) -> None:
+    runs = two_runs(tmp_path)
+    step = f'trap "touch {tmp_path}/signalled; again=" USR1; again=1; touch {tmp_path}/ready\n'
+    step += "while [ $again ]; do sleep 0.05; done; sleep 0.3; exit 85"
+
+    def warn(process: subprocess.Popen[str]) -> None:
+        end = time.monotonic() + 30
+        while not (tmp_path / "ready").exists() and time.monotonic() < end:
+            time.sleep(0.02)
+        process.send_signal(signal.SIGUSR1)
+        time.sleep(0.1)
+        process.send_signal(signal.SIGUSR1)
+
+    ran = run_script(render(spec(profile(), runs=runs)), tmp_path, srun=step, meanwhile=warn)
+    assert (tmp_path / "signalled").exists()
+    assert ran.code == 85, ran.errors
+    assert ran.calls["scontrol"] == [["requeue", "7_1"]]
+
+
+HOSTILE = (
+    "; touch pwned",
+    "$(touch pwned)",
+    "`touch pwned`",
+    "x\ntouch pwned",
+    "x\n#SBATCH --wrap=true",
+    "#SBATCH --wrap=true",
+    "'; touch pwned; '",
+    '"; touch pwned; "',
+    "two words",
+    "$HOME",
+    "a\\",
+    "*",
+    "~",
+    "{a,b}",
+    "a=b",
+    "-x",
+    "--help",
+    "naïve ü 日本 🦊",
+    " x ",
+    "x\ty",
+    "x\ry",
+    "x\u2028y",
+    "\x00",
+    "",
+    "{{ 7 * 7 }}",
+    "%j",
+)
+WORDS = ("partition", "account", "qos", "gpu_type")
+
+
+@dataclass(frozen=True)
+class Case:
+    """Where a value is put, and how it is seen that it arrived: by the first call of a program, or by the script."""
+
+    cluster: Callable[[str, Path], dict[str, Any]] = lambda _value, _folder: {}
+    job: Callable[[str, Path], dict[str, Any]] = lambda _value, _folder: {}
+    arrived: Callable[[Ran, str, str, Path], bool] = lambda *_: True
+
+
+def word_case(name: str, option: str | None = None, *, job: bool = False) -> Case:
+    def arrived(_ran: Ran, script: str, value: str, _folder: Path) -> bool:
+        wanted = f"--gres=gpu:{value}:8" if name == "gpu_type" else f"--{option or name}={value}"
+        return wanted in directives(script)
+
+    fields = lambda value, _folder: {name: value}  # noqa: E731
+    return Case(job=fields, arrived=arrived) if job else Case(cluster=fields, arrived=arrived)
+
+
+def argument_case(cluster: Callable[[str, Path], dict[str, Any]], wanted: str, program: str = "srun") -> Case:
+    def arrived(ran: Ran, _script: str, value: str, folder: Path) -> bool:
+        return wanted.format(value=value, folder=folder) in ran.calls[program][0]
+
+    return Case(cluster=cluster, arrived=arrived)
+
+
+def sourced(value: str, folder: Path, name: str) -> str:
+    """A shell file with a hostile name, so far as a file system takes it."""
+    path = f"{folder}/{value}{name}"
+    if value.isprintable():
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text("export SOURCED=yes\n")
+    return f"{folder}/{value}"
+
+
+CASES: dict[str, Case] = {
+    **{name: word_case(name) for name in WORDS},
+    "name": word_case("name", "job-name", job=True),
+    "comment": word_case("comment", job=True),
+    "dependency": word_case("dependency", job=True),
+    "run": Case(
+        job=lambda value, folder: {"runs": (folder / "runs/first", Path(f"{folder}/runs/x{value}"))},
+        arrived=lambda ran, _script, value, folder: f"{folder}/runs/x{value}" in ran.calls["srun"][0],
+    ),
+    "modules": argument_case(lambda value, _: {"modules": [value]}, "{value}", "module"),
+    "conda_env": argument_case(lambda value, _: {"conda_env": value}, "{value}", "conda"),
+    "python": argument_case(lambda value, _: {"python": value}, "{value}"),
+    "image": argument_case(lambda value, _: {"container": {"image": value}}, "--container-image={value}"),
+    "mounts": argument_case(
+        lambda value, _: {"container": {"image": "x", "mounts": [f"/{value}:/y", "/z:/z"]}},
+        "--container-mounts=/{value}:/y,/z:/z",
+    ),
+    "scratch": argument_case(lambda value, _: {"scratch": f"/{value}"}, "--scratch=/{value}"),
+    "datasets": argument_case(lambda value, _: {"datasets": {"c4": f"/{value}"}}, "--dataset=c4=/{value}"),
+    "tokenizers": argument_case(lambda value, _: {"tokenizers": {"16B": f"/{value}"}}, "--tokenizer=16B=/{value}"),
+    "source": Case(
+        cluster=lambda value, folder: {"source": [sourced(f"a/{value}x", folder, "")]},
+        arrived=lambda ran, *_: ran.variables.get("SOURCED") == "yes",
+    ),
+    "venv": Case(
+        cluster=lambda value, folder: {"venv": sourced(f"b/{value}x", folder, "/bin/activate")},
+        arrived=lambda ran, *_: ran.variables.get("SOURCED") == "yes",
+    ),
+    "variables": Case(
+        cluster=lambda value, _folder: {"variables": {"NCCL_IB_HCA": value}},
+        arrived=lambda ran, _script, value, _folder: ran.variables["NCCL_IB_HCA"] == value,
+    ),
+    "variable name": Case(
+        cluster=lambda value, _folder: {"variables": {value: "set"}},
+        arrived=lambda ran, _script, value, _folder: ran.variables[value] == "set",
+    ),
+}
+TEXT = st.text(st.characters(codec="utf-8", exclude_characters="/"), max_size=20)
+
+
+def check(name: str, value: str) -> bool:
+    """Refused with a named error (False), or arrived as it is (True); anything else fails."""
+    case, folder = CASES[name], Path(tempfile.mkdtemp(prefix="moelab-script-"))
+    try:
+        two_runs(folder)
+        refused = ""
+        try:
+            cluster = profile(gpus_per_node=8, **case.cluster(value, folder))
+            job = spec(cluster, **{"runs": two_runs(folder / "other"), **case.job(value, folder)})
+        except BadInput as error:
+            refused = str(error)
+        if refused:
+            assert name.split()[0].removesuffix("s") in refused or "container" in refused
+            return False
+        (job.runs[1] / "logs").mkdir(parents=True, exist_ok=True)
+        script = render(job)
+        assert script.count("\n#SBATCH") == len(directives(script)) == len(directives(render(plain(job))))
+        ran = run_script(script, folder)
+        assert ran.code == 0, ran.errors
+        assert ran.files == []
+        assert len(ran.calls["srun"]) == 1
+        assert case.arrived(ran, script, value, folder), (ran.calls, script)
+        return True
+    finally:
+        shutil.rmtree(folder)
+
+
+def plain(job: JobSpec) -> JobSpec:
+    """A job that asks for the same things with harmless values."""
+    fields = {name: "x" for name in (*WORDS, "conda_env") if getattr(job.cluster, name)}
+    dependency = "afterok:1" if job.dependency else None
+    return spec(profile(gpus_per_node=8, **fields), runs=job.runs, dependency=dependency)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_hostile_values_are_refused_or_arrive_as_they_are(name: str) -> None:
+    outcomes = {value: check(name, value) for value in HOSTILE if "/" not in value}
+    control = {value for value in HOSTILE if not value.isprintable() or not value}
+    free_text = name in ("image", "scratch", "datasets", "tokenizers", "variables", "run", "source", "venv", "mounts")
+    for value, arrived in outcomes.items():
+        if value in control - {""}:
+            assert not arrived, value
+        elif free_text and value and not (name == "mounts" and "," in value):
+            assert arrived, value
+
+
+@given(name=st.sampled_from(sorted(CASES)), value=TEXT)
+@example(name="variables", value="\ud7ff")
+@settings(max_examples=60, deadline=None)
+def test_any_text_is_refused_or_arrives_as_it_is(name: str, value: str) -> None:
+    check(name, value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"runs": ()}, "runs: got none"),
+        ({"runs": (Path("relative/run"),)}, "valid: an absolute path"),
+        ({"runs": (Path("/home/me/my runs/a"),)}, "folder of the runs"),
+        ({"nodes": 33}, "valid: 1 to 32"),
+        ({"nodes": 0}, "nodes: got 0"),
+        ({"gpus_per_node": 9}, "gpus_per_node: got 9; valid: 1 to 8"),
+        ({"gpus_per_node": 0}, "gpus_per_node: got 0"),
+        ({"name": "a b"}, "name: got 'a b'; valid: one word"),
+        ({"dependency": "singleton"}, "dependency: got 'singleton'"),
+    ],
+)
+def test_a_job_that_cannot_be_is_refused_by_name(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(MoelabError, match=re.escape(said)):
+        spec(profile(), **fields)
+
+
+def test_a_cluster_without_slurm_has_no_script() -> None:
+    with pytest.raises(Refused, match="use `moelab run`"):
+        spec(read_cluster("local"))
+
+
+if __name__ == "__main__":
+    for name, script in golden().items():
+        (GOLDEN / f"{name}.sbatch").write_text(script)

@@ -1,0 +1,324 @@
+"""The live view: its figures against the table, and the widget's logic without a browser."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from run_support import make_run
+
+from moelab.analysis.published import THROUGHPUT
+from moelab.errors import Refused
+from moelab.experiment import Experiment
+from moelab.launch.slurm.client import SlurmError
+from moelab.runs import directory, metrics_table
+from moelab.runs.directory import RunDir
+from moelab.runs.follow import StudyFollower
+from moelab.runs.log_lines import FIELDS, LogLine
+from moelab.runs.rank_steps import RankSteps, RankTable
+from moelab.runs.status import State, Status
+from moelab.viz.dashboard import (
+    MOST_POINTS,
+    dashboard,
+    loss_now,
+    memory_now,
+    rank_memory,
+    rank_step_times,
+    run_states,
+    tps_now,
+)
+from moelab.viz.live import LiveView
+
+STUDY: dict[str, Any] = {"name": "study", "gpus_per_node": 2, "ep": 2, "steps": 20}
+
+
+def experiment(**changes: Any) -> Experiment:
+    return Experiment(**{**STUDY, **changes})
+
+
+def title(figure: Any) -> str:
+    return str(figure.layout.title.text).replace("<br>", " ")
+
+
+def words(figure: Any) -> list[str]:
+    return [str(annotation.text) for annotation in figure.layout.annotations]
+
+
+def table(arms: tuple[str, ...] = ("bf16_deepep",), steps: int = 4) -> Any:
+    rows = [(arm, step) for arm in arms for step in range(1, steps + 1)]
+    return metrics_table(
+        {
+            "run": [f"study/{arm}/seed0/x" for arm, _ in rows],
+            "arm": [arm for arm, _ in rows],
+            "seed": [0] * len(rows),
+            "segment": [0] * len(rows),
+            "step": [step for _, step in rows],
+            "loss": [8 - 0.1 * step for _, step in rows],
+            "tps": [800.0 + step for _, step in rows],
+            "memory_gib": [90.0] * len(rows),
+            "memory_pct": [50.0] * len(rows),
+            "time": [float(step) for _, step in rows],
+        }
+    )
+
+
+def ranks(step_time_s: np.ndarray) -> RankTable:
+    """What ranks print that need these times: steps by ranks."""
+    steps = RankSteps()
+    ends = np.vstack([np.zeros(step_time_s.shape[1]), step_time_s.cumsum(axis=0)])
+    for step, row in enumerate(ends, start=1):
+        for rank, end in enumerate(row):
+            values = dict.fromkeys(FIELDS, 1.0) | {"time": 100 + end, "memory_gib": 10.0 + rank}
+            line: LogLine = ("step", step, tuple(values[name] for name in FIELDS), rank)
+            steps.add(line)
+    return steps.table(step_time_s.shape[1])
+
+
+# Figures
+
+
+def test_lines_are_the_tables() -> None:
+    rows = table(("bf16_deepep", "mxfp8_deepep"))
+    for figure, column in ((loss_now(rows), "loss"), (tps_now(rows, model="nano"), "tps")):
+        assert [trace.name for trace in figure.data] == ["BF16 + DeepEP, seed 0", "MXFP8 + DeepEP, seed 0"]
+        for trace, (_, run) in zip(figure.data, rows.groupby("run"), strict=True):
+            assert list(trace.x) == run["step"].tolist()
+            assert list(trace.y) == run[column].tolist()
+        assert "Measured" in title(figure)
+    assert "7.600 nats per token, step 4" in title(loss_now(rows))
+
+
+def test_published_levels_stand_beside_the_671b_alone_and_say_that_they_are_quoted() -> None:
+    figure = tps_now(table(), model="671B")
+    levels = [shape.y0 for shape in figure.layout.shapes]
+    assert levels == [row.tps for row in THROUGHPUT] == [651.0, 859.0, 918.0]
+    assert words(figure) == [
+        "quoted 651: BF16 + standard all-to-all",
+        "quoted 859: BF16 + DeepEP",
+        "quoted 918: MXFP8 + DeepEP",
+    ]
+    assert "Nebius ml-cookbook" in title(figure)
+    assert not tps_now(table(), model="16B").layout.shapes
+
+
+def test_memory_shows_what_there_is() -> None:
+    figure = memory_now(table())
+    assert [shape.y0 for shape in figure.layout.shapes] == [180.0]
+    assert "derived" in words(figure)[0]
+    assert not memory_now(table().assign(memory_pct=0.0)).layout.shapes
+
+
+def test_a_long_run_is_thinned_and_keeps_its_last_step() -> None:
+    (line,) = loss_now(table(steps=100_000)).data
+    assert MOST_POINTS / 2 < len(line.x) <= MOST_POINTS
+    assert line.x[-1] == 100_000
+    assert set(np.diff(line.x)) == {200.0}
+
+
+def test_the_map_of_step_times_is_ranks_by_steps_and_names_the_slow_step() -> None:
+    seconds = np.full((10, 8), 2.0) + np.linspace(0, 0.01, 8)
+    seconds[6] *= 3
+    figure = rank_step_times(ranks(seconds), name="BF16 + DeepEP, seed 0")
+    (cells,) = figure.data
+    assert np.allclose(np.array(cells.z, dtype=float), seconds.T)
+    assert list(cells.x) == [str(step) for step in range(2, 12)]
+    assert "step 8 took 200 % longer" in title(figure)
+    assert "darkest from" in title(figure)  # else one slow step would whiten all others
+    assert cells.zmax == pytest.approx(2 * np.median(seconds))
+
+
+def test_memory_by_rank() -> None:
+    figure = rank_memory(ranks(np.ones((2, 5))), name="x")
+    assert list(figure.data[0].y) == [10.0, 11.0, 12.0, 13.0, 14.0]
+    assert "Fullest is rank 4 with 14.0 GiB, emptiest rank 0 with 10.0 GiB" in title(figure)
+
+
+def test_states_are_written_and_their_reasons_escaped(tmp_path: Path) -> None:
+    make_run(tmp_path, experiment(), [8.0] * 5, state=State.RUNNING)
+    make_run(tmp_path, experiment(precision="fp8"), [8.0], state=State.FAILED, reason="rank 1: <class 'x'> & more")
+    follower = StudyFollower(tmp_path)
+    follower.poll()
+    figure = run_states([one.now for one in follower.runs])
+    assert "1 running, 1 failed" in title(figure)
+    assert [bar.x[0] for bar in figure.data] == [0.25, 0.05]
+    assert words(figure)[0].startswith("<b>running</b> · step 5 of 20")
+    assert "rank 1: &lt;class 'x'&gt; &amp; more" in words(figure)[1]
+
+
+def test_nothing_yet_is_said_by_every_figure(tmp_path: Path) -> None:
+    follower = StudyFollower(tmp_path)
+    follower.poll()
+    findings = [title(figure) for figure in dashboard(follower).values()]
+    assert all("No" in finding for finding in findings)
+
+
+# The widget
+
+
+def shown_in_a_browser(view: LiveView) -> None:
+    """The message that the panel's last widget sends from the browser."""
+    view.panel.children[-1]._handle_custom_msg({}, [])
+
+
+@pytest.fixture
+def view(tmp_path: Path) -> Any:
+    made: list[LiveView] = []
+
+    def make(**options: Any) -> LiveView:
+        made.append(LiveView(tmp_path, interval_s=600, **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.stop()
+    made.clear()
+
+
+def running(runs: Path, losses: tuple[float, ...] = (8.0, 7.9), **changes: Any) -> RunDir:
+    return make_run(runs, experiment(**changes), losses, state=State.RUNNING)
+
+
+def test_the_view_is_there_at_once_and_follows_in_place(tmp_path: Path, view: Any) -> None:
+    run = running(tmp_path / "runs")
+    shown = view()
+    shown_in_a_browser(shown)
+    figure = shown.figures["loss"]
+    assert list(figure.data[0].y) == [8.0, 7.9]
+    longer = running(tmp_path / "elsewhere", (8.0, 7.9, 7.5))
+    run.log.write_text(longer.log.read_text())
+    shown.update()
+    assert shown.figures["loss"] is figure
+    assert list(figure.data[0].y) == [8.0, 7.9, 7.5]
+    assert "7.500 nats per token, step 3" in title(figure)
+
+
+def test_without_a_browser_there_are_words_and_no_figures(tmp_path: Path) -> None:
+    run = running(tmp_path)
+    run.log.write_text(run.log.read_text() + "[rank1]:a last line\n")
+    shown = LiveView(tmp_path, interval_s=600)
+    shown.stop()
+    assert (shown.figures, shown.place.children) == ({}, ())
+    assert "a last line" in shown.tail.value
+    shown_in_a_browser(shown)
+    shown_in_a_browser(shown)  # a second browser, or a second look of the first
+    assert shown.place.children == tuple(shown.figures.values())
+    assert len(shown.figures) == 6
+
+
+def test_another_run_is_drawn_into_the_same_figures(tmp_path: Path, view: Any) -> None:
+    running(tmp_path)
+    shown = view()
+    shown_in_a_browser(shown)
+    running(tmp_path, precision="fp8")
+    shown.follower._found_at = -np.inf
+    shown.update()
+    assert len(shown.figures["loss"].data) == 2
+    assert len(shown.figures["states"].layout.annotations) == 2
+    assert len(shown.shown.options) == 2
+
+
+def test_a_new_kernel_has_the_whole_view_back(tmp_path: Path, view: Any) -> None:
+    running(tmp_path, (8.0, 7.9, 7.8))
+    first, second = view(), view()
+    shown_in_a_browser(first)
+    shown_in_a_browser(second)
+    for name, figure in first.figures.items():
+        again = [trace.update(uid=None).to_plotly_json() for trace in second.figures[name].data]
+        assert str([trace.update(uid=None).to_plotly_json() for trace in figure.data]) == str(again)
+        assert again
+
+
+def test_cancel_asks_first_and_then_cancels_that_run(tmp_path: Path, view: Any) -> None:
+    running(tmp_path)
+    other = running(tmp_path, precision="fp8")
+    cancelled: list[RunDir] = []
+
+    def cancel(run: RunDir) -> None:
+        cancelled.append(run)
+        run.set_status(Status(state=State.CANCELLED))
+
+    shown = view(cancel=cancel)
+    shown.shown.value = other.name
+    shown.confirm.click()
+    assert cancelled == []  # nothing was asked
+    shown.cancel.click()
+    assert (cancelled, shown.asking.layout.display) == ([], "flex")
+    assert other.name in shown.question.value
+    shown.keep.click()
+    shown.confirm.click()
+    assert (cancelled, shown.asking.layout.display) == ([], "none")
+    shown.cancel.click()
+    shown.shown.value = shown.shown.options[0]  # the question was about the other
+    shown.confirm.click()
+    assert cancelled == [other]
+    shown.shown.value = other.name
+    assert shown.cancel.disabled
+
+
+def test_a_cancel_that_fails_is_said(tmp_path: Path, view: Any) -> None:
+    running(tmp_path)
+
+    def cancel(_run: RunDir) -> None:
+        raise SlurmError("scancel: <timed out>")
+
+    shown = view(cancel=cancel)
+    shown.cancel.click()
+    shown.confirm.click()
+    assert "not cancelled: scancel: &lt;timed out&gt;" in shown.message.value
+
+
+def test_without_a_way_to_cancel_there_is_no_button(tmp_path: Path, view: Any) -> None:
+    running(tmp_path)
+    shown = view()
+    assert shown.cancel not in shown.panel.children[0].children
+
+
+def test_a_scheduler_that_does_not_answer_is_said(tmp_path: Path, view: Any) -> None:
+    running(tmp_path)
+    shown = view(ask=lambda runs: [Status(state=State.RUNNING, reason="as last seen; timed out") for _ in runs])
+    assert "as last seen; timed out" in shown.message.value
+
+
+def test_log_lines_are_shown_as_text(tmp_path: Path, view: Any) -> None:
+    run = running(tmp_path)
+    run.log.write_text(run.log.read_text() + "[rank1]:<script>alert(1)</script>\n")
+    assert "&lt;script&gt;" in view().tail.value
+
+
+def test_the_thread_looks_by_itself(tmp_path: Path) -> None:
+    run = running(tmp_path / "runs")
+    seen = threading.Event()
+    shown = LiveView(tmp_path / "runs", interval_s=0.5)
+    shown_in_a_browser(shown)
+    shown.figures["loss"].layout.on_change(lambda *_: seen.set(), "title")
+    longer = running(tmp_path / "elsewhere", (8.0, 7.9, 7.5))
+    run.log.write_text(longer.log.read_text())
+    assert seen.wait(60)
+    shown.stop()
+    assert not shown.is_following
+
+
+def test_the_thread_ends_with_the_variable_that_held_the_view(tmp_path: Path) -> None:
+    running(tmp_path)
+    shown = LiveView(tmp_path, interval_s=0.5)
+    thread = shown._thread
+    shown.cancel.click()
+    del shown
+    gc.collect()
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+def test_without_ipywidgets_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
+    with pytest.raises(Refused, match=r"pip install 'moelab\[lab\]'"):
+        LiveView(tmp_path)
+
+
+def test_prepared_runs_can_be_shown(tmp_path: Path, view: Any) -> None:
+    run = directory.create(tmp_path, experiment())
+    assert view().shown.options == (run.name,)

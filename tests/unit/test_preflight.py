@@ -1,0 +1,335 @@
+"""Preflight on made-up clusters: reports of nodes, studies that do not fit, data that is not there, nodes to drain."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moelab.cli import main
+from moelab.deepep.findings import Finding
+from moelab.errors import BadInput
+from moelab.experiment import Experiment
+from moelab.experiment_file import Study
+from moelab.hardware import gpu_of
+from moelab.launch.cluster import ClusterProfile, read_cluster
+from moelab.launch.drain import drain, requeue_without
+from moelab.launch.node_checks import compare
+from moelab.launch.node_report import main as node_report
+from moelab.launch.preflight import Preflight, node_script
+from moelab.launch.script import JobSpec, render
+from moelab.launch.slurm.client import SlurmError
+from moelab.launch.study_checks import (
+    STATE_BYTES,
+    STREAMING_NODES,
+    check_data,
+    check_plans,
+    check_room,
+    checkpoint_bytes,
+)
+from moelab.memory import estimate
+from moelab.model import count_parameters, shape_of
+from moelab.plan import plan
+
+B200 = read_cluster("nebius_soperator_b200")
+VERSIONS = {"python": "3.12.3", "torch": "2.14.1", "torchao": "0.18.0", "deep-ep": None, "driver": "580.95.05"}
+BUILD = {"name": "DeepEP", "severity": "ok", "found": "V2 2.1.0"}
+
+
+def reports(count: int = 4, **changes: dict[str, Any]) -> list[dict[str, Any]]:
+    """Equal nodes n0, n1, … with changes to some."""
+    alike = {
+        "versions": VERSIONS,
+        "gpus": ["NVIDIA B200"] * 8,
+        "memlock_bytes": None,
+        "open_files": None,
+        "shared_memory_bytes": 64 << 30,
+        "write_problem": None,
+        "unseen": [],
+        "deepep": [Finding(**BUILD).to_json()],
+        "clock_offset_s": -0.01,
+    }
+    return [{"node": f"n{number}", **alike, **changes.get(f"n{number}", {})} for number in range(count)]
+
+
+def faults(found: Any) -> dict[str, str]:
+    return {one.name: one.found for one in found if not one.ok}
+
+
+def judged(told: list[dict[str, Any]], *, nodes: int = 4, deepep: bool = False, **profile: Any) -> dict[str, str]:
+    cluster = B200.model_copy(update={"gpu_type": "b200", **profile})
+    return faults(compare(told, cluster, nodes=nodes, deepep=deepep))
+
+
+def study(**fields: Any) -> Study:
+    whole = {
+        "model": "16B",
+        "nodes": 4,
+        "gpus_per_node": 8,
+        "ep": 32,
+        "hardware": "b200_x256",
+        "seq_len": 4096,
+        **fields,
+    }
+    experiment = Experiment(**{"activation_checkpoint": "full", **whole})
+    return Study(name=experiment.name, experiments=(experiment,))
+
+
+def test_equal_nodes_have_nothing_to_complain_about() -> None:
+    found = compare(reports(), B200, nodes=4, deepep=True)
+    assert faults(found) == {}
+    named = {one.name: one.found for one in found}
+    assert named["versions"].startswith("the same on 4 nodes: python 3.12.3, torch 2.14.1")
+    assert named["GPUs"] == "8 × NVIDIA B200 on each of 4 nodes"
+
+
+def test_the_odd_one_out_is_named() -> None:
+    other = {"versions": {**VERSIONS, "torchao": "0.17.0", "deep-ep": "2.1.0"}}
+    assert judged(reports(n2=other)) == {
+        "torchao on all nodes": "n2: 0.17.0; 3 others: 0.18.0",
+        "deep-ep on all nodes": "n2: 2.1.0; 3 others: not installed",
+    }
+    halves = judged(reports(n0=other, n1=other))
+    assert halves["torchao on all nodes"] in {"n2, n3: 0.18.0; 2 others: 0.17.0", "n0, n1: 0.17.0; 2 others: 0.18.0"}
+
+
+def test_gpus_that_are_not_as_the_profile_says() -> None:
+    assert judged(reports(n1={"gpus": ["NVIDIA B200"] * 7})) == {
+        "GPUs": "n1: 7 × NVIDIA B200; 3 others: 8 × NVIDIA B200; the profile says 8 × b200"
+    }
+    assert "8 × NVIDIA H100 80GB HBM3" in judged(reports(n3={"gpus": ["NVIDIA H100 80GB HBM3"] * 8}))["GPUs"]
+    assert judged(reports(), gpu_type="h200")["GPUs"] == "4 others: 8 × NVIDIA B200; the profile says 8 × h200"
+    assert judged(reports(n1={"gpus": []}), gpus_per_node=0) == {}
+
+
+def test_clocks_by_the_moment_in_which_reports_came() -> None:
+    assert judged(reports(n3={"clock_offset_s": -7.2})) == {"clocks": "n3 7 s behind"}
+    assert judged(reports(n3={"clock_offset_s": 2.9})) == {}
+    # A login node whose own clock is wrong is nobody's fault: nodes are held against each other.
+    away = {f"n{number}": {"clock_offset_s": 60.0 + number / 10} for number in range(4)}
+    assert judged(reports(**away)) == {}
+
+
+def test_limits_folders_and_nodes_that_say_nothing() -> None:
+    poor = {"shared_memory_bytes": 64 << 20, "memlock_bytes": 8 << 20, "open_files": 1024}
+    assert judged(reports(n0=poor)) == {
+        "shared memory": "n0: 64 MiB of /dev/shm",
+        "locked memory": "n0: 8 MiB",
+        "open files": "n0: 1024",
+    }
+    assert "locked memory" not in judged(reports(n0=poor), memlock="any")
+    bad = {"write_problem": "OSError: Disk quota exceeded"}
+    assert judged(reports(n1=bad, n2={"unseen": ["/data/c4"]})) == {
+        "runs and checkpoints": "n1: OSError: Disk quota exceeded",
+        "shared files": "n2: does not see /data/c4",
+    }
+    assert judged(reports(3)) == {"nodes": "3 of 4 answered"}
+    assert judged([]) == {"nodes": "0 of 4 answered"}
+
+
+def test_deepep_counts_where_an_arm_needs_it() -> None:
+    gone = {"deepep": [{"name": "DeepEP", "severity": "note", "found": "not installed; arms with deepep need it"}]}
+    broken = Finding(name="GIN", severity="error", found="not available", cause="a", consequence="b", remedy="c")
+    nodes = reports(n1={"deepep": [Finding(**BUILD).to_json(), broken.to_json()]}, n3=gone)
+    assert judged(nodes) == {}
+    assert judged(nodes, deepep=True) == {"DeepEP on n1: GIN": "not available", "DeepEP on n3: DeepEP": "not installed"}
+    everywhere = judged(reports(**{f"n{number}": gone for number in range(4)}), deepep=True)
+    assert everywhere == {"DeepEP on all nodes: DeepEP": "not installed"}
+
+
+def test_plans_that_are_illegal_too_large_or_do_not_fit() -> None:
+    assert faults(check_plans(study(), B200)) == {}
+    (illegal,) = check_plans(study(ep=3), B200)
+    assert illegal.found == "; ".join(plan(study(ep=3).experiments[0]).verdict.reasons)
+    (large,) = check_plans(study(), read_cluster("slurm_generic", ["nodes=2", "gpus_per_node=4"]))
+    assert "nodes is 4: a job of slurm_generic gets up to 2" in large.found
+    assert "gpus_per_node is 8: a node of slurm_generic has 4" in large.found
+    heavy = study(model="671B", nodes=8, ep=64)
+    (full,) = check_plans(heavy, B200)
+    memory = plan(heavy.experiments[0]).memory
+    assert memory is not None
+    assert full.found.startswith(f"{memory.worst_gib:.1f} of {memory.capacity_gib:.1f} GiB")
+    assert full.severity == "error"
+    assert full.cause == memory.dominant
+
+
+def test_many_nodes_do_not_stream_c4(tmp_path: Path) -> None:
+    tokenizer = tmp_path / "tokenizer"
+    tokenizer.mkdir()
+    (tokenizer / "tokenizer.json").touch()
+    cluster = B200.model_copy(update={"tokenizers": {"16B": str(tokenizer)}})
+    few, many = (study(dataset="c4", nodes=nodes) for nodes in (STREAMING_NODES, STREAMING_NODES + 1))
+    assert faults(check_data(few, cluster)) == {}
+    assert faults(check_data(many, cluster)) == {"data": f"C4 would be streamed by {STREAMING_NODES + 1} nodes"}
+    folder = tmp_path / "c4"
+    staged = cluster.model_copy(update={"datasets": {"c4": str(folder)}})
+    assert "no folder here, or empty" in faults(check_data(many, staged))["data"]
+    folder.mkdir()
+    (folder / "c4-train.00000-of-01024.json.gz").touch()
+    assert faults(check_data(many, staged)) == {}
+    (tokenizer / "tokenizer.json").unlink()
+    assert "no tokenizer.json" in faults(check_data(many, staged))["data"]
+    assert faults(check_data(study(nodes=32), B200)) == {}  # Python's own text
+
+
+def test_bytes_of_a_checkpoint_are_those_that_memory_knows() -> None:
+    one = Experiment(model="16B", gpus_per_node=1, ep=1)
+    checked = plan(one)
+    assert checked.verdict.layout is not None
+    parts = estimate(one, checked.verdict.layout, gpu_of("b200_node")).parts
+    whole = (parts["parameters"] + parts["optimizer states"]) * 2**30
+    assert STATE_BYTES * count_parameters(shape_of("16B")).total == pytest.approx(whole, rel=1e-6)
+    kept = read_cluster("slurm_generic", ["checkpoints_kept=3"])
+    assert checkpoint_bytes(Study(name="s", experiments=(one, one)), kept) == pytest.approx(2 * 4 * whole, rel=1e-6)
+
+
+def test_room_for_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster, of_671b = read_cluster("slurm_generic"), study(model="671B")
+    nano = study(model="nano", nodes=1, ep=8)
+    later = tmp_path / "not" / "yet"
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=23_000 * 10**9))
+    assert faults(check_room(nano, cluster, later)) == {}
+    found = faults(check_room(of_671b, cluster, later))[f"room in {later}"]
+    wanted = 3 * 12 * count_parameters(shape_of("671B")).total + 2**30  # two kept, one being written, and logs
+    assert found.startswith(f"23,000 GB free, {wanted / 1e9:,.0f} GB wanted (derived")
+    roomy = cluster.model_copy(update={"scratch": str(tmp_path)})
+    assert faults(check_room(of_671b, roomy, later)).keys() == {f"room in {tmp_path}"}
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    (broken,) = check_room(None, read_cluster("slurm_generic"), file)
+    assert broken.severity == "error"
+    assert "cannot be written: Not a directory" in broken.found
+
+
+def test_a_node_reports_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURMD_NODENAME", "gpu017")
+    seen, unseen = tmp_path / "seen", tmp_path / "unseen"
+    seen.touch()
+    assert node_report([f"--writes={tmp_path}", f"--sees={seen}", f"--sees={unseen}"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    told = json.loads(line)
+    assert told["node"] == "gpu017"
+    assert told["unseen"] == [str(unseen)]
+    assert told["write_problem"] is None
+    assert node_report([f"--writes={unseen}"]) == 0
+    assert "No such file" in json.loads(capsys.readouterr().out)["write_problem"]
+    profile = read_cluster("local")
+    found = faults(compare([{**told, "unseen": []}], profile, nodes=1, deepep=False))
+    assert found.keys() <= {"open files", "shared memory"}  # this machine's own
+
+
+def hostile() -> st.SearchStrategy[str]:
+    text = st.text(st.characters(exclude_categories=("C", "Z"), include_characters=" "), min_size=1)
+    return text.map(lambda value: f"/{value} '$(touch HIT)' `id`; #")
+
+
+@settings(deadline=None, max_examples=20)
+@given(hostile(), hostile())
+def test_what_a_node_runs_is_set_up_as_a_job_is_and_quotes_all(file: str, value: str) -> None:
+    cluster = ClusterProfile(
+        name="c",
+        description="d",
+        source=(file,),
+        modules=("cuda/13", value),
+        venv=value,
+        nodes=2,
+        variables={"NCCL_IB_HCA": value},
+        memlock="unlimited",
+    )
+    lines = node_script(cluster, 2, writes=Path(value), sees=[value]).splitlines()
+    job = JobSpec(cluster=cluster, runs=(Path("/runs/r"),), name="n", comment="c", nodes=2, gpus_per_node=8)
+    script = render(job).splitlines()
+    set_up = [line for line in script if line.startswith(("source", "module", "conda", "export"))]
+    ours = [line for line in lines if line.startswith(("source", "module", "conda", "export"))]
+    assert list(map(shlex.split, ours)) == list(map(shlex.split, set_up))
+    assert len(ours) == 5
+    assert lines[0] == "set -eo pipefail"
+    assert lines[-2] == "ulimit -l unlimited || true"
+    assert shlex.split(lines[-1])[-1] == f"--sees={value}"
+
+
+def test_exit_codes() -> None:
+    bad = Finding(name="a", severity="error", found="b", cause="c", consequence="d", remedy="e")
+    note = Finding(name="a", severity="note", found="b")
+    assert Preflight(study=(note,), here=(note,), nodes=()).exit_code == 0
+    assert Preflight(study=(), here=(note,), nodes=(bad,)).exit_code == 1
+    both = Preflight(study=(bad,), here=(bad,), nodes=())
+    assert both.exit_code == 3
+    assert both.to_json()["ok"] is False
+    assert both.as_text().startswith("The study on this cluster\n  --  a: b\n       because: c")
+
+
+def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("moelab.cli.signal.signal", lambda *_: None)
+    monkeypatch.setenv("PATH", str(tmp_path))  # no Slurm
+    runs = f"--runs={tmp_path}"
+    assert main(["doctor", "--cluster=local", runs, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["ok"] is True
+    assert main(["doctor", "--cluster=slurm_generic", runs, "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)["here"]
+    assert "sbatch is not on PATH" in next(one for one in found if one["name"] == "Slurm")["found"]
+    assert main(["doctor", "--cluster=slurm_generic", runs, "--nodes"]) == 1
+    assert "srun is not on PATH" in capsys.readouterr().out
+    file = tmp_path / "study.yaml"
+    file.write_text(yaml.safe_dump({"gpus_per_node": 8, "ep": 3}))
+    assert main(["doctor", "--cluster=slurm_generic", f"--file={file}", runs]) == 3
+    assert "ep is 3" in capsys.readouterr().out
+    assert main(["doctor", "--cluster=nowhere"]) == 2
+    assert main(["doctor", "--cluster=slurm_generic", f"--file={tmp_path}/none.yaml"]) == 2
+
+
+@pytest.fixture
+def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[list[str]]]:
+    """Stands in for scontrol: writes down its arguments; a job is running, then completing, then pending."""
+    log, program = tmp_path / "log", tmp_path / "scontrol"
+    program.write_text(
+        "#!/bin/sh\n"
+        f'printf "%s\\0" "$@" >>{log}; echo >>{log}\n'
+        f'[ "$1" = show ] || exit 0\necho x >>{tmp_path}/asked\n'
+        f"case $(wc -l <{tmp_path}/asked) in 1) s=RUNNING;; 2) s=COMPLETING;; *) s=PENDING;; esac\n"
+        'echo "JobId=12 JobName=x JobState=$s Reason=None"\n'
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    return lambda: [line.split("\0")[:-1] for line in log.read_text().splitlines()] if log.exists() else []
+
+
+def test_draining_is_one_command(scontrol: Callable[[], list[list[str]]]) -> None:
+    drain(["gpu017", "gpu018"], "Xid 79; $(reboot) 'now'")
+    expected = ["update", "nodename=gpu017,gpu018", "state=drain", "reason=Xid 79; $(reboot) 'now'"]
+    assert scontrol() == [expected]
+
+
+def test_requeueing_holds_the_job_until_its_nodes_are_excluded(scontrol: Callable[[], list[list[str]]]) -> None:
+    requeue_without("12", ["gpu017"])
+    asked = [arguments for arguments in scontrol() if arguments[0] != "show"]
+    assert asked == [["requeuehold", "12"], ["update", "jobid=12", "excnodelist=gpu017"], ["release", "12"]]
+    requeue_without("12", ["gpu018"])  # it is waiting now
+    assert [arguments[0] for arguments in scontrol() if arguments[0] != "show"][3:] == ["hold", "update", "release"]
+
+
+@pytest.mark.parametrize("name", ["", "ALL nodes", "-all", "gpu[1-3]", "a,b", "a\nb", "gpu1;x"])
+def test_nothing_but_names_of_nodes(name: str, scontrol: Callable[[], list[list[str]]]) -> None:
+    with pytest.raises(BadInput, match="nodes"):
+        drain([name], "reason")
+    with pytest.raises(BadInput, match="nodes"):
+        drain([], "reason")
+    with pytest.raises(BadInput, match="reason"):
+        drain(["n0"], "two\nlines")
+    with pytest.raises(SlurmError, match="job"):
+        requeue_without("12; reboot", ["n0"])
+    assert scontrol() == []

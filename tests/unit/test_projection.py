@@ -1,0 +1,264 @@
+"""The step-time model: parts that add up, limits, laws, refusals, the command line, and what training costs."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moelab.cli import main
+from moelab.errors import BadInput, Refused
+from moelab.experiment import Experiment, Routing
+from moelab.hardware import Cluster, Figure, ImpossibleHardware, cluster_of
+from moelab.layout import check
+from moelab.model import SHAPES, flops_per_token, gemms
+from moelab.projection.calibration import CALIBRATION, with_values
+from moelab.projection.cost import DEEPSEEK_TOKENS, cost
+from moelab.projection.imbalance import expected_maximum
+from moelab.projection.layer_time import products
+from moelab.projection.moe_exchange import exchange_time_s
+from moelab.projection.project import Projection, project
+from moelab.projection.what_if import on_nodes, with_network
+from moelab.recommend import recommend, recommendation_text
+from moelab.titan.arms import named_arms
+
+ARMS = ("bf16_standard", "bf16_deepep", "mxfp8_standard", "mxfp8_deepep")
+PUBLISHED = named_arms()["dsv3_671b_bf16_standard"]
+SMALL: dict[str, Any] = {"model": "16B", "hardware": "h100_node", "gpus_per_node": 8, "ep": 8, "seq_len": 4096}
+NODE = Experiment(**SMALL, activation_checkpoint="full", compile="model+loss", routing=Routing.RANDOM_BALANCED)
+
+
+def faster(cluster: Cluster, **changes: float) -> Cluster:
+    """The cluster with figures of its GPU or network multiplied."""
+
+    def more(figure: Figure | None, factor: float) -> Figure:
+        assert figure is not None
+        return replace(figure, value=figure.value * factor)
+
+    node = cluster.node
+    if "nic_gb_s" in changes:
+        node = replace(node, nic_gb_s=more(node.nic_gb_s, changes.pop("nic_gb_s")))
+    gpu = replace(node.gpu, **{name: more(getattr(node.gpu, name), factor) for name, factor in changes.items()})
+    return replace(cluster, node=replace(node, gpu=gpu))
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_the_parts_add_up_to_the_step(arm: str) -> None:
+    found = project(named_arms()[f"dsv3_671b_{arm}"])
+    assert sum(found.breakdown_s.values()) == found.step_time_s
+    assert all(seconds >= 0 for seconds in found.breakdown_s.values())
+    assert found.tps == pytest.approx(4096 * 8192 / 256 / found.step_time_s)
+    low, high = found.interval
+    assert low < found.tps < high
+    assert found.label == "derived"
+    counts = flops_per_token(SHAPES["671B"], 8192), flops_per_token(SHAPES["671B"], 8192, causal=True)
+    assert tuple(found.flops.values()) == counts
+    for count, flops in found.flops.items():
+        assert found.mfu[count] == pytest.approx(flops * found.tps / 2250e12)
+
+
+def test_a_breakdown_has_no_product_twice_and_none_too_few() -> None:
+    """Products of one layer of each kind times their layers are those of the model."""
+    for shape in SHAPES.values():
+        layers = {"attention": shape.n_layers, "feed_forward": shape.n_dense_layers}
+        layers |= {"moe": shape.n_moe_layers, "head": 1}
+        mine = sum(
+            layers[module] * gemm.flops // gemm.count
+            for module in layers
+            for gemm in products(shape, 2048, 1, 1, module)
+        )
+        assert mine == sum(gemm.flops for gemm in gemms(shape, 2048))
+
+
+def test_no_step_is_faster_than_its_products_at_the_datasheets_rate() -> None:
+    for arm in ARMS:
+        found = project(named_arms()[f"dsv3_671b_{arm}"])
+        assert found.mfu["causal"] < 1
+        assert found.breakdown_s["other GEMMs"] > 0
+
+
+def test_without_a_pipeline_nothing_waits_and_without_expert_parallelism_nothing_travels() -> None:
+    assert project(NODE).breakdown_s["pipeline bubble"] == 0
+    assert project(NODE).breakdown_s["all-to-all"] > 0
+    alone = NODE.model_copy(update={"ep": 1, "model": "debug"})
+    assert project(alone).breakdown_s["all-to-all"] == 0
+    assert project(NODE).breakdown_s["tensor-parallel collectives"] == 0
+    assert project(NODE.model_copy(update={"tp": 2})).breakdown_s["tensor-parallel collectives"] > 0
+    assert project(NODE).breakdown_s["quantisation"] == 0
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    arm=st.sampled_from(ARMS),
+    figure=st.sampled_from(["nic_gb_s", "bf16_tflops", "hbm_tb_s", "nvlink_gb_s"]),
+    factor=st.floats(1.01, 1.9),
+)
+def test_better_hardware_is_never_slower(arm: str, figure: str, factor: float) -> None:
+    experiment, cluster = named_arms()[f"dsv3_671b_{arm}"], cluster_of("b200_x256")
+    assert project(experiment, faster(cluster, **{figure: factor})).step_time_s <= project(experiment).step_time_s
+
+
+@settings(max_examples=20, deadline=None)
+@given(arm=st.sampled_from(ARMS), doubled=st.sampled_from(["network", "host_nodes_s", "deepep_s", "optimizer_bytes"]))
+def test_a_worse_constant_is_never_faster(arm: str, doubled: str) -> None:
+    value = float(getattr(CALIBRATION, doubled)) * (0.5 if doubled == "network" else 2)
+    experiment = named_arms()[f"dsv3_671b_{arm}"]
+    worse = project(experiment, calibration=with_values(**{doubled: value}))
+    assert worse.step_time_s >= project(experiment).step_time_s
+
+
+def test_checkpointing_more_is_slower_and_more_tokens_take_longer() -> None:
+    steps = [
+        project(NODE.model_copy(update={"activation_checkpoint": kind})).step_time_s for kind in ("selective", "full")
+    ]
+    assert steps == sorted(steps)
+    batches = [project(NODE.model_copy(update={"local_batch": count})).step_time_s for count in (1, 2, 4)]
+    assert batches == sorted(batches)
+
+
+def test_an_exchange_takes_its_bytes_over_the_slowest_wire() -> None:
+    """Standard, round-robin: 4,096 tokens in 8 copies of 7,168 BF16 features, three of four to other nodes."""
+    found = project(PUBLISHED)
+    seconds = 4096 * 8 * 7168 * 2 * 0.75 / (50e9 * float(CALIBRATION.network))
+    latency = float(CALIBRATION.collective_s)
+    assert exchange_time_s(found.job, CALIBRATION, 2.0) == pytest.approx(seconds + latency)
+    deepep = project(named_arms()["dsv3_671b_bf16_deepep"]).job
+    latency = float(CALIBRATION.deepep_s)
+    assert exchange_time_s(deepep, CALIBRATION, 2.0) == pytest.approx(seconds / 8 + latency)
+
+
+def test_random_routing_costs_deepep_its_saving_and_the_standard_exchange_nothing() -> None:
+    def all_to_all(arm: str, routing: Routing) -> float:
+        experiment = named_arms()[f"dsv3_671b_{arm}"].model_copy(update={"routing": routing})
+        return project(experiment).breakdown_s["all-to-all"]
+
+    forced, random = Routing.ROUND_ROBIN, Routing.RANDOM_BALANCED
+    assert all_to_all("bf16_standard", forced) == pytest.approx(all_to_all("bf16_standard", random))
+    assert all_to_all("bf16_deepep", random) > 2 * all_to_all("bf16_deepep", forced)
+
+
+def test_what_plan_refuses_is_refused_with_its_reasons() -> None:
+    illegal = PUBLISHED.model_copy(update={"pp": 3})
+    with pytest.raises(Refused) as refused:
+        project(illegal)
+    assert all(reason in str(refused.value) for reason in check(illegal).reasons)
+    with pytest.raises(Refused, match=r"does not fit: .* GiB of .* GiB"):
+        project(Experiment(model="671B", hardware="b200_node", gpus_per_node=8, ep=8, seq_len=4096))
+
+
+def test_hardware_without_figures_and_impossible_figures_are_bad_input() -> None:
+    with pytest.raises(BadInput, match="no bf16_tflops, hbm_tb_s, nvlink_gb_s"):
+        project(Experiment(hardware="cpu"))
+    with pytest.raises(BadInput, match="nic_gb_s"):
+        project(PUBLISHED, cluster_of("b200_node"))
+    with pytest.raises(BadInput, match="a node of b200_x256 has 8"):
+        project(PUBLISHED.model_copy(update={"nodes": 16, "gpus_per_node": 16}))
+    for bandwidth in (0.0, -50.0, math.nan, math.inf):
+        with pytest.raises(ImpossibleHardware):
+            with_network(cluster_of("b200_x256"), bandwidth)
+    with pytest.raises(BadInput, match="no constant 'speed'"):
+        with_values(speed=1.0)
+    with pytest.raises(BadInput, match="give a positive number"):
+        with_values(network=0.0)
+
+
+def test_what_was_never_seen_is_said_in_the_number() -> None:
+    wider = project(PUBLISHED, with_network(cluster_of("b200_x256"), 100.0))
+    assert wider.label == "derived, extrapolated"
+    assert wider.outside == ("network of 100 GB/s: seen at 50",)
+    inside = project(PUBLISHED)
+    spread = [one.interval[1] / one.tps - 1 for one in (inside, wider)]
+    assert spread[1] > 1.5 * spread[0]
+    many = on_nodes(PUBLISHED, 64)
+    assert (many.local_batch, project(many).outside) == (32, ("512 GPUs: TorchTitan was seen on up to 256",))
+    with pytest.raises(BadInput, match="do not divide"):
+        on_nodes(PUBLISHED, 48)
+
+
+def test_other_clusters_follow_from_their_figures() -> None:
+    """The same arm in BF16 on Hopper and on an NVLink domain of 72, each by a profile of its own."""
+    base = {"model": "671B", "seq_len": 4096, "activation_checkpoint": "full", "compile": "model+loss", "pp": 8}
+    base |= {"pp_schedule": "Interleaved1F1B", "ep": 32, "local_batch": 16, "dataset": "c4", "precision": "bf16"}
+    h100 = project(Experiment(**base, hardware="h100_x1024", nodes=128, gpus_per_node=8))  # type: ignore[arg-type]
+    b200 = project(Experiment(**base, hardware="b200_x256", nodes=32, gpus_per_node=8))  # type: ignore[arg-type]
+    nvl = project(Experiment(**base, hardware="gb200_nvl72_x4", nodes=4, gpus_per_node=64))  # type: ignore[arg-type]
+    assert h100.tps < b200.tps < nvl.tps
+    assert nvl.breakdown_s["all-to-all"] < b200.breakdown_s["all-to-all"]
+
+
+def test_the_expected_maximum_is_that_of_draws() -> None:
+    draws = np.random.default_rng(0).standard_normal((20_000, 64)).max(axis=1).mean()
+    assert expected_maximum(64) == pytest.approx(draws, abs=0.03)
+    assert expected_maximum(1) == 0
+    assert expected_maximum(2) == pytest.approx(1 / math.sqrt(math.pi), abs=0.03)
+    assert NormalDist().cdf(expected_maximum(1000)) > 0.999
+
+
+def test_cost_of_deepseeks_tokens_at_its_own_speed() -> None:
+    """2.664 M GPU-hours for 14.8 T tokens are 1,543 tokens/s/GPU (DeepSeek-V3 report)."""
+    found: Projection = project(PUBLISHED)
+    at = cost(found, price_per_gpu_hour=2.0, watts_per_gpu=1000.0)
+    assert at.gpu_hours * found.tps == pytest.approx(2.664e6 * 1543, rel=1e-3)
+    assert at.days == pytest.approx(at.gpu_hours / 256 / 24)
+    assert at.price == pytest.approx(2 * at.gpu_hours)
+    assert at.energy_mwh == pytest.approx(at.gpu_hours / 1000)
+    assert cost(found, price_per_gpu_hour=2.0, watts_per_gpu=1e3, tokens=DEEPSEEK_TOKENS / 2).days == at.days / 2
+    with pytest.raises(BadInput, match="price_per_gpu_hour is -1"):
+        cost(found, price_per_gpu_hour=-1.0, watts_per_gpu=1.0)
+
+
+def test_a_search_by_speed_is_ordered_and_says_what_a_setting_is_worth() -> None:
+    found = recommend(NODE.model_copy(update={"local_batch": 4}), limit=5)
+    speeds = [one.projection.tps for one in found.ranked]
+    assert speeds == sorted(speeds, reverse=True)
+    assert all(project(one.candidate.experiment).tps == one.projection.tps for one in found.ranked)
+    best = found.ranked[0].projection
+    for worth in found.worth:
+        other = Experiment.model_validate({**best.experiment.model_dump(), worth.field: worth.other})
+        assert worth.other_tps == project(other).tps
+    assert {"compile", "activation_checkpoint"} <= {worth.field for worth in found.worth}
+    text = recommendation_text(found)
+    assert "tokens/s/GPU" in text.splitlines()[0]
+    assert "the fastest with one setting changed:" in text
+
+
+def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "experiment.yaml"
+    path.write_text(yaml.safe_dump({**PUBLISHED.model_dump(mode="json")}))
+    assert main(["project", str(path), "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["step_time_s"] == pytest.approx(sum(answer["breakdown_s"].values()))
+    assert answer["interval"][0] < answer["tps"] < answer["interval"][1]
+    assert answer["label"] == "derived"
+    assert main(["project", str(path), "--set", "ep_backend=deepep"]) == 0
+    shown = capsys.readouterr().out
+    assert "tokens/s/GPU" in shown
+    assert "all-to-all" in shown
+    assert main(["project", str(path), "--set", "pp=3"]) == 3
+    assert "pp is 3" in capsys.readouterr().err
+    assert main(["project", str(path), "--set", "hardware=cpu"]) == 2
+    assert "has no bf16_tflops" in capsys.readouterr().err
+    both = Path(__file__).parents[2] / "studies" / "671B_b200_x256.yaml"
+    assert main(["project", str(both)]) == 0
+    assert "over the first" in capsys.readouterr().out
+
+
+def test_a_projection_loads_neither_torch_nor_plotly() -> None:
+    code = (
+        "import sys; import moelab.projection.project, moelab.recommend, moelab.project_text\n"
+        "heavy = [name for name in ('torch', 'plotly', 'torchtitan') if name in sys.modules]\n"
+        "assert not heavy, heavy"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,224 @@
+"""What Slurm says of jobs: recorded answers of two versions, and laws of their parsers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moelab.launch.slurm import client, jobs
+from moelab.launch.slurm.client import SlurmError, SlurmMissing
+from moelab.launch.slurm.jobs import Job, parse_sacct, parse_scontrol, parse_squeue
+from moelab.launch.slurm.states import CANCELLED, FAILED, RUNS, WAITS, state_of, words_of
+from moelab.runs.status import State
+
+DATA = Path(__file__).parents[1] / "data" / "slurm"
+RECORDED = ("22.05.8", "24.11.5")
+# The session that was recorded: an array of nine on two nodes, of which task 0 exited with 3, task 1 with 0, task 2
+# killed itself, task 3 was requeued, task 4 runs, task 5 was cancelled while it waited, the rest waits; and job 6.
+EXPECTED = {
+    "1_0": ("FAILED", 3, 0, "2"),
+    "1_1": ("COMPLETED", 0, 0, "3"),
+    "1_2": ("FAILED", -9, 0, "4"),
+    "1_3": ("PENDING", 0, 1, "5"),
+    "1_4": ("RUNNING", 0, 0, "7"),
+    "1_6": ("PENDING", 0, 0, "1"),
+    "1_7": ("PENDING", 0, 0, "1"),
+    "1_8": ("PENDING", 0, 0, "1"),
+    "6": ("PENDING", 0, 0, "6"),
+}
+ALL_WORDS = sorted(WAITS | RUNS | FAILED | CANCELLED | {"COMPLETED"})
+
+
+def squeue_text(version: str) -> str:
+    return (DATA / f"squeue_{version}.json").read_text()
+
+
+def shown(found: list[Job]) -> dict[str, Any]:
+    return {job.job_id: (job.state, job.exit_code, job.restarts, job.raw_id) for job in found}
+
+
+@pytest.mark.parametrize("version", RECORDED)
+def test_recorded_json(version: str) -> None:
+    found = list(parse_squeue(squeue_text(version)))
+    assert shown(found) == EXPECTED
+    assert {job.comment for job in found if job.job_id != "6"} == {"moelab:study:0a1b2c"}
+    waits = {job.job_id: job.reason for job in found}
+    assert (waits["1_3"], waits["1_6"], waits["1_4"]) == ("BeginTime", "Resources", None)
+
+
+@pytest.mark.parametrize("version", RECORDED)
+def test_recorded_scontrol_says_the_same(version: str) -> None:
+    assert shown(list(parse_scontrol((DATA / f"scontrol_{version}.txt").read_text()))) == EXPECTED
+
+
+def test_a_state_as_a_word_among_numbers_as_objects() -> None:
+    """As data_parser v0.0.39 of Slurm 23.02 writes it, made from the recorded 24.11."""
+    content = json.loads(squeue_text("24.11.5"))
+    for job in content["jobs"]:
+        job["job_state"] = job["job_state"][0]
+        job["exit_code"]["return_code"] = job["exit_code"]["return_code"]["number"]
+        job["exit_code"]["signal"] = {"signal_id": job["exit_code"]["signal"]["id"]["number"], "name": ""}
+    assert shown(list(parse_squeue(json.dumps(content)))) == EXPECTED
+
+
+def test_a_controller_that_did_not_answer_is_an_error_although_the_exit_code_is_0() -> None:
+    said = {"errors": [{"description": "Failed while looking for jobs", "error": "Unspecified error"}], "jobs": []}
+    with pytest.raises(SlurmError, match="squeue: Failed while looking for jobs"):
+        list(parse_squeue(json.dumps(said)))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", "null", '{"jobs": [{}]}', '{"jobs": [{"job_id": 1}]}', '{"jobs": 3}'])
+def test_what_is_not_an_answer_of_squeue(text: str) -> None:
+    with pytest.raises(SlurmError):
+        list(parse_squeue(text))
+
+
+@given(state=st.sampled_from(ALL_WORDS), flags=st.sets(st.sampled_from(["POWER_UP_NODE", "JOB_WAS_RUNNING"])))
+def test_flags_beside_a_state_do_not_change_it(state: str, flags: set[str]) -> None:
+    job = {"job_id": 1, "job_state": [state, *flags]}
+    (found,) = parse_squeue(json.dumps({"jobs": [job]}))
+    assert found.state == state
+    (old,) = parse_squeue(json.dumps({"jobs": [{**job, "job_state": state}]}))
+    assert old == found
+
+
+@pytest.mark.parametrize(
+    ("words", "state"),
+    [
+        (["CANCELLED", "COMPLETING"], State.RUNNING),
+        (["PENDING", "REQUEUED"], State.SUBMITTED),
+        (["COMPLETED", "SPECIAL_EXIT"], State.SUBMITTED),
+        (["NODE_FAIL"], State.FAILED),
+        (["COMPLETED"], State.COMPLETED),
+        (["SOMETHING_NEW"], State.UNKNOWN),
+        ([], State.UNKNOWN),
+    ],
+)
+def test_several_words_are_what_happens_now(words: list[str], state: State) -> None:
+    (job,) = parse_squeue(json.dumps({"jobs": [{"job_id": 1, "job_state": words}]}))
+    assert state_of(job) is state
+
+
+@given(word=st.text(max_size=30))
+def test_only_one_word_is_completed(word: str) -> None:
+    state = state_of(Job(job_id="1", raw_id="1", state=word))
+    assert (state is State.COMPLETED) == (word == "COMPLETED")
+
+
+@given(code=st.integers(0, 255), signal=st.integers(0, 31))
+def test_the_end_of_a_script_is_read_alike_in_all_forms(code: int, signal: int) -> None:
+    code = 0 if signal else code
+    number = {"set": True, "infinite": False, "number": code}
+    forms: list[Any] = [
+        code << 8 | signal,
+        {"set": True, "infinite": False, "number": code << 8 | signal},
+        {"return_code": number, "signal": {"id": {"set": bool(signal), "infinite": False, "number": signal}}},
+        {"return_code": code, "signal": {"signal_id": signal, "name": "X"}} if signal else {"return_code": code},
+    ]
+    rows = [{"job_id": one, "job_state": "FAILED", "exit_code": form} for one, form in enumerate(forms, start=1)]
+    (from_sacct,) = parse_sacct(f"1|1|FAILED|{code}:{signal}")
+    found = [job.exit_code for job in parse_squeue(json.dumps({"jobs": rows}))]
+    assert found == [from_sacct.exit_code] * 4 == [-signal if signal else code] * 4
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, unique=True), st.integers(1, 9))
+def test_a_waiting_array_gives_each_of_its_tasks(tasks: list[int], at_once: int) -> None:
+    string = ",".join(map(str, sorted(tasks))) + f"%{at_once}"
+    job = {"job_id": 9, "array_job_id": 9, "array_task_id": None, "array_task_string": string, "job_state": "PENDING"}
+    found = list(parse_squeue(json.dumps({"jobs": [job]})))
+    assert [one.job_id for one in found] == [f"9_{task}" for task in sorted(tasks)]
+    (same,) = {one.raw_id for one in parse_scontrol(f"JobId=9 ArrayJobId=9 ArrayTaskId={string} JobState=PENDING")}
+    assert same == "9"
+
+
+def test_a_comment_cannot_pretend_another_state() -> None:
+    line = "JobId=5 JobName=x JobState=FAILED ExitCode=1:0 Comment=moelab JobState=COMPLETED ExitCode=0:0 Restarts=7 "
+    (job,) = parse_scontrol(line)
+    assert (job.state, job.exit_code) == ("FAILED", 1)
+    assert list(parse_scontrol("No jobs in the system")) == []
+
+
+def test_accounting() -> None:
+    table = "12_3|15|CANCELLED by 1000|0:15\n12_4|16|COMPLETED|0:0\n12_[5-9]|12|PENDING|0:0\n17|17|OUT_OF_MEMORY|0:125"
+    found = list(parse_sacct(table))
+    assert [(job.job_id, job.raw_id, job.state) for job in found] == [
+        ("12_3", "15", "CANCELLED"),
+        ("12_4", "16", "COMPLETED"),
+        ("17", "17", "OUT_OF_MEMORY"),
+    ]
+    assert words_of(found[0]) == "Slurm: CANCELLED"
+
+
+def test_the_completion_log_has_the_last_end_of_a_requeued_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ``sacct -c`` of Slurm 22.05 printed it."""
+    monkeypatch.setattr(jobs, "call", lambda *_: "1|NODE_FAIL|0:0\n1|CANCELLED|0:0\n2|FAILED|3:0\n")
+    assert {number: job.state for number, job in jobs.completed(["1", "2"]).items()} == {
+        "1": "CANCELLED",
+        "2": "FAILED",
+    }
+
+
+def test_a_slurm_without_json_is_asked_by_scontrol(monkeypatch: pytest.MonkeyPatch) -> None:
+    def call(*arguments: str) -> str:
+        if arguments[0] == "squeue":
+            raise SlurmError("squeue: unrecognized option '--json'")
+        assert arguments == ("scontrol", "show", "job", "-o")
+        return (DATA / "scontrol_22.05.8.txt").read_text()
+
+    monkeypatch.setattr(jobs, "call", call)
+    assert shown(jobs.queue()) == EXPECTED
+
+
+def test_any_other_failure_of_squeue_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    def call(*_: str) -> str:
+        raise SlurmError("squeue: Unable to contact slurm controller (connect failure)")
+
+    monkeypatch.setattr(jobs, "call", call)
+    with pytest.raises(SlurmError, match="Unable to contact"):
+        jobs.queue()
+
+
+def program(folder: Path, name: str, script: str) -> None:
+    (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+    (folder / name).chmod(0o755)
+
+
+def test_a_command_s_own_words_and_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    program(tmp_path, "squeue", "echo 'squeue: error: first' >&2; echo 'squeue: fatal: second' >&2; exit 1")
+    with pytest.raises(SlurmError, match=r"^squeue: first; second$"):
+        client.call("squeue")
+    program(tmp_path, "squeue", "echo 'sbatch: error: sleeping and retrying' >&2; exec sleep 30")
+    with pytest.raises(SlurmError, match="no answer in 0 s: sleeping and retrying"):
+        client.call("squeue", timeout_s=0.2)
+    program(tmp_path, "sbatch", "echo '123;other_cluster'")
+    assert client.sbatch(tmp_path / "script") == "123"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SlurmMissing, match="scontrol is not on PATH"):
+        client.call("scontrol")
+
+
+def test_a_person_s_defaults_do_not_reach_slurm_s_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    for name in ("SBATCH_PARTITION", "SQUEUE_STATES", "SLURM_RESTART_COUNT", "SCANCEL_INTERACTIVE", "SLURM_CONF"):
+        monkeypatch.setenv(name, "x")
+    program(tmp_path, "squeue", "env")
+    seen = {line.split("=")[0] for line in client.call("squeue").splitlines() if line.startswith(("S", "s"))}
+    assert {"SLURM_CONF", "SLURM_BITSTR_LEN"} <= seen
+    assert not seen & {"SBATCH_PARTITION", "SQUEUE_STATES", "SLURM_RESTART_COUNT", "SCANCEL_INTERACTIVE"}
+
+
+@given(text=st.text(min_size=1, max_size=20))
+def test_nothing_but_a_number_is_a_job(text: str) -> None:
+    number, _, task = text.partition("_")
+    good = all(part.isascii() and part.isdecimal() for part in ([number, task] if "_" in text else [number]))
+    if good:
+        assert client.checked(text) == text
+    else:
+        with pytest.raises(SlurmError, match="valid: a number"):
+            client.checked(text)

@@ -1,0 +1,107 @@
+"""Who is slow: robustly over ranks and steps, from TorchTitan's own structured logs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moelab.launch.stragglers import OwnTimes, find_stragglers, main, outliers, read_own_times, slow_steps
+
+LOGGING = """
+import os, sys, time
+from torchtitan.observability import structured_logger as sl
+
+def train(seconds):
+    sl.init_structured_logger(source="training", output_dir=sys.argv[1], enable=True)
+    for step in (1, 2, 3):
+        sl.set_step(step, relative_step=step)
+        with sl.log_trace_span("step"):
+            for batch in range(2):
+                with sl.log_trace_span("fetching_batch"):
+                    time.sleep(seconds)
+
+for rank, seconds in enumerate(map(float, sys.argv[2:])):
+    if os.fork() == 0:  # a process for each rank, with torchtitan loaded once
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        train(seconds)
+        os._exit(0)
+    os.wait()
+"""
+
+
+def own(time_s: np.ndarray, gpus_per_node: int) -> OwnTimes:
+    steps, ranks = time_s.shape
+    hosts = tuple(f"n{rank // gpus_per_node}" for rank in range(ranks))
+    return OwnTimes(steps=tuple(range(1, steps + 1)), time_s=time_s, hosts=hosts)
+
+
+def noisy(steps: int, ranks: int, seed: int) -> np.ndarray:
+    """About a second each, with 1 % of noise, and every step as much longer as its text is."""
+    random = np.random.default_rng(seed)
+    return random.normal(1.0, 0.01, (steps, ranks)) * random.uniform(1.0, 2.0, (steps, 1))
+
+
+@settings(deadline=None)
+@given(st.integers(4, 64), st.integers(3, 20), st.integers(0, 2**32 - 1), st.data())
+def test_slow_ranks_are_named_and_no_other(ranks: int, steps: int, seed: int, data: st.DataObject) -> None:
+    slow = data.draw(st.sets(st.integers(0, ranks - 1), max_size=(ranks - 1) // 3))
+    time_s = noisy(steps, ranks, seed)
+    time_s[:, sorted(slow)] *= 1.5
+    assert find_stragglers(own(time_s, 8)).ranks.keys() == slow
+
+
+def test_a_node_is_named_if_all_its_ranks_are_slow() -> None:
+    time_s = noisy(10, 32, 0)
+    time_s[:, 8:16] *= 1.3
+    time_s[:, 30] *= 1.3
+    found = find_stragglers(own(time_s, 8))
+    assert found.nodes == ("n1",)
+    assert found.ranks.keys() == {*range(8, 16), 30}
+    assert found.ranks[30] == pytest.approx(0.3, abs=0.03)
+
+
+def test_one_bad_step_makes_no_straggler_and_a_missing_line_no_gap() -> None:
+    time_s = noisy(10, 16, 1)
+    time_s[4, 3] *= 20
+    time_s[7, :5] = np.nan
+    time_s[:, 9] = np.nan
+    assert find_stragglers(own(time_s, 8)).ranks == {}
+
+
+def test_of_two_nobody_is_the_odd_one_and_equal_ones_are_within_a_few_per_cent() -> None:
+    assert outliers({"a": 1.0, "b": 9.0}) == {}
+    assert outliers({}) == {}
+    assert outliers(dict(zip("abcdef", [1.0, 1.0, 1.0, 1.0, 1.0, 1.04], strict=True))) == {}
+    assert outliers(dict(zip("abcdef", [1.0, 1.0, 1.0, 1.0, 1.0, 1.06], strict=True))) == {"f": 0.06}
+    assert outliers({"a": 1.0, "b": 1.0, "c": 1.0, "d": 0.5}) == {}  # faster is no fault
+
+
+def test_slow_steps_are_slow_for_all_ranks() -> None:
+    step_time_s = np.random.default_rng(0).normal(2.0, 0.01, (20, 8))
+    step_time_s[[6, 13]] += 1.0  # two checkpoints
+    step_time_s[0] = np.nan  # the first line of a launch has no time
+    assert slow_steps(np.arange(1, 21), step_time_s).keys() == {7, 14}
+
+
+def test_times_come_from_the_files_that_torchtitan_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [sys.executable, "-c", LOGGING, str(tmp_path), "0.002", "0.002", "0.04", "0.002"]
+    subprocess.run(arguments, check=True, capture_output=True)
+    times = read_own_times(tmp_path / "structured_logs")
+    assert times.steps == (1, 2, 3)
+    assert times.time_s.shape == (3, 4)
+    assert (times.time_s[:, 2] >= 0.08).all()  # two batches a step
+    assert main([str(tmp_path)]) == 0
+    assert json.loads(capsys.readouterr().out)["ranks"].keys() == {"2"}
+
+
+def test_a_run_without_structured_logs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([str(tmp_path)])
+    assert "time_ranks: true" in capsys.readouterr().err

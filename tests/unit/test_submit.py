@@ -1,0 +1,261 @@
+"""Submitting and watching where there is no Slurm: what is refused, what is written, and what is believed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from run_support import make_run
+
+from moelab.errors import BadInput, Refused
+from moelab.experiment import Experiment
+from moelab.experiment_file import make_study, read_study
+from moelab.launch import watch
+from moelab.launch.cluster import ClusterProfile, read_cluster
+from moelab.launch.slurm import jobs
+from moelab.launch.slurm.client import SlurmError
+from moelab.launch.slurm.jobs import Job
+from moelab.launch.slurm.states import state_of
+from moelab.launch.slurm.ticket import SCRIPT_FILE, Queue, Ticket, ticket_of
+from moelab.launch.study import run_study
+from moelab.launch.submit import dry_run, submit
+from moelab.runs.directory import RunDir, find
+from moelab.runs.status import State, Status
+
+STUDIES = Path(__file__).parents[2] / "studies"
+FINAL_OF_SLURM = ["COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"]
+
+
+@pytest.fixture
+def no_slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+
+@pytest.fixture
+def cluster() -> ClusterProfile:
+    return read_cluster("slurm_generic", ["gpus_per_node=8", "nodes=64"])
+
+
+def small(**shared: Any) -> Any:
+    return make_study("s", {"hardware": "cpu", "steps": 4, **shared}, [{"precision": "bf16"}], [0, 1])
+
+
+def submitted(runs: Path, losses: list[float], status: Status, **fields: Any) -> RunDir:
+    """A run whose job is 7_0."""
+    run = make_run(runs, Experiment(name="s", hardware="cpu", steps=4, **fields), losses)
+    Ticket(comment="moelab:s:1", task=0).write(run)
+    run.set_status(replace(status, job_id="7_0"))
+    return run
+
+
+def job(state: str, **fields: Any) -> Job:
+    return Job(**{"job_id": "7_0", "raw_id": "7", "state": state, "comment": "moelab:s:1", **fields})
+
+
+@pytest.mark.usefixtures("no_slurm")
+def test_many_nodes_do_not_stream_c4(tmp_path: Path, cluster: ClusterProfile) -> None:
+    study = read_study(STUDIES / "671B_b200_x256.yaml")
+    with pytest.raises(Refused, match="C4 would be streamed by 32 nodes"):
+        submit(study, tmp_path / "runs", cluster, submit=True)
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.usefixtures("no_slurm")
+def test_a_dry_run_needs_no_slurm_and_touches_nothing(tmp_path: Path, cluster: ClusterProfile) -> None:
+    study = read_study(STUDIES / "671B_b200_x256.yaml")
+    done = dry_run(study, tmp_path / "runs", cluster)
+    (script,) = done.scripts
+    assert "#SBATCH --array=0-3\n" in script
+    assert all(f"{tmp_path}/runs/published_671b/{arm}/seed0/" in script for arm in study.arms)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("submitting", [False, True])
+def test_an_illegal_plan_is_refused_before_anything_is_written(
+    tmp_path: Path, cluster: ClusterProfile, submitting: bool
+) -> None:
+    study = read_study(STUDIES / "671B_b200_x256.yaml", ["pp=16", "ep=32"])
+    with pytest.raises(Refused, match="plan of bf16_standard_round-robin: ") as refused:
+        submit(study, tmp_path / "runs", cluster, submit=submitting)
+    assert len(set(str(refused.value).splitlines())) == len(str(refused.value).splitlines())
+    assert not (tmp_path / "runs").exists()
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path, cluster: ClusterProfile) -> None:
+    study = read_study(STUDIES / "671B_b200_x256.yaml", ["activation_checkpoint=none"])
+    with pytest.raises(Refused, match=r"plan of .*: \d+\.\d of 17\d\.\d GiB on the fullest GPU"):
+        submit(study, tmp_path / "runs", cluster, submit=False)
+
+
+@pytest.mark.parametrize("size", [{"nodes": 4}, {"gpus_per_node": 4}])
+def test_what_the_cluster_has_not_leaves_nothing(tmp_path: Path, size: dict[str, int]) -> None:
+    cluster = read_cluster("slurm_generic", ["gpus_per_node=2", "nodes=2"])
+    with pytest.raises(Refused, match="plan of bf16_standard: "):
+        submit(small(**size), tmp_path / "runs", cluster, submit=False)
+    assert list(find(tmp_path)) == []
+
+
+@pytest.mark.usefixtures("no_slurm")
+def test_without_slurm_runs_are_prepared_and_submitting_is_refused(tmp_path: Path, cluster: ClusterProfile) -> None:
+    done = submit(small(), tmp_path, cluster, submit=False)
+    (script,) = done.scripts
+    assert [run.status.state for run in done.prepared] == [State.PREPARED] * 2
+    assert {(run.path / SCRIPT_FILE).read_text() for run in done.prepared} == {script}
+    assert [ticket_of(run).task for run in done.prepared] == [0, 1]
+    assert submit(small(), tmp_path, cluster, submit=False).prepared == done.prepared
+    with pytest.raises(Refused, match="squeue is not on PATH"):
+        submit(small(), tmp_path, cluster, submit=True)
+    assert [status.state for status in watch.refresh(done.prepared)] == [State.PREPARED] * 2
+
+
+def test_moelab_run_leaves_prepared_jobs_alone(tmp_path: Path, cluster: ClusterProfile) -> None:
+    (first, _) = submit(small(), tmp_path, cluster, submit=False).prepared
+    empty = make_study("s", {"hardware": "cpu", "nodes": 2}, [{}], [0])
+    with pytest.raises(Refused):
+        run_study(empty, tmp_path)
+    assert first.status.state is State.PREPARED
+
+
+@pytest.mark.parametrize("after", ["7; rm -rf /", "$(id)", "7\n#SBATCH --x", "'", "afterok:7"])
+def test_a_hostile_dependency_reaches_no_script(tmp_path: Path, cluster: ClusterProfile, after: str) -> None:
+    with pytest.raises(BadInput, match="dependency: got"):
+        dry_run(small(), tmp_path, cluster, after=after)
+
+
+@pytest.mark.parametrize(
+    ("own", "said", "state", "reason"),
+    [
+        (State.SUBMITTED, job("PENDING", reason="Priority"), State.SUBMITTED, "Slurm: PENDING (Priority)"),
+        (State.SUBMITTED, job("RUNNING"), State.RUNNING, None),
+        (State.RUNNING, job("CANCELLED"), State.CANCELLED, "Slurm: CANCELLED"),
+        (State.RUNNING, job("TIMEOUT", reason="TimeLimit"), State.FAILED, "Slurm: TIMEOUT (TimeLimit); see train.log"),
+        (State.RUNNING, job("PENDING", reason="BeginTime", restarts=1), State.SUBMITTED, "Slurm: PENDING (BeginTime)"),
+        (State.UNKNOWN, job("RUNNING", restarts=1), State.RUNNING, None),
+        (State.UNKNOWN, job("CANCELLED"), State.CANCELLED, "Slurm: CANCELLED"),
+        (State.RUNNING, job("NEW_WORD"), State.UNKNOWN, "Slurm: NEW_WORD"),
+        (State.FAILED, job("RUNNING"), State.FAILED, None),
+        (State.FAILED, job("COMPLETING", restarts=1), State.FAILED, None),
+        (State.FAILED, job("PENDING", restarts=1), State.SUBMITTED, "Slurm: PENDING"),
+        (State.COMPLETED, job("FAILED"), State.COMPLETED, None),
+        (State.COMPLETED, None, State.COMPLETED, None),
+        (State.RUNNING, None, State.UNKNOWN, "Slurm no longer knows job 7_0, and the job wrote no end"),
+    ],
+)
+def test_what_the_job_wrote_and_what_slurm_says(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    own: State,
+    said: Job | None,
+    state: State,
+    reason: str | None,
+) -> None:
+    monkeypatch.setattr(jobs, "queue", lambda: [said] if said else [])
+    monkeypatch.setattr(jobs, "accounted", lambda _: {})
+    run = submitted(tmp_path, [8.0, 7.0], Status(state=own, attempts=1))
+    (status,) = watch.refresh([run])
+    assert (status.state, status.reason) == (state, reason)
+    assert replace(run.status, updated=0.0) == replace(status, updated=0.0)
+
+
+@pytest.mark.parametrize(("steps", "state"), [(4, State.COMPLETED), (3, State.FAILED), (0, State.FAILED)])
+def test_slurm_s_completed_is_completed_only_with_every_step_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int, state: State
+) -> None:
+    monkeypatch.setattr(jobs, "queue", lambda: [job("COMPLETED")])
+    run = submitted(tmp_path, [8.0] * steps, Status(state=State.RUNNING, attempts=1))
+    (status,) = watch.refresh([run])
+    assert status.state is state
+    assert status.reason == (None if steps == 4 else f"training ended at step {steps} of 4")
+    assert (run.path / "results.json").exists()
+
+
+@given(
+    own=st.sampled_from(list(State)),
+    words=st.none() | st.sampled_from([*FINAL_OF_SLURM, "RUNNING", "PENDING", "X"]),
+    restarts=st.integers(0, 3),
+)
+def test_completed_is_never_invented(
+    tmp_path_factory: pytest.TempPathFactory, own: State, words: str | None, restarts: int
+) -> None:
+    """Two of four steps were logged: only a job that said so itself is completed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jobs, "queue", lambda: [job(words, restarts=restarts)] if words else [])
+        patch.setattr(jobs, "accounted", lambda _: {})
+        run = submitted(tmp_path_factory.mktemp("run"), [8.0, 7.0], Status(state=own, attempts=1))
+        (status,) = watch.refresh([run])
+    if status.state is State.COMPLETED:
+        assert own is State.COMPLETED
+    if words in ("RUNNING", "PENDING") and not own.is_final:
+        assert status.state is state_of(job(words))
+
+
+def test_accounting_is_asked_for_what_the_controller_forgot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    printed = {"squeue": '{"jobs": []}', "sacct": "7_0|7|TIMEOUT|0:0\n"}
+    monkeypatch.setattr(jobs, "call", lambda *words, **_: printed[words[0]])
+    run = submitted(tmp_path, [8.0], Status(state=State.RUNNING, attempts=1))
+    (status,) = watch.refresh([run])
+    assert (status.state, status.reason) == (State.FAILED, "Slurm: TIMEOUT; see train.log")
+
+
+def test_a_state_of_accounting_that_is_no_end_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    printed = {"squeue": '{"jobs": []}', "sacct": "7_0|7|RUNNING|0:0\n"}
+    monkeypatch.setattr(jobs, "call", lambda *words, **_: printed[words[0]])
+    run = submitted(tmp_path, [8.0], Status(state=State.RUNNING, attempts=1))
+    assert watch.refresh([run])[0].state is State.UNKNOWN
+
+
+def test_an_end_that_the_job_writes_meanwhile_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = submitted(tmp_path, [8.0] * 4, Status(state=State.RUNNING, attempts=1))
+    after = watch._after
+
+    def slow(run: RunDir, status: Status, job: Job | None) -> Status:
+        run.set_status(Status(state=State.COMPLETED, job_id="7_0", attempts=1, exit_code=0))
+        return after(run, status, job)
+
+    monkeypatch.setattr(watch, "_after", slow)
+    monkeypatch.setattr(jobs, "queue", lambda: [job("FAILED")])
+    assert watch.refresh([run])[0].state is State.COMPLETED
+    assert run.status.state is State.COMPLETED
+
+
+def test_a_job_of_another_run_with_the_same_number_is_not_believed(tmp_path: Path) -> None:
+    """Numbers begin again when a cluster is set up anew."""
+    run = submitted(tmp_path, [8.0], Status(state=State.RUNNING, attempts=1))
+    assert Queue([job("RUNNING", comment="moelab:other:2")]).job_of(run) is None
+    assert Queue([job("RUNNING", comment="set by the site")]).job_of(run) is not None
+
+
+def test_a_job_in_a_state_that_is_not_known_is_not_submitted_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cluster: ClusterProfile
+) -> None:
+    monkeypatch.setattr(jobs, "queue", lambda: [job("NEW_WORD")])
+    submitted(tmp_path, [8.0], Status(state=State.RUNNING, attempts=1))
+    study = make_study("s", {"hardware": "cpu", "steps": 4}, [{}], [0])
+    with pytest.raises(Refused, match="is unknown as job 7_0"):
+        submit(study, tmp_path, cluster, submit=True)
+
+
+def test_slurm_is_not_asked_for_runs_that_are_no_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def queue() -> list[Job]:
+        raise AssertionError
+
+    monkeypatch.setattr(jobs, "queue", queue)
+    run = make_run(tmp_path, Experiment(name="s"), [8.0])
+    assert watch.refresh([run]) == [run.status]
+
+
+def test_a_queue_that_does_not_answer_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def queue() -> list[Job]:
+        raise SlurmError("squeue: no answer in 60 s")
+
+    monkeypatch.setattr(jobs, "queue", queue)
+    run = submitted(tmp_path, [8.0], Status(state=State.RUNNING, attempts=1))
+    done = submitted(tmp_path, [8.0], Status(state=State.FAILED, reason="x", attempts=1))
+    running, failed = watch.refresh([run, done])
+    assert (running.state, running.reason) == (State.RUNNING, "as last seen; squeue: no answer in 60 s")
+    assert (failed.state, failed.reason) == (State.FAILED, "x")
+    assert run.status.reason is None

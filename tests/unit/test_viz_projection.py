@@ -1,0 +1,306 @@
+"""The figures of notebooks 07 and 08 against the numbers that they draw, and the small analyses behind them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import plotly.graph_objects as go
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+
+from moelab.analysis.interaction import interaction
+from moelab.analysis.published import GAINS, THROUGHPUT
+from moelab.errors import BadInput, Refused
+from moelab.experiment import Experiment, Precision
+from moelab.hardware.spec import ImpossibleHardware
+from moelab.notebooks.calibrate import constants_of_node
+from moelab.projection.arms_projected import Estimate, TwoByTwo, projected_two_by_two
+from moelab.projection.calibration import CALIBRATION
+from moelab.projection.cost import Cost
+from moelab.projection.measured import ALL_TO_ALL, GROUPED_GEMM, Measurement, load_measured
+from moelab.projection.project import project
+from moelab.projection.validation import goals, validation_table
+from moelab.projection.waterfall import Change
+from moelab.sweep import by_gpus, by_network, cluster_like, on
+from moelab.titan.arms import named_arms
+from moelab.viz.arms_projected import arms_beside_projection, gains_and_interaction
+from moelab.viz.projection_explorer import ProjectionExplorer
+from moelab.viz.published_bars import published_bars
+from moelab.viz.step_breakdown import GROUPS, arm_breakdowns, step_breakdown
+from moelab.viz.validation import goal_lines, goal_strips, part_strips, validation_lines
+from moelab.viz.waterfall import waterfall_bars
+from moelab.viz.what_if import cost_bars, network_curves, size_curves
+
+PUBLISHED = named_arms()["dsv3_671b_mxfp8_deepep"]
+STAGES = {part: float(seconds) for seconds, part in enumerate((p for parts in GROUPS.values() for p in parts), start=1)}
+
+
+def title(figure: go.Figure) -> str:
+    return str(figure.layout.title.text).replace("<br>", " ")
+
+
+def texts(figure: go.Figure) -> str:
+    return " ".join(str(one.text) for one in figure.layout.annotations)
+
+
+# Whether gains compose
+
+
+@given(
+    st.dictionaries(st.integers(0, 9), st.tuples(*[st.floats(1.0, 1e6)] * 3), min_size=1, max_size=6),
+    st.floats(0.5, 2.0),
+)
+def test_gains_that_multiply_by_a_factor_interact_by_that_factor(
+    units: dict[int, tuple[float, float, float]], factor: float
+) -> None:
+    tps: dict[str, dict[int, float]] = {name: {} for name in "abcd"}
+    for unit, (base, first, second) in units.items():
+        for name, value in zip("abcd", (base, first, second, factor * first * second / base), strict=True):
+            tps[name][unit] = value
+    found = interaction(tps, baseline="a", first="b", second="c", both="d")
+    assert math.isclose(found.ratio, factor, rel_tol=1e-9)
+    assert found.units == len(units)
+    assert found.interval.exists is (len(units) > 1)
+
+
+def test_its_interval_is_students_of_the_logarithms() -> None:
+    rng = np.random.default_rng(3)
+    tps = {name: dict(enumerate(rng.uniform(90, 110, 5))) for name in "abcd"}
+    found = interaction(tps, baseline="a", first="b", second="c", both="d")
+    logs = np.log([tps["d"][i] * tps["a"][i] / tps["b"][i] / tps["c"][i] for i in range(5)])
+    low, high = stats.t.interval(0.95, 4, loc=logs.mean(), scale=stats.sem(logs))
+    assert np.allclose([found.interval.low, found.interval.high], np.exp([low, high]))
+    assert "no interaction is shown" in found.sentence()
+
+
+def test_an_interaction_that_is_there_is_named_and_one_that_cannot_be_tested_is_not() -> None:
+    tps = {"a": {0: 100.0, 1: 101.0}, "b": {0: 150.0, 1: 151.0}, "c": {0: 120.0, 1: 121.0}, "d": {0: 121.0, 1: 122.5}}
+    assert "weaken each other" in interaction(tps, baseline="a", first="b", second="c", both="d").sentence()
+    once = {name: {0: seeds[0]} for name, seeds in tps.items()}
+    assert interaction(once, baseline="a", first="b", second="c", both="d").sentence().endswith("no test")
+    with pytest.raises(BadInput, match="'e' has no throughput"):
+        interaction(tps, baseline="e", first="b", second="c", both="d")
+    with pytest.raises(BadInput, match="none of the seeds"):
+        interaction({**tps, "d": {7: 1.0}}, baseline="a", first="b", second="c", both="d")
+
+
+# Constants of a node
+
+
+def test_the_packaged_files_ask_for_the_models_own_constants() -> None:
+    found = constants_of_node(load_measured(GROUPED_GEMM), load_measured(ALL_TO_ALL))
+    assert set(found) == {"hopper_grouped", "nccl_nvlink", "deepep_nvlink"}
+    for name, value in found.items():
+        assert value == pytest.approx(float(getattr(CALIBRATION, name)), rel=0.08), name
+
+
+def test_a_node_that_takes_twice_as_long_has_about_half_the_rates() -> None:
+    def slower(measured: Measurement) -> Measurement:
+        rows = [
+            {**row, "median_us": 2 * row.get("median_us", 0), "parts_us": {"wire": 2 * row["parts_us"]["wire"]}}
+            if "parts_us" in row
+            else {**row, "median_us": 2 * row["median_us"]}
+            for row in measured.rows
+        ]
+        return replace(measured, content={**(measured.content or {}), "rows": rows})
+
+    files = [load_measured(GROUPED_GEMM), load_measured(ALL_TO_ALL)]
+    usual, slow = constants_of_node(*files), constants_of_node(*map(slower, files))
+    for name in usual:
+        assert 0.3 < slow[name] / usual[name] <= 0.501, name
+
+
+def test_a_file_of_an_unknown_gpu_is_refused() -> None:
+    unknown = Measurement(name=GROUPED_GEMM, content={"rows": [], "hardware": {"gpu": "Abacus 9"}})
+    with pytest.raises(BadInput, match="is of Abacus 9"):
+        constants_of_node(unknown, load_measured(ALL_TO_ALL))
+
+
+# What if
+
+
+def test_a_faster_network_never_slows_an_arm_and_leaves_deepep_less_to_save() -> None:
+    points = by_network(PUBLISHED, "B200", (50.0, 100.0, 400.0))
+    tps = {(point.series, point.x): point.projection.tps for point in points}
+    for arm in ("bf16_standard", "bf16_deepep", "mxfp8_standard", "mxfp8_deepep"):
+        assert tps[arm, 50.0] <= tps[arm, 100.0] <= tps[arm, 400.0]
+    gains = [tps["bf16_deepep", x] / tps["bf16_standard", x] for x in (50.0, 100.0, 400.0)]
+    assert gains == sorted(gains, reverse=True)
+    own = project(on("B200", PUBLISHED, precision="mxfp8", ep_backend="deepep"))
+    assert tps["mxfp8_deepep", 50.0] == pytest.approx(own.tps)
+    figure = network_curves(points, words="Words.")
+    assert f"{100 * gains[0] - 100:+.0f} % at 50 GB/s" in title(figure)
+    assert "derived" in title(figure)
+    lines = {trace.name: trace for trace in figure.data if trace.name}
+    assert list(lines["BF16 + DeepEP"].y) == [tps["bf16_deepep", x] for x in (50.0, 100.0, 400.0)]
+    filled = [color != "white" for color in lines["BF16 + DeepEP"].marker.color]
+    assert filled == [True, False, False]  # only the network that was seen is not extrapolated
+
+
+def test_sizes_take_a_layout_that_fits_or_none() -> None:
+    points = by_gpus(PUBLISHED, (8, 128, 256))
+    at = {(point.series, point.x): point.projection for point in points}
+    assert ("B200", 8) not in at  # 671 G parameters do not fit on eight GPUs
+    assert at["B200", 256].tps >= project(PUBLISHED).tps
+    for (kind, count), found in at.items():
+        assert found.job.gpus == count
+        assert found.experiment.precision is (Precision.FP8 if kind in ("H100", "H200") else Precision.MXFP8)
+        assert found.tokens_per_gpu * count == pytest.approx(4096 * 8192)
+    figure = size_curves(points, words="Words.")
+    best = max(points, key=lambda point: point.projection.tps)
+    assert f"{best.projection.tps:,.0f} tokens/s" in title(figure)
+
+
+@pytest.mark.parametrize("network", [0.0, -1.0, math.nan, math.inf])
+def test_an_impossible_network_is_refused(network: float) -> None:
+    with pytest.raises(ImpossibleHardware):
+        cluster_like("B200", nodes=2, network_gb_s=network)
+    with pytest.raises(BadInput, match="gpu is 'Z9'"):
+        cluster_like("Z9", nodes=2)
+
+
+def test_the_bars_of_cost_are_the_costs() -> None:
+    dear = Cost(gpu_hours=6e6, days=900.0, price=18e6, energy_mwh=9000.0)
+    cheap = Cost(gpu_hours=4e6, days=600.0, price=12e6, energy_mwh=6000.0)
+    figure = cost_bars({"bf16_standard": dear, "bf16_deepep": cheap}, tokens=14.8e12, words="Words.")
+    assert "saves 6.0 of 18.0 M on 14.8 T tokens" in title(figure)
+    assert [trace.y[0] for trace in figure.data] == [6.0, 18.0, 9.0, 4.0, 12.0, 6.0]
+
+
+# Figures of one study
+
+
+def test_the_published_figure_has_the_printed_numbers_and_a_gap() -> None:
+    figure = published_bars()
+    assert [trace.y[0] for trace in figure.data] == [row.tps for row in THROUGHPUT]
+    assert [trace.x[0] for trace in figure.data] == [0, 1, 3]
+    assert "quoted" in title(figure)
+    for gain in GAINS[:2]:
+        assert f"{gain.percent:+.1f} %" in texts(figure)
+    assert "not<br>published" in texts(figure)
+
+
+def test_every_bar_of_a_breakdown_begins_where_the_last_one_ends_and_they_add_up() -> None:
+    figure = step_breakdown(STAGES, measured_s=50.0, words="Words.")
+    bars, labels = figure.data
+    assert labels.text[-1] == f" {sum(STAGES.values()):,.1f} s "
+    ends = [base + value for base, value in zip(bars.base, bars.x, strict=True)]
+    assert list(bars.base[1:-1]) == ends[:-2]
+    assert bars.base[0] == bars.base[-1] == 0
+    assert ends[-2] == ends[-1] == sum(STAGES.values())
+    assert list(bars.x[:-1]) == sorted(STAGES.values(), reverse=True)
+    assert "derived" in title(figure)
+
+
+def test_the_parts_of_the_projection_are_those_that_the_arms_figure_adds_up() -> None:
+    parts = project(PUBLISHED).breakdown_s
+    assert set(parts) == set(STAGES)
+    figure = arm_breakdowns({"bf16_standard": STAGES, "mxfp8_deepep": parts}, published_s={"bf16_standard": 80.0})
+    stacks = [trace for trace in figure.data if trace.type == "bar"]
+    for place, total in enumerate((sum(STAGES.values()), sum(parts.values()))):
+        assert sum(trace.x[place] for trace in stacks) == pytest.approx(total)
+    (diamond,) = (trace for trace in figure.data if trace.type == "scatter")
+    assert list(diamond.x) == [80.0]
+
+
+def test_the_waterfall_ends_at_both_given_numbers() -> None:
+    changes = [Change(name="first", tps=100.0), Change(name="worse", tps=80.0), Change(name="better", tps=300.0)]
+    figure = waterfall_bars(changes, quoted_first=90.0, quoted_last=310.0)
+    bars, diamonds = figure.data
+    assert list(bars.x) == [100.0, -20.0, 220.0, 300.0]
+    assert list(bars.base) == [0.0, 100.0, 80.0, 0.0]
+    assert list(diamonds.x) == [90.0, 310.0]
+    assert "better (+220)" in title(figure)
+
+
+def test_the_goals_figure_draws_every_row_once_and_misses_as_misses() -> None:
+    rows = validation_table()
+    figure = goal_strips(rows)
+    found = goals(rows)
+    met = sum(goal.met for goal in found)
+    assert title(figure).startswith(f"<b>{met} of {len(found)} goals are met")
+    drawn = {trace.name: len(trace.x) for trace in figure.data}
+    assert sum(drawn.values()) == sum(row.whole for row in rows)
+    assert drawn["fitted"] == sum(row.whole and row.use == "fitted" for row in rows)
+    assert ("predicted, goal missed" in drawn) is (met < len(found))
+    bands = [shape.x1 for shape in figure.layout.shapes]
+    assert bands == [goal.limit if "points" in goal.name else pytest.approx(100 * goal.limit) for goal in found]
+    lines = goal_lines(found)
+    assert [line.startswith("met") for line in lines] == [goal.met for goal in found]
+
+
+def test_the_parts_figure_and_the_table_have_all_other_rows() -> None:
+    rows = validation_table()
+    parts = [row for row in rows if not row.whole]
+    figure = part_strips(rows)
+    assert sum(len(trace.x) for trace in figure.data) == len(parts)
+    gain = replace(rows[0], unit="% gain", measured=32.0, predicted=39.5, use="predicted")
+    _, line = validation_lines([gain])
+    assert "+7.5 pt" in line
+    assert line.endswith("predicted")
+
+
+def estimates(values: Mapping[str, float]) -> dict[str, Estimate]:
+    return {arm: Estimate(value=tps, low=0.9 * tps, high=1.2 * tps) for arm, tps in values.items()}
+
+
+def test_arms_beside_their_projection() -> None:
+    projected = estimates({"bf16_standard": 100.0, "bf16_deepep": 150.0, "mxfp8_standard": 110.0})
+    known = {"bf16_standard": 100.0, "bf16_deepep": 120.0}
+    figure = arms_beside_projection(known, {"here": projected}, known_words="quoted", words="Words.")
+    assert "+25.0% off at worst (BF16 + DeepEP)" in title(figure)
+    assert "MXFP8 + standard all-to-all would make 110 (99 to 132)" in title(figure)
+    circles, squares = figure.data
+    assert list(circles.y) == [100.0, 120.0]
+    assert list(squares.error_y.array) == pytest.approx([20.0, 30.0, 22.0])
+    alone = arms_beside_projection({}, {"here": projected}, known_words="measured", words="Words.")
+    assert "BF16 + DeepEP is projected to make most: 150" in title(alone)
+
+
+def test_gains_and_what_is_left_of_their_product() -> None:
+    found = projected_two_by_two(draws=10)
+    figure = gains_and_interaction([found])
+    gains, left = figure.data
+    assert list(gains.x) == pytest.approx([100 * (found.gains[arm].value - 1) for arm in _in_figure(found)])
+    assert left.x[0] == pytest.approx(100 * found.interaction.value)
+    none = found.interaction.low <= 0 <= found.interaction.high
+    assert ("the two gains multiply" in title(figure)) is none
+
+
+def _in_figure(found: TwoByTwo) -> list[str]:
+    return ["mxfp8_standard", "bf16_deepep", "mxfp8_deepep"]
+
+
+# The explorer
+
+
+def explorer(**chosen: Any) -> ProjectionExplorer:
+    return ProjectionExplorer(PUBLISHED, **chosen)
+
+
+def test_the_explorer_says_what_the_projection_says() -> None:
+    shown = explorer()
+    expected = project(Experiment.model_validate({**PUBLISHED.model_dump(), "mxfp8_kernels": "auto"}))
+    assert f"{expected.tps:,.0f} tokens/s per GPU" in shown.summary.value
+    assert len(shown.figure.outputs) == 1
+    before = shown.summary.value
+    shown.controls["network_gb_s"].value = 400.0
+    assert shown.summary.value != before
+    assert "extrapolated" in shown.summary.value
+
+
+def test_the_explorer_says_why_something_cannot_be() -> None:
+    shown = explorer()
+    shown.controls["gpus"].value = 8
+    assert "Cannot be" in shown.summary.value
+    assert shown.figure.outputs == ()
+    with pytest.raises(Refused):
+        shown.projected()
+    shown.controls["gpus"].value = 256
+    assert "tokens/s per GPU" in shown.summary.value
