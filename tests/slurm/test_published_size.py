@@ -17,6 +17,7 @@ from moelab.launch.place import Place, Signals
 from moelab.launch.slurm.ticket import SCRIPT_FILE
 from moelab.launch.submit import Submission, submit
 from moelab.launch.watch import refresh
+from moelab.notebooks.throughput import bring_forward
 from moelab.runs.directory import RunDir, find
 from moelab.runs.status import State, Status
 
@@ -52,6 +53,8 @@ class Submitted:
     first: Submission
     statuses: list[Status]
     again: Submission
+    said_meanwhile: list[str]
+    said_afterwards: list[str]
 
     def run(self, arm: str) -> RunDir:
         return next(run for run in self.first.submitted if run.experiment.arm == arm)
@@ -79,10 +82,22 @@ def submitted(big_cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactor
         study = read_study(STUDY)
         cluster = published(big_cluster, recorder(folder, study.experiments[0].steps))
         first = submit(study, folder / "runs", cluster, submit=True)
+        meanwhile: list[str] = []
+        bring_forward(study, folder / "runs", cluster, submit=True, say=meanwhile.append)
         big_cluster.wait_for(lambda: not big_cluster.active(), seconds=180, what="the study to end")
         statuses = refresh(first.submitted)
         again = submit(study, folder / "runs", cluster, submit=True)
-        yield Submitted(study=study, folder=folder / "runs", first=first, statuses=statuses, again=again)
+        afterwards: list[str] = []
+        bring_forward(study, folder / "runs", cluster, submit=True, say=afterwards.append)
+        yield Submitted(
+            study=study,
+            folder=folder / "runs",
+            first=first,
+            statuses=statuses,
+            again=again,
+            said_meanwhile=meanwhile,
+            said_afterwards=afterwards,
+        )
 
 
 def test_it_is_one_array_whose_script_is_in_every_run_directory(submitted: Submitted) -> None:
@@ -103,6 +118,11 @@ def test_a_second_submit_finds_nothing_to_do(submitted: Submitted) -> None:
     assert submitted.again.completed == submitted.first.submitted
     assert (submitted.again.submitted, submitted.again.scripts) == ((), ())
     assert len(list(find(submitted.folder))) == 4
+
+
+def test_notebook_07_that_is_run_again_waits_for_its_jobs_and_then_leaves_them_alone(submitted: Submitted) -> None:
+    assert submitted.said_meanwhile[-1].startswith("Slurm has runs of this study: run the notebook again")
+    assert submitted.said_afterwards[-1].endswith("0 of 4 runs submitted now")
 
 
 @pytest.mark.parametrize("arm", ARMS)
