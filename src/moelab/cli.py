@@ -63,7 +63,7 @@ def build_parser() -> argparse.ArgumentParser:
     doctor.add_argument("--nodes", action="store_true", help="with --cluster: let every node report, by srun")
     plan = _verb(verbs, "plan", _plan, "say whether an experiment is legal, what it holds and how it is started")
     plan.add_argument("file", type=Path, help="YAML of an experiment, or of a study: each of its arms is planned")
-    plan.add_argument("--arm", help="plan one arm of a study, such as mxfp8_standard")
+    plan.add_argument("--arm", help="plan one arm of a study, such as mxfp8_standard or bf16_deepep_round-robin")
     plan.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="replace a field")
     plan.add_argument("--write", type=Path, metavar="PATH", help="write the experiment, as it is planned, to a file")
     plan.add_argument(
@@ -78,7 +78,7 @@ def build_parser() -> argparse.ArgumentParser:
     plan.add_argument("--global-batch", type=_positive, metavar="N", help="sequences a step, kept by --search")
     project = _verb(verbs, "project", _project, "predict the time of a step: tokens/s/GPU and where the time goes")
     project.add_argument("file", type=Path, help="YAML of an experiment, or of a study: each of its arms is projected")
-    project.add_argument("--arm", help="project one arm of a study, such as mxfp8_standard")
+    project.add_argument("--arm", help="project one arm of a study, such as mxfp8_standard or bf16_deepep_round-robin")
     project.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="replace a field")
     run = _verb(verbs, "run", _run, "train an experiment or study on this machine; a finished one is left alone")
     run.add_argument("file", type=Path, help="YAML of an experiment, a list of experiments, or a study")
@@ -165,9 +165,12 @@ def show_runs(options: argparse.Namespace, runs: Sequence[Any], statuses: Sequen
 
 def _doctor(options: argparse.Namespace) -> int:
     from moelab.doctor import examine
+    from moelab.errors import BadInput
 
     if options.cluster:
         return doctor_of_cluster(options)
+    if options.nodes or options.file or options.cluster_set or options.runs:
+        raise BadInput("--nodes, --file, --cluster-set and --runs are about a cluster: name it with --cluster")
     found = examine(hardware=options.hardware, smoke=options.smoke)
     show(options, found.to_json(), found.as_text())
     return 1 if found.failed else 0

@@ -17,7 +17,7 @@ def add_verbs(add: Any) -> list[argparse.ArgumentParser]:
     submit = add("submit", _submit, "give an experiment or study to Slurm; what is finished or waiting is left alone")
     submit.add_argument("file", type=Path, help="YAML of an experiment, a list of experiments, or a study")
     submit.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="replace a field everywhere")
-    submit.add_argument("--arm", help="submit one arm of a study, such as mxfp8_standard")
+    submit.add_argument("--arm", help="submit one arm of a study, such as mxfp8_standard or bf16_deepep_round-robin")
     submit.add_argument("--cluster", required=True, metavar="PROFILE", help="name of a profile, or a path of one")
     submit.add_argument(
         "--cluster-set", action="append", default=[], metavar="KEY=VALUE", help="replace a field of the profile"

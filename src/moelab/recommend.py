@@ -139,12 +139,16 @@ def recommendation_text(found: Recommendation) -> str:
     """The layouts as a table, fastest first, and what settings of the fastest are worth."""
     if not found.ranked:
         return search_text(found.found)
-    table = [(*candidate_row(one.candidate), f"{one.projection.tps:,.0f}") for one in found.ranked]
+    table = [(*candidate_row(one.candidate), _marked(one.projection)) for one in found.ranked]
     counts = f"{found.found.examined:,} layouts judged, {found.found.legal:,} legal, {found.considered:,} projected"
-    label = found.ranked[0].projection.label
-    lines = [*aligned([(*CANDIDATE_HEADER, "tokens/s/GPU"), *table]), "", f"{counts}; speeds are {label}."]
+    label = "speeds are derived; * extrapolated: `moelab project` says what was not seen"
+    lines = [*aligned([(*CANDIDATE_HEADER, "tokens/s/GPU"), *table]), "", f"{counts}; {label}."]
     lines += ["", "the fastest with one setting changed:"] if found.worth else []
     return "\n".join(lines + [f"  {_changed(one)}" for one in found.worth])
+
+
+def _marked(projection: Projection) -> str:
+    return f"{projection.tps:,.0f}" + ("*" if projection.outside else "")
 
 
 def _changed(worth: Worth) -> str:

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from moelab.errors import BadInput, MoelabError, Refused
 from moelab.experiment_file import parse
 from moelab.launch.cluster import ClusterProfile, read_cluster
+from moelab.launch.place import REQUEUE_CODE
 from moelab.launch.script import JobSpec, render
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -168,7 +169,9 @@ def test_script_starts_the_run_of_its_array_task_on_every_node(tmp_path: Path) -
     assert "scontrol" not in ran.calls
 
 
-@pytest.mark.parametrize(("code", "requeued"), [(85, [["requeue", "7_1"]]), (1, None), (137, None)])
+@pytest.mark.parametrize(
+    ("code", "requeued"), [(REQUEUE_CODE, [["requeue", "7_1"]]), (1, None), (137, None), (143, None)]
+)
 def test_only_a_step_that_asks_for_it_is_requeued(tmp_path: Path, code: int, requeued: list[list[str]] | None) -> None:
     ran = run_script(render(spec(profile(), runs=two_runs(tmp_path))), tmp_path, srun=f"exit {code}")
     assert ran.code == code
@@ -178,7 +181,7 @@ def test_only_a_step_that_asks_for_it_is_requeued(tmp_path: Path, code: int, req
 def test_the_signal_before_the_time_limit_reaches_the_step_and_its_end_is_waited_for(tmp_path: Path) -> None:
     runs = two_runs(tmp_path)
     step = f'trap "touch {tmp_path}/signalled; again=" USR1; again=1; touch {tmp_path}/ready\n'
-    step += "while [ $again ]; do sleep 0.05; done; sleep 0.3; exit 85"
+    step += f"while [ $again ]; do sleep 0.05; done; sleep 0.3; exit {REQUEUE_CODE}"
 
     def warn(process: subprocess.Popen[str]) -> None:
         end = time.monotonic() + 30
@@ -190,7 +193,7 @@ def test_the_signal_before_the_time_limit_reaches_the_step_and_its_end_is_waited
 
     ran = run_script(render(spec(profile(), runs=runs)), tmp_path, srun=step, meanwhile=warn)
     assert (tmp_path / "signalled").exists()
-    assert ran.code == 85, ran.errors
+    assert ran.code == REQUEUE_CODE, ran.errors
     assert ran.calls["scontrol"] == [["requeue", "7_1"]]
 
 

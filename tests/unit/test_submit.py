@@ -132,7 +132,12 @@ def test_a_hostile_dependency_reaches_no_script(tmp_path: Path, cluster: Cluster
         (State.SUBMITTED, job("PENDING", reason="Priority"), State.SUBMITTED, "Slurm: PENDING (Priority)"),
         (State.SUBMITTED, job("RUNNING"), State.RUNNING, None),
         (State.RUNNING, job("CANCELLED"), State.CANCELLED, "Slurm: CANCELLED"),
-        (State.RUNNING, job("TIMEOUT", reason="TimeLimit"), State.FAILED, "Slurm: TIMEOUT (TimeLimit); see train.log"),
+        (
+            State.RUNNING,
+            job("TIMEOUT", reason="TimeLimit"),
+            State.FAILED,
+            "Slurm: TIMEOUT (TimeLimit); see train.log, or slurm-7_0.out for what came before the ranks",
+        ),
         (State.RUNNING, job("PENDING", reason="BeginTime", restarts=1), State.SUBMITTED, "Slurm: PENDING (BeginTime)"),
         (State.UNKNOWN, job("RUNNING", restarts=1), State.RUNNING, None),
         (State.UNKNOWN, job("CANCELLED"), State.CANCELLED, "Slurm: CANCELLED"),
@@ -198,7 +203,10 @@ def test_accounting_is_asked_for_what_the_controller_forgot(tmp_path: Path, monk
     monkeypatch.setattr(jobs, "call", lambda *words, **_: printed[words[0]])
     run = submitted(tmp_path, [8.0], Status(state=State.RUNNING, attempts=1))
     (status,) = watch.refresh([run])
-    assert (status.state, status.reason) == (State.FAILED, "Slurm: TIMEOUT; see train.log")
+    assert (status.state, status.reason) == (
+        State.FAILED,
+        "Slurm: TIMEOUT; see train.log, or slurm-7_0.out for what came before the ranks",
+    )
 
 
 def test_a_state_of_accounting_that_is_no_end_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,9 @@ from moelab.experiment_file import parse, parse_overrides, read_yaml
 FOLDER = Path(__file__).parent.parent / "hardware" / "clusters"
 TORCHRUN_DEFAULT_PORT = 29500
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.,:@/+=-]*", re.ASCII)
-_OWN_VARIABLES = ("SLURM_", "MOELAB_")
+_OWN_VARIABLES = ("SLURM_", "SLURMD_", "MOELAB_")
+_SHELLS_OWN = frozenset({"UID", "EUID", "PPID", "BASHOPTS", "SHELLOPTS", "BASH_VERSINFO"})
+_SECRET = re.compile(r"(^|_)(key|token|secret|password|passwd)$", re.IGNORECASE)
 
 
 def word(value: str) -> str:
@@ -150,8 +152,13 @@ class ClusterProfile(BaseModel):
             raise ValueError("signal_s must be less than the time limit")
         if self.venv and self.conda_env:
             raise ValueError("venv and conda_env: only one of them")
-        if taken := [name for name in self.variables if name.startswith(_OWN_VARIABLES)]:
-            raise ValueError(f"variables must not be {', '.join(taken)}: Slurm and moelab set SLURM_… and MOELAB_…")
+        if taken := [name for name in self.variables if name.startswith(_OWN_VARIABLES) or name in _SHELLS_OWN]:
+            raise ValueError(f"variables must not be {', '.join(taken)}: Slurm, moelab and bash set them themselves")
+        if secret := [name for name in self.variables if _SECRET.search(name)]:
+            raise ValueError(
+                f"variables must not hold {', '.join(secret)}: everyone may read a job's script; export it in a "
+                "private file that `source` names"
+            )
         if unknown := self.sources.keys() - type(self).model_fields.keys() - self.variables.keys():
             raise ValueError(f"sources names {', '.join(sorted(unknown))}, which is no field and no variable here")
         return self

@@ -28,7 +28,11 @@ def cancel(runs: Iterable[RunDir]) -> list[Status]:
         raise Refused("no run there was prepared for Slurm; stop `moelab run` with Ctrl-C where it was started")
     queue = Queue(jobs.queue())
     before = dict(zip(of_slurm, update(of_slurm, queue), strict=True))
-    going = [run for run, status in before.items() if status.state in ACTIVE]
+    going = [
+        run
+        for run, status in before.items()
+        if status.state in ACTIVE or (status.state is State.UNKNOWN and queue.job_of(run))
+    ]
     if going:
         client.cancel(job.job_id for run in going if (job := queue.job_of(run)))
     for run, status in before.items():

@@ -89,6 +89,9 @@ def _terminated(start: Start, status: Status, log_start: int) -> Status:
     if start.signals.save:
         late = "out of time before a checkpoint was saved: raise signal_s of the cluster's profile"
         return replace(status, state=State.FAILED, reason=late)
+    said = start.run.status
+    if said.state is State.CANCELLED:  # `moelab cancel` knows why
+        return replace(status, state=said.state, reason=said.reason)
     ended_by = "ended by SIGTERM: cancelled, preempted, out of time, or a node was lost"
     return replace(status, state=State.UNKNOWN, reason=ended_by)
 

@@ -6,7 +6,9 @@ import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-REQUEUE_CODE = 85  # of a step that wants its job to be started again; Slurm, bash and Python use none of the eighties
+REQUEUE_CODE = 200
+"""Of a step that wants its job to be started again. Above 128 + any signal, since srun ends the other nodes by SIGTERM
+and returns the highest code of all."""
 TERMINATED = 128 + signal.SIGTERM
 _PORTS_PER_JOB = 8
 

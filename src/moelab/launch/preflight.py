@@ -75,6 +75,7 @@ def preflight(cluster: ClusterProfile, study: Study | None, runs: Path, *, ask_n
         runs: folder of all studies.
         ask_nodes: whether every node that the study needs, or the profile has, reports.
     """
+    runs = runs.absolute()
     here = [*check_room(study, cluster, runs), *_slurm(cluster)]
     plans = tuple(check_plans(study, cluster)) if study else ()
     if study and not _failed(here) and not _failed(plans):

@@ -20,7 +20,7 @@ from moelab.launch.cluster import ClusterProfile
 from moelab.launch.script import JobSpec, render
 from moelab.launch.slurm import client, jobs
 from moelab.launch.slurm.client import SlurmError, SlurmMissing
-from moelab.launch.slurm.ticket import SCRIPT_FILE, Queue, Ticket, new_comment
+from moelab.launch.slurm.ticket import SCRIPT_FILE, Queue, Ticket, new_comment, ticket_of
 from moelab.launch.study import only_launcher
 from moelab.launch.study_checks import check_data, check_plans
 from moelab.launch.watch import ACTIVE, update
@@ -124,7 +124,8 @@ def submit(
         tried = [run for found in attempts.values() for run in found]
         adopted = _adopted(tried, queue) if submit else []
         _require_idle([run for run in tried if run not in adopted], queue)
-        wanted = [one for one, found in attempts.items() if not _done(found) and not set(found) & set(adopted)]
+        left = set(adopted) if submit else set(filter(ticket_of, tried))  # a ticket may be a job's already
+        wanted = [one for one, found in attempts.items() if not _done(found) and not set(found) & left]
         specs = _specs(study, [_task(runs, one, attempts[one]) for one in wanted], cluster, after)
         scripts = [render(spec) for spec, _ in specs]
         for (spec, tasks), script in zip(specs, scripts, strict=True):
@@ -136,7 +137,7 @@ def submit(
     return Submission(
         study=study.name,
         scripts=tuple(scripts),
-        prepared=() if submit else written,
+        prepared=() if submit else (*(run for run in tried if run in left), *written),
         submitted=written if submit else (),
         adopted=tuple(adopted),
         completed=tuple(done for found in attempts.values() if (done := _done(found))),

@@ -7,6 +7,7 @@ program can write down: waiting, being cancelled, a lost node. What nobody saw i
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import replace
 
 from moelab.launch import local
@@ -77,16 +78,17 @@ def _update(run: RunDir, job: Job | None) -> Status:
         return before
     if run.status != before:  # the job has just written its own
         return run.status
-    if after.state.is_final:
-        local.close(run, after)
-    else:
-        run.set_status(after)
+    with suppress(OSError):  # a full quota, or another person's runs: what Slurm says is told all the same
+        if after.state.is_final:
+            local.close(run, after)
+        else:
+            run.set_status(after)
     return after
 
 
 def _after(run: RunDir, status: Status, job: Job | None) -> Status:
     if job is None:
-        if status.state.is_final or not status.job_id:
+        if status.state.is_final or status.state is State.UNKNOWN or not status.job_id:
             return status
         gone = f"Slurm no longer knows job {status.job_id}, and the job wrote no end"
         return replace(status, state=State.UNKNOWN, reason=gone)
@@ -101,11 +103,17 @@ def _after(run: RunDir, status: Status, job: Job | None) -> Status:
     if state is State.RUNNING:
         return replace(status, state=state, reason=None)
     if state is State.FAILED:
-        return replace(status, state=state, reason=f"{words_of(job)}; see {run.log.name}", exit_code=job.exit_code)
+        return replace(
+            status,
+            state=state,
+            reason=f"{words_of(job)}; see {run.log.name}, or slurm-{job.job_id}.out for what came before the ranks",
+            exit_code=job.exit_code,
+        )
     return replace(status, state=state, reason=words_of(job))
 
 
 def _remember_number(run: RunDir, job: Job) -> None:
     ticket = ticket_of(run)
     if ticket and ticket.raw_id != job.raw_id:
-        replace(ticket, raw_id=job.raw_id).write(run)
+        with suppress(OSError):
+            replace(ticket, raw_id=job.raw_id).write(run)

@@ -11,9 +11,29 @@ from moelab.launch.cluster import ClusterProfile
 from moelab.projection.arms_projected import Estimate
 from moelab.projection.project import project
 from moelab.runs import directory
+from moelab.runs.status import State
 from moelab.study_report import NothingToJudge, StudyJudgement, judge_study
 
 Say = Callable[[str], None]
+
+
+def will_submit(study: Study, runs: Path, cluster: ClusterProfile, *, submit: bool) -> bool:
+    """Whether :func:`bring_forward` would give Slurm anything: not while runs are with it, nor after all have ended.
+
+    Args:
+        study: what is to be trained.
+        runs: the folder that holds all studies.
+        cluster: where.
+        submit: whether Slurm may be given anything.
+    """
+    from moelab.launch.watch import ACTIVE, refresh
+
+    if not submit or cluster.scheduler == "none":
+        return submit
+    attempts = [directory.attempts(runs, one) for one in study.experiments]
+    states = [[status.state for status in refresh(found)] for found in attempts]
+    with_slurm = any(state in ACTIVE for found in states for state in found)
+    return not with_slurm and any(State.COMPLETED not in found for found in states)
 
 
 def bring_forward(study: Study, runs: Path, cluster: ClusterProfile, *, submit: bool, say: Say) -> None:

@@ -1,8 +1,10 @@
-"""Every number of the step-time model that is neither a size nor a datasheet's, with where it comes from.
+"""The constants of the step-time model, with where each comes from; small ones stand where they are used.
 
-*Measured* and *quoted* constants were taken one by one from kernels and micro-experiments and know nothing of a
-predicted step. *Fitted* ones (at most five) were chosen so that the model meets the rows that ``fitted_on`` names;
-``benchmarks/projection.py --fit`` finds them again, and a test holds it to that. What is *assumed* says so.
+*Measured* and *quoted* constants were taken one by one from kernels and micro-experiments; ``step_s`` is what one
+profiled step had left over. *Kernel fit* names eight that notebook 02 fitted to torchao's kernels on B200, before there
+was a step to predict. *Fitted* ones (four, of at most five) were chosen so that the model meets the rows that
+``fitted_on`` names; ``benchmarks/projection.py --fit`` finds them again, and a test holds it to that. What is *assumed*
+says so.
 """
 
 from __future__ import annotations
@@ -17,8 +19,8 @@ PROFILE = "benchmarks/results/h100_standard_step.json, kernels of '671B MoE-heav
 A2A = "benchmarks/results/all_to_all_h100.json, 2 × H100, November 2026"
 GEMM = "benchmarks/results/grouped_gemm_h100.json, H100, November 2026"
 DEEPEP = "deepseek-ai/DeepEP, README of 2.1.0, SM90 EP 8×4: 61 GB/s logical, of which 3/4 cross 50 GB/s"
-BREAK_EVEN = "moelab.mxfp8.break_even_fit.fit_b200 on torchao's kernels of one B200"
-How = Literal["measured", "quoted", "fitted", "assumed"]
+BREAK_EVEN = "fit of notebook 02 (moelab.mxfp8.break_even_fit.fit_b200) to torchao's kernels and G = 8 rows of one B200"
+How = Literal["measured", "quoted", "kernel fit", "fitted", "assumed"]
 SIMUMAX_ROW = "SimuMax EP8 PP1, 32 micro-batches"
 DEBUG_ROW = "debug bf16_standard, not compiled, selective"
 COMPILED_ROW = "two by two: 16B bf16_standard, round_robin"
@@ -45,6 +47,10 @@ def _measured(value: float, source: str) -> Constant:
 
 def _quoted(value: float, source: str) -> Constant:
     return Constant(value=value, how="quoted", source=source)
+
+
+def _break_even(value: float) -> Constant:
+    return Constant(value=value, how="kernel fit", source=BREAK_EVEN)
 
 
 def _assumed(value: float, source: str) -> Constant:
@@ -157,13 +163,13 @@ CALIBRATION = Calibration(
     ),
     hopper_grouped=_measured(0.80, f"{GEMM}: M 16384 to 65536"),
     inner=_assumed(256.0, f"between what K 2048 and 7168 show in {GEMM}"),
-    blackwell_grouped=_quoted(1130.0 / 1.2449 / 2250, BREAK_EVEN),
-    blackwell_low=_quoted(2298.2 / 4500, BREAK_EVEN),
-    blackwell_low_wgrad=_quoted(1833.5 / 4500, BREAK_EVEN),
-    blackwell_low_in_step=_quoted(1.1198, BREAK_EVEN),
-    blackwell_cast=_quoted(5.5467 / 8, BREAK_EVEN),
-    blackwell_scales_us=_quoted(284.3, BREAK_EVEN),
-    blackwell_scales_us_per_mrow=_quoted(1520.0, BREAK_EVEN),
+    blackwell_grouped=_break_even(1130.0 / 1.2449 / 2250),
+    blackwell_low=_break_even(2298.2 / 4500),
+    blackwell_low_wgrad=_break_even(1833.5 / 4500),
+    blackwell_low_in_step=_break_even(1.1198),
+    blackwell_cast=_break_even(5.5467 / 8),
+    blackwell_scales_us=_break_even(284.3),
+    blackwell_scales_us_per_mrow=_break_even(1520.0),
     hopper_low=_measured(1179.3 / 1979, f"{GEMM}: FP8 grouped products alone, median"),
     hopper_cast=_measured(1.2604 / 3.35, f"{GEMM}: casts to FP8, median"),
     flex_forward=_measured(0.15, PROFILE),
@@ -175,7 +181,7 @@ CALIBRATION = Calibration(
     nccl_nvlink=_measured(0.61, f"{A2A}: 277 of 450 GB/s"),
     nccl_ring=_measured(0.45, f"{PROFILE}: gathers and scatters"),
     network=_quoted(0.91, DEEPEP),
-    deepep_nvlink=_quoted(0.66, "deepseek-ai/DeepEP README 2.1.0, SM100 EP 8, mean of four rows, on the wire"),
+    deepep_nvlink=_quoted(0.677, "deepseek-ai/DeepEP README 2.1.0, SM100 EP 8, mean of four rows, on the wire"),
     deepep_s=_measured(346e-6, f"{A2A}: 'deepep bf16 dense' on the wire, less its bytes"),
     counts_s=_measured(403e-6, f"{A2A}: counts"),
     collective_s=_assumed(20e-6, "NCCL's latency in a node"),

@@ -60,3 +60,16 @@ def add_tensor_parallel(times: Times, job: Job, calibration: Calibration) -> Non
     add(times, "dgrad", "tensor-parallel collectives", 4 * one)
     if job.checkpointing in ("full", "full+dispatch", "selective"):
         add(times, "recompute", "tensor-parallel collectives", 4 * one)
+
+
+def add_context_parallel(times: Times, job: Job, calibration: Calibration) -> None:
+    """Keys and values of attention, gathered over the ranks that share a sequence, and their gradients scattered."""
+    if job.work.cp == 1:
+        return
+    width = job.shape.n_heads / job.work.tp * (job.shape.qk_head_dim + job.shape.v_head_dim)
+    whole = BF16 * job.work.tokens * job.work.cp * width
+    one = ring_time_s(job, calibration, whole, job.work.cp, stride=job.work.tp)
+    add(times, "forward", "context-parallel collectives", one)
+    add(times, "dgrad", "context-parallel collectives", one)
+    if job.checkpointing in ("full", "full+dispatch", "selective"):
+        add(times, "recompute", "context-parallel collectives", one)

@@ -16,6 +16,7 @@ CATEGORIES = (
     "all-to-all",
     "memory-bound",
     "tensor-parallel collectives",
+    "context-parallel collectives",
     "FSDP collectives",
     "optimizer",
     "host and waiting",

@@ -66,12 +66,7 @@ def _time_s(gemm: Gemm, gpu: Gpu, rates: ProductRates, rate: float, size: int) -
         rows = rows * groups
     share = wave_share(rows, gemm.n, groups, SMS.get(int(gpu.capability), 132))
     compute = flops / (rate * share * inner / (inner + rates.inner))
-    weights = groups if gemm.direction != "wgrad" else 1
-    moved = size * (gemm.m * gemm.k + weights * gemm.k * gemm.n) + 2 * gemm.m * gemm.n * (
-        groups if gemm.direction == "wgrad" else 1
-    )
-    memory = moved / (float(gpu.hbm_tb_s or 1) * 1e12 * rates.copy)
-    return max(compute, memory) + LAUNCH_S
+    return max(compute, _memory_s(gemm, gpu, rates, size)) + LAUNCH_S
 
 
 def grouped_time_s(gemm: Gemm, gpu: Gpu, rates: ProductRates, *, low: bool) -> float:
@@ -80,4 +75,12 @@ def grouped_time_s(gemm: Gemm, gpu: Gpu, rates: ProductRates, *, low: bool) -> f
     blackwell = is_blackwell(gpu)
     share = float(rates.blackwell_grouped if blackwell else rates.hopper_grouped)
     rate = low_rate(gemm, gpu, rates) if low else 1e12 * share * float(gpu.bf16_tflops or 0)
-    return flops / rate if blackwell else _time_s(gemm, gpu, rates, rate, 1 if low else 2)
+    size = 1 if low else 2
+    return max(flops / rate, _memory_s(gemm, gpu, rates, size)) if blackwell else _time_s(gemm, gpu, rates, rate, size)
+
+
+def _memory_s(gemm: Gemm, gpu: Gpu, rates: ProductRates, size: int) -> float:
+    """Seconds to read both operands, of ``size`` bytes an element, and to write the BF16 product."""
+    of_groups, outputs = (1, gemm.groups) if gemm.direction == "wgrad" else (gemm.groups, 1)
+    moved = size * (gemm.m * gemm.k + of_groups * gemm.k * gemm.n) + 2 * gemm.m * gemm.n * outputs
+    return moved / (float(gpu.hbm_tb_s or 1) * 1e12 * rates.copy)

@@ -12,7 +12,7 @@ from moelab.hardware import Gpu
 from moelab.model import Gemm, ModelShape, gemms
 from moelab.projection.attention import add_attention
 from moelab.projection.calibration import Calibration, ProductRates
-from moelab.projection.collective import add_tensor_parallel
+from moelab.projection.collective import add_context_parallel, add_tensor_parallel
 from moelab.projection.costs import INDEX, PassName, Times, add, nothing
 from moelab.projection.gemm_rate import gemm_time_s, grouped_time_s
 from moelab.projection.job import Job
@@ -40,6 +40,7 @@ def layer_times(job: Job, calibration: Calibration, *, moe: bool) -> Times:
     add_attention(times, job, calibration)
     add_memory_bound(times, job, calibration, moe=moe)
     add_tensor_parallel(times, job, calibration)
+    add_context_parallel(times, job, calibration)
     if moe:
         add_exchange(times, job, calibration)
         add_expert_casts(times, job, calibration, recomputed=job.checkpointing not in ("none", "mla+mlp"))
@@ -98,7 +99,8 @@ def _add_gemms(times: Times, job: Job, calibration: Calibration, module: str) ->
     if kinds.low_linears:
         for gemm in products(*sizes):
             if gemm.direction == "forward" and gemm.part not in UNQUANTISED:
-                add_linear_casts(times, job, calibration, gemm)
+                again = module != "head" and gemm.name.startswith(RECOMPUTED[job.checkpointing])
+                add_linear_casts(times, job, calibration, gemm, recomputed=again)
 
 
 UNQUANTISED = ("head", "router", "routed experts")

@@ -21,7 +21,7 @@ from moelab.experiment import EPBackend
 from moelab.memory.activations import BF16
 from moelab.model import BYTES_PER_ELEMENT
 from moelab.projection.calibration import Calibration
-from moelab.projection.costs import Times, add
+from moelab.projection.costs import PASS_INDEX, PassName, Times, add
 from moelab.projection.destinations import expected_destinations
 from moelab.projection.job import METHODS, Job
 from moelab.projection.memory_bound import memory_rate
@@ -58,18 +58,25 @@ def add_exchange(times: Times, job: Job, calibration: Calibration) -> None:
     """Dispatch and combine of one layer, there and back."""
     low = exchange_time_s(job, calibration, BYTES_PER_ELEMENT[job.dispatch])
     high = exchange_time_s(job, calibration, BYTES_PER_ELEMENT["bf16"])
-    hidden = 1 - job.stack.exchange_hidden
+    both = low + high
+    forward, back = (_exposed_s(times, job, passes, both) for passes in (("forward",), ("dgrad", "wgrad")))
     counts = float(calibration.counts_s) * (
         job.work.backend is EPBackend.STANDARD and job.work.ep > 1 and job.stack.host
     )
     copy_s = 2 * BF16 * job.work.received(job.shape) * job.shape.dim / memory_rate(job, calibration)
     dispatch, combine, combine_back, dispatch_back = (copies * copy_s for copies in COPIES[job.stack.permutation])
-    add(times, "forward", "all-to-all", hidden * (low + high) + counts)
-    add(times, "dgrad", "all-to-all", hidden * (low + high))
+    add(times, "forward", "all-to-all", forward + counts)
+    add(times, "dgrad", "all-to-all", back)
     add(times, "forward", "permutation and padding", dispatch + combine)
     add(times, "dgrad", "permutation and padding", combine_back + dispatch_back)
     if job.checkpointing in ("none", "mla+mlp"):
         return
     add(times, "recompute", "permutation and padding", dispatch + combine)
     if not job.keeps_exchange:
-        add(times, "recompute", "all-to-all", hidden * (low + high) + counts)
+        add(times, "recompute", "all-to-all", forward + counts)
+
+
+def _exposed_s(times: Times, job: Job, passes: tuple[PassName, ...], exchange_s: float) -> float:
+    """What computation of the same passes does not hide of an exchange, where a stack runs them side by side."""
+    compute_s = sum(float(times[PASS_INDEX[name]].sum()) for name in passes)
+    return exchange_s - min(job.stack.exchange_hidden * exchange_s, compute_s)

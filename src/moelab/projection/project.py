@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moelab.errors import BadInput, Refused
-from moelab.experiment import Experiment
+from moelab.experiment import Experiment, Precision
 from moelab.hardware import PROFILES, Cluster, cluster_of, gpu_of
 from moelab.layout import check
 from moelab.memory import estimate
@@ -172,6 +172,8 @@ def _require_fits(experiment: Experiment, layout: Any, cluster: Cluster) -> None
 def _require_figures(experiment: Experiment, cluster: Cluster) -> None:
     gpu = cluster.node.gpu
     wanted = {"bf16_tflops": gpu.bf16_tflops, "hbm_tb_s": gpu.hbm_tb_s, "nvlink_gb_s": gpu.nvlink_gb_s}
+    if experiment.precision is not Precision.BF16:
+        wanted["fp8_tflops"] = gpu.fp8_tflops
     if experiment.nodes > 1:
         wanted["nic_gb_s"] = cluster.node.nic_gb_s
     if missing := [name for name, figure in wanted.items() if figure is None]:

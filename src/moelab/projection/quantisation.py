@@ -67,10 +67,12 @@ def add_expert_casts(times: Times, job: Job, calibration: Calibration, *, recomp
             add(times, "recompute", "quantisation", seconds["forward"])
 
 
-def add_linear_casts(times: Times, job: Job, calibration: Calibration, gemm: Gemm) -> None:
+def add_linear_casts(times: Times, job: Job, calibration: Calibration, gemm: Gemm, *, recomputed: bool) -> None:
     """Casts of one dense product, where linears are quantised too; one cast serves both axes there."""
     if job.precision is Precision.BF16 or not job.stack.low_linears:
         return
-    seconds = cast_time_s(job, calibration, gemm.m, gemm.n, gemm.k, 0)
+    seconds = cast_time_s(job, calibration, gemm.m, gemm.n, gemm.k, 1)
     for name in DIRECTIONS:
         add(times, name, "quantisation", seconds[name])
+    if recomputed:
+        add(times, "recompute", "quantisation", seconds["forward"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from moelab.experiment import EPBackend
+from moelab.experiment import EPBackend, Precision
 from moelab.projection.job import Job
 
 CONFIDENCE = 0.9
@@ -18,6 +18,7 @@ SPREAD = {
     "all-to-all": 0.15,
     "memory-bound": 0.15,
     "tensor-parallel collectives": 0.20,
+    "context-parallel collectives": 0.50,
     "FSDP collectives": 0.30,
     "optimizer": 0.10,
     "host and waiting": 0.15,
@@ -29,8 +30,9 @@ where no row is of that kind alone (attention, host, stragglers). A test holds w
 SYSTEM_SPREAD = 0.07
 """Standard deviation of a whole step between two systems of one kind: half of the 14 % by which the 671B baseline
 differs between two campaigns on H100."""
-OUTSIDE_FACTOR = 2.0
-"""How much wider an interval is outside of what the model was held against."""
+OUTSIDE_FACTOR = 3.0
+"""How much wider an interval is outside of what the model was held against: enough for the table's GB200 row, which is
+27 % off, and not for its GB300 row, which is 43 % off."""
 GPUS_SEEN = ("H100", "H200", "B200")
 MOST_GPUS, LEAST_TOKENS, SEQUENCES, NETWORK_GB_S = 256, 2048, (2048, 8192), 50.0
 
@@ -62,6 +64,22 @@ def outside(job: Job) -> tuple[str, ...]:
             f"network of {float(node.nic_gb_s or 0):g} GB/s: seen at {NETWORK_GB_S:g}",
         ),
         (work.backend is EPBackend.HYBRIDEP, "HybridEP under TorchTitan: modelled as DeepEP"),
+        (
+            job.gpus > node.gpus and not job.stack.distributed_optimizer and not _as_published(job),
+            "TorchTitan's host time on several nodes: known from the published run alone (671B on B200, PP 2, TP 2, "
+            "8192 tokens a micro-batch, compiled)",
+        ),
+        (job.precision is Precision.FP8 and node.gpu.capability >= 10, "FP8 on Blackwell: no rate of it was measured"),
+        (job.emulated and node.gpu.capability >= 10, "emulated MXFP8 on Blackwell: seen on H100"),
+        (work.backend is EPBackend.MINIMAL_ASYNC_EP, "minimal_async_ep: modelled as DeepEP"),
+        (work.imbalance != 1.0, "the router's own choice: no row has it, and how uneven it is was assumed"),
         (node.gpus > 8, f"NVLink among {node.gpus} GPUs: seen among 8"),
     )
     return tuple(said for applies, said in checks if applies)
+
+
+def _as_published(job: Job) -> bool:
+    """Whether a pass of the host has the size that its only constant for several nodes was fitted on."""
+    work = job.work
+    sizes = (job.shape.name, job.node.gpu.name, job.pp, work.tp, work.tokens, job.stack.fused)
+    return sizes == ("671B", "B200", 2, 2, 8192, True)

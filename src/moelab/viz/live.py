@@ -196,8 +196,10 @@ class LiveView:
             try:
                 cancel(chosen.run)
             except (MoelabError, OSError) as error:
+                self.update()
                 self._say(f"not cancelled: {error}")
-            self.update()
+            else:
+                self.update()
 
     def _ask_scheduler(self) -> bool:
         """Ask if it is time to; tell whether it was."""
@@ -246,7 +248,10 @@ def _keep_updating(view: weakref.ref[LiveView], ended: threading.Event) -> None:
         if held is None:
             return
         started_s = time.thread_time()
-        held.update()
+        try:
+            held.update()
+        except (MoelabError, OSError) as error:  # the next look may succeed
+            held._say(f"not up to date: {error}")
         wait_s = max(held.interval_s, (time.thread_time() - started_s) / MOST_OF_A_CORE)
         del held  # while it waits, only the reader's variable holds the view
 

@@ -15,7 +15,11 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "quantisation": ("quantisation",),
     "permutation, memory-bound, optimizer": ("permutation and padding", "memory-bound", "optimizer"),
     "all-to-all": ("all-to-all",),
-    "TP and FSDP collectives": ("tensor-parallel collectives", "FSDP collectives"),
+    "TP, CP and FSDP collectives": (
+        "tensor-parallel collectives",
+        "context-parallel collectives",
+        "FSDP collectives",
+    ),
     "host, bubble, stragglers": ("host and waiting", "pipeline bubble", "imbalance and stragglers"),
 }
 """Parts of a step as the arms' figure adds them up."""

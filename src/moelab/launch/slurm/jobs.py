@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from moelab.launch.slurm.client import SlurmError, call, checked
+from moelab.launch.slurm.client import SlurmError, SlurmMissing, call, checked
 
 _FIELD = re.compile(r"(?:^| )([A-Z][A-Za-z0-9_:/&]*)=")
 _TASKS = re.compile(r"(\d+)(?:-(\d+))?(?::(\d+))?", re.ASCII)
@@ -70,7 +70,7 @@ def accounted(job_ids: Iterable[str]) -> dict[str, Job]:
     asked = ",".join(map(checked, job_ids))
     try:
         table = call("sacct", "-X", "-P", "-n", f"--format={ACCOUNTING_COLUMNS}", "-j", asked)
-    except SlurmError:
+    except (SlurmError, SlurmMissing):
         return {}
     return {job.job_id: job for job in parse_sacct(table)}
 
@@ -84,7 +84,7 @@ def completed(raw_ids: Iterable[str]) -> dict[str, Job]:
     asked = ",".join(map(checked, raw_ids))
     try:
         table = call("sacct", "-c", "-P", "-n", f"--format={COMPLETION_COLUMNS}", "-j", asked)
-    except SlurmError:
+    except (SlurmError, SlurmMissing):
         return {}
     return {job.job_id: job for job in parse_sacct(table)}
 
@@ -156,9 +156,9 @@ def _of_json(job: dict[str, Any]) -> Iterator[Job]:
         )
 
 
-def _state(given: str | list[str]) -> str:
+def _state(given: str | list[str] | None) -> str:
     """Of a state and its flags, the one that says what happens now."""
-    words = [given] if isinstance(given, str) else [str(word) for word in given]
+    words = [given] if isinstance(given, str) else [str(word) for word in given or ()]
     over = ("COMPLETING", "REQUEUE_HOLD", "REQUEUED", "SPECIAL_EXIT")
     return next((word for word in over if word in words), words[0] if words else "UNKNOWN")
 
@@ -173,7 +173,10 @@ def _exit_code(value: Any) -> int | None:
     """From the raw status of ``wait`` (22.05) or an object of a return code and a signal."""
     if not isinstance(value, dict):
         status = _number(value)
-        return None if status is None else os.waitstatus_to_exitcode(status & 0xFFFF)
+        try:
+            return None if status is None else os.waitstatus_to_exitcode(status & 0xFFFF)
+        except ValueError:  # of a process that has only stopped
+            return None
     if "return_code" not in value:
         return _exit_code(_number(value))
     signal = value.get("signal") or {}
