@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import gc
+import math
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -300,6 +303,26 @@ def test_the_thread_looks_by_itself(tmp_path: Path) -> None:
     assert seen.wait(60)
     shown.stop()
     assert not shown.is_following
+
+
+def test_the_thread_outlives_a_look_that_fails(tmp_path: Path) -> None:
+    running(tmp_path)
+    looks: list[int] = []
+
+    def ask(_runs: object) -> list[Status]:
+        looks.append(1)
+        if len(looks) == 2:
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return [Status(state=State.RUNNING)]
+
+    shown = LiveView(tmp_path, interval_s=0.1, ask=ask)
+    deadline = time.monotonic() + 60
+    while len(looks) < 3 and time.monotonic() < deadline:
+        shown._asked_at = -math.inf
+        time.sleep(0.05)
+    assert len(looks) >= 3
+    assert shown.is_following
+    shown.stop()
 
 
 def test_the_thread_ends_with_the_variable_that_held_the_view(tmp_path: Path) -> None:

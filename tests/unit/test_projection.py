@@ -22,9 +22,10 @@ from moelab.errors import BadInput, Refused
 from moelab.experiment import Experiment, Routing
 from moelab.hardware import Cluster, Figure, ImpossibleHardware, cluster_of
 from moelab.layout import check
-from moelab.model import SHAPES, flops_per_token, gemms
+from moelab.model import SHAPES, Gemm, flops_per_token, gemms
 from moelab.projection.calibration import CALIBRATION, with_values
 from moelab.projection.cost import DEEPSEEK_TOKENS, cost
+from moelab.projection.gemm_rate import grouped_time_s
 from moelab.projection.imbalance import expected_maximum
 from moelab.projection.layer_time import products
 from moelab.projection.moe_exchange import exchange_time_s
@@ -262,3 +263,29 @@ def test_a_projection_loads_neither_torch_nor_plotly() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_hosts_time_on_other_sizes_and_settings_without_a_row_are_extrapolated() -> None:
+    said = "host time on several nodes"
+    assert not project(PUBLISHED).outside
+    for change in ({"seq_len": 4096}, {"compile": "none"}, {"pp": 4}):
+        assert said in project(PUBLISHED.model_copy(update=change)).outside[0]
+    learned = project(PUBLISHED.model_copy(update={"routing": Routing.LEARNED})).outside
+    assert any("router's own choice" in one for one in learned)
+
+
+def test_context_parallelism_costs_and_is_never_free() -> None:
+    base = Experiment(
+        model="16B", hardware="b200_node", gpus_per_node=8, ep=4, seq_len=4096, activation_checkpoint="full"
+    )
+    one, two = (project(base.model_copy(update={"cp": cp, "local_batch": 4 * cp})) for cp in (1, 2))
+    assert one.breakdown_s["context-parallel collectives"] == 0.0
+    assert two.breakdown_s["context-parallel collectives"] > 0.0
+    assert two.tps < one.tps
+
+
+def test_a_grouped_product_of_few_rows_reads_its_weights() -> None:
+    gpu = cluster_of("b200_x256").node.gpu
+    gemm = Gemm("w1", "routed experts", "forward", 32, 2048, 7168, 8, 1)
+    floor_s = 2 * 8 * 2048 * 7168 / (float(gpu.hbm_tb_s or 0) * 1e12)
+    assert grouped_time_s(gemm, gpu, CALIBRATION.products, low=False) > floor_s

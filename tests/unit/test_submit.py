@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,9 @@ from moelab.experiment import Experiment
 from moelab.experiment_file import make_study, read_study
 from moelab.launch import watch
 from moelab.launch.cluster import ClusterProfile, read_cluster
-from moelab.launch.slurm import jobs
-from moelab.launch.slurm.client import SlurmError
+from moelab.launch.control import cancel
+from moelab.launch.slurm import client, jobs
+from moelab.launch.slurm.client import SlurmError, SlurmMissing
 from moelab.launch.slurm.jobs import Job
 from moelab.launch.slurm.states import state_of
 from moelab.launch.slurm.ticket import SCRIPT_FILE, Queue, Ticket, ticket_of
@@ -207,6 +209,43 @@ def test_accounting_is_asked_for_what_the_controller_forgot(tmp_path: Path, monk
         State.FAILED,
         "Slurm: TIMEOUT; see train.log, or slurm-7_0.out for what came before the ranks",
     )
+
+
+def test_without_sacct_a_forgotten_job_is_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def call(*words: str, **_options: Any) -> str:
+        if words[0] == "sacct":
+            raise SlurmMissing("sacct is not on PATH")
+        return '{"jobs": []}'
+
+    monkeypatch.setattr(jobs, "call", call)
+    run = submitted(tmp_path, [8.0], Status(state=State.RUNNING, attempts=1))
+    assert watch.refresh([run])[0].state is State.UNKNOWN
+
+
+def test_what_slurm_says_is_told_where_nothing_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_run: RunDir, _status: Status) -> None:
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    run = submitted(tmp_path, [8.0], Status(state=State.SUBMITTED, attempts=0))
+    monkeypatch.setattr(jobs, "queue", lambda: [job("RUNNING")])
+    monkeypatch.setattr(RunDir, "set_status", full)
+    assert watch.refresh([run])[0].state is State.RUNNING
+
+
+def test_a_job_in_a_state_that_is_not_known_can_be_cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cancelled: list[str] = []
+    monkeypatch.setattr(jobs, "queue", lambda: [job("NEW_WORD")])
+    monkeypatch.setattr(client, "cancel", cancelled.extend)
+    run = submitted(tmp_path, [8.0], Status(state=State.RUNNING, attempts=1))
+    assert [status.state for status in cancel([run])] == [State.CANCELLED]
+    assert cancelled == ["7_0"]
+
+
+def test_preparing_again_leaves_the_ticket_by_which_a_job_is_found(tmp_path: Path, cluster: ClusterProfile) -> None:
+    (first, *_) = submit(small(), tmp_path, cluster, submit=False).prepared
+    ticket = ticket_of(first)
+    submit(small(), tmp_path, cluster, submit=False)
+    assert ticket_of(first) == ticket
 
 
 def test_a_state_of_accounting_that_is_no_end_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
