@@ -65,6 +65,8 @@ def profile(cluster: SlurmCluster, gate: Path, **fields: Any) -> ClusterProfile:
         "gpus_per_node": 0,
         "exclusive": False,
         "time_limit_minutes": 10,
+        "first_port": 10_000,  # the daemons of a cluster have theirs above
+        "last_port": 14_999,
         "python": sys.executable,
         "variables": variables,
         **fields,

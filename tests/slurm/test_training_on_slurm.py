@@ -30,7 +30,7 @@ pytestmark = pytest.mark.training  # and of Slurm: two marks, of which tests/con
 STEPS = 8
 PROFILE = ["nodes=2", "gpus_per_node=0", "exclusive=false", "cpus_per_task=1", "memory_gib=1", "signal_s=60"]
 PROFILE += ["time_ranks=true"]  # each rank's own times too
-PORTS = ["first_port=10000", "last_port=19999"]  # the cluster's own are above
+PORTS = ["first_port=15000", "last_port=19999"]  # the cluster's own are above
 
 
 @dataclass(frozen=True)

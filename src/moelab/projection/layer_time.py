@@ -71,18 +71,17 @@ def embedding_times(job: Job, calibration: Calibration) -> Times:
 
 
 @functools.lru_cache(maxsize=4096)
-def _all_products(shape: ModelShape, tokens: int, tp: int, ep: int) -> tuple[Gemm, ...]:
-    return gemms(shape, tokens, tp=tp, ep=ep)
+def _products_by_module(shape: ModelShape, tokens: int, tp: int, ep: int) -> dict[str, tuple[Gemm, ...]]:
+    found: defaultdict[str, dict[tuple[str, str], Gemm]] = defaultdict(dict)
+    for gemm in gemms(shape, tokens, tp=tp, ep=ep):
+        module = "head" if gemm.part == "head" else gemm.name.partition(".")[0]
+        found[module][gemm.name, gemm.direction] = gemm
+    return {module: tuple(products.values()) for module, products in found.items()}
 
 
-@functools.lru_cache(maxsize=4096)
 def products(shape: ModelShape, tokens: int, tp: int, ep: int, module: str) -> tuple[Gemm, ...]:
     """Products of one ``attention``, ``moe`` or ``feed_forward``, or of the ``head``, each once."""
-    found = _all_products(shape, tokens, tp, ep)
-    if module == "head":
-        return tuple(gemm for gemm in found if gemm.part == "head")
-    wanted = {(gemm.name, gemm.direction): gemm for gemm in found if gemm.name.startswith(module)}
-    return tuple(wanted.values())
+    return _products_by_module(shape, tokens, tp, ep).get(module, ())
 
 
 def _add_gemms(times: Times, job: Job, calibration: Calibration, module: str) -> None:
