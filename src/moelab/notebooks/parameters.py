@@ -23,18 +23,29 @@ _JUPYTER_NAMES = frozenset({"In", "Out", "exit", "quit", "open", "get_ipython"})
 Parameters = TypeVar("Parameters", bound=BaseModel)
 
 
-class ConvergenceParameters(BaseModel):
-    """Parameters of ``06_compare_convergence``."""
+Model = Literal["nano", "debug", "16B", "671B"]
+Backend = Literal["standard", "deepep", "hybridep", "minimal_async_ep"]
+Compile = Literal["none", "loss", "model+loss"]
+Routing = Literal["learned", "round_robin", "random_balanced"]
+Dataset = Literal["python", "c4"]
+
+
+class NotebookParameters(BaseModel):
+    """What all schemas share. Each names its fields in the order of its notebook's parameters cell."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+
+class ConvergenceParameters(NotebookParameters):
+    """Parameters of ``06_compare_convergence``."""
+
     study: str
     runs_dir: str
-    model: Literal["nano", "debug", "16B", "671B"]
+    model: Model
     arms: str = Field(description="precisions, the reference first, such as bf16,mxfp8")
     quantize: Literal["experts", "experts+linears"]
     wgrad: Literal["mxfp8", "bf16"]
-    ep_backend: Literal["standard", "deepep", "hybridep", "minimal_async_ep"]
+    ep_backend: Backend
     nodes: int = Field(ge=1)
     ranks: int = Field(ge=1, description="ranks on each node")
     ep: int = Field(ge=1)
@@ -45,9 +56,9 @@ class ConvergenceParameters(BaseModel):
     seq_len: int = Field(ge=8)
     local_batch: int = Field(ge=1)
     activation_checkpoint: ActivationCheckpoint
-    compile: Literal["none", "loss", "model+loss"]
-    routing: Literal["learned", "round_robin", "random_balanced"]
-    dataset: Literal["python", "c4"]
+    compile: Compile
+    routing: Routing
+    dataset: Dataset
     hardware: str
     final_fraction: float = Field(gt=0, le=1)
     margin_nats: float = Field(ge=0, allow_inf_nan=False, description="0 takes the margin from the seeds' spread")
@@ -88,15 +99,13 @@ class ConvergenceParameters(BaseModel):
         return Path(self.runs_dir) / self.study
 
 
-class QuantiseParameters(BaseModel):
+class QuantiseParameters(NotebookParameters):
     """Parameters of ``01_quantise_to_mxfp8``."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     capture_run: str = Field(description="run directory with captures; empty: a short training makes them")
     study: str
     runs_dir: str
-    model: Literal["nano", "debug", "16B", "671B"]
+    model: Model
     ranks: int = Field(ge=1)
     ep: int = Field(ge=1)
     steps: int = Field(ge=1)
@@ -115,10 +124,8 @@ class QuantiseParameters(BaseModel):
         return make_study(self.study, shared, [{"precision": "bf16"}], [0])
 
 
-class GroupedGemmParameters(BaseModel):
+class GroupedGemmParameters(NotebookParameters):
     """Parameters of ``02_find_grouped_gemm_break_even``."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     experiment: Literal["replay", "run"]
     result: str = Field(description="file that is written by a run and read by a replay; empty: the stored one")
@@ -132,12 +139,10 @@ class GroupedGemmParameters(BaseModel):
     resamples: int = Field(ge=10, le=1000)
 
 
-class PlanParameters(BaseModel):
+class PlanParameters(NotebookParameters):
     """Parameters of ``05_plan_layout``; but for the last two they are fields of an experiment, with the same names."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    model: Literal["nano", "debug", "16B", "671B"]
+    model: Model
     hardware: str
     nodes: int = Field(ge=1)
     gpus_per_node: int = Field(ge=1)
@@ -152,9 +157,9 @@ class PlanParameters(BaseModel):
     local_batch: int = Field(ge=1)
     microbatch: int = Field(ge=1)
     precision: Literal["bf16", "fp8", "mxfp8"]
-    ep_backend: Literal["standard", "deepep", "hybridep", "minimal_async_ep"]
+    ep_backend: Backend
     activation_checkpoint: ActivationCheckpoint
-    compile: Literal["none", "loss", "model+loss"]
+    compile: Compile
     rank: int = Field(ge=0, description="global rank whose groups are drawn")
     search_limit: int = Field(ge=1, le=50, description="layouts that the search lists")
 
@@ -171,10 +176,8 @@ class PlanParameters(BaseModel):
         return parse(Experiment, {"name": "plan", "dataset": "c4", **fields, **changes})
 
 
-class RouteParameters(BaseModel):
+class RouteParameters(NotebookParameters):
     """Parameters of ``03_route_tokens``; all but ``seed`` have the names of the traffic explorer's controls."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     experts: int = Field(ge=2)
     top_k: int = Field(ge=1)
@@ -210,10 +213,8 @@ class RouteParameters(BaseModel):
         )
 
 
-class DispatchParameters(BaseModel):
+class DispatchParameters(NotebookParameters):
     """Parameters of ``04_dispatch_with_deepep``."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     model: Literal["debug", "16B", "671B"]
     ep: int = Field(ge=1)
@@ -239,10 +240,8 @@ class DispatchParameters(BaseModel):
         )
 
 
-class LaunchParameters(BaseModel):
+class LaunchParameters(NotebookParameters):
     """Parameters of ``09_launch_and_watch_run``."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     study: str
     runs_dir: str
@@ -250,9 +249,9 @@ class LaunchParameters(BaseModel):
     submit: bool = Field(description="give the study to Slurm")
     cluster: str = Field(description="name of a cluster profile, or a path of one; local starts the ranks here")
     wait: bool = Field(description="show progress until the runs have ended before the figures are drawn")
-    model: Literal["nano", "debug", "16B", "671B"]
+    model: Model
     precision: Literal["bf16", "fp8", "mxfp8"]
-    ep_backend: Literal["standard", "deepep", "hybridep", "minimal_async_ep"]
+    ep_backend: Backend
     nodes: int = Field(ge=1)
     ranks: int = Field(ge=1, description="ranks on each node")
     tp: int = Field(ge=1)
@@ -264,9 +263,9 @@ class LaunchParameters(BaseModel):
     seq_len: int = Field(ge=8)
     local_batch: int = Field(ge=1)
     activation_checkpoint: ActivationCheckpoint
-    compile: Literal["none", "loss", "model+loss"]
-    routing: Literal["learned", "round_robin", "random_balanced"]
-    dataset: Literal["python", "c4"]
+    compile: Compile
+    routing: Routing
+    dataset: Dataset
     hardware: str
 
     def to_study(self) -> Study:
@@ -281,16 +280,14 @@ class LaunchParameters(BaseModel):
         return Path(self.runs) if self.runs else Path(self.runs_dir) / self.study
 
 
-class ThroughputParameters(BaseModel):
+class ThroughputParameters(NotebookParameters):
     """Parameters of ``07_compare_throughput``."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     study: str
     runs_dir: str
     submit: bool = Field(description="give the study to Slurm")
     cluster: str = Field(description="name of a cluster profile, or a path of one; local trains here")
-    model: Literal["nano", "debug", "16B", "671B"]
+    model: Model
     precision: Literal["fp8", "mxfp8"] = Field(description="of the experts in the quantised arms")
     ep_kernels: Literal["native", "emulated"]
     nodes: int = Field(ge=1)
@@ -306,9 +303,9 @@ class ThroughputParameters(BaseModel):
     seq_len: int = Field(ge=8)
     local_batch: int = Field(ge=1)
     activation_checkpoint: ActivationCheckpoint
-    compile: Literal["none", "loss", "model+loss"]
-    routing: Literal["learned", "round_robin", "random_balanced"]
-    dataset: Literal["python", "c4"]
+    compile: Compile
+    routing: Routing
+    dataset: Dataset
     hardware: str
 
     def to_study(self) -> Study:
@@ -323,10 +320,8 @@ class ThroughputParameters(BaseModel):
         return make_study(self.study, shared, arms, range(self.seeds))
 
 
-class ProjectParameters(BaseModel):
+class ProjectParameters(NotebookParameters):
     """Parameters of ``08_project_to_cluster``."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     gpu: Literal["H100", "H200", "B200", "GB200"]
     nodes: int = Field(ge=1)
@@ -337,7 +332,7 @@ class ProjectParameters(BaseModel):
     ep: int = Field(ge=1)
     seq_len: int = Field(ge=8)
     local_batch: int = Field(ge=1)
-    routing: Literal["learned", "round_robin", "random_balanced"]
+    routing: Routing
     price_per_gpu_hour: float = Field(gt=0, allow_inf_nan=False)
     watts_per_gpu: float = Field(gt=0, allow_inf_nan=False)
     tokens_t: float = Field(gt=0, allow_inf_nan=False, description="trillions of tokens of the whole training")
