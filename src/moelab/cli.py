@@ -16,8 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from moelab import __version__
-from moelab.cli_cluster import add_verbs, doctor_of_cluster, follow_runs
+from moelab import __version__, cli_cluster, cli_plan
 from moelab.errors import MoelabError
 
 DESCRIPTION = (
@@ -61,30 +60,12 @@ def build_parser() -> argparse.ArgumentParser:
         "--runs", type=Path, help="with --cluster: folder of all studies; default: the profile's, or runs"
     )
     doctor.add_argument("--nodes", action="store_true", help="with --cluster: let every node report, by srun")
-    plan = _verb(verbs, "plan", _plan, "say whether an experiment is legal, what it holds and how it is started")
-    plan.add_argument("file", type=Path, help="YAML of an experiment, or of a study: each of its arms is planned")
-    plan.add_argument("--arm", help="plan one arm of a study, such as mxfp8_standard or bf16_deepep_round-robin")
-    plan.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="replace a field")
-    plan.add_argument("--write", type=Path, metavar="PATH", help="write the experiment, as it is planned, to a file")
-    plan.add_argument(
-        "--config", action="store_true", help="add the configuration that TorchTitan resolves (loads torch)"
-    )
-    plan.add_argument("--verify", action="store_true", help="build it with TorchTitan, without a GPU (loads torch)")
-    plan.add_argument(
-        "--ranks", type=_ranks, metavar="R,R", help="global ranks that --verify builds; default: one a stage"
-    )
-    plan.add_argument("--search", action="store_true", help="list the best legal layouts; fields given by --set stay")
-    plan.add_argument("--limit", type=_positive, default=10, metavar="N", help="layouts that --search lists")
-    plan.add_argument("--global-batch", type=_positive, metavar="N", help="sequences a step, kept by --search")
-    project = _verb(verbs, "project", _project, "predict the time of a step: tokens/s/GPU and where the time goes")
-    project.add_argument("file", type=Path, help="YAML of an experiment, or of a study: each of its arms is projected")
-    project.add_argument("--arm", help="project one arm of a study, such as mxfp8_standard or bf16_deepep_round-robin")
-    project.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="replace a field")
+    plans = cli_plan.add_verbs(functools.partial(_verb, verbs))
     run = _verb(verbs, "run", _run, "train an experiment or study on this machine; a finished one is left alone")
     run.add_argument("file", type=Path, help="YAML of an experiment, a list of experiments, or a study")
     run.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="replace a field everywhere")
     run.add_argument("--on-failure", choices=["continue", "stop"], default="continue")
-    of_slurm = add_verbs(functools.partial(_verb, verbs))
+    of_slurm = cli_cluster.add_verbs(functools.partial(_verb, verbs))
     status = _verb(verbs, "status", _status, "say where the runs at a path are; jobs of Slurm are asked for")
     status.add_argument("path", type=Path, nargs="?", default=Path("runs"))
     status.add_argument("--follow", action="store_true", help="go on showing them; Ctrl-C leaves the runs alone")
@@ -96,7 +77,7 @@ def build_parser() -> argparse.ArgumentParser:
     report.add_argument("--margin", type=float, help="equivalence margin in nats, instead of the seeds' own spread")
     report.add_argument("--final-fraction", type=float, default=0.1, help="part of the steps that a final loss is of")
     report.add_argument("--output", type=Path, help="file to write; default: report.html in the study's folder")
-    for verb in (plan, project, run, *of_slurm, status, collect, report):
+    for verb in (*plans, run, *of_slurm, status, collect, report):
         verb.add_argument("--json", action="store_true", help="print one JSON object")
     run.add_argument("--runs", type=Path, default=Path("runs"), help="folder that holds all studies")
     return parser
@@ -108,20 +89,6 @@ def _verb(verbs: Any, name: str, run: Any, text: str) -> argparse.ArgumentParser
     if name == "doctor":
         parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
-
-
-def _positive(text: str) -> int:
-    """A count; argparse says what is wrong and exits with 2."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
-
-
-def _ranks(text: str) -> list[int]:
-    parts = text.split(",")
-    if not all(part.isdecimal() for part in parts):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of ranks such as 0,128")
-    return [int(part) for part in parts]
 
 
 def _stop(_signal: int, _frame: FrameType | None) -> None:
@@ -168,39 +135,12 @@ def _doctor(options: argparse.Namespace) -> int:
     from moelab.errors import BadInput
 
     if options.cluster:
-        return doctor_of_cluster(options)
+        return cli_cluster.doctor_of_cluster(options)
     if options.nodes or options.file or options.cluster_set or options.runs:
         raise BadInput("--nodes, --file, --cluster-set and --runs are about a cluster: name it with --cluster")
     found = examine(hardware=options.hardware, smoke=options.smoke)
     show(options, found.to_json(), found.as_text())
     return 1 if found.failed else 0
-
-
-def _plan(options: argparse.Namespace) -> int:
-    from moelab.experiment_file import read_study, write_experiment
-
-    arms = chosen_arms(read_study(options.file, options.set), options.arm)
-    if len(arms) > 1:
-        return _plan_arms(options, arms)
-    (experiment,) = arms
-    if options.search:
-        return _search(options, experiment)
-    from moelab.plan import plan, titan_config, verified
-    from moelab.plan_text import plan_text, titan_text, verified_text
-
-    if options.write:
-        options.write.write_text(write_experiment(experiment), encoding="utf-8")
-    one_in_file = not (options.set or options.arm)
-    planned = plan(experiment, path=options.write or (options.file if one_in_file else None))
-    as_json, as_text = planned.to_json(), plan_text(planned)
-    if planned.verdict.legal and options.config:
-        as_json["titan_config"] = titan_config(experiment)
-        as_text += f"\n\n{titan_text(as_json['titan_config'])}"
-    if planned.verdict.legal and options.verify:
-        as_json["verify"] = verified(planned, options.ranks)
-        as_text += f"\n\n{verified_text(as_json['verify'])}"
-    show(options, as_json, as_text)
-    return 0 if planned.verdict.legal else 3
 
 
 def chosen_arms(study: Any, wanted: str | None) -> list[Any]:
@@ -211,60 +151,6 @@ def chosen_arms(study: Any, wanted: str | None) -> list[Any]:
     if wanted is not None and wanted not in first:
         raise BadInput(f"--arm {wanted!r} is not in study {study.name}; its arms: {', '.join(study.arms)}")
     return [first[arm] for arm in study.arms if wanted in (None, arm)]
-
-
-def _plan_arms(options: argparse.Namespace, arms: list[Any]) -> int:
-    from moelab.errors import BadInput
-    from moelab.plan import plan
-    from moelab.plan_text import plan_text
-
-    if options.search or options.verify or options.config or options.write:
-        names = ", ".join(experiment.arm for experiment in arms)
-        raise BadInput(f"{options.file} holds {len(arms)} arms; name one for this with --arm: {names}")
-    plans = [plan(experiment) for experiment in arms]
-    as_json = {"plans": [{"arm": one.experiment.arm, **one.to_json()} for one in plans]}
-    show(options, as_json, "\n\n".join(map(plan_text, plans)))
-    return 0 if all(one.verdict.legal for one in plans) else 3
-
-
-def _search(options: argparse.Namespace, experiment: Any) -> int:
-    from moelab.experiment_file import parse_overrides
-    from moelab.hardware import gpu_of
-    from moelab.plan import headroom_gib
-    from moelab.plan_text import search_text
-    from moelab.search import VARIED, search
-
-    fixed = sorted(parse_overrides(options.set).keys() & set(VARIED))
-    if gpu_of(experiment.hardware).bf16_tflops is not None:
-        from moelab.recommend import recommend, recommendation_text
-
-        found = recommend(experiment, fixed=fixed, limit=options.limit, global_batch=options.global_batch)
-        show(options, found.to_json(), recommendation_text(found))
-        return 0 if found.ranked else 3
-    plain = search(
-        experiment,
-        fixed=fixed,
-        limit=options.limit,
-        headroom_gib=headroom_gib(experiment),
-        global_batch=options.global_batch,
-    )
-    show(options, plain.to_json(), search_text(plain))
-    return 0 if plain.candidates else 3
-
-
-def _project(options: argparse.Namespace) -> int:
-    from moelab.experiment_file import read_study
-    from moelab.project_text import arms_text, projection_text
-    from moelab.projection.project import project
-
-    chosen = chosen_arms(read_study(options.file, options.set), options.arm)
-    found = {experiment.arm: project(experiment) for experiment in chosen}
-    if len(found) == 1:
-        (one,) = found.values()
-        show(options, one.to_json(), projection_text(one))
-    else:
-        show(options, {"arms": {arm: one.to_json() for arm, one in found.items()}}, arms_text(found))
-    return 0
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -285,7 +171,7 @@ def _status(options: argparse.Namespace) -> int:
     from moelab.launch.watch import refresh
 
     if options.follow:
-        return follow_runs(options)
+        return cli_cluster.follow_runs(options)
     runs = found_runs(options.path)
     show_runs(options, runs, refresh(runs))
     return 0
