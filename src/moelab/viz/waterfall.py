@@ -49,14 +49,15 @@ def waterfall_bars(changes: Sequence[Change], *, quoted_first: float, quoted_las
             hovertemplate="%{y}: %{x:+,.0f}<extra></extra>",
         )
     )
+    diamonds = {rows[0]: quoted_first, rows[-1]: quoted_last}  # a label stands beyond its row's
     for row, start, height in zip(rows, [*before, 0.0], heights, strict=True):
         text = f"{height:,.0f}" if row in (rows[0], rows[-1]) else f"{height:+,.0f}"
-        end = max(start, start + height)
+        end = max(start, start + height, diamonds.get(row, 0.0))
         figure.add_annotation(x=end, y=row, text=text, showarrow=False, xanchor="left", xshift=8, font_size=12)
     figure.add_trace(
         go.Scatter(
-            x=[quoted_first, quoted_last],
-            y=[rows[0], rows[-1]],
+            x=list(diamonds.values()),
+            y=list(diamonds),
             mode="markers",
             marker={"symbol": "diamond", "size": 11, "color": "white", "line": {"color": INK, "width": 2}},
             hovertemplate="quoted: %{x:,.0f}<extra></extra>",
