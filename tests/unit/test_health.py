@@ -250,6 +250,21 @@ def test_the_reasons_old_name_is_asked_too(tmp_path: Path) -> None:
     assert asked[-1] == f"--query-gpu={','.join(FIELDS)},clocks_throttle_reasons.active"
 
 
+def test_recorded_answers_of_two_h200s_at_their_power_limit() -> None:
+    remapped = (DATA / "nvidia_smi_remapped.csv").read_text()
+    busy, rested = (
+        list(parse_gpus((DATA / f"nvidia_smi_{state}.csv").read_text(), remapped)) for state in ("load", "idle")
+    )
+    assert [(gpu.clock_mhz, gpu.power_w, gpu.remap_pending) for gpu in busy] == [
+        (1485, 614.12, False),
+        (1635, 607.57, False),
+    ]
+    found = by_name(check_gpus(busy))
+    assert found["GPU clocks"].found == "2 GPUs under load, 1485 to 1635 MHz, up to 54 °C"
+    assert found["software power cap"].severity == "note"
+    assert by_name(check_gpus(rested)).keys() == {"GPU clocks"}
+
+
 def test_xids_of_a_recorded_kernel_log(tmp_path: Path) -> None:
     log = (DATA / "dmesg_xid.txt").read_text()
     found = by_name(check_kernel_log(node(tmp_path, {"dmesg": None, "journalctl --dmesg": log})))

@@ -36,8 +36,9 @@ from moelab.projection import (
 from moelab.projection.deepep_bandwidth import QUOTED
 from moelab.projection.gather import EXPANDING, EXPANDING_FP8, STOCK_DEEPEP, STOCK_STANDARD, gather_passes, padded_rows
 from moelab.projection.measured import ALL_TO_ALL, COMMANDS, TWO_BY_TWO, Measurement, load_measured
+from moelab.viz.all_to_all import ARM_LOOKS, OPERATIONS, operation_times, sm_sweep
 from moelab.viz.dispatch import forwarding, gather_bars, quoted_bandwidths
-from moelab.viz.dispatch_measured import ARM_LOOKS, OPERATIONS, operation_times, sm_sweep, two_by_two_bars
+from moelab.viz.dispatch_measured import two_by_two_bars
 from moelab.viz.token_map import hops
 from moelab.viz.traffic import (
     METHOD_LABELS,
@@ -294,6 +295,18 @@ def test_arms_are_held_against_stock_over_all_passes() -> None:
     assert without.high - without.low == pytest.approx(4.0)
 
 
+def test_an_arm_is_held_against_stock_of_its_own_campaign() -> None:
+    first = [row | {"campaign": "Monday"} for row in made_up_arms()]
+    second = [
+        {**row, "campaign": "Tuesday", "arm": row["arm"].replace("bf16_deepep", "fp8_deepep"), "tps_median": rate}
+        for row in made_up_arms(with_steps=False)
+        for rate in [400.0 if row["arm"] == "bf16_standard" else 500.0]
+    ]
+    alone = {one.arm: one.ratio for one in arm_results(first)}
+    both = {one.arm: one.ratio for one in arm_results([*first, *second])}
+    assert both == {**alone, "fp8_deepep": pytest.approx(500 / 400)}
+
+
 def test_goals_are_judged_and_missing_ones_said() -> None:
     assert [line.rsplit(": ", 1)[-1] for line in goal_lines(arm_results(made_up_arms()))] == ["reached", "reached"]
     slow = [row | {"arm": row["arm"].replace("bf16_deepep", "fp8_standard")} for row in made_up_arms()]
@@ -430,8 +443,6 @@ def test_examples_in_the_documentation(name: str) -> None:
 
 
 def test_importing_the_figures_loads_neither_torch_nor_ipywidgets() -> None:
-    modules = (
-        "moelab.viz.traffic_explorer, moelab.viz.dispatch_measured, moelab.viz.dispatch, moelab.notebooks.all_to_all"
-    )
+    modules = "moelab.viz.traffic_explorer, moelab.viz.all_to_all, moelab.viz.dispatch, moelab.notebooks.all_to_all"
     code = f"import sys, {modules}; sys.exit(any(name in sys.modules for name in ('torch', 'ipywidgets')))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,7 +1,7 @@
 """The two-by-two on thin models: every arm's throughput over stock's best, against the goals.
 
 Stock's best is BF16 with the standard all-to-all, compiled. An arm runs in several passes, the arms taking turns, and
-its figure is over the steps of all its passes.
+its figure is over the steps of all its passes. Hosts differ between two campaigns, so ratios stay inside one.
 
 Goals, set before the measurement: BF16 with DeepEP at least 1.10 times stock's best at a 671B shape, and the best arm
 at least 1.15 times.
@@ -70,7 +70,8 @@ def arm_results(rows: Iterable[Mapping[str, Any]]) -> list[ArmResult]:
 
     Args:
         rows: of ``h100_two_by_two.json``: shape, arm, routing, order, steps, tps_median, tps_iqr, and where the file
-            has them the seconds of each step, ``step_s``.
+            has them the seconds of each step, ``step_s``, and the ``campaign`` that a row belongs to: an arm is held
+            against stock's best of its own campaigns.
 
     Returns:
         In the order of the rows. Where there are no steps, the median is that of the passes and the quartiles are half
@@ -79,11 +80,11 @@ def arm_results(rows: Iterable[Mapping[str, Any]]) -> list[ArmResult]:
     groups: dict[tuple[str, str, str], list[Mapping[str, Any]]] = {}
     for row in rows:
         groups.setdefault((row["shape"], row["routing"], row["arm"]), []).append(row)
-    middles = {key: _quartiles(passes) for key, passes in groups.items()}
     results = []
     for (shape, routing, arm), passes in groups.items():
-        low, middle, high = middles[shape, routing, arm]
-        stock = middles.get((shape, routing, BASELINE))
+        low, middle, high = _quartiles(passes)
+        campaigns = {row.get("campaign") for row in passes}
+        stock = [row for row in groups.get((shape, routing, BASELINE), ()) if row.get("campaign") in campaigns]
         results.append(
             ArmResult(
                 shape=shape,
@@ -94,7 +95,7 @@ def arm_results(rows: Iterable[Mapping[str, Any]]) -> list[ArmResult]:
                 high=high,
                 passes=tuple(row["tps_median"] for row in sorted(passes, key=lambda row: row["order"])),
                 steps=sum(row["steps"] for row in passes),
-                ratio=middle / stock[1] if stock else None,
+                ratio=middle / _quartiles(stock)[1] if stock else None,
             )
         )
     return results
