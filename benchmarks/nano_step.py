@@ -30,11 +30,12 @@ from torchtitan.models.common.attention import FlexAttention
 from moelab.experiment_file import make_study
 from moelab.launch.study import run_study
 from moelab.machine import environment
+from moelab.model.shape import NANO
 from moelab.mxfp8.converter import MXFP8Converter, MXFP8Experts
 from moelab.runs.collect import WARMUP_STEPS, collect_run
 from moelab.runs.table import throughput_rows
 from moelab.titan import cpu
-from moelab.titan.models import NANO, model_spec
+from moelab.titan.models import model_spec
 
 SHARED = {"model": "nano", "steps": 25, "seq_len": 256, "local_batch": 4, "hardware": "cpu"}
 TOKENS_PER_RANK = 1024

@@ -42,6 +42,35 @@ class Routing(StrEnum):
     RANDOM_BALANCED = "random_balanced"
 
 
+class ShapeChanges(BaseModel):
+    """Dimensions of your own model, where they differ from those of ``model``; names as in :class:`ModelShape`.
+
+    Whatever else ``model`` has stays: its attention, how its router scores and groups experts, its tokenizer.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    vocab_size: Degree | None = None
+    dim: Degree | None = None
+    n_layers: Degree | None = Field(None, description="dense and MoE layers together")
+    n_dense_layers: Annotated[int, Field(ge=0)] | None = None
+    n_heads: Degree | None = None
+    q_lora_rank: Annotated[int, Field(ge=0)] | None = Field(None, description="0: full-rank queries")
+    kv_lora_rank: Degree | None = None
+    dense_hidden_dim: Degree | None = None
+    moe_hidden_dim: Degree | None = Field(None, description="of one routed expert")
+    num_experts: Degree | None = None
+    num_shared_experts: Degree | None = None
+    top_k: Degree | None = Field(None, description="routed experts of a token")
+    expert_groups: Degree | None = None
+    limited_groups: Degree | None = None
+
+    @property
+    def changes(self) -> dict[str, int]:
+        """What was given."""
+        return self.model_dump(exclude_none=True)
+
+
 class Experiment(BaseModel):
     """One arm of a study at one seed.
 
@@ -54,6 +83,7 @@ class Experiment(BaseModel):
 
     name: Name = Field("study", description="study that this run belongs to; the folder under runs/")
     model: Literal["nano", "debug", "16B", "671B"] = "nano"
+    shape: ShapeChanges | None = Field(None, description="your own model: dimensions that differ from `model`'s")
     precision: Precision = Precision.BF16
     mxfp8_kernels: Literal["auto", "native", "emulated"] = "auto"
     quantize: Literal["experts", "experts+linears"] = "experts"
@@ -113,6 +143,16 @@ class Experiment(BaseModel):
     def world_size(self) -> int:
         """Number of ranks: GPUs, or processes on a CPU."""
         return self.nodes * self.gpus_per_node
+
+    @property
+    def model_label(self) -> str:
+        """The model, and how it differs from the one of that name.
+
+        >>> Experiment(model="671B", shape={"num_experts": 128}).model_label
+        '671B with num_experts 128'
+        """
+        changes = self.shape.changes if self.shape else {}
+        return self.model + (" with " + ", ".join(f"{k} {v}" for k, v in changes.items()) if changes else "")
 
     @property
     def arm(self) -> str:

@@ -22,7 +22,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from moelab.errors import BadInput
-from moelab.experiment import Experiment
+from moelab.experiment import Experiment, ShapeChanges
 
 Model = TypeVar("Model", bound=BaseModel)
 MAX_FILE_BYTES = 1_000_000
@@ -169,8 +169,10 @@ def _explain(model: type[BaseModel], fault: Any) -> str:
     if fault["type"] == "missing":
         return f"{name}: missing; every field needs a value"
     if fault["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(name, model.model_fields, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known fields: {', '.join(model.model_fields)}"
+        inside = model is Experiment and fault["loc"][0] == "shape"
+        prefix, known = ("shape.", ShapeChanges.model_fields) if inside else ("", model.model_fields)
+        near = [prefix + one for one in difflib.get_close_matches(name.removeprefix(prefix), known, n=1)]
+        hint = f"did you mean {near[0]!r}?" if near else f"known fields: {', '.join(prefix + one for one in known)}"
         return f"unknown field {name!r}; {hint}"
     message = fault["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
     if not name:  # of several fields together: the message names them

@@ -44,7 +44,7 @@ def headline(plan: Plan) -> str:
     emulated = experiment.ep_backend is EPBackend.DEEPEP and experiment.ep_kernels == "emulated"
     arm = f"{experiment.arm} (DeepEP emulated)" if emulated else experiment.arm
     return (
-        f"{verdict}: {experiment.model}, arm {arm}, {experiment.world_size} ranks = {experiment.nodes} x "
+        f"{verdict}: {experiment.model_label}, arm {arm}, {experiment.world_size} ranks = {experiment.nodes} x "
         f"{experiment.gpus_per_node}, hardware {experiment.hardware}"
     )
 

@@ -137,6 +137,6 @@ def differences(experiment: Experiment) -> tuple[Difference, ...]:
     0
     """
     published = {**SHARED, **PUBLISHED.get(experiment.model, {})}
-    if any(getattr(experiment, field) != published.get(field, 1) for field in LAYOUT):
+    if experiment.shape or any(getattr(experiment, field) != published.get(field, 1) for field in LAYOUT):
         return ()
     return tuple(row for row in DIFFERENCES if experiment.model in row.models)

@@ -1,18 +1,18 @@
-"""Notebook 01 as authored, once more over the captures of that run, and what it tells its reader to see."""
+"""Notebook 01 as authored and once more over the captures of that run, and what it tells its reader to see."""
 
 from __future__ import annotations
 
 import math
-import shutil
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import nbformat
 import pytest
 import torch
+from notebook_support import Ran
 
 from moelab.experiment import Experiment
+from moelab.model.shape import NANO
 from moelab.mxfp8.capture import Capture, captures_of, read
 from moelab.mxfp8.numerics import (
     FP8,
@@ -29,7 +29,6 @@ from moelab.mxfp8.numerics import (
 )
 from moelab.notebooks import execute
 from moelab.runs.directory import RunDir, find
-from moelab.titan.models import NANO
 
 pytestmark = pytest.mark.training
 ROOT = Path(__file__).parents[2]
@@ -38,15 +37,9 @@ GAUSSIAN = (512, 1024)
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
-    """The run that the notebook trains with its defaults, by nbmake: two gloo ranks, EP 2, FSDP2."""
-    folder = tmp_path_factory.mktemp("notebook")
-    shutil.copy(NOTEBOOK, folder)
-    command = [sys.executable, "-m", "pytest", "-q", "--nbmake", "--nbmake-timeout=600", "-p", "no:cacheprovider", "."]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout
-    assert "1 passed" in done.stdout
-    (made,) = find(folder)
+def run(by_nbmake: Callable[[str], Ran]) -> RunDir:
+    """The run that the notebook trains with its defaults: two gloo ranks, EP 2, FSDP2."""
+    (made,) = find(by_nbmake(NOTEBOOK.stem).folder)
     return made
 
 

@@ -168,13 +168,18 @@ def test_several_faults_are_all_named(file: Path) -> None:
     assert sorted(line.split(":")[0].split(";")[0] for line in said) == ["ep", "lr", "nodes", "unknown field 'speed'"]
 
 
+def test_an_unknown_dimension_gets_the_nearest_name(file: Path) -> None:
+    assert complaint(file, "shape: {experts: 4}") == "unknown field 'shape.experts'; did you mean 'shape.num_experts'?"
+    assert "shape.top_k: got 0; valid: " in complaint(file, "shape: {top_k: 0}")
+
+
 @pytest.mark.parametrize(
     ("field", "near"), [("nodse", "nodes"), ("step", "steps"), ("learning_rate", None), ("Precision", "precision")]
 )
 def test_an_unknown_field_gets_the_nearest_name(file: Path, field: str, near: str | None) -> None:
     said = complaint(file, f"{field}: 4")
     assert said.startswith(f"unknown field {field!r}; ")
-    assert (f"did you mean {near!r}?" if near else "known fields: name, model, precision") in said
+    assert (f"did you mean {near!r}?" if near else "known fields: name, model, shape, precision") in said
 
 
 NOT_A_STUDY = {

@@ -12,8 +12,18 @@ from hypothesis import strategies as st
 from torch import nn
 
 from moelab.errors import BadInput
-from moelab.model import SHAPES, count_parameters, flops_per_token, gemms, parameters, shape_of, token_traffic
-from moelab.titan.models import NANO, model_spec
+from moelab.experiment import Experiment
+from moelab.model import (
+    SHAPES,
+    count_parameters,
+    flops_per_token,
+    gemms,
+    parameters,
+    shape_for,
+    shape_of,
+    token_traffic,
+)
+from moelab.titan.models import model_spec
 
 MODELS = sorted(SHAPES)
 
@@ -54,9 +64,60 @@ def test_routing_and_heads_are_torchtitans(model: str) -> None:
     assert shape.n_dense_layers == sum(layer.moe is None for layer in config.layers)
 
 
-def test_nano_is_the_model_that_is_trained() -> None:
-    shape = shape_of("nano")
-    assert {name: getattr(shape, name) for name in vars(NANO)} == vars(NANO)
+OWN = {
+    "dim": 384,
+    "n_layers": 5,
+    "n_dense_layers": 2,
+    "n_heads": 4,
+    "num_experts": 24,
+    "num_shared_experts": 3,
+    "moe_hidden_dim": 96,
+    "dense_hidden_dim": 320,
+    "q_lora_rank": 0,
+    "kv_lora_rank": 128,
+    "vocab_size": 130_000,
+}
+
+
+@pytest.mark.parametrize("model", ["16B", "671B", "nano"])
+def test_own_dimensions_train_and_count_alike(model: str) -> None:
+    shape = shape_for(Experiment(model=model, shape={**OWN, "top_k": 4}))
+    config = model_spec(model, ep_backend="standard", shape=shape).model
+    with torch.device("meta"):
+        module = config.build()
+    assert count_parameters(shape).total == sum(parameter.numel() for parameter in module.parameters())
+    assert flops_per_token(shape, 512) == config.get_nparams_and_flops(module, 512)[1]
+    router, base = config.layers[-1].moe.router, built(model)[1].layers[-1].moe.router
+    assert (router.top_k, router.num_experts, router.gate.out_features) == (4, 24, 24)
+    assert (router.score_func, router.route_scale, router.num_expert_groups) == (
+        base.score_func,
+        base.route_scale,
+        base.num_expert_groups,
+    )
+
+
+@pytest.mark.parametrize("model", ["debug", "16B", "671B"])
+def test_own_dimensions_change_nothing_else(model: str) -> None:
+    whole, again = (model_spec(model, ep_backend="standard", shape=shape).model for shape in (
+        shape_of(model),
+        shape_for(Experiment(model=model, shape={"n_layers": shape_of(model).n_layers - 1})),
+    ))  # fmt: skip
+    assert repr(again.layers) == repr(whole.layers[:-1])
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"top_k": 300}, "top_k is 300; valid: at most num_experts, 256"),
+        ({"num_experts": 100}, "num_experts is 100; valid: a multiple of expert_groups, 8"),
+        ({"n_layers": 3}, "n_dense_layers is 3 of n_layers 3; valid: fewer"),
+        ({"limited_groups": 9}, "limited_groups is 9; valid: at most expert_groups, 8"),
+        ({"dim": 100}, "dim is 100; valid: a multiple of 8"),
+    ],
+)
+def test_dimensions_that_do_not_go_together(changes: dict[str, int], said: str) -> None:
+    with pytest.raises(BadInput, match=said):
+        shape_for(Experiment(model="671B", shape=changes))
 
 
 def test_published_flop_counts_of_671b() -> None:

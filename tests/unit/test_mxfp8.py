@@ -15,6 +15,7 @@ from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, TorchAOTokenDispatcher
 
 from moelab.errors import Refused
+from moelab.model.shape import NANO
 from moelab.mxfp8 import kernels
 from moelab.mxfp8.converter import (
     LINEARS,
@@ -25,7 +26,7 @@ from moelab.mxfp8.converter import (
     converted_modules,
     op_config,
 )
-from moelab.titan.models import NANO, model_spec
+from moelab.titan.models import model_spec
 
 E4M3, BLOCK = torch.float8_e4m3fn, 32
 GROUPS = [37, 0, 1, 64, 26]  # tokens of each expert: ragged, none, one, a multiple of the block

@@ -9,9 +9,12 @@ from moelab.experiment import EPBackend, Experiment, Precision
 from moelab.hardware import has_grouped_fp8
 from moelab.layout.arm_rules import MXFP8_CAPABILITY
 from moelab.machine import GpuInfo, cores, gpus, has_module
+from moelab.model import count_parameters, shape_for, shape_of
 from moelab.titan.arms import refusal
 
 RANKS_PER_CORE = 4
+CPU_PARAMETERS = 1_000_000_000
+"""More are refused on a CPU: a step would take minutes."""
 
 
 def refusals(experiment: Experiment, *, devices: tuple[GpuInfo, ...] | None = None) -> list[str]:
@@ -23,8 +26,14 @@ def refusals(experiment: Experiment, *, devices: tuple[GpuInfo, ...] | None = No
     """
     found = gpus() if devices is None else devices
     found = () if experiment.hardware == "cpu" else found
-    checks = (_nodes, _ranks, _precision, _backend, _model, _hardware)
+    checks = (_trainer, _nodes, _ranks, _precision, _backend, _model, _hardware)
     return [reason for check in checks if (reason := check(experiment, found))]
+
+
+def _trainer(_experiment: Experiment, _gpus: tuple[GpuInfo, ...]) -> str | None:
+    if not has_module("triton"):
+        return "TorchTitan 0.3.0 cannot be imported without Triton, on a CPU too; on Linux: pip install triton"
+    return None
 
 
 def _nodes(experiment: Experiment, _gpus: tuple[GpuInfo, ...]) -> str | None:
@@ -75,10 +84,12 @@ def _backend(experiment: Experiment, found: tuple[GpuInfo, ...]) -> str | None:
 
 
 def _model(experiment: Experiment, found: tuple[GpuInfo, ...]) -> str | None:
-    if experiment.model in ("16B", "671B") and not found:
-        return (
-            f"model {experiment.model} needs GPUs and this machine has none to use. Nearest: model=debug or model=nano"
-        )
+    shape, tokens = shape_for(experiment), shape_of(experiment.model).vocab_size
+    if shape.vocab_size < tokens:
+        return f"shape: vocab_size is {shape.vocab_size}, and the tokenizer of {experiment.model} has {tokens} tokens"
+    if count_parameters(shape).total > CPU_PARAMETERS and not found:
+        label = experiment.model_label
+        return f"model {label} needs GPUs and this machine has none to use. Nearest: model=debug or model=nano"
     return None
 
 

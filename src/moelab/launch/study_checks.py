@@ -13,7 +13,7 @@ from moelab.experiment import Experiment
 from moelab.experiment_file import Study
 from moelab.launch.cluster import ClusterProfile
 from moelab.memory.activations import FP32
-from moelab.model import count_parameters, shape_of
+from moelab.model import count_parameters, shape_for
 from moelab.plan import Plan, plan
 
 STREAMING_NODES = 4
@@ -79,7 +79,7 @@ def check_room(study: Study | None, cluster: ClusterProfile, runs: Path) -> Iter
 
 def checkpoint_bytes(study: Study, cluster: ClusterProfile) -> int:
     """Bytes of checkpoints at most: those that a run keeps and one that is being written, of every run at once."""
-    of_runs = [STATE_BYTES * count_parameters(shape_of(one.model)).total for one in study.experiments]
+    of_runs = [STATE_BYTES * count_parameters(shape_for(one)).total for one in study.experiments]
     return (cluster.checkpoints_kept + 1) * sum(of_runs)
 
 

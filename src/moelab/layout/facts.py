@@ -8,7 +8,7 @@ from typing import Any
 from moelab.experiment import EPBackend, Experiment, Precision
 from moelab.hardware import gpu_of
 from moelab.layout.stages import SCHEDULES, Schedule, schedule_in_any_case
-from moelab.model import ModelShape, shape_of
+from moelab.model import ModelShape, shape_for
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,7 +102,7 @@ def facts_of(experiment: Experiment) -> Facts:
     """
     return Facts(
         experiment=experiment,
-        shape=shape_of(experiment.model),
+        shape=shape_for(experiment),
         capability=_capability(experiment.hardware),
         world_size=experiment.world_size,
         pp=experiment.pp,

@@ -19,7 +19,7 @@ from moelab.memory.dispatch_buffer import DispatchBuffer, dispatch_buffer
 from moelab.memory.layer import Mode
 from moelab.memory.moments import Parts, Step, step
 from moelab.memory.sharding import held, stage_modules
-from moelab.model import ModelShape, shape_of
+from moelab.model import ModelShape, shape_for
 
 GIB = 2**30
 PADDING = {Precision.BF16: 1, Precision.FP8: 16, Precision.MXFP8: 32}
@@ -163,7 +163,7 @@ def estimate(
         >>> estimate(experiment, check(experiment).layout, gpu_of("h100_node")).fits
         True
     """
-    shape = shape or shape_of(experiment.model)
+    shape = shape or shape_for(experiment)
     work = work_of(experiment, layout, gpu, constants)
     run = step(
         shape,

@@ -7,7 +7,7 @@ device) and compare. Nothing here imports torch, so that thousands of layouts ca
 """
 
 from moelab.model.parameters import Parameter, ParameterCounts, Part, count_parameters, parameters
-from moelab.model.shape import EMBEDDING, HEAD, NORM, SHAPES, ModelShape, shape_of
+from moelab.model.shape import EMBEDDING, HEAD, NORM, SHAPES, ModelShape, shape_for, shape_of
 from moelab.model.work import (
     BYTES_PER_ELEMENT,
     Gemm,
@@ -37,6 +37,7 @@ __all__ = [
     "flops_per_token",
     "gemms",
     "parameters",
+    "shape_for",
     "shape_of",
     "token_traffic",
 ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from moelab.errors import BadInput
+from moelab.experiment import Experiment
 
 EMBEDDING, NORM, HEAD = "tok_embeddings", "norm", "lm_head"
 
@@ -149,3 +150,41 @@ def shape_of(model: str) -> ModelShape:
     if model not in SHAPES:
         raise BadInput(f"there is no model {model!r}; the models are {', '.join(SHAPES)}")
     return SHAPES[model]
+
+
+def shape_for(experiment: Experiment) -> ModelShape:
+    """The shape of an experiment's model: that of its name, with the experiment's own dimensions.
+
+    Raises:
+        BadInput: if the dimensions do not go together.
+
+    Example:
+        >>> shape_for(Experiment(model="671B", shape={"n_layers": 40})).n_moe_layers
+        37
+    """
+    shape = shape_of(experiment.model)
+    if experiment.shape is None:
+        return shape
+    shape = replace(shape, **experiment.shape.changes)
+    faults = [text for wrong, text in _faults(shape) if wrong]
+    if faults:
+        raise BadInput("\n".join(f"shape: {text}" for text in faults))
+    return shape
+
+
+def _faults(shape: ModelShape) -> list[tuple[bool, str]]:
+    experts, groups, limited = shape.num_experts, shape.expert_groups, shape.limited_groups
+    return [
+        (
+            shape.n_dense_layers >= shape.n_layers,
+            f"n_dense_layers is {shape.n_dense_layers} of n_layers {shape.n_layers}; valid: fewer",
+        ),
+        (shape.top_k > experts, f"top_k is {shape.top_k}; valid: at most num_experts, {experts}"),
+        (experts % groups != 0, f"num_experts is {experts}; valid: a multiple of expert_groups, {groups}"),
+        (limited > groups, f"limited_groups is {limited}; valid: at most expert_groups, {groups}"),
+        (
+            shape.top_k > limited * (experts // groups),
+            f"top_k is {shape.top_k}; valid: at most the experts of {limited} of {groups} groups",
+        ),
+        (shape.dim % 8 != 0, f"dim is {shape.dim}; valid: a multiple of 8"),
+    ]

@@ -30,7 +30,7 @@ from typing import Any
 
 from moelab.experiment import EPBackend, Experiment, Precision, Routing
 from moelab.layout.dispatchers import Fault, deepep_fault, dispatch_fault, takes_experts, that_pad
-from moelab.model import shape_of
+from moelab.model import shape_for
 
 SHARED: dict[str, Any] = {
     "hardware": "b200_x256",
@@ -117,7 +117,7 @@ def _fault(experiment: Experiment) -> Fault | None:
 
 
 def _deepep_fault(experiment: Experiment) -> Fault | None:
-    shape, ep = shape_of(experiment.model), experiment.ep
+    shape, ep = shape_for(experiment), experiment.ep
     if shape.num_experts % ep:
         mend = {"ep": gcd(shape.num_experts, ep)}
         return Fault(f"ep_backend deepep: {shape.num_experts} experts cannot be divided over {ep} ranks", mend)

@@ -41,6 +41,7 @@ from moelab.deepep.dispatcher import ALIGNMENT, PADDED
 from moelab.errors import Refused
 from moelab.experiment import EPBackend, Experiment, Precision, Routing
 from moelab.experiment_file import read_experiment
+from moelab.model import shape_for
 from moelab.mxfp8 import capture
 from moelab.mxfp8 import dispatch as mxfp8_dispatch
 from moelab.mxfp8 import kernels as mxfp8_kernels
@@ -196,7 +197,8 @@ def _padding(experiment: Experiment) -> dict[str, Any]:
 
 
 def _model(experiment: Experiment, *, on_cpu: bool) -> ModelSpec:
-    spec = model_spec(experiment.model, ep_backend=experiment.ep_backend.value)
+    shape = shape_for(experiment) if experiment.shape else None
+    spec = model_spec(experiment.model, ep_backend=experiment.ep_backend.value, shape=shape)
     converter = _converter(experiment)
     if converter is not None:
         spec.model = converter.build().convert(spec.model)

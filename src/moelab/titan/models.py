@@ -1,4 +1,4 @@
-"""The DeepSeek-V3 models by name: TorchTitan's own, unchanged, and one made for a laptop.
+"""The DeepSeek-V3 models by name: TorchTitan's own, unchanged, one made for a laptop, and your own dimensions.
 
 ``nano`` has every part of DeepSeek-V3 that the study is about, at a size where two CPU cores take a step in less than
 half a second: multi-head latent attention with low-rank queries, one dense layer, sigmoid routing with normalised
@@ -8,80 +8,81 @@ MXFP8, and the query, key and value heads have one size so that the CPU's fused 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import fields
+from typing import Any
 
 import torchtitan.models.deepseek_v3 as deepseek_v3
 from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm
 from torchtitan.models.deepseek_v3 import DeepSeekV3Model
 from torchtitan.protocols.model_spec import ModelSpec
 
+from moelab.model.shape import NANO, ModelShape, shape_of
+
 TITAN_FLAVORS = {"debug": "debugmodel", "16B": "16B", "671B": "671B"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class NanoShape:
-    """Dimensions of ``nano``."""
-
-    vocab_size: int = 2048
-    dim: int = 128
-    n_layers: int = 4
-    n_dense_layers: int = 1
-    n_heads: int = 2
-    q_lora_rank: int = 64
-    kv_lora_rank: int = 64
-    qk_nope_head_dim: int = 32
-    qk_rope_head_dim: int = 32
-    v_head_dim: int = 64
-    dense_hidden_dim: int = 256
-    moe_hidden_dim: int = 128
-    num_experts: int = 8
-    num_shared_experts: int = 1
-    top_k: int = 2
+NANO_SETTINGS: dict[str, Any] = {
+    "mscale": 1.0,
+    "router_score_func": "sigmoid",
+    "router_route_norm": True,
+    "attn_backend": "flex",
+    "non_blocking_capacity_factor": None,
+    "rope": ComplexRoPE.Config(dim=NANO.qk_rope_head_dim, max_seq_len=4096, theta=10000.0),
+}
 
 
-NANO = NanoShape()
-
-
-def model_spec(model: str, *, ep_backend: str) -> ModelSpec:
+def model_spec(model: str, *, ep_backend: str, shape: ModelShape | None = None) -> ModelSpec:
     """TorchTitan's specification of a model.
 
     Args:
         model: ``nano``, ``debug``, ``16B`` or ``671B``.
         ep_backend: TorchTitan's name of the token dispatcher, such as ``standard``.
+        shape: dimensions in place of the model's own; its other settings stay.
     """
-    if model in TITAN_FLAVORS:
-        return deepseek_v3.model_registry(TITAN_FLAVORS[model], moe_comm_backend=ep_backend)
-    spec = deepseek_v3.model_registry("debugmodel", moe_comm_backend=ep_backend)
-    spec.flavor = "nano"
-    spec.model = nano_config(NANO, ep_backend=ep_backend)
+    flavor = TITAN_FLAVORS.get(model, "debugmodel")
+    spec = deepseek_v3.model_registry(flavor, moe_comm_backend=ep_backend)
+    shape = shape or shape_of(model)
+    if model in TITAN_FLAVORS and shape == shape_of(model):
+        return spec
+    spec.flavor = model
+    settings = _settings_of(flavor) if model in TITAN_FLAVORS else NANO_SETTINGS
+    spec.model = _config(shape, settings | {"moe_comm_backend": ep_backend})
     return spec
 
 
-def nano_config(shape: NanoShape, *, ep_backend: str) -> DeepSeekV3Model.Config:
-    """The nano model, built by TorchTitan's DeepSeek-V3 builders with its initialisation."""
-    layers = deepseek_v3._build_dsv3_layers(
-        n_layers=shape.n_layers,
-        n_dense_layers=shape.n_dense_layers,
-        dim=shape.dim,
-        n_heads=shape.n_heads,
-        q_lora_rank=shape.q_lora_rank,
-        kv_lora_rank=shape.kv_lora_rank,
-        qk_nope_head_dim=shape.qk_nope_head_dim,
-        qk_rope_head_dim=shape.qk_rope_head_dim,
-        v_head_dim=shape.v_head_dim,
-        mscale=1.0,
-        dense_hidden_dim=shape.dense_hidden_dim,
-        moe_hidden_dim=shape.moe_hidden_dim,
-        num_experts=shape.num_experts,
-        num_shared_experts=shape.num_shared_experts,
-        router_top_k=shape.top_k,
-        router_score_func="sigmoid",
-        router_route_norm=True,
-        attn_backend="flex",
-        moe_comm_backend=ep_backend,
-        non_blocking_capacity_factor=None,
-        rope=ComplexRoPE.Config(dim=shape.qk_rope_head_dim, max_seq_len=4096, theta=10000.0),
-    )
+def _settings_of(flavor: str) -> dict[str, Any]:
+    """What TorchTitan's flavor gives to the builder of layers.
+
+    TorchTitan 0.3.0 writes it inside of a function for each flavor; this can go when it has a table.
+    """
+    given: dict[str, Any] = {}
+    build = deepseek_v3._build_dsv3_layers
+
+    def record(**arguments: Any) -> Any:
+        given.update(arguments)
+        return build(**arguments)
+
+    deepseek_v3._build_dsv3_layers = record
+    try:
+        deepseek_v3.model_registry(flavor)
+    finally:
+        deepseek_v3._build_dsv3_layers = build
+    return given
+
+
+def _config(shape: ModelShape, settings: dict[str, Any]) -> DeepSeekV3Model.Config:
+    """A model of any shape, built by TorchTitan's DeepSeek-V3 builders with its initialisation."""
+    sizes = {
+        field.name: getattr(shape, field.name)
+        for field in fields(shape)
+        if field.name not in ("name", "vocab_size", "top_k", "expert_groups", "limited_groups")
+    }
+    grouped = shape.expert_groups > 1
+    router = {
+        "router_top_k": shape.top_k,
+        "router_num_expert_groups": shape.expert_groups if grouped else None,
+        "router_num_limited_groups": shape.limited_groups if grouped else None,
+    }
     init = deepseek_v3._EMBEDDING_INIT, deepseek_v3._NORM_INIT, deepseek_v3._output_linear_init(shape.dim)
     return DeepSeekV3Model.Config(
         vocab_size=shape.vocab_size,
@@ -89,5 +90,5 @@ def nano_config(shape: NanoShape, *, ep_backend: str) -> DeepSeekV3Model.Config:
         tok_embeddings=Embedding.Config(num_embeddings=shape.vocab_size, embedding_dim=shape.dim, param_init=init[0]),
         norm=RMSNorm.Config(normalized_shape=shape.dim, param_init=init[1]),
         lm_head=Linear.Config(in_features=shape.dim, out_features=shape.vocab_size, param_init=init[2]),
-        layers=layers,
+        layers=deepseek_v3._build_dsv3_layers(**(settings | sizes | router)),
     )

@@ -24,7 +24,7 @@ from moelab.experiment import Experiment
 from moelab.hardware import gpu_of
 from moelab.layout import check
 from moelab.memory.sharding import local_numel
-from moelab.model import shape_of
+from moelab.model import shape_for
 from moelab.titan.arms import refusal
 
 CAPABILITY = (10, 0)
@@ -62,7 +62,7 @@ def verify(experiment: Experiment, ranks: Sequence[int] | None = None) -> dict[s
         raise Refused(f"TorchTitan does not build this experiment: {error}")
     layout = check(experiment).layout
     for row in answer["ranks"]:
-        row["predicted_parameters"] = layout and local_numel(shape_of(experiment.model), layout, row["rank"])
+        row["predicted_parameters"] = layout and local_numel(shape_for(experiment), layout, row["rank"])
     return {"seconds": round(time.monotonic() - started, 1), "world_size": experiment.world_size, **answer}
 
 
