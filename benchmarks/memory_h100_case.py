@@ -66,7 +66,7 @@ def build_config(case: dict[str, Any], dump_folder: Path) -> Trainer.Config:
     """The experiment's configuration as ``moelab run`` would make it, with the thin model in place of the whole one."""
     experiment = Experiment(**case["experiment"], steps=STEPS, warmup_steps=1)
 
-    def thin(model: str, *, ep_backend: str) -> ModelSpec:
+    def thin(model: str, *, ep_backend: str, **_own_shape: Any) -> ModelSpec:
         return thin_spec(case["thin"], model, ep_backend=ep_backend)
 
     with mock.patch.object(config_registry, "model_spec", thin):

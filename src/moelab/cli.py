@@ -71,12 +71,21 @@ def build_parser() -> argparse.ArgumentParser:
     status.add_argument("--follow", action="store_true", help="go on showing them; Ctrl-C leaves the runs alone")
     collect = _verb(verbs, "collect", _collect, "read the metrics of a run, a study, a log, TensorBoard or W&B export")
     collect.add_argument("path", type=Path)
-    report = _verb(verbs, "report", _report, "judge a study and write its HTML report")
-    report.add_argument("path", type=Path, help="folder of a study, such as runs/06_compare_convergence")
+    report = _verb(verbs, "report", _report, "judge a study, or compare any runs, and write an HTML report")
+    report.add_argument(
+        "paths",
+        type=Path,
+        nargs="+",
+        metavar="path",
+        help="a study; or several studies, runs, logs, TensorBoard or W&B exports",
+    )
     report.add_argument("--reference", default="bf16_standard", help="arm that the others are held against")
     report.add_argument("--margin", type=float, help="equivalence margin in nats, instead of the seeds' own spread")
     report.add_argument("--final-fraction", type=float, default=0.1, help="part of the steps that a final loss is of")
-    report.add_argument("--output", type=Path, help="file to write; default: report.html in the study's folder")
+    report.add_argument(
+        "--output", type=Path, help="file to write; default: report.html in the study, or comparison.html here"
+    )
+    report.add_argument("--with-paths", action="store_true", help="keep folders, host and user names in the report")
     for verb in (*plans, run, *of_slurm, status, collect, report):
         verb.add_argument("--json", action="store_true", help="print one JSON object")
     run.add_argument("--runs", type=Path, default=Path("runs"), help="folder that holds all studies")
@@ -191,14 +200,15 @@ def _collect(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace) -> int:
-    from moelab.study_report import judge_study, write_study_report
+    from moelab.study_report import Comparison, judge_paths, write_study_report
 
-    judged = judge_study(
-        options.path,
+    judged = judge_paths(
+        options.paths,
         reference=options.reference,
         final_fraction=options.final_fraction,
         margin_nats=options.margin,
     )
-    path = write_study_report(judged, options.output or options.path / "report.html")
+    usual = Path("comparison.html") if isinstance(judged, Comparison) else options.paths[0] / "report.html"
+    path = write_study_report(judged, options.output or usual, with_paths=options.with_paths)
     show(options, {**judged.to_json(), "report": str(path)}, f"{judged.as_text()}\nreport: {path}")
     return 0

@@ -1,4 +1,4 @@
-"""The report in a real browser without a network: every figure is drawn, nothing is asked for, nothing complains."""
+"""Reports in a real browser, offline: every figure is drawn, nothing is asked for, complained about or run."""
 
 from __future__ import annotations
 
@@ -10,9 +10,14 @@ import numpy as np
 import pandas as pd
 import pytest
 from playwright.sync_api import Page, sync_playwright
+from run_support import make_run
 
 from moelab.analysis import compare_convergence
+from moelab.data.example_logs import EXAMPLE_LOGS
+from moelab.experiment import Experiment
 from moelab.runs import metrics_table
+from moelab.runs.status import State
+from moelab.study_report import judge_paths, write_study_report
 from moelab.viz import Figure, Table, loss_curves, loss_difference, loss_tail, throughput_bars, write_report
 
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
@@ -42,6 +47,28 @@ def study_table() -> pd.DataFrame:
     return pd.concat(parts, ignore_index=True)
 
 
+def opened(page: Page, report: Path, figures: int) -> None:
+    """Open a report and wait for its figures; whatever is asked for, said or shown on the way is a failure."""
+    complaints: list[str] = []
+    requests: list[str] = []
+    page.on(
+        "console", lambda message: complaints.append(message.text) if message.type in ("error", "warning") else None
+    )
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on("dialog", lambda dialog: complaints.append(dialog.message))
+    page.on("request", lambda request: requests.append(request.url))
+    page.goto(report.as_uri())
+    for number in range(figures):
+        page.locator(".js-plotly-plot").nth(number).locator(".main-svg").first.wait_for(state="attached")
+    assert complaints == []
+    assert [url for url in requests if not url.startswith(("file:", "data:", "blob:"))] == []
+    assert page.locator(".js-plotly-plot").count() == figures
+    for width, height in ((1280, 800), (1920, 1080)):
+        page.set_viewport_size({"width": width, "height": height})
+        overflow = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
+        assert overflow <= 0, "the page is wider than the window"
+
+
 def test_report_opens_offline(page: Page, tmp_path: Path) -> None:
     table = study_table()
     (verdict,) = compare_convergence(table, reference="bf16_standard")
@@ -55,19 +82,31 @@ def test_report_opens_offline(page: Page, tmp_path: Path) -> None:
         tables=[Table(title="Runs", columns=["run"], rows=[["<img src=x onerror=alert(1)>"]])],
         provenance={"Software": "none"},
     )
-    complaints: list[str] = []
-    requests: list[str] = []
-    page.on(
-        "console", lambda message: complaints.append(message.text) if message.type in ("error", "warning") else None
-    )
-    page.on("pageerror", lambda error: complaints.append(str(error)))
-    page.on("dialog", lambda dialog: complaints.append(dialog.message))
-    page.on("request", lambda request: requests.append(request.url))
-    page.goto(report.as_uri())
-    page.wait_for_function("document.querySelectorAll('.js-plotly-plot .main-svg').length >= 4")
-    assert complaints == []
-    assert [url for url in requests if not url.startswith(("file:", "data:", "blob:"))] == []
-    assert page.locator(".js-plotly-plot").count() == 4
+    opened(page, report, 4)
     assert "<script>alert(1)</script>" in page.locator("h1").inner_text()
-    overflow = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
-    assert overflow <= 0, "the page is wider than the window"
+
+
+HOSTILE = "</script><script>window.hacked=1</script><img src=x onerror='window.hacked=1'>"
+
+
+def test_a_hostile_name_is_text_in_a_comparison(page: Page, tmp_path: Path) -> None:
+    """A run name, a reason and a configuration of somebody else's: in titles, legends, axes, cells and notes."""
+    steps = range(1, 31)
+    export = tmp_path / "wandb" / "history.csv"
+    export.parent.mkdir()
+    columns = {"Step": steps, f"{HOSTILE} - loss_metrics/global_avg_loss": [8 - step / 10 for step in steps]}
+    pd.DataFrame({**columns, f"{HOSTILE} - throughput(tps)": 100.0}).to_csv(export, index=False)
+    (export.parent / "config.yaml").write_text(f'precision: "{HOSTILE}"\n')
+    for seed, state in ((0, State.COMPLETED), (1, State.FAILED)):
+        experiment = Experiment(name="s", steps=30, seed=seed)
+        make_run(tmp_path / "runs", experiment, [8.0 - step / 10 for step in steps], state=state, reason=HOSTILE)
+    compared = judge_paths([export, tmp_path / "runs" / "s", EXAMPLE_LOGS[0]])
+    report = write_study_report(compared, tmp_path / "report.html")
+    opened(page, report, 4)
+    assert page.evaluate("window.hacked") is None
+    assert page.locator("img").count() == 0
+    shown = HOSTILE[:40]
+    assert shown in page.locator(".legendtext").first.text_content()
+    assert page.locator("td, th").filter(has_text=shown).count() > 3
+    assert page.locator("#tables td").filter(has_text=HOSTILE).count() == 2  # a setting and a reason, whole
+    assert HOSTILE in page.locator(".notes").inner_text()

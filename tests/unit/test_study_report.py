@@ -228,6 +228,16 @@ def test_a_report_names_no_folder_user_or_host_of_the_machine(study: Path) -> No
     assert getpass.getuser() == "root" or getpass.getuser() not in page
 
 
+def test_folders_are_shown_if_they_are_asked_for(study: Path) -> None:
+    run_of(
+        study.parents[1], "bf16", 7, 5.0, losses=[8.0], state=State.FAILED, reason="WANDB_API_KEY=0123abc was refused"
+    )
+    path = write_study_report(judge_study(study), study / "report.html", with_paths=True)
+    page = html.unescape(own_text(path.read_text()))
+    assert f"--dump_folder {study}/bf16_standard/seed" in page
+    assert "WANDB_API_KEY=*** was refused" in page  # keys stay hidden all the same
+
+
 @pytest.mark.parametrize(
     ("before", "after"),
     [

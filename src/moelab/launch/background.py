@@ -50,7 +50,7 @@ def start_in_background(study: Study, runs: Path) -> subprocess.Popen[bytes] | N
         options = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
         process = subprocess.Popen(command, start_new_session=True, **options)  # type: ignore[call-overload]
     while process.poll() is None:
-        if {run.path for run in directory.find(folder)} - before:
+        if {run.path for run in directory.find(folder) if run.status.attempts} - before:
             return process  # type: ignore[no-any-return]
         time.sleep(_LOOK_S)
     if process.returncode:

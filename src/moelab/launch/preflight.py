@@ -203,7 +203,9 @@ def _slurm(cluster: ClusterProfile) -> Iterator[Finding]:
 def _test_only(study: Study, cluster: ClusterProfile, runs: Path) -> Finding:
     """Ask Slurm about the very scripts that submitting would hand over."""
     name = "sbatch --test-only"
-    scripts = dry_run(study, runs, cluster).scripts if cluster.scheduler == "slurm" else ()
+    if cluster.scheduler != "slurm":
+        return Finding(name=name, severity="note", found=f"{cluster.name} starts runs without Slurm")
+    scripts = dry_run(study, runs, cluster).scripts
     try:
         with tempfile.NamedTemporaryFile("w", suffix=".sbatch") as file:
             for script in scripts:

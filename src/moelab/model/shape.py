@@ -7,6 +7,7 @@ laptop's model of ``moelab.titan.models``.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from moelab.errors import BadInput
 from moelab.experiment import Experiment
@@ -165,7 +166,8 @@ def shape_for(experiment: Experiment) -> ModelShape:
     shape = shape_of(experiment.model)
     if experiment.shape is None:
         return shape
-    shape = replace(shape, **experiment.shape.changes)
+    changes: dict[str, Any] = experiment.shape.changes
+    shape = replace(shape, **changes)
     faults = [text for wrong, text in _faults(shape) if wrong]
     if faults:
         raise BadInput("\n".join(f"shape: {text}" for text in faults))

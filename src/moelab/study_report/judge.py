@@ -47,7 +47,7 @@ def judge_study(
         raise BadInput(f"{path} holds several studies; give the folder of one: {', '.join(studies)}")
     collected = collect(path)
     if study is None:
-        collected = _of_latest_experiment(collected, places)
+        collected = of_latest_experiment(collected, places)
     else:
         collected = [run for run in collected if run.run in places and places[run.run].experiment in study.experiments]
     runs = newest(collected)
@@ -71,7 +71,7 @@ def judge_study(
     )
 
 
-def _of_latest_experiment(collected: list[Collected], places: Mapping[str, RunDir]) -> list[Collected]:
+def of_latest_experiment(collected: list[Collected], places: Mapping[str, RunDir]) -> list[Collected]:
     """Leave out finished runs from before a field of their arm was changed: seeds must differ in nothing else."""
     finished = [run for run in collected if run.finished and run.run in places]
     experiments = {run.run: places[run.run].experiment.model_copy(update={"seed": 0}) for run in finished}

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from datetime import UTC, datetime
 
 from moelab.analysis import arm_label
 from moelab.study_report.judgement import StudyJudgement
 
-_FOLDERS = re.compile(r"(?<![\w:/…])/(?:[^\s/'\":]+/)+")  # of the machine that ran it, in a text
 VERSIONS_SHOWN = ("torch", "torchtitan", "torchao", "nvidia-nccl-cu13")
 
 
-def provenance(judged: StudyJudgement) -> dict[str, str]:
-    """What was run, where and with what."""
-    found = judged.environment
+def provenance(judged: StudyJudgement, *, with_paths: bool = False) -> dict[str, str]:
+    """What was run, where and with what.
+
+    Args:
+        judged: the study.
+        with_paths: leave the folders of the machine that ran it in its commands.
+    """
+    found, shown = judged.environment, str if with_paths else portable
     packages = [f"{name} {found['packages'][name]}" for name in VERSIONS_SHOWN if found["packages"].get(name)]
     gpus = [gpu["name"] for gpu in found["gpus"]]
     return {
@@ -25,16 +28,11 @@ def provenance(judged: StudyJudgement) -> dict[str, str]:
         "Hardware": f"{len(gpus)} × {gpus[0]}" if gpus else f"{found['processor']}, {found['cores']} cores, no GPU",
         "Memory": f"{found['memory_gib']} GiB",
         "System": found["platform"],
-        **{f"Command, {arm_label(arm)}": _portable(command) for arm, command in judged.commands.items()},
+        **{f"Command, {arm_label(arm)}": shown(command) for arm, command in judged.commands.items()},
     }
 
 
-def without_folders(text: str) -> str:
-    """A text without the folders of the machine that it is about."""
-    return _FOLDERS.sub("…/", text)
-
-
-def _portable(command: str) -> str:
+def portable(command: str) -> str:
     """A launch command without the folders of the machine that ran it."""
     return " ".join(_without_folder(word) for word in shlex.split(command))
 

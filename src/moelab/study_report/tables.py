@@ -1,36 +1,14 @@
-"""The figures and tables of a study, and the report that holds them."""
+"""The figures and tables of a study."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from moelab.analysis import arm_label
 from moelab.runs.collect import WARMUP_STEPS
 from moelab.study_report.judgement import StudyJudgement
-from moelab.study_report.origin import provenance, without_folders
-
-
-def write_study_report(judged: StudyJudgement, path: Path) -> Path:
-    """Write the study as one self-contained HTML file.
-
-    Args:
-        judged: the study.
-        path: file to write.
-    """
-    from moelab.viz import write_report
-
-    return write_report(
-        path,
-        title=f"Study {judged.name}",
-        verdicts=[*judged.verdicts, *judged.held_out],
-        figures=study_figures(judged),
-        tables=[runs_table(judged), conversion_table(judged)],
-        provenance=provenance(judged),
-        notes=judged.notes,
-    )
 
 
 def study_figures(judged: StudyJudgement) -> Sequence[Any]:
@@ -77,7 +55,7 @@ def runs_table(judged: StudyJudgement) -> Any:
     for run in judged.runs:
         key = (run.arm, run.seed if run.seed is not None else -1)
         memory = float(run.rows["memory_gib"].max()) if len(run.rows) else math.nan
-        reason = f": {without_folders(run.status.reason)}" if run.status.reason else ""
+        reason = f": {run.status.reason}" if run.status.reason else ""
         rows.append(
             [
                 arm_label(run.arm),

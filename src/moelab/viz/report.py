@@ -1,15 +1,18 @@
 """The report of a study: one HTML file that opens offline and holds everything that is needed to judge the study.
 
 plotly.js is written into the file once, and a content security policy forbids every network request, so what a reader
-sees does not depend on a server. All text goes through Jinja2's autoescape: a run may be named anything.
+sees does not depend on a server. All text goes through Jinja2's autoescape: a run may be named anything. Before that it
+goes through :func:`moelab.privacy.shareable`, wherever it came from, unless folders and names are asked for.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import plotly.graph_objects as go
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -19,6 +22,7 @@ from plotly.offline import get_plotlyjs
 from moelab.analysis.arms import contrast
 from moelab.analysis.published import Label
 from moelab.analysis.verdict import Verdict
+from moelab.privacy import shareable, without_secrets
 from moelab.runs.files import write_whole
 
 Cell = str | float | int | None
@@ -58,6 +62,7 @@ def write_report(
     tables: Sequence[Table] = (),
     provenance: Mapping[str, str],
     notes: Sequence[str] = (),
+    with_paths: bool = False,
 ) -> Path:
     """Write a study's report as one self-contained HTML file.
 
@@ -69,6 +74,7 @@ def write_report(
         tables: Tables, such as one row a run.
         provenance: What was run, on what and with which versions, in the order to show.
         notes: Remarks a reader must see before the numbers, such as "MXFP8 kernels are emulated".
+        with_paths: Leave folders, host and user names in the texts.
 
     Returns:
         The path.
@@ -80,12 +86,15 @@ def write_report(
         'report.html'
     """
     page = (
-        _environment()
+        _environment(with_paths=with_paths)
         .get_template("report.html.j2")
         .render(
             title=title,
             cards=[_card(verdict) for verdict in verdicts],
-            figures=[(figure, _figure_html(figure.figure, index)) for index, figure in enumerate(figures, start=1)],
+            figures=[
+                (figure, _figure_html(figure.figure, index, with_paths=with_paths))
+                for index, figure in enumerate(figures, start=1)
+            ],
             tables=tables,
             provenance=provenance,
             notes=notes,
@@ -96,10 +105,11 @@ def write_report(
     return Path(path)
 
 
-def _environment() -> Environment:
+def _environment(*, with_paths: bool) -> Environment:
     environment = Environment(
         loader=PackageLoader("moelab.viz"),
         autoescape=True,
+        finalize=functools.partial(_each_text, without_secrets if with_paths else shareable),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -109,9 +119,20 @@ def _environment() -> Environment:
     return environment
 
 
-def _figure_html(figure: go.Figure, index: int) -> Markup:
+def _each_text(clean: Callable[[str], str], value: Any) -> Any:
+    """Every text in a structure cleaned; markup, numbers and plotly's packed arrays stay."""
+    if type(value) is str:
+        return clean(value)
+    if isinstance(value, dict):
+        return value if "bdata" in value else {key: _each_text(clean, one) for key, one in value.items()}
+    return [_each_text(clean, one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def _figure_html(figure: go.Figure, index: int, *, with_paths: bool) -> Markup:
     """The figure's element and script; plotly escapes ``<``, ``>`` and ``/`` in the data that it writes."""
-    text = figure.to_html(
+    content = figure.to_plotly_json()
+    clean = without_secrets if with_paths else shareable
+    text = go.Figure(_each_text(clean, {"data": content["data"], "layout": content["layout"]})).to_html(
         full_html=False, include_plotlyjs=False, include_mathjax=False, config=PLOT_CONFIG, div_id=f"figure-{index}"
     )
     return Markup(text)  # noqa: S704

@@ -1,0 +1,153 @@
+"""What can be read of a run's configuration, ours or from elsewhere, in one vocabulary: that of an experiment's fields.
+
+Our runs have ``experiment.yaml`` and ``environment.json``. A TorchTitan log says its version, model, mesh, batch and
+GPU as it starts. A W&B export or a TensorBoard folder may have ``config.yaml`` or ``config.json`` beside it, as W&B
+keeps it in a run's ``files/``. Anything else has nothing, and the source says so.
+
+The log's lines are those of torchtitan 0.3.0 (``trainer.py``, ``components/metrics.py``,
+``distributed/parallel_dims.py`` and ``activation_checkpoint.py``); a line that another release words otherwise is not
+found, and its setting is not known.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+from moelab.privacy import HIDDEN
+from moelab.runs.directory import RunDir
+
+_READ_BYTES: Final = 4 << 20  # of a log: everything here is said before the first step
+_CONFIG_NAMES: Final = ("config.yaml", "config.json")
+_PRIVATE: Final = re.compile(r"(?i)(^|[._])(user(name)?|host(name)?|email|entity|.*(token|secret|password|api_?key))$")
+_COLOUR: Final = re.compile(r"\x1b\[[0-9;:]*m")
+_LINES: Final = (
+    re.compile(r"torchtitan version: (?P<torchtitan>\S+)"),
+    re.compile(
+        r"parallelism: pp=(?P<pp>\d+), dp_replicate=(?P<dp_replicate>\d+), dp_shard=(?P<dp_shard>\d+), "
+        r"cp=(?P<cp>\d+), tp=(?P<tp>\d+), ep=(?P<ep>\d+)"
+    ),
+    re.compile(r"Model (?P<model>\S+ \S+) size: (?P<parameters>[\d,]+) total parameters"),
+    re.compile(r"CUDA capacity: (?P<gpu>.+) with (?P<gpu_memory_gib>[\d.]+)GiB memory"),
+    re.compile(r"CPU capacity: (?P<processor>.+) with [\d.]+GiB memory"),
+    re.compile(r"Peak FLOPS used for computing MFU: (?P<peak_flops>[\d.e+]+)"),
+    re.compile(
+        r"local batch size (?P<local_batch>\d+), global batch size (?P<global_batch>\d+), .*"
+        r"sequence length (?P<seq_len>\d+), total steps (?P<steps>\d+) \(warmup (?P<warmup_steps>\d+)\)"
+    ),
+    re.compile(r"Optimizer (?P<optimizer>\w+) .*?'lr': (?P<lr>[\d.e-]+)"),
+    re.compile(r"Applied (?P<activation_checkpoint>\w+) activation checkpointing"),
+    re.compile(r"modules multiply in MXFP8 \((?P<mxfp8_kernels>\w+) kernels\)"),
+    re.compile(r"Converted GroupedExperts to use dynamic (?P<experts_in>\S+)"),
+    re.compile(r"Float8 training active with recipe (?P<linears_in>\S+)"),
+)
+_TITAN: Final = {
+    "training.seq_len": "seq_len",
+    "training.local_batch_size": "local_batch",
+    "training.global_batch_size": "global_batch",
+    "training.steps": "steps",
+    "lr_scheduler.warmup_steps": "warmup_steps",
+    "parallelism.pipeline_parallel_degree": "pp",
+    "parallelism.pipeline_parallel_schedule": "pp_schedule",
+    "parallelism.data_parallel_replicate_degree": "dp_replicate",
+    "parallelism.data_parallel_shard_degree": "dp_shard",
+    "parallelism.context_parallel_degree": "cp",
+    "parallelism.tensor_parallel_degree": "tp",
+    "parallelism.expert_parallel_degree": "ep",
+    "debug.seed": "seed",
+}
+"""TorchTitan's names of what an experiment has, as W&B keeps them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What a run was configured to do, as far as is known; ``source`` says where that was read."""
+
+    values: dict[str, str] = field(default_factory=dict)
+    source: str = "nothing of its configuration can be read"
+
+
+def settings_of(path: Path, runs: int = 1) -> Settings:
+    """What can be read of the configuration of a source from elsewhere.
+
+    Args:
+        path: a TorchTitan log, a TensorBoard folder or a W&B export, as :func:`moelab.runs.collect.collect` takes it.
+        runs: how many runs it holds; one configuration cannot be told apart for several.
+    """
+    if path.is_file() and (found := log_settings(path)):
+        return Settings(values=found, source="the lines of its log")
+    config = _config_beside(path)
+    if config is None or runs > 1:
+        return Settings()
+    return Settings(values=dict(_flat(_read_config(config))), source=f"{config.name} beside it")
+
+
+def run_settings(run: RunDir) -> Settings:
+    """The configuration of one of our runs; what its log says was resolved, such as ``dp_shard``, comes first."""
+    fields = run.experiment.model_dump(mode="json", exclude={"name", "seed"})
+    found = {name: str(value) for name, value in fields.items()} | _environment(run.path / "environment.json")
+    log = log_settings(run.log) if run.log.is_file() else {}
+    return Settings(values=found | log, source="experiment.yaml, environment.json and its log")
+
+
+def log_settings(path: Path) -> dict[str, str]:
+    """What a TorchTitan log says about its run before the first step; empty for another file."""
+    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        text = _COLOUR.sub("", file.read(_READ_BYTES).decode(errors="replace"))
+    found: dict[str, str] = {}
+    for pattern in _LINES:
+        if match := pattern.search(text):
+            found |= {name: value.strip().replace(",", "") for name, value in match.groupdict("").items() if value}
+    return found
+
+
+def _environment(file: Path) -> dict[str, str]:
+    try:
+        found = json.loads(file.read_text())
+        packages = {name: version for name, version in found["packages"].items() if version}
+        gpus = [gpu["name"] for gpu in found["gpus"]]
+        own = {"moelab": found["moelab"], "git_commit": found["git_commit"], "python": found["python"]}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # killed before it was written
+        return {}
+    hardware = {"gpu": gpus[0]} if gpus else {"processor": found.get("processor")}
+    return {name: str(value) for name, value in {**own, **packages, **hardware}.items() if value is not None}
+
+
+def _config_beside(path: Path) -> Path | None:
+    """The configuration of a TensorBoard folder, or of the only export in a folder."""
+    folder = path if path.is_dir() else path.parent
+    if path.is_file() and any(_is_other_export(file, path) for file in folder.iterdir()):
+        return None
+    return next((folder / name for name in _CONFIG_NAMES if (folder / name).is_file()), None)
+
+
+def _is_other_export(file: Path, path: Path) -> bool:
+    named = file.name.startswith(("config.", "wandb-"))
+    return file.suffix in (".csv", ".json", ".jsonl") and file.name != path.name and not named
+
+
+def _read_config(file: Path) -> Mapping[str, Any]:
+    try:
+        found = yaml.safe_load(file.read_text())  # JSON is YAML
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Single values by dotted name; W&B wraps each top one as ``{"desc": …, "value": …}``."""
+    for key, value in config.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict) and "value" in value and set(value) <= {"desc", "value"}:
+            value = value["value"]
+        if isinstance(value, dict) and name != "_wandb":
+            yield from _flat(value, f"{name}.")
+        elif value is not None and not isinstance(value, dict | list):
+            yield _TITAN.get(name, name), HIDDEN if _PRIVATE.search(name) else str(value)

@@ -1,0 +1,170 @@
+"""Runs side by side: which they are, and what they say in sentences and for a program."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moelab.analysis.compare_runs import Difference, Side, difference, differing_settings, median
+from moelab.analysis.verdict import Verdict
+from moelab.runs.status import State
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Sides and what they say, the first being what the others are held against.
+
+    Attributes:
+        sides: at least one.
+        paths: that they were read from.
+        final_fraction: part of the steps that a final loss or difference is a mean of.
+        margin_nats: equivalence margin that was given, or None.
+    """
+
+    sides: tuple[Side, ...]
+    paths: tuple[Path, ...]
+    final_fraction: float = 0.1
+    margin_nats: float | None = None
+
+    @property
+    def title(self) -> str:
+        """What the report is about."""
+        return f"Run {self.sides[0].label}" if len(self.sides) == 1 else f"{len(self.sides)} runs side by side"
+
+    @cached_property
+    def differences(self) -> list[Difference]:
+        """Loss of every other side against the first."""
+        first, *others = self.sides
+        return [
+            difference(first, side, final_fraction=self.final_fraction, margin_nats=self.margin_nats) for side in others
+        ]
+
+    @property
+    def verdicts(self) -> list[Verdict]:
+        """The judgements over common seeds."""
+        return [one.verdict for one in self.differences if one.verdict is not None and one.verdict.seeds]
+
+    @property
+    def emulation_note(self) -> str:
+        """Which sides are emulated, for a figure's title."""
+        emulated = [side for side in self.sides if side.emulated]
+        return f"emulated kernels in {_names(emulated)}" if emulated else ""
+
+    @property
+    def speed_note(self) -> str:
+        """What must be said where speed is shown; empty for real kernels on GPUs."""
+        on_cpu = [side for side in self.sides if side.on_cpu]
+        found = [f"a rank is a CPU process in {_names(on_cpu)}"] if on_cpu else []
+        found += [f"{self.emulation_note}: no statement about speed"] if self.emulation_note else []
+        return "; ".join(found)
+
+    @property
+    def notes(self) -> list[str]:
+        """What a reader must know before the numbers."""
+        unknown = [side for side in self.sides if not side.settings.values]
+        uncounted = [side for side in self.sides if not side.on_cpu and math.isnan(side.mfu_percent(causal=True))]
+        told = {
+            "no configuration can be read": unknown,
+            "MFU by the two counts needs the model's shape, the sequence length and the GPU's peak": uncounted,
+        }
+        found = [f"{_names(sides)}: {what}" for what, sides in told.items() if sides]
+        left_out = [f"{side.label}: left out {'; '.join(side.left_out)}" for side in self.sides if side.left_out]
+        return [*([self.speed_note] if self.speed_note else []), *found, *left_out]
+
+    def as_text(self) -> str:
+        """The findings as sentences."""
+        lines = [f"{side.label}: {_in_words(side)}" for side in self.sides]
+        lines += [one.sentence() for one in self.differences]
+        for name, values in differing_settings(self.sides).items():
+            lines.append(f"{name} differs: {', '.join(value or '–' for value in values)}")
+        return "\n".join([*lines, *(f"Note: {note}" for note in self.notes)])
+
+    def to_json(self) -> dict[str, Any]:
+        """The numbers for a program; what is missing is null."""
+        return {
+            "sides": [self._side_json(side) for side in self.sides],
+            "differences": [_difference_json(one) for one in self.differences],
+            "differing_settings": differing_settings(self.sides),
+            "note": "; ".join(self.notes),
+        }
+
+    def _side_json(self, side: Side) -> dict[str, Any]:
+        low, high = quartiles(side.tps)
+        return {
+            "label": side.label,
+            "arm": side.arm,
+            "seeds": [run.seed for run in side.runs],
+            "status": state_of(side),
+            "last_step": side.last_step,
+            "final_loss_nats": _number(side.final_nats(self.final_fraction)),
+            "held_out_loss_nats": _number(side.held_out_nats),
+            "tps": {
+                "median": _number(median(side.tps)),
+                "quartiles": [_number(low), _number(high)],
+                "n": len(side.tps),
+            },
+            "step_time_s": {"median": _number(median(side.step_time_s)), "n": len(side.step_time_s)},
+            "memory_gib": _number(side.memory_gib),
+            "mfu_percent": {
+                "logged": _number(side.mfu_logged_percent),
+                "torchtitan": _number(side.mfu_percent(causal=False)),
+                "causal": _number(side.mfu_percent(causal=True)),
+            },
+            "settings": side.settings.values,
+        }
+
+
+def quartiles(values: np.ndarray[Any, Any]) -> tuple[float, float]:
+    """First and third quartile, NaN of nothing."""
+    if not len(values):
+        return math.nan, math.nan
+    low, high = np.percentile(values, [25, 75])
+    return float(low), float(high)
+
+
+def state_of(side: Side) -> str:
+    """How its runs ended; logs from elsewhere do not say."""
+    states = sorted({run.status.state for run in side.runs})
+    reasons = sorted({run.status.reason for run in side.runs if run.status.reason})
+    words = ", ".join("not recorded" if state is State.UNKNOWN else str(state) for state in states)
+    return f"{words}: {'; '.join(reasons)}" if reasons else words
+
+
+def _in_words(side: Side) -> str:
+    low, high = quartiles(side.tps)
+    speed = (
+        f"{median(side.tps):,.0f} tokens/s (middle half {low:,.0f} to {high:,.0f})" if len(side.tps) else "no tokens/s"
+    )
+    memory = f"{side.memory_gib:.2f} GiB" if math.isfinite(side.memory_gib) else "no memory"
+    seeds = f"{len(side.runs)} seeds, " if len(side.runs) > 1 else ""
+    return f"{seeds}{side.last_step} steps, {speed}, {memory}"
+
+
+def _difference_json(one: Difference) -> dict[str, Any]:
+    judged = one.verdict if one.verdict is not None and one.verdict.seeds else None
+    return {
+        "label": one.label,
+        "reference": one.reference,
+        "common_steps": len(one.steps),
+        "difference_nats": _number(one.nats),
+        "step_spread_nats": _number(one.spread_nats),
+        "seeds": list(judged.seeds) if judged else [],
+        "interval_nats": [_number(judged.interval.low), _number(judged.interval.high)] if judged else [None, None],
+        "answer": judged.answer.value if judged else None,
+        "sentence": one.sentence(),
+    }
+
+
+def _names(sides: Sequence[Side]) -> str:
+    names = [side.label for side in sides]
+    return ", ".join(names) if len(names) < 4 else f"{', '.join(names[:2])} and {len(names) - 2} more"
+
+
+def _number(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None

@@ -1,0 +1,237 @@
+"""Figures of runs side by side: loss, its difference from the first, tokens per second, and how long steps take.
+
+Sides keep the order in which they were given, the first being what the others are held against. Each has a colour, a
+dash and a marker: those of its arm where they are free, else the next of the theme.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+
+from moelab.analysis.compare_runs import Difference, Side, median
+from moelab.viz.curves import arm_curves, finished, joined_lines, mean_and_interval, smooth, smoothing_window
+from moelab.viz.draw import draw_band, draw_mean
+from moelab.viz.theme import INK, ArmStyle, arm_styles, new_figure, plot_text, wrap
+
+_LOOKS = tuple(
+    arm_styles(
+        [
+            *("bf16_standard", "mxfp8_standard", "bf16_deepep", "mxfp8_deepep", "fp8_standard", "fp8_deepep"),
+            *("~1", "~2", "~3", "~4", "~5"),
+        ]
+    ).items()
+)
+"""Every look of the theme with the arm that it belongs to; ``~n`` are those of no arm."""
+LABEL_CHARACTERS = 24
+ROW_PX = 46
+
+
+def side_styles(sides: Sequence[Side]) -> dict[str, ArmStyle]:
+    """A look for each side by its label; after the eleventh they begin again."""
+    free = dict(_LOOKS)
+    own = {side.label: free.pop(side.arm) for side in sides if side.arm in free}
+    others = [side.label for side in sides if side.label not in own]
+    rest = [*free.values(), *dict(_LOOKS).values()]
+    looks = own | {label: rest[number % len(rest)] for number, label in enumerate(others)}
+    return {
+        side.label: ArmStyle(
+            label=plot_text(side.label),
+            color=looks[side.label].color,
+            dash=looks[side.label].dash,
+            symbol=looks[side.label].symbol,
+        )
+        for side in sides
+    }
+
+
+def compared_loss(
+    sides: Sequence[Side], differences: Sequence[Difference], styles: Mapping[str, ArmStyle], *, note: str = ""
+) -> go.Figure:
+    """Loss of every side over its steps: each run thin, the mean of a side's runs bold.
+
+    Args:
+        sides: with a loss.
+        differences: of the others from the first, for the title.
+        styles: of all sides, from :func:`side_styles`.
+        note: condition to state in the title, such as "emulated kernels".
+    """
+    figure = new_figure(_loss_finding(sides, differences), subtitle=_loss_reading(sides), note=note, height=480)
+    for side in sides:
+        style = styles[side.label]
+        (curves,) = arm_curves(side.table, "loss").values()
+        window = smoothing_window(side.table)
+        if curves.shape[1] > 1 or window > 1:
+            x, y = joined_lines(curves)
+            line = {"color": style.fill(0.25), "width": 1}
+            figure.add_trace(go.Scatter(x=x, y=y, mode="lines", line=line, hoverinfo="skip", showlegend=False))
+        draw_mean(figure, smooth(finished(curves), window).mean(axis=1), style)
+    figure.update_xaxes(title_text="step")
+    figure.update_yaxes(title_text="loss (nats per token)")
+    return figure
+
+
+def compared_difference(
+    sides: Sequence[Side], differences: Sequence[Difference], styles: Mapping[str, ArmStyle], *, note: str = ""
+) -> go.Figure:
+    """Loss of every other side minus that of the first, each with a band that the subtitle explains.
+
+    Args:
+        sides: the first and all that ``differences`` are of.
+        differences: with steps in common.
+        styles: of all sides.
+        note: condition to state in the title.
+    """
+    subtitle = f"Trailing mean over the part that the final difference is of. Band: {_band_words(differences)}."
+    figure = new_figure(_difference_finding(differences), subtitle=subtitle, note=note, height=480)
+    figure.add_hline(y=0.0, line={"color": INK, "width": 1})
+    by_label = {side.label: side for side in sides}
+    for one in differences:
+        band = _band(by_label[one.reference], by_label[one.label], one)
+        draw_band(figure, band["low"], band["high"], styles[one.label])
+        draw_mean(figure, band["mean"], styles[one.label], hovertemplate="%{y:+.4f}")
+    figure.update_xaxes(title_text="step")
+    first = "<br>".join(wrap(f"loss − loss of {sides[0].label}", 40))
+    figure.update_yaxes(title_text=f"{first}<br>(nats per token)", tickformat=".6~f")
+    return figure.update_layout(showlegend=True)
+
+
+def compared_throughput(sides: Sequence[Side], styles: Mapping[str, ArmStyle], *, note: str = "") -> go.Figure:
+    """Tokens per second per GPU of every side: median, the middle half of the steps, and nine of ten of them.
+
+    Args:
+        sides: with a throughput.
+        styles: of all sides.
+        note: condition to state in the title.
+    """
+    steps = ", ".join(str(len(side.tps)) for side in sides)
+    warmup = max(side.warmup_steps for side in sides)
+    subtitle = (
+        f"Line: median step; box: the middle half of the steps; whiskers: 5 to 95 %. After {warmup} warm-up steps; "
+        f"n = {steps} steps. The spread is over steps, not over seeds."
+    )
+    figure = new_figure(_throughput_finding(sides), subtitle=subtitle, note=note, height=190 + ROW_PX * len(sides))
+    for side in sides:
+        style = styles[side.label]
+        low, first, middle, third, high = np.percentile(side.tps, [5, 25, 50, 75, 95])
+        figure.add_trace(
+            go.Box(
+                y=["<br>".join(wrap(side.label, LABEL_CHARACTERS))],
+                lowerfence=[low],
+                q1=[first],
+                median=[middle],
+                q3=[third],
+                upperfence=[high],
+                orientation="h",
+                fillcolor=style.fill(0.35),
+                line={"color": style.color, "width": 2},
+                name=style.label,
+            )
+        )
+    figure.update_xaxes(title_text="tokens/s per GPU (per process on a CPU)", rangemode="tozero", tickformat=",")
+    figure.update_yaxes(autorange="reversed", showgrid=False, ticks="")
+    return figure.update_layout(showlegend=False, hovermode="closest")
+
+
+def compared_step_time(sides: Sequence[Side], styles: Mapping[str, ArmStyle], *, note: str = "") -> go.Figure:
+    """How step times are distributed: the share of steps that took at most so long.
+
+    Args:
+        sides: whose log says when each step was.
+        styles: of all sides.
+        note: condition to state in the title.
+    """
+    subtitle = (
+        "From one logged step to the next, by the log's clock: validations and checkpoints count too. "
+        "A steep line is a steady run; a tail to the right is steps that waited."
+    )
+    figure = new_figure(_step_time_finding(sides), subtitle=subtitle, note=note)
+    share = np.linspace(0.0, 1.0, 101)
+    for side in sides:
+        style = styles[side.label]
+        seconds = pd.Series(np.quantile(side.step_time_s, share, method="inverted_cdf"))
+        line = {"color": style.color, "width": 2.5, "dash": style.dash, "shape": "hv"}
+        reading = "%{y:.0f} % of steps within %{x:.3g} s"
+        figure.add_trace(
+            go.Scatter(x=seconds, y=100 * share, mode="lines", line=line, name=style.label, hovertemplate=reading)
+        )
+    everything = np.concatenate([side.step_time_s for side in sides])
+    if everything.max() > 10 * everything.min():
+        figure.update_xaxes(type="log", dtick="D2")
+    figure.update_xaxes(title_text="seconds a step")
+    figure.update_yaxes(title_text="steps done within (%)", range=[0, 102])
+    return figure.update_layout(hovermode="closest", showlegend=True)
+
+
+def _band(reference: Side, side: Side, one: Difference) -> pd.DataFrame:
+    """Difference at each common step as ``mean``, ``low`` and ``high``: over seeds where there are, else over steps."""
+    first, other = (arm_curves(each.table, "loss")[each.label].loc[list(one.steps)] for each in (reference, side))
+    if one.verdict is not None and one.paired:
+        seeds = list(one.verdict.seeds)
+        window = _window(one)
+        return mean_and_interval((other[seeds] - first[seeds]).rolling(window).mean(), level=one.verdict.interval.level)
+    rolling = (other.mean(axis=1) - first.mean(axis=1)).rolling(_window(one))
+    mean, spread = rolling.mean(), rolling.std(ddof=1)
+    return pd.DataFrame({"mean": mean, "low": mean - spread, "high": mean + spread})
+
+
+def _window(one: Difference) -> int:
+    return max(1, sum(step >= one.first_step for step in one.steps))
+
+
+def _band_words(differences: Sequence[Difference]) -> str:
+    level = next((one.verdict.interval.level for one in differences if one.verdict and one.paired), None)
+    seeds = f"{100 * level:g} % t interval over common seeds" if level else ""
+    steps = "one standard deviation from step to step in that part, which is no interval: one run against another"
+    if all(one.paired for one in differences):
+        return seeds
+    return f"{seeds}; without common seeds {steps}" if seeds else steps
+
+
+def _loss_finding(sides: Sequence[Side], differences: Sequence[Difference]) -> str:
+    known = [one for one in differences if one.steps]
+    if len(sides) == 1:
+        rows = sides[0].table.dropna(subset=["loss"])
+        return f"{sides[0].label} goes from {rows['loss'].iloc[0]:.3f} to {rows['loss'].iloc[-1]:.3f} nats per token"
+    if not known:
+        return "The runs have no step in common"
+    far = max(known, key=lambda one: abs(one.nats))
+    steps = f"over steps {far.first_step:,} to {far.steps[-1]:,}"
+    where = f"{abs(far.nats):.4f} nats {'below' if far.nats < 0 else 'above'} {far.reference}"
+    return f"{far.label} is {where} {steps}" + (", further than any other" if len(known) > 1 else "")
+
+
+def _loss_reading(sides: Sequence[Side]) -> str:
+    windows = sorted({smoothing_window(side.table) for side in sides})
+    smoothing = f"Bold: smoothed over {windows[-1]} logged steps; thin: as logged. " if windows[-1] > 1 else ""
+    several = [side for side in sides if len(side.runs) > 1]
+    if not several:
+        return f"{smoothing}One run each."
+    counts = sorted({len(side.runs) for side in sides})
+    n = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else str(counts[0])
+    return f"{smoothing}Thin: runs; bold: their mean; n = {n} seeds each."
+
+
+def _difference_finding(differences: Sequence[Difference]) -> str:
+    far = max(differences, key=lambda one: abs(one.nats))
+    ends = f"{far.label} ends {far.nats:+.4f} nats from {far.reference}"
+    if far.verdict is not None and far.verdict.n_seeds > 0:
+        return f"{ends}: {far.verdict.answer}"
+    return f"{ends}; one run each cannot say whether a change of seed does as much"
+
+
+def _throughput_finding(sides: Sequence[Side]) -> str:
+    middles = {side.label: median(side.tps) for side in sides}
+    if len(sides) == 1:
+        return f"{sides[0].label}: {middles[sides[0].label]:,.0f} tokens/s"
+    fast, slow = max(middles, key=middles.__getitem__), min(middles, key=middles.__getitem__)
+    return f"{fast} trains {middles[fast] / middles[slow]:.3g} times as fast as {slow}"
+
+
+def _step_time_finding(sides: Sequence[Side]) -> str:
+    tails = {side.label: float(np.percentile(side.step_time_s, 95)) / median(side.step_time_s) for side in sides}
+    worst = max(tails, key=tails.__getitem__)
+    return f"{worst}: one step in twenty takes {tails[worst]:.2f} times the median or more"

@@ -1,0 +1,251 @@
+"""Runs side by side, from logs whose numbers are known and from TorchTitan's own."""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from run_support import make_run
+from stand_in import step_line
+
+from moelab.analysis import Answer
+from moelab.cli import main
+from moelab.data.example_logs import EXAMPLE_LOGS
+from moelab.errors import BadInput
+from moelab.experiment import Experiment
+from moelab.runs.log import read_log
+from moelab.runs.status import State
+from moelab.study_report import Comparison, StudyJudgement, judge_paths, report_figures, write_study_report
+
+ROOT = Path(__file__).parents[2]
+STEPS = 40
+SEEDS = {0: 5.00, 1: 5.04, 2: 4.97, 3: 5.01}
+SHIFT = {0: 0.003, 1: 0.005, 2: 0.001, 3: 0.005}
+
+
+def compared(*paths: Path, **options: Any) -> Comparison:
+    found = judge_paths(paths, **options)
+    assert isinstance(found, Comparison)
+    return found
+
+
+def log_of(path: Path, losses: dict[int, float], *, tps: float = 1000.0, step_s: float = 1.0) -> Path:
+    """A TorchTitan log with these losses by step."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [step_line(step, loss, tps=tps, seconds=step * step_s) for step, loss in losses.items()]
+    path.write_text("".join(lines))
+    return path
+
+
+def study_of(folder: Path, name: str = "s", shift: dict[int, float] | None = None) -> Path:
+    for seed, end in SEEDS.items():
+        for precision, extra in (("bf16", 0.0), ("mxfp8", (shift or SHIFT)[seed])):
+            experiment = Experiment(name=name, steps=STEPS, precision=precision, seed=seed)
+            losses = [end + extra + 0.05 * (STEPS - 1.5 - step) for step in range(STEPS)]
+            make_run(folder / "runs", experiment, losses, tps=1000.0 if precision == "bf16" else 500.0)
+    return folder / "runs" / name
+
+
+def history(path: Path, columns: dict[str, Any]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pd.DataFrame(columns).to_csv(path, index=False)
+    return path
+
+
+# Numbers
+
+
+def test_our_count_of_mfu_is_torchtitans_own() -> None:
+    """The log of a real run holds TorchTitan's MFU at each step, to two decimals."""
+    bf16, mxfp8 = compared(*EXAMPLE_LOGS).sides
+    assert bf16.mfu_percent(causal=False) == pytest.approx(bf16.mfu_logged_percent, abs=0.005)
+    assert bf16.mfu_percent(causal=True) < 0.7 * bf16.mfu_percent(causal=False)
+    assert math.isnan(mxfp8.mfu_logged_percent)
+    assert (bf16.emulated, mxfp8.emulated) == (False, True)
+    rows = read_log(EXAMPLE_LOGS[0]).rows
+    assert bf16.memory_gib == rows["memory_gib"].max()
+    assert np.median(bf16.tps) == rows.loc[rows["step"] > 3, "tps"].median()
+
+
+def test_the_packaged_logs_are_the_measured_ones() -> None:
+    measured = ROOT / "benchmarks" / "results" / "h100_moelab_run"
+    for packaged, name in zip(EXAMPLE_LOGS, ("bf16_standard", "mxfp8_standard"), strict=True):
+        assert packaged.read_bytes() == (measured / f"{name}.log.gz").read_bytes()
+
+
+def test_a_difference_is_of_the_steps_that_both_logged(tmp_path: Path) -> None:
+    every = log_of(tmp_path / "a.log", {step: 8 - step / 100 for step in range(1, 101)}, step_s=2.0)
+    tenth = log_of(tmp_path / "b.log", {step: 8.05 - step / 100 for step in range(10, 61, 10)}, tps=2000, step_s=3.0)
+    found = compared(every, tenth, final_fraction=0.5)
+    (one,) = found.differences
+    assert (one.steps, one.first_step) == ((10, 20, 30, 40, 50, 60), 31)
+    assert one.nats == pytest.approx(0.05, abs=1e-9)
+    assert one.spread_nats == pytest.approx(0.0, abs=1e-9)
+    assert one.verdict is None
+    assert "One run against another" in one.sentence()
+    first, second = found.sides
+    assert (first.warmup_steps, second.warmup_steps) == (3, 10)  # the first logged step holds the warm-up
+    assert [np.median(side.step_time_s) for side in found.sides] == [2.0, 3.0]
+    assert len(second.tps) == 5
+    band = next(trace for trace in report_figures(found)[1].figure.data if trace.name == "b")
+    assert np.nanmax(np.abs(np.asarray(band.y) - 0.05)) < 1e-9
+
+
+def test_no_step_in_common(tmp_path: Path) -> None:
+    found = compared(log_of(tmp_path / "a.log", {1: 8.0, 3: 7.0}), log_of(tmp_path / "b.log", {2: 8.0, 4: 7.0}))
+    assert "no step with a loss in common" in found.as_text()
+    write_study_report(found, tmp_path / "r.html")
+
+
+def test_common_seeds_are_judged_as_in_a_study(tmp_path: Path) -> None:
+    """Two studies side by side: every arm of both, paired by seed with the first arm of the first."""
+    first, second = study_of(tmp_path, "s"), study_of(tmp_path, "t", dict.fromkeys(SEEDS, 0.5))
+    found = compared(first, second)
+    assert [side.label for side in found.sides] == [
+        "s: BF16 + standard all-to-all",
+        "s: MXFP8 + standard all-to-all",
+        "t: BF16 + standard all-to-all",
+        "t: MXFP8 + standard all-to-all",
+    ]
+    alone = judge_paths([first])
+    assert isinstance(alone, StudyJudgement)
+    near, same, far = found.differences
+    assert near.verdict is not None
+    assert far.verdict is not None
+    assert near.verdict.interval == alone.verdicts[0].interval
+    assert near.nats == pytest.approx(0.0035, abs=1e-6)
+    assert same.nats == 0.0
+    assert far.verdict.answer is Answer.DIFFERENT
+    assert [side["tps"]["median"] for side in found.to_json()["sides"]] == [1000, 500, 1000, 500]
+    assert found.speed_note.startswith("a rank is a CPU process in s: BF16 + standard all-to-all, s: MXFP8")
+
+
+def test_a_run_that_failed_is_named_and_not_averaged(tmp_path: Path) -> None:
+    study = study_of(tmp_path)
+    failed = Experiment(name="s", steps=STEPS, precision="mxfp8", seed=7)
+    make_run(tmp_path / "runs", failed, [9.0, 9.0], state=State.FAILED, reason="rank 1: ValueError: x")
+    found = compared(study, EXAMPLE_LOGS[0])
+    assert [run.seed for run in found.sides[1].runs] == [0, 1, 2, 3]
+    assert "left out seed 7 (rank 1: ValueError: x)" in found.as_text()
+
+
+# What is missing is a dash
+
+
+def test_quantities_that_a_source_lacks(tmp_path: Path) -> None:
+    loss_alone = history(
+        tmp_path / "x" / "loss.csv", {"Step": [1, 2, 3], "loss_metrics/global_avg_loss": [8.0, 7.5, 7.0]}
+    )
+    speed_alone = history(tmp_path / "y" / "speed.csv", {"_step": range(1, 10), "throughput(tps)": range(101, 110)})
+    unstarted = make_run(tmp_path / "runs", Experiment(name="u"), [], state=State.FAILED, reason="no space")
+    found = compared(loss_alone, speed_alone, unstarted.path, EXAMPLE_LOGS[0])
+    data = json.loads(json.dumps(found.to_json(), allow_nan=False))
+    assert data["sides"][0]["tps"] == {"median": None, "quartiles": [None, None], "n": 0}
+    assert data["sides"][1]["final_loss_nats"] is None
+    assert (data["sides"][2]["status"], data["sides"][2]["last_step"]) == ("failed: no space", 0)
+    assert [one["common_steps"] for one in data["differences"]] == [0, 0, 3]
+    assert "loss, speed: no configuration can be read" in found.as_text()
+    page = write_study_report(found, tmp_path / "r.html").read_text()
+    text = re.sub(r"<script.*?</script>", "", page, flags=re.S)
+    assert '<td class="number">–</td>' in text
+    assert not re.search(r"\bnan\b", text, re.I)
+
+
+def test_one_log_has_a_report_of_its_own(tmp_path: Path) -> None:
+    found = compared(EXAMPLE_LOGS[0])
+    assert (found.title, found.differences) == ("Run bf16_on_h100", [])
+    assert [figure.caption.split(":")[0] for figure in report_figures(found)] == [
+        "Training loss.",
+        "Throughput",
+        "Step times",
+    ]
+
+
+@pytest.mark.parametrize("name", ["missing", "empty", "other.txt", "bytes.log", "no_steps.csv", "torn.json"])
+def test_what_cannot_be_read_is_named(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "other.txt").write_text("hello")
+    (tmp_path / "bytes.log").write_bytes(bytes(range(256)))
+    (tmp_path / "no_steps.csv").write_text("a,b\n1,2\n")
+    (tmp_path / "torn.json").write_text('[{"_step": 1')
+    assert main(["report", str(EXAMPLE_LOGS[0]), str(tmp_path / name)]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(
+        f"moelab: {tmp_path / name} {'does not exist' if name == 'missing' else 'cannot be compared: '}"
+    )
+    assert "a TorchTitan log, a TensorBoard folder or a W&B export" in told
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.5])
+def test_a_final_fraction_out_of_range(fraction: float) -> None:
+    with pytest.raises(BadInput, match="final_fraction is"):
+        compared(*EXAMPLE_LOGS, final_fraction=fraction)
+
+
+# Names and configurations
+
+
+def test_sides_of_one_name_are_numbered(tmp_path: Path) -> None:
+    logs = [log_of(tmp_path / name / "train.log", {1: 8.0, 2: 7.0}) for name in ("ada", "eve")]
+    found = compared(*logs, logs[0])
+    assert [side.label for side in found.sides] == ["train", "train (2)", "train (3)"]
+
+
+def test_many_sides_keep_their_look_in_every_figure(tmp_path: Path) -> None:
+    logs = [log_of(tmp_path / f"{n}.log", dict.fromkeys(range(1, 12), 8.0 - n / 10)) for n in range(12)]
+    loss, difference, *_ = report_figures(compared(*logs))
+    drawn = {trace.name: trace.line.to_plotly_json() for trace in loss.figure.data}
+    assert len({(line["color"], line["dash"]) for line in drawn.values()}) == 11
+    assert all(drawn[trace.name] == trace.line.to_plotly_json() for trace in difference.figure.data if trace.name)
+
+
+def test_what_differs_between_configurations(tmp_path: Path) -> None:
+    ours = study_of(tmp_path)
+    found = compared(ours, *EXAMPLE_LOGS).to_json()["differing_settings"]
+    assert found["precision"] == ["bf16", "mxfp8", None, None]
+    assert found["mxfp8_kernels"] == ["auto", "auto", None, "emulated"]  # of two logs, one says so
+    assert found["seq_len"] == ["256", "256", "2048", "2048"]
+    assert "tokenizers" not in found  # a log cannot say
+
+
+def test_a_wandb_configuration_is_read_without_names_and_keys(tmp_path: Path) -> None:
+    columns = {"_step": [1, 2], "loss_metrics/global_avg_loss": [8.0, 7.0]}
+    export = history(tmp_path / "history.csv", columns)
+    training = "training: {desc: null, value: {seq_len: 4096, layers: [1, 2], dataset_path: /home/bob/c4}}"
+    (tmp_path / "config.yaml").write_text(
+        f"_wandb: {{value: {{x: 1}}}}\n{training}\nuser: {{value: bob}}\napi_key: k\n"
+    )
+    (side,) = compared(export).sides
+    assert side.settings.values == {
+        "seq_len": "4096",
+        "training.dataset_path": "/home/bob/c4",
+        "user": "***",
+        "api_key": "***",
+    }
+    history(tmp_path / "another.csv", columns)  # now the configuration may be either's
+    assert compared(export).sides[0].settings.values == {}
+
+
+# The command
+
+
+def test_the_command_writes_one_page_and_one_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    study, page = study_of(tmp_path), tmp_path / "c.html"
+    assert main(["report", str(study), str(EXAMPLE_LOGS[1]), "--output", str(page), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["report"] == str(page)
+    assert [side["label"] for side in told["sides"]][-1] == "mxfp8_emulated_on_h100"
+    shown = html.unescape(re.sub(r"<script>/\*\*.*?</script>", "", page.read_text(), count=1, flags=re.S))
+    assert "moelab report s mxfp8_emulated_on_h100.log.gz" in shown
+    assert "python -m torch.distributed.run" in shown
+    for word in (str(tmp_path), "/home/", "alice", "/tmp/"):
+        assert word not in shown
+    assert main(["report", str(study), str(EXAMPLE_LOGS[1]), "--output", str(page), "--with-paths"]) == 0
+    assert "/home/alice/.venv/bin/python" in page.read_text()
