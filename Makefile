@@ -1,14 +1,15 @@
 # Everything a person needs on a fresh machine with Python >= 3.11 and pip:
-#   make demo   train DeepSeek-V3 nano in BF16 and MXFP8 on this CPU, print the verdict and where the report is
-#   make test   every test
-#   make lab    JupyterLab on the notebooks
+#   make demo       train DeepSeek-V3 nano in BF16 and MXFP8 on this CPU, print the verdict and where the report is
+#   make test       every test
+#   make lab        JupyterLab on the notebooks
+#   make rendered   executed copies of the notebooks that changed, for readers without Jupyter; needs a Chromium
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 NOTEBOOK := 06_compare_convergence
 WORKERS ?= 2
 
-.PHONY: demo test lab lint clean
+.PHONY: demo test lab rendered lint clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed-core
@@ -19,7 +20,10 @@ test: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_FLAGS)
 
 lab: $(VENV)/.installed-lab
-	$(BIN)/jupyter lab --notebook-dir=. notebooks/$(NOTEBOOK).ipynb
+	$(BIN)/jupyter lab --notebook-dir=. notebooks/00_start_here.ipynb
+
+rendered: $(VENV)/.installed-dev
+	$(BIN)/python -m moelab.notebooks.render $(RENDER_FLAGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check

@@ -12,10 +12,12 @@ recorded with its reason and costs only itself::
     python benchmarks/h100_two_by_two.py --gpus 2 --output x.json --shapes 671B --arms bf16_standard bf16_deepep
     python benchmarks/h100_two_by_two.py --gpus 2 --output dry.json --dry --eager   # on a CPU, tiny
 
+``benchmarks/h100_full_node.py`` starts this on four and eight GPUs.
+
 Routing is forced and read from a table that is refilled before each step: *round robin* is TorchTitan's forced
 balance (neighbouring experts, which share a rank), *random* loads the experts equally too and sends each token to
 random ones. The cost of choosing experts is the same in all rows. The file is written after every pass, and a second
-call with the same file goes on with what is missing.
+call with the same file goes on with what is missing; an arm that was refused is left alone for the rest of the call.
 """
 
 from __future__ import annotations
@@ -29,9 +31,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -47,6 +50,8 @@ from torchtitan.trainer import Trainer
 
 from moelab.experiment import Experiment
 from moelab.machine import environment
+from moelab.projection.full_node import NODE_SHAPES
+from moelab.projection.measured import DRY_RUN
 from moelab.runs.files import write_json
 from moelab.titan import config_registry, routing
 
@@ -66,6 +71,7 @@ class Shape:
     local_batch: int
     seq_len: int = 4096
     activation_checkpoint: str = "none"
+    per_gpu: bool = False  # whether ``experts`` counts those of one GPU
 
 
 SHAPES = {
@@ -76,7 +82,10 @@ SHAPES = {
 TEN_LAYERS = replace(SHAPES["671B MoE-heavy"], moe=10)
 BIG_SHAPES = {"671B, 10 MoE layers": TEN_LAYERS}
 """For GPUs of 140 GB."""
-ALL_SHAPES = SHAPES | BIG_SHAPES | {"dry": Shape(model="nano", dense=1, moe=2, experts=8, local_batch=2, seq_len=64)}
+NODE = {name: Shape(**asdict(shape)) for name, shape in NODE_SHAPES.items() if shape.per_gpu}
+"""Shapes whose experts grow with the number of GPUs."""
+DRY_SHAPE = Shape(model="nano", dense=1, moe=2, experts=8, local_batch=2, seq_len=64)
+ALL_SHAPES = SHAPES | BIG_SHAPES | NODE | {DRY_RUN: DRY_SHAPE}
 ARMS: dict[str, dict[str, Any]] = {
     "bf16_standard": {},
     "bf16_deepep": {"ep_backend": "deepep"},
@@ -150,8 +159,9 @@ def build(shape: Shape, arm: dict[str, Any], *, compile_: str) -> Trainer:
         **{"activation_checkpoint": shape.activation_checkpoint, **arm},
     )  # fmt: skip
 
-    def thin(model: str, *, ep_backend: str) -> ModelSpec:
-        kept = {"dense_layers": shape.dense, "moe_layers": shape.moe, "experts": shape.experts}
+    def thin(model: str, *, ep_backend: str, **_own_shape: Any) -> ModelSpec:
+        experts = shape.experts * (world if shape.per_gpu else 1)
+        kept = {"dense_layers": shape.dense, "moe_layers": shape.moe, "experts": experts}
         return thin_spec(kept, model, ep_backend=ep_backend)
 
     with mock.patch.object(config_registry, "model_spec", thin):
@@ -267,19 +277,18 @@ def rows_of(shape_name: str, shape: Shape, arm: str, order: int, measured: dict[
 
 
 def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """All passes of an arm together, and its ratio to stock's best: TorchTitan's standard dispatcher in BF16."""
-    shapes = {(row["shape"], row["routing"]) for row in rows}
+    """All passes of an arm together, and its ratio to stock's best of its campaign: BF16, standard dispatcher."""
+    groups: dict[tuple[str, ...], dict[str, list[float]]] = {}
+    for row in rows:
+        arms = groups.setdefault((row["shape"], row["routing"], row.get("campaign", "")), {})
+        arms.setdefault(row["arm"], []).extend(row["step_s"])
     result = []
-    for shape, kind in sorted(shapes):
-        here = [row for row in rows if (row["shape"], row["routing"]) == (shape, kind)]
-        medians = {}
-        for arm in dict.fromkeys(row["arm"] for row in here):
-            seconds = [second for row in here if row["arm"] == arm for second in row["step_s"]]
-            medians[arm] = (statistics.median(seconds), len(seconds))
-        base = medians.get("bf16_standard", (None, 0))[0]
-        for arm, (median, steps) in medians.items():
-            ratio = round(base / median, 4) if base else None
-            result.append({"shape": shape, "routing": kind, "arm": arm, "steps": steps, "ratio": ratio})
+    for (shape, kind, campaign), arms in sorted(groups.items()):
+        base = statistics.median(arms["bf16_standard"]) if "bf16_standard" in arms else None
+        for arm, seconds in arms.items():
+            ratio = round(base / statistics.median(seconds), 4) if base else None
+            row = {"shape": shape, "routing": kind, "arm": arm, "steps": len(seconds), "ratio": ratio}
+            result.append(row | ({"campaign": campaign} if campaign else {}))
     return result
 
 
@@ -331,11 +340,13 @@ def main() -> None:
     options = parse()
     if options.child:
         child(options)
-    content = read(options.output)
+    content = read(options.output, DRY_RUN if options.dry else "measured")
     done = {(row["shape"], row["arm"], row["order"]) for row in content["rows"]}
-    shapes = ["dry"] if options.dry else options.shapes
+    shapes = [DRY_RUN] if options.dry else options.shapes
     keys = [(shape, arm, order) for shape in shapes for order in range(options.passes) for arm in options.arms]
-    groups = batched([key for key in keys if key not in done], options.beside)
+    begun = len(content["refused"])
+    missing = (key for key in keys if key not in done and key[:2] not in names_of(content["refused"][begun:]))
+    groups = batched(missing, options.beside)
     end = time.monotonic() + options.budget_s
     following = [Pass(*key, options) for key in next(groups, ())]
     while following:
@@ -347,9 +358,15 @@ def main() -> None:
         print("SUMMARY", json.dumps(row), flush=True)
 
 
-def batched(items: list[Any], size: int) -> Iterator[list[Any]]:
-    """Up to ``size`` at a time."""
-    return (items[start : start + size] for start in range(0, len(items), size))
+def names_of(refused: list[dict[str, Any]]) -> set[tuple[str, str]]:
+    """Shapes and arms that were refused."""
+    return {(one["shape"], one["arm"]) for one in refused}
+
+
+def batched(items: Iterable[Any], size: int) -> Iterator[list[Any]]:
+    """Up to ``size`` at a time, taken when they are asked for."""
+    rest = iter(items)
+    return iter(lambda: list(islice(rest, size)), [])
 
 
 def run_together(group: list[Pass], content: dict[str, Any], options: argparse.Namespace) -> None:
@@ -363,13 +380,13 @@ def run_together(group: list[Pass], content: dict[str, Any], options: argparse.N
         one.finish(content)
 
 
-def read(output: Path) -> dict[str, Any]:
+def read(output: Path, label: str) -> dict[str, Any]:
     """What an earlier call left, or an empty result."""
     if output.exists():
         content: dict[str, Any] = json.loads(output.read_text())
         return content
     output.parent.mkdir(parents=True, exist_ok=True)
-    content = {"label": "measured", "date": datetime.now(UTC).isoformat(), "environment": environment()}
+    content = {"label": label, "date": datetime.now(UTC).isoformat(), "environment": environment()}
     return content | {"rows": [], "refused": []}
 
 
@@ -402,7 +419,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--gpus", type=int, default=2, help="ranks; all of them share the experts")
-    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES | BIG_SHAPES), default=list(SHAPES))
+    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES | BIG_SHAPES | NODE), default=list(SHAPES))
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=DEFAULT_ARMS)
     parser.add_argument("--routings", nargs="+", choices=ROUTINGS, default=list(ROUTINGS))
     parser.add_argument("--passes", type=int, default=2, help="times that each arm runs, in turn")
@@ -415,7 +432,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--timeout-s", type=float, default=300, help="of one pass of one arm")
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--child-folder", type=Path, help=argparse.SUPPRESS)
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.dry and Path(__file__).parent / "results" in options.output.resolve().parents:
+        parser.error(f"--output {options.output}: a dry run is no measurement")
+    return options
 
 
 if __name__ == "__main__":

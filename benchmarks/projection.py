@@ -5,13 +5,15 @@
     python benchmarks/projection.py --table    # every row: measured, predicted, error, use
 
 Two costs are measured: of an experiment like one that was projected before, as when a slider moves, and of one whose
-sizes are new each time. Time is this process's processor time, so that a busy machine does not show.
+sizes are new each time. Time is this process's processor time. Other processes on the machine still slow it, through
+caches and shared cores, so the lower quartile stands beside the median, and the load at that time.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import time
@@ -23,21 +25,22 @@ from moelab.machine import cores, processor_name
 from moelab.projection.calibration import fitted
 from moelab.projection.calibration_fit import refit
 from moelab.projection.project import project
-from moelab.projection.validation import goals, validation_table
+from moelab.projection.validation import NOT_PREDICTED, goals, validation_table
 from moelab.titan.arms import named_arms
 
 PUBLISHED = named_arms()["dsv3_671b_mxfp8_deepep"]
 
 
-def cost_us(call: Callable[[int], object], repeats: int) -> float:
-    """Median processor time of a call, µs."""
+def cost_us(call: Callable[[int], object], repeats: int) -> dict[str, float]:
+    """Median and lower quartile of a call's processor time, µs."""
     call(0)
     times = []
     for number in range(1, repeats + 1):
         start = time.process_time_ns()
         call(number)
         times.append((time.process_time_ns() - start) / 1e3)
-    return round(statistics.median(times), 1)
+    quartiles = statistics.quantiles(times, n=4)
+    return {"median": round(quartiles[1], 1), "lower_quartile": round(quartiles[0], 1)}
 
 
 def known(number: int) -> object:
@@ -65,6 +68,8 @@ def main() -> None:
             print(
                 f"{row.measured:12.1f} {row.predicted:12.1f} {row.error:+8.3f}  {row.use:22} {row.source}: {row.name}"
             )
+        for source, what, why in NOT_PREDICTED:
+            print(f"not predicted: {source}: {what}: {why}")
         for goal in goals(rows):
             print(f"{'met' if goal.met else 'missed':7} {goal.name}: worst {goal.worst:+.3f} at {goal.at}")
     if options.fit or options.table:
@@ -75,8 +80,9 @@ def main() -> None:
         "label": "measured",
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": f"{processor_name()}, {cores()} cores, Python {platform.python_version()}",
+        "load_average": round(os.getloadavg()[0], 2),
         "known_sizes_us": cost_us(known, 200),
-        "new_sizes_us": cost_us(new, 100),
+        "new_sizes_us": cost_us(new, 200),
     }
     options.output.write_text(json.dumps(content, indent=1) + "\n")
     print(json.dumps(content, indent=1))

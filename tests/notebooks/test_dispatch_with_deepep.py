@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import nbformat
 import pytest
+from notebook_support import WIDGET, Ran
 
 from moelab.hardware import cluster_of
 from moelab.model import shape_of
-from moelab.notebooks import DispatchParameters, execute, read_parameters, validated
+from moelab.notebooks import DispatchParameters, read_parameters, validated
 from moelab.projection import ExpertPlacement, RoutingModel, expected_destinations, expected_rows
+from moelab.projection.calibration import CALIBRATION, with_values
 from moelab.projection.deepep_bandwidth import QUOTED
+from moelab.projection.full_node import SCALING, load_predicted
 from moelab.projection.gather import EXPANDING, EXPANDING_FP8, STOCK_DEEPEP, gather_passes, padded_rows
+from moelab.projection.measured import FULL_NODE, load_measured
+from moelab.projection.step_cases import published_job, tps_of
 from moelab.viz.dispatch import forwarding, gather_bars
 from moelab.viz.traffic_explorer import TrafficExplorer
 
 ROOT = Path(__file__).parents[2]
 NAME = "04_dispatch_with_deepep"
-NOTEBOOK = ROOT / "notebooks" / f"{NAME}.ipynb"
 DEFAULTS: dict[str, Any] = {
     "model": "671B",
     "ep": 32,
@@ -38,26 +42,13 @@ DEFAULTS: dict[str, Any] = {
 PLACEMENT = ExpertPlacement(experts=256, top_k=8, ep=32, ranks_per_node=8)
 
 
-def ran(tmp_path: Path, parameters: dict[str, Any]) -> tuple[list[Any], str]:
-    """What each cell showed, and all text."""
-    executed = nbformat.read(execute(NOTEBOOK, tmp_path / "executed.ipynb", parameters), as_version=4)
-    outputs = [output for cell in executed.cells if cell.cell_type == "code" for output in cell.outputs]
-    return [output.data for output in outputs if "data" in output], "".join(o.get("text", "") for o in outputs)
-
-
-def figure_titles(shown: list[Any]) -> list[str]:
-    figures = [data["application/vnd.plotly.v1+json"] for data in shown if "application/vnd.plotly.v1+json" in data]
-    return [figure["layout"]["title"]["text"].replace("<br>", " ") for figure in figures]
-
-
-def test_papermill_runs_it_on_a_cpu_and_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    shown, printed = ran(tmp_path, read_parameters(ROOT / "papermill_params" / NAME / "cpu.yaml"))
-    titles = figure_titles(shown)
-    assert sum("application/vnd.jupyter.widget-view+json" in data for data in shown) == 1
-    assert len(titles) == 7
+def test_its_defaults_measure_on_a_cpu(by_nbmake: Callable[[str], Ran]) -> None:
+    ran = by_nbmake(NAME)
+    titles, printed = ran.titles(), ran.printed
+    assert len(ran.shown(WIDGET)) == 1
+    assert len(titles) == 8
     assert any("CPU processes over gloo: no measure of a GPU" in title for title in titles)
-    rows = json.loads((tmp_path / "runs" / NAME / "all_to_all.json").read_text())["rows"]
+    rows = json.loads((ran.folder / "runs" / NAME / "all_to_all.json").read_text())["rows"]
     dispatches = [row for row in rows if row["operation"] == "dispatch" and row["routing"] != "skewed"]
     lines = [line.split() for line in printed.splitlines() if "rows counted" in line]
     assert [(line[0], float(line[3])) for line in lines] == [
@@ -65,6 +56,7 @@ def test_papermill_runs_it_on_a_cpu_and_measures(tmp_path: Path, monkeypatch: py
     ]
     assert all(float(line[6]) == pytest.approx(float(line[3]), rel=0.03) for line in lines)
     assert printed.count("goal 1.1") == 2
+    assert any("is predicted to gain" in title for title in titles) is not bool(load_measured(FULL_NODE).rows)
 
 
 @pytest.mark.parametrize("profile", ["smoke", "hopper", "b200_node"])
@@ -105,6 +97,31 @@ def test_passes_are_as_many_as_described() -> None:
     paths = gather_passes(received=4096 * 7.27, hidden=7168, **sizes)
     assert [len(paths[name]) for name in (STOCK_DEEPEP, EXPANDING, EXPANDING_FP8)] == [4, 2, 1]
     assert 1.01 < padded_rows(**sizes) / sizes["rows"] < 1.02
+
+
+def test_two_gpus_to_eight_are_as_described() -> None:
+    for ep, ranks in ((2, 2.0), (4, 3.7), (8, 5.4)):
+        placement = ExpertPlacement(experts=8 * ep, top_k=8, ep=ep, ranks_per_node=ep)
+        random, forced = (
+            expected_destinations(RoutingModel(kind=kind), placement) for kind in ("random_balanced", "round_robin")
+        )
+        assert (round(random.ranks, 1), forced.ranks) == (ranks, 1.0)
+    gains = {
+        (row["ep"], row["routing"]): row["gain"]
+        for row in load_predicted()["rows"]
+        if (row["hardware"], row["shape"], row["arm"]) == ("h200_node", SCALING, "bf16_deepep")
+    }
+    forced_gains = [gains[ep, "round_robin"] for ep in (2, 4, 8)]
+    assert forced_gains == sorted(forced_gains)
+    assert abs(gains[8, "random_balanced"] - gains[2, "random_balanced"]) < 0.03 < forced_gains[2] - forced_gains[0]
+
+
+def test_a_node_hardly_moves_the_projection_of_256_gpus() -> None:
+    job = published_job("bf16_deepep")
+    base = tps_of(job, CALIBRATION)
+    for name, low, high in (("deepep_nvlink", 0, 0.01), ("deepep_s", 0, 0.01), ("network", 0.03, 0.2)):
+        halved = with_values(**{name: float(getattr(CALIBRATION, name)) / 2})
+        assert low <= abs(tps_of(job, halved) / base - 1) <= high, name
 
 
 def test_answers_of_the_exercises() -> None:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import nbformat
 import pytest
+from notebook_support import WIDGET, Ran
 
 from moelab.mxfp8.break_even import break_even_m, gain, gemm_time_s
 from moelab.mxfp8.break_even_fit import fit_b200, fit_measured, leave_one_out
 from moelab.mxfp8.break_even_tables import expert_work, published_work
 from moelab.mxfp8.grouped_gemm_results import stored
-from moelab.notebooks import NotebookFailed, execute, read_parameters
+from moelab.notebooks import NotebookFailed, execute
 
 ROOT = Path(__file__).parents[2]
 NAME = "02_find_grouped_gemm_break_even"
@@ -21,24 +22,15 @@ CONSTANTS = fit_b200().constants
 LARGE, SMALL = (work.case for work in published_work())
 
 
-def test_papermill_runs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    parameters = read_parameters(ROOT / "papermill_params" / NAME / "smoke.yaml")
-    executed = nbformat.read(execute(NOTEBOOK, tmp_path / "executed.ipynb", parameters), as_version=4)
-    outputs = [output for cell in executed.cells if cell.cell_type == "code" for output in cell.outputs]
-    shown = [output.data for output in outputs if "data" in output]
-    assert sum("application/vnd.plotly.v1+json" in data for data in shown) == 4
-    assert sum("application/vnd.jupyter.widget-view+json" in data for data in shown) == 1
-    titles = " ".join(
-        data["application/vnd.plotly.v1+json"]["layout"]["title"]["text"].replace("<br>", " ")
-        for data in shown
-        if "application/vnd.plotly.v1+json" in data
-    )
+def test_its_defaults_replay_stored_times(by_nbmake: Callable[[str], Ran]) -> None:
+    ran = by_nbmake(NAME)
+    assert len(ran.titles()) == 4
+    assert len(ran.shown(WIDGET)) == 1
+    titles = " ".join(ran.titles())
     assert "replayed: measured on NVIDIA H100" in titles
     assert titles.count("predicted") >= 3
-    printed = "".join(output.get("text", "") for output in outputs)
-    assert "replays stored times" in printed
-    assert printed.count("not yet") == 3  # the unsolved exercises
+    assert "replays stored times" in ran.printed
+    assert ran.printed.count("not yet") == 3  # the unsolved exercises
 
 
 def test_a_run_without_a_gpu_stops_and_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

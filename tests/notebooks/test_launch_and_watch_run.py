@@ -10,6 +10,7 @@ from typing import Any
 
 import nbformat
 import pytest
+from notebook_support import PLOTLY, WIDGET, Ran
 from run_support import make_run
 
 from moelab.errors import Refused
@@ -49,14 +50,13 @@ def executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[
     return run
 
 
-def test_it_trains_here_and_shows_it(executed: Any) -> None:
-    printed, shown = executed(profile("smoke"))
-    assert "completed | step 8/8" in printed
-    assert "median" in printed
-    assert "valid: one word of letters" in printed  # the hostile values
-    assert sum("application/vnd.plotly.v1+json" in data for data in shown) == 6
-    assert sum("application/vnd.jupyter.widget-view+json" in data for data in shown) == 1
-    (run,) = directory.find(Path("runs"))
+def test_its_defaults_train_here_and_show_it(by_nbmake: Callable[[str], Ran]) -> None:
+    ran = by_nbmake(NAME)
+    assert "completed | step 20/20" in ran.printed
+    assert "median" in ran.printed
+    assert len(ran.shown(PLOTLY)) == 6
+    assert len(ran.shown(WIDGET)) == 1
+    (run,) = directory.find(ran.folder / "runs")
     assert run.status.state is State.COMPLETED
 
 

@@ -1,10 +1,7 @@
-"""Notebook 05 as authored and on one node, and what it tells its reader to see."""
+"""Notebook 05 on one node, and what it tells its reader to see."""
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +30,6 @@ SMALL: dict[str, Any] = {
     "dataset": "c4",
 }
 """The exercises' experiment."""
-
-
-def test_nbmake_runs_it_with_its_defaults(tmp_path: Path) -> None:
-    shutil.copy(NOTEBOOK, tmp_path)
-    command = [sys.executable, "-m", "pytest", "-q", "--nbmake", "--nbmake-timeout=300", "-p", "no:cacheprovider", "."]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout
-    assert "1 passed" in done.stdout
 
 
 def test_papermill_runs_it_on_one_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

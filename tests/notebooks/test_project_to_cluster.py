@@ -1,17 +1,19 @@
-"""Notebook 08 under papermill, and what it tells its reader to see."""
+"""Notebook 08 as authored, and what it tells its reader to see."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
 import nbformat
 import pytest
+from notebook_support import WIDGET, Ran
 
 from moelab.errors import BadInput, Refused
 from moelab.experiment import Routing
-from moelab.notebooks import ProjectParameters, execute, read_parameters, validated
+from moelab.notebooks import ProjectParameters, validated
 from moelab.projection.arms_projected import projected_two_by_two
 from moelab.projection.calibration import CALIBRATION
 from moelab.projection.project import project
@@ -34,18 +36,12 @@ def defaults() -> ProjectParameters:
     return validated(ProjectParameters, values)
 
 
-def test_papermill_runs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    parameters = read_parameters(ROOT / "papermill_params" / NAME / "smoke.yaml")
-    executed = nbformat.read(execute(NOTEBOOK, tmp_path / "executed.ipynb", parameters), as_version=4)
-    outputs = [output for cell in executed.cells if cell.cell_type == "code" for output in cell.outputs]
-    shown = [output.data for output in outputs if "data" in output]
-    figures = [data["application/vnd.plotly.v1+json"] for data in shown if "application/vnd.plotly.v1+json" in data]
-    assert len(figures) == 11
-    titles = [one["layout"]["title"]["text"] for one in figures]
-    assert all("derived" in title for title in titles)
-    assert sum("application/vnd.jupyter.widget-view+json" in data for data in shown) == 1
-    printed = "".join(output.get("text", "") for output in outputs)
+def test_its_defaults_show_what_it_says(by_nbmake: Callable[[str], Ran]) -> None:
+    ran = by_nbmake(NAME)
+    assert len(ran.titles()) == 11
+    assert all("derived" in title for title in ran.titles())
+    assert len(ran.shown(WIDGET)) == 1
+    printed = ran.printed
     for said in ("MISSED: ", "met: ", "fitted on 671B bf16_standard", "layouts judged", "replayed: the model's own"):
         assert said in printed
     assert printed.count("not yet") == 3  # the unsolved exercises

@@ -7,11 +7,11 @@ the status is replaced whole. torchrun is asked to end when the launcher dies, s
 from __future__ import annotations
 
 import shutil
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from subprocess import TimeoutExpired
 
 from moelab.errors import BadInput, Refused
 from moelab.experiment import Experiment, Precision
@@ -91,7 +91,8 @@ def _train(run: RunDir, launched: Command, on_rows: Callable[[list[Row]], None])
     follower = LogFollower(run.log)
     with run.log.open("ab") as log, Process(launched, log) as process:
         while process.poll() is None:
-            time.sleep(POLL_S)
+            with suppress(TimeoutExpired):
+                process.wait(POLL_S)
             _report(follower, on_rows)
             if problem := no_space(run.path):  # ranks would train on and lose what they log
                 return replace(status, state=State.FAILED, reason=problem)

@@ -13,8 +13,10 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from moelab.data.example_logs import EXAMPLE_LOGS
 from moelab.experiment import ActivationCheckpoint, Experiment
 from moelab.experiment_file import Study, make_study, parse
+from moelab.machine import gpus
 from moelab.model import shape_of
 from moelab.projection import ExpertPlacement, RoutingModel, routing_of
 from moelab.sweep import on
@@ -34,6 +36,22 @@ class NotebookParameters(BaseModel):
     """What all schemas share. Each names its fields in the order of its notebook's parameters cell."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class StartParameters(NotebookParameters):
+    """Parameters of ``00_start_here``."""
+
+    study: str
+    runs_dir: str
+    ranks: int = Field(ge=0, description="0: two, or one where there is one GPU")
+    steps: int = Field(ge=2)
+
+    def to_study(self) -> Study:
+        """The nano model in BF16 and with MXFP8 experts, once each, in steps of 512 tokens a rank."""
+        ranks = self.ranks or (1 if len(gpus()) == 1 else 2)
+        shared: dict[str, Any] = {"gpus_per_node": ranks, "ep": ranks, "seq_len": 128, "local_batch": 4}
+        shared |= {"steps": self.steps, "warmup_steps": max(1, self.steps // 5), "lr": 4.0e-3}
+        return make_study(self.study, shared, [{"precision": "bf16"}, {"precision": "mxfp8"}], [0])
 
 
 class ConvergenceParameters(NotebookParameters):
@@ -356,6 +374,22 @@ class ProjectParameters(NotebookParameters):
         fields |= {"precision": "mxfp8", "ep_backend": "deepep", "pp_schedule": "Interleaved1F1B"}
         fields |= {"activation_checkpoint": "full", "compile": "model+loss"}
         return on(self.gpu, parse(Experiment, {**fields, **changes}))
+
+
+class ReportParameters(NotebookParameters):
+    """Parameters of ``10_report_study``."""
+
+    paths: str = Field(description="a study, or runs and logs to compare, separated by semicolons; empty: the packaged logs")
+    reference: str
+    final_fraction: float = Field(gt=0, le=1)
+    margin_nats: float = Field(ge=0, allow_inf_nan=False, description="0 takes the margin from the seeds' spread")
+    with_paths: bool
+    output: str
+
+    def to_paths(self) -> tuple[Path, ...]:
+        """What the report is about."""
+        given = [Path(path.strip()) for path in self.paths.split(";") if path.strip()]
+        return tuple(given) or EXAMPLE_LOGS
 
 
 def _arm(precision: str, parameters: ConvergenceParameters) -> dict[str, Any]:

@@ -42,9 +42,11 @@ def throughput_bars(
     arms = [found[name] for name in in_order(found)]
     gains = _gains(table, arms, baseline=baseline, warmup_steps=warmup_steps, level=level)
     figure = new_figure(_finding(arms, gains), subtitle=_subtitle(arms, warmup_steps, level), note=note)
+    # With two seeds an interval may be a hundred times as long as the bars, which must stay readable beside it.
+    ceiling = 2.0 * max(max(arm.tps, *arm.tps_by_seed.values()) for arm in arms)
+    highest = min(ceiling, max(max(arm.tps, arm.interval.high if arm.interval.exists else 0.0) for arm in arms))
     for position, arm in enumerate(arms):
-        _draw_arm(figure, arm, position, gains.get(arm.arm))
-    highest = max(max(arm.tps, arm.interval.high if arm.interval.exists else 0.0) for arm in arms)
+        _draw_arm(figure, arm, position, gains.get(arm.arm), ceiling=ceiling)
     labels = ["<br>".join(wrap(arm_label(arm.arm), 18)) for arm in arms]
     figure.update_xaxes(tickvals=list(range(len(arms))), ticktext=labels, showgrid=False, ticks="")
     figure.update_xaxes(range=[-0.7, len(arms) - 0.3] if len(arms) > 1 else [-1.0, 1.0])
@@ -67,7 +69,9 @@ def _gains(
     }
 
 
-def _draw_arm(figure: go.Figure, arm: ArmThroughput, position: int, over_baseline: Gain | None) -> None:
+def _draw_arm(
+    figure: go.Figure, arm: ArmThroughput, position: int, over_baseline: Gain | None, *, ceiling: float
+) -> None:
     style = arm_styles([arm.arm])[arm.arm]
     top = arm.interval.high if arm.interval.exists else arm.tps
     figure.add_trace(
@@ -96,9 +100,10 @@ def _draw_arm(figure: go.Figure, arm: ArmThroughput, position: int, over_baselin
         )
     )
     if over_baseline is not None:
-        height = max(top, *seeds.values())
+        height = min(ceiling, max(top, *seeds.values()))
         label = f"<b>{over_baseline.percent:+.1f} %</b><br>{_bounds(over_baseline.interval)}"
-        figure.add_annotation(x=position, y=height, text=label, showarrow=False, yanchor="bottom", yshift=6)
+        place = {"x": position, "y": height, "yanchor": "bottom", "yshift": 6, "bgcolor": "rgba(255,255,255,0.85)"}
+        figure.add_annotation(text=label, showarrow=False, **place)
 
 
 def _error_bar(tps: float, interval: Interval) -> dict[str, object]:
@@ -135,5 +140,5 @@ def _subtitle(arms: Sequence[ArmThroughput], warmup_steps: int, level: float) ->
         return f"Median over steps after {warmup_steps} warm-up steps; one seed an arm, so no interval."
     return (
         f"Geometric mean over seeds of each run's median after {warmup_steps} warm-up steps; points: seeds; "
-        f"{n}, {100 * level:g} % t intervals; gains are paired by seed."
+        f"{n}, {100 * level:g} % t intervals, cut where they leave the axis; gains are paired by seed."
     )

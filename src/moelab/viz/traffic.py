@@ -147,7 +147,7 @@ def _matrix_finding(placement: ExpertPlacement, network: Mapping[Method, float])
     if placement.nodes == 1:
         return "All ranks share a node: every pair exchanges tokens over NVLink"
     return (
-        f"Over the network a rank sends {network['standard']:,.0f} MB to everyone; with DeepEP's hierarchical mode "
+        f"Over the network a rank sends {network['standard']:,.0f} MB to everyone; with DeepEP, once per node, "
         f"{network['deepep_hybrid']:,.0f} MB, to the GPUs of its own place only"
     )
 

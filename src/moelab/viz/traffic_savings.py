@@ -157,7 +157,7 @@ def _time_finding(routings: Sequence[RoutingModel], times: Mapping[tuple[Kind, M
         return "With one rank nothing travels"
     return (
         f"Under {ROUTING_LABELS[kind]} routing a layer's tokens need at least {standard:.3g} ms by the standard "
-        f"all-to-all and {hybrid:.3g} ms by DeepEP's hierarchical mode"
+        f"all-to-all and {hybrid:.3g} ms by {METHOD_LABELS['deepep_hybrid']}"
     )
 
 

@@ -1,0 +1,78 @@
+"""Notebook 00 with its defaults, its exercise, and the map of all notebooks."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import nbformat
+import pytest
+from notebook_support import Ran
+
+from moelab.doctor import examine
+from moelab.machine import GpuInfo
+from moelab.notebooks import StartParameters, parameters
+from moelab.notebooks.map import ENTRIES, markdown_table
+from moelab.runs.collect import collect, joined_rows
+
+pytestmark = pytest.mark.training
+FOLDER = Path(__file__).parents[2] / "notebooks"
+NOTEBOOK = FOLDER / "00_start_here.ipynb"
+
+
+def test_it_trains_both_arms_here(by_nbmake: Callable[[str], Ran]) -> None:
+    ran = by_nbmake(NOTEBOOK.stem)
+    arms, notebooks = ran.shown("text/markdown")
+    for arm in examine().arms:
+        assert arm.name.split("_", 1)[1] not in ("standard", "deepep") or (arm.reason or arm.kernels) in arms
+    assert notebooks == markdown_table()
+    (title,) = ran.titles()
+    assert "emulated MXFP8 kernels" in title
+    runs = collect(ran.folder / "runs")
+    assert sorted((run.arm, run.finished) for run in runs) == [("bf16_standard", True), ("mxfp8_standard", True)]
+    losses = joined_rows(runs).pivot_table(index="step", columns="arm", values="loss")
+    assert losses.iloc[0].between(8.0, 8.2).all()  # what the notebook says that its reader should see
+    assert losses.iloc[-1].between(6.3, 6.9).all()
+    assert losses.diff(axis=1).abs().max(axis=None) < 0.3
+
+
+def test_its_exercise_knows_the_answer() -> None:
+    (source,) = [
+        cell.source for cell in nbformat.read(NOTEBOOK, as_version=4).cells if "yours to change" in cell.source
+    ]
+    given = 'mine = "bf16_standard"'
+    assert given in source
+    answers = {"bf16_standard": "not yet: 651", "mxfp8_deepep": "not yet: 918", "mine": "not yet: no such arm"}
+    for mine, said in {**answers, "mxfp8_standard": "solved\n"}.items():
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            exec(source.replace(given, f'mine = "{mine}"'), {"arms": {arm.name: arm for arm in examine().arms}})
+        assert printed.getvalue().startswith(said)
+
+
+@pytest.mark.parametrize(("found", "given", "ranks"), [(0, 0, 2), (1, 0, 1), (8, 0, 2), (8, 4, 4)])
+def test_it_takes_two_ranks_where_there_are_two(
+    found: int, given: int, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = GpuInfo(name="NVIDIA B200", capability=10.0, driver="580", memory_mib=183_359)
+    monkeypatch.setattr(parameters, "gpus", lambda: (gpu,) * found)
+    study = StartParameters(study="start", runs_dir="runs", ranks=given, steps=4).to_study()
+    assert {(one.gpus_per_node, one.ep) for one in study.experiments} == {(ranks, ranks)}
+
+
+def test_the_map_has_every_notebook_with_its_own_question_and_minutes() -> None:
+    assert [entry.notebook for entry in ENTRIES] == sorted(path.stem for path in FOLDER.glob("*.ipynb"))
+    for entry in ENTRIES:
+        title = nbformat.read(FOLDER / f"{entry.notebook}.ipynb", as_version=4).cells[0].source
+        assert f"**{entry.question}**" in title, entry.notebook
+        (minutes,) = [line for line in title.splitlines() if line.startswith("| minutes |")]
+        assert entry.minutes in minutes, entry.notebook
+
+
+def test_links_between_notebooks_lead_somewhere() -> None:
+    for path in FOLDER.glob("*.ipynb"):
+        text = "\n".join(cell.source for cell in nbformat.read(path, as_version=4).cells)
+        for target in re.findall(r"\]\(([^)]+\.ipynb)\)", text):
+            assert (FOLDER / target).exists(), f"{path.name}: {target}"
