@@ -17,15 +17,23 @@ from moelab.errors import BadInput
 
 Row = Mapping[str, Any]
 ALL_TO_ALL, TWO_BY_TWO, GROUPED_GEMM = "all_to_all_h100", "h100_two_by_two", "grouped_gemm_h100"
+ALL_TO_ALL_H200, FULL_NODE = "all_to_all_h200", "h100_full_node"
+DRY_RUN = "dry run on CPU, emulated"
+"""Label of a file that shows that a program runs, and nothing else."""
 COMMANDS = {
     ALL_TO_ALL: "torchrun --nproc-per-node 2 benchmarks/all_to_all.py --output benchmarks/results/all_to_all_h100.json",
     TWO_BY_TWO: "python benchmarks/h100_two_by_two.py --gpus 2 --output benchmarks/results/h100_two_by_two.json",
     GROUPED_GEMM: "python benchmarks/grouped_gemm.py --output benchmarks/results/grouped_gemm_h100.json",
+    ALL_TO_ALL_H200: "torchrun --nproc-per-node 2 benchmarks/all_to_all.py --output "
+    "benchmarks/results/all_to_all_h200.json",
+    FULL_NODE: "python benchmarks/h100_full_node.py --output benchmarks/results/h100_full_node.json",
 }
 COLUMNS = {
     ALL_TO_ALL: ("size", "routing", "arm", "backend"),
     TWO_BY_TWO: ("shape", "arm", "routing", "order", "steps", "tps_median", "tps_iqr"),
     GROUPED_GEMM: ("m", "n", "k", "groups", "sizes", "precision", "pass", "median_us"),
+    ALL_TO_ALL_H200: ("size", "routing", "arm", "backend"),
+    FULL_NODE: ("ep", "shape", "arm", "routing", "order", "steps", "tps_median", "tps_iqr"),
 }
 """What every row of a file must have."""
 
@@ -53,7 +61,9 @@ class Measurement:
     def stamp(self) -> str:
         """Hardware and date, or that there is nothing yet and which command makes it."""
         if self.content is None:
-            return f"not measured yet: run `{COMMANDS[self.name]}` on two GPUs"
+            return (
+                f"not measured yet: run `{COMMANDS[self.name]}` on {'eight' if self.name == FULL_NODE else 'two'} GPUs"
+            )
         environment = self.content.get("environment", {})
         gpus = environment.get("gpus") or []
         names = [gpu["name"] if isinstance(gpu, Mapping) else str(gpu) for gpu in gpus]
@@ -68,14 +78,14 @@ def load_measured(name: str, path: Path | None = None) -> Measurement:
     """Read a file of measurements.
 
     Args:
-        name: ``all_to_all_h100``, ``h100_two_by_two`` or ``grouped_gemm_h100``.
+        name: one of :data:`COMMANDS`, such as ``h100_two_by_two``.
         path: of another file of the same kind, such as your own; the package's by default.
 
     Returns:
         The measurement; its ``content`` is None if the package has no such file.
 
     Raises:
-        BadInput: for an unknown name, a path that cannot be read, or a file of another kind.
+        BadInput: for an unknown name, a path that cannot be read, a file of another kind, or of a dry run.
     """
     if name not in COMMANDS:
         raise BadInput(f"there is no measurement {name!r}; valid: {', '.join(COMMANDS)}")
@@ -97,6 +107,8 @@ def _parse(name: str, text: str, where: str = "the packaged file") -> Mapping[st
     rows = content.get("rows") if isinstance(content, dict) else None
     if not isinstance(rows, list):
         raise BadInput(f"{where} has no list of rows; {COMMANDS[name]} writes such a file")
+    if content.get("label", "measured") != "measured":
+        raise BadInput(f"{where} is labelled {content['label']!r}: it is no measurement")
     for row in rows:
         missing = [column for column in COLUMNS[name] if column not in row]
         if missing:

@@ -10,9 +10,11 @@ from pathlib import Path
 
 from torch import distributed as dist
 
-from moelab.deepep.all_to_all.plan import ROUTINGS, SIZES, SM_COUNTS, SMALL, Backend, Group, plan
+from moelab.deepep.all_to_all.plan import NODE_SIZE, ROUTINGS, SIZES, SM_COUNTS, SMALL, Backend, Group, plan
 from moelab.deepep.all_to_all.report import run
 from moelab.deepep.all_to_all.world import open_libraries, open_world
+
+ON_REQUEST = (*SIZES, SMALL, NODE_SIZE)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,11 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _groups(options: argparse.Namespace, installed: Sequence[Backend]) -> list[Group]:
-    sizes = [SMALL] if options.device == "cpu" and not options.sizes else [*SIZES, SMALL]
-    if options.sizes:
-        sizes = [size for size in sizes if size.name in options.sizes]
-    elif options.device == "cuda":
-        sizes.remove(SMALL)
+    sizes = [size for size in ON_REQUEST if size.name in (options.sizes or ())]
+    sizes = sizes or ([SMALL] if options.device == "cpu" else list(SIZES))
     backends = [backend for backend in installed if backend in options.backends]
     return plan(sizes, options.routings, backends, options.sms)
 
@@ -43,7 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Time dispatch and combine of every way to move tokens.")
     parser.add_argument("--output", type=Path, required=True, help="JSON file, written after each group of arms")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    names = [size.name for size in (*SIZES, SMALL)]
+    names = [size.name for size in ON_REQUEST]
     parser.add_argument("--sizes", nargs="*", choices=names, help="default: all on GPUs, small on a CPU")
     parser.add_argument("--routings", nargs="*", choices=ROUTINGS, default=list(ROUTINGS))
     parser.add_argument("--backends", nargs="*", default=["standard", "deepep", "hybridep"])

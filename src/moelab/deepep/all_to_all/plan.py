@@ -36,6 +36,8 @@ SIZES = (
     _size("16B", experts=64, tokens=16384),
     _size("671B", experts=16, tokens=8192),
 )
+NODE_SIZE = _size("671B", experts=64, tokens=8192)
+"""Eight experts on each of eight GPUs; on request."""
 SMALL = Size(name="small", hidden=256, top_k=4, experts=8, tokens=256)
 """For a laptop and for tests."""
 

@@ -1,0 +1,261 @@
+"""The full node without a machine: what is planned, predicted and read back, on made-up measurements."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import plotly.graph_objects as go
+import pytest
+
+from moelab.analysis.two_by_two import arm_results
+from moelab.errors import BadInput
+from moelab.machine import GpuInfo
+from moelab.projection import full_node_measured
+from moelab.projection.calibration import CALIBRATION
+from moelab.projection.full_node import (
+    ARMS,
+    DEEPEST,
+    EP_DEGREES,
+    HARDWARE,
+    NODE_SHAPES,
+    PREDICTED,
+    ROUTINGS,
+    SCALING,
+    SMALL,
+    STOCK,
+    layers_that_fit,
+    load_predicted,
+    node_job,
+)
+from moelab.projection.full_node_measured import SOURCE, Place, full_node_rows, hardware_of, node_results
+from moelab.projection.full_node_predictions import predictions
+from moelab.projection.measured import DRY_RUN, FULL_NODE, TWO_BY_TWO, Measurement, load_measured
+from moelab.projection.step_cases import thin_job, tps_of
+from moelab.projection.validation import validation_table
+from moelab.viz.dispatch_scaling import scaling
+
+ROOT = Path(__file__).parents[2]
+SLOWER = 1.1
+H200 = {"name": "NVIDIA H200", "capability": 9.0, "driver": "580", "memory_mib": 143771}
+NOTHING = Measurement(name=FULL_NODE, content=None, packaged=True)
+
+
+def made_up(degrees: tuple[int, ...] = EP_DEGREES, *, date: str = "2099-01-01T00:00:00+00:00") -> dict[str, Any]:
+    """A file of the full node in which every step takes a tenth longer than predicted on H200."""
+    rows = [
+        {**{name: row[name] for name in ("ep", "shape", "routing", "arm")}, "order": order, "steps": 2,
+         "tps_median": row["tps"] / SLOWER, "tps_iqr": 0.0, "step_s": [1.0, 1.0]}
+        for row in load_predicted()["rows"]
+        if row["hardware"] == "h200_node" and row["ep"] in degrees
+        for order in range(2)
+    ]  # fmt: skip
+    return {"label": "measured", "date": date, "environment": {"gpus": [H200] * 8}, "world_size": 8, "rows": rows}
+
+
+def read(content: Mapping[str, Any], folder: Path) -> Measurement:
+    file = folder / "h100_full_node.json"
+    file.write_text(json.dumps(content))
+    return load_measured(FULL_NODE, file)
+
+
+# --- predictions -----------------------------------------------------------------------------------------------------
+
+
+def test_every_step_is_predicted_once_and_says_when_and_by_what() -> None:
+    content = load_predicted()
+    assert content == json.loads((ROOT / "benchmarks" / "results" / f"{PREDICTED}.json").read_text())
+    assert content["label"] == "derived"
+    assert content["git_commit"]
+    found = [(row["hardware"], *(row[name] for name in Place._fields)) for row in content["rows"]]
+    expected = {
+        (hardware, shape, ep, routing, arm)
+        for hardware in HARDWARE
+        for shape, degrees in ((SCALING, EP_DEGREES), (SMALL, EP_DEGREES), (DEEPEST[hardware], (8,)))
+        for ep in degrees
+        for routing in ROUTINGS
+        for arm in ARMS
+    }
+    assert len(found) == len(expected)
+    assert set(found) == expected
+    for row in content["rows"]:
+        assert row["interval"][0] < row["tps"] < row["interval"][1]
+        assert (row["gain"] == 1) is (row["arm"] == STOCK)
+
+
+def test_predictions_are_those_of_the_step_model() -> None:
+    rows = {(row["hardware"], *(row[name] for name in Place._fields)): row for row in predictions(draws=3)}
+    for arm, fields in ((STOCK, {}), ("bf16_deepep", {"ep_backend": "deepep"})):
+        job = thin_job("671B MoE-heavy", {**fields, "routing": "round_robin"}, hardware="h200_node")
+        row = rows["h200_node", SCALING, 2, "round_robin", arm]
+        assert row["tps"] == pytest.approx(tps_of(job, CALIBRATION), abs=0.1)
+    eight = node_job(NODE_SHAPES[SCALING], STOCK, "round_robin", ep=8, hardware="h200_node")
+    assert (eight.shape.num_experts, eight.work.ep, eight.gpus) == (64, 8, 8)
+
+
+def test_layers_are_as_many_as_the_memory_model_lets_fit() -> None:
+    deep = NODE_SHAPES[SCALING]
+    assert layers_that_fit(deep, ep=2, hardware="h100_node") == deep.moe
+    for hardware, name in DEEPEST.items():
+        assert layers_that_fit(deep, ep=8, hardware=hardware) == NODE_SHAPES[name].moe
+        assert f"{NODE_SHAPES[name].moe} MoE layers" in name
+
+
+# --- predicted beside measured ---------------------------------------------------------------------------------------
+
+
+def test_the_validation_table_takes_both_files_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = validation_table()
+    measured = read(made_up(), tmp_path)
+    monkeypatch.setattr(full_node_measured, "load_measured", lambda _name: measured)
+    rows = [row for row in validation_table() if row.source == SOURCE]
+    assert len(rows) == sum(row["hardware"] == "h200_node" for row in load_predicted()["rows"])
+    assert not [row for row in before if row.source == SOURCE] or load_measured(FULL_NODE).rows
+    for row in rows:
+        assert row.error == pytest.approx(SLOWER - 1, abs=1e-3)
+        assert row.use == "predicted"
+        assert load_predicted()["date"][:10] in row.reference
+        assert "8 × NVIDIA H200" in row.reference
+    assert full_node_rows(NOTHING) == ()
+
+
+def test_what_was_written_down_afterwards_is_no_prediction(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="afterwards is no prediction"):
+        full_node_rows(read(made_up(date=load_predicted()["date"]), tmp_path))
+
+
+def test_a_dry_run_is_never_read_as_a_measurement(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="'dry run on CPU, emulated': it is no measurement"):
+        read(made_up() | {"label": DRY_RUN}, tmp_path)
+
+
+def test_two_gpus_are_those_of_the_two_by_two_until_the_node_has_them(tmp_path: Path) -> None:
+    two = load_measured(TWO_BY_TWO)
+    place = Place(SCALING, 2, "round_robin", "bf16_deepep")
+    (expected,) = (
+        one for one in arm_results(two.rows) if (one.shape, *place[2:]) == ("671B MoE-heavy", one.routing, one.arm)
+    )
+    assert node_results(NOTHING, two)[place].ratio == expected.ratio
+    eight = read(made_up((8,)), tmp_path)
+    both = node_results(eight, two)
+    assert (place in both) is (hardware_of(two) == "h200_node")
+    assert both[place._replace(ep=8)].steps == 4
+    own = node_results(read(made_up(), tmp_path), two)[place]
+    assert own.steps == 4
+
+
+def marks(figure: go.Figure, words: str) -> list[go.Scatter]:
+    return [trace for trace in figure.data if trace.name.endswith(words)]
+
+
+def test_scaling_draws_predictions_open_and_measurements_filled(tmp_path: Path) -> None:
+    two = load_measured(TWO_BY_TWO)
+    today = scaling(load_predicted(), NOTHING, two)
+    title = str(today.layout.title.text).replace("<br>", " ")
+    assert "is predicted to gain" in title
+    assert "EP 4, EP 8 not measured yet" in title
+    assert [len(trace.x) for trace in marks(today, "predicted")] == [3] * 4
+    assert [len(trace.x) for trace in marks(today, "measured")] == [1] * 4
+    assert all("open" in trace.marker.symbol for trace in marks(today, "predicted"))
+    later = scaling(load_predicted(), read(made_up(), tmp_path), two)
+    title = str(later.layout.title.text)
+    assert "not measured yet" not in title
+    assert "is predicted to" not in title
+    gains = [row for row in load_predicted()["rows"] if (row["hardware"], row["shape"]) == ("h200_node", SCALING)]
+    drawn = sorted(value for trace in marks(later, "measured") for value in trace.y)
+    arms = ("bf16_deepep", "fp8_deepep_dispatch-fp8")
+    assert drawn == pytest.approx(sorted(row["gain"] for row in gains if row["arm"] in arms), abs=1e-4)
+
+
+# --- the driver ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def driver() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("h100_full_node", ROOT / "benchmarks" / "h100_full_node.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["h100_full_node"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def options(*, gpus: int = 8, eps: tuple[int, ...] = (8, 4, 2), dry: bool = False) -> Namespace:
+    cluster = "nebius_soperator_b200"
+    return Namespace(gpus=gpus, eps=eps, arms=ARMS, passes=2, steps=10, dry=dry, cluster=cluster)
+
+
+@pytest.mark.parametrize(("mib", "deepest"), [(81_559, "8 MoE layers"), (143_771, "18 MoE layers")])
+def test_the_plan_is_most_wanted_first_and_fits_the_gpus(
+    driver: ModuleType, monkeypatch: pytest.MonkeyPatch, mib: int, deepest: str
+) -> None:
+    gpu = GpuInfo(name="NVIDIA H200", capability=9.0, driver="580", memory_mib=mib)
+    monkeypatch.setattr(driver, "gpus", lambda: (gpu,) * 8)
+    steps = driver.plan(options())
+    assert [(step.kind, step.ep, step.shape) for step in steps[:4]] == [
+        ("health", 8, ""),
+        ("all_to_all", 8, ""),
+        ("train", 8, SCALING),
+        ("train", 8, SMALL),
+    ]
+    assert steps[4].shape.endswith(deepest)
+    assert {step.ep for step in driver.plan(options(gpus=4, eps=(4, 2)))} == {4, 2}
+    command = driver.command(steps[2], Path("no_such_part.json"), 500.0, options())
+    assert command[command.index("--beside") + 1] == ("2" if mib > 100_000 else "1")
+    benchmark = (ROOT / "benchmarks" / "h100_two_by_two.py").read_text()
+    assert all(f'    "{arm}": {{' in benchmark for arm in ARMS), "an arm that the benchmark does not know"
+
+
+def test_a_further_call_asks_for_what_is_missing_alone(driver: ModuleType) -> None:
+    step = next(step for step in driver.plan(options()) if step.kind == "train")
+    done = [{"shape": SCALING, "arm": arm, "order": order} for arm in ARMS[:2] for order in range(2)]
+    refused = [{"shape": SCALING, "arm": ARMS[2], "error": []}]
+    content = {"rows": [*done, {"shape": SCALING, "arm": ARMS[3], "order": 0}], "refused": refused}
+    assert step.missing({}) == ARMS
+    assert step.missing(content) == ARMS[3:]
+    exchange = next(step for step in driver.plan(options()) if step.kind == "all_to_all")
+    late = {"routing": "round_robin", "error": "not run: the time was over"}
+    turns = {"671B, 64 experts, random_balanced": [], "671B, 64 experts, round_robin": []}
+    assert exchange.missing({"turns": turns, "rows": []}) == ()
+    assert exchange.missing({"turns": turns, "rows": [late]}) == ("round_robin",)
+
+
+def test_parts_become_one_result_without_this_machines_places(
+    driver: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver, "environment", lambda: {"gpus": [H200] * 8})
+    rows = made_up()["rows"]
+    for ep in EP_DEGREES:
+        mine = [{name: row[name] for name in row if name != "ep"} for row in rows if row["ep"] == ep]
+        refused = [{"shape": SMALL, "arm": ARMS[-1], "order": 0, "error": [f"{Path.home()}/x.py: no"]}]
+        (tmp_path / f"train_ep{ep}.json").write_text(json.dumps({"rows": mine, "refused": refused}))
+    found = driver.merged(tmp_path, options(), "2099-01-01T00:00:00+00:00")
+    assert sorted(json.dumps(row, sort_keys=True) for row in found["rows"]) == sorted(
+        json.dumps(row, sort_keys=True) for row in rows
+    )
+    assert str(Path.home()) not in json.dumps(found)
+    assert load_measured(FULL_NODE, _written(found, tmp_path)).rows
+    assert len(found["predicted_beside_measured"]) == len(rows) / 2, "two passes a row"
+
+
+def _written(content: Mapping[str, Any], folder: Path) -> Path:
+    file = folder / "result.json"
+    file.write_text(json.dumps(content))
+    return file
+
+
+@pytest.mark.parametrize("output", ["benchmarks/results/dry.json", "elsewhere/h100_full_node.json"])
+def test_a_dry_run_takes_no_measurements_place(
+    driver: ModuleType, output: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["h100_full_node.py", "--dry", "--output", str(ROOT / output)])
+    with pytest.raises(SystemExit, match="2"):
+        driver.main()
+    assert "a dry run is no measurement" in capsys.readouterr().err
