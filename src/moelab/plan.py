@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from moelab.errors import Refused
 from moelab.experiment import Experiment
 from moelab.hardware import gpu_of
 from moelab.layout import SCHEDULES, Layout, LayoutCheck, bubble_fraction, check
@@ -191,10 +192,14 @@ def titan_config(experiment: Experiment) -> dict[str, Any]:
     """The configuration that TorchTitan would resolve, as on the GPU that the experiment is for. Loads torch.
 
     Raises:
-        Refused: if no machine can run this arm, or this one lacks the kernels that it asks for by name.
+        Refused: if no machine can run this arm, or this one lacks the kernels that it asks for by name, or TorchTitan
+            cannot be imported.
     """
-    from moelab.titan.assumed_gpu import assume_gpu
-    from moelab.titan.config_registry import trainer_config
+    try:
+        from moelab.titan.assumed_gpu import assume_gpu
+        from moelab.titan.config_registry import trainer_config
+    except ModuleNotFoundError as error:
+        raise Refused(f"TorchTitan cannot be imported here: {error}") from error
 
     assumed = _capability(experiment)
     with assume_gpu(assumed) if assumed else nullcontext():

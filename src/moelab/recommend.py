@@ -1,25 +1,33 @@
 """The layouts of a search by predicted speed, and what each setting of the best is worth.
 
-The search's own order says which layouts are worth a prediction: the first :data:`CONSIDERED` of it that fit are
-projected, and the fastest come first. A setting's worth is what is lost when it alone goes back to the experiment's
-value, other settings as in the best layout; the settings that a search does not vary are tried one by one.
+Every legal layout is given a cheap estimate: the time of a micro-batch in all layers, which layouts share by the
+thousand, over what the schedule's bubble leaves. The first :data:`CONSIDERED` of them that fit are projected, and the
+fastest come first; the answer says which place of the estimate's order the fastest had, and how many were left out. A
+setting's worth is what is lost when it alone goes back to the experiment's value, other settings as in the best layout;
+the settings that a search does not vary are tried one by one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 from moelab.errors import BadInput, Refused
 from moelab.experiment import Experiment
-from moelab.hardware import gpu_of
+from moelab.hardware import Cluster, cluster_of, gpu_of
+from moelab.layout import SCHEDULES, Facts, bubble_fraction, resolve
 from moelab.plan import headroom_gib
 from moelab.plan_text import CANDIDATE_HEADER, aligned, candidate_row, search_text
-from moelab.projection.project import Projection, project
+from moelab.projection.calibration import CALIBRATION
+from moelab.projection.job import Job, job_of
+from moelab.projection.project import Projection, can_be_placed, project, require_figures
+from moelab.projection.step import work_s
 from moelab.search import VARIED, Candidate, Found, search
 
-CONSIDERED = 300
+CONSIDERED = 200
+ORDER = "layers of a micro-batch for each token, over 1 - bubble; then as a search without speed"
 TRIED: Mapping[str, tuple[Any, ...]] = {
     "precision": ("bf16", "mxfp8", "fp8"),
     "quantize": ("experts", "experts+linears"),
@@ -61,16 +69,23 @@ class Recommendation:
     """A search by predicted speed.
 
     Attributes:
-        found: the search in its own order.
+        found: the search, in the order of the estimate.
         ranked: the fastest layouts first; empty where none fits.
         worth: of settings of the best; negative where another value is faster.
         considered: layouts that were projected.
+        place: of the fastest in the order of the estimate, from 1; 0 where none fits.
     """
 
     found: Found
     ranked: tuple[Ranked, ...]
     worth: tuple[Worth, ...]
     considered: int
+    place: int
+
+    @property
+    def left_out(self) -> int:
+        """Legal layouts of which neither memory nor speed was predicted."""
+        return self.found.legal - self.found.too_large - len(self.found.candidates)
 
     def to_json(self) -> dict[str, Any]:
         """The search as one JSON object, candidates by speed."""
@@ -82,16 +97,23 @@ class Recommendation:
         worth = [
             {"field": one.field, "value": one.value, "other": one.other, "percent": one.percent} for one in self.worth
         ]
-        return {**self.found.to_json(), "candidates": rows, "worth": worth, "considered": self.considered}
+        counts = {"considered": self.considered, "place": self.place, "left_out": self.left_out}
+        return {**self.found.to_json(), "order": [ORDER], "candidates": rows, "worth": worth, **counts}
 
 
 def recommend(
-    experiment: Experiment, *, fixed: Collection[str] = (), limit: int = 10, global_batch: int | None = None
+    experiment: Experiment,
+    cluster: Cluster | None = None,
+    *,
+    fixed: Collection[str] = (),
+    limit: int = 10,
+    global_batch: int | None = None,
 ) -> Recommendation:
     """Search layouts and order them by predicted speed.
 
     Args:
-        experiment: model, cluster, batch and all that is not varied.
+        experiment: model, batch and all that is not varied; its nodes and GPUs of a node.
+        cluster: another one than the experiment's ``hardware``, such as one with another network.
         fixed: fields that keep the experiment's value.
         limit: layouts to return.
         global_batch: see :func:`moelab.search.search`.
@@ -99,18 +121,54 @@ def recommend(
     Raises:
         BadInput: if the hardware lacks a figure that a projection needs, or a fixed field is not varied.
     """
-    headroom = headroom_gib(experiment)
+    cluster = cluster or cluster_of(experiment.hardware)
+    require_figures(experiment, cluster)
     wide = search(
-        experiment, fixed=fixed, limit=max(limit, CONSIDERED), headroom_gib=headroom, global_batch=global_batch
+        experiment,
+        fixed=fixed,
+        limit=max(limit, CONSIDERED),
+        headroom_gib=headroom_gib(experiment),
+        global_batch=global_batch,
+        before=_estimate(cluster),
     )
-    projected = [Ranked(candidate=one, projection=project(one.experiment)) for one in wide.candidates]
-    projected.sort(key=lambda one: -one.projection.tps)
+    projected = [(place, one) for place, one in enumerate(_projected(wide.candidates, cluster), 1)]
+    projected.sort(key=lambda pair: -pair[1].projection.tps)
+    ranked = tuple(one for _, one in projected[:limit])
     return Recommendation(
         found=wide,
-        ranked=tuple(projected[:limit]),
-        worth=tuple(worth_of(projected[0].projection, experiment)) if projected else (),
+        ranked=ranked,
+        worth=tuple(worth_of(ranked[0].projection, experiment)) if ranked else (),
         considered=len(projected),
+        place=projected[0][0] if projected else 0,
     )
+
+
+def _projected(candidates: Iterable[Candidate], cluster: Cluster) -> Iterator[Ranked]:
+    for one in candidates:
+        try:
+            yield Ranked(candidate=one, projection=project(one.experiment, cluster))
+        except Refused:  # legal, but no layout that can be projected
+            continue
+
+
+def _estimate(cluster: Cluster) -> Callable[[Facts], float]:
+    """Seconds of a layout for each token, without its collectives at the end and its optimizer."""
+    known: dict[tuple[int, ...], float] = {}
+
+    def seconds(facts: Facts) -> float:
+        size = facts.microbatch if facts.pp > 1 else facts.local_batch
+        key = (size, facts.tp, facts.cp, facts.ep, facts.microbatches > 1)
+        if key not in known:
+            known[key] = work_s(_job(facts, cluster), CALIBRATION) if can_be_placed(facts.experiment, facts.ep) else inf
+        bubble = bubble_fraction(SCHEDULES[facts.pp_schedule], pp=facts.pp, microbatches=facts.microbatches)
+        return known[key] * facts.tp * facts.cp / size / (1 - bubble)
+
+    return seconds
+
+
+def _job(facts: Facts, cluster: Cluster) -> Job:
+    experiment = facts.experiment.model_copy(update={"local_batch": facts.local_batch})
+    return job_of(experiment, resolve(facts), cluster.node)
 
 
 def worth_of(best: Projection, given: Experiment) -> Iterator[Worth]:
@@ -118,7 +176,8 @@ def worth_of(best: Projection, given: Experiment) -> Iterator[Worth]:
     found = []
     for field, other in _alternatives(best.experiment, given):
         try:
-            changed = project(Experiment.model_validate({**best.experiment.model_dump(), field: other}))
+            experiment = Experiment.model_validate({**best.experiment.model_dump(), field: other})
+            changed = project(experiment, best.cluster)
         except (Refused, BadInput):
             continue
         value = getattr(best.experiment, field)
@@ -140,9 +199,11 @@ def recommendation_text(found: Recommendation) -> str:
     if not found.ranked:
         return search_text(found.found)
     table = [(*candidate_row(one.candidate), _marked(one.projection)) for one in found.ranked]
-    counts = f"{found.found.examined:,} layouts judged, {found.found.legal:,} legal, {found.considered:,} projected"
-    label = "speeds are derived; * extrapolated: `moelab project` says what was not seen"
-    lines = [*aligned([(*CANDIDATE_HEADER, "tokens/s/GPU"), *table]), "", f"{counts}; {label}."]
+    counts = f"{found.found.examined:,} layouts judged, {found.found.legal:,} legal; {found.considered:,} projected"
+    counts += f", of which the fastest was number {found.place:,} by a first estimate"
+    counts += f"; {found.left_out:,} that the estimate has behind them are left out" if found.left_out else ""
+    label = "Speeds are derived; * extrapolated: `moelab project` says what was not seen"
+    lines = [*aligned([(*CANDIDATE_HEADER, "tokens/s/GPU"), *table]), "", f"{counts}.", f"{label}."]
     lines += ["", "the fastest with one setting changed:"] if found.worth else []
     return "\n".join(lines + [f"  {_changed(one)}" for one in found.worth])
 

@@ -10,7 +10,8 @@ There is no prediction of speed in this order. It is what a person would look at
 6. the most memory is left.
 
 What is still equal is ordered by the degrees themselves, so that two searches agree. Memory is estimated only as far
-down the order as the answer reaches: the estimate costs more than all rules together.
+down the order as the answer reaches: the estimate costs more than all rules together. :mod:`moelab.recommend` puts an
+estimate of the time before all of these.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby, product
-from typing import Any
+from typing import Any, NamedTuple
 
 from moelab.errors import BadInput
 from moelab.experiment import Experiment
@@ -38,6 +39,8 @@ ORDER = (
 """What candidates are ordered by, first things first."""
 Headroom = Callable[[Experiment, Layout], float]
 """GiB that an experiment leaves on its fullest GPU; negative if it does not fit."""
+Before = Callable[[Facts], float]
+"""What a layout is ordered by before everything else, the least first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +114,7 @@ def search(
     limit: int = 10,
     headroom_gib: Headroom | None = None,
     global_batch: int | None = None,
+    before: Before = lambda _: 0.0,
 ) -> Found:
     """The best legal layouts that fit.
 
@@ -121,6 +125,7 @@ def search(
         headroom_gib: memory left by an experiment; None orders without memory.
         global_batch: sequences of a step over all ranks, from which each layout's ``local_batch`` follows; None keeps
             the experiment's ``local_batch``.
+        before: comes before the stated order; everything is equal in it by default.
 
     Raises:
         BadInput: if a fixed field is not one that a search varies.
@@ -137,7 +142,7 @@ def search(
     for facts in layouts(experiment, fixed=fixed, global_batch=global_batch):
         examined += 1
         if all(rule.holds(facts) for rule in RULES):
-            legal.append((_order(facts), facts))
+            legal.append((_Key(before(facts), *_order(facts)), facts))
     legal.sort(key=lambda pair: pair[0])
     fitting: list[Candidate] = []
     too_large: list[Candidate] = []
@@ -156,11 +161,21 @@ def search(
 
 
 BUBBLE_STEP = 0.05
-_Key = tuple[int, int, int, float, tuple[int, ...]]
 
 
-def _order(facts: Facts) -> _Key:
-    """Key of the order without memory; its last entry is the tie-break."""
+class _Key(NamedTuple):
+    """What layouts are ordered by, memory aside."""
+
+    before: float
+    bubble_steps: int
+    sequence_ranks: int
+    ep_nodes: int
+    bubble: float
+    tie_break: tuple[int, ...]
+
+
+def _order(facts: Facts) -> tuple[int, int, int, float, tuple[int, ...]]:
+    """The stated order, with a tie-break."""
     schedule = SCHEDULES[facts.pp_schedule]
     bubble = bubble_fraction(schedule, pp=facts.pp, microbatches=facts.microbatches)
     degrees = (facts.pp, facts.tp, facts.cp, facts.dp_replicate, facts.ep, facts.microbatch)
@@ -186,8 +201,8 @@ def _candidate(facts: Facts, key: _Key, headroom_gib: Headroom | None) -> Candid
     experiment = facts.experiment.model_copy(update=changes)
     return Candidate(
         experiment=experiment,
-        bubble_fraction=key[3],
-        ep_nodes=key[2],
+        bubble_fraction=key.bubble,
+        ep_nodes=key.ep_nodes,
         headroom_gib=None if headroom_gib is None else headroom_gib(experiment, resolve(facts)),
     )
 

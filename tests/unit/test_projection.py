@@ -22,16 +22,18 @@ from moelab.errors import BadInput, Refused
 from moelab.experiment import Experiment, Routing
 from moelab.hardware import Cluster, Figure, ImpossibleHardware, cluster_of
 from moelab.layout import check
-from moelab.model import SHAPES, Gemm, flops_per_token, gemms
+from moelab.model import SHAPES, flops_per_token, gemms
+from moelab.plan import headroom_gib
 from moelab.projection.calibration import CALIBRATION, with_values
 from moelab.projection.cost import DEEPSEEK_TOKENS, cost
-from moelab.projection.gemm_rate import grouped_time_s
+from moelab.projection.gemm_rate import grouped_time_s, rates_of
 from moelab.projection.imbalance import expected_maximum
-from moelab.projection.layer_time import products
 from moelab.projection.moe_exchange import exchange_time_s
+from moelab.projection.product_time import weights_by_module
 from moelab.projection.project import Projection, project
 from moelab.projection.what_if import on_nodes, with_network
-from moelab.recommend import recommend, recommendation_text
+from moelab.recommend import CONSIDERED, recommend, recommendation_text
+from moelab.search import search
 from moelab.titan.arms import named_arms
 
 ARMS = ("bf16_standard", "bf16_deepep", "mxfp8_standard", "mxfp8_deepep")
@@ -74,10 +76,9 @@ def test_a_breakdown_has_no_product_twice_and_none_too_few() -> None:
     for shape in SHAPES.values():
         layers = {"attention": shape.n_layers, "feed_forward": shape.n_dense_layers}
         layers |= {"moe": shape.n_moe_layers, "head": 1}
+        weights = weights_by_module(shape, 1, 1)
         mine = sum(
-            layers[module] * gemm.flops // gemm.count
-            for module in layers
-            for gemm in products(shape, 2048, 1, 1, module)
+            layers[module] * 6 * 2048 * one.rows * one.n * one.k for module in weights for one in weights[module]
         )
         assert mine == sum(gemm.flops for gemm in gemms(shape, 2048))
 
@@ -229,9 +230,40 @@ def test_a_search_by_speed_is_ordered_and_says_what_a_setting_is_worth() -> None
         other = Experiment.model_validate({**best.experiment.model_dump(), worth.field: worth.other})
         assert worth.other_tps == project(other).tps
     assert {"compile", "activation_checkpoint"} <= {worth.field for worth in found.worth}
+    assert found.left_out == found.found.legal - found.found.too_large - found.considered
     text = recommendation_text(found)
     assert "tokens/s/GPU" in text.splitlines()[0]
+    assert f"{found.considered} projected, of which the fastest was number {found.place} " in text
     assert "the fastest with one setting changed:" in text
+
+
+def test_a_search_misses_no_layout_that_is_faster_than_those_it_lists() -> None:
+    """Against a projection of every legal layout that fits."""
+    experiment = NODE.model_copy(update={"local_batch": 4})
+    everything = search(experiment, limit=10**6, headroom_gib=headroom_gib(experiment)).candidates
+    speeds = sorted((project(one.experiment).tps for one in everything), reverse=True)
+    assert len(speeds) > CONSIDERED
+    found = recommend(experiment, limit=10)
+    assert [one.projection.tps for one in found.ranked] == pytest.approx(speeds[:10])
+    assert found.considered == CONSIDERED
+
+
+def test_a_search_uses_the_network_that_it_is_given() -> None:
+    experiment = Experiment(
+        **{**SMALL, "hardware": "h100_x1024", "ep": 16, "nodes": 2, "activation_checkpoint": "full"}
+    )
+    cluster = with_network(cluster_of("h100_x1024"), 400.0)
+    fixed = ("pp", "cp", "tp", "ep", "dp_replicate")
+    slow, fast = (recommend(experiment, one, fixed=fixed, limit=1) for one in (None, cluster))
+    assert fast.ranked[0].projection.tps > slow.ranked[0].projection.tps
+    assert all(worth.other_tps != other.other_tps for worth, other in zip(fast.worth[:1], slow.worth[:1], strict=True))
+
+
+def test_a_group_that_ends_inside_a_node_is_refused_not_mistaken() -> None:
+    odd = Experiment(**{**SMALL, "hardware": "h100_x1024", "gpus_per_node": 6, "nodes": 4, "ep": 8})
+    assert check(odd).legal
+    with pytest.raises(Refused, match=r"ep is 8 on nodes of 6 GPUs.* ep 1, 2"):
+        project(odd)
 
 
 def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -248,6 +280,12 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "all-to-all" in shown
     assert main(["project", str(path), "--set", "pp=3"]) == 3
     assert "pp is 3" in capsys.readouterr().err
+    assert main(["project", str(path), "--set", "activation_checkpoint=none"]) == 3
+    assert "does not fit" in capsys.readouterr().err
+    assert main(["project", str(path), "--set", "seq_len=4096"]) == 0
+    assert "derived, extrapolated" in capsys.readouterr().out.splitlines()[0]
+    assert main(["project", str(path), "--set", "gpus_per_node=16"]) == 2
+    assert "a node of b200_x256 has 8" in capsys.readouterr().err
     assert main(["project", str(path), "--set", "hardware=cpu"]) == 2
     assert "has no bf16_tflops" in capsys.readouterr().err
     both = Path(__file__).parents[2] / "studies" / "671B_b200_x256.yaml"
@@ -286,6 +324,6 @@ def test_context_parallelism_costs_and_is_never_free() -> None:
 
 def test_a_grouped_product_of_few_rows_reads_its_weights() -> None:
     gpu = cluster_of("b200_x256").node.gpu
-    gemm = Gemm("w1", "routed experts", "forward", 32, 2048, 7168, 8, 1)
     floor_s = 2 * 8 * 2048 * 7168 / (float(gpu.hbm_tb_s or 0) * 1e12)
-    assert grouped_time_s(gemm, gpu, CALIBRATION.products, low=False) > floor_s
+    rates = rates_of(gpu, CALIBRATION)
+    assert grouped_time_s(32, 2048, 7168, 8, rates, low=False, wgrad=False) > floor_s

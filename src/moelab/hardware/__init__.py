@@ -4,7 +4,7 @@
 clusters that an experiment's ``hardware`` can name.
 """
 
-from moelab.hardware.catalogue import B200, GB200, GB300, GPUS, H100, H200
+from moelab.hardware.catalogue import B200, GB200, GB300, GPUS, H100, H200, H800
 from moelab.hardware.profiles import PROFILES, cluster_of, gpu_from, gpu_of
 from moelab.hardware.spec import Cluster, Figure, Gpu, ImpossibleHardware, Label, Node, has_grouped_fp8
 
@@ -15,6 +15,7 @@ __all__ = [
     "GPUS",
     "H100",
     "H200",
+    "H800",
     "PROFILES",
     "Cluster",
     "Figure",

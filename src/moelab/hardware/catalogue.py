@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from moelab.hardware.spec import Figure, Gpu, Label
 
 H100_SHEET = "NVIDIA H100 datasheet, SXM"
@@ -47,6 +49,12 @@ H200 = Gpu(
     hbm_tb_s=quoted(4.8, H200_SHEET),
     nvlink_gb_s=quoted(450, H200_SHEET),
 )
+H800 = replace(
+    H100,
+    name="H800",
+    nvlink_gb_s=quoted(200, "half of NVLink's 400 GB/s both ways: DeepSeek-AI 2025, arXiv 2505.09343, section 4.1"),
+)
+"""An H100 with fewer NVLinks. DeepSeek reach about 160 of the 200 GB/s (DeepSeek-V3 report, section 3.2.2)."""
 B200 = Gpu(
     name="B200",
     capability=10.0,
@@ -77,7 +85,7 @@ GB300 = Gpu(
     hbm_tb_s=quoted(8, GB300_PAGE),
     nvlink_gb_s=quoted(900, GB300_PAGE),
 )
-GPUS = {gpu.name: gpu for gpu in (GB300, GB200, B200, H200, H100)}
+GPUS = {gpu.name: gpu for gpu in (GB300, GB200, B200, H200, H800, H100)}
 """Names that contain another stand before it: they are looked for in what nvidia-smi says."""
 
 NIC_400G = quoted(50, "one 400 Gb/s network card for each GPU (NVIDIA ConnectX-7 datasheet)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import gcd
 
 from moelab.experiment import EPBackend, Precision, Routing
@@ -109,16 +110,17 @@ def _ep_nodes(facts: Facts) -> str | None:
 def _traffic(facts: Facts) -> str | None:
     if facts.experiment.routing is not Routing.ROUND_ROBIN or facts.ep == 1 or facts.shape.num_experts % facts.ep:
         return None
+    ranks = _ranks_a_token(facts.shape.num_experts, facts.shape.top_k, facts.ep)
     return (
-        f"traffic: round_robin sends a token's {facts.shape.top_k} copies to {_ranks_a_token(facts):.3g} of {facts.ep} "
+        f"traffic: round_robin sends a token's {facts.shape.top_k} copies to {ranks:.3g} of {facts.ep} "
         "ranks, far fewer than a trained router; use routing=random_balanced for a benchmark that does not flatter"
     )
 
 
-def _ranks_a_token(facts: Facts) -> float:
+@lru_cache(maxsize=256)
+def _ranks_a_token(experts: int, top_k: int, ep: int) -> float:
     """Distinct ranks that TorchTitan's round-robin sends a token to, averaged over tokens."""
-    experts, top_k = facts.shape.num_experts, facts.shape.top_k
-    local = experts // facts.ep
+    local = experts // ep
     starts = range(0, experts, gcd(experts, top_k))
     reached = [len({(start + copy) % experts // local for copy in range(top_k)}) for start in starts]
     return sum(reached) / len(reached)

@@ -16,9 +16,9 @@ from moelab.experiment import EPBackend
 from moelab.hardware import GPUS
 from moelab.model import BYTES_PER_ELEMENT, shape_of
 from moelab.projection.calibration import CALIBRATION, Calibration, with_values
-from moelab.projection.kernel_cases import grouped_job, product_parts_s
 from moelab.projection.measured import Measurement
 from moelab.projection.moe_exchange import exchange_time_s
+from moelab.projection.parts import grouped_job, product_parts_s
 
 Row = Mapping[str, Any]
 NO_LIMIT = 1e9

@@ -27,7 +27,7 @@ from moelab.projection.step import step_time
 from moelab.projection.step_cases import published_job, tps_of
 
 ARMS = ("bf16_standard", "bf16_deepep", "mxfp8_standard", "mxfp8_deepep")
-SPREAD = {"measured": 0.05, "quoted": 0.10, "kernel fit": 0.10, "fitted": 0.10, "assumed": 0.30}
+SPREAD = {"measured": 0.05, "quoted": 0.10, "fitted": 0.10, "assumed": 0.30}
 """Relative standard deviation of a constant by how it is known."""
 DRAWS, SEED = 100, 20261128
 LEAST_HOST_S, MOST_HOST_S = 1e-6, 1.0

@@ -1,8 +1,8 @@
 """The constants of the step-time model, with where each comes from; small ones stand where they are used.
 
-*Measured* and *quoted* constants were taken one by one from kernels and micro-experiments; ``step_s`` is what one
-profiled step had left over. *Kernel fit* names eight that notebook 02 fitted to torchao's kernels on B200, before there
-was a step to predict. *Fitted* ones (four, of at most five) were chosen so that the model meets the rows that
+*Measured* and *quoted* constants are each read off one figure, or the mean of a few, of kernels and micro-experiments;
+the rows of the validation table that hold these figures say so, and tests read them again. ``step_s`` is what one
+profiled step had left over. *Fitted* ones (three, of at most five) were chosen so that the model meets the rows that
 ``fitted_on`` names; ``benchmarks/projection.py --fit`` finds them again, and a test holds it to that. What is *assumed*
 says so.
 """
@@ -10,8 +10,7 @@ says so.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from moelab.errors import BadInput
 
@@ -19,11 +18,10 @@ PROFILE = "benchmarks/results/h100_standard_step.json, kernels of '671B MoE-heav
 A2A = "benchmarks/results/all_to_all_h100.json, 2 × H100, November 2026"
 GEMM = "benchmarks/results/grouped_gemm_h100.json, H100, November 2026"
 DEEPEP = "deepseek-ai/DeepEP, README of 2.1.0, SM90 EP 8×4: 61 GB/s logical, of which 3/4 cross 50 GB/s"
-BREAK_EVEN = "fit of notebook 02 (moelab.mxfp8.break_even_fit.fit_b200) to torchao's kernels and G = 8 rows of one B200"
-How = Literal["measured", "quoted", "kernel fit", "fitted", "assumed"]
+TORCHAO = "pytorch/ao, torchao/prototype/moe_training/README.md, one B200"
+How = Literal["measured", "quoted", "fitted", "assumed"]
 SIMUMAX_ROW = "SimuMax EP8 PP1, 32 micro-batches"
 DEBUG_ROW = "debug bf16_standard, not compiled, selective"
-COMPILED_ROW = "two by two: 16B bf16_standard, round_robin"
 PUBLISHED_ROW = "671B bf16_standard"
 """Names of the rows of the validation table that a constant was fitted on."""
 
@@ -49,31 +47,12 @@ def _quoted(value: float, source: str) -> Constant:
     return Constant(value=value, how="quoted", source=source)
 
 
-def _break_even(value: float) -> Constant:
-    return Constant(value=value, how="kernel fit", source=BREAK_EVEN)
-
-
 def _assumed(value: float, source: str) -> Constant:
     return Constant(value=value, how="assumed", source=source)
 
 
 def _fitted(value: float, source: str, *rows: str) -> Constant:
     return Constant(value=value, how="fitted", source=source, fitted_on=rows)
-
-
-class ProductRates(NamedTuple):
-    """The constants that matrix products depend on; see :class:`Calibration`."""
-
-    hopper_gemm: float
-    blackwell_gemm: float
-    hopper_grouped: float
-    inner: float
-    blackwell_grouped: float
-    blackwell_low: float
-    blackwell_low_wgrad: float
-    blackwell_low_in_step: float
-    hopper_low: float
-    copy: float
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -90,10 +69,10 @@ class Calibration:
         blackwell_low_wgrad: of MXFP8 wgrad, alone.
         blackwell_low_in_step: how much longer MXFP8 kernels take in a step.
         blackwell_cast: casts to MXFP8, of the datasheet's memory bandwidth.
-        blackwell_scales_us: layout of scales for one forward and backward, µs.
-        blackwell_scales_us_per_mrow: the same, for each million rows, µs.
+        blackwell_scales_us: layout of scales for one forward and backward, whatever its size, µs.
         hopper_low: of FP8 grouped products, of the FP8 datasheet rate.
         hopper_cast: casts to FP8, of the datasheet's memory bandwidth.
+        emulated_cast: casts of emulated MXFP8, from BF16 to BF16, of the datasheet's memory bandwidth.
         flex_forward: FlexAttention's rate on unmasked pairs, of the datasheet's BF16 rate.
         flex_backward: the same, backward.
         fused_forward: fused attention's rate.
@@ -110,8 +89,7 @@ class Calibration:
         optimizer_bytes: memory traffic of clipping and AdamW for each local parameter, bytes.
         fsdp_copy_bytes: memory traffic of FSDP2 for each gathered parameter and step, bytes.
         step_s: between two steps: data, the wait of clipping, first launches, s.
-        host_layer_s: host time of a layer and micro-batch, forward and backward without compilation, s.
-        host_compiled: share of it that is left with compilation.
+        host_layer_s: host time of a layer and micro-batch, forward and backward, where nothing is compiled, s.
         host_nodes_s: host time and waiting of a layer and micro-batch under TorchTitan on several nodes, s.
         step_noise: standard deviation of a rank's step time.
     """
@@ -126,9 +104,9 @@ class Calibration:
     blackwell_low_in_step: Constant
     blackwell_cast: Constant
     blackwell_scales_us: Constant
-    blackwell_scales_us_per_mrow: Constant
     hopper_low: Constant
     hopper_cast: Constant
+    emulated_cast: Constant
     flex_forward: Constant
     flex_backward: Constant
     fused_forward: Constant
@@ -146,32 +124,28 @@ class Calibration:
     fsdp_copy_bytes: Constant
     step_s: Constant
     host_layer_s: Constant
-    host_compiled: Constant
     host_nodes_s: Constant
     step_noise: Constant
-
-    @cached_property
-    def products(self) -> ProductRates:
-        """What decides the time of matrix products."""
-        return ProductRates(*(float(getattr(self, name)) for name in ProductRates._fields))
 
 
 CALIBRATION = Calibration(
     hopper_gemm=_measured(0.80, f"{GEMM}: 8192³, 792 of 989 TFLOP/s"),
     blackwell_gemm=_fitted(
-        0.5143169, "what SimuMax's step leaves for products; nobody published one by one what B200 reaches", SIMUMAX_ROW
+        0.4614175, "what SimuMax's step leaves for products; nobody published one by one what B200 reaches", SIMUMAX_ROW
     ),
     hopper_grouped=_measured(0.80, f"{GEMM}: M 16384 to 65536"),
     inner=_assumed(256.0, f"between what K 2048 and 7168 show in {GEMM}"),
-    blackwell_grouped=_break_even(1130.0 / 1.2449 / 2250),
-    blackwell_low=_break_even(2298.2 / 4500),
-    blackwell_low_wgrad=_break_even(1833.5 / 4500),
-    blackwell_low_in_step=_break_even(1.1198),
-    blackwell_cast=_break_even(5.5467 / 8),
-    blackwell_scales_us=_break_even(284.3),
-    blackwell_scales_us_per_mrow=_break_even(1520.0),
+    blackwell_grouped=_quoted(884.6 / 2250, f"{TORCHAO}: rows of 8 groups in BF16, less what its benchmark adds"),
+    blackwell_low=_quoted(2294.3 / 4500, f"{TORCHAO}: kernels of forward and dgrad"),
+    blackwell_low_wgrad=_quoted(1829.6 / 4500, f"{TORCHAO}: kernel of wgrad"),
+    blackwell_low_in_step=_quoted(1.1578, f"{TORCHAO}: rows of 8 groups in MXFP8 over what their kernels take alone"),
+    blackwell_cast=_quoted(5.6606 / 8, f"{TORCHAO}: kernels that quantise, bytes of all over time of all"),
+    blackwell_scales_us=_quoted(483.0, f"{TORCHAO}: kernels that rearrange scales"),
     hopper_low=_measured(1179.3 / 1979, f"{GEMM}: FP8 grouped products alone, median"),
     hopper_cast=_measured(1.2604 / 3.35, f"{GEMM}: casts to FP8, median"),
+    emulated_cast=_measured(
+        2.795 / 3.35, "benchmarks/results/emulation_h100.json: casts along rows and columns in use, mean of their times"
+    ),
     flex_forward=_measured(0.15, PROFILE),
     flex_backward=_measured(0.081, PROFILE),
     fused_forward=_assumed(0.60, "about what FlashAttention-3 reaches on H100, causal (arXiv 2407.08608)"),
@@ -189,8 +163,7 @@ CALIBRATION = Calibration(
     fsdp_copy_bytes=_measured(36.5, f"{PROFILE}: casts, copies in and out, division"),
     step_s=_measured(0.041, f"{PROFILE}: step without the kernels' time and what FSDP exposes"),
     host_layer_s=_fitted(0.0386532, "a model so small that the GPU waits for the host", DEBUG_ROW),
-    host_compiled=_fitted(0.2689756, "the compiled step with the least work for the GPU", COMPILED_ROW),
-    host_nodes_s=_fitted(0.0587138, "what the only published TorchTitan run at this size needs", PUBLISHED_ROW),
+    host_nodes_s=_fitted(0.0567193, "what the only published TorchTitan run at this size needs", PUBLISHED_ROW),
     step_noise=_measured(0.007, "benchmarks/results/h100_standard_step.json: steps of one arm"),
 )
 

@@ -12,10 +12,8 @@ from scipy.optimize import root
 from moelab.projection.calibration import CALIBRATION, Calibration, fitted, with_values
 from moelab.projection.step_cases import step_cases
 
-FALLBACK = {"blackwell_gemm": "hopper_gemm", "host_nodes_s": "host_layer_s"}
-"""What a constant would have been: the rate of the older GPU, the host of one node."""
-COMPILED_FALLBACK = 1.0
-"""Without the compiled row: as much host time as without compilation."""
+FALLBACK = {"blackwell_gemm": "hopper_gemm", "host_nodes_s": "host_layer_s", "host_layer_s": "host_nodes_s"}
+"""What a constant would have been: the rate of the older GPU, the host of one node, the host of several."""
 
 
 def refit(calibration: Calibration = CALIBRATION) -> Calibration:
@@ -42,11 +40,5 @@ def leave_out(source: str, calibration: Calibration = CALIBRATION) -> Calibratio
     values = {}
     for name, constant in fitted(calibration).items():
         if rows & set(constant.fitted_on):
-            values[name] = _fallback(name, calibration)
+            values[name] = float(getattr(calibration, FALLBACK[name]))
     return with_values(calibration, **values)
-
-
-def _fallback(name: str, calibration: Calibration) -> float:
-    if name in FALLBACK:
-        return float(getattr(calibration, FALLBACK[name]))
-    return COMPILED_FALLBACK if name == "host_compiled" else float(calibration.host_nodes_s)

@@ -13,15 +13,26 @@ from moelab.memory.activations import Work, keeps_arrived
 from moelab.memory.constants import memory_constants
 from moelab.memory.estimate import emulates, work_of
 from moelab.memory.sharding import Degrees, StageModules, degrees_of, stage_modules
-from moelab.model import ModelShape, shape_of
+from moelab.model import ModelShape, shape_for
+from moelab.projection.destinations import expected_destinations
 from moelab.projection.placement import ExpertPlacement
 from moelab.projection.routing_model import RoutingModel
 from moelab.projection.stack import Stack, titan
+from moelab.projection.traffic import expected_rows
+from moelab.projection.wires import Method, OnWires
 
 ROUTINGS = {
     Routing.ROUND_ROBIN: RoutingModel(kind="round_robin"),
     Routing.RANDOM_BALANCED: RoutingModel(kind="random_balanced"),
 }
+
+METHODS: dict[EPBackend, Method] = {
+    EPBackend.STANDARD: "standard",
+    EPBackend.DEEPEP: "deepep_hybrid",
+    EPBackend.HYBRIDEP: "deepep_hybrid",
+    EPBackend.MINIMAL_ASYNC_EP: "deepep_direct",
+}
+"""How each dispatcher sends tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +106,12 @@ class Job:
             ranks_per_node=min(self.work.ep, self.node.gpus),
         )
 
+    @cached_property
+    def rows_sent(self) -> OnWires:
+        """Rows that a rank sends for each of its tokens in one exchange, by wire."""
+        destinations = expected_destinations(self.routing, self.placement)
+        return expected_rows(destinations, self.placement, METHODS[self.work.backend])
+
     @property
     def keeps_exchange(self) -> bool:
         """Whether what came over the network is kept and not sent again in the backward pass."""
@@ -106,7 +123,7 @@ def job_of(
     experiment: Experiment, layout: Layout, node: Node, *, shape: ModelShape | None = None, stack: Stack | None = None
 ) -> Job:
     """A job of an experiment whose layout is legal."""
-    shape = shape or shape_of(experiment.model)
+    shape = shape or shape_for(experiment)
     stages = split_layers(shape.n_layers, len(layout.stages))
     return Job(
         shape=shape,
@@ -135,12 +152,3 @@ def _routing(experiment: Experiment, shape: ModelShape) -> RoutingModel:
     if shape.expert_groups > 1 and shape.num_experts % shape.expert_groups == 0:
         return RoutingModel(kind="group_limited", groups=shape.expert_groups, limited_groups=shape.limited_groups)
     return RoutingModel(kind="uniform")
-
-
-METHODS = {
-    EPBackend.STANDARD: "standard",
-    EPBackend.DEEPEP: "deepep_hybrid",
-    EPBackend.HYBRIDEP: "deepep_hybrid",
-    EPBackend.MINIMAL_ASYNC_EP: "deepep_direct",
-}
-"""How each dispatcher sends tokens."""

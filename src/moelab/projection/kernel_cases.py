@@ -2,197 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
-from moelab.experiment import EPBackend, Precision
-from moelab.hardware import GPUS, Node
-from moelab.memory.activations import BF16, Work
-from moelab.memory.sharding import Degrees
-from moelab.model import BYTES_PER_ELEMENT, Gemm, ModelShape, shape_of
-from moelab.mxfp8 import torchao_b200 as b200
-from moelab.mxfp8.break_even import CAST_BYTES
+from moelab.experiment import EPBackend
+from moelab.hardware import GPUS
+from moelab.hardware.catalogue import NIC_400G
+from moelab.memory.activations import BF16
+from moelab.model import BYTES_PER_ELEMENT, shape_of
 from moelab.mxfp8.grouped_gemm_cases import Case as Size
 from moelab.projection.calibration import Calibration
 from moelab.projection.deepep_bandwidth import QUOTED, QuotedBandwidth
-from moelab.projection.gemm_rate import grouped_time_s
+from moelab.projection.destinations import expected_destinations
 from moelab.projection.job import Job
-from moelab.projection.measured import ALL_TO_ALL, GROUPED_GEMM, load_measured
+from moelab.projection.measured import ALL_TO_ALL, ALL_TO_ALL_H200, GROUPED_GEMM, Row, load_measured
 from moelab.projection.memory_bound import memory_rate
 from moelab.projection.moe_exchange import COPIES, exchange_time_s
-from moelab.projection.quantisation import DIRECTIONS, cast_time_s
+from moelab.projection.parts import Predict, grouped_job, product_predicted
+from moelab.projection.placement import ExpertPlacement
 from moelab.projection.routing_model import RoutingModel
-from moelab.projection.stack import Stack
+from moelab.projection.torchao_cases import torchao_cases
 from moelab.projection.validation_row import Case
 
-TORCHAO, DEEPEP, H100_KERNELS = "torchao", "DeepEP", "H100 micro-experiments"
+DEEPEP, H100_KERNELS, ROUTING = "DeepEP", "H100 micro-experiments", "routing, simulated"
+H200_EXCHANGES = "H200 exchanges"
 HERE = "one H100, first campaign, torchao 0.18, compiled, medians of 8"
-Predict = Callable[[Calibration], float]
 
 
 def kernel_cases() -> Iterator[Case]:
     """Every part."""
-    yield from _torchao_products()
-    yield from _torchao_kernels()
-    yield from _torchao_layers()
+    yield from torchao_cases()
+    yield from _destinations()
     yield from _deepep()
     yield from _h100_products()
     yield from _h100_exchanges()
+    yield from _h200_exchanges()
 
 
-def grouped_job(gpu: str, precision: str, *, ep: int = 1, shape: ModelShape | None = None, tokens: int = 1) -> Job:
-    """As much of a job as a part of a layer needs."""
-    node = Node(gpu=GPUS[gpu], gpus=8)
-    return Job(
-        shape=shape or shape_of("671B"),
-        node=node,
-        stack=Stack(name="part", permutation="standard compiled"),
-        work=Work(tokens=tokens, ep=ep),
-        seq_len=4096,
-        microbatches=1,
-        schedule="1F1B",
-        stages=(),
-        stages_of_rank=((0,),),
-        degrees=Degrees(1, ep, 1, ep, 1),
-        precision=Precision(precision.split("_")[0]),
-        bf16_wgrad=precision.endswith("wgrad_bf16"),
-        routing=RoutingModel(kind="random_balanced"),
-    )
-
-
-def product_parts_s(job: Job, calibration: Calibration, m: float, n: int, k: int, groups: int) -> dict[str, float]:
-    """Seconds by direction of one grouped product, casts included."""
-    low = job.precision is not Precision.BF16
-    casts = cast_time_s(job, calibration, m, n, k, groups) if low else dict.fromkeys(DIRECTIONS, 0.0)
-    rows = int(m)
-    sizes = {"forward": (rows, n, k), "dgrad": (rows, k, n), "wgrad": (n, k, rows)}
-    found: dict[str, float] = {}
-    for name in DIRECTIONS:
-        rows_, columns, inner = sizes[name]
-        gemm = Gemm(
-            name=name, part="routed experts", direction=name, m=rows_, n=columns, k=inner, groups=groups, count=1  # type: ignore[arg-type]
-        )  # fmt: skip
-        quantised = low and not (job.bf16_wgrad and name == "wgrad")
-        gemm_s = grouped_time_s(gemm, job.node.gpu, calibration.products, low=quantised)
-        found[name] = gemm_s + (casts[name] if quantised else 0.0)
-    return found
-
-
-def _product(gpu: str, precision: str, size: Size, *, extra_bytes: float = 0.0, unit_s: float = 1e-6) -> Predict:
-    job = grouped_job(gpu, precision)
-
-    def predict(calibration: Calibration) -> float:
-        parts = product_parts_s(job, calibration, size.m, size.n, size.k, size.groups)
-        return (sum(parts.values()) + extra_bytes / memory_rate(job, calibration)) / unit_s
-
-    return predict
-
-
-def _torchao_products() -> Iterator[Case]:
-    for row in b200.ROWS:
-        extra = b200.benchmark_extra_bytes(row.case)
-        for precision, us in (("bf16", row.bf16_us), ("mxfp8", row.mxfp8_us)):
-            yield Case(
-                source=TORCHAO,
-                name=f"{row.case.name}, {precision}",
-                unit="µs",
-                measured=us,
-                predict=_product("B200", precision, row.case, extra_bytes=extra),
-                reference=b200.ROWS_SOURCE,
-                whole=False,
-                seen=row.case.groups == 8,
-            )
-
-
-def _torchao_kernels() -> Iterator[Case]:
-    for name, us in (("dim0 rceil", 220.1), ("dim0 Triton", 138.2), ("dim1 CUDA rceil", 142.3)):
-        job = grouped_job("B200", "mxfp8")
-        yield Case(
-            source=TORCHAO,
-            name=f"cast of 16384², {name}",
-            unit="µs",
-            measured=us,
-            predict=lambda calibration, job=job: 1e6 * 16384**2 * _cast_s(job, calibration),  # type: ignore[misc]
-            reference=b200.SOURCE,
-            whole=False,
-        )
-
-
-def _cast_s(job: Job, calibration: Calibration) -> float:
-    return CAST_BYTES["mxfp8"] / (1e12 * float(calibration.blackwell_cast) * float(job.node.gpu.hbm_tb_s or 0))
-
-
-EP_PIPELINE = {
-    (8192, 5120): (18.037, 12.145, 30.485, 21.839),
-    (7168, 2048): (9.394, 6.424, 13.762, 10.306),
-    (2048, 1408): (3.368, 2.952, 4.982, 3.877),
+REACHED = {
+    RoutingModel(kind="round_robin"): (1.0, 1.0),
+    RoutingModel(kind="group_limited", groups=8, limited_groups=4): (6.6, 2.93),
+    RoutingModel(kind="uniform"): (7.26, 3.62),
 }
-"""Dispatch, permutation, one grouped product, and back, on 8 × B200: ms forward in BF16 and MXFP8, backward in both."""
-EP_ROWS = 131_072
-LAYERS = {"Llama4, 5120 × 8192": (5120, 8192, 1.431), "DSv3 671B, 7168 × 2048": (7168, 2048, 1.148)}
-"""A whole MoE layer with 8 local experts; its rows are not published and taken to be those of the pipeline."""
+"""Distinct ranks and nodes of a token: 256 experts, top-8, 32 ranks on four nodes, as a simulation of each routing."""
 
 
-def _torchao_layers() -> Iterator[Case]:
-    for (dim, hidden), values in EP_PIPELINE.items():
-        names = [f"{name}, {precision}" for name in ("forward", "backward") for precision in ("bf16", "mxfp8")]
-        for name, ms in zip(names, values, strict=True):
+def _destinations() -> Iterator[Case]:
+    placement = ExpertPlacement(experts=256, top_k=8, ep=32, ranks_per_node=8)
+    for routing, reached in REACHED.items():
+        found = expected_destinations(routing, placement)
+        for what, measured, expected in zip(("ranks", "nodes"), reached, (found.ranks, found.nodes), strict=True):
             yield Case(
-                source=TORCHAO,
-                name=f"EP pipeline {dim} × {hidden}, {name}",
-                unit="ms",
-                measured=ms,
-                predict=_pipeline(dim, hidden, name),
-                reference=b200.SOURCE,
+                source=ROUTING,
+                name=f"{what} that a token reaches, {routing.kind}",
+                unit=what,
+                measured=measured,
+                predict=lambda _, expected=expected: expected,  # type: ignore[misc]
+                reference="tokens drawn and counted, to two or three digits",
                 whole=False,
             )
-    for name, (dim, hidden, speedup) in LAYERS.items():
-        yield Case(
-            source=TORCHAO,
-            name=f"MoE layer {name}",
-            unit="speed-up",
-            measured=speedup,
-            predict=lambda calibration, dim=dim, hidden=hidden: _layer_gain(dim, hidden, calibration),  # type: ignore[misc]
-            reference=b200.SOURCE,
-            whole=False,
-        )
-
-
-def _pipeline(dim: int, hidden: int, name: str) -> Predict:
-    direction, precision = name.split(", ")
-    job = grouped_job(
-        "B200", "mxfp8_wgrad_bf16" if precision == "mxfp8" else "bf16", ep=8, shape=_wide(dim, hidden), tokens=EP_ROWS
-    )
-
-    def predict(calibration: Calibration) -> float:
-        low, high = (exchange_time_s(job, calibration, BYTES_PER_ELEMENT[one]) for one in (precision, "bf16"))
-        parts = product_parts_s(job, calibration, EP_ROWS, hidden, dim, 8)
-        copies = COPIES["fused"]
-        copy_s = 2 * BF16 * EP_ROWS * dim / memory_rate(job, calibration)
-        if direction == "forward":
-            return 1e3 * (low + high + parts["forward"] + sum(copies[:2]) * copy_s)
-        return 1e3 * (low + high + parts["dgrad"] + parts["wgrad"] + sum(copies[2:]) * copy_s)
-
-    return predict
-
-
-def _wide(dim: int, hidden: int) -> ModelShape:
-    return replace(shape_of("671B"), dim=dim, moe_hidden_dim=hidden, num_experts=64, top_k=1, expert_groups=1)
-
-
-def _layer_gain(dim: int, hidden: int, calibration: Calibration) -> float:
-    times = []
-    for precision in ("bf16", "mxfp8"):
-        job = grouped_job("B200", precision)
-        products = 2 * sum(product_parts_s(job, calibration, EP_ROWS, hidden, dim, 8).values())
-        products += sum(product_parts_s(job, calibration, EP_ROWS, dim, hidden, 8).values())
-        moved = BF16 * EP_ROWS * (2 * dim * sum(COPIES["standard compiled"]) + 9 * hidden)
-        times.append(products + moved / memory_rate(job, calibration))
-    return times[0] / times[1]
-
-
-H800_NVLINK_GB_S = 200.0
-"""Each way, half of NVIDIA's 400 GB/s."""
 
 
 def _deepep() -> Iterator[Case]:
@@ -211,10 +79,11 @@ def _deepep() -> Iterator[Case]:
 
 
 def _logical_gb_s(row: QuotedBandwidth, calibration: Calibration) -> float:
+    gpu = GPUS["B200" if row.gpu == "SM100" else row.gpu if row.gpu in GPUS else "H100"]
     if row.wire == "network":
-        wire = 50 * float(calibration.network)
+        wire = float(NIC_400G) * float(calibration.network)
     else:
-        wire = float(calibration.deepep_nvlink) * (900 if row.gpu == "SM100" else H800_NVLINK_GB_S)
+        wire = float(gpu.nvlink_gb_s or 0) * float(calibration.deepep_nvlink)
     return wire / row.on_wire_gb_s(1.0)
 
 
@@ -240,7 +109,7 @@ def _h100_products() -> Iterator[Case]:
                 name=f"first campaign: {size.name}, {precision}",
                 unit="ms",
                 measured=ms,
-                predict=_product("H100", precision, size, unit_s=1e-3),
+                predict=product_predicted("H100", precision, size, unit_s=1e-3),
                 reference=HERE,
                 whole=False,
             )
@@ -253,7 +122,7 @@ def _h100_products() -> Iterator[Case]:
                 name=f"{size.name}, {row['precision']}",
                 unit="µs",
                 measured=row["median_us"],
-                predict=_product("H100", row["precision"], size),
+                predict=product_predicted("H100", row["precision"], size),
                 reference=measured.stamp,
                 whole=False,
                 seen=True,
@@ -263,7 +132,7 @@ def _h100_products() -> Iterator[Case]:
 def _h100_exchanges() -> Iterator[Case]:
     measured = load_measured(ALL_TO_ALL)
     for row in measured.rows:
-        job = exchange_job(row["backend"])
+        job = exchange_job("H100", row)
         yield Case(
             source=H100_KERNELS,
             name=f"{row['arm']}, {row['operation']}, on the wire",
@@ -273,6 +142,26 @@ def _h100_exchanges() -> Iterator[Case]:
             reference=measured.stamp,
             whole=False,
             seen=True,
+        )
+
+
+def _h200_exchanges() -> Iterator[Case]:
+    """All four directions together; measured when every constant had its value."""
+    measured = load_measured(ALL_TO_ALL_H200)
+    groups: dict[tuple[str, str, str], list[Row]] = {}
+    for row in measured.rows:
+        if row["precision"] == "bf16" and row["sms_chosen_by"] == "library":
+            groups.setdefault((row["size"], row["routing"], row["arm"]), []).append(row)
+    for name, rows in groups.items():
+        parts = [_wire(exchange_job("H200", row), row["layout"], row["operation"]) for row in rows]
+        yield Case(
+            source=H200_EXCHANGES,
+            name=", ".join(name) + ", on the wire",
+            unit="µs",
+            measured=sum(row["parts_us"]["wire"] for row in rows),
+            predict=lambda calibration, parts=parts: sum(part(calibration) for part in parts),  # type: ignore[misc]
+            reference=measured.stamp,
+            whole=False,
         )
 
 
@@ -288,8 +177,9 @@ def _wire(job: Job, layout: str, operation: str) -> Predict:
     return predict
 
 
-def exchange_job(backend: str) -> Job:
-    """The exchange of ``all_to_all_h100.json``: 8,192 tokens of 7,168 features on each of two GPUs."""
-    shape = replace(shape_of("671B"), num_experts=32)
-    job = grouped_job("H100", "bf16", ep=2, shape=shape, tokens=8192)
-    return replace(job, work=replace(job.work, backend=EPBackend(backend)))
+def exchange_job(gpu: str, row: Row) -> Job:
+    """The exchange of a row of ``all_to_all_*.json``."""
+    shape = replace(shape_of("671B"), num_experts=row["experts"], dim=row["hidden"], top_k=row["top_k"])
+    job = grouped_job(gpu, "bf16", ep=row["ranks"], shape=shape, tokens=row["tokens"])
+    work = replace(job.work, backend=EPBackend(row["backend"]))
+    return replace(job, work=work, routing=RoutingModel(kind=row["routing"]))

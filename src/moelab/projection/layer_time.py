@@ -2,41 +2,40 @@
 
 from __future__ import annotations
 
-import functools
-from collections import defaultdict
+from collections.abc import Mapping
 from math import hypot
-from typing import NamedTuple
 
 from moelab.experiment import Precision
-from moelab.hardware import Gpu
-from moelab.model import Gemm, ModelShape, gemms
 from moelab.projection.attention import add_attention
-from moelab.projection.calibration import Calibration, ProductRates
+from moelab.projection.calibration import Calibration
 from moelab.projection.collective import add_context_parallel, add_tensor_parallel
-from moelab.projection.costs import INDEX, PassName, Times, add, nothing
-from moelab.projection.gemm_rate import gemm_time_s, grouped_time_s
+from moelab.projection.costs import INDEX, Times, add, nothing
+from moelab.projection.gemm_rate import rates_of
 from moelab.projection.job import Job
 from moelab.projection.memory_bound import add_accumulation, add_loss, add_memory_bound, memory_rate
 from moelab.projection.moe_exchange import add_exchange
 from moelab.projection.optimizer import held_by_kind
+from moelab.projection.product_time import (
+    UNQUANTISED,
+    ProductKinds,
+    Weight,
+    product_times,
+    recomputed,
+    weights_by_module,
+)
 from moelab.projection.quantisation import add_expert_casts, add_linear_casts
 
-RECOMPUTED: dict[str, tuple[str, ...]] = {
-    "none": (),
-    "selective": ("attention.wq_b", "attention.wo", "feed_forward.w3", "moe.shared_experts.w3", "moe.routed_experts"),
-    "full": ("",),
-    "full+dispatch": ("",),
-    "mla+mlp": ("attention.wq_b", "attention.wkv_b", "feed_forward"),
-}
-"""Beginnings of the names of products that are computed again in the backward pass; of ``selective``, about every
-second one and the routed experts."""
 
+def layer_times(job: Job, calibration: Calibration, products: Mapping[str, Times], *, moe: bool) -> Times:
+    """One layer.
 
-def layer_times(job: Job, calibration: Calibration, *, moe: bool) -> Times:
-    """One layer."""
-    times = nothing()
-    for module in ("attention", "moe" if moe else "feed_forward"):
-        _add_gemms(times, job, calibration, module)
+    Args:
+        job: the step.
+        calibration: constants.
+        products: of :func:`products_by_module`.
+        moe: a layer with routed experts, or a dense one.
+    """
+    times = products["attention"] + products["moe" if moe else "feed_forward"]
     add_attention(times, job, calibration)
     add_memory_bound(times, job, calibration, moe=moe)
     add_tensor_parallel(times, job, calibration)
@@ -50,10 +49,9 @@ def layer_times(job: Job, calibration: Calibration, *, moe: bool) -> Times:
     return times
 
 
-def head_times(job: Job, calibration: Calibration) -> Times:
-    """The vocabulary head and the loss."""
-    times = nothing()
-    _add_gemms(times, job, calibration, "head")
+def head_times(job: Job, calibration: Calibration, products: Mapping[str, Times]) -> Times:
+    """The vocabulary head and the loss; arguments as :func:`layer_times`."""
+    times = products["head"].copy()
     add_loss(times, job, calibration)
     add_accumulation(times, job, calibration, held_by_kind(job)["head"].gathered)
     return times
@@ -70,86 +68,28 @@ def embedding_times(job: Job, calibration: Calibration) -> Times:
     return times
 
 
-@functools.lru_cache(maxsize=4096)
-def _products_by_module(shape: ModelShape, tokens: int, tp: int, ep: int) -> dict[str, tuple[Gemm, ...]]:
-    found: defaultdict[str, dict[tuple[str, str], Gemm]] = defaultdict(dict)
-    for gemm in gemms(shape, tokens, tp=tp, ep=ep):
-        module = "head" if gemm.part == "head" else gemm.name.partition(".")[0]
-        found[module][gemm.name, gemm.direction] = gemm
-    return {module: tuple(products.values()) for module, products in found.items()}
-
-
-def products(shape: ModelShape, tokens: int, tp: int, ep: int, module: str) -> tuple[Gemm, ...]:
-    """Products of one ``attention``, ``moe`` or ``feed_forward``, or of the ``head``, each once."""
-    return _products_by_module(shape, tokens, tp, ep).get(module, ())
-
-
-def _add_gemms(times: Times, job: Job, calibration: Calibration, module: str) -> None:
+def products_by_module(job: Job, calibration: Calibration) -> dict[str, Times]:
+    """Products, and casts of linears, of one ``attention``, ``moe``, ``feed_forward`` and of the ``head``."""
     work, stack = job.work, job.stack
     low = job.precision is not Precision.BF16 and not job.emulated
     bf16_wgrad = "all" if job.bf16_wgrad else "first two" if work.quantised_dispatch else "none"
     kinds = ProductKinds(low, bf16_wgrad, low and stack.low_linears, stack.expert_gemm == "library")
-    sizes = job.shape, work.tokens, work.tp, work.ep, module
-    found = product_times(*sizes, job.checkpointing, kinds, job.node.gpu, calibration.products)
-    times += found
-    if module == "moe":  # rows beyond an even share: padding, and the busiest rank's
-        uneven = work.received(job.shape) / work.sent(job.shape) - 1
-        times[:, INDEX["expert GEMMs"]] += uneven * found[:, INDEX["expert GEMMs"]]
-    if kinds.low_linears:
-        for gemm in products(*sizes):
-            if gemm.direction == "forward" and gemm.part not in UNQUANTISED:
-                again = module != "head" and gemm.name.startswith(RECOMPUTED[job.checkpointing])
-                add_linear_casts(times, job, calibration, gemm, recomputed=again)
+    rates = rates_of(job.node.gpu, calibration)
+    found = {}
+    for module, weights in weights_by_module(job.shape, work.tp, work.ep).items():
+        times = product_times(weights, work.residual, job.checkpointing, kinds, rates).copy()
+        if module == "moe":  # rows beyond an even share: padding, and the busiest rank's
+            times[:, INDEX["expert GEMMs"]] *= work.received(job.shape) / work.sent(job.shape)
+        if kinds.low_linears:
+            _add_linear_casts(times, job, calibration, weights)
+        found[module] = times
+    return found
 
 
-UNQUANTISED = ("head", "router", "routed experts")
-"""Parts whose products are not quantised with the linears."""
-
-
-class ProductKinds(NamedTuple):
-    """What decides a product's rate beside its size."""
-
-    low: bool
-    bf16_wgrad: str
-    low_linears: bool
-    library: bool
-
-
-@functools.lru_cache(maxsize=4096)
-def product_times(
-    shape: ModelShape,
-    tokens: int,
-    tp: int,
-    ep: int,
-    module: str,
-    checkpointing: str,
-    kinds: ProductKinds,
-    gpu: Gpu,
-    rates: ProductRates,
-) -> Times:
-    """Products of one layer or of the head; not to be written to."""
-    sums: defaultdict[tuple[PassName, str], float] = defaultdict(float)
-    again = RECOMPUTED[checkpointing] if module != "head" else ()
-    for gemm in products(shape, tokens, tp, ep, module):
-        category, seconds = _product(gemm, kinds, gpu, rates)
-        sums[gemm.direction, category] += seconds
-        if gemm.direction == "forward" and gemm.name.startswith(again):
-            sums["recompute", category] += seconds
-    times = nothing()
-    for (pass_name, category), seconds in sums.items():
-        add(times, pass_name, category, seconds)
-    times.flags.writeable = False
-    return times
-
-
-def _product(gemm: Gemm, kinds: ProductKinds, gpu: Gpu, rates: ProductRates) -> tuple[str, float]:
-    if gemm.part != "routed experts":
-        low = kinds.low_linears and gemm.part not in UNQUANTISED
-        return "other GEMMs", gemm_time_s(gemm, gpu, rates, low=low)
-    in_bf16 = kinds.bf16_wgrad == "all" or (kinds.bf16_wgrad == "first two" and "w2" not in gemm.name)
-    low = kinds.low and not (in_bf16 and gemm.direction == "wgrad")
-    time_s = gemm_time_s if kinds.library else grouped_time_s
-    return "expert GEMMs", time_s(gemm, gpu, rates, low=low)
+def _add_linear_casts(times: Times, job: Job, calibration: Calibration, weights: tuple[Weight, ...]) -> None:
+    for weight in weights:
+        if weight.part not in UNQUANTISED:
+            add_linear_casts(times, job, calibration, weight, recomputed=recomputed(weight, job.checkpointing))
 
 
 def _add_host(times: Times, job: Job, calibration: Calibration) -> None:
@@ -169,7 +109,11 @@ def _add_host(times: Times, job: Job, calibration: Calibration) -> None:
 
 
 def host_layer_s(job: Job, calibration: Calibration) -> float:
-    """Seconds of a layer and micro-batch on the host, forward and backward."""
+    """Seconds of a layer and micro-batch on the host, forward and backward.
+
+    None where a node runs compiled layers: the 16B arms of ``h100_two_by_two.json`` on their quicker host leave no room
+    for any.
+    """
     if job.gpus > job.node.gpus and not job.stack.distributed_optimizer:
         return float(calibration.host_nodes_s)
-    return float(calibration.host_layer_s) * (float(calibration.host_compiled) if job.stack.fused else 1.0)
+    return 0.0 if job.stack.fused else float(calibration.host_layer_s)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from moelab.experiment import EPBackend, Precision
-from moelab.hardware import GB200, GB300, H100, Node
+from moelab.hardware import GB200, GB300, H100, H800, Node
 from moelab.hardware.catalogue import B200, NIC_400G
 from moelab.layout.stages import split_layers
 from moelab.memory.activations import Work
@@ -29,6 +29,7 @@ BRIDGE = replace(MEGATRON, name="Megatron-Bridge", low_linears=True, exchange_hi
 """All linears in MXFP8, all-to-all beside compute, CUDA graphs."""
 B200_NODE = Node(gpu=B200, gpus=8, nic_gb_s=NIC_400G)
 H100_NODE = Node(gpu=H100, gpus=8, nic_gb_s=NIC_400G)
+H800_NODE = Node(gpu=H800, gpus=8, nic_gb_s=NIC_400G)
 NVL72 = {"GB200": Node(gpu=GB200, gpus=64, nic_gb_s=NIC_400G), "GB300": Node(gpu=GB300, gpus=64, nic_gb_s=NIC_400G)}
 """Of the 72 GPUs of an NVLink domain, 64 are used by layouts of powers of two."""
 

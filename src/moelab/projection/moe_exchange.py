@@ -22,10 +22,8 @@ from moelab.memory.activations import BF16
 from moelab.model import BYTES_PER_ELEMENT
 from moelab.projection.calibration import Calibration
 from moelab.projection.costs import PASS_INDEX, PassName, Times, add
-from moelab.projection.destinations import expected_destinations
-from moelab.projection.job import METHODS, Job
+from moelab.projection.job import Job
 from moelab.projection.memory_bound import memory_rate
-from moelab.projection.traffic import expected_rows
 
 COPIES = {
     "standard": (2.48, 11.8, 8.2, 5.4),
@@ -41,17 +39,13 @@ def exchange_time_s(job: Job, calibration: Calibration, element_bytes: float) ->
     if job.work.ep == 1:
         return 0.0
     standard = job.work.backend is EPBackend.STANDARD
-    destinations = expected_destinations(job.routing, job.placement)
-    rows = expected_rows(destinations, job.placement, METHODS[job.work.backend])  # type: ignore[arg-type]
-    sent = rows.times(job.work.routed_tokens * job.shape.dim * element_bytes * job.work.imbalance)
+    row_bytes = job.work.routed_tokens * job.shape.dim * element_bytes * job.work.imbalance
+    nvlink, network = job.rows_sent.nvlink * row_bytes, job.rows_sent.network * row_bytes
     share = calibration.nccl_nvlink if standard else calibration.deepep_nvlink
-    nvlink_s = sent.nvlink / (1e9 * float(share) * float(job.node.gpu.nvlink_gb_s or 1))
-    network_s = (
-        sent.network / (1e9 * float(calibration.network) * float(job.node.nic_gb_s or 1)) if sent.network else 0.0
-    )
-    return max(nvlink_s, network_s) + float(
-        calibration.deepep_s if not standard and job.stack.host else calibration.collective_s
-    )
+    nvlink_s = nvlink / (1e9 * float(share) * float(job.node.gpu.nvlink_gb_s or 1))
+    network_s = network / (1e9 * float(calibration.network) * float(job.node.nic_gb_s or 1)) if network else 0.0
+    latency = calibration.deepep_s if not standard and job.stack.host else calibration.collective_s
+    return max(nvlink_s, network_s) + float(latency)
 
 
 def add_exchange(times: Times, job: Job, calibration: Calibration) -> None:

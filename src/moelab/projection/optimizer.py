@@ -29,19 +29,18 @@ def _held_by_kind(shape: ModelShape, degrees: Degrees) -> dict[str, Held]:
     return found
 
 
-def held_by_rank(job: Job) -> list[Held]:
-    """What each pipeline rank holds."""
+def held_by_rank(job: Job, rank: int) -> Held:
+    """What a pipeline rank holds."""
     kinds = held_by_kind(job)
-    result = []
-    for stages in job.stages_of_rank:
-        total = NOTHING
-        for stage in stages:
-            modules = job.stages[stage]
-            counts = (modules.dense_layers, modules.moe_layers, modules.embedding, modules.head)
-            for count, kind in zip(counts, ("dense", "moe", "embedding", "head"), strict=True):
+    total = NOTHING
+    for stage in job.stages_of_rank[rank]:
+        modules = job.stages[stage]
+        counts = {"dense": modules.dense_layers, "moe": modules.moe_layers}
+        counts |= {"embedding": modules.embedding, "head": modules.head}
+        for kind, count in counts.items():
+            if count:
                 total = Held(*(a + count * b for a, b in zip(total, kinds[kind], strict=True)))
-        result.append(total)
-    return result
+    return total
 
 
 def optimizer_time_s(job: Job, calibration: Calibration, held: Held) -> float:

@@ -91,15 +91,12 @@ def _play(schedule: str, durations: Sequence[Durations], pp: int, microbatches: 
     seconds = [
         float(value) for one in durations for value in (one.forward, one.dgrad + one.wgrad, one.dgrad, one.wgrad)
     ]
-    ends: list[float] = []
-    finish = ends.append
-    for kind, previous, needed, remote in _graph(schedule, pp, microbatches, len(durations) // pp):
-        begin = ends[previous] if previous >= 0 else 0.0
-        if needed >= 0:
-            arrival = ends[needed] + message_s if remote else ends[needed]
-            if arrival > begin:
-                begin = arrival
-        finish(begin + seconds[kind])
+    graph = _graph(schedule, pp, microbatches, len(durations) // pp)
+    ends = [0.0] * (len(graph) + 1)  # the last stays zero: -1 is what waits for nothing
+    late = (0.0, message_s)
+    for place, (kind, previous, needed, remote) in enumerate(graph):
+        begin, arrival = ends[previous], ends[needed] + late[remote]
+        ends[place] = (arrival if arrival > begin else begin) + seconds[kind]
     return max(ends)
 
 

@@ -15,8 +15,9 @@ from moelab.errors import BadInput, Refused
 from moelab.experiment import Experiment, Precision
 from moelab.hardware import PROFILES, Cluster, cluster_of, gpu_of
 from moelab.layout import check
+from moelab.layout.rule import divisors
 from moelab.memory import estimate
-from moelab.model import ModelShape, flops_per_token, shape_of
+from moelab.model import ModelShape, flops_per_token, shape_for
 from moelab.projection.calibration import CALIBRATION, Calibration
 from moelab.projection.job import Job, job_of
 from moelab.projection.stack import Stack
@@ -125,16 +126,18 @@ def project(
         True
     """
     cluster = cluster or cluster_of(experiment.hardware)
-    _require_figures(experiment, cluster)
+    require_figures(experiment, cluster)
     experiment = _on(experiment, cluster)
     verdict = check(experiment)
     if not verdict.legal or verdict.layout is None:
         raise Refused("illegal layout:\n" + "\n".join(f"- {reason}" for reason in verdict.reasons))
+    if not can_be_placed(experiment, experiment.ep):
+        raise Refused(_not_placed(experiment))
     if shape is None:
         _require_fits(experiment, verdict.layout, cluster)
     node = cluster.node
     job = job_of(experiment, verdict.layout, node, shape=shape, stack=stack)
-    shape = shape or shape_of(experiment.model)
+    shape = shape or shape_for(experiment)
     return Projection(
         experiment=experiment,
         cluster=cluster,
@@ -160,6 +163,21 @@ def _on(experiment: Experiment, cluster: Cluster) -> Experiment:
     return experiment.model_copy(update={"hardware": same[0]})
 
 
+def can_be_placed(experiment: Experiment, ep: int) -> bool:
+    """Whether a group of ``ep`` ranks lies within a node or fills whole ones: no other is modelled."""
+    node = experiment.gpus_per_node
+    return experiment.nodes == 1 or node % ep == 0 or ep % node == 0
+
+
+def _not_placed(experiment: Experiment) -> str:
+    node = experiment.gpus_per_node
+    valid = [ep for ep in divisors(shape_for(experiment).num_experts) if can_be_placed(experiment, ep)]
+    return (
+        f"no projection: ep is {experiment.ep} on nodes of {node} GPUs, so that a group begins or ends inside a node; "
+        f"those with ep {', '.join(map(str, valid))} can be projected"
+    )
+
+
 def _require_fits(experiment: Experiment, layout: Any, cluster: Cluster) -> None:
     memory = estimate(experiment, layout, cluster.node.gpu)
     if not memory.fits:
@@ -169,7 +187,12 @@ def _require_fits(experiment: Experiment, layout: Any, cluster: Cluster) -> None
         )
 
 
-def _require_figures(experiment: Experiment, cluster: Cluster) -> None:
+def require_figures(experiment: Experiment, cluster: Cluster) -> None:
+    """Check that a cluster has what a projection of an experiment needs.
+
+    Raises:
+        BadInput: naming each figure that is missing, or a node with fewer GPUs than asked for.
+    """
     gpu = cluster.node.gpu
     wanted = {"bf16_tflops": gpu.bf16_tflops, "hbm_tb_s": gpu.hbm_tb_s, "nvlink_gb_s": gpu.nvlink_gb_s}
     if experiment.precision is not Precision.BF16:

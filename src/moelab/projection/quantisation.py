@@ -7,14 +7,16 @@ gradient and rows along the other axis for wgrad.
 from __future__ import annotations
 
 from moelab.experiment import Precision
-from moelab.model import Gemm
 from moelab.mxfp8.break_even import CAST_BYTES, OVERHEAD_SHARE
 from moelab.projection.calibration import Calibration
 from moelab.projection.costs import PassName, Times, add
 from moelab.projection.gemm_rate import is_blackwell
 from moelab.projection.job import Job
 from moelab.projection.memory_bound import memory_rate
+from moelab.projection.product_time import Weight
 
+EMULATED_CAST_BYTES = 4.0
+"""Of one element: two read, two written."""
 DIRECTIONS: tuple[PassName, ...] = ("forward", "dgrad", "wgrad")
 
 
@@ -23,14 +25,12 @@ def cast_time_s(job: Job, calibration: Calibration, m: float, n: int, k: int, gr
     if job.stack.expert_gemm == "library":
         return _fused_cast_s(job, calibration, m, n, k, max(groups, 1))
     low = job.precision.value
-    cast_bytes, overhead_share = CAST_BYTES[low], OVERHEAD_SHARE[low]
+    cast_bytes, overhead_share = EMULATED_CAST_BYTES if job.emulated else CAST_BYTES[low], OVERHEAD_SHARE[low]
     blackwell = is_blackwell(job.node.gpu)
     share = calibration.blackwell_cast if blackwell else calibration.hopper_cast
+    share = calibration.emulated_cast if job.emulated else share
     rate = 1e12 * float(share) * float(job.node.gpu.hbm_tb_s or 0)
-    overhead = 0.0
-    if blackwell:
-        slope = float(calibration.blackwell_scales_us_per_mrow) * m / 1e6
-        overhead = (float(calibration.blackwell_scales_us) + slope) / 1e6
+    overhead = float(calibration.blackwell_scales_us) / 1e6 if blackwell else 0.0
     elements = {"forward": m * k + groups * n * k, "dgrad": m * n + groups * n * k, "wgrad": m * (n + k)}
     in_step = float(calibration.blackwell_low_in_step) if blackwell else 1.0
     return {
@@ -67,11 +67,11 @@ def add_expert_casts(times: Times, job: Job, calibration: Calibration, *, recomp
             add(times, "recompute", "quantisation", seconds["forward"])
 
 
-def add_linear_casts(times: Times, job: Job, calibration: Calibration, gemm: Gemm, *, recomputed: bool) -> None:
+def add_linear_casts(times: Times, job: Job, calibration: Calibration, weight: Weight, *, recomputed: bool) -> None:
     """Casts of one dense product, where linears are quantised too; one cast serves both axes there."""
     if job.precision is Precision.BF16 or not job.stack.low_linears:
         return
-    seconds = cast_time_s(job, calibration, gemm.m, gemm.n, gemm.k, 1)
+    seconds = cast_time_s(job, calibration, weight.rows * job.work.residual, weight.n, weight.k, 1)
     for name in DIRECTIONS:
         add(times, name, "quantisation", seconds[name])
     if recomputed:

@@ -13,7 +13,7 @@ from moelab.projection.collective import fsdp_time_s, ring_time_s
 from moelab.projection.costs import CATEGORIES, INDEX, Times
 from moelab.projection.imbalance import expected_maximum
 from moelab.projection.job import Job
-from moelab.projection.layer_time import embedding_times, head_times, layer_times
+from moelab.projection.layer_time import embedding_times, head_times, layer_times, products_by_module
 from moelab.projection.memory_bound import memory_rate
 from moelab.projection.optimizer import held_by_kind, held_by_rank, optimizer_time_s
 from moelab.projection.pipeline_simulation import Durations, simulate
@@ -50,14 +50,20 @@ def step_time(job: Job, calibration: Calibration) -> StepTime:
 
 def stage_times(job: Job, calibration: Calibration) -> list[Times]:
     """One micro-batch on each stage."""
-    dense = layer_times(job, calibration, moe=False) if job.shape.n_dense_layers else 0.0
-    moe = layer_times(job, calibration, moe=True) if job.shape.n_moe_layers else 0.0
-    head, embedding = head_times(job, calibration), embedding_times(job, calibration)
+    products = products_by_module(job, calibration)
+    dense = layer_times(job, calibration, products, moe=False) if job.shape.n_dense_layers else 0.0
+    moe = layer_times(job, calibration, products, moe=True) if job.shape.n_moe_layers else 0.0
+    head, embedding = head_times(job, calibration, products), embedding_times(job, calibration)
     kinds = {
         stage: stage.dense_layers * dense + stage.moe_layers * moe + stage.head * head + stage.embedding * embedding
         for stage in set(job.stages)
     }
     return [kinds[stage] for stage in job.stages]
+
+
+def work_s(job: Job, calibration: Calibration) -> float:
+    """Seconds of one micro-batch in all layers, one after the other."""
+    return float(sum(table.sum() for table in stage_times(job, calibration)))
 
 
 def _message_s(job: Job, calibration: Calibration) -> float:
@@ -74,7 +80,7 @@ def _message_s(job: Job, calibration: Calibration) -> float:
 
 def _add_once(parts: Times, job: Job, calibration: Calibration, rank: int) -> None:
     """FSDP's collectives as far as nothing hides them, and the optimizer, on one pipeline rank."""
-    held = held_by_rank(job)[rank]
+    held = held_by_rank(job, rank)
     parts[INDEX["FSDP collectives"]] += _fsdp_s(job, calibration, held, float(parts.sum()))
     parts[INDEX["optimizer"]] += optimizer_time_s(job, calibration, held)
     if job.stack.distributed_optimizer:

@@ -15,14 +15,15 @@ from moelab.model import shape_of
 from moelab.projection.calibration import DEBUG_ROW, Calibration
 from moelab.projection.job import Job, job_of
 from moelab.projection.measured import TWO_BY_TWO, load_measured
-from moelab.projection.megatron_jobs import BRIDGE, H100_NODE, NVL72, bridge_job, simumax_job
+from moelab.projection.megatron_jobs import BRIDGE, H100_NODE, H800_NODE, NVL72, bridge_job, simumax_job
 from moelab.projection.stack import as_published
 from moelab.projection.step import step_time
 from moelab.projection.validation_row import Case
 from moelab.titan.arms import named_arms
 
-PUBLISHED, BRIDGE_SOURCE, SIMUMAX, H100_FIRST, H100_LATER = (
+PUBLISHED, MXFP8_ALL_TO_ALL, BRIDGE_SOURCE, SIMUMAX, H100_FIRST, H100_LATER = (
     "PyTorch and Nebius",
+    "torchao, tutorial",
     "other systems",
     "SimuMax",
     "H100 arms, first campaign",
@@ -34,6 +35,7 @@ SUMMARY = "Megatron-Bridge, performance summary"
 def step_cases() -> Iterator[Case]:
     """Every whole step."""
     yield from _published()
+    yield from _mxfp8_all_to_all()
     yield from _systems()
     yield from _simumax()
     yield from _first_campaign()
@@ -47,9 +49,12 @@ def tps_of(job: Job, calibration: Calibration) -> float:
 
 def published_job(arm: str) -> Job:
     """A published 671B arm, or the one that was not, with the software of the time."""
-    experiment = named_arms()[f"dsv3_671b_{arm}"]
+    return _as_published_job(named_arms()[f"dsv3_671b_{arm}"])
+
+
+def _as_published_job(experiment: Experiment) -> Job:
     layout = check(experiment).layout
-    assert layout is not None, "the published layout is legal"
+    assert layout is not None, "the published layouts are legal"
     node = cluster_of(experiment.hardware).node
     return job_of(experiment, layout, node, stack=as_published(experiment))
 
@@ -86,6 +91,28 @@ def _gain(arm: Job, baseline: Job) -> Callable[[Calibration], float]:
     return lambda calibration: 100 * (tps_of(arm, calibration) / tps_of(baseline, calibration) - 1)
 
 
+TUTORIAL = (
+    "pytorch/ao, tutorial on MXFP8 expert parallelism, February 2026; its batch is not published and taken to be that "
+    "of the article's 16B run, several nodes to be its 32"
+)
+QUANTISED = {"precision": Precision.MXFP8, "wgrad": "bf16", "dispatch_precision": "mxfp8"}
+
+
+def _mxfp8_all_to_all() -> Iterator[Case]:
+    """MXFP8 experts and all-to-all over BF16 ones, 16B on B200."""
+    base = named_arms()["dsv3_16b_bf16_standard"]
+    for name, sizes, percent in (("one node", {"nodes": 1, "ep": 8}, 10.0), ("several nodes", {}, 25.0)):
+        bf16, mxfp8 = (_as_published_job(base.model_copy(update=sizes | changes)) for changes in ({}, QUANTISED))
+        yield Case(
+            source=MXFP8_ALL_TO_ALL,
+            name=f"16B, MXFP8 experts and all-to-all, {name} of 8 × B200",
+            unit="% gain",
+            measured=percent,
+            predict=_gain(mxfp8, bf16),
+            reference=TUTORIAL,
+        )
+
+
 def _systems() -> Iterator[Case]:
     plain = replace(BRIDGE, exchange_hidden=0.0)
     hybrid = {"backend": EPBackend.HYBRIDEP}
@@ -99,7 +126,7 @@ def _systems() -> Iterator[Case]:
     hopper = {"node": H100_NODE, "ep": 64, "precision": Precision.FP8, "stack": replace(plain, host=True)}
     job = bridge_job(gpus=1024, tp=2, turns=4, global_batch=8192, **hopper)  # type: ignore[arg-type]
     yield _tps_case(BRIDGE_SOURCE, "1024 × H100, TP2 PP8 VP4 EP64, FP8", 1297, job, f"{SUMMARY} 25.09")
-    overlapped = {**hopper, "stack": replace(BRIDGE, name="DeepSeek")}
+    overlapped = {**hopper, "node": H800_NODE, "stack": replace(BRIDGE, name="DeepSeek")}
     job = bridge_job(gpus=2048, pp=16, turns=1, global_batch=15360, checkpointing="mla+mlp", **overlapped)  # type: ignore[arg-type]
     yield _tps_case(BRIDGE_SOURCE, "2048 × H800, PP16 EP64, FP8", 1543, job, "DeepSeek-V3 report: GPU-hours of 14.8 T")
 
@@ -134,6 +161,7 @@ THIN = {
     "16B": Thin(1, 4, 64, 4, "none"),
     "671B": Thin(1, 2, 32, 2, "none"),
     "671B MoE-heavy": Thin(0, 5, 16, 2, "full"),
+    "671B, 10 MoE layers": Thin(0, 10, 16, 2, "full"),
 }
 """Thin models of the H100 and H200 arms, each on two GPUs."""
 
@@ -141,17 +169,9 @@ THIN = {
 def thin_job(name: str, arm: Mapping[str, Any], *, compiled: bool = True, hardware: str = "h100_node") -> Job:
     """A thin model on two H100 or H200."""
     thin = THIN[name]
-    experiment = Experiment(
-        model=name.split()[0],
-        hardware=hardware,
-        gpus_per_node=2,
-        ep=2,
-        seq_len=4096,
-        local_batch=thin.batch,
-        compile="model+loss" if compiled else "none",
-        activation_checkpoint=thin.checkpointing,
-        **arm,
-    )
+    fields = {"compile": "model+loss" if compiled else "none", "activation_checkpoint": thin.checkpointing, **arm}
+    sizes = {"gpus_per_node": 2, "ep": 2, "seq_len": 4096, "local_batch": thin.batch}
+    experiment = Experiment(model=name.split()[0].rstrip(","), hardware=hardware, **sizes, **fields)
     layout = check(experiment).layout
     assert layout is not None, "one node and no pipeline"
     shape = shape_of(experiment.model).thin(dense_layers=thin.dense, moe_layers=thin.moe, num_experts=thin.experts)
@@ -209,11 +229,19 @@ def _later() -> Iterator[Case]:
 
 
 def arm_of(name: str) -> dict[str, str]:
-    """Fields of an experiment from the name of an arm of ``h100_two_by_two.json``."""
-    precision, backend, *dispatch = name.split("_")
+    """Fields of an experiment from the name of an arm of ``h100_two_by_two.json``.
+
+    Example:
+        >>> arm_of("bf16_deepep_full+dispatch")
+        {'precision': 'bf16', 'ep_backend': 'deepep', 'activation_checkpoint': 'full+dispatch'}
+    """
+    precision, backend, *more = name.split("_")
     fields = {"precision": precision.split("-")[0], "ep_backend": backend}
-    if dispatch:
-        fields["dispatch_precision"] = dispatch[0].removeprefix("dispatch-")
-        if fields["precision"] == "mxfp8":
-            fields["wgrad"] = "bf16"
+    for one in more:
+        if one.startswith("dispatch-"):
+            fields["dispatch_precision"] = one.removeprefix("dispatch-")
+        else:
+            fields["activation_checkpoint"] = one
+    if fields["precision"] == "mxfp8" and "dispatch_precision" in fields:
+        fields["wgrad"] = "bf16"
     return fields

@@ -113,7 +113,7 @@ def _strips(finding: str, strips: Sequence[Strip], *, words: str) -> go.Figure:
     figure.update_yaxes(range=[len(strips) - 0.4, -0.6])
     low, high = min(errors), max(errors)
     for place, strip in enumerate(strips):
-        _name_worst(figure, place, strip, middle=(low + high) / 2)
+        _name_worst(figure, place, strip, thirds=(low + (high - low) / 3, high - (high - low) / 3))
     figure.update_xaxes(title_text="error of the prediction (%; of gains, points)", zeroline=True)
     figure.update_xaxes(range=[low - 0.06 * (high - low), high + 0.06 * (high - low)], zerolinecolor=INK)
     return figure.update_layout(hovermode="closest", legend_y=-66 / (40 + STRIP_PX * len(strips)))
@@ -147,8 +147,9 @@ def _look(row: ValidationRow, strip: Strip) -> str:
     return "predicted, goal missed" if missed and row.use == "predicted" else row.use
 
 
-def _name_worst(figure: go.Figure, place: int, strip: Strip, *, middle: float) -> None:
-    worst = max(strip.rows, key=lambda row: abs(row.error))
+def _name_worst(figure: go.Figure, place: int, strip: Strip, *, thirds: tuple[float, float]) -> None:
+    """Name the worst row above its point, on the side where there is room."""
+    worst = max(strip.rows, key=lambda row: abs(percent_error(row)))
     error = percent_error(worst)
     figure.add_annotation(
         x=error,
@@ -156,6 +157,6 @@ def _name_worst(figure: go.Figure, place: int, strip: Strip, *, middle: float) -
         text=f"{error:+.1f}: {plot_text(worst.name.removeprefix('two by two: '))}",
         showarrow=False,
         yshift=18,
-        xanchor="right" if error > middle else "left",
+        xanchor="left" if error < thirds[0] else "right" if error > thirds[1] else "center",
         font={"size": 11, "color": MUTED},
     )

@@ -9,11 +9,12 @@ from plotly.subplots import make_subplots
 
 from moelab.analysis.arms import arm_label
 from moelab.projection.cost import Cost
+from moelab.projection.uncertainty import OUTSIDE_FACTOR
 from moelab.sweep import Point
 from moelab.viz.theme import INK, ArmStyle, arm_styles, new_figure, plot_text
 
 NOTE = "derived: the step-time model"
-HOLLOW = "Hollow: outside of what the model was held against, interval twice as wide."
+HOLLOW = f"Hollow: outside of what the model was held against, interval {OUTSIDE_FACTOR:g} times as wide."
 KINDS: Mapping[str, tuple[str, str, str]] = {
     "H100": ("#009E73", "longdash", "cross"),
     "H200": ("#CC79A7", "dot", "diamond"),
