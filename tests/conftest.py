@@ -2,7 +2,7 @@
 
 Trainings stay in one process and come first: each takes every core, and two at once would only wait for each other.
 The other files, each in one process so that its fixtures are made once, fill the seconds in which a training leaves a
-core idle.
+core idle. Notebooks share a process for the runs that their tests look at; those that train do it with the trainings.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from notebook_support import notebook_trains
 
 # A machine that also trains draws examples slowly; that is no fault of a test.
 settings.register_profile("moelab", suppress_health_check=[HealthCheck.too_slow], deadline=None)
@@ -26,8 +27,18 @@ def trains(file: Path) -> bool:
     return re.search(r"^pytestmark = pytest\.mark\.training", file.read_text(), re.MULTILINE) is not None
 
 
+def process_of(root: Path, nodeid: str) -> str:
+    """What a test's process is shared with: all trainings, all notebooks, or the tests of its file."""
+    file, parameter = nodeid.partition("::")[0], nodeid.partition("[")[2].removesuffix("]")
+    notebook = root / "notebooks" / f"{parameter}.ipynb"
+    of_notebooks = file.startswith("tests/notebooks/")
+    if trains(root / file) or (of_notebooks and notebook.exists() and notebook_trains(notebook)):
+        return "trainings"
+    return "notebooks" if of_notebooks else file
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: not trains(item.path))
+    items.sort(key=lambda item: item.get_closest_marker("training") is None)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -37,8 +48,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class TrainingsTogether(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            file = super()._split_scope(nodeid)
-            return "trainings" if trains(config.rootpath / file) else file
+            return process_of(config.rootpath, nodeid)
 
     if config.getoption("dist") != "loadfile":
         return None

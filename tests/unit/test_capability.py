@@ -24,7 +24,7 @@ A100, H100, B200 = node(8, "NVIDIA A100", 8.0), node(8, "NVIDIA H100", 9.0), nod
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capability, "cores", lambda: 2)
-    monkeypatch.setattr(capability, "has_module", lambda name: False)
+    monkeypatch.setattr(capability, "has_module", lambda name: name == "triton")
 
 
 def why(devices: tuple[GpuInfo, ...], **fields: Any) -> list[str]:
@@ -126,7 +126,7 @@ def test_all_reasons_are_given_at_once() -> None:
 def test_an_installed_deepep_runs_every_precision(
     monkeypatch: pytest.MonkeyPatch, precision: str, compiled: str
 ) -> None:
-    monkeypatch.setattr(capability, "has_module", lambda name: name == "deep_ep")
+    monkeypatch.setattr(capability, "has_module", lambda name: name in ("deep_ep", "triton"))
     for backend in ("deepep", "hybridep"):
         assert why(H100, model="debug", ep_backend=backend, precision=precision, compile=compiled) == []
 

@@ -110,6 +110,10 @@ cpu.enable(); cpu.enable()
 from torchtitan.tools import utils
 from torchtitan.components.metrics import build_device_memory_monitor
 assert utils.device_type == "cpu"
+import time, torchtitan.trainer
+start = torchtitan.trainer.time.perf_counter()
+torchtitan.trainer.time.sleep(2)
+assert time.perf_counter() - start < 1
 out = a @ b
 out.sum().backward()
 assert torch.equal(out, cpu.fp32_product(a, b.detach())) or cpu.has_bf16_instructions()

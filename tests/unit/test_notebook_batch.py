@@ -95,6 +95,12 @@ def test_a_killed_kernel_is_a_failure(tmp_path: Path) -> None:
         execute(source, tmp_path / "out.ipynb", {})
 
 
+def test_a_cell_that_hangs_is_ended(tmp_path: Path) -> None:
+    source = notebook(tmp_path, PARAMETERS, "import time\ntime.sleep(3600)", COMPLETE)
+    with pytest.raises(NotebookFailed, match=r"^a\.ipynb: a cell took longer than 2 s: import time; executed copy: "):
+        execute(source, tmp_path / "out.ipynb", {}, cell_timeout_s=2)
+
+
 @pytest.mark.parametrize("last", ["print('done')", f"x = '{END_MARKER}'", ""])
 def test_a_notebook_that_never_says_complete_is_not_believed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: str

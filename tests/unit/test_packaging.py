@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import os
 import re
 import subprocess
 import sys
@@ -113,3 +115,91 @@ def test_the_wheel_has_the_command_and_the_license(wheel: Path) -> None:
         assert content.read(f"{folder}/licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
     assert f"Version: {moelab.__version__}\n" in metadata
     assert "License-Expression: BSD-3-Clause\n" in metadata
+
+
+ALONE = """
+import sys
+from pathlib import Path
+import moelab
+from moelab.cli import main
+assert Path(moelab.__file__).is_relative_to(sys.argv[1]), moelab.__file__
+plain = ["--set", "pp=2", "--set", "tp=2", "--set", "ep=32"]
+assert main(["plan", "study.yaml", *plain]) == 0
+assert main(["project", "study.yaml", *plain]) == 0
+assert main(["submit", "study.yaml", *plain, "--cluster", "nebius_soperator_b200", "--dry-run"]) == 0
+"""
+STUDY = {
+    "name": "alone",
+    "model": "671B",
+    "nodes": 32,
+    "gpus_per_node": 8,
+    "seq_len": 8192,
+    "local_batch": 64,
+    "activation_checkpoint": "full",
+    "compile": "model+loss",
+    "dataset": "c4",
+    "hardware": "b200_x256",
+}
+
+
+def child(code: str, *arguments: str | Path, path: Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Python without GPUs, with another folder at the head of its path."""
+    variables = {**os.environ, "PYTHONPATH": str(path), "CUDA_VISIBLE_DEVICES": ""}
+    call = [sys.executable, "-c", code, *map(str, arguments)]
+    return subprocess.run(call, env=variables, cwd=cwd, capture_output=True, text=True, check=False)
+
+
+def test_the_wheel_works_without_a_clone(wheel: Path, tmp_path: Path) -> None:
+    zipfile.ZipFile(wheel).extractall(tmp_path / "installed")
+    (tmp_path / "study.yaml").write_text(yaml.safe_dump(STUDY))
+    done = child(ALONE, tmp_path / "installed", path=tmp_path / "installed", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "#SBATCH --nodes=32" in done.stdout
+
+
+WITHOUT_TRITON = """
+import sys
+from importlib.machinery import PathFinder
+
+
+class WithoutTriton(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.partition(".")[0] == "triton" else super().find_spec(name, path, target)
+
+
+sys.meta_path[:] = [WithoutTriton if finder is PathFinder else finder for finder in sys.meta_path]
+"""
+COMMANDS_AND_IMPORTS = """
+import importlib, json, pkgutil, warnings
+import moelab
+from moelab.cli import main
+calls = (["doctor"], ["plan", "study.yaml"], ["project", "study.yaml"], ["plan", "nano.yaml", "--config"])
+codes = [main(call) for call in (*calls, ["run", "nano.yaml"])]
+warnings.simplefilter("ignore")
+failed = {}
+for module in pkgutil.walk_packages(moelab.__path__, "moelab."):
+    if not module.name.endswith("__main__"):
+        try:
+            importlib.import_module(module.name)
+        except ImportError as error:
+            failed[module.name] = str(error)
+print(json.dumps([codes, failed]))
+"""
+
+
+def test_without_triton_all_works_but_training_which_says_so(tmp_path: Path) -> None:
+    """As with PyTorch built for CPUs alone, which brings no Triton; TorchTitan 0.3.0 imports it all the same."""
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT_TRITON)
+    (tmp_path / "study.yaml").write_text(yaml.safe_dump(STUDY | {"pp": 2, "tp": 2, "ep": 32}))
+    (tmp_path / "nano.yaml").write_text("name: nano\ngpus_per_node: 2\nep: 2\n")
+    done = child(COMMANDS_AND_IMPORTS, path=tmp_path, cwd=tmp_path)
+    codes, failed = json.loads(done.stdout.splitlines()[-1])
+    assert codes == [0, 0, 0, 3, 3], done.stdout + done.stderr
+    assert set(failed.values()) == {"No module named 'triton'"}
+    assert {name.split(".")[1] for name in failed} == {"deepep", "mxfp8", "titan"}  # what is built into TorchTitan
+    reason = "TorchTitan 0.3.0 cannot be imported without Triton, on a CPU too; on Linux: pip install triton"
+    assert f"bf16_standard: {reason}" in done.stdout
+    assert f"moelab: bf16_standard: {reason}" in done.stderr
+    assert "moelab: TorchTitan cannot be imported here: No module named 'triton'" in done.stderr
+    assert not (tmp_path / "runs").exists()

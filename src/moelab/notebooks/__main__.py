@@ -20,10 +20,12 @@ def main() -> int:
     parser.add_argument("output", type=Path, help="executed copy to write")
     parser.add_argument("-f", "--parameters-file", type=Path, help="YAML of parameters")
     parser.add_argument("-p", "--parameter", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"))
+    parser.add_argument("--cell-timeout-s", type=int, help="longest time that one cell may take")
     options = parser.parse_args()
     try:
         parameters = read_parameters(options.parameters_file) if options.parameters_file else {}
-        execute(options.notebook, options.output, {**parameters, **dict(options.parameter)}, log=sys.stdout)
+        parameters |= dict(options.parameter)
+        execute(options.notebook, options.output, parameters, log=sys.stdout, cell_timeout_s=options.cell_timeout_s)
     except MoelabError as error:
         print(f"moelab: {error}", file=sys.stderr)  # noqa: T201
         return error.exit_code

@@ -29,7 +29,14 @@ def complete() -> None:
     print(END_MARKER)  # noqa: T201 - read by :func:`execute`
 
 
-def execute(notebook: Path, output: Path, parameters: Mapping[str, Any], *, log: IO[str] | None = None) -> Path:
+def execute(
+    notebook: Path,
+    output: Path,
+    parameters: Mapping[str, Any],
+    *,
+    log: IO[str] | None = None,
+    cell_timeout_s: int | None = None,
+) -> Path:
     """Run a notebook through papermill and believe it only if it says that it is complete.
 
     Args:
@@ -37,14 +44,15 @@ def execute(notebook: Path, output: Path, parameters: Mapping[str, Any], *, log:
         output: executed copy to write.
         parameters: replace values of the parameters cell.
         log: text stream that receives what the notebook prints, while it runs.
+        cell_timeout_s: longest time that one cell may take; without it, a cell that hangs is waited for.
 
     Raises:
         BadInput: if the notebook has no parameters cell or does not have one of the parameters; nothing was run.
-        NotebookFailed: if a cell failed or the end was not reached.
+        NotebookFailed: if a cell failed or took too long, or the end was not reached.
     """
     import papermill
     from jupyter_client.kernelspec import NoSuchKernel
-    from nbclient.exceptions import DeadKernelError
+    from nbclient.exceptions import CellTimeoutError, DeadKernelError
     from papermill.exceptions import PapermillException, PapermillExecutionError
 
     require_parameters(notebook, parameters)
@@ -57,11 +65,17 @@ def execute(notebook: Path, output: Path, parameters: Mapping[str, Any], *, log:
             progress_bar=False,
             stdout_file=log,
             stderr_file=log,
+            execution_timeout=cell_timeout_s,
             cwd=str(Path.cwd()),
         )
     except PapermillExecutionError as error:
         cause = " ".join(f"{error.ename}: {error.evalue}".split()).removesuffix(":")
         raise NotebookFailed(f"{notebook.name}: {cause}; executed copy: {output}") from error
+    except CellTimeoutError as error:
+        cell = str(error).partition("-------------------\n")[2].splitlines()[0]
+        raise NotebookFailed(
+            f"{notebook.name}: a cell took longer than {cell_timeout_s} s: {cell}; executed copy: {output}"
+        ) from error
     except (PapermillException, DeadKernelError, NoSuchKernel) as error:
         raise NotebookFailed(f"{notebook.name}: {error}; executed copy: {output}") from error
     if not _says_complete(ran):
@@ -92,7 +106,8 @@ def parameter_names(notebook: Path) -> list[str]:
     try:
         content = nbformat.read(notebook, as_version=4)
     except OSError as error:
-        raise BadInput(f"{notebook} cannot be read: {error.strerror}") from error
+        where = "moelab's own notebooks are in its clone, not in what pip installs"
+        raise BadInput(f"{notebook} cannot be read: {error.strerror}; {where}") from error
     except (ValueError, TypeError, AttributeError, nbformat.ValidationError) as error:  # what nbformat raises of these
         raise BadInput(f"{notebook} is not a notebook: {' '.join(str(error).split())[:300]}") from error
     cells = [cell for cell in content.cells if "parameters" in cell.metadata.get("tags", [])]

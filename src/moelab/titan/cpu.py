@@ -1,6 +1,6 @@
 """What TorchTitan 0.3.0 needs to train on a CPU with gloo, piece by piece.
 
-TorchTitan supports accelerators only. Eight small things stand between it and a laptop, and all of them are here; none
+TorchTitan supports accelerators only. Nine small things stand between it and a laptop, and all of them are here; none
 touches its source tree or a process that has CUDA.
 
 ====================  =============================================================================================
@@ -18,6 +18,8 @@ initialisation        DTensor has no random numbers for a CPU mesh: each rank wo
                       scores stay copies for ever)
 fsdp_sum              FSDP2 with a gradient divide factor of 1 reduces by a pre-multiplied sum, which gloo lacks
 mfu                   it would divide by the peak of an A100 that is not there; on a CPU there is no MFU to report
+end                   rank 0 sleeps two seconds for ranks that need its store, which torchrun holds here; and the last
+                      garbage collection of Python takes two more: much for a run of ten seconds
 bf16_gemm             not TorchTitan's need but PyTorch's: without AVX512-BF16 or AMX its BF16 product runs at about
                       2 GFLOP/s a core. Ours multiplies the same BF16 operands in FP32 and rounds once, which is what a
                       tensor core does, at about 15 times the speed. Left alone where the CPU has BF16 instructions.
@@ -31,9 +33,12 @@ All of this can go when TorchTitan takes ``cpu`` as a device and FlexAttention h
 
 from __future__ import annotations
 
+import atexit
 import functools
+import gc
 import resource
 import sys
+import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -64,6 +69,7 @@ PIECES = (
     "initialisation",
     "fsdp_sum",
     "mfu",
+    "end",
     "bf16_gemm",
 )
 OVERRIDES = ("moelab.titan.cpu.masked_sdpa", "moelab.titan.cpu.fp32_gate")
@@ -91,6 +97,8 @@ def enable() -> None:
     titan_trainer.has_quantization = lambda _model_config: True
     titan_decoder.create_attention_mask = dense_attention_mask
     Module._init_param = initialise_whole
+    titan_trainer.time = SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda _seconds: None)
+    atexit.register(gc.freeze)
     if not has_bf16_instructions():
         use_fp32_products_for_bf16()
 

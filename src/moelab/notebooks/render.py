@@ -1,0 +1,208 @@
+"""Executed copies of the notebooks for readers without Jupyter: ``python -m moelab.notebooks.render``.
+
+A copy is read on GitHub, in VS Code and as nbconvert's HTML, so it holds what all three show: text, and each figure as
+a PNG with its title. The figure's JSON is always left out: GitHub and nbconvert cannot draw it, and with it a copy is
+several times as large. Widgets need a kernel; the static figure that each has stays. A stamp says what was run where.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import contextlib
+import hashlib
+import io
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import nbformat
+
+from moelab.errors import BadInput, MoelabError
+from moelab.machine import environment
+from moelab.notebooks.batch import NotebookFailed, execute, read_parameters
+from moelab.privacy import without_places
+
+FOLDER = "rendered"
+LARGEST_BYTES = 500_000
+COLORS = 64
+CELL_TIMEOUT_S = 900
+SMOKE = ("06_compare_convergence", "07_compare_throughput")
+"""Notebooks whose profile ``cpu`` trains for many minutes; their copies show ``smoke``."""
+_PLOTLY = "application/vnd.plotly.v1+json"
+_WIDGET = "application/vnd.jupyter.widget-view+json"
+
+
+def parameters_file(notebook: Path) -> Path:
+    """The profile that a notebook's copy shows."""
+    profile = "smoke" if notebook.stem in SMOKE else "cpu"
+    return notebook.parents[1] / "papermill_params" / notebook.stem / f"{profile}.yaml"
+
+
+def source_hash(notebook: Path) -> str:
+    """What a copy was made from: the notebook and its parameters, as 16 hexadecimal digits of SHA-256."""
+    digest = hashlib.sha256(notebook.read_bytes())
+    digest.update(b"\0" + parameters_file(notebook).read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def is_fresh(notebook: Path, copy: Path) -> bool:
+    """Whether a copy is there and was made from the notebook and the parameters as they are now."""
+    if not copy.exists():
+        return False
+    stamp = nbformat.read(copy, as_version=4).metadata.get("moelab", {})
+    return bool(stamp.get("source_hash") == source_hash(notebook))
+
+
+def render(notebook: Path, copy: Path) -> None:
+    """Run a notebook in an empty folder and write its copy.
+
+    Args:
+        notebook: ``notebooks/NAME.ipynb`` of a clone.
+        copy: file to write.
+
+    Raises:
+        NotebookFailed: if the notebook failed, or its copy would be too large.
+        BadInput: if figures have no PNG here.
+    """
+    notebook, copy = notebook.absolute(), copy.absolute()
+    parameters = read_parameters(parameters_file(notebook))
+    with tempfile.TemporaryDirectory() as work, contextlib.chdir(work):
+        executed = execute(notebook, Path("executed.ipynb"), parameters, cell_timeout_s=CELL_TIMEOUT_S)
+        content = nbformat.read(executed, as_version=4)
+        for cell in content.cells:
+            _clean(cell)
+    content.metadata = {name: content.metadata[name] for name in ("kernelspec", "language_info")}
+    content.metadata["moelab"] = stamp(notebook, parameters)
+    content.cells.insert(0, nbformat.v4.new_markdown_cell(stamp_text(content.metadata["moelab"]), id="stamp"))
+    text = nbformat.writes(content) + "\n"
+    if len(text.encode()) > LARGEST_BYTES:
+        raise NotebookFailed(f"{notebook.name}: its copy would have {len(text.encode())} bytes of {LARGEST_BYTES}")
+    copy.parent.mkdir(exist_ok=True)
+    copy.write_text(text)
+
+
+def stamp(notebook: Path, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Metadata of a copy: what was run, where and when."""
+    here = environment()
+    return {
+        "notebook": f"{notebook.parent.name}/{notebook.name}",
+        "parameters_file": parameters_file(notebook).relative_to(notebook.parents[1]).as_posix(),
+        "parameters": dict(parameters),
+        "source_hash": source_hash(notebook),
+        "hardware": {"processor": here["processor"], "cores": here["cores"], "gpus": [g["name"] for g in here["gpus"]]},
+        "versions": {"moelab": here["moelab"], "python": here["python"]}
+        | {name: found for name, found in here["packages"].items() if found},
+        "date": f"{datetime.now(UTC):%Y-%m-%d}",
+    }
+
+
+def stamp_text(stamp: Mapping[str, Any]) -> str:
+    """The stamp as the first cell of a copy."""
+    hardware, gpus = stamp["hardware"], ", ".join(stamp["hardware"]["gpus"])
+    nothing = (
+        "" if gpus else "Nothing was measured on a GPU; figures of GPUs show stored or published numbers and say so."
+    )
+    changes = ", ".join(f"{name} = {value!r}" for name, value in stamp["parameters"].items())
+    return (
+        f"> **Executed copy** of `{stamp['notebook']}` with `{stamp['parameters_file']}` "
+        f"({changes or 'all defaults'}), {stamp['date']}, on {hardware['processor']}, {hardware['cores']} cores, "
+        f"{gpus or 'no GPU'}. {nothing} Controls need Jupyter and are not shown.\n>\n"
+        f"> {', '.join(f'{name} {version}' for name, version in stamp['versions'].items())}; "
+        f"source hash {stamp['source_hash']}. Remade by `make rendered`."
+    )
+
+
+def _clean(cell: Any) -> None:
+    """Keep of an executed cell what every reader can show, and nothing about this machine."""
+    cell.metadata = {"tags": cell.metadata.tags} if cell.metadata.get("tags") else {}
+    if cell.cell_type != "code":
+        return
+    cell.outputs = _joined([output for output in cell.outputs if _WIDGET not in output.get("data", {})])
+    for output in cell.outputs:
+        if "text" in output:
+            output.text = without_places(output.text)
+        if _PLOTLY in output.get("data", {}):
+            _keep_picture(output)
+        for kind, text in output.get("data", {}).items():
+            if kind.startswith("text/"):
+                output.data[kind] = without_places(text)
+
+
+def _joined(outputs: list[Any]) -> list[Any]:
+    """What was printed in one go as one output; how a kernel cuts it differs from run to run."""
+    whole: list[Any] = []
+    for output in outputs:
+        if whole and "text" in output and output.get("name") == whole[-1].get("name"):
+            whole[-1].text += output.text
+        else:
+            whole.append(output)
+    return whole
+
+
+def _keep_picture(output: Any) -> None:
+    """Replace a figure by its PNG, in fewer colours, and its title in words."""
+    if "image/png" not in output.data:
+        raise BadInput("figures have no PNG here; it takes kaleido (pip install 'moelab[lab]') and a Chromium")
+    title = output.data[_PLOTLY]["layout"]["title"]["text"]
+    title = " ".join(re.sub(r"<[^>]*>", " ", title).split())
+    output.data = {"image/png": _with_fewer_colors(output.data["image/png"]), "text/plain": title}
+
+
+def _with_fewer_colors(png_base64: str) -> str:
+    from PIL import Image
+
+    smaller = io.BytesIO()
+    picture = Image.open(io.BytesIO(base64.b64decode(png_base64))).convert("RGB")
+    picture.quantize(COLORS).save(smaller, "PNG", optimize=True)
+    return base64.b64encode(smaller.getvalue()).decode()
+
+
+def main() -> int:
+    """Make the copies that are missing or stale, or those that are named; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m moelab.notebooks.render", description=__doc__)
+    parser.add_argument("names", nargs="*", help="names of notebooks, without .ipynb; all if there are none")
+    parser.add_argument("--all", action="store_true", help="also the copies that are fresh")
+    options = parser.parse_args()
+    exit_code = 0
+    try:
+        for notebook in _notebooks(options.names):
+            copy = Path(FOLDER) / notebook.name
+            exit_code |= _bring_up_to_date(notebook, copy, again=options.all)
+    except BadInput as error:
+        print(f"moelab: {error}", file=sys.stderr)  # noqa: T201
+        return error.exit_code
+    return exit_code
+
+
+def _bring_up_to_date(notebook: Path, copy: Path, *, again: bool) -> int:
+    if is_fresh(notebook, copy) and not again:
+        print(f"{copy}: fresh", flush=True)  # noqa: T201
+        return 0
+    start = time.monotonic()
+    try:
+        render(notebook, copy)
+    except MoelabError as error:  # the others may do
+        print(f"moelab: {error}", file=sys.stderr)  # noqa: T201
+        return 1
+    seconds, size_kb = time.monotonic() - start, copy.stat().st_size / 1000
+    print(f"{copy}: {size_kb:.0f} kB in {seconds:.0f} s", flush=True)  # noqa: T201
+    return 0
+
+
+def _notebooks(names: list[str]) -> list[Path]:
+    found = {path.stem: path for path in sorted(Path("notebooks").glob("*.ipynb"))}
+    if not found:
+        raise BadInput("there are no notebooks here: they are in a clone of moelab, not in what pip installs")
+    if unknown := [name for name in names if name not in found]:
+        raise BadInput(f"no notebook {', '.join(unknown)}; valid: {', '.join(found)}")
+    return [found[name] for name in names or found]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,52 @@
+"""Notebooks as authored, run once for all tests of a process."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import nbformat
+
+NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
+PLOTLY = "application/vnd.plotly.v1+json"
+WIDGET = "application/vnd.jupyter.widget-view+json"
+
+
+def notebook_trains(notebook: Path) -> bool:
+    """Whether a notebook trains here: then it has a parameter for the number of steps."""
+    return re.search(r'"steps = \d', notebook.read_text()) is not None
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A notebook that nbmake ran with its defaults: the folder that it ran in, and what its code cells showed."""
+
+    folder: Path
+    outputs: list[Any]
+
+    @property
+    def printed(self) -> str:
+        return "".join(output.get("text", "") for output in self.outputs)
+
+    def shown(self, kind: str) -> list[Any]:
+        return [output.data[kind] for output in self.outputs if kind in output.get("data", {})]
+
+    def titles(self) -> list[str]:
+        return [" ".join(one["layout"]["title"]["text"].replace("<br>", " ").split()) for one in self.shown(PLOTLY)]
+
+
+def run_by_nbmake(notebook: Path, folder: Path) -> tuple[Ran, str]:
+    """The run, and what nbmake said if it failed."""
+    shutil.copy(notebook, folder)
+    command = [sys.executable, "-m", "pytest", "-q", "--nbmake", "--overwrite", "--nbmake-timeout=900"]
+    done = subprocess.run(
+        [*command, "-p", "no:cacheprovider", "."], cwd=folder, capture_output=True, text=True, check=False
+    )
+    cells = nbformat.read(folder / notebook.name, as_version=4).cells
+    outputs = [output for cell in cells if cell.cell_type == "code" for output in cell.outputs]
+    return Ran(folder, outputs), "" if done.returncode == 0 and "1 passed" in done.stdout else done.stdout

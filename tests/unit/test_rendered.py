@@ -1,0 +1,154 @@
+"""The executed copies in ``rendered/``: whole, small, of the notebooks as they are, and silent about machines."""
+
+from __future__ import annotations
+
+import base64
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from nbformat.v4 import new_code_cell, new_notebook
+from PIL import Image
+
+from moelab.errors import BadInput
+from moelab.notebooks import NotebookFailed, render
+from moelab.notebooks.batch import END_MARKER
+from moelab.privacy import without_places
+
+ROOT = Path(__file__).parents[2]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+REMAKE = "run `make rendered`"
+PLACES = re.compile(r"/(?:home|Users|root|tmp|var|work|mnt|scratch)/\w|site-packages|\.venv/")
+SHOWN = {"image/png", "text/plain", "text/html", "text/markdown"}
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_copy_is_fresh_whole_and_small(notebook: Path) -> None:
+    copy = ROOT / "rendered" / notebook.name
+    assert copy.exists(), REMAKE
+    assert render.is_fresh(notebook, copy), f"{copy.name} is stale: {REMAKE}"
+    assert copy.stat().st_size <= 500_000
+    content = nbformat.read(copy, as_version=4)
+    nbformat.validate(content)
+    outputs = [output for cell in content.cells if cell.cell_type == "code" for output in cell.outputs]
+    assert all(output.output_type != "error" for output in outputs)
+    assert END_MARKER in content.cells[-1].outputs[-1].text
+    assert {kind for output in outputs for kind in output.get("data", {})} <= SHOWN
+    assert content.cells[0].cell_type == "markdown"
+    assert content.cells[0].source == render.stamp_text(content.metadata["moelab"])
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_copy_says_nothing_about_a_machine(notebook: Path) -> None:
+    copy = ROOT / "rendered" / notebook.name
+    assert copy.exists(), REMAKE
+    text = re.sub(r'"image/png": "[^"]*"', "", copy.read_text())
+    assert PLACES.findall(text) == []
+    assert without_places(text) == text
+
+
+def test_every_copy_has_its_notebook() -> None:
+    assert {path.name for path in (ROOT / "rendered").glob("*.ipynb")} == {path.name for path in NOTEBOOKS}
+
+
+FIGURE = """from IPython.display import display
+import base64, pathlib, sys
+figure = {"application/vnd.plotly.v1+json": {"layout": {"title": {"text": "<b>Losses<br>fall</b>"}}}}
+picture = {"image/png": pathlib.Path(PNG).read_text()}
+display(figure | picture, raw=True)
+display({"application/vnd.jupyter.widget-view+json": {"model_id": "x"}, "text/plain": "VBox()"}, raw=True)
+print(pathlib.Path("runs").absolute(), sys.executable, flush=True)
+print("HF_TOKEN=hf_abcdefghijklmnopqrstuvwxyz", steps)"""
+COMPLETE = "from moelab.notebooks.batch import complete\ncomplete()"
+
+
+def clone(folder: Path, *sources: str) -> Path:
+    """A folder with one notebook and its profile."""
+    path = folder / "notebooks" / "01_small.ipynb"
+    cells = [new_code_cell("steps = 1  # steps", metadata={"tags": ["parameters"]}), *map(new_code_cell, sources)]
+    content = new_notebook(cells=cells)
+    content.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    for made in (path, folder / "papermill_params" / "01_small" / "cpu.yaml"):
+        made.parent.mkdir(parents=True)
+    (folder / "papermill_params" / "01_small" / "cpu.yaml").write_text("steps: 2\n")
+    nbformat.write(content, path)
+    return path
+
+
+def test_a_copy_keeps_what_every_reader_can_show(tmp_path: Path) -> None:
+    png = io.BytesIO()
+    Image.radial_gradient("L").resize((400, 400)).convert("RGB").save(png, "PNG", compress_level=0)
+    (tmp_path / "png").write_bytes(base64.b64encode(png.getvalue()))
+    notebook = clone(tmp_path, FIGURE.replace("PNG", repr(str(tmp_path / "png"))), COMPLETE)
+    copy = tmp_path / "rendered" / notebook.name
+    render.render(notebook, copy)
+    assert render.is_fresh(notebook, copy)
+    stamp, _, injected, cell, last = nbformat.read(copy, as_version=4).cells
+    assert "steps = 2" in injected.source
+    assert "(steps = 2)" in stamp.source
+    figure, printed = cell.outputs
+    assert figure.data["text/plain"] == "Losses fall"
+    shown = Image.open(io.BytesIO(base64.b64decode(figure.data["image/png"])))
+    assert shown.size == (400, 400)
+    assert len(figure.data["image/png"]) < len(png.getvalue()) / 4
+    assert printed.text == "./runs $VENV/bin/python\nHF_TOKEN=*** 2\n"
+    assert last.outputs[0].text == f"{END_MARKER}\n"
+    assert set(nbformat.read(copy, as_version=4).metadata) == {"kernelspec", "language_info", "moelab"}
+
+    (tmp_path / "papermill_params" / "01_small" / "cpu.yaml").write_text("steps: 3\n")
+    assert not render.is_fresh(notebook, copy)
+
+
+@pytest.mark.parametrize(
+    ("source", "data", "said"),
+    [
+        (END_MARKER, {"text/plain": "x" * 500_000}, "would have 50"),
+        (END_MARKER, {"application/vnd.plotly.v1+json": {}}, "figures have no PNG here"),
+    ],
+)
+def test_what_cannot_be_a_copy_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, data: dict[str, Any], said: str
+) -> None:
+    notebook = clone(tmp_path, source)
+
+    def ran(_: Path, output: Path, *_rest: object, **__: object) -> Path:
+        content = nbformat.read(notebook, as_version=4)
+        content.metadata["language_info"] = {"name": "python"}
+        content.cells[-1].outputs = [nbformat.v4.new_output("display_data", data=data)]
+        nbformat.write(content, output)
+        return output
+
+    monkeypatch.setattr(render, "execute", ran)
+    with pytest.raises((NotebookFailed, BadInput), match=said):
+        render.render(notebook, tmp_path / "rendered" / notebook.name)
+    assert not (tmp_path / "rendered").exists()
+
+
+def test_the_command_makes_what_is_stale_and_goes_on_after_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    notebook = clone(tmp_path, COMPLETE)
+    (tmp_path / "notebooks" / "00_bad.ipynb").write_bytes(notebook.read_bytes())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["render"])
+    made: list[str] = []
+
+    def stand_in(source: Path, copy: Path) -> None:
+        if source.stem == "00_bad":
+            raise NotebookFailed("00_bad: it failed")
+        made.append(source.stem)
+        copy.parent.mkdir(exist_ok=True)
+        copy.write_bytes(source.read_bytes())
+
+    monkeypatch.setattr(render, "render", stand_in)
+    assert render.main() == 1
+    assert made == ["01_small"]
+    assert "moelab: 00_bad: it failed" in capsys.readouterr().err
+    monkeypatch.setattr("sys.argv", ["render", "02_none"])
+    assert render.main() == 2
+    monkeypatch.chdir("/")
+    assert render.main() == 2
+    assert "there are no notebooks here" in capsys.readouterr().err
