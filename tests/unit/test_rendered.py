@@ -16,7 +16,7 @@ from PIL import Image
 from moelab.errors import BadInput
 from moelab.notebooks import NotebookFailed, render
 from moelab.notebooks.batch import END_MARKER
-from moelab.privacy import without_places
+from moelab.privacy import without_secrets
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -47,11 +47,19 @@ def test_a_copy_says_nothing_about_a_machine(notebook: Path) -> None:
     assert copy.exists(), REMAKE
     text = re.sub(r'"image/png": "[^"]*"', "", copy.read_text())
     assert PLACES.findall(text) == []
-    assert without_places(text) == text
+    assert without_secrets(text) == text
 
 
 def test_every_copy_has_its_notebook() -> None:
     assert {path.name for path in (ROOT / "rendered").glob("*.ipynb")} == {path.name for path in NOTEBOOKS}
+
+
+def test_the_pictures_of_the_readme_are_those_of_the_copies() -> None:
+    shown = re.findall(r"rendered/pictures/(\w+)\.png", (ROOT / "README.md").read_text())
+    assert sorted(shown) == sorted(render.PICTURES)
+    for name, (notebook, number) in render.PICTURES.items():
+        picture = (ROOT / "rendered" / "pictures" / f"{name}.png").read_bytes()
+        assert picture == render.pictures_of(ROOT / "rendered" / f"{notebook}.ipynb")[number - 1], REMAKE
 
 
 FIGURE = """from IPython.display import display

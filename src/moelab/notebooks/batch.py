@@ -18,6 +18,8 @@ from moelab.errors import BadInput, MoelabError
 from moelab.experiment_file import read_yaml
 
 END_MARKER = "moelab: notebook complete"
+KERNEL_OPTIONS = ["--IPKernelApp.log_level=40"]
+"""Errors only: ipykernel 7 warns that a kernel talks over the loopback interface without encryption, as it always did."""
 
 
 class NotebookFailed(MoelabError):
@@ -66,6 +68,7 @@ def execute(
             stdout_file=log,
             stderr_file=log,
             execution_timeout=cell_timeout_s,
+            extra_arguments=KERNEL_OPTIONS,
             cwd=str(Path.cwd()),
         )
     except PapermillExecutionError as error:

@@ -379,7 +379,7 @@ class ProjectParameters(NotebookParameters):
 class ReportParameters(NotebookParameters):
     """Parameters of ``10_report_study``."""
 
-    paths: str = Field(description="a study, or runs and logs to compare, separated by semicolons; empty: the packaged logs")
+    paths: str = Field(description="a study, or runs and logs to compare, with ; between; empty: the packaged logs")
     reference: str
     final_fraction: float = Field(gt=0, le=1)
     margin_nats: float = Field(ge=0, allow_inf_nan=False, description="0 takes the margin from the seeds' spread")

@@ -34,6 +34,14 @@ COLORS = 64
 CELL_TIMEOUT_S = 900
 SMOKE = ("06_compare_convergence", "07_compare_throughput")
 """Notebooks whose profile ``cpu`` trains for many minutes; their copies show ``smoke``."""
+PICTURES = {
+    "where_the_step_goes": ("08_project_to_cluster", 1),
+    "measured_arms": ("04_dispatch_with_deepep", 1),
+    "break_even": ("02_find_grouped_gemm_break_even", 1),
+    "forced_balance": ("03_route_tokens", 1),
+    "loss_difference": ("06_compare_convergence", 1),
+}
+"""README's pictures, in ``rendered/pictures``: the notebook, and which of its figures, from 1."""
 _PLOTLY = "application/vnd.plotly.v1+json"
 _WIDGET = "application/vnd.jupyter.widget-view+json"
 
@@ -163,6 +171,21 @@ def _with_fewer_colors(png_base64: str) -> str:
     return base64.b64encode(smaller.getvalue()).decode()
 
 
+def write_pictures(folder: Path) -> None:
+    """Write README's pictures from the copies in a folder, in ``folder/pictures``."""
+    (folder / "pictures").mkdir(exist_ok=True)
+    for name, (notebook, number) in PICTURES.items():
+        figures = pictures_of(folder / f"{notebook}.ipynb")
+        (folder / "pictures" / f"{name}.png").write_bytes(figures[number - 1])
+
+
+def pictures_of(copy: Path) -> list[bytes]:
+    """The PNG files of a copy's figures, in order."""
+    outputs = [output for cell in nbformat.read(copy, as_version=4).cells for output in cell.get("outputs", [])]
+    found = [output.data["image/png"] for output in outputs if "image/png" in output.get("data", {})]
+    return [base64.b64decode(picture) for picture in found]
+
+
 def main() -> int:
     """Make the copies that are missing or stale, or those that are named; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m moelab.notebooks.render", description=__doc__)
@@ -177,6 +200,8 @@ def main() -> int:
     except BadInput as error:
         print(f"moelab: {error}", file=sys.stderr)  # noqa: T201
         return error.exit_code
+    if all((Path(FOLDER) / f"{name}.ipynb").exists() for name, _ in PICTURES.values()):
+        write_pictures(Path(FOLDER))
     return exit_code
 
 
