@@ -10,9 +10,11 @@ One command, repeated until it says that nothing is left, most wanted first; eac
 
 What it does, in this order: the all-reduce health check against its floor; the exchange alone at EP 8; all arms of the
 671B shape (eight experts on each GPU) and of the 16B shape at EP 8; the 671B shape with as many MoE layers as fit; then
-EP 4, and the exchange alone at EP 4 and EP 2. Some 30 minutes on eight H200. The programs: ``moelab.launch.health``,
-``all_to_all.py`` and ``h100_two_by_two.py``, which say how they measure; the folder ``<output>.parts`` holds what each
-wrote, and is what a further call goes on from. The result holds every row with its degree, and the predictions of
+EP 4, and the exchange alone at EP 4 and EP 2. Some 30 minutes on eight H200. ``--eps`` asks for some of the degrees;
+EP 2, of which ``h100_two_by_two.json`` has the trainings, is trained only if it names 2. The programs:
+``moelab.launch.health``, ``all_to_all.py`` and ``h100_two_by_two.py``, which say how they measure; the folder
+``<output>.parts`` holds what each wrote, and is what a further call goes on from. The result holds every row with its
+degree, and the predictions of
 ``h100_full_node_predicted.json`` beside it. Raw logs are in ``<output>.log.gz``, without this machine's paths and name.
 """
 
@@ -31,14 +33,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
+from moelab.errors import BadInput
 from moelab.launch.cluster import read_cluster
 from moelab.launch.health_findings import judge
 from moelab.machine import environment, git_commit, gpus
-from moelab.privacy import without_places
+from moelab.privacy import each_text, without_places
 from moelab.projection.full_node import ARMS, DEEPEST, EP_DEGREES, SCALING, SMALL
 from moelab.projection.full_node_measured import full_node_rows
 from moelab.projection.full_node_predictions import predicted_file
-from moelab.projection.measured import DRY_RUN, FULL_NODE, Measurement
+from moelab.projection.measured import DRY_RUN, FULL_NODE, Measurement, load_measured
 from moelab.runs.files import write_json
 
 HERE = Path(__file__).parent
@@ -87,7 +90,8 @@ class Step:
 
 
 def plan(options: argparse.Namespace) -> list[Step]:
-    """All steps that the machine has the GPUs for, most wanted first."""
+    """All steps of the degrees that are asked for, most wanted first."""
+    eps = options.eps or [ep for ep in EP_DEGREES[::-1] if ep <= options.gpus]
     deepest = DEEPEST["h200_node" if big_gpus() else "h100_node"]
     training = {"least_s": PASS_S + 50, "passes": options.passes, "steps": options.steps}
     routings = ("random_balanced", "round_robin")
@@ -110,12 +114,11 @@ def plan(options: argparse.Namespace) -> list[Step]:
         train(4, SMALL, few),
         train(4, SCALING, options.arms),
         train(4, SMALL, options.arms),
+        *(train(2, shape, options.arms) for shape in (SCALING, SMALL) if options.eps),
     ]
     if options.dry:
-        steps = [step for step in steps if step.kind != "train"] + [
-            train(ep, DRY_RUN, options.arms) for ep in options.eps
-        ]
-    return [step for step in steps if step.ep in {*options.eps, options.gpus}]
+        steps = [step for step in steps if step.kind != "train"] + [train(ep, DRY_RUN, options.arms) for ep in eps]
+    return [step for step in steps if step.kind == "health" or step.ep in eps]
 
 
 def command(step: Step, part: Path, left_s: float, options: argparse.Namespace) -> list[str]:
@@ -184,9 +187,13 @@ def merged(folder: Path, options: argparse.Namespace, date: str) -> dict[str, An
         lines = [line for one in judge(health, floor) for line in one.as_lines()]
         content["health"] = {**health, "floor_gb_s": floor, "findings": lines}
     if not options.dry:
-        beside = full_node_rows(Measurement(name=FULL_NODE, content=content))
-        content["predicted_beside_measured"] = [row.to_json() for row in beside]
-    found: dict[str, Any] = json.loads(without_places(json.dumps(content)))
+        try:
+            beside = full_node_rows(Measurement(name=FULL_NODE, content=content))
+            content["predicted_beside_measured"] = [row.to_json() for row in beside]
+        except BadInput as error:  # a measurement all the same
+            content["predicted_beside_measured"] = []
+            content["not_beside_predictions"] = str(error)
+    found: dict[str, Any] = each_text(without_places, content)
     return found
 
 
@@ -224,11 +231,24 @@ def main() -> int:
         write(folder, options, date)
     for row in read(options.output).get("predicted_beside_measured", ()):
         print(f"{row['name']}: measured {row['measured']:,.0f}, predicted {row['predicted']:,.0f}, {row['error']:+.1%}")
+    if why := read(options.output).get("not_beside_predictions"):
+        print(f"NOT BESIDE PREDICTIONS: {why}")
     for one in read(options.output).get("refused", ()):
         print(f"REFUSED EP {one['ep']} {one['shape']} {one['arm']}: {one['error']}"[:300])
     open_ = [f"{step.kind} EP {step.ep} {step.shape}" for step in left(plan(options), folder)]
     print(f"LEFT for another call: {'; '.join(open_)}" if open_ else "nothing is left", flush=True)
     return 0
+
+
+def no_prediction() -> str | None:
+    """Why what would be written down now is none: its commit has other code, or the measurement is older."""
+    asked = ["git", "-C", str(HERE.parent), "status", "--porcelain", "--", "src", "benchmarks"]
+    changed = subprocess.run(asked, capture_output=True, text=True, check=True).stdout
+    if changed:
+        return f"commit first, so that the predictions name the code that made them:\n{changed.rstrip()}"
+    if (HERE / "results" / f"{FULL_NODE}.json").exists() or load_measured(FULL_NODE).content is not None:
+        return "the full node is measured: what is written down now is no prediction"
+    return None
 
 
 def left(steps: list[Step], folder: Path) -> Iterator[Step]:
@@ -241,7 +261,9 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--gpus", type=int, default=8, choices=EP_DEGREES, help="of this machine")
-    parser.add_argument("--eps", type=int, nargs="+", choices=EP_DEGREES, help="degrees; default: all that it can")
+    parser.add_argument(
+        "--eps", type=int, nargs="+", choices=EP_DEGREES, help="degrees; default: all, not trained at 2"
+    )
     parser.add_argument("--arms", nargs="+", choices=ARMS, help="default: all, or those that a CPU trains")
     parser.add_argument("--passes", type=int, default=2, help="times that each arm runs, in turn")
     parser.add_argument("--steps", type=int, default=10, help="timed steps of each routing in each pass")
@@ -251,7 +273,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--predict", action="store_true", help="write down what the projection expects, and stop")
     options = parser.parse_args()
     options.arms = tuple(options.arms or (DRY_ARMS if options.dry else ARMS))
-    options.eps = options.eps or [ep for ep in EP_DEGREES[::-1] if ep <= options.gpus]
+    if options.eps and max(options.eps) > options.gpus:
+        parser.error(f"--eps {max(options.eps)}: --gpus is {options.gpus}")
+    if options.predict and (why := no_prediction()):
+        parser.error(f"--predict: {why}")
     if options.dry and (HERE / "results" in options.output.resolve().parents or FULL_NODE in options.output.name):
         parser.error(f"--output {options.output}: a dry run is no measurement and takes no measurement's place or name")
     if not options.dry and not options.predict and len(gpus()) < options.gpus:

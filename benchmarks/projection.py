@@ -71,7 +71,8 @@ def main() -> None:
         for source, what, why in NOT_PREDICTED:
             print(f"not predicted: {source}: {what}: {why}")
         for goal in goals(rows):
-            print(f"{'met' if goal.met else 'missed':7} {goal.name}: worst {goal.worst:+.3f} at {goal.at}")
+            worst = f"worst {goal.worst:+.3f} of {goal.predicted} (seen, not judged: {goal.seen}) at {goal.at}"
+            print(f"{'met' if goal.met else 'missed':7} {goal.name}: {worst}")
     if options.fit or options.table:
         return
     for number in range(16):

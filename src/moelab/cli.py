@@ -157,6 +157,9 @@ def chosen_arms(study: Any, wanted: str | None) -> list[Any]:
     from moelab.errors import BadInput
 
     first = {experiment.arm: experiment for experiment in reversed(study.experiments)}
+    longer = [arm for arm in first if wanted is not None and arm.startswith(f"{wanted}_")]
+    if wanted not in first and len(longer) == 1:  # bf16_standard is bf16_standard_round-robin in a study of that alone
+        wanted = longer[0]
     if wanted is not None and wanted not in first:
         raise BadInput(f"--arm {wanted!r} is not in study {study.name}; its arms: {', '.join(study.arms)}")
     return [first[arm] for arm in study.arms if wanted in (None, arm)]
@@ -190,12 +193,7 @@ def _collect(options: argparse.Namespace) -> int:
     from moelab.runs.collect import collect
 
     runs = collect(options.path)
-    lines = [
-        f"{run.run}: {run.status.state}, {len(run.rows)} rows to step {run.last_step} in {run.segments} segment(s)"
-        + (f"; {run.status.reason}" if run.status.reason else "")
-        for run in runs
-    ]
-    show(options, {"runs": [run.to_json() for run in runs]}, "\n".join(lines))
+    show(options, {"runs": [run.to_json() for run in runs]}, "\n".join(run.summary for run in runs))
     return 0
 
 

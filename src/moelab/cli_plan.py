@@ -67,14 +67,14 @@ def _plan_arms(options: argparse.Namespace, arms: list[Any]) -> int:
     from moelab.cli import show
     from moelab.errors import BadInput
     from moelab.plan import plan
-    from moelab.plan_text import plan_text
+    from moelab.plan_text import study_text
 
     if options.search or options.verify or options.config or options.write:
         names = ", ".join(experiment.arm for experiment in arms)
         raise BadInput(f"{options.file} holds {len(arms)} arms; name one for this with --arm: {names}")
     plans = [plan(experiment) for experiment in arms]
     as_json = {"plans": [{"arm": one.experiment.arm, **one.to_json()} for one in plans]}
-    show(options, as_json, "\n\n".join(map(plan_text, plans)))
+    show(options, as_json, study_text(plans))
     return 0 if all(one.verdict.legal for one in plans) else 3
 
 

@@ -142,8 +142,8 @@ def _disk() -> Finding:
 
 
 def _lab() -> Finding:
-    missing = [module for module in ("jupyterlab", "ipywidgets", "anywidget") if not has_module(module)]
-    advice = "pip install 'moelab[lab]' brings JupyterLab and the widgets" if missing else ""
+    missing = [module for module in ("jupyterlab", "kaleido") if not has_module(module)]
+    advice = "`make lab`, or pip install -e '.[lab]' in the clone, brings both" if missing else ""
     return Finding(
         name="JupyterLab",
         ok=not missing,

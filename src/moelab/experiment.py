@@ -120,6 +120,11 @@ class Experiment(BaseModel):
     hardware: Name = Field("local", description="`local` is the machine at hand, `cpu` hides its GPUs")
     capture_step: Annotated[int, Field(ge=0)] = Field(0, description="0: no capture; else 1 to steps")
 
+    @field_validator("shape")
+    @classmethod
+    def _own_shape(cls, value: ShapeChanges | None) -> ShapeChanges | None:
+        return value if value and value.changes else None
+
     @field_validator("dp_shard")
     @classmethod
     def _shard_degree(cls, value: int) -> int:

@@ -15,7 +15,14 @@ WIDTH = 118
 LABEL = 10
 
 
-def plan_text(plan: Plan) -> str:
+def study_text(plans: Sequence[Plan]) -> str:
+    """The plans of a study's arms; what all of them share stands once, at the end."""
+    *before, last = plans
+    shared = all(one.differences == last.differences for one in before)
+    return "\n\n".join([*(plan_text(one, with_differences=not shared) for one in before), plan_text(last)])
+
+
+def plan_text(plan: Plan, *, with_differences: bool = True) -> str:
     """A plan for a person."""
     lines = [headline(plan)]
     lines += rows("", plan.verdict.reasons, bullet="- ")
@@ -25,7 +32,7 @@ def plan_text(plan: Plan) -> str:
     lines += rows("notes", plan.notes, bullet="- ")
     if plan.verdict.legal:
         lines += ["command", "  " + as_shell(plan.command)]
-    if plan.differences:
+    if plan.differences and with_differences:
         lines += ["", "differs from the published scripts:"]
         lines += difference_lines(plan)
     return "\n".join(lines)

@@ -4,7 +4,8 @@ Reports and executed notebooks go to colleagues, to issues, into a repository. N
 the home folder is, what the host is called or which key was in the environment. What is replaced keeps its place, so
 that a command is still one that can be read: ``/home/ada/lab/.venv/bin/python`` becomes ``$VENV/bin/python``.
 
-:func:`without_places` knows this machine, and touches nothing else: it is safe on any text, HTML and source included.
+:func:`without_places` knows this machine, and touches nothing else: it is safe on any text, HTML and source included;
+of JSON, :func:`each_text` cleans the texts in it and leaves the keys.
 :func:`shareable` also takes out the folders of whatever machine a plain text came from, such as a line of a log.
 """
 
@@ -15,24 +16,46 @@ import re
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 HIDDEN = "***"
 
 _NOBODY = frozenset({"root", "user", "ubuntu", "runner", "admin", "nobody", "jovyan", "localhost", "localdomain"})
 """Names that identify no one, and that are words of ordinary text."""
 
-_BEGUN = r"hf_\w{20,}|gh[opsu]_\w{20,}|wandb_v1_\w{20,}|sk-[\w-]{20,}|AKIA[0-9A-Z]{16}"
-"""Tokens that begin as their makers chose: Hugging Face, GitHub, W&B, OpenAI and Anthropic, AWS."""
-_NAMED = r"[A-Z0-9_]*(?:TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY)(?![A-Z])[A-Z0-9_]*="
-_SECRETS = (
-    (re.compile(rf"\b(?:{_BEGUN})"), HIDDEN),
-    (re.compile(rf"\b({_NAMED}['\"]?)[^\s'\"]+"), rf"\1{HIDDEN}"),
-    (re.compile(r"(?i)\b((?:api[_-]?key|password|passwd|secret)['\"]?[:=] ?['\"]?|bearer )[^\s'\"]+"), rf"\1{HIDDEN}"),
-    (re.compile(r"(://)[^\s/@'\"]+:[^\s/@'\"]+@"), rf"\1{HIDDEN}@"),  # user and password of an address
+_BEGUN = (
+    r"hf_\w{20,}|gh[oprsu]_\w{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}|xox[abp]-[\w-]{10,}|wandb_v1_\w{20,}"
+    r"|sk-[\w-]{20,}|AKIA[0-9A-Z]{16}"
 )
+"""Tokens that begin as their makers chose: Hugging Face, GitHub, GitLab, Slack, W&B, OpenAI and Anthropic, AWS."""
+_QUOTE = r"\\{0,2}['\"]"  # in JSON within a text it has backslashes
+_SUFFIX = r"(?-i:(?:_[A-Z0-9]{1,16}){0,2})"  # HF_TOKEN_READ, and no token_dispatcher
+_COUNTED = r"(?<!(?:per|[be]os|pad|unk|cls|sep|one|the)[_-]token)(?<!(?:mask|next|last|each)[_-]token)(?<!_a_token)"
+_NUMBER = r"\d[\d.,]*(?:e[+-]?\d+)?(?![\w.+/=-])"
+_TOKEN = (  # of a login, not of a text: hf_token, ?token, TOKEN, and "token" if its value is in quotes too
+    rf"token(?:(?<=[\w?&-]token)|(?<=\b(?-i:TOKEN))|(?<=['\"]token)(?={_QUOTE} ?[:=] ?{_QUOTE}))"
+    rf"{_COUNTED}{_SUFFIX}(?![^\w\n]{{1,8}}{_NUMBER})"
+)
+_NAMED = rf"(?:(?:secret(?:[_-]?key)?|passw(?:or)?d|passphrase|(?:api|access|private)[_-]?key){_SUFFIX}|{_TOKEN})"
+_BARE = r"['\"]?(?:(?!</|\\['\"])[^\s'\"])+(?<![,;.)\]}])"
+_VALUE = rf"(?:(?P<quote>{_QUOTE})(?:(?!(?P=quote))(?:\\.|[^\n])){{1,4096}}+(?P=quote)|{_BARE})"
+_KEPT = rf"\1\g<quote>{HIDDEN}\g<quote>"
+_SECRETS = (
+    (re.compile(rf"(?<![A-Za-z0-9])(?:{_BEGUN})"), HIDDEN),
+    (re.compile(rf"(?i)({_NAMED}(?:{_QUOTE})?\]?[ \t]{{0,4}}[:=](?!=)[ \t]{{0,4}}){_VALUE}"), _KEPT),
+    (re.compile(rf"(?i)((?<![\w-])--[\w-]{{0,64}}{_NAMED}(?:{_QUOTE},)?[ \t]{{1,4}})(?!-){_VALUE}"), _KEPT),
+    (
+        re.compile(
+            rf"(?i)\b(authorization(?:{_QUOTE})? ?[:=] ?(?:{_QUOTE})?(?:(?:bearer|basic|token) )?|bearer ){_BARE}"
+        ),
+        rf"\1{HIDDEN}",
+    ),
+    (re.compile(r"://(?!git@)[^\s/?#'\"<>]+@"), f"://{HIDDEN}@"),  # the user of an address, and the password
+)
+"""What is repeated is bounded, or cannot begin inside itself: the time goes with the length of the text."""
 _HOME = re.compile(r"(?<![\w.])/(?:home|Users)/[^\s/'\"\\:<>,;)]+")
 _ENDPOINT = re.compile(r"(?i)\b(rdzv[-_]endpoint|master[-_]addr)([=: ]+)(?!localhost)[^\s:'\"]+")
 
@@ -76,6 +99,20 @@ def without_secrets(text: str) -> str:
     for pattern, replacement in _SECRETS:
         text = pattern.sub(replacement, text)
     return text
+
+
+def each_text(clean: Callable[[str], str], value: Any) -> Any:
+    """A structure with every text in it cleaned; keys, markup, numbers and plotly's packed arrays stay.
+
+    Example:
+        >>> each_text(without_secrets, {"password": ["HF_TOKEN=abc", 4096]})
+        {'password': ['HF_TOKEN=***', 4096]}
+    """
+    if type(value) is str:
+        return clean(value)
+    if isinstance(value, dict):
+        return value if "bdata" in value else {key: each_text(clean, one) for key, one in value.items()}
+    return [each_text(clean, one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def shareable(text: str) -> str:

@@ -14,7 +14,8 @@ def projection_text(found: Projection) -> str:
     lines = [
         f"{found.tps:,.0f} tokens/s/GPU ({low:,.0f} to {high:,.0f} with 90 % confidence; {found.label}), "
         f"{found.step_time_s:.3f} s a step",
-        f"{found.experiment.model_label}, arm {found.experiment.arm}, {found.job.gpus} GPUs, hardware {found.cluster.name}",
+        f"{found.experiment.model_label}, arm {found.experiment.arm}, {found.job.gpus} GPUs, "
+        f"hardware {found.cluster.name}",
     ]
     for count, tflops in found.tflops.items():
         counted = f"{found.flops[count] / 1e9:.1f} GFLOP a token"

@@ -11,6 +11,7 @@ from moelab.experiment import EPBackend, Experiment, Precision
 from moelab.launch import capability
 from moelab.launch.capability import refusals
 from moelab.machine import GpuInfo
+from moelab.plan import plan
 
 
 def node(count: int, name: str, sm: float) -> tuple[GpuInfo, ...]:
@@ -44,7 +45,7 @@ def why(devices: tuple[GpuInfo, ...], **fields: Any) -> list[str]:
         (H100, {"precision": "fp8", "model": "16B"}),
         (H100, {"precision": "mxfp8"}),
         (B200, {"precision": "mxfp8", "mxfp8_kernels": "native", "model": "671B"}),
-        (B200, {"precision": "bf16", "ep_backend": "minimal_async_ep"}),
+        (B200, {"precision": "bf16", "ep_backend": "minimal_async_ep", "activation_checkpoint": "full"}),
         (H100, {"precision": "bf16", "quantize": "experts+linears", "tp": 2}),
         (B200, {"hardware": "cpu"}),
         (CPU, {"ep_backend": "deepep", "ep_kernels": "emulated"}),
@@ -107,13 +108,34 @@ def test_a_refusal_names_what_is_wrong_and_what_would_run(
 def test_the_nearest_arm_of_every_refusal_runs(devices: tuple[GpuInfo, ...]) -> None:
     """Following the advice `field=value` of each refusal ends at an arm that runs, on every machine."""
     for precision, backend, dispatch in product(Precision, EPBackend, ("bf16", "mxfp8", "fp8")):
-        experiment = Experiment(precision=precision, ep_backend=backend, dispatch_precision=dispatch)
+        fields = {"ep_backend": backend, "dispatch_precision": dispatch, "activation_checkpoint": "full"}
+        experiment = Experiment(precision=precision, **fields)
         for _ in range(4):
             reasons = refusals(experiment, devices=devices)
             advice = [reason.split("Nearest: ")[1].split(" ")[0].strip(",.;()") for reason in reasons]
             fields = dict(one.split("=") for one in advice)
             experiment = Experiment(**{**experiment.model_dump(), **fields})
         assert refusals(experiment, devices=devices) == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"precision": "mxfp8", "shape": {"dim": 136}}, "dim is 136"),
+        ({"shape": {"vocab_size": 1024}}, "legal vocab_size: 2048 or more"),
+        ({"gpus_per_node": 4, "pp": 3}, "pp is 3"),
+    ],
+)
+def test_what_no_machine_can_run_is_refused_in_the_words_of_a_plan(fields: dict[str, Any], said: str) -> None:
+    (reason, *_) = why(CPU, **fields)
+    assert said in reason
+    assert why(CPU, **fields) == list(plan(Experiment(**fields)).verdict.reasons)
+
+
+def test_an_own_shape_is_not_sent_to_another_model() -> None:
+    fields: dict[str, Any] = {"model": "671B", "precision": "mxfp8", "ep_backend": "minimal_async_ep"}
+    (whole,), (own,) = (why(B200, **fields, **more) for more in ({}, {"shape": {"n_layers": 40}}))
+    assert whole == f"{own}; by name: --config dsv3_671b_mxfp8_standard"
 
 
 def test_all_reasons_are_given_at_once() -> None:

@@ -203,7 +203,8 @@ def test_collect(call: Any, tmp_path: Path) -> None:
     assert [(row["step"], row["loss"]) for row in one["rows"]] == [(1, 8.0), (2, 7.5), (3, None)]
     assert [row["loss"] for row in one["validation"]] == [7.25]
     text = call("collect", run.path)
-    assert text.out == f"{run.name}: failed, 3 rows to step 3 in 1 segment(s); loss is nan at step 3 (segment 0)\n"
+    rows = "3 rows to step 3 in 1 segment(s), loss 8.000 to 7.500, 1.5 GiB"
+    assert text.out == f"{run.name}: failed, {rows}; {one['reason']}\n"
 
 
 def test_report(call: Any, tmp_path: Path) -> None:

@@ -185,6 +185,21 @@ def test_a_wandb_export(tmp_path: Path) -> None:
     assert (one.run, one.rows["loss"].tolist()) == ("history", [8.0, 7.5])
 
 
+def test_the_runs_of_a_wandb_chart_keep_their_own_results(tmp_path: Path) -> None:
+    columns = {
+        "Step": [89, 90],
+        "one - loss_metrics/global_avg_loss": ["8.0", "7.5"],
+        "one - validation_metrics/loss": ["", "3.0"],
+        "two - loss_metrics/global_avg_loss": ["8.0", "NaN"],
+        "two - validation_metrics/loss": ["9.0", ""],
+    }
+    pd.DataFrame(columns).to_csv(tmp_path / "chart.csv", index=False)
+    one, two = collect(tmp_path / "chart.csv")
+    assert (one.run, one.validation_loss, one.status.state, one.diverged) == ("one", 3.0, State.UNKNOWN, None)
+    assert (two.run, two.validation_loss, two.status.state) == ("two", 9.0, State.FAILED)
+    assert two.diverged == "loss is nan at step 90 (segment 0)"
+
+
 @pytest.mark.parametrize("name", ["empty.log", "binary.log", "a.csv", "a.json", "folder", "missing"])
 def test_what_is_none_of_them(tmp_path: Path, name: str) -> None:
     path = tmp_path / name

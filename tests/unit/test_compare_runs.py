@@ -6,6 +6,8 @@ import html
 import json
 import math
 import re
+import timeit
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +22,24 @@ from moelab.cli import main
 from moelab.data.example_logs import EXAMPLE_LOGS
 from moelab.errors import BadInput
 from moelab.experiment import Experiment
+from moelab.model import count_parameters, flops_per_token, shape_of
 from moelab.runs.log import read_log
+from moelab.runs.settings import log_settings, settings_of
 from moelab.runs.status import State
 from moelab.study_report import Comparison, StudyJudgement, judge_paths, report_figures, write_study_report
+from moelab.study_report.comparison_tables import comparison_provenance, comparison_tables
 
 ROOT = Path(__file__).parents[2]
 STEPS = 40
+PLAN = (
+    "[rank0]:[titan] 2026-09-14 03:10:00,000 - root - INFO - Trainer is initialized with local batch size 1, global "
+    "batch size 2, gradient accumulation steps 1, sequence length 8, total steps {steps} (warmup 4)\n"
+)
+GPU = (
+    "[rank0]:[titan] 2026-09-14 03:10:00,000 - root - INFO - CUDA capacity: NVIDIA H100 with 79.0GiB memory\n"
+    "[rank0]:[titan] 2026-09-14 03:10:00,000 - root - INFO - Peak FLOPS used for computing MFU: 9.890e+14\n"
+)
+MODEL = "[rank0]:[titan] 2026-09-14 03:10:00,000 - root - INFO - Model deepseek_v3 {} size: {:,} total parameters\n"
 SEEDS = {0: 5.00, 1: 5.04, 2: 4.97, 3: 5.01}
 SHIFT = {0: 0.003, 1: 0.005, 2: 0.001, 3: 0.005}
 
@@ -72,6 +86,47 @@ def test_our_count_of_mfu_is_torchtitans_own() -> None:
     rows = read_log(EXAMPLE_LOGS[0]).rows
     assert bf16.memory_gib == rows["memory_gib"].max()
     assert np.median(bf16.tps) == rows.loc[rows["step"] > 3, "tps"].median()
+
+
+def test_mfu_is_of_the_shape_that_an_experiment_has(tmp_path: Path) -> None:
+    """With four experts a token, not eight, 671B multiplies less; the parameters are as many."""
+    shape = replace(shape_of("671B"), top_k=4)
+    run = make_run(tmp_path, Experiment(name="s", model="671B", shape={"top_k": 4}, steps=9), [8.0] * 9)
+    run.log.write_text(GPU + MODEL.format("671B", count_parameters(shape).total) + run.log.read_text())
+    found = compared(run.path, EXAMPLE_LOGS[0])
+    expected = 100 * 1000.0 * flops_per_token(shape, 256, causal=True) / 989e12
+    assert found.sides[0].mfu_percent(causal=True) == pytest.approx(expected)
+    assert comparison_provenance(found)["Model, BF16 + standard all-to-all"] == "671B with top_k 4"
+
+
+@pytest.mark.parametrize(("name", "known"), [("debugmodel", True), ("16B", False)])
+def test_a_model_from_elsewhere_is_known_where_name_and_parameters_agree(
+    tmp_path: Path, name: str, known: bool
+) -> None:
+    log = log_of(tmp_path / "a.log", dict.fromkeys(range(1, 9), 8.0))
+    total = count_parameters(shape_of("debug")).total
+    log.write_text(GPU + MODEL.format(name, total) + PLAN.format(steps=8) + log.read_text())
+    assert math.isfinite(compared(log).sides[0].mfu_percent(causal=True)) == known
+
+
+def test_exported_speeds_of_zero(tmp_path: Path) -> None:
+    columns = {"_step": range(1, 10), "throughput(tps)": [0] * 9}
+    found = compared(history(tmp_path / "still.csv", columns), history(tmp_path / "a" / "too.csv", columns))
+    assert "still logged 0 tokens/s" in report_figures(found)[0].figure.layout.title.text
+    assert comparison_tables(found)[0].rows[1][8] is math.nan
+
+
+def test_long_curves_are_thinned_and_say_so(tmp_path: Path) -> None:
+    steps = np.arange(1, 20_001)
+    logs = [
+        history(tmp_path / f"{name}.csv", {"_step": steps, "loss_metrics/global_avg_loss": 8 + np.sin(steps) + shift})
+        for name, shift in (("a", 0.0), ("b", 0.5))
+    ]
+    for one in report_figures(compared(*logs)):
+        assert all(len(trace.x) <= 2 * 2002 for trace in one.figure.data)
+        assert "one logged step in 10 is drawn" in one.figure.layout.title.text.replace("<br>", " ")
+        ends = [trace.x[-1] for trace in one.figure.data if trace.name]
+        assert ends == [20_000] * len(ends)
 
 
 def test_the_packaged_logs_are_the_measured_ones() -> None:
@@ -134,6 +189,61 @@ def test_a_run_that_failed_is_named_and_not_averaged(tmp_path: Path) -> None:
     found = compared(study, EXAMPLE_LOGS[0])
     assert [run.seed for run in found.sides[1].runs] == [0, 1, 2, 3]
     assert "left out seed 7 (rank 1: ValueError: x)" in found.as_text()
+    (verdict,) = compared(study, study_of(tmp_path, "t")).differences[0:1]
+    assert verdict.verdict is not None
+    assert verdict.verdict.excluded == ("s: MXFP8 + standard all-to-all, seed 7 (rank 1: ValueError: x)",)
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_an_arm_that_diverged_is_not_judged(tmp_path: Path, loss: float) -> None:
+    """Its first steps are those of the reference, so whoever looked at them alone would call it equivalent."""
+    sound = study_of(tmp_path)
+    for seed, end in SEEDS.items():
+        losses = [*(end + 0.05 * (STEPS - 1.5 - step) for step in range(5)), loss]
+        experiment = Experiment(name="t", steps=STEPS, seed=seed)
+        make_run(tmp_path / "runs", experiment, losses, state=State.FAILED, reason="rank 0: Loss is not finite")
+    found = compared(sound, tmp_path / "runs" / "t")
+    far = found.differences[-1]
+    assert (far.verdict, math.isnan(far.nats)) == (None, True)
+    assert far.sentence() == (
+        f"t: BF16 + standard all-to-all diverged: loss is {loss} at step 6 (segment 0), 4 of 4 seeds: no verdict."
+    )
+    assert [one.reference for one in found.verdicts] == [found.sides[0].label]
+    assert math.isnan(found.sides[-1].final_nats(0.1))
+
+
+def test_a_log_that_diverged_says_so_and_is_drawn_up_to_there(tmp_path: Path) -> None:
+    sound = log_of(tmp_path / "ok.log", {step: 8 - step / 100 for step in range(1, 41)})
+    bad = log_of(tmp_path / "bad.log", {step: math.nan if step > 30 else 8 - step / 100 for step in range(1, 41)})
+    found = compared(sound, bad)
+    loss, difference, *_ = report_figures(found)
+    said = "bad diverged: loss is nan at step 31 (segment 0)"
+    assert found.differences[0].sentence() == f"{said}: no verdict."
+    assert found.notes[0] == f"{said}: its loss is not judged"
+    assert all(said in figure.figure.layout.title.text for figure in (loss, difference))
+    curve = next(trace for trace in loss.figure.data if trace.name == "bad")
+    assert (curve.x[-1], curve.y[-1]) == (30, pytest.approx(7.7))
+    assert [side["final_loss_nats"] is None for side in found.to_json()["sides"]] == [False, True]
+
+
+def test_a_log_that_ended_before_its_planned_steps(tmp_path: Path) -> None:
+    every_tenth = log_of(tmp_path / "whole.log", {step: 8 - step / 100 for step in range(10, 101, 10)})
+    killed = log_of(tmp_path / "killed.log", {step: 8.1 - step / 100 for step in range(10, 61, 10)})
+    for log in (every_tenth, killed):
+        log.write_text(PLAN.format(steps=105) + log.read_text())
+    (one,) = compared(every_tenth, killed).differences
+    assert one.sentence().startswith("killed ended at step 60 of 105: no verdict. killed differs from whole by +0.1000")
+
+
+def test_every_study_below_a_path_has_its_arms(tmp_path: Path) -> None:
+    study_of(tmp_path, "s")
+    study_of(tmp_path, "t")
+    newer = Experiment(name="t", steps=STEPS, seed=0, lr=1e-4)
+    kept = make_run(tmp_path / "runs", newer, [5.0] * STEPS)
+    kept.path.rename(kept.path.with_name("29990101T000000Z-aaaaaa"))
+    found = compared(tmp_path / "runs", EXAMPLE_LOGS[0])
+    assert [len(side.runs) for side in found.sides] == [4, 4, 1, 4, 1]
+    assert found.sides[2].left_out == tuple(f"seed {seed} (earlier, with other settings)" for seed in SEEDS)
 
 
 # What is missing is a dash
@@ -196,6 +306,16 @@ def test_sides_of_one_name_are_numbered(tmp_path: Path) -> None:
     logs = [log_of(tmp_path / name / "train.log", {1: 8.0, 2: 7.0}) for name in ("ada", "eve")]
     found = compared(*logs, logs[0])
     assert [side.label for side in found.sides] == ["train", "train (2)", "train (3)"]
+    numbered = compared(log_of(tmp_path / "train (2).log", {1: 8.0, 2: 7.0}), *logs)
+    assert [side.label for side in numbered.sides] == ["train (2)", "train", "train (3)"]
+
+
+def test_a_bf16_arm_is_not_emulated_whatever_its_mxfp8_kernels_are(tmp_path: Path) -> None:
+    for precision in ("bf16", "mxfp8"):
+        experiment = Experiment(name="s", steps=2, precision=precision, mxfp8_kernels="emulated")
+        make_run(tmp_path, experiment, [8.0, 7.0])
+    found = compared(tmp_path / "s", EXAMPLE_LOGS[0])
+    assert [side.emulated for side in found.sides] == [False, True, False]
 
 
 def test_many_sides_keep_their_look_in_every_figure(tmp_path: Path) -> None:
@@ -213,6 +333,22 @@ def test_what_differs_between_configurations(tmp_path: Path) -> None:
     assert found["mxfp8_kernels"] == ["auto", "auto", None, "emulated"]  # of two logs, one says so
     assert found["seq_len"] == ["256", "256", "2048", "2048"]
     assert "tokenizers" not in found  # a log cannot say
+    assert "dp_shard" not in found  # ours is -1, the ranks that were left, however many
+
+
+def test_settings_that_are_the_same_in_other_words(tmp_path: Path) -> None:
+    said = "[rank0]:[titan] 2026-09-14 03:10:00,000 - root - INFO - Applied {} activation checkpointing to the model\n"
+    fields = {"name": "s", "model": "671B", "steps": 2}
+    ours = make_run(
+        tmp_path, Experiment(**fields, activation_checkpoint="full+dispatch", shape={"n_layers": 40}), [8.0]
+    )
+    ours.log.write_text(MODEL.format("671B", 1) + said.format("CommunicationSavingFullAC") + ours.log.read_text())
+    plain = make_run(tmp_path, Experiment(**fields, seed=1, precision="mxfp8", activation_checkpoint="full"), [8.0])
+    plain.log.write_text(said.format("FullAC") + plain.log.read_text())
+    found = compared(ours.path, plain.path).to_json()["differing_settings"]
+    assert found["activation_checkpoint"] == ["full+dispatch", "full"]
+    assert found["shape.n_layers"] == ["40", None]
+    assert not {"model", "shape", "dp_shard"} & found.keys()
 
 
 def test_a_wandb_configuration_is_read_without_names_and_keys(tmp_path: Path) -> None:
@@ -231,6 +367,45 @@ def test_a_wandb_configuration_is_read_without_names_and_keys(tmp_path: Path) ->
     }
     history(tmp_path / "another.csv", columns)  # now the configuration may be either's
     assert compared(export).sides[0].settings.values == {}
+
+
+def test_settings_hold_no_key(tmp_path: Path) -> None:
+    names = ("wandb_key", "aws.access_key", "auth", "auth.bearer", "credentials", "db_passwd")
+    (tmp_path / "config.json").write_text(json.dumps(dict.fromkeys(names, "K") | {"command": "HF_TOKEN=K x"}))
+    assert settings_of(tmp_path).values == {**dict.fromkeys(names, "***"), "command": "HF_TOKEN=*** x"}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        "a: &a {x: 1, y: 2}\n" + "".join(f"k{n}: &k{n} [*a, *a]\n" for n in range(16)),
+        "a: &a {b: *a}",
+        "a: " + "[" * 2_000,
+        "\n".join(f"k{n}: 1" for n in range(1_001)),
+        "a: " + "x" * 1_000_000,
+        'a: !!int ""',
+        "a: 0x" + "f" * 5_000,
+        "- 1",
+    ],
+    ids=["aliases", "itself", "depth", "values", "size", "no number", "a long number", "a list"],
+)
+def test_a_configuration_that_cannot_be_read_is_none_and_says_so(tmp_path: Path, config: str) -> None:
+    (tmp_path / "config.yaml").write_text(config)
+    found = settings_of(tmp_path)
+    assert found.values == {}
+    assert found.source.startswith("config.yaml beside it cannot be read")
+
+
+@pytest.mark.parametrize("unit", ["Optimizer A ", "CUDA capacity: x "])
+@pytest.mark.parametrize("width", [1_900, 1_000_000])
+def test_reading_a_log_takes_time_with_its_length(tmp_path: Path, unit: str, width: int) -> None:
+    def least_s(characters: int) -> float:
+        text = unit * (characters // len(unit))
+        log = tmp_path / "x.log"
+        log.write_text("\n".join(text[start : start + width] for start in range(0, len(text), width)))
+        return min(timeit.repeat(lambda: log_settings(log), number=1, repeat=5))
+
+    assert least_s(80_000) < 10 * least_s(20_000)
 
 
 # The command

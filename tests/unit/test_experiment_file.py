@@ -173,6 +173,10 @@ def test_an_unknown_dimension_gets_the_nearest_name(file: Path) -> None:
     assert "shape.top_k: got 0; valid: " in complaint(file, "shape: {top_k: 0}")
 
 
+def test_an_empty_shape_is_none() -> None:
+    assert Experiment(shape={}) == Experiment(shape={"dim": None}) == Experiment()  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("field", "near"), [("nodse", "nodes"), ("step", "steps"), ("learning_rate", None), ("Precision", "precision")]
 )

@@ -34,9 +34,9 @@ from moelab.projection.full_node import (
     load_predicted,
     node_job,
 )
-from moelab.projection.full_node_measured import SOURCE, Place, full_node_rows, hardware_of, node_results
+from moelab.projection.full_node_measured import SOURCE, Place, full_node_rows, node_results
 from moelab.projection.full_node_predictions import predictions
-from moelab.projection.measured import DRY_RUN, FULL_NODE, TWO_BY_TWO, Measurement, load_measured
+from moelab.projection.measured import DRY_RUN, FULL_NODE, TWO_BY_TWO, Measurement, hardware_of, load_measured
 from moelab.projection.step_cases import thin_job, tps_of
 from moelab.projection.validation import validation_table
 from moelab.viz.dispatch_scaling import scaling
@@ -116,7 +116,7 @@ def test_the_validation_table_takes_both_files_up(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(full_node_measured, "load_measured", lambda _name: measured)
     rows = [row for row in validation_table() if row.source == SOURCE]
     assert len(rows) == sum(row["hardware"] == "h200_node" for row in load_predicted()["rows"])
-    assert not [row for row in before if row.source == SOURCE] or load_measured(FULL_NODE).rows
+    assert any(row.source == SOURCE for row in before) is bool(load_measured(FULL_NODE).rows)
     for row in rows:
         assert row.error == pytest.approx(SLOWER - 1, abs=1e-3)
         assert row.use == "predicted"
@@ -128,6 +128,16 @@ def test_the_validation_table_takes_both_files_up(tmp_path: Path, monkeypatch: p
 def test_what_was_written_down_afterwards_is_no_prediction(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="afterwards is no prediction"):
         full_node_rows(read(made_up(date=load_predicted()["date"]), tmp_path))
+
+
+@pytest.mark.parametrize("name", ["NVIDIA B200", "NVIDIA GH200 480GB", "NVIDIA H100 PCIe", "NVIDIA A100-SXM4-80GB"])
+def test_other_gpus_are_not_held_against_these_predictions(name: str, tmp_path: Path) -> None:
+    other = {"environment": {"gpus": [{**H200, "name": name}] * 8}}
+    with pytest.raises(BadInput, match=f"is of {name}; predictions are for NVIDIA H100 80GB HBM3, NVIDIA H200"):
+        full_node_rows(read(made_up() | other, tmp_path))
+    mixed = {"environment": {"gpus": [H200, {**H200, "name": name}]}}
+    with pytest.raises(BadInput, match="predictions are for"):
+        full_node_rows(read(made_up() | mixed, tmp_path))
 
 
 def test_a_dry_run_is_never_read_as_a_measurement(tmp_path: Path) -> None:
@@ -187,7 +197,7 @@ def driver() -> ModuleType:
     return module
 
 
-def options(*, gpus: int = 8, eps: tuple[int, ...] = (8, 4, 2), dry: bool = False) -> Namespace:
+def options(*, gpus: int = 8, eps: tuple[int, ...] | None = (8, 4, 2), dry: bool = False) -> Namespace:
     cluster = "nebius_soperator_b200"
     return Namespace(gpus=gpus, eps=eps, arms=ARMS, passes=2, steps=10, dry=dry, cluster=cluster)
 
@@ -211,6 +221,17 @@ def test_the_plan_is_most_wanted_first_and_fits_the_gpus(
     assert command[command.index("--beside") + 1] == ("2" if mib > 100_000 else "1")
     benchmark = (ROOT / "benchmarks" / "h100_two_by_two.py").read_text()
     assert all(f'    "{arm}": {{' in benchmark for arm in ARMS), "an arm that the benchmark does not know"
+
+
+def test_other_degrees_than_those_that_are_asked_for_are_left_out(driver: ModuleType) -> None:
+    for eps, gpus in (((4,), 8), ((2,), 8), ((4, 2), 4)):
+        health, *steps = driver.plan(options(gpus=gpus, eps=eps))
+        assert (health.kind, health.ep) == ("health", gpus)
+        assert {step.ep for step in steps if step.kind == "train"} == set(eps)
+        assert {step.ep for step in steps if step.kind == "all_to_all"} == set(eps)
+    everything = driver.plan(options(eps=None))
+    assert {step.ep for step in everything if step.kind == "all_to_all"} == set(EP_DEGREES)
+    assert {step.ep for step in everything if step.kind == "train"} == {8, 4}
 
 
 def test_a_further_call_asks_for_what_is_missing_alone(driver: ModuleType) -> None:
@@ -243,6 +264,10 @@ def test_parts_become_one_result_without_this_machines_places(
     assert str(Path.home()) not in json.dumps(found)
     assert load_measured(FULL_NODE, _written(found, tmp_path)).rows
     assert len(found["predicted_beside_measured"]) == len(rows) / 2, "two passes a row"
+    monkeypatch.setattr(driver, "environment", lambda: {"gpus": [{**H200, "name": "NVIDIA B200"}] * 8})
+    other = driver.merged(tmp_path, options(), "2099-01-01T00:00:00+00:00")
+    assert (len(other["rows"]), other["predicted_beside_measured"]) == (len(rows), [])
+    assert "is of NVIDIA B200" in other["not_beside_predictions"]
 
 
 def _written(content: Mapping[str, Any], folder: Path) -> Path:
@@ -259,3 +284,22 @@ def test_a_dry_run_takes_no_measurements_place(
     with pytest.raises(SystemExit, match="2"):
         driver.main()
     assert "a dry run is no measurement" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changed", "measured", "said"),
+    [(" M src/moelab/x.py", NOTHING, "commit first"), ("", Measurement(name=FULL_NODE, content={}), "is measured")],
+)
+def test_a_prediction_is_of_committed_code_and_older_than_the_measurement(
+    driver: ModuleType, changed: str, measured: Measurement, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    output = tmp_path / "predicted.json"
+    monkeypatch.setattr(sys, "argv", ["h100_full_node.py", "--predict", "--output", str(output)])
+    monkeypatch.setattr(driver.subprocess, "run", lambda *_args, **_kwargs: Namespace(stdout=changed))
+    monkeypatch.setattr(driver, "load_measured", lambda _name: measured)
+    monkeypatch.setattr(driver, "predicted_file", lambda **_: {"rows": []})
+    with pytest.raises(SystemExit, match="2"):
+        driver.main()
+    assert said in capsys.readouterr().err
+    assert not output.exists()

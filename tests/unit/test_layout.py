@@ -8,16 +8,21 @@ from itertools import pairwise
 from typing import Any, Literal
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moelab.deepep.dispatcher import ALIGNMENT
 from moelab.deepep.elastic import check_sizes
-from moelab.errors import BadInput
+from moelab.errors import BadInput, Refused
 from moelab.experiment import Experiment
 from moelab.layout import RULES, SCHEDULES, check, facts_of
 from moelab.layout.stages import effective_layers, split_layers, stages_of_rank
-from moelab.model import shape_of
+from moelab.model import shape_for, shape_of
+from moelab.mxfp8.converter import LINEARS, MXFP8Converter
+from moelab.mxfp8.emulation import grouped_mm
+from moelab.mxfp8.fake_quantise import NotWholeBlocks
+from moelab.titan.models import model_spec
 
 ON_256 = {"nodes": 32, "gpus_per_node": 8, "local_batch": 64, "seq_len": 8192}
 PUBLISHED = {"model": "671B", **ON_256, "tp": 2, "pp": 2, "ep": 32}
@@ -116,6 +121,7 @@ BROKEN = {
     "fp8 has no linears": {"precision": "fp8", "quantize": "experts+linears"},
     "MXFP8 linears are whole": {"precision": "mxfp8", "quantize": "experts+linears", "tp": 2},
     "expert blocks are whole": {"model": "16B", "ep": 1, "tp": 16, "precision": "mxfp8", "nodes": 8},
+    "vocabulary holds the tokenizer": {"dataset": "c4", "shape": {"vocab_size": 2048}},
     "GPU has FP8": {"precision": "fp8", "hardware": "cpu"},
     "GPU has MXFP8": {"precision": "mxfp8", "mxfp8_kernels": "native", "hardware": "h100_node"},
     "dispatcher needs CUDA": {"ep_backend": "hybridep", "hardware": "cpu"},
@@ -159,6 +165,46 @@ def test_quantised_experts_name_the_dispatchers_that_pad(precision: str) -> None
 def test_deepep_takes_every_precision_compiled_and_checkpointed(precision: str, checkpointing: str) -> None:
     fields = {"ep_backend": "deepep", "compile": "model+loss", "hardware": "b200_x256"}
     assert reasons(**fields, precision=precision, activation_checkpoint=checkpointing) == ()
+
+
+@pytest.mark.parametrize("size", [96, 136, 144, 160])
+@pytest.mark.parametrize("dimension", ["dim", "moe_hidden_dim"])
+@pytest.mark.parametrize("ep", [1, 2])
+def test_experts_are_whole_where_the_product_takes_them(ep: int, dimension: str, size: int) -> None:
+    verdict = check(Experiment(precision="mxfp8", ep=ep, shape={dimension: size}))
+    k, n = (size, 128) if dimension == "dim" else (128, size)
+    x, weights = torch.zeros(32, k, dtype=torch.bfloat16), torch.zeros(1, n, k, dtype=torch.bfloat16)
+    try:
+        grouped_mm(x, weights.transpose(-2, -1), torch.tensor([32], dtype=torch.int32))
+    except NotWholeBlocks:
+        (reason,) = verdict.reasons
+        assert f"it needs multiples of 32 features, and {dimension} is {size}" in reason
+    else:
+        assert verdict.legal
+    assert check(Experiment(precision="fp8", ep=ep, shape={dimension: size})).legal == (size % 16 == 0)
+
+
+@pytest.mark.parametrize("size", [80, 96])
+@pytest.mark.parametrize(
+    "dimension", ["dim", "moe_hidden_dim", "q_lora_rank", "kv_lora_rank", "dense_hidden_dim", "n_heads"]
+)
+def test_linears_are_whole_where_the_converter_takes_them(dimension: str, size: int) -> None:
+    own = Experiment(precision="mxfp8", quantize="experts+linears", shape={dimension: size})
+    model = model_spec("nano", ep_backend="standard", shape=shape_for(own)).model
+    try:
+        MXFP8Converter.Config(kernels="emulated", linears=list(LINEARS)).build().convert(model)
+    except Refused:
+        assert f"{dimension} is {size}" in check(own).reasons[0]
+    else:
+        assert check(own).legal
+
+
+def test_the_vocabulary_holds_the_tokenizer_that_the_dataset_uses() -> None:
+    for model, dataset, tokens in (("671B", "c4", 129_280), ("671B", "python", 2048), ("nano", "c4", 2048)):
+        for size in (tokens - 1, tokens):
+            own = Experiment(model=model, dataset=dataset, shape={"vocab_size": size})
+            told = [reason for reason in check(own).reasons if f"legal vocab_size: {tokens} or more" in reason]
+            assert len(told) == (size < tokens)
 
 
 DISPATCH = {

@@ -59,8 +59,8 @@ UNNOTICED = {
 
 NOT_TITANS = {"dispatch is kept", "dispatch is quantised as its experts",
               "fp8 has no linears", "MXFP8 linears are whole", "GPU has FP8", "GPU has MXFP8",
-              "dispatcher needs CUDA"}  # fmt: skip
-"""Rules about settings of moelab and about the GPU, of which TorchTitan's configuration knows nothing."""
+              "dispatcher needs CUDA", "vocabulary holds the tokenizer"}  # fmt: skip
+"""Rules about settings of moelab, its data and about the GPU, of which TorchTitan's configuration knows nothing."""
 
 
 SEQUENCES = {"nano": (128, 2048, 4096), "debug": (2048, 8192), "16B": (4096, 8192, 16384), "671B": (4096, 8192)}

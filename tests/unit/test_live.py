@@ -108,6 +108,15 @@ def test_published_levels_stand_beside_the_671b_alone_and_say_that_they_are_quot
     assert not tps_now(table(), model="16B").layout.shapes
 
 
+def test_published_levels_do_not_stand_beside_an_own_shape(tmp_path: Path) -> None:
+    for shape, count in (({"n_layers": 40}, 0), ({}, 3)):
+        runs = tmp_path / str(count)
+        directory.create(runs, experiment(model="671B", shape=shape))
+        follower = StudyFollower(runs)
+        follower.poll()
+        assert len(dashboard(follower)["tps"].layout.shapes) == count
+
+
 def test_memory_shows_what_there_is() -> None:
     figure = memory_now(table())
     assert [shape.y0 for shape in figure.layout.shapes] == [180.0]
@@ -189,14 +198,14 @@ def test_the_view_is_there_at_once_and_follows_in_place(tmp_path: Path, view: An
     run = running(tmp_path / "runs")
     shown = view()
     shown_in_a_browser(shown)
-    figure = shown.figures["loss"]
-    assert list(figure.data[0].y) == [8.0, 7.9]
+    (place,) = shown.place.children
+    assert list(shown.figures["loss"].data[0].y) == [8.0, 7.9]
     longer = running(tmp_path / "elsewhere", (8.0, 7.9, 7.5))
     run.log.write_text(longer.log.read_text())
     shown.update()
-    assert shown.figures["loss"] is figure
-    assert list(figure.data[0].y) == [8.0, 7.9, 7.5]
-    assert "7.500 nats per token, step 3" in title(figure)
+    assert shown.place.children == (place,)
+    assert list(shown.figures["loss"].data[0].y) == [8.0, 7.9, 7.5]
+    assert "7.500 nats per token, step 3" in place.figures["loss"]["layout"]["title"]["text"]
 
 
 def test_without_a_browser_there_are_words_and_no_figures(tmp_path: Path) -> None:
@@ -208,8 +217,8 @@ def test_without_a_browser_there_are_words_and_no_figures(tmp_path: Path) -> Non
     assert "a last line" in shown.tail.value
     shown_in_a_browser(shown)
     shown_in_a_browser(shown)  # a second browser, or a second look of the first
-    assert shown.place.children == tuple(shown.figures.values())
-    assert len(shown.figures) == 6
+    (place,) = shown.place.children
+    assert list(place.figures) == ["states", "loss", "tps", "memory", "step_times", "rank_memory"]
 
 
 def test_another_run_is_drawn_into_the_same_figures(tmp_path: Path, view: Any) -> None:
@@ -224,15 +233,40 @@ def test_another_run_is_drawn_into_the_same_figures(tmp_path: Path, view: Any) -
     assert len(shown.shown.options) == 2
 
 
+def test_a_run_chosen_during_a_look_is_drawn_when_the_look_ends(tmp_path: Path, view: Any) -> None:
+    running(tmp_path)
+    other = running(tmp_path, precision="fp8")
+    asked, chosen = threading.Event(), threading.Event()
+
+    def ask(_runs: object) -> list[Status]:
+        asked.set()
+        assert chosen.wait(60)
+        return [Status(state=State.RUNNING)] * 2
+
+    chosen.set()
+    shown = view(ask=ask)
+    shown_in_a_browser(shown)
+    shown.shown.value = next(name for name in shown.shown.options if name != other.name)
+    assert "FP8" not in title(shown.figures["rank_memory"])
+    asked.clear()
+    chosen.clear()
+    shown._asked_at = -math.inf
+    look = threading.Thread(target=shown.update)
+    look.start()
+    assert asked.wait(60)
+    shown.shown.value = other.name
+    chosen.set()
+    look.join(60)
+    assert "FP8" in title(shown.figures["rank_memory"])
+
+
 def test_a_new_kernel_has_the_whole_view_back(tmp_path: Path, view: Any) -> None:
     running(tmp_path, (8.0, 7.9, 7.8))
     first, second = view(), view()
     shown_in_a_browser(first)
     shown_in_a_browser(second)
-    for name, figure in first.figures.items():
-        again = [trace.update(uid=None).to_plotly_json() for trace in second.figures[name].data]
-        assert str([trace.update(uid=None).to_plotly_json() for trace in figure.data]) == str(again)
-        assert again
+    assert first.figures
+    assert first.place.children[0].figures == second.place.children[0].figures
 
 
 def test_cancel_asks_first_and_then_cancels_that_run(tmp_path: Path, view: Any) -> None:
@@ -297,7 +331,7 @@ def test_the_thread_looks_by_itself(tmp_path: Path) -> None:
     seen = threading.Event()
     shown = LiveView(tmp_path / "runs", interval_s=0.5)
     shown_in_a_browser(shown)
-    shown.figures["loss"].layout.on_change(lambda *_: seen.set(), "title")
+    shown.place.children[0].observe(lambda _change: seen.set(), "figures")
     longer = running(tmp_path / "elsewhere", (8.0, 7.9, 7.5))
     run.log.write_text(longer.log.read_text())
     assert seen.wait(60)

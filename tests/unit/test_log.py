@@ -369,7 +369,7 @@ def test_memory_does_not_depend_on_the_size_of_the_log(tmp_path: Path) -> None:
 def test_file_that_is_no_log(tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
     path.write_text("step by step\n")
-    with pytest.raises(NotALog, match=r"notes\.txt: no TorchTitan step line .*allow_empty=True") as caught:
+    with pytest.raises(NotALog, match=r"notes\.txt: no TorchTitan step line .*from the rank that logs") as caught:
         read_log(path)
     assert caught.value.exit_code == 2
     empty = read_log(path, allow_empty=True)
@@ -388,3 +388,17 @@ def test_importing_the_package_loads_neither_torch_nor_tensorboard() -> None:
     code = "import sys, moelab.runs; print([m for m in ('torch', 'tensorboard', 'plotly') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_compressed_log_that_was_cut_off_gives_what_it_has(tmp_path: Path) -> None:
+    lines = [
+        f"step: {n}  loss: {9 - n / 1000:.5f}  memory: 1.00GiB(1.00%)  tps: {4000 + n * 37 % 999:,}  mfu: N/A"
+        for n in range(1, 3001)
+    ]
+    whole = tmp_path / "whole.log.gz"
+    whole.write_bytes(gzip.compress("\n".join(lines).encode()))
+    cut = tmp_path / "cut.log.gz"
+    cut.write_bytes(whole.read_bytes()[: whole.stat().st_size // 2])
+    rows = read_log(cut).rows
+    assert 500 < len(rows) < 3000
+    pd.testing.assert_frame_equal(rows, read_log(whole).rows.iloc[: len(rows)])

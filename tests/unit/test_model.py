@@ -105,6 +105,15 @@ def test_own_dimensions_change_nothing_else(model: str) -> None:
     assert repr(again.layers) == repr(whole.layers[:-1])
 
 
+@pytest.mark.parametrize("model", MODELS)
+def test_top_k_alone_reaches_every_router(model: str) -> None:
+    shape = shape_for(Experiment(model=model, shape={"top_k": 1}))
+    own, whole = model_spec(model, ep_backend="standard", shape=shape).model, built(model)[1]
+    assert {layer.moe.router.top_k for layer in own.layers if layer.moe} == {1}
+    assert repr(own) == repr(whole).replace(f"top_k={shape_of(model).top_k}", "top_k=1")
+    assert flops_per_token(shape, 512) == own.get_nparams_and_flops(built(model)[0], 512)[1]
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

@@ -256,7 +256,8 @@ def test_a_search_uses_the_network_that_it_is_given() -> None:
     fixed = ("pp", "cp", "tp", "ep", "dp_replicate")
     slow, fast = (recommend(experiment, one, fixed=fixed, limit=1) for one in (None, cluster))
     assert fast.ranked[0].projection.tps > slow.ranked[0].projection.tps
-    assert all(worth.other_tps != other.other_tps for worth, other in zip(fast.worth[:1], slow.worth[:1], strict=True))
+    (worth, *_), (other, *_) = fast.worth, slow.worth
+    assert worth.other_tps != other.other_tps
 
 
 def test_a_group_that_ends_inside_a_node_is_refused_not_mistaken() -> None:
@@ -310,6 +311,15 @@ def test_the_hosts_time_on_other_sizes_and_settings_without_a_row_are_extrapolat
         assert said in project(PUBLISHED.model_copy(update=change)).outside[0]
     learned = project(PUBLISHED.model_copy(update={"routing": Routing.LEARNED})).outside
     assert any("router's own choice" in one for one in learned)
+
+
+def test_a_model_of_other_dimensions_is_not_the_published_one() -> None:
+    thin, other = (
+        project(Experiment(**PUBLISHED.model_dump(exclude={"shape"}), shape=shape)).outside
+        for shape in ({"n_layers": 60}, {"moe_hidden_dim": 1536})
+    )
+    assert [one.split(":")[0] for one in thin] == ["TorchTitan's host time on several nodes"]
+    assert [one.split(":")[0] for one in other] == ["dimensions of its own", "TorchTitan's host time on several nodes"]
 
 
 def test_context_parallelism_costs_and_is_never_free() -> None:

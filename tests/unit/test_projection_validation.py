@@ -6,6 +6,7 @@ Figures stand here once more, as their sources print them, so that a slip in the
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import fields, replace
@@ -20,11 +21,13 @@ from moelab.experiment import Routing
 from moelab.hardware.catalogue import quoted
 from moelab.mxfp8 import torchao_b200 as b200
 from moelab.projection.arms_projected import ARMS, projected_two_by_two
-from moelab.projection.calibration import CALIBRATION, Constant, fitted, with_values
+from moelab.projection.calibration import CALIBRATION, HOST_COMPILED_S, Constant, fitted, with_values
 from moelab.projection.calibration_fit import leave_out, refit
+from moelab.projection.kernel_cases import H200_EXCHANGES
 from moelab.projection.measured import ALL_TO_ALL, GROUPED_GEMM, TWO_BY_TWO, load_measured
 from moelab.projection.parts import grouped_job, product_parts_s
 from moelab.projection.step_cases import H100_LATER, PUBLISHED, SIMUMAX, published_job, tps_of
+from moelab.projection.uncertainty import SPREAD
 from moelab.projection.validation import GOALS, goals, left_out_table, validation_table
 from moelab.projection.validation_row import ValidationRow
 from moelab.projection.waterfall import waterfall
@@ -165,8 +168,7 @@ def test_met_goals_stay_met_and_missed_ones_are_listed_with_a_reason(rows: tuple
     assert {name for name, goal in found.items() if goal.met} == MET
     assert {name for name, goal in found.items() if not goal.met} == MISSED
     for goal in found.values():
-        errors = [abs(row.error) for row in rows if row.name == goal.at]
-        assert abs(goal.worst) in errors
+        assert (goal.worst, "predicted") in [(row.error, row.use) for row in rows if row.name == goal.at]
         assert goal.met or goal.reason
 
 
@@ -217,6 +219,21 @@ def test_nine_in_ten_predictions_of_a_known_kind_lie_in_their_intervals(rows: tu
     inside = sum(low <= measured <= high for (low, high), measured in intervals)
     assert len(intervals) > 40
     assert inside / len(intervals) >= 0.85
+
+
+def test_the_spread_of_an_all_to_all_is_no_smaller_than_its_blind_rows_show(rows: tuple[ValidationRow, ...]) -> None:
+    errors = [row.error for row in rows if row.source == H200_EXCHANGES]
+    assert len(errors) == 18
+    assert SPREAD["all-to-all"] >= math.sqrt(statistics.fmean(error**2 for error in errors))
+
+
+def test_rows_that_a_zero_was_read_off_are_seen_and_not_judged(rows: tuple[ValidationRow, ...]) -> None:
+    assert (float(HOST_COMPILED_S), HOST_COMPILED_S.how) == (0.0, "measured")
+    later = [row for row in rows if row.source == H100_LATER]
+    small = [row for row in later if row.name.startswith("two by two: 16B ")]
+    assert {row.use for row in small} == {"constant read off it"}
+    goal = next(goal for goal in goals(rows) if goal.name.startswith("H100 and H200"))
+    assert (goal.predicted, goal.seen) == (len(later) - len(small) - 2, len(small) + 2)
 
 
 def test_leaving_a_source_out_forgets_what_was_fitted_on_it() -> None:

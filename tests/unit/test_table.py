@@ -144,7 +144,7 @@ def test_wandb_history(tmp_path: Path, kind: str) -> None:
             "json by column": frame.to_json(),
         }[kind]
     )
-    read = read_wandb(path)
+    (read,) = read_wandb(path)
     assert tuple(read.rows.columns) == COLUMNS
     assert picked(read.rows, "segment", "step", "loss", "tps", "time") == [
         (0, 1, 8.25, 4000.5, 100.5), (0, 10, 7.5, 4100.0, 200.0)
@@ -163,16 +163,16 @@ def test_wandb_chart_of_two_runs(tmp_path: Path) -> None:
         f'"Step","bf16 - a - {name}","bf16 - a - {name}__MIN","mxfp8 - {name}"\n'
         '10,"7.5","0.1","7.25"\n20,"7.0","0.1",""\n'
     )
-    assert picked(read_wandb(path).rows, "run", "step", "loss") == [
-        ("bf16 - a", 10, 7.5), ("bf16 - a", 20, 7.0), ("mxfp8", 10, 7.25)
-    ]  # fmt: skip
+    first, second = read_wandb(path)
+    assert picked(first.rows, "run", "step", "loss") == [("bf16 - a", 10, 7.5), ("bf16 - a", 20, 7.0)]
+    assert picked(second.rows, "run", "step", "loss") == [("mxfp8", 10, 7.25)]
 
 
 @pytest.mark.parametrize("value", ["NaN", math.nan, "Infinity"])
 def test_wandb_reported_nan_is_a_failure_and_a_missing_value_is_not(tmp_path: Path, value: object) -> None:
     path = tmp_path / "history.json"
     path.write_text(json.dumps([*HISTORY, {"_step": 20, "loss_metrics/global_avg_loss": value, "tflops": 1.0}]))
-    read = read_wandb(path)
+    (read,) = read_wandb(path)
     assert read.reason == f"loss is {float(value)} at step 20 (segment 0)"  # type: ignore[arg-type]
     assert read.rows["step"].tolist() == [1, 10, 20]
 
@@ -180,7 +180,7 @@ def test_wandb_reported_nan_is_a_failure_and_a_missing_value_is_not(tmp_path: Pa
 def test_wandb_exports_joined_in_one_file_are_segments(tmp_path: Path) -> None:
     path = tmp_path / "history.csv"
     path.write_text("_step,loss_metrics/global_avg_loss\n10,8.0\n20,7.0\n10,8.5\n")
-    read = read_wandb(path)
+    (read,) = read_wandb(path)
     assert picked(read.rows, "segment", "step", "loss") == [(0, 10, 8.0), (0, 20, 7.0), (1, 10, 8.5)]
     assert read.segments == 2
 

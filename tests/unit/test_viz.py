@@ -1,6 +1,9 @@
 import json
 import math
+import os
 import re
+import subprocess
+import sys
 from html.parser import HTMLParser
 
 import numpy as np
@@ -21,7 +24,6 @@ from moelab.viz import (
     loss_difference,
     loss_tail,
     throughput_bars,
-    use_renderer,
     write_report,
 )
 
@@ -77,11 +79,30 @@ def test_importing_the_theme_leaves_plotly_alone():
     assert pio.templates.default == "plotly"
 
 
-@pytest.mark.parametrize(("browser", "renderer"), [("/bin/x", "plotly_mimetype+png"), (None, "plotly_mimetype")])
-def test_renderer_needs_a_browser_for_png(monkeypatch, browser, renderer):
-    monkeypatch.setattr("choreographer.browsers.chromium.Chromium.find_browser", lambda **_: browser)
-    monkeypatch.setattr(pio.renderers, "default", pio.renderers.default)
-    assert use_renderer() == renderer == pio.renderers.default
+DRAWN = """
+import sys
+import plotly.graph_objects as go, plotly.io as pio
+from moelab.viz import png, use_renderer
+png.FIRST_PICTURE_S = float(sys.argv[1])
+assert use_renderer() == sys.argv[2] == pio.renderers.default
+if sys.argv[2].endswith("png"):
+    assert pio.to_image(go.Figure(go.Bar(y=[1, 2])), format="png").startswith(b"\\x89PNG")
+"""
+
+
+@pytest.mark.parametrize(
+    ("browser", "seconds", "renderer"),
+    [
+        (None, 60, "plotly_mimetype+png"),  # Debian's Chromium
+        ("/nowhere/chromium", 60, "plotly_mimetype"),
+        ("/bin/false", 5, "plotly_mimetype"),  # a browser that fails to start
+    ],
+)
+def test_pictures_are_drawn_where_a_browser_draws(browser, seconds, renderer):
+    found = os.environ | ({"BROWSER_PATH": browser} if browser else {})
+    command = [sys.executable, "-c", DRAWN, str(seconds), renderer]
+    done = subprocess.run(command, env=found, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 # --- figures ---------------------------------------------------------------------------------------------------------

@@ -233,6 +233,7 @@ def test_the_goals_figure_draws_every_row_once_and_misses_as_misses() -> None:
     assert bands == [goal.limit if "points" in goal.name else pytest.approx(100 * goal.limit) for goal in found]
     lines = goal_lines(found)
     assert [line.startswith("met") for line in lines] == [goal.met for goal in found]
+    assert all(f"of {goal.predicted} predictions" in line for line, goal in zip(lines, found, strict=True))
 
 
 def test_the_parts_figure_and_the_table_have_all_other_rows() -> None:
@@ -244,6 +245,8 @@ def test_the_parts_figure_and_the_table_have_all_other_rows() -> None:
     _, line = validation_lines([gain])
     assert "+7.5 pt" in line
     assert line.endswith("predicted")
+    printed = [*validation_lines([row for row in rows if row.whole]), *goal_lines(goals(rows))]
+    assert max(len(line) for text in printed for line in text.splitlines()) <= 110
 
 
 def estimates(values: Mapping[str, float]) -> dict[str, Estimate]:

@@ -307,6 +307,37 @@ def test_an_arm_is_held_against_stock_of_its_own_campaign() -> None:
     assert both == {**alone, "fp8_deepep": pytest.approx(500 / 400)}
 
 
+def test_an_arm_of_two_campaigns_has_the_mean_of_their_ratios_and_the_rates_of_the_first() -> None:
+    """The second host is four times as fast, DeepEP gains 1.2 times there, and it timed half as many steps."""
+    monday = [row | {"campaign": "Monday"} for row in made_up_arms()]
+    tuesday = [
+        {**row, "campaign": "Tuesday", "tps_median": rate, "steps": 3}
+        for row in made_up_arms(with_steps=False)
+        for rate in [400.0 if row["arm"] == "bf16_standard" else 480.0]
+        if row["order"] == 0
+    ]
+    alone = {one.arm: one for one in arm_results(monday)}
+    both = {one.arm: one for one in arm_results([*monday, *tuesday])}
+    first = alone["bf16_deepep"].ratio
+    assert first is not None
+    assert both["bf16_deepep"].ratio == pytest.approx((2 * first + 1.2) / 3)
+    assert both["bf16_standard"].ratio == pytest.approx(1.0)
+    for arm, one in both.items():
+        assert (one.tps, one.passes, one.steps) == (alone[arm].tps, alone[arm].passes, alone[arm].steps)
+
+
+def test_ratios_of_the_packages_two_by_two_are_those_of_its_own_summary() -> None:
+    content = load_measured(TWO_BY_TWO).content
+    assert content is not None
+    summary: dict[tuple[str, ...], list[float]] = {}
+    for row in content["summary"]:
+        summary.setdefault((row["shape"], row["routing"], row["arm"]), []).append(row["ratio"])
+    results = arm_results(content["rows"])
+    assert len(results) == len(summary)
+    for one in results:
+        assert one.ratio == pytest.approx(statistics.mean(summary[one.shape, one.routing, one.arm]), abs=2e-3)
+
+
 def test_goals_are_judged_and_missing_ones_said() -> None:
     assert [line.rsplit(": ", 1)[-1] for line in goal_lines(arm_results(made_up_arms()))] == ["reached", "reached"]
     slow = [row | {"arm": row["arm"].replace("bf16_deepep", "fp8_standard")} for row in made_up_arms()]

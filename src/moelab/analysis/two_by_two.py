@@ -1,7 +1,8 @@
 """The two-by-two on thin models: every arm's throughput over stock's best, against the goals.
 
 Stock's best is BF16 with the standard all-to-all, compiled. An arm runs in several passes, the arms taking turns, and
-its figure is over the steps of all its passes. Hosts differ between two campaigns, so ratios stay inside one.
+its figure is over the steps of all its passes. Hosts differ between two campaigns, so nothing is pooled over them:
+tokens/s are those of an arm's first campaign, a ratio is formed in each campaign and averaged, weighted by steps.
 
 Goals, set before the measurement: BF16 with DeepEP at least 1.10 times stock's best at a 671B shape, and the best arm
 at least 1.15 times.
@@ -28,12 +29,12 @@ class ArmResult:
         shape: of the thin model.
         routing: of its tokens.
         arm: see :func:`moelab.analysis.arms.arm_label`.
-        tps: median over all timed steps.
+        tps: median over all timed steps of its first campaign; so are the next four.
         low: lower quartile.
         high: upper quartile.
         passes: median of each pass, in order.
         steps: how many were timed.
-        ratio: over stock's best; None where that was not measured.
+        ratio: over stock's best of the same campaign, the mean of its campaigns; None where that was not measured.
     """
 
     shape: str
@@ -70,21 +71,20 @@ def arm_results(rows: Iterable[Mapping[str, Any]]) -> list[ArmResult]:
 
     Args:
         rows: of ``h100_two_by_two.json``: shape, arm, routing, order, steps, tps_median, tps_iqr, and where the file
-            has them the seconds of each step, ``step_s``, and the ``campaign`` that a row belongs to: an arm is held
-            against stock's best of its own campaigns.
+            has them the seconds of each step, ``step_s``, and the ``campaign`` that a row belongs to.
 
     Returns:
         In the order of the rows. Where there are no steps, the median is that of the passes and the quartiles are half
         the mean interquartile range away.
     """
-    groups: dict[tuple[str, str, str], list[Mapping[str, Any]]] = {}
+    groups: dict[tuple[str, str, str], dict[str | None, list[Mapping[str, Any]]]] = {}
     for row in rows:
-        groups.setdefault((row["shape"], row["routing"], row["arm"]), []).append(row)
+        campaigns = groups.setdefault((row["shape"], row["routing"], row["arm"]), {})
+        campaigns.setdefault(row.get("campaign"), []).append(row)
     results = []
-    for (shape, routing, arm), passes in groups.items():
+    for (shape, routing, arm), campaigns in groups.items():
+        passes = next(iter(campaigns.values()))
         low, middle, high = _quartiles(passes)
-        campaigns = {row.get("campaign") for row in passes}
-        stock = [row for row in groups.get((shape, routing, BASELINE), ()) if row.get("campaign") in campaigns]
         results.append(
             ArmResult(
                 shape=shape,
@@ -94,11 +94,24 @@ def arm_results(rows: Iterable[Mapping[str, Any]]) -> list[ArmResult]:
                 low=low,
                 high=high,
                 passes=tuple(row["tps_median"] for row in sorted(passes, key=lambda row: row["order"])),
-                steps=sum(row["steps"] for row in passes),
-                ratio=middle / _quartiles(stock)[1] if stock else None,
+                steps=_steps(passes),
+                ratio=_ratio(campaigns, groups.get((shape, routing, BASELINE), {})),
             )
         )
     return results
+
+
+def _ratio(
+    arm: Mapping[str | None, Sequence[Mapping[str, Any]]], stock: Mapping[str | None, Sequence[Mapping[str, Any]]]
+) -> float | None:
+    """Median over stock's in each campaign that has both, averaged."""
+    both = [name for name in arm if name in stock]
+    ratios = [_quartiles(arm[name])[1] / _quartiles(stock[name])[1] for name in both]
+    return statistics.fmean(ratios, weights=[_steps(arm[name]) for name in both]) if both else None
+
+
+def _steps(passes: Sequence[Mapping[str, Any]]) -> int:
+    return sum(row["steps"] for row in passes)
 
 
 def _quartiles(passes: Sequence[Mapping[str, Any]]) -> tuple[float, float, float]:

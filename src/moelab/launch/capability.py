@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from moelab.experiment import EPBackend, Experiment, Precision
 from moelab.hardware import has_grouped_fp8
+from moelab.layout import check
 from moelab.layout.arm_rules import MXFP8_CAPABILITY
 from moelab.machine import GpuInfo, cores, gpus, has_module
-from moelab.model import count_parameters, shape_for, shape_of
+from moelab.model import count_parameters, shape_for
 from moelab.titan.arms import refusal
 
 RANKS_PER_CORE = 4
@@ -18,7 +19,7 @@ CPU_PARAMETERS = 1_000_000_000
 
 
 def refusals(experiment: Experiment, *, devices: tuple[GpuInfo, ...] | None = None) -> list[str]:
-    """Every reason why this machine cannot run an experiment; empty if it can.
+    """Every reason why this machine cannot run an experiment; where it has none of its own, those of a plan.
 
     Args:
         experiment: what would run.
@@ -27,7 +28,8 @@ def refusals(experiment: Experiment, *, devices: tuple[GpuInfo, ...] | None = No
     found = gpus() if devices is None else devices
     found = () if experiment.hardware == "cpu" else found
     checks = (_trainer, _nodes, _ranks, _precision, _backend, _model, _hardware)
-    return [reason for check in checks if (reason := check(experiment, found))]
+    reasons = [reason for one in checks if (reason := one(experiment, found))]
+    return reasons or list(check(experiment).reasons)
 
 
 def _trainer(_experiment: Experiment, _gpus: tuple[GpuInfo, ...]) -> str | None:
@@ -84,10 +86,7 @@ def _backend(experiment: Experiment, found: tuple[GpuInfo, ...]) -> str | None:
 
 
 def _model(experiment: Experiment, found: tuple[GpuInfo, ...]) -> str | None:
-    shape, tokens = shape_for(experiment), shape_of(experiment.model).vocab_size
-    if shape.vocab_size < tokens:
-        return f"shape: vocab_size is {shape.vocab_size}, and the tokenizer of {experiment.model} has {tokens} tokens"
-    if count_parameters(shape).total > CPU_PARAMETERS and not found:
+    if count_parameters(shape_for(experiment)).total > CPU_PARAMETERS and not found:
         label = experiment.model_label
         return f"model {label} needs GPUs and this machine has none to use. Nearest: model=debug or model=nano"
     return None

@@ -10,6 +10,7 @@ from moelab.hardware import has_grouped_fp8
 from moelab.layout.dispatchers import Fault, deepep_fault, dispatch_fault, takes_experts, that_pad
 from moelab.layout.facts import Facts
 from moelab.layout.rule import Rule
+from moelab.titan.corpus import tokenizer_size
 
 _BLOCK = {Precision.FP8: 16, Precision.MXFP8: 32}
 """Features that a quantised grouped GEMM needs in a multiple of, along every dimension of a weight."""
@@ -56,8 +57,17 @@ def _keeps_dispatch(facts: Facts) -> bool:
     return facts.compile == "model+loss" or facts.dispatch_precision != "bf16" or not facts.capability
 
 
+def _unwhole(facts: Facts) -> list[str]:
+    """Dimensions of quantised weights that are not whole blocks; others, such as a head's, follow or are fixed."""
+    if not facts.quantised:
+        return []
+    linears = ("q_lora_rank", "kv_lora_rank", "dense_hidden_dim") if facts.quantize != "experts" else ()
+    sizes = {name: getattr(facts.shape, name) for name in ("dim", "moe_hidden_dim", *linears)}
+    return [f"{name} is {size}" for name, size in sizes.items() if size % _BLOCK[facts.precision]]
+
+
 def _expert_blocks(facts: Facts) -> bool:
-    if facts.ep > 1 or not facts.quantised:
+    if facts.ep > 1 or facts.tp == 1 or not facts.quantised:
         return True
     return facts.shape.moe_hidden_dim % (facts.tp * _BLOCK[facts.precision]) == 0
 
@@ -153,6 +163,22 @@ ARM_RULES = (
             f"without expert parallelism (ep 1) it cuts the {facts.shape.moe_hidden_dim} hidden features of each "
             f"expert, and {facts.precision.value} needs multiples of {_BLOCK[facts.precision]}"
         ),
+    ),
+    Rule(
+        name="expert blocks are whole",
+        factor="precision",
+        holds=lambda facts: not _unwhole(facts),
+        why=lambda facts: f"it needs multiples of {_BLOCK[facts.precision]} features, and {', '.join(_unwhole(facts))}",
+    ),
+    Rule(
+        name="vocabulary holds the tokenizer",
+        factor="dataset",
+        holds=lambda facts: facts.shape.vocab_size >= tokenizer_size(facts.experiment),
+        why=lambda facts: (
+            f"its tokenizer has {tokenizer_size(facts.experiment)} tokens, and vocab_size is {facts.shape.vocab_size}; "
+            f"legal vocab_size: {tokenizer_size(facts.experiment)} or more"
+        ),
+        offers_choices=False,
     ),
     Rule(
         name="GPU has FP8",

@@ -128,7 +128,7 @@ _ADVICE = {
     "gradients": "raise dp_shard, ep or pp",
     "gathered parameters": "raise ep, tp or pp; under a pipeline they stay gathered",
     "gathered gradients": "raise ep, tp or pp; under a pipeline they accumulate in FP32",
-    "activations": "use activation_checkpoint=full, a smaller local_batch or microbatch, or raise tp or cp",
+    "activations": "use a smaller local_batch or microbatch, more activation_checkpoint, or raise tp or cp",
     "working set": "use a smaller local_batch or microbatch, or raise tp or cp",
     "quantised copies": "use a smaller local_batch or microbatch, or native kernels",
     "loss": "use a smaller local_batch or microbatch, or raise tp",

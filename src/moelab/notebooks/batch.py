@@ -19,7 +19,7 @@ from moelab.experiment_file import read_yaml
 
 END_MARKER = "moelab: notebook complete"
 KERNEL_OPTIONS = ["--IPKernelApp.log_level=40"]
-"""Errors only: ipykernel 7 warns that a kernel talks over the loopback interface without encryption, as it always did."""
+"""Errors only: ipykernel 7 warns that a kernel talks over loopback without encryption, as it always did."""
 
 
 class NotebookFailed(MoelabError):

@@ -156,7 +156,7 @@ def _joined(outputs: list[Any]) -> list[Any]:
 def _keep_picture(output: Any) -> None:
     """Replace a figure by its PNG, in fewer colours, and its title in words."""
     if "image/png" not in output.data:
-        raise BadInput("figures have no PNG here; it takes kaleido (pip install 'moelab[lab]') and a Chromium")
+        raise BadInput("figures have no PNG here; it takes kaleido (`make lab` brings it) and a Chromium")
     title = output.data[_PLOTLY]["layout"]["title"]["text"]
     title = " ".join(re.sub(r"<[^>]*>", " ", title).split())
     output.data = {"image/png": _with_fewer_colors(output.data["image/png"]), "text/plain": title}

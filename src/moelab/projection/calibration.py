@@ -167,6 +167,10 @@ CALIBRATION = Calibration(
     step_noise=_measured(0.007, "benchmarks/results/h100_standard_step.json: steps of one arm"),
 )
 
+HOST_COMPILED_S = _measured(0.0, "benchmarks/results/h100_two_by_two.json: its 16B arms leave no room for any")
+"""What ``host_layer_s`` is where layers are compiled, on one node; zero, so that nothing draws or replaces it. The
+rows that it was read off are marked as seen."""
+
 
 def fitted(calibration: Calibration = CALIBRATION) -> dict[str, Constant]:
     """The fitted constants by name."""

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from moelab.analysis.two_by_two import ArmResult, arm_results
 from moelab.errors import BadInput
-from moelab.projection.full_node import HARDWARE, SCALING, load_predicted
-from moelab.projection.measured import FULL_NODE, TWO_BY_TWO, Measurement, load_measured
+from moelab.projection.full_node import SCALING, load_predicted
+from moelab.projection.measured import FULL_NODE, TWO_BY_TWO, Measurement, hardware_of, load_measured
 from moelab.projection.validation_row import ValidationRow
 
 SOURCE = "one node, EP 2 to 8"
@@ -29,11 +29,6 @@ class Place(NamedTuple):
     arm: str
 
 
-def hardware_of(measured: Measurement) -> str:
-    """The hardware profile that a measurement was made on."""
-    return next((name for name in HARDWARE if name.split("_")[0].upper() in measured.stamp), HARDWARE[0])
-
-
 def node_results(full_node: Measurement, two_by_two: Measurement) -> dict[Place, ArmResult]:
     """What was measured at each degree; where the full node was not measured on two GPUs, the two-by-two's figure.
 
@@ -41,7 +36,7 @@ def node_results(full_node: Measurement, two_by_two: Measurement) -> dict[Place,
         full_node: of ``h100_full_node``.
         two_by_two: of ``h100_two_by_two``; left out if its GPUs are others.
     """
-    alike = not full_node.rows or hardware_of(full_node) == hardware_of(two_by_two)
+    alike = not (full_node.rows and two_by_two.rows) or hardware_of(full_node) == hardware_of(two_by_two)
     at_two = [{**row, "ep": 2, "shape": SAME_SHAPE.get(row["shape"], row["shape"])} for row in two_by_two.rows if alike]
     found: dict[Place, ArmResult] = {}
     for rows in (at_two, full_node.rows):
@@ -64,7 +59,7 @@ def full_node_rows(
         Nothing where nothing was measured yet.
 
     Raises:
-        BadInput: if the predictions are not older than the measurement.
+        BadInput: if the predictions are not older than the measurement, or for none of its GPUs.
     """
     measured = measured or load_measured(FULL_NODE)
     if measured.content is None:

@@ -24,8 +24,8 @@ from moelab.projection.full_node import (
     STOCK,
     node_job,
 )
-from moelab.projection.full_node_measured import hardware_of, node_results
-from moelab.projection.measured import FULL_NODE, TWO_BY_TWO, Measurement, load_measured
+from moelab.projection.full_node_measured import node_results
+from moelab.projection.measured import FULL_NODE, TWO_BY_TWO, Measurement, hardware_of, load_measured
 from moelab.projection.step import step_time
 from moelab.projection.step_cases import tps_of
 from moelab.projection.uncertainty import CONFIDENCE, outside, relative_width

@@ -7,7 +7,7 @@ from math import hypot
 
 from moelab.experiment import Precision
 from moelab.projection.attention import add_attention
-from moelab.projection.calibration import Calibration
+from moelab.projection.calibration import HOST_COMPILED_S, Calibration
 from moelab.projection.collective import add_context_parallel, add_tensor_parallel
 from moelab.projection.costs import INDEX, Times, add, nothing
 from moelab.projection.gemm_rate import rates_of
@@ -109,11 +109,7 @@ def _add_host(times: Times, job: Job, calibration: Calibration) -> None:
 
 
 def host_layer_s(job: Job, calibration: Calibration) -> float:
-    """Seconds of a layer and micro-batch on the host, forward and backward.
-
-    None where a node runs compiled layers: the 16B arms of ``h100_two_by_two.json`` on their quicker host leave no room
-    for any.
-    """
+    """Seconds of a layer and micro-batch on the host, forward and backward."""
     if job.gpus > job.node.gpus and not job.stack.distributed_optimizer:
         return float(calibration.host_nodes_s)
-    return 0.0 if job.stack.fused else float(calibration.host_layer_s)
+    return float(HOST_COMPILED_S if job.stack.fused else calibration.host_layer_s)

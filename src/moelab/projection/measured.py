@@ -36,6 +36,8 @@ COLUMNS = {
     FULL_NODE: ("ep", "shape", "arm", "routing", "order", "steps", "tps_median", "tps_iqr"),
 }
 """What every row of a file must have."""
+GPU_PROFILES = {"NVIDIA H100 80GB HBM3": "h100_node", "NVIDIA H200": "h200_node"}
+"""Hardware profiles of the GPUs that steps are predicted for, by the name that nvidia-smi prints."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +60,12 @@ class Measurement:
         return [] if self.content is None else [row for row in self.content["rows"] if not row.get("error")]
 
     @property
+    def gpu_names(self) -> list[str]:
+        """Names of its GPUs; none where it has none or was not measured."""
+        found = (self.content or {}).get("environment", {}).get("gpus") or []
+        return [gpu["name"] if isinstance(gpu, Mapping) else str(gpu) for gpu in found]
+
+    @property
     def stamp(self) -> str:
         """Hardware and date, or that there is nothing yet and which command makes it."""
         if self.content is None:
@@ -65,13 +73,25 @@ class Measurement:
                 f"not measured yet: run `{COMMANDS[self.name]}` on {'eight' if self.name == FULL_NODE else 'two'} GPUs"
             )
         environment = self.content.get("environment", {})
-        gpus = environment.get("gpus") or []
-        names = [gpu["name"] if isinstance(gpu, Mapping) else str(gpu) for gpu in gpus]
+        names = self.gpu_names
         packages = environment.get("packages", {})
         versions = [f"{name} {packages[name]}" for name in ("torch", "torchtitan", "torchao") if packages.get(name)]
         used = self.content.get("world_size") or self.content.get("ranks") or len(names)
         hardware = f"{used} × {names[0]}" if names else str(environment.get("processor", "unknown processor"))
         return f"measured: {hardware}, {', '.join([*versions, str(self.content.get('date', 'no date'))[:10]])}"
+
+
+def hardware_of(measured: Measurement) -> str:
+    """The hardware profile that a measurement was made on.
+
+    Raises:
+        BadInput: if its GPUs are of several kinds or have no profile: they are not held against another's predictions.
+    """
+    kinds = set(measured.gpu_names)
+    if len(kinds) != 1 or not kinds <= GPU_PROFILES.keys():
+        found = ", ".join(sorted(kinds)) or "no GPU"
+        raise BadInput(f"{measured.name} is of {found}; predictions are for {', '.join(GPU_PROFILES)}")
+    return GPU_PROFILES[kinds.pop()]
 
 
 def load_measured(name: str, path: Path | None = None) -> Measurement:

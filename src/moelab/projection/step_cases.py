@@ -14,7 +14,7 @@ from moelab.layout import check
 from moelab.model import shape_of
 from moelab.projection.calibration import DEBUG_ROW, Calibration
 from moelab.projection.job import Job, job_of
-from moelab.projection.measured import TWO_BY_TWO, load_measured
+from moelab.projection.measured import TWO_BY_TWO, hardware_of, load_measured
 from moelab.projection.megatron_jobs import BRIDGE, H100_NODE, H800_NODE, NVL72, bridge_job, simumax_job
 from moelab.projection.stack import as_published
 from moelab.projection.step import step_time
@@ -221,11 +221,12 @@ def _later() -> Iterator[Case]:
         profiled = shape == "671B MoE-heavy"  # constants were read off the kernels of this step
         yield _tps_case(H100_LATER, f"{shape} bf16_standard, {routing}", tps, job, reference, seen=profiled)
     measured = load_measured(TWO_BY_TWO)
-    hardware = "h200_node" if "H200" in measured.stamp else "h100_node"
     for result in arm_results(measured.rows):
         arm = {**arm_of(result.arm), "routing": result.routing}
         name = f"two by two: {result.shape} {result.arm}, {result.routing}"
-        yield _tps_case(H100_LATER, name, result.tps, thin_job(result.shape, arm, hardware=hardware), measured.stamp)
+        job = thin_job(result.shape, arm, hardware=hardware_of(measured))
+        seen = result.shape == "16B"  # HOST_COMPILED_S was read off these
+        yield _tps_case(H100_LATER, name, result.tps, job, measured.stamp, seen=seen)
 
 
 def arm_of(name: str) -> dict[str, str]:

@@ -49,8 +49,10 @@ class Goal:
     Attributes:
         name: what it asks.
         limit: largest error allowed; relative, or percentage points of a gain.
-        worst: largest error found.
+        worst: largest error of a row that no constant had seen.
         at: the row that has it.
+        predicted: how many rows no constant had seen; they alone are judged.
+        seen: how many others there are.
         reason: what is known about a goal that is missed.
     """
 
@@ -58,11 +60,13 @@ class Goal:
     limit: float
     worst: float
     at: str
+    predicted: int
+    seen: int
     reason: str
 
     @property
     def met(self) -> bool:
-        """Whether every row is within the limit."""
+        """Whether every row that no constant had seen is within the limit."""
         return abs(self.worst) <= self.limit
 
 
@@ -111,12 +115,12 @@ NOT_PREDICTED: tuple[tuple[str, str, str], ...] = (
 
 
 def goals(rows: Sequence[ValidationRow]) -> tuple[Goal, ...]:
-    """Every goal with its worst row."""
+    """Every goal with its worst row of those that no constant had seen."""
     found = []
     for name, source, prefix, limit, reason in GOALS:
-        worst = max(
-            (row for row in rows if row.source == source and row.name.startswith(prefix)),
-            key=lambda row: abs(row.error),
-        )
-        found.append(Goal(name=name, limit=limit, worst=worst.error, at=worst.name, reason=reason))
+        about = [row for row in rows if row.source == source and row.name.startswith(prefix)]
+        new = [row for row in about if row.use == "predicted"]
+        worst = max(new, key=lambda row: abs(row.error))
+        counts = {"predicted": len(new), "seen": len(about) - len(new)}
+        found.append(Goal(name=name, limit=limit, worst=worst.error, at=worst.name, reason=reason, **counts))
     return tuple(found)

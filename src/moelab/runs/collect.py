@@ -29,6 +29,7 @@ from moelab.runs.tensorboard import NotATensorBoardFolder, read_tensorboard
 from moelab.runs.wandb_export import read_wandb
 
 WARMUP_STEPS = 3
+WANDB_SUFFIXES = (".csv", ".json", ".jsonl")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +47,7 @@ class Collected:
         steps_planned: steps that the experiment asks for, or None.
         converted: what multiplies in MXFP8: ``kernels`` and ``modules``, or None.
         dispatcher: what moved the tokens: ``dispatcher``, and ``kernels`` of a DeepEP one; None if not recorded.
+        diverged: which loss was not finite, None where none was or a restart got over it.
     """
 
     run: str
@@ -58,6 +60,7 @@ class Collected:
     steps_planned: int | None = None
     converted: dict[str, Any] | None = None
     dispatcher: dict[str, Any] | None = None
+    diverged: str | None = None
 
     @property
     def finished(self) -> bool:
@@ -73,6 +76,19 @@ class Collected:
     def validation_loss(self) -> float:
         """Held-out loss at the last validated step, in nats per token; NaN without one."""
         return float(self.validation["loss"].iloc[-1]) if len(self.validation) else math.nan
+
+    @property
+    def summary(self) -> str:
+        """The run on one line."""
+        state = "end not recorded" if self.status.state is State.UNKNOWN else str(self.status.state)
+        rows = f"{len(self.rows)} rows to step {self.last_step} in {self.segments} segment(s)"
+        parts, losses = [f"{self.run}: {state}", rows], self.rows["loss"].dropna()
+        speeds = throughput_rows(self.rows, warmup_steps=WARMUP_STEPS)["tps"].dropna()
+        parts += [f"loss {losses.iloc[0]:.3f} to {losses.iloc[-1]:.3f}"] if len(losses) else []
+        parts += [f"{speeds.median():,.0f} tokens/s per GPU (median)"] if len(speeds) else []
+        peak = self.rows["memory_gib"].max()
+        parts += [f"{peak:.1f} GiB"] if math.isfinite(peak) else []
+        return ", ".join(parts) + (f"; {self.status.reason}" if self.status.reason else "")
 
     def to_json(self) -> dict[str, Any]:
         """The run as the command line prints it; missing numbers are null."""
@@ -115,6 +131,7 @@ def collect_run(run: RunDir, *, save: bool = False) -> Collected:
         steps_planned=experiment.steps,
         converted=converted_modules(run),
         dispatcher=dispatcher_of(run),
+        diverged=read.reason,
     )
     if save:
         save_results(run, collected)
@@ -134,21 +151,8 @@ def collect(path: Path) -> list[Collected]:
     runs = list(directory.find(path)) if path.is_dir() else []
     if runs:
         return [collect_run(RunDir(run.path.absolute())) for run in runs]
-    read = _read_elsewhere(path)
-    status = Status(state=State.FAILED if read.reason else State.UNKNOWN, reason=read.reason)
-    rows = read.rows.assign(run=read.rows["run"].fillna(path.stem))
-    return [
-        Collected(
-            run=str(name),
-            arm="",
-            seed=None,
-            status=status,
-            segments=read.segments,
-            rows=part,
-            validation=read.validation,
-        )
-        for name, part in rows.groupby("run", sort=False)
-    ]
+    reads = read_wandb(path) if path.suffix in WANDB_SUFFIXES and path.is_file() else [_read_elsewhere(path)]
+    return [_from_elsewhere(read, path.stem) for read in reads if len(read.rows)]
 
 
 def newest(collected: Iterable[Collected]) -> list[Collected]:
@@ -199,11 +203,23 @@ def _read_log_and_events(run: RunDir) -> MetricsRead:
     return replace(log, rows=combine(log.rows, events.rows), validation=validation, reason=log.reason or events.reason)
 
 
+def _from_elsewhere(read: MetricsRead, name: str) -> Collected:
+    rows = read.rows.assign(run=read.rows["run"].fillna(name))
+    return Collected(
+        run=str(rows["run"].iloc[0]),
+        arm="",
+        seed=None,
+        status=Status(state=State.FAILED if read.reason else State.UNKNOWN, reason=read.reason),
+        segments=read.segments,
+        rows=rows,
+        validation=read.validation,
+        diverged=read.reason,
+    )
+
+
 def _read_elsewhere(path: Path) -> MetricsRead:
     if path.is_dir():
         return read_tensorboard(path)
-    if path.suffix in (".csv", ".json", ".jsonl"):
-        return read_wandb(path)
     try:
         return read_log(path)
     except NotALog:

@@ -69,7 +69,7 @@ class RunFollower:
 
     Attributes:
         run: the directory.
-        model: of its experiment, empty where that cannot be read.
+        model: of its experiment with its own dimensions, empty where that cannot be read.
         ranks: of its experiment.
         now: where the run is.
         rows: metrics table, a step that was repeated after a restart once.
@@ -85,7 +85,7 @@ class RunFollower:
             self._arm, self._steps, self.ranks, self.model = run.path.parts[-3], 0, 1, ""
         else:
             self._arm, self._seed, self._steps = experiment.arm, experiment.seed, experiment.steps
-            self.ranks, self.model = experiment.world_size, experiment.model
+            self.ranks, self.model = experiment.world_size, experiment.model_label
         self.rows = metrics_table({"segment": [], "step": []})
         self._segments, self._status = 0, run.status
         self._failure: str | None = None

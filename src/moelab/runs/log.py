@@ -28,7 +28,9 @@ from __future__ import annotations
 
 import gzip
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO, Final, NamedTuple, cast
 
@@ -98,8 +100,7 @@ def read_log(source: str | Path | Iterable[str | bytes], *, allow_empty: bool = 
         name = source if isinstance(source, str | Path) else "the given lines"
         raise NotALog(
             f"{name}: no TorchTitan step line ('step: N  loss: …  memory: …  tps: …  mfu: …') found. "
-            "Give the output of a TorchTitan training (its stdout, from the rank that logs), "
-            "or pass allow_empty=True if training may not have reached its first logged step."
+            "Give the output of a TorchTitan training (its stdout, from the rank that logs)"
         )
     return read
 
@@ -256,8 +257,12 @@ def _blocks(source: str | Path | Iterable[str | bytes]) -> Iterator[bytes]:
     if not path.is_file():
         raise NotALog(f"{path}: no such file. Give the path of a log that TorchTitan wrote.")
     unfinished = _UnfinishedLine()
-    with cast("BinaryIO", gzip.open(path) if path.suffix == ".gz" else path.open("rb")) as file:
-        while block := file.read(_BLOCK_BYTES):
+    opener = gzip.open if path.suffix == ".gz" else open
+    with (
+        cast("BufferedReader", opener(path, "rb")) as file,
+        suppress(EOFError),
+    ):  # compressed and cut off: what is there
+        while block := file.read1(_BLOCK_BYTES):
             yield unfinished.complete(block)
     yield unfinished.rest
 

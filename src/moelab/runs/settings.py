@@ -12,6 +12,7 @@ found, and its setting is not known.
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -21,12 +22,19 @@ from typing import Any, Final
 
 import yaml
 
-from moelab.privacy import HIDDEN
+from moelab.model import SHAPES
+from moelab.privacy import HIDDEN, each_text, without_secrets
 from moelab.runs.directory import RunDir
 
 _READ_BYTES: Final = 4 << 20  # of a log: everything here is said before the first step
 _CONFIG_NAMES: Final = ("config.yaml", "config.json")
-_PRIVATE: Final = re.compile(r"(?i)(^|[._])(user(name)?|host(name)?|email|entity|.*(token|secret|password|api_?key))$")
+_LONGEST_LINE: Final = 2_000  # characters; TorchTitan's own have a few hundred
+_MOST_BYTES: Final = 200_000  # of a configuration; a megabyte of YAML takes 20 s
+_MOST_VALUES: Final = 1_000
+_PRIVATE: Final = re.compile(
+    r"(?i)(^|[._])(user(name)?|host(name)?|email|entity)$|(^|[._])(auth|credentials?)(\.|$)"
+    r"|(token|secret|passw(or)?d|key)$"
+)
 _COLOUR: Final = re.compile(r"\x1b\[[0-9;:]*m")
 _LINES: Final = (
     re.compile(r"torchtitan version: (?P<torchtitan>\S+)"),
@@ -35,14 +43,14 @@ _LINES: Final = (
         r"cp=(?P<cp>\d+), tp=(?P<tp>\d+), ep=(?P<ep>\d+)"
     ),
     re.compile(r"Model (?P<model>\S+ \S+) size: (?P<parameters>[\d,]+) total parameters"),
-    re.compile(r"CUDA capacity: (?P<gpu>.+) with (?P<gpu_memory_gib>[\d.]+)GiB memory"),
-    re.compile(r"CPU capacity: (?P<processor>.+) with [\d.]+GiB memory"),
+    re.compile(r"CUDA capacity: (?P<gpu>.{1,100}) with (?P<gpu_memory_gib>[\d.]+)GiB memory"),
+    re.compile(r"CPU capacity: (?P<processor>.{1,100}) with [\d.]+GiB memory"),
     re.compile(r"Peak FLOPS used for computing MFU: (?P<peak_flops>[\d.e+]+)"),
     re.compile(
-        r"local batch size (?P<local_batch>\d+), global batch size (?P<global_batch>\d+), .*"
+        r"local batch size (?P<local_batch>\d+), global batch size (?P<global_batch>\d+), .{0,100}"
         r"sequence length (?P<seq_len>\d+), total steps (?P<steps>\d+) \(warmup (?P<warmup_steps>\d+)\)"
     ),
-    re.compile(r"Optimizer (?P<optimizer>\w+) .*?'lr': (?P<lr>[\d.e-]+)"),
+    re.compile(r"Optimizer (?P<optimizer>\w+) .{0,400}?'lr': (?P<lr>[\d.e-]+)"),
     re.compile(r"Applied (?P<activation_checkpoint>\w+) activation checkpointing"),
     re.compile(r"modules multiply in MXFP8 \((?P<mxfp8_kernels>\w+) kernels\)"),
     re.compile(r"Converted GroupedExperts to use dynamic (?P<experts_in>\S+)"),
@@ -64,6 +72,17 @@ _TITAN: Final = {
     "debug.seed": "seed",
 }
 """TorchTitan's names of what an experiment has, as W&B keeps them."""
+_OURS: Final = {
+    "SelectiveAC": "selective",
+    "CommunicationSavingAC": "selective",
+    "FullAC": "full",
+    "CommunicationSavingFullAC": "full+dispatch",
+    "deepseek_v3 debugmodel": "debug",
+    **{f"deepseek_v3 {name}": name for name in SHAPES},
+}
+"""What a log says and an experiment says otherwise."""
+_UNRESOLVED: Final = {("dp_shard", "-1"), ("global_batch", "-1")}
+"""Defaults that TorchTitan replaces when it starts: what they became is not known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +91,10 @@ class Settings:
 
     values: dict[str, str] = field(default_factory=dict)
     source: str = "nothing of its configuration can be read"
+
+    def __post_init__(self) -> None:
+        """Values are shown as they are: they hold no keys."""
+        object.__setattr__(self, "values", each_text(without_secrets, self.values))
 
 
 def settings_of(path: Path, runs: int = 1) -> Settings:
@@ -86,13 +109,19 @@ def settings_of(path: Path, runs: int = 1) -> Settings:
     config = _config_beside(path)
     if config is None or runs > 1:
         return Settings()
-    return Settings(values=dict(_flat(_read_config(config))), source=f"{config.name} beside it")
+    values = _config_values(config)
+    if values is None:
+        return Settings(
+            source=f"{config.name} beside it cannot be read: it takes a mapping in YAML or JSON of at most "
+            f"{_MOST_BYTES:,} bytes and {_MOST_VALUES:,} values, without aliases"
+        )
+    return Settings(values=values, source=f"{config.name} beside it")
 
 
 def run_settings(run: RunDir) -> Settings:
     """The configuration of one of our runs; what its log says was resolved, such as ``dp_shard``, comes first."""
     fields = run.experiment.model_dump(mode="json", exclude={"name", "seed"})
-    found = {name: str(value) for name, value in fields.items()} | _environment(run.path / "environment.json")
+    found = dict(_flat(fields)) | _environment(run.path / "environment.json")
     log = log_settings(run.log) if run.log.is_file() else {}
     return Settings(values=found | log, source="experiment.yaml, environment.json and its log")
 
@@ -101,11 +130,12 @@ def log_settings(path: Path) -> dict[str, str]:
     """What a TorchTitan log says about its run before the first step; empty for another file."""
     with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
         text = _COLOUR.sub("", file.read(_READ_BYTES).decode(errors="replace"))
+    text = "\n".join(line for line in text.splitlines() if len(line) <= _LONGEST_LINE)  # no pattern spans two
     found: dict[str, str] = {}
     for pattern in _LINES:
         if match := pattern.search(text):
             found |= {name: value.strip().replace(",", "") for name, value in match.groupdict("").items() if value}
-    return found
+    return {name: _OURS.get(value, value) for name, value in found.items()}
 
 
 def _environment(file: Path) -> dict[str, str]:
@@ -133,12 +163,29 @@ def _is_other_export(file: Path, path: Path) -> bool:
     return file.suffix in (".csv", ".json", ".jsonl") and file.name != path.name and not named
 
 
-def _read_config(file: Path) -> Mapping[str, Any]:
+class _PlainLoader(yaml.SafeLoader):
+    """YAML without aliases: a few of them stand for any number of values, or for themselves."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("an alias")
+        return super().compose_node(parent, index)
+
+
+def _config_values(file: Path) -> dict[str, str] | None:
+    """Values by name; None for a file that is no configuration, or too large for one."""
     try:
-        found = yaml.safe_load(file.read_text())  # JSON is YAML
-    except (OSError, ValueError, yaml.YAMLError):
-        return {}
-    return found if isinstance(found, dict) else {}
+        with file.open("rb") as opened:
+            data = opened.read(_MOST_BYTES + 1)
+        if len(data) > _MOST_BYTES:
+            return None
+        found = yaml.load(data, Loader=_PlainLoader)  # noqa: S506 - a SafeLoader; JSON is YAML
+        if not isinstance(found, dict):
+            return None
+        values = list(itertools.islice(_flat(found), _MOST_VALUES + 1))
+    except (OSError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError, yaml.YAMLError):
+        return None  # such as `2024-13-45`, `!!bool x`, `!!timestamp x`, or a thousand brackets
+    return dict(values) if len(values) <= _MOST_VALUES else None
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -150,4 +197,6 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, st
         if isinstance(value, dict) and name != "_wandb":
             yield from _flat(value, f"{name}.")
         elif value is not None and not isinstance(value, dict | list):
-            yield _TITAN.get(name, name), HIDDEN if _PRIVATE.search(name) else str(value)
+            name = _TITAN.get(name, name)
+            if (name, str(value)) not in _UNRESOLVED:
+                yield name, HIDDEN if _PRIVATE.search(name) else str(value)

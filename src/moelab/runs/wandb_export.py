@@ -34,28 +34,28 @@ class NotAWandbExport(BadInput):
     """The file is no history with a step and TorchTitan's metrics."""
 
 
-def read_wandb(path: str | Path) -> MetricsRead:
+def read_wandb(path: str | Path) -> list[MetricsRead]:
     """Read a W&B history export, of one run or of several in one chart.
 
     Args:
         path: a ``.csv``, ``.json`` or ``.jsonl`` file.
 
     Returns:
-        The table, with ``run`` named where the export names it. ``lr`` is the largest of all ``lr/…`` metrics.
-        ``reason`` is that of the last run in the file.
+        What each run has, with ``run`` named where the export names it. ``lr`` is the largest of all ``lr/…`` metrics.
 
     Raises:
         NotAWandbExport: the file cannot be read, or has no step column or none of TorchTitan's metrics.
     """
-    histories = list(_runs(_cells(Path(path)), Path(path)))
-    rows = [metrics_table(_columns(history, STEP_METRICS), run=run) for run, history in histories]
-    checks = [validation_table(_columns(history, VALIDATION_METRICS)) for _, history in histories]
-    table = pd.concat(rows, ignore_index=True)
+    return [_read(run, history) for run, history in _runs(_cells(Path(path)), Path(path))]
+
+
+def _read(run: str | None, history: pd.DataFrame) -> MetricsRead:
+    rows = metrics_table(_columns(history, STEP_METRICS), run=run)
     return MetricsRead(
-        rows=table,
-        validation=pd.concat(checks, ignore_index=True),
-        segments=int(table["segment"].max()) + 1 if len(table) else 0,
-        reason=_reason(histories[-1][1]),
+        rows=rows,
+        validation=validation_table(_columns(history, VALIDATION_METRICS)),
+        segments=int(rows["segment"].max()) + 1 if len(rows) else 0,
+        reason=_reason(history),
     )
 
 

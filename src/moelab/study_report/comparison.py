@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from moelab.analysis.compare_runs import Difference, Side, difference, differing_settings, median
+from moelab.analysis.compare_runs import Difference, difference, differing_settings
+from moelab.analysis.side import Side, median
 from moelab.analysis.verdict import Verdict
 from moelab.runs.status import State
 
@@ -31,6 +32,10 @@ class Comparison:
     paths: tuple[Path, ...]
     final_fraction: float = 0.1
     margin_nats: float | None = None
+
+    def __post_init__(self) -> None:
+        labels = [side.label for side in self.sides]
+        assert len(set(labels)) == len(labels), f"two sides have one label: {labels}"
 
     @property
     def title(self) -> str:
@@ -75,7 +80,8 @@ class Comparison:
         }
         found = [f"{_names(sides)}: {what}" for what, sides in told.items() if sides]
         left_out = [f"{side.label}: left out {'; '.join(side.left_out)}" for side in self.sides if side.left_out]
-        return [*([self.speed_note] if self.speed_note else []), *found, *left_out]
+        unfinished = [f"{side.unfinished}: its loss is not judged" for side in self.sides if side.unfinished]
+        return [*unfinished, *([self.speed_note] if self.speed_note else []), *found, *left_out]
 
     def as_text(self) -> str:
         """The findings as sentences."""

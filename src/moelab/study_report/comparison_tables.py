@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 import moelab
-from moelab.analysis.compare_runs import Side, differing_settings, median, shared_settings
+from moelab.analysis.compare_runs import differing_settings, shared_settings
+from moelab.analysis.side import Side, median
 from moelab.study_report.comparison import Comparison, quartiles, state_of
 from moelab.study_report.origin import portable
 
@@ -101,6 +102,7 @@ def comparison_provenance(compared: Comparison, *, with_paths: bool = False) -> 
         "Written": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, by moelab {moelab.__version__}",
         "Command": shlex.join(["moelab", "report", *paths]),
         **{f"Configuration, {side.label}": side.settings.source for side in compared.sides},
+        **{f"Model, {side.label}": side.experiment.model_label for side in compared.sides if side.experiment},
         "The same in all": same or "nothing that is known",
         **{f"Command, {side.label}": shown(side.command) for side in compared.sides if side.command},
     }
@@ -117,7 +119,7 @@ def _run_row(side: Side, first_tps: float, final_fraction: float) -> list[Any]:
         side.held_out_nats,
         median(side.tps),
         f"{low:,.0f} to {high:,.0f}" if math.isfinite(low) else None,
-        median(side.tps) / first_tps,
+        median(side.tps) / first_tps if first_tps else math.nan,
         side.memory_gib,
         side.memory_percent,
     ]

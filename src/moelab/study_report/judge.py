@@ -72,9 +72,15 @@ def judge_study(
 
 
 def of_latest_experiment(collected: list[Collected], places: Mapping[str, RunDir]) -> list[Collected]:
-    """Leave out finished runs from before a field of their arm was changed: seeds must differ in nothing else."""
+    """Leave out finished runs from before a field of their study's arm changed: seeds must differ in nothing else."""
     finished = [run for run in collected if run.finished and run.run in places]
     experiments = {run.run: places[run.run].experiment.model_copy(update={"seed": 0}) for run in finished}
     by_time = sorted(finished, key=lambda run: run.run.rsplit("/", 1)[-1])
-    latest = {run.arm: experiments[run.run] for run in by_time}
-    return [run for run in collected if run.run not in experiments or experiments[run.run] == latest[run.arm]]
+    latest = {_study_and_arm(run): experiments[run.run] for run in by_time}
+    return [
+        run for run in collected if run.run not in experiments or experiments[run.run] == latest[_study_and_arm(run)]
+    ]
+
+
+def _study_and_arm(run: Collected) -> tuple[str, str]:
+    return run.run.split("/")[0], run.arm

@@ -28,6 +28,7 @@ def provenance(judged: StudyJudgement, *, with_paths: bool = False) -> dict[str,
         "Hardware": f"{len(gpus)} × {gpus[0]}" if gpus else f"{found['processor']}, {found['cores']} cores, no GPU",
         "Memory": f"{found['memory_gib']} GiB",
         "System": found["platform"],
+        **{f"Model, {arm_label(arm)}": one.model_label for arm, one in judged.settings.items()},
         **{f"Command, {arm_label(arm)}": shown(command) for arm, command in judged.commands.items()},
     }
 

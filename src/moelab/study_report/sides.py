@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import chain, count
 from pathlib import Path
 
 from moelab.analysis import arm_label
-from moelab.analysis.compare_runs import Side
+from moelab.analysis.side import Side
 from moelab.errors import BadInput
 from moelab.privacy import shareable
 from moelab.runs import directory
@@ -60,21 +61,25 @@ def _our_sides(
 ) -> Iterator[Side]:
     """One side for each study and arm at a path, of its finished runs where there are any."""
     runs = of_latest_experiment(collected, places)
+    kept = {run.run for run in runs}
     keys = sorted(
         {(run.run.split("/")[0], run.arm) for run in runs}, key=lambda key: (key[0], key[1] != reference, key[1])
     )
     for study, arm in keys:
-        attempts = newest(run for run in runs if run.arm == arm and run.run.startswith(f"{study}/"))
+        own = [run for run in collected if run.arm == arm and run.run.startswith(f"{study}/")]
+        attempts = newest(run for run in own if run.run in kept)
         chosen = [run for run in attempts if run.finished] or attempts
         left_out = [
             f"seed {run.seed} ({run.status.reason or run.status.state})" for run in attempts if run not in chosen
         ]
+        left_out += [f"seed {run.seed} (earlier, with other settings)" for run in own if run.run not in kept]
         launched = places[chosen[0].run].path / "launch" / "command.sh"
         yield Side(
             label=_short(f"{study}: {arm_label(arm)}" if several else arm_label(arm)),
             arm=arm,
             runs=tuple(chosen),
             settings=run_settings(places[chosen[0].run]),
+            experiment=places[chosen[0].run].experiment,
             left_out=tuple(left_out),
             command=launched.read_text().strip() if launched.is_file() else "",
         )
@@ -87,9 +92,9 @@ def _short(label: str) -> str:
 
 def _with_own_label(sides: Sequence[Side]) -> Iterator[Side]:
     """Number sides of one name: two logs may both be called ``train.log``, in folders that are nobody's business."""
-    seen: dict[str, int] = {}
+    used: set[str] = set()
     for side in sides:
-        seen[side.label] = seen.get(side.label, 0) + 1
-        number = seen[side.label]
-        label = side.label if number == 1 else f"{side.label} ({number})"
+        names = chain([side.label], (f"{side.label} ({number})" for number in count(2)))
+        label = next(name for name in names if name not in used)
+        used.add(label)
         yield replace(side, label=label)

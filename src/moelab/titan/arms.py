@@ -90,7 +90,7 @@ def refusal(experiment: Experiment) -> str | None:
         return None
     instead = nearest(experiment.model_copy(update=dict(fault.mend)))
     name = config_name(instead)
-    named = f"; by name: --config {name}" if name in named_arms() else ""
+    named = f"; by name: --config {name}" if experiment.shape is None and name in named_arms() else ""
     return f"{fault.said}. Nearest: {' '.join(f'{field}={value}' for field, value in fault.mend.items())}{named}"
 
 

@@ -28,6 +28,8 @@ from typing import TYPE_CHECKING, Any
 from filelock import FileLock
 
 from moelab.errors import MoelabError
+from moelab.experiment import Experiment
+from moelab.model import shape_of
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -159,6 +161,12 @@ def prepare(vocab_size: int = VOCAB_SIZE) -> Corpus:
         ) from error
     facts = json.loads((folder / "corpus.json").read_text())
     return Corpus(folder=folder, **facts)
+
+
+def tokenizer_size(experiment: Experiment) -> int:
+    """Entries of the tokenizer that an experiment's text is read with; of 16B and 671B the vocabulary that holds it."""
+    own = experiment.dataset == "c4" and experiment.model in TOKENIZERS
+    return shape_of(experiment.model).vocab_size if own else VOCAB_SIZE
 
 
 def register(corpus: Corpus) -> None:

@@ -6,14 +6,25 @@ dash and a marker: those of its arm where they are free, else the next of the th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from moelab.analysis.compare_runs import Difference, Side, median
-from moelab.viz.curves import arm_curves, finished, joined_lines, mean_and_interval, smooth, smoothing_window
+from moelab.analysis.compare_runs import Difference
+from moelab.analysis.side import Side, median
+from moelab.viz.curves import (
+    arm_curves,
+    finished,
+    joined_lines,
+    mean_and_interval,
+    smooth,
+    smoothing_window,
+    thinned,
+    thinning,
+)
 from moelab.viz.draw import draw_band, draw_mean
 from moelab.viz.theme import INK, ArmStyle, arm_styles, new_figure, plot_text, wrap
 
@@ -65,10 +76,10 @@ def compared_loss(
         (curves,) = arm_curves(side.table, "loss").values()
         window = smoothing_window(side.table)
         if curves.shape[1] > 1 or window > 1:
-            x, y = joined_lines(curves)
+            x, y = joined_lines(thinned(curves))
             line = {"color": style.fill(0.25), "width": 1}
             figure.add_trace(go.Scatter(x=x, y=y, mode="lines", line=line, hoverinfo="skip", showlegend=False))
-        draw_mean(figure, smooth(finished(curves), window).mean(axis=1), style)
+        draw_mean(figure, thinned(smooth(_averaged(curves), window).mean(axis=1).to_frame())[0], style)
     figure.update_xaxes(title_text="step")
     figure.update_yaxes(title_text="loss (nats per token)")
     return figure
@@ -85,12 +96,13 @@ def compared_difference(
         styles: of all sides.
         note: condition to state in the title.
     """
-    subtitle = f"Trailing mean over the part that the final difference is of. Band: {_band_words(differences)}."
+    drawn = _thinning_words(max(len(one.steps) for one in differences))
+    subtitle = f"Trailing mean over the part that the final difference is of. Band: {_band_words(differences)}.{drawn}"
     figure = new_figure(_difference_finding(differences), subtitle=subtitle, note=note, height=480)
     figure.add_hline(y=0.0, line={"color": INK, "width": 1})
     by_label = {side.label: side for side in sides}
     for one in differences:
-        band = _band(by_label[one.reference], by_label[one.label], one)
+        band = thinned(_band(by_label[one.reference], by_label[one.label], one))
         draw_band(figure, band["low"], band["high"], styles[one.label])
         draw_mean(figure, band["mean"], styles[one.label], hovertemplate="%{y:+.4f}")
     figure.update_xaxes(title_text="step")
@@ -166,6 +178,17 @@ def compared_step_time(sides: Sequence[Side], styles: Mapping[str, ArmStyle], *,
     return figure.update_layout(hovermode="closest", showlegend=True)
 
 
+def _averaged(curves: pd.DataFrame) -> pd.DataFrame:
+    """Seeds that reach the last step; where none does, the steps that all of them have."""
+    complete = finished(curves)
+    return curves.dropna() if complete.empty else complete
+
+
+def _thinning_words(rows: int) -> str:
+    every = thinning(rows)
+    return f" Of the longest curve, one logged step in {every} is drawn." if every > 1 else ""
+
+
 def _band(reference: Side, side: Side, one: Difference) -> pd.DataFrame:
     """Difference at each common step as ``mean``, ``low`` and ``high``: over seeds where there are, else over steps."""
     first, other = (arm_curves(each.table, "loss")[each.label].loc[list(one.steps)] for each in (reference, side))
@@ -192,7 +215,9 @@ def _band_words(differences: Sequence[Difference]) -> str:
 
 
 def _loss_finding(sides: Sequence[Side], differences: Sequence[Difference]) -> str:
-    known = [one for one in differences if one.steps]
+    known = [one for one in differences if math.isfinite(one.nats)]
+    if diverged := [side.unfinished for side in sides if side.diverged]:
+        return diverged[0] + (f", and {len(diverged) - 1} more diverged" if len(diverged) > 1 else "")
     if len(sides) == 1:
         rows = sides[0].table.dropna(subset=["loss"])
         return f"{sides[0].label} goes from {rows['loss'].iloc[0]:.3f} to {rows['loss'].iloc[-1]:.3f} nats per token"
@@ -207,19 +232,25 @@ def _loss_finding(sides: Sequence[Side], differences: Sequence[Difference]) -> s
 def _loss_reading(sides: Sequence[Side]) -> str:
     windows = sorted({smoothing_window(side.table) for side in sides})
     smoothing = f"Bold: smoothed over {windows[-1]} logged steps; thin: as logged. " if windows[-1] > 1 else ""
+    drawn = _thinning_words(max(side.table["step"].nunique() for side in sides))
     several = [side for side in sides if len(side.runs) > 1]
     if not several:
-        return f"{smoothing}One run each."
+        return f"{smoothing}One run each.{drawn}"
     counts = sorted({len(side.runs) for side in sides})
     n = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else str(counts[0])
-    return f"{smoothing}Thin: runs; bold: their mean; n = {n} seeds each."
+    return f"{smoothing}Thin: runs; bold: their mean; n = {n} seeds each.{drawn}"
 
 
 def _difference_finding(differences: Sequence[Difference]) -> str:
-    far = max(differences, key=lambda one: abs(one.nats))
+    known = [one for one in differences if math.isfinite(one.nats)]
+    if not known:
+        return differences[0].sentence()
+    far = max(known, key=lambda one: abs(one.nats))
     ends = f"{far.label} ends {far.nats:+.4f} nats from {far.reference}"
     if far.verdict is not None and far.verdict.n_seeds > 0:
         return f"{ends}: {far.verdict.answer}"
+    if far.unfinished:
+        return f"{ends} at step {far.steps[-1]:,}; {far.unfinished}"
     return f"{ends}; one run each cannot say whether a change of seed does as much"
 
 
@@ -228,6 +259,8 @@ def _throughput_finding(sides: Sequence[Side]) -> str:
     if len(sides) == 1:
         return f"{sides[0].label}: {middles[sides[0].label]:,.0f} tokens/s"
     fast, slow = max(middles, key=middles.__getitem__), min(middles, key=middles.__getitem__)
+    if not middles[slow]:
+        return f"{slow} logged 0 tokens/s"
     return f"{fast} trains {middles[fast] / middles[slow]:.3g} times as fast as {slow}"
 
 

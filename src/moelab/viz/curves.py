@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pandas as pd
 from scipy import stats
 
 from moelab.analysis.arms import require_names
 from moelab.runs.table import merge_segments
+
+POINTS_DRAWN = 2000
+"""Of a curve; a screen shows no more."""
 
 
 def seed_curves(table: pd.DataFrame, arm: str, column: str = "loss") -> pd.DataFrame:
@@ -56,6 +61,17 @@ def mean_and_interval(curves: pd.DataFrame, *, level: float) -> pd.DataFrame:
     quantile = stats.t.ppf(0.5 + level / 2.0, np.where(n > 1, n - 1, np.nan))
     reach = quantile * curves.std(axis=1, ddof=1) / np.sqrt(n)
     return pd.DataFrame({"mean": mean, "low": mean - reach, "high": mean + reach})
+
+
+def thinned(curves: pd.DataFrame) -> pd.DataFrame:
+    """Every nth row and the last: at most ``POINTS_DRAWN`` and one."""
+    every = thinning(len(curves))
+    return pd.concat([curves.iloc[:-1:every], curves.iloc[-1:]]) if every > 1 else curves
+
+
+def thinning(rows: int) -> int:
+    """Which of so many rows :func:`thinned` keeps: every nth, 1 for all."""
+    return max(1, math.ceil(rows / POINTS_DRAWN))
 
 
 def joined_lines(curves: pd.DataFrame) -> tuple[list[float], list[float]]:

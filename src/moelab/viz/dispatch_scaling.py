@@ -9,8 +9,8 @@ import plotly.graph_objects as go
 
 from moelab.analysis.two_by_two import ArmResult, two_by_two_label
 from moelab.projection.full_node import EP_DEGREES, ROUTINGS, SCALING
-from moelab.projection.full_node_measured import Place, hardware_of, node_results
-from moelab.projection.measured import Measurement
+from moelab.projection.full_node_measured import Place, node_results
+from moelab.projection.measured import Measurement, hardware_of
 from moelab.viz.dispatch_measured import panels
 from moelab.viz.theme import MUTED, arm_styles, plot_text
 

@@ -6,14 +6,12 @@ it is imported when an explorer is made.
 
 from __future__ import annotations
 
-import importlib.util
-import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from moelab.errors import Refused
 from moelab.mxfp8.break_even import Constants, break_even_m
 from moelab.mxfp8.grouped_gemm_cases import Case
 from moelab.viz.grouped_gemm import step_parts
+from moelab.viz.widget import as_output, make_panel, require_widgets
 
 if TYPE_CHECKING:
     import ipywidgets
@@ -32,7 +30,7 @@ class ShapeExplorer:
         constants: of the model.
 
     Raises:
-        Refused: if ipywidgets is not installed.
+        Refused: if ipywidgets or anywidget is not installed.
 
     Attributes:
         controls: sliders by name: ``m``, ``n``, ``k``, ``groups``.
@@ -42,8 +40,7 @@ class ShapeExplorer:
     """
 
     def __init__(self, case: Case, constants: Constants) -> None:
-        if importlib.util.find_spec("ipywidgets") is None:
-            raise Refused("the shape explorer needs ipywidgets: pip install 'moelab[lab]'")
+        require_widgets("the shape explorer")
         import ipywidgets as widgets
 
         self.constants = constants
@@ -61,7 +58,7 @@ class ShapeExplorer:
             for name, values in choices.items()
         }
         self.said, self.figure = widgets.HTML(), widgets.Output()
-        self.panel = widgets.VBox([*self.controls.values(), self.said, self.figure])
+        self.panel = make_panel([*self.controls.values(), self.said, self.figure])
         for control in self.controls.values():
             control.observe(self._refresh, names="value")
         self._refresh()
@@ -76,13 +73,4 @@ class ShapeExplorer:
         even = break_even_m(case.n, case.k, case.groups, self.constants)
         told = "never, at any M" if even is None else f"from about {even:,.0f} rows on"
         self.said.value = f"<div role='status'>MXFP8 saves time <b>{told}</b> at these N, K and G</div>"
-        self.figure.outputs = (_output(step_parts(case, self.constants)),)
-
-
-def _output(figure: Any) -> dict[str, Any]:
-    """A figure as an Output widget holds it."""
-    data = {
-        "application/vnd.plotly.v1+json": json.loads(figure.to_json()),
-        "text/plain": str(figure.layout.title.text),
-    }
-    return {"output_type": "display_data", "data": data, "metadata": {}}
+        self.figure.outputs = (as_output(step_parts(case, self.constants)),)

@@ -7,14 +7,11 @@ figures are those of this package. ipywidgets comes with the ``lab`` extra, so i
 from __future__ import annotations
 
 import html
-import importlib.util
-import json
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import plotly.graph_objects as go
 
-from moelab.errors import Refused
 from moelab.experiment import Experiment
 from moelab.hardware import gpu_of
 from moelab.layout import LayoutCheck, check, facts_of
@@ -23,7 +20,7 @@ from moelab.memory import estimate
 from moelab.viz.memory_bars import memory_bars
 from moelab.viz.mesh import mesh_map
 from moelab.viz.pipeline import pipeline_schedule
-from moelab.viz.theme import WARNING
+from moelab.viz.widget import as_output, in_rows, make_panel, refusal, require_widgets
 
 if TYPE_CHECKING:
     import ipywidgets
@@ -50,16 +47,15 @@ _POWERS = tuple(2**exponent for exponent in range(9))
 class LayoutExplorer:
     """Controls and figures that belong together; show ``panel``.
 
-    Every control is a menu or a field, so the keyboard reaches all of them (Space opens a menu: JupyterLab takes the
-    arrow keys on a closed one for itself). A menu says which of its values would be illegal while the other controls
-    stay as they are; they can be chosen, and the verdict then says why.
+    Every control is a menu or a field, so the keyboard reaches all of them. A menu says which of its values would be
+    illegal while the other controls stay as they are; they can be chosen, and the verdict then says why.
 
     Args:
         experiment: where the controls begin; what has no control stays as it is here.
         rank: global rank whose groups the mesh shows first.
 
     Raises:
-        Refused: if ipywidgets is not installed.
+        Refused: if ipywidgets or anywidget is not installed.
 
     Attributes:
         experiment: as the controls stand now.
@@ -70,8 +66,7 @@ class LayoutExplorer:
     """
 
     def __init__(self, experiment: Experiment, *, rank: int = 0) -> None:
-        if importlib.util.find_spec("ipywidgets") is None:
-            raise Refused("the layout explorer needs ipywidgets: pip install 'moelab[lab]'")
+        require_widgets("the layout explorer")
         import ipywidgets as widgets
 
         self.experiment = experiment.model_copy(update={"dp_shard": -1})
@@ -83,10 +78,7 @@ class LayoutExplorer:
         )
         self.verdict = widgets.HTML()
         self.figures = {name: widgets.Output() for name in FIGURES}
-        flow = widgets.Layout(display="flex", flex_flow="row wrap", grid_gap="2px 8px")
-        self.panel = widgets.VBox(
-            [widgets.Box(list(self.controls.values()), layout=flow), self.verdict, *self.figures.values()]
-        )
+        self.panel = make_panel([in_rows(self.controls.values()), self.verdict, *self.figures.values()])
         self._refresh()
         self._listen()
 
@@ -111,7 +103,7 @@ class LayoutExplorer:
         found = check(self.experiment)
         self.verdict.value = _verdict(self.experiment, found)
         for name, figure in _figures(self.experiment, found, rank.value).items():
-            self.figures[name].outputs = () if figure is None else (_output(figure),)
+            self.figures[name].outputs = () if figure is None else (as_output(figure),)
 
     def _renew_menu(self, field: str) -> None:
         """Say of every value whether it is legal beside the other controls."""
@@ -145,8 +137,7 @@ def _label(experiment: Experiment, field: str, value: Any) -> str:
 def _verdict(experiment: Experiment, found: LayoutCheck) -> str:
     """The verdict as HTML; screen readers are told when it changes."""
     if not found.legal:
-        reasons = "".join(f"<li>{html.escape(reason)}</li>" for reason in found.reasons)
-        return f"<div role='status'><b style='color:{WARNING}'>Illegal</b><ul>{reasons}</ul></div>"
+        return refusal("Illegal", found.reasons)
     layout = found.layout
     assert layout is not None
     degrees = " · ".join(f"{axis} {getattr(layout, axis)}" for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp"))
@@ -170,12 +161,3 @@ def _figures(experiment: Experiment, found: LayoutCheck, rank: int) -> dict[str,
         drawn["memory"] = memory_bars(estimate(experiment, layout, gpu), layout, gpu)
         drawn["pipeline"] = pipeline_schedule(layout, experiment.pp_schedule)
     return drawn
-
-
-def _output(figure: go.Figure) -> dict[str, Any]:
-    """A figure as an Output widget holds it."""
-    data = {
-        "application/vnd.plotly.v1+json": json.loads(figure.to_json()),
-        "text/plain": str(figure.layout.title.text),
-    }
-    return {"output_type": "display_data", "data": data, "metadata": {}}

@@ -3,33 +3,30 @@
 A thread of the kernel reads and draws; it ends with the kernel, and when the view is no longer held by a variable. All
 that is shown comes from the run directories, so after a restart of the kernel the same cell brings it back. Figures are
 made when a browser says that it shows the panel: a notebook that runs in batch has none, and would only grow by them.
-ipywidgets and anywidget come with the ``lab`` extra, so they are imported when a view is made.
+ipywidgets and anywidget take a while to load, so they are imported when a view is made.
 """
 
 from __future__ import annotations
 
 import html
-import importlib.util
 import math
 import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import plotly.graph_objects as go
 
-from moelab.errors import MoelabError, Refused
+from moelab.errors import MoelabError
 from moelab.launch.watch import refresh
 from moelab.runs.directory import RunDir
 from moelab.runs.follow import RunFollower, StudyFollower
 from moelab.runs.status import Status
 from moelab.viz.dashboard import dashboard
-from moelab.viz.theme import WARNING
-
-if TYPE_CHECKING:
-    import ipywidgets
+from moelab.viz.live_figures import live_figures, redraw
+from moelab.viz.widget import MARKED, in_rows, make_panel, require_widgets
 
 ASK_INTERVAL_S: Final = 15.0
 MOST_OF_A_CORE: Final = 0.03
@@ -64,14 +61,13 @@ class LiveView:
         ask: Callable[[Sequence[RunDir]], Sequence[Status]] = refresh,
         interval_s: float = 5.0,
     ) -> None:
-        if not all(importlib.util.find_spec(name) for name in ("ipywidgets", "anywidget")):
-            raise Refused("the live view needs ipywidgets and anywidget: pip install 'moelab[lab]'")
+        require_widgets("the live view")
         self.follower, self._cancel, self._ask = StudyFollower(path), cancel, ask
         self._asked_at = -math.inf
         self._to_cancel: RunFollower | None = None
-        self._lock, self._ended = threading.Lock(), threading.Event()
+        self._lock, self._ended, self._other = threading.Lock(), threading.Event(), threading.Event()
         weakref.finalize(self, self._ended.set)
-        self.figures: dict[str, go.FigureWidget] = {}
+        self.figures: dict[str, go.Figure] = {}
         self._make_controls(interval_s)
         self._make_panel()
         self.update()
@@ -102,13 +98,14 @@ class LiveView:
             self._renew_menu()
             if changed:
                 self._renew_figures()
+        self._draw_other()
 
     def show_figures(self) -> None:
         """Make the figures; called when a browser shows the panel."""
         with self._lock:
             if not self.figures:
-                self.figures = {name: go.FigureWidget(figure) for name, figure in self._draw().items()}
-                self.place.children = tuple(self.figures.values())
+                self.figures = self._draw()
+                self.place.children = (live_figures(self.figures),)
 
     def _make_controls(self, interval_s: float) -> None:
         import ipywidgets as widgets
@@ -132,21 +129,20 @@ class LiveView:
 
         self.asking = widgets.HBox([self.question, self.confirm, self.keep])
         self.asking.layout.display = "none"
-        flow = widgets.Layout(display="flex", flex_flow="row wrap", grid_gap="2px 12px")
-        buttons = [self.cancel] if self._cancel else []
-        controls = widgets.Box([self.shown, self.interval, *buttons], layout=flow)
-        self.place = widgets.Box(layout=flow)
-        me = weakref.ref(self)
-        signal = _shown_signal(_weakly(me, lambda view, _message: view.show_figures()))
-        self.panel = widgets.VBox([controls, self.asking, self.message, self.place, self.tail, signal])
+        controls = in_rows([self.shown, self.interval, *([self.cancel] if self._cancel else [])])
+        self.place = widgets.VBox()
+        shown = _weakly(weakref.ref(self), lambda view, _message: view.show_figures())
+        self.panel = make_panel([controls, self.asking, self.message, self.place, self.tail], on_shown=shown)
 
     def _draw(self) -> dict[str, go.Figure]:
         figures = dashboard(self.follower, shown=self._shown_index())
         return {name: figure.update_layout(width=FIGURE_WIDTH) for name, figure in figures.items()}
 
     def _renew_figures(self) -> None:
-        for name, figure in self._draw().items() if self.figures else ():
-            redraw(self.figures[name], figure)
+        self._other.clear()
+        if self.figures:
+            self.figures = self._draw()
+            redraw(self.place.children[0], self.figures)
         one = self._chosen()
         lines = "\n".join(one.tail) if one else ""
         self.tail.value = (
@@ -171,7 +167,12 @@ class LiveView:
         return self.follower.runs.index(one) if one else -1
 
     def _show_other(self, _change: object) -> None:
-        if self._lock.acquire(blocking=False):  # else the update that changes the menu draws it
+        self._other.set()
+        self._draw_other()
+
+    def _draw_other(self) -> None:
+        """Draw the run that was chosen; where a look holds the lock, that look does it at its end."""
+        while self._other.is_set() and self._lock.acquire(blocking=False):
             try:
                 self._renew_menu()
                 self._renew_figures()
@@ -210,35 +211,11 @@ class LiveView:
         return True
 
     def _say(self, text: str) -> None:
-        self.message.value = f"<div role='status' style='color:{WARNING}'>{html.escape(text)}</div>" if text else ""
+        self.message.value = f"<div role='status' style='{MARKED}'>{html.escape(text)}</div>" if text else ""
 
 
 _STYLE = {"description_width": "110px"}
-_WIDE, _NARROW = {"width": "620px"}, {"width": "200px"}
-
-
-def _shown_signal(call: Callable[[Any], None]) -> ipywidgets.Widget:
-    """A widget of no size that calls back from each browser that shows it."""
-    from anywidget import AnyWidget
-
-    signal = AnyWidget(_esm="export default { render({ model }) { model.send({}); } };")
-    signal.on_msg(lambda _widget, message, _buffers: call(message))
-    return signal
-
-
-def redraw(shown: go.FigureWidget, figure: go.Figure) -> None:
-    """Bring a figure on the page to what another one shows; only what differs is sent to the browser."""
-    if [trace.type for trace in shown.data] != [trace.type for trace in figure.data]:
-        shown.data = ()
-        shown.add_traces(figure.data)
-    with shown.batch_update():
-        for old, new in zip(shown.data, figure.data, strict=True):
-            old.update({name: value for name, value in new.to_plotly_json().items() if name != "type"})
-        layout = figure.layout.to_plotly_json()
-        lists = {name: layout.pop(name, ()) for name in ("annotations", "shapes")}
-        shown.layout.update({name: value for name, value in layout.items() if name != "template"})
-        for name, values in lists.items():
-            shown.layout[name] = values
+_WIDE, _NARROW = {"width": "800px"}, {"width": "200px"}
 
 
 def _keep_updating(view: weakref.ref[LiveView], ended: threading.Event) -> None:

@@ -6,8 +6,6 @@ it. torch and ipywidgets are imported when something is drawn.
 
 from __future__ import annotations
 
-import importlib.util
-import json
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,8 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import plotly.graph_objects as go
 
-from moelab.errors import BadInput, Refused
+from moelab.errors import BadInput
 from moelab.viz.theme import MUTED, WARNING, new_figure
+from moelab.viz.widget import as_output, in_rows, make_panel, require_widgets
 
 if TYPE_CHECKING:
     import ipywidgets
@@ -142,7 +141,7 @@ class QuantisationExplorer:
         choice: where the controls begin.
 
     Raises:
-        Refused: if ipywidgets is not installed.
+        Refused: if ipywidgets or anywidget is not installed.
 
     Attributes:
         choice: as the controls stand now.
@@ -152,8 +151,7 @@ class QuantisationExplorer:
     """
 
     def __init__(self, choice: Choice | None = None) -> None:
-        if importlib.util.find_spec("ipywidgets") is None:
-            raise Refused("the quantisation explorer needs ipywidgets: pip install 'moelab[lab]'")
+        require_widgets("the quantisation explorer")
         import ipywidgets as widgets
 
         self.choice = choice or Choice()
@@ -168,8 +166,7 @@ class QuantisationExplorer:
             control.value = getattr(self.choice, name)
             control.observe(self._changed, names="value")
         self.output = widgets.Output()
-        flow = widgets.Layout(display="flex", flex_flow="row wrap", grid_gap="2px 8px")
-        self.panel = widgets.VBox([widgets.Box(list(self.controls.values()), layout=flow), self.output])
+        self.panel = make_panel([in_rows(self.controls.values()), self.output])
         self._draw()
 
     def _changed(self, _change: object) -> None:
@@ -177,12 +174,7 @@ class QuantisationExplorer:
         self._draw()
 
     def _draw(self) -> None:
-        figure = quantisation_figure(self.choice)
-        data = {
-            "application/vnd.plotly.v1+json": json.loads(figure.to_json()),
-            "text/plain": str(figure.layout.title.text),
-        }
-        self.output.outputs = ({"output_type": "display_data", "data": data, "metadata": {}},)
+        self.output.outputs = (as_output(quantisation_figure(self.choice)),)
 
 
 _STYLE = {"description_width": "90px"}

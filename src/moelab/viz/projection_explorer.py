@@ -7,8 +7,6 @@ It shows nothing of its own: the numbers are those of :func:`moelab.projection.p
 from __future__ import annotations
 
 import html
-import importlib.util
-import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +19,7 @@ from moelab.projection.cost import DEEPSEEK_TOKENS, Cost, cost
 from moelab.projection.project import Projection, project
 from moelab.sweep import GPUS_OF_NODE, PROFILES, cluster_like, on
 from moelab.viz.step_breakdown import step_breakdown
-from moelab.viz.theme import WARNING
+from moelab.viz.widget import as_output, in_rows, make_panel, refusal, require_widgets
 
 if TYPE_CHECKING:
     import ipywidgets
@@ -53,7 +51,7 @@ class ProjectionExplorer:
         watts_per_gpu: at the beginning.
 
     Raises:
-        Refused: if ipywidgets is not installed.
+        Refused: if ipywidgets or anywidget is not installed.
 
     Attributes:
         controls: by name.
@@ -71,8 +69,7 @@ class ProjectionExplorer:
         price_per_gpu_hour: float = 3.0,
         watts_per_gpu: float = 1400.0,
     ) -> None:
-        if importlib.util.find_spec("ipywidgets") is None:
-            raise Refused("the projection explorer needs ipywidgets: pip install 'moelab[lab]'")
+        require_widgets("the projection explorer")
         import ipywidgets as widgets
 
         self.experiment = experiment
@@ -91,11 +88,10 @@ class ProjectionExplorer:
         ):
             lowest = 10.0 if name == "network_gb_s" else step
             slider = {"min": lowest, "max": most, "step": step, "value": value, "readout_format": ".4g"}
-            self.controls[name] = widgets.FloatSlider(description=name, **slider, **_LOOK)
+            self.controls[name] = widgets.FloatSlider(description=name, continuous_update=False, **slider, **_LOOK)
         self.summary = widgets.HTML()
         self.figure = widgets.Output()
-        flow = widgets.Layout(display="flex", flex_flow="row wrap", grid_gap="2px 8px")
-        self.panel = widgets.VBox([widgets.Box(list(self.controls.values()), layout=flow), self.summary, self.figure])
+        self.panel = make_panel([in_rows(self.controls.values()), self.summary, self.figure])
         for control in self.controls.values():
             control.observe(self._refresh, names="value")
         self._refresh()
@@ -117,16 +113,15 @@ class ProjectionExplorer:
         try:
             found = self.projected()
         except (BadInput, Refused) as error:
-            reason = html.escape(str(error)).replace("\n", "<br>")
-            self.summary.value = f"<div role='status'><b style='color:{WARNING}'>Cannot be</b>: {reason}</div>"
+            self.summary.value = refusal("Cannot be", str(error).splitlines())
             self.figure.outputs = ()
             return
         price, watts = (self.controls[name].value for name in ("price_per_gpu_hour", "watts_per_gpu"))
         self.summary.value = _summary(found, cost(found, price_per_gpu_hour=price, watts_per_gpu=watts))
-        self.figure.outputs = (_output(explorer_figure(found)),)
+        self.figure.outputs = (as_output(explorer_figure(found)),)
 
 
-_LOOK = {"style": {"description_width": "140px"}, "layout": {"width": "330px"}}
+_LOOK = {"style": {"description_width": "154px"}, "layout": {"width": "344px"}}
 
 
 def explorer_figure(found: Projection) -> go.Figure:
@@ -152,12 +147,3 @@ def _summary(found: Projection, spent: Cost) -> str:
         f"<br>{DEEPSEEK_TOKENS / 1e12:g} T tokens: {spent.gpu_hours / 1e6:,.2f} M GPU-hours, {spent.days:,.0f} days, "
         f"price {spent.price / 1e6:,.1f} M, {spent.energy_mwh / 1e3:,.1f} GWh.{outside}</div>"
     )
-
-
-def _output(figure: go.Figure) -> dict[str, Any]:
-    """A figure as an Output widget holds it."""
-    data = {
-        "application/vnd.plotly.v1+json": json.loads(figure.to_json()),
-        "text/plain": str(figure.layout.title.text),
-    }
-    return {"output_type": "display_data", "data": data, "metadata": {}}

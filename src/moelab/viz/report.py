@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import plotly.graph_objects as go
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -22,7 +21,7 @@ from plotly.offline import get_plotlyjs
 from moelab.analysis.arms import contrast
 from moelab.analysis.published import Label
 from moelab.analysis.verdict import Verdict
-from moelab.privacy import shareable, without_secrets
+from moelab.privacy import each_text, shareable, without_secrets
 from moelab.runs.files import write_whole
 
 Cell = str | float | int | None
@@ -109,7 +108,7 @@ def _environment(*, with_paths: bool) -> Environment:
     environment = Environment(
         loader=PackageLoader("moelab.viz"),
         autoescape=True,
-        finalize=functools.partial(_each_text, without_secrets if with_paths else shareable),
+        finalize=functools.partial(each_text, without_secrets if with_paths else shareable),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -119,20 +118,11 @@ def _environment(*, with_paths: bool) -> Environment:
     return environment
 
 
-def _each_text(clean: Callable[[str], str], value: Any) -> Any:
-    """Every text in a structure cleaned; markup, numbers and plotly's packed arrays stay."""
-    if type(value) is str:
-        return clean(value)
-    if isinstance(value, dict):
-        return value if "bdata" in value else {key: _each_text(clean, one) for key, one in value.items()}
-    return [_each_text(clean, one) for one in value] if isinstance(value, list | tuple) else value
-
-
 def _figure_html(figure: go.Figure, index: int, *, with_paths: bool) -> Markup:
     """The figure's element and script; plotly escapes ``<``, ``>`` and ``/`` in the data that it writes."""
     content = figure.to_plotly_json()
     clean = without_secrets if with_paths else shareable
-    text = go.Figure(_each_text(clean, {"data": content["data"], "layout": content["layout"]})).to_html(
+    text = go.Figure(each_text(clean, {"data": content["data"], "layout": content["layout"]})).to_html(
         full_html=False, include_plotlyjs=False, include_mathjax=False, config=PLOT_CONFIG, div_id=f"figure-{index}"
     )
     return Markup(text)  # noqa: S704

@@ -11,8 +11,6 @@ References:
 from __future__ import annotations
 
 import html
-import importlib.util
-import logging
 import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -21,6 +19,7 @@ import plotly.graph_objects as go
 import plotly.io as pio
 
 from moelab.analysis.arms import arm_label, base_arm
+from moelab.viz.png import can_draw_png
 
 FONT = "Inter, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 INK, MUTED, GRID, WARNING = "#1f2933", "#5f6b7a", "#e6e9ee", "#b3450a"
@@ -158,6 +157,7 @@ def template() -> go.layout.Template:
             "margin": {"l": 70, "r": 24, "b": 60},
             "hoverlabel": {"font_family": FONT, "font_size": 13},
             "hovermode": "x unified",
+            "modebar": {"remove": ["select2d", "lasso2d", "zoomIn2d", "zoomOut2d", "autoScale2d"]},  # else over titles
         }
     )
 
@@ -171,19 +171,8 @@ def use_renderer() -> str:
     Returns:
         Name of the renderer, now plotly's default in this process.
     """
-    pio.renderers.default = "plotly_mimetype+png" if _can_draw_png() else "plotly_mimetype"
+    pio.renderers.default = "plotly_mimetype+png" if can_draw_png() else "plotly_mimetype"
     return str(pio.renderers.default)
-
-
-def _can_draw_png() -> bool:
-    if importlib.util.find_spec("kaleido") is None:
-        return False
-    from choreographer.browsers.chromium import Chromium  # how kaleido itself looks for the browser
-
-    # choreographer 1.4.0 wakes its reader with "{bye}" as it closes the browser, and under load logs a traceback, as
-    # this is no JSON; the picture is complete by then. To go once it knows its own farewell.
-    logging.getLogger("choreographer.channels.pipe").setLevel(logging.CRITICAL)
-    return Chromium.find_browser(skip_local=False) is not None
 
 
 def _style(arm: str, look: tuple[str, str, str]) -> ArmStyle:

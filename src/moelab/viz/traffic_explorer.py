@@ -6,15 +6,12 @@ ipywidgets comes with the ``lab`` extra, so it is imported when an explorer is m
 
 from __future__ import annotations
 
-import html
-import importlib.util
-import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import plotly.graph_objects as go
 
-from moelab.errors import BadInput, Refused
+from moelab.errors import BadInput
 from moelab.hardware import cluster_of
 from moelab.projection import (
     KINDS,
@@ -27,8 +24,8 @@ from moelab.projection import (
     move_time_s,
     routing_of,
 )
-from moelab.viz.theme import WARNING
 from moelab.viz.traffic import METHOD_LABELS, move_times, token_flow
+from moelab.viz.widget import as_output, in_rows, make_panel, refusal, require_widgets
 
 if TYPE_CHECKING:
     import ipywidgets
@@ -77,7 +74,7 @@ class TrafficExplorer:
         chosen: values of controls that are to begin elsewhere than :data:`DEFAULTS`.
 
     Raises:
-        Refused: if ipywidgets is not installed.
+        Refused: if ipywidgets or anywidget is not installed.
         BadInput: for a control that does not exist.
 
     Attributes:
@@ -88,8 +85,7 @@ class TrafficExplorer:
     """
 
     def __init__(self, **chosen: Any) -> None:
-        if importlib.util.find_spec("ipywidgets") is None:
-            raise Refused("the traffic explorer needs ipywidgets: pip install 'moelab[lab]'")
+        require_widgets("the traffic explorer")
         import ipywidgets as widgets
 
         unknown = sorted(set(chosen) - set(DEFAULTS))
@@ -103,10 +99,7 @@ class TrafficExplorer:
         }
         self.summary = widgets.HTML()
         self.figures = {name: widgets.Output() for name in FIGURES}
-        flow = widgets.Layout(display="flex", flex_flow="row wrap", grid_gap="2px 8px")
-        self.panel = widgets.VBox(
-            [widgets.Box(list(self.controls.values()), layout=flow), self.summary, *self.figures.values()]
-        )
+        self.panel = make_panel([in_rows(self.controls.values()), self.summary, *self.figures.values()])
         for control in self.controls.values():
             control.observe(self._refresh, names="value")
         self._refresh()
@@ -125,11 +118,10 @@ class TrafficExplorer:
             self.summary.value = _summary(routing, placement, chosen)
             drawn = _figures(routing, placement, chosen)
         except BadInput as error:
-            reason = html.escape(str(error))
-            self.summary.value = f"<div role='status'><b style='color:{WARNING}'>Cannot be</b>: {reason}</div>"
+            self.summary.value = refusal("Cannot be", [str(error)])
             drawn = {}
         for name, output in self.figures.items():
-            output.outputs = (_output(drawn[name]),) if name in drawn else ()
+            output.outputs = (as_output(drawn[name]),) if name in drawn else ()
 
 
 _PLACEMENT = ("experts", "top_k", "ep", "ranks_per_node")
@@ -187,12 +179,3 @@ def _figures(routing: RoutingModel, placement: ExpertPlacement, chosen: Mapping[
         "flow": token_flow(routing, placement, token=chosen["token"]),
         "times": move_times(compared, placement, cluster_of(chosen["hardware"]).node, **sizes),
     }
-
-
-def _output(figure: go.Figure) -> dict[str, Any]:
-    """A figure as an Output widget holds it."""
-    data = {
-        "application/vnd.plotly.v1+json": json.loads(figure.to_json()),
-        "text/plain": str(figure.layout.title.text),
-    }
-    return {"output_type": "display_data", "data": data, "metadata": {}}

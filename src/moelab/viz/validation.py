@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -19,6 +20,8 @@ LOOKS = {
     "fitted": (MUTED, "circle-open"),
 }
 STRIP_PX = 62
+COLUMNS = 110
+"""Width of printed lines; a notebook page of 1280 pixels breaks longer ones inside words."""
 GAIN = "% gain"
 """Unit of rows whose error is in percentage points."""
 
@@ -71,12 +74,13 @@ def percent_error(row: ValidationRow) -> float:
 
 
 def validation_lines(rows: Sequence[ValidationRow]) -> list[str]:
-    """Rows as text: measured, predicted, error, and whether a constant had seen the row."""
-    lines = [f"{'row':58} {'measured':>10} {'predicted':>10} {'error':>9}  use"]
+    """Rows as text, one line each: measured, predicted, error, whether a constant had seen the row."""
+    lines = [f"{'row':64} {'measured':>10} {'predicted':>10} {'error':>9}  use"]
     for row in rows:
         unit = "pt" if row.unit == GAIN else "%"
         error = f"{percent_error(row):+.1f} {unit}"
-        lines.append(f"{row.name[:58]:58} {row.measured:10,.1f} {row.predicted:10,.1f} {error:>9}  {row.use}")
+        name, use = row.name.replace("two by two", "2×2"), row.use.removeprefix("constant ")
+        lines.append(f"{name[:64]:64} {row.measured:10,.1f} {row.predicted:10,.1f} {error:>9}  {use}")
     return lines
 
 
@@ -87,7 +91,9 @@ def goal_lines(found: Sequence[Goal]) -> list[str]:
         worst = f"{goal.worst:+.1f} points" if "points" in goal.name else f"{goal.worst:+.1%}"
         answer = "met" if goal.met else "MISSED"
         reason = f": {goal.reason}" if goal.reason and not goal.met else ""
-        lines.append(f"{answer}: {goal.name}; worst {worst} ({goal.at}){reason}")
+        seen = f" (seen, not judged: {goal.seen})" if goal.seen else ""
+        text = f"{answer}: {goal.name}; worst {worst} of {goal.predicted} predictions{seen}, {goal.at}{reason}"
+        lines.append("\n  ".join(textwrap.wrap(text, COLUMNS - 2, break_on_hyphens=False)))
     return lines
 
 

@@ -1,0 +1,192 @@
+"""A side of a comparison: one run, or the runs of one arm, and what they did. What is not known of it is NaN."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from moelab.experiment import Experiment
+from moelab.model import count_parameters, flops_per_token, shape_for
+from moelab.model.shape import SHAPES, ModelShape
+from moelab.runs.collect import WARMUP_STEPS, Collected, joined_rows
+from moelab.runs.settings import Settings
+from moelab.runs.status import State
+from moelab.runs.table import merge_segments, throughput_rows
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Side:
+    """One side of a comparison.
+
+    Attributes:
+        label: what it is called, unlike any other side.
+        arm: name of its arm, empty for a run from elsewhere.
+        runs: one for each seed; one alone from elsewhere.
+        settings: its configuration, as far as is known.
+        experiment: what one of its runs was asked to do; None from elsewhere.
+        left_out: runs of the arm that ended early where others finished, or had other settings, each with its reason.
+        command: that launched a run of it; empty from elsewhere.
+    """
+
+    label: str
+    arm: str = ""
+    runs: tuple[Collected, ...]
+    settings: Settings
+    experiment: Experiment | None = None
+    left_out: tuple[str, ...] = ()
+    command: str = ""
+
+    @cached_property
+    def table(self) -> pd.DataFrame:
+        """Metrics of all its runs, with ``label`` as the arm; runs of an unknown seed are numbered."""
+        seeds = {run.run: number if run.seed is None else run.seed for number, run in enumerate(self.runs)}
+        rows = joined_rows(self.runs)
+        return rows.assign(
+            run=self.label + ": " + rows["run"],  # another side may hold the same run
+            arm=pd.array([self.label] * len(rows), dtype="string"),
+            seed=rows["run"].map(seeds).astype("Int64"),
+        )
+
+    @property
+    def seeds_known(self) -> bool:
+        """Whether its runs say which seed each had."""
+        return all(run.seed is not None for run in self.runs)
+
+    @property
+    def emulated(self) -> bool:
+        """Whether MXFP8 kernels or DeepEP were emulated in it."""
+        if self.experiment is None:
+            return self.settings.values.get("mxfp8_kernels") == "emulated"
+        return any(
+            "emulated" in ((run.converted or {}).get("kernels"), (run.dispatcher or {}).get("kernels"))
+            for run in self.runs
+        )
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether it is known that its ranks were processes on a CPU."""
+        return "processor" in self.settings.values
+
+    @property
+    def warmup_steps(self) -> int:
+        """Steps that do not count for speed; where not every step was logged, all before the second that was."""
+        return max(WARMUP_STEPS, self._interval_steps if self._interval_steps > 1 else 0)
+
+    @cached_property
+    def tps(self) -> Array:
+        """Tokens per second per GPU of each step that counts, ``(steps,)``."""
+        return throughput_rows(self.table, warmup_steps=self.warmup_steps)["tps"].to_numpy(dtype=float)
+
+    @cached_property
+    def step_time_s(self) -> Array:
+        """Seconds from one logged step to the next, divided by the steps between them, ``(steps,)``."""
+        rows = merge_segments(self.table)
+        between = rows.groupby(["run", "segment"])[["step", "time"]].diff()
+        seconds = (between["time"] / between["step"])[rows["step"] > self.warmup_steps].dropna()
+        return seconds[seconds > 0].to_numpy(dtype=float)
+
+    @property
+    def last_step(self) -> int:
+        """Last step that any of its runs logged."""
+        return max(run.last_step for run in self.runs)
+
+    @property
+    def diverged(self) -> bool:
+        """Whether the loss of one of its runs is not finite."""
+        return any(run.diverged for run in self.runs)
+
+    @property
+    def unfinished(self) -> str:
+        """Why its loss is not judged: it diverged, or ended before its planned steps. Empty where neither did."""
+        ends = Counter(words for run in self.runs if (words := self._end_of(run)))
+        many = len(self.runs) > 1
+        found = [f"{words}, {count} of {len(self.runs)} seeds" if many else words for words, count in ends.items()]
+        return f"{self.label} {'; '.join(found)}" if found else ""
+
+    @property
+    def memory_gib(self) -> float:
+        """Largest memory that a rank reserved."""
+        return _largest(self.table["memory_gib"])
+
+    @property
+    def memory_percent(self) -> float:
+        """The same, of what the GPU has."""
+        return _largest(self.table["memory_pct"])
+
+    def final_nats(self, final_fraction: float) -> float:
+        """Mean loss over the last part of its own steps; NaN if a run diverged."""
+        if self.diverged:
+            return math.nan
+        rows = merge_segments(self.table).dropna(subset=["loss"])
+        last = self.last_step - max(1, round(final_fraction * self.last_step))
+        return float(rows.loc[rows["step"] > last, "loss"].mean())
+
+    @property
+    def held_out_nats(self) -> float:
+        """Mean over runs of the held-out loss at the last validated step."""
+        known = [run.validation_loss for run in self.runs if math.isfinite(run.validation_loss)]
+        return float(np.mean(known)) if known else math.nan
+
+    @property
+    def mfu_logged_percent(self) -> float:
+        """Median of the MFU that the run itself logged; TorchTitan logs none for quantised products."""
+        return median(throughput_rows(self.table, warmup_steps=self.warmup_steps)["mfu"].dropna().to_numpy(dtype=float))
+
+    def mfu_percent(self, *, causal: bool) -> float:
+        """MFU at the median throughput, by TorchTitan's count of attention or the causal one.
+
+        Derived: ``tps · FLOPs per token / peak FLOP/s``, of the peak that the log names, which is that of BF16. NaN
+        without a GPU, a peak, a sequence length, or a model whose shape is known here.
+        """
+        known, shape = self.settings.values, self._shape
+        try:
+            peak_flops, seq_len = float(known["peak_flops"]), int(known["seq_len"])
+        except (KeyError, ValueError):
+            return math.nan
+        if shape is None or "gpu" not in known:
+            return math.nan
+        return 100.0 * median(self.tps) * flops_per_token(shape, seq_len, causal=causal) / peak_flops
+
+    @property
+    def _shape(self) -> ModelShape | None:
+        """The experiment's model; from elsewhere, the only one with as many parameters and no other name."""
+        if self.experiment is not None:
+            return shape_for(self.experiment)
+        known = self.settings.values
+        counted = [shape for shape in SHAPES.values() if str(count_parameters(shape).total) == known.get("parameters")]
+        named = [shape for shape in counted if known.get("model", shape.name) == shape.name]
+        return named[0] if len(counted) == len(named) == 1 else None
+
+    @cached_property
+    def _interval_steps(self) -> int:
+        """Steps from one that was logged to the next."""
+        steps = np.unique(self.table["step"].to_numpy())
+        return int(np.median(np.diff(steps))) if len(steps) > 1 else 1
+
+    def _end_of(self, run: Collected) -> str:
+        if run.diverged:
+            return f"diverged: {run.diverged}"
+        from_elsewhere, told = run.steps_planned is None, self.settings.values.get("steps", "")
+        planned = run.steps_planned or (int(told) if told.isdecimal() else 0)
+        if run.finished or (from_elsewhere and run.last_step + self._interval_steps > planned):
+            return ""
+        verb = "is at" if run.status.state is State.RUNNING else "ended at"
+        state = "" if from_elsewhere else f" ({run.status.reason or run.status.state})"
+        return f"{verb} step {run.last_step} of {planned}{state}"
+
+
+def median(values: Array) -> float:
+    """Median, or NaN of nothing."""
+    return float(np.median(values)) if len(values) else math.nan
+
+
+def _largest(values: pd.Series[float]) -> float:
+    return float(values.max()) if values.notna().any() else math.nan

@@ -1,0 +1,101 @@
+"""What the explorers and the live view share: a panel that keeps its keys, figures in an output, words of a verdict.
+
+JupyterLab (4.6) takes the arrow keys, Enter and single letters from whatever has the focus inside a notebook in command
+mode: an arrow leaves a slider where it is and selects the next cell, a ``d`` typed twice on a menu deletes the cell.
+Lumino, which finds its shortcuts, passes over an element with ``data-lm-suppress-shortcuts``, so the panel sets it on
+the element that a key is for; keys with Ctrl, Alt or Cmd stay JupyterLab's. ipywidgets (8.1) leaves a slider without a
+name for screen readers; the panel gives it its label.
+"""
+
+from __future__ import annotations
+
+import html
+import importlib.util
+import json
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import plotly.graph_objects as go
+
+from moelab.errors import Refused
+from moelab.viz.theme import WARNING
+
+if TYPE_CHECKING:
+    import ipywidgets
+
+MARKED = f"border-left:4px solid {WARNING};padding-left:10px"
+"""Style of words that warn: their colour is the page's, which may be dark."""
+_PANEL_CLASS = "moelab-panel"
+_PANEL_JS = """
+export default {
+  render({ model, el }) {
+    const inPanel = (element) => el.closest(".moelab-panel")?.contains(element);
+    const keepKeys = ({ target, ctrlKey, altKey, metaKey }) => {
+      if (inPanel(target)) target.toggleAttribute("data-lm-suppress-shortcuts", !(ctrlKey || altKey || metaKey));
+    };
+    const nameSlider = ({ target }) => {
+      const label = inPanel(target) && target.closest(".widget-slider")?.querySelector(".widget-label");
+      if (label) target.ariaLabel = label.textContent;
+    };
+    window.addEventListener("keydown", keepKeys, true);
+    window.addEventListener("focusin", nameSlider, true);
+    model.send({});
+    return () => {
+      window.removeEventListener("keydown", keepKeys, true);
+      window.removeEventListener("focusin", nameSlider, true);
+    };
+  }
+};
+"""
+
+
+def require_widgets(what: str) -> None:
+    """Check that ipywidgets and anywidget are there.
+
+    Raises:
+        Refused: saying that ``what`` needs it.
+    """
+    if not all(importlib.util.find_spec(name) for name in ("ipywidgets", "anywidget")):
+        raise Refused(f"{what} needs ipywidgets and anywidget, which moelab brings: install it again")
+
+
+def make_panel(
+    children: Sequence[ipywidgets.Widget], *, on_shown: Callable[[object], object] | None = None
+) -> ipywidgets.VBox:
+    """Widgets below each other, with keys of their own.
+
+    Args:
+        children: from top to bottom.
+        on_shown: called with a message from each browser that shows the panel.
+    """
+    import ipywidgets as widgets
+    from anywidget import AnyWidget
+
+    keys = AnyWidget(_esm=_PANEL_JS)
+    if on_shown:
+        keys.on_msg(lambda _widget, message, _buffers: on_shown(message))
+    panel = widgets.VBox([*children, keys])
+    panel.add_class(_PANEL_CLASS)
+    return panel
+
+
+def in_rows(controls: Iterable[ipywidgets.Widget]) -> ipywidgets.Box:
+    """Controls side by side, in as many rows as they need."""
+    import ipywidgets as widgets
+
+    return widgets.Box(list(controls), layout=widgets.Layout(display="flex", flex_flow="row wrap", grid_gap="2px 8px"))
+
+
+def as_output(figure: go.Figure) -> dict[str, Any]:
+    """A figure as an Output widget holds it."""
+    data = {
+        "application/vnd.plotly.v1+json": json.loads(figure.to_json()),
+        "text/plain": str(figure.layout.title.text),
+    }
+    return {"output_type": "display_data", "data": data, "metadata": {}}
+
+
+def refusal(title: str, reasons: Sequence[str]) -> str:
+    """Why a choice cannot be, as HTML that screen readers are told of and that is legible on a dark page too."""
+    listed = "".join(f"<li>{html.escape(reason)}</li>" for reason in reasons)
+    return f"<div role='status' style='{MARKED}'><b>{title}</b><ul>{listed}</ul></div>"

@@ -1,0 +1,125 @@
+"""Notebooks as a person meets them: JupyterLab in a real browser, *Run All*, widgets by keyboard, sizes and themes.
+
+Screenshots are left in the folder that ``MOELAB_SCREENSHOTS`` names.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import nbformat
+import papermill.iorw
+import pytest
+from lab_page import CUT_OFF, ILLEGIBLE, SIZES, LabPage
+from lab_server import Lab, lab_server
+from papermill.parameterize import parameterize_notebook
+from playwright.sync_api import Browser, Locator, sync_playwright
+from run_support import make_run
+
+from moelab.experiment import Experiment
+from moelab.notebooks import read_parameters
+from moelab.runs.status import State
+
+ROOT = Path(__file__).parents[2]
+FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
+NOTEBOOKS = ("01_quantise_to_mxfp8", "05_plan_layout", "08_project_to_cluster", "09_launch_and_watch_run")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        pytest.skip("Chromium is not installed")
+    with sync_playwright() as playwright:
+        opened = playwright.chromium.launch(executable_path=chromium, args=FLAGS)
+        yield opened
+        opened.close()
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    """A server with the notebooks under the parameters of their ``smoke`` profile; it leaves no process behind."""
+    with lab_server(tmp_path_factory.mktemp("lab")) as running:
+        for name in NOTEBOOKS:
+            notebook = papermill.iorw.load_notebook_node(str(ROOT / "notebooks" / f"{name}.ipynb"))
+            smoke = read_parameters(ROOT / "papermill_params" / name / "smoke.yaml")
+            nbformat.write(parameterize_notebook(notebook, smoke), running.root / f"{name}.ipynb")
+        yield running
+    assert running.processes() == []
+
+
+@pytest.fixture(scope="module", params=NOTEBOOKS)
+def opened(request: pytest.FixtureRequest, browser: Browser, lab: Lab) -> Iterator[tuple[str, LabPage]]:
+    """A notebook that was opened and run by keyboard alone."""
+    notebook = LabPage(browser, lab, f"{request.param}.ipynb")
+    notebook.run_all()
+    yield request.param, notebook
+    notebook.page.close()
+
+
+@pytest.fixture
+def keep(opened: tuple[str, LabPage], tmp_path: Path) -> Callable[[str], None]:
+    """Keeps a screenshot under the notebook's name and these words."""
+    name, notebook = opened
+    folder = Path(os.environ.get("MOELAB_SCREENSHOTS", tmp_path))
+    folder.mkdir(parents=True, exist_ok=True)
+    return lambda words: notebook.screenshot(folder / f"{name}_{words}.png")
+
+
+def move(name: str, lab: Lab, page: LabPage) -> tuple[Locator, str]:
+    """The control of a notebook's widget that is moved, and the key that moves it."""
+    panel = page.page.locator(".moelab-panel")
+    if name == "01_quantise_to_mxfp8":
+        return panel.get_by_role("slider"), "ArrowLeft"
+    if name == "09_launch_and_watch_run":  # the view follows a run that another process starts
+        before = page.figures()
+        arm = Experiment(name=f"{name}_smoke", precision="fp8", gpus_per_node=2, ep=2, steps=20)
+        make_run(lab.root / "runs", arm, [8.0, 7.9, 7.5], state=State.RUNNING)
+        page.wait_for_other_figures(before)
+    return panel.get_by_role("combobox").first, "ArrowDown"
+
+
+def test_a_control_is_reached_and_moved_by_keyboard_and_the_figure_follows(
+    opened: tuple[str, LabPage], lab: Lab, keep: Callable[[str], None]
+) -> None:
+    name, notebook = opened
+    control, key = move(name, lab, notebook)
+    before = notebook.figures()
+    notebook.tab_to(control)
+    notebook.page.keyboard.press(key)
+    notebook.wait_for_other_figures(before)
+    keep("moved")
+
+
+def test_every_control_has_a_name(opened: tuple[str, LabPage]) -> None:
+    panel = opened[1].page.locator(".moelab-panel")
+    for role in ("combobox", "slider", "spinbutton"):
+        for control in panel.get_by_role(role).all():
+            control.focus()
+            assert control.evaluate("(one) => one.ariaLabel || one.labels?.[0]?.innerText"), control
+            control.blur()
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_nothing_is_cut_off(opened: tuple[str, LabPage], size: tuple[int, int], keep: Callable[[str], None]) -> None:
+    notebook = opened[1]
+    notebook.resize(*size)
+    assert notebook.find(CUT_OFF) == []
+    keep(f"{size[0]}x{size[1]}")
+
+
+def test_it_is_legible_in_the_light_and_in_the_dark(opened: tuple[str, LabPage], keep: Callable[[str], None]) -> None:
+    notebook = opened[1]
+    for theme in ("Dark", "Light"):
+        notebook.use_theme(theme)
+        assert notebook.find(ILLEGIBLE) == []
+        keep(theme.lower())
+
+
+def test_nothing_complained_and_nothing_asked_for_the_network(opened: tuple[str, LabPage]) -> None:
+    notebook = opened[1]
+    assert notebook.complaints == []
+    assert notebook.requests == []

@@ -1,0 +1,168 @@
+"""What a person does and sees in JupyterLab, for tests: *Run All* by keyboard, themes, what is cut off or illegible.
+
+A notebook's figures are pictures until the mouse is over one (plotly's renderer), so :meth:`LabPage.wake_figures` moves
+it over all of them.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+from lab_server import Lab
+from playwright.sync_api import Browser, Locator
+
+from moelab.notebooks.batch import END_MARKER
+
+LONGEST_RUN_MS, LONGEST_ACTION_MS = 600_000, 120_000
+SIZES = ((1280, 800), (1920, 1080))
+# Of JupyterLab, and no one's fault: its plugins wait for each other where the machine is busy.
+NOISE = re.compile(r"Plugin \S+ .*(is taking too long|took [\d.]+ms) to activate")
+
+CUT_OFF = """() => {
+  const found = [], seen = ".jp-OutputArea, .jp-OutputArea-child, .jp-OutputArea-output, .jp-OutputArea-output *";
+  for (const part of document.querySelectorAll(seen)) {
+    const scrolls = getComputedStyle(part).overflowX !== "visible" || part.matches("label, button");
+    if (scrolls && part.clientWidth && part.scrollWidth > part.clientWidth + 1)
+      found.push(`${part.tagName}.${part.className}: ${part.scrollWidth} px in ${part.clientWidth}: ${part.innerText}`);
+  }
+  for (const plot of document.querySelectorAll(".js-plotly-plot")) {
+    const svg = plot.querySelector(".main-svg").getBoundingClientRect();
+    const cell = plot.closest(".jp-Cell-outputArea").getBoundingClientRect();
+    if (svg.right > cell.right + 1) found.push(`a figure is ${svg.right - cell.right} px wider than its cell`);
+    for (const text of plot.querySelectorAll(".main-svg text")) {
+      const box = text.getBoundingClientRect(), air = 3;  // of the line above and below the letters
+      const out = [svg.left - box.left, box.right - svg.right, svg.top - box.top, box.bottom - svg.bottom];
+      if (box.width && Math.max(...out) > air) found.push(`outside of its figure: ${text.textContent}: ${out}`);
+    }
+  }
+  return found;
+}"""
+
+# Contrast by WCAG 2.1 of every text in an output against the nearest background that is opaque.
+ILLEGIBLE = """() => {
+  const numbers = (color) => (color.match(/[\\d.]+/g) ?? []).map(Number);
+  const opaque = (color) => color !== "transparent" && (numbers(color)[3] ?? 1) === 1;
+  const light = (color) => numbers(color).slice(0, 3).map((value) => value / 255)
+    .map((part) => (part <= 0.03928 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4))
+    .reduce((sum, part, index) => sum + part * [0.2126, 0.7152, 0.0722][index], 0);
+  const found = new Set();
+  const texts = ".jp-OutputArea-output *:not(svg *, option), .gtitle tspan, .xtick text, .ytick text, .xtitle, .ytitle";
+  for (const text of document.querySelectorAll(texts)) {
+    if (![...text.childNodes].some((node) => node.nodeType === 3 && node.data.trim())) continue;
+    const style = getComputedStyle(text), color = text.closest("svg") ? style.fill : style.color;
+    let behind = text.closest(".js-plotly-plot")?.querySelector(".main-svg") ?? text;
+    while (behind && !opaque(getComputedStyle(behind).backgroundColor)) behind = behind.parentElement;
+    const pair = [light(color), behind ? light(getComputedStyle(behind).backgroundColor) : 1].sort((a, b) => b - a);
+    const contrast = (pair[0] + 0.05) / (pair[1] + 0.05);
+    if (contrast < 4.5) found.add(`${contrast.toFixed(1)}: ${text.textContent.slice(0, 80)}`);
+  }
+  return [...found];
+}"""
+
+
+class LabPage:
+    """A notebook in a browser.
+
+    Attributes:
+        page: of Playwright.
+        complaints: what the page wrote to its console as error or warning, or threw, without :data:`NOISE`.
+        requests: addresses beyond the server that it asked for; none is answered.
+    """
+
+    def __init__(self, browser: Browser, lab: Lab, notebook: str) -> None:
+        width, height = SIZES[0]
+        self.page = browser.new_page(viewport={"width": width, "height": height})
+        self.complaints: list[str] = []
+        self.requests: list[str] = []
+        self.page.set_default_timeout(LONGEST_ACTION_MS)
+        self.page.on("console", lambda message: self._hear(message.type, message.text))
+        self.page.on("pageerror", lambda error: self._hear("error", str(error)))
+        self.page.route(lambda url: not url.startswith((lab.url, "data:", "blob:")), self._refuse)
+        self.page.goto(lab.url_of(notebook))
+        self.page.locator(".jp-Notebook .jp-Cell.jp-mod-active").wait_for()
+        self.page.get_by_text(re.compile(r"Python 3 .* Idle")).wait_for()
+
+    def command(self, words: str) -> None:
+        """A command of the palette, by keyboard."""
+        self.page.keyboard.press("Control+Shift+KeyC")
+        self.page.locator(".lm-CommandPalette-input:focus").wait_for()
+        self.page.keyboard.type(words)
+        chosen = self.page.locator(".lm-CommandPalette-item.lm-mod-active")
+        chosen.filter(has_text=re.compile(rf"^{re.escape(words)}")).wait_for()
+        self.page.keyboard.press("Enter")
+
+    def run_all(self) -> None:
+        """*Run All Cells*, and wait for the last cell's words or the first cell that fails."""
+        self.command("Run All Cells")
+        ends = self.page.locator(".jp-OutputArea-output").filter(has_text=END_MARKER)
+        failed = self.page.locator("[data-mime-type='application/vnd.jupyter.error']")
+        ends.or_(failed).first.wait_for(state="attached", timeout=LONGEST_RUN_MS)
+        assert failed.all_inner_texts() == []
+        self.wake_figures()
+
+    def wake_figures(self) -> None:
+        """Move the mouse over every picture of a figure, those too that appear meanwhile."""
+        self.page.wait_for_function(
+            """() => {
+              document.querySelectorAll("img.plot-img").forEach((one) => one.dispatchEvent(new Event("mouseenter")));
+              const figures = [...document.querySelectorAll(".jp-RenderedPlotly")];
+              return figures.every((one) => one.querySelector(".main-svg"));
+            }""",
+            polling=1000,
+        )
+
+    def resize(self, width: int, height: int) -> None:
+        """Another size of the window; every figure follows."""
+        self.page.set_viewport_size({"width": width, "height": height})
+        self.page.wait_for_function(
+            """[...document.querySelectorAll('.jp-RenderedPlotly.js-plotly-plot')].every((one) =>
+                 Math.abs(one.querySelector('.main-svg').clientWidth - one.clientWidth) <= 1)"""
+        )
+
+    def use_theme(self, name: str) -> None:
+        """``Light`` or ``Dark``, by the menu."""
+        self.page.locator(".lm-MenuBar-item", has_text="Settings").click()
+        self.page.locator(".lm-Menu-item[data-type='submenu']", has_text=re.compile("^Theme")).click()
+        self.page.locator(".lm-Menu-item", has_text=re.compile(f"^JupyterLab {name}$")).click()
+        self.page.locator(f"body[data-jp-theme-name='JupyterLab {name}']").wait_for(state="attached")
+
+    def tab_to(self, control: Locator) -> None:
+        """Shift+Tab from the last cell, which *Run All* leaves with the focus, to a control above it."""
+        for _ in range(60):
+            if control.evaluate("(element) => element === document.activeElement"):
+                return
+            self.page.keyboard.press("Shift+Tab")
+        raise AssertionError("the keyboard does not reach the control")
+
+    def figures(self) -> list[str]:
+        """What the figures of the panel show, each as one text."""
+        plots = self.page.locator(".moelab-panel .js-plotly-plot")
+        shown: list[str] = plots.evaluate_all("(all) => all.map((one) => JSON.stringify([one.data, one.layout]))")
+        return shown
+
+    def wait_for_other_figures(self, than: list[str]) -> None:
+        """Until the panel has figures, and they show something else."""
+        deadline_s = time.monotonic() + LONGEST_RUN_MS / 1000
+        while (now := self.figures()) == than or not now:
+            assert time.monotonic() < deadline_s, "no figure changed"
+            self.page.wait_for_timeout(100)
+
+    def screenshot(self, file: Path) -> None:
+        """The window, scrolled to the panel."""
+        self.page.locator(".moelab-panel").scroll_into_view_if_needed()
+        self.page.screenshot(path=file)
+
+    def find(self, script: str) -> Any:
+        """What a script of this module finds on the page."""
+        return self.page.evaluate(script)
+
+    def _hear(self, kind: str, text: str) -> None:
+        if kind in ("error", "warning") and not NOISE.search(text):
+            self.complaints.append(text)
+
+    def _refuse(self, route: Any) -> None:
+        self.requests.append(route.request.url)
+        route.abort()
