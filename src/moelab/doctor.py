@@ -92,7 +92,8 @@ def examine(*, hardware: str = "local", smoke: bool = False) -> Examination:
     findings = (_processor(), _gpus(), *map(_package, PINNED), _disk(), _lab(), _pictures(), _slurm())
     arms = [Experiment(precision=precision, ep_backend=backend) for backend in EPBackend for precision in Precision]
     ranks = max(1, min(2, len(gpus()) or 2))
-    fitted = [arm.model_copy(update={"gpus_per_node": ranks, "ep": ranks}) for arm in arms]
+    here = {"gpus_per_node": ranks, "ep": ranks, "activation_checkpoint": "full"}  # every backend takes full
+    fitted = [arm.model_copy(update=here) for arm in arms]
     return Examination(
         findings=findings,
         arms=tuple(_arm(experiment) for experiment in fitted),

@@ -15,7 +15,6 @@ import pytest
 from run_support import make_run
 
 from moelab.analysis.published import THROUGHPUT
-from moelab.errors import Refused
 from moelab.experiment import Experiment
 from moelab.launch.slurm.client import SlurmError
 from moelab.runs import directory, metrics_table
@@ -368,12 +367,6 @@ def test_the_thread_ends_with_the_variable_that_held_the_view(tmp_path: Path) ->
     gc.collect()
     thread.join(60)
     assert not thread.is_alive()
-
-
-def test_without_ipywidgets_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
-    with pytest.raises(Refused, match=r"pip install 'moelab\[lab\]'"):
-        LiveView(tmp_path)
 
 
 def test_prepared_runs_can_be_shown(tmp_path: Path, view: Any) -> None:

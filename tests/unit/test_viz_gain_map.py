@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-
 import numpy as np
 import plotly.graph_objects as go
 import pytest
 
-from moelab.errors import Refused
 from moelab.mxfp8.break_even import break_even_m, gain, gemm_time_s
 from moelab.mxfp8.break_even_fit import fit_b200, leave_one_out
 from moelab.mxfp8.break_even_tables import expert_work, published_work
@@ -96,10 +93,3 @@ def test_the_explorer_follows_its_sliders() -> None:
     assert "1408" in explorer.figure.outputs[0]["data"]["text/plain"]
     rows = break_even_m(1408, 2048, 8, CONSTANTS)
     assert f"{rows:,.0f} rows" in explorer.said.value
-
-
-def test_the_explorer_needs_ipywidgets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    monkeypatch.delitem(sys.modules, "ipywidgets", raising=False)
-    with pytest.raises(Refused, match=r"moelab\[lab\]"):
-        ShapeExplorer(LARGE.case, CONSTANTS)

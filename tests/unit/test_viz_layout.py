@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from titan_process import groups_of_torchtitan, in_titan_process
 
-from moelab.errors import BadInput, Refused
+from moelab.errors import BadInput
 from moelab.experiment import Experiment
 from moelab.hardware import B200, H100
 from moelab.layout import SCHEDULES, Layout, bubble_fraction, check
@@ -292,12 +292,6 @@ def test_explorer_shows_the_figures_of_the_functions() -> None:
     explorer = LayoutExplorer(experiment())
     assert plot_title(explorer, "memory") == memory_bars(memory(), layout(), B200).layout.title.text
     assert plot_title(explorer, "pipeline") == pipeline_schedule(layout(), "1F1B").layout.title.text
-
-
-def test_explorer_without_ipywidgets_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
-    with pytest.raises(Refused, match=r"pip install 'moelab\[lab\]'"):
-        LayoutExplorer(experiment())
 
 
 def test_importing_the_figures_loads_neither_torch_nor_ipywidgets() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torchao.prototype.moe_training import ep as torchao_ep
 
-from moelab.errors import BadInput, Refused
+from moelab.errors import BadInput
 from moelab.mxfp8.numerics import (
     E5M2,
     METHODS,
@@ -281,12 +281,6 @@ def test_the_explorer_follows_every_control_with_the_static_figure() -> None:
         assert getattr(explorer.choice, name) == value
         assert shown(explorer) == title(quantisation_figure(explorer.choice))
     assert explorer.choice == Choice(**changes)
-
-
-def test_explorer_without_ipywidgets_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
-    with pytest.raises(Refused, match=r"pip install 'moelab\[lab\]'"):
-        QuantisationExplorer()
 
 
 def test_importing_the_figures_loads_neither_torch_nor_ipywidgets() -> None:

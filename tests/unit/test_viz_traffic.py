@@ -19,7 +19,7 @@ from moelab.analysis.two_by_two import ArmResult, arm_results, goal_lines, resul
 from moelab.deepep.all_to_all import OPERATIONS as ALL_OPERATIONS
 from moelab.deepep.all_to_all import ROUTINGS, plan
 from moelab.deepep.all_to_all import SIZES as MEASURED_SIZES
-from moelab.errors import BadInput, Refused
+from moelab.errors import BadInput
 from moelab.hardware import cluster_of
 from moelab.notebooks.all_to_all import ExperimentFailed, can_use_gpus, measure_all_to_all
 from moelab.projection import (
@@ -460,12 +460,9 @@ def test_explorer_shows_the_figures_of_the_functions() -> None:
     assert shown == token_flow(RANDOM, PUBLISHED, token=3).layout.title.text
 
 
-def test_explorer_of_a_control_that_is_none_and_without_ipywidgets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explorer_of_a_control_that_is_none() -> None:
     with pytest.raises(BadInput, match="the explorer has no control 'seed'"):
         TrafficExplorer(seed=1)
-    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
-    with pytest.raises(Refused, match=r"pip install 'moelab\[lab\]'"):
-        TrafficExplorer()
 
 
 @pytest.mark.parametrize("name", ["projection.gather", "projection.measured", "analysis.two_by_two"])

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from moelab.mxfp8.break_even import Constants, break_even_m
 from moelab.mxfp8.grouped_gemm_cases import Case
 from moelab.viz.grouped_gemm import step_parts
-from moelab.viz.widget import as_output, make_panel, require_widgets
+from moelab.viz.widget import as_output, make_panel
 
 if TYPE_CHECKING:
     import ipywidgets
@@ -29,9 +29,6 @@ class ShapeExplorer:
         case: where the sliders begin; a value that a slider does not have is added to it.
         constants: of the model.
 
-    Raises:
-        Refused: if ipywidgets or anywidget is not installed.
-
     Attributes:
         controls: sliders by name: ``m``, ``n``, ``k``, ``groups``.
         said: the break-even in words.
@@ -40,7 +37,6 @@ class ShapeExplorer:
     """
 
     def __init__(self, case: Case, constants: Constants) -> None:
-        require_widgets("the shape explorer")
         import ipywidgets as widgets
 
         self.constants = constants

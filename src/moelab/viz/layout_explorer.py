@@ -20,7 +20,7 @@ from moelab.memory import estimate
 from moelab.viz.memory_bars import memory_bars
 from moelab.viz.mesh import mesh_map
 from moelab.viz.pipeline import pipeline_schedule
-from moelab.viz.widget import as_output, in_rows, make_panel, refusal, require_widgets
+from moelab.viz.widget import as_output, in_rows, make_panel, refusal
 
 if TYPE_CHECKING:
     import ipywidgets
@@ -54,9 +54,6 @@ class LayoutExplorer:
         experiment: where the controls begin; what has no control stays as it is here.
         rank: global rank whose groups the mesh shows first.
 
-    Raises:
-        Refused: if ipywidgets or anywidget is not installed.
-
     Attributes:
         experiment: as the controls stand now.
         controls: by name of the field; ``rank`` too.
@@ -66,7 +63,6 @@ class LayoutExplorer:
     """
 
     def __init__(self, experiment: Experiment, *, rank: int = 0) -> None:
-        require_widgets("the layout explorer")
         import ipywidgets as widgets
 
         self.experiment = experiment.model_copy(update={"dp_shard": -1})

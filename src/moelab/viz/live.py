@@ -26,7 +26,7 @@ from moelab.runs.follow import RunFollower, StudyFollower
 from moelab.runs.status import Status
 from moelab.viz.dashboard import dashboard
 from moelab.viz.live_figures import live_figures, redraw
-from moelab.viz.widget import MARKED, in_rows, make_panel, require_widgets
+from moelab.viz.widget import MARKED, in_rows, make_panel
 
 ASK_INTERVAL_S: Final = 15.0
 MOST_OF_A_CORE: Final = 0.03
@@ -44,9 +44,6 @@ class LiveView:
             is shown.
         interval_s: seconds between two looks at least; a field of the panel changes it.
 
-    Raises:
-        Refused: if ipywidgets or anywidget is not installed.
-
     Attributes:
         follower: what was read.
         figures: by name, as :func:`~moelab.viz.dashboard.dashboard` draws them; empty before a browser shows the panel.
@@ -61,7 +58,6 @@ class LiveView:
         ask: Callable[[Sequence[RunDir]], Sequence[Status]] = refresh,
         interval_s: float = 5.0,
     ) -> None:
-        require_widgets("the live view")
         self.follower, self._cancel, self._ask = StudyFollower(path), cancel, ask
         self._asked_at = -math.inf
         self._to_cancel: RunFollower | None = None

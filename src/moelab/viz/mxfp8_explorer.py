@@ -15,7 +15,7 @@ import plotly.graph_objects as go
 
 from moelab.errors import BadInput
 from moelab.viz.theme import MUTED, WARNING, new_figure
-from moelab.viz.widget import as_output, in_rows, make_panel, require_widgets
+from moelab.viz.widget import as_output, in_rows, make_panel
 
 if TYPE_CHECKING:
     import ipywidgets
@@ -140,9 +140,6 @@ class QuantisationExplorer:
     Args:
         choice: where the controls begin.
 
-    Raises:
-        Refused: if ipywidgets or anywidget is not installed.
-
     Attributes:
         choice: as the controls stand now.
         controls: by name of the field of :class:`Choice`.
@@ -151,7 +148,6 @@ class QuantisationExplorer:
     """
 
     def __init__(self, choice: Choice | None = None) -> None:
-        require_widgets("the quantisation explorer")
         import ipywidgets as widgets
 
         self.choice = choice or Choice()

@@ -19,7 +19,7 @@ from moelab.projection.cost import DEEPSEEK_TOKENS, Cost, cost
 from moelab.projection.project import Projection, project
 from moelab.sweep import GPUS_OF_NODE, PROFILES, cluster_like, on
 from moelab.viz.step_breakdown import step_breakdown
-from moelab.viz.widget import as_output, in_rows, make_panel, refusal, require_widgets
+from moelab.viz.widget import as_output, in_rows, make_panel, refusal
 
 if TYPE_CHECKING:
     import ipywidgets
@@ -50,9 +50,6 @@ class ProjectionExplorer:
         price_per_gpu_hour: at the beginning.
         watts_per_gpu: at the beginning.
 
-    Raises:
-        Refused: if ipywidgets or anywidget is not installed.
-
     Attributes:
         controls: by name.
         summary: the numbers as HTML.
@@ -69,7 +66,6 @@ class ProjectionExplorer:
         price_per_gpu_hour: float = 3.0,
         watts_per_gpu: float = 1400.0,
     ) -> None:
-        require_widgets("the projection explorer")
         import ipywidgets as widgets
 
         self.experiment = experiment

@@ -25,7 +25,7 @@ from moelab.projection import (
     routing_of,
 )
 from moelab.viz.traffic import METHOD_LABELS, move_times, token_flow
-from moelab.viz.widget import as_output, in_rows, make_panel, refusal, require_widgets
+from moelab.viz.widget import as_output, in_rows, make_panel, refusal
 
 if TYPE_CHECKING:
     import ipywidgets
@@ -74,7 +74,6 @@ class TrafficExplorer:
         chosen: values of controls that are to begin elsewhere than :data:`DEFAULTS`.
 
     Raises:
-        Refused: if ipywidgets or anywidget is not installed.
         BadInput: for a control that does not exist.
 
     Attributes:
@@ -85,7 +84,6 @@ class TrafficExplorer:
     """
 
     def __init__(self, **chosen: Any) -> None:
-        require_widgets("the traffic explorer")
         import ipywidgets as widgets
 
         unknown = sorted(set(chosen) - set(DEFAULTS))

@@ -10,14 +10,12 @@ name for screen readers; the panel gives it its label.
 from __future__ import annotations
 
 import html
-import importlib.util
 import json
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import plotly.graph_objects as go
 
-from moelab.errors import Refused
 from moelab.viz.theme import WARNING
 
 if TYPE_CHECKING:
@@ -47,16 +45,6 @@ export default {
   }
 };
 """
-
-
-def require_widgets(what: str) -> None:
-    """Check that ipywidgets and anywidget are there.
-
-    Raises:
-        Refused: saying that ``what`` needs it.
-    """
-    if not all(importlib.util.find_spec(name) for name in ("ipywidgets", "anywidget")):
-        raise Refused(f"{what} needs ipywidgets and anywidget, which moelab brings: install it again")
 
 
 def make_panel(
