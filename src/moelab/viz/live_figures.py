@@ -32,7 +32,7 @@ export default {
       }
     };
     let drawn = draw();
-    const again = () => { drawn = drawn.then(draw); };
+    const again = () => { drawn = drawn.catch(console.error).then(draw); };
     model.on("change:figures", again);
     return () => {
       model.off("change:figures", again);
