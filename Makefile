@@ -14,6 +14,7 @@ WORKERS ?= 2
 
 demo: $(VENV)/.installed-core
 	$(BIN)/python -m moelab.notebooks notebooks/$(NOTEBOOK).ipynb runs/$(NOTEBOOK)/notebook.ipynb -f papermill_params/$(NOTEBOOK)/cpu.yaml
+	@echo "report: $(CURDIR)/runs/$(NOTEBOOK)/report.html"
 
 # One process trains, the others run the rest meanwhile; see tests/conftest.py.
 test: $(VENV)/.installed-dev

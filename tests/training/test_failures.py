@@ -101,10 +101,12 @@ def test_a_disk_that_fills_up_ends_the_run_with_that_cause(tmp_path: Path, small
     assert len(list(find(small_disk / "runs"))) == 1
 
 
-def test_a_parameter_that_torchtitan_refuses_is_told_in_its_words(tmp_path: Path) -> None:
+def test_what_torchtitan_would_refuse_is_refused_before_a_rank_starts(tmp_path: Path) -> None:
     one_rank = {"gpus_per_node": 1, "ep": 1, "seq_len": 100_000}
     done = moelab_run(write_study(tmp_path, BF16, [0], **one_rank), tmp_path / "runs")
-    assert done.exit_code == 1
-    reason = only_run(tmp_path / "runs").status.reason
-    assert reason is not None
-    assert "sequence length 100000 exceeds" in reason
+    assert done.exit_code == 3
+    assert (
+        "seq_len is 100000: the rotary embedding of nano reaches 4096 tokens; legal seq_len: up to 4096"
+        in done.progress
+    )
+    assert done.runs() == []

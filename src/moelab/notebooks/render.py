@@ -116,12 +116,12 @@ def stamp_text(stamp: Mapping[str, Any]) -> str:
     nothing = (
         "" if gpus else "Nothing was measured on a GPU; figures of GPUs show stored or published numbers and say so."
     )
-    changes = ", ".join(f"{name} = {value!r}" for name, value in stamp["parameters"].items())
+    changes = ", ".join(f"{name} = {value!r}" for name, value in sorted(stamp["parameters"].items()))
     return (
         f"> **Executed copy** of `{stamp['notebook']}` with `{stamp['parameters_file']}` "
         f"({changes or 'all defaults'}), {stamp['date']}, on {hardware['processor']}, {hardware['cores']} cores, "
         f"{gpus or 'no GPU'}. {nothing} Controls need Jupyter and are not shown.\n>\n"
-        f"> {', '.join(f'{name} {version}' for name, version in stamp['versions'].items())}; "
+        f"> {', '.join(f'{name} {version}' for name, version in sorted(stamp['versions'].items()))}; "
         f"source hash {stamp['source_hash']}. Remade by `make rendered`."
     )
 

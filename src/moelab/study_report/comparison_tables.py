@@ -83,7 +83,7 @@ def comparison_tables(compared: Comparison) -> Sequence[Any]:
         Table(
             title="What differs between the configurations, as far as they are known",
             columns=["setting", *(side.label for side in sides)],
-            rows=settings or [["nothing", *("–" for _ in sides)]],
+            rows=settings or [["nothing that is known", *("–" for _ in sides)]],
         ),
     ]
 

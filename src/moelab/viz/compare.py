@@ -261,7 +261,11 @@ def _throughput_finding(sides: Sequence[Side]) -> str:
     fast, slow = max(middles, key=middles.__getitem__), min(middles, key=middles.__getitem__)
     if not middles[slow]:
         return f"{slow} logged 0 tokens/s"
-    return f"{fast} trains {middles[fast] / middles[slow]:.3g} times as fast as {slow}"
+    ratio = f"{middles[fast] / middles[slow]:.3g}"
+    alike = len({side.settings.values.get("gpu", side.label) for side in sides}) == 1
+    if not alike or any(side.emulated or side.on_cpu for side in sides):
+        return f"{fast} logged {ratio} times the tokens/s of {slow}"  # on other or unknown hardware, or emulated
+    return f"{fast} trains {ratio} times as fast as {slow}"
 
 
 def _step_time_finding(sides: Sequence[Side]) -> str:
