@@ -29,6 +29,10 @@ def test_it_trains_both_arms_here(by_nbmake: Callable[[str], Ran]) -> None:
     for arm in examine().arms:
         assert arm.name.split("_", 1)[1] not in ("standard", "deepep") or (arm.reason or arm.kernels) in arms
     assert notebooks == markdown_table()
+
+
+def test_the_readme_has_the_same_map() -> None:
+    assert markdown_table("notebooks/") in (ROOT / "README.md").read_text()
     (title,) = ran.titles()
     assert "emulated MXFP8 kernels" in title
     runs = collect(ran.folder / "runs")
