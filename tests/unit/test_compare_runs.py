@@ -424,3 +424,11 @@ def test_the_command_writes_one_page_and_one_object(tmp_path: Path, capsys: pyte
         assert word not in shown
     assert main(["report", str(study), str(EXAMPLE_LOGS[1]), "--output", str(page), "--with-paths"]) == 0
     assert "/home/alice/.venv/bin/python" in page.read_text()
+
+
+def test_a_compressed_log_that_was_cut_off_is_compared_by_what_it_has(tmp_path: Path) -> None:
+    cut = tmp_path / "cut.log.gz"
+    cut.write_bytes(EXAMPLE_LOGS[1].read_bytes()[:3000])
+    (difference,) = compared(EXAMPLE_LOGS[0], cut).differences
+    assert 1 < len(difference.steps) < STEPS
+    assert "cut ended at step" in difference.unfinished

@@ -257,14 +257,17 @@ def _blocks(source: str | Path | Iterable[str | bytes]) -> Iterator[bytes]:
     if not path.is_file():
         raise NotALog(f"{path}: no such file. Give the path of a log that TorchTitan wrote.")
     unfinished = _UnfinishedLine()
-    opener = gzip.open if path.suffix == ".gz" else open
-    with (
-        cast("BufferedReader", opener(path, "rb")) as file,
-        suppress(EOFError),
-    ):  # compressed and cut off: what is there
-        while block := file.read1(_BLOCK_BYTES):
-            yield unfinished.complete(block)
+    for block in read_bytes(path):
+        yield unfinished.complete(block)
     yield unfinished.rest
+
+
+def read_bytes(path: Path) -> Iterator[bytes]:
+    """Blocks of a log, unpacked if it ends in ``.gz``; of one whose end was cut off, all that is there."""
+    opener = gzip.open if path.suffix == ".gz" else open
+    with cast("BufferedReader", opener(path, "rb")) as file, suppress(EOFError):
+        while block := file.read1(_BLOCK_BYTES):
+            yield block
 
 
 def _as_bytes(line: str | bytes) -> bytes:

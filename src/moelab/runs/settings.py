@@ -11,7 +11,6 @@ found, and its setting is not known.
 
 from __future__ import annotations
 
-import gzip
 import itertools
 import json
 import re
@@ -25,6 +24,7 @@ import yaml
 from moelab.model import SHAPES
 from moelab.privacy import HIDDEN, each_text, without_secrets
 from moelab.runs.directory import RunDir
+from moelab.runs.log import read_bytes
 
 _READ_BYTES: Final = 4 << 20  # of a log: everything here is said before the first step
 _CONFIG_NAMES: Final = ("config.yaml", "config.json")
@@ -128,8 +128,12 @@ def run_settings(run: RunDir) -> Settings:
 
 def log_settings(path: Path) -> dict[str, str]:
     """What a TorchTitan log says about its run before the first step; empty for another file."""
-    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-        text = _COLOUR.sub("", file.read(_READ_BYTES).decode(errors="replace"))
+    head = b""
+    for block in read_bytes(path):
+        head += block
+        if len(head) >= _READ_BYTES:
+            break
+    text = _COLOUR.sub("", head[:_READ_BYTES].decode(errors="replace"))
     text = "\n".join(line for line in text.splitlines() if len(line) <= _LONGEST_LINE)  # no pattern spans two
     found: dict[str, str] = {}
     for pattern in _LINES:

@@ -197,8 +197,7 @@ def _padding(experiment: Experiment) -> dict[str, Any]:
 
 
 def _model(experiment: Experiment, *, on_cpu: bool) -> ModelSpec:
-    shape = shape_for(experiment) if experiment.shape else None
-    spec = model_spec(experiment.model, ep_backend=experiment.ep_backend.value, shape=shape)
+    spec = model_spec(experiment.model, ep_backend=experiment.ep_backend.value, shape=shape_for(experiment))
     converter = _converter(experiment)
     if converter is not None:
         spec.model = converter.build().convert(spec.model)
