@@ -6,7 +6,6 @@ Screenshots are left in the folder that ``MOELAB_SCREENSHOTS`` names.
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import pytest
 from lab_page import CUT_OFF, ILLEGIBLE, SIZES, LabPage
 from lab_server import Lab, lab_server
 from papermill.parameterize import parameterize_notebook
-from playwright.sync_api import Browser, Locator, sync_playwright
+from playwright.sync_api import Browser, Locator
 from run_support import make_run
 
 from moelab.experiment import Experiment
@@ -24,19 +23,7 @@ from moelab.notebooks import read_parameters
 from moelab.runs.status import State
 
 ROOT = Path(__file__).parents[2]
-FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
 NOTEBOOKS = ("01_quantise_to_mxfp8", "05_plan_layout", "08_project_to_cluster", "09_launch_and_watch_run")
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    chromium = shutil.which("chromium")
-    if chromium is None:
-        pytest.skip("Chromium is not installed")
-    with sync_playwright() as playwright:
-        opened = playwright.chromium.launch(executable_path=chromium, args=FLAGS)
-        yield opened
-        opened.close()
 
 
 @pytest.fixture(scope="module")

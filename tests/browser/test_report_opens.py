@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
-from playwright.sync_api import Page, sync_playwright
+from playwright.sync_api import Browser, Page
 from run_support import make_run
 
 from moelab.analysis import compare_convergence
@@ -20,18 +19,12 @@ from moelab.runs.status import State
 from moelab.study_report import judge_paths, write_study_report
 from moelab.viz import Figure, Table, loss_curves, loss_difference, loss_tail, throughput_bars, write_report
 
-FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
-
 
 @pytest.fixture
-def page() -> Iterator[Page]:
-    chromium = shutil.which("chromium")
-    if chromium is None:
-        pytest.skip("Chromium is not installed")
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=FLAGS)
-        yield browser.new_page(viewport={"width": 1280, "height": 800})
-        browser.close()
+def page(browser: Browser) -> Iterator[Page]:
+    opened = browser.new_page(viewport={"width": 1280, "height": 800})
+    yield opened
+    opened.close()
 
 
 def study_table() -> pd.DataFrame:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 import pandas as pd
 
-from moelab.analysis.convergence import compare_convergence
+from moelab.analysis.convergence import compare_convergence, first_final_step
 from moelab.analysis.side import Side
 from moelab.analysis.verdict import Verdict
 from moelab.runs.table import merge_segments
@@ -97,7 +97,7 @@ def difference(
             verdict=None,
             unfinished=unfinished,
         )
-    first_step = steps[-1] - max(1, round(final_fraction * steps[-1])) + 1
+    first_step = first_final_step(steps[-1], final_fraction)
     final = both.loc[first_step:].dropna()
     verdict = None
     if not unfinished and reference.seeds_known and side.seeds_known:

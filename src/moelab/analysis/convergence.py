@@ -37,6 +37,16 @@ class FinalLosses:
         return {seed: loss for (name, seed), loss in self.by_run.items() if name == arm}
 
 
+def first_final_step(last_step: int, final_fraction: float) -> int:
+    """Where the last part of the steps begins, which is one step at least.
+
+    Example:
+        >>> first_final_step(60, 0.1)
+        55
+    """
+    return last_step - max(1, round(final_fraction * last_step)) + 1
+
+
 def final_losses(table: pd.DataFrame, *, final_fraction: float = 0.1, steps: int | None = None) -> FinalLosses:
     """Mean loss of each run over the last part of training.
 
@@ -59,7 +69,7 @@ def final_losses(table: pd.DataFrame, *, final_fraction: float = 0.1, steps: int
         raise BadInput("the table has no loss: collect a run that logged at least one step")
     merged = merge_segments(table)
     last_step = int(merged["step"].max()) if steps is None else steps
-    first_step = last_step - max(1, round(final_fraction * last_step)) + 1
+    first_step = first_final_step(last_step, final_fraction)
     window = merged[merged["step"].between(first_step, last_step)]
     expected = frozenset(window["step"])
     by_run: dict[tuple[str, int], float] = {}

@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from moelab.analysis.convergence import first_final_step
 from moelab.experiment import Experiment
 from moelab.model import count_parameters, flops_per_token, shape_for
 from moelab.model.shape import SHAPES, ModelShape
@@ -126,8 +127,8 @@ class Side:
         if self.diverged:
             return math.nan
         rows = merge_segments(self.table).dropna(subset=["loss"])
-        last = self.last_step - max(1, round(final_fraction * self.last_step))
-        return float(rows.loc[rows["step"] > last, "loss"].mean())
+        final = rows["step"] >= first_final_step(self.last_step, final_fraction)
+        return float(rows.loc[final, "loss"].mean())
 
     @property
     def held_out_nats(self) -> float:

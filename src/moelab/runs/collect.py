@@ -21,7 +21,7 @@ import pandas as pd
 from moelab.errors import BadInput
 from moelab.runs import directory
 from moelab.runs.directory import CONVERTED_FOLDER, DISPATCHER_FILE, RunDir
-from moelab.runs.files import write_json, write_whole
+from moelab.runs.files import finite_or_none, write_json, write_whole
 from moelab.runs.log import NotALog, read_log
 from moelab.runs.status import State, Status
 from moelab.runs.table import MetricsRead, combine, merge_segments, metrics_table, throughput_rows
@@ -181,11 +181,11 @@ def save_results(run: RunDir, collected: Collected) -> None:
         "reason": collected.status.reason,
         "steps": collected.last_step,
         "segments": collected.segments,
-        "last_loss_nats": _number(merged["loss"].iloc[-1]) if len(merged) else None,
-        "validation_loss_nats": _number(collected.validation_loss),
-        "tps_median": _number(counted["tps"].median()),
+        "last_loss_nats": finite_or_none(merged["loss"].iloc[-1]) if len(merged) else None,
+        "validation_loss_nats": finite_or_none(collected.validation_loss),
+        "tps_median": finite_or_none(counted["tps"].median()),
         "warmup_steps_left_out": WARMUP_STEPS,
-        "memory_gib_peak": _number(merged["memory_gib"].max()),
+        "memory_gib_peak": finite_or_none(merged["memory_gib"].max()),
         "mxfp8": collected.converted,
         "dispatcher": collected.dispatcher,
     }
@@ -244,7 +244,3 @@ def dispatcher_of(run: RunDir) -> dict[str, Any] | None:
         found: dict[str, Any] = json.loads((run.path / DISPATCHER_FILE).read_text())
         return found
     return None
-
-
-def _number(value: float) -> float | None:
-    return float(value) if math.isfinite(value) else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import tempfile
 from pathlib import Path
@@ -29,3 +30,8 @@ def write_whole(path: Path, content: str | bytes) -> None:
 def write_json(path: Path, content: Any) -> None:
     """Write a whole JSON file."""
     write_whole(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
+
+
+def finite_or_none(value: float) -> float | None:
+    """A number as JSON has it: null stands for what is not finite."""
+    return float(value) if math.isfinite(value) else None

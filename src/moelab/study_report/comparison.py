@@ -14,6 +14,7 @@ import numpy as np
 from moelab.analysis.compare_runs import Difference, difference, differing_settings
 from moelab.analysis.side import Side, median
 from moelab.analysis.verdict import Verdict
+from moelab.runs.files import finite_or_none
 from moelab.runs.status import State
 
 
@@ -108,19 +109,19 @@ class Comparison:
             "seeds": [run.seed for run in side.runs],
             "status": state_of(side),
             "last_step": side.last_step,
-            "final_loss_nats": _number(side.final_nats(self.final_fraction)),
-            "held_out_loss_nats": _number(side.held_out_nats),
+            "final_loss_nats": finite_or_none(side.final_nats(self.final_fraction)),
+            "held_out_loss_nats": finite_or_none(side.held_out_nats),
             "tps": {
-                "median": _number(median(side.tps)),
-                "quartiles": [_number(low), _number(high)],
+                "median": finite_or_none(median(side.tps)),
+                "quartiles": [finite_or_none(low), finite_or_none(high)],
                 "n": len(side.tps),
             },
-            "step_time_s": {"median": _number(median(side.step_time_s)), "n": len(side.step_time_s)},
-            "memory_gib": _number(side.memory_gib),
+            "step_time_s": {"median": finite_or_none(median(side.step_time_s)), "n": len(side.step_time_s)},
+            "memory_gib": finite_or_none(side.memory_gib),
             "mfu_percent": {
-                "logged": _number(side.mfu_logged_percent),
-                "torchtitan": _number(side.mfu_percent(causal=False)),
-                "causal": _number(side.mfu_percent(causal=True)),
+                "logged": finite_or_none(side.mfu_logged_percent),
+                "torchtitan": finite_or_none(side.mfu_percent(causal=False)),
+                "causal": finite_or_none(side.mfu_percent(causal=True)),
             },
             "settings": side.settings.values,
         }
@@ -158,10 +159,12 @@ def _difference_json(one: Difference) -> dict[str, Any]:
         "label": one.label,
         "reference": one.reference,
         "common_steps": len(one.steps),
-        "difference_nats": _number(one.nats),
-        "step_spread_nats": _number(one.spread_nats),
+        "difference_nats": finite_or_none(one.nats),
+        "step_spread_nats": finite_or_none(one.spread_nats),
         "seeds": list(judged.seeds) if judged else [],
-        "interval_nats": [_number(judged.interval.low), _number(judged.interval.high)] if judged else [None, None],
+        "interval_nats": [finite_or_none(judged.interval.low), finite_or_none(judged.interval.high)]
+        if judged
+        else [None, None],
         "answer": judged.answer.value if judged else None,
         "sentence": one.sentence(),
     }
@@ -170,7 +173,3 @@ def _difference_json(one: Difference) -> dict[str, Any]:
 def _names(sides: Sequence[Side]) -> str:
     names = [side.label for side in sides]
     return ", ".join(names) if len(names) < 4 else f"{', '.join(names[:2])} and {len(names) - 2} more"
-
-
-def _number(value: float) -> float | None:
-    return float(value) if math.isfinite(value) else None

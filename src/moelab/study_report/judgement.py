@@ -22,6 +22,7 @@ from moelab.analysis import (
 )
 from moelab.experiment import Experiment
 from moelab.runs.collect import WARMUP_STEPS, Collected, joined_rows
+from moelab.runs.files import finite_or_none
 from moelab.runs.table import throughput_rows
 
 ARM_FIELDS = frozenset(
@@ -197,9 +198,9 @@ class StudyJudgement:
                 "answer": one.answer.value,
                 "quantity": one.quantity,
                 "seeds": list(one.seeds),
-                "difference_nats": _number(one.mean_difference_nats),
-                "interval_nats": [_number(one.interval.low), _number(one.interval.high)],
-                "margin_nats": _number(one.margin_nats),
+                "difference_nats": finite_or_none(one.mean_difference_nats),
+                "interval_nats": [finite_or_none(one.interval.low), finite_or_none(one.interval.high)],
+                "margin_nats": finite_or_none(one.margin_nats),
                 "sentence": one.sentence(),
             }
             for one in [*self.verdicts, *self.held_out]
@@ -209,7 +210,7 @@ class StudyJudgement:
             "finished": len(self.finished),
             "runs": len(self.runs),
             "verdicts": verdicts,
-            "tps": {arm.arm: _number(arm.tps) for arm in self.throughput},
+            "tps": {arm.arm: finite_or_none(arm.tps) for arm in self.throughput},
             "note": "; ".join(self.notes),
         }
 
@@ -220,7 +221,3 @@ class StudyJudgement:
     def _shares_seed(self, arm: str) -> bool:
         seeds = {name: {run.seed for run in self.finished if run.arm == name} for name in (arm, self.reference)}
         return bool(seeds[arm] & seeds[self.reference])
-
-
-def _number(value: float) -> float | None:
-    return float(value) if math.isfinite(value) else None

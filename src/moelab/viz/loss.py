@@ -10,7 +10,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from moelab.analysis.arms import arm_label, contrast
-from moelab.analysis.convergence import final_losses
+from moelab.analysis.convergence import final_losses, first_final_step
 from moelab.errors import BadInput
 from moelab.viz.curves import arm_curves, finished, smooth, smoothing_window
 from moelab.viz.draw import draw_band, draw_mean, draw_seeds_and_means
@@ -43,7 +43,7 @@ def loss_curves(table: pd.DataFrame, *, final_fraction: float = 0.1, note: str =
     subtitle = f"{_seeds_and_means(curves, window)} {inset}"
     figure = new_figure(_final_finding(table, final_fraction), subtitle=subtitle, note=note, height=520)
     last = max(int(arm.index.max()) for arm in curves.values())
-    first = last - max(1, round(final_fraction * last)) + 1
+    first = first_final_step(last, final_fraction)
     draw_seeds_and_means(figure, curves, window=window)
     draw_seeds_and_means(figure, curves, window=window, shown_from=first, inset=True)
     figure.update_xaxes(title_text="step")
