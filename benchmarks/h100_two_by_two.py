@@ -37,14 +37,12 @@ from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
-from memory_h100_case import thin_spec
+from memory_h100_case import thin_shape
 from torch import distributed as dist
 from torchtitan.config.override import derive, override
 from torchtitan.models.common.moe import TokenChoiceTopKRouter
-from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools.logging import init_logger
 from torchtitan.trainer import Trainer
 
@@ -153,19 +151,14 @@ def table_router(config: TokenChoiceTopKRouter.Config, *, tokens: int, fp32_gate
 def build(shape: Shape, arm: dict[str, Any], *, compile_: str) -> Trainer:
     """The trainer of an arm, as ``moelab run`` would make it, with a thin model and the table router."""
     world = int(os.environ["WORLD_SIZE"])
+    experts = shape.experts * (world if shape.per_gpu else 1)
     experiment = Experiment(
         model=shape.model, gpus_per_node=world, ep=world, seq_len=shape.seq_len, local_batch=shape.local_batch,
         steps=1000, warmup_steps=10, lr=1e-4, compile=compile_, routing="learned",
+        shape=thin_shape(dense_layers=shape.dense, moe_layers=shape.moe, experts=experts),
         **{"activation_checkpoint": shape.activation_checkpoint, **arm},
     )  # fmt: skip
-
-    def thin(model: str, *, ep_backend: str, **_own_shape: Any) -> ModelSpec:
-        experts = shape.experts * (world if shape.per_gpu else 1)
-        kept = {"dense_layers": shape.dense, "moe_layers": shape.moe, "experts": experts}
-        return thin_spec(kept, model, ep_backend=ep_backend)
-
-    with mock.patch.object(config_registry, "model_spec", thin):
-        config = config_registry.trainer_config(experiment)
+    config = config_registry.trainer_config(experiment)
     on_cpu = not torch.cuda.is_available()
     imports = [entry for entry in config.override.imports if not (on_cpu and entry == "moelab.titan.cpu.fp32_gate")]
     tokens = shape.local_batch * shape.seq_len

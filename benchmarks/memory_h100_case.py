@@ -29,16 +29,13 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
-from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools.logging import init_logger
 from torchtitan.trainer import Trainer
 
 from moelab.experiment import Experiment
 from moelab.titan import config_registry
-from moelab.titan.models import model_spec
 
 STEPS = 5
 PARTS_STEP, HISTORY_STEP = 4, 5
@@ -47,30 +44,15 @@ FRAMES_SHOWN = 7
 GROUPS_SHOWN = 60
 
 
-def thin_spec(thin: dict[str, int], model: str, *, ep_backend: str) -> ModelSpec:
-    """TorchTitan's model with fewer layers, and fewer experts where ``thin`` says so; every other dimension is kept."""
-    spec = model_spec(model, ep_backend=ep_backend)
-    dense = [layer for layer in spec.model.layers if layer.moe is None][: thin["dense_layers"]]
-    sparse = [layer for layer in spec.model.layers if layer.moe is not None][: thin["moe_layers"]]
-    for layer in sparse:
-        layer.moe.num_experts = thin["experts"]
-        layer.moe.router.num_experts = thin["experts"]
-        layer.moe.router.gate.out_features = thin["experts"]
-        layer.moe.routed_experts.inner_experts.num_experts = thin["experts"]
-        layer.moe.routed_experts.token_dispatcher.num_experts = thin["experts"]
-    spec.model.layers = dense + sparse
-    return spec
+def thin_shape(*, dense_layers: int, moe_layers: int, experts: int) -> dict[str, int]:
+    """An experiment's ``shape``: fewer layers and experts; every other dimension is kept."""
+    return {"n_layers": dense_layers + moe_layers, "n_dense_layers": dense_layers, "num_experts": experts}
 
 
 def build_config(case: dict[str, Any], dump_folder: Path) -> Trainer.Config:
     """The experiment's configuration as ``moelab run`` would make it, with the thin model in place of the whole one."""
-    experiment = Experiment(**case["experiment"], steps=STEPS, warmup_steps=1)
-
-    def thin(model: str, *, ep_backend: str, **_own_shape: Any) -> ModelSpec:
-        return thin_spec(case["thin"], model, ep_backend=ep_backend)
-
-    with mock.patch.object(config_registry, "model_spec", thin):
-        config = config_registry.trainer_config(experiment)
+    experiment = Experiment(**case["experiment"], shape=thin_shape(**case["thin"]), steps=STEPS, warmup_steps=1)
+    config = config_registry.trainer_config(experiment)
     config.dump_folder = str(dump_folder)
     config.validator.enable = False
     config.metrics.enable_tensorboard = False
