@@ -13,6 +13,7 @@ import pytest
 import yaml
 from pydantic import BaseModel, ConfigDict
 
+from moelab import notebooks
 from moelab.errors import BadInput
 from moelab.notebooks import ConvergenceParameters, parameter_names, parameters, read_parameters, validated
 
@@ -25,7 +26,7 @@ def schema_of(notebook: Path) -> type[BaseModel]:
     """What the notebook itself checks its parameters against."""
     source = "".join(cell.source for cell in nbformat.read(notebook, as_version=4).cells)
     (name,) = re.findall(r"= validated\((\w+), globals\(\)\)", source)
-    schema = getattr(parameters, name)
+    schema = getattr(notebooks, name)
     assert issubclass(schema, parameters.NotebookParameters)
     return schema
 

@@ -3,17 +3,19 @@
 from moelab.notebooks.batch import NotebookFailed, complete, execute, parameter_names, read_parameters
 from moelab.notebooks.parameters import (
     ConvergenceParameters,
-    DispatchParameters,
-    GroupedGemmParameters,
     LaunchParameters,
-    PlanParameters,
-    ProjectParameters,
-    QuantiseParameters,
     ReportParameters,
-    RouteParameters,
     StartParameters,
     ThroughputParameters,
     validated,
+)
+from moelab.notebooks.technique_parameters import (
+    DispatchParameters,
+    GroupedGemmParameters,
+    PlanParameters,
+    ProjectParameters,
+    QuantiseParameters,
+    RouteParameters,
 )
 
 __all__ = [
