@@ -102,10 +102,7 @@ class StudyJudgement:
         known = {key: loss for key, loss in losses.items() if not math.isnan(loss)}
         if not any(arm == self.reference for arm, _ in known):
             return []
-        others = [arm for arm in self.others if any(arm == name for name, _ in known)]
-        return [
-            compare_held_out(known, arm=arm, reference=self.reference, margin_nats=self.margin_nats) for arm in others
-        ]
+        return compare_held_out(known, reference=self.reference, margin_nats=self.margin_nats)
 
     @cached_property
     def throughput(self) -> list[ArmThroughput]:
@@ -191,25 +188,11 @@ class StudyJudgement:
 
     def to_json(self) -> dict[str, Any]:
         """The verdicts and figures for a program."""
-        verdicts = [
-            {
-                "arm": one.arm,
-                "reference": one.reference,
-                "answer": one.answer.value,
-                "quantity": one.quantity,
-                "seeds": list(one.seeds),
-                "difference_nats": finite_or_none(one.mean_difference_nats),
-                "interval_nats": [finite_or_none(one.interval.low), finite_or_none(one.interval.high)],
-                "margin_nats": finite_or_none(one.margin_nats),
-                "sentence": one.sentence(),
-            }
-            for one in [*self.verdicts, *self.held_out]
-        ]
         return {
             "study": self.name,
             "finished": len(self.finished),
             "runs": len(self.runs),
-            "verdicts": verdicts,
+            "verdicts": [one.to_json() for one in [*self.verdicts, *self.held_out]],
             "tps": {arm.arm: finite_or_none(arm.tps) for arm in self.throughput},
             "note": "; ".join(self.notes),
         }
