@@ -113,6 +113,13 @@ class Side:
         return f"{self.label} {'; '.join(found)}" if found else ""
 
     @property
+    def grad_norm_notes(self) -> list[str]:
+        """Its runs that reported a gradient norm of NaN or Inf, and in which steps."""
+        names = [f"{self.label}, seed {run.seed}" if len(self.runs) > 1 else self.label for run in self.runs]
+        findings = [run.grad_norm_finding for run in self.runs]
+        return [f"{name}: {found}" for name, found in zip(names, findings, strict=True) if found]
+
+    @property
     def memory_gib(self) -> float:
         """Largest memory that a rank reserved."""
         return _largest(self.table["memory_gib"])
