@@ -50,8 +50,10 @@ def test_attempts_are_of_exactly_this_experiment(tmp_path: Path) -> None:
         directory.create(tmp_path, Experiment(**{**EXPERIMENT.model_dump(), **changes}))
     other = directory.create(tmp_path, EXPERIMENT.model_copy(update={"steps": 62}))
     (other.path / "experiment.yaml").write_text("name: s\na_field_of_the_future: 1\n")
-    assert directory.attempts(tmp_path, EXPERIMENT) == [mine]
-    assert len(list(directory.find(tmp_path))) == 7
+    found = directory.discover(tmp_path)
+    assert found.attempts(EXPERIMENT) == [mine]
+    assert (len(found.runs), [one.run for one in found.left_out]) == (6, [other])
+    assert len(directory.find(tmp_path)) == 7
 
 
 def test_a_persons_own_file_is_no_run(tmp_path: Path) -> None:
@@ -63,7 +65,7 @@ def test_a_persons_own_file_is_no_run(tmp_path: Path) -> None:
 def test_an_experiment_of_another_version_is_named(tmp_path: Path) -> None:
     run = directory.create(tmp_path, EXPERIMENT)
     (run.path / "experiment.yaml").write_text("a_field_of_the_future: 1\n")
-    with pytest.raises(BadInput, match=rf"{run.path}/experiment.yaml: unknown field 'a_field_of_the_future'"):
+    with pytest.raises(BadInput, match=rf"{run.path}/experiment.yaml: lacks name, model,"):
         _ = run.experiment
 
 
