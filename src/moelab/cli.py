@@ -192,9 +192,11 @@ def _status(options: argparse.Namespace) -> int:
 
 def _collect(options: argparse.Namespace) -> int:
     from moelab.runs.collect import collect
+    from moelab.runs.directory import discover
 
-    runs = collect(options.path)
-    show(options, {"runs": [run.to_json() for run in runs]}, "\n".join(run.summary for run in runs))
+    runs, found = collect(options.path), discover(options.path)
+    as_json = {"runs": [run.to_json() for run in runs], **found.to_json()}
+    show(options, as_json, "\n".join([*(run.summary for run in runs), *found.lines]))
     return 0
 
 

@@ -32,7 +32,7 @@ MAX_FILE_BYTES = 1_000_000
 STUDY_KEYS = ("study", "experiment", "arms", "seeds")
 VERSION_KEY, END_KEY = "record_version", "end_of_record"
 ADDED_FIELDS: tuple[Mapping[str, Any], ...] = ({"arm_fields": []},)
-"""Fields that each version of a record added to the one before, with the value that earlier runs had. Version 0 has
+"""Fields that each version of a record added to the one before, with the value that earlier runs had. The first had
 neither version nor end mark."""
 
 
@@ -86,10 +86,9 @@ def read_study(path: Path, overrides: Sequence[str] = ()) -> Study:
     Raises:
         BadInput: naming the value, what is valid and what to do.
     """
-    content = read_yaml(path)
+    text = _text(path, str(path))
+    content = _fields_of_record(text) if text.startswith(f"{VERSION_KEY}:") else _load(text, str(path))
     changes = parse_overrides(overrides)
-    if isinstance(content, dict) and VERSION_KEY in content:
-        content = _fields_of_record(content)
     if isinstance(content, list):
         return _study_of_list(path.stem, content, changes)
     if not isinstance(content, dict):
@@ -124,31 +123,28 @@ def read_record(path: Path) -> Experiment:
     Raises:
         BadInput: if it is damaged, was cut off, lacks a field or is of a later version; the path is not named.
     """
-    text = _text(path, "the record")
+    return parse(Experiment, _fields_of_record(_text(path, "the record")))
+
+
+def _fields_of_record(text: str) -> dict[str, Any]:
+    has_version = text.startswith(f"{VERSION_KEY}:")
+    if not text.endswith(f"\n{END_KEY}: true\n" if has_version else "\n"):  # else `12` may have become `1`
+        raise BadInput("the record was cut off: its last line is not whole")
     content = _load(text, "the record")
     if not isinstance(content, dict):
-        raise BadInput(f"damaged: expected a mapping of fields, found {_kind(content)}")
-    if VERSION_KEY not in content and not text.endswith("\n"):  # version 0 has no end mark; its last value may be cut
-        raise BadInput("cut off: the last line has no end")
-    return parse(Experiment, _fields_of_record(content))
-
-
-def _fields_of_record(content: Mapping[str, Any]) -> dict[str, Any]:
-    fields = dict(content)
-    version = fields.pop(VERSION_KEY, 0)
-    if type(version) is not int or not 0 <= version <= len(ADDED_FIELDS):
-        raise BadInput(
-            f"{VERSION_KEY}: got {_short(version)}; valid: 0 to {len(ADDED_FIELDS)}; a later one needs a newer moelab"
-        )
-    if version and fields.pop(END_KEY, None) is not True:
-        raise BadInput(f"cut off: the last line, {END_KEY}, is missing")
+        raise BadInput(f"the record is damaged: expected a mapping of fields, found {_kind(content)}")
+    version = content.pop(VERSION_KEY) if has_version else 0
+    if type(version) is not int or not has_version <= version <= len(ADDED_FIELDS):
+        raise BadInput(f"{VERSION_KEY}: got {_short(version)}; valid: 1 to {len(ADDED_FIELDS)}, or use a newer moelab")
+    if has_version:
+        del content[END_KEY]
     later = {field: value for added in ADDED_FIELDS[version:] for field, value in added.items()}
-    lacking = [field for field in Experiment.model_fields if field not in fields and field not in later]
+    lacking = [field for field in Experiment.model_fields if field not in content and field not in later]
     if lacking:
         raise BadInput(
-            f"lacks {', '.join(lacking)}: a record has every field; it was cut off, or an older moelab wrote it"
+            f"the record lacks {', '.join(lacking)}: it was cut off, or a moelab wrote it that did not have them"
         )
-    return later | fields
+    return later | content
 
 
 def read_yaml(path: Path) -> Any:

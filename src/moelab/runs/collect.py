@@ -20,7 +20,7 @@ import pandas as pd
 
 from moelab.errors import BadInput
 from moelab.runs import directory
-from moelab.runs.directory import CONVERTED_FOLDER, DISPATCHER_FILE, LeftOut, RunDir
+from moelab.runs.directory import CONVERTED_FOLDER, DISPATCHER_FILE, RunDir
 from moelab.runs.files import finite_or_none, write_json, write_whole
 from moelab.runs.log import NotALog, read_log
 from moelab.runs.status import State, Status
@@ -141,18 +141,20 @@ def collect_run(run: RunDir, *, save: bool = False) -> Collected:
 def collect(path: Path) -> list[Collected]:
     """Read whatever is at a path: run directories at or below it, a TorchTitan log, TensorBoard events, a W&B export.
 
-    A run that is left out comes without rows, as *unknown* with the reason.
+    Runs whose record cannot be used are left out (:func:`moelab.runs.directory.discover` names them).
 
     Raises:
-        BadInput: if it is none of them.
+        BadInput: if it is none of them, or all runs are left out.
     """
     if not path.exists():
         raise BadInput(
             f"{path} does not exist; give a run, a study, a TorchTitan log, a TensorBoard folder or a W&B export"
         )
     found = directory.discover(path.absolute()) if path.is_dir() else None
-    if found and (found.runs or found.left_out):
-        return [*map(collect_run, found.runs), *map(_left_out, found.left_out)]
+    if found and found.left_out and not found.runs:
+        raise BadInput("\n".join(found.lines))
+    if found and found.runs:
+        return [collect_run(run) for run in found.runs]
     reads = read_wandb(path) if path.suffix in WANDB_SUFFIXES and path.is_file() else [_read_elsewhere(path)]
     return [_from_elsewhere(read, path.stem) for read in reads if len(read.rows)]
 
@@ -216,18 +218,6 @@ def _from_elsewhere(read: MetricsRead, name: str) -> Collected:
         rows=rows,
         validation=read.validation,
         diverged=read.reason,
-    )
-
-
-def _left_out(one: LeftOut) -> Collected:
-    return Collected(
-        run=one.run.name,
-        arm="",
-        seed=None,
-        status=Status(state=State.UNKNOWN, reason=f"left out: {one.reason}"),
-        segments=0,
-        rows=metrics_table({"segment": [], "step": []}),
-        validation=read_log([], allow_empty=True).validation,
     )
 
 

@@ -99,7 +99,7 @@ class RunDir:
         experiment = read_record(self.path / EXPERIMENT_FILE)
         recorded, folders = f"{experiment.arm}/seed{experiment.seed}", "/".join(self._place[-3:-1])
         if self._names_a_seed and recorded != folders:
-            raise BadInput(f"is of {recorded}, and the run is in {folders}")
+            raise BadInput(f"the record is of {recorded}, and the run is in {folders}")
         return experiment
 
 
