@@ -87,9 +87,11 @@ class RunDir:
 
     @property
     def _place(self) -> tuple[str, ...]:
-        """The last four folders as given, or where a link leads to if those do not name a seed."""
-        given, real = Path(os.path.abspath(self.path)), self.path.resolve()  # noqa: PTH100 - keeps links
-        return (given if _SEED.fullmatch(given.parent.name) else real).parts[-4:]
+        """Study, arm, seed and run: links below the study are places of their own, one to a study is not."""
+        given = Path(os.path.abspath(self.path))  # noqa: PTH100 - keeps links
+        if _SEED.fullmatch(given.parent.name):
+            return (given.parent.parent.parent.resolve().name, *given.parts[-3:])
+        return self.path.resolve().parts[-4:]
 
     @property
     def _names_a_seed(self) -> bool:
