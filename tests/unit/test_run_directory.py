@@ -126,6 +126,21 @@ def test_a_run_without_a_record_is_named(tmp_path: Path) -> None:
     assert [row["run"] for row in found.to_json()["left_out"]] == [one.run.name for one in found.left_out]
 
 
+@pytest.mark.parametrize("broken", ["mkdir", "rename"])
+def test_a_run_that_is_being_made_is_not_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+    original = getattr(Path, broken)
+
+    def fail(path: Path, *arguments: Any, **options: Any) -> Any:
+        if path.name in ("tb", *(one.name for one in tmp_path.glob("*/*/*/.*Z-*") if broken == "rename")):
+            raise OSError(28, "No space left on device")
+        return original(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, broken, fail)
+    with pytest.raises(OSError, match="No space left"):
+        directory.create(tmp_path, EXPERIMENT)
+    assert directory.find(tmp_path) == []
+
+
 def test_a_folder_that_may_not_be_looked_into_does_not_disappear(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

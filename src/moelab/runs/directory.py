@@ -168,11 +168,13 @@ def fresh(runs: Path, experiment: Experiment) -> RunDir:
 
 
 def make(run: RunDir, experiment: Experiment) -> None:
-    """Make a fresh run directory with its experiment and the status ``prepared``."""
+    """Make a fresh run directory with its record and the status ``prepared``; it appears whole or not at all."""
+    begun = RunDir(run.path.with_name(f".{run.path.name}"))
     for part in ("launch", "logs", "tb"):
-        (run.path / part).mkdir(parents=True)
-    run.set_status(Status(state=State.PREPARED))
-    write_whole(run.path / EXPERIMENT_FILE, write_experiment(experiment))  # last: it makes the folder a run that counts
+        (begun.path / part).mkdir(parents=True)
+    write_whole(begun.path / EXPERIMENT_FILE, write_experiment(experiment))
+    begun.set_status(Status(state=State.PREPARED))
+    begun.path.rename(run.path)
 
 
 def create(runs: Path, experiment: Experiment) -> RunDir:
@@ -210,7 +212,7 @@ def find(path: Path) -> list[RunDir]:
     """Every run directory at or below a path and through links, whatever its record is like, in order of path.
 
     A run that is reached twice counts once, under its own path rather than a link's. Folders inside a run are not
-    looked into; one that cannot be looked into counts as a run, so that it does not disappear.
+    looked into, nor hidden ones; one that cannot be looked into counts as a run, so that it does not disappear.
     """
     found: list[RunDir] = []
     seen: set[Path] = set()
@@ -226,6 +228,7 @@ def find(path: Path) -> list[RunDir]:
             if is_run(here):
                 inside.clear()
                 found.append(RunDir(here))
+            inside[:] = [name for name in inside if not name.startswith(".")]  # such as a run that is being made
             links = (here / name for name in sorted(inside) if (here / name).is_symlink())
             starts += [link for link in links if not path.resolve().is_relative_to(link.resolve())]
         found += [RunDir(Path(error.filename)) for error in closed if isinstance(error, PermissionError)]
