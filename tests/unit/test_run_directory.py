@@ -169,7 +169,19 @@ def test_a_run_that_was_copied_out_of_its_study_has_its_recorded_place(tmp_path:
     run = directory.create(tmp_path / "runs", EXPERIMENT)
     copied = RunDir(shutil.copytree(run.path, tmp_path / "kept"))
     assert (copied.experiment, copied.arm, copied.seed) == (EXPERIMENT, "mxfp8_standard", 3)
-    assert directory.discover(tmp_path / "kept").runs == (copied,)
+    found = directory.discover(tmp_path / "kept")
+    assert found.runs == (copied,)
+    assert found.notes == (
+        f"{copied.name} is in no folder of an arm and seed: taken for mxfp8_standard/seed3, as recorded",
+    )
+
+
+def test_a_seed_that_was_put_aside_is_left_out(tmp_path: Path) -> None:
+    run = directory.create(tmp_path, EXPERIMENT)
+    run.path.parent.rename(run.path.parents[1] / "seed3 bad")
+    (left_out,) = directory.discover(tmp_path).left_out
+    told = "the record is of mxfp8_standard/seed3, and the run is in mxfp8_standard/seed3 bad"
+    assert left_out.reason == f"experiment.yaml: {told}"
 
 
 def test_links_are_followed_once(tmp_path: Path) -> None:

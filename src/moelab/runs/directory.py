@@ -100,7 +100,8 @@ class RunDir:
     def _read_record(self) -> Experiment:
         experiment = read_record(self.path / EXPERIMENT_FILE)
         recorded, folders = f"{experiment.arm}/seed{experiment.seed}", "/".join(self._place[-3:-1])
-        if self._names_a_seed and recorded != folders:
+        is_in_a_study = self._names_a_seed or folders.startswith(f"{experiment.arm}/")  # else copied out of one
+        if is_in_a_study and recorded != folders:
             raise BadInput(f"the record is of {recorded}, and the run is in {folders}")
         return experiment
 
@@ -202,8 +203,12 @@ def discover(path: Path) -> Discovery:
             left_out.append(LeftOut(run=run, reason=f"{EXPERIMENT_FILE}: {'; '.join(reason.splitlines())}"))
             continue
         runs.append(run)
-        folder = run.name.split("/")[0]
-        if folder != study:
+        folder, *_ = run.name.split("/")
+        if not run._names_a_seed:
+            notes[f"{run.name} is in no folder of an arm and seed: taken for {run.arm}/seed{run.seed}, as recorded"] = (
+                None
+            )
+        elif folder != study:
             notes[f"folder {folder} holds runs that were recorded as of study {study}"] = None
     return Discovery(runs=tuple(runs), left_out=tuple(left_out), notes=tuple(notes))
 
