@@ -170,16 +170,20 @@ def collect_run(run: RunDir, *, save: bool = False) -> Collected:
 def collect(path: Path) -> list[Collected]:
     """Read whatever is at a path: run directories at or below it, a TorchTitan log, TensorBoard events, a W&B export.
 
+    Runs whose record cannot be used are left out (:func:`moelab.runs.directory.discover` names them).
+
     Raises:
-        BadInput: if it is none of them.
+        BadInput: if it is none of them, or all runs are left out.
     """
     if not path.exists():
         raise BadInput(
             f"{path} does not exist; give a run, a study, a TorchTitan log, a TensorBoard folder or a W&B export"
         )
-    runs = list(directory.find(path)) if path.is_dir() else []
-    if runs:
-        return [collect_run(RunDir(run.path.absolute())) for run in runs]
+    found = directory.discover(path.absolute()) if path.is_dir() else None
+    if found and found.left_out and not found.runs:
+        raise BadInput("\n".join(found.lines))
+    if found and found.runs:
+        return [collect_run(run) for run in found.runs]
     reads = read_wandb(path) if path.suffix in WANDB_SUFFIXES and path.is_file() else [_read_elsewhere(path)]
     return [_from_elsewhere(read, path.stem) for read in reads if len(read.rows)]
 

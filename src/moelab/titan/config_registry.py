@@ -46,6 +46,8 @@ from moelab.mxfp8 import capture
 from moelab.mxfp8 import dispatch as mxfp8_dispatch
 from moelab.mxfp8 import kernels as mxfp8_kernels
 from moelab.mxfp8.converter import LINEARS, MXFP8Converter
+from moelab.runs import directory
+from moelab.runs.directory import RunDir
 from moelab.titan import corpus, ep_buffers, routing
 from moelab.titan.arms import named_arms, refusal
 from moelab.titan.fp8 import FP8Converter
@@ -82,11 +84,13 @@ class EndValidator(Validator):
 
 
 def experiment() -> Trainer.Config:
-    """The experiment whose YAML file ``MOELAB_EXPERIMENT`` names."""
+    """The experiment whose YAML file ``MOELAB_EXPERIMENT`` names: a run's record, or a person's file with defaults."""
     path = os.environ.get(EXPERIMENT_VARIABLE)
     if not path:
         raise KeyError(f"set {EXPERIMENT_VARIABLE} to the path of an experiment.yaml; `moelab run` does so")
-    return trainer_config(read_experiment(Path(path)))
+    folder = Path(path).parent
+    is_record = Path(path).name == directory.EXPERIMENT_FILE and directory.is_run(folder)
+    return trainer_config(RunDir(folder).experiment if is_record else read_experiment(Path(path)))
 
 
 def __getattr__(name: str) -> Callable[[], Trainer.Config]:
