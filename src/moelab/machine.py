@@ -15,7 +15,17 @@ from typing import Any
 
 import moelab
 
-PACKAGES = ("torch", "torchtitan", "torchao", "tokenizers", "triton", "nvidia-nccl-cu13", "plotly", "papermill")
+PACKAGES = (
+    "torch",
+    "torchtitan",
+    "torchao",
+    "tokenizers",
+    "triton",
+    "nvidia-nccl-cu13",
+    "deep_ep",
+    "plotly",
+    "papermill",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
