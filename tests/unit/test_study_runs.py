@@ -143,6 +143,17 @@ def test_an_arm_of_which_every_seed_diverged_is_judged(tmp_path: Path) -> None:
     assert report_figures(judged)
 
 
+def test_a_reference_of_which_every_seed_diverged_is_named(tmp_path: Path) -> None:
+    for seed in SEEDS:
+        run_of(tmp_path, "bf16", seed, losses=[4.0, math.nan])
+        run_of(tmp_path, "mxfp8", seed)
+    judged = judge_study(tmp_path / "s")
+    (verdict,) = judged.verdicts
+    assert verdict.answer is Answer.INSUFFICIENT
+    assert "5 of 5 seeds diverged in the reference BF16" in verdict.sentence()
+    assert report_figures(judged)
+
+
 def test_a_seed_that_was_lost_is_left_out_by_name(tmp_path: Path) -> None:
     study = study_of(tmp_path)
     run_of(tmp_path, "bf16", 5)
@@ -198,6 +209,7 @@ def test_a_seed_can_be_dropped_and_a_margin_capped(tmp_path: Path) -> None:
         (verdict, *_) = found.verdicts
         assert (verdict.seeds, verdict.margin_nats) == ((0, 1, 3, 4), 0.001)
         assert any("as asked for: seed 2" in note for note in found.notes)
+    assert sum(not row["used"] for row in judge_study(study, dropped_seeds=[2]).to_json()["runs"]) == 2
     for paths in ([study], [study, study / "bf16_standard"]):
         with pytest.raises(BadInput, match="seed 77 cannot be dropped"):
             _ = judge_paths(paths, dropped_seeds=[77]).verdicts
@@ -276,6 +288,17 @@ def test_a_run_whose_machine_is_unknown_is_not_in_the_gain(tmp_path: Path) -> No
     judged = judge_study(study)
     assert [one.n_seeds for one in judged.gains] == [4]
     assert judged.verdicts[0].n_seeds == 5
+
+
+def test_a_requeued_run_that_went_on_elsewhere_is_not_in_the_gain(tmp_path: Path) -> None:
+    study = study_of(tmp_path, lambda precision, seed: {"gpus": H100})
+    for seed, later in ((0, {"gpus": B200, **packages(torch="2.13.0")}), (1, {"gpus": H100})):
+        (run,) = (study / "mxfp8_standard" / f"seed{seed}").iterdir()
+        write_json(run / "environment-2.json", ENVIRONMENT | later)
+    judged = judge_study(study)
+    told = "seed 0: environment-2.json: a later start ran on 2 × NVIDIA B200 with another torch"
+    assert f"MXFP8 + standard all-to-all, {told}" in judged.notes
+    assert [one.n_seeds for one in judged.gains] == [4]
 
 
 def test_hidden_gpus_make_no_gpu_machine(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ class Collected:
         environment: its machine and versions; None if they are not known.
         command: that launched it; empty if it is not known.
         damaged: files of it that are missing or damaged, each with what is therefore not known.
-        kernels_known: whether it is known which of its kernels were emulated.
+        speed_known: whether it is known what its speed is the speed of: one machine, and kernels emulated or not.
         grad_norm_not_finite: NaN or Inf by the step that reported it as its gradient norm.
     """
 
@@ -82,7 +82,7 @@ class Collected:
     environment: Environment | None = None
     command: str = ""
     damaged: tuple[str, ...] = ()
-    kernels_known: bool = True
+    speed_known: bool = False
     grad_norm_not_finite: Mapping[int, float] = field(default_factory=dict)
 
     @property
@@ -201,7 +201,7 @@ def collect_run(run: RunDir, *, save: bool = False) -> Collected:
         environment=side.environment,
         command=side.command,
         damaged=(*unread, *side.damaged),
-        kernels_known=side.kernels_known,
+        speed_known=side.speed_known,
         grad_norm_not_finite=read.grad_norm_not_finite,
     )
     if save:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -17,7 +18,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from moelab.experiment import EPBackend, Experiment, Precision
 from moelab.runs.directory import CONVERTED_FOLDER, DISPATCHER_FILE, RunDir
 
-ENVIRONMENT_FILE, COMMAND_FILE = "environment.json", "launch/command.sh"
+ENVIRONMENT_FILE, LATER_ENVIRONMENT_FILES = "environment.json", "environment-*.json"
+"""Where a run was started first, and again after it was requeued."""
+COMMAND_FILE = "launch/command.sh"
 Content = TypeVar("Content", bound=BaseModel)
 
 
@@ -100,7 +103,7 @@ class SideFiles:
             stand-in did; None if nothing was recorded.
         command: that launched it on one machine; empty if it is not known.
         damaged: what is wrong, a phrase for each file, with what is therefore not known.
-        kernels_known: whether it is known which of the run's kernels were emulated.
+        speed_known: whether it is known what its speed is the speed of: one machine, and kernels emulated or not.
     """
 
     environment: Environment | None
@@ -108,7 +111,7 @@ class SideFiles:
     dispatcher: dict[str, Any] | None
     command: str
     damaged: tuple[str, ...]
-    kernels_known: bool
+    speed_known: bool
 
 
 def read_side_files(run: RunDir, experiment: Experiment, *, started: bool) -> SideFiles:
@@ -121,6 +124,8 @@ def read_side_files(run: RunDir, experiment: Experiment, *, started: bool) -> Si
     """
     environment, wrong = _read(run.path / ENVIRONMENT_FILE, Environment)
     damaged = [f"{wrong}: machine and versions unknown"] if wrong and (started or "missing" not in wrong) else []
+    moved = [] if environment is None else list(_moved(run, environment))
+    damaged += moved
     if environment is not None and experiment.hardware == "cpu":  # hides the GPUs of its machine
         environment = environment.model_copy(update={"gpus": []})
     converted, unsound = _converted(run)
@@ -132,16 +137,31 @@ def read_side_files(run: RunDir, experiment: Experiment, *, started: bool) -> Si
     damaged += [f"{wrong}: what moved the tokens is unknown"] if unreadable else []
     command, wrong = _command(run.path / COMMAND_FILE)
     damaged += [f"{wrong}: command unknown"] if wrong else []
-    emulated_asked = experiment.mxfp8_kernels == "auto" and experiment.precision is Precision.MXFP8
+    kernels_asked = experiment.mxfp8_kernels == "auto" and experiment.precision is Precision.MXFP8
     dispatch_asked = unreadable and experiment.ep_backend is not EPBackend.STANDARD
+    kernels_known = not dispatch_asked and not (kernels_asked and (converted is None or unsound))
     return SideFiles(
         environment=environment,
         converted=converted,
         dispatcher=dispatcher.model_dump(exclude_none=True) if dispatcher else None,
         command=command,
         damaged=tuple(damaged),
-        kernels_known=not (emulated_asked and (converted is None or unsound)) and not dispatch_asked,
+        speed_known=environment is not None and not moved and kernels_known,
     )
+
+
+def _moved(run: RunDir, first: Environment) -> Iterator[str]:
+    """What a later start of a requeued run says of where it ran, if it is not the first one's machine and software."""
+    for file in sorted(run.path.glob(LATER_ENVIRONMENT_FILES)):
+        later, wrong = _read(file, Environment)
+        if later is None:
+            yield f"{wrong}: where a later start ran is unknown"
+        elif (later.machine, later.versions) != (first.machine, first.versions):
+            names = dict.fromkeys([*first.versions, *later.versions])
+            others = [name for name in names if first.versions.get(name) != later.versions.get(name)]
+            machine = f" on {later.machine}" if later.machine != first.machine else ""
+            software = f" with another {', '.join(others)}" if others else ""
+            yield f"{file.name}: a later start ran{machine}{software}"
 
 
 def converted_modules(run: RunDir) -> dict[str, Any] | None:

@@ -128,8 +128,9 @@ class StudyJudgement:
     def verdicts(self) -> list[Verdict]:
         """Convergence of every other arm, on the final training loss."""
         diverged, lost = self.unfinished
-        arms = self._judged_arms({run.arm for run in self.finished} | {arm for arm, _ in diverged})
-        if self.reference not in self.arms or not arms:
+        known = {*self.arms, *(arm for arm, _ in diverged)}
+        arms = sorted(known - {self.reference})
+        if self.reference not in known or not arms:
             return []
         verdicts = compare_convergence(
             self.table,
@@ -159,7 +160,7 @@ class StudyJudgement:
             else:
                 lost[key] = "no held-out loss was logged"
         validated = {arm for arm, _ in losses}
-        arms = self._judged_arms({arm for arm in self.arms if any(arm == name for name, _ in {**losses, **diverged})})
+        arms = [arm for arm in self.others if any(arm == name for name, _ in {**losses, **diverged})]
         if self.reference not in validated or not arms:
             return []
         verdicts = compare_held_out(
@@ -195,7 +196,7 @@ class StudyJudgement:
             words += differing_facts(runs, reference, speed_facts)
             for own in (runs, reference):
                 words += [f"{name} {spread(values)} of one arm" for name, values in _mixed(own, kernel_facts).items()]
-            if not any(_speed_known(run) for run in runs) or not any(_speed_known(run) for run in reference):
+            if not any(run.speed_known for run in runs) or not any(run.speed_known for run in reference):
                 words.append("the machine or the kernels of all runs of an arm are unknown")
             if words:
                 found[arm] = "; ".join(dict.fromkeys(words))
@@ -204,7 +205,7 @@ class StudyJudgement:
     @cached_property
     def gains(self) -> list[Gain]:
         """Throughput over the reference of every other arm that ran like it, over the runs whose machine is known."""
-        table = joined_rows([run for run in self.finished if _speed_known(run)])
+        table = joined_rows([run for run in self.finished if run.speed_known])
         if self.reference not in self.arms or throughput_rows(table, warmup_steps=WARMUP_STEPS).empty:
             return []
         seeds = {arm: set(table.loc[table["arm"] == arm, "seed"]) for arm in self.arms}
@@ -308,11 +309,7 @@ class StudyJudgement:
     @property
     def _no_verdict(self) -> str:
         if self.reference not in self.arms:
-            words = [
-                f"{arm_label(arm)}, seed {seed} diverged: {reason}"
-                for (arm, seed), reason in self.unfinished[0].items()
-            ]
-            return "; ".join([f"no run of the reference {self.reference} finished", *words])
+            return f"no run of the reference {self.reference} finished"
         return f"no run of an arm beside the reference {self.reference} finished"
 
     @property
@@ -329,7 +326,7 @@ class StudyJudgement:
             "finished": self._finished_of_all,
             "judged": len(self.finished),
             "runs": [
-                *(run_json(run, None if run.finished else _why_unfinished(run)) for run in self.runs),
+                *(run_json(run, self._why_unused(run)) for run in self.runs),
                 *(left_out_json(one) for one in self.left_out),
             ],
             "verdicts": [one.to_json() for one in [*self.verdicts, *self.held_out]],
@@ -358,15 +355,17 @@ class StudyJudgement:
         others = self._found(self.reference)
         return caveats(self._found(arm), others) if arm != self.reference else ()
 
+    def _why_unused(self, run: Collected) -> str | None:
+        if not run.finished:
+            return _why_unfinished(run)
+        return "its seed is dropped in every arm, as asked for" if run.seed in self.dropped_seeds else None
+
     def _of(self, arm: str) -> list[Collected]:
         return [run for run in self.finished if run.arm == arm]
 
     def _found(self, arm: str) -> list[Collected]:
         """Judged runs of an arm, however they ended."""
         return [run for run in self.runs if run.arm == arm]
-
-    def _judged_arms(self, arms: set[str]) -> list[str]:
-        return sorted(arms - {self.reference})
 
     def _reference_first(self, arm: str) -> tuple[bool, str]:
         return arm != self.reference, arm
@@ -438,10 +437,6 @@ def _gain_json(arm: str, found: Gain | None, reason: str | None) -> dict[str, An
 
 def _on_cpu(run: Collected) -> bool:
     return run.environment is not None and not run.environment.gpus
-
-
-def _speed_known(run: Collected) -> bool:
-    return run.environment is not None and run.kernels_known
 
 
 def _mixed(runs: Sequence[Collected], facts: Any) -> Mapping[str, list[str]]:
