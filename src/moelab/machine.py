@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -73,8 +74,8 @@ def gpus() -> tuple[GpuInfo, ...]:
     listing = gpu_listing(os.environ.get("CUDA_VISIBLE_DEVICES"))
     if isinstance(listing, str):
         raise GpusUnknown(
-            f"{listing}. So this machine's GPUs are not known: mend the driver (after an upgrade, reboot), or use the "
-            "processor with hardware=cpu"
+            f"{listing}. So this machine's GPUs are not known: mend the driver (after an upgrade, reboot), use the "
+            "processor with hardware=cpu, or plan for other nodes by their profile, such as hardware=b200_x256"
         )
     return listing
 
@@ -107,7 +108,7 @@ def gpu_listing(visible: str | None) -> tuple[GpuInfo, ...] | str:
         for row in rows
     ]
     code, listed = _nvidia_smi("-L")
-    if code not in (0, LISTS_DESPITE) and visible is not None and not visible[:1].isdigit():
+    if code not in (0, LISTS_DESPITE) and visible is not None and visible.startswith(("GPU-", "MIG-")):
         return f"nvidia-smi -L fails (exit code {code}), and CUDA_VISIBLE_DEVICES names GPUs by UUID"
     return _visible(whole, listed, visible)
 
@@ -118,23 +119,26 @@ def _nvidia_smi(*arguments: str) -> tuple[int | None, str]:
     Without an exit code the output is how it failed to start or to end; empty where there is none.
     """
     try:
-        done = subprocess.run(
+        process = subprocess.Popen(
             ["nvidia-smi", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            timeout=NVIDIA_SMI_TIMEOUT_S,
-            check=False,
         )
     except FileNotFoundError:
         return None, ""
-    except subprocess.TimeoutExpired:
-        return None, f"nvidia-smi fails: no answer within {NVIDIA_SMI_TIMEOUT_S} s"
     except OSError as error:
         return None, f"nvidia-smi fails: {error.strerror or error}"
-    return done.returncode, done.stdout
+    try:
+        said, _ = process.communicate(timeout=NVIDIA_SMI_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        with suppress(subprocess.TimeoutExpired):  # a driver that hangs holds it in the kernel, killed or not
+            process.communicate(timeout=1)
+        return None, f"nvidia-smi fails: no answer within {NVIDIA_SMI_TIMEOUT_S} s"
+    return process.returncode, said
 
 
 def _entries(visible: str) -> list[str]:

@@ -13,6 +13,8 @@ from moelab import cli, machine
 from moelab.launch.gpu_state import check_gpus
 from moelab.launch.node_report import report
 from moelab.machine import GpuInfo, GpusUnknown, environment, gpu_problem, gpus
+from moelab.notebooks.all_to_all import can_use_gpus
+from moelab.notebooks.parameters import StartParameters
 
 FOUR = "\n".join(f"GPU {index}: NVIDIA B200 (UUID: GPU-{index}a5d-11ef)" for index in range(4))
 MIG = """\
@@ -231,3 +233,10 @@ def test_a_broken_machine_is_told_of_in_every_record(broken: str) -> None:
     (found,) = check_gpus([])
     assert found.severity == "error"
     assert broken in found.found
+
+
+def test_a_notebook_does_not_take_a_broken_machine_for_a_processor(broken: str) -> None:
+    parameters = StartParameters(study="s", runs_dir="runs", ranks=0, steps=2)
+    for ask in (parameters.to_study, can_use_gpus):
+        with pytest.raises(GpusUnknown, match="version mismatch"):
+            ask()

@@ -63,6 +63,8 @@ def _of_products(measured: Measurement, gpu: str, name: str) -> Iterator[float]:
 def _of_exchanges(measured: Measurement, backend: str, name: str) -> Iterator[float]:
     """From the rows whose wire carries BF16 tokens once for each destination and writes nothing else."""
     gpu = _gpu_of(measured)
+    if GPUS[gpu].nvlink_gb_s is None:
+        return  # cards without NVLink between all of them have no share of it
     for row in measured.rows:
         if row["arm"] not in ("standard bf16", "deepep bf16 dense") or row["backend"] != backend:
             continue
