@@ -394,7 +394,7 @@ def _decided(
         answer = Answer.INSUFFICIENT
         findings.append(
             f"Seed {seed} of the reference {reference} lies apart from its others ({verdict.reference_losses[seed]:.4f}"
-            f" nats): find out why, or leave it out of both arms with --drop-seed {seed}."
+            f" nats): find out why, or leave it out of both arms (moelab report … --drop-seed {seed})."
         )
     for seed in outlying_seeds(verdict.arm_losses):
         findings.append(f"Seed {seed} of {arm} lies apart from its others ({verdict.arm_losses[seed]:.4f} nats).")
