@@ -81,6 +81,12 @@ def build_parser() -> argparse.ArgumentParser:
     )
     report.add_argument("--reference", default="bf16_standard", help="arm that the others are held against")
     report.add_argument("--margin", type=float, help="equivalence margin in nats, instead of the seeds' own spread")
+    report.add_argument(
+        "--margin-cap", type=float, help="nats that a margin of the seeds' spread is at most; default: 1 %% of the loss"
+    )
+    report.add_argument(
+        "--drop-seed", type=int, action="append", default=[], metavar="K", help="leave a seed out of all arms; shown"
+    )
     report.add_argument("--final-fraction", type=float, default=0.1, help="part of the steps that a final loss is of")
     report.add_argument(
         "--output", type=Path, help="file to write; default: report.html in the study, or comparison.html here"
@@ -208,6 +214,8 @@ def _report(options: argparse.Namespace) -> int:
         reference=options.reference,
         final_fraction=options.final_fraction,
         margin_nats=options.margin,
+        margin_cap_nats=options.margin_cap,
+        dropped_seeds=options.drop_seed,
     )
     usual = Path("comparison.html") if isinstance(judged, Comparison) else options.paths[0] / "report.html"
     path = write_study_report(judged, options.output or usual, with_paths=options.with_paths)
