@@ -311,6 +311,13 @@ def test_hidden_gpus_make_no_gpu_machine(tmp_path: Path) -> None:
     assert provenance(judged)["Hardware"] == "A processor, 2 cores, no GPU"
 
 
+def test_gpus_that_nvidia_smi_could_not_name_are_no_cpu(tmp_path: Path) -> None:
+    study = study_of(tmp_path, lambda precision, seed: {"gpu_problem": "nvidia-smi fails (exit code 9)"})
+    judged = judge_study(study)
+    assert (judged.on_cpu, judged.gains) == (False, [])
+    assert "GPUs unknown: nvidia-smi fails (exit code 9)" in provenance(judged)["Hardware"]
+
+
 def test_kernels_that_differ_within_an_arm_give_no_gain(tmp_path: Path) -> None:
     study = study_of(tmp_path, lambda precision, seed: {"gpus": B200})
     (run,) = (study / "mxfp8_standard" / "seed0").iterdir()

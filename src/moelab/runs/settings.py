@@ -173,7 +173,8 @@ def log_settings(path: Path) -> dict[str, str]:
 
 
 def _of_environment(found: Environment) -> dict[str, str]:
-    hardware = {"gpu": found.chip, "gpus": str(len(found.gpus))} if found.gpus else {"processor": found.processor}
+    gpus = {"gpu": found.chip, "gpus": str(len(found.gpus)) if found.gpus else "unknown"}
+    hardware = {"processor": found.processor} if found.on_cpu else gpus
     return {**found.versions, **hardware}
 
 

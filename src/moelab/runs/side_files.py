@@ -40,7 +40,8 @@ class Gpu(_Written):
 class Environment(_Written):
     """Where a run ran: ``environment.json``, as :func:`moelab.machine.environment` writes it.
 
-    ``gpus`` are those of one node; empty where the ranks were processes on a CPU.
+    ``gpus`` are those of one node; empty where the ranks were processes on a CPU, or where nvidia-smi failed and
+    ``gpu_problem`` says how.
     """
 
     moelab: str
@@ -51,8 +52,14 @@ class Environment(_Written):
     cores: Annotated[int, Field(ge=1)]
     memory_gib: Annotated[float, Field(allow_inf_nan=False)]
     gpus: list[Gpu]
+    gpu_problem: str | None = None
     git_commit: str | None
     hosts: Annotated[int, Field(ge=1)]
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether it is known that the ranks were processes on a CPU."""
+        return not self.gpus and self.gpu_problem is None
 
     @property
     def machine(self) -> str:
@@ -63,13 +70,15 @@ class Environment(_Written):
         """
         counts = Counter(gpu.name for gpu in self.gpus)
         models = ", ".join(f"{count} × {name}" for name, count in counts.items())
-        one = models or f"{self.processor}, {self.cores} cores, no GPU"
+        none = "no GPU" if self.on_cpu else f"GPUs unknown: {self.gpu_problem}"
+        one = models or f"{self.processor}, {self.cores} cores, {none}"
         return one if self.hosts == 1 else f"{one} on each of {self.hosts} hosts"
 
     @property
     def chip(self) -> str:
         """Model of what computes: the GPUs', or the processor's."""
-        return ", ".join(dict.fromkeys(gpu.name for gpu in self.gpus)) or self.processor
+        models = ", ".join(dict.fromkeys(gpu.name for gpu in self.gpus))
+        return models or (self.processor if self.on_cpu else "unknown GPUs")
 
     @property
     def versions(self) -> dict[str, str]:
@@ -127,7 +136,7 @@ def read_side_files(run: RunDir, experiment: Experiment, *, started: bool) -> Si
     moved = [] if environment is None else list(_moved(run, environment))
     damaged += moved
     if environment is not None and experiment.hardware == "cpu":  # hides the GPUs of its machine
-        environment = environment.model_copy(update={"gpus": []})
+        environment = environment.model_copy(update={"gpus": [], "gpu_problem": None})
     converted, unsound = _converted(run)
     damaged += unsound
     if experiment.precision is Precision.MXFP8 and started and converted is None and not unsound:
@@ -146,7 +155,7 @@ def read_side_files(run: RunDir, experiment: Experiment, *, started: bool) -> Si
         dispatcher=dispatcher.model_dump(exclude_none=True) if dispatcher else None,
         command=command,
         damaged=tuple(damaged),
-        speed_known=environment is not None and not moved and kernels_known,
+        speed_known=environment is not None and environment.gpu_problem is None and not moved and kernels_known,
     )
 
 

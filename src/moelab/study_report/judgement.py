@@ -436,7 +436,7 @@ def _gain_json(arm: str, found: Gain | None, reason: str | None) -> dict[str, An
 
 
 def _on_cpu(run: Collected) -> bool:
-    return run.environment is not None and not run.environment.gpus
+    return run.environment is not None and run.environment.on_cpu
 
 
 def _mixed(runs: Sequence[Collected], facts: Any) -> Mapping[str, list[str]]:
