@@ -21,7 +21,7 @@ from moelab.layout.stages import effective_layers, split_layers, stages_of_rank
 from moelab.model import shape_for, shape_of
 from moelab.mxfp8.converter import LINEARS, MXFP8Converter
 from moelab.mxfp8.emulation import grouped_mm
-from moelab.mxfp8.fake_quantise import NotWholeBlocks
+from moelab.mxfp8.quantise import NotWholeBlocks
 from moelab.titan.models import model_spec
 
 ON_256 = {"nodes": 32, "gpus_per_node": 8, "local_batch": 64, "seq_len": 8192}

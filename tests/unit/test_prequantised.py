@@ -23,9 +23,8 @@ from torchtitan.models.common.moe import GroupedExperts
 
 from moelab.mxfp8 import row_products
 from moelab.mxfp8.converter import MXFP8Experts
-from moelab.mxfp8.fake_quantise import NotWholeBlocks
 from moelab.mxfp8.prequantised import QuantisedRows, gate_and_up, place, prequantised_experts
-from moelab.mxfp8.quantise import E4M3, expand, quantise, quantise_fp8, quantise_mxfp8
+from moelab.mxfp8.quantise import E4M3, NotWholeBlocks, expand, quantise, quantise_fp8, quantise_mxfp8
 
 RCEIL, EMULATED = ScaleCalculationMode.RCEIL, KernelPreference.EMULATED
 GROUPS = [64, 0, 32, 96]  # rows of each expert, padded as a dispatcher pads them

@@ -36,8 +36,8 @@ from torchtitan.models.common.token_dispatcher import DeepEPTokenDispatcher
 
 from moelab.errors import MoelabError, Refused
 from moelab.mxfp8 import emulation
-from moelab.mxfp8.fake_quantise import BLOCK
 from moelab.mxfp8.kernels import EMULATED_PADDING, NATIVE_PADDING, Kernels
+from moelab.mxfp8.quantise import BLOCK
 
 logger = logging.getLogger(__name__)
 

@@ -31,9 +31,8 @@ from torch import Tensor
 from torch.distributed._functional_collectives import all_to_all_single
 from torchao.prototype.moe_training import mxfp8_grouped_mm as torchao_mxfp8
 
-from moelab.mxfp8.fake_quantise import BLOCK
 from moelab.mxfp8.prequantised import QuantisedRows, place
-from moelab.mxfp8.quantise import E4M3, expand, quantise_mxfp8
+from moelab.mxfp8.quantise import BLOCK, E4M3, expand, quantise_mxfp8
 
 CastKernels = Literal["native", "emulated"]
 

@@ -2,7 +2,7 @@
 
 torchao 0.18's emulation (``torchao/prototype/moe_training/mxfp8_grouped_mm.py``, recipe ``mxfp8_emulated_rceil``)
 quantises each operand, expands it to BF16 and gives all groups to one ``torch._grouped_mm``. What it costs is the
-casts, some thirty passes over each operand, and a loop over the groups to pad them. Ours are in ``fake_quantise.py``
+casts, some thirty passes over each operand, and a loop over the groups to pad them. Ours are in ``quantise.py``
 and :func:`padding_of`; the three products are the same calls of the same operator on operands of the same bits, shapes
 and strides, so output and gradients are torchao's wherever that operator is deterministic:
 
@@ -32,13 +32,12 @@ from typing import Any, Literal
 import torch
 
 from moelab.errors import BadInput
-from moelab.mxfp8.fake_quantise import (
+from moelab.mxfp8.quantise import (
     BLOCK,
     fake_quantise_both,
     fake_quantise_columns,
     fake_quantise_rows,
     require_whole_blocks,
-    require_whole_or_no_blocks,
 )
 
 
@@ -85,7 +84,7 @@ def grouped_mm(
     needs_wgrad = torch.is_grad_enabled() and weight_GKN.requires_grad
     # A compiler does not know the number of tokens that a dispatch brings, and the dispatcher has padded them.
     if needs_wgrad and wgrad == "mxfp8" and not (pad_inside or torch.compiler.is_compiling()):
-        require_whole_or_no_blocks("the token axis (pad_inside=True pads it)", x_MK.shape[0])
+        require_whole_blocks("the token axis (pad_inside=True pads it)", x_MK.shape[0], or_none=True)
     return _GroupedMM.apply(x_MK, weight_GKN, ends_G, wgrad == "bf16", pad_inside)
 
 

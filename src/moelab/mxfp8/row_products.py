@@ -27,8 +27,15 @@ from torchao.prototype.moe_training.kernels import (
 )
 from torchao.prototype.mx_formats.config import ScaleCalculationMode
 
-from moelab.mxfp8.fake_quantise import BLOCK, fake_quantise_columns, fake_quantise_rows
-from moelab.mxfp8.quantise import E4M3, Precision8, expand, quantise_fp8
+from moelab.mxfp8.quantise import (
+    BLOCK,
+    E4M3,
+    Precision8,
+    expand,
+    fake_quantise_columns,
+    fake_quantise_rows,
+    quantise_fp8,
+)
 
 
 class EmulatedMXFP8:
