@@ -6,9 +6,8 @@ Nothing falls back silently.
 from __future__ import annotations
 
 from moelab.experiment import EPBackend, Experiment, Precision
-from moelab.hardware import has_grouped_fp8
+from moelab.hardware import MXFP8_CAPABILITY, has_grouped_fp8
 from moelab.layout import check
-from moelab.layout.arm_rules import MXFP8_CAPABILITY
 from moelab.machine import GpuInfo, cores, gpus, has_module
 from moelab.model import count_parameters, shape_for
 from moelab.titan.arms import refusal

@@ -6,7 +6,7 @@ What a dispatcher can do is written down once, in ``dispatchers.py``; the rules 
 from __future__ import annotations
 
 from moelab.experiment import EPBackend, Precision
-from moelab.hardware import has_grouped_fp8
+from moelab.hardware import MXFP8_CAPABILITY, has_grouped_fp8
 from moelab.layout.dispatchers import Fault, deepep_fault, dispatch_fault, takes_experts, that_pad
 from moelab.layout.facts import Facts
 from moelab.layout.rule import Rule
@@ -14,7 +14,6 @@ from moelab.titan.corpus import tokenizer_size
 
 _BLOCK = {Precision.FP8: 16, Precision.MXFP8: 32}
 """Features that a quantised grouped GEMM needs in a multiple of, along every dimension of a weight."""
-MXFP8_CAPABILITY = 10.0
 
 
 def _deepep(facts: Facts) -> bool:

@@ -35,8 +35,9 @@ from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.models.common.token_dispatcher import DeepEPTokenDispatcher
 
 from moelab.errors import MoelabError, Refused
+from moelab.hardware import GROUP_PADDING
 from moelab.mxfp8 import emulation
-from moelab.mxfp8.kernels import EMULATED_PADDING, NATIVE_PADDING, Kernels
+from moelab.mxfp8.kernels import Kernels
 from moelab.mxfp8.quantise import BLOCK
 
 logger = logging.getLogger(__name__)
@@ -171,7 +172,7 @@ class MXFP8Converter(QuantizationConverter):
         pads = isinstance(parent.token_dispatcher, DeepEPTokenDispatcher.Config)
         pad_inside = self.config.kernels == "emulated" and not torch.cuda.is_available() and not pads
         if not pad_inside and not pads:
-            swap_token_dispatcher(parent, NATIVE_PADDING if self.config.kernels == "native" else EMULATED_PADDING)
+            swap_token_dispatcher(parent, GROUP_PADDING[f"mxfp8_{self.config.kernels}"])
         return derive(
             config,
             MXFP8Experts.Config,

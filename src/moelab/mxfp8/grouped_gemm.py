@@ -18,7 +18,7 @@ import torch
 
 from moelab.errors import Refused
 from moelab.hardware import has_grouped_fp8
-from moelab.mxfp8.grouped_gemm_cases import ROW_BLOCK, SEED, Case, Precision, group_sizes, require_divisible
+from moelab.mxfp8.grouped_gemm_cases import ROW_BLOCK, SEED, Case, Precision, group_sizes
 from moelab.mxfp8.grouped_gemm_components import Operands, components
 from moelab.mxfp8.kernels import why_not_native
 from moelab.mxfp8.timing import Clock, Spread, Work, interleaved, time_alone
@@ -63,34 +63,6 @@ def require_kernels(precision: Precision) -> None:
     timeable = [name for name in ("bf16", "fp8", "mxfp8") if why_not(name) is None]
     instead = f"Here can be timed: {', '.join(timeable)}." if timeable else "Stored results can be replayed instead."
     raise NoKernels(f"{precision} cannot be timed: {problem}.{emulated} {instead}")
-
-
-def check(case: Case, precisions: Sequence[Precision], operands: Operands | None = None) -> None:
-    """All that can be known to be wrong before any timing.
-
-    Raises:
-        NotDivisible: for dimensions that the kernels cannot take.
-        NotFinite: for operands with NaN or infinite values.
-        NoKernels: for a precision that this machine cannot run.
-    """
-    for precision in precisions:
-        require_divisible(case, precision)
-    if operands is not None:
-        require_finite_operands(operands)
-    for precision in precisions:
-        require_kernels(precision)
-
-
-def require_finite_operands(operands: Operands) -> None:
-    """Refuse NaN and infinite values: a block with one of them has no scale.
-
-    Raises:
-        NotFinite: naming the operand.
-    """
-    from moelab.mxfp8.formats import require_finite
-
-    for name in ("a_MK", "b_GNK", "grad_MN"):
-        require_finite(name, getattr(operands, name))
 
 
 def make_operands(case: Case, device: torch.device, *, block: int = 1, seed: int = SEED) -> Operands:

@@ -19,6 +19,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from moelab.errors import BadInput
+from moelab.hardware import GROUP_PADDING
 
 Precision = Literal["bf16", "fp8", "mxfp8", "mxfp8_wgrad_bf16"]
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
@@ -26,8 +27,8 @@ Sizes = Literal["even", "random", "skewed"]
 SIZES: tuple[Sizes, ...] = get_args(Sizes)
 FEATURE_BLOCK: dict[Precision, int] = {"bf16": 8, "fp8": 16, "mxfp8": 32, "mxfp8_wgrad_bf16": 32}
 """What N and K must be multiples of: 16 bytes of an operand's row, or one MXFP8 block."""
-ROW_BLOCK: dict[Precision, int] = {"bf16": 8, "fp8": 16, "mxfp8": 128, "mxfp8_wgrad_bf16": 128}
-"""What each group's rows are padded to; 128 is what torchao 0.18's CuTeDSL quantisation asks for on SM100."""
+ROW_BLOCK = {name: GROUP_PADDING["mxfp8_native" if name.startswith("mxfp8") else name] for name in PRECISIONS}
+"""What each group's rows are padded to."""
 DIRICHLET = 4.0
 """Concentration of the skewed group sizes: their standard deviation is about half of their mean."""
 SEED = 20261101

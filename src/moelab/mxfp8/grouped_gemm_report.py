@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import time
@@ -13,8 +14,8 @@ from typing import Any
 import torch
 
 from moelab.machine import environment
-from moelab.mxfp8.grouped_gemm import check, describe, time_case, time_components, why_not
-from moelab.mxfp8.grouped_gemm_cases import PRECISIONS, Case, Precision
+from moelab.mxfp8.grouped_gemm import describe, require_kernels, time_case, time_components, why_not
+from moelab.mxfp8.grouped_gemm_cases import PRECISIONS, Case, Precision, require_divisible
 from moelab.mxfp8.timing import measure_peaks
 
 SCHEMA = 1
@@ -112,8 +113,10 @@ def run(
     refused = {name: problem for name in PRECISIONS if (problem := why_not(name))}
     possible: list[Precision] = [name for name in PRECISIONS if name not in refused] or ["bf16"]
     chosen = list(precisions or possible)
-    for case in cases:
-        check(case, chosen)
+    for case, precision in itertools.product(cases, chosen):
+        require_divisible(case, precision)
+    for precision in chosen:
+        require_kernels(precision)
     report = Report(path, device)
     report.content["refused"] = refused
     report.content["peaks"] = measure_peaks(device)
