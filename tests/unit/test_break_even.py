@@ -12,21 +12,27 @@ from hypothesis import strategies as st
 from moelab.errors import BadInput
 from moelab.mxfp8 import break_even_fit
 from moelab.mxfp8 import torchao_b200 as b200
-from moelab.mxfp8.break_even import CAST_BYTES, DIRECTIONS, Constants, break_even_m, gain, gemm_parts, gemm_time_s
-from moelab.mxfp8.break_even_data import Observation, b200_observations, operand_elements
+from moelab.mxfp8.break_even import CAST_BYTES, Constants, break_even_m, gain, gemm_parts, gemm_time_s
 from moelab.mxfp8.break_even_fit import (
     B200_FREE,
     GOAL,
     Fit,
+    Observation,
+    b200_observations,
+    break_even,
     estimate,
+    expert_work,
     fit,
     fit_b200,
     fit_measured,
+    gain_table,
     leave_one_out,
+    operand_elements,
+    published_work,
+    rows_text,
     spread_by_kind,
 )
-from moelab.mxfp8.break_even_tables import break_even, expert_work, gain_table, published_work, rows_text
-from moelab.mxfp8.grouped_gemm_cases import PRECISIONS
+from moelab.mxfp8.grouped_gemm_cases import DIRECTIONS, PRECISIONS
 from moelab.mxfp8.grouped_gemm_results import stored
 
 CONSTANTS = Constants(

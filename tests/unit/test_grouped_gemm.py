@@ -19,11 +19,16 @@ from torchao.prototype.moe_training import fp8_grouped_mm, kernels, mxfp8_groupe
 from torchao.prototype.moe_training.kernels.mxfp8 import cute_utils
 
 from moelab.errors import BadInput
-from moelab.mxfp8 import grouped_gemm, grouped_gemm_report
+from moelab.mxfp8 import grouped_gemm
 from moelab.mxfp8 import kernels as mxfp8_kernels
 from moelab.mxfp8.grouped_gemm import (
+    Clock,
     NoKernels,
+    Operands,
+    Spread,
+    components,
     grouped_mm,
+    interleaved,
     make_operands,
     require_kernels,
     step,
@@ -43,9 +48,7 @@ from moelab.mxfp8.grouped_gemm_cases import (
     require_divisible,
     transposed,
 )
-from moelab.mxfp8.grouped_gemm_components import Operands, components
 from moelab.mxfp8.grouped_gemm_results import NotAResult, case_of, obtain, read_result, stored
-from moelab.mxfp8.timing import Clock, Spread, interleaved
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -96,7 +99,7 @@ def test_a_shape_that_is_none(text: str) -> None:
     [
         ("64,64,48,2", "mxfp8", r"^k is 48: mxfp8 needs a multiple of 32, the nearest is 64$"),
         ("64,40,64,2", "mxfp8_wgrad_bf16", r"^n is 40: .* multiple of 32, the nearest is 32$"),
-        ("64,64,16,2", "mxfp8", r"^k is 16, less than one block of mxfp8 \(32\)"),
+        ("64,64,16,2", "mxfp8", r"^k is 16: mxfp8 needs a multiple of 32, the nearest is 32$"),
         ("64,24,64,2", "fp8", r"^n is 24: fp8 needs a multiple of 16"),
         ("64,64,12,2", "bf16", r"^k is 12: bf16 needs a multiple of 8"),
     ],
@@ -387,18 +390,18 @@ def test_a_row_counts_real_rows_and_notes_padded_ones() -> None:
 
 
 def test_a_run_writes_after_every_case(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(grouped_gemm_report, "require_kernels", lambda _: None)
-    monkeypatch.setattr(grouped_gemm_report, "measure_peaks", lambda _: {"bf16_tflops": 2.0})
+    monkeypatch.setattr(grouped_gemm, "require_kernels", lambda _: None)
+    monkeypatch.setattr(grouped_gemm, "measure_peaks", lambda _: {"bf16_tflops": 2.0})
     path, seen = tmp_path / "deep" / "file.json", []
-    real = grouped_gemm_report.time_components
+    real = grouped_gemm.time_components
 
     def after_the_products(*args: Any) -> Any:
         seen.append(len(json.loads(path.read_text())["rows"]))
         return real(*args)
 
-    monkeypatch.setattr(grouped_gemm_report, "time_components", after_the_products)
+    monkeypatch.setattr(grouped_gemm, "time_components", after_the_products)
     cases = [SMALL, parse_case("64,32,32,2")]
-    content = grouped_gemm_report.run(cases, path, precisions=["bf16"], compiled=False)
+    content = grouped_gemm.run(cases, path, precisions=["bf16"], compiled=False)
     assert seen == [3, 6]
     assert json.loads(path.read_text()) == content
     assert content["label"] == "dry run"  # on a CPU nothing is called measured
@@ -450,7 +453,14 @@ def test_speedups_hold_a_case_against_itself(tmp_path: Path) -> None:
         {**base, "m": m, "precision": precision, "median_us": us}
         for m, precision, us in [(64, "fp8", 5.0), (32, "bf16", 3.0), (32, "fp8", 4.0), (64, "bf16", 20.0)]
     ]
-    content = {"schema": 1, "rows": rows, "components": [], "hardware": {"gpu": "X"}, "versions": {}, "date": "d"}
+    content = {
+        "schema": 1,
+        "rows": rows,
+        "components": [],
+        "hardware": {"gpu": "X"},
+        "versions": {"torch": "2"},
+        "date": "d",
+    }
     path = tmp_path / "r.json"
     path.write_text(json.dumps({**content, "peaks": {}, "refused": {}, "label": "measured"}))
     table = read_result(path).speedups("fp8")

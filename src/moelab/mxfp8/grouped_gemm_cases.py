@@ -23,6 +23,8 @@ from moelab.hardware import GROUP_PADDING
 
 Precision = Literal["bf16", "fp8", "mxfp8", "mxfp8_wgrad_bf16"]
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
+Direction = Literal["forward", "dgrad", "wgrad"]
+DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
 Sizes = Literal["even", "random", "skewed"]
 SIZES: tuple[Sizes, ...] = get_args(Sizes)
 FEATURE_BLOCK: dict[Precision, int] = {"bf16": 8, "fp8": 16, "mxfp8": 32, "mxfp8_wgrad_bf16": 32}
@@ -106,20 +108,17 @@ def require_divisible(case: Case, precision: Precision) -> None:
     """
     block = FEATURE_BLOCK[precision]
     for name, value in (("k", case.k), ("n", case.n)):
-        if value < block:
-            raise NotDivisible(f"{name} is {value}, less than one block of {precision} ({block}); give {block} or more")
         if value % block:
-            near = round(value / block) * block
-            raise NotDivisible(f"{name} is {value}: {precision} needs a multiple of {block}, the nearest is {near}")
+            nearest = max(1, round(value / block)) * block
+            raise NotDivisible(f"{name} is {value}: {precision} needs a multiple of {block}, the nearest is {nearest}")
 
 
-def group_sizes(case: Case, *, block: int = 1, seed: int = SEED) -> tuple[int, ...]:
-    """Rows of each group.
+def group_sizes(case: Case, *, block: int = 1) -> tuple[int, ...]:
+    """Rows of each group; the draw is the same for every block, so that all pad the same routing.
 
     Args:
         case: ``m`` and ``groups``, and how rows are spread over them.
         block: each group is padded up to a multiple of it; an empty group stays empty.
-        seed: of the draw; two blocks share it, so that they pad the same routing.
 
     Returns:
         ``groups`` numbers; they add up to ``m`` before padding.
@@ -128,7 +127,7 @@ def group_sizes(case: Case, *, block: int = 1, seed: int = SEED) -> tuple[int, .
         >>> group_sizes(Case(m=10, n=32, k=32, groups=3))
         (4, 3, 3)
     """
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(SEED)
     if case.sizes == "even":
         each, more = divmod(case.m, case.groups)
         drawn = np.array([each + (group < more) for group in range(case.groups)])
