@@ -23,6 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Literal, get_args
 
@@ -420,7 +421,7 @@ def compare_products(gemms: Iterable[GroupedGemm], methods: Sequence[Method] = M
     for gemm in gemms:
         exact = _products(gemm, lambda _product, left, right: left.double() @ right.double().T)
         for method in methods:
-            cast = _products(gemm, lambda *operands, method=method: cast_product(*operands, method))  # type: ignore[misc]
+            cast = _products(gemm, partial(cast_product, method=method))
             rows += [
                 GemmRow(
                     weight=gemm.name,

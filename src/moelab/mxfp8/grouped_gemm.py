@@ -17,6 +17,7 @@ same in all precisions and brings their ratio nearer to 1.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import statistics
 import sys
@@ -543,9 +544,7 @@ def run(
             failed(case, "all", TimeoutError(f"not begun: {budget_s:.0f} s were over"))
             continue
         _say(case.name)
-        for row in time_case(
-            case, chosen, device, compiled=compiled, failed=lambda name, error, case=case: failed(case, name, error)
-        ):
+        for row in time_case(case, chosen, device, compiled=compiled, failed=functools.partial(failed, case)):
             peak = content["peaks"].get(f"{row['precision'].partition('_')[0]}_tflops")
             content["rows"].append({**row, "fraction_of_peak": round(row["tflops"] / peak, 4) if peak else None})
             rate = f"{row['median_us']:>10.1f} µs {row['tflops']:>7.1f} TFLOP/s"
