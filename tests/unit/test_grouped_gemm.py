@@ -345,15 +345,6 @@ def test_alternatives_take_turns_and_spread_is_numpys() -> None:
     assert Spread.of(times) == Spread(median_us=middle, iqr_us=high - low, n=6)
 
 
-def test_parts_of_a_clock_add_up() -> None:
-    clock = Clock(CPU)
-    clock.start()
-    clock.mark("one")
-    clock.mark("two")
-    parts = clock.parts_us()
-    assert parts["one"] + parts["two"] == pytest.approx(parts["total"])
-
-
 def test_a_precision_that_fails_does_not_cost_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(precision: str) -> Callable[..., torch.Tensor]:
         def fail(*_: torch.Tensor) -> torch.Tensor:

@@ -120,7 +120,7 @@ def b200_observations() -> list[Observation]:
 
 
 def _b200_kernels() -> Iterator[Observation]:
-    case, elements = b200.KERNELS_CASE, operand_elements(b200.KERNELS_CASE)
+    case = b200.KERNELS_CASE
     kernel_of = functools.partial(Observation, kind="kernel", case=case, precision="mxfp8", fitted=True)
     for kernel in b200.KERNELS:
         observe = functools.partial(kernel_of, value=kernel.us, direction=kernel.direction)
@@ -129,7 +129,7 @@ def _b200_kernels() -> Iterator[Observation]:
             yield observe(name=name)
         elif kernel.kind == "quantise":
             component = _cast_component(kernel.direction, kernel.operand)
-            yield observe(name=name, component=component, elements=elements[kernel.operand])
+            yield observe(name=name, component=component, elements=case.elements[kernel.operand])
     scales_us = sum(kernel.us for kernel in b200.KERNELS if kernel.kind == "scales")
     yield kernel_of(name="all: scales into blocks", value=scales_us, component="overhead")
 
@@ -199,11 +199,6 @@ def measured_observations(result: GroupedGemmResult, precision: Precision = "fp8
 
 def _is_reference(case: Case) -> bool:
     return (case.n, case.k, case.groups, case.sizes) == (2048, 7168, 8, "even")
-
-
-def operand_elements(case: Case) -> dict[str, int]:
-    """Elements of rows, weights and gradient."""
-    return {"rows": case.m * case.k, "weights": case.groups * case.n * case.k, "gradient": case.m * case.n}
 
 
 def _cast_component(direction: str, operand: str) -> Kind:

@@ -78,6 +78,11 @@ class Case:
         """Multiplications and additions of one of the three products."""
         return 2 * self.m * self.n * self.k
 
+    @property
+    def elements(self) -> dict[str, int]:
+        """Elements of ``rows``, ``weights`` and ``gradient``, which casts read."""
+        return {"rows": self.m * self.k, "weights": self.groups * self.n * self.k, "gradient": self.m * self.n}
+
 
 def parse_case(text: str) -> Case:
     """A case from ``M,N,K,G`` or ``M,N,K,G,skewed``.
