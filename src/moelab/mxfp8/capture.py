@@ -204,12 +204,13 @@ def captures_of(run: Path) -> list[Path]:
     Raises:
         BadInput: if there is none.
     """
-    found = sorted(run.rglob(f"{FOLDER}/*.pt"), key=_layer_order)
-    if not found:
+    files = sorted(run.rglob(f"{FOLDER}/*.pt"), key=_layer_order)
+    if not files:
         raise BadInput(f"no captures below {run}; train with capture_step set to a step, such as --set capture_step=20")
-    return found
+    return files
 
 
 def _layer_order(path: Path) -> tuple[str, int]:
+    """``layers.10`` comes after ``layers.2``."""
     number = path.stem.rpartition(".")[2]
     return str(path.parent), int(number) if number.isdigit() else 0

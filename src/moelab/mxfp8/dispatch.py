@@ -314,4 +314,5 @@ def _exchange_quantised(
 
 
 def _exchange(rows: Tensor, arriving: list[int], leaving: list[int], group: str) -> Tensor:
+    # Outside a compiler, torch 2.14's functional collectives return a wrapper that waits when used; this is plain.
     return torch.ops._c10d_functional.wait_tensor(all_to_all_single(rows, arriving, leaving, group))

@@ -113,7 +113,8 @@ def _read(text: str, name: str) -> GroupedGemmResult:
         if content["schema"] != SCHEMA:
             raise NotAResult(f"{name} has schema {content['schema']}; this version reads schema {SCHEMA}")
         rows, components = pd.DataFrame(content["rows"]), pd.DataFrame(content["components"])
-        versions = [f"{name} {found}" for name in ("torch", "torchao") if (found := content["versions"].get(name))]
+        packages = content["versions"]
+        versions = [f"{name} {packages[name]}" for name in ("torch", "torchao") if packages.get(name)]
         stamp = f"{content['label']} on {content['hardware']['gpu']}, {', '.join([content['date'], *versions])}"
     except (KeyError, TypeError, json.JSONDecodeError) as error:
         raise NotAResult(f"{name} is not a result of benchmarks/grouped_gemm.py: {error!r}") from error

@@ -237,6 +237,7 @@ class _NativeMXFP8(_EmulatedMXFP8):
 
     @staticmethod
     def dgrad(grad_RF: Tensor, w_eFD: Tensor, ends_e: Tensor) -> Tensor:
+        # Private to torchao 0.18: the half of its backward that rows which are quantised already still need.
         return torchao_mxfp8._compute_dgrad_sm100(
             grad_RF, w_eFD.transpose(-2, -1), ends_e, BLOCK, torch.bfloat16, ScaleCalculationMode.RCEIL
         )
