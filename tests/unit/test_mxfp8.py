@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import doctest
+import importlib
+import pkgutil
 from collections.abc import Callable
 
 import pytest
@@ -14,6 +17,7 @@ from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, TorchAOTokenDispatcher
 
+from moelab import mxfp8
 from moelab.errors import Refused
 from moelab.model.shape import NANO
 from moelab.mxfp8 import kernels
@@ -241,3 +245,8 @@ def test_kernels_follow_the_hardware(
     monkeypatch.setattr(grouped_mm, "_SM100_KERNELS_AVAILABLE", False)
     with pytest.raises(Refused, match="no SM100 kernels"):
         kernels.resolve("auto")
+
+
+@pytest.mark.parametrize("module", [one.name for one in pkgutil.iter_modules(mxfp8.__path__) if "cuda" not in one.name])
+def test_examples_in_docstrings_hold(module: str) -> None:
+    assert doctest.testmod(importlib.import_module(f"moelab.mxfp8.{module}")).failed == 0
