@@ -67,6 +67,12 @@ def test_the_time_is_that_of_the_formula() -> None:
     assert gemm_time_s(m, n, k, groups, "bf16", CONSTANTS, in_step=True) == pytest.approx(1.3 * 3 * products / 1e15)
 
 
+def test_what_a_step_moves_beside_its_kernels_slows_down_as_they_do() -> None:
+    step = next(one for one in b200_observations() if one.kind == "step" and one.precision == "bf16")
+    alone = replace(step, extra_bytes=0).predict(CONSTANTS)
+    assert step.predict(CONSTANTS) - alone == pytest.approx(1.3 * step.extra_bytes / 6e12 * 1e6)
+
+
 @given(**SIZES, groups=GROUPS)
 def test_directions_and_parts_add_up(m: int, n: int, k: int, groups: int) -> None:
     for precision in ("bf16", "mxfp8", "mxfp8_wgrad_bf16"):

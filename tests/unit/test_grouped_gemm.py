@@ -376,6 +376,8 @@ def test_a_row_counts_real_rows_and_notes_padded_ones() -> None:
     rows = list(time_case(SMALL, ["bf16"], CPU, compiled=False, failed=lambda *_: None))
     assert {row["padded_m"] for row in rows} == {sum(group_sizes(SMALL, block=8))}
     assert {row["m"] for row in rows} == {96}
+    for row, products in zip(rows, (1, 2, 3), strict=True):
+        assert row["tflops"] == pytest.approx(products * SMALL.flops / row["median_us"] / 1e6, abs=0.006)
     kernels_alone = list(time_components(SMALL, "bf16", CPU))
     assert [row["pass"] for row in kernels_alone] == ["forward", "dgrad", "wgrad"]
 

@@ -202,6 +202,16 @@ def test_who_pads_depends_on_the_kernels(
     assert experts.pad_inside is (padding is None)
 
 
+@pytest.mark.parametrize("kind", ["emulated", "native"])
+def test_a_deepep_dispatcher_pads_by_itself(kind: str) -> None:
+    model = model_spec("nano", ep_backend="deepep").model
+    _, _, parent, _ = next(model.traverse(GroupedExperts.Config))
+    dispatcher = parent.token_dispatcher
+    MXFP8Converter.Config(kernels=kind).build().convert(model)
+    assert parent.token_dispatcher is dispatcher
+    assert parent.inner_experts.pad_inside is False
+
+
 def test_nothing_to_convert_is_an_error() -> None:
     with pytest.raises(NothingConverted, match="no routed experts"):
         MXFP8Converter.Config().build().convert(Linear.Config(in_features=32, out_features=32))
