@@ -6,16 +6,9 @@ from functools import lru_cache
 from math import gcd
 
 from moelab.experiment import EPBackend, Precision, Routing
-from moelab.hardware import cluster_of, has_native_mxfp8
+from moelab.hardware import GROUP_PADDING, cluster_of, has_native_mxfp8
 from moelab.layout.facts import Facts
 from moelab.layout.stages import rank_with_loss
-
-PADDING = {Precision.FP8: 16, Precision.MXFP8: 32}
-"""Tokens: what TorchTitan 0.3.0's converters pad each expert's group to by default."""
-NATIVE_PADDING = 128
-"""Tokens: what torchao 0.18's quantisation kernel needs on SM100."""
-DEEPEP_PADDING = 8
-"""Tokens: what moelab's DeepEP dispatcher pads each expert's group to for BF16 experts."""
 
 
 def notes(facts: Facts) -> tuple[str, ...]:
@@ -55,10 +48,11 @@ def _padding(facts: Facts) -> str | None:
     if not facts.quantised:
         if facts.ep_backend is not EPBackend.DEEPEP:
             return None
-        return f"padding: each expert's tokens are padded to a multiple of {DEEPEP_PADDING}"
-    default = PADDING[facts.precision]
+        return f"padding: each expert's tokens are padded to a multiple of {GROUP_PADDING['bf16']}"
+    default = GROUP_PADDING["fp8" if facts.precision is Precision.FP8 else "mxfp8_emulated"]
+    native = GROUP_PADDING["mxfp8_native"]
     kernels = facts.experiment.mxfp8_kernels
-    raised = f"{default} tokens raised to {NATIVE_PADDING}, which torchao's quantisation kernel needs on SM100"
+    raised = f"{default} tokens raised to {native}, which torchao's quantisation kernel needs on SM100"
     plain = f"each expert's tokens are padded to a multiple of {default}"
     if facts.precision is Precision.FP8 or kernels == "emulated":
         return f"padding: {plain}"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from moelab.experiment import EPBackend, Experiment, Precision, Routing
-from moelab.hardware import Gpu, has_native_mxfp8
+from moelab.hardware import GROUP_PADDING, Gpu, has_native_mxfp8
 from moelab.layout import Layout
 from moelab.memory.activations import BF16, FP32, Work
 from moelab.memory.constants import MemoryConstants, memory_constants
@@ -23,11 +23,6 @@ from moelab.memory.sharding import held, stage_modules
 from moelab.model import ModelShape, shape_for
 
 GIB = 2**30
-PADDING = {Precision.BF16: 1, Precision.FP8: 16, Precision.MXFP8: 32}
-"""Rows to a multiple of which each expert's group is padded; native MXFP8 kernels need ``NATIVE_PADDING``."""
-NATIVE_PADDING = 128
-DEEPEP_PADDING = 8
-"""Rows to a multiple of which moelab's DeepEP dispatcher pads groups for BF16 experts."""
 SCALE_BYTES = {"bf16": 0.0, "mxfp8": 1 / 32, "fp8": 0.0}
 """Of each feature of a quantised row: one byte for a block of 32; one number for a whole row is nothing."""
 PARTS = (
@@ -208,11 +203,11 @@ def work_of(experiment: Experiment, layout: Layout, gpu: Gpu, constants: MemoryC
 
 
 def _padding(experiment: Experiment, gpu: Gpu) -> int:
-    if experiment.precision is Precision.MXFP8 and not emulates(experiment, gpu):
-        return NATIVE_PADDING
-    if experiment.precision is Precision.BF16 and experiment.ep_backend is EPBackend.DEEPEP:
-        return DEEPEP_PADDING
-    return PADDING[experiment.precision]
+    if experiment.precision is Precision.MXFP8:
+        return GROUP_PADDING["mxfp8_emulated" if emulates(experiment, gpu) else "mxfp8_native"]
+    if experiment.precision is Precision.BF16 and experiment.ep_backend is not EPBackend.DEEPEP:
+        return 1  # TorchTitan's own dispatcher does not pad for BF16 experts
+    return GROUP_PADDING[experiment.precision.value]
 
 
 def _stage_memory(run: Step, rank: int, buffer: DispatchBuffer | None, constants: MemoryConstants) -> StageMemory:

@@ -46,11 +46,10 @@ def _kernels() -> Iterator[Case]:
     for name, us in CASTS.items():
         yield _part(f"cast of 16384², {name}", "µs", us, _cast_us(16384**2))
     case = b200.KERNELS_CASE
-    elements = {"rows": case.m * case.k, "weights": case.groups * case.n * case.k, "gradient": case.m * case.n}
     for kernel in b200.KERNELS:
         name = f"kernel of {kernel.direction}: {kernel.kind} {kernel.operand}".strip()
         if kernel.kind == "quantise":
-            yield _part(name, "µs", kernel.us, _cast_us(elements[kernel.operand]), b200.KERNELS_SOURCE, seen=True)
+            yield _part(name, "µs", kernel.us, _cast_us(case.elements[kernel.operand]), b200.KERNELS_SOURCE, seen=True)
         elif kernel.kind == "gemm":
             yield _part(name, "µs", kernel.us, _product_us(kernel.direction), b200.KERNELS_SOURCE, seen=True)
     for direction, share in OVERHEAD_SHARE["mxfp8"].items():

@@ -37,10 +37,11 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.trainer import Trainer
 
 from moelab.deepep.checkpoint import CommunicationSavingAC, CommunicationSavingFullAC
-from moelab.deepep.dispatcher import ALIGNMENT, PADDED
+from moelab.deepep.dispatcher import PADDED
 from moelab.errors import Refused
 from moelab.experiment import EPBackend, Experiment, Precision, Routing
 from moelab.experiment_file import read_experiment
+from moelab.hardware import GROUP_PADDING
 from moelab.machine import gpus
 from moelab.model import shape_for
 from moelab.mxfp8 import capture
@@ -209,7 +210,7 @@ def _padding(experiment: Experiment) -> dict[str, Any]:
         kind = f"mxfp8_{_kernels(experiment)}"
     tokens = ep_buffers.tokens_of_a_microbatch(experiment) if experiment.pp > 1 else None
     return {
-        "alignment": ALIGNMENT[kind],
+        "alignment": GROUP_PADDING[kind],
         "tokens": tokens,
         "kernels": experiment.ep_kernels,
         "precision": experiment.dispatch_precision,

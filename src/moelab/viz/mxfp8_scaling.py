@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 from moelab.viz.theme import MUTED, new_figure
 
 if TYPE_CHECKING:
-    from moelab.mxfp8.comparison import ErrorRow
+    from moelab.mxfp8.errors import ErrorRow
 
 LOOKS = {
     "floor": ("#0072B2", "solid", "circle"),
@@ -58,7 +58,7 @@ def scaling_errors(rows: Sequence[ErrorRow]) -> go.Figure:
     """SQNR of whole tensors by scaling, and the part of their values that is cut.
 
     Args:
-        rows: from :func:`moelab.mxfp8.comparison.compare_scalings`.
+        rows: from :func:`moelab.mxfp8.errors.compare_scalings`.
     """
     lost = {row.data: -row.sqnr_db for row in rows if row.method == "floor"}
     for row in rows:
