@@ -20,9 +20,16 @@ from moelab.analysis.two_by_two import arm_results
 from moelab.experiment import Routing
 from moelab.hardware.catalogue import quoted
 from moelab.mxfp8 import torchao_b200 as b200
-from moelab.projection.arms_projected import ARMS, projected_two_by_two
+from moelab.projection.arms_projected import (
+    ARMS,
+    equal_seconds_tps,
+    identification_lines,
+    meeting_all_published,
+    projected_two_by_two,
+)
 from moelab.projection.calibration import CALIBRATION, HOST_COMPILED_S, Constant, fitted, with_values
 from moelab.projection.calibration_fit import leave_out, refit
+from moelab.projection.job import ROUTINGS
 from moelab.projection.kernel_cases import H200_EXCHANGES
 from moelab.projection.measured import ALL_TO_ALL, GROUPED_GEMM, TWO_BY_TWO, load_measured
 from moelab.projection.parts import grouped_job, product_parts_s
@@ -186,6 +193,9 @@ def test_reasons_given_for_missed_goals_are_true() -> None:
     assert slowed == pytest.approx(861, abs=1)
     assert tps_of(job, CALIBRATION) == pytest.approx(915, abs=1)
     assert slowed / 651 == pytest.approx(1.32, abs=0.005)
+    random = {arm: replace(jobs[arm], routing=ROUTINGS[Routing.RANDOM_BALANCED]) for arm in ARMS[:2]}
+    slowed = tps_of(replace(random["bf16_deepep"], node=replace(job.node, nic_gb_s=slow)), CALIBRATION)
+    assert slowed / tps_of(random["bf16_standard"], CALIBRATION) == pytest.approx(1.01, abs=0.005)
     kept = {arm: replace(one, checkpointing="full+dispatch") for arm, one in jobs.items()}
 
     def late(host_s: float) -> float:
@@ -259,6 +269,27 @@ def test_the_missing_arm_and_the_interaction() -> None:
         assert forced.gains[arm].low < forced.gains[arm].value < forced.gains[arm].high
     random = projected_two_by_two(Routing.RANDOM_BALANCED, draws=30)
     assert random.gains["bf16_deepep"].value < forced.gains["bf16_deepep"].value
+
+
+def test_the_published_rows_do_not_identify_the_missing_arm_nor_what_random_routing_does() -> None:
+    """Other constants meet all three rows; what they say of the rest lies outside of the drawn intervals."""
+    other = meeting_all_published()
+    for row in THROUGHPUT:
+        assert other.tps[row.arm] == pytest.approx(row.tps, rel=1e-5)
+    forced, random = (projected_two_by_two(one, draws=30) for one in (Routing.ROUND_ROBIN, Routing.RANDOM_BALANCED))
+    missing = forced.tps["mxfp8_standard"]
+    assert other.tps["mxfp8_standard"] > missing.high
+    assert equal_seconds_tps() > missing.high
+    assert other.deepep_gain_random < random.gains["bf16_deepep"].low
+    lines = identification_lines(forced, random)
+    assert f"other constants: {other.tps['mxfp8_standard']:.0f} tokens/s" in lines[2]
+    assert lines[3].endswith(f"other constants: {other.deepep_gain_random - 1:+.0%}")
+
+
+def test_equal_seconds_saved_are_those_of_the_published_steps() -> None:
+    tokens = published_job("bf16_standard").tokens_per_gpu
+    saved_s = tokens / 859 - tokens / 918
+    assert equal_seconds_tps() == pytest.approx(tokens / (tokens / 651 - saved_s))
 
 
 def test_the_waterfall_ends_where_the_table_does(rows: tuple[ValidationRow, ...]) -> None:
