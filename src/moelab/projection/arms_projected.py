@@ -106,8 +106,8 @@ class OtherConstants:
     deepep_gain_random: float
 
 
-@functools.lru_cache(maxsize=2)
-def meeting_all_published(calibration: Calibration = CALIBRATION) -> OtherConstants:
+@functools.cache
+def meeting_all_published() -> OtherConstants:
     """Free the host's time, BF16's grouped rate and DeepEP's share of the network, and meet 651, 859 and 918.
 
     Raises:
@@ -122,7 +122,7 @@ def meeting_all_published(calibration: Calibration = CALIBRATION) -> OtherConsta
         if "deepep" in arm:
             slowed = replace(job.node.nic_gb_s, value=float(job.node.nic_gb_s) * share)
             job = replace(job, node=replace(job.node, nic_gb_s=slowed))
-        return tps_of(job, with_values(calibration, host_nodes_s=host_s, blackwell_grouped=grouped))
+        return tps_of(job, with_values(host_nodes_s=host_s, blackwell_grouped=grouped))
 
     def errors(logs: np.ndarray) -> list[float]:
         return [float(np.log(tps(arm, logs) / rate)) for arm, rate in published.items()]
@@ -135,7 +135,7 @@ def meeting_all_published(calibration: Calibration = CALIBRATION) -> OtherConsta
     return OtherConstants(
         host_nodes_s=host_s,
         blackwell_grouped=grouped,
-        deepep_gb_s=share * float(calibration.network) * float(jobs["bf16_deepep"].node.nic_gb_s),
+        deepep_gb_s=share * float(CALIBRATION.network) * float(jobs["bf16_deepep"].node.nic_gb_s),
         tps={arm: tps(arm, solved.x) for arm in ARMS},
         deepep_gain_random=gain,
     )
@@ -147,10 +147,15 @@ def equal_seconds_tps() -> float:
     return 1 / (1 / rate["bf16_standard"] - 1 / rate["bf16_deepep"] + 1 / rate["mxfp8_deepep"])
 
 
-def identification_lines(two: TwoByTwo, random: TwoByTwo, calibration: Calibration = CALIBRATION) -> list[str]:
-    """What the published rows leave open: the model's own figures, and those of other constants that meet all three."""
-    other = meeting_all_published(calibration)
-    missing, gain = two.tps["mxfp8_standard"], random.gains["bf16_deepep"]
+def identification_lines(forced: TwoByTwo, random: TwoByTwo) -> list[str]:
+    """What the published rows leave open: the model's own figures, and those of other constants that meet all three.
+
+    Args:
+        forced: projected under forced balance.
+        random: under balanced random routing.
+    """
+    other = meeting_all_published()
+    missing, gain = forced.tps["mxfp8_standard"], random.gains["bf16_deepep"]
     return [
         f"missing arm, this model: {missing.value:.0f} tokens/s ({missing.low:.0f} to {missing.high:.0f})",
         f"missing arm, equal seconds saved: {equal_seconds_tps():.0f} tokens/s",
