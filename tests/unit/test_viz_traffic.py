@@ -383,7 +383,7 @@ def test_stocks_best_is_its_fastest_checkpointing() -> None:
     assert (
         ("full checkpointing" in full, "1.250" in full) == ("no checkpointing" in none, "1.100" in none) == (True,) * 2
     )
-    assert "none / none, best" in best
+    assert "best: none / none" in best
     assert "1.100" in best
     figure = two_by_two_bars(results, Measurement(name=TWO_BY_TWO, content={**MADE_UP, "rows": rows}))
     assert len({trace.xaxis for trace in figure.data}) == 1, "a panel for a shape"

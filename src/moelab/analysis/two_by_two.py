@@ -213,29 +213,39 @@ def _words(result: ArmResult) -> str:
     return f"{result.label}, {result.setting}, {result.routing.replace('_', '-')}"
 
 
-def checkpointing_table(rows: Iterable[Mapping[str, Any]]) -> str:
-    """Stock and the best arm under each checkpointing of one campaign, and each side's best, as text.
+def checkpointing_pairs(rows: Iterable[Mapping[str, Any]]) -> list[list[tuple[ArmResult, ArmResult]]]:
+    """Stock and the fastest arm under each checkpointing, of one campaign.
 
     Args:
-        rows: see :func:`arm_results`. Of each shape and routing, the campaign counts in which stock ran under most
-            kinds of checkpointing; shapes of which none ran under several are left out.
+        rows: see :func:`arm_results`.
+
+    Returns:
+        For each shape and routing the pairs of the campaign in which stock ran under most kinds of checkpointing;
+        nothing where none ran under several.
     """
     campaigns: dict[tuple[str, str], dict[str | None, list[Mapping[str, Any]]]] = {}
     for row in rows:
         campaigns.setdefault((row["shape"], row["routing"]), {}).setdefault(row.get("campaign"), []).append(row)
-    lines = []
-    for (shape, routing), of_campaign in campaigns.items():
+    found = []
+    for of_campaign in campaigns.values():
         mine = max(map(arm_results, of_campaign.values()), key=lambda results: len(_stock_of(results)))
         stock = _stock_of(mine)
-        if len(stock) < 2:
-            continue
-        arms = {kind: _fastest(one for one in mine if one.activation_checkpoint == kind) for kind in stock}
-        pairs = [(checkpointing_words(kind), stock[kind], arms[kind]) for kind in stock]
-        best = (_fastest(stock.values()), _fastest(arms.values()))
-        pairs.append((" / ".join(one.activation_checkpoint for one in best) + ", best", *best))
-        for words, base, arm in pairs:
-            rates = f"{base.tps:14,.0f} {arm.tps:9,.0f} {arm.tps / base.tps:6.3f}"
-            lines.append(f"{shape:20} {routing:16} {words:23} {rates}  {arm.label}")
+        arms = {kind: [one for one in mine if one.activation_checkpoint == kind] for kind in stock}
+        if len(stock) > 1:
+            found.append([(stock[kind], _fastest(arms[kind])) for kind in stock])
+    return found
+
+
+def checkpointing_table(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Pairs of :func:`checkpointing_pairs` as text, and below them each side's best."""
+    lines = []
+    for pairs in checkpointing_pairs(rows):
+        best = (_fastest(stock for stock, _ in pairs), _fastest(arm for _, arm in pairs))
+        shown = [(checkpointing_words(stock.activation_checkpoint), stock, arm) for stock, arm in pairs]
+        shown.append((f"best: {' / '.join(one.activation_checkpoint for one in best)}", *best))
+        for words, stock, arm in shown:
+            names, rates = f"{stock.shape:20} {stock.routing:16} {words:23}", f"{stock.tps:14,.0f} {arm.tps:9,.0f}"
+            lines.append(f"{names} {rates} {arm.tps / stock.tps:6.3f}  {arm.label}")
     if not lines:
         return "stock ran under one kind of checkpointing at each shape: its best setting is not measured yet"
     head = f"{'shape':20} {'routing':16} {'checkpointing':23} {'stock tokens/s':>14} {'best arm':>9} {'ratio':>6}"
