@@ -115,13 +115,14 @@ def meeting_all_published() -> OtherConstants:
     """
     jobs = {arm: published_job(arm) for arm in ARMS}
     published = {row.arm: row.tps for row in THROUGHPUT}
+    card = jobs["bf16_deepep"].node.nic_gb_s
+    assert card is not None, "32 nodes have a network"
 
     def tps(arm: str, logs: np.ndarray, routing: Routing = Routing.ROUND_ROBIN) -> float:
         host_s, grouped, share = map(float, np.exp(logs))
         job = replace(jobs[arm], routing=ROUTINGS[routing])
         if "deepep" in arm:
-            slowed = replace(job.node.nic_gb_s, value=float(job.node.nic_gb_s) * share)
-            job = replace(job, node=replace(job.node, nic_gb_s=slowed))
+            job = replace(job, node=replace(job.node, nic_gb_s=replace(card, value=float(card) * share)))
         return tps_of(job, with_values(host_nodes_s=host_s, blackwell_grouped=grouped))
 
     def errors(logs: np.ndarray) -> list[float]:
@@ -135,7 +136,7 @@ def meeting_all_published() -> OtherConstants:
     return OtherConstants(
         host_nodes_s=host_s,
         blackwell_grouped=grouped,
-        deepep_gb_s=share * float(CALIBRATION.network) * float(jobs["bf16_deepep"].node.nic_gb_s),
+        deepep_gb_s=share * float(CALIBRATION.network) * float(card),
         tps={arm: tps(arm, solved.x) for arm in ARMS},
         deepep_gain_random=gain,
     )
