@@ -385,6 +385,9 @@ def test_stocks_best_is_its_fastest_checkpointing() -> None:
     )
     assert "best: none / none" in best
     assert "1.100" in best
+    short = [row | {"allocator_retries": 2 * (row["arm"] == "bf16_standard")} for row in rows]
+    assert checkpointing_table(short).count("stock was short of memory") == 3
+    assert goal_lines(arm_results(short))[-1].endswith("stock, 671B, full checkpointing, stock, 671B, no checkpointing")
     figure = two_by_two_bars(results, Measurement(name=TWO_BY_TWO, content={**MADE_UP, "rows": rows}))
     assert len({trace.xaxis for trace in figure.data}) == 1, "a panel for a shape"
 

@@ -45,6 +45,8 @@ class ArmResult:
             was not measured.
         best_ratio: over the fastest checkpointing of stock in the same campaign, the mean of its campaigns; None where
             stock ran under one alone that recomputes, and a faster one is not known.
+        retries: of the allocator in the timed steps of its first campaign; above zero it was short of memory, and its
+            time is one of memory too.
     """
 
     shape: str
@@ -58,6 +60,7 @@ class ArmResult:
     steps: int
     ratio: float | None
     best_ratio: float | None
+    retries: int = 0
 
     @property
     def label(self) -> str:
@@ -133,6 +136,7 @@ def arm_results(rows: Iterable[Mapping[str, Any]]) -> list[ArmResult]:
                 steps=_steps(passes),
                 ratio=_ratio(campaigns, {name: _quartiles(rows)[1] for name, rows in alike.items()}),
                 best_ratio=_ratio(campaigns, _best(stock)),
+                retries=sum(row.get("allocator_retries") or 0 for row in passes),
             )
         )
     return results
@@ -183,15 +187,21 @@ def goal_lines(results: Sequence[ArmResult]) -> list[str]:
         results: of :func:`arm_results`.
 
     Returns:
-        A sentence for each goal; that it was not measured where nothing was.
+        A sentence for each goal; that it was not measured where nothing was. Another where stock was short of memory.
     """
     large = [result for result in results if result.shape.startswith("671B")]
     deepep = [result for result in large if result.arm == DEEPEP]
     others = [result for result in large if result.arm != BASELINE]
-    return [
+    short = [f"stock, {result.setting}" for result in large if result.retries and result.arm == BASELINE]
+    lines = [
         _goal_line(f"{arm_label(DEEPEP)} at a 671B shape", deepep, GOAL_DEEPEP),
         _goal_line("the best arm at a 671B shape", others, GOAL_BEST),
     ]
+    if short:
+        lines.append(
+            f"short of memory, so that a ratio over it is one of memory too: {', '.join(dict.fromkeys(short))}"
+        )
+    return lines
 
 
 def _goal_line(what: str, results: Sequence[ArmResult], goal: float) -> str:
@@ -245,7 +255,8 @@ def checkpointing_table(rows: Iterable[Mapping[str, Any]]) -> str:
         shown.append((f"best: {' / '.join(one.activation_checkpoint for one in best)}", *best))
         for words, stock, arm in shown:
             names, rates = f"{stock.shape:20} {stock.routing:16} {words:23}", f"{stock.tps:14,.0f} {arm.tps:9,.0f}"
-            lines.append(f"{names} {rates} {arm.tps / stock.tps:6.3f}  {arm.label}")
+            short = " (stock was short of memory)" if stock.retries else ""
+            lines.append(f"{names} {rates} {arm.tps / stock.tps:6.3f}  {arm.label}{short}")
     if not lines:
         return "stock ran under one kind of checkpointing at each shape: its best setting is not measured yet"
     head = f"{'shape':20} {'routing':16} {'checkpointing':23} {'stock tokens/s':>14} {'best arm':>9} {'ratio':>6}"
@@ -307,11 +318,12 @@ def layer_gains(rows: Iterable[Mapping[str, Any]]) -> list[LayerGain]:
     """The gain of each arm on a MoE layer, where one campaign has both depths of it and of stock.
 
     Args:
-        rows: of ``h100_two_by_two.json``, see :func:`arm_results`; without ``step_s`` a row counts for nothing.
+        rows: of ``h100_two_by_two.json``, see :func:`arm_results`; those without ``step_s`` count for nothing, nor do
+            those whose allocator retried: they were short of memory.
     """
     seconds: dict[tuple[str | None, str, str, str], dict[int, list[float]]] = {}
     for row in rows:
-        if row["shape"] in DEPTHS and row.get("step_s"):
+        if row["shape"] in DEPTHS and row.get("step_s") and not row.get("allocator_retries"):
             key = (row.get("campaign"), row["activation_checkpoint"], row["routing"], row["arm"])
             seconds.setdefault(key, {}).setdefault(DEPTHS[row["shape"]], []).extend(row["step_s"])
     few, many = DEPTHS.values()

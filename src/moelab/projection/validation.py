@@ -110,6 +110,11 @@ NOT_PREDICTED: tuple[tuple[str, str, str], ...] = (
     ("torchao", "speed-ups, GB/s and shares of a peak beside times", "quotients of rows that are in the table"),
     ("SimuMax", "memory of six steps", "not a time; moelab.memory is held against it"),
     ("Primus, SimAI, vTrain, Charon", "errors of their own predictions", "the measured steps are not at hand"),
+    (
+        "two by two",
+        "arms whose allocator retried in the timed steps",
+        "the model has no time for freeing and asking again",
+    ),
     ("two processor cores", "seconds of a step on a CPU", "the model has no rates of a processor"),
 )
 """Figures of the same sources that are no rows: source, what, and why not."""
