@@ -31,7 +31,7 @@ from moelab.viz.mxfp8_block import block_figure
 from moelab.viz.mxfp8_errors import method_errors, product_errors
 from moelab.viz.mxfp8_explorer import BLOCKS, Choice, QuantisationExplorer, quantisation_figure
 from moelab.viz.mxfp8_path import DGRAD, FORWARD, MXFP8, PATH, WGRAD, mxfp8_path
-from moelab.viz.mxfp8_scaling import largest_number_error, scaling_errors
+from moelab.viz.mxfp8_scaling import ROUNDING, largest_number_error, scaling_errors
 
 TENSORS = {
     "easy": synthetic("gaussian", (64, 256)),
@@ -138,6 +138,8 @@ def test_the_largest_number_of_a_block_is_cut_by_floor_alone() -> None:
     figure = largest_number_error(amax, errors)
     assert {trace.name for trace in figure.data} == {"FLOOR", "EVEN", "CEIL", "RCEIL"}
     assert "RCEIL and CEIL never cut it" in title(figure)
+    assert min(errors["rceil"]) == pytest.approx(-ROUNDING), "the worst rounding, which the subtitle names"
+    assert f"±{100 * ROUNDING:.2f} % (1/17)" in title(figure).replace("<br>", " ")
 
 
 def test_scaling_figure_draws_every_row() -> None:
