@@ -144,7 +144,9 @@ def compare_convergence(
         {**final.diverged, **(diverged or {})},
         lost or {},
         also=table["arm"].unique(),
-        quantity=f"the mean loss of steps {final.first_step} to {final.last_step}",
+        quantity=f"the loss of step {final.last_step}"
+        if final.first_step == final.last_step
+        else f"the mean loss of steps {final.first_step} to {final.last_step}",
         steps=(final.first_step, final.last_step),
         lr_warmup_steps=lr_warmup_steps,
         **options,
