@@ -33,7 +33,7 @@ from typing import Any
 from moelab.experiment import Experiment
 from moelab.hardware import H100
 from moelab.layout import check
-from moelab.layout.stages import split_layers
+from moelab.layout.schedule import split_layers
 from moelab.machine import environment
 from moelab.memory import estimate
 from moelab.memory.megatron import V2, MegatronRun, megatron_memory

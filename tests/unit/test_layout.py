@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any, Literal
 
 import pytest
@@ -17,7 +16,7 @@ from moelab.deepep.elastic import check_sizes
 from moelab.errors import BadInput, Refused
 from moelab.experiment import Experiment
 from moelab.layout import RULES, SCHEDULES, check, facts_of
-from moelab.layout.stages import effective_layers, split_layers, stages_of_rank
+from moelab.layout.schedule import effective_layers, split_layers, stages_of_rank
 from moelab.model import shape_for, shape_of
 from moelab.mxfp8.converter import LINEARS, MXFP8Converter
 from moelab.mxfp8.emulation import grouped_mm
@@ -376,13 +375,3 @@ def test_a_reason_has_no_trace_of_python() -> None:
     for name, fields in BROKEN.items():
         for reason in reasons(**fields):
             assert not re.search(r"[<>{}\[\]]|Precision\.|EPBackend\.|None", reason), (name, reason)
-
-
-def test_more_microbatches_never_make_the_bubble_worse() -> None:
-    from moelab.layout import bubble_fraction
-
-    for schedule in SCHEDULES.values():
-        counts = [count for count in range(1, 65) if schedule.takes(count, 8)]
-        bubbles = [bubble_fraction(schedule, pp=8, microbatches=count) for count in counts]
-        assert all(later <= earlier for earlier, later in pairwise(bubbles))
-        assert all(0 < bubble < 1 for bubble in bubbles)

@@ -7,7 +7,7 @@ from typing import Any
 
 from moelab.experiment import EPBackend, Experiment, Precision
 from moelab.hardware import gpu_of
-from moelab.layout.stages import SCHEDULES, Schedule, schedule_in_any_case
+from moelab.layout.schedule import SCHEDULES, Schedule, schedule_in_any_case
 from moelab.model import ModelShape, shape_for
 
 

@@ -9,7 +9,7 @@ from moelab.experiment import EPBackend, Precision, Routing
 from moelab.hardware import cluster_of
 from moelab.layout.arm_rules import MXFP8_CAPABILITY
 from moelab.layout.facts import Facts
-from moelab.layout.stages import rank_with_loss
+from moelab.layout.schedule import rank_with_loss
 
 PADDING = {Precision.FP8: 16, Precision.MXFP8: 32}
 """Tokens: what TorchTitan 0.3.0's converters pad each expert's group to by default."""

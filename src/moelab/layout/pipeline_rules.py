@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from moelab.layout.facts import Facts
 from moelab.layout.rule import Rule
-from moelab.layout.stages import SCHEDULES, effective_layers
+from moelab.layout.schedule import SCHEDULES, effective_layers
 
 
 def _schedule(facts: Facts) -> bool:

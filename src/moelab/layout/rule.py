@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 from moelab.experiment import EPBackend, Experiment, Precision
 from moelab.layout.facts import Facts
-from moelab.layout.stages import SCHEDULES
+from moelab.layout.schedule import SCHEDULES
 
 
 @dataclass(frozen=True, kw_only=True)

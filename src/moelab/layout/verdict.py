@@ -8,7 +8,7 @@ from moelab.experiment import Experiment
 from moelab.layout.facts import Facts, facts_of
 from moelab.layout.notes import notes
 from moelab.layout.rules import RULES
-from moelab.layout.stages import SCHEDULES, split_layers, stages_of_rank
+from moelab.layout.schedule import SCHEDULES, split_layers, stages_of_rank
 
 
 @dataclass(frozen=True, kw_only=True)

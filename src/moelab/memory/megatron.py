@@ -25,8 +25,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import prod
 
+from moelab.layout.schedule import in_flight
 from moelab.memory.activations import BF16, FP32, Work, saved_without_checkpointing
-from moelab.memory.inflight import in_flight
 from moelab.memory.working_set import backward_working_set
 from moelab.model import EMBEDDING, HEAD, NORM, ModelShape, Parameter, parameters, shape_of
 

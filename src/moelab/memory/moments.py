@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from moelab.layout import Layout
+from moelab.layout.schedule import in_flight
 from moelab.memory.activations import BF16, FP32, Work
-from moelab.memory.inflight import in_flight
 from moelab.memory.layer import LayerCosts, Mode, layer_costs
 from moelab.memory.sharding import NOTHING, Degrees, Held, StageModules, degrees_of, module_held
 from moelab.model import EMBEDDING, HEAD, ModelShape

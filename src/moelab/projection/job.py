@@ -8,7 +8,7 @@ from functools import cached_property
 from moelab.experiment import EPBackend, Experiment, Precision, Routing
 from moelab.hardware import Node
 from moelab.layout import Layout
-from moelab.layout.stages import split_layers
+from moelab.layout.schedule import split_layers
 from moelab.memory.activations import Work, keeps_arrived
 from moelab.memory.constants import memory_constants
 from moelab.memory.estimate import emulates, work_of
