@@ -28,7 +28,7 @@ from moelab.memory import (
     local_numel,
     memory_constants,
 )
-from moelab.memory.estimate import work_of
+from moelab.memory.peak import work_of
 from moelab.memory.sharding import chunk
 from moelab.model import count_parameters, shape_of
 

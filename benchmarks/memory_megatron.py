@@ -1,4 +1,4 @@
-"""Megatron-LM's peak memory by this package's lists of activations, to be held against peaks measured on B200.
+"""Megatron-LM's peak memory by moelab's lists of activations, to be held against peaks measured on B200.
 
 Nobody has published TorchTitan's memory on B200. SimuMax has published Megatron-LM's, of DeepSeek-V2 and V3 with four
 layers on eight GPUs (``benchmarks/results/memory_b200_simumax.json``). What a layer keeps for its backward pass is
@@ -26,8 +26,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from moelab.layout.schedule import in_flight
-from moelab.memory.activations import BF16, FP32, Work, saved_without_checkpointing
-from moelab.memory.working_set import backward_working_set
+from moelab.memory.activations import BF16, FP32, Work, backward_working_set, saved_without_checkpointing
 from moelab.model import EMBEDDING, HEAD, NORM, ModelShape, Parameter, parameters, shape_of
 
 GIB = 2**30
