@@ -192,8 +192,7 @@ def titan_config(experiment: Experiment) -> dict[str, Any]:
     """The configuration that TorchTitan would resolve, as on the GPU that the experiment is for. Loads torch.
 
     Raises:
-        Refused: if no machine can run this arm, or this one lacks the kernels that it asks for by name, or TorchTitan
-            cannot be imported.
+        Refused: if this machine lacks the kernels that it asks for by name, or TorchTitan cannot be imported.
     """
     try:
         from moelab.titan.assumed_gpu import assume_gpu

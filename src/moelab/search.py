@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from moelab.errors import BadInput
 from moelab.experiment import Experiment
 from moelab.layout import RULES, SCHEDULES, Facts, Layout, bubble_fraction, facts_of, resolve
-from moelab.layout.rule import divisors
+from moelab.layout.mesh import divisors
 
 VARIED = ("pp", "pp_schedule", "microbatch", "dp_replicate", "dp_shard", "cp", "tp", "ep")
 """Fields of an experiment that a search chooses unless they are fixed."""
@@ -141,7 +141,7 @@ def search(
     examined, legal = 0, []
     for facts in layouts(experiment, fixed=fixed, global_batch=global_batch):
         examined += 1
-        if all(rule.holds(facts) for rule in RULES):
+        if all(rule.fault(facts) is None for rule in RULES):
             legal.append((_Key(before(facts), *_order(facts)), facts))
     legal.sort(key=lambda pair: pair[0])
     fitting: list[Candidate] = []

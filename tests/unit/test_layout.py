@@ -138,8 +138,8 @@ def test_a_broken_rule_is_told_and_its_choices_mend_it(name: str) -> None:
     told = [rule for rule in RULES if rule.name == name and not rule.holds(facts)]
     assert told, check(broken).reasons
     for rule in told:
-        assert rule.explain(facts) in check(broken).reasons
-        assert rule.explain(facts).startswith(f"{rule.factor} is ")
+        assert rule.reason(facts) in check(broken).reasons
+        assert str(rule.reason(facts)).startswith(f"{rule.factor} is ")
         for value in rule.choices(facts) if rule.offers_choices else ():
             changed = facts.vary(rule.factor, value)
             assert rule.holds(changed)

@@ -20,7 +20,7 @@ from titan_judge import Answers, ask
 
 from moelab.experiment import EPBackend, Experiment, Precision
 from moelab.layout import RULES, SCHEDULES, check, facts_of
-from moelab.layout.rule import divisors
+from moelab.layout.mesh import divisors
 from moelab.layout.schedule import effective_layers, split_layers, stages_of_rank
 from moelab.model import shape_of
 
@@ -335,7 +335,7 @@ def test_ranks_hold_torchtitans_stages(name: str) -> None:
 
 
 def test_rotary_embeddings_reach_as_far_as_torchtitans() -> None:
-    from moelab.layout.sequence_rules import ROPE_TOKENS
+    from moelab.layout.rules import ROPE_TOKENS
     from moelab.titan.models import model_spec
 
     theirs = {model: model_spec(model, ep_backend="standard").model.max_seq_len for model in ROPE_TOKENS}

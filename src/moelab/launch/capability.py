@@ -1,17 +1,16 @@
-"""What this machine can run. What it cannot is refused by name, with the nearest arm that it can.
+"""What this machine can run: what it lacks for an experiment, and what makes the experiment illegal on its GPUs.
 
-Nothing falls back silently.
+Legality is judged by :func:`moelab.layout.check` alone. What is refused is refused by name, with what would run;
+nothing falls back silently.
 """
 
 from __future__ import annotations
 
-from moelab.experiment import EPBackend, Experiment, Precision
-from moelab.hardware import has_grouped_fp8
+from moelab.experiment import EPBackend, Experiment
+from moelab.hardware import gpu_from, gpu_of
 from moelab.layout import check
-from moelab.layout.arm_rules import MXFP8_CAPABILITY
 from moelab.machine import GpuInfo, cores, gpus, has_module
 from moelab.model import count_parameters, shape_for
-from moelab.titan.arms import refusal
 
 RANKS_PER_CORE = 4
 CPU_PARAMETERS = 1_000_000_000
@@ -19,7 +18,7 @@ CPU_PARAMETERS = 1_000_000_000
 
 
 def refusals(experiment: Experiment, *, devices: tuple[GpuInfo, ...] | None = None) -> list[str]:
-    """Every reason why this machine cannot run an experiment; where it has none of its own, those of a plan.
+    """Every reason why this machine cannot run an experiment: what it lacks, then those of a plan for its GPUs.
 
     Args:
         experiment: what would run.
@@ -27,9 +26,10 @@ def refusals(experiment: Experiment, *, devices: tuple[GpuInfo, ...] | None = No
     """
     found = gpus() if devices is None else devices
     found = () if experiment.hardware == "cpu" else found
-    checks = (_trainer, _nodes, _ranks, _precision, _backend, _model, _hardware)
-    reasons = [reason for one in checks if (reason := one(experiment, found))]
-    return reasons or list(check(experiment).reasons)
+    checks = (_trainer, _nodes, _ranks, _deepep, _model, _hardware)
+    lacking = [reason for one in checks if (reason := one(experiment, found))]
+    weakest = min(found, key=lambda gpu: gpu.capability, default=None)
+    return [*lacking, *check(experiment, gpu=gpu_from(weakest) if weakest else gpu_of("cpu")).reasons]
 
 
 def _trainer(_experiment: Experiment, _gpus: tuple[GpuInfo, ...]) -> str | None:
@@ -54,35 +54,14 @@ def _ranks(experiment: Experiment, found: tuple[GpuInfo, ...]) -> str | None:
     return None
 
 
-def _precision(experiment: Experiment, found: tuple[GpuInfo, ...]) -> str | None:
-    weakest = min(found, key=lambda gpu: gpu.capability, default=None)
-    capability = weakest.capability if weakest else 0.0
-    here = f"{weakest.name} is SM{capability * 10:.0f}" if weakest else "this machine has no GPU to use"
-    if experiment.precision is Precision.FP8 and not has_grouped_fp8(capability):
-        return f"precision fp8 needs FP8 grouped GEMMs (SM90 or SM100); {here}. Nearest: precision=mxfp8 (emulated)"
-    native = experiment.precision is Precision.MXFP8 and experiment.mxfp8_kernels == "native"
-    if native and capability < MXFP8_CAPABILITY:
-        return f"mxfp8_kernels native needs SM100 or later; {here}. Nearest: mxfp8_kernels=emulated"
-    if experiment.quantize != "experts" and experiment.precision is Precision.FP8:
-        return "quantize experts+linears is for precision mxfp8; use quantize=experts with fp8"
-    if experiment.precision is Precision.MXFP8 and experiment.quantize != "experts" and experiment.tp > 1:
-        return f"quantize experts+linears needs tp=1 (tp is {experiment.tp}); use quantize=experts"
-    return None
-
-
-def _backend(experiment: Experiment, found: tuple[GpuInfo, ...]) -> str | None:
+def _deepep(experiment: Experiment, found: tuple[GpuInfo, ...]) -> str | None:
     backend = experiment.ep_backend
     emulated = backend is EPBackend.DEEPEP and experiment.ep_kernels == "emulated"
-    if backend is not EPBackend.STANDARD and not found and not emulated:
-        instead = "ep_kernels=emulated or ep_backend=standard" if backend is EPBackend.DEEPEP else "ep_backend=standard"
-        return f"ep_backend {backend.value} needs CUDA and this machine has no GPU to use. Nearest: {instead}"
-    if reason := refusal(experiment):
-        return reason
-    if backend in (EPBackend.DEEPEP, EPBackend.HYBRIDEP) and not emulated and not has_module("deep_ep"):
-        return f"ep_backend {backend.value} needs DeepEP, which is not installed. Nearest: ep_backend=standard" + (
-            ", or ep_kernels=emulated for the numerics of deepep" if backend is EPBackend.DEEPEP else ""
-        )
-    return None
+    if not found or emulated or backend not in (EPBackend.DEEPEP, EPBackend.HYBRIDEP) or has_module("deep_ep"):
+        return None
+    return f"ep_backend {backend.value} needs DeepEP, which is not installed. Nearest: ep_backend=standard" + (
+        ", or ep_kernels=emulated for the numerics of deepep" if backend is EPBackend.DEEPEP else ""
+    )
 
 
 def _model(experiment: Experiment, found: tuple[GpuInfo, ...]) -> str | None:

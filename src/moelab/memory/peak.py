@@ -27,17 +27,13 @@ from math import gcd
 from moelab.experiment import EPBackend, Experiment, Precision, Routing
 from moelab.hardware import Figure, Gpu
 from moelab.layout import Layout
+from moelab.layout.rules import DEEPEP_PADDING, MXFP8_CAPABILITY, NATIVE_PADDING, PADDING
 from moelab.layout.schedule import in_flight
 from moelab.memory.activations import BF16, FP32, LayerCosts, Mode, Work, layer_costs
 from moelab.memory.sharding import NOTHING, Degrees, Held, StageModules, degrees_of, held, module_held, stage_modules
 from moelab.model import EMBEDDING, HEAD, ModelShape, shape_for
 
 GIB = 2**30
-PADDING = {Precision.BF16: 1, Precision.FP8: 16, Precision.MXFP8: 32}
-"""Rows to a multiple of which each expert's group is padded; native MXFP8 kernels need ``NATIVE_PADDING``."""
-NATIVE_PADDING, NATIVE_CAPABILITY = 128, 10.0
-DEEPEP_PADDING = 8
-"""Rows to a multiple of which moelab's DeepEP dispatcher pads groups for BF16 experts."""
 SCALE_BYTES = {"bf16": 0.0, "mxfp8": 1 / 32, "fp8": 0.0}
 """Of each feature of a quantised row: one byte for a block of 32; one number for a whole row is nothing."""
 PARTS = (
@@ -266,7 +262,7 @@ def estimate(
 
 def emulates(experiment: Experiment, gpu: Gpu) -> bool:
     """Whether MXFP8 is emulated: where it is asked for, and where a GPU has no MXFP8 tensor cores."""
-    auto = experiment.mxfp8_kernels == "auto" and gpu.capability < NATIVE_CAPABILITY
+    auto = experiment.mxfp8_kernels == "auto" and gpu.capability < MXFP8_CAPABILITY
     return experiment.precision is Precision.MXFP8 and (auto or experiment.mxfp8_kernels == "emulated")
 
 

@@ -41,13 +41,14 @@ from moelab.deepep.dispatcher import ALIGNMENT, PADDED
 from moelab.errors import Refused
 from moelab.experiment import EPBackend, Experiment, Precision, Routing
 from moelab.experiment_file import read_experiment
+from moelab.layout import check
 from moelab.model import shape_for
 from moelab.mxfp8 import capture
 from moelab.mxfp8 import dispatch as mxfp8_dispatch
 from moelab.mxfp8 import kernels as mxfp8_kernels
 from moelab.mxfp8.converter import LINEARS, MXFP8Converter
 from moelab.titan import corpus, ep_buffers, routing
-from moelab.titan.arms import named_arms, refusal
+from moelab.titan.arms import named_arms, nearest
 from moelab.titan.fp8 import FP8Converter
 from moelab.titan.models import model_spec
 from moelab.titan.preempt import ResumeCheckpoints, StoppableTrainer
@@ -82,11 +83,18 @@ class EndValidator(Validator):
 
 
 def experiment() -> Trainer.Config:
-    """The experiment whose YAML file ``MOELAB_EXPERIMENT`` names."""
+    """The experiment whose YAML file ``MOELAB_EXPERIMENT`` names.
+
+    Raises:
+        Refused: if it is illegal.
+    """
     path = os.environ.get(EXPERIMENT_VARIABLE)
     if not path:
         raise KeyError(f"set {EXPERIMENT_VARIABLE} to the path of an experiment.yaml; `moelab run` does so")
-    return trainer_config(read_experiment(Path(path)))
+    asked = read_experiment(Path(path))
+    if reasons := check(asked).reasons:
+        raise Refused("\n".join(reasons))
+    return trainer_config(asked)
 
 
 def __getattr__(name: str) -> Callable[[], Trainer.Config]:
@@ -97,6 +105,8 @@ def __getattr__(name: str) -> Callable[[], Trainer.Config]:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
 
     def config() -> Trainer.Config:
+        if reasons := check(arm).reasons:
+            raise Refused("\n".join([*reasons, f"nearest by name: --config {nearest(name)}"]))
         return trainer_config(arm)
 
     config.__name__ = config.__qualname__ = name
@@ -113,16 +123,14 @@ def trainer_config(experiment: Experiment) -> Trainer.Config:
     """Translate an experiment, and prepare this process for it: its device, its corpus, its kernels.
 
     Args:
-        experiment: one arm at one seed.
+        experiment: one arm at one seed; whether it is legal is not asked here, but where TorchTitan asks for it.
 
     Returns:
         The whole configuration of TorchTitan's trainer.
 
     Raises:
-        Refused: if no machine can run this arm, or this one lacks the kernels that it asks for by name.
+        Refused: if this machine lacks the kernels that the arm asks for by name.
     """
-    if reason := refusal(experiment):
-        raise Refused(reason)
     on_cpu = not torch.cuda.is_available()
     if on_cpu:
         from moelab.titan import cpu
