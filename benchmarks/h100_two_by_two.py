@@ -10,14 +10,21 @@ recorded with its reason and costs only itself::
 
     python benchmarks/h100_two_by_two.py --gpus 2 --output two_by_two.json
     python benchmarks/h100_two_by_two.py --gpus 2 --output x.json --shapes 671B --arms bf16_standard bf16_deepep
+    python benchmarks/h100_two_by_two.py --gpus 2 --output y.json --shapes "671B MoE-heavy" "671B, 10 MoE layers" \\
+        --checkpointing full selective none --arms bf16_standard fp8_deepep_dispatch-fp8 --routings random_balanced
     python benchmarks/h100_two_by_two.py --gpus 2 --output dry.json --dry --eager   # on a CPU, tiny
 
 ``benchmarks/h100_full_node.py`` starts this on four and eight GPUs.
 
 Routing is forced and read from a table that is refilled before each step: *round robin* is TorchTitan's forced
 balance (neighbouring experts, which share a rank), *random* loads the experts equally too and sends each token to
-random ones. The cost of choosing experts is the same in all rows. The file is written after every pass, and a second
-call with the same file goes on with what is missing; an arm that was refused is left alone for the rest of the call.
+random ones. The cost of choosing experts is the same in all rows. Two arms are compared under the same activation
+checkpointing: it decides how often an exchange is paid. Two depths of one shape give the time of a MoE layer, without
+the embedding, the head and the optimizer, which weigh more in a thin model than in a whole one.
+
+The file is written after every pass, and a second call with the same file goes on with what its last campaign lacks;
+``--campaign`` begins another. An arm that runs out of memory is a row with that error, and its further passes are left
+out; an arm that was refused for another reason is left alone for the rest of the call. The raw log is beside the file.
 """
 
 from __future__ import annotations
@@ -36,7 +43,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from memory_h100_case import thin_shape
@@ -46,8 +53,10 @@ from torchtitan.models.common.moe import TokenChoiceTopKRouter
 from torchtitan.tools.logging import init_logger
 from torchtitan.trainer import Trainer
 
+from moelab.analysis.two_by_two import STOCK_CHECKPOINTING, layer_gains, layer_table
 from moelab.experiment import Experiment
-from moelab.machine import environment
+from moelab.machine import environment, gpus
+from moelab.privacy import without_places
 from moelab.projection.full_node import NODE_SHAPES
 from moelab.projection.measured import DRY_RUN
 from moelab.runs.files import write_json
@@ -56,6 +65,10 @@ from moelab.titan import config_registry, routing
 ROUTINGS = ("round_robin", "random_balanced")
 WARM_STEPS = 2
 BLOCK_WARM_STEPS = 1
+CHECKPOINTING = ("full", "selective", "none")
+OUT_OF_MEMORY = "out of memory"
+READY_S, COMPILE_S = 17, 30
+"""Seconds from the start of a pass to its first timed step, and what its first compilation adds, on two H200."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +117,15 @@ ARMS |= {
     f"bf16_{backend}_full+dispatch": {"ep_backend": backend, "activation_checkpoint": "full+dispatch"}
     for backend in ("standard", "deepep")
 }
+
+
+class Key(NamedTuple):
+    """One pass of one arm."""
+
+    shape: str
+    activation_checkpoint: str
+    arm: str
+    order: int
 
 
 class TableRouter(TokenChoiceTopKRouter):
@@ -229,7 +251,7 @@ def measure(shape: Shape, arm: dict[str, Any], options: argparse.Namespace) -> d
 
 def arm_name(options: argparse.Namespace) -> str:
     """Of the pass that this rank belongs to."""
-    return str(options.child[1])
+    return str(options.child[2])
 
 
 def wait_for(file: Path) -> None:
@@ -252,15 +274,16 @@ def profile(runner: Runner, kind: str) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: -row["us"])[:60]
 
 
-def rows_of(shape_name: str, shape: Shape, arm: str, order: int, measured: dict[str, Any]) -> list[dict[str, Any]]:
+def rows_of(key: Key, measured: dict[str, Any]) -> list[dict[str, Any]]:
     """One row for each routing."""
+    shape = ALL_SHAPES[key.shape]
     tokens = shape.local_batch * shape.seq_len
     rows = []
     for kind, seconds in measured["seconds"].items():
         rates = sorted(tokens / second for second in seconds)
         quarters = statistics.quantiles(rates, n=4) if len(rates) > 1 else [rates[0]] * 3
         rows.append(
-            {"shape": shape_name, "arm": arm, "routing": kind, "order": order, "steps": len(seconds),
+            {**key._asdict(), "routing": kind, "steps": len(seconds),
              "tps_median": round(statistics.median(rates), 1), "tps_iqr": round(quarters[2] - quarters[0], 1),
              "step_s": seconds, "peak_reserved_gib": measured.get("peak_reserved_gib"),
              "peak_active_gib": measured.get("peak_active_gib"), "ready_s": measured["ready_s"],
@@ -269,18 +292,26 @@ def rows_of(shape_name: str, shape: Shape, arm: str, order: int, measured: dict[
     return rows
 
 
+def no_memory_rows(key: Key, routings: Iterable[str]) -> list[dict[str, Any]]:
+    """Rows of a pass that ran out of memory."""
+    nothing = {"steps": 0, "tps_median": None, "tps_iqr": None, "step_s": [], "error": OUT_OF_MEMORY}
+    return [{**key._asdict(), "routing": kind, **nothing} for kind in routings]
+
+
 def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """All passes of an arm together, and its ratio to stock's best of its campaign: BF16, standard dispatcher."""
-    groups: dict[tuple[str, ...], dict[str, list[float]]] = {}
+    """All passes of an arm together, and its ratio to stock of its campaign under the same checkpointing."""
+    groups: dict[tuple[str, ...], dict[tuple[str, str], list[float]]] = {}
     for row in rows:
-        arms = groups.setdefault((row["shape"], row["routing"], row.get("campaign", "")), {})
-        arms.setdefault(row["arm"], []).extend(row["step_s"])
+        if not row.get("error"):
+            arms = groups.setdefault((row["shape"], row["routing"], row.get("campaign", "")), {})
+            arms.setdefault((row["activation_checkpoint"], row["arm"]), []).extend(row["step_s"])
     result = []
     for (shape, kind, campaign), arms in sorted(groups.items()):
-        base = statistics.median(arms["bf16_standard"]) if "bf16_standard" in arms else None
-        for arm, seconds in arms.items():
-            ratio = round(base / statistics.median(seconds), 4) if base else None
-            row = {"shape": shape, "routing": kind, "arm": arm, "steps": len(seconds), "ratio": ratio}
+        for (checkpointing, arm), seconds in arms.items():
+            stock = arms.get((STOCK_CHECKPOINTING.get(checkpointing, checkpointing), "bf16_standard"))
+            ratio = round(statistics.median(stock) / statistics.median(seconds), 4) if stock else None
+            row = {"shape": shape, "activation_checkpoint": checkpointing, "routing": kind, "arm": arm}
+            row |= {"steps": len(seconds), "ratio": ratio}
             result.append(row | ({"campaign": campaign} if campaign else {}))
     return result
 
@@ -288,12 +319,12 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 class Pass:
     """One pass of one arm in processes of its own, which go on at a word: ``prepare``, then ``time``."""
 
-    def __init__(self, shape: str, arm: str, order: int, options: argparse.Namespace) -> None:
-        self.key = (shape, arm, order)
+    def __init__(self, key: Key, options: argparse.Namespace) -> None:
+        self.key = key
         self.options, self.folder = options, Path(tempfile.mkdtemp(prefix="two_by_two."))
         command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={options.gpus}"]
         command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", __file__, *sys.argv[1:]]
-        command += ["--child", shape, arm, str(order), "--child-folder", str(self.folder)]
+        command += ["--child", *map(str, key), "--child-folder", str(self.folder)]
         with (self.folder / "log.txt").open("wb") as sink:
             self.process = subprocess.Popen(command, stdout=sink, stderr=sink)
 
@@ -315,14 +346,15 @@ class Pass:
         self.wait("never")
         lines = (self.folder / "log.txt").read_text(errors="replace").splitlines()
         with self.options.output.with_suffix(".log").open("a") as log:
-            log.write("\n".join([f"# {self.key}", *lines, ""]))
+            log.write(without_places("\n".join([f"# {self.key}", *lines, ""])))
         result = self.folder / "result.json"
         if result.exists():
-            record(content, *self.key, json.loads(result.read_text()))
+            record(content, self.key, json.loads(result.read_text()), self.options)
+        elif any(OUT_OF_MEMORY in line for line in lines):  # of PyTorch, CUDA or NCCL
+            add(content, no_memory_rows(self.key, self.options.routings), self.options)
         else:
-            errors = [line for line in lines if "Error" in line][-3:]
-            names = dict(zip(("shape", "arm", "order"), self.key, strict=True))
-            content["refused"].append(names | {"exit_code": self.process.returncode, "error": errors})
+            errors = [without_places(line) for line in lines if "Error" in line][-3:]
+            content["refused"].append({**self.key._asdict(), "exit_code": self.process.returncode, "error": errors})
             print("REFUSED", json.dumps(content["refused"][-1])[:600], flush=True)
         write_json(self.options.output, content)
         shutil.rmtree(self.folder)
@@ -333,27 +365,59 @@ def main() -> None:
     options = parse()
     if options.child:
         child(options)
-    content = read(options.output, DRY_RUN if options.dry else "measured")
-    done = {(row["shape"], row["arm"], row["order"]) for row in content["rows"]}
-    shapes = [DRY_RUN] if options.dry else options.shapes
-    keys = [(shape, arm, order) for shape in shapes for order in range(options.passes) for arm in options.arms]
+    content = read(options)
+    options.campaign = campaign_of(content, options)
     begun = len(content["refused"])
-    missing = (key for key in keys if key not in done and key[:2] not in names_of(content["refused"][begun:]))
-    groups = batched(missing, options.beside)
+    missing = missing_keys(content, options, begun)
+    print(f"ESTIMATE {estimate_s(missing, options) / 60:.1f} minutes for {len(missing)} passes", flush=True)
+    groups = batched((key for key in missing if key in missing_keys(content, options, begun)), options.beside)
     end = time.monotonic() + options.budget_s
-    following = [Pass(*key, options) for key in next(groups, ())]
+    following = [Pass(key, options) for key in next(groups, ())]
     while following:
         group = following
         more = next(groups, ()) if time.monotonic() < end else ()
-        following = [Pass(*key, options) for key in more]  # they load their libraries while the group compiles
+        following = [Pass(key, options) for key in more]  # they load their libraries while the group compiles
         run_together(group, content, options)
     for row in content.get("summary", []):
         print("SUMMARY", json.dumps(row), flush=True)
+    print(layer_table(layer_gains(content["rows"])), flush=True)
+    late = missing_keys(content, options, begun)
+    print(f"LEFT for another call: {len(late)} passes" if late else "nothing is left", flush=True)
 
 
-def names_of(refused: list[dict[str, Any]]) -> set[tuple[str, str]]:
-    """Shapes and arms that were refused."""
-    return {(one["shape"], one["arm"]) for one in refused}
+def campaign_of(content: dict[str, Any], options: argparse.Namespace) -> str | None:
+    """The campaign that is asked for, or the one that the file ends with, or a new file's own."""
+    if options.campaign or not content["rows"]:
+        return str(options.campaign or content["date"][:16])
+    last: str | None = content["rows"][-1].get("campaign")
+    return last
+
+
+def missing_keys(content: dict[str, Any], options: argparse.Namespace, begun: int) -> list[Key]:
+    """Passes that the campaign lacks, the arms of a shape and checkpointing in turn.
+
+    Arms that ran out of memory, and those that this call saw refused (from the ``begun``-th on), lack nothing.
+    """
+    mine = [row for row in content["rows"] if row.get("campaign") == options.campaign]
+    done = {tuple(row[name] for name in Key._fields) for row in mine}
+    failed = [row for row in mine if row.get("error")] + content["refused"][begun:]
+    hopeless = {tuple(row[name] for name in Key._fields[:3]) for row in failed}
+    keys = dict.fromkeys(
+        Key(shape, ARMS[arm].get("activation_checkpoint", checkpointing), arm, order)
+        for shape in ([DRY_RUN] if options.dry else options.shapes)
+        for checkpointing in options.checkpointing or [ALL_SHAPES[shape].activation_checkpoint]
+        for order in range(options.passes)
+        for arm in options.arms
+    )
+    return [key for key in keys if key not in done and key[:3] not in hopeless]
+
+
+def estimate_s(keys: list[Key], options: argparse.Namespace) -> float:
+    """Seconds that these passes take on two H200; the time of a step is that of a 671B shape."""
+    steps = len(options.routings) * (options.steps + BLOCK_WARM_STEPS)
+    shapes = [ALL_SHAPES[key.shape] for key in keys]
+    timed_s = sum(steps * (0.15 + 0.1 * (shape.dense + shape.moe)) for shape in shapes)
+    return timed_s + READY_S * len(keys) + COMPILE_S * len({key[1:3] for key in keys})
 
 
 def batched(items: Iterable[Any], size: int) -> Iterator[list[Any]]:
@@ -373,38 +437,44 @@ def run_together(group: list[Pass], content: dict[str, Any], options: argparse.N
         one.finish(content)
 
 
-def read(output: Path, label: str) -> dict[str, Any]:
+def read(options: argparse.Namespace) -> dict[str, Any]:
     """What an earlier call left, or an empty result."""
-    if output.exists():
-        content: dict[str, Any] = json.loads(output.read_text())
+    if options.output.exists():
+        content: dict[str, Any] = json.loads(options.output.read_text())
         return content
-    output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    label = DRY_RUN if options.dry else "measured"
     content = {"label": label, "date": datetime.now(UTC).isoformat(), "environment": environment()}
     return content | {"rows": [], "refused": []}
 
 
 def child(options: argparse.Namespace) -> None:
     """Measure one pass as one rank of it, and leave; rank 0 writes."""
-    shape, arm, order = options.child
+    name, checkpointing, arm, order = options.child
     options.order = int(order)
     init_logger()
     settings = ARMS[arm] | ({"ep_kernels": "emulated"} if options.dry and "deepep" in arm else {})
-    measured = measure(ALL_SHAPES[shape], settings, options)
+    measured = measure(replace(ALL_SHAPES[name], activation_checkpoint=checkpointing), settings, options)
     if dist.get_rank() == 0:
         write_json(options.child_folder / "result.json", measured)
     dist.barrier()
     os._exit(0)  # nothing is left to tear down, and NCCL's teardown takes its time
 
 
-def record(content: dict[str, Any], shape: str, arm: str, order: int, measured: dict[str, Any]) -> None:
+def record(content: dict[str, Any], key: Key, measured: dict[str, Any], options: argparse.Namespace) -> None:
     """Add what was measured."""
-    rows = rows_of(shape, ALL_SHAPES[shape], arm, order, measured)
-    content["rows"] += rows
-    content["summary"] = summary(content["rows"])
+    add(content, rows_of(key, measured), options)
     if "profile" in measured:
-        content.setdefault("profiles", []).append({"shape": shape, "arm": arm, "kernels": measured["profile"]})
+        names = dict(list(key._asdict().items())[:3])
+        content.setdefault("profiles", []).append({**names, "kernels": measured["profile"]})
+
+
+def add(content: dict[str, Any], rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
+    """Add rows of this campaign."""
     for row in rows:
-        print("ROW", json.dumps({key: value for key, value in row.items() if key != "step_s"}), flush=True)
+        content["rows"].append(row | ({"campaign": options.campaign} if options.campaign else {}))
+        print("ROW", json.dumps({name: row[name] for name in row if name != "step_s"}), flush=True)
+    content["summary"] = summary(content["rows"])
 
 
 def parse() -> argparse.Namespace:
@@ -414,6 +484,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--gpus", type=int, default=2, help="ranks; all of them share the experts")
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES | BIG_SHAPES | NODE), default=list(SHAPES))
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=DEFAULT_ARMS)
+    parser.add_argument(
+        "--checkpointing", nargs="+", choices=CHECKPOINTING, help="activation checkpointing; default: each shape's own"
+    )
+    parser.add_argument("--campaign", help="name of its rows; default: the file's last, or its date")
     parser.add_argument("--routings", nargs="+", choices=ROUTINGS, default=list(ROUTINGS))
     parser.add_argument("--passes", type=int, default=2, help="times that each arm runs, in turn")
     parser.add_argument("--steps", type=int, default=10, help="timed steps of each routing in each pass")
@@ -423,11 +497,15 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--budget-s", type=float, default=float("inf"), help="start no arm after this many seconds")
     parser.add_argument("--dry", action="store_true", help="tiny, on a CPU: shows that it runs, and nothing else")
     parser.add_argument("--timeout-s", type=float, default=300, help="of one pass of one arm")
-    parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--child", nargs=4, help=argparse.SUPPRESS)
     parser.add_argument("--child-folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.dry and Path(__file__).parent / "results" in options.output.resolve().parents:
         parser.error(f"--output {options.output}: a dry run is no measurement")
+    if not options.dry and not options.child and options.output.exists():
+        before = {gpu["name"] for gpu in json.loads(options.output.read_text())["environment"]["gpus"]}
+        if before != (here := {gpu.name for gpu in gpus()}):
+            parser.error(f"--output {options.output} is of {before}, here are {here}: take another file")
     return options
 
 

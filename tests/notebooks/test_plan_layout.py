@@ -7,11 +7,12 @@ from typing import Any
 
 import nbformat
 import pytest
+from nbformat.v4 import new_code_cell
 
 from moelab.experiment import Experiment
 from moelab.layout import SCHEDULES, bubble_fraction, check
 from moelab.notebooks import execute, read_parameters
-from moelab.notebooks.batch import NotebookFailed
+from moelab.notebooks.batch import END_MARKER, NotebookFailed
 from moelab.plan import headroom_gib, plan
 from moelab.search import search
 
@@ -32,15 +33,27 @@ SMALL: dict[str, Any] = {
 """The exercises' experiment."""
 
 
-def test_papermill_runs_it_on_one_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_papermill_runs_it_on_one_node_and_a_person_runs_it_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Run All twice in one kernel, parameters edited by hand in between, and once more with a name that is mistyped."""
     monkeypatch.chdir(tmp_path)
     parameters = read_parameters(ROOT / "papermill_params" / NAME / "smoke.yaml")
-    executed = nbformat.read(execute(NOTEBOOK, tmp_path / "executed.ipynb", parameters), as_version=4)
-    outputs = [output for cell in executed.cells if cell.cell_type == "code" for output in cell.outputs]
+    content = nbformat.read(NOTEBOOK, as_version=4)
+    own, *others = [cell.source for cell in content.cells if cell.cell_type == "code"]
+    edited = "\n".join([own, *(f"{name} = {value!r}" for name, value in {**parameters, "search_limit": 3}.items())])
+    content.cells += [new_code_cell(source) for source in (edited, *others, f"{edited}\nnodse = 2", others[0])]
+    twice, output = tmp_path / "twice.ipynb", tmp_path / "executed.ipynb"
+    nbformat.write(content, twice)
+    with pytest.raises(NotebookFailed, match="BadInput: unknown field 'nodse'; did you mean 'nodes'"):
+        execute(twice, output, parameters)
+    cells = nbformat.read(output, as_version=4).cells
+    outputs = [output for cell in cells if cell.cell_type == "code" for output in cell.outputs]
     shown = [output.data for output in outputs if "data" in output]
-    assert sum("application/vnd.plotly.v1+json" in data for data in shown) == 4
-    assert sum("application/vnd.jupyter.widget-view+json" in data for data in shown) == 1
+    assert sum("application/vnd.plotly.v1+json" in data for data in shown) == 2 * 4
+    assert sum("application/vnd.jupyter.widget-view+json" in data for data in shown) == 2
     printed = "".join(output.get("text", "") for output in outputs)
+    assert printed.count(END_MARKER) == 2
     assert "layouts judged" in printed
     assert "ep is 32: it must divide the ranks it shares out" in printed  # the unsolved first exercise
 

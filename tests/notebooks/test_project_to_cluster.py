@@ -80,11 +80,11 @@ def test_the_published_step_is_as_described() -> None:
     assert 0.2 < products / total_s < 0.3
 
 
-def test_errors_are_as_large_as_it_says() -> None:
+def test_errors_are_no_larger_than_it_says() -> None:
     rows = validation_table()
     whole = [abs(percent_error(row)) for row in rows if row.whole and row.unit != "% gain"]
-    assert 0.7 < sum(error <= 10 for error in whole) / len(whole) < 0.9
-    assert 6 < median(abs(percent_error(row)) for row in rows if not row.whole and row.use == "predicted") < 18
+    assert sum(error <= 10 for error in whole) / len(whole) > 0.8
+    assert median(abs(percent_error(row)) for row in rows if not row.whole and row.use == "predicted") <= 12.5
 
 
 def test_the_missing_arm_and_the_routing_are_as_described() -> None:

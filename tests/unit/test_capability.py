@@ -11,16 +11,18 @@ import pytest
 from moelab.experiment import EPBackend, Experiment, Precision
 from moelab.launch import capability
 from moelab.launch.capability import refusals
-from moelab.machine import GpuInfo
+from moelab.machine import GpuInfo, GpusUnknown
 from moelab.plan import plan
 
 
-def node(count: int, name: str, sm: float) -> tuple[GpuInfo, ...]:
+def node(count: int, name: str, sm: float | None) -> tuple[GpuInfo, ...]:
     return (GpuInfo(name=name, capability=sm, driver="580.1", memory_mib=80_000),) * count
 
 
 CPU: tuple[GpuInfo, ...] = ()
 A100, H100, B200 = node(8, "NVIDIA A100", 8.0), node(8, "NVIDIA H100", 9.0), node(8, "NVIDIA B200", 10.0)
+RTX, GB10 = node(8, "NVIDIA GeForce RTX 5090", 12.0), node(8, "NVIDIA GB10", 12.1)
+VGPU = node(8, "GRID A100X-40C", None)
 
 
 @pytest.fixture(autouse=True)
@@ -60,13 +62,14 @@ def test_what_runs(devices: tuple[GpuInfo, ...], fields: dict[str, Any]) -> None
 
 
 MINIMAL: dict[str, Any] = {"ep_backend": "minimal_async_ep", "activation_checkpoint": "full"}
+NATIVE: dict[str, Any] = {"precision": "mxfp8", "mxfp8_kernels": "native"}
 
 
 @pytest.mark.parametrize(
     ("devices", "fields", "wrong", "legal"),
     [
         (CPU, {"precision": "fp8"}, "this machine has no GPU to use", "Legal precision: bf16, mxfp8"),
-        (CPU, {"precision": "mxfp8", "mxfp8_kernels": "native"}, "begin with SM100", "Legal mxfp8_kernels: auto, emul"),
+        (CPU, NATIVE, "this machine has no GPU to use", "Legal mxfp8_kernels: auto, emulated"),
         (CPU, {"ep_backend": "deepep", "model": "debug"}, "it needs CUDA", "Legal ep_backend: standard"),
         (CPU, {"ep_backend": "deepep", "model": "debug"}, "it needs CUDA", "ep_kernels=emulated"),
         (CPU, {"ep_backend": "hybridep"}, "it needs CUDA", "Legal ep_backend: standard"),
@@ -76,12 +79,12 @@ MINIMAL: dict[str, Any] = {"ep_backend": "minimal_async_ep", "activation_checkpo
         (CPU, {"gpus_per_node": 16}, "gpus_per_node is 16", "at most 8"),
         (CPU, {"nodes": 2}, "nodes is 2", "nodes=1"),
         (A100, {"precision": "fp8"}, "NVIDIA A100 is SM80", "Legal precision: bf16, mxfp8"),
-        (
-            H100,
-            {"precision": "mxfp8", "mxfp8_kernels": "native"},
-            "H100 is SM90",
-            "Legal mxfp8_kernels: auto, emulated",
-        ),
+        (H100, NATIVE, "NVIDIA H100 is SM90", "Legal mxfp8_kernels: auto, emulated"),
+        (RTX, NATIVE, "RTX 5090 is SM120", "Legal mxfp8_kernels: auto, emulated"),
+        (GB10, NATIVE, "GB10 is SM121", "Legal mxfp8_kernels: auto, emulated"),
+        (GB10, {"precision": "fp8"}, "GB10 is SM121", "Legal precision: bf16, mxfp8"),
+        (VGPU, {"precision": "fp8"}, "GRID A100X-40C is of unknown SM version", "Legal precision: bf16, mxfp8"),
+        (VGPU, NATIVE, "GRID A100X-40C is of unknown SM version", "Legal mxfp8_kernels: auto, emulated"),
         (H100, {"gpus_per_node": 16}, "this machine has 8 GPUs", "gpus_per_node=8"),
         (H100, {"precision": "fp8", "quantize": "experts+linears"}, "quantize is exp", "Legal quantize: experts"),
         (B200, {"precision": "mxfp8", "quantize": "experts+linears", "tp": 2}, "tp is 2", "Legal quantize: experts"),
@@ -103,7 +106,9 @@ def test_a_refusal_names_what_is_wrong_and_what_would_run(
     assert "\n" not in reason
 
 
-@pytest.mark.parametrize("devices", [CPU, A100, H100, B200], ids=["CPU", "A100", "H100", "B200"])
+@pytest.mark.parametrize(
+    "devices", [CPU, A100, H100, B200, RTX, VGPU], ids=["CPU", "A100", "H100", "B200", "RTX", "vGPU"]
+)
 def test_what_every_refusal_names_runs(devices: tuple[GpuInfo, ...]) -> None:
     """Following the advice of each refusal, `field=value` or the first legal value, ends at an arm that runs."""
     for precision, backend, dispatch in product(Precision, EPBackend, ("bf16", "mxfp8", "fp8")):
@@ -146,7 +151,29 @@ def test_an_installed_deepep_runs_every_precision(
         assert why(H100, model="debug", ep_backend=backend, precision=precision, compile=compiled) == []
 
 
+@pytest.mark.parametrize("devices", [A100, RTX, VGPU], ids=["A100", "RTX", "vGPU"])
+@pytest.mark.parametrize("backend", ["deepep", "hybridep"])
+def test_an_installed_deepep_needs_a_gpu_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, devices: tuple[GpuInfo, ...], backend: str
+) -> None:
+    monkeypatch.setattr(capability, "has_module", lambda name: True)
+    (reason,) = why(devices, model="debug", ep_backend=backend)
+    assert "it needs CUDA and SM90, SM100 or SM103, and " in reason
+    assert devices[0].name in reason
+    assert "Legal ep_backend: standard" in reason
+    assert ("ep_kernels=emulated" in reason) == (backend == "deepep")
+
+
 def test_the_weakest_gpu_decides() -> None:
-    mixed = (*B200[:1], *A100[:1])
-    (reason,) = why(mixed, precision="mxfp8", mxfp8_kernels="native")
-    assert "NVIDIA A100 is SM80" in reason
+    for other, said in ((A100, "NVIDIA A100 is SM80"), (RTX, "RTX 5090 is SM120"), (VGPU, "unknown SM version")):
+        (reason,) = why((*B200[:1], *other[:1]), precision="mxfp8", mxfp8_kernels="native", gpus_per_node=2, ep=2)
+        assert said in reason
+
+
+def test_a_machine_whose_nvidia_smi_fails_runs_on_its_processor_by_name_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> tuple[GpuInfo, ...]:
+        raise GpusUnknown("nvidia-smi fails (exit code 9)")
+
+    monkeypatch.setattr(capability, "gpus", fail)
+    assert refusals(Experiment()) == ["nvidia-smi fails (exit code 9)"]
+    assert refusals(Experiment(hardware="cpu")) == []

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 import re
+import symtable
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import nbformat
 import pytest
 import yaml
+from papermill.translators import PythonTranslator
 from pydantic import BaseModel, ConfigDict
 
 from moelab import notebooks
@@ -91,6 +94,66 @@ def test_what_jupyter_and_imports_put_into_globals_is_no_parameter() -> None:
 
     around = {"__name__": "__main__", "_i1": "x", "In": [], "Out": {}, "sys": sys, "Small": Small, "f": function}
     assert validated(Small, {**DEFAULTS, **around}) == Small(**DEFAULTS)
+
+
+# Run All, again and again: IPython's history, which it binds to In, says what the parameters cell assigned
+
+CELL = "submit = False\nnodes = 1\nlr = 1.0e-3\nsteps = 10"
+LATER = "nodse = 7\nplan = [1]\nfor step in range(3): pass"
+
+
+def checked_after(*cells: str, schema: type[BaseModel] = Small) -> BaseModel:
+    """What the parameters are after these cells ran in one kernel; a cell that fails leaves what it bound."""
+    namespace: dict[str, Any] = {"In": [""]}
+    for cell in cells:
+        namespace["In"].append(cell)
+        with suppress(SyntaxError, NameError):
+            exec(cell, namespace)
+    namespace["In"].append(f"parameters = validated({schema.__name__}, globals())")
+    return validated(schema, namespace)
+
+
+@pytest.mark.parametrize(
+    ("cells", "changed"),
+    [
+        ([CELL], {}),
+        (["scratch = 3", CELL], {}),
+        ([CELL, LATER], {}),  # the cell that validates, run alone
+        ([CELL, LATER, CELL], {}),
+        ([CELL, LATER, CELL.replace("10", "20")], {"steps": 20}),
+        ([CELL, LATER, CELL, "steps ="], {}),
+        ([CELL, LATER, "steps = 30"], {"steps": 30}),
+        ([CELL, "# Parameters\nsteps = 5\nnodes = 2\nlr = 0.1\n"], {"steps": 5, "nodes": 2, "lr": 0.1}),
+        ([CELL, "# Parameters\nnodse = 5\n", "x = 1", CELL], {}),  # an executed copy, its injected cell left out
+        ([CELL, "# Parameters\nnodse = 5\n", "x = 1", "# Parameters\nnodes = 5\n"], {"nodes": 5}),
+        ([f"{CELL}\nnodse = 4", "x = 1", CELL], {}),  # mended as the message says
+        ([f"import os\n{CELL}", LATER, f"%time\n{CELL}", CELL], {}),
+    ],
+)
+def test_only_what_the_parameters_cells_assigned_is_a_parameter(cells: list[str], changed: dict[str, Any]) -> None:
+    assert checked_after(*cells) == Small(**{**DEFAULTS, **changed})
+
+
+@pytest.mark.parametrize(
+    "cells",
+    [
+        [f"{CELL}\nnodse = 4"],
+        [CELL, "# Parameters\nnodse = 4\n"],
+        [CELL, LATER, f"{CELL}\nnodse = 4"],
+        [CELL, LATER, f"{CELL}\nnodse = 4", "x = 1"],
+        [CELL, LATER, CELL, "# Parameters\nsteps = 2\nnodse = 4\n"],
+        [CELL, LATER, f"{CELL}\n_, nodse = 1, 4"],
+        [CELL, LATER, CELL.replace("nodes", "nodse")],
+    ],
+)
+def test_a_name_that_the_notebook_does_not_have_is_refused_at_every_run(cells: list[str]) -> None:
+    with pytest.raises(BadInput, match=r"unknown field 'nodse'; did you mean 'nodes'\?"):
+        checked_after(*cells)
+
+
+def test_a_line_that_was_deleted_is_missing_though_the_kernel_holds_its_value() -> None:
+    with pytest.raises(BadInput, match=r"^lr: missing"):
+        checked_after(CELL, LATER, CELL.replace("lr = 1.0e-3\n", ""))
 
 
 # 06_compare_convergence
@@ -192,6 +255,51 @@ def test_a_parameters_cell_is_scalars_with_comments_that_its_schema_takes(notebo
     schema = schema_of(notebook)
     assert list(schema.model_fields) == parameter_names(notebook)
     assert validated(schema, values).model_dump() == values
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs_again_in_its_kernel(notebook: Path) -> None:
+    """With every name bound that any of its cells binds, wherever they are, as after a whole run."""
+    own, check, *later = [
+        cell.source for cell in nbformat.read(notebook, as_version=4).cells if cell.cell_type == "code"
+    ]
+    values = default_values(notebook)
+    bound = {name: object() for cell in later for name in names_bound_at_its_top(cell)}
+    assert len(bound) > 2
+    assert not bound.keys() & values.keys(), "the cell that validates, run alone, would take them for parameters"
+
+    namespace: dict[str, Any] = {"In": [""]}
+    smoke = notebook.parents[1] / "papermill_params" / notebook.stem / "smoke.yaml"
+    injected = read_parameters(smoke) if smoke.exists() else {}
+
+    def run(*cells: str) -> None:
+        for cell in cells:
+            namespace["In"].append(cell)
+            exec(cell, namespace)
+
+    for _ in range(2):
+        run(own, PythonTranslator.codify(injected), check)
+        assert namespace["parameters"].model_dump() == values | injected
+        namespace["In"] += later
+        namespace.update(bound)
+    run(check)
+    edited = next(
+        name for name in ("steps", "seed", "sender", "resamples", "search_limit", "margin_nats") if name in values
+    )
+    run(re.sub(rf"^{edited} = ", f"{edited} = 1 + ", own, flags=re.MULTILINE), check)
+    assert namespace["parameters"].model_dump() == values | {edited: 1 + values[edited]}
+    near = next(iter(values)) + "s"
+    for cells in ([f"{own}\n{near} = 4"], [own, PythonTranslator.codify({near: 4})]):
+        with pytest.raises(BadInput, match=f"unknown field {near!r}; did you mean {near[:-1]!r}"):
+            run(*cells, check)
+    run(own, check)
+    assert namespace["parameters"].model_dump() == values
+
+
+def names_bound_at_its_top(cell: str) -> set[str]:
+    """Every global that a cell assigns, imports, defines or loops over."""
+    symbols = symtable.symtable(cell, "cell", "exec").get_symbols()
+    return {one.get_name() for one in symbols if one.is_assigned() or one.is_imported()} - {"parameters"}
 
 
 @pytest.mark.parametrize("file", PROFILES, ids=lambda path: f"{path.parent.name}/{path.name}")

@@ -18,7 +18,7 @@ from moelab.cli import main
 from moelab.deepep.findings import Finding
 from moelab.errors import BadInput
 from moelab.experiment import Experiment
-from moelab.experiment_file import Study
+from moelab.experiment_file import Study, read_study
 from moelab.hardware import gpu_of
 from moelab.launch.cluster import ClusterProfile, read_cluster
 from moelab.launch.drain import drain, requeue_without
@@ -34,11 +34,13 @@ from moelab.launch.study_checks import (
     check_plans,
     check_room,
     checkpoint_bytes,
+    checkpoints_at_most,
 )
 from moelab.memory import estimate
 from moelab.model import count_parameters, shape_of
 from moelab.plan import plan
 
+STUDIES = Path(__file__).parents[2] / "studies"
 B200 = read_cluster("nebius_soperator_b200")
 VERSIONS = {"python": "3.12.3", "torch": "2.14.1", "torchao": "0.18.0", "deep-ep": None, "driver": "580.95.05"}
 BUILD = {"name": "DeepEP", "severity": "ok", "found": "V2 2.1.0"}
@@ -108,6 +110,13 @@ def test_gpus_that_are_not_as_the_profile_says() -> None:
     assert "8 × NVIDIA H100 80GB HBM3" in judged(reports(n3={"gpus": ["NVIDIA H100 80GB HBM3"] * 8}))["GPUs"]
     assert judged(reports(), gpu_type="h200")["GPUs"] == "4 others: 8 × NVIDIA B200; the profile says 8 × h200"
     assert judged(reports(n1={"gpus": []}), gpus_per_node=0) == {}
+
+
+def test_a_node_whose_nvidia_smi_fails_is_not_one_without_gpus() -> None:
+    words = "nvidia-smi fails (exit code 18): Failed to initialize NVML: Driver/library version mismatch"
+    assert judged(reports(n1={"gpus": [], "gpu_problem": words})) == {
+        "GPUs": f"n1: {words}; 3 others: 8 × NVIDIA B200; the profile says 8 × b200"
+    }
 
 
 def test_clocks_by_the_moment_in_which_reports_came() -> None:
@@ -187,19 +196,57 @@ def test_bytes_of_a_checkpoint_are_those_that_memory_knows() -> None:
     parts = estimate(one, checked.verdict.layout, gpu_of("b200_node")).parts
     whole = (parts["parameters"] + parts["optimizer states"]) * 2**30
     assert STATE_BYTES * count_parameters(shape_of("16B")).total == pytest.approx(whole, rel=1e-6)
+    long = one.model_copy(update={"steps": 1000})
     kept = read_cluster("slurm_generic", ["checkpoints_kept=3"])
-    assert checkpoint_bytes(Study(name="s", experiments=(one, one)), kept) == pytest.approx(2 * 4 * whole, rel=1e-6)
+    assert checkpoint_bytes(Study(name="s", experiments=(long, long)), kept) == pytest.approx(2 * 4 * whole, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("steps", "interval", "kept", "at_most"),
+    [
+        (20, 0, 2, 0),  # only when it is stopped, and how long its steps take is not known
+        (20, 100, 2, 0),
+        (100, 100, 2, 0),  # none after the last step
+        (101, 100, 2, 1),
+        (250, 100, 2, 2),
+        (1500, 100, 2, 3),  # the third is written before the first goes
+        (1500, 100, 5, 6),
+        (400, 100, 5, 3),
+    ],
+)
+def test_checkpoints_of_a_run_at_once(steps: int, interval: int, kept: int, at_most: int) -> None:
+    cluster = read_cluster("slurm_generic", [f"checkpoint_interval_steps={interval}", f"checkpoints_kept={kept}"])
+    one = Experiment(model="nano", hardware="cpu", steps=steps)
+    assert checkpoints_at_most(one, cluster) == at_most
+    assert checkpoints_at_most(one, cluster.model_copy(update={"scheduler": "none"})) == 0
+
+
+def test_the_time_limit_of_a_job_makes_a_long_run_save(tmp_path: Path) -> None:
+    twenty_steps, published_16b = (read_study(STUDIES / f"{name}_b200_x256.yaml") for name in ("671B", "16B"))
+    assert checkpoint_bytes(twenty_steps, B200) == 0
+    (room,) = check_room(twenty_steps, B200, tmp_path)
+    checkpoint = 12 * count_parameters(shape_of("671B")).total / 1e9
+    assert "1 GB wanted (no checkpoint is due; a run that is stopped before its end would save one of" in room.found
+    assert f"{checkpoint:,.1f} GB)" in room.found
+    for minutes, counts in ((30, {3}), (180, {1, 2, 3}), (14_400, {0})):
+        cluster = B200.model_copy(update={"time_limit_minutes": minutes})
+        assert {checkpoints_at_most(one, cluster) for one in published_16b.experiments} <= counts
+    never_again = B200.model_copy(update={"requeues": 0, "time_limit_minutes": 30})
+    assert {checkpoints_at_most(one, never_again) for one in published_16b.experiments} == {1}
+    often = B200.model_copy(update={"checkpoint_interval_steps": 100})
+    assert checkpoint_bytes(published_16b, often) == 12 * 3 * 12 * count_parameters(shape_of("16B")).total
 
 
 def test_room_for_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster, of_671b = read_cluster("slurm_generic"), study(model="671B")
+    cluster, of_671b = read_cluster("slurm_generic"), study(model="671B", steps=1000)
     nano = study(model="nano", nodes=1, ep=8)
     later = tmp_path / "not" / "yet"
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=23_000 * 10**9))
     assert faults(check_room(nano, cluster, later)) == {}
+    assert faults(check_room(study(model="671B", steps=20), cluster, later)) == {}
     found = faults(check_room(of_671b, cluster, later))[f"room in {later}"]
     wanted = 3 * 12 * count_parameters(shape_of("671B")).total + 2**30  # two kept, one being written, and logs
-    assert found.startswith(f"23,000 GB free, {wanted / 1e9:,.0f} GB wanted (derived")
+    assert found.startswith(f"23,000 GB free, {wanted / 1e9:,.0f} GB wanted (derived: up to 3 checkpoints")
     roomy = cluster.model_copy(update={"scratch": str(tmp_path)})
     assert faults(check_room(of_671b, roomy, later)).keys() == {f"room in {tmp_path}"}
     assert list(tmp_path.iterdir()) == []

@@ -6,28 +6,33 @@ successive steps are autocorrelated, so a test on steps would count the same evi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from moelab.analysis.arms import require_names
-from moelab.analysis.verdict import Answer, Verdict, judge
+from moelab.analysis.verdict import Answer, Verdict, correct_for_arms, judge
 from moelab.errors import BadInput
 from moelab.runs.table import merge_segments
 
 __all__ = ["Answer", "FinalLosses", "Verdict", "compare_convergence", "compare_held_out", "final_losses", "judge"]
+
+ArmSeed = tuple[str, int]
 
 
 @dataclass(frozen=True, kw_only=True)
 class FinalLosses:
     """Final loss of every finished run: mean over steps ``first_step`` to ``last_step``, nats per token.
 
-    ``by_run`` maps (arm, seed) to the loss; ``excluded`` names each run left out and why.
+    ``by_run`` maps (arm, seed) to the loss; ``diverged`` maps those without one to where their loss was not finite;
+    ``excluded`` names each run left out for another reason.
     """
 
-    by_run: dict[tuple[str, int], float]
+    by_run: dict[ArmSeed, float]
+    diverged: dict[ArmSeed, str]
     first_step: int
     last_step: int
     excluded: tuple[str, ...]
@@ -72,12 +77,17 @@ def final_losses(table: pd.DataFrame, *, final_fraction: float = 0.1, steps: int
     first_step = first_final_step(last_step, final_fraction)
     window = merged[merged["step"].between(first_step, last_step)]
     expected = frozenset(window["step"])
-    by_run: dict[tuple[str, int], float] = {}
+    by_run: dict[ArmSeed, float] = {}
+    diverged: dict[ArmSeed, str] = {}
     excluded: list[str] = []
     # Run names start with their UTC time, so in descending order the first finished run of a seed is the newest.
     for run in sorted(merged["run"].unique(), reverse=True):
         rows = merged[merged["run"] == run]
         arm, seed = str(rows["arm"].iloc[0]), int(rows["seed"].iloc[0])
+        not_finite = rows.loc[rows["step"].isin(expected) & ~np.isfinite(rows["loss"]), "step"]
+        if len(not_finite):
+            diverged.setdefault((arm, seed), f"loss is not finite at step {not_finite.iloc[0]}")
+            continue
         reason = _reason_to_exclude(rows, expected, last_step)
         if not reason and (arm, seed) in by_run:
             reason = "a newer finished run has the same arm and seed"
@@ -87,6 +97,7 @@ def final_losses(table: pd.DataFrame, *, final_fraction: float = 0.1, steps: int
             by_run[arm, seed] = float(rows.loc[rows["step"] >= first_step, "loss"].mean())
     return FinalLosses(
         by_run=dict(sorted(by_run.items())),
+        diverged={key: reason for key, reason in diverged.items() if key not in by_run},
         first_step=first_step,
         last_step=last_step,
         excluded=tuple(sorted(excluded)),
@@ -100,83 +111,116 @@ def compare_convergence(
     arms: Sequence[str] | None = None,
     final_fraction: float = 0.1,
     steps: int | None = None,
-    margin_nats: float | None = None,
-    margin_factor: float = 2.0,
-    alpha: float = 0.05,
+    diverged: Mapping[ArmSeed, str] | None = None,
+    lost: Mapping[ArmSeed, str] | None = None,
+    lr_warmup_steps: int = 0,
+    **options: Any,
 ) -> list[Verdict]:
     """Judge arms against a reference on the final training loss.
 
     Args:
-        table: Metrics table.
+        table: Metrics table of the runs that finished; others are left out by name.
         reference: Arm to compare with, usually ``bf16_standard``.
-        arms: Arms to judge; None takes every other arm of the table.
+        arms: Arms to judge; None takes every other arm of the table, ``diverged`` and ``lost``.
         final_fraction: Part of the steps that the final loss is a mean over.
         steps: Step at which a run is finished; None takes the largest step in the table.
-        margin_nats: Margin; None derives it from the reference's seed-to-seed spread.
-        margin_factor: Margin in units of that spread.
-        alpha: Rate allowed for a false "equivalent" at the margin.
+        diverged: Seeds that failed numerically, by (arm, seed), each with the reason.
+        lost: Seeds without a result for another reason.
+        lr_warmup_steps: Steps over which the learning rate rises.
+        **options: ``margin_nats``, ``margin_cap_nats``, ``margin_factor``, ``alpha``, ``dropped_seeds`` and
+            ``untrained_nats`` of :func:`~moelab.analysis.verdict.judge`.
 
     Returns:
-        One verdict an arm.
+        One verdict an arm, *different* corrected for their number.
 
     Raises:
         BadInput: An arm is not in the table, or an option is out of range.
     """
-    chosen = _known_arms(table, reference, arms)
     final = final_losses(table, final_fraction=final_fraction, steps=steps)
-    quantity = f"the mean loss of steps {final.first_step} to {final.last_step}"
+    verdicts = _judged(
+        final.by_run,
+        reference,
+        arms,
+        {**final.diverged, **(diverged or {})},
+        lost or {},
+        also=table["arm"].unique(),
+        quantity=f"the mean loss of steps {final.first_step} to {final.last_step}",
+        steps=(final.first_step, final.last_step),
+        lr_warmup_steps=lr_warmup_steps,
+        **options,
+    )
     return [
-        judge(
-            final.of(arm),
-            final.of(reference),
-            arm=arm,
-            reference=reference,
-            quantity=quantity,
-            margin_nats=margin_nats,
-            margin_factor=margin_factor,
-            alpha=alpha,
-            excluded=tuple(line for line in final.excluded if line.startswith((f"{arm},", f"{reference},"))),
-            steps=(final.first_step, final.last_step),
-        )
-        for arm in chosen
+        replace(one, excluded=(*(line for line in final.excluded if line.startswith(_of(one))), *one.excluded))
+        for one in verdicts
     ]
 
 
 def compare_held_out(
-    losses: Mapping[tuple[str, int], float],
+    losses: Mapping[ArmSeed, float],
     *,
-    arm: str,
     reference: str,
-    margin_nats: float | None = None,
-    margin_factor: float = 2.0,
-    alpha: float = 0.05,
-) -> Verdict:
-    """Judge one arm against a reference on the held-out (validation) loss.
+    arms: Sequence[str] | None = None,
+    diverged: Mapping[ArmSeed, str] | None = None,
+    lost: Mapping[ArmSeed, str] | None = None,
+    **options: Any,
+) -> list[Verdict]:
+    """Judge arms against a reference on the held-out (validation) loss.
 
     Args:
-        losses: Held-out loss by (arm, seed), nats per token.
-        arm: Arm to judge.
+        losses: Held-out loss by (arm, seed), nats per token; one that is not finite is a divergence.
         reference: Arm to compare with.
-        margin_nats: Margin; None derives it from the reference's seed-to-seed spread.
-        margin_factor: Margin in units of that spread.
-        alpha: Rate allowed for a false "equivalent" at the margin.
+        arms: Arms to judge; None takes every other arm.
+        diverged: Seeds that failed numerically before they were validated, each with the reason.
+        lost: Seeds without a result for another reason.
+        **options: As for :func:`compare_convergence`.
 
     Returns:
-        The verdict.
+        One verdict an arm, *different* corrected for their number.
 
     Raises:
-        BadInput: An option is out of range.
+        BadInput: An arm has no loss, or an option is out of range.
     """
-    return judge(
-        {seed: loss for (name, seed), loss in losses.items() if name == arm},
-        {seed: loss for (name, seed), loss in losses.items() if name == reference},
-        arm=arm,
-        reference=reference,
-        quantity="held-out loss",
-        margin_nats=margin_nats,
-        margin_factor=margin_factor,
-        alpha=alpha,
-    )
+    return _judged(losses, reference, arms, diverged or {}, lost or {}, quantity="held-out loss", **options)
+
+
+def _judged(
+    losses: Mapping[ArmSeed, float],
+    reference: str,
+    arms: Sequence[str] | None,
+    diverged: Mapping[ArmSeed, str],
+    lost: Mapping[ArmSeed, str],
+    also: Iterable[str] = (),
+    **options: Any,
+) -> list[Verdict]:
+    known = sorted({*(arm for arm, _ in (*losses, *diverged, *lost)), *(str(arm) for arm in also)})
+    chosen = [arm for arm in known if arm != reference] if arms is None else list(arms)
+    for arm in (reference, *chosen):
+        if arm not in known:
+            raise BadInput(f"arm {arm!r} is not in this table: the arms are {', '.join(known)}")
+
+    def of(seeds: Mapping[ArmSeed, Any], name: str) -> dict[int, Any]:
+        return {seed: value for (arm, seed), value in seeds.items() if arm == name}
+
+    verdicts = [
+        judge(
+            of(losses, arm),
+            of(losses, reference),
+            arm=arm,
+            reference=reference,
+            arm_diverged=of(diverged, arm),
+            reference_diverged=of(diverged, reference),
+            arm_lost=of(lost, arm),
+            reference_lost=of(lost, reference),
+            **options,
+        )
+        for arm in chosen
+    ]
+    return correct_for_arms(verdicts)
+
+
+def _of(verdict: Verdict) -> tuple[str, str]:
+    """How the lines of :class:`FinalLosses` begin that are about one of a verdict's arms."""
+    return f"{verdict.arm},", f"{verdict.reference},"
 
 
 def _reason_to_exclude(rows: pd.DataFrame, expected: frozenset[int], last_step: int) -> str:
@@ -185,16 +229,4 @@ def _reason_to_exclude(rows: pd.DataFrame, expected: frozenset[int], last_step: 
         return f"ended at step {rows['step'].max()} of {last_step}"
     window = rows[rows["step"].isin(expected)]
     missing = len(expected) - len(window)
-    if missing:
-        return f"{missing} of {len(expected)} final steps are not in the log"
-    not_finite = window.loc[~np.isfinite(window["loss"]), "step"]
-    return f"loss is not finite at step {not_finite.iloc[0]}" if len(not_finite) else ""
-
-
-def _known_arms(table: pd.DataFrame, reference: str, arms: Sequence[str] | None) -> list[str]:
-    known = sorted(str(arm) for arm in table["arm"].unique())
-    chosen = [arm for arm in known if arm != reference] if arms is None else list(arms)
-    for arm in (reference, *chosen):
-        if arm not in known:
-            raise BadInput(f"arm {arm!r} is not in this table: the arms are {', '.join(known)}")
-    return chosen
+    return f"{missing} of {len(expected)} final steps are not in the log" if missing else ""

@@ -1,26 +1,36 @@
-"""Equivalence of two arms from a handful of seeds: margin, paired TOST, and how many seeds it would take.
+"""Equivalence of two arms from a handful of seeds: the margin, the tests, outlying seeds, and how many it would take.
 
 The question is not "is there a difference?" (an absent one cannot be shown by failing to find it) but "is the
 difference smaller than what a change of seed does anyway?". So the margin is a multiple of σ, the seed-to-seed standard
-deviation of the reference arm, and the test is two one-sided t tests (TOST) on the paired differences against ±margin.
+deviation of the reference arm, and the interval of the mean paired difference is held against ±margin *and* against
+zero: inside the margin is equivalent (with or without a shift), wholly outside is different, and between is open.
 
-σ is itself estimated, from the same few seeds. Putting the estimate s straight into the margin is wrong: s is above σ
-in nearly half of all studies, and where the paired differences are tight (they are: both arms see the same data) most
-of those say "equivalent" at a true difference of exactly the margin. The false rate is then 34 % with 3 seeds and 41 %
-with 8, instead of 5 %. So the margin uses a lower confidence limit of σ at level α/2, and the TOST runs at level α/2. A
-false "equivalent" at the margin needs the limit to exceed σ or the TOST to err, so by the union bound its rate is at
-most α, whatever the dependence between the two.
+σ is estimated from the same few seeds, which goes wrong in three ways:
 
-Every function works on columns at once (``(N, M)``: N seeds, M independent studies), so that the calibration test
-exercises the code that judges a real study, in which M is 1.
+* The estimate is above σ in nearly half of all studies, and where the paired differences are tight (they are: both arms
+  see the same data) most of those say "equivalent" at a true difference of exactly the margin: 34 % of studies with 3
+  seeds, 41 % with 8, instead of 5 %. So the margin uses a lower confidence limit of σ at level α/2, and the interval
+  has level α/2 on each side. A false "equivalent" at the margin needs the limit to exceed σ or the interval to miss, so
+  by the union bound its rate is at most α, whatever the dependence between the two.
+* One seed that went astray makes any arm look harmless. So σ is estimated without the one seed that widens it most
+  (how far below σ that lies for normal losses is simulated), and a reference seed that lies apart is named.
+* A reference whose seeds scatter widely would let anything pass. So the margin has a cap: 1 % of the reference's loss.
+
+Functions on ``(N, M)`` arrays take N seeds of M independent studies at once, so that the calibration tests exercise the
+code that judges a real study, in which M is 1.
 
 References:
     Schuirmann, "A comparison of the two one-sided tests procedure and the power approach", 1987.
-    Lakens, "Equivalence tests", Social Psychological and Personality Science, 2017.
+    Lakens, Scheel and Isager, "Equivalence testing for psychological research", 2018: margin and zero.
+    Grubbs, "Procedures for detecting outlying observations in samples", 1969.
+    Holm, "A simple sequentially rejective multiple test procedure", 1979.
 """
 
 from __future__ import annotations
 
+import functools
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,18 +38,214 @@ from numpy.typing import ArrayLike, NDArray
 from scipy import stats
 from statsmodels.stats.weightstats import DescrStatsW
 
+from moelab.analysis.arms import arm_label
+from moelab.errors import BadInput
+
 Array = NDArray[np.float64]
+NAN = float("nan")
 
 MIN_SEEDS = 3
-MAX_SEEDS_SEARCHED = 500
+MAX_SEEDS_SEARCHED = 100
+MARGIN_CAP = 0.01
+"""Of the reference's mean loss: no derived margin is wider. A choice."""
+OUTLIER_ALPHA = 0.01
+"""Rate at which normal seeds are said to hold an outlying one: at most this, by Bonferroni over the seeds."""
+POWER = 0.8
+_DRAWS = 20_000
+_QUANTILES = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Margin:
+    """Equivalence margin in nats, how it was derived, and the spread of the reference.
+
+    ``nats`` is NaN where the reference has no spread to derive it from. ``cap_nats`` bounds a derived margin;
+    ``reference_sd`` is the standard deviation over seeds without the one that widens it most, NaN for fewer than three.
+    ``alpha`` is the rate allowed for a false "equivalent" at the margin.
+    """
+
+    nats: float
+    cap_nats: float
+    source: str
+    reference_sd: float
+    given: bool
+    factor: float
+    alpha: float
+
+    @property
+    def exists(self) -> bool:
+        """Whether there is a margin to test against."""
+        return math.isfinite(self.nats)
+
+    @property
+    def tost_alpha(self) -> float:
+        """Level on each side of the interval: half of ``alpha`` goes to the estimated spread of a derived margin."""
+        return self.alpha if self.given else self.alpha / 2.0
+
+
+def equivalence_margin(
+    reference_losses: Mapping[int, float],
+    *,
+    reference: str,
+    margin_nats: float | None = None,
+    margin_cap_nats: float | None = None,
+    margin_factor: float = 2.0,
+    alpha: float = 0.05,
+) -> Margin:
+    """Take the margin as given, or derive it from the reference's seed-to-seed spread, up to a cap.
+
+    ``margin = min(margin_factor · lower limit of σ, cap)``
+
+    Args:
+        reference_losses: Finite loss of the reference by seed, nats per token.
+        reference: Name of the reference arm.
+        margin_nats: The margin where a person gives it; no cap applies.
+        margin_cap_nats: Cap of a derived margin; None takes 1 % of the reference's mean loss, outlying seeds left out.
+        margin_factor: Margin in units of the standard deviation, used where ``margin_nats`` is None.
+        alpha: Rate allowed for a false "equivalent" at the margin.
+
+    Returns:
+        The margin with its origin.
+
+    Raises:
+        BadInput: An option is out of range.
+
+    Example:
+        >>> equivalence_margin({0: 3.58, 1: 3.60, 2: 3.62}, reference="bf16_standard").nats.__round__(3)
+        0.029
+    """
+    for name, value in (("margin_nats", margin_nats), ("margin_cap_nats", margin_cap_nats)):
+        if value is not None and not (math.isfinite(value) and value > 0):
+            raise BadInput(f"{name} is {value}: give nats above 0, or leave it out to derive it from the reference")
+    if not (math.isfinite(margin_factor) and margin_factor > 0):
+        raise BadInput(f"margin_factor is {margin_factor}: give standard deviations above 0, 2.0 for two")
+    if not 0.0 < alpha < 0.5:
+        raise BadInput(f"alpha is {alpha}: give an error rate between 0 and 0.5, 0.05 for 5 %")
+    outlying = outlying_seeds(reference_losses)
+    values = list(reference_losses.values())
+    usual = [loss for seed, loss in reference_losses.items() if seed not in outlying]
+    cap = MARGIN_CAP * abs(float(np.mean(usual))) if usual else NAN
+    cap_words = f"1 % of the mean loss of {arm_label(reference)}"
+    if margin_cap_nats is not None:
+        cap, cap_words = margin_cap_nats, "given"
+    n = f"n = {len(values)} seed{'' if len(values) == 1 else 's'}"
+    # The standard deviation of identical losses is a rounding error above 0, which is no spread.
+    sd = float(trimmed_sd(values)[0]) if len(values) >= MIN_SEEDS and np.ptp(values) > 0 else NAN
+    if margin_nats is not None:
+        wider = f"; wider than {cap_words}, {cap:.4f}" if margin_cap_nats is None and margin_nats > cap else ""
+        nats, source = margin_nats, f"given{wider}"
+    elif not sd > 0.0:
+        nats = NAN
+        source = f"none: {arm_label(reference)} has no seed-to-seed spread to derive it from ({n})"
+    else:
+        limit = float(lower_sd_limit(values, alpha=alpha / 2.0)[0])
+        nats = min(margin_factor * limit, cap)
+        source = (
+            f"{margin_factor:g} × {limit:.4f}, the lower {100 * (1 - alpha / 2):g} % confidence limit of the "
+            f"seed-to-seed standard deviation of {arm_label(reference)} (estimate {sd:.4f} without the seed that "
+            f"widens it most, {n})"
+        )
+        if nats < margin_factor * limit:
+            source = (
+                f"its cap, {cap:.4f} ({cap_words}); the seeds alone would give {margin_factor * limit:.4f}: {source}"
+            )
+        else:
+            source += f"; below its cap, {cap:.4f} ({cap_words})"
+    return Margin(
+        nats=nats,
+        cap_nats=cap,
+        source=source,
+        reference_sd=sd,
+        given=margin_nats is not None,
+        factor=margin_factor,
+        alpha=alpha,
+    )
+
+
+def trimmed_sd(values_NM: ArrayLike) -> Array:
+    """Standard deviation over seeds, without the one seed that widens it most.
+
+    No single value, however far off, can make it large. For normal values it lies below σ; :func:`lower_sd_limit` knows
+    by how much.
+
+    Args:
+        values_NM: ``(N,)`` or ``(N, M)`` values, N ≥ 3 seeds of M studies.
+
+    Returns:
+        ``(M,)``, in the unit of the values.
+    """
+    ordered_NM = np.sort(_columns(values_NM), axis=0)
+    # The seed whose removal narrows the rest most is always the smallest or the largest.
+    without_largest, without_smallest = ordered_NM[:-1].std(axis=0, ddof=1), ordered_NM[1:].std(axis=0, ddof=1)
+    narrowest: Array = np.minimum(without_largest, without_smallest)
+    return narrowest
+
+
+@functools.cache
+def _trimmed_sd_of_normals(n_seeds: int) -> Array:
+    """Sorted simulated :func:`trimmed_sd` of ``n_seeds`` standard normal values, ``(draws,)``."""
+    draws: Array = np.sort(trimmed_sd(np.random.default_rng(n_seeds).normal(size=(n_seeds, _DRAWS))))
+    return draws
+
+
+def lower_sd_limit(values_NM: ArrayLike, *, alpha: float) -> Array:
+    """One-sided lower confidence limit of a normal standard deviation, which one outlying value cannot raise.
+
+    ``trimmed_sd / q``, where ``q`` is the simulated ``1 − alpha`` quantile of the trimmed standard deviation of as many
+    standard normal values: the limit exceeds σ with probability ``alpha``.
+
+    Args:
+        values_NM: ``(N,)`` or ``(N, M)`` values, N ≥ 3 seeds of M studies.
+        alpha: Probability that the limit is above the true standard deviation.
+
+    Returns:
+        ``(M,)`` limits, in the unit of the values.
+
+    Example:
+        >>> float(lower_sd_limit([3.58, 3.60, 3.62], alpha=0.025)[0].round(3))
+        0.014
+    """
+    values_NM = _columns(values_NM)
+    limit: Array = trimmed_sd(values_NM) / np.quantile(_trimmed_sd_of_normals(len(values_NM)), 1.0 - alpha)
+    return limit
+
+
+def outlying_seeds(losses: Mapping[int, float], *, alpha: float = OUTLIER_ALPHA) -> tuple[int, ...]:
+    """The seed whose loss does not belong to the others', if there is one: Grubbs' test.
+
+    The t statistic of the seed that lies farthest from the mean and spread of the *others*, against its Bonferroni
+    limit, so that normal losses are accused at most at the rate ``alpha``.
+
+    Args:
+        losses: Finite loss by seed.
+        alpha: Rate of false alarms.
+
+    Returns:
+        The seed, or nothing. Two outlying seeds can hide each other from it, but not from the cap of the margin.
+
+    Example:
+        >>> outlying_seeds({0: 3.60, 1: 3.62, 2: 3.64, 3: 3.65, 4: 8.0})
+        (4,)
+    """
+    n = len(losses)
+    if n < MIN_SEEDS or np.ptp(list(losses.values())) == 0:
+        return ()
+    seeds, values = list(losses), np.array(list(losses.values()))
+    farthest = int(np.argmax(np.abs(values - values.mean())))
+    others = np.delete(values, farthest)
+    # Others that agree to the last digit have no spread; then any value apart from them is infinitely far.
+    with np.errstate(divide="ignore"):
+        t = abs(values[farthest] - others.mean()) / (others.std(ddof=1) * math.sqrt(1.0 + 1.0 / (n - 1)))
+    return (seeds[farthest],) if t > stats.t.ppf(1.0 - alpha / (2 * n), n - 2) else ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class PairedTests:
     """Outcome of the tests on M studies; every array is ``(M,)``.
 
-    ``low`` and ``high`` bound the mean difference at coverage ``level``; ``tost_p`` is the larger of the two one-sided
-    p values and ``t_p`` that of the two-sided paired t test of no difference.
+    ``low`` and ``high`` bound the mean difference at coverage ``level``. ``tost_p`` is the larger of the two one-sided
+    p values for a mean inside ±margin, ``beyond_p`` the one-sided p value for a mean outside of it on the side where it
+    lies, and ``t_p`` that of the two-sided paired t test of no difference.
     """
 
     mean: Array
@@ -48,135 +254,137 @@ class PairedTests:
     high: Array
     level: float
     tost_p: Array
+    beyond_p: Array
     t_p: Array
     equivalent: NDArray[np.bool_]
     different: NDArray[np.bool_]
 
 
-def lower_sd_limit(values_NM: ArrayLike, *, alpha: float) -> Array:
-    """One-sided lower confidence limit of a normal standard deviation.
-
-    ``s · sqrt((N − 1) / χ²(1 − alpha, N − 1))``, which exceeds σ with probability ``alpha``.
-
-    Args:
-        values_NM: ``(N,)`` or ``(N, M)`` values, N seeds of M studies.
-        alpha: Probability that the limit is above the true standard deviation.
-
-    Returns:
-        ``(M,)`` limits, in the unit of the values.
-
-    Example:
-        >>> float(lower_sd_limit([3.58, 3.60, 3.62], alpha=0.025)[0].round(4))
-        0.0104
-    """
-    values_NM = _columns(values_NM)
-    dof = len(values_NM) - 1
-    limit: Array = values_NM.std(axis=0, ddof=1) * np.sqrt(dof / stats.chi2.ppf(1.0 - alpha, dof))
-    return limit
-
-
-def paired_tests(differences_NM: ArrayLike, margin_M: ArrayLike, *, tost_alpha: float, t_alpha: float) -> PairedTests:
-    """TOST and t test of paired differences.
+def paired_tests(differences_NM: ArrayLike, margin_M: ArrayLike, *, tost_alpha: float) -> PairedTests:
+    """Hold the mean of paired differences against ±margin, and against zero.
 
     Args:
         differences_NM: ``(N,)`` or ``(N, M)`` differences, arm − reference, one a seed.
         margin_M: Equivalence margin of each study, in the unit of the differences.
-        tost_alpha: Level of the TOST; the interval reported has coverage ``1 − 2 tost_alpha``, so "equivalent" and
-            "the interval lies inside ±margin" are the same statement.
-        t_alpha: Level of the two-sided t test of no difference.
-
-    Returns:
-        The tests, with ``different`` only where ``equivalent`` is false.
+        tost_alpha: Level of each one-sided test. The interval has coverage ``1 − 2 tost_alpha``, so "equivalent" says
+            that it lies inside ±margin, and "different" that it lies wholly outside.
     """
-    differences = DescrStatsW(_columns(differences_NM))
-    margin = np.asarray(margin_M, dtype=float)
+    differences_NM = _columns(differences_NM)
+    paired, margin = DescrStatsW(differences_NM), np.asarray(margin_M, dtype=float)
+    n, sd = len(differences_NM), differences_NM.std(axis=0, ddof=1)
     # Differences without any spread divide by zero: their t is infinite, and 0/0 (no difference at all) is no evidence.
     with np.errstate(divide="ignore", invalid="ignore"):
-        tost_p = np.nan_to_num(differences.ttost_mean(-margin, margin)[0], nan=1.0)
-        t_p = np.nan_to_num(differences.ttest_mean(0.0)[1], nan=1.0)
-    low, high = differences.tconfint_mean(2.0 * tost_alpha)
-    equivalent = tost_p < tost_alpha
+        tost_p = np.nan_to_num(paired.ttost_mean(-margin, margin)[0], nan=1.0)
+        t_p = np.nan_to_num(paired.ttest_mean(0.0)[1], nan=1.0)
+        beyond_p = np.nan_to_num(stats.t.sf((np.abs(paired.mean) - margin) / (sd / np.sqrt(n)), n - 1), nan=1.0)
+    low, high = paired.tconfint_mean(2.0 * tost_alpha)
     return PairedTests(
-        mean=differences.mean,
-        sd=_columns(differences_NM).std(axis=0, ddof=1),
+        mean=paired.mean,
+        sd=sd,
         low=low,
         high=high,
         level=1.0 - 2.0 * tost_alpha,
         tost_p=tost_p,
+        beyond_p=beyond_p,
         t_p=t_p,
-        equivalent=equivalent,
-        different=~equivalent & (t_p < t_alpha),
+        equivalent=tost_p < tost_alpha,
+        different=beyond_p < tost_alpha,
     )
 
 
-def equivalence_power(
-    n_seeds: int, *, sd_difference: float, alpha: float, margin: float | None, reference_sd: float, margin_factor: float
-) -> float:
-    """Probability of "equivalent" when the true difference is 0.
+def holm(p_values: Sequence[float], *, alpha: float) -> list[bool]:
+    """Which of several p values are significant together, by Holm's step-down method.
 
-    The mean of the differences is independent of their standard deviation, so given the two sample standard deviations
-    the probability is a normal one; it is then averaged over their χ² distributions on a grid of quantiles.
+    Args:
+        p_values: one for each arm.
+        alpha: rate allowed for any false one among them.
+
+    Example:
+        >>> holm([0.04, 0.01], alpha=0.05), holm([0.04, 0.03], alpha=0.05)
+        ([True, True], [False, False])
+    """
+    significant = [False] * len(p_values)
+    for passed, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
+        if not p_values[index] < alpha / (len(p_values) - passed):
+            break
+        significant[index] = True
+    return significant
+
+
+def equivalence_power(n_seeds: int, *, sd_difference: ArrayLike, reference_sd: ArrayLike, margin: Margin) -> Array:
+    """Probability of "equivalent" when the true difference is 0, for each of S pairs of true spreads.
+
+    The mean of the differences is independent of their standard deviation, so given the sample's two spreads the
+    probability is a normal one; it is then averaged over both, on a grid of quantiles.
 
     Args:
         n_seeds: Common seeds.
-        sd_difference: True standard deviation of the paired differences.
-        alpha: Rate allowed for a false "equivalent" at the margin.
-        margin: The margin where it was given; None where it is estimated.
-        reference_sd: True seed-to-seed standard deviation of the reference, used where ``margin`` is None.
-        margin_factor: Margin in units of that standard deviation.
+        sd_difference: ``(S,)`` true standard deviations of the paired differences.
+        reference_sd: ``(S,)`` true seed-to-seed standard deviations of the reference; no matter where the margin was
+            given.
+        margin: How the margin comes about: given, or derived and capped.
 
     Returns:
-        The power, between 0 and 1.
+        ``(S,)`` powers, between 0 and 1.
     """
-    dof = n_seeds - 1
-    chi2_Q = stats.chi2.ppf((np.arange(64) + 0.5) / 64, dof)
-    tost_alpha = alpha if margin is not None else alpha / 2.0
-    standard_error = max(sd_difference, 1e-300) / np.sqrt(n_seeds)
-    reach_Q = stats.t.ppf(1.0 - tost_alpha, dof) * standard_error * np.sqrt(chi2_Q / dof)
-    limit = margin_factor * reference_sd * np.sqrt(chi2_Q / stats.chi2.ppf(1.0 - alpha / 2.0, dof))
-    margin_R = np.atleast_1d(margin) if margin is not None else limit
-    room_RQ = np.clip(margin_R[:, None] - reach_Q[None, :], 0.0, None)
-    return float(np.mean(2.0 * stats.norm.cdf(room_RQ / standard_error) - 1.0))
+    dof, at_Q = n_seeds - 1, (np.arange(_QUANTILES) + 0.5) / _QUANTILES
+    standard_error_S = np.maximum(np.atleast_1d(sd_difference), 1e-300) / np.sqrt(n_seeds)
+    reach_Q = stats.t.ppf(1.0 - margin.tost_alpha, dof) * np.sqrt(stats.chi2.ppf(at_Q, dof) / dof)
+    if margin.given:
+        room_SRQ = (margin.nats / standard_error_S)[:, None, None] - reach_Q
+    else:
+        spreads = _trimmed_sd_of_normals(n_seeds)
+        limit_R = np.quantile(spreads, at_Q) / np.quantile(spreads, 1.0 - margin.alpha / 2.0)
+        derived_SR = margin.factor * np.atleast_1d(reference_sd)[:, None] * limit_R
+        capped_SR = np.minimum(derived_SR, margin.cap_nats)
+        room_SRQ = (capped_SR / standard_error_S[:, None])[:, :, None] - reach_Q
+    power: Array = (2.0 * stats.norm.cdf(np.clip(room_SRQ, 0.0, None)) - 1.0).mean(axis=(1, 2))
+    return power
 
 
 def seeds_needed(
-    *,
-    sd_difference: float,
-    reference_sd: float,
-    alpha: float = 0.05,
-    margin: float | None = None,
-    margin_factor: float = 2.0,
-    power: float = 0.8,
-) -> int | None:
-    """Fewest common seeds that say "equivalent" with the given power when the true difference is 0.
+    *, n_seeds: int, sd_difference: float, n_reference: int, margin: Margin, coverage: float = 0.8
+) -> tuple[int | None, int | None]:
+    """How many common seeds say "equivalent" with 80 % power when the true difference is 0: a range.
+
+    Both spreads are known from a few seeds only. So true spreads are drawn that could have given the observed ones
+    (``σ = s · sqrt(dof / χ²)``, and for the reference in units of its trimmed spread); each asks for its own number.
 
     Args:
-        sd_difference: Standard deviation of the paired differences, as observed.
-        reference_sd: Seed-to-seed standard deviation of the reference, as observed.
-        alpha: Rate allowed for a false "equivalent" at the margin.
-        margin: The margin where it was given; None where it is estimated.
-        margin_factor: Margin in units of the reference's standard deviation.
-        power: Probability wanted.
+        n_seeds: Common seeds that were observed.
+        sd_difference: Standard deviation of their paired differences.
+        n_reference: Seeds of the reference that the margin was derived from.
+        margin: The margin, with the reference's observed spread.
+        coverage: Part of the draws that the range holds.
 
     Returns:
-        The number of seeds, or None where more than 500 would be needed.
+        Lowest and highest number; None where it is more than 100.
 
     Example:
-        >>> seeds_needed(sd_difference=0.004, reference_sd=0.03)
-        3
+        >>> margin = equivalence_margin({0: 3.60, 1: 3.64, 2: 3.57, 3: 3.61}, reference="bf16_standard")
+        >>> low, high = seeds_needed(n_seeds=4, sd_difference=0.02, n_reference=4, margin=margin)
+        >>> low < high
+        True
     """
-    for n_seeds in range(MIN_SEEDS, MAX_SEEDS_SEARCHED + 1):
+    rng, draws = np.random.default_rng(0), 200
+    dof = n_seeds - 1
+    sd_S = sd_difference * np.sqrt(dof / rng.chisquare(dof, size=draws))
+    reference_S = np.zeros(draws)
+    if not margin.given:
+        reference_S = margin.reference_sd / rng.choice(_trimmed_sd_of_normals(n_reference), size=draws)
+    needed_S = np.full(draws, MAX_SEEDS_SEARCHED + 1)
+    candidates = [*range(MIN_SEEDS, 16), *range(16, 40, 2), *range(40, MAX_SEEDS_SEARCHED + 1, 10)]
+    for candidate in candidates:
+        open_S = np.flatnonzero(needed_S > MAX_SEEDS_SEARCHED)
+        if not len(open_S):
+            break
         reached = equivalence_power(
-            n_seeds,
-            sd_difference=sd_difference,
-            alpha=alpha,
-            margin=margin,
-            reference_sd=reference_sd,
-            margin_factor=margin_factor,
+            candidate, sd_difference=sd_S[open_S], reference_sd=reference_S[open_S], margin=margin
         )
-        if reached >= power:
-            return n_seeds
-    return None
+        needed_S[open_S[reached >= POWER]] = candidate
+    ends = np.quantile(needed_S, [(1.0 - coverage) / 2.0, (1.0 + coverage) / 2.0], method="nearest")
+    low, high = (int(end) if end <= MAX_SEEDS_SEARCHED else None for end in ends)
+    return low, high
 
 
 def _columns(values_NM: ArrayLike) -> Array:

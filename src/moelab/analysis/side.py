@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from moelab.analysis.convergence import first_final_step
 from moelab.experiment import Experiment
+from moelab.hardware import known_gpu
 from moelab.model import count_parameters, flops_per_token, shape_for
 from moelab.model.shape import SHAPES, ModelShape
 from moelab.runs.collect import WARMUP_STEPS, Collected, joined_rows
@@ -113,6 +114,13 @@ class Side:
         return f"{self.label} {'; '.join(found)}" if found else ""
 
     @property
+    def grad_norm_notes(self) -> list[str]:
+        """Its runs that reported a gradient norm of NaN or Inf, and in which steps."""
+        names = [f"{self.label}, seed {run.seed}" if len(self.runs) > 1 else self.label for run in self.runs]
+        findings = [run.grad_norm_finding for run in self.runs]
+        return [f"{name}: {found}" for name, found in zip(names, findings, strict=True) if found]
+
+    @property
     def memory_gib(self) -> float:
         """Largest memory that a rank reserved."""
         return _largest(self.table["memory_gib"])
@@ -144,17 +152,17 @@ class Side:
     def mfu_percent(self, *, causal: bool) -> float:
         """MFU at the median throughput, by TorchTitan's count of attention or the causal one.
 
-        Derived: ``tps · FLOPs per token / peak FLOP/s``, of the peak that the log names, which is that of BF16. NaN
-        without a GPU, a peak, a sequence length, or a model whose shape is known here.
+        Derived: ``tps · FLOPs per token / peak FLOP/s``, of the datasheet's dense BF16 peak of the GPU's exact model.
+        The peak that a log names is not taken: TorchTitan 0.3.0 goes by parts of names, and by an A100's 312 TFLOP/s
+        where it knows none. NaN without a GPU whose peak is known, a sequence length, or a model whose shape is known.
         """
         known, shape = self.settings.values, self._shape
-        try:
-            peak_flops, seq_len = float(known["peak_flops"]), int(known["seq_len"])
-        except (KeyError, ValueError):
+        gpu = known_gpu(known.get("gpu", ""))
+        seq_len = known.get("seq_len", "")
+        if shape is None or gpu is None or gpu.bf16_tflops is None or not seq_len.isdecimal():
             return math.nan
-        if shape is None or "gpu" not in known:
-            return math.nan
-        return 100.0 * median(self.tps) * flops_per_token(shape, seq_len, causal=causal) / peak_flops
+        peak_flops = 1e12 * gpu.bf16_tflops.value
+        return 100.0 * median(self.tps) * flops_per_token(shape, int(seq_len), causal=causal) / peak_flops
 
     @property
     def _shape(self) -> ModelShape | None:

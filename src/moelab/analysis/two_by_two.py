@@ -1,10 +1,13 @@
-"""The two-by-two on thin models: every arm's throughput over stock's best, against the goals.
+"""The two-by-two on thin models: every arm's throughput over stock TorchTitan's, against the goals.
 
-Stock's best is BF16 with the standard all-to-all, compiled. An arm runs in several passes, the arms taking turns, and
-its figure is over the steps of all its passes. Hosts differ between two campaigns, so nothing is pooled over them:
-tokens/s are those of an arm's first campaign, a ratio is formed in each campaign and averaged, weighted by steps.
+Stock is BF16 with the standard all-to-all, compiled, under the same activation checkpointing as the arm: full
+checkpointing pays every exchange of the forward pass twice, so a faster exchange gains most there. Which checkpointing
+is stock's best depends on what fits; :func:`checkpointing_table` sets stock's best over its settings beside the arms'.
+An arm runs in several passes, the arms taking turns, and its figure is over the steps of all its passes. Hosts differ
+between two campaigns, so nothing is pooled over them: tokens/s are those of an arm's first campaign, a ratio is formed
+in each campaign and averaged, weighted by steps.
 
-Goals, set before the measurement: BF16 with DeepEP at least 1.10 times stock's best at a 671B shape, and the best arm
+Goals, set before the measurement: BF16 with DeepEP at least 1.10 times stock at a 671B shape, and the best arm
 at least 1.15 times.
 """
 
@@ -19,6 +22,10 @@ from moelab.analysis.arms import arm_label
 
 BASELINE, DEEPEP = "bf16_standard", "bf16_deepep"
 GOAL_DEEPEP, GOAL_BEST = 1.10, 1.15
+STOCK_CHECKPOINTING = {"full+dispatch": "full"}
+"""TorchTitan's checkpointing that an arm's own kind is held against."""
+DEPTHS = {"671B MoE-heavy": 5, "671B, 10 MoE layers": 10}
+"""MoE layers of two shapes that differ in nothing else."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,4 +174,87 @@ def result_table(results: Sequence[ArmResult]) -> str:
         lines.append(
             f"{result.shape:15} {result.routing:16} {result.label:42} {result.tps:12,.0f} {spread:>17} {ratio:>8}"
         )
+    return "\n".join(lines)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerGain:
+    """What an arm gains on a MoE layer: the step of the deeper shape minus that of the shallower one.
+
+    The difference leaves out the embedding, the head and the optimizer's share of them, which a thin model has with few
+    layers and a whole model with many.
+
+    Attributes:
+        campaign: in which both depths of both arms were measured.
+        activation_checkpoint: of both arms.
+        routing: of their tokens.
+        arm: see :func:`moelab.analysis.arms.arm_label`.
+        stock_ms: milliseconds of a MoE layer of stock in a step.
+        arm_ms: of the arm.
+        whole: ratio of the whole step, over stock, by MoE layers of the shape.
+    """
+
+    campaign: str | None
+    activation_checkpoint: str
+    routing: str
+    arm: str
+    stock_ms: float
+    arm_ms: float
+    whole: Mapping[int, float]
+
+    @property
+    def ratio(self) -> float:
+        """Of a MoE layer, over stock."""
+        return self.stock_ms / self.arm_ms
+
+
+def layer_gains(rows: Iterable[Mapping[str, Any]]) -> list[LayerGain]:
+    """The gain of each arm on a MoE layer, where one campaign has both depths of it and of stock.
+
+    Args:
+        rows: of ``h100_two_by_two.json``, see :func:`arm_results`; without ``step_s`` a row counts for nothing.
+    """
+    seconds: dict[tuple[str | None, str, str, str], dict[int, list[float]]] = {}
+    for row in rows:
+        if row["shape"] in DEPTHS and row.get("step_s"):
+            key = (row.get("campaign"), row["activation_checkpoint"], row["routing"], row["arm"])
+            seconds.setdefault(key, {}).setdefault(DEPTHS[row["shape"]], []).extend(row["step_s"])
+    few, many = DEPTHS.values()
+    steps = {
+        key: {moe: statistics.median(of_depth) for moe, of_depth in depths.items()}
+        for key, depths in seconds.items()
+        if len(depths) == len(DEPTHS)
+    }
+    gains = []
+    for (campaign, checkpointing, routing, arm), mine in steps.items():
+        stock = steps.get((campaign, STOCK_CHECKPOINTING.get(checkpointing, checkpointing), routing, BASELINE))
+        if arm != BASELINE and stock is not None:
+            stock_ms, arm_ms = ((one[many] - one[few]) / (many - few) * 1e3 for one in (stock, mine))
+            gains.append(
+                LayerGain(
+                    campaign=campaign,
+                    activation_checkpoint=checkpointing,
+                    routing=routing,
+                    arm=arm,
+                    stock_ms=stock_ms,
+                    arm_ms=arm_ms,
+                    whole={moe: stock[moe] / mine[moe] for moe in (few, many)},
+                )
+            )
+    return gains
+
+
+def layer_table(gains: Sequence[LayerGain]) -> str:
+    """Gains on a MoE layer beside those of the whole step, one line an arm."""
+    few, many = DEPTHS.values()
+    if not gains:
+        return f"gain on a MoE layer: no campaign has {few} and {many} MoE layers of stock and of another arm"
+    lines = [
+        f"{'checkpointing':13} {'routing':16} {'arm':42} {'stock ms/layer':>14} {'arm ms/layer':>12} {'gain':>6} "
+        f"{f'step, {few}':>8} {f'step, {many}':>8}"
+    ]
+    for gain in gains:
+        times = f"{gain.stock_ms:14.1f} {gain.arm_ms:12.1f} {gain.ratio:6.3f}"
+        names = f"{gain.activation_checkpoint:13} {gain.routing:16} {two_by_two_label(gain.arm):42}"
+        lines.append(f"{names} {times} {gain.whole[few]:8.3f} {gain.whole[many]:8.3f}")
     return "\n".join(lines)

@@ -1,25 +1,46 @@
 """Is an arm's loss equivalent to the reference's? One value a seed in, one verdict with its numbers out.
 
-The statistics are in :mod:`moelab.analysis.equivalence`; here the three answers are told apart. "Not equivalent" alone
-would merge two findings that call for opposite actions (the arm hurts; there are too few seeds to say), so the third
-answer exists and comes with the number of seeds that would settle it.
+The statistics are in :mod:`moelab.analysis.equivalence`; here the answers are told apart. Before any interval counts:
+
+* A seed that **diverged** in the arm and not in the reference makes the arm *different*: dropping it and averaging the
+  rest would call an arm harmless that loses every second training. One that diverged in the reference alone leaves
+  nothing to hold the arm against: *insufficient data*. One that diverged in both says nothing about the arm.
+* An arm that has **not learnt** yet is as good as any other: *not trained enough*.
+* A reference seed that lies **apart** from its others is named, and nothing is decided until it is dropped by name.
+
+Then the interval of the mean paired difference is held against the margin and against zero. A seed that was lost to a
+machine is left out by name; that it was lost for reasons unrelated to its numbers is an assumption, and said.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Any
 
 import numpy as np
 
 from moelab.analysis.arms import contrast
-from moelab.analysis.equivalence import MAX_SEEDS_SEARCHED, MIN_SEEDS, paired_tests, seeds_needed
+from moelab.analysis.equivalence import (
+    MAX_SEEDS_SEARCHED,
+    MIN_SEEDS,
+    NAN,
+    POWER,
+    Margin,
+    equivalence_margin,
+    holm,
+    outlying_seeds,
+    paired_tests,
+    seeds_needed,
+)
 from moelab.analysis.interval import Interval
-from moelab.analysis.margin import Margin, equivalence_margin
+from moelab.errors import BadInput
 
-NAN = float("nan")
+LEARNT_FRACTION = 0.1
+"""Of the untrained model's loss: an arm has learnt when it is lower by more. A choice: less than that is what frequent
+tokens give in the first steps, whatever the arm."""
 
 
 class Answer(StrEnum):
@@ -28,28 +49,38 @@ class Answer(StrEnum):
     EQUIVALENT = "equivalent"
     DIFFERENT = "different"
     INSUFFICIENT = "insufficient data"
+    NOT_TRAINED = "not trained enough"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
-    """Tests of the paired differences of one study; NaN where the seeds do not give the number."""
+class ArmSeeds:
+    """What became of each seed of one arm: a loss, a divergence, or nothing.
 
-    mean: float
-    sd: float
-    interval: Interval
-    tost_p: float
-    t_p: float
-    answer: Answer
+    Attributes:
+        losses: finite loss by seed, nats per token.
+        diverged: seed to why its training failed numerically: its loss was not finite, or it was stopped for that.
+        lost: seed to why it has no result for another reason.
+    """
+
+    losses: Mapping[int, float]
+    diverged: Mapping[int, str]
+    lost: Mapping[int, str]
+
+    @property
+    def known(self) -> set[int]:
+        """Seeds that the arm has or should have."""
+        return {*self.losses, *self.diverged, *self.lost}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
     """The verdict on one arm, with every number behind it.
 
-    Losses and differences (arm − reference, paired by seed) are in nats. ``interval`` is the one that the TOST tests:
-    it lies inside ±``margin_nats`` exactly when the answer is ``equivalent``. ``settled_by`` is empty unless the answer
-    is ``insufficient data``; ``excluded`` names each run left out and why; ``steps`` is the first and last step behind
-    the losses, None for a held-out loss.
+    Losses and differences (arm − reference, paired by seed) are in nats. ``interval`` lies inside ±``margin_nats`` when
+    the answer is ``equivalent`` and wholly outside when a test made it ``different``. ``findings`` are sentences that
+    decided or qualify the answer, ``excluded`` names each run left out and why, ``settled_by`` says what would turn
+    ``insufficient data`` into an answer, and ``steps`` is the first and last step behind the losses, None for a
+    held-out loss. ``arm_diverged`` and ``reference_diverged`` are seeds that diverged in one of the two alone.
     """
 
     arm: str
@@ -61,14 +92,22 @@ class Verdict:
     sd_difference: float
     interval: Interval
     margin_nats: float
+    margin_cap_nats: float
     margin_source: str
     reference_sd: float
     tost_p: float
+    beyond_p: float
     t_p: float
     arm_losses: dict[int, float]
     reference_losses: dict[int, float]
+    arm_diverged: tuple[int, ...]
+    reference_diverged: tuple[int, ...]
+    outlying_seeds: tuple[int, ...]
+    dropped_seeds: tuple[int, ...]
+    findings: tuple[str, ...]
     excluded: tuple[str, ...]
     settled_by: str
+    seeds_needed: tuple[int | None, int | None] | None
     steps: tuple[int, int] | None
 
     @property
@@ -76,19 +115,59 @@ class Verdict:
         """Number of seeds that both arms have."""
         return len(self.seeds)
 
+    @property
+    def excludes_zero(self) -> bool:
+        """Whether the interval does."""
+        return self.interval.exists and not self.interval.low <= 0.0 <= self.interval.high
+
+    @property
+    def answer_words(self) -> str:
+        """The answer, and for an equivalent arm the shift that it has all the same."""
+        if self.answer is Answer.EQUIVALENT and self.excludes_zero:
+            return f"{self.answer}, with a shift of {self.mean_difference_nats:+.4f} nats"
+        return str(self.answer)
+
     def sentence(self) -> str:
         """State the verdict in words with the numbers behind it."""
         arm, reference, shared = contrast(self.arm, self.reference)
         both = f" (both {shared})" if shared else ""
+        rest = " ".join([*self.findings, *([self.settled_by] if self.settled_by else [])])
         if not self.seeds:
-            return f"{arm} and {reference}{both} have no finished seed in common: {self.answer}. {self.settled_by}"
+            return f"{arm} and {reference}{both} have no finished seed in common: {self.answer}. {rest}".strip()
         margin = f"margin ±{self.margin_nats:.4f}" if math.isfinite(self.margin_nats) else "no margin"
+        cap = f" (cap {self.margin_cap_nats:.4f})" if math.isfinite(self.margin_cap_nats) else ""
         seeds = "1 seed" if self.n_seeds == 1 else f"{self.n_seeds} seeds"
         sentence = (
             f"{arm} differs from {reference}{both} by {self.mean_difference_nats:+.4f} nats in {self.quantity} "
-            f"({self._interval_words()}), {margin}, n = {seeds}: {self.answer}."
+            f"({self._interval_words()}), {margin}{cap}, n = {seeds}: {self.answer_words}."
         )
-        return f"{sentence} {self.settled_by}".strip()
+        return f"{sentence} {rest}".strip()
+
+    def to_json(self) -> dict[str, Any]:
+        """The verdict for a program; what is missing is null."""
+        numbers = {
+            "difference_nats": self.mean_difference_nats,
+            "margin_nats": self.margin_nats,
+            "margin_cap_nats": self.margin_cap_nats,
+            "reference_sd_nats": self.reference_sd,
+        }
+        ends = (self.interval.low, self.interval.high)
+        return {
+            "arm": self.arm,
+            "reference": self.reference,
+            "answer": self.answer.value,
+            "quantity": self.quantity,
+            "seeds": list(self.seeds),
+            **{name: value if math.isfinite(value) else None for name, value in numbers.items()},
+            "interval_nats": [end if math.isfinite(end) else None for end in ends],
+            "excludes_zero": self.excludes_zero,
+            "diverged": {"arm": list(self.arm_diverged), "reference": list(self.reference_diverged)},
+            "outlying_seeds": list(self.outlying_seeds),
+            "dropped_seeds": list(self.dropped_seeds),
+            "seeds_needed": list(self.seeds_needed) if self.seeds_needed else None,
+            "left_out": list(self.excluded),
+            "sentence": self.sentence(),
+        }
 
     def _interval_words(self) -> str:
         if not self.interval.exists:
@@ -105,34 +184,46 @@ def judge(
     reference: str,
     quantity: str = "final loss",
     margin_nats: float | None = None,
+    margin_cap_nats: float | None = None,
     margin_factor: float = 2.0,
     alpha: float = 0.05,
+    arm_diverged: Mapping[int, str] | None = None,
+    reference_diverged: Mapping[int, str] | None = None,
+    arm_lost: Mapping[int, str] | None = None,
+    reference_lost: Mapping[int, str] | None = None,
+    dropped_seeds: Collection[int] = (),
+    untrained_nats: float | None = None,
+    lr_warmup_steps: int = 0,
     excluded: tuple[str, ...] = (),
     steps: tuple[int, int] | None = None,
 ) -> Verdict:
     """Judge one arm against the reference from one loss a seed.
 
-    ``equivalent`` where the interval of the mean paired difference lies inside ±margin; ``different`` where it does not
-    and the two-sided paired t test at ``alpha`` finds a difference; ``insufficient data`` otherwise, with fewer than 3
-    common seeds, and where the reference has no spread to take a margin from.
-
     Args:
-        arm_losses: Loss of the arm by seed, nats per token.
+        arm_losses: Loss of the arm by seed, nats per token; one that is not finite is a divergence.
         reference_losses: Loss of the reference by seed. Seeds without a partner still count for the spread.
         arm: Name of the arm.
         reference: Name of the reference arm.
         quantity: What the losses are, for the sentence.
         margin_nats: Margin; None takes ``margin_factor`` times a lower confidence limit of the reference's spread.
+        margin_cap_nats: Cap of a derived margin; None takes 1 % of the reference's mean loss.
         margin_factor: Margin in units of the reference's seed-to-seed standard deviation.
-        alpha: Rate allowed for a false "equivalent" at the margin and for a false "different" at no difference.
-        excluded: Runs already left out, each with its reason. A loss that is not finite is added to them.
+        alpha: Rate allowed for a false "equivalent" at the margin.
+        arm_diverged: Seeds of the arm that failed numerically, each with the reason.
+        reference_diverged: Those of the reference.
+        arm_lost: Seeds of the arm without a result for another reason.
+        reference_lost: Those of the reference.
+        dropped_seeds: Left out of both arms because a person says so. A divergence cannot be dropped.
+        untrained_nats: Loss of a model that knows nothing, ln(vocabulary); None does not ask whether arms have learnt.
+        lr_warmup_steps: Steps over which the learning rate rises.
+        excluded: Runs already left out, each with its reason.
         steps: First and last step behind the losses, where they come from training steps.
 
     Returns:
-        The verdict.
+        The verdict; *different* is not corrected for other arms, see :func:`correct_for_arms`.
 
     Raises:
-        BadInput: ``margin_nats``, ``margin_factor`` or ``alpha`` is out of range.
+        BadInput: An option is out of range, or a dropped seed is none of either arm.
 
     Example:
         >>> reference = {0: 3.60, 1: 3.64, 2: 3.57, 3: 3.61}
@@ -140,81 +231,232 @@ def judge(
         >>> str(judge(arm, reference, arm="mxfp8_standard", reference="bf16_standard").answer)
         'equivalent'
     """
-    excluded += _not_finite(arm, arm_losses) + _not_finite(reference, reference_losses)
-    arm_losses, reference_losses = _finite(arm_losses), _finite(reference_losses)
+    ours = _seeds_of(arm_losses, arm_diverged, arm_lost)
+    theirs = _seeds_of(reference_losses, reference_diverged, reference_lost)
+    dropped = tuple(sorted(set(dropped_seeds)))
+    if unknown := [seed for seed in dropped if seed not in ours.known | theirs.known]:
+        known = ", ".join(str(seed) for seed in sorted(ours.known | theirs.known)) or "none"
+        raise BadInput(f"seed {unknown[0]} cannot be dropped: the seeds of {arm} and {reference} are {known}")
+    kept, base = _without(ours.losses, dropped), _without(theirs.losses, dropped)
     margin = equivalence_margin(
-        reference_losses, reference=reference, margin_nats=margin_nats, margin_factor=margin_factor, alpha=alpha
-    )
-    seeds = tuple(sorted(arm_losses.keys() & reference_losses.keys()))
-    result = _compare([arm_losses[seed] - reference_losses[seed] for seed in seeds], margin)
-    return Verdict(
-        arm=arm,
+        base,
         reference=reference,
-        answer=result.answer,
-        quantity=quantity,
-        seeds=seeds,
-        mean_difference_nats=result.mean,
-        sd_difference=result.sd,
-        interval=result.interval,
-        margin_nats=margin.nats,
-        margin_source=margin.source,
-        reference_sd=margin.reference_sd,
-        tost_p=result.tost_p,
-        t_p=result.t_p,
-        arm_losses=arm_losses,
-        reference_losses=reference_losses,
-        excluded=excluded,
-        settled_by=_settled_by(len(seeds), result.sd, margin) if result.answer is Answer.INSUFFICIENT else "",
-        steps=steps,
+        margin_nats=margin_nats,
+        margin_cap_nats=margin_cap_nats,
+        margin_factor=margin_factor,
+        alpha=alpha,
     )
+    seeds = tuple(sorted(kept.keys() & base.keys()))
+    verdict = _tested(
+        [kept[seed] - base[seed] for seed in seeds],
+        margin,
+        Verdict(
+            arm=arm,
+            reference=reference,
+            answer=Answer.INSUFFICIENT,
+            quantity=quantity,
+            seeds=seeds,
+            mean_difference_nats=NAN,
+            sd_difference=NAN,
+            interval=Interval(low=NAN, high=NAN, level=1.0 - 2.0 * margin.tost_alpha),
+            margin_nats=margin.nats,
+            margin_cap_nats=margin.cap_nats,
+            margin_source=margin.source,
+            reference_sd=margin.reference_sd,
+            tost_p=NAN,
+            beyond_p=NAN,
+            t_p=NAN,
+            arm_losses=kept,
+            reference_losses=base,
+            arm_diverged=tuple(sorted(ours.diverged.keys() - theirs.diverged.keys())),
+            reference_diverged=tuple(sorted(theirs.diverged.keys() - ours.diverged.keys())),
+            outlying_seeds=outlying_seeds(base),
+            dropped_seeds=dropped,
+            findings=(),
+            excluded=(*excluded, *_left_out(ours, theirs, arm, reference)),
+            settled_by="",
+            seeds_needed=None,
+            steps=steps,
+        ),
+    )
+    return _decided(verdict, ours, theirs, margin, untrained_nats=untrained_nats, lr_warmup_steps=lr_warmup_steps)
 
 
-def _compare(differences: list[float], margin: Margin) -> Comparison:
-    """Run the tests where there are differences enough, and choose the answer."""
+def correct_for_arms(verdicts: list[Verdict]) -> list[Verdict]:
+    """Holm's correction over the arms of one study: with more arms, a chance *different* is more likely.
+
+    Args:
+        verdicts: on one quantity, one an arm.
+
+    Returns:
+        The verdicts; one whose test does not stand among so many is *insufficient data* and says so.
+    """
+    tested = [one for one in verdicts if one.answer is Answer.DIFFERENT and not one.arm_diverged]
+    with_p = [one for one in verdicts if math.isfinite(one.beyond_p)]
+    if not tested or len(with_p) < 2:
+        return verdicts
+    level = (1.0 - with_p[0].interval.level) / 2.0
+    stands = dict(zip((one.arm for one in with_p), holm([one.beyond_p for one in with_p], alpha=level), strict=True))
+    words = f"Alone it would be different, but not after Holm's correction for {len(with_p)} arms."
+    return [
+        replace(one, answer=Answer.INSUFFICIENT, findings=(*one.findings, words))
+        if one in tested and not stands[one.arm]
+        else one
+        for one in verdicts
+    ]
+
+
+def _seeds_of(
+    losses: Mapping[int, float], diverged: Mapping[int, str] | None, lost: Mapping[int, str] | None
+) -> ArmSeeds:
+    finite = {int(seed): float(loss) for seed, loss in losses.items() if math.isfinite(loss)}
+    failed = {int(seed): f"loss is {loss}" for seed, loss in losses.items() if not math.isfinite(loss)}
+    # A finished run of a seed counts, whatever became of another attempt at it.
+    failed |= {seed: reason for seed, reason in (diverged or {}).items() if seed not in finite}
+    gone = {seed: reason for seed, reason in (lost or {}).items() if seed not in finite and seed not in failed}
+    return ArmSeeds(losses=finite, diverged=failed, lost=gone)
+
+
+def _without(losses: Mapping[int, float], dropped: Collection[int]) -> dict[int, float]:
+    return {seed: loss for seed, loss in losses.items() if seed not in dropped}
+
+
+def _left_out(ours: ArmSeeds, theirs: ArmSeeds, arm: str, reference: str) -> tuple[str, ...]:
+    lines = [
+        f"{name}, seed {seed}: {reason}"
+        for name, one in ((arm, ours), (reference, theirs))
+        for seed, reason in sorted({**one.diverged, **one.lost}.items())
+    ]
+    return tuple(lines)
+
+
+def _tested(differences: list[float], margin: Margin, verdict: Verdict) -> Verdict:
+    """Run the tests where there are differences enough, and answer by them alone."""
     if len(differences) < 2:
-        mean = differences[0] if differences else NAN
-        nothing = Interval(low=NAN, high=NAN, level=1.0 - 2.0 * margin.tost_alpha)
-        return Comparison(mean=mean, sd=NAN, interval=nothing, tost_p=NAN, t_p=NAN, answer=Answer.INSUFFICIENT)
-    tests = paired_tests(differences, margin.nats, tost_alpha=margin.tost_alpha, t_alpha=margin.alpha)
+        return replace(verdict, mean_difference_nats=differences[0] if differences else NAN)
+    tests = paired_tests(differences, margin.nats, tost_alpha=margin.tost_alpha)
     answer = Answer.INSUFFICIENT
     if len(differences) >= MIN_SEEDS and margin.exists:
         if tests.equivalent[0]:
             answer = Answer.EQUIVALENT
         elif tests.different[0]:
             answer = Answer.DIFFERENT
-    return Comparison(
-        mean=float(np.mean(differences)),
-        sd=float(tests.sd[0]),
+    return replace(
+        verdict,
+        answer=answer,
+        mean_difference_nats=float(np.mean(differences)),
+        sd_difference=float(tests.sd[0]),
         interval=Interval(low=float(tests.low[0]), high=float(tests.high[0]), level=tests.level),
         tost_p=float(tests.tost_p[0]) if margin.exists else NAN,
+        beyond_p=float(tests.beyond_p[0]) if margin.exists else NAN,
         t_p=float(tests.t_p[0]),
-        answer=answer,
     )
 
 
-def _settled_by(n_seeds: int, sd_difference: float, margin: Margin) -> str:
-    """Say what would turn "insufficient data" into an answer."""
-    if n_seeds < MIN_SEEDS:
-        return f"At least {MIN_SEEDS} common seeds are needed."
+def _decided(
+    verdict: Verdict,
+    ours: ArmSeeds,
+    theirs: ArmSeeds,
+    margin: Margin,
+    *,
+    untrained_nats: float | None,
+    lr_warmup_steps: int,
+) -> Verdict:
+    """Let what comes before any interval decide, and say what the reader must know."""
+    arm, reference, _ = contrast(verdict.arm, verdict.reference)
+    planned = ours.known | theirs.known
+    findings, answer = [], verdict.answer
+    both_diverged = sorted(ours.diverged.keys() & theirs.diverged.keys())
+    if verdict.arm_diverged:
+        alone = f"{len(verdict.arm_diverged)} of {len(planned)} seeds diverged in {arm} and not in {reference}"
+        if any(seed in theirs.losses for seed in verdict.arm_diverged):
+            answer = Answer.DIFFERENT
+        else:  # the reference lost these seeds otherwise, so whether it would have kept them is not known
+            answer = Answer.INSUFFICIENT if answer is Answer.EQUIVALENT else answer
+            alone += ", which has no result for them"
+        findings.append(f"{alone} ({_reasons(verdict.arm_diverged, ours.diverged)}).")
+    if verdict.reference_diverged:
+        answer = answer if answer is Answer.DIFFERENT and verdict.arm_diverged else Answer.INSUFFICIENT
+        findings.append(
+            f"{len(verdict.reference_diverged)} of {len(planned)} seeds diverged in the reference {reference} and not "
+            f"in {arm} ({_reasons(verdict.reference_diverged, theirs.diverged)})."
+        )
+    if both_diverged:
+        findings.append(f"Left out, as it diverged in both: {_reasons(both_diverged, ours.diverged)}.")
+    lost = {seed: reason for one in (theirs, ours) for seed, reason in one.lost.items()}
+    if lost:
+        findings.append(f"Left out: {_reasons(sorted(lost), lost)}; assumed to be unrelated to the loss.")
+    if verdict.dropped_seeds:
+        names = ", ".join(str(seed) for seed in verdict.dropped_seeds)
+        findings.append(f"Dropped by name in both arms: seed{'s' if len(verdict.dropped_seeds) > 1 else ''} {names}.")
+    if verdict.outlying_seeds and not verdict.arm_diverged:
+        (seed,) = verdict.outlying_seeds
+        answer = Answer.INSUFFICIENT
+        findings.append(
+            f"Seed {seed} of the reference {reference} lies apart from its others ({verdict.reference_losses[seed]:.4f}"
+            f" nats): find out why, or leave it out of both arms (moelab report … --drop-seed {seed})."
+        )
+    for seed in outlying_seeds(verdict.arm_losses):
+        findings.append(f"Seed {seed} of {arm} lies apart from its others ({verdict.arm_losses[seed]:.4f} nats).")
+    untaught = _not_learnt(verdict, margin, untrained_nats)
+    if untaught and not (verdict.arm_diverged and answer is Answer.DIFFERENT):
+        answer = Answer.NOT_TRAINED
+    findings += [f"{words}." for words in untaught]
+    if verdict.steps is not None and verdict.seeds and verdict.steps[1] <= lr_warmup_steps:
+        findings.append(
+            f"Training ended inside its warm-up (step {verdict.steps[1]:,} of {lr_warmup_steps:,}): the learning rate "
+            "never reached its peak."
+        )
+    settled, needed = "", None
+    if answer is Answer.INSUFFICIENT and not (verdict.outlying_seeds or verdict.reference_diverged):
+        settled, needed = _settled_by(verdict, margin, len(verdict.reference_losses))
+    return replace(verdict, answer=answer, findings=tuple(findings), settled_by=settled, seeds_needed=needed)
+
+
+def _reasons(seeds: Collection[int], reasons: Mapping[int, str]) -> str:
+    """``seeds 1, 4: loss is nan at step 12; seed 3: …``, seeds of one reason together."""
+    groups: dict[str, list[str]] = {}
+    for seed in seeds:
+        groups.setdefault(reasons[seed], []).append(str(seed))
+    return "; ".join(f"seed{'s' if len(own) > 1 else ''} {', '.join(own)}: {why}" for why, own in groups.items())
+
+
+def _not_learnt(verdict: Verdict, margin: Margin, untrained_nats: float | None) -> list[str]:
+    """A sentence for each arm whose loss is still near that of a model that knows nothing."""
+    if untrained_nats is None or not verdict.seeds:
+        return []
+    needed = max(LEARNT_FRACTION * untrained_nats, margin.nats if margin.exists and not margin.given else 0.0)
+    arm, reference, _ = contrast(verdict.arm, verdict.reference)
+    means = {
+        name: float(np.mean([losses[seed] for seed in verdict.seeds]))
+        for name, losses in ((arm, verdict.arm_losses), (reference, verdict.reference_losses))
+    }
+    return [
+        f"{name} has not learnt: it ends at {mean:.2f} nats, and a model that knows nothing has {untrained_nats:.2f} "
+        f"(at least {needed:.2f} below that is asked for)"
+        for name, mean in means.items()
+        if mean > untrained_nats - needed
+    ]
+
+
+def _settled_by(verdict: Verdict, margin: Margin, n_reference: int) -> tuple[str, tuple[int | None, int | None] | None]:
+    """What would turn "insufficient data" into an answer, and how many seeds that would take."""
+    if verdict.n_seeds < MIN_SEEDS:
+        return f"At least {MIN_SEEDS} common seeds are needed.", None
     if not margin.exists:
-        return "Give a margin in nats (margin_nats), or train the reference with different seeds."
-    needed = seeds_needed(
-        sd_difference=sd_difference,
-        reference_sd=margin.reference_sd,
-        alpha=margin.alpha,
-        margin=margin.nats if margin.given else None,
-        margin_factor=margin.factor,
+        return "Give a margin in nats (margin_nats), or train the reference with different seeds.", None
+    zero = "zero is excluded" if verdict.excludes_zero else "zero is not excluded"
+    needed = low, high = seeds_needed(
+        n_seeds=verdict.n_seeds, sd_difference=verdict.sd_difference, n_reference=n_reference, margin=margin
     )
-    if needed is None:
-        return f"Even {MAX_SEEDS_SEARCHED} seeds would not give 80 % power: the differences are wide for this margin."
-    if needed <= n_seeds:
-        return f"{n_seeds} seeds have 80 % power for a true difference of 0, so it is probably not far from the margin."
-    return f"If the true difference is 0, about {needed} common seeds would show it with 80 % power."
-
-
-def _finite(losses: Mapping[int, float]) -> dict[int, float]:
-    return {int(seed): float(loss) for seed, loss in losses.items() if math.isfinite(loss)}
-
-
-def _not_finite(arm: str, losses: Mapping[int, float]) -> tuple[str, ...]:
-    return tuple(f"{arm}, seed {seed}: loss is {loss}" for seed, loss in losses.items() if not math.isfinite(loss))
+    if low is None:
+        seeds = f"more than {MAX_SEEDS_SEARCHED} common seeds"
+    elif high is None:
+        seeds = f"{low} to more than {MAX_SEEDS_SEARCHED} common seeds"
+    else:
+        seeds = f"{low} common seeds" if low == high else f"{low} to {high} common seeds"
+    return (
+        f"The interval reaches beyond the margin, and {zero}. If the true difference is 0, {seeds} would show it with "
+        f"{100 * POWER:g} % power.",
+        needed,
+    )

@@ -213,13 +213,15 @@ def check_memlock(machine: Machine) -> Iterator[Finding]:
 
 def check_nvlink(machine: Machine, build: Build) -> Iterator[Finding]:
     """NVLink between every pair of GPUs, as ``nvidia-smi topo -m`` shows it."""
-    links = nvlink_matrix(machine.run(["nvidia-smi", "topo", "-m"]) or "")
+    topology = machine.run(["nvidia-smi", "topo", "-m"])
+    links = nvlink_matrix(topology or "")
     visible = machine.env.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and re.fullmatch(r"[\d,]*", visible):
         chosen = [int(one) for one in visible.split(",") if one and int(one) < len(links)]
         links = [[links[a][b] for b in chosen] for a in chosen]
     if len(links) < 2:
-        found = "one GPU, no pairs" if links else "no GPUs"
+        unseen = "is missing or fails" if topology is None else "shows no GPUs"
+        found = "one GPU, no pairs" if links else f"not seen: `nvidia-smi topo -m` {unseen}"
         yield Finding(name="NVLink", severity="note", found=found)
         return
     pairs = list(combinations(range(len(links)), 2))

@@ -22,7 +22,7 @@ from typing import Literal
 from moelab.deepep.build import find_build
 from moelab.deepep.findings import Finding
 from moelab.deepep.probe import Machine, this_machine
-from moelab.machine import gpus
+from moelab.machine import GpusUnknown, gpus
 
 NAME = "smoke test"
 RANKS = 2
@@ -100,7 +100,17 @@ def smoke_test(
         One finding: ``ok`` where DeepEP moved tokens right, ``note`` where only gloo did, else an ``error``.
     """
     build = find_build(machine or this_machine())
-    count = len(gpus()) if gpu_count is None else gpu_count
+    try:
+        count = len(gpus()) if gpu_count is None else gpu_count
+    except GpusUnknown as error:
+        return Finding(
+            name=NAME,
+            severity="error",
+            found=str(error).partition(". ")[0],
+            cause="the driver does not work, so whether there are two GPUs is not known",
+            consequence="nothing was sent; on the processor it would say nothing about them",
+            remedy="mend the driver, or hide the GPUs with CUDA_VISIBLE_DEVICES=",
+        )
     missing = [f"{count} GPU{'s' if count != 1 else ''}, {RANKS} are needed"] if count < RANKS else []
     missing += [] if build.kind == "V2" and build.compiled else ["DeepEP V2 is not installed"]
     device: Literal["cuda", "cpu"] = "cpu" if missing else "cuda"

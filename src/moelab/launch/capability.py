@@ -9,7 +9,7 @@ from __future__ import annotations
 from moelab.experiment import EPBackend, Experiment
 from moelab.hardware import gpu_from, gpu_of
 from moelab.layout import check
-from moelab.machine import GpuInfo, cores, gpus, has_module
+from moelab.machine import GpuInfo, GpusUnknown, cores, gpus, has_module
 from moelab.model import count_parameters, shape_for
 
 RANKS_PER_CORE = 4
@@ -24,12 +24,15 @@ def refusals(experiment: Experiment, *, devices: tuple[GpuInfo, ...] | None = No
         experiment: what would run.
         devices: GPUs to reckon with instead of this node's.
     """
-    found = gpus() if devices is None else devices
-    found = () if experiment.hardware == "cpu" else found
+    try:
+        found = () if experiment.hardware == "cpu" else gpus() if devices is None else devices
+    except GpusUnknown as error:
+        return [str(error)]
     checks = (_trainer, _nodes, _ranks, _deepep, _model, _hardware)
     lacking = [reason for one in checks if (reason := one(experiment, found))]
-    weakest = min(found, key=lambda gpu: gpu.capability, default=None)
-    return [*lacking, *check(experiment, gpu=gpu_from(weakest) if weakest else gpu_of("cpu")).reasons]
+    kinds = [gpu_from(gpu) for gpu in dict.fromkeys(found)] or [gpu_of("cpu")]
+    illegal = dict.fromkeys(reason for gpu in kinds for reason in check(experiment, gpu=gpu).reasons)
+    return [*lacking, *illegal]
 
 
 def _trainer(_experiment: Experiment, _gpus: tuple[GpuInfo, ...]) -> str | None:

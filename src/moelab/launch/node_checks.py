@@ -82,7 +82,7 @@ def _versions(reports: Sequence[Report]) -> Iterator[Finding]:
 def _gpus(reports: Sequence[Report], cluster: ClusterProfile) -> Iterator[Finding]:
     if not cluster.gpus_per_node:
         return
-    groups = _grouped(reports, lambda report: _counted(report["gpus"]))
+    groups = _grouped(reports, lambda report: report.get("gpu_problem") or _counted(report["gpus"]))
     wrong = [report for report in reports if not _as_profile(report["gpus"], cluster)]
     if not wrong and len(groups) == 1:
         yield Finding(name="GPUs", severity="ok", found=f"{next(iter(groups))} on each of {len(reports)} nodes")

@@ -23,7 +23,7 @@ from typing import Any
 import moelab
 from moelab.deepep.environment import examine_environment
 from moelab.deepep.probe import Expected, this_machine
-from moelab.machine import gpus, version
+from moelab.machine import gpu_problem, gpus, version
 
 VERSIONS = ("torch", "torchtitan", "torchao", "triton", "nvidia-nccl-cu13", "deep-ep")
 """Packages that have to be the same everywhere; None where one is not installed."""
@@ -41,7 +41,8 @@ def report(*, writes: Path | None = None, sees: Sequence[Path] = (), nodes: int 
     Returns:
         What :func:`moelab.launch.node_checks.compare` reads. ``time`` is taken last.
     """
-    machine, found = this_machine(), gpus()
+    machine, problem = this_machine(), gpu_problem()
+    found = () if problem else gpus()
     soft, _hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return {
         "node": os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
@@ -52,6 +53,7 @@ def report(*, writes: Path | None = None, sees: Sequence[Path] = (), nodes: int 
             "driver": found[0].driver if found else None,
         },
         "gpus": [gpu.name for gpu in found],
+        "gpu_problem": problem,
         "memlock_bytes": machine.memlock_bytes,
         "open_files": None if soft == resource.RLIM_INFINITY else soft,
         "shared_memory_bytes": shutil.disk_usage(SHARED_MEMORY).total if SHARED_MEMORY.is_dir() else 0,

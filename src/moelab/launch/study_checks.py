@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from moelab.deepep.findings import Finding
+from moelab.errors import BadInput, Refused
 from moelab.experiment import Experiment
 from moelab.experiment_file import Study
 from moelab.launch.cluster import ClusterProfile
 from moelab.memory.activations import FP32
 from moelab.model import count_parameters, shape_for
 from moelab.plan import Plan, plan
+from moelab.projection.project import project
 
 STREAMING_NODES = 4
 """Nodes that may stream C4: each rank asks the hub for itself, some ten times at the start, and a cluster has one
@@ -71,16 +75,33 @@ def check_data(study: Study, cluster: ClusterProfile) -> Iterator[Finding]:
 
 def check_room(study: Study | None, cluster: ClusterProfile, runs: Path) -> Iterator[Finding]:
     """Whether runs and checkpoints can be written here, and fit."""
-    needed = checkpoint_bytes(study, cluster) if study else 0
-    places = {runs: LOG_BYTES, Path(cluster.scratch or runs): needed + (0 if cluster.scratch else LOG_BYTES)}
-    for folder, wanted in places.items():
-        yield _room(folder, wanted, needed)
+    saves, needed = Path(cluster.scratch or runs), checkpoint_bytes(study, cluster) if study else 0
+    wanted = {runs: LOG_BYTES, saves: needed + (0 if cluster.scratch else LOG_BYTES)}
+    for folder, size in wanted.items():
+        yield _room(folder, size, _checkpoints_in_words(study, cluster, needed) if study and folder == saves else "")
 
 
 def checkpoint_bytes(study: Study, cluster: ClusterProfile) -> int:
-    """Bytes of checkpoints at most: those that a run keeps and one that is being written, of every run at once."""
-    of_runs = [STATE_BYTES * count_parameters(shape_for(one)).total for one in study.experiments]
-    return (cluster.checkpoints_kept + 1) * sum(of_runs)
+    """Bytes of checkpoints at most, of every run at once: a job array has no order, and a finished run's stay."""
+    return sum(_state_bytes(one) * checkpoints_at_most(one, cluster) for one in study.experiments)
+
+
+def checkpoints_at_most(experiment: Experiment, cluster: ClusterProfile) -> int:
+    """Checkpoints of a run that are there at once: those that are kept, and one that is written before an old one goes.
+
+    One is due at every interval but not after the last step (:class:`~moelab.titan.preempt.ResumeCheckpoints`), and
+    whenever the time limit stops the run: by the slow end of the projection, or never where there is none.
+    """
+    if cluster.scheduler == "none":  # `moelab run` saves none
+        return 0
+    interval, steps = cluster.checkpoint_interval_steps, experiment.steps
+    due = (steps - 1) // interval if interval else 0
+    with suppress(BadInput, Refused):  # of hardware without figures, or a plan that is refused with its own reason
+        projection = project(experiment)
+        slowest_s = steps * projection.tokens_per_gpu / projection.interval[0]
+        stops = math.ceil(slowest_s / (60 * cluster.time_limit_minutes - cluster.signal_s)) - 1
+        due += min(stops, cluster.requeues + 1)
+    return min(due, cluster.checkpoints_kept + 1)
 
 
 def first_of_arms(study: Study) -> Sequence[Experiment]:
@@ -131,7 +152,22 @@ def _refused(found: str, cause: str, remedy: str) -> Finding:
     return Finding(name="data", severity="error", found=found, cause=cause, consequence=consequence, remedy=remedy)
 
 
-def _room(folder: Path, wanted_bytes: int, checkpoints_bytes: int) -> Finding:
+def _state_bytes(experiment: Experiment) -> int:
+    """Of one checkpoint."""
+    return STATE_BYTES * count_parameters(shape_for(experiment)).total
+
+
+def _checkpoints_in_words(study: Study, cluster: ClusterProfile, needed_bytes: int) -> str:
+    if needed_bytes:
+        count = sum(checkpoints_at_most(one, cluster) for one in study.experiments)
+        return f" (derived: up to {count} checkpoints of all runs at once, 12 bytes a parameter)"
+    if cluster.scheduler == "none":
+        return ""
+    largest = max(map(_state_bytes, study.experiments))
+    return f" (no checkpoint is due; a run that is stopped before its end would save one of {largest / 1e9:,.1f} GB)"
+
+
+def _room(folder: Path, wanted_bytes: int, checkpoints: str) -> Finding:
     name = f"room in {folder}"
     existing = next(place for place in (folder, *folder.absolute().parents) if place.exists())
     try:
@@ -146,9 +182,7 @@ def _room(folder: Path, wanted_bytes: int, checkpoints_bytes: int) -> Finding:
             consequence="no run directory can be made",
             remedy="choose another folder with --runs, or set runs and scratch of the cluster's profile",
         )
-    found = f"{free / 1e9:,.0f} GB free, {wanted_bytes / 1e9:,.0f} GB wanted"
-    if checkpoints_bytes and wanted_bytes >= checkpoints_bytes:
-        found += " (derived: checkpoints of all runs at once, 12 bytes a parameter)"
+    found = f"{free / 1e9:,.0f} GB free, {wanted_bytes / 1e9:,.0f} GB wanted{checkpoints}"
     if free >= wanted_bytes:
         return Finding(name=name, severity="ok", found=f"{found}; a quota is not seen")
     return Finding(
@@ -157,5 +191,6 @@ def _room(folder: Path, wanted_bytes: int, checkpoints_bytes: int) -> Finding:
         found=found,
         cause="the file system is nearly full, or too small for the checkpoints of this study",
         consequence="a checkpoint would be cut off, and what was trained since the last one lost",
-        remedy="free some, set scratch of the profile to a larger file system, or submit fewer arms at once (--arm)",
+        remedy="free some, set scratch of the profile to a larger file system, or submit fewer arms (--arm) and delete "
+        "their checkpoints before the others",
     )

@@ -11,6 +11,9 @@ from moelab.hardware import Gpu, gpu_of
 from moelab.layout.schedule import SCHEDULES, Schedule, schedule_in_any_case, split_layers, stages_of_rank
 from moelab.model import ModelShape, shape_for
 
+UNKNOWN_SM = -1.0
+"""No kernel is known to run on it."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
@@ -22,7 +25,8 @@ class Facts:
     Attributes:
         experiment: what the other fields were taken from.
         shape: dimensions of the model.
-        capability: CUDA capability of the GPU (10.0 for SM100), 0 without one, None where it is not known.
+        capability: CUDA capability of the GPU (10.0 for SM100), 0 without one, ``UNKNOWN_SM`` of a GPU that does not
+            say; None where it is not known which GPU it will be.
         gpu_in_words: which GPU that is, or that there is none.
         dp_shard_given: -1 for the ranks that the other axes leave.
     """
@@ -108,15 +112,20 @@ def facts_of(experiment: Experiment, gpu: Gpu | None = None) -> Facts:
         BadInput: if its hardware profile does not exist.
     """
     capability = (gpu or gpu_of(experiment.hardware)).capability
-    # `local` on a machine without a GPU says nothing about where the run will be.
-    unknown = gpu is None and experiment.hardware == "local" and not capability
     name = gpu.name if gpu else experiment.hardware
-    absent = "this machine has no GPU to use" if gpu else f"{experiment.hardware} has no GPU"
+    in_words = f"{name} is SM{(capability or 0) * 10:.0f}"
+    if capability is None:
+        in_words = f"{name} is of unknown SM version"
+        capability = UNKNOWN_SM if gpu else None
+    elif capability == 0:
+        in_words = "this machine has no GPU to use" if gpu else f"{name} has no GPU"
+        # `local` on a machine without a GPU says nothing about where the run will be.
+        capability = None if experiment.hardware == "local" and gpu is None else 0
     return Facts(
         experiment=experiment,
         shape=shape_for(experiment),
-        capability=None if unknown else capability,
-        gpu_in_words=f"{name} is SM{capability * 10:.0f}" if capability else absent,
+        capability=capability,
+        gpu_in_words=in_words,
         world_size=experiment.world_size,
         pp=experiment.pp,
         dp_replicate=experiment.dp_replicate,

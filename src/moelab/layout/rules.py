@@ -37,7 +37,7 @@ from types import MappingProxyType
 from typing import Any, get_args
 
 from moelab.experiment import EPBackend, Experiment, Precision, Routing
-from moelab.hardware import Gpu, cluster_of, has_grouped_fp8
+from moelab.hardware import Gpu, cluster_of, has_deepep, has_grouped_fp8, has_native_mxfp8
 from moelab.layout.mesh import Facts, Layout, divisors, facts_of, resolve
 from moelab.layout.schedule import SCHEDULES, effective_layers, rank_with_loss
 from moelab.titan.corpus import tokenizer_size
@@ -65,7 +65,6 @@ PACKED_FEATURES = 128
 """Features whose MXFP8 scales fill the four bytes that DeepEP moves as one."""
 BLOCK = {Precision.FP8: 16, Precision.MXFP8: 32}
 """Features that a quantised grouped GEMM needs in a multiple of, along every dimension of a weight."""
-MXFP8_CAPABILITY = 10.0
 PADDING = {Precision.BF16: 1, Precision.FP8: 16, Precision.MXFP8: 32}
 """Tokens: what TorchTitan 0.3.0's converters pad each expert's group to by default."""
 NATIVE_PADDING = 128
@@ -503,18 +502,24 @@ def _fp8_gpu(facts: Facts) -> str | None:
 @_rule("GPU has MXFP8", "mxfp8_kernels", offers_choices=False)
 def _mxfp8_gpu(facts: Facts) -> str | None:
     native = facts.precision is Precision.MXFP8 and facts.experiment.mxfp8_kernels == "native"
-    if not native or facts.capability is None or facts.capability >= MXFP8_CAPABILITY:
+    if not native or facts.capability is None or has_native_mxfp8(facts.capability):
         return None
-    return f"MXFP8 tensor cores begin with SM100, and {facts.gpu_in_words}. Legal mxfp8_kernels: auto, emulated"
+    here = facts.gpu_in_words
+    return f"torchao's MXFP8 kernels are for SM100 and SM103, and {here}. Legal mxfp8_kernels: auto, emulated"
 
 
 @_rule("dispatcher needs CUDA", "ep_backend")
 def _cuda(facts: Facts) -> str | None:
-    deepep = facts.ep_backend is EPBackend.DEEPEP
-    if facts.capability != 0 or facts.ep_backend is EPBackend.STANDARD or (deepep and facts.ep_kernels == "emulated"):
+    """What the dispatcher needs: CUDA, and for DeepEP's kernels an SM version of theirs."""
+    backend, capability = facts.ep_backend, facts.capability
+    deepep, minimal = backend is EPBackend.DEEPEP, backend is EPBackend.MINIMAL_ASYNC_EP
+    if capability is None or backend is EPBackend.STANDARD or (deepep and facts.ep_kernels == "emulated"):
         return None
+    if bool(capability) if minimal else has_deepep(capability):
+        return None
+    versions = "" if minimal else " and SM90, SM100 or SM103"
     emulated = "; ep_kernels=emulated has its numerics on any device" if deepep else ""
-    return f"it needs CUDA, and {facts.gpu_in_words}{emulated}"
+    return f"it needs CUDA{versions}, and {facts.gpu_in_words}{emulated}"
 
 
 RULES: tuple[Rule, ...] = (
@@ -627,7 +632,7 @@ def _padding_note(facts: Facts) -> str | None:
     plain = f"each expert's tokens are padded to a multiple of {default}"
     if facts.precision is Precision.FP8 or kernels == "emulated":
         return f"padding: {plain}"
-    if kernels == "native" or (facts.capability or 0) >= MXFP8_CAPABILITY:
+    if kernels == "native" or has_native_mxfp8(facts.capability):
         return f"padding: {raised}"
     if facts.capability is None:
         return f"padding: {plain} where MXFP8 is emulated; {raised}"

@@ -19,15 +19,15 @@ of the two counts.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from math import gcd
 
 from moelab.experiment import EPBackend, Experiment, Precision, Routing
-from moelab.hardware import Figure, Gpu
+from moelab.hardware import Figure, Gpu, has_native_mxfp8
 from moelab.layout import Layout
-from moelab.layout.rules import DEEPEP_PADDING, MXFP8_CAPABILITY, NATIVE_PADDING, PADDING
+from moelab.layout.rules import DEEPEP_PADDING, NATIVE_PADDING, PADDING
 from moelab.layout.schedule import in_flight
 from moelab.memory.activations import BF16, FP32, LayerCosts, Mode, Work, layer_costs
 from moelab.memory.sharding import NOTHING, Degrees, Held, StageModules, degrees_of, held, module_held, stage_modules
@@ -157,7 +157,7 @@ class MemoryEstimate:
 
     Attributes:
         by_stage: one entry for each pipeline rank.
-        capacity_gib: memory of the GPU.
+        capacity_gib: memory of the GPU; NaN where it is not known.
         buffer: what the dispatcher allocates for its communication, or None.
     """
 
@@ -257,12 +257,12 @@ def estimate(
     )
     buffer = dispatch_buffer(experiment, layout, shape, work)
     stages = tuple(_stage_memory(run, rank, buffer, constants) for rank in range(layout.pp))
-    return MemoryEstimate(by_stage=stages, capacity_gib=gpu.memory_gib.value, buffer=buffer)
+    return MemoryEstimate(by_stage=stages, capacity_gib=float(gpu.memory_gib or math.nan), buffer=buffer)
 
 
 def emulates(experiment: Experiment, gpu: Gpu) -> bool:
     """Whether MXFP8 is emulated: where it is asked for, and where a GPU has no MXFP8 tensor cores."""
-    auto = experiment.mxfp8_kernels == "auto" and gpu.capability < MXFP8_CAPABILITY
+    auto = experiment.mxfp8_kernels == "auto" and not has_native_mxfp8(gpu.capability)
     return experiment.precision is Precision.MXFP8 and (auto or experiment.mxfp8_kernels == "emulated")
 
 
@@ -489,7 +489,7 @@ def dispatch_buffer(experiment: Experiment, layout: Layout, shape: ModelShape, w
     emulated = backend is EPBackend.DEEPEP and experiment.ep_kernels == "emulated"
     if backend is EPBackend.STANDARD or ranks == 1 or emulated:
         return None
-    nvlink_ranks = gcd(ranks, experiment.gpus_per_node)
+    nvlink_ranks = math.gcd(ranks, experiment.gpus_per_node)
     rows = ranks * tokens
     if backend is EPBackend.DEEPEP:
         size = WORKSPACE_BYTES + deepep_buffer_bytes(

@@ -6,7 +6,6 @@ completed. So the tag and the names are checked before anything runs, and the la
 
 from __future__ import annotations
 
-import ast
 import difflib
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +15,7 @@ import nbformat
 
 from moelab.errors import BadInput, MoelabError
 from moelab.experiment_file import read_yaml
+from moelab.notebooks.parameters import assigned_names
 
 END_MARKER = "moelab: notebook complete"
 KERNEL_OPTIONS = ["--IPKernelApp.log_level=40"]
@@ -120,16 +120,9 @@ def parameter_names(notebook: Path) -> list[str]:
             "tag its parameters cell (in JupyterLab: property inspector, cell tags)"
         )
     try:
-        statements = ast.parse(cells[0].source).body
+        return assigned_names(cells[0].source)
     except SyntaxError as error:
         raise BadInput(f"{notebook.name}: the parameters cell is not Python: {error}") from error
-    return [
-        target.id
-        for line in statements
-        if isinstance(line, ast.Assign | ast.AnnAssign)
-        for target in (line.targets if isinstance(line, ast.Assign) else [line.target])
-        if isinstance(target, ast.Name)
-    ]
 
 
 def read_parameters(file: Path) -> dict[str, Any]:

@@ -7,7 +7,8 @@ in ``technique_parameters.py`` those that explain a technique or plan.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import ast
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, TypeVar
@@ -19,6 +20,8 @@ from moelab.experiment import ActivationCheckpoint
 from moelab.experiment_file import Study, make_study, parse
 from moelab.machine import gpus
 
+INJECTED = "# Parameters\n"
+"""How papermill 2.7.0 begins the cell that it injects (``Translator.codify``)."""
 _JUPYTER_NAMES = frozenset({"In", "Out", "exit", "quit", "open", "get_ipython"})
 Parameters = TypeVar("Parameters", bound=BaseModel)
 
@@ -220,18 +223,62 @@ def _arm(precision: str, parameters: ConvergenceParameters) -> dict[str, Any]:
 def validated(schema: type[Parameters], namespace: Mapping[str, Any]) -> Parameters:
     """Check the parameters of a notebook; called in the cell after its parameters cell.
 
+    In a notebook, parameters are the names that its parameters cell and papermill's injected cell assigned when they
+    last ran, as IPython's history has them: what else the kernel holds, from later cells of an earlier run, is none.
+
     Args:
         schema: what the notebook takes.
-        namespace: ``globals()`` of the notebook, before anything but ``moelab`` was imported.
+        namespace: ``globals()`` of the notebook. Of a mapping without a history every name is a parameter, but for
+            modules, functions, classes and private names.
 
     Returns:
         The parameters with their declared types: ``"false"`` is False and ``"1e-4"`` is 0.0001.
 
     Raises:
-        BadInput: for a value of the wrong type, or a parameter that the notebook does not have.
+        BadInput: for a value of the wrong type, a parameter that is missing, or one that the notebook does not have.
     """
-    given = {name: value for name, value in namespace.items() if _is_parameter(name, value)}
-    return parse(schema, given)
+    history = namespace.get("In", [])
+    assigned = _assigned_by_parameters_cells(history, schema.model_fields.keys()) or namespace.keys()
+    return parse(
+        schema,
+        {name: value for name, value in namespace.items() if name in assigned and _is_parameter(name, value)},
+    )
+
+
+def assigned_names(source: str) -> list[str]:
+    """Names that the top-level assignments of a cell bind, in their order.
+
+    Raises:
+        SyntaxError: if the cell is not Python.
+    """
+    return [
+        node.id
+        for statement in ast.parse(source).body
+        if isinstance(statement, ast.Assign | ast.AnnAssign)
+        for target in (statement.targets if isinstance(statement, ast.Assign) else [statement.target])
+        for node in ast.walk(target)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    ]
+
+
+def _assigned_by_parameters_cells(history: Sequence[str], fields: Set[str]) -> set[str]:
+    """Names that the notebook's own parameters cell and the one injected after it assigned; empty if neither ran.
+
+    The history has no tags. More than half of the fields make a parameters cell: a line may be lost, and that field is
+    then missing, though the kernel still holds its value.
+    """
+    own: set[str] = set()
+    injected: set[str] = set()
+    for cell in history:
+        try:
+            names = set(assigned_names(cell))
+        except SyntaxError:  # it never ran
+            continue
+        if cell.startswith(INJECTED):
+            injected = names
+        elif 2 * len(names & fields) > len(fields):
+            own, injected = names, set()
+    return own | injected if own else own
 
 
 def _is_parameter(name: str, value: object) -> bool:

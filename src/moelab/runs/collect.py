@@ -10,9 +10,9 @@ from __future__ import annotations
 import io
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,14 @@ from moelab.runs.directory import CONVERTED_FOLDER, DISPATCHER_FILE, RunDir
 from moelab.runs.files import finite_or_none, write_json, write_whole
 from moelab.runs.log import NotALog, read_log
 from moelab.runs.status import State, Status
-from moelab.runs.table import MetricsRead, combine, merge_segments, metrics_table, throughput_rows
+from moelab.runs.table import (
+    MetricsRead,
+    combine,
+    grad_norm_finding,
+    merge_segments,
+    metrics_table,
+    throughput_rows,
+)
 from moelab.runs.tensorboard import NotATensorBoardFolder, read_tensorboard
 from moelab.runs.wandb_export import read_wandb
 
@@ -48,6 +55,7 @@ class Collected:
         converted: what multiplies in MXFP8: ``kernels`` and ``modules``, or None.
         dispatcher: what moved the tokens: ``dispatcher``, and ``kernels`` of a DeepEP one; None if not recorded.
         diverged: which loss was not finite, None where none was or a restart got over it.
+        grad_norm_not_finite: NaN or Inf by the step that reported it as its gradient norm.
     """
 
     run: str
@@ -61,6 +69,7 @@ class Collected:
     converted: dict[str, Any] | None = None
     dispatcher: dict[str, Any] | None = None
     diverged: str | None = None
+    grad_norm_not_finite: Mapping[int, float] = field(default_factory=dict)
 
     @property
     def finished(self) -> bool:
@@ -78,6 +87,17 @@ class Collected:
         return float(self.validation["loss"].iloc[-1]) if len(self.validation) else math.nan
 
     @property
+    def grad_norm_finding(self) -> str | None:
+        """In which steps the gradient norm was reported as NaN or Inf; None if in none."""
+        return grad_norm_finding(self.grad_norm_not_finite, self.rows)
+
+    @property
+    def grad_norm_marks(self) -> list[tuple[int, float]]:
+        """These steps with their loss, where that is finite."""
+        losses = merge_segments(self.rows).set_index("step")["loss"]
+        return [(step, losses[step]) for step in self.grad_norm_not_finite if math.isfinite(losses[step])]
+
+    @property
     def summary(self) -> str:
         """The run on one line."""
         state = "end not recorded" if self.status.state is State.UNKNOWN else str(self.status.state)
@@ -88,6 +108,7 @@ class Collected:
         parts += [f"{speeds.median():,.0f} tokens/s per GPU (median)"] if len(speeds) else []
         peak = self.rows["memory_gib"].max()
         parts += [f"{peak:.1f} GiB"] if math.isfinite(peak) else []
+        parts += [self.grad_norm_finding] if self.grad_norm_finding else []
         return ", ".join(parts) + (f"; {self.status.reason}" if self.status.reason else "")
 
     def to_json(self) -> dict[str, Any]:
@@ -99,9 +120,16 @@ class Collected:
             "status": self.status.state.value,
             "reason": self.status.reason,
             "segments": self.segments,
+            **self.grad_norm_json,
             "rows": json.loads(self.rows.to_json(orient="records", double_precision=15)),
             "validation": json.loads(self.validation.to_json(orient="records", double_precision=15)),
         }
+
+    @property
+    def grad_norm_json(self) -> dict[str, int | None]:
+        """The finding for a program: the first of these steps, and how many they are."""
+        steps = self.grad_norm_not_finite
+        return {"grad_norm_not_finite_from": min(steps, default=None), "grad_norm_not_finite_steps": len(steps)}
 
 
 def collect_run(run: RunDir, *, save: bool = False) -> Collected:
@@ -132,6 +160,7 @@ def collect_run(run: RunDir, *, save: bool = False) -> Collected:
         converted=converted_modules(run),
         dispatcher=dispatcher_of(run),
         diverged=read.reason,
+        grad_norm_not_finite=read.grad_norm_not_finite,
     )
     if save:
         save_results(run, collected)
@@ -188,6 +217,7 @@ def save_results(run: RunDir, collected: Collected) -> None:
         "memory_gib_peak": finite_or_none(merged["memory_gib"].max()),
         "mxfp8": collected.converted,
         "dispatcher": collected.dispatcher,
+        **collected.grad_norm_json,
     }
     write_json(run.path / "results.json", results)
 
@@ -200,7 +230,17 @@ def _read_log_and_events(run: RunDir) -> MetricsRead:
     except NotATensorBoardFolder:
         return log
     validation = log.validation if len(log.validation) >= len(events.validation) else events.validation
-    return replace(log, rows=combine(log.rows, events.rows), validation=validation, reason=log.reason or events.reason)
+    rows = combine(log.rows, events.rows)
+    norms = merge_segments(rows).set_index("step")["grad_norm"]
+    reported = {**events.grad_norm_not_finite, **log.grad_norm_not_finite}
+    return replace(
+        log,
+        rows=rows,
+        validation=validation,
+        reason=log.reason or events.reason,
+        # One of them may lack the launch that repeated a step, and hold its earlier value.
+        grad_norm_not_finite={step: reported[step] for step in sorted(reported) if not math.isfinite(norms[step])},
+    )
 
 
 def _from_elsewhere(read: MetricsRead, name: str) -> Collected:
@@ -214,6 +254,7 @@ def _from_elsewhere(read: MetricsRead, name: str) -> Collected:
         rows=rows,
         validation=read.validation,
         diverged=read.reason,
+        grad_norm_not_finite=read.grad_norm_not_finite,
     )
 
 

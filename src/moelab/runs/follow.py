@@ -22,7 +22,7 @@ from moelab.runs.directory import RunDir
 from moelab.runs.log import LogFollower
 from moelab.runs.rank_steps import RankTable
 from moelab.runs.status import State, Status
-from moelab.runs.table import merge_segments, metrics_table
+from moelab.runs.table import grad_norm_finding, merge_segments, metrics_table
 
 FIND_INTERVAL_S: Final = 10.0
 """New run directories are looked for this often: a walk over a shared filesystem costs more than reading a log on."""
@@ -36,7 +36,8 @@ class RunNow:
         name: of the run directory.
         arm: its arm.
         seed: its seed, None where the experiment cannot be read.
-        status: as its ``status.json`` says; a loss that is not finite is its reason until there is another.
+        status: as its ``status.json`` says; a loss or gradient norm that is not finite is its reason until there is
+            another.
         step: last step that was logged, 0 before the first.
         steps: steps that are planned, 0 where the experiment cannot be read.
         loss: of the last step, in nats per token.
@@ -124,7 +125,8 @@ class RunFollower:
                 seed=pd.array([self._seed] * count, dtype="Int64"),
             )
         )
-        self._segments, self._failure = read.segments, read.reason
+        self._segments = read.segments
+        self._failure = read.reason or grad_norm_finding(read.grad_norm_not_finite, read.rows)
 
     def _now(self) -> RunNow:
         status = self._status

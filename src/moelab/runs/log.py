@@ -27,6 +27,7 @@ The time stamp is local time without a zone; ``time`` assumes the zone of the ma
 from __future__ import annotations
 
 import gzip
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -39,9 +40,10 @@ import pandas as pd
 
 from moelab.errors import BadInput
 from moelab.runs.log_lines import FIELDS, LOSS, parameter_count, scan
+from moelab.runs.metric_names import REPORTED_NAN
 from moelab.runs.rank_steps import LogTail, RankSteps
 from moelab.runs.segments import Segment, Segments, StepRows
-from moelab.runs.table import MetricsRead, failure_reason, metrics_table, validation_table
+from moelab.runs.table import MetricsRead, failure_reason, grad_norms_not_finite, metrics_table, validation_table
 
 _BLOCK_BYTES: Final = 1 << 20
 _LONGEST_LINE_BYTES: Final = 1 << 16
@@ -221,11 +223,13 @@ class _Reader:
     def result(self) -> LogRead:
         logged = self._segments.logged()
         failure = self._segments.all[-1].failure
+        columns = _numbered(logged, [segment.rows for segment in logged])
         return LogRead(
-            rows=metrics_table(_numbered(logged, [segment.rows for segment in logged])),
+            rows=metrics_table(columns),
             validation=validation_table(_numbered(logged, [segment.validation for segment in logged])),
             segments=len(logged),
             reason=failure_reason(self._segments.all[-1].index, *failure) if failure else None,
+            grad_norm_not_finite=grad_norms_not_finite(columns),
             model_parameters=self._model_parameters,
         )
 
@@ -246,7 +250,8 @@ def _columns(stores: list[StepRows]) -> dict[str, np.ndarray]:
 def _popped(segments: Segments, keep: int) -> Iterator[StepRow]:
     for segment, step, values in segments.pop_first(keep):
         row = StepRow(segment, step, *values)
-        yield row._replace(loss=float("nan")) if values[LOSS] < 0 else row
+        row = row._replace(grad_norm=math.nan) if row.grad_norm == REPORTED_NAN else row
+        yield row._replace(loss=math.nan) if values[LOSS] < 0 else row
 
 
 def _blocks(source: str | Path | Iterable[str | bytes]) -> Iterator[bytes]:

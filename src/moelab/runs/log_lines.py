@@ -18,6 +18,8 @@ from datetime import datetime
 from functools import lru_cache
 from typing import Final, TypeAlias
 
+from moelab.runs.metric_names import REPORTED_NAN
+
 #: What a step or validation line measures, in the order of :attr:`LogLine.values`; ``time`` is seconds since the epoch.
 FIELDS: Final = ("loss", "grad_norm", "tps", "tflops", "mfu", "memory_gib", "memory_pct", "time")
 LOSS, TPS, MEMORY_GIB, MEMORY_PCT, TIME = (
@@ -82,7 +84,7 @@ def _step_lines(block: bytes, start: int, end: int) -> Iterator[LogLine]:
         try:
             values = (
                 _loss(loss),
-                float(grad_norm) if grad_norm else _NAN,
+                _reported(float(grad_norm)) if grad_norm else _NAN,
                 float(tps.replace(b",", b"")),
                 float(tflops.replace(b",", b"")) if tflops else _NAN,
                 float(mfu) if mfu else _NAN,
@@ -126,6 +128,10 @@ def _loss(text: bytes) -> float:
     if text[0] != _MINUS:
         return value
     return NO_LOSS if math.isfinite(value) else _NAN
+
+
+def _reported(grad_norm: float) -> float:
+    return REPORTED_NAN if math.isnan(grad_norm) else grad_norm
 
 
 def _time(block: bytes, position: int) -> float:

@@ -7,8 +7,11 @@ the log line.
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
+REPORTED_NAN: Final = -math.inf
+"""A gradient norm that was reported as NaN, until the metrics table is made, in which NaN is what is missing."""
 STEP_METRICS: Final = {
     "loss_metrics/global_avg_loss": "loss",
     "grad_norm": "grad_norm",

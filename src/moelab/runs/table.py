@@ -3,18 +3,21 @@
 One row per (run, segment, step). A segment is one launch of the job, counted from 0; a requeued job repeats the steps
 since its last checkpoint, so the same step can stand in two segments. ``tps`` is tokens per second **per GPU**, as
 TorchTitan prints it, ``time`` is seconds since the Unix epoch, ``mfu`` and ``memory_pct`` are percentages, memory is in
-GiB. What a source does not have is NaN, never zero; a loss that was *reported* as NaN is told by a reader's ``reason``.
+GiB. What a source does not have is NaN, never zero; a loss that was *reported* as NaN is told by a reader's ``reason``,
+a gradient norm by its ``grad_norm_not_finite``.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
 import pandas as pd
+
+from moelab.runs.metric_names import REPORTED_NAN
 
 VALUE_COLUMNS: Final = ("loss", "grad_norm", "tps", "tflops", "mfu", "memory_gib", "memory_pct", "lr", "time")
 COLUMNS: Final = ("run", "arm", "seed", "segment", "step", *VALUE_COLUMNS)
@@ -41,12 +44,14 @@ class MetricsRead:
         validation: :data:`VALIDATION_COLUMNS`, one row per segment and validated step.
         segments: number of segments that logged anything.
         reason: one line when the source itself shows that training failed, else None.
+        grad_norm_not_finite: NaN or Inf by the step that reported it as its gradient norm.
     """
 
     rows: pd.DataFrame
     validation: pd.DataFrame
     segments: int
     reason: str | None
+    grad_norm_not_finite: Mapping[int, float] = field(default_factory=dict)
 
 
 def metrics_table(columns: Mapping[str, Any] | pd.DataFrame, *, run: str | None = None) -> pd.DataFrame:
@@ -64,6 +69,7 @@ def metrics_table(columns: Mapping[str, Any] | pd.DataFrame, *, run: str | None 
         ).reset_index(drop=True)
         for name in COLUMNS
     }
+    data["grad_norm"] = data["grad_norm"].mask(data["grad_norm"] == REPORTED_NAN)
     return pd.DataFrame(data)
 
 
@@ -182,6 +188,45 @@ def failure_reason(segment: int, step: int, loss: float) -> str:
     'loss is nan at step 12 (segment 0)'
     """
     return f"loss is {loss} at step {step} (segment {segment})"
+
+
+def grad_norms_not_finite(columns: Mapping[str, Any] | pd.DataFrame) -> dict[int, float]:
+    """Steps that reported NaN or Inf as their gradient norm; of a step that was repeated, the last value counts.
+
+    Args:
+        columns: of a metrics table that is not made yet, with :data:`~moelab.runs.metric_names.REPORTED_NAN`.
+
+    Returns:
+        NaN or Inf by step, in the order of the steps.
+
+    >>> grad_norms_not_finite({"segment": [0, 0, 1], "step": [7, 8, 8], "grad_norm": [float("inf"), REPORTED_NAN, 0.5]})
+    {7: inf}
+    """
+    if "grad_norm" not in columns:
+        return {}
+    rows = pd.DataFrame({name: np.asarray(columns[name]) for name in ("segment", "step", "grad_norm")})
+    last = rows.sort_values(["segment", "step"], kind="stable").drop_duplicates("step", keep="last").sort_values("step")
+    norms = last.set_index("step")["grad_norm"]
+    return {int(step): norm if norm > 0 else math.nan for step, norm in norms[np.isinf(norms)].items()}
+
+
+def grad_norm_finding(not_finite: Mapping[int, float], rows: pd.DataFrame) -> str | None:
+    """Say in which steps the gradient norm was not finite; None if it always was.
+
+    A loss may stay finite beside it while the weights no longer move, as MXFP8 training is known to fail.
+
+    >>> rows = metrics_table({"segment": [0, 0, 0], "step": [6, 7, 8]})
+    >>> grad_norm_finding({7: float("nan"), 8: float("nan")}, rows)
+    'gradient norm is NaN from step 7 on'
+    """
+    if not not_finite:
+        return None
+    first = min(not_finite)
+    kinds = " or ".join(sorted({"NaN" if math.isnan(norm) else "Inf" for norm in not_finite.values()}, reverse=True))
+    steps = set(rows["step"])
+    if all(step in not_finite for step in steps if step >= first):
+        return f"gradient norm is {kinds} from step {first} on"
+    return f"gradient norm is {kinds} at {len(not_finite)} of {len(steps)} logged steps, first at step {first}"
 
 
 def ranks_to_rows(frame: pd.DataFrame, keys: Sequence[str]) -> pd.DataFrame:

@@ -17,8 +17,15 @@ import numpy as np
 import pandas as pd
 
 from moelab.errors import BadInput
-from moelab.runs.metric_names import VALIDATION_METRICS, step_column
-from moelab.runs.table import MetricsRead, failure_reason, metrics_table, ranks_to_rows, validation_table
+from moelab.runs.metric_names import REPORTED_NAN, VALIDATION_METRICS, step_column
+from moelab.runs.table import (
+    MetricsRead,
+    failure_reason,
+    grad_norms_not_finite,
+    metrics_table,
+    ranks_to_rows,
+    validation_table,
+)
 
 _RANK_FOLDER = re.compile(r"(rank|replica)_\d+")
 
@@ -41,12 +48,13 @@ def read_tensorboard(folder: str | Path) -> MetricsRead:
     """
     launches = [_scalars(files) for files in _launches(Path(folder))]
     logged = [scalars for scalars in launches if not scalars.empty]
-    rows = [_rows(scalars, {tag: step_column(tag) for tag in scalars["tag"].unique()}) for scalars in logged]
+    rows = _numbered([_rows(scalars, {tag: step_column(tag) for tag in scalars["tag"].unique()}) for scalars in logged])
     return MetricsRead(
-        rows=metrics_table(_numbered(rows)),
+        rows=metrics_table(rows),
         validation=validation_table(_numbered([_rows(scalars, VALIDATION_METRICS) for scalars in logged])),
         segments=len(logged),
         reason=_reason(logged[-1], len(logged) - 1) if logged else None,
+        grad_norm_not_finite=grad_norms_not_finite(rows),
     )
 
 
@@ -94,6 +102,7 @@ def _scalars(files: list[Path]) -> pd.DataFrame:
 def _rows(scalars: pd.DataFrame, columns: Mapping[str, str | None]) -> pd.DataFrame:
     """Turn one launch's scalars into one row per step."""
     named = scalars.assign(column=scalars["tag"].map(columns)).dropna(subset=["column"])
+    named["value"] = named["value"].mask((named["column"] == "grad_norm") & named["value"].isna(), REPORTED_NAN)
     wide = named.groupby(["rank", "step", "column"])["value"].max().unstack("column")
     wide["time"] = named.groupby(["rank", "step"])["time"].min()
     if "loss" not in wide:

@@ -6,7 +6,7 @@ Two shapes are known: the CSV, JSON or JSON lines of ``wandb.Api().run(…).hist
 samples 500 points unless told otherwise, so prefer ``scan_history()``. W&B refuses steps that go back within a run;
 where they do in a file, several exports of one job were joined, and each is a segment.
 
-Cells stay text until their metric is known, because a loss *reported* as NaN must not look like one that is missing.
+Cells stay text until their metric is known, because a value *reported* as NaN must not look like one that is missing.
 """
 
 from __future__ import annotations
@@ -21,8 +21,15 @@ from typing import Any, Final
 import pandas as pd
 
 from moelab.errors import BadInput
-from moelab.runs.metric_names import STEP_METRICS, VALIDATION_METRICS, step_column
-from moelab.runs.table import MetricsRead, failure_reason, metrics_table, ranks_to_rows, validation_table
+from moelab.runs.metric_names import REPORTED_NAN, STEP_METRICS, VALIDATION_METRICS, step_column
+from moelab.runs.table import (
+    MetricsRead,
+    failure_reason,
+    grad_norms_not_finite,
+    metrics_table,
+    ranks_to_rows,
+    validation_table,
+)
 
 _LOSS: Final = "loss_metrics/global_avg_loss"
 _STEP_NAMES: Final = ("_step", "Step", "step")
@@ -50,12 +57,14 @@ def read_wandb(path: str | Path) -> list[MetricsRead]:
 
 
 def _read(run: str | None, history: pd.DataFrame) -> MetricsRead:
-    rows = metrics_table(_columns(history, STEP_METRICS), run=run)
+    columns = _columns(history, STEP_METRICS)
+    rows = metrics_table(columns, run=run)
     return MetricsRead(
         rows=rows,
         validation=validation_table(_columns(history, VALIDATION_METRICS)),
         segments=int(rows["segment"].max()) + 1 if len(rows) else 0,
         reason=_reason(history),
+        grad_norm_not_finite=grad_norms_not_finite(columns),
     )
 
 
@@ -109,6 +118,9 @@ def _columns(history: pd.DataFrame, metrics: dict[str, str]) -> pd.DataFrame:
     logged = history[(history[[*names, *lr]] != "").any(axis=1)]
     columns = logged[["segment", "step", "time", *names]].rename(columns=names)
     columns = columns.assign(**{column: _number(columns[column]) for column in names.values()})
+    if "grad_norm" in columns:
+        reported = logged["grad_norm"].str.lower() == "nan"
+        columns["grad_norm"] = columns["grad_norm"].mask(reported, REPORTED_NAN)
     columns["lr"] = logged[lr].apply(_number).max(axis=1) if lr else math.nan
     if "loss" not in columns:
         columns["loss"] = math.nan

@@ -16,6 +16,7 @@ from moelab.analysis.side import Side, median
 from moelab.analysis.verdict import Verdict
 from moelab.runs.files import finite_or_none
 from moelab.runs.status import State
+from moelab.study_report.judgement import first_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +72,16 @@ class Comparison:
         return "; ".join(found)
 
     @property
+    def grad_norm_notes(self) -> list[str]:
+        """Runs that reported a gradient norm of NaN or Inf, and in which steps."""
+        return [note for side in self.sides for note in side.grad_norm_notes]
+
+    @property
+    def loss_note(self) -> str:
+        """What must be said in the title of a figure of the loss."""
+        return "; ".join([*([self.emulation_note] if self.emulation_note else []), *first_of(self.grad_norm_notes)])
+
+    @property
     def notes(self) -> list[str]:
         """What a reader must know before the numbers."""
         unknown = [side for side in self.sides if not side.settings.values]
@@ -82,7 +93,7 @@ class Comparison:
         found = [f"{_names(sides)}: {what}" for what, sides in told.items() if sides]
         left_out = [f"{side.label}: left out {'; '.join(side.left_out)}" for side in self.sides if side.left_out]
         unfinished = [f"{side.unfinished}: its loss is not judged" for side in self.sides if side.unfinished]
-        return [*unfinished, *([self.speed_note] if self.speed_note else []), *found, *left_out]
+        return [*unfinished, *self.grad_norm_notes, *([self.speed_note] if self.speed_note else []), *found, *left_out]
 
     def as_text(self) -> str:
         """The findings as sentences."""

@@ -39,7 +39,7 @@ def comparison_figures(compared: Comparison) -> Sequence[Any]:
     from moelab.viz import Figure, compare
 
     styles = compare.side_styles(compared.sides)
-    note, speed, sides = compared.emulation_note, compared.speed_note, compared.sides
+    note, speed, sides = compared.loss_note, compared.speed_note, compared.sides
     with_loss = [side for side in sides if side.table["loss"].notna().any()]
     known = [one for one in compared.differences if one.steps]
     fast = [side for side in sides if len(side.tps)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -14,6 +15,7 @@ from moelab.analysis import (
     FinalLosses,
     Gain,
     Verdict,
+    arm_label,
     arm_throughput,
     compare_convergence,
     compare_held_out,
@@ -102,10 +104,7 @@ class StudyJudgement:
         known = {key: loss for key, loss in losses.items() if not math.isnan(loss)}
         if not any(arm == self.reference for arm, _ in known):
             return []
-        others = [arm for arm in self.others if any(arm == name for name, _ in known)]
-        return [
-            compare_held_out(known, arm=arm, reference=self.reference, margin_nats=self.margin_nats) for arm in others
-        ]
+        return compare_held_out(known, reference=self.reference, margin_nats=self.margin_nats)
 
     @cached_property
     def throughput(self) -> list[ArmThroughput]:
@@ -144,6 +143,25 @@ class StudyJudgement:
         return ", ".join([*notes, *(["DeepEP emulated on plain collectives"] if self.emulated_deepep else [])])
 
     @property
+    def grad_norm_notes(self) -> list[str]:
+        """Runs that reported a gradient norm of NaN or Inf, and in which steps."""
+        return [
+            f"{arm_label(run.arm)}, seed {run.seed}: {run.grad_norm_finding}"
+            for run in self.runs
+            if run.grad_norm_finding
+        ]
+
+    @property
+    def grad_norm_marks(self) -> list[tuple[int, float]]:
+        """These steps of finished runs, and their loss in nats: marks for a figure."""
+        return [mark for run in self.finished for mark in run.grad_norm_marks]
+
+    @property
+    def loss_note(self) -> str:
+        """What must be said in the title of a figure of the loss."""
+        return "; ".join([*([self.emulation_note] if self.emulation_note else []), *first_of(self.grad_norm_notes)])
+
+    @property
     def settings_note(self) -> str:
         """What the arms differ in beside what makes them arms; empty where the comparison is of the arms alone."""
         fields = [name for name in Experiment.model_fields if name not in ARM_FIELDS]
@@ -153,7 +171,7 @@ class StudyJudgement:
     @property
     def notes(self) -> list[str]:
         """What a reader must know before the numbers."""
-        return [note for note in (self.settings_note, self.speed_note) if note]
+        return [*self.grad_norm_notes, *(note for note in (self.settings_note, self.speed_note) if note)]
 
     @property
     def speed_note(self) -> str:
@@ -191,25 +209,11 @@ class StudyJudgement:
 
     def to_json(self) -> dict[str, Any]:
         """The verdicts and figures for a program."""
-        verdicts = [
-            {
-                "arm": one.arm,
-                "reference": one.reference,
-                "answer": one.answer.value,
-                "quantity": one.quantity,
-                "seeds": list(one.seeds),
-                "difference_nats": finite_or_none(one.mean_difference_nats),
-                "interval_nats": [finite_or_none(one.interval.low), finite_or_none(one.interval.high)],
-                "margin_nats": finite_or_none(one.margin_nats),
-                "sentence": one.sentence(),
-            }
-            for one in [*self.verdicts, *self.held_out]
-        ]
         return {
             "study": self.name,
             "finished": len(self.finished),
             "runs": len(self.runs),
-            "verdicts": verdicts,
+            "verdicts": [one.to_json() for one in [*self.verdicts, *self.held_out]],
             "tps": {arm.arm: finite_or_none(arm.tps) for arm in self.throughput},
             "note": "; ".join(self.notes),
         }
@@ -221,3 +225,8 @@ class StudyJudgement:
     def _shares_seed(self, arm: str) -> bool:
         seeds = {name: {run.seed for run in self.finished if run.arm == name} for name in (arm, self.reference)}
         return bool(seeds[arm] & seeds[self.reference])
+
+
+def first_of(notes: Sequence[str]) -> list[str]:
+    """The first note, and how many more there are: for a title, which has no room for all."""
+    return [f"{notes[0]}, and {len(notes) - 1} more runs" if len(notes) > 1 else notes[0]] if notes else []

@@ -15,15 +15,15 @@ def study_figures(judged: StudyJudgement) -> Sequence[Any]:
     """The figures of a study with their captions."""
     from moelab.viz import Figure, loss_curves, loss_difference, loss_tail, throughput_bars
 
-    note = judged.emulation_note
+    note, marks = judged.loss_note, judged.grad_norm_marks
     figures = [
         Figure(
             caption="Training loss of every seed (thin) and the mean over seeds (bold); the inset enlarges the end.",
-            figure=loss_curves(judged.table, final_fraction=judged.final_fraction, note=note),
+            figure=loss_curves(judged.table, final_fraction=judged.final_fraction, note=note, marks=marks),
         ),
         Figure(
             caption="The last 30 % of the steps: mean over seeds and one standard deviation.",
-            figure=loss_tail(judged.table, note=note),
+            figure=loss_tail(judged.table, note=note, marks=marks),
         ),
     ]
     for verdict in judged.verdicts:

@@ -25,7 +25,7 @@ from moelab.viz.curves import (
     thinned,
     thinning,
 )
-from moelab.viz.draw import draw_band, draw_mean
+from moelab.viz.draw import draw_band, draw_marks, draw_mean
 from moelab.viz.theme import INK, ArmStyle, arm_styles, new_figure, plot_text, wrap
 
 _LOOKS = tuple(
@@ -80,6 +80,7 @@ def compared_loss(
             line = {"color": style.fill(0.25), "width": 1}
             figure.add_trace(go.Scatter(x=x, y=y, mode="lines", line=line, hoverinfo="skip", showlegend=False))
         draw_mean(figure, thinned(smooth(_averaged(curves), window).mean(axis=1).to_frame())[0], style)
+    draw_marks(figure, [mark for side in sides for run in side.runs for mark in run.grad_norm_marks])
     figure.update_xaxes(title_text="step")
     figure.update_yaxes(title_text="loss (nats per token)")
     return figure

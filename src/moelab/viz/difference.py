@@ -59,17 +59,19 @@ def _finding(verdict: Verdict) -> str:
     both = f" (both {shared})" if shared else ""
     if not verdict.seeds:
         return f"{arm} and {reference}{both} have no finished seed in common"
-    judged = "insufficient data to judge" if verdict.answer is Answer.INSUFFICIENT else str(verdict.answer)
+    judged = "insufficient data to judge" if verdict.answer is Answer.INSUFFICIENT else verdict.answer_words
     return f"{arm} ends {verdict.mean_difference_nats:+.4f} nats from {reference}{both}: {judged}"
 
 
 def _reading(verdict: Verdict, steps: int) -> str:
     if not verdict.seeds:
-        return verdict.settled_by
+        return " ".join([*verdict.findings, verdict.settled_by])
     n = "1 seed, so no interval" if verdict.n_seeds == 1 else f"{verdict.n_seeds} seeds"
     band = f"; band: {100 * verdict.interval.level:g} % t interval of the mean" if verdict.n_seeds > 1 else ""
     margin = f"margin ±{verdict.margin_nats:.4f}" if verdict.margin_nats > 0 else "no margin"
-    return f"Paired by seed, mean over the trailing {steps} steps{band}; n = {n}; {margin}."
+    return " ".join(
+        [f"Paired by seed, mean over the trailing {steps} steps{band}; n = {n}; {margin}.", *verdict.findings]
+    )
 
 
 def _draw_margin(figure: go.Figure, verdict: Verdict) -> None:

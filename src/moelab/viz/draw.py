@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from moelab.viz.curves import finished, joined_lines, smooth
-from moelab.viz.theme import ArmStyle, arm_styles
+from moelab.viz.curves import finished, joined_lines, smooth, thinning
+from moelab.viz.theme import WARNING, ArmStyle, arm_styles
 
 
 def draw_seeds_and_means(
@@ -48,3 +50,18 @@ def draw_band(figure: go.Figure, low: pd.Series[float], high: pd.Series[float], 
     drawn = np.isfinite(y)
     band = {"fill": "toself", "fillcolor": style.fill(0.18), "mode": "lines", "line_width": 0, "hoverinfo": "skip"}
     figure.add_trace(go.Scatter(x=x[drawn], y=y[drawn], legendgroup=style.label, showlegend=False, **band))
+
+
+def draw_marks(figure: go.Figure, marks: Sequence[tuple[int, float]]) -> None:
+    """Mark the steps whose gradient norm was reported as NaN or Inf on the curves of their runs' loss.
+
+    Args:
+        figure: to draw into.
+        marks: step and loss (nats) of each; where there are none, nothing is drawn and the legend does not name them.
+    """
+    if not marks:
+        return
+    x, y = zip(*marks[:: thinning(len(marks))], strict=True)
+    look = {"symbol": "x-thin", "size": 8, "line": {"color": WARNING, "width": 1.5}}
+    name = "gradient norm not finite"
+    figure.add_trace(go.Scatter(x=x, y=y, mode="markers", marker=look, name=name, showlegend=True, hoverinfo="x+name"))

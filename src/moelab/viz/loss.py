@@ -5,6 +5,8 @@ Each takes the metrics table and returns a plotly figure whose title is computed
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
@@ -13,7 +15,7 @@ from moelab.analysis.arms import arm_label, contrast
 from moelab.analysis.convergence import final_losses, first_final_step
 from moelab.errors import BadInput
 from moelab.viz.curves import arm_curves, finished, smooth, smoothing_window
-from moelab.viz.draw import draw_band, draw_mean, draw_seeds_and_means
+from moelab.viz.draw import draw_band, draw_marks, draw_mean, draw_seeds_and_means
 from moelab.viz.theme import MUTED, arm_styles, new_figure
 
 INSET_LEFT, INSET_GAP, INSET_MIN_HEIGHT = 0.47, 0.10, 0.42
@@ -22,7 +24,9 @@ INSET_LEFT, INSET_GAP, INSET_MIN_HEIGHT = 0.47, 0.10, 0.42
 LOG_TICKS = [digit * 10.0**power for power in range(-6, 7) for digit in (1, 2, 5)]
 
 
-def loss_curves(table: pd.DataFrame, *, final_fraction: float = 0.1, note: str = "") -> go.Figure:
+def loss_curves(
+    table: pd.DataFrame, *, final_fraction: float = 0.1, note: str = "", marks: Sequence[tuple[int, float]] = ()
+) -> go.Figure:
     """Loss over all steps: every seed thin, the mean over seeds bold, the last part again in an inset.
 
     Means of runs of more than 100 logged steps are smoothed over one hundredth of them, as the subtitle states.
@@ -31,6 +35,7 @@ def loss_curves(table: pd.DataFrame, *, final_fraction: float = 0.1, note: str =
         table: Metrics table.
         final_fraction: Part of the steps shown in the inset, and that the final losses in the title are means over.
         note: Condition to state in the title, such as "emulated kernels".
+        marks: Steps, with their loss, whose gradient norm was not finite.
 
     Returns:
         The figure.
@@ -46,19 +51,23 @@ def loss_curves(table: pd.DataFrame, *, final_fraction: float = 0.1, note: str =
     first = first_final_step(last, final_fraction)
     draw_seeds_and_means(figure, curves, window=window)
     draw_seeds_and_means(figure, curves, window=window, shown_from=first, inset=True)
+    draw_marks(figure, marks)
     figure.update_xaxes(title_text="step")
     figure.update_yaxes(title_text="loss (nats per token)")
     _place_inset(figure, curves, last)
     return figure
 
 
-def loss_tail(table: pd.DataFrame, *, fraction: float = 0.3, note: str = "") -> go.Figure:
+def loss_tail(
+    table: pd.DataFrame, *, fraction: float = 0.3, note: str = "", marks: Sequence[tuple[int, float]] = ()
+) -> go.Figure:
     """Loss over the last part of the steps: mean over seeds with a band of one standard deviation over seeds.
 
     Args:
         table: Metrics table.
         fraction: Part of the steps shown.
         note: Condition to state in the title.
+        marks: Steps, with their loss, whose gradient norm was not finite.
 
     Returns:
         The figure. Seeds that did not reach the last step are not in it.
@@ -73,6 +82,7 @@ def loss_tail(table: pd.DataFrame, *, fraction: float = 0.3, note: str = "") -> 
         mean, sd = tails[name].mean(axis=1), tails[name].std(axis=1, ddof=1)
         draw_band(figure, mean - sd, mean + sd, style)
         draw_mean(figure, mean, style)
+    draw_marks(figure, [mark for mark in marks if mark[0] >= first])
     figure.update_xaxes(title_text="step")
     figure.update_yaxes(title_text="loss (nats per token)")
     return figure

@@ -1,0 +1,115 @@
+"""The benchmark of the two-by-two: what it runs next, what it writes down, and what it makes of two depths."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from moelab.analysis.two_by_two import DEPTHS, LayerGain, layer_gains, layer_table
+
+ROOT = Path(__file__).parents[2]
+BEST = "fp8_deepep_dispatch-fp8"
+
+
+@pytest.fixture
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module("h100_two_by_two")
+
+
+def options(**changes: Any) -> argparse.Namespace:
+    fields = {"shapes": list(DEPTHS), "checkpointing": ["full", "selective", "none"], "arms": ["bf16_standard", BEST]}
+    fields |= {"routings": ["random_balanced"], "passes": 2, "steps": 10, "campaign": "c", "dry": False}
+    return argparse.Namespace(**fields | changes)
+
+
+def nothing() -> dict[str, Any]:
+    return {"rows": [], "refused": [], "date": "2026-11-28T08:24:25"}
+
+
+def test_arms_take_turns_under_each_checkpointing_of_each_shape(benchmark: ModuleType) -> None:
+    keys = benchmark.missing_keys(nothing(), options(), 0)
+    assert len(keys) == len(set(keys)) == 2 * 3 * 2 * 2
+    assert [key[1:] for key in keys[:5]] == [
+        ("full", "bf16_standard", 0),
+        ("full", BEST, 0),
+        ("full", "bf16_standard", 1),
+        ("full", BEST, 1),
+        ("selective", "bf16_standard", 0),
+    ]
+    own = benchmark.missing_keys(nothing(), options(shapes=["671B", "671B MoE-heavy"], checkpointing=None), 0)
+    assert {key[:2] for key in own} == {("671B", "none"), ("671B MoE-heavy", "full")}
+    fixed = benchmark.missing_keys(nothing(), options(arms=["bf16_deepep_full+dispatch"], passes=1), 0)
+    assert [key.activation_checkpoint for key in fixed] == ["full+dispatch"] * 2
+    assert benchmark.estimate_s(keys, options()) / 60 < 14
+
+
+def test_a_further_call_goes_on_with_its_campaign(benchmark: ModuleType) -> None:
+    content, asked = nothing(), options()
+    first, second, *rest = benchmark.missing_keys(content, asked, 0)
+    measured = {"seconds": {"random_balanced": [0.5, 0.5]}, "ready_s": 10.0}
+    benchmark.record(content, first, measured, asked)
+    (row,) = content["rows"]
+    assert (row["activation_checkpoint"], row["campaign"], row["tps_median"]) == ("full", "c", 2 * 4096 / 0.5)
+    assert benchmark.missing_keys(content, asked, 0) == [second, *rest]
+    assert len(benchmark.missing_keys(content, options(campaign="another"), 0)) == 24
+    assert benchmark.campaign_of(content, options(campaign=None)) == "c"
+    assert benchmark.campaign_of(nothing(), options(campaign=None)) == "2026-11-28T08:24"
+
+
+def test_out_of_memory_is_a_row_and_the_arm_is_left_alone(benchmark: ModuleType) -> None:
+    content, asked = nothing(), options()
+    keys = benchmark.missing_keys(content, asked, 0)
+    full = keys[0]
+    benchmark.add(content, benchmark.no_memory_rows(full, asked.routings), asked)
+    (row,) = content["rows"]
+    assert (row["error"], row["step_s"], row["arm"]) == ("out of memory", [], "bf16_standard")
+    assert content["summary"] == []
+    assert [key for key in keys if key not in benchmark.missing_keys(content, asked, 0)] == [full, keys[2]]
+    content["refused"].append({**keys[1]._asdict(), "exit_code": 1, "error": []})
+    left = benchmark.missing_keys(content, asked, 0)
+    assert not {key[:3] for key in left} & {full[:3], keys[1][:3]}
+    assert keys[1] in benchmark.missing_keys(content, asked, 1), "a later call asks again"
+
+
+def test_ratios_are_formed_under_the_same_checkpointing(benchmark: ModuleType) -> None:
+    content, asked = nothing(), options(shapes=["671B MoE-heavy"], passes=1)
+    seconds = {"full": (0.6, 0.5), "selective": (0.5, 0.45), "none": (0.4, 0.4)}
+    for key in benchmark.missing_keys(content, asked, 0):
+        one = seconds[key.activation_checkpoint][asked.arms.index(key.arm)]
+        benchmark.record(content, key, {"seconds": {"random_balanced": [one]}, "ready_s": 1.0}, asked)
+    ratios = {row["activation_checkpoint"]: row["ratio"] for row in content["summary"] if row["arm"] == BEST}
+    assert ratios == {"full": 1.2, "selective": 1.1111, "none": 1.0}
+
+
+def depth_rows(campaign: str, checkpointing: str, arm: str, steps: tuple[float, float]) -> list[dict[str, Any]]:
+    return [
+        {"campaign": campaign, "shape": shape, "activation_checkpoint": checkpointing, "arm": arm,
+         "routing": "random_balanced", "step_s": [second] * 3}
+        for shape, second in zip(DEPTHS, steps, strict=True)
+    ]  # fmt: skip
+
+
+def test_two_depths_give_the_gain_of_a_layer() -> None:
+    """Head, embedding and optimizer cost 0.2 s here; a layer 0.1 s under stock and 0.08 s under the arm."""
+    rows = depth_rows("c", "full", "bf16_standard", (0.7, 1.2)) + depth_rows("c", "full", BEST, (0.6, 1.0))
+    (gain,) = layer_gains(rows)
+    assert (gain.stock_ms, gain.arm_ms, gain.ratio) == pytest.approx((100.0, 80.0, 1.25))
+    assert gain.whole == pytest.approx({5: 0.7 / 0.6, 10: 1.2})
+    assert "100.0         80.0  1.250    1.167    1.200" in layer_table([gain])
+    assert isinstance(gain, LayerGain)
+
+
+def test_depths_of_two_campaigns_or_checkpointings_are_not_mixed() -> None:
+    stock = depth_rows("c", "full", "bf16_standard", (0.7, 1.2))
+    for campaign, checkpointing in (("d", "full"), ("c", "none")):
+        assert layer_gains(stock + depth_rows(campaign, checkpointing, BEST, (0.6, 1.0))) == []
+    shallow = depth_rows("c", "full", BEST, (0.6, 1.0))[:1]
+    lost = [row | {"step_s": [], "error": "out of memory"} for row in depth_rows("c", "full", BEST, (0.6, 1.0))[1:]]
+    assert layer_gains(stock + shallow + lost) == []
+    assert layer_table([]).endswith("no campaign has 5 and 10 MoE layers of stock and of another arm")
