@@ -43,8 +43,8 @@ from torchtitan.models.common.moe import GroupedExperts
 from moelab.machine import environment
 from moelab.mxfp8.converter import MXFP8Experts, op_config
 from moelab.mxfp8.emulation import grouped_mm
-from moelab.mxfp8.fake_quantise import fake_quantise_both, fake_quantise_columns, fake_quantise_rows
-from moelab.mxfp8.timing import Clock
+from moelab.mxfp8.grouped_gemm import Clock
+from moelab.mxfp8.quantise import fake_quantise_both, fake_quantise_columns, fake_quantise_rows
 
 RCEIL = ScaleCalculationMode.RCEIL
 E4M3 = torch.float8_e4m3fn

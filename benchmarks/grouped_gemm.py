@@ -16,8 +16,8 @@ import sys
 from pathlib import Path
 
 from moelab.errors import MoelabError
+from moelab.mxfp8.grouped_gemm import run
 from moelab.mxfp8.grouped_gemm_cases import CASES, PRECISIONS, QUICK, parse_case
-from moelab.mxfp8.grouped_gemm_report import run
 
 
 def main() -> int:

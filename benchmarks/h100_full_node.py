@@ -3,7 +3,7 @@
 One command, repeated until it says that nothing is left, most wanted first; each call ends by itself within
 ``--budget-s``, and what a cut call had measured is kept::
 
-    python benchmarks/h100_full_node.py --output benchmarks/results/h100_full_node.json
+    python benchmarks/h100_full_node.py --output benchmarks/results/h200_full_node.json
     python benchmarks/h100_full_node.py --output four.json --gpus 4             # a machine of four GPUs
     python benchmarks/h100_full_node.py --output /tmp/dry.json --dry            # on a CPU, tiny, ten minutes
     python benchmarks/h100_full_node.py --predict --output benchmarks/results/h100_full_node_predicted.json

@@ -49,8 +49,7 @@ from torchtitan.models.common.moe import RoutedExperts
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 
 from moelab.mxfp8.converter import MXFP8Experts
-from moelab.mxfp8.dispatch import quantised
-from moelab.mxfp8.dispatch_ops import combine_rows, dispatch_rows, route
+from moelab.mxfp8.dispatch import combine_rows, dispatch_rows, quantised, route
 
 E4M3, BLOCK = torch.float8_e4m3fn, 32
 

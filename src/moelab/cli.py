@@ -81,6 +81,12 @@ def build_parser() -> argparse.ArgumentParser:
     )
     report.add_argument("--reference", default="bf16_standard", help="arm that the others are held against")
     report.add_argument("--margin", type=float, help="equivalence margin in nats, instead of the seeds' own spread")
+    report.add_argument(
+        "--margin-cap", type=float, help="nats that a margin of the seeds' spread is at most; default: 1 %% of the loss"
+    )
+    report.add_argument(
+        "--drop-seed", type=int, action="append", default=[], metavar="K", help="leave a seed out of all arms; shown"
+    )
     report.add_argument("--final-fraction", type=float, default=0.1, help="part of the steps that a final loss is of")
     report.add_argument(
         "--output", type=Path, help="file to write; default: report.html in the study, or comparison.html here"
@@ -121,22 +127,22 @@ def _row(name: str, status: Any) -> dict[str, str | None]:
     return {"run": name, "status": status.state.value, "reason": status.reason, "job_id": status.job_id}
 
 
-def found_runs(path: Path) -> list[Any]:
+def found_runs(path: Path) -> Any:
     """The runs at a path that a person gave."""
     from moelab.errors import BadInput
-    from moelab.runs.directory import find
+    from moelab.runs.directory import discover
 
     if not path.is_dir():
         raise BadInput(f"{path} is not a folder; give a run, a study or the folder of all studies")
-    return list(find(path.absolute()))
+    return discover(path.absolute())
 
 
-def show_runs(options: argparse.Namespace, runs: Sequence[Any], statuses: Sequence[Any]) -> None:
-    """Print where runs are."""
-    both = list(zip(runs, statuses, strict=True))
+def show_runs(options: argparse.Namespace, found: Any, statuses: Sequence[Any]) -> None:
+    """Print where all runs are, and which of them no report will use."""
+    both = list(zip(found.all_runs, statuses, strict=True))
     lines = [_line(run.name, status) for run, status in both]
     rows = [_row(run.name, status) for run, status in both]
-    show(options, {"runs": rows}, "\n".join(lines) or f"no runs at {options.path}")
+    show(options, {"runs": rows, **found.to_json()}, "\n".join([*lines, *found.lines]) or f"no runs at {options.path}")
 
 
 def _doctor(options: argparse.Namespace) -> int:
@@ -175,7 +181,8 @@ def _run(options: argparse.Namespace) -> int:
     lines = [_line(str(run.path), run.status) for run in done.runs]
     summary = f"{study.name}: {complete} of {len(study.experiments)} complete, {done.trained} trained now"
     rows = [_row(run.name, run.status) for run in done.runs]
-    show(options, {"study": study.name, "trained": done.trained, "runs": rows}, "\n".join([*lines, summary]))
+    as_json = {"study": study.name, "trained": done.trained, "runs": rows, **done.found.to_json()}
+    show(options, as_json, "\n".join([*lines, summary]))
     return 0 if complete == len(study.experiments) else 1
 
 
@@ -184,16 +191,18 @@ def _status(options: argparse.Namespace) -> int:
 
     if options.follow:
         return cli_cluster.follow_runs(options)
-    runs = found_runs(options.path)
-    show_runs(options, runs, refresh(runs))
+    found = found_runs(options.path)
+    show_runs(options, found, refresh(found.all_runs))
     return 0
 
 
 def _collect(options: argparse.Namespace) -> int:
     from moelab.runs.collect import collect
+    from moelab.runs.directory import discover
 
-    runs = collect(options.path)
-    show(options, {"runs": [run.to_json() for run in runs]}, "\n".join(run.summary for run in runs))
+    runs, found = collect(options.path), discover(options.path)
+    as_json = {"runs": [run.to_json() for run in runs], **found.to_json()}
+    show(options, as_json, "\n".join([*(run.summary for run in runs), *found.lines]))
     return 0
 
 
@@ -205,6 +214,8 @@ def _report(options: argparse.Namespace) -> int:
         reference=options.reference,
         final_fraction=options.final_fraction,
         margin_nats=options.margin,
+        margin_cap_nats=options.margin_cap,
+        dropped_seeds=options.drop_seed,
     )
     usual = Path("comparison.html") if isinstance(judged, Comparison) else options.paths[0] / "report.html"
     path = write_study_report(judged, options.output or usual, with_paths=options.with_paths)

@@ -57,8 +57,8 @@ def _cancel(options: argparse.Namespace) -> int:
     from moelab.cli import found_runs, show_runs
     from moelab.launch.control import cancel
 
-    runs = found_runs(options.path)
-    show_runs(options, runs, cancel(runs))
+    found = found_runs(options.path)
+    show_runs(options, found, cancel(found.all_runs))
     return 0
 
 
@@ -66,8 +66,8 @@ def _requeue(options: argparse.Namespace) -> int:
     from moelab.cli import found_runs, show_runs
     from moelab.launch.control import requeue
 
-    runs = found_runs(options.path)
-    show_runs(options, runs, requeue(runs))
+    found = found_runs(options.path)
+    show_runs(options, found, requeue(found.all_runs))
     return 0
 
 

@@ -7,14 +7,18 @@ Whether the experiment is legal on a cluster, fits in memory or can run on this 
 
 from __future__ import annotations
 
+import hashlib
+import re
 from enum import StrEnum
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,79}$")]
 Degree = Annotated[int, Field(ge=1)]
 ActivationCheckpoint = Literal["none", "selective", "full", "full+dispatch"]
+MAX_ARM_CHARACTERS = 200
+"""File systems take names of 255 bytes."""
 
 
 class Precision(StrEnum):
@@ -77,6 +81,7 @@ class Experiment(BaseModel):
     ``dp_shard`` of -1 takes whatever ranks the other axes leave, as TorchTitan does. ``lr`` is the peak learning rate
     of AdamW; ``local_batch`` counts sequences of ``seq_len`` tokens per data-parallel rank and step. ``capture_step``
     above zero saves what the experts multiply at that step into the run directory (:mod:`moelab.mxfp8.capture`).
+    A field added here is also added to :data:`moelab.experiment_file.ADDED_FIELDS`, so that older runs stay readable.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_enum_values=False)
@@ -119,6 +124,9 @@ class Experiment(BaseModel):
     dataset: Literal["python", "c4"] = "python"
     hardware: Name = Field("local", description="`local` is the machine at hand, `cpu` hides its GPUs")
     capture_step: Annotated[int, Field(ge=0)] = Field(0, description="0: no capture; else 1 to steps")
+    arm_fields: tuple[str, ...] = Field(
+        (), description="further fields in the arm's name; a study sets them where two arms would have one name"
+    )
 
     @field_validator("shape")
     @classmethod
@@ -144,6 +152,15 @@ class Experiment(BaseModel):
             raise ValueError("0 unless ep_backend=standard and dispatch_precision=bf16: others hand experts other rows")
         return value
 
+    @field_validator("arm_fields")
+    @classmethod
+    def _fields_of_arms(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        dimensions = [f"shape.{dimension}" for dimension in ShapeChanges.model_fields]
+        known = [*(field for field in cls.model_fields if field not in (*_NOT_OF_AN_ARM, "shape")), *dimensions]
+        if unknown := [field for field in value if field not in known]:
+            raise ValueError(f"names of fields, and {', '.join(unknown)} is none; known: {', '.join(known)}")
+        return tuple(dict.fromkeys(value))
+
     @property
     def world_size(self) -> int:
         """Number of ranks: GPUs, or processes on a CPU."""
@@ -161,10 +178,12 @@ class Experiment(BaseModel):
 
     @property
     def arm(self) -> str:
-        """Folder-safe name of the arm: everything that distinguishes it except the seed.
+        """Folder-safe name of the arm: what usually distinguishes it, and then ``arm_fields``.
 
         >>> Experiment(precision="mxfp8", wgrad="bf16").arm
         'mxfp8_standard_wgrad-bf16'
+        >>> Experiment(lr=1e-5, compile="model+loss", arm_fields=["lr", "compile"]).arm
+        'bf16_standard_lr-1e-05_compile-model+loss'
         """
         parts = [self.precision.value, self.ep_backend.value]
         if self.precision is not Precision.BF16 and self.quantize != "experts":
@@ -175,4 +194,31 @@ class Experiment(BaseModel):
             parts.append(f"dispatch-{self.dispatch_precision}")
         if self.routing is not Routing.LEARNED:
             parts.append(self.routing.value.replace("_", "-"))
-        return "_".join(parts)
+        values = self._by_field()
+        for field in self.arm_fields:
+            value = "default" if values[field] is None else values[field]
+            words = re.sub(r"[^A-Za-z0-9.+]", "-", str(value))
+            parts.append(f"{field.removeprefix('shape.').replace('_', '-')}-{words}")
+        name = "_".join(parts)
+        if len(name) <= MAX_ARM_CHARACTERS:
+            return name
+        digest = hashlib.sha256(name.encode()).hexdigest()[:8]
+        return f"{name[: MAX_ARM_CHARACTERS - 9]}-{digest}"
+
+    def differences(self, other: Experiment) -> tuple[str, ...]:
+        """Fields in which two experiments are different arms: all but the seed and what things are called.
+
+        >>> Experiment(lr=1e-5, seed=1).differences(Experiment(shape={"n_layers": 3}))
+        ('lr', 'shape.n_layers')
+        """
+        mine, others = self._by_field(), other._by_field()
+        return tuple(field for field, value in mine.items() if value != others[field])
+
+    def _by_field(self) -> dict[str, Any]:
+        shape = self.shape or ShapeChanges()
+        own = {field: getattr(self, field) for field in type(self).model_fields}
+        dimensions = {f"shape.{dimension}": value for dimension, value in shape}
+        return {field: own[field] for field in own if field not in (*_NOT_OF_AN_ARM, "shape")} | dimensions
+
+
+_NOT_OF_AN_ARM = ("name", "seed", "arm_fields")

@@ -6,6 +6,9 @@ A file is one experiment, a list of experiments, or a study::
     experiment: {model: nano, steps: 60}   # what the arms share
     arms: [{precision: bf16}, {precision: mxfp8}]
     seeds: [0, 1, 2]
+
+What a person leaves out has its default. The file in a run directory is a *record* of what ran, and has no defaults:
+its version comes first and its end mark last, so that a cut anywhere shows, and it has every field of its version.
 """
 
 from __future__ import annotations
@@ -27,6 +30,10 @@ from moelab.experiment import Experiment, ShapeChanges
 Model = TypeVar("Model", bound=BaseModel)
 MAX_FILE_BYTES = 1_000_000
 STUDY_KEYS = ("study", "experiment", "arms", "seeds")
+VERSION_KEY, END_KEY = "record_version", "end_of_record"
+ADDED_FIELDS: tuple[Mapping[str, Any], ...] = ({"arm_fields": []},)
+"""Fields that each version of a record added to the one before, with the value that earlier runs had. The first had
+neither version nor end mark."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +86,8 @@ def read_study(path: Path, overrides: Sequence[str] = ()) -> Study:
     Raises:
         BadInput: naming the value, what is valid and what to do.
     """
-    content = read_yaml(path)
+    text = _text(path, str(path))
+    content = _fields_of_record(text) if text.startswith(f"{VERSION_KEY}:") else _load(text, str(path))
     changes = parse_overrides(overrides)
     if isinstance(content, list):
         return _study_of_list(path.stem, content, changes)
@@ -104,8 +112,39 @@ def read_experiment(path: Path, overrides: Sequence[str] = ()) -> Experiment:
 
 
 def write_experiment(experiment: Experiment) -> str:
-    """The experiment as YAML with every field, so that later defaults do not change it."""
-    return yaml.safe_dump(experiment.model_dump(mode="json"), sort_keys=False)
+    """The record of an experiment: YAML with every field, so that later defaults do not change it."""
+    fields = {VERSION_KEY: len(ADDED_FIELDS), **experiment.model_dump(mode="json"), END_KEY: True}
+    return yaml.safe_dump(fields, sort_keys=False)
+
+
+def read_record(path: Path) -> Experiment:
+    """Read what :func:`write_experiment` wrote, by this version or an earlier one.
+
+    Raises:
+        BadInput: if it is damaged, was cut off, lacks a field or is of a later version; the path is not named.
+    """
+    return parse(Experiment, _fields_of_record(_text(path, "the record")))
+
+
+def _fields_of_record(text: str) -> dict[str, Any]:
+    has_version = text.startswith(f"{VERSION_KEY}:")
+    if not text.endswith(f"\n{END_KEY}: true\n" if has_version else "\n"):  # else `12` may have become `1`
+        raise BadInput("the record was cut off: its last line is not whole")
+    content = _load(text, "the record")
+    if not isinstance(content, dict):
+        raise BadInput(f"the record is damaged: expected a mapping of fields, found {_kind(content)}")
+    version = content.pop(VERSION_KEY) if has_version else 0
+    if type(version) is not int or not has_version <= version <= len(ADDED_FIELDS):
+        raise BadInput(f"{VERSION_KEY}: got {_short(version)}; valid: 1 to {len(ADDED_FIELDS)}, or use a newer moelab")
+    if has_version:
+        del content[END_KEY]
+    later = {field: value for added in ADDED_FIELDS[version:] for field, value in added.items()}
+    lacking = [field for field in Experiment.model_fields if field not in content and field not in later]
+    if lacking:
+        raise BadInput(
+            f"the record lacks {', '.join(lacking)}: it was cut off, or a moelab wrote it that did not have them"
+        )
+    return later | content
 
 
 def read_yaml(path: Path) -> Any:
@@ -114,17 +153,21 @@ def read_yaml(path: Path) -> Any:
     Raises:
         BadInput: if it cannot be read, is too large or is not YAML.
     """
+    return _load(_text(path, str(path)), str(path))
+
+
+def _text(path: Path, source: str) -> str:
     try:
         with path.open("rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)
         text = data.decode()
     except OSError as error:
-        raise BadInput(f"{path} cannot be read: {error.strerror}") from error
+        raise BadInput(f"{source} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise BadInput(f"{path} is not UTF-8 text") from error
+        raise BadInput(f"{source} is not UTF-8 text") from error
     if len(data) > MAX_FILE_BYTES:
-        raise BadInput(f"{path} is too large: an experiment file has at most {MAX_FILE_BYTES:,} bytes")
-    return _load(text, str(path))
+        raise BadInput(f"{source} is too large: an experiment file has at most {MAX_FILE_BYTES:,} bytes")
+    return text
 
 
 def parse_overrides(pairs: Sequence[str]) -> dict[str, Any]:
@@ -192,16 +235,22 @@ def _study_of_list(name: str, rows: list[Any], changes: dict[str, Any]) -> Study
 
 
 def _distinct(name: str, experiments: Sequence[Experiment]) -> Study:
+    """A study in which every arm has a name of its own: of those that would share one, the first listed keeps it."""
     if not experiments:
         raise BadInput(f"study {name!r} is empty: give at least one arm and one seed")
-    counts = Counter(f"{experiment.arm}, seed {experiment.seed}" for experiment in experiments)
-    (twice, count), *_ = counts.most_common(1)
+    first: dict[str, Experiment] = {}
+    apart = []
+    for one in experiments:
+        fields = dict.fromkeys((*one.arm_fields, *one.differences(first.setdefault(one.arm, one))))
+        apart.append(one.model_copy(update={"arm_fields": tuple(fields)}))
+    counts = Counter((one.arm, one.seed) for one in apart)
+    ((arm, seed), count), *_ = counts.most_common(1)
     if count > 1:
         raise BadInput(
-            f"study {name!r} has the same arm and seed twice ({twice}): seeds must be distinct, and arms must "
-            "differ in precision, quantize, wgrad, ep_backend, dispatch_precision or routing"
+            f"study {name!r} has the same arm and seed twice ({arm}, seed {seed}): seeds must be distinct, and arms "
+            "must differ in a field"
         )
-    return Study(name=name, experiments=tuple(experiments))
+    return Study(name=name, experiments=tuple(apart))
 
 
 def _study_of_mapping(path: Path, content: dict[str, Any], changes: dict[str, Any]) -> Study:

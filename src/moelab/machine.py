@@ -19,7 +19,17 @@ from typing import Any
 import moelab
 from moelab.errors import Refused
 
-PACKAGES = ("torch", "torchtitan", "torchao", "tokenizers", "triton", "nvidia-nccl-cu13", "plotly", "papermill")
+PACKAGES = (
+    "torch",
+    "torchtitan",
+    "torchao",
+    "tokenizers",
+    "triton",
+    "nvidia-nccl-cu13",
+    "deep_ep",
+    "plotly",
+    "papermill",
+)
 
 
 NVIDIA_SMI_TIMEOUT_S = 20

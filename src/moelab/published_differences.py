@@ -96,7 +96,7 @@ DIFFERENCES = (
     ),
     Difference(
         topic="routing",
-        published="forced balance sends tokens to contiguous experts, which makes all-to-all look cheaper than it is",
+        published="forced balance sends tokens to contiguous experts, which makes DeepEP look cheaper than it is",
         here="routing=round_robin does the same, and a note says so; routing=random_balanced has equal load without it",
     ),
     Difference(

@@ -11,7 +11,7 @@ import pytest
 from playwright.sync_api import Browser, Page
 from run_support import make_run
 
-from moelab.analysis import compare_convergence
+from moelab.analysis import compare_convergence, gain
 from moelab.data.example_logs import EXAMPLE_LOGS
 from moelab.experiment import Experiment
 from moelab.runs import metrics_table
@@ -66,7 +66,7 @@ def test_report_opens_offline(page: Page, tmp_path: Path) -> None:
     table = study_table()
     (verdict,) = compare_convergence(table, reference="bf16_standard")
     figures = [loss_curves(table), loss_tail(table), loss_difference(table, verdict)]
-    figures.append(throughput_bars(table, baseline="bf16_standard"))
+    figures.append(throughput_bars(table, gains=[gain(table, baseline="bf16_standard", arm=verdict.arm)]))
     report = write_report(
         tmp_path / "report.html",
         title="A <script>alert(1)</script> study",

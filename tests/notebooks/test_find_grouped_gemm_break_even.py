@@ -10,8 +10,7 @@ import pytest
 from notebook_support import WIDGET, Ran
 
 from moelab.mxfp8.break_even import break_even_m, gain, gemm_time_s
-from moelab.mxfp8.break_even_fit import fit_b200, fit_measured, leave_one_out
-from moelab.mxfp8.break_even_tables import expert_work, published_work
+from moelab.mxfp8.break_even_fit import expert_work, fit_b200, fit_measured, leave_one_out, published_work
 from moelab.mxfp8.grouped_gemm_results import stored
 from moelab.notebooks import NotebookFailed, execute
 

@@ -15,7 +15,9 @@ from run_support import make_run
 import moelab
 from moelab.cli import main
 from moelab.experiment import Experiment
+from moelab.experiment_file import read_experiment, read_study
 from moelab.launch import local
+from moelab.launch.slurm.ticket import Ticket
 from moelab.runs.status import State
 
 HEAVY = ("torch", "torchtitan", "torchao", "plotly", "pandas", "numpy", "scipy", "papermill", "yaml", "pydantic")
@@ -179,7 +181,9 @@ def test_status(call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     done = call("status", tmp_path, "--json")
     assert (done.code, done.err) == (0, "")
     assert done.json == {
-        "runs": [{"run": run.name, "status": "failed", "reason": "rank 0: ValueError: x", "job_id": None}]
+        "runs": [{"run": run.name, "status": "failed", "reason": "rank 0: ValueError: x", "job_id": None}],
+        "left_out": [],
+        "notes": [],
     }
     assert call("status", tmp_path).out == f"{run.name}: failed: rank 0: ValueError: x\n"
     monkeypatch.chdir(run.path)
@@ -190,7 +194,7 @@ def test_status(call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_status_of_an_empty_folder(call: Any, tmp_path: Path) -> None:
-    assert call("status", tmp_path, "--json").json == {"runs": []}
+    assert call("status", tmp_path, "--json").json == {"runs": [], "left_out": [], "notes": []}
     assert call("status", tmp_path).out == f"no runs at {tmp_path}\n"
 
 
@@ -221,6 +225,58 @@ def test_report(call: Any, tmp_path: Path) -> None:
         wrong = call("report", tmp_path / "s", *arguments)
         assert (wrong.code, wrong.out) == (2, "")
     assert call("report", tmp_path / "s", "--margin", "wide").code == 2
+
+
+def test_a_study_over_any_field_from_its_plan_to_its_report(call: Any, tmp_path: Path) -> None:
+    file = tmp_path / "any.yaml"
+    others = {
+        "compile: loss": "compile-loss",
+        "activation_checkpoint: full": "activation-checkpoint-full",
+        "mxfp8_kernels: emulated": "mxfp8-kernels-emulated",
+        "ep_kernels: emulated": "ep-kernels-emulated",
+        "lr: 1e-05": "lr-1e-05",
+        "model: debug": "model-debug",
+        "shape: {n_layers: 3}": "n-layers-3",
+    }
+    arms = "".join(f"- {{{fields}}}\n" for fields in ("", *others))
+    file.write_text(f"study: s\nexperiment: {{steps: 5, hardware: cpu}}\nseeds: [0, 1, 2]\narms:\n{arms}")
+    names = ["bf16_standard", *(f"bf16_standard_{name}" for name in others.values())]
+    assert [plan["arm"] for plan in call("plan", file, "--json").json["plans"]] == names
+    call("plan", file, "--arm", names[5], "--write", tmp_path / "one.yaml")
+    assert (read_experiment(tmp_path / "one.yaml").arm, read_experiment(tmp_path / "one.yaml").lr) == (names[5], 1e-5)
+    for experiment in read_study(file).experiments:
+        run = make_run(tmp_path / "runs", experiment, [8.0, 7.0, 6.0, 5.0, 4.0 + 0.01 * experiment.seed])
+        assert (run.path.parts[-3], run.arm) == (experiment.arm, experiment.arm)
+    report = call("report", tmp_path / "runs" / "s", "--json").json
+    assert sorted(verdict["arm"] for verdict in report["verdicts"]) == sorted(names[1:])
+    sentences = {verdict["arm"]: verdict["sentence"] for verdict in report["verdicts"]}
+    assert "standard all-to-all (compile loss)" in sentences["bf16_standard_compile-loss"]
+    done = call("run", file, "--runs", tmp_path / "runs", "--json")
+    assert (done.code, done.json["trained"], len(done.json["runs"])) == (0, 0, 24)
+
+
+def test_one_bad_record_hides_no_good_one(call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moelab.launch.slurm.jobs.queue", list)
+    runs = [
+        make_run(tmp_path, Experiment(name="s", hardware="cpu", steps=2, seed=seed), [8.0, 7.0], state=state)
+        for seed, state in enumerate((State.COMPLETED, State.PREPARED, State.COMPLETED))
+    ]
+    cut, lost = runs[1:]
+    Ticket(comment="moelab:s:1", task=0).write(cut)
+    record = cut.path / "experiment.yaml"
+    record.write_text(record.read_text()[:200])
+    (lost.path / "status.json").write_text("{")
+    left_out = [{"run": cut.name, "path": str(cut.path)}]
+    for verb in ("status", "collect", "cancel"):
+        found = call(verb, tmp_path, "--json").json
+        assert [{"run": one["run"], "path": one["path"]} for one in found["left_out"]] == left_out
+        assert "experiment.yaml: the record was cut off" in found["left_out"][0]["reason"]
+        states = {row["run"]: (row["status"], row["reason"]) for row in found["runs"]}
+        assert states[runs[0].name] == ("completed", None)
+        assert states[lost.name][0] == "unknown"
+        assert "status.json is damaged: Invalid JSON" in states[lost.name][1]
+        assert f"{cut.name}: left out: experiment.yaml" in call(verb, tmp_path).out
+    assert cut.status.state is State.CANCELLED
 
 
 def test_a_report_of_nothing_finished_is_1(call: Any, tmp_path: Path) -> None:

@@ -15,8 +15,9 @@ from torch.utils.tensorboard import SummaryWriter
 from moelab.errors import BadInput
 from moelab.experiment import Experiment
 from moelab.runs import COLUMNS
-from moelab.runs.collect import collect, collect_run, converted_modules, joined_rows, newest, save_results
+from moelab.runs.collect import collect, collect_run, joined_rows, newest, save_results
 from moelab.runs.directory import RunDir
+from moelab.runs.side_files import converted_modules
 from moelab.runs.status import State
 
 LOGS = Path(__file__).parents[1] / "cases" / "logs"

@@ -207,10 +207,13 @@ def test_a_run_that_failed_is_named_and_not_averaged(tmp_path: Path) -> None:
     make_run(tmp_path / "runs", failed, [9.0, 9.0], state=State.FAILED, reason="rank 1: ValueError: x")
     found = compared(study, EXAMPLE_LOGS[0])
     assert [run.seed for run in found.sides[1].runs] == [0, 1, 2, 3]
-    assert "left out seed 7 (rank 1: ValueError: x)" in found.as_text()
+    assert "MXFP8 + standard all-to-all, seed 7: failed: rank 1: ValueError: x, 2 of 40 steps logged" in found.as_text()
     (verdict,) = compared(study, study_of(tmp_path, "t")).differences[0:1]
     assert verdict.verdict is not None
-    assert verdict.verdict.excluded == ("s: MXFP8 + standard all-to-all, seed 7 (rank 1: ValueError: x)",)
+    assert verdict.verdict.excluded == (
+        "s: MXFP8 + standard all-to-all, seed 7: failed: rank 1: ValueError: x, 2 of 40 steps logged",
+        "s: BF16 + standard all-to-all, seed 7: no run of it",
+    )
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
@@ -261,8 +264,10 @@ def test_every_study_below_a_path_has_its_arms(tmp_path: Path) -> None:
     kept = make_run(tmp_path / "runs", newer, [5.0] * STEPS)
     kept.path.rename(kept.path.with_name("29990101T000000Z-aaaaaa"))
     found = compared(tmp_path / "runs", EXAMPLE_LOGS[0])
-    assert [len(side.runs) for side in found.sides] == [4, 4, 1, 4, 1]
-    assert found.sides[2].left_out == tuple(f"seed {seed} (earlier, with other settings)" for seed in SEEDS)
+    assert [len(side.runs) for side in found.sides] == [4, 4, 4, 4, 1]
+    words = "other settings than the runs of this arm that are judged: lr 0.0001 instead of 0.003"
+    assert f"Note: left out: t: BF16 + standard all-to-all, seed 0: {words}" in found.as_text()
+    assert [row["reason"] for row in found.to_json()["runs"] if not row["used"]] == [words]
 
 
 # What is missing is a dash

@@ -24,11 +24,12 @@ from torchtitan.trainer import Trainer
 
 from moelab.deepep.checkpoint import CommunicationSavingFullAC
 from moelab.deepep.dispatcher import PaddedDispatcher, ScoredRoutedExperts
-from moelab.errors import Refused
+from moelab.errors import BadInput, Refused
 from moelab.experiment import EPBackend, Experiment, Precision
 from moelab.experiment_file import read_study
 from moelab.layout import check
 from moelab.mxfp8.converter import MXFP8EmulatedLinear, MXFP8Experts
+from moelab.runs import directory
 from moelab.titan import config_registry
 from moelab.titan.arms import PUBLISHED, config_name, named_arms, nearest
 from moelab.titan.assumed_gpu import assume_gpu
@@ -234,6 +235,25 @@ def test_native_kernels_are_refused_on_hopper_and_offered_emulated() -> None:
         config_registry.dsv3_16b_mxfp8_standard()
     with assume_gpu((9, 0)):
         config_registry.dsv3_16b_fp8_standard()
+
+
+def test_a_rank_reads_a_record_as_a_record_and_a_persons_file_with_defaults(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(config_registry, "trainer_config", lambda experiment: experiment)
+    own, run = tmp_path / "experiment.yaml", directory.create(tmp_path / "runs", Experiment(steps=7))
+    own.write_text("steps: 8\n")
+    record = run.path / "experiment.yaml"
+    for file, steps in ((own, 8), (record, 7)):
+        monkeypatch.setenv("MOELAB_EXPERIMENT", str(file))
+        assert config_registry.experiment() == Experiment(steps=steps)
+    record.write_text("name: study\nsteps: 7\n")  # of an earlier version, cut off
+    with pytest.raises(BadInput, match="the record lacks model"):
+        config_registry.experiment()
+
+
+def test_an_arm_of_another_name_has_the_same_configuration() -> None:
+    assert config_name(Experiment(model="16B", lr=1e-5, arm_fields=["lr"])) == "dsv3_16b_bf16_standard"
 
 
 def test_an_assumed_gpu_leaves_nothing_behind() -> None:

@@ -11,14 +11,19 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moelab import experiment_file
 from moelab.errors import BadInput
-from moelab.experiment import EPBackend, Experiment, Precision, Routing
+from moelab.experiment import MAX_ARM_CHARACTERS, EPBackend, Experiment, Precision, Routing, ShapeChanges
 from moelab.experiment_file import (
+    ADDED_FIELDS,
+    END_KEY,
     MAX_FILE_BYTES,
+    VERSION_KEY,
     Study,
     make_study,
     parse_overrides,
     read_experiment,
+    read_record,
     read_study,
     read_yaml,
     write_experiment,
@@ -74,8 +79,8 @@ def test_every_experiment_survives_yaml(tmp_path_factory: pytest.TempPathFactory
     file = tmp_path_factory.getbasetemp() / "round_trip.yaml"
     text = write_experiment(experiment)
     file.write_text(text)
-    assert read_experiment(file) == experiment
-    assert yaml.safe_load(text).keys() == Experiment.model_fields.keys()
+    assert read_record(file) == read_experiment(file) == experiment
+    assert list(yaml.safe_load(text)) == [VERSION_KEY, *Experiment.model_fields, END_KEY]
 
 
 @settings(deadline=None, max_examples=50)
@@ -386,7 +391,9 @@ BAD_STUDIES = {
     "experiment: [1]": "`experiment` must be a mapping",
     "experiment:": "`experiment` must be a mapping",
     "arms: [{precision: bf16}, {}]": "has the same arm and seed twice",
-    "arms: [{lr: 1}, {lr: 2}]": "arms must differ in precision, quantize, wgrad, ep_backend",
+    "arms: [{lr: 1}, {lr: 2}, {lr: 2.0}]": "the same arm and seed twice (bf16_standard_lr-2.0, seed 0)",
+    "arms: [{arm_fields: [lrr]}]": "arm_fields: got ['lrr']; valid: names of fields, and lrr is none; known: model",
+    "arms: [{arm_fields: [seed, shape]}]": "valid: names of fields, and seed, shape is none",
     "arms: [{precision: bf16, seed: 3}]": "seed is not a field of one arm here",
     "experiment: {name: x}": "name is not a field of one arm here",
     "seeds: [0]\nsteps: 3": "unknown key 'steps' of a study; fields of an experiment go under",
@@ -396,7 +403,7 @@ BAD_STUDIES = {
     "study: no": "study: got False; valid: a name",
     "study: ../up": "name: got '../up'",
     "study: a/b": "name: got 'a/b'",
-    "- {seed: 1}\n- {seed: 1, lr: 2}": "has the same arm and seed twice (bf16_standard, seed 1)",
+    "- {seed: 1}\n- {seed: 1, steps: 60}": "has the same arm and seed twice (bf16_standard, seed 1)",
     "- {name: a}\n- {name: b, seed: 1}": "share one name, found a, b",
 }
 
@@ -437,3 +444,188 @@ def test_arms_of_one_name_differ_in_nothing_that_names_them(one: Experiment, oth
 def test_an_arm_is_a_folder_name(experiment: Experiment) -> None:
     assert set(experiment.arm) <= set(string.ascii_lowercase + string.digits + "_-")
     assert experiment.world_size == experiment.nodes * experiment.gpus_per_node
+
+
+OTHER_VALUES: dict[str, Any] = {
+    "model": ("debug", "model-debug"),
+    "shape": ({"n_layers": 3, "q_lora_rank": 0}, "n-layers-3_q-lora-rank-0"),
+    "precision": ("mxfp8", None),
+    "mxfp8_kernels": ("emulated", "mxfp8-kernels-emulated"),
+    "quantize": ("experts+linears", "quantize-experts+linears"),
+    "wgrad": ("bf16", "wgrad-bf16"),
+    "ep_backend": ("deepep", None),
+    "ep_kernels": ("emulated", "ep-kernels-emulated"),
+    "dispatch_precision": ("mxfp8", None),
+    "routing": ("round_robin", None),
+    "nodes": (2, "nodes-2"),
+    "gpus_per_node": (4, "gpus-per-node-4"),
+    "dp_replicate": (2, "dp-replicate-2"),
+    "dp_shard": (2, "dp-shard-2"),
+    "tp": (2, "tp-2"),
+    "pp": (2, "pp-2"),
+    "pp_schedule": ("../Zero Bubble_V", "pp-schedule-..-Zero-Bubble-V"),
+    "cp": (2, "cp-2"),
+    "ep": (1, "ep-1"),
+    "seq_len": (512, "seq-len-512"),
+    "local_batch": (8, "local-batch-8"),
+    "microbatch": (2, "microbatch-2"),
+    "steps": (61, "steps-61"),
+    "warmup_steps": (0, "warmup-steps-0"),
+    "lr": (1e-05, "lr-1e-05"),
+    "activation_checkpoint": ("full+dispatch", "activation-checkpoint-full+dispatch"),
+    "compile": ("model+loss", "compile-model+loss"),
+    "dataset": ("c4", "dataset-c4"),
+    "hardware": ("h100_of_mine", "hardware-h100-of-mine"),
+    "capture_step": (12, "capture-step-12"),
+}
+"""Another value of each field than its default, and what it adds to an arm's name that has no place for it."""
+
+
+def test_an_arm_is_the_fields_in_which_it_differs() -> None:
+    assert OTHER_VALUES.keys() == Experiment.model_fields.keys() - {"name", "seed", "arm_fields"}
+    for field, (value, added) in OTHER_VALUES.items():
+        study = make_study("s", {}, [{}, {field: value}], [0, 1])
+        own = Experiment(**{field: value}).arm
+        assert study.arms == ("bf16_standard", f"bf16_standard_{added}" if added else own)
+        assert [one.seed for one in study.experiments] == [0, 0, 1, 1]
+        reversed_arms = make_study("s", {}, [{field: value}, {}], [0]).arms
+        assert reversed_arms[0] == own
+        assert len(set(reversed_arms)) == 2
+
+
+def test_arms_that_no_name_can_hold_apart_have_a_digest(file: Path) -> None:
+    shapes = [dict.fromkeys(ShapeChanges.model_fields, 10**6 + number) for number in range(3)]
+    arms = make_study("s", {}, [{"shape": shape} for shape in shapes], [0]).arms
+    assert len(set(arms)) == 3
+    assert max(map(len, arms)) == MAX_ARM_CHARACTERS
+
+
+def test_names_that_a_person_gave_arms_stay(file: Path) -> None:
+    text = "arms: [{arm_fields: [lr]}, {lr: 1.0e-4, arm_fields: [lr]}, {arm_fields: [lr], tp: 2}]"
+    assert study_of(file, text).arms == (
+        "bf16_standard_lr-0.003",
+        "bf16_standard_lr-0.0001",
+        "bf16_standard_lr-0.003_tp-2",
+    )
+
+
+@settings(deadline=None, max_examples=50)
+@given(one=experiments, other=experiments)
+def test_two_arms_of_a_study_have_two_names_that_their_records_keep(
+    tmp_path_factory: pytest.TempPathFactory, one: Experiment, other: Experiment
+) -> None:
+    file = tmp_path_factory.getbasetemp() / "record.yaml"
+    fields = [experiment.model_dump(exclude={"name", "seed"}) for experiment in (one, other)]
+    if one.differences(other):
+        study = make_study("s", {}, fields, [0])
+        assert len(study.arms) == 2
+        for experiment in study.experiments:
+            assert set(experiment.arm) <= set(string.ascii_letters + string.digits + "_-+.")
+            file.write_text(write_experiment(experiment))
+            assert read_record(file).arm == experiment.arm
+    else:
+        with pytest.raises(BadInput, match="same arm and seed twice"):
+            make_study("s", {}, fields, [0])
+
+
+# Records
+
+
+FIRST_RECORD = """\
+name: s
+model: nano
+shape: null
+precision: mxfp8
+mxfp8_kernels: auto
+quantize: experts
+wgrad: mxfp8
+ep_backend: standard
+ep_kernels: native
+dispatch_precision: bf16
+routing: learned
+nodes: 1
+gpus_per_node: 2
+dp_replicate: 1
+dp_shard: -1
+tp: 1
+pp: 1
+pp_schedule: 1F1B
+cp: 1
+ep: 2
+seq_len: 256
+local_batch: 4
+microbatch: 1
+steps: 60
+warmup_steps: 6
+lr: 0.003
+seed: 3
+activation_checkpoint: none
+compile: none
+dataset: python
+hardware: local
+capture_step: 12
+"""
+"""As records were written while they had no version."""
+
+
+def test_a_record_that_was_cut_off_anywhere_is_refused(file: Path) -> None:
+    experiment = Experiment(name="s", precision="mxfp8", seed=3, capture_step=12)
+    whole = write_experiment(experiment).encode()
+    ends_of_first = [end for end, _ in enumerate(FIRST_RECORD) if end > 440 or FIRST_RECORD[:end].endswith("\n")]
+    cuts = [whole[:end] for end in range(len(whole))] + [FIRST_RECORD[:end].encode() for end in ends_of_first]
+    for cut in cuts:
+        file.write_bytes(cut)
+        with pytest.raises(BadInput, match="the record"):
+            read_record(file)
+    for text in (whole.decode(), FIRST_RECORD):
+        file.write_text(text)
+        assert read_record(file) == experiment
+
+
+def test_a_record_has_every_field_and_a_known_version(file: Path) -> None:
+    whole = write_experiment(Experiment())
+    for changed, told in (
+        (whole.replace("seed: 0\n", ""), "the record lacks seed"),
+        (whole.replace("steps: 60\n", "").replace("lr: 0.003\n", ""), "the record lacks steps, lr"),
+        (whole.replace("seed: 0", "seed: 0\nrouter: 1"), "unknown field 'router'"),
+        (whole.replace(f"{VERSION_KEY}: 1", f"{VERSION_KEY}: 0"), f"{VERSION_KEY}: got 0"),
+        (whole.replace(f"{VERSION_KEY}: 1", f"{VERSION_KEY}: true"), f"{VERSION_KEY}: got True"),
+        (whole.replace(f"{VERSION_KEY}: 1", f"{VERSION_KEY}: 99"), "got 99; valid: 1 to .*, or use a newer moelab"),
+        (whole.partition("\n")[2], f"unknown field '{END_KEY}'"),
+        (whole.replace("seed: 0", "seed: \0"), "the record is not valid YAML"),
+        ("- 1\n", "expected a mapping of fields"),
+    ):
+        file.write_text(changed)
+        with pytest.raises(BadInput, match=told):
+            read_record(file)
+
+
+def test_a_record_given_as_a_study_is_read_as_strictly(file: Path) -> None:
+    whole = write_experiment(Experiment(steps=7))
+    assert study_of(file, whole, "seed=2").experiments == (Experiment(steps=7, seed=2),)
+    assert "the record was cut off" in complaint(file, whole[: whole.index("seed")])
+
+
+def test_every_field_is_in_the_first_record_or_was_added_by_a_version() -> None:
+    added = [field for fields in ADDED_FIELDS for field in fields]
+    assert sorted([*yaml.safe_load(FIRST_RECORD), *added]) == sorted(Experiment.model_fields)
+
+
+def test_a_field_that_a_later_version_adds_has_the_value_that_runs_had_before(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Later(Experiment):
+        dropout: float = 0.1
+
+    written_before = [FIRST_RECORD, write_experiment(Experiment(seed=3))]
+    monkeypatch.setattr(experiment_file, "Experiment", Later)
+    monkeypatch.setattr(experiment_file, "ADDED_FIELDS", (*ADDED_FIELDS, {"dropout": 0.0}))
+    for text in written_before:
+        file.write_text(text)
+        assert (read_record(file).model_dump()["dropout"], read_record(file).seed) == (0.0, 3)
+    written_now = write_experiment(Later())
+    file.write_text(written_now)
+    assert read_record(file) == Later()
+    file.write_text(written_now.replace("dropout: 0.1\n", ""))
+    with pytest.raises(BadInput, match="the record lacks dropout"):
+        read_record(file)

@@ -104,6 +104,7 @@ def test_a_stopped_run_is_requeued_and_its_next_start_adds_to_it(
     assert (code, status.state, status.attempts) == (0, State.COMPLETED, 2)
     assert (run.path / "launch" / "command.sh").read_text() == first
     assert "--rdzv-id=7_1-1" in (run.path / "launch" / "command-2.sh").read_text()
+    assert json.loads((run.path / "environment-2.json").read_text())["hosts"] == 2
 
 
 def test_a_run_is_not_requeued_for_ever(run: RunDir, signals: Signals, monkeypatch: pytest.MonkeyPatch) -> None:

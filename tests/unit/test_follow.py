@@ -275,7 +275,7 @@ def test_checkpoints_are_not_walked_through(tmp_path: Path) -> None:
     nested = run.path / "checkpoint" / "step-10"
     (nested / "logs").mkdir(parents=True)
     (nested / "experiment.yaml").write_text("name: copy\n")
-    assert list(directory.find(tmp_path)) == [run]
+    assert directory.find(tmp_path) == [run]
 
 
 def test_time_left_is_at_the_pace_of_the_last_steps(tmp_path: Path) -> None:

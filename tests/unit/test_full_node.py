@@ -276,7 +276,7 @@ def _written(content: Mapping[str, Any], folder: Path) -> Path:
     return file
 
 
-@pytest.mark.parametrize("output", ["benchmarks/results/dry.json", "elsewhere/h100_full_node.json"])
+@pytest.mark.parametrize("output", ["benchmarks/results/dry.json", "elsewhere/h200_full_node.json"])
 def test_a_dry_run_takes_no_measurements_place(
     driver: ModuleType, output: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

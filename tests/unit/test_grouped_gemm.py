@@ -16,15 +16,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torchao.prototype.moe_training import fp8_grouped_mm, kernels, mxfp8_grouped_mm
+from torchao.prototype.moe_training.kernels.mxfp8 import cute_utils
 
 from moelab.errors import BadInput
-from moelab.mxfp8 import cutedsl, grouped_gemm, grouped_gemm_report
+from moelab.mxfp8 import grouped_gemm
 from moelab.mxfp8 import kernels as mxfp8_kernels
-from moelab.mxfp8.formats import NotFinite
 from moelab.mxfp8.grouped_gemm import (
+    Clock,
     NoKernels,
-    check,
+    Operands,
+    Spread,
+    components,
     grouped_mm,
+    interleaved,
     make_operands,
     require_kernels,
     step,
@@ -44,9 +48,7 @@ from moelab.mxfp8.grouped_gemm_cases import (
     require_divisible,
     transposed,
 )
-from moelab.mxfp8.grouped_gemm_components import Operands, components
 from moelab.mxfp8.grouped_gemm_results import NotAResult, case_of, obtain, read_result, stored
-from moelab.mxfp8.timing import Clock, Spread, interleaved
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -97,7 +99,7 @@ def test_a_shape_that_is_none(text: str) -> None:
     [
         ("64,64,48,2", "mxfp8", r"^k is 48: mxfp8 needs a multiple of 32, the nearest is 64$"),
         ("64,40,64,2", "mxfp8_wgrad_bf16", r"^n is 40: .* multiple of 32, the nearest is 32$"),
-        ("64,64,16,2", "mxfp8", r"^k is 16, less than one block of mxfp8 \(32\)"),
+        ("64,64,16,2", "mxfp8", r"^k is 16: mxfp8 needs a multiple of 32, the nearest is 32$"),
         ("64,24,64,2", "fp8", r"^n is 24: fp8 needs a multiple of 16"),
         ("64,64,12,2", "bf16", r"^k is 12: bf16 needs a multiple of 8"),
     ],
@@ -158,13 +160,16 @@ def test_a_blackwell_gpu_needs_the_packages_of_its_kernels(monkeypatch: pytest.M
     assert why_not("mxfp8") is None
 
 
-def test_packages_that_are_too_new_are_named_with_the_versions_that_work() -> None:
+def test_packages_that_are_too_new_are_named_with_the_versions_that_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cute_utils, "_missing_cutedsl_runtime_packages", list)
     new = {"nvidia-cutlass-dsl": "4.10.0", "nvidia-cutlass-dsl-libs-base": "4.5.2"}
-    said = cutedsl.why_not_cutedsl(list, new.get)
-    assert said is not None
-    assert "nvidia-cutlass-dsl 4.10.0 (works: 4.5.2)" in said
-    assert "libs-base 4.5.2 (works" not in said
-    assert cutedsl.why_not_cutedsl(list, lambda _: "4.5.2") is None
+    monkeypatch.setattr(mxfp8_kernels, "version", new.get)
+    problem = mxfp8_kernels.why_not_cutedsl()
+    assert problem is not None
+    assert "nvidia-cutlass-dsl 4.10.0 (works: 4.5.2)" in problem
+    assert "libs-base 4.5.2 (works" not in problem
+    monkeypatch.setattr(mxfp8_kernels, "version", lambda _: "4.5.2")
+    assert mxfp8_kernels.why_not_cutedsl() is None
 
 
 def test_the_versions_that_work_are_those_of_torchaos_description() -> None:
@@ -172,16 +177,7 @@ def test_the_versions_that_work_are_those_of_torchaos_description() -> None:
 
     described = metadata("torchao").get_payload()
     assert isinstance(described, str)
-    assert all(f"{package}=={number}" in described for package, number in cutedsl.TESTED.items())
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("name", ["a_MK", "b_GNK", "grad_MN"])
-def test_operands_that_are_not_finite(name: str, value: float) -> None:
-    operands = make_operands(SMALL, CPU)
-    getattr(operands, name).view(-1)[5] = value
-    with pytest.raises(NotFinite, match=name):
-        check(SMALL, ["bf16"], operands)
+    assert all(f"{package}=={number}" in described for package, number in mxfp8_kernels.CUTEDSL.items())
 
 
 # Products and their parts
@@ -350,15 +346,6 @@ def test_alternatives_take_turns_and_spread_is_numpys() -> None:
     assert Spread.of(times) == Spread(median_us=middle, iqr_us=high - low, n=6)
 
 
-def test_parts_of_a_clock_add_up() -> None:
-    clock = Clock(CPU)
-    clock.start()
-    clock.mark("one")
-    clock.mark("two")
-    parts = clock.parts_us()
-    assert parts["one"] + parts["two"] == pytest.approx(parts["total"])
-
-
 def test_a_precision_that_fails_does_not_cost_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(precision: str) -> Callable[..., torch.Tensor]:
         def fail(*_: torch.Tensor) -> torch.Tensor:
@@ -390,23 +377,25 @@ def test_a_row_counts_real_rows_and_notes_padded_ones() -> None:
     rows = list(time_case(SMALL, ["bf16"], CPU, compiled=False, failed=lambda *_: None))
     assert {row["padded_m"] for row in rows} == {sum(group_sizes(SMALL, block=8))}
     assert {row["m"] for row in rows} == {96}
+    for row, products in zip(rows, (1, 2, 3), strict=True):
+        assert row["tflops"] == pytest.approx(products * SMALL.flops / row["median_us"] / 1e6, abs=0.006)
     kernels_alone = list(time_components(SMALL, "bf16", CPU))
     assert [row["pass"] for row in kernels_alone] == ["forward", "dgrad", "wgrad"]
 
 
 def test_a_run_writes_after_every_case(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(grouped_gemm_report, "check", lambda *_: None)
-    monkeypatch.setattr(grouped_gemm_report, "measure_peaks", lambda _: {"bf16_tflops": 2.0})
+    monkeypatch.setattr(grouped_gemm, "require_kernels", lambda _: None)
+    monkeypatch.setattr(grouped_gemm, "measure_peaks", lambda _: {"bf16_tflops": 2.0})
     path, seen = tmp_path / "deep" / "file.json", []
-    real = grouped_gemm_report.time_components
+    real = grouped_gemm.time_components
 
     def after_the_products(*args: Any) -> Any:
         seen.append(len(json.loads(path.read_text())["rows"]))
         return real(*args)
 
-    monkeypatch.setattr(grouped_gemm_report, "time_components", after_the_products)
+    monkeypatch.setattr(grouped_gemm, "time_components", after_the_products)
     cases = [SMALL, parse_case("64,32,32,2")]
-    content = grouped_gemm_report.run(cases, path, precisions=["bf16"], compiled=False)
+    content = grouped_gemm.run(cases, path, precisions=["bf16"], compiled=False)
     assert seen == [3, 6]
     assert json.loads(path.read_text()) == content
     assert content["label"] == "dry run"  # on a CPU nothing is called measured
@@ -458,7 +447,14 @@ def test_speedups_hold_a_case_against_itself(tmp_path: Path) -> None:
         {**base, "m": m, "precision": precision, "median_us": us}
         for m, precision, us in [(64, "fp8", 5.0), (32, "bf16", 3.0), (32, "fp8", 4.0), (64, "bf16", 20.0)]
     ]
-    content = {"schema": 1, "rows": rows, "components": [], "hardware": {"gpu": "X"}, "versions": {}, "date": "d"}
+    content = {
+        "schema": 1,
+        "rows": rows,
+        "components": [],
+        "hardware": {"gpu": "X"},
+        "versions": {"torch": "2"},
+        "date": "d",
+    }
     path = tmp_path / "r.json"
     path.write_text(json.dumps({**content, "peaks": {}, "refused": {}, "label": "measured"}))
     table = read_result(path).speedups("fp8")

@@ -216,18 +216,57 @@ def test_runs_that_nobody_ended_are_closed(runs: Path) -> None:
     running.log.write_text(stand_in.step_line(1, 8.0))
     running.set_status(Status(state=State.RUNNING, attempts=1))
     of_another_field = directory.create(runs, plan.experiments[0].model_copy(update={"steps": 9}))
-    damaged = directory.create(runs, plan.experiments[1])
-    (damaged.path / "status.json").write_text("{")
     unreadable = directory.create(runs, plan.experiments[1])
     (unreadable.path / "experiment.yaml").write_text("a_field_of_the_future: 1\n")
     job = directory.create(runs, plan.experiments[1])
     job.set_status(Status(state=State.SUBMITTED, job_id="17"))
-    done, _ = launch(runs, plan)
+    done, lines = launch(runs, plan)
     assert (done.trained, states(done)) == (2, ["completed", "completed"])
-    for run in (running, of_another_field, damaged, unreadable):
+    for run in (running, of_another_field, unreadable):
         assert (run.status.state, run.status.reason) == (State.FAILED, "the launcher was killed")
     assert logged_steps(running) == [1]
     assert job.status.state is State.SUBMITTED
+    assert [one.run for one in done.found.left_out] == [unreadable]
+    assert lines[0] == f"{unreadable.name}: left out: {done.found.left_out[0].reason}"
+
+
+def test_a_run_of_which_nobody_knows_the_end_is_not_trained_beside(runs: Path) -> None:
+    plan = study_of(BF16, MXFP8)
+    done, _ = launch(runs, plan)
+    whole = done.runs[0].path / "status.json"
+    for content, told in ((b'{"state": "comp', "is damaged: Invalid JSON"), (None, "cannot be read: No such file")):
+        whole.unlink() if content is None else whole.write_bytes(content)
+        with pytest.raises(Refused) as refused:
+            run_study(plan, runs)
+        assert f"{done.runs[0].name}: nobody knows how it ended (status.json {told}" in str(refused.value)
+        assert f"it has {STEPS} of {STEPS} steps" in str(refused.value)
+        assert len(find(runs)) == 2
+        assert content is None or whole.read_bytes() == content
+    whole.write_text('{"state": "completed"}')  # as the refusal says
+    assert launch(runs, plan)[0].trained == 0
+    whole.write_text("{")
+    done.runs[0].path.rename(runs / "put aside")
+    assert launch(runs, plan)[0].trained == 1
+    whole = directory.create(runs, plan.experiments[0]).path / "status.json"
+    whole.write_text("{")  # beside a completed one it is nobody's loss
+    assert launch(runs, plan)[0].trained == 0
+    assert whole.read_text() == "{"
+
+
+def test_completed_runs_of_older_records_and_renamed_folders_are_not_trained_again(runs: Path) -> None:
+    plan = study_of(BF16, {"precision": "bf16", "lr": 1e-3}, seeds=(0, 1))
+    assert plan.arms == ("bf16_standard", "bf16_standard_lr-0.001")
+    done, _ = launch(runs, plan)
+    assert (done.trained, [run.name.split("/")[1] for run in done.runs]) == (4, [one.arm for one in plan.experiments])
+    older = done.runs[0].path / "experiment.yaml"
+    fields = done.runs[0].experiment.model_dump(mode="json", exclude={"arm_fields"})
+    older.write_text(yaml.safe_dump(fields, sort_keys=False))
+    assert launch(runs, plan)[0].trained == 0
+    assert launch(runs, study_of({"precision": "bf16", "lr": 1e-3}, BF16, seeds=(0, 1)))[0].trained == 0
+    (runs / "s").rename(runs / "t")
+    renamed = make_study("t", {"steps": STEPS, "warmup_steps": 0, "hardware": "cpu"}, [BF16], [0, 1])
+    done, lines = launch(runs, renamed)
+    assert (done.trained, lines[0]) == (0, "folder t holds runs that were recorded as of study s")
 
 
 # Interruptions

@@ -11,16 +11,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moelab.deepep.dispatcher import ALIGNMENT
 from moelab.deepep.elastic import check_sizes
 from moelab.errors import BadInput, Refused
 from moelab.experiment import Experiment
+from moelab.hardware import GROUP_PADDING
 from moelab.layout import RULES, SCHEDULES, check, facts_of
 from moelab.layout.schedule import effective_layers, split_layers, stages_of_rank
 from moelab.model import shape_for, shape_of
 from moelab.mxfp8.converter import LINEARS, MXFP8Converter
 from moelab.mxfp8.emulation import grouped_mm
-from moelab.mxfp8.fake_quantise import NotWholeBlocks
+from moelab.mxfp8.quantise import NotWholeBlocks
 from moelab.titan.models import model_spec
 
 ON_256 = {"nodes": 32, "gpus_per_node": 8, "local_batch": 64, "seq_len": 8192}
@@ -291,7 +291,7 @@ def test_an_uncompiled_all_to_all_on_a_gpu_cannot_be_kept() -> None:
         ({"hardware": "h100_node"}, "multiple of 32, emulated"),
         ({"hardware": "b200_x256", "mxfp8_kernels": "emulated"}, "multiple of 32"),
         ({"hardware": "b200_x256", "precision": "fp8"}, "multiple of 16"),
-        ({"precision": "bf16", "ep_backend": "deepep"}, f"multiple of {ALIGNMENT['bf16']}"),
+        ({"precision": "bf16", "ep_backend": "deepep"}, f"multiple of {GROUP_PADDING['bf16']}"),
     ],
 )
 def test_padding_is_said(fields: dict[str, Any], expected: str) -> None:

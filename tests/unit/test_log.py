@@ -402,3 +402,17 @@ def test_a_compressed_log_that_was_cut_off_gives_what_it_has(tmp_path: Path) -> 
     rows = read_log(cut).rows
     assert 500 < len(rows) < 3000
     pd.testing.assert_frame_equal(rows, read_log(whole).rows.iloc[: len(rows)])
+
+
+@pytest.mark.parametrize("digits", [16, 25, 5_000])
+def test_a_step_number_that_no_table_holds_is_damage(digits: int) -> None:
+    line = "step: {}  loss:  7.20000  memory: 1.00GiB(1.00%)  tps: 4,000  mfu: N/A"
+    lines = [
+        line.format(1),
+        line.format("9" * digits),
+        f"Training starts at step {'9' * digits}",
+        f"Loss is not finite (global_avg_loss=nan) at step {'9' * digits}.",
+        line.format(2),
+    ]
+    found = read_log(lines)
+    assert (found.rows["step"].tolist(), found.segments, found.reason) == ([1, 2], 1, None)

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from sharded_sizes import all_local_numel
 from titan_process import in_titan_process
 
-from moelab.deepep.dispatcher import ALIGNMENT
 from moelab.experiment import Experiment
-from moelab.hardware import B200, H100, gpu_of
+from moelab.hardware import B200, GROUP_PADDING, H100, gpu_of
 from moelab.layout import Layout, check
 from moelab.layout.schedule import split_layers
 from moelab.memory import (
@@ -304,7 +303,7 @@ def test_padding_is_that_of_the_dispatcher() -> None:
     ):
         experiment = Experiment(ep_backend="deepep", precision=precision)
         work = work_of(experiment, layout_of(experiment), gpu, memory_constants)
-        assert work.pad_multiple == ALIGNMENT[kind]
+        assert work.pad_multiple == GROUP_PADDING[kind]
 
 
 def thin_estimate(experiment: Experiment, thin: dict[str, int]) -> tuple[MemoryEstimate, Layout]:

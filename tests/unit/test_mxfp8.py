@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import doctest
+import importlib
+import pkgutil
 from collections.abc import Callable
 
 import pytest
@@ -14,6 +17,7 @@ from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, TorchAOTokenDispatcher
 
+from moelab import mxfp8
 from moelab.errors import Refused
 from moelab.model.shape import NANO
 from moelab.mxfp8 import kernels
@@ -198,6 +202,16 @@ def test_who_pads_depends_on_the_kernels(
     assert experts.pad_inside is (padding is None)
 
 
+@pytest.mark.parametrize("kind", ["emulated", "native"])
+def test_a_deepep_dispatcher_pads_by_itself(kind: str) -> None:
+    model = model_spec("nano", ep_backend="deepep").model
+    _, _, parent, _ = next(model.traverse(GroupedExperts.Config))
+    dispatcher = parent.token_dispatcher
+    MXFP8Converter.Config(kernels=kind).build().convert(model)
+    assert parent.token_dispatcher is dispatcher
+    assert parent.inner_experts.pad_inside is False
+
+
 def test_nothing_to_convert_is_an_error() -> None:
     with pytest.raises(NothingConverted, match="no routed experts"):
         MXFP8Converter.Config().build().convert(Linear.Config(in_features=32, out_features=32))
@@ -248,3 +262,8 @@ def test_kernels_follow_the_hardware(
     monkeypatch.setattr(grouped_mm, "_SM100_KERNELS_AVAILABLE", False)
     with pytest.raises(Refused, match="no SM100 kernels"):
         kernels.resolve("auto")
+
+
+@pytest.mark.parametrize("module", [one.name for one in pkgutil.iter_modules(mxfp8.__path__) if "cuda" not in one.name])
+def test_examples_in_docstrings_hold(module: str) -> None:
+    assert doctest.testmod(importlib.import_module(f"moelab.mxfp8.{module}")).failed == 0

@@ -24,8 +24,7 @@ from torchtitan.models.common.token_dispatcher import (
 
 from moelab.errors import BadInput
 from moelab.mxfp8.converter import MXFP8Experts
-from moelab.mxfp8.dispatch import QUANTISED, QuantisedDispatcher, quantised
-from moelab.mxfp8.dispatch_ops import _padded, _places, cast
+from moelab.mxfp8.dispatch import QUANTISED, QuantisedDispatcher, _padded, _places, cast, quantised
 
 BF16_ULP = 2.0**-8
 ALIGNED = Case(alignment=32)

@@ -17,31 +17,24 @@ from torchao.prototype.moe_training.mxfp8_grouped_mm import _to_mxfp8_then_scale
 from torchao.quantization.quantize_.common import KernelPreference
 
 from moelab.errors import BadInput
-from moelab.mxfp8.gemm_errors import cast_product
-from moelab.mxfp8.numerics import (
-    BF16,
+from moelab.mxfp8.errors import (
     DISTRIBUTIONS,
-    E4M3,
-    E5M2,
-    FP8,
     METHODS,
-    MX,
     PRODUCTS,
-    SCALINGS,
-    Element,
     GroupedGemm,
     Method,
     NotFinite,
-    NotWholeBlocks,
-    block_range_bits,
     block_sqnr_db,
-    gemm_errors,
+    cast_product,
+    compare_products,
     layer_gemms,
     measure,
     relative_error,
     sqnr_db,
     synthetic,
 )
+from moelab.mxfp8.formats import BF16, E4M3, E5M2, FP8, MX, SCALINGS, Element
+from moelab.mxfp8.quantise import NotWholeBlocks
 
 FORMATS = [MX(scaling=scaling, element=element) for scaling in SCALINGS for element in (E4M3, E5M2)]
 BY_NAME = {method.name: method for method in METHODS}
@@ -124,7 +117,6 @@ def test_every_code_of_an_element_is_what_the_reference_rounds_to_itself(element
     codes = codes[codes.isfinite()]
     np.testing.assert_array_equal(round_to_element(codes.numpy(), element), codes.numpy())
     assert codes.max() == element.max
-    assert codes[codes > 0].min() == element.smallest
 
 
 # --- laws ------------------------------------------------------------------------------------------------------------
@@ -136,16 +128,6 @@ def test_every_code_of_an_element_is_what_the_reference_rounds_to_itself(element
 def test_casting_twice_is_casting_once(made: MX, x: torch.Tensor) -> None:
     once = made.cast(x).values
     assert torch.equal(made.cast(once).values, once)
-
-
-@pytest.mark.parametrize("made", FORMATS, ids=label)
-@settings(max_examples=15, deadline=None)
-@given(x=rows(), other=rows(blocks=1))
-def test_a_block_does_not_depend_on_the_others(made: MX, x: torch.Tensor, other: torch.Tensor) -> None:
-    alone = made.cast(x[:, 32:64]).values
-    assert torch.equal(made.cast(x).values[:, 32:64], alone)
-    changed = torch.cat([other, x[:, 32:]], dim=1)
-    assert torch.equal(made.cast(changed).values[:, 32:], made.cast(x).values[:, 32:])
 
 
 @pytest.mark.parametrize("made", [*FORMATS, FP8(per="row"), FP8(per="tensor"), BF16()], ids=label)
@@ -177,17 +159,6 @@ def test_bounds_of_scale_and_value(made: MX, x: torch.Tensor) -> None:
     }[made.scaling]
     assert (fullness >= low).all()
     assert (fullness <= high).all()
-
-
-@pytest.mark.parametrize("made", FORMATS, ids=label)
-@settings(max_examples=15, deadline=None)
-@given(x=rows())
-def test_error_of_what_is_neither_saturated_nor_subnormal_is_half_a_step(made: MX, x: torch.Tensor) -> None:
-    cast = made.cast(x)
-    scaled = (x / cast.scale).abs()
-    normal = (scaled >= 2.0**made.element.emin) & (scaled <= made.max)
-    error = (cast.values - x).abs()[normal]
-    assert (error <= x.abs()[normal] * 2.0 ** -(made.element.mantissa_bits + 1)).all()
 
 
 @pytest.mark.parametrize("made", FORMATS, ids=label)
@@ -240,7 +211,6 @@ def test_sqnr_is_torchaos_error_in_db(distribution: Any, outlier: float) -> None
         values = made.cast(x).values
         found = measure(x, made)
         assert found.sqnr_db == pytest.approx(compute_error(x.double(), values.double()).item(), abs=1e-9)
-        assert found.sqnr_db == pytest.approx(-20 * math.log10(found.relative_error))
 
 
 def test_fractions_count_what_they_say() -> None:
@@ -257,29 +227,15 @@ def test_fractions_count_what_they_say() -> None:
 def test_what_is_exact_has_no_error() -> None:
     x = torch.tensor([[2.0**e for e in range(-8, 8)] * 2])
     assert measure(x, MX()).sqnr_db == math.inf
-    assert measure(x, MX()).relative_error == 0
     assert sqnr_db(x, x) == math.inf
 
 
-def test_block_measures() -> None:
-    x = torch.cat([torch.full((1, 31), 2.0), torch.full((1, 1), 2.0**12), torch.zeros(1, 32)], dim=1)
-    ranges = block_range_bits(x)
-    assert ranges[0].item() == 11
-    assert ranges[1].isnan()
-    assert torch.equal(block_range_bits(x.T, axis=0)[:1], ranges[:1])
+def test_blocks_are_measured_as_tensors_of_their_own() -> None:
     noisy = synthetic("gaussian", (4, 64))
     values = MX().cast(noisy).values
     by_block = block_sqnr_db(noisy, values)
     for index, (exact, ours) in enumerate(zip(noisy.reshape(-1, 32), values.reshape(-1, 32), strict=True)):
         assert by_block[index].item() == pytest.approx(sqnr_db(exact, ours))
-
-
-@settings(max_examples=15, deadline=None)
-@given(x=rows())
-def test_a_format_with_more_bits_loses_less(x: torch.Tensor) -> None:
-    if x.any():
-        fine, coarse = (relative_error(x, made.cast(x).values) for made in (BF16(), MX()))
-        assert fine <= coarse
 
 
 # --- data ------------------------------------------------------------------------------------------------------------
@@ -377,24 +333,24 @@ def exact(gemm: GroupedGemm) -> dict[str, torch.Tensor]:
     return {"output": x @ weight[0].T, "dgrad": grad @ weight[0], "wgrad": (grad.T @ x)[None]}
 
 
-def test_gemm_errors_are_those_of_the_products() -> None:
+def test_rows_of_products_are_the_errors_of_the_products() -> None:
     gemm = operands((96,))
-    found = gemm_errors(gemm)
-    for method in METHODS:
-        for product in PRODUCTS:
-            expected = compute_error(exact(gemm)[product], ours(gemm, method)[product].double()).item()
-            assert found[method.name][product] == pytest.approx(expected, abs=1e-6), (method.name, product)
+    rows = compare_products([gemm])
+    assert [(row.method, row.product) for row in rows] == [(m.name, product) for m in METHODS for product in PRODUCTS]
+    for row in rows:
+        product = ours(gemm, BY_NAME[row.method])[row.product]
+        expected = compute_error(exact(gemm)[row.product], product.double()).item()
+        assert row.sqnr_db == pytest.approx(expected, abs=1e-6), row
 
 
 def test_methods_rank_as_their_bits() -> None:
-    gemm = operands((64, 32, 96))
-    found = gemm_errors(gemm)
+    found = {(row.method, row.product): row.sqnr_db for row in compare_products([operands((64, 32, 96))])}
     for product in PRODUCTS:
-        assert found["bf16"][product] > found["mxfp8"][product] + 15
+        assert found["bf16", product] > found["mxfp8", product] + 15
     for product in ("dgrad", "wgrad"):  # E5M2 gradients have one bit less
-        assert found["mxfp8"][product] > found["fp8_tensorwise"][product] + 2
-    assert found["mxfp8_wgrad-bf16"]["wgrad"] == found["bf16"]["wgrad"]
-    assert found["mxfp8_wgrad-bf16"]["dgrad"] == found["mxfp8"]["dgrad"]
+        assert found["mxfp8", product] > found["fp8_tensorwise", product] + 2
+    assert found["mxfp8_wgrad-bf16", "wgrad"] == found["bf16", "wgrad"]
+    assert found["mxfp8_wgrad-bf16", "dgrad"] == found["mxfp8", "dgrad"]
 
 
 def test_the_operands_of_a_layer_give_autograds_gradients() -> None:
@@ -421,9 +377,9 @@ def test_the_operands_of_a_layer_give_autograds_gradients() -> None:
 @pytest.mark.parametrize(
     ("size", "said"),
     [
-        (16, "has 16 elements, fewer than one block of 32; give at least 32"),
-        (0, "has 0 elements, fewer than one block"),
-        (48, "has 48 elements, not a multiple of the block of 32; cut it to 32 or pad it with zeros to 64"),
+        (16, "has 16 values, not a multiple of the block of 32; pad it with zeros to 32"),
+        (0, "has 0 values, not a multiple of the block of 32; pad it with zeros to 32"),
+        (48, "has 48 values, not a multiple of the block of 32; cut it to 32 or pad it with zeros to 64"),
     ],
 )
 def test_an_axis_without_whole_blocks_is_refused(size: int, said: str) -> None:
@@ -457,8 +413,6 @@ def test_a_tensor_that_cannot_be_measured_is_refused() -> None:
         measure(torch.zeros(1, 32), MX())
     with pytest.raises(NotWholeBlocks):
         measure(torch.ones(1, 33), MX())
-    with pytest.raises(NotWholeBlocks, match="valid: at least 1"):
-        MX(block=0).cast(torch.ones(1, 32))
 
 
 @pytest.mark.parametrize(

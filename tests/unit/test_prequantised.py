@@ -21,11 +21,10 @@ from torchao.quantization.quantize_.common import KernelPreference
 from torchtitan.components.quantization.float8 import _get_float8_grouped_experts_cls
 from torchtitan.models.common.moe import GroupedExperts
 
-from moelab.mxfp8 import row_products
+from moelab.mxfp8 import prequantised
 from moelab.mxfp8.converter import MXFP8Experts
-from moelab.mxfp8.fake_quantise import NotWholeBlocks
 from moelab.mxfp8.prequantised import QuantisedRows, gate_and_up, place, prequantised_experts
-from moelab.mxfp8.quantise import E4M3, expand, quantise, quantise_fp8, quantise_mxfp8
+from moelab.mxfp8.quantise import E4M3, NotWholeBlocks, expand, quantise, quantise_fp8, quantise_mxfp8
 
 RCEIL, EMULATED = ScaleCalculationMode.RCEIL, KernelPreference.EMULATED
 GROUPS = [64, 0, 32, 96]  # rows of each expert, padded as a dispatcher pads them
@@ -204,8 +203,8 @@ def test_products_traced_as_one_graph_are_the_same(precision: str) -> None:
 
 def test_scales_may_travel_in_any_dtype() -> None:
     rows, w1, w3, *_ = operands("mxfp8")
-    wide = quantise_mxfp8(torch.randn(sum(GROUPS), 128).bfloat16())[1]
-    assert torch.equal(row_products.exponents(wide.view(torch.int32)), wide)
+    data, scales = quantise_mxfp8(torch.randn(sum(GROUPS), 128).bfloat16())
+    assert torch.equal(expand(data, scales.view(torch.int32), "mxfp8"), expand(data, scales, "mxfp8"))
     e8m0 = rows._replace(scales_RS=rows.scales_RS.view(torch.float8_e8m0fnu))
     assert torch.equal(
         gate_and_up(e8m0, w1, w3, ENDS, "mxfp8_emulated")[0], gate_and_up(rows, w1, w3, ENDS, "mxfp8_emulated")[0]
@@ -339,9 +338,9 @@ def test_native_fp8_multiplies_as_torchao_does(monkeypatch: pytest.MonkeyPatch) 
         x, w = (a.float() * scale_a[:, None]).bfloat16(), (b.float() * scale_b[:, None]).bfloat16()
         return torch._grouped_mm(x, w, offs=offs)
 
-    monkeypatch.setattr(row_products, "triton_fp8_colwise_3d_scale_and_cast", columns)
-    monkeypatch.setattr(row_products, "triton_fp8_rowwise_2d_scale_and_cast", rows_of)
-    monkeypatch.setattr(row_products, "triton_fp8_rowwise_3d_transpose_rhs", transposed)
+    monkeypatch.setattr(prequantised, "triton_fp8_colwise_3d_scale_and_cast", columns)
+    monkeypatch.setattr(prequantised, "triton_fp8_rowwise_2d_scale_and_cast", rows_of)
+    monkeypatch.setattr(prequantised, "triton_fp8_rowwise_3d_transpose_rhs", transposed)
     monkeypatch.setattr(torch, "_scaled_grouped_mm", multiply)
     for ours, emulated in zip(run("fp8_native", "fp8"), run("fp8_emulated", "fp8"), strict=True):
         torch.testing.assert_close(ours, emulated, rtol=2**-7, atol=1e-2)
@@ -359,6 +358,6 @@ def test_native_fp8_multiplies_as_torchao_does(monkeypatch: pytest.MonkeyPatch) 
 def test_arithmetic_follows_kernels_and_device(
     monkeypatch: pytest.MonkeyPatch, precision: Any, kernels: str, cuda: bool, expected: str
 ) -> None:
-    monkeypatch.setattr(row_products, "torch", SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: cuda)))
-    assert row_products.arithmetic_name(precision, kernels) == expected
-    assert expected in row_products.ARITHMETIC
+    monkeypatch.setattr(prequantised, "torch", SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: cuda)))
+    assert prequantised.arithmetic_name(precision, kernels) == expected
+    assert expected in prequantised.ARITHMETIC

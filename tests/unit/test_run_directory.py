@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 
 from moelab.errors import BadInput
 from moelab.experiment import Experiment
+from moelab.experiment_file import make_study
 from moelab.runs import directory, files
 from moelab.runs.directory import RunDir
 from moelab.runs.files import write_json, write_whole
@@ -50,8 +52,10 @@ def test_attempts_are_of_exactly_this_experiment(tmp_path: Path) -> None:
         directory.create(tmp_path, Experiment(**{**EXPERIMENT.model_dump(), **changes}))
     other = directory.create(tmp_path, EXPERIMENT.model_copy(update={"steps": 62}))
     (other.path / "experiment.yaml").write_text("name: s\na_field_of_the_future: 1\n")
-    assert directory.attempts(tmp_path, EXPERIMENT) == [mine]
-    assert len(list(directory.find(tmp_path))) == 7
+    found = directory.discover(tmp_path)
+    assert found.attempts(EXPERIMENT) == [mine]
+    assert (len(found.runs), [one.run for one in found.left_out]) == (6, [other])
+    assert len(directory.find(tmp_path)) == 7
 
 
 def test_a_persons_own_file_is_no_run(tmp_path: Path) -> None:
@@ -63,7 +67,7 @@ def test_a_persons_own_file_is_no_run(tmp_path: Path) -> None:
 def test_an_experiment_of_another_version_is_named(tmp_path: Path) -> None:
     run = directory.create(tmp_path, EXPERIMENT)
     (run.path / "experiment.yaml").write_text("a_field_of_the_future: 1\n")
-    with pytest.raises(BadInput, match=rf"{run.path}/experiment.yaml: unknown field 'a_field_of_the_future'"):
+    with pytest.raises(BadInput, match=rf"{run.path}/experiment.yaml: the record lacks name, model,"):
         _ = run.experiment
 
 
@@ -73,6 +77,145 @@ def test_a_run_has_one_name_however_it_is_reached(tmp_path: Path, monkeypatch: p
     monkeypatch.chdir(run.path)
     for path in (Path(), Path("..", run.path.name), Path("../../../../link") / run.path.relative_to(tmp_path / "runs")):
         assert RunDir(path).name == run.name
+
+
+# Which runs are used
+
+
+def swap(one: Path, other: Path) -> None:
+    texts = one.read_text(), other.read_text()
+    other.write_text(texts[0])
+    one.write_text(texts[1])
+
+
+def test_a_record_agrees_with_the_folders_of_its_arm_and_seed(tmp_path: Path) -> None:
+    study = make_study("s", {}, [{}, {"lr": 1e-3}, {"precision": "mxfp8"}], [0, 1])
+    bf16, slow, mxfp8, bf16_1, _, _ = runs = [directory.create(tmp_path, one) for one in study.experiments]
+    assert directory.discover(tmp_path).runs == tuple(sorted(runs, key=lambda run: run.path))
+    for one, other in ((bf16, slow), (bf16, mxfp8), (bf16, bf16_1)):
+        swap(one.path / "experiment.yaml", other.path / "experiment.yaml")
+        found = directory.discover(tmp_path)
+        assert {left.run for left in found.left_out} == {one, other}
+        assert len(found.runs) == 4
+        wrong = "/".join(other.path.parts[-3:-1])
+        right = "/".join(one.path.parts[-3:-1])
+        assert (
+            f"{one.name}: left out: experiment.yaml: the record is of {wrong}, and the run is in {right}" in found.lines
+        )
+        with pytest.raises(BadInput, match="the record is of"):
+            _ = RunDir(one.path).experiment
+        swap(one.path / "experiment.yaml", other.path / "experiment.yaml")
+    assert (slow.arm, slow.seed) == ("bf16_standard_lr-0.001", 0)
+
+
+def test_a_run_without_a_record_is_named(tmp_path: Path) -> None:
+    whole, no_record, cut, empty = (directory.create(tmp_path, EXPERIMENT) for _ in range(4))
+    (no_record.path / "experiment.yaml").unlink()
+    (cut.path / "experiment.yaml").write_text("record_version: 1\nname: s\n")
+    shutil.rmtree(empty.path)
+    empty.path.mkdir()
+    found = directory.discover(tmp_path)
+    assert found.runs == (whole,)
+    assert {one.run: one.reason for one in found.left_out} == {
+        no_record: "experiment.yaml: the record cannot be read: No such file or directory",
+        cut: "experiment.yaml: the record was cut off: its last line is not whole",
+        empty: "experiment.yaml: the record cannot be read: No such file or directory",
+    }
+    assert [(one.run.arm, one.run.seed) for one in found.left_out] == [("mxfp8_standard", 3)] * 3
+    assert found.all_runs == directory.find(tmp_path)
+    assert [row["run"] for row in found.to_json()["left_out"]] == [one.run.name for one in found.left_out]
+
+
+@pytest.mark.parametrize("broken", ["mkdir", "rename"])
+def test_a_run_that_is_being_made_is_not_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+    original = getattr(Path, broken)
+
+    def fail(path: Path, *arguments: Any, **options: Any) -> Any:
+        if path.name in ("tb", *(one.name for one in tmp_path.glob("*/*/*/.*Z-*") if broken == "rename")):
+            raise OSError(28, "No space left on device")
+        return original(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, broken, fail)
+    with pytest.raises(OSError, match="No space left"):
+        directory.create(tmp_path, EXPERIMENT)
+    assert directory.find(tmp_path) == []
+
+
+def test_a_folder_that_may_not_be_looked_into_does_not_disappear(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = directory.create(tmp_path, EXPERIMENT)
+    scandir = os.scandir
+
+    def closed(path: Any) -> Any:
+        if Path(path) == run.path:
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", closed)
+    assert directory.find(tmp_path) == [run]
+
+
+def test_a_renamed_study_is_a_note(tmp_path: Path) -> None:
+    run = directory.create(tmp_path, EXPERIMENT)
+    run.path.parents[2].rename(tmp_path / "renamed")
+    found = directory.discover(tmp_path / "renamed")
+    assert ([one.name for one in found.runs], found.left_out) == ([run.name.replace("s/", "renamed/", 1)], ())
+    assert found.notes == ("folder renamed holds runs that were recorded as of study s",)
+    assert len(found.attempts(EXPERIMENT.model_copy(update={"name": "renamed"}))) == 1
+
+
+def test_a_run_that_was_copied_out_of_its_study_has_its_recorded_place(tmp_path: Path) -> None:
+    run = directory.create(tmp_path / "runs", EXPERIMENT)
+    copied = RunDir(shutil.copytree(run.path, tmp_path / "kept"))
+    assert (copied.experiment, copied.arm, copied.seed) == (EXPERIMENT, "mxfp8_standard", 3)
+    found = directory.discover(tmp_path / "kept")
+    assert found.runs == (copied,)
+    assert found.notes == (
+        f"{copied.name} is in no folder of an arm and seed: taken for mxfp8_standard/seed3, as recorded",
+    )
+
+
+def test_a_seed_that_was_put_aside_is_left_out(tmp_path: Path) -> None:
+    run = directory.create(tmp_path, EXPERIMENT)
+    run.path.parent.rename(run.path.parents[1] / "seed3 bad")
+    (left_out,) = directory.discover(tmp_path).left_out
+    told = "the record is of mxfp8_standard/seed3, and the run is in mxfp8_standard/seed3 bad"
+    assert left_out.reason == f"experiment.yaml: {told}"
+
+
+def test_links_are_followed_once(tmp_path: Path) -> None:
+    first, second = (directory.create(tmp_path / "store", EXPERIMENT) for _ in range(2))
+    other = directory.create(tmp_path / "store", Experiment(name="s"))
+    study = tmp_path / "runs" / "s"
+    seed = study / "mxfp8_standard" / "seed3"
+    seed.mkdir(parents=True)
+    (seed / first.path.name).symlink_to(first.path)
+    (seed / second.path.name).symlink_to(second.path)
+    (study / "bf16_standard").symlink_to(other.path.parents[1])
+    (study / "a_copy").symlink_to(study / "mxfp8_standard")  # by name before the arm itself
+    (seed / "loop").symlink_to(tmp_path)
+    (seed / "nowhere").symlink_to(tmp_path / "nowhere")
+    (first.path / "logs" / "loop").symlink_to(study)
+    (tmp_path / "alias").symlink_to(study)
+    for place in (tmp_path / "runs", study, tmp_path / "alias"):
+        found = directory.discover(place)
+        assert [run.path.name for run in found.runs] == [other.path.name, *sorted([first.path.name, second.path.name])]
+        assert found.left_out == ()
+        assert len(found.attempts(EXPERIMENT)) == 2
+    linked = directory.discover(seed / first.path.name)
+    assert [(run.arm, run.seed, run.name) for run in linked.runs] == [("mxfp8_standard", 3, first.name)]
+
+
+def test_attempts_are_found_whatever_their_arm_is_called(tmp_path: Path) -> None:
+    fast, slow = {"lr": 3e-3}, {"lr": 1e-3}
+    before = make_study("s", {}, [fast, slow], [0]).experiments
+    runs = [directory.create(tmp_path, one) for one in before]
+    found = directory.discover(tmp_path)
+    for experiment in make_study("s", {}, [slow, fast], [0]).experiments:
+        (run,) = found.attempts(experiment)
+        assert run.experiment.lr == experiment.lr
+        assert run in runs
 
 
 # Status
@@ -87,12 +230,28 @@ def test_a_status_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", ["", "{", "[]", "3", "{}", "\xff", '{"state": "lost"}', '{"state": "failed", "x": 1}']
+    ("content", "fault"),
+    [
+        ("", "Invalid JSON: EOF while parsing a value at line 1 column 0"),
+        ("{", "Invalid JSON: EOF while parsing an object at line 1 column 1"),
+        ("[]", "Input should be an object"),
+        ("{}", "state: Field required"),
+        ("\xff", "Invalid JSON: "),
+        ('{"state": "lost"}', "state: Input should be 'prepared', "),
+        ('{"state": "failed", "x": 1}', "x: Unexpected keyword argument"),
+        ('{"state": "running", "attempts": "x"}', "attempts: Input should be a valid integer"),
+    ],
 )
-def test_a_damaged_status_is_unknown(tmp_path: Path, content: str) -> None:
+def test_a_damaged_status_is_unknown_with_its_fault(tmp_path: Path, content: str, fault: str) -> None:
     (tmp_path / "status.json").write_bytes(content.encode("latin-1"))
-    assert read_status(tmp_path).state is State.UNKNOWN
-    assert read_status(tmp_path / "nowhere").state is State.UNKNOWN
+    found = read_status(tmp_path)
+    assert (found.state, found.is_lost) == (State.UNKNOWN, True)
+    assert f"status.json is damaged: {fault}" in (found.reason or "")
+    nowhere = read_status(tmp_path / "nowhere")
+    assert (nowhere.state, nowhere.reason) == (
+        State.UNKNOWN,
+        "status.json cannot be read: No such file or directory",
+    )
 
 
 def test_only_an_end_that_was_seen_is_final() -> None:

@@ -77,7 +77,7 @@ def test_the_verdict_of_known_numbers(study: Path) -> None:
     assert "500 tokens/s per rank" in text
     assert "-50.0 %" in text
     data = json.loads(json.dumps(judged.to_json(), allow_nan=False))
-    assert (data["study"], data["finished"], data["runs"]) == ("s", 8, 8)
+    assert (data["study"], data["finished"], data["judged"], len(data["runs"])) == ("s", 8, 8, 8)
     assert [one["answer"] for one in data["verdicts"]] == ["equivalent", "equivalent"]
     assert data["tps"] == {"bf16_standard": pytest.approx(1000), "mxfp8_standard": pytest.approx(500)}
 
@@ -138,8 +138,11 @@ def test_a_held_out_loss_that_is_nan_or_missing(tmp_path: Path) -> None:
     judged = judge_study(tmp_path / "runs" / "s")
     (held_out,) = judged.held_out
     assert held_out.seeds == (1, 2, 3)
+    assert held_out.answer is Answer.DIFFERENT
+    assert "1 of 4 seeds diverged in MXFP8 and not in BF16 (seed 0: the held-out loss is nan)" in held_out.sentence()
     json.dumps(judged.to_json(), allow_nan=False)
-    assert not re.search(r"\bnan\b", own_text(report_of(tmp_path / "runs" / "s")), re.I)
+    shown = own_text(report_of(tmp_path / "runs" / "s")).replace("the held-out loss is nan", "")
+    assert not re.search(r"\bnan\b", shown, re.I)
 
 
 def test_one_seed_gives_finite_json(tmp_path: Path) -> None:
@@ -156,29 +159,36 @@ def test_one_seed_gives_finite_json(tmp_path: Path) -> None:
 
 
 def test_a_field_changed_within_an_arm_is_not_averaged_away(study: Path) -> None:
-    """Seeds 0 and 1 of BF16 were trained again with another learning rate: the old seeds 2 and 3 do not count."""
+    """Two newer seeds of BF16 of another learning rate than all other runs: named, neither judged nor averaged."""
     for old in (study / "bf16_standard").glob("seed*/*"):
         old.rename(old.with_name(f"20200101T000000Z-{old.name[-6:]}"))
     for seed in (0, 1):
         run_of(study.parents[1], "bf16", seed, 4.0, fields={"lr": 1.0e-2})
     judged = judge_study(study)
-    assert [run.seed for run in judged.finished if run.arm == "bf16_standard"] == [0, 1]
-    assert judged.verdicts[0].reference_losses == pytest.approx({0: 4.0, 1: 4.0}, abs=1e-5)
+    assert judged.verdicts[0].reference_losses == pytest.approx(SEEDS, abs=1e-5)
+    words = "BF16 + standard all-to-all, seeds 0, 1: other settings than the runs of this arm that are judged: lr 0.01 "
+    assert f"{words}instead of 0.003" in judged.as_text()
+    assert judged.as_text().startswith("10 of 10 runs finished, 8 of them judged\n")
+    assert words in html.unescape(report_of(study))
+    rows = judged.to_json()["runs"]
+    assert [row["used"] for row in rows] == [True] * 8 + [False] * 2
+    assert all("lr 0.01 instead of 0.003" in row["reason"] for row in rows[8:])
 
 
 def test_a_study_that_is_given_decides_which_settings_are_judged(study: Path) -> None:
-    """Learning rate A, then B, then A again: nothing is trained the third time, and A is judged."""
-    experiments = [run.experiment for run in find(study)]
-    for old in (study / "bf16_standard").glob("seed*/*"):
-        old.rename(old.with_name(f"20200101T000000Z-{old.name[-6:]}"))
+    """All of BF16 was trained again with another learning rate: as many runs, and the study says which are meant."""
+    old, new = [run.experiment for run in find(study)], []
     for seed in range(4):
-        run_of(study.parents[1], "bf16", seed, 4.0, fields={"lr": 1.0e-2})
-    judged = judge_study(study, study=Study(name="s", experiments=tuple(experiments)))
+        new.append(run_of(study.parents[1], "bf16", seed, 4.0, fields={"lr": 1.0e-2}).experiment)
+    judged = judge_study(study, study=Study(name="s", experiments=tuple(old)))
     assert judged.verdicts[0].reference_losses == pytest.approx(SEEDS, abs=1e-5)
-    assert judged.settings_note == ""
-    mixed = judge_study(study)
-    assert mixed.settings_note == "the arms also differ in lr"
-    assert "the arms also differ in lr" in report_of(study)
+    assert not any("differ" in note for note in judged.notes)
+    planned = [*new, *(one for one in old if one.precision == "mxfp8")]
+    mixed = judge_study(study, study=Study(name="s", experiments=tuple(planned)))
+    told = "The arms also differ in their settings: lr 0.003 instead of 0.01."
+    assert told in mixed.verdicts[0].sentence()
+    assert f"MXFP8 + standard all-to-all: {told}" in mixed.notes
+    assert mixed.gains  # a step takes as long at another learning rate
 
 
 def test_a_run_shorter_than_the_warm_up_has_a_report_without_throughput(tmp_path: Path) -> None:
@@ -254,7 +264,7 @@ def test_folders_are_shown_if_they_are_asked_for(study: Path) -> None:
 def test_commands_are_shown_without_folders(tmp_path: Path, before: str, after: str) -> None:
     run = run_of(tmp_path, "bf16", 0, 5.0)
     (run.path / "launch" / "command.sh").write_text(before + "\n")
-    assert provenance(judge_study(tmp_path / "runs" / "s"))["Command, BF16 + standard all-to-all"] == after
+    assert provenance(judge_study(tmp_path / "runs" / "s"))["Command, BF16 + standard all-to-all, seed 0"] == after
 
 
 HOSTILE = "rank 0: ValueError: <script>alert(1)</script>\"'><img src=x onerror=alert(2)> {{ 7 * 7 }}"

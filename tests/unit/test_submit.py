@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,27 @@ def test_without_slurm_runs_are_prepared_and_submitting_is_refused(tmp_path: Pat
     with pytest.raises(Refused, match="squeue is not on PATH"):
         submit(small(), tmp_path, cluster, submit=True)
     assert [status.state for status in watch.refresh(done.prepared)] == [State.PREPARED] * 2
+
+
+@pytest.mark.parametrize("as_dry_run", [True, False])
+def test_a_run_of_which_nobody_knows_the_end_is_not_submitted_beside(
+    tmp_path: Path, cluster: ClusterProfile, as_dry_run: bool
+) -> None:
+    lost = make_run(tmp_path, small().experiments[0], [8.0, 7.0])
+    (lost.path / "status.json").write_text("{")
+    ask = dry_run if as_dry_run else partial(submit, submit=False)
+    with pytest.raises(Refused, match=f"{lost.name}: nobody knows how it ended .* it has 2 of 4 steps"):
+        ask(small(), tmp_path, cluster)
+    assert find(tmp_path) == [lost]
+
+
+def test_what_is_left_out_is_told_when_a_study_is_submitted(tmp_path: Path, cluster: ClusterProfile) -> None:
+    bad = make_run(tmp_path, small().experiments[0], [8.0] * 4)
+    (bad.path / "experiment.yaml").unlink()
+    done = submit(small(), tmp_path, cluster, submit=False)
+    assert (len(done.prepared), [one.run for one in done.found.left_out]) == (2, [bad])
+    assert done.to_json()["left_out"][0]["run"] == bad.name
+    assert done.as_text().startswith(f"{bad.name}: left out: experiment.yaml")
 
 
 def test_moelab_run_leaves_prepared_jobs_alone(tmp_path: Path, cluster: ClusterProfile) -> None:
@@ -306,3 +328,14 @@ def test_a_queue_that_does_not_answer_changes_nothing(tmp_path: Path, monkeypatc
     assert (running.state, running.reason) == (State.RUNNING, "as last seen; squeue: no answer in 60 s")
     assert (failed.state, failed.reason) == (State.FAILED, "x")
     assert run.status.reason is None
+
+
+def test_arms_that_differ_in_any_field_are_one_array(tmp_path: Path, cluster: ClusterProfile) -> None:
+    arms = [{}, {"compile": "model+loss"}, {"lr": 1e-5, "pp_schedule": "$(id)' \n"}]
+    study = make_study("s", {"hardware": "cpu", "steps": 4}, arms, [0])
+    done = submit(study, tmp_path, cluster, submit=False)
+    assert [run.path.parts[-3] for run in done.prepared] == [*study.arms]
+    assert study.arms[1:] == ("bf16_standard_compile-model+loss", "bf16_standard_pp-schedule---id----_lr-1e-05")
+    (script,) = done.scripts
+    assert all(str(run.path) in script for run in done.prepared)
+    assert submit(study, tmp_path, cluster, submit=False).prepared == done.prepared

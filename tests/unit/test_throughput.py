@@ -6,6 +6,7 @@ import pytest
 from scipy import stats
 
 from moelab.analysis import arm_label, arm_throughput, gain, run_medians, t_interval
+from moelab.analysis.arms import contrast
 from moelab.analysis.published import GAINS, THROUGHPUT, published_tps
 from moelab.errors import BadInput
 
@@ -108,8 +109,23 @@ def test_published_gains_follow_from_the_published_throughputs():
         ("mxfp8_deepep", "MXFP8 + DeepEP"),
         ("fp8_minimal_async_ep", "FP8 + minimal async EP"),
         ("mxfp8_standard_linears_wgrad-bf16", "MXFP8 + standard all-to-all (linears, wgrad BF16)"),
+        ("mxfp8_deepep_dispatch-mxfp8_random-balanced", "MXFP8 + DeepEP (dispatch MXFP8, random-balanced)"),
+        ("bf16_standard_compile-model+loss", "BF16 + standard all-to-all (compile model+loss)"),
+        (
+            "bf16_standard_lr-1e-05_ep-kernels-emulated_dp-shard--1",
+            "BF16 + standard all-to-all (lr 1e-05, ep kernels emulated, dp shard -1)",
+        ),
         ("something else", "something else"),
     ],
 )
 def test_arm_labels(arm, label):
     assert arm_label(arm) == label
+
+
+def test_arms_are_contrasted_by_the_field_that_sets_them_apart():
+    compiled = "bf16_standard_compile-loss"
+    assert contrast(compiled, "bf16_standard") == (
+        "standard all-to-all (compile loss)",
+        "standard all-to-all",
+        "BF16",
+    )

@@ -110,6 +110,8 @@ def test_depths_of_two_campaigns_or_checkpointings_are_not_mixed() -> None:
     for campaign, checkpointing in (("d", "full"), ("c", "none")):
         assert layer_gains(stock + depth_rows(campaign, checkpointing, BEST, (0.6, 1.0))) == []
     shallow = depth_rows("c", "full", BEST, (0.6, 1.0))[:1]
+    short = [row | {"allocator_retries": 42} for row in depth_rows("c", "full", BEST, (0.6, 1.0))]
+    assert layer_gains(stock + short) == []
     lost = [row | {"step_s": [], "error": "out of memory"} for row in depth_rows("c", "full", BEST, (0.6, 1.0))[1:]]
     assert layer_gains(stock + shallow + lost) == []
     assert layer_table([]).endswith("no campaign has 5 and 10 MoE layers of stock and of another arm")

@@ -163,8 +163,8 @@ def test_difference_needs_steps():
 
 def test_bars_show_values_gain_and_note():
     table = study()
-    figure = throughput_bars(table, baseline="bf16_standard", note="emulated kernels")
     found = gain(table, baseline="bf16_standard", arm="mxfp8_standard")
+    figure = throughput_bars(table, gains=[found], note="emulated kernels")
     assert "emulated kernels" in title(figure)
     assert f"{found.percent:.1f} % faster" in title(figure)
     assert f"{found.percent:+.1f} %" in figure.layout.annotations[0].text
@@ -179,7 +179,11 @@ def test_an_unresolved_gain_is_not_called_faster():
     speed = {("bf16_standard", seed): 1000.0 for seed in range(3)}
     speed |= {("mxfp8_standard", 0): 1000.0, ("mxfp8_standard", 1): 900.0, ("mxfp8_standard", 2): 1150.0}
     table["tps"] = [speed[key] for key in zip(table["arm"], table["seed"], strict=True)]
-    assert "no difference is shown" in title(throughput_bars(table, baseline="bf16_standard"))
+    found = gain(table, baseline="bf16_standard", arm="mxfp8_standard")
+    assert "no difference is shown" in title(throughput_bars(table, gains=[found]))
+    without = throughput_bars(table)
+    assert title(without).startswith("<b>Throughput by arm") or title(without).startswith("Throughput by arm")
+    assert not without.layout.annotations
 
 
 def test_note_stands_in_every_title():
@@ -195,7 +199,7 @@ def test_one_seed_and_one_arm(arms):
     table = study(arms, seeds=1)
     assert "One seed" in title(loss_curves(table))
     assert "no band" in title(loss_tail(table))
-    assert "no interval" in title(throughput_bars(table, baseline="bf16_standard"))
+    assert "no interval" in title(throughput_bars(table))
     assert gradient_norm(table).data
     for verdict in compare_convergence(table, reference="bf16_standard"):
         assert "insufficient data" in title(loss_difference(table, verdict))
@@ -238,7 +242,7 @@ def test_long_runs_are_smoothed_and_say_so():
 
 def test_names_are_text_in_figures():
     table = study(("bf16_standard", HOSTILE))
-    figures = (loss_curves(table, note=HOSTILE), throughput_bars(table, baseline="bf16_standard"))
+    figures = (loss_curves(table, note=HOSTILE), throughput_bars(table))
     for figure in (*figures, loss_difference(table, first_verdict(table))):
         assert "<script" not in json.dumps(figure.to_plotly_json(), default=str)
 

@@ -7,8 +7,7 @@ import plotly.graph_objects as go
 import pytest
 
 from moelab.mxfp8.break_even import break_even_m, gain, gemm_time_s
-from moelab.mxfp8.break_even_fit import fit_b200, leave_one_out
-from moelab.mxfp8.break_even_tables import expert_work, published_work
+from moelab.mxfp8.break_even_fit import expert_work, fit_b200, leave_one_out, published_work
 from moelab.mxfp8.grouped_gemm_cases import Case
 from moelab.mxfp8.grouped_gemm_results import stored
 from moelab.viz.gain_map import gain_map

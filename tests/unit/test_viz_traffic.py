@@ -15,7 +15,7 @@ import numpy as np
 import plotly.graph_objects as go
 import pytest
 
-from moelab.analysis.two_by_two import ArmResult, arm_results, goal_lines, result_table
+from moelab.analysis.two_by_two import ArmResult, arm_results, checkpointing_table, goal_lines, result_table
 from moelab.deepep.all_to_all import OPERATIONS as ALL_OPERATIONS
 from moelab.deepep.all_to_all import ROUTINGS, plan
 from moelab.deepep.all_to_all import SIZES as MEASURED_SIZES
@@ -241,8 +241,8 @@ def made_up_arms(*, with_steps: bool = True) -> list[dict[str, Any]]:
     """Two passes of two arms: stock takes 1 s a step, DeepEP 0.8 s then 0.9 s, with 100 tokens a step."""
     seconds = {"bf16_standard": (1.0, 1.0), "bf16_deepep": (0.8, 0.9)}
     rows = [
-        {"shape": "671B", "arm": arm, "routing": "round_robin", "order": order, "steps": 3, "tps_iqr": 4.0}
-        | {"tps_median": 100 / each[order]}
+        {"shape": "671B", "activation_checkpoint": "none", "arm": arm, "routing": "round_robin", "order": order}
+        | {"steps": 3, "tps_iqr": 4.0, "tps_median": 100 / each[order]}
         | ({"step_s": [each[order] - 0.01, each[order], each[order] + 0.01]} if with_steps else {})
         for order in (1, 0)
         for arm, each in seconds.items()
@@ -331,25 +331,73 @@ def test_ratios_of_the_packages_two_by_two_are_those_of_its_own_summary() -> Non
     assert content is not None
     summary: dict[tuple[str, ...], list[float]] = {}
     for row in content["summary"]:
-        summary.setdefault((row["shape"], row["routing"], row["arm"]), []).append(row["ratio"])
+        key = (row["shape"], row["activation_checkpoint"], row["routing"], row["arm"])
+        summary.setdefault(key, []).append(row["ratio"])
     results = arm_results(content["rows"])
     assert len(results) == len(summary)
     for one in results:
-        assert one.ratio == pytest.approx(statistics.mean(summary[one.shape, one.routing, one.arm]), abs=2e-3)
+        key = (one.shape, one.activation_checkpoint, one.routing, one.arm)
+        assert one.ratio == pytest.approx(statistics.mean(summary[key]), abs=2e-3)
 
 
 def test_goals_are_judged_and_missing_ones_said() -> None:
-    assert [line.rsplit(": ", 1)[-1] for line in goal_lines(arm_results(made_up_arms()))] == ["reached", "reached"]
+    assert all("reached; under the same" in line for line in goal_lines(arm_results(made_up_arms())))
     slow = [row | {"arm": row["arm"].replace("bf16_deepep", "fp8_standard")} for row in made_up_arms()]
     first, second = goal_lines(arm_results(slow))
     assert first == "BF16 + DeepEP at a 671B shape: goal 1.10 × stock's best; not measured yet"
-    assert second.endswith("(FP8 + standard all-to-all, 671B, round-robin): reached")
+    assert "(FP8 + standard all-to-all, 671B, no checkpointing, round-robin): reached" in second
     unequal = [row | {"tps_median": 100.0, "step_s": [1.0, 1.0]} for row in made_up_arms()]
-    assert all(line.endswith("missed") for line in goal_lines(arm_results(unequal)))
+    assert all("missed; under the same" in line for line in goal_lines(arm_results(unequal)))
     assert all("not measured yet" in line for line in goal_lines([]))
     assert "1.000" in result_table(arm_results(unequal))
     alone = [row for row in made_up_arms() if row["arm"] == "bf16_deepep"]
     assert result_table(arm_results(alone)).endswith("–")
+
+
+def under(checkpointing: str, stock_s: float, deepep_s: float) -> list[dict[str, Any]]:
+    """Both arms under one checkpointing in one campaign."""
+    seconds = {"bf16_standard": stock_s, "bf16_deepep": deepep_s}
+    made = {"activation_checkpoint": checkpointing, "campaign": "Monday"}
+    return [
+        row | made | {"tps_median": 100 / seconds[row["arm"]], "step_s": [seconds[row["arm"]]] * 3}
+        for row in made_up_arms()
+    ]
+
+
+def test_stocks_best_is_its_fastest_checkpointing() -> None:
+    """DeepEP gains 1.25 times under full checkpointing, and 1.10 times over stock's best, which has none."""
+    alone = arm_results(under("full", 1.25, 1.0))
+    assert [one.best_ratio for one in alone] == [None, None]
+    assert goal_lines(alone)[0] == (
+        "BF16 + DeepEP at a 671B shape: goal 1.10 × stock's best; not measured yet; under the same checkpointing up to "
+        "1.250 × (BF16 + DeepEP, 671B, full checkpointing, round-robin)"
+    )
+    assert "its best setting is not measured yet" in checkpointing_table(under("full", 1.25, 1.0))
+    rows = under("full", 1.25, 1.0) + under("none", 0.88, 0.8)
+    results = arm_results(rows)
+    deepep = {one.activation_checkpoint: one for one in results if one.arm == "bf16_deepep"}
+    assert {kind: one.ratio for kind, one in deepep.items()} == pytest.approx({"full": 1.25, "none": 1.1})
+    assert {kind: one.best_ratio for kind, one in deepep.items()} == pytest.approx({"full": 0.88, "none": 1.1})
+    assert "measured 1.100 × (BF16 + DeepEP, 671B, no checkpointing" in goal_lines(results)[0]
+    full, none, best = checkpointing_table(rows).splitlines()[1:]
+    assert (
+        ("full checkpointing" in full, "1.250" in full) == ("no checkpointing" in none, "1.100" in none) == (True,) * 2
+    )
+    assert "best: none / none" in best
+    assert "1.100" in best
+    short = [row | {"allocator_retries": 2 * (row["arm"] == "bf16_standard")} for row in rows]
+    assert checkpointing_table(short).count("stock was short of memory") == 3
+    assert goal_lines(arm_results(short))[-1].endswith("stock, 671B, full checkpointing, stock, 671B, no checkpointing")
+    figure = two_by_two_bars(results, Measurement(name=TWO_BY_TWO, content={**MADE_UP, "rows": rows}))
+    assert len({trace.xaxis for trace in figure.data}) == 1, "a panel for a shape"
+
+
+def test_full_dispatch_is_held_against_full() -> None:
+    rows = under("full", 1.25, 1.0)
+    kept = [row | {"activation_checkpoint": "full+dispatch", "arm": "bf16_deepep_full+dispatch"} for row in rows[1:2]]
+    (one,) = [one for one in arm_results([*rows, *kept]) if one.activation_checkpoint == "full+dispatch"]
+    assert one.ratio == pytest.approx(1.25)
+    assert one.setting == "671B, full checkpointing"
 
 
 def test_two_by_two_draws_bars_quartiles_passes_and_goals() -> None:
@@ -357,7 +405,7 @@ def test_two_by_two_draws_bars_quartiles_passes_and_goals() -> None:
     measured = Measurement(name=TWO_BY_TWO, content={**MADE_UP, "rows": rows}, packaged=True)
     results = arm_results(measured.rows)
     figure = two_by_two_bars(results, measured)
-    assert "Best arm: BF16 + DeepEP, 1.18 times stock at the 671B shape" in title(figure)
+    assert "Best arm: BF16 + DeepEP, 1.18 times stock with no checkpointing on both sides, 671B shape" in title(figure)
     assert "measured elsewhere, replayed" in title(figure)
     drawn = [trace for trace in figure.data if trace.type == "bar" and trace.x[0] is not None]
     assert [list(bar.x) for bar in drawn] == [[result.ratio for result in results[:2]]] * 2
@@ -369,8 +417,8 @@ def test_two_by_two_draws_bars_quartiles_passes_and_goals() -> None:
 
 def test_emulated_arms_are_named_and_keep_their_colour() -> None:
     emulated = ArmResult(
-        shape="671B", routing="round_robin", arm="mxfp8-emulated_deepep_dispatch-mxfp8", tps=1, low=1, high=1,
-        passes=(1.0,), steps=1, ratio=1.0,
+        shape="671B", activation_checkpoint="none", routing="round_robin", tps=1, low=1, high=1,
+        arm="mxfp8-emulated_deepep_dispatch-mxfp8", passes=(1.0,), steps=1, ratio=1.0, best_ratio=None,
     )  # fmt: skip
     assert emulated.label == "MXFP8 emulated + DeepEP (dispatch MXFP8)"
     figure = two_by_two_bars([emulated], Measurement(name=TWO_BY_TWO, content=MADE_UP | {"rows": []}))
@@ -410,7 +458,10 @@ def test_files_of_another_kind_are_refused(tmp_path: Path) -> None:
     for text, said in (
         ("{", "is not JSON"),
         ("[]", "has no list of rows"),
-        ('{"rows": [{"shape": "16B"}]}', "a row has no arm, routing, order, steps, tps_median, tps_iqr"),
+        (
+            '{"rows": [{"shape": "16B"}]}',
+            "a row has no activation_checkpoint, arm, routing, order, steps, tps_median, tps_iqr",
+        ),
     ):
         file.write_text(text)
         with pytest.raises(BadInput, match=said):

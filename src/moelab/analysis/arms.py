@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from moelab.errors import BadInput
+from moelab.experiment import Experiment, ShapeChanges
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -53,6 +54,8 @@ def arm_label(arm: str) -> str:
         'MXFP8 + standard all-to-all'
         >>> arm_label("mxfp8_deepep_wgrad-bf16_round-robin")
         'MXFP8 + DeepEP (wgrad BF16, round-robin)'
+        >>> arm_label("bf16_standard_activation-checkpoint-full_n-layers-3")
+        'BF16 + standard all-to-all (activation checkpoint full, n layers 3)'
     """
     base, rest = base_arm(arm)
     precision, _, backend = base.partition("_")
@@ -101,5 +104,10 @@ def require_names(table: pd.DataFrame) -> None:
 
 
 def _detail(part: str) -> str:
-    name, _, value = part.partition("-")
-    return f"{name} {PRECISIONS[value]}" if value in PRECISIONS else part
+    fields = [*Experiment.model_fields, *ShapeChanges.model_fields, "dispatch"]
+    hyphenated = sorted((field.replace("_", "-") for field in fields), key=len, reverse=True)  # ep-kernels before ep
+    name = next((name for name in hyphenated if part.startswith(f"{name}-")), None)
+    if name is None:
+        return part
+    value = part.removeprefix(f"{name}-")
+    return f"{name.replace('-', ' ')} {PRECISIONS.get(value, value)}"

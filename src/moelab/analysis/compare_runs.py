@@ -15,14 +15,17 @@ for the reader, and what a difference is worth depends on what is known:
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pandas as pd
 
+from moelab.analysis.comparable import caveats
 from moelab.analysis.convergence import compare_convergence, first_final_step
 from moelab.analysis.side import Side
 from moelab.analysis.verdict import Verdict
+from moelab.model import shape_for
 from moelab.runs.table import merge_segments
 
 
@@ -73,7 +76,13 @@ class Difference:
 
 
 def difference(
-    reference: Side, side: Side, *, final_fraction: float = 0.1, margin_nats: float | None = None
+    reference: Side,
+    side: Side,
+    *,
+    final_fraction: float = 0.1,
+    margin_nats: float | None = None,
+    margin_cap_nats: float | None = None,
+    dropped_seeds: Collection[int] = (),
 ) -> Difference:
     """Hold a side's loss against that of the first, on the steps that both logged.
 
@@ -82,6 +91,8 @@ def difference(
         side: another.
         final_fraction: part of the common steps that the final difference is a mean over.
         margin_nats: equivalence margin, or None to take it from the reference's seeds.
+        margin_cap_nats: what that margin may be at most, or None for the usual cap.
+        dropped_seeds: left out of both sides; a seed of neither changes nothing.
     """
     both = (_mean_loss(side) - _mean_loss(reference)).loc[lambda rows: rows.index.isin(_common_steps(reference, side))]
     steps = tuple(int(step) for step in both.index)
@@ -101,7 +112,15 @@ def difference(
     final = both.loc[first_step:].dropna()
     verdict = None
     if not unfinished and reference.seeds_known and side.seeds_known:
-        verdict = _verdict(reference, side, steps, final_fraction, margin_nats)
+        verdict = _verdict(
+            reference,
+            side,
+            steps,
+            final_fraction=final_fraction,
+            margin_nats=margin_nats,
+            margin_cap_nats=margin_cap_nats,
+            dropped_seeds=[seed for seed in dropped_seeds if seed in reference.seeds | side.seeds],
+        )
     diverged = reference.diverged or side.diverged
     mean = verdict.mean_difference_nats if verdict is not None and verdict.seeds else float(final.mean())
     return Difference(
@@ -140,18 +159,21 @@ def _differ(sides: Sequence[Side], values: Sequence[str | None]) -> bool:
     return any((source, None) in sources for source, value in sources if value is not None)
 
 
-def _verdict(
-    reference: Side, side: Side, steps: Sequence[int], final_fraction: float, margin_nats: float | None
-) -> Verdict:
+def _verdict(reference: Side, side: Side, steps: Sequence[int], **options: Any) -> Verdict:
     table = pd.concat([reference.table, side.table], ignore_index=True)
+    both = (reference, side)
+    model = reference.experiment
     (verdict,) = compare_convergence(
         table[table["step"].isin(steps)],
         reference=reference.label,
-        final_fraction=final_fraction,
-        margin_nats=margin_nats,
+        arms=[side.label],
+        diverged={(one.label, seed): why for one in both for seed, why in one.diverged_seeds.items()},
+        lost={(one.label, seed): why for one in both for seed, why in one.lost_seeds.items()},
+        untrained_nats=math.log(shape_for(model).vocab_size) if model is not None else None,
+        lr_warmup_steps=model.warmup_steps if model is not None else 0,
+        **options,
     )
-    left_out = tuple(f"{one.label}, {words}" for one in (reference, side) for words in one.left_out)
-    return replace(verdict, excluded=verdict.excluded + left_out)
+    return replace(verdict, findings=(*verdict.findings, *caveats(side.runs, reference.runs)))
 
 
 def _common_steps(*sides: Side) -> set[int]:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from moelab.analysis.comparable import SPEED_PACKAGES, differing_facts, speed_facts
 from moelab.analysis.convergence import first_final_step
 from moelab.experiment import Experiment
 from moelab.hardware import known_gpu
@@ -34,8 +36,8 @@ class Side:
         runs: one for each seed; one alone from elsewhere.
         settings: its configuration, as far as is known.
         experiment: what one of its runs was asked to do; None from elsewhere.
-        left_out: runs of the arm that ended early where others finished, or had other settings, each with its reason.
-        command: that launched a run of it; empty from elsewhere.
+        diverged_seeds: seeds of the arm that diverged where others finished, each with the reason.
+        lost_seeds: seeds that it should have and lost otherwise where others finished.
     """
 
     label: str
@@ -43,8 +45,8 @@ class Side:
     runs: tuple[Collected, ...]
     settings: Settings
     experiment: Experiment | None = None
-    left_out: tuple[str, ...] = ()
-    command: str = ""
+    diverged_seeds: Mapping[int, str] = field(default_factory=dict)
+    lost_seeds: Mapping[int, str] = field(default_factory=dict)
 
     @cached_property
     def table(self) -> pd.DataFrame:
@@ -63,14 +65,16 @@ class Side:
         return all(run.seed is not None for run in self.runs)
 
     @property
+    def seeds(self) -> set[int]:
+        """Seeds that it has or should have."""
+        return {*(run.seed for run in self.runs if run.seed is not None), *self.diverged_seeds, *self.lost_seeds}
+
+    @property
     def emulated(self) -> bool:
         """Whether MXFP8 kernels or DeepEP were emulated in it."""
         if self.experiment is None:
             return self.settings.values.get("mxfp8_kernels") == "emulated"
-        return any(
-            "emulated" in ((run.converted or {}).get("kernels"), (run.dispatcher or {}).get("kernels"))
-            for run in self.runs
-        )
+        return any(run.emulates_mxfp8 or run.emulates_deepep for run in self.runs)
 
     @property
     def on_cpu(self) -> bool:
@@ -190,6 +194,26 @@ class Side:
         verb = "is at" if run.status.state is State.RUNNING else "ended at"
         state = "" if from_elsewhere else f" ({run.status.reason or run.status.state})"
         return f"{verb} step {run.last_step} of {planned}{state}"
+
+
+def machine_differences(side: Side, reference: Side) -> list[str]:
+    """In what two sides' machines and software differ that their speed depends on, in words, as far as is known."""
+    if side.experiment is not None and reference.experiment is not None:
+        return differing_facts(side.runs, reference.runs, speed_facts)
+    told = [f"{name} {one} against {other}" for name, one, other in _told_of_both(side, reference) if one != other]
+    mixed = [side.label for side in (side, reference) if len(differing_facts(side.runs, side.runs, speed_facts))]
+    return [*told, *(f"the machines or versions of {label} are not alike" for label in mixed)]
+
+
+def _told_of_both(side: Side, reference: Side) -> Iterator[tuple[str, str, str]]:
+    """Hardware and versions that both sides' settings speak of: the name and both values."""
+    one, other = side.settings.values, reference.settings.values
+    hardware = [values.get("gpu") or values.get("processor") for values in (one, other)]
+    if hardware[0] and hardware[1]:
+        yield "hardware", hardware[0], hardware[1]
+    for name in ("driver", *SPEED_PACKAGES):
+        if name in one and name in other:
+            yield name, one[name], other[name]
 
 
 def median(values: Array) -> float:

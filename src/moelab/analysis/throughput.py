@@ -71,6 +71,19 @@ class Gain:
         return f"{arm} over {baseline}{both}: {self.percent:+.1f} % ({spread})"
 
 
+def why_no_gain(arm: str, baseline: str, reason: str) -> str:
+    """Say in words that no gain of an arm is claimed, and why.
+
+    Args:
+        arm: Name of the arm.
+        baseline: Name of the arm that its gain would be over.
+        reason: In what their runs differ, or what of them is not known.
+    """
+    words, baseline_words, shared = contrast(arm, baseline)
+    both = f" (both {shared})" if shared else ""
+    return f"no gain of {words} over {baseline_words}{both} is claimed: {reason}"
+
+
 def run_medians(table: pd.DataFrame, *, warmup_steps: int = 3) -> pd.DataFrame:
     """Median tokens per second per GPU of each run after its warm-up.
 

@@ -1,13 +1,12 @@
 """The two-by-two on thin models: every arm's throughput over stock TorchTitan's, against the goals.
 
-Stock is BF16 with the standard all-to-all, compiled, under the same activation checkpointing as the arm: full
-checkpointing pays every exchange of the forward pass twice, so a faster exchange gains most there. Which checkpointing
-is stock's best depends on what fits; :func:`checkpointing_table` sets stock's best over its settings beside the arms'.
-An arm runs in several passes, the arms taking turns, and its figure is over the steps of all its passes. Hosts differ
-between two campaigns, so nothing is pooled over them: tokens/s are those of an arm's first campaign, a ratio is formed
-in each campaign and averaged, weighted by steps.
+Stock is BF16 with the standard all-to-all, compiled. A ratio is over stock under the *same* activation checkpointing:
+full checkpointing pays each exchange of the forward pass twice, so a faster exchange gains most there. *Stock's best*
+is its fastest checkpointing, and the goals are about that. An arm runs in several passes, the arms taking turns, and
+its figure is over the steps of all its passes. Hosts differ between two campaigns, so nothing is pooled over them:
+tokens/s are those of an arm's first campaign, a ratio is formed in each campaign and averaged, weighted by steps.
 
-Goals, set before the measurement: BF16 with DeepEP at least 1.10 times stock at a 671B shape, and the best arm
+Goals, set before the measurement: BF16 with DeepEP at least 1.10 times stock's best at a 671B shape, and the best arm
 at least 1.15 times.
 """
 
@@ -30,10 +29,11 @@ DEPTHS = {"671B MoE-heavy": 5, "671B, 10 MoE layers": 10}
 
 @dataclass(frozen=True, kw_only=True)
 class ArmResult:
-    """One arm at one shape under one routing; tokens/s per GPU.
+    """One arm at one shape under one activation checkpointing and one routing; tokens/s per GPU.
 
     Attributes:
         shape: of the thin model.
+        activation_checkpoint: ``none``, ``selective``, ``full`` or ``full+dispatch``.
         routing: of its tokens.
         arm: see :func:`moelab.analysis.arms.arm_label`.
         tps: median over all timed steps of its first campaign; so are the next four.
@@ -41,10 +41,16 @@ class ArmResult:
         high: upper quartile.
         passes: median of each pass, in order.
         steps: how many were timed.
-        ratio: over stock's best of the same campaign, the mean of its campaigns; None where that was not measured.
+        ratio: over stock under the same checkpointing in the same campaign, the mean of its campaigns; None where that
+            was not measured.
+        best_ratio: over the fastest checkpointing of stock in the same campaign, the mean of its campaigns; None where
+            stock ran under one alone that recomputes, and a faster one is not known.
+        retries: of the allocator in the timed steps of its first campaign; above zero it was short of memory, and its
+            time is one of memory too.
     """
 
     shape: str
+    activation_checkpoint: str
     routing: str
     arm: str
     tps: float
@@ -53,11 +59,29 @@ class ArmResult:
     passes: tuple[float, ...]
     steps: int
     ratio: float | None
+    best_ratio: float | None
+    retries: int = 0
 
     @property
     def label(self) -> str:
         """The arm in words."""
         return two_by_two_label(self.arm)
+
+    @property
+    def setting(self) -> str:
+        """The shape and the checkpointing that the arm and stock share, in words."""
+        return f"{self.shape}, {checkpointing_words(self.activation_checkpoint)}"
+
+
+def checkpointing_words(activation_checkpoint: str) -> str:
+    """TorchTitan's checkpointing that an arm is held against, in words.
+
+    Example:
+        >>> checkpointing_words("full+dispatch"), checkpointing_words("none")
+        ('full checkpointing', 'no checkpointing')
+    """
+    kind = STOCK_CHECKPOINTING.get(activation_checkpoint, activation_checkpoint)
+    return f"{'no' if kind == 'none' else kind} checkpointing"
 
 
 def two_by_two_label(arm: str) -> str:
@@ -77,24 +101,32 @@ def arm_results(rows: Iterable[Mapping[str, Any]]) -> list[ArmResult]:
     """Combine the passes of each arm.
 
     Args:
-        rows: of ``h100_two_by_two.json``: shape, arm, routing, order, steps, tps_median, tps_iqr, and where the file
-            has them the seconds of each step, ``step_s``, and the ``campaign`` that a row belongs to.
+        rows: of ``h100_two_by_two.json``: shape, activation_checkpoint, arm, routing, order, steps, tps_median,
+            tps_iqr, and where the file has them the seconds of each step, ``step_s``, and the ``campaign`` that a row
+            belongs to.
 
     Returns:
         In the order of the rows. Where there are no steps, the median is that of the passes and the quartiles are half
         the mean interquartile range away.
     """
-    groups: dict[tuple[str, str, str], dict[str | None, list[Mapping[str, Any]]]] = {}
+    groups: dict[tuple[str, str, str, str], _Campaigns] = {}
     for row in rows:
-        campaigns = groups.setdefault((row["shape"], row["routing"], row["arm"]), {})
+        campaigns = groups.setdefault((row["shape"], row["activation_checkpoint"], row["routing"], row["arm"]), {})
         campaigns.setdefault(row.get("campaign"), []).append(row)
     results = []
-    for (shape, routing, arm), campaigns in groups.items():
+    for (shape, checkpointing, routing, arm), campaigns in groups.items():
         passes = next(iter(campaigns.values()))
         low, middle, high = _quartiles(passes)
+        stock = {
+            kind: found
+            for (its_shape, kind, its_routing, its_arm), found in groups.items()
+            if (its_shape, its_routing, its_arm) == (shape, routing, BASELINE)
+        }
+        alike = stock.get(STOCK_CHECKPOINTING.get(checkpointing, checkpointing), {})
         results.append(
             ArmResult(
                 shape=shape,
+                activation_checkpoint=checkpointing,
                 routing=routing,
                 arm=arm,
                 tps=middle,
@@ -102,18 +134,30 @@ def arm_results(rows: Iterable[Mapping[str, Any]]) -> list[ArmResult]:
                 high=high,
                 passes=tuple(row["tps_median"] for row in sorted(passes, key=lambda row: row["order"])),
                 steps=_steps(passes),
-                ratio=_ratio(campaigns, groups.get((shape, routing, BASELINE), {})),
+                ratio=_ratio(campaigns, {name: _quartiles(rows)[1] for name, rows in alike.items()}),
+                best_ratio=_ratio(campaigns, _best(stock)),
+                retries=sum(row.get("allocator_retries") or 0 for row in passes),
             )
         )
     return results
 
 
-def _ratio(
-    arm: Mapping[str | None, Sequence[Mapping[str, Any]]], stock: Mapping[str | None, Sequence[Mapping[str, Any]]]
-) -> float | None:
+_Campaigns = dict[str | None, list[Mapping[str, Any]]]
+
+
+def _best(stock: Mapping[str, _Campaigns]) -> dict[str | None, float]:
+    """Tokens/s of stock's fastest checkpointing in each campaign that tells it: of several, or without any."""
+    found: dict[str | None, dict[str, float]] = {}
+    for checkpointing, campaigns in stock.items():
+        for name, passes in campaigns.items():
+            found.setdefault(name, {})[checkpointing] = _quartiles(passes)[1]
+    return {name: max(rates.values()) for name, rates in found.items() if len(rates) > 1 or "none" in rates}
+
+
+def _ratio(arm: _Campaigns, stock: Mapping[str | None, float]) -> float | None:
     """Median over stock's in each campaign that has both, averaged."""
     both = [name for name in arm if name in stock]
-    ratios = [_quartiles(arm[name])[1] / _quartiles(stock[name])[1] for name in both]
+    ratios = [_quartiles(arm[name])[1] / stock[name] for name in both]
     return statistics.fmean(ratios, weights=[_steps(arm[name]) for name in both]) if both else None
 
 
@@ -143,37 +187,99 @@ def goal_lines(results: Sequence[ArmResult]) -> list[str]:
         results: of :func:`arm_results`.
 
     Returns:
-        A sentence for each goal; that it was not measured where nothing was.
+        A sentence for each goal; that it was not measured where nothing was. Another where stock was short of memory.
     """
-    large = [result for result in results if result.shape.startswith("671B") and result.ratio is not None]
+    large = [result for result in results if result.shape.startswith("671B")]
     deepep = [result for result in large if result.arm == DEEPEP]
     others = [result for result in large if result.arm != BASELINE]
-    return [
+    short = [f"stock, {result.setting}" for result in large if result.retries and result.arm == BASELINE]
+    lines = [
         _goal_line(f"{arm_label(DEEPEP)} at a 671B shape", deepep, GOAL_DEEPEP),
         _goal_line("the best arm at a 671B shape", others, GOAL_BEST),
     ]
+    if short:
+        lines.append(
+            f"short of memory, so that a ratio over it is one of memory too: {', '.join(dict.fromkeys(short))}"
+        )
+    return lines
 
 
 def _goal_line(what: str, results: Sequence[ArmResult], goal: float) -> str:
-    if not results:
-        return f"{what}: goal {goal:.2f} × stock's best; not measured yet"
-    best = max(results, key=lambda result: result.ratio or 0.0)
-    reached = "reached" if (best.ratio or 0.0) >= goal else "missed"
-    return (
-        f"{what}: goal {goal:.2f} × stock's best, measured {best.ratio:.3f} × ({best.label}, {best.shape}, "
-        f"{best.routing.replace('_', '-')}): {reached}"
-    )
+    line = f"{what}: goal {goal:.2f} × stock's best"
+    over_best = [(result.best_ratio, result) for result in results if result.best_ratio is not None]
+    alike = [(result.ratio, result) for result in results if result.ratio is not None]
+    if over_best:
+        ratio, best = max(over_best, key=lambda pair: pair[0])
+        line += f", measured {ratio:.3f} × ({_words(best)}): {'reached' if ratio >= goal else 'missed'}"
+    else:
+        line += "; not measured yet"
+    if alike:
+        ratio, best = max(alike, key=lambda pair: pair[0])
+        line += f"; under the same checkpointing up to {ratio:.3f} × ({_words(best)})"
+    return line
+
+
+def _words(result: ArmResult) -> str:
+    return f"{result.label}, {result.setting}, {result.routing.replace('_', '-')}"
+
+
+def checkpointing_pairs(rows: Iterable[Mapping[str, Any]]) -> list[list[tuple[ArmResult, ArmResult]]]:
+    """Stock and the fastest arm under each checkpointing, of one campaign.
+
+    Args:
+        rows: see :func:`arm_results`.
+
+    Returns:
+        For each shape and routing the pairs of the campaign in which stock ran under most kinds of checkpointing;
+        nothing where none ran under several.
+    """
+    campaigns: dict[tuple[str, str], dict[str | None, list[Mapping[str, Any]]]] = {}
+    for row in rows:
+        campaigns.setdefault((row["shape"], row["routing"]), {}).setdefault(row.get("campaign"), []).append(row)
+    found = []
+    for of_campaign in campaigns.values():
+        mine = max(map(arm_results, of_campaign.values()), key=lambda results: len(_stock_of(results)))
+        stock = _stock_of(mine)
+        arms = {kind: [one for one in mine if one.activation_checkpoint == kind] for kind in stock}
+        if len(stock) > 1:
+            found.append([(stock[kind], _fastest(arms[kind])) for kind in stock])
+    return found
+
+
+def checkpointing_table(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Pairs of :func:`checkpointing_pairs` as text, and below them each side's best."""
+    lines = []
+    for pairs in checkpointing_pairs(rows):
+        best = (_fastest(stock for stock, _ in pairs), _fastest(arm for _, arm in pairs))
+        shown = [(checkpointing_words(stock.activation_checkpoint), stock, arm) for stock, arm in pairs]
+        shown.append((f"best: {' / '.join(one.activation_checkpoint for one in best)}", *best))
+        for words, stock, arm in shown:
+            names, rates = f"{stock.shape:20} {stock.routing:16} {words:23}", f"{stock.tps:14,.0f} {arm.tps:9,.0f}"
+            short = " (stock was short of memory)" if stock.retries else ""
+            lines.append(f"{names} {rates} {arm.tps / stock.tps:6.3f}  {arm.label}{short}")
+    if not lines:
+        return "stock ran under one kind of checkpointing at each shape: its best setting is not measured yet"
+    head = f"{'shape':20} {'routing':16} {'checkpointing':23} {'stock tokens/s':>14} {'best arm':>9} {'ratio':>6}"
+    return "\n".join([head, *lines])
+
+
+def _stock_of(results: Iterable[ArmResult]) -> dict[str, ArmResult]:
+    return {one.activation_checkpoint: one for one in results if one.arm == BASELINE}
+
+
+def _fastest(results: Iterable[ArmResult]) -> ArmResult:
+    return max(results, key=lambda one: one.tps)
 
 
 def result_table(results: Sequence[ArmResult]) -> str:
     """All results as text, one line an arm."""
-    lines = [f"{'shape':15} {'routing':16} {'arm':42} {'tokens/s/GPU':>12} {'quartiles':>17} {'× stock':>8}"]
+    head = f"{'shape':20} {'checkpointing':13} {'routing':16} {'arm':42}"
+    lines = [f"{head} {'tokens/s/GPU':>12} {'quartiles':>17} {'× stock':>8}"]
     for result in results:
         ratio = "–" if result.ratio is None else f"{result.ratio:.3f}"
         spread = f"{result.low:,.0f}–{result.high:,.0f}"
-        lines.append(
-            f"{result.shape:15} {result.routing:16} {result.label:42} {result.tps:12,.0f} {spread:>17} {ratio:>8}"
-        )
+        names = f"{result.shape:20} {result.activation_checkpoint:13} {result.routing:16} {result.label:42}"
+        lines.append(f"{names} {result.tps:12,.0f} {spread:>17} {ratio:>8}")
     return "\n".join(lines)
 
 
@@ -212,11 +318,12 @@ def layer_gains(rows: Iterable[Mapping[str, Any]]) -> list[LayerGain]:
     """The gain of each arm on a MoE layer, where one campaign has both depths of it and of stock.
 
     Args:
-        rows: of ``h100_two_by_two.json``, see :func:`arm_results`; without ``step_s`` a row counts for nothing.
+        rows: of ``h100_two_by_two.json``, see :func:`arm_results`; those without ``step_s`` count for nothing, nor do
+            those whose allocator retried: they were short of memory.
     """
     seconds: dict[tuple[str | None, str, str, str], dict[int, list[float]]] = {}
     for row in rows:
-        if row["shape"] in DEPTHS and row.get("step_s"):
+        if row["shape"] in DEPTHS and row.get("step_s") and not row.get("allocator_retries"):
             key = (row.get("campaign"), row["activation_checkpoint"], row["routing"], row["arm"])
             seconds.setdefault(key, {}).setdefault(DEPTHS[row["shape"]], []).extend(row["step_s"])
     few, many = DEPTHS.values()

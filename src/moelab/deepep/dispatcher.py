@@ -30,15 +30,12 @@ from moelab.deepep.experts import scored
 from moelab.deepep.handle import UNALIGNED
 from moelab.errors import BadInput
 from moelab.layout.rules import PACKED_FEATURES
-from moelab.mxfp8.kernels import EMULATED_PADDING, NATIVE_PADDING
 from moelab.mxfp8.prequantised import QuantisedRows, prequantised_experts
 from moelab.mxfp8.quantise import quantise
 
 DispatchPrecision = Literal["bf16", "mxfp8", "fp8"]
 PADDED = "moelab.deepep.dispatcher.padded"
 """Name for TorchTitan's ``override.imports``."""
-ALIGNMENT = {"bf16": 8, "fp8": 16, "mxfp8_emulated": EMULATED_PADDING, "mxfp8_native": NATIVE_PADDING}
-"""Rows that each local expert's group is padded to a multiple of, by what multiplies them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,7 +202,7 @@ def padded(
 
     Args:
         config: routed experts whose dispatcher is TorchTitan's DeepEP one; others are left alone.
-        alignment: see ``ALIGNMENT``.
+        alignment: see ``hardware.GROUP_PADDING``.
         tokens: most tokens that a rank dispatches at a time, where it is fewer than TorchTitan's count: under pipeline
             parallelism that is a micro-batch and TorchTitan 0.3.0 counts the whole local batch.
         kernels: ``native`` DeepEP or its ``emulated`` stand-in.

@@ -7,6 +7,7 @@ clusters that an experiment's ``hardware`` can name.
 from moelab.hardware.catalogue import B200, GB200, GB300, GPUS, H100, H200, H800, MODELS, known_gpu
 from moelab.hardware.profiles import PROFILES, cluster_of, gpu_from, gpu_of
 from moelab.hardware.spec import (
+    GROUP_PADDING,
     Cluster,
     Figure,
     Gpu,
@@ -23,6 +24,7 @@ __all__ = [
     "GB200",
     "GB300",
     "GPUS",
+    "GROUP_PADDING",
     "H100",
     "H200",
     "H800",

@@ -9,6 +9,12 @@ from typing import Literal
 from moelab.errors import BadInput
 
 Label = Literal["measured", "derived", "quoted"]
+GROUP_PADDING = {"bf16": 8, "fp8": 16, "mxfp8_emulated": 32, "mxfp8_native": 128}
+"""Rows to a multiple of which each expert's group is padded, by what multiplies it.
+
+BF16 and FP8: 16 bytes; TorchTitan's own BF16 experts on the standard backend do without. MXFP8: one block, and what
+torchao 0.18's CuTeDSL quantisation kernel needs on SM100.
+"""
 
 
 class ImpossibleHardware(BadInput):

@@ -97,12 +97,11 @@ def _terminated(start: Start, status: Status, log_start: int) -> Status:
 
 
 def _record(start: Start, attempt: int) -> None:
-    """Write down what runs and where; a later start adds its command and leaves the rest."""
+    """Write down what runs and where; a later start adds its own files, since it may run on other nodes."""
     run = start.run
-    name = "command.sh" if attempt == 1 else f"command-{attempt}.sh"
-    write_whole(run.path / "launch" / name, f"{start.command(run.experiment).as_shell()}\n")
-    if attempt == 1:
-        write_json(run.path / "environment.json", environment(nodes=start.place.nodes))
+    number = "" if attempt == 1 else f"-{attempt}"
+    write_whole(run.path / "launch" / f"command{number}.sh", f"{start.command(run.experiment).as_shell()}\n")
+    write_json(run.path / f"environment{number}.json", environment(nodes=start.place.nodes))
 
 
 def _settle(log: Path) -> None:

@@ -21,10 +21,11 @@ from moelab.launch.staging import stage_data
 from moelab.launch.torchrun import Command, Process, command
 from moelab.machine import environment
 from moelab.runs import directory
-from moelab.runs.collect import collect_run, converted_modules
+from moelab.runs.collect import collect_run
 from moelab.runs.directory import RunDir
 from moelab.runs.files import write_json, write_whole
 from moelab.runs.log import LogFollower
+from moelab.runs.side_files import converted_modules
 from moelab.runs.status import State, Status
 
 POLL_S = 0.5

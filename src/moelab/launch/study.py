@@ -6,7 +6,7 @@ a study, so a run that says ``running`` while no launcher holds the study was le
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,14 +15,15 @@ from typing import Literal
 from filelock import FileLock, Timeout
 
 from moelab.errors import Refused
-from moelab.experiment import Experiment
 from moelab.experiment_file import Study
 from moelab.launch.capability import refusals
 from moelab.launch.local import close, run_experiment
 from moelab.launch.progress import Progress, Say, say_on_stderr
 from moelab.launch.slurm.ticket import ticket_of
 from moelab.runs import directory
-from moelab.runs.directory import RunDir
+from moelab.runs.collect import collect_run
+from moelab.runs.directory import Discovery, RunDir
+from moelab.runs.status import FILE as STATUS_FILE
 from moelab.runs.status import State
 
 OnFailure = Literal["continue", "stop"]
@@ -35,10 +36,12 @@ class StudyRun:
     Attributes:
         runs: the latest run of each experiment that has one, in the study's order.
         trained: how many were trained now; the others were finished before.
+        found: what was there before.
     """
 
     runs: tuple[RunDir, ...]
     trained: int
+    found: Discovery
 
     @property
     def failed(self) -> tuple[RunDir, ...]:
@@ -56,15 +59,19 @@ def run_study(study: Study, runs: Path, *, on_failure: OnFailure = "continue", s
         say: receives lines of progress.
 
     Raises:
-        Refused: before anything is started, if this machine cannot run one of the experiments, or another process is
-            already working on the study.
+        Refused: before anything is started, if this machine cannot run one of the experiments, another process is
+            already working on the study, or nobody knows how a run of it ended.
     """
     runs = runs.absolute()
     _require_runnable(study)
     with only_launcher(runs, study):
-        _close_orphans(runs, study)
-        finished = ((index, _finished(runs, experiment)) for index, experiment in enumerate(study.experiments))
-        found = {index: run for index, run in finished if run}
+        here = directory.discover(runs / study.name)
+        for line in here.lines:
+            say(line)
+        attempts = [here.attempts(experiment) for experiment in study.experiments]
+        require_known_ends(attempts)
+        _close_orphans(here)
+        found = {index: run for index, tried in enumerate(attempts) if (run := completed(tried))}
         progress = Progress(study, found, say)
         before = len(found)
         for index, experiment in enumerate(study.experiments):
@@ -76,7 +83,7 @@ def run_study(study: Study, runs: Path, *, on_failure: OnFailure = "continue", s
             progress.end(f"{status.state}: {status.reason}" if status.reason else status.state.value)
             if status.state is not State.COMPLETED and on_failure == "stop":
                 break
-        return StudyRun(runs=tuple(found[index] for index in sorted(found)), trained=len(found) - before)
+        return StudyRun(runs=tuple(found[index] for index in sorted(found)), trained=len(found) - before, found=here)
 
 
 def _require_runnable(study: Study) -> None:
@@ -85,9 +92,31 @@ def _require_runnable(study: Study) -> None:
         raise Refused("\n".join(reasons))
 
 
-def _finished(runs: Path, experiment: Experiment) -> RunDir | None:
-    done = [run for run in directory.attempts(runs, experiment) if run.status.state is State.COMPLETED]
-    return done[-1] if done else None
+def completed(attempts: Sequence[RunDir]) -> RunDir | None:
+    """The last of the attempts at an experiment that completed."""
+    return next((run for run in reversed(attempts) if run.status.state is State.COMPLETED), None)
+
+
+def require_known_ends(attempts: Iterable[Sequence[RunDir]]) -> None:
+    """Train nothing again of which a run may have completed, or may still be training.
+
+    Args:
+        attempts: at each experiment.
+
+    Raises:
+        Refused: if none of an experiment's runs completed and one has no readable status.
+    """
+    lost = [run for tried in attempts if not completed(tried) for run in tried if run.status.is_lost]
+    if lost:
+        raise Refused(
+            "\n".join(
+                f"{run.name}: nobody knows how it ended ({run.status.reason}); it has {collect_run(run).last_step} of "
+                f"{run.experiment.steps} steps"
+                for run in lost
+            )
+            + f'\nto train it again, move its folder out of the study; to keep it, write {{"state": "completed"}} '
+            f"into its {STATUS_FILE}"
+        )
 
 
 @contextmanager
@@ -110,8 +139,9 @@ def only_launcher(runs: Path, study: Study) -> Iterator[None]:
         lock.release()
 
 
-def _close_orphans(runs: Path, study: Study) -> None:
-    for run in directory.find(runs / study.name):
+def _close_orphans(found: Discovery) -> None:
+    for run in found.all_runs:
         status = run.status
-        if not status.state.is_final and not (status.job_id or ticket_of(run)):  # a job of Slurm has no launcher here
+        is_ours = not (status.job_id or ticket_of(run))  # a job of Slurm has no launcher here
+        if is_ours and not (status.is_lost or status.state.is_final):
             close(run, replace(status, state=State.FAILED, reason="the launcher was killed"))

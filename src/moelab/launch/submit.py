@@ -21,11 +21,11 @@ from moelab.launch.script import JobSpec, render
 from moelab.launch.slurm import client, jobs
 from moelab.launch.slurm.client import SlurmError, SlurmMissing
 from moelab.launch.slurm.ticket import SCRIPT_FILE, Queue, Ticket, new_comment, ticket_of
-from moelab.launch.study import only_launcher
+from moelab.launch.study import completed, only_launcher, require_known_ends
 from moelab.launch.study_checks import check_data, check_plans
 from moelab.launch.watch import ACTIVE, update
 from moelab.runs import directory
-from moelab.runs.directory import RunDir
+from moelab.runs.directory import Discovery, RunDir
 from moelab.runs.files import write_whole
 from moelab.runs.status import State
 
@@ -43,6 +43,7 @@ class Submission:
         submitted: runs that Slurm accepted now.
         adopted: runs whose job was found in the queue, left by a client that was killed before it wrote that down.
         completed: runs that were finished before, and left alone.
+        found: what was there before.
     """
 
     study: str
@@ -51,6 +52,7 @@ class Submission:
     submitted: tuple[RunDir, ...] = ()
     adopted: tuple[RunDir, ...] = ()
     completed: tuple[RunDir, ...] = ()
+    found: Discovery
 
     def to_json(self) -> dict[str, Any]:
         """The submission as the command line prints it."""
@@ -60,13 +62,15 @@ class Submission:
             for kind in kinds
             for run in getattr(self, kind)
         ]
-        return {"study": self.study, "runs": rows, "scripts": list(self.scripts)}
+        return {"study": self.study, "runs": rows, "scripts": list(self.scripts), **self.found.to_json()}
 
     def as_text(self) -> str:
         """The same for a person."""
         rows = self.to_json()["runs"]
         lines = [f"{row['path']}: {row['did']}" + (f", job {row['job_id']}" if row["job_id"] else "") for row in rows]
-        return "\n".join([*lines, f"{self.study}: {len(self.submitted)} of {len(rows)} runs submitted now"])
+        return "\n".join(
+            [*self.found.lines, *lines, f"{self.study}: {len(self.submitted)} of {len(rows)} runs submitted now"]
+        )
 
 
 def dry_run(study: Study, runs: Path, cluster: ClusterProfile, *, after: str | None = None) -> Submission:
@@ -83,10 +87,12 @@ def dry_run(study: Study, runs: Path, cluster: ClusterProfile, *, after: str | N
     """
     runs = runs.absolute()
     _require_plan(study, cluster)
-    latest = {experiment: directory.attempts(runs, experiment) for experiment in study.experiments}
-    tasks = [_task(runs, experiment, found) for experiment, found in latest.items() if not _done(found)]
+    found = directory.discover(runs / study.name)
+    attempts = {experiment: found.attempts(experiment) for experiment in study.experiments}
+    require_known_ends(attempts.values())
+    tasks = [_task(runs, experiment, tried) for experiment, tried in attempts.items() if not completed(tried)]
     specs = _specs(study, tasks, cluster, after)
-    return Submission(study=study.name, scripts=tuple(render(spec) for spec, _ in specs))
+    return Submission(study=study.name, scripts=tuple(render(spec) for spec, _ in specs), found=found)
 
 
 def submit(
@@ -111,7 +117,8 @@ def submit(
     Raises:
         BadInput: for a value that cannot stand in a script.
         Refused: if a plan is illegal or does not fit, data is not where the nodes look for it, a run is with Slurm
-            already (named, with its job), or Slurm does not accept the script (with its words; runs stay prepared).
+            already (named, with its job), nobody knows how a run ended, or Slurm does not accept the script (with its
+            words; runs stay prepared).
         SlurmMissing, SlurmError: if Slurm cannot be asked; nothing was submitted.
     """
     runs = runs.absolute()
@@ -119,13 +126,15 @@ def submit(
     if submit:
         _require(check_data(study, cluster))
     with only_launcher(runs, study):
-        attempts = {experiment: directory.attempts(runs, experiment) for experiment in study.experiments}
+        here = directory.discover(runs / study.name)
+        attempts = {experiment: here.attempts(experiment) for experiment in study.experiments}
         queue = _asked(after) if submit else Queue([])
         tried = [run for found in attempts.values() for run in found]
         adopted = _adopted(tried, queue) if submit else []
         _require_idle([run for run in tried if run not in adopted], queue)
+        require_known_ends(attempts.values())
         left = set(adopted) if submit else set(filter(ticket_of, tried))  # a ticket may be a job's already
-        wanted = [one for one, found in attempts.items() if not _done(found) and not set(found) & left]
+        wanted = [one for one, found in attempts.items() if not completed(found) and not set(found) & left]
         specs = _specs(study, [_task(runs, one, attempts[one]) for one in wanted], cluster, after)
         scripts = [render(spec) for spec, _ in specs]
         for (spec, tasks), script in zip(specs, scripts, strict=True):
@@ -140,7 +149,8 @@ def submit(
         prepared=() if submit else (*(run for run in tried if run in left), *written),
         submitted=written if submit else (),
         adopted=tuple(adopted),
-        completed=tuple(done for found in attempts.values() if (done := _done(found))),
+        completed=tuple(done for found in attempts.values() if (done := completed(found))),
+        found=here,
     )
 
 
@@ -179,10 +189,6 @@ def _require_idle(runs: Iterable[RunDir], queue: Queue) -> None:
     ]
     if busy:
         raise Refused("\n".join([*busy, "wait for them, `moelab cancel` them, or name other arms with --arm"]))
-
-
-def _done(attempts: Sequence[RunDir]) -> RunDir | None:
-    return next((run for run in reversed(attempts) if run.status.state is State.COMPLETED), None)
 
 
 def _task(runs: Path, experiment: Experiment, attempts: Sequence[RunDir]) -> Task:

@@ -37,7 +37,7 @@ from types import MappingProxyType
 from typing import Any, get_args
 
 from moelab.experiment import EPBackend, Experiment, Precision, Routing
-from moelab.hardware import Gpu, cluster_of, has_deepep, has_grouped_fp8, has_native_mxfp8
+from moelab.hardware import GROUP_PADDING, Gpu, cluster_of, has_deepep, has_grouped_fp8, has_native_mxfp8
 from moelab.layout.mesh import Facts, Layout, divisors, facts_of, resolve
 from moelab.layout.schedule import SCHEDULES, effective_layers, rank_with_loss
 from moelab.titan.corpus import tokenizer_size
@@ -65,12 +65,6 @@ PACKED_FEATURES = 128
 """Features whose MXFP8 scales fill the four bytes that DeepEP moves as one."""
 BLOCK = {Precision.FP8: 16, Precision.MXFP8: 32}
 """Features that a quantised grouped GEMM needs in a multiple of, along every dimension of a weight."""
-PADDING = {Precision.BF16: 1, Precision.FP8: 16, Precision.MXFP8: 32}
-"""Tokens: what TorchTitan 0.3.0's converters pad each expert's group to by default."""
-NATIVE_PADDING = 128
-"""Tokens: what torchao 0.18's quantisation kernel needs on SM100."""
-DEEPEP_PADDING = 8
-"""Tokens: what moelab's DeepEP dispatcher pads each expert's group to for BF16 experts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -625,10 +619,11 @@ def _padding_note(facts: Facts) -> str | None:
     if not facts.quantised:
         if facts.ep_backend is not EPBackend.DEEPEP:
             return None
-        return f"padding: each expert's tokens are padded to a multiple of {DEEPEP_PADDING}"
-    default = PADDING[facts.precision]
+        return f"padding: each expert's tokens are padded to a multiple of {GROUP_PADDING['bf16']}"
+    default = GROUP_PADDING["fp8" if facts.precision is Precision.FP8 else "mxfp8_emulated"]
+    native = GROUP_PADDING["mxfp8_native"]
     kernels = facts.experiment.mxfp8_kernels
-    raised = f"{default} tokens raised to {NATIVE_PADDING}, which torchao's quantisation kernel needs on SM100"
+    raised = f"{default} tokens raised to {native}, which torchao's quantisation kernel needs on SM100"
     plain = f"each expert's tokens are padded to a multiple of {default}"
     if facts.precision is Precision.FP8 or kernels == "emulated":
         return f"padding: {plain}"

@@ -25,9 +25,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from moelab.experiment import EPBackend, Experiment, Precision, Routing
-from moelab.hardware import Figure, Gpu, has_native_mxfp8
+from moelab.hardware import GROUP_PADDING, Figure, Gpu, has_native_mxfp8
 from moelab.layout import Layout
-from moelab.layout.rules import DEEPEP_PADDING, NATIVE_PADDING, PADDING
 from moelab.layout.schedule import in_flight
 from moelab.memory.activations import BF16, FP32, LayerCosts, Mode, Work, layer_costs
 from moelab.memory.sharding import NOTHING, Degrees, Held, StageModules, degrees_of, held, module_held, stage_modules
@@ -284,11 +283,11 @@ def work_of(experiment: Experiment, layout: Layout, gpu: Gpu, constants: MemoryC
 
 
 def _padding(experiment: Experiment, gpu: Gpu) -> int:
-    if experiment.precision is Precision.MXFP8 and not emulates(experiment, gpu):
-        return NATIVE_PADDING
-    if experiment.precision is Precision.BF16 and experiment.ep_backend is EPBackend.DEEPEP:
-        return DEEPEP_PADDING
-    return PADDING[experiment.precision]
+    if experiment.precision is Precision.MXFP8:
+        return GROUP_PADDING["mxfp8_emulated" if emulates(experiment, gpu) else "mxfp8_native"]
+    if experiment.precision is Precision.BF16 and experiment.ep_backend is not EPBackend.DEEPEP:
+        return 1  # TorchTitan's own dispatcher does not pad for BF16 experts
+    return GROUP_PADDING[experiment.precision.value]
 
 
 def _stage_memory(run: Moments, rank: int, buffer: DispatchBuffer | None, constants: MemoryConstants) -> StageMemory:

@@ -26,11 +26,9 @@ from typing import Literal, NamedTuple
 from scipy.optimize import brentq
 
 from moelab.errors import BadInput
-from moelab.mxfp8.grouped_gemm_cases import PRECISIONS, Precision
+from moelab.mxfp8.grouped_gemm_cases import DIRECTIONS, PRECISIONS, Direction, Precision
 
-Direction = Literal["forward", "dgrad", "wgrad"]
 Kind = Literal["gemm", "cast rows", "cast columns", "cast weights", "overhead"]
-DIRECTIONS: tuple[Direction, ...] = ("forward", "dgrad", "wgrad")
 CAST_BYTES = {"fp8": 3.0, "mxfp8": 3.0 + 1 / 32}
 """Of one element: two read, one written, and MXFP8's share of a scale."""
 OVERHEAD_SHARE: dict[str, dict[Direction, float]] = {
@@ -101,39 +99,27 @@ def gemm_parts(
     """
     if min(m, n, k, groups) <= 0:
         raise BadInput(f"m, n, k and groups are {m}, {n}, {k} and {groups}; give positive numbers")
-    _require_known(precision, constants)
-    bf16, low = (constants.bf16_in_step, constants.low_in_step) if in_step else (1.0, 1.0)
-    parts: list[Part] = []
-    for direction in DIRECTIONS:
-        if precision == "bf16" or (precision == "mxfp8_wgrad_bf16" and direction == "wgrad"):
-            parts.append(Part(direction, "gemm", bf16 * 2 * m * n * k / constants.bf16_tflops / 1e12))
-        else:
-            found = _low_parts(direction, m, n, k, groups, constants)
-            parts += [Part(direction, kind, low * time_s) for kind, time_s in found]
-    return parts
-
-
-def _low_parts(
-    direction: Direction, m: float, n: int, k: int, groups: int, constants: Constants
-) -> list[tuple[Kind, float]]:
-    wgrad = direction == "wgrad"
-    rate = constants.low_wgrad_tflops if wgrad else constants.low_tflops
-    overhead_us = constants.overhead_us + constants.overhead_us_per_mrow * m / 1e6
-    cast_s = CAST_BYTES[constants.low] / 1e12
-    parts: list[tuple[Kind, float]] = [
-        ("gemm", 2 * m * n * k / rate / 1e12),
-        ("overhead", OVERHEAD_SHARE[constants.low][direction] * overhead_us / 1e6),
-    ]
-    if wgrad:
-        return [*parts, ("cast columns", m * (n + k) * cast_s / constants.column_cast_tb_s)]
-    rows_s = m * (k if direction == "forward" else n) * cast_s / constants.row_cast_tb_s
-    weights_s = groups * n * k * cast_s / constants.weight_cast_tb_s
-    return [*parts, ("cast rows", rows_s), ("cast weights", weights_s)]
-
-
-def _require_known(precision: Precision, constants: Constants) -> None:
     if precision not in PRECISIONS or not (precision == "bf16" or precision.startswith(constants.low)):
         raise BadInput(f"precision is {precision!r}; the constants of {constants.gpu} are of bf16 and {constants.low}")
+    bf16, low = (constants.bf16_in_step, constants.low_in_step) if in_step else (1.0, 1.0)
+    cast_s = CAST_BYTES[constants.low] / 1e12
+    overhead_us = constants.overhead_us + constants.overhead_us_per_mrow * m / 1e6
+    parts: list[Part] = []
+    for direction in DIRECTIONS:
+        wgrad = direction == "wgrad"
+        if precision == "bf16" or (precision == "mxfp8_wgrad_bf16" and wgrad):
+            parts.append(Part(direction, "gemm", bf16 * 2 * m * n * k / constants.bf16_tflops / 1e12))
+            continue
+        rate = constants.low_wgrad_tflops if wgrad else constants.low_tflops
+        overhead_s = OVERHEAD_SHARE[constants.low][direction] * overhead_us / 1e6
+        times_s: dict[Kind, float] = {"gemm": 2 * m * n * k / rate / 1e12, "overhead": overhead_s}
+        if wgrad:
+            times_s["cast columns"] = m * (n + k) * cast_s / constants.column_cast_tb_s
+        else:
+            times_s["cast rows"] = m * (k if direction == "forward" else n) * cast_s / constants.row_cast_tb_s
+            times_s["cast weights"] = groups * n * k * cast_s / constants.weight_cast_tb_s
+        parts += [Part(direction, kind, low * time_s) for kind, time_s in times_s.items()]
+    return parts
 
 
 def gemm_time_s(

@@ -131,7 +131,8 @@ class _Recorder:
             return
         x, counts = arguments
         weights = [_local(getattr(experts, name)) for name in _WEIGHTS]
-        count = min(len(counts), max(1, MAX_WEIGHT_BYTES // sum(_bf16_bytes(w[0]) for w in weights)))
+        bytes_per_expert = sum(2 * weight[0].numel() for weight in weights)
+        count = min(len(counts), max(1, MAX_WEIGHT_BYTES // bytes_per_expert))
         rows, offsets = _rows_to_keep(counts.tolist(), count)
         self.kept = {name: _host(w[:count]) for name, w in zip(("w1", "w2", "w3"), weights, strict=True)}
         self.kept |= {"rows": rows, "offsets": offsets, "tokens_of_experts": tuple(counts.tolist())}
@@ -165,10 +166,6 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 def _host(tensor: torch.Tensor) -> torch.Tensor:
     """A copy in BF16 on the host; a copy, because FSDP frees what it gathered."""
     return tensor.to("cpu", torch.bfloat16, copy=True)
-
-
-def _bf16_bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * 2
 
 
 def write(capture: Capture, path: Path) -> None:
@@ -207,12 +204,13 @@ def captures_of(run: Path) -> list[Path]:
     Raises:
         BadInput: if there is none.
     """
-    found = sorted(run.rglob(f"{FOLDER}/*.pt"), key=_layer_order)
-    if not found:
+    files = sorted(run.rglob(f"{FOLDER}/*.pt"), key=_layer_order)
+    if not files:
         raise BadInput(f"no captures below {run}; train with capture_step set to a step, such as --set capture_step=20")
-    return found
+    return files
 
 
 def _layer_order(path: Path) -> tuple[str, int]:
+    """``layers.10`` comes after ``layers.2``."""
     number = path.stem.rpartition(".")[2]
     return str(path.parent), int(number) if number.isdigit() else 0

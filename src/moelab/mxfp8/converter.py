@@ -12,7 +12,6 @@ plain dispatcher stays and the emulation pads inside the grouped GEMM.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -35,11 +34,10 @@ from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.models.common.token_dispatcher import DeepEPTokenDispatcher
 
 from moelab.errors import MoelabError, Refused
+from moelab.hardware import GROUP_PADDING
 from moelab.mxfp8 import emulation
-from moelab.mxfp8.fake_quantise import BLOCK
-from moelab.mxfp8.kernels import EMULATED_PADDING, NATIVE_PADDING, Kernels
-
-logger = logging.getLogger(__name__)
+from moelab.mxfp8.kernels import Kernels
+from moelab.mxfp8.quantise import BLOCK
 
 LINEARS = ("attention", "shared_experts", "feed_forward")
 """Parts of the names of the linears that are quantised: never the router, the embedding or the vocabulary head."""
@@ -50,6 +48,7 @@ class NothingConverted(MoelabError):
     """An MXFP8 arm in which no module was converted would be a BF16 arm under another name."""
 
 
+# TorchTitan 0.3.0 makes the class in a private function and exports no name for it.
 _TitanExperts: Any = _get_mxfp8_grouped_experts_cls(GroupedExperts)
 
 
@@ -99,7 +98,7 @@ class MXFP8EmulatedLinear(MXFP8Linear):
     """A linear whose three GEMMs are quantised to MXFP8 by torchao, emulated or native, wgrad in BF16 when asked.
 
     torchao 0.18's ``MXFP8Linear`` names the CUDA kernel for the casts along the other axis even when it emulates, which
-    fails without a GPU; this one names the PyTorch casts then.
+    fails without a GPU; this one names the PyTorch casts then, and can go with a torchao that does.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -167,44 +166,32 @@ class MXFP8Converter(QuantizationConverter):
         return model_config
 
     def _experts(self, config: Any, parent: Any) -> MXFP8Experts.Config:
+        kernels = self.config.kernels
         # moelab's DeepEP dispatcher, put in place by an override later, pads by itself.
-        pads = isinstance(parent.token_dispatcher, DeepEPTokenDispatcher.Config)
-        pad_inside = self.config.kernels == "emulated" and not torch.cuda.is_available() and not pads
-        if not pad_inside and not pads:
-            swap_token_dispatcher(parent, NATIVE_PADDING if self.config.kernels == "native" else EMULATED_PADDING)
-        return derive(
-            config,
-            MXFP8Experts.Config,
-            kernels=self.config.kernels,
-            wgrad=self.config.wgrad,
-            pad_inside=pad_inside,
-        )
+        dispatcher_pads = isinstance(parent.token_dispatcher, DeepEPTokenDispatcher.Config)
+        pad_inside = kernels == "emulated" and not torch.cuda.is_available() and not dispatcher_pads
+        if not pad_inside and not dispatcher_pads:
+            swap_token_dispatcher(parent, GROUP_PADDING[f"mxfp8_{kernels}"])
+        return derive(config, MXFP8Experts.Config, kernels=kernels, wgrad=self.config.wgrad, pad_inside=pad_inside)
 
     def _convert_linears(self, model_config: Any) -> None:
-        found = [
-            row for row in model_config.traverse(Linear.Config) if any(part in row[0] for part in self.config.linears)
-        ]
-        if not found:
-            raise NothingConverted(f"no linear of the model is named like any of {', '.join(self.config.linears)}")
-        for name, config, parent, attribute in found:
-            _require_whole_blocks(name, config)
-            kernels, wgrad = self.config.kernels, self.config.wgrad
-            new = derive(config, MXFP8EmulatedLinear.Config, kernels=kernels, wgrad=wgrad)
+        parts = self.config.linears
+        linears = [row for row in model_config.traverse(Linear.Config) if any(part in row[0] for part in parts)]
+        if not linears:
+            raise NothingConverted(f"no linear of the model is named like any of {', '.join(parts)}")
+        for name, config, parent, attribute in linears:
+            for side in ("in_features", "out_features"):  # block axes: of the weight forward, of the gradient backward
+                size = getattr(config, side)
+                if size % BLOCK:
+                    raise Refused(
+                        f"{name} cannot be quantised: its {side} is {size}, not a multiple of {BLOCK}, MXFP8's block; "
+                        "use quantize=experts or change the model's dimensions"
+                    )
+            converted = derive(config, MXFP8EmulatedLinear.Config, kernels=self.config.kernels, wgrad=self.config.wgrad)
             if isinstance(parent, list):
-                parent[attribute] = new
+                parent[attribute] = converted
             else:
-                setattr(parent, attribute, new)
-
-
-def _require_whole_blocks(name: str, config: Any) -> None:
-    """Both features are block axes: of the weight forward and of the gradient backward."""
-    for side in ("in_features", "out_features"):
-        size = getattr(config, side)
-        if size % BLOCK:
-            raise Refused(
-                f"{name} cannot be quantised: its {side} is {size}, not a multiple of {BLOCK}, MXFP8's block; "
-                "use quantize=experts or change the model's dimensions"
-            )
+                setattr(parent, attribute, converted)
 
 
 def converted_modules(model: nn.Module) -> list[str]:

@@ -5,9 +5,27 @@ As an override from outside TorchTitan's tree, for experts that :mod:`moelab.mxf
     torchrun … -m torchtitan.train … --override.imports moelab.mxfp8.dispatch.quantised
 
 A token travels to its experts as E4M3 with a scale for 32 features, 33/64 of its bytes in BF16, and enters the first
-grouped GEMMs as it arrives (:mod:`moelab.mxfp8.prequantised`). Outputs travel home in BF16, their gradient comes back
-in MXFP8, and the gradient of the tokens travels in BF16. What arrives quantised along the features cannot be scaled
-along the tokens, so the experts' weight gradient is BF16.
+grouped GEMMs as it arrives (:mod:`moelab.mxfp8.prequantised`). What arrives quantised along the features cannot be
+scaled along the tokens, so the experts' weight gradient is BF16. It is torchao's MXFP8 all-to-all
+(``prototype/moe_training/ep``) in plain PyTorch, with its numbers:
+
+=========  =============================================================  ============================================
+           forward                                                        backward
+=========  =============================================================  ============================================
+dispatch   quantise, all-to-all of data and scales, into padded groups    out of the groups, all-to-all in BF16, sum of
+                                                                          a token's rows
+combine    out of the groups, all-to-all in BF16                          quantise, all-to-all of data and scales, into
+                                                                          padded groups, expand
+=========  =============================================================  ============================================
+
+What differs from torchao 0.18 is cost, not numbers. A token is quantised once, not once for each of its experts, and
+8-bit rows are gathered instead of BF16 ones. The rows are as many as the padded groups hold, not as many as they could.
+The gradient that arrives at the experts is expanded to BF16, where it is exact: quantised again by w2's dgrad it is the
+same, and w2's weight gradient needs it in BF16. And no tensor subclass is involved, so that the model compiles as one
+graph and the products run on any device.
+
+Shape suffixes: T tokens of this rank, K experts of a token, N = T*K rows that leave, R rows that arrive, P the same in
+padded groups, D features, S = D/32 scales, E experts, e local experts.
 """
 
 from __future__ import annotations
@@ -15,7 +33,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.distributed._functional_collectives import all_to_all_single
+from torchao.prototype.moe_training import mxfp8_grouped_mm as torchao_mxfp8
 from torchtitan.config.override import derive, override
 from torchtitan.models.common.moe import RoutedExperts
 from torchtitan.models.common.token_dispatcher import (
@@ -25,13 +46,47 @@ from torchtitan.models.common.token_dispatcher import (
 )
 
 from moelab.errors import BadInput
+from moelab.hardware import GROUP_PADDING
 from moelab.mxfp8.converter import MXFP8Experts
-from moelab.mxfp8.dispatch_ops import CastKernels, Route, combine_rows, dispatch_rows, route
-from moelab.mxfp8.kernels import EMULATED_PADDING, NATIVE_PADDING
-from moelab.mxfp8.prequantised import QuantisedRows, prequantised_experts
+from moelab.mxfp8.kernels import Kernels
+from moelab.mxfp8.prequantised import QuantisedRows, place, prequantised_experts
+from moelab.mxfp8.quantise import BLOCK, E4M3, expand, quantise_mxfp8
 
 QUANTISED = "moelab.mxfp8.dispatch.quantised"
 """Name for TorchTitan's ``override.imports``."""
+
+
+@override(target=RoutedExperts.Config, exact=True, description="MXFP8 all-to-all: dispatch forward, combine backward")
+def quantised(config: RoutedExperts.Config) -> Any:
+    """Swap a layer's standard dispatcher for the quantised one, and its experts for those that take such rows.
+
+    Args:
+        config: routed experts with TorchTitan's standard dispatcher, padded or not; others are left alone.
+
+    Raises:
+        BadInput: if the experts are not MXFP8 with their weight gradient in BF16.
+    """
+    dispatcher, experts = config.token_dispatcher, config.inner_experts
+    if not isinstance(dispatcher, AllToAllTokenDispatcher.Config):
+        return config
+    if not isinstance(experts, MXFP8Experts.Config) or experts.wgrad != "bf16":
+        wgrad = f" with wgrad {experts.wgrad}" if hasattr(experts, "wgrad") else ""
+        raise BadInput(
+            f"dispatch_precision mxfp8 feeds MXFP8 experts whose weight gradient is BF16, and these are "
+            f"{type(experts)._owner.__name__}{wgrad}; set precision=mxfp8 and wgrad=bf16, or dispatch_precision=bf16"
+        )
+    prequantised = prequantised_experts(type(experts)._owner)
+    return derive(
+        config,
+        RoutedExperts.Config,
+        token_dispatcher=derive(
+            dispatcher,
+            QuantisedDispatcher.Config,
+            pad_multiple=GROUP_PADDING[f"mxfp8_{experts.kernels}"],
+            cast_kernels=experts.kernels,
+        ),
+        inner_experts=derive(experts, prequantised.Config, pad_inside=False),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,14 +97,14 @@ class QuantisedDispatchMetadata(LocalDispatchMetadata):
 
 
 class QuantisedDispatcher(AllToAllTokenDispatcher):
-    """TorchTitan's dispatcher interface over :mod:`moelab.mxfp8.dispatch_ops`."""
+    """TorchTitan's dispatcher interface over the exchange below."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(AllToAllTokenDispatcher.Config):
         """As TorchTitan's, plus the rows that each expert's group is a multiple of, and who casts to MXFP8."""
 
-        pad_multiple: int = EMULATED_PADDING
-        cast_kernels: CastKernels = "emulated"
+        pad_multiple: int = GROUP_PADDING["mxfp8_emulated"]
+        cast_kernels: Kernels = "emulated"
 
     precision = "mxfp8"
 
@@ -102,39 +157,162 @@ class QuantisedDispatcher(AllToAllTokenDispatcher):
         return LocalTokenDispatcher.combine(self, output_ND, metadata, x_TD)
 
 
-@override(target=RoutedExperts.Config, exact=True, description="MXFP8 all-to-all: dispatch forward, combine backward")
-def quantised(config: RoutedExperts.Config) -> Any:
-    """Swap a layer's standard dispatcher for the quantised one, and its experts for those that take such rows.
+@dataclass(frozen=True, kw_only=True)
+class Route:
+    """Which row goes where, known on all ranks of the group once they have exchanged their counts.
+
+    Attributes:
+        order_N: the (token, choice) pairs sorted by expert, int64.
+        place_R: where each row that arrives goes in the padded groups, int64.
+        rows_e: rows of each local expert, padding included.
+        padded: their sum, P.
+        sent: rows to each rank.
+        received: rows from each rank.
+        group: name of the process group.
+    """
+
+    order_N: Tensor
+    place_R: Tensor
+    rows_e: Tensor
+    padded: int
+    sent: list[int]
+    received: list[int]
+    group: str
+
+
+def route(ids_TK: Tensor, tokens_E: Tensor, group: str, ranks: int, alignment: int) -> Route:
+    """Exchange counts and find every row's place; one host sync.
 
     Args:
-        config: routed experts with TorchTitan's standard dispatcher, padded or not; others are left alone.
-
-    Raises:
-        BadInput: if the experts are not MXFP8 with their weight gradient in BF16.
+        ids_TK: experts of each token, int64.
+        tokens_E: how many of them each expert has.
+        group: name of the expert-parallel process group.
+        ranks: of the group.
+        alignment: each local expert's group is padded to a multiple of this, and to one at least, as torchao's are.
     """
-    dispatcher, experts = config.token_dispatcher, config.inner_experts
-    if not isinstance(dispatcher, AllToAllTokenDispatcher.Config):
-        return config
-    if not isinstance(experts, MXFP8Experts.Config) or experts.wgrad != "bf16":
-        raise BadInput(
-            f"dispatch_precision mxfp8 feeds MXFP8 experts whose weight gradient is BF16, and these are "
-            f"{type(experts)._owner.__name__}{_wgrad(experts)}; set precision=mxfp8 and wgrad=bf16, "
-            "or dispatch_precision=bf16"
-        )
-    new = prequantised_experts(type(experts)._owner)
-    native = experts.kernels == "native"
-    return derive(
-        config,
-        RoutedExperts.Config,
-        token_dispatcher=derive(
-            dispatcher,
-            QuantisedDispatcher.Config,
-            pad_multiple=NATIVE_PADDING if native else EMULATED_PADDING,
-            cast_kernels=experts.kernels,
-        ),
-        inner_experts=derive(experts, new.Config, pad_inside=False),
+    order_N = torch.argsort(ids_TK.reshape(-1), stable=True)
+    sent_re = tokens_E.view(ranks, -1)
+    received_re = torch.ops._c10d_functional.wait_tensor(all_to_all_single(sent_re, None, None, group))
+    rows_e = _padded(received_re.sum(0), alignment)
+    on_host = torch.cat([sent_re.sum(1), received_re.sum(1), rows_e.sum()[None]]).to("cpu").tolist()
+    sent, received, padded = on_host[:ranks], on_host[ranks:-1], on_host[-1]
+    return Route(
+        order_N=order_N,
+        place_R=_places(received_re, rows_e, sum(received)),
+        rows_e=rows_e,
+        padded=padded,
+        sent=sent,
+        received=received,
+        group=group,
     )
 
 
-def _wgrad(experts: Any) -> str:
-    return f" with wgrad {experts.wgrad}" if hasattr(experts, "wgrad") else ""
+def _padded(tokens_e: Tensor, alignment: int) -> Tensor:
+    return (tokens_e.clamp(min=1) + (alignment - 1)) // alignment * alignment
+
+
+def _places(received_re: Tensor, rows_e: Tensor, received: int) -> Tensor:
+    """From the order of arrival, by rank and then expert, to groups by expert and then rank."""
+    arrives_re = received_re.reshape(-1).cumsum(0).view_as(received_re) - received_re
+    goes_re = (rows_e.cumsum(0) - rows_e) + received_re.cumsum(0) - received_re
+    shift_R = (goes_re - arrives_re).reshape(-1).repeat_interleave(received_re.reshape(-1), output_size=received)
+    return shift_R + torch.arange(shift_R.shape[0], device=shift_R.device)
+
+
+def dispatch_rows(x_TD: Tensor, way: Route, kernels: Kernels = "emulated") -> QuantisedRows:
+    """Quantise tokens and send them to their experts.
+
+    Args:
+        x_TD: BF16; gets its gradient in BF16.
+        way: of these tokens.
+        kernels: of the cast; ``native`` is torchao's on SM100.
+
+    Returns:
+        Rows in expert-major order, padded with zeros.
+    """
+    return QuantisedRows(
+        *_Dispatch.apply(x_TD, way.order_N, way.place_R, way.padded, way.sent, way.received, way.group, kernels)
+    )
+
+
+def combine_rows(y_PD: Tensor, way: Route, kernels: Kernels = "emulated") -> Tensor:
+    """Send expert outputs home, BF16 ``(P, D)`` to ``(N, D)`` sorted by expert; their gradient comes in MXFP8."""
+    return _Combine.apply(y_PD, way.place_R, way.padded, way.sent, way.received, way.group, kernels)
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TD: Tensor,
+        order_N: Tensor,
+        place_R: Tensor,
+        padded: int,
+        sent: list[int],
+        received: list[int],
+        group: str,
+        kernels: Kernels,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        token_N = order_N // (order_N.shape[0] // x_TD.shape[0])
+        ctx.sent, ctx.received, ctx.group, ctx.tokens = sent, received, group, x_TD.shape[0]
+        ctx.save_for_backward(order_N, place_R)
+        data_TD, scales_TS = cast(x_TD, kernels)
+        leaving = (data_TD.view(torch.uint8)[token_N], scales_TS[token_N])
+        data_PD, scales_PS = _exchange_quantised(*leaving, place_R, padded, received, sent, group)
+        ctx.mark_non_differentiable(data_PD, scales_PS)
+        return place(x_TD, padded), data_PD, scales_PS
+
+    @staticmethod
+    def backward(ctx: Any, grad_PD: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        order_N, place_R = ctx.saved_tensors
+        grad_ND = _exchange(grad_PD[place_R], ctx.sent, ctx.received, ctx.group)
+        home_N = torch.empty_like(order_N).index_copy(0, order_N, torch.arange(len(order_N), device=order_N.device))
+        grad_TD = grad_ND[home_N].unflatten(0, (ctx.tokens, -1)).sum(1)
+        return grad_TD, None, None, None, None, None, None, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        y_PD: Tensor,
+        place_R: Tensor,
+        padded: int,
+        sent: list[int],
+        received: list[int],
+        group: str,
+        kernels: Kernels,
+    ) -> Tensor:
+        ctx.padded, ctx.sent, ctx.received, ctx.group, ctx.kernels = padded, sent, received, group, kernels
+        ctx.save_for_backward(place_R)
+        return _exchange(y_PD[place_R], sent, received, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor | None, ...]:
+        (place_R,) = ctx.saved_tensors
+        quantised = cast(grad_ND, ctx.kernels)
+        rows = _exchange_quantised(*quantised, place_R, ctx.padded, ctx.received, ctx.sent, ctx.group)
+        return expand(*rows, "mxfp8"), None, None, None, None, None, None
+
+
+def cast(x: Tensor, kernels: Kernels) -> tuple[Tensor, Tensor]:
+    """MXFP8 of BF16 rows: E4M3 data, and scales as uint8."""
+    if kernels == "emulated":
+        return quantise_mxfp8(x)
+    data, scales = torchao_mxfp8.triton_to_mxfp8_dim0(x.contiguous(), BLOCK, "rceil")
+    return data, scales.view(torch.uint8)
+
+
+def _exchange_quantised(
+    data: Tensor, scales: Tensor, place_R: Tensor, padded: int, arriving: list[int], leaving: list[int], group: str
+) -> tuple[Tensor, Tensor]:
+    """Both halves of quantised rows to the experts and into padded groups; as bytes, which every backend sends."""
+    under_way = [all_to_all_single(half, arriving, leaving, group) for half in (data.view(torch.uint8), scales)]
+    arrived = [torch.ops._c10d_functional.wait_tensor(half) for half in under_way]
+    data_P, scales_P = (half.new_zeros((padded, half.shape[1])).index_copy(0, place_R, half) for half in arrived)
+    return data_P.view(E4M3), scales_P
+
+
+def _exchange(rows: Tensor, arriving: list[int], leaving: list[int], group: str) -> Tensor:
+    # Outside a compiler, torch 2.14's functional collectives return a wrapper that waits when used; this is plain.
+    return torch.ops._c10d_functional.wait_tensor(all_to_all_single(rows, arriving, leaving, group))

@@ -2,7 +2,7 @@
 
 torchao 0.18's emulation (``torchao/prototype/moe_training/mxfp8_grouped_mm.py``, recipe ``mxfp8_emulated_rceil``)
 quantises each operand, expands it to BF16 and gives all groups to one ``torch._grouped_mm``. What it costs is the
-casts, some thirty passes over each operand, and a loop over the groups to pad them. Ours are in ``fake_quantise.py``
+casts, some thirty passes over each operand, and a loop over the groups to pad them. Ours are in ``quantise.py``
 and :func:`padding_of`; the three products are the same calls of the same operator on operands of the same bits, shapes
 and strides, so output and gradients are torchao's wherever that operator is deterministic:
 
@@ -26,24 +26,17 @@ Shape suffixes: M tokens of all groups, G groups (experts), K and N a GEMM's inn
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
-from moelab.errors import BadInput
-from moelab.mxfp8.fake_quantise import (
+from moelab.mxfp8.quantise import (
     BLOCK,
     fake_quantise_both,
     fake_quantise_columns,
     fake_quantise_rows,
     require_whole_blocks,
-    require_whole_or_no_blocks,
 )
-
-
-class BadOperand(BadInput):
-    """An operand has a shape or dtype that the emulated grouped GEMM does not take."""
 
 
 def grouped_mm(
@@ -71,7 +64,6 @@ def grouped_mm(
         BF16 ``(M, N)``.
 
     Raises:
-        BadOperand: for a wrong rank, dtype or inner size.
         NotWholeBlocks: if K or N, or for a quantised wgrad M, is not a multiple of 32.
 
     Example:
@@ -79,49 +71,28 @@ def grouped_mm(
         >>> grouped_mm(x, w.transpose(-2, -1), torch.tensor([32, 64], dtype=torch.int32)).shape
         torch.Size([64, 96])
     """
-    _require_operands(x_MK, weight_GKN, ends_G)
-    if x_MK.dtype is not torch.bfloat16:
-        raise BadOperand(f"the activations are {x_MK.dtype}; the emulated grouped GEMM multiplies bfloat16")
+    require_whole_blocks("the inner dimension K", weight_GKN.shape[1])
+    require_whole_blocks("the outer dimension N", weight_GKN.shape[2])
     needs_wgrad = torch.is_grad_enabled() and weight_GKN.requires_grad
     # A compiler does not know the number of tokens that a dispatch brings, and the dispatcher has padded them.
     if needs_wgrad and wgrad == "mxfp8" and not (pad_inside or torch.compiler.is_compiling()):
-        require_whole_or_no_blocks("the token axis (pad_inside=True pads it)", x_MK.shape[0])
+        require_whole_blocks("the token axis (pad_inside=True pads it)", x_MK.shape[0], or_none=True)
     return _GroupedMM.apply(x_MK, weight_GKN, ends_G, wgrad == "bf16", pad_inside)
 
 
-def _require_operands(x_MK: torch.Tensor, weight_GKN: torch.Tensor, ends_G: torch.Tensor) -> None:
-    if x_MK.ndim != 2 or weight_GKN.ndim != 3 or ends_G.ndim != 1:
-        raise BadOperand(
-            f"activations, weights and group ends have {x_MK.ndim}, {weight_GKN.ndim} and {ends_G.ndim} dimensions; "
-            "they are (M, K), (G, K, N) and (G,)"
-        )
-    if weight_GKN.dtype is not torch.bfloat16 or ends_G.dtype is not torch.int32:
-        raise BadOperand(f"weights are {weight_GKN.dtype} and group ends {ends_G.dtype}; they are bfloat16 and int32")
-    G, K, N = weight_GKN.shape
-    if x_MK.shape[1] != K or ends_G.shape[0] != G:
-        raise BadOperand(
-            f"activations of {x_MK.shape[1]} features and {ends_G.shape[0]} groups do not match weights of {K} inner "
-            f"features and {G} groups"
-        )
-    require_whole_blocks("the inner dimension K", K)
-    require_whole_blocks("the outer dimension N", N)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Padding:
+def padding_of(ends_G: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Where each token goes when every group is padded to a multiple of 32 tokens.
 
-    ``rows_M``: its row, int64. ``ends_G``: where the padded groups end, int32. ``blocks``: 32 rows each, the most that
-    padding can need, so that the size does not depend on the groups.
+    The layout of torchao's ``pad_token_groups``, without its loop over the groups.
+
+    Args:
+        ends_G: int32, where each group ends.
+        tokens: M.
+
+    Returns:
+        Each token's row, int64 ``(M,)``; where the padded groups end, int32 ``(G,)``; and blocks of 32 rows, the most
+        that padding can need, so that the size does not depend on the groups.
     """
-
-    rows_M: torch.Tensor
-    ends_G: torch.Tensor
-    blocks: int
-
-
-def padding_of(ends_G: torch.Tensor, tokens: int) -> Padding:
-    """The layout of torchao's ``pad_token_groups``, without its loop over the groups."""
     starts_G = torch.nn.functional.pad(ends_G[:-1], (1, 0))
     padded_G = (ends_G - starts_G + BLOCK - 1) // BLOCK * BLOCK
     padded_ends_G = torch.cumsum(padded_G, 0, dtype=torch.int32)
@@ -129,7 +100,7 @@ def padding_of(ends_G: torch.Tensor, tokens: int) -> Padding:
     token_M = torch.arange(tokens, device=ends_G.device, dtype=torch.int32)
     rows_M = token_M + shift_G[torch.searchsorted(ends_G, token_M, right=True)]
     blocks = (tokens + BLOCK - 1) // BLOCK + ends_G.shape[0]
-    return Padding(rows_M=rows_M.long(), ends_G=padded_ends_G, blocks=blocks)
+    return rows_M.long(), padded_ends_G, blocks
 
 
 def _pad(x_MK: torch.Tensor, rows_M: torch.Tensor, blocks: int) -> torch.Tensor:
@@ -165,18 +136,6 @@ def _(grad_NM: torch.Tensor, x_KM: torch.Tensor, ends_G: torch.Tensor) -> torch.
     return x_KM.new_empty((ends_G.shape[0], grad_NM.shape[0], x_KM.shape[0]))
 
 
-def _output(x_MK: torch.Tensor, weight_GKN: torch.Tensor, ends_G: torch.Tensor) -> torch.Tensor:
-    """Product of tokens already fake-quantised."""
-    weight_GNK = weight_GKN.transpose(-2, -1).contiguous()
-    return _product(x_MK, fake_quantise_rows(weight_GNK).transpose(-2, -1), ends_G)
-
-
-def _dgrad(grad_MN: torch.Tensor, weight_GKN: torch.Tensor, ends_G: torch.Tensor) -> torch.Tensor:
-    """Product of an upstream gradient already fake-quantised."""
-    weight_GNK = weight_GKN.transpose(-2, -1).contiguous()
-    return _product(grad_MN, fake_quantise_columns(weight_GNK).transpose(-2, -1), ends_G)
-
-
 class _GroupedMM(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -190,11 +149,11 @@ class _GroupedMM(torch.autograd.Function):
         ctx.wgrad_in_bf16 = wgrad_in_bf16
         rows_M, x_MK = None, x_MK.contiguous()
         if pad_inside:
-            padding = padding_of(ends_G, x_MK.shape[0])
-            rows_M, ends_G = padding.rows_M, padding.ends_G
-            x_MK = _pad(x_MK, rows_M, padding.blocks)
+            rows_M, ends_G, blocks = padding_of(ends_G, x_MK.shape[0])
+            x_MK = _pad(x_MK, rows_M, blocks)
         ctx.save_for_backward(x_MK, weight_GKN, ends_G, rows_M)
-        output_MN = _output(fake_quantise_rows(x_MK), weight_GKN, ends_G)
+        quantised_GNK = fake_quantise_rows(weight_GKN.transpose(-2, -1).contiguous())
+        output_MN = _product(fake_quantise_rows(x_MK), quantised_GNK.transpose(-2, -1), ends_G)
         return output_MN if rows_M is None else output_MN.index_select(0, rows_M)
 
     @staticmethod
@@ -207,7 +166,9 @@ class _GroupedMM(torch.autograd.Function):
         else:
             quantised_MN, quantised_NM = fake_quantise_both(grad_MN)
             wgrad_GNK = quantised_wgrad(quantised_NM, fake_quantise_columns(x_MK), ends_G)
-        dgrad_MK = _dgrad(quantised_MN, weight_GKN, ends_G)
+        # Quantised a second time, along N: to keep both would double the memory of the weights.
+        quantised_GKN = fake_quantise_columns(weight_GKN.transpose(-2, -1).contiguous())
+        dgrad_MK = _product(quantised_MN, quantised_GKN.transpose(-2, -1), ends_G)
         if rows_M is not None:
             dgrad_MK = dgrad_MK.index_select(0, rows_M)
         return dgrad_MK, wgrad_GNK.transpose(-2, -1), None, None, None

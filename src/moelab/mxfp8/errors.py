@@ -1,20 +1,50 @@
-"""How much of a tensor a number format loses, measured in float64.
+"""How much a number format loses: of one block, of a tensor, and of the three grouped GEMMs of a layer.
 
 The signal-to-quantisation-noise ratio (SQNR) is that of energies, in decibels: 20 dB is a relative error of a tenth,
 6 dB more halves it, so one mantissa bit is worth about 6 dB. The fractions say how: a *saturated* value was cut to the
-largest element, an *underflow* was rounded to zero.
+largest element, an *underflow* was rounded to zero. Everything is measured in float64.
+
+A layer ``y = x Wᵀ`` costs three products in a training step. Each casts two operands along the axis it sums over:
+
+========  ===================  ===========================  ==========================================
+product   computes             summed over                  so the blocks lie along
+========  ===================  ===========================  ==========================================
+output    ``x Wᵀ``             K, features in               rows of x, rows of W
+dgrad     ``g W``              N, features out              rows of g, columns of W
+wgrad     ``gᵀ x``             M, tokens of one expert      columns of g and of x, within the expert
+========  ===================  ===========================  ==========================================
+
+Products are exact over the cast operands up to float32 sums, and are rounded to BF16 once, as tensor cores and
+torchao's emulation do. So the error of BF16 itself is that of rounding, and those of the others are their casts'.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Literal, get_args
 
 import torch
+import torch.nn.functional as F
 
 from moelab.errors import BadInput
-from moelab.mxfp8.fake_quantise import BLOCK
-from moelab.mxfp8.formats import Format, require_finite, require_whole_blocks
+from moelab.mxfp8.formats import BF16, E5M2, FP8, MX, SCALINGS, Format, Scaling
+from moelab.mxfp8.quantise import BLOCK, require_whole_blocks
+
+Distribution = Literal["gaussian", "student_t"]
+DISTRIBUTIONS: tuple[Distribution, ...] = get_args(Distribution)
+DEGREES_OF_FREEDOM = 3.0
+"""Of Student's t: its variance is finite, its fourth moment is not."""
+WORST = 0.05
+"""Quantile of blocks that counts as the worst."""
+Product = Literal["output", "dgrad", "wgrad"]
+PRODUCTS: tuple[Product, ...] = get_args(Product)
+
+
+# Tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,44 +53,53 @@ class TensorErrors:
 
     Attributes:
         sqnr_db: energy of the values over energy of their errors, dB; infinite where nothing is lost.
-        relative_error: norm of the errors over norm of the values.
+        worst_blocks_db: SQNR that 5 % of the blocks of 32 stay below, dB; blocks of zeros are left out.
         saturated_fraction: of all values, those beyond the largest element times their scale.
         underflow_fraction: of all values, those that are not zero and are stored as zero.
     """
 
     sqnr_db: float
-    relative_error: float
+    worst_blocks_db: float
     saturated_fraction: float
     underflow_fraction: float
 
 
-def measure(x: torch.Tensor, number_format: Format, *, axis: int = -1) -> TensorErrors:
-    """Cast a tensor and hold it against itself.
+def measure(x: torch.Tensor, number_format: Format) -> TensorErrors:
+    """Cast a tensor along its last axis and hold it against itself.
 
     Args:
-        x: finite values, not all zero.
+        x: finite values, not all zero; its last axis a multiple of 32.
         number_format: what it is cast to.
-        axis: along which scales are shared.
 
     Raises:
         BadInput: for values that are not finite or all zero, or an axis that cannot be cut into blocks.
 
     Example:
-        >>> from moelab.mxfp8.formats import MX
         >>> round(measure(torch.linspace(1.0, 1.9, 32), MX()).sqnr_db)
-        36
+        32
     """
-    require_finite("the tensor", x)
+    _require_finite("the tensor", x)
     if not x.any():
         raise BadInput("the tensor has no value other than zero, so there is no error to measure")
-    cast = number_format.cast(x, axis)
-    magnitude = x.abs().double()
+    cast = number_format.cast(x)
+    blocks = block_sqnr_db(x, cast.values)
+    worst = torch.quantile(blocks[~blocks.isnan()], WORST, interpolation="lower")
     return TensorErrors(
         sqnr_db=sqnr_db(x, cast.values),
-        relative_error=relative_error(x, cast.values),
-        saturated_fraction=float((magnitude > number_format.max * cast.scale.double()).double().mean()),
+        worst_blocks_db=float(worst),
+        saturated_fraction=float((x.abs().double() > number_format.max * cast.scale.double()).double().mean()),
         underflow_fraction=float(((cast.values == 0) & (x != 0)).double().mean()),
     )
+
+
+class NotFinite(BadInput):
+    """Values that are NaN or infinite, whose error means nothing."""
+
+
+def _require_finite(name: str, x: torch.Tensor) -> None:
+    wrong = int((~torch.isfinite(x)).sum())
+    if wrong:
+        raise NotFinite(f"{name} has {wrong} values of {x.numel()} that are NaN or infinite; valid: finite values")
 
 
 def relative_error(reference: torch.Tensor, value: torch.Tensor) -> float:
@@ -75,34 +114,395 @@ def sqnr_db(reference: torch.Tensor, value: torch.Tensor) -> float:
     return -20 * math.log10(error) if error else math.inf
 
 
-def block_sqnr_db(x: torch.Tensor, value: torch.Tensor, *, block: int = BLOCK) -> torch.Tensor:
-    """SQNR of every block along the last axis, dB.
+def block_sqnr_db(x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """SQNR of every block of 32 along the last axis, dB.
 
     Args:
-        x: exact values, last axis a multiple of the block.
+        x: exact values, last axis a multiple of 32.
         value: what became of them, same shape.
-        block: elements of a block.
 
     Returns:
         float64, one number a block; infinite where nothing is lost, NaN where the block is zero.
     """
-    exact = _blocks(x, block)
-    noise = _blocks(value, block) - exact
+    require_whole_blocks("the last axis", x.shape[-1])
+    exact = x.double().reshape(-1, BLOCK)
+    noise = value.double().reshape(-1, BLOCK) - exact
     return 10 * torch.log10(exact.square().sum(-1) / noise.square().sum(-1))
 
 
-def block_range_bits(x: torch.Tensor, *, axis: int = -1, block: int = BLOCK) -> torch.Tensor:
-    """Dynamic range of every block: log2 of its largest over its smallest magnitude that is not zero.
+def synthetic(
+    distribution: Distribution, shape: tuple[int, ...], *, seed: int = 0, outlier: float = 1.0, every: int = 64
+) -> torch.Tensor:
+    """Draw a tensor that is hard for a number format in one way.
+
+    Gaussian values are the easy case. Heavy tails put a few large values anywhere. Outlier channels put them into the
+    same few columns of every row, as trained transformers do: LLM.int8() (Dettmers et al., 2022) found features some 20
+    times the rest, *Massive Activations* (Sun et al., 2024) single ones at 10,000 times the median.
+
+    Args:
+        distribution: ``gaussian``, or ``student_t`` with 3 degrees of freedom.
+        shape: rows first, channels last.
+        seed: of the values; the same seed gives the same tensor.
+        outlier: factor on outlier channels; 1 for none.
+        every: one channel of this many is an outlier.
 
     Returns:
-        float64, one number a block; NaN where a block is zero. E4M3 reaches 17.8 bits from its smallest number above
-        zero to its largest, E5M2 31.8.
+        float32.
+
+    Raises:
+        BadInput: for another distribution, or a factor or spacing that is not positive.
     """
-    magnitude = _blocks(x.movedim(axis, -1), block).abs()
-    smallest = magnitude.masked_fill(magnitude == 0, math.inf).amin(-1)
-    return torch.log2(magnitude.amax(-1) / smallest).masked_fill(torch.isinf(smallest), math.nan)
+    if distribution not in DISTRIBUTIONS:
+        raise BadInput(f"distribution is {distribution!r}; valid: {', '.join(DISTRIBUTIONS)}")
+    if not outlier > 0 or every < 1:
+        raise BadInput(f"outlier is {outlier} in one of {every} channels; valid: a positive factor, and at least 1")
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randn(shape, generator=generator)
+    if distribution == "student_t":
+        half_degrees = torch.full(shape, DEGREES_OF_FREEDOM / 2)
+        chi_squared = 2 * torch._standard_gamma(half_degrees, generator=generator)
+        drawn *= torch.rsqrt(chi_squared / DEGREES_OF_FREEDOM)
+    drawn[..., every // 2 :: every] *= outlier
+    return drawn
 
 
-def _blocks(x: torch.Tensor, block: int) -> torch.Tensor:
-    require_whole_blocks(x.shape[-1], block)
-    return x.double().reshape(-1, block)
+@dataclass(frozen=True, kw_only=True)
+class OneBlock:
+    """A block as MXFP8 stores it.
+
+    Attributes:
+        number_format: with which it was cast.
+        values: exact.
+        codes: stored bytes.
+        read_back: what the block says after the cast.
+        exponent: of the scale, a power of two; stored with 127 added, as E8M0.
+    """
+
+    number_format: MX
+    values: tuple[float, ...]
+    codes: tuple[int, ...]
+    read_back: tuple[float, ...]
+    exponent: int
+
+    @property
+    def amax(self) -> float:
+        """Largest magnitude, from which the scale follows."""
+        return max(abs(value) for value in self.values)
+
+    @property
+    def scale(self) -> float:
+        """What every element is multiplied by."""
+        return 2.0**self.exponent
+
+    @property
+    def sqnr_db(self) -> float:
+        """Signal-to-quantisation-noise ratio of the block, dB."""
+        return sqnr_db(torch.tensor(self.values), torch.tensor(self.read_back))
+
+    @property
+    def errors(self) -> tuple[float, ...]:
+        """Relative error of each number; 0 for a zero."""
+        return tuple(
+            (back - value) / value if value else 0.0 for value, back in zip(self.values, self.read_back, strict=True)
+        )
+
+    def as_text(self) -> str:
+        """A table with a line a number: value, value over scale, code, element, what is read back, error."""
+        element = self.number_format.element
+        lines = [
+            f"amax {self.amax:.6g}, scale 2^{self.exponent}, stored as E8M0 byte {self.exponent + 127}",
+            f"{'value':>12} {'/ scale':>10}  {'sign exponent mantissa':<23} {element.name:>8} {'read back':>12}  error",
+        ]
+        for value, code, back, error in zip(self.values, self.codes, self.read_back, self.errors, strict=True):
+            bits = f"{code:08b}"
+            split = 8 - element.mantissa_bits
+            shown = f"{bits[0]}    {bits[1:split]}     {bits[split:]}"
+            scaled, stored = value / self.scale, back / self.scale
+            lines.append(f"{value:12.5g} {scaled:10.4f}  {shown:<23} {stored:8g} {back:12.5g} {error:+6.1%}")
+        return "\n".join(lines)
+
+
+def one_block(values: torch.Tensor, number_format: MX | None = None) -> OneBlock:
+    """Cast one block.
+
+    Args:
+        values: as many finite numbers as a block has, one axis.
+        number_format: MXFP8 with E4M3 and RCEIL if None.
+
+    Raises:
+        BadInput: for another shape, or numbers that are not finite.
+    """
+    number_format = number_format or MX()
+    if values.shape != (number_format.block,):
+        raise BadInput(f"one block is {number_format.block} numbers along one axis; got shape {tuple(values.shape)}")
+    _require_finite("the block", values)
+    cast = number_format.cast(values)
+    return OneBlock(
+        number_format=number_format,
+        values=tuple(values.double().tolist()),
+        codes=tuple(cast.stored.view(torch.uint8).tolist()),
+        read_back=tuple(cast.values.double().tolist()),
+        exponent=round(math.log2(cast.scale[0].item())),
+    )
+
+
+def largest_number_errors(points: int = 256) -> tuple[list[float], dict[Scaling, list[float]]]:
+    """What each scaling does to the largest number of an MXFP8 block, between one power of two and the next.
+
+    Args:
+        points: magnitudes to try, evenly from 1 to 2; the result for any other power of two is the same.
+
+    Returns:
+        The magnitudes, and the relative error of each by the name of the scaling.
+    """
+    amax = 1 + torch.arange(points) / points
+    blocks = torch.zeros(points, BLOCK)
+    blocks[:, 0] = amax
+    read_back = {scaling: MX(scaling=scaling).cast(blocks).values[:, 0] for scaling in SCALINGS}
+    return amax.tolist(), {scaling: ((values - amax) / amax).tolist() for scaling, values in read_back.items()}
+
+
+# Methods: the format of every operand
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """A recipe of mixed-precision training.
+
+    Attributes:
+        name: folder-safe.
+        label: for people.
+        operand: format of activations and weights.
+        gradient: format of output gradients.
+        wgrad_in_bf16: whether the weight gradient is left in BF16.
+    """
+
+    name: str
+    label: str
+    operand: Format
+    gradient: Format
+    wgrad_in_bf16: bool = False
+
+    def formats(self, product: Product) -> tuple[Format, Format]:
+        """Formats of a product's left and right operand."""
+        if product == "wgrad" and self.wgrad_in_bf16:
+            return BF16(), BF16()
+        return (self.operand if product == "output" else self.gradient), self.operand
+
+
+_ROW = FP8(per="row", power_of_two=True)
+METHODS: tuple[Method, ...] = (
+    Method(name="bf16", label="BF16", operand=BF16(), gradient=BF16()),
+    Method(
+        name="fp8_tensorwise",
+        label="FP8, one scale a tensor",
+        operand=FP8(per="tensor"),
+        gradient=FP8(per="tensor", element=E5M2),
+    ),
+    Method(name="fp8_rowwise", label="FP8, one scale a row", operand=_ROW, gradient=_ROW),
+    Method(name="mxfp8", label="MXFP8", operand=MX(), gradient=MX()),
+    Method(name="mxfp8_wgrad-bf16", label="MXFP8, wgrad BF16", operand=MX(), gradient=MX(), wgrad_in_bf16=True),
+)
+"""torchao's recipes: tensor-wise stores gradients as E5M2, row-wise rounds scales to powers of two, MXFP8 is RCEIL."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ErrorRow(TensorErrors):
+    """What one method does to one tensor.
+
+    Attributes:
+        data: name of the tensor.
+        method: name of the method, or of the scaling.
+        label: the same for people.
+    """
+
+    data: str
+    method: str
+    label: str
+
+
+def compare_methods(
+    tensors: Mapping[str, torch.Tensor], *, gradients: Collection[str] = (), methods: Sequence[Method] = METHODS
+) -> list[ErrorRow]:
+    """Every tensor by every method, scales along the last axis.
+
+    Args:
+        tensors: by name.
+        gradients: names of those that are gradients, for which a method may have another format.
+        methods: those that cast a tensor alike are listed once, by the first.
+    """
+    rows = []
+    for name, x in tensors.items():
+        seen = set()
+        for method in methods:
+            number_format = method.gradient if name in gradients else method.operand
+            if number_format not in seen:
+                seen.add(number_format)
+                errors = measure(x, number_format)
+                rows.append(ErrorRow(data=name, method=method.name, label=method.label, **vars(errors)))
+    return rows
+
+
+def compare_scalings(tensors: Mapping[str, torch.Tensor]) -> list[ErrorRow]:
+    """Every tensor by MXFP8 (E4M3) with each of torchao's ways to choose the scale."""
+    return [
+        ErrorRow(data=name, method=scaling, label=scaling.upper(), **vars(measure(x, MX(scaling=scaling))))
+        for name, x in tensors.items()
+        for scaling in SCALINGS
+    ]
+
+
+# Products
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupedGemm:
+    """Operands of one weight of the experts.
+
+    Attributes:
+        name: of the weight.
+        x: input (M, K), tokens of one expert after those of another.
+        weight: (G, N, K), one matrix an expert.
+        grad: gradient of the output (M, N).
+        offsets: where each expert's tokens end, int32 (G,).
+
+    Raises:
+        BadInput: for shapes that do not fit, values that are not finite, or K or N that are no whole blocks of 32.
+    """
+
+    name: str
+    x: torch.Tensor
+    weight: torch.Tensor
+    grad: torch.Tensor
+    offsets: torch.Tensor
+
+    def __post_init__(self) -> None:
+        shapes = [tuple(tensor.shape) for tensor in (self.x, self.weight, self.grad, self.offsets)]
+        m, (g, n, k) = len(self.x), self.weight.shape
+        if shapes != [(m, k), (g, n, k), (m, n), (g,)] or not m:
+            raise BadInput(
+                f"{self.name}: x, weight, grad and offsets are {shapes}; valid: (M, K), (G, N, K), (M, N), (G,), "
+                "with M above 0"
+            )
+        ends = self.offsets.tolist()
+        if ends[-1] != m or any(before > after for before, after in pairwise([0, *ends])):
+            raise BadInput(f"{self.name}: offsets are {ends}; valid: ascending ends of groups, the last {m}")
+        for name, size in (("K", k), ("N", n)):
+            require_whole_blocks(f"{name} of {self.name}", size)
+        for role, tensor in (("x", self.x), ("weight", self.weight), ("grad", self.grad)):
+            _require_finite(f"{role} of {self.name}", tensor)
+
+    def groups(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """x, weight and grad of every expert that has tokens."""
+        for index, (start, end) in enumerate(pairwise([0, *self.offsets.tolist()])):
+            if end > start:
+                yield self.x[start:end], self.weight[index], self.grad[start:end]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GemmRow:
+    """SQNR in dB of one product of one weight by one method, against float64."""
+
+    weight: str
+    product: str
+    method: str
+    label: str
+    sqnr_db: float
+
+
+def compare_products(gemms: Iterable[GroupedGemm], methods: Sequence[Method] = METHODS) -> list[GemmRow]:
+    """Every product of every weight by every method, against float64 over the operands as they are given.
+
+    Args:
+        gemms: the operands.
+        methods: how each is cast. With one scale a tensor, each expert's operand counts as a tensor.
+    """
+    rows = []
+    for gemm in gemms:
+        exact = _products(gemm, lambda _product, left, right: left.double() @ right.double().T)
+        for method in methods:
+            cast = _products(gemm, partial(cast_product, method=method))
+            rows += [
+                GemmRow(
+                    weight=gemm.name,
+                    product=product,
+                    method=method.name,
+                    label=method.label,
+                    sqnr_db=sqnr_db(exact[product], cast[product]),
+                )
+                for product in PRODUCTS
+            ]
+    return rows
+
+
+def cast_product(product: Product, left: torch.Tensor, right: torch.Tensor, method: Method) -> torch.Tensor:
+    """One product of cast operands.
+
+    Args:
+        product: which one, for the formats.
+        left: (R, S); S is summed over.
+        right: (C, S).
+        method: formats of both.
+
+    Returns:
+        (R, C), BF16.
+    """
+    left_format, right_format = method.formats(product)
+    return (_cast(left, left_format) @ _cast(right, right_format).T).bfloat16()
+
+
+def _cast(x: torch.Tensor, number_format: Format) -> torch.Tensor:
+    """Values after the cast along the last axis; a ragged end is padded with zeros, as torchao pads token groups."""
+    short = -x.shape[-1] % number_format.block if isinstance(number_format, MX) else 0
+    return number_format.cast(F.pad(x, (0, short))).values[..., : x.shape[-1]]
+
+
+def _products(
+    gemm: GroupedGemm, multiply: Callable[[Product, torch.Tensor, torch.Tensor], torch.Tensor]
+) -> dict[Product, torch.Tensor]:
+    """All three products over all experts, flat; operands lie with the summed axis last."""
+    parts: dict[Product, list[torch.Tensor]] = {product: [] for product in PRODUCTS}
+    for x, weight, grad in gemm.groups():
+        parts["output"].append(multiply("output", x, weight).flatten())
+        parts["dgrad"].append(multiply("dgrad", grad, weight.T).flatten())
+        parts["wgrad"].append(multiply("wgrad", grad.T, x.T).flatten())
+    return {product: torch.cat(results) for product, results in parts.items()}
+
+
+def layer_gemms(
+    x: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    w3: torch.Tensor,
+    grad: torch.Tensor,
+    offsets: torch.Tensor,
+) -> tuple[GroupedGemm, GroupedGemm, GroupedGemm]:
+    """Operands of all nine products of an expert layer ``(silu(x w1ᵀ) * (x w3ᵀ)) w2ᵀ``, as BF16 training has them.
+
+    Args:
+        x: routed input (M, D).
+        w1: (G, F, D).
+        w2: (G, D, F).
+        w3: (G, F, D).
+        grad: gradient of the layer's output (M, D).
+        offsets: where each expert's tokens end, (G,).
+
+    Returns:
+        The grouped GEMMs of w1, w3 and w2, in the order of the forward pass.
+    """
+    gate, up = (_grouped(x, w, offsets).requires_grad_() for w in (w1, w3))
+    hidden = F.silu(gate) * up
+    grad_hidden = _grouped(grad, w2.transpose(-2, -1), offsets)
+    grad_gate, grad_up = torch.autograd.grad(hidden, (gate, up), grad_hidden)
+    return (
+        GroupedGemm(name="w1", x=x, weight=w1, grad=grad_gate, offsets=offsets),
+        GroupedGemm(name="w3", x=x, weight=w3, grad=grad_up, offsets=offsets),
+        GroupedGemm(name="w2", x=hidden.detach(), weight=w2, grad=grad, offsets=offsets),
+    )
+
+
+def _grouped(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """``x Wᵀ`` of each group, float32 sums, rounded to BF16."""
+    starts = [0, *offsets.tolist()]
+    rows = [x[a:b].float() @ w.float().T for (a, b), w in zip(pairwise(starts), weight, strict=True)]
+    return torch.cat(rows).bfloat16()

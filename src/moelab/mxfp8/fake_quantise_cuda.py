@@ -1,4 +1,4 @@
-"""The CUDA form of ``fake_quantise.py``: one Triton kernel that reads a tensor once, behind its three operators.
+"""Fake quantisation on CUDA: one Triton kernel that reads a tensor once, behind the three operators of ``quantise.py``.
 
 The arithmetic is that module's, bit for bit. It is memory-bound: a BF16 value read, and one written for each of the two
 block axes that is asked for. Offsets are 64-bit, for a tensor may have more than 2^31 values.
@@ -10,7 +10,8 @@ import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-from moelab.mxfp8 import fake_quantise
+from moelab.mxfp8 import quantise
+from moelab.mxfp8.quantise import empty_transposed, require_whole_blocks
 
 ROWS_TILE = (256, 32, 4)
 """Rows, columns and warps of a program that only wants blocks along rows: 32 columns make it one stretch of memory."""
@@ -71,16 +72,16 @@ def launch(
     """Fill ``rows_BRC``, ``columns_BCR`` or both from ``x_BRC``; all BF16 and contiguous.
 
     Args:
-        x_BRC: ``(B, R, C)``.
+        x_BRC: ``(..., R, C)``.
         rows_BRC: to receive the values quantised in blocks along C.
         columns_BCR: to receive the values quantised in blocks along R, transposed.
         tile: rows and columns of a program, multiples of 32 and powers of two, and its warps.
     """
-    B, R, C = x_BRC.shape
-    tile_R, tile_C, warps = tile
     if not x_BRC.numel():
         return
-    _kernel[(triton.cdiv(R, tile_R) * triton.cdiv(C, tile_C), B)](
+    R, C = x_BRC.shape[-2:]
+    tile_R, tile_C, warps = tile
+    _kernel[(triton.cdiv(R, tile_R) * triton.cdiv(C, tile_C), x_BRC.numel() // (R * C))](
         x_BRC,
         x_BRC if rows_BRC is None else rows_BRC,
         x_BRC if columns_BCR is None else columns_BCR,
@@ -94,37 +95,33 @@ def launch(
     )
 
 
-@fake_quantise.fake_quantise_rows.register_kernel("cuda")
+@quantise.fake_quantise_rows.register_kernel("cuda")
 def fake_quantise_rows(x: torch.Tensor) -> torch.Tensor:
     """``(..., C)`` to the same, in blocks along C."""
-    fake_quantise.require_whole_blocks("the last dimension", x.shape[-1])
+    require_whole_blocks("the last dimension", x.shape[-1])
     x = x.contiguous()
     rows = torch.empty_like(x)
-    flat = (1, -1, fake_quantise.BLOCK)
+    flat = (-1, quantise.BLOCK)
     launch(x.view(flat), rows.view(flat), None, ROWS_TILE)
     return rows
 
 
-@fake_quantise.fake_quantise_columns.register_kernel("cuda")
+@quantise.fake_quantise_columns.register_kernel("cuda")
 def fake_quantise_columns(x_BRC: torch.Tensor) -> torch.Tensor:
     """``(..., R, C)`` to ``(..., C, R)``, in blocks along R."""
-    fake_quantise.require_whole_or_no_blocks("the last dimension but one", x_BRC.shape[-2])
+    require_whole_blocks("the last dimension but one", x_BRC.shape[-2], or_none=True)
     x_BRC = x_BRC.contiguous()
-    columns = fake_quantise.empty_transposed(x_BRC)
-    launch(_batched(x_BRC), None, _batched(columns), COLUMNS_TILE)
+    columns = empty_transposed(x_BRC)
+    launch(x_BRC, None, columns, COLUMNS_TILE)
     return columns
 
 
-@fake_quantise.fake_quantise_both.register_kernel("cuda")
+@quantise.fake_quantise_both.register_kernel("cuda")
 def fake_quantise_both(x_BRC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """``(..., R, C)`` to itself in blocks along C, and to ``(..., C, R)`` in blocks along R."""
-    fake_quantise.require_whole_blocks("the last dimension", x_BRC.shape[-1])
-    fake_quantise.require_whole_or_no_blocks("the last dimension but one", x_BRC.shape[-2])
+    require_whole_blocks("the last dimension", x_BRC.shape[-1])
+    require_whole_blocks("the last dimension but one", x_BRC.shape[-2], or_none=True)
     x_BRC = x_BRC.contiguous()
-    rows, columns = torch.empty_like(x_BRC), fake_quantise.empty_transposed(x_BRC)
-    launch(_batched(x_BRC), _batched(rows), _batched(columns), COLUMNS_TILE)
+    rows, columns = torch.empty_like(x_BRC), empty_transposed(x_BRC)
+    launch(x_BRC, rows, columns, COLUMNS_TILE)
     return rows, columns
-
-
-def _batched(x: torch.Tensor) -> torch.Tensor:
-    return x.view(-1, *x.shape[-2:])

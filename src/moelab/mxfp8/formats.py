@@ -38,15 +38,10 @@ from torchao.float8.float8_utils import tensor_to_scale, to_fp8_saturated
 from torchao.prototype.mx_formats.config import ScaleCalculationMode
 from torchao.prototype.mx_formats.mx_tensor import get_fp_scale, to_dtype, to_mx
 
-from moelab.errors import BadInput
-from moelab.mxfp8.fake_quantise import BLOCK, NotWholeBlocks
+from moelab.mxfp8.quantise import BLOCK, require_whole_blocks
 
 Scaling = Literal["floor", "rceil", "even", "ceil"]
 SCALINGS: tuple[Scaling, ...] = ("floor", "rceil", "even", "ceil")
-
-
-class NotFinite(BadInput):
-    """Values that are NaN or infinite, whose error means nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,11 +63,6 @@ class Element:
     emax: int
     emin: int
     mantissa_bits: int
-
-    @property
-    def smallest(self) -> float:
-        """Smallest magnitude above zero, a subnormal number."""
-        return 2.0 ** (self.emin - self.mantissa_bits)
 
 
 E4M3 = Element(name="E4M3", dtype=torch.float8_e4m3fn, max=448.0, emax=8, emin=-6, mantissa_bits=3)
@@ -179,7 +169,7 @@ class MX:
             >>> MX().cast(torch.full((1, 32), 1.1)).values[0, 0].item()
             1.125
         """
-        require_whole_blocks(x.shape[axis], self.block)
+        require_whole_blocks("the axis", x.shape[axis], self.block)
         moved = x.float().movedim(axis, -1).contiguous()
         e8m0, stored = to_mx(moved, self.element.dtype, self.block, ScaleCalculationMode(self.scaling))
         values = to_dtype(stored, e8m0, self.element.dtype, self.block, torch.float32)
@@ -188,32 +178,3 @@ class MX:
 
 
 Format = BF16 | FP8 | MX
-
-
-def require_whole_blocks(size: int, block: int) -> None:
-    """Check that an axis can be cut into blocks.
-
-    Raises:
-        NotWholeBlocks: naming the sizes that can.
-    """
-    if block < 1:
-        raise NotWholeBlocks(f"a block of {block} elements; valid: at least 1, and {BLOCK} for MXFP8")
-    if size < block:
-        raise NotWholeBlocks(f"the axis has {size} elements, fewer than one block of {block}; give at least {block}")
-    if size % block:
-        below = size - size % block
-        raise NotWholeBlocks(
-            f"the axis has {size} elements, not a multiple of the block of {block}; "
-            f"cut it to {below} or pad it with zeros to {below + block}"
-        )
-
-
-def require_finite(name: str, x: torch.Tensor) -> None:
-    """Check a tensor before it is measured.
-
-    Raises:
-        NotFinite: saying how many values are not finite.
-    """
-    wrong = int((~torch.isfinite(x)).sum())
-    if wrong:
-        raise NotFinite(f"{name} has {wrong} values of {x.numel()} that are NaN or infinite; valid: finite values")

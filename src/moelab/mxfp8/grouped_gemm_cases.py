@@ -19,15 +19,18 @@ from typing import Literal, get_args
 import numpy as np
 
 from moelab.errors import BadInput
+from moelab.hardware import GROUP_PADDING
 
 Precision = Literal["bf16", "fp8", "mxfp8", "mxfp8_wgrad_bf16"]
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
+Direction = Literal["forward", "dgrad", "wgrad"]
+DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
 Sizes = Literal["even", "random", "skewed"]
 SIZES: tuple[Sizes, ...] = get_args(Sizes)
 FEATURE_BLOCK: dict[Precision, int] = {"bf16": 8, "fp8": 16, "mxfp8": 32, "mxfp8_wgrad_bf16": 32}
 """What N and K must be multiples of: 16 bytes of an operand's row, or one MXFP8 block."""
-ROW_BLOCK: dict[Precision, int] = {"bf16": 8, "fp8": 16, "mxfp8": 128, "mxfp8_wgrad_bf16": 128}
-"""What each group's rows are padded to; 128 is what torchao 0.18's CuTeDSL quantisation asks for on SM100."""
+ROW_BLOCK = {name: GROUP_PADDING["mxfp8_native" if name.startswith("mxfp8") else name] for name in PRECISIONS}
+"""What each group's rows are padded to."""
 DIRICHLET = 4.0
 """Concentration of the skewed group sizes: their standard deviation is about half of their mean."""
 SEED = 20261101
@@ -75,6 +78,11 @@ class Case:
         """Multiplications and additions of one of the three products."""
         return 2 * self.m * self.n * self.k
 
+    @property
+    def elements(self) -> dict[str, int]:
+        """Elements of ``rows``, ``weights`` and ``gradient``, which casts read."""
+        return {"rows": self.m * self.k, "weights": self.groups * self.n * self.k, "gradient": self.m * self.n}
+
 
 def parse_case(text: str) -> Case:
     """A case from ``M,N,K,G`` or ``M,N,K,G,skewed``.
@@ -105,20 +113,17 @@ def require_divisible(case: Case, precision: Precision) -> None:
     """
     block = FEATURE_BLOCK[precision]
     for name, value in (("k", case.k), ("n", case.n)):
-        if value < block:
-            raise NotDivisible(f"{name} is {value}, less than one block of {precision} ({block}); give {block} or more")
         if value % block:
-            near = round(value / block) * block
-            raise NotDivisible(f"{name} is {value}: {precision} needs a multiple of {block}, the nearest is {near}")
+            nearest = max(1, round(value / block)) * block
+            raise NotDivisible(f"{name} is {value}: {precision} needs a multiple of {block}, the nearest is {nearest}")
 
 
-def group_sizes(case: Case, *, block: int = 1, seed: int = SEED) -> tuple[int, ...]:
-    """Rows of each group.
+def group_sizes(case: Case, *, block: int = 1) -> tuple[int, ...]:
+    """Rows of each group; the draw is the same for every block, so that all pad the same routing.
 
     Args:
         case: ``m`` and ``groups``, and how rows are spread over them.
         block: each group is padded up to a multiple of it; an empty group stays empty.
-        seed: of the draw; two blocks share it, so that they pad the same routing.
 
     Returns:
         ``groups`` numbers; they add up to ``m`` before padding.
@@ -127,7 +132,7 @@ def group_sizes(case: Case, *, block: int = 1, seed: int = SEED) -> tuple[int, .
         >>> group_sizes(Case(m=10, n=32, k=32, groups=3))
         (4, 3, 3)
     """
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(SEED)
     if case.sizes == "even":
         each, more = divmod(case.m, case.groups)
         drawn = np.array([each + (group < more) for group in range(case.groups)])

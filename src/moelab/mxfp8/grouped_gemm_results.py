@@ -31,54 +31,25 @@ class GroupedGemmResult:
     """One file.
 
     Attributes:
-        hardware: GPU, SM count, driver.
-        versions: of the packages.
-        date: of the measurement.
-        peaks: what the GPU reached on large products and copies.
+        stamp: where the figures come from, for a figure's title: ``measured on …, date, versions``.
         rows: a row for each case, precision and pass; times in µs.
         components: a row for each kernel of a case; may be empty.
-        refused: precisions that were not timed, and why.
-        label: ``measured``, or ``dry run`` where no GPU was there.
     """
 
-    hardware: dict[str, Any]
-    versions: dict[str, Any]
-    date: str
-    peaks: dict[str, Any]
+    stamp: str
     rows: pd.DataFrame
     components: pd.DataFrame
-    refused: dict[str, str]
-    label: str
 
-    @property
-    def gpu(self) -> str:
-        """Name of the GPU."""
-        return str(self.hardware.get("gpu"))
-
-    @property
-    def stamp(self) -> str:
-        """Where the figures come from, for a figure's title: ``measured on …, date, versions``."""
-        versions = ", ".join(
-            f"{name} {self.versions[name]}" for name in ("torch", "torchao") if self.versions.get(name)
-        )
-        return f"{self.label} on {self.gpu}, {self.date}, {versions}"
-
-    @property
-    def precisions(self) -> list[str]:
-        """Precisions that were timed, BF16 first."""
-        return list(dict.fromkeys(self.rows["precision"]))
-
-    def speedups(self, precision: str, *, direction: str = "forward+backward") -> pd.DataFrame:
-        """Times beside those of BF16.
+    def speedups(self, precision: str) -> pd.DataFrame:
+        """Times of forward and backward beside those of BF16.
 
         Args:
             precision: to hold against BF16.
-            direction: ``forward``, ``backward`` or ``forward+backward``.
 
         Returns:
             A row for each case that has both: its shape, ``bf16_us``, ``low_us``, their rates, and ``speedup``.
         """
-        chosen = self.rows[self.rows["pass"] == direction]
+        chosen = self.rows[self.rows["pass"].eq("forward+backward")]
         columns = [*SHAPE, "median_us", "iqr_us", "tflops", "fraction_of_peak"]
         bf16, low = (chosen[chosen["precision"] == name][columns] for name in ("bf16", precision))
         both = bf16.merge(low, on=SHAPE, suffixes=("_bf16", "_low"))
@@ -110,7 +81,7 @@ def obtain(
     """
     if how == "replay":
         return read_result(path) if path else stored()
-    from moelab.mxfp8.grouped_gemm_report import run  # loads torch, which a replay does not need
+    from moelab.mxfp8.grouped_gemm import run  # loads torch, which a replay does not need
 
     cases = [parse_case(text.strip()) for text in shapes.split(";")] if shapes else CASES
     file = Path(path or "outputs/grouped_gemm.json")
@@ -142,9 +113,11 @@ def _read(text: str, name: str) -> GroupedGemmResult:
         if content["schema"] != SCHEMA:
             raise NotAResult(f"{name} has schema {content['schema']}; this version reads schema {SCHEMA}")
         rows, components = pd.DataFrame(content["rows"]), pd.DataFrame(content["components"])
-        fields = {key: content[key] for key in ("hardware", "versions", "date", "peaks", "refused", "label")}
+        packages = content["versions"]
+        versions = [f"{name} {packages[name]}" for name in ("torch", "torchao") if packages.get(name)]
+        stamp = f"{content['label']} on {content['hardware']['gpu']}, {', '.join([content['date'], *versions])}"
     except (KeyError, TypeError, json.JSONDecodeError) as error:
         raise NotAResult(f"{name} is not a result of benchmarks/grouped_gemm.py: {error!r}") from error
     if rows.empty:
         raise NotAResult(f"{name} has no rows: the run ended before its first shape")
-    return GroupedGemmResult(**fields, rows=rows.astype({"iqr_us": float}), components=components)
+    return GroupedGemmResult(stamp=stamp, rows=rows.astype({"iqr_us": float}), components=components)

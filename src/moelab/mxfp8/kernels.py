@@ -3,23 +3,31 @@
 Native means real MXFP8 tensor-core GEMMs. Emulated means that every operand is quantised to MXFP8, expanded again and
 multiplied in BF16 (:mod:`moelab.mxfp8.emulation`): the numerics of MXFP8 at more than the cost of BF16, so an emulated
 run says nothing about speed.
+
+torchao 0.18.0 writes the quantisation kernels of SM100 in CuTeDSL and builds them at run time. It checks that the
+packages for that are there, not their versions, and fails inside a kernel's first call otherwise; its package
+description names the versions that it was made with (``prototype/moe_training/kernels/mxfp8/cute_utils.py`` and the
+description's section on installation).
 """
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
 import torch
 
 from moelab.errors import Refused
 from moelab.hardware import has_native_mxfp8
-from moelab.mxfp8.cutedsl import why_not_cutedsl
+from moelab.machine import version
 
 Kernels = Literal["native", "emulated"]
-NATIVE_PADDING = 128
-"""Tokens; what torchao 0.18's CuTeDSL quantisation kernel needs each expert's group to be a multiple of on SM100."""
-EMULATED_PADDING = 32
-"""Tokens; one MXFP8 block."""
+CUTEDSL = {"nvidia-cutlass-dsl": "4.5.2", "nvidia-cutlass-dsl-libs-base": "4.5.2"}
+"""Packages and versions that torchao 0.18.0's description pins."""
+INSTALL = (
+    "pip install apache-tvm-ffi cuda-python nvidia-cutlass-dsl==4.5.2 nvidia-cutlass-dsl-libs-base==4.5.2 "
+    "nvidia-cutlass-dsl-libs-cu13==4.5.2"
+)
 
 
 def resolve(requested: Literal["auto", "native", "emulated"]) -> Kernels:
@@ -31,32 +39,57 @@ def resolve(requested: Literal["auto", "native", "emulated"]) -> Kernels:
     Raises:
         Refused: if ``native`` was asked for where it cannot run, or ``auto`` where only packages are missing.
     """
-    if requested != "auto":
-        problem = why_not_native() if requested == "native" else None
-        if problem:
-            raise Refused(
-                f"mxfp8_kernels is 'native', but {problem}. Use 'emulated' (the numerics of MXFP8, slower than BF16) "
-                "or 'auto' (native where it exists)."
-            )
-        return requested
+    if requested == "emulated":
+        return "emulated"
     problem = why_not_native()
-    if problem and torch.cuda.is_available() and has_native_mxfp8(torch.cuda.get_device_capability()[0]):
+    if problem is None:
+        return "native"
+    if requested == "native":
+        raise Refused(
+            f"mxfp8_kernels is 'native', but {problem}. Use 'emulated' (the numerics of MXFP8, slower than BF16) "
+            "or 'auto' (native where it exists)."
+        )
+    if _has_tensor_cores():
         raise Refused(
             f"this GPU has MXFP8 tensor cores, but {problem}. Mend that, or ask for mxfp8_kernels=emulated by name: it "
             "says nothing about speed"
         )
-    return "emulated" if problem else "native"
+    return "emulated"
+
+
+def _has_tensor_cores() -> bool:
+    return torch.cuda.is_available() and has_native_mxfp8(torch.cuda.get_device_capability()[0])
 
 
 def why_not_native() -> str | None:
     """What stands between this process and native kernels, or None."""
     if not torch.cuda.is_available():
         return "this process has no CUDA device"
-    major, minor = torch.cuda.get_device_capability()
-    if not has_native_mxfp8(major):
+    if not _has_tensor_cores():
+        major, minor = torch.cuda.get_device_capability()
         return f"{torch.cuda.get_device_name()} is SM{major}{minor}; torchao's MXFP8 kernels are for SM100 and SM103"
     from torchao.prototype.moe_training.mxfp8_grouped_mm import _SM100_KERNELS_AVAILABLE
 
     if not _SM100_KERNELS_AVAILABLE:
         return "this build of torchao has no SM100 kernels (it needs CUDA 12.8 or later and Triton)"
     return why_not_cutedsl()
+
+
+def why_not_cutedsl() -> str | None:
+    """What is wrong with the packages of the CuTeDSL kernels, or None."""
+    from torchao.prototype.moe_training.kernels.mxfp8.cute_utils import _missing_cutedsl_runtime_packages
+
+    if missing := _missing_cutedsl_runtime_packages():
+        return f"torchao's MXFP8 kernels need {', '.join(missing)}, not installed here: {INSTALL}"
+    installed = {package: version(package) or "" for package in CUTEDSL}
+    newer = [
+        f"{package} {installed[package]} (works: {works})"
+        for package, works in CUTEDSL.items()
+        if _numbers(installed[package]) > _numbers(works)
+    ]
+    return f"too new for torchao 0.18's MXFP8 kernels: {', '.join(newer)}. {INSTALL}" if newer else None
+
+
+def _numbers(version_text: str) -> list[int]:
+    """The leading numbers of a version: ``4.10.0.dev0`` is above ``4.5.2``."""
+    return [int(number) for number in re.findall(r"\d+", version_text)[:3]]

@@ -30,10 +30,10 @@ def will_submit(study: Study, runs: Path, cluster: ClusterProfile, *, submit: bo
 
     if not submit or cluster.scheduler == "none":
         return submit
-    attempts = [directory.attempts(runs, one) for one in study.experiments]
-    states = [[status.state for status in refresh(found)] for found in attempts]
-    with_slurm = any(state in ACTIVE for found in states for state in found)
-    return not with_slurm and any(State.COMPLETED not in found for found in states)
+    found = directory.discover(runs / study.name)
+    states = [[status.state for status in refresh(found.attempts(one))] for one in study.experiments]
+    with_slurm = any(state in ACTIVE for tried in states for state in tried)
+    return not with_slurm and any(State.COMPLETED not in tried for tried in states)
 
 
 def bring_forward(study: Study, runs: Path, cluster: ClusterProfile, *, submit: bool, say: Say) -> None:
@@ -62,9 +62,12 @@ def bring_forward(study: Study, runs: Path, cluster: ClusterProfile, *, submit: 
         for run in run_study(study, runs, say=say).failed:
             say(f"{run.name}: {run.status.state}: {run.status.reason}")
         return
-    found = [run for one in study.experiments for run in directory.attempts(runs, one)]
-    states = refresh(found)
-    for run, status in zip(found, states, strict=True):
+    found = directory.discover(runs / study.name)
+    for line in found.lines:
+        say(line)
+    tried = [run for one in study.experiments for run in found.attempts(one)]
+    states = refresh(tried)
+    for run, status in zip(tried, states, strict=True):
         say(f"{run.name}: {status.state}" + (f", job {status.job_id}" if status.job_id else ""))
     if any(status.state in ACTIVE for status in states):
         say("Slurm has runs of this study: run the notebook again when they have ended")

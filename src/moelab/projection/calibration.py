@@ -130,9 +130,7 @@ class Calibration:
 
 CALIBRATION = Calibration(
     hopper_gemm=_measured(0.80, f"{GEMM}: 8192³, 792 of 989 TFLOP/s"),
-    blackwell_gemm=_fitted(
-        0.4614175, "what SimuMax's step leaves for products; nobody published one by one what B200 reaches", SIMUMAX_ROW
-    ),
+    blackwell_gemm=_fitted(0.4614175, "what SimuMax's step leaves for products that are not grouped", SIMUMAX_ROW),
     hopper_grouped=_measured(0.80, f"{GEMM}: M 16384 to 65536"),
     inner=_assumed(256.0, f"between what K 2048 and 7168 show in {GEMM}"),
     blackwell_grouped=_quoted(884.6 / 2250, f"{TORCHAO}: rows of 8 groups in BF16, less what its benchmark adds"),
@@ -163,7 +161,7 @@ CALIBRATION = Calibration(
     fsdp_copy_bytes=_measured(36.5, f"{PROFILE}: casts, copies in and out, division"),
     step_s=_measured(0.041, f"{PROFILE}: step without the kernels' time and what FSDP exposes"),
     host_layer_s=_fitted(0.0386532, "a model so small that the GPU waits for the host", DEBUG_ROW),
-    host_nodes_s=_fitted(0.0567193, "what the only published TorchTitan run at this size needs", PUBLISHED_ROW),
+    host_nodes_s=_fitted(0.0567193, "what the published 671B step needs that the other terms leave", PUBLISHED_ROW),
     step_noise=_measured(0.007, "benchmarks/results/h100_standard_step.json: steps of one arm"),
 )
 

@@ -1,4 +1,4 @@
-"""What is expected of one node of eight GPUs, written down before anyone measures it.
+"""What is expected of one node of eight GPUs, written down before anyone measured it.
 
 ``benchmarks/h100_full_node.py`` trains thin models with expert parallelism over two, four and eight GPUs of a node.
 With eight experts on each GPU, whatever the number of GPUs, the work of a GPU stays the same and only the exchange

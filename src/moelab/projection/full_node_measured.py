@@ -1,7 +1,7 @@
-"""One node of eight GPUs as measured, beside what was predicted of it before.
+"""One node as measured, beside what was predicted of it before.
 
-Both files are read where they are: until ``h100_full_node.json`` is there, only two GPUs are measured, in the
-two-by-two, and the validation table has no row of this source.
+``h200_full_node.json`` is of four GPUs so far: EP 4, all arms of its shapes in turn. EP 2 is the two-by-two's, and EP 8
+is predicted only.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from moelab.analysis.two_by_two import ArmResult, arm_results
 from moelab.errors import BadInput
-from moelab.projection.full_node import SCALING, load_predicted
+from moelab.projection.full_node import NODE_SHAPES, SCALING, load_predicted
 from moelab.projection.measured import FULL_NODE, TWO_BY_TWO, Measurement, hardware_of, load_measured
 from moelab.projection.validation_row import ValidationRow
 
@@ -33,17 +33,24 @@ def node_results(full_node: Measurement, two_by_two: Measurement) -> dict[Place,
     """What was measured at each degree; where the full node was not measured on two GPUs, the two-by-two's figure.
 
     Args:
-        full_node: of ``h100_full_node``.
+        full_node: of ``h200_full_node``.
         two_by_two: of ``h100_two_by_two``; left out if its GPUs are others.
     """
     alike = not (full_node.rows and two_by_two.rows) or hardware_of(full_node) == hardware_of(two_by_two)
     at_two = [{**row, "ep": 2, "shape": SAME_SHAPE.get(row["shape"], row["shape"])} for row in two_by_two.rows if alike]
+    at_two = [row for row in at_two if row["activation_checkpoint"] == _checkpointing(row["shape"])]
+    own = [{"activation_checkpoint": _checkpointing(row["shape"]), **row} for row in full_node.rows]
     found: dict[Place, ArmResult] = {}
-    for rows in (at_two, full_node.rows):
+    for rows in (at_two, own):
         for ep in dict.fromkeys(row["ep"] for row in rows):
             results = arm_results(row for row in rows if row["ep"] == ep)
             found |= {Place(one.shape, ep, one.routing, one.arm): one for one in results}
     return found
+
+
+def _checkpointing(shape: str) -> str | None:
+    """The checkpointing of all arms of a shape, which older files do not carry."""
+    return NODE_SHAPES[shape].activation_checkpoint if shape in NODE_SHAPES else None
 
 
 def full_node_rows(
@@ -52,7 +59,7 @@ def full_node_rows(
     """Rows of the validation table: the file's predictions beside what was measured later.
 
     Args:
-        measured: of ``h100_full_node``; the package's by default.
+        measured: of ``h200_full_node``; the package's by default.
         predicted: content of ``h100_full_node_predicted``; the package's by default.
 
     Returns:

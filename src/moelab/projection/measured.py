@@ -17,7 +17,7 @@ from moelab.errors import BadInput
 
 Row = Mapping[str, Any]
 ALL_TO_ALL, TWO_BY_TWO, GROUPED_GEMM = "all_to_all_h100", "h100_two_by_two", "grouped_gemm_h100"
-ALL_TO_ALL_H200, FULL_NODE = "all_to_all_h200", "h100_full_node"
+ALL_TO_ALL_H200, FULL_NODE = "all_to_all_h200", "h200_full_node"
 DRY_RUN = "dry run on CPU, emulated"
 """Label of a file that shows that a program runs, and nothing else."""
 COMMANDS = {
@@ -26,11 +26,11 @@ COMMANDS = {
     GROUPED_GEMM: "python benchmarks/grouped_gemm.py --output benchmarks/results/grouped_gemm_h100.json",
     ALL_TO_ALL_H200: "torchrun --nproc-per-node 2 benchmarks/all_to_all.py --output "
     "benchmarks/results/all_to_all_h200.json",
-    FULL_NODE: "python benchmarks/h100_full_node.py --output benchmarks/results/h100_full_node.json",
+    FULL_NODE: "python benchmarks/h100_full_node.py --output benchmarks/results/h200_full_node.json",
 }
 COLUMNS = {
     ALL_TO_ALL: ("size", "routing", "arm", "backend"),
-    TWO_BY_TWO: ("shape", "arm", "routing", "order", "steps", "tps_median", "tps_iqr"),
+    TWO_BY_TWO: ("shape", "activation_checkpoint", "arm", "routing", "order", "steps", "tps_median", "tps_iqr"),
     GROUPED_GEMM: ("m", "n", "k", "groups", "sizes", "precision", "pass", "median_us"),
     ALL_TO_ALL_H200: ("size", "routing", "arm", "backend"),
     FULL_NODE: ("ep", "shape", "arm", "routing", "order", "steps", "tps_median", "tps_iqr"),

@@ -46,11 +46,10 @@ def _kernels() -> Iterator[Case]:
     for name, us in CASTS.items():
         yield _part(f"cast of 16384², {name}", "µs", us, _cast_us(16384**2))
     case = b200.KERNELS_CASE
-    elements = {"rows": case.m * case.k, "weights": case.groups * case.n * case.k, "gradient": case.m * case.n}
     for kernel in b200.KERNELS:
         name = f"kernel of {kernel.direction}: {kernel.kind} {kernel.operand}".strip()
         if kernel.kind == "quantise":
-            yield _part(name, "µs", kernel.us, _cast_us(elements[kernel.operand]), b200.KERNELS_SOURCE, seen=True)
+            yield _part(name, "µs", kernel.us, _cast_us(case.elements[kernel.operand]), b200.KERNELS_SOURCE, seen=True)
         elif kernel.kind == "gemm":
             yield _part(name, "µs", kernel.us, _product_us(kernel.direction), b200.KERNELS_SOURCE, seen=True)
     for direction, share in OVERHEAD_SHARE["mxfp8"].items():
@@ -116,7 +115,7 @@ LAYERS = {
     "DSv3 16B, 2048 × 1408": (2048, 1408, b200.PUBLIC_16B_LAYER, "pytorch/torchtitan issue 2086: 16.882 to 17.710 ms"),
 }
 """A whole MoE layer with 8 local experts: dim, hidden and the speed-up. The 16B one has as many rows as the pipeline;
-torchao does not say how many its two have, and they are taken to have as many."""
+torchao's README gives ``total_M`` 131,072 for its two, which is as many."""
 
 
 def _layers() -> Iterator[Case]:

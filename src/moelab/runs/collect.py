@@ -10,8 +10,8 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,12 @@ from typing import Any
 import pandas as pd
 
 from moelab.errors import BadInput
+from moelab.experiment import EPBackend, Experiment, Precision
 from moelab.runs import directory
-from moelab.runs.directory import CONVERTED_FOLDER, DISPATCHER_FILE, RunDir
+from moelab.runs.directory import RunDir
 from moelab.runs.files import finite_or_none, write_json, write_whole
 from moelab.runs.log import NotALog, read_log
+from moelab.runs.side_files import Environment, read_side_files
 from moelab.runs.status import State, Status
 from moelab.runs.table import (
     MetricsRead,
@@ -37,6 +39,8 @@ from moelab.runs.wandb_export import read_wandb
 
 WARMUP_STEPS = 3
 WANDB_SUFFIXES = (".csv", ".json", ".jsonl")
+_NOT_FINITE = re.compile(r"(?i)\bloss is (not finite|nan|-?inf)\b")
+"""How TorchTitan, or a reader of its log, says in a status that training stopped for its loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +59,11 @@ class Collected:
         converted: what multiplies in MXFP8: ``kernels`` and ``modules``, or None.
         dispatcher: what moved the tokens: ``dispatcher``, and ``kernels`` of a DeepEP one; None if not recorded.
         diverged: which loss was not finite, None where none was or a restart got over it.
+        experiment: what it was asked to do; None from elsewhere.
+        environment: its machine and versions; None if they are not known.
+        command: that launched it; empty if it is not known.
+        damaged: files of it that are missing or damaged, each with what is therefore not known.
+        speed_known: whether it is known what its speed is the speed of: one machine, and kernels emulated or not.
         grad_norm_not_finite: NaN or Inf by the step that reported it as its gradient norm.
     """
 
@@ -69,6 +78,11 @@ class Collected:
     converted: dict[str, Any] | None = None
     dispatcher: dict[str, Any] | None = None
     diverged: str | None = None
+    experiment: Experiment | None = None
+    environment: Environment | None = None
+    command: str = ""
+    damaged: tuple[str, ...] = ()
+    speed_known: bool = False
     grad_norm_not_finite: Mapping[int, float] = field(default_factory=dict)
 
     @property
@@ -85,6 +99,25 @@ class Collected:
     def validation_loss(self) -> float:
         """Held-out loss at the last validated step, in nats per token; NaN without one."""
         return float(self.validation["loss"].iloc[-1]) if len(self.validation) else math.nan
+
+    @property
+    def emulates_mxfp8(self) -> bool:
+        """Whether MXFP8 products were emulated, as its ranks recorded or, without a record, as was asked for."""
+        if self.experiment is None or self.experiment.precision is not Precision.MXFP8:
+            return False
+        return "emulated" in (self.converted["kernels"] if self.converted else self.experiment.mxfp8_kernels)
+
+    @property
+    def emulates_deepep(self) -> bool:
+        """Whether DeepEP's stand-in moved the tokens, as its ranks recorded or, without a record, as was asked for."""
+        if self.dispatcher is not None:
+            return self.dispatcher.get("kernels") == "emulated"
+        experiment = self.experiment
+        return (
+            experiment is not None
+            and experiment.ep_backend is not EPBackend.STANDARD
+            and experiment.ep_kernels == "emulated"
+        )
 
     @property
     def grad_norm_finding(self) -> str | None:
@@ -109,7 +142,7 @@ class Collected:
         peak = self.rows["memory_gib"].max()
         parts += [f"{peak:.1f} GiB"] if math.isfinite(peak) else []
         parts += [self.grad_norm_finding] if self.grad_norm_finding else []
-        return ", ".join(parts) + (f"; {self.status.reason}" if self.status.reason else "")
+        return "; ".join([", ".join(parts), *([self.status.reason] if self.status.reason else []), *self.damaged])
 
     def to_json(self) -> dict[str, Any]:
         """The run as the command line prints it; missing numbers are null."""
@@ -119,6 +152,7 @@ class Collected:
             "seed": self.seed,
             "status": self.status.state.value,
             "reason": self.status.reason,
+            "damaged": list(self.damaged),
             "segments": self.segments,
             **self.grad_norm_json,
             "rows": json.loads(self.rows.to_json(orient="records", double_precision=15)),
@@ -139,9 +173,12 @@ def collect_run(run: RunDir, *, save: bool = False) -> Collected:
         run: the directory.
         save: also write ``metrics.parquet`` and ``results.json``.
     """
-    experiment = run.experiment
-    read = _read_log_and_events(run)
-    status = run.status
+    experiment, status = run.experiment, run.status
+    read, unread = _read_log_and_events(run, status)
+    side = read_side_files(run, experiment, started=bool(len(read.rows)))
+    diverged = read.reason
+    if status.state is State.FAILED and _NOT_FINITE.search(status.reason or ""):
+        diverged = diverged or status.reason
     if read.reason and not (status.state is State.FAILED and status.reason):
         status = replace(status, state=State.FAILED, reason=read.reason)
     collected = Collected(
@@ -157,9 +194,14 @@ def collect_run(run: RunDir, *, save: bool = False) -> Collected:
         ),
         validation=read.validation,
         steps_planned=experiment.steps,
-        converted=converted_modules(run),
-        dispatcher=dispatcher_of(run),
-        diverged=read.reason,
+        converted=side.converted,
+        dispatcher=side.dispatcher,
+        diverged=diverged,
+        experiment=experiment,
+        environment=side.environment,
+        command=side.command,
+        damaged=(*unread, *side.damaged),
+        speed_known=side.speed_known,
         grad_norm_not_finite=read.grad_norm_not_finite,
     )
     if save:
@@ -170,16 +212,20 @@ def collect_run(run: RunDir, *, save: bool = False) -> Collected:
 def collect(path: Path) -> list[Collected]:
     """Read whatever is at a path: run directories at or below it, a TorchTitan log, TensorBoard events, a W&B export.
 
+    Runs whose record cannot be used are left out (:func:`moelab.runs.directory.discover` names them).
+
     Raises:
-        BadInput: if it is none of them.
+        BadInput: if it is none of them, or all runs are left out.
     """
     if not path.exists():
         raise BadInput(
             f"{path} does not exist; give a run, a study, a TorchTitan log, a TensorBoard folder or a W&B export"
         )
-    runs = list(directory.find(path)) if path.is_dir() else []
-    if runs:
-        return [collect_run(RunDir(run.path.absolute())) for run in runs]
+    found = directory.discover(path.absolute()) if path.is_dir() else None
+    if found and found.left_out and not found.runs:
+        raise BadInput("\n".join(found.lines))
+    if found and found.runs:
+        return [collect_run(run) for run in found.runs]
     reads = read_wandb(path) if path.suffix in WANDB_SUFFIXES and path.is_file() else [_read_elsewhere(path)]
     return [_from_elsewhere(read, path.stem) for read in reads if len(read.rows)]
 
@@ -222,18 +268,31 @@ def save_results(run: RunDir, collected: Collected) -> None:
     write_json(run.path / "results.json", results)
 
 
-def _read_log_and_events(run: RunDir) -> MetricsRead:
-    empty = read_log([], allow_empty=True)
-    log = read_log(run.log, allow_empty=True) if run.log.exists() else empty
+def _read_log_and_events(run: RunDir, status: Status) -> tuple[MetricsRead, list[str]]:
+    """What both have, and which of them cannot be read."""
+    log: MetricsRead = read_log([], allow_empty=True)
+    damaged = []
+    name = f"logs/{run.log.name}"
+    try:
+        log = read_log(run.log, allow_empty=True)
+    except OSError as error:
+        damaged.append(f"{name} cannot be read ({error.strerror or error})")
+    except NotALog:
+        if run.log.exists():
+            damaged.append(f"{name} is no file")
+        elif status.state not in (State.PREPARED, State.SUBMITTED, State.RUNNING):
+            damaged.append(f"{name} is missing")
     try:
         events = read_tensorboard(run.tensorboard)
     except NotATensorBoardFolder:
-        return log
+        return log, damaged
+    except OSError as error:
+        return log, [*damaged, f"{run.tensorboard.name} cannot be read ({error.strerror})"]
     validation = log.validation if len(log.validation) >= len(events.validation) else events.validation
     rows = combine(log.rows, events.rows)
     norms = merge_segments(rows).set_index("step")["grad_norm"]
     reported = {**events.grad_norm_not_finite, **log.grad_norm_not_finite}
-    return replace(
+    united = replace(
         log,
         rows=rows,
         validation=validation,
@@ -241,6 +300,7 @@ def _read_log_and_events(run: RunDir) -> MetricsRead:
         # One of them may lack the launch that repeated a step, and hold its earlier value.
         grad_norm_not_finite={step: reported[step] for step in sorted(reported) if not math.isfinite(norms[step])},
     )
+    return united, damaged
 
 
 def _from_elsewhere(read: MetricsRead, name: str) -> Collected:
@@ -267,21 +327,3 @@ def _read_elsewhere(path: Path) -> MetricsRead:
         if path.name.startswith("events.out.tfevents"):
             return read_tensorboard(path.parent)
         raise
-
-
-def converted_modules(run: RunDir) -> dict[str, Any] | None:
-    """What multiplies in MXFP8 over all pipeline stages: ``kernels`` and ``modules``; None if nothing was recorded."""
-    stages = []
-    for file in sorted((run.path / CONVERTED_FOLDER).glob("rank*.json")):
-        with suppress(ValueError):  # the rank was killed while it wrote
-            stages.append(json.loads(file.read_text()))
-    modules = [name for stage in stages for name in stage["modules"]]
-    return {"kernels": stages[0]["kernels"], "modules": modules} if modules else None
-
-
-def dispatcher_of(run: RunDir) -> dict[str, Any] | None:
-    """What moved the tokens; ``kernels`` is ``emulated`` where DeepEP's stand-in did. None if nothing was recorded."""
-    with suppress(OSError, ValueError):
-        found: dict[str, Any] = json.loads((run.path / DISPATCHER_FILE).read_text())
-        return found
-    return None

@@ -2,21 +2,27 @@
 
 ``runs/<study>/<arm>/seed<k>/<UTC time>-<6 hex>/`` holds ``experiment.yaml`` (resolved), ``environment.json``,
 ``launch/`` (exact command), ``logs/``, ``tb/``, ``status.json``, ``metrics.parquet`` and ``results.json``.
+
+``experiment.yaml`` is a record: it has every field, and agrees with the arm and seed that the folders are called by. A
+run whose record cannot be trusted is left out by name; what it lacks is never filled in.
 """
 
 from __future__ import annotations
 
+import functools
 import os
+import re
 import secrets
-from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from moelab.errors import BadInput
 from moelab.experiment import Experiment
-from moelab.experiment_file import read_experiment, write_experiment
+from moelab.experiment_file import read_record, write_experiment
 from moelab.runs.files import write_whole
+from moelab.runs.status import FILE as STATUS_FILE
 from moelab.runs.status import State, Status, read_status, write_status
 
 EXPERIMENT_FILE = "experiment.yaml"
@@ -24,6 +30,7 @@ CONVERTED_FOLDER, DISPATCHER_FILE = "launch/converted", "launch/dispatcher.json"
 """What the built model runs: a file for each pipeline rank of what multiplies in MXFP8; what moves the tokens."""
 STOP_VARIABLE, STOPPED_FILE = "MOELAB_STOP_FILE", "launch/stopped.json"
 """Names the file that asks ranks to save and stop; which step they saved when they did."""
+_SEED, _STAMP = re.compile(r"seed(\d+)"), re.compile(r"\d{8}T\d{6}Z-[0-9a-f]{6}")
 
 
 @dataclass(frozen=True)
@@ -32,14 +39,27 @@ class RunDir:
 
     path: Path
 
-    @property
+    @functools.cached_property
     def experiment(self) -> Experiment:
-        """The resolved experiment."""
-        file = self.path / EXPERIMENT_FILE
+        """The resolved experiment.
+
+        Raises:
+            BadInput: if its record is damaged, lacks a field, or disagrees with its folders.
+        """
         try:
-            return read_experiment(file)
+            return self._read_record()
         except BadInput as error:
-            raise BadInput(f"{file}: {error}") from None
+            raise BadInput(f"{self.path / EXPERIMENT_FILE}: {error}") from None
+
+    @property
+    def arm(self) -> str:
+        """Name of its arm, by its folder if that names a seed below an arm, else by its record."""
+        return self._place[-3] if self._names_a_seed else self.experiment.arm
+
+    @property
+    def seed(self) -> int:
+        """Its seed, by its folder if that names one, else by its record."""
+        return int(self._place[-2].removeprefix("seed")) if self._names_a_seed else self.experiment.seed
 
     @property
     def status(self) -> Status:
@@ -59,11 +79,87 @@ class RunDir:
     @property
     def name(self) -> str:
         """``<study>/<arm>/seed<k>/<time>-<hex>``: the same on every machine that holds the run."""
-        return "/".join(self.path.resolve().parts[-4:])
+        return "/".join(self._place)
 
     def set_status(self, status: Status) -> None:
         """Replace ``status.json``."""
         write_status(self.path, status)
+
+    @property
+    def _place(self) -> tuple[str, ...]:
+        """Study, arm, seed and run: links below the study are places of their own, one to a study is not."""
+        given = Path(os.path.abspath(self.path))  # noqa: PTH100 - keeps links
+        if _SEED.fullmatch(given.parent.name):
+            return (given.parent.parent.parent.resolve().name, *given.parts[-3:])
+        return self.path.resolve().parts[-4:]
+
+    @property
+    def _names_a_seed(self) -> bool:
+        return len(self._place) > 2 and bool(_SEED.fullmatch(self._place[-2]))
+
+    def _read_record(self) -> Experiment:
+        experiment = read_record(self.path / EXPERIMENT_FILE)
+        recorded, folders = f"{experiment.arm}/seed{experiment.seed}", "/".join(self._place[-3:-1])
+        is_in_a_study = self._names_a_seed or folders.startswith(f"{experiment.arm}/")  # else copied out of one
+        if is_in_a_study and recorded != folders:
+            raise BadInput(f"the record is of {recorded}, and the run is in {folders}")
+        return experiment
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeftOut:
+    """A run that cannot be used, because nobody can say what it is a run of.
+
+    Attributes:
+        run: its directory.
+        reason: what is wrong with its record, on one line.
+    """
+
+    run: RunDir
+    reason: str
+
+    def __str__(self) -> str:
+        """For a person."""
+        return f"{self.run.name}: left out: {self.reason}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Discovery:
+    """The run directories at a path.
+
+    Attributes:
+        runs: those whose record is whole and agrees with its folder, in order of path.
+        left_out: all others.
+        notes: what a reader should know of the runs that are used.
+    """
+
+    runs: tuple[RunDir, ...]
+    left_out: tuple[LeftOut, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def all_runs(self) -> list[RunDir]:
+        """Also those that are left out: their status and their job can be known all the same."""
+        return sorted([*self.runs, *(one.run for one in self.left_out)], key=lambda run: run.path)
+
+    @property
+    def lines(self) -> list[str]:
+        """What a person should know of them."""
+        return [*map(str, self.left_out), *self.notes]
+
+    def to_json(self) -> dict[str, Any]:
+        """The same for a program."""
+        left_out = [{"run": one.run.name, "path": str(one.run.path), "reason": one.reason} for one in self.left_out]
+        return {"left_out": left_out, "notes": list(self.notes)}
+
+    def attempts(self, experiment: Experiment) -> list[RunDir]:
+        """Runs of exactly this experiment, oldest first, whatever its study and arm are called."""
+        same = [
+            run
+            for run in self.runs
+            if run.experiment.seed == experiment.seed and not run.experiment.differences(experiment)
+        ]
+        return sorted(same, key=lambda run: run.path.name)
 
 
 def fresh(runs: Path, experiment: Experiment) -> RunDir:
@@ -73,11 +169,13 @@ def fresh(runs: Path, experiment: Experiment) -> RunDir:
 
 
 def make(run: RunDir, experiment: Experiment) -> None:
-    """Make a fresh run directory with its experiment and the status ``prepared``."""
+    """Make a fresh run directory with its record and the status ``prepared``; it appears whole or not at all."""
+    begun = RunDir(run.path.with_name(f".{run.path.name}"))
     for part in ("launch", "logs", "tb"):
-        (run.path / part).mkdir(parents=True)
-    write_whole(run.path / EXPERIMENT_FILE, write_experiment(experiment))
-    run.set_status(Status(state=State.PREPARED))
+        (begun.path / part).mkdir(parents=True)
+    write_whole(begun.path / EXPERIMENT_FILE, write_experiment(experiment))
+    begun.set_status(Status(state=State.PREPARED))
+    begun.path.rename(run.path)
 
 
 def create(runs: Path, experiment: Experiment) -> RunDir:
@@ -92,24 +190,59 @@ def create(runs: Path, experiment: Experiment) -> RunDir:
     return run
 
 
-def attempts(runs: Path, experiment: Experiment) -> list[RunDir]:
-    """Run directories of exactly this experiment, oldest first; another model or step count is another experiment."""
-    folder = runs / experiment.name / experiment.arm / f"seed{experiment.seed}"
-    found = [RunDir(path.parent) for path in sorted(folder.glob(f"*/{EXPERIMENT_FILE}"))]
-    return [run for run in found if _is_of(run, experiment)]
+def discover(path: Path) -> Discovery:
+    """The run directories that :func:`find` finds, with their records read."""
+    runs: list[RunDir] = []
+    left_out: list[LeftOut] = []
+    notes: dict[str, None] = {}
+    for run in find(path):
+        try:
+            study = run.experiment.name
+        except BadInput as error:
+            reason = str(error).removeprefix(f"{run.path / EXPERIMENT_FILE}: ")
+            left_out.append(LeftOut(run=run, reason=f"{EXPERIMENT_FILE}: {'; '.join(reason.splitlines())}"))
+            continue
+        runs.append(run)
+        folder, *_ = run.name.split("/")
+        if not run._names_a_seed:
+            notes[f"{run.name} is in no folder of an arm and seed: taken for {run.arm}/seed{run.seed}, as recorded"] = (
+                None
+            )
+        elif folder != study:
+            notes[f"folder {folder} holds runs that were recorded as of study {study}"] = None
+    return Discovery(runs=tuple(runs), left_out=tuple(left_out), notes=tuple(notes))
 
 
-def find(path: Path) -> Iterator[RunDir]:
-    """Every run directory at or below a path, in order of name; folders inside a run are not looked into."""
-    for folder, inside, files in os.walk(path):
-        if EXPERIMENT_FILE in files and "logs" in inside:  # else a person's own file of that name
-            inside.clear()
-            yield RunDir(Path(folder))
-        inside.sort()
+def find(path: Path) -> list[RunDir]:
+    """Every run directory at or below a path and through links, whatever its record is like, in order of path.
+
+    A run that is reached twice counts once, under its own path rather than a link's. Folders inside a run are not
+    looked into, nor hidden ones; one that cannot be looked into counts as a run, so that it does not disappear.
+    """
+    found: list[RunDir] = []
+    seen: set[Path] = set()
+    starts = [path]
+    while starts:  # real folders first, then what links lead to
+        closed: list[OSError] = []
+        for folder, inside, _ in os.walk(starts.pop(0), onerror=closed.append):
+            here = Path(folder)
+            if (real := here.resolve()) in seen:
+                inside.clear()
+                continue
+            seen.add(real)
+            if is_run(here):
+                inside.clear()
+                found.append(RunDir(here))
+            inside[:] = [name for name in inside if not name.startswith(".")]  # such as a run that is being made
+            links = (here / name for name in sorted(inside) if (here / name).is_symlink())
+            starts += [link for link in links if not path.resolve().is_relative_to(link.resolve())]
+        found += [RunDir(Path(error.filename)) for error in closed if isinstance(error, PermissionError)]
+    return sorted(found, key=lambda run: run.path)
 
 
-def _is_of(run: RunDir, experiment: Experiment) -> bool:
-    try:
-        return run.experiment == experiment
-    except BadInput:  # written by another version of moelab
-        return False
+def is_run(folder: Path) -> bool:
+    """Whether a folder is a run's, whole or damaged; one with only a person's own ``experiment.yaml`` is not."""
+    names = (EXPERIMENT_FILE, STATUS_FILE, "launch", "logs")
+    marks = [name for name in names if os.path.exists(folder / name)]  # noqa: PTH110 - False if it may not be asked
+    is_in_place = _STAMP.fullmatch(folder.name) and _SEED.fullmatch(folder.parent.name)
+    return bool(is_in_place) or len(marks) > 1

@@ -82,8 +82,8 @@ class RunFollower:
         self._seed: int | None = None
         try:
             experiment = run.experiment
-        except BadInput:  # written by another version of moelab
-            self._arm, self._steps, self.ranks, self.model = run.path.parts[-3], 0, 1, ""
+        except BadInput:  # damaged, or written by another version of moelab
+            self._arm, self._steps, self.ranks, self.model = run.name.split("/")[-3], 0, 1, ""
         else:
             self._arm, self._seed, self._steps = experiment.arm, experiment.seed, experiment.steps
             self.ranks, self.model = experiment.world_size, experiment.model_label

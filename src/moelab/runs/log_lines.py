@@ -37,7 +37,8 @@ _BLANK = rb"[ \t]*+"
 _GAP = _BLANK + rb"(?:\x1b\[[0-9;:]*+m" + _BLANK + rb")*+"  # with colours, 24-bit ones too
 # Deliberately loose, and twice as fast as an exact pattern; `float` then refuses what is not a number.
 _NUMBER = _BLANK + rb"([-\d.,naif]++)"
-_LOSS = _BLANK + rb"(\d++)" + _GAP + rb"loss:" + _NUMBER
+_STEP_NUMBER = rb"\d{1,15}+"  # what fits a table; a longer one is damage
+_LOSS = _BLANK + rb"(" + _STEP_NUMBER + rb")" + _GAP + rb"loss:" + _NUMBER
 _GRAD_NORM = rb"(?:" + _GAP + rb"grad_norm:" + _NUMBER + rb")?+"
 _MEMORY = _GAP + rb"memory:" + _NUMBER + rb"GiB\(" + _NUMBER + rb"%\)"
 _TPS = _GAP + rb"tps:" + _NUMBER
@@ -45,8 +46,8 @@ _TFLOPS = rb"(?:" + _GAP + rb"tflops:" + _NUMBER + rb")?+"
 _MFU = _GAP + rb"mfu:(?:" + _NUMBER + rb"%|" + _BLANK + rb"N/A)"
 _STEP = re.compile(rb"step:" + _LOSS + _GRAD_NORM + _MEMORY + _TPS + _TFLOPS + _MFU)
 _VALIDATION = re.compile(rb"validate step:" + _LOSS + _MEMORY + _TPS + rb"(?=[\s\x1b])")
-_START = re.compile(rb"Training starts at step (\d++)(?=[\s.\x1b])")
-_NOT_FINITE = re.compile(rb"Loss is not finite \(global_avg_loss=(-?\w++)\) at step (\d++)\.")
+_START = re.compile(rb"Training starts at step (" + _STEP_NUMBER + rb")(?=[\s.\x1b])")
+_NOT_FINITE = re.compile(rb"Loss is not finite \(global_avg_loss=(-?\w++)\) at step (" + _STEP_NUMBER + rb")\.")
 _PARAMETERS = re.compile(rb"size:" + _GAP + rb"([\d,]++) total parameters")
 _PREFIX = re.compile(rb"\[[A-Za-z_]*+(\d++)\]:")
 _LONGEST_PREFIX_BYTES: Final = 160

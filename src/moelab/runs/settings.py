@@ -12,9 +12,9 @@ found, and its setting is not known.
 from __future__ import annotations
 
 import itertools
-import json
 import re
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -25,6 +25,7 @@ from moelab.model import SHAPES
 from moelab.privacy import HIDDEN, each_text, without_secrets
 from moelab.runs.directory import RunDir
 from moelab.runs.log import read_bytes
+from moelab.runs.side_files import Environment
 
 _READ_BYTES: Final = 4 << 20  # of a log: everything here is said before the first step
 _CONFIG_NAMES: Final = ("config.yaml", "config.json")
@@ -118,12 +119,41 @@ def settings_of(path: Path, runs: int = 1) -> Settings:
     return Settings(values=values, source=f"{config.name} beside it")
 
 
-def run_settings(run: RunDir) -> Settings:
-    """The configuration of one of our runs; what its log says was resolved, such as ``dp_shard``, comes first."""
+def run_settings(run: RunDir, environment: Environment | None) -> Settings:
+    """The configuration of one of our runs; what its log says was resolved, such as ``dp_shard``, comes first.
+
+    Args:
+        run: its directory.
+        environment: its machine and versions; None if they are not known.
+    """
     fields = run.experiment.model_dump(mode="json", exclude={"name", "seed"})
-    found = dict(_flat(fields)) | _environment(run.path / "environment.json")
-    log = log_settings(run.log) if run.log.is_file() else {}
+    found = dict(_flat(fields)) | ({} if environment is None else _of_environment(environment))
+    try:
+        log = log_settings(run.log)
+    except OSError:  # missing or damaged, which is told where the run is
+        log = {}
     return Settings(values=found | log, source="experiment.yaml, environment.json and its log")
+
+
+def settings_of_all(runs: Sequence[Settings]) -> Settings:
+    """The configuration of several runs of one source: where they are not alike, how many have which value."""
+    names = dict.fromkeys(name for one in runs for name in one.values)
+    values = {name: spread(one.values.get(name, "unknown") for one in runs) for name in names}
+    return Settings(values=values, source=runs[0].source)
+
+
+def spread(values: Iterable[str]) -> str:
+    """Values over runs in words, the most frequent first.
+
+    >>> spread(["2.14.1", "2.13.0", "2.14.1"])
+    '2.14.1 in 2 runs, 2.13.0 in 1 run'
+    >>> spread(["2.14.1", "2.14.1"])
+    '2.14.1'
+    """
+    counts = Counter(values).most_common()
+    if len(counts) < 2:
+        return counts[0][0] if counts else ""
+    return ", ".join(f"{value} in {count} run{'s' if count > 1 else ''}" for value, count in counts)
 
 
 def log_settings(path: Path) -> dict[str, str]:
@@ -142,16 +172,10 @@ def log_settings(path: Path) -> dict[str, str]:
     return {name: _OURS.get(value, value) for name, value in found.items()}
 
 
-def _environment(file: Path) -> dict[str, str]:
-    try:
-        found = json.loads(file.read_text())
-        packages = {name: version for name, version in found["packages"].items() if version}
-        gpus = [gpu["name"] for gpu in found["gpus"]]
-        own = {"moelab": found["moelab"], "git_commit": found["git_commit"], "python": found["python"]}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # killed before it was written
-        return {}
-    hardware = {"gpu": gpus[0]} if gpus else {"processor": found.get("processor")}
-    return {name: str(value) for name, value in {**own, **packages, **hardware}.items() if value is not None}
+def _of_environment(found: Environment) -> dict[str, str]:
+    gpus = {"gpu": found.chip, "gpus": str(len(found.gpus)) if found.gpus else "unknown"}
+    hardware = {"processor": found.processor} if found.on_cpu else gpus
+    return {**found.versions, **hardware}
 
 
 def _config_beside(path: Path) -> Path | None:

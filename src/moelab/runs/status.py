@@ -7,12 +7,14 @@ never completed.
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import time
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import ClassVar
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from moelab.runs.files import write_json
 
@@ -51,6 +53,8 @@ class Status:
         updated: seconds since the Unix epoch.
     """
 
+    __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
+
     state: State
     reason: str | None = None
     exit_code: int | None = None
@@ -58,14 +62,25 @@ class Status:
     attempts: int = 0
     updated: float = 0.0
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether neither a file nor a job of Slurm says where the run is."""
+        return self.state is State.UNKNOWN and self.job_id is None
+
+
+_STATUS = TypeAdapter(Status)
+
 
 def read_status(folder: Path) -> Status:
-    """The status of a run directory; ``unknown`` where the file is missing or not readable as one."""
+    """The status of a run directory; ``unknown``, with what is wrong, where the file cannot be read as one."""
     try:
-        content = json.loads((folder / FILE).read_text())
-        return Status(**{**content, "state": State(content["state"])})
-    except (OSError, ValueError, TypeError, KeyError):
-        return Status(state=State.UNKNOWN, reason="status.json is missing or damaged")
+        return _STATUS.validate_json((folder / FILE).read_bytes())
+    except OSError as error:
+        return Status(state=State.UNKNOWN, reason=f"{FILE} cannot be read: {error.strerror}")
+    except ValidationError as error:
+        fault = error.errors()[0]
+        what = ": ".join([*map(str, fault["loc"]), fault["msg"]])
+        return Status(state=State.UNKNOWN, reason=f"{FILE} is damaged: {what}")
 
 
 def write_status(folder: Path, status: Status) -> None:

@@ -30,6 +30,7 @@ DTYPES: Final[Mapping[str, str]] = {
 VALIDATION_COLUMNS: Final = ("segment", "step", "loss", "tps", "memory_gib", "time")
 
 _RUN: Final = ["run", "arm", "seed"]
+_MEMORY: Final = ("memory_gib", "memory_pct")
 _ROUNDED_MEMORY: Final = 0.00501  # GiB or percent: the log prints memory to two decimals
 _ROUNDED_LOSS: Final = 0.0000501  # the least precise loss that a TorchTitan log prints has four decimals
 _QUARTER_HOUR_S: Final = 900.0  # every time zone is a whole number of these from UTC
@@ -79,14 +80,19 @@ def validation_table(columns: Mapping[str, Any] | pd.DataFrame) -> pd.DataFrame:
 
 
 def merge_segments(table: pd.DataFrame) -> pd.DataFrame:
-    """Return one row per step of every run: a step repeated after a restart keeps its last value.
+    """Return one row per step of every run: a repeated step keeps its last values, and the largest memory.
+
+    A restart repeats steps; so does a log without times in which the lines of one rank follow those of another.
 
     >>> rows = metrics_table({"segment": [0, 0, 1], "step": [90, 100, 100], "loss": [5.1, 5.0, 5.001]})
     >>> merge_segments(rows)[["segment", "step", "loss"]].values.tolist()
     [[0.0, 90.0, 5.1], [1.0, 100.0, 5.001]]
     """
     ordered = table.sort_values([*_RUN, "segment", "step"], kind="stable")
-    return ordered.drop_duplicates([*_RUN, "step"], keep="last").sort_values([*_RUN, "step"]).reset_index(drop=True)
+    steps = ordered.groupby([*_RUN, "step"], dropna=False)
+    largest = {name: steps[name].transform("max") for name in _MEMORY if name in ordered}
+    kept = ordered.assign(**largest).drop_duplicates([*_RUN, "step"], keep="last")
+    return kept.sort_values([*_RUN, "step"]).reset_index(drop=True)
 
 
 def overlap(table: pd.DataFrame) -> pd.DataFrame:
@@ -147,7 +153,7 @@ def combine(log_rows: pd.DataFrame, tb_rows: pd.DataFrame) -> pd.DataFrame:
     tb = matched.set_index(["segment", "step"])
     log["time"] += _zone_difference(log["time"], tb["time"])
     united = tb.combine_first(log)
-    for column in ("memory_gib", "memory_pct"):
+    for column in _MEMORY:
         logged = log[column].reindex(united.index)
         united[column] = united[column].where(~(logged > united[column] + _ROUNDED_MEMORY), logged)
     return metrics_table(_in_time_order(united.reset_index()))
@@ -239,6 +245,6 @@ def ranks_to_rows(frame: pd.DataFrame, keys: Sequence[str]) -> pd.DataFrame:
     ordered = ordered.sort_values([*keys, "_lacks", "time"], kind="stable")
     rows = ordered.drop_duplicates(keys).set_index(list(keys))
     rows["loss"] = rows["loss"].mask(rows["_lacks"])
-    largest = frame.groupby(list(keys))[[name for name in ("memory_gib", "memory_pct") if name in frame]].max()
+    largest = frame.groupby(list(keys))[[name for name in _MEMORY if name in frame]].max()
     rows[largest.columns] = largest
     return rows.drop(columns="_lacks").reset_index()

@@ -67,7 +67,8 @@ def _launches(folder: Path) -> list[list[Path]]:
     """Return the event files of each launch, in time order."""
     streams = defaultdict(list)
     for file in sorted(folder.rglob("events.out.tfevents.*"), key=_created):
-        streams[file.parent].append(file)
+        if file.is_file():  # a link may lead nowhere
+            streams[file.parent].append(file)
     if not streams:
         raise NotATensorBoardFolder(
             f"{folder}: no events.out.tfevents.* file below it. Give a run's tb/ folder; TorchTitan writes one "

@@ -8,12 +8,11 @@ where and with what, and ``report_on.py`` chooses between the two and writes the
 
 from moelab.study_report.comparison import Comparison
 from moelab.study_report.judge import NothingToJudge, judge_study
-from moelab.study_report.judgement import ARM_FIELDS, StudyJudgement
+from moelab.study_report.judgement import StudyJudgement
 from moelab.study_report.origin import provenance
 from moelab.study_report.report_on import judge_paths, report_figures, write_study_report
 
 __all__ = [
-    "ARM_FIELDS",
     "Comparison",
     "NothingToJudge",
     "StudyJudgement",

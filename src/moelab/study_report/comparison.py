@@ -12,11 +12,13 @@ from typing import Any
 import numpy as np
 
 from moelab.analysis.compare_runs import Difference, difference, differing_settings
-from moelab.analysis.side import Side, median
+from moelab.analysis.side import Side, machine_differences, median
+from moelab.analysis.throughput import why_no_gain
 from moelab.analysis.verdict import Verdict
+from moelab.errors import BadInput
 from moelab.runs.files import finite_or_none
 from moelab.runs.status import State
-from moelab.study_report.judgement import first_of
+from moelab.study_report.judgement import LeftOut, first_of, left_out_json, left_out_words, run_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,16 +28,26 @@ class Comparison:
     Attributes:
         sides: at least one.
         paths: that they were read from.
+        left_out: every run of ours at the paths that is in no side.
         final_fraction: part of the steps that a final loss or difference is a mean of.
         margin_nats: equivalence margin that was given, or None.
+        margin_cap_nats: what a margin may be at most, or None for the usual cap.
+        dropped_seeds: seeds that are left out of every side, as was asked for.
     """
 
     sides: tuple[Side, ...]
     paths: tuple[Path, ...]
+    left_out: tuple[LeftOut, ...] = ()
     final_fraction: float = 0.1
     margin_nats: float | None = None
+    margin_cap_nats: float | None = None
+    dropped_seeds: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        seeds = set().union(*(side.seeds for side in self.sides))
+        if unknown := [seed for seed in self.dropped_seeds if seed not in seeds]:
+            known = ", ".join(str(seed) for seed in sorted(seeds)) or "not known"
+            raise BadInput(f"seed {unknown[0]} cannot be dropped: the seeds of these runs are {known}")
         labels = [side.label for side in self.sides]
         assert len(set(labels)) == len(labels), f"two sides have one label: {labels}"
 
@@ -49,7 +61,15 @@ class Comparison:
         """Loss of every other side against the first."""
         first, *others = self.sides
         return [
-            difference(first, side, final_fraction=self.final_fraction, margin_nats=self.margin_nats) for side in others
+            difference(
+                first,
+                side,
+                final_fraction=self.final_fraction,
+                margin_nats=self.margin_nats,
+                margin_cap_nats=self.margin_cap_nats,
+                dropped_seeds=self.dropped_seeds,
+            )
+            for side in others
         ]
 
     @property
@@ -69,7 +89,15 @@ class Comparison:
         on_cpu = [side for side in self.sides if side.on_cpu]
         found = [f"a rank is a CPU process in {_names(on_cpu)}"] if on_cpu else []
         found += [f"{self.emulation_note}: no statement about speed"] if self.emulation_note else []
+        found += [why_no_gain(label, self.sides[0].label, words) for label, words in self.no_ratio.items()]
         return "; ".join(found)
+
+    @cached_property
+    def no_ratio(self) -> dict[str, str]:
+        """Why no ratio of speeds to the first is claimed, by label."""
+        first, *others = self.sides
+        found = {side.label: machine_differences(side, first) for side in others}
+        return {label: "; ".join(words) for label, words in found.items() if words}
 
     @property
     def grad_norm_notes(self) -> list[str]:
@@ -91,9 +119,23 @@ class Comparison:
             "MFU by the two counts needs the model's shape, the sequence length and the GPU's peak": uncounted,
         }
         found = [f"{_names(sides)}: {what}" for what, sides in told.items() if sides]
-        left_out = [f"{side.label}: left out {'; '.join(side.left_out)}" for side in self.sides if side.left_out]
+        studies = dict.fromkeys(one.run.split("/")[0] for one in self.left_out)
+        left_out = [
+            f"left out: {study}: {words}"
+            for study in studies
+            for words in left_out_words([one for one in self.left_out if one.run.split("/")[0] == study])
+        ]
+        damaged = [
+            f"{side.label}{'' if run.seed is None else f', seed {run.seed}'}: {words}"
+            for side in self.sides
+            for run in side.runs
+            for words in run.damaged
+        ]
+        dropped = ", ".join(str(seed) for seed in self.dropped_seeds)
+        asked = [f"dropped in every side, as asked for: seed {dropped}"] if dropped else []
         unfinished = [f"{side.unfinished}: its loss is not judged" for side in self.sides if side.unfinished]
-        return [*unfinished, *self.grad_norm_notes, *([self.speed_note] if self.speed_note else []), *found, *left_out]
+        speed = [self.speed_note] if self.speed_note else []
+        return [*unfinished, *self.grad_norm_notes, *speed, *found, *left_out, *asked, *damaged]
 
     def as_text(self) -> str:
         """The findings as sentences."""
@@ -106,6 +148,10 @@ class Comparison:
     def to_json(self) -> dict[str, Any]:
         """The numbers for a program; what is missing is null."""
         return {
+            "runs": [
+                *(run_json(run) | {"side": side.label} for side in self.sides for run in side.runs),
+                *(left_out_json(one) for one in self.left_out),
+            ],
             "sides": [self._side_json(side) for side in self.sides],
             "differences": [_difference_json(one) for one in self.differences],
             "differing_settings": differing_settings(self.sides),

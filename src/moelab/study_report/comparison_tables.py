@@ -64,7 +64,10 @@ def comparison_tables(compared: Comparison) -> Sequence[Any]:
     sides = compared.sides
     settings = [[name, *(value or "–" for value in values)] for name, values in differing_settings(sides).items()]
     first = median(sides[0].tps)
-    runs = [_run_row(side, first, compared.final_fraction) for side in sides]
+    runs = [
+        _run_row(side, first if side.label not in compared.no_ratio else math.nan, compared.final_fraction)
+        for side in sides
+    ]
     return [
         Table(title="Runs", columns=list(RUN_COLUMNS), rows=runs, decimals=RUN_COLUMNS),
         Table(
@@ -104,7 +107,12 @@ def comparison_provenance(compared: Comparison, *, with_paths: bool = False) -> 
         **{f"Configuration, {side.label}": side.settings.source for side in compared.sides},
         **{f"Model, {side.label}": side.experiment.model_label for side in compared.sides if side.experiment},
         "The same in all": same or "nothing that is known",
-        **{f"Command, {side.label}": shown(side.command) for side in compared.sides if side.command},
+        **{
+            f"Command, {side.label}, seed {run.seed}": shown(run.command)
+            for side in compared.sides
+            for run in side.runs
+            if run.command
+        },
     }
 
 

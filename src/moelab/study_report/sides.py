@@ -12,77 +12,88 @@ from moelab.analysis.side import Side
 from moelab.errors import BadInput
 from moelab.privacy import shareable
 from moelab.runs import directory
-from moelab.runs.collect import Collected, collect, newest
-from moelab.runs.directory import RunDir
-from moelab.runs.settings import run_settings, settings_of
-from moelab.study_report.judge import of_latest_experiment
+from moelab.runs.collect import collect, collect_run
+from moelab.runs.directory import Discovery, RunDir
+from moelab.runs.settings import run_settings, settings_of, settings_of_all
+from moelab.study_report.judge import left_out_by_record, runs_to_judge
+from moelab.study_report.judgement import LeftOut, left_out_unfinished, unfinished_seeds
 
 LABEL_CHARACTERS = 60
 VALID = "a study, a run directory, a TorchTitan log, a TensorBoard folder or a W&B export (.csv, .json, .jsonl)"
 
 
-def sides_of(paths: Sequence[Path], *, reference: str) -> tuple[Side, ...]:
+def sides_of(paths: Sequence[Path], *, reference: str) -> tuple[tuple[Side, ...], tuple[LeftOut, ...]]:
     """Read every path: each arm of a study is a side, and each run from elsewhere.
 
     Args:
         paths: what to compare, the first being what the others are held against.
         reference: arm that comes first among those of a study.
 
+    Returns:
+        The sides, and every run of ours that is in none of them.
+
     Raises:
         BadInput: naming the path that cannot be read, and what is valid.
     """
-    ours = {run.path: run.name.split("/")[0] for path in paths if path.is_dir() for run in directory.find(path)}
-    several = len(set(ours.values())) > 1
-    found = [side for path in paths for side in _sides_at(path, reference, several=several)]
-    return tuple(_with_own_label(found))
+    found = [directory.discover(path.resolve()) if path.is_dir() else None for path in paths]
+    several = len({_study(run) for one in found if one for run in one.runs}) > 1
+    sides: list[Side] = []
+    left_out: list[LeftOut] = []
+    for path, ours in zip(paths, found, strict=True):
+        if ours is None or not ours.runs:
+            sides += _sides_from_elsewhere(path)
+            continue
+        for study in sorted({_study(run) for run in [*ours.runs, *(one.run for one in ours.left_out)]}):
+            own, others = _our_sides(ours, study, reference, several=several)
+            sides += own
+            left_out += others
+    return tuple(_with_own_label(sides)), tuple(left_out)
 
 
-def _sides_at(path: Path, reference: str, *, several: bool) -> Iterator[Side]:
+def _sides_from_elsewhere(path: Path) -> Iterator[Side]:
     if not path.exists():
         raise BadInput(f"{path} does not exist; give {VALID}")
     try:
         collected = collect(path)
-        places = {run.name: run for run in directory.find(path)} if path.is_dir() else {}
-        if not collected:
-            raise BadInput("no step was logged")
+        if not any(len(run.rows) for run in collected):
+            raise BadInput("; ".join(run.status.reason or "" for run in collected) or "no step was logged")
     except BadInput as error:
         told = str(error).removeprefix(f"{path}: ").rstrip(".")
         raise BadInput(f"{path} cannot be compared: {told}; give {VALID}") from error
-    if places:
-        yield from _our_sides(collected, places, reference, several=several)
-        return
     settings = settings_of(path, len(collected))
     for run in collected:
         yield Side(label=_short(run.run.removesuffix(".log")), runs=(run,), settings=settings)
 
 
-def _our_sides(
-    collected: list[Collected], places: dict[str, RunDir], reference: str, *, several: bool
-) -> Iterator[Side]:
-    """One side for each study and arm at a path, of its finished runs where there are any."""
-    runs = of_latest_experiment(collected, places)
-    kept = {run.run for run in runs}
-    keys = sorted(
-        {(run.run.split("/")[0], run.arm) for run in runs}, key=lambda key: (key[0], key[1] != reference, key[1])
-    )
-    for study, arm in keys:
-        own = [run for run in collected if run.arm == arm and run.run.startswith(f"{study}/")]
-        attempts = newest(run for run in own if run.run in kept)
-        chosen = [run for run in attempts if run.finished] or attempts
-        left_out = [
-            f"seed {run.seed} ({run.status.reason or run.status.state})" for run in attempts if run not in chosen
-        ]
-        left_out += [f"seed {run.seed} (earlier, with other settings)" for run in own if run.run not in kept]
-        launched = places[chosen[0].run].path / "launch" / "command.sh"
-        yield Side(
-            label=_short(f"{study}: {arm_label(arm)}" if several else arm_label(arm)),
-            arm=arm,
-            runs=tuple(chosen),
-            settings=run_settings(places[chosen[0].run]),
-            experiment=places[chosen[0].run].experiment,
-            left_out=tuple(left_out),
-            command=launched.read_text().strip() if launched.is_file() else "",
+def _our_sides(found: Discovery, study: str, reference: str, *, several: bool) -> tuple[list[Side], list[LeftOut]]:
+    """One side for each arm of a study at a path, of its finished runs where there are any; and all other runs."""
+    places = {run.name: run for run in found.runs if _study(run) == study}
+    runs, others = runs_to_judge(map(collect_run, places.values()), reference=reference)
+    others += [left_out_by_record(one) for one in found.left_out if _study(one.run) == study]
+    diverged, lost = unfinished_seeds(runs, others)
+    sides = []
+    for arm in sorted({run.arm for run in runs}, key=lambda arm: (arm != reference, arm)):
+        own = [run for run in runs if run.arm == arm]
+        chosen = [run for run in own if run.finished] or own
+        shown = {run.seed for run in chosen}
+        others += [left_out_unfinished(run) for run in own if run.seed not in shown]
+        label = f"{study}: {arm_label(arm)}" if several else arm_label(arm)
+        sides.append(
+            Side(
+                label=_short(label),
+                arm=arm,
+                runs=tuple(chosen),
+                settings=settings_of_all([run_settings(places[run.run], run.environment) for run in chosen]),
+                experiment=chosen[0].experiment,
+                diverged_seeds={seed: why for (of, seed), why in diverged.items() if of == arm and seed not in shown},
+                lost_seeds={seed: why for (of, seed), why in lost.items() if of == arm and seed not in shown},
+            )
         )
+    return sides, others
+
+
+def _study(run: RunDir) -> str:
+    return run.name.split("/")[0]
 
 
 def _short(label: str) -> str:

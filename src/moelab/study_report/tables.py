@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,7 +38,7 @@ def study_figures(judged: StudyJudgement) -> Sequence[Any]:
         return figures
     bars = throughput_bars(
         judged.table,
-        baseline=judged.reference,
+        gains=judged.gains,
         warmup_steps=WARMUP_STEPS,
         note=judged.speed_note,
         rank_words=judged.rank_words,
@@ -66,25 +67,54 @@ def runs_table(judged: StudyJudgement) -> Any:
                 run.validation_loss,
                 medians.get(key, math.nan),
                 memory,
+                run.environment.machine if run.environment else "unknown",
             ]
         )
     tps = f"tokens/s {judged.rank_words}"
     memory_words = "memory per process, GiB" if judged.on_cpu else "memory per GPU, GiB"
     return Table(
         title="Runs",
-        columns=["arm", "seed", "status", "steps", "final loss, nats", "held-out loss, nats", tps, memory_words],
+        columns=[
+            "arm",
+            "seed",
+            "status",
+            "steps",
+            "final loss, nats",
+            "held-out loss, nats",
+            tps,
+            memory_words,
+            "machine",
+        ],
         rows=rows,
         decimals={tps: 0, memory_words: 2},
     )
 
 
+def left_out_table(judged: StudyJudgement) -> Any:
+    """Every run that was found and is not judged, with the reason."""
+    from moelab.viz import Table
+
+    rows = []
+    for one in judged.left_out:
+        state = str(one.collected.status.state) if one.collected else "unknown"
+        rows.append([arm_label(one.arm) if one.arm else None, one.seed, one.run.rsplit("/", 1)[-1], state, one.reason])
+    return Table(
+        title="Runs that are not judged",
+        columns=["arm", "seed", "run", "status", "reason"],
+        rows=rows or [["none", None, None, None, None]],
+    )
+
+
 def conversion_table(judged: StudyJudgement) -> Any:
-    """What multiplies in MXFP8 in each arm."""
+    """What multiplies in MXFP8 in each arm; a row for each thing that its runs say."""
     from moelab.viz import Table
 
     rows = []
     for arm in judged.arms:
-        converted = next((run.converted for run in judged.finished if run.arm == arm and run.converted), None)
-        names = ", ".join(converted["modules"]) if converted else "–"
-        rows.append([arm_label(arm), converted["kernels"] if converted else "–", names])
-    return Table(title="Modules that multiply in MXFP8", columns=["arm", "kernels", "modules"], rows=rows)
+        runs = [run for run in judged.finished if run.arm == arm]
+        told = Counter(
+            (run.converted["kernels"], ", ".join(run.converted["modules"])) if run.converted else (None, None)
+            for run in runs
+        )
+        rows += [[arm_label(arm), count, *words] for words, count in told.items()]
+    return Table(title="Modules that multiply in MXFP8", columns=["arm", "runs", "kernels", "modules"], rows=rows)

@@ -37,10 +37,11 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.trainer import Trainer
 
 from moelab.deepep.checkpoint import CommunicationSavingAC, CommunicationSavingFullAC
-from moelab.deepep.dispatcher import ALIGNMENT, PADDED
+from moelab.deepep.dispatcher import PADDED
 from moelab.errors import Refused
 from moelab.experiment import EPBackend, Experiment, Precision, Routing
 from moelab.experiment_file import read_experiment
+from moelab.hardware import GROUP_PADDING
 from moelab.layout import check
 from moelab.machine import gpus
 from moelab.model import shape_for
@@ -48,6 +49,8 @@ from moelab.mxfp8 import capture
 from moelab.mxfp8 import dispatch as mxfp8_dispatch
 from moelab.mxfp8 import kernels as mxfp8_kernels
 from moelab.mxfp8.converter import LINEARS, MXFP8Converter
+from moelab.runs import directory
+from moelab.runs.directory import RunDir
 from moelab.titan import corpus, ep_buffers, routing
 from moelab.titan.arms import named_arms, nearest
 from moelab.titan.fp8 import FP8Converter
@@ -84,7 +87,7 @@ class EndValidator(Validator):
 
 
 def experiment() -> Trainer.Config:
-    """The experiment whose YAML file ``MOELAB_EXPERIMENT`` names.
+    """The experiment whose YAML file ``MOELAB_EXPERIMENT`` names: a run's record, or a person's file with defaults.
 
     Raises:
         Refused: if it is illegal.
@@ -92,7 +95,9 @@ def experiment() -> Trainer.Config:
     path = os.environ.get(EXPERIMENT_VARIABLE)
     if not path:
         raise KeyError(f"set {EXPERIMENT_VARIABLE} to the path of an experiment.yaml; `moelab run` does so")
-    asked = read_experiment(Path(path))
+    folder = Path(path).parent
+    is_record = Path(path).name == directory.EXPERIMENT_FILE and directory.is_run(folder)
+    asked = RunDir(folder).experiment if is_record else read_experiment(Path(path))
     if reasons := check(asked).reasons:
         raise Refused("\n".join(reasons))
     return trainer_config(asked)
@@ -213,7 +218,7 @@ def _padding(experiment: Experiment) -> dict[str, Any]:
         kind = f"mxfp8_{_kernels(experiment)}"
     tokens = ep_buffers.tokens_of_a_microbatch(experiment) if experiment.pp > 1 else None
     return {
-        "alignment": ALIGNMENT[kind],
+        "alignment": GROUP_PADDING[kind],
         "tokens": tokens,
         "kernels": experiment.ep_kernels,
         "precision": experiment.dispatch_precision,

@@ -165,7 +165,11 @@ def _worst(known: Mapping[str, float], projected: Mapping[str, Estimate]) -> str
         return f"{arm_label(best)} is projected to make most: {_with_bounds(projected[best])} tokens/s"
     worst = max(errors, key=lambda arm: abs(errors[arm]))
     said = [f"The projection is {errors[worst]:+.1%} off at worst ({arm_label(worst)})"]
-    said += [f"{arm_label(arm)} would make {_with_bounds(one)}" for arm, one in projected.items() if arm not in known]
+    said += [
+        f"{arm_label(arm)} is not identified: {_with_bounds(one)} by this model's constants"
+        for arm, one in projected.items()
+        if arm not in known
+    ]
     return "; ".join(said)
 
 
@@ -178,5 +182,8 @@ def _composition(found: Sequence[TwoByTwo]) -> str:
     compose = all(one.interaction.low <= 0 <= one.interaction.high for one in found)
     alone, _, _ = contrast("mxfp8_standard", BASELINE)
     gain = _percent(first.gains["mxfp8_standard"])
-    said = "the two gains multiply" if compose else "the two gains do not simply multiply"
-    return f"{alone} alone gains {gain.value:.1f} % ({gain.low:.1f} to {gain.high:.1f}), and {said}"
+    said = "no interaction is shown" if compose else "the two gains do not simply multiply"
+    return (
+        f"By this model's constants {alone} alone gains {gain.value:.1f} % ({gain.low:.1f} to {gain.high:.1f}) and "
+        f"{said}; the published rows identify neither"
+    )

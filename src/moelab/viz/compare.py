@@ -14,7 +14,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from moelab.analysis.compare_runs import Difference
-from moelab.analysis.side import Side, median
+from moelab.analysis.side import Side, machine_differences, median
 from moelab.viz.curves import (
     arm_curves,
     finished,
@@ -259,14 +259,17 @@ def _throughput_finding(sides: Sequence[Side]) -> str:
     middles = {side.label: median(side.tps) for side in sides}
     if len(sides) == 1:
         return f"{sides[0].label}: {middles[sides[0].label]:,.0f} tokens/s"
-    fast, slow = max(middles, key=middles.__getitem__), min(middles, key=middles.__getitem__)
-    if not middles[slow]:
-        return f"{slow} logged 0 tokens/s"
-    ratio = f"{middles[fast] / middles[slow]:.3g}"
-    alike = len({side.settings.values.get("gpu", side.label) for side in sides}) == 1
-    if not alike or any(side.emulated or side.on_cpu for side in sides):
-        return f"{fast} logged {ratio} times the tokens/s of {slow}"  # on other or unknown hardware, or emulated
-    return f"{fast} trains {ratio} times as fast as {slow}"
+    fast, slow = (pick(sides, key=lambda side: middles[side.label]) for pick in (max, min))
+    if not middles[slow.label]:
+        return f"{slow.label} logged 0 tokens/s"
+    if machine_differences(fast, slow):
+        both = f"{middles[fast.label]:,.0f} and {middles[slow.label]:,.0f} tokens/s"
+        return f"{fast.label} and {slow.label} logged {both}, not on like machines: no gain is claimed"
+    ratio = f"{middles[fast.label] / middles[slow.label]:.3g}"
+    known = all("gpu" in side.settings.values for side in sides)
+    if not known or any(side.emulated or side.on_cpu for side in sides):
+        return f"{fast.label} logged {ratio} times the tokens/s of {slow.label}"  # unknown hardware, or emulated
+    return f"{fast.label} trains {ratio} times as fast as {slow.label}"
 
 
 def _step_time_finding(sides: Sequence[Side]) -> str:

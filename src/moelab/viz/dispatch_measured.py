@@ -8,31 +8,43 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from moelab.analysis.arms import base_arm
-from moelab.analysis.two_by_two import BASELINE, DEEPEP, GOAL_BEST, GOAL_DEEPEP, ArmResult, two_by_two_label
+from moelab.analysis.two_by_two import (
+    BASELINE,
+    DEEPEP,
+    GOAL_BEST,
+    GOAL_DEEPEP,
+    ArmResult,
+    checkpointing_words,
+    two_by_two_label,
+)
 from moelab.projection.measured import Measurement
 from moelab.viz.theme import INK, MUTED, WARNING, ArmStyle, arm_styles, new_figure, wrap
 
 
 def two_by_two_bars(results: Sequence[ArmResult], measured: Measurement) -> go.Figure:
-    """Every arm's throughput over stock's best, a panel for each shape, against the goals.
+    """Every arm's throughput over stock under the same checkpointing, a panel for each shape, against the goals.
 
     Args:
-        results: of :func:`moelab.analysis.two_by_two.arm_results`; those without stock's best at their side are left
-            out.
+        results: of :func:`moelab.analysis.two_by_two.arm_results`; those without stock at their side are left out, and
+            of a shape that ran under several kinds of checkpointing all but the first
+            (:func:`moelab.analysis.two_by_two.checkpointing_table` has them all).
         measured: that they are of, for the stamp.
     """
     drawn = [result for result in results if result.ratio is not None]
     if not drawn:
         return not_measured(measured, "The two-by-two")
+    settings = {result.shape: result.setting for result in reversed(drawn)}
+    drawn = [result for result in drawn if result.setting == settings[result.shape]]
     shapes = list(dict.fromkeys(result.shape for result in drawn))
     arms = list(dict.fromkeys(result.arm for result in drawn))
     labels = {result.arm: "<br>".join(wrap(result.label, 26)) for result in drawn}
     styles = arm_styles(_styled(result) for result in drawn)
     figure = panels(
         _two_by_two_finding(drawn),
-        shapes,
-        subtitle=f"Tokens/s over BF16 with the standard all-to-all under the same routing, thin models. Bars: median "
-        f"of {_steps(drawn)} steps with quartiles; points: passes, arms in turn. Dashed: goals. {measured.stamp}.",
+        ["<br>".join(wrap(settings[shape], 24)) for shape in shapes],
+        subtitle="Tokens/s over BF16 with the standard all-to-all under the same checkpointing and routing, thin "
+        f"models. Bars: median of {_steps(drawn)} steps with quartiles; points: passes, arms in turn. Dashed: goals, "
+        f"which are about stock's best checkpointing. {measured.stamp}.",
         note=replayed(measured),
         height=220 + 62 * len(arms),
         shared=True,
@@ -48,21 +60,21 @@ def two_by_two_bars(results: Sequence[ArmResult], measured: Measurement) -> go.F
             figure.add_vline(x=goal, line={"color": WARNING, "dash": "dash", "width": 1.5}, row=1, col=column)
     _draw_routing_legend(figure)
     highest = max(max(result.high, *result.passes) / _stock(result) for result in drawn)
-    figure.update_xaxes(range=[0, max(1.12 * highest, 1.3)], dtick=0.5, title_text="× stock's best")
+    figure.update_xaxes(range=[0, max(1.12 * highest, 1.3)], dtick=0.5, title_text="× stock, same<br>checkpointing")
     figure.update_yaxes(categoryorder="array", categoryarray=[labels[arm] for arm in reversed(arms)], ticks="")
     figure.update_yaxes(ticklabelstandoff=6)
     return figure.update_layout(barmode="group", scattermode="group", bargap=0.25, hovermode="closest", legend_y=-0.16)
 
 
 def gain_lines(results: Sequence[ArmResult], *, arm: str = DEEPEP) -> list[str]:
-    """An arm over stock's best at each shape, smallest to largest of the routings."""
+    """An arm over stock at each shape and checkpointing of both, smallest to largest of the routings."""
     ratios: dict[str, list[float]] = {}
     for result in results:
         if result.arm == arm and result.ratio is not None:
-            ratios.setdefault(result.shape, []).append(result.ratio)
+            ratios.setdefault(result.setting, []).append(result.ratio)
     label = two_by_two_label(arm)
-    spans = {shape: sorted({f"{ratio:.2f}" for ratio in (min(found), max(found))}) for shape, found in ratios.items()}
-    return [f"{label}, {shape}: {' to '.join(span)} × stock's best" for shape, span in spans.items()]
+    spans = {name: sorted({f"{ratio:.2f}" for ratio in (min(found), max(found))}) for name, found in ratios.items()}
+    return [f"{label}, {setting}: {' to '.join(span)} × stock" for setting, span in spans.items()]
 
 
 def _ratio_bars(
@@ -136,7 +148,8 @@ def _two_by_two_finding(results: Sequence[ArmResult]) -> str:
         return "Only stock was measured"
     best = max(others, key=lambda result: result.ratio or 0.0)
     return (
-        f"Best arm: {best.label}, {best.ratio:.2f} times stock at the {best.shape} shape, "
+        f"Best arm: {best.label}, {best.ratio:.2f} times stock with "
+        f"{checkpointing_words(best.activation_checkpoint)} on both sides, {best.shape} shape, "
         f"{best.routing.replace('_', ' ')} routing"
     )
 

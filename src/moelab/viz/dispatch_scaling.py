@@ -7,8 +7,8 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from moelab.analysis.two_by_two import ArmResult, two_by_two_label
-from moelab.projection.full_node import EP_DEGREES, ROUTINGS, SCALING
+from moelab.analysis.two_by_two import ArmResult, checkpointing_words, two_by_two_label
+from moelab.projection.full_node import EP_DEGREES, NODE_SHAPES, ROUTINGS, SCALING
 from moelab.projection.full_node_measured import Place, node_results
 from moelab.projection.measured import Measurement, hardware_of
 from moelab.viz.dispatch_measured import panels
@@ -23,11 +23,11 @@ Predictions = Mapping[Place, Mapping[str, Any]]
 
 
 def scaling(predicted: Mapping[str, Any], full_node: Measurement, two_by_two: Measurement) -> go.Figure:
-    """Gain over stock's best at the same degree, a panel for each routing.
+    """Gain over stock at the same degree, both under full checkpointing, a panel for each routing.
 
     Args:
         predicted: content of ``h100_full_node_predicted``.
-        full_node: of ``h100_full_node``, if it was measured.
+        full_node: of ``h200_full_node``, if it was measured.
         two_by_two: of ``h100_two_by_two``, for two GPUs.
     """
     newest, rows, found = _both(predicted, full_node, two_by_two)
@@ -35,7 +35,8 @@ def scaling(predicted: Mapping[str, Any], full_node: Measurement, two_by_two: Me
     figure = panels(
         _finding(rows, found),
         [f"{ROUTING_WORDS[routing]} routing" for routing in ROUTINGS],
-        subtitle=f"{SCALING}: tokens/s over stock's best at the same degree. Open: predicted on "
+        subtitle=f"{SCALING}, {checkpointing_words(NODE_SHAPES[SCALING].activation_checkpoint)}: tokens/s over stock "
+        f"at the same degree. Open: predicted on "
         f"{predicted['date'][:10]} (derived, 90 % interval); filled: median of all steps with quartiles, "
         f"{newest.stamp}.",
         note=f"predicted: {', '.join(open_)} not measured yet" if open_ else "",
@@ -55,7 +56,7 @@ def scaling(predicted: Mapping[str, Any], full_node: Measurement, two_by_two: Me
     places = list(range(len(EP_DEGREES)))
     figure.update_xaxes(tickvals=places, ticktext=[f"EP {ep}" for ep in EP_DEGREES], showgrid=False)
     figure.update_xaxes(range=[-0.5, len(EP_DEGREES) - 0.5])
-    figure.update_yaxes(title_text="× stock's best", col=1)
+    figure.update_yaxes(title_text="× stock", col=1)
     return figure.update_layout(hovermode="closest", legend_y=-0.14)
 
 
@@ -129,14 +130,15 @@ def _bars(values: Sequence[tuple[float, float, float]], color: str) -> dict[str,
 
 
 def _finding(rows: Predictions, found: Mapping[Place, ArmResult]) -> str:
-    """What both routings say of the first arm, at both ends: measured where both were, else predicted."""
-    ends = (EP_DEGREES[0], EP_DEGREES[-1])
-    places = {routing: [Place(SCALING, ep, routing, ARMS[0]) for ep in ends] for routing in ROUTINGS}
-    measured = all(place in found for pair in places.values() for place in pair)
-    gains = {
-        routing: [float(found[place].ratio or 0.0) if measured else float(rows[place]["gain"]) for place in pair]
-        for routing, pair in places.items()
-    }
-    words = [f"{first:.2f} to {last:.2f} × under {ROUTING_WORDS[routing]}" for routing, (first, last) in gains.items()]
-    said = "gains" if measured else "is predicted to gain"
+    """What both routings say of the first arm at both ends of the degrees measured, or predicted if one alone was."""
+    measured = [ep for ep in EP_DEGREES if all(Place(SCALING, ep, routing, ARMS[0]) in found for routing in ROUTINGS)]
+    said, eps = ("gains", measured) if len(measured) > 1 else ("is predicted to gain", EP_DEGREES)
+    ends = (eps[0], eps[-1])
+    words = []
+    for routing in ROUTINGS:
+        places = [Place(SCALING, ep, routing, ARMS[0]) for ep in ends]
+        first, last = (
+            float(found[place].ratio or 0.0) if len(measured) > 1 else float(rows[place]["gain"]) for place in places
+        )
+        words.append(f"{first:.2f} to {last:.2f} × under {ROUTING_WORDS[routing]}")
     return f"{two_by_two_label(ARMS[0])} {said} {words[0]} and {words[1]} routing, from EP {ends[0]} to EP {ends[1]}"

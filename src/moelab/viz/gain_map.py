@@ -9,8 +9,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from moelab.mxfp8.break_even import gain
-from moelab.mxfp8.break_even_fit import Fit
-from moelab.mxfp8.break_even_tables import ExpertWork, break_even
+from moelab.mxfp8.break_even_fit import ExpertWork, Fit, break_even
 from moelab.mxfp8.grouped_gemm_cases import Case
 from moelab.viz.theme import INK, new_figure
 

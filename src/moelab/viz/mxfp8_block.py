@@ -10,7 +10,7 @@ from plotly.subplots import make_subplots
 from moelab.viz.theme import MUTED, new_figure
 
 if TYPE_CHECKING:
-    from moelab.mxfp8.one_block import OneBlock
+    from moelab.mxfp8.errors import OneBlock
 
 EXACT, STORED = "#0072B2", "#D55E00"
 

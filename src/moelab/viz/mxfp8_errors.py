@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 from moelab.viz.theme import new_figure
 
 if TYPE_CHECKING:
-    from moelab.mxfp8.comparison import ErrorRow, GemmRow
+    from moelab.mxfp8.errors import ErrorRow, GemmRow
 
 LOOKS = {
     "bf16": ("#0072B2", "circle"),
@@ -28,7 +28,7 @@ def method_errors(rows: Sequence[ErrorRow], *, note: str = "") -> go.Figure:
     """SQNR of every data set, that of its worst blocks, and how many values became zero.
 
     Args:
-        rows: from :func:`moelab.mxfp8.comparison.compare_methods`; a method that loses nothing of a tensor is
+        rows: from :func:`moelab.mxfp8.errors.compare_methods`; a method that loses nothing of a tensor is
             left out there.
         note: condition that must not be missed.
     """
@@ -59,7 +59,7 @@ def product_errors(rows: Sequence[GemmRow], *, note: str = "") -> go.Figure:
     """SQNR of the products of a layer's weights, each against float64.
 
     Args:
-        rows: from :func:`moelab.mxfp8.comparison.compare_products`.
+        rows: from :func:`moelab.mxfp8.errors.compare_products`.
         note: condition that must not be missed.
     """
     names = list(dict.fromkeys(f"{row.weight} {row.product}" for row in rows))

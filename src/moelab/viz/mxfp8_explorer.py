@@ -63,8 +63,7 @@ def quantisation_figure(choice: Choice) -> go.Figure:
         raise BadInput(f"block is {choice.block}; valid: {', '.join(map(str, BLOCKS))}")
     if not 0 <= choice.outlier_log2 <= MOST_OUTLIER_LOG2:
         raise BadInput(f"outlier_log2 is {choice.outlier_log2}; valid: 0 to {MOST_OUTLIER_LOG2}")
-    from moelab.mxfp8.data import synthetic
-    from moelab.mxfp8.errors import block_sqnr_db, measure
+    from moelab.mxfp8.errors import block_sqnr_db, measure, synthetic
     from moelab.mxfp8.formats import ELEMENTS, MX
 
     x = synthetic(choice.distribution, SHAPE, outlier=2.0**choice.outlier_log2)

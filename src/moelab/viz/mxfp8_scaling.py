@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 from moelab.viz.theme import MUTED, new_figure
 
 if TYPE_CHECKING:
-    from moelab.mxfp8.comparison import ErrorRow
+    from moelab.mxfp8.errors import ErrorRow
 
 LOOKS = {
     "floor": ("#0072B2", "solid", "circle"),
@@ -19,6 +19,8 @@ LOOKS = {
     "rceil": ("#D55E00", "dash", "x"),
 }
 """Colour, dash and marker of a scaling."""
+ROUNDING = 1 / 17
+"""Largest relative error of rounding to E4M3's three bits: half a step, 2⁻⁴, on a number of 1 + 2⁻⁴."""
 
 
 def largest_number_error(amax: Sequence[float], errors: Mapping[str, Sequence[float]]) -> go.Figure:
@@ -29,11 +31,11 @@ def largest_number_error(amax: Sequence[float], errors: Mapping[str, Sequence[fl
         errors: by name of the scaling: relative errors at each of them.
     """
     worst = {name: 100 * max(map(abs, found)) for name, found in errors.items()}
-    kept = [name.upper() for name, most in worst.items() if most <= 6.25]
+    kept = [name.upper() for name, most in worst.items() if most <= 100 * ROUNDING + 1e-3]
     figure = new_figure(
         f"FLOOR cuts a block's largest number by up to {worst['floor']:.1f} %, {' and '.join(kept)} never cut it",
         subtitle="A block's largest number by where it lies between two powers of two; E4M3. The saw teeth are "
-        "rounding, at most ±6.25 %; what falls below them is saturation.",
+        "rounding, at most ±5.88 % (1/17); what falls below them is saturation.",
         height=380,
     )
     for name, found in sorted(errors.items()):
@@ -58,7 +60,7 @@ def scaling_errors(rows: Sequence[ErrorRow]) -> go.Figure:
     """SQNR of whole tensors by scaling, and the part of their values that is cut.
 
     Args:
-        rows: from :func:`moelab.mxfp8.comparison.compare_scalings`.
+        rows: from :func:`moelab.mxfp8.errors.compare_scalings`.
     """
     lost = {row.data: -row.sqnr_db for row in rows if row.method == "floor"}
     for row in rows:

@@ -9,24 +9,24 @@ import plotly.graph_objects as go
 
 from moelab.analysis.arms import arm_label, contrast
 from moelab.analysis.interval import Interval
-from moelab.analysis.throughput import ArmThroughput, Gain, arm_throughput, gain
+from moelab.analysis.throughput import ArmThroughput, Gain, arm_throughput
 from moelab.viz.theme import INK, arm_styles, in_order, new_figure, wrap
 
 
 def throughput_bars(
     table: pd.DataFrame,
     *,
-    baseline: str,
+    gains: Sequence[Gain] = (),
     warmup_steps: int = 3,
     level: float = 0.95,
     note: str = "",
     rank_words: str = "per GPU",
 ) -> go.Figure:
-    """Tokens per second per GPU of every arm, and each arm's gain over the baseline.
+    """Tokens per second per GPU of every arm, and the gains over a baseline.
 
     Args:
         table: Metrics table.
-        baseline: Arm that the gains are over; without it in the table no gain is written.
+        gains: Gains to write above their arms; an arm without one is shown without.
         warmup_steps: Steps discarded at the start of a run.
         level: Coverage of the intervals.
         note: Condition to state in the title, such as "emulated kernels".
@@ -40,33 +40,19 @@ def throughput_bars(
     """
     found = {arm.arm: arm for arm in arm_throughput(table, warmup_steps=warmup_steps, level=level)}
     arms = [found[name] for name in in_order(found)]
-    gains = _gains(table, arms, baseline=baseline, warmup_steps=warmup_steps, level=level)
-    figure = new_figure(_finding(arms, gains), subtitle=_subtitle(arms, warmup_steps, level), note=note)
+    by_arm = {one.arm: one for one in gains if one.arm in found}
+    figure = new_figure(_finding(arms, by_arm), subtitle=_subtitle(arms, warmup_steps, level), note=note)
     # With two seeds an interval may be a hundred times as long as the bars, which must stay readable beside it.
     ceiling = 2.0 * max(max(arm.tps, *arm.tps_by_seed.values()) for arm in arms)
     highest = min(ceiling, max(max(arm.tps, arm.interval.high if arm.interval.exists else 0.0) for arm in arms))
     for position, arm in enumerate(arms):
-        _draw_arm(figure, arm, position, gains.get(arm.arm), ceiling=ceiling)
+        _draw_arm(figure, arm, position, by_arm.get(arm.arm), ceiling=ceiling)
     labels = ["<br>".join(wrap(arm_label(arm.arm), 18)) for arm in arms]
     figure.update_xaxes(tickvals=list(range(len(arms))), ticktext=labels, showgrid=False, ticks="")
     figure.update_xaxes(range=[-0.7, len(arms) - 0.3] if len(arms) > 1 else [-1.0, 1.0])
     figure.update_yaxes(title_text=f"tokens/s {rank_words}", range=[0, 1.18 * highest], tickformat=",")
     figure.update_layout(showlegend=False, bargap=0.45, hovermode="closest")
     return figure
-
-
-def _gains(
-    table: pd.DataFrame, arms: Sequence[ArmThroughput], *, baseline: str, warmup_steps: int, level: float
-) -> dict[str, Gain]:
-    """Gain of every arm that shares a seed with the baseline."""
-    base = next((arm for arm in arms if arm.arm == baseline), None)
-    if base is None:
-        return {}
-    return {
-        arm.arm: gain(table, baseline=baseline, arm=arm.arm, warmup_steps=warmup_steps, level=level)
-        for arm in arms
-        if arm is not base and arm.tps_by_seed.keys() & base.tps_by_seed.keys()
-    }
 
 
 def _draw_arm(

@@ -1,0 +1,222 @@
+"""What stands beside a run's log: where it ran, what multiplied in MXFP8, what moved the tokens, and its command.
+
+A kill, a full disk or a hand may leave any of these files missing, cut off or as something else. That degrades the run
+that they belong to, by name, and hides neither this run nor another.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from moelab.experiment import EPBackend, Experiment, Precision
+from moelab.runs.directory import CONVERTED_FOLDER, DISPATCHER_FILE, RunDir
+
+ENVIRONMENT_FILE, LATER_ENVIRONMENT_FILES = "environment.json", "environment-*.json"
+"""Where a run was started first, and again after it was requeued."""
+COMMAND_FILE = "launch/command.sh"
+Content = TypeVar("Content", bound=BaseModel)
+
+
+class _Written(BaseModel):
+    """A file of JSON; a field that another version wrote is passed over."""
+
+    model_config = ConfigDict(frozen=True, strict=True, protected_namespaces=())
+
+
+class Gpu(_Written):
+    """One GPU of a node."""
+
+    name: str
+    driver: str | None = None
+
+
+class Environment(_Written):
+    """Where a run ran: ``environment.json``, as :func:`moelab.machine.environment` writes it.
+
+    ``gpus`` are those of one node; empty where the ranks were processes on a CPU, or where nvidia-smi failed and
+    ``gpu_problem`` says how.
+    """
+
+    moelab: str
+    python: str
+    platform: str
+    packages: dict[str, str | None]
+    processor: str
+    cores: Annotated[int, Field(ge=1)]
+    memory_gib: Annotated[float, Field(allow_inf_nan=False)]
+    gpus: list[Gpu]
+    gpu_problem: str | None = None
+    git_commit: str | None
+    hosts: Annotated[int, Field(ge=1)]
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether it is known that the ranks were processes on a CPU."""
+        return not self.gpus and self.gpu_problem is None
+
+    @property
+    def machine(self) -> str:
+        """The GPUs and how many, or the processor.
+
+        >>> Environment.model_construct(gpus=[], processor="A processor", cores=2, hosts=1).machine
+        'A processor, 2 cores, no GPU'
+        """
+        counts = Counter(gpu.name for gpu in self.gpus)
+        models = ", ".join(f"{count} × {name}" for name, count in counts.items())
+        none = "no GPU" if self.on_cpu else f"GPUs unknown: {self.gpu_problem}"
+        one = models or f"{self.processor}, {self.cores} cores, {none}"
+        return one if self.hosts == 1 else f"{one} on each of {self.hosts} hosts"
+
+    @property
+    def chip(self) -> str:
+        """Model of what computes: the GPUs', or the processor's."""
+        models = ", ".join(dict.fromkeys(gpu.name for gpu in self.gpus))
+        return models or (self.processor if self.on_cpu else "unknown GPUs")
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """Version by name, of what is installed."""
+        drivers = ", ".join(dict.fromkeys(gpu.driver for gpu in self.gpus if gpu.driver))
+        own = {"moelab": self.moelab, "git_commit": self.git_commit, "python": self.python, "driver": drivers}
+        return {name: version for name, version in {**own, **self.packages}.items() if version}
+
+
+class _Converted(_Written):
+    kernels: Literal["native", "emulated"]
+    modules: list[str]
+
+
+class _Dispatcher(_Written):
+    model_config = ConfigDict(extra="allow")
+
+    dispatcher: str
+    kernels: Literal["native", "emulated"] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SideFiles:
+    """What a run's side files say.
+
+    Attributes:
+        environment: where it ran; None if that is not known.
+        converted: what multiplies in MXFP8 over all pipeline stages: ``kernels`` and ``modules``; None if nothing was
+            recorded. Where ranks disagree, ``kernels`` names all.
+        dispatcher: what moved the tokens: ``dispatcher``, and ``kernels`` of a DeepEP one, ``emulated`` where its
+            stand-in did; None if nothing was recorded.
+        command: that launched it on one machine; empty if it is not known.
+        damaged: what is wrong, a phrase for each file, with what is therefore not known.
+        speed_known: whether it is known what its speed is the speed of: one machine, and kernels emulated or not.
+    """
+
+    environment: Environment | None
+    converted: dict[str, Any] | None
+    dispatcher: dict[str, Any] | None
+    command: str
+    damaged: tuple[str, ...]
+    speed_known: bool
+
+
+def read_side_files(run: RunDir, experiment: Experiment, *, started: bool) -> SideFiles:
+    """Read what stands beside a run's log.
+
+    Args:
+        run: its directory.
+        experiment: what it was asked to do.
+        started: whether it logged a step: its launcher had written ``environment.json`` by then.
+    """
+    environment, wrong = _read(run.path / ENVIRONMENT_FILE, Environment)
+    damaged = [f"{wrong}: machine and versions unknown"] if wrong and (started or "missing" not in wrong) else []
+    moved = [] if environment is None else list(_moved(run, environment))
+    damaged += moved
+    if environment is not None and experiment.hardware == "cpu":  # hides the GPUs of its machine
+        environment = environment.model_copy(update={"gpus": [], "gpu_problem": None})
+    converted, unsound = _converted(run)
+    damaged += unsound
+    if experiment.precision is Precision.MXFP8 and started and converted is None and not unsound:
+        damaged.append(f"{CONVERTED_FOLDER} has no record: what multiplied in MXFP8 is unknown")
+    dispatcher, wrong = _read(run.path / DISPATCHER_FILE, _Dispatcher)
+    unreadable = bool(wrong) and "missing" not in wrong
+    damaged += [f"{wrong}: what moved the tokens is unknown"] if unreadable else []
+    command, wrong = _command(run.path / COMMAND_FILE)
+    damaged += [f"{wrong}: command unknown"] if wrong else []
+    kernels_asked = experiment.mxfp8_kernels == "auto" and experiment.precision is Precision.MXFP8
+    dispatch_asked = unreadable and experiment.ep_backend is not EPBackend.STANDARD
+    kernels_known = not dispatch_asked and not (kernels_asked and (converted is None or unsound))
+    return SideFiles(
+        environment=environment,
+        converted=converted,
+        dispatcher=dispatcher.model_dump(exclude_none=True) if dispatcher else None,
+        command=command,
+        damaged=tuple(damaged),
+        speed_known=environment is not None and environment.gpu_problem is None and not moved and kernels_known,
+    )
+
+
+def _moved(run: RunDir, first: Environment) -> Iterator[str]:
+    """What a later start of a requeued run says of where it ran, if it is not the first one's machine and software."""
+    for file in sorted(run.path.glob(LATER_ENVIRONMENT_FILES)):
+        later, wrong = _read(file, Environment)
+        if later is None:
+            yield f"{wrong}: where a later start ran is unknown"
+        elif (later.machine, later.versions) != (first.machine, first.versions):
+            names = dict.fromkeys([*first.versions, *later.versions])
+            others = [name for name in names if first.versions.get(name) != later.versions.get(name)]
+            machine = f" on {later.machine}" if later.machine != first.machine else ""
+            software = f" with another {', '.join(others)}" if others else ""
+            yield f"{file.name}: a later start ran{machine}{software}"
+
+
+def converted_modules(run: RunDir) -> dict[str, Any] | None:
+    """What multiplies in MXFP8 over all pipeline stages: ``kernels`` and ``modules``; None if nothing was recorded."""
+    return _converted(run)[0]
+
+
+def _converted(run: RunDir) -> tuple[dict[str, Any] | None, list[str]]:
+    """What :attr:`SideFiles.converted` is, and what is wrong with its files."""
+    stages: dict[str, _Converted] = {}
+    damaged = []
+    for file in sorted((run.path / CONVERTED_FOLDER).glob("rank*.json")):
+        stage, wrong = _read(file, _Converted)
+        if stage is None:
+            damaged.append(f"{CONVERTED_FOLDER}/{wrong}: what multiplied in MXFP8 there is unknown")
+        elif stage.modules:
+            stages[file.stem] = stage
+    kernels = dict.fromkeys(str(stage.kernels) for stage in stages.values())
+    if len(kernels) > 1:
+        told = ", ".join(f"{rank} {stage.kernels}" for rank, stage in stages.items())
+        damaged.append(f"{CONVERTED_FOLDER}: ranks disagree on the MXFP8 kernels ({told})")
+    modules = [name for stage in stages.values() for name in stage.modules]
+    return ({"kernels": " and ".join(kernels), "modules": modules} if modules else None), damaged
+
+
+def _command(file: Path) -> tuple[str, str]:
+    """The command on one line, and what is wrong; a job of Slurm has a script in its place."""
+    try:
+        text = file.read_text().strip()
+        shlex.split(text)
+    except FileNotFoundError:
+        return "", ""
+    except OSError as error:
+        return "", f"{COMMAND_FILE} cannot be read ({error.strerror})"
+    except ValueError:
+        return "", f"{COMMAND_FILE} is damaged"
+    return text, ""
+
+
+def _read(file: Path, content: type[Content]) -> tuple[Content | None, str]:
+    """A file's content, or None and what is wrong with it."""
+    try:
+        return content.model_validate_json(file.read_bytes()), ""
+    except FileNotFoundError:
+        return None, f"{file.name} is missing"
+    except OSError as error:
+        return None, f"{file.name} cannot be read ({error.strerror})"
+    except ValidationError:
+        return None, f"{file.name} is damaged"

@@ -1,0 +1,246 @@
+"""What a report does with a run whose files are missing or damaged: that run is degraded by name, the others judged."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from run_support import ENVIRONMENT, make_run
+
+from moelab.cli import main
+from moelab.experiment import Experiment
+from moelab.runs.collect import collect_run
+from moelab.runs.directory import RunDir
+from moelab.runs.side_files import Environment, read_side_files
+from moelab.study_report import judge_study, provenance, report_on
+
+STEPS = 8
+SOUND = (0, 1, 2)
+DISPATCHER = {"dispatcher": "AllToAllTokenDispatcher", "alignment": 16}
+
+
+def wrong_types(content: bytes) -> bytes:
+    """The same JSON with each value of another type."""
+    found = json.loads(content)
+    return json.dumps({name: [1.5] if isinstance(value, str | int) else "?" for name, value in found.items()}).encode()
+
+
+def with_nan(content: bytes) -> bytes:
+    """The same JSON with a NaN in place of its first value."""
+    found = json.loads(content)
+    return json.dumps({**found, next(iter(found)): float("nan")}).encode()
+
+
+CONTENT: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda content: b"",
+    "cut": lambda content: content[: len(content) // 2],
+    "list": lambda content: b"[]",
+    "null": lambda content: b"null",
+    "number": lambda content: b"7",
+    "mapping": lambda content: b"{}",
+    "deep": lambda content: b"[" * 100_000,
+    "binary": lambda content: bytes(range(256)) * 4,
+    "wrong types": wrong_types,
+    "NaN": with_nan,
+}
+PLACES = ("missing", "folder", "unreadable", "dangling link", "link to itself")
+JSON_FILES = (
+    "environment.json",
+    "launch/converted/rank0.json",
+    "launch/dispatcher.json",
+    "status.json",
+    "results.json",
+)
+OTHER_FILES = (
+    "launch/command.sh",
+    "logs/train.log",
+    "metrics.parquet",
+    "experiment.yaml",
+    "tb/events.out.tfevents.1.x",
+)
+DAMAGES = (*CONTENT, *PLACES)
+
+
+def damage(file: Path, kind: str) -> None:
+    """Leave a file as a kill, a full disk or a hand may leave it."""
+    if kind in CONTENT:
+        file.write_bytes(CONTENT[kind](file.read_bytes()))
+        return
+    if kind == "unreadable":
+        file.chmod(0)
+        return
+    file.unlink()
+    if kind == "folder":
+        file.mkdir()
+    elif kind != "missing":
+        file.symlink_to(file if kind == "link to itself" else file.with_name("nothing"))
+
+
+def run_of(runs: Path, precision: str, seed: int) -> RunDir:
+    losses = [4.0 + 0.01 * (seed % 3) + (0.001 if precision == "mxfp8" else 0.0)] * STEPS
+    experiment = Experiment(name="s", steps=STEPS, warmup_steps=1, precision=precision, seed=seed)
+    run = make_run(runs, experiment, losses, tps=1000.0 if precision == "bf16" else 900.0)
+    (run.path / "launch" / "dispatcher.json").write_text(json.dumps(DISPATCHER))
+    for name in ("results.json", "metrics.parquet", "tb/events.out.tfevents.1.x"):
+        (run.path / name).write_text(json.dumps({"steps": STEPS}))
+    return run
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A study of BF16 and MXFP8, and a further seed of MXFP8 for each damage."""
+    runs = tmp_path_factory.mktemp("sound")
+    for seed in SOUND:
+        run_of(runs, "bf16", seed)
+    for seed in range(len(SOUND) + len(DAMAGES)):
+        run_of(runs, "mxfp8", seed)
+    return runs
+
+
+def reported(study: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    """What the command says about a study, whatever it took to write the page too."""
+    capsys.readouterr()
+    assert main(["report", str(study), "--json", "--output", str(study / "report.html")]) == 0
+    told: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return told
+
+
+@pytest.mark.parametrize("name", [*JSON_FILES, *OTHER_FILES])
+def test_a_damaged_file_degrades_its_run_by_name_and_no_other(
+    sound: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report_on, "study_figures", lambda judged: [])  # most of the time; drawn in the test below
+    shutil.copytree(sound, tmp_path / "runs")
+    damaged = {}
+    for seed, kind in enumerate(DAMAGES, start=len(SOUND)):
+        if kind in ("wrong types", "NaN") and name not in JSON_FILES:
+            continue
+        if kind == "unreadable" and os.geteuid() == 0:  # nothing is unreadable to root
+            continue
+        (run,) = (tmp_path / "runs/s/mxfp8_standard" / f"seed{seed}").iterdir()
+        damage(run / name, kind)
+        damaged[seed] = kind
+    told = reported(tmp_path / "runs" / "s", capsys)
+    (verdict,) = told["verdicts"]
+    rows = {row["seed"]: row for row in told["runs"] if row["arm"] == "mxfp8_standard"}
+    assert set(rows) == set(range(len(SOUND) + len(DAMAGES)))
+    assert tuple(verdict["seeds"]) == SOUND
+    assert all(rows[seed]["used"] and not rows[seed]["damaged"] for seed in SOUND)
+    for seed, kind in damaged.items():
+        told_of = " ".join([*rows[seed]["damaged"], rows[seed].get("reason", "")])
+        _expect(name, kind, rows[seed], told_of)
+
+
+def _expect(name: str, kind: str, row: dict[str, Any], told: str) -> None:
+    """What becomes of one run, by the file of it that is damaged."""
+    words = f"{name}, {kind}: {row}"
+    if name in ("results.json", "metrics.parquet"):  # made from the log, and never read
+        assert (row["used"], told) == (True, ""), words
+    elif name in ("status.json", "experiment.yaml"):
+        assert not row["used"], words
+        assert name in told, words
+    elif name == "logs/train.log":
+        assert not row["used"], words
+        assert "0 of 8 steps logged" in told or kind == "cut", words
+        assert name in told or kind in CONTENT, words
+    elif name.startswith("tb/"):
+        assert row["used"], words
+    else:
+        assert row["used"], words
+        gone = kind in ("missing", "dangling link")
+        optional = name in ("launch/dispatcher.json", "launch/command.sh") and gone
+        reads_anyway = name == "launch/command.sh" and kind in CONTENT and kind != "binary"
+        assert optional or reads_anyway or Path(name).name in told or "converted has no record" in told, words
+        assert (row["machine"] is None) == (name == "environment.json"), words
+
+
+def test_a_study_with_every_damage_is_drawn_and_has_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = [*JSON_FILES, *OTHER_FILES]
+    for seed in range(len(names) + 1):
+        run_of(tmp_path / "runs", "bf16", seed)
+        run = run_of(tmp_path / "runs", "mxfp8", seed)
+        if seed < len(names):
+            damage(run.path / names[seed], "binary")
+    told = reported(tmp_path / "runs" / "s", capsys)
+    assert told["verdicts"][0]["answer"]
+    page = (tmp_path / "runs" / "s" / "report.html").read_text()
+    assert "environment.json is damaged: machine and versions unknown" in page
+    assert "Runs that are not judged" in page
+    paths = [str(tmp_path / "runs" / "s"), str(tmp_path / "runs" / "s" / "bf16_standard")]
+    assert main(["report", *paths, "--json", "--output", str(tmp_path / "r.html")]) == 0
+    side_by_side = json.loads(capsys.readouterr().out)
+    assert "environment.json is damaged: machine and versions unknown" in side_by_side["note"]
+    assert len(side_by_side["runs"]) == 3 * len(names) + 3
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@given(
+    changes=st.dictionaries(st.sampled_from(sorted(ENVIRONMENT)), JSON_VALUES, max_size=3),
+    dropped=st.sets(st.sampled_from(sorted(ENVIRONMENT)), max_size=2),
+    content=st.none() | st.binary(max_size=30),
+)
+def test_an_environment_is_known_or_unknown_and_says_which(
+    tmp_path_factory: pytest.TempPathFactory, changes: dict[str, Any], dropped: set[str], content: bytes | None
+) -> None:
+    folder = tmp_path_factory.getbasetemp() / "environment"
+    folder.mkdir(exist_ok=True)
+    kept = {name: value for name, value in {**ENVIRONMENT, **changes}.items() if name not in dropped}
+    (folder / "environment.json").write_bytes(json.dumps(kept).encode() if content is None else content)
+    found = read_side_files(RunDir(folder), Experiment(), started=True)
+    if found.environment is None:
+        assert found.damaged == ("environment.json is damaged: machine and versions unknown",)
+    else:
+        assert (content is None, found.damaged) == (True, ())
+        assert found.environment.machine
+        assert all(found.environment.versions.values())
+
+
+def test_what_a_launcher_writes_is_read() -> None:
+    from moelab.machine import environment
+
+    found = Environment.model_validate_json(json.dumps(environment(nodes=2)))
+    assert found.machine.endswith("on each of 2 hosts")
+    assert found.versions["torch"]
+
+
+def test_ranks_that_disagree_are_told(tmp_path: Path) -> None:
+    run = run_of(tmp_path, "mxfp8", 0)
+    other = {"kernels": "native", "modules": ["layers.9"]}
+    (run.path / "launch" / "converted" / "rank4.json").write_text(json.dumps(other))
+    one = collect_run(run)
+    assert one.damaged == ("launch/converted: ranks disagree on the MXFP8 kernels (rank0 emulated, rank4 native)",)
+    assert one.converted == {"kernels": "emulated and native", "modules": ["layers.1.moe.experts", "layers.9"]}
+    assert (one.emulates_mxfp8, one.speed_known) == (True, False)
+
+
+def test_no_gain_where_kernels_are_unknown(tmp_path: Path) -> None:
+    """Emulated kernels would be taken for real ones."""
+    for seed in SOUND:
+        run_of(tmp_path, "bf16", seed)
+        shutil.rmtree(run_of(tmp_path, "mxfp8", seed).path / "launch" / "converted")
+    judged = judge_study(tmp_path / "s")
+    assert judged.gains == []
+    assert "is claimed: the machine or the kernels of all runs of an arm are unknown" in judged.as_text()
+    assert "launch/converted has no record: what multiplied in MXFP8 is unknown" in judged.as_text()
+
+
+def test_a_damaged_environment_is_told_in_the_provenance(tmp_path: Path) -> None:
+    for seed in SOUND:
+        run_of(tmp_path, "bf16", seed)
+    damage(run_of(tmp_path, "bf16", 3).path / "environment.json", "cut")
+    told = provenance(judge_study(tmp_path / "s"))
+    assert told["Hardware"] == "A processor, 2 cores, no GPU in 3 runs, unknown in 1 run"
+    assert "torch 2.14.0 in 3 runs, unknown in 1 run" in told["Software"]

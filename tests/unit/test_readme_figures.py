@@ -1,0 +1,256 @@
+"""Every measured and derived figure that README quotes, made again from the file or the model that it comes from."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moelab.analysis.two_by_two import (
+    ArmResult,
+    LayerGain,
+    arm_results,
+    checkpointing_pairs,
+    checkpointing_words,
+    goal_lines,
+    layer_gains,
+)
+from moelab.experiment import Routing
+from moelab.projection.arms_projected import equal_seconds_tps, meeting_all_published, projected_two_by_two
+from moelab.projection.calibration import CALIBRATION
+from moelab.projection.full_node import ROUTINGS, SCALING, SMALL
+from moelab.projection.full_node_measured import Place, full_node_rows, node_results
+from moelab.projection.measured import FULL_NODE, TWO_BY_TWO, Measurement, load_measured
+from moelab.projection.step import step_time
+from moelab.projection.step_cases import BRIDGE_SOURCE, H100_FIRST, H100_LATER, PUBLISHED, SIMUMAX, published_job
+from moelab.projection.validation import validation_table
+from moelab.projection.validation_row import ValidationRow
+from moelab.viz.validation import percent_error
+
+ROOT = Path(__file__).parents[2]
+README = " ".join((ROOT / "README.md").read_text().replace("**", "").split())
+BASELINE, BEST = "bf16_standard", "fp8_deepep_dispatch-fp8"
+COLUMNS = ("bf16_deepep", "fp8_standard", "fp8_deepep", BEST, "mxfp8-emulated_deepep")
+MODELS = {
+    "671B, 10 MoE layers": "671B, 10 MoE layers, 16 experts, full checkpointing",
+    "671B MoE-heavy": "671B, 5 MoE layers, 16 experts, full checkpointing",
+    "671B": "671B, 1 dense + 2 MoE layers, 32 experts, no checkpointing",
+    "16B": "16B, 1 dense + 4 MoE layers, 64 experts, no checkpointing",
+}
+
+
+def results_of(name: str) -> Any:
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+
+
+def says(*sentences: str) -> None:
+    for sentence in sentences:
+        assert sentence in README, f"README does not say {sentence!r}"
+
+
+def own_checkpointing(shape: str) -> list[ArmResult]:
+    kind = "full" if "full" in MODELS[shape] else "none"
+    found = arm_results(load_measured(TWO_BY_TWO).rows)
+    return [one for one in found if (one.shape, one.activation_checkpoint) == (shape, kind)]
+
+
+def both_routings(found: Iterable[ArmResult], arm: str) -> list[ArmResult]:
+    return sorted((one for one in found if one.arm == arm), key=lambda one: ROUTINGS.index(one.routing))
+
+
+def ratios(found: Iterable[ArmResult]) -> str:
+    words = [f"{one.ratio:.2f}" for one in found]
+    return f"{' / '.join(words)} ×" if words else ""
+
+
+@pytest.mark.parametrize("shape", MODELS)
+def test_the_two_by_twos_rows(shape: str) -> None:
+    found = own_checkpointing(shape)
+    stock = " / ".join(f"{one.tps:,.0f}" for one in both_routings(found, BASELINE))
+    cells = [MODELS[shape], stock, *(ratios(both_routings(found, arm)) for arm in COLUMNS)]
+    says(f"| {' '.join(f'{cell} |' if cell else '|' for cell in cells)}")
+
+
+def test_stock_and_the_best_arm_under_each_checkpointing() -> None:
+    rows = load_measured(TWO_BY_TWO).rows
+    found: dict[str, list[tuple[ArmResult, ArmResult]]] = {}
+    for stock, arm in (pair for pairs in checkpointing_pairs(rows) for pair in pairs):
+        name = f"{MODELS[stock.shape].rpartition(', ')[0]}, {checkpointing_words(stock.activation_checkpoint)}"
+        found.setdefault(name, []).append((stock, arm))
+    assert found
+    for name, pairs in found.items():
+        stocks, arms = (" / ".join(f"{one.tps:,.0f}" for one in side) for side in zip(*pairs, strict=True))
+        gains = " / ".join(f"{arm.tps / stock.tps:.2f}" for stock, arm in pairs)
+        short = ", stock short of memory" if any(stock.retries for stock, _ in pairs) else ""
+        says(f"| {name} | {stocks} | {arms} | {gains} ×{short} |")
+    layers: dict[str, dict[str, LayerGain]] = {}
+    for gain in layer_gains(rows):
+        layers.setdefault(checkpointing_words(gain.activation_checkpoint), {})[gain.routing] = gain
+    for words, by_routing in layers.items():
+        gains_of = [by_routing[routing] for routing in ROUTINGS]
+        stock_ms, arm_ms = (
+            " / ".join(f"{getattr(gain, side):.1f}" for gain in gains_of) for side in ("stock_ms", "arm_ms")
+        )
+        ratio = " / ".join(f"{gain.ratio:.2f}" for gain in gains_of)
+        says(f"| a MoE layer, {words} | {stock_ms} ms | {arm_ms} ms | {ratio} × |")
+
+
+def test_how_much_faster_the_best_arm_is_said_to_be() -> None:
+    pairs = [pair for pairs in checkpointing_pairs(load_measured(TWO_BY_TWO).rows) for pair in pairs]
+
+    def span(checkpointing: str, *shapes: str) -> str:
+        found = [
+            arm.tps / stock.tps
+            for stock, arm in pairs
+            if stock.activation_checkpoint == checkpointing and stock.shape in shapes
+        ]
+        return f"{min(found):.2f} to {max(found):.2f} ×"
+
+    none, full = span("none", "671B MoE-heavy"), span("full", "671B MoE-heavy", "671B, 10 MoE layers")
+    says(f"{none} TorchTitan without checkpointing, {full} with both under full checkpointing")
+    says(f"missed at five MoE layers ({none}) and reached at ten ({span('selective', '671B, 10 MoE layers')}")
+
+
+def test_what_is_said_of_the_two_by_two() -> None:
+    thin = {arm: max(one.best_ratio or 0.0 for one in both_routings(own_checkpointing("671B"), arm)) for arm in COLUMNS}
+    says(f"without checkpointing measured at the thinnest shape alone: {thin['bf16_deepep']:.2f} ×")
+    everything = arm_results(load_measured(TWO_BY_TWO).rows)
+    kept = [one.ratio for one in everything if one.arm == "bf16_standard_full+dispatch"]
+    assert {f"{ratio:.2f}" for ratio in kept} == {"1.05"}
+    deepep, best, *_ = goal_lines(everything)
+    assert ": missed" in deepep
+    assert ": reached" in best
+    says("is worth 1.05 × with the standard dispatcher")
+    spread = {shape: max(max(one.passes) / min(one.passes) - 1 for one in own_checkpointing(shape)) for shape in MODELS}
+    large = max(spread[shape] for shape in MODELS if shape != "16B")
+    says(f"differ by up to {spread['16B']:.0%}".replace("%", " %"), f"agree within {large:.0%}".replace("%", " %"))
+    faster = []
+    for routing in ROUTINGS:
+        rows = [row for row in load_measured(TWO_BY_TWO).rows if row["shape"] == "16B" and row["routing"] == routing]
+        first, second, *_ = (
+            arm_results(row for row in rows if (row["campaign"], row["arm"]) == (campaign, BASELINE))[0].tps
+            for campaign in dict.fromkeys(row["campaign"] for row in rows)
+        )
+        faster.append(100 * (second / first - 1))
+    says(f"was {min(faster):.0f} to {max(faster):.0f} % faster")
+
+
+def test_four_gpus_beside_their_predictions() -> None:
+    measured = node_results(load_measured(FULL_NODE), Measurement(name=TWO_BY_TWO, content=None))
+    rows = full_node_rows()
+    for model, words in (
+        (SCALING, "671B, 5 MoE layers, full checkpointing"),
+        (SMALL, "16B, 1 dense + 4 MoE layers, no checkpointing"),
+    ):
+        shown = (BASELINE, "bf16_deepep", BEST)
+        arms = {arm: [measured[Place(model, 4, routing, arm)] for routing in ROUTINGS] for arm in shown}
+        stock = " / ".join(f"{one.tps:,.0f}" for one in arms[BASELINE])
+        worst = max(abs(percent_error(row)) for row in rows if row.name.startswith(model))
+        gains = " | ".join(ratios(arms[arm]) for arm in shown[1:])
+        says(f"| {words} | {stock} | {gains} | at most {worst:.1f} % |")
+    errors = [percent_error(row) for row in rows]
+    worst, middle = max(errors, key=abs), statistics.median(map(abs, errors))
+    says(f"EP 4: {len(rows)} rows, predicted before they were measured | – | {worst:+.1f} %, median {middle:.1f} % |")
+
+
+def test_exchanges_alone() -> None:
+    rows = {
+        (row["arm"], row["operation"]): row["us_median"] / 1e3
+        for row in results_of("all_to_all_h200")["rows"]
+        if (row["size"], row["routing"], row["sms_chosen_by"]) == ("671B, 32 experts", "random_balanced", "library")
+    }
+    for words, operation in (
+        ("dispatch", "dispatch"),
+        ("its gradient", "dispatch_backward"),
+        ("combine", "combine"),
+        ("its gradient", "combine_backward"),
+    ):
+        ms = [rows[arm, operation] for arm in ("standard bf16", "deepep bf16 expanded")]
+        says(f"{words} {ms[0]:.2f} → {ms[1]:.2f} ms")
+
+
+def test_losses_of_the_dispatchers() -> None:
+    (found,) = results_of("dispatcher_losses_h200")["results"]
+    differ = {frozenset(pair.split(" | ")): value for pair, value in found["largest_difference"].items()}
+    assert differ[frozenset({"standard"})] == 0
+    by = {name: f"{differ[frozenset(pair)]:.2f}" for name, pair in {
+        "them": ("deepep", "standard"), "other": ("deepep",), "sorted": ("deepep_ordered", "standard"),
+        "sorted other": ("deepep_ordered",), "nudged": ("nudged", "standard"),
+    }.items()}  # fmt: skip
+    says(f"differ from them by up to {by['them']} nats at a step and from each other by {by['other']}")
+    says(
+        f"with sorted rows by up to {by['sorted']} and {by['sorted other']}", f"moves the standard's by {by['nudged']}"
+    )
+    runs = [(run["arm"], run["losses"]) for run in found["runs"]]
+    ends = [losses[-1] - runs[0][1][-1] for arm, losses in runs if arm != "standard"]
+    says(f"ended {min(ends):.2f} to {max(ends):.2f} nats above")
+
+
+def test_emulation() -> None:
+    found = results_of("emulation_h100")
+    identical = [all(case["ours is torchao"].values()) for case in found["identity"]]
+    says(f"in {sum(identical)} of {len(identical)} cases")
+    layers = [row for row in found["layer"] if row["compiled"]]
+    for words, name in (("costs {} to {} × BF16", "ours_over_bf16"), ("costs {} to {} × (all", "torchao_over_bf16")):
+        medians = [row[name]["median"] for row in layers]
+        says(words.format(f"{min(medians):.2f}", f"{max(medians):.2f}"))
+
+
+def test_costs_of_moelab_itself() -> None:
+    found = results_of("projection")
+    known, new = (found[name]["median"] / 1e3 for name in ("known_sizes_us", "new_sizes_us"))
+    says(f"{known:.2f} ms where sizes were seen before, {new:.2f} ms with new ones")
+    share = max(
+        one["share_of_a_core"] for one in (results_of("follow")["results"][name] for name in ("terminal", "widget"))
+    )
+    says(f"Watching 256 ranks costs {100 * share:.1f} % of a core")
+
+
+def errors_of(rows: Iterable[ValidationRow], source: str, begin: str = "") -> Mapping[str, float]:
+    return {
+        row.name: percent_error(row)
+        for row in rows
+        if row.source == source and row.use == "predicted" and row.name.startswith(begin)
+    }
+
+
+def test_the_validation_table() -> None:
+    rows = validation_table()
+    says(f"prints all {len(rows)} rows")
+    published = errors_of(rows, PUBLISHED, "671B")
+    says(f"DeepEP {published['671B bf16_deepep']:+.1f} %; MXFP8 + DeepEP {published['671B mxfp8_deepep']:+.1f} % |")
+    gains = {row.name: row for row in rows if row.source == PUBLISHED and row.name.startswith("gain")}
+    first, second = gains["gain of bf16_deepep"], gains["gain of mxfp8_deepep"]
+    says(f"DeepEP {first.predicted:+.1f} % for +32 %; MXFP8 + DeepEP {second.predicted:+.1f} % for +41 % |")
+
+    def worst(source: str, begin: str = "") -> str:
+        return f"{max(errors_of(rows, source, begin).values(), key=abs):+.1f} %".replace("-", "−")
+
+    says(f"(one fitted) | 5 % | {worst(SIMUMAX)} |", f"256 × B200 | 15 % | {worst(BRIDGE_SOURCE, '256 × B200')} |")
+    later = [row for row in rows if row.source == H100_LATER]
+    new = errors_of(rows, H100_LATER)
+    says(f"({len(new)} of {len(later)} rows; the others chose constants) | 6 % | {worst(H100_LATER)} |")
+    says(f"(clock or power unknown) | 6 % | missed: up to {worst(H100_FIRST)} |")
+    exchanges = errors_of(rows, "H200 exchanges").values()
+    span = f"{min(exchanges):+.0f} to {max(exchanges):+.0f} %".replace("-", "−")
+    says(f"exchanges alone on two H200s, {len(exchanges)} rows, blind | – | {span}")
+    parts = [row for row in rows if not row.whole and row.use == "predicted" and row.source != "H200 exchanges"]
+    errors = [percent_error(row) for row in parts]
+    says(f"ones within {statistics.median(map(abs, errors)):.0f} %; −{-min(errors):.0f} to +{max(errors):.0f} % |")
+
+
+def test_what_is_projected_and_not_identified() -> None:
+    parts = {arm: step_time(published_job(arm), CALIBRATION).parts_s for arm in (BASELINE, "mxfp8_deepep")}
+    shares = [round(100 * each["host and waiting"] / sum(each.values())) for each in parts.values()]
+    says(f"is {shares[0]} % of the predicted BF16 step and {shares[1]} % of MXFP8 + DeepEP's")
+    forced, random = (projected_two_by_two(one, draws=2) for one in (Routing.ROUND_ROBIN, Routing.RANDOM_BALANCED))
+    missing, gain = forced.tps["mxfp8_standard"].value, random.gains["bf16_deepep"].value
+    says(f"The model says {missing:.0f} tokens/s and {gain - 1:+.0%}.".replace("%", " %"))
+    other = meeting_all_published()
+    change = f"{other.deepep_gain_random - 1:+.0%}".replace("-", "−").replace("%", " %")
+    says(f"then it says {other.tps['mxfp8_standard']:.0f} tokens/s and {change}")
+    says(f"equal seconds saved say {equal_seconds_tps():.0f} without a model")
