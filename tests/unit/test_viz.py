@@ -82,8 +82,8 @@ def test_importing_the_theme_leaves_plotly_alone():
 DRAWN = """
 import sys
 import plotly.graph_objects as go, plotly.io as pio
-from moelab.viz import png, use_renderer
-png.FIRST_PICTURE_S = float(sys.argv[1])
+from moelab.viz import theme, use_renderer
+theme.FIRST_PICTURE_S = float(sys.argv[1])
 assert use_renderer() == sys.argv[2] == pio.renderers.default
 if sys.argv[2].endswith("png"):
     assert pio.to_image(go.Figure(go.Bar(y=[1, 2])), format="png").startswith(b"\\x89PNG")

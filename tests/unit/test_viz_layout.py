@@ -18,9 +18,8 @@ from moelab.hardware import B200, H100
 from moelab.layout import Layout, check
 from moelab.memory import MemoryEstimate, estimate
 from moelab.viz import LayoutExplorer, memory_bars, mesh_map, pipeline_schedule
-from moelab.viz.cluster_grid import ClusterGrid
-from moelab.viz.mesh import FAR, NEAR
-from moelab.viz.rank_groups import coordinates, groups_of
+from moelab.viz.mesh import ClusterGrid, coordinates, groups_of
+from moelab.viz.theme import FAR, NEAR
 
 PUBLISHED: dict[str, Any] = {
     "model": "671B",
@@ -222,12 +221,12 @@ def test_explorer_follows_its_controls() -> None:
     explorer = LayoutExplorer(experiment())
     assert drawn(explorer) == {"memory", "pipeline", "mesh"}
     explorer.controls["pp"].value = 16
-    assert "ep is 32" in explorer.verdict.value
-    assert "Illegal" in explorer.verdict.value
+    assert "ep is 32" in explorer.words.value
+    assert "Illegal" in explorer.words.value
     assert drawn(explorer) == set()
     explorer.controls["ep"].value = 16
-    assert "Illegal" not in explorer.verdict.value
-    assert "dp_shard 8" in explorer.verdict.value
+    assert "Illegal" not in explorer.words.value
+    assert "dp_shard 8" in explorer.words.value
     assert drawn(explorer) == {"memory", "pipeline", "mesh"}
     explorer.controls["rank"].value = 9
     assert "Rank 9" in plot_title(explorer, "mesh")

@@ -29,10 +29,15 @@ from moelab.projection.validation import goals, validation_table
 from moelab.projection.waterfall import Change
 from moelab.sweep import by_gpus, by_network, cluster_like, on
 from moelab.titan.arms import named_arms
-from moelab.viz.arms_projected import arms_beside_projection, gains_and_interaction
-from moelab.viz.projection_explorer import ProjectionExplorer
-from moelab.viz.published_bars import published_bars
-from moelab.viz.step_breakdown import GROUPS, arm_breakdowns, step_breakdown
+from moelab.viz.projection import (
+    GROUPS,
+    ProjectionExplorer,
+    arm_breakdowns,
+    arms_beside_projection,
+    gains_and_interaction,
+    step_breakdown,
+)
+from moelab.viz.throughput import published_bars
 from moelab.viz.validation import goal_lines, goal_strips, part_strips, validation_lines
 from moelab.viz.waterfall import waterfall_bars
 from moelab.viz.what_if import cost_bars, network_curves, size_curves
@@ -303,20 +308,20 @@ def explorer(**chosen: Any) -> ProjectionExplorer:
 def test_the_explorer_says_what_the_projection_says() -> None:
     shown = explorer()
     expected = project(Experiment.model_validate({**PUBLISHED.model_dump(), "mxfp8_kernels": "auto"}))
-    assert f"{expected.tps:,.0f} tokens/s per GPU" in shown.summary.value
-    assert len(shown.figure.outputs) == 1
-    before = shown.summary.value
+    assert f"{expected.tps:,.0f} tokens/s per GPU" in shown.words.value
+    assert len(shown.figures["step"].outputs) == 1
+    before = shown.words.value
     shown.controls["network_gb_s"].value = 400.0
-    assert shown.summary.value != before
-    assert "extrapolated" in shown.summary.value
+    assert shown.words.value != before
+    assert "extrapolated" in shown.words.value
 
 
 def test_the_explorer_says_why_something_cannot_be() -> None:
     shown = explorer()
     shown.controls["gpus"].value = 8
-    assert "Cannot be" in shown.summary.value
-    assert shown.figure.outputs == ()
+    assert "Cannot be" in shown.words.value
+    assert shown.figures["step"].outputs == ()
     with pytest.raises(Refused):
         shown.projected()
     shown.controls["gpus"].value = 256
-    assert "tokens/s per GPU" in shown.summary.value
+    assert "tokens/s per GPU" in shown.words.value

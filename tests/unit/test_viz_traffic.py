@@ -36,20 +36,25 @@ from moelab.projection import (
 from moelab.projection.deepep_bandwidth import QUOTED
 from moelab.projection.gather import EXPANDING, EXPANDING_FP8, STOCK_DEEPEP, STOCK_STANDARD, gather_passes, padded_rows
 from moelab.projection.measured import ALL_TO_ALL, COMMANDS, TWO_BY_TWO, Measurement, load_measured
-from moelab.viz.all_to_all import ARM_LOOKS, OPERATIONS, operation_times, sm_sweep
-from moelab.viz.dispatch import forwarding, gather_bars, quoted_bandwidths
-from moelab.viz.dispatch_measured import two_by_two_bars
-from moelab.viz.token_map import hops
+from moelab.viz.deepep import (
+    ARM_LOOKS,
+    OPERATIONS,
+    gather_bars,
+    operation_times,
+    quoted_bandwidths,
+    sm_sweep,
+    two_by_two_bars,
+)
+from moelab.viz.token_flow import METHOD_LABELS, forwarding, hops, token_flow
 from moelab.viz.traffic import (
-    METHOD_LABELS,
+    DEFAULTS,
+    TrafficExplorer,
     bytes_by_ep,
     destination_histogram,
     move_times,
     saving_by_routing,
-    token_flow,
     traffic_matrix,
 )
-from moelab.viz.traffic_explorer import DEFAULTS, TrafficExplorer
 
 ROOT = Path(__file__).parents[2]
 PUBLISHED = ExpertPlacement(experts=256, top_k=8, ep=32, ranks_per_node=8)
@@ -487,20 +492,20 @@ def test_an_experiment_that_fails_shows_its_last_lines(tmp_path: Path, monkeypat
 
 def test_explorer_follows_its_controls_and_says_what_cannot_be() -> None:
     explorer = TrafficExplorer()
-    assert "<b>7.27 ranks</b> and <b>3.61 nodes</b> (derived)" in explorer.summary.value
+    assert "<b>7.27 ranks</b> and <b>3.61 nodes</b> (derived)" in explorer.words.value
     assert all(output.outputs for output in explorer.figures.values())
     explorer.controls["routing"].value = "group_limited"
-    assert "<b>6.60 ranks</b> and <b>2.93 nodes</b>" in explorer.summary.value
+    assert "<b>6.60 ranks</b> and <b>2.93 nodes</b>" in explorer.words.value
     explorer.controls["ep"].value = 256
     explorer.controls["experts"].value = 32
-    assert "Cannot be" in explorer.summary.value
-    assert "ep is 256 and does not divide 32 experts" in explorer.summary.value
+    assert "Cannot be" in explorer.words.value
+    assert "ep is 256 and does not divide 32 experts" in explorer.words.value
     assert not any(output.outputs for output in explorer.figures.values())
     explorer.controls["ep"].value = 8
-    assert "Cannot be" not in explorer.summary.value
+    assert "Cannot be" not in explorer.words.value
     assert all(output.outputs for output in explorer.figures.values())
     explorer.controls["routing"].value = "skewed"
-    assert "(simulated)" in explorer.summary.value
+    assert "(simulated)" in explorer.words.value
 
 
 def test_explorer_shows_the_figures_of_the_functions() -> None:
@@ -522,6 +527,6 @@ def test_examples_in_the_documentation(name: str) -> None:
 
 
 def test_importing_the_figures_loads_neither_torch_nor_ipywidgets() -> None:
-    modules = "moelab.viz.traffic_explorer, moelab.viz.all_to_all, moelab.viz.dispatch, moelab.notebooks.all_to_all"
+    modules = "moelab.viz.traffic, moelab.viz.deepep, moelab.viz.token_flow, moelab.notebooks.all_to_all"
     code = f"import sys, {modules}; sys.exit(any(name in sys.modules for name in ('torch', 'ipywidgets')))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -11,7 +11,7 @@ from moelab.analysis.two_by_two import ArmResult, checkpointing_words, two_by_tw
 from moelab.projection.full_node import EP_DEGREES, NODE_SHAPES, ROUTINGS, SCALING
 from moelab.projection.full_node_measured import Place, node_results
 from moelab.projection.measured import Measurement, hardware_of
-from moelab.viz.dispatch_measured import panels
+from moelab.viz.draw import panels
 from moelab.viz.theme import MUTED, arm_styles, plot_text
 
 ARMS = ("bf16_deepep", "fp8_deepep_dispatch-fp8")

@@ -1,17 +1,24 @@
-"""Grouped GEMMs drawn: measured speed-ups over rows, the model against what tests it, and a step in its parts."""
+"""Grouped GEMMs drawn: speed-ups measured and predicted, a step in its parts, the map of gain, a shape explorer."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
+import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from moelab.mxfp8.break_even import Constants, Part, gain, gemm_parts
-from moelab.mxfp8.break_even_fit import GOAL
+from moelab.mxfp8.break_even import Constants, break_even_m, gain, gemm_parts
+from moelab.mxfp8.break_even_fit import GOAL, ExpertWork, Fit, break_even
 from moelab.mxfp8.grouped_gemm_cases import Case, Precision
 from moelab.mxfp8.grouped_gemm_results import GroupedGemmResult
 from moelab.viz.theme import INK, MUTED, new_figure
+from moelab.viz.widget import Explorer
+
+if TYPE_CHECKING:
+    import ipywidgets
 
 LABELS: dict[str, str] = {
     "bf16": "BF16",
@@ -27,7 +34,12 @@ PART_LOOKS = {
     "overhead": ("fixed overhead, scales", "#5f6b7a"),
 }
 _LINES = (("#0072B2", "circle"), ("#56B4E9", "diamond"), ("#D55E00", "square"), ("#E69F00", "triangle-up"))
-_ODD = ("#5f6b7a", "x")
+ROWS_LOG2, WEIGHTS_LOG2 = (10.0, 20.5), (18.0, 27.0)
+STEPS_M, STEPS_NK, STEPS_LINE = 64, 46, 46
+LEVEL = 0.2
+"""Gain between two contour lines."""
+_GAIN_COLORS = [[0.0, "#B2500A"], [0.25, "#E8A87C"], [0.5, "#FFFFFF"], [0.75, "#7FB8DC"], [1.0, "#0072B2"]]
+_MARKS = ("star", "diamond", "circle", "square")
 
 
 def measured_speedups(result: GroupedGemmResult, precision: Precision, *, replayed: bool) -> go.Figure:
@@ -52,11 +64,28 @@ def measured_speedups(result: GroupedGemmResult, precision: Precision, *, replay
     regular = table[(table["groups"] == 8) & (table["sizes"] == "even")]
     shapes = regular.groupby(["n", "k"], sort=False)
     for ((n, k), cases), (color, symbol) in zip(shapes, _LINES, strict=False):
-        _add_line(figure, cases.sort_values("m"), f"N {n}, K {k}", color, symbol)
+        line = cases.sort_values("m")
+        figure.add_scatter(
+            x=line["m"],
+            y=line["speedup"].round(4),
+            name=f"N {n}, K {k}",
+            mode="lines+markers",
+            line={"color": color, "width": 2},
+            marker={"symbol": symbol, "size": 10},
+            customdata=line[["bf16_us", "low_us"]].round(1),
+            hovertemplate="M %{x}: %{y:.3f}<br>BF16 %{customdata[0]} µs, 8-bit %{customdata[1]} µs",
+        )
     odd = table.drop(regular.index)
     if len(odd):
-        names = [f"{row.groups} {row.sizes}" for row in odd.itertuples()]
-        _add_marks(figure, odd, names)
+        figure.add_scatter(
+            x=odd["m"],
+            y=odd["speedup"].round(4),
+            name="other groups (hover for which)",
+            mode="markers",
+            marker={"symbol": "x", "size": 9, "color": MUTED},
+            customdata=[f"{row.groups} {row.sizes}" for row in odd.itertuples()],
+            hovertemplate="%{customdata} groups, M %{x}: %{y:.3f}",
+        )
     figure.add_hline(y=1, line={"color": INK, "width": 1, "dash": "dash"})
     ticks = sorted(set(table["m"]))
     figure.update_xaxes(
@@ -65,32 +94,6 @@ def measured_speedups(result: GroupedGemmResult, precision: Precision, *, replay
     figure.update_yaxes(title_text="BF16 time / 8-bit time")
     figure.update_layout(hovermode="closest")
     return figure
-
-
-def _add_line(figure: go.Figure, cases: pd.DataFrame, name: str, color: str, symbol: str) -> None:
-    figure.add_scatter(
-        x=cases["m"],
-        y=cases["speedup"].round(4),
-        name=name,
-        mode="lines+markers",
-        line={"color": color, "width": 2},
-        marker={"symbol": symbol, "size": 10},
-        customdata=cases[["bf16_us", "low_us"]].round(1),
-        hovertemplate="M %{x}: %{y:.3f}<br>BF16 %{customdata[0]} µs, 8-bit %{customdata[1]} µs",
-    )
-
-
-def _add_marks(figure: go.Figure, cases: pd.DataFrame, names: Sequence[str]) -> None:
-    color, symbol = _ODD
-    figure.add_scatter(
-        x=cases["m"],
-        y=cases["speedup"].round(4),
-        name="other groups (hover for which)",
-        mode="markers",
-        marker={"symbol": symbol, "size": 9, "color": color},
-        customdata=names,
-        hovertemplate="%{customdata} groups, M %{x}: %{y:.3f}",
-    )
 
 
 def predicted_speedups(table: pd.DataFrame) -> go.Figure:
@@ -165,7 +168,7 @@ def step_parts(
     by_precision = {p: gemm_parts(case.m, case.n, case.k, case.groups, p, constants) for p in precisions}
     labels = [LABELS[precision] for precision in precisions]
     for kind, (name, color) in PART_LOOKS.items():
-        times_ms = [1e3 * _sum(parts, kind) for parts in by_precision.values()]
+        times_ms = [1e3 * sum(part.time_s for part in parts if part.kind == kind) for parts in by_precision.values()]
         if any(times_ms):
             figure.add_bar(
                 y=labels,
@@ -186,5 +189,170 @@ def step_parts(
     return figure
 
 
-def _sum(parts: Sequence[Part], kind: str) -> float:
-    return sum(part.time_s for part in parts if part.kind == kind)
+def gain_map(
+    fitted: Fit,
+    works: Sequence[ExpertWork],
+    *,
+    aspect: float = 2.25,
+    groups: int = 8,
+    in_step: bool = False,
+    resamples: int = 100,
+) -> go.Figure:
+    """Predicted gain over rows M and weight size N·K, with layouts marked at their own gain.
+
+    Args:
+        fitted: constants and their spread.
+        works: layouts to mark; each is labelled with the gain of its own N, K and groups.
+        aspect: K / N of the map's weights; gain at equal N·K falls as it moves away from 1.
+        groups: local experts of the map.
+        in_step: kernels as in a step instead of alone.
+        resamples: of the interval around the break-even line.
+
+    Returns:
+        The figure.
+    """
+    constants = fitted.constants
+    rows = np.logspace(*ROWS_LOG2, STEPS_M, base=2)
+    weights = np.logspace(*WEIGHTS_LOG2, STEPS_NK, base=2)
+    sides = [_sides(nk, aspect) for nk in weights]
+    gains = [[round(gain(m, n, k, groups, fitted.constants, in_step=in_step), 3) for m in rows] for n, k in sides]
+    figure = new_figure(
+        _map_finding(works, fitted, in_step),
+        subtitle=f"gain = BF16 time / {constants.low.upper()} time of forward + backward on a {constants.gpu}, "
+        f"{groups} groups, K = {aspect:g} N; dashed: 90 % interval of gain 1; layouts show their own gain",
+        note=f"predicted, not measured: {'kernels in a step' if in_step else 'kernels alone'}",
+        height=560,
+    )
+    figure.add_contour(
+        x=[round(m) for m in rows],
+        y=[round(nk) for nk in weights],
+        z=gains,
+        zmin=0.2,
+        zmax=1.8,
+        colorscale=_GAIN_COLORS,
+        contours={"start": 0.2, "end": 1.8, "size": LEVEL, "showlabels": True, "labelfont": {"size": 12, "color": INK}},
+        line={"width": 0.6, "color": MUTED},
+        colorbar={"title": {"text": "gain"}, "thickness": 14, "tickvals": [0.2, 0.6, 1.0, 1.4, 1.8]},
+        hovertemplate="M %{x}, N·K %{y}: %{z:.2f}<extra></extra>",
+    )
+    for name, nk, even in _lines(fitted, aspect, groups, in_step, resamples):
+        style = {"color": INK, "width": 3 if name == "gain 1" else 1.5, "dash": "solid" if name == "gain 1" else "dash"}
+        figure.add_scatter(x=even, y=nk, mode="lines", line=style, name=name, hoverinfo="skip", showlegend=False)
+    for work, symbol in zip(works, _MARKS, strict=False):
+        _mark(figure, work, symbol, fitted, in_step)
+    ticks = [2**exponent for exponent in range(10, 21, 2)]
+    figure.update_xaxes(
+        title_text="rows M of all groups (tokens × top-k of a rank and micro-batch)",
+        type="log",
+        tickvals=ticks,
+        ticktext=[f"{m // 1024}k" for m in ticks],
+        range=[math.log10(2**exponent) for exponent in ROWS_LOG2],
+        showgrid=False,
+    )
+    ticks = [2**exponent for exponent in range(18, 28, 2)]
+    figure.update_yaxes(
+        title_text="weights of an expert's matrix, N·K",
+        type="log",
+        tickvals=ticks,
+        ticktext=[f"{nk / 2**20:g} Mi" for nk in ticks],
+        range=[math.log10(2**exponent) for exponent in WEIGHTS_LOG2],
+        showgrid=False,
+    )
+    return figure.update_layout(hovermode="closest", legend_y=-0.2)
+
+
+def _sides(weight: float, aspect: float) -> tuple[int, int]:
+    """N and K of a weight of N·K elements with K / N = aspect."""
+    return max(1, round(math.sqrt(weight / aspect))), max(1, round(math.sqrt(weight * aspect)))
+
+
+def _map_finding(works: Sequence[ExpertWork], fitted: Fit, in_step: bool) -> str:
+    gains = [f"{work.name.split(',')[0]} gains {_own_gain(work, fitted, in_step):.2f}×" for work in works[:2]]
+    told = f": {', '.join(gains)}" if gains else ""
+    return f"{fitted.constants.low.upper()} saves time above the bold line only{told}"
+
+
+def _own_gain(work: ExpertWork, fitted: Fit, in_step: bool) -> float:
+    case = work.case
+    return gain(case.m, case.n, case.k, case.groups, fitted.constants, in_step=in_step)
+
+
+def _lines(
+    fitted: Fit, aspect: float, groups: int, in_step: bool, resamples: int
+) -> list[tuple[str, list[float], list[float | None]]]:
+    """Break-even rows over weights: best value, and the ends of its interval."""
+    chosen = np.logspace(*WEIGHTS_LOG2, STEPS_LINE, base=2)
+    found: dict[str, list[float | None]] = {"low": [], "gain 1": [], "high": []}
+    for nk in chosen:
+        n, k = _sides(float(nk), aspect)
+        even = break_even(Case(m=1, n=n, k=k, groups=groups), fitted, in_step=in_step, resamples=resamples)
+        for name, value in (("low", even.low), ("gain 1", even.value), ("high", even.high)):
+            inside = value is not None and 2 ** ROWS_LOG2[0] <= value <= 2 ** ROWS_LOG2[1]
+            found[name].append(value if inside else None)
+    return [(name, [float(nk) for nk in chosen], values) for name, values in found.items()]
+
+
+def _mark(figure: go.Figure, work: ExpertWork, symbol: str, fitted: Fit, in_step: bool) -> None:
+    case = work.case
+    inside = min(max(case.m, 2 ** ROWS_LOG2[0]), 2 ** ROWS_LOG2[1])
+    gained = _own_gain(work, fitted, in_step)
+    right = inside > 2 ** (sum(ROWS_LOG2) / 2 + 2)
+    figure.add_scatter(
+        x=[inside],
+        y=[case.n * case.k],
+        mode="markers+text",
+        marker={"symbol": symbol, "size": 15, "color": INK, "line": {"color": "white", "width": 1.5}},
+        text=[f"<b>{work.name.split(',')[0]}: {gained:.2f}</b>"],
+        textposition=f"{'top' if gained > 1 else 'bottom'} {'left' if right else 'center'}",
+        name=f"{work.name} ({case.groups} groups)",
+        hovertemplate=f"{work.name}: {case.name}<br>{work.layout}<extra></extra>",
+    )
+
+
+_ROWS = tuple(2**exponent for exponent in range(10, 21))
+_FEATURES = (512, 1024, 1408, 2048, 4096, 5120, 7168, 8192)
+_SLIDERS: Mapping[str, tuple[str, tuple[int, ...]]] = {
+    "m": ("rows M", _ROWS),
+    "n": ("output features N", _FEATURES),
+    "k": ("input features K", _FEATURES),
+    "groups": ("groups G", (1, 2, 4, 8, 16, 32)),
+}
+
+
+class ShapeExplorer(Explorer):
+    """Rows, N, K and groups as sliders; below them the break-even and a step in its parts, BF16 beside MXFP8.
+
+    Args:
+        case: where the sliders begin; a value that a slider does not have is added to it.
+        constants: of the model.
+    """
+
+    def __init__(self, case: Case, constants: Constants) -> None:
+        import ipywidgets as widgets
+
+        self.constants = constants
+        controls: dict[str, ipywidgets.Widget] = {
+            name: widgets.SelectionSlider(
+                options=[(f"{value:,}", value) for value in sorted({*values, getattr(case, name)})],
+                value=getattr(case, name),
+                description=label,
+                continuous_update=False,
+                style={"description_width": "150px"},
+                layout={"width": "460px"},
+            )
+            for name, (label, values) in _SLIDERS.items()
+        }
+        super().__init__(controls, ["parts"])
+
+    @property
+    def case(self) -> Case:
+        """As the sliders stand now."""
+        return Case(**self.chosen)
+
+    def look(self) -> tuple[str, Mapping[str, go.Figure]]:
+        """From which M on MXFP8 saves time, and the step in its parts."""
+        case = self.case
+        even = break_even_m(case.n, case.k, case.groups, self.constants)
+        since = "never, at any M" if even is None else f"from about {even:,.0f} rows on"
+        words = f"<div role='status'>MXFP8 saves time <b>{since}</b> at these N, K and G</div>"
+        return words, {"parts": step_parts(case, self.constants)}

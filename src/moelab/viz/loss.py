@@ -1,6 +1,8 @@
-"""Loss figures: the whole run with an inset, and the last part enlarged; and the gradient norm beside them.
+"""Loss figures: the whole run with an inset, its last part, the difference of two arms; and the gradient norm.
 
-Each takes the metrics table and returns a plotly figure whose title is computed from the data.
+Each takes the metrics table and returns a plotly figure whose title is computed from the data. In the difference each
+seed is averaged over a trailing window as long as the one behind the verdict's final loss: the last point of the curve,
+with its interval, is the verdict itself, and the figure shows how it came about.
 """
 
 from __future__ import annotations
@@ -13,10 +15,19 @@ import plotly.graph_objects as go
 
 from moelab.analysis.arms import arm_label, contrast
 from moelab.analysis.convergence import final_losses, first_final_step
+from moelab.analysis.curves import (
+    arm_curves,
+    finished,
+    joined_lines,
+    mean_and_interval,
+    seed_curves,
+    smooth,
+    smoothing_window,
+)
+from moelab.analysis.verdict import Answer, Verdict
 from moelab.errors import BadInput
-from moelab.viz.curves import arm_curves, finished, smooth, smoothing_window
 from moelab.viz.draw import draw_band, draw_marks, draw_mean, draw_seeds_and_means
-from moelab.viz.theme import MUTED, arm_styles, new_figure
+from moelab.viz.theme import INK, MUTED, arm_styles, new_figure
 
 INSET_LEFT, INSET_GAP, INSET_MIN_HEIGHT = 0.47, 0.10, 0.42
 """Left edge of the inset, its clearance above the curves, its smallest height; all parts of the plot area."""
@@ -118,6 +129,97 @@ def gradient_norm(table: pd.DataFrame, *, note: str = "") -> go.Figure:
     return figure
 
 
+def loss_difference(table: pd.DataFrame, verdict: Verdict, *, note: str = "") -> go.Figure:
+    """Loss difference at each step, paired by seed: mean with its interval over seeds, zero line, margin band.
+
+    Args:
+        table: Metrics table that the verdict was made from.
+        verdict: Verdict of ``compare_convergence``.
+        note: Condition to state in the title, such as "emulated kernels".
+
+    Returns:
+        The figure; without curves where the arms have no finished seed in common.
+
+    Raises:
+        BadInput: The verdict is on a held-out loss, which has no curve.
+    """
+    if verdict.steps is None:
+        raise BadInput("this verdict is on a held-out loss, which has no steps: pass one of compare_convergence")
+    first, last = verdict.steps
+    height = 460 if verdict.seeds else 120
+    reading = _difference_reading(verdict, last - first + 1)
+    figure = new_figure(_difference_finding(verdict), subtitle=reading, note=note, height=height)
+    if not verdict.seeds:
+        return figure.update_xaxes(visible=False).update_yaxes(visible=False)
+    seeds = list(verdict.seeds)
+    difference = seed_curves(table, verdict.arm)[seeds] - seed_curves(table, verdict.reference)[seeds]
+    smoothed = difference.loc[:last].rolling(len(difference.loc[first:last])).mean().dropna(how="all")
+    band = mean_and_interval(smoothed, level=verdict.interval.level)
+    _draw_margin(figure, verdict.margin_nats)
+    style = arm_styles([verdict.arm])[verdict.arm]
+    draw_band(figure, band["low"], band["high"], style)
+    x, y = joined_lines(smoothed)
+    line = {"color": style.fill(0.45), "width": 1}
+    figure.add_trace(go.Scatter(x=x, y=y, mode="lines", line=line, name="one seed", hoverinfo="skip"))
+    draw_mean(figure, band["mean"], style, name="mean over seeds", hovertemplate="%{y:+.4f}")
+    figure.data[-1].line.dash = "solid"
+    reach = (verdict.interval.high - verdict.interval.low) / 2.0
+    figure.add_trace(
+        go.Scatter(
+            x=[last],
+            y=[verdict.mean_difference_nats],
+            error_y={"array": [reach], "visible": verdict.interval.exists, "color": INK, "thickness": 2, "width": 7},
+            mode="markers",
+            name="final difference, as judged",
+            marker={"color": INK, "size": 10, "symbol": style.symbol},
+            hovertemplate="%{y:+.4f}",
+        )
+    )
+    figure.update_xaxes(title_text="step")
+    # Without the format, plotly writes the zero of a symmetric axis as a rounding error.
+    figure.update_yaxes(title_text="loss difference (nats per token)", tickformat=".6~f")
+    # The range is symmetric, and cut where a large early difference would hide what is judged.
+    ends = [verdict.mean_difference_nats, verdict.interval.low, verdict.interval.high, verdict.margin_nats]
+    judged = float(np.nanmax(np.abs(ends)))
+    everything = float(np.nanmax(np.abs(np.concatenate([band.to_numpy(), smoothed.to_numpy()], axis=1))))
+    high = 1.15 * max(judged, min(everything, 4.0 * judged)) or 1.0
+    return figure.update_yaxes(range=[-high, high])
+
+
+def _difference_finding(verdict: Verdict) -> str:
+    arm, reference, shared = contrast(verdict.arm, verdict.reference)
+    both = f" (both {shared})" if shared else ""
+    if not verdict.seeds:
+        return f"{arm} and {reference}{both} have no finished seed in common"
+    judged = "insufficient data to judge" if verdict.answer is Answer.INSUFFICIENT else verdict.answer_words
+    return f"{arm} ends {verdict.mean_difference_nats:+.4f} nats from {reference}{both}: {judged}"
+
+
+def _difference_reading(verdict: Verdict, steps: int) -> str:
+    if not verdict.seeds:
+        return " ".join([*verdict.findings, verdict.settled_by])
+    n = "1 seed, so no interval" if verdict.n_seeds == 1 else f"{verdict.n_seeds} seeds"
+    band = f"; band: {100 * verdict.interval.level:g} % t interval of the mean" if verdict.n_seeds > 1 else ""
+    margin = f"margin ±{verdict.margin_nats:.4f}" if verdict.margin_nats > 0 else "no margin"
+    return " ".join(
+        [f"Paired by seed, mean over the trailing {steps} steps{band}; n = {n}; {margin}.", *verdict.findings]
+    )
+
+
+def _draw_margin(figure: go.Figure, margin_nats: float) -> None:
+    figure.add_hline(y=0.0, line={"color": INK, "width": 1})
+    if margin_nats > 0:
+        figure.add_hrect(
+            y0=-margin_nats,
+            y1=margin_nats,
+            fillcolor="rgba(0,158,115,0.10)",
+            line={"color": "rgba(0,158,115,0.7)", "width": 1, "dash": "dot"},
+            layer="below",
+        )
+        label = {"text": "equivalence margin", "font": {"size": 12, "color": MUTED}, "showarrow": False}
+        figure.add_annotation(**label, x=0.01, xref="x domain", y=margin_nats, yanchor="bottom")
+
+
 def _final_finding(table: pd.DataFrame, final_fraction: float) -> str:
     final = final_losses(table, final_fraction=final_fraction)
     ends = {arm: float(np.mean(list(final.of(arm).values()))) for arm in sorted({arm for arm, _ in final.by_run})}
@@ -158,6 +260,7 @@ def _seeds_and_means(curves: dict[str, pd.DataFrame], window: int) -> str:
 
 
 def _count(curves: dict[str, pd.DataFrame]) -> str:
+    """Seeds that reach the last step."""
     counts = [finished(arm).shape[1] for arm in curves.values()]
     n = str(min(counts)) if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
     return f"n = {n} seeds{' an arm' if len(curves) > 1 else ''}"
