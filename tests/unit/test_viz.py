@@ -19,7 +19,6 @@ from moelab.viz import (
     Figure,
     Table,
     arm_styles,
-    gradient_norm,
     loss_curves,
     loss_difference,
     loss_tail,
@@ -191,7 +190,6 @@ def test_note_stands_in_every_title():
     for figure in (loss_curves(table, note="emulated"), loss_tail(table, note="emulated")):
         assert "emulated" in title(figure)
     assert "emulated" in title(loss_difference(table, first_verdict(table), note="emulated"))
-    assert "emulated" in title(gradient_norm(table, note="emulated"))
 
 
 @pytest.mark.parametrize("arms", [("bf16_standard",), PAIR])
@@ -200,7 +198,6 @@ def test_one_seed_and_one_arm(arms):
     assert "One seed" in title(loss_curves(table))
     assert "no band" in title(loss_tail(table))
     assert "no interval" in title(throughput_bars(table))
-    assert gradient_norm(table).data
     for verdict in compare_convergence(table, reference="bf16_standard"):
         assert "insufficient data" in title(loss_difference(table, verdict))
 

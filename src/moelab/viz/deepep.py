@@ -284,15 +284,14 @@ def two_by_two_bars(results: Sequence[ArmResult], measured: Measurement) -> go.F
     return figure.update_layout(barmode="group", scattermode="group", bargap=0.25, hovermode="closest", legend_y=-0.16)
 
 
-def gain_lines(results: Sequence[ArmResult], *, arm: str = DEEPEP) -> list[str]:
-    """An arm over stock at each shape and checkpointing of both, smallest to largest of the routings."""
+def gain_lines(results: Sequence[ArmResult]) -> list[str]:
+    """BF16 with DeepEP over stock at each shape and checkpointing of both, smallest to largest of the routings."""
     ratios: dict[str, list[float]] = {}
     for result in results:
-        if result.arm == arm and result.ratio is not None:
+        if result.arm == DEEPEP and result.ratio is not None:
             ratios.setdefault(result.setting, []).append(result.ratio)
-    label = two_by_two_label(arm)
     spans = {name: sorted({f"{ratio:.2f}" for ratio in (min(span), max(span))}) for name, span in ratios.items()}
-    return [f"{label}, {setting}: {' to '.join(span)} × stock" for setting, span in spans.items()]
+    return [f"{two_by_two_label(DEEPEP)}, {setting}: {' to '.join(span)} × stock" for setting, span in spans.items()]
 
 
 def _ratio_bars(

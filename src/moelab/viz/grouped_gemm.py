@@ -34,6 +34,8 @@ PART_LOOKS = {
     "overhead": ("fixed overhead, scales", "#5f6b7a"),
 }
 _LINES = (("#0072B2", "circle"), ("#56B4E9", "diamond"), ("#D55E00", "square"), ("#E69F00", "triangle-up"))
+GROUPS = 8
+"""Local experts of the map's products."""
 ROWS_LOG2, WEIGHTS_LOG2 = (10.0, 20.5), (18.0, 27.0)
 STEPS_M, STEPS_NK, STEPS_LINE = 64, 46, 46
 LEVEL = 0.2
@@ -49,9 +51,6 @@ def measured_speedups(result: GroupedGemmResult, precision: Precision, *, replay
         result: of the micro-experiment.
         precision: held against BF16.
         replayed: whether it was read from a file; the title says so.
-
-    Returns:
-        The figure.
     """
     table = result.speedups(precision)
     wins = int((table["speedup"] > 1).sum())
@@ -101,9 +100,6 @@ def predicted_speedups(table: pd.DataFrame) -> go.Figure:
 
     Args:
         table: of :func:`moelab.mxfp8.break_even_fit.leave_one_out`.
-
-    Returns:
-        The figure.
     """
     reached = int(table["left_out_within"].sum())
     figure = new_figure(
@@ -143,28 +139,22 @@ def _short(name: str) -> str:
     return f"N {n}, K {k}, {groups.split()[0]} group{'s' if groups.split()[0] != '1' else ''}"
 
 
-def step_parts(
-    case: Case, constants: Constants, *, precisions: Sequence[Precision] = ("bf16", "mxfp8", "mxfp8_wgrad_bf16")
-) -> go.Figure:
+def step_parts(case: Case, constants: Constants) -> go.Figure:
     """Predicted time of forward and backward in its parts, a bar for each precision.
 
     Args:
         case: the product.
         constants: of the GPU.
-        precisions: the bars, from the top.
-
-    Returns:
-        The figure.
     """
     gained = gain(case.m, case.n, case.k, case.groups, constants)
     low = LABELS[constants.low]
-    finding = f"{low} {'saves' if gained > 1 else 'loses'} time here: BF16 takes {gained:.2f}× as long"
     figure = new_figure(
-        finding,
+        f"{low} {'saves' if gained > 1 else 'loses'} time here: BF16 takes {gained:.2f}× as long",
         subtitle=f"{case.name} on a {constants.gpu}, forward + backward, kernels alone",
         note="predicted by the model, not measured",
         height=400,
     )
+    precisions: tuple[Precision, ...] = ("bf16", "mxfp8", "mxfp8_wgrad_bf16")
     by_precision = {p: gemm_parts(case.m, case.n, case.k, case.groups, p, constants) for p in precisions}
     labels = [LABELS[precision] for precision in precisions]
     for kind, (name, color) in PART_LOOKS.items():
@@ -189,38 +179,28 @@ def step_parts(
     return figure
 
 
-def gain_map(
-    fitted: Fit,
-    works: Sequence[ExpertWork],
-    *,
-    aspect: float = 2.25,
-    groups: int = 8,
-    in_step: bool = False,
-    resamples: int = 100,
-) -> go.Figure:
+def gain_map(fitted: Fit, works: Sequence[ExpertWork], *, aspect: float = 2.25, resamples: int = 100) -> go.Figure:
     """Predicted gain over rows M and weight size N·K, with layouts marked at their own gain.
 
     Args:
         fitted: constants and their spread.
         works: layouts to mark; each is labelled with the gain of its own N, K and groups.
         aspect: K / N of the map's weights; gain at equal N·K falls as it moves away from 1.
-        groups: local experts of the map.
-        in_step: kernels as in a step instead of alone.
         resamples: of the interval around the break-even line.
-
-    Returns:
-        The figure.
     """
     constants = fitted.constants
     rows = np.logspace(*ROWS_LOG2, STEPS_M, base=2)
     weights = np.logspace(*WEIGHTS_LOG2, STEPS_NK, base=2)
     sides = [_sides(nk, aspect) for nk in weights]
-    gains = [[round(gain(m, n, k, groups, fitted.constants, in_step=in_step), 3) for m in rows] for n, k in sides]
+    gains = [[round(gain(m, n, k, GROUPS, constants), 3) for m in rows] for n, k in sides]
+    own = [gain(work.case.m, work.case.n, work.case.k, work.case.groups, constants) for work in works]
+    short = [work.name.split(",")[0] for work in works]
+    first = ", ".join(f"{name} gains {gained:.2f}×" for name, gained in zip(short[:2], own, strict=False))
     figure = new_figure(
-        _map_finding(works, fitted, in_step),
+        f"{constants.low.upper()} saves time above the bold line only{f': {first}' if first else ''}",
         subtitle=f"gain = BF16 time / {constants.low.upper()} time of forward + backward on a {constants.gpu}, "
-        f"{groups} groups, K = {aspect:g} N; dashed: 90 % interval of gain 1; layouts show their own gain",
-        note=f"predicted, not measured: {'kernels in a step' if in_step else 'kernels alone'}",
+        f"{GROUPS} groups, K = {aspect:g} N; dashed: 90 % interval of gain 1; layouts show their own gain",
+        note="predicted, not measured: kernels alone",
         height=560,
     )
     figure.add_contour(
@@ -235,11 +215,32 @@ def gain_map(
         colorbar={"title": {"text": "gain"}, "thickness": 14, "tickvals": [0.2, 0.6, 1.0, 1.4, 1.8]},
         hovertemplate="M %{x}, N·K %{y}: %{z:.2f}<extra></extra>",
     )
-    for name, nk, even in _lines(fitted, aspect, groups, in_step, resamples):
-        style = {"color": INK, "width": 3 if name == "gain 1" else 1.5, "dash": "solid" if name == "gain 1" else "dash"}
-        figure.add_scatter(x=even, y=nk, mode="lines", line=style, name=name, hoverinfo="skip", showlegend=False)
-    for work, symbol in zip(works, _MARKS, strict=False):
-        _mark(figure, work, symbol, fitted, in_step)
+    chosen = [float(nk) for nk in np.logspace(*WEIGHTS_LOG2, STEPS_LINE, base=2)]
+    cases = [Case(m=1, n=n, k=k, groups=GROUPS) for n, k in (_sides(nk, aspect) for nk in chosen)]
+    evens = [break_even(case, fitted, resamples=resamples) for case in cases]
+    least, most = (2**exponent for exponent in ROWS_LOG2)
+    for name, field, width, dash in (
+        ("low", "low", 1.5, "dash"),
+        ("gain 1", "value", 3, "solid"),
+        ("high", "high", 1.5, "dash"),
+    ):
+        ends = [getattr(even, field) for even in evens]
+        inside = [m if m is not None and least <= m <= most else None for m in ends]
+        style = {"color": INK, "width": width, "dash": dash}
+        figure.add_scatter(x=inside, y=chosen, mode="lines", line=style, name=name, hoverinfo="skip", showlegend=False)
+    for work, name, gained, symbol in zip(works, short, own, _MARKS, strict=False):
+        case, m = work.case, min(max(work.case.m, least), most)
+        side = "left" if m > 2 ** (sum(ROWS_LOG2) / 2 + 2) else "center"
+        figure.add_scatter(
+            x=[m],
+            y=[case.n * case.k],
+            mode="markers+text",
+            marker={"symbol": symbol, "size": 15, "color": INK, "line": {"color": "white", "width": 1.5}},
+            text=[f"<b>{name}: {gained:.2f}</b>"],
+            textposition=f"{'top' if gained > 1 else 'bottom'} {side}",
+            name=f"{work.name} ({case.groups} groups)",
+            hovertemplate=f"{work.name}: {case.name}<br>{work.layout}<extra></extra>",
+        )
     ticks = [2**exponent for exponent in range(10, 21, 2)]
     figure.update_xaxes(
         title_text="rows M of all groups (tokens × top-k of a rank and micro-batch)",
@@ -264,49 +265,6 @@ def gain_map(
 def _sides(weight: float, aspect: float) -> tuple[int, int]:
     """N and K of a weight of N·K elements with K / N = aspect."""
     return max(1, round(math.sqrt(weight / aspect))), max(1, round(math.sqrt(weight * aspect)))
-
-
-def _map_finding(works: Sequence[ExpertWork], fitted: Fit, in_step: bool) -> str:
-    gains = [f"{work.name.split(',')[0]} gains {_own_gain(work, fitted, in_step):.2f}×" for work in works[:2]]
-    told = f": {', '.join(gains)}" if gains else ""
-    return f"{fitted.constants.low.upper()} saves time above the bold line only{told}"
-
-
-def _own_gain(work: ExpertWork, fitted: Fit, in_step: bool) -> float:
-    case = work.case
-    return gain(case.m, case.n, case.k, case.groups, fitted.constants, in_step=in_step)
-
-
-def _lines(
-    fitted: Fit, aspect: float, groups: int, in_step: bool, resamples: int
-) -> list[tuple[str, list[float], list[float | None]]]:
-    """Break-even rows over weights: best value, and the ends of its interval."""
-    chosen = np.logspace(*WEIGHTS_LOG2, STEPS_LINE, base=2)
-    found: dict[str, list[float | None]] = {"low": [], "gain 1": [], "high": []}
-    for nk in chosen:
-        n, k = _sides(float(nk), aspect)
-        even = break_even(Case(m=1, n=n, k=k, groups=groups), fitted, in_step=in_step, resamples=resamples)
-        for name, value in (("low", even.low), ("gain 1", even.value), ("high", even.high)):
-            inside = value is not None and 2 ** ROWS_LOG2[0] <= value <= 2 ** ROWS_LOG2[1]
-            found[name].append(value if inside else None)
-    return [(name, [float(nk) for nk in chosen], values) for name, values in found.items()]
-
-
-def _mark(figure: go.Figure, work: ExpertWork, symbol: str, fitted: Fit, in_step: bool) -> None:
-    case = work.case
-    inside = min(max(case.m, 2 ** ROWS_LOG2[0]), 2 ** ROWS_LOG2[1])
-    gained = _own_gain(work, fitted, in_step)
-    right = inside > 2 ** (sum(ROWS_LOG2) / 2 + 2)
-    figure.add_scatter(
-        x=[inside],
-        y=[case.n * case.k],
-        mode="markers+text",
-        marker={"symbol": symbol, "size": 15, "color": INK, "line": {"color": "white", "width": 1.5}},
-        text=[f"<b>{work.name.split(',')[0]}: {gained:.2f}</b>"],
-        textposition=f"{'top' if gained > 1 else 'bottom'} {'left' if right else 'center'}",
-        name=f"{work.name} ({case.groups} groups)",
-        hovertemplate=f"{work.name}: {case.name}<br>{work.layout}<extra></extra>",
-    )
 
 
 _ROWS = tuple(2**exponent for exponent in range(10, 21))

@@ -52,9 +52,6 @@ def memory_bars(memory: MemoryEstimate, layout: Layout, gpu: Gpu) -> go.Figure:
         memory: prediction for the layout.
         layout: resolved degrees; gives each pipeline rank its layers.
         gpu: the GPU that ``memory`` was predicted for; named at the line.
-
-    Returns:
-        The figure.
     """
     reading = f"Fullest moment: {memory.worst.moment}. Largest part: {memory.dominant}."
     figure = new_figure(_finding(memory, gpu), subtitle=reading, note="predicted, not measured", height=540)

@@ -1,4 +1,4 @@
-"""Loss figures: the whole run with an inset, its last part, the difference of two arms; and the gradient norm.
+"""Loss figures: the whole run with an inset, its last part, and the difference of two arms.
 
 Each takes the metrics table and returns a plotly figure whose title is computed from the data. In the difference each
 seed is averaged over a trailing window as long as the one behind the verdict's final loss: the last point of the curve,
@@ -32,7 +32,8 @@ from moelab.viz.theme import INK, MUTED, arm_styles, new_figure
 INSET_LEFT, INSET_GAP, INSET_MIN_HEIGHT = 0.47, 0.10, 0.42
 """Left edge of the inset, its clearance above the curves, its smallest height; all parts of the plot area."""
 
-LOG_TICKS = [digit * 10.0**power for power in range(-6, 7) for digit in (1, 2, 5)]
+TAIL = 0.3
+"""Part of the steps that :func:`loss_tail` shows."""
 
 
 def loss_curves(
@@ -47,9 +48,6 @@ def loss_curves(
         final_fraction: Part of the steps shown in the inset, and that the final losses in the title are means over.
         note: Condition to state in the title, such as "emulated kernels".
         marks: Steps, with their loss, whose gradient norm was not finite.
-
-    Returns:
-        The figure.
 
     Raises:
         BadInput: The table has no loss.
@@ -69,14 +67,11 @@ def loss_curves(
     return figure
 
 
-def loss_tail(
-    table: pd.DataFrame, *, fraction: float = 0.3, note: str = "", marks: Sequence[tuple[int, float]] = ()
-) -> go.Figure:
+def loss_tail(table: pd.DataFrame, *, note: str = "", marks: Sequence[tuple[int, float]] = ()) -> go.Figure:
     """Loss over the last part of the steps: mean over seeds with a band of one standard deviation over seeds.
 
     Args:
         table: Metrics table.
-        fraction: Part of the steps shown.
         note: Condition to state in the title.
         marks: Steps, with their loss, whose gradient norm was not finite.
 
@@ -86,9 +81,9 @@ def loss_tail(
     window = smoothing_window(table)
     curves = {name: finished(arm) for name, arm in arm_curves(table, "loss").items()}
     first = max(int(arm.index.max()) for arm in curves.values())
-    first -= round(fraction * first) - 1
+    first -= round(TAIL * first) - 1
     tails = {name: smooth(arm, window).loc[first:] for name, arm in curves.items()}
-    figure = new_figure(_tail_finding(tails, fraction), subtitle=_tail_reading(tails, window), note=note)
+    figure = new_figure(_tail_finding(tails), subtitle=_tail_reading(tails, window), note=note)
     for name, style in arm_styles(tails).items():
         mean, sd = tails[name].mean(axis=1), tails[name].std(axis=1, ddof=1)
         draw_band(figure, mean - sd, mean + sd, style)
@@ -96,36 +91,6 @@ def loss_tail(
     draw_marks(figure, [mark for mark in marks if mark[0] >= first])
     figure.update_xaxes(title_text="step")
     figure.update_yaxes(title_text="loss (nats per token)")
-    return figure
-
-
-def gradient_norm(table: pd.DataFrame, *, note: str = "") -> go.Figure:
-    """Gradient norm over all steps: every seed thin, the mean over seeds bold.
-
-    Args:
-        table: Metrics table.
-        note: Condition to state in the title.
-
-    Returns:
-        The figure.
-
-    Raises:
-        BadInput: The table has no gradient norm.
-    """
-    curves = {name: arm for name, arm in arm_curves(table, "grad_norm").items() if arm.notna().any(axis=None)}
-    if not curves:
-        raise BadInput("the table has no gradient norm: collect a run whose log or TensorBoard has grad_norm")
-    peaks = {name: arm.max(axis=1) for name, arm in curves.items()}
-    worst = max(peaks, key=lambda name: peaks[name].max())
-    window = smoothing_window(table)
-    figure = new_figure(
-        f"The largest gradient norm is {peaks[worst].max():.3g} ({arm_label(worst)}, step {peaks[worst].idxmax()})",
-        subtitle=f"Before clipping. {_seeds_and_means(curves, window)}",
-        note=note,
-    )
-    draw_seeds_and_means(figure, curves, window=window)
-    figure.update_xaxes(title_text="step")
-    figure.update_yaxes(title_text="gradient norm", type="log", tickvals=LOG_TICKS, tickformat="~g")
     return figure
 
 
@@ -235,14 +200,14 @@ def _final_finding(table: pd.DataFrame, final_fraction: float) -> str:
     return f"After {final.last_step:,} steps {arms} end {ends[high] - ends[low]:.4f} nats apart: {at}"
 
 
-def _tail_finding(tails: dict[str, pd.DataFrame], fraction: float) -> str:
+def _tail_finding(tails: dict[str, pd.DataFrame]) -> str:
     means = pd.DataFrame({name: tail.mean(axis=1) for name, tail in tails.items()})
     if means.shape[1] == 1:
         only = means.to_numpy(dtype=float)
         fall = float(only[0, 0] - only[-1, 0])
-        return f"{arm_label(str(means.columns[0]))} falls by {fall:.3f} nats in the last {100 * fraction:g} % of steps"
+        return f"{arm_label(str(means.columns[0]))} falls by {fall:.3f} nats in the last {100 * TAIL:g} % of steps"
     gap = (means.max(axis=1) - means.min(axis=1)).max()
-    return f"In the last {100 * fraction:g} % of steps the mean curves stay within {gap:.4f} nats of each other"
+    return f"In the last {100 * TAIL:g} % of steps the mean curves stay within {gap:.4f} nats of each other"
 
 
 def _tail_reading(tails: dict[str, pd.DataFrame], window: int) -> str:

@@ -176,20 +176,18 @@ def scaling_errors(rows: Sequence[ErrorRow]) -> go.Figure:
     return figure.update_xaxes(title_text="SQNR (dB)")
 
 
-def method_errors(rows: Sequence[ErrorRow], *, note: str = "") -> go.Figure:
+def method_errors(rows: Sequence[ErrorRow]) -> go.Figure:
     """SQNR of every data set, that of its worst blocks, and how many values became zero.
 
     Args:
         rows: from :func:`moelab.mxfp8.errors.compare_methods`; a method that loses nothing of a tensor is
             left out there.
-        note: condition that must not be missed.
     """
     names = list(dict.fromkeys(row.data for row in rows))
     figure = new_figure(
         _methods_finding(rows),
         subtitle="Left: SQNR of the whole tensor. Middle: SQNR that the worst 5 % of blocks of 32 stay below. Right: "
         "values that became zero. BF16 is not drawn where the tensor is BF16 already.",
-        note=note,
         height=130 + 40 * len(names),
     )
     panels: tuple[tuple[str, list[float], Callable[[ErrorRow], float], str], ...] = (

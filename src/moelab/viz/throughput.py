@@ -23,7 +23,6 @@ def throughput_bars(
     *,
     gains: Sequence[Gain] = (),
     warmup_steps: int = 3,
-    level: float = 0.95,
     note: str = "",
     rank_words: str = "per GPU",
 ) -> go.Figure:
@@ -33,20 +32,16 @@ def throughput_bars(
         table: Metrics table.
         gains: Gains to write above their arms; an arm without one is shown without.
         warmup_steps: Steps discarded at the start of a run.
-        level: Coverage of the intervals.
         note: Condition to state in the title, such as "emulated kernels".
         rank_words: What a throughput is of, "per rank" where ranks are processes on a CPU.
-
-    Returns:
-        The figure.
 
     Raises:
         BadInput: No step with a throughput is left after the warm-up.
     """
-    measured = {arm.arm: arm for arm in arm_throughput(table, warmup_steps=warmup_steps, level=level)}
+    measured = {arm.arm: arm for arm in arm_throughput(table, warmup_steps=warmup_steps)}
     arms = [measured[name] for name in in_order(measured)]
     by_arm = {one.arm: one for one in gains if one.arm in measured}
-    figure = new_figure(_finding(arms, by_arm), subtitle=_reading(arms, warmup_steps, level), note=note)
+    figure = new_figure(_finding(arms, by_arm), subtitle=_reading(arms, warmup_steps), note=note)
     # With two seeds an interval may be a hundred times as long as the bars, which must stay readable beside it.
     ceiling = 2.0 * max(max(arm.tps, *arm.tps_by_seed.values()) for arm in arms)
     highest = min(ceiling, max(max(arm.tps, arm.interval.high if arm.interval.exists else 0.0) for arm in arms))
@@ -103,14 +98,14 @@ def _finding(arms: Sequence[ArmThroughput], gains: dict[str, Gain]) -> str:
     return f"{arm} trains {abs(best.percent):.1f} % {direction} than {baseline}{both}"
 
 
-def _reading(arms: Sequence[ArmThroughput], warmup_steps: int, level: float) -> str:
+def _reading(arms: Sequence[ArmThroughput], warmup_steps: int) -> str:
     counts = sorted({arm.n_seeds for arm in arms})
     n = f"n = {' to '.join(str(count) for count in sorted({counts[0], counts[-1]}))} seeds an arm"
     if counts == [1]:
         return f"Median over steps after {warmup_steps} warm-up steps; one seed an arm, so no interval."
     return (
         f"Geometric mean over seeds of each run's median after {warmup_steps} warm-up steps; points: seeds; "
-        f"{n}, {100 * level:g} % t intervals, cut where they leave the axis; gains are paired by seed."
+        f"{n}, {100 * arms[0].interval.level:g} % t intervals, cut where they leave the axis; gains are paired by seed."
     )
 
 

@@ -69,25 +69,22 @@ def hops(experts: Sequence[int], placement: ExpertPlacement, method: Method, *, 
     return tuple(Hop(sender=start, receiver=end, copies=1) for start, end in ways if start != end)
 
 
-def token_flow(
-    routing: RoutingModel, placement: ExpertPlacement, *, sender: int = 0, token: int = 0, seed: int = 0
-) -> go.Figure:
-    """One token's dispatch, drawn for each method side by side.
+def token_flow(routing: RoutingModel, placement: ExpertPlacement, *, token: int = 0, seed: int = 0) -> go.Figure:
+    """Dispatch of one of rank 0's tokens, drawn for each method side by side.
 
     Args:
         routing: how tokens choose experts.
         placement: where the experts are.
-        sender: rank that has the token.
-        token: which of that rank's tokens.
+        token: which of the rank's tokens.
         seed: of the draw.
 
     Raises:
-        BadInput: if there is no such rank, or the routing does not fit.
+        BadInput: if the routing does not fit.
     """
-    drawn = _one_token(routing, placement, sender=sender, token=token, seed=seed)
+    drawn = _one_token(routing, placement, sender=0, token=token, seed=seed)
     panels = []
     for method in METHODS:
-        ways = hops(drawn.experts, placement, method, sender=sender)
+        ways = hops(drawn.experts, placement, method, sender=0)
         far = sum(hop.copies for hop in ways if drawn.crosses(hop))
         near = sum(hop.copies for hop in ways) - far
         panels.append((f"<b>{METHOD_LABELS[method]}</b><br>{far} × network, {near} × NVLink", ways, False))
@@ -97,15 +94,13 @@ def token_flow(
     return drawn.draw(
         panels,
         f"A token's {len(drawn.experts)} experts lie on {gpus} of {nodes}"
-        f"{'' if sender not in drawn.held else ', its own among them'}",
-        subtitle=f"Token {token} of rank {sender}, {ROUTING_LABELS[routing.kind]} routing. A number counts the token's "
+        f"{'' if 0 not in drawn.held else ', its own among them'}",
+        subtitle=f"Token {token} of rank 0, {ROUTING_LABELS[routing.kind]} routing. A number counts the token's "
         f"experts on a GPU; a thick arrow carries several copies.{unseen}",
     )
 
 
-def forwarding(
-    routing: RoutingModel, placement: ExpertPlacement, *, sender: int = 0, token: int = 0, seed: int = 0
-) -> go.Figure:
+def forwarding(routing: RoutingModel, placement: ExpertPlacement, *, sender: int = 0, token: int = 0) -> go.Figure:
     """DeepEP's hierarchical mode step by step: to each node once, on inside the node, and the way back.
 
     Args:
@@ -113,12 +108,11 @@ def forwarding(
         placement: where the experts are.
         sender: rank that has the token.
         token: which of that rank's tokens.
-        seed: of the draw.
 
     Raises:
         BadInput: if there is no such rank, or the routing does not fit.
     """
-    drawn = _one_token(routing, placement, sender=sender, token=token, seed=seed)
+    drawn = _one_token(routing, placement, sender=sender, token=token, seed=0)
     ways = hops(drawn.experts, placement, "deepep_hybrid", sender=sender)
     far = [hop for hop in ways if drawn.crosses(hop)]
     near = [hop for hop in ways if not drawn.crosses(hop)]

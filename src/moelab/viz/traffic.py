@@ -50,19 +50,18 @@ ROUTING_LOOKS = {
     "skewed": ("#E69F00", "-"),
 }
 DERIVED = "derived, not measured"
+DRAWN = 4096
+"""Tokens that the histogram is of."""
 
 _WIRES = {"network": "the network", "nvlink": "NVLink"}
 
 
-def destination_histogram(
-    routings: Sequence[RoutingModel], placement: ExpertPlacement, *, tokens: int = 4096, seed: int = 0
-) -> go.Figure:
+def destination_histogram(routings: Sequence[RoutingModel], placement: ExpertPlacement, *, seed: int = 0) -> go.Figure:
     """How many ranks and nodes tokens reach, as shares of all tokens, by routing.
 
     Args:
         routings: to compare.
         placement: where the experts are.
-        tokens: drawn for each routing.
         seed: of the draw.
     """
     means = [expected_destinations(routing, placement) for routing in routings]
@@ -71,17 +70,17 @@ def destination_histogram(
     figure = _panels(
         f"Ranks that a token reaches: {reached}",
         ("distinct ranks of a token", "distinct nodes of a token"),
-        subtitle=f"Share of {tokens:,} drawn tokens for each routing; {_placement_words(placement)}. In the "
+        subtitle=f"Share of {DRAWN:,} drawn tokens for each routing; {_placement_words(placement)}. In the "
         "title: means.",
         note="simulated routing",
     )
     for routing in routings:
-        ids_TK = draw_expert_ids(routing, placement, tokens, seed=seed)
+        ids_TK = draw_expert_ids(routing, placement, DRAWN, seed=seed)
         color, pattern = ROUTING_LOOKS[routing.kind]
         for column, size in ((1, placement.experts_per_rank), (2, placement.experts_per_node)):
             counts = np.bincount(distinct_destinations(ids_TK, size))[1:]
             most = min(placement.top_k, placement.ep if column == 1 else placement.nodes)
-            shares = 100 * np.pad(counts, (0, max(0, most - len(counts)))) / tokens
+            shares = 100 * np.pad(counts, (0, max(0, most - len(counts)))) / DRAWN
             bar = go.Bar(
                 x=list(range(1, most + 1)),
                 y=shares,
@@ -388,55 +387,42 @@ def _panels(finding: str, titles: Sequence[str], *, subtitle: str, note: str, he
 
 
 _POWERS = tuple(2**exponent for exponent in range(11))
-_MENUS: Mapping[str, Sequence[Any]] = {
-    "experts": _POWERS[2:],
-    "top_k": tuple(range(1, 17)),
-    "ep": _POWERS[:9],
-    "ranks_per_node": _POWERS[:8],
-    "routing": KINDS,
-    "groups": _POWERS[:7],
-    "limited_groups": _POWERS[:7],
-    "skew": (0.3, 0.5, 0.7, 1.0, 1.5),
-    "tokens": (1024, 2048, 4096, 8192, 16384, 65536),
-    "hidden": (2048, 4096, 5120, 7168, 8192),
-    "precision": ("bf16", "mxfp8", "fp8"),
-    "hardware": ("b200_x256",),
-    "token": tuple(range(64)),
+_MENUS: Mapping[str, tuple[Any, Sequence[Any]]] = {
+    "experts": (256, _POWERS[2:]),
+    "top_k": (8, range(1, 17)),
+    "ep": (32, _POWERS[:9]),
+    "ranks_per_node": (8, _POWERS[:8]),
+    "routing": ("random_balanced", KINDS),
+    "groups": (8, _POWERS[:7]),
+    "limited_groups": (4, _POWERS[:7]),
+    "skew": (0.7, (0.3, 0.5, 0.7, 1.0, 1.5)),
+    "tokens": (4096, (1024, 2048, 4096, 8192, 16384, 65536)),
+    "hidden": (7168, (2048, 4096, 5120, 7168, 8192)),
+    "precision": ("bf16", ("bf16", "mxfp8", "fp8")),
+    "hardware": ("b200_x256", ("b200_x256",)),
+    "token": (13, range(64)),
 }
-DEFAULTS: Mapping[str, Any] = {
-    "experts": 256,
-    "top_k": 8,
-    "ep": 32,
-    "ranks_per_node": 8,
-    "routing": "random_balanced",
-    "groups": 8,
-    "limited_groups": 4,
-    "skew": 0.7,
-    "tokens": 4096,
-    "hidden": 7168,
-    "precision": "bf16",
-    "hardware": "b200_x256",
-    "token": 13,
-}
-"""The published 671B layout."""
+"""The published 671B layout, and other values."""
 
 
 class TrafficExplorer(Explorer):
     """Experts, group and routing as menus; below them copies, bytes and times, and two figures.
 
     Args:
-        chosen: values of controls that are to begin elsewhere than :data:`DEFAULTS`.
+        chosen: values of controls that are to begin elsewhere than at the published 671B layout.
 
     Raises:
         BadInput: for a control that does not exist.
     """
 
     def __init__(self, **chosen: Any) -> None:
-        unknown = sorted(set(chosen) - set(DEFAULTS))
+        unknown = sorted(set(chosen) - set(_MENUS))
         if unknown:
-            raise BadInput(f"the explorer has no control {unknown[0]!r}; it has {', '.join(DEFAULTS)}")
-        starts = {**DEFAULTS, **chosen}
-        controls = {name: menu(name, _MENUS[name], starts[name], label_px=120, width_px=260) for name in DEFAULTS}
+            raise BadInput(f"the explorer has no control {unknown[0]!r}; it has {', '.join(_MENUS)}")
+        controls = {
+            name: menu(name, values, chosen.get(name, start), label_px=120, width_px=260)
+            for name, (start, values) in _MENUS.items()
+        }
         super().__init__(controls, ("flow", "times"))
 
     def look(self) -> tuple[str, Mapping[str, go.Figure]]:
