@@ -16,9 +16,10 @@ from moelab.errors import BadInput
 from moelab.experiment import Experiment
 from moelab.hardware import B200, H100
 from moelab.layout import Layout, check
+from moelab.layout.mesh import coordinates, groups_of
 from moelab.memory import MemoryEstimate, estimate
 from moelab.viz import LayoutExplorer, memory_bars, mesh_map, pipeline_schedule
-from moelab.viz.mesh import ClusterGrid, coordinates, groups_of
+from moelab.viz.mesh import ClusterGrid
 from moelab.viz.theme import FAR, NEAR
 
 PUBLISHED: dict[str, Any] = {
