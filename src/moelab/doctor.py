@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moelab.deepep import findings as deepep
+from moelab import finding as deepep
 from moelab.deepep.environment import examine_environment, expected_of
 from moelab.deepep.smoke import NAME as SMOKE_TEST
 from moelab.deepep.smoke import smoke_test

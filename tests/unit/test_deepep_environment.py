@@ -19,11 +19,12 @@ from moelab.cli import main
 from moelab.deepep import smoke
 from moelab.deepep.environment import examine_environment, expected_of
 from moelab.deepep.fabric import nvlink_matrix
-from moelab.deepep.findings import Finding
-from moelab.deepep.probe import Expected, Machine, run_command, this_machine, version_tuple
+from moelab.deepep.probe import Expected, version_tuple
 from moelab.deepep.smoke import smoke_test
 from moelab.errors import BadInput
+from moelab.finding import Finding
 from moelab.hardware import cluster_of
+from moelab.machine import Machine, run_command, this_machine
 
 V2 = {"__init__.py": "__version__ = '2.1.0'\n", "buffers/elastic.py": "", "_C.cpython-312-x86_64-linux-gnu.so": ""}
 V1 = {"__init__.py": "", "buffer.py": "", "../deep_ep_cpp.cpython-312-x86_64-linux-gnu.so": ""}

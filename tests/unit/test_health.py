@@ -16,15 +16,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moelab.deepep.findings import Finding
-from moelab.deepep.probe import Machine
 from moelab.errors import BadInput
+from moelab.finding import Finding
 from moelab.launch import health
 from moelab.launch.gpu_state import FIELDS, REASONS, check_gpus, parse_gpus, read_gpus
 from moelab.launch.health import Seat, bus_bandwidth_gb_s
 from moelab.launch.health_findings import judge
 from moelab.launch.node_state import check_kernel_log, check_links, check_node
 from moelab.launch.pairs import Blame, blame, rounds
+from moelab.machine import Machine
 
 DATA = Path(__file__).parent.parent / "data" / "health"
 FAST, SLOW = 350.0, 90.0

@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moelab.cli import main
-from moelab.deepep.findings import Finding
 from moelab.errors import BadInput
 from moelab.experiment import Experiment
 from moelab.experiment_file import Study
+from moelab.finding import Finding
 from moelab.hardware import gpu_of
 from moelab.launch.cluster import ClusterProfile, read_cluster
 from moelab.launch.drain import drain, requeue_without

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from moelab.deepep.findings import Finding
-from moelab.deepep.probe import Machine, search_file, version_tuple
+from moelab.deepep.probe import search_file, version_tuple
+from moelab.finding import Finding
+from moelab.machine import Machine
 
 Kind = Literal["none", "V1", "V2", "hybrid-ep", "unknown"]
 NAMES = {

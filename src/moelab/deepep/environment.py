@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from moelab.deepep.build import check_build, check_nccl, find_build
 from moelab.deepep.fabric import check_gin, check_ibgda, check_memlock, check_nvlink, check_rdma
-from moelab.deepep.findings import Finding
-from moelab.deepep.probe import Expected, Machine, this_machine
+from moelab.deepep.probe import Expected
 from moelab.deepep.variables import check_variables
+from moelab.finding import Finding
 from moelab.hardware.spec import Cluster
+from moelab.machine import Machine, this_machine
 
 
 def examine_environment(machine: Machine | None = None, expected: Expected | None = None) -> tuple[Finding, ...]:

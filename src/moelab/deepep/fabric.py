@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from moelab.deepep.build import Build
-from moelab.deepep.findings import Finding
-from moelab.deepep.probe import Expected, Machine
+from moelab.deepep.probe import Expected
+from moelab.finding import Finding
+from moelab.machine import INFINIBAND, Machine
 
-INFINIBAND = "/sys/class/infiniband"
 IBGDA = {"EnableStreamMemOPs": r"^1$", "RegistryDwords": r"PeerMappingOverride=1"}
 """Driver parameters for IBGDA: ``docs/nvshmem.md`` of DeepEP 2.1.0."""
 MEMLOCK_NEEDED_BYTES = 64 << 30

@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import Literal
 
 from moelab.deepep.build import find_build
-from moelab.deepep.findings import Finding
-from moelab.deepep.probe import Machine, this_machine
-from moelab.machine import gpus
+from moelab.finding import Finding
+from moelab.machine import Machine, gpus, this_machine
 
 NAME = "smoke test"
 RANKS = 2

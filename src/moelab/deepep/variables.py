@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from moelab.deepep.build import Build
-from moelab.deepep.fabric import INFINIBAND
-from moelab.deepep.findings import Finding, Severity
-from moelab.deepep.probe import Expected, Machine
+from moelab.deepep.probe import Expected
+from moelab.finding import Finding, Severity
+from moelab.machine import INFINIBAND, Machine
 
 PREFIXES = ("NCCL_", "NVSHMEM_", "UCX_", "EP_")
 

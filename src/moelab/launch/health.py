@@ -34,7 +34,6 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from moelab.deepep.probe import this_machine
 from moelab.errors import BadInput, MoelabError
 from moelab.launch.cluster import read_cluster
 from moelab.launch.health_findings import judge
@@ -42,6 +41,7 @@ from moelab.launch.node_state import check_node
 from moelab.launch.pairs import rounds
 from moelab.launch.place import Place
 from moelab.launch.slurm.node_list import node_names
+from moelab.machine import this_machine
 from moelab.marks import Marks
 from moelab.runs.files import write_json
 

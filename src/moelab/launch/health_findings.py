@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from moelab.deepep.findings import Finding
+from moelab.finding import Finding
 from moelab.launch.node_state import UNREAD
 from moelab.launch.pairs import Blame, Pair, blame, threshold_gb_s
 from moelab.launch.stragglers import outliers

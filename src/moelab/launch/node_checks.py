@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from moelab.deepep.findings import Finding
+from moelab.finding import Finding
 from moelab.launch.cluster import ClusterProfile
 from moelab.runs.segments import CLOCK_SKEW_S
 

@@ -22,8 +22,8 @@ from typing import Any
 
 import moelab
 from moelab.deepep.environment import examine_environment
-from moelab.deepep.probe import Expected, this_machine
-from moelab.machine import gpus, version
+from moelab.deepep.probe import Expected
+from moelab.machine import gpus, this_machine, version
 
 VERSIONS = ("torch", "torchtitan", "torchao", "triton", "nvidia-nccl-cu13", "deep-ep")
 """Packages that have to be the same everywhere; None where one is not installed."""

@@ -8,10 +8,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-from moelab.deepep.fabric import INFINIBAND, Port, ports
-from moelab.deepep.findings import Finding
-from moelab.deepep.probe import Machine
+from moelab.deepep.fabric import Port, ports
+from moelab.finding import Finding
 from moelab.launch.gpu_state import check_gpus, read_gpus
+from moelab.machine import INFINIBAND, Machine
 
 UNREAD = "kernel log"
 APPLICATION_XIDS = {13: "graphics engine exception", 31: "page fault", 43: "stopped processing", 45: "cleanup"}

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moelab.deepep.findings import Finding
 from moelab.experiment import EPBackend
 from moelab.experiment_file import Study
+from moelab.finding import Finding
 from moelab.launch.cluster import ClusterProfile
 from moelab.launch.node_checks import Report, compare
 from moelab.launch.script import python_of, set_up

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 Severity = Literal["ok", "note", "warning", "error"]
-"""``note``: as it is here, nothing to do. ``warning``: slower or fragile. ``error``: DeepEP does not work."""
+"""``note``: as it is here, nothing to do. ``warning``: slower or fragile. ``error``: it does not work."""
 
 
 @dataclass(frozen=True, kw_only=True)
