@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from moelab import finding as deepep
-from moelab.deepep.environment import examine_environment, expected_of
-from moelab.deepep.smoke import NAME as SMOKE_TEST
-from moelab.deepep.smoke import smoke_test
 from moelab.experiment import EPBackend, Experiment, Precision
 from moelab.hardware import cluster_of
+from moelab.health.deepep import examine_environment
+from moelab.health.links import Expected
+from moelab.health.smoke import NAME as SMOKE_TEST
+from moelab.health.smoke import smoke_test
 from moelab.launch.capability import refusals
 from moelab.machine import GpuInfo, cores, environment, find_chromium, gpus, has_module, memory_bytes, version
 
@@ -88,7 +89,7 @@ def examine(*, hardware: str = "local", smoke: bool = False) -> Examination:
     Raises:
         BadInput: if there is no such profile.
     """
-    network = examine_environment(expected=expected_of(cluster_of(hardware)))
+    network = examine_environment(expected=Expected.of(cluster_of(hardware)))
     findings = (_processor(), _gpus(), *map(_package, PINNED), _disk(), _lab(), _pictures(), _slurm())
     arms = [Experiment(precision=precision, ep_backend=backend) for backend in EPBackend for precision in Precision]
     ranks = max(1, min(2, len(gpus()) or 2))

@@ -16,14 +16,13 @@ from hypothesis import strategies as st
 
 from moelab import doctor
 from moelab.cli import main
-from moelab.deepep import smoke
-from moelab.deepep.environment import examine_environment, expected_of
-from moelab.deepep.fabric import nvlink_matrix
-from moelab.deepep.probe import Expected, version_tuple
-from moelab.deepep.smoke import smoke_test
 from moelab.errors import BadInput
 from moelab.finding import Finding
 from moelab.hardware import cluster_of
+from moelab.health import smoke
+from moelab.health.deepep import examine_environment, version_tuple
+from moelab.health.links import Expected, nvlink_matrix
+from moelab.health.smoke import smoke_test
 from moelab.machine import Machine, run_command, this_machine
 
 V2 = {"__init__.py": "__version__ = '2.1.0'\n", "buffers/elastic.py": "", "_C.cpython-312-x86_64-linux-gnu.so": ""}
@@ -232,17 +231,9 @@ def test_deepep_remembers_the_nccl_that_it_was_built_with(tmp_path: Path) -> Non
     assert "built against 2.30.4" in faults(made(tmp_path, deepep=kept, files=header))["NCCL"].found
 
 
-def test_the_profile_decides_what_is_right(tmp_path: Path) -> None:
-    profile = cluster_of("b200_x256")
-    wanted = {"NCCL_IB_HCA": "=mlx5_0,mlx5_1", "NCCL_P2P_DISABLE": "1"}
-    expected = expected_of(profile, wanted)
-    assert expected == Expected(nodes=32, nic_gb_s=50.0, variables=wanted)
-    machine = made(tmp_path, cards=CARDS, env={"NCCL_IB_HCA": "=mlx5_0", "NCCL_P2P_DISABLE": "1"})
-    found = faults(machine, expected)
-    assert found["NCCL_IB_HCA"].cause == "the cluster's profile says NCCL_IB_HCA==mlx5_0,mlx5_1"
-    assert "NCCL_P2P_DISABLE" not in found  # what the profile asks for is not a fault of this node
-    assert "NCCL_IB_HCA is not set" in faults(replace(machine, env={}), expected)["NCCL_IB_HCA"].found
-    assert expected_of(cluster_of("h100_node")) == Expected()
+def test_what_a_hardware_profile_says_of_the_network() -> None:
+    assert Expected.of(cluster_of("b200_x256")) == Expected(nodes=32, nic_gb_s=50.0)
+    assert Expected.of(cluster_of("h100_node")) == Expected()
 
 
 @settings(deadline=None)
@@ -270,9 +261,7 @@ def test_a_fault_must_be_explained() -> None:
 
 
 def test_this_machine_is_examined_without_torch() -> None:
-    code = (
-        "import sys; from moelab.deepep.environment import examine_environment as e; e(); print('torch' in sys.modules)"
-    )
+    code = "import sys; from moelab.health.deepep import examine_environment as e; e(); print('torch' in sys.modules)"
     assert run_command([sys.executable, "-c", code]) == "False\n"
     assert this_machine().root == Path("/")
 

@@ -18,11 +18,12 @@ from hypothesis import strategies as st
 
 from moelab.errors import BadInput
 from moelab.finding import Finding
+from moelab.health.gpu import FIELDS, REASONS, check_gpus, parse_gpus, read_gpus
+from moelab.health.links import check_ports
 from moelab.launch import health
-from moelab.launch.gpu_state import FIELDS, REASONS, check_gpus, parse_gpus, read_gpus
 from moelab.launch.health import Seat, bus_bandwidth_gb_s
 from moelab.launch.health_findings import judge
-from moelab.launch.node_state import check_kernel_log, check_links, check_node
+from moelab.launch.node_state import check_kernel_log, check_node
 from moelab.launch.pairs import Blame, blame, rounds
 from moelab.machine import Machine
 
@@ -294,16 +295,16 @@ def card(name: str, state: str, link: str, rate: str) -> dict[str, str]:
 
 def test_links_of_network_cards(tmp_path: Path) -> None:
     up = ("4: ACTIVE\n", "5: LinkUp\n", "400 Gb/sec (4X NDR)\n")
-    (well,) = check_links(node(tmp_path / "a", {}, **card("mlx5_a", *up), **card("mlx5_b", *up)))
+    (well,) = check_ports(node(tmp_path / "a", {}, **card("mlx5_a", *up), **card("mlx5_b", *up)))
     assert (well.severity, well.found) == ("ok", "2 ports up, 50 GB/s each")
     down = card("mlx5_b", "1: DOWN\n", "3: Disabled\n", "10 Gb/sec (4X SDR)\n")
     slow = card("mlx5_c", "4: ACTIVE\n", "5: LinkUp\n", "200 Gb/sec (4X HDR)\n")
-    found = by_name(check_links(node(tmp_path / "b", {}, **card("mlx5_a", *up), **down, **slow)))
+    found = by_name(check_ports(node(tmp_path / "b", {}, **card("mlx5_a", *up), **down, **slow)))
     assert found["network links"].severity == "warning"
     assert "mlx5_b (1: DOWN, 3: Disabled)" in found["network links"].found
     assert found["network rate"].found == "mlx5_c 25 GB/s; the others 50 GB/s"
     unmanaged = card("mlx5_a", "2: INIT\n", "5: LinkUp\n", "400 Gb/sec (4X NDR)\n")
-    (alone,) = check_links(node(tmp_path / "c", {}, **unmanaged))
+    (alone,) = check_ports(node(tmp_path / "c", {}, **unmanaged))
     assert alone.severity == "error"
     assert "subnet manager" in alone.cause
 

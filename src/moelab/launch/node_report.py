@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import moelab
-from moelab.deepep.environment import examine_environment
-from moelab.deepep.probe import Expected
+from moelab.health.deepep import examine_environment
+from moelab.health.links import Expected
 from moelab.machine import gpus, this_machine, version
 
 VERSIONS = ("torch", "torchtitan", "torchao", "triton", "nvidia-nccl-cu13", "deep-ep")
