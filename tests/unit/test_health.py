@@ -18,13 +18,12 @@ from hypothesis import strategies as st
 
 from moelab.errors import BadInput
 from moelab.finding import Finding
+from moelab.health import measure
 from moelab.health.gpu import FIELDS, REASONS, check_gpus, parse_gpus, read_gpus
 from moelab.health.links import check_ports
-from moelab.launch import health
-from moelab.launch.health import Seat, bus_bandwidth_gb_s
-from moelab.launch.health_findings import judge
-from moelab.launch.node_state import check_kernel_log, check_node
-from moelab.launch.pairs import Blame, blame, rounds
+from moelab.health.measure import Seat, bus_bandwidth_gb_s, first_node, rounds
+from moelab.health.node import check_kernel_log, check_node
+from moelab.health.slow import Blame, blame, judge
 from moelab.machine import Machine
 
 DATA = Path(__file__).parent.parent / "data" / "health"
@@ -331,12 +330,27 @@ def test_a_seat_of_torchrun_of_srun_and_of_nobody() -> None:
         Seat.of({})
 
 
+@pytest.mark.parametrize(
+    ("node_list", "first"),
+    [
+        ("gpu[001-003,007]", "gpu001"),
+        ("gpu[7,009],login1", "gpu7"),
+        ("login1,gpu[001-002]", "login1"),
+        ("rack[0-1]n[08-10]", "rack0n08"),
+        ("b200-a[098-101]", "b200-a098"),
+        ("n0", "n0"),
+    ],
+)
+def test_the_first_node_of_slurms_lists(node_list: str, first: str) -> None:
+    assert first_node(node_list) == first
+
+
 def test_three_nodes_over_gloo(tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     output = tmp_path / "health.json"
-    command = [sys.executable, "-m", "moelab.launch.health", f"--output={output}", "--cluster=nebius_soperator_b200"]
+    command = [sys.executable, "-m", "moelab.health.measure", f"--output={output}", "--cluster=nebius_soperator_b200"]
     shared = {**os.environ, "WORLD_SIZE": "3", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     shared |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     ranks = [
@@ -364,6 +378,6 @@ def test_three_nodes_over_gloo(tmp_path: Path) -> None:
 def test_nobody_to_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("RANK", "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)
-    assert health.main([f"--output={tmp_path}/h.json"]) == 2
-    assert health.main([f"--output={tmp_path}/h.json", "--cluster=nope"]) == 2
+    assert measure.main([f"--output={tmp_path}/h.json"]) == 2
+    assert measure.main([f"--output={tmp_path}/h.json", "--cluster=nope"]) == 2
     assert "the profiles are" in capsys.readouterr().err

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moelab.launch.stragglers import OwnTimes, find_stragglers, main, outliers, read_own_times, slow_steps
+from moelab.runs.stragglers import OwnTimes, find_stragglers, main, outliers, read_own_times, slow_steps
 
 LOGGING = """
 import os, sys, time

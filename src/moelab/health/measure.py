@@ -1,13 +1,13 @@
-"""Measure every GPU, node and pair of nodes before a big job: ``… -m moelab.launch.health --output FILE``.
+"""Measure every GPU, node and pair of nodes before a big job: ``… -m moelab.health.measure --output FILE``.
 
 Start it as many times as there are ranks, by torchrun or by srun with one task for each GPU::
 
-    srun --nodes=32 --ntasks-per-node=8 --gpus-per-node=8 python -m moelab.launch.health --output health.json \
+    srun --nodes=32 --ntasks-per-node=8 --gpus-per-node=8 python -m moelab.health.measure --output health.json \
         --cluster nebius_soperator_b200
 
 Each rank times GEMMs, alone; while they run, the first rank of each node asks the GPUs for clocks and throttling. Then
 come all-reduces: inside each node, of each pair of nodes (all nodes are busy in each round,
-:func:`moelab.launch.pairs.rounds`), and of all ranks. NCCL moves the bytes, or gloo where there are no GPUs, and the
+:func:`rounds`), and of all ranks. NCCL moves the bytes, or gloo where there are no GPUs, and the
 result says so.
 
 The file is written anew after every stage, so a failure leaves what came before it. Exit code 1: something is wrong.
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import socket
 import sys
 import time
@@ -35,12 +36,10 @@ import torch
 from torch import distributed as dist
 
 from moelab.errors import BadInput, MoelabError
+from moelab.health.node import check_node
+from moelab.health.slow import judge
 from moelab.launch.cluster import read_cluster
-from moelab.launch.health_findings import judge
-from moelab.launch.node_state import check_node
-from moelab.launch.pairs import rounds
 from moelab.launch.place import Place
-from moelab.launch.slurm.node_list import node_names
 from moelab.machine import this_machine
 from moelab.marks import Marks
 from moelab.runs.files import write_json
@@ -78,7 +77,7 @@ class Seat:
                 rank, ranks, local = (int(env[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
                 return cls(rank=rank, ranks=ranks, local_rank=local, node=node, meeting="env://")
             rank, ranks, local = (int(env[name]) for name in ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"))
-            first, port = node_names(env["SLURM_STEP_NODELIST"])[0], Place.of(env).port(FIRST_PORT, LAST_PORT)
+            first, port = first_node(env["SLURM_STEP_NODELIST"]), Place.of(env).port(FIRST_PORT, LAST_PORT)
         except KeyError as error:
             raise BadInput(f"{error} is not set: use torchrun, or srun with a task for each GPU") from None
         return cls(rank=rank, ranks=ranks, local_rank=local, node=node, meeting=f"tcp://{first}:{port}")
@@ -227,6 +226,32 @@ def _time_gemms(size: int, dtype: torch.dtype, device: torch.device, *, until: C
     return times_ms
 
 
+def rounds(count: int) -> list[list[tuple[int, int]]]:
+    """Pairs of the numbers below ``count``, by round; nobody is in two pairs of a round, and all pairs come once.
+
+    The circle method of round-robin tournaments: n - 1 rounds, or n if n is odd, with one node idle in each.
+
+    >>> rounds(4)
+    [[(0, 3), (1, 2)], [(0, 2), (1, 3)], [(0, 1), (2, 3)]]
+    """
+    ring = [*range(count), *([-1] if count % 2 else [])]
+    made = []
+    for _ in range(len(ring) - 1):
+        met = [sorted((ring[index], ring[-1 - index])) for index in range(len(ring) // 2)]
+        made.append(sorted((first, second) for first, second in met if first >= 0))
+        ring = [ring[0], ring[-1], *ring[1:-1]]
+    return made
+
+
+def first_node(node_list: str) -> str:
+    """The first name of a list as Slurm writes one; containers have no scontrol that could be asked.
+
+    >>> first_node("rack[0-1]n[08-10,12],login1")
+    'rack0n08'
+    """
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", node_list).partition(",")[0]
+
+
 def bus_bandwidth_gb_s(payload_bytes: int, time_s: float, ranks: int) -> float:
     """Bus bandwidth of an all-reduce (nccl-tests, doc/PERFORMANCE.md).
 
@@ -238,7 +263,7 @@ def bus_bandwidth_gb_s(payload_bytes: int, time_s: float, ranks: int) -> float:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, write, and on the first rank judge."""
-    parser = argparse.ArgumentParser(prog="moelab.launch.health", description="Measure GPUs, nodes and links.")
+    parser = argparse.ArgumentParser(prog="moelab.health.measure", description="Measure GPUs, nodes and links.")
     parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--cluster", help="profile whose all_reduce_floor_gb_s nodes are held against")
     options = parser.parse_args(arguments)

@@ -1,7 +1,7 @@
 """Before a study goes to a cluster: what would stop it, looked at here, by Slurm and on every node.
 
 Three groups: the study against the profile (an error is a refusal, exit code 3), this machine and Slurm, and the nodes,
-which report by :mod:`moelab.launch.node_report` in a short step of srun. Called inside a job, as before a big run, the
+which report by :mod:`moelab.health.node` in a short step of srun. Called inside a job, as before a big run, the
 step runs on the job's own nodes.
 """
 
@@ -21,8 +21,8 @@ from typing import Any
 from moelab.experiment import EPBackend
 from moelab.experiment_file import Study
 from moelab.finding import Finding
+from moelab.health.node import Report, compare
 from moelab.launch.cluster import ClusterProfile
-from moelab.launch.node_checks import Report, compare
 from moelab.launch.script import python_of, set_up
 from moelab.launch.slurm import client
 from moelab.launch.slurm.client import SlurmError, SlurmMissing
@@ -107,7 +107,7 @@ def check_nodes(cluster: ClusterProfile, study: Study | None, runs: Path) -> tup
 def collect_reports(
     cluster: ClusterProfile, nodes: int, *, writes: Path, sees: Sequence[str]
 ) -> tuple[list[Report], str]:
-    """Start :mod:`moelab.launch.node_report` on nodes; their reports, and what srun said beside them.
+    """Start :mod:`moelab.health.node` on nodes; their reports, and what srun said beside them.
 
     A report's ``clock_offset_s`` is its time less the time here when its line came: what differs between nodes is the
     difference of their clocks, but for the milliseconds that a line takes.
@@ -135,7 +135,7 @@ def node_script(cluster: ClusterProfile, nodes: int, *, writes: Path, sees: Sequ
 
     A limit that cannot be raised is no failure here: the report says what it is.
     """
-    report = ["-m", "moelab.launch.node_report", f"--nodes={nodes}", f"--writes={writes}"]
+    report = ["-m", "moelab.health.node", f"--nodes={nodes}", f"--writes={writes}"]
     report += [f"--sees={path}" for path in sees]
     lines = [shlex.join(words) for words in set_up(cluster)]
     limit = ["ulimit -l unlimited || true"] if cluster.memlock == "unlimited" else []

@@ -6,9 +6,9 @@ rank's own but its memory. What does differ by rank:
 
 - **Data loading.** A batch is fetched before the first collective of a step. With ``time_ranks: true`` in the cluster's
   profile TorchTitan writes each rank's ``fetching_batch`` to ``structured_logs/``, and ``python -m
-  moelab.launch.stragglers RUN`` names the slow ones. Its ``fwd_bwd`` and ``optim`` contain collectives (on a GPU they
+  moelab.runs.stragglers RUN`` names the slow ones. Its ``fwd_bwd`` and ``optim`` contain collectives (on a GPU they
   are also only the time to queue the work) and are no use for this.
-- **Computation.** :mod:`moelab.launch.health` times the same GEMMs on every GPU, without any collective.
+- **Computation.** :mod:`moelab.health.measure` times the same GEMMs on every GPU, without any collective.
 - **Communication.** The same program measures the all-reduce of every node and of every pair of nodes.
 
 So a slow *job* is seen in its steps, and a slow *rank* in one of these three. A slow step that comes and goes, such as
