@@ -285,7 +285,8 @@ def with_deepep(tmp_path: Path) -> Machine:
     return made(tmp_path, deepep=V2, version="2.1.0+dd758ca")
 
 
-def test_a_segmentation_fault_becomes_a_sentence(with_deepep: Machine) -> None:
+def test_a_segmentation_fault_becomes_a_sentence(with_deepep: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(smoke, "GRACE_S", 0.2)
     crash = "step('opening the buffer')\nif rank == 1: os.kill(os.getpid(), signal.SIGSEGV)\ntime.sleep(60)"
     found = ended(crash, with_deepep)
     assert found.severity == "error"

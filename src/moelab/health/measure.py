@@ -36,6 +36,7 @@ import torch
 from torch import distributed as dist
 
 from moelab.errors import BadInput, MoelabError
+from moelab.finding import any_error
 from moelab.health.node import check_node
 from moelab.health.slow import judge
 from moelab.launch.cluster import read_cluster
@@ -92,7 +93,14 @@ class Check:
         self.device = torch.device("cpu")
         if self.backend == "nccl":  # srun may show each task its own GPU alone
             self.device = torch.device("cuda", seat.local_rank % torch.cuda.device_count())
-        self._join()
+            torch.cuda.set_device(self.device)
+        dist.init_process_group(
+            self.backend,
+            init_method=seat.meeting,
+            rank=seat.rank,
+            world_size=seat.ranks,
+            timeout=timedelta(seconds=TIMEOUT_S),
+        )  # no device_id: pairs get communicators of their own, which do not need the other nodes
         self.node_of: list[str] = self._gather(seat.node)
         self.nodes = list(dict.fromkeys(self.node_of))
         self.first_of_node = self.node_of.index(seat.node) == seat.rank
@@ -108,11 +116,16 @@ class Check:
 
     def run(self) -> None:
         """All stages."""
-        self._stage("timing GEMMs", self._gemms)
-        self._stage("reducing inside nodes", self._inside)
+        self._begin("timing GEMMs")
+        self.result |= self._gemms()
+        self._begin("reducing inside nodes")
+        inside = self._by_node(self._measure((self.seat.node,)))
+        self.result["inside_gb_s"] = {node: value for node, value in inside.items() if value}
         if len(self.nodes) > 1:
-            self._stage("reducing pairs of nodes", self._pairs)
-        self._stage("reducing all ranks", self._all)
+            self._begin("reducing pairs of nodes")
+            self.result["pairs_gb_s"] = self._pairs()
+        self._begin("reducing all ranks")
+        self.result["all_gb_s"] = self._measure(self.nodes)
         self._write("finished")
 
     def close(self) -> None:
@@ -120,22 +133,10 @@ class Check:
         self._meet()
         dist.destroy_process_group()
 
-    def _join(self) -> None:
-        if self.backend == "nccl":
-            torch.cuda.set_device(self.device)
-        dist.init_process_group(
-            self.backend,
-            init_method=self.seat.meeting,
-            rank=self.seat.rank,
-            world_size=self.seat.ranks,
-            timeout=timedelta(seconds=TIMEOUT_S),
-        )  # no device_id: pairs get communicators of their own, which do not need the other nodes
-
-    def _stage(self, name: str, run: Callable[[], dict[str, Any]]) -> None:
-        self._write(name)
+    def _begin(self, stage: str) -> None:
+        self._write(stage)
         if self.seat.rank == 0:
-            print(f"health: {name}", file=sys.stderr, flush=True)  # noqa: T201
-        self.result |= run()
+            print(f"health: {stage}", file=sys.stderr, flush=True)  # noqa: T201
 
     def _write(self, stage: str) -> None:
         self.result["stage"] = stage
@@ -147,32 +148,26 @@ class Check:
         size, kind = GEMM_SIZE[self.device.type], self.device.type
         dtype = torch.bfloat16 if kind == "cuda" else torch.float32
         with ThreadPoolExecutor(1) as aside:
-            asked = aside.submit(_own_findings if self.first_of_node else lambda: None)
-            times_ms = _time_gemms(size, dtype, self.device, until=asked.done)
-        gathered: list[tuple[float, Any]] = self._gather((median(times_ms), asked.result()))
+            findings = aside.submit(lambda: [*check_node(this_machine())] if self.first_of_node else [])
+            times_ms = _time_gemms(size, dtype, self.device, until=findings.done)
+        mine = (median(times_ms), [one.to_json() for one in findings.result()])
+        gathered: list[tuple[float, Any]] = self._gather(mine)
         names = [f"{node} rank {rank}" for rank, node in enumerate(self.node_of)]
         return {
             "gemm": f"{size} x {size} x {size} {dtype}".replace("torch.", ""),
-            "gemm_ms": {name: milliseconds for name, (milliseconds, _) in zip(names, gathered, strict=True)},
-            "node_findings": {node: found for node, (_, found) in zip(self.node_of, gathered, strict=True) if found},
+            "gemm_ms": {name: time_ms for name, (time_ms, _) in zip(names, gathered, strict=True)},
+            "node_findings": {node: told for node, (_, told) in zip(self.node_of, gathered, strict=True) if told},
         }
 
-    def _inside(self) -> dict[str, Any]:
-        found = self._by_node(self._measure((self.seat.node,)))
-        return {"inside_gb_s": {node: value for node, value in found.items() if value}}
-
-    def _pairs(self) -> dict[str, Any]:
+    def _pairs(self) -> list[tuple[str, str, float]]:
         rows = []
         for met in rounds(len(self.nodes)):
             pairs = [(self.nodes[first], self.nodes[second]) for first, second in met]
             # A node without a partner measures itself: PyTorch names a group by how many a rank has made before.
             mine = next((pair for pair in pairs if self.seat.node in pair), (self.seat.node,))
-            found = self._by_node(self._measure(mine))
-            rows += [(first, second, found[first]) for first, second in pairs]
-        return {"pairs_gb_s": rows}
-
-    def _all(self) -> dict[str, Any]:
-        return {"all_gb_s": self._measure(self.nodes)}
+            gb_s = self._by_node(self._measure(mine))
+            rows += [(first, second, gb_s[first]) for first, second in pairs]
+        return rows
 
     def _by_node(self, mine: float) -> dict[str, float]:
         return dict(zip(self.node_of, self._gather(mine), strict=True))
@@ -205,10 +200,6 @@ class Check:
         values: list[Any] = [None] * self.seat.ranks
         dist.all_gather_object(values, mine)
         return values
-
-
-def _own_findings() -> list[dict[str, Any]]:
-    return [one.to_json() for one in check_node(this_machine())]
 
 
 def _time_gemms(size: int, dtype: torch.dtype, device: torch.device, *, until: Callable[[], bool]) -> list[float]:
@@ -274,11 +265,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"health: {error}", file=sys.stderr)  # noqa: T201
         return error.exit_code
     check.run()
-    found = judge(check.result, floor) if check.seat.rank == 0 else ()
+    findings = judge(check.result, floor) if check.seat.rank == 0 else ()
     check.close()
-    for line in (line for one in found for line in one.as_lines()):
-        print(line)  # noqa: T201
-    return 0 if all(one.severity != "error" for one in found) else 1
+    for finding in findings:
+        print("\n".join(finding.as_lines()))  # noqa: T201
+    return 1 if any_error(findings) else 0
 
 
 if __name__ == "__main__":

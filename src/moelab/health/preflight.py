@@ -20,7 +20,7 @@ from typing import Any
 
 from moelab.experiment import EPBackend
 from moelab.experiment_file import Study
-from moelab.finding import Finding
+from moelab.finding import Finding, any_error
 from moelab.health.node import Report, compare
 from moelab.launch.cluster import ClusterProfile
 from moelab.launch.script import python_of, set_up
@@ -33,8 +33,7 @@ WAIT_S = 300
 """How long srun waits for the nodes."""
 STEP_MINUTES = 5
 DEEPEP = (EPBackend.DEEPEP, EPBackend.HYBRIDEP)
-_SAID = 3
-"""Lines of complaint that a finding shows."""
+COMPLAINT_LINES, COMPLAINT_CHARACTERS = 3, 400
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,22 +47,27 @@ class Preflight:
     @property
     def exit_code(self) -> int:
         """0 fine, 1 a check failed, 3 the study would be refused."""
-        if _failed(self.study):
+        if any_error(self.study):
             return 3
-        return 1 if _failed((*self.here, *self.nodes)) else 0
+        return 1 if any_error((*self.here, *self.nodes)) else 0
 
     def to_json(self) -> dict[str, Any]:
         """For a program."""
-        groups = {name: [one.to_json() for one in getattr(self, name)] for name in ("study", "here", "nodes")}
-        return {"ok": self.exit_code == 0, **groups}
+        groups = {"study": self.study, "here": self.here, "nodes": self.nodes}
+        listed = {name: [one.to_json() for one in found] for name, found in groups.items()}
+        return {"ok": self.exit_code == 0, **listed}
 
     def as_text(self) -> str:
         """For a person."""
-        titles = {"study": "The study on this cluster", "here": "This machine and Slurm", "nodes": "The nodes"}
-        shown = [(title, getattr(self, name)) for name, title in titles.items() if getattr(self, name)]
-        return "\n\n".join(
-            "\n".join([title, *(line for one in found for line in one.as_lines())]) for title, found in shown
-        )
+        groups = {
+            "The study on this cluster": self.study,
+            "This machine and Slurm": self.here,
+            "The nodes": self.nodes,
+        }
+        shown = [
+            [title, *(line for one in found for line in one.as_lines())] for title, found in groups.items() if found
+        ]
+        return "\n\n".join("\n".join(lines) for lines in shown)
 
 
 def preflight(cluster: ClusterProfile, study: Study | None, runs: Path, *, ask_nodes: bool) -> Preflight:
@@ -78,7 +82,7 @@ def preflight(cluster: ClusterProfile, study: Study | None, runs: Path, *, ask_n
     runs = runs.absolute()
     here = [*check_room(study, cluster, runs), *_slurm(cluster)]
     plans = tuple(check_plans(study, cluster)) if study else ()
-    if study and not _failed(here) and not _failed(plans):
+    if study and not any_error(here) and not any_error(plans):
         here.append(_test_only(study, cluster, runs))
     return Preflight(
         study=(*plans, *check_data(study, cluster)) if study else (),
@@ -96,12 +100,11 @@ def check_nodes(cluster: ClusterProfile, study: Study | None, runs: Path) -> tup
     with tempfile.NamedTemporaryFile(dir=runs, prefix=".moelab-seen-") as marker:
         sees = [marker.name, *cluster.datasets.values(), *cluster.tokenizers.values()]
         try:
-            reports, said = collect_reports(cluster, nodes, writes=Path(cluster.scratch or runs), sees=sees)
+            reports, complaint = collect_reports(cluster, nodes, writes=Path(cluster.scratch or runs), sees=sees)
         except SlurmMissing as error:
             return (_no_answer(str(error)),)
-    if len(reports) < nodes and said:
-        return (_no_answer(said), *compare(reports, cluster, nodes=nodes, deepep=deepep))
-    return compare(reports, cluster, nodes=nodes, deepep=deepep)
+    unanswered = [_no_answer(complaint)] if complaint and len(reports) < nodes else []
+    return (*unanswered, *compare(reports, cluster, nodes=nodes, deepep=deepep))
 
 
 def collect_reports(
@@ -127,7 +130,7 @@ def collect_reports(
             assert process.stdout is not None, "it is a pipe"
             reports = list(_reports(process.stdout))
         errors.seek(0)
-        return reports, _said(errors)
+        return reports, _complaint(errors)
 
 
 def node_script(cluster: ClusterProfile, nodes: int, *, writes: Path, sees: Sequence[str]) -> str:
@@ -172,15 +175,16 @@ def _reports(lines: Iterable[str]) -> Iterator[Report]:
         try:
             report = json.loads(begun[label])
         except ValueError:
-            continue
+            continue  # more lines of it follow
         yield {**report, "clock_offset_s": report["time"] - time.time()}
 
 
-def _said(errors: Iterable[str]) -> str:
+def _complaint(errors: Iterable[str]) -> str:
     """What the nodes complained of, once each and without their labels; else what srun itself did."""
     lines = [line.strip() for line in errors if line.strip()]
-    of_nodes = dict.fromkeys(line.partition(": ")[2] for line in lines if line.partition(": ")[0].isdecimal())
-    return "; ".join((list(of_nodes) or lines)[-_SAID:])
+    labelled = [line.partition(": ") for line in lines]
+    of_nodes = dict.fromkeys(text for label, _, text in labelled if label.isdecimal())
+    return "; ".join((list(of_nodes) or lines)[-COMPLAINT_LINES:])
 
 
 def _slurm(cluster: ClusterProfile) -> Iterator[Finding]:
@@ -223,16 +227,12 @@ def _test_only(study: Study, cluster: ClusterProfile, runs: Path) -> Finding:
     return Finding(name=name, severity="ok", found=f"Slurm would take {len(scripts)} script(s)")
 
 
-def _no_answer(said: str) -> Finding:
+def _no_answer(complaint: str) -> Finding:
     return Finding(
         name="srun",
         severity="error",
-        found=said[:400],
+        found=complaint[:COMPLAINT_CHARACTERS],
         cause="the nodes are not free within a few minutes, or the set-up of the profile failed on one",
         consequence="these nodes are not checked",
         remedy="try again when they are free, or call this inside a job that has them",
     )
-
-
-def _failed(found: Sequence[Finding]) -> bool:
-    return any(one.severity == "error" for one in found)
