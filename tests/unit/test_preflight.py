@@ -20,9 +20,8 @@ from moelab.experiment import Experiment
 from moelab.experiment_file import Study
 from moelab.finding import Finding
 from moelab.hardware import gpu_of
-from moelab.health.node import compare
 from moelab.health.node import main as node_report
-from moelab.health.preflight import Preflight, node_script
+from moelab.health.preflight import Preflight, compare, node_script
 from moelab.launch.cluster import ClusterProfile, read_cluster
 from moelab.launch.drain import drain, requeue_without
 from moelab.launch.script import JobSpec, render
