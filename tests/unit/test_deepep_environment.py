@@ -151,7 +151,7 @@ def test_a_node_of_a_cluster_with_deepep_v2(tmp_path: Path) -> None:
         # which DeepEP
         ({"deepep": V1, "version": "1.0.0"}, None, "DeepEP", "error", "PyPI's `deep-ep` is an upload of V1's"),
         ({"deepep": V1, "version": "1.2.1+9af0e0d"}, None, "DeepEP", "error", "since 2.0"),
-        ({"deepep": V1, "version": "1.2.1", "direct_url": '{"url": "file:///x"}'}, None, "DeepEP", "error", "V1"),
+        ({"deepep": V1, "version": "1.2.1", "direct_url": '{"url": "file:x"}'}, None, "DeepEP", "error", "since 2.0"),
         ({"deepep": {"__init__.py": ""}}, None, "DeepEP", "error", "none of DeepEP's"),
         ({"deepep": {"__init__.py": "", "buffers/elastic.py": ""}}, None, "DeepEP", "error", "not compiled"),
         ({"deepep": V2, "nvcc": False}, None, "CUDA compiler", "error", "compiles a kernel for every setting"),
