@@ -2,23 +2,39 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from moelab import finding as deepep
 from moelab.experiment import EPBackend, Experiment, Precision
-from moelab.hardware import cluster_of
+from moelab.hardware import cluster_of, has_native_mxfp8, known_gpu
 from moelab.health.deepep import examine_environment
 from moelab.health.links import Expected
 from moelab.health.smoke import NAME as SMOKE_TEST
 from moelab.health.smoke import smoke_test
 from moelab.launch.capability import refusals
-from moelab.machine import GpuInfo, cores, environment, find_chromium, gpus, has_module, memory_bytes, version
+from moelab.machine import (
+    cores,
+    environment,
+    find_chromium,
+    gpu_problem,
+    gpus,
+    has_module,
+    memory_bytes,
+    version,
+)
 
 PINNED = {"torch": "2.14", "torchtitan": "0.3.0", "torchao": "0.18.0"}
 MIN_MEMORY_GIB, MIN_DISK_GIB = 4, 2
+GPUS = "GPUs"
+GPUS_ADVICE = (
+    "what the GPUs can do is not known until nvidia-smi works: after an upgrade of the driver reboot or reload its "
+    "modules; in a container pass the GPUs on; hardware=cpu uses the processor meanwhile"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +78,9 @@ class Examination:
 
     @property
     def failed(self) -> bool:
-        """Whether the smoke test ran and failed."""
-        return any(one.name == SMOKE_TEST and not one.ok for one in self.deepep)
+        """Whether nvidia-smi fails, or the smoke test ran and did."""
+        broken = any(one.name == GPUS and not one.ok for one in self.findings)
+        return broken or any(one.name == SMOKE_TEST and not one.ok for one in self.deepep)
 
     def as_text(self) -> str:
         """For a person."""
@@ -89,10 +106,11 @@ def examine(*, hardware: str = "local", smoke: bool = False) -> Examination:
     Raises:
         BadInput: if there is no such profile.
     """
-    network = examine_environment(expected=Expected.of(cluster_of(hardware)))
+    expected = None if hardware == "local" else Expected.of(cluster_of(hardware))  # of local no network is known
+    network = examine_environment(expected=expected)
     findings = (_processor(), _gpus(), *map(_package, PINNED), _disk(), _lab(), _pictures(), _slurm())
     arms = [Experiment(precision=precision, ep_backend=backend) for backend in EPBackend for precision in Precision]
-    ranks = max(1, min(2, len(gpus()) or 2))
+    ranks = 1 if gpu_problem() is None and len(gpus()) == 1 else 2
     here = {"gpus_per_node": ranks, "ep": ranks, "activation_checkpoint": "full"}  # every backend takes full
     fitted = [arm.model_copy(update=here) for arm in arms]
     return Examination(
@@ -103,13 +121,15 @@ def examine(*, hardware: str = "local", smoke: bool = False) -> Examination:
 
 
 def _arm(experiment: Experiment) -> Arm:
-    native = all(gpu.capability >= 10 for gpu in gpus()) and bool(gpus())
+    found = () if gpu_problem() else gpus()
+    native = bool(found) and all(has_native_mxfp8(gpu.capability) for gpu in found)
     kernels = {
         Precision.BF16: "runs",
         Precision.FP8: "runs with FP8 tensor cores",
         Precision.MXFP8: "runs with native kernels" if native else "runs emulated: MXFP8 numerics, not its speed",
     }[experiment.precision]
-    return Arm(name=experiment.arm, kernels=kernels, reason="; ".join(refusals(experiment)))
+    reasons = ["nvidia-smi fails, so what runs here is not known"] if gpu_problem() else refusals(experiment)
+    return Arm(name=experiment.arm, kernels=kernels, reason="; ".join(reasons))
 
 
 def _processor() -> Finding:
@@ -120,11 +140,17 @@ def _processor() -> Finding:
 
 
 def _gpus() -> Finding:
-    found: tuple[GpuInfo, ...] = gpus()
-    if not found:
-        return Finding(name="GPUs", ok=True, found="none; ranks are processes on the CPU, MXFP8 is emulated")
-    listed = f"{len(found)} × {found[0].name}, SM{found[0].capability * 10:.0f}, driver {found[0].driver}"
-    return Finding(name="GPUs", ok=True, found=listed)
+    if problem := gpu_problem():
+        return Finding(name=GPUS, ok=False, found=problem, advice=GPUS_ADVICE)
+    if not gpus():
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        hidden = "" if visible is None else f" that CUDA_VISIBLE_DEVICES={visible!r} leaves"
+        return Finding(name=GPUS, ok=True, found=f"none{hidden}; ranks are processes on the CPU, MXFP8 is emulated")
+    kinds = Counter((gpu.name, gpu.sm, gpu.driver) for gpu in gpus())
+    listed = [f"{count} × {name}, {sm}, driver {driver}" for (name, sm, driver), count in kinds.items()]
+    unknown = [name for name, _sm, _driver in kinds if known_gpu(name) is None]
+    advice = f"peak rates of {' and '.join(unknown)} are not known: no MFU, no projection" if unknown else ""
+    return Finding(name=GPUS, ok=True, found="; ".join(listed), advice=advice)
 
 
 def _package(name: str) -> Finding:

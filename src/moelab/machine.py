@@ -10,57 +10,205 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import re
 import resource
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import moelab
+from moelab.errors import Refused
 
 PACKAGES = ("torch", "torchtitan", "torchao", "tokenizers", "triton", "nvidia-nccl-cu13", "plotly", "papermill")
 INFINIBAND = "/sys/class/infiniband"
 COMMAND_TIMEOUT_S = 20
 
 
+NVIDIA_SMI_TIMEOUT_S = 20
+LISTS_DESPITE = 14
+"""nvidia-smi's exit code for a corrupted infoROM: a warning, the GPUs are listed and work."""
+_QUERY = ("--query-gpu=name,compute_cap,driver_version,memory.total", "--format=csv,noheader,nounits")
+_ROW = re.compile(
+    r"(?P<name>.+?),\s*(?P<capability>\d+\.\d+|\[[^]]+\]|N/A),\s*(?P<driver>\d[\d.]*|\[[^]]+\]|N/A),"
+    r"\s*(?P<memory>\d+|\[[^]]+\]|N/A)\s*"
+)
+"""A row of the answer, whatever the name has in it; warnings stand on lines between them."""
+_FULL = re.compile(r"GPU (\d+): .* \(UUID: (GPU-[^)]+)\)")
+_MIG = re.compile(r"\s+MIG (\S+)\s+Device\s+\d+: \(UUID: (MIG-[^)]+)\)")
+
+
+class GpusUnknown(Refused):
+    """nvidia-smi is here and fails: whether this machine has GPUs, and which, is not known."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class GpuInfo:
-    """One GPU as nvidia-smi lists it; ``capability`` is its SM version, such as 10.0.
+    """One GPU, or MIG instance of one, as nvidia-smi lists it.
 
-    ``memory_mib`` is None where the GPU shares the system's memory.
+    Attributes:
+        name: the marketing name, such as ``NVIDIA H100 80GB HBM3``; a MIG instance has its profile after it, as in
+            CUDA: ``NVIDIA H100 80GB HBM3 MIG 1g.10gb``.
+        capability: SM version, such as 10.0; None where nvidia-smi does not say, as of some virtual GPUs.
+        driver: version of the driver.
+        memory_mib: None where nvidia-smi does not say, as where the GPU shares the system's memory.
     """
 
     name: str
-    capability: float
+    capability: float | None
     driver: str
     memory_mib: int | None
 
+    @property
+    def sm(self) -> str:
+        """The SM version in words."""
+        return "of unknown SM version" if self.capability is None else f"SM{self.capability * 10:.0f}"
+
+
+def gpus() -> tuple[GpuInfo, ...]:
+    """GPUs of this node that a process may use, as CUDA reads ``CUDA_VISIBLE_DEVICES``; empty without nvidia-smi.
+
+    A process has one MIG instance at most, so where a visible GPU is cut into some, the first one is all there is.
+    ``CUDA_DEVICE_ORDER`` is taken to be ``PCI_BUS_ID``, which matters on a node with GPUs of several kinds alone.
+
+    Raises:
+        GpusUnknown: if nvidia-smi is here and fails, with its words.
+    """
+    listing = gpu_listing(os.environ.get("CUDA_VISIBLE_DEVICES"))
+    if isinstance(listing, str):
+        raise GpusUnknown(
+            f"{listing}. So this machine's GPUs are not known: mend the driver (after an upgrade, reboot), use the "
+            "processor with hardware=cpu, or plan for other nodes by their profile, such as hardware=b200_x256"
+        )
+    return listing
+
+
+def gpu_problem() -> str | None:
+    """What nvidia-smi says where it is here and fails, else None."""
+    listing = gpu_listing(os.environ.get("CUDA_VISIBLE_DEVICES"))
+    return listing if isinstance(listing, str) else None
+
 
 @functools.cache
-def gpus() -> tuple[GpuInfo, ...]:
-    """GPUs of this node that ``CUDA_VISIBLE_DEVICES`` leaves; empty where there is no working nvidia-smi."""
-    query = ["--query-gpu=name,compute_cap,driver_version,memory.total", "--format=csv,noheader,nounits"]
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        query.append(f"--id={visible}")
-    try:
-        done = subprocess.run(
-            ["nvidia-smi", *query],
-            capture_output=True,
-            text=True,
-            timeout=20,
-            check=True,
+def gpu_listing(visible: str | None) -> tuple[GpuInfo, ...] | str:
+    """The GPUs that ``CUDA_VISIBLE_DEVICES`` leaves, or how nvidia-smi failed."""
+    if visible is not None and not _entries(visible):
+        return ()  # whatever is here was hidden on purpose
+    code, said = _nvidia_smi(*_QUERY)
+    if code is None:
+        return said or ()
+    rows = [match.groupdict() for line in said.splitlines() if (match := _ROW.fullmatch(line))]
+    if code not in (0, LISTS_DESPITE) or not rows:
+        words = "; ".join(line.strip() for line in said.splitlines() if line.strip())[:400] or "it lists no GPU"
+        return f"nvidia-smi fails (exit code {code}): {words.rstrip('.')}"
+    whole = [
+        GpuInfo(
+            name=row["name"],
+            capability=_number(row["capability"]),
+            driver=row["driver"],
+            memory_mib=int(row["memory"]) if row["memory"].isdigit() else None,
         )
-    except (OSError, subprocess.SubprocessError):
-        return ()
-    rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines() if line.count(",") == 3]
-    return tuple(
-        GpuInfo(name=n, capability=float(c), driver=d, memory_mib=int(m) if m.isdigit() else None)
-        for n, c, d, m in rows
-    )
+        for row in rows
+    ]
+    code, listed = _nvidia_smi("-L")
+    if code not in (0, LISTS_DESPITE) and visible is not None and visible.startswith(("GPU-", "MIG-")):
+        return f"nvidia-smi -L fails (exit code {code}), and CUDA_VISIBLE_DEVICES names GPUs by UUID"
+    return _visible(whole, listed, visible)
+
+
+def _nvidia_smi(*arguments: str) -> tuple[int | None, str]:
+    """Exit code and output of nvidia-smi.
+
+    Without an exit code the output is how it failed to start or to end; empty where there is none.
+    """
+    try:
+        process = subprocess.Popen(
+            ["nvidia-smi", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
+    except FileNotFoundError:
+        return None, ""
+    except OSError as error:
+        return None, f"nvidia-smi fails: {error.strerror or error}"
+    try:
+        said, _ = process.communicate(timeout=NVIDIA_SMI_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        with suppress(subprocess.TimeoutExpired):  # a driver that hangs holds it in the kernel, killed or not
+            process.communicate(timeout=1)
+        return None, f"nvidia-smi fails: no answer within {NVIDIA_SMI_TIMEOUT_S} s"
+    return process.returncode, said
+
+
+def _entries(visible: str) -> list[str]:
+    """Entries of ``CUDA_VISIBLE_DEVICES`` up to the first invalid one; none at all if one is repeated.
+
+    The driver's own rules, as ``torch.cuda._parse_visible_devices`` of torch 2.14 writes them down: numbers are read as
+    by ``strtoul``, UUIDs may be cut short, and the first entry says which of the two the others have to be.
+    """
+    prefix = next((kind for kind in ("GPU-", "MIG-") if visible.startswith(kind)), None)
+    found: list[str] = []
+    for entry in visible.split(","):
+        number = re.match(r"\s*\+?(\d+)", entry)
+        if entry.startswith(prefix) if prefix else number:
+            found.append(entry.strip() if prefix or not number else str(int(number[1])))
+        else:
+            break
+    return found if len(set(found)) == len(found) else []
+
+
+def _visible(whole: Sequence[GpuInfo], listed: str, visible: str | None) -> tuple[GpuInfo, ...]:
+    """What CUDA makes of GPUs.
+
+    Args:
+        whole: all GPUs, by index.
+        listed: what ``nvidia-smi -L`` prints: the UUIDs, and the MIG instances under each GPU.
+        visible: ``CUDA_VISIBLE_DEVICES``.
+    """
+    uuids: dict[str, int] = {}
+    instances: dict[str, GpuInfo] = {}
+    first: dict[int, GpuInfo] = {}  # MIG instance of each GPU that has some
+    index = -1
+    for line in listed.splitlines():
+        if match := _FULL.match(line):
+            index = int(match[1])
+            uuids[match[2]] = index
+        elif (match := _MIG.match(line)) and 0 <= index < len(whole):
+            instances[match[2]] = _instance(whole[index], match[1])
+            first.setdefault(index, instances[match[2]])
+    chosen: list[GpuInfo] = []
+    for entry in map(str, range(len(whole))) if visible is None else _entries(visible):
+        if entry.isdecimal():
+            at = int(entry)
+        else:
+            if mig := [found for uuid, found in instances.items() if uuid.startswith(entry)]:
+                return (mig[0],)
+            at = next((number for uuid, number in uuids.items() if uuid.startswith(entry)), len(whole))
+        if at >= len(whole):
+            break
+        if at in first:
+            return (first[at],)
+        chosen.append(whole[at])
+    return tuple(chosen)
+
+
+def _instance(whole: GpuInfo, profile: str) -> GpuInfo:
+    """A MIG instance: a profile such as ``1g.10gb`` has its memory in it."""
+    size = re.search(r"(\d+)gb", profile)
+    return replace(whole, name=f"{whole.name} MIG {profile}", memory_mib=size and int(size[1]) * 10**9 // 2**20)
+
+
+def _number(cell: str) -> float | None:
+    """The number of a cell; None of ``[N/A]`` and the like."""
+    return None if cell.startswith(("[", "N")) else float(cell)
 
 
 def version(package: str) -> str | None:
@@ -119,7 +267,11 @@ def environment(*, nodes: int = 1) -> dict[str, Any]:
 
     Args:
         nodes: hosts that take part in the run.
+
+    Returns:
+        ``gpus`` is empty, and ``gpu_problem`` has the words, where nvidia-smi fails.
     """
+    problem = gpu_problem()
     return {
         "moelab": moelab.__version__,
         "python": platform.python_version(),
@@ -128,7 +280,8 @@ def environment(*, nodes: int = 1) -> dict[str, Any]:
         "processor": processor_name(),
         "cores": cores(),
         "memory_gib": round(memory_bytes() / 2**30, 1),
-        "gpus": [asdict(gpu) for gpu in gpus()],
+        "gpus": [] if problem else [asdict(gpu) for gpu in gpus()],
+        "gpu_problem": problem,
         "git_commit": git_commit(),
         "hosts": nodes,
     }

@@ -50,10 +50,15 @@ class Plan:
         if self.memory is None or self.fits is not None:
             return self.verdict.notes
         unknown = (
-            "memory: hardware is local and this machine has no GPU; name a profile, such as hardware=b200_x256, to see "
+            f"memory: hardware is local and {self._why_unknown}; name a profile, such as hardware=b200_x256, to see "
             "whether it fits"
         )
         return (*self.verdict.notes, unknown)
+
+    @property
+    def _why_unknown(self) -> str:
+        gpu = gpu_of(self.experiment.hardware)
+        return "this machine has no GPU" if gpu.capability == 0 else f"the memory of {gpu.name} is not known"
 
     def to_json(self) -> dict[str, Any]:
         """The plan as one JSON object."""
@@ -81,6 +86,7 @@ def plan(experiment: Experiment, *, path: Path | None = None) -> Plan:
 
     Raises:
         BadInput: if its hardware profile does not exist.
+        GpusUnknown: if it is ``local`` and nvidia-smi fails.
 
     Example:
         >>> plan(Experiment()).verdict.legal
@@ -118,7 +124,8 @@ def headroom_gib(experiment: Experiment) -> Callable[[Experiment, Layout], float
 
 def _gpu_is_known(experiment: Experiment) -> bool:
     """Not where ``local`` is a machine without a GPU: the run will be elsewhere, or on this processor."""
-    return experiment.hardware != "local" or gpu_of("local").capability > 0
+    gpu = gpu_of(experiment.hardware)
+    return gpu.memory_gib is not None and (experiment.hardware != "local" or gpu.capability != 0)
 
 
 def command(experiment: Experiment, path: Path | None = None) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from typing import Any
 
 from moelab.errors import BadInput, Refused
 from moelab.experiment import Experiment
-from moelab.hardware import Cluster, cluster_of, gpu_of
+from moelab.hardware import Cluster, cluster_of, gpu_of, has_native_mxfp8
 from moelab.layout import SCHEDULES, Facts, bubble_fraction, resolve
 from moelab.plan import headroom_gib
 from moelab.plan_text import CANDIDATE_HEADER, aligned, candidate_row, search_text
@@ -189,7 +189,8 @@ def _alternatives(best: Experiment, given: Experiment) -> Iterator[tuple[str, An
     for field in (name for name in VARIED if name not in ("dp_shard", "dp_replicate")):
         if getattr(given, field) != getattr(best, field):
             yield field, getattr(given, field)
-    unknown = "fp8" if gpu_of(best.hardware).capability >= 10 else "mxfp8"  # no rate of it was ever measured there
+    native = has_native_mxfp8(gpu_of(best.hardware).capability)
+    unknown = "fp8" if native else "mxfp8"  # no rate of it was ever measured there
     for field, values in TRIED.items():
         yield from ((field, value) for value in values if value not in (getattr(best, field), unknown))
 

@@ -14,7 +14,7 @@ from typing import Any
 from moelab.analysis.arms import base_arm
 from moelab.errors import BadInput, Refused
 from moelab.experiment import Experiment, Precision
-from moelab.hardware import Cluster, cluster_of
+from moelab.hardware import Cluster, cluster_of, has_native_mxfp8
 from moelab.projection.calibration import CALIBRATION, Calibration
 from moelab.projection.project import Projection, project
 from moelab.projection.what_if import with_network
@@ -72,9 +72,9 @@ def cluster_like(gpu: str, *, nodes: int, network_gb_s: float | None = None) -> 
 def on(gpu: str, experiment: Experiment, **changes: Any) -> Experiment:
     """An experiment on a kind of GPU; its 8-bit format is the one that the GPU's tensor cores have."""
     fields = {**experiment.model_dump(), **changes, "hardware": PROFILES[gpu]}
-    hopper = cluster_of(PROFILES[gpu]).node.gpu.capability < 10
+    native = has_native_mxfp8(cluster_of(PROFILES[gpu]).node.gpu.capability)
     if fields["precision"] != Precision.BF16:
-        fields |= {"precision": "fp8" if hopper else "mxfp8", "wgrad": "mxfp8", "mxfp8_kernels": "auto"}
+        fields |= {"precision": "mxfp8" if native else "fp8", "wgrad": "mxfp8", "mxfp8_kernels": "auto"}
     return Experiment.model_validate(fields)
 
 

@@ -10,16 +10,18 @@ import pytest
 from moelab.experiment import EPBackend, Experiment, Precision
 from moelab.launch import capability
 from moelab.launch.capability import refusals
-from moelab.machine import GpuInfo
+from moelab.machine import GpuInfo, GpusUnknown
 from moelab.plan import plan
 
 
-def node(count: int, name: str, sm: float) -> tuple[GpuInfo, ...]:
+def node(count: int, name: str, sm: float | None) -> tuple[GpuInfo, ...]:
     return (GpuInfo(name=name, capability=sm, driver="580.1", memory_mib=80_000),) * count
 
 
 CPU: tuple[GpuInfo, ...] = ()
 A100, H100, B200 = node(8, "NVIDIA A100", 8.0), node(8, "NVIDIA H100", 9.0), node(8, "NVIDIA B200", 10.0)
+RTX, GB10 = node(8, "NVIDIA GeForce RTX 5090", 12.0), node(8, "NVIDIA GB10", 12.1)
+VGPU = node(8, "GRID A100X-40C", None)
 
 
 @pytest.fixture(autouse=True)
@@ -72,6 +74,12 @@ def test_what_runs(devices: tuple[GpuInfo, ...], fields: dict[str, Any]) -> None
         (CPU, {"nodes": 2}, "nodes is 2", "nodes=1"),
         (A100, {"precision": "fp8"}, "NVIDIA A100 is SM80", "precision=mxfp8"),
         (H100, {"precision": "mxfp8", "mxfp8_kernels": "native"}, "NVIDIA H100 is SM90", "mxfp8_kernels=emulated"),
+        (RTX, {"precision": "mxfp8", "mxfp8_kernels": "native"}, "RTX 5090 is SM120", "mxfp8_kernels=emulated"),
+        (GB10, {"precision": "mxfp8", "mxfp8_kernels": "native"}, "GB10 is SM121", "mxfp8_kernels=emulated"),
+        (GB10, {"precision": "fp8"}, "GB10 is SM121", "precision=mxfp8"),
+        (VGPU, {"precision": "fp8"}, "GRID A100X-40C is of unknown SM version", "precision=mxfp8"),
+        (A100, {"model": "debug", "ep_backend": "deepep"}, "NVIDIA A100 is SM80", "ep_kernels=emulated"),
+        (RTX, {"model": "debug", "ep_backend": "hybridep"}, "RTX 5090 is SM120", "ep_backend=standard"),
         (H100, {"gpus_per_node": 16}, "this machine has 8 GPUs", "gpus_per_node=8"),
         (H100, {"precision": "fp8", "quantize": "experts+linears"}, "quantize experts+linears", "quantize=experts"),
         (B200, {"precision": "mxfp8", "quantize": "experts+linears", "tp": 2}, "tp is 2", "quantize=experts"),
@@ -104,7 +112,9 @@ def test_a_refusal_names_what_is_wrong_and_what_would_run(
     assert "\n" not in reason
 
 
-@pytest.mark.parametrize("devices", [CPU, A100, H100, B200], ids=["CPU", "A100", "H100", "B200"])
+@pytest.mark.parametrize(
+    "devices", [CPU, A100, H100, B200, RTX, VGPU], ids=["CPU", "A100", "H100", "B200", "RTX", "vGPU"]
+)
 def test_the_nearest_arm_of_every_refusal_runs(devices: tuple[GpuInfo, ...]) -> None:
     """Following the advice `field=value` of each refusal ends at an arm that runs, on every machine."""
     for precision, backend, dispatch in product(Precision, EPBackend, ("bf16", "mxfp8", "fp8")):
@@ -154,6 +164,15 @@ def test_an_installed_deepep_runs_every_precision(
 
 
 def test_the_weakest_gpu_decides() -> None:
-    mixed = (*B200[:1], *A100[:1])
-    (reason,) = why(mixed, precision="mxfp8", mxfp8_kernels="native")
-    assert "NVIDIA A100 is SM80" in reason
+    for other, said in ((A100, "NVIDIA A100 is SM80"), (RTX, "RTX 5090 is SM120"), (VGPU, "unknown SM version")):
+        (reason,) = why((*B200[:1], *other[:1]), precision="mxfp8", mxfp8_kernels="native", gpus_per_node=2, ep=2)
+        assert said in reason
+
+
+def test_a_machine_whose_nvidia_smi_fails_runs_on_its_processor_by_name_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> tuple[GpuInfo, ...]:
+        raise GpusUnknown("nvidia-smi fails (exit code 9)")
+
+    monkeypatch.setattr(capability, "gpus", fail)
+    assert refusals(Experiment()) == ["nvidia-smi fails (exit code 9)"]
+    assert refusals(Experiment(hardware="cpu")) == []

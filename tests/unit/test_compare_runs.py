@@ -36,7 +36,7 @@ PLAN = (
     "batch size 2, gradient accumulation steps 1, sequence length 8, total steps {steps} (warmup 4)\n"
 )
 GPU = (
-    "[rank0]:[titan] 2026-09-14 03:10:00,000 - root - INFO - CUDA capacity: NVIDIA H100 with 79.0GiB memory\n"
+    "[rank0]:[titan] 2026-09-14 03:10:00,000 - root - INFO - CUDA capacity: NVIDIA H100 80GB HBM3 with 79.0GiB memory\n"
     "[rank0]:[titan] 2026-09-14 03:10:00,000 - root - INFO - Peak FLOPS used for computing MFU: 9.890e+14\n"
 )
 MODEL = "[rank0]:[titan] 2026-09-14 03:10:00,000 - root - INFO - Model deepseek_v3 {} size: {:,} total parameters\n"
@@ -97,6 +97,25 @@ def test_mfu_is_of_the_shape_that_an_experiment_has(tmp_path: Path) -> None:
     expected = 100 * 1000.0 * flops_per_token(shape, 256, causal=True) / 989e12
     assert found.sides[0].mfu_percent(causal=True) == pytest.approx(expected)
     assert comparison_provenance(found)["Model, BF16 + standard all-to-all"] == "671B with top_k 4"
+
+
+@pytest.mark.parametrize(
+    ("gpu", "peak"),
+    [
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H800", 989e12),  # TorchTitan takes it for an A100
+        ("NVIDIA GB10", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+    ],
+)
+def test_mfu_is_of_the_exact_gpu_whatever_peak_a_log_names(tmp_path: Path, gpu: str, peak: float | None) -> None:
+    log = log_of(tmp_path / "a.log", dict.fromkeys(range(1, 9), 8.0))
+    shape = shape_of("debug")
+    head = GPU.replace("NVIDIA H100 80GB HBM3", gpu) + MODEL.format("debugmodel", count_parameters(shape).total)
+    log.write_text(head + PLAN.format(steps=8) + log.read_text())
+    found = compared(log).sides[0].mfu_percent(causal=True)
+    expected = 100 * 1000.0 * flops_per_token(shape, 8, causal=True) / peak if peak else math.nan
+    assert found == pytest.approx(expected, nan_ok=True)
 
 
 @pytest.mark.parametrize(("name", "known"), [("debugmodel", True), ("16B", False)])

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from nvidia_smi_support import H100, MISMATCH, forget, nvidia_smi
 from torchtitan.components.quantization.utils import has_quantization
 from torchtitan.config import ConfigManager
 from torchtitan.config.override import apply_overrides
@@ -48,6 +49,7 @@ DISPATCHER = {
 def _sm100() -> Iterator[None]:
     with assume_gpu((10, 0)):
         yield
+    forget()
 
 
 def finished(config: Trainer.Config) -> Trainer.Config:
@@ -225,7 +227,8 @@ def test_routing(routing: str, forced: bool, owner: type) -> None:
 
 
 def test_native_kernels_are_refused_on_hopper_and_offered_emulated() -> None:
-    with assume_gpu((9, 0)), pytest.raises(Refused, match=r"SM90; MXFP8 tensor cores begin with SM100.*'emulated'"):
+    said = r"SM90; torchao's MXFP8 kernels are for SM100 and SM103.*'emulated'"
+    with assume_gpu((9, 0)), pytest.raises(Refused, match=said):
         config_registry.dsv3_16b_mxfp8_standard()
     with assume_gpu((9, 0)):
         config_registry.dsv3_16b_fp8_standard()
@@ -243,3 +246,16 @@ def test_the_study_file_of_a_model_holds_named_arms(model: str) -> None:
     for experiment in study.experiments:
         assert named_arms()[config_name(experiment)] == experiment.model_copy(update={"seed": 0})
     assert not [experiment.arm for experiment in study.experiments if refusal(experiment)]
+
+
+@pytest.mark.parametrize(
+    ("row", "code", "said"),
+    [(MISMATCH, 18, "version mismatch"), (H100, 0, r"lists 1 × NVIDIA H100 80GB HBM3 .*sees no CUDA device")],
+)
+def test_a_processor_does_not_stand_in_for_gpus_that_do_not_work(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, row: str, code: int, said: str
+) -> None:
+    nvidia_smi(monkeypatch, tmp_path, row, code=code)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(Refused, match=said):
+        config_registry.trainer_config(Experiment())

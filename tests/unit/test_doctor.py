@@ -3,48 +3,23 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from nvidia_smi_support import B200, H100, MISMATCH, forget, nvidia_smi
 
-from moelab import doctor, machine
+from moelab import cli, doctor
 from moelab.doctor import Arm, examine
 from moelab.experiment import EPBackend, Precision
 from moelab.launch import capability
-from moelab.machine import GpuInfo, environment, gpus
-
-B200 = "NVIDIA B200, 10.0, 580.95.05, 183359"
-H100 = "NVIDIA H100 80GB HBM3, 9.0, 570.1, 81559"
+from moelab.machine import environment
 
 
 @pytest.fixture(autouse=True)
 def _ask_again() -> Iterator[None]:
-    gpus.cache_clear()
     yield
-    gpus.cache_clear()
-
-
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    return []
-
-
-def nvidia_smi(monkeypatch: pytest.MonkeyPatch, calls: list[list[str]], *rows: str, code: int = 0) -> None:
-    run = subprocess.run
-
-    def answer(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
-        if command[0] != "nvidia-smi":
-            return run(command, **options)
-        calls.append(command)
-        if code:
-            raise subprocess.CalledProcessError(code, command)
-        return subprocess.CompletedProcess(command, 0, "".join(f"{row}\n" for row in rows), "")
-
-    monkeypatch.setattr(machine.subprocess, "run", answer)
+    forget()
 
 
 def arms() -> dict[str, Arm]:
@@ -56,42 +31,65 @@ def finding(name: str) -> doctor.Finding:
     return found
 
 
-def test_gpus_are_read_from_nvidia_smi(monkeypatch: pytest.MonkeyPatch, calls: list[list[str]]) -> None:
-    nvidia_smi(monkeypatch, calls, B200, B200)
-    one = GpuInfo(name="NVIDIA B200", capability=10.0, driver="580.95.05", memory_mib=183_359)
-    assert gpus() == (one, one)
-    assert finding("GPUs").found == "2 × NVIDIA B200, SM100, driver 580.95.05"
-    assert not any(word.startswith("--id") for word in calls[0])
+@pytest.mark.parametrize(
+    ("rows", "found", "advice"),
+    [
+        ((B200, B200), "2 × NVIDIA B200, SM100, driver 580.95.05", ""),
+        ((H100, B200), "1 × NVIDIA H100 80GB HBM3, SM90, driver 570.1; 1 × NVIDIA B200, SM100, driver 580.95.05", ""),
+        (
+            ("GRID A100X-40C, [N/A], 535.104.05, 40960",),
+            "1 × GRID A100X-40C, of unknown SM version, driver 535.104.05",
+            "peak rates of GRID A100X-40C are not known",
+        ),
+        (
+            ("NVIDIA GB10, 12.1, 580.95.05, [N/A]",),
+            "1 × NVIDIA GB10, SM121, driver 580.95.05",
+            "peak rates of NVIDIA GB10 are not known",
+        ),
+    ],
+)
+def test_gpus_are_listed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rows: tuple[str, ...], found: str, advice: str
+) -> None:
+    nvidia_smi(monkeypatch, tmp_path, *rows)
+    one = finding("GPUs")
+    assert (one.ok, one.found) == (True, found)
+    assert one.advice.startswith(advice)
+    assert not examine().failed
 
 
-def test_only_visible_gpus_count(monkeypatch: pytest.MonkeyPatch, calls: list[list[str]]) -> None:
-    nvidia_smi(monkeypatch, calls, B200)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
-    assert len(gpus()) == 1
-    assert calls[0][-1] == "--id=3,5"
+def test_hidden_gpus_are_told_as_hidden(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    nvidia_smi(monkeypatch, tmp_path, B200)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    assert finding("GPUs").found.startswith("none that CUDA_VISIBLE_DEVICES='-1' leaves")
 
 
-def test_a_gpu_that_shares_the_systems_memory(monkeypatch: pytest.MonkeyPatch, calls: list[list[str]]) -> None:
-    nvidia_smi(monkeypatch, calls, "NVIDIA GB10, 12.1, 580.95.05, [N/A]")
-    assert [(gpu.capability, gpu.memory_mib) for gpu in gpus()] == [(12.1, None)]
-
-
-@pytest.mark.parametrize("code", [0, 6, 9, 255])
-def test_a_machine_without_a_working_gpu(monkeypatch: pytest.MonkeyPatch, calls: list[list[str]], code: int) -> None:
-    nvidia_smi(monkeypatch, calls, "No devices were found", code=code)
-    assert gpus() == ()
-    assert finding("GPUs").ok
+def test_an_nvidia_smi_that_fails_is_a_failed_check(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nvidia_smi(monkeypatch, tmp_path, MISMATCH, code=18)
+    assert cli.main(["doctor", "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    (one,) = [one for one in told["findings"] if one["name"] == "GPUs"]
+    assert not one["ok"]
+    assert "Driver/library version mismatch" in one["found"]
+    assert not any(arm["runs"] for arm in told["arms"])
+    assert "version mismatch" in told["environment"]["gpu_problem"]
+    text = examine(smoke=True).as_text()
+    assert "Driver/library version mismatch" in text
+    assert "no GPU" not in text
+    assert "GPUs: none" not in text
 
 
 def test_a_machine_without_nvidia_smi(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert gpus() == ()
-    assert machine.git_commit() is None
+    forget()
+    assert finding("GPUs").found.startswith("none; ranks are processes on the CPU")
     assert finding("Slurm").found.startswith("no sbatch")
 
 
-def test_arms_of_a_cpu(monkeypatch: pytest.MonkeyPatch, calls: list[list[str]]) -> None:
-    nvidia_smi(monkeypatch, calls, code=9)
+def test_arms_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     found = arms()
     assert len(found) == len(Precision) * len(EPBackend)
     runs = {name: arm.kernels for name, arm in found.items() if not arm.reason}
@@ -101,19 +99,24 @@ def test_arms_of_a_cpu(monkeypatch: pytest.MonkeyPatch, calls: list[list[str]]) 
     }
 
 
-def test_arms_of_hopper_and_blackwell(monkeypatch: pytest.MonkeyPatch, calls: list[list[str]]) -> None:
+def test_arms_of_hopper_and_blackwell(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(capability, "has_module", lambda name: name == "triton")
     expected = {"bf16_standard", "fp8_standard", "mxfp8_standard", "bf16_minimal_async_ep"}
     for row, words in ((H100, "emulated"), (B200, "native kernels")):
-        gpus.cache_clear()
-        nvidia_smi(monkeypatch, calls, row, row)
+        nvidia_smi(monkeypatch, tmp_path, row, row)
         found = arms()
         assert {name for name, arm in found.items() if not arm.reason} == expected
         assert words in found["mxfp8_standard"].kernels
 
 
-def test_one_gpu_is_enough(monkeypatch: pytest.MonkeyPatch, calls: list[list[str]]) -> None:
-    nvidia_smi(monkeypatch, calls, H100)
+@pytest.mark.parametrize("row", ["NVIDIA GeForce RTX 5090, 12.0, 580.1, 32607", "NVIDIA GB10, 12.1, 580.1, [N/A]"])
+def test_native_mxfp8_is_not_promised_beyond_sm100(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, row: str) -> None:
+    nvidia_smi(monkeypatch, tmp_path, row, row)
+    assert arms()["mxfp8_standard"].kernels.startswith("runs emulated")
+
+
+def test_one_gpu_is_enough(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    nvidia_smi(monkeypatch, tmp_path, H100)
     assert arms()["bf16_standard"].reason == ""
 
 

@@ -125,10 +125,11 @@ def test_nothing_is_timed_without_a_gpu(precision: Any) -> None:
 @pytest.mark.parametrize(
     ("capability", "timed", "said"),
     [
-        ((8, 0), {"bf16"}, {"fp8": "is SM80", "mxfp8": "begin with SM100"}),
-        ((8, 9), {"bf16"}, {"fp8": "is SM89", "mxfp8": "begin with SM100"}),
-        ((9, 0), {"bf16", "fp8"}, {"mxfp8": "begin with SM100"}),
+        ((8, 0), {"bf16"}, {"fp8": "is SM80", "mxfp8": "are for SM100 and SM103"}),
+        ((8, 9), {"bf16"}, {"fp8": "is SM89", "mxfp8": "are for SM100 and SM103"}),
+        ((9, 0), {"bf16", "fp8"}, {"mxfp8": "are for SM100 and SM103"}),
         ((10, 0), {"bf16", "fp8"}, {"mxfp8": "SM100 kernels"}),  # a CPU build of torchao
+        ((12, 1), {"bf16"}, {"fp8": "is SM121", "mxfp8": "are for SM100 and SM103"}),
     ],
 )
 def test_what_a_gpu_can_time(

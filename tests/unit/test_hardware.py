@@ -10,8 +10,8 @@ import pytest
 from moelab.errors import BadInput
 from moelab.hardware import (
     B200,
-    GPUS,
     H100,
+    MODELS,
     PROFILES,
     Cluster,
     Figure,
@@ -21,6 +21,11 @@ from moelab.hardware import (
     cluster_of,
     gpu_from,
     gpu_of,
+    has_deepep,
+    has_grouped_fp8,
+    has_native_mxfp8,
+    known_gpu,
+    profiles,
 )
 from moelab.machine import GpuInfo, memory_bytes
 
@@ -106,6 +111,94 @@ def test_an_unknown_profile_names_the_others() -> None:
     assert caught.value.exit_code == 2
 
 
-@pytest.mark.parametrize("name", GPUS)
-def test_each_kind_is_found_by_its_own_name(name: str) -> None:
-    assert gpu_from(GpuInfo(name=f"NVIDIA {name}", capability=9.0, driver="580", memory_mib=1024)).name == name
+@pytest.mark.parametrize("name", MODELS)
+def test_each_model_is_found_by_its_exact_name(name: str) -> None:
+    info = GpuInfo(name=f"NVIDIA {name}", capability=None, driver="580", memory_mib=1024)
+    assert replace(gpu_from(info), memory_gib=MODELS[name].memory_gib) == MODELS[name]
+    assert all(len(figure.source) > 10 for figure in figures(MODELS[name]))
+
+
+@pytest.mark.parametrize(
+    ("name", "bf16_tflops", "hbm_tb_s"),
+    [
+        ("H100 80GB HBM3", 989, 3.35),
+        ("H100 PCIe", 756, 2),
+        ("H100 NVL", 835, 3.9),
+        ("H200 NVL", 835, 4.8),
+        ("GH200 480GB", 990, 4),
+        ("GH200 144G HBM3e", 990, 4.9),
+        ("A100-SXM4-80GB", 312, 2.039),
+        ("A100 80GB PCIe", 312, 1.935),
+        ("B300 SXM6 AC", 2250, 8),
+    ],
+)
+def test_namesakes_have_their_own_figures(name: str, bf16_tflops: float, hbm_tb_s: float) -> None:
+    gpu = gpu_from(GpuInfo(name=f"NVIDIA {name}", capability=9.0, driver="580", memory_mib=80_000))
+    assert (float(gpu.bf16_tflops or 0), float(gpu.hbm_tb_s or 0)) == (bf16_tflops, hbm_tb_s)
+    assert (gpu.nvlink_gb_s is None) == any(word in name for word in ("PCIe", "NVL", "GH200"))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "NVIDIA H100",
+        "NVIDIA H100 SXM5 64GB",
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+        "NVIDIA H100-40C",
+        "NVIDIA H800 PCIe",
+        "NVIDIA H20",
+        "NVIDIA H200 141GB",
+        "NVIDIA GH200 120GB",
+        "NVIDIA A100-SXM4-40GB",
+        "GRID A100X-40C",
+        "NVIDIA GB10",
+        "NVIDIA GB300-WS",
+        "NVIDIA GeForce RTX 5090",
+        "NVIDIA RTX PRO 6000 Blackwell Server Edition",
+    ],
+)
+def test_what_is_not_in_the_catalogue_is_unknown_by_name(name: str) -> None:
+    gpu = gpu_from(GpuInfo(name=name, capability=9.0, driver="580", memory_mib=40_960))
+    assert gpu == Gpu(name=name, capability=9.0, memory_gib=gpu.memory_gib)
+    assert known_gpu(name) is None
+
+
+def test_memory_is_the_systems_only_where_the_gpu_shares_it() -> None:
+    virtual = gpu_from(GpuInfo(name="GRID A100X-40C", capability=None, driver="535", memory_mib=None))
+    assert (virtual.capability, virtual.memory_gib) == (None, None)
+    slice_ = gpu_from(GpuInfo(name="NVIDIA H100 80GB HBM3 MIG 1g.10gb", capability=9.0, driver="580", memory_mib=9536))
+    assert slice_.memory_gib is not None
+    assert slice_.memory_gib.label == "derived"
+
+
+def test_a_node_of_several_kinds_has_no_rates_and_the_least_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    h100 = GpuInfo(name="NVIDIA H100 80GB HBM3", capability=9.0, driver="580", memory_mib=81_559)
+    found = (h100, h100, replace(h100, name="NVIDIA H100 PCIe", memory_mib=81_000))
+    monkeypatch.setattr(profiles, "gpus", lambda: found)
+    cluster_of.cache_clear()
+    gpu = gpu_of("local")
+    assert (gpu.name, gpu.capability, gpu.bf16_tflops) == ("2 × H100 and 1 × H100 PCIe", 9.0, None)
+    assert float(gpu.memory_gib or 0) == 81_000 / 1024
+    monkeypatch.setattr(profiles, "gpus", lambda: (h100, replace(h100, name="NVIDIA B200", capability=10.0)))
+    cluster_of.cache_clear()
+    assert gpu_of("local").capability is None
+    cluster_of.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("capability", "fp8", "mxfp8", "deepep"),
+    [
+        (None, False, False, False),
+        (8.0, False, False, False),
+        (8.9, False, False, False),
+        (9.0, True, False, True),
+        (10.0, True, True, True),
+        (10.3, True, True, True),
+        (11.0, False, False, False),
+        (12.0, False, False, False),
+        (12.1, False, False, False),
+    ],
+)
+def test_kernels_by_sm_version(capability: float | None, fp8: bool, mxfp8: bool, deepep: bool) -> None:
+    has = (has_grouped_fp8(capability), has_native_mxfp8(capability), has_deepep(capability))
+    assert has == (fp8, mxfp8, deepep)

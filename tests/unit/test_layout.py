@@ -240,7 +240,10 @@ def test_quantised_dispatch(fields: dict[str, Any], sent: str, expected: str | N
         ({"ep": 1}, "ep is 1: ep_backend deepep moves tokens between expert-parallel ranks"),
         ({"model": "16B", "nodes": 12, "ep": 48}, "ep is 48: it must divide the 64 experts"),
         ({"model": "nano", "nodes": 1, "seq_len": 1024}, "nano has 128; ep_kernels=emulated takes any"),
-        ({"hardware": "cpu"}, "it needs CUDA, and cpu has no GPU; ep_kernels=emulated has its numerics"),
+        (
+            {"hardware": "cpu"},
+            "it needs CUDA and SM90, SM100 or SM103, and cpu has no GPU; ep_kernels=emulated has its numerics",
+        ),
     ],
 )
 def test_what_deepep_cannot_do_is_said_before_a_rank_starts(fields: dict[str, Any], expected: str) -> None:

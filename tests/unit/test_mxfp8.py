@@ -214,7 +214,14 @@ def test_linear_with_a_ragged_block_is_refused_before_any_step() -> None:
 
 @pytest.mark.parametrize(
     ("capability", "available", "expected"),
-    [((9, 0), True, "emulated"), ((10, 0), True, "native"), ((10, 0), False, "emulated")],
+    [
+        ((9, 0), True, "emulated"),
+        ((10, 0), True, "native"),
+        ((10, 3), True, "native"),
+        ((12, 0), True, "emulated"),
+        ((12, 1), True, "emulated"),
+        ((10, 0), False, "emulated"),
+    ],
 )
 def test_kernels_follow_the_hardware(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], available: bool, expected: str

@@ -109,6 +109,13 @@ def test_gpus_that_are_not_as_the_profile_says() -> None:
     assert judged(reports(n1={"gpus": []}), gpus_per_node=0) == {}
 
 
+def test_a_node_whose_nvidia_smi_fails_is_not_one_without_gpus() -> None:
+    words = "nvidia-smi fails (exit code 18): Failed to initialize NVML: Driver/library version mismatch"
+    assert judged(reports(n1={"gpus": [], "gpu_problem": words})) == {
+        "GPUs": f"n1: {words}; 3 others: 8 × NVIDIA B200; the profile says 8 × b200"
+    }
+
+
 def test_clocks_by_the_moment_in_which_reports_came() -> None:
     assert judged(reports(n3={"clock_offset_s": -7.2})) == {"clocks": "n3 7 s behind"}
     assert judged(reports(n3={"clock_offset_s": 2.9})) == {}

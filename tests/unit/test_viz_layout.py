@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import pairwise, product
 from typing import Any
 
@@ -238,6 +239,15 @@ def test_memory_that_does_not_fit_says_so_first() -> None:
     figure = memory_bars(small, layout(), H100)
     assert "Does not fit" in title(figure)
     assert figure.layout.yaxis.range[1] > small.worst_gib
+
+
+def test_a_capacity_that_is_not_known_is_no_line() -> None:
+    gpu = replace(H100, name="GRID A100X-40C", memory_gib=None)
+    predicted = estimate(experiment(), layout(), gpu)
+    figure = memory_bars(predicted, layout(), gpu)
+    assert f"needs {predicted.worst_gib:.1f} GiB; what a GRID A100X-40C has is not known" in title(figure)
+    assert figure.layout.yaxis.range[1] > predicted.worst_gib
+    assert not figure.layout.shapes
 
 
 # --- explorer --------------------------------------------------------------------------------------------------------

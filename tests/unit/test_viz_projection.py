@@ -116,10 +116,22 @@ def test_a_node_that_takes_twice_as_long_has_about_half_the_rates() -> None:
         assert 0.3 < slow[name] / usual[name] <= 0.501, name
 
 
-def test_a_file_of_an_unknown_gpu_is_refused() -> None:
-    unknown = Measurement(name=GROUPED_GEMM, content={"rows": [], "hardware": {"gpu": "Abacus 9"}})
-    with pytest.raises(BadInput, match="is of Abacus 9"):
+@pytest.mark.parametrize("name", ["Abacus 9", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA H100-40C"])
+def test_a_file_of_an_unknown_gpu_is_refused(name: str) -> None:
+    unknown = Measurement(name=GROUPED_GEMM, content={"rows": [], "hardware": {"gpu": name}})
+    with pytest.raises(BadInput, match=f"is of {name}"):
         constants_of_node(unknown, load_measured(ALL_TO_ALL))
+
+
+def test_a_node_of_cards_is_held_against_its_own_figures() -> None:
+    def of_cards(measured: Measurement) -> Measurement:
+        content = {**(measured.content or {}), "hardware": {"gpu": "NVIDIA H100 PCIe"}, "environment": {}}
+        return replace(measured, content=content)
+
+    sxm = constants_of_node(load_measured(GROUPED_GEMM), load_measured(ALL_TO_ALL))
+    pcie = constants_of_node(of_cards(load_measured(GROUPED_GEMM)), of_cards(load_measured(ALL_TO_ALL)))
+    assert set(pcie) == {"hopper_grouped"}  # no NVLink, no share of it
+    assert pcie["hopper_grouped"] > 989 / 756 * sxm["hopper_grouped"]  # a larger share of a smaller peak
 
 
 # What if

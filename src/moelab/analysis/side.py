@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from moelab.analysis.convergence import first_final_step
 from moelab.experiment import Experiment
+from moelab.hardware import known_gpu
 from moelab.model import count_parameters, flops_per_token, shape_for
 from moelab.model.shape import SHAPES, ModelShape
 from moelab.runs.collect import WARMUP_STEPS, Collected, joined_rows
@@ -144,17 +145,17 @@ class Side:
     def mfu_percent(self, *, causal: bool) -> float:
         """MFU at the median throughput, by TorchTitan's count of attention or the causal one.
 
-        Derived: ``tps · FLOPs per token / peak FLOP/s``, of the peak that the log names, which is that of BF16. NaN
-        without a GPU, a peak, a sequence length, or a model whose shape is known here.
+        Derived: ``tps · FLOPs per token / peak FLOP/s``, of the datasheet's dense BF16 peak of the GPU's exact model.
+        The peak that a log names is not taken: TorchTitan 0.3.0 goes by parts of names, and by an A100's 312 TFLOP/s
+        where it knows none. NaN without a GPU whose peak is known, a sequence length, or a model whose shape is known.
         """
         known, shape = self.settings.values, self._shape
-        try:
-            peak_flops, seq_len = float(known["peak_flops"]), int(known["seq_len"])
-        except (KeyError, ValueError):
+        gpu = known_gpu(known.get("gpu", ""))
+        seq_len = known.get("seq_len", "")
+        if shape is None or gpu is None or gpu.bf16_tflops is None or not seq_len.isdecimal():
             return math.nan
-        if shape is None or "gpu" not in known:
-            return math.nan
-        return 100.0 * median(self.tps) * flops_per_token(shape, seq_len, causal=causal) / peak_flops
+        peak_flops = 1e12 * gpu.bf16_tflops.value
+        return 100.0 * median(self.tps) * flops_per_token(shape, int(seq_len), causal=causal) / peak_flops
 
     @property
     def _shape(self) -> ModelShape | None:

@@ -4,9 +4,19 @@
 clusters that an experiment's ``hardware`` can name.
 """
 
-from moelab.hardware.catalogue import B200, GB200, GB300, GPUS, H100, H200, H800
+from moelab.hardware.catalogue import B200, GB200, GB300, GPUS, H100, H200, H800, MODELS, known_gpu
 from moelab.hardware.profiles import PROFILES, cluster_of, gpu_from, gpu_of
-from moelab.hardware.spec import Cluster, Figure, Gpu, ImpossibleHardware, Label, Node, has_grouped_fp8
+from moelab.hardware.spec import (
+    Cluster,
+    Figure,
+    Gpu,
+    ImpossibleHardware,
+    Label,
+    Node,
+    has_deepep,
+    has_grouped_fp8,
+    has_native_mxfp8,
+)
 
 __all__ = [
     "B200",
@@ -16,6 +26,7 @@ __all__ = [
     "H100",
     "H200",
     "H800",
+    "MODELS",
     "PROFILES",
     "Cluster",
     "Figure",
@@ -26,5 +37,8 @@ __all__ = [
     "cluster_of",
     "gpu_from",
     "gpu_of",
+    "has_deepep",
     "has_grouped_fp8",
+    "has_native_mxfp8",
+    "known_gpu",
 ]

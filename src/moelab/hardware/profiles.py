@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from moelab.errors import BadInput
-from moelab.hardware.catalogue import B200, GB200, GPUS, H100, H200, NIC_400G
+from moelab.hardware.catalogue import B200, GB200, H100, H200, NIC_400G, known_gpu, mib
 from moelab.hardware.spec import Cluster, Figure, Gpu, Node
 from moelab.machine import GpuInfo, cores, gpus, memory_bytes
 
@@ -21,6 +22,9 @@ _PUBLISHED = {
     "h200_node": Cluster(name="h200_node", nodes=1, node=Node(gpu=H200, gpus=8)),
 }
 
+SHARES_MEMORY = ("NVIDIA GB10",)
+"""GPUs whose memory is the system's; nvidia-smi says ``[N/A]``."""
+
 
 def _cpu() -> Cluster:
     """This machine without its GPUs; every process shares one memory."""
@@ -33,17 +37,37 @@ def _local() -> Cluster:
     found = gpus()
     if not found:
         return replace(_cpu(), name="local")
-    return Cluster(name="local", nodes=1, node=Node(gpu=gpu_from(found[0]), gpus=len(found)))
+    return Cluster(name="local", nodes=1, node=Node(gpu=_weakest([gpu_from(one) for one in found]), gpus=len(found)))
+
+
+def _weakest(found: Sequence[Gpu]) -> Gpu:
+    """One kind that stands for all GPUs of a node; of several kinds only what holds for each, and no rates."""
+    counts = Counter(gpu.name for gpu in found)
+    if len(counts) == 1:
+        return found[0]
+    memory = [gpu.memory_gib for gpu in found if gpu.memory_gib]
+    return Gpu(
+        name=" and ".join(f"{count} × {name}" for name, count in counts.items()),
+        capability=found[0].capability if len({gpu.capability for gpu in found}) == 1 else None,
+        memory_gib=min(memory, key=float) if len(memory) == len(found) else None,
+    )
 
 
 def gpu_from(info: GpuInfo) -> Gpu:
-    """A GPU as nvidia-smi lists it, with the figures of its kind where they are known."""
-    kind = next((gpu for name, gpu in GPUS.items() if name in info.name.replace(" ", "")), None)
-    shown = info.memory_mib / 1024 if info.memory_mib else memory_bytes() / 2**30
-    memory = Figure(value=shown, label="measured", source="nvidia-smi on this machine")
-    if kind is None:
-        return Gpu(name=info.name, capability=info.capability, memory_gib=memory)
-    return replace(kind, capability=info.capability, memory_gib=memory)
+    """A GPU as nvidia-smi lists it, with the figures of its exact model where they are known."""
+    kind = known_gpu(info.name) or Gpu(name=info.name, capability=None, memory_gib=None)
+    memory = _memory(info)
+    return replace(kind, capability=info.capability or kind.capability, memory_gib=memory or kind.memory_gib)
+
+
+def _memory(info: GpuInfo) -> Figure | None:
+    if info.memory_mib and " MIG " in info.name:
+        return mib(info.memory_mib, "derived", f"the profile of the MIG instance ({info.name})")
+    if info.memory_mib:
+        return mib(info.memory_mib, "measured", "nvidia-smi on this machine")
+    if info.name in SHARES_MEMORY:
+        return Figure(value=memory_bytes() / 2**30, label="measured", source="physical memory, which the GPU shares")
+    return None
 
 
 _HERE: dict[str, Callable[[], Cluster]] = {"local": _local, "cpu": _cpu}
@@ -56,6 +80,7 @@ def cluster_of(hardware: str) -> Cluster:
 
     Raises:
         BadInput: if there is no such profile.
+        GpusUnknown: for ``local`` where nvidia-smi fails.
 
     Example:
         >>> cluster_of("b200_x256").gpus
@@ -73,6 +98,7 @@ def gpu_of(hardware: str) -> Gpu:
 
     Raises:
         BadInput: if there is no such profile.
+        GpusUnknown: for ``local`` where nvidia-smi fails.
 
     Example:
         >>> gpu_of("h100_node").capability

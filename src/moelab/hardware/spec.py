@@ -37,8 +37,8 @@ class Gpu:
 
     Attributes:
         name: as people say it, such as ``H100``.
-        capability: CUDA compute capability, such as 9.0; 0 where the "GPU" is a CPU.
-        memory_gib: device memory that CUDA shows, GiB.
+        capability: CUDA compute capability, such as 9.0; 0 where the "GPU" is a CPU, None where it is not known.
+        memory_gib: device memory that CUDA shows, GiB; None where it is not known.
         bf16_tflops: dense BF16 tensor-core peak, TFLOP/s.
         fp8_tflops: dense FP8 tensor-core peak, TFLOP/s.
         mxfp8_tflops: dense MXFP8 tensor-core peak, TFLOP/s.
@@ -47,8 +47,8 @@ class Gpu:
     """
 
     name: str
-    capability: float
-    memory_gib: Figure
+    capability: float | None
+    memory_gib: Figure | None
     bf16_tflops: Figure | None = None
     fp8_tflops: Figure | None = None
     mxfp8_tflops: Figure | None = None
@@ -56,7 +56,7 @@ class Gpu:
     nvlink_gb_s: Figure | None = None
 
     def __post_init__(self) -> None:
-        if not isfinite(self.capability) or self.capability < 0:
+        if self.capability is not None and (not isfinite(self.capability) or self.capability < 0):
             raise ImpossibleHardware(f"{self.name}: capability is {self.capability}; 9.0 is SM90, 0 is a CPU")
         if self.fp8_tflops and self.bf16_tflops and self.fp8_tflops.value < self.bf16_tflops.value:
             raise ImpossibleHardware(f"{self.name}: FP8 is slower than BF16, so the two figures are mixed up")
@@ -102,10 +102,27 @@ def _require_count(what: str, value: int) -> None:
         raise ImpossibleHardware(f"{what} is {value!r}; give a whole number of at least 1")
 
 
-def has_grouped_fp8(capability: float) -> bool:
-    """Whether a GPU of this SM version, such as 9.0, can multiply FP8 experts.
+def has_grouped_fp8(capability: float | None) -> bool:
+    """Whether a GPU of this SM version, such as 9.0, is known to multiply FP8 experts.
 
     ``torch._scaled_grouped_mm`` of torch 2.14 is for Hopper and Blackwell; SM89 has FP8 tensor cores, but not it
     (``aten/src/ATen/native/cuda/GroupedBlas.cpp``).
     """
-    return int(capability) in (9, 10)
+    return int(capability or 0) in (9, 10)
+
+
+def has_native_mxfp8(capability: float | None) -> bool:
+    """Whether a GPU of this SM version, such as 10.0, is known to run torchao's MXFP8 kernels.
+
+    torchao 0.18.0 asks for major version 10 exactly: SM120 and SM121 have MXFP8 tensor cores, but other instructions
+    (``_is_sm_10x`` in ``torchao/prototype/moe_training/kernels/mxfp8/quant.py``).
+    """
+    return int(capability or 0) == 10
+
+
+def has_deepep(capability: float | None) -> bool:
+    """Whether a GPU of this SM version, such as 9.0, is known to run DeepEP V2.
+
+    Its README asks for Hopper or what else has SM90's PTX, and has results of SM90 and SM100.
+    """
+    return int(capability or 0) in (9, 10)

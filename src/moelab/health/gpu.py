@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from moelab.finding import Finding, Severity
-from moelab.machine import Machine
+from moelab.machine import Machine, gpu_problem
 
 CLOCK_TOLERANCE = 0.05
 """Share below the node's median clock, under the same load, from which on a GPU is named. A choice."""
@@ -156,7 +156,17 @@ def _rows(csv: str, columns: int) -> Iterator[list[str]]:
 def check_gpus(gpus: Sequence[GpuState]) -> Iterator[Finding]:
     """Clocks and why they are low, memory errors."""
     if not gpus:
-        yield Finding(name="GPU clocks", severity="note", found="no GPU, or nvidia-smi does not answer")
+        if problem := gpu_problem():
+            yield Finding(
+                name="GPU clocks",
+                severity="error",
+                found=problem,
+                cause="the driver was upgraded without a reboot, is not loaded, or a GPU is lost",
+                consequence="what the GPUs of this node do is not known, and CUDA fails there too",
+                remedy="drain the node and reboot it",
+            )
+        else:
+            yield Finding(name="GPU clocks", severity="note", found="no GPU, or nvidia-smi does not tell clocks")
         return
     yield _overview(gpus)
     for reason in REASONS:

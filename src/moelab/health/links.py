@@ -196,13 +196,16 @@ def check_nvlink(machine: Machine, *, needed: bool) -> Iterator[Finding]:
         machine: this node.
         needed: whether DeepEP is installed, so that a pair without NVLink is an error.
     """
-    links = nvlink_matrix(machine.run(["nvidia-smi", "topo", "-m"]) or "")
+    topology = machine.run(["nvidia-smi", "topo", "-m"])
+    links = nvlink_matrix(topology or "")
     visible = machine.env.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and re.fullmatch(r"[\d,]*", visible):  # nvidia-smi lists all GPUs; UUIDs are not followed
         chosen = [int(one) for one in visible.split(",") if one and int(one) < len(links)]
         links = [[links[a][b] for b in chosen] for a in chosen]
     if len(links) < 2:
-        yield Finding(name="NVLink", severity="note", found="one GPU, no pairs" if links else "no GPUs")
+        unseen = "is missing or fails" if topology is None else "shows no GPUs"
+        found = "one GPU, no pairs" if links else f"not seen: `nvidia-smi topo -m` {unseen}"
+        yield Finding(name="NVLink", severity="note", found=found)
         return
     pairs = list(combinations(range(len(links)), 2))
     without = [(a, b, links[a][b]) for a, b in pairs if not links[a][b].startswith("NV")]

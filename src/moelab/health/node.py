@@ -27,7 +27,7 @@ from moelab.finding import Finding
 from moelab.health.deepep import examine_environment
 from moelab.health.gpu import check_gpus, read_gpus
 from moelab.health.links import Expected, check_ports
-from moelab.machine import Machine, gpus, this_machine, version
+from moelab.machine import Machine, gpu_problem, gpus, this_machine, version
 
 UNREAD = "kernel log"
 XID = re.compile(r"NVRM: (Xid \((?:PCI:)?([0-9A-Fa-f:.]+)\): (\d+).*)")
@@ -89,7 +89,8 @@ def report(*, writes: Path | None = None, sees: Sequence[Path] = (), nodes: int 
     Returns:
         What :func:`moelab.health.preflight.compare` reads. ``time`` is taken last.
     """
-    machine, devices = this_machine(), gpus()
+    machine, problem = this_machine(), gpu_problem()
+    devices = () if problem else gpus()
     open_files, _hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return {
         "node": os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
@@ -100,6 +101,7 @@ def report(*, writes: Path | None = None, sees: Sequence[Path] = (), nodes: int 
             "driver": devices[0].driver if devices else None,
         },
         "gpus": [gpu.name for gpu in devices],
+        "gpu_problem": problem,
         "memlock_bytes": machine.memlock_bytes,
         "open_files": None if open_files == resource.RLIM_INFINITY else open_files,
         "shared_memory_bytes": shutil.disk_usage(SHARED_MEMORY).total if SHARED_MEMORY.is_dir() else 0,

@@ -298,7 +298,7 @@ def _versions(reports: Sequence[Report]) -> Iterator[Finding]:
 
 def _gpus(reports: Sequence[Report], cluster: ClusterProfile) -> Iterator[Finding]:
     kind, wanted = (cluster.gpu_type or "").lower(), cluster.gpus_per_node
-    groups = _grouped((one, _counted(one["gpus"])) for one in reports)
+    groups = _grouped((one, one.get("gpu_problem") or _counted(one["gpus"])) for one in reports)
     right = all(len(one["gpus"]) == wanted and all(kind in gpu.lower() for gpu in one["gpus"]) for one in reports)
     if right and len(groups) == 1:
         yield Finding(name="GPUs", severity="ok", found=f"{next(iter(groups))} on each of {len(reports)} nodes")

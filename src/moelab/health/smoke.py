@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Literal
 
 from moelab.finding import Finding
 from moelab.health.deepep import find_build
-from moelab.machine import Machine, gpus, this_machine
+from moelab.machine import GpusUnknown, Machine, gpus, this_machine
 
 if TYPE_CHECKING:
     from moelab.deepep.all_to_all.world import World
@@ -105,7 +105,17 @@ def smoke_test(
         One finding: ``ok`` where DeepEP moved tokens right, ``note`` where only gloo did, else an ``error``.
     """
     build = find_build(machine or this_machine())
-    count = len(gpus()) if gpu_count is None else gpu_count
+    try:
+        count = len(gpus()) if gpu_count is None else gpu_count
+    except GpusUnknown as error:
+        return Finding(
+            name=NAME,
+            severity="error",
+            found=str(error).partition(". ")[0],
+            cause="the driver does not work, so whether there are two GPUs is not known",
+            consequence="nothing was sent; on the processor it would say nothing about them",
+            remedy="mend the driver, or hide the GPUs with CUDA_VISIBLE_DEVICES=",
+        )
     missing = [f"{count} GPU{'s' if count != 1 else ''}, {RANKS} are needed"] if count < RANKS else []
     missing += [] if build.kind == "V2" and build.compiled else ["DeepEP V2 is not installed"]
     device: Literal["cuda", "cpu"] = "cpu" if missing else "cuda"
@@ -115,8 +125,8 @@ def smoke_test(
         if failed:
             return _failure(failed[0], device, timeout_s)
         results = [json.loads((Path(folder) / f"result{rank}.json").read_text()) for rank in range(RANKS)]
-    error = max(float(result["relative_error"]) for result in results)
-    moved = f"{RANKS} ranks sent tokens to their experts and back, forward and backward; relative error {error:.1e}"
+    worst = max(float(result["relative_error"]) for result in results)
+    moved = f"{RANKS} ranks sent tokens to their experts and back, forward and backward; relative error {worst:.1e}"
     if missing:
         found = f"DeepEP was not run: {'; '.join(missing)}. Over gloo on the CPU {moved}"
         return Finding(name=NAME, severity="note", found=found)

@@ -5,11 +5,12 @@ Nothing falls back silently.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from moelab.experiment import EPBackend, Experiment, Precision
-from moelab.hardware import has_grouped_fp8
+from moelab.hardware import has_deepep, has_grouped_fp8, has_native_mxfp8
 from moelab.layout import check
-from moelab.layout.arm_rules import MXFP8_CAPABILITY
-from moelab.machine import GpuInfo, cores, gpus, has_module
+from moelab.machine import GpuInfo, GpusUnknown, cores, gpus, has_module
 from moelab.model import count_parameters, shape_for
 from moelab.titan.arms import refusal
 
@@ -25,8 +26,10 @@ def refusals(experiment: Experiment, *, devices: tuple[GpuInfo, ...] | None = No
         experiment: what would run.
         devices: GPUs to reckon with instead of this node's.
     """
-    found = gpus() if devices is None else devices
-    found = () if experiment.hardware == "cpu" else found
+    try:
+        found = () if experiment.hardware == "cpu" else gpus() if devices is None else devices
+    except GpusUnknown as error:
+        return [str(error)]
     checks = (_trainer, _nodes, _ranks, _precision, _backend, _model, _hardware)
     reasons = [reason for one in checks if (reason := one(experiment, found))]
     return reasons or list(check(experiment).reasons)
@@ -55,14 +58,11 @@ def _ranks(experiment: Experiment, found: tuple[GpuInfo, ...]) -> str | None:
 
 
 def _precision(experiment: Experiment, found: tuple[GpuInfo, ...]) -> str | None:
-    weakest = min(found, key=lambda gpu: gpu.capability, default=None)
-    capability = weakest.capability if weakest else 0.0
-    here = f"{weakest.name} is SM{capability * 10:.0f}" if weakest else "this machine has no GPU to use"
-    if experiment.precision is Precision.FP8 and not has_grouped_fp8(capability):
+    if experiment.precision is Precision.FP8 and (here := _lacking(found, has_grouped_fp8)):
         return f"precision fp8 needs FP8 grouped GEMMs (SM90 or SM100); {here}. Nearest: precision=mxfp8 (emulated)"
     native = experiment.precision is Precision.MXFP8 and experiment.mxfp8_kernels == "native"
-    if native and capability < MXFP8_CAPABILITY:
-        return f"mxfp8_kernels native needs SM100 or later; {here}. Nearest: mxfp8_kernels=emulated"
+    if native and (here := _lacking(found, has_native_mxfp8)):
+        return f"mxfp8_kernels native needs SM100 or SM103; {here}. Nearest: mxfp8_kernels=emulated"
     if experiment.quantize != "experts" and experiment.precision is Precision.FP8:
         return "quantize experts+linears is for precision mxfp8; use quantize=experts with fp8"
     if experiment.precision is Precision.MXFP8 and experiment.quantize != "experts" and experiment.tp > 1:
@@ -70,15 +70,25 @@ def _precision(experiment: Experiment, found: tuple[GpuInfo, ...]) -> str | None
     return None
 
 
+def _lacking(found: tuple[GpuInfo, ...], has: Callable[[float | None], bool]) -> str | None:
+    """The first GPU that is not known to have something, in words; None if all have it."""
+    if not found:
+        return "this machine has no GPU to use"
+    return next((f"{gpu.name} is {gpu.sm}" for gpu in found if not has(gpu.capability)), None)
+
+
 def _backend(experiment: Experiment, found: tuple[GpuInfo, ...]) -> str | None:
     backend = experiment.ep_backend
     emulated = backend is EPBackend.DEEPEP and experiment.ep_kernels == "emulated"
+    instead = "ep_kernels=emulated or ep_backend=standard" if backend is EPBackend.DEEPEP else "ep_backend=standard"
     if backend is not EPBackend.STANDARD and not found and not emulated:
-        instead = "ep_kernels=emulated or ep_backend=standard" if backend is EPBackend.DEEPEP else "ep_backend=standard"
         return f"ep_backend {backend.value} needs CUDA and this machine has no GPU to use. Nearest: {instead}"
+    of_deepep = backend in (EPBackend.DEEPEP, EPBackend.HYBRIDEP) and not emulated
+    if of_deepep and (here := _lacking(found, has_deepep)):
+        return f"ep_backend {backend.value} needs DeepEP (SM90 or SM100); {here}. Nearest: {instead}"
     if reason := refusal(experiment):
         return reason
-    if backend in (EPBackend.DEEPEP, EPBackend.HYBRIDEP) and not emulated and not has_module("deep_ep"):
+    if of_deepep and not has_module("deep_ep"):
         return f"ep_backend {backend.value} needs DeepEP, which is not installed. Nearest: ep_backend=standard" + (
             ", or ep_kernels=emulated for the numerics of deepep" if backend is EPBackend.DEEPEP else ""
         )

@@ -6,7 +6,7 @@ What a dispatcher can do is written down once, in ``dispatchers.py``; the rules 
 from __future__ import annotations
 
 from moelab.experiment import EPBackend, Precision
-from moelab.hardware import has_grouped_fp8
+from moelab.hardware import has_deepep, has_grouped_fp8, has_native_mxfp8
 from moelab.layout.dispatchers import Fault, deepep_fault, dispatch_fault, takes_experts, that_pad
 from moelab.layout.facts import Facts
 from moelab.layout.rule import Rule
@@ -14,7 +14,6 @@ from moelab.titan.corpus import tokenizer_size
 
 _BLOCK = {Precision.FP8: 16, Precision.MXFP8: 32}
 """Features that a quantised grouped GEMM needs in a multiple of, along every dimension of a weight."""
-MXFP8_CAPABILITY = 10.0
 
 
 def _deepep(facts: Facts) -> bool:
@@ -73,13 +72,19 @@ def _expert_blocks(facts: Facts) -> bool:
 
 
 def _fp8_gpu(facts: Facts) -> bool:
-    known = facts.precision is Precision.FP8 and facts.capability is not None
-    return not known or has_grouped_fp8(facts.capability or 0.0)
+    return facts.precision is not Precision.FP8 or facts.capability is None or has_grouped_fp8(facts.capability)
 
 
 def _native_gpu(facts: Facts) -> bool:
     native = facts.precision is Precision.MXFP8 and facts.experiment.mxfp8_kernels == "native"
-    return not native or facts.capability is None or facts.capability >= MXFP8_CAPABILITY
+    return not native or facts.capability is None or has_native_mxfp8(facts.capability)
+
+
+def _dispatcher_gpu(facts: Facts) -> bool:
+    """Whether the GPU has what the dispatcher needs: CUDA, and for DeepEP's kernels an SM version of theirs."""
+    if facts.capability is None or facts.ep_backend is EPBackend.STANDARD or _emulated(facts):
+        return True
+    return bool(facts.capability) if _minimal(facts) else has_deepep(facts.capability)
 
 
 def _here(facts: Facts) -> str:
@@ -191,16 +196,16 @@ ARM_RULES = (
         factor="mxfp8_kernels",
         holds=_native_gpu,
         why=lambda facts: (
-            f"MXFP8 tensor cores begin with SM100, and {_here(facts)}. Legal mxfp8_kernels: auto, emulated"
+            f"torchao's MXFP8 kernels are for SM100 and SM103, and {_here(facts)}. Legal mxfp8_kernels: auto, emulated"
         ),
         offers_choices=False,
     ),
     Rule(
         name="dispatcher needs CUDA",
         factor="ep_backend",
-        holds=lambda facts: facts.capability != 0 or facts.ep_backend is EPBackend.STANDARD or _emulated(facts),
+        holds=_dispatcher_gpu,
         why=lambda facts: (
-            f"it needs CUDA, and {_here(facts)}"
+            f"it needs CUDA{'' if _minimal(facts) else ' and SM90, SM100 or SM103'}, and {_here(facts)}"
             + ("; ep_kernels=emulated has its numerics on any device" if _deepep(facts) else "")
         ),
     ),

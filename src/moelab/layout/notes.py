@@ -6,8 +6,7 @@ from functools import lru_cache
 from math import gcd
 
 from moelab.experiment import EPBackend, Precision, Routing
-from moelab.hardware import cluster_of
-from moelab.layout.arm_rules import MXFP8_CAPABILITY
+from moelab.hardware import cluster_of, has_native_mxfp8
 from moelab.layout.facts import Facts
 from moelab.layout.stages import rank_with_loss
 
@@ -63,7 +62,7 @@ def _padding(facts: Facts) -> str | None:
     plain = f"each expert's tokens are padded to a multiple of {default}"
     if facts.precision is Precision.FP8 or kernels == "emulated":
         return f"padding: {plain}"
-    if kernels == "native" or (facts.capability or 0) >= MXFP8_CAPABILITY:
+    if kernels == "native" or has_native_mxfp8(facts.capability):
         return f"padding: {raised}"
     if facts.capability is None:
         return f"padding: {plain} where MXFP8 is emulated; {raised}"

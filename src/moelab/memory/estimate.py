@@ -7,11 +7,12 @@ end of the backward pass when every gradient is there. :func:`estimate` adds up 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
 from moelab.experiment import EPBackend, Experiment, Precision, Routing
-from moelab.hardware import Gpu
+from moelab.hardware import Gpu, has_native_mxfp8
 from moelab.layout import Layout
 from moelab.memory.activations import BF16, FP32, Work
 from moelab.memory.constants import MemoryConstants, memory_constants
@@ -24,7 +25,7 @@ from moelab.model import ModelShape, shape_for
 GIB = 2**30
 PADDING = {Precision.BF16: 1, Precision.FP8: 16, Precision.MXFP8: 32}
 """Rows to a multiple of which each expert's group is padded; native MXFP8 kernels need ``NATIVE_PADDING``."""
-NATIVE_PADDING, NATIVE_CAPABILITY = 128, 10.0
+NATIVE_PADDING = 128
 DEEPEP_PADDING = 8
 """Rows to a multiple of which moelab's DeepEP dispatcher pads groups for BF16 experts."""
 SCALE_BYTES = {"bf16": 0.0, "mxfp8": 1 / 32, "fp8": 0.0}
@@ -87,7 +88,7 @@ class MemoryEstimate:
 
     Attributes:
         by_stage: one entry for each pipeline rank.
-        capacity_gib: memory of the GPU.
+        capacity_gib: memory of the GPU; NaN where it is not known.
         buffer: what the dispatcher allocates for its communication, or None.
     """
 
@@ -180,12 +181,12 @@ def estimate(
     )
     buffer = dispatch_buffer(experiment, layout, shape, work)
     stages = tuple(_stage_memory(run, rank, buffer, constants) for rank in range(layout.pp))
-    return MemoryEstimate(by_stage=stages, capacity_gib=gpu.memory_gib.value, buffer=buffer)
+    return MemoryEstimate(by_stage=stages, capacity_gib=float(gpu.memory_gib or math.nan), buffer=buffer)
 
 
 def emulates(experiment: Experiment, gpu: Gpu) -> bool:
     """Whether MXFP8 is emulated: where it is asked for, and where a GPU has no MXFP8 tensor cores."""
-    auto = experiment.mxfp8_kernels == "auto" and gpu.capability < NATIVE_CAPABILITY
+    auto = experiment.mxfp8_kernels == "auto" and not has_native_mxfp8(gpu.capability)
     return experiment.precision is Precision.MXFP8 and (auto or experiment.mxfp8_kernels == "emulated")
 
 

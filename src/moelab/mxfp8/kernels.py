@@ -1,4 +1,4 @@
-"""Which MXFP8 kernels this process can run: torchao's native ones on SM100, the emulation anywhere else.
+"""Which MXFP8 kernels this process can run: torchao's native ones on SM100 and SM103, the emulation anywhere else.
 
 Native means real MXFP8 tensor-core GEMMs. Emulated means that every operand is quantised to MXFP8, expanded again and
 multiplied in BF16 (:mod:`moelab.mxfp8.emulation`): the numerics of MXFP8 at more than the cost of BF16, so an emulated
@@ -12,10 +12,10 @@ from typing import Literal
 import torch
 
 from moelab.errors import Refused
+from moelab.hardware import has_native_mxfp8
 from moelab.mxfp8.cutedsl import why_not_cutedsl
 
 Kernels = Literal["native", "emulated"]
-NATIVE_CAPABILITY = (10, 0)
 NATIVE_PADDING = 128
 """Tokens; what torchao 0.18's CuTeDSL quantisation kernel needs each expert's group to be a multiple of on SM100."""
 EMULATED_PADDING = 32
@@ -40,7 +40,7 @@ def resolve(requested: Literal["auto", "native", "emulated"]) -> Kernels:
             )
         return requested
     problem = why_not_native()
-    if problem and torch.cuda.is_available() and torch.cuda.get_device_capability() >= NATIVE_CAPABILITY:
+    if problem and torch.cuda.is_available() and has_native_mxfp8(torch.cuda.get_device_capability()[0]):
         raise Refused(
             f"this GPU has MXFP8 tensor cores, but {problem}. Mend that, or ask for mxfp8_kernels=emulated by name: it "
             "says nothing about speed"
@@ -52,10 +52,9 @@ def why_not_native() -> str | None:
     """What stands between this process and native kernels, or None."""
     if not torch.cuda.is_available():
         return "this process has no CUDA device"
-    capability = torch.cuda.get_device_capability()
-    if capability < NATIVE_CAPABILITY:
-        name = torch.cuda.get_device_name()
-        return f"{name} is SM{capability[0]}{capability[1]}; MXFP8 tensor cores begin with SM100 (Blackwell)"
+    major, minor = torch.cuda.get_device_capability()
+    if not has_native_mxfp8(major):
+        return f"{torch.cuda.get_device_name()} is SM{major}{minor}; torchao's MXFP8 kernels are for SM100 and SM103"
     from torchao.prototype.moe_training.mxfp8_grouped_mm import _SM100_KERNELS_AVAILABLE
 
     if not _SM100_KERNELS_AVAILABLE:

@@ -21,7 +21,11 @@ class ExperimentFailed(MoelabError):
 
 
 def can_use_gpus() -> bool:
-    """Whether this machine has as many GPUs as the experiment has ranks."""
+    """Whether this machine has as many GPUs as the experiment has ranks.
+
+    Raises:
+        GpusUnknown: if nvidia-smi fails.
+    """
     return len(gpus()) >= RANKS
 
 

@@ -13,9 +13,10 @@ from typing import Any
 
 from moelab.errors import BadInput
 from moelab.experiment import EPBackend
-from moelab.hardware import GPUS
+from moelab.hardware import GPUS, MODELS, known_gpu
 from moelab.model import BYTES_PER_ELEMENT, shape_of
 from moelab.projection.calibration import CALIBRATION, Calibration, with_values
+from moelab.projection.gemm_rate import is_blackwell
 from moelab.projection.measured import Measurement
 from moelab.projection.moe_exchange import exchange_time_s
 from moelab.projection.parts import grouped_job, product_parts_s
@@ -39,7 +40,7 @@ def constants_of_node(grouped_gemm: Measurement, all_to_all: Measurement) -> dic
         BadInput: if a file is of no GPU whose datasheet is known.
     """
     gpu = _gpu_of(grouped_gemm)
-    grouped = "blackwell_grouped" if GPUS[gpu].capability >= 10 else "hopper_grouped"
+    grouped = "blackwell_grouped" if is_blackwell(GPUS[gpu]) else "hopper_grouped"
     asked = {
         grouped: list(_of_products(grouped_gemm, gpu, grouped)),
         "nccl_nvlink": list(_of_exchanges(all_to_all, "standard", "nccl_nvlink")),
@@ -62,6 +63,8 @@ def _of_products(measured: Measurement, gpu: str, name: str) -> Iterator[float]:
 def _of_exchanges(measured: Measurement, backend: str, name: str) -> Iterator[float]:
     """From the rows whose wire carries BF16 tokens once for each destination and writes nothing else."""
     gpu = _gpu_of(measured)
+    if GPUS[gpu].nvlink_gb_s is None:
+        return  # cards without NVLink between all of them have no share of it
     for row in measured.rows:
         if row["arm"] not in ("standard bf16", "deepep bf16 dense") or row["backend"] != backend:
             continue
@@ -87,10 +90,11 @@ def _asked(predict: Callable[[Calibration], float], measured_s: float, name: str
 def _gpu_of(measured: Measurement) -> str:
     """The kind of GPU that a file is of."""
     content = measured.content or {}
-    found = [content.get("hardware", {}).get("gpu", "")]
+    found = [content.get("hardware", {}).get("gpu")]
     found += [device["name"] for device in content.get("environment", {}).get("gpus", ())]
-    said = " ".join(found).strip()
-    kind = next((name for name in GPUS if name in said.replace(" ", "")), None)
+    names = list(dict.fromkeys(filter(None, found)))
+    kind = known_gpu(names[0]) if len(names) == 1 else None
     if kind is None:
-        raise BadInput(f"{measured.name} is of {said or 'no GPU'}; datasheets are known of {', '.join(GPUS)}")
-    return kind
+        said = " and ".join(names) or "no GPU"
+        raise BadInput(f"{measured.name} is of {said}; datasheets are known of {', '.join(MODELS)}")
+    return kind.name

@@ -24,7 +24,7 @@ from typing import Any
 import nbformat
 
 from moelab.errors import BadInput, MoelabError
-from moelab.machine import environment
+from moelab.machine import environment, gpus
 from moelab.notebooks.batch import NotebookFailed, execute, read_parameters
 from moelab.privacy import without_places
 
@@ -103,7 +103,7 @@ def stamp(notebook: Path, parameters: Mapping[str, Any]) -> dict[str, Any]:
         "parameters_file": parameters_file(notebook).relative_to(notebook.parents[1]).as_posix(),
         "parameters": dict(parameters),
         "source_hash": source_hash(notebook),
-        "hardware": {"processor": here["processor"], "cores": here["cores"], "gpus": [g["name"] for g in here["gpus"]]},
+        "hardware": {"processor": here["processor"], "cores": here["cores"], "gpus": [gpu.name for gpu in gpus()]},
         "versions": {"moelab": here["moelab"], "python": here["python"]}
         | {name: found for name, found in here["packages"].items() if found},
         "date": f"{datetime.now(UTC):%Y-%m-%d}",

@@ -12,12 +12,12 @@ from __future__ import annotations
 from math import ceil
 from typing import NamedTuple
 
-from moelab.hardware import Gpu
+from moelab.hardware import Gpu, has_native_mxfp8
 from moelab.projection.calibration import Calibration
 
 TILE_M, TILE_N = 128, 256
-SMS = {9: 132, 10: 148}
-"""Streaming multiprocessors by major capability (datasheets of H100 and B200)."""
+SMS = {8: 108, 9: 132, 10: 148}
+"""Streaming multiprocessors by major capability (datasheets of A100, H100 and B200)."""
 LAUNCH_S = 4e-6
 
 
@@ -46,8 +46,8 @@ class Rates(NamedTuple):
 
 
 def is_blackwell(gpu: Gpu) -> bool:
-    """SM100 and later."""
-    return gpu.capability >= 10
+    """SM100 and SM103."""
+    return has_native_mxfp8(gpu.capability)
 
 
 def rates_of(gpu: Gpu, calibration: Calibration) -> Rates:
@@ -66,7 +66,7 @@ def rates_of(gpu: Gpu, calibration: Calibration) -> Rates:
         low_wgrad=low_rates[1],
         memory=1e12 * float(gpu.hbm_tb_s or 1) * float(c.copy),
         inner=float(c.inner),
-        sms=SMS.get(int(gpu.capability), 132),
+        sms=SMS.get(int(gpu.capability or 0), 132),
         grouped_in_tiles=not blackwell,
     )
 

@@ -194,7 +194,7 @@ def require_figures(experiment: Experiment, cluster: Cluster) -> None:
         BadInput: naming each figure that is missing, or a node with fewer GPUs than asked for.
     """
     gpu = cluster.node.gpu
-    wanted = {"bf16_tflops": gpu.bf16_tflops, "hbm_tb_s": gpu.hbm_tb_s, "nvlink_gb_s": gpu.nvlink_gb_s}
+    wanted = {name: getattr(gpu, name) for name in ("memory_gib", "bf16_tflops", "hbm_tb_s", "nvlink_gb_s")}
     if experiment.precision is not Precision.BF16:
         wanted["fp8_tflops"] = gpu.fp8_tflops
     if experiment.nodes > 1:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from moelab.experiment import EPBackend, Precision
 from moelab.model import ModelShape, shape_of
+from moelab.projection.gemm_rate import is_blackwell
 from moelab.projection.job import Job
 
 CONFIDENCE = 0.9
@@ -75,8 +76,8 @@ def outside(job: Job) -> tuple[str, ...]:
             "TorchTitan's host time on several nodes: known from the published run alone (671B on B200, PP 2, TP 2, "
             "8192 tokens a micro-batch, compiled)",
         ),
-        (job.precision is Precision.FP8 and node.gpu.capability >= 10, "FP8 on Blackwell: no rate of it was measured"),
-        (job.emulated and node.gpu.capability >= 10, "emulated MXFP8 on Blackwell: seen on H100"),
+        (job.precision is Precision.FP8 and is_blackwell(node.gpu), "FP8 on Blackwell: no rate of it was measured"),
+        (job.emulated and is_blackwell(node.gpu), "emulated MXFP8 on Blackwell: seen on H100"),
         (work.backend is EPBackend.MINIMAL_ASYNC_EP, "minimal_async_ep: modelled as DeepEP"),
         (work.imbalance != 1.0, "the router's own choice: no row has it, and how uneven it is was assumed"),
         (node.gpus > 8, f"NVLink among {node.gpus} GPUs: seen among 8"),

@@ -15,8 +15,8 @@ from unittest import mock
 import torch
 from torchao.prototype.moe_training import mxfp8_grouped_mm
 
+from moelab.hardware import has_native_mxfp8
 from moelab.mxfp8 import kernels
-from moelab.mxfp8.kernels import NATIVE_CAPABILITY
 
 
 @contextmanager
@@ -38,7 +38,7 @@ def assume_gpu(capability: tuple[int, int]) -> Iterator[None]:
             ("get_device_name", f"an assumed SM{major}{minor} GPU"),
         ):
             stack.enter_context(mock.patch.object(torch.cuda, name, lambda *_device, _answer=answer: _answer))
-        native = capability >= NATIVE_CAPABILITY
+        native = has_native_mxfp8(major)
         stack.enter_context(mock.patch.object(mxfp8_grouped_mm, "_SM100_KERNELS_AVAILABLE", native))
         stack.enter_context(mock.patch.object(kernels, "why_not_cutedsl", return_value=None))  # its packages too
         yield

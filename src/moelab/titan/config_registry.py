@@ -41,6 +41,7 @@ from moelab.deepep.dispatcher import ALIGNMENT, PADDED
 from moelab.errors import Refused
 from moelab.experiment import EPBackend, Experiment, Precision, Routing
 from moelab.experiment_file import read_experiment
+from moelab.machine import gpus
 from moelab.model import shape_for
 from moelab.mxfp8 import capture
 from moelab.mxfp8 import dispatch as mxfp8_dispatch
@@ -109,6 +110,20 @@ def __dir__() -> list[str]:
     return [experiment.__name__, *named_arms()]
 
 
+def _require_no_gpus(experiment: Experiment) -> None:
+    """A processor stands in for GPUs where there are none or ``hardware`` says so, not where they do not work.
+
+    Raises:
+        Refused: if nvidia-smi fails, or lists GPUs that PyTorch does not see.
+    """
+    if experiment.hardware != "cpu" and (found := gpus()):
+        raise Refused(
+            f"nvidia-smi lists {len(found)} × {found[0].name} (driver {found[0].driver}), and PyTorch "
+            f"{torch.__version__} sees no CUDA device: it is built without CUDA, or for a newer driver. Mend that, or "
+            "train on the processor with hardware=cpu"
+        )
+
+
 def trainer_config(experiment: Experiment) -> Trainer.Config:
     """Translate an experiment, and prepare this process for it: its device, its corpus, its kernels.
 
@@ -125,6 +140,7 @@ def trainer_config(experiment: Experiment) -> Trainer.Config:
         raise Refused(reason)
     on_cpu = not torch.cuda.is_available()
     if on_cpu:
+        _require_no_gpus(experiment)
         from moelab.titan import cpu
 
         cpu.enable()

@@ -72,7 +72,7 @@ def first_ranks(experiment: Experiment) -> list[int]:
 
 
 def _capability(experiment: Experiment) -> tuple[int, int]:
-    major, minor = divmod(round(10 * gpu_of(experiment.hardware).capability), 10)
+    major, minor = divmod(round(10 * (gpu_of(experiment.hardware).capability or 0.0)), 10)
     return (major, minor) if major else CAPABILITY
 
 

@@ -61,8 +61,10 @@ def memory_bars(memory: MemoryEstimate, layout: Layout, gpu: Gpu) -> go.Figure:
 
 
 def _finding(memory: MemoryEstimate, gpu: Gpu) -> str:
-    need = f"needs {memory.worst_gib:.1f} of {memory.capacity_gib:.1f} GiB of a {gpu.name}"
     rank = f"pipeline rank {memory.worst.rank}" if len(memory.by_stage) > 1 else "each rank"
+    if gpu.memory_gib is None:
+        return f"{rank.capitalize()} needs {memory.worst_gib:.1f} GiB; what a {gpu.name} has is not known"
+    need = f"needs {memory.worst_gib:.1f} of {memory.capacity_gib:.1f} GiB of a {gpu.name}"
     return f"{'Fits' if memory.fits else 'Does not fit'}: {rank} {need}"
 
 
@@ -103,7 +105,9 @@ def _draw_totals(figure: go.Figure, stages: Sequence[StageMemory]) -> None:
 
 
 def _draw_capacity(figure: go.Figure, memory: MemoryEstimate, gpu: Gpu) -> None:
-    """The line, named in the margin, where no bar is."""
+    """The line, named in the margin, where no bar is; none where the capacity is not known."""
+    if gpu.memory_gib is None:
+        return
     color = INK if memory.fits else WARNING
     figure.add_hline(y=memory.capacity_gib, line={"color": color, "width": 2, "dash": "dash"})
     figure.add_annotation(

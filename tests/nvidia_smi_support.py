@@ -1,0 +1,45 @@
+"""Stand-ins for nvidia-smi: programs of that name, first on PATH, that answer as real ones were seen to."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from moelab.hardware import cluster_of
+from moelab.machine import gpu_listing
+
+B200 = "NVIDIA B200, 10.0, 580.95.05, 183359"
+H100 = "NVIDIA H100 80GB HBM3, 9.0, 570.1, 81559"
+MISMATCH = "Failed to initialize NVML: Driver/library version mismatch\nNVML library version: 580.95"
+
+
+def forget() -> None:
+    """Ask again: what was found is kept for as long as a process lives."""
+    gpu_listing.cache_clear()
+    cluster_of.cache_clear()
+
+
+def nvidia_smi(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, *rows: str, code: int = 0, listed: str = "", body: str = ""
+) -> Path:
+    """Put a stand-in on PATH.
+
+    Args:
+        monkeypatch: sets PATH.
+        folder: gets a folder ``bin`` with the program, and a file ``asked`` with a line for each call.
+        rows: what it prints for a query.
+        code: with which a query ends.
+        listed: what it prints for ``-L``.
+        body: a script instead.
+    """
+    program = folder / "bin" / "nvidia-smi"
+    program.parent.mkdir(exist_ok=True)
+    answers = [f"if [ \"$1\" = -L ]; then cat <<'P'\n{listed}\nP\nexit 0; fi", "cat <<'P'", *rows, "P", f"exit {code}"]
+    program.write_text("\n".join(["#!/bin/bash", f'echo "$*" >> {folder}/asked', body or "\n".join(answers), ""]))
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    forget()
+    return program
