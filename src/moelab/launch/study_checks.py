@@ -135,7 +135,7 @@ def _memory(planned: Plan) -> Finding:
 
 
 def _tokenizers(wanted: Sequence[Experiment], cluster: ClusterProfile) -> Iterator[Finding]:
-    from moelab.titan.corpus import TOKENIZERS
+    from moelab.model import TOKENIZERS
 
     for model in sorted({one.model for one in wanted} & TOKENIZERS.keys()):
         folder = Path(cluster.tokenizers.get(model, TOKENIZERS[model]))

@@ -32,7 +32,7 @@ from moelab.analysis.comparable import (
 )
 from moelab.analysis.throughput import why_no_gain
 from moelab.experiment import Experiment
-from moelab.model import shape_for
+from moelab.model import shape_for, tokenizer_size
 from moelab.runs.collect import WARMUP_STEPS, Collected, joined_rows
 from moelab.runs.files import finite_or_none
 from moelab.runs.settings import spread
@@ -344,7 +344,7 @@ class StudyJudgement:
         """What says whether an arm has learnt at all, and whether it ended inside its warm-up."""
         experiment = self.settings[self.reference]
         return {
-            "untrained_nats": math.log(shape_for(experiment).vocab_size),
+            "untrained_nats": math.log(min(shape_for(experiment).vocab_size, tokenizer_size(experiment))),
             "lr_warmup_steps": experiment.warmup_steps,
         }
 
