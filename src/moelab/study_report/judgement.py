@@ -256,7 +256,13 @@ class StudyJudgement:
     @property
     def loss_note(self) -> str:
         """What must be said in the title of a figure of the loss."""
-        return "; ".join([*([self.emulation_note] if self.emulation_note else []), *first_of(self.grad_norm_notes)])
+        seeds: dict[str, list[int]] = {}
+        for arm, seed in self.unfinished[0]:
+            seeds.setdefault(arm, []).append(seed)
+        diverged = [
+            f"{arm_label(arm)}: {len(own)} diverged seed{'s' * (len(own) > 1)} not drawn" for arm, own in seeds.items()
+        ]
+        return "; ".join(filter(None, [self.emulation_note, *diverged, *first_of(self.grad_norm_notes)]))
 
     @property
     def notes(self) -> list[str]:
