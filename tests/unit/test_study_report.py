@@ -131,6 +131,15 @@ def test_nothing_finished(tmp_path: Path) -> None:
     ]
 
 
+def test_a_held_out_loss_that_is_nan_in_every_run_of_the_reference_is_a_finding(tmp_path: Path) -> None:
+    for seed in range(4):
+        run_of(tmp_path, "bf16", seed, SEEDS[seed], held_out=math.nan)
+        run_of(tmp_path, "mxfp8", seed, SEEDS[seed], held_out=5.5 + seed / 100)
+    (held_out,) = judge_study(tmp_path / "runs" / "s").held_out
+    assert held_out.answer is Answer.INSUFFICIENT
+    assert "4 of 4 seeds diverged in the reference BF16 and not in MXFP8" in held_out.sentence()
+
+
 def test_a_held_out_loss_that_is_nan_or_missing(tmp_path: Path) -> None:
     for seed in range(4):
         run_of(tmp_path, "bf16", seed, SEEDS[seed], held_out=5.5 + seed / 100)
