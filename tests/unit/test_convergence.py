@@ -385,12 +385,18 @@ def test_a_run_that_ends_inside_its_warm_up_is_judged_and_says_so():
     assert "warm-up" not in beyond.sentence()
 
 
+def test_a_given_margin_that_is_wider_than_the_usual_cap_says_so():
+    sentence = judge(shifted(0.1, 0.1, 0.101, 0.1), REFERENCE, margin_nats=0.5, **NAMES).sentence()
+    assert "margin ±0.5000 (as given, wider than the usual cap 0.0360)" in sentence
+
+
 @pytest.mark.parametrize(
     "option",
     [
         {"margin_nats": 0.0},
         {"margin_nats": math.nan},
         {"margin_cap_nats": 0.0},
+        {"margin_nats": 0.5, "margin_cap_nats": 0.02},
         {"margin_factor": -1.0},
         {"alpha": 0.5},
         {"alpha": 5.0},
