@@ -380,7 +380,7 @@ def test_arms_that_have_not_learnt_are_not_judged(end):
 def test_a_run_that_ends_inside_its_warm_up_is_judged_and_says_so():
     verdict = judge(nearly(EIGHT), EIGHT, steps=(1351, 1500), lr_warmup_steps=2000, untrained_nats=11.5, **NAMES)
     assert verdict.answer is Answer.EQUIVALENT
-    assert "ended inside its warm-up (step 1,500 of 2,000)" in verdict.sentence()
+    assert "ended inside its warm-up (step 1,500 of 2,000): the learning rate was still rising." in verdict.sentence()
     beyond = judge(nearly(EIGHT), EIGHT, steps=(1351, 1500), lr_warmup_steps=200, **NAMES)
     assert "warm-up" not in beyond.sentence()
 

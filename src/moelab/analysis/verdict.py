@@ -410,7 +410,7 @@ def _decided(
     if verdict.steps is not None and verdict.seeds and verdict.steps[1] <= lr_warmup_steps:
         findings.append(
             f"Training ended inside its warm-up (step {verdict.steps[1]:,} of {lr_warmup_steps:,}): the learning rate "
-            "never reached its peak."
+            "was still rising."
         )
     answer, decided_by = deciding[0] if deciding else (verdict.answer, "")
     settled, needed = "", None
