@@ -12,11 +12,13 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
+import numpy as np
+
 from moelab.errors import BadInput
 
 PROFILE = "benchmarks/results/h100_standard_step.json, kernels of '671B MoE-heavy', 2 × H100, November 2026"
-A2A = "benchmarks/results/all_to_all_h100.json, 2 × H100, November 2026"
-GEMM = "benchmarks/results/grouped_gemm_h100.json, H100, November 2026"
+A2A = "moelab/data/measured/all_to_all_h100.json, 2 × H100, November 2026"
+GEMM = "moelab/data/measured/grouped_gemm_h100.json, H100, November 2026"
 DEEPEP = "deepseek-ai/DeepEP, README of 2.1.0, SM90 EP 8×4: 61 GB/s logical, of which 3/4 cross 50 GB/s"
 TORCHAO = "pytorch/ao, torchao/prototype/moe_training/README.md, one B200"
 How = Literal["measured", "quoted", "fitted", "assumed"]
@@ -165,7 +167,7 @@ CALIBRATION = Calibration(
     step_noise=_measured(0.007, "benchmarks/results/h100_standard_step.json: steps of one arm"),
 )
 
-HOST_COMPILED_S = _measured(0.0, "benchmarks/results/h100_two_by_two.json: its 16B arms leave no room for any")
+HOST_COMPILED_S = _measured(0.0, "moelab/data/measured/h100_two_by_two.json: its 16B arms leave no room for any")
 """What ``host_layer_s`` is where layers are compiled, on one node; zero, so that nothing draws or replaces it. The
 rows that it was read off are marked as seen."""
 
@@ -190,3 +192,19 @@ def with_values(calibration: Calibration = CALIBRATION, /, **values: float) -> C
             raise BadInput(f"{name} is {value}; give a positive number")
     changed = {name: replace(getattr(calibration, name), value=value) for name, value in values.items()}
     return replace(calibration, **changed)
+
+
+SPREAD = {"measured": 0.05, "quoted": 0.10, "fitted": 0.10, "assumed": 0.30}
+"""Relative standard deviation of a constant by how it is known."""
+
+
+def drawn(calibration: Calibration, random: np.random.Generator) -> Calibration:
+    """Constants drawn anew around their values, log-normally, each by its :data:`SPREAD`."""
+    constants = {field.name: getattr(calibration, field.name) for field in fields(calibration)}
+    return with_values(
+        calibration,
+        **{
+            name: constant.value * float(np.exp(random.normal(0, SPREAD[constant.how])))
+            for name, constant in constants.items()
+        },
+    )
