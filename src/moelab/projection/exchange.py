@@ -59,20 +59,13 @@ def ring_time_s(job: Job, calibration: Calibration, whole_bytes: float, ranks: i
     return max(moved / nvlink, whole_bytes * (nodes - 1) / nodes / network) + float(calibration.collective_s)
 
 
-def gather_parts(job: Job, dense: float, experts: float) -> tuple[tuple[float, int, int], ...]:
-    """Elements, ranks and stride of the two FSDP groups."""
-    return (
-        (dense, job.degrees.fsdp, job.work.tp),
-        (experts, job.degrees.efsdp, job.work.ep) if job.work.ep > 1 else (experts, job.degrees.fsdp, job.work.tp),
-    )
-
-
 def fsdp_time_s(job: Job, calibration: Calibration, dense: float, experts: float, element_bytes: float) -> float:
     """Seconds to gather, or scatter, parameters of which ``dense`` and ``experts`` elements are whole on a rank."""
-    return sum(
-        ring_time_s(job, calibration, elements * element_bytes, ranks, stride=stride)
-        for elements, ranks, stride in gather_parts(job, dense, experts)
-    )
+    ranks, stride = job.degrees.fsdp, job.work.tp
+    dense_s = ring_time_s(job, calibration, dense * element_bytes, ranks, stride=stride)
+    if job.work.ep > 1:  # experts are sharded over the ranks that hold the same ones
+        ranks, stride = job.degrees.efsdp, job.work.ep
+    return dense_s + ring_time_s(job, calibration, experts * element_bytes, ranks, stride=stride)
 
 
 def add_tensor_parallel(times: Times, job: Job, calibration: Calibration) -> None:
@@ -83,7 +76,7 @@ def add_tensor_parallel(times: Times, job: Job, calibration: Calibration) -> Non
     one = ring_time_s(job, calibration, whole, job.work.tp)
     add(times, "forward", "tensor-parallel collectives", 4 * one)
     add(times, "dgrad", "tensor-parallel collectives", 4 * one)
-    if job.checkpointing in ("full", "full+dispatch", "selective"):
+    if job.recomputes_layers:
         add(times, "recompute", "tensor-parallel collectives", 4 * one)
 
 
@@ -96,7 +89,7 @@ def add_context_parallel(times: Times, job: Job, calibration: Calibration) -> No
     one = ring_time_s(job, calibration, whole, job.work.cp, stride=job.work.tp)
     add(times, "forward", "context-parallel collectives", one)
     add(times, "dgrad", "context-parallel collectives", one)
-    if job.checkpointing in ("full", "full+dispatch", "selective"):
+    if job.recomputes_layers:
         add(times, "recompute", "context-parallel collectives", one)
 
 
@@ -138,7 +131,7 @@ def add_exchange(times: Times, job: Job, calibration: Calibration) -> None:
     add(times, "dgrad", "all-to-all", back)
     add(times, "forward", "permutation and padding", dispatch + combine)
     add(times, "dgrad", "permutation and padding", combine_back + dispatch_back)
-    if job.checkpointing in ("none", "mla+mlp"):
+    if not job.recomputes_layers:
         return
     add(times, "recompute", "permutation and padding", dispatch + combine)
     if not job.keeps_exchange:

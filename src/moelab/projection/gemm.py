@@ -32,7 +32,7 @@ from moelab.memory.sharding import Degrees
 from moelab.model import ModelShape, gemms, shape_of
 from moelab.mxfp8.break_even import CAST_BYTES, OVERHEAD_SHARE
 from moelab.projection.calibration import Calibration
-from moelab.projection.job import Job, PassName, Stack, Times, add, nothing
+from moelab.projection.job import INDEX, Job, PassName, Stack, Times, add, nothing
 from moelab.projection.memory_bound import memory_rate
 from moelab.projection.routing import RoutingModel
 
@@ -207,11 +207,8 @@ def product_times(
     """
     sums: defaultdict[tuple[PassName, str], float] = defaultdict(float)
     for weight in weights:
-        expert = weight.part == "routed experts"
-        category = "expert GEMMs" if expert else "other GEMMs"
-        forward, dgrad, wgrad = (
-            _of_experts(weight, share, kinds, rates) if expert else _dense(weight, share, kinds, rates)
-        )
+        category = "expert GEMMs" if weight.part == "routed experts" else "other GEMMs"
+        forward, dgrad, wgrad = _forward_dgrad_wgrad_s(weight, share, kinds, rates)
         sums["forward", category] += forward
         sums["dgrad", category] += dgrad
         sums["wgrad", category] += wgrad
@@ -224,25 +221,17 @@ def product_times(
     return times
 
 
-def _dense(weight: Weight, share: int, kinds: ProductKinds, rates: Rates) -> tuple[float, float, float]:
-    """Seconds of forward, dgrad and wgrad."""
+def _forward_dgrad_wgrad_s(weight: Weight, share: int, kinds: ProductKinds, rates: Rates) -> tuple[float, float, float]:
     m, n, k, groups = weight.rows * share, weight.n, weight.k, weight.groups
-    low = kinds.low_linears and weight.part not in UNQUANTISED
+    time_s, low, wgrad_in_bf16 = gemm_time_s, kinds.low_linears and weight.part not in UNQUANTISED, False
+    if weight.part == "routed experts":
+        time_s, low = gemm_time_s if kinds.library else grouped_time_s, kinds.low
+        first_two = "w2" not in weight.name
+        wgrad_in_bf16 = kinds.bf16_wgrad == "all" or (kinds.bf16_wgrad == "first two" and first_two)
     return (
-        gemm_time_s(m, n, k, groups, rates, low=low, wgrad=False),
-        gemm_time_s(m, k, n, groups, rates, low=low, wgrad=False),
-        gemm_time_s(n, k, m, groups, rates, low=low, wgrad=True),
-    )
-
-
-def _of_experts(weight: Weight, share: int, kinds: ProductKinds, rates: Rates) -> tuple[float, float, float]:
-    m, n, k, groups = weight.rows * share, weight.n, weight.k, weight.groups
-    time_s = gemm_time_s if kinds.library else grouped_time_s
-    in_bf16 = kinds.bf16_wgrad == "all" or (kinds.bf16_wgrad == "first two" and "w2" not in weight.name)
-    return (
-        time_s(m, n, k, groups, rates, low=kinds.low, wgrad=False),
-        time_s(m, k, n, groups, rates, low=kinds.low, wgrad=False),
-        time_s(n, k, m, groups, rates, low=kinds.low and not in_bf16, wgrad=True),
+        time_s(m, n, k, groups, rates, low=low, wgrad=False),
+        time_s(m, k, n, groups, rates, low=low, wgrad=False),
+        time_s(n, k, m, groups, rates, low=low and not wgrad_in_bf16, wgrad=True),
     )
 
 
@@ -277,7 +266,15 @@ def _fused_cast_s(job: Job, calibration: Calibration, m: float, n: int, k: int, 
     return {"forward": 4 * (m * k + weights) / rate, "dgrad": 4 * m * n / rate, "wgrad": 0.0}
 
 
-def add_expert_casts(times: Times, job: Job, calibration: Calibration, *, recomputed: bool) -> None:
+def add_casts(times: Times, seconds: dict[str, float], *, recomputed: bool) -> None:
+    """Casts of one product, by direction."""
+    for name in DIRECTIONS:
+        add(times, name, "quantisation", seconds[name])
+    if recomputed:
+        add(times, "recompute", "quantisation", seconds["forward"])
+
+
+def add_expert_casts(times: Times, job: Job, calibration: Calibration) -> None:
     """Casts of the three grouped products of one MoE layer."""
     if job.precision is Precision.BF16:
         return
@@ -292,39 +289,41 @@ def add_expert_casts(times: Times, job: Job, calibration: Calibration, *, recomp
             seconds["forward"] = cast_time_s(job, calibration, 0, n, k, groups)["forward"]
         if job.bf16_wgrad or arrived:
             seconds["wgrad"] = 0.0
-        for name in DIRECTIONS:
-            add(times, name, "quantisation", seconds[name])
-        if recomputed:
-            add(times, "recompute", "quantisation", seconds["forward"])
+        add_casts(times, seconds, recomputed=job.recomputes_layers)
 
 
-def add_linear_casts(times: Times, job: Job, calibration: Calibration, weight: Weight, *, recomputed: bool) -> None:
-    """Casts of one dense product, where linears are quantised too; one cast serves both axes there."""
-    if job.precision is Precision.BF16 or not job.stack.low_linears:
-        return
-    seconds = cast_time_s(job, calibration, weight.rows * job.work.residual, weight.n, weight.k, 1)
-    for name in DIRECTIONS:
-        add(times, name, "quantisation", seconds[name])
-    if recomputed:
-        add(times, "recompute", "quantisation", seconds["forward"])
+def products_by_module(job: Job, calibration: Calibration) -> dict[str, Times]:
+    """Products, and casts of linears, of one ``attention``, ``moe``, ``feed_forward`` and of the ``head``."""
+    work, stack = job.work, job.stack
+    low = job.precision is not Precision.BF16 and not job.emulated
+    bf16_wgrad = "all" if job.bf16_wgrad else "first two" if work.quantised_dispatch else "none"
+    kinds = ProductKinds(low, bf16_wgrad, low and stack.low_linears, stack.expert_gemm == "library")
+    rates = rates_of(job.node.gpu, calibration)
+    times_of = {}
+    for module, weights in weights_by_module(job.shape, work.tp, work.ep).items():
+        times = product_times(weights, work.residual, job.checkpointing, kinds, rates).copy()
+        if module == "moe":  # rows beyond an even share: padding, and the busiest rank's
+            times[:, INDEX["expert GEMMs"]] *= work.received(job.shape) / work.sent(job.shape)
+        for weight in weights:
+            if kinds.low_linears and weight.part not in UNQUANTISED:
+                seconds = cast_time_s(job, calibration, weight.rows * work.residual, weight.n, weight.k, 1)
+                add_casts(times, seconds, recomputed=recomputed(weight, job.checkpointing))
+        times_of[module] = times
+    return times_of
 
 
 FLEX_BLOCK = 128
 BACKWARD = 2.5
 
 
-def seen_tokens(job: Job) -> float:
-    """Keys that a query meets on average, masked parts of blocks included."""
-    causal = job.seq_len / 2
-    documents = job.stack.document_keys
-    return causal if documents is None else min(causal, documents + FLEX_BLOCK / 2)
-
-
 def add_attention(times: Times, job: Job, calibration: Calibration) -> None:
     """Attention of one layer."""
-    shape, work = job.shape, job.work
+    shape, work, documents = job.shape, job.work, job.stack.document_keys
     width = shape.n_heads / work.tp * (shape.qk_head_dim + shape.v_head_dim)
-    flops = 2 * work.tokens * width * seen_tokens(job)
+    keys = job.seq_len / 2  # that a query meets on average, masked parts of blocks included
+    if documents is not None:
+        keys = min(keys, documents + FLEX_BLOCK / 2)
+    flops = 2 * work.tokens * width * keys
     peak = float(job.node.gpu.bf16_tflops or 0) * 1e12
     flex = job.stack.attention == "flex"
     forward = flops / peak / float(calibration.flex_forward if flex else calibration.fused_forward)

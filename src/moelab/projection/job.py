@@ -219,6 +219,11 @@ class Job:
         return expected_rows(destinations, self.placement, METHODS[self.work.backend])
 
     @property
+    def recomputes_layers(self) -> bool:
+        """Whether the backward pass runs layers again, experts and dispatch among them."""
+        return self.checkpointing not in ("none", "mla+mlp")
+
+    @property
     def keeps_exchange(self) -> bool:
         """Whether what came over the network is kept and not sent again in the backward pass."""
         compiled = self.stack.fused

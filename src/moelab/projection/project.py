@@ -131,10 +131,19 @@ def project(
     if not verdict.legal or verdict.layout is None:
         raise Refused("illegal layout:\n" + "\n".join(f"- {reason}" for reason in verdict.reasons))
     if not can_be_placed(experiment, experiment.ep):
-        raise Refused(_not_placed(experiment))
-    if shape is None:
-        _require_fits(experiment, verdict.layout, cluster)
+        valid = [ep for ep in divisors(shape_for(experiment).num_experts) if can_be_placed(experiment, ep)]
+        raise Refused(
+            f"no projection: ep is {experiment.ep} on nodes of {experiment.gpus_per_node} GPUs, so that a group begins "
+            f"or ends inside a node; those with ep {', '.join(map(str, valid))} can be projected"
+        )
     node = cluster.node
+    if shape is None:
+        memory = estimate(experiment, verdict.layout, node.gpu)
+        if not memory.fits:
+            raise Refused(
+                f"does not fit: {memory.worst_gib:.1f} GiB of {memory.capacity_gib:.1f} GiB on pipeline rank "
+                f"{memory.worst.rank}; {memory.dominant}"
+            )
     job = job_of(experiment, verdict.layout, node, shape=shape, stack=stack)
     shape = shape or shape_for(experiment)
     return Projection(
@@ -166,24 +175,6 @@ def can_be_placed(experiment: Experiment, ep: int) -> bool:
     """Whether a group of ``ep`` ranks lies within a node or fills whole ones: no other is modelled."""
     node = experiment.gpus_per_node
     return experiment.nodes == 1 or node % ep == 0 or ep % node == 0
-
-
-def _not_placed(experiment: Experiment) -> str:
-    node = experiment.gpus_per_node
-    valid = [ep for ep in divisors(shape_for(experiment).num_experts) if can_be_placed(experiment, ep)]
-    return (
-        f"no projection: ep is {experiment.ep} on nodes of {node} GPUs, so that a group begins or ends inside a node; "
-        f"those with ep {', '.join(map(str, valid))} can be projected"
-    )
-
-
-def _require_fits(experiment: Experiment, layout: Any, cluster: Cluster) -> None:
-    memory = estimate(experiment, layout, cluster.node.gpu)
-    if not memory.fits:
-        raise Refused(
-            f"does not fit: {memory.worst_gib:.1f} GiB of {memory.capacity_gib:.1f} GiB on pipeline rank "
-            f"{memory.worst.rank}; {memory.dominant}"
-        )
 
 
 def require_figures(experiment: Experiment, cluster: Cluster) -> None:

@@ -45,8 +45,9 @@ def job_as_published(experiment: Experiment) -> Job:
     layout = check(experiment).layout
     assert layout is not None, "the published layouts are legal"
     deepep = experiment.ep_backend is EPBackend.DEEPEP
-    permutation = "deepep dense" if deepep else "standard"
-    stack = replace(titan(experiment), name="TorchTitan, March 2026", permutation=permutation)
+    stack = replace(
+        titan(experiment), name="TorchTitan, March 2026", permutation="deepep dense" if deepep else "standard"
+    )
     return job_of(experiment, layout, cluster_of(experiment.hardware).node, stack=stack)
 
 

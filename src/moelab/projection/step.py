@@ -16,24 +16,12 @@ from statistics import NormalDist
 
 import numpy as np
 
-from moelab.experiment import Precision
 from moelab.layout.schedule import Durations, simulate
 from moelab.memory.activations import BF16, FP32
 from moelab.memory.sharding import Held
 from moelab.projection.calibration import HOST_COMPILED_S, Calibration
 from moelab.projection.exchange import add_context_parallel, add_exchange, add_tensor_parallel, fsdp_time_s, ring_time_s
-from moelab.projection.gemm import (
-    UNQUANTISED,
-    ProductKinds,
-    Weight,
-    add_attention,
-    add_expert_casts,
-    add_linear_casts,
-    product_times,
-    rates_of,
-    recomputed,
-    weights_by_module,
-)
+from moelab.projection.gemm import add_attention, add_expert_casts, products_by_module
 from moelab.projection.job import CATEGORIES, INDEX, Job, Times, add, nothing
 from moelab.projection.memory_bound import (
     add_accumulation,
@@ -75,7 +63,7 @@ def layer_times(job: Job, calibration: Calibration, products: Mapping[str, Times
     add_context_parallel(times, job, calibration)
     if moe:
         add_exchange(times, job, calibration)
-        add_expert_casts(times, job, calibration, recomputed=job.checkpointing not in ("none", "mla+mlp"))
+        add_expert_casts(times, job, calibration)
     held = held_by_kind(job)["moe" if moe else "dense"]
     add_accumulation(times, job, calibration, held.gathered)
     _add_host(times, job, calibration)
@@ -99,30 +87,6 @@ def embedding_times(job: Job, calibration: Calibration) -> Times:
     add(times, "wgrad", "memory-bound", 2 * rows + 2 * job.shape.vocab_size * job.shape.dim / job.work.tp / rate)
     add_accumulation(times, job, calibration, held_by_kind(job)["embedding"].gathered)
     return times
-
-
-def products_by_module(job: Job, calibration: Calibration) -> dict[str, Times]:
-    """Products, and casts of linears, of one ``attention``, ``moe``, ``feed_forward`` and of the ``head``."""
-    work, stack = job.work, job.stack
-    low = job.precision is not Precision.BF16 and not job.emulated
-    bf16_wgrad = "all" if job.bf16_wgrad else "first two" if work.quantised_dispatch else "none"
-    kinds = ProductKinds(low, bf16_wgrad, low and stack.low_linears, stack.expert_gemm == "library")
-    rates = rates_of(job.node.gpu, calibration)
-    found = {}
-    for module, weights in weights_by_module(job.shape, work.tp, work.ep).items():
-        times = product_times(weights, work.residual, job.checkpointing, kinds, rates).copy()
-        if module == "moe":  # rows beyond an even share: padding, and the busiest rank's
-            times[:, INDEX["expert GEMMs"]] *= work.received(job.shape) / work.sent(job.shape)
-        if kinds.low_linears:
-            _add_linear_casts(times, job, calibration, weights)
-        found[module] = times
-    return found
-
-
-def _add_linear_casts(times: Times, job: Job, calibration: Calibration, weights: tuple[Weight, ...]) -> None:
-    for weight in weights:
-        if weight.part not in UNQUANTISED:
-            add_linear_casts(times, job, calibration, weight, recomputed=recomputed(weight, job.checkpointing))
 
 
 def _add_host(times: Times, job: Job, calibration: Calibration) -> None:
