@@ -236,7 +236,7 @@ def test_the_spread_of_an_all_to_all_is_no_smaller_than_its_blind_rows_show(rows
 
 
 def test_rows_that_a_zero_was_read_off_are_seen_and_not_judged(rows: tuple[ValidationRow, ...]) -> None:
-    assert (float(HOST_COMPILED_S), HOST_COMPILED_S.how) == (0.0, "measured")
+    assert HOST_COMPILED_S == 0
     later = [row for row in rows if row.source == H100_LATER]
     small = [row for row in later if row.name.startswith("two by two: 16B ")]
     assert {row.use for row in small} == {"constant read off it"}

@@ -22,9 +22,6 @@ from moelab.hardware import cluster_of
 from moelab.layout import check
 from moelab.projection.calibration import (
     CALIBRATION,
-    DEBUG_ROW,
-    PUBLISHED_ROW,
-    SIMUMAX_ROW,
     Calibration,
     fitted,
     with_values,
@@ -128,9 +125,9 @@ def refit(calibration: Calibration = CALIBRATION) -> Calibration:
     def errors(logs: np.ndarray) -> list[float]:
         tried = with_values(calibration, **dict(zip(found, map(float, np.exp(logs)), strict=True)))
         predicted = {
-            SIMUMAX_ROW: 1e3 * step_time(simumax, tried).total_s,
-            DEBUG_ROW: tps_of(debug, tried),
-            PUBLISHED_ROW: tps_of(published, tried),
+            "SimuMax EP8 PP1, 32 micro-batches": 1e3 * step_time(simumax, tried).total_s,
+            "debug bf16_standard, not compiled, selective": tps_of(debug, tried),
+            "671B bf16_standard": tps_of(published, tried),
         }
         rows = [constant.fitted_on[0] for constant in found.values()]
         return [float(np.log(predicted[row] / measured[row])) for row in rows]
