@@ -32,7 +32,7 @@ from moelab.analysis.comparable import (
 )
 from moelab.analysis.throughput import why_no_gain
 from moelab.experiment import Experiment
-from moelab.model import shape_for
+from moelab.model import shape_for, tokenizer_size
 from moelab.runs.collect import WARMUP_STEPS, Collected, joined_rows
 from moelab.runs.files import finite_or_none
 from moelab.runs.settings import spread
@@ -256,7 +256,13 @@ class StudyJudgement:
     @property
     def loss_note(self) -> str:
         """What must be said in the title of a figure of the loss."""
-        return "; ".join([*([self.emulation_note] if self.emulation_note else []), *first_of(self.grad_norm_notes)])
+        seeds: dict[str, list[int]] = {}
+        for arm, seed in self.unfinished[0]:
+            seeds.setdefault(arm, []).append(seed)
+        diverged = [
+            f"{arm_label(arm)}: {len(own)} diverged seed{'s' * (len(own) > 1)} not drawn" for arm, own in seeds.items()
+        ]
+        return "; ".join(filter(None, [self.emulation_note, *diverged, *first_of(self.grad_norm_notes)]))
 
     @property
     def notes(self) -> list[str]:
@@ -344,7 +350,7 @@ class StudyJudgement:
         """What says whether an arm has learnt at all, and whether it ended inside its warm-up."""
         experiment = self.settings[self.reference]
         return {
-            "untrained_nats": math.log(shape_for(experiment).vocab_size),
+            "untrained_nats": math.log(min(shape_for(experiment).vocab_size, tokenizer_size(experiment))),
             "lr_warmup_steps": experiment.warmup_steps,
         }
 
