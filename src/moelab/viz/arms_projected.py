@@ -8,7 +8,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from moelab.analysis.arms import arm_label, contrast
-from moelab.projection.arms_projected import Estimate, TwoByTwo
+from moelab.projection.published import Estimate, TwoByTwo
 from moelab.viz.theme import INK, MUTED, arm_styles, new_figure, wrap
 
 SYMBOLS, LEVEL = ("square", "triangle-up", "star"), "90 %"

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import plotly.graph_objects as go
 
 from moelab.projection import ExpertPlacement, RoutingModel
-from moelab.projection.deepep_bandwidth import QuotedBandwidth
-from moelab.projection.gather import Pass
+from moelab.projection.exchange import QuotedBandwidth
+from moelab.projection.traffic import Pass
 from moelab.viz.theme import INK, WARNING, new_figure
 from moelab.viz.token_map import Hop, draw_wire_legend, hops, one_token, place_panel
 
@@ -114,7 +114,7 @@ def gather_bars(paths: Mapping[str, Sequence[Pass]], *, hbm_tb_s: float, words: 
     """Bytes that each path passes over memory before the grouped GEMM, pass by pass.
 
     Args:
-        paths: of :func:`moelab.projection.gather.gather_passes`.
+        paths: of :func:`moelab.projection.traffic.gather_passes`.
         hbm_tb_s: bandwidth of the GPU's memory, for the time beside each bar.
         words: what the sizes are, for the subtitle.
     """

@@ -1,7 +1,7 @@
 """The projection explorer: cluster, layout and arm as controls; below them the speed, its cost and the step's parts.
 
 It shows nothing of its own: the numbers are those of :func:`moelab.projection.project.project` and
-:func:`moelab.projection.cost.cost`. ipywidgets comes with the ``lab`` extra, so it is imported when one is made.
+:func:`moelab.projection.project.cost`. ipywidgets comes with the ``lab`` extra, so it is imported when one is made.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import plotly.graph_objects as go
 from moelab.analysis.arms import arm_label
 from moelab.errors import BadInput, Refused
 from moelab.experiment import Experiment
-from moelab.projection.cost import DEEPSEEK_TOKENS, Cost, cost
-from moelab.projection.project import Projection, project
+from moelab.projection.project import DEEPSEEK_TOKENS, Cost, Projection, cost, project
 from moelab.sweep import GPUS_OF_NODE, PROFILES, cluster_like, on
 from moelab.viz.step_breakdown import step_breakdown
 from moelab.viz.widget import as_output, in_rows, make_panel, refusal

@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 
 from moelab.errors import BadInput
 from moelab.projection import ExpertPlacement, RoutingModel, draw_expert_ids
-from moelab.projection.wires import Method, require_method
+from moelab.projection.traffic import Method, require_method
 from moelab.viz.mesh import FAR, NEAR, OTHER
 from moelab.viz.theme import INK, MUTED
 

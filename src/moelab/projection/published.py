@@ -4,7 +4,7 @@ Each arm is projected many times with constants drawn around their values, as un
 known; the host's time on several nodes is found anew each time, so that every draw meets the published baseline. What
 is left uncertain is what the gains depend on.
 
-What is not drawn is the form in which the host's time hides behind the GPU's (``layer_time.py``); the intervals are too
+What is not drawn is the form in which the host's time hides behind the GPU's (``step.py``); the intervals are too
 narrow by whatever that is wrong. Nor do the three published rows *identify* the missing arm, or what random routing
 does: :func:`meeting_all_published` meets all three exactly with other constants, of which two are far outside of what
 is drawn, and says something else.
@@ -16,23 +16,39 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy.optimize import brentq, root
 
 from moelab.analysis.published import THROUGHPUT
-from moelab.experiment import Routing
-from moelab.projection.calibration import CALIBRATION, Calibration, Constant, with_values
-from moelab.projection.job import ROUTINGS, Job
-from moelab.projection.step import step_time
-from moelab.projection.step_cases import published_job, tps_of
+from moelab.experiment import EPBackend, Experiment, Routing
+from moelab.hardware import cluster_of
+from moelab.layout import check
+from moelab.projection.calibration import CALIBRATION, Calibration, drawn, with_values
+from moelab.projection.job import ROUTINGS, Job, job_of, titan
+from moelab.projection.step import step_time, tps_of
+from moelab.titan.arms import named_arms
 
 ARMS = ("bf16_standard", "bf16_deepep", "mxfp8_standard", "mxfp8_deepep")
-SPREAD = {"measured": 0.05, "quoted": 0.10, "fitted": 0.10, "assumed": 0.30}
-"""Relative standard deviation of a constant by how it is known."""
 DRAWS, SEED = 100, 20261128
 LEAST_HOST_S, MOST_HOST_S = 1e-6, 1.0
+
+
+def published_job(arm: str) -> Job:
+    """A published 671B arm, or the one that was not, with the software of the time."""
+    return job_as_published(named_arms()[f"dsv3_671b_{arm}"])
+
+
+def job_as_published(experiment: Experiment) -> Job:
+    """A job under TorchTitan of early 2026 with its own dispatchers, whose permutation was not compiled."""
+    layout = check(experiment).layout
+    assert layout is not None, "the published layouts are legal"
+    deepep = experiment.ep_backend is EPBackend.DEEPEP
+    stack = replace(
+        titan(experiment), name="TorchTitan, March 2026", permutation="deepep dense" if deepep else "standard"
+    )
+    return job_of(experiment, layout, cluster_of(experiment.hardware).node, stack=stack)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,10 +88,9 @@ def projected_two_by_two(
         calibration: constants around which others are drawn.
         draws: how many.
     """
-    published = {arm: published_job(arm) for arm in ARMS}
-    jobs = {arm: replace(job, routing=ROUTINGS[routing]) for arm, job in published.items()}
+    jobs = {arm: replace(published_job(arm), routing=ROUTINGS[routing]) for arm in ARMS}
     random = np.random.default_rng(SEED)
-    samples = [calibration] + [drawn(calibration, random, published["bf16_standard"]) for _ in range(draws)]
+    samples = [calibration] + [_meeting_the_baseline(drawn(calibration, random)) for _ in range(draws)]
     tps = {arm: np.array([tps_of(job, one) for one in samples]) for arm, job in jobs.items()}
     gains = {arm: tps[arm] / tps["bf16_standard"] for arm in ARMS[1:]}
     both = gains["mxfp8_deepep"] / (gains["bf16_deepep"] * gains["mxfp8_standard"]) - 1
@@ -168,21 +183,17 @@ def identification_lines(forced: TwoByTwo, random: TwoByTwo) -> list[str]:
     ]
 
 
-def drawn(calibration: Calibration, random: np.random.Generator, anchor: Job) -> Calibration:
-    """Constants drawn anew, with the host's time such that the published baseline is met."""
-    values = {}
-    for field in fields(calibration):
-        constant: Constant = getattr(calibration, field.name)
-        values[field.name] = constant.value * float(np.exp(random.normal(0, SPREAD[constant.how])))
-    once = with_values(calibration, **values)
-    target_s = anchor.tokens_per_gpu / THROUGHPUT[0].tps
+def _meeting_the_baseline(calibration: Calibration) -> Calibration:
+    """The calibration with the host's time such that the published baseline is met."""
+    baseline = published_job("bf16_standard")
+    target_s = baseline.tokens_per_gpu / THROUGHPUT[0].tps
 
     def late_s(host_s: float) -> float:
-        return step_time(anchor, with_values(once, host_nodes_s=host_s)).total_s - target_s
+        return step_time(baseline, with_values(calibration, host_nodes_s=host_s)).total_s - target_s
 
     if late_s(LEAST_HOST_S) >= 0:  # the rest alone is as long as the step that was published
-        return with_values(once, host_nodes_s=LEAST_HOST_S)
-    return with_values(once, host_nodes_s=brentq(late_s, LEAST_HOST_S, MOST_HOST_S, xtol=1e-5))
+        return with_values(calibration, host_nodes_s=LEAST_HOST_S)
+    return with_values(calibration, host_nodes_s=brentq(late_s, LEAST_HOST_S, MOST_HOST_S, xtol=1e-5))
 
 
 def _estimate(values: np.ndarray) -> Estimate:
