@@ -20,13 +20,12 @@ from moelab.errors import BadInput, Refused
 from moelab.experiment import Experiment, Precision
 from moelab.hardware.spec import ImpossibleHardware
 from moelab.notebooks.calibrate import constants_of_node
-from moelab.projection.arms_projected import Estimate, TwoByTwo, projected_two_by_two
 from moelab.projection.calibration import CALIBRATION
-from moelab.projection.cost import Cost
 from moelab.projection.measured import ALL_TO_ALL, GROUPED_GEMM, Measurement, load_measured
-from moelab.projection.project import project
+from moelab.projection.megatron import Change
+from moelab.projection.project import Cost, project
+from moelab.projection.published import Estimate, TwoByTwo, projected_two_by_two
 from moelab.projection.validation import goals, validation_table
-from moelab.projection.waterfall import Change
 from moelab.sweep import by_gpus, by_network, cluster_like, on
 from moelab.titan.arms import named_arms
 from moelab.viz.projection import (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import doctest
 import importlib
-import json
 import statistics
 import subprocess
 import sys
@@ -33,9 +32,9 @@ from moelab.projection import (
     expected_traffic,
     simulate_rows,
 )
-from moelab.projection.deepep_bandwidth import QUOTED
-from moelab.projection.gather import EXPANDING, EXPANDING_FP8, STOCK_DEEPEP, STOCK_STANDARD, gather_passes, padded_rows
+from moelab.projection.exchange import QUOTED
 from moelab.projection.measured import ALL_TO_ALL, COMMANDS, TWO_BY_TWO, Measurement, load_measured
+from moelab.projection.traffic import EXPANDING, EXPANDING_FP8, STOCK_DEEPEP, STOCK_STANDARD, gather_passes, padded_rows
 from moelab.viz.deepep import (
     ARM_LOOKS,
     OPERATIONS,
@@ -436,23 +435,10 @@ def test_what_is_not_measured_says_how_to_measure_it(name: str) -> None:
     for figure in drawn:
         assert not figure.data
         assert "not measured yet" in title(figure)
-        assert f"benchmarks/results/{name}.json" in title(figure)
+        assert f"moelab/data/measured/{name}.json" in title(figure)
     script = nothing.stamp.split("benchmarks/")[1].split()[0]
     described = (ROOT / "benchmarks" / script).read_text()
     assert COMMANDS[name].split(" --output")[0] in described, "the script does not say that it is started so"
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_the_packages_copy_is_the_measurement_of_the_repository(name: str) -> None:
-    original, copy = (
-        folder / f"{name}.json" for folder in (ROOT / "benchmarks/results", ROOT / "src/moelab/data/measured")
-    )
-    assert original.exists() == copy.exists(), f"copy {original} to {copy}"
-    read = load_measured(name)
-    if original.exists():
-        assert read.content == json.loads(original.read_text())
-    else:
-        assert read.content is None
 
 
 def test_files_of_another_kind_are_refused(tmp_path: Path) -> None:
@@ -518,7 +504,7 @@ def test_explorer_of_a_control_that_is_none() -> None:
         TrafficExplorer(seed=1)
 
 
-@pytest.mark.parametrize("name", ["projection.gather", "projection.measured", "analysis.two_by_two"])
+@pytest.mark.parametrize("name", ["projection.measured", "analysis.two_by_two"])
 def test_examples_in_the_documentation(name: str) -> None:
     assert doctest.testmod(importlib.import_module(f"moelab.{name}")).failed == 0
 

@@ -16,9 +16,9 @@ from moelab.analysis.two_by_two import (
     checkpointing_words,
     two_by_two_label,
 )
-from moelab.projection.deepep_bandwidth import QuotedBandwidth
-from moelab.projection.gather import Pass
+from moelab.projection.exchange import QuotedBandwidth
 from moelab.projection.measured import Measurement, Row
+from moelab.projection.traffic import Pass
 from moelab.viz.draw import draw_limit, error_bars, panels
 from moelab.viz.theme import INK, MUTED, WARNING, ArmStyle, arm_styles, new_figure, plot_text, wrap
 
@@ -80,7 +80,7 @@ def gather_bars(paths: Mapping[str, Sequence[Pass]], *, hbm_tb_s: float, words: 
     """Bytes that each path passes over memory before the grouped GEMM, pass by pass.
 
     Args:
-        paths: of :func:`moelab.projection.gather.gather_passes`.
+        paths: of :func:`moelab.projection.traffic.gather_passes`.
         hbm_tb_s: bandwidth of the GPU's memory, for the time beside each bar.
         words: what the sizes are, for the subtitle.
     """

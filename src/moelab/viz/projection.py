@@ -12,9 +12,8 @@ from plotly.subplots import make_subplots
 
 from moelab.analysis.arms import arm_label, contrast
 from moelab.experiment import Experiment
-from moelab.projection.arms_projected import Estimate, TwoByTwo
-from moelab.projection.cost import DEEPSEEK_TOKENS, cost
-from moelab.projection.project import Projection, project
+from moelab.projection.project import DEEPSEEK_TOKENS, Projection, cost, project
+from moelab.projection.published import Estimate, TwoByTwo
 from moelab.sweep import GPUS_OF_NODE, PROFILES, cluster_like, on
 from moelab.viz.draw import diamonds, draw_arm_axis, error_bars
 from moelab.viz.theme import INK, MUTED, arm_styles, new_figure, plot_text, wrap

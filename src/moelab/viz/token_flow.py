@@ -12,7 +12,7 @@ import plotly.graph_objects as go
 
 from moelab.errors import BadInput
 from moelab.projection import METHODS, ExpertPlacement, Method, RoutingModel, draw_expert_ids
-from moelab.projection.wires import require_method
+from moelab.projection.traffic import require_method
 from moelab.viz.theme import FAR, INK, MUTED, NEAR, OTHER, new_figure
 
 METHOD_LABELS: dict[Method, str] = {

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import plotly.graph_objects as go
 
 from moelab.analysis.arms import arm_label
-from moelab.projection.cost import Cost
+from moelab.projection.project import Cost
 from moelab.projection.uncertainty import OUTSIDE_FACTOR
 from moelab.sweep import Point
 from moelab.viz.draw import panels
@@ -72,7 +72,7 @@ def cost_bars(costs: Mapping[str, Cost], *, tokens: float, words: str) -> go.Fig
     """GPU-hours, price and energy of a whole training, by arm.
 
     Args:
-        costs: of :func:`moelab.projection.cost.cost`, by arm; the first is the one that others are held against.
+        costs: of :func:`moelab.projection.project.cost`, by arm; the first is the one that others are held against.
         tokens: of the training.
         words: cluster, price and watts, for the subtitle.
     """
