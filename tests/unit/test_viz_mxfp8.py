@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import inspect
 import math
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 import torch
+from figure_support import shown_title, title
 from torchao.prototype.moe_training import ep as torchao_ep
 
 from moelab.errors import BadInput
@@ -46,10 +45,6 @@ TENSORS = {
     "hard": synthetic("gaussian", (64, 256), outlier=2.0**14),
     "gradient": synthetic("student_t", (64, 256)),
 }
-
-
-def title(figure: Any) -> str:
-    return str(figure.layout.title.text).replace("<br>", " ")
 
 
 def gemm() -> GroupedGemm:
@@ -264,14 +259,9 @@ def test_a_choice_that_cannot_be_drawn_is_refused(field: str, value: int) -> Non
         quantisation_figure(Choice(**{field: value}))
 
 
-def shown(explorer: QuantisationExplorer) -> str:
-    (output,) = explorer.figures["errors"].outputs
-    return str(output["data"]["application/vnd.plotly.v1+json"]["layout"]["title"]["text"]).replace("<br>", " ")
-
-
 def test_the_explorer_follows_every_control_with_the_static_figure() -> None:
     explorer = QuantisationExplorer()
-    assert shown(explorer) == title(quantisation_figure(Choice()))
+    assert shown_title(explorer.figures["errors"]) == title(quantisation_figure(Choice()))
     changes: dict[str, Any] = {
         "distribution": "student_t",
         "outlier_log2": 12,
@@ -283,11 +273,5 @@ def test_the_explorer_follows_every_control_with_the_static_figure() -> None:
     for name, value in changes.items():
         explorer.controls[name].value = value
         assert getattr(explorer.choice, name) == value
-        assert shown(explorer) == title(quantisation_figure(explorer.choice))
+        assert shown_title(explorer.figures["errors"]) == title(quantisation_figure(explorer.choice))
     assert explorer.choice == Choice(**changes)
-
-
-def test_importing_the_figures_loads_neither_torch_nor_ipywidgets() -> None:
-    code = "import sys, moelab.viz.mxfp8_path, moelab.viz.mxfp8"
-    code += "; sys.exit(any(name in sys.modules for name in ('torch', 'ipywidgets')))"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

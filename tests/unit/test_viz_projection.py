@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
-import plotly.graph_objects as go
 import pytest
+from figure_support import notes, title
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
@@ -43,14 +42,6 @@ from moelab.viz.what_if import cost_bars, network_curves, size_curves
 
 PUBLISHED = named_arms()["dsv3_671b_mxfp8_deepep"]
 STAGES = {part: float(seconds) for seconds, part in enumerate((p for parts in GROUPS.values() for p in parts), start=1)}
-
-
-def title(figure: go.Figure) -> str:
-    return str(figure.layout.title.text).replace("<br>", " ")
-
-
-def texts(figure: go.Figure) -> str:
-    return " ".join(str(one.text) for one in figure.layout.annotations)
 
 
 # Whether gains compose
@@ -198,8 +189,8 @@ def test_the_published_figure_has_the_printed_numbers_and_a_gap() -> None:
     assert [trace.x[0] for trace in figure.data] == [0, 1, 3]
     assert "quoted" in title(figure)
     for gain in GAINS[:2]:
-        assert f"{gain.percent:+.1f} %" in texts(figure)
-    assert "not<br>published" in texts(figure)
+        assert f"{gain.percent:+.1f} %" in notes(figure)
+    assert "not published" in notes(figure)
 
 
 def test_every_bar_of_a_breakdown_begins_where_the_last_one_ends_and_they_add_up() -> None:
@@ -300,12 +291,8 @@ def _in_figure(found: TwoByTwo) -> list[str]:
 # The explorer
 
 
-def explorer(**chosen: Any) -> ProjectionExplorer:
-    return ProjectionExplorer(PUBLISHED, **chosen)
-
-
 def test_the_explorer_says_what_the_projection_says() -> None:
-    shown = explorer()
+    shown = ProjectionExplorer(PUBLISHED)
     expected = project(Experiment.model_validate({**PUBLISHED.model_dump(), "mxfp8_kernels": "auto"}))
     assert f"{expected.tps:,.0f} tokens/s per GPU" in shown.words.value
     assert len(shown.figures["step"].outputs) == 1
@@ -316,7 +303,7 @@ def test_the_explorer_says_what_the_projection_says() -> None:
 
 
 def test_the_explorer_says_why_something_cannot_be() -> None:
-    shown = explorer()
+    shown = ProjectionExplorer(PUBLISHED)
     shown.controls["gpus"].value = 8
     assert "Cannot be" in shown.words.value
     assert shown.figures["step"].outputs == ()

@@ -5,14 +5,13 @@ from __future__ import annotations
 import doctest
 import importlib
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
 import pytest
+from figure_support import notes, shown_title, title
 
 from moelab.analysis.two_by_two import ArmResult, arm_results, checkpointing_table, goal_lines, result_table
 from moelab.deepep.all_to_all import OPERATIONS as ALL_OPERATIONS
@@ -60,14 +59,6 @@ ONE_NODE = ExpertPlacement(experts=64, top_k=6, ep=8, ranks_per_node=8)
 FORCED, RANDOM = RoutingModel(kind="round_robin"), RoutingModel(kind="random_balanced")
 LIMITED = RoutingModel(kind="group_limited", groups=8, limited_groups=4)
 SIZES: dict[str, Any] = {"tokens": 4096, "hidden": 7168}
-
-
-def title(figure: go.Figure) -> str:
-    return str(figure.layout.title.text).replace("<br>", " ")
-
-
-def notes(figure: go.Figure) -> str:
-    return " ".join(str(note.text).replace("<br>", " ") for note in figure.layout.annotations)
 
 
 def bars(figure: go.Figure, name: str) -> list[go.Bar]:
@@ -494,9 +485,7 @@ def test_explorer_follows_its_controls_and_says_what_cannot_be() -> None:
 def test_explorer_shows_the_figures_of_the_functions() -> None:
     explorer = TrafficExplorer(hidden=1234, token=3)
     assert (explorer.chosen["hidden"], explorer.chosen["experts"]) == (1234, 256)
-    (output,) = explorer.figures["flow"].outputs
-    shown = output["data"]["application/vnd.plotly.v1+json"]["layout"]["title"]["text"]
-    assert shown == token_flow(RANDOM, PUBLISHED, token=3).layout.title.text
+    assert shown_title(explorer.figures["flow"]) == title(token_flow(RANDOM, PUBLISHED, token=3))
 
 
 def test_explorer_of_a_control_that_is_none() -> None:
@@ -507,9 +496,3 @@ def test_explorer_of_a_control_that_is_none() -> None:
 @pytest.mark.parametrize("name", ["projection.measured", "analysis.two_by_two"])
 def test_examples_in_the_documentation(name: str) -> None:
     assert doctest.testmod(importlib.import_module(f"moelab.{name}")).failed == 0
-
-
-def test_importing_the_figures_loads_neither_torch_nor_ipywidgets() -> None:
-    modules = "moelab.viz.traffic, moelab.viz.deepep, moelab.viz.token_flow, moelab.notebooks.all_to_all"
-    code = f"import sys, {modules}; sys.exit(any(name in sys.modules for name in ('torch', 'ipywidgets')))"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
