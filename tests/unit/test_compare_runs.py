@@ -26,8 +26,7 @@ from moelab.model import count_parameters, flops_per_token, shape_of
 from moelab.runs.log import read_log
 from moelab.runs.settings import log_settings, settings_of
 from moelab.runs.status import State
-from moelab.study_report import Comparison, StudyJudgement, judge_paths, report_figures, write_study_report
-from moelab.study_report.comparison_tables import comparison_provenance, comparison_tables
+from moelab.study_report import Report, judge_paths, provenance, report_figures, report_tables, write_study_report
 
 ROOT = Path(__file__).parents[2]
 STEPS = 40
@@ -44,9 +43,9 @@ SEEDS = {0: 5.00, 1: 5.04, 2: 4.97, 3: 5.01}
 SHIFT = {0: 0.003, 1: 0.005, 2: 0.001, 3: 0.005}
 
 
-def compared(*paths: Path, **options: Any) -> Comparison:
+def compared(*paths: Path, **options: Any) -> Report:
     found = judge_paths(paths, **options)
-    assert isinstance(found, Comparison)
+    assert found.study is None
     return found
 
 
@@ -96,7 +95,7 @@ def test_mfu_is_of_the_shape_that_an_experiment_has(tmp_path: Path) -> None:
     found = compared(run.path, EXAMPLE_LOGS[0])
     expected = 100 * 1000.0 * flops_per_token(shape, 256, causal=True) / 989e12
     assert found.sides[0].mfu_percent(causal=True) == pytest.approx(expected)
-    assert comparison_provenance(found)["Model, BF16 + standard all-to-all"] == "671B with top_k 4"
+    assert provenance(found)["Model, BF16 + standard all-to-all"] == "671B with top_k 4"
 
 
 @pytest.mark.parametrize(
@@ -132,7 +131,7 @@ def test_exported_speeds_of_zero(tmp_path: Path) -> None:
     columns = {"_step": range(1, 10), "throughput(tps)": [0] * 9}
     found = compared(history(tmp_path / "still.csv", columns), history(tmp_path / "a" / "too.csv", columns))
     assert "still logged 0 tokens/s" in report_figures(found)[0].figure.layout.title.text
-    assert comparison_tables(found)[0].rows[1][8] is math.nan
+    assert report_tables(found)[0].rows[1][8] is math.nan
 
 
 def test_long_curves_are_thinned_and_say_so(tmp_path: Path) -> None:
@@ -189,7 +188,7 @@ def test_common_seeds_are_judged_as_in_a_study(tmp_path: Path) -> None:
         "t: MXFP8 + standard all-to-all",
     ]
     alone = judge_paths([first])
-    assert isinstance(alone, StudyJudgement)
+    assert alone.study is not None
     near, same, far = found.differences
     assert near.verdict is not None
     assert far.verdict is not None
@@ -217,7 +216,7 @@ def test_a_run_that_failed_is_named_and_not_averaged(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
-def test_an_arm_that_diverged_is_not_judged(tmp_path: Path, loss: float) -> None:
+def test_an_arm_that_diverged_differs_as_in_a_study(tmp_path: Path, loss: float) -> None:
     """Its first steps are those of the reference, so whoever looked at them alone would call it equivalent."""
     sound = study_of(tmp_path)
     for seed, end in SEEDS.items():
@@ -226,11 +225,12 @@ def test_an_arm_that_diverged_is_not_judged(tmp_path: Path, loss: float) -> None
         make_run(tmp_path / "runs", experiment, losses, state=State.FAILED, reason="rank 0: Loss is not finite")
     found = compared(sound, tmp_path / "runs" / "t")
     far = found.differences[-1]
-    assert (far.verdict, math.isnan(far.nats)) == (None, True)
-    assert far.sentence() == (
-        f"t: BF16 + standard all-to-all diverged: loss is {loss} at step 6 (segment 0), 4 of 4 seeds: no verdict."
-    )
-    assert [one.reference for one in found.verdicts] == [found.sides[0].label]
+    assert far.judged is not None
+    assert (far.judged.answer, math.isnan(far.nats)) == (Answer.DIFFERENT, True)
+    words = f"4 of 4 seeds diverged in t: BF16 and not in s: BF16 (seeds 0, 1, 2, 3: loss is {loss} at step 6"
+    assert words in far.sentence()
+    assert [row["answer"] for row in found.to_json()["differences"]] == ["equivalent", "different"]
+    assert not any("its loss is not judged" in note for note in found.notes)
     assert math.isnan(found.sides[-1].final_nats(0.1))
 
 

@@ -101,7 +101,12 @@ def test_one_arm_only(tmp_path: Path) -> None:
         run_of(tmp_path, "bf16", seed, SEEDS[seed])
     study = tmp_path / "runs" / "s"
     judged = judge_study(study)
-    assert (judged.arms, judged.verdicts, judged.gains, judged.held_out) == (["bf16_standard"], [], [], [])
+    assert ([side.arm for side in judged.sides], judged.verdicts, judged.gains, judged.held_out) == (
+        ["bf16_standard"],
+        [],
+        [],
+        [],
+    )
     assert "No verdict: no run of an arm beside the reference bf16_standard finished" in judged.as_text()
     assert "Study s" in report_of(study)
     json.dumps(judged.to_json(), allow_nan=False)
@@ -112,7 +117,7 @@ def test_a_reference_that_failed(tmp_path: Path) -> None:
     run_of(tmp_path, "mxfp8", 0, 5.0)
     study = tmp_path / "runs" / "s"
     judged = judge_study(study)
-    assert (judged.arms, judged.verdicts) == (["mxfp8_standard"], [])
+    assert ([side.arm for side in judged.sides if side.finished], judged.verdicts) == (["mxfp8_standard"], [])
     assert "No verdict: no run of the reference bf16_standard finished" in judged.as_text()
     assert "killed by SIGKILL" in report_of(study)
 
@@ -206,11 +211,11 @@ def test_a_study_is_found_from_anywhere(study: Path, monkeypatch: pytest.MonkeyP
     for folder, path in ((study, "."), (study / "bf16_standard", ".."), (study.parent, "s"), (study.parent, "latest")):
         monkeypatch.chdir(folder)
         judged = judge_study(Path(path))
-        assert (judged.name, judged.as_text()) == ("s", text)
+        assert (judged.study, judged.as_text()) == ("s", text)
 
 
 def test_one_arm_of_a_study_can_be_looked_at(study: Path) -> None:
-    assert judge_study(study / "bf16_standard").arms == ["bf16_standard"]
+    assert [side.arm for side in judge_study(study / "bf16_standard").sides] == ["bf16_standard"]
 
 
 def test_what_is_no_study(study: Path, tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from moelab.analysis.compare_runs import Difference
-from moelab.analysis.side import Side, machine_differences, median
+from moelab.analysis.compare_runs import Difference, machine_differences
+from moelab.analysis.side import Side, median
 from moelab.viz.curves import (
     arm_curves,
     finished,
