@@ -8,7 +8,7 @@ from typing import Any
 
 from moelab.deepep.findings import Finding
 from moelab.launch.cluster import ClusterProfile
-from moelab.runs.segments import CLOCK_SKEW_S
+from moelab.runs.log import CLOCK_SKEW_S
 
 Report = Mapping[str, Any]
 SHARED_MEMORY_BYTES = 1 << 30
