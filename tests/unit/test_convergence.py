@@ -300,11 +300,11 @@ def test_an_outlying_reference_seed_is_named_and_decides_nothing_until_it_is_dro
     assert verdict.answer is Answer.INSUFFICIENT
     assert verdict.outlying_seeds == (4,)
     assert verdict.margin_nats < 0.04
-    assert "Seed 4 of the reference BF16 lies apart" in verdict.sentence()
+    assert verdict.sentence().startswith("Insufficient data: seed 4 of the reference BF16 lies apart")
     assert "--drop-seed 4" in verdict.sentence()
     dropped = judge(arm, reference, dropped_seeds=[4], **NAMES)
     assert (dropped.answer, dropped.seeds) == (Answer.DIFFERENT, (0, 1, 2, 3))
-    assert "Dropped by name in both arms: seed 4." in dropped.sentence()
+    assert "Dropped by name in all arms: seed 4." in dropped.sentence()
     with pytest.raises(BadInput, match="seed 9 cannot be dropped"):
         judge(arm, reference, dropped_seeds=[9], **NAMES)
 
@@ -323,7 +323,7 @@ def test_a_seed_that_diverged_in_the_arm_alone_makes_it_different(failed):
     verdict = judge(nearly(EIGHT, nan=failed), EIGHT, **NAMES)
     assert verdict.answer is Answer.DIFFERENT
     assert verdict.arm_diverged == failed
-    assert f"{len(failed)} of 8 seeds diverged in MXFP8 and not in BF16" in verdict.sentence()
+    assert verdict.sentence().startswith(f"Different: {len(failed)} of 8 seeds diverged in MXFP8 and not in BF16 (seed")
     stopped = dict.fromkeys(failed, "stopped: loss is nan at step 41")
     finished = {seed: loss for seed, loss in nearly(EIGHT).items() if seed not in failed}
     assert judge(finished, EIGHT, arm_diverged=stopped, **NAMES).answer is Answer.DIFFERENT

@@ -28,7 +28,7 @@ from moelab.analysis.convergence import ArmSeed, compare_convergence, compare_he
 from moelab.analysis.side import Side
 from moelab.analysis.verdict import Verdict
 from moelab.experiment import Experiment
-from moelab.model import shape_for
+from moelab.model import shape_for, tokenizer_size
 from moelab.runs.collect import Collected
 from moelab.runs.settings import spread
 from moelab.runs.table import merge_segments
@@ -136,7 +136,7 @@ def judge_sides(
         reference=name(first),
         arms=[name(side) for side in others],
         dropped_seeds=[seed for seed in dropped_seeds if seed in known],
-        untrained_nats=math.log(shape_for(model).vocab_size) if model is not None else None,
+        untrained_nats=None if model is None else math.log(min(shape_for(model).vocab_size, tokenizer_size(model))),
         lr_warmup_steps=model.warmup_steps if model is not None else 0,
         **{**options, **{key: seeds | options.get(key, {}) for key, seeds in own.items()}},
     )

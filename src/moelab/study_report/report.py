@@ -256,9 +256,14 @@ class Report:
     @property
     def loss_note(self) -> str:
         """What must be said in the title of a figure of the loss, which has no room for every run."""
+        diverged = [
+            f"{side.label}: {len(side.diverged_seeds)} diverged seed{'s' * (len(side.diverged_seeds) > 1)} not drawn"
+            for side in self.sides
+            if side.diverged_seeds and (side.finished or self.study is not None)
+        ]
         notes = self.grad_norm_notes
         first = [f"{notes[0]}, and {len(notes) - 1} more runs"] if len(notes) > 1 else notes
-        return "; ".join([*([self.emulation_note] if self.emulation_note else []), *first])
+        return "; ".join(filter(None, [self.emulation_note, *diverged, *first]))
 
     @property
     def notes(self) -> list[str]:

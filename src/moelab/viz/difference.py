@@ -65,12 +65,12 @@ def _finding(verdict: Verdict) -> str:
 
 def _reading(verdict: Verdict, steps: int) -> str:
     if not verdict.seeds:
-        return " ".join([*verdict.findings, verdict.settled_by])
+        return " ".join([verdict.decided_by, *verdict.findings, verdict.settled_by])
     n = "1 seed, so no interval" if verdict.n_seeds == 1 else f"{verdict.n_seeds} seeds"
     band = f"; band: {100 * verdict.interval.level:g} % t interval of the mean" if verdict.n_seeds > 1 else ""
     margin = f"margin ±{verdict.margin_nats:.4f}" if verdict.margin_nats > 0 else "no margin"
     return " ".join(
-        [f"Paired by seed, mean over the trailing {steps} steps{band}; n = {n}; {margin}.", *verdict.findings]
+        [f"Paired by seed, mean over the trailing {steps} steps{band}; n = {n}; {margin}.", verdict.decided_by]
     )
 
 
