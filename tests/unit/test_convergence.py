@@ -7,14 +7,12 @@ import numpy as np
 import pandas as pd
 import pytest
 from scipy import stats
-from statsmodels.stats.multitest import multipletests
 from statsmodels.stats.weightstats import ttost_paired
 
 from moelab.analysis import Answer, compare_convergence, compare_held_out, final_losses, judge
 from moelab.analysis.equivalence import (
     Margin,
     equivalence_power,
-    holm,
     lower_sd_limit,
     outlying_seeds,
     paired_tests,
@@ -140,13 +138,6 @@ def test_tests_agree_with_statsmodels_and_scipy():
     assert (tests.low[0], tests.high[0]) == pytest.approx((interval.low, interval.high))
     above = stats.ttest_1samp(arm - reference, 0.001, alternative="greater").pvalue
     assert paired_tests(arm - reference, 0.001, tost_alpha=0.05).beyond_p[0] == pytest.approx(above)
-
-
-def test_holm_agrees_with_statsmodels():
-    rng = np.random.default_rng(0)
-    for n in (1, 2, 5, 9):
-        p_values = list(rng.uniform(0, 0.06, size=n))
-        assert holm(p_values, alpha=0.05) == list(multipletests(p_values, alpha=0.05, method="holm")[0])
 
 
 def test_columns_are_independent_studies():
