@@ -197,10 +197,11 @@ def _status(options: argparse.Namespace) -> int:
 
 
 def _collect(options: argparse.Namespace) -> int:
-    from moelab.runs.collect import collect
+    from moelab.runs.collect import collect, collect_run
     from moelab.runs.directory import discover
 
-    runs, found = collect(options.path), discover(options.path)
+    found = discover(options.path.absolute())
+    runs = [collect_run(run) for run in found.runs] or collect(options.path)
     as_json = {"runs": [run.to_json() for run in runs], **found.to_json()}
     show(options, as_json, "\n".join([*(run.summary for run in runs), *found.lines]))
     return 0

@@ -1,7 +1,5 @@
 import math
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pandas as pd
@@ -511,8 +509,3 @@ def test_bad_input_says_what_is_valid(options, message):
 def test_a_table_without_losses_is_refused():
     with pytest.raises(BadInput, match="no loss"):
         final_losses(study().assign(loss=math.nan))
-
-
-def test_analysis_loads_neither_plotly_nor_torch():
-    code = "import sys, moelab.analysis; print([m for m in ('plotly', 'torch') if m in sys.modules])"
-    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"

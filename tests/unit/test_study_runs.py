@@ -244,6 +244,11 @@ def test_no_gain_is_claimed_between_machines(tmp_path: Path) -> None:
     assert not any("%" in one.text for one in report_figures(judged)[-1].figure.layout.annotations)
 
 
+@pytest.fixture(scope="module")
+def on_h100(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return study_of(tmp_path_factory.mktemp("h100"), lambda precision, seed: {"gpus": H100})
+
+
 @pytest.mark.parametrize(
     ("other", "words", "of_the_loss"),
     [
@@ -260,10 +265,11 @@ def test_no_gain_is_claimed_between_machines(tmp_path: Path) -> None:
     ],
 )
 def test_what_a_gain_and_a_loss_depend_on(
-    tmp_path: Path, other: dict[str, Any], words: str | None, of_the_loss: bool
+    on_h100: Path, other: dict[str, Any], words: str | None, of_the_loss: bool
 ) -> None:
-    study = study_of(tmp_path, lambda precision, seed: {"gpus": H100} | (other if precision == "mxfp8" else {}))
-    judged = judge_study(study)
+    for run in on_h100.glob("mxfp8_standard/*/*"):
+        write_json(run / "environment.json", ENVIRONMENT | {"gpus": H100} | other)
+    judged = judge_study(on_h100)
     assert judged.no_gain.get("MXFP8 + standard all-to-all") == words
     assert bool(judged.gains) == (words is None)
     assert ("what computes the loss" in judged.verdicts[0].sentence()) == of_the_loss

@@ -8,7 +8,7 @@ nobody recorded of a log from elsewhere is missing.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -22,7 +22,6 @@ from moelab.analysis import (
     FinalLosses,
     Gain,
     Verdict,
-    arm_label,
     arm_throughput,
     final_losses,
     gain,
@@ -46,14 +45,16 @@ from moelab.errors import BadInput, MoelabError
 from moelab.experiment_file import Study
 from moelab.runs import directory
 from moelab.runs.collect import WARMUP_STEPS, Collected, joined_rows
+from moelab.runs.directory import Discovery
 from moelab.runs.files import finite_or_none
 from moelab.runs.status import State
 from moelab.runs.table import throughput_rows
 from moelab.study_report.sides import (
-    ANOTHER_ATTEMPT,
     VALID,
     NotJudged,
     end_of,
+    left_out_words,
+    run_json,
     sides_of,
     sides_of_study,
     studies_in,
@@ -276,7 +277,7 @@ class Report:
             left_out = [
                 f"left out: {study}: {words}"
                 for study in studies
-                for words in _left_out_words([one for one in self._not_shown if one.study == study])
+                for words in left_out_words([one for one in self._not_shown if one.study == study])
             ]
             unknown = [side for side in self.sides if not side.settings.values]
             uncounted = [side for side in self.sides if not side.on_cpu and math.isnan(side.mfu_percent(causal=True))]
@@ -286,7 +287,7 @@ class Report:
             }
             others = [f"{_names(sides)}: {what}" for what, sides in told.items() if sides]
         else:
-            left_out = [f"left out: {words}" for words in _left_out_words(self.not_judged)]
+            left_out = [f"left out: {words}" for words in left_out_words(self.not_judged)]
             others = [f"{side.label}: {words}" for side in self.others for words in caveats(side, self.reference)]
         names = ", ".join(str(seed) for seed in self.dropped_seeds)
         dropped = [f"dropped in every {self._kind}, as asked for: seed {names}"] if names else []
@@ -341,7 +342,7 @@ class Report:
         """The numbers for a program; what is missing is null."""
         runs = [
             *(self._run_json(side, run) for side in self.sides for run in side.attempted),
-            *(_not_judged_json(one) for one in self.not_judged),
+            *(one.to_json() for one in self.not_judged),
         ]
         note = "; ".join(self.notes)
         if self.study is None:
@@ -423,7 +424,7 @@ class Report:
         return f"its seed is dropped in every {self._kind}, as asked for" if run.seed in self.dropped_seeds else None
 
     def _run_json(self, side: Side, run: Collected) -> dict[str, Any]:
-        told = _run_json(run, self._why_unused(side, run))
+        told = run_json(run, self._why_unused(side, run))
         return told if self.study is not None else told | {"side": side.label}
 
     def _gain_json(self, side: Side) -> dict[str, Any]:
@@ -498,8 +499,9 @@ def judge_paths(
         "margin_cap_nats": margin_cap_nats,
         "dropped_seeds": tuple(sorted(dropped_seeds)),
     }
-    if len(paths) == 1 and paths[0].is_dir() and directory.find(paths[0]):
-        return judge_study(paths[0], reference=reference, **options)
+    found = directory.discover(paths[0].resolve()) if len(paths) == 1 and paths[0].is_dir() else None
+    if found is not None and found.all_runs:
+        return _of_study(paths[0], found, reference=reference, **options)
     sides, not_judged, notes = sides_of(paths, reference=reference)
     return Report(
         sides=tuple(sides),
@@ -526,7 +528,18 @@ def judge_study(path: Path, *, study: Study | None = None, reference: str = "bf1
     """
     if not path.is_dir():
         raise BadInput(f"{path} is not a folder; give a study, such as runs/06_compare_convergence")
-    found = directory.discover(path.resolve())
+    return _of_study(path, directory.discover(path.resolve()), study=study, reference=reference, **options)
+
+
+def _of_study(
+    path: Path,
+    found: Discovery,
+    *,
+    reference: str,
+    study: Study | None = None,
+    dropped_seeds: Iterable[int] = (),
+    **options: Any,
+) -> Report:
     studies = studies_in(found)
     if not studies:
         raise BadInput(f"{path} holds no run; give a study, such as runs/06_compare_convergence")
@@ -547,6 +560,7 @@ def judge_study(path: Path, *, study: Study | None = None, reference: str = "bf1
         paths=(path,),
         not_judged=tuple(not_judged),
         discovery_notes=found.notes,
+        dropped_seeds=tuple(sorted(dropped_seeds)),
         **options,
     )
 
@@ -600,45 +614,3 @@ def _difference_json(one: Difference) -> dict[str, Any]:
         "answer": judged.answer.value if judged else None,
         "sentence": one.sentence(),
     }
-
-
-def _run_json(run: Collected, reason: str | None) -> dict[str, Any]:
-    """A run for a program: which it is, how it ended, where it ran, and whether it is used or why not."""
-    environment = run.environment
-    return {
-        "run": run.run,
-        "arm": run.arm,
-        "seed": run.seed,
-        "status": run.status.state.value,
-        "machine": environment.machine if environment is not None else None,
-        "versions": environment.versions if environment is not None else {},
-        "damaged": list(run.damaged),
-        "used": reason is None,
-        **({} if reason is None else {"reason": reason}),
-    }
-
-
-def _not_judged_json(one: NotJudged) -> dict[str, Any]:
-    if one.collected is not None:
-        return _run_json(one.collected, one.reason)
-    unknown: dict[str, Any] = {"status": "unknown", "machine": None, "versions": {}, "damaged": []}
-    return {"run": one.run, "arm": one.arm, "seed": one.seed, **unknown, "used": False, "reason": one.reason}
-
-
-def _left_out_words(not_judged: Sequence[NotJudged]) -> list[str]:
-    """Which runs are left out and why, those of one arm and reason together.
-
-    An attempt that another one replaced stands in the table of runs alone, unless it diverged.
-    """
-    seeds: dict[tuple[str, str], list[int]] = {}
-    for one in not_judged:
-        if one.reason.startswith(ANOTHER_ATTEMPT) and not (one.collected and one.collected.diverged):
-            continue
-        known = one.arm and one.seed is not None
-        own = seeds.setdefault((arm_label(one.arm) if known else one.run, one.reason), [])
-        own += [one.seed] if known and one.seed is not None else []
-    return [
-        ", ".join([name, *([f"seed{'s' if len(own) > 1 else ''} {', '.join(map(str, sorted(own)))}"] if own else [])])
-        + f": {reason}"
-        for (name, reason), own in seeds.items()
-    ]

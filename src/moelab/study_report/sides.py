@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, count
 from pathlib import Path
+from typing import Any
 
 from moelab.analysis import arm_label
 from moelab.analysis.compare_runs import differing_fields, differing_settings
@@ -52,6 +53,14 @@ class NotJudged:
     def study(self) -> str:
         """Folder of the study that it lies in."""
         return self.run.split("/")[0]
+
+    def to_json(self) -> dict[str, Any]:
+        """What :func:`run_json` says of a run that is judged."""
+        if self.collected is not None:
+            return run_json(self.collected, self.reason)
+        unknown: dict[str, Any] = {"status": "unknown", "machine": None, "versions": {}, "damaged": []}
+        which = {"run": self.run, "arm": self.arm, "seed": self.seed}
+        return {**which, **unknown, "used": False, "reason": self.reason}
 
 
 def sides_of(paths: Sequence[Path], *, reference: str) -> tuple[list[Side], list[NotJudged], list[str]]:
@@ -172,6 +181,41 @@ def end_of(run: Collected) -> str:
     reason = f": {run.status.reason}" if run.status.reason else ""
     damaged = f" ({'; '.join(run.damaged)})" if run.damaged else ""
     return f"{run.status.state}{reason}, {run.last_step}{planned} steps logged{damaged}"
+
+
+def run_json(run: Collected, reason: str | None = None) -> dict[str, Any]:
+    """A run for a program: which it is, how it ended, where it ran, and whether it is used or why not."""
+    environment = run.environment
+    return {
+        "run": run.run,
+        "arm": run.arm,
+        "seed": run.seed,
+        "status": run.status.state.value,
+        "machine": environment.machine if environment is not None else None,
+        "versions": environment.versions if environment is not None else {},
+        "damaged": list(run.damaged),
+        "used": reason is None,
+        **({} if reason is None else {"reason": reason}),
+    }
+
+
+def left_out_words(not_judged: Sequence[NotJudged]) -> list[str]:
+    """Which runs are left out and why, those of one arm and reason together.
+
+    An attempt that another one replaced stands in the table of runs alone, unless it diverged.
+    """
+    seeds: dict[tuple[str, str], list[int]] = {}
+    for one in not_judged:
+        if one.reason.startswith(ANOTHER_ATTEMPT) and not (one.collected and one.collected.diverged):
+            continue
+        known = one.arm and one.seed is not None
+        own = seeds.setdefault((arm_label(one.arm) if known else one.run, one.reason), [])
+        own += [one.seed] if known and one.seed is not None else []
+    return [
+        ", ".join([name, *([f"seed{'s' if len(own) > 1 else ''} {', '.join(map(str, sorted(own)))}"] if own else [])])
+        + f": {reason}"
+        for (name, reason), own in seeds.items()
+    ]
 
 
 def _without_loss(
