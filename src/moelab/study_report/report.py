@@ -155,10 +155,9 @@ class Report:
                 diverged[key] = f"the held-out loss is {loss}"
             else:
                 lost[key] = "no held-out loss was logged"
-        validated = {arm for arm, _ in losses}
-        failed = {arm for arm, _ in diverged} | {side.arm for side in self.others if side.diverged_seeds}
-        arms = [side for side in self.others if side.finished and side.arm in validated | failed]
-        if self.reference.arm not in validated or not arms:
+        told = {arm for arm, _ in {**losses, **diverged}} | {side.arm for side in self.sides if side.diverged_seeds}
+        arms = [side for side in self.others if side.finished and side.arm in told]
+        if not losses or self.reference.arm not in told or not arms:
             return []
         return judge_sides(losses, [self.reference, *arms], name=_arm, diverged=diverged, lost=lost, **self._margins)
 
@@ -548,7 +547,9 @@ def _of_study(
     (name,) = studies
     sides, not_judged = sides_of_study(found, name, reference=reference, planned=study)
     if not any(side.finished for side in sides):
-        lines = [f"{run.run}: {run.status.state}: {run.status.reason}" for side in sides for run in side.attempted]
+        runs = [run for side in sides for run in side.attempted]
+        ends = [run.status.reason or f"{run.last_step} of {run.steps_planned} steps logged" for run in runs]
+        lines = [f"{run.run}: {run.status.state}: {end}" for run, end in zip(runs, ends, strict=True)]
         lines += [f"{one.run}: left out: {one.reason}" for one in not_judged]
         raise NothingToJudge("\n  ".join([f"no run of {name} finished:", *lines]))
     if sides[0].arm != reference:
