@@ -17,7 +17,7 @@ import pytest
 from run_support import make_run
 from stand_in import step_line
 
-from moelab.analysis import Answer
+from moelab.analysis import Answer, arm_label
 from moelab.cli import main
 from moelab.data.example_logs import EXAMPLE_LOGS
 from moelab.errors import BadInput
@@ -226,6 +226,30 @@ def test_an_arm_that_diverged_differs_as_in_a_study(tmp_path: Path, loss: float)
     assert [row["answer"] for row in found.to_json()["differences"]] == ["equivalent", "different"]
     assert not any("its loss is not judged" in note for note in found.notes)
     assert math.isnan(found.sides[-1].final_nats(0.1))
+
+
+def test_a_chance_difference_among_many_sides_is_not_different(tmp_path: Path) -> None:
+    """Among five arms it is none, in a study and side by side; alone it would be."""
+    rng = np.random.default_rng(0)
+    ends = {seed: 5.0 + 0.02 * rng.normal() for seed in range(6)}
+    worse = [0.030, 0.036, 0.028, 0.034, 0.029, 0.037]
+    arms = [("bf16", "standard"), ("fp8", "standard"), ("bf16", "deepep"), ("mxfp8", "deepep"), ("mxfp8", "standard")]
+    for precision, backend in arms:
+        for seed, end in ends.items():
+            shift = (
+                worse[seed] if precision == "fp8" else 0.001 * rng.normal() if (precision, backend) != arms[0] else 0
+            )
+            experiment = Experiment(
+                name="s", steps=2, warmup_steps=1, precision=precision, ep_backend=backend, seed=seed
+            )
+            make_run(tmp_path, experiment, [end + shift] * 2)
+    study, options = tmp_path / "s", {"margin_nats": 0.0285}
+    alone = {one.arm: one.answer for one in judge_paths([study], **options).verdicts}
+    beside = {one.arm: one.answer for one in compared(study, EXAMPLE_LOGS[0], **options).verdicts}
+    pair = compared(study / "bf16_standard", study / "fp8_standard", **options).verdicts
+    assert [one.answer for one in pair] == [Answer.DIFFERENT]
+    assert beside == {arm_label(arm): answer for arm, answer in alone.items()}
+    assert alone["fp8_standard"] is Answer.INSUFFICIENT
 
 
 def test_a_log_that_diverged_says_so_and_is_drawn_up_to_there(tmp_path: Path) -> None:
