@@ -14,7 +14,7 @@ format, and with it the first two GEMMs' weight gradient is BF16: activations th
 cannot be scaled along the tokens, which is the axis of that product. MXFP8 asks for it by name (``wgrad=bf16``, as in
 the published 16B arm); FP8 has it by construction.
 
-DeepEP's limits are those of DeepEP 2.1.0; :mod:`moelab.deepep.elastic` refuses the same once more before its kernels
+DeepEP's limits are those of DeepEP 2.1.0; :mod:`moelab.deepep.buffer` refuses the same once more before its kernels
 run. Nothing here loads torch.
 """
 
