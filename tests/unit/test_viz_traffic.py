@@ -16,9 +16,9 @@ import plotly.graph_objects as go
 import pytest
 
 from moelab.analysis.two_by_two import ArmResult, arm_results, checkpointing_table, goal_lines, result_table
-from moelab.deepep.all_to_all import OPERATIONS as ALL_OPERATIONS
-from moelab.deepep.all_to_all import ROUTINGS, plan
-from moelab.deepep.all_to_all import SIZES as MEASURED_SIZES
+from moelab.deepep.benchmark_cases import OPERATIONS as ALL_OPERATIONS
+from moelab.deepep.benchmark_cases import ROUTINGS, plan
+from moelab.deepep.benchmark_cases import SIZES as MEASURED_SIZES
 from moelab.errors import BadInput
 from moelab.hardware import cluster_of
 from moelab.notebooks.all_to_all import ExperimentFailed, can_use_gpus, measure_all_to_all

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from moelab.deepep.all_to_all.world import World
+    from moelab.deepep.benchmark import World
 
 Step = Callable[[str], object]
 GIN_TYPES = {0: "none", 2: "proxy", 3: "GDAKI", 4: "GPI"}
@@ -45,31 +45,27 @@ def main() -> None:
         (folder / f"step{rank}").write_text(doing)
 
     step("loading torch")
-    from moelab.deepep.all_to_all.plan import SMALL, Arm
-    from moelab.deepep.all_to_all.round_trip import make_tokens, round_trip
-    from moelab.deepep.all_to_all.timing import TOLERANCE
-    from moelab.deepep.all_to_all.world import ArmFailed, Buffers, open_libraries, open_world
+    from moelab.deepep.benchmark import TOLERANCE, ArmFailed, Layer, installed, make_tokens, open_world, round_trip
+    from moelab.deepep.benchmark_cases import SMALL, Arm
 
     step("joining the process group")
     world = open_world(device, init_method=f"file://{folder}/store", rank=rank, ranks=ranks)
     step("importing DeepEP")
-    libraries = open_libraries(device)
-    if device == "cuda" and libraries.elastic is None:
-        raise ArmFailed(libraries.found["deepep"])
-    arm = Arm(backend="deepep", layout="expanded") if device == "cuda" else Arm(backend="standard")
+    backends, libraries = installed(device)
+    if device == "cuda" and "deepep" not in backends:
+        raise ArmFailed(libraries["deepep"])
     step("opening the buffer")
+    arm = Arm(backend="deepep" if device == "cuda" else "standard")
     tokens = make_tokens(SMALL, "round_robin", world)
-    buffers = Buffers(world, libraries)
-    mover = buffers.mover(arm, SMALL, tokens)
+    layer = Layer(arm, SMALL, tokens, world, kernels="native", compiled=False)
     step("dispatching and combining")
-    error = round_trip(mover, tokens, world, weighted=True)
+    error = round_trip(layer, SMALL, world)
     if not error < TOLERANCE["bf16"]:
         raise ArmFailed(f"tokens came back wrong: relative error {error:.3g}")
-    result = {"relative_error": error, "version": libraries.found["deepep"], "gin": _gin(world)}
+    result = {"relative_error": error, "version": libraries["deepep"], "gin": _gin(world)}
     (folder / f"result{rank}.json").write_text(json.dumps(result))
     step("closing the buffer")
-    buffers.close()
-    _leave(world)
+    world.leave()
 
 
 def _gin(world: World) -> str:
@@ -90,13 +86,6 @@ def _gin(world: World) -> str:
         return "not known: NCCL did not answer"
     between, rails = (GIN_TYPES.get(one, str(one)) for one in (properties.gin_type, properties.railed_gin_type))
     return f"{between} between all ranks, {rails} along rails"
-
-
-def _leave(world: World) -> None:
-    from torch import distributed as dist
-
-    dist.barrier(group=world.control)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
