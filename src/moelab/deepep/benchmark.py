@@ -174,7 +174,7 @@ def open_world(device: str, *, init_method: str | None = None, rank: int = -1, r
     )
     control = dist.new_group(backend="gloo", timeout=timedelta(seconds=CONTROL_TIMEOUT_S))
     assert dist.group.WORLD is not None
-    # TorchTitan's other backend sends by ``spmd_types`` where nothing is compiled, which needs the mesh of a whole model.
+    # What is not compiled sends by ``spmd_types`` in TorchTitan's other backend, which needs the mesh of a model.
     set_spmd_backend("partial_dtensor")
     return World(
         device=here, group=dist.group.WORLD, control=control, rank=dist.get_rank(), ranks=dist.get_world_size()
@@ -736,10 +736,8 @@ def _parser() -> argparse.ArgumentParser:
     names = [size.name for size in (*SIZES, SMALL, NODE_SIZE)]
     parser.add_argument("--sizes", nargs="*", choices=names, help="default: all on GPUs, small on a CPU")
     parser.add_argument("--routings", nargs="*", choices=ROUTINGS, default=list(ROUTINGS))
-    backends = ["standard", "deepep", "hybridep"]
-    parser.add_argument(
-        "--backends", nargs="*", choices=backends, help="default: what is installed; deepep on a CPU is a stand-in"
-    )
+    backends, said = ["standard", "deepep", "hybridep"], "default: what is installed; a CPU has a stand-in for deepep"
+    parser.add_argument("--backends", nargs="*", choices=backends, help=said)
     parser.add_argument("--sms", nargs="*", type=int, default=list(SM_COUNTS), help="SM counts that DeepEP is given")
     parser.add_argument("--eager", action="store_true", help="do not compile; a CPU never does")
     parser.add_argument("--repeats", type=int, default=10, help="turns of each arm that count")
