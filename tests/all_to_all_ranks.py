@@ -7,13 +7,12 @@ DeepEP is moelab's stand-in, and one that is broken.
 
 from __future__ import annotations
 
-import functools
 import json
 import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -40,13 +39,19 @@ class Broken(StandInBuffer):
 
 
 class Counted(StandInBuffer):
-    """The stand-in, and how often it was opened."""
+    """The stand-in, how often it was opened, and the SM count of each dispatch."""
 
     opened = 0
+    sms: ClassVar[list[int]] = []
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
         Counted.opened += 1
+
+    def dispatch(self, *args: Any, **options: Any) -> Any:
+        if options.get("handle") is None:
+            self.sms.append(options["num_sms"])
+        return super().dispatch(*args, **options)
 
 
 class Operators(TorchDispatchMode):
@@ -89,13 +94,23 @@ def main() -> None:
     before = Counted.opened
     run(groups, world, folder / "good.json", **settings, budget_s=600)  # nothing is missing
     seen["buffers_of_a_second_call"] = Counted.opened - before
+    Counted.sms.clear()
+    sweep = Group(size=SIZE, routing="skewed", arms=tuple(Arm(backend="deepep", sms=count) for count in (8, 24)))
+    run([sweep], world, folder / "sweep.json", **settings, budget_s=600)
+    seen["sms"] = Counted.sms
     run(groups, world, folder / "late.json", **settings, budget_s=0)
     use(Broken)
     arms = (Arm(backend="standard"), *(Arm(backend="deepep", sms=count) for count in (8, 16, 20, 24)))
     swept = Group(size=SIZE, routing="skewed", arms=arms)
     run([swept], world, folder / "broken.json", **settings, budget_s=600)
     use(StandInBuffer)
-    torch.compile = functools.partial(torch.compile, backend="aot_eager")  # inductor takes minutes on a CPU
+    compiler, seen["compiled"] = torch.compile, []
+
+    def compiled(function: Any, *, fullgraph: bool) -> Any:
+        seen["compiled"].append(function.__name__)
+        return compiler(function, fullgraph=fullgraph, backend="aot_eager")  # inductor takes minutes on a CPU
+
+    torch.compile = compiled
     run(groups[:1], world, folder / "compiled.json", **settings, compiled=True, budget_s=600)
     (folder / f"seen{rank}.json").write_text(json.dumps(seen))
     world.leave()

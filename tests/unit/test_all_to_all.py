@@ -207,6 +207,7 @@ def test_rows_of_the_file(two_ranks: Path) -> None:
 def test_parts_are_those_of_the_way_to_move_tokens(two_ranks: Path, name: str) -> None:
     report = read(two_ranks, name)
     assert report["compiled"] is (name == "compiled")
+    assert read(two_ranks, "seen0")["compiled"] == 4 * ["dispatch", "combine"]
     parts = {(row["arm"], row["operation"]): list(row["parts_us"]) for row in report["rows"] if not row["error"]}
     assert parts["standard bf16", "dispatch"] == ["permute", "counts", "wire"]
     assert {tuple(parts["standard bf16", operation]) for operation in OPERATIONS[1:]} == {("permute", "wire")}
@@ -220,6 +221,12 @@ def test_parts_are_those_of_the_way_to_move_tokens(two_ranks: Path, name: str) -
 def test_a_second_call_measures_only_what_is_missing(two_ranks: Path) -> None:
     assert read(two_ranks, "seen0")["buffers_of_a_second_call"] == 0
     assert not (two_ranks / "late.json").exists()  # the time was over before the first group
+
+
+def test_every_arm_has_its_own_multiprocessors_in_every_turn(two_ranks: Path) -> None:
+    seen = read(two_ranks, "seen1")["sms"]
+    assert seen == [8, 24] * (len(seen) // 2)
+    assert len(seen) > 2
 
 
 def test_an_arm_that_fails_becomes_a_row_and_the_others_are_timed(two_ranks: Path) -> None:

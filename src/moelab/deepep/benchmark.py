@@ -579,15 +579,14 @@ def time_group(
             turns = zip(*(parts for _, parts in by_rank), strict=True)
             slowest = [max(turn, key=lambda one: sum(one.values())) for turn in turns]
             names = dict.fromkeys(name for one in slowest for name in one)
-            there = operation in ("dispatch", "combine_backward")
             row = {
                 **columns,
                 "operation": operation,
                 **summarise(whole_us),
                 "parts_us": {name: summarise([one[name] for one in slowest])["us_median"] for name in names},
                 "repeats": repeats,
-                **traffic(
-                    sent_PP if there else [list(column) for column in zip(*sent_PP, strict=True)],
+                **traffic(  # of both directions the fuller one counts, so the way back is as long
+                    sent_PP,
                     logical_rows=size.tokens * size.top_k,
                     hidden=size.hidden,
                     precision=layer.arm.precision if operation == "dispatch" else "bf16",
