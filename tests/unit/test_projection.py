@@ -25,15 +25,11 @@ from moelab.layout import check
 from moelab.model import SHAPES, flops_per_token, gemms
 from moelab.plan import headroom_gib
 from moelab.projection.calibration import CALIBRATION, with_values
-from moelab.projection.cost import DEEPSEEK_TOKENS, cost
-from moelab.projection.gemm_rate import grouped_time_s, rates_of
-from moelab.projection.imbalance import expected_maximum
-from moelab.projection.moe_exchange import exchange_time_s
-from moelab.projection.product_time import weights_by_module
-from moelab.projection.project import Projection, project
-from moelab.projection.what_if import on_nodes, with_network
-from moelab.recommend import CONSIDERED, recommend, recommendation_text
-from moelab.search import search
+from moelab.projection.exchange import exchange_time_s
+from moelab.projection.gemm import grouped_time_s, rates_of, weights_by_module
+from moelab.projection.project import DEEPSEEK_TOKENS, Projection, cost, project, with_network
+from moelab.projection.step import expected_maximum
+from moelab.search import CONSIDERED, recommend, recommendation_text, search
 from moelab.titan.arms import named_arms
 
 ARMS = ("bf16_standard", "bf16_deepep", "mxfp8_standard", "mxfp8_deepep")
@@ -182,10 +178,8 @@ def test_what_was_never_seen_is_said_in_the_number() -> None:
     inside = project(PUBLISHED)
     spread = [one.interval[1] / one.tps - 1 for one in (inside, wider)]
     assert spread[1] > 1.5 * spread[0]
-    many = on_nodes(PUBLISHED, 64)
-    assert (many.local_batch, project(many).outside) == (32, ("512 GPUs: TorchTitan was seen on up to 256",))
-    with pytest.raises(BadInput, match="do not divide"):
-        on_nodes(PUBLISHED, 48)
+    many = PUBLISHED.model_copy(update={"nodes": 64, "local_batch": 32})
+    assert project(many).outside == ("512 GPUs: TorchTitan was seen on up to 256",)
 
 
 def test_other_clusters_follow_from_their_figures() -> None:
@@ -296,7 +290,7 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 def test_a_projection_loads_neither_torch_nor_plotly() -> None:
     code = (
-        "import sys; import moelab.projection.project, moelab.recommend, moelab.project_text\n"
+        "import sys; import moelab.projection.project, moelab.search, moelab.project_text\n"
         "heavy = [name for name in ('torch', 'plotly', 'torchtitan') if name in sys.modules]\n"
         "assert not heavy, heavy"
     )

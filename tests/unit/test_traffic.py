@@ -467,7 +467,7 @@ def test_unknown_methods_and_ids_of_another_group_are_refused() -> None:
         count_rows(np.zeros((2, 4, 8), dtype=np.int64), PUBLISHED, "standard")
 
 
-@pytest.mark.parametrize("name", ["placement", "routing_model", "destinations", "exchange", "traffic", "wires"])
+@pytest.mark.parametrize("name", ["routing", "traffic"])
 def test_examples_in_the_documentation(name: str) -> None:
     assert doctest.testmod(importlib.import_module(f"moelab.projection.{name}")).failed == 0
 

@@ -22,6 +22,7 @@ def stage_data(experiment: Experiment, *, dataset: Path | None = None, tokenizer
         Refused: if C4, or the tokenizer that it needs, cannot be had.
         CorpusError: if the default corpus cannot be made.
     """
+    from moelab.model import TOKENIZERS
     from moelab.titan import corpus
 
     if experiment.dataset == "c4":
@@ -29,7 +30,7 @@ def stage_data(experiment: Experiment, *, dataset: Path | None = None, tokenizer
             _require_c4()
         elif not dataset.is_dir():
             raise Refused(f"dataset c4 is said to be in {dataset}, which is no folder on this machine")
-        folder = str(tokenizer) if tokenizer else corpus.TOKENIZERS.get(experiment.model)
+        folder = str(tokenizer) if tokenizer else TOKENIZERS.get(experiment.model)
         if folder and not Path(folder, "tokenizer.json").exists():
             raise Refused(
                 f"dataset c4 with model {experiment.model} needs its tokenizer in {folder}; fetch it with TorchTitan's "

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from moelab.deepep.findings import Finding
 from moelab.errors import BadInput, Refused
 from moelab.experiment import Experiment
 from moelab.experiment_file import Study
+from moelab.finding import Finding
 from moelab.launch.cluster import ClusterProfile
 from moelab.memory.activations import FP32
 from moelab.model import count_parameters, shape_for
@@ -135,7 +135,7 @@ def _memory(planned: Plan) -> Finding:
 
 
 def _tokenizers(wanted: Sequence[Experiment], cluster: ClusterProfile) -> Iterator[Finding]:
-    from moelab.titan.corpus import TOKENIZERS
+    from moelab.model import TOKENIZERS
 
     for model in sorted({one.model for one in wanted} & TOKENIZERS.keys()):
         folder = Path(cluster.tokenizers.get(model, TOKENIZERS[model]))

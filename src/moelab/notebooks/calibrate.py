@@ -16,10 +16,9 @@ from moelab.experiment import EPBackend
 from moelab.hardware import GPUS, MODELS, known_gpu
 from moelab.model import BYTES_PER_ELEMENT, shape_of
 from moelab.projection.calibration import CALIBRATION, Calibration, with_values
-from moelab.projection.gemm_rate import is_blackwell
+from moelab.projection.exchange import exchange_time_s
+from moelab.projection.gemm import grouped_job, is_blackwell, product_parts_s
 from moelab.projection.measured import Measurement
-from moelab.projection.moe_exchange import exchange_time_s
-from moelab.projection.parts import grouped_job, product_parts_s
 
 Row = Mapping[str, Any]
 NO_LIMIT = 1e9

@@ -32,7 +32,7 @@ from moelab.analysis.comparable import (
 )
 from moelab.analysis.throughput import why_no_gain
 from moelab.experiment import Experiment
-from moelab.model import shape_for
+from moelab.model import shape_for, tokenizer_size
 from moelab.runs.collect import WARMUP_STEPS, Collected, joined_rows
 from moelab.runs.files import finite_or_none
 from moelab.runs.settings import spread
@@ -159,9 +159,9 @@ class StudyJudgement:
                 diverged[key] = f"the held-out loss is {loss}"
             else:
                 lost[key] = "no held-out loss was logged"
-        validated = {arm for arm, _ in losses}
-        arms = [arm for arm in self.others if any(arm == name for name, _ in {**losses, **diverged})]
-        if self.reference not in validated or not arms:
+        validated = {arm for arm, _ in {**losses, **diverged}}
+        arms = [arm for arm in self.others if arm in validated]
+        if not losses or self.reference not in validated or not arms:
             return []
         verdicts = compare_held_out(
             losses,
@@ -256,7 +256,13 @@ class StudyJudgement:
     @property
     def loss_note(self) -> str:
         """What must be said in the title of a figure of the loss."""
-        return "; ".join([*([self.emulation_note] if self.emulation_note else []), *first_of(self.grad_norm_notes)])
+        seeds: dict[str, list[int]] = {}
+        for arm, seed in self.unfinished[0]:
+            seeds.setdefault(arm, []).append(seed)
+        diverged = [
+            f"{arm_label(arm)}: {len(own)} diverged seed{'s' * (len(own) > 1)} not drawn" for arm, own in seeds.items()
+        ]
+        return "; ".join(filter(None, [self.emulation_note, *diverged, *first_of(self.grad_norm_notes)]))
 
     @property
     def notes(self) -> list[str]:
@@ -344,7 +350,7 @@ class StudyJudgement:
         """What says whether an arm has learnt at all, and whether it ended inside its warm-up."""
         experiment = self.settings[self.reference]
         return {
-            "untrained_nats": math.log(shape_for(experiment).vocab_size),
+            "untrained_nats": math.log(min(shape_for(experiment).vocab_size, tokenizer_size(experiment))),
             "lr_warmup_steps": experiment.warmup_steps,
         }
 

@@ -1,0 +1,56 @@
+"""One thing that was looked at: what it is, why it is so, what follows and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+Severity = Literal["ok", "note", "warning", "error"]
+"""``note``: as it is here, nothing to do. ``warning``: slower or fragile. ``error``: it does not work."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """A finding; one that is a warning or an error has a cause, a consequence and a remedy.
+
+    Attributes:
+        name: what was looked at.
+        severity: see :data:`Severity`.
+        found: what was seen.
+        cause: why it is so.
+        consequence: what happens if nothing is done.
+        remedy: what to do.
+    """
+
+    name: str
+    severity: Severity
+    found: str
+    cause: str = ""
+    consequence: str = ""
+    remedy: str = ""
+
+    def __post_init__(self) -> None:
+        explained = bool(self.cause and self.consequence and self.remedy)
+        if self.severity in ("warning", "error") and not explained:
+            raise ValueError(f"finding {self.name!r} is a {self.severity} without cause, consequence and remedy")
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing needs to be done."""
+        return self.severity in ("ok", "note")
+
+    def to_json(self) -> dict[str, Any]:
+        """For a program."""
+        return asdict(self)
+
+    def as_lines(self) -> list[str]:
+        """For a person."""
+        lines = [f"  {'ok ' if self.ok else '-- '} {self.name}: {self.found}"]
+        parts = (("because", self.cause), ("so", self.consequence), ("do", self.remedy))
+        return lines + [f"       {word}: {text}" for word, text in parts if text]
+
+
+def any_error(findings: Iterable[Finding]) -> bool:
+    """Whether something that was looked at does not work."""
+    return any(one.severity == "error" for one in findings)

@@ -1,0 +1,308 @@
+"""Two ranks send tokens to experts and back, in processes of their own: a crash there becomes a sentence here.
+
+With GPUs and DeepEP V2 the ranks use DeepEP. Elsewhere the same processes run over gloo on the CPU, and the finding
+says that DeepEP was not run. Each rank is this module again, started as ``python -m moelab.health.smoke``; it leaves
+what it is doing in ``step<rank>``, and what came of it in ``result<rank>.json``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from moelab.finding import Finding
+from moelab.health.deepep import find_build
+from moelab.machine import GpusUnknown, Machine, gpus, this_machine
+
+if TYPE_CHECKING:
+    from moelab.deepep.benchmark import World
+
+NAME = "smoke test"
+RANKS = 2
+TIMEOUT_S = 240.0
+"""DeepEP compiles some six kernels on the way, each for seconds."""
+RANK_PROGRAM = (sys.executable, "-X", "faulthandler", "-m", "moelab.health.smoke")
+GRACE_S = 5.0
+"""What the other ranks get to end by themselves after one has failed."""
+POLL_S, STDERR_BYTES = 0.05, 20_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Known:
+    """A failure that has been seen: where it says so, why, and what helps."""
+
+    sign: str
+    cause: str
+    remedy: str
+
+
+KNOWN = (
+    Known(
+        sign=r"NCCL GIN is unavailable",
+        cause="DeepEP asked NCCL for GPU-initiated networking, and there is none",
+        remedy="export EP_DISABLE_GIN=1 where all ranks share a node; between nodes bring an RDMA port up",
+    ),
+    Known(
+        sign=r"Duplicate NCCL runtime|Invalid NCCL versions|compile-time and runtime versions must be the same",
+        cause="DeepEP was built against another NCCL than PyTorch loads",
+        remedy="rebuild DeepEP against that NCCL (EP_NCCL_ROOT_DIR)",
+    ),
+    Known(
+        sign=r"NVCC compilation failed|nvcc.*(not found|No such file)|cuda_home is not None|exists\(nvcc_path\)",
+        cause="DeepEP V2 compiles its kernels when it runs, and that failed",
+        remedy="install the CUDA toolkit of PyTorch's CUDA version and set CUDA_HOME",
+    ),
+    Known(
+        sign=r"out of memory",
+        cause="another process holds the GPU's memory",
+        remedy="nvidia-smi shows which; end it, or choose other GPUs with CUDA_VISIBLE_DEVICES",
+    ),
+    Known(
+        sign=r"no kernel image is available|invalid device function",
+        cause="DeepEP was built for another GPU architecture",
+        remedy="rebuild it with TORCH_CUDA_ARCH_LIST of this GPU",
+    ),
+    Known(
+        sign=r"undefined symbol|cannot open shared object file",
+        cause="DeepEP was built against another PyTorch, CUDA or NVSHMEM than is installed",
+        remedy="rebuild DeepEP in this environment",
+    ),
+)
+CRASH_CAUSE = {
+    "opening the buffer": "DeepEP used a communicator that is not there, or an NCCL that is laid out differently",
+    "importing DeepEP": "its extension module was built against another PyTorch, CUDA or NCCL",
+}
+SIGNALS = {"SIGSEGV": "segmentation fault", "SIGABRT": "abort", "SIGKILL": "often out of memory"}
+
+
+def smoke_test(
+    *,
+    machine: Machine | None = None,
+    gpu_count: int | None = None,
+    program: Sequence[str] = RANK_PROGRAM,
+    timeout_s: float = TIMEOUT_S,
+) -> Finding:
+    """Run two ranks and say what happened to them.
+
+    Args:
+        machine: where DeepEP is looked for; this one by default.
+        gpu_count: GPUs to reckon with; asked of nvidia-smi by default.
+        program: of one rank; it is given the rank, the number of ranks, a folder and ``cuda`` or ``cpu``.
+        timeout_s: after which the ranks are ended.
+
+    Returns:
+        One finding: ``ok`` where DeepEP moved tokens right, ``note`` where only gloo did, else an ``error``.
+    """
+    build = find_build(machine or this_machine())
+    try:
+        count = len(gpus()) if gpu_count is None else gpu_count
+    except GpusUnknown as error:
+        return Finding(
+            name=NAME,
+            severity="error",
+            found=str(error).partition(". ")[0],
+            cause="the driver does not work, so whether there are two GPUs is not known",
+            consequence="nothing was sent; on the processor it would say nothing about them",
+            remedy="mend the driver, or hide the GPUs with CUDA_VISIBLE_DEVICES=",
+        )
+    missing = [f"{count} GPU{'s' if count != 1 else ''}, {RANKS} are needed"] if count < RANKS else []
+    missing += [] if build.kind == "V2" and build.compiled else ["DeepEP V2 is not installed"]
+    device: Literal["cuda", "cpu"] = "cpu" if missing else "cuda"
+    with tempfile.TemporaryDirectory(prefix="moelab-smoke-") as folder:
+        ranks = [_Rank(rank, device, Path(folder), program) for rank in range(RANKS)]
+        failed = _wait(ranks, timeout_s)
+        if failed:
+            return _failure(failed[0], device, timeout_s)
+        results = [json.loads((Path(folder) / f"result{rank}.json").read_text()) for rank in range(RANKS)]
+    worst = max(float(result["relative_error"]) for result in results)
+    moved = f"{RANKS} ranks sent tokens to their experts and back, forward and backward; relative error {worst:.1e}"
+    if missing:
+        found = f"DeepEP was not run: {'; '.join(missing)}. Over gloo on the CPU {moved}"
+        return Finding(name=NAME, severity="note", found=found)
+    return Finding(name=NAME, severity="ok", found=f"DeepEP {results[0]['version']}: {moved}; GIN {results[0]['gin']}")
+
+
+class _Rank:
+    """A process, where it is, and what it left."""
+
+    def __init__(self, rank: int, device: str, folder: Path, program: Sequence[str]) -> None:
+        self.rank, self.folder = rank, folder
+        self.stderr = folder / f"stderr{rank}"
+        local = {"WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS), "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
+        with self.stderr.open("wb") as stderr:
+            self.process = subprocess.Popen(
+                [*program, str(rank), str(RANKS), str(folder), device],
+                env={**os.environ, **local, **hidden, "OMP_NUM_THREADS": "1"},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=stderr,
+                start_new_session=True,
+            )
+        self.ended_by_us = False
+
+    @property
+    def code(self) -> int | None:
+        """Exit code, negative for a signal; None while it runs."""
+        return self.process.poll()
+
+    @property
+    def step(self) -> str:
+        """What the rank was doing, in its own words."""
+        file = self.folder / f"step{self.rank}"
+        return file.read_text() if file.exists() else "starting"
+
+    def end(self) -> None:
+        """Kill it and what it started, such as a compiler."""
+        if self.code is None:
+            self.ended_by_us = True
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+    def last_words(self) -> str:
+        """End of its standard error."""
+        with self.stderr.open("rb") as file:
+            file.seek(max(0, self.stderr.stat().st_size - STDERR_BYTES))
+            return file.read().decode(errors="replace")
+
+
+def _wait(ranks: Sequence[_Rank], timeout_s: float) -> list[_Rank]:
+    """Wait for all ranks, but only a little after one has failed; those that failed, the first to do so first."""
+    deadline, failed = time.monotonic() + timeout_s, list[_Rank]()
+    try:
+        while any(rank.code is None for rank in ranks) and time.monotonic() < deadline:
+            new = [rank for rank in ranks if rank.code and rank not in failed]
+            if new and not failed:
+                deadline = min(deadline, time.monotonic() + GRACE_S)
+            failed += sorted(new, key=lambda rank: rank.code or 0)  # of two at once, the one that crashed
+            time.sleep(POLL_S)
+    finally:
+        for rank in ranks:
+            rank.end()
+    late = [rank for rank in ranks if rank.code and rank not in failed]
+    return failed + sorted(late, key=lambda rank: (rank.ended_by_us, rank.code or 0))
+
+
+def _failure(rank: _Rank, device: str, timeout_s: float) -> Finding:
+    """What the first rank that failed says, by the way in which it ended; the others only lost their peer."""
+    name, code, words = f"rank {rank.rank}", rank.code or 0, rank.last_words()
+    library = "DeepEP" if device == "cuda" else "gloo"
+    if rank.ended_by_us:
+        found = f"{name} was still {rank.step} after {timeout_s:g} s"
+        cause = "the ranks wait for each other: one lost its way, a link is down, or a compiler is slow"
+        remedy = "run it with NCCL_DEBUG=INFO and EP_BUFFER_DEBUG=1, and look at the NVLink findings"
+    elif code < 0:
+        ended_by = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+        ended_by += f" ({SIGNALS[ended_by]})" if ended_by in SIGNALS else ""
+        found = f"{name} was ended by {ended_by} while {rank.step}"
+        cause = CRASH_CAUSE.get(rank.step, f"compiled code of {library} or torch crashed, which Python cannot catch")
+        remedy = "reinstall torch (pip install --force-reinstall --no-deps torch) and run this again"
+        if device == "cuda":
+            remedy = "rebuild DeepEP in this environment, against the NCCL that PyTorch loads, and run this again"
+    else:
+        lines = words.strip().splitlines() or ["no message"]
+        raised = [line for line in lines if re.match(r"[\w.]+(Error|Exception|Failed|Refused)\b", line)]
+        found = f"{name} failed while {rank.step}: {' '.join((raised or lines)[-1].split())[:300]}"
+        cause = f"{library} raised this"
+        remedy = "see the other findings, then look the message up in DeepEP's issues"
+    known = next((one for one in KNOWN if re.search(one.sign, words, re.I)), None)
+    return Finding(
+        name=NAME,
+        severity="error",
+        found=found,
+        cause=known.cause if known else cause,
+        consequence="a training run with ep_backend=deepep would end the same way"
+        if device == "cuda"
+        else "processes cannot talk to each other on this machine: no run of several ranks works",
+        remedy=known.remedy if known else remedy,
+    )
+
+
+def run_rank() -> None:
+    """One rank: send a few tokens round and write what came of it."""
+    rank, ranks, folder, device = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
+
+    def step(doing: str) -> None:
+        (folder / f"step{rank}").write_text(doing)
+
+    step("loading torch")
+    from moelab.deepep.benchmark import TOLERANCE, ArmFailed, Layer, installed, make_tokens, open_world, round_trip
+    from moelab.deepep.benchmark_cases import SMALL, Arm
+
+    step("joining the process group")
+    world = open_world(device, init_method=f"file://{folder}/store", rank=rank, ranks=ranks)
+    step("importing DeepEP")
+    backends, libraries = installed(device)
+    if device == "cuda" and "deepep" not in backends:
+        raise ArmFailed(libraries["deepep"])
+    step("opening the buffer")
+    arm = Arm(backend="deepep" if device == "cuda" else "standard")
+    tokens = make_tokens(SMALL, "round_robin", world)
+    layer = Layer(arm, SMALL, tokens, world, kernels="native", compiled=False)
+    step("dispatching and combining")
+    error = round_trip(layer, SMALL, world)
+    if not error < TOLERANCE["bf16"]:  # NaN is wrong, too
+        raise ArmFailed(f"tokens came back wrong: relative error {error:.3g}")
+    result = {"relative_error": error, "version": libraries["deepep"], "gin": _gin(world)}
+    (folder / f"result{rank}.json").write_text(json.dumps(result))
+    step("closing the buffer")
+    world.leave()
+
+
+class _Properties(ctypes.Structure):
+    """``ncclCommProperties`` of ``nccl_device/core.h`` in NCCL 2.30."""
+
+    _fields_ = (
+        ("size", ctypes.c_size_t),
+        ("magic", ctypes.c_uint),
+        ("version", ctypes.c_uint),
+        ("rank", ctypes.c_int),
+        ("ranks", ctypes.c_int),
+        ("cuda_device", ctypes.c_int),
+        ("nvml_device", ctypes.c_int),
+        ("device_api", ctypes.c_bool),
+        ("multimem", ctypes.c_bool),
+        ("gin_type", ctypes.c_int),
+        ("nvlink_teams", ctypes.c_int),
+        ("host_rma", ctypes.c_bool),
+        ("railed_gin_type", ctypes.c_int),
+    )
+
+
+GIN_TYPES = {0: "none", 2: "proxy", 3: "GDAKI", 4: "GPI"}
+NCCL_MAGIC = 0xCAFEBEEF
+
+
+def _gin(world: World) -> str:
+    """The type of GPU-initiated networking that NCCL found between these ranks; words where it cannot be asked."""
+    import torch
+
+    if world.device.type != "cuda":
+        return "not asked: there is no NCCL"
+    version = torch.cuda.nccl.version()
+    if version[:2] != (2, 30):
+        return f"not asked: this knows NCCL 2.30, and {version} is loaded"
+    backend = world.group._get_backend(world.device)
+    properties = _Properties(
+        size=ctypes.sizeof(_Properties), magic=NCCL_MAGIC, version=version[0] * 10000 + version[1] * 100 + version[2]
+    )
+    query = ctypes.CDLL("libnccl.so.2").ncclCommQueryProperties  # loaded already, by torch
+    if query(ctypes.c_void_p(backend._comm_ptr()), ctypes.byref(properties)) != 0:
+        return "not known: NCCL did not answer"
+    between, rails = (GIN_TYPES.get(one, str(one)) for one in (properties.gin_type, properties.railed_gin_type))
+    return f"{between} between all ranks, {rails} along rails"
+
+
+if __name__ == "__main__":
+    run_rank()

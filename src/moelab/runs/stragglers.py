@@ -1,0 +1,153 @@
+"""Which rank or node is slower than the rest, and what can be concluded from which times.
+
+Training is synchronous: a step ends for every rank when the slowest one has come to its last collective, so **step
+times and tps are the same on all ranks** and cannot name the slow one. TorchTitan 0.3.0 prints nothing else that is a
+rank's own but its memory. What does differ by rank:
+
+- **Data loading.** A batch is fetched before the first collective of a step. With ``time_ranks: true`` in the cluster's
+  profile TorchTitan writes each rank's ``fetching_batch`` to ``structured_logs/``, and ``python -m
+  moelab.runs.stragglers RUN`` names the slow ones. Its ``fwd_bwd`` and ``optim`` contain collectives (on a GPU they
+  are also only the time to queue the work) and are no use for this.
+- **Computation.** :mod:`moelab.health.measure` times the same GEMMs on every GPU, without any collective.
+- **Communication.** The same program measures the all-reduce of every node and of every pair of nodes.
+
+So a slow *job* is seen in its steps, and a slow *rank* in one of these three. A slow step that comes and goes, such as
+one with a checkpoint, is slow for all ranks: :func:`slow_steps`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final, TypeAlias, TypeVar
+
+import numpy as np
+import pandas as pd
+
+from moelab.errors import BadInput
+
+Times: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
+DEVIATIONS: Final = 5.0
+"""Robust standard deviations above the median from which on a value is an outlier. A choice."""
+LEAST_EXCESS: Final = 0.05
+"""Share above the median that an outlier has at least, however alike the others are. A choice."""
+MAD_TO_DEVIATION: Final = 1.4826  # of a normal distribution: 1 / Phi^-1(3/4)
+LEAST_RANKS: Final = 3  # of two, nobody can say which is the odd one
+FETCHING: Final = "fetching_batch"
+Name = TypeVar("Name")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnTimes:
+    """What each rank needed by itself.
+
+    Attributes:
+        time_s: seconds, with a row for each step and a column for each rank; NaN where a rank said nothing.
+        hosts: name of each rank's host.
+    """
+
+    time_s: pd.DataFrame
+    hosts: pd.Series[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stragglers:
+    """Who is slow.
+
+    Attributes:
+        ranks: slower than the rest, with the median share by which they are.
+        nodes: of which every rank is among them.
+    """
+
+    ranks: dict[int, float]
+    nodes: tuple[str, ...]
+
+
+def outliers(values: Mapping[Name, float]) -> dict[Name, float]:
+    """Names whose value is far above the median, by the median absolute deviation; with the share above it.
+
+    Args:
+        values: a positive number for each name; of fewer than three none is an outlier.
+
+    Example:
+        >>> outliers({"a": 1.0, "b": 1.01, "c": 0.99, "d": 1.5})
+        {'d': 0.49}
+    """
+    numbers = np.array([value for value in values.values() if np.isfinite(value)])
+    if len(numbers) < LEAST_RANKS:
+        return {}
+    middle = float(np.median(numbers))
+    spread = MAD_TO_DEVIATION * float(np.median(np.abs(numbers - middle)))
+    limit = middle + max(DEVIATIONS * spread, LEAST_EXCESS * middle)
+    return {name: round(value / middle - 1, 2) for name, value in values.items() if value > limit}
+
+
+def find_stragglers(own: OwnTimes) -> Stragglers:
+    """Ranks whose own time is above the others' in the median step, which single slow steps do not move.
+
+    Args:
+        own: times that hold no waiting for other ranks. Step times are not such: see the module's text.
+    """
+    relative = own.time_s.div(own.time_s.median(axis=1), axis=0)
+    ranks = outliers(dict(zip(relative.columns.astype(int).tolist(), relative.median().tolist(), strict=True)))
+    nodes = [str(host) for host, held in own.hosts.groupby(own.hosts, sort=False) if ranks.keys() >= {*held.index}]
+    return Stragglers(ranks=ranks, nodes=tuple(nodes))
+
+
+def slow_steps(steps: np.ndarray[Any, np.dtype[np.int64]], step_time_s: Times) -> dict[int, float]:
+    """Steps that took all ranks longer than the others, with the share by which they did.
+
+    Args:
+        steps: int64 of shape (S,).
+        step_time_s: float64 of shape (S, R), as :class:`moelab.runs.rank_steps.RankTable` has them.
+    """
+    known = np.isfinite(step_time_s).any(axis=1)
+    whole = np.nanmedian(step_time_s[known], axis=1)
+    return outliers(dict(zip(steps[known].tolist(), whole.tolist(), strict=True)))
+
+
+def read_own_times(folder: Path, span: str = FETCHING) -> OwnTimes:
+    """Read a span of TorchTitan's structured logs.
+
+    Args:
+        folder: ``structured_logs`` of a run; a rank that was restarted has several files.
+        span: one without a collective in it. Of one that repeats within a step the sum is taken.
+
+    Raises:
+        BadInput: if no rank logged it.
+    """
+    rows = []
+    for file in sorted(folder.glob("*.jsonl")):
+        with file.open(encoding="utf-8") as lines:
+            for line in lines:
+                if f"{span}_end" in line and line.endswith("}\n"):  # the last line may be cut
+                    entry = json.loads(line)
+                    if entry.get("log_type_name") == f"{span}_end" and "step" in entry:
+                        rows.append((entry["step"], entry["rank"], entry["host_name"], entry["value"]))
+    if not rows:
+        raise BadInput(f"{folder} has no {span}; train with time_ranks: true in the cluster's profile")
+    spans = pd.DataFrame(rows, columns=["step", "rank", "host", "milliseconds"])
+    time_ms = spans.pivot_table(index="step", columns="rank", values="milliseconds", aggfunc="sum")
+    return OwnTimes(time_s=time_ms / 1e3, hosts=spans.groupby("rank")["host"].last())
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the stragglers of a run directory as JSON."""
+    parser = argparse.ArgumentParser(
+        description="Name the ranks and nodes of a run whose own time is above the others'."
+    )
+    parser.add_argument("run", type=Path, help="run directory of a job whose profile has time_ranks: true")
+    try:
+        found = find_stragglers(read_own_times(parser.parse_args(arguments).run / "structured_logs"))
+    except BadInput as error:
+        parser.error(str(error))
+    print(json.dumps(asdict(found)))  # noqa: T201
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
