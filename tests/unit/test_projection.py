@@ -28,7 +28,7 @@ from moelab.projection.calibration import CALIBRATION, with_values
 from moelab.projection.exchange import exchange_time_s
 from moelab.projection.gemm import grouped_time_s, rates_of, weights_by_module
 from moelab.projection.project import DEEPSEEK_TOKENS, Projection, cost, project, with_network
-from moelab.projection.step import expected_maximum
+from moelab.projection.step import expected_maximum, step_time
 from moelab.search import CONSIDERED, recommend, recommendation_text, search
 from moelab.titan.arms import named_arms
 
@@ -331,3 +331,13 @@ def test_a_grouped_product_of_few_rows_reads_its_weights() -> None:
     floor_s = 2 * 8 * 2048 * 7168 / (float(gpu.hbm_tb_s or 0) * 1e12)
     rates = rates_of(gpu, CALIBRATION)
     assert grouped_time_s(32, 2048, 7168, 8, rates, low=False, wgrad=False) > floor_s
+
+
+def test_what_arrives_quantised_has_its_weight_gradients_in_bf16() -> None:
+    """Two of an expert's three products, all of one size, multiply what arrived in FP8."""
+    fields = NODE.model_dump(exclude={"precision", "ep_backend", "dispatch_precision"})
+    arrived = project(Experiment(**fields, precision="fp8", ep_backend="deepep", dispatch_precision="fp8")).job
+    none = replace(arrived, work=replace(arrived.work, row_bytes=2.0))
+    every = replace(arrived, bf16_wgrad=True)
+    low, two, three = (step_time(job, CALIBRATION).parts_s["expert GEMMs"] for job in (none, arrived, every))
+    assert two - low == pytest.approx((three - low) * 2 / 3, rel=0.2)
