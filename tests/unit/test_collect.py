@@ -149,6 +149,34 @@ def test_of_several_attempts_the_finished_one_counts_else_the_latest(tmp_path: P
     attempt("20260104T000000Z-aaaaaa", [], State.CANCELLED)
     (one,) = newest(collect(tmp_path))
     assert one.status.state is State.CANCELLED
+    diverged = attempt("20260101T000000Z-aaaaaa", [*LOSSES[:2], math.nan], State.FAILED)
+    (one,) = newest(collect(tmp_path))
+    assert one.run.endswith(diverged)  # what was cancelled later does not undo it
+
+
+@pytest.mark.parametrize("state", [State.FAILED, State.CANCELLED])
+@pytest.mark.parametrize(
+    ("reason", "stopped_for_its_loss"),
+    [
+        ("Loss is not finite (global_avg_loss=nan) at step 21.", True),
+        ("RuntimeError: loss is NaN", True),
+        ("loss became NaN at step 21", True),
+        ("ValueError: loss=-inf", True),
+        ("NaN loss at step 21", True),
+        ("FloatingPointError: non-finite training loss", True),
+        ("stopped: the loss was not finite", True),
+        ("training has diverged", True),
+        ("node gpu-12 failed", False),
+        ("loss of the InfiniBand link of rank 3", False),
+        ("the loss parallel group is not initialised", False),
+        ("no space left on device", False),
+    ],
+)
+def test_a_run_that_was_stopped_for_its_loss_diverged(
+    tmp_path: Path, reason: str, stopped_for_its_loss: bool, state: State
+) -> None:
+    run = make_run(tmp_path, EXPERIMENT, LOSSES[:2], state=state, reason=reason)
+    assert (collect_run(run).diverged is not None) is stopped_for_its_loss
 
 
 # From elsewhere

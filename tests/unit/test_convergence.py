@@ -380,9 +380,14 @@ def test_arms_that_have_not_learnt_are_not_judged(end):
 def test_a_run_that_ends_inside_its_warm_up_is_judged_and_says_so():
     verdict = judge(nearly(EIGHT), EIGHT, steps=(1351, 1500), lr_warmup_steps=2000, untrained_nats=11.5, **NAMES)
     assert verdict.answer is Answer.EQUIVALENT
-    assert "ended inside its warm-up (step 1,500 of 2,000)" in verdict.sentence()
+    assert "ended inside its warm-up (step 1,500 of 2,000): the learning rate was still rising." in verdict.sentence()
     beyond = judge(nearly(EIGHT), EIGHT, steps=(1351, 1500), lr_warmup_steps=200, **NAMES)
     assert "warm-up" not in beyond.sentence()
+
+
+def test_a_given_margin_that_is_wider_than_the_usual_cap_says_so():
+    sentence = judge(shifted(0.1, 0.1, 0.101, 0.1), REFERENCE, margin_nats=0.5, **NAMES).sentence()
+    assert "margin ±0.5000 (as given, wider than the usual cap 0.0360)" in sentence
 
 
 @pytest.mark.parametrize(
@@ -391,6 +396,7 @@ def test_a_run_that_ends_inside_its_warm_up_is_judged_and_says_so():
         {"margin_nats": 0.0},
         {"margin_nats": math.nan},
         {"margin_cap_nats": 0.0},
+        {"margin_nats": 0.5, "margin_cap_nats": 0.02},
         {"margin_factor": -1.0},
         {"alpha": 0.5},
         {"alpha": 5.0},
@@ -468,8 +474,11 @@ def test_runs_without_a_final_loss_are_left_out_and_named():
     (verdict,) = compare_convergence(table.reset_index(), reference="bf16_standard")
     assert verdict.seeds == (0, 3)
     assert verdict.excluded == (
-        "bf16_standard, seed 1 (20261101-bf16_standard-1): 1 of 8 final steps are not in the log",
-        "bf16_standard, seed 2 (20261101-bf16_standard-2): ended at step 40 of 80",
+        "bf16_standard, seed 1: 1 of 8 final steps are not in the log",
+        "bf16_standard, seed 2: ended at step 40 of 80",
+    )
+    assert (
+        "Left out: seed 1: 1 of 8 final steps are not in the log; seed 2: ended at step 40 of 80;" in verdict.sentence()
     )
 
 
@@ -501,7 +510,10 @@ def test_the_newest_finished_run_of_a_seed_counts():
 def test_planned_steps_show_that_every_run_stopped_early():
     (verdict,) = compare_convergence(study(), reference="bf16_standard", steps=100)
     assert verdict.answer is Answer.INSUFFICIENT
-    assert len(verdict.excluded) == 8
+    assert verdict.excluded == (
+        "mxfp8_standard, seeds 0, 1, 2, 3: ended at step 80 of 100",
+        "bf16_standard, seeds 0, 1, 2, 3: ended at step 80 of 100",
+    )
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,7 @@ def test_a_reference_that_failed(tmp_path: Path) -> None:
 def test_nothing_finished(tmp_path: Path) -> None:
     run_of(tmp_path, "bf16", 0, 5.0, losses=[8.0], state=State.FAILED, reason="rank 0: ValueError: x")
     run_of(tmp_path, "mxfp8", 0, 5.0, losses=[*curve(5.0)[:-1], math.nan])
+    run_of(tmp_path, "mxfp8", 1, 5.0, losses=curve(5.0)[:-1])
     with pytest.raises(NothingToJudge) as refused:
         judge_study(tmp_path / "runs" / "s")
     assert refused.value.exit_code == 1
@@ -128,7 +129,28 @@ def test_nothing_finished(tmp_path: Path) -> None:
     assert [line.split(": ", 1)[1] for line in rest] == [
         "failed: rank 0: ValueError: x",
         f"failed: loss is nan at step {STEPS} (segment 0)",
+        f"completed: {STEPS - 1} of {STEPS} steps logged",
     ]
+
+
+def test_a_held_out_loss_that_is_nan_in_every_run_of_the_reference_is_a_finding(tmp_path: Path) -> None:
+    for seed in range(4):
+        run_of(tmp_path, "bf16", seed, SEEDS[seed], held_out=math.nan)
+        run_of(tmp_path, "mxfp8", seed, SEEDS[seed], held_out=5.5 + seed / 100)
+    (held_out,) = judge_study(tmp_path / "runs" / "s").held_out
+    assert held_out.answer is Answer.INSUFFICIENT
+    assert "4 of 4 seeds diverged in the reference BF16 and not in MXFP8" in held_out.sentence()
+
+
+def test_a_seed_without_one_of_the_final_steps_is_named(tmp_path: Path) -> None:
+    for seed in range(4):
+        for precision in ("bf16", "mxfp8"):
+            run = run_of(tmp_path, precision, seed, SEEDS[seed])
+    lines = run.log.read_text().splitlines(keepends=True)
+    run.log.write_text("".join([*lines[:-2], lines[-1]]))
+    (verdict,) = judge_study(tmp_path / "runs" / "s").verdicts
+    assert verdict.seeds == (0, 1, 2)
+    assert "Left out: seed 3: 1 of " in verdict.sentence()
 
 
 def test_a_held_out_loss_that_is_nan_or_missing(tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def equivalence_margin(
     Args:
         reference_losses: Finite loss of the reference by seed, nats per token.
         reference: Name of the reference arm.
-        margin_nats: The margin where a person gives it; no cap applies.
+        margin_nats: The margin where a person gives it; only a cap that is given too applies.
         margin_cap_nats: Cap of a derived margin; None takes 1 % of the reference's mean loss, outlying seeds left out.
         margin_factor: Margin in units of the standard deviation, used where ``margin_nats`` is None.
         alpha: Rate allowed for a false "equivalent" at the margin.
@@ -117,6 +117,8 @@ def equivalence_margin(
     for name, value in (("margin_nats", margin_nats), ("margin_cap_nats", margin_cap_nats)):
         if value is not None and not (math.isfinite(value) and value > 0):
             raise BadInput(f"{name} is {value}: give nats above 0, or leave it out to derive it from the reference")
+    if margin_nats is not None and margin_cap_nats is not None and margin_nats > margin_cap_nats:
+        raise BadInput(f"margin_nats is {margin_nats}, above margin_cap_nats, {margin_cap_nats}: leave one of them out")
     if not (math.isfinite(margin_factor) and margin_factor > 0):
         raise BadInput(f"margin_factor is {margin_factor}: give standard deviations above 0, 2.0 for two")
     if not 0.0 < alpha < 0.5:

@@ -137,7 +137,9 @@ class Verdict:
             numbers = f"{arm} and {reference}{both} have no finished seed in common"
         else:
             margin = f"margin ±{self.margin_nats:.4f}" if math.isfinite(self.margin_nats) else "no margin"
-            cap = f" (cap {self.margin_cap_nats:.4f})" if math.isfinite(self.margin_cap_nats) else ""
+            is_wider = self.margin_nats > self.margin_cap_nats  # as a person may give it
+            cap_words = "as given, wider than the usual cap" if is_wider else "cap"
+            cap = f" ({cap_words} {self.margin_cap_nats:.4f})" if math.isfinite(self.margin_cap_nats) else ""
             seeds = "1 seed" if self.n_seeds == 1 else f"{self.n_seeds} seeds"
             numbers = (
                 f"{arm} differs from {reference}{both} by {self.mean_difference_nats:+.4f} nats in {self.quantity} "
@@ -408,7 +410,7 @@ def _decided(
     if verdict.steps is not None and verdict.seeds and verdict.steps[1] <= lr_warmup_steps:
         findings.append(
             f"Training ended inside its warm-up (step {verdict.steps[1]:,} of {lr_warmup_steps:,}): the learning rate "
-            "never reached its peak."
+            "was still rising."
         )
     answer, decided_by = deciding[0] if deciding else (verdict.answer, "")
     settled, needed = "", None

@@ -62,7 +62,8 @@ def judge_study(
     runs, left_out = runs_to_judge(collected, reference=reference, study=study)
     left_out += [left_out_by_record(one) for one in found.left_out]
     if not any(run.finished for run in runs):
-        lines = [f"{run.run}: {run.status.state}: {run.status.reason}" for run in runs]
+        ends = [run.status.reason or f"{run.last_step} of {run.steps_planned} steps logged" for run in runs]
+        lines = [f"{run.run}: {run.status.state}: {end}" for run, end in zip(runs, ends, strict=True)]
         lines += [f"{one.run}: left out: {one.reason}" for one in left_out]
         raise NothingToJudge("\n  ".join([f"no run of {studies[0]} finished:", *lines]))
     arms = sorted({run.arm for run in runs})

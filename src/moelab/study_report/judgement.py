@@ -159,9 +159,9 @@ class StudyJudgement:
                 diverged[key] = f"the held-out loss is {loss}"
             else:
                 lost[key] = "no held-out loss was logged"
-        validated = {arm for arm, _ in losses}
-        arms = [arm for arm in self.others if any(arm == name for name, _ in {**losses, **diverged})]
-        if self.reference not in validated or not arms:
+        validated = {arm for arm, _ in {**losses, **diverged}}
+        arms = [arm for arm in self.others if arm in validated]
+        if not losses or self.reference not in validated or not arms:
             return []
         verdicts = compare_held_out(
             losses,
