@@ -6,12 +6,11 @@ The scripts are those of the Nebius ml-cookbook, ``pytorch-dsv3-mxfp8``, publish
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib import resources
 from typing import Literal
 
-import yaml
 from pydantic import ConfigDict, TypeAdapter
 
+from moelab.data import read_yaml
 from moelab.experiment import Experiment
 from moelab.titan.arms import PUBLISHED, SHARED
 
@@ -37,9 +36,7 @@ class Difference:
     __pydantic_config__ = ConfigDict(extra="forbid")
 
 
-DIFFERENCES = TypeAdapter(tuple[Difference, ...]).validate_python(
-    yaml.safe_load((resources.files("moelab") / "data" / "published.yaml").read_text())["differences"]
-)
+DIFFERENCES = TypeAdapter(tuple[Difference, ...]).validate_python(read_yaml("published.yaml")["differences"])
 LAYOUT = ("nodes", "gpus_per_node", "pp", "tp", "ep", "seq_len", "local_batch")
 """Fields that make an experiment one of the published size and layout."""
 

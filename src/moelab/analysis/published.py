@@ -10,13 +10,12 @@ References:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib import resources
 from typing import Any, Literal
 
-import yaml
 from pydantic import ConfigDict, TypeAdapter
 
-FILE = "published.yaml"
+from moelab.data import read_yaml
+
 _CLOSED = ConfigDict(extra="forbid")
 Label = Literal["measured", "derived", "quoted"]
 """How the project knows a figure: measured here, derived by a formula, or quoted from a source."""
@@ -72,7 +71,7 @@ class PublishedGain:
     __pydantic_config__ = _CLOSED
 
 
-_CONTENT: dict[str, Any] = yaml.safe_load((resources.files("moelab") / "data" / FILE).read_text())
+_CONTENT: dict[str, Any] = read_yaml("published.yaml")
 SOURCE: str = _CONTENT["source"]
 _KNOWN = {"source": SOURCE, "label": _CONTENT["label"]}
 
