@@ -143,6 +143,17 @@ def test_an_arm_of_which_every_seed_diverged_is_judged(tmp_path: Path) -> None:
     assert report_figures(judged)
 
 
+def test_an_arm_of_which_every_seed_was_lost_is_named(tmp_path: Path) -> None:
+    study = study_of(tmp_path)
+    for seed in SEEDS:
+        fields = {"ep_backend": "deepep", "ep_kernels": "emulated"}
+        run_of(tmp_path, "mxfp8", seed, fields=fields, losses=[4.0], state=State.FAILED, reason="node gpu-12 failed")
+    judged = judge_study(study)
+    assert [verdict.arm for verdict in judged.verdicts] == ["mxfp8_standard"]
+    told = f"left out: MXFP8 + DeepEP, seeds 0, 1, 2, 3, 4: failed: node gpu-12 failed, 1 of {STEPS} steps logged"
+    assert told in judged.notes
+
+
 def test_a_reference_of_which_every_seed_diverged_is_named(tmp_path: Path) -> None:
     for seed in SEEDS:
         run_of(tmp_path, "bf16", seed, losses=[4.0, math.nan])

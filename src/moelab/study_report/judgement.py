@@ -268,7 +268,9 @@ class StudyJudgement:
     def notes(self) -> list[str]:
         """What a reader must know before the numbers."""
         caveats = [f"{arm_label(arm)}: {words}" for arm in self.settings for words in self._caveats(arm)]
-        left_out = [f"left out: {words}" for words in left_out_words(self.left_out)]
+        known = {*self.arms, *(arm for arm, _ in self.unfinished[0])}  # an arm that is not has no verdict to name it
+        unjudged = [left_out_unfinished(run) for run in self.runs if run.arm not in known]
+        left_out = [f"left out: {words}" for words in left_out_words([*unjudged, *self.left_out])]
         damaged = [f"{_name(run)}: {words}" for run in self.runs for words in run.damaged]
         speed = [self.speed_note] if self.speed_note else []
         dropped = ", ".join(str(seed) for seed in self.dropped_seeds)
