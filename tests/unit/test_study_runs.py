@@ -90,7 +90,7 @@ def test_arms_that_agree_in_nothing_are_judged_and_the_verdict_says_so(tmp_path:
     judged = judge_study(tmp_path / "s")
     words = "The arms also differ in their settings: lr 0.002 instead of 0.003, dataset c4 instead of python."
     assert words in judged.verdicts[0].sentence()
-    assert words in judged.to_json()["note"]
+    assert words.removesuffix(".") in judged.to_json()["note"]
     assert judged.gains
 
 

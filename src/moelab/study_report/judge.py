@@ -68,7 +68,9 @@ def judge_study(
         raise NothingToJudge("\n  ".join([f"no run of {studies[0]} finished:", *lines]))
     arms = sorted({run.arm for run in runs})
     if reference not in arms:
-        raise BadInput(f"reference {reference!r} is not an arm of {studies[0]}; its arms: {', '.join(arms)}")
+        lines = [f"{one.run}: left out: {one.reason}" for one in left_out if one.arm in ("", reference)]
+        told = f"reference {reference!r} is not an arm of {studies[0]}; its arms: {', '.join(arms)}"
+        raise BadInput("\n  ".join([told, *lines]))
     return StudyJudgement(
         name=studies[0],
         reference=reference,

@@ -274,7 +274,8 @@ class StudyJudgement:
         damaged = [f"{_name(run)}: {words}" for run in self.runs for words in run.damaged]
         speed = [self.speed_note] if self.speed_note else []
         dropped = ", ".join(str(seed) for seed in self.dropped_seeds)
-        told = [f"dropped in every arm, as asked for: seed {dropped}"] if dropped else []
+        plural = "s" if len(self.dropped_seeds) > 1 else ""
+        told = [f"dropped in every arm, as asked for: seed{plural} {dropped}"] if dropped else []
         return [*self.grad_norm_notes, *left_out, *told, *caveats, *speed, *damaged, *self.discovery_notes]
 
     @property
@@ -340,7 +341,7 @@ class StudyJudgement:
             "verdicts": [one.to_json() for one in [*self.verdicts, *self.held_out]],
             "tps": {arm.arm: finite_or_none(arm.tps) for arm in self.throughput},
             "gains": [_gain_json(arm, gains.get(arm), self.no_gain.get(arm)) for arm in self.others],
-            "note": "; ".join(self.notes),
+            "note": "; ".join(note.removesuffix(".") for note in self.notes),
         }
 
     @cached_property
