@@ -177,6 +177,15 @@ def test_a_seed_that_was_lost_is_left_out_by_name(tmp_path: Path) -> None:
     assert "assumed to be unrelated" in verdict.sentence()
 
 
+def test_a_seed_whose_only_run_has_other_settings_is_left_out_with_that_reason(tmp_path: Path) -> None:
+    study = study_of(tmp_path)
+    run_of(tmp_path, "bf16", 5)
+    run_of(tmp_path, "mxfp8", 5, fields={"gpus_per_node": 4})
+    (verdict,) = judge_study(study).verdicts
+    assert "seed 5: other settings than the runs of this arm that are judged: gpus_per_node 4" in verdict.sentence()
+    assert "no run of it" not in verdict.sentence()
+
+
 def test_a_planned_seed_that_has_no_run_is_named(tmp_path: Path) -> None:
     study_of(tmp_path)
     shared = {"steps": STEPS, "warmup_steps": 1}
