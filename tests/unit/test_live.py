@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from figure_support import title
 from run_support import make_run
 
 from moelab.analysis.published import THROUGHPUT
@@ -40,10 +41,6 @@ STUDY: dict[str, Any] = {"name": "study", "gpus_per_node": 2, "ep": 2, "steps": 
 
 def experiment(**changes: Any) -> Experiment:
     return Experiment(**{**STUDY, **changes})
-
-
-def title(figure: Any) -> str:
-    return str(figure.layout.title.text).replace("<br>", " ")
 
 
 def words(figure: Any) -> list[str]:

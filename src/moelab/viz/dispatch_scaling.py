@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 
 from moelab.analysis.two_by_two import ArmResult, checkpointing_words, two_by_two_label
 from moelab.projection.measured import EP_DEGREES, ROUTINGS, SCALING, Measurement, Place, hardware_of, node_results
-from moelab.viz.dispatch_measured import panels
+from moelab.viz.draw import panels
 from moelab.viz.theme import MUTED, arm_styles, plot_text
 
 ARMS = ("bf16_deepep", "fp8_deepep_dispatch-fp8")

@@ -10,9 +10,7 @@ from moelab.mxfp8.break_even import break_even_m, gain, gemm_time_s
 from moelab.mxfp8.break_even_fit import expert_work, fit_b200, leave_one_out, published_work
 from moelab.mxfp8.grouped_gemm_cases import Case
 from moelab.mxfp8.grouped_gemm_results import stored
-from moelab.viz.gain_map import gain_map
-from moelab.viz.grouped_gemm import measured_speedups, predicted_speedups, step_parts
-from moelab.viz.grouped_gemm_explorer import ShapeExplorer
+from moelab.viz.grouped_gemm import ShapeExplorer, gain_map, measured_speedups, predicted_speedups, step_parts
 
 CONSTANTS = fit_b200().constants
 LARGE, SMALL = published_work()
@@ -89,6 +87,6 @@ def test_the_explorer_follows_its_sliders() -> None:
     assert explorer.case == LARGE.case
     explorer.controls["n"].value = 1408
     explorer.controls["k"].value = 2048
-    assert "1408" in explorer.figure.outputs[0]["data"]["text/plain"]
+    assert "1408" in explorer.figures["parts"].outputs[0]["data"]["text/plain"]
     rows = break_even_m(1408, 2048, 8, CONSTANTS)
-    assert f"{rows:,.0f} rows" in explorer.said.value
+    assert f"{rows:,.0f} rows" in explorer.words.value
