@@ -81,7 +81,9 @@ def test_loss_that_no_rank_printed_is_missing_but_no_failure() -> None:
     assert (len(read.rows), read.reason) == (1, None)
 
 
-@pytest.mark.parametrize(("text", "shown"), [("    nan", "nan"), ("    inf", "inf")])
+@pytest.mark.parametrize(
+    ("text", "shown"), [("    nan", "nan"), ("    inf", "inf"), ("    NaN", "nan"), ("    Inf", "inf")]
+)
 def test_reported_loss_that_is_not_finite_is_a_failure(text: str, shown: str) -> None:
     read = read_log([stamped(0, step(10, 7.0)), stamped(60, step(20, text)), stamped(60.1, step(20, -4.0))])
     assert not math.isfinite(read.rows["loss"].iloc[1])

@@ -201,6 +201,7 @@ def test_a_study_that_is_given_decides_which_settings_are_judged(study: Path) ->
     told = "The arms also differ in their settings: lr 0.003 instead of 0.01."
     assert told in mixed.verdicts[0].sentence()
     assert f"MXFP8 + standard all-to-all: {told}" in mixed.notes
+    assert "instead of 0.01; a rank is a CPU process" in mixed.to_json()["note"]
     assert mixed.gains  # a step takes as long at another learning rate
 
 
@@ -217,6 +218,10 @@ def test_a_study_is_found_from_anywhere(study: Path, monkeypatch: pytest.MonkeyP
 def test_what_is_no_study(study: Path, tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="reference 'fp8_standard' is not an arm of s; its arms: bf16_standard, mxfp8"):
         judge_study(study, reference="fp8_standard")
+    for run in find(study / "bf16_standard"):
+        (run.path / "experiment.yaml").write_text("")
+    with pytest.raises(BadInput, match=r"its arms: mxfp8_standard\n  s/bf16_standard/seed0/.*: left out: experiment"):
+        judge_study(study)
     make_run(study.parent, Experiment(name="other", steps=2), [8.0, 7.0])
     with pytest.raises(BadInput, match="holds several studies; give the folder of one: other, s"):
         judge_study(study.parent)

@@ -90,7 +90,7 @@ def test_arms_that_agree_in_nothing_are_judged_and_the_verdict_says_so(tmp_path:
     judged = judge_study(tmp_path / "s")
     words = "The arms also differ in their settings: lr 0.002 instead of 0.003, dataset c4 instead of python."
     assert words in judged.verdicts[0].sentence()
-    assert words in judged.to_json()["note"]
+    assert words.removesuffix(".") in judged.to_json()["note"]
     assert judged.gains
 
 
@@ -143,6 +143,17 @@ def test_an_arm_of_which_every_seed_diverged_is_judged(tmp_path: Path) -> None:
     assert report_figures(judged)
 
 
+def test_an_arm_of_which_every_seed_was_lost_is_named(tmp_path: Path) -> None:
+    study = study_of(tmp_path)
+    for seed in SEEDS:
+        fields = {"ep_backend": "deepep", "ep_kernels": "emulated"}
+        run_of(tmp_path, "mxfp8", seed, fields=fields, losses=[4.0], state=State.FAILED, reason="node gpu-12 failed")
+    judged = judge_study(study)
+    assert [verdict.arm for verdict in judged.verdicts] == ["mxfp8_standard"]
+    told = f"left out: MXFP8 + DeepEP, seeds 0, 1, 2, 3, 4: failed: node gpu-12 failed, 1 of {STEPS} steps logged"
+    assert told in judged.notes
+
+
 def test_a_reference_of_which_every_seed_diverged_is_named(tmp_path: Path) -> None:
     for seed in SEEDS:
         run_of(tmp_path, "bf16", seed, losses=[4.0, math.nan])
@@ -164,6 +175,15 @@ def test_a_seed_that_was_lost_is_left_out_by_name(tmp_path: Path) -> None:
     assert "seed 5: failed: rank 1: killed by SIGKILL, 3 of 8 steps logged" in verdict.sentence()
     assert "seed 6: no run of it" in verdict.sentence()
     assert "assumed to be unrelated" in verdict.sentence()
+
+
+def test_a_seed_whose_only_run_has_other_settings_is_left_out_with_that_reason(tmp_path: Path) -> None:
+    study = study_of(tmp_path)
+    run_of(tmp_path, "bf16", 5)
+    run_of(tmp_path, "mxfp8", 5, fields={"gpus_per_node": 4})
+    (verdict,) = judge_study(study).verdicts
+    assert "seed 5: other settings than the runs of this arm that are judged: gpus_per_node 4" in verdict.sentence()
+    assert "no run of it" not in verdict.sentence()
 
 
 def test_a_planned_seed_that_has_no_run_is_named(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ _MINUS, _ESCAPE = b"-\x1b"
 _BLANK = rb"[ \t]*+"
 _GAP = _BLANK + rb"(?:\x1b\[[0-9;:]*+m" + _BLANK + rb")*+"  # with colours, 24-bit ones too
 # Deliberately loose, and twice as fast as an exact pattern; `float` then refuses what is not a number.
-_NUMBER = _BLANK + rb"([-\d.,naif]++)"
+_NUMBER = _BLANK + rb"([-\d.,naifNAIF]++)"
 _STEP_NUMBER = rb"\d{1,15}+"  # what fits a table; a longer one is damage
 _LOSS = _BLANK + rb"(" + _STEP_NUMBER + rb")" + _GAP + rb"loss:" + _NUMBER
 _GRAD_NORM = rb"(?:" + _GAP + rb"grad_norm:" + _NUMBER + rb")?+"
@@ -431,7 +431,7 @@ def _rare_lines(block: bytes) -> Iterator[tuple[int, LogLine]]:
                 continue
     if b"Loss is not finite" in block:
         for match in _NOT_FINITE.finditer(block):
-            loss = float(match[1]) if match[1].lstrip(b"-") in (b"nan", b"inf") else _NAN
+            loss = float(match[1]) if match[1].lower().lstrip(b"-") in (b"nan", b"inf") else _NAN
             yield match.start(), ("failure", int(match[2]), (loss, *[_NAN] * TIME), NO_RANK)
 
 

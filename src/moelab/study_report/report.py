@@ -286,10 +286,18 @@ class Report:
             }
             others = [f"{_names(sides)}: {what}" for what, sides in told.items() if sides]
         else:
-            left_out = [f"left out: {words}" for words in left_out_words(self.not_judged)]
+            # An arm without any finished or diverged seed has no verdict that would name it.
+            unjudged = [
+                NotJudged(run=run.run, arm=run.arm, seed=run.seed, reason=end_of(run), collected=run)
+                for side in self.sides
+                if not side.finished and not side.diverged_seeds
+                for run in side.attempted
+            ]
+            left_out = [f"left out: {words}" for words in left_out_words([*unjudged, *self.not_judged])]
             others = [f"{side.label}: {words}" for side in self.others for words in caveats(side, self.reference)]
         names = ", ".join(str(seed) for seed in self.dropped_seeds)
-        dropped = [f"dropped in every {self._kind}, as asked for: seed {names}"] if names else []
+        plural = "s" if len(self.dropped_seeds) > 1 else ""
+        dropped = [f"dropped in every {self._kind}, as asked for: seed{plural} {names}"] if names else []
         speed = [self.speed_note] if self.speed_note else []
         damaged = [
             f"{self._run_name(side, run)}: {words}"
@@ -343,7 +351,7 @@ class Report:
             *(self._run_json(side, run) for side in self.sides for run in side.attempted),
             *(one.to_json() for one in self.not_judged),
         ]
-        note = "; ".join(self.notes)
+        note = "; ".join(note.removesuffix(".") for note in self.notes)
         if self.study is None:
             return {
                 "runs": runs,
@@ -554,7 +562,8 @@ def _of_study(
         raise NothingToJudge("\n  ".join([f"no run of {name} finished:", *lines]))
     if sides[0].arm != reference:
         arms = ", ".join(side.arm for side in sides)
-        raise BadInput(f"reference {reference!r} is not an arm of {name}; its arms: {arms}")
+        lines = [f"{one.run}: left out: {one.reason}" for one in not_judged if one.arm in ("", reference)]
+        raise BadInput("\n  ".join([f"reference {reference!r} is not an arm of {name}; its arms: {arms}", *lines]))
     return Report(
         sides=tuple(sides),
         study=name,

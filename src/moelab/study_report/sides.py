@@ -227,7 +227,8 @@ def _without_loss(
     any arm has a run of it.
     """
     runs = {(run.arm, run.seed): run for run in judged}
-    damaged = {(one.arm, one.seed): one.reason for one in not_judged if one.collected is None}
+    reasons = {(one.arm, one.seed): one.reason for one in not_judged}
+    damaged = [(one.arm, one.seed) for one in not_judged if one.collected is None]
     arms = {run.arm for run in judged}
     seeds = {seed for arm, seed in [*runs, *damaged] if arm in arms and seed is not None}
     expected = {(arm, seed) for arm in arms for seed in seeds} if planned is None else planned
@@ -236,7 +237,7 @@ def _without_loss(
     for arm, seed in sorted(expected):
         run = runs.get((arm, seed))
         if run is None:
-            lost[arm, seed] = damaged.get((arm, seed), "no run of it")
+            lost[arm, seed] = reasons.get((arm, seed), "no run of it")
         elif run.diverged and not run.finished:
             diverged[arm, seed] = run.diverged
         elif not run.finished:
