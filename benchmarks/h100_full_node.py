@@ -12,7 +12,7 @@ What it does, in this order: the all-reduce health check against its floor; the 
 671B shape (eight experts on each GPU) and of the 16B shape at EP 8; the 671B shape with as many MoE layers as fit; then
 EP 4, and the exchange alone at EP 4 and EP 2. Some 30 minutes on eight H200. ``--eps`` asks for some of the degrees;
 EP 2, of which ``h100_two_by_two.json`` has the trainings, is trained only if it names 2. The programs:
-``moelab.launch.health``, ``all_to_all.py`` and ``h100_two_by_two.py``, which say how they measure; the folder
+``moelab.health.measure``, ``all_to_all.py`` and ``h100_two_by_two.py``, which say how they measure; the folder
 ``<output>.parts`` holds what each wrote, and is what a further call goes on from. The result holds every row with its
 degree, and the predictions of
 ``h100_full_node_predicted.json`` beside it. Raw logs are in ``<output>.log.gz``, without this machine's paths and name.
@@ -34,8 +34,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from moelab.errors import BadInput
+from moelab.health.slow import judge
 from moelab.launch.cluster import read_cluster
-from moelab.launch.health_findings import judge
 from moelab.machine import environment, git_commit, gpus
 from moelab.privacy import each_text, without_places
 from moelab.projection.full_node import ARMS, DEEPEST, EP_DEGREES, SCALING, SMALL
@@ -126,7 +126,7 @@ def command(step: Step, part: Path, left_s: float, options: argparse.Namespace) 
     torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={step.ep}"]
     torchrun += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
     if step.kind == "health":
-        return [*torchrun, "-m", "moelab.launch.health", "--output", str(part), "--cluster", options.cluster]
+        return [*torchrun, "-m", "moelab.health.measure", "--output", str(part), "--cluster", options.cluster]
     wanted = step.missing(read(part))
     if step.kind == "all_to_all":
         sizes = ["small"] if options.dry else [f"671B, {8 * step.ep} experts", "16B, 64 experts"]

@@ -75,8 +75,8 @@ def doctor_of_cluster(options: argparse.Namespace) -> int:
     """``moelab doctor --cluster``."""
     from moelab.cli import show
     from moelab.experiment_file import read_study
+    from moelab.health.preflight import preflight
     from moelab.launch.cluster import read_cluster
-    from moelab.launch.preflight import preflight
 
     cluster = read_cluster(options.cluster, options.cluster_set)
     study = read_study(options.file) if options.file else None

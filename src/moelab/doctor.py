@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moelab.deepep import findings as deepep
-from moelab.deepep.environment import examine_environment, expected_of
-from moelab.deepep.smoke import NAME as SMOKE_TEST
-from moelab.deepep.smoke import smoke_test
+from moelab import finding as deepep
 from moelab.experiment import EPBackend, Experiment, Precision
 from moelab.hardware import cluster_of, has_native_mxfp8, known_gpu
+from moelab.health.deepep import examine_environment
+from moelab.health.links import Expected
+from moelab.health.smoke import NAME as SMOKE_TEST
+from moelab.health.smoke import smoke_test
 from moelab.launch.capability import refusals
 from moelab.machine import (
     cores,
@@ -105,7 +106,7 @@ def examine(*, hardware: str = "local", smoke: bool = False) -> Examination:
     Raises:
         BadInput: if there is no such profile.
     """
-    expected = None if hardware == "local" else expected_of(cluster_of(hardware))  # of local no network is known
+    expected = None if hardware == "local" else Expected.of(cluster_of(hardware))  # of local no network is known
     network = examine_environment(expected=expected)
     findings = (_processor(), _gpus(), *map(_package, PINNED), _disk(), _lab(), _pictures(), _slurm())
     arms = [Experiment(precision=precision, ep_backend=backend) for backend in EPBackend for precision in Precision]

@@ -1,4 +1,7 @@
-"""What this machine has, asked without loading torch."""
+"""What this machine has, asked without loading torch.
+
+The checks of :mod:`moelab.health` ask a :class:`Machine` that is given to them, so that tests can make machines up.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,11 @@ import importlib.util
 import os
 import platform
 import re
+import resource
 import shutil
 import subprocess
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -30,6 +35,8 @@ PACKAGES = (
     "plotly",
     "papermill",
 )
+INFINIBAND = "/sys/class/infiniband"
+COMMAND_TIMEOUT_S = 20
 
 
 NVIDIA_SMI_TIMEOUT_S = 20
@@ -288,3 +295,66 @@ def environment(*, nodes: int = 1) -> dict[str, Any]:
         "git_commit": git_commit(),
         "hosts": nodes,
     }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """A machine to examine.
+
+    Attributes:
+        root: of its file system; ``/sys`` and ``/proc`` are looked for under it.
+        env: its environment variables.
+        run: gives a command's standard output, or None where it is missing or fails.
+        search: folders that Python imports from. Packages are looked for there, not imported: a wrong one may crash.
+        memlock_bytes: soft limit of locked memory; None for unlimited.
+    """
+
+    root: Path
+    env: Mapping[str, str]
+    run: Callable[[Sequence[str]], str | None]
+    search: tuple[Path, ...]
+    memlock_bytes: int | None
+
+    def text(self, path: str) -> str | None:
+        """Content of a file under the root, or None."""
+        try:
+            return (self.root / path.lstrip("/")).read_text(errors="replace").strip()
+        except OSError:
+            return None
+
+    def names(self, path: str) -> list[str]:
+        """Sorted names in a folder under the root; none where it does not exist."""
+        try:
+            return sorted(entry.name for entry in (self.root / path.lstrip("/")).iterdir())
+        except OSError:
+            return []
+
+    def distribution(self, name: str) -> importlib.metadata.Distribution | None:
+        """An installed distribution by its name."""
+        found = importlib.metadata.distributions(name=name, path=[str(path) for path in self.search])
+        return next(iter(found), None)
+
+    def module_folder(self, name: str) -> Path | None:
+        """Folder of a package that Python would import."""
+        return next((path / name for path in self.search if (path / name / "__init__.py").is_file()), None)
+
+
+def this_machine() -> Machine:
+    """The machine that this process runs on."""
+    soft, _hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return Machine(
+        root=Path("/"),
+        env=dict(os.environ),
+        run=run_command,
+        search=tuple(Path(entry or ".") for entry in sys.path),
+        memlock_bytes=None if soft == resource.RLIM_INFINITY else soft,
+    )
+
+
+def run_command(command: Sequence[str]) -> str | None:
+    """Standard output of a command, or None where it is missing, fails or hangs."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout

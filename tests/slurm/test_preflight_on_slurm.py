@@ -13,8 +13,9 @@ from slurm_cluster import SlurmCluster, slurm_cluster
 from slurm_jobs import TESTS, profile, speak_to, study_of, written
 
 from moelab.cli import main
+from moelab.health.measure import first_node
+from moelab.health.preflight import check_nodes, preflight
 from moelab.launch.drain import drain, requeue_without
-from moelab.launch.preflight import check_nodes, preflight
 from moelab.launch.slurm.client import call
 from moelab.machine import version
 
@@ -147,9 +148,14 @@ def test_without_an_operators_rights_the_job_is_kept_away(slurm: SlurmCluster, t
     assert slurm.states()[bad] == "idle"
 
 
+@pytest.mark.parametrize("text", ["gpu[001-003,007]", "gpu[7,009],login1", "rack[0-1]n[08-10]", "a[1-2][3-4]", "x"])
+def test_the_first_node_is_the_one_that_scontrol_names_first(slurm: SlurmCluster, text: str) -> None:
+    assert slurm.run("scontrol", "show", "hostnames", text).split()[0] == first_node(text)
+
+
 def test_health_of_two_nodes_by_srun(slurm: SlurmCluster, tmp_path: Path) -> None:
     output = tmp_path / "health.json"
-    program = [sys.executable, "-m", "moelab.launch.health", f"--output={output}"]
+    program = [sys.executable, "-m", "moelab.health.measure", f"--output={output}"]
     said = call("srun", "--nodes=2", "--ntasks-per-node=1", *program)
     assert "processes on CPUs" in said
     found = json.loads(output.read_text())

@@ -19,11 +19,11 @@ from training_support import SHARED, ranks_of, wait_for
 from moelab.experiment import Experiment
 from moelab.launch.cluster import read_cluster
 from moelab.launch.script import JobSpec, render
-from moelab.launch.stragglers import read_own_times
 from moelab.runs import directory
 from moelab.runs.collect import collect_run
 from moelab.runs.directory import RunDir
 from moelab.runs.status import State, Status
+from moelab.runs.stragglers import read_own_times
 from moelab.runs.table import merge_segments
 
 pytestmark = pytest.mark.training  # and of Slurm: two marks, of which tests/conftest.py reads the first

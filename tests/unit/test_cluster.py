@@ -10,11 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moelab.deepep.environment import expected_of
-from moelab.deepep.variables import PREFIXES
 from moelab.errors import BadInput
 from moelab.experiment_file import parse
 from moelab.hardware import cluster_of
+from moelab.health.deepep import PREFIXES
 from moelab.launch.cluster import ClusterProfile, bundled, read_cluster
 from moelab.launch.place import Place
 
@@ -36,7 +35,7 @@ def test_the_published_cluster_has_the_published_settings_each_with_its_source()
     assert (cluster.nodes, cluster.gpus_per_node) == (hardware.nodes, hardware.node.gpus)
     assert set(cluster.variables) <= set(cluster.sources)
     assert all(name.startswith(PREFIXES) for name in cluster.variables)
-    assert expected_of(hardware, cluster.variables).variables["NCCL_IB_HCA"] == "mlx5"
+    assert cluster.variables["NCCL_IB_HCA"] == "mlx5"
     assert "mlx5_1:1,mlx5_2:1,mlx5_3:1,mlx5_4:1" in cluster.sources["NCCL_IB_HCA"]
 
 

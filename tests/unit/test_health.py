@@ -16,15 +16,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moelab.deepep.findings import Finding
-from moelab.deepep.probe import Machine
 from moelab.errors import BadInput
-from moelab.launch import health
-from moelab.launch.gpu_state import FIELDS, REASONS, check_gpus, parse_gpus, read_gpus
-from moelab.launch.health import Seat, bus_bandwidth_gb_s
-from moelab.launch.health_findings import judge
-from moelab.launch.node_state import check_kernel_log, check_links, check_node
-from moelab.launch.pairs import Blame, blame, rounds
+from moelab.finding import Finding
+from moelab.health import measure
+from moelab.health.gpu import FIELDS, REASONS, check_gpus, parse_gpus, read_gpus
+from moelab.health.links import check_ports
+from moelab.health.measure import Seat, bus_bandwidth_gb_s, first_node, rounds
+from moelab.health.node import check_kernel_log, check_node
+from moelab.health.slow import Blame, blame, judge
+from moelab.machine import Machine
 
 DATA = Path(__file__).parent.parent / "data" / "health"
 FAST, SLOW = 350.0, 90.0
@@ -85,7 +85,7 @@ def test_a_slow_node_that_had_one_lucky_measurement() -> None:
     nodes = names(8)
     found = measured(nodes, lambda a, b: "n03" in (a, b))
     found["n02", "n03"] = FAST
-    assert blame(found).nodes == ("n03",)
+    assert blame(found) == Blame(nodes=("n03",))
 
 
 def test_a_single_slow_link_names_the_pair_alone() -> None:
@@ -294,16 +294,16 @@ def card(name: str, state: str, link: str, rate: str) -> dict[str, str]:
 
 def test_links_of_network_cards(tmp_path: Path) -> None:
     up = ("4: ACTIVE\n", "5: LinkUp\n", "400 Gb/sec (4X NDR)\n")
-    (well,) = check_links(node(tmp_path / "a", {}, **card("mlx5_a", *up), **card("mlx5_b", *up)))
+    (well,) = check_ports(node(tmp_path / "a", {}, **card("mlx5_a", *up), **card("mlx5_b", *up)))
     assert (well.severity, well.found) == ("ok", "2 ports up, 50 GB/s each")
     down = card("mlx5_b", "1: DOWN\n", "3: Disabled\n", "10 Gb/sec (4X SDR)\n")
     slow = card("mlx5_c", "4: ACTIVE\n", "5: LinkUp\n", "200 Gb/sec (4X HDR)\n")
-    found = by_name(check_links(node(tmp_path / "b", {}, **card("mlx5_a", *up), **down, **slow)))
+    found = by_name(check_ports(node(tmp_path / "b", {}, **card("mlx5_a", *up), **down, **slow)))
     assert found["network links"].severity == "warning"
     assert "mlx5_b (1: DOWN, 3: Disabled)" in found["network links"].found
     assert found["network rate"].found == "mlx5_c 25 GB/s; the others 50 GB/s"
     unmanaged = card("mlx5_a", "2: INIT\n", "5: LinkUp\n", "400 Gb/sec (4X NDR)\n")
-    (alone,) = check_links(node(tmp_path / "c", {}, **unmanaged))
+    (alone,) = check_ports(node(tmp_path / "c", {}, **unmanaged))
     assert alone.severity == "error"
     assert "subnet manager" in alone.cause
 
@@ -330,12 +330,27 @@ def test_a_seat_of_torchrun_of_srun_and_of_nobody() -> None:
         Seat.of({})
 
 
+@pytest.mark.parametrize(
+    ("node_list", "first"),
+    [
+        ("gpu[001-003,007]", "gpu001"),
+        ("gpu[7,009],login1", "gpu7"),
+        ("login1,gpu[001-002]", "login1"),
+        ("rack[0-1]n[08-10]", "rack0n08"),
+        ("b200-a[098-101]", "b200-a098"),
+        ("n0", "n0"),
+    ],
+)
+def test_the_first_node_of_slurms_lists(node_list: str, first: str) -> None:
+    assert first_node(node_list) == first
+
+
 def test_three_nodes_over_gloo(tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     output = tmp_path / "health.json"
-    command = [sys.executable, "-m", "moelab.launch.health", f"--output={output}", "--cluster=nebius_soperator_b200"]
+    command = [sys.executable, "-m", "moelab.health.measure", f"--output={output}", "--cluster=nebius_soperator_b200"]
     shared = {**os.environ, "WORLD_SIZE": "3", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     shared |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     ranks = [
@@ -363,6 +378,6 @@ def test_three_nodes_over_gloo(tmp_path: Path) -> None:
 def test_nobody_to_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("RANK", "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)
-    assert health.main([f"--output={tmp_path}/h.json"]) == 2
-    assert health.main([f"--output={tmp_path}/h.json", "--cluster=nope"]) == 2
+    assert measure.main([f"--output={tmp_path}/h.json"]) == 2
+    assert measure.main([f"--output={tmp_path}/h.json", "--cluster=nope"]) == 2
     assert "the profiles are" in capsys.readouterr().err

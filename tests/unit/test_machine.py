@@ -10,8 +10,8 @@ import pytest
 from nvidia_smi_support import B200, H100, MISMATCH, forget, nvidia_smi
 
 from moelab import cli, machine
-from moelab.launch.gpu_state import check_gpus
-from moelab.launch.node_report import report
+from moelab.health.gpu import check_gpus
+from moelab.health.node import report
 from moelab.machine import GpuInfo, GpusUnknown, environment, gpu_problem, gpus
 from moelab.notebooks.all_to_all import can_use_gpus
 from moelab.notebooks.parameters import StartParameters

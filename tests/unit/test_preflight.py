@@ -15,16 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moelab.cli import main
-from moelab.deepep.findings import Finding
 from moelab.errors import BadInput
 from moelab.experiment import Experiment
 from moelab.experiment_file import Study, read_study
+from moelab.finding import Finding
 from moelab.hardware import gpu_of
+from moelab.health.node import main as node_report
+from moelab.health.preflight import Preflight, compare, node_script
 from moelab.launch.cluster import ClusterProfile, read_cluster
 from moelab.launch.drain import drain, requeue_without
-from moelab.launch.node_checks import compare
-from moelab.launch.node_report import main as node_report
-from moelab.launch.preflight import Preflight, node_script
 from moelab.launch.script import JobSpec, render
 from moelab.launch.slurm.client import SlurmError
 from moelab.launch.study_checks import (

@@ -8,11 +8,12 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moelab.launch.stragglers import OwnTimes, find_stragglers, main, outliers, read_own_times, slow_steps
+from moelab.runs.stragglers import OwnTimes, find_stragglers, main, outliers, read_own_times, slow_steps
 
 LOGGING = """
 import os, sys, time
@@ -37,9 +38,8 @@ for rank, seconds in enumerate(map(float, sys.argv[2:])):
 
 
 def own(time_s: np.ndarray, gpus_per_node: int) -> OwnTimes:
-    steps, ranks = time_s.shape
-    hosts = tuple(f"n{rank // gpus_per_node}" for rank in range(ranks))
-    return OwnTimes(steps=tuple(range(1, steps + 1)), time_s=time_s, hosts=hosts)
+    hosts = pd.Series([f"n{rank // gpus_per_node}" for rank in range(time_s.shape[1])])
+    return OwnTimes(time_s=pd.DataFrame(time_s), hosts=hosts)
 
 
 def noisy(steps: int, ranks: int, seed: int) -> np.ndarray:
@@ -94,9 +94,9 @@ def test_times_come_from_the_files_that_torchtitan_writes(tmp_path: Path, capsys
     arguments = [sys.executable, "-c", LOGGING, str(tmp_path), "0.002", "0.002", "0.04", "0.002"]
     subprocess.run(arguments, check=True, capture_output=True)
     times = read_own_times(tmp_path / "structured_logs")
-    assert times.steps == (1, 2, 3)
-    assert times.time_s.shape == (3, 4)
-    assert (times.time_s[:, 2] >= 0.08).all()  # two batches a step
+    assert list(times.time_s.index) == [1, 2, 3]
+    assert list(times.time_s.columns) == [0, 1, 2, 3]
+    assert (times.time_s[2] >= 0.08).all()  # two batches a step
     assert main([str(tmp_path)]) == 0
     assert json.loads(capsys.readouterr().out)["ranks"].keys() == {"2"}
 

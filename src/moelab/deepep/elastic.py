@@ -16,10 +16,10 @@ from typing import Any, Literal
 import torch
 from torch import distributed as dist
 
-from moelab.deepep.fabric import INFINIBAND
 from moelab.deepep.stand_in import StandInBuffer
 from moelab.errors import BadInput, Refused
 from moelab.layout.dispatchers import COMBINE_FEATURES, MAX_TOP_K
+from moelab.machine import INFINIBAND
 
 EPKernels = Literal["native", "emulated"]
 

@@ -16,11 +16,11 @@ from typing import Final, TextIO
 import numpy as np
 
 from moelab.launch.progress import format_seconds
-from moelab.launch.stragglers import slow_steps
 from moelab.launch.watch import refresh
 from moelab.runs.directory import RunDir
 from moelab.runs.follow import RunFollower, RunNow, StudyFollower
 from moelab.runs.status import Status
+from moelab.runs.stragglers import slow_steps
 
 INTERVAL_S: Final = 2.0
 ASK_INTERVAL_S: Final = 15.0

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from moelab.deepep.findings import Finding
 from moelab.errors import BadInput, Refused
 from moelab.experiment import Experiment
 from moelab.experiment_file import Study
+from moelab.finding import Finding
 from moelab.launch.cluster import ClusterProfile
 from moelab.memory.activations import FP32
 from moelab.model import count_parameters, shape_for

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from moelab.deepep.findings import Finding
 from moelab.errors import Refused
 from moelab.experiment import Experiment
 from moelab.experiment_file import Study
+from moelab.finding import Finding
 from moelab.launch.cluster import ClusterProfile
 from moelab.launch.script import JobSpec, render
 from moelab.launch.slurm import client, jobs

@@ -18,10 +18,10 @@ import plotly.graph_objects as go
 from moelab.analysis.arms import arm_label
 from moelab.analysis.published import SOURCE, THROUGHPUT, THROUGHPUT_SETUP
 from moelab.launch.progress import format_seconds
-from moelab.launch.stragglers import Times, slow_steps
 from moelab.runs.follow import RunNow, StudyFollower
 from moelab.runs.rank_steps import RankTable
 from moelab.runs.status import State
+from moelab.runs.stragglers import Times, slow_steps
 from moelab.viz.theme import INK, WARNING, ArmStyle, arm_styles, new_figure, plot_text
 
 MOST_POINTS: Final = 500

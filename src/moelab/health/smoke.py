@@ -1,11 +1,13 @@
 """Two ranks send tokens to experts and back, in processes of their own: a crash there becomes a sentence here.
 
 With GPUs and DeepEP V2 the ranks use DeepEP. Elsewhere the same processes run over gloo on the CPU, and the finding
-says that DeepEP was not run.
+says that DeepEP was not run. Each rank is this module again, started as ``python -m moelab.health.smoke``; it leaves
+what it is doing in ``step<rank>``, and what came of it in ``result<rank>.json``.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
@@ -17,18 +19,20 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from moelab.deepep.build import find_build
-from moelab.deepep.findings import Finding
-from moelab.deepep.probe import Machine, this_machine
-from moelab.machine import GpusUnknown, gpus
+from moelab.finding import Finding
+from moelab.health.deepep import find_build
+from moelab.machine import GpusUnknown, Machine, gpus, this_machine
+
+if TYPE_CHECKING:
+    from moelab.deepep.all_to_all.world import World
 
 NAME = "smoke test"
 RANKS = 2
 TIMEOUT_S = 240.0
 """DeepEP compiles some six kernels on the way, each for seconds."""
-RANK_PROGRAM = (sys.executable, "-X", "faulthandler", "-m", "moelab.deepep.smoke_rank")
+RANK_PROGRAM = (sys.executable, "-X", "faulthandler", "-m", "moelab.health.smoke")
 GRACE_S = 5.0
 """What the other ranks get to end by themselves after one has failed."""
 POLL_S, STDERR_BYTES = 0.05, 20_000
@@ -79,6 +83,7 @@ CRASH_CAUSE = {
     "opening the buffer": "DeepEP used a communicator that is not there, or an NCCL that is laid out differently",
     "importing DeepEP": "its extension module was built against another PyTorch, CUDA or NCCL",
 }
+SIGNALS = {"SIGSEGV": "segmentation fault", "SIGABRT": "abort", "SIGKILL": "often out of memory"}
 
 
 def smoke_test(
@@ -120,7 +125,12 @@ def smoke_test(
         if failed:
             return _failure(failed[0], device, timeout_s)
         results = [json.loads((Path(folder) / f"result{rank}.json").read_text()) for rank in range(RANKS)]
-    return _success(results, missing)
+    worst = max(float(result["relative_error"]) for result in results)
+    moved = f"{RANKS} ranks sent tokens to their experts and back, forward and backward; relative error {worst:.1e}"
+    if missing:
+        found = f"DeepEP was not run: {'; '.join(missing)}. Over gloo on the CPU {moved}"
+        return Finding(name=NAME, severity="note", found=found)
+    return Finding(name=NAME, severity="ok", found=f"DeepEP {results[0]['version']}: {moved}; GIN {results[0]['gin']}")
 
 
 class _Rank:
@@ -184,19 +194,28 @@ def _wait(ranks: Sequence[_Rank], timeout_s: float) -> list[_Rank]:
     return failed + sorted(late, key=lambda rank: (rank.ended_by_us, rank.code or 0))
 
 
-def _success(results: Sequence[dict[str, float | str]], missing: Sequence[str]) -> Finding:
-    error = max(float(result["relative_error"]) for result in results)
-    moved = f"{RANKS} ranks sent tokens to their experts and back, forward and backward; relative error {error:.1e}"
-    if missing:
-        found = f"DeepEP was not run: {'; '.join(missing)}. Over gloo on the CPU {moved}"
-        return Finding(name=NAME, severity="note", found=found)
-    return Finding(name=NAME, severity="ok", found=f"DeepEP {results[0]['version']}: {moved}; GIN {results[0]['gin']}")
-
-
 def _failure(rank: _Rank, device: str, timeout_s: float) -> Finding:
-    """What the first rank that failed says; the others only lost their peer."""
-    words = rank.last_words()
-    found, cause, remedy = _explain(rank, words, device, timeout_s)
+    """What the first rank that failed says, by the way in which it ended; the others only lost their peer."""
+    name, code, words = f"rank {rank.rank}", rank.code or 0, rank.last_words()
+    library = "DeepEP" if device == "cuda" else "gloo"
+    if rank.ended_by_us:
+        found = f"{name} was still {rank.step} after {timeout_s:g} s"
+        cause = "the ranks wait for each other: one lost its way, a link is down, or a compiler is slow"
+        remedy = "run it with NCCL_DEBUG=INFO and EP_BUFFER_DEBUG=1, and look at the NVLink findings"
+    elif code < 0:
+        ended_by = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+        ended_by += f" ({SIGNALS[ended_by]})" if ended_by in SIGNALS else ""
+        found = f"{name} was ended by {ended_by} while {rank.step}"
+        cause = CRASH_CAUSE.get(rank.step, f"compiled code of {library} or torch crashed, which Python cannot catch")
+        remedy = "reinstall torch (pip install --force-reinstall --no-deps torch) and run this again"
+        if device == "cuda":
+            remedy = "rebuild DeepEP in this environment, against the NCCL that PyTorch loads, and run this again"
+    else:
+        lines = words.strip().splitlines() or ["no message"]
+        raised = [line for line in lines if re.match(r"[\w.]+(Error|Exception|Failed|Refused)\b", line)]
+        found = f"{name} failed while {rank.step}: {' '.join((raised or lines)[-1].split())[:300]}"
+        cause = f"{library} raised this"
+        remedy = "see the other findings, then look the message up in DeepEP's issues"
     known = next((one for one in KNOWN if re.search(one.sign, words, re.I)), None)
     return Finding(
         name=NAME,
@@ -210,38 +229,87 @@ def _failure(rank: _Rank, device: str, timeout_s: float) -> Finding:
     )
 
 
-def _explain(rank: _Rank, words: str, device: str, timeout_s: float) -> tuple[str, str, str]:
-    """What was seen, its usual cause and what to try, by the way in which a rank ended."""
-    name, code = f"rank {rank.rank}", rank.code or 0
-    library = "DeepEP" if device == "cuda" else "gloo"
-    if rank.ended_by_us:
-        return (
-            f"{name} was still {rank.step} after {timeout_s:g} s",
-            "the ranks wait for each other: one lost its way, a link is down, or a compiler is slow",
-            "run it with NCCL_DEBUG=INFO and EP_BUFFER_DEBUG=1, and look at the NVLink findings",
-        )
-    if code < 0:
-        return (
-            f"{name} was ended by {_signal_name(-code)} while {rank.step}",
-            CRASH_CAUSE.get(rank.step, f"compiled code of {library} or torch crashed, which Python cannot catch"),
-            "rebuild DeepEP in this environment, against the NCCL that PyTorch loads, and run this again"
-            if device == "cuda"
-            else "reinstall torch (pip install --force-reinstall --no-deps torch) and run this again",
-        )
-    return (
-        f"{name} failed while {rank.step}: {_exception(words)}",
-        f"{library} raised this",
-        "see the other findings, then look the message up in DeepEP's issues",
+def run_rank() -> None:
+    """One rank: send a few tokens round and write what came of it."""
+    rank, ranks, folder, device = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
+
+    def step(doing: str) -> None:
+        (folder / f"step{rank}").write_text(doing)
+
+    step("loading torch")
+    from torch import distributed as dist
+
+    from moelab.deepep.all_to_all.plan import SMALL, Arm
+    from moelab.deepep.all_to_all.round_trip import make_tokens, round_trip
+    from moelab.deepep.all_to_all.timing import TOLERANCE
+    from moelab.deepep.all_to_all.world import ArmFailed, Buffers, open_libraries, open_world
+
+    step("joining the process group")
+    world = open_world(device, init_method=f"file://{folder}/store", rank=rank, ranks=ranks)
+    step("importing DeepEP")
+    libraries = open_libraries(device)
+    if device == "cuda" and libraries.elastic is None:
+        raise ArmFailed(libraries.found["deepep"])
+    arm = Arm(backend="deepep", layout="expanded") if device == "cuda" else Arm(backend="standard")
+    step("opening the buffer")
+    tokens = make_tokens(SMALL, "round_robin", world)
+    buffers = Buffers(world, libraries)
+    mover = buffers.mover(arm, SMALL, tokens)
+    step("dispatching and combining")
+    error = round_trip(mover, tokens, world, weighted=True)
+    if not error < TOLERANCE["bf16"]:  # NaN is wrong, too
+        raise ArmFailed(f"tokens came back wrong: relative error {error:.3g}")
+    result = {"relative_error": error, "version": libraries.found["deepep"], "gin": _gin(world)}
+    (folder / f"result{rank}.json").write_text(json.dumps(result))
+    step("closing the buffer")
+    buffers.close()
+    dist.barrier(group=world.control)
+    dist.destroy_process_group()
+
+
+class _Properties(ctypes.Structure):
+    """``ncclCommProperties`` of ``nccl_device/core.h`` in NCCL 2.30."""
+
+    _fields_ = (
+        ("size", ctypes.c_size_t),
+        ("magic", ctypes.c_uint),
+        ("version", ctypes.c_uint),
+        ("rank", ctypes.c_int),
+        ("ranks", ctypes.c_int),
+        ("cuda_device", ctypes.c_int),
+        ("nvml_device", ctypes.c_int),
+        ("device_api", ctypes.c_bool),
+        ("multimem", ctypes.c_bool),
+        ("gin_type", ctypes.c_int),
+        ("nvlink_teams", ctypes.c_int),
+        ("host_rma", ctypes.c_bool),
+        ("railed_gin_type", ctypes.c_int),
     )
 
 
-def _signal_name(number: int) -> str:
-    name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
-    meaning = {"SIGSEGV": "segmentation fault", "SIGABRT": "abort", "SIGKILL": "often out of memory"}.get(name)
-    return f"{name} ({meaning})" if meaning else name
+GIN_TYPES = {0: "none", 2: "proxy", 3: "GDAKI", 4: "GPI"}
+NCCL_MAGIC = 0xCAFEBEEF
 
 
-def _exception(words: str) -> str:
-    """The last exception of a traceback, on one line."""
-    lines = [line for line in words.splitlines() if re.match(r"^[\w.]+(Error|Exception|Failed|Refused)\b", line)]
-    return " ".join((lines or words.split("\n")[-3:] or ["no message"])[-1].split())[:300] or "no message"
+def _gin(world: World) -> str:
+    """The type of GPU-initiated networking that NCCL found between these ranks; words where it cannot be asked."""
+    import torch
+
+    if world.device.type != "cuda":
+        return "not asked: there is no NCCL"
+    version = torch.cuda.nccl.version()
+    if version[:2] != (2, 30):
+        return f"not asked: this knows NCCL 2.30, and {version} is loaded"
+    backend = world.group._get_backend(world.device)
+    properties = _Properties(
+        size=ctypes.sizeof(_Properties), magic=NCCL_MAGIC, version=version[0] * 10000 + version[1] * 100 + version[2]
+    )
+    query = ctypes.CDLL("libnccl.so.2").ncclCommQueryProperties  # loaded already, by torch
+    if query(ctypes.c_void_p(backend._comm_ptr()), ctypes.byref(properties)) != 0:
+        return "not known: NCCL did not answer"
+    between, rails = (GIN_TYPES.get(one, str(one)) for one in (properties.gin_type, properties.railed_gin_type))
+    return f"{between} between all ranks, {rails} along rails"
+
+
+if __name__ == "__main__":
+    run_rank()

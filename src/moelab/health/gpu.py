@@ -10,9 +10,8 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from moelab.deepep.findings import Finding, Severity
-from moelab.deepep.probe import Machine
-from moelab.machine import gpu_problem
+from moelab.finding import Finding, Severity
+from moelab.machine import Machine, gpu_problem
 
 CLOCK_TOLERANCE = 0.05
 """Share below the node's median clock, under the same load, from which on a GPU is named. A choice."""

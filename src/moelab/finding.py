@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 Severity = Literal["ok", "note", "warning", "error"]
-"""``note``: as it is here, nothing to do. ``warning``: slower or fragile. ``error``: DeepEP does not work."""
+"""``note``: as it is here, nothing to do. ``warning``: slower or fragile. ``error``: it does not work."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,3 +49,8 @@ class Finding:
         lines = [f"  {'ok ' if self.ok else '-- '} {self.name}: {self.found}"]
         parts = (("because", self.cause), ("so", self.consequence), ("do", self.remedy))
         return lines + [f"       {word}: {text}" for word, text in parts if text]
+
+
+def any_error(findings: Iterable[Finding]) -> bool:
+    """Whether something that was looked at does not work."""
+    return any(one.severity == "error" for one in findings)

@@ -6,9 +6,9 @@ rank's own but its memory. What does differ by rank:
 
 - **Data loading.** A batch is fetched before the first collective of a step. With ``time_ranks: true`` in the cluster's
   profile TorchTitan writes each rank's ``fetching_batch`` to ``structured_logs/``, and ``python -m
-  moelab.launch.stragglers RUN`` names the slow ones. Its ``fwd_bwd`` and ``optim`` contain collectives (on a GPU they
+  moelab.runs.stragglers RUN`` names the slow ones. Its ``fwd_bwd`` and ``optim`` contain collectives (on a GPU they
   are also only the time to queue the work) and are no use for this.
-- **Computation.** :mod:`moelab.launch.health` times the same GEMMs on every GPU, without any collective.
+- **Computation.** :mod:`moelab.health.measure` times the same GEMMs on every GPU, without any collective.
 - **Communication.** The same program measures the all-reduce of every node and of every pair of nodes.
 
 So a slow *job* is seen in its steps, and a slow *rank* in one of these three. A slow step that comes and goes, such as
@@ -23,9 +23,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, TypeVar
 
 import numpy as np
+import pandas as pd
 
 from moelab.errors import BadInput
 
@@ -37,6 +38,7 @@ LEAST_EXCESS: Final = 0.05
 MAD_TO_DEVIATION: Final = 1.4826  # of a normal distribution: 1 / Phi^-1(3/4)
 LEAST_RANKS: Final = 3  # of two, nobody can say which is the odd one
 FETCHING: Final = "fetching_batch"
+Name = TypeVar("Name")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,14 +46,12 @@ class OwnTimes:
     """What each rank needed by itself.
 
     Attributes:
-        steps: S step numbers, ascending.
-        time_s: float64 of shape (S, R), seconds; NaN where a rank said nothing.
-        hosts: name of each rank's host, R.
+        time_s: seconds, with a row for each step and a column for each rank; NaN where a rank said nothing.
+        hosts: name of each rank's host.
     """
 
-    steps: tuple[int, ...]
-    time_s: Times
-    hosts: tuple[str, ...]
+    time_s: pd.DataFrame
+    hosts: pd.Series[str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ class Stragglers:
     nodes: tuple[str, ...]
 
 
-def outliers(values: Mapping[str, float]) -> dict[str, float]:
+def outliers(values: Mapping[Name, float]) -> dict[Name, float]:
     """Names whose value is far above the median, by the median absolute deviation; with the share above it.
 
     Args:
@@ -92,15 +92,10 @@ def find_stragglers(own: OwnTimes) -> Stragglers:
     Args:
         own: times that hold no waiting for other ranks. Step times are not such: see the module's text.
     """
-    time_s = own.time_s[np.isfinite(own.time_s).any(axis=1)]
-    relative = time_s / np.nanmedian(time_s, axis=1, keepdims=True)
-    known = [rank for rank in range(relative.shape[1]) if np.isfinite(relative[:, rank]).any()]
-    excess = outliers({str(rank): float(np.nanmedian(relative[:, rank])) for rank in known})
-    ranks = {int(name): share for name, share in excess.items()}
-    by_host: dict[str, set[int]] = {}
-    for rank, host in enumerate(own.hosts):
-        by_host.setdefault(host, set()).add(rank)
-    return Stragglers(ranks=ranks, nodes=tuple(host for host, held in by_host.items() if held <= ranks.keys()))
+    relative = own.time_s.div(own.time_s.median(axis=1), axis=0)
+    ranks = outliers(dict(zip(relative.columns.astype(int).tolist(), relative.median().tolist(), strict=True)))
+    nodes = [str(host) for host, held in own.hosts.groupby(own.hosts, sort=False) if ranks.keys() >= {*held.index}]
+    return Stragglers(ranks=ranks, nodes=tuple(nodes))
 
 
 def slow_steps(steps: np.ndarray[Any, np.dtype[np.int64]], step_time_s: Times) -> dict[int, float]:
@@ -112,7 +107,7 @@ def slow_steps(steps: np.ndarray[Any, np.dtype[np.int64]], step_time_s: Times) -
     """
     known = np.isfinite(step_time_s).any(axis=1)
     whole = np.nanmedian(step_time_s[known], axis=1)
-    return {int(step): share for step, share in outliers(dict(zip(map(str, steps[known]), whole, strict=True))).items()}
+    return outliers(dict(zip(steps[known].tolist(), whole.tolist(), strict=True)))
 
 
 def read_own_times(folder: Path, span: str = FETCHING) -> OwnTimes:
@@ -125,32 +120,19 @@ def read_own_times(folder: Path, span: str = FETCHING) -> OwnTimes:
     Raises:
         BadInput: if no rank logged it.
     """
-    totals: dict[int, dict[int, float]] = {}
-    hosts: dict[int, str] = {}
+    rows = []
     for file in sorted(folder.glob("*.jsonl")):
-        for rank, host, step, milliseconds in _spans(file, f"{span}_end"):
-            row = totals.setdefault(step, {})
-            row[rank] = row.get(rank, 0.0) + milliseconds / 1e3
-            hosts[rank] = host
-    if not totals:
+        with file.open(encoding="utf-8") as lines:
+            for line in lines:
+                if f"{span}_end" in line and line.endswith("}\n"):  # the last line may be cut
+                    entry = json.loads(line)
+                    if entry.get("log_type_name") == f"{span}_end" and "step" in entry:
+                        rows.append((entry["step"], entry["rank"], entry["host_name"], entry["value"]))
+    if not rows:
         raise BadInput(f"{folder} has no {span}; train with time_ranks: true in the cluster's profile")
-    ranks = range(max(hosts) + 1)
-    rows = [[totals[step].get(rank, np.nan) for rank in ranks] for step in sorted(totals)]
-    return OwnTimes(
-        steps=tuple(sorted(totals)), time_s=np.array(rows), hosts=tuple(hosts.get(rank, "") for rank in ranks)
-    )
-
-
-def _spans(file: Path, name: str) -> list[tuple[int, str, int, float]]:
-    """Rank, host, step and milliseconds of each end of a span; a last line that was cut is left out."""
-    found = []
-    with file.open(encoding="utf-8") as lines:
-        for line in lines:
-            if name in line and line.endswith("}\n"):
-                entry = json.loads(line)
-                if entry.get("log_type_name") == name and "step" in entry:
-                    found.append((entry["rank"], entry["host_name"], entry["step"], entry["value"]))
-    return found
+    spans = pd.DataFrame(rows, columns=["step", "rank", "host", "milliseconds"])
+    time_ms = spans.pivot_table(index="step", columns="rank", values="milliseconds", aggfunc="sum")
+    return OwnTimes(time_s=time_ms / 1e3, hosts=spans.groupby("rank")["host"].last())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

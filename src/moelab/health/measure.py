@@ -1,13 +1,13 @@
-"""Measure every GPU, node and pair of nodes before a big job: ``… -m moelab.launch.health --output FILE``.
+"""Measure every GPU, node and pair of nodes before a big job: ``… -m moelab.health.measure --output FILE``.
 
 Start it as many times as there are ranks, by torchrun or by srun with one task for each GPU::
 
-    srun --nodes=32 --ntasks-per-node=8 --gpus-per-node=8 python -m moelab.launch.health --output health.json \
+    srun --nodes=32 --ntasks-per-node=8 --gpus-per-node=8 python -m moelab.health.measure --output health.json \
         --cluster nebius_soperator_b200
 
 Each rank times GEMMs, alone; while they run, the first rank of each node asks the GPUs for clocks and throttling. Then
 come all-reduces: inside each node, of each pair of nodes (all nodes are busy in each round,
-:func:`moelab.launch.pairs.rounds`), and of all ranks. NCCL moves the bytes, or gloo where there are no GPUs, and the
+:func:`rounds`), and of all ranks. NCCL moves the bytes, or gloo where there are no GPUs, and the
 result says so.
 
 The file is written anew after every stage, so a failure leaves what came before it. Exit code 1: something is wrong.
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import socket
 import sys
 import time
@@ -34,14 +35,13 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from moelab.deepep.probe import this_machine
 from moelab.errors import BadInput, MoelabError
+from moelab.finding import any_error
+from moelab.health.node import check_node
+from moelab.health.slow import judge
 from moelab.launch.cluster import read_cluster
-from moelab.launch.health_findings import judge
-from moelab.launch.node_state import check_node
-from moelab.launch.pairs import rounds
 from moelab.launch.place import Place
-from moelab.launch.slurm.node_list import node_names
+from moelab.machine import this_machine
 from moelab.marks import Marks
 from moelab.runs.files import write_json
 
@@ -78,7 +78,7 @@ class Seat:
                 rank, ranks, local = (int(env[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
                 return cls(rank=rank, ranks=ranks, local_rank=local, node=node, meeting="env://")
             rank, ranks, local = (int(env[name]) for name in ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"))
-            first, port = node_names(env["SLURM_STEP_NODELIST"])[0], Place.of(env).port(FIRST_PORT, LAST_PORT)
+            first, port = first_node(env["SLURM_STEP_NODELIST"]), Place.of(env).port(FIRST_PORT, LAST_PORT)
         except KeyError as error:
             raise BadInput(f"{error} is not set: use torchrun, or srun with a task for each GPU") from None
         return cls(rank=rank, ranks=ranks, local_rank=local, node=node, meeting=f"tcp://{first}:{port}")
@@ -93,7 +93,14 @@ class Check:
         self.device = torch.device("cpu")
         if self.backend == "nccl":  # srun may show each task its own GPU alone
             self.device = torch.device("cuda", seat.local_rank % torch.cuda.device_count())
-        self._join()
+            torch.cuda.set_device(self.device)
+        dist.init_process_group(
+            self.backend,
+            init_method=seat.meeting,
+            rank=seat.rank,
+            world_size=seat.ranks,
+            timeout=timedelta(seconds=TIMEOUT_S),
+        )  # no device_id: pairs get communicators of their own, which do not need the other nodes
         self.node_of: list[str] = self._gather(seat.node)
         self.nodes = list(dict.fromkeys(self.node_of))
         self.first_of_node = self.node_of.index(seat.node) == seat.rank
@@ -109,11 +116,16 @@ class Check:
 
     def run(self) -> None:
         """All stages."""
-        self._stage("timing GEMMs", self._gemms)
-        self._stage("reducing inside nodes", self._inside)
+        self._begin("timing GEMMs")
+        self.result |= self._gemms()
+        self._begin("reducing inside nodes")
+        inside = self._by_node(self._measure((self.seat.node,)))
+        self.result["inside_gb_s"] = {node: value for node, value in inside.items() if value}
         if len(self.nodes) > 1:
-            self._stage("reducing pairs of nodes", self._pairs)
-        self._stage("reducing all ranks", self._all)
+            self._begin("reducing pairs of nodes")
+            self.result["pairs_gb_s"] = self._pairs()
+        self._begin("reducing all ranks")
+        self.result["all_gb_s"] = self._measure(self.nodes)
         self._write("finished")
 
     def close(self) -> None:
@@ -121,22 +133,10 @@ class Check:
         self._meet()
         dist.destroy_process_group()
 
-    def _join(self) -> None:
-        if self.backend == "nccl":
-            torch.cuda.set_device(self.device)
-        dist.init_process_group(
-            self.backend,
-            init_method=self.seat.meeting,
-            rank=self.seat.rank,
-            world_size=self.seat.ranks,
-            timeout=timedelta(seconds=TIMEOUT_S),
-        )  # no device_id: pairs get communicators of their own, which do not need the other nodes
-
-    def _stage(self, name: str, run: Callable[[], dict[str, Any]]) -> None:
-        self._write(name)
+    def _begin(self, stage: str) -> None:
+        self._write(stage)
         if self.seat.rank == 0:
-            print(f"health: {name}", file=sys.stderr, flush=True)  # noqa: T201
-        self.result |= run()
+            print(f"health: {stage}", file=sys.stderr, flush=True)  # noqa: T201
 
     def _write(self, stage: str) -> None:
         self.result["stage"] = stage
@@ -148,32 +148,26 @@ class Check:
         size, kind = GEMM_SIZE[self.device.type], self.device.type
         dtype = torch.bfloat16 if kind == "cuda" else torch.float32
         with ThreadPoolExecutor(1) as aside:
-            asked = aside.submit(_own_findings if self.first_of_node else lambda: None)
-            times_ms = _time_gemms(size, dtype, self.device, until=asked.done)
-        gathered: list[tuple[float, Any]] = self._gather((median(times_ms), asked.result()))
+            findings = aside.submit(lambda: [*check_node(this_machine())] if self.first_of_node else [])
+            times_ms = _time_gemms(size, dtype, self.device, until=findings.done)
+        mine = (median(times_ms), [one.to_json() for one in findings.result()])
+        gathered: list[tuple[float, Any]] = self._gather(mine)
         names = [f"{node} rank {rank}" for rank, node in enumerate(self.node_of)]
         return {
             "gemm": f"{size} x {size} x {size} {dtype}".replace("torch.", ""),
-            "gemm_ms": {name: milliseconds for name, (milliseconds, _) in zip(names, gathered, strict=True)},
-            "node_findings": {node: found for node, (_, found) in zip(self.node_of, gathered, strict=True) if found},
+            "gemm_ms": {name: time_ms for name, (time_ms, _) in zip(names, gathered, strict=True)},
+            "node_findings": {node: told for node, (_, told) in zip(self.node_of, gathered, strict=True) if told},
         }
 
-    def _inside(self) -> dict[str, Any]:
-        found = self._by_node(self._measure((self.seat.node,)))
-        return {"inside_gb_s": {node: value for node, value in found.items() if value}}
-
-    def _pairs(self) -> dict[str, Any]:
+    def _pairs(self) -> list[tuple[str, str, float]]:
         rows = []
         for met in rounds(len(self.nodes)):
             pairs = [(self.nodes[first], self.nodes[second]) for first, second in met]
             # A node without a partner measures itself: PyTorch names a group by how many a rank has made before.
             mine = next((pair for pair in pairs if self.seat.node in pair), (self.seat.node,))
-            found = self._by_node(self._measure(mine))
-            rows += [(first, second, found[first]) for first, second in pairs]
-        return {"pairs_gb_s": rows}
-
-    def _all(self) -> dict[str, Any]:
-        return {"all_gb_s": self._measure(self.nodes)}
+            gb_s = self._by_node(self._measure(mine))
+            rows += [(first, second, gb_s[first]) for first, second in pairs]
+        return rows
 
     def _by_node(self, mine: float) -> dict[str, float]:
         return dict(zip(self.node_of, self._gather(mine), strict=True))
@@ -208,10 +202,6 @@ class Check:
         return values
 
 
-def _own_findings() -> list[dict[str, Any]]:
-    return [one.to_json() for one in check_node(this_machine())]
-
-
 def _time_gemms(size: int, dtype: torch.dtype, device: torch.device, *, until: Callable[[], bool]) -> list[float]:
     """Milliseconds of each of many GEMMs, for as long as the load shall last."""
     left, right = (torch.randn(size, size, dtype=dtype, device=device) for _ in range(2))
@@ -227,6 +217,32 @@ def _time_gemms(size: int, dtype: torch.dtype, device: torch.device, *, until: C
     return times_ms
 
 
+def rounds(count: int) -> list[list[tuple[int, int]]]:
+    """Pairs of the numbers below ``count``, by round; nobody is in two pairs of a round, and all pairs come once.
+
+    The circle method of round-robin tournaments: n - 1 rounds, or n if n is odd, with one node idle in each.
+
+    >>> rounds(4)
+    [[(0, 3), (1, 2)], [(0, 2), (1, 3)], [(0, 1), (2, 3)]]
+    """
+    ring = [*range(count), *([-1] if count % 2 else [])]
+    made = []
+    for _ in range(len(ring) - 1):
+        met = [sorted((ring[index], ring[-1 - index])) for index in range(len(ring) // 2)]
+        made.append(sorted((first, second) for first, second in met if first >= 0))
+        ring = [ring[0], ring[-1], *ring[1:-1]]
+    return made
+
+
+def first_node(node_list: str) -> str:
+    """The first name of a list as Slurm writes one; containers have no scontrol that could be asked.
+
+    >>> first_node("rack[0-1]n[08-10,12],login1")
+    'rack0n08'
+    """
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", node_list).partition(",")[0]
+
+
 def bus_bandwidth_gb_s(payload_bytes: int, time_s: float, ranks: int) -> float:
     """Bus bandwidth of an all-reduce (nccl-tests, doc/PERFORMANCE.md).
 
@@ -238,7 +254,7 @@ def bus_bandwidth_gb_s(payload_bytes: int, time_s: float, ranks: int) -> float:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, write, and on the first rank judge."""
-    parser = argparse.ArgumentParser(prog="moelab.launch.health", description="Measure GPUs, nodes and links.")
+    parser = argparse.ArgumentParser(prog="moelab.health.measure", description="Measure GPUs, nodes and links.")
     parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--cluster", help="profile whose all_reduce_floor_gb_s nodes are held against")
     options = parser.parse_args(arguments)
@@ -249,11 +265,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"health: {error}", file=sys.stderr)  # noqa: T201
         return error.exit_code
     check.run()
-    found = judge(check.result, floor) if check.seat.rank == 0 else ()
+    findings = judge(check.result, floor) if check.seat.rank == 0 else ()
     check.close()
-    for line in (line for one in found for line in one.as_lines()):
-        print(line)  # noqa: T201
-    return 0 if all(one.severity != "error" for one in found) else 1
+    for finding in findings:
+        print("\n".join(finding.as_lines()))  # noqa: T201
+    return 1 if any_error(findings) else 0
 
 
 if __name__ == "__main__":

@@ -1,0 +1,405 @@
+"""Whether DeepEP can work on this machine, told from files: for ``moelab doctor``, which neither imports nor runs it.
+
+Importing the wrong build may crash the process, and loading torch takes seconds. :mod:`moelab.health.smoke` runs two
+ranks and sees what is only concluded here. Figures and file names are those of DeepEP 2.1.0.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from moelab.finding import Finding, Severity
+from moelab.health.links import Expected, check_gpudirect, check_memlock, check_nvlink, check_rdma, ports
+from moelab.machine import INFINIBAND, Machine, this_machine
+
+Kind = Literal["none", "V1", "V2", "hybrid-ep", "unknown"]
+NAMES = {
+    "V1": "V1 (Buffer, on NVSHMEM)",
+    "V2": "V2 (ElasticBuffer, on NCCL)",
+    "hybrid-ep": "hybrid-ep (HybridEPBuffer)",
+    "unknown": "a package deep_ep that is none of DeepEP's",
+}
+SOURCE = "github.com/deepseek-ai/DeepEP"
+NCCL_NEEDED = (2, 30, 4)
+"""``README.md`` of DeepEP."""
+NCCL_STABLE_ABI = (2, 31)
+"""Before this release the NCCL that is loaded must be the one that DeepEP was compiled with: DeepEP's ``nccl.cu``."""
+NCCL_WHEELS = ("nvidia-nccl-cu12", "nvidia-nccl-cu13")
+IBGDA = {"EnableStreamMemOPs": r"^1$", "RegistryDwords": r"PeerMappingOverride=1"}
+"""Driver parameters for IBGDA: DeepEP's ``docs/nvshmem.md``."""
+PREFIXES = ("NCCL_", "NVSHMEM_", "UCX_", "EP_")
+
+
+def examine_environment(machine: Machine | None = None, expected: Expected | None = None) -> tuple[Finding, ...]:
+    """Look at everything that DeepEP depends on.
+
+    Args:
+        machine: the one to look at; this one by default.
+        expected: what the hardware profile says of it; one node by default.
+
+    Returns:
+        Findings in reading order.
+    """
+    machine, expected = machine or this_machine(), expected or Expected()
+    build = find_build(machine)
+    return (
+        *check_build(machine, build),
+        *check_nccl(machine, build),
+        *check_nvlink(machine, needed=build.kind != "none"),
+        *check_rdma(machine, expected),
+        *check_nic_name(machine, build),
+        *check_gpudirect(machine),
+        *check_gin(machine, build, expected),
+        *check_ibgda(machine, build, expected),
+        *check_memlock(machine),
+        *check_variables(machine),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Build:
+    """The DeepEP that Python would import.
+
+    Attributes:
+        kind: told by its modules.
+        version: empty where nothing says it.
+        folder: of the package.
+        compiled: whether its extension module lies beside it.
+        from_index: whether pip took it from a package index such as PyPI.
+    """
+
+    kind: Kind
+    version: str = ""
+    folder: Path | None = None
+    compiled: bool = False
+    from_index: bool = False
+
+
+def find_build(machine: Machine) -> Build:
+    """Look for a package ``deep_ep`` without importing it."""
+    folder = machine.module_folder("deep_ep")
+    if folder is None:
+        return Build(kind="none")
+    kind: Kind = "unknown"
+    extensions = list(folder.parent.glob("deep_ep_cpp*.so"))
+    if (folder / "buffers" / "elastic.py").is_file():
+        kind, extensions = "V2", list(folder.glob("_C*.so"))
+    elif (folder / "hybrid_ep_buffer.py").is_file():  # before V1: it has V1's buffer.py too
+        kind, extensions = "hybrid-ep", list(folder.parent.glob("hybrid_ep_cpp*.so"))
+    elif (folder / "buffer.py").is_file():
+        kind = "V1"
+    distribution = machine.distribution("deep-ep")
+    if distribution is None:
+        written = re.search(r"^__version__\s*=\s*['\"](.+?)['\"]", (folder / "__init__.py").read_text(), re.M)
+        return Build(kind=kind, version=written[1] if written else "", folder=folder, compiled=bool(extensions))
+    # pip notes where a package came from unless it was an index; DeepEP's own builds carry ``+commit``.
+    came_from = json.loads(distribution.read_text("direct_url.json") or "null")
+    by_pip = distribution.read_text("INSTALLER") is not None
+    return Build(
+        kind=kind,
+        version=distribution.version,
+        folder=folder,
+        compiled=bool(extensions),
+        from_index=by_pip and not came_from and "+" not in distribution.version,
+    )
+
+
+def check_build(machine: Machine, build: Build) -> Iterator[Finding]:
+    """Which DeepEP it is, and whether it can be imported."""
+    name = "DeepEP"
+    if build.kind == "none":
+        stray = machine.distribution("deep-ep")
+        found = "not installed" if stray is None else f"{stray.version} is listed, and its package is not there"
+        yield Finding(name=name, severity="note", found=f"{found}; arms with deepep need it, CUDA GPUs and NVLink")
+        return
+    found = f"{NAMES[build.kind]} {build.version}".strip()
+    if build.from_index:
+        yield Finding(
+            name=name,
+            severity="error",
+            found=f"{found}, from a package index",
+            cause="PyPI's `deep-ep` is an upload of V1's sources of February 2025; it is not DeepEP V2",
+            consequence="there is no ElasticBuffer: neither TorchTitan 0.3.0 nor moelab can use it",
+            remedy=f"pip uninstall deep-ep, then build V2 from {SOURCE}",
+        )
+    elif build.kind in ("V1", "unknown"):
+        yield Finding(
+            name=name,
+            severity="error",
+            found=found,
+            cause="TorchTitan 0.3.0 and moelab call ElasticBuffer, which DeepEP has since 2.0",
+            consequence="the import fails before the first step",
+            remedy=f"build V2 from {SOURCE}, and remove this one first",
+        )
+    elif not build.compiled:
+        yield Finding(
+            name=name,
+            severity="error",
+            found=f"{found}, not compiled",
+            cause=f"no extension module lies beside {build.folder}: these are the sources",
+            consequence="`import deep_ep` fails",
+            remedy="build it (python setup.py install, or pip install --no-build-isolation .), or leave its checkout",
+        )
+    else:
+        yield Finding(name=name, severity="ok", found=found)
+        if build.kind == "V2":
+            yield check_compiler(machine)
+
+
+def check_compiler(machine: Machine) -> Finding:
+    """The nvcc that V2 compiles its kernels with when they are first used."""
+    env = machine.env
+    candidates = [f"{env[name]}/bin/nvcc" for name in ("CUDA_HOME", "CUDA_PATH") if env.get(name)]
+    candidates += [env["EP_JIT_NVCC_COMPILER"]] if "EP_JIT_NVCC_COMPILER" in env else []
+    candidates += [f"{folder}/nvcc" for folder in env.get("PATH", "").split(":") if folder]
+    for path in map(Path, [*candidates, "/usr/local/cuda/bin/nvcc"]):
+        if (machine.root / str(path).lstrip("/")).exists():
+            return Finding(name="CUDA compiler", severity="ok", found=str(path))
+    return Finding(
+        name="CUDA compiler",
+        severity="error",
+        found="no nvcc in CUDA_HOME, CUDA_PATH, PATH or /usr/local/cuda",
+        cause="DeepEP V2 compiles a kernel for every setting when it first meets it",
+        consequence="the first dispatch fails",
+        remedy="install the CUDA toolkit of PyTorch's CUDA version and set CUDA_HOME",
+    )
+
+
+def check_nccl(machine: Machine, build: Build) -> Iterator[Finding]:
+    """The NCCL that is loaded, the one that DeepEP was built against, and what V2 needs."""
+    library = loaded_nccl(machine)
+    if library is None and build.kind != "V2":
+        return
+    loaded = (first_match(library, rb"NCCL version (\d+\.\d+\.\d+)") if library else None) or ""
+    built = built_against(machine, build)
+    found = f"loaded {loaded or 'of unknown version'}" + (f", DeepEP built against {built}" if built else "")
+    enough = version_tuple(loaded) >= NCCL_NEEDED
+    if build.kind == "V2" and not enough:
+        yield Finding(
+            name="NCCL",
+            severity="error",
+            found=found if library else "no libnccl found",
+            cause="DeepEP V2 is built on NCCL's device interface of 2.30.4 and later",
+            consequence="DeepEP does not build, or its buffer cannot be created",
+            remedy='pip install "nvidia-nccl-cu13>=2.30.4" --no-deps, then rebuild DeepEP',
+        )
+    elif built and built != loaded and version_tuple(loaded) < NCCL_STABLE_ABI:
+        yield Finding(
+            name="NCCL",
+            severity="error",
+            found=found,
+            cause="before NCCL 2.31 its device interface has no stable layout; DeepEP checks that both are the same",
+            consequence="the buffer's creation fails, or reads memory that is laid out differently",
+            remedy="rebuild DeepEP against the NCCL that PyTorch loads (EP_NCCL_ROOT_DIR), or install the other one",
+        )
+    else:
+        yield Finding(name="NCCL", severity="ok" if enough else "note", found=found)
+    wheels = [name for name in NCCL_WHEELS if machine.distribution(name) is not None]
+    if library and len(wheels) > 1:
+        yield Finding(
+            name="NCCL packages",
+            severity="warning",
+            found=" and ".join(wheels),
+            cause="both write the same folder nvidia/nccl",
+            consequence="which NCCL is loaded depends on which was installed last",
+            remedy="uninstall both, then install the one of PyTorch's CUDA version",
+        )
+
+
+def loaded_nccl(machine: Machine) -> Path | None:
+    """The library that PyTorch loads: one that is preloaded, else the wheel's, which its RPATH names."""
+    for entry in re.split(r"[:\s]", machine.env.get("LD_PRELOAD", "")):
+        if "libnccl" in entry:
+            return machine.root / entry.lstrip("/")
+    wheels = (path / "nvidia" / "nccl" / "lib" / "libnccl.so.2" for path in machine.search)
+    return next((path for path in wheels if path.is_file()), None)
+
+
+def built_against(machine: Machine, build: Build) -> str | None:
+    """Version of the headers that V2's build found: in the folder that it was given and remembers, or in the wheel."""
+    if build.kind != "V2" or build.folder is None:
+        return None
+    kept = first_match(build.folder / "envs.py", rb"persistent_envs\['EP_NCCL_ROOT_DIR'\] = '(.+?)'")
+    named = [kept, machine.env.get("EP_NCCL_ROOT_DIR"), machine.env.get("NCCL_DIR")]
+    roots = [machine.root / one.lstrip("/") for one in named if one]
+    roots += [path / "nvidia" / "nccl" for path in machine.search]
+    header = next((path for root in roots if (path := root / "include" / "nccl.h").is_file()), None)
+    if header is None:
+        return None
+    numbers = [first_match(header, rb"#define NCCL_%s (\d+)" % part) for part in (b"MAJOR", b"MINOR", b"PATCH")]
+    return ".".join(number or "?" for number in numbers)
+
+
+def check_nic_name(machine: Machine, build: Build) -> Iterator[Finding]:
+    """V2 reads a card's bandwidth from ``ibstat`` and chooses its SM count by it."""
+    cards, card = machine.names(INFINIBAND), machine.env.get("EP_NIC_NAME", "mlx5_0")
+    if build.kind != "V2" or not cards or f"CA '{card}'" in (machine.run(["ibstat"]) or ""):
+        return
+    yield Finding(
+        name="RDMA bandwidth for DeepEP",
+        severity="warning",
+        found=f"ibstat does not name {card}",
+        cause="DeepEP V2 reads the bandwidth of EP_NIC_NAME (mlx5_0 by default) from ibstat",
+        consequence="it takes 0 GB/s, and over several nodes its estimate of SMs divides by that",
+        remedy=f"install infiniband-diags, and set EP_NIC_NAME to a card of {', '.join(cards)}",
+    )
+
+
+def check_gin(machine: Machine, build: Build, expected: Expected) -> Iterator[Finding]:
+    """GPU-initiated networking (GIN), which V2 asks NCCL for unless it is told not to."""
+    if build.kind != "V2":
+        return
+    off = machine.env.get("EP_DISABLE_GIN", "0") not in ("", "0")
+    possible = any(port.active for port in ports(machine)) and machine.env.get("NCCL_GIN_ENABLE") != "0"
+    if off and expected.nodes > 1:
+        yield Finding(
+            name="GIN",
+            severity="error",
+            found=f"EP_DISABLE_GIN=1 for {expected.nodes} nodes",
+            cause="the variable is meant for ranks that share one node",
+            consequence="DeepEP has no way to the other nodes",
+            remedy="unset EP_DISABLE_GIN",
+        )
+    elif off:
+        yield Finding(name="GIN", severity="ok", found="off (EP_DISABLE_GIN): NVLink alone")
+    elif possible:
+        kinds = {"2": "proxy", "3": "GDAKI"}
+        kind = kinds.get(machine.env.get("NCCL_GIN_TYPE", ""), "chosen by NCCL: GDAKI where the card can, else proxy")
+        yield Finding(name="GIN", severity="ok", found=f"possible; type {kind} (`moelab doctor --smoke` sees it)")
+    elif expected.nodes > 1:
+        yield Finding(
+            name="GIN",
+            severity="error",
+            found="not available",
+            cause="no active RDMA port, or NCCL_GIN_ENABLE=0",
+            consequence="creating the buffer fails: NCCL GIN is unavailable",
+            remedy="bring an RDMA port up and unset NCCL_GIN_ENABLE",
+        )
+    else:
+        yield Finding(
+            name="GIN",
+            severity="warning",
+            found="not available, and EP_DISABLE_GIN is not set",
+            cause="DeepEP 2.1.0 asks for GIN even inside one node, and without an RDMA port there is none",
+            consequence="outside of moelab, which sets it, creating the buffer fails: NCCL GIN is unavailable",
+            remedy="export EP_DISABLE_GIN=1",
+        )
+
+
+def check_ibgda(machine: Machine, build: Build, expected: Expected) -> Iterator[Finding]:
+    """IBGDA or GDRCopy, which V1's kernels between nodes need; V2 needs neither."""
+    if build.kind != "V1":
+        return
+    listed = machine.text("/proc/driver/nvidia/params") or ""
+    values = dict(re.findall(r"^(\w+): \"?(.*?)\"?$", listed, re.M))
+    missing = [name for name, wanted in IBGDA.items() if not re.search(wanted, values.get(name, ""))]
+    if not missing:
+        yield Finding(name="IBGDA", severity="ok", found="the driver's parameters are set")
+    elif (machine.root / "dev" / "gdrdrv").exists():
+        yield Finding(name="IBGDA", severity="ok", found="GDRCopy is loaded (slower than the parameters)")
+    else:
+        yield Finding(
+            name="IBGDA",
+            severity="error" if expected.nodes > 1 else "warning",
+            found=f"the driver lacks {' and '.join(missing)}, and GDRCopy is not loaded",
+            cause="V1 sends between nodes through NVSHMEM's IBGDA, which needs one of the two",
+            consequence="V1's kernels between nodes fail when NVSHMEM starts",
+            remedy='options nvidia NVreg_EnableStreamMemOPs=1 NVreg_RegistryDwords="PeerMappingOverride=1;" in '
+            "/etc/modprobe.d and a reboot, or install GDRCopy (docs/nvshmem.md of DeepEP)",
+        )
+
+
+class Harmful(NamedTuple):
+    """Values of an environment variable that keep DeepEP from working or slow it down, whatever the cluster."""
+
+    name: str
+    values: tuple[str, ...]
+    severity: Severity
+    consequence: str
+
+
+NO_WINDOW = "NCCL cannot register the symmetric window that DeepEP V2's buffer lies in"
+NO_PEERS = "GPUs of a node do not reach each other's memory"
+HARMFUL = (
+    Harmful("NCCL_P2P_DISABLE", ("1",), "error", f"{NO_PEERS}: no NVLink for DeepEP, nor for the rest"),
+    Harmful("NCCL_P2P_LEVEL", ("LOC", "0"), "error", NO_PEERS),
+    Harmful("NCCL_CUMEM_ENABLE", ("0",), "error", NO_WINDOW),
+    Harmful("NCCL_WIN_ENABLE", ("0",), "error", NO_WINDOW),
+    Harmful("NCCL_IB_DISABLE", ("1",), "warning", "NCCL sends between nodes over TCP, and DeepEP V2 has no GIN"),
+    Harmful("EP_SUPPRESS_NCCL_CHECK", ("1",), "warning", "two different NCCL libraries go unnoticed until one crashes"),
+    Harmful("NCCL_DEBUG", ("TRACE",), "warning", "every collective writes to the log and becomes slower"),
+    Harmful("CUDA_LAUNCH_BLOCKING", ("1",), "warning", "communication and computation do not overlap"),
+)
+
+
+def check_variables(machine: Machine) -> Iterator[Finding]:
+    """What is set to steer the communication, what of it harms, and what names something that is not there."""
+    env, cards, interfaces = machine.env, machine.names(INFINIBAND), machine.names("/sys/class/net")
+    listed = ", ".join(f"{name}={value}" for name, value in sorted(env.items()) if name.startswith(PREFIXES))
+    yield Finding(name="communication variables", severity="note", found=listed or "none set")
+    for harmful in HARMFUL:
+        if env.get(harmful.name) in harmful.values:
+            yield Finding(
+                name=harmful.name,
+                severity=harmful.severity,
+                found=f"{harmful.name}={env[harmful.name]}",
+                cause="it is set in this shell, its profile or the container's image",
+                consequence=harmful.consequence,
+                remedy=f"unset {harmful.name}",
+            )
+    # A list that names cards or interfaces of another machine is the usual fault of a script that was copied.
+    for name, here in (
+        ("NCCL_IB_HCA", cards),
+        ("NVSHMEM_HCA_LIST", cards),
+        ("UCX_NET_DEVICES", [*cards, *interfaces]),
+        ("EP_NIC_NAME", cards),
+        ("NCCL_SOCKET_IFNAME", interfaces),
+        ("NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME", interfaces),
+    ):
+        value = env.get(name, "")
+        if value == "all" or value.startswith("^"):  # ^ excludes, which names nothing
+            continue
+        wanted = [one.partition(":")[0] for one in value.removeprefix("=").split(",") if one]  # mlx5_0:1 is its port 1
+        missing = [one for one in wanted if one not in here]
+        if name.startswith("NCCL_") and not value.startswith("="):  # NCCL alone takes the beginning of a name
+            missing = [one for one in missing if not any(held.startswith(one) for held in here)]
+        if missing:
+            yield Finding(
+                name=name,
+                severity="error",
+                found=f"{name}={value}; here is no {', '.join(missing)}",
+                cause=f"this machine has {', '.join(here) or 'none'}; the value is another machine's",
+                consequence="the library finds no device and fails, or takes a slower one",
+                remedy=f"set {name} to what is here, or unset it and let the library choose",
+            )
+
+
+def first_match(path: Path, pattern: bytes) -> str | None:
+    """First group of the first match of a pattern in a file of any size, or None.
+
+    Args:
+        path: of the file.
+        pattern: a regular expression with one group.
+    """
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            match = re.search(pattern, content)
+            return None if match is None else match[1].decode(errors="replace")
+    except (OSError, ValueError):  # an empty file cannot be mapped
+        return None
+
+
+def version_tuple(version: str) -> tuple[int, ...]:
+    """Numbers of a version, such as ``(2, 30, 7)`` of ``2.30.7+cuda13.3``.
+
+    Example:
+        >>> version_tuple("2.30.7+cuda13.3") >= (2, 30, 4)
+        True
+    """
+    return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0]))
