@@ -173,7 +173,7 @@ def chosen_arms(study: Any, wanted: str | None) -> list[Any]:
 
 def _run(options: argparse.Namespace) -> int:
     from moelab.experiment_file import read_study
-    from moelab.launch.study import run_study
+    from moelab.launch.local import run_study
 
     study = read_study(options.file, options.set)
     done = run_study(study, options.runs, on_failure=options.on_failure)
@@ -187,7 +187,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _status(options: argparse.Namespace) -> int:
-    from moelab.launch.watch import refresh
+    from moelab.launch.status import refresh
 
     if options.follow:
         return cli_cluster.follow_runs(options)

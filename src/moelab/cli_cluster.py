@@ -55,7 +55,7 @@ def _submit(options: argparse.Namespace) -> int:
 
 def _cancel(options: argparse.Namespace) -> int:
     from moelab.cli import found_runs, show_runs
-    from moelab.launch.control import cancel
+    from moelab.launch.status import cancel
 
     found = found_runs(options.path)
     show_runs(options, found, cancel(found.all_runs))
@@ -64,7 +64,7 @@ def _cancel(options: argparse.Namespace) -> int:
 
 def _requeue(options: argparse.Namespace) -> int:
     from moelab.cli import found_runs, show_runs
-    from moelab.launch.control import requeue
+    from moelab.launch.status import requeue
 
     found = found_runs(options.path)
     show_runs(options, found, requeue(found.all_runs))
@@ -88,7 +88,7 @@ def doctor_of_cluster(options: argparse.Namespace) -> int:
 def follow_runs(options: argparse.Namespace) -> int:
     """``moelab status --follow``."""
     from moelab.errors import BadInput
-    from moelab.launch.follow_terminal import follow
+    from moelab.launch.status import follow
 
     if options.json:
         raise BadInput("--follow shows text as it comes; leave it out to get one JSON object")

@@ -17,7 +17,7 @@ from moelab.cli import main
 from moelab.experiment import Experiment
 from moelab.experiment_file import read_experiment, read_study
 from moelab.launch import local
-from moelab.launch.slurm.ticket import Ticket
+from moelab.launch.slurm import Ticket
 from moelab.runs.status import State
 
 HEAVY = ("torch", "torchtitan", "torchao", "plotly", "pandas", "numpy", "scipy", "papermill", "yaml", "pydantic")
@@ -256,7 +256,7 @@ def test_a_study_over_any_field_from_its_plan_to_its_report(call: Any, tmp_path:
 
 
 def test_one_bad_record_hides_no_good_one(call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moelab.launch.slurm.jobs.queue", list)
+    monkeypatch.setattr("moelab.launch.slurm.queue", list)
     runs = [
         make_run(tmp_path, Experiment(name="s", hardware="cpu", steps=2, seed=seed), [8.0, 7.0], state=state)
         for seed, state in enumerate((State.COMPLETED, State.PREPARED, State.COMPLETED))

@@ -15,7 +15,7 @@ from moelab.experiment_file import parse
 from moelab.hardware import cluster_of
 from moelab.health.deepep import PREFIXES
 from moelab.launch.cluster import ClusterProfile, bundled, read_cluster
-from moelab.launch.place import Place
+from moelab.launch.in_job import Place
 
 BASE: dict[str, Any] = {"name": "test", "description": "a test"}
 

@@ -13,9 +13,9 @@ import pytest
 from stand_in import step_line
 
 from moelab.experiment import Experiment
-from moelab.launch import first_node, in_job
+from moelab.launch import in_job, node
+from moelab.launch.in_job import REQUEUE_CODE, TERMINATED, Place, Signals
 from moelab.launch.node import Start
-from moelab.launch.place import REQUEUE_CODE, TERMINATED, Place, Signals
 from moelab.runs import directory
 from moelab.runs.directory import RunDir
 from moelab.runs.status import State, Status
@@ -47,9 +47,9 @@ def start_of(run: RunDir, signals: Signals, *, restarts: int = 0, requeues: int 
 
 
 def account(start: Start, ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> tuple[int, Status]:
-    monkeypatch.setattr(first_node, "train", ranks)
-    monkeypatch.setattr(first_node, "LOG_QUIET_S", 0.01)
-    return first_node.account_for(start), start.run.status
+    monkeypatch.setattr(node, "train", ranks)
+    monkeypatch.setattr(node, "LOG_QUIET_S", 0.01)
+    return node.account_for(start), start.run.status
 
 
 def trains(last: int, code: int = 0) -> Ranks:
@@ -162,7 +162,7 @@ def test_a_port_in_use_moves_the_job_to_another(run: RunDir, signals: Signals, m
 
 
 def test_a_full_disk_ends_the_run(run: RunDir, signals: Signals, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(first_node, "no_space", lambda _: "no disk space: 0.0 MiB are free")
+    monkeypatch.setattr(node, "no_space", lambda _: "no disk space: 0.0 MiB are free")
     code, status = account(start_of(run, signals), lambda _, is_over: TERMINATED if is_over() else 0, monkeypatch)
     assert (code, status.state) == (1, State.FAILED)
     assert status.reason == "no disk space: 0.0 MiB are free"

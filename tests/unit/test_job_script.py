@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from moelab.errors import BadInput, MoelabError, Refused
 from moelab.experiment_file import parse
 from moelab.launch.cluster import ClusterProfile, read_cluster
-from moelab.launch.place import REQUEUE_CODE
+from moelab.launch.in_job import REQUEUE_CODE
 from moelab.launch.script import JobSpec, render
 
 GOLDEN = Path(__file__).parents[1] / "golden"

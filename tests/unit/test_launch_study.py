@@ -22,7 +22,7 @@ from filelock import FileLock
 from moelab.errors import Refused
 from moelab.experiment_file import Study, make_study
 from moelab.launch import local, torchrun
-from moelab.launch.study import StudyRun, run_study
+from moelab.launch.local import StudyRun, run_study
 from moelab.runs import directory
 from moelab.runs.collect import collect
 from moelab.runs.directory import RunDir, find
@@ -400,7 +400,7 @@ def test_the_study_is_looked_at_from_any_folder(runs: Path, monkeypatch: pytest.
 @pytest.mark.parametrize("endpoint", ["http://127.0.0.1:9", "http://no-such-host.invalid"])
 def test_a_hub_that_cannot_be_reached_is_a_refusal(endpoint: str) -> None:
     script = (
-        "from moelab.experiment import Experiment\nfrom moelab.launch.staging import stage_data\n"
+        "from moelab.experiment import Experiment\nfrom moelab.launch.local import stage_data\n"
         "from moelab.errors import Refused\n"
         "try:\n    stage_data(Experiment(dataset='c4'))\nexcept Refused as error:\n    print(error)"
     )

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import pytest
 
 from moelab.experiment_file import Study, make_study
-from moelab.launch.progress import Progress, format_seconds
+from moelab.launch.local import Progress, format_seconds
 
 STEPS = 10
 

@@ -26,7 +26,7 @@ def will_submit(study: Study, runs: Path, cluster: ClusterProfile, *, submit: bo
         cluster: where.
         submit: whether Slurm may be given anything.
     """
-    from moelab.launch.watch import ACTIVE, refresh
+    from moelab.launch.status import ACTIVE, refresh
 
     if not submit or cluster.scheduler == "none":
         return submit
@@ -52,9 +52,9 @@ def bring_forward(study: Study, runs: Path, cluster: ClusterProfile, *, submit: 
     Raises:
         Refused: if this machine or the plan cannot run it, or ``submit`` asks for Slurm on a cluster without it.
     """
-    from moelab.launch.study import run_study
+    from moelab.launch.local import run_study
+    from moelab.launch.status import ACTIVE, refresh
     from moelab.launch.submit import submit as submit_to_slurm
-    from moelab.launch.watch import ACTIVE, refresh
 
     if submit and cluster.scheduler == "none":
         raise Refused(f"submit is True, and cluster {cluster.name} has no Slurm; set submit = False to train here")

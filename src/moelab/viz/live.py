@@ -20,7 +20,7 @@ from typing import Any, Final
 import plotly.graph_objects as go
 
 from moelab.errors import MoelabError
-from moelab.launch.watch import refresh
+from moelab.launch.status import refresh
 from moelab.runs.directory import RunDir
 from moelab.runs.follow import RunFollower, StudyFollower
 from moelab.runs.status import Status
