@@ -30,13 +30,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from memory_megatron import V2, MegatronRun, megatron_memory
+
 from moelab.experiment import Experiment
 from moelab.hardware import H100
 from moelab.layout import check
-from moelab.layout.stages import split_layers
+from moelab.layout.schedule import split_layers
 from moelab.machine import environment
 from moelab.memory import estimate
-from moelab.memory.megatron import V2, MegatronRun, megatron_memory
 from moelab.model import shape_of
 from moelab.runs.files import write_json
 from moelab.titan import corpus

@@ -45,8 +45,7 @@ def _plan(options: argparse.Namespace) -> int:
     (experiment,) = arms
     if options.search:
         return _search(options, experiment)
-    from moelab.plan import plan, titan_config, verified
-    from moelab.plan_text import plan_text, titan_text, verified_text
+    from moelab.plan import plan, plan_text, titan_config, titan_text, verified, verified_text
 
     if options.write:
         options.write.write_text(write_experiment(experiment), encoding="utf-8")
@@ -66,8 +65,7 @@ def _plan(options: argparse.Namespace) -> int:
 def _plan_arms(options: argparse.Namespace, arms: list[Any]) -> int:
     from moelab.cli import show
     from moelab.errors import BadInput
-    from moelab.plan import plan
-    from moelab.plan_text import study_text
+    from moelab.plan import plan, study_text
 
     if options.search or options.verify or options.config or options.write:
         names = ", ".join(experiment.arm for experiment in arms)
@@ -83,13 +81,10 @@ def _search(options: argparse.Namespace, experiment: Any) -> int:
     from moelab.experiment_file import parse_overrides
     from moelab.hardware import gpu_of
     from moelab.plan import headroom_gib
-    from moelab.plan_text import search_text
-    from moelab.search import VARIED, search
+    from moelab.search import VARIED, recommend, recommendation_text, search, search_text
 
     fixed = sorted(parse_overrides(options.set).keys() & set(VARIED))
     if gpu_of(experiment.hardware).bf16_tflops is not None:
-        from moelab.recommend import recommend, recommendation_text
-
         found = recommend(experiment, fixed=fixed, limit=options.limit, global_batch=options.global_batch)
         show(options, found.to_json(), recommendation_text(found))
         return 0 if found.ranked else 3

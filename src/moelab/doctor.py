@@ -129,7 +129,9 @@ def _arm(experiment: Experiment) -> Arm:
         Precision.MXFP8: "runs with native kernels" if native else "runs emulated: MXFP8 numerics, not its speed",
     }[experiment.precision]
     reasons = ["nvidia-smi fails, so what runs here is not known"] if gpu_problem() else refusals(experiment)
-    return Arm(name=experiment.arm, kernels=kernels, reason="; ".join(reasons))
+    # Of several about one field the last is the one about this machine's GPUs.
+    of_fields = {reason.partition(" ")[0]: reason for reason in reasons}
+    return Arm(name=experiment.arm, kernels=kernels, reason="; ".join(of_fields.values()))
 
 
 def _processor() -> Finding:

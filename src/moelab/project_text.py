@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from moelab.plan_text import aligned
 from moelab.projection.project import Projection
+from moelab.search import aligned
 
 
 def projection_text(found: Projection) -> str:

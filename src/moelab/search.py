@@ -10,21 +10,34 @@ There is no prediction of speed in this order. It is what a person would look at
 6. the most memory is left.
 
 What is still equal is ordered by the degrees themselves, so that two searches agree. Memory is estimated only as far
-down the order as the answer reaches: the estimate costs more than all rules together. :mod:`moelab.recommend` puts an
-estimate of the time before all of these.
+down the order as the answer reaches: the estimate costs more than all rules together.
+
+:func:`recommend` puts predicted speed before all of these. Every legal layout is given a cheap estimate: the time of a
+micro-batch in all layers, which layouts share by the thousand, over what the schedule's bubble leaves. The first
+:data:`CONSIDERED` of them that fit are projected, and the fastest come first; the answer says which place of the
+estimate's order the fastest had, and how many were left out. A setting's worth is what is lost when it alone goes back
+to the experiment's value, other settings as in the best layout; the settings that a search does not vary are tried one
+by one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, product
+from math import inf
 from typing import Any, NamedTuple
 
-from moelab.errors import BadInput
+from moelab.errors import BadInput, Refused
 from moelab.experiment import Experiment
+from moelab.hardware import Cluster, cluster_of, gpu_of, has_native_mxfp8
 from moelab.layout import RULES, SCHEDULES, Facts, Layout, bubble_fraction, facts_of, resolve
-from moelab.layout.rule import divisors
+from moelab.layout.mesh import divisors
+from moelab.plan import headroom_gib, rows
+from moelab.projection.calibration import CALIBRATION
+from moelab.projection.job import Job, job_of
+from moelab.projection.project import Projection, can_be_placed, project, require_figures
+from moelab.projection.step import work_s
 
 VARIED = ("pp", "pp_schedule", "microbatch", "dp_replicate", "dp_shard", "cp", "tp", "ep")
 """Fields of an experiment that a search chooses unless they are fixed."""
@@ -141,7 +154,7 @@ def search(
     examined, legal = 0, []
     for facts in layouts(experiment, fixed=fixed, global_batch=global_batch):
         examined += 1
-        if all(rule.holds(facts) for rule in RULES):
+        if all(rule.fault(facts) is None for rule in RULES):
             legal.append((_Key(before(facts), *_order(facts)), facts))
     legal.sort(key=lambda pair: pair[0])
     fitting: list[Candidate] = []
@@ -258,3 +271,241 @@ def _inner(start: Facts, fixed: Collection[str], pp: int, local_batch: int) -> I
     schedules = (start.pp_schedule,) if "pp_schedule" in fixed or pp == 1 else tuple(SCHEDULES)
     microbatches = (start.microbatch,) if "microbatch" in fixed or pp == 1 else divisors(local_batch)
     return product(experts, schedules, microbatches)
+
+
+def search_text(found: Found) -> str:
+    """The layouts of a search as a table, with the order that it is in."""
+    shown = found.candidates or found.nearest
+    counts = f"{found.examined:,} layouts judged, {found.legal:,} legal"
+    if not shown:
+        return f"{counts}"
+    lines = aligned([CANDIDATE_HEADER, *(candidate_row(candidate) for candidate in shown)])
+    if found.candidates:
+        order = f"Order: {', '.join(ORDER)}. No speed is predicted."
+        return "\n".join([*lines, "", f"{counts}, {found.too_large:,} better ones do not fit.", *rows("", [order])])
+    return "\n".join([f"{counts}, and none fits. The nearest to fitting:", *lines])
+
+
+CANDIDATE_HEADER = (
+    "pp",
+    "schedule",
+    "micro",
+    "dp_rep",
+    "dp_shard",
+    "cp",
+    "tp",
+    "ep",
+    "local",
+    "global",
+    "bubble",
+    "free GiB",
+)
+
+
+def aligned(table: Sequence[Sequence[str]]) -> list[str]:
+    """Rows of cells as lines, columns flush right."""
+    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in table]
+
+
+def candidate_row(candidate: Candidate) -> tuple[str, ...]:
+    """One layout of a search, as cells."""
+    x = candidate.experiment
+    pipeline = (x.pp_schedule, str(x.microbatch)) if x.pp > 1 else ("-", "-")
+    degrees = (x.dp_replicate, x.dp_shard, x.cp, x.tp, x.ep, x.local_batch)
+    free = "?" if candidate.headroom_gib is None else f"{candidate.headroom_gib:.1f}"
+    total = x.local_batch * x.dp_replicate * x.dp_shard
+    return (str(x.pp), *pipeline, *map(str, degrees), str(total), f"{candidate.bubble_fraction:.1%}", free)
+
+
+CONSIDERED = 200
+ORDER_BY_SPEED = "layers of a micro-batch for each token, over 1 - bubble; then as a search without speed"
+TRIED: Mapping[str, tuple[Any, ...]] = {
+    "precision": ("bf16", "mxfp8", "fp8"),
+    "quantize": ("experts", "experts+linears"),
+    "ep_backend": ("standard", "deepep"),
+    "dispatch_precision": ("bf16", "mxfp8", "fp8"),
+    "wgrad": ("mxfp8", "bf16"),
+    "activation_checkpoint": ("none", "selective", "full+dispatch", "full"),
+    "compile": ("none", "model+loss"),
+}
+"""Settings beside the layout, with the values that are tried."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranked:
+    """A layout with its projection."""
+
+    candidate: Candidate
+    projection: Projection
+
+
+@dataclass(frozen=True, kw_only=True)
+class Worth:
+    """A setting of the best layout: ``value`` instead of ``other``, and tokens/s/GPU with each."""
+
+    field: str
+    value: Any
+    other: Any
+    tps: float
+    other_tps: float
+
+    @property
+    def percent(self) -> float:
+        """How much faster the best is than with the other value."""
+        return 100 * (self.tps / self.other_tps - 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recommendation:
+    """A search by predicted speed.
+
+    Attributes:
+        found: the search, in the order of the estimate.
+        ranked: the fastest layouts first; empty where none fits.
+        worth: of settings of the best; negative where another value is faster.
+        considered: layouts that were projected.
+        place: of the fastest in the order of the estimate, from 1; 0 where none fits.
+    """
+
+    found: Found
+    ranked: tuple[Ranked, ...]
+    worth: tuple[Worth, ...]
+    considered: int
+    place: int
+
+    @property
+    def left_out(self) -> int:
+        """Legal layouts of which neither memory nor speed was predicted."""
+        return self.found.legal - self.found.too_large - len(self.found.candidates)
+
+    def to_json(self) -> dict[str, Any]:
+        """The search as one JSON object, candidates by speed."""
+        rows = [
+            {**one.candidate.to_json(), "tps": one.projection.tps, "interval": list(one.projection.interval)}
+            | {"step_time_s": one.projection.step_time_s, "label": one.projection.label}
+            for one in self.ranked
+        ]
+        worth = [
+            {"field": one.field, "value": one.value, "other": one.other, "percent": one.percent} for one in self.worth
+        ]
+        counts = {"considered": self.considered, "place": self.place, "left_out": self.left_out}
+        return {**self.found.to_json(), "order": [ORDER_BY_SPEED], "candidates": rows, "worth": worth, **counts}
+
+
+def recommend(
+    experiment: Experiment,
+    cluster: Cluster | None = None,
+    *,
+    fixed: Collection[str] = (),
+    limit: int = 10,
+    global_batch: int | None = None,
+) -> Recommendation:
+    """Search layouts and order them by predicted speed.
+
+    Args:
+        experiment: model, batch and all that is not varied; its nodes and GPUs of a node.
+        cluster: another one than the experiment's ``hardware``, such as one with another network.
+        fixed: fields that keep the experiment's value.
+        limit: layouts to return.
+        global_batch: see :func:`search`.
+
+    Raises:
+        BadInput: if the hardware lacks a figure that a projection needs, or a fixed field is not varied.
+    """
+    cluster = cluster or cluster_of(experiment.hardware)
+    require_figures(experiment, cluster)
+    wide = search(
+        experiment,
+        fixed=fixed,
+        limit=max(limit, CONSIDERED),
+        headroom_gib=headroom_gib(experiment),
+        global_batch=global_batch,
+        before=_estimate(cluster),
+    )
+    projected = [(place, one) for place, one in enumerate(_projected(wide.candidates, cluster), 1)]
+    projected.sort(key=lambda pair: -pair[1].projection.tps)
+    ranked = tuple(one for _, one in projected[:limit])
+    return Recommendation(
+        found=wide,
+        ranked=ranked,
+        worth=tuple(worth_of(ranked[0].projection, experiment)) if ranked else (),
+        considered=len(projected),
+        place=projected[0][0] if projected else 0,
+    )
+
+
+def _projected(candidates: Iterable[Candidate], cluster: Cluster) -> Iterator[Ranked]:
+    for one in candidates:
+        try:
+            yield Ranked(candidate=one, projection=project(one.experiment, cluster))
+        except Refused:  # legal, but no layout that can be projected
+            continue
+
+
+def _estimate(cluster: Cluster) -> Callable[[Facts], float]:
+    """Seconds of a layout for each token, without its collectives at the end and its optimizer."""
+    known: dict[tuple[int, ...], float] = {}
+
+    def seconds(facts: Facts) -> float:
+        size = facts.microbatch if facts.pp > 1 else facts.local_batch
+        key = (size, facts.tp, facts.cp, facts.ep, facts.microbatches > 1)
+        if key not in known:
+            known[key] = work_s(_job(facts, cluster), CALIBRATION) if can_be_placed(facts.experiment, facts.ep) else inf
+        bubble = bubble_fraction(SCHEDULES[facts.pp_schedule], pp=facts.pp, microbatches=facts.microbatches)
+        return known[key] * facts.tp * facts.cp / size / (1 - bubble)
+
+    return seconds
+
+
+def _job(facts: Facts, cluster: Cluster) -> Job:
+    experiment = facts.experiment.model_copy(update={"local_batch": facts.local_batch})
+    return job_of(experiment, resolve(facts), cluster.node)
+
+
+def worth_of(best: Projection, given: Experiment) -> Iterator[Worth]:
+    """What single settings of the best layout are worth, the most valuable first."""
+    found = []
+    for field, other in _alternatives(best.experiment, given):
+        try:
+            experiment = Experiment.model_validate({**best.experiment.model_dump(), field: other})
+            changed = project(experiment, best.cluster)
+        except (Refused, BadInput):
+            continue
+        value = getattr(best.experiment, field)
+        found.append(Worth(field=field, value=value, other=other, tps=best.tps, other_tps=changed.tps))
+    return iter(sorted(found, key=lambda one: -abs(one.percent)))
+
+
+def _alternatives(best: Experiment, given: Experiment) -> Iterator[tuple[str, Any]]:
+    for field in (name for name in VARIED if name not in ("dp_shard", "dp_replicate")):
+        if getattr(given, field) != getattr(best, field):
+            yield field, getattr(given, field)
+    native = has_native_mxfp8(gpu_of(best.hardware).capability)
+    unknown = "fp8" if native else "mxfp8"  # no rate of it was ever measured there
+    for field, values in TRIED.items():
+        yield from ((field, value) for value in values if value not in (getattr(best, field), unknown))
+
+
+def recommendation_text(found: Recommendation) -> str:
+    """The layouts as a table, fastest first, and what settings of the fastest are worth."""
+    if not found.ranked:
+        return search_text(found.found)
+    table = [(*candidate_row(one.candidate), _marked(one.projection)) for one in found.ranked]
+    counts = f"{found.found.examined:,} layouts judged, {found.found.legal:,} legal; {found.considered:,} projected"
+    counts += f", of which the fastest was number {found.place:,} by a first estimate"
+    counts += f"; {found.left_out:,} that the estimate has behind them are left out" if found.left_out else ""
+    label = "Speeds are derived; * extrapolated: `moelab project` says what was not seen"
+    lines = [*aligned([(*CANDIDATE_HEADER, "tokens/s/GPU"), *table]), "", f"{counts}.", f"{label}."]
+    lines += ["", "the fastest with one setting changed:"] if found.worth else []
+    return "\n".join(lines + [f"  {_changed(one)}" for one in found.worth])
+
+
+def _marked(projection: Projection) -> str:
+    return f"{projection.tps:,.0f}" + ("*" if projection.outside else "")
+
+
+def _changed(worth: Worth) -> str:
+    value, other = (getattr(one, "value", one) for one in (worth.value, worth.other))
+    change = 100 * (worth.other_tps / worth.tps - 1)
+    return f"{worth.field} {other} instead of {value}: {change:+.1f} %"

@@ -97,6 +97,8 @@ def test_arms_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         "bf16_standard": "runs",
         "mxfp8_standard": "runs emulated: MXFP8 numerics, not its speed",
     }
+    assert found["mxfp8_deepep"].reason.startswith("ep_backend is deepep: it needs CUDA")
+    assert all(arm.reason.count(f"{field} is ") <= 1 for arm in found.values() for field in ("precision", "ep_backend"))
 
 
 def test_arms_of_hopper_and_blackwell(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

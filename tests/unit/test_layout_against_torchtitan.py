@@ -10,18 +10,18 @@ from __future__ import annotations
 import inspect
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from titan_judge import Answers, _schedule, ask
+from titan_judge import Answers, ask
 
 from moelab.experiment import EPBackend, Experiment, Precision
-from moelab.layout import RULES, SCHEDULES, bubble_fraction, check, facts_of
-from moelab.layout.rule import divisors
-from moelab.layout.stages import effective_layers, split_layers, stages_of_rank
+from moelab.layout import RULES, SCHEDULES, check, facts_of
+from moelab.layout.mesh import divisors
+from moelab.layout.schedule import effective_layers, split_layers, stages_of_rank
 from moelab.model import shape_of
 
 WORDS = {
@@ -335,46 +335,8 @@ def test_ranks_hold_torchtitans_stages(name: str) -> None:
 
 
 def test_rotary_embeddings_reach_as_far_as_torchtitans() -> None:
-    from moelab.layout.sequence_rules import ROPE_TOKENS
+    from moelab.layout.rules import ROPE_TOKENS
     from moelab.titan.models import model_spec
 
     theirs = {model: model_spec(model, ep_backend="standard").model.max_seq_len for model in ROPE_TOKENS}
     assert theirs == ROPE_TOKENS
-
-
-@pytest.mark.parametrize("name", [name for name in SCHEDULES if name != "1F1B"])
-@pytest.mark.parametrize(("pp", "counts"), [(2, range(1, 9)), (3, range(1, 12)), (8, (1, 2, 3, 5, 8, 12, 16, 24))])
-def test_bubbles_are_those_of_torchs_orders(name: str, pp: int, counts: Sequence[int]) -> None:
-    """Play torch's own order of actions through; 1F1B runs without one, and waits as GPipe does."""
-    for microbatches in counts:
-        if SCHEDULES[name].takes(microbatches, pp):
-            expected = played_bubble(name, pp, microbatches)
-            assert bubble_fraction(SCHEDULES[name], pp=pp, microbatches=microbatches) == pytest.approx(expected)
-
-
-def played_bubble(name: str, pp: int, microbatches: int) -> float:
-    """Share of the time that rank 0 waits if a forward, a dgrad and a wgrad cost 1 each and communication nothing."""
-    cost = {"F": 1, "I": 1, "W": 1, "B": 2}
-    n_stages = pp * SCHEDULES[name].stages_per_rank
-    held = stages_of_rank(SCHEDULES[name], pp)[0]
-    order = _schedule(name, pp, n_stages, held, microbatches, 1).pipeline_order
-    queues = {
-        rank: [part for action in row if action for part in action.sub_actions or [action]]
-        for rank, row in order.items()
-    }
-    queues = {rank: [action for action in row if action.computation_type.value in cost] for rank, row in queues.items()}
-    clock, done = dict.fromkeys(queues, 0), {}
-    while any(queues.values()):
-        for rank, queue in queues.items():
-            while queue:
-                kind, stage, batch = queue[0].computation_type.value, queue[0].stage_index, queue[0].microbatch_index
-                needs = {"F": [("F", stage - 1)] if stage else [], "W": [("I", stage)]}.get(kind, [("F", stage)])
-                if kind in "BI" and stage < n_stages - 1:
-                    needs = [*needs, ("I", stage + 1)]
-                if any((*need, batch) not in done for need in needs):
-                    break
-                clock[rank] = max([clock[rank], *(done[(*need, batch)] for need in needs)]) + cost[kind]
-                done[("I" if kind == "B" else kind, stage, batch)] = clock[rank]
-                queue.pop(0)
-    busy = 3 * SCHEDULES[name].stages_per_rank * microbatches
-    return 1 - busy / max(clock.values())

@@ -5,35 +5,29 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sharded_sizes import all_local_numel
 from titan_process import in_titan_process
-from torch.distributed.pipelining import schedules
 
 from moelab.experiment import Experiment
 from moelab.hardware import B200, GROUP_PADDING, H100, gpu_of
 from moelab.layout import Layout, check
-from moelab.layout.stages import split_layers
+from moelab.layout.schedule import split_layers
 from moelab.memory import (
     PARTS,
     MemoryEstimate,
     deepep_buffer_bytes,
     estimate,
-    in_flight,
     local_numel,
     memory_constants,
 )
-from moelab.memory.estimate import work_of
+from moelab.memory.peak import work_of
 from moelab.memory.sharding import chunk
 from moelab.model import count_parameters, shape_of
 
@@ -125,63 +119,6 @@ def test_chunks_are_torchs(size: int, pieces: int) -> None:
     assert sum(sizes) == size
     assert sizes == sorted(sizes, reverse=True)
     assert max(sizes) == -(-size // pieces)
-
-
-def theirs(schedule: str, pp: int, microbatches: int) -> dict[int, list[Any]]:
-    """The order in which PyTorch's own schedule class runs each rank's steps."""
-    stages = []
-    for index in range(2):
-        stage = MagicMock(num_stages=2 * pp, group_size=pp, group_rank=0, has_backward=True, stage_index=index * pp)
-        stage.stage_index_to_group_rank = {number: number % pp for number in range(2 * pp)}
-        stages.append(stage)
-    made = schedules.get_schedule_class(schedule)(stages, microbatches, loss_fn=lambda *_: 0, scale_grads=False)
-    return made.pipeline_order  # type: ignore[no-any-return]
-
-
-def fullest(order: list[Any], weights: tuple[float, float]) -> float:
-    """The most that micro-batches in flight weigh when the two stages of a rank weigh differently."""
-    alive: Counter[int] = Counter()
-    first = min(step.stage_index for step in flat(order))
-    most = 0.0
-    for action in order:
-        steps = list(flat([action]))
-        alive.update(step.stage_index for step in steps if step.computation_type.name == "FORWARD")
-        most = max(most, sum(weights[0 if stage == first else 1] * n for stage, n in alive.items()))
-        ends = ("FULL_BACKWARD", "BACKWARD_WEIGHT")
-        alive.subtract(step.stage_index for step in steps if step.computation_type.name in ends)
-    return most
-
-
-def flat(order: list[Any]) -> Iterator[Any]:
-    for action in order:
-        if action is not None:
-            yield from action.sub_actions or (action,)
-
-
-@pytest.mark.parametrize(
-    "schedule", ["Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
-)
-@pytest.mark.parametrize("weights", [(1, 1), (2, 3), (3, 2), (1, 0.5)])
-def test_microbatches_in_flight_are_those_of_torchs_schedules(schedule: str, weights: tuple[float, float]) -> None:
-    compared = 0
-    for pp, microbatches in product((2, 3, 4, 8), (2, 3, 4, 6, 8, 16, 24)):
-        try:
-            order = theirs(schedule, pp, microbatches)
-        except (ValueError, RuntimeError):  # too few micro-batches for this schedule
-            continue
-        for rank in range(pp):
-            moments = in_flight(schedule, pp=pp, microbatches=microbatches, rank=rank)
-            ours = max(weights[0] * first + weights[1] * second for first, second in moments)
-            assert ours == fullest(order[rank], weights), (pp, microbatches, rank)
-            compared += 1
-    assert compared > 40
-
-
-@pytest.mark.parametrize(("rank", "alive"), [(0, 4), (3, 1)])
-def test_one_forward_one_backward_and_gpipe(rank: int, alive: int) -> None:
-    assert in_flight("1F1B", pp=4, microbatches=16, rank=rank) == ((alive,),)
-    assert in_flight("GPipe", pp=4, microbatches=16, rank=rank) == ((16,),)
-    assert in_flight("1F1B", pp=4, microbatches=2, rank=0) == ((2,),)
 
 
 def test_the_published_layout_fits_a_b200_and_not_an_h100() -> None:

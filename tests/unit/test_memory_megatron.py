@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from memory_megatron import V2, MegatronMemory, MegatronRun, megatron_memory
 
-from moelab.memory.megatron import V2, MegatronMemory, MegatronRun, megatron_memory
 from moelab.model import count_parameters, shape_of
 
 QUOTED = json.loads((Path(__file__).parents[2] / "benchmarks" / "results" / "memory_b200_simumax.json").read_text())

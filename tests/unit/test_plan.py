@@ -21,7 +21,7 @@ from moelab.memory import estimate
 from moelab.notebooks import ConvergenceParameters, read_parameters
 from moelab.plan import as_shell, command, plan
 from moelab.published_differences import DIFFERENCES, differences
-from moelab.titan.arms import named_arms, refusal
+from moelab.titan.arms import named_arms
 
 BASE = {"model": "671B", "nodes": 32, "gpus_per_node": 8, "local_batch": 64, "seq_len": 8192, "ep": 32}
 
@@ -198,10 +198,9 @@ def test_the_command_starts_every_rank() -> None:
 
 
 def test_every_published_arm_is_planned() -> None:
-    """Refused exactly where the table of arms refuses; a legal one is started by its name."""
+    """Each is started by its name."""
     for name, arm in named_arms().items():
         planned = plan(arm)
-        assert planned.verdict.legal == (refusal(arm) is None), (name, planned.verdict.reasons)
         assert planned.command[-2:] == ("--config", name)
         assert planned.command[0] == "torchrun"
         assert planned.differences or arm.ep_backend is EPBackend.MINIMAL_ASYNC_EP

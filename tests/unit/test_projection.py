@@ -32,8 +32,7 @@ from moelab.projection.moe_exchange import exchange_time_s
 from moelab.projection.product_time import weights_by_module
 from moelab.projection.project import Projection, project
 from moelab.projection.what_if import on_nodes, with_network
-from moelab.recommend import CONSIDERED, recommend, recommendation_text
-from moelab.search import search
+from moelab.search import CONSIDERED, recommend, recommendation_text, search
 from moelab.titan.arms import named_arms
 
 ARMS = ("bf16_standard", "bf16_deepep", "mxfp8_standard", "mxfp8_deepep")
@@ -296,7 +295,7 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 def test_a_projection_loads_neither_torch_nor_plotly() -> None:
     code = (
-        "import sys; import moelab.projection.project, moelab.recommend, moelab.project_text\n"
+        "import sys; import moelab.projection.project, moelab.search, moelab.project_text\n"
         "heavy = [name for name in ('torch', 'plotly', 'torchtitan') if name in sys.modules]\n"
         "assert not heavy, heavy"
     )

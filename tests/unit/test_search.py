@@ -10,7 +10,7 @@ import pytest
 from moelab.errors import BadInput
 from moelab.experiment import Experiment
 from moelab.layout import SCHEDULES, Layout, check
-from moelab.layout.rule import divisors
+from moelab.layout.mesh import divisors
 from moelab.plan import headroom_gib
 from moelab.search import ORDER, VARIED, Candidate, search
 

@@ -1,11 +1,10 @@
-"""Layouts drawn: groups against TorchTitan's mesh, schedules against torch's order, figures against their data."""
+"""Layouts drawn: groups against TorchTitan's mesh, figures against their data."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 from dataclasses import replace
-from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -16,14 +15,12 @@ from titan_process import groups_of_torchtitan, in_titan_process
 from moelab.errors import BadInput
 from moelab.experiment import Experiment
 from moelab.hardware import B200, H100
-from moelab.layout import SCHEDULES, Layout, bubble_fraction, check
+from moelab.layout import Layout, check
 from moelab.memory import MemoryEstimate, estimate
-from moelab.titan.pipeline_order import Step, pipeline_order
 from moelab.viz import LayoutExplorer, memory_bars, mesh_map, pipeline_schedule
 from moelab.viz.cluster_grid import ClusterGrid
 from moelab.viz.mesh import FAR, NEAR
 from moelab.viz.rank_groups import coordinates, groups_of
-from moelab.viz.timeline import play
 
 PUBLISHED: dict[str, Any] = {
     "model": "671B",
@@ -98,47 +95,6 @@ def test_every_member_of_a_group_has_the_same_group(rank: int, degrees: tuple[in
         assert rank in group.ranks
         other = next(each for each in groups_of(made, group.ranks[-1], gpus_per_node=8) if each.axes == group.axes)
         assert other.ranks == group.ranks
-
-
-# --- schedules -------------------------------------------------------------------------------------------------------
-
-RUNNABLE = [
-    (name, pp, microbatches)
-    for name, pp, microbatches in product(SCHEDULES, (2, 4, 8), (1, 4, 8, 16, 24))
-    if SCHEDULES[name].takes(microbatches, pp)
-]
-
-
-@pytest.mark.parametrize(("name", "pp", "microbatches"), RUNNABLE)
-def test_a_schedule_does_all_work_once_and_waits_as_the_formula_says(name: str, pp: int, microbatches: int) -> None:
-    timeline = play(pipeline_order(name, pp=pp, microbatches=microbatches))
-    steps = [block.step for row in timeline.blocks for block in row]
-    work = set(product(range(pp * SCHEDULES[name].stages_per_rank), range(microbatches)))
-    for kinds in ("F", "BI", "BW"):
-        done = [(step.stage, step.microbatch) for step in steps if step.kind in kinds]
-        assert len(done) == len(work)
-        assert set(done) == work
-    formula = bubble_fraction(SCHEDULES[name], pp=pp, microbatches=microbatches)
-    assert timeline.bubble_fraction == pytest.approx(formula)
-
-
-def test_waits_and_work_fill_the_time() -> None:
-    timeline = play(pipeline_order("1F1B", pp=4, microbatches=8))
-    for rank, row in enumerate(timeline.blocks):
-        spans = sorted([(block.start, block.end) for block in row] + timeline.waits(rank))
-        assert spans[0][0] == 0
-        assert spans[-1][1] == timeline.end
-        assert all(before[1] == after[0] for before, after in pairwise(spans))
-
-
-def test_an_order_that_deadlocks_is_refused() -> None:
-    with pytest.raises(ValueError, match="wait for each other"):
-        play([[Step("F", 0, 0), Step("B", 0, 0)], [Step("B", 1, 0), Step("F", 1, 0)]])
-
-
-def test_too_few_microbatches_are_refused() -> None:
-    with pytest.raises(ValueError, match="1F1B on 4 pipeline ranks cannot run 3 micro-batches"):
-        pipeline_order("1F1B", pp=4, microbatches=3)
 
 
 # --- figures ---------------------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from moelab.deepep.elastic import EPKernels, open_exchange
 from moelab.deepep.experts import scored
 from moelab.deepep.handle import UNALIGNED
 from moelab.errors import BadInput
-from moelab.layout.dispatchers import PACKED_FEATURES
+from moelab.layout.rules import PACKED_FEATURES
 from moelab.mxfp8.prequantised import QuantisedRows, prequantised_experts
 from moelab.mxfp8.quantise import quantise
 

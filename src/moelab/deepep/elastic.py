@@ -18,7 +18,7 @@ from torch import distributed as dist
 
 from moelab.deepep.stand_in import StandInBuffer
 from moelab.errors import BadInput, Refused
-from moelab.layout.dispatchers import COMBINE_FEATURES, MAX_TOP_K
+from moelab.layout.rules import COMBINE_FEATURES, MAX_TOP_K
 from moelab.machine import INFINIBAND
 
 EPKernels = Literal["native", "emulated"]

@@ -1,18 +1,16 @@
-"""What this machine can run. What it cannot is refused by name, with the nearest arm that it can.
+"""What this machine can run: what it lacks for an experiment, and what makes the experiment illegal on its GPUs.
 
-Nothing falls back silently.
+Legality is judged by :func:`moelab.layout.check` alone. What is refused is refused by name, with what would run;
+nothing falls back silently.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from moelab.experiment import EPBackend, Experiment, Precision
-from moelab.hardware import has_deepep, has_grouped_fp8, has_native_mxfp8
+from moelab.experiment import EPBackend, Experiment
+from moelab.hardware import gpu_from, gpu_of
 from moelab.layout import check
 from moelab.machine import GpuInfo, GpusUnknown, cores, gpus, has_module
 from moelab.model import count_parameters, shape_for
-from moelab.titan.arms import refusal
 
 RANKS_PER_CORE = 4
 CPU_PARAMETERS = 1_000_000_000
@@ -20,7 +18,7 @@ CPU_PARAMETERS = 1_000_000_000
 
 
 def refusals(experiment: Experiment, *, devices: tuple[GpuInfo, ...] | None = None) -> list[str]:
-    """Every reason why this machine cannot run an experiment; where it has none of its own, those of a plan.
+    """Every reason why this machine cannot run an experiment: what it lacks, then those of a plan for its GPUs.
 
     Args:
         experiment: what would run.
@@ -30,9 +28,11 @@ def refusals(experiment: Experiment, *, devices: tuple[GpuInfo, ...] | None = No
         found = () if experiment.hardware == "cpu" else gpus() if devices is None else devices
     except GpusUnknown as error:
         return [str(error)]
-    checks = (_trainer, _nodes, _ranks, _precision, _backend, _model, _hardware)
-    reasons = [reason for one in checks if (reason := one(experiment, found))]
-    return reasons or list(check(experiment).reasons)
+    checks = (_trainer, _nodes, _ranks, _deepep, _model, _hardware)
+    lacking = [reason for one in checks if (reason := one(experiment, found))]
+    kinds = [gpu_from(gpu) for gpu in dict.fromkeys(found)] or [gpu_of("cpu")]
+    illegal = dict.fromkeys(reason for gpu in kinds for reason in check(experiment, gpu=gpu).reasons)
+    return [*lacking, *illegal]
 
 
 def _trainer(_experiment: Experiment, _gpus: tuple[GpuInfo, ...]) -> str | None:
@@ -57,42 +57,14 @@ def _ranks(experiment: Experiment, found: tuple[GpuInfo, ...]) -> str | None:
     return None
 
 
-def _precision(experiment: Experiment, found: tuple[GpuInfo, ...]) -> str | None:
-    if experiment.precision is Precision.FP8 and (here := _lacking(found, has_grouped_fp8)):
-        return f"precision fp8 needs FP8 grouped GEMMs (SM90 or SM100); {here}. Nearest: precision=mxfp8 (emulated)"
-    native = experiment.precision is Precision.MXFP8 and experiment.mxfp8_kernels == "native"
-    if native and (here := _lacking(found, has_native_mxfp8)):
-        return f"mxfp8_kernels native needs SM100 or SM103; {here}. Nearest: mxfp8_kernels=emulated"
-    if experiment.quantize != "experts" and experiment.precision is Precision.FP8:
-        return "quantize experts+linears is for precision mxfp8; use quantize=experts with fp8"
-    if experiment.precision is Precision.MXFP8 and experiment.quantize != "experts" and experiment.tp > 1:
-        return f"quantize experts+linears needs tp=1 (tp is {experiment.tp}); use quantize=experts"
-    return None
-
-
-def _lacking(found: tuple[GpuInfo, ...], has: Callable[[float | None], bool]) -> str | None:
-    """The first GPU that is not known to have something, in words; None if all have it."""
-    if not found:
-        return "this machine has no GPU to use"
-    return next((f"{gpu.name} is {gpu.sm}" for gpu in found if not has(gpu.capability)), None)
-
-
-def _backend(experiment: Experiment, found: tuple[GpuInfo, ...]) -> str | None:
+def _deepep(experiment: Experiment, found: tuple[GpuInfo, ...]) -> str | None:
     backend = experiment.ep_backend
     emulated = backend is EPBackend.DEEPEP and experiment.ep_kernels == "emulated"
-    instead = "ep_kernels=emulated or ep_backend=standard" if backend is EPBackend.DEEPEP else "ep_backend=standard"
-    if backend is not EPBackend.STANDARD and not found and not emulated:
-        return f"ep_backend {backend.value} needs CUDA and this machine has no GPU to use. Nearest: {instead}"
-    of_deepep = backend in (EPBackend.DEEPEP, EPBackend.HYBRIDEP) and not emulated
-    if of_deepep and (here := _lacking(found, has_deepep)):
-        return f"ep_backend {backend.value} needs DeepEP (SM90 or SM100); {here}. Nearest: {instead}"
-    if reason := refusal(experiment):
-        return reason
-    if of_deepep and not has_module("deep_ep"):
-        return f"ep_backend {backend.value} needs DeepEP, which is not installed. Nearest: ep_backend=standard" + (
-            ", or ep_kernels=emulated for the numerics of deepep" if backend is EPBackend.DEEPEP else ""
-        )
-    return None
+    if not found or emulated or backend not in (EPBackend.DEEPEP, EPBackend.HYBRIDEP) or has_module("deep_ep"):
+        return None
+    return f"ep_backend {backend.value} needs DeepEP, which is not installed. Nearest: ep_backend=standard" + (
+        ", or ep_kernels=emulated for the numerics of deepep" if backend is EPBackend.DEEPEP else ""
+    )
 
 
 def _model(experiment: Experiment, found: tuple[GpuInfo, ...]) -> str | None:

@@ -1,18 +1,14 @@
 """Which parallel layouts are legal, what TorchTitan makes of them, and what is wrong with the others.
 
 - :func:`check` judges an experiment: every reason, every note, and the resolved :class:`Layout`.
-- ``facts.py`` holds what the rules look at; ``mesh_rules.py``, ``pipeline_rules.py``, ``sequence_rules.py`` and
-  ``arm_rules.py`` hold the rules, and ``notes.py`` what is worth knowing of a legal layout.
-- ``stages.py`` knows the pipeline schedules.
+- ``rules.py`` holds the rules, ``mesh.py`` what they look at and the layout, ``schedule.py`` the pipeline schedules.
 
-A rule is written once: a predicate, which the search evaluates thousands of times a second, and an explanation, which
-is put into words only for a rule that is broken. Nothing here loads torch.
+Nothing here loads torch.
 """
 
-from moelab.layout.facts import Facts, facts_of
-from moelab.layout.rules import RULES, Rule
-from moelab.layout.stages import SCHEDULES, Schedule, bubble_fraction
-from moelab.layout.verdict import Layout, LayoutCheck, check, resolve
+from moelab.layout.mesh import Facts, Layout, facts_of, resolve
+from moelab.layout.rules import RULES, LayoutCheck, Rule, check
+from moelab.layout.schedule import SCHEDULES, Schedule, bubble_fraction
 
 __all__ = [
     "RULES",

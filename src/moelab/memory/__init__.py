@@ -2,19 +2,24 @@
 
 - :func:`estimate` gives the peak of every pipeline rank by part, and whether it fits.
 - :func:`local_numel` gives the parameters that a rank holds, exactly as TorchTitan shards them.
-- ``sharding.py`` is the exact part; ``activations.py`` lists what a layer keeps for its backward pass,
-  ``working_set.py`` what it needs for a moment, ``inflight.py`` how many micro-batches a pipeline rank holds,
-  ``dispatch_buffer.py`` what a dispatcher allocates for its communication;
-  ``estimate.py`` adds up the fullest moments of a step; every number that is none of these is in ``constants.py``.
-- ``megatron.py`` holds the same lists against peaks that others measured on B200 under Megatron-LM.
+- ``sharding.py`` is the exact part; ``activations.py`` lists what a layer keeps for its backward pass and what it needs
+  for a moment; ``peak.py`` adds up the fullest moments of a step, and has the dispatchers' buffers and every number
+  that is neither. ``benchmarks/memory_megatron.py`` holds the same lists against peaks of Megatron-LM on B200.
 
 Nothing here loads torch.
 """
 
-from moelab.memory.constants import MemoryConstants, memory_constants
-from moelab.memory.dispatch_buffer import DispatchBuffer, deepep_buffer_bytes, dispatch_buffer
-from moelab.memory.estimate import PARTS, MemoryEstimate, StageMemory, estimate
-from moelab.memory.inflight import in_flight
+from moelab.memory.peak import (
+    PARTS,
+    DispatchBuffer,
+    MemoryConstants,
+    MemoryEstimate,
+    StageMemory,
+    deepep_buffer_bytes,
+    dispatch_buffer,
+    estimate,
+    memory_constants,
+)
 from moelab.memory.sharding import local_numel
 
 __all__ = [
@@ -26,7 +31,6 @@ __all__ = [
     "deepep_buffer_bytes",
     "dispatch_buffer",
     "estimate",
-    "in_flight",
     "local_numel",
     "memory_constants",
 ]

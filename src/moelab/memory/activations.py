@@ -1,4 +1,4 @@
-"""What a layer keeps for its backward pass, and what it needs while it runs.
+"""What a layer costs one rank: what it keeps for its backward pass, and what it needs for a moment while it runs.
 
 Each list names the tensors that autograd saves in one layer under TorchTitan 0.3.0, with their bytes, as its modules
 and PyTorch's autograd formulas give them (``torchtitan/models/deepseek_v3/model.py`` and ``models/common/``, there
@@ -19,7 +19,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from moelab.experiment import ActivationCheckpoint, EPBackend
+from moelab.experiment import ActivationCheckpoint, EPBackend, Precision
+from moelab.memory.sharding import Degrees, Held, module_held
 from moelab.model import ModelShape
 
 BF16, FP32, INT32, INT64 = 2, 4, 4, 8
@@ -92,11 +93,6 @@ def saved_without_checkpointing(shape: ModelShape, *, moe: bool, work: Work, com
     tensors = _attention(shape, work)
     tensors |= _moe(shape, work, compiled=compiled) if moe else _ffn(shape, work, compiled=compiled)
     return MappingProxyType(tensors)
-
-
-def attention_saved(shape: ModelShape, work: Work) -> float:
-    """Bytes that the attention part of a layer keeps without checkpointing."""
-    return sum(_attention(shape, work).values())
 
 
 def _attention(shape: ModelShape, work: Work) -> dict[str, float]:
@@ -228,3 +224,114 @@ def _matrix_products(shape: ModelShape, *, moe: bool, tp: int) -> list[float]:
     products += [shape.kv_lora_rank + shape.qk_rope_head_dim, 0, shape.dim]
     hidden = (shape.shared_hidden_dim if moe else shape.dense_hidden_dim) / tp
     return products + ([hidden, hidden, shape.dim] if hidden else [])
+
+
+def forward_working_set(shape: ModelShape, *, moe: bool, work: Work, compiled: bool) -> float:
+    """Bytes of temporaries at the fullest moment of one layer's forward pass.
+
+    For routed experts this is the sum of their outputs into tokens: what the all-to-all brought, its product with the
+    scores (FP32 in TorchTitan's own dispatchers; a compiled layer does not write it out) and that product in BF16. With
+    moelab's DeepEP dispatcher it is the experts' outputs, whose scores are applied already, and their sums.
+    """
+    if not moe:
+        return 2 * BF16 * work.tokens * shape.dense_hidden_dim / work.tp
+    if work.backend is EPBackend.DEEPEP:
+        return float(BF16 * shape.dim * (work.received(shape) + work.routed_tokens))
+    return float(work.sent(shape) * shape.dim * (BF16 if compiled else work.scaling_bytes + 2 * BF16))
+
+
+def backward_working_set(shape: ModelShape, *, moe: bool, work: Work, compiled: bool) -> float:
+    """Bytes of temporaries at the fullest moment of one layer's backward pass, gradients of weights apart.
+
+    Uncompiled, it is the gradient of scaling the outputs by their scores: three tensors of their size. moelab's DeepEP
+    dispatcher scales within the experts.
+    """
+    if not moe:
+        return 3 * BF16 * work.tokens * shape.dense_hidden_dim / work.tp
+    n, r = work.sent(shape), work.received(shape)
+    experts = BF16 * r * (2 * shape.dim + 3 * shape.moe_hidden_dim)
+    if work.backend is EPBackend.DEEPEP:
+        return float(experts)
+    scaling = n * shape.dim * (2 * BF16 if compiled else 3 * work.scaling_bytes)
+    return float(max(experts, scaling))
+
+
+def quantised_working_set(
+    shape: ModelShape, *, precision: Precision, emulated: bool, work: Work, gathered_experts: int
+) -> float:
+    """Bytes of the quantised copies of one grouped product's operands, their scales included.
+
+    torchao saves the BF16 operands for the backward pass and quantises them again there, so no quantised copy outlives
+    its product (``torchao/prototype/moe_training/{fp8,mxfp8}_grouped_mm.py`` at 0.18). Emulation holds what it
+    quantised and what it expanded again, with an FP32 copy of the larger operand on the way. Rows that arrive quantised
+    need no copy, but one in BF16 for their weight gradient.
+    """
+    if precision is Precision.BF16:
+        return 0.0
+    rows = work.received(shape) * max(shape.dim, shape.moe_hidden_dim)
+    if work.quantised_dispatch and not emulated:
+        return float(max(work.received(shape) * shape.moe_hidden_dim + gathered_experts / 3, BF16 * rows))
+    weights = gathered_experts / 3
+    if precision is Precision.MXFP8 and emulated:
+        return (1 + BF16) * (rows + weights) + FP32 * max(rows, weights)
+    return rows + weights
+
+
+@dataclass(frozen=True)
+class Mode:
+    """What an experiment says about how its layers run."""
+
+    checkpointing: ActivationCheckpoint
+    compiled: bool
+    loss_compiled: bool
+    precision: Precision
+    emulated: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerCosts:
+    """Bytes of one layer on one rank.
+
+    Attributes:
+        held: elements of its parameters.
+        saved: kept from its forward to its backward pass.
+        forward: temporaries of its forward pass.
+        recomputed: brought back by its backward pass under activation checkpointing.
+        attention: what attention alone keeps without checkpointing.
+        backward: temporaries of its backward pass.
+        quantised: quantised copies of one product's operands.
+    """
+
+    held: Held
+    saved: float
+    forward: float
+    recomputed: float
+    attention: float
+    backward: float
+    quantised: float
+
+
+@functools.lru_cache(maxsize=65_536)
+def layer_costs(shape: ModelShape, *, moe: bool, degrees: Degrees, work: Work, mode: Mode) -> LayerCosts:
+    """The costs of a layer with routed experts, or of a dense one."""
+    held = module_held(shape, f"layers.{shape.n_dense_layers if moe else 0}", degrees)
+    forward = forward_working_set(shape, moe=moe, work=work, compiled=mode.compiled)
+    backward = backward_working_set(shape, moe=moe, work=work, compiled=mode.compiled)
+    kept = saved(shape, moe=moe, work=work, compiled=mode.compiled, checkpointing=mode.checkpointing)
+    tensors = saved_without_checkpointing(shape, moe=moe, work=work, compiled=mode.compiled)
+    everything = sum(tensors.values())
+    if moe and keeps_arrived(work, compiled=mode.compiled, checkpointing=mode.checkpointing):
+        # The recomputation makes the experts' own order of what is kept as it came.
+        everything += sum(max(0.0, size - tensors.get(name, 0.0)) for name, size in arrived(shape, work).items())
+    quantised = quantised_working_set(
+        shape, precision=mode.precision, emulated=mode.emulated, work=work, gathered_experts=held.experts
+    )
+    return LayerCosts(
+        held=held,
+        saved=kept,
+        forward=forward,
+        recomputed=max(0.0, everything - kept),
+        attention=sum(_attention(shape, work).values()),
+        backward=backward if mode.checkpointing == "none" else max(forward, backward),
+        quantised=quantised if moe else 0.0,
+    )

@@ -2,7 +2,7 @@
 
 :func:`moelab.projection.project.project` predicts a step in one call. ``stack.py`` has what software does, ``job.py``
 a step with nothing left to resolve, ``layer_time.py`` the time of a layer from ``product_time.py``, ``attention.py``,
-``memory_bound.py``, ``quantisation.py``, ``moe_exchange.py`` and ``collective.py``; ``pipeline_simulation.py`` plays a
+``memory_bound.py``, ``quantisation.py``, ``moe_exchange.py`` and ``collective.py``; ``moelab.layout.schedule`` plays a
 schedule and ``step.py`` puts the step together. Every constant is in ``calibration.py``, every measurement that the
 model is held against in ``validation.py``, from ``step_cases.py``, ``kernel_cases.py`` and ``torchao_cases.py``;
 ``arms_projected.py`` has the published two-by-two with its missing arm, ``waterfall.py`` the way to Megatron-Bridge,

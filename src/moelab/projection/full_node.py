@@ -17,7 +17,7 @@ from typing import Any, Literal
 from moelab.experiment import Experiment
 from moelab.hardware import cluster_of
 from moelab.layout import Layout, check
-from moelab.layout.stages import split_layers
+from moelab.layout.schedule import split_layers
 from moelab.memory import estimate
 from moelab.model import ModelShape, shape_of
 from moelab.projection.job import Job, job_of

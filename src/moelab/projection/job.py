@@ -8,10 +8,9 @@ from functools import cached_property
 from moelab.experiment import EPBackend, Experiment, Precision, Routing
 from moelab.hardware import Node
 from moelab.layout import Layout
-from moelab.layout.stages import split_layers
+from moelab.layout.schedule import split_layers
 from moelab.memory.activations import Work, keeps_arrived
-from moelab.memory.constants import memory_constants
-from moelab.memory.estimate import emulates, work_of
+from moelab.memory.peak import emulates, memory_constants, work_of
 from moelab.memory.sharding import Degrees, StageModules, degrees_of, stage_modules
 from moelab.model import ModelShape, shape_for
 from moelab.projection.destinations import expected_destinations

@@ -15,12 +15,11 @@ from dataclasses import replace
 from moelab.experiment import EPBackend, Precision
 from moelab.hardware import GB200, GB300, H100, H800, Node
 from moelab.hardware.catalogue import B200, NIC_400G
-from moelab.layout.stages import split_layers
+from moelab.layout.schedule import SCHEDULES, split_layers, stages_of_rank
 from moelab.memory.activations import Work
 from moelab.memory.sharding import Degrees, StageModules, stage_modules
 from moelab.model import shape_of
 from moelab.projection.job import Job
-from moelab.projection.pipeline_simulation import owners_of
 from moelab.projection.routing_model import RoutingModel
 from moelab.projection.stack import MEGATRON, Stack
 
@@ -81,7 +80,7 @@ def _bridge_stages(number: int) -> tuple[StageModules, ...]:
 
 def _job(schedule: str, stages: tuple[StageModules, ...], pp: int, **fields: object) -> Job:
     routing = RoutingModel(kind="random_balanced")
-    owners = owners_of(schedule, pp, len(stages) // pp)
+    owners = stages_of_rank(SCHEDULES[schedule], pp, len(stages) // pp)
     return Job(
         schedule=schedule, stages=stages, stages_of_rank=owners, seq_len=SEQ_LEN, routing=routing, **fields  # type: ignore[arg-type]
     )  # fmt: skip

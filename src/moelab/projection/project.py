@@ -15,7 +15,7 @@ from moelab.errors import BadInput, Refused
 from moelab.experiment import Experiment, Precision
 from moelab.hardware import PROFILES, Cluster, cluster_of, gpu_of
 from moelab.layout import check
-from moelab.layout.rule import divisors
+from moelab.layout.mesh import divisors
 from moelab.memory import estimate
 from moelab.model import ModelShape, flops_per_token, shape_for
 from moelab.projection.calibration import CALIBRATION, Calibration

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from moelab.layout.schedule import Durations, simulate
 from moelab.memory.activations import BF16, FP32
 from moelab.memory.sharding import Held
 from moelab.projection.calibration import Calibration
@@ -16,7 +17,6 @@ from moelab.projection.job import Job
 from moelab.projection.layer_time import embedding_times, head_times, layer_times, products_by_module
 from moelab.projection.memory_bound import memory_rate
 from moelab.projection.optimizer import held_by_kind, held_by_rank, optimizer_time_s
-from moelab.projection.pipeline_simulation import Durations, simulate
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 A name is ``dsv3_<model>_<arm>``, with the arm spelt as in run directories: ``dsv3_671b_mxfp8_deepep``,
 ``dsv3_671b_fp8_deepep_dispatch_fp8``, ``dsv3_16b_mxfp8_standard_linears_wgrad_bf16``. ``deepep`` is moelab's
 dispatcher on DeepEP 2.x, which takes quantised experts and ``compile=model+loss``; what goes together is in
-:mod:`moelab.layout.dispatchers`. All arms of a model share its published layout, batch, sequence,
+:mod:`moelab.layout.rules`. All arms of a model share its published layout, batch, sequence,
 learning rate and routing, so that two of them differ in what their names say. The exception is ``minimal_async_ep``,
 whose expert parallelism ends where a node does.
 
@@ -24,13 +24,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from itertools import product
-from math import gcd
 from types import MappingProxyType
 from typing import Any
 
 from moelab.experiment import EPBackend, Experiment, Precision, Routing
-from moelab.layout.dispatchers import Fault, deepep_fault, dispatch_fault, takes_experts, that_pad
-from moelab.model import shape_for
+from moelab.layout import check
 
 SHARED: dict[str, Any] = {
     "hardware": "b200_x256",
@@ -66,7 +64,7 @@ MINIMAL_ASYNC_EP = 8
 
 @functools.cache
 def named_arms() -> MappingProxyType[str, Experiment]:
-    """All arms by the name that ``--config`` takes, refused ones included."""
+    """All arms by the name that ``--config`` takes, illegal ones included."""
     return MappingProxyType({config_name(arm): arm for model in PUBLISHED for arm in _arms(model)})
 
 
@@ -80,50 +78,16 @@ def config_name(experiment: Experiment) -> str:
     return f"dsv3_{experiment.model.lower()}_{arm}".replace("-", "_")
 
 
-def refusal(experiment: Experiment) -> str | None:
-    """Why no machine can run this arm, and the nearest that can.
+def nearest(name: str) -> str:
+    """Name of the legal arm that has most in common with another: its model and precision, then its dispatcher."""
+    arm = named_arms()[name]
 
-    What depends on the machine is asked of :mod:`moelab.launch.capability`.
-    """
-    fault = _fault(experiment)
-    if fault is None:
-        return None
-    instead = nearest(experiment.model_copy(update=dict(fault.mend)))
-    name = config_name(instead)
-    named = f"; by name: --config {name}" if experiment.shape is None and name in named_arms() else ""
-    return f"{fault.said}. Nearest: {' '.join(f'{field}={value}' for field, value in fault.mend.items())}{named}"
+    def in_common(other: Experiment) -> tuple[bool, bool, int]:
+        same = [getattr(arm, field) == getattr(other, field) for field in Experiment.model_fields]
+        return arm.precision is other.precision, arm.ep_backend is other.ep_backend, sum(same)
 
-
-def nearest(experiment: Experiment) -> Experiment:
-    """The arm that the refusals of an arm lead to: the same in all that can be kept."""
-    while fault := _fault(experiment):
-        experiment = experiment.model_copy(update=dict(fault.mend))
-    return experiment
-
-
-def _fault(experiment: Experiment) -> Fault | None:
-    """The first thing that cannot be."""
-    precision, backend, ep = experiment.precision, experiment.ep_backend, experiment.ep
-    asked, standard = experiment.dispatch_precision, {"ep_backend": EPBackend.STANDARD}
-    if backend is not EPBackend.STANDARD and ep == 1:
-        return Fault(f"ep_backend {backend.value} moves tokens between expert-parallel ranks, and ep is 1", standard)
-    if not takes_experts(backend, precision):
-        said = f"TorchTitan 0.3.0 refuses {precision.value} experts with the {backend.value} dispatcher"
-        return Fault(f"{said}: they need one that pads ({that_pad()})", standard)
-    fault = dispatch_fault(backend, precision=precision, wgrad=experiment.wgrad, ep=ep, dispatch_precision=asked)
-    if fault:
-        return Fault(f"dispatch_precision {asked}: {fault.said}", fault.mend)
-    return _deepep_fault(experiment) if backend is EPBackend.DEEPEP else None
-
-
-def _deepep_fault(experiment: Experiment) -> Fault | None:
-    shape, ep = shape_for(experiment), experiment.ep
-    if shape.num_experts % ep:
-        mend = {"ep": gcd(shape.num_experts, ep)}
-        return Fault(f"ep_backend deepep: {shape.num_experts} experts cannot be divided over {ep} ranks", mend)
-    kernels, sent = experiment.ep_kernels, experiment.dispatch_precision
-    fault = deepep_fault(shape, kernels=kernels, dispatch_precision=sent)
-    return Fault(f"ep_backend deepep: {fault.said}", fault.mend) if fault else None
+    legal = {other: one for other, one in named_arms().items() if one.model == arm.model and check(one).legal}
+    return max(legal, key=lambda other: in_common(legal[other]))
 
 
 def _arms(model: str) -> Iterator[Experiment]:

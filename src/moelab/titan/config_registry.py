@@ -42,6 +42,7 @@ from moelab.errors import Refused
 from moelab.experiment import EPBackend, Experiment, Precision, Routing
 from moelab.experiment_file import read_experiment
 from moelab.hardware import GROUP_PADDING
+from moelab.layout import check
 from moelab.machine import gpus
 from moelab.model import shape_for
 from moelab.mxfp8 import capture
@@ -51,7 +52,7 @@ from moelab.mxfp8.converter import LINEARS, MXFP8Converter
 from moelab.runs import directory
 from moelab.runs.directory import RunDir
 from moelab.titan import corpus, ep_buffers, routing
-from moelab.titan.arms import named_arms, refusal
+from moelab.titan.arms import named_arms, nearest
 from moelab.titan.fp8 import FP8Converter
 from moelab.titan.models import model_spec
 from moelab.titan.preempt import ResumeCheckpoints, StoppableTrainer
@@ -86,13 +87,20 @@ class EndValidator(Validator):
 
 
 def experiment() -> Trainer.Config:
-    """The experiment whose YAML file ``MOELAB_EXPERIMENT`` names: a run's record, or a person's file with defaults."""
+    """The experiment whose YAML file ``MOELAB_EXPERIMENT`` names: a run's record, or a person's file with defaults.
+
+    Raises:
+        Refused: if it is illegal.
+    """
     path = os.environ.get(EXPERIMENT_VARIABLE)
     if not path:
         raise KeyError(f"set {EXPERIMENT_VARIABLE} to the path of an experiment.yaml; `moelab run` does so")
     folder = Path(path).parent
     is_record = Path(path).name == directory.EXPERIMENT_FILE and directory.is_run(folder)
-    return trainer_config(RunDir(folder).experiment if is_record else read_experiment(Path(path)))
+    asked = RunDir(folder).experiment if is_record else read_experiment(Path(path))
+    if reasons := check(asked).reasons:
+        raise Refused("\n".join(reasons))
+    return trainer_config(asked)
 
 
 def __getattr__(name: str) -> Callable[[], Trainer.Config]:
@@ -103,6 +111,8 @@ def __getattr__(name: str) -> Callable[[], Trainer.Config]:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
 
     def config() -> Trainer.Config:
+        if reasons := check(arm).reasons:
+            raise Refused("\n".join([*reasons, f"nearest by name: --config {nearest(name)}"]))
         return trainer_config(arm)
 
     config.__name__ = config.__qualname__ = name
@@ -133,16 +143,14 @@ def trainer_config(experiment: Experiment) -> Trainer.Config:
     """Translate an experiment, and prepare this process for it: its device, its corpus, its kernels.
 
     Args:
-        experiment: one arm at one seed.
+        experiment: one arm at one seed; whether it is legal is not asked here, but where TorchTitan asks for it.
 
     Returns:
         The whole configuration of TorchTitan's trainer.
 
     Raises:
-        Refused: if no machine can run this arm, or this one lacks the kernels that it asks for by name.
+        Refused: if this machine lacks the kernels that the arm asks for by name.
     """
-    if reason := refusal(experiment):
-        raise Refused(reason)
     on_cpu = not torch.cuda.is_available()
     if on_cpu:
         _require_no_gpus(experiment)

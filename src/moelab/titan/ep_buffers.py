@@ -6,7 +6,7 @@ parallelism, however, a rank dispatches one micro-batch at a time: with a local 
 of one, the buffer would be 64 times too large. The number is corrected after TorchTitan has set it: for HybridEP and
 MinimalAsyncEP by the override here, for DeepEP by the one that puts moelab's dispatcher in place
 (:mod:`moelab.deepep.dispatcher`). Both can go when TorchTitan counts micro-batches. What the buffers take is in
-:mod:`moelab.memory.dispatch_buffer`.
+:mod:`moelab.memory.peak`.
 """
 
 from __future__ import annotations

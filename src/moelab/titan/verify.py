@@ -25,7 +25,6 @@ from moelab.hardware import gpu_of
 from moelab.layout import check
 from moelab.memory.sharding import local_numel
 from moelab.model import shape_for
-from moelab.titan.arms import refusal
 
 CAPABILITY = (10, 0)
 """Compute capability that is assumed where the experiment's hardware has no GPU: a B200's."""
@@ -51,8 +50,6 @@ def verify(experiment: Experiment, ranks: Sequence[int] | None = None) -> dict[s
         Refused: with TorchTitan's own words, if it does not build.
     """
     started = time.monotonic()
-    if reason := refusal(experiment):
-        raise Refused(reason)
     chosen = list(ranks) if ranks is not None else first_ranks(experiment)
     if wrong := [rank for rank in chosen if not 0 <= rank < experiment.world_size]:
         raise BadInput(f"rank {wrong[0]} is not in this world: valid are 0 to {experiment.world_size - 1}")

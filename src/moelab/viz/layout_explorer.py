@@ -15,7 +15,7 @@ import plotly.graph_objects as go
 from moelab.experiment import Experiment
 from moelab.hardware import gpu_of
 from moelab.layout import LayoutCheck, check, facts_of
-from moelab.layout.rule import candidates
+from moelab.layout.rules import candidates
 from moelab.memory import estimate
 from moelab.viz.memory_bars import memory_bars
 from moelab.viz.mesh import mesh_map

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import plotly.graph_objects as go
 
-from moelab.layout import SCHEDULES, Layout
-from moelab.titan.pipeline_order import pipeline_order
+from moelab.layout import SCHEDULES, Layout, bubble_fraction
+from moelab.layout.schedule import Block, Durations, timeline
 from moelab.viz.theme import INK, MUTED, new_figure
-from moelab.viz.timeline import Block, Timeline, play
 
 MOST_BLOCKS = 8500
 """Bars that a browser draws without a pause; of a longer step the beginning is shown."""
@@ -29,7 +30,7 @@ def pipeline_schedule(layout: Layout, schedule: str) -> go.Figure:
     """Forward, backward and wait of every pipeline rank over one step, as the order of the schedule makes them.
 
     Every stage takes equally long and communication no time, so this is a picture of the schedule, not of a run. The
-    number on a bar is its micro-batch, where it fits. Loads torch for schedules of two stages a rank.
+    number on a bar is its micro-batch, where it fits.
 
     Args:
         layout: resolved degrees and micro-batches.
@@ -40,26 +41,30 @@ def pipeline_schedule(layout: Layout, schedule: str) -> go.Figure:
     """
     if layout.pp == 1:
         return _no_pipeline()
-    timeline = play(pipeline_order(schedule, pp=layout.pp, microbatches=layout.microbatches))
-    shown = _shown(timeline)
+    unit = [Durations(1, 1, 1)] * len(layout.stages)
+    played = timeline(schedule, unit, pp=layout.pp, microbatches=layout.microbatches)
+    end = int(max(row[-1].end for row in played))
+    shown = _shown(end, sum(map(len, played)))
+    waits = bubble_fraction(SCHEDULES[schedule], pp=layout.pp, microbatches=layout.microbatches)
     figure = new_figure(
-        f"{schedule}: each pipeline rank waits {timeline.bubble_fraction:.1%} of a step",
-        subtitle=_reading(layout, schedule, timeline, shown),
+        f"{schedule}: each pipeline rank waits {waits:.1%} of a step",
+        subtitle=_reading(layout, schedule, shown, end),
         note="simulated: equal stage times, free communication",
         height=_height(layout.pp),
     )
     for kind in _KINDS:
         for turn in range(SCHEDULES[schedule].stages_per_rank):
             blocks = [
-                block
-                for rank, row in enumerate(timeline.blocks)
+                (rank, block)
+                for rank, row in enumerate(played)
                 for block in row
-                if (block.step.kind, layout.stages_of_rank[rank].index(block.step.stage)) == (kind, turn)
+                if (block.action.kind, layout.stages_of_rank[rank].index(block.action.stage)) == (kind, turn)
                 and block.start < shown
             ]
             if blocks:
                 _draw_work(figure, blocks, kind, turn, numbered=_numbered(layout, shown))
-    _draw_waits(figure, timeline, shown)
+    waits_of = [(rank, start, min(stop, shown)) for rank, row in enumerate(played) for start, stop in _waits(row, end)]
+    _draw_waits(figure, [wait for wait in waits_of if wait[1] < shown])
     return _finish(figure, layout, shown)
 
 
@@ -73,20 +78,25 @@ def _no_pipeline() -> go.Figure:
     return figure.update_xaxes(visible=False).update_yaxes(visible=False)
 
 
-def _shown(timeline: Timeline) -> int:
+def _shown(end: int, blocks: int) -> int:
     """Units of time that fit into ``MOST_BLOCKS`` bars."""
-    count = sum(len(row) for row in timeline.blocks)
-    return timeline.end if count <= MOST_BLOCKS else timeline.end * MOST_BLOCKS // count
+    return end if blocks <= MOST_BLOCKS else end * MOST_BLOCKS // blocks
 
 
-def _reading(layout: Layout, schedule: str, timeline: Timeline, shown: int) -> str:
+def _waits(row: Sequence[Block], end: int) -> list[tuple[float, float]]:
+    """Start and end of every idle stretch of a rank."""
+    edges = [0, *(edge for block in row for edge in (block.start, block.end)), end]
+    return [(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True) if stop > start]
+
+
+def _reading(layout: Layout, schedule: str, shown: int, end: int) -> str:
     parts = [f"pp {layout.pp}, {len(layout.stages)} stages, {layout.microbatches} micro-batches"]
     if _numbered(layout, shown):
         parts.append("a bar's number is its micro-batch")
     if SCHEDULES[schedule].stages_per_rank > 1:
         parts.append("lighter: the rank's second stage")
-    if shown < timeline.end:
-        parts.append(f"the first {shown} of {timeline.end} units of time")
+    if shown < end:
+        parts.append(f"the first {shown} of {end} units of time")
     return "; ".join(parts) + "."
 
 
@@ -96,23 +106,23 @@ def _numbered(layout: Layout, shown: int) -> bool:
     return shown * (digits * DIGIT_PX) <= NARROW_PX
 
 
-def _draw_work(figure: go.Figure, blocks: list[Block], kind: str, turn: int, *, numbered: bool) -> None:
+def _draw_work(figure: go.Figure, blocks: list[tuple[int, Block]], kind: str, turn: int, *, numbered: bool) -> None:
     name, color, ink = _KINDS[kind]
     fill = _LIGHTER[color] if turn else color
     figure.add_trace(
         go.Bar(
-            base=[block.start for block in blocks],
-            x=[block.end - block.start for block in blocks],
-            y=[block.rank for block in blocks],
+            base=[block.start for _, block in blocks],
+            x=[block.end - block.start for _, block in blocks],
+            y=[rank for rank, _ in blocks],
             orientation="h",
             width=0.86,
             marker={"color": fill, "line": {"color": "white", "width": 0.5}},
-            text=[str(block.step.microbatch) for block in blocks] if numbered else None,
+            text=[str(block.action.microbatch) for _, block in blocks] if numbered else None,
             textposition="inside",
             insidetextanchor="middle",
             textangle=0,
             textfont={"color": INK if turn else ink, "size": 12},
-            customdata=[[block.step.stage, block.step.microbatch] for block in blocks],
+            customdata=[[block.action.stage, block.action.microbatch] for _, block in blocks],
             hovertemplate=f"{name}, stage %{{customdata[0]}}, micro-batch %{{customdata[1]}}<extra>rank %{{y}}</extra>",
             name=name if turn == 0 else f"{name}, second stage",
             showlegend=turn == 0,
@@ -120,13 +130,8 @@ def _draw_work(figure: go.Figure, blocks: list[Block], kind: str, turn: int, *, 
     )
 
 
-def _draw_waits(figure: go.Figure, timeline: Timeline, shown: int) -> None:
-    waits = [
-        (rank, start, min(end, shown))
-        for rank in range(len(timeline.blocks))
-        for start, end in timeline.waits(rank)
-        if start < shown
-    ]
+def _draw_waits(figure: go.Figure, waits: list[tuple[int, float, float]]) -> None:
+    """Waits are rank, start and end."""
     figure.add_trace(
         go.Bar(
             base=[start for _, start, _ in waits],

@@ -1,14 +1,18 @@
-"""What the rules look at: an experiment's degrees beside its model and its GPU."""
+"""An experiment on its ranks: the facts that the rules look at, and the layout that TorchTitan makes of them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from moelab.experiment import EPBackend, Experiment, Precision
-from moelab.hardware import gpu_of
-from moelab.layout.stages import SCHEDULES, Schedule, schedule_in_any_case
+from moelab.hardware import Gpu, gpu_of
+from moelab.layout.schedule import SCHEDULES, Schedule, schedule_in_any_case, split_layers, stages_of_rank
 from moelab.model import ModelShape, shape_for
+
+UNKNOWN_SM = -1.0
+"""No kernel is known to run on it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,13 +25,16 @@ class Facts:
     Attributes:
         experiment: what the other fields were taken from.
         shape: dimensions of the model.
-        capability: CUDA capability of the GPU (10.0 for SM100), 0 without one, None where it is not known.
+        capability: CUDA capability of the GPU (10.0 for SM100), 0 without one, ``UNKNOWN_SM`` of a GPU that does not
+            say; None where it is not known which GPU it will be.
+        gpu_in_words: which GPU that is, or that there is none.
         dp_shard_given: -1 for the ranks that the other axes leave.
     """
 
     experiment: Experiment
     shape: ModelShape
     capability: float | None
+    gpu_in_words: str
     world_size: int
     pp: int
     dp_replicate: int
@@ -94,16 +101,31 @@ class Facts:
         return replace(self, **{field: value})
 
 
-def facts_of(experiment: Experiment) -> Facts:
+def facts_of(experiment: Experiment, gpu: Gpu | None = None) -> Facts:
     """Facts of an experiment.
+
+    Args:
+        experiment: what a person wants to run.
+        gpu: of this machine, of capability 0 where it has none; None for that of the experiment's hardware.
 
     Raises:
         BadInput: if its hardware profile does not exist.
     """
+    capability = (gpu or gpu_of(experiment.hardware)).capability
+    name = gpu.name if gpu else experiment.hardware
+    in_words = f"{name} is SM{(capability or 0) * 10:.0f}"
+    if capability is None:
+        in_words = f"{name} is of unknown SM version"
+        capability = UNKNOWN_SM if gpu else None
+    elif capability == 0:
+        in_words = "this machine has no GPU to use" if gpu else f"{name} has no GPU"
+        # `local` on a machine without a GPU says nothing about where the run will be.
+        capability = None if experiment.hardware == "local" and gpu is None else 0
     return Facts(
         experiment=experiment,
         shape=shape_for(experiment),
-        capability=_capability(experiment.hardware),
+        capability=capability,
+        gpu_in_words=in_words,
         world_size=experiment.world_size,
         pp=experiment.pp,
         dp_replicate=experiment.dp_replicate,
@@ -125,7 +147,69 @@ def facts_of(experiment: Experiment) -> Facts:
     )
 
 
-def _capability(hardware: str) -> float | None:
-    """Capability of a profile's GPU; ``local`` on a machine without one says nothing about where the run will be."""
-    capability = gpu_of(hardware).capability
-    return None if hardware == "local" and not capability else capability
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Degrees of parallelism with nothing left to resolve, and the pipeline's stages.
+
+    Attributes:
+        world_size: ranks.
+        pp: pipeline-parallel degree.
+        dp_replicate: data-parallel degree over which parameters are replicated.
+        dp_shard: data-parallel degree over which parameters are sharded.
+        cp: context-parallel degree.
+        tp: tensor-parallel degree.
+        ep: expert-parallel degree.
+        efsdp: ranks that shard the experts of one expert-parallel rank, ``dp_shard * cp * tp / ep``.
+        stages: names of the modules of each (virtual) stage, in stage order.
+        stages_of_rank: numbers of the stages that each pipeline rank holds.
+        microbatches: micro-batches of a step on each rank; 1 without pipeline parallelism.
+        microbatch_size: sequences of one micro-batch.
+    """
+
+    world_size: int
+    pp: int
+    dp_replicate: int
+    dp_shard: int
+    cp: int
+    tp: int
+    ep: int
+    efsdp: int
+    stages: tuple[tuple[str, ...], ...]
+    stages_of_rank: tuple[tuple[int, ...], ...]
+    microbatches: int
+    microbatch_size: int
+
+    @property
+    def data_parallel(self) -> int:
+        """Ranks that read different sequences."""
+        return self.dp_replicate * self.dp_shard
+
+
+def resolve(facts: Facts) -> Layout:
+    """The layout of facts that break no rule which shapes it."""
+    schedule = SCHEDULES[facts.pp_schedule] if facts.pp > 1 else SCHEDULES["1F1B"]
+    return Layout(
+        world_size=facts.world_size,
+        pp=facts.pp,
+        dp_replicate=facts.dp_replicate,
+        dp_shard=facts.dp_shard,
+        cp=facts.cp,
+        tp=facts.tp,
+        ep=facts.ep,
+        efsdp=facts.efsdp,
+        stages=split_layers(facts.shape.n_layers, facts.pp * schedule.stages_per_rank),
+        stages_of_rank=stages_of_rank(schedule, facts.pp),
+        microbatches=facts.microbatches,
+        microbatch_size=facts.microbatch if facts.pp > 1 else facts.local_batch,
+    )
+
+
+@lru_cache(maxsize=4096)
+def divisors(number: int) -> tuple[int, ...]:
+    """Divisors in rising order.
+
+    >>> divisors(12)
+    (1, 2, 3, 4, 6, 12)
+    """
+    small = [value for value in range(1, int(number**0.5) + 1) if number % value == 0]
+    return tuple(sorted({*small, *(number // value for value in small)}))

@@ -1,4 +1,4 @@
-"""Megatron-LM's peak memory by this package's lists of activations, to be held against peaks measured on B200.
+"""Megatron-LM's peak memory by moelab's lists of activations, to be held against peaks measured on B200.
 
 TorchTitan's own peaks on B200 that are public (16B: pytorch/torchtitan PR 1993; Qwen3-30B-A3B:
 NousResearch/torchtitan #19) are not held against here yet. SimuMax has published Megatron-LM's, of DeepSeek-V2 and V3
@@ -27,9 +27,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import prod
 
-from moelab.memory.activations import BF16, FP32, Work, saved_without_checkpointing
-from moelab.memory.inflight import in_flight
-from moelab.memory.working_set import backward_working_set
+from moelab.layout.schedule import in_flight
+from moelab.memory.activations import BF16, FP32, Work, backward_working_set, saved_without_checkpointing
 from moelab.model import EMBEDDING, HEAD, NORM, ModelShape, Parameter, parameters, shape_of
 
 GIB = 2**30

@@ -1,0 +1,523 @@
+"""Pipeline schedules: how they cut the model into stages, and in which order each rank computes.
+
+Everything about a schedule follows from its order (:func:`pipeline_order`): how many micro-batches a rank holds at a
+time (:func:`in_flight`), how long a step takes (:func:`simulate`), when each rank computes what (:func:`timeline`).
+Only :func:`bubble_fraction` is a formula, because a search asks for it thousands of times; tests hold it against the
+order played through.
+
+The rules are those of TorchTitan 0.3.0 (``torchtitan/distributed/pipeline_parallel.py``) and of the schedule classes of
+torch 2.14 (``torch/distributed/pipelining/schedules.py``); ``tests/unit/test_layout_against_torchtitan.py`` and
+``tests/unit/test_schedule.py`` hold them against both. TorchTitan gives every rank of a multi-stage schedule two
+stages, and counts the embedding and the output as one layer each when it shares layers out.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+FIRST_STAGE_LESS_LAYERS = 1
+"""Layers that the embedding counts for; TorchTitan's default."""
+LAST_STAGE_LESS_LAYERS = 1
+"""Layers that the final norm and the vocabulary head count for; TorchTitan's default."""
+PLAYED_ROUNDS, PLAYED_LEAST = 6, 24
+"""Rounds of ``pp`` micro-batches, and micro-batches, that are played: what follows is within 0.2 % of a repetition."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """One pipeline schedule.
+
+    Attributes:
+        name: as TorchTitan spells it.
+        stages_per_rank: 1, or 2 for a schedule of several stages.
+        style: ``loop`` (rank r holds stages r and r + pp) or ``v`` (stages r and 2 pp - 1 - r).
+        splits_backward: whether dgrad and wgrad are separate steps (zero-bubble schedules).
+        least_microbatches: micro-batches that a number of stages needs.
+        whole_rounds: whether micro-batches must divide into rounds of about ``pp``.
+    """
+
+    name: str
+    stages_per_rank: int
+    style: str = "loop"
+    splits_backward: bool = False
+    least_microbatches: Callable[[int], int] = lambda _stages: 1
+    whole_rounds: bool = False
+
+    def takes(self, microbatches: int, pp: int) -> bool:
+        """Whether the schedule can run this many micro-batches on ``pp`` ranks."""
+        if microbatches < self.least_microbatches(pp * self.stages_per_rank):
+            return False
+        return not self.whole_rounds or microbatches % max(1, microbatches // pp) == 0
+
+
+SCHEDULES = {
+    schedule.name: schedule
+    for schedule in (
+        Schedule(name="1F1B", stages_per_rank=1, least_microbatches=lambda stages: stages),
+        Schedule(name="GPipe", stages_per_rank=1),
+        Schedule(name="Interleaved1F1B", stages_per_rank=2, whole_rounds=True),
+        Schedule(name="LoopedBFS", stages_per_rank=2),
+        Schedule(name="InterleavedZeroBubble", stages_per_rank=2, splits_backward=True, whole_rounds=True),
+        Schedule(name="ZBVZeroBubble", stages_per_rank=2, style="v", splits_backward=True),
+        Schedule(
+            name="DualPipeV",
+            stages_per_rank=2,
+            style="v",
+            splits_backward=True,
+            least_microbatches=lambda stages: stages,
+        ),
+    )
+}
+
+
+def schedule_in_any_case(name: str) -> Schedule | None:
+    """The schedule of a name as torch reads it, which does not mind the case of letters; TorchTitan's logging does."""
+    return next((schedule for known, schedule in SCHEDULES.items() if known.lower() == name.lower()), None)
+
+
+def effective_layers(n_layers: int) -> int:
+    """Layers as TorchTitan counts them when it shares them out over stages.
+
+    >>> effective_layers(61)
+    63
+    """
+    return n_layers + FIRST_STAGE_LESS_LAYERS + LAST_STAGE_LESS_LAYERS
+
+
+@functools.lru_cache(maxsize=1024)
+def split_layers(n_layers: int, n_stages: int) -> tuple[tuple[str, ...], ...]:
+    """Names of the modules of each stage.
+
+    The first ``effective % n_stages`` stages get one effective layer more. A first or last stage may have no layer at
+    all, only the embedding or the output.
+
+    Args:
+        n_layers: transformer layers of the model.
+        n_stages: stages in total, at most the effective layers.
+
+    >>> split_layers(3, 2)
+    (('tok_embeddings', 'layers.0', 'layers.1'), ('layers.2', 'norm', 'lm_head'))
+    """
+    least, more = divmod(effective_layers(n_layers), n_stages)
+    assert least >= 1, "more stages than effective layers"
+    counts = [least + (stage < more) for stage in range(n_stages)]
+    counts[0] -= FIRST_STAGE_LESS_LAYERS
+    counts[-1] -= LAST_STAGE_LESS_LAYERS
+    stages, layer = [], 0
+    for count in counts:
+        stages.append([f"layers.{number}" for number in range(layer, layer + count)])
+        layer += count
+    stages[0].insert(0, "tok_embeddings")
+    stages[-1] += ["norm", "lm_head"]
+    return tuple(tuple(stage) for stage in stages)
+
+
+@functools.lru_cache(maxsize=1024)
+def stages_of_rank(schedule: Schedule, pp: int, turns: int = 0) -> tuple[tuple[int, ...], ...]:
+    """Numbers of the stages that each of ``pp`` ranks holds.
+
+    Args:
+        schedule: which one.
+        pp: pipeline ranks.
+        turns: stages of a rank; 0 for the schedule's own. Megatron's interleaving may have more than two.
+
+    >>> stages_of_rank(SCHEDULES["ZBVZeroBubble"], 2)
+    ((0, 3), (1, 2))
+    """
+    if pp == 1:
+        return (tuple(range(turns or 1)),)
+    if schedule.style == "v":
+        return tuple((rank, 2 * pp - 1 - rank) for rank in range(pp))
+    return tuple(tuple(rank + turn * pp for turn in range(turns or schedule.stages_per_rank)) for rank in range(pp))
+
+
+def rank_with_loss(schedule: Schedule, pp: int) -> int:
+    """Pipeline rank that holds the last stage and so the loss."""
+    return 0 if schedule.style == "v" else pp - 1
+
+
+class Action(NamedTuple):
+    """One piece of work of a pipeline rank.
+
+    ``F`` is a forward, ``B`` a whole backward, ``I`` dgrad alone (torch's *backward input*), ``W`` wgrad alone
+    (*backward weight*).
+    """
+
+    kind: Literal["F", "B", "I", "W"]
+    stage: int
+    microbatch: int
+
+
+@functools.lru_cache(maxsize=256)
+def pipeline_order(schedule: str, *, pp: int, microbatches: int, turns: int = 0) -> tuple[tuple[Action, ...], ...]:
+    """What each of ``pp`` ranks computes, in order, as torch 2.14 runs it.
+
+    A forward that DualPipeV overlaps with a backward comes before it.
+
+    Args:
+        schedule: a name of :data:`SCHEDULES`.
+        pp: pipeline ranks.
+        microbatches: of a step.
+        turns: see :func:`stages_of_rank`.
+
+    Raises:
+        ValueError: if the schedule cannot run this many micro-batches.
+
+    Example:
+        >>> [f"{kind}{microbatch}" for kind, _, microbatch in pipeline_order("1F1B", pp=2, microbatches=2)[0]]
+        ['F0', 'F1', 'B0', 'B1']
+    """
+    if pp > 1 and not SCHEDULES[schedule].takes(microbatches, pp):
+        raise ValueError(f"{schedule} on {pp} pipeline ranks cannot run {microbatches} micro-batches")
+    if schedule == "ZBVZeroBubble":
+        return tuple(tuple(_zero_bubble_v(pp, microbatches, rank)) for rank in range(pp))
+    if schedule == "DualPipeV":
+        return tuple(tuple(_dual_pipe_v(pp, microbatches, rank)) for rank in range(pp))
+    turns = turns or SCHEDULES[schedule].stages_per_rank
+    return tuple(tuple(_looped(schedule, pp, microbatches, turns, rank)) for rank in range(pp))
+
+
+def _looped(schedule: str, pp: int, microbatches: int, turns: int, rank: int) -> Iterator[Action]:
+    """Forwards ahead, then one forward and one backward in turns, then backwards."""
+    kind = SCHEDULES[schedule]
+    size = microbatches // max(1, microbatches // pp) if turns > 1 else 1
+    total = turns * microbatches
+    if schedule in ("GPipe", "LoopedBFS"):
+        size, ahead = microbatches, total
+    elif turns == 1:
+        ahead = min(total, pp - 1 - rank)
+    else:
+        ahead = min(total, (turns - 1) * size + (1 if kind.splits_backward else 2) * (pp - 1 - rank))
+
+    def at(step: int, *, backward: bool) -> tuple[int, int]:
+        turn = step // size % turns
+        turn = turns - 1 - turn if backward else turn
+        place = step % size
+        if backward and schedule == "LoopedBFS":  # the last micro-batch first
+            place = size - 1 - place
+        return rank + turn * pp, step // (size * turns) * size + place
+
+    yield from (Action("F", *at(step, backward=False)) for step in range(ahead))
+    weights = 0
+    for step in range(total):
+        if ahead + step < total:
+            yield Action("F", *at(ahead + step, backward=False))
+        yield Action("I" if kind.splits_backward else "B", *at(step, backward=True))
+        if kind.splits_backward and step >= rank:
+            yield Action("W", *at(weights, backward=True))
+            weights += 1
+    if kind.splits_backward:
+        yield from (Action("W", *at(step, backward=True)) for step in range(weights, total))
+
+
+def _zero_bubble_v(pp: int, microbatches: int, rank: int) -> Iterator[Action]:
+    """Zero-bubble V (Qi et al. 2024, arXiv 2405.15362): forwards run down one arm of the V and up the other.
+
+    The order is that of 2 pp - 1 micro-batches or more; with fewer, those that are not there leave gaps.
+    """
+    first, second = rank, 2 * pp - 1 - rank
+    padded = max(2 * pp - 1, microbatches)
+    counts: Counter[tuple[str, int]] = Counter()
+
+    def take(*wanted: tuple[Literal["F", "I", "W"], int]) -> Iterator[Action]:
+        for kind, stage in wanted:
+            counts[kind, stage] += 1
+            if counts[kind, stage] <= microbatches:
+                yield Action(kind, stage, counts[kind, stage] - 1)
+
+    for _ in range(2 * (pp - rank) - 1):
+        yield from take(("F", first))
+    for _ in range(rank):
+        yield from take(("F", second), ("F", first))
+    for _ in range(pp - rank):
+        yield from take(("F", second), ("I", second), ("W", second))
+    while counts["F", second] < padded:
+        if counts["F", first] < padded:
+            yield from take(("F", first))
+        yield from take(("I", first), ("W", first))
+        yield from take(("F", second), ("I", second), ("W", second))
+    for _ in range(rank):
+        yield from take(("I", first), ("I", second))
+    for _ in range(pp - rank):
+        yield from take(("I", first), ("W", first))
+    for stage in (second, first):
+        while counts["W", stage] < padded:
+            yield from take(("W", stage))
+
+
+def _dual_pipe_v(pp: int, microbatches: int, rank: int) -> Iterator[Action]:
+    """DualPipe cut in half (github.com/deepseek-ai/DualPipe): whole backwards, split where a rank would wait."""
+    first, second = rank, 2 * pp - 1 - rank
+    behind = pp - 1 - rank
+    forwards: Counter[int] = Counter()
+    backwards: Counter[int] = Counter()
+    waiting: deque[Action] = deque()  # wgrads of what had its dgrad alone
+
+    def forward(stage: int) -> Action:
+        forwards[stage] += 1
+        return Action("F", stage, forwards[stage] - 1)
+
+    def backward(stage: int, *, whole: bool = True) -> Action:
+        backwards[stage] += 1
+        if whole:
+            return Action("B", stage, backwards[stage] - 1)
+        waiting.append(Action("W", stage, backwards[stage] - 1))
+        return Action("I", stage, backwards[stage] - 1)
+
+    def weight() -> Iterator[Action]:
+        if waiting:
+            yield waiting.popleft()
+
+    for _ in range(2 * behind):
+        yield forward(first)
+    for _ in range(rank + 1):
+        yield from (forward(first), forward(second))
+    for _ in range(behind):
+        yield backward(second, whole=False)
+        yield from weight()
+        yield forward(second)
+    for _ in range(microbatches - 2 * pp + rank + 1):
+        yield from (forward(first), backward(second), forward(second), backward(first))
+    for _ in range(behind):
+        yield from (backward(second), forward(second), backward(first))
+    half = (rank + 1) // 2
+    for turn in range(rank + 1):
+        yield backward(second, whole=turn < half or (turn == half and rank % 2 == 0))
+        yield backward(first, whole=turn < half)
+    for _ in range(behind):
+        yield from weight()
+        yield backward(first, whole=False)
+    for _ in range(rank + 1):
+        yield from weight()
+
+
+@functools.lru_cache(maxsize=4096)
+def in_flight(schedule: str, *, pp: int, microbatches: int, rank: int) -> tuple[tuple[int, ...], ...]:
+    """The fullest moments of a rank: micro-batches of each of its stages whose activations it holds.
+
+    They live from the forward step to the end of the backward step, or of the wgrad step where the two are apart.
+
+    Args:
+        schedule: a name of :data:`SCHEDULES`.
+        pp: pipeline ranks.
+        microbatches: of a step.
+        rank: pipeline rank.
+
+    Returns:
+        One tuple for each moment that may be the fullest, depending on how large the stages are.
+
+    Example:
+        >>> in_flight("1F1B", pp=4, microbatches=16, rank=1)
+        ((3,),)
+    """
+    if pp == 1:
+        return ((1,),)
+    place = {stage: index for index, stage in enumerate(stages_of_rank(SCHEDULES[schedule], pp)[rank])}
+    held = [0] * len(place)
+    moments: set[tuple[int, ...]] = set()
+    for kind, stage, _ in pipeline_order(schedule, pp=pp, microbatches=microbatches)[rank]:
+        if kind == "F":
+            held[place[stage]] += 1
+            moments.add(tuple(held))
+        elif kind != "I":
+            held[place[stage]] -= 1
+    return tuple(one for one in sorted(moments) if not any(_exceeds(other, one) for other in moments))
+
+
+def _exceeds(moment: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    return moment != other and all(more >= less for more, less in zip(moment, other, strict=True))
+
+
+def bubble_fraction(schedule: Schedule, *, pp: int, microbatches: int) -> float:
+    r"""Share of a step in which a pipeline rank waits, from the order of the schedule alone.
+
+    Forward, dgrad and wgrad of a stage are taken to cost the same and communication nothing: the figure orders
+    schedules and predicts no time. In units of one of the three, with *p* ranks, *m* micro-batches and *v* stages a
+    rank, the work is :math:`3 v m` and the wait :math:`3 (p - 1)`, or :math:`p - 1` where dgrad and wgrad are apart.
+    Schedules of two stages wait longer when they have too few micro-batches to fill the pipeline.
+
+    Returns:
+        A number from 0 (no wait) to below 1; 0 without a pipeline.
+
+    References:
+        Narayanan et al. 2021 (arXiv 2104.04473), section 2.2; Qi et al. 2023 (arXiv 2401.10241), sections 2 and 6.
+
+    >>> round(bubble_fraction(SCHEDULES["1F1B"], pp=2, microbatches=64), 4)
+    0.0154
+    """
+    if pp == 1:
+        return 0.0
+    missing = max(0, pp - microbatches)
+    if schedule.style == "v":
+        wait = max(pp - 1, 2 * (2 * pp - 1 - microbatches))
+    elif schedule.splits_backward:
+        wait = pp - 1 + 2 * missing + max(0, pp - 2 * microbatches)
+    else:
+        wait = 3 * (pp - 1) + 3 * missing * (schedule.stages_per_rank - 1)
+    return wait / (3 * schedule.stages_per_rank * microbatches + wait)
+
+
+class Durations(NamedTuple):
+    """Seconds of one stage and micro-batch."""
+
+    forward: float
+    dgrad: float
+    wgrad: float
+
+
+class Played(NamedTuple):
+    """When the pipeline is done, and the seconds in which each rank computes."""
+
+    makespan_s: float
+    busy_s: tuple[float, ...]
+
+
+@functools.lru_cache(maxsize=4096)
+def simulate(
+    schedule: str, durations: tuple[Durations, ...], *, pp: int, microbatches: int, message_s: float = 0.0
+) -> Played:
+    """Play a schedule: an action begins when its rank is free and what it needs has arrived.
+
+    After its first rounds a pipeline repeats itself, so of many micro-batches a part is played and the rest is added
+    at the rate of the last rounds.
+
+    Args:
+        schedule: a name of :data:`SCHEDULES`.
+        durations: of each stage.
+        pp: pipeline ranks.
+        microbatches: of a step.
+        message_s: seconds between the end of a stage and the beginning of the next.
+
+    Example:
+        >>> simulate("1F1B", (Durations(1.0, 1.0, 1.0),) * 2, pp=2, microbatches=4).makespan_s
+        15.0
+    """
+    owners = stages_of_rank(SCHEDULES[schedule], pp, len(durations) // pp)
+    busy = tuple(microbatches * sum(sum(durations[stage]) for stage in stages) for stages in owners)
+    if pp == 1:
+        return Played(busy[0], busy)
+    shorter = _played_microbatches(SCHEDULES[schedule], pp, microbatches)
+    whole = max(_ends(schedule, durations, pp, shorter, message_s))
+    if shorter == microbatches:
+        return Played(whole, busy)
+    less = max(_ends(schedule, durations, pp, shorter - pp, message_s))
+    round_s = max(whole - less, max(busy) * pp / microbatches)  # no rank goes faster than its own work
+    return Played(whole + round_s * (microbatches - shorter) / pp, busy)
+
+
+def _played_microbatches(schedule: Schedule, pp: int, microbatches: int) -> int:
+    """A smaller number that leaves the same remainder and still repeats."""
+    most = max(PLAYED_ROUNDS * pp, PLAYED_LEAST // pp * pp)
+    shorter = most + microbatches % pp
+    # 126 micro-batches on 16 ranks are 7 rounds of 18; 110 of them would be no whole rounds, which have no order.
+    if shorter >= microbatches or not (schedule.takes(shorter, pp) and schedule.takes(shorter - pp, pp)):
+        return microbatches
+    return shorter
+
+
+class Block(NamedTuple):
+    """One action of a pipeline rank, from ``start`` to ``end``."""
+
+    action: Action
+    start: float
+    end: float
+
+
+def timeline(
+    schedule: str, durations: Sequence[Durations], *, pp: int, microbatches: int
+) -> tuple[tuple[Block, ...], ...]:
+    """When each of ``pp`` ranks computes what, if nothing but the order makes it wait.
+
+    Args:
+        schedule: a name of :data:`SCHEDULES`.
+        durations: of each stage, in any unit.
+        pp: pipeline ranks.
+        microbatches: of a step.
+
+    Example:
+        >>> timeline("GPipe", [Durations(1, 1, 1)] * 2, pp=2, microbatches=1)[0]
+        (Block(action=Action(kind='F', stage=0, microbatch=0), start=0, end=1), \
+Block(action=Action(kind='B', stage=0, microbatch=0), start=4, end=6))
+    """
+    graph = _graph(schedule, pp, microbatches, len(durations) // pp)
+    ends = dict(zip(graph.actions, _ends(schedule, durations, pp, microbatches, 0), strict=True))
+    seconds = _seconds(durations)
+    return tuple(
+        tuple(Block(action, ends[action] - seconds[_place(action)], ends[action]) for action in rank)
+        for rank in pipeline_order(schedule, pp=pp, microbatches=microbatches, turns=len(durations) // pp)
+    )
+
+
+def _seconds(durations: Sequence[Durations]) -> list[float]:
+    """Of every kind of action on every stage, as :func:`_place` counts them."""
+    return [value for one in durations for value in (one.forward, one.dgrad + one.wgrad, one.dgrad, one.wgrad)]
+
+
+def _place(action: Action) -> int:
+    return 4 * action.stage + "FBIW".index(action.kind)
+
+
+def _ends(schedule: str, durations: Sequence[Durations], pp: int, microbatches: int, message_s: float) -> list[float]:
+    """When each action ends, in the order of the graph."""
+    seconds = _seconds(durations)
+    steps = _graph(schedule, pp, microbatches, len(durations) // pp).steps
+    ends: list[float] = [0] * (len(steps) + 1)  # the last stays zero: -1 is what waits for nothing
+    late = (0, message_s)
+    for place, (kind, previous, needed, remote) in enumerate(steps):
+        begin, arrival = ends[previous], ends[needed] + late[remote]
+        ends[place] = (arrival if arrival > begin else begin) + seconds[kind]
+    return ends[:-1]
+
+
+class _Graph(NamedTuple):
+    """Actions in an order in which each comes after all it needs.
+
+    ``steps`` has of each action the place of its duration, the places of the actions before it on its rank and in its
+    micro-batch, -1 for none, and whether the latter is another rank's.
+    """
+
+    actions: tuple[Action, ...]
+    steps: tuple[tuple[int, int, int, bool], ...]
+
+
+@functools.lru_cache(maxsize=256)
+def _graph(schedule: str, pp: int, microbatches: int, turns: int) -> _Graph:
+    orders = pipeline_order(schedule, pp=pp, microbatches=microbatches, turns=turns)
+    last_stage = pp * turns - 1
+    place: dict[Action, int] = {}
+    steps: list[tuple[int, int, int, bool]] = []
+    ranks: list[int] = []
+    heads, previous = [0] * pp, [-1] * pp
+    while any(heads[rank] < len(orders[rank]) for rank in range(pp)):
+        moved = False
+        for rank in range(pp):
+            while heads[rank] < len(orders[rank]):
+                action = orders[rank][heads[rank]]
+                needed = _needs(action, last_stage)
+                where = -1 if needed is None else next((place[one] for one in needed if one in place), -2)
+                if where == -2:
+                    break
+                place[action] = len(steps)
+                steps.append((_place(action), previous[rank], where, where >= 0 and ranks[where] != rank))
+                ranks.append(rank)
+                previous[rank] = place[action]
+                heads[rank] += 1
+                moved = True
+        assert moved, "an order that waits for itself"
+    return _Graph(tuple(place), tuple(steps))
+
+
+def _needs(action: Action, last_stage: int) -> tuple[Action, ...] | None:
+    """What must be done before; the first of them that is in the order counts."""
+    kind, stage, microbatch = action
+    if kind == "F":
+        return None if stage == 0 else (Action("F", stage - 1, microbatch),)
+    if kind == "W":
+        return (Action("I", stage, microbatch),)
+    if stage == last_stage:
+        return (Action("F", stage, microbatch),)
+    return Action("I", stage + 1, microbatch), Action("B", stage + 1, microbatch)
