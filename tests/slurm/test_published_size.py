@@ -16,7 +16,7 @@ from moelab.launch.node import Start
 from moelab.launch.slurm import SCRIPT_FILE
 from moelab.launch.status import refresh
 from moelab.launch.submit import Submission, submit
-from moelab.notebooks.throughput import bring_forward
+from moelab.notebooks.study import bring_forward
 from moelab.runs.directory import RunDir, find
 from moelab.runs.status import State, Status
 

@@ -228,8 +228,8 @@ class PlanParameters(NotebookParameters):
 
 
 @_takes(
-    "study runs_dir model arms quantize wgrad ep_backend nodes ranks ep seeds steps warmup_steps lr seq_len "
-    "local_batch activation_checkpoint compile routing dataset hardware final_fraction margin_nats on_failure",
+    "study runs_dir submit cluster model arms quantize wgrad ep_backend nodes ranks ep seeds steps warmup_steps lr "
+    "seq_len local_batch activation_checkpoint compile routing dataset hardware final_fraction margin_nats on_failure",
     arms=Annotated[str, Field(description="precisions, the reference first, such as bf16,mxfp8")],
     on_failure=Literal["continue", "stop"],
 )

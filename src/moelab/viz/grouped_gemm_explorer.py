@@ -1,6 +1,6 @@
 """The shape explorer: rows, N, K and groups as sliders; below them a step in its parts, BF16 beside MXFP8.
 
-It shows :func:`moelab.viz.grouped_gemm.step_parts` and nothing of its own. ipywidgets comes with the ``lab`` extra, so
+It shows :func:`moelab.viz.grouped_gemm.step_parts` and nothing of its own. ipywidgets loads slowly, so
 it is imported when an explorer is made.
 """
 

@@ -1,7 +1,7 @@
 """The layout explorer: degrees as controls; below them the verdict and three figures, which follow every change.
 
 It shows nothing of its own: legality is :func:`moelab.layout.check`, memory :func:`moelab.memory.estimate`, and the
-figures are those of this package. ipywidgets comes with the ``lab`` extra, so it is imported when an explorer is made.
+figures are those of this package. ipywidgets loads slowly, so it is imported when an explorer is made.
 """
 
 from __future__ import annotations

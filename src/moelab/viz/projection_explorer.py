@@ -1,7 +1,7 @@
 """The projection explorer: cluster, layout and arm as controls; below them the speed, its cost and the step's parts.
 
 It shows nothing of its own: the numbers are those of :func:`moelab.projection.project.project` and
-:func:`moelab.projection.cost.cost`. ipywidgets comes with the ``lab`` extra, so it is imported when one is made.
+:func:`moelab.projection.cost.cost`. ipywidgets loads slowly, so it is imported when one is made.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The traffic explorer: experts, group and routing as controls; below them the numbers and two figures that follow.
 
 It shows nothing of its own: the numbers are those of :mod:`moelab.projection`, the figures those of this package.
-ipywidgets comes with the ``lab`` extra, so it is imported when an explorer is made.
+ipywidgets loads slowly, so it is imported when an explorer is made.
 """
 
 from __future__ import annotations
