@@ -65,7 +65,7 @@ def golden() -> dict[str, str]:
 
 @pytest.mark.parametrize("name", ["slurm_generic", "nebius_soperator_b200", "everything"])
 def test_script_is_the_golden_one_and_bash_and_shellcheck_accept_it(name: str) -> None:
-    """``python tests/unit/test_job_script.py`` writes the golden files; read what changed in them."""
+    """``python tests/unit/test_script.py`` writes the golden files; read what changed in them."""
     file = GOLDEN / f"{name}.sbatch"
     assert golden()[name] == file.read_text()
     subprocess.run(["bash", "-n", str(file)], check=True)
