@@ -39,7 +39,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
@@ -52,13 +52,13 @@ from torchtitan.config.override import derive, override
 from torchtitan.models.common.moe import TokenChoiceTopKRouter
 from torchtitan.tools.logging import init_logger
 from torchtitan.trainer import Trainer
+from validation.shapes import BIG_SHAPES, NODE_SHAPES, SHAPES, Shape
 
 from moelab.analysis.two_by_two import STOCK_CHECKPOINTING, layer_gains, layer_table
 from moelab.experiment import Experiment
 from moelab.machine import environment, gpus
 from moelab.privacy import without_places
-from moelab.projection.full_node import NODE_SHAPES
-from moelab.projection.measured import DRY_RUN
+from moelab.projection.measured import DRY_RUN, FOLDER
 from moelab.runs.files import write_json
 from moelab.titan import config_registry, routing
 
@@ -71,32 +71,8 @@ READY_S, COMPILE_S = 17, 30
 """Seconds from the start of a pass to its first timed step, and what its first compilation adds, on two H200."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Shape:
-    """A thin model: dense and MoE layers and experts that are kept, and its batch."""
-
-    model: str
-    dense: int
-    moe: int
-    experts: int
-    local_batch: int
-    seq_len: int = 4096
-    activation_checkpoint: str = "none"
-    per_gpu: bool = False  # whether ``experts`` counts those of one GPU
-
-
-SHAPES = {
-    "671B": Shape(model="671B", dense=1, moe=2, experts=32, local_batch=2),
-    "671B MoE-heavy": Shape(model="671B", dense=0, moe=5, experts=16, local_batch=2, activation_checkpoint="full"),
-    "16B": Shape(model="16B", dense=1, moe=4, experts=64, local_batch=4),
-}
-TEN_LAYERS = replace(SHAPES["671B MoE-heavy"], moe=10)
-BIG_SHAPES = {"671B, 10 MoE layers": TEN_LAYERS}
-"""For GPUs of 140 GB."""
-NODE = {name: Shape(**asdict(shape)) for name, shape in NODE_SHAPES.items() if shape.per_gpu}
-"""Shapes whose experts grow with the number of GPUs."""
 DRY_SHAPE = Shape(model="nano", dense=1, moe=2, experts=8, local_batch=2, seq_len=64)
-ALL_SHAPES = SHAPES | BIG_SHAPES | NODE | {DRY_RUN: DRY_SHAPE}
+ALL_SHAPES = SHAPES | BIG_SHAPES | NODE_SHAPES | {DRY_RUN: DRY_SHAPE}
 ARMS: dict[str, dict[str, Any]] = {
     "bf16_standard": {},
     "bf16_deepep": {"ep_backend": "deepep"},
@@ -173,7 +149,7 @@ def table_router(config: TokenChoiceTopKRouter.Config, *, tokens: int, fp32_gate
 def build(shape: Shape, arm: dict[str, Any], *, compile_: str) -> Trainer:
     """The trainer of an arm, as ``moelab run`` would make it, with a thin model and the table router."""
     world = int(os.environ["WORLD_SIZE"])
-    experts = shape.experts * (world if shape.per_gpu else 1)
+    experts = shape.thin(world).num_experts
     experiment = Experiment(
         model=shape.model, gpus_per_node=world, ep=world, seq_len=shape.seq_len, local_batch=shape.local_batch,
         steps=1000, warmup_steps=10, lr=1e-4, compile=compile_, routing="learned",
@@ -482,7 +458,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--gpus", type=int, default=2, help="ranks; all of them share the experts")
-    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES | BIG_SHAPES | NODE), default=list(SHAPES))
+    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES | BIG_SHAPES | NODE_SHAPES), default=list(SHAPES))
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=DEFAULT_ARMS)
     parser.add_argument(
         "--checkpointing", nargs="+", choices=CHECKPOINTING, help="activation checkpointing; default: each shape's own"
@@ -500,7 +476,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--child", nargs=4, help=argparse.SUPPRESS)
     parser.add_argument("--child-folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.dry and Path(__file__).parent / "results" in options.output.resolve().parents:
+    kept = (Path(__file__).parent / "results", Path(__file__).parents[1] / FOLDER)
+    if options.dry and not set(kept).isdisjoint(options.output.resolve().parents):
         parser.error(f"--output {options.output}: a dry run is no measurement")
     if not options.dry and not options.child and options.output.exists():
         before = {gpu["name"] for gpu in json.loads(options.output.read_text())["environment"]["gpus"]}

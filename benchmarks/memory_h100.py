@@ -30,7 +30,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from memory_megatron import V2, MegatronRun, megatron_memory
+from validation.memory_megatron import V2, MegatronRun, megatron_memory
 
 from moelab.experiment import Experiment
 from moelab.hardware import H100

@@ -16,8 +16,7 @@ from moelab.errors import BadInput, Refused
 from moelab.experiment import Experiment, Precision
 from moelab.hardware import Cluster, cluster_of, has_native_mxfp8
 from moelab.projection.calibration import CALIBRATION, Calibration
-from moelab.projection.project import Projection, project
-from moelab.projection.what_if import with_network
+from moelab.projection.project import Projection, project, with_network
 
 PROFILES: Mapping[str, str] = {
     "H100": "h100_x1024",

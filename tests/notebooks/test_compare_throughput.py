@@ -18,8 +18,8 @@ from moelab.layout import check
 from moelab.notebooks import ThroughputParameters, execute, read_parameters, validated
 from moelab.notebooks.study import bring_forward
 from moelab.plan import plan
-from moelab.projection.arms_projected import projected_two_by_two
 from moelab.projection.measured import TWO_BY_TWO, load_measured
+from moelab.projection.published import projected_two_by_two
 from moelab.runs import directory
 from moelab.runs.collect import collect, newest
 from moelab.runs.status import State

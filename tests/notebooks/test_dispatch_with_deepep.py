@@ -16,13 +16,14 @@ from moelab.model import shape_of
 from moelab.notebooks import DispatchParameters, read_parameters, validated
 from moelab.projection import ExpertPlacement, RoutingModel, expected_destinations, expected_rows
 from moelab.projection.calibration import CALIBRATION, with_values
-from moelab.projection.deepep_bandwidth import QUOTED
-from moelab.projection.full_node import SCALING, load_predicted
-from moelab.projection.gather import EXPANDING, EXPANDING_FP8, STOCK_DEEPEP, gather_passes, padded_rows
-from moelab.projection.measured import FULL_NODE, load_measured
-from moelab.projection.step_cases import published_job, tps_of
-from moelab.viz.dispatch import forwarding, gather_bars
-from moelab.viz.traffic_explorer import TrafficExplorer
+from moelab.projection.exchange import QUOTED
+from moelab.projection.measured import FULL_NODE, SCALING, load_measured, load_predicted
+from moelab.projection.published import published_job
+from moelab.projection.step import tps_of
+from moelab.projection.traffic import EXPANDING, EXPANDING_FP8, STOCK_DEEPEP, gather_passes, padded_rows
+from moelab.viz.deepep import gather_bars
+from moelab.viz.token_flow import forwarding
+from moelab.viz.traffic import TrafficExplorer
 
 ROOT = Path(__file__).parents[2]
 NAME = "04_dispatch_with_deepep"

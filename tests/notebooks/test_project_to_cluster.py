@@ -14,13 +14,12 @@ from notebook_support import WIDGET, Ran
 from moelab.errors import BadInput, Refused
 from moelab.experiment import Routing
 from moelab.notebooks import ProjectParameters, validated
-from moelab.projection.arms_projected import projected_two_by_two
 from moelab.projection.calibration import CALIBRATION
+from moelab.projection.megatron import waterfall
 from moelab.projection.project import project
+from moelab.projection.published import projected_two_by_two, published_job
 from moelab.projection.step import step_time
-from moelab.projection.step_cases import published_job
 from moelab.projection.validation import validation_table
-from moelab.projection.waterfall import waterfall
 from moelab.sweep import by_gpus, by_network
 from moelab.viz.validation import percent_error
 

@@ -21,8 +21,14 @@ from moelab.projection import (
     move_time_s,
     simulate_rows,
 )
-from moelab.viz.traffic import bytes_by_ep, destination_histogram, move_times, saving_by_routing, traffic_matrix
-from moelab.viz.traffic_explorer import TrafficExplorer
+from moelab.viz.traffic import (
+    TrafficExplorer,
+    bytes_by_ep,
+    destination_histogram,
+    move_times,
+    saving_by_routing,
+    traffic_matrix,
+)
 
 ROOT = Path(__file__).parents[2]
 NAME = "03_route_tokens"

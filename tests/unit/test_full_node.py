@@ -13,32 +13,29 @@ from typing import Any
 
 import plotly.graph_objects as go
 import pytest
+from validation.full_node import ARMS, HARDWARE, STOCK, layers_that_fit, node_job, predictions
+from validation.shapes import DEEPEST, NODE_SHAPES, SHAPES, SMALL, thin_job
+from validation.table import full_node_rows
 
 from moelab.analysis.two_by_two import arm_results
 from moelab.errors import BadInput
 from moelab.machine import GpuInfo
-from moelab.projection import full_node_measured
 from moelab.projection.calibration import CALIBRATION
-from moelab.projection.full_node import (
-    ARMS,
-    DEEPEST,
+from moelab.projection.measured import (
+    DRY_RUN,
     EP_DEGREES,
-    HARDWARE,
-    NODE_SHAPES,
-    PREDICTED,
+    FULL_NODE,
     ROUTINGS,
     SCALING,
-    SMALL,
-    STOCK,
-    layers_that_fit,
+    TWO_BY_TWO,
+    Measurement,
+    Place,
+    hardware_of,
+    load_measured,
     load_predicted,
-    node_job,
+    node_results,
 )
-from moelab.projection.full_node_measured import SOURCE, Place, full_node_rows, node_results
-from moelab.projection.full_node_predictions import predictions
-from moelab.projection.measured import DRY_RUN, FULL_NODE, TWO_BY_TWO, Measurement, hardware_of, load_measured
-from moelab.projection.step_cases import thin_job, tps_of
-from moelab.projection.validation import validation_table
+from moelab.projection.step import tps_of
 from moelab.viz.dispatch_scaling import scaling
 
 ROOT = Path(__file__).parents[2]
@@ -70,7 +67,6 @@ def read(content: Mapping[str, Any], folder: Path) -> Measurement:
 
 def test_every_step_is_predicted_once_and_says_when_and_by_what() -> None:
     content = load_predicted()
-    assert content == json.loads((ROOT / "benchmarks" / "results" / f"{PREDICTED}.json").read_text())
     assert content["label"] == "derived"
     assert content["git_commit"]
     found = [(row["hardware"], *(row[name] for name in Place._fields)) for row in content["rows"]]
@@ -92,7 +88,7 @@ def test_every_step_is_predicted_once_and_says_when_and_by_what() -> None:
 def test_predictions_are_those_of_the_step_model() -> None:
     rows = {(row["hardware"], *(row[name] for name in Place._fields)): row for row in predictions(draws=3)}
     for arm, fields in ((STOCK, {}), ("bf16_deepep", {"ep_backend": "deepep"})):
-        job = thin_job("671B MoE-heavy", {**fields, "routing": "round_robin"}, hardware="h200_node")
+        job = thin_job(SHAPES["671B MoE-heavy"], {**fields, "routing": "round_robin"}, hardware="h200_node")
         row = rows["h200_node", SCALING, 2, "round_robin", arm]
         assert row["tps"] == pytest.approx(tps_of(job, CALIBRATION), abs=0.1)
     eight = node_job(NODE_SHAPES[SCALING], STOCK, "round_robin", ep=8, hardware="h200_node")
@@ -110,13 +106,9 @@ def test_layers_are_as_many_as_the_memory_model_lets_fit() -> None:
 # --- predicted beside measured ---------------------------------------------------------------------------------------
 
 
-def test_the_validation_table_takes_both_files_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = validation_table()
-    measured = read(made_up(), tmp_path)
-    monkeypatch.setattr(full_node_measured, "load_measured", lambda _name: measured)
-    rows = [row for row in validation_table() if row.source == SOURCE]
+def test_a_row_of_the_table_has_both_files(tmp_path: Path) -> None:
+    rows = full_node_rows(read(made_up(), tmp_path))
     assert len(rows) == sum(row["hardware"] == "h200_node" for row in load_predicted()["rows"])
-    assert any(row.source == SOURCE for row in before) is bool(load_measured(FULL_NODE).rows)
     for row in rows:
         assert row.error == pytest.approx(SLOWER - 1, abs=1e-3)
         assert row.use == "predicted"
@@ -276,7 +268,9 @@ def _written(content: Mapping[str, Any], folder: Path) -> Path:
     return file
 
 
-@pytest.mark.parametrize("output", ["benchmarks/results/dry.json", "elsewhere/h200_full_node.json"])
+@pytest.mark.parametrize(
+    "output", ["benchmarks/results/dry.json", "src/moelab/data/measured/dry.json", "elsewhere/h200_full_node.json"]
+)
 def test_a_dry_run_takes_no_measurements_place(
     driver: ModuleType, output: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from figure_support import title
 from run_support import make_run
 
 from moelab.analysis.published import THROUGHPUT
@@ -19,9 +20,8 @@ from moelab.experiment import Experiment
 from moelab.launch.slurm import SlurmError
 from moelab.runs import directory, metrics_table
 from moelab.runs.directory import RunDir
-from moelab.runs.follow import StudyFollower
-from moelab.runs.log_lines import FIELDS, LogLine
-from moelab.runs.rank_steps import RankSteps, RankTable
+from moelab.runs.follow import RankSteps, RankTable, StudyFollower
+from moelab.runs.log import FIELDS, LogLine
 from moelab.runs.status import State, Status
 from moelab.viz.dashboard import (
     MOST_POINTS,
@@ -40,10 +40,6 @@ STUDY: dict[str, Any] = {"name": "study", "gpus_per_node": 2, "ep": 2, "steps": 
 
 def experiment(**changes: Any) -> Experiment:
     return Experiment(**{**STUDY, **changes})
-
-
-def title(figure: Any) -> str:
-    return str(figure.layout.title.text).replace("<br>", " ")
 
 
 def words(figure: Any) -> list[str]:

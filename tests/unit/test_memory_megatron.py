@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from memory_megatron import V2, MegatronMemory, MegatronRun, megatron_memory
+from validation.memory_megatron import V2, MegatronMemory, MegatronRun, megatron_memory
 
 from moelab.model import count_parameters, shape_of
 

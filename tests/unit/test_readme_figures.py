@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from validation.shapes import SMALL
+from validation.table import full_node_rows
 
 from moelab.analysis.two_by_two import (
     ArmResult,
@@ -20,15 +22,29 @@ from moelab.analysis.two_by_two import (
     layer_gains,
 )
 from moelab.experiment import Routing
-from moelab.projection.arms_projected import equal_seconds_tps, meeting_all_published, projected_two_by_two
 from moelab.projection.calibration import CALIBRATION
-from moelab.projection.full_node import ROUTINGS, SCALING, SMALL
-from moelab.projection.full_node_measured import Place, full_node_rows, node_results
-from moelab.projection.measured import FULL_NODE, TWO_BY_TWO, Measurement, load_measured
+from moelab.projection.measured import (
+    ALL_TO_ALL_H200,
+    FULL_NODE,
+    ROUTINGS,
+    SCALING,
+    TWO_BY_TWO,
+    Measurement,
+    Place,
+    load_measured,
+    node_results,
+)
+from moelab.projection.published import equal_seconds_tps, meeting_all_published, projected_two_by_two, published_job
 from moelab.projection.step import step_time
-from moelab.projection.step_cases import BRIDGE_SOURCE, H100_FIRST, H100_LATER, PUBLISHED, SIMUMAX, published_job
-from moelab.projection.validation import validation_table
-from moelab.projection.validation_row import ValidationRow
+from moelab.projection.validation import (
+    BRIDGE_SOURCE,
+    H100_FIRST,
+    H100_LATER,
+    PUBLISHED,
+    SIMUMAX,
+    ValidationRow,
+    validation_table,
+)
 from moelab.viz.validation import percent_error
 
 ROOT = Path(__file__).parents[2]
@@ -160,7 +176,7 @@ def test_four_gpus_beside_their_predictions() -> None:
 def test_exchanges_alone() -> None:
     rows = {
         (row["arm"], row["operation"]): row["us_median"] / 1e3
-        for row in results_of("all_to_all_h200")["rows"]
+        for row in load_measured(ALL_TO_ALL_H200).rows
         if (row["size"], row["routing"], row["sms_chosen_by"]) == ("671B, 32 experts", "random_balanced", "library")
     }
     for words, operation in (

@@ -5,48 +5,43 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
-import plotly.graph_objects as go
 import pytest
+from figure_support import notes, title
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from moelab.analysis.interaction import interaction
 from moelab.analysis.published import GAINS, THROUGHPUT
+from moelab.analysis.throughput import interaction
 from moelab.errors import BadInput, Refused
 from moelab.experiment import Experiment, Precision
 from moelab.hardware.spec import ImpossibleHardware
 from moelab.notebooks.calibrate import constants_of_node
-from moelab.projection.arms_projected import Estimate, TwoByTwo, projected_two_by_two
 from moelab.projection.calibration import CALIBRATION
-from moelab.projection.cost import Cost
 from moelab.projection.measured import ALL_TO_ALL, GROUPED_GEMM, Measurement, load_measured
-from moelab.projection.project import project
+from moelab.projection.megatron import Change
+from moelab.projection.project import Cost, project
+from moelab.projection.published import Estimate, TwoByTwo, projected_two_by_two
 from moelab.projection.validation import goals, validation_table
-from moelab.projection.waterfall import Change
 from moelab.sweep import by_gpus, by_network, cluster_like, on
 from moelab.titan.arms import named_arms
-from moelab.viz.arms_projected import arms_beside_projection, gains_and_interaction
-from moelab.viz.projection_explorer import ProjectionExplorer
-from moelab.viz.published_bars import published_bars
-from moelab.viz.step_breakdown import GROUPS, arm_breakdowns, step_breakdown
+from moelab.viz.projection import (
+    GROUPS,
+    ProjectionExplorer,
+    arm_breakdowns,
+    arms_beside_projection,
+    gains_and_interaction,
+    step_breakdown,
+)
+from moelab.viz.throughput import published_bars
 from moelab.viz.validation import goal_lines, goal_strips, part_strips, validation_lines
 from moelab.viz.waterfall import waterfall_bars
 from moelab.viz.what_if import cost_bars, network_curves, size_curves
 
 PUBLISHED = named_arms()["dsv3_671b_mxfp8_deepep"]
 STAGES = {part: float(seconds) for seconds, part in enumerate((p for parts in GROUPS.values() for p in parts), start=1)}
-
-
-def title(figure: go.Figure) -> str:
-    return str(figure.layout.title.text).replace("<br>", " ")
-
-
-def texts(figure: go.Figure) -> str:
-    return " ".join(str(one.text) for one in figure.layout.annotations)
 
 
 # Whether gains compose
@@ -194,8 +189,8 @@ def test_the_published_figure_has_the_printed_numbers_and_a_gap() -> None:
     assert [trace.x[0] for trace in figure.data] == [0, 1, 3]
     assert "quoted" in title(figure)
     for gain in GAINS[:2]:
-        assert f"{gain.percent:+.1f} %" in texts(figure)
-    assert "not<br>published" in texts(figure)
+        assert f"{gain.percent:+.1f} %" in notes(figure)
+    assert "not published" in notes(figure)
 
 
 def test_every_bar_of_a_breakdown_begins_where_the_last_one_ends_and_they_add_up() -> None:
@@ -296,27 +291,23 @@ def _in_figure(found: TwoByTwo) -> list[str]:
 # The explorer
 
 
-def explorer(**chosen: Any) -> ProjectionExplorer:
-    return ProjectionExplorer(PUBLISHED, **chosen)
-
-
 def test_the_explorer_says_what_the_projection_says() -> None:
-    shown = explorer()
+    shown = ProjectionExplorer(PUBLISHED)
     expected = project(Experiment.model_validate({**PUBLISHED.model_dump(), "mxfp8_kernels": "auto"}))
-    assert f"{expected.tps:,.0f} tokens/s per GPU" in shown.summary.value
-    assert len(shown.figure.outputs) == 1
-    before = shown.summary.value
+    assert f"{expected.tps:,.0f} tokens/s per GPU" in shown.words.value
+    assert len(shown.figures["step"].outputs) == 1
+    before = shown.words.value
     shown.controls["network_gb_s"].value = 400.0
-    assert shown.summary.value != before
-    assert "extrapolated" in shown.summary.value
+    assert shown.words.value != before
+    assert "extrapolated" in shown.words.value
 
 
 def test_the_explorer_says_why_something_cannot_be() -> None:
-    shown = explorer()
+    shown = ProjectionExplorer(PUBLISHED)
     shown.controls["gpus"].value = 8
-    assert "Cannot be" in shown.summary.value
-    assert shown.figure.outputs == ()
+    assert "Cannot be" in shown.words.value
+    assert shown.figures["step"].outputs == ()
     with pytest.raises(Refused):
         shown.projected()
     shown.controls["gpus"].value = 256
-    assert "tokens/s per GPU" in shown.summary.value
+    assert "tokens/s per GPU" in shown.words.value

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import doctest
 import importlib
-import json
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
 import pytest
+from figure_support import notes, shown_title, title
 
 from moelab.analysis.two_by_two import ArmResult, arm_results, checkpointing_table, goal_lines, result_table
-from moelab.deepep.all_to_all import OPERATIONS as ALL_OPERATIONS
-from moelab.deepep.all_to_all import ROUTINGS, plan
-from moelab.deepep.all_to_all import SIZES as MEASURED_SIZES
+from moelab.deepep.benchmark_cases import OPERATIONS as ALL_OPERATIONS
+from moelab.deepep.benchmark_cases import ROUTINGS, plan
+from moelab.deepep.benchmark_cases import SIZES as MEASURED_SIZES
 from moelab.errors import BadInput
 from moelab.hardware import cluster_of
 from moelab.notebooks.all_to_all import ExperimentFailed, can_use_gpus, measure_all_to_all
@@ -33,23 +31,27 @@ from moelab.projection import (
     expected_traffic,
     simulate_rows,
 )
-from moelab.projection.deepep_bandwidth import QUOTED
-from moelab.projection.gather import EXPANDING, EXPANDING_FP8, STOCK_DEEPEP, STOCK_STANDARD, gather_passes, padded_rows
-from moelab.projection.measured import ALL_TO_ALL, COMMANDS, TWO_BY_TWO, Measurement, load_measured
-from moelab.viz.all_to_all import ARM_LOOKS, OPERATIONS, operation_times, sm_sweep
-from moelab.viz.dispatch import forwarding, gather_bars, quoted_bandwidths
-from moelab.viz.dispatch_measured import two_by_two_bars
-from moelab.viz.token_map import hops
+from moelab.projection.exchange import QUOTED
+from moelab.projection.measured import ALL_TO_ALL, ALL_TO_ALL_H200, COMMANDS, TWO_BY_TWO, Measurement, load_measured
+from moelab.projection.traffic import EXPANDING, EXPANDING_FP8, STOCK_DEEPEP, STOCK_STANDARD, gather_passes, padded_rows
+from moelab.viz.deepep import (
+    ARM_LOOKS,
+    OPERATIONS,
+    gather_bars,
+    operation_times,
+    quoted_bandwidths,
+    sm_sweep,
+    two_by_two_bars,
+)
+from moelab.viz.token_flow import METHOD_LABELS, forwarding, hops, token_flow
 from moelab.viz.traffic import (
-    METHOD_LABELS,
+    TrafficExplorer,
     bytes_by_ep,
     destination_histogram,
     move_times,
     saving_by_routing,
-    token_flow,
     traffic_matrix,
 )
-from moelab.viz.traffic_explorer import DEFAULTS, TrafficExplorer
 
 ROOT = Path(__file__).parents[2]
 PUBLISHED = ExpertPlacement(experts=256, top_k=8, ep=32, ranks_per_node=8)
@@ -57,14 +59,6 @@ ONE_NODE = ExpertPlacement(experts=64, top_k=6, ep=8, ranks_per_node=8)
 FORCED, RANDOM = RoutingModel(kind="round_robin"), RoutingModel(kind="random_balanced")
 LIMITED = RoutingModel(kind="group_limited", groups=8, limited_groups=4)
 SIZES: dict[str, Any] = {"tokens": 4096, "hidden": 7168}
-
-
-def title(figure: go.Figure) -> str:
-    return str(figure.layout.title.text).replace("<br>", " ")
-
-
-def notes(figure: go.Figure) -> str:
-    return " ".join(str(note.text).replace("<br>", " ") for note in figure.layout.annotations)
 
 
 def bars(figure: go.Figure, name: str) -> list[go.Bar]:
@@ -97,8 +91,6 @@ def test_a_tokens_way_is_drawn_for_each_method_and_says_that_it_is_simulated() -
     assert "8 × network, 0 × NVLink" in notes(figure)
     assert notes(figure).count("1 × network, 0 × NVLink") == 1  # once per rank, straight there
     assert "1 × network, 1 × NVLink" in notes(figure)  # once per node, and forwarded
-    with pytest.raises(BadInput, match="sender is 32; valid: 0 to 31"):
-        token_flow(FORCED, PUBLISHED, sender=32)
 
 
 def test_histogram_shares_are_of_all_tokens_and_have_the_means_of_the_title() -> None:
@@ -133,6 +125,9 @@ def test_bytes_by_degree_are_the_models() -> None:
     assert lines[name, "y"]["32"] == pytest.approx(sent.network / 1e9)
     assert lines[name, "y2"]["32"] == pytest.approx(sent.nvlink / 1e9)
     assert lines[name, "y"]["8"] == 0
+    drawn = [name for name, axis in lines if axis == "y"]
+    assert sum("balanced random" in name for name in drawn) == sum("forced round-robin" in name for name in drawn) == 2
+    assert drawn.count("standard all-to-all") == 1
     assert set(lines[name, "y"]) == {"2", "4", "8", "16", "32", "64"}
     assert "nothing leaves the node" in title(bytes_by_ep([RANDOM], ONE_NODE, tokens=64, hidden=2048))
 
@@ -167,8 +162,8 @@ def test_forwarding_has_both_stages_and_the_way_back() -> None:
     assert f"sums: {near} × NVLink, {far} × network" in said
     assert f"{far} copies over the network" in title(figure)
     assert "all reached inside the node" in title(forwarding(RANDOM, ONE_NODE))
-    with pytest.raises(BadInput, match="sender is -1"):
-        forwarding(RANDOM, PUBLISHED, sender=-1)
+    with pytest.raises(BadInput, match="sender is 32; valid: 0 to 31"):
+        forwarding(RANDOM, PUBLISHED, sender=32)
 
 
 def test_quoted_bandwidths_stay_below_the_network_card_on_the_wire() -> None:
@@ -222,8 +217,8 @@ def made_up_exchanges() -> dict[str, Any]:
     times = {"standard bf16": 4000.0, "deepep bf16 dense": 3000.0, "deepep bf16 expanded": 2000.0}
     rows: list[dict[str, Any]] = [
         {**shared, "routing": routing, "arm": arm, "backend": arm.split()[0], "precision": "bf16"}
-        | {"sms_chosen_by": "library", "operation": operation, "us_median": us}
-        for routing in ("random_balanced", "round_robin")
+        | {"sms_chosen_by": "library", "operation": operation, "us_median": us * share}
+        for routing, share in (("random_balanced", 1.0), ("round_robin", 0.5))
         for arm, us in times.items()
         for operation in ("dispatch", "combine", "combine_backward", "dispatch_backward")
     ]
@@ -255,14 +250,15 @@ def test_exchange_times_are_drawn_by_way_and_routing() -> None:
     assert "standard 16.00 ms, DeepEP expanding 8.00 ms under random balanced routing" in title(figure)
     assert "measured elsewhere, replayed" in title(figure)
     assert "2 × MADE-UP GPU, torch 0, 2000-01-01" in title(figure)
-    assert [list(bar.y) for bar in bars(figure, "standard, BF16")] == [[4.0] * 4] * 2
+    assert [list(bar.y) for bar in bars(figure, "standard, BF16")] == [[4.0] * 4, [2.0] * 4]
     assert bars(figure, "standard, BF16")[0].error_y.array == (0.05,) * 4
     assert not bars(figure, "HybridEP")  # it failed
 
 
 def test_every_way_that_the_experiment_measures_can_be_drawn() -> None:
     groups = plan(MEASURED_SIZES, ROUTINGS, ("standard", "deepep", "hybridep"), ())
-    assert {arm.name for group in groups for arm in group.arms} == set(ARM_LOOKS)
+    older = {row["arm"] for row in load_measured(ALL_TO_ALL_H200).rows if row["sms_chosen_by"] == "library"}
+    assert {arm.name for group in groups for arm in group.arms} | older == set(ARM_LOOKS)
     assert set(OPERATIONS) == set(ALL_OPERATIONS)
 
 
@@ -434,23 +430,10 @@ def test_what_is_not_measured_says_how_to_measure_it(name: str) -> None:
     for figure in drawn:
         assert not figure.data
         assert "not measured yet" in title(figure)
-        assert f"benchmarks/results/{name}.json" in title(figure)
+        assert f"moelab/data/measured/{name}.json" in title(figure)
     script = nothing.stamp.split("benchmarks/")[1].split()[0]
     described = (ROOT / "benchmarks" / script).read_text()
     assert COMMANDS[name].split(" --output")[0] in described, "the script does not say that it is started so"
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_the_packages_copy_is_the_measurement_of_the_repository(name: str) -> None:
-    original, copy = (
-        folder / f"{name}.json" for folder in (ROOT / "benchmarks/results", ROOT / "src/moelab/data/measured")
-    )
-    assert original.exists() == copy.exists(), f"copy {original} to {copy}"
-    read = load_measured(name)
-    if original.exists():
-        assert read.content == json.loads(original.read_text())
-    else:
-        assert read.content is None
 
 
 def test_files_of_another_kind_are_refused(tmp_path: Path) -> None:
@@ -487,28 +470,26 @@ def test_an_experiment_that_fails_shows_its_last_lines(tmp_path: Path, monkeypat
 
 def test_explorer_follows_its_controls_and_says_what_cannot_be() -> None:
     explorer = TrafficExplorer()
-    assert "<b>7.27 ranks</b> and <b>3.61 nodes</b> (derived)" in explorer.summary.value
+    assert "<b>7.27 ranks</b> and <b>3.61 nodes</b> (derived)" in explorer.words.value
     assert all(output.outputs for output in explorer.figures.values())
     explorer.controls["routing"].value = "group_limited"
-    assert "<b>6.60 ranks</b> and <b>2.93 nodes</b>" in explorer.summary.value
+    assert "<b>6.60 ranks</b> and <b>2.93 nodes</b>" in explorer.words.value
     explorer.controls["ep"].value = 256
     explorer.controls["experts"].value = 32
-    assert "Cannot be" in explorer.summary.value
-    assert "ep is 256 and does not divide 32 experts" in explorer.summary.value
+    assert "Cannot be" in explorer.words.value
+    assert "ep is 256 and does not divide 32 experts" in explorer.words.value
     assert not any(output.outputs for output in explorer.figures.values())
     explorer.controls["ep"].value = 8
-    assert "Cannot be" not in explorer.summary.value
+    assert "Cannot be" not in explorer.words.value
     assert all(output.outputs for output in explorer.figures.values())
     explorer.controls["routing"].value = "skewed"
-    assert "(simulated)" in explorer.summary.value
+    assert "(simulated)" in explorer.words.value
 
 
 def test_explorer_shows_the_figures_of_the_functions() -> None:
     explorer = TrafficExplorer(hidden=1234, token=3)
-    assert explorer.chosen == {**DEFAULTS, "hidden": 1234, "token": 3}
-    (output,) = explorer.figures["flow"].outputs
-    shown = output["data"]["application/vnd.plotly.v1+json"]["layout"]["title"]["text"]
-    assert shown == token_flow(RANDOM, PUBLISHED, token=3).layout.title.text
+    assert (explorer.chosen["hidden"], explorer.chosen["experts"]) == (1234, 256)
+    assert shown_title(explorer.figures["flow"]) == title(token_flow(RANDOM, PUBLISHED, token=3))
 
 
 def test_explorer_of_a_control_that_is_none() -> None:
@@ -516,12 +497,6 @@ def test_explorer_of_a_control_that_is_none() -> None:
         TrafficExplorer(seed=1)
 
 
-@pytest.mark.parametrize("name", ["projection.gather", "projection.measured", "analysis.two_by_two"])
+@pytest.mark.parametrize("name", ["projection.measured", "analysis.two_by_two"])
 def test_examples_in_the_documentation(name: str) -> None:
     assert doctest.testmod(importlib.import_module(f"moelab.{name}")).failed == 0
-
-
-def test_importing_the_figures_loads_neither_torch_nor_ipywidgets() -> None:
-    modules = "moelab.viz.traffic_explorer, moelab.viz.all_to_all, moelab.viz.dispatch, moelab.notebooks.all_to_all"
-    code = f"import sys, {modules}; sys.exit(any(name in sys.modules for name in ('torch', 'ipywidgets')))"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

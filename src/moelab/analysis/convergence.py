@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -27,12 +28,13 @@ ArmSeed = tuple[str, int]
 class FinalLosses:
     """Final loss of every finished run: mean over steps ``first_step`` to ``last_step``, nats per token.
 
-    ``by_run`` maps (arm, seed) to the loss; ``diverged`` maps those without one to where their loss was not finite;
-    ``excluded`` names each run left out for another reason.
+    ``by_run`` maps (arm, seed) to the loss; ``diverged`` maps those without one to where their loss was not finite,
+    and ``lost`` to another reason. ``excluded`` names each run in whose place another of its seed counts.
     """
 
     by_run: dict[ArmSeed, float]
     diverged: dict[ArmSeed, str]
+    lost: dict[ArmSeed, str]
     first_step: int
     last_step: int
     excluded: tuple[str, ...]
@@ -79,28 +81,30 @@ def final_losses(table: pd.DataFrame, *, final_fraction: float = 0.1, steps: int
     expected = frozenset(window["step"])
     by_run: dict[ArmSeed, float] = {}
     diverged: dict[ArmSeed, str] = {}
-    excluded: list[str] = []
+    excluded: list[tuple[ArmSeed, str, str]] = []
     # Run names start with their UTC time, so in descending order the first finished run of a seed is the newest.
-    for run in sorted(merged["run"].unique(), reverse=True):
-        rows = merged[merged["run"] == run]
-        arm, seed = str(rows["arm"].iloc[0]), int(rows["seed"].iloc[0])
+    for (run, *_), rows in sorted(merged.groupby(["run", "arm", "seed"]), key=itemgetter(0), reverse=True):
+        key = str(rows["arm"].iloc[0]), int(rows["seed"].iloc[0])
         not_finite = rows.loc[rows["step"].isin(expected) & ~np.isfinite(rows["loss"]), "step"]
         if len(not_finite):
-            diverged.setdefault((arm, seed), f"loss is not finite at step {not_finite.iloc[0]}")
+            diverged.setdefault(key, f"loss is not finite at step {not_finite.iloc[0]}")
             continue
         reason = _reason_to_exclude(rows, expected, last_step)
-        if not reason and (arm, seed) in by_run:
+        if not reason and key in by_run:
             reason = "a newer finished run has the same arm and seed"
         if reason:
-            excluded.append(f"{arm}, seed {seed} ({run}): {reason}")
+            excluded.append((key, str(run), reason))
         else:
-            by_run[arm, seed] = float(rows.loc[rows["step"] >= first_step, "loss"].mean())
+            by_run[key] = float(rows.loc[rows["step"] >= first_step, "loss"].mean())
+    lost = {key: reason for key, _, reason in reversed(excluded) if key not in by_run and key not in diverged}
+    others = [f"{arm}, seed {seed} ({run}): {why}" for (arm, seed), run, why in excluded if (arm, seed) not in lost]
     return FinalLosses(
         by_run=dict(sorted(by_run.items())),
         diverged={key: reason for key, reason in diverged.items() if key not in by_run},
+        lost=lost,
         first_step=first_step,
         last_step=last_step,
-        excluded=tuple(sorted(excluded)),
+        excluded=tuple(sorted(others)),
     )
 
 
@@ -142,7 +146,7 @@ def compare_convergence(
         reference,
         arms,
         {**final.diverged, **(diverged or {})},
-        lost or {},
+        {**final.lost, **(lost or {})},
         also=table["arm"].unique(),
         quantity=f"the loss of step {final.last_step}"
         if final.first_step == final.last_step

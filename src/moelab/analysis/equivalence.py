@@ -23,14 +23,13 @@ References:
     Schuirmann, "A comparison of the two one-sided tests procedure and the power approach", 1987.
     Lakens, Scheel and Isager, "Equivalence testing for psychological research", 2018: margin and zero.
     Grubbs, "Procedures for detecting outlying observations in samples", 1969.
-    Holm, "A simple sequentially rejective multiple test procedure", 1979.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -99,7 +98,7 @@ def equivalence_margin(
     Args:
         reference_losses: Finite loss of the reference by seed, nats per token.
         reference: Name of the reference arm.
-        margin_nats: The margin where a person gives it; no cap applies.
+        margin_nats: The margin where a person gives it; only a cap that is given too applies.
         margin_cap_nats: Cap of a derived margin; None takes 1 % of the reference's mean loss, outlying seeds left out.
         margin_factor: Margin in units of the standard deviation, used where ``margin_nats`` is None.
         alpha: Rate allowed for a false "equivalent" at the margin.
@@ -117,6 +116,8 @@ def equivalence_margin(
     for name, value in (("margin_nats", margin_nats), ("margin_cap_nats", margin_cap_nats)):
         if value is not None and not (math.isfinite(value) and value > 0):
             raise BadInput(f"{name} is {value}: give nats above 0, or leave it out to derive it from the reference")
+    if margin_nats is not None and margin_cap_nats is not None and margin_nats > margin_cap_nats:
+        raise BadInput(f"margin_nats is {margin_nats}, above margin_cap_nats, {margin_cap_nats}: leave one of them out")
     if not (math.isfinite(margin_factor) and margin_factor > 0):
         raise BadInput(f"margin_factor is {margin_factor}: give standard deviations above 0, 2.0 for two")
     if not 0.0 < alpha < 0.5:
@@ -290,25 +291,6 @@ def paired_tests(differences_NM: ArrayLike, margin_M: ArrayLike, *, tost_alpha: 
         equivalent=tost_p < tost_alpha,
         different=beyond_p < tost_alpha,
     )
-
-
-def holm(p_values: Sequence[float], *, alpha: float) -> list[bool]:
-    """Which of several p values are significant together, by Holm's step-down method.
-
-    Args:
-        p_values: one for each arm.
-        alpha: rate allowed for any false one among them.
-
-    Example:
-        >>> holm([0.04, 0.01], alpha=0.05), holm([0.04, 0.03], alpha=0.05)
-        ([True, True], [False, False])
-    """
-    significant = [False] * len(p_values)
-    for passed, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
-        if not p_values[index] < alpha / (len(p_values) - passed):
-            break
-        significant[index] = True
-    return significant
 
 
 def equivalence_power(n_seeds: int, *, sd_difference: ArrayLike, reference_sd: ArrayLike, margin: Margin) -> Array:

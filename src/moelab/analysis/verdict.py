@@ -21,6 +21,7 @@ from enum import StrEnum
 from typing import Any
 
 import numpy as np
+from statsmodels.stats.multitest import multipletests
 
 from moelab.analysis.arms import contrast
 from moelab.analysis.equivalence import (
@@ -30,7 +31,6 @@ from moelab.analysis.equivalence import (
     POWER,
     Margin,
     equivalence_margin,
-    holm,
     outlying_seeds,
     paired_tests,
     seeds_needed,
@@ -77,10 +77,11 @@ class Verdict:
     """The verdict on one arm, with every number behind it.
 
     Losses and differences (arm − reference, paired by seed) are in nats. ``interval`` lies inside ±``margin_nats`` when
-    the answer is ``equivalent`` and wholly outside when a test made it ``different``. ``findings`` are sentences that
-    decided or qualify the answer, ``excluded`` names each run left out and why, ``settled_by`` says what would turn
-    ``insufficient data`` into an answer, and ``steps`` is the first and last step behind the losses, None for a
-    held-out loss. ``arm_diverged`` and ``reference_diverged`` are seeds that diverged in one of the two alone.
+    the answer is ``equivalent`` and wholly outside when a test made it ``different``. ``decided_by`` is the sentence
+    that decided where no interval did, ``findings`` are those that qualify the answer, ``excluded`` names each run left
+    out and why, and ``settled_by`` says what would turn ``insufficient data`` into an answer. ``arm_diverged`` and
+    ``reference_diverged`` are seeds that diverged in one of the two alone; ``steps`` is the first and last step behind
+    the losses, None for a held-out loss.
     """
 
     arm: str
@@ -104,6 +105,7 @@ class Verdict:
     reference_diverged: tuple[int, ...]
     outlying_seeds: tuple[int, ...]
     dropped_seeds: tuple[int, ...]
+    decided_by: str
     findings: tuple[str, ...]
     excluded: tuple[str, ...]
     settled_by: str
@@ -131,17 +133,23 @@ class Verdict:
         """State the verdict in words with the numbers behind it."""
         arm, reference, shared = contrast(self.arm, self.reference)
         both = f" (both {shared})" if shared else ""
-        rest = " ".join([*self.findings, *([self.settled_by] if self.settled_by else [])])
         if not self.seeds:
-            return f"{arm} and {reference}{both} have no finished seed in common: {self.answer}. {rest}".strip()
-        margin = f"margin ±{self.margin_nats:.4f}" if math.isfinite(self.margin_nats) else "no margin"
-        cap = f" (cap {self.margin_cap_nats:.4f})" if math.isfinite(self.margin_cap_nats) else ""
-        seeds = "1 seed" if self.n_seeds == 1 else f"{self.n_seeds} seeds"
-        sentence = (
-            f"{arm} differs from {reference}{both} by {self.mean_difference_nats:+.4f} nats in {self.quantity} "
-            f"({self._interval_words()}), {margin}{cap}, n = {seeds}: {self.answer_words}."
-        )
-        return f"{sentence} {rest}".strip()
+            numbers = f"{arm} and {reference}{both} have no finished seed in common"
+        else:
+            margin = f"margin ±{self.margin_nats:.4f}" if math.isfinite(self.margin_nats) else "no margin"
+            is_wider = self.margin_nats > self.margin_cap_nats  # as a person may give it
+            cap_words = "as given, wider than the usual cap" if is_wider else "cap"
+            cap = f" ({cap_words} {self.margin_cap_nats:.4f})" if math.isfinite(self.margin_cap_nats) else ""
+            seeds = "1 seed" if self.n_seeds == 1 else f"{self.n_seeds} seeds"
+            numbers = (
+                f"{arm} differs from {reference}{both} by {self.mean_difference_nats:+.4f} nats in {self.quantity} "
+                f"({self._interval_words()}), {margin}{cap}, n = {seeds}"
+            )
+        if self.decided_by:
+            parts = [f"{str(self.answer).capitalize()}: {self.decided_by}", f"{numbers}."]
+        else:
+            parts = [f"{numbers}: {self.answer_words}."]
+        return " ".join([*parts, *self.findings, self.settled_by]).strip()
 
     def to_json(self) -> dict[str, Any]:
         """The verdict for a program; what is missing is null."""
@@ -272,6 +280,7 @@ def judge(
             reference_diverged=tuple(sorted(theirs.diverged.keys() - ours.diverged.keys())),
             outlying_seeds=outlying_seeds(base),
             dropped_seeds=dropped,
+            decided_by="",
             findings=(),
             excluded=(*excluded, *_left_out(ours, theirs, arm, reference)),
             settled_by="",
@@ -296,7 +305,8 @@ def correct_for_arms(verdicts: list[Verdict]) -> list[Verdict]:
     if not tested or len(with_p) < 2:
         return verdicts
     level = (1.0 - with_p[0].interval.level) / 2.0
-    stands = dict(zip((one.arm for one in with_p), holm([one.beyond_p for one in with_p], alpha=level), strict=True))
+    significant = multipletests([one.beyond_p for one in with_p], alpha=level, method="holm")[0]
+    stands = {one.arm: stands for one, stands in zip(with_p, significant, strict=True)}
     words = f"Alone it would be different, but not after Holm's correction for {len(with_p)} arms."
     return [
         replace(one, answer=Answer.INSUFFICIENT, findings=(*one.findings, words))
@@ -322,12 +332,10 @@ def _without(losses: Mapping[int, float], dropped: Collection[int]) -> dict[int,
 
 
 def _left_out(ours: ArmSeeds, theirs: ArmSeeds, arm: str, reference: str) -> tuple[str, ...]:
-    lines = [
-        f"{name}, seed {seed}: {reason}"
-        for name, one in ((arm, ours), (reference, theirs))
-        for seed, reason in sorted({**one.diverged, **one.lost}.items())
-    ]
-    return tuple(lines)
+    both = {name: {**one.diverged, **one.lost} for name, one in ((arm, ours), (reference, theirs))}
+    return tuple(
+        f"{name}, {words}" for name, reasons in both.items() for words in _reasons(sorted(reasons), reasons) if reasons
+    )
 
 
 def _tested(differences: list[float], margin: Margin, verdict: Verdict) -> Verdict:
@@ -364,79 +372,90 @@ def _decided(
 ) -> Verdict:
     """Let what comes before any interval decide, and say what the reader must know."""
     arm, reference, _ = contrast(verdict.arm, verdict.reference)
-    planned = ours.known | theirs.known
-    findings, answer = [], verdict.answer
-    both_diverged = sorted(ours.diverged.keys() & theirs.diverged.keys())
+    n = len(ours.known | theirs.known)
+    both = sorted(ours.diverged.keys() & theirs.diverged.keys())
+    deciding: list[tuple[Answer, str]] = []  # the first decides
+    findings: list[str] = []
     if verdict.arm_diverged:
-        alone = f"{len(verdict.arm_diverged)} of {len(planned)} seeds diverged in {arm} and not in {reference}"
+        words = f"{len(verdict.arm_diverged)} of {n} seeds diverged in {arm} and not in {reference}"
+        why = "; ".join(_reasons(verdict.arm_diverged, ours.diverged))
         if any(seed in theirs.losses for seed in verdict.arm_diverged):
-            answer = Answer.DIFFERENT
-        else:  # the reference lost these seeds otherwise, so whether it would have kept them is not known
-            answer = Answer.INSUFFICIENT if answer is Answer.EQUIVALENT else answer
-            alone += ", which has no result for them"
-        findings.append(f"{alone} ({_reasons(verdict.arm_diverged, ours.diverged)}).")
+            deciding.append((Answer.DIFFERENT, f"{words} ({why})."))
+        else:  # whether the reference would have kept them is not known
+            answer = Answer.DIFFERENT if verdict.answer is Answer.DIFFERENT else Answer.INSUFFICIENT
+            deciding.append((answer, f"{words}, which has no result for them ({why})."))
     if verdict.reference_diverged:
-        answer = answer if answer is Answer.DIFFERENT and verdict.arm_diverged else Answer.INSUFFICIENT
-        findings.append(
-            f"{len(verdict.reference_diverged)} of {len(planned)} seeds diverged in the reference {reference} and not "
-            f"in {arm} ({_reasons(verdict.reference_diverged, theirs.diverged)})."
+        words = f"{len(verdict.reference_diverged)} of {n} seeds diverged in the reference {reference} and not in {arm}"
+        why = "; ".join(_reasons(verdict.reference_diverged, theirs.diverged))
+        deciding.append((Answer.INSUFFICIENT, f"{words} ({why})."))
+    if untaught := _not_learnt(verdict, margin, untrained_nats):
+        deciding.append((Answer.NOT_TRAINED, f"{untaught}."))
+    for seed in verdict.outlying_seeds:
+        words = (
+            f"seed {seed} of the reference {reference} lies apart from its others "
+            f"({verdict.reference_losses[seed]:.4f} nats): find out why, or leave it out of all arms "
+            f"(moelab report … --drop-seed {seed})."
         )
-    if both_diverged:
-        findings.append(f"Left out, as it diverged in both: {_reasons(both_diverged, ours.diverged)}.")
-    lost = {seed: reason for one in (theirs, ours) for seed, reason in one.lost.items()}
-    if lost:
-        findings.append(f"Left out: {_reasons(sorted(lost), lost)}; assumed to be unrelated to the loss.")
-    if verdict.dropped_seeds:
-        names = ", ".join(str(seed) for seed in verdict.dropped_seeds)
-        findings.append(f"Dropped by name in both arms: seed{'s' if len(verdict.dropped_seeds) > 1 else ''} {names}.")
-    if verdict.outlying_seeds and not verdict.arm_diverged:
-        (seed,) = verdict.outlying_seeds
-        answer = Answer.INSUFFICIENT
-        findings.append(
-            f"Seed {seed} of the reference {reference} lies apart from its others ({verdict.reference_losses[seed]:.4f}"
-            f" nats): find out why, or leave it out of both arms (moelab report … --drop-seed {seed})."
-        )
+        deciding.append((Answer.INSUFFICIENT, words))
+    findings += [words[0].upper() + words[1:] for _, words in deciding[1:]]
     for seed in outlying_seeds(verdict.arm_losses):
         findings.append(f"Seed {seed} of {arm} lies apart from its others ({verdict.arm_losses[seed]:.4f} nats).")
-    untaught = _not_learnt(verdict, margin, untrained_nats)
-    if untaught and not (verdict.arm_diverged and answer is Answer.DIFFERENT):
-        answer = Answer.NOT_TRAINED
-    findings += [f"{words}." for words in untaught]
+    if both:
+        findings.append(f"Left out, as it diverged in both: {'; '.join(_reasons(both, ours.diverged))}.")
+    if lost := {seed: reason for one in (theirs, ours) for seed, reason in one.lost.items()}:
+        words = "; ".join(_reasons(sorted(lost), lost))
+        findings.append(f"Left out: {words}; assumed to be unrelated to the loss.")
+    if verdict.dropped_seeds:
+        names = ", ".join(str(seed) for seed in verdict.dropped_seeds)
+        findings.append(f"Dropped by name in all arms: seed{'s' if len(verdict.dropped_seeds) > 1 else ''} {names}.")
     if verdict.steps is not None and verdict.seeds and verdict.steps[1] <= lr_warmup_steps:
         findings.append(
             f"Training ended inside its warm-up (step {verdict.steps[1]:,} of {lr_warmup_steps:,}): the learning rate "
-            "never reached its peak."
+            "was still rising."
         )
+    answer, decided_by = deciding[0] if deciding else (verdict.answer, "")
     settled, needed = "", None
-    if answer is Answer.INSUFFICIENT and not (verdict.outlying_seeds or verdict.reference_diverged):
+    if answer is Answer.INSUFFICIENT and not decided_by:
         settled, needed = _settled_by(verdict, margin, len(verdict.reference_losses))
-    return replace(verdict, answer=answer, findings=tuple(findings), settled_by=settled, seeds_needed=needed)
+    return replace(
+        verdict,
+        answer=answer,
+        decided_by=decided_by,
+        findings=tuple(findings),
+        settled_by=settled,
+        seeds_needed=needed,
+    )
 
 
-def _reasons(seeds: Collection[int], reasons: Mapping[int, str]) -> str:
-    """``seeds 1, 4: loss is nan at step 12; seed 3: …``, seeds of one reason together."""
+def _reasons(seeds: Collection[int], reasons: Mapping[int, str]) -> list[str]:
+    """``seeds 1, 4: loss is nan at step 12`` and ``seed 3: …``: seeds of one reason together."""
     groups: dict[str, list[str]] = {}
     for seed in seeds:
         groups.setdefault(reasons[seed], []).append(str(seed))
-    return "; ".join(f"seed{'s' if len(own) > 1 else ''} {', '.join(own)}: {why}" for why, own in groups.items())
+    return [f"seed{'s' if len(own) > 1 else ''} {', '.join(own)}: {why}" for why, own in groups.items()]
 
 
-def _not_learnt(verdict: Verdict, margin: Margin, untrained_nats: float | None) -> list[str]:
-    """A sentence for each arm whose loss is still near that of a model that knows nothing."""
+def _not_learnt(verdict: Verdict, margin: Margin, untrained_nats: float | None) -> str:
+    """Which of the two arms is still near a model that knows nothing; empty if neither is."""
     if untrained_nats is None or not verdict.seeds:
-        return []
+        return ""
     needed = max(LEARNT_FRACTION * untrained_nats, margin.nats if margin.exists and not margin.given else 0.0)
     arm, reference, _ = contrast(verdict.arm, verdict.reference)
-    means = {
+    ends = {
         name: float(np.mean([losses[seed] for seed in verdict.seeds]))
         for name, losses in ((arm, verdict.arm_losses), (reference, verdict.reference_losses))
     }
-    return [
-        f"{name} has not learnt: it ends at {mean:.2f} nats, and a model that knows nothing has {untrained_nats:.2f} "
-        f"(at least {needed:.2f} below that is asked for)"
-        for name, mean in means.items()
-        if mean > untrained_nats - needed
+    untaught = [
+        f"{name} has not learnt (it ends at {end:.2f} nats)"
+        for name, end in ends.items()
+        if end > untrained_nats - needed
     ]
+    if not untaught:
+        return ""
+    return (
+        f"{' and '.join(untaught)}: a model that knows nothing has {untrained_nats:.2f} nats, and at least "
+        f"{needed:.2f} below that is asked for"
+    )
 
 
 def _settled_by(verdict: Verdict, margin: Margin, n_reference: int) -> tuple[str, tuple[int | None, int | None] | None]:

@@ -28,7 +28,7 @@ from moelab.launch.cluster import ClusterProfile
 from moelab.launch.script import python_of, set_up
 from moelab.launch.slurm import SlurmError, SlurmMissing
 from moelab.launch.submit import check_data, check_plans, check_room, dry_run
-from moelab.runs.segments import CLOCK_SKEW_S
+from moelab.runs.log import CLOCK_SKEW_S
 
 WAIT_S = 300
 """How long srun waits for the nodes."""

@@ -33,11 +33,12 @@ from moelab.launch.capability import refusals
 from moelab.launch.slurm import ticket_of
 from moelab.launch.torchrun import Command, Process, command
 from moelab.machine import environment
+from moelab.model import TOKENIZERS
 from moelab.runs import directory
 from moelab.runs.collect import Collected, collect_run, save_results
 from moelab.runs.directory import Discovery, RunDir
 from moelab.runs.files import write_json, write_whole
-from moelab.runs.log import LogFollower
+from moelab.runs.follow import LogFollower
 from moelab.runs.side_files import converted_modules
 from moelab.runs.status import FILE as STATUS_FILE
 from moelab.runs.status import State, Status
@@ -294,7 +295,7 @@ def stage_data(experiment: Experiment, *, dataset: Path | None = None, tokenizer
             _require_c4()
         elif not dataset.is_dir():
             raise Refused(f"dataset c4 is said to be in {dataset}, which is no folder on this machine")
-        folder = str(tokenizer) if tokenizer else corpus.TOKENIZERS.get(experiment.model)
+        folder = str(tokenizer) if tokenizer else TOKENIZERS.get(experiment.model)
         if folder and not Path(folder, "tokenizer.json").exists():
             raise Refused(
                 f"dataset c4 with model {experiment.model} needs its tokenizer in {folder}; fetch it with TorchTitan's "

@@ -29,7 +29,7 @@ from moelab.launch.script import JobSpec, render
 from moelab.launch.slurm import SCRIPT_FILE, Queue, SlurmError, SlurmMissing, Ticket, new_comment, ticket_of
 from moelab.launch.status import ACTIVE, update
 from moelab.memory.activations import FP32
-from moelab.model import count_parameters, shape_for
+from moelab.model import TOKENIZERS, count_parameters, shape_for
 from moelab.plan import Plan, plan
 from moelab.projection.project import project
 from moelab.runs import directory
@@ -368,8 +368,6 @@ def _memory(planned: Plan) -> Finding:
 
 
 def _tokenizers(wanted: Sequence[Experiment], cluster: ClusterProfile) -> Iterator[Finding]:
-    from moelab.titan.corpus import TOKENIZERS
-
     for model in sorted({one.model for one in wanted} & TOKENIZERS.keys()):
         folder = Path(cluster.tokenizers.get(model, TOKENIZERS[model]))
         if not (folder / "tokenizer.json").exists():

@@ -40,7 +40,7 @@ from moelab.experiment import EPBackend, Experiment, Precision, Routing
 from moelab.hardware import GROUP_PADDING, Gpu, cluster_of, has_deepep, has_grouped_fp8, has_native_mxfp8
 from moelab.layout.mesh import Facts, Layout, divisors, facts_of, resolve
 from moelab.layout.schedule import SCHEDULES, effective_layers, rank_with_loss
-from moelab.titan.corpus import tokenizer_size
+from moelab.model import tokenizer_size
 
 FLEX_BLOCK = 128
 """Tokens of a block of FlexAttention's mask (``_DEFAULT_SPARSE_BLOCK_SIZE`` of torch 2.14)."""
@@ -369,7 +369,7 @@ def _padded(facts: Facts) -> str | None:
 
 @_rule("DeepEP takes the tokens", "ep_backend")
 def _deepep(facts: Facts) -> str | None:
-    """:mod:`moelab.deepep.elastic` refuses the same once more before its kernels run; emulation takes any features."""
+    """:mod:`moelab.deepep.buffer` refuses the same once more before its kernels run; emulation takes any features."""
     if facts.ep_backend is not EPBackend.DEEPEP:
         return None
     top_k, dim, name = facts.shape.top_k, facts.shape.dim, facts.shape.name

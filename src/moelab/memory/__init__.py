@@ -4,7 +4,7 @@
 - :func:`local_numel` gives the parameters that a rank holds, exactly as TorchTitan shards them.
 - ``sharding.py`` is the exact part; ``activations.py`` lists what a layer keeps for its backward pass and what it needs
   for a moment; ``peak.py`` adds up the fullest moments of a step, and has the dispatchers' buffers and every number
-  that is neither. ``benchmarks/memory_megatron.py`` holds the same lists against peaks of Megatron-LM on B200.
+  that is neither. ``benchmarks/validation/memory_megatron.py`` holds the lists against peaks of Megatron-LM on B200.
 
 Nothing here loads torch.
 """

@@ -7,7 +7,17 @@ device) and compare. Nothing here imports torch, so that thousands of layouts ca
 """
 
 from moelab.model.parameters import Parameter, ParameterCounts, Part, count_parameters, parameters
-from moelab.model.shape import EMBEDDING, HEAD, NORM, SHAPES, ModelShape, shape_for, shape_of
+from moelab.model.shape import (
+    EMBEDDING,
+    HEAD,
+    NORM,
+    SHAPES,
+    TOKENIZERS,
+    ModelShape,
+    shape_for,
+    shape_of,
+    tokenizer_size,
+)
 from moelab.model.work import (
     BYTES_PER_ELEMENT,
     Gemm,
@@ -25,6 +35,7 @@ __all__ = [
     "HEAD",
     "NORM",
     "SHAPES",
+    "TOKENIZERS",
     "Gemm",
     "ModelShape",
     "Parameter",
@@ -40,4 +51,5 @@ __all__ = [
     "shape_for",
     "shape_of",
     "token_traffic",
+    "tokenizer_size",
 ]

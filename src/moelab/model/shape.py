@@ -13,6 +13,8 @@ from moelab.errors import BadInput
 from moelab.experiment import Experiment
 
 EMBEDDING, NORM, HEAD = "tok_embeddings", "norm", "lm_head"
+TOKENIZERS = {"16B": "assets/hf/deepseek-moe-16b-base", "671B": "assets/hf/DeepSeek-V3.1-Base"}
+"""Where TorchTitan's ``download_hf_assets.py`` puts the tokenizers that 16B and 671B need for C4."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,3 +192,17 @@ def _faults(shape: ModelShape) -> list[tuple[bool, str]]:
         ),
         (shape.dim % 8 != 0, f"dim is {shape.dim}; valid: a multiple of 8"),
     ]
+
+
+def tokenizer_size(experiment: Experiment) -> int:
+    """Entries of the tokenizer that an experiment's text is read with.
+
+    16B and 671B read C4 with their own, which their vocabulary holds. Everything else is read with nano's, so a model
+    with a larger vocabulary soon learns that most of its tokens never come.
+
+    Example:
+        >>> tokenizer_size(Experiment(model="16B", dataset="c4")), tokenizer_size(Experiment(model="16B"))
+        (102400, 2048)
+    """
+    own = experiment.dataset == "c4" and experiment.model in TOKENIZERS
+    return shape_of(experiment.model).vocab_size if own else NANO.vocab_size

@@ -16,10 +16,9 @@ from moelab.experiment import EPBackend
 from moelab.hardware import GPUS, MODELS, known_gpu
 from moelab.model import BYTES_PER_ELEMENT, shape_of
 from moelab.projection.calibration import CALIBRATION, Calibration, with_values
-from moelab.projection.gemm_rate import is_blackwell
+from moelab.projection.exchange import exchange_time_s
+from moelab.projection.gemm import grouped_job, is_blackwell, product_parts_s
 from moelab.projection.measured import Measurement
-from moelab.projection.moe_exchange import exchange_time_s
-from moelab.projection.parts import grouped_job, product_parts_s
 
 Row = Mapping[str, Any]
 NO_LIMIT = 1e9
@@ -61,7 +60,11 @@ def _of_products(measured: Measurement, gpu: str, name: str) -> Iterator[float]:
 
 
 def _of_exchanges(measured: Measurement, backend: str, name: str) -> Iterator[float]:
-    """From the rows whose wire carries BF16 tokens once for each destination and writes nothing else."""
+    """From the rows whose wire carries BF16 tokens once for each destination and writes nothing else.
+
+    Of DeepEP these are of its dense layout, which files of format 2 have. In the expanding layout of training the wire
+    part is bound by the writes, so it does not say what NVLink does.
+    """
     gpu = _gpu_of(measured)
     if GPUS[gpu].nvlink_gb_s is None:
         return  # cards without NVLink between all of them have no share of it

@@ -9,11 +9,11 @@ from typing import Any, Literal
 from moelab.errors import BadInput, Refused
 from moelab.experiment_file import Study
 from moelab.launch.cluster import ClusterProfile
-from moelab.projection.arms_projected import Estimate
 from moelab.projection.project import project
+from moelab.projection.published import Estimate
 from moelab.runs import directory
 from moelab.runs.status import State
-from moelab.study_report import NothingToJudge, StudyJudgement, judge_study
+from moelab.study_report import NothingToJudge, Report, judge_study
 
 Say = Callable[[str], None]
 
@@ -87,7 +87,7 @@ def bring_forward(
         say("nothing submitted: submit is False")
 
 
-def judged_so_far(folder: Path, study: Study, *, reference: str, say: Say, **rules: Any) -> StudyJudgement | None:
+def judged_so_far(folder: Path, study: Study, *, reference: str, say: Say, **rules: Any) -> Report | None:
     """What the finished runs of a study say; None while there are none and one may still finish.
 
     Args:

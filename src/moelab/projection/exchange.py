@@ -1,129 +1,210 @@
-"""Rows of one dispatch from rank to rank, counted from the experts that tokens have, method by method.
+"""Time on the wires: dispatch and combine of an MoE layer, and the collectives of FSDP, TP and CP.
 
-Combine takes the same ways back, so this counts it too, with senders and receivers exchanged.
+A ring over P ranks moves (P − 1)/P of the whole over every rank's wire. Inside a node that wire is NVLink; across nodes
+every GPU has a network card, and ranks that share a node share their cards.
+
+What dispatch and combine send is :mod:`moelab.projection.traffic`'s, wire by wire; NVLink and network work at the same
+time, so the slower one counts. TorchTitan's standard dispatcher first exchanges counts and waits for them on the host.
+Permutation is measured in copies: one copy reads and writes every row that the experts multiply.
+
+=====================  =====================================================================
+permutation            copies of dispatch, combine, combine's gradient, dispatch's gradient
+=====================  =====================================================================
+standard               not compiled (``all_to_all_h100.json``)
+standard compiled      TorchTitan's, compiled (kernels of ``h100_standard_step.json``)
+deepep dense           stock DeepEP: permuted by PyTorch (``all_to_all_h100.json``)
+deepep expanded        moelab's: DeepEP writes rows in order (the same file)
+fused                  one copy each (TransformerEngine's fused permutation)
+=====================  =====================================================================
+
+DeepEP publishes bandwidths and counts *logical* bytes: a token once for each destination, those that never leave the
+node included. With N nodes a share of 1/N stays, so the network carries 1 − 1/N of the figure.
+
+References:
+    ``deepseek-ai/DeepEP``, README (V2) and ``docs/legacy.md`` (V1).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
-import numpy as np
-import numpy.typing as npt
+from moelab.experiment import EPBackend
+from moelab.memory.activations import BF16
+from moelab.model import BYTES_PER_ELEMENT
+from moelab.projection.calibration import Calibration
+from moelab.projection.job import PASS_INDEX, Job, PassName, Times, add
+from moelab.projection.memory_bound import memory_rate
 
-from moelab.errors import BadInput
-from moelab.projection.placement import ExpertPlacement
-from moelab.projection.routing_model import ExpertIds, RoutingModel, draw_expert_ids
-from moelab.projection.wires import Method, OnWires, require_method
 
-# Shape suffixes: P ranks of the group, S senders, R receivers (both P), T tokens of a rank, K experts of a token,
-# N nodes, L ranks of a node.
+def ring_time_s(job: Job, calibration: Calibration, whole_bytes: float, ranks: int, *, stride: int = 1) -> float:
+    """Seconds of a gather or scatter.
 
-Counts = npt.NDArray[np.int64]
+    Args:
+        job: gives the wires.
+        calibration: what of them is reached.
+        whole_bytes: of what is gathered or scattered.
+        ranks: of the group.
+        stride: distance of neighbours in the group, in GPUs.
+    """
+    if ranks == 1 or whole_bytes == 0:
+        return 0.0
+    together = max(1, job.node.gpus // stride)
+    moved = whole_bytes * (ranks - 1) / ranks
+    nvlink = 1e9 * float(calibration.nccl_ring) * float(job.node.gpu.nvlink_gb_s or 1)
+    if ranks <= together:
+        return moved / nvlink + float(calibration.collective_s)
+    network = 1e9 * float(calibration.network) * float(job.node.nic_gb_s or 1) * together
+    nodes = ranks / together
+    return max(moved / nvlink, whole_bytes * (nodes - 1) / nodes / network) + float(calibration.collective_s)
+
+
+def fsdp_time_s(job: Job, calibration: Calibration, dense: float, experts: float, element_bytes: float) -> float:
+    """Seconds to gather, or scatter, parameters of which ``dense`` and ``experts`` elements are whole on a rank."""
+    ranks, stride = job.degrees.fsdp, job.work.tp
+    dense_s = ring_time_s(job, calibration, dense * element_bytes, ranks, stride=stride)
+    if job.work.ep > 1:  # experts are sharded over the ranks that hold the same ones
+        ranks, stride = job.degrees.efsdp, job.work.ep
+    return dense_s + ring_time_s(job, calibration, experts * element_bytes, ranks, stride=stride)
+
+
+def add_tensor_parallel(times: Times, job: Job, calibration: Calibration) -> None:
+    """Gathers and scatters of the residual stream around attention and around the dense or shared FFN."""
+    if job.work.tp == 1:
+        return
+    whole = BF16 * job.work.tokens * job.shape.dim
+    one = ring_time_s(job, calibration, whole, job.work.tp)
+    add(times, "forward", "tensor-parallel collectives", 4 * one)
+    add(times, "dgrad", "tensor-parallel collectives", 4 * one)
+    if job.recomputes_layers:
+        add(times, "recompute", "tensor-parallel collectives", 4 * one)
+
+
+def add_context_parallel(times: Times, job: Job, calibration: Calibration) -> None:
+    """Keys and values of attention, gathered over the ranks that share a sequence, and their gradients scattered."""
+    if job.work.cp == 1:
+        return
+    width = job.shape.n_heads / job.work.tp * (job.shape.qk_head_dim + job.shape.v_head_dim)
+    whole = BF16 * job.work.tokens * job.work.cp * width
+    one = ring_time_s(job, calibration, whole, job.work.cp, stride=job.work.tp)
+    add(times, "forward", "context-parallel collectives", one)
+    add(times, "dgrad", "context-parallel collectives", one)
+    if job.recomputes_layers:
+        add(times, "recompute", "context-parallel collectives", one)
+
+
+COPIES = {
+    "standard": (2.48, 11.8, 8.2, 5.4),
+    "standard compiled": (1.5, 3.0, 4.0, 3.3),
+    "deepep dense": (2.55, 7.95, 7.25, 1.73),
+    "deepep expanded": (0.5, 0.7, 0.5, 0.8),
+    "fused": (1.0, 1.0, 1.0, 1.0),
+}
+
+
+def exchange_time_s(job: Job, calibration: Calibration, element_bytes: float) -> float:
+    """Seconds that one exchange is on its wires."""
+    if job.work.ep == 1:
+        return 0.0
+    standard = job.work.backend is EPBackend.STANDARD
+    row_bytes = job.work.routed_tokens * job.shape.dim * element_bytes * job.work.imbalance
+    nvlink, network = job.rows_sent.nvlink * row_bytes, job.rows_sent.network * row_bytes
+    share = calibration.nccl_nvlink if standard else calibration.deepep_nvlink
+    nvlink_s = nvlink / (1e9 * float(share) * float(job.node.gpu.nvlink_gb_s or 1))
+    network_s = network / (1e9 * float(calibration.network) * float(job.node.nic_gb_s or 1)) if network else 0.0
+    latency = calibration.deepep_s if not standard and job.stack.host else calibration.collective_s
+    return max(nvlink_s, network_s) + float(latency)
+
+
+def add_exchange(times: Times, job: Job, calibration: Calibration) -> None:
+    """Dispatch and combine of one layer, there and back."""
+    low = exchange_time_s(job, calibration, BYTES_PER_ELEMENT[job.dispatch])
+    high = exchange_time_s(job, calibration, BYTES_PER_ELEMENT["bf16"])
+    both = low + high
+    forward, back = (_exposed_s(times, job, passes, both) for passes in (("forward",), ("dgrad", "wgrad")))
+    counts = float(calibration.counts_s) * (
+        job.work.backend is EPBackend.STANDARD and job.work.ep > 1 and job.stack.host
+    )
+    copy_s = 2 * BF16 * job.work.received(job.shape) * job.shape.dim / memory_rate(job, calibration)
+    dispatch, combine, combine_back, dispatch_back = (copies * copy_s for copies in COPIES[job.stack.permutation])
+    add(times, "forward", "all-to-all", forward + counts)
+    add(times, "dgrad", "all-to-all", back)
+    add(times, "forward", "permutation and padding", dispatch + combine)
+    add(times, "dgrad", "permutation and padding", combine_back + dispatch_back)
+    if not job.recomputes_layers:
+        return
+    add(times, "recompute", "permutation and padding", dispatch + combine)
+    if not job.keeps_exchange:
+        add(times, "recompute", "all-to-all", forward + counts)
+
+
+def _exposed_s(times: Times, job: Job, passes: tuple[PassName, ...], exchange_s: float) -> float:
+    """What computation of the same passes does not hide of an exchange, where a stack runs them side by side."""
+    compute_s = sum(float(times[PASS_INDEX[name]].sum()) for name in passes)
+    return exchange_s - min(job.stack.exchange_hidden * exchange_s, compute_s)
+
+
+V2 = "deepseek-ai/DeepEP, README of 2.1.0: 8,192 tokens, hidden 7168, top-8, FP8 dispatch, BF16 combine"
+V1 = "deepseek-ai/DeepEP, docs/legacy.md: 4,096 tokens, hidden 7168, top-8 of 4 groups, FP8 dispatch, BF16 combine"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExchangeCount:
-    """Rows from rank to rank in one exchange, counted.
+class QuotedBandwidth:
+    """One row of DeepEP's tables; GB/s are logical.
 
     Attributes:
-        nvlink_SR: rows that S sends to R of its own node, ``(P, P)``.
-        network_SR: rows that S sends to R of another node, ``(P, P)``.
-        local_S: rows that a rank keeps, ``(P,)``.
+        version: of DeepEP.
+        gpu: as the table names it.
+        nodes: hosts of 8 GPUs.
+        wire: where the bottleneck is.
+        dispatch_gb_s: of dispatch.
+        combine_gb_s: of combine.
+        sms: streaming multiprocessors used; None where the table does not say.
+        source: of the row.
+        label: always quoted.
     """
 
-    nvlink_SR: Counts
-    network_SR: Counts
-    local_S: Counts
+    version: str
+    gpu: str
+    nodes: int
+    wire: Literal["network", "NVLink"]
+    dispatch_gb_s: float
+    combine_gb_s: float
+    sms: int | None
+    source: str
+    label: Literal["quoted"] = "quoted"
 
     @property
-    def mean(self) -> OnWires:
-        """Rows that a rank sends, mean over ranks."""
-        ranks = len(self.local_S)
-        nvlink, network, local = (float(rows.sum()) / ranks for rows in self._parts)
-        return OnWires(nvlink=nvlink, network=network, local=local)
+    def name(self) -> str:
+        """Such as ``V2, SM90, EP 8×2``."""
+        return f"{self.version}, {self.gpu}, EP 8×{self.nodes}"
 
-    @property
-    def busiest(self) -> OnWires:
-        """For each wire, the rows of the rank that sends or receives most: the one that all others wait for."""
-        nvlink, network = (
-            float(max(rows_SR.sum(axis=1).max(), rows_SR.sum(axis=0).max()))
-            for rows_SR in (self.nvlink_SR, self.network_SR)
-        )
-        return OnWires(nvlink=nvlink, network=network, local=float(self.local_S.max()))
-
-    @property
-    def rows_SR(self) -> Counts:
-        """Rows from rank to rank over any wire, those that stay on the diagonal."""
-        return self.nvlink_SR + self.network_SR + np.diag(self.local_S)
-
-    @property
-    def _parts(self) -> tuple[Counts, Counts, Counts]:
-        return self.nvlink_SR, self.network_SR, self.local_S
+    def on_wire_gb_s(self, logical_gb_s: float) -> float:
+        """Bytes that cross the bottleneck: 1 − 1/N of the logical ones over a network, 7/8 over NVLink in a node."""
+        return logical_gb_s * (1 - 1 / (self.nodes if self.wire == "network" else 8))
 
 
-def count_rows(ids_STK: ExpertIds, placement: ExpertPlacement, method: Method) -> ExchangeCount:
-    """Rows of one dispatch, counted from the experts that tokens really have.
-
-    Args:
-        ids_STK: expert ids of every rank's tokens, ``(P, T, K)``, distinct for each token.
-        placement: where the experts are.
-        method: how tokens are sent.
-
-    Returns:
-        Rows from rank to rank. With ``deepep_hybrid``, ``local_S`` counts what a relay, or the sender itself, needs.
-
-    Raises:
-        BadInput: for an unknown method, or ids of another number of ranks.
-    """
-    require_method(method)
-    if ids_STK.ndim != 3 or len(ids_STK) != placement.ep:
-        raise BadInput(f"expert ids are of shape {ids_STK.shape}; expected (ep {placement.ep}, tokens, top_k)")
-    count = _count_hybrid if method == "deepep_hybrid" else _count_direct
-    wires = {name: np.zeros((placement.ep, placement.ep), dtype=np.int64) for name in ("nvlink", "network", "local")}
-    for sender in range(placement.ep):
-        rows_TR = _rows_by_rank(ids_STK[sender], placement)
-        count(wires, sender, rows_TR if method == "standard" else np.minimum(rows_TR, 1), placement)
-    return ExchangeCount(nvlink_SR=wires["nvlink"], network_SR=wires["network"], local_S=np.diag(wires["local"]).copy())
-
-
-def simulate_rows(
-    routing: RoutingModel, placement: ExpertPlacement, method: Method, *, tokens: int, seed: int = 0
-) -> ExchangeCount:
-    """As :func:`count_rows`, of a seeded draw of ``tokens`` tokens on every rank.
-
-    Raises:
-        BadInput: for an unknown method, or a routing that does not fit.
-    """
-    ids_STK = np.stack(
-        [draw_expert_ids(routing, placement, tokens, rank=rank, seed=seed) for rank in range(placement.ep)]
+def _row(version: str, gpu: str, nodes: int, dispatch: float, combine: float, sms: int | None) -> QuotedBandwidth:
+    return QuotedBandwidth(
+        version=version,
+        gpu=gpu,
+        nodes=nodes,
+        wire="NVLink" if nodes == 1 else "network",
+        dispatch_gb_s=dispatch,
+        combine_gb_s=combine,
+        sms=sms,
+        source=V2 if version == "V2" else V1,
     )
-    return count_rows(ids_STK, placement, method)
 
 
-def _rows_by_rank(ids_TK: ExpertIds, placement: ExpertPlacement) -> Counts:
-    """How many experts of each token every rank holds, ``(T, P)``."""
-    tokens, P = len(ids_TK), placement.ep
-    flat = ids_TK // placement.experts_per_rank + P * np.arange(tokens)[:, None]
-    return np.bincount(flat.ravel(), minlength=tokens * P).reshape(tokens, P)
-
-
-def _count_direct(wires: dict[str, Counts], sender: int, rows_TR: Counts, placement: ExpertPlacement) -> None:
-    """Straight from the sender to every receiver."""
-    near = np.arange(placement.ep) // placement.local_ranks == sender // placement.local_ranks
-    itself = np.arange(placement.ep) == sender
-    rows_R = rows_TR.sum(axis=0)
-    for name, taken in (("nvlink", near & ~itself), ("network", ~near), ("local", itself)):
-        wires[name][sender] += np.where(taken, rows_R, 0)
-
-
-def _count_hybrid(wires: dict[str, Counts], sender: int, hits_TR: Counts, placement: ExpertPlacement) -> None:
-    """Once to the relay of each node, which is the sender itself at home; from there over NVLink."""
-    L = placement.local_ranks
-    hits_TNL = hits_TR.reshape(len(hits_TR), placement.nodes, L)
-    home, place = divmod(sender, L)
-    for node, rows in enumerate(hits_TNL.any(axis=-1).sum(axis=0)):
-        relay = node * L + place
-        if node != home:
-            wires["network"][sender, relay] += rows
-        for local, forwarded in enumerate(hits_TNL[:, node].sum(axis=0)):
-            wires["local" if local == place else "nvlink"][relay, node * L + local] += forwarded
+QUOTED = (
+    _row("V2", "SM90", 2, 90, 81, 12),
+    _row("V2", "SM90", 4, 61, 61, 6),
+    _row("V2", "SM100", 2, 90, 91, 12),
+    _row("V2", "SM100", 1, 726, 740, 64),
+    _row("V2", "SM100", 1, 643, 675, 24),
+    _row("V1", "H800", 1, 153, 158, None),
+    _row("V1", "H800", 2, 43, 43, None),
+    _row("V1", "H800", 4, 58, 57, None),
+    _row("V1", "H800", 8, 51, 50, None),
+)

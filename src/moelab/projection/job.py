@@ -1,9 +1,22 @@
-"""One step of training as the model of its time sees it: sizes, degrees, stages and software, nothing to resolve."""
+"""One step of training as the model of its time sees it: sizes, degrees, stages and software, nothing to resolve.
+
+Seconds are entered in a table of passes by parts. What software does with a layer is a :class:`Stack`: TorchTitan's is
+read from an experiment; Megatron's is that of its published command lines.
+
+Sources: ``torchtitan`` 0.3.0, ``models/common/decoder.py`` (FlexAttention with a causal mask of packed documents),
+``components/loss.py`` (eight chunks, each of which adds to the FP32 gradient of the head), ``distributed/fsdp.py``
+(parameters stay gathered from one micro-batch to the next under a pipeline); Megatron-LM and Megatron-Bridge,
+performance guides.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
 
 from moelab.experiment import EPBackend, Experiment, Precision, Routing
 from moelab.hardware import Node
@@ -13,12 +26,106 @@ from moelab.memory.activations import Work, keeps_arrived
 from moelab.memory.peak import emulates, memory_constants, work_of
 from moelab.memory.sharding import Degrees, StageModules, degrees_of, stage_modules
 from moelab.model import ModelShape, shape_for
-from moelab.projection.destinations import expected_destinations
-from moelab.projection.placement import ExpertPlacement
-from moelab.projection.routing_model import RoutingModel
-from moelab.projection.stack import Stack, titan
-from moelab.projection.traffic import expected_rows
-from moelab.projection.wires import Method, OnWires
+from moelab.projection.routing import ExpertPlacement, RoutingModel, expected_destinations
+from moelab.projection.traffic import Method, OnWires, expected_rows
+
+C4_KEYS = 427.0
+"""Keys that a token of C4 meets where documents are kept apart: their mean length, as if lengths were exponentially
+distributed; 156 G tokens in 365 M documents (Dodge et al. 2021, arXiv 2104.08758, table 1)."""
+CORPUS_KEYS = 325.0
+"""The same of moelab's own corpus: half of a passage of 2,000 characters, about three of them to a token."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stack:
+    """A training stack.
+
+    Attributes:
+        name: for tables.
+        attention: ``flex`` (Triton) or ``fused`` (cuDNN or FlashAttention).
+        document_keys: keys that a token meets where packed documents are kept apart; None where they are not.
+        fused: whether elementwise work between products is fused, by torch.compile or by hand.
+        expert_gemm: ``torch`` (``torch._grouped_mm``, torchao) or ``library`` (one product after the other at the
+            rate of large ones).
+        low_linears: whether attention, dense FFN and shared experts multiply in the experts' precision.
+        permutation: whose kernels bring rows into the experts' order.
+        loss_chunks: pieces in which the head's gradient is added up; 1 for a fused loss.
+        exchange_hidden: share of the all-to-all that runs beside compute.
+        host: whether Python launches each kernel; without it CUDA graphs do.
+        distributed_optimizer: Megatron's, with whole parameters on every rank; else FSDP2.
+    """
+
+    name: str
+    attention: Literal["flex", "fused"] = "flex"
+    document_keys: float | None = None
+    fused: bool = True
+    expert_gemm: Literal["torch", "library"] = "torch"
+    low_linears: bool = False
+    permutation: Literal["standard", "standard compiled", "deepep dense", "deepep expanded", "fused"] = "standard"
+    loss_chunks: int = 8
+    exchange_hidden: float = 0.0
+    host: bool = True
+    distributed_optimizer: bool = False
+
+
+def titan(experiment: Experiment) -> Stack:
+    """TorchTitan 0.3.0 with moelab's dispatchers, as an experiment sets it up."""
+    compiled = experiment.compile == "model+loss"
+    deepep = experiment.ep_backend in (EPBackend.DEEPEP, EPBackend.HYBRIDEP)
+    return Stack(
+        name="TorchTitan",
+        document_keys=C4_KEYS if experiment.dataset == "c4" else CORPUS_KEYS,
+        fused=compiled,
+        low_linears=experiment.quantize == "experts+linears",
+        permutation="deepep expanded" if deepep else "standard compiled" if compiled else "standard",
+    )
+
+
+MEGATRON = Stack(
+    name="Megatron-LM",
+    attention="fused",
+    expert_gemm="library",
+    permutation="fused",
+    loss_chunks=1,
+    distributed_optimizer=True,
+)
+"""With TransformerEngine, fused permutation and fused cross-entropy; full sequences, no document mask."""
+
+
+CATEGORIES = (
+    "attention",
+    "expert GEMMs",
+    "other GEMMs",
+    "quantisation",
+    "permutation and padding",
+    "all-to-all",
+    "memory-bound",
+    "tensor-parallel collectives",
+    "context-parallel collectives",
+    "FSDP collectives",
+    "optimizer",
+    "host and waiting",
+    "pipeline bubble",
+    "imbalance and stragglers",
+)
+"""Parts of a step, in the order in which a figure stacks them."""
+INDEX = {name: place for place, name in enumerate(CATEGORIES)}
+PassName = Literal["forward", "recompute", "dgrad", "wgrad"]
+PASSES: tuple[PassName, ...] = ("forward", "recompute", "dgrad", "wgrad")
+PASS_INDEX = {name: place for place, name in enumerate(PASSES)}
+Times = npt.NDArray[np.float64]
+"""Seconds, ``(passes, categories)``."""
+
+
+def nothing() -> Times:
+    """A table of zeros."""
+    return np.zeros((len(PASSES), len(CATEGORIES)))
+
+
+def add(times: Times, pass_name: PassName, category: str, seconds: float) -> None:
+    """Add to one cell."""
+    times[PASS_INDEX[pass_name], INDEX[category]] += seconds
+
 
 ROUTINGS = {
     Routing.ROUND_ROBIN: RoutingModel(kind="round_robin"),
@@ -110,6 +217,11 @@ class Job:
         """Rows that a rank sends for each of its tokens in one exchange, by wire."""
         destinations = expected_destinations(self.routing, self.placement)
         return expected_rows(destinations, self.placement, METHODS[self.work.backend])
+
+    @property
+    def recomputes_layers(self) -> bool:
+        """Whether the backward pass runs layers again, experts and dispatch among them."""
+        return self.checkpointing not in ("none", "mla+mlp")
 
     @property
     def keeps_exchange(self) -> bool:

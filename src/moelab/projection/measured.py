@@ -1,7 +1,9 @@
 """Measurements that come with the package: read where they are, and missed by name where they are not.
 
-``benchmarks/results/`` of the repository holds what was measured, ``moelab/data/measured/`` the same files for whoever
-installed the package. A file that is not there was not measured yet; nothing stands in for it.
+``moelab/data/measured/`` holds those that notebooks show, as the programs in ``benchmarks/`` wrote them. A file that is
+not there was not measured yet; nothing stands in for it. ``h100_full_node_predicted.json`` beside them is what was
+expected of one node of eight GPUs before anyone measured it; what is measured later is held against the file, not
+against what the model says by then.
 """
 
 from __future__ import annotations
@@ -11,8 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from moelab.analysis.two_by_two import ArmResult, arm_results
 from moelab.errors import BadInput
 
 Row = Mapping[str, Any]
@@ -20,13 +23,14 @@ ALL_TO_ALL, TWO_BY_TWO, GROUPED_GEMM = "all_to_all_h100", "h100_two_by_two", "gr
 ALL_TO_ALL_H200, FULL_NODE = "all_to_all_h200", "h200_full_node"
 DRY_RUN = "dry run on CPU, emulated"
 """Label of a file that shows that a program runs, and nothing else."""
+FOLDER = "src/moelab/data/measured"
+"""Of the repository: the only copy of these files, which the package carries."""
 COMMANDS = {
-    ALL_TO_ALL: "torchrun --nproc-per-node 2 benchmarks/all_to_all.py --output benchmarks/results/all_to_all_h100.json",
-    TWO_BY_TWO: "python benchmarks/h100_two_by_two.py --gpus 2 --output benchmarks/results/h100_two_by_two.json",
-    GROUPED_GEMM: "python benchmarks/grouped_gemm.py --output benchmarks/results/grouped_gemm_h100.json",
-    ALL_TO_ALL_H200: "torchrun --nproc-per-node 2 benchmarks/all_to_all.py --output "
-    "benchmarks/results/all_to_all_h200.json",
-    FULL_NODE: "python benchmarks/h100_full_node.py --output benchmarks/results/h200_full_node.json",
+    ALL_TO_ALL: f"torchrun --nproc-per-node 2 benchmarks/all_to_all.py --output {FOLDER}/{ALL_TO_ALL}.json",
+    TWO_BY_TWO: f"python benchmarks/h100_two_by_two.py --gpus 2 --output {FOLDER}/{TWO_BY_TWO}.json",
+    GROUPED_GEMM: f"python benchmarks/grouped_gemm.py --output {FOLDER}/{GROUPED_GEMM}.json",
+    ALL_TO_ALL_H200: f"torchrun --nproc-per-node 2 benchmarks/all_to_all.py --output {FOLDER}/{ALL_TO_ALL_H200}.json",
+    FULL_NODE: f"python benchmarks/h100_full_node.py --output {FOLDER}/{FULL_NODE}.json",
 }
 COLUMNS = {
     ALL_TO_ALL: ("size", "routing", "arm", "backend"),
@@ -38,6 +42,13 @@ COLUMNS = {
 """What every row of a file must have."""
 GPU_PROFILES = {"NVIDIA H100 80GB HBM3": "h100_node", "NVIDIA H200": "h200_node"}
 """Hardware profiles of the GPUs that steps are predicted for, by the name that nvidia-smi prints."""
+PREDICTED = "h100_full_node_predicted"
+EP_DEGREES = (2, 4, 8)
+ROUTINGS = ("round_robin", "random_balanced")
+SCALING = "671B, 8 experts a GPU"
+"""The shape whose work stays the same on each GPU, whatever their number, so that only the exchange grows."""
+SAME_SHAPE = {"671B MoE-heavy": SCALING}
+"""Shapes of the two-by-two that on its two GPUs are those of the full node by another name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,3 +145,40 @@ def _parse(name: str, text: str, where: str = "the packaged file") -> Mapping[st
         if missing:
             raise BadInput(f"{where}: a row has no {', '.join(missing)}; {COMMANDS[name]} writes such a file")
     return dict(content)
+
+
+def load_predicted() -> dict[str, Any]:
+    """The predictions of one node of two to eight GPUs that come with the package."""
+    file = resources.files("moelab") / "data" / "measured" / f"{PREDICTED}.json"
+    content: dict[str, Any] = json.loads(file.read_text())
+    return content
+
+
+class Place(NamedTuple):
+    """What one figure of a full node is of."""
+
+    shape: str
+    ep: int
+    routing: str
+    arm: str
+
+
+def node_results(full_node: Measurement, two_by_two: Measurement) -> dict[Place, ArmResult]:
+    """What was measured at each degree; where the full node was not measured on two GPUs, the two-by-two's figure.
+
+    Args:
+        full_node: of ``h200_full_node``.
+        two_by_two: of ``h100_two_by_two``; left out if its GPUs are others.
+    """
+    alike = not (full_node.rows and two_by_two.rows) or hardware_of(full_node) == hardware_of(two_by_two)
+    # older files do not carry the checkpointing, which all arms of a shape share
+    checkpointing = {name: shape["activation_checkpoint"] for name, shape in load_predicted()["shapes"].items()}
+    at_two = [{**row, "ep": 2, "shape": SAME_SHAPE.get(row["shape"], row["shape"])} for row in two_by_two.rows if alike]
+    at_two = [row for row in at_two if row["activation_checkpoint"] == checkpointing.get(row["shape"])]
+    own = [{"activation_checkpoint": checkpointing.get(row["shape"]), **row} for row in full_node.rows]
+    results: dict[Place, ArmResult] = {}
+    for rows in (at_two, own):
+        for ep in dict.fromkeys(row["ep"] for row in rows):
+            of_degree = arm_results(row for row in rows if row["ep"] == ep)
+            results |= {Place(one.shape, ep, one.routing, one.arm): one for one in of_degree}
+    return results

@@ -8,19 +8,18 @@ of what the model was held against says so in its label and in ``outside``.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from moelab.errors import BadInput, Refused
 from moelab.experiment import Experiment, Precision
-from moelab.hardware import PROFILES, Cluster, cluster_of, gpu_of
+from moelab.hardware import PROFILES, Cluster, Figure, cluster_of, gpu_of
 from moelab.layout import check
 from moelab.layout.mesh import divisors
 from moelab.memory import estimate
 from moelab.model import ModelShape, flops_per_token, shape_for
 from moelab.projection.calibration import CALIBRATION, Calibration
-from moelab.projection.job import Job, job_of
-from moelab.projection.stack import Stack
+from moelab.projection.job import Job, Stack, job_of
 from moelab.projection.step import step_time
 from moelab.projection.uncertainty import CONFIDENCE, outside, relative_width
 
@@ -132,10 +131,19 @@ def project(
     if not verdict.legal or verdict.layout is None:
         raise Refused("illegal layout:\n" + "\n".join(f"- {reason}" for reason in verdict.reasons))
     if not can_be_placed(experiment, experiment.ep):
-        raise Refused(_not_placed(experiment))
-    if shape is None:
-        _require_fits(experiment, verdict.layout, cluster)
+        valid = [ep for ep in divisors(shape_for(experiment).num_experts) if can_be_placed(experiment, ep)]
+        raise Refused(
+            f"no projection: ep is {experiment.ep} on nodes of {experiment.gpus_per_node} GPUs, so that a group begins "
+            f"or ends inside a node; those with ep {', '.join(map(str, valid))} can be projected"
+        )
     node = cluster.node
+    if shape is None:
+        memory = estimate(experiment, verdict.layout, node.gpu)
+        if not memory.fits:
+            raise Refused(
+                f"does not fit: {memory.worst_gib:.1f} GiB of {memory.capacity_gib:.1f} GiB on pipeline rank "
+                f"{memory.worst.rank}; {memory.dominant}"
+            )
     job = job_of(experiment, verdict.layout, node, shape=shape, stack=stack)
     shape = shape or shape_for(experiment)
     return Projection(
@@ -169,24 +177,6 @@ def can_be_placed(experiment: Experiment, ep: int) -> bool:
     return experiment.nodes == 1 or node % ep == 0 or ep % node == 0
 
 
-def _not_placed(experiment: Experiment) -> str:
-    node = experiment.gpus_per_node
-    valid = [ep for ep in divisors(shape_for(experiment).num_experts) if can_be_placed(experiment, ep)]
-    return (
-        f"no projection: ep is {experiment.ep} on nodes of {node} GPUs, so that a group begins or ends inside a node; "
-        f"those with ep {', '.join(map(str, valid))} can be projected"
-    )
-
-
-def _require_fits(experiment: Experiment, layout: Any, cluster: Cluster) -> None:
-    memory = estimate(experiment, layout, cluster.node.gpu)
-    if not memory.fits:
-        raise Refused(
-            f"does not fit: {memory.worst_gib:.1f} GiB of {memory.capacity_gib:.1f} GiB on pipeline rank "
-            f"{memory.worst.rank}; {memory.dominant}"
-        )
-
-
 def require_figures(experiment: Experiment, cluster: Cluster) -> None:
     """Check that a cluster has what a projection of an experiment needs.
 
@@ -208,3 +198,69 @@ def require_figures(experiment: Experiment, cluster: Cluster) -> None:
         raise BadInput(
             f"gpus_per_node is {experiment.gpus_per_node}, but a node of {cluster.name} has {cluster.node.gpus} GPUs"
         )
+
+
+def with_network(cluster: Cluster, nic_gb_s: float) -> Cluster:
+    """A cluster with another network.
+
+    Args:
+        cluster: gives everything else.
+        nic_gb_s: of one GPU each way, GB/s.
+
+    Raises:
+        ImpossibleHardware: for a bandwidth that is not positive and finite.
+    """
+    figure = Figure(value=nic_gb_s, label="derived", source="what-if: network bandwidth as given")
+    return replace(cluster, name=f"{cluster.name}, {nic_gb_s:g} GB/s", node=replace(cluster.node, nic_gb_s=figure))
+
+
+DEEPSEEK_TOKENS = 14.8e12
+"""Tokens that DeepSeek-V3 was trained on (its technical report)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """Of training on ``tokens`` tokens.
+
+    Attributes:
+        gpu_hours: of all GPUs.
+        days: of wall time, without interruptions.
+        price: in the currency of the price of an hour.
+        energy_mwh: of the GPUs' share of the facility, MWh.
+    """
+
+    gpu_hours: float
+    days: float
+    price: float
+    energy_mwh: float
+
+
+def cost(
+    projection: Projection,
+    *,
+    price_per_gpu_hour: float,
+    watts_per_gpu: float,
+    tokens: float = DEEPSEEK_TOKENS,
+) -> Cost:
+    """Cost of a training run at a projected speed.
+
+    Args:
+        projection: gives the speed and the number of GPUs.
+        price_per_gpu_hour: of one GPU, in any currency.
+        watts_per_gpu: drawn for each GPU, its share of host, network and cooling included.
+        tokens: to train on.
+
+    Raises:
+        BadInput: for a number that is not positive.
+    """
+    given = {"price_per_gpu_hour": price_per_gpu_hour, "watts_per_gpu": watts_per_gpu, "tokens": tokens}
+    for name, value in given.items():
+        if not 0 < value < float("inf"):
+            raise BadInput(f"{name} is {value}; give a positive number")
+    gpu_hours = tokens / projection.tps / 3600
+    return Cost(
+        gpu_hours=gpu_hours,
+        days=gpu_hours / projection.job.gpus / 24,
+        price=gpu_hours * price_per_gpu_hour,
+        energy_mwh=gpu_hours * watts_per_gpu / 1e6,
+    )

@@ -1,4 +1,4 @@
-"""Bytes that dispatch and combine put on NVLink and on the network, by method and routing.
+"""Bytes that dispatch and combine put on NVLink and on the network, by method and routing, and on a GPU's memory.
 
 ====================  =============================================================  =================================
 method                what travels                                                   over the network
@@ -9,25 +9,108 @@ method                what travels                                              
                       which forwards it over NVLink to the other ranks concerned
 ====================  =============================================================  =================================
 
-Combine takes the same ways back: partial sums are formed in each rank, with ``deepep_hybrid`` again in each node
-(DeepEP's ``allow_multiple_reduction``, on by default), so it moves as many rows as dispatch.
+*Rows* are token vectors. What a rank keeps is ``local`` and crosses no wire. Combine takes the same ways back: partial
+sums are formed in each rank, with ``deepep_hybrid`` again in each node (DeepEP's ``allow_multiple_reduction``, on by
+default), so it moves as many rows as dispatch.
 
 Not counted: indices and scores, which DeepEP sends along (12 bytes an expert, below 1 % of a BF16 row of 7168), NCCL's
 protocol, and any detour that NCCL makes through a neighbour's network card.
 
+Between the wire and the experts, the grouped GEMM wants rows in expert-major order, in FP8 or MXFP8 each expert's group
+padded: the kernels work on whole tiles and whole scale blocks, so a group may not begin in the middle of one (16 rows
+for FP8, 32 for MXFP8, 128 where Blackwell's scale layout is used). Each pass reads and writes all rows:
+
+====================================  ======================================================================
+path                                  passes
+====================================  ======================================================================
+TorchTitan's standard dispatcher      gather and pad in one (torchao's ``permute_and_pad``), quantise
+TorchTitan's DeepEP dispatcher        copy out of the buffer, gather; quantised experts, which 0.3.0 refuses here, would
+                                      add a pass that pads, and quantise
+DeepEP's expanding layout             the copy out of the buffer writes expert-major and padded; quantise
+the same, FP8 dispatch                the copy alone: rows arrive quantised
+====================================  ======================================================================
+
 References:
-    ``deepseek-ai/DeepEP`` 2.1.0, ``deep_ep/buffers/elastic.py`` (hybrid and direct mode), ``tests/elastic/test_ep.py``.
+    ``torchtitan`` 0.3.0, ``models/common/token_dispatcher.py`` and ``distributed/deepep/deepep.py``;
+    ``torchao`` 0.18.0, ``prototype/moe_training/ep/permute.py``; ``deepseek-ai/DeepEP`` 2.1.0,
+    ``deep_ep/buffers/elastic.py`` (hybrid and direct mode, ``do_expand``), ``tests/elastic/test_ep.py``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal, get_args
 
+import numpy as np
+import numpy.typing as npt
+
+from moelab.errors import BadInput
+from moelab.hardware.spec import Node
 from moelab.model import BYTES_PER_ELEMENT, Precision
-from moelab.projection.destinations import Destinations, expected_destinations
-from moelab.projection.placement import ExpertPlacement
-from moelab.projection.routing_model import RoutingModel
-from moelab.projection.wires import Method, OnWires, require_method
+from moelab.projection.routing import (
+    Destinations,
+    ExpertIds,
+    ExpertPlacement,
+    RoutingModel,
+    draw_expert_ids,
+    expected_destinations,
+)
+
+Method = Literal["standard", "deepep_direct", "deepep_hybrid"]
+METHODS: tuple[Method, ...] = get_args(Method)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnWires:
+    """An amount, of rows or bytes, that a rank sends on average, by the wire that it takes."""
+
+    nvlink: float
+    network: float
+    local: float
+
+    @property
+    def logical(self) -> float:
+        """All of it, what stays in the rank included: the traffic that DeepEP's own bandwidths are over."""
+        return self.nvlink + self.network + self.local
+
+    def times(self, factor: float) -> OnWires:
+        """The amount, scaled."""
+        return OnWires(nvlink=self.nvlink * factor, network=self.network * factor, local=self.local * factor)
+
+
+def move_time_s(sent: OnWires, node: Node) -> tuple[float, float]:
+    """Seconds that NVLink and the network need at the full bandwidth of the hardware profile; the larger is a bound.
+
+    Args:
+        sent: bytes that a rank sends.
+        node: gives the bandwidths.
+
+    Returns:
+        Seconds on NVLink and on the network; 0 where nothing takes that wire.
+
+    Raises:
+        BadInput: if bytes take a wire that the node does not have.
+    """
+    wires = (("nvlink", sent.nvlink, node.gpu.nvlink_gb_s), ("network", sent.network, node.nic_gb_s))
+    for name, amount, bandwidth in wires:
+        if amount > 0 and bandwidth is None:
+            raise BadInput(
+                f"bytes travel over {name}, but the profile of {node.gpus} × {node.gpu.name} has no {name} bandwidth; "
+                "choose a profile that has: b200_x256"
+            )
+    nvlink_s, network_s = (amount / float(bandwidth) / 1e9 if bandwidth else 0.0 for _, amount, bandwidth in wires)
+    return nvlink_s, network_s
+
+
+def require_method(method: str) -> None:
+    """Check the name of a method.
+
+    Raises:
+        BadInput: naming the methods.
+    """
+    if method not in METHODS:
+        raise BadInput(f"method is {method!r}; valid: {', '.join(METHODS)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,3 +207,177 @@ def expected_traffic(
     """
     rows = expected_rows(expected_destinations(routing, placement), placement, method)
     return layer_bytes(rows.times(tokens), hidden, dispatch_precision=dispatch_precision)
+
+
+# Shape suffixes: P ranks of the group, S senders, R receivers (both P), T tokens of a rank, K experts of a token,
+# N nodes, L ranks of a node.
+
+Counts = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExchangeCount:
+    """Rows from rank to rank in one exchange, counted.
+
+    Attributes:
+        nvlink_SR: rows that S sends to R of its own node, ``(P, P)``.
+        network_SR: rows that S sends to R of another node, ``(P, P)``.
+        local_S: rows that a rank keeps, ``(P,)``.
+    """
+
+    nvlink_SR: Counts
+    network_SR: Counts
+    local_S: Counts
+
+    @property
+    def mean(self) -> OnWires:
+        """Rows that a rank sends, mean over ranks."""
+        ranks = len(self.local_S)
+        nvlink, network, local = (float(rows.sum()) / ranks for rows in self._parts)
+        return OnWires(nvlink=nvlink, network=network, local=local)
+
+    @property
+    def busiest(self) -> OnWires:
+        """For each wire, the rows of the rank that sends or receives most: the one that all others wait for."""
+        nvlink, network = (
+            float(max(rows_SR.sum(axis=1).max(), rows_SR.sum(axis=0).max()))
+            for rows_SR in (self.nvlink_SR, self.network_SR)
+        )
+        return OnWires(nvlink=nvlink, network=network, local=float(self.local_S.max()))
+
+    @property
+    def rows_SR(self) -> Counts:
+        """Rows from rank to rank over any wire, those that stay on the diagonal."""
+        return self.nvlink_SR + self.network_SR + np.diag(self.local_S)
+
+    @property
+    def _parts(self) -> tuple[Counts, Counts, Counts]:
+        return self.nvlink_SR, self.network_SR, self.local_S
+
+
+def count_rows(ids_STK: ExpertIds, placement: ExpertPlacement, method: Method) -> ExchangeCount:
+    """Rows of one dispatch, counted from the experts that tokens really have.
+
+    Args:
+        ids_STK: expert ids of every rank's tokens, ``(P, T, K)``, distinct for each token.
+        placement: where the experts are.
+        method: how tokens are sent.
+
+    Returns:
+        Rows from rank to rank. With ``deepep_hybrid``, ``local_S`` counts what a relay, or the sender itself, needs.
+
+    Raises:
+        BadInput: for an unknown method, or ids of another number of ranks.
+    """
+    require_method(method)
+    if ids_STK.ndim != 3 or len(ids_STK) != placement.ep:
+        raise BadInput(f"expert ids are of shape {ids_STK.shape}; expected (ep {placement.ep}, tokens, top_k)")
+    count = _count_hybrid if method == "deepep_hybrid" else _count_direct
+    wires = {name: np.zeros((placement.ep, placement.ep), dtype=np.int64) for name in ("nvlink", "network", "local")}
+    for sender in range(placement.ep):
+        rows_TR = _rows_by_rank(ids_STK[sender], placement)
+        count(wires, sender, rows_TR if method == "standard" else np.minimum(rows_TR, 1), placement)
+    return ExchangeCount(nvlink_SR=wires["nvlink"], network_SR=wires["network"], local_S=np.diag(wires["local"]).copy())
+
+
+def simulate_rows(
+    routing: RoutingModel, placement: ExpertPlacement, method: Method, *, tokens: int, seed: int = 0
+) -> ExchangeCount:
+    """As :func:`count_rows`, of a seeded draw of ``tokens`` tokens on every rank.
+
+    Raises:
+        BadInput: for an unknown method, or a routing that does not fit.
+    """
+    ids_STK = np.stack(
+        [draw_expert_ids(routing, placement, tokens, rank=rank, seed=seed) for rank in range(placement.ep)]
+    )
+    return count_rows(ids_STK, placement, method)
+
+
+def _rows_by_rank(ids_TK: ExpertIds, placement: ExpertPlacement) -> Counts:
+    """How many experts of each token every rank holds, ``(T, P)``."""
+    tokens, P = len(ids_TK), placement.ep
+    flat = ids_TK // placement.experts_per_rank + P * np.arange(tokens)[:, None]
+    return np.bincount(flat.ravel(), minlength=tokens * P).reshape(tokens, P)
+
+
+def _count_direct(wires: dict[str, Counts], sender: int, rows_TR: Counts, placement: ExpertPlacement) -> None:
+    """Straight from the sender to every receiver."""
+    near = np.arange(placement.ep) // placement.local_ranks == sender // placement.local_ranks
+    itself = np.arange(placement.ep) == sender
+    rows_R = rows_TR.sum(axis=0)
+    for name, taken in (("nvlink", near & ~itself), ("network", ~near), ("local", itself)):
+        wires[name][sender] += np.where(taken, rows_R, 0)
+
+
+def _count_hybrid(wires: dict[str, Counts], sender: int, hits_TR: Counts, placement: ExpertPlacement) -> None:
+    """Once to the relay of each node, which is the sender itself at home; from there over NVLink."""
+    L = placement.local_ranks
+    hits_TNL = hits_TR.reshape(len(hits_TR), placement.nodes, L)
+    home, place = divmod(sender, L)
+    for node, rows in enumerate(hits_TNL.any(axis=-1).sum(axis=0)):
+        relay = node * L + place
+        if node != home:
+            wires["network"][sender, relay] += rows
+        for local, forwarded in enumerate(hits_TNL[:, node].sum(axis=0)):
+            wires["local" if local == place else "nvlink"][relay, node * L + local] += forwarded
+
+
+STOCK_STANDARD, STOCK_DEEPEP = "standard: gather + pad, quantise", "stock DeepEP: copy, gather, pad, quantise"
+EXPANDING, EXPANDING_FP8 = "expanding DeepEP: copy, quantise", "expanding DeepEP, FP8 dispatch: copy"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pass:
+    """One pass over memory of one rank's rows."""
+
+    name: str
+    read_bytes: float
+    write_bytes: float
+
+    @property
+    def moved_bytes(self) -> float:
+        """Read and written."""
+        return self.read_bytes + self.write_bytes
+
+
+def padded_rows(rows: float, experts: int, alignment: int) -> float:
+    """Expected rows after padding each of ``experts`` groups, whose sizes end anywhere in a block of ``alignment``.
+
+    Example:
+        >>> padded_rows(32768, 8, 128)
+        33276.0
+    """
+    return rows + experts * (alignment - 1) / 2
+
+
+def gather_passes(
+    *, received: float, rows: float, experts: int, hidden: int, alignment: int, precision: str = "mxfp8"
+) -> Mapping[str, tuple[Pass, ...]]:
+    """Passes over memory of one rank's forward dispatch in one layer, by path.
+
+    Args:
+        received: rows that arrive where a token is sent once to a rank.
+        rows: rows of the grouped GEMM, one for each token and local expert.
+        experts: local experts, each with a group of its own.
+        hidden: elements of a row.
+        alignment: rows that a group is padded to a multiple of.
+        precision: that the experts multiply in.
+
+    Returns:
+        Passes in order, by the name of the path.
+    """
+    wide, low = hidden * BYTES_PER_ELEMENT["bf16"], hidden * BYTES_PER_ELEMENT[precision]
+    padded = padded_rows(rows, experts, alignment)
+    quantise = Pass(name="quantise", read_bytes=padded * wide, write_bytes=padded * low)
+    return {
+        STOCK_STANDARD: (Pass(name="gather", read_bytes=rows * wide, write_bytes=padded * wide), quantise),
+        STOCK_DEEPEP: (
+            Pass(name="copy out", read_bytes=received * wide, write_bytes=received * wide),
+            Pass(name="gather", read_bytes=rows * wide, write_bytes=rows * wide),
+            Pass(name="pad", read_bytes=rows * wide, write_bytes=padded * wide),
+            quantise,
+        ),
+        EXPANDING: (Pass(name="copy out", read_bytes=received * wide, write_bytes=padded * wide), quantise),
+        EXPANDING_FP8: (Pass(name="copy out", read_bytes=received * low, write_bytes=padded * low),),
+    }

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from moelab.experiment import EPBackend, Precision
 from moelab.model import ModelShape, shape_of
-from moelab.projection.gemm_rate import is_blackwell
+from moelab.projection.gemm import is_blackwell
 from moelab.projection.job import Job
 
 CONFIDENCE = 0.9

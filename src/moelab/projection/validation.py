@@ -1,45 +1,139 @@
 """The validation table: everything that was measured, beside what the model says of it, and the goals.
 
-Rows that a constant was fitted on, or read off, are marked; all others are predictions. Nothing here is stored: the
-table is computed from the calibration each time.
+The table is a file of the package. ``benchmarks/projection.py --write`` makes it from ``benchmarks/validation``, which
+has every case and how it is predicted; a test holds it to what the model says now. Rows that a constant was fitted on,
+or read off, are marked; all others are predictions.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from importlib import resources
+from typing import Any
 
-from moelab.projection.calibration import CALIBRATION, Calibration
-from moelab.projection.calibration_fit import leave_out
-from moelab.projection.full_node_measured import full_node_rows
-from moelab.projection.kernel_cases import kernel_cases
-from moelab.projection.step_cases import BRIDGE_SOURCE, H100_FIRST, H100_LATER, PUBLISHED, SIMUMAX, step_cases
-from moelab.projection.validation_row import Case, ValidationRow, row_of
+import numpy as np
+from scipy.optimize import root
+
+from moelab.experiment import Experiment
+from moelab.hardware import cluster_of
+from moelab.layout import check
+from moelab.projection.calibration import (
+    CALIBRATION,
+    Calibration,
+    fitted,
+    with_values,
+)
+from moelab.projection.job import Job, job_of
+from moelab.projection.megatron import simumax_job
+from moelab.projection.published import published_job
+from moelab.projection.step import step_time, tps_of
+
+PUBLISHED, BRIDGE_SOURCE, SIMUMAX, H100_FIRST, H100_LATER, ONE_NODE = (
+    "PyTorch and Nebius",
+    "other systems",
+    "SimuMax",
+    "H100 arms, first campaign",
+    "H100 arms, later",
+    "one node, EP 2 to 8",
+)
+"""Sources of rows that a goal or a notebook is about."""
+TABLE = "validation.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidationRow:
+    """Something that was measured, with its prediction.
+
+    Attributes:
+        source: who measured it.
+        name: unique in its source.
+        unit: of both values.
+        measured: value.
+        predicted: value.
+        use: ``fitted``, ``constant read off it`` or ``predicted``.
+        whole: a whole training step, not a part of one.
+        reference: where the measured value stands.
+        interval: of the prediction, 90 %; None of a part of a step or a gain.
+    """
+
+    source: str
+    name: str
+    unit: str
+    measured: float
+    predicted: float
+    use: str
+    whole: bool
+    reference: str
+    interval: tuple[float, float] | None
+
+    @property
+    def error(self) -> float:
+        """Relative error of the prediction; of gains, the difference in percentage points."""
+        if self.unit == "% gain":
+            return self.predicted - self.measured
+        return self.predicted / self.measured - 1
+
+    def to_json(self) -> dict[str, Any]:
+        """The row as columns."""
+        return {**asdict(self), "error": self.error}
+
+
+def validation_table() -> tuple[ValidationRow, ...]:
+    """All rows, in the order of their sources; those of the full node are as they were predicted before it ran."""
+    return _packaged("rows")
+
+
+def left_out_table() -> tuple[ValidationRow, ...]:
+    """Whole steps, each predicted as if its source had never been seen.
+
+    What was fitted on the source falls back to what the others know of the same thing.
+    """
+    return _packaged("left_out")
 
 
 @functools.cache
-def cases() -> tuple[Case, ...]:
-    """Every figure that the model is held against."""
-    return (*step_cases(), *kernel_cases())
+def _packaged(table: str) -> tuple[ValidationRow, ...]:
+    content = json.loads((resources.files("moelab") / "data" / TABLE).read_text())
+    return tuple(
+        ValidationRow(**{**row, "interval": row["interval"] and tuple(row["interval"])}) for row in content[table]
+    )
 
 
-def validation_table(calibration: Calibration = CALIBRATION) -> tuple[ValidationRow, ...]:
-    """All rows, in the order of their sources; those of the full node are as they were predicted before it ran."""
-    return (*(row_of(case, calibration) for case in cases()), *full_node_rows())
+def debug_job() -> Job:
+    """A model so small that the GPU waits for the host, on one H100, not compiled."""
+    experiment = Experiment(
+        model="debug", hardware="h100_node", seq_len=2048, local_batch=8, activation_checkpoint="selective"
+    )
+    layout = check(experiment).layout
+    assert layout is not None, "one node and no pipeline"
+    return job_of(experiment, layout, cluster_of("h100_node").node)
 
 
-def left_out_table(calibration: Calibration = CALIBRATION) -> tuple[ValidationRow, ...]:
-    """Whole steps, each predicted as if its source had never been seen.
+def refit(calibration: Calibration = CALIBRATION) -> Calibration:
+    """Find the fitted constants again, all at once.
 
-    What was fitted on the source falls back to what the others know: see
-    :func:`moelab.projection.calibration_fit.leave_out`.
+    Returns:
+        A calibration that meets every row that a constant was fitted on.
     """
-    rows = []
-    for source in dict.fromkeys(case.source for case in cases() if case.whole):
-        without = leave_out(source, calibration)
-        rows += [row_of(case, without) for case in cases() if case.source == source]
-    return tuple(rows)
+    found = fitted(calibration)
+    measured = {row.name: row.measured for row in validation_table()}
+    simumax, debug, published = simumax_job(ep=8, pp=1, microbatches=32), debug_job(), published_job("bf16_standard")
+
+    def errors(logs: np.ndarray) -> list[float]:
+        tried = with_values(calibration, **dict(zip(found, map(float, np.exp(logs)), strict=True)))
+        predicted = {
+            "SimuMax EP8 PP1, 32 micro-batches": 1e3 * step_time(simumax, tried).total_s,
+            "debug bf16_standard, not compiled, selective": tps_of(debug, tried),
+            "671B bf16_standard": tps_of(published, tried),
+        }
+        rows = [constant.fitted_on[0] for constant in found.values()]
+        return [float(np.log(predicted[row] / measured[row])) for row in rows]
+
+    solved = root(errors, np.log([constant.value for constant in found.values()]), tol=1e-9)
+    return with_values(calibration, **dict(zip(found, map(float, np.exp(solved.x)), strict=True)))
 
 
 @dataclass(frozen=True, kw_only=True)

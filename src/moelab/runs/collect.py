@@ -39,8 +39,12 @@ from moelab.runs.wandb_export import read_wandb
 
 WARMUP_STEPS = 3
 WANDB_SUFFIXES = (".csv", ".json", ".jsonl")
-_NOT_FINITE = re.compile(r"(?i)\bloss is (not finite|nan|-?inf)\b")
-"""How TorchTitan, or a reader of its log, says in a status that training stopped for its loss."""
+_FOR_ITS_LOSS = re.compile(
+    r"""(?ix) loss(?![a-z]) \W+ (\w+\W+){0,2}? ({0}) \b  # loss is not finite, global_avg_loss=nan, loss became NaN
+    | \b ({0}) \W+ ((training|validation)\W+)? loss \b | \b (loss|training) \W+ (\w+\W+){0,2}? diverged \b
+    """.replace("{0}", r"not\ finite|non-?finite|nan|[-+]?inf(inite|inity)?")
+)
+"""How TorchTitan, a reader of its log or a person says in a status that training stopped for its loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +131,8 @@ class Collected:
     @property
     def grad_norm_marks(self) -> list[tuple[int, float]]:
         """These steps with their loss, where that is finite."""
+        if not self.grad_norm_not_finite:
+            return []
         losses = merge_segments(self.rows).set_index("step")["loss"]
         return [(step, losses[step]) for step in self.grad_norm_not_finite if math.isfinite(losses[step])]
 
@@ -177,7 +183,7 @@ def collect_run(run: RunDir, *, save: bool = False) -> Collected:
     read, unread = _read_log_and_events(run, status)
     side = read_side_files(run, experiment, started=bool(len(read.rows)))
     diverged = read.reason
-    if status.state is State.FAILED and _NOT_FINITE.search(status.reason or ""):
+    if status.state in (State.FAILED, State.CANCELLED) and _FOR_ITS_LOSS.search(status.reason or ""):
         diverged = diverged or status.reason
     if read.reason and not (status.state is State.FAILED and status.reason):
         status = replace(status, state=State.FAILED, reason=read.reason)
@@ -231,9 +237,12 @@ def collect(path: Path) -> list[Collected]:
 
 
 def newest(collected: Iterable[Collected]) -> list[Collected]:
-    """Of the attempts at each arm and seed, the finished one, else the latest."""
+    """Of the attempts at each arm and seed, the finished one, else one that diverged, else the latest.
+
+    A divergence is not undone by a later attempt that was lost to a machine.
+    """
     chosen: dict[tuple[str, int | None], Collected] = {}
-    for one in sorted(collected, key=lambda one: (one.finished, one.run)):
+    for one in sorted(collected, key=lambda one: (one.finished, one.diverged is not None, one.run)):
         chosen[one.arm, one.seed] = one
     return sorted(chosen.values(), key=lambda one: (one.arm, one.seed or 0))
 
@@ -270,7 +279,7 @@ def save_results(run: RunDir, collected: Collected) -> None:
 
 def _read_log_and_events(run: RunDir, status: Status) -> tuple[MetricsRead, list[str]]:
     """What both have, and which of them cannot be read."""
-    log: MetricsRead = read_log([], allow_empty=True)
+    log: MetricsRead | None = None
     damaged = []
     name = f"logs/{run.log.name}"
     try:
@@ -282,6 +291,8 @@ def _read_log_and_events(run: RunDir, status: Status) -> tuple[MetricsRead, list
             damaged.append(f"{name} is no file")
         elif status.state not in (State.PREPARED, State.SUBMITTED, State.RUNNING):
             damaged.append(f"{name} is missing")
+    if log is None:
+        log = read_log([], allow_empty=True)
     try:
         events = read_tensorboard(run.tensorboard)
     except NotATensorBoardFolder:

@@ -44,7 +44,7 @@ from moelab.experiment_file import read_experiment
 from moelab.hardware import GROUP_PADDING
 from moelab.layout import check
 from moelab.machine import gpus
-from moelab.model import shape_for
+from moelab.model import TOKENIZERS, shape_for
 from moelab.mxfp8 import capture
 from moelab.mxfp8 import dispatch as mxfp8_dispatch
 from moelab.mxfp8 import kernels as mxfp8_kernels
@@ -281,7 +281,7 @@ def _parallelism(experiment: Experiment, *, on_cpu: bool) -> ParallelismConfig:
 def _data(experiment: Experiment) -> dict[str, Any]:
     """Data loader, tokenizer and validator of the experiment's dataset."""
     if experiment.dataset == "c4":
-        folder = corpus.TOKENIZERS.get(experiment.model) or str(_corpus().folder)
+        folder = TOKENIZERS.get(experiment.model) or str(_corpus().folder)
         return {"dataloader": HuggingFaceTextDataLoader.Config(dataset="c4"), "hf_assets_path": folder}
     prepared = _corpus()
     held_out = HuggingFaceTextDataLoader.Config(dataset="python_held_out", infinite=True)

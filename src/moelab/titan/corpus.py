@@ -28,16 +28,13 @@ from typing import TYPE_CHECKING, Any
 from filelock import FileLock
 
 from moelab.errors import MoelabError
-from moelab.experiment import Experiment
 from moelab.model import shape_of
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
 FORMAT_VERSION = 7
-VOCAB_SIZE = 2048
-TOKENIZERS = {"16B": "assets/hf/deepseek-moe-16b-base", "671B": "assets/hf/DeepSeek-V3.1-Base"}
-"""Where TorchTitan's ``download_hf_assets.py`` puts the tokenizers that 16B and 671B need for C4."""
+VOCAB_SIZE = shape_of("nano").vocab_size
 HELD_OUT_ONE_IN = 20
 PASSAGE_CHARACTERS = 2000
 SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "pydoc_data"})
@@ -161,12 +158,6 @@ def prepare(vocab_size: int = VOCAB_SIZE) -> Corpus:
         ) from error
     facts = json.loads((folder / "corpus.json").read_text())
     return Corpus(folder=folder, **facts)
-
-
-def tokenizer_size(experiment: Experiment) -> int:
-    """Entries of the tokenizer that an experiment's text is read with; of 16B and 671B the vocabulary that holds it."""
-    own = experiment.dataset == "c4" and experiment.model in TOKENIZERS
-    return shape_of(experiment.model).vocab_size if own else VOCAB_SIZE
 
 
 def register(corpus: Corpus) -> None:

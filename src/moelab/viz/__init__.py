@@ -1,9 +1,7 @@
 """Figures, the report of a study and the layout explorer: tables and layouts in, plotly figures and HTML out."""
 
-from moelab.viz.difference import loss_difference
-from moelab.viz.layout_explorer import LayoutExplorer
-from moelab.viz.loss import gradient_norm, loss_curves, loss_tail
-from moelab.viz.memory_bars import memory_bars
+from moelab.viz.layout import LayoutExplorer, memory_bars
+from moelab.viz.loss import loss_curves, loss_difference, loss_tail
 from moelab.viz.mesh import mesh_map
 from moelab.viz.pipeline import pipeline_schedule
 from moelab.viz.report import Figure, Table, write_report
@@ -15,7 +13,6 @@ __all__ = [
     "LayoutExplorer",
     "Table",
     "arm_styles",
-    "gradient_norm",
     "loss_curves",
     "loss_difference",
     "loss_tail",

@@ -18,11 +18,10 @@ import plotly.graph_objects as go
 from moelab.analysis.arms import arm_label
 from moelab.analysis.published import SOURCE, THROUGHPUT, THROUGHPUT_SETUP
 from moelab.launch.local import format_seconds
-from moelab.runs.follow import RunNow, StudyFollower
-from moelab.runs.rank_steps import RankTable
+from moelab.runs.follow import RankTable, RunNow, StudyFollower
 from moelab.runs.status import State
-from moelab.runs.stragglers import Times, slow_steps
-from moelab.viz.theme import INK, WARNING, ArmStyle, arm_styles, new_figure, plot_text
+from moelab.runs.stragglers import slow_steps
+from moelab.viz.theme import INK, WARNING, arm_styles, new_figure, plot_text
 
 MOST_POINTS: Final = 500
 EVEN_GIB: Final = 0.05
@@ -74,8 +73,8 @@ def run_states(runs: Sequence[RunNow]) -> go.Figure:
         name, color = plot_text(label(run)), _STATE_COLORS[run.status.state]
         bar = go.Bar(x=[part], y=[name], orientation="h", marker_color=color, name=name)
         figure.add_trace(bar.update(hovertemplate=f"{plot_text(run.name)}<extra></extra>"))
-        words = {"text": _state_text(run), "showarrow": False, "xanchor": "left", "font": {"size": 13}}
-        figure.add_annotation(x=0.01, y=name, **words)
+        text = f"<b>{run.status.state}</b> · {plot_text(' · '.join(_details(run)))}"
+        figure.add_annotation(text=text, x=0.01, y=name, showarrow=False, xanchor="left", font_size=13)
     figure.update_xaxes(range=[0, 1], tickformat=".0%")
     figure.update_yaxes(autorange="reversed", showgrid=False)
     return figure.update_layout(showlegend=False, barmode="overlay", hovermode="closest", uirevision="live")
@@ -131,12 +130,12 @@ def rank_step_times(table: RankTable, *, name: str) -> go.Figure:
         name: of the run, in words.
     """
     seconds = table.step_time_s
-    known = seconds[np.isfinite(seconds)]
+    known, heard = seconds[np.isfinite(seconds)], np.isfinite(seconds).any(axis=0).sum()
     most = min(float(known.max()), 2 * float(np.median(known))) if len(known) else math.nan
     clipped = f"; darkest from {most:.3g} s" if len(known) and known.max() > most else ""
     subtitle = (
-        f"Measured, {name}: seconds a step between a rank's own step lines{clipped}; {_heard(seconds)}. A step ends "
-        "for all ranks together: one slow rank darkens the whole column."
+        f"Measured, {name}: seconds a step between a rank's own step lines{clipped}; {heard} of {seconds.shape[1]} "
+        "ranks print. A step ends for all ranks together: one slow rank darkens the whole column."
     )
     figure = new_figure(_step_time_finding(table), subtitle=subtitle, height=460)
     scale = {"title": {"text": "s a step", "side": "right"}, "thickness": 14}
@@ -178,22 +177,21 @@ def _lines(rows: pd.DataFrame, column: str, title: str, value: str, *, more: str
     subtitle = f"Measured, as logged, unsmoothed; n = {count} run{'s' * (count != 1)}{newest}.{more}"
     figure = new_figure(_line_finding(known, column, value), subtitle=subtitle)
     styles = arm_styles(known["arm"].unique())
-    for _name, run in known.groupby("run", sort=True):
-        style = styles[str(run["arm"].iloc[0])]
-        figure.add_trace(_line(thinned(run), column, style))
+    for _, rows_of_run in known.groupby("run", sort=True):
+        run, style = thinned(rows_of_run), styles[str(rows_of_run["arm"].iloc[0])]
+        name = f"{style.label}, seed {run['seed'].iloc[0]}"
+        figure.add_scatter(
+            x=run["step"].to_numpy(dtype=float),
+            y=run[column].to_numpy(dtype=float),
+            mode="lines+markers",
+            name=name,
+            line={"color": style.color, "dash": style.dash, "width": 2},
+            marker={"symbol": style.symbol, "size": 7 if len(run) <= 30 else 1, "color": style.color},
+            hovertemplate=f"{name}<br>step %{{x}}: %{{y:.6~g}}<extra></extra>",
+        )
     figure.update_xaxes(title_text="step")
     figure.update_yaxes(title_text=title)
     return figure.update_layout(uirevision="live", hovermode="closest")
-
-
-def _line(run: pd.DataFrame, column: str, style: ArmStyle) -> go.Scatter:
-    seed = run["seed"].iloc[0]
-    x, y = (run[name].to_numpy(dtype=float) for name in ("step", column))
-    line = {"color": style.color, "dash": style.dash, "width": 2}
-    marker = {"symbol": style.symbol, "size": 7 if len(run) <= 30 else 1, "color": style.color}
-    label = f"{style.label}, seed {seed}"
-    hover = f"{label}<br>step %{{x}}: %{{y:.6~g}}<extra></extra>"
-    return go.Scatter(x=x, y=y, mode="lines+markers", name=label, line=line, marker=marker, hovertemplate=hover)
 
 
 def thinned(run: pd.DataFrame) -> pd.DataFrame:
@@ -218,11 +216,6 @@ def _line_finding(known: pd.DataFrame, column: str, value: str) -> str:
     last = known.groupby("run", sort=True).tail(1)
     newest = last.sort_values("time", na_position="first").iloc[-1]
     return f"{arm_label(str(newest['arm']))} is at {value.format(newest[column])}, step {newest['step']:,}"
-
-
-def _heard(seconds: Times) -> str:
-    heard = int(np.isfinite(seconds).any(axis=0).sum())
-    return f"{heard} of {seconds.shape[1]} ranks print"
 
 
 def _step_time_finding(table: RankTable) -> str:
@@ -250,10 +243,6 @@ def _memory_finding(ranks: np.ndarray[Any, Any], gib: np.ndarray[Any, Any]) -> s
 def label(run: RunNow) -> str:
     """Arm and seed of a run in words."""
     return arm_label(run.arm) if run.seed is None else f"{arm_label(run.arm)}, seed {run.seed}"
-
-
-def _state_text(run: RunNow) -> str:
-    return f"<b>{run.status.state}</b> · {plot_text(' · '.join(_details(run)))}"
 
 
 def _details(run: RunNow) -> Iterator[str]:

@@ -8,10 +8,8 @@ from typing import Any
 import plotly.graph_objects as go
 
 from moelab.analysis.two_by_two import ArmResult, checkpointing_words, two_by_two_label
-from moelab.projection.full_node import EP_DEGREES, NODE_SHAPES, ROUTINGS, SCALING
-from moelab.projection.full_node_measured import Place, node_results
-from moelab.projection.measured import Measurement, hardware_of
-from moelab.viz.dispatch_measured import panels
+from moelab.projection.measured import EP_DEGREES, ROUTINGS, SCALING, Measurement, Place, hardware_of, node_results
+from moelab.viz.draw import panels
 from moelab.viz.theme import MUTED, arm_styles, plot_text
 
 ARMS = ("bf16_deepep", "fp8_deepep_dispatch-fp8")
@@ -31,11 +29,12 @@ def scaling(predicted: Mapping[str, Any], full_node: Measurement, two_by_two: Me
         two_by_two: of ``h100_two_by_two``, for two GPUs.
     """
     newest, rows, found = _both(predicted, full_node, two_by_two)
+    checkpointing = checkpointing_words(predicted["shapes"][SCALING]["activation_checkpoint"])
     open_ = [f"EP {ep}" for ep in EP_DEGREES if ep not in {place.ep for place in found}]
     figure = panels(
         _finding(rows, found),
         [f"{ROUTING_WORDS[routing]} routing" for routing in ROUTINGS],
-        subtitle=f"{SCALING}, {checkpointing_words(NODE_SHAPES[SCALING].activation_checkpoint)}: tokens/s over stock "
+        subtitle=f"{SCALING}, {checkpointing}: tokens/s over stock "
         f"at the same degree. Open: predicted on "
         f"{predicted['date'][:10]} (derived, 90 % interval); filled: median of all steps with quartiles, "
         f"{newest.stamp}.",

@@ -1,4 +1,4 @@
-"""Traces that several figures share: seeds as thin lines, a mean as a bold one, a band around it."""
+"""What figures of several subjects share: panels, axes of arms, bars, intervals, levels, curves over steps."""
 
 from __future__ import annotations
 
@@ -7,9 +7,87 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
+from plotly.subplots import make_subplots
 
-from moelab.viz.curves import finished, joined_lines, smooth, thinning
-from moelab.viz.theme import WARNING, ArmStyle, arm_styles
+from moelab.analysis.arms import arm_label
+from moelab.analysis.curves import finished, joined_lines, smooth, thinning
+from moelab.viz.theme import INK, MUTED, WARNING, ArmStyle, arm_styles, new_figure, wrap
+
+
+def panels(
+    finding: str,
+    titles: Sequence[str],
+    *,
+    subtitle: str,
+    note: str = "",
+    height: int = 460,
+    spacing: float = 0.06,
+    shared: bool = False,
+    title_size: int = 13,
+) -> go.Figure:
+    """An empty figure of several panels in a row.
+
+    Args:
+        finding: as :func:`moelab.viz.theme.new_figure` takes it.
+        titles: of the panels.
+        subtitle: as there.
+        note: as there.
+        height: as there, of the panels.
+        spacing: between two panels, as a part of the width.
+        shared: whether all panels have one vertical axis.
+        title_size: of the panels' titles, px.
+    """
+    headed = new_figure(finding, subtitle=subtitle, note=note, height=height)
+    figure = make_subplots(
+        rows=1, cols=len(titles), subplot_titles=list(titles), horizontal_spacing=spacing, shared_yaxes=shared
+    )
+    figure.update_layout(headed.layout)
+    figure.update_annotations(font={"size": title_size, "color": MUTED})
+    return figure.update_layout(margin_t=headed.layout.margin.t + 24, height=headed.layout.height + 24)
+
+
+def draw_arm_axis(figure: go.Figure, arms: Sequence[str], *, margin: float = 0.6) -> None:
+    """Name the arms under places 0, 1, 2 …, with so much room beside the first and the last."""
+    labels = ["<br>".join(wrap(arm_label(arm), 18)) for arm in arms]
+    figure.update_xaxes(tickvals=list(range(len(arms))), ticktext=labels, showgrid=False, ticks="")
+    figure.update_xaxes(range=[-margin, len(arms) - 1 + margin])
+
+
+def arm_bar(position: float, value: float, style: ArmStyle) -> go.Bar:
+    """An arm's throughput as a bar with its number inside."""
+    return go.Bar(
+        x=[position],
+        y=[value],
+        marker={"color": style.fill(0.35), "line": {"color": style.color, "width": 2}},
+        text=[f"<b>{value:,.0f}</b>"],
+        textposition="inside",
+        insidetextanchor="middle",
+        textfont={"color": INK, "size": 16},
+    )
+
+
+def error_bars(intervals: Sequence[tuple[float, float, float]], **look: object) -> dict[str, object]:
+    """Bars from the low to the high end of intervals, each given as low, value and high; ``look`` goes to plotly."""
+    return {
+        "array": [high - value for _, value, high in intervals],
+        "arrayminus": [value - low for low, value, _ in intervals],
+        "symmetric": False,
+        **look,
+    }
+
+
+def diamonds(x: Sequence[float], y: Sequence[str], **options: object) -> go.Scatter:
+    """Published values over bars, as white diamonds."""
+    marker = {"symbol": "diamond", "size": 11, "color": "white", "line": {"color": INK, "width": 2}}
+    return go.Scatter(x=x, y=y, mode="markers", marker=marker, **options)
+
+
+def draw_limit(figure: go.Figure, y: float, text: str, *, color: str, width: float, margin_px: int) -> None:
+    """A dashed level across the figure, named in the right margin, where no bar is."""
+    figure.add_hline(y=y, line={"color": color, "width": width, "dash": "dash"})
+    place = {"x": 1, "xref": "x domain", "xanchor": "left", "xshift": 6, "y": y, "align": "left"}
+    figure.add_annotation(text=text, showarrow=False, font={"size": 13, "color": color}, **place)
+    figure.update_layout(margin_r=margin_px)
 
 
 def draw_seeds_and_means(

@@ -1,17 +1,24 @@
-"""Grouped GEMMs drawn: measured speed-ups over rows, the model against what tests it, and a step in its parts."""
+"""Grouped GEMMs drawn: speed-ups measured and predicted, a step in its parts, the map of gain, a shape explorer."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
+import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from moelab.mxfp8.break_even import Constants, Part, gain, gemm_parts
-from moelab.mxfp8.break_even_fit import GOAL
+from moelab.mxfp8.break_even import Constants, break_even_m, gain, gemm_parts
+from moelab.mxfp8.break_even_fit import GOAL, ExpertWork, Fit, break_even
 from moelab.mxfp8.grouped_gemm_cases import Case, Precision
 from moelab.mxfp8.grouped_gemm_results import GroupedGemmResult
 from moelab.viz.theme import INK, MUTED, new_figure
+from moelab.viz.widget import Explorer
+
+if TYPE_CHECKING:
+    import ipywidgets
 
 LABELS: dict[str, str] = {
     "bf16": "BF16",
@@ -27,7 +34,14 @@ PART_LOOKS = {
     "overhead": ("fixed overhead, scales", "#5f6b7a"),
 }
 _LINES = (("#0072B2", "circle"), ("#56B4E9", "diamond"), ("#D55E00", "square"), ("#E69F00", "triangle-up"))
-_ODD = ("#5f6b7a", "x")
+GROUPS = 8
+"""Local experts of the map's products."""
+ROWS_LOG2, WEIGHTS_LOG2 = (10.0, 20.5), (18.0, 27.0)
+STEPS_M, STEPS_NK, STEPS_LINE = 64, 46, 46
+LEVEL = 0.2
+"""Gain between two contour lines."""
+_GAIN_COLORS = [[0.0, "#B2500A"], [0.25, "#E8A87C"], [0.5, "#FFFFFF"], [0.75, "#7FB8DC"], [1.0, "#0072B2"]]
+_MARKS = ("star", "diamond", "circle", "square")
 
 
 def measured_speedups(result: GroupedGemmResult, precision: Precision, *, replayed: bool) -> go.Figure:
@@ -37,9 +51,6 @@ def measured_speedups(result: GroupedGemmResult, precision: Precision, *, replay
         result: of the micro-experiment.
         precision: held against BF16.
         replayed: whether it was read from a file; the title says so.
-
-    Returns:
-        The figure.
     """
     table = result.speedups(precision)
     wins = int((table["speedup"] > 1).sum())
@@ -52,11 +63,28 @@ def measured_speedups(result: GroupedGemmResult, precision: Precision, *, replay
     regular = table[(table["groups"] == 8) & (table["sizes"] == "even")]
     shapes = regular.groupby(["n", "k"], sort=False)
     for ((n, k), cases), (color, symbol) in zip(shapes, _LINES, strict=False):
-        _add_line(figure, cases.sort_values("m"), f"N {n}, K {k}", color, symbol)
+        line = cases.sort_values("m")
+        figure.add_scatter(
+            x=line["m"],
+            y=line["speedup"].round(4),
+            name=f"N {n}, K {k}",
+            mode="lines+markers",
+            line={"color": color, "width": 2},
+            marker={"symbol": symbol, "size": 10},
+            customdata=line[["bf16_us", "low_us"]].round(1),
+            hovertemplate="M %{x}: %{y:.3f}<br>BF16 %{customdata[0]} µs, 8-bit %{customdata[1]} µs",
+        )
     odd = table.drop(regular.index)
     if len(odd):
-        names = [f"{row.groups} {row.sizes}" for row in odd.itertuples()]
-        _add_marks(figure, odd, names)
+        figure.add_scatter(
+            x=odd["m"],
+            y=odd["speedup"].round(4),
+            name="other groups (hover for which)",
+            mode="markers",
+            marker={"symbol": "x", "size": 9, "color": MUTED},
+            customdata=[f"{row.groups} {row.sizes}" for row in odd.itertuples()],
+            hovertemplate="%{customdata} groups, M %{x}: %{y:.3f}",
+        )
     figure.add_hline(y=1, line={"color": INK, "width": 1, "dash": "dash"})
     ticks = sorted(set(table["m"]))
     figure.update_xaxes(
@@ -67,40 +95,11 @@ def measured_speedups(result: GroupedGemmResult, precision: Precision, *, replay
     return figure
 
 
-def _add_line(figure: go.Figure, cases: pd.DataFrame, name: str, color: str, symbol: str) -> None:
-    figure.add_scatter(
-        x=cases["m"],
-        y=cases["speedup"].round(4),
-        name=name,
-        mode="lines+markers",
-        line={"color": color, "width": 2},
-        marker={"symbol": symbol, "size": 10},
-        customdata=cases[["bf16_us", "low_us"]].round(1),
-        hovertemplate="M %{x}: %{y:.3f}<br>BF16 %{customdata[0]} µs, 8-bit %{customdata[1]} µs",
-    )
-
-
-def _add_marks(figure: go.Figure, cases: pd.DataFrame, names: Sequence[str]) -> None:
-    color, symbol = _ODD
-    figure.add_scatter(
-        x=cases["m"],
-        y=cases["speedup"].round(4),
-        name="other groups (hover for which)",
-        mode="markers",
-        marker={"symbol": symbol, "size": 9, "color": color},
-        customdata=names,
-        hovertemplate="%{customdata} groups, M %{x}: %{y:.3f}",
-    )
-
-
 def predicted_speedups(table: pd.DataFrame) -> go.Figure:
     """Eight rows of torchao: measured beside predicted, with the goal of ±10 % as a bar around the measured value.
 
     Args:
         table: of :func:`moelab.mxfp8.break_even_fit.leave_one_out`.
-
-    Returns:
-        The figure.
     """
     reached = int(table["left_out_within"].sum())
     figure = new_figure(
@@ -140,32 +139,26 @@ def _short(name: str) -> str:
     return f"N {n}, K {k}, {groups.split()[0]} group{'s' if groups.split()[0] != '1' else ''}"
 
 
-def step_parts(
-    case: Case, constants: Constants, *, precisions: Sequence[Precision] = ("bf16", "mxfp8", "mxfp8_wgrad_bf16")
-) -> go.Figure:
+def step_parts(case: Case, constants: Constants) -> go.Figure:
     """Predicted time of forward and backward in its parts, a bar for each precision.
 
     Args:
         case: the product.
         constants: of the GPU.
-        precisions: the bars, from the top.
-
-    Returns:
-        The figure.
     """
     gained = gain(case.m, case.n, case.k, case.groups, constants)
     low = LABELS[constants.low]
-    finding = f"{low} {'saves' if gained > 1 else 'loses'} time here: BF16 takes {gained:.2f}× as long"
     figure = new_figure(
-        finding,
+        f"{low} {'saves' if gained > 1 else 'loses'} time here: BF16 takes {gained:.2f}× as long",
         subtitle=f"{case.name} on a {constants.gpu}, forward + backward, kernels alone",
         note="predicted by the model, not measured",
         height=400,
     )
+    precisions: tuple[Precision, ...] = ("bf16", "mxfp8", "mxfp8_wgrad_bf16")
     by_precision = {p: gemm_parts(case.m, case.n, case.k, case.groups, p, constants) for p in precisions}
     labels = [LABELS[precision] for precision in precisions]
     for kind, (name, color) in PART_LOOKS.items():
-        times_ms = [1e3 * _sum(parts, kind) for parts in by_precision.values()]
+        times_ms = [1e3 * sum(part.time_s for part in parts if part.kind == kind) for parts in by_precision.values()]
         if any(times_ms):
             figure.add_bar(
                 y=labels,
@@ -186,5 +179,138 @@ def step_parts(
     return figure
 
 
-def _sum(parts: Sequence[Part], kind: str) -> float:
-    return sum(part.time_s for part in parts if part.kind == kind)
+def gain_map(fitted: Fit, works: Sequence[ExpertWork], *, aspect: float = 2.25, resamples: int = 100) -> go.Figure:
+    """Predicted gain over rows M and weight size N·K, with layouts marked at their own gain.
+
+    Args:
+        fitted: constants and their spread.
+        works: layouts to mark; each is labelled with the gain of its own N, K and groups.
+        aspect: K / N of the map's weights; gain at equal N·K falls as it moves away from 1.
+        resamples: of the interval around the break-even line.
+    """
+    constants = fitted.constants
+    rows = np.logspace(*ROWS_LOG2, STEPS_M, base=2)
+    weights = np.logspace(*WEIGHTS_LOG2, STEPS_NK, base=2)
+    sides = [_sides(nk, aspect) for nk in weights]
+    gains = [[round(gain(m, n, k, GROUPS, constants), 3) for m in rows] for n, k in sides]
+    own = [gain(work.case.m, work.case.n, work.case.k, work.case.groups, constants) for work in works]
+    short = [work.name.split(",")[0] for work in works]
+    first = ", ".join(f"{name} gains {gained:.2f}×" for name, gained in zip(short[:2], own, strict=False))
+    figure = new_figure(
+        f"{constants.low.upper()} saves time above the bold line only{f': {first}' if first else ''}",
+        subtitle=f"gain = BF16 time / {constants.low.upper()} time of forward + backward on a {constants.gpu}, "
+        f"{GROUPS} groups, K = {aspect:g} N; dashed: 90 % interval of gain 1; layouts show their own gain",
+        note="predicted, not measured: kernels alone",
+        height=560,
+    )
+    figure.add_contour(
+        x=[round(m) for m in rows],
+        y=[round(nk) for nk in weights],
+        z=gains,
+        zmin=0.2,
+        zmax=1.8,
+        colorscale=_GAIN_COLORS,
+        contours={"start": 0.2, "end": 1.8, "size": LEVEL, "showlabels": True, "labelfont": {"size": 12, "color": INK}},
+        line={"width": 0.6, "color": MUTED},
+        colorbar={"title": {"text": "gain"}, "thickness": 14, "tickvals": [0.2, 0.6, 1.0, 1.4, 1.8]},
+        hovertemplate="M %{x}, N·K %{y}: %{z:.2f}<extra></extra>",
+    )
+    chosen = [float(nk) for nk in np.logspace(*WEIGHTS_LOG2, STEPS_LINE, base=2)]
+    cases = [Case(m=1, n=n, k=k, groups=GROUPS) for n, k in (_sides(nk, aspect) for nk in chosen)]
+    evens = [break_even(case, fitted, resamples=resamples) for case in cases]
+    least, most = (2**exponent for exponent in ROWS_LOG2)
+    for name, field, width, dash in (
+        ("low", "low", 1.5, "dash"),
+        ("gain 1", "value", 3, "solid"),
+        ("high", "high", 1.5, "dash"),
+    ):
+        ends = [getattr(even, field) for even in evens]
+        inside = [m if m is not None and least <= m <= most else None for m in ends]
+        style = {"color": INK, "width": width, "dash": dash}
+        figure.add_scatter(x=inside, y=chosen, mode="lines", line=style, name=name, hoverinfo="skip", showlegend=False)
+    for work, name, gained, symbol in zip(works, short, own, _MARKS, strict=False):
+        case, m = work.case, min(max(work.case.m, least), most)
+        side = "left" if m > 2 ** (sum(ROWS_LOG2) / 2 + 2) else "center"
+        figure.add_scatter(
+            x=[m],
+            y=[case.n * case.k],
+            mode="markers+text",
+            marker={"symbol": symbol, "size": 15, "color": INK, "line": {"color": "white", "width": 1.5}},
+            text=[f"<b>{name}: {gained:.2f}</b>"],
+            textposition=f"{'top' if gained > 1 else 'bottom'} {side}",
+            name=f"{work.name} ({case.groups} groups)",
+            hovertemplate=f"{work.name}: {case.name}<br>{work.layout}<extra></extra>",
+        )
+    ticks = [2**exponent for exponent in range(10, 21, 2)]
+    figure.update_xaxes(
+        title_text="rows M of all groups (tokens × top-k of a rank and micro-batch)",
+        type="log",
+        tickvals=ticks,
+        ticktext=[f"{m // 1024}k" for m in ticks],
+        range=[math.log10(2**exponent) for exponent in ROWS_LOG2],
+        showgrid=False,
+    )
+    ticks = [2**exponent for exponent in range(18, 28, 2)]
+    figure.update_yaxes(
+        title_text="weights of an expert's matrix, N·K",
+        type="log",
+        tickvals=ticks,
+        ticktext=[f"{nk / 2**20:g} Mi" for nk in ticks],
+        range=[math.log10(2**exponent) for exponent in WEIGHTS_LOG2],
+        showgrid=False,
+    )
+    return figure.update_layout(hovermode="closest", legend_y=-0.2)
+
+
+def _sides(weight: float, aspect: float) -> tuple[int, int]:
+    """N and K of a weight of N·K elements with K / N = aspect."""
+    return max(1, round(math.sqrt(weight / aspect))), max(1, round(math.sqrt(weight * aspect)))
+
+
+_ROWS = tuple(2**exponent for exponent in range(10, 21))
+_FEATURES = (512, 1024, 1408, 2048, 4096, 5120, 7168, 8192)
+_SLIDERS: Mapping[str, tuple[str, tuple[int, ...]]] = {
+    "m": ("rows M", _ROWS),
+    "n": ("output features N", _FEATURES),
+    "k": ("input features K", _FEATURES),
+    "groups": ("groups G", (1, 2, 4, 8, 16, 32)),
+}
+
+
+class ShapeExplorer(Explorer):
+    """Rows, N, K and groups as sliders; below them the break-even and a step in its parts, BF16 beside MXFP8.
+
+    Args:
+        case: where the sliders begin; a value that a slider does not have is added to it.
+        constants: of the model.
+    """
+
+    def __init__(self, case: Case, constants: Constants) -> None:
+        import ipywidgets as widgets
+
+        self.constants = constants
+        controls: dict[str, ipywidgets.Widget] = {
+            name: widgets.SelectionSlider(
+                options=[(f"{value:,}", value) for value in sorted({*values, getattr(case, name)})],
+                value=getattr(case, name),
+                description=label,
+                continuous_update=False,
+                style={"description_width": "150px"},
+                layout={"width": "460px"},
+            )
+            for name, (label, values) in _SLIDERS.items()
+        }
+        super().__init__(controls, ["parts"])
+
+    @property
+    def case(self) -> Case:
+        """As the sliders stand now."""
+        return Case(**self.chosen)
+
+    def look(self) -> tuple[str, Mapping[str, go.Figure]]:
+        """From which M on MXFP8 saves time, and the step in its parts."""
+        case = self.case
+        even = break_even_m(case.n, case.k, case.groups, self.constants)
+        since = "never, at any M" if even is None else f"from about {even:,.0f} rows on"
+        words = f"<div role='status'>MXFP8 saves time <b>{since}</b> at these N, K and G</div>"
+        return words, {"parts": step_parts(case, self.constants)}

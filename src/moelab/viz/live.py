@@ -4,20 +4,26 @@ A thread of the kernel reads and draws; it ends with the kernel, and when the vi
 that is shown comes from the run directories, so after a restart of the kernel the same cell brings it back. Figures are
 made when a browser says that it shows the panel: a notebook that runs in batch has none, and would only grow by them.
 ipywidgets and anywidget take a while to load, so they are imported when a view is made.
+
+One widget holds all figures and redraws them in place, which keeps zoom and hidden lines. plotly's own ``FigureWidget``
+(6.9) brings 5 MB of JavaScript with every figure, and anywidget (0.11) gives a widget 2 s to start: six of them at once
+stay blank on a slow machine. Here plotly comes once, and is loaded after the start.
 """
 
 from __future__ import annotations
 
 import html
+import json
 import math
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import plotly.graph_objects as go
+from plotly.offline import get_plotlyjs
 
 from moelab.errors import MoelabError
 from moelab.launch.status import refresh
@@ -25,7 +31,6 @@ from moelab.runs.directory import RunDir
 from moelab.runs.follow import RunFollower, StudyFollower
 from moelab.runs.status import Status
 from moelab.viz.dashboard import dashboard
-from moelab.viz.live_figures import live_figures, redraw
 from moelab.viz.widget import MARKED, in_rows, make_panel
 
 ASK_INTERVAL_S: Final = 15.0
@@ -101,7 +106,7 @@ class LiveView:
         with self._lock:
             if not self.figures:
                 self.figures = self._draw()
-                self.place.children = (live_figures(self.figures),)
+                self.place.children = (_figures_in_place(self.figures),)
 
     def _make_controls(self, interval_s: float) -> None:
         import ipywidgets as widgets
@@ -138,7 +143,7 @@ class LiveView:
         self._other.clear()
         if self.figures:
             self.figures = self._draw()
-            redraw(self.place.children[0], self.figures)
+            self.place.children[0].figures = _as_json(self.figures)
         one = self._chosen()
         lines = "\n".join(one.tail) if one else ""
         self.tail.value = (
@@ -237,3 +242,49 @@ def _weakly(view: weakref.ref[LiveView], method: Callable[[LiveView, Any], None]
             method(held, argument)
 
     return call
+
+
+_JS = """
+export default {
+  render({ model, el }) {
+    Object.assign(el.style, { display: "flex", flexFlow: "row wrap", gap: "2px 8px" });
+    const places = {};
+    let plotly;
+    const draw = async () => {
+      if (!plotly) {
+        const loaded = { exports: {} };
+        new Function("module", model.get("plotly"))(loaded);
+        plotly = loaded.exports;
+      }
+      for (const [name, { data, layout }] of Object.entries(model.get("figures"))) {
+        places[name] ??= el.appendChild(document.createElement("div"));
+        await plotly.react(places[name], data, layout, { displaylogo: false });
+      }
+    };
+    let drawn = draw();
+    const again = () => { drawn = drawn.catch(console.error).then(draw); };
+    model.on("change:figures", again);
+    return () => {
+      model.off("change:figures", again);
+      Object.values(places).forEach((place) => plotly?.purge(place));
+    };
+  }
+};
+"""
+
+
+def _figures_in_place(figures: Mapping[str, go.Figure]) -> Any:
+    """A widget of figures by name, each with a ``width``; what is put into its ``figures`` is drawn over them."""
+    import traitlets
+    from anywidget import AnyWidget
+
+    class LiveFigures(AnyWidget):
+        _esm = _JS
+        plotly = traitlets.Unicode().tag(sync=True)
+        figures = traitlets.Dict().tag(sync=True)
+
+    return LiveFigures(plotly=get_plotlyjs(), figures=_as_json(figures))
+
+
+def _as_json(figures: Mapping[str, go.Figure]) -> dict[str, Any]:
+    return {name: json.loads(figure.to_json()) for name, figure in figures.items()}

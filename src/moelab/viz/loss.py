@@ -1,6 +1,8 @@
-"""Loss figures: the whole run with an inset, and the last part enlarged; and the gradient norm beside them.
+"""Loss figures: the whole run with an inset, its last part, and the difference of two arms.
 
-Each takes the metrics table and returns a plotly figure whose title is computed from the data.
+Each takes the metrics table and returns a plotly figure whose title is computed from the data. In the difference each
+seed is averaged over a trailing window as long as the one behind the verdict's final loss: the last point of the curve,
+with its interval, is the verdict itself, and the figure shows how it came about.
 """
 
 from __future__ import annotations
@@ -13,15 +15,25 @@ import plotly.graph_objects as go
 
 from moelab.analysis.arms import arm_label, contrast
 from moelab.analysis.convergence import final_losses, first_final_step
+from moelab.analysis.curves import (
+    arm_curves,
+    finished,
+    joined_lines,
+    mean_and_interval,
+    seed_curves,
+    smooth,
+    smoothing_window,
+)
+from moelab.analysis.verdict import Answer, Verdict
 from moelab.errors import BadInput
-from moelab.viz.curves import arm_curves, finished, smooth, smoothing_window
 from moelab.viz.draw import draw_band, draw_marks, draw_mean, draw_seeds_and_means
-from moelab.viz.theme import MUTED, arm_styles, new_figure
+from moelab.viz.theme import INK, MUTED, arm_styles, new_figure
 
 INSET_LEFT, INSET_GAP, INSET_MIN_HEIGHT = 0.47, 0.10, 0.42
 """Left edge of the inset, its clearance above the curves, its smallest height; all parts of the plot area."""
 
-LOG_TICKS = [digit * 10.0**power for power in range(-6, 7) for digit in (1, 2, 5)]
+TAIL = 0.3
+"""Part of the steps that :func:`loss_tail` shows."""
 
 
 def loss_curves(
@@ -36,9 +48,6 @@ def loss_curves(
         final_fraction: Part of the steps shown in the inset, and that the final losses in the title are means over.
         note: Condition to state in the title, such as "emulated kernels".
         marks: Steps, with their loss, whose gradient norm was not finite.
-
-    Returns:
-        The figure.
 
     Raises:
         BadInput: The table has no loss.
@@ -58,14 +67,11 @@ def loss_curves(
     return figure
 
 
-def loss_tail(
-    table: pd.DataFrame, *, fraction: float = 0.3, note: str = "", marks: Sequence[tuple[int, float]] = ()
-) -> go.Figure:
+def loss_tail(table: pd.DataFrame, *, note: str = "", marks: Sequence[tuple[int, float]] = ()) -> go.Figure:
     """Loss over the last part of the steps: mean over seeds with a band of one standard deviation over seeds.
 
     Args:
         table: Metrics table.
-        fraction: Part of the steps shown.
         note: Condition to state in the title.
         marks: Steps, with their loss, whose gradient norm was not finite.
 
@@ -75,9 +81,9 @@ def loss_tail(
     window = smoothing_window(table)
     curves = {name: finished(arm) for name, arm in arm_curves(table, "loss").items()}
     first = max(int(arm.index.max()) for arm in curves.values())
-    first -= round(fraction * first) - 1
+    first -= round(TAIL * first) - 1
     tails = {name: smooth(arm, window).loc[first:] for name, arm in curves.items()}
-    figure = new_figure(_tail_finding(tails, fraction), subtitle=_tail_reading(tails, window), note=note)
+    figure = new_figure(_tail_finding(tails), subtitle=_tail_reading(tails, window), note=note)
     for name, style in arm_styles(tails).items():
         mean, sd = tails[name].mean(axis=1), tails[name].std(axis=1, ddof=1)
         draw_band(figure, mean - sd, mean + sd, style)
@@ -88,34 +94,95 @@ def loss_tail(
     return figure
 
 
-def gradient_norm(table: pd.DataFrame, *, note: str = "") -> go.Figure:
-    """Gradient norm over all steps: every seed thin, the mean over seeds bold.
+def loss_difference(table: pd.DataFrame, verdict: Verdict, *, note: str = "") -> go.Figure:
+    """Loss difference at each step, paired by seed: mean with its interval over seeds, zero line, margin band.
 
     Args:
-        table: Metrics table.
-        note: Condition to state in the title.
+        table: Metrics table that the verdict was made from.
+        verdict: Verdict of ``compare_convergence``.
+        note: Condition to state in the title, such as "emulated kernels".
 
     Returns:
-        The figure.
+        The figure; without curves where the arms have no finished seed in common.
 
     Raises:
-        BadInput: The table has no gradient norm.
+        BadInput: The verdict is on a held-out loss, which has no curve.
     """
-    curves = {name: arm for name, arm in arm_curves(table, "grad_norm").items() if arm.notna().any(axis=None)}
-    if not curves:
-        raise BadInput("the table has no gradient norm: collect a run whose log or TensorBoard has grad_norm")
-    peaks = {name: arm.max(axis=1) for name, arm in curves.items()}
-    worst = max(peaks, key=lambda name: peaks[name].max())
-    window = smoothing_window(table)
-    figure = new_figure(
-        f"The largest gradient norm is {peaks[worst].max():.3g} ({arm_label(worst)}, step {peaks[worst].idxmax()})",
-        subtitle=f"Before clipping. {_seeds_and_means(curves, window)}",
-        note=note,
+    if verdict.steps is None:
+        raise BadInput("this verdict is on a held-out loss, which has no steps: pass one of compare_convergence")
+    first, last = verdict.steps
+    height = 460 if verdict.seeds else 120
+    reading = _difference_reading(verdict, last - first + 1)
+    figure = new_figure(_difference_finding(verdict), subtitle=reading, note=note, height=height)
+    if not verdict.seeds:
+        return figure.update_xaxes(visible=False).update_yaxes(visible=False)
+    seeds = list(verdict.seeds)
+    difference = seed_curves(table, verdict.arm)[seeds] - seed_curves(table, verdict.reference)[seeds]
+    smoothed = difference.loc[:last].rolling(len(difference.loc[first:last])).mean().dropna(how="all")
+    band = mean_and_interval(smoothed, level=verdict.interval.level)
+    _draw_margin(figure, verdict.margin_nats)
+    style = arm_styles([verdict.arm])[verdict.arm]
+    draw_band(figure, band["low"], band["high"], style)
+    x, y = joined_lines(smoothed)
+    line = {"color": style.fill(0.45), "width": 1}
+    figure.add_trace(go.Scatter(x=x, y=y, mode="lines", line=line, name="one seed", hoverinfo="skip"))
+    draw_mean(figure, band["mean"], style, name="mean over seeds", hovertemplate="%{y:+.4f}")
+    figure.data[-1].line.dash = "solid"
+    reach = (verdict.interval.high - verdict.interval.low) / 2.0
+    figure.add_trace(
+        go.Scatter(
+            x=[last],
+            y=[verdict.mean_difference_nats],
+            error_y={"array": [reach], "visible": verdict.interval.exists, "color": INK, "thickness": 2, "width": 7},
+            mode="markers",
+            name="final difference, as judged",
+            marker={"color": INK, "size": 10, "symbol": style.symbol},
+            hovertemplate="%{y:+.4f}",
+        )
     )
-    draw_seeds_and_means(figure, curves, window=window)
     figure.update_xaxes(title_text="step")
-    figure.update_yaxes(title_text="gradient norm", type="log", tickvals=LOG_TICKS, tickformat="~g")
-    return figure
+    # Without the format, plotly writes the zero of a symmetric axis as a rounding error.
+    figure.update_yaxes(title_text="loss difference (nats per token)", tickformat=".6~f")
+    # The range is symmetric, and cut where a large early difference would hide what is judged.
+    ends = [verdict.mean_difference_nats, verdict.interval.low, verdict.interval.high, verdict.margin_nats]
+    judged = float(np.nanmax(np.abs(ends)))
+    everything = float(np.nanmax(np.abs(np.concatenate([band.to_numpy(), smoothed.to_numpy()], axis=1))))
+    high = 1.15 * max(judged, min(everything, 4.0 * judged)) or 1.0
+    return figure.update_yaxes(range=[-high, high])
+
+
+def _difference_finding(verdict: Verdict) -> str:
+    arm, reference, shared = contrast(verdict.arm, verdict.reference)
+    both = f" (both {shared})" if shared else ""
+    if not verdict.seeds:
+        return f"{arm} and {reference}{both} have no finished seed in common"
+    judged = "insufficient data to judge" if verdict.answer is Answer.INSUFFICIENT else verdict.answer_words
+    return f"{arm} ends {verdict.mean_difference_nats:+.4f} nats from {reference}{both}: {judged}"
+
+
+def _difference_reading(verdict: Verdict, steps: int) -> str:
+    if not verdict.seeds:
+        return " ".join([verdict.decided_by, *verdict.findings, verdict.settled_by])
+    n = "1 seed, so no interval" if verdict.n_seeds == 1 else f"{verdict.n_seeds} seeds"
+    band = f"; band: {100 * verdict.interval.level:g} % t interval of the mean" if verdict.n_seeds > 1 else ""
+    margin = f"margin ±{verdict.margin_nats:.4f}" if verdict.margin_nats > 0 else "no margin"
+    return " ".join(
+        [f"Paired by seed, mean over the trailing {steps} steps{band}; n = {n}; {margin}.", verdict.decided_by]
+    )
+
+
+def _draw_margin(figure: go.Figure, margin_nats: float) -> None:
+    figure.add_hline(y=0.0, line={"color": INK, "width": 1})
+    if margin_nats > 0:
+        figure.add_hrect(
+            y0=-margin_nats,
+            y1=margin_nats,
+            fillcolor="rgba(0,158,115,0.10)",
+            line={"color": "rgba(0,158,115,0.7)", "width": 1, "dash": "dot"},
+            layer="below",
+        )
+        label = {"text": "equivalence margin", "font": {"size": 12, "color": MUTED}, "showarrow": False}
+        figure.add_annotation(**label, x=0.01, xref="x domain", y=margin_nats, yanchor="bottom")
 
 
 def _final_finding(table: pd.DataFrame, final_fraction: float) -> str:
@@ -133,14 +200,14 @@ def _final_finding(table: pd.DataFrame, final_fraction: float) -> str:
     return f"After {final.last_step:,} steps {arms} end {ends[high] - ends[low]:.4f} nats apart: {at}"
 
 
-def _tail_finding(tails: dict[str, pd.DataFrame], fraction: float) -> str:
+def _tail_finding(tails: dict[str, pd.DataFrame]) -> str:
     means = pd.DataFrame({name: tail.mean(axis=1) for name, tail in tails.items()})
     if means.shape[1] == 1:
         only = means.to_numpy(dtype=float)
         fall = float(only[0, 0] - only[-1, 0])
-        return f"{arm_label(str(means.columns[0]))} falls by {fall:.3f} nats in the last {100 * fraction:g} % of steps"
+        return f"{arm_label(str(means.columns[0]))} falls by {fall:.3f} nats in the last {100 * TAIL:g} % of steps"
     gap = (means.max(axis=1) - means.min(axis=1)).max()
-    return f"In the last {100 * fraction:g} % of steps the mean curves stay within {gap:.4f} nats of each other"
+    return f"In the last {100 * TAIL:g} % of steps the mean curves stay within {gap:.4f} nats of each other"
 
 
 def _tail_reading(tails: dict[str, pd.DataFrame], window: int) -> str:
@@ -158,6 +225,7 @@ def _seeds_and_means(curves: dict[str, pd.DataFrame], window: int) -> str:
 
 
 def _count(curves: dict[str, pd.DataFrame]) -> str:
+    """Seeds that reach the last step."""
     counts = [finished(arm).shape[1] for arm in curves.values()]
     n = str(min(counts)) if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
     return f"n = {n} seeds{' an arm' if len(curves) > 1 else ''}"

@@ -40,47 +40,62 @@ def pipeline_schedule(layout: Layout, schedule: str) -> go.Figure:
         The figure; without bars where there is no pipeline.
     """
     if layout.pp == 1:
-        return _no_pipeline()
+        finding = "No pipeline: every rank holds all layers"
+        figure = new_figure(finding, subtitle="pp is 1, so no rank waits.", height=120)
+        return figure.update_xaxes(visible=False).update_yaxes(visible=False)
     unit = [Durations(1, 1, 1)] * len(layout.stages)
     played = timeline(schedule, unit, pp=layout.pp, microbatches=layout.microbatches)
-    end = int(max(row[-1].end for row in played))
-    shown = _shown(end, sum(map(len, played)))
+    end, count = int(max(row[-1].end for row in played)), sum(map(len, played))
+    shown = end if count <= MOST_BLOCKS else end * MOST_BLOCKS // count
+    turns = SCHEDULES[schedule].stages_per_rank
+    # Bars are numbered if the longest number fits into the shortest bar.
+    numbered = shown * DIGIT_PX * len(str(layout.microbatches - 1)) <= NARROW_PX
+    reading = [
+        f"pp {layout.pp}, {len(layout.stages)} stages, {layout.microbatches} micro-batches",
+        *(["a bar's number is its micro-batch"] if numbered else []),
+        *(["lighter: the rank's second stage"] if turns > 1 else []),
+        *([f"the first {shown} of {end} units of time"] if shown < end else []),
+    ]
+    rows_px = layout.pp * (64 if layout.pp <= 4 else 40 if layout.pp <= 8 else 22)
     waits = bubble_fraction(SCHEDULES[schedule], pp=layout.pp, microbatches=layout.microbatches)
     figure = new_figure(
         f"{schedule}: each pipeline rank waits {waits:.1%} of a step",
-        subtitle=_reading(layout, schedule, shown, end),
+        subtitle=f"{'; '.join(reading)}.",
         note="simulated: equal stage times, free communication",
-        height=_height(layout.pp),
+        height=AROUND_PX + rows_px,
     )
+    blocks = [(rank, block) for rank, row in enumerate(played) for block in row if block.start < shown]
     for kind in _KINDS:
-        for turn in range(SCHEDULES[schedule].stages_per_rank):
-            blocks = [
+        for turn in range(turns):
+            work = [
                 (rank, block)
-                for rank, row in enumerate(played)
-                for block in row
+                for rank, block in blocks
                 if (block.action.kind, layout.stages_of_rank[rank].index(block.action.stage)) == (kind, turn)
-                and block.start < shown
             ]
-            if blocks:
-                _draw_work(figure, blocks, kind, turn, numbered=_numbered(layout, shown))
-    waits_of = [(rank, start, min(stop, shown)) for rank, row in enumerate(played) for start, stop in _waits(row, end)]
-    _draw_waits(figure, [wait for wait in waits_of if wait[1] < shown])
-    return _finish(figure, layout, shown)
-
-
-def _height(pp: int) -> int:
-    """Pixels of the figure: high rows where there are few."""
-    return AROUND_PX + pp * (64 if pp <= 4 else 40 if pp <= 8 else 22)
-
-
-def _no_pipeline() -> go.Figure:
-    figure = new_figure("No pipeline: every rank holds all layers", subtitle="pp is 1, so no rank waits.", height=120)
-    return figure.update_xaxes(visible=False).update_yaxes(visible=False)
-
-
-def _shown(end: int, blocks: int) -> int:
-    """Units of time that fit into ``MOST_BLOCKS`` bars."""
-    return end if blocks <= MOST_BLOCKS else end * MOST_BLOCKS // blocks
+            if work:
+                figure.add_trace(_work_bars(work, kind, turn, numbered=numbered))
+    idle = [
+        (rank, start, min(stop, shown))
+        for rank, row in enumerate(played)
+        for start, stop in _waits(row, end)
+        if start < shown
+    ]
+    figure.add_bar(
+        base=[start for _, start, _ in idle],
+        x=[stop - start for _, start, stop in idle],
+        y=[rank for rank, _, _ in idle],
+        orientation="h",
+        width=0.86,
+        marker={"color": "white", "line_width": 0},
+        marker_pattern={"shape": "/", "fgcolor": MUTED, "bgcolor": "#f4f5f7", "size": 6, "solidity": 0.2},
+        hovertemplate="waits %{x} units<extra>rank %{y}</extra>",
+        name="wait (bubble)",
+    )
+    every = 1 if layout.pp <= 16 else 4
+    figure.update_layout(barmode="overlay", hovermode="closest", legend={"traceorder": "normal", "y": -58 / rows_px})
+    figure.update_xaxes(title_text="time (units of one forward of one stage)", range=[0, shown], showgrid=False)
+    figure.update_yaxes(title_text="pipeline rank", tickvals=list(range(0, layout.pp, every)), ticklabelstandoff=6)
+    return figure.update_yaxes(range=[layout.pp - 0.5, -0.5], showgrid=False, ticks="")
 
 
 def _waits(row: Sequence[Block], end: int) -> list[tuple[float, float]]:
@@ -89,69 +104,23 @@ def _waits(row: Sequence[Block], end: int) -> list[tuple[float, float]]:
     return [(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True) if stop > start]
 
 
-def _reading(layout: Layout, schedule: str, shown: int, end: int) -> str:
-    parts = [f"pp {layout.pp}, {len(layout.stages)} stages, {layout.microbatches} micro-batches"]
-    if _numbered(layout, shown):
-        parts.append("a bar's number is its micro-batch")
-    if SCHEDULES[schedule].stages_per_rank > 1:
-        parts.append("lighter: the rank's second stage")
-    if shown < end:
-        parts.append(f"the first {shown} of {end} units of time")
-    return "; ".join(parts) + "."
-
-
-def _numbered(layout: Layout, shown: int) -> bool:
-    """Whether the longest number fits into the shortest bar."""
-    digits = len(str(layout.microbatches - 1))
-    return shown * (digits * DIGIT_PX) <= NARROW_PX
-
-
-def _draw_work(figure: go.Figure, blocks: list[tuple[int, Block]], kind: str, turn: int, *, numbered: bool) -> None:
+def _work_bars(work: Sequence[tuple[int, Block]], kind: str, turn: int, *, numbered: bool) -> go.Bar:
+    """Blocks by rank: all of one kind, on their ranks' first or second stage."""
     name, color, ink = _KINDS[kind]
-    fill = _LIGHTER[color] if turn else color
-    figure.add_trace(
-        go.Bar(
-            base=[block.start for _, block in blocks],
-            x=[block.end - block.start for _, block in blocks],
-            y=[rank for rank, _ in blocks],
-            orientation="h",
-            width=0.86,
-            marker={"color": fill, "line": {"color": "white", "width": 0.5}},
-            text=[str(block.action.microbatch) for _, block in blocks] if numbered else None,
-            textposition="inside",
-            insidetextanchor="middle",
-            textangle=0,
-            textfont={"color": INK if turn else ink, "size": 12},
-            customdata=[[block.action.stage, block.action.microbatch] for _, block in blocks],
-            hovertemplate=f"{name}, stage %{{customdata[0]}}, micro-batch %{{customdata[1]}}<extra>rank %{{y}}</extra>",
-            name=name if turn == 0 else f"{name}, second stage",
-            showlegend=turn == 0,
-        )
+    return go.Bar(
+        base=[block.start for _, block in work],
+        x=[block.end - block.start for _, block in work],
+        y=[rank for rank, _ in work],
+        orientation="h",
+        width=0.86,
+        marker={"color": _LIGHTER[color] if turn else color, "line": {"color": "white", "width": 0.5}},
+        text=[str(block.action.microbatch) for _, block in work] if numbered else None,
+        textposition="inside",
+        insidetextanchor="middle",
+        textangle=0,
+        textfont={"color": INK if turn else ink, "size": 12},
+        customdata=[[block.action.stage, block.action.microbatch] for _, block in work],
+        hovertemplate=f"{name}, stage %{{customdata[0]}}, micro-batch %{{customdata[1]}}<extra>rank %{{y}}</extra>",
+        name=name if turn == 0 else f"{name}, second stage",
+        showlegend=turn == 0,
     )
-
-
-def _draw_waits(figure: go.Figure, waits: list[tuple[int, float, float]]) -> None:
-    """Waits are rank, start and end."""
-    figure.add_trace(
-        go.Bar(
-            base=[start for _, start, _ in waits],
-            x=[end - start for _, start, end in waits],
-            y=[rank for rank, _, _ in waits],
-            orientation="h",
-            width=0.86,
-            marker={"color": "white", "line_width": 0},
-            marker_pattern={"shape": "/", "fgcolor": MUTED, "bgcolor": "#f4f5f7", "size": 6, "solidity": 0.2},
-            hovertemplate="waits %{x} units<extra>rank %{y}</extra>",
-            name="wait (bubble)",
-        )
-    )
-
-
-def _finish(figure: go.Figure, layout: Layout, shown: int) -> go.Figure:
-    """Axes and legend."""
-    every = 1 if layout.pp <= 16 else 4
-    rows_px = _height(layout.pp) - AROUND_PX
-    figure.update_layout(barmode="overlay", hovermode="closest", legend={"traceorder": "normal", "y": -58 / rows_px})
-    figure.update_xaxes(title_text="time (units of one forward of one stage)", range=[0, shown], showgrid=False)
-    figure.update_yaxes(title_text="pipeline rank", tickvals=list(range(0, layout.pp, every)), ticklabelstandoff=6)
-    return figure.update_yaxes(range=[layout.pp - 0.5, -0.5], showgrid=False, ticks="")

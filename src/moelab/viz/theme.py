@@ -11,7 +11,11 @@ References:
 from __future__ import annotations
 
 import html
+import importlib.util
+import logging
 import textwrap
+import threading
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -19,10 +23,11 @@ import plotly.graph_objects as go
 import plotly.io as pio
 
 from moelab.analysis.arms import arm_label, base_arm
-from moelab.viz.png import can_draw_png
 
 FONT = "Inter, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 INK, MUTED, GRID, WARNING = "#1f2933", "#5f6b7a", "#e6e9ee", "#b3450a"
+NEAR, FAR, OTHER = "#56B4E9", "#D55E00", "#dfe3e8"
+"""What is reached over NVLink, what over the network, and what is neither."""
 TITLE_CHARACTERS, SUBTITLE_CHARACTERS = 66, 92
 """Longest lines that fit a figure of 700 px in the title's and the subtitle's size."""
 
@@ -83,7 +88,10 @@ def arm_styles(arms: Iterable[str]) -> dict[str, ArmStyle]:
             looks[name] = _LOOKS[base]
     others = [name for name in names if name not in looks]
     looks |= {name: _FALLBACK[i % len(_FALLBACK)] for i, name in enumerate(others)}
-    return {name: _style(name, looks[name]) for name in names}
+    return {
+        name: ArmStyle(label=plot_text(arm_label(name)), color=color, dash=dash, symbol=symbol)
+        for name, (color, dash, symbol) in ((name, looks[name]) for name in names)
+    }
 
 
 def in_order(arms: Iterable[str]) -> list[str]:
@@ -175,6 +183,35 @@ def use_renderer() -> str:
     return str(pio.renderers.default)
 
 
-def _style(arm: str, look: tuple[str, str, str]) -> ArmStyle:
-    color, dash, symbol = look
-    return ArmStyle(label=plot_text(arm_label(arm)), color=color, dash=dash, symbol=symbol)
+FIRST_PICTURE_S = 60.0
+
+
+def can_draw_png() -> bool:
+    """Whether kaleido and a Chromium are here, and the Chromium draws; it goes on running until Python ends.
+
+    plotly asks kaleido 1.5, which starts a Chromium for every figure (1 to 7 s on two busy cores) unless its server
+    runs; with it a figure takes 0.3 s. The server does not survive a Chromium that fails to start and would then wait
+    for ever, so a first picture is drawn before the server is believed.
+    """
+    if importlib.util.find_spec("kaleido") is None:
+        return False
+    from choreographer.browsers.chromium import Chromium  # how kaleido itself looks for the browser
+
+    # choreographer 1.4.0 wakes its reader with "{bye}" as it closes the browser, and under load logs a traceback, as
+    # this is no JSON; the picture is complete by then. To go once it knows its own farewell.
+    logging.getLogger("choreographer.channels.pipe").setLevel(logging.CRITICAL)
+    if Chromium.find_browser(skip_local=False) is None:
+        return False
+    import kaleido
+
+    # plotly 7.1 hands over options that a server has had from its start, and kaleido says so for each figure.
+    warnings.filterwarnings("ignore", message="The kopts argument is ignored", category=UserWarning)
+    kaleido.start_sync_server(n=1, mathjax=False, silence_warnings=True)  # no figure has formulas: no network either
+    first = threading.Thread(target=kaleido.calc_fig_sync, args=({"data": [], "layout": {}},), daemon=True)
+    first.start()
+    first.join(FIRST_PICTURE_S)
+    if first.is_alive():
+        kaleido._global_server._initialized = False  # kaleido 1.5.0 has no word for a server whose browser is dead
+        logging.getLogger(__name__).warning("Chromium does not draw: figures have no PNG here")
+        return False
+    return True

@@ -1,4 +1,4 @@
-"""Throughput figure: a bar an arm with its interval, each seed as a point, the gain over the baseline written above."""
+"""Throughput figures: a bar an arm with its interval, seeds as points and its gain; and the published ones, redrawn."""
 
 from __future__ import annotations
 
@@ -9,8 +9,13 @@ import plotly.graph_objects as go
 
 from moelab.analysis.arms import arm_label, contrast
 from moelab.analysis.interval import Interval
+from moelab.analysis.published import GAINS, SOURCE, THROUGHPUT, THROUGHPUT_SETUP, published_tps
 from moelab.analysis.throughput import ArmThroughput, Gain, arm_throughput
-from moelab.viz.theme import INK, arm_styles, in_order, new_figure, wrap
+from moelab.viz.draw import arm_bar, draw_arm_axis, error_bars
+from moelab.viz.theme import INK, MUTED, arm_styles, in_order, new_figure, plot_text
+
+TWO_BY_TWO = ("bf16_standard", "bf16_deepep", "mxfp8_standard", "mxfp8_deepep")
+"""``mxfp8_standard`` was not published."""
 
 
 def throughput_bars(
@@ -18,7 +23,6 @@ def throughput_bars(
     *,
     gains: Sequence[Gain] = (),
     warmup_steps: int = 3,
-    level: float = 0.95,
     note: str = "",
     rank_words: str = "per GPU",
 ) -> go.Figure:
@@ -28,53 +32,35 @@ def throughput_bars(
         table: Metrics table.
         gains: Gains to write above their arms; an arm without one is shown without.
         warmup_steps: Steps discarded at the start of a run.
-        level: Coverage of the intervals.
         note: Condition to state in the title, such as "emulated kernels".
         rank_words: What a throughput is of, "per rank" where ranks are processes on a CPU.
-
-    Returns:
-        The figure.
 
     Raises:
         BadInput: No step with a throughput is left after the warm-up.
     """
-    found = {arm.arm: arm for arm in arm_throughput(table, warmup_steps=warmup_steps, level=level)}
-    arms = [found[name] for name in in_order(found)]
-    by_arm = {one.arm: one for one in gains if one.arm in found}
-    figure = new_figure(_finding(arms, by_arm), subtitle=_subtitle(arms, warmup_steps, level), note=note)
+    measured = {arm.arm: arm for arm in arm_throughput(table, warmup_steps=warmup_steps)}
+    arms = [measured[name] for name in in_order(measured)]
+    by_arm = {one.arm: one for one in gains if one.arm in measured}
+    figure = new_figure(_finding(arms, by_arm), subtitle=_reading(arms, warmup_steps), note=note)
     # With two seeds an interval may be a hundred times as long as the bars, which must stay readable beside it.
     ceiling = 2.0 * max(max(arm.tps, *arm.tps_by_seed.values()) for arm in arms)
     highest = min(ceiling, max(max(arm.tps, arm.interval.high if arm.interval.exists else 0.0) for arm in arms))
     for position, arm in enumerate(arms):
         _draw_arm(figure, arm, position, by_arm.get(arm.arm), ceiling=ceiling)
-    labels = ["<br>".join(wrap(arm_label(arm.arm), 18)) for arm in arms]
-    figure.update_xaxes(tickvals=list(range(len(arms))), ticktext=labels, showgrid=False, ticks="")
-    figure.update_xaxes(range=[-0.7, len(arms) - 0.3] if len(arms) > 1 else [-1.0, 1.0])
+    draw_arm_axis(figure, [arm.arm for arm in arms], margin=0.7 if len(arms) > 1 else 1.0)
     figure.update_yaxes(title_text=f"tokens/s {rank_words}", range=[0, 1.18 * highest], tickformat=",")
-    figure.update_layout(showlegend=False, bargap=0.45, hovermode="closest")
-    return figure
+    return figure.update_layout(showlegend=False, bargap=0.45, hovermode="closest")
 
 
 def _draw_arm(
     figure: go.Figure, arm: ArmThroughput, position: int, over_baseline: Gain | None, *, ceiling: float
 ) -> None:
-    style = arm_styles([arm.arm])[arm.arm]
-    top = arm.interval.high if arm.interval.exists else arm.tps
-    figure.add_trace(
-        go.Bar(
-            x=[position],
-            y=[arm.tps],
-            name=style.label,
-            marker={"color": style.fill(0.35), "line": {"color": style.color, "width": 2}},
-            error_y=_error_bar(arm.tps, arm.interval),
-            text=[f"<b>{arm.tps:,.0f}</b>"],
-            textposition="inside",
-            insidetextanchor="middle",
-            textfont={"color": INK, "size": 16},
-            hovertemplate=f"{style.label}: %{{y:,.0f}} tokens/s<extra></extra>",
-        )
-    )
-    seeds = arm.tps_by_seed
+    style, interval, seeds = arm_styles([arm.arm])[arm.arm], arm.interval, arm.tps_by_seed
+    bar = arm_bar(position, arm.tps, style)
+    hover = f"{style.label}: %{{y:,.0f}} tokens/s<extra></extra>"
+    reach = error_bars([(interval.low, arm.tps, interval.high)], color=INK, thickness=1.5, width=8)
+    error_y = reach if interval.exists else {"visible": False}
+    figure.add_trace(bar.update(name=style.label, error_y=error_y, hovertemplate=hover))
     figure.add_trace(
         go.Scatter(
             x=[position + 0.13 + 0.02 * index for index in range(len(seeds))],
@@ -86,17 +72,10 @@ def _draw_arm(
         )
     )
     if over_baseline is not None:
-        height = min(ceiling, max(top, *seeds.values()))
+        height = min(ceiling, max(interval.high if interval.exists else arm.tps, *seeds.values()))
         label = f"<b>{over_baseline.percent:+.1f} %</b><br>{_bounds(over_baseline.interval)}"
         place = {"x": position, "y": height, "yanchor": "bottom", "yshift": 6, "bgcolor": "rgba(255,255,255,0.85)"}
         figure.add_annotation(text=label, showarrow=False, **place)
-
-
-def _error_bar(tps: float, interval: Interval) -> dict[str, object]:
-    if not interval.exists:
-        return {"visible": False}
-    bar = {"array": [interval.high - tps], "arrayminus": [tps - interval.low], "symmetric": False}
-    return bar | {"color": INK, "thickness": 1.5, "width": 8}
 
 
 def _bounds(interval: Interval) -> str:
@@ -110,7 +89,7 @@ def _bounds(interval: Interval) -> str:
 def _finding(arms: Sequence[ArmThroughput], gains: dict[str, Gain]) -> str:
     if not gains:
         return f"{arm_label(arms[0].arm)}: {arms[0].tps:,.0f} tokens/s" if len(arms) == 1 else "Throughput by arm"
-    best = max(gains.values(), key=lambda found: found.ratio)
+    best = max(gains.values(), key=lambda one: one.ratio)
     arm, baseline, shared = contrast(best.arm, best.baseline)
     both = f" (both {shared})" if shared else ""
     if best.interval.exists and not best.resolved:
@@ -119,12 +98,44 @@ def _finding(arms: Sequence[ArmThroughput], gains: dict[str, Gain]) -> str:
     return f"{arm} trains {abs(best.percent):.1f} % {direction} than {baseline}{both}"
 
 
-def _subtitle(arms: Sequence[ArmThroughput], warmup_steps: int, level: float) -> str:
+def _reading(arms: Sequence[ArmThroughput], warmup_steps: int) -> str:
     counts = sorted({arm.n_seeds for arm in arms})
     n = f"n = {' to '.join(str(count) for count in sorted({counts[0], counts[-1]}))} seeds an arm"
     if counts == [1]:
         return f"Median over steps after {warmup_steps} warm-up steps; one seed an arm, so no interval."
     return (
         f"Geometric mean over seeds of each run's median after {warmup_steps} warm-up steps; points: seeds; "
-        f"{n}, {100 * level:g} % t intervals, cut where they leave the axis; gains are paired by seed."
+        f"{n}, {100 * arms[0].interval.level:g} % t intervals, cut where they leave the axis; gains are paired by seed."
     )
+
+
+def published_bars() -> go.Figure:
+    """Figure 2 of the published study: three arms of the two-by-two with their gains, and the place of the fourth.
+
+    Nothing here was measured by moelab.
+    """
+    gains = {gain.arm: gain.percent for gain in GAINS if gain.baseline == "bf16_standard"}
+    setup = THROUGHPUT_SETUP
+    figure = new_figure(
+        f"DeepEP gives {gains['bf16_deepep']:+.0f} %, DeepEP with MXFP8 experts {gains['mxfp8_deepep']:+.0f} %; "
+        "MXFP8 alone was not published",
+        subtitle=f"{setup.model}, {setup.hardware.split(':')[0]}, sequences of {setup.seq_len:,} tokens, "
+        f"TP {setup.tp}, PP {setup.pp}, EP {setup.ep}, forced balance. n = 1 run of {setup.steps} steps an arm; no "
+        "interval and no rule for discarding steps were published.",
+        note=f"quoted: {SOURCE.split(';')[0]}",
+        height=430,
+    )
+    for position, arm in enumerate(TWO_BY_TWO):
+        published, style = published_tps(arm), arm_styles([arm])[arm]
+        above = {"x": position, "showarrow": False, "yanchor": "bottom"}
+        if published is None:
+            figure.add_annotation(text="not<br>published", y=0, yshift=8, font_color=MUTED, **above)
+            continue
+        hover = f"%{{y:,.0f}} tokens/s, {published.label}: {plot_text(published.source)}<extra></extra>"
+        figure.add_trace(arm_bar(position, published.tps, style).update(hovertemplate=f"{style.label}: {hover}"))
+        text = f"<b>{gains[arm]:+.1f} %</b>" if arm in gains else "baseline"
+        figure.add_annotation(text=text, y=published.tps, yshift=6, **above)
+    draw_arm_axis(figure, TWO_BY_TWO)
+    highest = max(row.tps for row in THROUGHPUT)
+    figure.update_yaxes(title_text="tokens/s per GPU", range=[0, 1.18 * highest], tickformat=",")
+    return figure.update_layout(showlegend=False, bargap=0.45, hovermode="closest")

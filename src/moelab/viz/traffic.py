@@ -1,14 +1,20 @@
-"""The traffic of expert parallelism drawn: how far tokens go, from whom to whom, and how many bytes by degree."""
+"""The traffic of expert parallelism drawn: how far tokens go, from whom to whom, bytes by degree, and savings."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
 
+from moelab.errors import BadInput
+from moelab.hardware import cluster_of
+from moelab.hardware.spec import Node
 from moelab.model import Precision
 from moelab.projection import (
+    KINDS,
     METHODS,
     ExpertPlacement,
     Kind,
@@ -19,61 +25,62 @@ from moelab.projection import (
     draw_expert_ids,
     expected_destinations,
     expected_rows,
+    expected_traffic,
     layer_bytes,
+    move_time_s,
+    routing_of,
     simulate_rows,
 )
-from moelab.viz.theme import INK
-from moelab.viz.token_flow import token_flow
-from moelab.viz.traffic_labels import (
-    DERIVED,
-    METHOD_LABELS,
-    METHOD_LOOKS,
-    ROUTING_LABELS,
-    ROUTING_LOOKS,
-    panels,
-    placement_words,
-)
-from moelab.viz.traffic_savings import move_times, saving_by_routing
+from moelab.viz.draw import panels
+from moelab.viz.theme import FAR, INK, NEAR, new_figure
+from moelab.viz.token_flow import METHOD_LABELS, ROUTING_LABELS, counted, token_flow
+from moelab.viz.widget import Explorer, menu
 
-__all__ = [
-    "METHOD_LABELS",
-    "bytes_by_ep",
-    "destination_histogram",
-    "move_times",
-    "saving_by_routing",
-    "token_flow",
-    "traffic_matrix",
-]
+METHOD_LOOKS: dict[Method, tuple[str, str]] = {
+    "standard": ("#0072B2", "circle"),
+    "deepep_direct": ("#009E73", "square"),
+    "deepep_hybrid": ("#E69F00", "diamond"),
+}
+ROUTING_LOOKS = {
+    "round_robin": ("#D55E00", "/"),
+    "random_balanced": ("#0072B2", ""),
+    "uniform": ("#56B4E9", "."),
+    "group_limited": ("#009E73", "x"),
+    "group_by_score": ("#CC79A7", "\\"),
+    "skewed": ("#E69F00", "-"),
+}
+DERIVED = "derived, not measured"
+DRAWN = 4096
+"""Tokens that the histogram is of."""
+
+_WIRES = {"network": "the network", "nvlink": "NVLink"}
 
 
-def destination_histogram(
-    routings: Sequence[RoutingModel], placement: ExpertPlacement, *, tokens: int = 4096, seed: int = 0
-) -> go.Figure:
+def destination_histogram(routings: Sequence[RoutingModel], placement: ExpertPlacement, *, seed: int = 0) -> go.Figure:
     """How many ranks and nodes tokens reach, as shares of all tokens, by routing.
 
     Args:
         routings: to compare.
         placement: where the experts are.
-        tokens: drawn for each routing.
         seed: of the draw.
     """
     means = [expected_destinations(routing, placement) for routing in routings]
     pairs = zip(routings, means, strict=True)
-    said = ", ".join(f"{ROUTING_LABELS[routing.kind]} {mean.ranks:.2f}" for routing, mean in pairs)
-    figure = panels(
-        f"Ranks that a token reaches: {said}",
+    reached = ", ".join(f"{ROUTING_LABELS[routing.kind]} {mean.ranks:.2f}" for routing, mean in pairs)
+    figure = _panels(
+        f"Ranks that a token reaches: {reached}",
         ("distinct ranks of a token", "distinct nodes of a token"),
-        subtitle=f"Share of {tokens:,} drawn tokens for each routing; {placement_words(placement)}. In the "
+        subtitle=f"Share of {DRAWN:,} drawn tokens for each routing; {_placement_words(placement)}. In the "
         "title: means.",
         note="simulated routing",
     )
     for routing in routings:
-        ids_TK = draw_expert_ids(routing, placement, tokens, seed=seed)
+        ids_TK = draw_expert_ids(routing, placement, DRAWN, seed=seed)
         color, pattern = ROUTING_LOOKS[routing.kind]
         for column, size in ((1, placement.experts_per_rank), (2, placement.experts_per_node)):
             counts = np.bincount(distinct_destinations(ids_TK, size))[1:]
             most = min(placement.top_k, placement.ep if column == 1 else placement.nodes)
-            shares = 100 * np.pad(counts, (0, max(0, most - len(counts)))) / tokens
+            shares = 100 * np.pad(counts, (0, max(0, most - len(counts)))) / DRAWN
             bar = go.Bar(
                 x=list(range(1, most + 1)),
                 y=shares,
@@ -112,14 +119,13 @@ def traffic_matrix(
     scale = layer_bytes(OnWires(nvlink=0, network=1, local=0), hidden, dispatch_precision=precision).dispatch.network
     megabytes = {m: (count.nvlink_SR + count.network_SR) * scale / 1e6 for m, count in counts.items()}
     network = {m: count.mean.network * scale / 1e6 for m, count in counts.items()}
-    figure = panels(
+    figure = _panels(
         _matrix_finding(placement, network),
         tuple(METHOD_LABELS[m] for m in METHODS),
         subtitle=f"MB of one dispatch, {ROUTING_LABELS[routing.kind]} routing, {tokens:,} tokens a rank, hidden "
-        f"{hidden:,}, {precision.upper()}; {placement_words(placement)}. Lines part nodes; what "
+        f"{hidden:,}, {precision.upper()}; {_placement_words(placement)}. Lines part nodes; what "
         "stays in a rank is left out.",
         note="simulated routing",
-        columns=3,
         height=340,
     )
     for column, method in enumerate(METHODS, start=1):
@@ -170,25 +176,16 @@ def bytes_by_ep(
         precision: of dispatch and of combine's gradient.
     """
     degrees = _degrees(placement)
-    places = [
-        ExpertPlacement(
-            experts=placement.experts, top_k=placement.top_k, ep=ep, ranks_per_node=placement.ranks_per_node
-        )
-        for ep in degrees
-    ]
+    places = [replace(placement, ep=ep) for ep in degrees]
+    sizes = {"tokens": tokens, "hidden": hidden}
     sent = {
         (routing.kind, m): [
-            layer_bytes(
-                expected_rows(expected_destinations(routing, p), p, m).times(tokens),
-                hidden,
-                dispatch_precision=precision,
-            ).total
-            for p in places
+            expected_traffic(routing, p, m, **sizes, dispatch_precision=precision).total for p in places
         ]
         for routing in routings
         for m in METHODS
     }
-    figure = panels(
+    figure = _panels(
         _ep_finding(routings[0], degrees, sent, placement),
         ("over the network", "over NVLink"),
         subtitle=f"GB that a rank sends in one MoE layer, dispatch and combine, forward and backward; {tokens:,} "
@@ -198,7 +195,7 @@ def bytes_by_ep(
     )
     for (kind, method), amounts in sent.items():
         color, symbol = METHOD_LOOKS[method]
-        first = kind == routings[0].kind
+        first, name = kind == routings[0].kind, METHOD_LABELS[method]
         if method == "standard" and not first:
             continue
         for column, wire in ((1, "network"), (2, "nvlink")):
@@ -206,9 +203,7 @@ def bytes_by_ep(
                 x=[str(ep) for ep in degrees],
                 y=[getattr(amount, wire) / 1e9 for amount in amounts],
                 mode="lines+markers",
-                name=METHOD_LABELS[method]
-                if method == "standard"
-                else f"{METHOD_LABELS[method]}, {ROUTING_LABELS[kind]}",
+                name=name if method == "standard" else f"{name}, {ROUTING_LABELS[kind]}",
                 legendgroup=f"{kind} {method}",
                 showlegend=column == 1,
                 line={"color": color, "width": 2.5, "dash": "solid" if first else "dot"},
@@ -223,10 +218,9 @@ def bytes_by_ep(
 
 
 def _degrees(placement: ExpertPlacement) -> list[int]:
-    powers = [2**exponent for exponent in range(1, 10)]
     fit = [
         ep
-        for ep in powers
+        for ep in (2**exponent for exponent in range(1, 10))
         if placement.experts % ep == 0
         and ep <= 2 * placement.ep
         and (ep <= placement.ranks_per_node or ep % placement.ranks_per_node == 0)
@@ -247,4 +241,225 @@ def _ep_finding(
     return (
         f"At EP {placement.ep} DeepEP sends {standard.network / hybrid.network:.1f} times less over the network under "
         f"{ROUTING_LABELS[routing.kind]} routing, and {hybrid.nvlink / standard.nvlink:.1f} times more over NVLink"
+    )
+
+
+def saving_by_routing(routings: Sequence[RoutingModel], placement: ExpertPlacement) -> go.Figure:
+    """Copies of a token on the slowest wire by routing and method: how much of a saving the routing is.
+
+    Args:
+        routings: to compare.
+        placement: where the experts are.
+    """
+    wire = "network" if placement.nodes > 1 else "nvlink"
+    rows = {
+        (routing.kind, m): getattr(expected_rows(expected_destinations(routing, placement), placement, m), wire)
+        for routing in routings
+        for m in METHODS
+    }
+    labels = [ROUTING_LABELS[routing.kind].replace(" ", "<br>", 1) for routing in routings]
+    figure = new_figure(
+        _saving_finding(routings, rows, wire),
+        subtitle=f"Copies of a token that a rank puts on {_WIRES[wire]}, forward dispatch, mean; above the bars: times "
+        f"fewer than the standard all-to-all. {_placement_words(placement)}.",
+        note=DERIVED,
+    )
+    for method in METHODS:
+        values = [rows[routing.kind, method] for routing in routings]
+        against = [rows[routing.kind, "standard"] for routing in routings]
+        ratios = [f"÷ {base / value:.1f}" if value else "" for base, value in zip(against, values, strict=True)]
+        bar = go.Bar(
+            x=labels,
+            y=values,
+            name=METHOD_LABELS[method],
+            marker_color=METHOD_LOOKS[method][0],
+            text=[f"{value:.2f}" for value in values] if method == "standard" else ratios,
+            textposition="outside",
+            textfont_size=12,
+            cliponaxis=False,
+            hovertemplate="%{y:.2f}",
+        )
+        figure.add_trace(bar)
+    figure.update_yaxes(title_text=f"copies a token on {_WIRES[wire]}", range=[0, 1.15 * max(rows.values())])
+    figure.update_xaxes(showgrid=False, ticks="")
+    return figure.update_layout(barmode="group", bargap=0.25)
+
+
+def _saving_finding(routings: Sequence[RoutingModel], rows: Mapping[tuple[Kind, Method], float], wire: str) -> str:
+    method: Method = "deepep_hybrid" if wire == "network" else "deepep_direct"
+    saved = {
+        rows[routing.kind, "standard"] / rows[routing.kind, method]: ROUTING_LABELS[routing.kind]
+        for routing in routings
+        if rows[routing.kind, method]
+    }
+    if not saved:
+        return "With one rank nothing travels"
+    least, most = min(saved), max(saved)
+    return (
+        f"{METHOD_LABELS[method]}: {most:.1f} times fewer copies on {_WIRES[wire]} under {saved[most]} routing, "
+        f"{least:.1f} times under {saved[least]}"
+    )
+
+
+def move_times(
+    routings: Sequence[RoutingModel],
+    placement: ExpertPlacement,
+    node: Node,
+    *,
+    tokens: int,
+    hidden: int,
+    precision: Precision = "bf16",
+) -> go.Figure:
+    """Time that each wire needs for one layer's four exchanges at full bandwidth, by routing and method.
+
+    Args:
+        routings: a panel each.
+        placement: where the experts are.
+        node: gives the bandwidths.
+        tokens: of each rank.
+        hidden: elements of a token.
+        precision: of dispatch and of combine's gradient.
+
+    Raises:
+        BadInput: if the profile lacks a bandwidth that is needed.
+    """
+    times = {
+        (routing.kind, m): move_time_s(
+            expected_traffic(routing, placement, m, tokens=tokens, hidden=hidden, dispatch_precision=precision).total,
+            node,
+        )
+        for routing in routings
+        for m in METHODS
+    }
+    wires = (("NVLink", node.gpu.nvlink_gb_s), ("network", node.nic_gb_s))
+    bandwidths = ", ".join(f"{name} {float(value):g} GB/s" for name, value in wires if value is not None)
+    figure = _panels(
+        _time_finding(routings, times),
+        tuple(f"{ROUTING_LABELS[routing.kind]} routing" for routing in routings),
+        subtitle=f"Four exchanges of one layer; {bandwidths}; {tokens:,} tokens a rank, hidden {hidden:,}, "
+        f"{precision.upper()} dispatch; {_placement_words(placement)}.",
+        note=DERIVED,
+    )
+    labels = [METHOD_LABELS[m].replace(" ", "<br>", 1) for m in METHODS]
+    for column, routing in enumerate(routings, start=1):
+        for index, (name, color) in enumerate((("NVLink", NEAR), ("network", FAR))):
+            values = [1e3 * times[routing.kind, m][index] for m in METHODS]
+            bar = go.Bar(
+                x=labels,
+                y=values,
+                name=name,
+                legendgroup=name,
+                showlegend=column == 1,
+                marker_color=color,
+                text=[f"{value:.{3 if value >= 1 else 2}g}" if value else "" for value in values],
+                textposition="outside",
+                cliponaxis=False,
+                hovertemplate="%{y:.2f} ms",
+            )
+            figure.add_trace(bar, row=1, col=column)
+    highest = 1e3 * max(max(pair) for pair in times.values())
+    figure.update_yaxes(range=[0, 1.15 * highest])
+    figure.update_yaxes(title_text="ms per layer", col=1)
+    figure.update_xaxes(showgrid=False, ticks="", tickangle=0, tickfont_size=12)
+    return figure.update_layout(barmode="group", bargap=0.25, legend_y=-0.28)
+
+
+def _time_finding(routings: Sequence[RoutingModel], times: Mapping[tuple[Kind, Method], tuple[float, float]]) -> str:
+    kind = routings[-1].kind
+    standard, hybrid = (max(times[kind, m]) * 1e3 for m in ("standard", "deepep_hybrid"))
+    if standard == 0:
+        return "With one rank nothing travels"
+    return (
+        f"Under {ROUTING_LABELS[kind]} routing a layer's tokens need at least {standard:.3g} ms by the standard "
+        f"all-to-all and {hybrid:.3g} ms by {METHOD_LABELS['deepep_hybrid']}"
+    )
+
+
+def _placement_words(placement: ExpertPlacement) -> str:
+    """The placement in a few words."""
+    return (
+        f"{placement.experts} experts, top-{placement.top_k}, EP {placement.ep} on {counted(placement.nodes, 'node')}"
+    )
+
+
+def _panels(finding: str, titles: Sequence[str], *, subtitle: str, note: str, height: int = 440) -> go.Figure:
+    return panels(finding, titles, subtitle=subtitle, note=note, height=height, spacing=0.08, title_size=14)
+
+
+_POWERS = tuple(2**exponent for exponent in range(11))
+_MENUS: Mapping[str, tuple[Any, Sequence[Any]]] = {
+    "experts": (256, _POWERS[2:]),
+    "top_k": (8, range(1, 17)),
+    "ep": (32, _POWERS[:9]),
+    "ranks_per_node": (8, _POWERS[:8]),
+    "routing": ("random_balanced", KINDS),
+    "groups": (8, _POWERS[:7]),
+    "limited_groups": (4, _POWERS[:7]),
+    "skew": (0.7, (0.3, 0.5, 0.7, 1.0, 1.5)),
+    "tokens": (4096, (1024, 2048, 4096, 8192, 16384, 65536)),
+    "hidden": (7168, (2048, 4096, 5120, 7168, 8192)),
+    "precision": ("bf16", ("bf16", "mxfp8", "fp8")),
+    "hardware": ("b200_x256", ("b200_x256",)),
+    "token": (13, range(64)),
+}
+"""The published 671B layout, and other values."""
+
+
+class TrafficExplorer(Explorer):
+    """Experts, group and routing as menus; below them copies, bytes and times, and two figures.
+
+    Args:
+        chosen: values of controls that are to begin elsewhere than at the published 671B layout.
+
+    Raises:
+        BadInput: for a control that does not exist.
+    """
+
+    def __init__(self, **chosen: Any) -> None:
+        unknown = sorted(set(chosen) - set(_MENUS))
+        if unknown:
+            raise BadInput(f"the explorer has no control {unknown[0]!r}; it has {', '.join(_MENUS)}")
+        controls = {
+            name: menu(name, values, chosen.get(name, start), label_px=120, width_px=260)
+            for name, (start, values) in _MENUS.items()
+        }
+        super().__init__(controls, ("flow", "times"))
+
+    def look(self) -> tuple[str, Mapping[str, go.Figure]]:
+        """Numbers of each method, one token's way, and the time on the wires."""
+        chosen = self.chosen
+        placement = ExpertPlacement(**{name: chosen[name] for name in ("experts", "top_k", "ep", "ranks_per_node")})
+        named = {name: chosen[name] for name in ("experts", "groups", "limited_groups", "skew")}
+        routing = routing_of(chosen["routing"], **named)
+        node = cluster_of(chosen["hardware"]).node
+        compared = list({one.kind: one for one in (RoutingModel(kind="round_robin"), routing)}.values())
+        sizes = {"tokens": chosen["tokens"], "hidden": chosen["hidden"], "precision": chosen["precision"]}
+        return _numbers(routing, placement, node, **sizes), {
+            "flow": token_flow(routing, placement, token=chosen["token"]),
+            "times": move_times(compared, placement, node, **sizes),
+        }
+
+
+def _numbers(
+    routing: RoutingModel, placement: ExpertPlacement, node: Node, *, tokens: int, hidden: int, precision: Precision
+) -> str:
+    """An HTML table; screen readers are told when it changes."""
+    reached = expected_destinations(routing, placement)
+    lines = []
+    for method in METHODS:
+        rows = expected_rows(reached, placement, method)
+        layer = layer_bytes(rows.times(tokens), hidden, dispatch_precision=precision).total
+        cells = {
+            "copies a token, network": f"{rows.network:.2f}",
+            "copies a token, NVLink": f"{rows.nvlink:.2f}",
+            "GB a layer, network": f"{layer.network / 1e9:.3f}",
+            "GB a layer, NVLink": f"{layer.nvlink / 1e9:.3f}",
+            "ms a layer, at least": f"{1e3 * max(move_time_s(layer, node)):.2f}",
+        }
+        values = "".join(f"<td style='text-align:right;padding:0 10px'>{value}</td>" for value in cells.values())
+        lines.append(f"<tr><th scope='row' style='text-align:left'>{METHOD_LABELS[method]}</th>{values}</tr>")
+    titles = "".join(f"<th scope='col' style='padding:0 10px'>{title}</th>" for title in cells)
+    return (
+        f"<div role='status'>A token reaches <b>{reached.ranks:.2f} ranks</b> and <b>{reached.nodes:.2f} nodes</b> "
+        f"({reached.label}).<table><tr><th></th>{titles}</tr>{''.join(lines)}</table></div>"
     )

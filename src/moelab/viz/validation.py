@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 import plotly.graph_objects as go
 
-from moelab.projection.validation import GOALS, Goal, goals
-from moelab.projection.validation_row import ValidationRow
+from moelab.projection.validation import GOALS, Goal, ValidationRow, goals
 from moelab.viz.theme import INK, MUTED, WARNING, new_figure, plot_text, wrap
 
 BAND = "rgba(0,158,115,0.16)"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import plotly.graph_objects as go
 
-from moelab.projection.waterfall import Change
+from moelab.projection.megatron import Change
 from moelab.viz.theme import INK, MUTED, new_figure, wrap
 
 UP, DOWN, WHOLE = "#009E73", "#D55E00", "#dfe3e8"
@@ -16,7 +16,7 @@ def waterfall_bars(changes: Sequence[Change], *, quoted_first: float, quoted_las
     """What each change adds, in the order in which they are listed.
 
     Args:
-        changes: of :func:`moelab.projection.waterfall.waterfall`.
+        changes: of :func:`moelab.projection.megatron.waterfall`.
         quoted_first: published tokens/s per GPU of the first.
         quoted_last: published tokens/s per GPU of the last.
     """

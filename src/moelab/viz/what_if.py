@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import plotly.graph_objects as go
-from plotly.subplots import make_subplots
 
 from moelab.analysis.arms import arm_label
-from moelab.projection.cost import Cost
+from moelab.projection.project import Cost
 from moelab.projection.uncertainty import OUTSIDE_FACTOR
 from moelab.sweep import Point
+from moelab.viz.draw import panels
 from moelab.viz.theme import INK, ArmStyle, arm_styles, new_figure, plot_text
 
 NOTE = "derived: the step-time model"
@@ -72,17 +72,21 @@ def cost_bars(costs: Mapping[str, Cost], *, tokens: float, words: str) -> go.Fig
     """GPU-hours, price and energy of a whole training, by arm.
 
     Args:
-        costs: of :func:`moelab.projection.cost.cost`, by arm; the first is the one that others are held against.
+        costs: of :func:`moelab.projection.project.cost`, by arm; the first is the one that others are held against.
         tokens: of the training.
         words: cluster, price and watts, for the subtitle.
     """
     arms = list(costs)
     cheapest = min(arms, key=lambda arm: costs[arm].price)
     saved = costs[arms[0]].price - costs[cheapest].price
-    figure = _cost_panels(
+    figure = panels(
         f"{arm_label(cheapest)} saves {saved / 1e6:,.1f} of {costs[arms[0]].price / 1e6:,.1f} M on "
         f"{tokens / 1e12:g} T tokens",
-        f"{words} Without restarts and failures.",
+        list(_COST_PANELS),
+        subtitle=f"{words} Without restarts and failures.",
+        note=NOTE,
+        height=400,
+        spacing=0.08,
     )
     for arm, style in arm_styles(arms).items():
         for column, (unit, value) in enumerate(_COST_PANELS.items(), start=1):
@@ -111,14 +115,6 @@ _COST_PANELS: Mapping[str, Callable[[Cost], float]] = {
     "price, millions": lambda cost: cost.price / 1e6,
     "energy, GWh": lambda cost: cost.energy_mwh / 1e3,
 }
-
-
-def _cost_panels(finding: str, subtitle: str) -> go.Figure:
-    headed = new_figure(finding, subtitle=subtitle, note=NOTE, height=400)
-    figure = make_subplots(rows=1, cols=3, subplot_titles=list(_COST_PANELS), horizontal_spacing=0.08)
-    figure.update_layout(headed.layout)
-    figure.update_annotations(font_size=13)
-    return figure.update_layout(margin_t=headed.layout.margin.t + 24, height=headed.layout.height + 24)
 
 
 def _draw_lines(

@@ -1,21 +1,23 @@
-"""What the explorers and the live view share: a panel that keeps its keys, figures in an output, words of a verdict.
+"""What the explorers and the live view share: a panel that keeps its keys; and what is common to all explorers.
 
 JupyterLab (4.6) takes the arrow keys, Enter and single letters from whatever has the focus inside a notebook in command
 mode: an arrow leaves a slider where it is and selects the next cell, a ``d`` typed twice on a menu deletes the cell.
 Lumino, which finds its shortcuts, passes over an element with ``data-lm-suppress-shortcuts``, so the panel sets it on
 the element that a key is for; keys with Ctrl, Alt or Cmd stay JupyterLab's. ipywidgets (8.1) leaves a slider without a
-name for screen readers; the panel gives it its label.
+name for screen readers; the panel gives it its label. ipywidgets takes a while to load, so it is imported when a panel
+is made.
 """
 
 from __future__ import annotations
 
 import html
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import plotly.graph_objects as go
 
+from moelab.errors import BadInput, Refused
 from moelab.viz.theme import WARNING
 
 if TYPE_CHECKING:
@@ -72,6 +74,74 @@ def in_rows(controls: Iterable[ipywidgets.Widget]) -> ipywidgets.Box:
     import ipywidgets as widgets
 
     return widgets.Box(list(controls), layout=widgets.Layout(display="flex", flex_flow="row wrap", grid_gap="2px 8px"))
+
+
+def menu(label: str, values: Iterable[Any], start: Any, *, label_px: int, width_px: int) -> ipywidgets.Dropdown:
+    """A menu of values; one to start with that is not among them is added, and numbers are sorted."""
+    import ipywidgets as widgets
+
+    options = list(dict.fromkeys([*values, start]))
+    return widgets.Dropdown(
+        description=label,
+        options=options if isinstance(start, str) else sorted(options),
+        value=start,
+        style={"description_width": f"{label_px}px"},
+        layout={"width": f"{width_px}px"},
+    )
+
+
+class Explorer:
+    """Controls, and below them words and figures that follow every change; show ``panel``.
+
+    An explorer shows nothing of its own: a subclass asks the library in :meth:`look`. What cannot be is said in words.
+
+    Args:
+        controls: menus and sliders by name, so that the keyboard reaches all of them.
+        figures: names of the figures, in the order in which they are shown.
+
+    Attributes:
+        controls: by name.
+        words: the numbers, or why a choice cannot be, as HTML.
+        figures: outputs by name; empty where there is nothing to draw.
+        panel: everything, to be displayed.
+    """
+
+    def __init__(self, controls: Mapping[str, ipywidgets.Widget], figures: Sequence[str]) -> None:
+        import ipywidgets as widgets
+
+        self.controls = dict(controls)
+        self.words = widgets.HTML()
+        self.figures = {name: widgets.Output() for name in figures}
+        self.panel = make_panel([in_rows(self.controls.values()), self.words, *self.figures.values()])
+        self._listen()
+        self.refresh()
+
+    @property
+    def chosen(self) -> dict[str, Any]:
+        """Values of all controls."""
+        return {name: control.value for name, control in self.controls.items()}
+
+    def look(self) -> tuple[str, Mapping[str, go.Figure]]:
+        """Words and figures of what is chosen; a figure that cannot be drawn is left out.
+
+        Raises:
+            BadInput, Refused: if the choice cannot be.
+        """
+        raise NotImplementedError
+
+    def refresh(self, _change: object = None) -> None:
+        """Show what is chosen."""
+        try:
+            words, figures = self.look()
+        except (BadInput, Refused) as error:
+            words, figures = refusal("Cannot be", str(error).splitlines()), {}
+        self.words.value = words
+        for name, output in self.figures.items():
+            output.outputs = (as_output(figures[name]),) if name in figures else ()
+
+    def _listen(self) -> None:
+        for control in self.controls.values():
+            control.observe(self.refresh, names="value")
 
 
 def as_output(figure: go.Figure) -> dict[str, Any]:

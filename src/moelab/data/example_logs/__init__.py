@@ -2,8 +2,8 @@
 
 TorchTitan's own output of two trainings of 40 steps, measured on 2 × H100 on 2026-11-28 with torch 2.14.1, torchtitan
 0.3.0 and torchao 0.18.0: the debug model in BF16, and with emulated MXFP8 experts from the same seed. A time limit
-ended the second one's launcher after its training was complete. They are the files of
-``benchmarks/results/h100_moelab_run/``.
+ended the second one's launcher after its training was complete. ``benchmarks/results/h100_moelab_run.json``
+has what was read off them.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""What the projection is held against: every case, how it is predicted, and the table that the package carries."""

@@ -1,0 +1,426 @@
+"""Every figure that the model is held against, and how it is predicted.
+
+What others published and what was noted by hand is in ``cases.csv``: a row has the figure with its source and date, the
+name of a function of :data:`PREDICT`, and what that function is asked. What programs of ``benchmarks/`` measured is
+read from their own files; torchao's table of grouped products is :mod:`moelab.mxfp8.torchao_b200`, DeepEP's
+:data:`moelab.projection.exchange.QUOTED`.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from moelab.analysis.published import GAINS, SOURCE, THROUGHPUT
+from moelab.analysis.two_by_two import arm_results, checkpointing_words
+from moelab.experiment import EPBackend, Precision
+from moelab.hardware import B200, GB200, GB300, GPUS, H100, H800, Node
+from moelab.hardware.catalogue import NIC_400G
+from moelab.memory.activations import BF16
+from moelab.model import BYTES_PER_ELEMENT, shape_of
+from moelab.mxfp8 import torchao_b200 as b200
+from moelab.mxfp8.break_even import CAST_BYTES, OVERHEAD_SHARE
+from moelab.mxfp8.grouped_gemm_cases import Case as Size
+from moelab.projection.calibration import Calibration, with_values
+from moelab.projection.exchange import COPIES, QUOTED, QuotedBandwidth, exchange_time_s
+from moelab.projection.gemm import grouped_job, grouped_time_s, product_parts_s, rates_of
+from moelab.projection.job import Job
+from moelab.projection.measured import (
+    ALL_TO_ALL,
+    ALL_TO_ALL_H200,
+    GROUPED_GEMM,
+    TWO_BY_TWO,
+    Row,
+    hardware_of,
+    load_measured,
+)
+from moelab.projection.megatron import BRIDGE, bridge_job, simumax_job
+from moelab.projection.memory_bound import memory_rate
+from moelab.projection.published import job_as_published, published_job
+from moelab.projection.routing import ExpertPlacement, RoutingModel, expected_destinations
+from moelab.projection.step import step_time, tps_of
+from moelab.projection.validation import H100_LATER, PUBLISHED, debug_job
+from moelab.titan.arms import named_arms
+from validation.shapes import ALL_SHAPES, arm_of, thin_job
+
+HERE = Path(__file__).parent
+DEEPEP, H100_KERNELS, H200_EXCHANGES, TORCHAO = "DeepEP", "H100 micro-experiments", "H200 exchanges", "torchao"
+WHOLE_PASS = "forward+backward"
+EP_ROWS = 131_072
+"""Rows of torchao's pipeline and MoE layers; its README gives ``total_M`` 131,072."""
+Predict = Callable[[Calibration], float]
+Inputs = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Something that was measured, and how to predict it.
+
+    Attributes:
+        source: who measured it; constants fitted on one source are left out together.
+        name: unique in its source.
+        unit: of both values.
+        measured: value.
+        predict: the value by a calibration.
+        reference: where the value stands.
+        whole: a whole training step, not a part of one.
+        seen: whether constants that are not fitted were read off this very figure.
+        job: of a whole step, from which the interval of its prediction follows.
+    """
+
+    source: str
+    name: str
+    unit: str
+    measured: float
+    predict: Predict
+    reference: str
+    whole: bool
+    seen: bool = False
+    job: Job | None = None
+
+
+def all_cases() -> Iterator[Case]:
+    """Whole steps, then parts of steps."""
+    yield from published_steps()
+    for kind in ("mxfp8 all-to-all", "megatron", "simumax", "thin", "debug"):
+        yield from noted(kind)
+    yield from later_steps()
+    yield from torchao_kernels()
+    yield from noted("destinations")
+    yield from deepep_bandwidths()
+    yield from noted("product")
+    yield from h100_kernels()
+    yield from h200_exchanges()
+
+
+def noted(kind: str) -> Iterator[Case]:
+    """Rows of ``cases.csv`` that ``PREDICT[kind]`` predicts."""
+    with (HERE / "cases.csv").open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["predict"] == kind]
+    for row in rows:
+        pairs = (pair.split("=") for pair in row["inputs"].split())
+        inputs = {name: int(value) if value.isdecimal() else value for name, value in pairs}
+        predict, job = PREDICT[kind](inputs)
+        yield Case(
+            source=row["source"],
+            name=row["name"],
+            unit=row["unit"],
+            measured=float(row["measured"]),
+            predict=predict,
+            reference=row["reference"],
+            whole=row["of"] == "whole",
+            job=job,
+        )
+
+
+# --- whole steps -----------------------------------------------------------------------------------------------------
+
+
+def tps_case(source: str, name: str, tps: float, job: Job, reference: str, *, seen: bool = False) -> Case:
+    """Tokens per second per GPU of a whole step."""
+    predict, _ = _tps(job)
+    unit = "tokens/s/GPU"
+    return Case(
+        source=source, name=name, unit=unit, measured=tps, predict=predict, reference=reference, whole=True, seen=seen,
+        job=job,
+    )  # fmt: skip
+
+
+def published_steps() -> Iterator[Case]:
+    """The published 671B arms, and their gains."""
+    jobs = {row.arm: published_job(row.arm) for row in THROUGHPUT}
+    for row in THROUGHPUT:
+        yield tps_case(PUBLISHED, f"671B {row.arm}", row.tps, jobs[row.arm], row.source)
+    for gain in GAINS[:2]:
+        yield Case(
+            source=PUBLISHED,
+            name=f"gain of {gain.arm}",
+            unit="% gain",
+            measured=gain.percent,
+            predict=_gain_percent(jobs[gain.arm], jobs[gain.baseline]),
+            reference=SOURCE,
+            whole=True,
+        )
+
+
+def later_steps() -> Iterator[Case]:
+    """The H100 and H200 arms of the later campaigns."""
+    standard = json.loads((HERE.parent / "results" / "h100_standard_step.json").read_text())
+    for row in standard["rows"]:
+        job = thin_job(ALL_SHAPES[row["shape"]], {"routing": row["routing"]})
+        reference = "benchmarks/results/h100_standard_step.json, 2 × H100, November 2026"
+        profiled = row["shape"] == "671B MoE-heavy"  # constants were read off the kernels of this step
+        name = f"{row['shape']} bf16_standard, {row['routing']}"
+        yield tps_case(H100_LATER, name, row["tps_median"], job, reference, seen=profiled)
+    measured = load_measured(TWO_BY_TWO)
+    for result in arm_results(measured.rows):
+        if result.retries:  # short of memory, see NOT_PREDICTED
+            continue
+        shape = ALL_SHAPES[result.shape]
+        arm = {**arm_of(result.arm), "routing": result.routing, "activation_checkpoint": result.activation_checkpoint}
+        name = f"two by two: {result.shape} {result.arm}, {result.routing}"
+        if result.activation_checkpoint not in (shape.activation_checkpoint, "full+dispatch"):
+            name += f", {checkpointing_words(result.activation_checkpoint)}"
+        job = thin_job(shape, arm, hardware=hardware_of(measured))
+        seen = result.shape == "16B"  # HOST_COMPILED_S was read off these
+        yield tps_case(H100_LATER, name, result.tps, job, measured.stamp, seen=seen)
+
+
+def _tps(job: Job) -> tuple[Predict, Job]:
+    return lambda calibration: tps_of(job, calibration), job
+
+
+def _gain_percent(arm: Job, baseline: Job) -> Predict:
+    return lambda calibration: 100 * (tps_of(arm, calibration) / tps_of(baseline, calibration) - 1)
+
+
+def _mxfp8_all_to_all(inputs: Inputs) -> tuple[Predict, None]:
+    """MXFP8 experts and all-to-all over BF16 ones, 16B on B200."""
+    bf16 = named_arms()["dsv3_16b_bf16_standard"].model_copy(update=dict(inputs))
+    quantised = {"precision": Precision.MXFP8, "wgrad": "bf16", "dispatch_precision": "mxfp8"}
+    return _gain_percent(job_as_published(bf16.model_copy(update=quantised)), job_as_published(bf16)), None
+
+
+PLAIN = replace(BRIDGE, exchange_hidden=0.0)
+STACKS = {
+    "plain": PLAIN,
+    "launched": replace(PLAIN, host=True),
+    "DeepSeek": replace(BRIDGE, name="DeepSeek"),
+}
+NODES = {name: Node(gpu=gpu, gpus=8, nic_gb_s=NIC_400G) for name, gpu in (("H100", H100), ("H800", H800))} | {
+    name: Node(gpu=gpu, gpus=64, nic_gb_s=NIC_400G) for name, gpu in (("GB200", GB200), ("GB300", GB300))
+}
+"""Of the 72 GPUs of an NVLink domain, 64 are used by layouts of powers of two."""
+
+
+def _megatron(inputs: Inputs) -> tuple[Predict, Job]:
+    named = {"node": NODES.get, "stack": STACKS.get, "backend": EPBackend, "precision": Precision}
+    return _tps(bridge_job(**{name: named.get(name, int)(value) for name, value in inputs.items()}))
+
+
+def _simumax(inputs: Inputs) -> tuple[Predict, Job]:
+    job = simumax_job(**inputs)
+    return lambda calibration: 1e3 * step_time(job, calibration).total_s, job
+
+
+def _thin(inputs: Inputs) -> tuple[Predict, Job]:
+    arm = {name: value for name, value in inputs.items() if name != "shape"}
+    return _tps(thin_job(ALL_SHAPES[inputs["shape"]], {**arm, "routing": "round_robin"}))
+
+
+# --- parts of steps --------------------------------------------------------------------------------------------------
+
+
+def part(
+    source: str, name: str, unit: str, measured: float, predict: Predict, reference: str, *, seen: bool = False
+) -> Case:
+    """A part of a step that was measured alone."""
+    return Case(
+        source=source, name=name, unit=unit, measured=measured, predict=predict, reference=reference, whole=False,
+        seen=seen,
+    )  # fmt: skip
+
+
+def torchao_kernels() -> Iterator[Case]:
+    """Single kernels, products and MoE layers on B200, as torchao publishes them."""
+    for row in b200.ROWS:
+        extra = b200.benchmark_extra_bytes(row.case)
+        for precision, us in (("bf16", row.bf16_us), ("mxfp8", row.mxfp8_us)):
+            predict = product("B200", precision, row.case, extra_bytes=extra)
+            name, seen = f"{row.case.name}, {precision}", row.case.groups == 8
+            yield part(TORCHAO, name, "µs", us, predict, b200.ROWS_SOURCE, seen=seen)
+    yield from noted("cast")
+    case = b200.KERNELS_CASE
+    for kernel in b200.KERNELS:
+        name = f"kernel of {kernel.direction}: {kernel.kind} {kernel.operand}".strip()
+        if kernel.kind == "quantise":
+            predict, _ = _cast({"elements": case.elements[kernel.operand]})
+        elif kernel.kind == "gemm":
+            predict = _product_alone(kernel.direction)
+        else:
+            continue
+        yield part(TORCHAO, name, "µs", kernel.us, predict, b200.KERNELS_SOURCE, seen=True)
+    for direction, share in OVERHEAD_SHARE["mxfp8"].items():
+        us = sum(one.us for one in b200.KERNELS if (one.direction, one.kind) == (direction, "scales"))
+        name = f"kernels of {direction}: scales"
+        yield part(TORCHAO, name, "µs", us, _scales(share), b200.KERNELS_SOURCE, seen=True)
+    for m, speedup in b200.CURVE.items():
+        size = replace(case, m=m)
+        name = f"products and casts, {size.name}"
+        yield part(TORCHAO, name, "speed-up", speedup, _product_gain(size), b200.CURVE_SOURCE)
+    yield from noted("pipeline")
+    yield from noted("layer")
+
+
+def deepep_bandwidths() -> Iterator[Case]:
+    """Every row of DeepEP's tables, there and back."""
+    for row in QUOTED:
+        for operation, value in (("dispatch", row.dispatch_gb_s), ("combine", row.combine_gb_s)):
+            name = f"{row.name}{f', {row.sms} SMs' if row.sms else ''}, {operation}"
+            seen = row.version == "V2" and ((row.gpu == "SM100" and row.nodes == 1) or row.nodes == 4)
+            yield part(DEEPEP, name, "logical GB/s", value, _logical_gb_s(row), row.source, seen=seen)
+
+
+def h100_kernels() -> Iterator[Case]:
+    """Grouped products and exchanges of the later campaigns."""
+    measured = load_measured(GROUPED_GEMM)
+    for row in measured.rows:
+        if row["pass"] == WHOLE_PASS and row["precision"] in ("bf16", "fp8"):
+            size = Size(m=row["m"], n=row["n"], k=row["k"], groups=row["groups"], sizes=row["sizes"])
+            name, predict = f"{size.name}, {row['precision']}", product("H100", row["precision"], size)
+            yield part(H100_KERNELS, name, "µs", row["median_us"], predict, measured.stamp, seen=True)
+    measured = load_measured(ALL_TO_ALL)
+    for row in measured.rows:
+        name, predict = f"{row['arm']}, {row['operation']}, on the wire", _wire("H100", row)
+        yield part(H100_KERNELS, name, "µs", row["parts_us"]["wire"], predict, measured.stamp, seen=True)
+
+
+def h200_exchanges() -> Iterator[Case]:
+    """All four directions together; measured when every constant had its value."""
+    measured = load_measured(ALL_TO_ALL_H200)
+    groups: dict[tuple[str, str, str], list[Row]] = {}
+    for row in measured.rows:
+        if row["precision"] == "bf16" and row["sms_chosen_by"] == "library":
+            groups.setdefault((row["size"], row["routing"], row["arm"]), []).append(row)
+    for name, rows in groups.items():
+        us = sum(row["parts_us"]["wire"] for row in rows)
+        predict = _sum([_wire("H200", row) for row in rows])
+        yield part(H200_EXCHANGES, ", ".join(name) + ", on the wire", "µs", us, predict, measured.stamp)
+
+
+def product(gpu: str, precision: str, size: Size, *, extra_bytes: float = 0.0, unit_s: float = 1e-6) -> Predict:
+    """What the model says of a grouped product forward and backward, and of ``extra_bytes`` moved beside it."""
+    job = grouped_job(gpu, precision)
+
+    def predict(calibration: Calibration) -> float:
+        parts = product_parts_s(job, calibration, size.m, size.n, size.k, size.groups)
+        return (sum(parts.values()) + extra_bytes / memory_rate(job, calibration)) / unit_s
+
+    return predict
+
+
+def _product_ms(inputs: Inputs) -> tuple[Predict, None]:
+    size = Size(m=inputs["m"], n=inputs["n"], k=inputs["k"], groups=inputs["groups"])
+    return product(inputs["gpu"], inputs["precision"], size, unit_s=1e-3), None
+
+
+def _product_gain(size: Size) -> Predict:
+    bf16, mxfp8 = (product("B200", precision, size) for precision in ("bf16", "mxfp8"))
+    return lambda calibration: bf16(calibration) / mxfp8(calibration)
+
+
+def _product_alone(direction: str) -> Predict:
+    """A kernel alone: a rate of a step without what a step adds to it."""
+    m, n, k, groups = b200.KERNELS_CASE.m, b200.KERNELS_CASE.n, b200.KERNELS_CASE.k, b200.KERNELS_CASE.groups
+    sizes = {"forward": (m, n, k), "dgrad": (m, k, n), "wgrad": (n, k, m)}[direction]
+
+    def predict(calibration: Calibration) -> float:
+        rates = rates_of(B200, with_values(calibration, blackwell_low_in_step=1.0))
+        return 1e6 * grouped_time_s(*sizes, groups, rates, low=True, wgrad=direction == "wgrad")
+
+    return predict
+
+
+def _cast(inputs: Inputs) -> tuple[Predict, None]:
+    tb_s, cast_bytes = float(B200.hbm_tb_s or 0), CAST_BYTES["mxfp8"]
+    return lambda one: inputs["elements"] * cast_bytes / (1e6 * float(one.blackwell_cast) * tb_s), None
+
+
+def _scales(share: float) -> Predict:
+    return lambda calibration: share * float(calibration.blackwell_scales_us)
+
+
+def _sum(parts: list[Predict]) -> Predict:
+    return lambda calibration: sum(one(calibration) for one in parts)
+
+
+def _destinations(inputs: Inputs) -> tuple[Predict, None]:
+    """Distinct ranks or nodes of a token: 256 experts, top-8, 32 ranks on four nodes."""
+    placement = ExpertPlacement(experts=256, top_k=8, ep=32, ranks_per_node=8)
+    routing = RoutingModel(**{name: value for name, value in inputs.items() if name != "what"})
+    reached: float = getattr(expected_destinations(routing, placement), inputs["what"])
+    return lambda _: reached, None
+
+
+def _logical_gb_s(row: QuotedBandwidth) -> Predict:
+    gpu = GPUS["B200" if row.gpu == "SM100" else row.gpu if row.gpu in GPUS else "H100"]
+
+    def predict(calibration: Calibration) -> float:
+        if row.wire == "network":
+            wire = float(NIC_400G) * float(calibration.network)
+        else:
+            wire = float(gpu.nvlink_gb_s or 0) * float(calibration.deepep_nvlink)
+        return wire / row.on_wire_gb_s(1.0)
+
+    return predict
+
+
+def _wire(gpu: str, row: Row) -> Predict:
+    """Microseconds of a measured exchange; DeepEP's expanding layout writes every expert's row within it."""
+    shape = replace(shape_of("671B"), num_experts=row["experts"], dim=row["hidden"], top_k=row["top_k"])
+    job = grouped_job(gpu, "bf16", ep=row["ranks"], shape=shape, tokens=row["tokens"])
+    work = replace(job.work, backend=EPBackend(row["backend"]))
+    job = replace(job, work=work, routing=RoutingModel(kind=row["routing"]))
+    place = ("dispatch", "combine", "combine_backward", "dispatch_backward").index(row["operation"])
+    copies = COPIES["deepep expanded"][place] if row["layout"] == "expanded" else 0.0
+
+    def predict(calibration: Calibration) -> float:
+        copy_s = 2 * BF16 * job.work.received(job.shape) * job.shape.dim / memory_rate(job, calibration)
+        return 1e6 * (exchange_time_s(job, calibration, BYTES_PER_ELEMENT["bf16"]) + copies * copy_s)
+
+    return predict
+
+
+def _pipeline(inputs: Inputs) -> tuple[Predict, None]:
+    """Dispatch, permutation, one grouped product, and back, on 8 × B200, ms."""
+    dim, hidden, precision = inputs["dim"], inputs["hidden"], inputs["precision"]
+    shape = replace(shape_of("671B"), dim=dim, moe_hidden_dim=hidden, num_experts=64, top_k=1, expert_groups=1)
+    multiplied = "mxfp8_wgrad_bf16" if precision == "mxfp8" else "bf16"
+    job = grouped_job("B200", multiplied, ep=8, shape=shape, tokens=EP_ROWS)
+
+    def predict(calibration: Calibration) -> float:
+        low, high = (exchange_time_s(job, calibration, BYTES_PER_ELEMENT[one]) for one in (precision, "bf16"))
+        parts = product_parts_s(job, calibration, EP_ROWS, hidden, dim, 8)
+        copies = COPIES["fused"]
+        copy_s = 2 * BF16 * EP_ROWS * dim / memory_rate(job, calibration)
+        if inputs["direction"] == "forward":
+            return 1e3 * (low + high + parts["forward"] + sum(copies[:2]) * copy_s)
+        return 1e3 * (low + high + parts["dgrad"] + parts["wgrad"] + sum(copies[2:]) * copy_s)
+
+    return predict, None
+
+
+def _layer_gain(inputs: Inputs) -> tuple[Predict, None]:
+    """Speed-up of a whole MoE layer with 8 local experts by MXFP8."""
+    dim, hidden = inputs["dim"], inputs["hidden"]
+    jobs = [grouped_job("B200", precision) for precision in ("bf16", "mxfp8")]
+    moved = BF16 * EP_ROWS * (2 * dim * sum(COPIES["standard compiled"]) + 9 * hidden)
+
+    def layer_s(job: Job, calibration: Calibration) -> float:
+        products = 2 * sum(product_parts_s(job, calibration, EP_ROWS, hidden, dim, 8).values())
+        products += sum(product_parts_s(job, calibration, EP_ROWS, dim, hidden, 8).values())
+        return products + moved / memory_rate(job, calibration)
+
+    def predict(calibration: Calibration) -> float:
+        bf16_s, mxfp8_s = (layer_s(job, calibration) for job in jobs)
+        return bf16_s / mxfp8_s
+
+    return predict, None
+
+
+PREDICT: dict[str, Callable[[Inputs], tuple[Predict, Job | None]]] = {
+    "mxfp8 all-to-all": _mxfp8_all_to_all,
+    "megatron": _megatron,
+    "simumax": _simumax,
+    "thin": _thin,
+    "debug": lambda _: _tps(debug_job()),
+    "destinations": _destinations,
+    "product": _product_ms,
+    "cast": _cast,
+    "pipeline": _pipeline,
+    "layer": _layer_gain,
+}

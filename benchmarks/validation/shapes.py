@@ -1,0 +1,99 @@
+"""Thin models of the H100 and H200 arms, and a step of one on the GPUs of one node."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from moelab.experiment import Experiment
+from moelab.hardware import cluster_of
+from moelab.layout import check
+from moelab.model import ModelShape, shape_of
+from moelab.projection.job import Job, job_of
+from moelab.projection.measured import SCALING
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """A thin model and its batch.
+
+    Attributes:
+        model: whose layers it has.
+        dense: layers without experts.
+        moe: layers with experts.
+        experts: of a layer; of each GPU where ``per_gpu``.
+        per_gpu: whether experts grow with the number of GPUs.
+        local_batch: sequences of each GPU.
+        seq_len: tokens of a sequence.
+        activation_checkpoint: as an experiment has it.
+    """
+
+    model: str
+    dense: int
+    moe: int
+    experts: int
+    per_gpu: bool = False
+    local_batch: int
+    seq_len: int = 4096
+    activation_checkpoint: str = "none"
+
+    def thin(self, gpus: int) -> ModelShape:
+        """The model's dimensions on ``gpus`` GPUs, all of one expert-parallel group."""
+        experts = self.experts * (gpus if self.per_gpu else 1)
+        return shape_of(self.model).thin(dense_layers=self.dense, moe_layers=self.moe, num_experts=experts)
+
+
+SMALL = "16B"
+SHAPES = {
+    "671B": Shape(model="671B", dense=1, moe=2, experts=32, local_batch=2),
+    "671B MoE-heavy": Shape(model="671B", dense=0, moe=5, experts=16, local_batch=2, activation_checkpoint="full"),
+    SMALL: Shape(model="16B", dense=1, moe=4, experts=64, local_batch=4),
+}
+BIG_SHAPES = {"671B, 10 MoE layers": replace(SHAPES["671B MoE-heavy"], moe=10)}
+"""For GPUs of 140 GB."""
+_DEEP = replace(SHAPES["671B MoE-heavy"], experts=8, per_gpu=True)
+DEEPEST = {"h100_node": f"{SCALING}, 8 MoE layers", "h200_node": f"{SCALING}, 18 MoE layers"}
+"""As many MoE layers as fit on eight GPUs of 80 and of 141 GB with every arm, by ``full_node.layers_that_fit``."""
+NODE_SHAPES = {
+    SCALING: _DEEP,
+    DEEPEST["h100_node"]: replace(_DEEP, moe=8),
+    DEEPEST["h200_node"]: replace(_DEEP, moe=18),
+}
+"""Shapes whose experts grow with the number of GPUs; the first has as many MoE layers as fit on two GPUs of 80 GB, so
+that it can be compared at every degree."""
+ALL_SHAPES = SHAPES | BIG_SHAPES | NODE_SHAPES
+
+
+def arm_of(name: str) -> dict[str, str]:
+    """Fields of an experiment from the name of an arm of ``h100_two_by_two.json``.
+
+    Example:
+        >>> arm_of("bf16_deepep_full+dispatch")
+        {'precision': 'bf16', 'ep_backend': 'deepep', 'activation_checkpoint': 'full+dispatch'}
+    """
+    precision, backend, *more = name.split("_")
+    fields = {"precision": precision.split("-")[0], "ep_backend": backend}
+    for one in more:
+        if one.startswith("dispatch-"):
+            fields["dispatch_precision"] = one.removeprefix("dispatch-")
+        else:
+            fields["activation_checkpoint"] = one
+    if fields["precision"] == "mxfp8" and "dispatch_precision" in fields:
+        fields["wgrad"] = "bf16"
+    return fields
+
+
+def thin_experiment(shape: Shape, arm: Mapping[str, Any], *, gpus: int = 2, hardware: str = "h100_node") -> Experiment:
+    """The experiment of a thin model on ``gpus`` GPUs of one node; :meth:`Shape.thin` thins the model itself."""
+    fields = {"compile": "model+loss", "activation_checkpoint": shape.activation_checkpoint, **arm}
+    sizes = {"gpus_per_node": gpus, "ep": gpus, "seq_len": shape.seq_len, "local_batch": shape.local_batch}
+    return Experiment(model=shape.model, hardware=hardware, **sizes, **fields)
+
+
+def thin_job(shape: Shape, arm: Mapping[str, Any], *, gpus: int = 2, hardware: str = "h100_node") -> Job:
+    """A step of a thin model on ``gpus`` GPUs of one node."""
+    experiment = thin_experiment(shape, arm, gpus=gpus, hardware=hardware)
+    layout = check(experiment).layout
+    assert layout is not None, "one node and no pipeline"
+    return job_of(experiment, layout, cluster_of(hardware).node, shape=shape.thin(gpus))

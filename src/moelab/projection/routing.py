@@ -1,0 +1,378 @@
+"""Where experts live, how tokens choose them, and how many ranks and nodes a token reaches.
+
+TorchTitan shards the expert weights along their first dimension, so rank r of the group holds experts r·E/EP to
+(r + 1)·E/EP − 1, and consecutive ranks share a node.
+
+Each kind of routing is a model that can be drawn without a network:
+
+====================  ==============================================================================================
+kind                  experts of a token
+====================  ==============================================================================================
+``round_robin``       TorchTitan's forced balance: token t of every rank takes experts t·k to t·k + k − 1, modulo E
+``random_balanced``   random windows of random permutations: equal load, each token a uniformly random set
+                      (``moelab.titan.routing``)
+``uniform``           each token a uniformly random set of k experts, on its own
+``group_limited``     DeepSeek-V3's node-limited routing: experts lie in groups, a token may use some of the groups
+                      only; here groups and experts are drawn uniformly
+``group_by_score``    the same, as a router with independent scores does it: it keeps the groups whose two best scores
+                      have the largest sum, then the best experts in them
+``skewed``            experts drawn one after the other without replacement, with given weights: a learned router whose
+                      load is known
+====================  ==============================================================================================
+
+``group_by_score`` reaches more destinations than ``group_limited``: a group is kept because it has at least one good
+expert, so hardly any kept group stays unused.
+
+How many ranks and nodes a token reaches decides whether sending it once per destination saves anything. A destination
+is a block of b = E/G consecutive experts, of G ranks or G nodes. Under uniform routing the block is missed if all k
+experts come from the other E − b, so a token reaches
+
+    G · (1 − C(E − b, k) / C(E, k))
+
+of them on average (the same expression as in DeepEP's ``get_theoretical_num_sms``). Under group-limited routing it
+holds inside the kept groups, averaged over which groups those are. Round-robin is counted over one whole circle of
+tokens. What has no formula is drawn and counted, and says so.
+
+References:
+    DeepSeek-AI, DeepSeek-V3 Technical Report, 2024, section 2.1.2 (node-limited routing);
+    ``torchtitan/models/common/moe.py`` at 0.3.0, ``TokenChoiceTopKRouter``.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from moelab.errors import BadInput
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertPlacement:
+    """Experts, the ranks that share them out, and the nodes that hold the ranks.
+
+    Attributes:
+        experts: routed experts of a layer.
+        top_k: experts of each token.
+        ep: ranks of the expert-parallel group; a divisor of ``experts``.
+        ranks_per_node: consecutive ranks of the group on one node; all of them where the group is smaller.
+
+    Raises:
+        BadInput: for a count that is not positive, or one that does not divide.
+    """
+
+    experts: int
+    top_k: int
+    ep: int
+    ranks_per_node: int
+
+    def __post_init__(self) -> None:
+        for name in ("experts", "top_k", "ep", "ranks_per_node"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise BadInput(f"{name} is {value!r}; give a whole number of at least 1")
+        if self.top_k > self.experts:
+            raise BadInput(f"top_k is {self.top_k}, but there are {self.experts} experts; valid: 1 to {self.experts}")
+        if self.experts % self.ep:
+            legal = ", ".join(str(ep) for ep in range(1, self.experts + 1) if self.experts % ep == 0)
+            raise BadInput(f"ep is {self.ep} and does not divide {self.experts} experts; valid: {legal}")
+        if self.ep > self.ranks_per_node and self.ep % self.ranks_per_node:
+            raise BadInput(
+                f"ranks_per_node is {self.ranks_per_node} and does not divide ep {self.ep}: the group must fill whole "
+                "nodes, or fit in one"
+            )
+
+    @property
+    def local_ranks(self) -> int:
+        """Ranks of the group on each of its nodes."""
+        return min(self.ranks_per_node, self.ep)
+
+    @property
+    def nodes(self) -> int:
+        """Nodes that the group lies on."""
+        return self.ep // self.local_ranks
+
+    @property
+    def experts_per_rank(self) -> int:
+        """Experts that each rank holds."""
+        return self.experts // self.ep
+
+    @property
+    def experts_per_node(self) -> int:
+        """Experts that the ranks of one node hold together."""
+        return self.experts // self.nodes
+
+
+# Shape suffixes: T tokens, E experts, K experts of a token, G groups.
+
+Kind = Literal["round_robin", "random_balanced", "uniform", "group_limited", "group_by_score", "skewed"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+ExpertIds = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutingModel:
+    """One kind of routing with what it needs.
+
+    Attributes:
+        kind: see the table above.
+        groups: groups of experts, for the two group-limited kinds.
+        limited_groups: groups that a token may use.
+        weights: of each expert, for ``skewed``; any positive scale.
+    """
+
+    kind: Kind
+    groups: int = 1
+    limited_groups: int = 1
+    weights: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise BadInput(f"routing is {self.kind!r}; valid: {', '.join(KINDS)}")
+        if not 1 <= self.limited_groups <= self.groups:
+            raise BadInput(
+                f"limited_groups is {self.limited_groups} of {self.groups} groups; valid: 1 to {self.groups}"
+            )
+        if not all(math.isfinite(weight) and weight > 0 for weight in self.weights):
+            raise BadInput("weights of experts must be positive and finite")
+
+    @property
+    def grouped(self) -> bool:
+        """Whether a token may use some groups of experts only."""
+        return self.kind in ("group_limited", "group_by_score")
+
+    def require_fits(self, placement: ExpertPlacement) -> None:
+        """Check that this routing can choose ``top_k`` of the experts.
+
+        Raises:
+            BadInput: if groups do not divide the experts, hold too few of them, or weights are of another number.
+        """
+        experts, top_k = placement.experts, placement.top_k
+        if self.grouped and experts % self.groups:
+            raise BadInput(f"{self.groups} groups do not divide {experts} experts")
+        if self.grouped and self.limited_groups * experts // self.groups < top_k:
+            raise BadInput(
+                f"top_k is {top_k}, but {self.limited_groups} of {self.groups} groups hold "
+                f"{self.limited_groups * experts // self.groups} experts; raise limited_groups"
+            )
+        if self.kind == "group_by_score" and experts // self.groups < 2:
+            raise BadInput("a group is scored by its two best experts, so it needs at least two")
+        if self.kind == "skewed" and len(self.weights) != experts:
+            raise BadInput(f"skewed routing needs a weight for each of {experts} experts; got {len(self.weights)}")
+
+
+def routing_of(kind: str, *, experts: int, groups: int, limited_groups: int, skew: float) -> RoutingModel:
+    """A routing from the values that a person gives; those that the kind does not need are left alone.
+
+    Args:
+        kind: name of the routing.
+        experts: routed experts of a layer.
+        groups: groups of experts, for the two group-limited kinds.
+        limited_groups: groups that a token may use.
+        skew: exponent of :func:`zipf_weights`, for ``skewed``.
+
+    Raises:
+        BadInput: if there is no such routing.
+    """
+    if kind in ("group_limited", "group_by_score"):
+        return RoutingModel(kind=kind, groups=groups, limited_groups=limited_groups)  # type: ignore[arg-type]
+    weights = zipf_weights(experts, skew) if kind == "skewed" else ()
+    return RoutingModel(kind=kind, weights=weights)  # type: ignore[arg-type]
+
+
+def zipf_weights(experts: int, exponent: float, *, seed: int = 0) -> tuple[float, ...]:
+    """Weights 1 / place^exponent, where the experts' places in popularity are shuffled; exponent 0 is uniform.
+
+    A made-up load for experiments; that of a trained router comes from its own counts.
+
+    Example:
+        >>> sorted(zipf_weights(4, 1.0), reverse=True)
+        [1.0, 0.5, 0.3333333333333333, 0.25]
+    """
+    places = np.random.default_rng(seed).permutation(experts) + 1.0
+    return tuple((1.0 / places**exponent).tolist())
+
+
+def draw_expert_ids(
+    routing: RoutingModel, placement: ExpertPlacement, tokens: int, *, rank: int = 0, seed: int = 0
+) -> ExpertIds:
+    """Experts of the tokens of one rank.
+
+    Args:
+        routing: how they are chosen.
+        placement: gives the number of experts and ``top_k``.
+        tokens: of this rank.
+        rank: of the expert-parallel group; every rank draws its own, but round-robin is the same on all.
+        seed: of the draw.
+
+    Returns:
+        Expert ids ``(T, K)``, int64, distinct in a row.
+
+    Raises:
+        BadInput: if the routing does not fit the placement.
+
+    Example:
+        >>> four = ExpertPlacement(experts=4, top_k=2, ep=2, ranks_per_node=2)
+        >>> draw_expert_ids(RoutingModel(kind="round_robin"), four, 3).tolist()
+        [[0, 1], [2, 3], [0, 1]]
+    """
+    routing.require_fits(placement)
+    experts, top_k = placement.experts, placement.top_k
+    if routing.kind == "round_robin":
+        return np.arange(tokens * top_k, dtype=np.int64).reshape(tokens, top_k) % experts
+    rng = np.random.default_rng((seed, rank))
+    if routing.kind == "random_balanced":
+        return _balanced(rng, tokens, experts, top_k)
+    return _best(_scores(routing, rng, tokens, experts), top_k)
+
+
+def _balanced(rng: np.random.Generator, tokens: int, experts: int, top_k: int) -> ExpertIds:
+    """Random permutations read in circles, as ``moelab.titan.routing.draw_experts`` does."""
+    slots, circle = tokens * top_k, math.lcm(experts, top_k)
+    order_PE = rng.random((-(-slots // circle), experts)).argsort(axis=-1)
+    return np.tile(order_PE, (1, circle // experts)).reshape(-1)[:slots].reshape(tokens, top_k).astype(np.int64)
+
+
+def _scores(routing: RoutingModel, rng: np.random.Generator, tokens: int, experts: int) -> npt.NDArray[np.float64]:
+    """Scores ``(T, E)`` whose best are the chosen experts; those of groups that are not kept are minus infinity."""
+    if routing.kind == "skewed":  # Gumbel noise on logarithms of weights draws without replacement
+        return np.log(routing.weights) + rng.gumbel(size=(tokens, experts))
+    if routing.kind == "group_by_score":  # a sigmoid router with normally distributed logits
+        scores_TE = 1.0 / (1.0 + np.exp(-rng.standard_normal((tokens, experts))))
+    else:
+        scores_TE = rng.random((tokens, experts))
+    if not routing.grouped:
+        return scores_TE
+    scores_TGe = scores_TE.reshape(tokens, routing.groups, -1)
+    if routing.kind == "group_by_score":
+        group_scores_TG = np.sort(scores_TGe, axis=-1)[..., -2:].sum(axis=-1)
+    else:
+        group_scores_TG = rng.random((tokens, routing.groups))
+    kept_TG = np.zeros((tokens, routing.groups), dtype=bool)
+    np.put_along_axis(kept_TG, _best(group_scores_TG, routing.limited_groups), True, axis=-1)
+    return np.where(kept_TG[..., None], scores_TGe, -np.inf).reshape(tokens, experts)
+
+
+def _best(scores: npt.NDArray[np.float64], count: int) -> ExpertIds:
+    """Columns of the ``count`` largest scores of each row."""
+    if count == scores.shape[-1]:
+        return np.broadcast_to(np.arange(count, dtype=np.int64), scores.shape).copy()
+    return np.argpartition(-scores, count - 1, axis=-1)[:, :count].astype(np.int64)
+
+
+SIMULATED_TOKENS = 16_384
+"""Tokens of a draw: the standard error of a mean of at most ``top_k`` ranks is below 0.02."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Destinations:
+    """Means over tokens.
+
+    Attributes:
+        copies: experts of a token, each of which a plain all-to-all serves with a copy of its own.
+        ranks: distinct ranks of a token.
+        nodes: distinct nodes of a token.
+        label: ``derived`` from a formula, or ``simulated`` from a seeded draw.
+    """
+
+    copies: float
+    ranks: float
+    nodes: float
+    label: Literal["derived", "simulated"]
+
+
+@functools.lru_cache(maxsize=256)  # a draw takes a while, and figures ask for the same one more than once
+def expected_destinations(
+    routing: RoutingModel, placement: ExpertPlacement, *, tokens: int = SIMULATED_TOKENS, seed: int = 0
+) -> Destinations:
+    """Mean number of ranks and nodes that a token reaches.
+
+    Args:
+        routing: how tokens choose experts.
+        placement: where the experts are.
+        tokens: of the draw, where there is no formula.
+        seed: of the draw.
+
+    Raises:
+        BadInput: if the routing does not fit the placement.
+
+    Example:
+        >>> published = ExpertPlacement(experts=256, top_k=8, ep=32, ranks_per_node=8)
+        >>> found = expected_destinations(RoutingModel(kind="group_limited", groups=8, limited_groups=4), published)
+        >>> f"{found.ranks:.2f} ranks, {found.nodes:.2f} nodes, {found.label}"
+        '6.60 ranks, 2.93 nodes, derived'
+    """
+    routing.require_fits(placement)
+    sizes = placement.experts_per_rank, placement.experts_per_node
+    if routing.kind == "round_robin":
+        circle = math.lcm(placement.experts, placement.top_k) // placement.top_k
+        ids_TK = draw_expert_ids(routing, placement, circle)
+        ranks, nodes = (mean_destinations(ids_TK, size) for size in sizes)
+        return Destinations(copies=placement.top_k, ranks=ranks, nodes=nodes, label="derived")
+    formulas = [_formula(routing, placement, size) for size in sizes]
+    if None not in formulas:
+        ranks, nodes = (float(value) for value in formulas if value is not None)
+        return Destinations(copies=placement.top_k, ranks=ranks, nodes=nodes, label="derived")
+    ids_TK = draw_expert_ids(routing, placement, tokens, seed=seed)
+    ranks, nodes = (mean_destinations(ids_TK, size) for size in sizes)
+    return Destinations(copies=placement.top_k, ranks=ranks, nodes=nodes, label="simulated")
+
+
+def distinct_destinations(ids_TK: ExpertIds, experts_each: int) -> ExpertIds:
+    """Number of distinct destinations of each token.
+
+    Args:
+        ids_TK: experts of the tokens, ``(T, K)``.
+        experts_each: consecutive experts that make a destination.
+
+    Returns:
+        ``(T,)``, int64.
+
+    Example:
+        >>> distinct_destinations(np.array([[0, 1, 7], [0, 4, 7]]), 4).tolist()
+        [2, 2]
+    """
+    sorted_TK = np.sort(ids_TK // experts_each, axis=-1)
+    changes_T: ExpertIds = (np.diff(sorted_TK, axis=-1) != 0).sum(axis=-1)
+    return changes_T + 1
+
+
+def mean_destinations(ids_TK: ExpertIds, experts_each: int) -> float:
+    """Mean of :func:`distinct_destinations`."""
+    return float(distinct_destinations(ids_TK, experts_each).mean())
+
+
+def _formula(routing: RoutingModel, placement: ExpertPlacement, block: int) -> float | None:
+    """Expected distinct blocks of ``block`` experts, or None where only a draw can tell."""
+    experts, top_k = placement.experts, placement.top_k
+    if routing.kind in ("uniform", "random_balanced"):
+        return experts // block * _hit(experts, block, top_k)
+    if routing.kind != "group_limited":
+        return None
+    group = experts // routing.groups
+    kept = routing.limited_groups * group
+    if group % block == 0:  # blocks lie inside groups
+        return kept // block * _hit(kept, block, top_k)
+    if block % group == 0:  # a block is made of groups, of which some are kept
+        mean = sum(
+            chance * _hit(kept, held * group, top_k)
+            for held, chance in _hypergeometric(routing.groups, block // group, routing.limited_groups)
+        )
+        return experts // block * mean
+    return None
+
+
+def _hit(experts: int, block: int, top_k: int) -> float:
+    """Chance that ``top_k`` distinct experts of ``experts`` include one of ``block`` given ones."""
+    return 1.0 - math.comb(experts - block, top_k) / math.comb(experts, top_k)
+
+
+def _hypergeometric(population: int, marked: int, drawn: int) -> list[tuple[int, float]]:
+    """Counts of marked among the drawn, with their chances."""
+    ways = math.comb(population, drawn)
+    counts = range(max(0, drawn - (population - marked)), min(marked, drawn) + 1)
+    return [(hit, math.comb(marked, hit) * math.comb(population - marked, drawn - hit) / ways) for hit in counts]

@@ -1,0 +1,379 @@
+"""DeepEP drawn: published bandwidths, the memory that the gather costs, measured exchanges, the measured two-by-two."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import plotly.graph_objects as go
+
+from moelab.analysis.arms import base_arm
+from moelab.analysis.two_by_two import (
+    BASELINE,
+    DEEPEP,
+    GOAL_BEST,
+    GOAL_DEEPEP,
+    ArmResult,
+    checkpointing_words,
+    two_by_two_label,
+)
+from moelab.projection.exchange import QuotedBandwidth
+from moelab.projection.measured import Measurement, Row
+from moelab.projection.traffic import Pass
+from moelab.viz.draw import draw_limit, error_bars, panels
+from moelab.viz.theme import INK, MUTED, WARNING, ArmStyle, arm_styles, new_figure, plot_text, wrap
+
+NIC_GB_S = 50.0
+"""One 400 Gb/s network card for each GPU, as all quoted systems have (NVIDIA ConnectX-7 datasheet)."""
+_PASS_COLORS = {"copy out": "#0072B2", "gather": "#56B4E9", "pad": "#D55E00", "quantise": "#E69F00"}
+OPERATIONS = {
+    "dispatch": "dispatch<br>fwd",
+    "combine": "combine<br>fwd",
+    "combine_backward": "combine<br>bwd",
+    "dispatch_backward": "dispatch<br>bwd",
+}
+_LINES = dict(zip(OPERATIONS, (("#0072B2", 5), ("#D55E00", 5), ("#009E73", 2), ("#CC79A7", 2)), strict=True))
+"""Colour and width: ways there are broad and ways back thin, as they may lie on each other."""
+ARM_LOOKS = {
+    "standard bf16": ("standard, BF16", "#0072B2"),
+    "deepep bf16 dense": ("DeepEP, then gather", "#56B4E9"),
+    "deepep bf16 expanded": ("DeepEP expanding", "#009E73"),
+    "deepep fp8 dense": ("DeepEP, FP8 dispatch, then gather", "#F0E442"),
+    "deepep fp8 expanded": ("DeepEP expanding, FP8 dispatch", "#E69F00"),
+    "deepep mxfp8 expanded": ("DeepEP expanding, MXFP8 dispatch", "#D55E00"),
+    "hybridep bf16": ("HybridEP", "#CC79A7"),
+}
+
+
+def quoted_bandwidths(rows: Sequence[QuotedBandwidth]) -> go.Figure:
+    """Published network bandwidths, as they are counted and as the network card sees them.
+
+    Args:
+        rows: those whose bottleneck is the network are drawn.
+    """
+    drawn = [row for row in rows if row.wire == "network"]
+    seen = [row.on_wire_gb_s(row.dispatch_gb_s) for row in drawn]
+    figure = new_figure(
+        f"A quoted figure above {NIC_GB_S:.0f} GB/s is {min(seen):.0f} to {max(seen):.0f} GB/s on the wire",
+        subtitle="Dispatch bandwidth. Light: as DeepEP counts it, a token once for each node, its own node included. "
+        "Full: the share 1 − 1/N that leaves the node (derived). SMs: streaming multiprocessors used.",
+        note="quoted from DeepEP's README and docs/legacy.md",
+        height=430,
+    )
+    labels = [
+        f"{row.version}, {row.gpu}<br>EP 8×{row.nodes}<br>{f'{row.sms} SMs' if row.sms else '–'}" for row in drawn
+    ]
+    logical = [row.dispatch_gb_s for row in drawn]
+    for name, values, color, ink in (
+        ("logical, quoted", logical, "#a9cfe8", INK),
+        ("on the network, derived", seen, "#0072B2", "white"),
+    ):
+        texts = [f"{value:.0f}" for value in values]
+        bar = go.Bar(x=labels, y=values, name=name, marker_color=color, text=texts, textposition="inside")
+        bar.update(insidetextanchor="start", textangle=0, textfont={"size": 13, "color": ink})
+        figure.add_trace(bar.update(hovertemplate="%{y:.1f} GB/s"))
+    draw_limit(figure, NIC_GB_S, "400 Gb/s<br>card", color=WARNING, width=1.5, margin_px=80)
+    figure.update_yaxes(title_text="GB/s per GPU", range=[0, 1.05 * max(logical)])
+    figure.update_xaxes(showgrid=False, ticks="", tickangle=0, tickfont_size=12)
+    return figure.update_layout(barmode="group", bargap=0.3)
+
+
+def gather_bars(paths: Mapping[str, Sequence[Pass]], *, hbm_tb_s: float, words: str) -> go.Figure:
+    """Bytes that each path passes over memory before the grouped GEMM, pass by pass.
+
+    Args:
+        paths: of :func:`moelab.projection.traffic.gather_passes`.
+        hbm_tb_s: bandwidth of the GPU's memory, for the time beside each bar.
+        words: what the sizes are, for the subtitle.
+    """
+    totals_gb = {name: sum(one.moved_bytes for one in passes) / 1e9 for name, passes in paths.items()}
+    names = list(paths)[::-1]
+    most, least = max(totals_gb.values()), min(totals_gb.values())
+    figure = new_figure(
+        f"From the wire to the experts: {most:.2f} GB over memory pass by pass, {least:.2f} GB in one",
+        subtitle=f"Read and written in one layer's forward dispatch: {words}. At the end: time at {hbm_tb_s:g} TB/s.",
+        note="derived, not measured",
+        height=380,
+    )
+    for step, color in _PASS_COLORS.items():
+        amounts = [sum(one.moved_bytes for one in paths[name] if one.name == step) / 1e9 for name in names]
+        bar = go.Bar(x=amounts, y=names, name=step, orientation="h", marker_color=color)
+        figure.add_trace(bar.update(hovertemplate=f"{step}: %{{x:.2f}} GB<extra></extra>"))
+    for name in names:
+        text = f"<b>{totals_gb[name]:.2f} GB</b>, {totals_gb[name] / hbm_tb_s:.2f} ms"
+        place = {"x": totals_gb[name], "y": name, "xanchor": "left", "xshift": 6}
+        figure.add_annotation(text=text, showarrow=False, font={"size": 13, "color": INK}, **place)
+    figure.update_xaxes(title_text="GB read and written", range=[0, 1.35 * most])
+    figure.update_yaxes(showgrid=False, ticks="", ticklabelstandoff=6)
+    figure.update_yaxes(tickvals=names, ticktext=[name.replace(": ", ":<br>") for name in names])
+    return figure.update_layout(barmode="stack", bargap=0.35, hovermode="closest", legend_traceorder="normal")
+
+
+# --- measured exchanges ----------------------------------------------------------------------------------------------
+
+
+def operation_times(measured: Measurement, *, size: str = "") -> go.Figure:
+    """Time of the four operations of a layer by way to move tokens, a panel for each routing.
+
+    Args:
+        measured: of the all-to-all experiment.
+        size: its name in the file; the first by default.
+    """
+    rows = [row for row in _of_size(measured, size) if row.get("sms_chosen_by") != "caller" and row["arm"] in ARM_LOOKS]
+    if not rows:
+        return not_measured(measured, "Dispatch and combine")
+    routings = list(dict.fromkeys(row["routing"] for row in rows))
+    sums = _sums(row for row in rows if row["routing"] == routings[0])
+    figure = panels(
+        f"A layer's four exchanges: {plot_text(sums)} under {routings[0].replace('_', ' ')} routing"
+        if sums
+        else "Time of dispatch and combine, forward and backward",
+        [f"{routing.replace('_', ' ')} routing" for routing in routings],
+        subtitle=f"{_size_words(rows[0])}. Median of {rows[0]['repeats']} turns, slowest rank; bars of half an "
+        f"interquartile range each way. {measured.stamp}.",
+        note=replayed(measured),
+        shared=True,
+    )
+    for column, routing in enumerate(routings, start=1):
+        for arm, (label, color) in ARM_LOOKS.items():
+            times = {row["operation"]: row for row in rows if (row["routing"], row["arm"]) == (routing, arm)}
+            if not times:
+                continue
+            bar = go.Bar(
+                x=[OPERATIONS[operation] for operation in times],
+                y=[row["us_median"] / 1e3 for row in times.values()],
+                error_y={"array": [row["us_iqr"] / 2e3 for row in times.values()], "color": INK, "thickness": 1.2},
+                name=label,
+                legendgroup=arm,
+                showlegend=routing == next(row["routing"] for row in rows if row["arm"] == arm),
+                marker_color=color,
+                hovertemplate=f"{label}: %{{y:.2f}} ms<extra></extra>",
+            )
+            figure.add_trace(bar, row=1, col=column)
+    order = [label for name, label in OPERATIONS.items() if any(row["operation"] == name for row in rows)]
+    figure.update_xaxes(showgrid=False, ticks="", tickangle=0, tickfont_size=10, categoryarray=order)
+    highest = max(row["us_median"] + row["us_iqr"] for row in rows) / 1e3
+    figure.update_yaxes(range=[0, 1.1 * highest])
+    figure.update_yaxes(title_text="ms", col=1)
+    return figure.update_layout(barmode="group", bargap=0.2, legend_y=-0.25, hovermode="closest")
+
+
+def exchange_lines(measured: Measurement) -> list[str]:
+    """A line for each size and routing: a layer's four exchanges, standard and fastest."""
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in measured.rows:
+        if row.get("sms_chosen_by") != "caller":
+            groups.setdefault((row["size"], row["routing"]), []).append(row)
+    words = {key: _sums(rows) for key, rows in groups.items()}
+    return [f"{size}, {routing.replace('_', ' ')}: {sums}" for (size, routing), sums in words.items() if sums]
+
+
+def sm_sweep(measured: Measurement, *, size: str = "") -> go.Figure:
+    """What DeepEP moves between ranks against the streaming multiprocessors that it is given.
+
+    Args:
+        measured: of the all-to-all experiment.
+        size: its name in the file; the first by default.
+    """
+    rows = [
+        row for row in _of_size(measured, size) if row.get("sms_chosen_by") == "caller" and row.get("physical_gb_s")
+    ]
+    if not rows:
+        return not_measured(measured, "Bandwidth against multiprocessors")
+    copy_gb_s = (measured.content or {})["copies"]["between_ranks_gb_s"]
+    best = max(rows, key=lambda row: row["physical_gb_s"])
+    figure = new_figure(
+        f"DeepEP reaches {best['physical_gb_s']:.0f} GB/s with {best['sms']} multiprocessors, "
+        f"{100 * best['physical_gb_s'] / copy_gb_s:.0f} % of a plain copy between the GPUs",
+        subtitle=f"Payload that crosses, over the time on the wire; {_size_words(rows[0])}, "
+        f"{rows[0]['routing'].replace('_', ' ')} routing. {measured.stamp}.",
+        note=replayed(measured),
+    )
+    for operation, precision in dict.fromkeys((row["operation"], row["precision"]) for row in rows):
+        line = [row for row in rows if (row["operation"], row["precision"]) == (operation, precision)]
+        line.sort(key=lambda row: int(row["sms"]))
+        color, width = _LINES[operation]
+        figure.add_scatter(
+            x=[row["sms"] for row in line],
+            y=[row["physical_gb_s"] for row in line],
+            mode="lines+markers",
+            name=f"{OPERATIONS[operation].replace('<br>', ' ')}, {precision.upper()}",
+            line={"color": color, "dash": "solid" if precision == "bf16" else "dot", "width": width},
+            hovertemplate="%{y:.0f} GB/s",
+        )
+    figure.add_hline(y=copy_gb_s, line={"color": WARNING, "width": 1.5, "dash": "dash"})
+    place = {"x": 1, "xref": "x domain", "xanchor": "right", "y": copy_gb_s, "yanchor": "bottom"}
+    font = {"size": 12, "color": WARNING}
+    figure.add_annotation(text=f"plain copy {copy_gb_s:.0f} GB/s", showarrow=False, font=font, **place)
+    figure.update_xaxes(title_text="streaming multiprocessors", tickvals=sorted({row["sms"] for row in rows}))
+    return figure.update_yaxes(title_text="GB/s between ranks", rangemode="tozero")
+
+
+def _of_size(measured: Measurement, size: str) -> list[Row]:
+    chosen = size or next((row["size"] for row in measured.rows), "")
+    return [row for row in measured.rows if row["size"] == chosen]
+
+
+def _size_words(row: Row) -> str:
+    return (
+        f"{row['tokens']:,} tokens a rank, hidden {row['hidden']:,}, {row['experts']} experts, top-{row['top_k']}, "
+        f"EP {row['ranks']}"
+    )
+
+
+def _sums(rows: Iterable[Row]) -> str:
+    """The four exchanges of the standard dispatcher and of the fastest other one; empty where either is missing."""
+    medians: dict[tuple[str, str], float] = {(row["arm"], row["operation"]): row["us_median"] for row in rows}
+    sums_ms = {
+        arm: sum(medians[arm, operation] for operation in OPERATIONS) / 1e3
+        for arm in ARM_LOOKS
+        if all((arm, operation) in medians for operation in OPERATIONS)
+    }
+    standard_ms = sums_ms.pop("standard bf16", None)
+    if standard_ms is None or not sums_ms:
+        return ""
+    best = min(sums_ms, key=sums_ms.__getitem__)
+    return f"standard {standard_ms:.2f} ms, {ARM_LOOKS[best][0]} {sums_ms[best]:.2f} ms"
+
+
+# --- measured arms ---------------------------------------------------------------------------------------------------
+
+
+def two_by_two_bars(results: Sequence[ArmResult], measured: Measurement) -> go.Figure:
+    """Every arm's throughput over stock under the same checkpointing, a panel for each shape, against the goals.
+
+    Args:
+        results: of :func:`moelab.analysis.two_by_two.arm_results`; those without stock at their side are left out, and
+            of a shape that ran under several kinds of checkpointing all but the first
+            (:func:`moelab.analysis.two_by_two.checkpointing_table` has them all).
+        measured: that they are of, for the stamp.
+    """
+    drawn = [result for result in results if result.ratio is not None]
+    if not drawn:
+        return not_measured(measured, "The two-by-two")
+    settings = {result.shape: result.setting for result in reversed(drawn)}
+    drawn = [result for result in drawn if result.setting == settings[result.shape]]
+    shapes = list(dict.fromkeys(result.shape for result in drawn))
+    arms = list(dict.fromkeys(result.arm for result in drawn))
+    labels = {result.arm: "<br>".join(wrap(result.label, 26)) for result in drawn}
+    styles = arm_styles(_styled(result) for result in drawn)
+    figure = panels(
+        _two_by_two_finding(drawn),
+        ["<br>".join(wrap(settings[shape], 24)) for shape in shapes],
+        subtitle="Tokens/s over BF16 with the standard all-to-all under the same checkpointing and routing, thin "
+        f"models. Bars: median of {_steps(drawn)} steps with quartiles; points: passes, arms in turn. Dashed: goals, "
+        f"which are about stock's best checkpointing. {measured.stamp}.",
+        note=replayed(measured),
+        height=220 + 62 * len(arms),
+        shared=True,
+    )
+    for column, shape in enumerate(shapes, start=1):
+        for routing, pattern in (("round_robin", "/"), ("random_balanced", "")):
+            here = [result for result in drawn if (result.shape, result.routing) == (shape, routing)]
+            if here:
+                bar = _ratio_bars(here, labels, styles, routing, pattern)
+                figure.add_traces([bar, _pass_points(here, labels, routing)], rows=1, cols=column)
+        for goal in (GOAL_DEEPEP, GOAL_BEST):
+            figure.add_vline(x=goal, line={"color": WARNING, "dash": "dash", "width": 1.5}, row=1, col=column)
+    for name, pattern in (("forced round-robin", "/"), ("balanced random", "")):
+        look = {"shape": pattern, "fgcolor": MUTED}
+        marker = {"color": "#dfe3e8", "line": {"color": MUTED, "width": 1}, "pattern": look}
+        figure.add_trace(go.Bar(x=[None], y=[None], name=name, marker=marker), row=1, col=1)
+    highest = max(max(result.high, *result.passes) / _stock(result) for result in drawn)
+    figure.update_xaxes(range=[0, max(1.12 * highest, 1.3)], dtick=0.5, title_text="× stock, same<br>checkpointing")
+    figure.update_yaxes(categoryorder="array", categoryarray=[labels[arm] for arm in reversed(arms)], ticks="")
+    figure.update_yaxes(ticklabelstandoff=6)
+    return figure.update_layout(barmode="group", scattermode="group", bargap=0.25, hovermode="closest", legend_y=-0.16)
+
+
+def gain_lines(results: Sequence[ArmResult]) -> list[str]:
+    """BF16 with DeepEP over stock at each shape and checkpointing of both, smallest to largest of the routings."""
+    ratios: dict[str, list[float]] = {}
+    for result in results:
+        if result.arm == DEEPEP and result.ratio is not None:
+            ratios.setdefault(result.setting, []).append(result.ratio)
+    spans = {name: sorted({f"{ratio:.2f}" for ratio in (min(span), max(span))}) for name, span in ratios.items()}
+    return [f"{two_by_two_label(DEEPEP)}, {setting}: {' to '.join(span)} × stock" for setting, span in spans.items()]
+
+
+def _ratio_bars(
+    results: Sequence[ArmResult], labels: dict[str, str], styles: dict[str, ArmStyle], routing: str, pattern: str
+) -> go.Bar:
+    stock = [(one, _stock(one)) for one in results]
+    ends = [(one.low / tps, one.tps / tps, one.high / tps) for one, tps in stock]
+    looks = [styles[_styled(result)] for result in results]
+    return go.Bar(
+        y=[labels[result.arm] for result in results],
+        x=[result.ratio for result in results],
+        orientation="h",
+        offsetgroup=routing,
+        marker={
+            "color": [look.fill(0.35) for look in looks],
+            "line": {"color": [look.color for look in looks], "width": 1.5},
+            "pattern": {"shape": pattern, "fgcolor": MUTED, "size": 6, "solidity": 0.25},
+        },
+        error_x=error_bars(ends, color=INK, thickness=1.2, width=3),
+        text=[f"<b>{result.ratio:.2f}</b>" for result in results],
+        textposition="inside",
+        insidetextanchor="start",
+        textfont={"color": INK},
+        customdata=[[result.tps, result.steps] for result in results],
+        showlegend=False,
+        hovertemplate=f"{routing}: %{{x:.3f}} ×, %{{customdata[0]:,.0f}} tokens/s, %{{customdata[1]}} steps"
+        "<extra></extra>",
+    )
+
+
+def _pass_points(results: Sequence[ArmResult], labels: dict[str, str], routing: str) -> go.Scatter:
+    points = [(value / _stock(result), labels[result.arm]) for result in results for value in result.passes]
+    return go.Scatter(
+        x=[value for value, _ in points],
+        y=[label for _, label in points],
+        mode="markers",
+        orientation="h",
+        offsetgroup=routing,
+        marker={"color": "white", "size": 6, "line": {"color": INK, "width": 1.2}},
+        hovertemplate="one pass: %{x:.3f} ×<extra></extra>",
+        showlegend=False,
+    )
+
+
+def _styled(result: ArmResult) -> str:
+    """Arm whose look it has: variants and emulated kernels have the colour of what they vary."""
+    return base_arm(result.arm.replace("mxfp8-emulated", "mxfp8"))[0]
+
+
+def _stock(result: ArmResult) -> float:
+    assert result.ratio is not None
+    return result.tps / result.ratio
+
+
+def _two_by_two_finding(results: Sequence[ArmResult]) -> str:
+    others = [result for result in results if result.arm != BASELINE]
+    if not others:
+        return "Only stock was measured"
+    best = max(others, key=lambda result: result.ratio or 0.0)
+    return (
+        f"Best arm: {best.label}, {best.ratio:.2f} times stock with "
+        f"{checkpointing_words(best.activation_checkpoint)} on both sides, {best.shape} shape, "
+        f"{best.routing.replace('_', ' ')} routing"
+    )
+
+
+def _steps(results: Sequence[ArmResult]) -> str:
+    counts = sorted({result.steps for result in results})
+    return str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+
+
+def not_measured(measured: Measurement, what: str) -> go.Figure:
+    """An empty figure that says what is missing and how to measure it."""
+    figure = new_figure(f"{what}: not measured yet", subtitle=measured.stamp, height=190)
+    return figure.update_layout(xaxis_visible=False, yaxis_visible=False)
+
+
+def replayed(measured: Measurement) -> str:
+    """Where the numbers come from, for the title."""
+    content = measured.content or {}
+    device = str(content.get("device", ""))
+    if device.startswith("CPU"):
+        return "CPU processes over gloo: no measure of a GPU"
+    return "measured elsewhere, replayed" if measured.packaged else ""

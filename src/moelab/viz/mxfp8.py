@@ -1,0 +1,387 @@
+"""MXFP8 drawn: one block, the choice of its scale, errors of number formats side by side, and an explorer of them.
+
+torch is imported when something is drawn that needs it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from moelab.errors import BadInput
+from moelab.viz.theme import MUTED, WARNING, new_figure
+from moelab.viz.widget import Explorer
+
+if TYPE_CHECKING:
+    import ipywidgets
+
+    from moelab.mxfp8.errors import ErrorRow, GemmRow, OneBlock
+
+EXACT, STORED = "#0072B2", "#D55E00"
+_METHODS = {
+    "bf16": ("#0072B2", "circle"),
+    "fp8_tensorwise": ("#CC79A7", "triangle-up"),
+    "fp8_rowwise": ("#009E73", "square-open"),
+    "mxfp8": ("#D55E00", "x-thin-open"),
+    "mxfp8_wgrad-bf16": ("#E69F00", "diamond-open"),
+}
+"""Colour and marker of a method; FP8 by rows and MXFP8 often coincide, so one is drawn inside the other."""
+_SCALINGS = {
+    "floor": ("#0072B2", "solid", "circle"),
+    "even": ("#009E73", "dot", "diamond"),
+    "ceil": ("#E69F00", "solid", "square-open"),
+    "rceil": ("#D55E00", "dash", "x"),
+}
+"""Colour, dash and marker of a scaling."""
+ROUNDING = 1 / 17
+"""Largest relative error of rounding to E4M3's three bits: half a step, 2⁻⁴, on a number of 1 + 2⁻⁴."""
+
+SHAPE = (128, 512)
+BLOCKS = (8, 16, 32, 64, 128, 512)
+"""Block sizes to choose from; the last is a whole row."""
+MOST_OUTLIER_LOG2 = 20
+
+
+def block_figure(block: OneBlock, *, source: str) -> go.Figure:
+    """Values and what is read back above, the relative error of each below.
+
+    Args:
+        block: the numbers and their cast.
+        source: where the numbers are from, for the subtitle.
+
+    Returns:
+        The figure. The shaded band is half a step of the element type, the largest error of a normal number.
+    """
+    element = block.number_format.element
+    half_step = 100 * 2.0 ** -(element.mantissa_bits + 1)
+    worst = 100 * max(abs(error) for error in block.errors)
+    count = len(block.values)
+    figure = new_figure(
+        f"{count} numbers in {count + 1} bytes: the scale is 2^{block.exponent}, the worst error {worst:.1f} %",
+        subtitle=f"{source}. The largest magnitude, {block.amax:.4g}, sets the scale of all; "
+        f"SQNR {block.sqnr_db:.1f} dB. Shaded: half a step of {element.name}, ±{half_step:g} %.",
+        height=470,
+    )
+    panels = make_subplots(rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.06, row_heights=[0.62, 0.38])
+    figure.update_layout({name: panels.layout[name] for name in ("xaxis", "xaxis2", "yaxis", "yaxis2")})
+    places = list(range(count))
+    figure.add_trace(go.Bar(x=places, y=block.values, name="exact", marker_color=EXACT, opacity=0.55))
+    figure.add_trace(
+        go.Scatter(
+            x=places,
+            y=block.read_back,
+            customdata=[f"{code:08b}" for code in block.codes],
+            name=f"read back from {element.name}",
+            mode="markers",
+            marker={"symbol": "line-ew", "size": 14, "line": {"width": 3, "color": STORED}},
+            hovertemplate="%{y:.5g}, code %{customdata}",
+        )
+    )
+    figure.add_trace(
+        go.Bar(
+            x=places,
+            y=[100 * error for error in block.errors],
+            yaxis="y2",
+            xaxis="x2",
+            name="error",
+            marker_color=MUTED,
+            showlegend=False,
+            hovertemplate="%{y:+.2f} %",
+        )
+    )
+    band = {"x0": 0, "x1": 1, "xref": "x2 domain", "y0": -half_step, "y1": half_step, "yref": "y2"}
+    figure.add_shape(type="rect", fillcolor=STORED, opacity=0.1, line_width=0, **band)
+    figure.update_yaxes(title_text="value", selector={"anchor": "x"})
+    figure.update_layout(yaxis2={"title": {"text": "error (%)"}}, xaxis2={"title": {"text": "place in the block"}})
+    figure.update_layout(xaxis2={"dtick": 4, "range": [-0.7, count - 0.3]}, margin_b=50)
+    return figure.update_layout(legend={"y": 1.0, "yanchor": "bottom"}, margin_t=figure.layout.margin.t + 22)
+
+
+def largest_number_error(amax: Sequence[float], errors: Mapping[str, Sequence[float]]) -> go.Figure:
+    """Relative error of a block's largest number against where it lies between two powers of two.
+
+    Args:
+        amax: largest magnitudes, as multiples of the power of two below.
+        errors: by name of the scaling: relative errors at each of them.
+    """
+    worst = {name: 100 * max(map(abs, each)) for name, each in errors.items()}
+    kept = [name.upper() for name, most in worst.items() if most <= 100 * ROUNDING + 1e-3]
+    figure = new_figure(
+        f"FLOOR cuts a block's largest number by up to {worst['floor']:.1f} %, {' and '.join(kept)} never cut it",
+        subtitle="A block's largest number by where it lies between two powers of two; E4M3. The saw teeth are "
+        "rounding, at most ±5.88 % (1/17); what falls below them is saturation.",
+        height=380,
+    )
+    for name, each in sorted(errors.items()):
+        color, dash, _ = _SCALINGS[name]
+        figure.add_trace(
+            go.Scatter(
+                x=amax,
+                y=[round(100 * error, 3) for error in each],
+                name=name.upper(),
+                line={"color": color, "dash": dash, "width": 6 if name == "ceil" else 2.5},
+                opacity=0.5 if name == "ceil" else 1,
+                hovertemplate="%{y:.1f} %",
+            )
+        )
+    figure.update_layout(legend_y=-0.26)
+    figure.add_hline(y=0, line={"color": MUTED, "width": 1})
+    figure.update_xaxes(title_text="largest magnitude of the block (multiple of the power of two below)")
+    return figure.update_yaxes(title_text="its error (%)")
+
+
+def scaling_errors(rows: Sequence[ErrorRow]) -> go.Figure:
+    """SQNR of whole tensors by scaling, and the part of their values that is cut.
+
+    Args:
+        rows: from :func:`moelab.mxfp8.errors.compare_scalings`.
+    """
+    lost = {row.data: -row.sqnr_db for row in rows if row.method == "floor"}
+    for row in rows:
+        if row.method == "rceil":
+            lost[row.data] += row.sqnr_db
+    cut = max(rows, key=lambda row: row.saturated_fraction)
+    figure = new_figure(
+        f"FLOOR costs {min(lost.values()):.1f} to {max(lost.values()):.1f} dB against RCEIL",
+        subtitle="MXFP8 (E4M3) of whole tensors; more is better, 6 dB halve the error. "
+        f"The largest part of values that is cut: {cut.saturated_fraction:.1%}, {cut.data} with {cut.label}.",
+        height=120 + 44 * len(lost),
+    )
+    for name, (color, _, symbol) in _SCALINGS.items():
+        mine = [row for row in rows if row.method == name]
+        figure.add_trace(
+            go.Scatter(
+                x=[row.sqnr_db for row in mine],
+                y=[row.data for row in mine],
+                customdata=[[row.saturated_fraction, row.underflow_fraction] for row in mine],
+                mode="markers",
+                name=name.upper(),
+                marker={
+                    "color": color,
+                    "symbol": symbol,
+                    "size": 15 if name == "ceil" else 10,
+                    "line": {"width": 1.5, "color": color},
+                },
+                hovertemplate="%{x:.1f} dB, %{customdata[0]:.2%} cut, %{customdata[1]:.2%} to zero",
+            )
+        )
+    figure.update_layout(hovermode="closest", legend={"y": -90 / (50 + 44 * len(lost))})
+    figure.update_yaxes(autorange="reversed", showgrid=True)
+    return figure.update_xaxes(title_text="SQNR (dB)")
+
+
+def method_errors(rows: Sequence[ErrorRow]) -> go.Figure:
+    """SQNR of every data set, that of its worst blocks, and how many values became zero.
+
+    Args:
+        rows: from :func:`moelab.mxfp8.errors.compare_methods`; a method that loses nothing of a tensor is
+            left out there.
+    """
+    names = list(dict.fromkeys(row.data for row in rows))
+    figure = new_figure(
+        _methods_finding(rows),
+        subtitle="Left: SQNR of the whole tensor. Middle: SQNR that the worst 5 % of blocks of 32 stay below. Right: "
+        "values that became zero. BF16 is not drawn where the tensor is BF16 already.",
+        height=130 + 40 * len(names),
+    )
+    panels: tuple[tuple[str, list[float], Callable[[ErrorRow], float], str], ...] = (
+        ("", [0.0, 0.36], lambda row: row.sqnr_db, "tensor (dB)"),
+        ("2", [0.41, 0.77], lambda row: row.worst_blocks_db, "worst blocks (dB)"),
+        ("3", [0.82, 1.0], lambda row: 100 * row.underflow_fraction, "to zero (%)"),
+    )
+    for suffix, domain, number, title in panels:
+        for method in _METHODS:
+            mine = [row for row in rows if row.method == method and math.isfinite(number(row))]
+            if mine:
+                trace = _dots([number(row) for row in mine], [row.data for row in mine], mine[0])
+                figure.add_trace(trace.update(xaxis=f"x{suffix}", showlegend=not suffix, legendgroup=method))
+        figure.update_layout({f"xaxis{suffix}": {"domain": domain, "title": {"text": title}, "anchor": "y"}})
+    return _name_rows(figure, names)
+
+
+def product_errors(rows: Sequence[GemmRow], *, note: str = "") -> go.Figure:
+    """SQNR of the products of a layer's weights, each against float64.
+
+    Args:
+        rows: from :func:`moelab.mxfp8.errors.compare_products`.
+        note: condition that must not be missed.
+    """
+    names = list(dict.fromkeys(f"{row.weight} {row.product}" for row in rows))
+    mx = [row for row in rows if row.method == "mxfp8"]
+    worst = min(mx, key=lambda row: row.sqnr_db)
+    tensorwise = {(row.weight, row.product): row.sqnr_db for row in rows if row.method == "fp8_tensorwise"}
+    gain = [row.sqnr_db - tensorwise[row.weight, row.product] for row in mx if row.product != "output"]
+    figure = new_figure(
+        f"MXFP8's worst product is {worst.weight} {worst.product}, {worst.sqnr_db:.0f} dB; one scale a tensor loses "
+        f"{min(gain):.1f} to {max(gain):.1f} dB more where gradients enter",
+        subtitle="SQNR of each grouped GEMM against float64 over the same operands; 20 dB is an error of a tenth, "
+        "40 dB of a hundredth. BF16 loses only by rounding its result.",
+        note=note,
+        height=110 + 34 * len(names),
+    )
+    for method in _METHODS:
+        mine = [row for row in rows if row.method == method]
+        if mine:
+            figure.add_trace(
+                _dots([row.sqnr_db for row in mine], [f"{row.weight} {row.product}" for row in mine], mine[0])
+            )
+    figure.update_xaxes(title_text="SQNR (dB)")
+    return _name_rows(figure, names)
+
+
+def _methods_finding(rows: Sequence[ErrorRow]) -> str:
+    by = {(row.data, row.method): row for row in rows}
+    same = [
+        name
+        for name, method in by
+        if method == "mxfp8" and abs(by[name, "fp8_rowwise"].worst_blocks_db - by[name, "mxfp8"].worst_blocks_db) < 0.1
+    ]
+    hard = max((row for row in rows if row.method == "fp8_tensorwise"), key=lambda row: row.underflow_fraction)
+    blocks = by[hard.data, "mxfp8"]
+    return (
+        f"MXFP8 and FP8 by rows lose the same on {len(same)} of {len({row.data for row in rows})} tensors; blocks "
+        f"help where values become zero: {blocks.underflow_fraction:.1%} instead of {hard.underflow_fraction:.0%} "
+        f"of {hard.data}"
+    )
+
+
+def _dots(x: list[float], y: list[str], row: ErrorRow | GemmRow) -> go.Scatter:
+    color, symbol = _METHODS[row.method]
+    marker = {"color": color, "symbol": symbol, "size": 12, "line": {"width": 2.2, "color": color}}
+    return go.Scatter(x=x, y=y, mode="markers", name=row.label, marker=marker, hovertemplate="%{x:.2f}, %{y}")
+
+
+def _name_rows(figure: go.Figure, names: Sequence[str]) -> go.Figure:
+    figure.update_yaxes(categoryorder="array", categoryarray=list(reversed(names)), showgrid=True)
+    plot_px = (figure.layout.height or 460) - (figure.layout.margin.t or 0) - 60
+    return figure.update_layout(hovermode="closest", legend={"y": -60 / plot_px})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """What is drawn.
+
+    Attributes:
+        distribution: of the values.
+        outlier_log2: one column of 64 is larger by this power of two.
+        block: numbers that share a scale; 32 is MXFP8's, 512 the whole row.
+        scaling: how the scale follows from a block's largest magnitude.
+        element: type of each number.
+    """
+
+    distribution: Literal["gaussian", "student_t"] = "gaussian"
+    outlier_log2: int = 0
+    block: int = 32
+    scaling: Literal["floor", "rceil", "even", "ceil"] = "rceil"
+    element: Literal["e4m3", "e5m2"] = "e4m3"
+
+
+def quantisation_figure(choice: Choice) -> go.Figure:
+    """Scales of the blocks, where the numbers lie in the element's range, and the error of each 32 numbers.
+
+    Args:
+        choice: tensor and format.
+
+    Raises:
+        BadInput: for a block that does not divide a row, or an outlier beyond 2^20.
+    """
+    if choice.block not in BLOCKS:
+        raise BadInput(f"block is {choice.block}; valid: {', '.join(map(str, BLOCKS))}")
+    if not 0 <= choice.outlier_log2 <= MOST_OUTLIER_LOG2:
+        raise BadInput(f"outlier_log2 is {choice.outlier_log2}; valid: 0 to {MOST_OUTLIER_LOG2}")
+    from moelab.mxfp8.errors import block_sqnr_db, measure, synthetic
+    from moelab.mxfp8.formats import ELEMENTS, MX
+
+    x = synthetic(choice.distribution, SHAPE, outlier=2.0**choice.outlier_log2)
+    number_format = MX(scaling=choice.scaling, element=ELEMENTS[choice.element], block=choice.block)
+    cast = number_format.cast(x)
+    errors = measure(x, number_format)
+    outliers = f", one column of 64 larger by 2^{choice.outlier_log2}" if choice.outlier_log2 else ""
+    drawn = {"gaussian": "Gaussian", "student_t": "Student's t (3 degrees of freedom)"}[choice.distribution]
+    shared = "one scale a row" if choice.block == SHAPE[1] else f"blocks of {choice.block}"
+    figure = new_figure(
+        f"SQNR {errors.sqnr_db:.1f} dB; {errors.underflow_fraction:.2%} of the values become zero, "
+        f"{errors.saturated_fraction:.2%} are cut",
+        subtitle=f"{drawn}{outliers}; {SHAPE[0]} rows of {SHAPE[1]}, {choice.element.upper()}, "
+        f"{choice.scaling.upper()}, {shared}. Bars in parts of all.",
+        height=380,
+    )
+    exponents = np.log2(cast.scale.numpy()[:, :: choice.block]).ravel()
+    _draw_histogram(figure, 0, exponents, "scale of a block (log2)", "blocks")
+    figure.update_layout(xaxis_dtick=max(1, math.ceil(np.ptp(exponents) / 5)), xaxis_tick0=0)
+    # Magnitudes over their scale, in powers of two, against the range of the element.
+    element, scaled = number_format.element, (x / cast.scale).abs().numpy().ravel()
+    powers = np.floor(np.log2(scaled[scaled > 0]))
+    lowest = element.emin - element.mantissa_bits
+    floor = max(powers.min(), lowest - 8)
+    _draw_histogram(figure, 1, np.maximum(powers, floor), "number over its scale (log2)", "numbers")
+    band = {"type": "rect", "y0": 0, "y1": 1, "xref": "x2", "yref": "y2 domain", "opacity": 0.16, "line_width": 0}
+    if floor < lowest - 1:
+        figure.add_shape(x0=floor - 0.5, x1=lowest - 1.5, fillcolor=WARNING, **band)
+    figure.add_shape(x0=max(floor, lowest - 1) - 0.5, x1=element.emin - 0.5, fillcolor=MUTED, **band)
+    place = {"x": 0.0, "y": 1.1, "xref": "x2 domain", "yref": "y2 domain", "xanchor": "left"}
+    font = {"size": 12, "color": MUTED}
+    figure.add_annotation(text="grey: subnormal, red: to zero", showarrow=False, font=font, **place)
+    sqnr_db = block_sqnr_db(x, cast.values).numpy()
+    _draw_histogram(figure, 2, sqnr_db[np.isfinite(sqnr_db)], "SQNR of 32 numbers (dB)", "groups")
+    return figure.update_layout(showlegend=False, bargap=0.05, hovermode="closest", margin_b=55)
+
+
+_DOMAINS = ([0.0, 0.26], [0.36, 0.66], [0.76, 1.0])
+
+
+def _draw_histogram(figure: go.Figure, panel: int, numbers: np.ndarray[Any, Any], x_title: str, what: str) -> None:
+    """Bars one wide, whatever the range; binned here, so that the figure stays small."""
+    suffix = "" if panel == 0 else str(panel + 1)
+    x = {"domain": _DOMAINS[panel], "anchor": f"y{suffix}", "title": {"text": x_title, "font": {"size": 13}}}
+    y_title = {"text": f"part of {what}", "font": {"size": 13}, "standoff": 4}
+    y = {"anchor": f"x{suffix}", "title": y_title, "tickformat": ".1~%"}
+    figure.update_layout({f"xaxis{suffix}": x, f"yaxis{suffix}": y})
+    bins, counts = np.unique(np.round(numbers), return_counts=True)
+    bars = go.Bar(x=bins, y=counts / len(numbers), width=1.0, marker_color=STORED, xaxis=f"x{suffix}")
+    figure.add_trace(bars.update(yaxis=f"y{suffix}", hovertemplate="%{x}: %{y:.2%}<extra></extra>"))
+
+
+class QuantisationExplorer(Explorer):
+    """Draw a tensor, choose a block and a scaling, and see what becomes of its numbers in :func:`quantisation_figure`.
+
+    Args:
+        choice: where the controls begin.
+    """
+
+    def __init__(self, choice: Choice | None = None) -> None:
+        import ipywidgets as widgets
+
+        start = choice or Choice()
+        look = {"style": {"description_width": "90px"}, "layout": {"width": "310px"}}
+        controls: dict[str, ipywidgets.Widget] = {
+            name: widgets.Dropdown(description=label, options=options, value=getattr(start, name), **look)
+            for name, (label, options) in _MENUS.items()
+        }
+        controls["outlier_log2"] = widgets.IntSlider(
+            start.outlier_log2, max=MOST_OUTLIER_LOG2, description="outliers 2^", continuous_update=False, **look
+        )
+        super().__init__(controls, ["errors"])
+
+    @property
+    def choice(self) -> Choice:
+        """As the controls stand now."""
+        return Choice(**self.chosen)
+
+    def look(self) -> tuple[str, Mapping[str, go.Figure]]:
+        """The static figure of the choice."""
+        return "", {"errors": quantisation_figure(self.choice)}
+
+
+_MENUS: Mapping[str, tuple[str, tuple[tuple[str, Any], ...]]] = {
+    "distribution": ("values", (("Gaussian", "gaussian"), ("Student's t", "student_t"))),
+    "block": ("block", tuple((f"{size} (a row)" if size == SHAPE[1] else str(size), size) for size in BLOCKS)),
+    "scaling": ("scaling", tuple((name.upper(), name) for name in ("floor", "rceil", "even", "ceil"))),
+    "element": ("element", (("E4M3", "e4m3"), ("E5M2", "e5m2"))),
+}

@@ -1,0 +1,398 @@
+"""The projection drawn: where the seconds of a step go, arms beside what is known of them, their gains, an explorer."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from moelab.analysis.arms import arm_label, contrast
+from moelab.experiment import Experiment
+from moelab.projection.project import DEEPSEEK_TOKENS, Projection, cost, project
+from moelab.projection.published import Estimate, TwoByTwo
+from moelab.sweep import GPUS_OF_NODE, PROFILES, cluster_like, on
+from moelab.viz.draw import diamonds, draw_arm_axis, error_bars
+from moelab.viz.theme import INK, MUTED, arm_styles, new_figure, plot_text, wrap
+from moelab.viz.widget import Explorer, menu
+
+if TYPE_CHECKING:
+    import ipywidgets
+
+GROUPS: Mapping[str, tuple[str, ...]] = {
+    "expert GEMMs": ("expert GEMMs",),
+    "attention and other GEMMs": ("attention", "other GEMMs"),
+    "quantisation": ("quantisation",),
+    "permutation, memory-bound, optimizer": ("permutation and padding", "memory-bound", "optimizer"),
+    "all-to-all": ("all-to-all",),
+    "TP, CP and FSDP collectives": (
+        "tensor-parallel collectives",
+        "context-parallel collectives",
+        "FSDP collectives",
+    ),
+    "host, bubble, stragglers": ("host and waiting", "pipeline bubble", "imbalance and stragglers"),
+}
+"""Parts of a step as the arms' figure adds them up."""
+_PATTERNS = (
+    ("#0072B2", ""),
+    ("#56B4E9", "/"),
+    ("#CC79A7", "x"),
+    ("#F0E442", "."),
+    ("#D55E00", ""),
+    ("#E69F00", "\\"),
+    ("#999999", "|"),
+)
+_DARK = ("#0072B2", "#D55E00")
+"""Of the colours, those on which white is legible."""
+_LOOKS = (("#0072B2", "square"), ("#D55E00", "triangle-up"), ("#009E73", "star"))
+"""Of projections under one condition each."""
+_ROUTING_LOOKS = (("#0072B2", "circle"), ("#D55E00", "square"))
+LEVEL = "90 %"
+BASELINE = "bf16_standard"
+NOTE = "derived: the step-time model, not a profile"
+
+
+def step_breakdown(parts_s: Mapping[str, float], *, measured_s: float | None = None, words: str = "") -> go.Figure:
+    """One step from zero to its whole, the longest part first.
+
+    Args:
+        parts_s: seconds by part.
+        measured_s: of the whole step as it was published; drawn as a line.
+        words: of what step, for the subtitle.
+    """
+    parts = sorted(((name, value) for name, value in parts_s.items() if value), key=lambda part: -part[1])
+    total_s = sum(parts_s.values())
+    largest, seconds = parts[0]
+    quoted = f" Dashed: the published step, {measured_s:,.0f} s (quoted)." if measured_s else ""
+    figure = new_figure(
+        f"{seconds:,.0f} of {total_s:,.0f} s ({seconds / total_s:.0%}) are {largest}",
+        subtitle=f"{words} The busiest pipeline rank; every bar begins where the one above ends.{quoted}",
+        note=NOTE,
+        height=180 + 26 * len(parts),
+    )
+    names, values = [*(name for name, _ in parts), "whole step"], [*(value for _, value in parts), total_s]
+    starts = [*accumulate(values[:-2], initial=0.0), 0.0]
+    figure.add_trace(
+        go.Bar(
+            y=names,
+            x=values,
+            base=starts,
+            orientation="h",
+            marker={"color": ["#56B4E9"] * len(parts) + ["#dfe3e8"], "line": {"color": MUTED, "width": 1}},
+            hovertemplate="%{y}: %{x:.2f} s<extra></extra>",
+        )
+    )
+    # Seconds stand left of bars that begin beyond the middle, and right of the others.
+    left = [start > 0.5 * total_s for start in starts]
+    ends = [start if before else start + value for start, value, before in zip(starts, values, left, strict=True)]
+    figure.add_trace(
+        go.Scatter(
+            x=ends,
+            y=names,
+            mode="text",
+            text=[f" {value:,.1f} s " for value in values],
+            textposition=["middle left" if before else "middle right" for before in left],
+            textfont_size=12,
+            hoverinfo="skip",
+        )
+    )
+    if measured_s:
+        figure.add_vline(x=measured_s, line={"color": INK, "dash": "dash", "width": 1.5})
+    figure.update_yaxes(autorange="reversed", ticks="", showgrid=False)
+    figure.update_xaxes(title_text="seconds of a step", range=[0, 1.16 * max(total_s, measured_s or 0)])
+    return figure.update_layout(showlegend=False, bargap=0.25, hovermode="closest")
+
+
+def arm_breakdowns(
+    parts_s: Mapping[str, Mapping[str, float]], *, published_s: Mapping[str, float] | None = None, words: str = ""
+) -> go.Figure:
+    """Steps of several arms as stacked bars.
+
+    Args:
+        parts_s: seconds by arm and part.
+        published_s: whole steps as published, by arm; drawn as diamonds.
+        words: of what steps, for the subtitle.
+    """
+    labels = {arm: "<br>".join(wrap(arm_label(arm), 18)) for arm in parts_s}
+    totals = {arm: sum(parts.values()) for arm, parts in parts_s.items()}
+    groups = {name: [sum(parts[one] for one in GROUPS[name]) for parts in parts_s.values()] for name in GROUPS}
+    quoted = " Diamonds: published (quoted)." if published_s else ""
+    figure = new_figure(
+        _saving(groups, totals),
+        subtitle=f"{words} The busiest pipeline rank, parts that add up to the step.{quoted}",
+        note=NOTE,
+        height=330 + 42 * len(parts_s),
+    )
+    longest = max(totals.values())
+    for (name, values), (color, shape) in zip(groups.items(), _PATTERNS, strict=True):
+        pattern = {"shape": shape, "bgcolor": color, "fgcolor": "white", "size": 6, "solidity": 0.15}
+        figure.add_trace(
+            go.Bar(
+                y=list(labels.values()),
+                x=values,
+                name=name,
+                orientation="h",
+                marker={"color": color, "pattern": pattern},
+                text=[f"{value:,.0f}" if value > 0.05 * longest else "" for value in values],
+                textposition="inside",
+                insidetextanchor="middle",
+                textangle=0,
+                textfont={"color": "white" if color in _DARK else INK, "size": 13},
+                hovertemplate=f"{plot_text(name)}: %{{x:.1f}} s<extra></extra>",
+            )
+        )
+    published = published_s or {}
+    for arm, total in totals.items():
+        text, end = f"<b>{total:,.0f} s</b>", max(total, published.get(arm, 0.0))
+        figure.add_annotation(x=end, y=labels[arm], text=text, showarrow=False, xanchor="left", xshift=12)
+    if published:
+        look = {"name": "published (quoted)", "hovertemplate": "published: %{x:,.1f} s<extra></extra>"}
+        figure.add_trace(diamonds(list(published.values()), [labels[arm] for arm in published], **look))
+    figure.update_yaxes(autorange="reversed", ticks="", showgrid=False)
+    figure.update_xaxes(title_text="seconds of a step", range=[0, 1.14 * longest])
+    return figure.update_layout(barmode="relative", bargap=0.35, hovermode="closest", legend_y=-0.22)
+
+
+def _saving(groups: Mapping[str, Sequence[float]], totals: Mapping[str, float]) -> str:
+    """What sets the fastest arm apart from the first."""
+    first, fastest = next(iter(totals)), min(totals, key=totals.__getitem__)
+    if fastest == first:
+        return f"{arm_label(first)}: {totals[first]:,.0f} s a step"
+    place = list(totals).index(fastest)
+    saved = {name: values[0] - values[place] for name, values in groups.items()}
+    most = max(saved, key=saved.__getitem__)
+    return (
+        f"{arm_label(fastest)} saves {totals[first] - totals[fastest]:,.0f} s of {totals[first]:,.0f} s: "
+        f"{saved[most]:,.0f} s of {most}"
+    )
+
+
+def arms_beside_projection(
+    known: Mapping[str, float], projected: Mapping[str, Mapping[str, Estimate]], *, known_words: str, words: str
+) -> go.Figure:
+    """Throughput of arms as it is known, and as it is projected.
+
+    Args:
+        known: tokens/s per GPU by arm; an arm that was never measured is not in it.
+        projected: estimates by arm, for each condition by name; the first condition is that of ``known``.
+        known_words: what ``known`` is, such as "published (quoted)".
+        words: of which runs, for the subtitle.
+    """
+    arms = list(dict.fromkeys([*(arm for estimates in projected.values() for arm in estimates), *known]))
+    figure = new_figure(
+        _worst_error(known, next(iter(projected.values()))),
+        subtitle=f"{words} {f'Circles: {known_words}. ' if known else ''}Projections with their {LEVEL} interval.",
+        note=f"{known_words} against derived" if known else "derived: the step-time model",
+    )
+    figure.add_trace(
+        go.Scatter(
+            x=[arms.index(arm) - 0.22 for arm in known],
+            y=list(known.values()),
+            mode="markers+text",
+            name=known_words,
+            text=[f"{tps:,.0f}" for tps in known.values()],
+            textposition="middle left",
+            marker={"size": 12, "color": "white", "line": {"color": INK, "width": 2}},
+            hovertemplate="%{y:,.0f} tokens/s<extra></extra>",
+        )
+    )
+    for number, (condition, estimates) in enumerate(projected.items()):
+        color, symbol = _LOOKS[number]
+        ends = [(one.low, one.value, one.high) for one in estimates.values()]
+        figure.add_trace(
+            go.Scatter(
+                x=[arms.index(arm) - 0.08 + 0.3 * number for arm in estimates],
+                y=[one.value for one in estimates.values()],
+                error_y=error_bars(ends, thickness=1.5, width=5),
+                mode="markers+text",
+                text=[f"{one.value:,.0f}" for one in estimates.values()],
+                textposition="middle right",
+                textfont={"color": color, "size": 12},
+                name=f"projected, {condition}",
+                marker={"size": 10, "color": color, "symbol": symbol},
+                hovertemplate="%{y:,.0f} tokens/s<extra></extra>",
+            )
+        )
+    highest = max([*known.values(), *(one.high for estimates in projected.values() for one in estimates.values())])
+    draw_arm_axis(figure, arms)
+    figure.update_yaxes(title_text="tokens/s per GPU", range=[0, 1.1 * highest], tickformat=",")
+    return figure.update_layout(hovermode="closest", legend_y=-0.24)
+
+
+def _worst_error(known: Mapping[str, float], projected: Mapping[str, Estimate]) -> str:
+    """The largest error where something is known, and what is said of arms that are not."""
+    bounds = {arm: f"{one.value:,.0f} ({one.low:,.0f} to {one.high:,.0f})" for arm, one in projected.items()}
+    errors = {arm: projected[arm].value / tps - 1 for arm, tps in known.items() if arm in projected}
+    if not errors:
+        best = max(projected, key=lambda arm: projected[arm].value)
+        return f"{arm_label(best)} is projected to make most: {bounds[best]} tokens/s"
+    worst = max(errors, key=lambda arm: abs(errors[arm]))
+    unknown = [arm for arm in projected if arm not in known]
+    return "; ".join(
+        [
+            f"The projection is {errors[worst]:+.1%} off at worst ({arm_label(worst)})",
+            *(f"{arm_label(arm)} is not identified: {bounds[arm]} by this model's constants" for arm in unknown),
+        ]
+    )
+
+
+def gains_and_interaction(routings: Sequence[TwoByTwo]) -> go.Figure:
+    """Projected gains over BF16 with the standard all-to-all, and what is left when the product of two is divided out.
+
+    Args:
+        routings: a two-by-two for each.
+    """
+    arms = list(arm_styles(routings[0].gains))
+    labels = ["<br>".join(wrap(arm_label(arm), 20)) for arm in arms]
+    headed = new_figure(
+        _composition(routings),
+        subtitle=f"Left: gain over {arm_label(BASELINE)}. Right: gain of both over the product of the gains of each. "
+        f"{LEVEL} intervals over draws of the model's constants, each of which meets the published baseline.",
+        note="derived: MXFP8 + standard all-to-all was never published",
+        height=390,
+    )
+    figure = make_subplots(rows=1, cols=2, column_widths=[0.66, 0.34], horizontal_spacing=0.17)
+    figure.update_layout(headed.layout)
+    for number, (one, (color, symbol)) in enumerate(zip(routings, _ROUTING_LOOKS, strict=False)):
+        left = one.interaction
+        sides = (
+            (labels, [_percent(one.gains[arm]) for arm in arms]),
+            (["interaction"], [(100 * left.low, 100 * left.value, 100 * left.high)]),
+        )
+        name = one.routing.value.replace("_", " ")
+        for column, (rows, percents) in enumerate(sides, start=1):
+            trace = go.Scatter(
+                y=rows,
+                x=[value for _, value, _ in percents],
+                error_x=error_bars(percents, thickness=1.5, width=5),
+                orientation="h",
+                offsetgroup=str(number),
+                mode="markers",
+                name=name,
+                legendgroup=name,
+                showlegend=column == 1,
+                marker={"size": 10, "color": color, "symbol": symbol},
+                hovertemplate="%{x:.2f} %<extra></extra>",
+            )
+            figure.add_trace(trace, row=1, col=column)
+    figure.add_vline(x=0, line={"color": MUTED, "width": 1.5}, row=1, col=2)
+    figure.update_xaxes(title_text="gain (%)", rangemode="tozero", row=1, col=1)
+    figure.update_xaxes(title_text="interaction (%)", row=1, col=2)
+    figure.update_yaxes(autorange="reversed", ticks="", showgrid=False)
+    return figure.update_layout(hovermode="closest", scattermode="group", legend_y=-0.22)
+
+
+def _percent(ratio: Estimate) -> tuple[float, float, float]:
+    """Low end, value and high end of a gain in percent."""
+    return 100 * (ratio.low - 1), 100 * (ratio.value - 1), 100 * (ratio.high - 1)
+
+
+def _composition(routings: Sequence[TwoByTwo]) -> str:
+    compose = all(one.interaction.low <= 0 <= one.interaction.high for one in routings)
+    alone, _, _ = contrast("mxfp8_standard", BASELINE)
+    low, gain, high = _percent(routings[0].gains["mxfp8_standard"])
+    product = "no interaction is shown" if compose else "the two gains do not simply multiply"
+    return (
+        f"By this model's constants {alone} alone gains {gain:.1f} % ({low:.1f} to {high:.1f}) and "
+        f"{product}; the published rows identify neither"
+    )
+
+
+FIELDS: Mapping[str, tuple[Any, ...]] = {
+    "precision": ("bf16", "mxfp8"),
+    "ep_backend": ("standard", "deepep"),
+    "routing": ("round_robin", "random_balanced", "learned"),
+    "pp": (1, 2, 4, 8, 16),
+    "tp": (1, 2, 4, 8),
+    "ep": (8, 16, 32, 64),
+    "local_batch": (8, 16, 32, 64, 128, 256),
+    "activation_checkpoint": ("selective", "full+dispatch", "full"),
+}
+"""Fields of the experiment that have a menu; 8 bits are FP8 before SM100."""
+GPUS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+
+
+class ProjectionExplorer(Explorer):
+    """Cluster, layout and arm as controls; below them the speed, its cost and the step's parts.
+
+    Args:
+        experiment: where the controls begin; what has no control stays as it is here.
+        gpu: kind of GPU at the beginning.
+        network_gb_s: of each GPU's card at the beginning.
+        price_per_gpu_hour: at the beginning.
+        watts_per_gpu: at the beginning.
+    """
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        *,
+        gpu: str = "B200",
+        network_gb_s: float = 50.0,
+        price_per_gpu_hour: float = 3.0,
+        watts_per_gpu: float = 1400.0,
+    ) -> None:
+        import ipywidgets as widgets
+
+        self.experiment = experiment
+        starts = {name: getattr(experiment, name) for name in FIELDS} | {"gpu": gpu, "gpus": experiment.world_size}
+        menus = {"gpu": tuple(PROFILES), "gpus": GPUS, **FIELDS}
+        controls: dict[str, ipywidgets.Widget] = {
+            name: menu(name, values, starts[name], label_px=154, width_px=344) for name, values in menus.items()
+        }
+        for name, value, least, most, step in (
+            ("network_gb_s", network_gb_s, 10.0, 400.0, 10.0),
+            ("price_per_gpu_hour", price_per_gpu_hour, 0.1, 20.0, 0.1),
+            ("watts_per_gpu", watts_per_gpu, 50.0, 5000.0, 50.0),
+        ):
+            controls[name] = widgets.FloatSlider(
+                description=name,
+                min=least,
+                max=most,
+                step=step,
+                value=value,
+                readout_format=".4g",
+                continuous_update=False,
+                style={"description_width": "154px"},
+                layout={"width": "344px"},
+            )
+        super().__init__(controls, ["step"])
+
+    def projected(self) -> Projection:
+        """The projection of the controls as they stand.
+
+        Raises:
+            Refused: if the layout is illegal or does not fit.
+        """
+        chosen = self.chosen
+        node = min(chosen["gpus"], GPUS_OF_NODE[chosen["gpu"]])
+        sizes = {"nodes": chosen["gpus"] // node, "gpus_per_node": node, "dp_shard": -1}
+        cluster = cluster_like(chosen["gpu"], nodes=sizes["nodes"], network_gb_s=chosen["network_gb_s"])
+        fields = {name: chosen[name] for name in FIELDS}
+        return project(on(chosen["gpu"], self.experiment, **fields, **sizes), cluster)
+
+    def look(self) -> tuple[str, Mapping[str, go.Figure]]:
+        """Speed and cost in words, and the step by part."""
+        shown = self.projected()
+        rates = {name: self.controls[name].value for name in ("price_per_gpu_hour", "watts_per_gpu")}
+        spent, (low, high) = cost(shown, **rates), shown.interval
+        outside = [f"<br>Outside of what the model was held against: {html.escape(one)}" for one in shown.outside]
+        words = (
+            f"<div role='status'><b>{shown.tps:,.0f} tokens/s per GPU</b> ({low:,.0f} to {high:,.0f} with 90 % "
+            f"confidence; {shown.label}), {shown.step_time_s:,.2f} s a step, MFU {shown.mfu['causal']:.1%} (causal "
+            f"count).<br>{DEEPSEEK_TOKENS / 1e12:g} T tokens: {spent.gpu_hours / 1e6:,.2f} M GPU-hours, "
+            f"{spent.days:,.0f} days, price {spent.price / 1e6:,.1f} M, {spent.energy_mwh / 1e3:,.1f} GWh."
+            f"{''.join(outside)}</div>"
+        )
+        return words, {"step": explorer_figure(shown)}
+
+
+def explorer_figure(projection: Projection) -> go.Figure:
+    """The figure of the explorer: its static twin."""
+    one = projection.experiment
+    where = f"{projection.job.gpus} × {projection.cluster.node.gpu.name}, PP {one.pp}, TP {one.tp}, EP {one.ep}"
+    words = f"{one.model}, {arm_label(one.arm)}, {where}; {projection.label}."
+    return step_breakdown(projection.breakdown_s, words=words)

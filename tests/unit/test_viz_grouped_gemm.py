@@ -1,0 +1,93 @@
+"""Figures of the break-even: what is drawn is what the model and the tables say."""
+
+from __future__ import annotations
+
+import numpy as np
+import plotly.graph_objects as go
+import pytest
+
+from moelab.mxfp8.break_even import break_even_m, gain, gemm_time_s
+from moelab.mxfp8.break_even_fit import expert_work, fit_b200, leave_one_out, published_work
+from moelab.mxfp8.grouped_gemm_cases import Case
+from moelab.mxfp8.grouped_gemm_results import stored
+from moelab.viz.grouped_gemm import ShapeExplorer, gain_map, measured_speedups, predicted_speedups, step_parts
+
+CONSTANTS = fit_b200().constants
+LARGE, SMALL = published_work()
+
+
+@pytest.fixture(scope="module")
+def drawn() -> go.Figure:
+    mine = expert_work("mine", "16B", 8192, ep=8)
+    return gain_map(fit_b200(), (LARGE, SMALL, mine), aspect=8, resamples=20)
+
+
+def traces(figure: go.Figure) -> dict[str, go.Scatter]:
+    return {trace.name: trace for trace in figure.data if trace.type == "scatter"}
+
+
+def test_the_map_is_the_models_gain(drawn: go.Figure) -> None:
+    (contours,) = (trace for trace in drawn.data if trace.type == "contour")
+    for row, column in ((0, 0), (20, 40), (45, 63)):
+        m, weight = contours.x[column], contours.y[row]
+        n, k = round(np.sqrt(weight / 8)), round(np.sqrt(weight * 8))
+        assert contours.z[row][column] == pytest.approx(gain(m, n, k, 8, CONSTANTS), abs=0.002)
+
+
+def test_the_line_is_where_both_take_as_long_and_lies_in_its_interval(drawn: go.Figure) -> None:
+    lines = traces(drawn)
+    for m, weight in zip(lines["gain 1"].x, lines["gain 1"].y, strict=True):
+        if m is not None:
+            n, k = round(np.sqrt(weight / 8)), round(np.sqrt(weight * 8))
+            assert gain(m, n, k, 8, CONSTANTS) == pytest.approx(1, abs=1e-4)
+    ends = zip(lines["low"].x, lines["gain 1"].x, lines["high"].x, strict=True)
+    assert all(low <= m for low, m, _ in ends if None not in (low, m))
+    assert sum(m is not None for m in lines["gain 1"].x) > 20
+    assert all(2**10 <= m <= 2**20.5 for line in ("low", "gain 1", "high") for m in lines[line].x if m is not None)
+
+
+def test_layouts_stand_at_their_rows_with_their_own_gain(drawn: go.Figure) -> None:
+    marks = traces(drawn)
+    for work in (LARGE, SMALL):
+        (mark,) = (trace for name, trace in marks.items() if name.startswith(work.name))
+        case = work.case
+        assert (mark.x[0], mark.y[0]) == (case.m, case.n * case.k)
+        assert f"{gain(case.m, case.n, case.k, case.groups, CONSTANTS):.2f}" in mark.text[0]
+    assert "predicted, not measured" in drawn.layout.title.text
+
+
+def test_the_bars_of_a_step_add_up_to_its_time() -> None:
+    figure = step_parts(LARGE.case, CONSTANTS)
+    case = LARGE.case
+    for i, precision in enumerate(("bf16", "mxfp8", "mxfp8_wgrad_bf16")):
+        total_s = gemm_time_s(case.m, case.n, case.k, case.groups, precision, CONSTANTS)  # type: ignore[arg-type]
+        assert sum(bar.x[i] for bar in figure.data) == pytest.approx(1e3 * total_s, rel=1e-3)
+    assert "saves time" in figure.layout.title.text
+    assert "loses time" in step_parts(Case(m=512, n=1408, k=2048, groups=8), CONSTANTS).layout.title.text
+
+
+@pytest.mark.parametrize("replayed", [True, False])
+def test_a_replay_says_so(replayed: bool) -> None:
+    figure = measured_speedups(stored(), "fp8", replayed=replayed)
+    assert ("replayed: measured on NVIDIA H100" in figure.layout.title.text.replace("<br>", " ")) is replayed
+    shown = {(x, y) for trace in figure.data for x, y in zip(trace.x, trace.y, strict=True)}
+    table = stored().speedups("fp8")
+    assert shown == {(row.m, round(row.speedup, 4)) for row in table.itertuples()}  # type: ignore[call-overload]
+    assert f"in {(table['speedup'] > 1).sum()} of {len(table)} cases" in figure.layout.title.text
+
+
+def test_the_goal_is_shown_as_missed_where_it_is() -> None:
+    table = leave_one_out()
+    said = predicted_speedups(table).layout.title.text.replace("<br>", " ")
+    assert ("missed" in said) is not table["left_out_within"].all()
+    assert "reached" in predicted_speedups(table.assign(left_out_within=True)).layout.title.text.replace("<br>", " ")
+
+
+def test_the_explorer_follows_its_sliders() -> None:
+    explorer = ShapeExplorer(LARGE.case, CONSTANTS)
+    assert explorer.case == LARGE.case
+    explorer.controls["n"].value = 1408
+    explorer.controls["k"].value = 2048
+    assert "1408" in explorer.figures["parts"].outputs[0]["data"]["text/plain"]
+    rows = break_even_m(1408, 2048, 8, CONSTANTS)
+    assert f"{rows:,.0f} rows" in explorer.words.value
