@@ -74,8 +74,8 @@ class Measurement:
     @property
     def gpu_names(self) -> list[str]:
         """Names of its GPUs; none where it has none or was not measured."""
-        found = (self.content or {}).get("environment", {}).get("gpus") or []
-        return [gpu["name"] if isinstance(gpu, Mapping) else str(gpu) for gpu in found]
+        gpus = (self.content or {}).get("environment", {}).get("gpus") or []
+        return [gpu["name"] if isinstance(gpu, Mapping) else str(gpu) for gpu in gpus]
 
     @property
     def stamp(self) -> str:
@@ -101,8 +101,8 @@ def hardware_of(measured: Measurement) -> str:
     """
     kinds = set(measured.gpu_names)
     if len(kinds) != 1 or not kinds <= GPU_PROFILES.keys():
-        found = ", ".join(sorted(kinds)) or "no GPU"
-        raise BadInput(f"{measured.name} is of {found}; predictions are for {', '.join(GPU_PROFILES)}")
+        names = ", ".join(sorted(kinds)) or "no GPU"
+        raise BadInput(f"{measured.name} is of {names}; predictions are for {', '.join(GPU_PROFILES)}")
     return GPU_PROFILES[kinds.pop()]
 
 
