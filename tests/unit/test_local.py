@@ -22,11 +22,12 @@ from filelock import FileLock
 from moelab.errors import Refused
 from moelab.experiment_file import Study, make_study
 from moelab.launch import local, torchrun
-from moelab.launch.local import Progress, StudyRun, format_seconds, run_study
+from moelab.launch.local import Progress, StudyRun, run_study
 from moelab.runs import collect as collect_module
 from moelab.runs import directory
 from moelab.runs.collect import collect
 from moelab.runs.directory import RunDir, find
+from moelab.runs.follow import format_seconds
 from moelab.runs.status import RESERVE, State, Status
 
 STEPS = 4

@@ -38,7 +38,7 @@ from moelab.runs import directory
 from moelab.runs.collect import Collected, collect_run, save_results
 from moelab.runs.directory import Discovery, RunDir
 from moelab.runs.files import write_json, write_whole
-from moelab.runs.follow import LogFollower
+from moelab.runs.follow import LogFollower, format_seconds
 from moelab.runs.side_files import converted_modules
 from moelab.runs.status import FILE as STATUS_FILE
 from moelab.runs.status import State, Status
@@ -390,19 +390,6 @@ class Progress:
         left_s = self._pace_s.get(self._run.arm, mean) * (self._run.steps - self._step)
         left_s += sum(beside_s + self._pace_s.get(run.arm, mean) * run.steps for run in waiting)
         return f" | about {format_seconds(left_s)} left"
-
-
-def format_seconds(seconds: float) -> str:
-    """A duration for a person.
-
-    >>> format_seconds(200)
-    '3 min 20 s'
-    """
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {minutes} min"
-    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
 def start_in_background(study: Study, runs: Path) -> subprocess.Popen[bytes] | None:

@@ -27,10 +27,9 @@ import numpy as np
 from moelab.errors import BadInput, Refused
 from moelab.launch import local, slurm
 from moelab.launch.cluster import line as one_line
-from moelab.launch.local import format_seconds
 from moelab.launch.slurm import Job, Queue, SlurmError, SlurmMissing, call, checked, state_of, ticket_of, words_of
 from moelab.runs.directory import RunDir
-from moelab.runs.follow import RunFollower, RunNow, StudyFollower
+from moelab.runs.follow import RunFollower, RunNow, StudyFollower, format_seconds
 from moelab.runs.status import State, Status
 from moelab.runs.stragglers import slow_steps
 
