@@ -6,8 +6,6 @@ import doctest
 import importlib
 import itertools
 import math
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -470,8 +468,3 @@ def test_unknown_methods_and_ids_of_another_group_are_refused() -> None:
 @pytest.mark.parametrize("name", ["routing", "traffic"])
 def test_examples_in_the_documentation(name: str) -> None:
     assert doctest.testmod(importlib.import_module(f"moelab.projection.{name}")).failed == 0
-
-
-def test_the_model_loads_neither_torch_nor_plotly() -> None:
-    code = "import sys, moelab.projection; sys.exit(any(name in sys.modules for name in ('torch', 'plotly', 'pandas')))"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from importlib import resources
 from typing import Annotated, Literal
 
 import numpy as np
-import yaml
 from pydantic import BeforeValidator, ConfigDict, TypeAdapter
 
+from moelab.data import read_yaml
 from moelab.errors import BadInput
 
-FILE = "calibration.yaml"
 _CLOSED = ConfigDict(extra="forbid")
 
 
@@ -86,9 +84,7 @@ class Calibration:
     __pydantic_config__ = _CLOSED
 
 
-CALIBRATION: Calibration = TypeAdapter(Calibration).validate_python(
-    yaml.safe_load((resources.files("moelab") / "data" / FILE).read_text())
-)
+CALIBRATION: Calibration = TypeAdapter(Calibration).validate_python(read_yaml("calibration.yaml"))
 HOST_COMPILED_S = 0.0
 """What ``host_layer_s`` is where layers are compiled, on one node; zero, so that nothing draws or replaces it: the 16B
 arms of ``moelab/data/measured/h100_two_by_two.json`` leave no room for any. The rows that it was read off are marked as
@@ -117,17 +113,17 @@ def with_values(calibration: Calibration = CALIBRATION, /, **values: float) -> C
     return replace(calibration, **changed)
 
 
-SPREAD = {"measured": 0.05, "quoted": 0.10, "fitted": 0.10, "assumed": 0.30}
+CONSTANT_SPREAD = {"measured": 0.05, "quoted": 0.10, "fitted": 0.10, "assumed": 0.30}
 """Relative standard deviation of a constant by how it is known."""
 
 
 def drawn(calibration: Calibration, random: np.random.Generator) -> Calibration:
-    """Constants drawn anew around their values, log-normally, each by its :data:`SPREAD`."""
+    """Constants drawn anew around their values, log-normally, each by its :data:`CONSTANT_SPREAD`."""
     constants = {field.name: getattr(calibration, field.name) for field in fields(calibration)}
     return with_values(
         calibration,
         **{
-            name: constant.value * float(np.exp(random.normal(0, SPREAD[constant.how])))
+            name: constant.value * float(np.exp(random.normal(0, CONSTANT_SPREAD[constant.how])))
             for name, constant in constants.items()
         },
     )
