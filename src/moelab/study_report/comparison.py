@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import numpy as np
 from moelab.analysis.compare_runs import Difference, difference, differing_settings
 from moelab.analysis.side import Side, machine_differences, median
 from moelab.analysis.throughput import why_no_gain
-from moelab.analysis.verdict import Verdict
+from moelab.analysis.verdict import Verdict, correct_for_arms
 from moelab.errors import BadInput
 from moelab.runs.files import finite_or_none
 from moelab.runs.status import State
@@ -58,9 +58,9 @@ class Comparison:
 
     @cached_property
     def differences(self) -> list[Difference]:
-        """Loss of every other side against the first."""
+        """Loss of every other side against the first, with verdicts corrected for their number."""
         first, *others = self.sides
-        return [
+        found = [
             difference(
                 first,
                 side,
@@ -71,6 +71,8 @@ class Comparison:
             )
             for side in others
         ]
+        corrected = iter(correct_for_arms([one.verdict for one in found if one.verdict is not None]))
+        return [one if one.verdict is None else replace(one, verdict=next(corrected)) for one in found]
 
     @property
     def verdicts(self) -> list[Verdict]:
