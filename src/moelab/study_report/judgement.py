@@ -68,7 +68,7 @@ class StudyJudgement:
     Attributes:
         name: the study.
         reference: arm that the others are held against.
-        runs: that are judged: of each arm and seed the finished one, else the latest attempt.
+        runs: that are judged: of each arm and seed the finished attempt, else one that diverged, else the latest.
         left_out: every other run that was found.
         planned: arm and seed of each run that the study has; None if that is not known.
         discovery_notes: what a reader should know of the folders.
