@@ -8,7 +8,7 @@ each group of arms; a second call with the same file goes on with what is missin
 compiles some 70 kernels on the way with ``nvcc``, a second or two each, and keeps them for the next call.
 """
 
-from moelab.deepep.all_to_all.main import main
+from moelab.deepep.benchmark import main
 
 if __name__ == "__main__":
     main()

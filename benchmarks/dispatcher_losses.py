@@ -34,7 +34,7 @@ from torch import distributed as dist
 from torchtitan.tools.logging import init_logger
 from torchtitan.trainer import Trainer
 
-from moelab.deepep.elastic import close_exchanges
+from moelab.deepep.buffer import close_exchanges
 from moelab.experiment import Experiment
 from moelab.machine import environment
 from moelab.runs.files import write_json

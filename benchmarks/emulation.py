@@ -41,9 +41,9 @@ from torchtitan.components.quantization.mx import _get_mxfp8_grouped_experts_cls
 from torchtitan.models.common.moe import GroupedExperts
 
 from moelab.machine import environment
+from moelab.marks import Marks
 from moelab.mxfp8.converter import MXFP8Experts, op_config
 from moelab.mxfp8.emulation import grouped_mm
-from moelab.mxfp8.grouped_gemm import Clock
 from moelab.mxfp8.quantise import fake_quantise_both, fake_quantise_columns, fake_quantise_rows
 
 RCEIL = ScaleCalculationMode.RCEIL
@@ -229,12 +229,12 @@ def product_alone(device: torch.device, scale: Scale) -> Iterator[dict[str, Any]
 def median_us(work: Callable[[], object], device: torch.device, turns: int) -> float:
     times = []
     for turn in range(2 + turns):
-        clock = Clock(device)
+        clock = Marks(device)
         clock.start()
         work()
         clock.mark("work")
         if turn > 1:
-            times.append(clock.parts_us()["total"])
+            times.append(clock.total_us())
     return statistics.median(times)
 
 
@@ -307,11 +307,11 @@ def step_us(
 ) -> float:
     x.grad = None
     module.zero_grad(set_to_none=True)
-    clock = Clock(device)
+    clock = Marks(device)
     clock.start()
     module(x, counts).backward(upstream)
     clock.mark("step")
-    return clock.parts_us()["total"]
+    return clock.total_us()
 
 
 def summary(raw: dict[str, list[float]], tokens: int, compiled: bool, scale: Scale) -> dict[str, Any]:

@@ -28,10 +28,9 @@ from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, DeepEPTokenDispatcher
 
 from moelab.deepep import ops
+from moelab.deepep.buffer import exchange, open_exchange
 from moelab.deepep.checkpoint import CommunicationSavingAC, CommunicationSavingFullAC
 from moelab.deepep.dispatcher import DispatchPrecision, padded
-from moelab.deepep.elastic import exchange, open_exchange
-from moelab.deepep.handle import UNALIGNED
 from moelab.mxfp8.converter import MXFP8Experts
 from moelab.mxfp8.dispatch import quantised
 from moelab.titan.routing import draw_experts
@@ -337,7 +336,7 @@ def conserve(mesh: DeviceMesh, routed: Routed, experts: int, alignment: int) -> 
     x_TD[:, 0] = 16 * rank + torch.arange(tokens)  # a number of its own, below 256
     scores_TK = 2.0 ** -(ids_TK % 2)
     rows_RD, scores_R, *handle = ops.dispatch(x_TD.bfloat16(), scores_TK, ids_TK, group, experts, alignment)
-    counts_e = handle[UNALIGNED].long()
+    counts_e = handle[ops.UNALIGNED].long()
     aligned_e = (counts_e + alignment - 1) // alignment * alignment
     starts_e = aligned_e.cumsum(0) - aligned_e
     real = torch.zeros(rows_RD.shape[0], dtype=torch.bool)

@@ -197,17 +197,18 @@ def _status(options: argparse.Namespace) -> int:
 
 
 def _collect(options: argparse.Namespace) -> int:
-    from moelab.runs.collect import collect
+    from moelab.runs.collect import collect, collect_run
     from moelab.runs.directory import discover
 
-    runs, found = collect(options.path), discover(options.path)
+    found = discover(options.path.absolute())
+    runs = [collect_run(run) for run in found.runs] or collect(options.path)
     as_json = {"runs": [run.to_json() for run in runs], **found.to_json()}
     show(options, as_json, "\n".join([*(run.summary for run in runs), *found.lines]))
     return 0
 
 
 def _report(options: argparse.Namespace) -> int:
-    from moelab.study_report import Comparison, judge_paths, write_study_report
+    from moelab.study_report import judge_paths, write_study_report
 
     judged = judge_paths(
         options.paths,
@@ -217,7 +218,7 @@ def _report(options: argparse.Namespace) -> int:
         margin_cap_nats=options.margin_cap,
         dropped_seeds=options.drop_seed,
     )
-    usual = Path("comparison.html") if isinstance(judged, Comparison) else options.paths[0] / "report.html"
+    usual = Path("comparison.html") if judged.study is None else options.paths[0] / "report.html"
     path = write_study_report(judged, options.output or usual, with_paths=options.with_paths)
     show(options, {**judged.to_json(), "report": str(path)}, f"{judged.as_text()}\nreport: {path}")
     return 0

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from run_support import make_run, step_line
+from run_support import make_run
 from torch.utils.tensorboard import SummaryWriter
 
-from moelab.errors import BadInput
 from moelab.experiment import Experiment
 from moelab.runs import COLUMNS
 from moelab.runs.collect import collect, collect_run, joined_rows, newest, save_results
@@ -125,13 +124,6 @@ def test_everything_below_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert joined_rows([]).empty
 
 
-def test_a_run_directory_elsewhere_is_the_same_run(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "here", EXPERIMENT, LOSSES, held_out=7.0)
-    before = collect_run(run).to_json()
-    shutil.move(tmp_path / "here", tmp_path / "there")
-    assert [one.to_json() for one in collect(tmp_path / "there")] == [before]
-
-
 def test_of_several_attempts_the_finished_one_counts_else_the_latest(tmp_path: Path) -> None:
     def attempt(stamp: str, losses: list[float], state: State) -> str:
         run = make_run(tmp_path, EXPERIMENT, losses, state=state)
@@ -189,12 +181,6 @@ def test_a_log_from_elsewhere() -> None:
     assert one.rows["loss"].notna().all()
 
 
-def test_a_log_whose_loss_is_not_finite(tmp_path: Path) -> None:
-    (tmp_path / "a.log").write_text(step_line(1, 8.0) + step_line(2, math.nan))
-    (one,) = collect(tmp_path / "a.log")
-    assert (one.status.state, one.status.reason) == (State.FAILED, "loss is nan at step 2 (segment 0)")
-
-
 def test_a_tensorboard_folder_or_one_of_its_files(tmp_path: Path) -> None:
     folder = tmp_path / "events"
     writer = SummaryWriter(str(folder))
@@ -205,13 +191,6 @@ def test_a_tensorboard_folder_or_one_of_its_files(tmp_path: Path) -> None:
         (one,) = collect(path)
         assert one.rows["loss"].tolist() == [7.0]
     assert collect(folder)[0].run == "events"
-
-
-def test_a_wandb_export(tmp_path: Path) -> None:
-    file = tmp_path / "history.csv"
-    file.write_text("_step,loss_metrics/global_avg_loss,throughput(tps)\n1,8.0,4000\n2,7.5,4100\n")
-    (one,) = collect(file)
-    assert (one.run, one.rows["loss"].tolist()) == ("history", [8.0, 7.5])
 
 
 def test_the_runs_of_a_wandb_chart_keep_their_own_results(tmp_path: Path) -> None:
@@ -227,14 +206,3 @@ def test_the_runs_of_a_wandb_chart_keep_their_own_results(tmp_path: Path) -> Non
     assert (one.run, one.validation_loss, one.status.state, one.diverged) == ("one", 3.0, State.UNKNOWN, None)
     assert (two.run, two.validation_loss, two.status.state) == ("two", 9.0, State.FAILED)
     assert two.diverged == "loss is nan at step 90 (segment 0)"
-
-
-@pytest.mark.parametrize("name", ["empty.log", "binary.log", "a.csv", "a.json", "folder", "missing"])
-def test_what_is_none_of_them(tmp_path: Path, name: str) -> None:
-    path = tmp_path / name
-    if name == "folder":
-        path.mkdir()
-    elif name != "missing":
-        path.write_bytes(bytes(range(256)) if name == "binary.log" else b"")
-    with pytest.raises(BadInput, match=name):
-        collect(path)

@@ -19,7 +19,7 @@ from moelab.experiment import Experiment
 from moelab.runs.collect import collect_run
 from moelab.runs.directory import RunDir
 from moelab.runs.side_files import Environment, read_side_files
-from moelab.study_report import judge_study, provenance, report_on
+from moelab.study_report import judge_study, page, provenance
 
 STEPS = 8
 SOUND = (0, 1, 2)
@@ -116,7 +116,7 @@ def reported(study: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
 def test_a_damaged_file_degrades_its_run_by_name_and_no_other(
     sound: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(report_on, "study_figures", lambda judged: [])  # most of the time; drawn in the test below
+    monkeypatch.setattr(page, "report_figures", lambda judged: [])  # most of the time; drawn in the test below
     shutil.copytree(sound, tmp_path / "runs")
     damaged = {}
     for seed, kind in enumerate(DAMAGES, start=len(SOUND)):

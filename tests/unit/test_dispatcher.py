@@ -11,8 +11,8 @@ from dispatcher_ranks import Case, Ranks, Routed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moelab.deepep.buffer import check_sizes
 from moelab.deepep.dispatcher import PaddedDispatcher
-from moelab.deepep.elastic import check_sizes
 from moelab.errors import BadInput
 
 BF16_ULP = 2.0**-8

@@ -24,8 +24,7 @@ from moelab.experiment import Experiment
 from moelab.launch.follow_terminal import ASK_INTERVAL_S, follow, run_line
 from moelab.runs import LogFollower, directory, merge_segments, read_log
 from moelab.runs.directory import RunDir
-from moelab.runs.follow import StudyFollower
-from moelab.runs.rank_steps import KEPT_LINES, KEPT_STEPS, LONGEST_LINE_CHARACTERS
+from moelab.runs.follow import KEPT_LINES, KEPT_STEPS, LONGEST_LINE_CHARACTERS, StudyFollower
 from moelab.runs.status import State, Status
 
 MIDNIGHT = datetime(2026, 9, 14)

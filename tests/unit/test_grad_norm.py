@@ -18,7 +18,6 @@ from torch.utils.tensorboard import SummaryWriter
 
 from moelab.cli import main
 from moelab.experiment import Experiment
-from moelab.runs import iter_rows
 from moelab.runs.collect import Collected, collect, collect_run
 from moelab.runs.directory import RunDir
 from moelab.runs.follow import StudyFollower
@@ -124,12 +123,6 @@ def test_every_source_tells_what_was_reported(
     assert (one.status.state, one.diverged) == (State.UNKNOWN, None)
     assert (finding or "gradient") in one.summary or finding is None
     assert ("gradient norm" in one.summary) == (finding is not None)
-
-
-def test_the_stream_of_rows_has_nan(tmp_path: Path) -> None:
-    lines = log(tmp_path / "a.log", {1: 2.4, 2: NAN, 3: INF, 4: None}).read_text().splitlines()
-    np.testing.assert_array_equal([row.grad_norm for row in iter_rows(lines)], [2.4, NAN, INF, NAN])
-    np.testing.assert_array_equal(read_log(lines).rows["grad_norm"], [2.4, NAN, INF, NAN])
 
 
 EXPERIMENT = Experiment(name="s", steps=4, precision="mxfp8", seed=1)

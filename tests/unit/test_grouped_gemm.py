@@ -19,10 +19,10 @@ from torchao.prototype.moe_training import fp8_grouped_mm, kernels, mxfp8_groupe
 from torchao.prototype.moe_training.kernels.mxfp8 import cute_utils
 
 from moelab.errors import BadInput
+from moelab.marks import Marks
 from moelab.mxfp8 import grouped_gemm
 from moelab.mxfp8 import kernels as mxfp8_kernels
 from moelab.mxfp8.grouped_gemm import (
-    Clock,
     NoKernels,
     Operands,
     Spread,
@@ -308,7 +308,7 @@ def test_components_are_the_kernels_that_torchao_calls(
 ) -> None:
     stand_in(recorder)
     operands = make_operands(SMALL, CPU, block=ROW_BLOCK[precision])
-    step(grouped_mm(precision), operands)(Clock(CPU))
+    step(grouped_mm(precision), operands)(Marks(CPU))
     of_torchao = recorder.taken()
     for part in components(operands, precision):
         part.call()
@@ -329,8 +329,8 @@ def test_casts_of_components_read_each_operand_as_often_as_the_model_says(record
 def test_alternatives_take_turns_and_spread_is_numpys() -> None:
     turns: list[str] = []
 
-    def work(name: str) -> Callable[[Clock], None]:
-        def run(clock: Clock) -> None:
+    def work(name: str) -> Callable[[Marks], None]:
+        def run(clock: Marks) -> None:
             turns.append(name)
             clock.mark("first")
             clock.mark("second")

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moelab.deepep.elastic import check_sizes
+from moelab.deepep.buffer import check_sizes
 from moelab.errors import BadInput, Refused
 from moelab.experiment import Experiment
 from moelab.hardware import GROUP_PADDING

@@ -20,9 +20,8 @@ from moelab.experiment import Experiment
 from moelab.launch.slurm.client import SlurmError
 from moelab.runs import directory, metrics_table
 from moelab.runs.directory import RunDir
-from moelab.runs.follow import StudyFollower
-from moelab.runs.log_lines import FIELDS, LogLine
-from moelab.runs.rank_steps import RankSteps, RankTable
+from moelab.runs.follow import RankSteps, RankTable, StudyFollower
+from moelab.runs.log import FIELDS, LogLine
 from moelab.runs.status import State, Status
 from moelab.viz.dashboard import (
     MOST_POINTS,

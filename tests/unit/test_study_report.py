@@ -92,7 +92,6 @@ def test_a_run_that_failed_is_shown_and_not_judged(study: Path) -> None:
     judged = judge_study(study)
     assert (len(judged.finished), len(judged.runs), judged.verdicts[0].n_seeds) == (8, 9, 4)
     assert "8 of 9 runs finished" in judged.as_text()
-    assert "failed: rank 1: ValueError: x" in report_of(study)
     assert math.isnan(judged.final_loss(next(run for run in judged.runs if run.seed == 4)))
 
 
@@ -101,7 +100,12 @@ def test_one_arm_only(tmp_path: Path) -> None:
         run_of(tmp_path, "bf16", seed, SEEDS[seed])
     study = tmp_path / "runs" / "s"
     judged = judge_study(study)
-    assert (judged.arms, judged.verdicts, judged.gains, judged.held_out) == (["bf16_standard"], [], [], [])
+    assert ([side.arm for side in judged.sides], judged.verdicts, judged.gains, judged.held_out) == (
+        ["bf16_standard"],
+        [],
+        [],
+        [],
+    )
     assert "No verdict: no run of an arm beside the reference bf16_standard finished" in judged.as_text()
     assert "Study s" in report_of(study)
     json.dumps(judged.to_json(), allow_nan=False)
@@ -112,7 +116,7 @@ def test_a_reference_that_failed(tmp_path: Path) -> None:
     run_of(tmp_path, "mxfp8", 0, 5.0)
     study = tmp_path / "runs" / "s"
     judged = judge_study(study)
-    assert (judged.arms, judged.verdicts) == (["mxfp8_standard"], [])
+    assert ([side.arm for side in judged.sides if side.finished], judged.verdicts) == (["mxfp8_standard"], [])
     assert "No verdict: no run of the reference bf16_standard finished" in judged.as_text()
     assert "killed by SIGKILL" in report_of(study)
 
@@ -167,19 +171,6 @@ def test_a_held_out_loss_that_is_nan_or_missing(tmp_path: Path) -> None:
     assert not re.search(r"\bnan\b", shown, re.I)
 
 
-def test_one_seed_gives_finite_json(tmp_path: Path) -> None:
-    for precision in ("bf16", "mxfp8"):
-        run_of(tmp_path, precision, 0, 5.0)
-    judged = judge_study(tmp_path / "runs" / "s")
-    (verdict,) = json.loads(json.dumps(judged.to_json(), allow_nan=False))["verdicts"]
-    assert (verdict["answer"], verdict["interval_nats"], verdict["margin_nats"]) == (
-        "insufficient data",
-        [None, None],
-        None,
-    )
-    assert report_of(tmp_path / "runs" / "s")
-
-
 def test_a_field_changed_within_an_arm_is_not_averaged_away(study: Path) -> None:
     """Two newer seeds of BF16 of another learning rate than all other runs: named, neither judged nor averaged."""
     for old in (study / "bf16_standard").glob("seed*/*"):
@@ -214,26 +205,14 @@ def test_a_study_that_is_given_decides_which_settings_are_judged(study: Path) ->
     assert mixed.gains  # a step takes as long at another learning rate
 
 
-def test_a_run_shorter_than_the_warm_up_has_a_report_without_throughput(tmp_path: Path) -> None:
-    for precision in ("bf16", "mxfp8"):
-        make_run(tmp_path / "runs", Experiment(name="s", steps=2, precision=precision), [8.0, 7.9])
-    judged = judge_study(tmp_path / "runs" / "s")
-    assert judged.throughput == []
-    assert "tokens/s" not in judged.as_text()
-    assert "loss" in report_of(tmp_path / "runs" / "s")
-
-
 def test_a_study_is_found_from_anywhere(study: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = judge_study(study).as_text()
     (study.parent / "latest").symlink_to(study)
     for folder, path in ((study, "."), (study / "bf16_standard", ".."), (study.parent, "s"), (study.parent, "latest")):
         monkeypatch.chdir(folder)
         judged = judge_study(Path(path))
-        assert (judged.name, judged.as_text()) == ("s", text)
-
-
-def test_one_arm_of_a_study_can_be_looked_at(study: Path) -> None:
-    assert judge_study(study / "bf16_standard").arms == ["bf16_standard"]
+        assert (judged.study, judged.as_text()) == ("s", text)
+    assert [side.arm for side in judge_study(study / "bf16_standard").sides] == ["bf16_standard"]
 
 
 def test_what_is_no_study(study: Path, tmp_path: Path) -> None:
@@ -255,24 +234,54 @@ def test_what_is_no_study(study: Path, tmp_path: Path) -> None:
 # What the report must not contain
 
 
-def test_a_report_names_no_folder_user_or_host_of_the_machine(study: Path) -> None:
-    reason = f"the launcher failed: [Errno 28] No space left on device: '{study}/bf16_standard/x/metrics.parquet'"
-    run_of(study.parents[1], "bf16", 7, 5.0, losses=[8.0], state=State.FAILED, reason=reason)
-    page = html.unescape(own_text(report_of(study)))
-    assert "No space left on device: '…/metrics.parquet'" in page
+HOSTILE = "rank 0: ValueError: <script>alert(1)</script>\"'><img src=x onerror=alert(2)> {{ 7 * 7 }}"
+
+
+def test_a_page_is_private_inert_and_offline(study: Path) -> None:
+    full = f"the launcher failed: [Errno 28] No space left on device: '{study}/bf16_standard/x/metrics.parquet'"
+    for seed, reason in enumerate((full, HOSTILE, "WANDB_API_KEY=0123abc was refused"), start=7):
+        run_of(study.parents[1], "bf16", seed, 5.0, losses=[8.0], state=State.FAILED, reason=reason)
+    page = own_text(report_of(study))
+    assert "<script>alert(1)" not in page
+    assert "<img src=x" not in page
+    assert not re.search(r"""(?:src|href)\s*=\s*["']?(?:https?:)?//""", page)
+    assert page.count("<!DOCTYPE html>") == 1
+    text = html.unescape(page)
+    assert HOSTILE in text
+    assert "emulated MXFP8 kernels: not a statement about speed" in text
+    assert "No space left on device: '…/metrics.parquet'" in text
     for word in (str(study.parents[1]), str(Path.home()) + "/", "/home/", "alice", "/tmp/", socket.gethostname()):
-        assert word not in page
-    assert getpass.getuser() == "root" or getpass.getuser() not in page
-
-
-def test_folders_are_shown_if_they_are_asked_for(study: Path) -> None:
-    run_of(
-        study.parents[1], "bf16", 7, 5.0, losses=[8.0], state=State.FAILED, reason="WANDB_API_KEY=0123abc was refused"
-    )
+        assert word not in text
+    assert getpass.getuser() == "root" or getpass.getuser() not in text
     path = write_study_report(judge_study(study), study / "report.html", with_paths=True)
-    page = html.unescape(own_text(path.read_text()))
-    assert f"--dump_folder {study}/bf16_standard/seed" in page
-    assert "WANDB_API_KEY=*** was refused" in page  # keys stay hidden all the same
+    with_paths = html.unescape(own_text(path.read_text()))
+    assert f"--dump_folder {study}/bf16_standard/seed" in with_paths
+    assert "WANDB_API_KEY=*** was refused" in with_paths  # keys stay hidden all the same
+
+
+def test_one_seed_of_two_steps(tmp_path: Path) -> None:
+    for precision in ("bf16", "mxfp8"):
+        make_run(tmp_path / "runs", Experiment(name="s", steps=2, precision=precision), [5.0, 4.9])
+    judged = judge_study(tmp_path / "runs" / "s")
+    (verdict,) = json.loads(json.dumps(judged.to_json(), allow_nan=False))["verdicts"]
+    assert (verdict["answer"], verdict["interval_nats"], verdict["margin_nats"]) == (
+        "insufficient data",
+        [None, None],
+        None,
+    )
+    assert judged.throughput == []
+    assert "tokens/s" not in judged.as_text()
+    assert "loss" in report_of(tmp_path / "runs" / "s")
+
+
+def test_a_report_is_the_same_after_the_runs_moved(study: Path, tmp_path: Path) -> None:
+    def told(path: Path) -> tuple[Any, ...]:
+        judged = judge_study(path)
+        return judged.as_text(), judged.to_json(), {**provenance(judged), "Written": ""}
+
+    before = told(study)
+    shutil.move(study.parent, tmp_path / "elsewhere")
+    assert told(tmp_path / "elsewhere" / "s") == before
 
 
 @pytest.mark.parametrize(
@@ -292,29 +301,3 @@ def test_commands_are_shown_without_folders(tmp_path: Path, before: str, after: 
     run = run_of(tmp_path, "bf16", 0, 5.0)
     (run.path / "launch" / "command.sh").write_text(before + "\n")
     assert provenance(judge_study(tmp_path / "runs" / "s"))["Command, BF16 + standard all-to-all, seed 0"] == after
-
-
-HOSTILE = "rank 0: ValueError: <script>alert(1)</script>\"'><img src=x onerror=alert(2)> {{ 7 * 7 }}"
-
-
-def test_hostile_text_is_shown_and_not_run(study: Path) -> None:
-    run_of(study.parents[1], "bf16", 8, 5.0, losses=[8.0], state=State.FAILED, reason=HOSTILE)
-    page = report_of(study)
-    assert "<script>alert(1)" not in page
-    assert "<img src=x" not in page
-    assert HOSTILE in html.unescape(page)
-
-
-def test_a_report_opens_offline(study: Path) -> None:
-    page = own_text(report_of(study))
-    assert not re.search(r"""(?:src|href)\s*=\s*["']?(?:https?:)?//""", page)
-    assert page.count("<!DOCTYPE html>") == 1
-    assert "emulated MXFP8 kernels: not a statement about speed" in page
-
-
-def test_a_report_is_the_same_after_the_runs_moved(study: Path, tmp_path: Path) -> None:
-    before = report_of(study)
-    shutil.move(study.parent, tmp_path / "elsewhere")
-    after = report_of(tmp_path / "elsewhere" / "s")
-    same = [re.sub(r"\d{4}-\d\d-\d\d \d\d:\d\d UTC", "", page) for page in (before, after)]
-    assert same[0] == same[1]

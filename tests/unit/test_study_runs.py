@@ -19,7 +19,7 @@ from moelab.runs.collect import collect_run
 from moelab.runs.directory import RunDir
 from moelab.runs.files import write_json
 from moelab.runs.status import State
-from moelab.study_report import StudyJudgement, judge_paths, judge_study, provenance, report_figures, write_study_report
+from moelab.study_report import judge_paths, judge_study, provenance, report_figures, write_study_report
 
 STEPS = 8
 SEEDS = range(5)
@@ -110,7 +110,7 @@ def test_a_field_that_makes_an_arm_is_no_other_setting(tmp_path: Path) -> None:
     for one in study.experiments:
         make_run(tmp_path, one, [4.0 + 0.02 * one.seed] * STEPS)
     judged = judge_study(tmp_path / "s")
-    assert judged.arms == ["bf16_standard", "bf16_standard_compile-loss"]
+    assert [side.arm for side in judged.sides] == ["bf16_standard", "bf16_standard_compile-loss"]
     assert len(judged.gains) == 1
     assert not any("differ" in note for note in judged.notes)
 
@@ -202,7 +202,7 @@ def test_an_attempt_that_diverged_is_told_of_although_another_finished(tmp_path:
     run_of(tmp_path, "mxfp8", 0, losses=[4.0, math.nan])
     run_of(tmp_path, "mxfp8", 1, losses=[4.0], state=State.CANCELLED)
     judged = judge_study(study)
-    assert (judged.verdicts[0].n_seeds, len(judged.left_out)) == (5, 2)
+    assert (judged.verdicts[0].n_seeds, len(judged.not_judged)) == (5, 2)
     told = judged.to_json()["note"]
     assert "this one diverged: loss is nan at step 2 (segment 0)" in told
     assert "seed 1: another attempt" not in told  # replaced by one that finished: in the table alone
@@ -264,6 +264,11 @@ def test_no_gain_is_claimed_between_machines(tmp_path: Path) -> None:
     assert not any("%" in one.text for one in report_figures(judged)[-1].figure.layout.annotations)
 
 
+@pytest.fixture(scope="module")
+def on_h100(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return study_of(tmp_path_factory.mktemp("h100"), lambda precision, seed: {"gpus": H100})
+
+
 @pytest.mark.parametrize(
     ("other", "words", "of_the_loss"),
     [
@@ -280,11 +285,12 @@ def test_no_gain_is_claimed_between_machines(tmp_path: Path) -> None:
     ],
 )
 def test_what_a_gain_and_a_loss_depend_on(
-    tmp_path: Path, other: dict[str, Any], words: str | None, of_the_loss: bool
+    on_h100: Path, other: dict[str, Any], words: str | None, of_the_loss: bool
 ) -> None:
-    study = study_of(tmp_path, lambda precision, seed: {"gpus": H100} | (other if precision == "mxfp8" else {}))
-    judged = judge_study(study)
-    assert judged.no_gain.get("mxfp8_standard") == words
+    for run in on_h100.glob("mxfp8_standard/*/*"):
+        write_json(run / "environment.json", ENVIRONMENT | {"gpus": H100} | other)
+    judged = judge_study(on_h100)
+    assert judged.no_gain.get("MXFP8 + standard all-to-all") == words
     assert bool(judged.gains) == (words is None)
     assert ("what computes the loss" in judged.verdicts[0].sentence()) == of_the_loss
 
@@ -293,7 +299,7 @@ def test_one_run_on_another_machine_is_counted_apart(tmp_path: Path) -> None:
     study = study_of(tmp_path, lambda precision, seed: {"gpus": H100} | (packages(torch="2.13.0") if seed == 4 else {}))
     judged = judge_study(study)
     words = "torch 2.14.0 in 4 runs, 2.13.0 in 1 run against 2.14.0 in 4 runs, 2.13.0 in 1 run"
-    assert judged.no_gain == {"mxfp8_standard": words}
+    assert judged.no_gain == {"MXFP8 + standard all-to-all": words}
     assert words in judged.verdicts[0].sentence()
     assert "torch 2.14.0 in 8 runs, 2.13.0 in 2 runs" in provenance(judged)["Software"]
     assert provenance(judged)["Hardware"] == "2 × NVIDIA H100"
@@ -343,14 +349,16 @@ def test_kernels_that_differ_within_an_arm_give_no_gain(tmp_path: Path) -> None:
     (run,) = (study / "mxfp8_standard" / "seed0").iterdir()
     write_json(run / "launch" / "converted" / "rank0.json", {"kernels": "native", "modules": ["layers.1"]})
     judged = judge_study(study)
-    assert judged.no_gain == {"mxfp8_standard": "MXFP8 kernels emulated in 4 runs, native in 1 run of one arm"}
+    assert judged.no_gain == {
+        "MXFP8 + standard all-to-all": "MXFP8 kernels emulated in 4 runs, native in 1 run of one arm"
+    }
 
 
 def test_sides_of_other_machines_have_no_ratio(tmp_path: Path) -> None:
     study = study_of(tmp_path, lambda precision, seed: {"gpus": H100 if precision == "bf16" else B200})
     found = judge_paths([study, study / "bf16_standard"])
-    assert not isinstance(found, StudyJudgement)
-    assert list(found.no_ratio) == ["MXFP8 + standard all-to-all"]
+    assert found.study is None
+    assert list(found.no_gain) == ["MXFP8 + standard all-to-all"]
     assert "machine 2 × NVIDIA B200 against 2 × NVIDIA H100" in found.speed_note
     speed = report_figures(found)[2].figure.layout.title.text.replace("<br>", " ")
     assert "logged 9,000 and 1,000 tokens/s, not on like machines: no gain is claimed" in speed

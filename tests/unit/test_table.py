@@ -12,11 +12,9 @@ import pytest
 from moelab.runs import (
     COLUMNS,
     NotAWandbExport,
-    cluster_tps,
     combine,
     merge_segments,
     metrics_table,
-    overlap,
     read_log,
     read_wandb,
     throughput_rows,
@@ -46,17 +44,6 @@ def test_merge_keeps_runs_apart_and_the_last_of_three_segments() -> None:
     assert picked(merge_segments(table), "seed", "step", "loss") == [(0, 10, 9.0), (0, 20, 3.0), (1, 20, 7.0)]
 
 
-def test_overlap_compares_consecutive_segments() -> None:
-    table = metrics_table(
-        {"segment": [0, 0, 1, 2, 2], "step": [10, 20, 20, 20, 30], "loss": [9.0, 8.0, 8.5, 8.25, 7.0]}
-    )
-    assert picked(overlap(table), "step", "segment_before", "segment_after", "loss_difference") == [
-        (20, 0, 1, 0.5),
-        (20, 1, 2, -0.25),
-    ]
-    assert overlap(table[table["segment"] == 0]).empty
-
-
 def test_throughput_leaves_out_warm_up_and_the_first_row_after_a_restart() -> None:
     rows = read_log(CASES / "restart.log").rows
     assert throughput_rows(rows, warmup_steps=0)["tps"].tolist() == [9000, 9010, 9005]
@@ -65,10 +52,6 @@ def test_throughput_leaves_out_warm_up_and_the_first_row_after_a_restart() -> No
         {"segment": [0] * 20, "step": range(1, 21), "tps": [math.nan if s == 9 else s for s in range(1, 21)]}
     )
     assert throughput_rows(steps, warmup_steps=5)["step"].tolist() == [6, 7, 8, *range(10, 21)]
-
-
-def test_cluster_throughput() -> None:
-    assert cluster_tps(12846, 256) == 3288576
 
 
 def table(

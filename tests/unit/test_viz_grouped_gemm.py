@@ -19,7 +19,7 @@ LARGE, SMALL = published_work()
 @pytest.fixture(scope="module")
 def drawn() -> go.Figure:
     mine = expert_work("mine", "16B", 8192, ep=8)
-    return gain_map(fit_b200(), (LARGE, SMALL, mine), aspect=3.5, resamples=20)
+    return gain_map(fit_b200(), (LARGE, SMALL, mine), aspect=8, resamples=20)
 
 
 def traces(figure: go.Figure) -> dict[str, go.Scatter]:
@@ -30,7 +30,7 @@ def test_the_map_is_the_models_gain(drawn: go.Figure) -> None:
     (contours,) = (trace for trace in drawn.data if trace.type == "contour")
     for row, column in ((0, 0), (20, 40), (45, 63)):
         m, weight = contours.x[column], contours.y[row]
-        n, k = round(np.sqrt(weight / 3.5)), round(np.sqrt(weight * 3.5))
+        n, k = round(np.sqrt(weight / 8)), round(np.sqrt(weight * 8))
         assert contours.z[row][column] == pytest.approx(gain(m, n, k, 8, CONSTANTS), abs=0.002)
 
 
@@ -38,11 +38,12 @@ def test_the_line_is_where_both_take_as_long_and_lies_in_its_interval(drawn: go.
     lines = traces(drawn)
     for m, weight in zip(lines["gain 1"].x, lines["gain 1"].y, strict=True):
         if m is not None:
-            n, k = round(np.sqrt(weight / 3.5)), round(np.sqrt(weight * 3.5))
+            n, k = round(np.sqrt(weight / 8)), round(np.sqrt(weight * 8))
             assert gain(m, n, k, 8, CONSTANTS) == pytest.approx(1, abs=1e-4)
     ends = zip(lines["low"].x, lines["gain 1"].x, lines["high"].x, strict=True)
     assert all(low <= m for low, m, _ in ends if None not in (low, m))
     assert sum(m is not None for m in lines["gain 1"].x) > 20
+    assert all(2**10 <= m <= 2**20.5 for line in ("low", "gain 1", "high") for m in lines[line].x if m is not None)
 
 
 def test_layouts_stand_at_their_rows_with_their_own_gain(drawn: go.Figure) -> None:

@@ -90,12 +90,14 @@ def test_what_is_no_block_is_refused(values: torch.Tensor) -> None:
 
 def test_the_block_figure_shows_its_numbers() -> None:
     block = one_block(TENSORS["easy"][0, :32])
+    assert -min(block.errors) > max(block.errors)
     figure = block_figure(block, source="here")
     exact, stored, error = figure.data
     assert tuple(exact.y) == block.values
     assert tuple(stored.y) == block.read_back
     assert tuple(error.y) == tuple(100 * each for each in block.errors)
     assert f"the scale is 2^{block.exponent}" in title(figure)
+    assert f"the worst error {-100 * min(block.errors):.1f} %" in title(figure)
     assert "here" in title(figure)
 
 

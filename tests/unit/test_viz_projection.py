@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from moelab.analysis.interaction import interaction
 from moelab.analysis.published import GAINS, THROUGHPUT
+from moelab.analysis.throughput import interaction
 from moelab.errors import BadInput, Refused
 from moelab.experiment import Experiment, Precision
 from moelab.hardware.spec import ImpossibleHardware

@@ -14,9 +14,9 @@ import pytest
 from figure_support import notes, shown_title, title
 
 from moelab.analysis.two_by_two import ArmResult, arm_results, checkpointing_table, goal_lines, result_table
-from moelab.deepep.all_to_all import OPERATIONS as ALL_OPERATIONS
-from moelab.deepep.all_to_all import ROUTINGS, plan
-from moelab.deepep.all_to_all import SIZES as MEASURED_SIZES
+from moelab.deepep.benchmark_cases import OPERATIONS as ALL_OPERATIONS
+from moelab.deepep.benchmark_cases import ROUTINGS, plan
+from moelab.deepep.benchmark_cases import SIZES as MEASURED_SIZES
 from moelab.errors import BadInput
 from moelab.hardware import cluster_of
 from moelab.notebooks.all_to_all import ExperimentFailed, can_use_gpus, measure_all_to_all
@@ -32,7 +32,7 @@ from moelab.projection import (
     simulate_rows,
 )
 from moelab.projection.exchange import QUOTED
-from moelab.projection.measured import ALL_TO_ALL, COMMANDS, TWO_BY_TWO, Measurement, load_measured
+from moelab.projection.measured import ALL_TO_ALL, ALL_TO_ALL_H200, COMMANDS, TWO_BY_TWO, Measurement, load_measured
 from moelab.projection.traffic import EXPANDING, EXPANDING_FP8, STOCK_DEEPEP, STOCK_STANDARD, gather_passes, padded_rows
 from moelab.viz.deepep import (
     ARM_LOOKS,
@@ -125,6 +125,9 @@ def test_bytes_by_degree_are_the_models() -> None:
     assert lines[name, "y"]["32"] == pytest.approx(sent.network / 1e9)
     assert lines[name, "y2"]["32"] == pytest.approx(sent.nvlink / 1e9)
     assert lines[name, "y"]["8"] == 0
+    drawn = [name for name, axis in lines if axis == "y"]
+    assert sum("balanced random" in name for name in drawn) == sum("forced round-robin" in name for name in drawn) == 2
+    assert drawn.count("standard all-to-all") == 1
     assert set(lines[name, "y"]) == {"2", "4", "8", "16", "32", "64"}
     assert "nothing leaves the node" in title(bytes_by_ep([RANDOM], ONE_NODE, tokens=64, hidden=2048))
 
@@ -214,8 +217,8 @@ def made_up_exchanges() -> dict[str, Any]:
     times = {"standard bf16": 4000.0, "deepep bf16 dense": 3000.0, "deepep bf16 expanded": 2000.0}
     rows: list[dict[str, Any]] = [
         {**shared, "routing": routing, "arm": arm, "backend": arm.split()[0], "precision": "bf16"}
-        | {"sms_chosen_by": "library", "operation": operation, "us_median": us}
-        for routing in ("random_balanced", "round_robin")
+        | {"sms_chosen_by": "library", "operation": operation, "us_median": us * share}
+        for routing, share in (("random_balanced", 1.0), ("round_robin", 0.5))
         for arm, us in times.items()
         for operation in ("dispatch", "combine", "combine_backward", "dispatch_backward")
     ]
@@ -247,14 +250,15 @@ def test_exchange_times_are_drawn_by_way_and_routing() -> None:
     assert "standard 16.00 ms, DeepEP expanding 8.00 ms under random balanced routing" in title(figure)
     assert "measured elsewhere, replayed" in title(figure)
     assert "2 × MADE-UP GPU, torch 0, 2000-01-01" in title(figure)
-    assert [list(bar.y) for bar in bars(figure, "standard, BF16")] == [[4.0] * 4] * 2
+    assert [list(bar.y) for bar in bars(figure, "standard, BF16")] == [[4.0] * 4, [2.0] * 4]
     assert bars(figure, "standard, BF16")[0].error_y.array == (0.05,) * 4
     assert not bars(figure, "HybridEP")  # it failed
 
 
 def test_every_way_that_the_experiment_measures_can_be_drawn() -> None:
     groups = plan(MEASURED_SIZES, ROUTINGS, ("standard", "deepep", "hybridep"), ())
-    assert {arm.name for group in groups for arm in group.arms} == set(ARM_LOOKS)
+    older = {row["arm"] for row in load_measured(ALL_TO_ALL_H200).rows if row["sms_chosen_by"] == "library"}
+    assert {arm.name for group in groups for arm in group.arms} | older == set(ARM_LOOKS)
     assert set(OPERATIONS) == set(ALL_OPERATIONS)
 
 

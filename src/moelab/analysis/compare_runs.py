@@ -1,32 +1,56 @@
-"""Runs side by side: what each did, and how far its loss is from that of the first.
+"""In what runs differ: their settings, their machines and software, and how far their losses are apart.
 
 A *side* of a comparison is one run, or the runs of one arm that differ in nothing but the seed. Sides may come from
 anywhere: our studies, or logs of someone else's training. So every number may be missing, which is NaN here and a dash
 for the reader, and what a difference is worth depends on what is known:
 
 * Where both sides have seeds in common, the difference is paired by seed and judged as in a study, if on the steps that
-  both logged.
+  both logged. A seed of ours that diverged is a finding here as there.
 * Otherwise there is one curve against another. Its spread over the last steps says how noisy the difference is from
   step to step; it is no interval, since another seed might have given another difference.
-* A side that diverged, or ended before its planned steps, is not judged: what it logged before says nothing about the
-  end. The report says which side it was and at which step.
+* A side from elsewhere that diverged, or any that ended before its planned steps, is not judged: what it logged before
+  says nothing about the end. The report says which side it was and at which step.
+
+A verdict and a gain are of the arms alone only where all else is the same. What is not known of a run, such as the
+machine of one whose ``environment.json`` is damaged, is no difference; it is named where the run is.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pandas as pd
 
-from moelab.analysis.comparable import caveats
-from moelab.analysis.convergence import compare_convergence, first_final_step
+from moelab.analysis.convergence import ArmSeed, compare_convergence, compare_held_out, first_final_step
 from moelab.analysis.side import Side
 from moelab.analysis.verdict import Verdict
-from moelab.model import shape_for
+from moelab.experiment import Experiment
+from moelab.model import shape_for, tokenizer_size
+from moelab.runs.collect import Collected
+from moelab.runs.settings import spread
 from moelab.runs.table import merge_segments
+
+ARM_FIELDS = frozenset(
+    {
+        "seed",
+        "precision",
+        "mxfp8_kernels",
+        "quantize",
+        "wgrad",
+        "ep_backend",
+        "ep_kernels",
+        "dispatch_precision",
+        "routing",
+    }
+)
+"""What sets two arms apart; every other field should be the same in both."""
+NOT_FOR_SPEED = frozenset({"lr", "warmup_steps", "steps", "dataset"})
+"""Settings that a step's time does not depend on."""
+SPEED_PACKAGES = ("torch", "nvidia-nccl-cu13", "torchtitan", "torchao", "triton", "deep_ep")
+LOSS_PACKAGES = ("torch", "torchtitan", "torchao", "triton")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +64,8 @@ class Difference:
         first_step: of the last part, which the difference is a mean over; up to the last of ``steps``.
         nats: mean difference over that part, this side − first; NaN if one diverged.
         spread_nats: standard deviation of the difference from step to step in that part.
-        verdict: with seeds in common, the judgement over them; None without.
-        unfinished: which of the two diverged or ended before its planned steps, so that there is no verdict.
+        verdict: where both sides' seeds are known, the judgement over them; None without.
+        unfinished: which of the two diverged or ended before its planned steps.
     """
 
     reference: str
@@ -54,14 +78,19 @@ class Difference:
     unfinished: str = ""
 
     @property
+    def judged(self) -> Verdict | None:
+        """The verdict if it says anything: over seeds in common, or for those that diverged."""
+        return self.verdict if self.verdict is not None and (self.verdict.seeds or self.unfinished) else None
+
+    @property
     def paired(self) -> bool:
         """Whether there are seeds enough for an interval over them."""
         return self.verdict is not None and self.verdict.n_seeds > 1
 
     def sentence(self) -> str:
         """State the difference and what it is worth."""
-        if self.verdict is not None and self.verdict.seeds:
-            return self.verdict.sentence()
+        if self.judged is not None:
+            return self.judged.sentence()
         unjudged = f"{self.unfinished}: no verdict. " if self.unfinished else ""
         if not self.steps:
             return f"{unjudged}{self.label} and {self.reference} have no step with a loss in common: no difference."
@@ -75,52 +104,62 @@ class Difference:
         return f"{unjudged}{self.label} differs from {self.reference} by {self.nats:+.4f} nats {where}{spread}.{worth}"
 
 
-def difference(
-    reference: Side,
-    side: Side,
+def judge_sides(
+    measured: pd.DataFrame | Mapping[ArmSeed, float],
+    sides: Sequence[Side],
     *,
-    final_fraction: float = 0.1,
-    margin_nats: float | None = None,
-    margin_cap_nats: float | None = None,
-    dropped_seeds: Collection[int] = (),
-) -> Difference:
+    name: Callable[[Side], str],
+    dropped_seeds: Iterable[int] = (),
+    **options: Any,
+) -> list[Verdict]:
+    """Judge sides against the first, and say in what else they differ.
+
+    Args:
+        measured: metrics table of the runs that finished, or the held-out loss by name and seed.
+        sides: those to judge, behind the one that they are held against.
+        name: of a side in ``measured``.
+        dropped_seeds: left out of all sides; a seed of none changes nothing.
+        **options: of :func:`~moelab.analysis.convergence.compare_convergence` or ``compare_held_out``; seeds in
+            ``diverged`` and ``lost`` come beside those of the sides.
+    """
+    first, *others = sides
+    own = {
+        "diverged": {(name(side), seed): why for side in sides for seed, why in side.diverged_seeds.items()},
+        "lost": {(name(side), seed): why for side in sides for seed, why in side.lost_seeds.items()},
+    }
+    model, known = first.experiment, set().union(*(side.seeds for side in sides))
+    compare: Callable[..., list[Verdict]] = (
+        compare_convergence if isinstance(measured, pd.DataFrame) else compare_held_out
+    )
+    verdicts = compare(
+        measured,
+        reference=name(first),
+        arms=[name(side) for side in others],
+        dropped_seeds=[seed for seed in dropped_seeds if seed in known],
+        untrained_nats=None if model is None else math.log(min(shape_for(model).vocab_size, tokenizer_size(model))),
+        lr_warmup_steps=model.warmup_steps if model is not None else 0,
+        **{**options, **{key: seeds | options.get(key, {}) for key, seeds in own.items()}},
+    )
+    return [
+        replace(verdict, findings=(*verdict.findings, *caveats(side, first)))
+        for verdict, side in zip(verdicts, others, strict=True)
+    ]
+
+
+def difference(reference: Side, side: Side, *, final_fraction: float = 0.1, **options: Any) -> Difference:
     """Hold a side's loss against that of the first, on the steps that both logged.
 
     Args:
         reference: the first side.
         side: another.
         final_fraction: part of the common steps that the final difference is a mean over.
-        margin_nats: equivalence margin, or None to take it from the reference's seeds.
-        margin_cap_nats: what that margin may be at most, or None for the usual cap.
-        dropped_seeds: left out of both sides; a seed of neither changes nothing.
+        **options: ``margin_nats``, ``margin_cap_nats`` and ``dropped_seeds`` of the verdict.
     """
     both = (_mean_loss(side) - _mean_loss(reference)).loc[lambda rows: rows.index.isin(_common_steps(reference, side))]
     steps = tuple(int(step) for step in both.index)
-    unfinished = "; ".join(one.unfinished for one in (reference, side) if one.unfinished)
-    if not steps:
-        return Difference(
-            reference=reference.label,
-            label=side.label,
-            steps=(),
-            first_step=0,
-            nats=math.nan,
-            spread_nats=math.nan,
-            verdict=None,
-            unfinished=unfinished,
-        )
-    first_step = first_final_step(steps[-1], final_fraction)
+    first_step = first_final_step(steps[-1], final_fraction) if steps else 0
     final = both.loc[first_step:].dropna()
-    verdict = None
-    if not unfinished and reference.seeds_known and side.seeds_known:
-        verdict = _verdict(
-            reference,
-            side,
-            steps,
-            final_fraction=final_fraction,
-            margin_nats=margin_nats,
-            margin_cap_nats=margin_cap_nats,
-            dropped_seeds=[seed for seed in dropped_seeds if seed in reference.seeds | side.seeds],
-        )
+    verdict = _verdict(reference, side, final_fraction=final_fraction, **options)
     diverged = reference.diverged or side.diverged
     mean = verdict.mean_difference_nats if verdict is not None and verdict.seeds else float(final.mean())
     return Difference(
@@ -131,11 +170,11 @@ def difference(
         nats=math.nan if diverged else mean,
         spread_nats=float(final.std(ddof=1)) if len(final) > 1 and not diverged else math.nan,
         verdict=verdict,
-        unfinished=unfinished,
+        unfinished="; ".join(one.unfinished for one in (reference, side) if one.unfinished),
     )
 
 
-def differing_settings(sides: Sequence[Side]) -> dict[str, list[str | None]]:
+def differing_values(sides: Sequence[Side]) -> dict[str, list[str | None]]:
     """Settings that are not the same in all sides: name to one value a side, None where it is not known.
 
     What only some sides say counts where others could have said it, their settings being read from the same place: one
@@ -146,34 +185,122 @@ def differing_settings(sides: Sequence[Side]) -> dict[str, list[str | None]]:
     return {name: values for name, values in rows.items() if _differ(sides, values)}
 
 
-def shared_settings(sides: Sequence[Side]) -> dict[str, str]:
+def shared_values(sides: Sequence[Side]) -> dict[str, str]:
     """Settings that are known of every side and the same in all."""
     first = sides[0].settings.values.items()
     return {name: value for name, value in first if all(one.settings.values.get(name) == value for one in sides)}
 
 
-def _differ(sides: Sequence[Side], values: Sequence[str | None]) -> bool:
-    if len(set(values) - {None}) > 1:
-        return True
-    sources = [(side.settings.source, value) for side, value in zip(sides, values, strict=True)]
-    return any((source, None) in sources for source, value in sources if value is not None)
+def differing_fields(one: Experiment, other: Experiment) -> dict[str, str]:
+    """Fields in which two experiments differ, beside the study's name and the seed: name to words.
+
+    >>> differing_fields(Experiment(lr=2.0e-3), Experiment(lr=3.0e-3, seed=1))
+    {'lr': 'lr 0.002 instead of 0.003'}
+    """
+    return {name: f"{name} {_field(one, name)} instead of {_field(other, name)}" for name in one.differences(other)}
 
 
-def _verdict(reference: Side, side: Side, steps: Sequence[int], **options: Any) -> Verdict:
-    table = pd.concat([reference.table, side.table], ignore_index=True)
+def differing_settings(arm: Experiment, reference: Experiment) -> dict[str, str]:
+    """Fields in which two arms differ that make neither of them an arm: name to words."""
+    own = ARM_FIELDS | {*arm.arm_fields, *reference.arm_fields}
+    return {name: words for name, words in differing_fields(arm, reference).items() if name not in own}
+
+
+def caveats(side: Side, reference: Side) -> tuple[str, ...]:
+    """In what a side's runs differ from the first's beside what makes them arms, as sentences."""
+    settings: dict[str, str] = {}
+    if side.experiment is not None and reference.experiment is not None:
+        settings = differing_settings(side.experiment, reference.experiment)
+    facts = differing_facts(side.attempted, reference.attempted, loss_facts)
+    told = [f"The arms also differ in their settings: {', '.join(settings.values())}."] if settings else []
+    return (*told, *([f"The runs also differ in what computes the loss: {'; '.join(facts)}."] if facts else []))
+
+
+def differing_facts(
+    runs: Sequence[Collected], reference: Sequence[Collected], facts: Callable[[Collected], Mapping[str, str]]
+) -> list[str]:
+    """What is known of both groups of runs and is not one value in all of them, in words.
+
+    Args:
+        runs: of an arm or a side.
+        reference: of what it is held against.
+        facts: :func:`speed_facts` or :func:`loss_facts`.
+    """
+    known, known_reference = [facts(run) for run in runs], [facts(run) for run in reference]
+    names = dict.fromkeys(name for one in [*known, *known_reference] for name in one)
+    words = []
+    for name in names:
+        values, others = ([one[name] for one in group if name in one] for group in (known, known_reference))
+        if values and others and len({*values, *others}) > 1:
+            words.append(f"{name} {spread(values)} against {spread(others)}")
+    return words
+
+
+def speed_facts(run: Collected) -> dict[str, str]:
+    """What a run's speed depends on beside its settings; nothing for a machine that is not known."""
+    if run.environment is None:
+        return {}
+    driver = {"driver": found} if (found := run.environment.versions.get("driver")) else {}
+    return {
+        "machine": run.environment.machine,
+        "processor": run.environment.processor,
+        **driver,
+        **_packages(run, SPEED_PACKAGES),
+        "moelab": run.environment.moelab,
+    }
+
+
+def loss_facts(run: Collected) -> dict[str, str]:
+    """What rounds a run's loss beside its settings; nothing for a machine that is not known."""
+    if run.environment is None:
+        return {}
+    commit = {"commit": run.environment.git_commit} if run.environment.git_commit else {}
+    return {
+        "hardware": run.environment.chip,
+        **_packages(run, LOSS_PACKAGES),
+        "moelab": run.environment.moelab,
+        **commit,
+    }
+
+
+def kernel_facts(run: Collected) -> dict[str, str]:
+    """Which kernels of a run were emulated."""
+    words = {True: "emulated", False: "native"}
+    return {"MXFP8 kernels": words[run.emulates_mxfp8], "DeepEP kernels": words[run.emulates_deepep]}
+
+
+def machine_differences(side: Side, reference: Side) -> list[str]:
+    """In what two sides' machines and software differ that their speed depends on, in words, as far as is known."""
+    if side.experiment is not None and reference.experiment is not None:
+        return differing_facts(side.runs, reference.runs, speed_facts)
+    told = [f"{name} {one} against {other}" for name, one, other in _told_of_both(side, reference) if one != other]
+    mixed = [side.label for side in (side, reference) if len(differing_facts(side.runs, side.runs, speed_facts))]
+    return [*told, *(f"the machines or versions of {label} are not alike" for label in mixed)]
+
+
+def mixed_facts(runs: Sequence[Collected], facts: Callable[[Collected], Mapping[str, str]]) -> list[str]:
+    """What is not one value in all runs of an arm, in words."""
+    values: dict[str, list[str]] = {}
+    for run in runs:
+        for name, value in facts(run).items():
+            values.setdefault(name, []).append(value)
+    return [f"{name} {spread(own)} of one arm" for name, own in values.items() if len(set(own)) > 1]
+
+
+def _verdict(reference: Side, side: Side, **options: Any) -> Verdict | None:
+    """Judgement of the finished runs on the steps that all of them logged; None where nothing can be judged."""
     both = (reference, side)
-    model = reference.experiment
-    (verdict,) = compare_convergence(
-        table[table["step"].isin(steps)],
-        reference=reference.label,
-        arms=[side.label],
-        diverged={(one.label, seed): why for one in both for seed, why in one.diverged_seeds.items()},
-        lost={(one.label, seed): why for one in both for seed, why in one.lost_seeds.items()},
-        untrained_nats=math.log(shape_for(model).vocab_size) if model is not None else None,
-        lr_warmup_steps=model.warmup_steps if model is not None else 0,
-        **options,
+    if not all(one.seeds_known and (one.diverged_seeds or not one.unfinished) for one in both):
+        return None
+    table = pd.concat(
+        [one.table[one.table["run"].isin([run.run for run in one.finished])] for one in both], ignore_index=True
     )
-    return replace(verdict, findings=(*verdict.findings, *caveats(side.runs, reference.runs)))
+    logged = [set(rows["step"]) for _, rows in table.groupby(["arm", "run"])]
+    table = table[table["step"].isin(set.intersection(*logged))] if logged else table
+    if table["loss"].notna().sum() == 0:
+        return None
+    (verdict,) = judge_sides(table, both, name=lambda one: one.label, **options)
+    return verdict
 
 
 def _common_steps(*sides: Side) -> set[int]:
@@ -188,3 +315,35 @@ def _mean_loss(side: Side) -> pd.Series[float]:
     """Mean loss over the side's runs at each step, NaN where one has none or it is not finite."""
     wide = merge_segments(side.table).pivot(index="step", columns="run", values="loss")
     return wide.mean(axis=1, skipna=False).where(lambda mean: mean.abs() < math.inf)
+
+
+def _differ(sides: Sequence[Side], values: Sequence[str | None]) -> bool:
+    if len(set(values) - {None}) > 1:
+        return True
+    sources = [(side.settings.source, value) for side, value in zip(sides, values, strict=True)]
+    return any((source, None) in sources for source, value in sources if value is not None)
+
+
+def _told_of_both(side: Side, reference: Side) -> Iterator[tuple[str, str, str]]:
+    """Hardware and versions that both sides' settings speak of: the name and both values."""
+    one, other = side.settings.values, reference.settings.values
+    hardware = [values.get("gpu") or values.get("processor") for values in (one, other)]
+    if hardware[0] and hardware[1]:
+        yield "hardware", hardware[0], hardware[1]
+    for name in ("driver", *SPEED_PACKAGES):
+        if name in one and name in other:
+            yield name, one[name], other[name]
+
+
+def _packages(run: Collected, names: Iterable[str]) -> dict[str, str]:
+    """Versions that are on record: an older record may not speak of a package at all."""
+    packages = run.environment.packages if run.environment is not None else {}
+    return {name: packages[name] or "not installed" for name in names if name in packages}
+
+
+def _field(experiment: Experiment, name: str) -> str:
+    dimension = name.removeprefix("shape.")
+    if dimension == name:
+        return str(getattr(experiment, name))
+    value = getattr(experiment.shape, dimension) if experiment.shape else None
+    return "the model's own" if value is None else str(value)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -82,20 +83,19 @@ def final_losses(table: pd.DataFrame, *, final_fraction: float = 0.1, steps: int
     diverged: dict[ArmSeed, str] = {}
     excluded: list[tuple[ArmSeed, str, str]] = []
     # Run names start with their UTC time, so in descending order the first finished run of a seed is the newest.
-    for run in sorted(merged["run"].unique(), reverse=True):
-        rows = merged[merged["run"] == run]
-        arm, seed = str(rows["arm"].iloc[0]), int(rows["seed"].iloc[0])
+    for (run, *_), rows in sorted(merged.groupby(["run", "arm", "seed"]), key=itemgetter(0), reverse=True):
+        key = str(rows["arm"].iloc[0]), int(rows["seed"].iloc[0])
         not_finite = rows.loc[rows["step"].isin(expected) & ~np.isfinite(rows["loss"]), "step"]
         if len(not_finite):
-            diverged.setdefault((arm, seed), f"loss is not finite at step {not_finite.iloc[0]}")
+            diverged.setdefault(key, f"loss is not finite at step {not_finite.iloc[0]}")
             continue
         reason = _reason_to_exclude(rows, expected, last_step)
-        if not reason and (arm, seed) in by_run:
+        if not reason and key in by_run:
             reason = "a newer finished run has the same arm and seed"
         if reason:
-            excluded.append(((arm, seed), run, reason))
+            excluded.append((key, str(run), reason))
         else:
-            by_run[arm, seed] = float(rows.loc[rows["step"] >= first_step, "loss"].mean())
+            by_run[key] = float(rows.loc[rows["step"] >= first_step, "loss"].mean())
     lost = {key: reason for key, _, reason in reversed(excluded) if key not in by_run and key not in diverged}
     others = [f"{arm}, seed {seed} ({run}): {why}" for (arm, seed), run, why in excluded if (arm, seed) not in lost]
     return FinalLosses(

@@ -23,14 +23,13 @@ References:
     Schuirmann, "A comparison of the two one-sided tests procedure and the power approach", 1987.
     Lakens, Scheel and Isager, "Equivalence testing for psychological research", 2018: margin and zero.
     Grubbs, "Procedures for detecting outlying observations in samples", 1969.
-    Holm, "A simple sequentially rejective multiple test procedure", 1979.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -292,25 +291,6 @@ def paired_tests(differences_NM: ArrayLike, margin_M: ArrayLike, *, tost_alpha: 
         equivalent=tost_p < tost_alpha,
         different=beyond_p < tost_alpha,
     )
-
-
-def holm(p_values: Sequence[float], *, alpha: float) -> list[bool]:
-    """Which of several p values are significant together, by Holm's step-down method.
-
-    Args:
-        p_values: one for each arm.
-        alpha: rate allowed for any false one among them.
-
-    Example:
-        >>> holm([0.04, 0.01], alpha=0.05), holm([0.04, 0.03], alpha=0.05)
-        ([True, True], [False, False])
-    """
-    significant = [False] * len(p_values)
-    for passed, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
-        if not p_values[index] < alpha / (len(p_values) - passed):
-            break
-        significant[index] = True
-    return significant
 
 
 def equivalence_power(n_seeds: int, *, sd_difference: ArrayLike, reference_sd: ArrayLike, margin: Margin) -> Array:

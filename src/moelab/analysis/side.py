@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -12,7 +12,6 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from moelab.analysis.comparable import SPEED_PACKAGES, differing_facts, speed_facts
 from moelab.analysis.convergence import first_final_step
 from moelab.experiment import Experiment
 from moelab.hardware import known_gpu
@@ -33,28 +32,37 @@ class Side:
     Attributes:
         label: what it is called, unlike any other side.
         arm: name of its arm, empty for a run from elsewhere.
-        runs: one for each seed; one alone from elsewhere.
+        attempted: one run for each seed, however it ended; one alone from elsewhere.
         settings: its configuration, as far as is known.
         experiment: what one of its runs was asked to do; None from elsewhere.
-        diverged_seeds: seeds of the arm that diverged where others finished, each with the reason.
-        lost_seeds: seeds that it should have and lost otherwise where others finished.
+        diverged_seeds: seeds of the arm that diverged, each with the reason.
+        lost_seeds: seeds that it should have and has no loss of otherwise.
     """
 
     label: str
     arm: str = ""
-    runs: tuple[Collected, ...]
-    settings: Settings
+    attempted: tuple[Collected, ...]
+    settings: Settings = field(default_factory=Settings)
     experiment: Experiment | None = None
     diverged_seeds: Mapping[int, str] = field(default_factory=dict)
     lost_seeds: Mapping[int, str] = field(default_factory=dict)
 
+    @property
+    def finished(self) -> list[Collected]:
+        """Those that trained every step; a log from elsewhere does not say that it did."""
+        return [run for run in self.attempted if run.finished]
+
+    @property
+    def runs(self) -> tuple[Collected, ...]:
+        """Those that are shown: the finished ones, or all where none is."""
+        return tuple(self.finished) or self.attempted
+
     @cached_property
     def table(self) -> pd.DataFrame:
-        """Metrics of all its runs, with ``label`` as the arm; runs of an unknown seed are numbered."""
+        """Metrics of the runs that are shown, with ``label`` as the arm; runs of an unknown seed are numbered."""
         seeds = {run.run: number if run.seed is None else run.seed for number, run in enumerate(self.runs)}
         rows = joined_rows(self.runs)
         return rows.assign(
-            run=self.label + ": " + rows["run"],  # another side may hold the same run
             arm=pd.array([self.label] * len(rows), dtype="string"),
             seed=rows["run"].map(seeds).astype("Int64"),
         )
@@ -74,12 +82,13 @@ class Side:
         """Whether MXFP8 kernels or DeepEP were emulated in it."""
         if self.experiment is None:
             return self.settings.values.get("mxfp8_kernels") == "emulated"
-        return any(run.emulates_mxfp8 or run.emulates_deepep for run in self.runs)
+        return any(run.emulates_mxfp8 or run.emulates_deepep for run in self.attempted)
 
     @property
     def on_cpu(self) -> bool:
-        """Whether it is known that its ranks were processes on a CPU."""
-        return "processor" in self.settings.values
+        """Whether it is known that ranks of it were processes on a CPU."""
+        known = [run.environment for run in self.runs if run.environment is not None]
+        return any(one.on_cpu for one in known) or "processor" in self.settings.values
 
     @property
     def warmup_steps(self) -> int:
@@ -194,26 +203,6 @@ class Side:
         verb = "is at" if run.status.state is State.RUNNING else "ended at"
         state = "" if from_elsewhere else f" ({run.status.reason or run.status.state})"
         return f"{verb} step {run.last_step} of {planned}{state}"
-
-
-def machine_differences(side: Side, reference: Side) -> list[str]:
-    """In what two sides' machines and software differ that their speed depends on, in words, as far as is known."""
-    if side.experiment is not None and reference.experiment is not None:
-        return differing_facts(side.runs, reference.runs, speed_facts)
-    told = [f"{name} {one} against {other}" for name, one, other in _told_of_both(side, reference) if one != other]
-    mixed = [side.label for side in (side, reference) if len(differing_facts(side.runs, side.runs, speed_facts))]
-    return [*told, *(f"the machines or versions of {label} are not alike" for label in mixed)]
-
-
-def _told_of_both(side: Side, reference: Side) -> Iterator[tuple[str, str, str]]:
-    """Hardware and versions that both sides' settings speak of: the name and both values."""
-    one, other = side.settings.values, reference.settings.values
-    hardware = [values.get("gpu") or values.get("processor") for values in (one, other)]
-    if hardware[0] and hardware[1]:
-        yield "hardware", hardware[0], hardware[1]
-    for name in ("driver", *SPEED_PACKAGES):
-        if name in one and name in other:
-            yield name, one[name], other[name]
 
 
 def median(values: Array) -> float:

@@ -3,10 +3,15 @@
 A run is reduced to the median of its tokens per second per GPU after the warm-up steps, because step times have a long
 upper tail (a checkpoint, a slow host) that a mean would let in. Arms are averaged over seeds in the logarithm: a gain
 is a ratio, and the geometric mean of ratios is the ratio of geometric means, so the arm figures and the gain agree.
+
+Two gains compose if what both changes give together is the product of what each gives alone:
+``log I = log t(both) − log t(first) − log t(second) + log t(baseline)``, once for each unit (a seed, a pass) that all
+four arms have. ``I`` of 1 means that the gains multiply; below 1 the second gains less where the first is there.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -69,6 +74,39 @@ class Gain:
         arm, baseline, shared = contrast(self.arm, self.baseline)
         both = f" (both {shared})" if shared else ""
         return f"{arm} over {baseline}{both}: {self.percent:+.1f} % ({spread})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interaction:
+    """The gain of both changes over the product of their gains alone.
+
+    Attributes:
+        ratio: geometric mean over units; 1 if the gains multiply.
+        interval: of the ratio; NaN on both sides for one unit.
+        units: how many.
+        unit: what they are, in the plural.
+    """
+
+    ratio: float
+    interval: Interval
+    units: int
+    unit: str
+
+    @property
+    def percent(self) -> float:
+        """The interaction in percent: ``100 (ratio − 1)``."""
+        return 100 * (self.ratio - 1)
+
+    def sentence(self) -> str:
+        """The answer in words."""
+        found = f"Both together are {self.percent:+.1f} % from the product of the two gains"
+        if not self.interval.exists:
+            return f"{found}; no interval, n = {self.units} of {self.unit}: no test"
+        low, high = (100 * (bound - 1) for bound in (self.interval.low, self.interval.high))
+        spread = f"{100 * self.interval.level:g} % interval {low:+.1f} to {high:+.1f} %, n = {self.units} {self.unit}"
+        if low <= 0 <= high:
+            return f"{found} ({spread}): no interaction is shown; effects within these bounds are not ruled out"
+        return f"{found} ({spread}): the gains {'weaken' if high < 0 else 'strengthen'} each other"
 
 
 def why_no_gain(arm: str, baseline: str, reason: str) -> str:
@@ -163,6 +201,46 @@ def gain(table: pd.DataFrame, *, baseline: str, arm: str, warmup_steps: int = 3,
         raise BadInput(f"{arm!r} and {baseline!r} have no seed in common: train both with the same seeds")
     ratio, interval = _mapped_back([logs[arm][seed] - logs[baseline][seed] for seed in common], level)
     return Gain(baseline=baseline, arm=arm, ratio=ratio, interval=interval, n_seeds=len(common))
+
+
+def interaction(
+    tps: Mapping[str, Mapping[int, float]],
+    *,
+    baseline: str,
+    first: str,
+    second: str,
+    both: str,
+    unit: str = "seeds",
+    level: float = 0.95,
+) -> Interaction:
+    """Test whether the gains of two changes compose.
+
+    Args:
+        tps: throughput by arm and unit.
+        baseline: arm without either change.
+        first: arm with one of them.
+        second: arm with the other.
+        both: arm with both.
+        unit: what units are, in the plural.
+        level: coverage of the interval.
+
+    Raises:
+        BadInput: if an arm is missing, or no unit has all four.
+
+    Example:
+        >>> tps = {"a": {0: 100.0}, "b": {0: 130.0}, "c": {0: 110.0}, "d": {0: 143.0}}
+        >>> round(interaction(tps, baseline="a", first="b", second="c", both="d").percent, 6)
+        0.0
+    """
+    arms = (both, first, second, baseline)
+    if missing := [arm for arm in arms if arm not in tps]:
+        raise BadInput(f"arm {missing[0]!r} has no throughput: an interaction needs all of {', '.join(arms)}")
+    common = sorted(set.intersection(*(set(tps[arm]) for arm in arms)))
+    if not common:
+        raise BadInput(f"none of the {unit} has all of {', '.join(arms)}")
+    logs = [float(np.log(tps[both][i] * tps[baseline][i] / tps[first][i] / tps[second][i])) for i in common]
+    ratio, interval = _mapped_back(logs, level)
+    return Interaction(ratio=ratio, interval=interval, units=len(common), unit=unit)
 
 
 def _seed_logs(table: pd.DataFrame, warmup_steps: int) -> dict[str, dict[int, float]]:

@@ -21,6 +21,7 @@ from enum import StrEnum
 from typing import Any
 
 import numpy as np
+from statsmodels.stats.multitest import multipletests
 
 from moelab.analysis.arms import contrast
 from moelab.analysis.equivalence import (
@@ -30,7 +31,6 @@ from moelab.analysis.equivalence import (
     POWER,
     Margin,
     equivalence_margin,
-    holm,
     outlying_seeds,
     paired_tests,
     seeds_needed,
@@ -305,7 +305,8 @@ def correct_for_arms(verdicts: list[Verdict]) -> list[Verdict]:
     if not tested or len(with_p) < 2:
         return verdicts
     level = (1.0 - with_p[0].interval.level) / 2.0
-    stands = dict(zip((one.arm for one in with_p), holm([one.beyond_p for one in with_p], alpha=level), strict=True))
+    significant = multipletests([one.beyond_p for one in with_p], alpha=level, method="holm")[0]
+    stands = {one.arm: stands for one, stands in zip(with_p, significant, strict=True)}
     words = f"Alone it would be different, but not after Holm's correction for {len(with_p)} arms."
     return [
         replace(one, answer=Answer.INSUFFICIENT, findings=(*one.findings, words))

@@ -25,9 +25,8 @@ from torchtitan.models.common.moe import RoutedExperts
 from torchtitan.models.common.token_dispatcher import BaseEPTokenDispatcher, DeepEPTokenDispatcher
 
 from moelab.deepep import ops
-from moelab.deepep.elastic import EPKernels, open_exchange
+from moelab.deepep.buffer import EPKernels, open_exchange
 from moelab.deepep.experts import scored
-from moelab.deepep.handle import UNALIGNED
 from moelab.errors import BadInput
 from moelab.layout.rules import PACKED_FEATURES
 from moelab.mxfp8.prequantised import QuantisedRows, prequantised_experts
@@ -138,7 +137,7 @@ class PaddedDispatcher(DeepEPTokenDispatcher):
 
     def rows_per_expert(self, handle: list[Tensor]) -> Tensor:
         """Rows of each local expert, padding included, ``(e,)``; computed on the device."""
-        tokens_e = handle[UNALIGNED]
+        tokens_e = handle[ops.UNALIGNED]
         return (tokens_e + (self.alignment - 1)) // self.alignment * self.alignment
 
     def _require_room(self, tokens: int) -> None:

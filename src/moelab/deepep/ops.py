@@ -32,11 +32,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moelab.deepep.elastic import exchange
-from moelab.deepep.handle import HANDLE_TENSORS, fake_send, handle_of, send
+from moelab.deepep.buffer import Exchange, exchange
 from moelab.mxfp8.prequantised import place as gradient_place
 
 NAMESPACE = "moelab_deepep"
+HANDLE_TENSORS = (
+    "psum_num_recv_tokens_per_scaleup_rank",
+    "psum_num_recv_tokens_per_expert",
+    "num_unaligned_recv_tokens_per_expert",
+    "recv_src_metadata",
+    "dst_buffer_slot_idx",
+    "token_metadata_at_forward",
+    "channel_linked_list",
+)
+"""The tensors of DeepEP's handle beside ``topk_idx``, which is an input of the dispatch."""
+UNALIGNED = HANDLE_TENSORS.index("num_unaligned_recv_tokens_per_expert")
+_SCALEOUT_DIMENSIONS = (4, 3, 3)
+"""Dimensions of ``dst_buffer_slot_idx`` and of the last two tensors where tokens cross between nodes."""
 
 
 @torch.library.custom_op(f"{NAMESPACE}::dispatch", mutates_args=())
@@ -56,13 +68,13 @@ def dispatch(
     Returns:
         Rows ``(R, D)``, their weights ``(R,)``, and ``HANDLE_TENSORS``.
     """
-    rows_RD, _, *rest = send(x_TD, None, weights_TK, ids_TK, group, experts, alignment)
+    rows_RD, _, *rest = _send(x_TD, None, weights_TK, ids_TK, group, experts, alignment)
     return (rows_RD, *rest)
 
 
 @dispatch.register_fake
 def _(x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, group: str, experts: int, alignment: int) -> tuple[Tensor, ...]:
-    rows_RD, _, *rest = fake_send(x_TD, None, weights_TK, ids_TK, group, experts)
+    rows_RD, _, *rest = _fake_send(x_TD, None, weights_TK, ids_TK, group, experts)
     return (rows_RD, *rest)
 
 
@@ -95,7 +107,7 @@ def dispatch_quantised(
     Returns:
         The gradient's place ``(R, D)``, rows in FP8 ``(R, D)``, scales ``(R, S)``, weights ``(R,)``, HANDLE_TENSORS.
     """
-    data_RD, *rest = send(data_TD, scales_TS, weights_TK, ids_TK, group, experts, alignment)
+    data_RD, *rest = _send(data_TD, scales_TS, weights_TK, ids_TK, group, experts, alignment)
     return (gradient_place(x_TD, data_RD.shape[0]), data_RD, *rest)
 
 
@@ -110,7 +122,7 @@ def _(
     experts: int,
     alignment: int,
 ) -> tuple[Tensor, ...]:
-    data_RD, *rest = fake_send(data_TD, scales_TS, weights_TK, ids_TK, group, experts)
+    data_RD, *rest = _fake_send(data_TD, scales_TS, weights_TK, ids_TK, group, experts)
     return (gradient_place(x_TD, data_RD.shape[0]), data_RD, *rest)
 
 
@@ -124,7 +136,7 @@ def collect(
         ``(T, D)`` in the rows' dtype and float32 ``(T, K)``.
     """
     place = exchange(group)
-    handle_ = handle_of(place, ids_TK, handle, experts, alignment, rows_RD.shape[0])
+    handle_ = _handle_of(place, ids_TK, handle, experts, alignment, rows_RD.shape[0])
     x_TD, weights_TK, _ = place.buffer.combine(
         rows_RD.contiguous(), handle=handle_, topk_weights=weights_R.float().contiguous(), num_sms=place.num_sms
     )
@@ -143,7 +155,7 @@ def _(
 def combine(rows_RD: Tensor, ids_TK: Tensor, handle: list[Tensor], group: str, experts: int, alignment: int) -> Tensor:
     """Add the rows of each token, ``(R, D)`` to ``(T, D)``; weights are applied before."""
     place = exchange(group)
-    handle_ = handle_of(place, ids_TK, handle, experts, alignment, rows_RD.shape[0])
+    handle_ = _handle_of(place, ids_TK, handle, experts, alignment, rows_RD.shape[0])
     combined, _, _ = place.buffer.combine(rows_RD.contiguous(), handle=handle_, num_sms=place.num_sms)
     return combined
 
@@ -169,7 +181,7 @@ def resend(
         rows_like: any tensor whose first dimension is the number of rows.
     """
     place = exchange(group)
-    handle_ = handle_of(place, ids_TK, handle, experts, alignment, rows_like.shape[0])
+    handle_ = _handle_of(place, ids_TK, handle, experts, alignment, rows_like.shape[0])
     rows_RD, *_ = place.buffer.dispatch(
         x_TD.contiguous(),
         handle=handle_,
@@ -187,6 +199,109 @@ def _(
     x_TD: Tensor, ids_TK: Tensor, handle: list[Tensor], group: str, experts: int, alignment: int, rows_like: Tensor
 ) -> Tensor:
     return x_TD.new_empty((rows_like.shape[0], x_TD.shape[1]))
+
+
+def _send(
+    data_TD: Tensor,
+    scales_TS: Tensor | None,
+    weights_TK: Tensor,
+    ids_TK: Tensor,
+    group: str,
+    experts: int,
+    alignment: int,
+) -> tuple[Tensor, ...]:
+    """Rows, scales (empty without), weights and the handle's tensors."""
+    place = exchange(group)
+    data_TD = data_TD.contiguous()
+    rows, _, weights_R, handle, _ = place.buffer.dispatch(
+        data_TD if scales_TS is None else (data_TD, scales_TS),
+        topk_idx=ids_TK.contiguous(),
+        topk_weights=weights_TK.contiguous(),
+        num_experts=experts,
+        num_max_tokens_per_rank=data_TD.shape[0],
+        expert_alignment=alignment,
+        num_sms=place.num_sms,
+        do_handle_copy=False,
+        do_cpu_sync=True,
+        do_expand=True,
+        do_zero_padding=True,
+    )
+    rows_RD, scales_RS = (rows, _nothing(data_TD)) if scales_TS is None else rows
+    tensors = [getattr(handle, name) for name in HANDLE_TENSORS]
+    return rows_RD, scales_RS, weights_R, *(_nothing(data_TD) if tensor is None else tensor for tensor in tensors)
+
+
+def _fake_send(
+    data_TD: Tensor, scales_TS: Tensor | None, weights_TK: Tensor, ids_TK: Tensor, group: str, experts: int
+) -> tuple[Tensor, ...]:
+    """Shapes of what :func:`_send` returns; the number of rows, and of tokens received, only the data know."""
+    context = torch.library.get_ctx()
+    rows, received = context.new_dynamic_size(), context.new_dynamic_size()
+    ranks, scaleup, scaleout = _domain(group)
+    local, top_k = experts // ranks, ids_TK.shape[1]
+
+    def index(*shape: Any) -> Tensor:
+        return ids_TK.new_empty(shape, dtype=torch.int32)
+
+    def unknown(dimensions: int) -> Tensor:
+        return index(*(context.new_dynamic_size() for _ in range(dimensions)))
+
+    slots, forwarded, linked = (
+        (unknown(n) for n in _SCALEOUT_DIMENSIONS)
+        if scaleout > 1
+        else (
+            index(*ids_TK.shape),
+            index(0),
+            index(0),
+        )
+    )
+    return (
+        data_TD.new_empty((rows, data_TD.shape[1])),
+        index(0) if scales_TS is None else scales_TS.new_empty((rows, scales_TS.shape[1])),
+        weights_TK.new_empty((rows,)),
+        index(scaleup),
+        index(local),
+        index(local),
+        index(received, top_k + 2),
+        slots,
+        forwarded,
+        linked,
+    )
+
+
+def _nothing(like: Tensor) -> Tensor:
+    """Operators return tensors only: an empty one stands for None."""
+    return like.new_empty((0,), dtype=torch.int32)
+
+
+def _domain(group: str) -> tuple[int, int, int]:
+    """Ranks, and how DeepEP sees them: ranks of a scale-up domain (NVLink) and number of such domains."""
+    buffer = exchange(group).buffer
+    ranks = buffer.group.size()
+    return ranks, getattr(buffer, "num_scaleup_ranks", ranks), getattr(buffer, "num_scaleout_ranks", 1)
+
+
+def _handle_of(place: Exchange, ids_TK: Tensor, tensors: list[Tensor], experts: int, alignment: int, rows: int) -> Any:
+    """DeepEP's handle again, from its tensors."""
+    named = dict(zip(HANDLE_TENSORS, tensors, strict=True))
+    for name in HANDLE_TENSORS[-2:]:
+        if named[name].numel() == 0:
+            named[name] = None
+    handle = place.handle_type(
+        do_expand=True,
+        num_experts=experts,
+        expert_alignment=alignment,
+        num_max_tokens_per_rank=ids_TK.shape[0],
+        num_sms=place.num_sms,
+        topk_idx=ids_TK,
+        num_recv_tokens=named["recv_src_metadata"].shape[0],
+        num_expanded_tokens=rows,
+        num_recv_tokens_per_expert_list=[],
+        **named,
+    )
+    # A deterministic buffer asks for it whenever it sends by a handle, and does nothing with it where rows expand.
+    handle.cached_recv_src_metadata_before_sort = handle.recv_src_metadata
+    return handle
 
 
 def _dispatch_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -1,7 +1,7 @@
 """GPUs, nodes and clusters, with a source for every figure.
 
-``spec.py`` has the classes and refuses impossible figures, ``catalogue.py`` has the figures, ``profiles.py`` has the
-clusters that an experiment's ``hardware`` can name.
+``spec.py`` has the classes and refuses impossible figures, ``data/hardware.yaml`` has the figures, which
+``catalogue.py`` reads; ``profiles.py`` has the clusters that an experiment's ``hardware`` can name.
 """
 
 from moelab.hardware.catalogue import B200, GB200, GB300, GPUS, H100, H200, H800, MODELS, known_gpu

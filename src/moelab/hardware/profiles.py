@@ -8,19 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from moelab.errors import BadInput
-from moelab.hardware.catalogue import B200, GB200, H100, H200, NIC_400G, known_gpu, mib
+from moelab.hardware.catalogue import CLUSTERS, known_gpu, mib
 from moelab.hardware.spec import Cluster, Figure, Gpu, Node
 from moelab.machine import GpuInfo, cores, gpus, memory_bytes
-
-_PUBLISHED = {
-    "b200_x256": Cluster(name="b200_x256", nodes=32, node=Node(gpu=B200, gpus=8, nic_gb_s=NIC_400G)),
-    "b200_node": Cluster(name="b200_node", nodes=1, node=Node(gpu=B200, gpus=8)),
-    "gb200_nvl72_x4": Cluster(name="gb200_nvl72_x4", nodes=4, node=Node(gpu=GB200, gpus=72, nic_gb_s=NIC_400G)),
-    "h100_x1024": Cluster(name="h100_x1024", nodes=128, node=Node(gpu=H100, gpus=8, nic_gb_s=NIC_400G)),
-    "h200_x256": Cluster(name="h200_x256", nodes=32, node=Node(gpu=H200, gpus=8, nic_gb_s=NIC_400G)),
-    "h100_node": Cluster(name="h100_node", nodes=1, node=Node(gpu=H100, gpus=8)),
-    "h200_node": Cluster(name="h200_node", nodes=1, node=Node(gpu=H200, gpus=8)),
-}
 
 SHARES_MEMORY = ("NVIDIA GB10",)
 """GPUs whose memory is the system's; nvidia-smi says ``[N/A]``."""
@@ -71,7 +61,7 @@ def _memory(info: GpuInfo) -> Figure | None:
 
 
 _HERE: dict[str, Callable[[], Cluster]] = {"local": _local, "cpu": _cpu}
-PROFILES = (*_PUBLISHED, *_HERE)
+PROFILES = (*CLUSTERS, *_HERE)
 
 
 @functools.cache
@@ -86,8 +76,8 @@ def cluster_of(hardware: str) -> Cluster:
         >>> cluster_of("b200_x256").gpus
         256
     """
-    if hardware in _PUBLISHED:
-        return _PUBLISHED[hardware]
+    if hardware in CLUSTERS:
+        return CLUSTERS[hardware]
     if hardware not in _HERE:
         raise BadInput(f"hardware is {hardware!r}: there is no such profile; the profiles are {', '.join(PROFILES)}")
     return _HERE[hardware]()

@@ -29,7 +29,7 @@ from moelab.launch.slurm import client
 from moelab.launch.slurm.client import SlurmError, SlurmMissing
 from moelab.launch.study_checks import check_data, check_plans, check_room
 from moelab.launch.submit import dry_run
-from moelab.runs.segments import CLOCK_SKEW_S
+from moelab.runs.log import CLOCK_SKEW_S
 
 WAIT_S = 300
 """How long srun waits for the nodes."""

@@ -26,7 +26,7 @@ from moelab.health.deepep import find_build
 from moelab.machine import GpusUnknown, Machine, gpus, this_machine
 
 if TYPE_CHECKING:
-    from moelab.deepep.all_to_all.world import World
+    from moelab.deepep.benchmark import World
 
 NAME = "smoke test"
 RANKS = 2
@@ -237,34 +237,27 @@ def run_rank() -> None:
         (folder / f"step{rank}").write_text(doing)
 
     step("loading torch")
-    from torch import distributed as dist
-
-    from moelab.deepep.all_to_all.plan import SMALL, Arm
-    from moelab.deepep.all_to_all.round_trip import make_tokens, round_trip
-    from moelab.deepep.all_to_all.timing import TOLERANCE
-    from moelab.deepep.all_to_all.world import ArmFailed, Buffers, open_libraries, open_world
+    from moelab.deepep.benchmark import TOLERANCE, ArmFailed, Layer, installed, make_tokens, open_world, round_trip
+    from moelab.deepep.benchmark_cases import SMALL, Arm
 
     step("joining the process group")
     world = open_world(device, init_method=f"file://{folder}/store", rank=rank, ranks=ranks)
     step("importing DeepEP")
-    libraries = open_libraries(device)
-    if device == "cuda" and libraries.elastic is None:
-        raise ArmFailed(libraries.found["deepep"])
-    arm = Arm(backend="deepep", layout="expanded") if device == "cuda" else Arm(backend="standard")
+    backends, libraries = installed(device)
+    if device == "cuda" and "deepep" not in backends:
+        raise ArmFailed(libraries["deepep"])
     step("opening the buffer")
+    arm = Arm(backend="deepep" if device == "cuda" else "standard")
     tokens = make_tokens(SMALL, "round_robin", world)
-    buffers = Buffers(world, libraries)
-    mover = buffers.mover(arm, SMALL, tokens)
+    layer = Layer(arm, SMALL, tokens, world, kernels="native", compiled=False)
     step("dispatching and combining")
-    error = round_trip(mover, tokens, world, weighted=True)
+    error = round_trip(layer, SMALL, world)
     if not error < TOLERANCE["bf16"]:  # NaN is wrong, too
         raise ArmFailed(f"tokens came back wrong: relative error {error:.3g}")
-    result = {"relative_error": error, "version": libraries.found["deepep"], "gin": _gin(world)}
+    result = {"relative_error": error, "version": libraries["deepep"], "gin": _gin(world)}
     (folder / f"result{rank}.json").write_text(json.dumps(result))
     step("closing the buffer")
-    buffers.close()
-    dist.barrier(group=world.control)
-    dist.destroy_process_group()
+    world.leave()
 
 
 class _Properties(ctypes.Structure):

@@ -24,7 +24,7 @@ from moelab.runs import directory
 from moelab.runs.collect import collect_run
 from moelab.runs.directory import RunDir
 from moelab.runs.files import write_json, write_whole
-from moelab.runs.log import LogFollower
+from moelab.runs.follow import LogFollower
 from moelab.runs.side_files import converted_modules
 from moelab.runs.status import State, Status
 

@@ -369,7 +369,7 @@ def _padded(facts: Facts) -> str | None:
 
 @_rule("DeepEP takes the tokens", "ep_backend")
 def _deepep(facts: Facts) -> str | None:
-    """:mod:`moelab.deepep.elastic` refuses the same once more before its kernels run; emulation takes any features."""
+    """:mod:`moelab.deepep.buffer` refuses the same once more before its kernels run; emulation takes any features."""
     if facts.ep_backend is not EPBackend.DEEPEP:
         return None
     top_k, dim, name = facts.shape.top_k, facts.shape.dim, facts.shape.name

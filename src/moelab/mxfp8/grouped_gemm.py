@@ -48,8 +48,6 @@ from moelab.mxfp8.grouped_gemm_results import SCHEMA
 from moelab.mxfp8.kernels import why_not_native
 from moelab.runs.files import write_json
 
-HEAD_START_CYCLES = 2_000_000
-"""About 1 ms: more than the host needs to queue a compiled forward and backward."""
 MIN_REPEATS, MAX_REPEATS, SECONDS_PER_CASE = 8, 30, 0.8
 COMPONENT_REPEATS = 8
 PEAK_SIZE = 8192
@@ -123,22 +121,7 @@ class Spread:
         return round(operations / self.median_us / 1e6, digits)
 
 
-class Clock(Marks):
-    """Marks that begin when the host is ahead of the GPU."""
-
-    def start(self) -> None:
-        """Give the host its head start and set the first mark."""
-        self.marks = []
-        if self.gpu:
-            torch.cuda._sleep(HEAD_START_CYCLES)
-        self.mark("start")
-
-    def parts_us(self) -> dict[str, float]:
-        """Microseconds of each part, and ``total`` from the first mark to the last."""
-        return {**super().parts_us(), "total": self.between_us(0, len(self.marks) - 1)}
-
-
-Work = Callable[[Clock], None]
+Work = Callable[[Marks], None]
 """Something to time: it queues work and marks the end of each part."""
 Name = TypeVar("Name", bound=str)
 
@@ -160,10 +143,10 @@ def interleaved(
     times: dict[Name, dict[str, list[float]]] = {name: {} for name in alternatives}
     for turn in range(warm_up + repeats):
         for name, work in alternatives.items():
-            clock = Clock(device)
+            clock = Marks(device)
             clock.start()
             work(clock)
-            for part, us in clock.parts_us().items():
+            for part, us in {**clock.parts_us(), "total": clock.total_us()}.items():
                 if turn >= warm_up:
                     times[name].setdefault(part, []).append(us)
     return {name: {part: Spread.of(us) for part, us in parts.items()} for name, parts in times.items()}
@@ -172,7 +155,7 @@ def interleaved(
 def time_alone(call: Callable[[], object], device: torch.device, *, repeats: int) -> Spread:
     """Time one call by itself."""
 
-    def work(clock: Clock) -> None:
+    def work(clock: Marks) -> None:
         call()
         clock.mark("work")
 
@@ -273,7 +256,7 @@ def step(product: GroupedMM, operands: Operands) -> Work:
     """Forward and backward of a product as something to time."""
     a, b = operands.a_MK.detach().requires_grad_(), operands.b_GNK.detach().requires_grad_()
 
-    def forward_and_backward(clock: Clock) -> None:
+    def forward_and_backward(clock: Marks) -> None:
         output = product(a, b, operands.offsets_G)
         clock.mark("forward")
         torch.autograd.grad(output, (a, b), operands.grad_MN)

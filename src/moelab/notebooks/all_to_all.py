@@ -13,7 +13,7 @@ from moelab.machine import gpus
 from moelab.projection.measured import ALL_TO_ALL, Measurement, load_measured
 
 RANKS = 2
-PROGRAM = "moelab.deepep.all_to_all.main"
+PROGRAM = "moelab.deepep.benchmark"
 
 
 class ExperimentFailed(MoelabError):

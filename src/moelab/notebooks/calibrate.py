@@ -60,7 +60,11 @@ def _of_products(measured: Measurement, gpu: str, name: str) -> Iterator[float]:
 
 
 def _of_exchanges(measured: Measurement, backend: str, name: str) -> Iterator[float]:
-    """From the rows whose wire carries BF16 tokens once for each destination and writes nothing else."""
+    """From the rows whose wire carries BF16 tokens once for each destination and writes nothing else.
+
+    Of DeepEP these are of its dense layout, which files of format 2 have. In the expanding layout of training the wire
+    part is bound by the writes, so it does not say what NVLink does.
+    """
     gpu = _gpu_of(measured)
     if GPUS[gpu].nvlink_gb_s is None:
         return  # cards without NVLink between all of them have no share of it

@@ -12,7 +12,7 @@ from moelab.projection.project import project
 from moelab.projection.published import Estimate
 from moelab.runs import directory
 from moelab.runs.status import State
-from moelab.study_report import NothingToJudge, StudyJudgement, judge_study
+from moelab.study_report import NothingToJudge, Report, judge_study
 
 Say = Callable[[str], None]
 
@@ -77,7 +77,7 @@ def bring_forward(study: Study, runs: Path, cluster: ClusterProfile, *, submit: 
         say("nothing submitted: submit is False")
 
 
-def judged_so_far(folder: Path, study: Study, *, reference: str, say: Say) -> StudyJudgement | None:
+def judged_so_far(folder: Path, study: Study, *, reference: str, say: Say) -> Report | None:
     """What the finished runs of a study say; None while there are none.
 
     Args:

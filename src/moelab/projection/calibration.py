@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from importlib import resources
 from typing import Annotated, Literal
 
 import numpy as np
-import yaml
 from pydantic import BeforeValidator, ConfigDict, TypeAdapter
 
+from moelab.data import read_yaml
 from moelab.errors import BadInput
 
-FILE = "calibration.yaml"
 _CLOSED = ConfigDict(extra="forbid")
 
 
@@ -86,9 +84,7 @@ class Calibration:
     __pydantic_config__ = _CLOSED
 
 
-CALIBRATION: Calibration = TypeAdapter(Calibration).validate_python(
-    yaml.safe_load((resources.files("moelab") / "data" / FILE).read_text())
-)
+CALIBRATION: Calibration = TypeAdapter(Calibration).validate_python(read_yaml("calibration.yaml"))
 HOST_COMPILED_S = 0.0
 """What ``host_layer_s`` is where layers are compiled, on one node; zero, so that nothing draws or replaces it: the 16B
 arms of ``moelab/data/measured/h100_two_by_two.json`` leave no room for any. The rows that it was read off are marked as

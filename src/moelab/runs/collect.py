@@ -131,6 +131,8 @@ class Collected:
     @property
     def grad_norm_marks(self) -> list[tuple[int, float]]:
         """These steps with their loss, where that is finite."""
+        if not self.grad_norm_not_finite:
+            return []
         losses = merge_segments(self.rows).set_index("step")["loss"]
         return [(step, losses[step]) for step in self.grad_norm_not_finite if math.isfinite(losses[step])]
 
@@ -277,7 +279,7 @@ def save_results(run: RunDir, collected: Collected) -> None:
 
 def _read_log_and_events(run: RunDir, status: Status) -> tuple[MetricsRead, list[str]]:
     """What both have, and which of them cannot be read."""
-    log: MetricsRead = read_log([], allow_empty=True)
+    log: MetricsRead | None = None
     damaged = []
     name = f"logs/{run.log.name}"
     try:
@@ -289,6 +291,8 @@ def _read_log_and_events(run: RunDir, status: Status) -> tuple[MetricsRead, list
             damaged.append(f"{name} is no file")
         elif status.state not in (State.PREPARED, State.SUBMITTED, State.RUNNING):
             damaged.append(f"{name} is missing")
+    if log is None:
+        log = read_log([], allow_empty=True)
     try:
         events = read_tensorboard(run.tensorboard)
     except NotATensorBoardFolder:

@@ -103,7 +103,7 @@ def slow_steps(steps: np.ndarray[Any, np.dtype[np.int64]], step_time_s: Times) -
 
     Args:
         steps: int64 of shape (S,).
-        step_time_s: float64 of shape (S, R), as :class:`moelab.runs.rank_steps.RankTable` has them.
+        step_time_s: float64 of shape (S, R), as :class:`moelab.runs.follow.RankTable` has them.
     """
     known = np.isfinite(step_time_s).any(axis=1)
     whole = np.nanmedian(step_time_s[known], axis=1)

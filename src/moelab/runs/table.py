@@ -17,8 +17,6 @@ from typing import Any, Final
 import numpy as np
 import pandas as pd
 
-from moelab.runs.metric_names import REPORTED_NAN
-
 VALUE_COLUMNS: Final = ("loss", "grad_norm", "tps", "tflops", "mfu", "memory_gib", "memory_pct", "lr", "time")
 COLUMNS: Final = ("run", "arm", "seed", "segment", "step", *VALUE_COLUMNS)
 DTYPES: Final[Mapping[str, str]] = {
@@ -28,6 +26,26 @@ DTYPES: Final[Mapping[str, str]] = {
     **dict.fromkeys(VALUE_COLUMNS, "float64"),
 }
 VALIDATION_COLUMNS: Final = ("segment", "step", "loss", "tps", "memory_gib", "time")
+
+REPORTED_NAN: Final = -math.inf
+"""A gradient norm that was reported as NaN, until the metrics table is made, in which NaN is what is missing."""
+#: TorchTitan's metric names, as TensorBoard and W&B store them, and the columns that they fill. Memory is what was
+#: reserved, as in the log line. Source: torchtitan 0.3.0, ``MetricsProcessor.log`` and ``log_validation`` in
+#: ``components/metrics.py`` and ``LRSchedulersContainer.get_metrics`` in ``components/optimizer/lr_scheduler.py``.
+STEP_METRICS: Final = {
+    "loss_metrics/global_avg_loss": "loss",
+    "grad_norm": "grad_norm",
+    "throughput(tps)": "tps",
+    "tflops": "tflops",
+    "mfu(%)": "mfu",
+    "memory/max_reserved(GiB)": "memory_gib",
+    "memory/max_reserved(%)": "memory_pct",
+}
+VALIDATION_METRICS: Final = {
+    "validation_metrics/loss": "loss",
+    "validation_metrics/throughput(tps)": "tps",
+    "validation_metrics/memory/max_reserved(GiB)": "memory_gib",
+}
 
 _RUN: Final = ["run", "arm", "seed"]
 _MEMORY: Final = ("memory_gib", "memory_pct")
@@ -55,6 +73,18 @@ class MetricsRead:
     grad_norm_not_finite: Mapping[int, float] = field(default_factory=dict)
 
 
+def step_column(name: str) -> str | None:
+    """Return the table column that a metric of a training step fills, or None.
+
+    Learning rates are called ``lr/<optimizer>``, or ``lr/<optimizer>/<i>`` with several parameter groups. Several such
+    metrics share the column ``lr``; readers keep the largest.
+
+    >>> step_column("lr/AdamW/0"), step_column("memory/num_ooms")
+    ('lr', None)
+    """
+    return "lr" if name.startswith("lr/") else STEP_METRICS.get(name)
+
+
 def metrics_table(columns: Mapping[str, Any] | pd.DataFrame, *, run: str | None = None) -> pd.DataFrame:
     """Return a table with exactly :data:`COLUMNS` and :data:`DTYPES`; columns not given are missing values.
 
@@ -62,21 +92,25 @@ def metrics_table(columns: Mapping[str, Any] | pd.DataFrame, *, run: str | None 
         columns: any of the table's columns, each an array of equal length; ``segment`` and ``step`` are required.
         run: name of the run, put into every row that ``columns`` gives none for.
     """
-    size = len(columns["step"])
-    missing: dict[str, Any] = {"run": run, **dict.fromkeys(("arm", "seed"), pd.NA)}
-    data = {
-        name: pd.Series(
-            columns[name] if name in columns else [missing.get(name, math.nan)] * size, dtype=DTYPES[name]
-        ).reset_index(drop=True)
-        for name in COLUMNS
-    }
-    data["grad_norm"] = data["grad_norm"].mask(data["grad_norm"] == REPORTED_NAN)
-    return pd.DataFrame(data)
+    return _table(columns, COLUMNS, run=run)
 
 
 def validation_table(columns: Mapping[str, Any] | pd.DataFrame) -> pd.DataFrame:
     """Return a table with exactly :data:`VALIDATION_COLUMNS`; columns not given are missing values."""
-    return metrics_table(columns)[list(VALIDATION_COLUMNS)]
+    return _table(columns, VALIDATION_COLUMNS)
+
+
+def _table(columns: Mapping[str, Any] | pd.DataFrame, names: Sequence[str], run: str | None = None) -> pd.DataFrame:
+    # Columns are made one by one: a study has thousands of tables, and DataFrame.astype takes ten times as long.
+    data: dict[str, Any] = {}
+    for name in names:
+        missing = {"run": run, "arm": None, "seed": None}.get(name, math.nan)
+        values: Any = columns[name] if name in columns else [missing] * len(columns["step"])
+        is_plain = DTYPES[name] in ("int64", "float64")
+        data[name] = np.asarray(values, DTYPES[name]) if is_plain else pd.array(values, DTYPES[name])
+    if "grad_norm" in data:
+        data["grad_norm"] = np.where(data["grad_norm"] == REPORTED_NAN, math.nan, data["grad_norm"])
+    return pd.DataFrame(data)
 
 
 def merge_segments(table: pd.DataFrame) -> pd.DataFrame:
@@ -95,22 +129,6 @@ def merge_segments(table: pd.DataFrame) -> pd.DataFrame:
     return kept.sort_values([*_RUN, "step"]).reset_index(drop=True)
 
 
-def overlap(table: pd.DataFrame) -> pd.DataFrame:
-    """Compare the loss of the steps that were trained in more than one segment.
-
-    Returns:
-        One row per step and pair of consecutive segments that have it: ``run, arm, seed, step, segment_before,
-        segment_after, loss_before, loss_after, loss_difference`` (after minus before, in nats).
-    """
-    ordered = table.sort_values([*_RUN, "step", "segment"], kind="stable")[[*_RUN, "step", "segment", "loss"]]
-    before = ordered.groupby([*_RUN, "step"], dropna=False)[["segment", "loss"]].shift()
-    pairs = ordered.rename(columns={"segment": "segment_after", "loss": "loss_after"})
-    pairs.insert(4, "segment_before", before["segment"])
-    pairs.insert(6, "loss_before", before["loss"])
-    pairs = pairs[before["segment"].notna()].astype({"segment_before": "int64"}).reset_index(drop=True)
-    return pairs.assign(loss_difference=pairs["loss_after"] - pairs["loss_before"])
-
-
 def throughput_rows(table: pd.DataFrame, *, warmup_steps: int) -> pd.DataFrame:
     """Return the rows whose ``tps`` counts for throughput statistics.
 
@@ -122,15 +140,6 @@ def throughput_rows(table: pd.DataFrame, *, warmup_steps: int) -> pd.DataFrame:
     after_restart = (table["segment"] > 0) & (table["step"] == first_step)
     keep = (table["step"] > warmup_steps) & ~after_restart & table["tps"].notna()
     return table[keep].reset_index(drop=True)
-
-
-def cluster_tps(tps: float, gpus: int) -> float:
-    """Return tokens per second of the whole cluster from tokens per second per GPU.
-
-    >>> cluster_tps(12846, 256)
-    3288576
-    """
-    return tps * gpus
 
 
 def combine(log_rows: pd.DataFrame, tb_rows: pd.DataFrame) -> pd.DataFrame:
@@ -200,7 +209,7 @@ def grad_norms_not_finite(columns: Mapping[str, Any] | pd.DataFrame) -> dict[int
     """Steps that reported NaN or Inf as their gradient norm; of a step that was repeated, the last value counts.
 
     Args:
-        columns: of a metrics table that is not made yet, with :data:`~moelab.runs.metric_names.REPORTED_NAN`.
+        columns: of a metrics table that is not made yet, with :data:`REPORTED_NAN`.
 
     Returns:
         NaN or Inf by step, in the order of the steps.

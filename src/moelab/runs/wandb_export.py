@@ -21,13 +21,16 @@ from typing import Any, Final
 import pandas as pd
 
 from moelab.errors import BadInput
-from moelab.runs.metric_names import REPORTED_NAN, STEP_METRICS, VALIDATION_METRICS, step_column
 from moelab.runs.table import (
+    REPORTED_NAN,
+    STEP_METRICS,
+    VALIDATION_METRICS,
     MetricsRead,
     failure_reason,
     grad_norms_not_finite,
     metrics_table,
     ranks_to_rows,
+    step_column,
     validation_table,
 )
 

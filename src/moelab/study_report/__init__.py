@@ -1,24 +1,19 @@
-"""Everything about a study in one object: its runs, what they say, and the figures and the report that show it.
+"""Everything about a study, or about runs side by side, in one object, and the page that shows it.
 
 The notebooks and ``moelab report`` both come through :func:`judge_paths` or :func:`judge_study`, so they cannot
-disagree. ``judge.py`` finds a study's runs, ``judgement.py`` is what they say and ``tables.py`` shows it; ``sides.py``,
-``comparison.py`` and ``comparison_tables.py`` do the same for any runs side by side. ``origin.py`` tells what was run,
-where and with what, and ``report_on.py`` chooses between the two and writes the report.
+disagree. ``sides.py`` finds what is judged and what is not, ``report.py`` is what it says, ``page.py`` shows it.
 """
 
-from moelab.study_report.comparison import Comparison
-from moelab.study_report.judge import NothingToJudge, judge_study
-from moelab.study_report.judgement import StudyJudgement
-from moelab.study_report.origin import provenance
-from moelab.study_report.report_on import judge_paths, report_figures, write_study_report
+from moelab.study_report.page import provenance, report_figures, report_tables, write_study_report
+from moelab.study_report.report import NothingToJudge, Report, judge_paths, judge_study
 
 __all__ = [
-    "Comparison",
     "NothingToJudge",
-    "StudyJudgement",
+    "Report",
     "judge_paths",
     "judge_study",
     "provenance",
     "report_figures",
+    "report_tables",
     "write_study_report",
 ]

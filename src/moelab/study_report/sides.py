@@ -1,28 +1,69 @@
-"""The sides of a comparison: whatever lies at several paths, each run or arm with a name of its own."""
+"""The sides of a report: the arms of a study, or whatever lies at several paths.
+
+Runs of ours are grouped by what they are: all fields but the seed and the study's name. One group of each arm is
+judged, and every run that is not is named with the reason. Without a study that says what belongs to it, the
+reference's group is the one that most seeds of all arms agree with, and the newest run never decides by itself.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain, count
 from pathlib import Path
+from typing import Any
 
 from moelab.analysis import arm_label
+from moelab.analysis.compare_runs import differing_fields, differing_settings
 from moelab.analysis.side import Side
 from moelab.errors import BadInput
+from moelab.experiment import Experiment
+from moelab.experiment_file import Study
 from moelab.privacy import shareable
 from moelab.runs import directory
-from moelab.runs.collect import collect, collect_run
+from moelab.runs.collect import Collected, collect, collect_run, newest
 from moelab.runs.directory import Discovery, RunDir
 from moelab.runs.settings import run_settings, settings_of, settings_of_all
-from moelab.study_report.judge import left_out_by_record, runs_to_judge
-from moelab.study_report.judgement import LeftOut, left_out_unfinished, unfinished_seeds
 
+ANOTHER_ATTEMPT = "another attempt at this arm and seed is judged"
 LABEL_CHARACTERS = 60
 VALID = "a study, a run directory, a TorchTitan log, a TensorBoard folder or a W&B export (.csv, .json, .jsonl)"
+Seeds = dict[tuple[str, int], str]
 
 
-def sides_of(paths: Sequence[Path], *, reference: str) -> tuple[tuple[Side, ...], tuple[LeftOut, ...]]:
+@dataclass(frozen=True, kw_only=True)
+class NotJudged:
+    """A run that is not judged.
+
+    Attributes:
+        run: its name.
+        arm: name of its arm; empty if nothing says it.
+        seed: its seed; None if nothing says it.
+        reason: why it is not judged.
+        collected: what it left; None if its record cannot be read.
+    """
+
+    run: str
+    arm: str
+    seed: int | None
+    reason: str
+    collected: Collected | None = None
+
+    @property
+    def study(self) -> str:
+        """Folder of the study that it lies in."""
+        return self.run.split("/")[0]
+
+    def to_json(self) -> dict[str, Any]:
+        """What :func:`run_json` says of a run that is judged."""
+        if self.collected is not None:
+            return run_json(self.collected, self.reason)
+        unknown: dict[str, Any] = {"status": "unknown", "machine": None, "versions": {}, "damaged": []}
+        which = {"run": self.run, "arm": self.arm, "seed": self.seed}
+        return {**which, **unknown, "used": False, "reason": self.reason}
+
+
+def sides_of(paths: Sequence[Path], *, reference: str) -> tuple[list[Side], list[NotJudged], list[str]]:
     """Read every path: each arm of a study is a side, and each run from elsewhere.
 
     Args:
@@ -30,24 +71,178 @@ def sides_of(paths: Sequence[Path], *, reference: str) -> tuple[tuple[Side, ...]
         reference: arm that comes first among those of a study.
 
     Returns:
-        The sides, and every run of ours that is in none of them.
+        The sides, every run of ours that is in none of them, and what a reader should know of the folders.
 
     Raises:
         BadInput: naming the path that cannot be read, and what is valid.
     """
     found = [directory.discover(path.resolve()) if path.is_dir() else None for path in paths]
-    several = len({_study(run) for one in found if one for run in one.runs}) > 1
+    several = len({study for one in found if one for study in studies_in(one)}) > 1
     sides: list[Side] = []
-    left_out: list[LeftOut] = []
+    not_judged: list[NotJudged] = []
+    notes: list[str] = []
     for path, ours in zip(paths, found, strict=True):
         if ours is None or not ours.runs:
             sides += _sides_from_elsewhere(path)
             continue
-        for study in sorted({_study(run) for run in [*ours.runs, *(one.run for one in ours.left_out)]}):
-            own, others = _our_sides(ours, study, reference, several=several)
-            sides += own
-            left_out += others
-    return tuple(_with_own_label(sides)), tuple(left_out)
+        places = {run.name: run for run in ours.runs}
+        notes += ours.notes
+        for study in studies_in(ours):
+            own, others = sides_of_study(ours, study, reference=reference)
+            not_judged += others
+            for side in own:
+                settings = [run_settings(places[run.run], run.environment) for run in side.runs]
+                label = _short(f"{study}: {side.label}" if several else side.label)
+                sides.append(replace(side, label=label, settings=settings_of_all(settings)))
+    return list(_with_own_label(sides)), not_judged, list(dict.fromkeys(notes))
+
+
+def sides_of_study(
+    found: Discovery, name: str, *, reference: str, planned: Study | None = None
+) -> tuple[list[Side], list[NotJudged]]:
+    """One side for each arm of a study, the reference's first, and every run that is in none of them.
+
+    Args:
+        found: runs at a path.
+        name: of the study among them.
+        reference: arm whose settings the others should share.
+        planned: the runs of exactly these experiments are judged; None takes, for each arm, the settings that most of
+            its seeds share with the reference.
+    """
+    collected = [collect_run(run) for run in found.runs if _study_of(run) == name]
+    runs, not_judged = runs_to_judge(collected, reference=reference, study=planned)
+    not_judged += [_not_judged_by_record(one) for one in found.left_out if _study_of(one.run) == name]
+    seeds = None if planned is None else {(one.arm, one.seed) for one in planned.experiments}
+    diverged, lost = _without_loss(runs, not_judged, seeds)
+    sides = []
+    for arm in sorted({run.arm for run in runs}, key=lambda arm: (arm != reference, arm)):
+        attempted = tuple(run for run in runs if run.arm == arm)
+        sides.append(
+            Side(
+                label=arm_label(arm),
+                arm=arm,
+                attempted=attempted,
+                experiment=attempted[-1].experiment,
+                diverged_seeds={seed: why for (of, seed), why in diverged.items() if of == arm},
+                lost_seeds={seed: why for (of, seed), why in lost.items() if of == arm},
+            )
+        )
+    return sides, not_judged
+
+
+def studies_in(found: Discovery) -> list[str]:
+    """Names of the studies that the runs at a path are of."""
+    return sorted({_study_of(run) for run in found.all_runs})
+
+
+def runs_to_judge(
+    collected: Iterable[Collected], *, reference: str, study: Study | None = None
+) -> tuple[list[Collected], list[NotJudged]]:
+    """Of each arm and seed the run that is judged, and every other run with the reason.
+
+    Args:
+        collected: runs of one study.
+        reference: arm whose settings the others should share.
+        study: what was planned, or None.
+    """
+    groups: dict[str, dict[Experiment, list[Collected]]] = {}
+    for run in collected:
+        groups.setdefault(run.arm, {}).setdefault(_identity(run), []).append(run)
+    chosen = _planned(groups, study) if study is not None else _shared(groups, reference)
+    judged = newest(run for arm, kept in chosen.items() for group in kept for run in groups[arm][group])
+    if study is not None:
+        seeds = {(one.arm, one.seed) for one in study.experiments}
+        judged = [run for run in judged if (run.arm, run.seed) in seeds]
+    by_seed = {(run.arm, run.seed): run for run in judged}
+    kept = {run.run for run in judged}
+    not_judged = []
+    for arm, own in groups.items():
+        for group, runs in own.items():
+            for run in runs:
+                if run.run in kept:
+                    continue
+                same = by_seed.get((arm, run.seed))
+                if group not in chosen.get(arm, ()):
+                    reason = _other_settings(group, chosen.get(arm, ()))
+                elif same is None:
+                    reason = f"seed {run.seed} of this arm is not in the study"
+                else:
+                    own_end = f"; this one diverged: {run.diverged}" if run.diverged else ""
+                    reason = f"{ANOTHER_ATTEMPT} ({same.run.rsplit('/', 1)[-1]}){own_end}"
+                not_judged.append(NotJudged(run=run.run, arm=arm, seed=run.seed, reason=reason, collected=run))
+    return judged, not_judged
+
+
+def end_of(run: Collected) -> str:
+    """How a run that did not finish ended, on one line."""
+    if run.diverged:
+        return f"diverged: {run.diverged}"
+    planned = f" of {run.steps_planned}" if run.steps_planned else ""
+    reason = f": {run.status.reason}" if run.status.reason else ""
+    damaged = f" ({'; '.join(run.damaged)})" if run.damaged else ""
+    return f"{run.status.state}{reason}, {run.last_step}{planned} steps logged{damaged}"
+
+
+def run_json(run: Collected, reason: str | None = None) -> dict[str, Any]:
+    """A run for a program: which it is, how it ended, where it ran, and whether it is used or why not."""
+    environment = run.environment
+    return {
+        "run": run.run,
+        "arm": run.arm,
+        "seed": run.seed,
+        "status": run.status.state.value,
+        "machine": environment.machine if environment is not None else None,
+        "versions": environment.versions if environment is not None else {},
+        "damaged": list(run.damaged),
+        "used": reason is None,
+        **({} if reason is None else {"reason": reason}),
+    }
+
+
+def left_out_words(not_judged: Sequence[NotJudged]) -> list[str]:
+    """Which runs are left out and why, those of one arm and reason together.
+
+    An attempt that another one replaced stands in the table of runs alone, unless it diverged.
+    """
+    seeds: dict[tuple[str, str], list[int]] = {}
+    for one in not_judged:
+        if one.reason.startswith(ANOTHER_ATTEMPT) and not (one.collected and one.collected.diverged):
+            continue
+        known = one.arm and one.seed is not None
+        own = seeds.setdefault((arm_label(one.arm) if known else one.run, one.reason), [])
+        own += [one.seed] if known and one.seed is not None else []
+    return [
+        ", ".join([name, *([f"seed{'s' if len(own) > 1 else ''} {', '.join(map(str, sorted(own)))}"] if own else [])])
+        + f": {reason}"
+        for (name, reason), own in seeds.items()
+    ]
+
+
+def _without_loss(
+    judged: Sequence[Collected], not_judged: Sequence[NotJudged], planned: Collection[tuple[str, int]] | None
+) -> tuple[Seeds, Seeds]:
+    """Seeds of each arm that should have a loss and have none: those that diverged, and those lost otherwise.
+
+    Both map arm and seed to the reason. A seed should have a loss if the study has it or, where that is not known, if
+    any arm has a run of it.
+    """
+    runs = {(run.arm, run.seed): run for run in judged}
+    reasons = {(one.arm, one.seed): one.reason for one in not_judged}
+    damaged = [(one.arm, one.seed) for one in not_judged if one.collected is None]
+    arms = {run.arm for run in judged}
+    seeds = {seed for arm, seed in [*runs, *damaged] if arm in arms and seed is not None}
+    expected = {(arm, seed) for arm in arms for seed in seeds} if planned is None else planned
+    diverged: Seeds = {}
+    lost: Seeds = {}
+    for arm, seed in sorted(expected):
+        run = runs.get((arm, seed))
+        if run is None:
+            lost[arm, seed] = reasons.get((arm, seed), "no run of it")
+        elif run.diverged and not run.finished:
+            diverged[arm, seed] = run.diverged
+        elif not run.finished:
+            lost[arm, seed] = end_of(run)
+    return diverged, lost
 
 
 def _sides_from_elsewhere(path: Path) -> Iterator[Side]:
@@ -62,37 +257,19 @@ def _sides_from_elsewhere(path: Path) -> Iterator[Side]:
         raise BadInput(f"{path} cannot be compared: {told}; give {VALID}") from error
     settings = settings_of(path, len(collected))
     for run in collected:
-        yield Side(label=_short(run.run.removesuffix(".log")), runs=(run,), settings=settings)
+        yield Side(label=_short(run.run.removesuffix(".log")), attempted=(run,), settings=settings)
 
 
-def _our_sides(found: Discovery, study: str, reference: str, *, several: bool) -> tuple[list[Side], list[LeftOut]]:
-    """One side for each arm of a study at a path, of its finished runs where there are any; and all other runs."""
-    places = {run.name: run for run in found.runs if _study(run) == study}
-    runs, others = runs_to_judge(map(collect_run, places.values()), reference=reference)
-    others += [left_out_by_record(one) for one in found.left_out if _study(one.run) == study]
-    diverged, lost = unfinished_seeds(runs, others)
-    sides = []
-    for arm in sorted({run.arm for run in runs}, key=lambda arm: (arm != reference, arm)):
-        own = [run for run in runs if run.arm == arm]
-        chosen = [run for run in own if run.finished] or own
-        shown = {run.seed for run in chosen}
-        others += [left_out_unfinished(run) for run in own if run.seed not in shown]
-        label = f"{study}: {arm_label(arm)}" if several else arm_label(arm)
-        sides.append(
-            Side(
-                label=_short(label),
-                arm=arm,
-                runs=tuple(chosen),
-                settings=settings_of_all([run_settings(places[run.run], run.environment) for run in chosen]),
-                experiment=chosen[0].experiment,
-                diverged_seeds={seed: why for (of, seed), why in diverged.items() if of == arm and seed not in shown},
-                lost_seeds={seed: why for (of, seed), why in lost.items() if of == arm and seed not in shown},
-            )
-        )
-    return sides, others
+def _not_judged_by_record(one: directory.LeftOut) -> NotJudged:
+    """A run whose record cannot be trusted; its folder may still say which arm and seed it was to be."""
+    try:
+        arm, seed = one.run.arm, one.run.seed
+    except BadInput:
+        return NotJudged(run=one.run.name, arm="", seed=None, reason=one.reason)
+    return NotJudged(run=one.run.name, arm=arm, seed=seed, reason=one.reason)
 
 
-def _study(run: RunDir) -> str:
+def _study_of(run: RunDir) -> str:
     return run.name.split("/")[0]
 
 
@@ -109,3 +286,46 @@ def _with_own_label(sides: Sequence[Side]) -> Iterator[Side]:
         label = next(name for name in names if name not in used)
         used.add(label)
         yield replace(side, label=label)
+
+
+def _identity(run: Collected) -> Experiment:
+    assert run.experiment is not None, f"{run.run} is no run of ours"
+    return run.experiment.model_copy(update={"name": "study", "seed": 0})
+
+
+def _planned(groups: dict[str, dict[Experiment, list[Collected]]], study: Study) -> dict[str, list[Experiment]]:
+    """Groups of each arm that the study has."""
+    return {
+        arm: [group for group in own if any(one.arm == arm and not group.differences(one) for one in study.experiments)]
+        for arm, own in groups.items()
+    }
+
+
+def _shared(groups: dict[str, dict[Experiment, list[Collected]]], reference: str) -> dict[str, list[Experiment]]:
+    """One group of each arm: that with most seeds among those that agree with the reference's, if any does."""
+
+    def size(arm: str, group: Experiment) -> tuple[int, int, str]:
+        runs = groups[arm][group]
+        ended = {run.seed for run in runs if run.finished or run.diverged}
+        return len(ended), len({run.seed for run in runs}), max(run.run.rsplit("/", 1)[-1] for run in runs)
+
+    def best(arm: str, of: Experiment | None) -> Experiment:
+        agreeing = [group for group in groups[arm] if of is not None and not differing_settings(group, of)]
+        return max(agreeing or groups[arm], key=lambda group: size(arm, group))
+
+    def support(of: Experiment) -> tuple[int, tuple[int, int, str]]:
+        own, seeds = size(reference, of), 0
+        for arm in groups.keys() - {reference}:
+            group = best(arm, of)
+            seeds += 0 if differing_settings(group, of) else size(arm, group)[0]
+        return own[0] + seeds, own
+
+    of = max(groups[reference], key=support) if reference in groups else None
+    return {arm: [of] if of is not None and arm == reference else [best(arm, of)] for arm in groups}
+
+
+def _other_settings(group: Experiment, judged: Sequence[Experiment]) -> str:
+    if not judged:
+        return "its arm is not in the study"
+    nearest = min((differing_fields(group, other) for other in judged), key=len)
+    return f"other settings than the runs of this arm that are judged: {', '.join(nearest.values())}"

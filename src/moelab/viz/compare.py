@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from moelab.analysis.compare_runs import Difference
+from moelab.analysis.compare_runs import Difference, machine_differences
 from moelab.analysis.curves import (
     arm_curves,
     finished,
@@ -24,7 +24,7 @@ from moelab.analysis.curves import (
     thinned,
     thinning,
 )
-from moelab.analysis.side import Side, machine_differences, median
+from moelab.analysis.side import Side, median
 from moelab.viz.draw import draw_band, draw_marks, draw_mean
 from moelab.viz.theme import INK, ArmStyle, arm_styles, new_figure, plot_text, wrap
 

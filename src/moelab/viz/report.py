@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -108,7 +108,7 @@ def _environment(*, with_paths: bool) -> Environment:
     environment = Environment(
         loader=PackageLoader("moelab.viz"),
         autoescape=True,
-        finalize=functools.partial(each_text, without_secrets if with_paths else shareable),
+        finalize=functools.partial(each_text, _clean(with_paths=with_paths)),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -118,10 +118,15 @@ def _environment(*, with_paths: bool) -> Environment:
     return environment
 
 
+def _clean(*, with_paths: bool) -> Callable[[str], str]:
+    """What every text goes through, once however often a page of thousands of runs repeats it."""
+    return functools.lru_cache(maxsize=10_000)(without_secrets if with_paths else shareable)
+
+
 def _figure_html(figure: go.Figure, index: int, *, with_paths: bool) -> Markup:
     """The figure's element and script; plotly escapes ``<``, ``>`` and ``/`` in the data that it writes."""
     content = figure.to_plotly_json()
-    clean = without_secrets if with_paths else shareable
+    clean = _clean(with_paths=with_paths)
     text = go.Figure(each_text(clean, {"data": content["data"], "layout": content["layout"]})).to_html(
         full_html=False, include_plotlyjs=False, include_mathjax=False, config=PLOT_CONFIG, div_id=f"figure-{index}"
     )

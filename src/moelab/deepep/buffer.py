@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,6 +29,7 @@ class Exchange:
     """An open buffer and how to make its handle again from tensors."""
 
     buffer: Any
+    kernels: EPKernels
     handle_type: Callable[..., Any]
     tokens: int
     hidden: int
@@ -61,7 +62,10 @@ def open_exchange(
     kernels: EPKernels = "native",
     num_sms: int = 0,
 ) -> Exchange:
-    """Open the buffer of an expert-parallel group, or reuse it if it is large enough. All ranks call it together.
+    """Open the buffer of an expert-parallel group, or reuse it if it fits. All ranks call it together.
+
+    A buffer of other kernels, or one that is too small, is destroyed first: two would not fit into a GPU's memory. What
+    replaces a small one is as large as both were asked to be, because the layers of before share it.
 
     Args:
         group: the expert-parallel ranks.
@@ -79,10 +83,17 @@ def open_exchange(
     check_sizes(
         ranks=group.size(), hidden=hidden, tokens=tokens, experts=experts, top_k=top_k, native=kernels == "native"
     )
-    open_now = _OPEN.get(group.group_name)
-    if open_now and open_now.tokens >= tokens and open_now.hidden >= hidden and open_now.top_k >= top_k:
-        return open_now
-    opened = (_native if kernels == "native" else _emulated)(group, hidden, tokens, experts, top_k, num_sms)
+    opened = _OPEN.pop(group.group_name, None)
+    sizes = {"tokens": tokens, "hidden": hidden, "top_k": top_k}
+    if opened and opened.kernels == kernels:
+        sizes = {name: max(size, getattr(opened, name)) for name, size in sizes.items()}
+    if opened is None or opened.kernels != kernels or any(getattr(opened, name) < size for name, size in sizes.items()):
+        if opened:
+            _destroy(opened)
+        buffer, handle_type = (_native if kernels == "native" else _emulated)(group, **sizes)
+        opened = Exchange(buffer=buffer, kernels=kernels, handle_type=handle_type, num_sms=0, **sizes)
+    num_sms = num_sms or chosen_sms(opened.buffer, experts, top_k, native=kernels == "native")
+    opened = opened if opened.num_sms == num_sms else replace(opened, num_sms=num_sms)
     _OPEN[group.group_name] = opened
     return opened
 
@@ -108,19 +119,12 @@ def check_sizes(*, ranks: int, hidden: int, tokens: int, experts: int, top_k: in
         )
 
 
-def _emulated(group: dist.ProcessGroup, hidden: int, tokens: int, experts: int, top_k: int, num_sms: int) -> Exchange:
+def _emulated(group: dist.ProcessGroup, *, tokens: int, hidden: int, top_k: int) -> tuple[Any, Callable[..., Any]]:
     buffer = StandInBuffer(group, num_max_tokens_per_rank=tokens, hidden=hidden, num_topk=top_k)
-    return Exchange(
-        buffer=buffer,
-        handle_type=StandInBuffer.handle_type,
-        tokens=tokens,
-        hidden=hidden,
-        top_k=top_k,
-        num_sms=num_sms or buffer.get_theoretical_num_sms(experts, top_k),
-    )
+    return buffer, StandInBuffer.handle_type
 
 
-def _native(group: dist.ProcessGroup, hidden: int, tokens: int, experts: int, top_k: int, num_sms: int) -> Exchange:
+def _native(group: dist.ProcessGroup, *, tokens: int, hidden: int, top_k: int) -> tuple[Any, Callable[..., Any]]:
     if not has_rdma_devices():
         # DeepEP 2.1.0 asks NCCL for GPU-initiated networking even where all ranks share a node, and NCCL has none.
         os.environ.setdefault("EP_DISABLE_GIN", "1")
@@ -142,18 +146,10 @@ def _native(group: dist.ProcessGroup, hidden: int, tokens: int, experts: int, to
         deterministic=torch.are_deterministic_algorithms_enabled(),
         explicitly_destroy=True,
     )
-    multiprocessors = torch.cuda.get_device_properties("cuda").multi_processor_count
-    return Exchange(
-        buffer=buffer,
-        handle_type=EPHandle,
-        tokens=tokens,
-        hidden=hidden,
-        top_k=top_k,
-        num_sms=num_sms or chosen_sms(buffer, experts, top_k, multiprocessors=multiprocessors),
-    )
+    return buffer, EPHandle
 
 
-def chosen_sms(buffer: Any, experts: int, top_k: int, *, multiprocessors: int) -> int:
+def chosen_sms(buffer: Any, experts: int, top_k: int, *, native: bool) -> int:
     """Multiprocessors that move tokens.
 
     Between nodes the network is the limit and DeepEP's estimate, made to leave the rest to computation, stands. Inside
@@ -162,6 +158,9 @@ def chosen_sms(buffer: Any, experts: int, top_k: int, *, multiprocessors: int) -
     1.16 ms, 96 take 0.76 ms. Not all: DeepEP's kernels wait for their peers and need every block resident at once,
     beside the collectives of FSDP; with 132 of 132 they hung.
     """
+    if not native:
+        return int(buffer.get_theoretical_num_sms(experts, top_k))
+    multiprocessors = torch.cuda.get_device_properties("cuda").multi_processor_count
     if getattr(buffer, "num_scaleout_ranks", 1) == 1:
         return max(2, multiprocessors * 3 // 4 // 8 * 8)
     try:
@@ -175,9 +174,13 @@ def has_rdma_devices(root: Path = Path(INFINIBAND)) -> bool:
     return root.is_dir() and any(root.iterdir())
 
 
+def _destroy(opened: Exchange) -> None:
+    if hasattr(opened.buffer, "destroy"):  # the stand-in holds nothing
+        opened.buffer.destroy()
+
+
 def close_exchanges() -> None:
     """Close every buffer of this process and give its memory back. All ranks call it together."""
     for opened in _OPEN.values():
-        if hasattr(opened.buffer, "destroy"):
-            opened.buffer.destroy()
+        _destroy(opened)
     _OPEN.clear()

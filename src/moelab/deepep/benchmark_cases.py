@@ -1,0 +1,265 @@
+"""What the all-to-all experiment measures, and how its bytes are counted.
+
+Expert parallelism moves tokens four times a layer: *dispatch* to the experts' ranks, *combine* back, and both again for
+the gradients (the backward of dispatch is a combine, that of combine is a dispatch). The experiment times each of the
+four for every way to do it, at sizes of real models, under each routing, the ways taking turns (A B C A B C).
+
+Two counts of bytes, both from the experts that were drawn, never from a formula:
+
+* **logical**: every token once for each of its experts, wherever they are. All ways deliver this much.
+* **physical**: what leaves a GPU for another one. A plain all-to-all sends a copy for each expert, DeepEP one for each
+  *rank* of a token's experts. Copies to the own rank do not travel and are left out.
+
+Payload is counted: data, and scales where the data is quantised. Expert ids, scores and counts travel too: some 1 % of
+the data at hidden 7168. Of several ranks the busiest counts, and of its two directions the fuller one.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from moelab.errors import BadInput
+from moelab.model import shape_of
+
+if TYPE_CHECKING:
+    from moelab.deepep.dispatcher import DispatchPrecision
+
+# Shape suffixes: T tokens of this rank, K experts a token, E experts, P ranks.
+
+Backend = Literal["standard", "deepep", "hybridep"]
+Operation = Literal["dispatch", "combine", "combine_backward", "dispatch_backward"]
+OPERATIONS: tuple[Operation, ...] = ("dispatch", "combine", "combine_backward", "dispatch_backward")
+ROUTINGS = ("random_balanced", "round_robin", "skewed")
+SM_COUNTS = (8, 16, 24, 32, 64, 96)
+SKEW = 0.7
+"""Popularity of the r-th most popular expert is r to the power of minus this."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """One MoE layer's traffic: ``tokens`` of one rank, each to ``top_k`` of ``experts``, as vectors of ``hidden``."""
+
+    name: str
+    hidden: int
+    top_k: int
+    experts: int
+    tokens: int
+
+
+def _size(model: str, *, experts: int, tokens: int) -> Size:
+    shape = shape_of(model)
+    return Size(name=f"{model}, {experts} experts", hidden=shape.dim, top_k=shape.top_k, experts=experts, tokens=tokens)
+
+
+SIZES = (
+    _size("671B", experts=32, tokens=8192),
+    _size("16B", experts=64, tokens=16384),
+    _size("671B", experts=16, tokens=8192),
+)
+NODE_SIZE = _size("671B", experts=64, tokens=8192)
+"""Eight experts on each of eight GPUs; on request."""
+SMALL = Size(name="small", hidden=256, top_k=4, experts=8, tokens=256)
+"""For a laptop and for tests."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """One way to move tokens.
+
+    Attributes:
+        backend: who moves them.
+        precision: in which tokens are dispatched; the other three operations are in BF16, as in training.
+        sms: streaming multiprocessors that DeepEP may use; 0 takes as many as training does.
+    """
+
+    backend: Backend
+    precision: DispatchPrecision = "bf16"
+    sms: int = 0
+
+    @property
+    def layout(self) -> str:
+        """``expanded`` if the library delivers rows by expert, padded; ``dense`` if PyTorch sorts them."""
+        return "expanded" if self.backend == "deepep" else "dense"
+
+    @property
+    def name(self) -> str:
+        """Such as ``deepep fp8 expanded, 24 SMs``."""
+        layout = f" {self.layout}" if self.backend == "deepep" else ""
+        return f"{self.backend} {self.precision}{layout}" + (f", {self.sms} SMs" if self.sms else "")
+
+    @property
+    def operations(self) -> tuple[Operation, ...]:
+        """What is timed: after the dispatch, 8-bit arms do what the BF16 arm does."""
+        return OPERATIONS if self.precision == "bf16" else ("dispatch",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Arms that take turns at one size under one routing; ``what`` tells two groups of both apart."""
+
+    size: Size
+    routing: str
+    arms: tuple[Arm, ...]
+    what: str = ""
+
+    @property
+    def name(self) -> str:
+        """Such as ``671B, 32 experts, round_robin``."""
+        return f"{self.size.name}, {self.routing}" + (f", {self.what}" if self.what else "")
+
+
+def plan(
+    sizes: Sequence[Size], routings: Sequence[str], backends: Sequence[Backend], sms: Sequence[int]
+) -> list[Group]:
+    """The groups in the order of importance: the time may end before they do.
+
+    Args:
+        sizes: traffic to measure.
+        routings: of :data:`ROUTINGS`.
+        backends: those that are installed.
+        sms: counts to sweep, in a group of its own at the first size under the first routing.
+    """
+    base = [Arm(backend="standard")] if "standard" in backends else []
+    sweep: list[Arm] = []
+    if "deepep" in backends:
+        precisions: tuple[DispatchPrecision, ...] = ("bf16", "fp8", "mxfp8")
+        base += [Arm(backend="deepep", precision=precision) for precision in precisions]
+        sweep = [Arm(backend="deepep", precision=one, sms=count) for count in sms for one in precisions[:2]]
+    if "hybridep" in backends:
+        base.append(Arm(backend="hybridep"))
+    groups = [Group(size=size, routing=routing, arms=tuple(base)) for size in sizes for routing in routings if base]
+    if sweep:
+        # Before the last size: DeepEP compiles three to five kernels for each count, a second or two each.
+        swept = Group(size=sizes[0], routing=routings[0], arms=tuple(sweep), what="SM counts")
+        groups.insert(max(1, len(sizes) - 1) * len(routings), swept)
+    return groups
+
+
+def choose_experts(routing: str, size: Size, *, rank: int, device: torch.device, seed: int = 0) -> torch.Tensor:
+    """Experts of each token.
+
+    Args:
+        routing: ``round_robin`` is TorchTitan's forced balance; ``random_balanced`` is
+            :func:`moelab.titan.routing.draw_experts`; ``skewed`` draws distinct experts at random by a popularity that
+            falls as a power law and is the same on all ranks. The last stands for a router early in training; it is
+            made up, not learned.
+        size: tokens, experts and top-k.
+        rank: of this process; random tokens differ between ranks.
+        device: of the result.
+        seed: of what is random.
+
+    Returns:
+        int64 ``(T, K)``, distinct in each row.
+
+    Raises:
+        BadInput: if there is no such routing.
+    """
+    T, K, E = size.tokens, size.top_k, size.experts
+    if routing == "round_robin":
+        return torch.arange(T * K, device=device).view(T, K) % E
+    if routing == "random_balanced":
+        from moelab.titan.routing import draw_experts  # loads TorchTitan
+
+        torch.manual_seed(seed)
+        return draw_experts(T, E, K, rank=rank, device=device)
+    if routing == "skewed":
+        order_E = torch.randperm(E, generator=torch.Generator().manual_seed(seed))
+        logits_E = -SKEW * torch.log1p(order_E.float())
+        own = torch.Generator().manual_seed(seed * 1009 + rank + 1)
+        # The top-k of logits plus Gumbel noise is a draw without replacement in proportion to the popularity.
+        noise_TE = -torch.log(torch.empty(T, E).exponential_(generator=own))
+        return (logits_E + noise_TE).topk(K, dim=-1).indices.to(device)
+    raise BadInput(f"there is no routing {routing!r}; the routings are {', '.join(ROUTINGS)}")
+
+
+def rows_to_ranks(ids_TK: torch.Tensor, *, experts: int, ranks: int) -> dict[str, list[int]]:
+    """Rows that this rank's tokens send to each rank, itself included.
+
+    Args:
+        ids_TK: experts of each token, int64 ``(T, K)``.
+        experts: of all ranks; rank ``p`` holds the ``p``-th equal part of them.
+        ranks: expert-parallel ranks.
+
+    Returns:
+        ``copies`` with one for each expert of a token, ``once`` with one for each rank of a token's experts.
+
+    Example:
+        >>> rows_to_ranks(torch.tensor([[0, 1], [1, 2]]), experts=4, ranks=2)
+        {'copies': [3, 1], 'once': [2, 1]}
+    """
+    rank_TK = ids_TK // (experts // ranks)
+    copies_P = torch.bincount(rank_TK.flatten(), minlength=ranks)
+    reached_TP = torch.zeros((ids_TK.shape[0], ranks), dtype=torch.int64, device=ids_TK.device)
+    once_P = reached_TP.scatter_(1, rank_TK, 1).sum(dim=0)
+    return {"copies": copies_P.tolist(), "once": once_P.tolist()}
+
+
+def load_imbalance(ids_TK: torch.Tensor, *, experts: int) -> float:
+    """Tokens of this rank at its busiest expert over the mean; 1 is balance."""
+    counts_E = torch.bincount(ids_TK.flatten(), minlength=experts).float()
+    return float(counts_E.max() / counts_E.mean())
+
+
+def row_bytes(hidden: int, precision: DispatchPrecision) -> int:
+    """Bytes of one token's vector on the wire: BF16; FP8 with an FP32 scale a row; MXFP8 with a byte for 32 values.
+
+    Example:
+        >>> [row_bytes(7168, precision) for precision in ("bf16", "fp8", "mxfp8")]
+        [14336, 7172, 7392]
+    """
+    return {"bf16": 2 * hidden, "fp8": hidden + 4, "mxfp8": hidden + hidden // 32}[precision]
+
+
+def traffic(
+    sent_PP: Sequence[Sequence[int]], *, logical_rows: int, hidden: int, precision: DispatchPrecision
+) -> dict[str, int | float]:
+    """Bytes of one operation.
+
+    Args:
+        sent_PP: rows that rank ``p`` (outer) sends to rank ``q`` (inner), itself included.
+        logical_rows: rows that one rank's tokens need, one for each expert of each token.
+        hidden: elements of a row.
+        precision: of the rows.
+
+    Returns:
+        ``logical_bytes`` of one rank; ``physical_bytes`` of the busiest rank and direction, without copies to itself;
+        ``rows_to_others`` and ``rows_to_self``, the mean of all ranks.
+    """
+    ranks = range(len(sent_PP))
+    out = [sum(sent_PP[p]) - sent_PP[p][p] for p in ranks]
+    into = [sum(sent_PP[q][p] for q in ranks) - sent_PP[p][p] for p in ranks]
+    each = row_bytes(hidden, precision)
+    return {
+        "logical_bytes": logical_rows * each,
+        "physical_bytes": max(*out, *into) * each,
+        "rows_to_others": statistics.fmean(out),
+        "rows_to_self": statistics.fmean(sent_PP[p][p] for p in ranks),
+    }
+
+
+def rates(row: dict[str, Any], reference: dict[str, Any]) -> dict[str, float | None]:
+    """GB/s of a measured row and its fractions of the machine's copies.
+
+    Args:
+        row: with ``us_median`` (of the whole operation), ``parts_us``, ``logical_bytes`` and ``physical_bytes``.
+        reference: with ``between_ranks_gb_s`` and ``local_gb_s``.
+
+    Returns:
+        ``logical_gb_s`` over the whole operation and ``physical_gb_s`` over its wire part alone; what they are of the
+        copy inside one device and of the copy between two. None where nothing travelled.
+    """
+    wire_us = row["parts_us"]["wire"]
+    logical = row["logical_bytes"] / row["us_median"] / 1e3
+    physical = row["physical_bytes"] / wire_us / 1e3 if wire_us and row["physical_bytes"] else None
+    of_copy = None if physical is None else round(physical / reference["between_ranks_gb_s"], 4)
+    return {
+        "logical_gb_s": round(logical, 3),
+        "physical_gb_s": None if physical is None else round(physical, 3),
+        "fraction_of_copy_between_ranks": of_copy,
+        "fraction_of_local_copy": round(logical / reference["local_gb_s"], 4),
+    }

@@ -1,0 +1,619 @@
+"""One report: sides, and what they say in sentences, for a program and to whoever draws.
+
+A study is a report whose sides are its arms: they share seeds, so they are judged together, on what every finished run
+logged. Any other report holds runs side by side: each is held against the first on the steps that both logged, and what
+nobody recorded of a log from elsewhere is missing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from moelab.analysis import (
+    ArmThroughput,
+    FinalLosses,
+    Gain,
+    Verdict,
+    arm_throughput,
+    final_losses,
+    gain,
+)
+from moelab.analysis.compare_runs import (
+    NOT_FOR_SPEED,
+    Difference,
+    caveats,
+    difference,
+    differing_settings,
+    differing_values,
+    judge_sides,
+    kernel_facts,
+    machine_differences,
+    mixed_facts,
+)
+from moelab.analysis.side import Side, median
+from moelab.analysis.throughput import why_no_gain
+from moelab.analysis.verdict import correct_for_arms
+from moelab.errors import BadInput, MoelabError
+from moelab.experiment_file import Study
+from moelab.runs import directory
+from moelab.runs.collect import WARMUP_STEPS, Collected, joined_rows
+from moelab.runs.directory import Discovery
+from moelab.runs.files import finite_or_none
+from moelab.runs.status import State
+from moelab.runs.table import throughput_rows
+from moelab.study_report.sides import (
+    VALID,
+    NotJudged,
+    end_of,
+    left_out_words,
+    run_json,
+    sides_of,
+    sides_of_study,
+    studies_in,
+)
+
+
+class NothingToJudge(MoelabError):
+    """No run of the study finished."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Sides and what they say, the first being what the others are held against.
+
+    Attributes:
+        sides: at least one; of a study its arms, the reference's first.
+        study: name of the study that the sides are the arms of; None for runs side by side.
+        paths: that they were read from.
+        not_judged: every run of ours at the paths that is in no side.
+        discovery_notes: what a reader should know of the folders.
+        final_fraction: part of the steps that a final loss or difference is a mean of.
+        margin_nats: equivalence margin that was given, or None.
+        margin_cap_nats: what a margin may be at most, or None for the usual cap.
+        dropped_seeds: seeds that are left out of every side, as was asked for.
+    """
+
+    sides: tuple[Side, ...]
+    study: str | None = None
+    paths: tuple[Path, ...] = ()
+    not_judged: tuple[NotJudged, ...] = ()
+    discovery_notes: tuple[str, ...] = ()
+    final_fraction: float = 0.1
+    margin_nats: float | None = None
+    margin_cap_nats: float | None = None
+    dropped_seeds: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        seeds = set().union(*(side.seeds for side in self.sides))
+        if unknown := [seed for seed in self.dropped_seeds if seed not in seeds]:
+            known = ", ".join(str(seed) for seed in sorted(seeds)) or "not known"
+            raise BadInput(f"seed {unknown[0]} cannot be dropped: the seeds of these runs are {known}")
+        labels = [side.label for side in self.sides]
+        assert len(set(labels)) == len(labels), f"two sides have one label: {labels}"
+
+    @property
+    def title(self) -> str:
+        """What the report is about."""
+        if self.study is not None:
+            return f"Study {self.study}"
+        return f"Run {self.sides[0].label}" if len(self.sides) == 1 else f"{len(self.sides)} runs side by side"
+
+    @property
+    def reference(self) -> Side:
+        """What the other sides are held against."""
+        return self.sides[0]
+
+    @property
+    def others(self) -> tuple[Side, ...]:
+        """The other sides."""
+        return self.sides[1:]
+
+    @property
+    def runs(self) -> list[Collected]:
+        """Runs of all sides, however they ended."""
+        return [run for side in self.sides for run in side.attempted]
+
+    @property
+    def finished(self) -> list[Collected]:
+        """Those that trained every step; a log from elsewhere does not say that it did."""
+        return [run for run in self.runs if run.finished]
+
+    @cached_property
+    def table(self) -> pd.DataFrame:
+        """Metrics of the finished runs."""
+        return joined_rows(self.finished)
+
+    @cached_property
+    def verdicts(self) -> list[Verdict]:
+        """Convergence of every other side, on the final training loss."""
+        if self.study is None:
+            return [one.judged for one in self.differences if one.judged is not None]
+        judged = [side for side in self.sides if side.finished or side.diverged_seeds]
+        if self.reference not in judged or len(judged) < 2:
+            return []
+        return judge_sides(self.table, judged, name=_arm, final_fraction=self.final_fraction, **self._margins)
+
+    @cached_property
+    def held_out(self) -> list[Verdict]:
+        """Convergence of every other arm, on the loss of text that no run trained on."""
+        losses: dict[tuple[str, int], float] = {}
+        diverged: dict[tuple[str, int], str] = {}
+        lost: dict[tuple[str, int], str] = {}
+        for run in self.finished:
+            key, loss = (run.arm, run.seed or 0), run.validation_loss
+            if math.isfinite(loss):
+                losses[key] = loss
+            elif len(run.validation) and run.rows["loss"].notna().any():
+                diverged[key] = f"the held-out loss is {loss}"
+            else:
+                lost[key] = "no held-out loss was logged"
+        told = {arm for arm, _ in {**losses, **diverged}} | {side.arm for side in self.sides if side.diverged_seeds}
+        arms = [side for side in self.others if side.finished and side.arm in told]
+        if not losses or self.reference.arm not in told or not arms:
+            return []
+        return judge_sides(losses, [self.reference, *arms], name=_arm, diverged=diverged, lost=lost, **self._margins)
+
+    @cached_property
+    def differences(self) -> list[Difference]:
+        """Loss of every other side against the first, on the steps that both logged."""
+        found = [
+            difference(self.reference, side, final_fraction=self.final_fraction, **self._margins)
+            for side in self.others
+        ]
+        judged = [one.verdict for one in found if one.verdict is not None]
+        corrected = {verdict.arm: verdict for verdict in correct_for_arms(judged)}
+        return [replace(one, verdict=corrected.get(one.label)) for one in found]
+
+    @cached_property
+    def throughput(self) -> list[ArmThroughput]:
+        """Tokens per second per rank of every arm; empty where no step is left after the warm-up."""
+        if throughput_rows(self.table, warmup_steps=WARMUP_STEPS).empty:
+            return []
+        return arm_throughput(self.table, warmup_steps=WARMUP_STEPS)
+
+    @cached_property
+    def no_gain(self) -> dict[str, str]:
+        """Why no gain over the first side, and no ratio to its speed, is claimed: label to words."""
+        first, reasons = self.reference, {}
+        for side in self.others:
+            words = machine_differences(side, first)
+            if self.study is not None and side.experiment is not None and first.experiment is not None:
+                settings = differing_settings(side.experiment, first.experiment)
+                words = [*(told for name, told in settings.items() if name not in NOT_FOR_SPEED), *words]
+                words += [told for one in (side, first) for told in mixed_facts(one.finished, kernel_facts)]
+                if not all(any(run.speed_known for run in one.finished) for one in (side, first)):
+                    words.append("the machine or the kernels of all runs of an arm are unknown")
+            if words and (side.finished or self.study is None):
+                reasons[side.label] = "; ".join(dict.fromkeys(words))
+        return reasons
+
+    @cached_property
+    def gains(self) -> list[Gain]:
+        """Throughput over the reference of every other arm that ran like it, over the runs whose machine is known."""
+        table, baseline = joined_rows([run for run in self.finished if run.speed_known]), self.reference.arm
+        if throughput_rows(table, warmup_steps=WARMUP_STEPS).empty:
+            return []
+        seeds = {side.arm: set(table.loc[table["arm"] == side.arm, "seed"]) for side in self.sides}
+        alike = [side.arm for side in self.others if side.label not in self.no_gain]
+        arms = [arm for arm in alike if seeds[arm] & seeds[baseline]]
+        return [gain(table, baseline=baseline, arm=arm, warmup_steps=WARMUP_STEPS) for arm in arms]
+
+    @property
+    def comparable_tps(self) -> dict[str, dict[int, float]]:
+        """Throughput by arm and seed, of the reference and every arm whose gain over it is claimed."""
+        arms = {self.reference.arm, *(one.arm for one in self.gains)}
+        return {one.arm: one.tps_by_seed for one in self.throughput if one.arm in arms}
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether ranks of a run were processes on a CPU."""
+        return any(side.on_cpu for side in self.sides)
+
+    @property
+    def emulation_note(self) -> str:
+        """What was emulated, for a figure's title; empty for real kernels."""
+        if self.study is None:
+            emulated = [side for side in self.sides if side.emulated]
+            return f"emulated kernels in {_names(emulated)}" if emulated else ""
+        notes = ["emulated MXFP8 kernels"] if any(run.emulates_mxfp8 for run in self.runs) else []
+        deepep = any(run.emulates_deepep for run in self.runs)
+        return ", ".join([*notes, *(["DeepEP emulated on plain collectives"] if deepep else [])])
+
+    @property
+    def speed_note(self) -> str:
+        """What must be said where speed is shown; empty for real kernels on GPUs of one kind."""
+        shown = self._with_finished
+        on_cpu = [side for side in shown if side.on_cpu]
+        where = "" if self.study is not None and len(on_cpu) == len(shown) else f" in {_names(on_cpu)}"
+        notes = [f"a rank is a CPU process{where}"] if on_cpu else []
+        notes += [f"{self.emulation_note}: not a statement about speed"] if self.emulation_note else []
+        notes += [why_no_gain(label, self.reference.label, words) for label, words in self.no_gain.items()]
+        return "; ".join(notes)
+
+    @property
+    def grad_norm_notes(self) -> list[str]:
+        """Runs that reported a gradient norm of NaN or Inf, and in which steps."""
+        return [
+            f"{self._run_name(side, run)}: {run.grad_norm_finding}"
+            for side in self.sides
+            for run in side.attempted
+            if run.grad_norm_finding
+        ]
+
+    @property
+    def grad_norm_marks(self) -> list[tuple[int, float]]:
+        """These steps of finished runs, and their loss in nats: marks for a figure."""
+        return [mark for run in self.finished for mark in run.grad_norm_marks]
+
+    @property
+    def loss_note(self) -> str:
+        """What must be said in the title of a figure of the loss, which has no room for every run."""
+        diverged = [
+            f"{side.label}: {len(side.diverged_seeds)} diverged seed{'s' * (len(side.diverged_seeds) > 1)} not drawn"
+            for side in self.sides
+            if side.diverged_seeds and (side.finished or self.study is not None)
+        ]
+        notes = self.grad_norm_notes
+        first = [f"{notes[0]}, and {len(notes) - 1} more runs"] if len(notes) > 1 else notes
+        return "; ".join(filter(None, [self.emulation_note, *diverged, *first]))
+
+    @property
+    def notes(self) -> list[str]:
+        """What a reader must know before the numbers."""
+        unfinished: list[str] = []
+        others: list[str] = []
+        if self.study is None:
+            unfinished = [f"{side.unfinished}: its loss is not judged" for side in self._unjudged]
+            studies = dict.fromkeys(one.study for one in self._not_shown)
+            left_out = [
+                f"left out: {study}: {words}"
+                for study in studies
+                for words in left_out_words([one for one in self._not_shown if one.study == study])
+            ]
+            unknown = [side for side in self.sides if not side.settings.values]
+            uncounted = [side for side in self.sides if not side.on_cpu and math.isnan(side.mfu_percent(causal=True))]
+            told = {
+                "no configuration can be read": unknown,
+                "MFU by the two counts needs the model's shape, the sequence length and the GPU's peak": uncounted,
+            }
+            others = [f"{_names(sides)}: {what}" for what, sides in told.items() if sides]
+        else:
+            unnamed = [side for side in self.sides if not (side.finished or side.diverged_seeds)]  # by any verdict
+            lost = [_not_judged(run) for side in unnamed for run in side.attempted]
+            left_out = [f"left out: {words}" for words in left_out_words([*lost, *self.not_judged])]
+            others = [f"{side.label}: {words}" for side in self.others for words in caveats(side, self.reference)]
+        names = ", ".join(str(seed) for seed in self.dropped_seeds)
+        plural = "s" if len(self.dropped_seeds) > 1 else ""
+        dropped = [f"dropped in every {self._kind}, as asked for: seed{plural} {names}"] if names else []
+        speed = [self.speed_note] if self.speed_note else []
+        damaged = [
+            f"{self._run_name(side, run)}: {words}"
+            for side in self.sides
+            for run in side.attempted
+            for words in run.damaged
+        ]
+        return [
+            *unfinished,
+            *self.grad_norm_notes,
+            *left_out,
+            *dropped,
+            *others,
+            *speed,
+            *damaged,
+            *self.discovery_notes,
+        ]
+
+    @property
+    def rank_words(self) -> str:
+        """What tokens per second are counted by."""
+        on_gpus = all(run.environment is not None and run.environment.gpus for run in self.finished)
+        return "per GPU" if on_gpus else "per rank"
+
+    def final_loss(self, run: Collected) -> float:
+        """Final smoothed loss of a finished run, in nats; NaN for one that did not finish."""
+        if not run.finished or run.seed is None:
+            return math.nan
+        return self._final.by_run.get((run.arm, run.seed), math.nan)
+
+    def as_text(self) -> str:
+        """The findings as sentences."""
+        if self.study is not None:
+            finished, found = self._finished_of_all, len(self.runs) + len(self.not_judged)
+            judged = f", {len(self.finished)} of them judged" if len(self.finished) < finished else ""
+            lines = [f"{finished} of {found} runs finished{judged}"]
+            lines += [verdict.sentence() for verdict in self.verdicts] or [f"No verdict: {self._no_verdict}"]
+            lines += [f"Held-out text: {verdict.sentence()}" for verdict in self.held_out]
+            lines += [arm.sentence().replace("per GPU", self.rank_words) for arm in self.throughput]
+            lines += [one.sentence() for one in self.gains]
+        else:
+            lines = [f"{side.label}: {_in_words(side)}" for side in self.sides]
+            lines += [one.sentence() for one in self.differences]
+            for name, values in differing_values(self.sides).items():
+                lines.append(f"{name} differs: {', '.join(value or '–' for value in values)}")
+        return "\n".join([*lines, *(f"Note: {note}" for note in self.notes)])
+
+    def to_json(self) -> dict[str, Any]:
+        """The numbers for a program; what is missing is null."""
+        runs = [
+            *(self._run_json(side, run) for side in self.sides for run in side.attempted),
+            *(one.to_json() for one in self.not_judged),
+        ]
+        note = "; ".join(note.removesuffix(".") for note in self.notes)
+        if self.study is None:
+            return {
+                "runs": runs,
+                "sides": [self._side_json(side) for side in self.sides],
+                "differences": [_difference_json(one) for one in self.differences],
+                "differing_settings": differing_values(self.sides),
+                "note": note,
+            }
+        return {
+            "study": self.study,
+            "finished": self._finished_of_all,
+            "judged": len(self.finished),
+            "runs": runs,
+            "verdicts": [one.to_json() for one in [*self.verdicts, *self.held_out]],
+            "tps": {arm.arm: finite_or_none(arm.tps) for arm in self.throughput},
+            "gains": [self._gain_json(side) for side in self.others if side.finished],
+            "note": note,
+        }
+
+    @property
+    def _kind(self) -> str:
+        return "side" if self.study is None else "arm"
+
+    @property
+    def _margins(self) -> dict[str, Any]:
+        return {
+            "margin_nats": self.margin_nats,
+            "margin_cap_nats": self.margin_cap_nats,
+            "dropped_seeds": self.dropped_seeds,
+        }
+
+    @cached_property
+    def _final(self) -> FinalLosses:
+        return final_losses(self.table, final_fraction=self.final_fraction)
+
+    @property
+    def _with_finished(self) -> list[Side]:
+        """Sides whose speed is shown."""
+        return [side for side in self.sides if self.study is None or side.finished]
+
+    @property
+    def _unjudged(self) -> list[Side]:
+        """Sides that diverged or ended early, and that no verdict speaks of."""
+        judged = {label for one in self.differences if one.judged for label in (one.label, one.reference)}
+        return [side for side in self.sides if side.unfinished and side.label not in judged]
+
+    @property
+    def _not_shown(self) -> list[NotJudged]:
+        """Runs in no side, and those that did not finish where others of their side did."""
+        return [
+            *self.not_judged,
+            *(_not_judged(run) for side in self.sides if side.finished for run in side.attempted if not run.finished),
+        ]
+
+    @property
+    def _finished_of_all(self) -> int:
+        others = [one.collected for one in self.not_judged if one.collected is not None]
+        return sum(run.finished for run in [*self.runs, *others])
+
+    @property
+    def _no_verdict(self) -> str:
+        which = "an arm beside the reference" if self.reference.finished else "the reference"
+        return f"no run of {which} {self.reference.arm} finished"
+
+    def _run_name(self, side: Side, run: Collected) -> str:
+        return side.label if run.seed is None else f"{side.label}, seed {run.seed}"
+
+    def _why_unused(self, side: Side, run: Collected) -> str | None:
+        if not run.finished and (side.finished or self.study is not None):
+            return end_of(run)
+        return f"its seed is dropped in every {self._kind}, as asked for" if run.seed in self.dropped_seeds else None
+
+    def _run_json(self, side: Side, run: Collected) -> dict[str, Any]:
+        told = run_json(run, self._why_unused(side, run))
+        return told if self.study is not None else told | {"side": side.label}
+
+    def _gain_json(self, side: Side) -> dict[str, Any]:
+        found = next((one for one in self.gains if one.arm == side.arm), None)
+        if found is None:
+            reason = self.no_gain.get(side.label, "no common seed whose machine is known and that logged a speed")
+            return {"arm": side.arm, "percent": None, "interval_percent": [None, None], "seeds": 0, "reason": reason}
+        ends = (found.interval.low, found.interval.high)
+        return {
+            "arm": side.arm,
+            "percent": finite_or_none(found.percent),
+            "interval_percent": [finite_or_none(100 * (end - 1)) for end in ends],
+            "seeds": found.n_seeds,
+        }
+
+    def _side_json(self, side: Side) -> dict[str, Any]:
+        low, high = quartiles(side.tps)
+        return {
+            "label": side.label,
+            "arm": side.arm,
+            "seeds": [run.seed for run in side.runs],
+            "status": state_of(side),
+            "last_step": side.last_step,
+            "final_loss_nats": finite_or_none(side.final_nats(self.final_fraction)),
+            "held_out_loss_nats": finite_or_none(side.held_out_nats),
+            "tps": {
+                "median": finite_or_none(median(side.tps)),
+                "quartiles": [finite_or_none(low), finite_or_none(high)],
+                "n": len(side.tps),
+            },
+            "step_time_s": {"median": finite_or_none(median(side.step_time_s)), "n": len(side.step_time_s)},
+            "memory_gib": finite_or_none(side.memory_gib),
+            "mfu_percent": {
+                "logged": finite_or_none(side.mfu_logged_percent),
+                "torchtitan": finite_or_none(side.mfu_percent(causal=False)),
+                "causal": finite_or_none(side.mfu_percent(causal=True)),
+            },
+            "settings": side.settings.values,
+        }
+
+
+def judge_paths(
+    paths: Sequence[Path],
+    *,
+    reference: str = "bf16_standard",
+    final_fraction: float = 0.1,
+    margin_nats: float | None = None,
+    margin_cap_nats: float | None = None,
+    dropped_seeds: Collection[int] = (),
+) -> Report:
+    """Judge one study, or compare whatever is at several paths, or at one that holds no run of ours.
+
+    Args:
+        paths: studies, run directories, or logs from elsewhere; the first is what the others are held against.
+        reference: arm of a study that its others are held against.
+        final_fraction: part of the steps that the final loss is a mean of.
+        margin_nats: equivalence margin, or None to take it from the reference's own seed-to-seed spread.
+        margin_cap_nats: what that margin may be at most, or None for 1 % of the reference's mean loss.
+        dropped_seeds: left out in every arm, and shown.
+
+    Raises:
+        BadInput: if there is no path, or one cannot be read; it is named.
+        NothingToJudge: if no run of a study alone finished.
+    """
+    if not paths:
+        raise BadInput(f"give at least one path: {VALID}")
+    if not 0.0 < final_fraction <= 1.0:
+        raise BadInput(f"final_fraction is {final_fraction}: give a part of the steps above 0 and up to 1, such as 0.1")
+    options: dict[str, Any] = {
+        "final_fraction": final_fraction,
+        "margin_nats": margin_nats,
+        "margin_cap_nats": margin_cap_nats,
+        "dropped_seeds": tuple(sorted(dropped_seeds)),
+    }
+    found = directory.discover(paths[0].resolve()) if len(paths) == 1 and paths[0].is_dir() else None
+    if found is not None and found.all_runs:
+        return _of_study(paths[0], found, reference=reference, **options)
+    sides, not_judged, notes = sides_of(paths, reference=reference)
+    return Report(
+        sides=tuple(sides),
+        paths=tuple(paths),
+        not_judged=tuple(not_judged),
+        discovery_notes=tuple(notes),
+        **options,
+    )
+
+
+def judge_study(path: Path, *, study: Study | None = None, reference: str = "bf16_standard", **options: Any) -> Report:
+    """Collect a study's runs and judge them.
+
+    Args:
+        path: the study's folder.
+        study: judge the runs of exactly these experiments; None takes, for each arm, the settings that most of its
+            seeds share with the reference.
+        reference: arm that the others are held against.
+        **options: as :func:`judge_paths` takes them.
+
+    Raises:
+        BadInput: if the path is not a study's folder or has no run of the reference.
+        NothingToJudge: if no run finished, with the reason of each.
+    """
+    if not path.is_dir():
+        raise BadInput(f"{path} is not a folder; give a study, such as runs/06_compare_convergence")
+    return _of_study(path, directory.discover(path.resolve()), study=study, reference=reference, **options)
+
+
+def _of_study(
+    path: Path,
+    found: Discovery,
+    *,
+    reference: str,
+    study: Study | None = None,
+    dropped_seeds: Iterable[int] = (),
+    **options: Any,
+) -> Report:
+    studies = studies_in(found)
+    if not studies:
+        raise BadInput(f"{path} holds no run; give a study, such as runs/06_compare_convergence")
+    if len(studies) > 1:
+        raise BadInput(f"{path} holds several studies; give the folder of one: {', '.join(studies)}")
+    (name,) = studies
+    sides, not_judged = sides_of_study(found, name, reference=reference, planned=study)
+    if not any(side.finished for side in sides):
+        runs = [run for side in sides for run in side.attempted]
+        ends = [run.status.reason or f"{run.last_step} of {run.steps_planned} steps logged" for run in runs]
+        lines = [f"{run.run}: {run.status.state}: {end}" for run, end in zip(runs, ends, strict=True)]
+        lines += [f"{one.run}: left out: {one.reason}" for one in not_judged]
+        raise NothingToJudge("\n  ".join([f"no run of {name} finished:", *lines]))
+    if sides[0].arm != reference:
+        arms = ", ".join(side.arm for side in sides)
+        lines = [f"{one.run}: left out: {one.reason}" for one in not_judged if one.arm in ("", reference)]
+        raise BadInput("\n  ".join([f"reference {reference!r} is not an arm of {name}; its arms: {arms}", *lines]))
+    return Report(
+        sides=tuple(sides),
+        study=name,
+        paths=(path,),
+        not_judged=tuple(not_judged),
+        discovery_notes=found.notes,
+        dropped_seeds=tuple(sorted(dropped_seeds)),
+        **options,
+    )
+
+
+def quartiles(values: np.ndarray[Any, Any]) -> tuple[float, float]:
+    """First and third quartile, NaN of nothing."""
+    if not len(values):
+        return math.nan, math.nan
+    low, high = np.percentile(values, [25, 75])
+    return float(low), float(high)
+
+
+def state_of(side: Side) -> str:
+    """How its runs ended; logs from elsewhere do not say."""
+    states = sorted({run.status.state for run in side.runs})
+    reasons = sorted({run.status.reason for run in side.runs if run.status.reason})
+    words = ", ".join("not recorded" if state is State.UNKNOWN else str(state) for state in states)
+    return f"{words}: {'; '.join(reasons)}" if reasons else words
+
+
+def _not_judged(run: Collected) -> NotJudged:
+    return NotJudged(run=run.run, arm=run.arm, seed=run.seed, reason=end_of(run), collected=run)
+
+
+def _arm(side: Side) -> str:
+    return side.arm
+
+
+def _names(sides: Sequence[Side]) -> str:
+    names = [side.label for side in sides]
+    return ", ".join(names) if len(names) < 4 else f"{', '.join(names[:2])} and {len(names) - 2} more"
+
+
+def _in_words(side: Side) -> str:
+    low, high = quartiles(side.tps)
+    speed = (
+        f"{median(side.tps):,.0f} tokens/s (middle half {low:,.0f} to {high:,.0f})" if len(side.tps) else "no tokens/s"
+    )
+    memory = f"{side.memory_gib:.2f} GiB" if math.isfinite(side.memory_gib) else "no memory"
+    seeds = f"{len(side.runs)} seeds, " if len(side.runs) > 1 else ""
+    return f"{seeds}{side.last_step} steps, {speed}, {memory}"
+
+
+def _difference_json(one: Difference) -> dict[str, Any]:
+    judged = one.judged
+    ends = (judged.interval.low, judged.interval.high) if judged else (math.nan, math.nan)
+    return {
+        "label": one.label,
+        "reference": one.reference,
+        "common_steps": len(one.steps),
+        "difference_nats": finite_or_none(one.nats),
+        "step_spread_nats": finite_or_none(one.spread_nats),
+        "seeds": list(judged.seeds) if judged else [],
+        "interval_nats": [finite_or_none(end) for end in ends],
+        "answer": judged.answer.value if judged else None,
+        "sentence": one.sentence(),
+    }
