@@ -286,9 +286,10 @@ class Report:
             }
             others = [f"{_names(sides)}: {what}" for what, sides in told.items() if sides]
         else:
-            unnamed = [side for side in self.sides if not (side.finished or side.diverged_seeds)]  # by any verdict
-            lost = [_not_judged(run) for side in unnamed for run in side.attempted]
-            left_out = [f"left out: {words}" for words in left_out_words([*lost, *self.not_judged])]
+            # An arm without any finished or diverged seed has no verdict that would name it.
+            unnamed = [side for side in self.sides if not side.finished and not side.diverged_seeds]
+            unjudged = [_not_judged(run) for side in unnamed for run in side.attempted]
+            left_out = [f"left out: {words}" for words in left_out_words([*unjudged, *self.not_judged])]
             others = [f"{side.label}: {words}" for side in self.others for words in caveats(side, self.reference)]
         names = ", ".join(str(seed) for seed in self.dropped_seeds)
         plural = "s" if len(self.dropped_seeds) > 1 else ""
