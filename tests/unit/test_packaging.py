@@ -203,3 +203,9 @@ def test_without_triton_all_works_but_training_which_says_so(tmp_path: Path) -> 
     assert f"moelab: bf16_standard: {reason}" in done.stderr
     assert "moelab: TorchTitan cannot be imported here: No module named 'triton'" in done.stderr
     assert not (tmp_path / "runs").exists()
+
+
+def test_every_path_of_the_tour_is_there() -> None:
+    named = re.findall(r"`((?:[\w.-]+/)*[\w-]+\.(?:py|yaml|toml)|(?:\w+/)+)`", (ROOT / "TOUR.md").read_text())
+    assert len(named) > 20
+    assert [name for name in named if not (ROOT / name).exists() and not (ROOT / "src/moelab" / name).exists()] == []
