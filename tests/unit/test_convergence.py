@@ -17,6 +17,7 @@ from moelab.analysis.equivalence import (
     seeds_needed,
     trimmed_sd,
 )
+from moelab.analysis.verdict import Doubtful
 from moelab.errors import BadInput
 
 ALPHA = 0.05
@@ -113,6 +114,13 @@ def test_one_seed_cannot_set_the_spread(n, far):
     losses = 3.6 + 0.02 * np.random.default_rng(n).normal(size=n)
     with_outlier = np.append(losses, losses.mean() + far)
     assert trimmed_sd(with_outlier)[0] == pytest.approx(losses.std(ddof=1))
+
+
+def test_two_outlying_seeds_do_not_hide_each_other():
+    reference = {0: 3.60, 1: 3.62, 2: 3.64, 3: 3.65, 4: 3.63, 5: 8.0, 6: 8.1}
+    verdict = judge({seed: loss + 0.03 for seed, loss in reference.items()}, reference, **NAMES)
+    assert (verdict.answer, verdict.outlying_seeds) == (Answer.INSUFFICIENT, (6, 5))
+    assert verdict.margin_cap_nats == pytest.approx(0.01 * 3.628)
 
 
 def test_an_outlying_seed_is_found_where_the_others_agree_exactly():
@@ -249,7 +257,9 @@ def test_no_spread_gives_no_margin_unless_one_is_given():
     verdict = judge(same, same, **NAMES)
     assert verdict.answer is Answer.INSUFFICIENT
     assert math.isnan(verdict.margin_nats)
-    assert "margin_nats" in verdict.sentence()
+    assert "--margin" in verdict.sentence()
+    worse = judge(dict.fromkeys(same, 4.6), same, **NAMES)
+    assert worse.answer is Answer.DIFFERENT, "a margin could not be wider than its cap"
     given = judge(same, same, margin_nats=0.01, **NAMES)
     assert given.answer is Answer.EQUIVALENT
     assert (given.tost_p, given.t_p, given.margin_source) == (0.0, 1.0, "given")
@@ -334,7 +344,16 @@ def test_a_seed_lost_to_a_machine_is_left_out_by_name_and_assumed_unrelated():
     arm = {seed: loss for seed, loss in nearly(EIGHT).items() if seed != 4}
     verdict = judge(arm, EIGHT, arm_lost={4: "node gpu-12 failed"}, **NAMES)
     assert verdict.answer is Answer.EQUIVALENT
-    assert "Left out: seed 4: node gpu-12 failed; assumed to be unrelated" in verdict.sentence()
+    assert "Left out: MXFP8, seed 4: node gpu-12 failed; assumed to be unrelated" in verdict.sentence()
+
+
+def test_a_seed_that_may_have_diverged_is_never_assumed_unrelated():
+    arm = {seed: loss for seed, loss in nearly(EIGHT).items() if seed != 4}
+    verdict = judge(arm, EIGHT, arm_lost={4: Doubtful("its record is damaged; loss is nan at step 3")}, **NAMES)
+    assert verdict.answer is Answer.INSUFFICIENT
+    assert verdict.sentence().startswith(
+        "Insufficient data: 1 of 8 seeds of MXFP8 may have diverged (seed 4: its record"
+    )
 
 
 def test_a_divergence_for_which_the_reference_has_no_result_is_never_equivalent():
@@ -467,7 +486,8 @@ def test_runs_without_a_final_loss_are_left_out_and_named():
         "bf16_standard, seed 2: ended at step 40 of 80",
     )
     assert (
-        "Left out: seed 1: 1 of 8 final steps are not in the log; seed 2: ended at step 40 of 80;" in verdict.sentence()
+        "Left out: BF16, seed 1: 1 of 8 final steps are not in the log; BF16, seed 2: ended at step 40 of 80;"
+        in verdict.sentence()
     )
 
 

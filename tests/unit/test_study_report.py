@@ -154,7 +154,7 @@ def test_a_seed_without_one_of_the_final_steps_is_named(tmp_path: Path) -> None:
     run.log.write_text("".join([*lines[:-2], lines[-1]]))
     (verdict,) = judge_study(tmp_path / "runs" / "s").verdicts
     assert verdict.seeds == (0, 1, 2)
-    assert "Left out: seed 3: 1 of " in verdict.sentence()
+    assert "Left out: MXFP8, seed 3: 1 of " in verdict.sentence()
 
 
 def test_a_held_out_loss_that_is_nan_or_missing(tmp_path: Path) -> None:

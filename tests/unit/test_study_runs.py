@@ -219,6 +219,16 @@ def test_a_record_that_cannot_be_read_is_named_with_its_seed(tmp_path: Path) -> 
     assert any("MXFP8 + standard all-to-all, seed 5: experiment.yaml" in note for note in judged.notes)
 
 
+def test_a_seed_whose_record_is_damaged_and_whose_log_diverged_is_not_assumed_unrelated(tmp_path: Path) -> None:
+    study = study_of(tmp_path)
+    run = run_of(tmp_path, "mxfp8", 5, losses=[4.0] * 5 + [math.nan] * 3)
+    run_of(tmp_path, "bf16", 5)
+    (run.path / "experiment.yaml").write_text("x")
+    (verdict,) = judge_study(study).verdicts
+    assert verdict.answer is Answer.INSUFFICIENT
+    assert "1 of 6 seeds of MXFP8 may have diverged (seed 5: experiment.yaml" in verdict.sentence()
+
+
 def test_a_seed_can_be_dropped_and_a_margin_capped(tmp_path: Path) -> None:
     study = study_of(tmp_path)
     for found in (

@@ -212,32 +212,40 @@ def lower_sd_limit(values_NM: ArrayLike, *, alpha: float) -> Array:
 
 
 def outlying_seeds(losses: Mapping[int, float], *, alpha: float = OUTLIER_ALPHA) -> tuple[int, ...]:
-    """The seed whose loss does not belong to the others', if there is one: Grubbs' test.
+    """The seeds whose loss does not belong to the others', one or two: Grubbs' test, and Rosner's step against masking.
 
     The t statistic of the seed that lies farthest from the mean and spread of the *others*, against its Bonferroni
-    limit, so that normal losses are accused at most at the rate ``alpha``.
+    limit, so that normal losses are accused at most at the rate ``alpha``. Two outlying seeds hide each other from
+    this; so with five seeds or more the test is made again without the farthest, and both are named if it finds one.
 
     Args:
         losses: Finite loss by seed.
-        alpha: Rate of false alarms.
+        alpha: Rate of false alarms, half of it for each step.
 
     Returns:
-        The seed, or nothing. Two outlying seeds can hide each other from it, but not from the cap of the margin.
+        The seeds, the farthest first; mostly none.
 
     Example:
         >>> outlying_seeds({0: 3.60, 1: 3.62, 2: 3.64, 3: 3.65, 4: 8.0})
         (4,)
+        >>> outlying_seeds({0: 3.60, 1: 3.62, 2: 3.64, 3: 3.65, 4: 8.0, 5: 8.1})
+        (5, 4)
     """
-    n = len(losses)
-    if n < MIN_SEEDS or np.ptp(list(losses.values())) == 0:
-        return ()
-    seeds, values = list(losses), np.array(list(losses.values()))
-    farthest = int(np.argmax(np.abs(values - values.mean())))
-    others = np.delete(values, farthest)
-    # Others that agree to the last digit have no spread; then any value apart from them is infinitely far.
-    with np.errstate(divide="ignore"):
-        t = abs(values[farthest] - others.mean()) / (others.std(ddof=1) * math.sqrt(1.0 + 1.0 / (n - 1)))
-    return (seeds[farthest],) if t > stats.t.ppf(1.0 - alpha / (2 * n), n - 2) else ()
+    rest, farthest, named = dict(losses), [], 0
+    for step in range(2 if len(losses) >= 5 else 1):
+        n, values = len(rest), np.array(list(rest.values()))
+        if n < MIN_SEEDS or np.ptp(values) == 0:
+            break
+        index = int(np.argmax(np.abs(values - values.mean())))
+        others = np.delete(values, index)
+        # Others that agree to the last digit have no spread; then any value apart from them is infinitely far.
+        with np.errstate(divide="ignore"):
+            t = abs(values[index] - others.mean()) / (others.std(ddof=1) * math.sqrt(1.0 + 1.0 / (n - 1)))
+        farthest.append(list(rest)[index])
+        del rest[farthest[-1]]
+        if t > stats.t.ppf(1.0 - alpha / (4 * n), n - 2):
+            named = step + 1
+    return tuple(farthest[:named])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -52,6 +52,12 @@ class Answer(StrEnum):
     NOT_TRAINED = "not trained enough"
 
 
+class Doubtful(str):
+    """Why a seed has no result, where a divergence may be behind it: its loss was not finite, but not who trained."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, kw_only=True)
 class ArmSeeds:
     """What became of each seed of one arm: a loss, a divergence, or nothing.
@@ -342,10 +348,12 @@ def _tested(differences: list[float], margin: Margin, verdict: Verdict) -> Verdi
     """Run the tests where there are differences enough, and answer by them alone."""
     if len(differences) < 2:
         return replace(verdict, mean_difference_nats=differences[0] if differences else NAN)
-    tests = paired_tests(differences, margin.nats, tost_alpha=margin.tost_alpha)
+    # Without a spread there is no margin, but none could be wider than the cap: beyond it is different all the same.
+    widest = margin.nats if margin.exists else margin.cap_nats
+    tests = paired_tests(differences, widest, tost_alpha=margin.tost_alpha)
     answer = Answer.INSUFFICIENT
-    if len(differences) >= MIN_SEEDS and margin.exists:
-        if tests.equivalent[0]:
+    if len(differences) >= MIN_SEEDS:
+        if margin.exists and tests.equivalent[0]:
             answer = Answer.EQUIVALENT
         elif tests.different[0]:
             answer = Answer.DIFFERENT
@@ -356,7 +364,7 @@ def _tested(differences: list[float], margin: Margin, verdict: Verdict) -> Verdi
         sd_difference=float(tests.sd[0]),
         interval=Interval(low=float(tests.low[0]), high=float(tests.high[0]), level=tests.level),
         tost_p=float(tests.tost_p[0]) if margin.exists else NAN,
-        beyond_p=float(tests.beyond_p[0]) if margin.exists else NAN,
+        beyond_p=float(tests.beyond_p[0]),
         t_p=float(tests.t_p[0]),
     )
 
@@ -388,6 +396,10 @@ def _decided(
         words = f"{len(verdict.reference_diverged)} of {n} seeds diverged in the reference {reference} and not in {arm}"
         why = "; ".join(_reasons(verdict.reference_diverged, theirs.diverged))
         deciding.append((Answer.INSUFFICIENT, f"{words} ({why})."))
+    for name, one in ((arm, ours), (reference, theirs)):
+        if doubtful := [seed for seed, reason in one.lost.items() if isinstance(reason, Doubtful)]:
+            why = "; ".join(_reasons(doubtful, one.lost))
+            deciding.append((Answer.INSUFFICIENT, f"{len(doubtful)} of {n} seeds of {name} may have diverged ({why})."))
     if untaught := _not_learnt(verdict, margin, untrained_nats):
         deciding.append((Answer.NOT_TRAINED, f"{untaught}."))
     for seed in verdict.outlying_seeds:
@@ -402,9 +414,13 @@ def _decided(
         findings.append(f"Seed {seed} of {arm} lies apart from its others ({verdict.arm_losses[seed]:.4f} nats).")
     if both:
         findings.append(f"Left out, as it diverged in both: {'; '.join(_reasons(both, ours.diverged))}.")
-    if lost := {seed: reason for one in (theirs, ours) for seed, reason in one.lost.items()}:
-        words = "; ".join(_reasons(sorted(lost), lost))
-        findings.append(f"Left out: {words}; assumed to be unrelated to the loss.")
+    lost = [
+        f"{name}, {words}"
+        for name, one in ((arm, ours), (reference, theirs))
+        for words in _reasons(sorted(one.lost), one.lost)
+    ]
+    if lost:
+        findings.append(f"Left out: {'; '.join(lost)}; assumed to be unrelated to the loss.")
     if verdict.dropped_seeds:
         names = ", ".join(str(seed) for seed in verdict.dropped_seeds)
         findings.append(f"Dropped by name in all arms: seed{'s' if len(verdict.dropped_seeds) > 1 else ''} {names}.")
@@ -463,7 +479,7 @@ def _settled_by(verdict: Verdict, margin: Margin, n_reference: int) -> tuple[str
     if verdict.n_seeds < MIN_SEEDS:
         return f"At least {MIN_SEEDS} common seeds are needed.", None
     if not margin.exists:
-        return "Give a margin in nats (margin_nats), or train the reference with different seeds.", None
+        return "Give a margin in nats (--margin), or train the reference with different seeds.", None
     zero = "zero is excluded" if verdict.excludes_zero else "zero is not excluded"
     needed = low, high = seeds_needed(
         n_seeds=verdict.n_seeds, sd_difference=verdict.sd_difference, n_reference=n_reference, margin=margin
@@ -475,7 +491,7 @@ def _settled_by(verdict: Verdict, margin: Margin, n_reference: int) -> tuple[str
     else:
         seeds = f"{low} common seeds" if low == high else f"{low} to {high} common seeds"
     return (
-        f"The interval reaches beyond the margin, and {zero}. If the true difference is 0, {seeds} would show it with "
-        f"{100 * POWER:g} % power.",
+        f"The interval reaches beyond the margin, and {zero}. {'Were' if verdict.excludes_zero else 'If'} the true "
+        f"difference {'' if verdict.excludes_zero else 'is '}0, {seeds} would show it with {100 * POWER:g} % power.",
         needed,
     )

@@ -8,6 +8,7 @@ reference's group is the one that most seeds of all arms agree with, and the new
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain, count
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 from moelab.analysis import arm_label
 from moelab.analysis.compare_runs import differing_fields, differing_settings
 from moelab.analysis.side import Side
+from moelab.analysis.verdict import Doubtful
 from moelab.errors import BadInput
 from moelab.experiment import Experiment
 from moelab.experiment_file import Study
@@ -23,6 +25,7 @@ from moelab.privacy import shareable
 from moelab.runs import directory
 from moelab.runs.collect import Collected, collect, collect_run, newest
 from moelab.runs.directory import Discovery, RunDir
+from moelab.runs.log import read_log
 from moelab.runs.settings import run_settings, settings_of, settings_of_all
 
 ANOTHER_ATTEMPT = "another attempt at this arm and seed is judged"
@@ -266,7 +269,11 @@ def _not_judged_by_record(one: directory.LeftOut) -> NotJudged:
         arm, seed = one.run.arm, one.run.seed
     except BadInput:
         return NotJudged(run=one.run.name, arm="", seed=None, reason=one.reason)
-    return NotJudged(run=one.run.name, arm=arm, seed=seed, reason=one.reason)
+    reason = one.reason
+    with suppress(BadInput, OSError):
+        if diverged := read_log(one.run.log, allow_empty=True).reason:
+            reason = Doubtful(f"{reason}; {diverged}")
+    return NotJudged(run=one.run.name, arm=arm, seed=seed, reason=reason)
 
 
 def _study_of(run: RunDir) -> str:
