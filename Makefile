@@ -2,7 +2,7 @@
 #   make demo       train DeepSeek-V3 nano in BF16 and MXFP8 on this CPU, print the verdict and where the report is
 #   make test       every test
 #   make lab        JupyterLab on the notebooks
-#   make rendered   executed copies of the notebooks that changed, for readers without Jupyter; needs a Chromium
+#   make rendered   executed copies of all notebooks, before a release, for readers without Jupyter; needs a Chromium
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -24,12 +24,13 @@ lab: $(VENV)/.installed-lab
 	$(BIN)/jupyter lab --notebook-dir=. notebooks/00_start_here.ipynb
 
 rendered: $(VENV)/.installed-dev
-	$(BIN)/python -m moelab.notebooks.render $(RENDER_FLAGS)
+	$(BIN)/python -m moelab.notebooks.render
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

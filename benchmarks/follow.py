@@ -29,7 +29,7 @@ from typing import Any
 from read_log import STEP, cpu_name
 
 from moelab.experiment import Experiment
-from moelab.launch import follow_terminal
+from moelab.launch.status import follow
 from moelab.runs import directory
 from moelab.runs.follow import StudyFollower
 from moelab.runs.status import State, Status
@@ -129,7 +129,7 @@ def terminal(folder: Path, seconds: float) -> dict[str, Any]:
     """The terminal view, with its own interval."""
     watch = Stopwatch(seconds)
     with suppress(KeyboardInterrupt):
-        follow_terminal.follow(folder, Screen(), sleep=watch)
+        follow(folder, Screen(), sleep=watch)
     return shares(time.process_time() - watch.cpu, time.perf_counter() - watch.start)
 
 

@@ -5,7 +5,7 @@
     python benchmarks/grouped_gemm.py --output FILE.json --shapes 8192,2048,7168,8 8192,2048,7168,8,skewed
 
 Nothing is downloaded. The file is replaced after every shape. Without a GPU it says why there is nothing to time. What
-``notebooks/02_find_grouped_gemm_break_even.ipynb`` replays is ``src/moelab/data/measured/grouped_gemm_h100.json``.
+``notebooks/02_find_grouped_gemm_break_even.ipynb`` replays is ``benchmarks/results/grouped_gemm_h100.json``.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
 One command, repeated until it says that nothing is left, most wanted first; each call ends by itself within
 ``--budget-s``, and what a cut call had measured is kept::
 
-    python benchmarks/h100_full_node.py --output src/moelab/data/measured/h200_full_node.json
+    python benchmarks/h100_full_node.py --output benchmarks/results/h200_full_node.json
     python benchmarks/h100_full_node.py --output four.json --gpus 4             # a machine of four GPUs
     python benchmarks/h100_full_node.py --output /tmp/dry.json --dry            # on a CPU, tiny, ten minutes
-    python benchmarks/h100_full_node.py --predict --output src/moelab/data/measured/h100_full_node_predicted.json
+    python benchmarks/h100_full_node.py --predict --output benchmarks/results/h100_full_node_predicted.json
 
 What it does, in this order: the all-reduce health check against its floor; the exchange alone at EP 8; all arms of the
 671B shape (eight experts on each GPU) and of the 16B shape at EP 8; the 671B shape with as many MoE layers as fit; then
@@ -42,7 +42,7 @@ from moelab.health.slow import judge
 from moelab.launch.cluster import read_cluster
 from moelab.machine import environment, git_commit, gpus
 from moelab.privacy import each_text, without_places
-from moelab.projection.measured import DRY_RUN, EP_DEGREES, FOLDER, FULL_NODE, SCALING, Measurement, load_measured
+from moelab.projection.measured import DRY_RUN, EP_DEGREES, FULL_NODE, SCALING, Measurement, load_measured
 from moelab.runs.files import write_json
 
 HERE = Path(__file__).parent
@@ -278,7 +278,7 @@ def parse() -> argparse.Namespace:
         parser.error(f"--eps {max(options.eps)}: --gpus is {options.gpus}")
     if options.predict and (why := no_prediction()):
         parser.error(f"--predict: {why}")
-    kept = not {HERE / "results", HERE.parent / FOLDER}.isdisjoint(options.output.resolve().parents)
+    kept = not {HERE / "results", HERE.parent / "src/moelab/data/measured"}.isdisjoint(options.output.resolve().parents)
     if options.dry and (kept or FULL_NODE in options.output.name):
         parser.error(f"--output {options.output}: a dry run is no measurement and takes no measurement's place or name")
     if not options.dry and not options.predict and len(gpus()) < options.gpus:

@@ -58,7 +58,7 @@ from moelab.analysis.two_by_two import STOCK_CHECKPOINTING, layer_gains, layer_t
 from moelab.experiment import Experiment
 from moelab.machine import environment, gpus
 from moelab.privacy import without_places
-from moelab.projection.measured import DRY_RUN, FOLDER
+from moelab.projection.measured import DRY_RUN
 from moelab.runs.files import write_json
 from moelab.titan import config_registry, routing
 
@@ -476,7 +476,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--child", nargs=4, help=argparse.SUPPRESS)
     parser.add_argument("--child-folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    kept = (Path(__file__).parent / "results", Path(__file__).parents[1] / FOLDER)
+    kept = (Path(__file__).parent / "results", Path(__file__).parents[1] / "src/moelab/data/measured")
     if options.dry and not set(kept).isdisjoint(options.output.resolve().parents):
         parser.error(f"--output {options.output}: a dry run is no measurement")
     if not options.dry and not options.child and options.output.exists():

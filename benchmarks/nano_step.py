@@ -28,7 +28,7 @@ from torch import nn
 from torchtitan.models.common.attention import FlexAttention
 
 from moelab.experiment_file import make_study
-from moelab.launch.study import run_study
+from moelab.launch.local import run_study
 from moelab.machine import environment
 from moelab.model.shape import NANO
 from moelab.mxfp8.converter import MXFP8Converter, MXFP8Experts

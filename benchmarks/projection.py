@@ -22,12 +22,12 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
-from validation.table import table_file
+from validation.table import table_file, table_rows
 
 from moelab.machine import cores, git_commit, processor_name
 from moelab.projection.calibration import fitted
 from moelab.projection.project import project
-from moelab.projection.validation import NOT_PREDICTED, goals, refit, validation_table
+from moelab.projection.validation import NOT_PREDICTED, goals, refit
 from moelab.runs.files import write_json
 from moelab.titan.arms import named_arms
 
@@ -78,7 +78,7 @@ def main() -> None:
     if options.fit:
         print(json.dumps({name: constant.value for name, constant in fitted(refit()).items()}, indent=1))
     if options.table:
-        rows = validation_table()
+        rows = table_rows()
         for row in rows:
             print(
                 f"{row.measured:12.1f} {row.predicted:12.1f} {row.error:+8.3f}  {row.use:22} {row.source}: {row.name}"

@@ -31,9 +31,9 @@ from moelab.deepep import ops
 from moelab.deepep.buffer import exchange, open_exchange
 from moelab.deepep.checkpoint import CommunicationSavingAC, CommunicationSavingFullAC
 from moelab.deepep.dispatcher import DispatchPrecision, padded
+from moelab.experts import draw_experts
 from moelab.mxfp8.converter import MXFP8Experts
 from moelab.mxfp8.dispatch import quantised
-from moelab.titan.routing import draw_experts
 
 TOKENS, FEATURES, HIDDEN = 48, 128, 64
 WEIGHTS = ("w1_EFD", "w2_EDF", "w3_EFD")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import stat
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -50,3 +51,13 @@ def run_by_nbmake(notebook: Path, folder: Path) -> tuple[Ran, str]:
     cells = nbformat.read(folder / notebook.name, as_version=4).cells
     outputs = [output for cell in cells if cell.cell_type == "code" for output in cell.outputs]
     return Ran(folder, outputs), "" if done.returncode == 0 and "1 passed" in done.stdout else done.stdout
+
+
+def sbatch_that_tells(folder: Path, called: Path) -> Path:
+    """A folder for PATH whose sbatch makes a file when it is asked to submit."""
+    programs = folder / "programs"
+    programs.mkdir()
+    sbatch = programs / "sbatch"
+    sbatch.write_text(f'#!/bin/sh\ncase "$*" in *--test-only*|*--version*) exit 0;; esac\ntouch "{called}"\n')
+    sbatch.chmod(sbatch.stat().st_mode | stat.S_IXUSR)
+    return programs

@@ -36,15 +36,19 @@ def cases() -> tuple[Case, ...]:
 
 def table_file(*, date: str, git_commit: str | None) -> dict[str, Any]:
     """Content of ``moelab/data/validation.json``."""
-    rows = [*(row_of(case) for case in cases()), *full_node_rows()]
     return {
         "label": "derived beside measured and quoted",
         "what": "benchmarks/validation, as benchmarks/projection.py --write wrote it",
         "date": date,
         "git_commit": git_commit,
-        "rows": [asdict(row) for row in rows],
+        "rows": [asdict(row) for row in table_rows()],
         "left_out": [asdict(row) for row in left_out_rows()],
     }
+
+
+def table_rows() -> list[ValidationRow]:
+    """Every case, predicted by the model as it is now; the full node as it was predicted before it ran."""
+    return [*(row_of(case) for case in cases()), *full_node_rows()]
 
 
 def row_of(case: Case, calibration: Calibration = CALIBRATION) -> ValidationRow:

@@ -6,18 +6,17 @@ Nothing but the standard library is imported before a verb is chosen, so that ``
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from moelab import __version__, cli_cluster, cli_plan
-from moelab.errors import MoelabError
+from moelab import __version__
+from moelab.errors import BadInput, MoelabError
 
 DESCRIPTION = (
     "How much faster can a Mixture-of-Experts model be pre-trained with MXFP8 experts and DeepEP, on your hardware, "
@@ -50,7 +49,14 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="moelab", description=DESCRIPTION)
     parser.add_argument("--version", action="version", version=f"moelab {__version__}")
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
-    doctor = _verb(verbs, "doctor", _doctor, "say what this machine can run and what is missing for the rest")
+
+    def verb(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+        added: argparse.ArgumentParser = verbs.add_parser(name, help=text, description=text)
+        added.set_defaults(run=run)
+        added.add_argument("--json", action="store_true", help="print one JSON object")
+        return added
+
+    doctor = verb("doctor", _doctor, "say what this machine can run and what is missing for the rest")
     doctor.add_argument("--smoke", action="store_true", help="send tokens between two ranks, with DeepEP if it is here")
     doctor.add_argument("--hardware", default="local", metavar="PROFILE", help="profile to hold the network against")
     doctor.add_argument("--cluster", metavar="PROFILE", help="look at a cluster instead, before a study goes there")
@@ -60,18 +66,55 @@ def build_parser() -> argparse.ArgumentParser:
         "--runs", type=Path, help="with --cluster: folder of all studies; default: the profile's, or runs"
     )
     doctor.add_argument("--nodes", action="store_true", help="with --cluster: let every node report, by srun")
-    plans = cli_plan.add_verbs(functools.partial(_verb, verbs))
-    run = _verb(verbs, "run", _run, "train an experiment or study on this machine; a finished one is left alone")
-    run.add_argument("file", type=Path, help="YAML of an experiment, a list of experiments, or a study")
-    run.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="replace a field everywhere")
+
+    plan = verb("plan", _plan, "say whether an experiment is legal, what it holds and how it is started")
+    plan.add_argument("file", type=Path, help="YAML of an experiment, or of a study: each of its arms is planned")
+    plan.add_argument("--arm", help="plan one arm of a study, such as mxfp8_standard or bf16_deepep_round-robin")
+    plan.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="replace a field")
+    plan.add_argument("--write", type=Path, metavar="PATH", help="write the experiment, as it is planned, to a file")
+    plan.add_argument(
+        "--config", action="store_true", help="add the configuration that TorchTitan resolves (loads torch)"
+    )
+    plan.add_argument("--verify", action="store_true", help="build it with TorchTitan, without a GPU (loads torch)")
+    plan.add_argument(
+        "--ranks", type=_ranks, metavar="R,R", help="global ranks that --verify builds; default: one a stage"
+    )
+    plan.add_argument("--search", action="store_true", help="list the best legal layouts; fields given by --set stay")
+    plan.add_argument("--limit", type=_positive, default=10, metavar="N", help="layouts that --search lists")
+    plan.add_argument("--global-batch", type=_positive, metavar="N", help="sequences a step, kept by --search")
+
+    project = verb("project", _project, "predict the time of a step: tokens/s/GPU and where the time goes")
+    project.add_argument("file", type=Path, help="YAML of an experiment, or of a study: each of its arms is projected")
+    project.add_argument("--arm", help="project one arm of a study, such as mxfp8_standard or bf16_deepep_round-robin")
+    project.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="replace a field")
+
+    run = verb("run", _run, "train an experiment or study on this machine; a finished one is left alone")
+    submit = verb("submit", _submit, "give an experiment or study to Slurm; what is finished or waiting is left alone")
+    for each in (run, submit):
+        each.add_argument("file", type=Path, help="YAML of an experiment, a list of experiments, or a study")
+        each.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="replace a field everywhere")
     run.add_argument("--on-failure", choices=["continue", "stop"], default="continue")
-    of_slurm = cli_cluster.add_verbs(functools.partial(_verb, verbs))
-    status = _verb(verbs, "status", _status, "say where the runs at a path are; jobs of Slurm are asked for")
+    run.add_argument("--runs", type=Path, default=Path("runs"), help="folder that holds all studies")
+    submit.add_argument("--arm", help="submit one arm of a study, such as mxfp8_standard or bf16_deepep_round-robin")
+    submit.add_argument("--cluster", required=True, metavar="PROFILE", help="name of a profile, or a path of one")
+    submit.add_argument(
+        "--cluster-set", action="append", default=[], metavar="KEY=VALUE", help="replace a field of the profile"
+    )
+    submit.add_argument("--after", metavar="JOB", help="job that has to succeed first, such as 123 or 123_4")
+    submit.add_argument("--runs", type=Path, help="folder that holds all studies; default: the profile's, or runs")
+    submit.add_argument("--dry-run", action="store_true", help="print the exact script and touch nothing")
+
+    cancel = verb("cancel", _cancel, "cancel the jobs of a run, of a study or of all")
+    requeue = verb("requeue", _requeue, "let jobs that run or failed start again, from their newest checkpoint")
+    for each in (cancel, requeue):
+        each.add_argument("path", type=Path, help="folder of a run, or of a study")
+    status = verb("status", _status, "say where the runs at a path are; jobs of Slurm are asked for")
     status.add_argument("path", type=Path, nargs="?", default=Path("runs"))
     status.add_argument("--follow", action="store_true", help="go on showing them; Ctrl-C leaves the runs alone")
-    collect = _verb(verbs, "collect", _collect, "read the metrics of a run, a study, a log, TensorBoard or W&B export")
+    collect = verb("collect", _collect, "read the metrics of a run, a study, a log, TensorBoard or W&B export")
     collect.add_argument("path", type=Path)
-    report = _verb(verbs, "report", _report, "judge a study, or compare any runs, and write an HTML report")
+
+    report = verb("report", _report, "judge a study, or compare any runs, and write an HTML report")
     report.add_argument(
         "paths",
         type=Path,
@@ -92,18 +135,21 @@ def build_parser() -> argparse.ArgumentParser:
         "--output", type=Path, help="file to write; default: report.html in the study, or comparison.html here"
     )
     report.add_argument("--with-paths", action="store_true", help="keep folders, host and user names in the report")
-    for verb in (*plans, run, *of_slurm, status, collect, report):
-        verb.add_argument("--json", action="store_true", help="print one JSON object")
-    run.add_argument("--runs", type=Path, default=Path("runs"), help="folder that holds all studies")
     return parser
 
 
-def _verb(verbs: Any, name: str, run: Any, text: str) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = verbs.add_parser(name, help=text, description=text)
-    parser.set_defaults(run=run)
-    if name == "doctor":
-        parser.add_argument("--json", action="store_true", help="print one JSON object")
-    return parser
+def _positive(text: str) -> int:
+    """A count; argparse says what is wrong and exits with 2."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def _ranks(text: str) -> list[int]:
+    parts = text.split(",")
+    if not all(part.isdecimal() for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of ranks such as 0,128")
+    return [int(part) for part in parts]
 
 
 def _stop(_signal: int, _frame: FrameType | None) -> None:
@@ -111,7 +157,7 @@ def _stop(_signal: int, _frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def show(options: argparse.Namespace, as_json: Any, as_text: str) -> None:
+def _show(options: argparse.Namespace, as_json: Any, as_text: str) -> None:
     """Print a result, as JSON if that is asked for."""
     text = json.dumps(as_json, indent=1, allow_nan=False) if options.json else as_text
     print(text, flush=True)  # noqa: T201 - results go to stdout
@@ -127,9 +173,8 @@ def _row(name: str, status: Any) -> dict[str, str | None]:
     return {"run": name, "status": status.state.value, "reason": status.reason, "job_id": status.job_id}
 
 
-def found_runs(path: Path) -> Any:
+def _found_runs(path: Path) -> Any:
     """The runs at a path that a person gave."""
-    from moelab.errors import BadInput
     from moelab.runs.directory import discover
 
     if not path.is_dir():
@@ -137,43 +182,127 @@ def found_runs(path: Path) -> Any:
     return discover(path.absolute())
 
 
-def show_runs(options: argparse.Namespace, found: Any, statuses: Sequence[Any]) -> None:
+def _show_runs(options: argparse.Namespace, found: Any, statuses: Sequence[Any]) -> None:
     """Print where all runs are, and which of them no report will use."""
     both = list(zip(found.all_runs, statuses, strict=True))
     lines = [_line(run.name, status) for run, status in both]
     rows = [_row(run.name, status) for run, status in both]
-    show(options, {"runs": rows, **found.to_json()}, "\n".join([*lines, *found.lines]) or f"no runs at {options.path}")
+    _show(options, {"runs": rows, **found.to_json()}, "\n".join([*lines, *found.lines]) or f"no runs at {options.path}")
 
 
 def _doctor(options: argparse.Namespace) -> int:
     from moelab.doctor import examine
-    from moelab.errors import BadInput
 
     if options.cluster:
-        return cli_cluster.doctor_of_cluster(options)
+        return _doctor_of_cluster(options)
     if options.nodes or options.file or options.cluster_set or options.runs:
         raise BadInput("--nodes, --file, --cluster-set and --runs are about a cluster: name it with --cluster")
     found = examine(hardware=options.hardware, smoke=options.smoke)
-    show(options, found.to_json(), found.as_text())
+    _show(options, found.to_json(), found.as_text())
     return 1 if found.failed else 0
 
 
-def chosen_arms(study: Any, wanted: str | None) -> list[Any]:
-    """The first experiment of each arm, or of the one that is wanted."""
-    from moelab.errors import BadInput
+def _doctor_of_cluster(options: argparse.Namespace) -> int:
+    from moelab.experiment_file import read_study
+    from moelab.health.preflight import preflight
+    from moelab.launch.cluster import read_cluster
 
-    first = {experiment.arm: experiment for experiment in reversed(study.experiments)}
+    cluster = read_cluster(options.cluster, options.cluster_set)
+    study = read_study(options.file) if options.file else None
+    found = preflight(cluster, study, options.runs or Path(cluster.runs or "runs"), ask_nodes=options.nodes)
+    _show(options, found.to_json(), found.as_text())
+    return found.exit_code
+
+
+def _chosen_arms(study: Any, wanted: str | None) -> list[Any]:
+    """The first experiment of each arm, or of the one that is wanted."""
+    first = {experiment.arm: experiment for experiment in study.first_of_arms}
     longer = [arm for arm in first if wanted is not None and arm.startswith(f"{wanted}_")]
     if wanted not in first and len(longer) == 1:  # bf16_standard is bf16_standard_round-robin in a study of that alone
         wanted = longer[0]
     if wanted is not None and wanted not in first:
         raise BadInput(f"--arm {wanted!r} is not in study {study.name}; its arms: {', '.join(study.arms)}")
-    return [first[arm] for arm in study.arms if wanted in (None, arm)]
+    return [experiment for arm, experiment in first.items() if wanted in (None, arm)]
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from moelab.experiment_file import read_study, write_experiment
+
+    arms = _chosen_arms(read_study(options.file, options.set), options.arm)
+    if len(arms) > 1:
+        return _plan_arms(options, arms)
+    (experiment,) = arms
+    if options.search:
+        return _search(options, experiment)
+    from moelab.plan import plan, plan_text, titan_config, titan_text, verified, verified_text
+
+    if options.write:
+        options.write.write_text(write_experiment(experiment), encoding="utf-8")
+    one_in_file = not (options.set or options.arm)
+    planned = plan(experiment, path=options.write or (options.file if one_in_file else None))
+    as_json, as_text = planned.to_json(), plan_text(planned)
+    if planned.verdict.legal and options.config:
+        as_json["titan_config"] = titan_config(experiment)
+        as_text += f"\n\n{titan_text(as_json['titan_config'])}"
+    if planned.verdict.legal and options.verify:
+        as_json["verify"] = verified(planned, options.ranks)
+        as_text += f"\n\n{verified_text(as_json['verify'])}"
+    _show(options, as_json, as_text)
+    return 0 if planned.verdict.legal else 3
+
+
+def _plan_arms(options: argparse.Namespace, arms: list[Any]) -> int:
+    from moelab.plan import plan, study_text
+
+    if options.search or options.verify or options.config or options.write:
+        names = ", ".join(experiment.arm for experiment in arms)
+        raise BadInput(f"{options.file} holds {len(arms)} arms; name one for this with --arm: {names}")
+    plans = [plan(experiment) for experiment in arms]
+    as_json = {"plans": [{"arm": one.experiment.arm, **one.to_json()} for one in plans]}
+    _show(options, as_json, study_text(plans))
+    return 0 if all(one.verdict.legal for one in plans) else 3
+
+
+def _search(options: argparse.Namespace, experiment: Any) -> int:
+    from moelab.experiment_file import parse_overrides
+    from moelab.hardware import gpu_of
+    from moelab.plan import headroom_gib
+    from moelab.search import VARIED, recommend, recommendation_text, search, search_text
+
+    fixed = sorted(parse_overrides(options.set).keys() & set(VARIED))
+    if gpu_of(experiment.hardware).bf16_tflops is not None:
+        found = recommend(experiment, fixed=fixed, limit=options.limit, global_batch=options.global_batch)
+        _show(options, found.to_json(), recommendation_text(found))
+        return 0 if found.ranked else 3
+    plain = search(
+        experiment,
+        fixed=fixed,
+        limit=options.limit,
+        headroom_gib=headroom_gib(experiment),
+        global_batch=options.global_batch,
+    )
+    _show(options, plain.to_json(), search_text(plain))
+    return 0 if plain.candidates else 3
+
+
+def _project(options: argparse.Namespace) -> int:
+    from moelab.experiment_file import read_study
+    from moelab.project_text import arms_text, projection_text
+    from moelab.projection.project import project
+
+    chosen = _chosen_arms(read_study(options.file, options.set), options.arm)
+    found = {experiment.arm: project(experiment) for experiment in chosen}
+    if len(found) == 1:
+        (one,) = found.values()
+        _show(options, one.to_json(), projection_text(one))
+    else:
+        _show(options, {"arms": {arm: one.to_json() for arm, one in found.items()}}, arms_text(found))
+    return 0
 
 
 def _run(options: argparse.Namespace) -> int:
     from moelab.experiment_file import read_study
-    from moelab.launch.study import run_study
+    from moelab.launch.local import run_study
 
     study = read_study(options.file, options.set)
     done = run_study(study, options.runs, on_failure=options.on_failure)
@@ -182,17 +311,66 @@ def _run(options: argparse.Namespace) -> int:
     summary = f"{study.name}: {complete} of {len(study.experiments)} complete, {done.trained} trained now"
     rows = [_row(run.name, run.status) for run in done.runs]
     as_json = {"study": study.name, "trained": done.trained, "runs": rows, **done.found.to_json()}
-    show(options, as_json, "\n".join([*lines, summary]))
+    _show(options, as_json, "\n".join([*lines, summary]))
     return 0 if complete == len(study.experiments) else 1
 
 
+def _submit(options: argparse.Namespace) -> int:
+    from moelab.experiment_file import Study, read_study
+    from moelab.launch.cluster import read_cluster
+    from moelab.launch.submit import dry_run, submit
+
+    study = read_study(options.file, options.set)
+    if options.arm:
+        (wanted,) = _chosen_arms(study, options.arm)
+        study = Study(name=study.name, experiments=tuple(one for one in study.experiments if one.arm == wanted.arm))
+    cluster = read_cluster(options.cluster, options.cluster_set)
+    runs = options.runs or Path(cluster.runs or "runs")
+    if options.dry_run:
+        done = dry_run(study, runs, cluster, after=options.after)
+        _show(options, done.to_json(), "\n".join(done.scripts).rstrip("\n"))
+    else:
+        done = submit(study, runs, cluster, submit=True, after=options.after)
+        _show(options, done.to_json(), done.as_text())
+    return 0
+
+
+def _cancel(options: argparse.Namespace) -> int:
+    from moelab.launch.status import cancel
+
+    found = _found_runs(options.path)
+    _show_runs(options, found, cancel(found.all_runs))
+    return 0
+
+
+def _requeue(options: argparse.Namespace) -> int:
+    from moelab.launch.status import requeue
+
+    found = _found_runs(options.path)
+    _show_runs(options, found, requeue(found.all_runs))
+    return 0
+
+
 def _status(options: argparse.Namespace) -> int:
-    from moelab.launch.watch import refresh
+    from moelab.launch.status import refresh
 
     if options.follow:
-        return cli_cluster.follow_runs(options)
-    found = found_runs(options.path)
-    show_runs(options, found, refresh(found.all_runs))
+        return _follow(options)
+    found = _found_runs(options.path)
+    _show_runs(options, found, refresh(found.all_runs))
+    return 0
+
+
+def _follow(options: argparse.Namespace) -> int:
+    """``moelab status --follow``."""
+    from moelab.launch.status import follow
+
+    if options.json:
+        raise BadInput("--follow shows text as it comes; leave it out to get one JSON object")
+    try:
+        follow(options.path, sys.stdout)
+    except KeyboardInterrupt:
+        print("moelab: no longer watching; the runs go on", file=sys.stderr)  # noqa: T201
     return 0
 
 
@@ -203,7 +381,7 @@ def _collect(options: argparse.Namespace) -> int:
     found = discover(options.path.absolute())
     runs = [collect_run(run) for run in found.runs] or collect(options.path)
     as_json = {"runs": [run.to_json() for run in runs], **found.to_json()}
-    show(options, as_json, "\n".join([*(run.summary for run in runs), *found.lines]))
+    _show(options, as_json, "\n".join([*(run.summary for run in runs), *found.lines]))
     return 0
 
 
@@ -220,5 +398,5 @@ def _report(options: argparse.Namespace) -> int:
     )
     usual = Path("comparison.html") if judged.study is None else options.paths[0] / "report.html"
     path = write_study_report(judged, options.output or usual, with_paths=options.with_paths)
-    show(options, {**judged.to_json(), "report": str(path)}, f"{judged.as_text()}\nreport: {path}")
+    _show(options, {**judged.to_json(), "report": str(path)}, f"{judged.as_text()}\nreport: {path}")
     return 0

@@ -50,6 +50,11 @@ class Study:
     experiments: tuple[Experiment, ...]
 
     @property
+    def first_of_arms(self) -> tuple[Experiment, ...]:
+        """One experiment of each arm, for what does not depend on the seed."""
+        return tuple({experiment.arm: experiment for experiment in reversed(self.experiments)}.values())[::-1]
+
+    @property
     def arms(self) -> tuple[str, ...]:
         """Names of the arms, in the order of their first experiment."""
         return tuple(dict.fromkeys(experiment.arm for experiment in self.experiments))

@@ -7,12 +7,15 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import nbformat
 import pytest
-from notebook_support import Ran
+from notebook_support import Ran, sbatch_that_tells
 
+from moelab.notebooks import NotebookFailed, execute, read_parameters
+from moelab.runs import directory
 from moelab.runs.collect import collect, joined_rows, newest
 
 pytestmark = pytest.mark.training
@@ -23,6 +26,27 @@ NOTEBOOK = ROOT / "notebooks" / f"{NAME}.ipynb"
 
 def test_its_defaults_train_two_seeds_of_two_arms(by_nbmake: Callable[[str], Ran]) -> None:
     assert len(newest(collect(by_nbmake(NAME).folder / "runs"))) == 4
+
+
+@pytest.mark.parametrize("submit", [False, True])
+def test_the_published_size_is_checked_before_anything_is_submitted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, submit: bool
+) -> None:
+    """Without `submit` it shows the script and reaches its end; with it, C4 that is not here stops it before sbatch."""
+    monkeypatch.chdir(tmp_path)
+    called = tmp_path / "sbatch was called"
+    monkeypatch.setenv("PATH", f"{sbatch_that_tells(tmp_path, called)}:/usr/bin:/bin")
+    profile = read_parameters(ROOT / "papermill_params" / NAME / "b200_x256.yaml")
+    assert "submit" not in profile
+    refused = pytest.raises(NotebookFailed, match="nothing was submitted: the preflight above found something")
+    with refused if submit else nullcontext():
+        execute(NOTEBOOK, Path("executed.ipynb"), {**profile, "submit": submit})
+    printed = "".join(_printed(Path("executed.ipynb")))
+    assert "legal" in printed
+    assert ("#SBATCH --nodes=32\n" in printed, "#SBATCH --array=0-5\n" in printed) == (not submit, not submit)
+    assert ("nothing submitted: submit is False" in printed) is not submit
+    assert not called.exists()
+    assert not list(directory.find(tmp_path / "runs"))
 
 
 def test_papermill_runs_the_demo(tmp_path: Path) -> None:

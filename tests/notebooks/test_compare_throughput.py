@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import stat
 from collections.abc import Callable
 from pathlib import Path
 
 import nbformat
 import pytest
-from notebook_support import Ran
+from notebook_support import Ran, sbatch_that_tells
 
 from moelab.analysis.published import THROUGHPUT
 from moelab.analysis.two_by_two import arm_results
@@ -17,7 +16,7 @@ from moelab.experiment import EPBackend, Precision
 from moelab.launch.cluster import read_cluster
 from moelab.layout import check
 from moelab.notebooks import ThroughputParameters, execute, read_parameters, validated
-from moelab.notebooks.throughput import bring_forward
+from moelab.notebooks.study import bring_forward
 from moelab.plan import plan
 from moelab.projection.measured import TWO_BY_TWO, load_measured
 from moelab.projection.published import projected_two_by_two
@@ -67,7 +66,7 @@ def test_its_defaults_train_the_two_by_two_and_say_that_it_is_no_speed(by_nbmake
 def test_a_profile_of_a_cluster_renders_and_submits_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     called = tmp_path / "sbatch was called"
-    monkeypatch.setenv("PATH", f"{_sbatch_that_tells(tmp_path, called)}:/usr/bin:/bin")
+    monkeypatch.setenv("PATH", f"{sbatch_that_tells(tmp_path, called)}:/usr/bin:/bin")
     parameters = {**read_parameters(PROFILES / "b200_x256.yaml"), "submit": "false"}
     printed, titles = printed_and_figures(execute(NOTEBOOK, tmp_path / "executed.ipynb", parameters))
     assert "nothing submitted: submit is False" in printed
@@ -77,15 +76,6 @@ def test_a_profile_of_a_cluster_renders_and_submits_nothing(tmp_path: Path, monk
     assert not called.exists()
     assert not list(directory.find(tmp_path / "runs"))
     assert "is projected to make most" in titles[-1].replace("<br>", " ")
-
-
-def _sbatch_that_tells(folder: Path, called: Path) -> Path:
-    programs = folder / "programs"
-    programs.mkdir()
-    sbatch = programs / "sbatch"
-    sbatch.write_text(f'#!/bin/sh\ncase "$*" in *--test-only*|*--version*) exit 0;; esac\ntouch "{called}"\n')
-    sbatch.chmod(sbatch.stat().st_mode | stat.S_IXUSR)
-    return programs
 
 
 @pytest.mark.parametrize(

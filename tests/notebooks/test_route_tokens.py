@@ -66,7 +66,7 @@ def test_figures_of_the_other_profiles(profile: str) -> None:
     placement, routing = parameters.to_placement(), parameters.to_routing()
     sizes = {"tokens": parameters.tokens, "hidden": parameters.hidden, "precision": parameters.precision}
     node = cluster_of(parameters.hardware).node
-    assert destination_histogram([FORCED, routing], placement, tokens=512).data
+    assert destination_histogram([FORCED, routing], placement).data
     assert saving_by_routing([FORCED, routing], placement).data
     assert traffic_matrix(routing, placement, **{**sizes, "tokens": 64}).data
     assert bytes_by_ep([routing, FORCED], placement, **sizes).data

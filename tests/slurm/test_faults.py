@@ -9,9 +9,8 @@ from slurm_cluster import SlurmCluster
 from slurm_jobs import profile, study_of
 
 from moelab.errors import Refused
-from moelab.launch.control import cancel, requeue
+from moelab.launch.status import cancel, refresh, requeue
 from moelab.launch.submit import submit
-from moelab.launch.watch import refresh
 from moelab.runs.collect import collect_run
 from moelab.runs.directory import RunDir
 from moelab.runs.status import State, Status

@@ -15,8 +15,8 @@ from slurm_jobs import TESTS, profile, speak_to, study_of, written
 from moelab.cli import main
 from moelab.health.measure import first_node
 from moelab.health.preflight import check_nodes, preflight
-from moelab.launch.drain import drain, requeue_without
-from moelab.launch.slurm.client import call
+from moelab.launch.slurm import call
+from moelab.launch.status import drain, requeue_without
 from moelab.machine import version
 
 pytestmark = pytest.mark.slurm

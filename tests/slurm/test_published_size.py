@@ -11,13 +11,12 @@ from slurm_cluster import SlurmCluster
 from slurm_jobs import published, recorder, speak_to
 
 from moelab.experiment_file import Study, read_study
-from moelab.launch.in_job import parse_options
+from moelab.launch.in_job import Place, Signals, parse_options
 from moelab.launch.node import Start
-from moelab.launch.place import Place, Signals
-from moelab.launch.slurm.ticket import SCRIPT_FILE
+from moelab.launch.slurm import SCRIPT_FILE
+from moelab.launch.status import refresh
 from moelab.launch.submit import Submission, submit
-from moelab.launch.watch import refresh
-from moelab.notebooks.throughput import bring_forward
+from moelab.notebooks.study import bring_forward
 from moelab.runs.directory import RunDir, find
 from moelab.runs.status import State, Status
 

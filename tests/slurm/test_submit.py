@@ -15,9 +15,9 @@ from slurm_jobs import TESTS, profile, speak_to, study_of, written
 
 from moelab.cli import main
 from moelab.errors import Refused
-from moelab.launch.slurm.ticket import SCRIPT_FILE
+from moelab.launch.slurm import SCRIPT_FILE
+from moelab.launch.status import refresh
 from moelab.launch.submit import submit
-from moelab.launch.watch import refresh
 from moelab.runs.directory import find
 from moelab.runs.status import State
 
@@ -29,15 +29,15 @@ from pathlib import Path
 from moelab.experiment_file import read_study
 from moelab.launch import submit as module
 from moelab.launch.cluster import read_cluster
-from moelab.launch.slurm import client
+from moelab.launch import slurm
 
-sbatch = client.sbatch
+sbatch = slurm.sbatch
 def killed(script, *, timeout_s):
     if sys.argv[4] == "after":
         sbatch(script, timeout_s=timeout_s)
     os.kill(os.getpid(), signal.SIGKILL)
 
-client.sbatch = killed
+slurm.sbatch = killed
 module.submit(read_study(Path(sys.argv[1])), Path(sys.argv[2]), read_cluster(sys.argv[3]), submit=True)
 """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import json
 import math
 import os
@@ -9,6 +10,7 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moelab.deepep import benchmark, benchmark_cases
 from moelab.deepep.benchmark import _groups, _parser, summarise
 from moelab.deepep.benchmark_cases import (
     OPERATIONS,
@@ -252,3 +255,9 @@ def test_the_benchmark_runs_on_a_cpu(tmp_path: Path) -> None:
     assert [row["operation"] for row in report["rows"]] == list(OPERATIONS)
     assert report["libraries"]["deepep"] == "needs GPUs"
     assert report["copies"]["between_ranks_gb_s"] > 0
+
+
+@pytest.mark.parametrize("module", [benchmark, benchmark_cases])
+def test_examples_in_the_documentation(module: ModuleType) -> None:
+    tried = doctest.testmod(module)
+    assert tried.failed == 0 < tried.attempted

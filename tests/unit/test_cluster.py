@@ -1,4 +1,4 @@
-"""Cluster profiles, and where the ranks of a job meet."""
+"""Cluster profiles: what is read, and what is wrong with one."""
 
 from __future__ import annotations
 
@@ -7,15 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from moelab.errors import BadInput
 from moelab.experiment_file import parse
 from moelab.hardware import cluster_of
 from moelab.health.deepep import PREFIXES
 from moelab.launch.cluster import ClusterProfile, bundled, read_cluster
-from moelab.launch.place import Place
 
 BASE: dict[str, Any] = {"name": "test", "description": "a test"}
 
@@ -99,31 +96,3 @@ def test_what_is_wrong_with_a_profile_is_named(fields: dict[str, Any], said: str
 def test_what_is_wrong_with_a_request_is_named(name: str, overrides: list[str], said: str) -> None:
     with pytest.raises(BadInput, match=re.escape(said)):
         read_cluster(name, overrides)
-
-
-def place(job_id: int = 1, restarts: int = 0, node: int = 0) -> Place:
-    return Place(job_id=job_id, label=str(job_id), node=node, nodes=2, restarts=restarts)
-
-
-@given(
-    job=st.integers(1, 67_043_328),
-    apart=st.integers(1, 1_000),
-    restarts=st.tuples(st.integers(0, 100), st.integers(0, 100)),
-)
-def test_two_jobs_never_meet_at_one_port(job: int, apart: int, restarts: tuple[int, int]) -> None:
-    cluster = read_cluster("slurm_generic")
-    ports = cluster.first_port, cluster.last_port
-    one, other = place(job, restarts[0]).port(*ports), place(job + apart, restarts[1]).port(*ports)
-    assert one != other
-    assert all(ports[0] <= port <= ports[1] for port in (one, other))
-    assert place(job, restarts[0] + 1).port(*ports) != one
-
-
-def test_a_tasks_place_is_read_from_what_srun_sets() -> None:
-    srun = {"SLURM_JOB_ID": "8", "SLURM_NODEID": "3", "SLURM_STEP_NUM_NODES": "32"}
-    assert Place.of(srun) == Place(job_id=8, label="8", node=3, nodes=32, restarts=0)
-    array = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1", "SLURM_RESTART_COUNT": "2"}
-    found = Place.of({**srun, **array})
-    assert (found.label, found.restarts, found.start) == ("7_1", 2, "7_1-2")
-    assert "--node-rank=3" in found.rendezvous("n0", 20100)
-    assert "--rdzv-endpoint=n0:20100" in found.rendezvous("n0", 20100)

@@ -21,7 +21,7 @@ from run_support import make_run
 
 from moelab.cli import main
 from moelab.experiment import Experiment
-from moelab.launch.follow_terminal import ASK_INTERVAL_S, follow, run_line
+from moelab.launch.status import ASK_INTERVAL_S, follow, run_line
 from moelab.runs import LogFollower, directory, merge_segments, read_log
 from moelab.runs.directory import RunDir
 from moelab.runs.follow import KEPT_LINES, KEPT_STEPS, LONGEST_LINE_CHARACTERS, StudyFollower

@@ -146,7 +146,11 @@ def test_two_gpus_are_those_of_the_two_by_two_until_the_node_has_them(tmp_path: 
     assert node_results(NOTHING, two)[place].ratio == expected.ratio
     eight = read(made_up((8,)), tmp_path)
     both = node_results(eight, two)
-    assert (place in both) is (hardware_of(two) == "h200_node")
+    assert hardware_of(two) == "h200_node"
+    assert place in both
+    h100 = {"gpus": [{**H200, "name": "NVIDIA H100 80GB HBM3"}] * 2}
+    other = Measurement(name=TWO_BY_TWO, content={**(two.content or {}), "environment": h100})
+    assert place not in node_results(eight, other)
     assert both[place._replace(ep=8)].steps == 4
     own = node_results(read(made_up(), tmp_path), two)[place]
     assert own.steps == 4

@@ -17,7 +17,7 @@ from run_support import make_run
 
 from moelab.analysis.published import THROUGHPUT
 from moelab.experiment import Experiment
-from moelab.launch.slurm.client import SlurmError
+from moelab.launch.slurm import SlurmError
 from moelab.runs import directory, metrics_table
 from moelab.runs.directory import RunDir
 from moelab.runs.follow import RankSteps, RankTable, StudyFollower

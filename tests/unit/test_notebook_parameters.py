@@ -174,6 +174,7 @@ def test_the_study_of_the_parameters() -> None:
         ("mxfp8_standard_wgrad-bf16", 1),
     ]
     assert {(one.steps, one.lr, one.ep, one.gpus_per_node) for one in plan.experiments} == {(5, 0.01, 2, 4)}
+    assert [one.wgrad for one in plan.experiments] == ["mxfp8", "bf16"] * 2  # BF16's own is its default
     assert convergence(arms="mxfp8,bf16").reference == "mxfp8_standard"
     assert convergence(runs_dir="out", study="s").study_folder == Path("out/s")
 

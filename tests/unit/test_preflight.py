@@ -23,10 +23,10 @@ from moelab.hardware import gpu_of
 from moelab.health.node import main as node_report
 from moelab.health.preflight import Preflight, compare, node_script
 from moelab.launch.cluster import ClusterProfile, read_cluster
-from moelab.launch.drain import drain, requeue_without
 from moelab.launch.script import JobSpec, render
-from moelab.launch.slurm.client import SlurmError
-from moelab.launch.study_checks import (
+from moelab.launch.slurm import SlurmError
+from moelab.launch.status import drain, requeue_without
+from moelab.launch.submit import (
     STATE_BYTES,
     STREAMING_NODES,
     check_data,

@@ -21,7 +21,7 @@ from moelab.hardware.catalogue import quoted
 from moelab.mxfp8 import torchao_b200 as b200
 from moelab.projection.calibration import CALIBRATION, HOST_COMPILED_S, fitted, with_values
 from moelab.projection.gemm import grouped_job, product_parts_s
-from moelab.projection.job import ROUTINGS
+from moelab.projection.job import MODEL_OF_ROUTING
 from moelab.projection.measured import ALL_TO_ALL, GROUPED_GEMM, TWO_BY_TWO, load_measured
 from moelab.projection.megatron import waterfall
 from moelab.projection.published import (
@@ -33,7 +33,7 @@ from moelab.projection.published import (
     published_job,
 )
 from moelab.projection.step import tps_of
-from moelab.projection.uncertainty import SPREAD
+from moelab.projection.uncertainty import PART_SPREAD
 from moelab.projection.validation import (
     GOALS,
     H100_LATER,
@@ -184,7 +184,7 @@ def test_reasons_say_of_the_model_what_it_says(rows: tuple[ValidationRow, ...]) 
     (standard,) = (row.tps for row in THROUGHPUT if row.arm == "bf16_standard")
     if reason := reason_if_missed("published 671B throughput", rows):
         assert f"the model says {slowed:.0f} tokens/s instead of {tps_of(job, CALIBRATION):.0f}" in reason
-    random = {arm: replace(jobs[arm], routing=ROUTINGS[Routing.RANDOM_BALANCED]) for arm in ARMS[:2]}
+    random = {arm: replace(jobs[arm], routing=MODEL_OF_ROUTING[Routing.RANDOM_BALANCED]) for arm in ARMS[:2]}
     randomly = tps_of(replace(random["bf16_deepep"], node=replace(job.node, nic_gb_s=slow)), CALIBRATION)
     gain_percent = 100 * (randomly / tps_of(random["bf16_standard"], CALIBRATION) - 1)
     kept = {arm: replace(one, checkpointing="full+dispatch") for arm, one in jobs.items()}
@@ -227,7 +227,7 @@ def test_nine_in_ten_predictions_of_a_known_kind_lie_in_their_intervals(rows: tu
 
 def test_the_spread_of_an_all_to_all_is_no_smaller_than_its_blind_rows_show(rows: tuple[ValidationRow, ...]) -> None:
     errors = [row.error for row in rows if row.source == H200_EXCHANGES]
-    assert SPREAD["all-to-all"] >= math.sqrt(statistics.fmean(error**2 for error in errors))
+    assert PART_SPREAD["all-to-all"] >= math.sqrt(statistics.fmean(error**2 for error in errors))
 
 
 def test_rows_that_a_zero_was_read_off_are_seen_and_not_judged(rows: tuple[ValidationRow, ...]) -> None:

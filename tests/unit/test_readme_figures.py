@@ -24,7 +24,6 @@ from moelab.analysis.two_by_two import (
 from moelab.experiment import Routing
 from moelab.projection.calibration import CALIBRATION
 from moelab.projection.measured import (
-    ALL_TO_ALL_H200,
     FULL_NODE,
     ROUTINGS,
     SCALING,
@@ -174,10 +173,11 @@ def test_four_gpus_beside_their_predictions() -> None:
 
 
 def test_exchanges_alone() -> None:
+    size = "671B, 32 experts"
     rows = {
         (row["arm"], row["operation"]): row["us_median"] / 1e3
-        for row in load_measured(ALL_TO_ALL_H200).rows
-        if (row["size"], row["routing"], row["sms_chosen_by"]) == ("671B, 32 experts", "random_balanced", "library")
+        for row in results_of("all_to_all_h200_training")["rows"]
+        if (row["size"], row["routing"], row["sms"]) in ((size, "random_balanced", None), (size, "random_balanced", 96))
     }
     for words, operation in (
         ("dispatch", "dispatch"),

@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import re
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,10 @@ SHOWN = {"image/png", "text/plain", "text/html", "text/markdown"}
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_copy_is_fresh_whole_and_small(notebook: Path) -> None:
+def test_a_copy_is_of_its_notebook_whole_and_small(notebook: Path) -> None:
     copy = ROOT / "rendered" / notebook.name
     assert copy.exists(), REMAKE
-    assert render.is_fresh(notebook, copy), f"{copy.name} is stale: {REMAKE}"
+    assert render.is_of(copy, notebook), f"{copy.name} is of an earlier notebook: {REMAKE}"
     assert copy.stat().st_size <= 500_000
     content = nbformat.read(copy, as_version=4)
     nbformat.validate(content)
@@ -95,11 +96,12 @@ def test_a_copy_keeps_what_every_reader_can_show(tmp_path: Path) -> None:
     (tmp_path / "png").write_bytes(base64.b64encode(png.getvalue()))
     notebook = clone(tmp_path, FIGURE.replace("PNG", repr(str(tmp_path / "png"))), COMPLETE)
     copy = tmp_path / "rendered" / notebook.name
-    render.render(notebook, copy)
-    assert render.is_fresh(notebook, copy)
+    render.render(notebook, copy, "4d86c9c")
+    assert render.is_of(copy, notebook)
     stamp, _, injected, cell, last = nbformat.read(copy, as_version=4).cells
     assert "steps = 2" in injected.source
     assert "(steps = 2)" in stamp.source
+    assert "code of commit 4d86c9c" in stamp.source
     figure, printed = cell.outputs
     assert figure.data["text/plain"] == "Losses fall"
     shown = Image.open(io.BytesIO(base64.b64decode(figure.data["image/png"])))
@@ -110,7 +112,7 @@ def test_a_copy_keeps_what_every_reader_can_show(tmp_path: Path) -> None:
     assert set(nbformat.read(copy, as_version=4).metadata) == {"kernelspec", "language_info", "moelab"}
 
     (tmp_path / "papermill_params" / "01_small" / "cpu.yaml").write_text("steps: 3\n")
-    assert not render.is_fresh(notebook, copy)
+    assert not render.is_of(copy, notebook)
 
 
 @pytest.mark.parametrize(
@@ -134,11 +136,11 @@ def test_what_cannot_be_a_copy_is_not_written(
 
     monkeypatch.setattr(render, "execute", ran)
     with pytest.raises((NotebookFailed, BadInput), match=said):
-        render.render(notebook, tmp_path / "rendered" / notebook.name)
+        render.render(notebook, tmp_path / "rendered" / notebook.name, None)
     assert not (tmp_path / "rendered").exists()
 
 
-def test_the_command_makes_what_is_stale_and_goes_on_after_a_failure(
+def test_the_command_makes_all_copies_of_one_commit_and_goes_on_after_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     notebook = clone(tmp_path, COMPLETE)
@@ -146,8 +148,11 @@ def test_the_command_makes_what_is_stale_and_goes_on_after_a_failure(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["render"])
     made: list[str] = []
+    commits = chain(["4d86c9c"], repeat("4d86c9c-dirty"))
+    monkeypatch.setattr(render, "git_commit", lambda: next(commits))
 
-    def stand_in(source: Path, copy: Path) -> None:
+    def stand_in(source: Path, copy: Path, commit: str) -> None:
+        assert commit == "4d86c9c"
         if source.stem == "00_bad":
             raise NotebookFailed("00_bad: it failed")
         made.append(source.stem)
@@ -155,6 +160,8 @@ def test_the_command_makes_what_is_stale_and_goes_on_after_a_failure(
         copy.write_bytes(source.read_bytes())
 
     monkeypatch.setattr(render, "render", stand_in)
+    (tmp_path / "rendered").mkdir()
+    (tmp_path / "rendered" / notebook.name).write_bytes(notebook.read_bytes())  # code has changed since: no excuse
     assert render.main() == 1
     assert made == ["01_small"]
     assert "moelab: 00_bad: it failed" in capsys.readouterr().err

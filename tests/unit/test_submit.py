@@ -16,15 +16,12 @@ from run_support import make_run
 from moelab.errors import BadInput, Refused
 from moelab.experiment import Experiment
 from moelab.experiment_file import make_study, read_study
-from moelab.launch import watch
+from moelab.launch import slurm
+from moelab.launch import status as status_module
 from moelab.launch.cluster import ClusterProfile, read_cluster
-from moelab.launch.control import cancel
-from moelab.launch.slurm import client, jobs
-from moelab.launch.slurm.client import SlurmError, SlurmMissing
-from moelab.launch.slurm.jobs import Job
-from moelab.launch.slurm.states import state_of
-from moelab.launch.slurm.ticket import SCRIPT_FILE, Queue, Ticket, ticket_of
-from moelab.launch.study import run_study
+from moelab.launch.local import run_study
+from moelab.launch.slurm import SCRIPT_FILE, Job, Queue, SlurmError, SlurmMissing, Ticket, state_of, ticket_of
+from moelab.launch.status import cancel, refresh
 from moelab.launch.submit import dry_run, submit
 from moelab.runs.directory import RunDir, find
 from moelab.runs.status import State, Status
@@ -109,10 +106,12 @@ def test_without_slurm_runs_are_prepared_and_submitting_is_refused(tmp_path: Pat
     assert [run.status.state for run in done.prepared] == [State.PREPARED] * 2
     assert {(run.path / SCRIPT_FILE).read_text() for run in done.prepared} == {script}
     assert [ticket_of(run).task for run in done.prepared] == [0, 1]
+    tickets = [ticket_of(run) for run in done.prepared]  # a job of the last call may be in the queue
     assert submit(small(), tmp_path, cluster, submit=False).prepared == done.prepared
+    assert [ticket_of(run) for run in done.prepared] == tickets
     with pytest.raises(Refused, match="squeue is not on PATH"):
         submit(small(), tmp_path, cluster, submit=True)
-    assert [status.state for status in watch.refresh(done.prepared)] == [State.PREPARED] * 2
+    assert [status.state for status in refresh(done.prepared)] == [State.PREPARED] * 2
 
 
 @pytest.mark.parametrize("as_dry_run", [True, False])
@@ -182,10 +181,10 @@ def test_what_the_job_wrote_and_what_slurm_says(
     state: State,
     reason: str | None,
 ) -> None:
-    monkeypatch.setattr(jobs, "queue", lambda: [said] if said else [])
-    monkeypatch.setattr(jobs, "accounted", lambda _: {})
+    monkeypatch.setattr(slurm, "queue", lambda: [said] if said else [])
+    monkeypatch.setattr(slurm, "accounted", lambda _: {})
     run = submitted(tmp_path, [8.0, 7.0], Status(state=own, attempts=1))
-    (status,) = watch.refresh([run])
+    (status,) = refresh([run])
     assert (status.state, status.reason) == (state, reason)
     assert replace(run.status, updated=0.0) == replace(status, updated=0.0)
 
@@ -194,9 +193,9 @@ def test_what_the_job_wrote_and_what_slurm_says(
 def test_slurm_s_completed_is_completed_only_with_every_step_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int, state: State
 ) -> None:
-    monkeypatch.setattr(jobs, "queue", lambda: [job("COMPLETED")])
+    monkeypatch.setattr(slurm, "queue", lambda: [job("COMPLETED")])
     run = submitted(tmp_path, [8.0] * steps, Status(state=State.RUNNING, attempts=1))
-    (status,) = watch.refresh([run])
+    (status,) = refresh([run])
     assert status.state is state
     assert status.reason == (None if steps == 4 else f"training ended at step {steps} of 4")
     assert (run.path / "results.json").exists()
@@ -212,36 +211,33 @@ def test_completed_is_never_invented(
 ) -> None:
     """Two of four steps were logged: only a job that said so itself is completed."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jobs, "queue", lambda: [job(words, restarts=restarts)] if words else [])
-        patch.setattr(jobs, "accounted", lambda _: {})
+        patch.setattr(slurm, "queue", lambda: [job(words, restarts=restarts)] if words else [])
+        patch.setattr(slurm, "accounted", lambda _: {})
         run = submitted(tmp_path_factory.mktemp("run"), [8.0, 7.0], Status(state=own, attempts=1))
-        (status,) = watch.refresh([run])
+        (status,) = refresh([run])
     if status.state is State.COMPLETED:
         assert own is State.COMPLETED
     if words in ("RUNNING", "PENDING") and not own.is_final:
         assert status.state is state_of(job(words))
 
 
-def test_accounting_is_asked_for_what_the_controller_forgot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    printed = {"squeue": '{"jobs": []}', "sacct": "7_0|7|TIMEOUT|0:0\n"}
-    monkeypatch.setattr(jobs, "call", lambda *words, **_: printed[words[0]])
-    run = submitted(tmp_path, [8.0], Status(state=State.RUNNING, attempts=1))
-    (status,) = watch.refresh([run])
-    assert (status.state, status.reason) == (
-        State.FAILED,
-        "Slurm: TIMEOUT; see train.log, or slurm-7_0.out for what came before the ranks",
-    )
-
-
-def test_without_sacct_a_forgotten_job_is_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("accounted", "state"),
+    [("7_0|7|TIMEOUT|0:0\n", State.FAILED), ("7_0|7|RUNNING|0:0\n", State.UNKNOWN), (None, State.UNKNOWN)],
+)
+def test_accounting_is_believed_about_the_ends_that_the_controller_forgot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accounted: str | None, state: State
+) -> None:
     def call(*words: str, **_options: Any) -> str:
-        if words[0] == "sacct":
+        if words[0] == "squeue":
+            return '{"jobs": []}'
+        if accounted is None:
             raise SlurmMissing("sacct is not on PATH")
-        return '{"jobs": []}'
+        return accounted
 
-    monkeypatch.setattr(jobs, "call", call)
+    monkeypatch.setattr(slurm, "call", call)
     run = submitted(tmp_path, [8.0], Status(state=State.RUNNING, attempts=1))
-    assert watch.refresh([run])[0].state is State.UNKNOWN
+    assert refresh([run])[0].state is state
 
 
 def test_what_slurm_says_is_told_where_nothing_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,45 +245,31 @@ def test_what_slurm_says_is_told_where_nothing_can_be_written(tmp_path: Path, mo
         raise OSError(errno.EDQUOT, "Disk quota exceeded")
 
     run = submitted(tmp_path, [8.0], Status(state=State.SUBMITTED, attempts=0))
-    monkeypatch.setattr(jobs, "queue", lambda: [job("RUNNING")])
+    monkeypatch.setattr(slurm, "queue", lambda: [job("RUNNING")])
     monkeypatch.setattr(RunDir, "set_status", full)
-    assert watch.refresh([run])[0].state is State.RUNNING
+    assert refresh([run])[0].state is State.RUNNING
 
 
 def test_a_job_in_a_state_that_is_not_known_can_be_cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cancelled: list[str] = []
-    monkeypatch.setattr(jobs, "queue", lambda: [job("NEW_WORD")])
-    monkeypatch.setattr(client, "cancel", cancelled.extend)
+    monkeypatch.setattr(slurm, "queue", lambda: [job("NEW_WORD")])
+    monkeypatch.setattr(slurm, "cancel", cancelled.extend)
     run = submitted(tmp_path, [8.0], Status(state=State.RUNNING, attempts=1))
     assert [status.state for status in cancel([run])] == [State.CANCELLED]
     assert cancelled == ["7_0"]
 
 
-def test_preparing_again_leaves_the_ticket_by_which_a_job_is_found(tmp_path: Path, cluster: ClusterProfile) -> None:
-    (first, *_) = submit(small(), tmp_path, cluster, submit=False).prepared
-    ticket = ticket_of(first)
-    submit(small(), tmp_path, cluster, submit=False)
-    assert ticket_of(first) == ticket
-
-
-def test_a_state_of_accounting_that_is_no_end_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    printed = {"squeue": '{"jobs": []}', "sacct": "7_0|7|RUNNING|0:0\n"}
-    monkeypatch.setattr(jobs, "call", lambda *words, **_: printed[words[0]])
-    run = submitted(tmp_path, [8.0], Status(state=State.RUNNING, attempts=1))
-    assert watch.refresh([run])[0].state is State.UNKNOWN
-
-
 def test_an_end_that_the_job_writes_meanwhile_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = submitted(tmp_path, [8.0] * 4, Status(state=State.RUNNING, attempts=1))
-    after = watch._after
+    after = status_module._after
 
     def slow(run: RunDir, status: Status, job: Job | None) -> Status:
         run.set_status(Status(state=State.COMPLETED, job_id="7_0", attempts=1, exit_code=0))
         return after(run, status, job)
 
-    monkeypatch.setattr(watch, "_after", slow)
-    monkeypatch.setattr(jobs, "queue", lambda: [job("FAILED")])
-    assert watch.refresh([run])[0].state is State.COMPLETED
+    monkeypatch.setattr(status_module, "_after", slow)
+    monkeypatch.setattr(slurm, "queue", lambda: [job("FAILED")])
+    assert refresh([run])[0].state is State.COMPLETED
     assert run.status.state is State.COMPLETED
 
 
@@ -301,7 +283,7 @@ def test_a_job_of_another_run_with_the_same_number_is_not_believed(tmp_path: Pat
 def test_a_job_in_a_state_that_is_not_known_is_not_submitted_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cluster: ClusterProfile
 ) -> None:
-    monkeypatch.setattr(jobs, "queue", lambda: [job("NEW_WORD")])
+    monkeypatch.setattr(slurm, "queue", lambda: [job("NEW_WORD")])
     submitted(tmp_path, [8.0], Status(state=State.RUNNING, attempts=1))
     study = make_study("s", {"hardware": "cpu", "steps": 4}, [{}], [0])
     with pytest.raises(Refused, match="is unknown as job 7_0"):
@@ -312,19 +294,19 @@ def test_slurm_is_not_asked_for_runs_that_are_no_jobs(tmp_path: Path, monkeypatc
     def queue() -> list[Job]:
         raise AssertionError
 
-    monkeypatch.setattr(jobs, "queue", queue)
+    monkeypatch.setattr(slurm, "queue", queue)
     run = make_run(tmp_path, Experiment(name="s"), [8.0])
-    assert watch.refresh([run]) == [run.status]
+    assert refresh([run]) == [run.status]
 
 
 def test_a_queue_that_does_not_answer_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def queue() -> list[Job]:
         raise SlurmError("squeue: no answer in 60 s")
 
-    monkeypatch.setattr(jobs, "queue", queue)
+    monkeypatch.setattr(slurm, "queue", queue)
     run = submitted(tmp_path, [8.0], Status(state=State.RUNNING, attempts=1))
     done = submitted(tmp_path, [8.0], Status(state=State.FAILED, reason="x", attempts=1))
-    running, failed = watch.refresh([run, done])
+    running, failed = refresh([run, done])
     assert (running.state, running.reason) == (State.RUNNING, "as last seen; squeue: no answer in 60 s")
     assert (failed.state, failed.reason) == (State.FAILED, "x")
     assert run.status.reason is None

@@ -430,7 +430,7 @@ def test_what_is_not_measured_says_how_to_measure_it(name: str) -> None:
     for figure in drawn:
         assert not figure.data
         assert "not measured yet" in title(figure)
-        assert f"moelab/data/measured/{name}.json" in title(figure)
+        assert f"benchmarks/results/{name}.json" in title(figure)
     script = nothing.stamp.split("benchmarks/")[1].split()[0]
     described = (ROOT / "benchmarks" / script).read_text()
     assert COMMANDS[name].split(" --output")[0] in described, "the script does not say that it is started so"

@@ -1,1 +1,1 @@
-"""DeepEP: the dispatcher for TorchTitan, its check of the environment, and the all-to-all experiment."""
+"""DeepEP: the dispatcher for TorchTitan, its buffer and operators, and the all-to-all experiment."""

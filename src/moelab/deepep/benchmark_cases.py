@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from moelab.errors import BadInput
+from moelab.experts import draw_experts
 from moelab.model import shape_of
 
 if TYPE_CHECKING:
@@ -145,7 +146,7 @@ def choose_experts(routing: str, size: Size, *, rank: int, device: torch.device,
 
     Args:
         routing: ``round_robin`` is TorchTitan's forced balance; ``random_balanced`` is
-            :func:`moelab.titan.routing.draw_experts`; ``skewed`` draws distinct experts at random by a popularity that
+            :func:`moelab.experts.draw_experts`; ``skewed`` draws distinct experts at random by a popularity that
             falls as a power law and is the same on all ranks. The last stands for a router early in training; it is
             made up, not learned.
         size: tokens, experts and top-k.
@@ -163,8 +164,6 @@ def choose_experts(routing: str, size: Size, *, rank: int, device: torch.device,
     if routing == "round_robin":
         return torch.arange(T * K, device=device).view(T, K) % E
     if routing == "random_balanced":
-        from moelab.titan.routing import draw_experts  # loads TorchTitan
-
         torch.manual_seed(seed)
         return draw_experts(T, E, K, rank=rank, device=device)
     if routing == "skewed":

@@ -6,7 +6,7 @@ operators have no fake implementation). This one does both, as an override from 
     torchrun … -m torchtitan.train … --override.imports 'moelab.deepep.dispatcher.padded={"alignment": 16}'
 
 Path of a token: :func:`moelab.deepep.ops.dispatch` sends it once to each rank of its experts, and what arrives is in
-expert-major order, padded. The experts multiply, scaled by the routing scores (:mod:`moelab.deepep.experts`), and
+expert-major order, padded. The experts multiply, scaled by the routing scores (:mod:`moelab.experts`), and
 :func:`moelab.deepep.ops.combine` adds a token's rows on each rank before they travel back. Tokens may travel in 8 bits:
 they are quantised once, before the dispatch, and the first GEMMs take them as they arrive
 (:mod:`moelab.mxfp8.prequantised`).
@@ -26,8 +26,8 @@ from torchtitan.models.common.token_dispatcher import BaseEPTokenDispatcher, Dee
 
 from moelab.deepep import ops
 from moelab.deepep.buffer import EPKernels, open_exchange
-from moelab.deepep.experts import scored
 from moelab.errors import BadInput
+from moelab.experts import scored
 from moelab.layout.rules import PACKED_FEATURES
 from moelab.mxfp8.prequantised import QuantisedRows, prequantised_experts
 from moelab.mxfp8.quantise import quantise

@@ -40,7 +40,7 @@ from moelab.finding import any_error
 from moelab.health.node import check_node
 from moelab.health.slow import judge
 from moelab.launch.cluster import read_cluster
-from moelab.launch.place import Place
+from moelab.launch.in_job import Place
 from moelab.machine import this_machine
 from moelab.marks import Marks
 from moelab.runs.files import write_json

@@ -23,12 +23,11 @@ from typing import Any
 from moelab.experiment import EPBackend
 from moelab.experiment_file import Study
 from moelab.finding import Finding, any_error
+from moelab.launch import slurm
 from moelab.launch.cluster import ClusterProfile
 from moelab.launch.script import python_of, set_up
-from moelab.launch.slurm import client
-from moelab.launch.slurm.client import SlurmError, SlurmMissing
-from moelab.launch.study_checks import check_data, check_plans, check_room
-from moelab.launch.submit import dry_run
+from moelab.launch.slurm import SlurmError, SlurmMissing
+from moelab.launch.submit import check_data, check_plans, check_room, dry_run
 from moelab.runs.log import CLOCK_SKEW_S
 
 WAIT_S = 300
@@ -201,7 +200,7 @@ def _slurm(cluster: ClusterProfile) -> Iterator[Finding]:
         yield Finding(name="Slurm", severity="note", found=f"cluster {cluster.name} has none: `moelab run` starts runs")
         return
     try:
-        yield Finding(name="Slurm", severity="ok", found=client.call("sbatch", "--version").strip())
+        yield Finding(name="Slurm", severity="ok", found=slurm.call("sbatch", "--version").strip())
     except (SlurmMissing, SlurmError) as error:
         yield Finding(
             name="Slurm",
@@ -223,7 +222,7 @@ def _test_only(study: Study, cluster: ClusterProfile, runs: Path) -> Finding:
         with tempfile.NamedTemporaryFile("w", suffix=".sbatch") as file:
             for script in scripts:
                 Path(file.name).write_text(script)
-                client.test_only(Path(file.name))
+                slurm.test_only(Path(file.name))
     except (SlurmMissing, SlurmError) as error:
         return Finding(
             name=name,

@@ -6,6 +6,8 @@ nothing falls back silently.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from moelab.experiment import EPBackend, Experiment
 from moelab.hardware import gpu_from, gpu_of
 from moelab.layout import check
@@ -28,53 +30,31 @@ def refusals(experiment: Experiment, *, devices: tuple[GpuInfo, ...] | None = No
         found = () if experiment.hardware == "cpu" else gpus() if devices is None else devices
     except GpusUnknown as error:
         return [str(error)]
-    checks = (_trainer, _nodes, _ranks, _deepep, _model, _hardware)
-    lacking = [reason for one in checks if (reason := one(experiment, found))]
     kinds = [gpu_from(gpu) for gpu in dict.fromkeys(found)] or [gpu_of("cpu")]
     illegal = dict.fromkeys(reason for gpu in kinds for reason in check(experiment, gpu=gpu).reasons)
-    return [*lacking, *illegal]
+    return [*_lacking(experiment, found), *illegal]
 
 
-def _trainer(_experiment: Experiment, _gpus: tuple[GpuInfo, ...]) -> str | None:
+def _lacking(experiment: Experiment, found: tuple[GpuInfo, ...]) -> Iterator[str]:
+    ranks, most, backend = experiment.gpus_per_node, RANKS_PER_CORE * cores(), experiment.ep_backend
     if not has_module("triton"):
-        return "TorchTitan 0.3.0 cannot be imported without Triton, on a CPU too; on Linux: pip install triton"
-    return None
-
-
-def _nodes(experiment: Experiment, _gpus: tuple[GpuInfo, ...]) -> str | None:
+        yield "TorchTitan 0.3.0 cannot be imported without Triton, on a CPU too; on Linux: pip install triton"
     if experiment.nodes > 1:
-        return f"nodes is {experiment.nodes}: `moelab run` starts ranks on this machine only; set nodes=1"
-    return None
-
-
-def _ranks(experiment: Experiment, found: tuple[GpuInfo, ...]) -> str | None:
-    ranks = experiment.gpus_per_node
+        yield f"nodes is {experiment.nodes}: `moelab run` starts ranks on this machine only; set nodes=1"
     if found and ranks > len(found):
-        return f"gpus_per_node is {ranks}, this machine has {len(found)} GPUs; set gpus_per_node={len(found)}"
-    if not found and ranks > RANKS_PER_CORE * cores():
-        most = RANKS_PER_CORE * cores()
-        return f"gpus_per_node is {ranks}: {ranks} processes on {cores()} cores would only wait; use at most {most}"
-    return None
-
-
-def _deepep(experiment: Experiment, found: tuple[GpuInfo, ...]) -> str | None:
-    backend = experiment.ep_backend
+        yield f"gpus_per_node is {ranks}, this machine has {len(found)} GPUs; set gpus_per_node={len(found)}"
+    if not found and ranks > most:
+        yield f"gpus_per_node is {ranks}: {ranks} processes on {cores()} cores would only wait; use at most {most}"
     emulated = backend is EPBackend.DEEPEP and experiment.ep_kernels == "emulated"
-    if not found or emulated or backend not in (EPBackend.DEEPEP, EPBackend.HYBRIDEP) or has_module("deep_ep"):
-        return None
-    return f"ep_backend {backend.value} needs DeepEP, which is not installed. Nearest: ep_backend=standard" + (
-        ", or ep_kernels=emulated for the numerics of deepep" if backend is EPBackend.DEEPEP else ""
-    )
-
-
-def _model(experiment: Experiment, found: tuple[GpuInfo, ...]) -> str | None:
-    if count_parameters(shape_for(experiment)).total > CPU_PARAMETERS and not found:
+    of_deepep = backend in (EPBackend.DEEPEP, EPBackend.HYBRIDEP) and not emulated
+    if found and of_deepep and not has_module("deep_ep"):  # without a GPU, the plan says that it needs one
+        or_emulated = ", or ep_kernels=emulated for the numerics of deepep" if backend is EPBackend.DEEPEP else ""
+        yield (
+            f"ep_backend {backend.value} needs DeepEP, which is not installed. "
+            f"Nearest: ep_backend=standard{or_emulated}"
+        )
+    if not found and count_parameters(shape_for(experiment)).total > CPU_PARAMETERS:
         label = experiment.model_label
-        return f"model {label} needs GPUs and this machine has none to use. Nearest: model=debug or model=nano"
-    return None
-
-
-def _hardware(experiment: Experiment, _gpus: tuple[GpuInfo, ...]) -> str | None:
+        yield f"model {label} needs GPUs and this machine has none to use. Nearest: model=debug or model=nano"
     if experiment.hardware not in ("local", "cpu"):
-        return f"hardware {experiment.hardware} is not known to `moelab run`; use hardware=local or hardware=cpu"
-    return None
+        yield f"hardware {experiment.hardware} is not known to `moelab run`; use hardware=local or hardware=cpu"

@@ -1,36 +1,122 @@
 """What a job's script starts once on each node: ``srun … python -m moelab.launch.in_job RUN HOST …``.
 
 Each node starts torchrun for its ranks (:mod:`moelab.launch.node`). SIGUSR1, which Slurm sends before the time limit,
-asks the ranks to save a checkpoint and stop; SIGTERM ends them. The first node accounts for the run
-(:mod:`moelab.launch.first_node`) and says by its exit code whether the job has to be started again.
+asks the ranks to save a checkpoint and stop; SIGTERM ends them. The first node accounts for the run and says by its
+exit code whether the job has to be started again.
 
 Every start appends: all ranks' lines go on in ``logs/train.log``, where each has its global rank; their own logs are in
 ``logs/<job>-<restart>/node<k>/``; training goes on from the newest complete checkpoint.
 """
 
+# The standard library alone: signals are caught from the first moment on.
 from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from moelab.launch.place import Place, Signals
+REQUEUE_CODE = 200
+"""Of a step that wants its job to be started again. Above 128 + any signal, since srun ends the other nodes by SIGTERM
+and returns the highest code of all."""
+TERMINATED = 128 + signal.SIGTERM
+_PORTS_PER_JOB = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """One node of one start of a job.
+
+    Attributes:
+        job_id: of the array task, which no other job has.
+        label: as people and ``scontrol requeue`` write it, such as ``123_4``.
+        node: number of this node in the job, from 0.
+        nodes: how many there are.
+        restarts: how often the job was requeued.
+    """
+
+    job_id: int
+    label: str
+    node: int
+    nodes: int
+    restarts: int
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str]) -> Place:
+        """Read what srun sets for a task.
+
+        Raises:
+            KeyError: outside a job step.
+        """
+        job_id, array = environment["SLURM_JOB_ID"], environment.get("SLURM_ARRAY_JOB_ID")
+        return cls(
+            job_id=int(job_id),
+            label=f"{array}_{environment['SLURM_ARRAY_TASK_ID']}" if array else job_id,
+            node=int(environment["SLURM_NODEID"]),
+            nodes=int(environment["SLURM_STEP_NUM_NODES"]),
+            restarts=int(environment.get("SLURM_RESTART_COUNT", 0)),
+        )
+
+    @property
+    def start(self) -> str:
+        """Name of this start, which no other start of any job has."""
+        return f"{self.label}-{self.restarts}"
+
+    def port(self, first: int, last: int) -> int:
+        """A port that no other job has, nor this job when it was last started.
+
+        Any ``(last - first + 1) // 8`` jobs with consecutive ids have different ports.
+
+        >>> Place(job_id=1201, label="1201", node=0, nodes=2, restarts=1).port(20000, 28999)
+        20609
+        """
+        return first + (self.job_id * _PORTS_PER_JOB + self.restarts % _PORTS_PER_JOB) % (last - first + 1)
+
+    def rendezvous(self, host: str, port: int) -> list[str]:
+        """Options of torchrun for this node; each node's number is given, so that global ranks follow Slurm's order.
+
+        Args:
+            host: name or address of node 0.
+            port: the same on every node.
+        """
+        return [
+            f"--nnodes={self.nodes}",
+            f"--node-rank={self.node}",
+            "--rdzv-backend=static",
+            f"--rdzv-endpoint={host}:{port}",
+            f"--rdzv-id={self.start}",
+        ]
+
+
+class Signals:
+    """Which signals came. Made first of all in a process, because the default of both is to die."""
+
+    def __init__(self) -> None:
+        self.save = self.end = False
+        signal.signal(signal.SIGUSR1, self._on_save)
+        signal.signal(signal.SIGTERM, self._on_end)
+
+    def _on_save(self, *_: object) -> None:
+        self.save = True
+
+    def _on_end(self, *_: object) -> None:
+        self.end = True
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train on this node until the run is finished, stopped or failed.
 
     Returns:
-        0; :data:`~moelab.launch.place.REQUEUE_CODE` if the job has to be started again; what torchrun or a signal
+        0; :data:`REQUEUE_CODE` if the job has to be started again; what torchrun or a signal
         ended with.
     """
     signals = Signals()
     options = parse_options(arguments)
     # These load for a second, in which a signal would go unnoticed.
-    from moelab.launch.first_node import account_for
-    from moelab.launch.node import Start, train
+    from moelab.launch.node import Start, account_for, train
     from moelab.runs.directory import RunDir
     from moelab.runs.status import State
 

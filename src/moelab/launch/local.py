@@ -1,4 +1,7 @@
-"""Run one experiment on this machine: torchrun, its log, its end.
+"""Train on this machine what is not finished of a study, one experiment after the other.
+
+A finished study is left as it is; an interrupted one is continued with what is missing. One launcher at a time works on
+a study, so a run that says ``running`` while no launcher holds the study was left by one that was killed.
 
 The launcher holds nothing that a kill could lose. torchrun writes to a file, the metrics are read from that file, and
 the status is replaced whole. torchrun is asked to end when the launcher dies, so no rank keeps a core busy unseen.
@@ -6,67 +9,183 @@ the status is replaced whole. torchrun is asked to end when the launcher dies, s
 
 from __future__ import annotations
 
+import math
 import shutil
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import replace
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from subprocess import TimeoutExpired
+from typing import Literal
+
+import yaml
+from filelock import FileLock, Timeout
 
 from moelab.errors import BadInput, Refused
 from moelab.experiment import Experiment, Precision
+from moelab.experiment_file import Study
 from moelab.launch import failure
 from moelab.launch.capability import refusals
-from moelab.launch.staging import stage_data
+from moelab.launch.slurm import ticket_of
 from moelab.launch.torchrun import Command, Process, command
 from moelab.machine import environment
+from moelab.model import TOKENIZERS
 from moelab.runs import directory
-from moelab.runs.collect import collect_run
-from moelab.runs.directory import RunDir
+from moelab.runs.collect import Collected, collect_run, save_results
+from moelab.runs.directory import Discovery, RunDir
 from moelab.runs.files import write_json, write_whole
-from moelab.runs.follow import LogFollower
+from moelab.runs.follow import LogFollower, format_seconds
 from moelab.runs.side_files import converted_modules
+from moelab.runs.status import FILE as STATUS_FILE
 from moelab.runs.status import State, Status
 
 POLL_S = 0.5
 LOG_TAIL_BYTES = 200_000
 MIN_FREE_BYTES = 16 << 20
+C4 = "allenai/c4"
+OnFailure = Literal["continue", "stop"]
 Row = dict[str, float]
+Say = Callable[[str], None]
 
 
-def run_experiment(
-    runs: Path,
-    experiment: Experiment,
-    *,
-    on_rows: Callable[[list[Row]], None] = lambda _rows: None,
-) -> RunDir:
-    """Train one experiment to its end and collect what it left.
+def say_on_stderr(line: str) -> None:
+    """Print a line of progress at once."""
+    print(line, file=sys.stderr, flush=True)  # noqa: T201 - this is the progress display
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyRun:
+    """What came of a study.
+
+    Attributes:
+        runs: the latest run of each experiment that has one, in the study's order.
+        trained: how many were trained now; the others were finished before.
+        found: what was there before.
+    """
+
+    runs: tuple[RunDir, ...]
+    trained: int
+    found: Discovery
+
+    @property
+    def failed(self) -> tuple[RunDir, ...]:
+        """Runs that did not complete."""
+        return tuple(run for run in self.runs if run.status.state is not State.COMPLETED)
+
+
+def run_study(study: Study, runs: Path, *, on_failure: OnFailure = "continue", say: Say = say_on_stderr) -> StudyRun:
+    """Train what is missing of a study on this machine.
 
     Args:
+        study: its experiments run in their order.
         runs: the folder that holds all studies.
-        experiment: a single-node experiment.
-        on_rows: called with each batch of new metric rows while training runs.
-
-    Returns:
-        The run directory, whose status says how it ended.
+        on_failure: whether to go on with the next experiment after one failed.
+        say: receives lines of progress.
 
     Raises:
-        Refused: before anything is started, if this machine cannot run it.
+        Refused: before anything is started, if this machine cannot run one of the experiments, another process is
+            already working on the study, or nobody knows how a run of it ended.
+    """
+    runs = runs.absolute()
+    if reasons := [f"{one.arm}: {reason}" for one in study.first_of_arms for reason in refusals(one)]:
+        raise Refused("\n".join(reasons))
+    with only_launcher(runs, study):
+        here = directory.discover(runs / study.name)
+        for line in here.lines:
+            say(line)
+        attempts = [here.attempts(experiment) for experiment in study.experiments]
+        require_known_ends(attempts)
+        _close_orphans(here)
+        found = {index: run for index, tried in enumerate(attempts) if (run := completed(tried))}
+        progress = Progress(study, found, say)
+        before = len(found)
+        for index, experiment in enumerate(study.experiments):
+            if index in found:
+                continue
+            progress.start(index)
+            found[index] = _run_experiment(runs, experiment, on_rows=progress.rows)
+            status = found[index].status
+            progress.end(f"{status.state}: {status.reason}" if status.reason else status.state.value)
+            if status.state is not State.COMPLETED and on_failure == "stop":
+                break
+        return StudyRun(runs=tuple(found[index] for index in sorted(found)), trained=len(found) - before, found=here)
+
+
+def completed(attempts: Sequence[RunDir]) -> RunDir | None:
+    """The last of the attempts at an experiment that completed."""
+    return next((run for run in reversed(attempts) if run.status.state is State.COMPLETED), None)
+
+
+def require_known_ends(attempts: Iterable[Sequence[RunDir]]) -> None:
+    """Train nothing again of which a run may have completed, or may still be training.
+
+    Args:
+        attempts: at each experiment.
+
+    Raises:
+        Refused: if none of an experiment's runs completed and one has no readable status.
+    """
+    lost = [run for tried in attempts if not completed(tried) for run in tried if run.status.is_lost]
+    if lost:
+        raise Refused(
+            "\n".join(
+                f"{run.name}: nobody knows how it ended ({run.status.reason}); it has {collect_run(run).last_step} of "
+                f"{run.experiment.steps} steps"
+                for run in lost
+            )
+            + f'\nto train it again, move its folder out of the study; to keep it, write {{"state": "completed"}} '
+            f"into its {STATUS_FILE}"
+        )
+
+
+@contextmanager
+def only_launcher(runs: Path, study: Study) -> Iterator[None]:
+    """Hold a study: one process at a time trains or submits it.
+
+    Raises:
+        Refused: if another one does.
+    """
+    folder = runs / study.name
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / ".launcher.lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise Refused(f"another process is launching study {study.name!r} in {runs}; wait for it or stop it") from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _close_orphans(found: Discovery) -> None:
+    for run in found.all_runs:
+        status = run.status
+        is_ours = not (status.job_id or ticket_of(run))  # a job of Slurm has no launcher here
+        if is_ours and not (status.is_lost or status.state.is_final):
+            close(run, replace(status, state=State.FAILED, reason="the launcher was killed"))
+
+
+def _run_experiment(runs: Path, experiment: Experiment, *, on_rows: Callable[[list[Row]], None]) -> RunDir:
+    """Train one experiment to its end and collect what it left; ``on_rows`` gets new metric rows meanwhile.
+
+    Raises:
+        Refused: before anything is started, without room for what it logs, or without its data.
         KeyboardInterrupt: after the ranks were stopped and the status written.
     """
-    if reasons := refusals(experiment):
-        raise Refused("\n".join(reasons))
-    runs = runs.absolute()
-    runs.mkdir(parents=True, exist_ok=True)
     if problem := no_space(runs):
         raise Refused(problem)
     stage_data(experiment)
-    run = directory.create(runs, experiment)
+    run, left = directory.create(runs, experiment), None
     try:
         write_json(run.path / "environment.json", environment(nodes=experiment.nodes))
         launched = command(experiment, run.path)
         write_whole(run.path / "launch" / "command.sh", f"{launched.as_shell()}\n")
-        status = _train(run, launched, on_rows)
+        status, left = _train(run, launched, on_rows)
     except OSError as error:
         status = replace(run.status, state=State.FAILED, reason=f"the launcher failed: {error}")
     except (KeyboardInterrupt, SystemExit):
@@ -75,30 +194,75 @@ def run_experiment(
     except Exception as error:
         close(run, replace(run.status, state=State.FAILED, reason=f"the launcher failed: {error!r}"))
         raise
-    close(run, status)
+    close(run, status, left)
     return run
 
 
-def close(run: RunDir, status: Status) -> None:
-    """Write the final status first; metrics and results can be made again from the log at any time."""
-    run.set_status(status)
-    with suppress(OSError, BadInput):  # a full disk; an experiment of another version of moelab
-        collect_run(run, save=True)
-
-
-def _train(run: RunDir, launched: Command, on_rows: Callable[[list[Row]], None]) -> Status:
+def _train(run: RunDir, launched: Command, on_rows: Callable[[list[Row]], None]) -> tuple[Status, Collected | None]:
     status = Status(state=State.RUNNING, attempts=1)
     run.set_status(status)
     follower = LogFollower(run.log)
+
+    def report() -> None:
+        rows = follower.poll()
+        if len(rows):
+            on_rows([{str(name): value for name, value in row.items()} for row in rows.to_dict("records")])
+
     with run.log.open("ab") as log, Process(launched, log) as process:
         while process.poll() is None:
             with suppress(TimeoutExpired):
                 process.wait(POLL_S)
-            _report(follower, on_rows)
+            report()
             if problem := no_space(run.path):  # ranks would train on and lose what they log
-                return replace(status, state=State.FAILED, reason=problem)
-    _report(follower, on_rows)
+                return replace(status, state=State.FAILED, reason=problem), None
+    report()
     return ended(run, replace(status, exit_code=process.returncode), run.log.parent)
+
+
+def close(run: RunDir, status: Status, left: Collected | None = None) -> None:
+    """Write the final status first; metrics and results can be made again from the log at any time.
+
+    Args:
+        run: its directory.
+        status: how it ended.
+        left: what it left, where that was read for :func:`ended`.
+    """
+    run.set_status(status)
+    with suppress(OSError, BadInput):  # a full disk; an experiment of another version of moelab
+        save_results(run, replace(left, status=status) if left else collect_run(run))
+
+
+def ended(run: RunDir, status: Status, logs: Path, *, log_start: int = 0) -> tuple[Status, Collected | None]:
+    """What a run's end means, and what the run left where that had to be read.
+
+    Args:
+        run: its directory, with everything logged.
+        status: with torchrun's exit code.
+        logs: the ranks' own logs of this launch, as torchrun was told to write them.
+        log_start: where this launch begins in ``train.log``, in bytes.
+    """
+    if status.exit_code != 0:
+        code = f"torchrun ended with exit code {status.exit_code}; see {run.log.name}"
+        return replace(status, state=State.FAILED, reason=failure_of(run, logs, log_start) or code), None
+    left, planned = collect_run(run), run.experiment.steps
+    reason: str | None
+    if run.experiment.precision is Precision.MXFP8 and not converted_modules(run):
+        reason = "precision is mxfp8, but no module was converted"
+    elif left.status.state is State.FAILED:
+        reason = left.status.reason
+    elif left.last_step < planned:
+        reason = f"training ended at step {left.last_step} of {planned}"
+    else:
+        return replace(status, state=State.COMPLETED), left
+    return replace(status, state=State.FAILED, reason=reason), left
+
+
+def failure_of(run: RunDir, logs: Path, log_start: int) -> str | None:
+    """What failed first in a launch, on one line, or None; the arguments are those of :func:`ended`."""
+    with run.log.open("rb") as log:
+        log.seek(max(log_start, run.log.stat().st_size - LOG_TAIL_BYTES))
+        tail = log.read().decode(errors="replace")
+    return failure.cause(logs, tail, ranks_per_node=run.experiment.gpus_per_node)
 
 
 def no_space(folder: Path) -> str | None:
@@ -112,37 +276,157 @@ def no_space(folder: Path) -> str | None:
     )
 
 
-def _report(follower: LogFollower, on_rows: Callable[[list[Row]], None]) -> None:
-    rows = follower.poll()
-    if len(rows):
-        on_rows([{str(name): value for name, value in row.items()} for row in rows.to_dict("records")])
-
-
-def ended(run: RunDir, status: Status, logs: Path, *, log_start: int = 0) -> Status:
-    """What a run's end means.
+def stage_data(experiment: Experiment, *, dataset: Path | None = None, tokenizer: Path | None = None) -> None:
+    """Make the experiment's data ready on this machine, or say why it cannot be.
 
     Args:
-        run: its directory, with everything logged.
-        status: with torchrun's exit code.
-        logs: the ranks' own logs of this launch, as torchrun was told to write them.
-        log_start: where this launch begins in ``train.log``, in bytes.
+        experiment: what will run.
+        dataset: local copy of C4, instead of the hub.
+        tokenizer: folder of the model's tokenizer, instead of where TorchTitan's script puts it.
+
+    Raises:
+        Refused: if C4, or the tokenizer that it needs, cannot be had.
+        CorpusError: if the default corpus cannot be made.
     """
-    if status.exit_code == 0:
-        if run.experiment.precision is Precision.MXFP8 and not converted_modules(run):
-            return replace(status, state=State.FAILED, reason="precision is mxfp8, but no module was converted")
-        left, planned = collect_run(run), run.experiment.steps
-        if left.status.state is State.FAILED:
-            return replace(status, state=State.FAILED, reason=left.status.reason)
-        if left.last_step < planned:
-            return replace(status, state=State.FAILED, reason=f"training ended at step {left.last_step} of {planned}")
-        return replace(status, state=State.COMPLETED)
-    reason = failure_of(run, logs, log_start) or f"torchrun ended with exit code {status.exit_code}; see {run.log.name}"
-    return replace(status, state=State.FAILED, reason=reason)
+    from moelab.titan import corpus
+
+    if experiment.dataset == "c4":
+        if dataset is None:
+            _require_c4()
+        elif not dataset.is_dir():
+            raise Refused(f"dataset c4 is said to be in {dataset}, which is no folder on this machine")
+        folder = str(tokenizer) if tokenizer else TOKENIZERS.get(experiment.model)
+        if folder and not Path(folder, "tokenizer.json").exists():
+            raise Refused(
+                f"dataset c4 with model {experiment.model} needs its tokenizer in {folder}; fetch it with TorchTitan's "
+                "scripts/download_hf_assets.py, or use dataset=python"
+            )
+        if folder:
+            return
+    corpus.prepare()
 
 
-def failure_of(run: RunDir, logs: Path, log_start: int) -> str | None:
-    """What failed first in a launch, on one line, or None; the arguments are those of :func:`ended`."""
-    with run.log.open("rb") as log:
-        log.seek(max(log_start, run.log.stat().st_size - LOG_TAIL_BYTES))
-        tail = log.read().decode(errors="replace")
-    return failure.cause(logs, tail, ranks_per_node=run.experiment.gpus_per_node)
+def _require_c4() -> None:
+    from httpx import HTTPError  # what huggingface_hub 1.x lets through where there is no network
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+    try:
+        HfApi().dataset_info(C4, timeout=10)
+    except (HTTPError, HfHubHTTPError, OfflineModeIsEnabled, OSError, ValueError) as error:
+        raise Refused(
+            f"dataset c4 cannot be reached from here ({type(error).__name__}): it is streamed from {C4} on the "
+            "Hugging Face hub. Check the network, HF_ENDPOINT and HF_HUB_OFFLINE, or use dataset=python: no download"
+        ) from error
+
+
+class Progress:
+    """Follows a study and says a line every ``interval_s`` seconds.
+
+    The time left counts, for every run still to come, what a run takes beside its steps (start-up, held-out loss, the
+    end) and its steps at the pace of its arm; an arm that has not run yet is reckoned at the mean pace of the others.
+    """
+
+    def __init__(
+        self,
+        study: Study,
+        done: Iterable[int],
+        say: Say,
+        *,
+        interval_s: float = 5.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._study, self._say, self._interval_s, self._clock = study, say, interval_s, clock
+        finished = set(done)
+        self._waiting = [index for index in range(len(study.experiments)) if index not in finished]
+        self._pace_s: dict[str, float] = {}
+        self._beside_s: list[float] = []
+        self._last_said = -math.inf
+        self._first: tuple[int, float] | None = None
+        self._step = 0
+        self._begin(self._waiting[0] if self._waiting else 0)
+
+    def start(self, index: int) -> None:
+        """Experiment number ``index`` of the study begins."""
+        self._waiting.remove(index)
+        self._begin(index)
+        self._say(f"{self._where()} | starting")
+
+    def rows(self, rows: list[dict[str, float]]) -> None:
+        """New metric rows of the experiment that runs."""
+        now, last = self._clock(), rows[-1]
+        self._step = max(self._step, int(last["step"]))
+        if self._first is None:
+            self._first = (self._step, now)
+        elif self._step > self._first[0]:
+            self._pace_s[self._run.arm] = (now - self._first[1]) / (self._step - self._first[0])
+        if now - self._last_said >= self._interval_s:
+            self._last_said = now
+            speed = f"loss {last['loss']:.3f} | {last['tps']:,.0f} tokens/s per rank"
+            self._say(f"{self._where()} | {speed}{self._left(now)}")
+
+    def end(self, outcome: str) -> None:
+        """The experiment that ran is over."""
+        if self._run.arm in self._pace_s:
+            steps_s = self._pace_s[self._run.arm] * self._step
+            self._beside_s.append(max(0.0, self._clock() - self._started - steps_s))
+        self._say(f"{self._where()} | {outcome}")
+
+    def _begin(self, index: int) -> None:
+        self._run = self._study.experiments[index]
+        self._started, self._step, self._first = self._clock(), 0, None
+
+    def _where(self) -> str:
+        run = self._run
+        return f"{self._study.name} | {run.arm} | seed {run.seed} | step {self._step}/{run.steps}"
+
+    def _left(self, now: float) -> str:
+        if not self._pace_s:
+            return ""
+        mean = statistics.fmean(self._pace_s.values())
+        start_s = (self._first[1] if self._first else now) - self._started
+        beside_s = statistics.fmean(self._beside_s) if self._beside_s else start_s
+        waiting = [self._study.experiments[index] for index in self._waiting]
+        left_s = self._pace_s.get(self._run.arm, mean) * (self._run.steps - self._step)
+        left_s += sum(beside_s + self._pace_s.get(run.arm, mean) * run.steps for run in waiting)
+        return f" | about {format_seconds(left_s)} left"
+
+
+def start_in_background(study: Study, runs: Path) -> subprocess.Popen[bytes] | None:
+    """Start ``moelab run`` for what is missing of a study, and return as soon as a run of it has begun.
+
+    Args:
+        study: its experiments run one after the other.
+        runs: the folder that holds all studies.
+
+    Returns:
+        The launcher, which ``terminate()`` stops with its run cancelled; None if the study is being trained already,
+        as after a restart of the kernel, or is finished.
+
+    Raises:
+        Refused: if the launcher did not start a run, with its words.
+    """
+    folder = runs.absolute() / study.name
+    try:
+        with only_launcher(runs, study):
+            before = {run.path for run in directory.find(folder)}
+    except Refused:
+        return None
+    file, log = folder / "study.yaml", folder / "launcher.log"
+    rows = [experiment.model_dump(mode="json") for experiment in study.experiments]
+    write_whole(file, yaml.safe_dump(rows, sort_keys=False))
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "moelab", "run", str(file), "--runs", str(runs.absolute())],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # nobody's child in spirit: the notebook's kernel may end, and training goes on
+        )
+    while process.poll() is None:
+        if {run.path for run in directory.find(folder) if run.status.attempts} - before:
+            return process
+        time.sleep(0.2)
+    if process.returncode:
+        raise Refused(f"no run was started: {log.read_text(errors='replace').strip() or f'see {log}'}")
+    return None

@@ -18,7 +18,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from moelab.errors import BadInput, Refused
 from moelab.launch.cluster import ClusterProfile, line, word
-from moelab.launch.place import REQUEUE_CODE
+from moelab.launch.in_job import REQUEUE_CODE
 
 TEMPLATES = Path(__file__).parent / "templates"
 _DEPENDENCY = re.compile(r"(after|afterany|afternotok|afterok|aftercorr)(:\d+(_\d+)?)+", re.ASCII)

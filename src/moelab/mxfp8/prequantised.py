@@ -41,7 +41,7 @@ from torchao.prototype.moe_training.tensor import TrainingWeightWrapperBaseTenso
 from torchao.prototype.moe_training.utils import unwrap_weight
 from torchao.prototype.mx_formats.config import ScaleCalculationMode
 
-from moelab.deepep.experts import local, scored_swiglu
+from moelab.experts import local, scored_swiglu
 from moelab.mxfp8.quantise import (
     BLOCK,
     E4M3,
@@ -79,7 +79,7 @@ def prequantised_experts(parent: type, precision: Precision8 = "mxfp8") -> Any:
     """A subclass of a grouped-experts module that takes :class:`QuantisedRows` instead of BF16 rows.
 
     Its forward is ``(rows, num_tokens_per_expert_e, scores_R=None)``; the scores, where a dispatch brings them,
-    multiply the hidden activation (:mod:`moelab.deepep.experts`). ``Config`` is the parent's; its ``kernels``, if it
+    multiply the hidden activation (:mod:`moelab.experts`). ``Config`` is the parent's; its ``kernels``, if it
     has them, choose between native and emulated MXFP8.
 
     Args:

@@ -3,19 +3,17 @@
 from moelab.notebooks.batch import NotebookFailed, complete, execute, parameter_names, read_parameters
 from moelab.notebooks.parameters import (
     ConvergenceParameters,
-    LaunchParameters,
-    ReportParameters,
-    StartParameters,
-    ThroughputParameters,
-    validated,
-)
-from moelab.notebooks.technique_parameters import (
     DispatchParameters,
     GroupedGemmParameters,
+    LaunchParameters,
     PlanParameters,
     ProjectParameters,
     QuantiseParameters,
+    ReportParameters,
     RouteParameters,
+    StartParameters,
+    ThroughputParameters,
+    validated,
 )
 
 __all__ = [

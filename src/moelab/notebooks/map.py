@@ -5,11 +5,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, kw_only=True)
-class Entry:
+class Entry(NamedTuple):
     """One notebook; ``minutes`` are those of its defaults on two CPU cores."""
 
     notebook: str
@@ -19,72 +18,47 @@ class Entry:
 
 
 ENTRIES = (
+    Entry("00_start_here", "What can this machine do, and where do I go from here?", "1", "a CPU, or GPUs"),
+    Entry("01_quantise_to_mxfp8", "What does MXFP8 do to the numbers of an expert layer?", "1", "a CPU"),
     Entry(
-        notebook="00_start_here",
-        question="What can this machine do, and where do I go from here?",
-        minutes="1",
-        hardware="a CPU, or GPUs",
+        "02_find_grouped_gemm_break_even",
+        "From which size on does MXFP8 save time?",
+        "1",
+        "a CPU replays an H100; a GPU measures itself",
+    ),
+    Entry("03_route_tokens", "How far does a token travel, and over which wire?", "1", "a CPU"),
+    Entry(
+        "04_dispatch_with_deepep",
+        "What does DeepEP do about the traffic of expert parallelism, and what does it gain?",
+        "1",
+        "a CPU replays; two GPUs measure",
+    ),
+    Entry("05_plan_layout", "Is my layout legal, does it fit, and what does each GPU do?", "1", "a CPU"),
+    Entry(
+        "06_compare_convergence",
+        "Does training with MXFP8 experts reach the same loss as BF16?",
+        "2",
+        "a CPU (MXFP8 emulated), or GPUs",
     ),
     Entry(
-        notebook="01_quantise_to_mxfp8",
-        question="What does MXFP8 do to the numbers of an expert layer?",
-        minutes="1",
-        hardware="a CPU",
+        "07_compare_throughput",
+        "How much faster do DeepEP and MXFP8 train, alone and together, and would it hold here?",
+        "2",
+        "a CPU shows how to judge; two GPUs or Slurm measure",
     ),
     Entry(
-        notebook="02_find_grouped_gemm_break_even",
-        question="From which size on does MXFP8 save time?",
-        minutes="1",
-        hardware="a CPU replays an H100; a GPU measures itself",
+        "08_project_to_cluster",
+        "Where do 201 seconds go, how far is the model of them to be trusted, and what would your cluster do?",
+        "1",
+        "a CPU",
     ),
     Entry(
-        notebook="03_route_tokens",
-        question="How far does a token travel, and over which wire?",
-        minutes="1",
-        hardware="a CPU",
+        "09_launch_and_watch_run",
+        "How does a run get onto a cluster, through its faults, and back with a result?",
+        "1",
+        "a CPU, or a Slurm login node",
     ),
-    Entry(
-        notebook="04_dispatch_with_deepep",
-        question="What does DeepEP do about the traffic of expert parallelism, and what does it gain?",
-        minutes="1",
-        hardware="a CPU replays; two GPUs measure",
-    ),
-    Entry(
-        notebook="05_plan_layout",
-        question="Is my layout legal, does it fit, and what does each GPU do?",
-        minutes="1",
-        hardware="a CPU",
-    ),
-    Entry(
-        notebook="06_compare_convergence",
-        question="Does training with MXFP8 experts reach the same loss as BF16?",
-        minutes="2",
-        hardware="a CPU (MXFP8 emulated), or GPUs",
-    ),
-    Entry(
-        notebook="07_compare_throughput",
-        question="How much faster do DeepEP and MXFP8 train, alone and together, and would it hold here?",
-        minutes="2",
-        hardware="a CPU shows how to judge; two GPUs or Slurm measure",
-    ),
-    Entry(
-        notebook="08_project_to_cluster",
-        question="Where do 201 seconds go, how far is the model of them to be trusted, and what would your cluster do?",
-        minutes="1",
-        hardware="a CPU",
-    ),
-    Entry(
-        notebook="09_launch_and_watch_run",
-        question="How does a run get onto a cluster, through its faults, and back with a result?",
-        minutes="1",
-        hardware="a CPU, or a Slurm login node",
-    ),
-    Entry(
-        notebook="10_report_study",
-        question="What do these runs say, and how do I hand that to someone else?",
-        minutes="1",
-        hardware="a CPU",
-    ),
+    Entry("10_report_study", "What do these runs say, and how do I hand that to someone else?", "1", "a CPU"),
 )
 
 

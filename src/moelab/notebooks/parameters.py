@@ -1,51 +1,106 @@
 """Parameters of the notebooks: what each takes, and the check of what a person gave.
 
 papermill injects whatever it is given: an unknown parameter only warns, and ``"false"`` is a true string. The cell
-after a notebook's parameters cell checks them against its schema: here those of the notebooks that train or judge runs,
-in ``technique_parameters.py`` those that explain a technique or plan.
+after a notebook's parameters cell checks them against its schema.
+
+A parameter that has the name of an experiment's field is that field: its values and bounds are those of
+:class:`~moelab.experiment.Experiment`, unless the notebook takes fewer. ``ranks`` are its ``gpus_per_node``.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from moelab.data.example_logs import EXAMPLE_LOGS
-from moelab.experiment import ActivationCheckpoint
+from moelab.experiment import Experiment
 from moelab.experiment_file import Study, make_study, parse
 from moelab.machine import gpus
+from moelab.model import shape_of
+from moelab.projection import ExpertPlacement, RoutingModel, routing_of
+from moelab.sweep import on
 
 INJECTED = "# Parameters\n"
 """How papermill 2.7.0 begins the cell that it injects (``Translator.codify``)."""
 _JUPYTER_NAMES = frozenset({"In", "Out", "exit", "quit", "open", "get_ipython"})
 Parameters = TypeVar("Parameters", bound=BaseModel)
-
-
-Model = Literal["nano", "debug", "16B", "671B"]
-Backend = Literal["standard", "deepep", "hybridep", "minimal_async_ep"]
-Compile = Literal["none", "loss", "model+loss"]
-Routing = Literal["learned", "round_robin", "random_balanced"]
-Dataset = Literal["python", "c4"]
+Count = Annotated[int, Field(ge=1)]
+Token = Annotated[int, Field(ge=0, le=4095, description="which token is drawn")]
+Tokens = Annotated[int, Field(ge=1, le=1_000_000, description="of each rank")]
+NodeProfile = Literal["b200_x256", "b200_node", "h100_node", "h200_node"]
+_SHARED: dict[str, Any] = {
+    "study": str,
+    "runs_dir": str,
+    "submit": Annotated[bool, Field(description="give the study to Slurm")],
+    "cluster": Annotated[
+        str, Field(description="name of a cluster profile, or a path of one; local starts the ranks here")
+    ],
+    "ranks": Annotated[int, Field(ge=1, description="ranks on each node")],
+    "seeds": Annotated[int, Field(ge=1, le=100)],
+    "final_fraction": Annotated[float, Field(gt=0, le=1)],
+    "margin_nats": Annotated[
+        float, Field(ge=0, allow_inf_nan=False, description="0 takes the margin from the seeds' spread")
+    ],
+    "search_limit": Annotated[int, Field(ge=1, le=50, description="layouts that the search lists")],
+}
+"""Parameters of several notebooks that are no fields of an experiment."""
 
 
 class NotebookParameters(BaseModel):
-    """What all schemas share. Each names its fields in the order of its notebook's parameters cell."""
+    """What all schemas share."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    if TYPE_CHECKING:  # `_takes` makes the fields
 
+        def __getattr__(self, name: str) -> Any: ...
+
+    @property
+    def of_experiment(self) -> dict[str, Any]:
+        """The parameters that are fields of an experiment."""
+        given = self.model_dump()
+        ranks = {"gpus_per_node": given["ranks"]} if "ranks" in given else {}
+        return {name: value for name, value in given.items() if name in Experiment.model_fields} | ranks
+
+
+Schema = TypeVar("Schema", bound=NotebookParameters)
+
+
+def _takes(names: str, **own: Any) -> Callable[[type[Schema]], type[Schema]]:
+    """Give a schema its fields, none with a default.
+
+    Args:
+        names: in the order of the notebook's parameters cell.
+        own: types of those that are not as in an experiment or in other notebooks.
+    """
+
+    def with_fields(schema: type[Schema]) -> type[Schema]:
+        types = {name: own.get(name, _SHARED.get(name)) or _type_in_experiment(name) for name in names.split()}
+        fields: dict[str, Any] = {name: (kind, ...) for name, kind in types.items()}
+        return create_model(
+            schema.__name__, __base__=schema, __module__=schema.__module__, __doc__=schema.__doc__, **fields
+        )
+
+    return with_fields
+
+
+def _type_in_experiment(name: str) -> Any:
+    field = Experiment.model_fields[name]
+    return Annotated[field.annotation, *field.metadata, Field(description=field.description)]
+
+
+@_takes(
+    "study runs_dir ranks steps",
+    ranks=Annotated[int, Field(ge=0, description="0: two, or one where there is one GPU")],
+    steps=Annotated[int, Field(ge=2)],
+)
 class StartParameters(NotebookParameters):
     """Parameters of ``00_start_here``."""
-
-    study: str
-    runs_dir: str
-    ranks: int = Field(ge=0, description="0: two, or one where there is one GPU")
-    steps: int = Field(ge=2)
 
     def to_study(self) -> Study:
         """The nano model in BF16 and with MXFP8 experts, once each, in steps of 512 tokens a rank."""
@@ -55,57 +110,141 @@ class StartParameters(NotebookParameters):
         return make_study(self.study, shared, [{"precision": "bf16"}, {"precision": "mxfp8"}], [0])
 
 
+@_takes(
+    "capture_run study runs_dir model ranks ep steps seq_len local_batch activation_checkpoint hardware layer "
+    "outlier_log2",
+    capture_run=Annotated[str, Field(description="run directory with captures; empty: a short training makes them")],
+    layer=Annotated[int, Field(ge=0, description="which of the captured layers: 0 is the first")],
+    outlier_log2=Annotated[int, Field(ge=0, le=20)],
+)
+class QuantiseParameters(NotebookParameters):
+    """Parameters of ``01_quantise_to_mxfp8``."""
+
+    def to_study(self) -> Study:
+        """One BF16 run that captures what its experts multiply at its last step."""
+        shared = self.of_experiment | {"warmup_steps": max(1, self.steps // 5), "capture_step": self.steps}
+        return make_study(self.study, shared, [{"precision": "bf16"}], [0])
+
+
+@_takes(
+    "experiment result precision shapes model tokens tp ep aspect resamples",
+    experiment=Literal["replay", "run"],
+    result=Annotated[
+        str, Field(description="file that is written by a run and read by a replay; empty: the stored one")
+    ],
+    precision=Literal["fp8", "mxfp8", "mxfp8_wgrad_bf16"],
+    shapes=Annotated[str, Field(description="M,N,K,G separated by semicolons; empty: all of the experiment's own")],
+    model=Literal["16B", "671B"],
+    tokens=Annotated[int, Field(ge=1, description="of one micro-batch on a data-parallel rank")],
+    aspect=Annotated[float, Field(gt=0, le=100, allow_inf_nan=False, description="K / N of the map's weights")],
+    resamples=Annotated[int, Field(ge=10, le=1000)],
+)
+class GroupedGemmParameters(NotebookParameters):
+    """Parameters of ``02_find_grouped_gemm_break_even``."""
+
+
+@_takes(
+    "experts top_k ep ranks_per_node routing groups limited_groups skew tokens hidden precision hardware token seed",
+    experts=Annotated[int, Field(ge=2)],
+    top_k=Count,
+    ranks_per_node=Count,
+    routing=Literal["random_balanced", "uniform", "group_limited", "group_by_score", "skewed"],
+    groups=Annotated[int, Field(ge=1, description="groups of experts, where routing is limited to some of them")],
+    limited_groups=Annotated[int, Field(ge=1, description="groups that a token may use")],
+    skew=Annotated[float, Field(ge=0, le=5, allow_inf_nan=False, description="exponent of the popularity of experts")],
+    tokens=Tokens,
+    hidden=Count,
+    hardware=NodeProfile,
+    token=Token,
+)
+class RouteParameters(NotebookParameters):
+    """Parameters of ``03_route_tokens``; all but ``seed`` have the names of the traffic explorer's controls."""
+
+    def to_placement(self) -> ExpertPlacement:
+        """Where the experts are.
+
+        Raises:
+            BadInput: if the numbers do not divide.
+        """
+        return ExpertPlacement(experts=self.experts, top_k=self.top_k, ep=self.ep, ranks_per_node=self.ranks_per_node)
+
+    def to_routing(self) -> RoutingModel:
+        """How tokens choose experts."""
+        return routing_of(
+            self.routing,
+            experts=self.experts,
+            groups=self.groups,
+            limited_groups=self.limited_groups,
+            skew=self.skew,
+        )
+
+
+@_takes(
+    "model ep ranks_per_node tokens alignment hardware sender token measure output size",
+    model=Literal["debug", "16B", "671B"],
+    ranks_per_node=Count,
+    tokens=Tokens,
+    alignment=Literal[16, 32, 128],
+    hardware=NodeProfile,
+    sender=Annotated[int, Field(ge=0)],
+    token=Token,
+    measure=bool,
+    output=str,
+    size=Annotated[str, Field(description="which size of the packaged measurement; empty takes its first")],
+)
+class DispatchParameters(NotebookParameters):
+    """Parameters of ``04_dispatch_with_deepep``."""
+
+    def to_placement(self) -> ExpertPlacement:
+        """Where the model's experts are.
+
+        Raises:
+            BadInput: if the numbers do not divide.
+        """
+        shape = shape_of(self.model)
+        return ExpertPlacement(
+            experts=shape.num_experts, top_k=shape.top_k, ep=self.ep, ranks_per_node=self.ranks_per_node
+        )
+
+
+@_takes(
+    "model hardware nodes gpus_per_node pp pp_schedule dp_replicate dp_shard cp tp ep seq_len local_batch microbatch "
+    "precision ep_backend activation_checkpoint compile rank search_limit",
+    rank=Annotated[int, Field(ge=0, description="global rank whose groups are drawn")],
+)
+class PlanParameters(NotebookParameters):
+    """Parameters of ``05_plan_layout``."""
+
+    def to_experiment(self, **changes: Any) -> Experiment:
+        """The experiment that these parameters name, on C4 as the published runs.
+
+        Args:
+            changes: fields of the experiment that are to differ.
+
+        Raises:
+            BadInput: if a value is none that an experiment takes.
+        """
+        return parse(Experiment, {"name": "plan", "dataset": "c4", **self.of_experiment, **changes})
+
+
+@_takes(
+    "study runs_dir submit cluster model arms quantize wgrad ep_backend nodes ranks ep seeds steps warmup_steps lr "
+    "seq_len local_batch activation_checkpoint compile routing dataset hardware final_fraction margin_nats on_failure",
+    arms=Annotated[str, Field(description="precisions, the reference first, such as bf16,mxfp8")],
+    on_failure=Literal["continue", "stop"],
+)
 class ConvergenceParameters(NotebookParameters):
     """Parameters of ``06_compare_convergence``."""
 
-    study: str
-    runs_dir: str
-    model: Model
-    arms: str = Field(description="precisions, the reference first, such as bf16,mxfp8")
-    quantize: Literal["experts", "experts+linears"]
-    wgrad: Literal["mxfp8", "bf16"]
-    ep_backend: Backend
-    nodes: int = Field(ge=1)
-    ranks: int = Field(ge=1, description="ranks on each node")
-    ep: int = Field(ge=1)
-    seeds: int = Field(ge=1, le=100)
-    steps: int = Field(ge=1)
-    warmup_steps: int = Field(ge=0)
-    lr: float = Field(gt=0, allow_inf_nan=False)
-    seq_len: int = Field(ge=8)
-    local_batch: int = Field(ge=1)
-    activation_checkpoint: ActivationCheckpoint
-    compile: Compile
-    routing: Routing
-    dataset: Dataset
-    hardware: str
-    final_fraction: float = Field(gt=0, le=1)
-    margin_nats: float = Field(ge=0, allow_inf_nan=False, description="0 takes the margin from the seeds' spread")
-    on_failure: Literal["continue", "stop"]
-
     def to_study(self) -> Study:
         """The experiments that these parameters name."""
-        shared = {
-            name: getattr(self, name)
-            for name in (
-                "model",
-                "nodes",
-                "ep",
-                "steps",
-                "warmup_steps",
-                "lr",
-                "seq_len",
-                "local_batch",
-                "activation_checkpoint",
-                "compile",
-                "routing",
-                "dataset",
-                "hardware",
-                "ep_backend",
-            )
-        }
-        arms = [_arm(precision.strip(), self) for precision in self.arms.split(",")]
-        return make_study(self.study, {**shared, "gpus_per_node": self.ranks}, arms, range(self.seeds))
+        of_mxfp8 = {"quantize": self.quantize, "wgrad": self.wgrad}
+        shared = {name: value for name, value in self.of_experiment.items() if name not in of_mxfp8}
+        arms = [
+            {"precision": precision, **(of_mxfp8 if precision == "mxfp8" else {})}
+            for precision in map(str.strip, self.arms.split(","))
+        ]
+        return make_study(self.study, shared, arms, range(self.seeds))
 
     @property
     def reference(self) -> str:
@@ -115,109 +254,97 @@ class ConvergenceParameters(NotebookParameters):
     @property
     def study_folder(self) -> Path:
         """Where the study's runs and report are."""
-        return Path(self.runs_dir) / self.study
+        return Path(self.runs_dir, self.study)
 
 
-class LaunchParameters(NotebookParameters):
-    """Parameters of ``09_launch_and_watch_run``."""
-
-    study: str
-    runs_dir: str
-    runs: str = Field(description="existing folder of a run or study to watch; empty: this notebook's study")
-    submit: bool = Field(description="give the study to Slurm")
-    cluster: str = Field(description="name of a cluster profile, or a path of one; local starts the ranks here")
-    wait: bool = Field(description="show progress until the runs have ended before the figures are drawn")
-    model: Model
-    precision: Literal["bf16", "fp8", "mxfp8"]
-    ep_backend: Backend
-    nodes: int = Field(ge=1)
-    ranks: int = Field(ge=1, description="ranks on each node")
-    tp: int = Field(ge=1)
-    pp: int = Field(ge=1)
-    ep: int = Field(ge=1)
-    steps: int = Field(ge=1)
-    warmup_steps: int = Field(ge=0)
-    lr: float = Field(gt=0, allow_inf_nan=False)
-    seq_len: int = Field(ge=8)
-    local_batch: int = Field(ge=1)
-    activation_checkpoint: ActivationCheckpoint
-    compile: Compile
-    routing: Routing
-    dataset: Dataset
-    hardware: str
-
-    def to_study(self) -> Study:
-        """One arm at one seed."""
-        own = {"study", "runs_dir", "runs", "submit", "cluster", "wait", "ranks"}
-        fields = self.model_dump(exclude=own) | {"gpus_per_node": self.ranks}
-        return make_study(self.study, fields, [{}], [0])
-
-    @property
-    def watched(self) -> Path:
-        """Folder of the runs to watch."""
-        return Path(self.runs) if self.runs else Path(self.runs_dir) / self.study
-
-
+@_takes(
+    "study runs_dir submit cluster model precision ep_kernels nodes ranks tp pp pp_schedule ep seeds steps "
+    "warmup_steps lr seq_len local_batch activation_checkpoint compile routing dataset hardware",
+    precision=Annotated[Literal["fp8", "mxfp8"], Field(description="of the experts in the quantised arms")],
+    ep=Annotated[int, Field(ge=2)],
+    steps=Annotated[int, Field(ge=5, description="the first three do not count")],
+)
 class ThroughputParameters(NotebookParameters):
     """Parameters of ``07_compare_throughput``."""
 
-    study: str
-    runs_dir: str
-    submit: bool = Field(description="give the study to Slurm")
-    cluster: str = Field(description="name of a cluster profile, or a path of one; local trains here")
-    model: Model
-    precision: Literal["fp8", "mxfp8"] = Field(description="of the experts in the quantised arms")
-    ep_kernels: Literal["native", "emulated"]
-    nodes: int = Field(ge=1)
-    ranks: int = Field(ge=1, description="ranks on each node")
-    tp: int = Field(ge=1)
-    pp: int = Field(ge=1)
-    pp_schedule: str
-    ep: int = Field(ge=2)
-    seeds: int = Field(ge=1, le=100)
-    steps: int = Field(ge=5, description="the first three do not count")
-    warmup_steps: int = Field(ge=0)
-    lr: float = Field(gt=0, allow_inf_nan=False)
-    seq_len: int = Field(ge=8)
-    local_batch: int = Field(ge=1)
-    activation_checkpoint: ActivationCheckpoint
-    compile: Compile
-    routing: Routing
-    dataset: Dataset
-    hardware: str
-
     def to_study(self) -> Study:
         """The two-by-two: BF16 and quantised experts, each with the standard all-to-all and with DeepEP."""
-        own = {"study", "runs_dir", "submit", "cluster", "precision", "ranks", "seeds"}
-        shared = self.model_dump(exclude=own) | {"gpus_per_node": self.ranks}
         arms = [
             {"precision": precision, "ep_backend": backend}
             for precision in ("bf16", self.precision)
             for backend in ("standard", "deepep")
         ]
-        return make_study(self.study, shared, arms, range(self.seeds))
+        return make_study(self.study, self.of_experiment, arms, range(self.seeds))
 
 
+@_takes(
+    "gpu nodes gpus_per_node network_gb_s pp tp ep seq_len local_batch routing price_per_gpu_hour watts_per_gpu "
+    "tokens_t grouped_gemm all_to_all draws most_gpus search_limit",
+    gpu=Literal["H100", "H200", "B200", "GB200"],
+    network_gb_s=Annotated[float, Field(gt=0, allow_inf_nan=False)],
+    price_per_gpu_hour=Annotated[float, Field(gt=0, allow_inf_nan=False)],
+    watts_per_gpu=Annotated[float, Field(gt=0, allow_inf_nan=False)],
+    tokens_t=Annotated[
+        float, Field(gt=0, allow_inf_nan=False, description="trillions of tokens of the whole training")
+    ],
+    grouped_gemm=Annotated[str, Field(description="file of your node's grouped GEMMs; empty: the packaged one")],
+    all_to_all=Annotated[str, Field(description="file of your node's all-to-all; empty: the packaged one")],
+    draws=Annotated[int, Field(ge=10, le=10_000)],
+    most_gpus=Annotated[int, Field(ge=8, le=4096)],
+)
+class ProjectParameters(NotebookParameters):
+    """Parameters of ``08_project_to_cluster``."""
+
+    def to_experiment(self, **changes: Any) -> Experiment:
+        """The 671B model with MXFP8 (FP8 before SM100) experts and DeepEP on your cluster.
+
+        Args:
+            changes: fields of the experiment that are to differ.
+
+        Raises:
+            BadInput: if a value is none that an experiment takes.
+        """
+        fields = self.of_experiment | {"name": "project", "model": "671B", "dataset": "c4"}
+        fields |= {"precision": "mxfp8", "ep_backend": "deepep", "pp_schedule": "Interleaved1F1B"}
+        fields |= {"activation_checkpoint": "full", "compile": "model+loss"}
+        return on(self.gpu, parse(Experiment, {**fields, **changes}))
+
+
+@_takes(
+    "study runs_dir runs submit cluster wait model precision ep_backend nodes ranks tp pp ep steps warmup_steps lr "
+    "seq_len local_batch activation_checkpoint compile routing dataset hardware",
+    runs=Annotated[str, Field(description="existing folder of a run or study to watch; empty: this notebook's study")],
+    wait=Annotated[bool, Field(description="show progress until the runs have ended before the figures are drawn")],
+)
+class LaunchParameters(NotebookParameters):
+    """Parameters of ``09_launch_and_watch_run``."""
+
+    def to_study(self) -> Study:
+        """One arm at one seed."""
+        return make_study(self.study, self.of_experiment, [{}], [0])
+
+    @property
+    def watched(self) -> Path:
+        """Folder of the runs to watch."""
+        return Path(self.runs) if self.runs else Path(self.runs_dir, self.study)
+
+
+@_takes(
+    "paths reference final_fraction margin_nats with_paths output",
+    paths=Annotated[
+        str, Field(description="a study, or runs and logs to compare, with ; between; empty: the packaged logs")
+    ],
+    reference=str,
+    with_paths=bool,
+    output=str,
+)
 class ReportParameters(NotebookParameters):
     """Parameters of ``10_report_study``."""
-
-    paths: str = Field(description="a study, or runs and logs to compare, with ; between; empty: the packaged logs")
-    reference: str
-    final_fraction: float = Field(gt=0, le=1)
-    margin_nats: float = Field(ge=0, allow_inf_nan=False, description="0 takes the margin from the seeds' spread")
-    with_paths: bool
-    output: str
 
     def to_paths(self) -> tuple[Path, ...]:
         """What the report is about."""
         given = [Path(path.strip()) for path in self.paths.split(";") if path.strip()]
         return tuple(given) or EXAMPLE_LOGS
-
-
-def _arm(precision: str, parameters: ConvergenceParameters) -> dict[str, Any]:
-    if precision != "mxfp8":
-        return {"precision": precision}
-    return {"precision": precision, "quantize": parameters.quantize, "wgrad": parameters.wgrad}
 
 
 def validated(schema: type[Parameters], namespace: Mapping[str, Any]) -> Parameters:

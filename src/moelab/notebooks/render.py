@@ -2,7 +2,10 @@
 
 A copy is read on GitHub, in VS Code and as nbconvert's HTML, so it holds what all three show: text, and each figure as
 a PNG with its title. The figure's JSON is always left out: GitHub and nbconvert cannot draw it, and with it a copy is
-several times as large. Widgets need a kernel; the static figure that each has stays. A stamp says what was run where.
+several times as large. Widgets need a kernel; the static figure that each has stays.
+
+A stamp says what was run where, and with the code of which commit. A copy does not know of later changes of that code,
+so all are made again before a release.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from typing import Any
 import nbformat
 
 from moelab.errors import BadInput, MoelabError
-from moelab.machine import environment, gpus
+from moelab.machine import environment, git_commit, gpus
 from moelab.notebooks.batch import NotebookFailed, execute, read_parameters
 from moelab.privacy import without_places
 
@@ -59,20 +62,19 @@ def source_hash(notebook: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def is_fresh(notebook: Path, copy: Path) -> bool:
-    """Whether a copy is there and was made from the notebook and the parameters as they are now."""
-    if not copy.exists():
-        return False
+def is_of(copy: Path, notebook: Path) -> bool:
+    """Whether a copy was made from the notebook and the parameters as they are now, whatever the code under them."""
     stamp = nbformat.read(copy, as_version=4).metadata.get("moelab", {})
     return bool(stamp.get("source_hash") == source_hash(notebook))
 
 
-def render(notebook: Path, copy: Path) -> None:
+def render(notebook: Path, copy: Path, commit: str | None) -> None:
     """Run a notebook in an empty folder and write its copy.
 
     Args:
         notebook: ``notebooks/NAME.ipynb`` of a clone.
         copy: file to write.
+        commit: of the code; None where it is not known.
 
     Raises:
         NotebookFailed: if the notebook failed, or its copy would be too large.
@@ -86,7 +88,7 @@ def render(notebook: Path, copy: Path) -> None:
         for cell in content.cells:
             _clean(cell)
     content.metadata = {name: content.metadata[name] for name in ("kernelspec", "language_info")}
-    content.metadata["moelab"] = stamp(notebook, parameters)
+    content.metadata["moelab"] = stamp(notebook, parameters, commit)
     content.cells.insert(0, nbformat.v4.new_markdown_cell(stamp_text(content.metadata["moelab"]), id="stamp"))
     text = nbformat.writes(content) + "\n"
     if len(text.encode()) > LARGEST_BYTES:
@@ -95,7 +97,7 @@ def render(notebook: Path, copy: Path) -> None:
     copy.write_text(text)
 
 
-def stamp(notebook: Path, parameters: Mapping[str, Any]) -> dict[str, Any]:
+def stamp(notebook: Path, parameters: Mapping[str, Any], commit: str | None) -> dict[str, Any]:
     """Metadata of a copy: what was run, where and when."""
     here = environment()
     return {
@@ -103,6 +105,7 @@ def stamp(notebook: Path, parameters: Mapping[str, Any]) -> dict[str, Any]:
         "parameters_file": parameters_file(notebook).relative_to(notebook.parents[1]).as_posix(),
         "parameters": dict(parameters),
         "source_hash": source_hash(notebook),
+        "commit": commit,
         "hardware": {"processor": here["processor"], "cores": here["cores"], "gpus": [gpu.name for gpu in gpus()]},
         "versions": {"moelab": here["moelab"], "python": here["python"]}
         | {name: found for name, found in here["packages"].items() if found},
@@ -122,7 +125,8 @@ def stamp_text(stamp: Mapping[str, Any]) -> str:
         f"({changes or 'all defaults'}), {stamp['date']}, on {hardware['processor']}, {hardware['cores']} cores, "
         f"{gpus or 'no GPU'}. {nothing} Controls need Jupyter and are not shown.\n>\n"
         f"> {', '.join(f'{name} {version}' for name, version in sorted(stamp['versions'].items()))}; "
-        f"source hash {stamp['source_hash']}. Remade by `make rendered`."
+        f"source hash {stamp['source_hash']}; code of commit {stamp['commit'] or 'unknown'}. "
+        "`make rendered` makes all copies again."
     )
 
 
@@ -187,37 +191,29 @@ def pictures_of(copy: Path) -> list[bytes]:
 
 
 def main() -> int:
-    """Make the copies that are missing or stale, or those that are named; returns the exit code."""
+    """Make all copies again, or those that are named; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m moelab.notebooks.render", description=__doc__)
     parser.add_argument("names", nargs="*", help="names of notebooks, without .ipynb; all if there are none")
-    parser.add_argument("--all", action="store_true", help="also the copies that are fresh")
     options = parser.parse_args()
-    exit_code = 0
+    exit_code, commit = 0, git_commit()  # asked before the first copy makes the tree dirty
     try:
-        for notebook in _notebooks(options.names):
-            copy = Path(FOLDER) / notebook.name
-            exit_code |= _bring_up_to_date(notebook, copy, again=options.all)
+        notebooks = _notebooks(options.names)
     except BadInput as error:
         print(f"moelab: {error}", file=sys.stderr)  # noqa: T201
         return error.exit_code
+    for notebook in notebooks:
+        copy, start = Path(FOLDER) / notebook.name, time.monotonic()
+        try:
+            render(notebook, copy, commit)
+        except MoelabError as error:  # the others may do
+            print(f"moelab: {error}", file=sys.stderr)  # noqa: T201
+            exit_code = 1
+            continue
+        seconds, size_kb = time.monotonic() - start, copy.stat().st_size / 1000
+        print(f"{copy}: {size_kb:.0f} kB in {seconds:.0f} s", flush=True)  # noqa: T201
     if all((Path(FOLDER) / f"{name}.ipynb").exists() for name, _ in PICTURES.values()):
         write_pictures(Path(FOLDER))
     return exit_code
-
-
-def _bring_up_to_date(notebook: Path, copy: Path, *, again: bool) -> int:
-    if is_fresh(notebook, copy) and not again:
-        print(f"{copy}: fresh", flush=True)  # noqa: T201
-        return 0
-    start = time.monotonic()
-    try:
-        render(notebook, copy)
-    except MoelabError as error:  # the others may do
-        print(f"moelab: {error}", file=sys.stderr)  # noqa: T201
-        return 1
-    seconds, size_kb = time.monotonic() - start, copy.stat().st_size / 1000
-    print(f"{copy}: {size_kb:.0f} kB in {seconds:.0f} s", flush=True)  # noqa: T201
-    return 0
 
 
 def _notebooks(names: list[str]) -> list[Path]:

@@ -113,17 +113,17 @@ def with_values(calibration: Calibration = CALIBRATION, /, **values: float) -> C
     return replace(calibration, **changed)
 
 
-SPREAD = {"measured": 0.05, "quoted": 0.10, "fitted": 0.10, "assumed": 0.30}
+CONSTANT_SPREAD = {"measured": 0.05, "quoted": 0.10, "fitted": 0.10, "assumed": 0.30}
 """Relative standard deviation of a constant by how it is known."""
 
 
 def drawn(calibration: Calibration, random: np.random.Generator) -> Calibration:
-    """Constants drawn anew around their values, log-normally, each by its :data:`SPREAD`."""
+    """Constants drawn anew around their values, log-normally, each by its :data:`CONSTANT_SPREAD`."""
     constants = {field.name: getattr(calibration, field.name) for field in fields(calibration)}
     return with_values(
         calibration,
         **{
-            name: constant.value * float(np.exp(random.normal(0, SPREAD[constant.how])))
+            name: constant.value * float(np.exp(random.normal(0, CONSTANT_SPREAD[constant.how])))
             for name, constant in constants.items()
         },
     )

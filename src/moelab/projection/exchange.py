@@ -29,6 +29,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from moelab.data import read_yaml
 from moelab.experiment import EPBackend
 from moelab.memory.activations import BF16
 from moelab.model import BYTES_PER_ELEMENT
@@ -144,10 +145,6 @@ def _exposed_s(times: Times, job: Job, passes: tuple[PassName, ...], exchange_s:
     return exchange_s - min(job.stack.exchange_hidden * exchange_s, compute_s)
 
 
-V2 = "deepseek-ai/DeepEP, README of 2.1.0: 8,192 tokens, hidden 7168, top-8, FP8 dispatch, BF16 combine"
-V1 = "deepseek-ai/DeepEP, docs/legacy.md: 4,096 tokens, hidden 7168, top-8 of 4 groups, FP8 dispatch, BF16 combine"
-
-
 @dataclass(frozen=True, kw_only=True)
 class QuotedBandwidth:
     """One row of DeepEP's tables; GB/s are logical.
@@ -156,7 +153,6 @@ class QuotedBandwidth:
         version: of DeepEP.
         gpu: as the table names it.
         nodes: hosts of 8 GPUs.
-        wire: where the bottleneck is.
         dispatch_gb_s: of dispatch.
         combine_gb_s: of combine.
         sms: streaming multiprocessors used; None where the table does not say.
@@ -167,12 +163,16 @@ class QuotedBandwidth:
     version: str
     gpu: str
     nodes: int
-    wire: Literal["network", "NVLink"]
     dispatch_gb_s: float
     combine_gb_s: float
     sms: int | None
     source: str
     label: Literal["quoted"] = "quoted"
+
+    @property
+    def wire(self) -> Literal["network", "NVLink"]:
+        """Where the bottleneck is."""
+        return "NVLink" if self.nodes == 1 else "network"
 
     @property
     def name(self) -> str:
@@ -184,27 +184,6 @@ class QuotedBandwidth:
         return logical_gb_s * (1 - 1 / (self.nodes if self.wire == "network" else 8))
 
 
-def _row(version: str, gpu: str, nodes: int, dispatch: float, combine: float, sms: int | None) -> QuotedBandwidth:
-    return QuotedBandwidth(
-        version=version,
-        gpu=gpu,
-        nodes=nodes,
-        wire="NVLink" if nodes == 1 else "network",
-        dispatch_gb_s=dispatch,
-        combine_gb_s=combine,
-        sms=sms,
-        source=V2 if version == "V2" else V1,
-    )
-
-
-QUOTED = (
-    _row("V2", "SM90", 2, 90, 81, 12),
-    _row("V2", "SM90", 4, 61, 61, 6),
-    _row("V2", "SM100", 2, 90, 91, 12),
-    _row("V2", "SM100", 1, 726, 740, 64),
-    _row("V2", "SM100", 1, 643, 675, 24),
-    _row("V1", "H800", 1, 153, 158, None),
-    _row("V1", "H800", 2, 43, 43, None),
-    _row("V1", "H800", 4, 58, 57, None),
-    _row("V1", "H800", 8, 51, 50, None),
-)
+_DEEPEP = read_yaml("deepep_bandwidth.yaml")
+QUOTED = tuple(QuotedBandwidth(**row, source=_DEEPEP["sources"][row["version"]]) for row in _DEEPEP["rows"])
+"""DeepEP's tables."""

@@ -179,12 +179,12 @@ class ProductKinds(NamedTuple):
 @functools.lru_cache(maxsize=1024)
 def weights_by_module(shape: ModelShape, tp: int, ep: int) -> dict[str, tuple[Weight, ...]]:
     """Weights of one ``attention``, ``moe`` and ``feed_forward``, and of the ``head``, each once."""
-    found: defaultdict[str, dict[str, Weight]] = defaultdict(dict)
+    by_module: defaultdict[str, dict[str, Weight]] = defaultdict(dict)
     for one in gemms(shape, tp, tp=tp, ep=ep):
         if one.direction == "forward":
             module = "head" if one.part == "head" else one.name.partition(".")[0]
-            found[module][one.name] = Weight(one.name, one.part, one.m, one.n, one.k, one.groups)
-    return {module: tuple(weights.values()) for module, weights in found.items()}
+            by_module[module][one.name] = Weight(one.name, one.part, one.m, one.n, one.k, one.groups)
+    return {module: tuple(weights.values()) for module, weights in by_module.items()}
 
 
 def recomputed(weight: Weight, checkpointing: str) -> bool:
@@ -361,10 +361,10 @@ def product_parts_s(job: Job, calibration: Calibration, m: float, n: int, k: int
     rows = int(m)
     sizes = {"forward": (rows, n, k), "dgrad": (rows, k, n), "wgrad": (n, k, rows)}
     rates = rates_of(job.node.gpu, calibration)
-    found: dict[str, float] = {}
+    seconds: dict[str, float] = {}
     for name in DIRECTIONS:
         wgrad = name == "wgrad"
         quantised = low and not (job.bf16_wgrad and wgrad)
         gemm_s = grouped_time_s(*sizes[name], groups, rates, low=quantised, wgrad=wgrad)
-        found[name] = gemm_s + (casts[name] if quantised else 0.0)
-    return found
+        seconds[name] = gemm_s + (casts[name] if quantised else 0.0)
+    return seconds

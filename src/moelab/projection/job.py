@@ -127,12 +127,12 @@ def add(times: Times, pass_name: PassName, category: str, seconds: float) -> Non
     times[PASS_INDEX[pass_name], INDEX[category]] += seconds
 
 
-ROUTINGS = {
+MODEL_OF_ROUTING = {
     Routing.ROUND_ROBIN: RoutingModel(kind="round_robin"),
     Routing.RANDOM_BALANCED: RoutingModel(kind="random_balanced"),
 }
 
-METHODS: dict[EPBackend, Method] = {
+METHOD_OF_BACKEND: dict[EPBackend, Method] = {
     EPBackend.STANDARD: "standard",
     EPBackend.DEEPEP: "deepep_hybrid",
     EPBackend.HYBRIDEP: "deepep_hybrid",
@@ -216,7 +216,7 @@ class Job:
     def rows_sent(self) -> OnWires:
         """Rows that a rank sends for each of its tokens in one exchange, by wire."""
         destinations = expected_destinations(self.routing, self.placement)
-        return expected_rows(destinations, self.placement, METHODS[self.work.backend])
+        return expected_rows(destinations, self.placement, METHOD_OF_BACKEND[self.work.backend])
 
     @property
     def recomputes_layers(self) -> bool:
@@ -258,8 +258,8 @@ def job_of(
 
 def _routing(experiment: Experiment, shape: ModelShape) -> RoutingModel:
     """The router's own choice is taken to be uniform, in its groups where the model has groups."""
-    if experiment.routing in ROUTINGS:
-        return ROUTINGS[experiment.routing]
+    if experiment.routing in MODEL_OF_ROUTING:
+        return MODEL_OF_ROUTING[experiment.routing]
     if shape.expert_groups > 1 and shape.num_experts % shape.expert_groups == 0:
         return RoutingModel(kind="group_limited", groups=shape.expert_groups, limited_groups=shape.limited_groups)
     return RoutingModel(kind="uniform")

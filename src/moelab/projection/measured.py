@@ -1,6 +1,6 @@
 """Measurements that come with the package: read where they are, and missed by name where they are not.
 
-``moelab/data/measured/`` holds those that notebooks show, as the programs in ``benchmarks/`` wrote them. A file that is
+``moelab/data/measured/`` has those that notebooks show, as the programs in ``benchmarks/`` wrote them. A file that is
 not there was not measured yet; nothing stands in for it. ``h100_full_node_predicted.json`` beside them is what was
 expected of one node of eight GPUs before anyone measured it; what is measured later is held against the file, not
 against what the model says by then.
@@ -23,8 +23,9 @@ ALL_TO_ALL, TWO_BY_TWO, GROUPED_GEMM = "all_to_all_h100", "h100_two_by_two", "gr
 ALL_TO_ALL_H200, FULL_NODE = "all_to_all_h200", "h200_full_node"
 DRY_RUN = "dry run on CPU, emulated"
 """Label of a file that shows that a program runs, and nothing else."""
-FOLDER = "src/moelab/data/measured"
-"""Of the repository: the only copy of these files, which the package carries."""
+FOLDER = "benchmarks/results"
+"""Of the repository, with the only copy of these files: the package has links to those that notebooks read, and a wheel
+the files themselves."""
 COMMANDS = {
     ALL_TO_ALL: f"torchrun --nproc-per-node 2 benchmarks/all_to_all.py --output {FOLDER}/{ALL_TO_ALL}.json",
     TWO_BY_TWO: f"python benchmarks/h100_two_by_two.py --gpus 2 --output {FOLDER}/{TWO_BY_TWO}.json",
@@ -73,8 +74,8 @@ class Measurement:
     @property
     def gpu_names(self) -> list[str]:
         """Names of its GPUs; none where it has none or was not measured."""
-        found = (self.content or {}).get("environment", {}).get("gpus") or []
-        return [gpu["name"] if isinstance(gpu, Mapping) else str(gpu) for gpu in found]
+        gpus = (self.content or {}).get("environment", {}).get("gpus") or []
+        return [gpu["name"] if isinstance(gpu, Mapping) else str(gpu) for gpu in gpus]
 
     @property
     def stamp(self) -> str:
@@ -100,8 +101,8 @@ def hardware_of(measured: Measurement) -> str:
     """
     kinds = set(measured.gpu_names)
     if len(kinds) != 1 or not kinds <= GPU_PROFILES.keys():
-        found = ", ".join(sorted(kinds)) or "no GPU"
-        raise BadInput(f"{measured.name} is of {found}; predictions are for {', '.join(GPU_PROFILES)}")
+        names = ", ".join(sorted(kinds)) or "no GPU"
+        raise BadInput(f"{measured.name} is of {names}; predictions are for {', '.join(GPU_PROFILES)}")
     return GPU_PROFILES[kinds.pop()]
 
 

@@ -25,7 +25,7 @@ def memory_rate(job: Job, calibration: Calibration) -> float:
     return float(job.node.gpu.hbm_tb_s or 0) * 1e12 * float(calibration.copy)
 
 
-def layer_bytes(job: Job, *, moe: bool) -> float:
+def elementwise_bytes(job: Job, *, moe: bool) -> float:
     """Bytes that the fused elementwise kernels of one layer move forward."""
     shape, work = job.shape, job.work
     t, s, heads = work.tokens, work.residual, shape.n_heads / work.tp
@@ -44,7 +44,7 @@ def layer_bytes(job: Job, *, moe: bool) -> float:
 def add_memory_bound(times: Times, job: Job, calibration: Calibration, *, moe: bool) -> None:
     """Elementwise work of one layer."""
     passes = 1.0 if job.stack.fused else float(calibration.eager_passes)
-    forward = passes * layer_bytes(job, moe=moe) / memory_rate(job, calibration)
+    forward = passes * elementwise_bytes(job, moe=moe) / memory_rate(job, calibration)
     add(times, "forward", "memory-bound", forward)
     add(times, "dgrad", "memory-bound", 2 * forward)
     if job.checkpointing != "none":
@@ -81,10 +81,10 @@ def held_by_kind(job: Job) -> dict[str, Held]:
 def _held_by_kind(shape: ModelShape, degrees: Degrees) -> dict[str, Held]:
     names = {"dense": "layers.0", "moe": f"layers.{shape.n_dense_layers}", "embedding": EMBEDDING, "head": HEAD}
     there = {"dense": shape.n_dense_layers, "moe": shape.n_moe_layers}
-    found = {kind: module_held(shape, name, degrees) if there.get(kind, 1) else NOTHING for kind, name in names.items()}
+    held = {kind: module_held(shape, name, degrees) if there.get(kind, 1) else NOTHING for kind, name in names.items()}
     norm = module_held(shape, NORM, degrees)
-    found["head"] = Held(*(a + b for a, b in zip(found["head"], norm, strict=True)))
-    return found
+    held["head"] = Held(*(a + b for a, b in zip(held["head"], norm, strict=True)))
+    return held
 
 
 def held_by_rank(job: Job, rank: int) -> Held:

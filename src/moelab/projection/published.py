@@ -26,7 +26,7 @@ from moelab.experiment import EPBackend, Experiment, Routing
 from moelab.hardware import cluster_of
 from moelab.layout import check
 from moelab.projection.calibration import CALIBRATION, Calibration, drawn, with_values
-from moelab.projection.job import ROUTINGS, Job, job_of, titan
+from moelab.projection.job import MODEL_OF_ROUTING, Job, job_of, titan
 from moelab.projection.step import step_time, tps_of
 from moelab.titan.arms import named_arms
 
@@ -88,7 +88,7 @@ def projected_two_by_two(
         calibration: constants around which others are drawn.
         draws: how many.
     """
-    jobs = {arm: replace(published_job(arm), routing=ROUTINGS[routing]) for arm in ARMS}
+    jobs = {arm: replace(published_job(arm), routing=MODEL_OF_ROUTING[routing]) for arm in ARMS}
     random = np.random.default_rng(SEED)
     samples = [calibration] + [_meeting_the_baseline(drawn(calibration, random)) for _ in range(draws)]
     tps = {arm: np.array([tps_of(job, one) for one in samples]) for arm, job in jobs.items()}
@@ -135,7 +135,7 @@ def meeting_all_published() -> OtherConstants:
 
     def tps(arm: str, logs: np.ndarray, routing: Routing = Routing.ROUND_ROBIN) -> float:
         host_s, grouped, share = map(float, np.exp(logs))
-        job = replace(jobs[arm], routing=ROUTINGS[routing])
+        job = replace(jobs[arm], routing=MODEL_OF_ROUTING[routing])
         if "deepep" in arm:
             job = replace(job, node=replace(job.node, nic_gb_s=replace(card, value=float(card) * share)))
         return tps_of(job, with_values(host_nodes_s=host_s, blackwell_grouped=grouped))

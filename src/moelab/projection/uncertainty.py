@@ -11,7 +11,7 @@ from moelab.projection.gemm import is_blackwell
 from moelab.projection.job import Job
 
 CONFIDENCE = 0.9
-SPREAD = {
+PART_SPREAD = {
     "attention": 0.25,
     "expert GEMMs": 0.10,
     "other GEMMs": 0.10,
@@ -48,7 +48,7 @@ def relative_width(parts_s: Mapping[str, float], *, extrapolated: bool = False) 
         extrapolated: whether the step lies outside of what was seen.
     """
     step_s = sum(parts_s.values())
-    variance = sum((SPREAD[part] * seconds / step_s) ** 2 for part, seconds in parts_s.items())
+    variance = sum((PART_SPREAD[part] * seconds / step_s) ** 2 for part, seconds in parts_s.items())
     return 1.645 * math.sqrt(variance + SYSTEM_SPREAD**2) * (OUTSIDE_FACTOR if extrapolated else 1.0)
 
 
@@ -82,7 +82,7 @@ def outside(job: Job) -> tuple[str, ...]:
         (work.imbalance != 1.0, "the router's own choice: no row has it, and how uneven it is was assumed"),
         (node.gpus > 8, f"NVLink among {node.gpus} GPUs: seen among 8"),
     )
-    return tuple(said for applies, said in checks if applies)
+    return tuple(reason for applies, reason in checks if applies)
 
 
 def _is_known(shape: ModelShape) -> bool:

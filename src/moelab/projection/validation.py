@@ -118,22 +118,22 @@ def refit(calibration: Calibration = CALIBRATION) -> Calibration:
     Returns:
         A calibration that meets every row that a constant was fitted on.
     """
-    found = fitted(calibration)
+    constants = fitted(calibration)
     measured = {row.name: row.measured for row in validation_table()}
     simumax, debug, published = simumax_job(ep=8, pp=1, microbatches=32), debug_job(), published_job("bf16_standard")
 
     def errors(logs: np.ndarray) -> list[float]:
-        tried = with_values(calibration, **dict(zip(found, map(float, np.exp(logs)), strict=True)))
+        tried = with_values(calibration, **dict(zip(constants, map(float, np.exp(logs)), strict=True)))
         predicted = {
             "SimuMax EP8 PP1, 32 micro-batches": 1e3 * step_time(simumax, tried).total_s,
             "debug bf16_standard, not compiled, selective": tps_of(debug, tried),
             "671B bf16_standard": tps_of(published, tried),
         }
-        rows = [constant.fitted_on[0] for constant in found.values()]
+        rows = [constant.fitted_on[0] for constant in constants.values()]
         return [float(np.log(predicted[row] / measured[row])) for row in rows]
 
-    solved = root(errors, np.log([constant.value for constant in found.values()]), tol=1e-9)
-    return with_values(calibration, **dict(zip(found, map(float, np.exp(solved.x)), strict=True)))
+    solved = root(errors, np.log([constant.value for constant in constants.values()]), tol=1e-9)
+    return with_values(calibration, **dict(zip(constants, map(float, np.exp(solved.x)), strict=True)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,11 +216,11 @@ NOT_PREDICTED: tuple[tuple[str, str, str], ...] = (
 
 def goals(rows: Sequence[ValidationRow]) -> tuple[Goal, ...]:
     """Every goal with its worst row of those that no constant had seen."""
-    found = []
+    judged = []
     for name, source, prefix, limit, reason in GOALS:
         about = [row for row in rows if row.source == source and row.name.startswith(prefix)]
         new = [row for row in about if row.use == "predicted"]
         worst = max(new, key=lambda row: abs(row.error))
         counts = {"predicted": len(new), "seen": len(about) - len(new)}
-        found.append(Goal(name=name, limit=limit, worst=worst.error, at=worst.name, reason=reason, **counts))
-    return tuple(found)
+        judged.append(Goal(name=name, limit=limit, worst=worst.error, at=worst.name, reason=reason, **counts))
+    return tuple(judged)

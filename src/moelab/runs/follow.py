@@ -401,3 +401,16 @@ def _by_rank(values: Mapping[int, float], ranks: int) -> np.ndarray[Any, np.dtyp
 def _clean(line: bytes) -> str:
     text = line[: 4 * LONGEST_LINE_CHARACTERS].decode(errors="replace").rstrip("\r").rsplit("\r", 1)[-1]
     return _CONTROL.sub("", text)[:LONGEST_LINE_CHARACTERS]
+
+
+def format_seconds(seconds: float) -> str:
+    """A duration for a person.
+
+    >>> format_seconds(200)
+    '3 min 20 s'
+    """
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"

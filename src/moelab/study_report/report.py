@@ -287,12 +287,8 @@ class Report:
             others = [f"{_names(sides)}: {what}" for what, sides in told.items() if sides]
         else:
             # An arm without any finished or diverged seed has no verdict that would name it.
-            unjudged = [
-                NotJudged(run=run.run, arm=run.arm, seed=run.seed, reason=end_of(run), collected=run)
-                for side in self.sides
-                if not side.finished and not side.diverged_seeds
-                for run in side.attempted
-            ]
+            unnamed = [side for side in self.sides if not side.finished and not side.diverged_seeds]
+            unjudged = [_not_judged(run) for side in unnamed for run in side.attempted]
             left_out = [f"left out: {words}" for words in left_out_words([*unjudged, *self.not_judged])]
             others = [f"{side.label}: {words}" for side in self.others for words in caveats(side, self.reference)]
         names = ", ".join(str(seed) for seed in self.dropped_seeds)
@@ -403,13 +399,7 @@ class Report:
         """Runs in no side, and those that did not finish where others of their side did."""
         return [
             *self.not_judged,
-            *(
-                NotJudged(run=run.run, arm=run.arm, seed=run.seed, reason=end_of(run), collected=run)
-                for side in self.sides
-                if side.finished
-                for run in side.attempted
-                if not run.finished
-            ),
+            *(_not_judged(run) for side in self.sides if side.finished for run in side.attempted if not run.finished),
         ]
 
     @property
@@ -589,6 +579,10 @@ def state_of(side: Side) -> str:
     reasons = sorted({run.status.reason for run in side.runs if run.status.reason})
     words = ", ".join("not recorded" if state is State.UNKNOWN else str(state) for state in states)
     return f"{words}: {'; '.join(reasons)}" if reasons else words
+
+
+def _not_judged(run: Collected) -> NotJudged:
+    return NotJudged(run=run.run, arm=run.arm, seed=run.seed, reason=end_of(run), collected=run)
 
 
 def _arm(side: Side) -> str:

@@ -13,10 +13,7 @@ routing                   experts of a token                                    
 A dispatcher that sends a token once per destination is flattered by ``round_robin``: with 256 experts, top-8 and EP 32
 all copies of a token go to one rank. :class:`RandomBalancedRouter` keeps the balance and takes the favour away.
 
-How the experts are drawn: a random permutation of all experts, read in a circle, gives the tokens their experts, top-k
-at a time, until tokens and circle end together; then comes the next permutation. A window of a random permutation is a
-uniformly random set of distinct experts, and whole circles load every expert alike; only the last permutation may be
-cut short, so loads differ by one at most.
+How the experts are drawn: :func:`moelab.experts.draw_experts`.
 
 Why the default random generator and no counter: under activation checkpointing a layer runs its forward again in the
 backward, and under a pipeline many micro-batches later. A counter in the router would have moved on, and the second run
@@ -31,7 +28,6 @@ The router's group-limited top-k does not matter here: its choice is thrown away
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -39,11 +35,12 @@ from torch import distributed as dist
 from torchtitan.config.override import derive, override
 from torchtitan.models.common.moe import TokenChoiceTopKRouter
 
+from moelab.experts import draw_experts
+
 # Shape suffixes: B batch, L sequence length, E experts, K experts per token, P permutations.
 
 RANDOM_BALANCED = "moelab.titan.routing.random_balanced"
 """Name for TorchTitan's ``override.imports``."""
-GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 
 
 class RandomBalancedRouter(TokenChoiceTopKRouter):
@@ -70,38 +67,6 @@ class RandomBalancedRouter(TokenChoiceTopKRouter):
         B, L, E = scores_BLE.shape
         ids_BLK = draw_experts(B * L, E, self.top_k, rank=self.rank, device=scores_BLE.device).view(B, L, self.top_k)
         return ids_BLK, scores_BLE.gather(dim=-1, index=ids_BLK)
-
-
-def draw_experts(tokens: int, experts: int, top_k: int, *, rank: int, device: torch.device) -> torch.Tensor:
-    """Distinct experts for each token, at random from the default generator, with equal load.
-
-    TorchTitan seeds all ranks of a pipeline stage alike, so ``rank`` shifts the draw: random keys in [0, 1) are moved
-    round the unit circle by another amount for each rank and expert, which leaves them uniform (a Cranley-Patterson
-    rotation) and orders them anew.
-
-    Args:
-        tokens: tokens of this rank.
-        experts: experts to choose from.
-        top_k: experts of each token, at most ``experts``.
-        rank: of this process.
-        device: where the draw is made; nothing is read back from it.
-
-    Returns:
-        int64 ``(tokens, top_k)``; each expert occurs ``tokens * top_k / experts`` times, rounded down or up.
-
-    Example:
-        >>> ids = draw_experts(16, 8, 2, rank=0, device=torch.device("cpu"))
-        >>> torch.bincount(ids.flatten()).tolist()
-        [4, 4, 4, 4, 4, 4, 4, 4]
-    """
-    slots = tokens * top_k
-    circle = math.lcm(experts, top_k)  # slots after which a permutation and a token end together
-    permutations = -(-slots // circle)
-    keys_PE = torch.rand((permutations, experts), device=device)
-    shift_E = (rank * GOLDEN_RATIO % 1.0) * torch.arange(experts, device=device)
-    ids_PE = ((keys_PE + shift_E) % 1.0).argsort(dim=-1)
-    ids = ids_PE.unsqueeze(1).expand(permutations, circle // experts, experts).reshape(-1)
-    return ids[:slots].view(tokens, top_k)
 
 
 @override(

@@ -17,8 +17,7 @@ import plotly.graph_objects as go
 
 from moelab.analysis.arms import arm_label
 from moelab.analysis.published import SOURCE, THROUGHPUT, THROUGHPUT_SETUP
-from moelab.launch.progress import format_seconds
-from moelab.runs.follow import RankTable, RunNow, StudyFollower
+from moelab.runs.follow import RankTable, RunNow, StudyFollower, format_seconds
 from moelab.runs.status import State
 from moelab.runs.stragglers import slow_steps
 from moelab.viz.theme import INK, WARNING, arm_styles, new_figure, plot_text

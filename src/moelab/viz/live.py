@@ -26,7 +26,7 @@ import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
 from moelab.errors import MoelabError
-from moelab.launch.watch import refresh
+from moelab.launch.status import refresh
 from moelab.runs.directory import RunDir
 from moelab.runs.follow import RunFollower, StudyFollower
 from moelab.runs.status import Status

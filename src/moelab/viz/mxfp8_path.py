@@ -15,6 +15,12 @@ import plotly.graph_objects as go
 from moelab.viz.theme import INK, MUTED, new_figure
 
 BF16, FP32, MXFP8, EITHER = "#d3e6f3", "#e6e9ee", "#f6c9ad", "#fbeee6"
+_PLAIN = {"color": MUTED, "width": 1}
+_EDGES = {
+    MXFP8: {"color": "#D55E00", "width": 1.6},
+    EITHER: {"color": "#D55E00", "width": 1, "dash": "dash"},
+}
+"""Edges of boxes by what fills them; of the others they are plain."""
 _LEGEND = (
     (4, MXFP8, "both operands MXFP8"),
     (196, BF16, "BF16"),
@@ -101,8 +107,13 @@ def mxfp8_path() -> go.Figure:
             start, end = (upper.bottom, lower.top) if down else (lower.top, upper.bottom)
             _arrow(figure, (upper.middle, start), (upper.middle, end))
     _weight_gradients(figure)
-    _headings(figure)
-    _legend(figure, height)
+    for column, text in ((FORWARD, "forward ↓"), (DGRAD, "backward ↑"), (WGRAD, "weight gradients")):
+        _write(figure, f"<b>{text}</b>", (column[0] + column[1]) / 2, -16)
+    y = height + 34
+    for x, fill, text in _LEGEND:
+        line = {"dash": "solid", **_EDGES.get(fill, _PLAIN), "width": 1}
+        figure.add_shape(type="rect", x0=x, x1=x + 18, y0=y - 9, y1=y + 9, fillcolor=fill, line=line)
+        _write(figure, text, x + 24, y, anchor="left")
     hidden = {"visible": False, "fixedrange": True}
     figure.update_layout(
         xaxis={**hidden, "range": [-4, 744]}, yaxis={**hidden, "range": [height + 52, -30]}, hovermode=False
@@ -112,12 +123,8 @@ def mxfp8_path() -> go.Figure:
 
 def _draw(figure: go.Figure, box: Box) -> None:
     left, right = box.column
-    line = {"color": "#D55E00" if box.fill in (MXFP8, EITHER) else MUTED, "width": 1.6 if box.fill == MXFP8 else 1}
-    if box.fill == EITHER:
-        line["dash"] = "dash"
-    figure.add_shape(
-        type="rect", x0=left, x1=right, y0=box.top, y1=box.bottom, fillcolor=box.fill, line=line, layer="below"
-    )
+    line, corners = _EDGES.get(box.fill, _PLAIN), {"x0": left, "x1": right, "y0": box.top, "y1": box.bottom}
+    figure.add_shape(type="rect", fillcolor=box.fill, line=line, layer="below", **corners)
     text = f"<b>{box.text}</b><br><span style='font-size:12px'>{box.detail}</span>"
     _write(figure, text, box.middle, (box.top + box.bottom) / 2)
 
@@ -160,18 +167,3 @@ def _weight_gradients(figure: go.Figure) -> None:
         3 * (ROW_PX + GAP_PX) + 26,
         color=MUTED,
     )
-
-
-def _headings(figure: go.Figure) -> None:
-    for column, text in ((FORWARD, "forward ↓"), (DGRAD, "backward ↑"), (WGRAD, "weight gradients")):
-        _write(figure, f"<b>{text}</b>", (column[0] + column[1]) / 2, -16)
-
-
-def _legend(figure: go.Figure, height: float) -> None:
-    y = height + 34
-    for x, fill, text in _LEGEND:
-        dash = "dash" if fill == EITHER else "solid"
-        color = "#D55E00" if fill in (MXFP8, EITHER) else MUTED
-        line = {"color": color, "width": 1, "dash": dash}
-        figure.add_shape(type="rect", x0=x, x1=x + 18, y0=y - 9, y1=y + 9, fillcolor=fill, line=line)
-        _write(figure, text, x + 24, y, anchor="left")

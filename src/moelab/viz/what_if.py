@@ -40,8 +40,7 @@ def network_curves(points: Sequence[Point], *, words: str) -> go.Figure:
         note=NOTE,
     )
     _draw_lines(figure, points, styles, banded=(next(iter(styles)), list(styles)[-1]))
-    figure.update_xaxes(type="log", title_text="network of each GPU, each way (GB/s)", tickvals=_xs(points))
-    return _finish(figure)
+    return figure.update_xaxes(title_text="network of each GPU, each way (GB/s)")
 
 
 def size_curves(points: Sequence[Point], *, words: str) -> go.Figure:
@@ -52,10 +51,8 @@ def size_curves(points: Sequence[Point], *, words: str) -> go.Figure:
         words: model and batch, for the subtitle.
     """
     best = max(points, key=lambda point: point.projection.tps)
-    layout = best.projection.experiment
-    degrees = f"PP {layout.pp}, TP {layout.tp}, EP {layout.ep}"
     figure = new_figure(
-        f"Most for each GPU: {best.x:,.0f} {best.series} with {degrees}, {best.projection.tps:,.0f} tokens/s",
+        f"Most for each GPU: {best.x:,.0f} {best.series} with {_degrees(best)}, {best.projection.tps:,.0f} tokens/s",
         subtitle=f"{words} Each size with the fastest layout of those tried; where a line begins the model fits. "
         f"Bands: 90 % intervals. {HOLLOW}",
         note=NOTE,
@@ -63,9 +60,7 @@ def size_curves(points: Sequence[Point], *, words: str) -> go.Figure:
     kinds = {kind: ArmStyle(label=kind, color=c, dash=d, symbol=s) for kind, (c, d, s) in KINDS.items()}
     shown = {kind: style for kind, style in kinds.items() if any(point.series == kind for point in points)}
     _draw_lines(figure, points, shown, banded=tuple(shown))
-    ticks = _xs(points)
-    figure.update_xaxes(type="log", title_text="GPUs", tickvals=ticks, ticktext=[f"{x:,.0f}" for x in ticks])
-    return _finish(figure)
+    return figure.update_xaxes(title_text="GPUs", ticktext=[f"{x:,.0f}" for x in figure.layout.xaxis.tickvals])
 
 
 def cost_bars(costs: Mapping[str, Cost], *, tokens: float, words: str) -> go.Figure:
@@ -142,21 +137,16 @@ def _draw_lines(
                     "color": ["white" if point.projection.outside else style.color for point in line],
                     "line": {"color": style.color, "width": 2},
                 },
-                customdata=[_layout_words(point) for point in line],
+                customdata=[f"{_degrees(point)}; {point.projection.label}" for point in line],
                 hovertemplate="%{x:g}: %{y:,.0f} tokens/s (%{customdata})",
             )
         )
 
-
-def _layout_words(point: Point) -> str:
-    one = point.projection.experiment
-    return f"PP {one.pp}, TP {one.tp}, EP {one.ep}; {point.projection.label}"
-
-
-def _xs(points: Sequence[Point]) -> list[float]:
-    return sorted({point.x for point in points})
-
-
-def _finish(figure: go.Figure) -> go.Figure:
+    figure.update_xaxes(type="log", tickvals=sorted({point.x for point in points}))
     figure.update_yaxes(title_text="tokens/s per GPU", rangemode="tozero", tickformat=",")
-    return figure.update_layout(hovermode="closest", legend_y=-0.22)
+    figure.update_layout(hovermode="closest", legend_y=-0.22)
+
+
+def _degrees(point: Point) -> str:
+    one = point.projection.experiment
+    return f"PP {one.pp}, TP {one.tp}, EP {one.ep}"

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from moelab.errors import BadInput, MoelabError, Refused
 from moelab.experiment_file import parse
 from moelab.launch.cluster import ClusterProfile, read_cluster
-from moelab.launch.place import REQUEUE_CODE
+from moelab.launch.in_job import REQUEUE_CODE
 from moelab.launch.script import JobSpec, render
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -65,7 +65,7 @@ def golden() -> dict[str, str]:
 
 @pytest.mark.parametrize("name", ["slurm_generic", "nebius_soperator_b200", "everything"])
 def test_script_is_the_golden_one_and_bash_and_shellcheck_accept_it(name: str) -> None:
-    """``python tests/unit/test_job_script.py`` writes the golden files; read what changed in them."""
+    """``python tests/unit/test_script.py`` writes the golden files; read what changed in them."""
     file = GOLDEN / f"{name}.sbatch"
     assert golden()[name] == file.read_text()
     subprocess.run(["bash", "-n", str(file)], check=True)

@@ -1,9 +1,10 @@
-"""The two-by-two of notebook 07: train it here or give it to Slurm, collect what is there, project its arms."""
+"""A notebook's study: train it here or give it to Slurm, judge what is there, project its arms."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any, Literal
 
 from moelab.errors import BadInput, Refused
 from moelab.experiment_file import Study
@@ -26,7 +27,7 @@ def will_submit(study: Study, runs: Path, cluster: ClusterProfile, *, submit: bo
         cluster: where.
         submit: whether Slurm may be given anything.
     """
-    from moelab.launch.watch import ACTIVE, refresh
+    from moelab.launch.status import ACTIVE, refresh
 
     if not submit or cluster.scheduler == "none":
         return submit
@@ -36,7 +37,15 @@ def will_submit(study: Study, runs: Path, cluster: ClusterProfile, *, submit: bo
     return not with_slurm and any(State.COMPLETED not in tried for tried in states)
 
 
-def bring_forward(study: Study, runs: Path, cluster: ClusterProfile, *, submit: bool, say: Say) -> None:
+def bring_forward(
+    study: Study,
+    runs: Path,
+    cluster: ClusterProfile,
+    *,
+    submit: bool,
+    say: Say,
+    on_failure: Literal["continue", "stop"] = "continue",
+) -> None:
     """Do the next thing that a study needs; called again, it goes on where the study stands.
 
     Without Slurm, what is missing is trained here. With Slurm, jobs are looked at and what is missing is submitted,
@@ -48,18 +57,19 @@ def bring_forward(study: Study, runs: Path, cluster: ClusterProfile, *, submit: 
         cluster: where; its ``scheduler`` decides.
         submit: whether Slurm may be given anything.
         say: receives lines for the reader.
+        on_failure: whether to go on here with the next experiment after one failed.
 
     Raises:
         Refused: if this machine or the plan cannot run it, or ``submit`` asks for Slurm on a cluster without it.
     """
-    from moelab.launch.study import run_study
+    from moelab.launch.local import run_study
+    from moelab.launch.status import ACTIVE, refresh
     from moelab.launch.submit import submit as submit_to_slurm
-    from moelab.launch.watch import ACTIVE, refresh
 
     if submit and cluster.scheduler == "none":
         raise Refused(f"submit is True, and cluster {cluster.name} has no Slurm; set submit = False to train here")
     if cluster.scheduler == "none":
-        for run in run_study(study, runs, say=say).failed:
+        for run in run_study(study, runs, on_failure=on_failure, say=say).failed:
             say(f"{run.name}: {run.status.state}: {run.status.reason}")
         return
     found = directory.discover(runs / study.name)
@@ -77,21 +87,27 @@ def bring_forward(study: Study, runs: Path, cluster: ClusterProfile, *, submit: 
         say("nothing submitted: submit is False")
 
 
-def judged_so_far(folder: Path, study: Study, *, reference: str, say: Say) -> Report | None:
-    """What the finished runs of a study say; None while there are none.
+def judged_so_far(folder: Path, study: Study, *, reference: str, say: Say, **rules: Any) -> Report | None:
+    """What the finished runs of a study say; None while there are none and one may still finish.
 
     Args:
         folder: of the study.
         study: exactly these experiments are judged.
         reference: arm that the others are held against.
         say: receives why there is nothing to judge.
+        rules: further ones of :func:`~moelab.study_report.judge_study`.
+
+    Raises:
+        NothingToJudge: if all runs have ended and none finished, with the reason of each.
     """
     if not any(directory.find(folder)):
         say(f"no run of {study.name} yet: nothing of this machine to judge")
         return None
     try:
-        return judge_study(folder, study=study, reference=reference)
+        return judge_study(folder, study=study, reference=reference, **rules)
     except NothingToJudge as nothing:
+        if all(run.status.state.is_final for run in directory.find(folder)):
+            raise
         say(str(nothing))
         return None
 
@@ -99,7 +115,7 @@ def judged_so_far(folder: Path, study: Study, *, reference: str, say: Say) -> Re
 def projected_arms(study: Study, *, say: Say) -> Mapping[str, Estimate]:
     """Projection of each arm of a study that can be projected; the others are named with the reason."""
     found = {}
-    for experiment in {one.arm: one for one in study.experiments}.values():
+    for experiment in study.first_of_arms:
         try:
             one = project(experiment)
         except (BadInput, Refused) as error:

@@ -4,17 +4,26 @@ A token's output is the sum over its experts of score x expert(token). TorchTita
 ``(R, D)``; the score is a number for each row, so it may as well multiply the hidden activation ``(R, F)`` before the
 last GEMM: ``(s * h) @ w2 = s * (h @ w2)``. There it joins the SwiGLU in one pass over memory, the output rows need not
 be kept for the score's gradient, and combine stays a pure sum. The difference is one rounding to BF16.
+
+Both DeepEP's dispatcher and quantised experts use them, and both the trainer and the exchange experiment draw balanced
+experts as here: a random permutation of all experts, read in a circle, gives the tokens their experts, top-k at a time,
+until tokens and circle end together; then comes the next permutation. A window of a random permutation is a uniformly
+random set of distinct experts, and whole circles load every expert alike; only the last permutation may be cut short,
+so loads differ by one at most.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
+
+GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 
 
 @functools.cache
@@ -66,3 +75,35 @@ def scored_swiglu(gate_RF: torch.Tensor, up_RF: torch.Tensor, scores_R: torch.Te
 def local(weight: torch.Tensor) -> torch.Tensor:
     """This rank's part of a weight."""
     return weight.to_local() if isinstance(weight, DTensor) else weight
+
+
+def draw_experts(tokens: int, experts: int, top_k: int, *, rank: int, device: torch.device) -> torch.Tensor:
+    """Distinct experts for each token, at random from the default generator, with equal load.
+
+    TorchTitan seeds all ranks of a pipeline stage alike, so ``rank`` shifts the draw: random keys in [0, 1) are moved
+    round the unit circle by another amount for each rank and expert, which leaves them uniform (a Cranley-Patterson
+    rotation) and orders them anew.
+
+    Args:
+        tokens: tokens of this rank.
+        experts: experts to choose from.
+        top_k: experts of each token, at most ``experts``.
+        rank: of this process.
+        device: where the draw is made; nothing is read back from it.
+
+    Returns:
+        int64 ``(tokens, top_k)``; each expert occurs ``tokens * top_k / experts`` times, rounded down or up.
+
+    Example:
+        >>> ids = draw_experts(16, 8, 2, rank=0, device=torch.device("cpu"))
+        >>> torch.bincount(ids.flatten()).tolist()
+        [4, 4, 4, 4, 4, 4, 4, 4]
+    """
+    slots = tokens * top_k
+    circle = math.lcm(experts, top_k)  # slots after which a permutation and a token end together
+    permutations = -(-slots // circle)
+    keys_PE = torch.rand((permutations, experts), device=device)
+    shift_E = (rank * GOLDEN_RATIO % 1.0) * torch.arange(experts, device=device)
+    ids_PE = ((keys_PE + shift_E) % 1.0).argsort(dim=-1)
+    ids = ids_PE.unsqueeze(1).expand(permutations, circle // experts, experts).reshape(-1)
+    return ids[:slots].view(tokens, top_k)

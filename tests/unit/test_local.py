@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,12 @@ from filelock import FileLock
 from moelab.errors import Refused
 from moelab.experiment_file import Study, make_study
 from moelab.launch import local, torchrun
-from moelab.launch.study import StudyRun, run_study
+from moelab.launch.local import Progress, StudyRun, run_study
+from moelab.runs import collect as collect_module
 from moelab.runs import directory
 from moelab.runs.collect import collect
 from moelab.runs.directory import RunDir, find
+from moelab.runs.follow import format_seconds
 from moelab.runs.status import RESERVE, State, Status
 
 STEPS = 4
@@ -97,6 +99,19 @@ def test_a_run_that_completes(runs: Path) -> None:
     assert not (run.path / RESERVE).exists()
     assert said[0] == "s | bf16_standard | seed 0 | step 0/4 | starting"
     assert said[-1] == "s | mxfp8_standard | seed 0 | step 4/4 | completed"
+
+
+def test_legality_is_asked_once_for_an_arm_and_a_log_is_read_once_at_its_end(
+    runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A log of 256 ranks is large."""
+    asked, read = [], []
+    refusals, read_log = local.refusals, collect_module.read_log
+    monkeypatch.setattr(local, "refusals", lambda one: (asked.append(one.arm), refusals(one))[1])
+    monkeypatch.setattr(collect_module, "read_log", lambda log, **k: (read.append(log), read_log(log, **k))[1])
+    done, _ = launch(runs, study_of(BF16, MXFP8, seeds=(0, 1)))
+    assert asked == ["bf16_standard", "mxfp8_standard"]
+    assert [log for log in read if log] == [run.log for run in done.runs]
 
 
 FAILURES = {
@@ -320,11 +335,6 @@ def test_a_signal_to_moelab_run(tmp_path: Path, runs: Path, number: signal.Signa
     process = start_moelab(tmp_path, {"bf16_standard/seed0": "hang"})
     wait_for(lambda: any("step:  2" in run.log.read_text() for run in find(runs) if run.log.exists()))
     assert len(stand_in.processes_of(runs)) == 3
-    second = start_moelab(tmp_path, {}) if number is signal.SIGTERM else None
-    if second:
-        out, err = second.communicate(timeout=30)
-        assert (second.returncode, out) == (3, "")
-        assert "another process is launching study 's'" in err
     process.send_signal(number)
     out, err = process.communicate(timeout=30)
     wait_for(lambda: not stand_in.processes_of(runs), 10)
@@ -400,7 +410,7 @@ def test_the_study_is_looked_at_from_any_folder(runs: Path, monkeypatch: pytest.
 @pytest.mark.parametrize("endpoint", ["http://127.0.0.1:9", "http://no-such-host.invalid"])
 def test_a_hub_that_cannot_be_reached_is_a_refusal(endpoint: str) -> None:
     script = (
-        "from moelab.experiment import Experiment\nfrom moelab.launch.staging import stage_data\n"
+        "from moelab.experiment import Experiment\nfrom moelab.launch.local import stage_data\n"
         "from moelab.errors import Refused\n"
         "try:\n    stage_data(Experiment(dataset='c4'))\nexcept Refused as error:\n    print(error)"
     )
@@ -408,3 +418,97 @@ def test_a_hub_that_cannot_be_reached_is_a_refusal(endpoint: str) -> None:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=variables)
     assert done.stdout.startswith("dataset c4 cannot be reached from here (ConnectError)")
     assert "use dataset=python" in done.stdout
+
+
+# The line about a study that trains, on a clock that the test turns
+
+PROGRESS_STEPS = 10
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def four_runs() -> Study:
+    return make_study("s", {"steps": PROGRESS_STEPS}, [{"precision": "bf16"}, {"precision": "mxfp8"}], [0, 1])
+
+
+def progress_of(study: Study, done: Iterable[int] = (), interval_s: float = 0.0) -> tuple[Progress, Clock, list[str]]:
+    said: list[str] = []
+    clock = Clock()
+    return Progress(study, done, said.append, interval_s=interval_s, clock=clock), clock, said
+
+
+def row(step: int) -> list[dict[str, float]]:
+    return [{"step": step, "loss": 8.0 - step / 10, "tps": 1234.5}]
+
+
+def train(progress: Progress, clock: Clock, index: int, *, start_s: float, step_s: float) -> None:
+    progress.start(index)
+    clock.now += start_s
+    for step in range(1, PROGRESS_STEPS + 1):
+        clock.now += step_s
+        progress.rows(row(step))
+    progress.end("completed")
+
+
+def test_a_line_says_study_arm_seed_step_loss_speed_and_time_left(four_runs: Study) -> None:
+    progress, clock, said = progress_of(four_runs)
+    progress.start(0)
+    clock.now = 12.0
+    progress.rows(row(1))
+    clock.now = 16.0
+    progress.rows(row(3))
+    assert said[0] == "s | bf16_standard | seed 0 | step 0/10 | starting"
+    assert said[1] == "s | bf16_standard | seed 0 | step 1/10 | loss 7.900 | 1,234 tokens/s per rank"
+    # 7 steps of 2 s are left here, and three runs of 12 s start-up and 10 steps of 2 s: 14 + 3 × 32.
+    assert said[2].endswith("| about 1 min 50 s left")
+
+
+def test_the_time_left_is_exact_at_a_steady_pace(four_runs: Study) -> None:
+    progress, clock, said = progress_of(four_runs)
+    train(progress, clock, 0, start_s=10, step_s=1)
+    train(progress, clock, 1, start_s=10, step_s=3)
+    progress.start(2)
+    clock.now += 10
+    for step in (1, 2):
+        clock.now += 1
+        progress.rows(row(step))
+    # 8 steps of 1 s, then the slow arm: 10 s and 10 steps of 3 s.
+    assert said[-1].endswith("| about 48 s left")
+
+
+def test_finished_experiments_are_not_counted(four_runs: Study) -> None:
+    progress, clock, said = progress_of(four_runs, done=iter([0, 1, 3]))
+    train(progress, clock, 2, start_s=5, step_s=1)
+    assert said[-2].endswith("| about 0 s left")
+    assert said[-1] == "s | bf16_standard | seed 1 | step 10/10 | completed"
+
+
+def test_lines_keep_their_distance(four_runs: Study) -> None:
+    progress, clock, said = progress_of(four_runs, interval_s=5.0)
+    progress.start(0)
+    for step in range(1, 11):
+        clock.now += 1.0
+        progress.rows(row(step))
+    assert [line.split(" | ")[3] for line in said] == ["step 0/10", "step 1/10", "step 6/10"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0 s"),
+        (0.4, "0 s"),
+        (59.6, "1 min 0 s"),
+        (200, "3 min 20 s"),
+        (3599.7, "1 h 0 min"),
+        (36_000 + 61, "10 h 1 min"),
+    ],
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert format_seconds(seconds) == text

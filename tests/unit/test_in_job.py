@@ -10,12 +10,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from stand_in import step_line
 
 from moelab.experiment import Experiment
-from moelab.launch import first_node, in_job
+from moelab.launch import in_job, node
+from moelab.launch.cluster import read_cluster
+from moelab.launch.in_job import REQUEUE_CODE, TERMINATED, Place, Signals
 from moelab.launch.node import Start
-from moelab.launch.place import REQUEUE_CODE, TERMINATED, Place, Signals
 from moelab.runs import directory
 from moelab.runs.directory import RunDir
 from moelab.runs.status import State, Status
@@ -47,9 +50,9 @@ def start_of(run: RunDir, signals: Signals, *, restarts: int = 0, requeues: int 
 
 
 def account(start: Start, ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> tuple[int, Status]:
-    monkeypatch.setattr(first_node, "train", ranks)
-    monkeypatch.setattr(first_node, "LOG_QUIET_S", 0.01)
-    return first_node.account_for(start), start.run.status
+    monkeypatch.setattr(node, "train", ranks)
+    monkeypatch.setattr(node, "LOG_QUIET_S", 0.01)
+    return node.account_for(start), start.run.status
 
 
 def trains(last: int, code: int = 0) -> Ranks:
@@ -162,7 +165,7 @@ def test_a_port_in_use_moves_the_job_to_another(run: RunDir, signals: Signals, m
 
 
 def test_a_full_disk_ends_the_run(run: RunDir, signals: Signals, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(first_node, "no_space", lambda _: "no disk space: 0.0 MiB are free")
+    monkeypatch.setattr(node, "no_space", lambda _: "no disk space: 0.0 MiB are free")
     code, status = account(start_of(run, signals), lambda _, is_over: TERMINATED if is_over() else 0, monkeypatch)
     assert (code, status.state) == (1, State.FAILED)
     assert status.reason == "no disk space: 0.0 MiB are free"
@@ -208,3 +211,34 @@ def test_what_torchtitan_is_told_beyond_the_experiment(tmp_path: Path, signals: 
     assert f"--checkpoint.folder=/scratch/{run.name}/checkpoint" in arguments
     assert {"--checkpoint.interval=5", "--dataloader.dataset_path=/data/c4"} <= set(arguments)
     assert "--hf_assets_path=/data/tokenizer" in arguments
+
+
+# Where the ranks of a job meet
+
+
+def place(job_id: int = 1, restarts: int = 0, node: int = 0) -> Place:
+    return Place(job_id=job_id, label=str(job_id), node=node, nodes=2, restarts=restarts)
+
+
+@given(
+    job=st.integers(1, 67_043_328),
+    apart=st.integers(1, 1_000),
+    restarts=st.tuples(st.integers(0, 100), st.integers(0, 100)),
+)
+def test_two_jobs_never_meet_at_one_port(job: int, apart: int, restarts: tuple[int, int]) -> None:
+    cluster = read_cluster("slurm_generic")
+    ports = cluster.first_port, cluster.last_port
+    one, other = place(job, restarts[0]).port(*ports), place(job + apart, restarts[1]).port(*ports)
+    assert one != other
+    assert all(ports[0] <= port <= ports[1] for port in (one, other))
+    assert place(job, restarts[0] + 1).port(*ports) != one
+
+
+def test_a_tasks_place_is_read_from_what_srun_sets() -> None:
+    srun = {"SLURM_JOB_ID": "8", "SLURM_NODEID": "3", "SLURM_STEP_NUM_NODES": "32"}
+    assert Place.of(srun) == Place(job_id=8, label="8", node=3, nodes=32, restarts=0)
+    array = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1", "SLURM_RESTART_COUNT": "2"}
+    found = Place.of({**srun, **array})
+    assert (found.label, found.restarts, found.start) == ("7_1", 2, "7_1-2")
+    assert "--node-rank=3" in found.rendezvous("n0", 20100)
+    assert "--rdzv-endpoint=n0:20100" in found.rendezvous("n0", 20100)

@@ -1,0 +1,345 @@
+"""Where runs are that were given to Slurm, the live view of any runs, and what a person does to their jobs.
+
+A job writes its own status (:mod:`moelab.launch.in_job`) and knows best how training ended; Slurm knows of what no
+program can write down: waiting, being cancelled, a lost node. What nobody saw is ``unknown``, never completed.
+
+The live view only reads run directories; the runs do not know that they are watched, and go on when it ends.
+
+Nothing cancels, requeues or drains unless it is asked for. Draining needs an operator's rights; without them a job can
+still be kept away from nodes: :func:`requeue_without`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Final, TextIO
+
+import numpy as np
+
+from moelab.errors import BadInput, Refused
+from moelab.launch import local, slurm
+from moelab.launch.cluster import line as one_line
+from moelab.launch.slurm import Job, Queue, SlurmError, SlurmMissing, call, checked, state_of, ticket_of, words_of
+from moelab.runs.directory import RunDir
+from moelab.runs.follow import RunFollower, RunNow, StudyFollower, format_seconds
+from moelab.runs.status import State, Status
+from moelab.runs.stragglers import slow_steps
+
+ACTIVE = (State.SUBMITTED, State.RUNNING)
+INTERVAL_S: Final = 2.0
+ASK_INTERVAL_S: Final = 15.0
+"""The scheduler is asked this often."""
+QUIET_S: Final = 30.0
+"""All runs have ended and none began for so long: nothing is left to watch."""
+_HOME_AND_CLEAR: Final = "\x1b[H\x1b[J"
+_SHOWN_LINES: Final = 6
+LEAVING_S = 120.0
+"""What a requeued job gets to leave its nodes: KillWait of Slurm is 30 s by default, an epilog may take longer."""
+POLL_S = 0.2
+_NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*", re.ASCII)
+
+
+def refresh(runs: Iterable[RunDir]) -> list[Status]:
+    """Update the runs that are jobs of Slurm, and collect those that ended, with one look at the queue for all.
+
+    Args:
+        runs: any; those that are not jobs are left as they are.
+
+    Returns:
+        The status of each. Where Slurm cannot be asked, that of the file, with the reason why it may be out of date.
+    """
+    runs = list(runs)
+    if not any(ticket_of(run) for run in runs):
+        return [run.status for run in runs]
+    try:
+        queue = Queue(slurm.queue())
+    except (SlurmError, SlurmMissing) as error:
+        return [_not_asked(run.status, error) for run in runs]
+    return update(runs, queue)
+
+
+def update(runs: Iterable[RunDir], queue: Queue) -> list[Status]:
+    """As :func:`refresh`, with a queue that was read just now."""
+    runs = list(runs)
+    found = {run: queue.job_of(run) for run in runs}
+    gone = [run for run, job in found.items() if job is None and run.status.job_id and not run.status.state.is_final]
+    ended = _ended(gone)
+    return [_update(run, found[run] or ended.get(run)) for run in runs]
+
+
+def _not_asked(status: Status, error: Exception) -> Status:
+    if status.state.is_final or not status.job_id:
+        return status
+    return replace(status, reason=f"as last seen; {error}")
+
+
+def _ended(runs: list[RunDir]) -> dict[RunDir, Job]:
+    """Ends that the controller has forgotten: from accounting, else from the job completion log."""
+    if not runs:
+        return {}
+    numbers = {run: run.status.job_id or "" for run in runs}
+    accounted = slurm.accounted(numbers.values())
+    found = {run: accounted[number] for run, number in numbers.items() if number in accounted}
+    raw = {run: ticket.raw_id for run in runs if run not in found and (ticket := ticket_of(run)) and ticket.raw_id}
+    logged = slurm.completed(raw.values()) if raw else {}
+    found.update({run: logged[number] for run, number in raw.items() if number in logged})
+    return {run: job for run, job in found.items() if state_of(job).is_final}
+
+
+def _update(run: RunDir, job: Job | None) -> Status:
+    before = run.status
+    if job and job.state == "RUNNING":
+        _remember_number(run, job)
+    after = _after(run, before, job)
+    if after == before:
+        return before
+    if run.status != before:  # the job has just written its own
+        return run.status
+    with suppress(OSError):  # a full quota, or another person's runs: what Slurm says is told all the same
+        if after.state.is_final:
+            local.close(run, after)
+        else:
+            run.set_status(after)
+    return after
+
+
+def _after(run: RunDir, status: Status, job: Job | None) -> Status:
+    if job is None:
+        if status.state.is_final or status.state is State.UNKNOWN or not status.job_id:
+            return status
+        gone = f"Slurm no longer knows job {status.job_id}, and the job wrote no end"
+        return replace(status, state=State.UNKNOWN, reason=gone)
+    state = state_of(job)
+    # A job that was requeued after its last start had written an end is alive again.
+    again = state in ACTIVE and job.state != "COMPLETING" and job.restarts >= status.attempts
+    if status.state.is_final and not again:
+        return status
+    status = replace(status, job_id=job.job_id, exit_code=None)
+    if state is State.COMPLETED:  # of the script; whether all steps were trained, its log says
+        return local.ended(run, replace(status, exit_code=0), run.log.parent)[0]
+    if state is State.RUNNING:
+        return replace(status, state=state, reason=None)
+    if state is State.FAILED:
+        return replace(
+            status,
+            state=state,
+            reason=f"{words_of(job)}; see {run.log.name}, or slurm-{job.job_id}.out for what came before the ranks",
+            exit_code=job.exit_code,
+        )
+    return replace(status, state=state, reason=words_of(job))
+
+
+def _remember_number(run: RunDir, job: Job) -> None:
+    ticket = ticket_of(run)
+    if ticket and ticket.raw_id != job.raw_id:
+        with suppress(OSError):
+            replace(ticket, raw_id=job.raw_id).write(run)
+
+
+def cancel(runs: Iterable[RunDir]) -> list[Status]:
+    """Cancel what waits or runs; what has ended is left as it is.
+
+    Args:
+        runs: any; those that were prepared for Slurm and not submitted are cancelled too.
+
+    Raises:
+        SlurmMissing, SlurmError: with Slurm's words; statuses are then as before.
+    """
+    runs = list(runs)
+    of_slurm = [run for run in runs if ticket_of(run)]
+    if not of_slurm:
+        raise Refused("no run there was prepared for Slurm; stop `moelab run` with Ctrl-C where it was started")
+    queue = Queue(slurm.queue())
+    before = dict(zip(of_slurm, update(of_slurm, queue), strict=True))
+    going = [
+        run
+        for run, status in before.items()
+        if status.state in ACTIVE or (status.state is State.UNKNOWN and queue.job_of(run))
+    ]
+    if going:
+        slurm.cancel(job.job_id for run in going if (job := queue.job_of(run)))
+    for run, status in before.items():
+        if run in going or status.state is State.PREPARED:
+            run.set_status(replace(status, state=State.CANCELLED, reason="by `moelab cancel`"))
+    return [run.status for run in runs]
+
+
+def requeue(runs: Iterable[RunDir]) -> list[Status]:
+    """Let jobs that run, failed or were cancelled start again, from their newest checkpoint.
+
+    Raises:
+        Refused: if Slurm no longer knows one of the jobs; none is then requeued.
+        SlurmMissing, SlurmError: with Slurm's words.
+    """
+    runs = list(runs)
+    queue = Queue(slurm.queue())
+    states = [status.state for status in update(runs, queue)]
+    left = (State.COMPLETED, State.SUBMITTED, State.PREPARED)
+    wanted = [run for run, state in zip(runs, states, strict=True) if ticket_of(run) and state not in left]
+    if not wanted:
+        raise Refused("no run there has a job of Slurm that runs, failed or was cancelled")
+    found = {run: job for run in wanted if (job := queue.job_of(run))}
+    if forgotten := [run.name for run in wanted if run not in found]:
+        raise Refused(f"Slurm no longer knows the job of {', '.join(forgotten)}; use `moelab submit` again")
+    for run, job in found.items():
+        slurm.requeue(job.job_id)
+        waiting = replace(run.status, state=State.SUBMITTED, reason="requeued by `moelab requeue`", exit_code=None)
+        run.set_status(waiting)
+    return [run.status for run in runs]
+
+
+def drain(nodes: Sequence[str], reason: str) -> None:
+    """Let nodes finish what they run and take no more, until an operator resumes them.
+
+    Args:
+        nodes: their names in Slurm.
+        reason: that operators will read.
+
+    Raises:
+        BadInput: for a name or reason that is not one.
+        SlurmMissing, SlurmError: if Slurm does not do it; without the rights it says so.
+    """
+    try:
+        one_line(reason)
+    except ValueError as error:
+        raise BadInput(f"reason: got {reason[:80]!r}; valid: {error}") from None
+    call("scontrol", "update", f"nodename={_listed(nodes)}", "state=drain", f"reason={reason}")
+
+
+def requeue_without(job_id: str, nodes: Sequence[str]) -> None:
+    """Start a running or waiting job again, on other nodes.
+
+    Args:
+        job_id: such as ``123`` or ``123_4``; its script must allow a requeue, as moelab's do.
+        nodes: that it shall not get.
+
+    Raises:
+        BadInput: for a name that is not a node's.
+        SlurmMissing, SlurmError: if Slurm does not do it, or the job does not leave its nodes; it is then held, and
+            ``scontrol release`` lets it go.
+    """
+    job, listed = checked(job_id), _listed(nodes)
+    # Held: it must not start again before the nodes are excluded.
+    call("scontrol", "hold" if _job_state(job) == "PENDING" else "requeuehold", job)
+    end = time.monotonic() + LEAVING_S
+    while (state := _job_state(job)) != "PENDING":
+        if time.monotonic() > end:
+            raise SlurmError(f"job {job} is still {state} {LEAVING_S:.0f} s after it was requeued")
+        time.sleep(POLL_S)
+    call("scontrol", "update", f"jobid={job}", f"excnodelist={listed}")
+    call("scontrol", "release", job)
+
+
+def _listed(nodes: Sequence[str]) -> str:
+    if not nodes or not all(_NODE.fullmatch(node) for node in nodes):
+        raise BadInput(f"nodes: got {', '.join(nodes)[:80]!r}; valid: at least one name of a node, such as gpu017")
+    return ",".join(nodes)
+
+
+def _job_state(job: str) -> str:
+    state = re.search(r"\bJobState=(\w+)", call("scontrol", "show", "job", "-o", job))
+    return state[1] if state else ""
+
+
+def follow(
+    path: Path,
+    stream: TextIO,
+    *,
+    ask: Callable[[Sequence[RunDir]], Sequence[Status]] = refresh,
+    interval_s: float = INTERVAL_S,
+    quiet_s: float = QUIET_S,
+    sleep: Callable[[float], None] = time.sleep,
+    clock: Callable[[], float] = time.monotonic,
+) -> StudyFollower:
+    """Show the runs at a path until all have ended.
+
+    Args:
+        path: a run, a study, or the folder of all studies; it may appear later.
+        stream: where the view goes; it is redrawn in place where that is a terminal.
+        ask: brings the ``status.json`` of runs up to date from their scheduler.
+        interval_s: seconds between two looks.
+        quiet_s: seconds without a change after the last run has ended; where all had ended before, it ends at once.
+        sleep: waits for a number of seconds.
+        clock: monotonic seconds.
+
+    Returns:
+        The follower, with all that was read.
+
+    Raises:
+        KeyboardInterrupt: the watcher had enough; nothing happens to the runs.
+    """
+    follower, is_terminal = StudyFollower(path, clock=clock), stream.isatty()
+    changed_at, asked_at, problem, said = -math.inf, -math.inf, "", dict[str, str]()
+    for look in itertools.count():
+        changed = follower.poll()
+        if clock() - asked_at >= ASK_INTERVAL_S:
+            problem, asked_at = follower.ask(ask), clock()
+            changed = [*changed, *follower.poll()]
+        changed_at = clock() if changed and look else changed_at
+        text = _screen(follower, problem) if is_terminal else _news(changed, said)
+        stream.write(f"{_HOME_AND_CLEAR}{text}" if is_terminal else text)
+        stream.flush()
+        if follower.all_final and clock() - changed_at >= quiet_s:
+            break
+        sleep(interval_s)
+    return follower
+
+
+def run_line(now: RunNow) -> str:
+    """Where a run is, on one line."""
+    return " | ".join([_state(now), *_numbers(now)])
+
+
+def _state(now: RunNow) -> str:
+    return f"{now.name}: {now.status.state}" + (f": {now.status.reason}" if now.status.reason else "")
+
+
+def _numbers(now: RunNow) -> Iterator[str]:
+    yield f"step {now.step}/{now.steps}" if now.steps else f"step {now.step}"
+    if now.step:
+        yield f"loss {now.loss:.3f}"
+        yield f"{now.tps:,.0f} tokens/s per rank"
+        yield f"{now.memory_gib:.1f} GiB"
+    if now.segments > 1:
+        yield f"{now.segments} launches"
+    if math.isfinite(now.left_s):
+        yield f"about {format_seconds(now.left_s)} left"
+
+
+def _news(changed: Sequence[RunFollower], said: dict[str, str]) -> str:
+    """A line for each run of which there is something new to say."""
+    lines = {one.now.name: run_line(one.now) for one in changed}
+    new = [line for name, line in lines.items() if said.get(name) != line]
+    said.update(lines)
+    return "".join(f"{line}\n" for line in new)
+
+
+def _screen(follower: StudyFollower, problem: str) -> str:
+    width = shutil.get_terminal_size().columns
+    lines = [f"{time.strftime('%H:%M:%S')} | Ctrl-C leaves the runs alone | {follower.path}", ""]
+    lines += [problem] if problem else []
+    for one in follower.runs:
+        lines += [_state(one.now), f"  {' | '.join(_numbers(one.now))}"]
+    lines += [] if follower.runs else ["no runs yet"]
+    newest = max(follower.runs, key=lambda one: one.now.status.updated, default=None)
+    if newest:
+        lines += ["", f"{newest.now.name}", *_step_time(newest), *newest.tail[-_SHOWN_LINES:]]
+    return "".join(f"{line[:width]}\n" for line in lines)
+
+
+def _step_time(one: RunFollower) -> Iterator[str]:
+    """The step time of the newest steps, and those that took longer."""
+    table = one.rank_table
+    known = table.step_time_s[np.isfinite(table.step_time_s)]
+    if len(known):
+        slow = slow_steps(table.steps, table.step_time_s).items()
+        longer = f"; longer: {', '.join(f'step {step} {share:+.0%}' for step, share in slow)}" if slow else ""
+        yield f"{np.median(known):.3g} s a step over the newest {len(table.steps)}{longer}"
