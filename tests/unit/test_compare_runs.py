@@ -194,6 +194,16 @@ def test_common_seeds_are_judged_as_in_a_study(tmp_path: Path) -> None:
     assert found.speed_note.startswith("a rank is a CPU process in s: BF16 + standard all-to-all, s: MXFP8")
 
 
+def test_studies_of_different_lengths_are_judged_on_common_steps(tmp_path: Path) -> None:
+    for steps in (10, 20):
+        for seed, end in SEEDS.items():
+            experiment = Experiment(name=f"of{steps}", steps=steps, warmup_steps=1, seed=seed)
+            make_run(tmp_path, experiment, [end - 0.01 * step for step in range(steps)])
+    (one,) = compared(tmp_path / "of10", tmp_path / "of20").differences
+    assert one.verdict is not None
+    assert (one.verdict.seeds, one.verdict.steps, one.nats) == ((0, 1, 2, 3), (10, 10), 0.0)
+
+
 def test_a_run_that_failed_is_named_and_not_averaged(tmp_path: Path) -> None:
     study = study_of(tmp_path)
     failed = Experiment(name="s", steps=STEPS, precision="mxfp8", seed=7)

@@ -99,6 +99,13 @@ def test_a_requeue_is_in_no_step_time_and_its_steps_replace_those_before(tmp_pat
     assert one.rows.set_index("step")["segment"][6] == 1
 
 
+def test_a_requeue_that_repeats_no_step_is_in_no_step_time_either(tmp_path: Path) -> None:
+    new_run(tmp_path, launch(0, range(1, 9)) + launch(100, range(9, 15)))
+    table = polled(tmp_path).runs[0].rank_table
+    assert table.steps.tolist() == [*range(2, 9), *range(10, 15)]
+    assert table.step_time_s.max() < 2.1
+
+
 def test_256_ranks_over_many_steps_in_bounded_memory(tmp_path: Path) -> None:
     run = new_run(tmp_path, nodes=32, gpus_per_node=8, ep=32)
     follower = StudyFollower(tmp_path)
