@@ -11,7 +11,7 @@ The whole of an operation is timed in turns of their own. In every second turn i
     NCCL's or gloo's all-to-all; of DeepEP all but the quantisation, because its kernels write the rows in order.
 ``counts``
     the exchange of counts and their read-back by the host, which the standard all-to-all needs before its sizes are
-    known.
+    known. Compiled code may gather the rows meanwhile, which then counts here and not as ``permute``.
 ``permute``
     gathers, scatters, scores, in PyTorch.
 ``quantise``
