@@ -258,7 +258,7 @@ def two_by_two_bars(results: Sequence[ArmResult], measured: Measurement) -> go.F
     styles = arm_styles(_styled(result) for result in drawn)
     figure = panels(
         _two_by_two_finding(drawn),
-        ["<br>".join(wrap(settings[shape], 24)) for shape in shapes],
+        ["<br>".join(wrap(settings[shape], 15)) for shape in shapes],
         subtitle="Tokens/s over BF16 with the standard all-to-all under the same checkpointing and routing, thin "
         f"models. Bars: median of {_steps(drawn)} steps with quartiles; points: passes, arms in turn. Dashed: goals, "
         f"which are about stock's best checkpointing. {measured.stamp}.",
@@ -279,7 +279,7 @@ def two_by_two_bars(results: Sequence[ArmResult], measured: Measurement) -> go.F
         marker = {"color": "#dfe3e8", "line": {"color": MUTED, "width": 1}, "pattern": look}
         figure.add_trace(go.Bar(x=[None], y=[None], name=name, marker=marker), row=1, col=1)
     highest = max(max(result.high, *result.passes) / _stock(result) for result in drawn)
-    figure.update_xaxes(range=[0, max(1.12 * highest, 1.3)], dtick=0.5, title_text="× stock, same<br>checkpointing")
+    figure.update_xaxes(range=[0, max(1.12 * highest, 1.3)], dtick=0.5, title_text="× stock")
     figure.update_yaxes(categoryorder="array", categoryarray=[labels[arm] for arm in reversed(arms)], ticks="")
     figure.update_yaxes(ticklabelstandoff=6)
     return figure.update_layout(barmode="group", scattermode="group", bargap=0.25, hovermode="closest", legend_y=-0.16)

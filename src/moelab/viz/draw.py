@@ -43,7 +43,9 @@ def panels(
     )
     figure.update_layout(headed.layout)
     figure.update_annotations(font={"size": title_size, "color": MUTED})
-    return figure.update_layout(margin_t=headed.layout.margin.t + 24, height=headed.layout.height + 24)
+    lines = 1 + max(title.count("<br>") for title in titles)
+    room = 24 + max(0, lines - 2) * round(1.3 * title_size)
+    return figure.update_layout(margin_t=headed.layout.margin.t + room, height=headed.layout.height + room)
 
 
 def draw_arm_axis(figure: go.Figure, arms: Sequence[str], *, margin: float = 0.6) -> None:
