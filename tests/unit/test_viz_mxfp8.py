@@ -101,6 +101,16 @@ def test_the_block_figure_shows_its_numbers() -> None:
     assert "here" in title(figure)
 
 
+def test_the_shaded_band_is_the_largest_rounding_error() -> None:
+    values = torch.ones(32)
+    values[5] = 1 + 2.0**-4  # halfway between two numbers of E4M3
+    block = one_block(values)
+    figure = block_figure(block, source="here")
+    (band,) = (shape for shape in figure.layout.shapes if shape.type == "rect")
+    assert band.y1 == -band.y0 == pytest.approx(100 * max(abs(error) for error in block.errors))
+    assert "at most ±5.88 %" in title(figure)
+
+
 # --- tables and their figures ----------------------------------------------------------------------------------------
 
 
@@ -277,3 +287,5 @@ def test_the_explorer_follows_every_control_with_the_static_figure() -> None:
         assert getattr(explorer.choice, name) == value
         assert shown_title(explorer.figures["errors"]) == title(quantisation_figure(explorer.choice))
     assert explorer.choice == Choice(**changes)
+
+

@@ -56,16 +56,17 @@ def block_figure(block: OneBlock, *, source: str) -> go.Figure:
         source: where the numbers are from, for the subtitle.
 
     Returns:
-        The figure. The shaded band is half a step of the element type, the largest error of a normal number.
+        The figure. The shaded band is the largest rounding error of a normal number of the element type.
     """
     element = block.number_format.element
-    half_step = 100 * 2.0 ** -(element.mantissa_bits + 1)
+    # Half a step is the largest error in size, and largest in proportion on the smallest number that has it.
+    rounding = 100 / (2 ** (element.mantissa_bits + 1) + 1)
     worst = 100 * max(abs(error) for error in block.errors)
     count = len(block.values)
     figure = new_figure(
         f"{count} numbers in {count + 1} bytes: the scale is 2^{block.exponent}, the worst error {worst:.1f} %",
         subtitle=f"{source}. The largest magnitude, {block.amax:.4g}, sets the scale of all; "
-        f"SQNR {block.sqnr_db:.1f} dB. Shaded: half a step of {element.name}, ±{half_step:g} %.",
+        f"SQNR {block.sqnr_db:.1f} dB. Shaded: rounding to {element.name}, at most ±{rounding:.3g} %.",
         height=470,
     )
     panels = make_subplots(rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.06, row_heights=[0.62, 0.38])
@@ -95,7 +96,7 @@ def block_figure(block: OneBlock, *, source: str) -> go.Figure:
             hovertemplate="%{y:+.2f} %",
         )
     )
-    band = {"x0": 0, "x1": 1, "xref": "x2 domain", "y0": -half_step, "y1": half_step, "yref": "y2"}
+    band = {"x0": 0, "x1": 1, "xref": "x2 domain", "y0": -rounding, "y1": rounding, "yref": "y2"}
     figure.add_shape(type="rect", fillcolor=STORED, opacity=0.1, line_width=0, **band)
     figure.update_yaxes(title_text="value", selector={"anchor": "x"})
     figure.update_layout(yaxis2={"title": {"text": "error (%)"}}, xaxis2={"title": {"text": "place in the block"}})
