@@ -83,6 +83,18 @@ def test_the_reference_is_the_group_that_most_runs_agree_with(tmp_path: Path) ->
     assert sum(not row["used"] for row in judged.to_json()["runs"]) == 6
 
 
+def test_of_groups_with_as_many_seeds_the_newer_is_judged_and_the_other_told_of(tmp_path: Path) -> None:
+    for seed in SEEDS:
+        for precision in ("bf16", "mxfp8"):
+            for lr in (0.003, 0.001):
+                run_of(tmp_path, precision, seed, fields={"lr": lr})
+    judged = judge_study(tmp_path / "s")
+    assert judged.verdicts[0].n_seeds == len(SEEDS)
+    (note,) = {note.split(": ", 2)[2] for note in judged.notes if "left out" in note}
+    assert note.startswith("other settings than the runs of this arm that are judged: lr 0.00")
+    assert note.endswith("(as many seeds as the newer runs that are judged: give each a study of its own)")
+
+
 def test_arms_that_agree_in_nothing_are_judged_and_the_verdict_says_so(tmp_path: Path) -> None:
     for seed in SEEDS:
         run_of(tmp_path, "bf16", seed)

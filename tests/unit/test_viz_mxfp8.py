@@ -287,5 +287,3 @@ def test_the_explorer_follows_every_control_with_the_static_figure() -> None:
         assert getattr(explorer.choice, name) == value
         assert shown_title(explorer.figures["errors"]) == title(quantisation_figure(explorer.choice))
     assert explorer.choice == Choice(**changes)
-
-

@@ -2,7 +2,8 @@
 
 Runs of ours are grouped by what they are: all fields but the seed and the study's name. One group of each arm is
 judged, and every run that is not is named with the reason. Without a study that says what belongs to it, the
-reference's group is the one that most seeds of all arms agree with, and the newest run never decides by itself.
+reference's group is the one that most seeds of all arms agree with; the newest decides only between groups with as
+many seeds, and the report says so.
 """
 
 from __future__ import annotations
@@ -167,6 +168,9 @@ def runs_to_judge(
                 same = by_seed.get((arm, run.seed))
                 if group not in chosen.get(arm, ()):
                     reason = _other_settings(group, chosen.get(arm, ()))
+                    rivals = [_ended_seeds(own[other]) for other in chosen.get(arm, ())]
+                    if study is None and any(len(_ended_seeds(runs)) == len(rival) for rival in rivals):
+                        reason += " (as many seeds as the newer runs that are judged: give each a study of its own)"
                 elif same is None:
                     reason = f"seed {run.seed} of this arm is not in the study"
                 else:
@@ -313,8 +317,7 @@ def _shared(groups: dict[str, dict[Experiment, list[Collected]]], reference: str
 
     def size(arm: str, group: Experiment) -> tuple[int, int, str]:
         runs = groups[arm][group]
-        ended = {run.seed for run in runs if run.finished or run.diverged}
-        return len(ended), len({run.seed for run in runs}), max(run.run.rsplit("/", 1)[-1] for run in runs)
+        return len(_ended_seeds(runs)), len({run.seed for run in runs}), max(run.run.rsplit("/", 1)[-1] for run in runs)
 
     def best(arm: str, of: Experiment | None) -> Experiment:
         agreeing = [group for group in groups[arm] if of is not None and not differing_settings(group, of)]
@@ -329,6 +332,11 @@ def _shared(groups: dict[str, dict[Experiment, list[Collected]]], reference: str
 
     of = max(groups[reference], key=support) if reference in groups else None
     return {arm: [of] if of is not None and arm == reference else [best(arm, of)] for arm in groups}
+
+
+def _ended_seeds(runs: Iterable[Collected]) -> set[int | None]:
+    """Seeds with a result, a divergence being one."""
+    return {run.seed for run in runs if run.finished or run.diverged}
 
 
 def _other_settings(group: Experiment, judged: Sequence[Experiment]) -> str:
