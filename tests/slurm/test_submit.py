@@ -190,7 +190,8 @@ def test_a_job_waits_for_another_and_is_cancelled_with_it(asked: SlurmCluster, t
     second = study_of({"precision": "bf16", "routing": "round_robin"})
     (waiting,) = submit(second, runs, cluster, submit=True, after=first.status.job_id).submitted
     asked.wait_for(lambda: first.status.state is State.RUNNING)
-    asked.wait_for(lambda: refresh([waiting])[0].reason == "Slurm: PENDING (Dependency)")  # Slurm says why a little later
+    # Slurm says why a job waits a little after it has accepted it.
+    asked.wait_for(lambda: refresh([waiting])[0].reason == "Slurm: PENDING (Dependency)")
     (gate / "fail").touch()
     (gate / "hold").unlink()
     asked.wait_for(lambda: not asked.active())
