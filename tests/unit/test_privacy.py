@@ -122,7 +122,9 @@ def test_keys_stay_on_a_host_of_their_name(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(
-    "file", [ROOT / "README.md", *sorted((ROOT / "notebooks").glob("*.ipynb"))], ids=lambda p: p.stem
+    "file",
+    [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "notebooks").glob("*.ipynb"))],
+    ids=lambda p: p.stem,
 )
 def test_what_we_say_of_tokens_is_no_secret(file: Path) -> None:
     text = file.read_text().replace("WANDB_API_KEY=0123abcd", "")  # what notebook 10 shows to be taken out

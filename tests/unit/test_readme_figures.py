@@ -47,7 +47,8 @@ from moelab.projection.validation import (
 from moelab.viz.validation import percent_error
 
 ROOT = Path(__file__).parents[2]
-README = " ".join((ROOT / "README.md").read_text().replace("**", "").split())
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+README = " ".join(" ".join(page.read_text() for page in PAGES).replace("**", "").split())
 BASELINE, BEST = "bf16_standard", "fp8_deepep_dispatch-fp8"
 COLUMNS = ("bf16_deepep", "fp8_standard", "fp8_deepep", BEST, "mxfp8-emulated_deepep")
 MODELS = {
