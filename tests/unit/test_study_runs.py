@@ -239,6 +239,7 @@ def test_a_seed_whose_record_is_damaged_and_whose_log_diverged_is_not_assumed_un
     (verdict,) = judge_study(study).verdicts
     assert verdict.answer is Answer.INSUFFICIENT
     assert "1 of 6 seeds of MXFP8 may have diverged (seed 5: experiment.yaml" in verdict.sentence()
+    assert "unrelated" not in verdict.sentence()
 
 
 def test_a_seed_can_be_dropped_and_a_margin_capped(tmp_path: Path) -> None:

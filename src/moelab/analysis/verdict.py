@@ -417,7 +417,7 @@ def _decided(
     lost = [
         f"{name}, {words}"
         for name, one in ((arm, ours), (reference, theirs))
-        for words in _reasons(sorted(one.lost), one.lost)
+        for words in _reasons(sorted(seed for seed, why in one.lost.items() if not isinstance(why, Doubtful)), one.lost)
     ]
     if lost:
         findings.append(f"Left out: {'; '.join(lost)}; assumed to be unrelated to the loss.")
@@ -432,7 +432,7 @@ def _decided(
     answer, decided_by = deciding[0] if deciding else (verdict.answer, "")
     settled, needed = "", None
     if answer is Answer.INSUFFICIENT and not decided_by:
-        settled, needed = _settled_by(verdict, margin, len(verdict.reference_losses))
+        settled, needed = _settled_by(verdict, margin)
     return replace(
         verdict,
         answer=answer,
@@ -474,7 +474,7 @@ def _not_learnt(verdict: Verdict, margin: Margin, untrained_nats: float | None) 
     )
 
 
-def _settled_by(verdict: Verdict, margin: Margin, n_reference: int) -> tuple[str, tuple[int | None, int | None] | None]:
+def _settled_by(verdict: Verdict, margin: Margin) -> tuple[str, tuple[int | None, int | None] | None]:
     """What would turn "insufficient data" into an answer, and how many seeds that would take."""
     if verdict.n_seeds < MIN_SEEDS:
         return f"At least {MIN_SEEDS} common seeds are needed.", None
@@ -482,7 +482,10 @@ def _settled_by(verdict: Verdict, margin: Margin, n_reference: int) -> tuple[str
         return "Give a margin in nats (--margin), or train the reference with different seeds.", None
     zero = "zero is excluded" if verdict.excludes_zero else "zero is not excluded"
     needed = low, high = seeds_needed(
-        n_seeds=verdict.n_seeds, sd_difference=verdict.sd_difference, n_reference=n_reference, margin=margin
+        n_seeds=verdict.n_seeds,
+        sd_difference=verdict.sd_difference,
+        n_reference=len(verdict.reference_losses),
+        margin=margin,
     )
     if low is None:
         seeds = f"more than {MAX_SEEDS_SEARCHED} common seeds"
