@@ -5,6 +5,7 @@ The checks of :mod:`moelab.health` ask a :class:`Machine` that is given to them,
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib.metadata
 import importlib.util
@@ -13,6 +14,7 @@ import platform
 import re
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -37,7 +39,8 @@ PACKAGES = (
 )
 INFINIBAND = "/sys/class/infiniband"
 COMMAND_TIMEOUT_S = 20
-
+PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)  # loaded here: a forked child of a process with threads must not load libraries
 
 NVIDIA_SMI_TIMEOUT_S = 20
 LISTS_DESPITE = 14
@@ -50,6 +53,12 @@ _ROW = re.compile(
 """A row of the answer, whatever the name has in it; warnings stand on lines between them."""
 _FULL = re.compile(r"GPU (\d+): .* \(UUID: (GPU-[^)]+)\)")
 _MIG = re.compile(r"\s+MIG (\S+)\s+Device\s+\d+: \(UUID: (MIG-[^)]+)\)")
+
+
+def end_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
+    """Ask Linux for a signal to this process when its parent dies; a parent that is dead already is not noticed."""
+    if sys.platform == "linux":
+        _LIBC.prctl(PR_SET_PDEATHSIG, number)
 
 
 class GpusUnknown(Refused):

@@ -10,11 +10,13 @@ the status is replaced whole. torchrun is asked to end when the launcher dies, s
 from __future__ import annotations
 
 import math
+import re
 import shutil
 import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -31,12 +33,12 @@ from moelab.experiment_file import Study
 from moelab.launch import failure
 from moelab.launch.capability import refusals
 from moelab.launch.slurm import ticket_of
-from moelab.launch.torchrun import Command, Process, command
+from moelab.launch.torchrun import Command, Process, command, end_processes
 from moelab.machine import environment
 from moelab.model import TOKENIZERS
 from moelab.runs import directory
 from moelab.runs.collect import Collected, collect_run, save_results
-from moelab.runs.directory import Discovery, RunDir
+from moelab.runs.directory import EXPERIMENT_FILE, Discovery, RunDir
 from moelab.runs.files import write_json, write_whole
 from moelab.runs.follow import LogFollower, format_seconds
 from moelab.runs.side_files import converted_modules
@@ -47,6 +49,7 @@ POLL_S = 0.5
 LOG_TAIL_BYTES = 200_000
 MIN_FREE_BYTES = 16 << 20
 C4 = "allenai/c4"
+_NODE_FOLDER = re.compile(r"/node(\d+)/")
 OnFailure = Literal["continue", "stop"]
 Row = dict[str, float]
 Say = Callable[[str], None]
@@ -99,7 +102,7 @@ def run_study(study: Study, runs: Path, *, on_failure: OnFailure = "continue", s
             say(line)
         attempts = [here.attempts(experiment) for experiment in study.experiments]
         require_known_ends(attempts)
-        _close_orphans(here)
+        _close_orphans(here, say)
         found = {index: run for index, tried in enumerate(attempts) if (run := completed(tried))}
         progress = Progress(study, found, say)
         before = len(found)
@@ -162,12 +165,41 @@ def only_launcher(runs: Path, study: Study) -> Iterator[None]:
         lock.release()
 
 
-def _close_orphans(found: Discovery) -> None:
-    for run in found.all_runs:
-        status = run.status
-        is_ours = not (status.job_id or ticket_of(run))  # a job of Slurm has no launcher here
-        if is_ours and not (status.is_lost or status.state.is_final):
-            close(run, replace(status, state=State.FAILED, reason="the launcher was killed"))
+def _close_orphans(found: Discovery, say: Say) -> None:
+    """End what lives of runs whose launcher was killed, so that nothing trains beside it, and close them."""
+    orphans = {
+        run: run.status
+        for run in found.all_runs  # a job of Slurm has no launcher here
+        if not (run.status.job_id or ticket_of(run) or run.status.is_lost or run.status.state.is_final)
+    }
+    if killed := end_processes([run.path / EXPERIMENT_FILE for run in orphans]):
+        say(f"ended {killed} processes that a killed launcher left")
+    for run, status in orphans.items():
+        complete_log(run)
+        close(run, replace(status, state=State.FAILED, reason="the launcher was killed"))
+
+
+def complete_log(run: RunDir) -> None:
+    """Append to ``train.log`` the lines that ranks wrote and a killed torchrun did not copy any more.
+
+    It copies ten times a second, each rank's files in their order: what it did not copy is the end of a file, after the
+    last line that both have. A line that it was writing is cut off and copied whole.
+    """
+    files = sorted(run.log.parent.glob("**/attempt_*/[0-9]*/std*.log"))
+    if not (files and run.log.is_file()):
+        return
+    with run.log.open("rb+") as log:
+        text = log.read()
+        log.truncate(log.seek(text.rfind(b"\n") + 1))
+        copied = set(text.splitlines())
+        for file in files:
+            node = _NODE_FOLDER.search(file.as_posix())
+            rank = int(file.parent.name) + (int(node[1]) * run.experiment.gpus_per_node if node else 0)
+            whole = file.read_bytes().rpartition(b"\n")[0].splitlines()
+            lines = [b"[rank%d]:%s" % (rank, line) for line in whole]
+            seen = Counter(lines)
+            last = max((at for at, line in enumerate(lines) if line in copied and seen[line] == 1), default=-1)
+            log.write(b"".join(line + b"\n" for line in lines[last + 1 :]))
 
 
 def _run_experiment(runs: Path, experiment: Experiment, *, on_rows: Callable[[list[Row]], None]) -> RunDir:
@@ -241,6 +273,8 @@ def ended(run: RunDir, status: Status, logs: Path, *, log_start: int = 0) -> tup
         logs: the ranks' own logs of this launch, as torchrun was told to write them.
         log_start: where this launch begins in ``train.log``, in bytes.
     """
+    if status.exit_code and status.exit_code < 0:
+        complete_log(run)
     if status.exit_code != 0:
         code = f"torchrun ended with exit code {status.exit_code}; see {run.log.name}"
         return replace(status, state=State.FAILED, reason=failure_of(run, logs, log_start) or code), None

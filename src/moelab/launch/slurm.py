@@ -18,14 +18,13 @@ import os
 import re
 import secrets
 import subprocess
-import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from moelab.errors import MoelabError, Refused
-from moelab.launch.torchrun import end_with_parent
+from moelab.machine import end_with_parent
 from moelab.runs.directory import RunDir
 from moelab.runs.files import write_json
 from moelab.runs.status import State
@@ -69,7 +68,7 @@ def call(*arguments: str, timeout_s: float = TIMEOUT_S) -> str:
             timeout=timeout_s,
             check=False,
             # An sbatch whose client is gone must not submit later.
-            preexec_fn=end_with_parent if sys.platform == "linux" else None,
+            preexec_fn=end_with_parent,
         )
     except FileNotFoundError:
         raise SlurmMissing(

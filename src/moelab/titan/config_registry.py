@@ -55,7 +55,7 @@ from moelab.titan import corpus, ep_buffers, routing
 from moelab.titan.arms import named_arms, nearest
 from moelab.titan.fp8 import FP8Converter
 from moelab.titan.models import model_spec
-from moelab.titan.preempt import ResumeCheckpoints, StoppableTrainer
+from moelab.titan.preempt import ResumeCheckpoints, StoppableTrainer, end_with_torchrun
 from moelab.titan.record import record_conversion, record_dispatcher
 
 EXPERIMENT_VARIABLE = "MOELAB_EXPERIMENT"
@@ -92,6 +92,8 @@ def experiment() -> Trainer.Config:
     Raises:
         Refused: if it is illegal.
     """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_torchrun()
     path = os.environ.get(EXPERIMENT_VARIABLE)
     if not path:
         raise KeyError(f"set {EXPERIMENT_VARIABLE} to the path of an experiment.yaml; `moelab run` does so")
