@@ -101,6 +101,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--cluster-set", action="append", default=[], metavar="KEY=VALUE", help="replace a field of the profile"
     )
     submit.add_argument("--after", metavar="JOB", help="job that has to succeed first, such as 123 or 123_4")
+    submit.add_argument("--adopt", metavar="JOB", help="say as which job runs were submitted whose number is not known")
     submit.add_argument("--runs", type=Path, help="folder that holds all studies; default: the profile's, or runs")
     submit.add_argument("--dry-run", action="store_true", help="print the exact script and touch nothing")
 
@@ -318,7 +319,7 @@ def _run(options: argparse.Namespace) -> int:
 def _submit(options: argparse.Namespace) -> int:
     from moelab.experiment_file import Study, read_study
     from moelab.launch.cluster import read_cluster
-    from moelab.launch.submit import dry_run, submit
+    from moelab.launch.submit import adopt, dry_run, submit
 
     study = read_study(options.file, options.set)
     if options.arm:
@@ -330,7 +331,8 @@ def _submit(options: argparse.Namespace) -> int:
         done = dry_run(study, runs, cluster, after=options.after)
         _show(options, done.to_json(), "\n".join(done.scripts).rstrip("\n"))
     else:
-        done = submit(study, runs, cluster, submit=True, after=options.after)
+        as_job, after = options.adopt, options.after
+        done = adopt(study, runs, as_job) if as_job else submit(study, runs, cluster, submit=True, after=after)
         _show(options, done.to_json(), done.as_text())
     return 0
 
