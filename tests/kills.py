@@ -86,6 +86,7 @@ class Launch:
         self._runs, self._job, self._before = runs, job, {run.path for run in find(runs)}
         self.node = f"{job_number(runs)}-{number}-0" if job else ""
         self.begun = time.monotonic()
+        self._checkpoints = self.checkpoints()
         if job is None:
             command = ["run", str(file), "--runs", str(runs)]
             with (runs.parent / "launcher.log").open("ab") as log:
@@ -102,6 +103,15 @@ class Launch:
     def run(self) -> RunDir | None:
         """Its run directory, once it has one."""
         return self._job or next((run for run in find(self._runs) if run.path not in self._before), None)
+
+    def checkpoints(self) -> set[Path]:
+        """Folders of the job's checkpoints, whole or not."""
+        return set(self._job.path.glob("checkpoint/step-*")) if self._job else set()
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether it has begun to save, or has just done so."""
+        return bool(self.checkpoints() - self._checkpoints)
 
     def processes(self) -> dict[int, str]:
         """Command lines of torchrun, its ranks and what they started."""
@@ -139,15 +149,15 @@ def _processes() -> Iterator[tuple[int, str, list[str]]]:
             yield int(folder.name), line, (folder / "environ").read_bytes().decode(errors="replace").split("\0")
 
 
-def study_file(folder: Path) -> Path:
+def study_file(folder: Path, steps: int) -> Path:
     """The study of all kills: one run of two ranks."""
-    return write_study(folder, [{"precision": "bf16"}], [0], **{**SHARED, "steps": STEPS})
+    return write_study(folder, [{"precision": "bf16"}], [0], **{**SHARED, "steps": steps})
 
 
 def reference_losses(folder: Path) -> dict[int, float]:
     """Losses by step of a run that nobody kills."""
     folder.mkdir(parents=True)
-    launch = Launch(study_file(folder), folder / "runs", None, 0)
+    launch = Launch(study_file(folder, STEPS), folder / "runs", None, 0)
     assert launch.popen.wait(300) == 0, (folder / "launcher.log").read_text()
     assert launch.run
     return losses_of(launch.run)
@@ -171,14 +181,15 @@ def chain(kills: Sequence[Kill], folder: Path, reference: Mapping[int, float]) -
     Args:
         kills: all of a job, or none.
         folder: a new one.
-        reference: of :func:`reference_losses`.
+        reference: losses by step of a run that nobody killed.
     """
     folder.mkdir(parents=True)
-    file, runs = study_file(folder), folder / "runs"
+    steps = max(reference)
+    file, runs = study_file(folder, steps), folder / "runs"
     job = directory.create(runs, read_study(file).experiments[0]) if kills[0].of_job else None
     launch, outcomes = Launch(file, runs, job, 0), []
     for number, kill in enumerate(kills, start=1):
-        outcome = _kill(launch, kill)
+        outcome = _kill(launch, kill, steps)
         if "launcher" not in kill.target:
             try:
                 launch.popen.wait(90)
@@ -186,7 +197,7 @@ def chain(kills: Sequence[Kill], folder: Path, reference: Mapping[int, float]) -
                 outcome.problems.append("the launcher did not end")
         launch.popen.poll()
         before, launch = launch, Launch(file, runs, job, number)
-        outcomes.append(_watch(before, launch, outcome))
+        outcomes.append(_watch(before, launch, outcome, steps))
     if launch.popen.wait(300) != 0:
         outcomes[-1].problems.append(f"the last start ended with {launch.popen.returncode}")
     last = launch.run or next(run for run in find(runs) if run.status.state is State.COMPLETED)
@@ -197,15 +208,16 @@ def chain(kills: Sequence[Kill], folder: Path, reference: Mapping[int, float]) -
     return outcomes
 
 
-def _kill(launch: Launch, kill: Kill) -> Outcome:
+def _kill(launch: Launch, kill: Kill, steps: int) -> Outcome:
     def logged() -> int:
         return steps_logged(launch.run.path) if launch.run else 0
 
+    starts = {"torchrun": "torchrun", "launcher and torchrun": "rank", "rank": "rank"}
     came: dict[str, Callable[[], object]] = {
-        "start-up": lambda: kill.target == "launcher" or launch.targets(kill.target.split()[-1], kill.step),
+        "start-up": lambda: kill.target == "launcher" or launch.targets(starts[kill.target], kill.step),
         "training": lambda: logged() >= kill.step,
-        "checkpoint": lambda: launch.run and _is_saving(launch.run),
-        "end": lambda: logged() >= STEPS,
+        "checkpoint": lambda: launch.is_saving,
+        "end": lambda: logged() >= steps,
     }
     wait_for(lambda: came[kill.moment]() or launch.popen.poll() is not None)
     time.sleep(kill.delay_s)
@@ -218,11 +230,7 @@ def _kill(launch: Launch, kill: Kill) -> Outcome:
     return Outcome(kill=kill, killed=len(targets))
 
 
-def _is_saving(run: RunDir) -> bool:
-    return any(not (step / ".metadata").exists() for step in run.path.glob("checkpoint/step-*"))
-
-
-def _watch(killed: Launch, launch: Launch, outcome: Outcome) -> Outcome:
+def _watch(killed: Launch, launch: Launch, outcome: Outcome, steps: int) -> Outcome:
     """Look at both until the next start trains, or has ended."""
     left_s = 0.0
     while True:
@@ -246,7 +254,7 @@ def _watch(killed: Launch, launch: Launch, outcome: Outcome) -> Outcome:
     status = run.status
     if launch.run != run:
         ended = status.state is State.FAILED and bool(status.reason)
-        if not ended and not (status.state is State.COMPLETED and len(metrics) == STEPS):
+        if not ended and not (status.state is State.COMPLETED and len(metrics) == steps):
             outcome.problems.append(f"the killed run is {status.state}: {status.reason}")
         if not (run.path / "metrics.parquet").exists():
             outcome.problems.append("no metrics of the killed run were saved")

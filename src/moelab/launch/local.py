@@ -4,7 +4,8 @@ A finished study is left as it is; an interrupted one is continued with what is 
 a study, so a run that says ``running`` while no launcher holds the study was left by one that was killed.
 
 The launcher holds nothing that a kill could lose. torchrun writes to a file, the metrics are read from that file, and
-the status is replaced whole. torchrun is asked to end when the launcher dies, so no rank keeps a core busy unseen.
+the status is replaced whole. torchrun ends when the launcher dies, and ranks die with torchrun, as soon as they have
+loaded enough to ask for it; what lives all the same is killed before the next run trains.
 """
 
 from __future__ import annotations

@@ -124,15 +124,6 @@ def sbatch(script: Path, *, timeout_s: float = TIMEOUT_S) -> tuple[str, str | No
     raise NumberUnknown(f"sbatch accepted the script and printed no number of a job: {_words(output + errors)!r}")
 
 
-def test_only(script: Path) -> str:
-    """When and where Slurm would start a script.
-
-    Raises:
-        SlurmMissing, SlurmError: as :func:`call`, if Slurm would not accept it.
-    """
-    return call("sbatch", "--test-only", str(script))
-
-
 def cancel(jobs: Iterable[Job]) -> None:
     """Cancel jobs; one that has ended is left as it is.
 
