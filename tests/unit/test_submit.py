@@ -502,6 +502,8 @@ def test_a_job_of_another_cluster_is_asked_for_there(tmp_path: Path, site: Site,
     site(squeue=queue_of(job("RUNNING", comment=comment)), sacct="7_[0-1]|7|CANCELLED|0:0\n")
     (tmp_path / "asked").unlink()
     assert states_of(runs) == [(State.RUNNING, "7_0"), (State.CANCELLED, "7_1")]
+    site(sacct="7_0|7|RUNNING|0:0\n")
+    assert states_of(runs[:1]) == [(State.RUNNING, "7_0")]
     cancel(runs)
     asked = (tmp_path / "asked").read_text().splitlines()
     assert "squeue --clusters=cm2 --json --states=all" in asked

@@ -98,8 +98,13 @@ def _ended(runs: list[RunDir]) -> dict[RunDir, Job]:
         # An array that was cancelled while it waited has one entry, by its own number, for all that never started.
         if job and (ticket.raw_id or (run.status.attempts == 0 and state_of(job) is State.CANCELLED)):
             found[run] = job
-    # Of a job in that log only its number is known, not its task.
-    return {run: replace(job, job_id=str(run.status.job_id)) for run, job in found.items() if state_of(job).is_final}
+    # Of a job in that log only its number is known, not its task. A job that accounting believes alive has left its
+    # controller unseen; but squeue --json of Slurm 22.05 asks its own controller, whatever cluster is named.
+    return {
+        run: replace(job, job_id=str(run.status.job_id), cluster=clusters[run])
+        for run, job in found.items()
+        if state_of(job).is_final or clusters[run]
+    }
 
 
 def _update(run: RunDir, job: Job | None) -> Status:
@@ -180,7 +185,7 @@ def cancel(runs: Iterable[RunDir]) -> list[Status]:
         if status.state in ACTIVE or (status.state is State.UNKNOWN and queue.job_of(run))
     ]
     if going:
-        slurm.cancel(job for run in going if (job := queue.job_of(run)))
+        slurm.cancel(job for run in going if (job := queue.job_of(run) or _ended([run]).get(run)))
     for run, status in before.items():
         if run in going or status.state is State.PREPARED:
             unseen = run in going and not status.job_id
