@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from training_support import SHARED, ranks_of, steps_logged, wait_for, write_study
+from training_support import SHARED, ranks_of, wait_for, write_study
 
 from moelab.experiment_file import read_study
 from moelab.runs import directory
@@ -34,7 +34,7 @@ STEPS, CHECKPOINT_INTERVAL = 12, 3
 TARGETS = ("launcher", "torchrun", "launcher and torchrun", "rank")
 MOMENTS = ("start-up", "training", "checkpoint", "end")
 DELAY_S = {"start-up": 9.0, "training": 0.4, "checkpoint": 0.1, "end": 2.5}
-LEFT_S = 10.0
+LEFT_S = 20.0
 """So long after the next start begins, nothing of the killed one may live."""
 STEP = re.compile(r"\bstep:\s*(\d+)\s+loss:")
 
@@ -210,7 +210,8 @@ def chain(kills: Sequence[Kill], folder: Path, reference: Mapping[int, float]) -
 
 def _kill(launch: Launch, kill: Kill, steps: int) -> Outcome:
     def logged() -> int:
-        return steps_logged(launch.run.path) if launch.run else 0
+        log = launch.run and launch.run.log
+        return max(map(int, STEP.findall(log.read_text(errors="replace"))), default=0) if log and log.exists() else 0
 
     starts = {"torchrun": "torchrun", "launcher and torchrun": "rank", "rank": "rank"}
     came: dict[str, Callable[[], object]] = {
