@@ -399,7 +399,7 @@ def test_what_torchrun_did_not_copy_any_more_is_in_the_metrics(runs: Path) -> No
     assert (logged_steps(run), collect(run.path)[0].segments) == ([1, 2, 3], 1)
     assert run.log.read_text().count("[rank0]:hello\n") == 2
     assert run.log.read_text().endswith("[rank1]:world\n")
-    local.complete_log(run)
+    local._complete_log(run)
     assert collect(run.path)[0].rows["step"].tolist() == [1, 2, 3]
 
 

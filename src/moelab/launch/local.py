@@ -11,7 +11,6 @@ loaded enough to ask for it; what lives all the same is killed before the next r
 from __future__ import annotations
 
 import math
-import re
 import shutil
 import statistics
 import subprocess
@@ -50,7 +49,6 @@ POLL_S = 0.5
 LOG_TAIL_BYTES = 200_000
 MIN_FREE_BYTES = 16 << 20
 C4 = "allenai/c4"
-_NODE_FOLDER = re.compile(r"/node(\d+)/")
 OnFailure = Literal["continue", "stop"]
 Row = dict[str, float]
 Say = Callable[[str], None]
@@ -176,30 +174,28 @@ def _close_orphans(found: Discovery, say: Say) -> None:
     if killed := end_processes([run.path / EXPERIMENT_FILE for run in orphans]):
         say(f"ended {killed} processes that a killed launcher left")
     for run, status in orphans.items():
-        complete_log(run)
+        _complete_log(run)
         close(run, replace(status, state=State.FAILED, reason="the launcher was killed"))
 
 
-def complete_log(run: RunDir) -> None:
+def _complete_log(run: RunDir) -> None:
     """Append to ``train.log`` the lines that ranks wrote and a killed torchrun did not copy any more.
 
     It copies ten times a second, each rank's files in their order: what it did not copy is the end of a file, after the
     last line that both have. A line that it was writing is cut off and copied whole.
     """
-    files = sorted(run.log.parent.glob("**/attempt_*/[0-9]*/std*.log"))
-    if not (files and run.log.is_file()):
+    files = sorted(run.log.parent.glob("*/attempt_*/[0-9]*/std*.log"))
+    if not files:
         return
-    with run.log.open("rb+") as log:
+    with suppress(OSError), run.log.open("rb+") as log:
         text = log.read()
         log.truncate(log.seek(text.rfind(b"\n") + 1))
         copied = set(text.splitlines())
         for file in files:
-            node = _NODE_FOLDER.search(file.as_posix())
-            rank = int(file.parent.name) + (int(node[1]) * run.experiment.gpus_per_node if node else 0)
-            whole = file.read_bytes().rpartition(b"\n")[0].splitlines()
-            lines = [b"[rank%d]:%s" % (rank, line) for line in whole]
-            seen = Counter(lines)
-            last = max((at for at, line in enumerate(lines) if line in copied and seen[line] == 1), default=-1)
+            prefix = f"[rank{file.parent.name}]:".encode()
+            lines = [prefix + line for line in file.read_bytes().rpartition(b"\n")[0].splitlines()]
+            times = Counter(lines)  # a line that is there twice does not say which of them was copied
+            last = max((at for at, line in enumerate(lines) if line in copied and times[line] == 1), default=-1)
             log.write(b"".join(line + b"\n" for line in lines[last + 1 :]))
 
 
@@ -248,6 +244,8 @@ def _train(run: RunDir, launched: Command, on_rows: Callable[[list[Row]], None])
             report()
             if problem := no_space(run.path):  # ranks would train on and lose what they log
                 return replace(status, state=State.FAILED, reason=problem), None
+    if process.returncode < 0:
+        _complete_log(run)
     report()
     return ended(run, replace(status, exit_code=process.returncode), run.log.parent)
 
@@ -274,8 +272,6 @@ def ended(run: RunDir, status: Status, logs: Path, *, log_start: int = 0) -> tup
         logs: the ranks' own logs of this launch, as torchrun was told to write them.
         log_start: where this launch begins in ``train.log``, in bytes.
     """
-    if status.exit_code and status.exit_code < 0:
-        complete_log(run)
     if status.exit_code != 0:
         code = f"torchrun ended with exit code {status.exit_code}; see {run.log.name}"
         return replace(status, state=State.FAILED, reason=failure_of(run, logs, log_start) or code), None
