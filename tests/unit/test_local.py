@@ -378,6 +378,45 @@ def test_what_a_killed_launcher_and_torchrun_left_is_ended_before_the_next_run_t
     assert (lines[0], at_start) == ("ended 2 processes that a killed launcher left", [set()])
 
 
+RANKS = """
+import os, signal, sys, time
+from moelab.titan.preempt import end_with_torchrun
+
+def ranks(torchrun_lives):
+    reads, writes = os.pipe()
+    if not (torchrun := os.fork()):
+        parent = os.getpid()
+        if os.fork():
+            time.sleep(60 * torchrun_lives)
+            os._exit(0)
+        while not torchrun_lives and os.getppid() == parent:
+            time.sleep(0.01)
+        try:
+            end_with_torchrun()
+            os.write(writes, b"trains")
+            time.sleep(20)
+        except SystemExit as error:
+            os.write(writes, str(error).encode())
+        os._exit(0)
+    os.close(writes)
+    return torchrun, reads
+
+torchrun, reads = ranks(torchrun_lives=True)
+print(os.read(reads, 99).decode())
+killed = time.monotonic()
+os.kill(torchrun, signal.SIGKILL)
+print(os.read(reads, 99).decode(), time.monotonic() - killed < 10)
+print(os.read(ranks(torchrun_lives=False)[1], 99).decode())
+"""
+
+
+def test_a_rank_dies_with_torchrun_and_does_not_train_where_that_died_before(tmp_path: Path) -> None:
+    """Whoever is then its parent does not carry the run's variables."""
+    variables = {**os.environ, "MOELAB_EXPERIMENT": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", RANKS], capture_output=True, text=True, env=variables, check=False)
+    assert done.stdout.splitlines() == ["trains", " True", "moelab: torchrun has died; a rank does not train on alone"]
+
+
 def command_line(process: int) -> bytes:
     return Path(f"/proc/{process}/cmdline").read_bytes()
 
