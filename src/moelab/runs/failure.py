@@ -1,0 +1,663 @@
+"""Why a run failed, on one line, from everything that its job left.
+
+A dying job says a great deal: every rank raises something, torchrun reports all of them, Slurm adds its own view, and
+most of it is about somebody else's death. So each text is searched for *statements*, and a statement has a *kind*. The
+kinds (:class:`Kind`) are in the order in which one explains the next: a node that failed explains an exception, an
+exception explains a time-out elsewhere, a time-out explains a lost connection, and that explains the signal by which
+torchrun ended the others. The cause is the first statement of the first kind that anybody made. Among equals come the
+rank that torchrun saw fail first (its *root cause*), then the earlier one.
+
+Texts are each rank's ``error.json``, ``stderr.log`` and ``stdout.log`` of the last attempt (kernels print to standard
+output), the combined log with torchrun's and Slurm's words, ``dmesg``, and PyTorch's flight recorder. What a job got
+over is no cause: statements that three further steps follow, or the end of training, do not count.
+
+Formats: torch 2.14 (``elastic/multiprocessing/errors``, ``ProcessGroupNCCL.cpp``), NCCL 2.30, DeepEP
+(``csrc/kernels``), NVSHMEM 3.4, Slurm 25.05; older ones as public reports show them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import signal
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+from pathlib import Path
+from typing import Final
+
+from moelab.runs.flight_recorder import not_entered
+from moelab.runs.log import read_bytes
+
+MESSAGE_LENGTH: Final = 280
+"""Characters of a message; with its rank in front it has less than 300."""
+RANK_TAIL_BYTES: Final = 1_000_000
+LOG_TAIL_BYTES: Final = 32 << 20
+SURVIVED_STEPS: Final = 3
+"""Logged after a statement, they show that the job went on: the ranks of a step wait for each other."""
+
+
+class Kind(IntEnum):
+    """What a statement says; a lower one explains a higher one."""
+
+    OUTSIDE = 0  # the node, its memory or its GPU failed: the rank could not say anything
+    FAULT = 1  # a rank's own exception, crash or assertion
+    STOPPED = 2  # Slurm ended the job: out of time, preempted
+    WAITED = 3  # what a time-out waited for, by a communication kernel or a flight recorder
+    TRAPPED = 4  # the CUDA error that is left by a kernel that stopped itself
+    TIMED_OUT = 5  # a collective operation
+    ABORTED = 6  # a communication library gave up, or words that only say that something else failed
+    LOST_PEER = 7  # another rank's death, seen from here
+    ENDED = 8  # by SIGTERM, or with an exit code alone
+
+
+@dataclass(frozen=True, kw_only=True)
+class Statement:
+    """What somebody said about the end of a run.
+
+    Attributes:
+        kind: what it says.
+        message: on one line.
+        rank: of whom; None if that is not known.
+        time: in whole seconds since the Unix epoch; infinite if not known.
+        has_words: whether it says more than that the rank ended.
+        is_end: whether it shows that the job ended; a warning only explains why.
+    """
+
+    kind: Kind
+    message: str
+    rank: int | None = None
+    time: float = math.inf
+    has_words: bool = True
+    is_end: bool = True
+
+    def __str__(self) -> str:
+        """With the rank in front."""
+        return self.message if self.rank is None else f"rank {self.rank}: {self.message}"
+
+
+def cause(
+    logs: Path | None, *texts: str, ranks_per_node: int = 0, traces: Path | None = None
+) -> Statement | None:
+    """The cause of a failed run, such as ``rank 1: RuntimeError: Loss is not finite (…)``.
+
+    Args:
+        logs: the folder given to torchrun as ``--log-dir``; of several nodes, the one that holds ``node0`` and so on.
+        texts: the end of each log that more than one rank, or none, wrote: torchrun's, Slurm's, the kernel's.
+        ranks_per_node: of a run on several nodes; 0: as torchrun's summary shows it.
+        traces: folder of flight-recorder dumps; ``logs`` by default.
+
+    Returns:
+        None if nothing shows that the run failed.
+    """
+    scans = [_Scan(text) for text in texts]
+    places = [place for scan in scans for place in scan.places]
+    said = [statement for scan in scans for statement in scan.statements()]
+    if logs is not None:
+        said += _of_ranks(logs, ranks_per_node, places)
+    if not any(statement.is_end for statement in said):
+        return None
+    if any(statement.kind in (Kind.TIMED_OUT, Kind.ABORTED, Kind.LOST_PEER) for statement in said):
+        dumps = traces or logs
+        missing = not_entered(dumps) if dumps else ()
+        said += [Statement(kind=Kind.WAITED, rank=rank, message=words) for rank, words in missing]
+    roots = {root for scan in scans for root in scan.roots}
+    # `sorted` is stable: what is equal so far stays in the order in which it was written.
+    ranked = sorted(said, key=lambda one: (one.kind, not one.has_words, one.rank not in roots, one.time))
+    return _explained(ranked)
+
+
+def _explained(ranked: Sequence[Statement]) -> Statement:
+    """The first statement, a signal's with what the kernel or the rank said about it."""
+    first = ranked[0]
+    if first.message.startswith("killed by SIG"):
+        about = (one for one in ranked if one.kind is first.kind and one.rank in (None, first.rank) and one != first)
+        words = next((one.message for one in about if not one.message.startswith("killed by SIG")), "")
+        if words:
+            first = replace(first, message=f"{first.message.partition(' (')[0]}: {words}")
+    return replace(first, message=shortened(first.message))
+
+
+def shortened(text: str) -> str:
+    """A message on one line of at most :data:`MESSAGE_LENGTH` characters."""
+    line = " ".join(text.split())
+    return line if len(line) <= MESSAGE_LENGTH else f"{line[: MESSAGE_LENGTH - 1].rstrip()}…"
+
+
+# --- the files of ranks ---
+
+_PLACE = re.compile(r"(?:node(\d+)/)?(?:[^/]+/)?attempt_(\d+)/(\d+)$")
+
+
+def rank_folders(logs: Path) -> list[Path]:
+    """Torchrun's folders of single ranks at or below a path, of the last attempt of each launch."""
+    found = [folder for folder in logs.glob("**/attempt_*/[0-9]*") if _PLACE.search(folder.as_posix())]
+    last: dict[Path, int] = {}
+    for folder in found:
+        number = int(folder.parent.name.removeprefix("attempt_"))
+        last[folder.parents[1]] = max(number, last.get(folder.parents[1], 0))
+    current = [folder for folder in found if folder.parent.name == f"attempt_{last[folder.parents[1]]}"]
+    return sorted(current, key=lambda folder: (folder.parent, int(folder.name)))
+
+
+def _of_ranks(logs: Path, ranks_per_node: int, places: Sequence[tuple[int, int]]) -> Iterator[Statement]:
+    """What each rank left.
+
+    Args:
+        logs: as in :func:`cause`.
+        ranks_per_node: as in :func:`cause`.
+        places: global and local ranks as torchrun reported them.
+    """
+    folders = rank_folders(logs)
+    offsets = {rank - local for rank, local in places}
+    per_node = ranks_per_node or math.gcd(*offsets) or max((int(folder.name) + 1 for folder in folders), default=0)
+    for folder in folders:
+        match = _PLACE.search(folder.as_posix())
+        node = int(match[1]) if match and match[1] else None
+        first = node * per_node if node is not None else min(offsets) if len(offsets) == 1 else 0
+        rank = first + int(folder.name)
+        yield from _recorded(folder / "error.json", rank)
+        for name in ("stderr.log", "stdout.log"):
+            file = folder / name
+            if file.is_file() and file.stat().st_size:
+                text = tail(file, RANK_TAIL_BYTES)
+                written = float(int(file.stat().st_mtime))  # as whole seconds as those in error.json
+                yield from (replace(one, time=written) for one in _Scan(text, rank=rank).statements())
+
+
+def _recorded(file: Path, rank: int) -> Iterator[Statement]:
+    """What ``torch.distributed.elastic``'s ``@record`` wrote; nothing where that is missing or torn."""
+    try:
+        content = json.loads(file.read_text())["message"]
+        if isinstance(content, str):
+            content = {"message": content}
+        extra = content.get("extraInfo", {})
+        time, called = float(extra.get("timestamp", math.inf)), str(extra.get("py_callstack", ""))
+        message = str(content["message"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return
+    text = called if called.startswith(_HEADER) and "\n" in called.strip() else ""
+    # A traceback names the exception in full; older versions of torch wrote the message alone.
+    told = list(_Scan(text, rank=rank).statements()) or list(_Scan(f"{_HEADER}:\n{message}", rank=rank).statements())
+    yield from (replace(one, time=time, rank=rank) for one in told)
+
+
+def tail(file: Path, size: int = LOG_TAIL_BYTES) -> str:
+    """The last ``size`` bytes of a log, unpacked if it is compressed."""
+    if file.suffix in (".gz", ".xz", ".zst", ".bz2"):
+        blocks: deque[bytes] = deque()
+        length = 0
+        for block in read_bytes(file):
+            blocks.append(block)
+            length += len(block)
+            while length - len(blocks[0]) >= size:
+                length -= len(blocks.popleft())
+        return b"".join(blocks).decode(errors="replace")
+    with file.open("rb") as stream:
+        stream.seek(max(0, file.stat().st_size - size))
+        return stream.read(size).decode(errors="replace")
+
+
+# --- the words of exceptions ---
+
+_HEADER: Final = "Traceback (most recent call last)"
+_LOST_PEER = re.compile(
+    r"connection (was )?(closed|reset|refused)|socket timeout|socket closed|broken pipe|pair closure|"
+    r"ncclRemoteError|remote process exited|socketProgress|socketPollConnect|socketStartConnect|bootstrap.*timed? ?out|"
+    r"communicator (was|has been) aborted|client socket has timed out|wait(ing)? timeout after|"
+    r"timed out (after \d+ seconds )?waiting for (clients|workers|key)|failed to recv, got 0 bytes|"
+    r"Rendezvous(Connection|Timeout|Closed|GracefulExit)|store based barrier|EOFError|"
+    r"NCCL Error 6|recvValue failed|sendBytes failed|recvBytes failed",
+    re.I,
+)
+_DOWNLOAD = re.compile(
+    r"https?://|(HTTPS?|ReadTimeout|Protocol|Client)\w*(Error|Pool)|"
+    r"\b(requests|urllib3?|httpx|httpcore|aiohttp|huggingface_hub|botocore|boto3|s3fs|gcsfs|fsspec|wandb)\b",
+)
+_WORDS_OF_KIND: Final = (
+    (Kind.WAITED, re.compile(r"DeepEP error: timeout|HybridEP.*time(d )?-?out", re.I)),
+    (Kind.TRAPPED, re.compile(r"unspecified launch failure|device-side assert triggered|an illegal instruction was")),
+    (Kind.TIMED_OUT, re.compile(r"collective operation timeout|timed out waiting \d+ ?ms for (recv|send)", re.I)),
+    (Kind.ENDED, re.compile(r"^\S*(SignalException|KeyboardInterrupt)\b|killed by signal: Terminated")),
+    # These say that something failed, and another exception of their chain says what.
+    (Kind.ABORTED, re.compile(r"DataLoader worker \(pid.*exited unexpectedly|unexpected pos \d+ vs \d+")),
+)
+_BOILERPLATE = re.compile(
+    r"^(CUDA kernel errors might|For debugging consider|Compile with `TORCH_USE_CUDA_DSA|Search for `cudaError|"
+    r"Device-side assertion tracking|Set TORCHDYNAMO_VERBOSE|You can suppress this|Exception raised from|frame #|"
+    r"The above operation failed|This error may appear if|\S+ `?TORCH_LOGS=|C\+\+ CapturedTraceback)"
+)
+_DETAIL = re.compile(r"^(\s+\S|Last error|nccl\w+:|(\w+\.)*\w*(Error|Exception)\b|target:|ptxas|Cuda failure|NET/|Call to )")
+_WANTS_DETAIL = re.compile(r"(:|^[\w.]+|raised:|Last error:)\s*$")
+_WITHOUT_WORDS = re.compile(r"^[\w.]+:?\s*$|^(\w+\.)*(KeyError|IndexError|StopIteration|NotImplementedError|ZeroDivisionError)\b")
+_FRAME = re.compile(r'^\s*File "(.+?)", line (\d+)(?:,? in (.+))?')
+
+
+def kind_of(message: str, place: str = "") -> Kind:
+    """The kind of an exception.
+
+    Args:
+        message: with its type in front.
+        place: files that the traceback went through. Words alone do not make a lost peer: *connection reset by peer*
+            is a download's fault where it was one.
+
+    >>> kind_of("RuntimeError: Connection reset by peer").name
+    'LOST_PEER'
+    >>> kind_of("OSError: Connection reset by peer", place="site-packages/urllib3/response.py").name
+    'FAULT'
+    """
+    for kind, words in _WORDS_OF_KIND:
+        if words.search(message):
+            return kind
+    if _DOWNLOAD.search(message) or _DOWNLOAD.search(place):
+        return Kind.FAULT
+    return Kind.LOST_PEER if _LOST_PEER.search(message) else Kind.FAULT
+
+
+# --- the lines of a text ---
+
+_BEGINNING: Final = 48
+_COLOUR = re.compile(r"\x1b\[[0-9;:?]*[A-Za-z]")
+_RANKS = re.compile(r"^.{0,200}?((?:\[(?:rank|default|[A-Za-z_]{3,})?\d+\]: ?)+)")
+_STAMPS = re.compile(
+    r"^(?:\s*\d{1,5}: |\d{1,3}(?:\.\d{1,3}){3}: |[\w.-]*-\d+: |\([^()]*\bpid=\d+[^()]*\) |(?:stdout|stderr) [FP] |"
+    r"\[?\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?\]?[ :]|\d\d:\d\d:\d\d(?:[.,]\d+)? |"
+    r"[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d \S+ (?=kernel|\S+\[\d+\]: )|(?:kernel|python\S*\[\d+\]): |"
+    r"\[ *\d+\.\d+\] |\[[A-Z][a-z]{2} [A-Z][a-z]{2}[^\]]{10,20}\] )+"
+)
+_MARGIN = re.compile(r"^ *(?:[+|] ?)*[+|] ?(?=\S| )")
+_LINK = re.compile(r"^(The above exception was|During handling of the above|-- Process (\d+) terminated with)")
+_MUTED = ("Exception ignored", "Exception in thread")
+_LOG_LINE = re.compile(
+    r"^(\[?[WEIF]\d{3,4} |\[titan\]|\d{4}-\d\d-\d\d|[=*-]{8}|terminate called|wandb:|srun:|slurmstepd|"
+    r"Fatal Python|Exception ignored|\S+:\d+:\d+ \[\d+\] |\s*$)"
+)
+_SYNTAX = re.compile(r"^(SyntaxError|IndentationError|TabError): ")
+_STEP = re.compile(r"step:\s*(\d+)\s+loss:")
+_WATCHDOG = re.compile(
+    r"(?:\[Rank (?P<rank>\d+)\] )?Watchdog caught collective operation timeout: Work\w*\((?:SeqNum=(?P<number>\d+), )?"
+    r"OpType=(?P<operation>\w+).*?(?:\) ran for (?P<ms>\d+) milliseconds|Timeout\(ms\)=(?P<limit>\d+))"
+)
+_GROUP = re.compile(r"\[PG (?:ID )?\S+ PG GUID [^( ]*\(([^)]+)\) Rank (\d+)\]")
+_STUCK = re.compile(r"(?:\[PG .*?Rank (\d+)\] )?ProcessGroupNCCL's watchdog got stuck for (\d+) ?seconds")
+_WHAT = re.compile(r"^\s*what\(\):\s+(.*)")
+_FATAL = re.compile(r"^Fatal Python error: (.+)")
+_CURRENT = re.compile(r"^(Current thread|Thread) 0x")
+_BLOCK_RANK = re.compile(r"^\s*rank\s*:\s*(\d+) \(local_rank: (\d+)\)")
+_BLOCK_CODE = re.compile(r"^\s*exitcode\s*:\s*(-?\d+)(?: \(pid: (\d+)\))?")
+_BLOCK_TRACE = re.compile(r"^\s*traceback : (.*)")
+_AGENT = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+) \(pid: (\d+)\)")
+_BY_TORCHRUN = re.compile(r"Unable to shutdown process (\d+) via")
+GROUPS: Final = {"ep": "expert-parallel", "tp": "tensor-parallel", "pp": "pipeline", "cp": "context-parallel",
+                 "fsdp": "FSDP", "efsdp": "expert-FSDP", "dp_replicate": "replica", "dp_shard": "FSDP",
+                 "default_pg": "default", "loss": "loss"}  # fmt: skip
+"""Dimensions of TorchTitan's meshes (``distributed/parallel_dims.py``), by which PyTorch calls their groups."""
+_APPLICATION_XIDS = frozenset({13, 31, 43, 45, 68, 69})
+"""Xids that a program causes, or that follow another one; all others are of the hardware or the driver.
+Source: NVIDIA, *XID Errors*, r570."""
+
+#: One line that says it all: its pattern, its kind, what is made of it, and whether it shows that the job ended.
+_LINES: Final = tuple(
+    (re.compile(pattern), kind, template, is_end)
+    for pattern, kind, template, is_end in (
+        (r"srun: error: Node failure on (\S+)", Kind.OUTSIDE, r"node \1 failed", True),
+        (r"CANCELLED AT \S+ DUE TO NODE (?:(\S+) )?FAILURE", Kind.OUTSIDE, r"node \1 failed", True),
+        (r"(slurmstepd\S*: error: Detected \d+ oom.kill event.*?)\. Some of", Kind.OUTSIDE, r"out of memory: \1", True),
+        (r"(slurmstepd\S*: error: .*(?:oom.kill event|[Ee]xceeded (?:step|job) memory limit).*)", Kind.OUTSIDE,
+         r"out of memory: \1", True),
+        (r"srun: error: (\S+): tasks? ([\d,-]+): Out Of Memory", Kind.OUTSIDE, r"out of memory: task \2 on \1", True),
+        (r"((?:Memory cgroup o|O)ut of memory: Kill(?:ed)? process \d+ \([^)]*\)(?:.*?anon-rss:\d+ ?kB)?)", Kind.OUTSIDE,
+         r"\1", True),
+        (r"(oom-kill:constraint=\w+).*(task=[^,]+,pid=\d+)", Kind.OUTSIDE, r"out of memory: \1 \2", True),
+        (r"\b(OOMKilled)\b", Kind.OUTSIDE, "out of memory: OOMKilled", True),
+        (r"CANCELLED AT \S+ DUE TO TIME LIMIT", Kind.STOPPED, "Slurm's time limit was reached", True),
+        (r"CANCELLED AT \S+ DUE TO PREEMPTION", Kind.STOPPED, "preempted by another job of Slurm", True),
+        (r"CANCELLED AT \S+ DUE TO JOB REQUEUE", Kind.STOPPED, "requeued by Slurm", True),
+        (r"\*\*\* ((?:JOB|STEP) \S+) ON (\S+) CANCELLED AT \S+ \*\*\*", Kind.ENDED, r"\1 was cancelled", True),
+        (r"srun: error: (\S+): tasks? ([\d,-]+): ((?:Segmentation fault|Bus error|Illegal instruction).*)", Kind.FAULT,
+         r"task \2 on \1: \3", True),
+        (r"srun: error: (\S+): tasks? ([\d,-]+): ((?:Killed|Aborted).*)", Kind.ABORTED, r"task \2 on \1: \3", True),
+        (r"srun: error: (\S+): tasks? ([\d,-]+): ((?:Terminated|Exited).*)", Kind.ENDED, r"task \2 on \1: \3", True),
+        (r"((?:srun: error: (?:Task launch|Unable to|Timed out)|slurmstepd: error: execve).*)", Kind.FAULT, r"\1", True),
+        (r"NVRM: (Xid \(.*?\): \d+, .*)", Kind.OUTSIDE, r"\1", False),
+        (r"(\S+\[\d+\]: segfault at .*? in \S+?)\[", Kind.FAULT, r"\1", True),
+        (r"traps: (\S+ trap invalid opcode .* in \S+?)\[", Kind.FAULT, r"\1", True),
+        (r"(?:^|/)([^/\s]+:\d+): .*?[Bb]lock: \[[\d,]+\],? *[Tt]hread: \[[\d,]+\].*?Assertion `?(.*?)[`']? failed",
+         Kind.FAULT, r"a CUDA kernel's assertion failed (\1): \2", True),
+        (r"^(?:\S+: )?(?:\S*/)?([^/\s]+:\d+): .*Assertion `(.*)' failed\.", Kind.FAULT, r"assertion failed (\1): \2", True),
+        (r"^Assertion failed: (?:\S*/)?([^/\s]+:\d+), condition: (.*)", Kind.FAULT,
+         r"a DeepEP kernel's assertion failed (\1): \2", True),
+        (r"((?:Warning: )?DeepEP .*?time-?out.*)", Kind.WAITED, r"\1", False),
+        (r"(DeepEP timeout check failed.*)", Kind.WAITED, r"\1", False),
+        (r"((?:double )?free\(\): .*|double free or corruption.*|malloc\w*\(\): .*|realloc\(\): .*|munmap_chunk\(\).*|"
+         r"corrupted (?:size|double).*|\*\*\* stack smashing detected.*)", Kind.FAULT, r"\1", True),
+        (r"ERROR: (Unexpected (?:bus error|segmentation fault|floating-point exception).* in worker\..*)", Kind.FAULT,
+         r"\1", True),
+        (r"^(\S*(?:nvshmem|ibgda|ibrc|NVSHMEM)\S*:\d+: (?:NULL value|non-zero status|Unable|nvshmem init).*)", Kind.FAULT,
+         r"NVSHMEM: \1", True),
+        (r"(NVSHMEM API called before NVSHMEM initialization.*)", Kind.FAULT, r"\1", True),
+        (r"\bNCCL WARN ((?:NET/\w+ ?: )?Got completion .*(?:status=|error )(?!0\b).*)", Kind.ABORTED, r"NCCL: \1", False),
+        (r"\bNCCL WARN (.*(?:Duplicate GPU|[Mm]ismatch|No space left|Cuda failure|out of memory|Cannot allocate"
+         r"|ibv_\w+ failed|uncorrectable).*)", Kind.FAULT, r"NCCL: \1", False),
+        (r"\bNCCL WARN (.*(?:remote peer|socket|Connect|connect|Timeout|timeout|Call to recv).*)", Kind.LOST_PEER,
+         r"NCCL: \1", False),
+        (r"^((?:\S*/)?python[\d.]*: (?:No module named|can't open file|Error while finding module).*)", Kind.FAULT,
+         r"\1", True),
+        (r"^(.*: (?:line \d+: )?\S+: (?:command not found|No such file or directory))$", Kind.FAULT, r"\1", True),
+        (r"^(\S+\.py: error: .*|.*Unrecognized (?:options|arguments): .*)", Kind.FAULT, r"\1", True),
+        (r"line \d+: +\d+ ((?:Segmentation fault|Bus error|Illegal instruction).*)", Kind.FAULT, r"\1", True),
+        (r"line \d+: +\d+ ((?:Killed|Aborted).*)", Kind.ABORTED, r"\1", True),
+        (r"^((?:cp|cat|tee|tar|echo|bash|rsync)\b.*: No space left on device.*)", Kind.FAULT, r"\1", True),
+    )
+)  # fmt: skip
+_SIGNS = re.compile(
+    r"Traceback|atchdog|PG GUID|terminate called|what\(\):|Fatal Python|Assertion|DeepEP|NCCL WARN|srun: |slurmstepd|"
+    r"CANCELLED|oom.kill|OOMKilled|ut of memory|Xid|segfault|invalid opcode|free\(\)|alloc\w*\(\)|munmap_chunk|corrupt|"
+    r"smashing|in worker\.|nvshmem|NVSHMEM|ibgda|ibrc|Error: |No module named|can't open|Error while finding|not found|"
+    r"No such file|No space|: error: |Unrecognized|line \d+: +\d+ |rank\s+: |exitcode|Root Cause|Failures:|traceback : |"
+    r"Unable to shutdown|step:|Training completed|terminated with|above exception"
+)
+
+
+@dataclass
+class _Stream:
+    """Lines with the same prefix: those of one rank, as far as the prefix tells."""
+
+    rank: int | None
+    has_own_prefix: bool
+    inside: bool = False  # between a traceback's header and its exception
+    is_muted: bool = False
+    is_linked: bool = False  # the next traceback belongs to the one before
+    text: list[str] = field(default_factory=list)  # of the exception that was raised last
+    frame: tuple[str, str, str] | None = None
+    source: str = ""
+    places: str = ""
+    chain: list[tuple[int, Statement]] = field(default_factory=list)
+    fatal: str = ""
+    before: str = ""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the next line may belong to what was said before."""
+        return bool(self.inside or self.text or self.fatal or self.is_linked)
+
+
+class _Scan:
+    """The statements in one text, which several ranks may have written.
+
+    Args:
+        text: its lines.
+        rank: who wrote it, where no line says otherwise.
+    """
+
+    def __init__(self, text: str, *, rank: int | None = None) -> None:
+        self.rank = rank
+        self.roots: set[int] = set()
+        self.places: list[tuple[int, int]] = []
+        self._found: list[tuple[int, Statement]] = []
+        self._chains: dict[str, list[tuple[int, list[tuple[int, Statement]]]]] = {}
+        self._streams: dict[str, _Stream] = {}
+        self._groups: dict[int | None, str] = {}
+        self._steps: dict[int, int] = {}  # the line on which a step was logged last
+        self._completed = -1
+        self._ended_by_torchrun: set[str] = set()
+        self._block: tuple[int, bool] | None = None  # rank of torchrun's summary, and whether it is the root cause
+        self._is_root, self._in_trace = False, False
+        self._kernels: set[str] = set()  # how lines begin that a kernel prints from each of its threads, 100,000 times
+        self._line = 0
+        for raw in text.splitlines():
+            self._line += 1
+            if raw[:_BEGINNING] in self._kernels:
+                continue
+            if _SIGNS.search(raw) or self._in_trace or any(stream.is_open for stream in self._streams.values()):
+                self._take(raw)
+        for key, stream in self._streams.items():
+            self._close(key, stream)
+            self._end_chain(key, stream)
+
+    def statements(self) -> Iterator[Statement]:
+        """Those that the job did not get over, in the order in which they were made."""
+        found = [*self._found, *(one for key in self._chains for one in self._last_chains(key))]
+        for line, statement in sorted(found, key=lambda one: one[0]):
+            steps_after = sum(last > line for last in self._steps.values())
+            if steps_after < SURVIVED_STEPS and line > self._completed:
+                yield self._with_group(statement)
+
+    def _last_chains(self, key: str) -> Iterator[tuple[int, Statement]]:
+        """Of a rank's tracebacks the last, and of the text of an unknown number of ranks all.
+
+        What a rank raised long before its end it got over; a second exception may be raised on the way out of the first.
+        """
+        chains = self._chains[key]
+        last = chains[-1][0]
+        for line, chain in chains:
+            if self._streams[key].rank is None or last - line < 400:
+                # The innermost exception of a chain comes first and the last says what it meant, if it is no worse.
+                yield min(reversed(chain), key=lambda one: one[1].kind)
+
+    def _take(self, raw: str) -> None:
+        line = _COLOUR.sub("", raw.rpartition("\r")[2] or raw)
+        if line.startswith('{"log":'):  # Docker's file of a container
+            try:
+                line = str(json.loads(line)["log"]).rstrip("\n")
+            except (ValueError, KeyError):
+                return
+        key, rank, has_own_prefix = "", self.rank, False
+        match = _RANKS.match(line)
+        if match:
+            key, line = match[1], line[match.end() :]
+            rank = int(re.findall(r"\d+", key)[-1])
+            has_own_prefix = key.endswith("]: ")  # PyTorch's own, which every line of a traceback has
+        else:
+            stamp = _STAMPS.match(line)
+            if stamp:
+                line = line[stamp.end() :]
+                key = "".join(re.findall(r"^ *\d+: |[\w.-]*-\d+: |pid=\d+", stamp[0]))
+        stream = self._streams.get(key)
+        if stream is None:
+            stream = self._streams[key] = _Stream(rank=rank, has_own_prefix=has_own_prefix)
+        if self._summary(line):
+            return
+        if not self._exception(key, stream, line):
+            if self._one_line(stream, line):
+                self._kernels.add(raw[:_BEGINNING])
+            if line.strip():
+                stream.before = line
+
+    # Python's exceptions
+
+    def _exception(self, key: str, stream: _Stream, line: str) -> bool:
+        """Whether the line belongs to a traceback or to the message of its exception."""
+        if _HEADER in line:
+            is_nested = bool(stream.text) or stream.is_linked
+            self._close(key, stream)
+            if not is_nested:
+                self._end_chain(key, stream)
+            stream.inside, stream.is_linked, stream.places, stream.frame = True, False, "", None
+            # Python prints these two kinds for what does not end the process, the first at its very end.
+            stream.is_muted = stream.before.startswith(_MUTED)
+            if of_rank := re.search(r"\(RANK (\d+)\)", line):
+                stream.rank = int(of_rank[1])
+            stream.before = ""
+            return True
+        if _LINK.match(line):
+            self._close(key, stream)
+            stream.is_linked = True
+            if (of_process := _LINK.match(line)) and of_process[2]:
+                stream.rank = int(of_process[2])
+            return True
+        if stream.inside:
+            content = _MARGIN.sub("", line) if line.lstrip()[:1] in ("|", "+") else line
+            if frame := _FRAME.match(content):
+                stream.frame, stream.source = (frame[1], frame[2], frame[3] or ""), ""
+                stream.places += f" {frame[1]}"
+            elif not content.strip() or content[0].isspace() or content[0] in "│╭╰❱":
+                if not stream.source and content.strip(" ^~│"):
+                    stream.source = content.strip()
+            else:
+                stream.inside, stream.text = False, [content]
+            return True
+        if stream.text:
+            first_line_wants_more = bool(_WANTS_DETAIL.search(stream.text[-1]))
+            is_message = stream.has_own_prefix or _DETAIL.match(line) or first_line_wants_more
+            if len(stream.text) < 40 and is_message and (not _LOG_LINE.match(line) or self._goes_on(stream, line)):
+                stream.text.append(_MARGIN.sub("", line) if line.lstrip()[:1] in ("|", "+") else line)
+                return True
+            self._close(key, stream)
+        elif _SYNTAX.match(line) and stream.before:  # of the script itself: Python prints no header
+            self._add(stream, Kind.FAULT, f"{line} ({stream.before.strip()})")
+            return True
+        return False
+
+    def _goes_on(self, stream: _Stream, line: str) -> bool:
+        return stream.has_own_prefix and not line.strip()
+
+    def _close(self, key: str, stream: _Stream) -> None:
+        """Make a statement of the exception that was read last."""
+        if stream.text and not stream.is_muted and "ChildFailedError" not in stream.text[0]:
+            lines = [line.strip() for line in stream.text]
+            kept = [line for line in lines if line and not _BOILERPLATE.match(line) and "Traceback (most" not in line]
+            message = " ".join(kept)
+            if stream.frame and (_WITHOUT_WORDS.match(message) or _SYNTAX.match(message)):
+                message = f"{message.rstrip(': ')} {_where(stream)}"
+            kind = kind_of(message, stream.places)
+            stream.chain.append((self._line, Statement(kind=kind, rank=stream.rank, message=message)))
+        stream.text, stream.inside, stream.fatal = [], False, ""
+
+    def _end_chain(self, key: str, stream: _Stream) -> None:
+        if stream.chain:
+            self._chains.setdefault(key, []).append((self._line, stream.chain))
+            stream.chain = []
+
+    # what is said on one line
+
+    def _one_line(self, stream: _Stream, line: str) -> bool:
+        """Whether a kernel said the line."""
+        if step := _STEP.search(line):
+            self._steps[int(step[1])] = self._line
+        elif "Training completed" in line:
+            self._completed = self._line
+        if group := _GROUP.search(line):
+            self._groups.setdefault(int(group[2]), group[1])
+        if match := _WATCHDOG.search(line):
+            rank = int(match["rank"]) if match["rank"] else stream.rank
+            number = f" (sequence number {match['number']})" if match["number"] else ""
+            seconds = int(match["ms"] or match["limit"]) / 1000
+            words = f"a collective timed out: {match['operation']}{number} after {seconds:.0f} s"
+            self._add(stream, Kind.TIMED_OUT, words, rank=rank)
+        elif match := _STUCK.search(line):
+            rank = int(match[1]) if match[1] else stream.rank
+            self._add(stream, Kind.ABORTED, f"NCCL's watchdog got stuck for {match[2]} s in a CUDA or NCCL call", rank=rank)
+        elif match := _WHAT.match(line):
+            thrown = stream.before.partition("instance of ")[2].strip(" '")
+            words = match[1].partition("terminated with exception: ")[2] or match[1]
+            self._add(stream, kind_of(words), f"{thrown}: {words}" if thrown else words)
+        elif match := _FATAL.match(line):
+            stream.fatal = match[1]
+            self._add(stream, Kind.ABORTED if match[1].startswith("Aborted") else Kind.FAULT, match[1])
+        elif stream.fatal and _CURRENT.match(line):
+            stream.fatal = stream.fatal if line.startswith("Current") else "other"
+        elif stream.fatal and (frame := _FRAME.match(line)):
+            if stream.fatal != "other" and self._found:
+                stream.frame, stream.source = (frame[1], frame[2], frame[3] or ""), ""
+                position, statement = self._found.pop()
+                self._found.append((position, replace(statement, message=f"{stream.fatal} {_where(stream)}")))
+            stream.fatal = ""
+        elif match := _BY_TORCHRUN.search(line):
+            self._ended_by_torchrun.add(match[1])
+        elif (match := _AGENT.search(line)) and not self.places:
+            self._exit(int(match[2]), int(match[1]), match[3])
+        else:
+            return self._by_table(stream, line)
+        return False
+
+    def _by_table(self, stream: _Stream, line: str) -> bool:
+        """Whether a kernel said the line."""
+        for pattern, kind, template, is_end in _LINES:
+            match = pattern.search(line)
+            if not match:
+                continue
+            message = " ".join(match.expand(template).split())
+            if "Xid" in message and int(message.partition("): ")[2].partition(",")[0]) in _APPLICATION_XIDS:
+                kind = Kind.TRAPPED
+            self._add(stream, kind, message, is_end=is_end)
+            return kind is Kind.WAITED or "kernel's assertion" in template
+        return False
+
+    def _add(self, stream: _Stream, kind: Kind, message: str, *, rank: int | None = None, is_end: bool = True) -> None:
+        rank = stream.rank if rank is None else rank
+        outside = kind in (Kind.OUTSIDE, Kind.STOPPED) and "Xid" not in message
+        one = Statement(kind=kind, message=message, rank=None if outside else rank, is_end=is_end)
+        self._found.append((self._line, one))
+
+    def _with_group(self, statement: Statement) -> Statement:
+        """A time-out with the group that it was in, which other lines name."""
+        name = self._groups.get(statement.rank, "undefined")
+        if statement.kind is not Kind.TIMED_OUT or name == "undefined":
+            return statement
+        group = f"the {GROUPS[name]} group ({name})" if name in GROUPS else f"group {name}"
+        return replace(statement, message=statement.message.replace(" after ", f" of {group} after ", 1))
+
+    # torchrun's summary
+
+    def _summary(self, line: str) -> bool:
+        """Whether the line belongs to torchrun's list of failures, with two spaces before all of it."""
+        if self._in_trace and line.startswith("  ") and not _BLOCK_RANK.match(line):
+            stream = self._streams.setdefault("summary", _Stream(rank=None, has_own_prefix=False))
+            stream.rank = self._block[0] if self._block else None
+            self._exception("summary", stream, line[2:])
+            return True
+        self._in_trace = False
+        if "Root Cause (first observed failure)" in line:
+            self._is_root = True
+        elif line.startswith("Failures:"):
+            self._is_root = False
+        elif match := _BLOCK_RANK.match(line):
+            self._block = (int(match[1]), self._is_root)
+            self.places.append((int(match[1]), int(match[2])))
+            if self._is_root:
+                self.roots.add(int(match[1]))
+        elif self._block and (match := _BLOCK_CODE.match(line)):
+            self._exit(self._block[0], int(match[1]), match[2] or "")
+        elif self._block and (match := _BLOCK_TRACE.match(line)):
+            self._in_trace = _HEADER in match[1]
+            if self._in_trace:
+                stream = self._streams.setdefault("summary", _Stream(rank=None, has_own_prefix=False))
+                stream.rank = self._block[0]
+                self._exception("summary", stream, match[1])
+        else:
+            return False
+        return True
+
+    def _exit(self, rank: int, code: int, process: str) -> None:
+        """A rank that ended by a signal or with a code; a shell in between makes 128 + n of a signal n."""
+        number = -code if code < 0 else code - 128 if code > 128 else 0
+        name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+        if number in (0, signal.SIGTERM, signal.SIGINT, signal.SIGHUP) or process in self._ended_by_torchrun:
+            words = f"killed by {name}" if number else f"ended with exit code {code}"
+            statement = Statement(kind=Kind.ENDED, rank=rank, message=words, has_words=False)
+        elif number == signal.SIGABRT:  # of a communication library that lost a peer, more often than not
+            statement = Statement(kind=Kind.ABORTED, rank=rank, message=f"killed by {name}", has_words=False)
+        else:
+            kind = Kind.OUTSIDE if number == signal.SIGKILL else Kind.FAULT
+            statement = Statement(kind=kind, rank=rank, message=f"killed by {name}{_SIGNAL_HINTS.get(name, '')}")
+        self._found.append((self._line, statement))
+
+
+_SIGNAL_HINTS: Final = {
+    "SIGKILL": " (often the system running out of memory)",
+    "SIGBUS": " (often no space left in /dev/shm)",
+    "SIGILL": " (an instruction that the processor does not have)",
+}
+
+
+def _where(stream: _Stream) -> str:
+    """The frame that raised and its source line."""
+    file, line, function = stream.frame or ("", "", "")
+    parts = Path(file).parts
+    below = [index for index, part in enumerate(parts) if part in ("site-packages", "dist-packages")]
+    short = "/".join(parts[below[-1] + 1 :] if below else parts[-2:])
+    source = f": {stream.source}" if stream.source else ""
+    return f"({short}:{line}{f' in {function}' if function else ''}{source})"
