@@ -78,9 +78,7 @@ class Statement:
         return self.message if self.rank is None else f"rank {self.rank}: {self.message}"
 
 
-def cause(
-    logs: Path | None, *texts: str, ranks_per_node: int = 0, traces: Path | None = None
-) -> Statement | None:
+def cause(logs: Path | None, *texts: str, ranks_per_node: int = 0, traces: Path | None = None) -> Statement | None:
     """The cause of a failed run, such as ``rank 1: RuntimeError: Loss is not finite (…)``.
 
     Args:
@@ -178,9 +176,12 @@ def _recorded(file: Path, rank: int) -> Iterator[Statement]:
         message = str(content["message"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return
-    text = called if called.startswith(_HEADER) and "\n" in called.strip() else ""
-    # A traceback names the exception in full; older versions of torch wrote the message alone.
-    told = list(_Scan(text, rank=rank).statements()) or list(_Scan(f"{_HEADER}:\n{message}", rank=rank).statements())
+    # A traceback names the exception in full and has its frame; older versions of torch wrote the message alone.
+    kind, _, words = message.partition("\n")[0].partition(": ")
+    text = called if called.startswith(_HEADER) and (words or kind) in called else f"{_HEADER}:\n{message}"
+    told = list(_Scan(text, rank=rank, is_exception=True).statements()) or [
+        Statement(kind=kind_of(message), message=message)
+    ]
     yield from (replace(one, time=time, rank=rank) for one in told)
 
 
@@ -222,16 +223,22 @@ _WORDS_OF_KIND: Final = (
     (Kind.TIMED_OUT, re.compile(r"collective operation timeout|timed out waiting \d+ ?ms for (recv|send)", re.I)),
     (Kind.ENDED, re.compile(r"^\S*(SignalException|KeyboardInterrupt)\b|killed by signal: Terminated")),
     # These say that something failed, and another exception of their chain says what.
+    (Kind.ABORTED, re.compile(r"Got completion .*(status=|with error)")),
     (Kind.ABORTED, re.compile(r"DataLoader worker \(pid.*exited unexpectedly|unexpected pos \d+ vs \d+")),
 )
 _BOILERPLATE = re.compile(
     r"^(CUDA kernel errors might|For debugging consider|Compile with `TORCH_USE_CUDA_DSA|Search for `cudaError|"
     r"Device-side assertion tracking|Set TORCHDYNAMO_VERBOSE|You can suppress this|Exception raised from|frame #|"
-    r"The above operation failed|This error may appear if|\S+ `?TORCH_LOGS=|C\+\+ CapturedTraceback)"
+    r"nccl\w+(Error|Usage): |The above operation failed|This error may appear if|\S+ `?TORCH_LOGS=|C\+\+ CapturedTraceback)"
 )
-_DETAIL = re.compile(r"^(\s+\S|Last error|nccl\w+:|(\w+\.)*\w*(Error|Exception)\b|target:|ptxas|Cuda failure|NET/|Call to )")
-_WANTS_DETAIL = re.compile(r"(:|^[\w.]+|raised:|Last error:)\s*$")
-_WITHOUT_WORDS = re.compile(r"^[\w.]+:?\s*$|^(\w+\.)*(KeyError|IndexError|StopIteration|NotImplementedError|ZeroDivisionError)\b")
+_DETAIL = re.compile(
+    r"^(\s+\S|Last error|nccl\w+:|(\w+\.)*\w*(Error|Exception)\b|target:|ptxas|Cuda failure|NET/|Call to )"
+)
+_WANTS_DETAIL = re.compile(r":\s*$")
+_WITHOUT_WORDS = re.compile(
+    r"^[\w.]+:?\s*$|^(\w+\.)*(KeyError|IndexError|StopIteration|NotImplementedError|ZeroDivisionError)\b"
+)
+_NCCL_PLACE = re.compile(r"NCCL error in: (?:\S*/)?(\S+), ")
 _FRAME = re.compile(r'^\s*File "(.+?)", line (\d+)(?:,? in (.+))?')
 
 
@@ -260,31 +267,32 @@ def kind_of(message: str, place: str = "") -> Kind:
 
 _BEGINNING: Final = 48
 _COLOUR = re.compile(r"\x1b\[[0-9;:?]*[A-Za-z]")
-_RANKS = re.compile(r"^.{0,200}?((?:\[(?:rank|default|[A-Za-z_]{3,})?\d+\]: ?)+)")
+_RANKS = re.compile(r"^.{0,200}?((?:\[[A-Za-z_]+\d+\]: ?)+)")
 _STAMPS = re.compile(
-    r"^(?:\s*\d{1,5}: |\d{1,3}(?:\.\d{1,3}){3}: |[\w.-]*-\d+: |\([^()]*\bpid=\d+[^()]*\) |(?:stdout|stderr) [FP] |"
+    r"^(?:\s*\d{1,5}: |\d{1,3}(?:\.\d{1,3}){3}: |(?!slurmstepd)[\w.-]*-\d+: |\([^()]*\bpid=\d+[^()]*\) |(?:stdout|stderr) [FP] |"
     r"\[?\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?\]?[ :]|\d\d:\d\d:\d\d(?:[.,]\d+)? |"
-    r"[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d \S+ (?=kernel|\S+\[\d+\]: )|(?:kernel|python\S*\[\d+\]): |"
+    r"[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d \S+ (?=kernel|\S+\[\d+\]: )|kernel: |"
     r"\[ *\d+\.\d+\] |\[[A-Z][a-z]{2} [A-Z][a-z]{2}[^\]]{10,20}\] )+"
 )
 _MARGIN = re.compile(r"^ *(?:[+|] ?)*[+|] ?(?=\S| )")
+_EXCEPTION = re.compile(r"^[A-Za-z_][\w.]*(: |:?$)")
 _LINK = re.compile(r"^(The above exception was|During handling of the above|-- Process (\d+) terminated with)")
 _MUTED = ("Exception ignored", "Exception in thread")
 _LOG_LINE = re.compile(
     r"^(\[?[WEIF]\d{3,4} |\[titan\]|\d{4}-\d\d-\d\d|[=*-]{8}|terminate called|wandb:|srun:|slurmstepd|"
-    r"Fatal Python|Exception ignored|\S+:\d+:\d+ \[\d+\] |\s*$)"
+    r"Fatal Python|Exception (?:ignored|in thread)|\S+:\d+:\d+ \[\d+\] |\s*$)"
 )
 _SYNTAX = re.compile(r"^(SyntaxError|IndentationError|TabError): ")
 _STEP = re.compile(r"step:\s*(\d+)\s+loss:")
 _WATCHDOG = re.compile(
     r"(?:\[Rank (?P<rank>\d+)\] )?Watchdog caught collective operation timeout: Work\w*\((?:SeqNum=(?P<number>\d+), )?"
-    r"OpType=(?P<operation>\w+).*?(?:\) ran for (?P<ms>\d+) milliseconds|Timeout\(ms\)=(?P<limit>\d+))"
+    r"OpType=(?P<operation>\w+).*?Timeout\(ms\)=(?P<limit>\d+)\)(?: ran for (?P<ms>\d+) milliseconds)?"
 )
 _GROUP = re.compile(r"\[PG (?:ID )?\S+ PG GUID [^( ]*\(([^)]+)\) Rank (\d+)\]")
 _STUCK = re.compile(r"(?:\[PG .*?Rank (\d+)\] )?ProcessGroupNCCL's watchdog got stuck for (\d+) ?seconds")
 _WHAT = re.compile(r"^\s*what\(\):\s+(.*)")
 _FATAL = re.compile(r"^Fatal Python error: (.+)")
-_CURRENT = re.compile(r"^(Current thread|Thread) 0x")
+_THREAD = re.compile(r"^(Current thread|Thread) 0x")
 _BLOCK_RANK = re.compile(r"^\s*rank\s*:\s*(\d+) \(local_rank: (\d+)\)")
 _BLOCK_CODE = re.compile(r"^\s*exitcode\s*:\s*(-?\d+)(?: \(pid: (\d+)\))?")
 _BLOCK_TRACE = re.compile(r"^\s*traceback : (.*)")
@@ -298,67 +306,79 @@ _APPLICATION_XIDS = frozenset({13, 31, 43, 45, 68, 69})
 """Xids that a program causes, or that follow another one; all others are of the hardware or the driver.
 Source: NVIDIA, *XID Errors*, r570."""
 
-#: One line that says it all: its pattern, its kind, what is made of it, and whether it shows that the job ended.
+#: One line that says it all: a word of it, its pattern, its kind, what is made of it, and whether it shows an end.
 _LINES: Final = tuple(
-    (re.compile(pattern), kind, template, is_end)
-    for pattern, kind, template, is_end in (
-        (r"srun: error: Node failure on (\S+)", Kind.OUTSIDE, r"node \1 failed", True),
-        (r"CANCELLED AT \S+ DUE TO NODE (?:(\S+) )?FAILURE", Kind.OUTSIDE, r"node \1 failed", True),
-        (r"(slurmstepd\S*: error: Detected \d+ oom.kill event.*?)\. Some of", Kind.OUTSIDE, r"out of memory: \1", True),
-        (r"(slurmstepd\S*: error: .*(?:oom.kill event|[Ee]xceeded (?:step|job) memory limit).*)", Kind.OUTSIDE,
+    (sign, re.compile(pattern), kind, template, is_end)
+    for sign, pattern, kind, template, is_end in (
+        ("Node failure on", r"srun: error: Node failure on (\S+)", Kind.OUTSIDE, r"node \1 failed", True),
+        ("DUE TO NODE", r"DUE TO NODE (?:(\S+) )?FAILURE", Kind.OUTSIDE, r"node \1 failed", True),
+        ("oom", r"(slurmstepd\S*: error: Detected \d+ oom.kill event.*?)(?:\. Some of|$)", Kind.OUTSIDE,
          r"out of memory: \1", True),
-        (r"srun: error: (\S+): tasks? ([\d,-]+): Out Of Memory", Kind.OUTSIDE, r"out of memory: task \2 on \1", True),
-        (r"((?:Memory cgroup o|O)ut of memory: Kill(?:ed)? process \d+ \([^)]*\)(?:.*?anon-rss:\d+ ?kB)?)", Kind.OUTSIDE,
-         r"\1", True),
-        (r"(oom-kill:constraint=\w+).*(task=[^,]+,pid=\d+)", Kind.OUTSIDE, r"out of memory: \1 \2", True),
-        (r"\b(OOMKilled)\b", Kind.OUTSIDE, "out of memory: OOMKilled", True),
-        (r"CANCELLED AT \S+ DUE TO TIME LIMIT", Kind.STOPPED, "Slurm's time limit was reached", True),
-        (r"CANCELLED AT \S+ DUE TO PREEMPTION", Kind.STOPPED, "preempted by another job of Slurm", True),
-        (r"CANCELLED AT \S+ DUE TO JOB REQUEUE", Kind.STOPPED, "requeued by Slurm", True),
-        (r"\*\*\* ((?:JOB|STEP) \S+) ON (\S+) CANCELLED AT \S+ \*\*\*", Kind.ENDED, r"\1 was cancelled", True),
-        (r"srun: error: (\S+): tasks? ([\d,-]+): ((?:Segmentation fault|Bus error|Illegal instruction).*)", Kind.FAULT,
-         r"task \2 on \1: \3", True),
-        (r"srun: error: (\S+): tasks? ([\d,-]+): ((?:Killed|Aborted).*)", Kind.ABORTED, r"task \2 on \1: \3", True),
-        (r"srun: error: (\S+): tasks? ([\d,-]+): ((?:Terminated|Exited).*)", Kind.ENDED, r"task \2 on \1: \3", True),
-        (r"((?:srun: error: (?:Task launch|Unable to|Timed out)|slurmstepd: error: execve).*)", Kind.FAULT, r"\1", True),
-        (r"NVRM: (Xid \(.*?\): \d+, .*)", Kind.OUTSIDE, r"\1", False),
-        (r"(\S+\[\d+\]: segfault at .*? in \S+?)\[", Kind.FAULT, r"\1", True),
-        (r"traps: (\S+ trap invalid opcode .* in \S+?)\[", Kind.FAULT, r"\1", True),
-        (r"(?:^|/)([^/\s]+:\d+): .*?[Bb]lock: \[[\d,]+\],? *[Tt]hread: \[[\d,]+\].*?Assertion `?(.*?)[`']? failed",
+        ("xceeded", r"(slurmstepd\S*: error: .*[Ee]xceeded (?:step|job) memory limit.*)", Kind.OUTSIDE,
+         r"out of memory: \1", True),
+        ("Out Of Memory", r"srun: error: (\S+): tasks? ([\d,-]+): Out Of Memory", Kind.OUTSIDE,
+         r"out of memory: task \2 on \1", True),
+        ("ut of memory: Kill", r"((?:Memory cgroup o|O)ut of memory: Kill(?:ed)? process \d+ \([^)]*\)(?:.*?anon-rss:\w+)?)",
+         Kind.OUTSIDE, r"\1", True),
+        ("oom-kill:", r"(oom-kill:constraint=\w+).*(task=[^,]+,pid=\d+)", Kind.OUTSIDE, r"out of memory: \1 \2", True),
+        ("OOMKilled", r"OOMKilled", Kind.OUTSIDE, "out of memory: OOMKilled", True),
+        ("DUE TO TIME LIMIT", r"CANCELLED AT", Kind.STOPPED, "Slurm's time limit was reached", True),
+        ("DUE TO PREEMPTION", r"CANCELLED AT", Kind.STOPPED, "preempted by another job of Slurm", True),
+        ("DUE TO JOB REQUEUE", r"CANCELLED AT", Kind.STOPPED, "requeued by Slurm", True),
+        ("CANCELLED AT", r"\*\*\* ((?:JOB|STEP) \S+) ON \S+ CANCELLED AT \S+ (?:DUE TO TASK FAILURE )?\*\*\*", Kind.ENDED,
+         r"\1 was cancelled", True),
+        ("srun: error", r"error: (\S+): tasks? ([\d,-]+): ((?:Segmentation fault|Bus error|Illegal instruction).*)",
+         Kind.FAULT, r"task \2 on \1: \3", True),
+        ("srun: error", r"error: (\S+): tasks? ([\d,-]+): ((?:Killed|Aborted).*)", Kind.ABORTED, r"task \2 on \1: \3", True),
+        ("srun: error", r"error: (\S+): tasks? ([\d,-]+): ((?:Terminated|Exited).*)", Kind.ENDED, r"task \2 on \1: \3", True),
+        ("srun: error", r"(srun: error: (?:Task launch|Unable to|Timed out).*)", Kind.FAULT, r"\1", True),
+        ("execve", r"(slurmstepd: error: execve.*)", Kind.FAULT, r"\1", True),
+        ("NVRM: Xid", r"NVRM: (Xid \(.*?\): \d+, .*)", Kind.OUTSIDE, r"\1", False),
+        ("HW Exception by GPU", r"(HW Exception by GPU node\S* .*)", Kind.OUTSIDE, r"\1", True),
+        ("segfault at", r"(\S+\[\d+\]: segfault at .*? in \S+?)\[", Kind.FAULT, r"\1", True),
+        ("invalid opcode", r"traps: (\S+ trap invalid opcode .* in \S+?)\[", Kind.FAULT, r"\1", True),
+        ("Caught signal", r"Caught signal \d+ \((.*)\)", Kind.FAULT, r"\1", True),
+        ("Memory access fault", r"(Memory access fault by GPU node\S* .*?Reason: [^.]*)", Kind.FAULT, r"\1", True),
+        ("Assertion", r"(?:^|/)([^/\s]+:\d+): .*?[Bb]lock: \[[\d,]+\],? *[Tt]hread: \[[\d,]+\].*?Assertion `?(.*?)[`']? failed",
          Kind.FAULT, r"a CUDA kernel's assertion failed (\1): \2", True),
-        (r"^(?:\S+: )?(?:\S*/)?([^/\s]+:\d+): .*Assertion `(.*)' failed\.", Kind.FAULT, r"assertion failed (\1): \2", True),
-        (r"^Assertion failed: (?:\S*/)?([^/\s]+:\d+), condition: (.*)", Kind.FAULT,
+        ("Assertion", r"^(?:\S+: )?(?:\S*/)?([^/\s]+:\d+): .*Assertion `(.*)' failed\.", Kind.FAULT,
+         r"assertion failed (\1): \2", True),
+        ("Assertion failed:", r"Assertion failed: (?:\S*/)?([^/\s]+:\d+), condition: (.*)", Kind.FAULT,
          r"a DeepEP kernel's assertion failed (\1): \2", True),
-        (r"((?:Warning: )?DeepEP .*?time-?out.*)", Kind.WAITED, r"\1", False),
-        (r"(DeepEP timeout check failed.*)", Kind.WAITED, r"\1", False),
-        (r"((?:double )?free\(\): .*|double free or corruption.*|malloc\w*\(\): .*|realloc\(\): .*|munmap_chunk\(\).*|"
-         r"corrupted (?:size|double).*|\*\*\* stack smashing detected.*)", Kind.FAULT, r"\1", True),
-        (r"ERROR: (Unexpected (?:bus error|segmentation fault|floating-point exception).* in worker\..*)", Kind.FAULT,
-         r"\1", True),
-        (r"^(\S*(?:nvshmem|ibgda|ibrc|NVSHMEM)\S*:\d+: (?:NULL value|non-zero status|Unable|nvshmem init).*)", Kind.FAULT,
-         r"NVSHMEM: \1", True),
-        (r"(NVSHMEM API called before NVSHMEM initialization.*)", Kind.FAULT, r"\1", True),
-        (r"\bNCCL WARN ((?:NET/\w+ ?: )?Got completion .*(?:status=|error )(?!0\b).*)", Kind.ABORTED, r"NCCL: \1", False),
-        (r"\bNCCL WARN (.*(?:Duplicate GPU|[Mm]ismatch|No space left|Cuda failure|out of memory|Cannot allocate"
-         r"|ibv_\w+ failed|uncorrectable).*)", Kind.FAULT, r"NCCL: \1", False),
-        (r"\bNCCL WARN (.*(?:remote peer|socket|Connect|connect|Timeout|timeout|Call to recv).*)", Kind.LOST_PEER,
+        ("DeepEP", r"((?:Warning: )?DeepEP .*?time-?out.*)", Kind.WAITED, r"\1", False),
+        ("free()", r"((?:double )?free\(\): .*)", Kind.FAULT, r"\1", True),
+        ("corrupt", r"((?:double free or corruption|malloc\w*\(\): |corrupted (?:size|double)).*)", Kind.FAULT, r"\1", True),
+        ("alloc", r"((?:malloc\w*|realloc)\(\): .*)", Kind.FAULT, r"\1", True),
+        ("munmap_chunk()", r"(munmap_chunk\(\).*)", Kind.FAULT, r"\1", True),
+        ("stack smashing", r"(\*\*\* stack smashing detected.*)", Kind.FAULT, r"\1", True),
+        ("in worker.", r"ERROR: (Unexpected .* in worker\..*)", Kind.FAULT, r"\1", True),
+        *((sign, r"^(\S*:\d+: (?:NULL value|non-zero status|Unable|nvshmem init).*)", Kind.FAULT, r"NVSHMEM: \1", True)
+          for sign in ("nvshmem", "ibgda", "ibrc")),
+        ("NVSHMEM API", r"(NVSHMEM API called before NVSHMEM initialization.*)", Kind.FAULT, r"\1", True),
+        ("NCCL WARN", r"NCCL WARN ((?:NET/\w+ ?: )?Got completion .*(?:status=|error )(?!0\b).*)", Kind.ABORTED,
          r"NCCL: \1", False),
-        (r"^((?:\S*/)?python[\d.]*: (?:No module named|can't open file|Error while finding module).*)", Kind.FAULT,
-         r"\1", True),
-        (r"^(.*: (?:line \d+: )?\S+: (?:command not found|No such file or directory))$", Kind.FAULT, r"\1", True),
-        (r"^(\S+\.py: error: .*|.*Unrecognized (?:options|arguments): .*)", Kind.FAULT, r"\1", True),
-        (r"line \d+: +\d+ ((?:Segmentation fault|Bus error|Illegal instruction).*)", Kind.FAULT, r"\1", True),
-        (r"line \d+: +\d+ ((?:Killed|Aborted).*)", Kind.ABORTED, r"\1", True),
-        (r"^((?:cp|cat|tee|tar|echo|bash|rsync)\b.*: No space left on device.*)", Kind.FAULT, r"\1", True),
+        ("NCCL WARN", r"NCCL WARN (.*(?:Duplicate GPU|[Mm]ismatch|No space left|Cuda failure|out of memory|Cannot allocate"
+         r"|ibv_\w+ failed|uncorrectable).*)", Kind.FAULT, r"NCCL: \1", False),
+        ("NCCL WARN", r"NCCL WARN (.*(?:remote peer|[Ss]ocket|[Cc]onnect|[Tt]imeout|Call to recv).*)", Kind.LOST_PEER,
+         r"NCCL: \1", False),
+        ("python", r"^((?:\S*/)?python[\d.]*: (?:No module named|can't open file|Error while finding module).*)",
+         Kind.FAULT, r"\1", True),
+        ("command not found", r"^(.*: (?:line \d+: )?\S+: command not found)$", Kind.FAULT, r"\1", True),
+        ("No such file", r"^(\S+: line \d+: \S+: No such file or directory)$", Kind.FAULT, r"\1", True),
+        (": error: ", r"^(\S+: error: (?:unrecognized|argument|the following|invalid|ambiguous) .*)", Kind.FAULT, r"\1", True),
+        *((sign, r"((?:Unrecognized|Required|Missing) (?:options?|arguments?): [^│]*)", Kind.FAULT, r"\1", True)
+          for sign in ("options: ", "arguments: ")),
+        (": line ", r"line \d+: +\d+ ((?:Segmentation fault|Bus error|Illegal instruction).*)", Kind.FAULT, r"\1", True),
+        (": line ", r"line \d+: +\d+ ((?:Killed|Aborted).*)", Kind.ABORTED, r"\1", True),
+        ("No space left", r"^((?:cp|cat|tee|tar|echo|bash|rsync)\b.*: No space left on device.*)", Kind.FAULT, r"\1", True),
     )
 )  # fmt: skip
-_SIGNS = re.compile(
-    r"Traceback|atchdog|PG GUID|terminate called|what\(\):|Fatal Python|Assertion|DeepEP|NCCL WARN|srun: |slurmstepd|"
-    r"CANCELLED|oom.kill|OOMKilled|ut of memory|Xid|segfault|invalid opcode|free\(\)|alloc\w*\(\)|munmap_chunk|corrupt|"
-    r"smashing|in worker\.|nvshmem|NVSHMEM|ibgda|ibrc|Error: |No module named|can't open|Error while finding|not found|"
-    r"No such file|No space|: error: |Unrecognized|line \d+: +\d+ |rank\s+: |exitcode|Root Cause|Failures:|traceback : |"
-    r"Unable to shutdown|step:|Training completed|terminated with|above exception"
-)
+#: A line without any of these is not looked at, unless something was said before that may go on.
+_SIGNS: Final = tuple(dict.fromkeys((
+    "Traceback", "atchdog", "PG GUID", "what():", "terminate called", "Fatal Python", "Error: ", 'File "', "rank  ",
+    "exitcode", "Root Cause", "Failures:", "traceback :", "Unable to shutdown", "Exception i", "Training completed",
+    "terminated with", "above exception", *(line[0] for line in _LINES),
+)))  # fmt: skip
 
 
 @dataclass
@@ -371,11 +391,13 @@ class _Stream:
     is_muted: bool = False
     is_linked: bool = False  # the next traceback belongs to the one before
     text: list[str] = field(default_factory=list)  # of the exception that was raised last
+    at: int = 0  # the line on which it began
     frame: tuple[str, str, str] | None = None
     source: str = ""
     places: str = ""
     chain: list[tuple[int, Statement]] = field(default_factory=list)
-    fatal: str = ""
+    fatal: str = ""  # what ended the interpreter, until a frame of the thread that did is read
+    is_current: bool = False
     before: str = ""
 
     @property
@@ -390,19 +412,22 @@ class _Scan:
     Args:
         text: its lines.
         rank: who wrote it, where no line says otherwise.
+        is_exception: whether it is one exception and nothing else, such as error.json has.
     """
 
-    def __init__(self, text: str, *, rank: int | None = None) -> None:
-        self.rank = rank
+    def __init__(self, text: str, *, rank: int | None = None, is_exception: bool = False) -> None:
+        self.rank, self._is_exception = rank, is_exception
         self.roots: set[int] = set()
         self.places: list[tuple[int, int]] = []
         self._found: list[tuple[int, Statement]] = []
         self._chains: dict[str, list[tuple[int, list[tuple[int, Statement]]]]] = {}
         self._streams: dict[str, _Stream] = {}
+        self._open: set[str] = set()  # of them, those whose next line may belong to what they said before
         self._groups: dict[int | None, str] = {}
         self._steps: dict[int, int] = {}  # the line on which a step was logged last
         self._completed = -1
         self._ended_by_torchrun: set[str] = set()
+        self._agents: list[tuple[int, re.Match[str]]] = []  # what torchrun says before its summary
         self._block: tuple[int, bool] | None = None  # rank of torchrun's summary, and whether it is the root cause
         self._is_root, self._in_trace = False, False
         self._kernels: set[str] = set()  # how lines begin that a kernel prints from each of its threads, 100,000 times
@@ -411,11 +436,15 @@ class _Scan:
             self._line += 1
             if raw[:_BEGINNING] in self._kernels:
                 continue
-            if _SIGNS.search(raw) or self._in_trace or any(stream.is_open for stream in self._streams.values()):
+            if "step:" in raw and (step := _STEP.search(_COLOUR.sub("", raw))):
+                self._steps[int(step[1])] = self._line
+            elif self._open or self._in_trace or any(sign in raw for sign in _SIGNS):
                 self._take(raw)
         for key, stream in self._streams.items():
             self._close(key, stream)
             self._end_chain(key, stream)
+        for self._line, match in self._agents if not self.places else ():  # by local ranks: only if there is no better
+            self._exit(int(match[2]), int(match[1]), match[3])
 
     def statements(self) -> Iterator[Statement]:
         """Those that the job did not get over, in the order in which they were made."""
@@ -444,27 +473,25 @@ class _Scan:
                 line = str(json.loads(line)["log"]).rstrip("\n")
             except (ValueError, KeyError):
                 return
-        key, rank, has_own_prefix = "", self.rank, False
-        match = _RANKS.match(line)
-        if match:
+        key, rank, has_own_prefix = "", self.rank, self._is_exception
+        if match := _RANKS.match(line):
             key, line = match[1], line[match.end() :]
             rank = int(re.findall(r"\d+", key)[-1])
             has_own_prefix = key.endswith("]: ")  # PyTorch's own, which every line of a traceback has
-        else:
-            stamp = _STAMPS.match(line)
-            if stamp:
-                line = line[stamp.end() :]
-                key = "".join(re.findall(r"^ *\d+: |[\w.-]*-\d+: |pid=\d+", stamp[0]))
+        elif stamp := _STAMPS.match(line):
+            line = line[stamp.end() :]
+            key = "".join(re.findall(r"^ *\d+: |[\w.-]*-\d+: |pid=\d+", stamp[0]))
         stream = self._streams.get(key)
         if stream is None:
             stream = self._streams[key] = _Stream(rank=rank, has_own_prefix=has_own_prefix)
         if self._summary(line):
             return
         if not self._exception(key, stream, line):
-            if self._one_line(stream, line):
+            if self._one_line(key, stream, line):
                 self._kernels.add(raw[:_BEGINNING])
             if line.strip():
                 stream.before = line
+        (self._open.add if stream.is_open else self._open.discard)(key)
 
     # Python's exceptions
 
@@ -496,8 +523,8 @@ class _Scan:
             elif not content.strip() or content[0].isspace() or content[0] in "│╭╰❱":
                 if not stream.source and content.strip(" ^~│"):
                     stream.source = content.strip()
-            else:
-                stream.inside, stream.text = False, [content]
+            elif _EXCEPTION.match(content) and not _LOG_LINE.match(content):  # else another rank's line came between
+                stream.inside, stream.text, stream.at = False, [content], self._line
             return True
         if stream.text:
             first_line_wants_more = bool(_WANTS_DETAIL.search(stream.text[-1]))
@@ -519,25 +546,24 @@ class _Scan:
         if stream.text and not stream.is_muted and "ChildFailedError" not in stream.text[0]:
             lines = [line.strip() for line in stream.text]
             kept = [line for line in lines if line and not _BOILERPLATE.match(line) and "Traceback (most" not in line]
-            message = " ".join(kept)
+            message = _NCCL_PLACE.sub(r"NCCL error in \1: ", " ".join(kept) or lines[0])
             if stream.frame and (_WITHOUT_WORDS.match(message) or _SYNTAX.match(message)):
                 message = f"{message.rstrip(': ')} {_where(stream)}"
-            kind = kind_of(message, stream.places)
-            stream.chain.append((self._line, Statement(kind=kind, rank=stream.rank, message=message)))
-        stream.text, stream.inside, stream.fatal = [], False, ""
+            kind = kind_of(" ".join(lines), stream.places)
+            stream.chain.append((stream.at, Statement(kind=kind, rank=stream.rank, message=message)))
+        stream.text, stream.inside = [], False
+        self._add_fatal(stream)
 
     def _end_chain(self, key: str, stream: _Stream) -> None:
         if stream.chain:
-            self._chains.setdefault(key, []).append((self._line, stream.chain))
+            self._chains.setdefault(key, []).append((stream.chain[-1][0], stream.chain))
             stream.chain = []
 
     # what is said on one line
 
-    def _one_line(self, stream: _Stream, line: str) -> bool:
+    def _one_line(self, key: str, stream: _Stream, line: str) -> bool:
         """Whether a kernel said the line."""
-        if step := _STEP.search(line):
-            self._steps[int(step[1])] = self._line
-        elif "Training completed" in line:
+        if "Training completed" in line:
             self._completed = self._line
         if group := _GROUP.search(line):
             self._groups.setdefault(int(group[2]), group[1])
@@ -549,35 +575,41 @@ class _Scan:
             self._add(stream, Kind.TIMED_OUT, words, rank=rank)
         elif match := _STUCK.search(line):
             rank = int(match[1]) if match[1] else stream.rank
-            self._add(stream, Kind.ABORTED, f"NCCL's watchdog got stuck for {match[2]} s in a CUDA or NCCL call", rank=rank)
+            self._add(
+                stream, Kind.ABORTED, f"NCCL's watchdog got stuck for {match[2]} s in a CUDA or NCCL call", rank=rank
+            )
         elif match := _WHAT.match(line):
             thrown = stream.before.partition("instance of ")[2].strip(" '")
             words = match[1].partition("terminated with exception: ")[2] or match[1]
-            self._add(stream, kind_of(words), f"{thrown}: {words}" if thrown else words)
+            self._end_chain(key, stream)
+            stream.text, stream.at = [f"{thrown}: {words}" if thrown else words], self._line
+            stream.frame, stream.is_muted, stream.places = None, False, ""
         elif match := _FATAL.match(line):
-            stream.fatal = match[1]
-            self._add(stream, Kind.ABORTED if match[1].startswith("Aborted") else Kind.FAULT, match[1])
-        elif stream.fatal and _CURRENT.match(line):
-            stream.fatal = stream.fatal if line.startswith("Current") else "other"
-        elif stream.fatal and (frame := _FRAME.match(line)):
-            if stream.fatal != "other" and self._found:
-                stream.frame, stream.source = (frame[1], frame[2], frame[3] or ""), ""
-                position, statement = self._found.pop()
-                self._found.append((position, replace(statement, message=f"{stream.fatal} {_where(stream)}")))
-            stream.fatal = ""
+            stream.fatal, stream.is_current = match[1], False
+        elif stream.fatal and _THREAD.match(line):
+            stream.is_current = line.startswith("Current")
+        elif stream.is_current and (frame := _FRAME.match(line)):
+            stream.frame, stream.source = (frame[1], frame[2], frame[3] or ""), ""
+            self._add_fatal(stream)
         elif match := _BY_TORCHRUN.search(line):
             self._ended_by_torchrun.add(match[1])
-        elif (match := _AGENT.search(line)) and not self.places:
-            self._exit(int(match[2]), int(match[1]), match[3])
+        elif match := _AGENT.search(line):
+            self._agents.append((self._line, match))
         else:
             return self._by_table(stream, line)
         return False
 
+    def _add_fatal(self, stream: _Stream) -> None:
+        if stream.fatal:
+            place = f" {_where(stream)}" if stream.is_current and stream.frame else ""
+            kind = Kind.ABORTED if stream.fatal.startswith("Aborted") else Kind.FAULT
+            self._add(stream, kind, stream.fatal + place)
+        stream.fatal, stream.is_current, stream.frame = "", False, None
+
     def _by_table(self, stream: _Stream, line: str) -> bool:
         """Whether a kernel said the line."""
-        for pattern, kind, template, is_end in _LINES:
-            match = pattern.search(line)
-            if not match:
+        for sign, pattern, kind, template, is_end in _LINES:
+            if sign not in line or not (match := pattern.search(line)):
                 continue
             message = " ".join(match.expand(template).split())
             if "Xid" in message and int(message.partition("): ")[2].partition(",")[0]) in _APPLICATION_XIDS:
@@ -594,7 +626,7 @@ class _Scan:
 
     def _with_group(self, statement: Statement) -> Statement:
         """A time-out with the group that it was in, which other lines name."""
-        name = self._groups.get(statement.rank, "undefined")
+        name = self._groups.get(statement.rank, "undefined").removeprefix("mesh_")  # as PyTorch calls those of a mesh
         if statement.kind is not Kind.TIMED_OUT or name == "undefined":
             return statement
         group = f"the {GROUPS[name]} group ({name})" if name in GROUPS else f"group {name}"

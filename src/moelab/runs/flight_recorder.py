@@ -78,7 +78,16 @@ def _dumps(folder: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 for entry in dump["entries"]:
                     _group_of(entry), _operation(entry), entry["state"]  # all that is needed of it
                     int(entry["collective_seq_id"]), int(entry["time_created_ns"])
-            except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, EOFError, pickle.UnpicklingError):
+            except (
+                OSError,
+                ValueError,
+                KeyError,
+                TypeError,
+                IndexError,
+                AttributeError,
+                EOFError,
+                pickle.UnpicklingError,
+            ):
                 continue  # a rank that died while it wrote; the others' are read
             yield int(match[1]), dump
 
