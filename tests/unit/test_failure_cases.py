@@ -3,6 +3,8 @@
 Names and numbers are changed. ``r3/stderr`` stands for torchrun's ``logs/<id>/attempt_0/3/stderr.log``.
 """
 
+# ruff: noqa: E501 - lines of logs are as they were printed
+
 from __future__ import annotations
 
 import json
@@ -116,6 +118,11 @@ CASES: list[tuple[str, dict[str, str], str, list[str]]] = [
      {"r2/stderr": raised("RuntimeError: [gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1800000ms for recv operation to complete",
                           prefix="[rank2]: "), "train.log": summary((2, 1), (1, -9))},
      "rank 1: killed by SIGKILL", []),
+    ("a group's rank is not the job's, and another group's line is not the group's",
+     {"slurm-1.out": "[rank9]:[E218 04:54:22.86 ProcessGroupNCCL.cpp:632] [Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=_REDUCE_SCATTER_BASE, NumelIn=8, NumelOut=1, "
+      "Timeout(ms)=600000) ran for 600061 milliseconds before timing out.\n[rank9]:[E218 04:54:22.87 ProcessGroupNCCL.cpp:2268] [PG ID 3 PG GUID 51(mesh_fsdp) Rank 1]  failure detected by watchdog at work sequence id: 7 "
+      "PG status: last enqueued work: 9, last completed work: 6\n[rank9]:[E218 04:54:22.88 ProcessGroupNCCL.cpp:1743] [PG ID 0 PG GUID 0(default_pg) Rank 9] Received a dump signal due to a collective timeout from this local rank\n"},
+     "rank 9: a collective timed out: _REDUCE_SCATTER_BASE (sequence number 7) of the FSDP group (fsdp) after 600 s", []),
     # --- kernels and native code ---
     ("torchtitan 3877: DeepEP V2 combine at EP 64, then what a trapped kernel leaves",
      {**{f"r{r}/stdout": f"DeepEP combine (scale-up wait) timeout, scale-out: 6/8, scale-up: {r}/8, channel: 0, lane: 3, recv: 0, tail: -1 (wait=0)\n" * 999
@@ -262,7 +269,18 @@ CASES: list[tuple[str, dict[str, str], str, list[str]]] = [
     ("a worker that exited says less than why", {"r0/stderr": chained(raised("RuntimeError: DataLoader worker (pid 1166833) is killed by signal: Bus error. It is possible that dataloader's workers are out of shared memory."),
                                                                     raised("RuntimeError: DataLoader worker (pid(s) 1166833) exited unexpectedly"))},
      "rank 0: RuntimeError: DataLoader worker (pid 1166833) is killed by signal: Bus error.", ["shared memory"]),
+    ("a download by the exception's bare name", {"r3/error": recorded("ConnectionError: ('Connection aborted.', ConnectionResetError(104, 'Connection reset by peer'))"), "r0/error": recorded(GLOO)},
+     "rank 3: ConnectionError: ('Connection aborted.'", []),
+    ("a socket of Python is no rank's", {"r3/error": recorded("ConnectionResetError: [Errno 104] Connection reset by peer", time=1767000009), "r0/error": recorded(GLOO)},
+     "rank 3: ConnectionResetError: [Errno 104]", []),
+    ("fields that pydantic refuses", {"r0/stderr": raised("pydantic_core._pydantic_core.ValidationError: 1 validation error for Job\nlr\n  Input should be a valid number")},
+     "rank 0: pydantic_core._pydantic_core.ValidationError: 1 validation error for Job lr Input should be a valid number", []),
+    ("verl 2398: an exception that Ray reports", {"train.log": "(W pid=1) [2025-07-13 00:15:22,359 E 1 1962889] logging.cc:112: Unhandled exception: N3c105ErrorE. what(): CUDA error: an illegal memory access was encountered\n"},
+     "CUDA error: an illegal memory access was encountered", []),
     # --- at the start ---
+    ("the store cannot be reached", {"train.log": chained(raised("torch.distributed.DistNetworkError: The client socket has timed out after 60000ms while trying to connect to (10.0.0.1, 29500)."),
+                                                        raised("torch.distributed.elastic.rendezvous.api.RendezvousConnectionError: The connection to the C10d store has failed. See inner exception for details."))},
+     "torch.distributed.DistNetworkError: The client socket has timed out after 60000ms", ["10.0.0.1, 29500"]),
     ("torchtitan 1679: an import, on all ranks", {f"r{r}/stderr": raised("ImportError: cannot import name 'ScheduleDualPipeV' from 'torch.distributed.pipelining.schedules' (/x.py)") for r in range(4)},
      "rank 0: ImportError: cannot import name 'ScheduleDualPipeV'", []),
     ("pytorch 176829: another NCCL", {"train.log": raised("ImportError: /usr/lib/libtorch_cuda.so: undefined symbol: ncclAlltoAll")}, "ImportError: /usr/lib/libtorch_cuda.so: undefined symbol: ncclAlltoAll", []),
@@ -289,6 +307,7 @@ CASES: list[tuple[str, dict[str, str], str, list[str]]] = [
     ("zetta_utils 671: time", {"slurm-7.out": steps(1, 2) + "slurmstepd: error: *** JOB 494583 ON n1 CANCELLED AT 2024-04-20T09:09:37 DUE TO TIME LIMIT ***\n"
       + raised("torch.distributed.elastic.multiprocessing.api.SignalException: Process 12 got signal: 15")}, "Slurm's time limit was reached", []),
     ("submitit 1613: preempted", {"slurm-8.out": "slurmstepd: error: *** JOB 37361369 ON learnfair5146 CANCELLED AT 2021-03-15T18:00:46 DUE TO PREEMPTION ***\n"}, "preempted by another job of Slurm", []),
+    ("cancelled by hand", {"slurm-8.out": "slurmstepd: error: *** JOB 12 ON n1 CANCELLED AT 2026-01-01T00:00:00 by UID 1000 ***\n"}, "JOB 12 was cancelled", []),
     ("trixie 58: Slurm could not start it", {"slurm-8.out": "srun: error: Task launch for 36.0 failed on node cn131: Job credential expired\n"}, "srun: error: Task launch for 36.0 failed on node cn131: Job credential expired", []),
     ("ranks that srun starts itself", {"slurm-8.out": "srun: error: gpu-7: task 5: Segmentation fault (core dumped)\nsrun: error: gpu-8: tasks 8-15: Terminated\n"}, "task 5 on gpu-7: Segmentation fault (core dumped)", []),
 ]  # fmt: skip

@@ -217,11 +217,15 @@ _DOWNLOAD = re.compile(
     r"https?://|(HTTPS?|ReadTimeout|Protocol|Client)\w*(Error|Pool)|"
     r"\b(requests|urllib3?|httpx|httpcore|aiohttp|huggingface_hub|botocore|boto3|s3fs|gcsfs|fsspec|wandb)\b",
 )
+_OF_PEERS = re.compile(r"(RuntimeError|Dist\w*Error|Rendezvous\w+|BrokenPipeError|EOFError)$")
+"""What c10d, gloo, torchrun and the pipe to a worker raise when the other end dies."""
+_OF_SOCKETS = re.compile(r"Connection(Reset|Refused|Aborted)Error$")
+"""Of Python's own sockets, so of a service rather than of a rank."""
 _WORDS_OF_KIND: Final = (
     (Kind.WAITED, re.compile(r"DeepEP error: timeout|HybridEP.*time(d )?-?out", re.I)),
     (Kind.TRAPPED, re.compile(r"unspecified launch failure|device-side assert triggered|an illegal instruction was")),
     (Kind.TIMED_OUT, re.compile(r"collective operation timeout|timed out waiting \d+ ?ms for (recv|send)", re.I)),
-    (Kind.ENDED, re.compile(r"^\S*(SignalException|KeyboardInterrupt)\b|killed by signal: Terminated")),
+    (Kind.ENDED, re.compile(r"^\S*(SignalException|KeyboardInterrupt)\b|killed by signal: Terminated|See inner exception")),
     # These say that something failed, and another exception of their chain says what.
     (Kind.ABORTED, re.compile(r"Got completion .*(status=|with error)")),
     (Kind.ABORTED, re.compile(r"DataLoader worker \(pid.*exited unexpectedly|unexpected pos \d+ vs \d+")),
@@ -234,7 +238,7 @@ _BOILERPLATE = re.compile(
 _DETAIL = re.compile(
     r"^(\s+\S|Last error|nccl\w+:|(\w+\.)*\w*(Error|Exception)\b|target:|ptxas|Cuda failure|NET/|Call to )"
 )
-_WANTS_DETAIL = re.compile(r":\s*$")
+_WANTS_DETAIL = re.compile(r":\s*$|validation errors? for \w+$")
 _WITHOUT_WORDS = re.compile(
     r"^[\w.]+:?\s*$|^(\w+\.)*(KeyError|IndexError|StopIteration|NotImplementedError|ZeroDivisionError)\b"
 )
@@ -258,9 +262,12 @@ def kind_of(message: str, place: str = "") -> Kind:
     for kind, words in _WORDS_OF_KIND:
         if words.search(message):
             return kind
-    if _DOWNLOAD.search(message) or _DOWNLOAD.search(place):
+    if not _LOST_PEER.search(message) or _DOWNLOAD.search(message) or _DOWNLOAD.search(place):
         return Kind.FAULT
-    return Kind.LOST_PEER if _LOST_PEER.search(message) else Kind.FAULT
+    name = message.partition(": ")[0].rpartition(".")[2]
+    if _OF_SOCKETS.match(name):
+        return Kind.ABORTED
+    return Kind.FAULT if name.isidentifier() and not _OF_PEERS.match(name) else Kind.LOST_PEER
 
 
 # --- the lines of a text ---
@@ -288,9 +295,9 @@ _WATCHDOG = re.compile(
     r"(?:\[Rank (?P<rank>\d+)\] )?Watchdog caught collective operation timeout: Work\w*\((?:SeqNum=(?P<number>\d+), )?"
     r"OpType=(?P<operation>\w+).*?Timeout\(ms\)=(?P<limit>\d+)\)(?: ran for (?P<ms>\d+) milliseconds)?"
 )
-_GROUP = re.compile(r"\[PG (?:ID )?\S+ PG GUID [^( ]*\(([^)]+)\) Rank (\d+)\]")
+_GROUP = re.compile(r"\[PG .*?GUID [^( \]]*(?:\(([^)]+)\))? Rank (\d+)\].*(?:by watchdog|thread terminated)")
 _STUCK = re.compile(r"(?:\[PG .*?Rank (\d+)\] )?ProcessGroupNCCL's watchdog got stuck for (\d+) ?seconds")
-_WHAT = re.compile(r"^\s*what\(\):\s+(.*)")
+_WHAT = re.compile(r"what\(\):\s+(.*)")
 _FATAL = re.compile(r"^Fatal Python error: (.+)")
 _THREAD = re.compile(r"^(Current thread|Thread) 0x")
 _BLOCK_RANK = re.compile(r"^\s*rank\s*:\s*(\d+) \(local_rank: (\d+)\)")
@@ -325,8 +332,7 @@ _LINES: Final = tuple(
         ("DUE TO TIME LIMIT", r"CANCELLED AT", Kind.STOPPED, "Slurm's time limit was reached", True),
         ("DUE TO PREEMPTION", r"CANCELLED AT", Kind.STOPPED, "preempted by another job of Slurm", True),
         ("DUE TO JOB REQUEUE", r"CANCELLED AT", Kind.STOPPED, "requeued by Slurm", True),
-        ("CANCELLED AT", r"\*\*\* ((?:JOB|STEP) \S+) ON \S+ CANCELLED AT \S+ (?:DUE TO TASK FAILURE )?\*\*\*", Kind.ENDED,
-         r"\1 was cancelled", True),
+        ("CANCELLED AT", r"\*\*\* ((?:JOB|STEP) \S+) ON \S+ CANCELLED AT", Kind.ENDED, r"\1 was cancelled", True),
         ("srun: error", r"error: (\S+): tasks? ([\d,-]+): ((?:Segmentation fault|Bus error|Illegal instruction).*)",
          Kind.FAULT, r"task \2 on \1: \3", True),
         ("srun: error", r"error: (\S+): tasks? ([\d,-]+): ((?:Killed|Aborted).*)", Kind.ABORTED, r"task \2 on \1: \3", True),
@@ -427,7 +433,7 @@ class _Scan:
         self._steps: dict[int, int] = {}  # the line on which a step was logged last
         self._completed = -1
         self._ended_by_torchrun: set[str] = set()
-        self._agents: list[tuple[int, re.Match[str]]] = []  # what torchrun says before its summary
+        self._agents: list[re.Match[str]] = []  # what torchrun says before its summary
         self._block: tuple[int, bool] | None = None  # rank of torchrun's summary, and whether it is the root cause
         self._is_root, self._in_trace = False, False
         self._kernels: set[str] = set()  # how lines begin that a kernel prints from each of its threads, 100,000 times
@@ -443,7 +449,7 @@ class _Scan:
         for key, stream in self._streams.items():
             self._close(key, stream)
             self._end_chain(key, stream)
-        for self._line, match in self._agents if not self.places else ():  # by local ranks: only if there is no better
+        for match in self._agents if not self.places else ():  # with local ranks: only if there is nothing better
             self._exit(int(match[2]), int(match[1]), match[3])
 
     def statements(self) -> Iterator[Statement]:
@@ -565,20 +571,19 @@ class _Scan:
         """Whether a kernel said the line."""
         if "Training completed" in line:
             self._completed = self._line
+        # The ranks in these brackets are those of the group; the prefix of the line has the job's.
         if group := _GROUP.search(line):
-            self._groups.setdefault(int(group[2]), group[1])
+            rank = int(group[2]) if stream.rank is None else stream.rank
+            self._groups.setdefault(rank, group[1] or "undefined")
         if match := _WATCHDOG.search(line):
-            rank = int(match["rank"]) if match["rank"] else stream.rank
             number = f" (sequence number {match['number']})" if match["number"] else ""
             seconds = int(match["ms"] or match["limit"]) / 1000
             words = f"a collective timed out: {match['operation']}{number} after {seconds:.0f} s"
-            self._add(stream, Kind.TIMED_OUT, words, rank=rank)
+            self._add(stream, Kind.TIMED_OUT, words, else_rank=match["rank"])
         elif match := _STUCK.search(line):
-            rank = int(match[1]) if match[1] else stream.rank
-            self._add(
-                stream, Kind.ABORTED, f"NCCL's watchdog got stuck for {match[2]} s in a CUDA or NCCL call", rank=rank
-            )
-        elif match := _WHAT.match(line):
+            words = f"NCCL's watchdog got stuck for {match[2]} s in a CUDA or NCCL call"
+            self._add(stream, Kind.ABORTED, words, else_rank=match[1])
+        elif match := _WHAT.search(line):
             thrown = stream.before.partition("instance of ")[2].strip(" '")
             words = match[1].partition("terminated with exception: ")[2] or match[1]
             self._end_chain(key, stream)
@@ -594,7 +599,7 @@ class _Scan:
         elif match := _BY_TORCHRUN.search(line):
             self._ended_by_torchrun.add(match[1])
         elif match := _AGENT.search(line):
-            self._agents.append((self._line, match))
+            self._agents.append(match)
         else:
             return self._by_table(stream, line)
         return False
@@ -618,10 +623,13 @@ class _Scan:
             return kind is Kind.WAITED or "kernel's assertion" in template
         return False
 
-    def _add(self, stream: _Stream, kind: Kind, message: str, *, rank: int | None = None, is_end: bool = True) -> None:
-        rank = stream.rank if rank is None else rank
-        outside = kind in (Kind.OUTSIDE, Kind.STOPPED) and "Xid" not in message
-        one = Statement(kind=kind, message=message, rank=None if outside else rank, is_end=is_end)
+    def _add(
+        self, stream: _Stream, kind: Kind, message: str, *, else_rank: str | None = None, is_end: bool = True
+    ) -> None:
+        rank = int(else_rank) if stream.rank is None and else_rank else stream.rank
+        # What Slurm and the kernel say about a node may stand in a rank's text, and is of no rank.
+        is_of_rank = kind not in (Kind.OUTSIDE, Kind.STOPPED)
+        one = Statement(kind=kind, message=message, rank=rank if is_of_rank else None, is_end=is_end)
         self._found.append((self._line, one))
 
     def _with_group(self, statement: Statement) -> Statement:
