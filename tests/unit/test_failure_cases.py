@@ -7,13 +7,16 @@ Names and numbers are changed. ``r3/stderr`` stands for torchrun's ``logs/<id>/a
 
 from __future__ import annotations
 
+import base64
 import json
 import pickle
+import zlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from moelab.runs import flight_recorder
 from moelab.runs.collect import collect
 from moelab.runs.status import State
 
@@ -134,6 +137,13 @@ CASES: list[tuple[str, dict[str, str], str, list[str]]] = [
      {"slurm-2.out": "DeepEP dispatch NVL receiver timeout, channel: 5, RDMA: 1, nvl: 0, src RDMA: 1, src nvl: 7, start: 0, end: 0\n" * 9
       + raised("RuntimeError: CUDA error: unspecified launch failure", prefix="[rank8]: ")},
      "DeepEP dispatch NVL receiver timeout", ["RDMA: 1"]),
+    ("a flood of time-outs at which the log was cut off", {"slurm-2.out": steps(1, 2) + "DeepEP timeout check failed: rank = 3, thread = 7, value = 1024)\n" * 99},
+     "DeepEP timeout check failed: rank = 3", []),
+    ("ranks of a second node without torchrun's summary", {"logs/x/attempt_0/1/stderr.log": raised("ValueError: mine", prefix="[rank9]: "), "logs/x/attempt_0/1/error.json": recorded(GLOO)},
+     "rank 9: ValueError: mine", []),
+    ("tracebacks of several ranks in torchrun's summary",
+     {"train.log": summary((0, 1), (1, 1), trace="Traceback (most recent call last):\n    File \"/a.py\", line 1, in f\n      g()\n  ValueError: mine")},
+     "rank 1: ValueError: mine", []),
     ("Megatron-Bridge 1335: DeepEP waits on the host",
      {"r0/stderr": raised(LOST, prefix="[rank0]: "), "r4/stderr": raised("RuntimeError: DeepEP error: timeout (dispatch CPU)", prefix="[rank4]: ")},
      "rank 4: RuntimeError: DeepEP error: timeout (dispatch CPU)", []),
@@ -418,6 +428,24 @@ def test_groups_of_one_name_on_other_ranks_are_apart(tmp_path: Path) -> None:
     pairs = [dump(0, DONE, WAITING, ranks="[0, 1]"), dump(1, DONE, ranks="[0, 1]")]
     write_dumps(tmp_path / "t", *pairs, *(dump(rank, (9, "all_reduce", "completed"), ranks="[2, 3]") for rank in (2, 3)))
     assert reason(tmp_path).startswith("rank 1: did not enter all_to_all, number 216")
+
+
+def test_torchs_own_dump_is_read(tmp_path: Path) -> None:
+    # Of torch 2.14 with gloo on one rank after all_reduce and barrier, both done.
+    packed = (
+        "eNptUslu1EAQ9Uz2yb6vhOwYDtEkIQrDiRMSsTQXJNRSZLUcuzPVwmO7uttBQYrEKQQ+jjMfwT9Adc84EQgf2rW86nr1ur7Ub3024nnetVBa5hl6bJC848Oj"
+        "JtbYGJlFh8d5diU7aKEU8HCADIvKoq7AQRhwTiJ0jEPkDJGjouyjxmE2QPZFM8SRsmQzZMd5t8tTecmrdqNU0O+iTWRKjWN0eY0iTWyQtUJWGmnDRYalKEVC"
+        "ZNJUxEZeCxwP6my5AlC5Mn/nJ85/08dWKwh1L1LxD2gyqBM5K4HIjJJC41ToU2fLSok4VwmXCU4HnhuMeJI3Q96k9VQeC615R+VlgbPQYA2nxFVUpoYXHZy7"
+        "Y+MUMaBElHCn1zwbtpU3Bmj8Bdemn6aLF9k0+UcnrbOXrdNW6+zk1dnpMS6xWaddxZlrgRa9HNRcw+K4qEIrfZ55Yb1VAkz1eF7JVGadHoU116WT5vnrKE25"
+        "EkkZC1x3USO7gsfEx8qUadz4Pvru/Y8s/PBrxY0is6IkseVnEupJ6Id+MCgEm3jIJOamoNRm6Dseb9M8Mvi0h8hL81i89VA8+ZjqV2+HPlCNvcBuhcAdp5OO"
+        "gaimIsFdtlZxTaSOc1onolutANHea7ON/yAeN4Aw+2337EoYSTk8uHdi2hJiw7san52/+bTuufeSmpPK6H8rb32YDmpAKwD04DB3B/OwAIuwBMtBHUh/WKX/"
+        "mhvYSXwZKVorhc+BtNRffzotgbQTsGmPLXts22MHdmGvDfttOLiHXnOgjqLEF4d/AJwiFpQ="
+    )
+    left(tmp_path, {"r0/stderr": watchdog(0)})
+    (tmp_path / "rank_0").write_bytes(zlib.decompress(base64.b64decode(packed)))
+    dumps = dict(flight_recorder._dumps(tmp_path))
+    assert [entry["profiling_name"] for entry in dumps[0]["entries"]] == ["gloo:all_reduce", "gloo:barrier"]
+    assert reason(tmp_path).startswith("rank 0: a collective timed out")
 
 
 def test_a_dump_calls_nothing(tmp_path: Path) -> None:

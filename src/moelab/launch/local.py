@@ -39,11 +39,11 @@ from moelab.runs.directory import Discovery, RunDir
 from moelab.runs.files import write_json, write_whole
 from moelab.runs.follow import LogFollower, format_seconds
 from moelab.runs.side_files import converted_modules
+from moelab.runs.statements import Statement
 from moelab.runs.status import FILE as STATUS_FILE
 from moelab.runs.status import State, Status
 
 POLL_S = 0.5
-LOG_TAIL_BYTES = 200_000
 MIN_FREE_BYTES = 16 << 20
 C4 = "allenai/c4"
 OnFailure = Literal["continue", "stop"]
@@ -256,10 +256,10 @@ def ended(run: RunDir, status: Status, logs: Path, *, log_start: int = 0) -> tup
     return replace(status, state=State.FAILED, reason=reason), left
 
 
-def failure_of(run: RunDir, logs: Path, log_start: int) -> failure.Statement | None:
+def failure_of(run: RunDir, logs: Path, log_start: int) -> Statement | None:
     """What failed first in a launch, or None; the arguments are those of :func:`ended`."""
     with run.log.open("rb") as log:
-        log.seek(max(log_start, run.log.stat().st_size - LOG_TAIL_BYTES))
+        log.seek(max(log_start, run.log.stat().st_size - failure.LOG_TAIL_BYTES))
         tail = log.read().decode(errors="replace")
     traces = run.path / "comm_traces"  # where TorchTitan has the flight recorder dump
     return failure.cause(logs, tail, ranks_per_node=run.experiment.gpus_per_node, traces=traces)

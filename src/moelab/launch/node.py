@@ -21,8 +21,8 @@ from moelab.launch.torchrun import NODE_VARIABLE, Command, Process, command
 from moelab.machine import environment
 from moelab.runs.collect import Collected
 from moelab.runs.directory import STOP_VARIABLE, STOPPED_FILE, RunDir
-from moelab.runs.failure import Kind
 from moelab.runs.files import write_json, write_whole
+from moelab.runs.statements import Kind
 from moelab.runs.status import State, Status
 
 POLL_S = 0.2

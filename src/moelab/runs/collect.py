@@ -26,10 +26,11 @@ from moelab.errors import BadInput
 from moelab.experiment import EPBackend, Experiment, Precision
 from moelab.runs import directory
 from moelab.runs.directory import RunDir
-from moelab.runs.failure import Statement, cause, rank_folders, tail
+from moelab.runs.failure import cause, rank_folders, tail
 from moelab.runs.files import finite_or_none, write_json, write_whole
 from moelab.runs.log import NotALog, read_log
 from moelab.runs.side_files import Environment, read_side_files
+from moelab.runs.statements import Statement
 from moelab.runs.status import State, Status
 from moelab.runs.table import (
     MetricsRead,

@@ -43,7 +43,7 @@ def not_entered(folder: Path) -> Iterator[tuple[int | None, str]]:
                 called = _group_of(entry)
                 group_key, number = (*called, members.get(called, frozenset())), int(entry["collective_seq_id"])
                 last[group_key][rank] = max(number, last[group_key].get(rank, 0))
-                if entry["state"] != "completed":
+                if entry["state"] != "completed" and not entry.get("retired"):  # gloo does not say when one completes
                     waiting[group_key, number][rank] = entry
     # The first that began to wait: later ones wait for the rank that waits there.
     for key in sorted(waiting, key=lambda one: min(int(entry["time_created_ns"]) for entry in waiting[one].values())):
@@ -93,11 +93,9 @@ def _dumps(folder: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Reads numbers, strings and containers: a pickle from elsewhere may otherwise call anything."""
+    """Reads numbers, strings and containers, which a dump consists of: other pickles may call anything."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if module == "torch.jit._pickle" and name.startswith("build_"):  # how C++ writes a list of one type
-            return list
         raise pickle.UnpicklingError(f"{module}.{name} does not belong into a dump")
 
 
