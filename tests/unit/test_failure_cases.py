@@ -244,6 +244,10 @@ CASES: list[tuple[str, dict[str, str], str, list[str]]] = [
      "rank 0: torch._inductor.exc.InductorError: LoweringException: NoValidChoicesError: No choices to select.", []),
     ("torchtune 2572: Triton", {"r0/error": recorded("InductorError: OutOfResources: out of resource: shared memory, Required: 262144, Hardware limit: 232448. "
       "Reducing block sizes or `num_stages` may help.")}, "rank 0: InductorError: OutOfResources: out of resource: shared memory, Required: 262144", []),
+    ("inductor's subprocess", {"r0/stderr": raised("torch._inductor.exc.InductorError: SubprocException: An exception occurred in a subprocess:\n\nTraceback (most recent call last):\n"
+      '  File "/opt/x/compiler.py", line 400, in make_cubin\n    run()\n' "triton.runtime.errors.PTXASError: PTXAS error: Internal Triton PTX codegen error\n`ptxas` stderr:\n"
+      "ptxas fatal   : Value 'sm_103a' is not defined for option 'gpu-name'\n", prefix="[rank0]: ")},
+     "rank 0: triton.runtime.errors.PTXASError: PTXAS error", ["sm_103a"]),
     ("torchtitan 2254: no message", {"r0/stderr": raised("AssertionError", prefix="[rank0]: ", frame=f"{LIB}/torchtitan/distributed/context_parallel/api.py",
                                                         source="assert isinstance(masks, dict)")},
      "rank 0: AssertionError (torchtitan/distributed/context_parallel/api.py:12 in train: assert isinstance(masks, dict))", []),

@@ -149,7 +149,7 @@ _STAMPS = re.compile(
     r"\[ *\d+\.\d+\] |\[[A-Z][a-z]{2} [A-Z][a-z]{2}[^\]]{10,20}\] )+"
 )
 _MARGIN = re.compile(r"^ *(?:[+|] ?)+(?=\S| )")  # of the exceptions in a group
-_NESTS = re.compile(r":\s*\n|Original Traceback|\(RANK \d+\)")
+_NESTED = re.compile(r"Original Traceback|\(RANK \d+\)")
 _EXCEPTION = re.compile(r"^[A-Za-z_][\w.]*(: |:?$)")
 _LINK = re.compile(
     r"^(The above exception was|During handling of the above|-- Process (\d+) terminated with|\s*\+[-+ \d]{12,}$)"
@@ -393,7 +393,8 @@ class Scan:
         """Whether the line belongs to a traceback or to the message of its exception."""
         if TRACEBACK in line:
             # A worker's traceback, or another rank's, is part of the message of the exception that reports it.
-            is_nested = stream.is_linked or bool(stream.text and _NESTS.search(f"{stream.text[-1]}\n{line}"))
+            said = "\n".join(stream.text).rstrip()
+            is_nested = stream.is_linked or bool(said and (said.endswith(":") or _NESTED.search(line)))
             self._close(key, stream)
             if not is_nested:
                 self._end_chain(key, stream)
