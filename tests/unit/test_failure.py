@@ -11,6 +11,7 @@ import pytest
 from moelab.runs import failure
 from moelab.runs.failure import RANK_TAIL_BYTES
 
+
 def cause(logs: Path, *texts: str) -> str | None:
     found = failure.cause(logs, *texts)
     return None if found is None else str(found)
@@ -178,7 +179,8 @@ def test_any_exception_on_standard_error(tmp_path: Path, line: str) -> None:
     found = cause(tmp_path, "") or ""
     assert found.removesuffix(" (train.py:3 in <module>: main())") == f"rank 0: {line}"
     # Without words of its own it says where it was raised.
-    assert found.endswith("main())") == (line in ("AssertionError", "StopIteration", "KeyError: 'x'", "KeyboardInterrupt"))
+    without_words = ("AssertionError", "StopIteration", "KeyError: 'x'", "KeyboardInterrupt")
+    assert found.endswith("main())") == (line in without_words)
 
 
 def test_the_last_of_chained_exceptions(tmp_path: Path) -> None:

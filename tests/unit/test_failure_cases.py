@@ -199,6 +199,9 @@ CASES: list[tuple[str, dict[str, str], str, list[str]]] = [
       "read-only page.\n", "train.log": summary((0, -6))}, "rank 0: Memory access fault by GPU node-3", ["read-only"]),
     ("host assertions", {"r1/stderr": "python: /src/gloo/transport/tcp/device.cc:82: void gloo::f(): Assertion `rv != -1' failed.\n",
                          "train.log": summary((1, -6))}, "rank 1: assertion failed (device.cc:82): rv != -1", []),
+    ("a shell that tells of a crash", {"train.log": steps(1, 2) + "Segmentation fault (core dumped)\n"}, "Segmentation fault (core dumped)", []),
+    ("nccl: no interface", {"r0/stderr": "gpu-1:62:63 [1] misc/socket.cc:12 NCCL WARN Bootstrap : no socket interface found\n" + raised(LOST, prefix="[rank0]: ")},
+     "rank 0: NCCL: Bootstrap : no socket interface found", []),
     # --- memory ---
     ("CUDA out of memory, with figures; the others lose their peer",
      {"slurm-3.out": steps(1, 2) + raised(GLOO, prefix="[rank0]:[rank0]: ")
@@ -315,6 +318,8 @@ CASES: list[tuple[str, dict[str, str], str, list[str]]] = [
      "rank 8: NCCL: NET/IB: Got completion from peer 7.6.13.83<36315> with status=12", ["vendor err 129"]),
     # --- Slurm ---
     ("a task number before each line", {"train.log": summary((9, 1), (13, -9), prefix="1: ", local=8), "logs/node1/x/attempt_0/1/error.json": recorded(GLOO)}, "rank 13: killed by SIGKILL", []),
+    ("torchrun's prefix has the local rank", {"slurm-1.out": raised("ValueError: mine", prefix="1: [default5]:") + summary((9, 1), (13, 1), prefix="1: ", local=8)},
+     "rank 13: ValueError: mine", []),
     ("ranks of a second node, by torchrun's numbers", {"train.log": summary((9, 1), local=8), "logs/node1/x/attempt_0/1/error.json": recorded("ValueError: mine")}, "rank 9: ValueError: mine", []),
     ("lumen-rl: a node", {"train.log": "srun: error: Node failure on gpu-12\nsrun: Job step aborted: Waiting up to 92 seconds for job step to finish.\n"
       "slurmstepd: error: *** STEP 123.0 ON gpu-01 CANCELLED AT 2026-10-24T18:38:53 DUE TO NODE gpu-12 FAILURE ***\n" + raised(LOST, prefix="[rank0]: ")}, "node gpu-12 failed", []),
@@ -323,6 +328,8 @@ CASES: list[tuple[str, dict[str, str], str, list[str]]] = [
     ("submitit 1613: preempted", {"slurm-8.out": "slurmstepd: error: *** JOB 37361369 ON learnfair5146 CANCELLED AT 2021-03-15T18:00:46 DUE TO PREEMPTION ***\n"}, "preempted by another job of Slurm", []),
     ("cancelled by hand", {"slurm-8.out": "slurmstepd: error: *** JOB 12 ON n1 CANCELLED AT 2026-01-01T00:00:00 by UID 1000 ***\n"}, "JOB 12 was cancelled", []),
     ("trixie 58: Slurm could not start it", {"slurm-8.out": "srun: error: Task launch for 36.0 failed on node cn131: Job credential expired\n"}, "srun: error: Task launch for 36.0 failed on node cn131: Job credential expired", []),
+    ("a code that is no signal's", {"train.log": summary((3, 255))}, "rank 3: ended with exit code 255", []),
+    ("a shell's code of a signal", {"train.log": summary((3, 137))}, "rank 3: killed by SIGKILL", []),
     ("ranks that srun starts itself", {"slurm-8.out": "srun: error: gpu-7: task 5: Segmentation fault (core dumped)\nsrun: error: gpu-8: tasks 8-15: Terminated\n"}, "task 5 on gpu-7: Segmentation fault (core dumped)", []),
 ]  # fmt: skip
 
@@ -410,13 +417,13 @@ DONE, WAITING = (215, "all_to_all", "completed"), (216, "all_to_all", "started")
 def test_the_rank_that_did_not_enter_a_collective(tmp_path: Path, as_json: bool) -> None:
     left(tmp_path, {f"r{rank}/stderr": watchdog(rank) for rank in (0, 1, 3)})
     write_dumps(tmp_path / "comm_traces", *(dump(r, DONE, *([WAITING] if r != 2 else [])) for r in range(4)), as_json=as_json)
-    assert reason(tmp_path) == "rank 2: did not enter all_to_all, number 216 of group ep, in which rank 0, 1, 3 waited"
+    assert reason(tmp_path) == "rank 2: did not enter all_to_all, number 216 of group ep, in which ranks 0-1, 3 waited"
 
 
 def test_ranks_that_entered_different_collectives(tmp_path: Path) -> None:
     left(tmp_path, {"r0/stderr": watchdog(0)})
     write_dumps(tmp_path / "t", dump(0, DONE, WAITING), dump(1, DONE, (216, "_allgather_base", "scheduled")), dump(2, DONE, WAITING), dump(3, DONE, WAITING))
-    assert reason(tmp_path) == "ranks disagree on collective number 216 of group ep: all_to_all: rank 0, 2, 3; _allgather_base: rank 1"
+    assert reason(tmp_path) == "ranks disagree on collective number 216 of group ep: all_to_all: ranks 0, 2-3; _allgather_base: rank 1"
 
 
 def test_a_rank_without_a_dump_and_one_that_nobody_can_read(tmp_path: Path) -> None:
@@ -476,6 +483,19 @@ def test_a_healthy_folder_is_one_run_with_the_loss_of_the_rank_that_has_it(tmp_p
     assert run.rows["loss"].tolist() == [8.99, 8.98, 8.97]
     assert run.rows["memory_gib"].tolist() == [63.0] * 3
     assert run.segments == 1
+
+
+def test_a_log_beside_events_tells_how_it_ended(tmp_path: Path) -> None:
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(str(tmp_path / "tb")) as writer:
+        for step in (1, 2):
+            writer.add_scalar("loss_metrics/global_avg_loss", 9 - step / 100, step)
+            writer.add_scalar("lr/AdamW", 0.001, step)
+    left(tmp_path, {"train.log": steps(1, 2, 3) + raised("ValueError: mine", prefix="[rank1]: ")})
+    (run,) = collect(tmp_path)
+    assert (run.status.reason, len(run.rows)) == ("rank 1: ValueError: mine", 3)
+    assert run.rows["lr"].tolist()[:2] == pytest.approx([0.001] * 2)
 
 
 def test_the_same_steps_in_two_logs_are_one_run_and_other_losses_are_refused(tmp_path: Path) -> None:

@@ -393,10 +393,11 @@ def _read_job(folder: Path) -> tuple[MetricsRead, Statement | None]:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Files at or below a folder, not in hidden ones nor in those that hold no log."""
+    """Files at most three folders down, not in hidden ones nor in those that hold no log."""
     files: list[Path] = []
     for here, inside, names in os.walk(folder):
-        inside[:] = [name for name in inside if not name.startswith((".", "checkpoint", "step-", "tb"))]
+        is_deep = len(Path(here).relative_to(folder).parts) > 2
+        inside[:] = [name for name in inside if not (is_deep or name.startswith((".", "checkpoint", "step-", "tb")))]
         files += [Path(here, name) for name in names]
     return sorted(files)
 

@@ -56,14 +56,14 @@ def not_entered(folder: Path) -> Iterator[tuple[int | None, str]]:
             operations[_operation(entry)].append(rank)
         where = f"number {number} of group {description or name}"
         if len(operations) > 1:
-            listed = "; ".join(f"{operation}: rank {_listed(by)}" for operation, by in operations.items())
+            listed = "; ".join(f"{operation}: {_listed(by)}" for operation, by in operations.items())
             yield None, f"ranks disagree on collective {where}: {listed}"
         elif late or silent:
             missing = late or silent
             did = "did not enter" if late else "left no flight-recorder dump, and may not have entered"
-            words = f"{did} {next(iter(operations))}, {where}, in which rank {_listed(entries)} waited"
+            words = f"{did} {next(iter(operations))}, {where}, in which {_listed(entries)} waited"
             alone = len(missing) == 1
-            yield (min(missing), words) if alone else (None, f"ranks {_listed(missing)} {words}")
+            yield (min(missing), words) if alone else (None, f"{_listed(missing)} {words}")
         else:
             continue
         return
@@ -131,4 +131,16 @@ def _operation(entry: dict[str, Any]) -> str:
 
 
 def _listed(ranks: Iterable[int]) -> str:
-    return ", ".join(map(str, sorted(ranks)))
+    """Ranks as people write them.
+
+    >>> _listed([2]), _listed([0, 1, 2, 3, 6, 8, 9])
+    ('rank 2', 'ranks 0-3, 6, 8-9')
+    """
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    words = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+    return f"ranks {words}" if len(runs) > 1 or len(runs[0]) > 1 else f"rank {words}"

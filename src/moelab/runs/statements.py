@@ -222,6 +222,9 @@ _LINES: Final = (
     _Line(Kind.FAULT, "execve", "(slurmstepd: error: execve.*)"),
     _Line(Kind.FAULT, ": line ", r"line \d+: +\d+ ((?:Segmentation fault|Bus error|Illegal instruction).*)"),
     _Line(Kind.ABORTED, ": line ", r"line \d+: +\d+ ((?:Killed|Aborted).*)"),
+    _Line(Kind.FAULT, "core dumped", r"^((?:Segmentation fault|Bus error|Illegal instruction) \(core dumped\))$"),
+    _Line(Kind.ABORTED, "Killed", r"^(Killed)$", r"\1 (often the system running out of memory)"),
+    _Line(Kind.OUTSIDE, "SXid (", r"(SXid \(.*?\): \d+, .*)", is_end=False),
     _Line(Kind.FAULT, "segfault at", r"(\S+\[\d+\]: segfault at .*? in \S+?)\["),
     _Line(Kind.FAULT, "invalid opcode", r"traps: (\S+ trap invalid opcode .* in \S+?)\["),
     _Line(Kind.FAULT, "Caught signal", r"Caught signal \d+ \((.*)\)"),
@@ -248,7 +251,8 @@ _LINES: Final = (
     _Line(Kind.FAULT, "NCCL WARN",
           "NCCL WARN (.*(?:Duplicate GPU|[Mm]ismatch|No space left|Cuda failure|out of memory|uncorrectable).*)",
           r"NCCL: \1", is_end=False),
-    _Line(Kind.FAULT, "NCCL WARN", r"NCCL WARN (.*(?:Cannot allocate|ibv_\w+ failed).*)", r"NCCL: \1", is_end=False),
+    _Line(Kind.FAULT, "NCCL WARN", r"NCCL WARN (.*(?:Cannot allocate|ibv_\w+ failed|no socket interface).*)",
+          r"NCCL: \1", is_end=False),
     _Line(Kind.LOST_PEER, "NCCL WARN", "NCCL WARN (.*(?:remote peer|[Ss]ocket|[Cc]onnect|[Tt]imeout|Call to recv).*)",
           r"NCCL: \1", is_end=False),
     _Line(Kind.FAULT, "python", r"^((?:\S*/)?python[\d.]*: (?:No module named|can't open file|Error while finding).*)"),
@@ -272,7 +276,7 @@ class _Stream:
     """Lines with the same prefix: those of one rank, as far as the prefix tells."""
 
     rank: int | None
-    has_own_prefix: bool
+    has_own_prefix: bool = False
     inside: bool = False  # between a traceback's header and its exception
     is_muted: bool = False
     is_linked: bool = False  # the next traceback belongs to the one before
@@ -281,7 +285,8 @@ class _Stream:
     frame: tuple[str, str, str] | None = None
     source: str = ""
     places: str = ""
-    chain: list[tuple[int, Statement]] = field(default_factory=list)
+    chain: list[tuple[int, Statement]] = field(default_factory=list)  # exceptions so far, each with its line
+    chains: list[list[tuple[int, Statement]]] = field(default_factory=list)
     fatal: str = ""  # what ended the interpreter, until a frame of the thread that did is read
     is_current: bool = False
     before: str = ""
@@ -306,7 +311,6 @@ class Scan:
         self.roots: set[int] = set()
         self.places: list[tuple[int, int]] = []
         self._found: dict[Statement, int] = {}  # and the line on which it was made last
-        self._chains: dict[str, list[tuple[int, list[tuple[int, Statement]]]]] = {}
         self._streams: dict[str, _Stream] = {}
         self._open: set[str] = set()  # of them, those whose next line may belong to what they said before
         self._groups: dict[int | None, str] = {}
@@ -326,37 +330,40 @@ class Scan:
                 self._steps[int(step[1])] = self._line
             elif self._open or self._in_trace or any(sign in raw for sign in _SIGNS):
                 self._take(raw)
-        for key, stream in self._streams.items():
-            self._close(key, stream)
-            self._end_chain(key, stream)
+        for stream in self._streams.values():
+            self._close(stream)
+            self._end_chain(stream)
         for match in self._agents if not self.places else ():  # with local ranks: only if there is nothing better
             self._exit(int(match[2]), int(match[1]), match[3])
 
     @property
     def own_ranks(self) -> set[int]:
         """Ranks in PyTorch's own prefixes."""
-        return {stream.rank for key, stream in self._streams.items() if key.endswith("]: ") and stream.rank is not None}
+        own = (stream.rank for key, stream in self._streams.items() if key and stream.has_own_prefix)
+        return {rank for rank in own if rank is not None}
 
     def statements(self) -> Iterator[Statement]:
         """Those that the job did not get over, in the order in which they were made."""
-        found = [
-            *((line, one) for one, line in self._found.items()),
-            *(one for key in self._chains for one in self._last_chains(key)),
-        ]
+        found = [(line, one) for one, line in self._found.items()]
+        found += [one for stream in self._streams.values() for one in self._last_chains(stream)]
         for line, statement in sorted(found, key=lambda one: one[0]):
             steps_after = sum(last > line for last in self._steps.values())
             if steps_after < SURVIVED_STEPS and line > self._completed:
-                yield self._with_group(statement)
+                yield self._with_global_rank(self._with_group(statement))
 
-    def _last_chains(self, key: str) -> Iterator[tuple[int, Statement]]:
+    def _with_global_rank(self, statement: Statement) -> Statement:
+        """As torchrun's summary numbers it, where a line has the local rank in torchrun's own prefix."""
+        rank, known = statement.rank, {rank for rank, _ in self.places} | self.own_ranks
+        same = {reported for reported, local in self.places if local == rank}
+        return replace(statement, rank=same.pop()) if rank not in known and len(same) == 1 else statement
+
+    def _last_chains(self, stream: _Stream) -> Iterator[tuple[int, Statement]]:
         """Of a rank's tracebacks the last, and of the text of an unknown number of ranks all.
 
         What a rank raised long before its end it got over; another exception may be raised on the way out of one.
         """
-        chains = self._chains[key]
-        last = chains[-1][0]
-        for line, chain in chains:
-            if self._streams[key].rank is None or last - line < CHAIN_LINES:
+        for chain in stream.chains:
+            if stream.rank is None or stream.chains[-1][-1][0] - chain[-1][0] < CHAIN_LINES:
                 # The innermost exception of a chain comes first and the last says what it meant, if it is no worse.
                 yield min(reversed(chain), key=lambda one: one[1].kind)
 
@@ -367,21 +374,23 @@ class Scan:
                 line = str(json.loads(line)["log"]).rstrip("\n")
             except (ValueError, KeyError):
                 return
-        key, rank, has_own_prefix = "", self.rank, self._is_exception
+        key, rank, is_own = "", self.rank, self._is_exception
         if match := _RANKS.match(line):
-            key, line = match[1], line[match.end() :]
+            key, line = match[1].rstrip(), line[match.end() :]
             rank = int(re.findall(r"\d+", key)[-1])
-            has_own_prefix = key.endswith("]: ")  # PyTorch's own, which every line of a traceback has
+            is_own = match[1].endswith(" ")  # PyTorch's own prefix, which every line of a message has
         elif stamp := _STAMPS.match(line):
             line = line[stamp.end() :]
             key = "".join(re.findall(r"^ *\d+: |[\w.-]*-\d+: |pid=\d+", stamp[0]))
         stream = self._streams.get(key)
         if stream is None:
-            stream = self._streams[key] = _Stream(rank=rank, has_own_prefix=has_own_prefix)
+            stream = self._streams[key] = _Stream(rank=rank)
         if self._summary(line):
             return
-        if not self._exception(key, stream, line):
-            if self._one_line(key, stream, line):
+        if TRACEBACK in line:
+            stream.has_own_prefix = is_own
+        if not self._exception(stream, line):
+            if self._one_line(stream, line):
                 self._kernels.add(raw[:_BEGINNING])
             if line.strip():
                 stream.before = line
@@ -389,15 +398,15 @@ class Scan:
 
     # Python's exceptions
 
-    def _exception(self, key: str, stream: _Stream, line: str) -> bool:
+    def _exception(self, stream: _Stream, line: str) -> bool:
         """Whether the line belongs to a traceback or to the message of its exception."""
         if TRACEBACK in line:
             # A worker's traceback, or another rank's, is part of the message of the exception that reports it.
             said = "\n".join(stream.text).rstrip()
             is_nested = stream.is_linked or bool(said and (said.endswith(":") or _NESTED.search(line)))
-            self._close(key, stream)
+            self._close(stream)
             if not is_nested:
-                self._end_chain(key, stream)
+                self._end_chain(stream)
             stream.inside, stream.is_linked, stream.places, stream.frame = True, False, "", None
             # Python prints these two kinds for what does not end the process, the first at its very end.
             stream.is_muted = stream.before.startswith(_MUTED)
@@ -405,11 +414,10 @@ class Scan:
                 stream.rank = int(of_rank[1])
             stream.before = ""
             return True
-        if _LINK.match(line):
-            self._close(key, stream)
+        if link := _LINK.match(line):
+            self._close(stream)
             stream.is_linked = True
-            if (of_process := _LINK.match(line)) and of_process[2]:
-                stream.rank = int(of_process[2])
+            stream.rank = int(link[2]) if link[2] else stream.rank
             return True
         if stream.inside:
             content = _MARGIN.sub("", line)
@@ -428,13 +436,13 @@ class Scan:
             if is_message and not is_other and len(stream.text) < MESSAGE_LINES:
                 stream.text.append(_MARGIN.sub("", line))
                 return True
-            self._close(key, stream)
+            self._close(stream)
         elif _SYNTAX.match(line) and stream.before:  # of the script itself: Python prints no header
             self._add(stream, Kind.FAULT, f"{line} ({stream.before.strip()})")
             return True
         return False
 
-    def _close(self, key: str, stream: _Stream) -> None:
+    def _close(self, stream: _Stream) -> None:
         """Make a statement of the exception that was read last."""
         if stream.text and not stream.is_muted and "ChildFailedError" not in stream.text[0]:
             lines = [line.strip() for line in stream.text]
@@ -447,14 +455,14 @@ class Scan:
         stream.text, stream.inside = [], False
         self._add_fatal(stream)
 
-    def _end_chain(self, key: str, stream: _Stream) -> None:
+    def _end_chain(self, stream: _Stream) -> None:
         if stream.chain:
-            self._chains.setdefault(key, []).append((stream.chain[-1][0], stream.chain))
+            stream.chains.append(stream.chain)
             stream.chain = []
 
     # what is said on one line
 
-    def _one_line(self, key: str, stream: _Stream, line: str) -> bool:
+    def _one_line(self, stream: _Stream, line: str) -> bool:
         """Whether a kernel said the line."""
         if "Training completed" in line:
             self._completed = self._line
@@ -473,7 +481,7 @@ class Scan:
         elif match := _WHAT.search(line):
             thrown = stream.before.partition("instance of ")[2].strip(" '")
             words = match[1].partition("terminated with exception: ")[2] or match[1]
-            self._end_chain(key, stream)
+            self._end_chain(stream)
             stream.text, stream.at = [f"{thrown}: {words}" if thrown else words], self._line
             stream.frame, stream.is_muted, stream.places = None, False, ""
         elif match := _FATAL.match(line):
@@ -557,11 +565,12 @@ class Scan:
     def _summarised(self, line: str) -> None:
         """A line of the traceback of the rank whose entry this is."""
         key = f"summary of rank {self._block}"
-        self._exception(key, self._streams.setdefault(key, _Stream(rank=self._block, has_own_prefix=True)), line)
+        stream = self._streams.setdefault(key, _Stream(rank=self._block, has_own_prefix=True))
+        self._exception(stream, line)
 
     def _exit(self, rank: int, code: int, process: str) -> None:
         """A rank that ended by a signal or with a code; a shell in between makes 128 + n of a signal n."""
-        number = -code if code < 0 else code - 128 if code > 128 else 0
+        number = -code if code < 0 else code - 128 if 128 < code <= 128 + signal.SIGRTMAX else 0
         name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
         if number in (0, signal.SIGTERM, signal.SIGINT, signal.SIGHUP) or process in self._ended_by_torchrun:
             words = f"killed by {name}" if number else f"ended with exit code {code}"
