@@ -11,8 +11,8 @@ Texts are each rank's ``error.json``, ``stderr.log`` and ``stdout.log`` of the l
 output), the combined log with torchrun's and Slurm's words, ``dmesg``, and PyTorch's flight recorder. What a job got
 over is no cause: statements that three further steps follow, or the end of training, do not count.
 
-Formats: torch 2.14 (``elastic/multiprocessing/errors``, ``ProcessGroupNCCL.cpp``), NCCL 2.30, DeepEP
-(``csrc/kernels``), NVSHMEM 3.4, Slurm 25.05; older ones as public reports show them.
+Formats: of torch 2.14 and DeepEP by their source, of torchrun as it writes them; of NCCL, NVSHMEM, Slurm, the kernel
+and older releases as public reports show them.
 """
 
 from __future__ import annotations

@@ -176,12 +176,12 @@ _BLOCK_TRACE = re.compile(r"^\s*traceback : (.*)")
 _AGENT = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+) \(pid: (\d+)\)")
 _BY_TORCHRUN = re.compile(r"Unable to shutdown process (\d+) via")
 GROUPS: Final = {"ep": "expert-parallel", "tp": "tensor-parallel", "pp": "pipeline", "cp": "context-parallel",
-                 "fsdp": "FSDP", "efsdp": "expert-FSDP", "dp_replicate": "replica", "dp_shard": "FSDP",
-                 "default_pg": "default", "loss": "loss"}  # fmt: skip
-"""Dimensions of TorchTitan's meshes (``distributed/parallel_dims.py``), by which PyTorch calls their groups."""
-_APPLICATION_XIDS = frozenset({13, 31, 43, 45, 68, 69})
-"""Xids that a program causes, or that follow another one; all others are of the hardware or the driver.
-Source: NVIDIA, *XID Errors*, r570."""
+                 "fsdp": "FSDP", "efsdp": "expert-FSDP", "dp_shard": "FSDP", "dp_replicate": "replica",
+                 "batch": "data-parallel", "loss_mesh": "loss", "default_pg": "default"}  # fmt: skip
+"""Axes of TorchTitan's meshes (``distributed/parallel_dims.py``), by which PyTorch calls their groups."""
+_APPLICATION_XIDS = frozenset({13, 31, 43, 45})
+"""Xids that a program causes (13 an exception, 31 a page fault) or that follow another error (43, 45); all others are
+of the hardware or the driver. Source: NVIDIA, *XID Errors*."""
 
 
 class _Line(NamedTuple):
