@@ -384,6 +384,17 @@ def test_a_flood_of_1_gb_is_not_read_into_memory(tmp_path: Path) -> None:
     assert peak < 5 * LOG_TAIL_BYTES
 
 
+def test_a_line_of_megabytes_takes_no_longer_than_its_beginning() -> None:
+    import time
+
+    from moelab.runs.failure import cause
+
+    begun = time.process_time()
+    found = cause(None, "x" * 3_000_000 + " segfault at python corrupt\n" + raised("ValueError: mine"))
+    assert str(found) == "ValueError: mine"
+    assert time.process_time() - begun < 5
+
+
 # --- the flight recorder ---
 
 

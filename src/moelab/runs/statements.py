@@ -23,6 +23,7 @@ from typing import Final, NamedTuple
 SURVIVED_STEPS: Final = 3
 """Logged after a statement, they show that the job went on: the ranks of a step wait for each other."""
 MESSAGE_LINES: Final = 40
+LINE_LENGTH: Final = 4000
 CHAIN_LINES: Final = 400
 """A rank's earlier exception belongs to its last one if it is no further above."""
 
@@ -368,7 +369,7 @@ class Scan:
                 yield min(reversed(chain), key=lambda one: one[1].kind)
 
     def _take(self, raw: str) -> None:
-        line = _COLOUR.sub("", raw)
+        line = _COLOUR.sub("", raw[:LINE_LENGTH])
         if line.startswith('{"log":'):  # Docker's file of a container
             try:
                 line = str(json.loads(line)["log"]).rstrip("\n")
