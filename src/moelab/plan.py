@@ -20,6 +20,8 @@ from moelab.experiment import EPBackend, Experiment
 from moelab.hardware import gpu_of
 from moelab.layout import SCHEDULES, Layout, LayoutCheck, bubble_fraction, check
 from moelab.memory import DispatchBuffer, MemoryEstimate, StageMemory, estimate
+from moelab.model import ParameterCounts, count_parameters, shape_for
+from moelab.model.hugging_face import HuggingFaceModel
 from moelab.published_differences import Difference, differences
 from moelab.titan.arms import config_name, named_arms
 
@@ -37,7 +39,7 @@ class Plan:
         verdict: legality of the layout.
         memory: what each pipeline rank holds; None of an illegal layout.
         fits: whether the fullest GPU has room; None where that is not known.
-        command: what one node executes.
+        command: what one node executes; empty for a model that cannot be trained.
         differences: from the published scripts, for an experiment of their size.
     """
 
@@ -47,6 +49,11 @@ class Plan:
     fits: bool | None
     command: tuple[str, ...]
     differences: tuple[Difference, ...]
+
+    @property
+    def parameters(self) -> ParameterCounts:
+        """Of the whole model."""
+        return count_parameters(shape_for(self.experiment))
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -72,6 +79,7 @@ class Plan:
             "reasons": list(self.verdict.reasons),
             "notes": list(self.notes),
             "layout": layout_json(self.experiment, self.verdict.layout),
+            "parameters": {"total": self.parameters.total, "active": self.parameters.active},
             "memory_gib": None if self.memory is None else round(self.memory.worst_gib, 2),
             "capacity_gib": None if self.memory is None or self.fits is None else round(self.memory.capacity_gib, 2),
             "memory_by_rank": [] if self.memory is None else [rank_json(stage) for stage in self.memory.by_stage],
@@ -104,7 +112,7 @@ def plan(experiment: Experiment, *, path: Path | None = None) -> Plan:
         verdict=verdict,
         memory=memory,
         fits=memory.fits if memory is not None and _gpu_is_known(experiment) else None,
-        command=command(experiment, path),
+        command=() if shape_for(experiment).plan_only else command(experiment, path),
         differences=differences(experiment),
     )
 
@@ -196,7 +204,8 @@ def bubble_of(experiment: Experiment, layout: Layout) -> float:
     """Share of a step in which a pipeline rank waits, from the schedule alone."""
     if layout.pp == 1:
         return 0.0
-    return bubble_fraction(SCHEDULES[experiment.pp_schedule], pp=layout.pp, microbatches=layout.microbatches)
+    schedule, turns = SCHEDULES[experiment.pp_schedule], len(layout.stages) // layout.pp
+    return bubble_fraction(schedule, pp=layout.pp, microbatches=layout.microbatches, turns=turns)
 
 
 def titan_config(experiment: Experiment) -> dict[str, Any]:
@@ -254,11 +263,13 @@ def plan_text(plan: Plan, *, with_differences: bool = True) -> str:
     """A plan for a person."""
     lines = [headline(plan)]
     lines += rows("", plan.verdict.reasons, bullet="- ")
+    counts = plan.parameters
+    lines += rows("model", [f"{counts.total / 1e9:,.4g} G parameters, {counts.active / 1e9:,.4g} G active in a token"])
     if plan.verdict.layout is not None:
         lines += layout_lines(plan.experiment, plan.verdict.layout)
     lines += memory_lines(plan)
     lines += rows("notes", plan.notes, bullet="- ")
-    if plan.verdict.legal:
+    if plan.verdict.legal and plan.command:
         lines += ["command", "  " + as_shell(plan.command)]
     if plan.differences and with_differences:
         lines += ["", "differs from the published scripts:"]
@@ -365,6 +376,14 @@ def difference_lines(plan: Plan) -> list[str]:
     for row in plan.differences:
         lines += rows(f"  {row.topic}", [f"published: {row.published}", f"here: {row.here}"], label=34)
     return lines
+
+
+def model_text(model: HuggingFaceModel) -> str:
+    """What a plan took from another system's configuration, and what it left."""
+    base = f"everything else as in model={model.model}" if model.shape else f"it is model={model.model}"
+    lines = [f"model taken from {model.source}; {base}"]
+    lines += rows("taken", [", ".join(model.taken)])
+    return "\n".join(lines + rows("left", model.left, bullet="- "))
 
 
 def titan_text(config: Mapping[str, Any]) -> str:

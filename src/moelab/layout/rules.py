@@ -123,7 +123,7 @@ def candidates(facts: Facts, factor: str) -> Iterable[Any]:
     if factor == "ep":
         return divisors(facts.shape.num_experts)
     if factor == "tp":
-        return divisors(facts.shape.n_heads)
+        return divisors(facts.shape.kv_heads)
     if factor == "microbatch":
         return divisors(facts.local_batch)
     if factor in ("pp", "cp", "dp_replicate", "dp_shard"):
@@ -181,8 +181,8 @@ def _dp_shard(facts: Facts) -> str | None:
 
 @_rule("tp divides the heads", "tp")
 def _heads(facts: Facts) -> str | None:
-    heads = facts.shape.n_heads
-    return f"tensor parallelism must divide the {heads} attention heads" if heads % facts.tp else None
+    heads, of = facts.shape.kv_heads, "key and value" if facts.shape.grouped_queries else "attention"
+    return f"tensor parallelism must divide the {heads} {of} heads" if heads % facts.tp else None
 
 
 @_rule("ep divides its region", "ep", shapes_layout=True)
@@ -230,11 +230,22 @@ def _schedule(facts: Facts) -> str | None:
     return "there is no such schedule; names are spelt as TorchTitan spells them"
 
 
+@_rule("stages are the schedule's", "pp_stages_per_rank", shapes_layout=True, offers_choices=False)
+def _turns(facts: Facts) -> str | None:
+    if facts.pp == 1 or facts.schedule is None or not facts.experiment.pp_stages_per_rank:
+        return None
+    name, own = facts.schedule.name, facts.schedule.stages_per_rank
+    if facts.stages_per_rank == own or (own > 1 and facts.schedule.style == "loop" and facts.stages_per_rank > 1):
+        return None
+    legal = f"{own} and more" if own > 1 and facts.schedule.style == "loop" else f"{own}"
+    return f"a rank of {name} holds another number of stages. Legal pp_stages_per_rank: {legal}, or 0 for its own"
+
+
 @_rule("stages have layers", "pp", shapes_layout=True)
 def _stages(facts: Facts) -> str | None:
     if facts.pp == 1 or facts.schedule is None:
         return None
-    stages, layers = facts.pp * facts.schedule.stages_per_rank, facts.shape.n_layers
+    stages, layers = facts.pp * facts.stages_per_rank, facts.shape.n_layers
     if stages <= effective_layers(layers):
         return None
     return (
@@ -524,6 +535,7 @@ RULES: tuple[Rule, ...] = (
     _experts,
     _even_shards,
     _schedule,
+    _turns,
     _stages,
     _whole_microbatches,
     _microbatches,
@@ -599,6 +611,10 @@ def check(experiment: Experiment, *, gpu: Gpu | None = None) -> LayoutCheck:
 
 
 # --- what is worth knowing of a legal layout --------------------------------------------------------------------------
+
+
+def _plan_only_note(facts: Facts) -> str | None:
+    return facts.shape.plan_only
 
 
 def _cluster_note(facts: Facts) -> str | None:
@@ -698,6 +714,7 @@ def _warmup_note(facts: Facts) -> str | None:
 
 
 NOTES = (
+    _plan_only_note,
     _cluster_note,
     _emulation_note,
     _padding_note,

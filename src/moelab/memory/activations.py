@@ -96,23 +96,27 @@ def saved_without_checkpointing(shape: ModelShape, *, moe: bool, work: Work, com
 
 
 def _attention(shape: ModelShape, work: Work) -> dict[str, float]:
-    t, s, heads = work.tokens, work.residual, shape.n_heads // work.tp
+    t, s, heads, kv_heads = work.tokens, work.residual, shape.n_heads // work.tp, shape.kv_heads // work.tp
     qk, v = shape.qk_head_dim, shape.v_head_dim
+    # Latents are expanded to keys without their rotary part and to values; grouped queries have values of their own.
+    expanded = v if shape.grouped_queries else shape.qk_nope_head_dim + v
     tensors: dict[str, float] = {
         "layer input": BF16 * s * shape.dim,
         "normed layer input": BF16 * t * shape.dim,
         "latents": BF16 * t * (shape.q_lora_rank + shape.kv_lora_rank + shape.qk_rope_head_dim),
         "normed latents": BF16 * t * (shape.q_lora_rank + shape.kv_lora_rank),
         "rotary angles": FP32 * t * shape.qk_rope_head_dim,
-        "keys and values before attention": BF16 * t * heads * (shape.qk_nope_head_dim + v),
+        "keys and values before attention": BF16 * t * kv_heads * expanded,
         "queries": BF16 * t * heads * qk,
-        "keys": BF16 * t * work.cp * heads * qk,
+        "keys": BF16 * t * work.cp * kv_heads * qk,
         "attention output": BF16 * t * heads * v,
         "attention log-sum-exp": FP32 * t * heads,
         "residual after attention": BF16 * s * shape.dim,
     }
     if work.cp > 1:
-        tensors["gathered values"] = BF16 * t * work.cp * heads * v
+        tensors["gathered values"] = BF16 * t * work.cp * kv_heads * v
+    if shape.qk_norm:
+        tensors["queries and keys before their norm"] = BF16 * t * (heads + kv_heads) * qk
     return tensors
 
 
@@ -221,7 +225,10 @@ def _matrix_products(shape: ModelShape, *, moe: bool, tp: int) -> list[float]:
     """
     queries = shape.n_heads // tp * shape.qk_head_dim
     products: list[float] = [shape.q_lora_rank, queries] if shape.q_lora_rank else [queries]
-    products += [shape.kv_lora_rank + shape.qk_rope_head_dim, 0, shape.dim]
+    if shape.grouped_queries:
+        products += [shape.kv_heads // tp * shape.qk_head_dim, 0, shape.dim]
+    else:
+        products += [shape.kv_lora_rank + shape.qk_rope_head_dim, 0, shape.dim]
     hidden = (shape.shared_hidden_dim if moe else shape.dense_hidden_dim) / tp
     return products + ([hidden, hidden, shape.dim] if hidden else [])
 

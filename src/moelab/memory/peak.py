@@ -444,7 +444,8 @@ class Moments:
         (``torch/distributed/pipelining/stage.py`` and ``torch/distributed/fsdp/_fully_shard`` at 2.14).
         """
         kept = [stage.dense_layers * self.dense.saved + stage.moe_layers * self.moe.saved for stage in modules]
-        fullest = in_flight(self.schedule, pp=self.layout.pp, microbatches=self.layout.microbatches, rank=rank)
+        pp, microbatches = self.layout.pp, self.layout.microbatches
+        fullest = in_flight(self.schedule, pp=pp, microbatches=microbatches, rank=rank, turns=len(modules))
         activations = max(sum(n * size for n, size in zip(moment, kept, strict=True)) for moment in fullest)
         largest = self.moe if any(stage.moe_layers for stage in modules) else self.dense
         gathered = sum(one.gathered for one in total)
