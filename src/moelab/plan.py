@@ -80,7 +80,9 @@ class Plan:
             "notes": list(self.notes),
             "layout": layout_json(self.experiment, self.verdict.layout),
             "parameters": {"total": self.parameters.total, "active": self.parameters.active},
-            "memory_gib": None if self.memory is None else round(self.memory.worst_gib, 2),
+            "memory_gib": None if self.memory is None else round(self.memory.worst.reserved_gib, 2),
+            "outside_gib": None if self.memory is None else round(self.memory.worst.outside_gib, 2),
+            "total_gib": None if self.memory is None else round(self.memory.worst_gib, 2),
             "capacity_gib": None if self.memory is None or self.fits is None else round(self.memory.capacity_gib, 2),
             "memory_by_rank": [] if self.memory is None else [rank_json(stage) for stage in self.memory.by_stage],
             "dispatch_buffer": buffer_json(self.memory.buffer) if self.memory and self.memory.buffer else None,
@@ -185,7 +187,8 @@ def layout_json(experiment: Experiment, layout: Layout | None) -> dict[str, Any]
 def rank_json(stage: StageMemory) -> dict[str, Any]:
     """Memory of one pipeline rank, by part."""
     parts = {name: round(gib, 3) for name, gib in stage.parts.items()}
-    return {"pp_rank": stage.rank, "total_gib": round(stage.total_gib, 2), "moment": stage.moment, "parts_gib": parts}
+    totals = {"memory_gib": round(stage.reserved_gib, 2), "total_gib": round(stage.total_gib, 2)}
+    return {"pp_rank": stage.rank, **totals, "moment": stage.moment, "parts_gib": parts}
 
 
 def buffer_json(buffer: DispatchBuffer) -> dict[str, Any]:
@@ -354,7 +357,12 @@ def memory_lines(plan: Plan) -> list[str]:
         return []
     needed = f"{plan.memory.worst_gib:.1f} GiB on the fullest GPU"
     against = needed if plan.fits is None else f"{needed} of {plan.memory.capacity_gib:.1f}"
-    return rows("memory", [against, plan.memory.dominant]) + buffer_lines(plan)
+    worst = plan.memory.worst
+    apart = (
+        f"{worst.reserved_gib:.1f} GiB reserved by PyTorch, which TorchTitan prints as memory, and "
+        f"{worst.outside_gib:.1f} GiB of CUDA, NCCL and the dispatcher"
+    )
+    return rows("memory", [against, apart, plan.memory.dominant]) + buffer_lines(plan)
 
 
 def buffer_lines(plan: Plan) -> list[str]:

@@ -63,8 +63,10 @@ MAX_TOP_K = 32
 """Experts of a token that DeepEP takes."""
 PACKED_FEATURES = 128
 """Features whose MXFP8 scales fill the four bytes that DeepEP moves as one."""
-BLOCK = {Precision.FP8: 16, Precision.MXFP8: 32}
-"""Features that a quantised grouped GEMM needs in a multiple of, along every dimension of a weight."""
+BLOCK = {Precision.BF16: 8, Precision.FP8: 16, Precision.MXFP8: 32}
+"""Features that a grouped GEMM needs in a multiple of, along every dimension of a weight; of BF16, 16 bytes."""
+LOSS_CHUNKS = 8
+"""Pieces into which TorchTitan cuts a rank's sequence for the loss (``ChunkedLossWrapper``)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,7 +309,7 @@ def _evaluates(facts: Facts) -> str | None:
 
 # --- the sequence ----------------------------------------------------------------------------------------------------
 # TorchTitan checks evenness when the trainer starts; torch checks the blocks of the attention mask under context
-# parallelism with the first batch.
+# parallelism with the first batch, and the loss its chunks.
 
 
 def _even_multiple(facts: Facts) -> int:
@@ -319,9 +321,13 @@ def _mask_multiple(facts: Facts) -> int:
     return FLEX_BLOCK * facts.cp if facts.cp > 1 else 1
 
 
+def _loss_multiple(facts: Facts) -> int:
+    return LOSS_CHUNKS * facts.cp
+
+
 def _near_lengths(facts: Facts) -> str:
-    """The nearest lengths that keep both rules."""
-    multiple = math.lcm(_even_multiple(facts), _mask_multiple(facts))
+    """The nearest lengths that keep all three rules."""
+    multiple = math.lcm(_even_multiple(facts), _mask_multiple(facts), _loss_multiple(facts))
     below = facts.seq_len // multiple * multiple
     values = [value for value in (below, below + multiple) if 8 <= value <= ROPE_TOKENS[facts.shape.name]]
     return f"nearest legal seq_len: {' or '.join(map(str, values))}" if values else "reduce tp or cp"
@@ -344,6 +350,25 @@ def _mask_blocks(facts: Facts) -> str | None:
     return (
         f"context parallelism shards FlexAttention's mask in blocks of {FLEX_BLOCK} tokens, so it must be a multiple "
         f"of {FLEX_BLOCK} * cp {facts.cp} = {multiple}; {_near_lengths(facts)}"
+    )
+
+
+@_rule("loss is cut evenly", "seq_len", offers_choices=False)
+def _loss_chunks(facts: Facts) -> str | None:
+    multiple = _loss_multiple(facts)
+    if facts.seq_len % multiple == 0 or not _mask_blocks.holds(facts):  # whose blocks are multiples
+        return None
+    of_ranks = f" * cp {facts.cp}" if facts.cp > 1 else ""
+    return f"the loss cuts it into {LOSS_CHUNKS}{of_ranks} = {multiple} equal chunks; {_near_lengths(facts)}"
+
+
+@_rule("context parallelism has FlexAttention", "cp")
+def _flex_attention(facts: Facts) -> str | None:
+    if facts.cp == 1 or facts.capability != 0:
+        return None
+    return (
+        f"context parallelism shards FlexAttention's mask, and {facts.gpu_in_words}: on a CPU, which has no backward "
+        "pass of FlexAttention, masked attention takes its place"
     )
 
 
@@ -466,7 +491,7 @@ def _mxfp8_linears(facts: Facts) -> str | None:
 @_rule("expert blocks are whole", "tp")
 def _expert_blocks(facts: Facts) -> str | None:
     hidden = facts.shape.moe_hidden_dim
-    if facts.ep > 1 or facts.tp == 1 or not facts.quantised or hidden % (facts.tp * BLOCK[facts.precision]) == 0:
+    if facts.ep > 1 or facts.tp == 1 or hidden % (facts.tp * BLOCK[facts.precision]) == 0:
         return None
     return (
         f"without expert parallelism (ep 1) it cuts the {hidden} hidden features of each "
@@ -543,6 +568,8 @@ RULES: tuple[Rule, ...] = (
     _evaluates,
     _even_sequence,
     _mask_blocks,
+    _loss_chunks,
+    _flex_attention,
     _rope,
     _dispatcher_needs_ep,
     _padded,

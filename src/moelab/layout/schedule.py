@@ -357,7 +357,7 @@ def bubble_fraction(schedule: Schedule, *, pp: int, microbatches: int, turns: in
     if schedule.style == "v":
         wait = max(pp - 1, 2 * (2 * pp - 1 - microbatches))
     elif schedule.splits_backward:
-        wait = pp - 1 + 2 * missing + max(0, pp - 2 * microbatches)
+        wait = pp - 1 + turns * missing + (turns - 1) * max(0, pp - 2 * microbatches)
     else:
         wait = 3 * (pp - 1) + 3 * missing * (turns - 1)
     return wait / (3 * turns * microbatches + wait)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from moelab.experiment import ActivationCheckpoint, EPBackend, Precision
@@ -179,11 +179,20 @@ def arrived(shape: ModelShape, work: Work) -> Mapping[str, float]:
 
 
 @functools.lru_cache(maxsize=65_536)
-def saved(shape: ModelShape, *, moe: bool, work: Work, compiled: bool, checkpointing: ActivationCheckpoint) -> float:
+def saved(
+    shape: ModelShape,
+    *,
+    moe: bool,
+    work: Work,
+    compiled: bool,
+    checkpointing: ActivationCheckpoint,
+    scaled_products: bool = False,
+) -> float:
     """Bytes that one layer keeps from its forward to its backward pass under activation checkpointing.
 
     ``selective`` keeps the layer's input, attention's operands and output, and the output of every second matrix
-    product (``torchtitan/distributed/activation_checkpoint.py``). Grouped products are not on its list, so that routed
+    product (``torchtitan/distributed/activation_checkpoint.py``). Products of quantised linears (``scaled_products``)
+    are another operator, of which it keeps every one. Grouped products are not on its list, so that routed
     experts are recomputed whole; what arrived is kept as well where the dispatcher's communication is an operator
     (:func:`keeps_arrived`). ``full+dispatch`` keeps the layer's input and what arrived.
     """
@@ -196,7 +205,8 @@ def saved(shape: ModelShape, *, moe: bool, work: Work, compiled: bool, checkpoin
     if checkpointing != "selective":
         return kept
     kept += sum(tensors.get(name, 0.0) for name in _ATTENTION_OPERANDS)
-    return kept + sum(BF16 * work.tokens * width for width in _matrix_products(shape, moe=moe, tp=work.tp)[::2])
+    every = 1 if scaled_products else 2
+    return kept + sum(BF16 * work.tokens * width for width in _matrix_products(shape, moe=moe, tp=work.tp)[::every])
 
 
 def keeps_arrived(work: Work, *, compiled: bool, checkpointing: ActivationCheckpoint) -> bool:
@@ -286,13 +296,19 @@ def quantised_working_set(
 
 @dataclass(frozen=True)
 class Mode:
-    """What an experiment says about how its layers run."""
+    """What an experiment says about how its layers run.
+
+    ``linears`` is whether linears are quantised as well, ``busiest_layer`` the received rows of the layer that is the
+    fullest moment, relative to perfect balance.
+    """
 
     checkpointing: ActivationCheckpoint
     compiled: bool
     loss_compiled: bool
     precision: Precision
     emulated: bool
+    linears: bool = False
+    busiest_layer: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -322,9 +338,18 @@ class LayerCosts:
 def layer_costs(shape: ModelShape, *, moe: bool, degrees: Degrees, work: Work, mode: Mode) -> LayerCosts:
     """The costs of a layer with routed experts, or of a dense one."""
     held = module_held(shape, f"layers.{shape.n_dense_layers if moe else 0}", degrees)
+    kept = saved(
+        shape,
+        moe=moe,
+        work=work,
+        compiled=mode.compiled,
+        checkpointing=mode.checkpointing,
+        scaled_products=mode.linears,
+    )
+    # What all layers keep follows the average layer; the moment in which one layer runs, the one with most rows.
+    work = replace(work, imbalance=max(work.imbalance, mode.busiest_layer))
     forward = forward_working_set(shape, moe=moe, work=work, compiled=mode.compiled)
     backward = backward_working_set(shape, moe=moe, work=work, compiled=mode.compiled)
-    kept = saved(shape, moe=moe, work=work, compiled=mode.compiled, checkpointing=mode.checkpointing)
     tensors = saved_without_checkpointing(shape, moe=moe, work=work, compiled=mode.compiled)
     everything = sum(tensors.values())
     if moe and keeps_arrived(work, compiled=mode.compiled, checkpointing=mode.checkpointing):

@@ -221,6 +221,7 @@ _WHOSE = {
 
 def _faults(shape: ModelShape) -> list[tuple[bool, str]]:
     experts, groups, limited = shape.num_experts, shape.expert_groups, shape.limited_groups
+    products = (("dim", shape.dim), ("moe_hidden_dim", shape.moe_hidden_dim))  # of grouped GEMMs, in rows of 16 bytes
     return [
         (
             shape.n_dense_layers >= shape.n_layers,
@@ -233,7 +234,8 @@ def _faults(shape: ModelShape) -> list[tuple[bool, str]]:
             shape.top_k > limited * (experts // groups),
             f"top_k is {shape.top_k}; valid: at most the experts of {limited} of {groups} groups",
         ),
-        (shape.dim % 8 != 0, f"dim is {shape.dim}; valid: a multiple of 8"),
+        (experts < 2 * groups, f"num_experts is {experts}; valid: at least 2 in each of {groups} expert_groups"),
+        *((size % 8 != 0, f"{name} is {size}; valid: a multiple of 8") for name, size in products),
         (
             shape.qk_rope_head_dim % 2 != 0,
             f"qk_rope_head_dim is {shape.qk_rope_head_dim}; valid: an even number, for rotations of pairs",
