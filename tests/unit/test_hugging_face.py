@@ -91,6 +91,12 @@ V3 = MODELS["DeepSeek-V3"]["config"]
         ({"linear_num_key_heads": 16}, "linear_num_key_heads 16: not known"),
         ({"moe_latent_size": 1024}, "moe_latent_size 1024: not known"),
         ({"shared_expert_intermediate_size": 1000}, "valid: a multiple of 768"),
+        ({"linear_attn_config": {"kda_layers": [1, 2]}}, "linear_attn_config {'kda_layers'"),  # Kimi-Linear
+        ({"full_attention_interval": 4}, "full_attention_interval 4: not known"),  # Qwen3-Next
+        ({"attn_layer_period": 8, "mamba_d_state": 16}, "attn_layer_period 8, mamba_d_state 16"),  # Jamba
+        ({"hybrid_override_pattern": "MEM*"}, r"hybrid_override_pattern MEM\*: not known"),  # Nemotron-H
+        ({"hc_mult": 4, "compress_ratios": [4, 128]}, "hc_mult 4, compress_ratios"),  # DeepSeek-V4
+        ({"ffn_config": {"moe_num_experts": 16}}, "ffn_config {'moe_num_experts'"),  # DBRX
     ],
 )
 def test_what_a_shape_cannot_say_is_refused_by_name(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
@@ -134,6 +140,24 @@ def test_layers_of_a_list_and_a_text_model_inside_of_another(tmp_path: Path) -> 
     found = read_model(str(tmp_path))
     assert (found.model, found.shape) == ("671B", {})
     assert "other modalities (vision_config)" in found.left
+
+
+def test_shared_experts_by_their_width(tmp_path: Path) -> None:
+    """Ling names the width of one of its shared experts, Qwen that of its only one."""
+    for keys, expected in (
+        ({"num_shared_experts": 2, "moe_shared_expert_intermediate_size": 768}, 2),
+        ({"shared_expert_intermediate_size": 3072}, 4),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(CONFIG | keys | {"score_function": "sigmoid"}))
+        found = read_model(str(tmp_path))
+        assert (found.model, shape_from(str(tmp_path)).num_shared_experts) == ("671B", expected)
+
+
+def test_a_language_model_two_levels_down(tmp_path: Path) -> None:
+    """As Qwen3-Omni's."""
+    thinker = {"thinker_config": {"text_config": CONFIG, "audio_config": {"d_model": 1280}}}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_omni_moe", **thinker}))
+    assert read_model(str(tmp_path)).shape == read_model("Qwen3-30B-A3B").shape
 
 
 @pytest.mark.parametrize(("content", "said"), [("{", "cannot be read as JSON"), ("[]", "expected a JSON object")])

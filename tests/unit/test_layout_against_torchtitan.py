@@ -41,7 +41,7 @@ WORDS = {
     "dispatcher needs ep": r"requires expert parallelism",
     "minimal_async_ep is not quantised": r"requires a token dispatcher that supports padding",
     "minimal_async_ep recomputes": r"requires full recompute",
-    "stages are the schedule's": r"v schedules assume 2 stages per rank",
+    "stages are the schedule's": r"v schedules assume 2 stages per rank|greater than or equal to the number of stages",
     "expert shards are even": r"does not support uneven sharding",
 }
 """Rules that TorchTitan checks, and how it says so."""
@@ -63,8 +63,8 @@ UNNOTICED = {
 """Rules that TorchTitan 0.3.0 does not notice while it is configured, and until when."""
 
 NOT_TITANS = {"dispatch is kept", "dispatch is quantised as its experts",
-              "fp8 has no linears", "MXFP8 linears are whole", "GPU has FP8", "GPU has MXFP8",
-              "dispatcher needs CUDA", "context parallelism has FlexAttention", "vocabulary holds the tokenizer"}  # fmt: skip
+              "fp8 has no linears", "MXFP8 linears are whole", "GPU has FP8", "GPU has MXFP8", "dispatcher needs CUDA",
+              "context parallelism has FlexAttention", "vocabulary holds the tokenizer"}  # fmt: skip
 """Rules about settings of moelab, its data and about the GPU, of which TorchTitan's configuration knows nothing."""
 
 

@@ -47,6 +47,11 @@ EXACT: dict[str, tuple[dict[str, Any], list[int]]] = {
         {"model": "debug", "gpus_per_node": 8, "ep": 2, "tp": 2, "pp": 2, "pp_schedule": "Interleaved1F1B"},
         [0, 7],
     ),
+    "four stages a rank": (
+        {"model": "debug", "gpus_per_node": 4, "ep": 2, "pp": 2, "pp_schedule": "Interleaved1F1B"}
+        | {"pp_stages_per_rank": 4},
+        [0, 3],
+    ),
     "a V of stages": ({"model": "debug", "gpus_per_node": 4, "ep": 2, "pp": 2, "pp_schedule": "ZBVZeroBubble"}, [3]),
     "16B on 256": ({"model": "16B", "gpus_per_node": 8, "nodes": 32, "ep": 32}, [255]),
     "671B as published": (

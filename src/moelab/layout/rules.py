@@ -358,8 +358,7 @@ def _loss_chunks(facts: Facts) -> str | None:
     multiple = _loss_multiple(facts)
     if facts.seq_len % multiple == 0 or not _mask_blocks.holds(facts):  # whose blocks are multiples
         return None
-    of_ranks = f" * cp {facts.cp}" if facts.cp > 1 else ""
-    return f"the loss cuts it into {LOSS_CHUNKS}{of_ranks} = {multiple} equal chunks; {_near_lengths(facts)}"
+    return f"the loss cuts a rank's share of it into {LOSS_CHUNKS} equal chunks; {_near_lengths(facts)}"
 
 
 @_rule("context parallelism has FlexAttention", "cp")

@@ -98,7 +98,7 @@ memory_constants = MemoryConstants(
     routing_imbalance=Figure(value=1.1, label="derived", source="assumed; over many layers, busy ones even out"),
     busiest_layer=Figure(value=1.9, label="derived", source=EARLY_ROUTING),
     fragmentation=Figure(value=1.01, label="measured", source=f"{H100_ROWS}, row '16B none'"),
-    context_gib=Figure(value=2.15, label="measured", source=f"{H100_ROWS}, the most: '1 GPU full'; the least is 1.23"),
+    context_gib=Figure(value=2.16, label="measured", source=f"{H100_ROWS}, the most: '1 GPU full'; the least is 1.23"),
     communicator_gib=Figure(value=0.35, label="measured", source=f"{H100_ROWS}, row '16B selective', two groups"),
 )
 

@@ -36,15 +36,15 @@ TAKEN = {
     "moe_hidden_dim": ("moe_intermediate_size", "expert_hidden_dim", "intermediate_size"),
     "num_experts": ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts"),
     "num_shared_experts": ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"),
-    "top_k": ("num_experts_per_tok", "num_experts_per_token", "moe_k"),
+    "top_k": ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_k"),
     "expert_groups": ("n_group", "num_expert_groups"),
     "limited_groups": ("topk_group", "num_expert_groups_per_tok"),
 }
 """Names that configurations have for each dimension; the first that is there counts."""
 NEEDED = ("vocab_size", "dim", "n_layers", "n_heads", "moe_hidden_dim", "top_k")
 READ = (
-    r"model_type|architectures|scoring_func|score_func|topk_method|use_qk_norm|tie_word_embeddings|tied_embeddings|"
-    r"shared_expert_intermediate_size|moe_layer_freq|decoder_sparse_step|interleave_moe_layer_step|moe_layer_interval|"
+    r"model_type|architectures|scor(ing|e)_func(tion)?|topk_method|use_qk_norm|tie_word_embeddings|tied_embeddings|"
+    r"(moe_)?shared_expert_intermediate_size|moe_layer_freq|decoder_sparse_step|interleave_moe_layer_step|moe_layer_interval|"
     r"route_every_n|mlp_only_layers|moe_layers|mlp_layer_types|layer_types|attn_type_list"
 )
 """Keys that are looked at and are no dimension."""
@@ -58,7 +58,7 @@ LEFT = {
     "other modalities": r".*(vision|image|video|audio|media|speech|mm_|projector).*",
     "the checkpoint's number format": r"quantization.*|compression_config|torch_dtype|dtype",
     "the router's scale, norm and auxiliary loss": (
-        r"routed_scal.*|norm_topk_prob|.*aux_loss.*|seq_aux|ep_size|router_.*|output_router_logits|moe_.*(loss|norm).*"
+        r"routed_scal.*|norm_topk_prob|.*aux_loss.*|seq_aux|router_.*|output_router_logits|moe_.*(loss|norm).*"
     ),
     "the rotary embedding": (
         r"rope_.*|rotary_.*|partial_rotary.*|.*max_position_embeddings|initial_context_length|max_seq_len|yarn|"
@@ -66,14 +66,19 @@ LEFT = {
     ),
 }
 """What is left out on purpose, by the names of its keys."""
-NUMBER = r".*(_size|_dims?|_heads?|_rank|_experts?|_layers?|_interval|_freq|_step)$|(num|n)_"
+NUMBER = r".*(_size|_dims?|_heads?|_rank|_experts?|_layers?|_interval|_freq|_step|_period|_offset|_mult)$|(num|n)_"
 """Names of keys that count something."""
+ARRANGEMENT = r".*(block_type|pattern|hybrid|mamba|ssm|linear_|kda|conv|compress|_enum$|_config$)"
+"""Names of keys that, of whatever type, tell of other layers than attention and experts."""
 HARMLESS = (
     r"(num_)?(pad|bos|eos|decoder|sep|cls|begin|end|unk|mask)_.*|num_(labels|beams|beam_groups|return_sequences)|"
     r"chunk_size_feed_forward|pretraining_tp|.*initializer_range|.*no_repeat_ngram_size|transformers_version|use_cache|"
-    r".*_eps|hidden_act|auto_map|.*dropout|rms_norm.*|moe|text_config|language_config|_.*"
+    r".*_eps|hidden_act|auto_map|.*dropout|rms_norm.*|layernorm_.*|moe|_.*|ep_size|id2label|label2id|task_specific_params|"
+    r"generation_config|cache_implementation|mlp_intermediate_size|(text|language|llm|thinker)_config"
 )
 """Keys that change neither weights nor products, which nobody needs to be told of."""
+INSIDE = ("text_config", "language_config", "llm_config", "thinker_config", "moe")
+"""Keys under which a model of several modalities has its language model, and Mistral its experts."""
 WINDOWS = ("sliding_attention", "chunked_attention")
 STEPS = (
     "moe_layer_freq",
@@ -147,8 +152,11 @@ def read_model(source: str) -> HuggingFaceModel:
         config = presets[source]["config"]
     else:
         raise BadInput(f"--from-hf {source}: no such file, nor one of the models {', '.join(presets)}")
-    inner = next((config[name] for name in ("text_config", "language_config") if name in config), config)
-    config = {**config, **inner, **inner.get("moe", {})} if isinstance(inner, dict) else config
+    whole = dict(config)
+    while inner := next((config[key] for key in INSIDE if isinstance(config.get(key), dict)), None):
+        config = inner
+        whole |= inner
+    config = whole
     try:
         return _converted(source, {key: value for key, value in config.items() if not isinstance(value, dict)}, config)
     except BadInput as error:
@@ -183,10 +191,12 @@ def _converted(source: str, config: dict[str, Any], whole: dict[str, Any]) -> Hu
     shape["n_dense_layers"] = _dense_layers(config, shape)
     if not shape["n_dense_layers"]:
         shape.pop("dense_hidden_dim", None)
-    if wide := config.get("shared_expert_intermediate_size"):  # Qwen's one shared expert is as wide as several
-        shape["num_shared_experts"], rest = divmod(wide, shape["moe_hidden_dim"])
-        if rest:
-            raise BadInput(f"shared_expert_intermediate_size is {wide}; valid: a multiple of {shape['moe_hidden_dim']}")
+    for key in ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"):
+        wide = config.get(key, 0) * shape.get("num_shared_experts", 1)  # Qwen's only one is as wide as several
+        if wide % shape["moe_hidden_dim"]:
+            raise BadInput(f"{key} is {config[key]}; valid: a multiple of {shape['moe_hidden_dim']}")
+        if wide:
+            shape["num_shared_experts"] = wide // shape["moe_hidden_dim"]
     shape.setdefault("num_shared_experts", int(kind == "llama4_text"))
     if config.get("topk_method") == "greedy" or "expert_groups" not in shape:
         shape |= {"expert_groups": 1, "limited_groups": 1}
@@ -198,7 +208,8 @@ def _converted(source: str, config: dict[str, Any], whole: dict[str, Any]) -> Hu
         shape["qk_norm"] = bool(config.get("use_qk_norm", kind in NORMS_QUERIES))
         shape["attention"] = "gqa"
     others = OF_GROUPED_QUERIES if latent else OF_LATENT_ATTENTION
-    sigmoid = config.get("scoring_func", "sigmoid" if kind in SIGMOID else "softmax") == "sigmoid"
+    scores = next((config[key] for key in ("scoring_func", "score_function", "score_func") if key in config), None)
+    sigmoid = scores == "sigmoid" or (scores is None and kind in SIGMOID)
     base = SHAPES["671B" if sigmoid else "16B"]
     return HuggingFaceModel(
         source=source,
@@ -254,10 +265,11 @@ def _left(config: dict[str, Any], whole: dict[str, Any]) -> Iterator[str]:
         if found := [key for key in rest if re.fullmatch(names, key)]:
             yield f"{words} ({', '.join(found)})"
         rest = [key for key in rest if key not in found]
-    if unknown := [f"{key} {config[key]}" for key in rest if type(config.get(key)) is int and re.match(NUMBER, key)]:
+    numbers = [key for key in rest if type(config.get(key)) is int and re.match(NUMBER, key)]
+    if unknown := dict.fromkeys([*numbers, *(key for key in rest if re.match(ARRANGEMENT, key))]):
         raise BadInput(
-            f"{', '.join(unknown)}: not known, and may be a dimension. If it changes no weight and no product, take it "
-            "out of a copy of the file"
+            f"{', '.join(f'{key} {str(whole[key])[:60]}' for key in unknown)}: not known, and may change the model's "
+            "weights. If it does not, take it out of a copy of the file"
         )
     if windows := sorted(set(WINDOWS) & set(config.get("layer_types") or ())):
         yield f"windows of attention ({', '.join(windows)}): a query is planned as if it met every key before it"
