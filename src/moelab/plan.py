@@ -72,7 +72,8 @@ class Plan:
         return "this machine has no GPU" if gpu.capability == 0 else f"the memory of {gpu.name} is not known"
 
     def to_json(self) -> dict[str, Any]:
-        """The plan as one JSON object."""
+        """The plan as one JSON object; ``memory_gib`` is what TorchTitan prints, ``total_gib`` what must fit."""
+        worst = self.memory and self.memory.worst
         return {
             "legal": self.verdict.legal,
             "fits": self.fits,
@@ -80,9 +81,9 @@ class Plan:
             "notes": list(self.notes),
             "layout": layout_json(self.experiment, self.verdict.layout),
             "parameters": {"total": self.parameters.total, "active": self.parameters.active},
-            "memory_gib": None if self.memory is None else round(self.memory.worst.reserved_gib, 2),
-            "outside_gib": None if self.memory is None else round(self.memory.worst.outside_gib, 2),
-            "total_gib": None if self.memory is None else round(self.memory.worst_gib, 2),
+            "memory_gib": worst and round(worst.reserved_gib, 2),
+            "outside_gib": worst and round(worst.outside_gib, 2),
+            "total_gib": worst and round(worst.total_gib, 2),
             "capacity_gib": None if self.memory is None or self.fits is None else round(self.memory.capacity_gib, 2),
             "memory_by_rank": [] if self.memory is None else [rank_json(stage) for stage in self.memory.by_stage],
             "dispatch_buffer": buffer_json(self.memory.buffer) if self.memory and self.memory.buffer else None,

@@ -156,6 +156,30 @@ def test_where_no_value_helps_that_is_said() -> None:
     assert check(experiment(model="16B", nodes=12, ep=32, dp_replicate=3)).legal
 
 
+def test_grouped_queries_are_cut_by_their_keys_and_said_to_be_planned_only() -> None:
+    shape = {"attention": "gqa", "n_kv_heads": 4, "head_dim": 128}
+    (reason,) = reasons(shape=shape, tp=8)
+    assert reason == "tp is 8: tensor parallelism must divide the 4 key and value heads. Legal tp: 1, 2, 4"
+    verdict = check(experiment(shape=shape, tp=4))
+    assert verdict.legal
+    assert "not trained" in verdict.notes[0]
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_loops_of_several_stages_take_more(schedule: str, stages: int) -> None:
+    fields = {"pp": 2, "pp_schedule": schedule, "pp_stages_per_rank": stages, "dataset": "c4", "compile": "none"}
+    verdict = check(experiment(**fields))
+    own = SCHEDULES[schedule].stages_per_rank
+    assert verdict.legal == (stages == own or (stages > 1 < own and SCHEDULES[schedule].style == "loop"))
+    if verdict.legal:
+        assert verdict.layout is not None
+        assert {len(held) for held in verdict.layout.stages_of_rank} == {stages}
+        assert check(experiment(**{**fields, "pp_stages_per_rank": 0})).legal
+    else:
+        assert verdict.reasons[0].startswith(f"pp_stages_per_rank is {stages}: a rank of {schedule} holds another")
+
+
 @pytest.mark.parametrize("precision", ["fp8", "mxfp8"])
 def test_quantised_experts_name_the_dispatchers_that_pad(precision: str) -> None:
     (reason,) = reasons(precision=precision, ep_backend="minimal_async_ep", activation_checkpoint="full")

@@ -272,6 +272,15 @@ def test_the_moment_of_one_layer_meets_the_busiest_and_what_all_keep_the_average
     assert grown(activation_checkpoint="full", routing="round_robin") == grown(activation_checkpoint="full", ep=1) == 0
 
 
+def test_grouped_queries_keep_fewer_keys_and_values() -> None:
+    """By hand: BF16 keys and values of 28 heads of 128 in each of 48 layers, for 8,192 tokens."""
+    fields = {"gpus_per_node": 8, "ep": 8, "seq_len": 8192, "routing": "round_robin", "local_batch": 1}
+    shapes = [read_model("Qwen3-30B-A3B").shape | {"qk_norm": False, "n_kv_heads": heads} for heads in (4, 32)]
+    experiments = [Experiment(model="16B", shape=shape, **fields) for shape in shapes]
+    few, all_heads = (estimate(one, layout_of(one), H100).parts["activations"] for one in experiments)
+    assert all_heads - few == pytest.approx(48 * 8192 * 28 * 2 * 128 * 2 / 2**30)
+
+
 def test_what_is_outside_of_the_allocator_covers_every_measured_row() -> None:
     for row in ROWS.values():
         experiment = Experiment(**row["case"]["experiment"])

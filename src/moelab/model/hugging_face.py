@@ -14,12 +14,10 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from moelab.data import read_yaml
 from moelab.errors import BadInput
 from moelab.model.shape import OF_GROUPED_QUERIES, OF_LATENT_ATTENTION, SHAPES
 
@@ -92,7 +90,6 @@ SIGMOID = ("deepseek_v3", "kimi_k2", "glm4_moe", "glm4_moe_lite", "glm4v_moe_tex
 """Kinds of models whose router is sigmoid without a key that says so."""
 NORMS_QUERIES = ("qwen3_moe", "qwen3_vl_moe_text", "olmoe")
 """Kinds of models that norm queries and keys without a key that says so."""
-PRESETS = "models.yaml"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,8 +122,8 @@ class HuggingFaceModel:
 
 def published_models() -> dict[str, dict[str, Any]]:
     """Published models by name: their configuration, and the parameters that their authors name."""
-    content: dict[str, dict[str, Any]] = yaml.safe_load((resources.files("moelab.data") / PRESETS).read_text())
-    return content
+    models: dict[str, dict[str, Any]] = read_yaml("models.yaml")
+    return models
 
 
 def read_model(source: str) -> HuggingFaceModel:
