@@ -268,7 +268,7 @@ def plan_text(plan: Plan, *, with_differences: bool = True) -> str:
     lines = [headline(plan)]
     lines += rows("", plan.verdict.reasons, bullet="- ")
     counts = plan.parameters
-    lines += rows("model", [f"{counts.total / 1e9:,.4g} G parameters, {counts.active / 1e9:,.4g} G active in a token"])
+    lines += rows("model", [f"{amount(counts.total)} parameters, {amount(counts.active)} active in a token"])
     if plan.verdict.layout is not None:
         lines += layout_lines(plan.experiment, plan.verdict.layout)
     lines += memory_lines(plan)
@@ -327,6 +327,15 @@ def tokens_text(tokens: int) -> str:
     ('33.6 M tokens', '4,096 tokens')
     """
     return f"{tokens / 1e6:.3g} M tokens" if tokens >= 1e6 else f"{tokens:,} tokens"
+
+
+def amount(parameters: int) -> str:
+    """A number of parameters in four digits.
+
+    >>> amount(671_026_404_352), amount(2_184_000)
+    ('671 G', '2.184 M')
+    """
+    return f"{parameters / 1e9:.4g} G" if parameters >= 1e9 else f"{parameters / 1e6:.4g} M"
 
 
 def stage_lines(layout: Layout) -> list[str]:
