@@ -362,7 +362,8 @@ def layer_costs(shape: ModelShape, *, moe: bool, degrees: Degrees, work: Work, m
         held=held,
         saved=kept,
         forward=forward,
-        recomputed=max(0.0, everything - kept),
+        # Without checkpointing the rows of a busy layer are among what all layers keep.
+        recomputed=0.0 if mode.checkpointing == "none" else max(0.0, everything - kept),
         attention=sum(_attention(shape, work).values()),
         backward=backward if mode.checkpointing == "none" else max(forward, backward),
         quantised=quantised if moe else 0.0,
