@@ -68,7 +68,14 @@ def build_parser() -> argparse.ArgumentParser:
     doctor.add_argument("--nodes", action="store_true", help="with --cluster: let every node report, by srun")
 
     plan = verb("plan", _plan, "say whether an experiment is legal, what it holds and how it is started")
-    plan.add_argument("file", type=Path, help="YAML of an experiment, or of a study: each of its arms is planned")
+    plan.add_argument(
+        "file", type=Path, nargs="?", help="YAML of an experiment, or of a study: each of its arms is planned"
+    )
+    plan.add_argument(
+        "--from-hf",
+        metavar="CONFIG",
+        help="take the model from a Hugging Face config.json, a folder with one, or by name, such as Qwen3-30B-A3B",
+    )
     plan.add_argument("--arm", help="plan one arm of a study, such as mxfp8_standard or bf16_deepep_round-robin")
     plan.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="replace a field")
     plan.add_argument("--write", type=Path, metavar="PATH", help="write the experiment, as it is planned, to a file")
@@ -228,20 +235,28 @@ def _chosen_arms(study: Any, wanted: str | None) -> list[Any]:
 
 def _plan(options: argparse.Namespace) -> int:
     from moelab.experiment_file import read_study, write_experiment
+    from moelab.model.hugging_face import read_model
 
-    arms = _chosen_arms(read_study(options.file, options.set), options.arm)
+    if not (options.file or options.from_hf):
+        raise BadInput("give the FILE of an experiment or study, a model with --from-hf, or both")
+    model = read_model(options.from_hf) if options.from_hf else None
+    overrides = [*(model.overrides if model else ()), *options.set]
+    arms = _chosen_arms(read_study(options.file, overrides), options.arm)
     if len(arms) > 1:
         return _plan_arms(options, arms)
     (experiment,) = arms
     if options.search:
         return _search(options, experiment)
-    from moelab.plan import plan, plan_text, titan_config, titan_text, verified, verified_text
+    from moelab.plan import model_text, plan, plan_text, titan_config, titan_text, verified, verified_text
 
     if options.write:
         options.write.write_text(write_experiment(experiment), encoding="utf-8")
-    one_in_file = not (options.set or options.arm)
+    one_in_file = not (overrides or options.arm)
     planned = plan(experiment, path=options.write or (options.file if one_in_file else None))
     as_json, as_text = planned.to_json(), plan_text(planned)
+    if model:
+        as_json["from_hf"] = model.to_json()
+        as_text += f"\n\n{model_text(model)}"
     if planned.verdict.legal and options.config:
         as_json["titan_config"] = titan_config(experiment)
         as_text += f"\n\n{titan_text(as_json['titan_config'])}"

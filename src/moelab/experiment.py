@@ -49,7 +49,8 @@ class Routing(StrEnum):
 class ShapeChanges(BaseModel):
     """Dimensions of your own model, where they differ from those of ``model``; names as in :class:`ModelShape`.
 
-    Whatever else ``model`` has stays: its attention, how its router scores and groups experts, its tokenizer.
+    Whatever else ``model`` has stays: how its router scores experts, its tokenizer, and, unless ``attention`` is
+    ``gqa``, its multi-head latent attention. A model with ``gqa`` is planned and projected, but not trained.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -61,16 +62,23 @@ class ShapeChanges(BaseModel):
     n_heads: Degree | None = None
     q_lora_rank: Annotated[int, Field(ge=0)] | None = Field(None, description="0: full-rank queries")
     kv_lora_rank: Degree | None = None
+    qk_nope_head_dim: Degree | None = Field(None, description="of a query or key head, without its rotary part")
+    qk_rope_head_dim: Degree | None = Field(None, description="rotary part of a query or key head")
+    v_head_dim: Degree | None = None
+    attention: Literal["mla", "gqa"] | None = Field(None, description="gqa: grouped queries; plan-only")
+    n_kv_heads: Degree | None = Field(None, description="key and value heads of gqa")
+    head_dim: Degree | None = Field(None, description="of every head of gqa")
+    qk_norm: bool | None = Field(None, description="whether gqa norms each query and key head")
     dense_hidden_dim: Degree | None = None
     moe_hidden_dim: Degree | None = Field(None, description="of one routed expert")
     num_experts: Degree | None = None
-    num_shared_experts: Degree | None = None
+    num_shared_experts: Annotated[int, Field(ge=0)] | None = None
     top_k: Degree | None = Field(None, description="routed experts of a token")
     expert_groups: Degree | None = None
     limited_groups: Degree | None = None
 
     @property
-    def changes(self) -> dict[str, int]:
+    def changes(self) -> dict[str, Any]:
         """What was given."""
         return self.model_dump(exclude_none=True)
 
@@ -107,6 +115,9 @@ class Experiment(BaseModel):
     tp: Degree = 1
     pp: Degree = 1
     pp_schedule: str = "1F1B"
+    pp_stages_per_rank: Annotated[int, Field(ge=0)] = Field(
+        0, description="stages of each pipeline rank; 0: the schedule's own, 1 or 2"
+    )
     cp: Degree = 1
     ep: Degree = 2
 

@@ -31,7 +31,7 @@ Model = TypeVar("Model", bound=BaseModel)
 MAX_FILE_BYTES = 1_000_000
 STUDY_KEYS = ("study", "experiment", "arms", "seeds")
 VERSION_KEY, END_KEY = "record_version", "end_of_record"
-ADDED_FIELDS: tuple[Mapping[str, Any], ...] = ({"arm_fields": []},)
+ADDED_FIELDS: tuple[Mapping[str, Any], ...] = ({"arm_fields": []}, {"pp_stages_per_rank": 0})
 """Fields that each version of a record added to the one before, with the value that earlier runs had. The first had
 neither version nor end mark."""
 
@@ -81,19 +81,21 @@ def make_study(name: str, shared: Mapping[str, Any], arms: Sequence[Mapping[str,
     )
 
 
-def read_study(path: Path, overrides: Sequence[str] = ()) -> Study:
+def read_study(path: Path | None, overrides: Sequence[str] = ()) -> Study:
     """Read any experiment, list of experiments or study.
 
     Args:
-        path: the YAML file.
+        path: the YAML file; None for the experiment that the overrides alone make.
         overrides: ``key=value`` pairs that replace fields of every experiment; ``seeds`` and ``study`` too.
 
     Raises:
         BadInput: naming the value, what is valid and what to do.
     """
+    changes = parse_overrides(overrides)
+    if path is None:
+        return Study(name=(made := parse(Experiment, changes)).name, experiments=(made,))
     text = _text(path, str(path))
     content = _fields_of_record(text) if text.startswith(f"{VERSION_KEY}:") else _load(text, str(path))
-    changes = parse_overrides(overrides)
     if isinstance(content, list):
         return _study_of_list(path.stem, content, changes)
     if not isinstance(content, dict):

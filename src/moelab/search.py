@@ -189,11 +189,15 @@ class _Key(NamedTuple):
 
 def _order(facts: Facts) -> tuple[int, int, int, float, tuple[int, ...]]:
     """The stated order, with a tie-break."""
-    schedule = SCHEDULES[facts.pp_schedule]
-    bubble = bubble_fraction(schedule, pp=facts.pp, microbatches=facts.microbatches)
+    bubble = _bubble(facts)
     degrees = (facts.pp, facts.tp, facts.cp, facts.dp_replicate, facts.ep, facts.microbatch)
     tie_break = (*degrees, list(SCHEDULES).index(facts.pp_schedule))
     return int(bubble / BUBBLE_STEP), facts.tp * facts.cp, _ep_nodes(facts), bubble, tie_break
+
+
+def _bubble(facts: Facts) -> float:
+    turns = facts.stages_per_rank
+    return bubble_fraction(SCHEDULES[facts.pp_schedule], pp=facts.pp, microbatches=facts.microbatches, turns=turns)
 
 
 def _ep_nodes(facts: Facts) -> int:
@@ -452,8 +456,7 @@ def _estimate(cluster: Cluster) -> Callable[[Facts], float]:
         key = (size, facts.tp, facts.cp, facts.ep, facts.microbatches > 1)
         if key not in known:
             known[key] = work_s(_job(facts, cluster), CALIBRATION) if can_be_placed(facts.experiment, facts.ep) else inf
-        bubble = bubble_fraction(SCHEDULES[facts.pp_schedule], pp=facts.pp, microbatches=facts.microbatches)
-        return known[key] * facts.tp * facts.cp / size / (1 - bubble)
+        return known[key] * facts.tp * facts.cp / size / (1 - _bubble(facts))
 
     return seconds
 

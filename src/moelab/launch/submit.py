@@ -340,7 +340,8 @@ def check_plans(study: Study, cluster: ClusterProfile) -> Iterator[Finding]:
     """Each arm's layout, memory and size. An error here is a refusal: submitting would be one too."""
     for experiment in study.first_of_arms:
         planned = plan(experiment)
-        problems = [*planned.verdict.reasons, *_too_big(experiment, cluster)]
+        plan_only = shape_for(experiment).plan_only
+        problems = [*planned.verdict.reasons, *([plan_only] if plan_only else []), *_too_big(experiment, cluster)]
         if problems:
             yield Finding(
                 name=f"plan of {experiment.arm}",

@@ -85,6 +85,11 @@ class Facts:
         return SCHEDULES.get(self.pp_schedule) or schedule_in_any_case(self.pp_schedule)
 
     @property
+    def stages_per_rank(self) -> int:
+        """Stages of each pipeline rank: those that the experiment asks for, or the schedule's own."""
+        return self.experiment.pp_stages_per_rank or (self.schedule.stages_per_rank if self.schedule else 1)
+
+    @property
     def microbatches(self) -> int:
         """Micro-batches of a step on each rank; 1 without pipeline parallelism."""
         return self.local_batch // self.microbatch if self.pp > 1 else 1
@@ -189,7 +194,7 @@ class Layout:
 
 def resolve(facts: Facts) -> Layout:
     """The layout of facts that break no rule which shapes it."""
-    schedule = SCHEDULES[facts.pp_schedule] if facts.pp > 1 else SCHEDULES["1F1B"]
+    schedule, turns = (SCHEDULES[facts.pp_schedule], facts.stages_per_rank) if facts.pp > 1 else (SCHEDULES["1F1B"], 1)
     return Layout(
         world_size=facts.world_size,
         pp=facts.pp,
@@ -199,8 +204,8 @@ def resolve(facts: Facts) -> Layout:
         tp=facts.tp,
         ep=facts.ep,
         efsdp=facts.efsdp,
-        stages=split_layers(facts.shape.n_layers, facts.pp * schedule.stages_per_rank),
-        stages_of_rank=stages_of_rank(schedule, facts.pp),
+        stages=split_layers(facts.shape.n_layers, facts.pp * turns),
+        stages_of_rank=stages_of_rank(schedule, facts.pp, turns),
         microbatches=facts.microbatches,
         microbatch_size=facts.microbatch if facts.pp > 1 else facts.local_batch,
     )

@@ -63,8 +63,10 @@ MAX_TOP_K = 32
 """Experts of a token that DeepEP takes."""
 PACKED_FEATURES = 128
 """Features whose MXFP8 scales fill the four bytes that DeepEP moves as one."""
-BLOCK = {Precision.FP8: 16, Precision.MXFP8: 32}
-"""Features that a quantised grouped GEMM needs in a multiple of, along every dimension of a weight."""
+BLOCK = {Precision.BF16: 8, Precision.FP8: 16, Precision.MXFP8: 32}
+"""Features that a grouped GEMM needs in a multiple of, along every dimension of a weight; of BF16, 16 bytes."""
+LOSS_CHUNKS = 8
+"""Pieces into which TorchTitan cuts a rank's sequence for the loss (``ChunkedLossWrapper``)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +125,7 @@ def candidates(facts: Facts, factor: str) -> Iterable[Any]:
     if factor == "ep":
         return divisors(facts.shape.num_experts)
     if factor == "tp":
-        return divisors(facts.shape.n_heads)
+        return divisors(facts.shape.kv_heads)
     if factor == "microbatch":
         return divisors(facts.local_batch)
     if factor in ("pp", "cp", "dp_replicate", "dp_shard"):
@@ -181,8 +183,8 @@ def _dp_shard(facts: Facts) -> str | None:
 
 @_rule("tp divides the heads", "tp")
 def _heads(facts: Facts) -> str | None:
-    heads = facts.shape.n_heads
-    return f"tensor parallelism must divide the {heads} attention heads" if heads % facts.tp else None
+    heads, of = facts.shape.kv_heads, "key and value" if facts.shape.grouped_queries else "attention"
+    return f"tensor parallelism must divide the {heads} {of} heads" if heads % facts.tp else None
 
 
 @_rule("ep divides its region", "ep", shapes_layout=True)
@@ -230,11 +232,22 @@ def _schedule(facts: Facts) -> str | None:
     return "there is no such schedule; names are spelt as TorchTitan spells them"
 
 
+@_rule("stages are the schedule's", "pp_stages_per_rank", shapes_layout=True, offers_choices=False)
+def _turns(facts: Facts) -> str | None:
+    if facts.pp == 1 or facts.schedule is None or not facts.experiment.pp_stages_per_rank:
+        return None
+    name, own = facts.schedule.name, facts.schedule.stages_per_rank
+    if facts.stages_per_rank == own or (own > 1 and facts.schedule.style == "loop" and facts.stages_per_rank > 1):
+        return None
+    legal = f"{own} and more" if own > 1 and facts.schedule.style == "loop" else f"{own}"
+    return f"a rank of {name} holds another number of stages. Legal pp_stages_per_rank: {legal}, or 0 for its own"
+
+
 @_rule("stages have layers", "pp", shapes_layout=True)
 def _stages(facts: Facts) -> str | None:
     if facts.pp == 1 or facts.schedule is None:
         return None
-    stages, layers = facts.pp * facts.schedule.stages_per_rank, facts.shape.n_layers
+    stages, layers = facts.pp * facts.stages_per_rank, facts.shape.n_layers
     if stages <= effective_layers(layers):
         return None
     return (
@@ -296,7 +309,7 @@ def _evaluates(facts: Facts) -> str | None:
 
 # --- the sequence ----------------------------------------------------------------------------------------------------
 # TorchTitan checks evenness when the trainer starts; torch checks the blocks of the attention mask under context
-# parallelism with the first batch.
+# parallelism with the first batch, and the loss its chunks.
 
 
 def _even_multiple(facts: Facts) -> int:
@@ -308,9 +321,13 @@ def _mask_multiple(facts: Facts) -> int:
     return FLEX_BLOCK * facts.cp if facts.cp > 1 else 1
 
 
+def _loss_multiple(facts: Facts) -> int:
+    return LOSS_CHUNKS * facts.cp
+
+
 def _near_lengths(facts: Facts) -> str:
-    """The nearest lengths that keep both rules."""
-    multiple = math.lcm(_even_multiple(facts), _mask_multiple(facts))
+    """The nearest lengths that keep all three rules."""
+    multiple = math.lcm(_even_multiple(facts), _mask_multiple(facts), _loss_multiple(facts))
     below = facts.seq_len // multiple * multiple
     values = [value for value in (below, below + multiple) if 8 <= value <= ROPE_TOKENS[facts.shape.name]]
     return f"nearest legal seq_len: {' or '.join(map(str, values))}" if values else "reduce tp or cp"
@@ -333,6 +350,24 @@ def _mask_blocks(facts: Facts) -> str | None:
     return (
         f"context parallelism shards FlexAttention's mask in blocks of {FLEX_BLOCK} tokens, so it must be a multiple "
         f"of {FLEX_BLOCK} * cp {facts.cp} = {multiple}; {_near_lengths(facts)}"
+    )
+
+
+@_rule("loss is cut evenly", "seq_len", offers_choices=False)
+def _loss_chunks(facts: Facts) -> str | None:
+    multiple = _loss_multiple(facts)
+    if facts.seq_len % multiple == 0 or not _mask_blocks.holds(facts):  # whose blocks are multiples
+        return None
+    return f"the loss cuts a rank's share of it into {LOSS_CHUNKS} equal chunks; {_near_lengths(facts)}"
+
+
+@_rule("context parallelism has FlexAttention", "cp")
+def _flex_attention(facts: Facts) -> str | None:
+    if facts.cp == 1 or facts.capability != 0:
+        return None
+    return (
+        f"context parallelism shards FlexAttention's mask, and {facts.gpu_in_words}: on a CPU, which has no backward "
+        "pass of FlexAttention, masked attention takes its place"
     )
 
 
@@ -455,7 +490,7 @@ def _mxfp8_linears(facts: Facts) -> str | None:
 @_rule("expert blocks are whole", "tp")
 def _expert_blocks(facts: Facts) -> str | None:
     hidden = facts.shape.moe_hidden_dim
-    if facts.ep > 1 or facts.tp == 1 or not facts.quantised or hidden % (facts.tp * BLOCK[facts.precision]) == 0:
+    if facts.ep > 1 or facts.tp == 1 or hidden % (facts.tp * BLOCK[facts.precision]) == 0:
         return None
     return (
         f"without expert parallelism (ep 1) it cuts the {hidden} hidden features of each "
@@ -524,6 +559,7 @@ RULES: tuple[Rule, ...] = (
     _experts,
     _even_shards,
     _schedule,
+    _turns,
     _stages,
     _whole_microbatches,
     _microbatches,
@@ -531,6 +567,8 @@ RULES: tuple[Rule, ...] = (
     _evaluates,
     _even_sequence,
     _mask_blocks,
+    _loss_chunks,
+    _flex_attention,
     _rope,
     _dispatcher_needs_ep,
     _padded,
@@ -599,6 +637,10 @@ def check(experiment: Experiment, *, gpu: Gpu | None = None) -> LayoutCheck:
 
 
 # --- what is worth knowing of a legal layout --------------------------------------------------------------------------
+
+
+def _plan_only_note(facts: Facts) -> str | None:
+    return facts.shape.plan_only
 
 
 def _cluster_note(facts: Facts) -> str | None:
@@ -698,6 +740,7 @@ def _warmup_note(facts: Facts) -> str | None:
 
 
 NOTES = (
+    _plan_only_note,
     _cluster_note,
     _emulation_note,
     _padding_note,

@@ -85,7 +85,7 @@ def add_context_parallel(times: Times, job: Job, calibration: Calibration) -> No
     """Keys and values of attention, gathered over the ranks that share a sequence, and their gradients scattered."""
     if job.work.cp == 1:
         return
-    width = job.shape.n_heads / job.work.tp * (job.shape.qk_head_dim + job.shape.v_head_dim)
+    width = job.shape.kv_heads / job.work.tp * (job.shape.qk_head_dim + job.shape.v_head_dim)
     whole = BF16 * job.work.tokens * job.work.cp * width
     one = ring_time_s(job, calibration, whole, job.work.cp, stride=job.work.tp)
     add(times, "forward", "context-parallel collectives", one)

@@ -274,10 +274,17 @@ def _parallelism(experiment: Experiment, *, on_cpu: bool) -> ParallelismConfig:
         pipeline_parallel_degree=experiment.pp,
         pipeline_parallel_schedule=experiment.pp_schedule,
         pipeline_parallel_microbatch_size=experiment.microbatch,
+        # TorchTitan makes more than two stages a rank by layers of a stage, which does not reach every number.
+        module_fqns_per_model_part=_stages(experiment) if experiment.pp_stages_per_rank else None,
         context_parallel_degree=experiment.cp,
         expert_parallel_degree=experiment.ep,
         spmd_backend="partial_dtensor" if on_cpu else "spmd_types",
     )
+
+
+def _stages(experiment: Experiment) -> list[list[str]] | None:
+    layout = check(experiment).layout
+    return list(map(list, layout.stages)) if layout and layout.pp > 1 else None
 
 
 def _data(experiment: Experiment) -> dict[str, Any]:

@@ -8,7 +8,8 @@ MXFP8, and the query, key and value heads have one size so that the CPU's fused 
 
 from __future__ import annotations
 
-from dataclasses import fields
+import dataclasses
+import inspect
 from typing import Any
 
 import torchtitan.models.deepseek_v3 as deepseek_v3
@@ -16,6 +17,7 @@ from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm
 from torchtitan.models.deepseek_v3 import DeepSeekV3Model
 from torchtitan.protocols.model_spec import ModelSpec
 
+from moelab.errors import Refused
 from moelab.model.shape import NANO, ModelShape, shape_of
 
 TITAN_FLAVORS = {"debug": "debugmodel", "16B": "16B", "671B": "671B"}
@@ -38,14 +40,20 @@ def model_spec(model: str, *, ep_backend: str, shape: ModelShape | None = None) 
         model: ``nano``, ``debug``, ``16B`` or ``671B``.
         ep_backend: TorchTitan's name of the token dispatcher, such as ``standard``.
         shape: dimensions in place of the model's own; its other settings stay.
+
+    Raises:
+        Refused: for grouped-query attention, which TorchTitan's DeepSeek-V3 does not have.
     """
     flavor = TITAN_FLAVORS.get(model, "debugmodel")
     spec = deepseek_v3.model_registry(flavor, moe_comm_backend=ep_backend)
     shape = shape or shape_of(model)
+    if shape.plan_only:
+        raise Refused(shape.plan_only)
     if model in TITAN_FLAVORS and shape == shape_of(model):
         return spec
     spec.flavor = model
     settings = _settings_of(flavor) if model in TITAN_FLAVORS else NANO_SETTINGS
+    settings |= {"rope": dataclasses.replace(settings["rope"], dim=shape.qk_rope_head_dim)}
     spec.model = _config(shape, settings | {"moe_comm_backend": ep_backend})
     return spec
 
@@ -74,8 +82,8 @@ def _config(shape: ModelShape, settings: dict[str, Any]) -> DeepSeekV3Model.Conf
     """A model of any shape, built by TorchTitan's DeepSeek-V3 builders with its initialisation."""
     sizes = {
         field.name: getattr(shape, field.name)
-        for field in fields(shape)
-        if field.name not in ("name", "vocab_size", "top_k", "expert_groups", "limited_groups")
+        for field in dataclasses.fields(shape)
+        if field.name in inspect.signature(deepseek_v3.build_mla_moe_layers).parameters
     }
     grouped = shape.expert_groups > 1
     router = {
@@ -84,11 +92,15 @@ def _config(shape: ModelShape, settings: dict[str, Any]) -> DeepSeekV3Model.Conf
         "router_num_limited_groups": shape.limited_groups if grouped else None,
     }
     init = deepseek_v3._EMBEDDING_INIT, deepseek_v3._NORM_INIT, deepseek_v3._output_linear_init(shape.dim)
+    layers = deepseek_v3._build_dsv3_layers(**(settings | sizes | router))
+    for layer in layers:
+        if layer.moe is not None and not shape.num_shared_experts:
+            layer.moe.shared_experts = None  # the builder makes an FFN without features, which has no initialisation
     return DeepSeekV3Model.Config(
         vocab_size=shape.vocab_size,
         dim=shape.dim,
         tok_embeddings=Embedding.Config(num_embeddings=shape.vocab_size, embedding_dim=shape.dim, param_init=init[0]),
         norm=RMSNorm.Config(normalized_shape=shape.dim, param_init=init[1]),
         lm_head=Linear.Config(in_features=shape.dim, out_features=shape.vocab_size, param_init=init[2]),
-        layers=deepseek_v3._build_dsv3_layers(**(settings | sizes | router)),
+        layers=layers,
     )
