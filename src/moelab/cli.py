@@ -31,7 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return int(options.run(options))
     except MoelabError as error:
-        print(f"moelab: {error}", file=sys.stderr)  # noqa: T201
+        from moelab.privacy import without_secrets
+
+        print(f"moelab: {without_secrets(str(error))}", file=sys.stderr)  # noqa: T201 - it may quote a file
         return error.exit_code
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -158,8 +160,13 @@ def _stop(_signal: int, _frame: FrameType | None) -> None:
 
 
 def _show(options: argparse.Namespace, as_json: Any, as_text: str) -> None:
-    """Print a result, as JSON if that is asked for."""
-    text = json.dumps(as_json, indent=1, allow_nan=False) if options.json else as_text
+    """Print a result, as JSON if that is asked for; it may quote logs, and holds no keys and moves no cursor."""
+    from moelab.privacy import each_text, without_secrets
+
+    if options.json:
+        text = json.dumps(each_text(without_secrets, as_json), indent=1, allow_nan=False)
+    else:
+        text = without_secrets(as_text)
     print(text, flush=True)  # noqa: T201 - results go to stdout
 
 
