@@ -249,7 +249,7 @@ def _study_of_list(name: str, rows: list[Any], changes: dict[str, Any]) -> Study
 def _bounded(name: str, experiments: int) -> None:
     if experiments > MAX_EXPERIMENTS:
         raise BadInput(
-            f"study {_short(name)} has {experiments:,} experiments; valid: at most {MAX_EXPERIMENTS:,}, arms times seeds"
+            f"study {_short(name)} has {experiments:,} experiments; valid: at most {MAX_EXPERIMENTS:,} (arms × seeds)"
         )
 
 
@@ -323,7 +323,7 @@ class _StrictLoader(yaml.CSafeLoader):  # libyaml: ten times as fast, and it bou
     def _values(self, node: yaml.Node, sizes: dict[int, int]) -> int:
         """How many values a node stands for, each alias being one more copy."""
         if isinstance(node, yaml.ScalarNode):
-            if node.tag.endswith((":int", ":float")) and len(node.value) > MAX_NUMBER_CHARACTERS:
+            if len(node.value) > MAX_NUMBER_CHARACTERS and node.tag.endswith((":int", ":float")):
                 raise yaml.YAMLError(
                     f"a number of {len(node.value):,} characters near line {node.start_mark.line + 1}; "
                     f"valid: at most {MAX_NUMBER_CHARACTERS}"

@@ -29,9 +29,19 @@ HIDDEN = "***"
 _NOBODY = frozenset({"root", "user", "ubuntu", "runner", "admin", "nobody", "jovyan", "localhost", "localdomain"})
 """Names that identify no one, and that are words of ordinary text."""
 
-_DETECTORS = ("aws", "azure_storage_key", "discord", "mailchimp", "sendgrid", "slack", "square_oauth", "stripe", "twilio")
-"""Plugins of detect-secrets whose patterns are taken. Its others go by names, which :data:`_NAMED` does, ask for a whole
-token where a log has cut one, or take a time that goes with the square of the length."""
+_DETECTORS = [
+    "aws",
+    "azure_storage_key",
+    "discord",
+    "mailchimp",
+    "sendgrid",
+    "slack",
+    "square_oauth",
+    "stripe",
+    "twilio",
+]
+"""Plugins of detect-secrets whose patterns are taken. The others go by names, which :data:`_NAMED` does, ask for a
+whole token where a log has cut one, or take a time that goes with the square of the length."""
 _BEGUN = (
     r"hf_[A-Za-z0-9]{20,}|api_org_[A-Za-z0-9]{20,}|gh[oprsu]_\w{20,}|github_pat_\w{20,}|gl(?:pat|dt|ft|rt|soat|cbt|ptt)-[\w-]{16,}"
     r"|xox[abeoprs]-[\w-]{10,}|xapp-[\w-]{10,}|wandb_v1_[\w-]{20,}|nvapi-[\w-]{20,}|sk-[\w-]{20,}|KGAT_\w{20,}"
@@ -40,8 +50,8 @@ _BEGUN = (
     r"|A(?:KIA|SIA|BIA|CCA)[0-9A-Z]{12,}|MUNGE:[\w+/=]{16,}|eyJ[\w=-]{8,}(?:\.[\w=+/-]*){1,4}|\w{3}\dQ~[\w~.-]{31,}"
     r"|bot\d{8,10}:[\w-]{30,}|AGE-SECRET-KEY-1\w{20,}"
 )
-"""Tokens that begin as their makers chose, whole or cut: Hugging Face, GitHub, GitLab, Slack, W&B, NVIDIA, OpenAI and
-Anthropic, Kaggle, Google, npm, PyPI, Docker, Vault, Groq, Replicate, Grafana, AWS (session tokens too), MUNGE, JWT, Azure, Telegram, age."""
+"""Tokens that begin as their makers chose, whole or cut: Hugging Face, GitHub, GitLab, Slack, W&B, NVIDIA, OpenAI,
+Anthropic, Kaggle, Google, npm, PyPI, Docker, Vault, Groq, Replicate, Grafana, age, AWS, MUNGE, JWT, Azure, Telegram."""
 _PLACES_OF_KEYS = (
     r"hooks\.slack\.com/(?:services|workflows|triggers)/|discord(?:app)?\.com/api/webhooks/"
     r"|webhook\.office\.com/webhookb2/"
@@ -81,7 +91,10 @@ _SECRETS = (
         ),
         rf"\1{HIDDEN}",
     ),
-    (re.compile(r"(?i)(?<![\w-])((?:signature|sig|credential)=)(?=[a-z_.]{0,100}[^a-z_.])[\w%+/=-]{16,}"), rf"\1{HIDDEN}"),
+    (
+        re.compile(r"(?i)(?<![\w-])((?:signature|sig|credential)=)(?=[a-z_.]{0,100}[^a-z_.])[\w%+/=-]{16,}"),
+        rf"\1{HIDDEN}",
+    ),
     (re.compile(rf"({_QUOTE}(?:auth|identitytoken){_QUOTE} ?: ?(?P<quote>{_QUOTE}))[\w+/=.-]{{8,}}"), rf"\1{HIDDEN}"),
     (re.compile(rf"({_QUOTE}key{_QUOTE} ?: ?{_QUOTE})[0-9a-f]{{32,}}"), rf"\1{HIDDEN}"),  # kaggle.json
     (
@@ -92,10 +105,15 @@ _SECRETS = (
         rf"\1{HIDDEN}",
     ),
     (re.compile(r"\b([Bb]asic )(?=[A-Za-z+/]{0,200}[0-9=])[A-Za-z0-9+/]{8,}={0,2}"), rf"\1{HIDDEN}"),
-    (re.compile(r"(?i)\b((?:(?:api|access|secret) key|password) (?:is|was) ['\"]?)(?=\D{0,100}\d)[\w+/=.-]{8,}"), rf"\1{HIDDEN}"),
+    (
+        re.compile(r"(?i)\b((?:(?:api|access|secret) key|password) (?:is|was) ['\"]?)(?=\D{0,100}\d)[\w+/=.-]{8,}"),
+        rf"\1{HIDDEN}",
+    ),
     (re.compile(r"(?i)\b((?:set-)?cookie: ?)[^\n'\"]+"), rf"\1{HIDDEN}"),
     (
-        re.compile(rf"(\b(?:sshpass|(?:docker|podman|nerdctl|oras|helm registry) login)\b[^\n|;&]{{0,200}}? -p ?){_VALUE}"),
+        re.compile(
+            rf"(\b(?:sshpass|(?:docker|podman|nerdctl|oras|helm registry) login)\b[^\n|;&]{{0,200}}? -p ?){_VALUE}"
+        ),
         _KEPT,
     ),
     (re.compile(r"(\s(?:-u|--user|--proxy-user)[ =]?['\"]?[^\s:'\"]{1,100}:)[^\s'\"]+"), rf"\1{HIDDEN}"),
@@ -116,9 +134,12 @@ _SECRET_NAME = re.compile(
 )
 _SHORTEST_VALUE = 8
 """Characters of a variable's value that is looked for in a text; a shorter one is a word such as ``true``."""
-_ANSI = re.compile(r"\x1b(?:\[[0-?]{0,64}[ -/]{0,8}[@-~]|\][^\x07\x1b\n]{0,1000}(?:\x07|\x1b\\)|[@-Z\\^_])")
+_OF_NO_WIDTH = re.compile(  # colours and what takes no room, also as JSON within a text writes them
+    r"(?:\x1b|\\(?:u001[bB]|x1b|033))(?:\[[0-?]{0,64}[ -/]{0,8}[@-~]|\][^\x07\x1b\n]{0,1000}(?:\x07|\x1b\\)|[@-Z\\^_])"
+    "|[\u200b-\u200d\u2060\ufeff]|" + r"\\u(?:200[b-d]|2060|feff)"
+)
 _INVISIBLE = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff"
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2061-\u206f\ufff9-\ufffb\ud800-\udfff"
     "\U000e0000-\U000e007f]"
 )
 _HOME = re.compile(r"(?<![\w.])/(?:home|Users)/[^\s/'\"\\:<>,;)]+")
@@ -146,8 +167,8 @@ def without_places(text: str) -> str:
         'HF_TOKEN=*** ~/run.py --rdzv-endpoint=HOST:29500'
     """
     text = without_secrets(text)
-    for place, name in sorted(_places(), key=lambda pair: -len(pair[0])):
-        text = re.sub(rf"(?<![\w.]){re.escape(place)}(?![\w-])", lambda _, name=name: name, text)  # type: ignore[misc]
+    for place, name in _places(Path.cwd(), sys.prefix, tempfile.gettempdir(), os.environ.get("HOME")):
+        text = place.sub(name, text)
     text = _ENDPOINT.sub(r"\1\2HOST", _HOME.sub("~", text))
     for word, name in _names():
         text = re.sub(rf"(?<![\w-]){re.escape(word)}(?![\w-])", name, text)
@@ -195,15 +216,16 @@ def holds_secret(text: str) -> bool:
 
 
 def visible(text: str) -> str:
-    r"""A text without colours, and with every other sign that cannot be seen written out; line ends and tabs stay.
+    r"""A text without colours and signs of no width, with every other one that cannot be seen written out.
+
+    Line ends and tabs stay.
+
 
     >>> print(visible("\x1b[31mred\x1b[0m\r\nleft\u202eright\x00"))
     red
     left\u202eright\x00
     """
-    if text.isprintable():
-        return text
-    return _INVISIBLE.sub(lambda sign: ascii(sign[0])[1:-1], _ANSI.sub("", text).replace("\r\n", "\n"))
+    return _INVISIBLE.sub(lambda sign: ascii(sign[0])[1:-1], _OF_NO_WIDTH.sub("", text).replace("\r\n", "\n"))
 
 
 def each_text(clean: Callable[[str], str], value: Any) -> Any:
@@ -245,7 +267,7 @@ def _detected() -> tuple[tuple[re.Pattern[str], str], ...]:
         for found in vars(plugin).values()
         if isinstance(found, type) and found.__module__ == plugin.__name__
     ]
-    return tuple((pattern, HIDDEN) for detector in detectors for pattern in getattr(detector, "denylist"))
+    return tuple((pattern, HIDDEN) for detector in detectors for pattern in detector.denylist)
 
 
 def _values_of_variables() -> Iterator[str]:
@@ -271,25 +293,20 @@ def _file_alone(path: re.Match[str]) -> str:
     return f"…/{last}" if _FILE.fullmatch(last) else "…"
 
 
-def _places() -> Iterator[tuple[str, str]]:
-    """Folders of this machine and what stands for each; the root of the file system is no place."""
-    yield from _both(Path.cwd(), ".")
-    own = Path(__file__).parents[2]
-    environment = Path(sys.prefix)
-    if sys.prefix != sys.base_prefix:
-        yield from _both(environment, "$VENV")
+@functools.lru_cache(maxsize=8)  # a page has thousands of texts, and following links takes longer than cleaning one
+def _places(here: Path, prefix: str, temporary: str, _home: str | None) -> list[tuple[re.Pattern[str], str]]:
+    """Folders of this machine and what stands for each, longest first; the root of the file system is no place."""
+    own, environment = Path(__file__).parents[2], Path(prefix)
+    folders = [(here, "."), (Path(temporary), "$TMPDIR")]
+    if prefix != sys.base_prefix:
+        folders.append((environment, "$VENV"))
     if not own.is_relative_to(environment):
-        yield from _both(own, "$MOELAB")
-    yield from _both(Path(tempfile.gettempdir()), "$TMPDIR")
+        folders.append((own, "$MOELAB"))
     with suppress(RuntimeError):  # a user without a home
-        yield from _both(Path.home(), "~")
-
-
-def _both(folder: Path, name: str) -> Iterator[tuple[str, str]]:
-    """A folder as it was given and without symbolic links."""
-    for path in {folder, folder.resolve()}:
-        if len(path.parts) > 1:
-            yield str(path), name
+        folders.append((Path.home(), "~"))
+    named = {str(path): name for folder, name in folders[::-1] for path in (folder, folder.resolve()) if path.parts[1:]}
+    longest_first = sorted(named, key=len, reverse=True)
+    return [(re.compile(rf"(?<![\w.]){re.escape(place)}(?![\w-])"), named[place]) for place in longest_first]
 
 
 def _names() -> Iterator[tuple[str, str]]:

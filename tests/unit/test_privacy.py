@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import getpass
 import json
+import random
 import socket
+import string
+import subprocess
 import sys
 import tempfile
+import time
 import timeit
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moelab.privacy import each_text, shareable, without_places, without_secrets
+from moelab.privacy import each_text, is_secret_name, shareable, visible, without_places, without_secrets
 
 ROOT = Path(__file__).parents[2]
 
@@ -133,11 +138,192 @@ def test_what_we_say_of_tokens_is_no_secret(file: Path) -> None:
 
 @pytest.mark.parametrize(
     "unit",
-    ["://a:", ":a", "TOKEN_", 'TOKEN="', "hf_token='x y ", "TOKEN=,", "hf_token=1,", "--a", "-", "api_key = ", "\\"],
+    [
+        *(
+            "://a:",
+            ":a",
+            "TOKEN_",
+            'TOKEN="',
+            "hf_token='x y ",
+            "TOKEN=,",
+            "hf_token=1,",
+            "--a",
+            "-",
+            "api_key = ",
+            "\\",
+        ),
+        *("-----BEGIN RSA PRIVATE KEY-----", "eyJ", "eyJ.", "docker login ", " -u a", "cookie: ", "xoxb-1-", "\x1b["),
+    ],
 )
 def test_the_time_goes_with_the_length(unit: str) -> None:
     def least_s(characters: int) -> float:
         text = "://HF_TOKEN=" + unit * (characters // len(unit))
-        return min(timeit.repeat(lambda: without_secrets(text), number=1, repeat=5))
+        return min(timeit.repeat(lambda: without_secrets(text), timer=time.process_time, number=1, repeat=5))
 
     assert least_s(80_000) < 10 * least_s(20_000)
+
+
+CHOICE, WORDS, HEX = random.Random(0), string.ascii_letters + string.digits, "0123456789abcdef"
+
+
+def some(characters: int, of: str = WORDS) -> str:
+    return "".join(CHOICE.choices(of, k=characters))
+
+
+COMMIT = some(40, HEX)
+JWT = f"eyJ{some(30)}.eyJ{some(60)}.{some(43)}"
+PEM = [some(64), some(64), some(20)]
+BASE64 = some(86) + "=="
+SHAPES = {
+    "W&B": (some(40, HEX), "wandb: ERROR API key {}; wandb login {}; {}"),
+    "W&B local": (some(40, HEX), "local-{}"),
+    "W&B v1": ("wandb_v1_" + some(77), "cannot use {}"),
+    "AWS temporary id": ("ASIA" + some(16, string.ascii_uppercase), "The Access Key Id {} does not exist"),
+    "AWS session": ("IQoJb3JpZ2lu" + some(300) + "=", "token {} expired"),
+    "AWS secret": (some(40), "AWS_SECRET_ACCESS_KEY={} aws_session_token = {}, secret access key: {}"),
+    "service account": (some(40, HEX), '{{"type": "service_account", "private_key_id": "{}"}}'),
+    "Amazon's signature": (some(64, HEX), "https://b.s3.amazonaws.com/o?X-Amz-Date=1&X-Amz-Signature={}&x=1"),
+    "Google's signature": (some(64, HEX), "https://storage.googleapis.com/b?X-Goog-Signature={}"),
+    "CloudFront's signature": (some(64), "https://d.cloudfront.net/o?Expires=1&Signature={}&Key-Pair-Id=K"),
+    "SAS": (some(43) + "%3D", "https://a.blob.core.windows.net/c?sp=r&sig={} SharedAccessSignature=sp=r&sig={}"),
+    "Azure storage": (BASE64, "AccountName=a;AccountKey={};EndpointSuffix=core.windows.net, and {}"),
+    "Azure client": (some(3) + "8Q~" + some(34), "AADSTS7000215: {}"),
+    "Slack": ("xoxb-123456789012-1234567890123-" + some(24), "slack {}"),
+    "Slack app": ("xapp-1-A012-1234-" + some(40, HEX), "slack {}"),
+    "Slack webhook": ("T0123456/B0123456/" + some(24), "POST https://hooks.slack.com/services/{} failed"),
+    "Discord webhook": (some(60), "https://discord.com/api/webhooks/1234/{}"),
+    "JWT": (JWT, "SLURM_JWT={} X-SLURM-USER-TOKEN: {} and {}"),
+    "MUNGE": ("MUNGE:AwQD" + some(80) + ":", "credential {}"),
+    "NVIDIA": ("nvapi-" + some(64), "401 for {}"),
+    "NGC of old": (some(84), "docker login nvcr.io -u '$oauthtoken' -p {}; NGC_API_KEY={}"),
+    "docker": (some(24) + "==", '{{"auths": {{"nvcr.io": {{"auth": "{}"}}}}}}'),
+    "sshpass": ("hunter2", "sshpass -p {} ssh gpu-1; sshpass -p{} scp; SSHPASS={} sshpass -e"),
+    "kaggle": (some(32, HEX), '{{"username": "ada", "key": "{}"}} KAGGLE_KEY={}'),
+    "user and password": ("hunter2", "http://ada:{}@proxy:3128 postgresql://u:{}@db/mlflow"),
+    "Basic": ("YWRhOmh1bnRlcjI=", "Authorization: Basic {}, and Basic {}"),
+    "Bearer": (some(30), "authorization: bearer {}, X-Api-Key: {}, {{'Authorization': 'Bearer {}'}}"),
+    "curl": ("hunter2", "curl -u ada:{} --proxy-user ada:{}"),
+    "netrc": ("hunter2", "machine api.wandb.ai\n  login user\n  password {}"),
+    "password": ("hunter2", "--password {} --password={} PASSWORD={} PGPASSWORD='{}' DB_PWD={} password: {}"),
+    "cookie": ("hunter2", "Set-Cookie: session={}; Path=/"),
+    "SendGrid": (f"SG.{some(22)}.{some(43)}", "{}"),
+    "in colour": ("hf_" + some(34), "\x1b[31m{}\x1b[0m"),
+    "with a sign that nobody sees": ("hunter2", "PASSWORD\u200b={}"),
+    **{
+        start: (start + some(length), "rank 1: RuntimeError: {} was refused")
+        for start, length in (
+            *(("hf_", 34), ("ghp_", 36), ("ghs_", 36), ("github_pat_", 82), ("glpat-", 20), ("npm_", 36), ("AIza", 35)),
+            *(("ya29.", 60), ("GOCSPX-", 28), ("sk-ant-api03-", 90), ("sk-proj-", 90), ("sk-", 48), ("gsk_", 52)),
+            *(("pypi-AgEIcHlwaS5vcmc", 90), ("dckr_pat_", 27), ("hvs.", 24), ("KGAT_", 32), ("sk_live_", 24)),
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("clean", [without_secrets, without_places, shareable])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_each_shape_of_a_secret_is_taken_out(shape: str, clean: Callable[[str], str]) -> None:
+    secret, text = SHAPES[shape]
+    for whole in (text, "Error: " + json.dumps(text), f"rank 3: {text} (see train.log)"):
+        shown = clean(whole.replace("{}", secret).replace("{{", "{").replace("}}", "}"))
+        assert secret not in shown
+        assert "***" in shown or not text.isprintable()
+        assert clean(shown) == shown
+
+
+@pytest.mark.parametrize("kind", ["", "RSA ", "EC ", "OPENSSH ", "ENCRYPTED "])
+@pytest.mark.parametrize("between", ["\n", "\\n", " ", "\r\n"])
+def test_a_private_key_is_taken_out_however_its_lines_are_joined(kind: str, between: str) -> None:
+    whole = between.join([f"-----BEGIN {kind}PRIVATE KEY-----", *PEM, f"-----END {kind}PRIVATE KEY-----"])
+    assert without_secrets(f"a {whole} b") == "a *** b"
+    cut = without_secrets(f"a {whole[:100]}")
+    assert cut == "a ***"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(
+            f"commit {COMMIT}",
+            f"moelab 0.1.0, commit {COMMIT} in 2 runs, commit {COMMIT[::-1]} in 1 run against {COMMIT}",
+        ),
+        *(
+            f"git+https://github.com/pytorch/ao@{COMMIT}",
+            f"https://github.com/a/b/blob/{COMMIT}/c.py",
+            f"{COMMIT}-dirty",
+        ),
+        *(
+            f"v0.1-3-g{COMMIT}",
+            f"models--x/snapshots/{COMMIT}/config.json",
+            f"{COMMIT} refs/heads/main",
+            f"sha1:{COMMIT}",
+        ),
+        *(some(64, HEX), some(32, HEX), "123e4567-e89b-12d3-a456-426614174000", "0" * 40, f"sha512-{BASE64}"),
+        *("s/bf16_standard/seed0/20260914T031022Z-a1b2c3", "bf16_standard-0a1b2c3d", "torch 2.14.0+git0a1b2c3"),
+        *(
+            "KeyError: 'model.layers.0'",
+            "key=layers.0.w1",
+            "--user ada -u 3",
+            "signature=inspect.signature(f)",
+            "sig=9",
+        ),
+        *("401 Unauthorized for url https://huggingface.co/api/whoami", "invalid password", "hf_hub_download sk-learn"),
+        *(
+            "Basic configuration",
+            '"auth": "none"',
+            "the bearer of this",
+            "MAX_KEY=3",
+            "pass 3 of 4",
+            "NCCL_IB_HCA=mlx5",
+        ),
+    ],
+)
+def test_what_only_looks_like_a_secret_stays(text: str) -> None:
+    assert without_secrets(text) == text
+
+
+def test_the_value_of_a_variable_of_a_secret_name_is_taken_out_wherever_it_stands(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TRACKER_API_KEY", "correct horse")
+    monkeypatch.setenv("OTHER_TOKEN", "true")
+    assert without_secrets("cannot log in with correct horse: true") == "cannot log in with ***: true"
+
+
+@pytest.mark.parametrize(
+    "name", ["HF_TOKEN", "PGPASSWORD", "SLURM_JWT", "WANDB_API_KEY", "GITHUB_PAT", "AWS_ACCESS_KEY_ID"]
+)
+def test_names_of_secrets(name: str) -> None:
+    assert is_secret_name(name)
+    assert is_secret_name(name.lower())
+
+
+@pytest.mark.parametrize(
+    "name", ["PWD", "OLDPWD", "TOKENIZERS_PARALLELISM", "NCCL_IB_HCA", "SSH_AUTH_SOCK", "KEYBOARD"]
+)
+def test_names_of_no_secrets(name: str) -> None:
+    assert not is_secret_name(name)
+
+
+def test_a_commit_keeps_its_digits_under_its_name() -> None:
+    assert each_text(without_secrets, {"git_commit": COMMIT, "run": COMMIT}) == {"git_commit": COMMIT, "run": "***"}
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("\x1b[1;31mred\x1b[0m \x1b]0;title\x07and\x1b[2J", "red and"),
+        ("a\u202eb\u200bc\x00d\x08", "a\\u202ebc\\x00d\\x08"),
+        ("over\rwritten\r\n\tby", "over\\rwritten\n\tby"),
+        ("\udc80", "\\udc80"),
+        ("naïve – 中文 👍", "naïve – 中文 👍"),
+    ],
+)
+def test_signs_that_cannot_be_seen_are_written_out(text: str, shown: str) -> None:
+    assert visible(text) == shown
+    assert without_secrets(text) == shown
+
+
+def test_the_detector_is_loaded_by_who_cleans_a_text() -> None:
+    code = "import sys, moelab, moelab.cli, moelab.privacy; sys.exit('detect_secrets' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

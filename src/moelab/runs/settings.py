@@ -32,9 +32,7 @@ _CONFIG_NAMES: Final = ("config.yaml", "config.json")
 _LONGEST_LINE: Final = 2_000  # characters; TorchTitan's own have a few hundred
 _MOST_BYTES: Final = 200_000  # of a configuration; a megabyte of YAML takes 20 s
 _MOST_VALUES: Final = 1_000
-_PRIVATE: Final = re.compile(
-    r"(?i)(^|[._])(user(name)?|host(name)?|email|entity)$|(^|[._])(auth|credentials?)(\.|$)"
-)
+_PRIVATE: Final = re.compile(r"(?i)(^|[._])(user(name)?|host(name)?|email|entity)$|(^|[._])(auth|credentials?)(\.|$)")
 _COLOUR: Final = re.compile(r"\x1b\[[0-9;:]*m")
 _LINES: Final = (
     re.compile(r"torchtitan version: (?P<torchtitan>\S+)"),
