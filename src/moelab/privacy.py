@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import getpass
-import importlib
 import os
 import re
 import socket
@@ -29,19 +28,6 @@ HIDDEN = "***"
 _NOBODY = frozenset({"root", "user", "ubuntu", "runner", "admin", "nobody", "jovyan", "localhost", "localdomain"})
 """Names that identify no one, and that are words of ordinary text."""
 
-_DETECTORS = [
-    "aws",
-    "azure_storage_key",
-    "discord",
-    "mailchimp",
-    "sendgrid",
-    "slack",
-    "square_oauth",
-    "stripe",
-    "twilio",
-]
-"""Plugins of detect-secrets whose patterns are taken. The others go by names, which :data:`_NAMED` does, ask for a
-whole token where a log has cut one, or take a time that goes with the square of the length."""
 _BEGUN = (
     r"hf_[A-Za-z0-9]{20,}|api_org_[A-Za-z0-9]{20,}|gh[oprsu]_\w{20,}|github_pat_\w{20,}|gl(?:pat|dt|ft|rt|soat|cbt|ptt)-[\w-]{16,}"
     r"|xox[abeoprs]-[\w-]{10,}|xapp-[\w-]{10,}|wandb_v1_[\w-]{20,}|nvapi-[\w-]{20,}|sk-[\w-]{20,}|KGAT_\w{20,}"
@@ -260,13 +246,15 @@ def shareable(text: str) -> str:
 @functools.cache
 def _detected() -> tuple[tuple[re.Pattern[str], str], ...]:
     """Patterns of detect-secrets; it takes a quarter of a second to load, so whoever cleans nothing is spared it."""
-    plugins = [importlib.import_module(f"detect_secrets.plugins.{name}") for name in _DETECTORS]
-    detectors = [
-        found
-        for plugin in plugins
-        for found in vars(plugin).values()
-        if isinstance(found, type) and found.__module__ == plugin.__name__
-    ]
+    from detect_secrets.plugins import aws, azure_storage_key, discord, sendgrid, slack, square_oauth, stripe, twilio
+
+    # The other plugins go by names, which _NAMED does, ask for a whole token where a log has cut one, or take a time
+    # that goes with the square of the length.
+    detectors = (
+        *(aws.AWSKeyDetector, azure_storage_key.AzureStorageKeyDetector, discord.DiscordBotTokenDetector),
+        *(sendgrid.SendGridDetector, slack.SlackDetector, square_oauth.SquareOAuthDetector),
+        *(stripe.StripeDetector, twilio.TwilioKeyDetector),
+    )
     return tuple((pattern, HIDDEN) for detector in detectors for pattern in detector.denylist)
 
 

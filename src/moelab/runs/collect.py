@@ -25,6 +25,7 @@ from pyarrow.parquet import ParquetFile
 
 from moelab.errors import BadInput
 from moelab.experiment import EPBackend, Experiment, Precision
+from moelab.privacy import each_text, without_secrets
 from moelab.runs import directory
 from moelab.runs.directory import RunDir
 from moelab.runs.files import finite_or_none, write_json, write_whole
@@ -166,7 +167,12 @@ class Collected:
 
     def to_json(self) -> dict[str, Any]:
         """The run as the command line prints it; missing numbers are null."""
-        return {
+        told: dict[str, Any] = json.loads(self.json_text())
+        return told
+
+    def json_text(self) -> str:
+        """:meth:`to_json` as a text on one line: the rows of a large study are millions of numbers."""
+        head = {
             "run": self.run,
             "arm": self.arm,
             "seed": self.seed,
@@ -175,9 +181,12 @@ class Collected:
             "damaged": list(self.damaged),
             "segments": self.segments,
             **self.grad_norm_json,
-            "rows": json.loads(self.rows.to_json(orient="records", double_precision=15)),
-            "validation": json.loads(self.validation.to_json(orient="records", double_precision=15)),
         }
+        head = each_text(without_secrets, head)
+        rows = self.rows if head["run"] == self.run else self.rows.assign(run=head["run"])
+        tables = {"rows": rows, "validation": self.validation}
+        parts = [f'"{name}": {rows.to_json(orient="records", double_precision=15)}' for name, rows in tables.items()]
+        return ", ".join([json.dumps(head)[:-1], *parts]) + "}"
 
     @property
     def grad_norm_json(self) -> dict[str, int | None]:
