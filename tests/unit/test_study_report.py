@@ -14,12 +14,15 @@ from typing import Any
 
 import pytest
 from run_support import make_run
+from secret_shapes import SHAPES
 
 from moelab.analysis import Answer
+from moelab.cli import main
 from moelab.errors import BadInput
 from moelab.experiment import Experiment
 from moelab.experiment_file import Study
 from moelab.runs.directory import RunDir, find
+from moelab.runs.files import write_json
 from moelab.runs.status import State
 from moelab.study_report import NothingToJudge, judge_study, provenance, write_study_report
 
