@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,79}$")]
 MOST, MOST_RANKS = 10**9, 10**6
 """Bounds that no training comes near: a number of thousands of digits fills the memory of whatever counts with it."""
-MAX_TEXT_CHARACTERS = 200
+MAX_TEXT_CHARACTERS = 1_000
 Degree = Annotated[int, Field(ge=1, le=MOST_RANKS)]
 ActivationCheckpoint = Literal["none", "selective", "full", "full+dispatch"]
 MAX_ARM_CHARACTERS = 200

@@ -47,7 +47,7 @@ experiments = st.builds(
     ep_backend=st.sampled_from(EPBackend),
     routing=st.sampled_from(Routing),
     dataset=st.sampled_from(["python", "c4"]),
-    pp_schedule=st.text(st.characters(codec="utf-8").filter(str.isprintable), max_size=200),
+    pp_schedule=st.text(st.characters(codec="utf-8").filter(str.isprintable), max_size=1_000),
     dp_shard=st.just(-1) | st.integers(1, 10**6),
     seq_len=st.integers(8, 10**7),
     warmup_steps=st.integers(0, 10**6),

@@ -341,7 +341,7 @@ def _read_saved(run: RunDir, sources: Mapping[str, str]) -> MetricsRead | None:
         is_same = read.pop("sources") == {**sources, METRICS_FILE: _digest(table)} and bool(sources)
         if read.pop("version") != READER_VERSION or not is_same:
             return None
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):  # of thousands of brackets
         return None
     validation = read["validation"]
     return MetricsRead(
