@@ -85,7 +85,7 @@ def joined_lines(curves: pd.DataFrame) -> tuple[list[float], list[float]]:
     """Seeds as one line broken by NaN: one trace an arm, of :data:`SEEDS_DRAWN` times :data:`POINTS_DRAWN` at most."""
     x: list[float] = []
     y: list[float] = []
-    curves = thinned(curves.iloc[:, drawn_seeds(curves.shape[1])])
+    curves = thinned(curves[curves.columns[list(drawn_seeds(curves.shape[1]))]])
     for seed in curves.columns:
         values = curves[seed].dropna()
         x += [*values.index.astype(float), np.nan]

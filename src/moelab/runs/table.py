@@ -128,7 +128,7 @@ def merge_segments(table: pd.DataFrame) -> pd.DataFrame:
     order = np.lexsort([segments, steps, *names[::-1]])
     places = np.array([*names, steps])[:, order]
     starts = np.r_[True, (places[:, 1:] != places[:, :-1]).any(axis=0)][: len(order)]
-    kept = table.iloc[order[np.r_[starts[1:], True][: len(order)]]].reset_index(drop=True)
+    kept: pd.DataFrame = table.iloc[order[np.r_[starts[1:], True][: len(order)]]].reset_index(drop=True)
     if len(kept) == len(table):
         return kept
     largest = {

@@ -138,19 +138,21 @@ def _checksums(records: Sequence[bytes]) -> NDArray[np.uint32]:
     lengths = np.array([len(record) for record in records])
     for length in np.unique(lengths):
         (own,) = np.nonzero(lengths == length)
-        columns = np.frombuffer(b"".join(records[index] for index in own), np.uint8).reshape(len(own), length).T
+        columns = (
+            np.frombuffer(b"".join(records[index] for index in own.tolist()), np.uint8).reshape(len(own), length).T
+        )
         crc = np.full(len(own), 0xFFFFFFFF, np.uint32)
         for column in columns:
             crc = _CRC_TABLE[(crc ^ column) & 0xFF] ^ (crc >> 8)
         state[own] = ~crc
-    return ((state >> 15) | (state << 17)) + np.uint32(0xA282EAD8)
+    return np.asarray(((state >> 15) | (state << 17)) + np.uint32(0xA282EAD8), np.uint32)
 
 
 def _crc_table() -> NDArray[np.uint32]:
     crc = np.arange(256, dtype=np.uint32)
     for _ in range(8):
-        crc = np.where(crc & 1, (crc >> 1) ^ np.uint32(0x82F63B78), crc >> 1)
-    return crc
+        crc = np.where(crc & 1, (crc >> 1) ^ np.uint32(0x82F63B78), crc >> 1).astype(np.uint32)
+    return np.asarray(crc, np.uint32)
 
 
 _CRC_TABLE: Final = _crc_table()
