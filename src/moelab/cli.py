@@ -6,6 +6,7 @@ Nothing but the standard library is imported before a verb is chosen, so that ``
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import signal
@@ -31,7 +32,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return int(options.run(options))
     except MoelabError as error:
-        print(f"moelab: {error}", file=sys.stderr)  # noqa: T201
+        from moelab.privacy import without_secrets
+
+        print(f"moelab: {without_secrets(str(error))}", file=sys.stderr)  # noqa: T201 - it may quote a file
         return error.exit_code
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -165,9 +168,18 @@ def _stop(_signal: int, _frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def _show(options: argparse.Namespace, as_json: Any, as_text: str) -> None:
-    """Print a result, as JSON if that is asked for."""
-    text = json.dumps(as_json, indent=1, allow_nan=False) if options.json else as_text
+def _show(options: argparse.Namespace, as_json: Any, as_text: str, *, exact: bool = False) -> None:
+    """Print a result, as JSON if that is asked for; it may quote logs, and holds no keys and moves no cursor.
+
+    ``exact`` is for what is run as it stands, such as a script: its cluster profile was refused if it held a key.
+    """
+    from moelab.privacy import each_text, without_secrets
+
+    if options.json:
+        cleaned = str if exact else functools.cache(without_secrets)  # of thousands of runs most words are the same
+        text = json.dumps(each_text(cleaned, as_json), indent=1, allow_nan=False)
+    else:
+        text = as_text if exact else without_secrets(as_text)
     print(text, flush=True)  # noqa: T201 - results go to stdout
 
 
@@ -344,7 +356,7 @@ def _submit(options: argparse.Namespace) -> int:
     runs = options.runs or Path(cluster.runs or "runs")
     if options.dry_run:
         done = dry_run(study, runs, cluster, after=options.after)
-        _show(options, done.to_json(), "\n".join(done.scripts).rstrip("\n"))
+        _show(options, done.to_json(), "\n".join(done.scripts).rstrip("\n"), exact=True)
     else:
         as_job, after = options.adopt, options.after
         done = adopt(study, runs, as_job) if as_job else submit(study, runs, cluster, submit=True, after=after)
@@ -392,13 +404,20 @@ def _follow(options: argparse.Namespace) -> int:
 
 
 def _collect(options: argparse.Namespace) -> int:
+    from moelab.privacy import each_text, without_secrets
     from moelab.runs.collect import collect, collect_run
     from moelab.runs.directory import discover
 
     found = discover(options.path.absolute())
     runs = [collect_run(run) for run in found.runs] or collect(options.path)
-    as_json = {"runs": [run.to_json() for run in runs], **found.to_json()}
-    _show(options, as_json, "\n".join([*(run.summary for run in runs), *found.lines]))
+    if not options.json:
+        _show(options, None, "\n".join([*(run.summary for run in runs), *found.lines]))
+        return 0
+    print('{"runs": [', end="\n ")  # noqa: T201 - one run at a time: all rows are hundreds of MB
+    for number, run in enumerate(runs):
+        print(",\n " * bool(number) + run.json_text(), end="")  # noqa: T201
+    others = each_text(without_secrets, found.to_json())
+    print(f"\n],{json.dumps(others, indent=1)[1:]}")  # noqa: T201
     return 0
 
 

@@ -15,7 +15,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,79}$")]
-Degree = Annotated[int, Field(ge=1)]
+MOST, MOST_RANKS = 10**9, 10**6
+"""Bounds that no training comes near: a number of thousands of digits fills the memory of whatever counts with it."""
+MAX_TEXT_CHARACTERS = 1_000
+Degree = Annotated[int, Field(ge=1, le=MOST_RANKS)]
 ActivationCheckpoint = Literal["none", "selective", "full", "full+dispatch"]
 MAX_ARM_CHARACTERS = 200
 """File systems take names of 255 bytes."""
@@ -58,9 +61,9 @@ class ShapeChanges(BaseModel):
     vocab_size: Degree | None = None
     dim: Degree | None = None
     n_layers: Degree | None = Field(None, description="dense and MoE layers together")
-    n_dense_layers: Annotated[int, Field(ge=0)] | None = None
+    n_dense_layers: Annotated[int, Field(ge=0, le=MOST_RANKS)] | None = None
     n_heads: Degree | None = None
-    q_lora_rank: Annotated[int, Field(ge=0)] | None = Field(None, description="0: full-rank queries")
+    q_lora_rank: Annotated[int, Field(ge=0, le=MOST_RANKS)] | None = Field(None, description="0: full-rank queries")
     kv_lora_rank: Degree | None = None
     qk_nope_head_dim: Degree | None = Field(None, description="of a query or key head, without its rotary part")
     qk_rope_head_dim: Degree | None = Field(None, description="rotary part of a query or key head")
@@ -111,7 +114,7 @@ class Experiment(BaseModel):
     nodes: Degree = 1
     gpus_per_node: Degree = Field(2, description="ranks on each node: GPUs, or processes on a CPU")
     dp_replicate: Degree = 1
-    dp_shard: int = Field(-1, description="-1: the ranks that the other axes leave")
+    dp_shard: int = Field(-1, le=MOST_RANKS, description="-1: the ranks that the other axes leave")
     tp: Degree = 1
     pp: Degree = 1
     pp_schedule: str = "1F1B"
@@ -121,11 +124,11 @@ class Experiment(BaseModel):
     cp: Degree = 1
     ep: Degree = 2
 
-    seq_len: Annotated[int, Field(ge=8)] = 256
-    local_batch: Annotated[int, Field(ge=1)] = 4
-    microbatch: Annotated[int, Field(ge=1)] = 1
-    steps: Annotated[int, Field(ge=1)] = 60
-    warmup_steps: Annotated[int, Field(ge=0)] = 6
+    seq_len: Annotated[int, Field(ge=8, le=MOST)] = 256
+    local_batch: Annotated[int, Field(ge=1, le=MOST)] = 4
+    microbatch: Annotated[int, Field(ge=1, le=MOST)] = 1
+    steps: Annotated[int, Field(ge=1, le=MOST)] = 60
+    warmup_steps: Annotated[int, Field(ge=0, le=MOST)] = 6
     lr: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 3.0e-3
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     activation_checkpoint: ActivationCheckpoint = Field(
@@ -134,10 +137,22 @@ class Experiment(BaseModel):
     compile: Literal["none", "loss", "model+loss"] = "none"
     dataset: Literal["python", "c4"] = "python"
     hardware: Name = Field("local", description="`local` is the machine at hand, `cpu` hides its GPUs")
-    capture_step: Annotated[int, Field(ge=0)] = Field(0, description="0: no capture; else 1 to steps")
+    capture_step: Annotated[int, Field(ge=0, le=MOST)] = Field(0, description="0: no capture; else 1 to steps")
     arm_fields: tuple[str, ...] = Field(
         (), description="further fields in the arm's name; a study sets them where two arms would have one name"
     )
+
+    @field_validator("*")
+    @classmethod
+    def _printable(cls, value: Any) -> Any:
+        # Colours, line ends and signs that turn the reading direction would change what a terminal or a page shows.
+        if isinstance(value, str) and not (value.isprintable() and len(value) <= MAX_TEXT_CHARACTERS):
+            hidden = dict.fromkeys(f"U+{ord(sign):04X}" for sign in value if not sign.isprintable())
+            raise ValueError(
+                f"printable text of at most {MAX_TEXT_CHARACTERS} characters; this has {len(value)}"
+                + (f", {', '.join(list(hidden)[:5])} among them" if hidden else "")
+            )
+        return value
 
     @field_validator("shape")
     @classmethod

@@ -14,6 +14,7 @@ its version comes first and its end mark last, so that a cut anywhere shows, and
 from __future__ import annotations
 
 import difflib
+import itertools
 import reprlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,6 +30,9 @@ from moelab.experiment import Experiment, ShapeChanges
 
 Model = TypeVar("Model", bound=BaseModel)
 MAX_FILE_BYTES = 1_000_000
+MAX_EXPERIMENTS = 10_000
+MAX_NUMBER_CHARACTERS = 40
+MAX_VALUES = 1_000_000
 STUDY_KEYS = ("study", "experiment", "arms", "seeds")
 VERSION_KEY, END_KEY = "record_version", "end_of_record"
 ADDED_FIELDS: tuple[Mapping[str, Any], ...] = ({"arm_fields": []}, {"pp_stages_per_rank": 0})
@@ -76,6 +80,8 @@ def make_study(name: str, shared: Mapping[str, Any], arms: Sequence[Mapping[str,
         if any(key in fields for fields in (shared, *arms)):
             instead = "`study`" if key == "name" else "`seeds`"
             raise BadInput(f"{key} is not a field of one arm here: the study gives it to all arms, by {instead}")
+    seeds = list(seeds)
+    _bounded(name, len(seeds) * len(arms))
     return _distinct(
         name, [parse(Experiment, {**shared, **arm, "name": name, "seed": seed}) for seed in seeds for arm in arms]
     )
@@ -231,6 +237,7 @@ def _explain(model: type[BaseModel], fault: Any) -> str:
 
 
 def _study_of_list(name: str, rows: list[Any], changes: dict[str, Any]) -> Study:
+    _bounded(name, len(rows))
     for row in rows:
         if not isinstance(row, dict):
             raise BadInput(f"each entry of the list must be a mapping of fields, found {_kind(row)}")
@@ -239,6 +246,13 @@ def _study_of_list(name: str, rows: list[Any], changes: dict[str, Any]) -> Study
     if len(names) > 1:
         raise BadInput(f"the experiments of one study share one name, found {', '.join(sorted(names))}")
     return _distinct(next(iter(names), name), experiments)
+
+
+def _bounded(name: str, experiments: int) -> None:
+    if experiments > MAX_EXPERIMENTS:
+        raise BadInput(
+            f"study {_short(name)} has {experiments:,} experiments; valid: at most {MAX_EXPERIMENTS:,} (arms × seeds)"
+        )
 
 
 def _distinct(name: str, experiments: Sequence[Experiment]) -> Study:
@@ -285,8 +299,10 @@ def _kind(value: object) -> str:
 
 
 def _short(value: object) -> str:
-    # reprlib, because aliases make a value of a thousand bytes whose repr would fill the memory.
-    return (repr(value) if isinstance(value, str) else reprlib.repr(value))[:80]
+    try:  # reprlib, because aliases make a value of a thousand bytes whose repr would fill the memory.
+        return (repr(value) if isinstance(value, str) else reprlib.repr(value))[:80]
+    except ValueError:  # Python does not write a number of more than 4,300 digits
+        return "a number of thousands of digits"
 
 
 def _load(text: str, source: str) -> Any:
@@ -297,7 +313,29 @@ def _load(text: str, source: str) -> Any:
 
 
 class _StrictLoader(yaml.CSafeLoader):  # libyaml: ten times as fast, and it bounds the nesting
-    """YAML in which a key given twice is an error instead of the later one winning."""
+    """YAML in which a key given twice is an error instead of the later one winning, and everything has a bound."""
+
+    def get_single_node(self) -> yaml.Node | None:
+        node = super().get_single_node()
+        sizes: dict[int, int] = {}
+        if node is not None and self._values(node, sizes) > MAX_VALUES:
+            raise yaml.YAMLError(f"it stands for more than {MAX_VALUES:,} values, with what its aliases repeat")
+        return node
+
+    def _values(self, node: yaml.Node, sizes: dict[int, int]) -> int:
+        """How many values a node stands for, each alias being one more copy."""
+        if isinstance(node, yaml.ScalarNode):
+            if len(node.value) > MAX_NUMBER_CHARACTERS and node.tag.endswith((":int", ":float")):
+                raise yaml.YAMLError(
+                    f"a number of {len(node.value):,} characters near line {node.start_mark.line + 1}; "
+                    f"valid: at most {MAX_NUMBER_CHARACTERS}"
+                )
+            return 1
+        if id(node) not in sizes:
+            sizes[id(node)] = MAX_VALUES + 1  # what holds itself never ends
+            pairs = node.value if isinstance(node, yaml.SequenceNode) else itertools.chain(*node.value)
+            sizes[id(node)] = 1 + sum(self._values(one, sizes) for one in pairs)
+        return sizes[id(node)]
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = Counter((key.tag, key.value) for key, _ in node.value if isinstance(key, yaml.ScalarNode))

@@ -110,3 +110,36 @@ def test_killed_run_has_its_tail_from_the_log(tmp_path: Path) -> None:
     assert rows["tps"].tolist() == [4000.25, 4000.25, 4000.0]
     assert rows["lr"].tolist()[:2] == [0.5, 0.5]
     assert math.isnan(rows["lr"][2])
+
+
+def test_a_damaged_record_hides_no_other(tmp_path: Path) -> None:
+    writer = SummaryWriter(str(tmp_path))
+    for step in range(1, 8):
+        writer.add_scalar("loss_metrics/global_avg_loss", 8.0 - step, step)
+    writer.close()
+    (file,) = tmp_path.iterdir()
+    content = bytearray(file.read_bytes())
+    fourth = content.index(struct.pack("<f", 4.0))
+    content[fourth] ^= 1
+    file.write_bytes(content)
+    assert read_tensorboard(tmp_path).rows["step"].tolist() == [1, 2, 3, 5, 6, 7]
+    size = content.rindex(b"loss_metrics", 0, fourth) - 40
+    file.write_bytes(content[:size])
+    assert read_tensorboard(tmp_path).rows["step"].tolist() in ([1, 2], [1, 2, 3])
+
+
+def test_values_are_those_of_tensorboards_own_reader(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    writer = SummaryWriter(str(tmp_path))
+    for step in range(1, 50):
+        writer.add_scalar("loss_metrics/global_avg_loss", 8.0 / step, step)
+        writer.add_scalar("throughput(tps)", 1000.0 / 3 * step, step)
+    writer.add_text("a text", "x" * 5000)
+    writer.close()
+    events = EventAccumulator(str(tmp_path), size_guidance={"scalars": 0}).Reload()
+    rows = read_tensorboard(tmp_path).rows
+    for tag, column in {"loss_metrics/global_avg_loss": "loss", "throughput(tps)": "tps"}.items():
+        told = events.Scalars(tag)
+        assert [(one.step, one.value) for one in told] == list(zip(rows["step"], rows[column], strict=True))
+    assert [one.wall_time for one in events.Scalars("loss_metrics/global_avg_loss")] == rows["time"].tolist()

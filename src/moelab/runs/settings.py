@@ -22,7 +22,7 @@ from typing import Any, Final
 import yaml
 
 from moelab.model import SHAPES
-from moelab.privacy import HIDDEN, each_text, without_secrets
+from moelab.privacy import HIDDEN, each_text, is_secret_name, without_secrets
 from moelab.runs.directory import RunDir
 from moelab.runs.log import read_bytes
 from moelab.runs.side_files import Environment
@@ -32,10 +32,7 @@ _CONFIG_NAMES: Final = ("config.yaml", "config.json")
 _LONGEST_LINE: Final = 2_000  # characters; TorchTitan's own have a few hundred
 _MOST_BYTES: Final = 200_000  # of a configuration; a megabyte of YAML takes 20 s
 _MOST_VALUES: Final = 1_000
-_PRIVATE: Final = re.compile(
-    r"(?i)(^|[._])(user(name)?|host(name)?|email|entity)$|(^|[._])(auth|credentials?)(\.|$)"
-    r"|(token|secret|passw(or)?d|key)$"
-)
+_PRIVATE: Final = re.compile(r"(?i)(^|[._])(user(name)?|host(name)?|email|entity)$|(^|[._])(auth|credentials?)(\.|$)")
 _COLOUR: Final = re.compile(r"\x1b\[[0-9;:]*m")
 _LINES: Final = (
     re.compile(r"torchtitan version: (?P<torchtitan>\S+)"),
@@ -175,7 +172,9 @@ def log_settings(path: Path) -> dict[str, str]:
 def _of_environment(found: Environment) -> dict[str, str]:
     gpus = {"gpu": found.chip, "gpus": str(len(found.gpus)) if found.gpus else "unknown"}
     hardware = {"processor": found.processor} if found.on_cpu else gpus
-    return {**found.versions, **hardware}
+    # Without its name a whole commit cannot be told from a key of W&B.
+    versions = {name: re.sub(r"\b([0-9a-f]{12})[0-9a-f]{28}\b", r"\1", text) for name, text in found.versions.items()}
+    return {**versions, **hardware}
 
 
 def _config_beside(path: Path) -> Path | None:
@@ -227,4 +226,4 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, st
         elif value is not None and not isinstance(value, dict | list):
             name = _TITAN.get(name, name)
             if (name, str(value)) not in _UNRESOLVED:
-                yield name, HIDDEN if _PRIVATE.search(name) else str(value)
+                yield name, HIDDEN if _PRIVATE.search(name) or is_secret_name(name) else str(value)

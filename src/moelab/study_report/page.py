@@ -117,7 +117,9 @@ def _study_figures(judged: Report) -> Sequence[Any]:
     figures = [
         Figure(
             caption="Training loss of every seed (thin) and the mean over seeds (bold); the inset enlarges the end.",
-            figure=loss_curves(judged.table, final_fraction=judged.final_fraction, note=note, marks=marks),
+            figure=loss_curves(
+                judged.table, final_fraction=judged.final_fraction, final=judged.final, note=note, marks=marks
+            ),
         ),
         Figure(
             caption="The last 30 % of the steps: mean over seeds and one standard deviation.",
