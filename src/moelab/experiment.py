@@ -12,10 +12,11 @@ import re
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationInfo, field_validator
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,79}$")]
 Degree = Annotated[int, Field(ge=1)]
+Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 ActivationCheckpoint = Literal["none", "selective", "full", "full+dispatch"]
 MAX_ARM_CHARACTERS = 200
 """File systems take names of 255 bytes."""
@@ -75,6 +76,37 @@ class ShapeChanges(BaseModel):
         return self.model_dump(exclude_none=True)
 
 
+class OwnHardware(BaseModel):
+    """A cluster of one's own, as a file that ``hardware`` names has it; figures as in ``data/hardware.yaml``."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: Name
+    gpu: str = Field(description="of the catalogue, whose figures hold where none stands here; or another")
+    capability: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = Field(None, description="such as 9.0")
+    nodes: Degree = 1
+    gpus: Degree = Field(8, description="of a node")
+    nvlink_gpus: Degree | None = Field(None, description="that NVLink joins, where it goes beyond a node")
+    nic_gb_s: Rate | None = Field(None, description="network of one GPU each way, GB/s")
+    memory_gib: Rate | None = Field(None, description="that CUDA shows")
+    bf16_tflops: Rate | None = Field(None, description="dense peak, as the next two")
+    fp8_tflops: Rate | None = None
+    mxfp8_tflops: Rate | None = None
+    hbm_tb_s: Rate | None = None
+    nvlink_gb_s: Rate | None = Field(None, description="each way, GB/s")
+    source: str = Field("as given in the hardware file", description="of the figures")
+
+    def __str__(self) -> str:
+        return self.name
+
+
+Hardware = Annotated[
+    Annotated[Name, Tag("[name]")] | Annotated[OwnHardware, Tag("[file]")],
+    Discriminator(lambda value: "[name]" if isinstance(value, str) else "[file]"),
+]
+"""Name of a profile, or the content of a file; the tags keep an error of the one from being told as both's."""
+
+
 class Experiment(BaseModel):
     """One arm of a study at one seed.
 
@@ -122,7 +154,9 @@ class Experiment(BaseModel):
     )
     compile: Literal["none", "loss", "model+loss"] = "none"
     dataset: Literal["python", "c4"] = "python"
-    hardware: Name = Field("local", description="`local` is the machine at hand, `cpu` hides its GPUs")
+    hardware: Hardware = Field(
+        "local", description="a profile's name or a YAML file; `local` is the machine at hand, `cpu` hides its GPUs"
+    )
     capture_step: Annotated[int, Field(ge=0)] = Field(0, description="0: no capture; else 1 to steps")
     arm_fields: tuple[str, ...] = Field(
         (), description="further fields in the arm's name; a study sets them where two arms would have one name"

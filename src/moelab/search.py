@@ -197,9 +197,8 @@ def _order(facts: Facts) -> tuple[int, int, int, float, tuple[int, ...]]:
 
 
 def _ep_nodes(facts: Facts) -> int:
-    """Nodes of one group of expert-parallel ranks, which are neighbours in TorchTitan's mesh."""
-    per_node = facts.experiment.gpus_per_node
-    return max(1, -(-facts.ep // per_node))
+    """Nodes, or NVLink domains, of one expert-parallel group, whose ranks are neighbours in TorchTitan's mesh."""
+    return max(1, -(-facts.ep // facts.nvlink_ranks))
 
 
 def _by_memory(legal: list[tuple[_Key, Facts]], headroom_gib: Headroom | None) -> Iterator[Candidate]:

@@ -130,6 +130,9 @@ def test_each_model_is_found_by_its_exact_name(name: str) -> None:
         ("A100-SXM4-80GB", 312, 2.039),
         ("A100 80GB PCIe", 312, 1.935),
         ("B300 SXM6 AC", 2250, 8),
+        ("GB300", 2500, 8),
+        ("H800", 989, 3.35),
+        ("H20", 148, 4),
     ],
 )
 def test_namesakes_have_their_own_figures(name: str, bf16_tflops: float, hbm_tb_s: float) -> None:
@@ -146,7 +149,7 @@ def test_namesakes_have_their_own_figures(name: str, bf16_tflops: float, hbm_tb_
         "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
         "NVIDIA H100-40C",
         "NVIDIA H800 PCIe",
-        "NVIDIA H20",
+        "NVIDIA H20-3e",
         "NVIDIA H200 141GB",
         "NVIDIA GH200 120GB",
         "NVIDIA A100-SXM4-40GB",
@@ -194,6 +197,8 @@ def test_a_node_of_several_kinds_has_no_rates_and_the_least_memory(monkeypatch: 
         (9.0, True, False, True),
         (10.0, True, True, True),
         (10.3, True, True, True),
+        (9.4, False, False, False),  # AMD's gfx942
+        (9.5, False, True, False),  # gfx950, for which torchao has MXFP8 kernels
         (11.0, False, False, False),
         (12.0, False, False, False),
         (12.1, False, False, False),

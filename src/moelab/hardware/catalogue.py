@@ -7,6 +7,8 @@ from dataclasses import fields, replace
 from typing import Any
 
 from moelab.data import read_yaml
+from moelab.errors import BadInput
+from moelab.experiment import OwnHardware
 from moelab.hardware.spec import Cluster, Figure, Gpu, Label, Node
 
 _CONTENT: dict[str, Any] = read_yaml("hardware.yaml")
@@ -46,15 +48,34 @@ GPUS = {name: _gpu(name, row) for name, row in _GPUS.items()}
 MODELS = {row["cuda"]: GPUS[name] for name, row in _GPUS.items()}
 """By the name that CUDA and nvidia-smi give, without ``NVIDIA``; no other name is one of these."""
 H100, H200, H800, B200, GB200, GB300 = (GPUS[name] for name in ("H100", "H200", "H800", "B200", "GB200", "GB300"))
-NIC_400G = Figure(**_CONTENT["nic_400g"])
-CLUSTERS = {
-    name: Cluster(
-        name=name,
-        nodes=row["nodes"],
-        node=Node(gpu=GPUS[row["gpu"]], gpus=row["gpus"], nic_gb_s=NIC_400G if row["nodes"] > 1 else None),
+
+
+def cluster_from(own: OwnHardware) -> Cluster:
+    """The cluster that a file describes, or a row of the catalogue's clusters; figures that it gives are quoted.
+
+    Raises:
+        BadInput: for a GPU that is neither in the catalogue nor described.
+        ImpossibleHardware: for figures that cannot be.
+    """
+    if own.gpu not in GPUS and own.capability is None:
+        raise BadInput(
+            f"hardware {own.name}: gpu is {own.gpu!r}, which is not in the catalogue ({', '.join(GPUS)}); name one of "
+            "these, or give the capability of your own, such as 9.0, and its figures"
+        )
+    gpu = GPUS.get(own.gpu) or Gpu(name=own.gpu, capability=None, memory_gib=None)
+    figures = {name: quoted(value, own.source) for name in FIGURES if (value := getattr(own, name)) is not None}
+    capability = gpu.capability if own.capability is None else own.capability
+    node = Node(
+        gpu=replace(gpu, capability=capability, **figures),
+        gpus=own.gpus,
+        nic_gb_s=None if own.nic_gb_s is None else quoted(own.nic_gb_s, own.source),
+        nvlink_gpus=own.nvlink_gpus,
     )
-    for name, row in _CONTENT["clusters"].items()
-}
+    return Cluster(name=own.name, nodes=own.nodes, node=node)
+
+
+CLUSTERS = {name: cluster_from(OwnHardware(name=name, **row)) for name, row in _CONTENT["clusters"].items()}
+NIC_400G = CLUSTERS["b200_x256"].node.nic_gb_s
 
 
 def known_gpu(name: str) -> Gpu | None:

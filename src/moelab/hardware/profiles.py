@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from moelab.errors import BadInput
-from moelab.hardware.catalogue import CLUSTERS, known_gpu, mib
+from moelab.experiment import OwnHardware
+from moelab.hardware.catalogue import CLUSTERS, cluster_from, known_gpu, mib
 from moelab.hardware.spec import Cluster, Figure, Gpu, Node
 from moelab.machine import GpuInfo, cores, gpus, memory_bytes
 
@@ -65,29 +66,34 @@ PROFILES = (*CLUSTERS, *_HERE)
 
 
 @functools.cache
-def cluster_of(hardware: str) -> Cluster:
-    """The cluster that an experiment's ``hardware`` names.
+def cluster_of(hardware: str | OwnHardware) -> Cluster:
+    """The cluster that an experiment's ``hardware`` names or describes.
 
     Raises:
-        BadInput: if there is no such profile.
+        BadInput: if there is no such profile, or no such GPU.
         GpusUnknown: for ``local`` where nvidia-smi fails.
 
     Example:
         >>> cluster_of("b200_x256").gpus
         256
     """
+    if isinstance(hardware, OwnHardware):
+        return cluster_from(hardware)
     if hardware in CLUSTERS:
         return CLUSTERS[hardware]
     if hardware not in _HERE:
-        raise BadInput(f"hardware is {hardware!r}: there is no such profile; the profiles are {', '.join(PROFILES)}")
+        raise BadInput(
+            f"hardware is {hardware!r}: there is no such profile; the profiles are {', '.join(PROFILES)}; a YAML file "
+            "describes your own"
+        )
     return _HERE[hardware]()
 
 
-def gpu_of(hardware: str) -> Gpu:
+def gpu_of(hardware: str | OwnHardware) -> Gpu:
     """The GPU of an experiment's ``hardware``.
 
     Raises:
-        BadInput: if there is no such profile.
+        BadInput: if there is no such profile, or no such GPU.
         GpusUnknown: for ``local`` where nvidia-smi fails.
 
     Example:

@@ -15,6 +15,9 @@ GROUP_PADDING = {"bf16": 8, "fp8": 16, "mxfp8_emulated": 32, "mxfp8_native": 128
 BF16 and FP8: 16 bytes; TorchTitan's own BF16 experts on the standard backend do without. MXFP8: one block, and what
 torchao 0.18's CuTeDSL quantisation kernel needs on SM100.
 """
+ROCM = {9.4: "gfx942", 9.5: "gfx950"}
+"""AMD's GPUs by the capability that PyTorch gives them on ROCm; no CUDA device has one of these."""
+GFX950 = 9.5
 
 
 class ImpossibleHardware(BadInput):
@@ -43,13 +46,14 @@ class Gpu:
 
     Attributes:
         name: as people say it, such as ``H100``.
-        capability: CUDA compute capability, such as 9.0; 0 where the "GPU" is a CPU, None where it is not known.
+        capability: compute capability, such as 9.0, or what PyTorch gives a GPU of AMD (:data:`ROCM`); 0 where the
+            "GPU" is a CPU, None where it is not known.
         memory_gib: device memory that CUDA shows, GiB; None where it is not known.
         bf16_tflops: dense BF16 tensor-core peak, TFLOP/s.
         fp8_tflops: dense FP8 tensor-core peak, TFLOP/s.
         mxfp8_tflops: dense MXFP8 tensor-core peak, TFLOP/s.
         hbm_tb_s: memory bandwidth, TB/s.
-        nvlink_gb_s: NVLink bandwidth each way, GB/s.
+        nvlink_gb_s: NVLink bandwidth each way, GB/s; for a GPU of AMD that of its Infinity Fabric.
     """
 
     name: str
@@ -70,20 +74,55 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """One host: ``gpus`` of one kind with NVLink between them, and one network card each.
+    """One host of Slurm's: ``gpus`` of one kind, one network card each, and NVLink between them and perhaps beyond.
 
     Attributes:
         gpu: the kind of GPU.
         gpus: how many.
         nic_gb_s: network bandwidth of one GPU each way, GB/s; None where there is no network.
+        nvlink_gpus: GPUs that NVLink joins, where these are more than the host's: 72 of 18 hosts in an NVL72 rack.
     """
 
     gpu: Gpu
     gpus: int
     nic_gb_s: Figure | None = None
+    nvlink_gpus: int | None = None
 
     def __post_init__(self) -> None:
         _require_count("gpus of a node", self.gpus)
+        if self.nvlink_gpus is not None:
+            _require_count("nvlink_gpus", self.nvlink_gpus)
+            if self.nvlink_gpus < self.gpus:
+                raise ImpossibleHardware(
+                    f"nvlink_gpus is {self.nvlink_gpus}, fewer than the {self.gpus} GPUs of a node; leave it out where "
+                    "NVLink ends at the node"
+                )
+
+    @property
+    def domain(self) -> int:
+        """GPUs that NVLink joins."""
+        return self.nvlink_gpus or self.gpus
+
+    def nvlink_ranks(self, *, nodes: int, gpus_per_node: int, ep: int = 1) -> int:
+        """Consecutive ranks of a job that NVLink joins: those of the nodes that the job takes of each domain.
+
+        It takes equally many of each, as ``sbatch --segment`` places it, and of the counts that do not cut an
+        expert-parallel group the largest: 64 hosts of four GPUs with groups of 64 are 16 in each of four NVL72 racks.
+
+        Args:
+            nodes: of the job.
+            gpus_per_node: that it uses of each.
+            ep: ranks of an expert-parallel group.
+
+        Example:
+            >>> tray = Node(gpu=Gpu(name="GB200", capability=10.0, memory_gib=None), gpus=4, nvlink_gpus=72)
+            >>> tray.nvlink_ranks(nodes=64, gpus_per_node=4, ep=64), tray.nvlink_ranks(nodes=72, gpus_per_node=4)
+            (64, 72)
+        """
+        most = max(1, self.domain // max(gpus_per_node, self.gpus))
+        sizes = [taken * gpus_per_node for taken in range(1, min(nodes, most) + 1) if nodes % taken == 0]
+        whole = [size for size in sizes if size % ep == 0] or [size for size in sizes if ep % size == 0]
+        return max(whole or sizes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,22 +147,34 @@ def _require_count(what: str, value: int) -> None:
         raise ImpossibleHardware(f"{what} is {value!r}; give a whole number of at least 1")
 
 
+def architecture(capability: float | None) -> str:
+    """The capability in words.
+
+    >>> architecture(10.3), architecture(9.5), architecture(None)
+    ('SM103', 'gfx950', 'of unknown SM version')
+    """
+    if capability is None:
+        return "of unknown SM version"
+    return ROCM.get(capability, f"SM{capability * 10:.0f}")
+
+
 def has_grouped_fp8(capability: float | None) -> bool:
     """Whether a GPU of this SM version, such as 9.0, is known to multiply FP8 experts.
 
     ``torch._scaled_grouped_mm`` of torch 2.14 is for Hopper and Blackwell; SM89 has FP8 tensor cores, but not it
-    (``aten/src/ATen/native/cuda/GroupedBlas.cpp``).
+    (``aten/src/ATen/native/cuda/GroupedBlas.cpp``), and what it does on ROCm nobody here has seen.
     """
-    return int(capability or 0) in (9, 10)
+    return capability not in ROCM and int(capability or 0) in (9, 10)
 
 
 def has_native_mxfp8(capability: float | None) -> bool:
     """Whether a GPU of this SM version, such as 10.0, is known to run torchao's MXFP8 kernels.
 
     torchao 0.18.0 asks for major version 10 exactly: SM120 and SM121 have MXFP8 tensor cores, but other instructions
-    (``_is_sm_10x`` in ``torchao/prototype/moe_training/kernels/mxfp8/quant.py``).
+    (``_is_sm_10x`` in ``torchao/prototype/moe_training/kernels/mxfp8/quant.py``). The same file has kernels for AMD's
+    gfx950, which has the tensor cores too; no run of them stands behind this.
     """
-    return int(capability or 0) == 10
+    return capability == GFX950 or int(capability or 0) == 10
 
 
 def has_deepep(capability: float | None) -> bool:
@@ -131,4 +182,4 @@ def has_deepep(capability: float | None) -> bool:
 
     Its README asks for Hopper or what else has SM90's PTX, and has results of SM90 and SM100.
     """
-    return int(capability or 0) in (9, 10)
+    return capability not in ROCM and int(capability or 0) in (9, 10)

@@ -6,10 +6,13 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import combinations
+from typing import TYPE_CHECKING
 
 from moelab.finding import Finding
-from moelab.hardware.spec import Cluster
 from moelab.machine import INFINIBAND, Machine
+
+if TYPE_CHECKING:
+    from moelab.hardware import Cluster
 
 MEMLOCK_NEEDED_BYTES = 64 << 30
 
