@@ -111,7 +111,7 @@ def smoke_test(
         return Finding(
             name=NAME,
             severity="error",
-            found=str(error).partition(". ")[0],
+            found=error.found,
             cause="the driver does not work, so whether there are two GPUs is not known",
             consequence="nothing was sent; on the processor it would say nothing about them",
             remedy="mend the driver, or hide the GPUs with CUDA_VISIBLE_DEVICES=",
