@@ -83,7 +83,7 @@ def test_an_nvidia_smi_that_fails_is_a_failed_check(
 
 
 def test_memory_errors_and_throttling_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    states = [f"{index}, 0000:0{index}:00.0, 1980 MHz, 60, 400 W, {errors}, 0x4" for index, errors in enumerate((0, 3))]
+    states = [f"{index}, 0000:0{index}:00.0, 1980 MHz, 60, {errors}, 0x4" for index, errors in enumerate((0, 3))]
     body = f"""case "$1" in
 *ecc*) printf '%s\\n' {" ".join(f"'{state}'" for state in states)};;
 --query-gpu=*) printf '%s\\n' '{H100}' '{H100}';;
