@@ -149,10 +149,13 @@ def _gpus() -> Iterator[Finding]:
         return
     kinds = Counter((gpu.name, architecture(gpu.capability), gpu.driver) for gpu in listed)
     unknown = [model for model, _sm, _driver in kinds if known_gpu(model) is None]
+    advice = [f"peak rates of {' and '.join(unknown)} are not known: no MFU, no projection"] if unknown else []
+    if len(kinds) > 1:
+        advice.append("of several kinds a run goes at the pace of the slowest; CUDA_VISIBLE_DEVICES chooses one")
     yield _seen(
         name,
         "; ".join(f"{count} × {model}, {sm}, driver {driver}" for (model, sm, driver), count in kinds.items()),
-        f"peak rates of {' and '.join(unknown)} are not known: no MFU, no projection" if unknown else "",
+        "; ".join(advice),
         "note",
     )
     yield from (one for one in check_gpus(read_gpus(this_machine())) if not one.ok)
@@ -163,6 +166,8 @@ def _package(name: str) -> Finding:
     release = (found or "").partition("+")[0]  # without the build, as in 0.18.0+cu130
     fits = release == PINNED[name] or release.startswith(f"{PINNED[name]}.")
     lack = "" if fits else f"moelab is written against {name} {PINNED[name]}; reinstall with pip install moelab"
+    if name == "torch" and found and found.endswith("+cpu") and not gpu_problem() and gpus():
+        lack = "this build has no CUDA and does not see the GPUs; reinstall with pip install moelab"
     return _seen(name, found or "not installed", lack)
 
 

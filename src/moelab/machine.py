@@ -17,7 +17,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -48,11 +48,14 @@ NVIDIA_SMI = ("nvidia-smi", "/usr/lib/wsl/lib/nvidia-smi")
 DEVICES = Path("/dev")
 LISTS_DESPITE = 14
 """nvidia-smi's exit code for a corrupted infoROM: a warning, the GPUs are listed and work."""
-_FIELDS = ("name", "compute_cap", "driver_version", "memory.total")
+_FIELDS = ("name", "compute_cap", "driver_version", "memory.total", "mig.mode.current")
+_OLD_FIELDS = ("name", "driver_version", "memory.total")
+"""What every driver knows; ``compute_cap`` came with 510."""
 _ABSENT = r"\[[^]]+\]|N/A"
 _ROW = re.compile(
     rf"(?P<name>.+?),\s*(?P<capability>\d+[.,]\d+|{_ABSENT}),\s*(?P<driver>\d[\d.]*|{_ABSENT}),"
-    rf"\s*(?P<memory>\d+(?:[.,]\d{{3}})*|{_ABSENT})(?: MiB)?\s*"
+    rf"\s*(?P<memory>\d+(?:[.,]\d{{3}})*|{_ABSENT})(?: MiB)?"
+    rf"(?:,\s*(?P<mig>Enabled|Disabled|{_ABSENT}))?\s*"
 )
 """A row of the answer, whatever the name has in it; warnings and banners stand on lines between them."""
 _BROKEN = re.compile(
@@ -129,8 +132,8 @@ def gpu_listing(visible: str | None) -> tuple[GpuInfo, ...] | GpusUnknown:
     code, said = _query(_FIELDS)
     if code is None:
         return GpusUnknown(said) if said else _without_nvidia_smi()
-    if '"compute_cap" is not a valid field' in said:  # drivers before 510
-        code, said = _query([field for field in _FIELDS if field != "compute_cap"])
+    if "is not a valid field" in said:
+        code, said = _query(_OLD_FIELDS)
         said = re.sub(r"^(.+?), *(?=\d[\d.]*, *\d+\s*$)", r"\1, [N/A], ", said, flags=re.MULTILINE)
     rows = [match.groupdict() for line in said.splitlines() if (match := _ROW.fullmatch(line))]
     if code not in (0, LISTS_DESPITE) or not rows or _BROKEN.search(said):
@@ -148,7 +151,14 @@ def gpu_listing(visible: str | None) -> tuple[GpuInfo, ...] | GpusUnknown:
     code, listed = _nvidia_smi("-L")
     if code not in (0, LISTS_DESPITE) and visible is not None and visible.startswith(("GPU-", "MIG-")):
         return GpusUnknown(f"nvidia-smi -L fails (exit code {code}), and CUDA_VISIBLE_DEVICES names GPUs by UUID")
-    return _visible(whole, listed, visible)
+    cut = {index for index, row in enumerate(rows) if row["mig"] == "Enabled"}
+    found = _visible(whole, listed, visible, cut if code == 0 else set())
+    if not found and cut and "MIG " not in listed:
+        return GpusUnknown(
+            f"GPU {', '.join(map(str, sorted(cut)))} is in MIG mode and has no instance, so CUDA sees none",
+            "make one (nvidia-smi mig -cgi 0 -C), or leave MIG mode (nvidia-smi -mig 0)",
+        )
+    return found
 
 
 def _without_nvidia_smi() -> tuple[GpuInfo, ...] | GpusUnknown:
@@ -217,13 +227,14 @@ def _entries(visible: str) -> list[str]:
     return found if len(set(found)) == len(found) else []
 
 
-def _visible(whole: Sequence[GpuInfo], listed: str, visible: str | None) -> tuple[GpuInfo, ...]:
+def _visible(whole: Sequence[GpuInfo], listed: str, visible: str | None, cut: Collection[int]) -> tuple[GpuInfo, ...]:
     """What CUDA makes of GPUs.
 
     Args:
         whole: all GPUs, by index.
         listed: what ``nvidia-smi -L`` prints: the UUIDs, and the MIG instances under each GPU.
         visible: ``CUDA_VISIBLE_DEVICES``.
+        cut: indices of those in MIG mode, of which CUDA sees the instances alone.
     """
     uuids: dict[str, int] = {}
     instances: dict[str, GpuInfo] = {}
@@ -248,7 +259,8 @@ def _visible(whole: Sequence[GpuInfo], listed: str, visible: str | None) -> tupl
             break
         if at in first:
             return (first[at],)
-        chosen.append(whole[at])
+        if at not in cut:
+            chosen.append(whole[at])
     return tuple(chosen)
 
 

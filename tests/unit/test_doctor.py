@@ -148,6 +148,7 @@ def test_one_gpu_is_enough(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     [
         ("torch", "2.14.0", True),
         ("torch", "2.14.1+cu130", True),
+        ("torch", "2.14.1+cpu", True),
         ("torch", "2.140.0", False),
         ("torch", "2.13.9", False),
         ("torchao", "0.18.0", True),
@@ -162,6 +163,13 @@ def test_versions(monkeypatch: pytest.MonkeyPatch, package: str, found: str | No
     one = finding(package)
     assert (one.ok, one.found) == (fits, found or "not installed")
     assert bool(one.remedy) is not fits
+
+
+def test_a_torch_without_cuda_beside_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    nvidia_smi(monkeypatch, tmp_path, H100, B200)
+    monkeypatch.setattr(doctor, "version", lambda name: "2.14.0+cpu")
+    assert finding("torch").remedy.startswith("this build has no CUDA")
+    assert finding("GPUs").remedy.startswith("of several kinds a run goes at the pace of the slowest")
 
 
 def test_this_machine_as_text_and_as_json() -> None:

@@ -130,6 +130,17 @@ def test_a_process_has_one_mig_instance(
         assert instance.memory_mib == (38_146 if "40gb" in expected else 9_536)
 
 
+def test_a_gpu_in_mig_mode_without_instances_is_none_for_cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    listed = "\n".join(line for line in MIG.splitlines() if line.startswith("GPU"))
+    nvidia_smi(monkeypatch, tmp_path, f"{H100}, Enabled", f"{H100}, Disabled", listed=listed)
+    assert len(gpus()) == 1
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    with pytest.raises(GpusUnknown, match="GPU 0 is in MIG mode and has no instance, so CUDA sees none"):
+        gpus()
+    nvidia_smi(monkeypatch, tmp_path, f"{H100}, Enabled", f"{H100}, [N/A]", listed=MIG)
+    assert [gpu.memory_mib for gpu in gpus()] == [38_146]
+
+
 # An nvidia-smi that fails
 
 

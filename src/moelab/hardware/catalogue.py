@@ -63,7 +63,9 @@ def cluster_from(own: OwnHardware) -> Cluster:
             "these, or give the capability of your own, such as 9.0, and its figures"
         )
     gpu = GPUS.get(own.gpu) or Gpu(name=own.gpu, capability=None, memory_gib=None)
-    figures = {name: quoted(value, own.source) for name in FIGURES if (value := getattr(own, name)) is not None}
+    figures: dict[str, Any] = {
+        name: quoted(value, own.source) for name in FIGURES if (value := getattr(own, name)) is not None
+    }
     capability = gpu.capability if own.capability is None else own.capability
     node = Node(
         gpu=replace(gpu, capability=capability, **figures),
