@@ -144,7 +144,7 @@ def read_hardware(value: str, folder: Path = Path()) -> str | OwnHardware:
     Raises:
         BadInput: if the file cannot be read, or naming each field of it that is wrong.
     """
-    if not value.endswith((".yaml", ".yml")):
+    if not value.lower().endswith((".yaml", ".yml", ".json")):
         return value
     path = folder / value
     content = read_yaml(path)
