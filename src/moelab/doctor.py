@@ -149,13 +149,13 @@ def _gpus() -> Iterator[Finding]:
         return
     kinds = Counter((gpu.name, architecture(gpu.capability), gpu.driver) for gpu in listed)
     unknown = [model for model, _sm, _driver in kinds if known_gpu(model) is None]
-    advice = [f"peak rates of {' and '.join(unknown)} are not known: no MFU, no projection"] if unknown else []
+    lacks = [f"peak rates of {' and '.join(unknown)} are not known: no MFU, no projection"] if unknown else []
     if len(kinds) > 1:
-        advice.append("of several kinds a run goes at the pace of the slowest; CUDA_VISIBLE_DEVICES chooses one")
+        lacks.append("of several kinds a run goes at the pace of the slowest; CUDA_VISIBLE_DEVICES chooses one")
     yield _seen(
         name,
         "; ".join(f"{count} × {model}, {sm}, driver {driver}" for (model, sm, driver), count in kinds.items()),
-        "; ".join(advice),
+        "; ".join(lacks),
         "note",
     )
     yield from (one for one in check_gpus(read_gpus(this_machine())) if not one.ok)

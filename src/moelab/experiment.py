@@ -96,6 +96,13 @@ class OwnHardware(BaseModel):
     nvlink_gb_s: Rate | None = Field(None, description="each way, GB/s")
     source: str = Field("as given in the hardware file", description="of the figures")
 
+    @field_validator("nvlink_gpus")
+    @classmethod
+    def _beyond_a_node(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value is not None and value < info.data.get("gpus", 1):
+            raise ValueError(f"at least the {info.data['gpus']} GPUs of a node; leave it out where NVLink ends there")
+        return value
+
     def __str__(self) -> str:
         return self.name
 

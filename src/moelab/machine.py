@@ -43,8 +43,6 @@ COMMAND_TIMEOUT_S = 20
 
 
 NVIDIA_SMI_TIMEOUT_S = 20
-NVIDIA_SMI = ("nvidia-smi", "/usr/lib/wsl/lib/nvidia-smi")
-"""Where it is: on PATH, or in WSL, whose folder of drivers is often not on it."""
 DEVICES = Path("/dev")
 LISTS_DESPITE = 14
 """nvidia-smi's exit code for a corrupted infoROM: a warning, the GPUs are listed and work."""
@@ -186,10 +184,9 @@ def _nvidia_smi(*arguments: str) -> tuple[int | None, str]:
 
     Without an exit code the output is how it failed to start or to end; empty where there is none.
     """
-    program = next((path for path in NVIDIA_SMI[1:] if Path(path).exists() and not shutil.which(NVIDIA_SMI[0])), None)
     try:
         process = subprocess.Popen(
-            [program or NVIDIA_SMI[0], *arguments],
+            ["nvidia-smi", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

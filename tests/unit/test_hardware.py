@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
-from typing import Any
 
 import pytest
 
@@ -13,11 +12,9 @@ from moelab.hardware import (
     H100,
     MODELS,
     PROFILES,
-    Cluster,
     Figure,
     Gpu,
     ImpossibleHardware,
-    Node,
     cluster_of,
     gpu_from,
     gpu_of,
@@ -87,14 +84,6 @@ def test_an_unknown_gpu_keeps_what_the_machine_says() -> None:
 def test_impossible_figures_are_refused(value: float) -> None:
     with pytest.raises(ImpossibleHardware, match="give a positive number"):
         Figure(value=value, label="quoted", source="a datasheet")
-
-
-@pytest.mark.parametrize("count", [0, -8, 2.5, True])
-def test_impossible_counts_are_refused(count: Any) -> None:
-    with pytest.raises(ImpossibleHardware, match="whole number"):
-        Node(gpu=H100, gpus=count)
-    with pytest.raises(ImpossibleHardware, match="nodes of mine"):
-        Cluster(name="mine", node=Node(gpu=H100, gpus=8), nodes=count)
 
 
 def test_swapped_peaks_and_negative_capability_are_refused() -> None:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from moelab.errors import BadInput
 from moelab.finding import Finding
 from moelab.health import measure
-from moelab.health.gpu import FIELDS, REASONS, check_gpus, parse_gpus, read_gpus
+from moelab.health.gpu import REASONS, check_gpus, parse_gpus
 from moelab.health.links import Expected, check_rdma
 from moelab.health.measure import Seat, bus_bandwidth_gb_s, first_node, rounds
 from moelab.health.node import check_kernel_log, check_node
@@ -230,18 +230,6 @@ def node(root: Path, answers: Mapping[str, str | None], **files: str) -> Machine
         return answers.get(" ".join(command[:2]))
 
     return Machine(root=root, env={}, run=run, search=(), memlock_bytes=None)
-
-
-def test_the_reasons_old_name_is_asked_too(tmp_path: Path) -> None:
-    asked = []
-
-    def run(command: Sequence[str]) -> str | None:
-        asked.append(command[1])
-        return GPU.format(0, "01", 1980, 0) if "clocks_throttle_reasons" in command[1] else None
-
-    machine = Machine(root=tmp_path, env={}, run=run, search=(), memlock_bytes=None)
-    assert [gpu.clock_mhz for gpu in read_gpus(machine)] == [1980]
-    assert asked[-1] == f"--query-gpu={','.join(FIELDS)},clocks_throttle_reasons.active"
 
 
 def test_recorded_answers_of_two_h200s_at_their_power_limit() -> None:

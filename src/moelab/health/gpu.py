@@ -16,14 +16,13 @@ from moelab.machine import Machine, gpu_problem
 
 CLOCK_TOLERANCE = 0.05
 """Share below the node's median clock, under the same load, from which on a GPU is named. A choice."""
-REASON_FIELDS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")
-"""The name of drivers since 535, and the one before."""
 FIELDS = (
     "index",
     "pci.bus_id",
     "clocks.sm",
     "temperature.gpu",
     "ecc.errors.uncorrected.volatile.total",
+    "clocks_event_reasons.active",
 )
 FORMAT = "--format=csv,noheader"
 REMAP_FIELDS = ("gpu_bus_id", "remapped_rows.pending", "remapped_rows.failure")
@@ -103,22 +102,18 @@ REASONS = (
 def read_gpus(machine: Machine) -> list[GpuState]:
     """What nvidia-smi says; empty where there is none."""
     remapped = machine.run(["nvidia-smi", f"--query-remapped-rows={','.join(REMAP_FIELDS)}", FORMAT]) or ""
-    for field in REASON_FIELDS:
-        printed = machine.run(["nvidia-smi", f"--query-gpu={','.join((*FIELDS, field))}", FORMAT])
-        if printed is not None:
-            return list(parse_gpus(printed, remapped))
-    return []
+    return list(parse_gpus(machine.run(["nvidia-smi", f"--query-gpu={','.join(FIELDS)}", FORMAT]) or "", remapped))
 
 
 def parse_gpus(csv: str, remapped: str = "") -> Iterator[GpuState]:
     """States from nvidia-smi's answers.
 
     Args:
-        csv: columns :data:`FIELDS` and the reasons.
+        csv: columns :data:`FIELDS`.
         remapped: columns :data:`REMAP_FIELDS`; GPUs without row remapping are not in it.
     """
     rows_of = {cells[0]: cells[1:] for cells in _rows(remapped, len(REMAP_FIELDS))}
-    for index, bus_id, clock, temperature, errors, reasons in _rows(csv, len(FIELDS) + 1):
+    for index, bus_id, clock, temperature, errors, reasons in _rows(csv, len(FIELDS)):
         pending, failed = rows_of.get(bus_id, ("", ""))
         yield GpuState(
             index=int(index),
