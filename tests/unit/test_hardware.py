@@ -6,6 +6,7 @@ from dataclasses import fields, replace
 
 import pytest
 
+from moelab import hardware
 from moelab.errors import BadInput
 from moelab.hardware import (
     B200,
@@ -22,7 +23,6 @@ from moelab.hardware import (
     has_grouped_fp8,
     has_native_mxfp8,
     known_gpu,
-    profiles,
 )
 from moelab.machine import GpuInfo, memory_bytes
 
@@ -166,12 +166,12 @@ def test_memory_is_the_systems_only_where_the_gpu_shares_it() -> None:
 def test_a_node_of_several_kinds_has_no_rates_and_the_least_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     h100 = GpuInfo(name="NVIDIA H100 80GB HBM3", capability=9.0, driver="580", memory_mib=81_559)
     found = (h100, h100, replace(h100, name="NVIDIA H100 PCIe", memory_mib=81_000))
-    monkeypatch.setattr(profiles, "gpus", lambda: found)
+    monkeypatch.setattr(hardware, "gpus", lambda: found)
     cluster_of.cache_clear()
     gpu = gpu_of("local")
     assert (gpu.name, gpu.capability, gpu.bf16_tflops) == ("2 × H100 and 1 × H100 PCIe", 9.0, None)
     assert float(gpu.memory_gib or 0) == 81_000 / 1024
-    monkeypatch.setattr(profiles, "gpus", lambda: (h100, replace(h100, name="NVIDIA B200", capability=10.0)))
+    monkeypatch.setattr(hardware, "gpus", lambda: (h100, replace(h100, name="NVIDIA B200", capability=10.0)))
     cluster_of.cache_clear()
     assert gpu_of("local").capability is None
     cluster_of.cache_clear()
