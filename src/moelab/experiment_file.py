@@ -95,8 +95,9 @@ def read_study(path: Path, overrides: Sequence[str] = ()) -> Study:
         BadInput: naming the value, what is valid and what to do.
     """
     text = _text(path, str(path))
-    content = _fields_of_record(text) if text.startswith(f"{VERSION_KEY}:") else _load(text, str(path))
-    content, changes = _with_hardware(content, path.parent), parse_overrides(overrides)
+    is_record = text.startswith(f"{VERSION_KEY}:")
+    content = _fields_of_record(text) if is_record else _with_hardware(_load(text, str(path)), path.parent)
+    changes = parse_overrides(overrides)
     if isinstance(content, list):
         return _study_of_list(path.stem, content, changes)
     if not isinstance(content, dict):

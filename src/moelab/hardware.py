@@ -268,7 +268,7 @@ SHARES_MEMORY = ("NVIDIA GB10",)
 
 def _cpu() -> Cluster:
     """This machine without its GPUs; every process shares one memory."""
-    memory = Figure(value=memory_bytes() / 2**30, label="measured", source="physical memory of this machine")
+    memory = Figure(value=memory_bytes() / 2**30, label="measured", source="memory that a process may use here")
     return Cluster(name="cpu", nodes=1, node=Node(gpu=Gpu(name="CPU", capability=0.0, memory_gib=memory), gpus=cores()))
 
 
