@@ -18,8 +18,7 @@ from typing import Any
 from moelab.analysis.published import GAINS, SOURCE, THROUGHPUT
 from moelab.analysis.two_by_two import arm_results, checkpointing_words
 from moelab.experiment import EPBackend, Precision
-from moelab.hardware import B200, GB200, GB300, GPUS, H100, H800, Node
-from moelab.hardware.catalogue import NIC_400G
+from moelab.hardware import B200, GB200, GB300, GPUS, H100, H800, NIC_400G, Node
 from moelab.memory.activations import BF16
 from moelab.model import BYTES_PER_ELEMENT, shape_of
 from moelab.mxfp8 import torchao_b200 as b200

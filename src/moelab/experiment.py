@@ -12,13 +12,14 @@ import re
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationInfo, field_validator
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,79}$")]
 MOST, MOST_RANKS = 10**9, 10**6
 """Bounds that no training comes near: a number of thousands of digits fills the memory of whatever counts with it."""
 MAX_TEXT_CHARACTERS = 1_000
 Degree = Annotated[int, Field(ge=1, le=MOST_RANKS)]
+Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 ActivationCheckpoint = Literal["none", "selective", "full", "full+dispatch"]
 MAX_ARM_CHARACTERS = 200
 """File systems take names of 255 bytes."""
@@ -86,6 +87,44 @@ class ShapeChanges(BaseModel):
         return self.model_dump(exclude_none=True)
 
 
+class OwnHardware(BaseModel):
+    """A cluster of one's own, as a file that ``hardware`` names has it; figures as in ``data/hardware.yaml``."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: Name
+    gpu: str = Field(description="of the catalogue, whose figures hold where none stands here; or another")
+    capability: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = Field(None, description="such as 9.0")
+    nodes: Degree = 1
+    gpus: Degree = Field(8, description="of a node")
+    nvlink_gpus: Degree | None = Field(None, description="that NVLink joins, where it goes beyond a node")
+    nic_gb_s: Rate | None = Field(None, description="network of one GPU each way, GB/s")
+    memory_gib: Rate | None = Field(None, description="that CUDA shows")
+    bf16_tflops: Rate | None = Field(None, description="dense peak, as the next two")
+    fp8_tflops: Rate | None = None
+    mxfp8_tflops: Rate | None = None
+    hbm_tb_s: Rate | None = None
+    nvlink_gb_s: Rate | None = Field(None, description="each way, GB/s")
+    source: str = Field("as given in the hardware file", description="of the figures")
+
+    @field_validator("nvlink_gpus")
+    @classmethod
+    def _beyond_a_node(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value is not None and value < info.data.get("gpus", 1):
+            raise ValueError(f"at least the {info.data['gpus']} GPUs of a node; leave it out where NVLink ends there")
+        return value
+
+    def __str__(self) -> str:
+        return self.name
+
+
+Hardware = Annotated[
+    Annotated[Name, Tag("[name]")] | Annotated[OwnHardware, Tag("[file]")],
+    Discriminator(lambda value: "[name]" if isinstance(value, str) else "[file]"),
+]
+"""Name of a profile, or the content of a file; the tags keep an error of the one from being told as both's."""
+
+
 class Experiment(BaseModel):
     """One arm of a study at one seed.
 
@@ -136,7 +175,9 @@ class Experiment(BaseModel):
     )
     compile: Literal["none", "loss", "model+loss"] = "none"
     dataset: Literal["python", "c4"] = "python"
-    hardware: Name = Field("local", description="`local` is the machine at hand, `cpu` hides its GPUs")
+    hardware: Hardware = Field(
+        "local", description="a profile's name or a YAML file; `local` is the machine at hand, `cpu` hides its GPUs"
+    )
     capture_step: Annotated[int, Field(ge=0, le=MOST)] = Field(0, description="0: no capture; else 1 to steps")
     arm_fields: tuple[str, ...] = Field(
         (), description="further fields in the arm's name; a study sets them where two arms would have one name"

@@ -7,6 +7,9 @@ A file is one experiment, a list of experiments, or a study::
     arms: [{precision: bf16}, {precision: mxfp8}]
     seeds: [0, 1, 2]
 
+``hardware`` may be the path of a file of one's own, from the folder of the file that names it; its content takes the
+path's place here, so that nothing outside of a run directory is needed later.
+
 What a person leaves out has its default. The file in a run directory is a *record* of what ran, and has no defaults:
 its version comes first and its end mark last, so that a cut anywhere shows, and it has every field of its version.
 """
@@ -26,7 +29,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from moelab.errors import BadInput
-from moelab.experiment import Experiment, ShapeChanges
+from moelab.experiment import Experiment, OwnHardware, ShapeChanges
 
 Model = TypeVar("Model", bound=BaseModel)
 MAX_FILE_BYTES = 1_000_000
@@ -101,7 +104,8 @@ def read_study(path: Path | None, overrides: Sequence[str] = ()) -> Study:
     if path is None:
         return Study(name=(made := parse(Experiment, changes)).name, experiments=(made,))
     text = _text(path, str(path))
-    content = _fields_of_record(text) if text.startswith(f"{VERSION_KEY}:") else _load(text, str(path))
+    is_record = text.startswith(f"{VERSION_KEY}:")
+    content = _fields_of_record(text) if is_record else _with_hardware(_load(text, str(path)), path.parent)
     if isinstance(content, list):
         return _study_of_list(path.stem, content, changes)
     if not isinstance(content, dict):
@@ -137,6 +141,39 @@ def read_record(path: Path) -> Experiment:
         BadInput: if it is damaged, was cut off, lacks a field or is of a later version; the path is not named.
     """
     return parse(Experiment, _fields_of_record(_text(path, "the record")))
+
+
+def read_hardware(value: str, folder: Path = Path()) -> str | OwnHardware:
+    """The hardware that a name or the path of a YAML file stands for.
+
+    Args:
+        value: as given for ``hardware``.
+        folder: that a path is taken from.
+
+    Raises:
+        BadInput: if the file cannot be read, or naming each field of it that is wrong.
+    """
+    if not value.lower().endswith((".yaml", ".yml", ".json")):
+        return value
+    path = folder / value
+    content = read_yaml(path)
+    if not isinstance(content, dict):
+        raise BadInput(f"{path}: expected a mapping of fields, found {_kind(content)}")
+    try:
+        return parse(OwnHardware, {"name": path.stem, **content})
+    except BadInput as error:
+        raise BadInput(f"{path}: {error}") from None
+
+
+def _with_hardware(content: Any, folder: Path) -> Any:
+    """A file's content in which a path of hardware, wherever a study may have one, is what stands there."""
+    if isinstance(content, list):
+        return [_with_hardware(one, folder) for one in content]
+    if not isinstance(content, dict):
+        return content
+    inner = {key: _with_hardware(content[key], folder) for key in ("experiment", "arms") if key in content}
+    own = {"hardware": read_hardware(content["hardware"], folder)} if isinstance(content.get("hardware"), str) else {}
+    return {**content, **inner, **own}
 
 
 def _fields_of_record(text: str) -> dict[str, Any]:
@@ -195,7 +232,7 @@ def parse_overrides(pairs: Sequence[str]) -> dict[str, Any]:
         if not separator or not key:
             raise BadInput(f"--set {pair!r}: expected key=value, such as --set steps=20")
         changes[key.strip()] = _load(value, f"--set {pair[:80]!r}: the value")
-    return changes
+    return dict(_with_hardware(changes, Path()))
 
 
 def parse(model: type[Model], fields: Mapping[str, Any]) -> Model:
@@ -220,13 +257,17 @@ def parse(model: type[Model], fields: Mapping[str, Any]) -> Model:
     return made
 
 
+_INNER: Mapping[str, type[BaseModel]] = {"shape": ShapeChanges, "hardware": OwnHardware}
+
+
 def _explain(model: type[BaseModel], fault: Any) -> str:
-    name = ".".join(str(part) for part in fault["loc"])[:80]
+    loc = [part for part in fault["loc"] if not str(part).startswith("[")]  # not the tags of a union
+    name = ".".join(map(str, loc))[:80]
     if fault["type"] == "missing":
         return f"{name}: missing; every field needs a value"
     if fault["type"] == "extra_forbidden":
-        inside = model is Experiment and fault["loc"][0] == "shape"
-        prefix, known = ("shape.", ShapeChanges.model_fields) if inside else ("", model.model_fields)
+        inner = _INNER.get(str(loc[0])) if model is Experiment and len(loc) > 1 else None
+        prefix, known = (f"{loc[0]}.", inner.model_fields) if inner else ("", model.model_fields)
         near = [prefix + one for one in difflib.get_close_matches(name.removeprefix(prefix), known, n=1)]
         hint = f"did you mean {near[0]!r}?" if near else f"known fields: {', '.join(prefix + one for one in known)}"
         return f"unknown field {name!r}; {hint}"

@@ -382,7 +382,8 @@ def buffer_lines(plan: Plan) -> list[str]:
         return []
     batch = "a micro-batch" if plan.experiment.pp > 1 else "the local batch"
     domains = buffer.ranks // buffer.nvlink_ranks
-    where = f"{buffer.ranks} ranks" + (f" on {domains} nodes" if domains > 1 else "")
+    kind = "nodes" if buffer.nvlink_ranks <= plan.experiment.gpus_per_node else "NVLink domains"
+    where = f"{buffer.ranks} ranks" + (f" on {domains} {kind}" if domains > 1 else "")
     size = f"{buffer.backend.value} {buffer.size_bytes / 2**30:.2f} GiB a GPU, outside of PyTorch's allocator"
     estimate = "" if buffer.exact else " (a stand-in until it has been measured)"
     return rows("buffer", [f"{size}: {buffer.tokens:,} tokens of {batch} between {where}{estimate}"])

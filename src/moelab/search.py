@@ -201,9 +201,8 @@ def _bubble(facts: Facts) -> float:
 
 
 def _ep_nodes(facts: Facts) -> int:
-    """Nodes of one group of expert-parallel ranks, which are neighbours in TorchTitan's mesh."""
-    per_node = facts.experiment.gpus_per_node
-    return max(1, -(-facts.ep // per_node))
+    """Nodes, or NVLink domains, of one expert-parallel group, whose ranks are neighbours in TorchTitan's mesh."""
+    return max(1, -(-facts.ep // facts.nvlink_ranks))
 
 
 def _by_memory(legal: list[tuple[_Key, Facts]], headroom_gib: Headroom | None) -> Iterator[Candidate]:

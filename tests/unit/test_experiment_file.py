@@ -16,7 +16,15 @@ from hypothesis import strategies as st
 
 from moelab import experiment_file
 from moelab.errors import BadInput
-from moelab.experiment import MAX_ARM_CHARACTERS, EPBackend, Experiment, Precision, Routing, ShapeChanges
+from moelab.experiment import (
+    MAX_ARM_CHARACTERS,
+    EPBackend,
+    Experiment,
+    OwnHardware,
+    Precision,
+    Routing,
+    ShapeChanges,
+)
 from moelab.experiment_file import (
     ADDED_FIELDS,
     END_KEY,
@@ -42,7 +50,14 @@ names = st.text(string.ascii_letters + string.digits, min_size=1, max_size=1).fl
 experiments = st.builds(
     Experiment,
     name=names,
-    hardware=names,
+    hardware=names
+    | st.builds(
+        OwnHardware,
+        name=names,
+        gpu=st.text(st.characters(codec="utf-8")),
+        nvlink_gpus=st.none() | st.integers(8, 10**6),
+        nic_gb_s=st.none() | st.floats(min_value=0, exclude_min=True, allow_infinity=False),
+    ),
     precision=st.sampled_from(Precision),
     ep_backend=st.sampled_from(EPBackend),
     routing=st.sampled_from(Routing),

@@ -130,7 +130,7 @@ BAD = {
     "negative": (overrides(pp=-2), "pp: got -2"),
     "zero shards": (overrides(dp_shard=0), "dp_shard: got 0"),
     "truth": (overrides(ep="yes"), "ep: got True"),
-    "profile": (overrides(hardware="b300_x256"), "there is no such profile"),
+    "profile": (overrides(hardware="b400_x256"), "there is no such profile"),
     "no value": (["--set", "tp"], "expected key=value"),
     "search of a profile": ([*overrides(hardware="b300"), "--search"], "there is no such profile"),
 }

@@ -17,7 +17,7 @@ from validation.table import leave_out, table_file
 from moelab.analysis.published import GAINS, THROUGHPUT
 from moelab.analysis.two_by_two import arm_results
 from moelab.experiment import Routing
-from moelab.hardware.catalogue import quoted
+from moelab.hardware import quoted
 from moelab.mxfp8 import torchao_b200 as b200
 from moelab.projection.calibration import CALIBRATION, HOST_COMPILED_S, fitted, with_values
 from moelab.projection.gemm import grouped_job, product_parts_s

@@ -17,7 +17,7 @@ from moelab.analysis.published import GAINS, THROUGHPUT
 from moelab.analysis.throughput import interaction
 from moelab.errors import BadInput, Refused
 from moelab.experiment import Experiment, Precision
-from moelab.hardware.spec import ImpossibleHardware
+from moelab.hardware import ImpossibleHardware
 from moelab.notebooks.calibrate import constants_of_node
 from moelab.projection.calibration import CALIBRATION
 from moelab.projection.measured import ALL_TO_ALL, GROUPED_GEMM, Measurement, load_measured

@@ -1,6 +1,6 @@
 """Clusters as YAML: what a Slurm job needs to know of the place that it runs in.
 
-Bundled profiles are in ``hardware/clusters``; a path of one's own YAML file will do as well. ``soperator`` (Slurm on
+Bundled profiles are in ``data/clusters``; a path of one's own YAML file will do as well. ``soperator`` (Slurm on
 Kubernetes) is plain Slurm to its users: its nodes are pods with Slurm names, and nothing here treats it differently.
 
 No value is ever run by a shell. What stands in an ``#SBATCH`` line, where nothing can be quoted, is one word of
@@ -21,7 +21,7 @@ from moelab.experiment import Name
 from moelab.experiment_file import parse, parse_overrides, read_yaml
 from moelab.privacy import HIDDEN, each_text, holds_secret, is_secret_name
 
-FOLDER = Path(__file__).parent.parent / "hardware" / "clusters"
+FOLDER = Path(__file__).parent.parent / "data" / "clusters"
 TORCHRUN_DEFAULT_PORT = 29500
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.,:@/+=-]*", re.ASCII)
 _OWN_VARIABLES = ("SLURM_", "SLURMD_", "MOELAB_")

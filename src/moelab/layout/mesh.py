@@ -9,7 +9,7 @@ from math import prod
 from typing import Any
 
 from moelab.experiment import EPBackend, Experiment, Precision
-from moelab.hardware import Gpu, gpu_of
+from moelab.hardware import Gpu, architecture, cluster_of, gpu_of
 from moelab.layout.schedule import SCHEDULES, Schedule, schedule_in_any_case, split_layers, stages_of_rank
 from moelab.model import ModelShape, shape_for
 
@@ -95,6 +95,11 @@ class Facts:
         return self.local_batch // self.microbatch if self.pp > 1 else 1
 
     @property
+    def nvlink_ranks(self) -> int:
+        """Consecutive ranks that NVLink joins: a node's or, in racks such as NVL72, those of several nodes."""
+        return nvlink_ranks(self.experiment, self.ep)
+
+    @property
     def quantised(self) -> bool:
         """Whether the experts multiply in less than BF16."""
         return self.precision is not Precision.BF16
@@ -106,6 +111,18 @@ class Facts:
         if field in ("pp", "dp_replicate", "cp", "tp"):
             return replace(self, dp_shard_given=-1, **{field: value})
         return replace(self, **{field: value})
+
+
+def nvlink_ranks(experiment: Experiment, ep: int | None = None) -> int:
+    """Consecutive ranks of an experiment that NVLink joins, by its hardware.
+
+    Args:
+        experiment: gives nodes, GPUs of each, and the hardware.
+        ep: another expert-parallel degree than the experiment's.
+    """
+    return cluster_of(experiment.hardware).node.nvlink_ranks(
+        nodes=experiment.nodes, gpus_per_node=experiment.gpus_per_node, ep=ep or experiment.ep
+    )
 
 
 def facts_of(experiment: Experiment, gpu: Gpu | None = None) -> Facts:
@@ -120,9 +137,8 @@ def facts_of(experiment: Experiment, gpu: Gpu | None = None) -> Facts:
     """
     capability = (gpu or gpu_of(experiment.hardware)).capability
     name = gpu.name if gpu else experiment.hardware
-    in_words = f"{name} is SM{(capability or 0) * 10:.0f}"
+    in_words = f"{name} is {architecture(capability)}"
     if capability is None:
-        in_words = f"{name} is of unknown SM version"
         capability = UNKNOWN_SM if gpu else None
     elif capability == 0:
         in_words = "this machine has no GPU to use" if gpu else f"{name} has no GPU"

@@ -37,7 +37,16 @@ from types import MappingProxyType
 from typing import Any, get_args
 
 from moelab.experiment import EPBackend, Experiment, Precision, Routing
-from moelab.hardware import GROUP_PADDING, Gpu, cluster_of, has_deepep, has_grouped_fp8, has_native_mxfp8
+from moelab.hardware import (
+    GROUP_PADDING,
+    ROCM,
+    Gpu,
+    architecture,
+    cluster_of,
+    has_deepep,
+    has_grouped_fp8,
+    has_native_mxfp8,
+)
 from moelab.layout.mesh import Facts, Layout, divisors, facts_of, resolve
 from moelab.layout.schedule import SCHEDULES, effective_layers, rank_with_loss
 from moelab.model import tokenizer_size
@@ -544,7 +553,7 @@ def _cuda(facts: Facts) -> str | None:
     deepep, minimal = backend is EPBackend.DEEPEP, backend is EPBackend.MINIMAL_ASYNC_EP
     if capability is None or backend is EPBackend.STANDARD or (deepep and facts.ep_kernels == "emulated"):
         return None
-    if bool(capability) if minimal else has_deepep(capability):
+    if bool(capability) and capability not in ROCM if minimal else has_deepep(capability):
         return None
     versions = "" if minimal else " and SM90, SM100 or SM103"
     emulated = "; ep_kernels=emulated has its numerics on any device" if deepep else ""
@@ -676,6 +685,13 @@ def _padding_note(facts: Facts) -> str | None:
     return f"padding: {plain}, emulated"
 
 
+def _rocm_note(facts: Facts) -> str | None:
+    if facts.capability not in ROCM:
+        return None
+    mxfp8 = "; torchao 0.18.0 has MXFP8 kernels for it" if has_native_mxfp8(facts.capability) else ""
+    return f"hardware: {architecture(facts.capability)} is AMD's, on ROCm{mxfp8}; moelab has not run there"
+
+
 def _cuda_graphs_note(facts: Facts) -> str | None:
     """Where TorchTitan's default, CUDA graphs on, would be refused."""
     waits = facts.ep > 1 and facts.ep_backend is not EPBackend.MINIMAL_ASYNC_EP
@@ -707,10 +723,19 @@ def _loss_note(facts: Facts) -> str | None:
 
 
 def _nodes_note(facts: Facts) -> str | None:
-    per_node = facts.experiment.gpus_per_node
+    """What of the exchange leaves the node: over NVLink within a rack such as NVL72, else over the network."""
+    per_node, joined = facts.experiment.gpus_per_node, facts.nvlink_ranks
     if facts.ep == 1 or per_node % facts.ep == 0:
         return None
-    return f"traffic: ep {facts.ep} does not fit into a node of {per_node}, so tokens cross the network between nodes"
+    if joined == per_node:
+        return (
+            f"traffic: ep {facts.ep} does not fit into a node of {per_node}, so tokens cross the network between nodes"
+        )
+    domain = cluster_of(facts.experiment.hardware).node.domain
+    placed = f"{joined // per_node} nodes of each NVLink domain of {domain} (sbatch --segment={joined // per_node})"
+    if joined % facts.ep == 0:
+        return f"traffic: ep {facts.ep} stays within NVLink where the job has {placed}"
+    return f"traffic: ep {facts.ep} does not fit into {placed}, so tokens cross the network between them"
 
 
 def _routing_note(facts: Facts) -> str | None:
@@ -742,6 +767,7 @@ def _warmup_note(facts: Facts) -> str | None:
 NOTES = (
     _plan_only_note,
     _cluster_note,
+    _rocm_note,
     _emulation_note,
     _padding_note,
     _cuda_graphs_note,

@@ -27,6 +27,7 @@ from functools import cached_property
 from moelab.experiment import EPBackend, Experiment, Precision, Routing
 from moelab.hardware import GROUP_PADDING, Figure, Gpu, has_native_mxfp8
 from moelab.layout import Layout
+from moelab.layout.mesh import nvlink_ranks
 from moelab.layout.rules import LOSS_CHUNKS
 from moelab.layout.schedule import in_flight
 from moelab.memory.activations import BF16, FP32, LayerCosts, Mode, Work, layer_costs
@@ -112,7 +113,7 @@ class DispatchBuffer:
         size_bytes: of everything that it allocates.
         tokens: that a rank dispatches at a time.
         ranks: expert-parallel ranks.
-        nvlink_ranks: those of them that share a node.
+        nvlink_ranks: those of them that NVLink joins.
         exact: whether ``size_bytes`` is the dispatcher's own arithmetic.
     """
 
@@ -502,11 +503,11 @@ def dispatch_buffer(experiment: Experiment, layout: Layout, shape: ModelShape, w
     emulated = backend is EPBackend.DEEPEP and experiment.ep_kernels == "emulated"
     if backend is EPBackend.STANDARD or ranks == 1 or emulated:
         return None
-    nvlink_ranks = math.gcd(ranks, experiment.gpus_per_node)
+    joined = math.gcd(ranks, nvlink_ranks(experiment, ranks))
     rows = ranks * tokens
     if backend is EPBackend.DEEPEP:
         size = WORKSPACE_BYTES + deepep_buffer_bytes(
-            tokens=tokens, dim=shape.dim, top_k=shape.top_k, ranks=ranks, nvlink_ranks=nvlink_ranks
+            tokens=tokens, dim=shape.dim, top_k=shape.top_k, ranks=ranks, nvlink_ranks=joined
         )
     else:
         copies = min(shape.top_k, shape.num_experts // ranks) if backend is EPBackend.MINIMAL_ASYNC_EP else 1
@@ -516,7 +517,7 @@ def dispatch_buffer(experiment: Experiment, layout: Layout, shape: ModelShape, w
         size_bytes=size,
         tokens=tokens,
         ranks=ranks,
-        nvlink_ranks=nvlink_ranks,
+        nvlink_ranks=joined,
         exact=backend is not EPBackend.HYBRIDEP,
     )
 

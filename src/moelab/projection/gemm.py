@@ -67,7 +67,7 @@ class Rates(NamedTuple):
 
 
 def is_blackwell(gpu: Gpu) -> bool:
-    """SM100 and SM103."""
+    """SM100 and SM103; AMD's gfx950, of which no rate was measured, is taken to be like them."""
     return has_native_mxfp8(gpu.capability)
 
 

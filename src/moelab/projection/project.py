@@ -15,7 +15,7 @@ from moelab.errors import BadInput, Refused
 from moelab.experiment import Experiment, Precision
 from moelab.hardware import PROFILES, Cluster, Figure, cluster_of, gpu_of
 from moelab.layout import check
-from moelab.layout.mesh import divisors
+from moelab.layout.mesh import divisors, nvlink_ranks
 from moelab.memory import estimate
 from moelab.model import ModelShape, flops_per_token, shape_for
 from moelab.projection.calibration import CALIBRATION, Calibration
@@ -172,9 +172,9 @@ def _on(experiment: Experiment, cluster: Cluster) -> Experiment:
 
 
 def can_be_placed(experiment: Experiment, ep: int) -> bool:
-    """Whether a group of ``ep`` ranks lies within a node or fills whole ones: no other is modelled."""
-    node = experiment.gpus_per_node
-    return experiment.nodes == 1 or node % ep == 0 or ep % node == 0
+    """Whether a group of ``ep`` ranks lies within what NVLink joins or fills it: no other is modelled."""
+    joined = nvlink_ranks(experiment, ep)
+    return experiment.world_size == joined or joined % ep == 0 or ep % joined == 0
 
 
 def require_figures(experiment: Experiment, cluster: Cluster) -> None:
@@ -187,16 +187,17 @@ def require_figures(experiment: Experiment, cluster: Cluster) -> None:
     wanted = {name: getattr(gpu, name) for name in ("memory_gib", "bf16_tflops", "hbm_tb_s", "nvlink_gb_s")}
     if experiment.precision is not Precision.BF16:
         wanted["fp8_tflops"] = gpu.fp8_tflops
-    if experiment.nodes > 1:
+    joined = cluster.node.nvlink_ranks(nodes=experiment.nodes, gpus_per_node=experiment.gpus_per_node, ep=experiment.ep)
+    if experiment.world_size > joined:
         wanted["nic_gb_s"] = cluster.node.nic_gb_s
     if missing := [name for name, figure in wanted.items() if figure is None]:
         raise BadInput(
             f"the profile {cluster.name} ({gpu.name}) has no {', '.join(missing)}, which a projection needs; name "
             "another with hardware=, such as b200_x256, h200_x256, h100_x1024, gb200_nvl72_x4"
         )
-    if experiment.gpus_per_node > cluster.node.gpus:
+    if experiment.gpus_per_node > cluster.node.domain:
         raise BadInput(
-            f"gpus_per_node is {experiment.gpus_per_node}, but a node of {cluster.name} has {cluster.node.gpus} GPUs"
+            f"gpus_per_node is {experiment.gpus_per_node}, but a node of {cluster.name} has {cluster.node.domain} GPUs"
         )
 
 
