@@ -16,8 +16,8 @@ from moelab.experiment import EPBackend
 from moelab.hardware import GPUS, MODELS, known_gpu
 from moelab.model import BYTES_PER_ELEMENT, shape_of
 from moelab.projection.calibration import CALIBRATION, Calibration, with_values
-from moelab.projection.exchange import exchange_time_s
-from moelab.projection.gemm import grouped_job, is_blackwell, product_parts_s
+from moelab.projection.exchange import exchange_job, exchange_time_s
+from moelab.projection.gemm import grouped_time_s, is_blackwell, rates_of
 from moelab.projection.measured import Measurement
 
 Row = Mapping[str, Any]
@@ -49,12 +49,12 @@ def constants_of_node(grouped_gemm: Measurement, all_to_all: Measurement) -> dic
 
 
 def _of_products(measured: Measurement, gpu: str, name: str) -> Iterator[float]:
-    job = grouped_job(gpu, "bf16")
     for row in measured.rows:
         if (row["precision"], row["pass"]) == ("bf16", "forward+backward"):
 
             def predict(calibration: Calibration, row: Row = row) -> float:
-                return sum(product_parts_s(job, calibration, row["m"], row["n"], row["k"], row["groups"]).values())
+                rates = rates_of(GPUS[gpu], calibration)
+                return grouped_time_s(row["m"], row["n"], row["k"], row["groups"], "bf16", rates)
 
             yield from _asked(predict, 1e-6 * row["median_us"], name)
 
@@ -73,7 +73,7 @@ def _of_exchanges(measured: Measurement, backend: str, name: str) -> Iterator[fl
             continue
         sizes = {"dim": row["hidden"], "num_experts": row["experts"], "top_k": row["top_k"], "expert_groups": 1}
         shape = replace(shape_of("671B"), **sizes)
-        job = grouped_job(gpu, "bf16", ep=row["ranks"], shape=shape, tokens=row["tokens"])
+        job = exchange_job(gpu, ep=row["ranks"], shape=shape, tokens=row["tokens"])
         job = replace(job, work=replace(job.work, backend=EPBackend(backend)))
 
         def predict(calibration: Calibration, job: Any = job) -> float:
