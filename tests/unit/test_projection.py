@@ -303,7 +303,7 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 def test_a_projection_loads_neither_torch_nor_plotly() -> None:
     code = (
-        "import sys; import moelab.projection.project, moelab.search, moelab.project_text\n"
+        "import sys; import moelab.projection.project, moelab.search\n"
         "heavy = [name for name in ('torch', 'plotly', 'pandas', 'torchtitan') if name in sys.modules]\n"
         "assert not heavy, heavy"
     )

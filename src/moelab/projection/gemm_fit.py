@@ -32,6 +32,7 @@ from moelab.mxfp8.grouped_gemm_cases import DIRECTIONS, Case, Direction, Precisi
 from moelab.mxfp8.grouped_gemm_results import SHAPE, case_of, stored
 from moelab.projection.calibration import CALIBRATION, Calibration, with_values
 from moelab.projection.gemm import CAST_BYTES, Kind, Rates, break_even_m, gain, grouped_parts, grouped_time_s, rates_of
+from moelab.projection.uncertainty import CONFIDENCE, Estimate
 
 SPREAD = {"kernel": 0.05, "step": 0.05, "speed-up": 0.03}
 """Relative error that an observation is thought to have: it weighs as its inverse."""
@@ -39,7 +40,7 @@ FITTED_CURVE = (16384, 131072)
 """The ends of torchao's curve are fitted, its inner points predicted."""
 GOAL = 0.10
 """A prediction within this of the measured speed-up reaches the goal."""
-RESAMPLES, CONFIDENCE, SEED = 100, 0.9, 20261101
+RESAMPLES, SEED = 100, 20261101
 B200_FREE = (
     "blackwell_grouped",
     "blackwell_bf16_alone",
@@ -382,28 +383,14 @@ def _resampled(result: Fit, resamples: int) -> tuple[Fit, ...]:
     return tuple(fits)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Estimate:
-    """A figure with its 90 % interval; None where there is no such number."""
-
-    value: float | None
-    low: float | None
-    high: float | None
-
-    def in_thousands(self) -> str:
-        """Rows, such as ``16.6k [14.3k, 19.0k]``."""
-        value, low, high = ("never" if m is None else f"{m / 1e3:.1f}k" for m in (self.value, self.low, self.high))
-        return f"{value} [{low}, {high}]"
-
-
 def estimate(
-    fitted: Fit, quantity: Callable[[Rates], float | None], *, in_step: bool = False, resamples: int = RESAMPLES
+    fitted: Fit, quantity: Callable[[Rates], float], *, in_step: bool = False, resamples: int = RESAMPLES
 ) -> Estimate:
     """A quantity that follows from a GPU's rates, with its interval.
 
     Args:
         fitted: the fit.
-        quantity: of rates; None, such as a break-even that is never reached, counts as infinite.
+        quantity: of rates; infinite where there is no such number.
         in_step: rates in a step, or of kernels alone.
         resamples: of the bootstrap.
 
@@ -413,14 +400,9 @@ def estimate(
         True
     """
     values = [quantity(one.rates(in_step=in_step)) for one in _resampled(fitted, resamples)]
-    numbers = np.array([math.inf if value is None else value for value in values])
     tail = (1 - CONFIDENCE) / 2
-    low, high = (float(np.quantile(numbers, q, method="nearest")) for q in (tail, 1 - tail))
-    return Estimate(
-        value=quantity(fitted.rates(in_step=in_step)),
-        low=low if math.isfinite(low) else None,
-        high=high if math.isfinite(high) else None,
-    )
+    low, high = (float(np.quantile(values, q, method="nearest")) for q in (tail, 1 - tail))
+    return Estimate(value=quantity(fitted.rates(in_step=in_step)), low=low, high=high)
 
 
 def break_even(
@@ -432,12 +414,18 @@ def break_even(
     resamples: int = RESAMPLES,
 ) -> Estimate:
     """The rows from which on the 8-bit format saves time at a case's N, K and groups, with its interval."""
-    return estimate(
-        fitted,
-        lambda rates: break_even_m(case.n, case.k, case.groups, rates, precision),
-        in_step=in_step,
-        resamples=resamples,
-    )
+
+    def rows(rates: Rates) -> float:
+        even = break_even_m(case.n, case.k, case.groups, rates, precision)
+        return math.inf if even is None else even
+
+    return estimate(fitted, rows, in_step=in_step, resamples=resamples)
+
+
+def rows_text(rows: Estimate) -> str:
+    """Rows with their interval in thousands: ``16.6k [14.3k, 19.0k]``."""
+    value, low, high = ("never" if math.isinf(m) else f"{m / 1e3:.1f}k" for m in (rows.value, rows.low, rows.high))
+    return f"{value} [{low}, {high}]"
 
 
 # Layouts
@@ -512,8 +500,6 @@ def gain_table(works: Sequence[ExpertWork], fitted: Fit, *, resamples: int = RES
     for work, precision, in_step in itertools.product(works, precisions, (False, True)):
         case, how = work.case, {"in_step": in_step, "resamples": resamples}
         gained = estimate(fitted, functools.partial(_gain_of, case, precision), **how)
-        assert gained.low is not None
-        assert gained.high is not None
         saves, loses = gained.low > 1, gained.high < 1
         rows.append(
             {
@@ -523,7 +509,7 @@ def gain_table(works: Sequence[ExpertWork], fitted: Fit, *, resamples: int = RES
                 "m": case.m,
                 "groups": case.groups,
                 "gain": f"{gained.value:.2f} [{gained.low:.2f}, {gained.high:.2f}]",
-                "break_even_m": break_even(case, fitted, precision=precision, **how).in_thousands(),
+                "break_even_m": rows_text(break_even(case, fitted, precision=precision, **how)),
                 "verdict": "saves time" if saves else "loses time" if loses else "too near to call",
             }
         )

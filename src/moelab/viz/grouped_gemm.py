@@ -225,7 +225,7 @@ def gain_map(fitted: Fit, works: Sequence[ExpertWork], *, aspect: float = 2.25, 
         ("high", "high", 1.5, "dash"),
     ):
         ends = [getattr(even, field) for even in evens]
-        inside = [m if m is not None and least <= m <= most else None for m in ends]
+        inside = [m if least <= m <= most else None for m in ends]
         style = {"color": INK, "width": width, "dash": dash}
         figure.add_scatter(x=inside, y=chosen, mode="lines", line=style, name=name, hoverinfo="skip", showlegend=False)
     for work, name, gained, symbol in zip(works, short, own, _MARKS, strict=False):
