@@ -76,22 +76,21 @@ def test_break_evens_and_gains_are_those_that_are_named() -> None:
     for case in (LARGE, SMALL):
         assert break_even_m(case.n, case.k, 8, in_step) < break_even_m(case.n, case.k, 8, RATES)  # type: ignore[operator]
     mine = expert_work("mine", "16B", 8192, ep=8).case
-    assert gain(mine.m, mine.n, mine.k, mine.groups, RATES) == pytest.approx(0.77, abs=0.03)
+    assert gain(*mine.mnkg, RATES) == pytest.approx(0.77, abs=0.03)
     assert fit_h100().rates().cast < 2e12
 
 
 def test_what_is_said_of_two_experts_on_a_rank() -> None:
     assert (SMALL.groups, round(SMALL.m / SMALL.groups, -3)) == (2, 393_000)
-    sizes = (SMALL.m, SMALL.n, SMALL.k, SMALL.groups)
-    low_s, bf16_wgrad_s = (grouped_time_s(*sizes, name, RATES) for name in ("mxfp8", "mxfp8_wgrad_bf16"))  # type: ignore[arg-type]
-    assert grouped_time_s(*sizes, "bf16", RATES) / bf16_wgrad_s == pytest.approx(1.25, abs=0.05)
+    low_s, bf16_wgrad_s = (grouped_time_s(*SMALL.mnkg, name, RATES) for name in ("mxfp8", "mxfp8_wgrad_bf16"))  # type: ignore[arg-type]
+    assert grouped_time_s(*SMALL.mnkg, "bf16", RATES) / bf16_wgrad_s == pytest.approx(1.25, abs=0.05)
     assert RATES.scales_row_s * SMALL.m / 2 / low_s == pytest.approx(1 / 3, abs=0.03)
     assert break_even_m(SMALL.n, SMALL.k, 2, RATES) is None
 
 
 def test_what_is_said_about_wgrad() -> None:
     def time_s(precision: str, direction: str | None = None) -> float:
-        return grouped_time_s(LARGE.m, LARGE.n, LARGE.k, LARGE.groups, precision, RATES, direction=direction)  # type: ignore[arg-type]
+        return grouped_time_s(*LARGE.mnkg, precision, RATES, direction=direction)  # type: ignore[arg-type]
 
     assert time_s("mxfp8_wgrad_bf16") < time_s("mxfp8") < time_s("bf16")
     gains = {name: time_s("bf16", name) / time_s("mxfp8", name) for name in ("forward", "dgrad", "wgrad")}
@@ -101,7 +100,7 @@ def test_what_is_said_about_wgrad() -> None:
 def test_answer_of_the_first_exercise() -> None:
     def reached(tokens: int) -> bool:
         case = expert_work("exercise", "671B", tokens, ep=8).case
-        return gain(case.m, case.n, case.k, case.groups, RATES) > 1
+        return gain(*case.mnkg, RATES) > 1
 
     assert [reached(tokens) for tokens in (1024, 2048, 4096)] == [False, False, True]
     assert break_even_m(2048, 7168, 32, RATES) == pytest.approx(31_000, rel=0.02)
@@ -111,7 +110,7 @@ def test_answer_of_the_first_exercise() -> None:
 def test_answer_of_the_second_exercise(tb_s: float, precision: str, solved: bool) -> None:
     quick = rates_of(B200, with_values(fit_b200().calibration, blackwell_cast=tb_s / 8), alone=True)
     case = expert_work("exercise", "16B", 8192, ep=8).case
-    assert (gain(case.m, case.n, case.k, case.groups, quick, precision) > 1) is solved  # type: ignore[arg-type]
+    assert (gain(*case.mnkg, quick, precision) > 1) is solved  # type: ignore[arg-type]
 
 
 def test_answer_of_the_third_exercise() -> None:

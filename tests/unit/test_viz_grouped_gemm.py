@@ -52,7 +52,7 @@ def test_layouts_stand_at_their_rows_with_their_own_gain(drawn: go.Figure) -> No
         (mark,) = (trace for name, trace in marks.items() if name.startswith(work.name))
         case = work.case
         assert (mark.x[0], mark.y[0]) == (case.m, case.n * case.k)
-        assert f"{gain(case.m, case.n, case.k, case.groups, RATES):.2f}" in mark.text[0]
+        assert f"{gain(*case.mnkg, RATES):.2f}" in mark.text[0]
         assert ("groups" in mark.text[0]) is (case.groups != 8)
     assert "predicted, not measured" in drawn.layout.title.text
 
@@ -61,7 +61,7 @@ def test_the_bars_of_a_step_add_up_to_its_time() -> None:
     figure = step_parts(LARGE.case, RATES)
     case = LARGE.case
     for i, precision in enumerate(("bf16", "mxfp8", "mxfp8_wgrad_bf16")):
-        total_s = grouped_time_s(case.m, case.n, case.k, case.groups, precision, RATES)  # type: ignore[arg-type]
+        total_s = grouped_time_s(*case.mnkg, precision, RATES)  # type: ignore[arg-type]
         assert sum(bar.x[i] for bar in figure.data) == pytest.approx(1e3 * total_s, rel=1e-3)
     assert "saves time" in figure.layout.title.text
     assert "loses time" in step_parts(Case(m=512, n=1408, k=2048, groups=8), RATES).layout.title.text

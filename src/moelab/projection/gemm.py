@@ -135,7 +135,7 @@ def rates_of(gpu: Gpu, calibration: Calibration, *, alone: bool = False, emulate
     )
 
 
-def gemm_time_s(m: int, n: int, k: int, groups: int, rates: Rates, *, low: bool, wgrad: bool) -> float:
+def gemm_time_s(m: float, n: float, k: float, groups: int, rates: Rates, *, low: bool, wgrad: bool) -> float:
     """Seconds of a dense product, or of a grouped one at the rate of dense ones; sizes as in the module.
 
     Args:
@@ -151,7 +151,7 @@ def gemm_time_s(m: int, n: int, k: int, groups: int, rates: Rates, *, low: bool,
     return _in_tiles_s(m, n, k, groups, rates, rate, low=low, wgrad=wgrad)
 
 
-def grouped_gemm_time_s(m: float, n: int, k: int, groups: int, rates: Rates, *, low: bool, wgrad: bool) -> float:
+def grouped_gemm_time_s(m: float, n: float, k: float, groups: int, rates: Rates, *, low: bool, wgrad: bool) -> float:
     """Seconds of a product of ``torch._grouped_mm`` or of torchao's kernels; arguments as :func:`gemm_time_s`."""
     rate = (rates.low_wgrad if wgrad else rates.low) if low else rates.grouped
     if rates.grouped_in_tiles:
@@ -159,7 +159,9 @@ def grouped_gemm_time_s(m: float, n: int, k: int, groups: int, rates: Rates, *, 
     return max(2 * m * n * k / rate, _memory_s(m, n, k, groups, rates, low=low, wgrad=wgrad))
 
 
-def _in_tiles_s(m: float, n: int, k: int, groups: int, rates: Rates, rate: float, *, low: bool, wgrad: bool) -> float:
+def _in_tiles_s(
+    m: float, n: float, k: float, groups: int, rates: Rates, rate: float, *, low: bool, wgrad: bool
+) -> float:
     """Waves of tiles at ``rate``, or memory, whichever is slower."""
     inner = k / groups if wgrad else k
     rows = m if wgrad else m / groups  # of one group
@@ -169,7 +171,7 @@ def _in_tiles_s(m: float, n: int, k: int, groups: int, rates: Rates, rate: float
     return max(compute_s, _memory_s(m, n, k, groups, rates, low=low, wgrad=wgrad)) + LAUNCH_S
 
 
-def _memory_s(m: float, n: int, k: int, groups: int, rates: Rates, *, low: bool, wgrad: bool) -> float:
+def _memory_s(m: float, n: float, k: float, groups: int, rates: Rates, *, low: bool, wgrad: bool) -> float:
     """Seconds to read both operands and to write the BF16 product."""
     of_groups, outputs = (1, groups) if wgrad else (groups, 1)
     moved = (1 if low else 2) * (m * k + of_groups * k * n) + 2 * m * n * outputs
@@ -206,7 +208,7 @@ def grouped_parts(m: float, n: int, k: int, groups: int, precision: GroupedPreci
     if precision != "bf16" and not precision.startswith(rates.low_format):
         raise BadInput(f"precision is {precision!r}; the rates of {rates.gpu} are of bf16 and {rates.low_format}")
     low_directions = DIRECTIONS[: {"bf16": 0, "mxfp8_wgrad_bf16": 2}.get(precision, 3)]
-    sizes: dict[Direction, tuple[float, int, float]] = {"forward": (m, n, k), "dgrad": (m, k, n), "wgrad": (n, k, m)}
+    sizes: dict[Direction, tuple[float, float, float]] = {"forward": (m, n, k), "dgrad": (m, k, n), "wgrad": (n, k, m)}
     parts = [
         Part(
             name,

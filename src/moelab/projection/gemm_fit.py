@@ -52,6 +52,7 @@ B200_FREE = (
     "blackwell_scales_wgrad_us",
     "blackwell_scales_us_per_mrow",
 )
+GEMMS: tuple[Kind, ...] = ("gemm",)
 CASTS: tuple[Kind, ...] = ("cast rows", "cast columns", "cast weights")
 H100_FREE = ("hopper_grouped", "hopper_low", "hopper_cast")
 
@@ -140,7 +141,7 @@ def _b200_curve() -> Iterator[Observation]:
             name=f"kernels' speed-up, M = {case.m}",
             value=point["speedup"],
             fitted=case.m in FITTED_CURVE,
-            predict=lambda calibration, case=case: gain(*_sizes(case), rates_of(B200, calibration, alone=True)),
+            predict=kernels_gain(B200, case),
             source=_TORCHAO["sources"]["curve"],
         )
 
@@ -175,38 +176,36 @@ def benchmark_extra_bytes(case: Case) -> int:
 def h100_observations() -> list[Observation]:
     """The packaged micro-experiment: its kernels alone are fitted, whole steps predicted."""
     result = stored()
+    whole = result.rows.query("`pass` == 'forward+backward' and precision in ('bf16', 'fp8')")
+    kernels = result.components.query("kind in ('gemm', 'quantise')")
+    # summed over a case, so that short casts of weights count as little as they take
+    sums = kernels.groupby([*SHAPE, "precision", "kind"], sort=False)["median_us"].sum().reset_index()
+    observe = functools.partial(Observation, source=result.stamp)
     observations = []
-    for row in result.rows.query("`pass` == 'forward+backward' and precision in ('bf16', 'fp8')").itertuples():
-        case, precision = case_of(row), row.precision
+    for row in whole.to_dict("records"):
+        case, precision = case_of(row), row["precision"]
         observations.append(
-            Observation(
+            observe(
                 kind="step",
                 name=f"{case.name}, {precision}",
-                value=row.median_us,
+                value=row["median_us"],
                 fitted=False,
                 predict=step_us(H100, case, precision),
-                source=result.stamp,
             )
         )
-    kernels = result.components.query("kind in ('gemm', 'quantise')")
-    for (*sizes, precision, kind), rows in kernels.groupby([*SHAPE, "precision", "kind"], sort=False):
-        case = Case(**dict(zip(SHAPE, sizes, strict=True)))
-        name = "casts" if kind == "quantise" else "GEMMs"  # summed: short casts of weights count as little as they take
+    for row in sums.to_dict("records"):
+        case, precision = case_of(row), row["precision"]
+        name, kinds = ("casts", CASTS) if row["kind"] == "quantise" else ("GEMMs", GEMMS)
         observations.append(
-            Observation(
+            observe(
                 kind="kernel",
                 name=f"{case.name}, {precision}: {name}",
-                value=rows["median_us"].sum(),
+                value=row["median_us"],
                 fitted=True,
-                predict=kernels_us(H100, case, precision, DIRECTIONS, ("gemm",) if name == "GEMMs" else CASTS),
-                source=result.stamp,
+                predict=kernels_us(H100, case, precision, DIRECTIONS, kinds),
             )
         )
     return observations
-
-
-def _sizes(case: Case) -> tuple[int, int, int, int]:
-    return case.m, case.n, case.k, case.groups
 
 
 def step_us(gpu: Gpu, case: Case, precision: Precision, *, extra_bytes: float = 0.0) -> Callable[[Calibration], float]:
@@ -217,7 +216,7 @@ def step_us(gpu: Gpu, case: Case, precision: Precision, *, extra_bytes: float = 
         # at the rate of casts, and slowed by the step as much as the product's own kernels are
         slower = alone.grouped / rates.grouped if precision == "bf16" else alone.low / rates.low
         extra_s = slower * extra_bytes / alone.cast
-        return 1e6 * (grouped_time_s(*_sizes(case), precision, rates) + extra_s)
+        return 1e6 * (grouped_time_s(*case.mnkg, precision, rates) + extra_s)
 
     return predict
 
@@ -228,10 +227,15 @@ def kernels_us(
     """Kernels of some directions and kinds, alone."""
 
     def predict(calibration: Calibration) -> float:
-        parts = grouped_parts(*_sizes(case), precision, rates_of(gpu, calibration, alone=True))
+        parts = grouped_parts(*case.mnkg, precision, rates_of(gpu, calibration, alone=True))
         return 1e6 * sum(part.time_s for part in parts if part.direction in directions and part.kind in kinds)
 
     return predict
+
+
+def kernels_gain(gpu: Gpu, case: Case) -> Callable[[Calibration], float]:
+    """BF16 time over 8-bit time of the kernels of forward and backward, alone."""
+    return lambda calibration: gain(*case.mnkg, rates_of(gpu, calibration, alone=True))
 
 
 def cast_us(gpu: Gpu, low: str, elements: float) -> Callable[[Calibration], float]:
@@ -498,8 +502,10 @@ def gain_table(works: Sequence[ExpertWork], fitted: Fit, *, resamples: int = RES
     rows = []
     precisions: tuple[Precision, ...] = ("mxfp8", "mxfp8_wgrad_bf16")
     for work, precision, in_step in itertools.product(works, precisions, (False, True)):
-        case, how = work.case, {"in_step": in_step, "resamples": resamples}
-        gained = estimate(fitted, functools.partial(_gain_of, case, precision), **how)
+        case = work.case
+        gain_of = functools.partial(gain, *case.mnkg, precision=precision)
+        gained = estimate(fitted, gain_of, in_step=in_step, resamples=resamples)
+        even = break_even(case, fitted, precision=precision, in_step=in_step, resamples=resamples)
         saves, loses = gained.low > 1, gained.high < 1
         rows.append(
             {
@@ -509,12 +515,8 @@ def gain_table(works: Sequence[ExpertWork], fitted: Fit, *, resamples: int = RES
                 "m": case.m,
                 "groups": case.groups,
                 "gain": f"{gained.value:.2f} [{gained.low:.2f}, {gained.high:.2f}]",
-                "break_even_m": rows_text(break_even(case, fitted, precision=precision, **how)),
+                "break_even_m": rows_text(even),
                 "verdict": "saves time" if saves else "loses time" if loses else "too near to call",
             }
         )
     return pd.DataFrame(rows)
-
-
-def _gain_of(case: Case, precision: Precision, rates: Rates) -> float:
-    return gain(*_sizes(case), rates, precision)

@@ -146,7 +146,7 @@ def step_parts(case: Case, rates: Rates) -> go.Figure:
         case: the product.
         rates: of a GPU's kernels alone.
     """
-    gained = gain(case.m, case.n, case.k, case.groups, rates)
+    gained = gain(*case.mnkg, rates)
     low = LABELS[rates.low_format]
     figure = new_figure(
         f"{low} {'saves' if gained > 1 else 'loses'} time here: BF16 takes {gained:.2f}× as long",
@@ -155,7 +155,7 @@ def step_parts(case: Case, rates: Rates) -> go.Figure:
         height=400,
     )
     precisions: tuple[Precision, ...] = ("bf16", "mxfp8", "mxfp8_wgrad_bf16")
-    by_precision = {p: grouped_parts(case.m, case.n, case.k, case.groups, p, rates) for p in precisions}
+    by_precision = {p: grouped_parts(*case.mnkg, p, rates) for p in precisions}
     labels = [LABELS[precision] for precision in precisions]
     for kind, (name, color) in PART_LOOKS.items():
         times_ms = [1e3 * sum(part.time_s for part in parts if part.kind == kind) for parts in by_precision.values()]
@@ -193,7 +193,7 @@ def gain_map(fitted: Fit, works: Sequence[ExpertWork], *, aspect: float = 2.25, 
     weights = np.logspace(*WEIGHTS_LOG2, STEPS_NK, base=2)
     sides = [_sides(nk, aspect) for nk in weights]
     gains = [[round(gain(m, n, k, GROUPS, rates), 3) for m in rows] for n, k in sides]
-    own = [gain(work.case.m, work.case.n, work.case.k, work.case.groups, rates) for work in works]
+    own = [gain(*work.case.mnkg, rates) for work in works]
     short = [work.name.split(",")[0] for work in works]
     first = ", ".join(f"{name} gains {gained:.2f}×" for name, gained in zip(short[:2], own, strict=False))
     figure = new_figure(
