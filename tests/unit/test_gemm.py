@@ -14,7 +14,16 @@ from moelab.hardware import B200, H100
 from moelab.mxfp8.grouped_gemm_cases import DIRECTIONS
 from moelab.projection import gemm_fit
 from moelab.projection.calibration import CALIBRATION, Calibration, with_values
-from moelab.projection.gemm import CAST_BYTES, break_even_m, gain, grouped_parts, grouped_time_s, rates_of
+from moelab.projection.gemm import (
+    CAST_BYTES,
+    add_expert_casts,
+    break_even_m,
+    gain,
+    grouped_parts,
+    grouped_time_s,
+    products_by_module,
+    rates_of,
+)
 from moelab.projection.gemm_fit import (
     B200_FREE,
     GOAL,
@@ -36,6 +45,8 @@ from moelab.projection.gemm_fit import (
     published_work,
     rows_text,
 )
+from moelab.projection.job import INDEX
+from moelab.projection.published import published_job
 
 TRUTH = with_values(
     blackwell_grouped=1000 / 1.3 / 2250,
@@ -122,6 +133,22 @@ def test_rates_say_nothing_about_another_format() -> None:
         grouped_time_s(32, 32, 32, 1, "fp8", RATES)
     with pytest.raises(BadInput, match="'mxfp8_wgrad_bf16'; the rates of H100"):
         grouped_time_s(32, 32, 32, 1, "mxfp8_wgrad_bf16", rates_of(H100, CALIBRATION))
+
+
+@pytest.mark.parametrize("arm", ["bf16_standard", "mxfp8_standard"])
+def test_a_projected_layer_spends_what_its_grouped_products_take(arm: str) -> None:
+    """The step's way through passes and modules, and notebook 02's through one product, are the same model."""
+    job = replace(published_job(arm), checkpointing="none")
+    times = products_by_module(job, CALIBRATION)["moe"].copy()
+    add_expert_casts(times, job, CALIBRATION)
+    rows, dim, hidden = job.work.received(job.shape), job.shape.dim, job.shape.moe_hidden_dim
+    rates, groups = rates_of(B200, CALIBRATION), job.shape.num_experts // job.work.ep
+    one_by_one = [
+        grouped_time_s(rows, n, k, groups, job.precision.value, rates)
+        for n, k in ((hidden, dim), (hidden, dim), (dim, hidden))
+    ]
+    found = times[:, [INDEX["expert GEMMs"], INDEX["quantisation"]]].sum()
+    assert found == pytest.approx(sum(one_by_one), rel=1e-9)
 
 
 # The published data, against what its source prints beside the times
