@@ -211,13 +211,6 @@ def test_one_wrong_figure_does_not_bend_the_others() -> None:
     assert gain(32768, 2048, 7168, 8, found) == pytest.approx(gain(32768, 2048, 7168, 8, RATES), rel=0.02)
 
 
-def test_a_fit_needs_data_and_known_constants() -> None:
-    with pytest.raises(BadInput, match="2 observations cannot determine 9 constants"):
-        fit(B200, b200_observations()[:2], B200_FREE)
-    with pytest.raises(BadInput, match="speed is no constant of the model"):
-        fit(B200, b200_observations(), ("speed",))
-
-
 def test_only_fitted_observations_count() -> None:
     changed = [one if one.fitted else replace(one, value=3 * one.value) for one in b200_observations()]
     assert fit(B200, changed, B200_FREE).rates() == fit_b200().rates()

@@ -163,8 +163,9 @@ def _in_tiles_s(
     m: float, n: float, k: float, groups: int, rates: Rates, rate: float, *, low: bool, wgrad: bool
 ) -> float:
     """Waves of tiles at ``rate``, or memory, whichever is slower."""
-    inner = k / groups if wgrad else k
+    inner = k / groups if wgrad else k  # a wgrad sums over the rows of one group alone
     rows = m if wgrad else m / groups  # of one group
+    # each group begins a tile of its own, so many small groups leave more of their last tiles empty
     tiles = groups * ceil(rows / TILE_M) * ceil(n / TILE_N)
     share = groups * rows * n / (TILE_M * TILE_N * ceil(tiles / rates.sms) * rates.sms)
     compute_s = 2 * m * n * k / (rate * share * inner / (inner + rates.inner))
@@ -300,7 +301,7 @@ def break_even_m(n: int, k: int, groups: int, rates: Rates, precision: GroupedPr
         return gain(m, n, k, groups, rates, precision) - 1
 
     low, high = SEARCHED_ROWS
-    if above(high) < 0:
+    if above(high) < 0:  # at so many rows weights and fixed times count no more: it never will
         return None
     return low if above(low) >= 0 else float(brentq(above, low, high, rtol=1e-6))
 
@@ -389,7 +390,7 @@ def product_times(
     times = nothing()
     for (pass_name, category), seconds in sums.items():
         add(times, pass_name, category, seconds)
-    times.flags.writeable = False
+    times.flags.writeable = False  # the cache hands the same table to every caller
     return times
 
 
@@ -446,10 +447,10 @@ def add_expert_casts(times: Times, job: Job, calibration: Calibration) -> None:
     first, hidden = shape.dim, shape.moe_hidden_dim
     for n, k in ((hidden, first), (hidden, first), (first, hidden)):
         seconds = cast_time_s(job, calibration, rows, n, k, groups)
-        arrived = work.quantised_dispatch and k == first
+        arrived = work.quantised_dispatch and k == first  # w1 and w3 multiply what was dispatched, w2 what the GPU made
         if arrived:  # rows are quantised already, weights are not
             seconds["forward"] = cast_time_s(job, calibration, 0, n, k, groups)["forward"]
-        if job.bf16_wgrad or arrived:
+        if job.bf16_wgrad or arrived:  # what arrived is quantised along its rows; wgrad would need its columns
             seconds["wgrad"] = 0.0
         add_casts(times, seconds, recomputed=job.recomputes_layers)
 

@@ -16,7 +16,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -304,17 +304,8 @@ def fit(
         free: names of the constants to find.
         start: where to begin; what is not free stays as it is here.
         tolerance: relative change of the errors or constants at which to stop.
-
-    Raises:
-        BadInput: with fewer fitted observations than free constants, or a constant that does not exist.
     """
-    if wrong := set(free) - {field.name for field in fields(Calibration)}:
-        raise BadInput(f"{', '.join(sorted(wrong))} is no constant of the model")
     fitted = [one for one in observations if one.fitted]
-    if len(fitted) < len(free):
-        raise BadInput(
-            f"{len(fitted)} observations cannot determine {len(free)} constants; fit fewer of them or add rows"
-        )
 
     def calibration_of(logs: np.ndarray) -> Calibration:
         return with_values(start, **dict(zip(free, np.exp(logs).tolist(), strict=True)))
@@ -325,6 +316,7 @@ def fit(
 
     first = np.log([float(getattr(start, name)) for name in free])
     stop = {"ftol": tolerance, "xtol": tolerance}
+    # a factor of a thousand either way: a constant that the data do not hold stops there instead of leaving the floats
     solution = least_squares(weighted_errors, first, loss="soft_l1", bounds=(first - 7, first + 7), **stop)
     return Fit(gpu=gpu, calibration=calibration_of(solution.x), free=free, observations=tuple(observations))
 
@@ -405,6 +397,7 @@ def estimate(
     """
     values = [quantity(one.rates(in_step=in_step)) for one in _resampled(fitted, resamples)]
     tail = (1 - CONFIDENCE) / 2
+    # the nearest draw, not between two: between a number and "never" there is none
     low, high = (float(np.quantile(values, q, method="nearest")) for q in (tail, 1 - tail))
     return Estimate(value=quantity(fitted.rates(in_step=in_step)), low=low, high=high)
 
