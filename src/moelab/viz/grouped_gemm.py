@@ -239,7 +239,7 @@ def gain_map(fitted: Fit, works: Sequence[ExpertWork], *, aspect: float = 2.25, 
             mode="markers+text",
             marker={"symbol": symbol, "size": 15, "color": INK, "line": {"color": "white", "width": 1.5}},
             text=[f"<b>{name}: {gained:.2f}</b>{others}"],
-            textposition=f"{'top' if gained > 1 else 'bottom'} {side}",
+            textposition=f"{'top' if gained > 1 or others else 'bottom'} {side}",
             name=f"{work.name} ({case.groups} groups)",
             hovertemplate=f"{work.name}: {case.name}<br>{work.layout}<extra></extra>",
         )
