@@ -315,8 +315,7 @@ def _search(options: argparse.Namespace, experiment: Any) -> int:
 
 def _project(options: argparse.Namespace) -> int:
     from moelab.experiment_file import read_study
-    from moelab.project_text import arms_text, projection_text
-    from moelab.projection.project import project
+    from moelab.projection.project import arms_text, project, projection_text
 
     chosen = _chosen_arms(read_study(options.file, options.set), options.arm)
     found = {experiment.arm: project(experiment) for experiment in chosen}

@@ -22,7 +22,7 @@ by one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby, product
 from math import inf
@@ -36,7 +36,7 @@ from moelab.layout.mesh import divisors
 from moelab.plan import headroom_gib, rows
 from moelab.projection.calibration import CALIBRATION
 from moelab.projection.job import Job, job_of
-from moelab.projection.project import Projection, can_be_placed, project, require_figures
+from moelab.projection.project import Projection, aligned, can_be_placed, project, require_figures
 from moelab.projection.step import work_s
 
 VARIED = ("pp", "pp_schedule", "microbatch", "dp_replicate", "dp_shard", "cp", "tp", "ep")
@@ -303,12 +303,6 @@ CANDIDATE_HEADER = (
     "bubble",
     "free GiB",
 )
-
-
-def aligned(table: Sequence[Sequence[str]]) -> list[str]:
-    """Rows of cells as lines, columns flush right."""
-    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in table]
 
 
 def candidate_row(candidate: Candidate) -> tuple[str, ...]:

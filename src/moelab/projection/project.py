@@ -8,6 +8,7 @@ of what the model was held against says so in its label and in ``outside``.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -265,3 +266,40 @@ def cost(
         price=gpu_hours * price_per_gpu_hour,
         energy_mwh=gpu_hours * watts_per_gpu / 1e6,
     )
+
+
+def projection_text(found: Projection) -> str:
+    """One projection: speed, interval, FLOPs, and the parts of the step."""
+    low, high = found.interval
+    lines = [
+        f"{found.tps:,.0f} tokens/s/GPU ({low:,.0f} to {high:,.0f} with 90 % confidence; {found.label}), "
+        f"{found.step_time_s:.3f} s a step",
+        f"{found.experiment.model_label}, arm {found.experiment.arm}, {found.job.gpus} GPUs, "
+        f"hardware {found.cluster.name}",
+    ]
+    for count, tflops in found.tflops.items():
+        counted = f"{found.flops[count] / 1e9:.1f} GFLOP a token"
+        lines.append(f"{tflops:.0f} TFLOP/s/GPU, MFU {found.mfu[count]:.1%} by the {count} count, {counted}")
+    lines += [f"outside of what the model was held against: {one}" for one in found.outside]
+    rows = [
+        (part, f"{seconds:.3f} s", f"{seconds / found.step_time_s:.1%}")
+        for part, seconds in sorted(found.breakdown_s.items(), key=lambda item: -item[1])
+        if seconds > 0
+    ]
+    return "\n".join([*lines, "", *aligned(rows)])
+
+
+def arms_text(found: Mapping[str, Projection]) -> str:
+    """Arms beside each other; gains are over the first."""
+    first = next(iter(found.values())).tps
+    rows = [("arm", "tokens/s/GPU", "low", "high", "over the first", "")]
+    for arm, one in found.items():
+        low, high = one.interval
+        rows.append((arm, f"{one.tps:,.0f}", f"{low:,.0f}", f"{high:,.0f}", f"{one.tps / first - 1:+.1%}", one.label))
+    return "\n".join(aligned(rows))
+
+
+def aligned(table: Sequence[Sequence[str]]) -> list[str]:
+    """Rows of cells as lines, columns flush right."""
+    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in table]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from moelab.experiment import EPBackend, Precision
 from moelab.hardware import ROCM
@@ -12,6 +13,17 @@ from moelab.projection.gemm import is_blackwell
 from moelab.projection.job import Job
 
 CONFIDENCE = 0.9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """A figure with its 90 % interval; infinite where there is no such number."""
+
+    value: float
+    low: float
+    high: float
+
+
 PART_SPREAD = {
     "attention": 0.25,
     "expert GEMMs": 0.10,
