@@ -23,7 +23,9 @@ from moelab.experiment import EPBackend, Experiment, Precision
 from moelab.runs import directory
 from moelab.runs.directory import RunDir
 from moelab.runs.files import finite_or_none, write_json, write_whole
-from moelab.runs.log import NotALog, read_log
+from moelab.runs.log import read_log, read_runs
+from moelab.runs.log_text import NotALog
+from moelab.runs.settings import launch_settings
 from moelab.runs.side_files import Environment, read_side_files
 from moelab.runs.status import State, Status
 from moelab.runs.table import (
@@ -34,11 +36,10 @@ from moelab.runs.table import (
     metrics_table,
     throughput_rows,
 )
-from moelab.runs.tensorboard import NotATensorBoardFolder, read_tensorboard
-from moelab.runs.wandb_export import read_wandb
+from moelab.runs.tensorboard import NotATensorBoardFolder, read_tensorboard, tensorboard_runs
+from moelab.runs.wandb_export import is_export, read_wandb
 
 WARMUP_STEPS = 3
-WANDB_SUFFIXES = (".csv", ".json", ".jsonl")
 _FOR_ITS_LOSS = re.compile(
     r"""(?ix) loss(?![a-z]) \W+ (\w+\W+){0,2}? ({0}) \b  # loss is not finite, global_avg_loss=nan, loss became NaN
     | \b ({0}) \W+ ((training|validation)\W+)? loss \b | \b (loss|training) \W+ (\w+\W+){0,2}? diverged \b
@@ -69,6 +70,7 @@ class Collected:
         damaged: files of it that are missing or damaged, each with what is therefore not known.
         speed_known: whether it is known what its speed is the speed of: one machine, and kernels emulated or not.
         grad_norm_not_finite: NaN or Inf by the step that reported it as its gradient norm.
+        notes: what a reader should know of its source.
     """
 
     run: str
@@ -88,6 +90,7 @@ class Collected:
     damaged: tuple[str, ...] = ()
     speed_known: bool = False
     grad_norm_not_finite: Mapping[int, float] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     @property
     def finished(self) -> bool:
@@ -148,7 +151,9 @@ class Collected:
         peak = self.rows["memory_gib"].max()
         parts += [f"{peak:.1f} GiB"] if math.isfinite(peak) else []
         parts += [self.grad_norm_finding] if self.grad_norm_finding else []
-        return "; ".join([", ".join(parts), *([self.status.reason] if self.status.reason else []), *self.damaged])
+        return "; ".join(
+            [", ".join(parts), *([self.status.reason] if self.status.reason else []), *self.damaged, *self.notes]
+        )
 
     def to_json(self) -> dict[str, Any]:
         """The run as the command line prints it; missing numbers are null."""
@@ -159,6 +164,7 @@ class Collected:
             "status": self.status.state.value,
             "reason": self.status.reason,
             "damaged": list(self.damaged),
+            "notes": list(self.notes),
             "segments": self.segments,
             **self.grad_norm_json,
             "rows": json.loads(self.rows.to_json(orient="records", double_precision=15)),
@@ -232,8 +238,7 @@ def collect(path: Path) -> list[Collected]:
         raise BadInput("\n".join(found.lines))
     if found and found.runs:
         return [collect_run(run) for run in found.runs]
-    reads = read_wandb(path) if path.suffix in WANDB_SUFFIXES and path.is_file() else [_read_elsewhere(path)]
-    return [_from_elsewhere(read, path.stem) for read in reads if len(read.rows)]
+    return [_from_elsewhere(read, path.stem) for read in _read_elsewhere(path) if len(read.rows)]
 
 
 def newest(collected: Iterable[Collected]) -> list[Collected]:
@@ -315,7 +320,8 @@ def _read_log_and_events(run: RunDir, status: Status) -> tuple[MetricsRead, list
 
 
 def _from_elsewhere(read: MetricsRead, name: str) -> Collected:
-    rows = read.rows.assign(run=read.rows["run"].fillna(name))
+    run = read.rows["run"].fillna(name)
+    rows = read.rows.assign(run=run if read.name is None else run + f" ({read.name})")
     return Collected(
         run=str(rows["run"].iloc[0]),
         arm="",
@@ -326,15 +332,13 @@ def _from_elsewhere(read: MetricsRead, name: str) -> Collected:
         validation=read.validation,
         diverged=read.reason,
         grad_norm_not_finite=read.grad_norm_not_finite,
+        notes=read.notes,
     )
 
 
-def _read_elsewhere(path: Path) -> MetricsRead:
+def _read_elsewhere(path: Path) -> list[MetricsRead]:
     if path.is_dir():
-        return read_tensorboard(path)
-    try:
-        return read_log(path)
-    except NotALog:
-        if path.name.startswith("events.out.tfevents"):
-            return read_tensorboard(path.parent)
-        raise
+        return tensorboard_runs(path)
+    if path.name.startswith("events.out.tfevents"):
+        return tensorboard_runs(path.parent)
+    return read_wandb(path) if is_export(path) else read_runs(path, launch_settings(path))
