@@ -213,6 +213,7 @@ def collect_run(run: RunDir, *, save: bool = False) -> Collected:
         environment=side.environment,
         command=side.command,
         damaged=(*unread, *side.damaged),
+        notes=read.notes,
         speed_known=side.speed_known,
         grad_norm_not_finite=read.grad_norm_not_finite,
     )
@@ -238,7 +239,7 @@ def collect(path: Path) -> list[Collected]:
         raise BadInput("\n".join(found.lines))
     if found and found.runs:
         return [collect_run(run) for run in found.runs]
-    return [_from_elsewhere(read, path.stem) for read in _read_elsewhere(path) if len(read.rows)]
+    return [_from_elsewhere(read, path.stem.removesuffix(".log")) for read in _read_elsewhere(path) if len(read.rows)]
 
 
 def newest(collected: Iterable[Collected]) -> list[Collected]:

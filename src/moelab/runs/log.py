@@ -56,10 +56,9 @@ from bisect import bisect_left, bisect_right
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from functools import lru_cache
-from itertools import accumulate, chain, count, islice
+from itertools import islice
 from pathlib import Path
 from typing import Final, NoReturn, TypeAlias
 
@@ -67,7 +66,7 @@ import numpy as np
 import pandas as pd
 
 from moelab.errors import BadInput
-from moelab.runs.log_text import WRAPPED_BYTES, LogBytes, NotALog, unwrapped, what_was_seen
+from moelab.runs.log_text import BLOCK_BYTES, WRAPPED_BYTES, LogBytes, NotALog, unwrapped, what_was_seen
 from moelab.runs.table import (
     REPORTED_NAN,
     MetricsRead,
@@ -89,6 +88,7 @@ _FILLS: Final = {
 }  # fmt: skip
 _GRAD_NORM: Final = _INDEX["grad_norm"]
 _ORDER: Final = (b"loss", b"grad_norm", b"lr", b"peak_memory", b"memory", b"wps", b"tps", b"tflops", b"mfu")
+_WHOLE: Final = len(_ORDER) - 1.0
 _GIB: Final = {b"KiB": 2**-20, b"MiB": 2**-10, b"GiB": 1, b"TiB": 2**10} | {
     unit: factor / 2**30 for unit, factor in ((b"KB", 1e3), (b"MB", 1e6), (b"GB", 1e9), (b"TB", 1e12))
 }
@@ -115,10 +115,22 @@ def _field(group: bytes) -> bytes:
 
 
 _FIELD = re.compile(_field(rb"("))
+# All fields of today's line at once, which is twice as fast: a log of 256 ranks has hardly another.
+_USUAL = rb"".join(
+    _GAP + name + rb":" + _BLANK + rb"(" + _NUMBER + rb")" + unit
+    for name, unit in (
+        (b"loss", b""),
+        (b"grad_norm", b""),
+        (b"memory", rb"GiB\((" + _NUMBER + rb")%\)"),
+        (b"tps", b""),
+        (b"tflops", b""),
+    )
+)
 _STEP_NUMBER = rb"\d{1,15}+"  # what fits a table; a longer one is damage
 _STEP = re.compile(
-    rb"step:" + _BLANK + rb"(" + _STEP_NUMBER + rb")(?:" + _BLANK + rb"/" + _BLANK + rb"\d++)?+"
-    rb"(?=" + _GAP + rb"loss:)((?:" + _field(rb"(?:") + rb")++)"
+    rb"step:" + _BLANK + rb"(" + _STEP_NUMBER + rb")(?:" + _BLANK + rb"/" + _BLANK + rb"\d++)?+(?:"
+    + _USUAL + _GAP + rb"mfu:" + _BLANK + rb"(?:(" + _NUMBER + rb")%|N/A)"
+    + rb"|(?=" + _GAP + rb"loss:)((?:" + _field(rb"(?:") + rb")++))"
 )  # fmt: skip
 _LINE_END = re.compile(_GAP + rb"(?:[\r\n\"\\]|(?<=[\sm])[^\r\n]*+[\r\n])")
 _GROUPED = re.compile(rb"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d*)?")
@@ -151,7 +163,6 @@ REPEATED_STEP_S: Final = 30.0
 _WIDTH: Final = len(FIELDS)
 SORTED_LINES: Final = 4_000
 """So many lines are brought into the order of their times: logs are pasted together the newest first."""
-MOST_STRETCHES: Final = 16
 _LONGEST_LINE_BYTES: Final = 1 << 16
 
 
@@ -160,7 +171,8 @@ def read_log(source: str | Path | Iterable[str | bytes], *, allow_empty: bool = 
 
     Args:
         source: path of a log, as :class:`moelab.runs.log_text.LogBytes` takes it, or its lines as text or bytes.
-        allow_empty: return an empty table for a log without a step line, as of a job that has just started.
+        allow_empty: the log is of our own job, which may have just started: return an empty table for one without a
+            step line, and do not look for lines that someone wrapped.
 
     Raises:
         NotALog: there is no such file, or no step line in it and ``allow_empty`` is False.
@@ -170,7 +182,7 @@ def read_log(source: str | Path | Iterable[str | bytes], *, allow_empty: bool = 
         >>> read_log([line]).rows[["step", "loss", "tps"]].values.tolist()
         [[10.0, 7.2, 4000.0]]
     """
-    log = _Log(source)
+    log = _Log(source, own=allow_empty)
     read = metrics_read(*log.segments.columns(), notes=log.notes)
     if read.rows.empty and not allow_empty:
         log.refuse()
@@ -191,27 +203,19 @@ def read_runs(path: Path, settings: Sequence[Mapping[str, str]] = ()) -> list[Me
     log = _Log(path)
     if not any(segment.rows.steps for segment in log.segments.all):
         log.refuse()
-    if not log.segments.disagreements:
-        return separate_runs(*log.segments.columns(), source=path, settings=settings, notes=log.notes)
-    stretches = [Segments()]
-    for line in chain.from_iterable(map(scan, log.blocks())):
-        if line[0] == "step" and stretches[-1].starts_again_at(line[1]):
-            stretches.append(Segments())
-        stretches[-1].add(line)
-    if len(stretches) > MOST_STRETCHES or any(one.disagreements for one in stretches):
-        step, first, second = log.segments.disagreements[0]
+    if two := log.segments.disagreements:
+        step, (first, second) = next(iter(two.items()))
         raise BadInput(
-            f"{path}: two runs are mixed in it: step {step} has the losses {first:g} and {second:g}, and "
-            f"{len(log.segments.disagreements)} steps have two. Give the log of each run by itself"
+            f"{path}: two runs are mixed in it: step {step} has the losses {first:g} and {second:g}, and so have two "
+            f"{len(two)} steps. Give the log of each run by itself"
         )
-    reads = [metrics_read(*one.columns(), notes=log.notes) for one in stretches]
-    return [replace(one, name=f"run {n} of {len(reads)}") for n, one in enumerate(reads, start=1)]
+    return separate_runs(*log.segments.columns(), source=path, settings=settings, notes=log.notes)
 
 
 class _Log:
     """A log read once, and again without the line breaks that someone put into it if its step lines are broken."""
 
-    def __init__(self, source: str | Path | Iterable[str | bytes]) -> None:
+    def __init__(self, source: str | Path | Iterable[str | bytes], *, own: bool = False) -> None:
         self.name = str(source) if isinstance(source, str | Path) else "the given lines"
         self._content: LogBytes | list[bytes]
         if not isinstance(source, str | Path):
@@ -222,7 +226,8 @@ class _Log:
             raise NotALog(f"{source}: no such file. Give the path of a log that TorchTitan wrote.")
         self._wrapped = False
         self.segments, fields, could_be = _segments(self.blocks())
-        if fields < could_be and len(self.beginning()) < WRAPPED_BYTES:
+        limit = WRAPPED_BYTES if could_be else BLOCK_BYTES
+        if not own and (fields < could_be or not could_be) and len(self.beginning()) < limit:
             self._wrapped = True
             segments, more, _ = _segments(self.blocks())
             self._wrapped = more > fields
@@ -251,12 +256,12 @@ class _Log:
 
     def beginning(self) -> bytes:
         """Return at most :data:`WRAPPED_BYTES` of it."""
-        text = b""
+        text = bytearray()
         for block in self._content:
             text += block
             if len(text) >= WRAPPED_BYTES:
                 break
-        return text[:WRAPPED_BYTES]
+        return bytes(text[:WRAPPED_BYTES])
 
 
 def _segments(blocks: Iterable[bytes]) -> tuple[Segments, int, int]:
@@ -276,11 +281,19 @@ def _segments(blocks: Iterable[bytes]) -> tuple[Segments, int, int]:
 
     segments, found = Segments(), placed()
     while batch := list(islice(found, SORTED_LINES)):
-        # A line without a time stays behind the one that it follows.
-        times = accumulate((line[2][TIME] for line in batch), lambda last, time: last if math.isnan(time) else time)
-        for _, _, line in sorted(zip(times, count(), batch, strict=False)):
+        for line in _in_time_order(batch):
             segments.add(line)
-    return segments, fields, max(1, lines) * len(_ORDER)
+    return segments, fields, lines * len(_ORDER)
+
+
+def _in_time_order(lines: list[LogLine]) -> list[LogLine]:
+    """Sort lines, unless ranks that print at about the same time are all that is out of order."""
+    times = np.array([line[2][TIME] for line in lines])
+    # A line without a time stays behind the one that it follows.
+    times = np.nan_to_num(times[np.maximum.accumulate(np.where(np.isnan(times), 0, np.arange(len(times))))])
+    if np.all(np.maximum.accumulate(times) - times <= CLOCK_SKEW_S):
+        return lines
+    return [lines[index] for index in np.argsort(times, kind="stable")]
 
 
 def scan(block: bytes) -> Iterator[LogLine]:
@@ -441,19 +454,13 @@ class Segments:
         return None
 
     @property
-    def disagreements(self) -> list[tuple[int, float, float]]:
-        """Steps that most rows of a launch have with two losses, and both, if that is so of any launch."""
-        found: list[tuple[int, float, float]] = []
-        for segment in self.all:
-            two = segment.rows.disagreements
-            if len(two) > 1 and 2 * len(two) >= len(segment.rows.steps):
-                found += [(step, *losses) for step, losses in two.items()]
+    def disagreements(self) -> dict[int, tuple[float, float]]:
+        """Both losses by step, where most steps of a launch have two."""
+        found: dict[int, tuple[float, float]] = {}
+        for rows in (segment.rows for segment in self.all):
+            if 1 < len(rows.disagreements) >= len(rows.steps) / 2:
+                found |= rows.disagreements
         return found
-
-    def starts_again_at(self, step: int) -> bool:
-        """Tell whether a step is not after the first one, though later ones are here."""
-        rows = self.all[-1].rows
-        return len(rows.steps) > 1 and step <= rows.steps[0]
 
     def columns(self) -> tuple[pd.DataFrame, pd.DataFrame, dict[int, tuple[int, float]]]:
         """Return everything so far as :func:`moelab.runs.table.metrics_read` takes it."""
@@ -518,25 +525,20 @@ class UnfinishedLine:
 
 
 class LogReader:
-    """Collects what blocks of a log contain, and which rows changed if each line is wanted too.
+    """Collects what blocks of a log contain, and which rows changed.
 
     Args:
         on_line: takes every line that matters.
     """
 
-    def __init__(self, on_line: Callable[[LogLine], None] | None = None) -> None:
+    def __init__(self, on_line: Callable[[LogLine], None]) -> None:
         self._segments, self._on_line = Segments(), on_line
         self._changed: set[tuple[int, int]] = set()
 
     def feed(self, block: bytes) -> None:
         """Take whole lines."""
-        add = self._segments.add
-        if self._on_line is None:
-            for line in scan(block):
-                add(line)
-            return
         for line in scan(block):
-            if segment := add(line):
+            if segment := self._segments.add(line):
                 self._changed.add((segment.index, line[1]))
             self._on_line(line)
 
@@ -576,7 +578,24 @@ def _as_bytes(line: str | bytes) -> bytes:
 
 def _values(block: bytes, match: re.Match[bytes]) -> tuple[float, ...] | None:
     """Return a line's :data:`FIELDS`; None for one that was torn."""
-    fields = _FIELD.findall(match[2])
+    _, loss, grad_norm, memory_gib, memory_pct, tps, tflops, mfu, text = match.groups()
+    if text is None:
+        try:
+            return (
+                _loss(loss),
+                _reported(float(grad_norm)),
+                float(tps.replace(b",", b"")),
+                float(tflops.replace(b",", b"")),
+                float(mfu) if mfu else _NAN,
+                float(memory_gib),
+                float(memory_pct),
+                _NAN,
+                _time(block, match.start()),
+                _WHOLE,
+            )
+        except ValueError:  # torn by another rank's output in the middle of a number
+            return None
+    fields = _FIELD.findall(text)
     name, number, unit, _ = fields[-1]
     whole = name == b"mfu" and (unit == b"%" or not number)
     if not whole and not _LINE_END.match(block, match.end()):
@@ -597,14 +616,17 @@ def _values(block: bytes, match: re.Match[bytes]) -> tuple[float, ...] | None:
                 values[LOSS] = _loss(number)
             else:
                 values[index] = _float(number)
-    except (KeyError, ValueError):  # torn by another rank's output in the middle of a number
+    except (KeyError, ValueError):
         return None
-    values[_GRAD_NORM] = (
-        REPORTED_NAN if b"grad_norm" in match[2] and math.isnan(values[_GRAD_NORM]) else values[_GRAD_NORM]
-    )
+    if b"grad_norm" in text:
+        values[_GRAD_NORM] = _reported(values[_GRAD_NORM])
     values[TIME] = _time(block, match.start())
     values[LAST] = _ORDER.index(fields[-1][0]) if fields[-1][0] in _ORDER else len(_ORDER)
     return tuple(values)
+
+
+def _reported(grad_norm: float) -> float:
+    return REPORTED_NAN if math.isnan(grad_norm) else grad_norm
 
 
 def _float(text: bytes) -> float:
@@ -627,9 +649,8 @@ def _rare_lines(block: bytes) -> Iterator[tuple[int, LogLine]]:
             yield match.start(), ("loss rank", int(match[1]), (_NAN,) * _WIDTH, NO_RANK)
     if b" mesh with " in block:
         for match in _MESH.finditer(block):
-            pipeline, *others = [
-                int(degree) for degree in re.findall(rb"\d+", match[6] or b" ".join(match.groups()[:5]))
-            ]
+            degrees = match[6] or b" ".join(match.groups()[:5])
+            pipeline, *others = (int(degree) for degree in re.findall(rb"\d+", degrees))
             # TorchTitan, `_get_metrics_rank`: the first rank of the last stage.
             yield match.start(), ("loss rank", math.prod(others) * (pipeline - 1), (_NAN,) * _WIDTH, NO_RANK)
     if b"Loss is not finite" in block:
@@ -657,8 +678,8 @@ def _time(block: bytes, position: int) -> float:
     start = _line_start(block, position)
     stamps = list(_STAMP.finditer(block, start, position))
     if not stamps and block[start : start + 1] == b"{":  # a container's JSON line has the time after the message
-        end = block.find(b"\n", position)
-        stamps = list(_STAMP.finditer(block, position, end if end >= 0 else len(block)))
+        end = block.find(b"\n", position, position + _LONGEST_LINE_BYTES)
+        stamps = list(_STAMP.finditer(block, position, max(end, position)))
     try:
         return _moment(stamps[-1]) if stamps else _NAN
     except ValueError:
@@ -666,7 +687,7 @@ def _time(block: bytes, position: int) -> float:
 
 
 def _moment(stamp: re.Match[bytes]) -> float:
-    date, clock, part, zone, epoch = (text and text.decode("ascii", "replace") for text in stamp.groups())
+    date, clock, part, zone, epoch = (text.decode("ascii", "replace") for text in stamp.groups(b""))
     if epoch:
         whole, _, fraction = epoch.partition(".")
         return float(f"{whole[:10]}.{whole[10:]}{fraction}")
@@ -675,14 +696,10 @@ def _moment(stamp: re.Match[bytes]) -> float:
         now = datetime.now()
         day = datetime.strptime(f"{now.year} {date}", "%Y %b %d")
         date = f"{day.year - (day > now + timedelta(days=1))}{day:-%m-%d}"
-    elif date[2] == "-":
+    elif date[2] == "-":  # month, day, year
         date = f"{date[6:] if len(date) == 10 else f'20{date[6:]}'}-{date[:5]}"
-    fraction = float(f"0.{part or 0}")
-    second = datetime.fromisoformat(f"{date} {clock}")
-    if zone:
-        away = 0 if zone in ("Z", "UTC") else (int(zone[1:3]) * 60 + int(zone[-2:])) * (-60 if zone[0] == "-" else 60)
-        return second.replace(tzinfo=UTC).timestamp() - away + fraction
-    return second.timestamp() + fraction
+    zone = {"Z": "+00:00", "UTC": "+00:00"}.get(zone, zone)
+    return datetime.fromisoformat(f"{date} {clock}{zone}").timestamp() + float(f"0.{part or 0}")
 
 
 def _line_start(block: bytes, position: int) -> int:

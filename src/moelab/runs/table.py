@@ -146,8 +146,8 @@ def separate_runs(
     """Part the launches of a source from elsewhere into runs, as two logs are found in one file.
 
     A launch that goes on after the first step of an earlier one is its restart. One that begins again is another run,
-    unless its first loss is the same (a restart that found no checkpoint, with the same seed) and it is no repetition
-    of the whole. Launches of other settings are never of one run.
+    unless its first loss is the same, and the last one of the same step: a restart that found no checkpoint, with the
+    same seed. Launches of other settings are never of one run.
 
     Args:
         columns: as :func:`metrics_read` takes it.
@@ -167,7 +167,10 @@ def separate_runs(
     [('run 1 of 2', 1, [8.11, 8.0]), ('run 2 of 2', 1, [8.13, 8.1])]
     """
     groups: list[list[int]] = []
-    launches = {int(number): rows.set_index("step")["loss"] for number, rows in columns.groupby("segment")}
+    launches = {
+        number: columns[columns["segment"] == number].set_index("step")["loss"]
+        for number in sorted(set(columns["segment"].tolist()))
+    }
     if len(launches) > 2 and _has_holes(launches.values()):
         raise BadInput(
             f"{source}: the steps of two runs are mixed in it, forth and back {len(launches)} times. "
@@ -195,13 +198,13 @@ def separate_runs(
     reads = []
     for index, group in enumerate(groups, start=1):
         renumbered = {number: place for place, number in enumerate(group)}
-        parts = [
+        rows, held_out = (
             part[part["segment"].isin(group)].replace({"segment": renumbered}).sort_values("segment", kind="stable")
             for part in (columns, validation)
-        ]
+        )
         failed = {renumbered[number]: failures[number] for number in group if number in failures}
         name = f"run {index} of {len(groups)}" if len(groups) > 1 else None
-        reads.append(metrics_read(*parts, failed, run=run, notes=notes, name=name))
+        reads.append(metrics_read(rows, held_out, failed, run=run, notes=notes, name=name))
     return reads
 
 
@@ -218,16 +221,16 @@ def _is_restart(
 ) -> bool:
     """Tell whether a launch with these losses by step, and these settings, goes on with what earlier ones trained."""
     first = losses.index.min()
-    compared = _SAME_AFTER_RESTART if first > earlier.index.min() else settings.keys() | own_settings.keys()
-    if settings and own_settings and any(settings.get(name) != own_settings.get(name) for name in compared):
+    names = _SAME_AFTER_RESTART if first > earlier.index.min() else {*settings, *own_settings}
+    if settings and own_settings and any(settings.get(name) != own_settings.get(name) for name in names):
         return False
     if first > earlier.index.min() or first not in earlier.index:
         return True
-    scratch = first <= 1
-    if scratch and losses.index.max() == earlier.index.max() > 1:
-        return False
-    there = earlier[first] if np.isscalar(earlier[first]) else earlier[first].iloc[-1]
-    return not abs(losses[first] - there) > (SAME_SEED if scratch else SAME_RUN * abs(there))  # NaN says nothing
+    scratch, last = first <= 1, losses.index.max()
+    compared = [first, last] if scratch and last == earlier.index.max() else [first]  # as long: a repetition?
+    earlier = earlier[~earlier.index.duplicated(keep="last")]
+    allowed = SAME_SEED if scratch else SAME_RUN * abs(earlier[first])
+    return not any(abs(losses[step] - earlier[step]) > allowed for step in compared)  # NaN says nothing
 
 
 def _jump(earlier: pd.Series[float], losses: pd.Series[float]) -> float:

@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Iterator
 from io import StringIO
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import pandas as pd
 
@@ -141,11 +141,11 @@ def _runs(cells: pd.DataFrame, path: Path) -> Iterator[tuple[str | None, pd.Data
     numbers = pd.DataFrame({"step": _number(cells[step]), "time": moments})
     if "_step" in cells:  # where only some rows have the metric `step`
         numbers["step"] = numbers["step"].fillna(_number(cells["_step"]))
-    for name, columns in metrics.items():
+    for run, columns in metrics.items():
         history = numbers.join(cells[list(columns)].rename(columns=columns)).dropna(subset=["step"])
         history = history[(history[list(columns.values())] != "").any(axis=1)].astype({"step": "int64"})
-        for run, rows in _stacked(cells, history):
-            yield run or name, _in_launches(rows)
+        for stacked, rows in _stacked(cells, history):
+            yield stacked or run, _in_launches(rows)
 
 
 def _stacked(cells: pd.DataFrame, history: pd.DataFrame) -> Iterator[tuple[str | None, pd.DataFrame]]:
@@ -155,10 +155,10 @@ def _stacked(cells: pd.DataFrame, history: pd.DataFrame) -> Iterator[tuple[str |
     if not keys:
         yield None, history
         return
-    runs = dict(iter(history.groupby(keys, sort=False)))
-    names = Counter(values[-1] for values in runs)
-    for values, rows in runs.items():
-        yield (values[-1] if names[values[-1]] == 1 else f"{values[-1]} ({values[0]})"), rows
+    runs = [([str(key) for key in cast("tuple[Any, ...]", of)], rows) for of, rows in history.groupby(keys, sort=False)]
+    names = Counter(of[-1] for of, _ in runs)
+    for of, rows in runs:
+        yield (of[-1] if names[of[-1]] == 1 else f"{of[-1]} ({of[0]})"), rows
 
 
 def _in_launches(history: pd.DataFrame) -> pd.DataFrame:
@@ -166,7 +166,7 @@ def _in_launches(history: pd.DataFrame) -> pd.DataFrame:
     losses = history[(history[[name for name in _LOSSES if name in history]] != "").any(axis=1)]
     if not losses["step"].duplicated().any():
         return history.sort_values("step", kind="stable").assign(segment=0)
-    launch = (history["step"].diff() < 0).cumsum()
+    launch: pd.Series[Any] = (history["step"].diff() < 0).cumsum()
     if history["time"].notna().all():
         launch = history["time"].groupby(launch).transform("min").rank(method="dense").astype("int64") - 1
     return history.assign(segment=launch).sort_values("segment", kind="stable")
@@ -174,9 +174,10 @@ def _in_launches(history: pd.DataFrame) -> pd.DataFrame:
 
 def _columns(history: pd.DataFrame, metrics: dict[str, str]) -> pd.DataFrame:
     """Return table columns from the ``metrics`` and, if they are those of a training step, the learning rates."""
-    there = [name for name in metrics if name in history]
-    names = {name: metrics[name] for name in reversed(there)}
-    names = {name: column for column, name in {column: name for name, column in names.items()}.items()}
+    names: dict[str, str] = {}
+    for name, column in metrics.items():
+        if name in history and column not in names.values():
+            names[name] = column
     lr = [name for name in history if metrics is STEP_METRICS and step_column(str(name)) == "lr"]
     logged = history[(history[[*names, *lr]] != "").any(axis=1)]
     columns = logged[["segment", "step", "time", *names]].rename(columns=names)
