@@ -132,7 +132,7 @@ _STEP = re.compile(
     + _USUAL + _GAP + rb"mfu:" + _BLANK + rb"(?:(" + _NUMBER + rb")%|N/A)"
     + rb"|(?=" + _GAP + rb"loss:)((?:" + _field(rb"(?:") + rb")++))"
 )  # fmt: skip
-_LINE_END = re.compile(_GAP + rb"(?:[\r\n\"\\]|(?<=[\sm])[^\r\n]*+[\r\n])")
+_LINE_END = re.compile(_GAP + rb"(?:[\r\n\"\\]|(?<=[\sm])[^\r\n]{0,2000}+[\r\n])")
 _GROUPED = re.compile(rb"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d*)?")
 _START = re.compile(rb"Training ?starts ?at ?step ?(" + _STEP_NUMBER + rb")(?=[\s.,\x1b\"\\])")
 _NOT_FINITE = re.compile(rb"Loss is not finite \(global_avg_loss=(-?\w++)\) at step (" + _STEP_NUMBER + rb")\.")

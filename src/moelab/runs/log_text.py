@@ -42,8 +42,7 @@ _UNPACKING_ERRORS: Final = (OSError, ValueError, lzma.LZMAError, zlib.error, zst
 _COLOUR: Final = re.compile(
     rb"(?:\x1b|\\u001[bB]|\\x1b|\\033|\^\[|#033)\[[0-9;:?]*[A-Za-z]|\[\d[0-9;:]*m"  # JSON, `cat -v`, rsyslog, a paste
 )
-_QUOTED: Final = re.compile(rb"^[ \t]*(?:>[> \t]*)?")
-_ADDED: Final = re.compile(rb"(?:[ \t]{2,}[\w./]+\.py:\d+)?[ \t]*[\\=]?[ \t]*$")  # rich's source line; a shell or mail
+_SOURCE_LINE: Final = re.compile(rb"[\w./]+\.py:\d+")  # where rich says a line comes from, behind it
 _BLANKS: Final = re.compile(rb"[ \t\r\xa0\xc2]+")
 #: What the first line of a record starts with; of those that are there, the one that stands furthest in front.
 _RECORD_STARTS: Final = tuple(
@@ -62,7 +61,7 @@ _OTHERS: Final = {
     "MaxText's": rb"completed step: \d+, seconds[^\n]*",
     "DeepSpeed's": rb"(?:\bsteps?: \d+ loss: [-\d.naif]+ iter time|\[Rank \d+\] step=\d+, skipped=)[^\n]*",
     "the Hugging Face Trainer's": rb"\{'loss': [^\n]*",
-    "torchtune's": rb"(?:Step \d+ \| loss:|\d+\|\d+\|Loss: )[^\n]*",
+    "torchtune's": rb"(?:Step \d+ \| loss:|\d{1,9}\|\d{1,9}\|Loss: )[^\n]*",
     "nanoGPT's": rb"iter \d+: loss [^\n]*",
     "OLMo-core's": rb"\[step=\d+/\d+[^\n]*",
     "Composer's": rb"\[batch=\d+/\d+\][^\n]*",
@@ -146,8 +145,10 @@ def unwrapped(text: bytes) -> bytes:
     >>> unwrapped(b"> [rank0]: step:  1  lo\n> ss: 7.2\n> 5000  tps: 4,0\n> 00\n> [rank0]: step:  2").decode()
     '[rank0]:step:1loss:7.25000tps:4,000\n[rank0]:step:2'
     """
-    lines = [_ADDED.sub(b"", _QUOTED.sub(b"", line)) for line in _COLOUR.sub(b"", text).splitlines()]
-    lines = [_BLANKS.sub(b"", line) for line in lines]
+    lines = []
+    for line in _COLOUR.sub(b"", text).splitlines():
+        head, blank, tail = line.lstrip(b"> \t").rstrip(b" \t\\=").rpartition(b"  ")  # a mail's and a shell's marks
+        lines.append(_BLANKS.sub(b"", head if blank and _SOURCE_LINE.fullmatch(tail) else head + tail))
     records = b"".join(lines).count(b"step:")
     starts = next((s for s in _RECORD_STARTS if sum(bool(s.match(line)) for line in lines) >= records), None)
     joined = b"".join(b"\n" + line if starts and starts.match(line) else line for line in lines)

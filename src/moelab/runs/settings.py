@@ -177,7 +177,7 @@ def launch_settings(path: Path) -> list[dict[str, str]]:
     trains = False
     for line in lines:
         is_step = "step:" in line and "loss:" in line
-        if trains and ("Training starts at" in line or any(pattern.search(line) for pattern in _LINES)):
+        if trains and not is_step and ("Training starts at" in line or any(pattern.search(line) for pattern in _LINES)):
             launches.append([])
             trains = False
         trains |= is_step

@@ -122,11 +122,12 @@ def metrics_read(
     """
     logged = set(columns["segment"]) | set(validation["segment"])
     last = max(logged | set(failures), default=0)
+    step, loss = failures.get(last, (0, None))
     return MetricsRead(
         rows=metrics_table(columns, run=run),
-        validation=validation_table(validation),
+        validation=_table(validation, VALIDATION_COLUMNS),
         segments=len(logged),
-        reason=failure_reason(last, *failures[last]) if last in failures else None,
+        reason=None if loss is None else f"loss is {loss} at step {step} (segment {last})",
         grad_norm_not_finite=grad_norms_not_finite(columns),
         notes=notes,
         name=name,
@@ -250,11 +251,6 @@ def metrics_table(columns: Mapping[str, Any] | pd.DataFrame, *, run: str | None 
     return _table(columns, COLUMNS, run=run)
 
 
-def validation_table(columns: Mapping[str, Any] | pd.DataFrame) -> pd.DataFrame:
-    """Return a table with exactly :data:`VALIDATION_COLUMNS`; columns not given are missing values."""
-    return _table(columns, VALIDATION_COLUMNS)
-
-
 def _table(columns: Mapping[str, Any] | pd.DataFrame, names: Sequence[str], run: str | None = None) -> pd.DataFrame:
     # Columns are made one by one: a study has thousands of tables, and DataFrame.astype takes ten times as long.
     data: dict[str, Any] = {}
@@ -349,15 +345,6 @@ def _in_time_order(rows: pd.DataFrame) -> pd.DataFrame:
         first_time = rows.groupby("segment")["time"].min().sort_values()
         rows["segment"] = rows["segment"].map({number: index for index, number in enumerate(first_time.index)})
     return rows.sort_values(["segment", "step"])
-
-
-def failure_reason(segment: int, step: int, loss: float) -> str:
-    """Return the one line that says which loss was not finite.
-
-    >>> failure_reason(0, 12, float("nan"))
-    'loss is nan at step 12 (segment 0)'
-    """
-    return f"loss is {loss} at step {step} (segment {segment})"
 
 
 def grad_norms_not_finite(columns: Mapping[str, Any] | pd.DataFrame) -> dict[int, float]:

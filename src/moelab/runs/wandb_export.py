@@ -151,7 +151,7 @@ def _runs(cells: pd.DataFrame, path: Path) -> Iterator[tuple[str | None, pd.Data
 def _stacked(cells: pd.DataFrame, history: pd.DataFrame) -> Iterator[tuple[str | None, pd.DataFrame]]:
     """Yield the rows of each run by the columns that name it; a name that two runs have gets their ids."""
     named = [next((c for c in names if c in cells), None) for names in (_ID_NAMES, _RUN_NAMES)]
-    keys = [cells.loc[history.index, column] for column in named if column and cells[column].nunique() < len(cells)]
+    keys = [cells.loc[history.index, column] for column in named if column is not None]
     if not keys:
         yield None, history
         return
