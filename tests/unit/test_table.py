@@ -198,6 +198,8 @@ def test_wandb_histories_of_several_runs_under_each_other(tmp_path: Path, name: 
 def test_wandb_runs_of_one_name_are_told_apart_by_their_ids(tmp_path: Path) -> None:
     table = pd.concat([history(run_id="a1", run_name="r"), history(0.02, run_id="b2", run_name="r")])
     assert [run for run, *_ in runs(tmp_path / "h.csv", table)] == ["r (a1)", "r (b2)"]
+    table = pd.concat([history(arm=arm, seed=seed) for arm in ("bf16", "mxfp8") for seed in "01"])
+    assert [run for run, *_ in runs(tmp_path / "h.csv", table)] == ["bf16 0", "bf16 1", "mxfp8 0", "mxfp8 1"]
     by_run = {run: history(shift).to_dict("records") for run, shift in (("one", 0.0), ("two", 0.1))}
     (tmp_path / "h.json").write_text(json.dumps(by_run))
     assert [read.rows["run"][0] for read in read_wandb(tmp_path / "h.json")] == ["one", "two"]

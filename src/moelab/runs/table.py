@@ -125,7 +125,7 @@ def metrics_read(
     step, loss = failures.get(last, (0, None))
     return MetricsRead(
         rows=metrics_table(columns, run=run),
-        validation=_table(validation, VALIDATION_COLUMNS),
+        validation=validation_table(validation),
         segments=len(logged),
         reason=None if loss is None else f"loss is {loss} at step {step} (segment {last})",
         grad_norm_not_finite=grad_norms_not_finite(columns),
@@ -249,6 +249,11 @@ def metrics_table(columns: Mapping[str, Any] | pd.DataFrame, *, run: str | None 
         run: name of the run, put into every row that ``columns`` gives none for.
     """
     return _table(columns, COLUMNS, run=run)
+
+
+def validation_table(columns: Mapping[str, Any] | pd.DataFrame) -> pd.DataFrame:
+    """Return a table with exactly :data:`VALIDATION_COLUMNS`; columns not given are missing values."""
+    return _table(columns, VALIDATION_COLUMNS)
 
 
 def _table(columns: Mapping[str, Any] | pd.DataFrame, names: Sequence[str], run: str | None = None) -> pd.DataFrame:

@@ -44,6 +44,7 @@ _LOSSES: Final = tuple(name for name, column in STEP_METRICS.items() if column =
 _STEP_NAMES: Final = ("step", "_step", "Step", "trainer/global_step", "global_step")
 _ID_NAMES: Final = ("run_id", "run.id", "id", "ID", "run_path")
 _RUN_NAMES: Final = ("run_name", "run.name", "Name", "name", "display_name", "displayName", "run")
+_ARM_NAMES: Final = ("experiment", "group", "arm", "config", "precision", "seed")
 _SUFFIXES: Final = (".csv", ".json", ".jsonl", ".ndjson", ".parquet")
 _PACKED: Final = (".gz", ".xz", ".bz2", ".zst")
 _TIME_NAMES: Final = ("_timestamp", "Timestamp", "time")
@@ -58,7 +59,7 @@ def read_wandb(path: str | Path) -> list[MetricsRead]:
     """Read a W&B history export, of one run or of several in one chart.
 
     Args:
-        path: a ``.csv``, ``.json`` or ``.jsonl`` file.
+        path: a ``.csv``, ``.json``, ``.jsonl`` or ``.parquet`` file, packed or not.
 
     Returns:
         What each run has, with ``run`` named where the export names it. ``lr`` is the largest of all ``lr/…`` metrics.
@@ -97,7 +98,7 @@ def _cells(path: Path) -> pd.DataFrame:
         return pd.DataFrame(records, dtype=object).fillna("")
     except (OSError, ValueError, AttributeError, NotALog) as error:
         raise NotAWandbExport(
-            f"{path}: {error}. Give a .csv, .json or .jsonl export of a W&B run's history, for instance "
+            f"{path}: {error}. Give a .csv, .json, .jsonl or .parquet export of a W&B run's history, for instance "
             "`pandas.DataFrame(wandb.Api().run('entity/project/id').scan_history()).to_csv('history.csv')`."
         ) from error
 
@@ -150,15 +151,18 @@ def _runs(cells: pd.DataFrame, path: Path) -> Iterator[tuple[str | None, pd.Data
 
 def _stacked(cells: pd.DataFrame, history: pd.DataFrame) -> Iterator[tuple[str | None, pd.DataFrame]]:
     """Yield the rows of each run by the columns that name it; a name that two runs have gets their ids."""
-    named = [next((c for c in names if c in cells), None) for names in (_ID_NAMES, _RUN_NAMES)]
-    keys = [cells.loc[history.index, column] for column in named if column is not None]
-    if not keys:
+    names = [next((c for c in names if c in cells), None) for names in (_ID_NAMES, _RUN_NAMES)]
+    named = [name for name in names if name] or [name for name in _ARM_NAMES if name in cells]
+    if not named:
         yield None, history
         return
+    keys = [cells.loc[history.index, column] for column in named]
     runs = [([str(key) for key in cast("tuple[Any, ...]", of)], rows) for of, rows in history.groupby(keys, sort=False)]
-    names = Counter(of[-1] for of, _ in runs)
-    for of, rows in runs:
-        yield (of[-1] if names[of[-1]] == 1 else f"{of[-1]} ({of[0]})"), rows
+    if None in names:
+        yield from ((" ".join(of), rows) for of, rows in runs)
+        return
+    count = Counter(name for (_, name), _ in runs)
+    yield from ((name if count[name] == 1 else f"{name} ({of})", rows) for (of, name), rows in runs)
 
 
 def _in_launches(history: pd.DataFrame) -> pd.DataFrame:
