@@ -12,6 +12,7 @@ import pytest
 from torch.utils.tensorboard import SummaryWriter
 
 from moelab.runs import COLUMNS, NotATensorBoardFolder, combine, read_log, read_tensorboard
+from moelab.runs.collect import collect
 
 
 def write(folder: Path, created: int, steps: dict[int, dict[str, float]], *, time: float = 0.0) -> Path:
@@ -73,6 +74,21 @@ def test_ranks_of_one_launch_are_one_segment(tmp_path: Path) -> None:
     assert read.rows[["segment", "loss", "memory_gib"]].values.tolist()[0] == [0, 7.5, 12.0]
     assert math.isnan(read.rows["loss"][1])
     assert (len(read.rows), read.segments, read.reason) == (2, 2, None)
+
+
+def test_folders_of_several_runs(tmp_path: Path) -> None:
+    for name, loss in (("bf16", 8.0), ("mxfp8/seed1", 8.1)):
+        for rank in (0, 1):
+            folder = tmp_path / "study" / name / "tb" / "20260914-0310" / f"rank_{rank}"
+            write(folder, 100, {1: {"loss_metrics/global_avg_loss": loss, "wps": 5.0}})
+    assert [(one.run, one.segments, one.rows["tps"].tolist()) for one in collect(tmp_path / "study")] == [
+        ("bf16", 1, [5.0]), ("mxfp8/seed1", 1, [5.0])
+    ]  # fmt: skip
+    for created, date, loss in ((100, "20260914-0310", 8.0), (200, "20260914-0500", 8.1)):
+        write(tmp_path / "two" / date, created, {1: metrics(loss), 2: metrics(loss - 1)})
+    assert [one.run for one in collect(tmp_path / "two")] == ["two (run 1 of 2)", "two (run 2 of 2)"]
+    write(tmp_path / "two" / "20260914-0700", 300, {2: metrics(6.0), 3: metrics(5.0)})
+    assert [one.segments for one in collect(tmp_path / "two")] == [2, 1]
 
 
 def test_reported_nan_is_a_failure(tmp_path: Path) -> None:

@@ -34,7 +34,9 @@ from moelab.runs import directory
 from moelab.runs.directory import RunDir
 from moelab.runs.failure import cause, rank_folders, tail
 from moelab.runs.files import finite_or_none, write_json, write_whole
-from moelab.runs.log import NotALog, read_log
+from moelab.runs.log import read_log, read_runs
+from moelab.runs.log_text import NotALog
+from moelab.runs.settings import launch_settings
 from moelab.runs.side_files import Environment, read_side_files
 from moelab.runs.statements import Statement
 from moelab.runs.status import State, Status
@@ -47,14 +49,13 @@ from moelab.runs.table import (
     throughput_rows,
     validation_table,
 )
-from moelab.runs.tensorboard import EVENT_FILES, NotATensorBoardFolder, read_tensorboard
-from moelab.runs.wandb_export import read_wandb
+from moelab.runs.tensorboard import EVENT_FILES, NotATensorBoardFolder, read_tensorboard, tensorboard_runs
+from moelab.runs.wandb_export import is_export, read_wandb
 
 RESULTS_FILE, METRICS_FILE = "results.json", "metrics.parquet"
-READER_VERSION = 1
+READER_VERSION = 2
 """Of what a log and events are read as; raised when that changes, so that no table of an earlier reader is used."""
 WARMUP_STEPS = 3
-WANDB_SUFFIXES = (".csv", ".json", ".jsonl")
 _LOG_NAME = re.compile(
     r"\.(log|out|err|txt|stdout|stderr|[oe]\d+)(\.\d+)?(\.(gz|xz|zst|bz2))?$|^(dmesg|messages|syslog|stdout|stderr)\b"
 )
@@ -91,6 +92,7 @@ class Collected:
         read: what its log and events were read as; None from elsewhere.
         sources: digests of the log and the events by their path, as they were when they were read; empty if one of
             them could not be.
+        notes: what a reader should know of its source.
     """
 
     run: str
@@ -112,6 +114,7 @@ class Collected:
     grad_norm_not_finite: Mapping[int, float] = field(default_factory=dict)
     read: MetricsRead | None = None
     sources: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     @property
     def finished(self) -> bool:
@@ -172,7 +175,9 @@ class Collected:
         peak = self.rows["memory_gib"].max()
         parts += [f"{peak:.1f} GiB"] if math.isfinite(peak) else []
         parts += [self.grad_norm_finding] if self.grad_norm_finding else []
-        return "; ".join([", ".join(parts), *([self.status.reason] if self.status.reason else []), *self.damaged])
+        return "; ".join(
+            [", ".join(parts), *([self.status.reason] if self.status.reason else []), *self.damaged, *self.notes]
+        )
 
     def to_json(self) -> dict[str, Any]:
         """The run as the command line prints it; missing numbers are null."""
@@ -188,6 +193,7 @@ class Collected:
             "status": self.status.state.value,
             "reason": self.status.reason,
             "damaged": list(self.damaged),
+            "notes": list(self.notes),
             "segments": self.segments,
             **self.grad_norm_json,
         }
@@ -242,6 +248,7 @@ def collect_run(run: RunDir, *, save: bool = False) -> Collected:
         environment=side.environment,
         command=side.command,
         damaged=(*unread, *side.damaged),
+        notes=read.notes,
         speed_known=side.speed_known,
         grad_norm_not_finite=read.grad_norm_not_finite,
         read=read,
@@ -271,10 +278,9 @@ def collect(path: Path) -> list[Collected]:
         raise BadInput("\n".join(found.lines))
     if found and found.runs:
         return [collect_run(run) for run in found.runs]
-    if path.is_file() and path.suffix in WANDB_SUFFIXES:
-        return [_from_elsewhere(read, path.stem) for read in read_wandb(path) if len(read.rows)]
-    read, ended = _read_elsewhere(path)
-    return [_from_elsewhere(read, path.stem, ended)] if ended or len(read.rows) else []
+    reads, ended = _read_elsewhere(path)
+    name = path.stem.removesuffix(".log")
+    return [_from_elsewhere(read, name, ended) for read in reads if ended or len(read.rows)]
 
 
 def newest(collected: Iterable[Collected]) -> list[Collected]:
@@ -408,7 +414,8 @@ def _united(log: MetricsRead, events: MetricsRead) -> MetricsRead:
 
 
 def _from_elsewhere(read: MetricsRead, name: str, ended: Statement | None = None) -> Collected:
-    rows = read.rows.assign(run=read.rows["run"].fillna(name))
+    run = read.rows["run"].fillna(name)
+    rows = read.rows.assign(run=run if read.name is None else run + f" ({read.name})")
     reason = read.reason or (str(ended) if ended else None)
     return Collected(
         run=str(rows["run"].iloc[0]) if len(rows) else name,
@@ -420,28 +427,31 @@ def _from_elsewhere(read: MetricsRead, name: str, ended: Statement | None = None
         validation=read.validation,
         diverged=read.reason,
         grad_norm_not_finite=read.grad_norm_not_finite,
+        notes=read.notes,
     )
 
 
-def _read_elsewhere(path: Path) -> tuple[MetricsRead, Statement | None]:
-    """The metrics at a path, and what ended the run if something there shows that it failed."""
+def _read_elsewhere(path: Path) -> tuple[list[MetricsRead], Statement | None]:
+    """The metrics of each run at a path, and what ended the run if something there shows that it failed."""
     if path.is_dir():
         return _read_job(path)
     if path.name.startswith("events.out.tfevents"):
-        return read_tensorboard(path.parent), None
+        return tensorboard_runs(path.parent), None
+    if is_export(path):
+        return read_wandb(path), None
     try:
-        read = read_log(path)
+        reads = read_runs(path, launch_settings(path))
     except NotALog:
         # A job that fails before its first step leaves a log all the same.
         ended = cause(None, tail(path)) if path.is_file() else None
         if ended is None:
             raise
-        return read_log([], allow_empty=True), ended
-    return read, cause(None, tail(path))
+        return [read_log([], allow_empty=True)], ended
+    return reads, cause(None, tail(path)) if len(reads) == 1 else None
 
 
-def _read_job(folder: Path) -> tuple[MetricsRead, Statement | None]:
-    """What a job left in a folder.
+def _read_job(folder: Path) -> tuple[list[MetricsRead], Statement | None]:
+    """What a job left in a folder; event files may be of several runs.
 
     Raises:
         BadInput: if it left neither metrics nor a failure, or the logs are of several runs.
@@ -458,15 +468,17 @@ def _read_job(folder: Path) -> tuple[MetricsRead, Statement | None]:
     read = _of_one_run(folder, reads) if reads else _of_rank_with_loss(of_ranks)
     ended = cause(folder, *(tail(file) for file in logs))
     try:
-        events = read_tensorboard(folder)
+        events = tensorboard_runs(folder)
     except NotATensorBoardFolder as error:
         if ended or len(read.rows):
-            return read, ended
+            return [read], ended
         if not logs and not ranks:
             raise
         names = ", ".join(str(file.relative_to(folder)) for file in [*logs, *ranks][:5])
         raise BadInput(f"{error} Nor is there a TorchTitan step line or a failure in {names}") from None
-    return _united(read, events) if len(read.rows) else events, ended
+    if not len(read.rows):
+        return events, ended
+    return [_united(read, events[0]) if len(events) == 1 else read], ended
 
 
 def _files(folder: Path) -> list[Path]:

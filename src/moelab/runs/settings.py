@@ -24,7 +24,7 @@ import yaml
 from moelab.model import SHAPES
 from moelab.privacy import HIDDEN, each_text, is_secret_name, without_secrets
 from moelab.runs.directory import RunDir
-from moelab.runs.log import read_bytes
+from moelab.runs.log_text import LogBytes
 from moelab.runs.side_files import Environment
 
 _READ_BYTES: Final = 4 << 20  # of a log: everything here is said before the first step
@@ -41,7 +41,7 @@ _LINES: Final = (
         r"cp=(?P<cp>\d+), tp=(?P<tp>\d+), ep=(?P<ep>\d+)"
     ),
     re.compile(r"Model (?P<model>\S+ \S+) size: (?P<parameters>[\d,]+) total parameters"),
-    re.compile(r"CUDA capacity: (?P<gpu>.{1,100}) with (?P<gpu_memory_gib>[\d.]+)GiB memory"),
+    re.compile(r"(?:CUDA|GPU) capacity: (?P<gpu>.{1,100}?)(?: \(\d+\))? ?with (?P<gpu_memory_gib>[\d.]+)GiB memory"),
     re.compile(r"CPU capacity: (?P<processor>.{1,100}) with [\d.]+GiB memory"),
     re.compile(r"Peak FLOPS used for computing MFU: (?P<peak_flops>[\d.e+]+)"),
     re.compile(
@@ -102,7 +102,7 @@ def settings_of(path: Path, runs: int = 1) -> Settings:
         path: a TorchTitan log, a TensorBoard folder or a W&B export, as :func:`moelab.runs.collect.collect` takes it.
         runs: how many runs it holds; one configuration cannot be told apart for several.
     """
-    if path.is_file() and (found := log_settings(path)):
+    if path.is_file() and runs == 1 and (found := log_settings(path)):
         return Settings(values=found, source="the lines of its log")
     config = _config_beside(path)
     if config is None or runs > 1:
@@ -155,13 +155,35 @@ def spread(values: Iterable[str]) -> str:
 
 def log_settings(path: Path) -> dict[str, str]:
     """What a TorchTitan log says about its run before the first step; empty for another file."""
+    return next(iter(launch_settings(path)), {})
+
+
+def launch_settings(path: Path) -> list[dict[str, str]]:
+    """What each launch in a TorchTitan log says before its first step, in the order of the file.
+
+    Only the beginning of the log is searched: what a colleague puts together from several logs is short.
+    """
     head = b""
-    for block in read_bytes(path):
+    for block in LogBytes(path):
         head += block
         if len(head) >= _READ_BYTES:
             break
     text = _COLOUR.sub("", head[:_READ_BYTES].decode(errors="replace"))
-    text = "\n".join(line for line in text.splitlines() if len(line) <= _LONGEST_LINE)  # no pattern spans two
+    lines = [line for line in text.splitlines() if len(line) <= _LONGEST_LINE]  # no pattern spans two
+    launches: list[list[str]] = [[]]
+    trains = False
+    for line in lines:
+        is_step = "step:" in line and "loss:" in line
+        if trains and not is_step and ("Training starts at" in line or any(pattern.search(line) for pattern in _LINES)):
+            launches.append([])
+            trains = False
+        trains |= is_step
+        if not trains:
+            launches[-1].append(line)
+    return [_settings_in("\n".join(lines)) for lines in launches]
+
+
+def _settings_in(text: str) -> dict[str, str]:
     found: dict[str, str] = {}
     for pattern in _LINES:
         if match := pattern.search(text):

@@ -12,7 +12,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
 import pandas as pd
@@ -23,16 +23,18 @@ from moelab.runs.table import (
     REPORTED_NAN,
     VALIDATION_METRICS,
     MetricsRead,
-    failure_reason,
-    grad_norms_not_finite,
-    metrics_table,
+    metrics_read,
     ranks_to_rows,
+    separate_runs,
     step_column,
-    validation_table,
 )
 
 EVENT_FILES = "events.out.tfevents.*"
-_RANK_FOLDER = re.compile(r"(rank|replica)_\d+")
+_RANK_FOLDER = re.compile(r"(rank|replica|worker|node)[-_]?\d+")
+_LAUNCH_FOLDER = re.compile(
+    r"tb|tensorboard|events|\d{8}[-_]\d{4,6}|\d{4}-\d\d-\d\d[T_ -].*|[A-Z][a-z]{2}\d\d_\d\d-\d\d-\d\d_.*"
+)
+Columns: TypeAlias = tuple[pd.DataFrame, pd.DataFrame, dict[int, tuple[int, float]]]
 
 
 class NotATensorBoardFolder(BadInput):
@@ -51,16 +53,38 @@ def read_tensorboard(folder: str | Path) -> MetricsRead:
     Raises:
         NotATensorBoardFolder: no event file lies under ``folder``.
     """
-    launches = [_scalars(files) for files in _launches(Path(folder))]
-    logged = [scalars for scalars in launches if not scalars.empty]
+    return metrics_read(*_columns(_launches(_event_files(Path(folder)))))
+
+
+def tensorboard_runs(folder: Path) -> list[MetricsRead]:
+    """Read every event file under a folder of one run or of several.
+
+    A folder whose name is no launch's date, no rank and not ``tb`` is a run, named by its path below ``folder``.
+
+    Args:
+        folder: any folder above event files.
+
+    Raises:
+        NotATensorBoardFolder: no event file lies under ``folder``.
+    """
+    files = _event_files(folder)
+    runs: dict[str, list[Path]] = defaultdict(list)
+    for file in files:
+        parts = [*file.parent.relative_to(folder).parts]
+        names = [part for part in parts if not (_RANK_FOLDER.fullmatch(part) or _LAUNCH_FOLDER.fullmatch(part))]
+        runs["/".join(names)].append(file)
+    reads = []
+    for name, own in sorted(runs.items()):
+        reads += separate_runs(*_columns(_launches(own)), source=folder, run=(name or None) if len(runs) > 1 else None)
+    return reads
+
+
+def _columns(launches: list[list[Path]]) -> Columns:
+    every = (_scalars(files) for files in launches)
+    logged = [scalars for scalars in every if not scalars.empty]
     rows = _numbered([_rows(scalars, {tag: step_column(tag) for tag in scalars["tag"].unique()}) for scalars in logged])
-    return MetricsRead(
-        rows=metrics_table(rows),
-        validation=validation_table(_numbered([_rows(scalars, VALIDATION_METRICS) for scalars in logged])),
-        segments=len(logged),
-        reason=_reason(logged[-1], len(logged) - 1) if logged else None,
-        grad_norm_not_finite=grad_norms_not_finite(rows),
-    )
+    validation = _numbered([_rows(scalars, VALIDATION_METRICS) for scalars in logged])
+    return rows, validation, {number: first for number, scalars in enumerate(logged) if (first := _failure(scalars))}
 
 
 def _numbered(parts: list[pd.DataFrame]) -> pd.DataFrame:
@@ -68,17 +92,21 @@ def _numbered(parts: list[pd.DataFrame]) -> pd.DataFrame:
     return pd.concat(numbered) if numbered else pd.DataFrame({"segment": [], "step": []})
 
 
-def _launches(folder: Path) -> list[list[Path]]:
-    """Return the event files of each launch, in time order."""
-    streams = defaultdict(list)
-    for file in sorted(folder.rglob(EVENT_FILES), key=_created):
-        if file.is_file():  # a link may lead nowhere
-            streams[file.parent].append(file)
-    if not streams:
+def _event_files(folder: Path) -> list[Path]:
+    files = [file for file in folder.rglob(EVENT_FILES) if file.is_file()]  # a link may lead nowhere
+    if not files:
         raise NotATensorBoardFolder(
             f"{folder}: no events.out.tfevents.* file below it. Give a run's tb/ folder; TorchTitan writes one "
             "only if its metrics config has enable_tensorboard set."
         )
+    return sorted(files, key=_created)
+
+
+def _launches(files: list[Path]) -> list[list[Path]]:
+    """Return the event files of each launch, in time order."""
+    streams = defaultdict(list)
+    for file in files:
+        streams[file.parent].append(file)
     launches = defaultdict(list)
     for parent, files in streams.items():
         parts = [part for part in parent.parts if not _RANK_FOLDER.fullmatch(part)]
@@ -174,7 +202,7 @@ def _rows(scalars: pd.DataFrame, columns: Mapping[str, str | None]) -> pd.DataFr
     return ranks_to_rows(wide.assign(time=time), ["step"])
 
 
-def _reason(scalars: pd.DataFrame, segment: int) -> str | None:
-    losses = scalars[scalars["tag"] == "loss_metrics/global_avg_loss"]
+def _failure(scalars: pd.DataFrame) -> tuple[int, float] | None:
+    losses = scalars[scalars["tag"].map(step_column) == "loss"]
     failed = losses[~np.isfinite(losses["value"])].sort_values("step")
-    return None if failed.empty else failure_reason(segment, failed["step"].iloc[0], failed["value"].iloc[0])
+    return None if failed.empty else (int(failed["step"].iloc[0]), float(failed["value"].iloc[0]))

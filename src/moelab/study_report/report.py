@@ -299,7 +299,7 @@ class Report:
             f"{self._run_name(side, run)}: {words}"
             for side in self.sides
             for run in side.attempted
-            for words in run.damaged
+            for words in (*run.damaged, *run.notes)
         ]
         return [
             *unfinished,
