@@ -31,7 +31,7 @@ Model = TypeVar("Model", bound=BaseModel)
 MAX_FILE_BYTES = 1_000_000
 STUDY_KEYS = ("study", "experiment", "arms", "seeds")
 VERSION_KEY, END_KEY = "record_version", "end_of_record"
-ADDED_FIELDS: tuple[Mapping[str, Any], ...] = ({"arm_fields": []},)
+ADDED_FIELDS: tuple[Mapping[str, Any], ...] = ({"arm_fields": []}, {"attention_backend": "flex"})
 """Fields that each version of a record added to the one before, with the value that earlier runs had. The first had
 neither version nor end mark."""
 

@@ -66,7 +66,7 @@ from moelab.deepep.dispatcher import PaddedDispatcher
 from moelab.errors import MoelabError
 from moelab.machine import environment
 from moelab.marks import Marks
-from moelab.mxfp8.prequantised import QuantisedRows
+from moelab.mxfp8.quantised_experts import QuantisedRows
 from moelab.mxfp8.quantise import expand
 from moelab.runs.files import write_json
 
