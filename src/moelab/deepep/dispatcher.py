@@ -231,7 +231,7 @@ def padded(
 def _experts_config(experts: Any, precision: DispatchPrecision) -> Any:
     """The same experts, taking the rows' scores, and quantised rows where they come so; FP8 experts take both."""
     parent = type(experts)._owner
-    if precision == "fp8" or getattr(parent, "multiplies_in", None) == "fp8":
+    if getattr(parent, "multiplies_in", None) == "fp8":
         return experts
     new = scored(parent) if precision == "bf16" else quantised_experts(parent, precision)
     return derive(experts, new.Config)

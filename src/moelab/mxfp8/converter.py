@@ -31,7 +31,7 @@ from torchao.prototype.mx_formats.config import (
 )
 from torchao.quantization.quantize_.common import KernelPreference
 from torchtitan.components.quantization import Float8LinearConverter, MXFP8Linear, QuantizationConverter
-from torchtitan.components.quantization.float8 import Float8Linear
+from torchtitan.components.quantization.float8 import Float8Linear, _float8_experts_cache
 from torchtitan.components.quantization.mx import _get_mxfp8_grouped_experts_cls
 from torchtitan.components.quantization.utils import swap_token_dispatcher
 from torchtitan.config.override import derive
@@ -224,6 +224,7 @@ class FP8Converter(QuantizationConverter):
             if not isinstance(parent.token_dispatcher, DeepEPTokenDispatcher.Config):
                 swap_token_dispatcher(parent, GROUP_PADDING["fp8"])
             experts = quantised_experts(type(config)._owner, "fp8")
+            _float8_experts_cache[type(config)._owner] = experts  # where TorchTitan looks whether to print an MFU
             setattr(parent, attribute, derive(config, experts.Config, wgrad=self.config.wgrad))
         if self.config.linears:
             names = [name for name, *_ in model_config.traverse(Linear.Config)]

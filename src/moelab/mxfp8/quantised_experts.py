@@ -4,7 +4,8 @@ An expert is ``(silu(x @ w1.T) * (x @ w3.T) * score) @ w2.T``. TorchTitan comput
 of each other, and torchao quantises the operands of each. Here the products know each other, which saves passes over
 memory that cost as much as some of the products:
 
-- w1 and w3 take the same rows, so they are one product of 2F columns, and one gradient of the rows sums over 2F.
+- w1 and w3 take the same rows, so they are one product of 2F columns, and (but for the emulation, which has torchao's
+  roundings) the gradient of the rows is one that sums over 2F.
 - Rows that a dispatch has sent in 8 bits are multiplied as they arrive: not quantised again, not kept in BF16.
 - SwiGLU, the routing score and the cast of their result are one pass, and so are their gradients
   (``quantised_experts_cuda.py``).
@@ -196,7 +197,7 @@ class _ExpertRows(torch.autograd.Function):
         grad_RH, grad, h_RF, scores_grad_R = how.swiglu_backward(gate_up_RH, h_grad_RF, scores_R, ends_e)
         x_grad_RD = None
         if ctx.needs_input_grad[0]:
-            x_grad_RD = how.product(grad, how.transposed_weights([w1_eFD, w3_eFD]), ends_e)
+            x_grad_RD = how.gradient_of_rows(grad, [w1_eFD, w3_eFD], ends_e)
         w1_grad_eFD, w3_grad_eFD = how.wgrads_of_gate_and_up(grad_RH, kept, ends_e)
         w2_grad_eDF = how.wgrad_of_output(y_RD, y, h_RF, ends_e)
         scores_grad = scores_grad_R if ctx.scored else None
@@ -255,6 +256,19 @@ class _EmulatedMXFP8:
         return grad_RH, cls.rows(grad_RH, ends_e), h_RF, scores_grad_R
 
     @classmethod
+    def gradient_of_rows(cls, grad: Any, weights_eFD: list[Tensor], ends_e: Tensor) -> Tensor:
+        """BF16 ``(R, D)`` from the gradient of gate and up as a left operand.
+
+        Emulated as two products, each rounded, because torchao's numbers are those; elsewhere one product sums over
+        both.
+        """
+        gate, up = (
+            cls.product(half_RF, cls.transposed_weights([weight_eFD]), ends_e)
+            for half_RF, weight_eFD in zip(grad.chunk(2, dim=1), weights_eFD, strict=True)
+        )
+        return gate + up
+
+    @classmethod
     def wgrads_of_gate_and_up(cls, grad_RH: Tensor, rows: list[Tensor], ends_e: Tensor) -> list[Tensor]:
         """Gradients of w1 and w3; ``rows`` are BF16 or data and scales, as they came.
 
@@ -309,6 +323,10 @@ class _NativeMXFP8(_EmulatedMXFP8):
         return torch._scaled_grouped_mm(data, weight, scales, weight_scales, offs=ends_e, out_dtype=torch.bfloat16)
 
     @classmethod
+    def gradient_of_rows(cls, grad: Any, weights_eFD: list[Tensor], ends_e: Tensor) -> Tensor:
+        return cls.product(grad, cls.transposed_weights(weights_eFD), ends_e)
+
+    @classmethod
     def swiglu(cls, gate_up_RH: Tensor, scores_R: Tensor | None, ends_e: Tensor) -> Any:
         return cls.arrived(*quantised_swiglu(gate_up_RH, scores_R, "mxfp8"), ends_e)
 
@@ -356,6 +374,10 @@ class _FP8(_EmulatedMXFP8):
             )
         expanded = expand(weight.transpose(-2, -1), factors_eN[..., None], "fp8").transpose(-2, -1)
         return torch._grouped_mm(expand(data, factors_R[:, None], "fp8"), expanded, offs=ends_e)
+
+    @classmethod
+    def gradient_of_rows(cls, grad: Any, weights_eFD: list[Tensor], ends_e: Tensor) -> Tensor:
+        return cls.product(grad, cls.transposed_weights(weights_eFD), ends_e)
 
     @classmethod
     def swiglu(cls, gate_up_RH: Tensor, scores_R: Tensor | None, ends_e: Tensor) -> Any:
