@@ -401,7 +401,7 @@ class _FP8WithWgrad(_FP8):
         grad_HR, factors_eH = fp8_turned(grad_RH, factors_R, ends_e)
         ones = factors_eH.new_ones(len(ends_e) * len(x_DR))
         return [
-            cls._product(half_FR, x_DR, factors_eF.reshape(-1), ones, ends_e)
+            fp8_wgrad(half_FR, x_DR, factors_eF.reshape(-1), ones, ends_e)
             for half_FR, factors_eF in zip(grad_HR.chunk(2), factors_eH.chunk(2, dim=1), strict=True)
         ]
 
@@ -412,20 +412,7 @@ class _FP8WithWgrad(_FP8):
         h_FR, factors_eF = fp8_turned(h_RF, factors_R, ends_e)
         y_DR = turned(data_RD)
         ones = factors_eF.new_ones(len(ends_e) * len(y_DR))
-        return cls._product(y_DR, h_FR, ones, factors_eF.reshape(-1), ends_e)
-
-    @staticmethod
-    def _product(left_NR: Tensor, right_KR: Tensor, factors_eN: Tensor, factors_eK: Tensor, ends_e: Tensor) -> Tensor:
-        """``(e, N, K)``: the sum over each expert's rows; a factor for each expert and row of either operand."""
-        if _on_cuda(left_NR):
-            return torch._scaled_grouped_mm(
-                left_NR, right_KR.t(), factors_eN, factors_eK, ends_e, out_dtype=torch.bfloat16, use_fast_accum=True
-            )
-        left_RN, right_RK = (operand.float().bfloat16().t().contiguous() for operand in (left_NR, right_KR))
-        sums_eNK = torch._grouped_mm(left_RN.t(), right_RK, offs=ends_e, out_dtype=torch.bfloat16)
-        experts = len(ends_e)
-        factors_eNK = factors_eN.view(experts, -1, 1) * factors_eK.view(experts, 1, -1)
-        return (sums_eNK.float() * factors_eNK).bfloat16()
+        return fp8_wgrad(y_DR, h_FR, ones, factors_eF.reshape(-1), ends_e)
 
 
 ARITHMETIC: dict[str, type[_EmulatedMXFP8]] = {
@@ -536,6 +523,22 @@ def fp8_turned(x_RC: Tensor, factors_R: Tensor, ends_e: Tensor) -> tuple[Tensor,
     return data_CR, factors_eC
 
 
+@torch.library.custom_op("moelab::fp8_wgrad", mutates_args=())
+def fp8_wgrad(left_NR: Tensor, right_KR: Tensor, factors_eN: Tensor, factors_eK: Tensor, ends_e: Tensor) -> Tensor:
+    """BF16 ``(e, N, K)``: the sum over each expert's rows; a factor for each expert and row of either operand.
+
+    An operator, because PyTorch's own asks a compiler for the stride of a tensor whose width only the data know.
+    """
+    if _on_cuda(left_NR):
+        return torch._scaled_grouped_mm(
+            left_NR, right_KR.t(), factors_eN, factors_eK, ends_e, out_dtype=torch.bfloat16, use_fast_accum=True
+        )
+    left_RN, right_RK = (operand.float().bfloat16().t().contiguous() for operand in (left_NR, right_KR))
+    sums_eNK = torch._grouped_mm(left_RN.t(), right_RK, offs=ends_e, out_dtype=torch.bfloat16)
+    experts = len(ends_e)
+    return (sums_eNK.float() * factors_eN.view(experts, -1, 1) * factors_eK.view(experts, 1, -1)).bfloat16()
+
+
 @torch.library.custom_op("moelab::turned", mutates_args=(), device_types="cpu")
 def turned(data_RC: Tensor) -> Tensor:
     """E4M3 ``(C, R)``, contiguous."""
@@ -597,6 +600,12 @@ def empty_fp8_turned(x_RC: Tensor, factors_R: Tensor, ends_e: Tensor) -> tuple[T
     del factors_R
     R, C = x_RC.shape
     return x_RC.new_empty((C, R), dtype=E4M3), x_RC.new_empty((len(ends_e), C), dtype=torch.float32)
+
+
+@fp8_wgrad.register_fake
+def _(left_NR: Tensor, right_KR: Tensor, factors_eN: Tensor, factors_eK: Tensor, ends_e: Tensor) -> Tensor:
+    del factors_eN, factors_eK
+    return left_NR.new_empty((len(ends_e), len(left_NR), len(right_KR)), dtype=torch.bfloat16)
 
 
 @turned.register_fake

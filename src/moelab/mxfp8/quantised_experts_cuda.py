@@ -18,7 +18,7 @@ from moelab.mxfp8.quantise import BLOCK
 WARPS = 8
 TILE_N, TILE_K = 256, 64
 """Tile of a weight that is transposed: lines of 128 bytes where it is read and of 256 where it is written."""
-TURN_R, TURN_C, SPLIT = 128, 64, 8
+TURN_R, TURN_C, SPLIT = 256, 64, 8
 """Tile of rows that are turned round, and programs that share the rows of an expert."""
 
 

@@ -32,6 +32,10 @@ NANO_SETTINGS: dict[str, Any] = {
 
 
 FLEX_TILES = {
+    "fwd_BLOCK_M": 128,
+    "fwd_BLOCK_N": 64,
+    "fwd_num_warps": 8,
+    "fwd_num_stages": 3,
     "bwd_BLOCK_M1": 32,
     "bwd_BLOCK_N1": 128,
     "bwd_BLOCK_M2": 128,
