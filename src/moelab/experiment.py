@@ -142,7 +142,9 @@ class Experiment(BaseModel):
     precision: Precision = Precision.BF16
     mxfp8_kernels: Literal["auto", "native", "emulated"] = "auto"
     quantize: Literal["experts", "experts+linears"] = "experts"
-    wgrad: Literal["mxfp8", "bf16"] = "mxfp8"
+    wgrad: Literal["mxfp8", "bf16", "fp8"] = Field(
+        "mxfp8", description="of MXFP8 experts: mxfp8 or bf16; of FP8 experts: fp8, anything else being bf16"
+    )
     ep_backend: EPBackend = EPBackend.STANDARD
     ep_kernels: Literal["native", "emulated"] = Field(
         "native", description="emulated: DeepEP's contract on plain collectives, for its numerics where it is not"
@@ -174,6 +176,9 @@ class Experiment(BaseModel):
         "none", description="full+dispatch: full, but what came over the network is kept"
     )
     compile: Literal["none", "loss", "model+loss"] = "none"
+    attention_backend: Literal["flex", "flex_tiles", "flex_flash", "varlen"] = Field(
+        "flex", description="TorchTitan's; flex_tiles: flex with backward tiles chosen for Hopper"
+    )
     dataset: Literal["python", "c4"] = "python"
     hardware: Hardware = Field(
         "local", description="a profile's name or a YAML file; `local` is the machine at hand, `cpu` hides its GPUs"
@@ -255,7 +260,7 @@ class Experiment(BaseModel):
         parts = [self.precision.value, self.ep_backend.value]
         if self.precision is not Precision.BF16 and self.quantize != "experts":
             parts.append("linears")
-        if self.precision is Precision.MXFP8 and self.wgrad != "mxfp8":
+        if self.wgrad in {Precision.MXFP8: ("bf16", "fp8"), Precision.FP8: ("fp8",)}.get(self.precision, ()):
             parts.append(f"wgrad-{self.wgrad}")
         if self.dispatch_precision != "bf16":
             parts.append(f"dispatch-{self.dispatch_precision}")

@@ -38,7 +38,10 @@ MAX_NUMBER_CHARACTERS = 40
 MAX_VALUES = 1_000_000
 STUDY_KEYS = ("study", "experiment", "arms", "seeds")
 VERSION_KEY, END_KEY = "record_version", "end_of_record"
-ADDED_FIELDS: tuple[Mapping[str, Any], ...] = ({"arm_fields": []}, {"pp_stages_per_rank": 0})
+ADDED_FIELDS: tuple[Mapping[str, Any], ...] = (
+    {"arm_fields": []},
+    {"pp_stages_per_rank": 0, "attention_backend": "flex"},
+)
 """Fields that each version of a record added to the one before, with the value that earlier runs had. The first had
 neither version nor end mark."""
 

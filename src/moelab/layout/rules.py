@@ -482,18 +482,30 @@ def _quantised_dispatch(facts: Facts) -> str | None:
     return None
 
 
-@_rule("fp8 has no linears", "quantize")
-def _fp8_linears(facts: Facts) -> str | None:
-    if facts.quantize == "experts" or facts.precision is not Precision.FP8:
+@_rule("weight gradients are in FP8 with FP8 experts", "wgrad")
+def _fp8_wgrad(facts: Facts) -> str | None:
+    if facts.experiment.wgrad != "fp8" or facts.precision is Precision.FP8:
         return None
-    return "linears are quantised with precision mxfp8 only"
+    return f"wgrad fp8 is of FP8 experts, and precision is {facts.precision.value}"
 
 
-@_rule("MXFP8 linears are whole", "quantize")
-def _mxfp8_linears(facts: Facts) -> str | None:
-    if facts.quantize == "experts" or facts.precision is not Precision.MXFP8 or facts.tp == 1:
+@_rule("attention runs here", "attention_backend")
+def _attention(facts: Facts) -> str | None:
+    backend = facts.experiment.attention_backend
+    if backend == "flex" or facts.capability is None:
         return None
-    return f"MXFP8 linears are for tp 1 only (tp is {facts.tp})"
+    if not facts.capability:
+        return f"attention_backend {backend} is for GPUs, and {facts.gpu_in_words}"
+    if facts.cp > 1 and backend == "varlen":
+        return "TorchTitan 0.3.0 has no context parallelism for varlen attention"
+    return None
+
+
+@_rule("quantised linears are whole", "quantize")
+def _quantised_linears(facts: Facts) -> str | None:
+    if facts.quantize == "experts" or not facts.quantised or facts.tp == 1:
+        return None
+    return f"quantised linears are for tp 1 only (tp is {facts.tp})"
 
 
 @_rule("expert blocks are whole", "tp")
@@ -586,8 +598,9 @@ RULES: tuple[Rule, ...] = (
     _minimal_in_a_node,
     _kept_dispatch,
     _quantised_dispatch,
-    _fp8_linears,
-    _mxfp8_linears,
+    _fp8_wgrad,
+    _attention,
+    _quantised_linears,
     _expert_blocks,
     _weight_blocks,
     _vocabulary,

@@ -50,7 +50,7 @@ _LINES: Final = (
     ),
     re.compile(r"Optimizer (?P<optimizer>\w+) .{0,400}?'lr': (?P<lr>[\d.e-]+)"),
     re.compile(r"Applied (?P<activation_checkpoint>\w+) activation checkpointing"),
-    re.compile(r"modules multiply in MXFP8 \((?P<mxfp8_kernels>\w+) kernels\)"),
+    re.compile(r"modules multiply in (?:MXFP8|8 bits) \((?P<mxfp8_kernels>\w+) kernels\)"),
     re.compile(r"Converted GroupedExperts to use dynamic (?P<experts_in>\S+)"),
     re.compile(r"Float8 training active with recipe (?P<linears_in>\S+)"),
 )

@@ -234,7 +234,7 @@ def _conversion_table(judged: Report) -> Any:
             for run in side.finished
         )
         rows += [[side.label, count, *words] for words, count in told.items()]
-    return Table(title="Modules that multiply in MXFP8", columns=["arm", "runs", "kernels", "modules"], rows=rows)
+    return Table(title="Modules that multiply in 8 bits", columns=["arm", "runs", "kernels", "modules"], rows=rows)
 
 
 def _side_tables(judged: Report) -> Sequence[Any]:
