@@ -28,23 +28,22 @@ from filelock import FileLock, Timeout
 from moelab.errors import BadInput, Refused
 from moelab.experiment import Experiment, Precision
 from moelab.experiment_file import Study
-from moelab.launch import failure
 from moelab.launch.capability import refusals
 from moelab.launch.slurm import ticket_of
 from moelab.launch.torchrun import Command, Process, command
 from moelab.machine import environment
 from moelab.model import TOKENIZERS
-from moelab.runs import directory
+from moelab.runs import directory, failure
 from moelab.runs.collect import Collected, collect_run, save_results
 from moelab.runs.directory import Discovery, RunDir
 from moelab.runs.files import write_json, write_whole
 from moelab.runs.follow import LogFollower, format_seconds
 from moelab.runs.side_files import converted_modules
+from moelab.runs.statements import Statement
 from moelab.runs.status import FILE as STATUS_FILE
 from moelab.runs.status import State, Status
 
 POLL_S = 0.5
-LOG_TAIL_BYTES = 200_000
 MIN_FREE_BYTES = 16 << 20
 C4 = "allenai/c4"
 OnFailure = Literal["continue", "stop"]
@@ -243,7 +242,7 @@ def ended(run: RunDir, status: Status, logs: Path, *, log_start: int = 0) -> tup
     """
     if status.exit_code != 0:
         code = f"torchrun ended with exit code {status.exit_code}; see {run.log.name}"
-        return replace(status, state=State.FAILED, reason=failure_of(run, logs, log_start) or code), None
+        return replace(status, state=State.FAILED, reason=str(failure_of(run, logs, log_start) or code)), None
     left, planned = collect_run(run), run.experiment.steps
     reason: str | None
     if run.experiment.precision is Precision.MXFP8 and not converted_modules(run):
@@ -257,12 +256,13 @@ def ended(run: RunDir, status: Status, logs: Path, *, log_start: int = 0) -> tup
     return replace(status, state=State.FAILED, reason=reason), left
 
 
-def failure_of(run: RunDir, logs: Path, log_start: int) -> str | None:
-    """What failed first in a launch, on one line, or None; the arguments are those of :func:`ended`."""
+def failure_of(run: RunDir, logs: Path, log_start: int) -> Statement | None:
+    """What failed first in a launch, or None; the arguments are those of :func:`ended`."""
     with run.log.open("rb") as log:
-        log.seek(max(log_start, run.log.stat().st_size - LOG_TAIL_BYTES))
+        log.seek(max(log_start, run.log.stat().st_size - failure.LOG_TAIL_BYTES))
         tail = log.read().decode(errors="replace")
-    return failure.cause(logs, tail, ranks_per_node=run.experiment.gpus_per_node)
+    traces = run.path / "comm_traces"  # where TorchTitan has the flight recorder dump
+    return failure.cause(logs, tail, ranks_per_node=run.experiment.gpus_per_node, traces=traces)
 
 
 def no_space(folder: Path) -> str | None:

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from moelab.experiment import Experiment
-from moelab.launch.failure import LOST_PEER
 from moelab.launch.in_job import REQUEUE_CODE, TERMINATED, Place, Signals
 from moelab.launch.local import close, ended, failure_of, no_space, stage_data
 from moelab.launch.torchrun import NODE_VARIABLE, Command, Process, command
@@ -23,6 +22,7 @@ from moelab.machine import environment
 from moelab.runs.collect import Collected
 from moelab.runs.directory import STOP_VARIABLE, STOPPED_FILE, RunDir
 from moelab.runs.files import write_json, write_whole
+from moelab.runs.statements import Kind
 from moelab.runs.status import State, Status
 
 POLL_S = 0.2
@@ -194,8 +194,8 @@ def _terminated(start: Start, status: Status, log_start: int) -> Status:
     srun ends all nodes when one fails, and Slurm does when the job is cancelled, preempted, requeued or out of time.
     """
     found = failure_of(start.run, start.logs, log_start)
-    if found and not LOST_PEER.search(found):
-        return replace(status, state=State.FAILED, reason=found)
+    if found and found.kind < Kind.ABORTED and found.kind is not Kind.STOPPED:
+        return replace(status, state=State.FAILED, reason=str(found))
     if start.signals.save:
         late = "out of time before a checkpoint was saved: raise signal_s of the cluster's profile"
         return replace(status, state=State.FAILED, reason=late)

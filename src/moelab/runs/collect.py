@@ -1,5 +1,8 @@
 """From what a run left to rows: its log and its TensorBoard events, or a log, a folder or an export from elsewhere.
 
+A folder from elsewhere may be what a job left there: its log, torchrun's folders of single ranks, ``slurm-*.out``,
+``dmesg``. They are one run, whose rows are those of the log, or of the rank that has the loss.
+
 The log is written line by line and the events every two minutes, so a killed run has all its steps in the log; the
 events have more digits and the learning rate. Both are read and united. ``metrics.parquet`` and ``results.json`` are
 derived from them and can be made again at any time.
@@ -10,6 +13,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -22,9 +26,11 @@ from moelab.errors import BadInput
 from moelab.experiment import EPBackend, Experiment, Precision
 from moelab.runs import directory
 from moelab.runs.directory import RunDir
+from moelab.runs.failure import cause, rank_folders, tail
 from moelab.runs.files import finite_or_none, write_json, write_whole
 from moelab.runs.log import NotALog, read_log
 from moelab.runs.side_files import Environment, read_side_files
+from moelab.runs.statements import Statement
 from moelab.runs.status import State, Status
 from moelab.runs.table import (
     MetricsRead,
@@ -39,6 +45,9 @@ from moelab.runs.wandb_export import read_wandb
 
 WARMUP_STEPS = 3
 WANDB_SUFFIXES = (".csv", ".json", ".jsonl")
+_LOG_NAME = re.compile(
+    r"\.(log|out|err|txt|stdout|stderr|[oe]\d+)(\.\d+)?(\.(gz|xz|zst|bz2))?$|^(dmesg|messages|syslog|stdout|stderr)\b"
+)
 _FOR_ITS_LOSS = re.compile(
     r"""(?ix) loss(?![a-z]) \W+ (\w+\W+){0,2}? ({0}) \b  # loss is not finite, global_avg_loss=nan, loss became NaN
     | \b ({0}) \W+ ((training|validation)\W+)? loss \b | \b (loss|training) \W+ (\w+\W+){0,2}? diverged \b
@@ -218,6 +227,8 @@ def collect_run(run: RunDir, *, save: bool = False) -> Collected:
 def collect(path: Path) -> list[Collected]:
     """Read whatever is at a path: run directories at or below it, a TorchTitan log, TensorBoard events, a W&B export.
 
+    A log, or a folder of what a job left, that ends in a failure gives a run that failed, with the cause as its reason.
+
     Runs whose record cannot be used are left out (:func:`moelab.runs.directory.discover` names them).
 
     Raises:
@@ -232,8 +243,10 @@ def collect(path: Path) -> list[Collected]:
         raise BadInput("\n".join(found.lines))
     if found and found.runs:
         return [collect_run(run) for run in found.runs]
-    reads = read_wandb(path) if path.suffix in WANDB_SUFFIXES and path.is_file() else [_read_elsewhere(path)]
-    return [_from_elsewhere(read, path.stem) for read in reads if len(read.rows)]
+    if path.is_file() and path.suffix in WANDB_SUFFIXES:
+        return [_from_elsewhere(read, path.stem) for read in read_wandb(path) if len(read.rows)]
+    read, ended = _read_elsewhere(path)
+    return [_from_elsewhere(read, path.stem, ended)] if ended or len(read.rows) else []
 
 
 def newest(collected: Iterable[Collected]) -> list[Collected]:
@@ -299,11 +312,15 @@ def _read_log_and_events(run: RunDir, status: Status) -> tuple[MetricsRead, list
         return log, damaged
     except OSError as error:
         return log, [*damaged, f"{run.tensorboard.name} cannot be read ({error.strerror})"]
+    return _united(log, events), damaged
+
+
+def _united(log: MetricsRead, events: MetricsRead) -> MetricsRead:
     validation = log.validation if len(log.validation) >= len(events.validation) else events.validation
     rows = combine(log.rows, events.rows)
     norms = merge_segments(rows).set_index("step")["grad_norm"]
     reported = {**events.grad_norm_not_finite, **log.grad_norm_not_finite}
-    united = replace(
+    return replace(
         log,
         rows=rows,
         validation=validation,
@@ -311,16 +328,16 @@ def _read_log_and_events(run: RunDir, status: Status) -> tuple[MetricsRead, list
         # One of them may lack the launch that repeated a step, and hold its earlier value.
         grad_norm_not_finite={step: reported[step] for step in sorted(reported) if not math.isfinite(norms[step])},
     )
-    return united, damaged
 
 
-def _from_elsewhere(read: MetricsRead, name: str) -> Collected:
+def _from_elsewhere(read: MetricsRead, name: str, ended: Statement | None = None) -> Collected:
     rows = read.rows.assign(run=read.rows["run"].fillna(name))
+    reason = read.reason or (str(ended) if ended else None)
     return Collected(
-        run=str(rows["run"].iloc[0]),
+        run=str(rows["run"].iloc[0]) if len(rows) else name,
         arm="",
         seed=None,
-        status=Status(state=State.FAILED if read.reason else State.UNKNOWN, reason=read.reason),
+        status=Status(state=State.FAILED if reason else State.UNKNOWN, reason=reason),
         segments=read.segments,
         rows=rows,
         validation=read.validation,
@@ -329,12 +346,79 @@ def _from_elsewhere(read: MetricsRead, name: str) -> Collected:
     )
 
 
-def _read_elsewhere(path: Path) -> MetricsRead:
+def _read_elsewhere(path: Path) -> tuple[MetricsRead, Statement | None]:
+    """The metrics at a path, and what ended the run if something there shows that it failed."""
     if path.is_dir():
-        return read_tensorboard(path)
+        return _read_job(path)
+    if path.name.startswith("events.out.tfevents"):
+        return read_tensorboard(path.parent), None
     try:
-        return read_log(path)
+        read = read_log(path)
     except NotALog:
-        if path.name.startswith("events.out.tfevents"):
-            return read_tensorboard(path.parent)
-        raise
+        # A job that fails before its first step leaves a log all the same.
+        ended = cause(None, tail(path)) if path.is_file() else None
+        if ended is None:
+            raise
+        return read_log([], allow_empty=True), ended
+    return read, cause(None, tail(path))
+
+
+def _read_job(folder: Path) -> tuple[MetricsRead, Statement | None]:
+    """What a job left in a folder.
+
+    Raises:
+        BadInput: if it left neither metrics nor a failure, or the logs are of several runs.
+    """
+    ranks = rank_folders(folder)
+    logs = [file for file in _files(folder) if _LOG_NAME.search(file.name) and file.parent not in ranks]
+    reads = {file: read for file in logs if len((read := read_log(file, allow_empty=True)).rows)}
+    of_ranks = [
+        read_log(file, allow_empty=True)
+        for rank in ranks
+        for file in (rank / "stderr.log", rank / "stdout.log")
+        if not reads and file.is_file()
+    ]
+    read = _of_one_run(folder, reads) if reads else _of_rank_with_loss(of_ranks)
+    ended = cause(folder, *(tail(file) for file in logs))
+    try:
+        events = read_tensorboard(folder)
+    except NotATensorBoardFolder as error:
+        if ended or len(read.rows):
+            return read, ended
+        if not logs and not ranks:
+            raise
+        names = ", ".join(str(file.relative_to(folder)) for file in [*logs, *ranks][:5])
+        raise BadInput(f"{error} Nor is there a TorchTitan step line or a failure in {names}") from None
+    return _united(read, events) if len(read.rows) else events, ended
+
+
+def _files(folder: Path) -> list[Path]:
+    """Files at most three folders down, not in hidden ones nor in those that hold no log."""
+    files: list[Path] = []
+    for here, inside, names in os.walk(folder):
+        is_deep = len(Path(here).relative_to(folder).parts) > 2
+        inside[:] = [name for name in inside if not (is_deep or name.startswith((".", "checkpoint", "step-", "tb")))]
+        files += [Path(here, name) for name in names]
+    return sorted(files)
+
+
+def _of_one_run(folder: Path, reads: Mapping[Path, MetricsRead]) -> MetricsRead:
+    """The longest of several readings of the same steps, such as ``train.log`` and ``slurm-1.out``."""
+    losses = {file: merge_segments(read.rows).set_index("step")["loss"].dropna() for file, read in reads.items()}
+    longest = max(reads, key=lambda file: (len(losses[file]), len(reads[file].rows)))
+    others = [file for file in reads if not losses[file].isin(losses[longest]).all()]
+    if others:
+        names = ", ".join(str(file.relative_to(folder)) for file in [longest, *others])
+        raise BadInput(f"{folder} has logs of several runs or launches: {names}; give one of them")
+    return reads[longest]
+
+
+def _of_rank_with_loss(reads: list[MetricsRead]) -> MetricsRead:
+    """The rank that has the loss, with the memory of the fullest."""
+    if not any(len(read.rows) for read in reads):
+        return read_log([], allow_empty=True)
+    read = max(reads, key=lambda read: (int(read.rows["loss"].notna().sum()), len(read.rows)))
+    memory = ["memory_gib", "memory_pct"]
+    fullest = pd.concat([one.rows for one in reads]).groupby(["segment", "step"])[memory].max()
+    keys = pd.MultiIndex.from_frame(read.rows[["segment", "step"]])
+    return replace(read, rows=read.rows.assign(**{name: fullest.loc[keys, name].to_numpy() for name in memory}))

@@ -1,0 +1,150 @@
+"""Why a run failed, on one line, from everything that its job left.
+
+A dying job says a great deal: every rank raises something, torchrun reports all of them, Slurm adds its own view, and
+most of it is about somebody else's death. So each text is searched for *statements*, and a statement has a *kind*. The
+kinds (:class:`Kind`) are in the order in which one explains the next: a node that failed explains an exception, an
+exception explains a time-out elsewhere, a time-out explains a lost connection, and that explains the signal by which
+torchrun ended the others. The cause is the first statement of the first kind that anybody made. Among equals come the
+rank that torchrun saw fail first (its *root cause*), then the earlier one.
+
+Texts are each rank's ``error.json``, ``stderr.log`` and ``stdout.log`` of the last attempt (kernels print to standard
+output), the combined log with torchrun's and Slurm's words, ``dmesg``, and PyTorch's flight recorder. What a job got
+over is no cause: statements that three further steps follow, or the end of training, do not count.
+
+Formats: of torch 2.14 and DeepEP by their source, of torchrun as it writes them; of NCCL, NVSHMEM, Slurm, the kernel
+and older releases as public reports show them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from moelab.runs.flight_recorder import not_entered
+from moelab.runs.log import read_bytes
+from moelab.runs.statements import TRACEBACK, Kind, Scan, Statement, kind_of
+
+MESSAGE_LENGTH: Final = 280
+"""Characters of a message; with its rank in front it has less than 300."""
+RANK_TAIL_BYTES: Final = 1_000_000
+LOG_TAIL_BYTES: Final = 32 << 20
+_PLACE = re.compile(r"(?:node(\d+)/)?(?:[^/]+/)?attempt_(\d+)/(\d+)$")
+
+
+def cause(logs: Path | None, *texts: str, ranks_per_node: int = 0, traces: Path | None = None) -> Statement | None:
+    """The cause of a failed run, such as ``rank 1: RuntimeError: Loss is not finite (…)``.
+
+    Args:
+        logs: the folder given to torchrun as ``--log-dir``; of several nodes, the one that holds ``node0`` and so on.
+        texts: the end of each log that more than one rank, or none, wrote: torchrun's, Slurm's, the kernel's.
+        ranks_per_node: of a run on several nodes; 0: as torchrun's summary shows it.
+        traces: folder of flight-recorder dumps; ``logs`` by default.
+
+    Returns:
+        None if nothing shows that the run failed.
+    """
+    scans = [Scan(text) for text in texts]
+    places = [place for scan in scans for place in scan.places]
+    said = [statement for scan in scans for statement in scan.statements()]
+    if logs is not None:
+        said += _of_ranks(logs, ranks_per_node, places)
+    if not any(statement.is_end for statement in said):
+        return None
+    if any(statement.kind in (Kind.TIMED_OUT, Kind.ABORTED, Kind.LOST_PEER) for statement in said):
+        dumps = traces or logs
+        missing = not_entered(dumps) if dumps else ()
+        said += [Statement(kind=Kind.WAITED, rank=rank, message=words) for rank, words in missing]
+    roots = {root for scan in scans for root in scan.roots}
+    # `sorted` is stable: what is equal so far stays in the order in which it was written.
+    ranked = sorted(said, key=lambda one: (one.kind, not one.has_words, one.rank not in roots, one.time))
+    return _explained(ranked)
+
+
+def _explained(ranked: Sequence[Statement]) -> Statement:
+    """The first statement, a signal's with what the kernel or the rank said about it."""
+    first = ranked[0]
+    if first.message.startswith("killed by SIG"):
+        about = (one for one in ranked if one.kind is first.kind and one.rank in (None, first.rank) and one != first)
+        words = next((one.message for one in about if not one.message.startswith("killed by SIG")), "")
+        if words:
+            first = replace(first, message=f"{first.message.partition(' (')[0]}: {words}")
+    line = " ".join(first.message.split())
+    return replace(first, message=line if len(line) <= MESSAGE_LENGTH else f"{line[: MESSAGE_LENGTH - 1].rstrip()}…")
+
+
+def rank_folders(logs: Path) -> list[Path]:
+    """Torchrun's folders of single ranks at or below a path, of the last attempt of each launch."""
+    found = [folder for folder in logs.glob("**/attempt_*/[0-9]*") if _PLACE.search(folder.as_posix())]
+    last: dict[Path, int] = {}
+    for folder in found:
+        number = int(folder.parent.name.removeprefix("attempt_"))
+        last[folder.parents[1]] = max(number, last.get(folder.parents[1], 0))
+    current = [folder for folder in found if folder.parent.name == f"attempt_{last[folder.parents[1]]}"]
+    return sorted(current, key=lambda folder: (folder.parent, int(folder.name)))
+
+
+def _of_ranks(logs: Path, ranks_per_node: int, places: Sequence[tuple[int, int]]) -> Iterator[Statement]:
+    """What each rank left.
+
+    Args:
+        logs: as in :func:`cause`.
+        ranks_per_node: as in :func:`cause`.
+        places: global and local ranks as torchrun reported them.
+    """
+    folders = rank_folders(logs)
+    offsets = {rank - local for rank, local in places}
+    per_node = ranks_per_node or math.gcd(*offsets) or max((int(folder.name) + 1 for folder in folders), default=0)
+    for folder in folders:
+        match = _PLACE.search(folder.as_posix())
+        node = int(match[1]) if match and match[1] else None
+        first = node * per_node if node is not None else min(offsets) if len(offsets) == 1 else 0
+        rank = first + int(folder.name)
+        files = [file for name in ("stderr.log", "stdout.log") if (file := folder / name).is_file()]
+        scans = [(file, Scan(tail(file, RANK_TAIL_BYTES), rank=rank)) for file in files]
+        own = {number for _, scan in scans for number in scan.own_ranks}
+        rank = own.pop() if len(own) == 1 else rank  # by PyTorch, which knows best where folders do not tell
+        yield from _recorded(folder / "error.json", rank)
+        for file, scan in scans:
+            written = float(int(file.stat().st_mtime))  # in whole seconds, as those in error.json
+            for one in scan.statements():
+                yield replace(one, time=written, rank=None if one.rank is None else rank)
+
+
+def _recorded(file: Path, rank: int) -> Iterator[Statement]:
+    """What ``torch.distributed.elastic``'s ``@record`` wrote; nothing where that is missing or torn."""
+    try:
+        content = json.loads(file.read_text())["message"]
+        if isinstance(content, str):
+            content = {"message": content}
+        extra = content.get("extraInfo", {})
+        time, called = float(extra.get("timestamp", math.inf)), str(extra.get("py_callstack", ""))
+        message = str(content["message"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return
+    # A traceback names the exception in full and has its frame; older versions of torch wrote the message alone.
+    kind, _, words = message.partition("\n")[0].partition(": ")
+    text = called if called.startswith(TRACEBACK) and (words or kind) in called else f"{TRACEBACK}:\n{message}"
+    told = list(Scan(text, is_exception=True).statements()) or [Statement(kind=kind_of(message), message=message)]
+    yield from (replace(one, time=time, rank=rank if one.rank is None else one.rank) for one in told)
+
+
+def tail(file: Path, size: int = LOG_TAIL_BYTES) -> str:
+    """The last ``size`` bytes of a log, unpacked if it is compressed."""
+    if file.suffix in (".gz", ".xz", ".zst", ".bz2"):
+        blocks: deque[bytes] = deque()
+        length = 0
+        for block in read_bytes(file):
+            blocks.append(block)
+            length += len(block)
+            while length - len(blocks[0]) >= size:
+                length -= len(blocks.popleft())
+        return b"".join(blocks).decode(errors="replace")
+    with file.open("rb") as stream:
+        stream.seek(max(0, file.stat().st_size - size))
+        return stream.read(size).decode(errors="replace")
