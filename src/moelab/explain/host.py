@@ -7,6 +7,7 @@ forward, backward or the optimizer; annotations of FSDP and of PyTorch say which
 from __future__ import annotations
 
 import re
+from array import array
 
 import numpy as np
 import numpy.typing as npt
@@ -140,12 +141,14 @@ def _found(keys: Rows, rows: npt.NDArray[np.int64], wanted: Rows) -> npt.NDArray
     return np.where((keys[place] == wanted) & (wanted >= 0), rows[place], -1)
 
 
-def _tree(ops: Rows) -> tuple[npt.NDArray[np.int32], tuple[list[float], list[float], list[int]]]:
+def _tree(ops: Rows) -> tuple[npt.NDArray[np.int32], tuple[array[float], array[float], array[int]]]:
     """Each operator's parent, and the stretches of time that are an operator's own: start, end, row."""
     parent = np.full(len(ops), -1, np.int32)
-    starts, ends, rows = [], [], []
     stack: list[int] = []
-    start, end, thread, since = ops["start"].tolist(), ops["end"].tolist(), ops["thread"].tolist(), 0.0
+    starts, ends, rows, since = array("d"), array("d"), array("l"), 0.0
+    start, end, thread = (
+        array(code, ops[name].tobytes()) for code, name in (("d", "start"), ("d", "end"), ("i", "thread"))
+    )
 
     def leave(until: float) -> None:
         nonlocal since
