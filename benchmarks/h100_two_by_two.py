@@ -79,6 +79,18 @@ ARMS: dict[str, dict[str, Any]] = {
     "fp8_standard": {"precision": "fp8"},
     "fp8_deepep": {"precision": "fp8", "ep_backend": "deepep"},
     "fp8_deepep_dispatch-fp8": {"precision": "fp8", "ep_backend": "deepep", "dispatch_precision": "fp8"},
+    "fp8_deepep_wgrad-fp8_dispatch-fp8": {
+        "precision": "fp8",
+        "wgrad": "fp8",
+        "ep_backend": "deepep",
+        "dispatch_precision": "fp8",
+    },
+    "fp8_deepep_linears_dispatch-fp8": {
+        "precision": "fp8",
+        "quantize": "experts+linears",
+        "ep_backend": "deepep",
+        "dispatch_precision": "fp8",
+    },
     "mxfp8-emulated_deepep": {"precision": "mxfp8", "mxfp8_kernels": "emulated", "ep_backend": "deepep"},
     "mxfp8-emulated_deepep_dispatch-mxfp8": {
         "precision": "mxfp8",
@@ -88,10 +100,16 @@ ARMS: dict[str, dict[str, Any]] = {
         "dispatch_precision": "mxfp8",
     },
 }
-DEFAULT_ARMS = list(ARMS)[:6]
+DEFAULT_ARMS = [
+    arm for arm in ARMS if arm not in ("fp8_deepep_linears_dispatch-fp8", "mxfp8-emulated_deepep_dispatch-mxfp8")
+]
 ARMS |= {
     f"bf16_{backend}_full+dispatch": {"ep_backend": backend, "activation_checkpoint": "full+dispatch"}
     for backend in ("standard", "deepep")
+} | {
+    f"{arm}_{attention}": {**settings, "attention_backend": attention}
+    for arm, settings in list(ARMS.items())
+    for attention in ("flex_tiles", "flex_flash")
 }
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import fcntl
 import os
 import pwd
+import re
 import shutil
 import signal
 import socket
@@ -179,11 +180,16 @@ class SlurmCluster:
     def start_controller(self) -> None:
         """Start slurmctld; a slurmd that finds none at its start asks again only a minute later."""
         self._start("slurmctld", *self._named(CONTROLLER), "slurmctld", "-D", "-f", self.env["SLURM_CONF"])
+        port = int(re.search(r"SlurmctldPort=(\d+)", (self.folder / "slurm.conf").read_text())[1])
+        self.wait_for(lambda: not _is_free(port), what="slurmctld to listen")  # sinfo would try again for seconds
         self.wait_for(self.states, what="slurmctld to answer")
 
-    def kill_controller(self) -> None:
-        """Kill slurmctld: clients find nobody; its jobs run on."""
-        self._end("slurmctld", signal.SIGKILL)
+    def stop_controller(self) -> None:
+        """End slurmctld: clients find nobody; its jobs run on.
+
+        Killed, it would have forgotten which jobs run, and start them again; nodes that have them are then drained.
+        """
+        self._end("slurmctld", signal.SIGTERM)
 
     def start_node(self, node: str) -> None:
         """Start a node's slurmd."""

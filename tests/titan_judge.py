@@ -135,6 +135,7 @@ def _pipeline(experiment: Experiment, config: Any, dims: Any) -> tuple[list[list
     from torchtitan.distributed import pipeline_parallel as titan
 
     n_stages, n_layers, first, last = titan._get_pipeline_metadata(dims, config.parallelism, config.model_spec.model)
+    n_stages = experiment.pp_stages_per_rank * dims.pp or n_stages  # as ``module_fqns_per_model_part`` says it
     modules = titan._generate_llm_fqn_per_model_part(n_stages, n_layers, first, last)
     held = [
         titan._get_pp_rank_to_stage_indices_mapping(rank, dims.pp, experiment.pp_schedule, n_stages)

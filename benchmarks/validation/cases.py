@@ -2,8 +2,8 @@
 
 What others published and what was noted by hand is in ``cases.csv``: a row has the figure with its source and date, the
 name of a function of :data:`PREDICT`, and what that function is asked. What programs of ``benchmarks/`` measured is
-read from their own files; torchao's table of grouped products is :mod:`moelab.mxfp8.torchao_b200`, DeepEP's
-:data:`moelab.projection.exchange.QUOTED`.
+read from their own files; torchao's table of grouped products and the H100's are those that
+:mod:`moelab.projection.gemm_fit` fits, DeepEP's is :data:`moelab.projection.exchange.QUOTED`.
 """
 
 from __future__ import annotations
@@ -18,21 +18,19 @@ from typing import Any
 from moelab.analysis.published import GAINS, SOURCE, THROUGHPUT
 from moelab.analysis.two_by_two import arm_results, checkpointing_words
 from moelab.experiment import EPBackend, Precision
-from moelab.hardware import B200, GB200, GB300, GPUS, H100, H800, Node
-from moelab.hardware.catalogue import NIC_400G
+from moelab.hardware import B200, GB200, GB300, GPUS, H100, H800, NIC_400G, Node
 from moelab.memory.activations import BF16
 from moelab.model import BYTES_PER_ELEMENT, shape_of
-from moelab.mxfp8 import torchao_b200 as b200
-from moelab.mxfp8.break_even import CAST_BYTES, OVERHEAD_SHARE
 from moelab.mxfp8.grouped_gemm_cases import Case as Size
-from moelab.projection.calibration import Calibration, with_values
-from moelab.projection.exchange import COPIES, QUOTED, QuotedBandwidth, exchange_time_s
-from moelab.projection.gemm import grouped_job, grouped_time_s, product_parts_s, rates_of
+from moelab.mxfp8.grouped_gemm_cases import Precision as GroupedPrecision
+from moelab.projection.calibration import Calibration
+from moelab.projection.exchange import COPIES, QUOTED, QuotedBandwidth, exchange_job, exchange_time_s
+from moelab.projection.gemm import Rates, grouped_parts, grouped_time_s, rates_of
+from moelab.projection.gemm_fit import b200_observations, cast_us, h100_observations, step_us
 from moelab.projection.job import Job
 from moelab.projection.measured import (
     ALL_TO_ALL,
     ALL_TO_ALL_H200,
-    GROUPED_GEMM,
     TWO_BY_TWO,
     Row,
     hardware_of,
@@ -49,7 +47,6 @@ from validation.shapes import ALL_SHAPES, arm_of, thin_job
 
 HERE = Path(__file__).parent
 DEEPEP, H100_KERNELS, H200_EXCHANGES, TORCHAO = "DeepEP", "H100 micro-experiments", "H200 exchanges", "torchao"
-WHOLE_PASS = "forward+backward"
 EP_ROWS = 131_072
 """Rows of torchao's pipeline and MoE layers; its README gives ``total_M`` 131,072."""
 Predict = Callable[[Calibration], float]
@@ -227,33 +224,11 @@ def part(
 
 def torchao_kernels() -> Iterator[Case]:
     """Single kernels, products and MoE layers on B200, as torchao publishes them."""
-    for row in b200.ROWS:
-        extra = b200.benchmark_extra_bytes(row.case)
-        for precision, us in (("bf16", row.bf16_us), ("mxfp8", row.mxfp8_us)):
-            predict = product("B200", precision, row.case, extra_bytes=extra)
-            name, seen = f"{row.case.name}, {precision}", row.case.groups == 8
-            yield part(TORCHAO, name, "µs", us, predict, b200.ROWS_SOURCE, seen=seen)
-    yield from noted("cast")
-    case = b200.KERNELS_CASE
-    for kernel in b200.KERNELS:
-        name = f"kernel of {kernel.direction}: {kernel.kind} {kernel.operand}".strip()
-        if kernel.kind == "quantise":
-            predict, _ = _cast({"elements": case.elements[kernel.operand]})
-        elif kernel.kind == "gemm":
-            predict = _product_alone(kernel.direction)
-        else:
-            continue
-        yield part(TORCHAO, name, "µs", kernel.us, predict, b200.KERNELS_SOURCE, seen=True)
-    for direction, share in OVERHEAD_SHARE["mxfp8"].items():
-        us = sum(one.us for one in b200.KERNELS if (one.direction, one.kind) == (direction, "scales"))
-        name = f"kernels of {direction}: scales"
-        yield part(TORCHAO, name, "µs", us, _scales(share), b200.KERNELS_SOURCE, seen=True)
-    for m, speedup in b200.CURVE.items():
-        size = replace(case, m=m)
-        name = f"products and casts, {size.name}"
-        yield part(TORCHAO, name, "speed-up", speedup, _product_gain(size), b200.CURVE_SOURCE)
-    yield from noted("pipeline")
-    yield from noted("layer")
+    for one in b200_observations():
+        unit = "speed-up" if one.kind == "speed-up" else "µs"
+        yield part(TORCHAO, one.name, unit, one.value, one.predict, one.source, seen=one.fitted)
+    for kind in ("cast", "pipeline", "layer"):
+        yield from noted(kind)
 
 
 def deepep_bandwidths() -> Iterator[Case]:
@@ -267,12 +242,9 @@ def deepep_bandwidths() -> Iterator[Case]:
 
 def h100_kernels() -> Iterator[Case]:
     """Grouped products and exchanges of the later campaigns."""
-    measured = load_measured(GROUPED_GEMM)
-    for row in measured.rows:
-        if row["pass"] == WHOLE_PASS and row["precision"] in ("bf16", "fp8"):
-            size = Size(m=row["m"], n=row["n"], k=row["k"], groups=row["groups"], sizes=row["sizes"])
-            name, predict = f"{size.name}, {row['precision']}", product("H100", row["precision"], size)
-            yield part(H100_KERNELS, name, "µs", row["median_us"], predict, measured.stamp, seen=True)
+    for one in h100_observations():
+        if one.kind == "step":
+            yield part(H100_KERNELS, one.name, "µs", one.value, one.predict, one.source, seen="bf16" in one.name)
     measured = load_measured(ALL_TO_ALL)
     for row in measured.rows:
         name, predict = f"{row['arm']}, {row['operation']}, on the wire", _wire("H100", row)
@@ -292,46 +264,14 @@ def h200_exchanges() -> Iterator[Case]:
         yield part(H200_EXCHANGES, ", ".join(name) + ", on the wire", "µs", us, predict, measured.stamp)
 
 
-def product(gpu: str, precision: str, size: Size, *, extra_bytes: float = 0.0, unit_s: float = 1e-6) -> Predict:
-    """What the model says of a grouped product forward and backward, and of ``extra_bytes`` moved beside it."""
-    job = grouped_job(gpu, precision)
-
-    def predict(calibration: Calibration) -> float:
-        parts = product_parts_s(job, calibration, size.m, size.n, size.k, size.groups)
-        return (sum(parts.values()) + extra_bytes / memory_rate(job, calibration)) / unit_s
-
-    return predict
-
-
 def _product_ms(inputs: Inputs) -> tuple[Predict, None]:
     size = Size(m=inputs["m"], n=inputs["n"], k=inputs["k"], groups=inputs["groups"])
-    return product(inputs["gpu"], inputs["precision"], size, unit_s=1e-3), None
-
-
-def _product_gain(size: Size) -> Predict:
-    bf16, mxfp8 = (product("B200", precision, size) for precision in ("bf16", "mxfp8"))
-    return lambda calibration: bf16(calibration) / mxfp8(calibration)
-
-
-def _product_alone(direction: str) -> Predict:
-    """A kernel alone: a rate of a step without what a step adds to it."""
-    m, n, k, groups = b200.KERNELS_CASE.m, b200.KERNELS_CASE.n, b200.KERNELS_CASE.k, b200.KERNELS_CASE.groups
-    sizes = {"forward": (m, n, k), "dgrad": (m, k, n), "wgrad": (n, k, m)}[direction]
-
-    def predict(calibration: Calibration) -> float:
-        rates = rates_of(B200, with_values(calibration, blackwell_low_in_step=1.0))
-        return 1e6 * grouped_time_s(*sizes, groups, rates, low=True, wgrad=direction == "wgrad")
-
-    return predict
+    us = step_us(GPUS[inputs["gpu"]], size, inputs["precision"])
+    return lambda calibration: us(calibration) / 1e3, None
 
 
 def _cast(inputs: Inputs) -> tuple[Predict, None]:
-    tb_s, cast_bytes = float(B200.hbm_tb_s or 0), CAST_BYTES["mxfp8"]
-    return lambda one: inputs["elements"] * cast_bytes / (1e6 * float(one.blackwell_cast) * tb_s), None
-
-
-def _scales(share: float) -> Predict:
-    return lambda calibration: share * float(calibration.blackwell_scales_us)
+    return cast_us(B200, "mxfp8", inputs["elements"]), None
 
 
 def _sum(parts: list[Predict]) -> Predict:
@@ -362,7 +302,7 @@ def _logical_gb_s(row: QuotedBandwidth) -> Predict:
 def _wire(gpu: str, row: Row) -> Predict:
     """Microseconds of a measured exchange; DeepEP's expanding layout writes every expert's row within it."""
     shape = replace(shape_of("671B"), num_experts=row["experts"], dim=row["hidden"], top_k=row["top_k"])
-    job = grouped_job(gpu, "bf16", ep=row["ranks"], shape=shape, tokens=row["tokens"])
+    job = exchange_job(gpu, ep=row["ranks"], shape=shape, tokens=row["tokens"])
     work = replace(job.work, backend=EPBackend(row["backend"]))
     job = replace(job, work=work, routing=RoutingModel(kind=row["routing"]))
     place = ("dispatch", "combine", "combine_backward", "dispatch_backward").index(row["operation"])
@@ -379,17 +319,20 @@ def _pipeline(inputs: Inputs) -> tuple[Predict, None]:
     """Dispatch, permutation, one grouped product, and back, on 8 × B200, ms."""
     dim, hidden, precision = inputs["dim"], inputs["hidden"], inputs["precision"]
     shape = replace(shape_of("671B"), dim=dim, moe_hidden_dim=hidden, num_experts=64, top_k=1, expert_groups=1)
-    multiplied = "mxfp8_wgrad_bf16" if precision == "mxfp8" else "bf16"
-    job = grouped_job("B200", multiplied, ep=8, shape=shape, tokens=EP_ROWS)
+    multiplied: GroupedPrecision = "mxfp8_wgrad_bf16" if precision == "mxfp8" else "bf16"
+    job = exchange_job("B200", ep=8, shape=shape, tokens=EP_ROWS)
 
     def predict(calibration: Calibration) -> float:
         low, high = (exchange_time_s(job, calibration, BYTES_PER_ELEMENT[one]) for one in (precision, "bf16"))
-        parts = product_parts_s(job, calibration, EP_ROWS, hidden, dim, 8)
+        rates = rates_of(B200, calibration)
+        parts = grouped_parts(EP_ROWS, hidden, dim, 8, multiplied, rates)
+        forward_s = sum(part.time_s for part in parts if part.direction == "forward")
         copies = COPIES["fused"]
         copy_s = 2 * BF16 * EP_ROWS * dim / memory_rate(job, calibration)
         if inputs["direction"] == "forward":
-            return 1e3 * (low + high + parts["forward"] + sum(copies[:2]) * copy_s)
-        return 1e3 * (low + high + parts["dgrad"] + parts["wgrad"] + sum(copies[2:]) * copy_s)
+            return 1e3 * (low + high + forward_s + sum(copies[:2]) * copy_s)
+        backward_s = sum(part.time_s for part in parts) - forward_s
+        return 1e3 * (low + high + backward_s + sum(copies[2:]) * copy_s)
 
     return predict, None
 
@@ -397,17 +340,15 @@ def _pipeline(inputs: Inputs) -> tuple[Predict, None]:
 def _layer_gain(inputs: Inputs) -> tuple[Predict, None]:
     """Speed-up of a whole MoE layer with 8 local experts by MXFP8."""
     dim, hidden = inputs["dim"], inputs["hidden"]
-    jobs = [grouped_job("B200", precision) for precision in ("bf16", "mxfp8")]
     moved = BF16 * EP_ROWS * (2 * dim * sum(COPIES["standard compiled"]) + 9 * hidden)
 
-    def layer_s(job: Job, calibration: Calibration) -> float:
-        products = 2 * sum(product_parts_s(job, calibration, EP_ROWS, hidden, dim, 8).values())
-        products += sum(product_parts_s(job, calibration, EP_ROWS, dim, hidden, 8).values())
-        return products + moved / memory_rate(job, calibration)
+    def layer_s(precision: GroupedPrecision, rates: Rates) -> float:
+        first, last = ((EP_ROWS, n, k, 8, precision, rates) for n, k in ((hidden, dim), (dim, hidden)))
+        return 2 * grouped_time_s(*first) + grouped_time_s(*last) + moved / rates.memory
 
     def predict(calibration: Calibration) -> float:
-        bf16_s, mxfp8_s = (layer_s(job, calibration) for job in jobs)
-        return bf16_s / mxfp8_s
+        rates = rates_of(B200, calibration)
+        return layer_s("bf16", rates) / layer_s("mxfp8", rates)
 
     return predict, None
 

@@ -6,6 +6,7 @@ Nothing but the standard library is imported before a verb is chosen, so that ``
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import signal
@@ -31,7 +32,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return int(options.run(options))
     except MoelabError as error:
-        print(f"moelab: {error}", file=sys.stderr)  # noqa: T201
+        from moelab.privacy import without_secrets
+
+        print(f"moelab: {without_secrets(str(error))}", file=sys.stderr)  # noqa: T201 - it may quote a file
         return error.exit_code
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -68,7 +71,14 @@ def build_parser() -> argparse.ArgumentParser:
     doctor.add_argument("--nodes", action="store_true", help="with --cluster: let every node report, by srun")
 
     plan = verb("plan", _plan, "say whether an experiment is legal, what it holds and how it is started")
-    plan.add_argument("file", type=Path, help="YAML of an experiment, or of a study: each of its arms is planned")
+    plan.add_argument(
+        "file", type=Path, nargs="?", help="YAML of an experiment, or of a study: each of its arms is planned"
+    )
+    plan.add_argument(
+        "--from-hf",
+        metavar="CONFIG",
+        help="take the model from a Hugging Face config.json, a folder with one, or by name, such as Qwen3-30B-A3B",
+    )
     plan.add_argument("--arm", help="plan one arm of a study, such as mxfp8_standard or bf16_deepep_round-robin")
     plan.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="replace a field")
     plan.add_argument("--write", type=Path, metavar="PATH", help="write the experiment, as it is planned, to a file")
@@ -127,6 +137,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--cluster-set", action="append", default=[], metavar="KEY=VALUE", help="replace a field of the profile"
     )
     submit.add_argument("--after", metavar="JOB", help="job that has to succeed first, such as 123 or 123_4")
+    submit.add_argument("--adopt", metavar="JOB", help="say as which job runs were submitted whose number is not known")
     submit.add_argument("--runs", type=Path, help="folder that holds all studies; default: the profile's, or runs")
     submit.add_argument("--dry-run", action="store_true", help="print the exact script and touch nothing")
 
@@ -183,9 +194,18 @@ def _stop(_signal: int, _frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def _show(options: argparse.Namespace, as_json: Any, as_text: str) -> None:
-    """Print a result, as JSON if that is asked for."""
-    text = json.dumps(as_json, indent=1, allow_nan=False) if options.json else as_text
+def _show(options: argparse.Namespace, as_json: Any, as_text: str, *, exact: bool = False) -> None:
+    """Print a result, as JSON if that is asked for; it may quote logs, and holds no keys and moves no cursor.
+
+    ``exact`` is for what is run as it stands, such as a script: its cluster profile was refused if it held a key.
+    """
+    from moelab.privacy import each_text, without_secrets
+
+    if options.json:
+        cleaned = str if exact else functools.cache(without_secrets)  # of thousands of runs most words are the same
+        text = json.dumps(each_text(cleaned, as_json), indent=1, allow_nan=False)
+    else:
+        text = as_text if exact else without_secrets(as_text)
     print(text, flush=True)  # noqa: T201 - results go to stdout
 
 
@@ -253,20 +273,28 @@ def _chosen_arms(study: Any, wanted: str | None) -> list[Any]:
 
 def _plan(options: argparse.Namespace) -> int:
     from moelab.experiment_file import read_study, write_experiment
+    from moelab.model.hugging_face import read_model
 
-    arms = _chosen_arms(read_study(options.file, options.set), options.arm)
+    if not (options.file or options.from_hf):
+        raise BadInput("give the FILE of an experiment or study, a model with --from-hf, or both")
+    model = read_model(options.from_hf) if options.from_hf else None
+    overrides = [*(model.overrides if model else ()), *options.set]
+    arms = _chosen_arms(read_study(options.file, overrides), options.arm)
     if len(arms) > 1:
         return _plan_arms(options, arms)
     (experiment,) = arms
     if options.search:
         return _search(options, experiment)
-    from moelab.plan import plan, plan_text, titan_config, titan_text, verified, verified_text
+    from moelab.plan import model_text, plan, plan_text, titan_config, titan_text, verified, verified_text
 
     if options.write:
         options.write.write_text(write_experiment(experiment), encoding="utf-8")
-    one_in_file = not (options.set or options.arm)
+    one_in_file = not (overrides or options.arm)
     planned = plan(experiment, path=options.write or (options.file if one_in_file else None))
     as_json, as_text = planned.to_json(), plan_text(planned)
+    if model:
+        as_json["from_hf"] = model.to_json()
+        as_text += f"\n\n{model_text(model)}"
     if planned.verdict.legal and options.config:
         as_json["titan_config"] = titan_config(experiment)
         as_text += f"\n\n{titan_text(as_json['titan_config'])}"
@@ -313,9 +341,8 @@ def _search(options: argparse.Namespace, experiment: Any) -> int:
 
 def _project(options: argparse.Namespace) -> int:
     from moelab.experiment_file import read_study
-    from moelab.project_text import arms_text, projection_text
     from moelab.projection.calibration import CALIBRATION, read_calibration
-    from moelab.projection.project import project
+    from moelab.projection.project import arms_text, project, projection_text
 
     chosen = _chosen_arms(read_study(options.file, options.set), options.arm)
     calibration = read_calibration(options.calibration) if options.calibration else CALIBRATION
@@ -405,7 +432,7 @@ def _run(options: argparse.Namespace) -> int:
 def _submit(options: argparse.Namespace) -> int:
     from moelab.experiment_file import Study, read_study
     from moelab.launch.cluster import read_cluster
-    from moelab.launch.submit import dry_run, submit
+    from moelab.launch.submit import adopt, dry_run, submit
 
     study = read_study(options.file, options.set)
     if options.arm:
@@ -415,9 +442,10 @@ def _submit(options: argparse.Namespace) -> int:
     runs = options.runs or Path(cluster.runs or "runs")
     if options.dry_run:
         done = dry_run(study, runs, cluster, after=options.after)
-        _show(options, done.to_json(), "\n".join(done.scripts).rstrip("\n"))
+        _show(options, done.to_json(), "\n".join(done.scripts).rstrip("\n"), exact=True)
     else:
-        done = submit(study, runs, cluster, submit=True, after=options.after)
+        as_job, after = options.adopt, options.after
+        done = adopt(study, runs, as_job) if as_job else submit(study, runs, cluster, submit=True, after=after)
         _show(options, done.to_json(), done.as_text())
     return 0
 
@@ -462,13 +490,20 @@ def _follow(options: argparse.Namespace) -> int:
 
 
 def _collect(options: argparse.Namespace) -> int:
+    from moelab.privacy import each_text, without_secrets
     from moelab.runs.collect import collect, collect_run
     from moelab.runs.directory import discover
 
     found = discover(options.path.absolute())
     runs = [collect_run(run) for run in found.runs] or collect(options.path)
-    as_json = {"runs": [run.to_json() for run in runs], **found.to_json()}
-    _show(options, as_json, "\n".join([*(run.summary for run in runs), *found.lines]))
+    if not options.json:
+        _show(options, None, "\n".join([*(run.summary for run in runs), *found.lines]))
+        return 0
+    print('{"runs": [', end="\n ")  # noqa: T201 - one run at a time: all rows are hundreds of MB
+    for number, run in enumerate(runs):
+        print(",\n " * bool(number) + run.json_text(), end="")  # noqa: T201
+    others = each_text(without_secrets, found.to_json())
+    print(f"\n],{json.dumps(others, indent=1)[1:]}")  # noqa: T201
     return 0
 
 

@@ -5,19 +5,23 @@ from __future__ import annotations
 import os
 import shutil
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moelab import finding as deepep
 from moelab.experiment import EPBackend, Experiment, Precision
-from moelab.hardware import cluster_of, has_native_mxfp8, known_gpu
+from moelab.experiment_file import read_hardware
+from moelab.finding import Finding, Severity, any_error
+from moelab.hardware import architecture, cluster_of, has_native_mxfp8, known_gpu
 from moelab.health.deepep import examine_environment
+from moelab.health.gpu import check_gpus, read_gpus
 from moelab.health.links import Expected
 from moelab.health.smoke import NAME as SMOKE_TEST
 from moelab.health.smoke import smoke_test
 from moelab.launch.capability import refusals
 from moelab.machine import (
+    GpusUnknown,
     cores,
     environment,
     find_chromium,
@@ -25,26 +29,13 @@ from moelab.machine import (
     gpus,
     has_module,
     memory_bytes,
+    physical_memory_bytes,
+    this_machine,
     version,
 )
 
 PINNED = {"torch": "2.14", "torchtitan": "0.3.0", "torchao": "0.18.0"}
 MIN_MEMORY_GIB, MIN_DISK_GIB = 4, 2
-GPUS = "GPUs"
-GPUS_ADVICE = (
-    "what the GPUs can do is not known until nvidia-smi works: after an upgrade of the driver reboot or reload its "
-    "modules; in a container pass the GPUs on; hardware=cpu uses the processor meanwhile"
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Finding:
-    """One thing looked at: ``ok``, what was found, and what follows from it or what to do."""
-
-    name: str
-    ok: bool
-    found: str
-    advice: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,12 +53,12 @@ class Examination:
 
     findings: tuple[Finding, ...]
     arms: tuple[Arm, ...]
-    deepep: tuple[deepep.Finding, ...]
+    deepep: tuple[Finding, ...]
 
     def to_json(self) -> dict[str, Any]:
         """For a program."""
         return {
-            "findings": [vars(finding) for finding in self.findings],
+            "findings": [{**finding.to_json(), "ok": finding.ok} for finding in self.findings],
             "arms": [
                 {"arm": arm.name, "runs": not arm.reason, "kernels": arm.kernels, "reason": arm.reason}
                 for arm in self.arms
@@ -78,18 +69,13 @@ class Examination:
 
     @property
     def failed(self) -> bool:
-        """Whether nvidia-smi fails, or the smoke test ran and did."""
-        broken = any(one.name == GPUS and not one.ok for one in self.findings)
-        return broken or any(one.name == SMOKE_TEST and not one.ok for one in self.deepep)
+        """Whether the GPUs do not work, or the smoke test ran and failed."""
+        return any_error(self.findings) or any_error(one for one in self.deepep if one.name == SMOKE_TEST)
 
     def as_text(self) -> str:
         """For a person."""
-        lines = ["This machine"]
-        for finding in self.findings:
-            lines.append(f"  {'ok ' if finding.ok else '-- '} {finding.name}: {finding.found}")
-            lines += [f"       {finding.advice}"] if finding.advice else []
-        lines += ["", "DeepEP and what it needs"]
-        lines += [line for one in self.deepep for line in one.as_lines()]
+        lines = ["This machine", *(line for one in self.findings for line in one.as_lines())]
+        lines += ["", "DeepEP and what it needs", *(line for one in self.deepep for line in one.as_lines())]
         lines += ["", "Arms of a study (nano model)"]
         for arm in self.arms:
             lines.append(f"  {'ok ' if not arm.reason else '-- '} {arm.name}: {arm.reason or arm.kernels}")
@@ -100,22 +86,22 @@ def examine(*, hardware: str = "local", smoke: bool = False) -> Examination:
     """Look at hardware, packages and tools. Loads neither torch nor plotly.
 
     Args:
-        hardware: profile that the network is held against, such as ``b200_x256``.
+        hardware: profile, or file of one's own, that the network is held against, such as ``b200_x256``.
         smoke: start two ranks that send tokens to experts and back, some seconds to minutes.
 
     Raises:
         BadInput: if there is no such profile.
     """
-    expected = None if hardware == "local" else Expected.of(cluster_of(hardware))  # of local no network is known
+    # Of local no network is known.
+    expected = None if hardware == "local" else Expected.of(cluster_of(read_hardware(hardware)))
     network = examine_environment(expected=expected)
-    findings = (_processor(), _gpus(), *map(_package, PINNED), _disk(), _lab(), _pictures(), _slurm())
+    findings = (_processor(), *_gpus(), *map(_package, PINNED), *_tools())
     arms = [Experiment(precision=precision, ep_backend=backend) for backend in EPBackend for precision in Precision]
     ranks = 1 if gpu_problem() is None and len(gpus()) == 1 else 2
     here = {"gpus_per_node": ranks, "ep": ranks, "activation_checkpoint": "full"}  # every backend takes full
-    fitted = [arm.model_copy(update=here) for arm in arms]
     return Examination(
         findings=findings,
-        arms=tuple(_arm(experiment) for experiment in fitted),
+        arms=tuple(_arm(arm.model_copy(update=here)) for arm in arms),
         deepep=(*network, smoke_test()) if smoke else network,
     )
 
@@ -128,71 +114,80 @@ def _arm(experiment: Experiment) -> Arm:
         Precision.FP8: "runs with FP8 tensor cores",
         Precision.MXFP8: "runs with native kernels" if native else "runs emulated: MXFP8 numerics, not its speed",
     }[experiment.precision]
-    reasons = ["nvidia-smi fails, so what runs here is not known"] if gpu_problem() else refusals(experiment)
+    reasons = ["what this machine's GPUs can do is not known"] if gpu_problem() else refusals(experiment)
     # Of several about one field the last is the one about this machine's GPUs.
     of_fields = {reason.partition(" ")[0]: reason for reason in reasons}
     return Arm(name=experiment.arm, kernels=kernels, reason="; ".join(of_fields.values()))
 
 
+def _seen(name: str, found: str, lack: str = "", severity: Severity = "warning") -> Finding:
+    """A finding that is well unless something lacks, with what follows from that or what to do."""
+    return Finding(name=name, severity=severity if lack else "ok", found=found, remedy=lack)
+
+
 def _processor() -> Finding:
-    gib = memory_bytes() / 2**30
-    found = f"{environment()['processor']}, {cores()} cores, {gib:.0f} GiB"
-    advice = "" if gib >= MIN_MEMORY_GIB else f"two ranks of nano need about {MIN_MEMORY_GIB} GiB"
-    return Finding(name="processor and memory", ok=not advice, found=found, advice=advice)
+    gib, machine_gib = memory_bytes() / 2**30, physical_memory_bytes() / 2**30
+    limited = f" of the machine's {machine_gib:.0f}, by the limit of this container or job" if gib < machine_gib else ""
+    found = f"{environment()['processor']}, {cores()} cores, {gib:.0f} GiB{limited}"
+    lack = "" if gib >= MIN_MEMORY_GIB else f"two ranks of nano need about {MIN_MEMORY_GIB} GiB"
+    return _seen("processor and memory", found, lack)
 
 
-def _gpus() -> Finding:
-    if problem := gpu_problem():
-        return Finding(name=GPUS, ok=False, found=problem, advice=GPUS_ADVICE)
-    if not gpus():
+def _gpus() -> Iterator[Finding]:
+    """The GPUs that a process sees, and which of them are throttled or have memory errors."""
+    name = "GPUs"
+    try:
+        listed = gpus()
+    except GpusUnknown as error:
+        advice = f"what the GPUs can do is not known: {error.remedy}; hardware=cpu uses the processor meanwhile"
+        yield _seen(name, error.found, advice, "error")
+        return
+    if not listed:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         hidden = "" if visible is None else f" that CUDA_VISIBLE_DEVICES={visible!r} leaves"
-        return Finding(name=GPUS, ok=True, found=f"none{hidden}; ranks are processes on the CPU, MXFP8 is emulated")
-    kinds = Counter((gpu.name, gpu.sm, gpu.driver) for gpu in gpus())
-    listed = [f"{count} × {name}, {sm}, driver {driver}" for (name, sm, driver), count in kinds.items()]
-    unknown = [name for name, _sm, _driver in kinds if known_gpu(name) is None]
-    advice = f"peak rates of {' and '.join(unknown)} are not known: no MFU, no projection" if unknown else ""
-    return Finding(name=GPUS, ok=True, found="; ".join(listed), advice=advice)
+        yield _seen(name, f"none{hidden}; ranks are processes on the CPU, MXFP8 is emulated")
+        return
+    kinds = Counter((gpu.name, architecture(gpu.capability), gpu.driver) for gpu in listed)
+    unknown = [model for model, _sm, _driver in kinds if known_gpu(model) is None]
+    lacks = [f"peak rates of {' and '.join(unknown)} are not known: no MFU, no projection"] if unknown else []
+    if len(kinds) > 1:
+        lacks.append("of several kinds a run goes at the pace of the slowest; CUDA_VISIBLE_DEVICES chooses one")
+    yield _seen(
+        name,
+        "; ".join(f"{count} × {model}, {sm}, driver {driver}" for (model, sm, driver), count in kinds.items()),
+        "; ".join(lacks),
+        "note",
+    )
+    yield from (one for one in check_gpus(read_gpus(this_machine())) if not one.ok)
 
 
 def _package(name: str) -> Finding:
     found = version(name)
     release = (found or "").partition("+")[0]  # without the build, as in 0.18.0+cu130
     fits = release == PINNED[name] or release.startswith(f"{PINNED[name]}.")
-    advice = "" if fits else f"moelab is written against {name} {PINNED[name]}; reinstall with pip install moelab"
-    return Finding(name=name, ok=fits, found=found or "not installed", advice=advice)
+    lack = "" if fits else f"moelab is written against {name} {PINNED[name]}; reinstall with pip install moelab"
+    if name == "torch" and found and found.endswith("+cpu") and not gpu_problem() and gpus():
+        lack = "this build has no CUDA and does not see the GPUs; reinstall with pip install moelab"
+    return _seen(name, found or "not installed", lack)
 
 
-def _disk() -> Finding:
+def _tools() -> Iterator[Finding]:
+    """Disk, notebooks, pictures and Slurm."""
     free = shutil.disk_usage(Path.cwd()).free / 2**30
-    advice = (
-        "" if free >= MIN_DISK_GIB else f"a study writes up to {MIN_DISK_GIB} GiB of logs and metrics; free some space"
-    )
-    return Finding(name="free disk here", ok=not advice, found=f"{free:.0f} GiB", advice=advice)
-
-
-def _lab() -> Finding:
+    room = f"a study writes up to {MIN_DISK_GIB} GiB of logs and metrics; free some space"
+    yield _seen("free disk here", f"{free:.0f} GiB", "" if free >= MIN_DISK_GIB else room)
     missing = [module for module in ("jupyterlab", "kaleido") if not has_module(module)]
-    advice = "`make lab`, or pip install -e '.[lab]' in the clone, brings both" if missing else ""
-    return Finding(
-        name="JupyterLab",
-        ok=not missing,
-        found=f"missing {', '.join(missing)}" if missing else "installed",
-        advice=advice,
+    yield _seen(
+        "JupyterLab",
+        f"missing {', '.join(missing)}" if missing else "installed",
+        "`make lab`, or pip install -e '.[lab]' in the clone, brings both" if missing else "",
     )
-
-
-def _pictures() -> Finding:
     browser, kaleido = find_chromium(), has_module("kaleido")
-    advice = (
+    yield _seen(
+        "PNG figures",
+        f"kaleido {'installed' if kaleido else 'missing'}, Chromium {'found' if browser else 'not found'}",
         ""
         if browser and kaleido
-        else "without kaleido and Chromium figures are interactive only, with no PNG beside them"
+        else "without kaleido and Chromium figures are interactive only, with no PNG beside them",
     )
-    found = f"kaleido {'installed' if kaleido else 'missing'}, Chromium {'found' if browser else 'not found'}"
-    return Finding(name="PNG figures", ok=not advice, found=found, advice=advice)
-
-
-def _slurm() -> Finding:
-    found = shutil.which("sbatch") is not None
-    return Finding(name="Slurm", ok=True, found="sbatch found" if found else "no sbatch: this is not a login node")
+    yield _seen("Slurm", "sbatch found" if shutil.which("sbatch") else "no sbatch: this is not a login node")

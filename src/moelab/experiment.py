@@ -12,10 +12,14 @@ import re
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationInfo, field_validator
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,79}$")]
-Degree = Annotated[int, Field(ge=1)]
+MOST, MOST_RANKS = 10**9, 10**6
+"""Bounds that no training comes near: a number of thousands of digits fills the memory of whatever counts with it."""
+MAX_TEXT_CHARACTERS = 1_000
+Degree = Annotated[int, Field(ge=1, le=MOST_RANKS)]
+Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 ActivationCheckpoint = Literal["none", "selective", "full", "full+dispatch"]
 MAX_ARM_CHARACTERS = 200
 """File systems take names of 255 bytes."""
@@ -49,7 +53,8 @@ class Routing(StrEnum):
 class ShapeChanges(BaseModel):
     """Dimensions of your own model, where they differ from those of ``model``; names as in :class:`ModelShape`.
 
-    Whatever else ``model`` has stays: its attention, how its router scores and groups experts, its tokenizer.
+    Whatever else ``model`` has stays: how its router scores experts, its tokenizer, and, unless ``attention`` is
+    ``gqa``, its multi-head latent attention. A model with ``gqa`` is planned and projected, but not trained.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -57,22 +62,67 @@ class ShapeChanges(BaseModel):
     vocab_size: Degree | None = None
     dim: Degree | None = None
     n_layers: Degree | None = Field(None, description="dense and MoE layers together")
-    n_dense_layers: Annotated[int, Field(ge=0)] | None = None
+    n_dense_layers: Annotated[int, Field(ge=0, le=MOST_RANKS)] | None = None
     n_heads: Degree | None = None
-    q_lora_rank: Annotated[int, Field(ge=0)] | None = Field(None, description="0: full-rank queries")
+    q_lora_rank: Annotated[int, Field(ge=0, le=MOST_RANKS)] | None = Field(None, description="0: full-rank queries")
     kv_lora_rank: Degree | None = None
+    qk_nope_head_dim: Degree | None = Field(None, description="of a query or key head, without its rotary part")
+    qk_rope_head_dim: Degree | None = Field(None, description="rotary part of a query or key head")
+    v_head_dim: Degree | None = None
+    attention: Literal["mla", "gqa"] | None = Field(None, description="gqa: grouped queries; plan-only")
+    n_kv_heads: Degree | None = Field(None, description="key and value heads of gqa")
+    head_dim: Degree | None = Field(None, description="of every head of gqa")
+    qk_norm: bool | None = Field(None, description="whether gqa norms each query and key head")
     dense_hidden_dim: Degree | None = None
     moe_hidden_dim: Degree | None = Field(None, description="of one routed expert")
     num_experts: Degree | None = None
-    num_shared_experts: Degree | None = None
+    num_shared_experts: Annotated[int, Field(ge=0)] | None = None
     top_k: Degree | None = Field(None, description="routed experts of a token")
     expert_groups: Degree | None = None
     limited_groups: Degree | None = None
 
     @property
-    def changes(self) -> dict[str, int]:
+    def changes(self) -> dict[str, Any]:
         """What was given."""
         return self.model_dump(exclude_none=True)
+
+
+class OwnHardware(BaseModel):
+    """A cluster of one's own, as a file that ``hardware`` names has it; figures as in ``data/hardware.yaml``."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: Name
+    gpu: str = Field(description="of the catalogue, whose figures hold where none stands here; or another")
+    capability: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = Field(None, description="such as 9.0")
+    nodes: Degree = 1
+    gpus: Degree = Field(8, description="of a node")
+    nvlink_gpus: Degree | None = Field(None, description="that NVLink joins, where it goes beyond a node")
+    nic_gb_s: Rate | None = Field(None, description="network of one GPU each way, GB/s")
+    memory_gib: Rate | None = Field(None, description="that CUDA shows")
+    bf16_tflops: Rate | None = Field(None, description="dense peak, as the next two")
+    fp8_tflops: Rate | None = None
+    mxfp8_tflops: Rate | None = None
+    hbm_tb_s: Rate | None = None
+    nvlink_gb_s: Rate | None = Field(None, description="each way, GB/s")
+    source: str = Field("as given in the hardware file", description="of the figures")
+
+    @field_validator("nvlink_gpus")
+    @classmethod
+    def _beyond_a_node(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value is not None and value < info.data.get("gpus", 1):
+            raise ValueError(f"at least the {info.data['gpus']} GPUs of a node; leave it out where NVLink ends there")
+        return value
+
+    def __str__(self) -> str:
+        return self.name
+
+
+Hardware = Annotated[
+    Annotated[Name, Tag("[name]")] | Annotated[OwnHardware, Tag("[file]")],
+    Discriminator(lambda value: "[name]" if isinstance(value, str) else "[file]"),
+]
+"""Name of a profile, or the content of a file; the tags keep an error of the one from being told as both's."""
 
 
 class Experiment(BaseModel):
@@ -92,7 +142,9 @@ class Experiment(BaseModel):
     precision: Precision = Precision.BF16
     mxfp8_kernels: Literal["auto", "native", "emulated"] = "auto"
     quantize: Literal["experts", "experts+linears"] = "experts"
-    wgrad: Literal["mxfp8", "bf16"] = "mxfp8"
+    wgrad: Literal["mxfp8", "bf16", "fp8"] = Field(
+        "mxfp8", description="of MXFP8 experts: mxfp8 or bf16; of FP8 experts: fp8, anything else being bf16"
+    )
     ep_backend: EPBackend = EPBackend.STANDARD
     ep_kernels: Literal["native", "emulated"] = Field(
         "native", description="emulated: DeepEP's contract on plain collectives, for its numerics where it is not"
@@ -103,30 +155,50 @@ class Experiment(BaseModel):
     nodes: Degree = 1
     gpus_per_node: Degree = Field(2, description="ranks on each node: GPUs, or processes on a CPU")
     dp_replicate: Degree = 1
-    dp_shard: int = Field(-1, description="-1: the ranks that the other axes leave")
+    dp_shard: int = Field(-1, le=MOST_RANKS, description="-1: the ranks that the other axes leave")
     tp: Degree = 1
     pp: Degree = 1
     pp_schedule: str = "1F1B"
+    pp_stages_per_rank: Annotated[int, Field(ge=0)] = Field(
+        0, description="stages of each pipeline rank; 0: the schedule's own, 1 or 2"
+    )
     cp: Degree = 1
     ep: Degree = 2
 
-    seq_len: Annotated[int, Field(ge=8)] = 256
-    local_batch: Annotated[int, Field(ge=1)] = 4
-    microbatch: Annotated[int, Field(ge=1)] = 1
-    steps: Annotated[int, Field(ge=1)] = 60
-    warmup_steps: Annotated[int, Field(ge=0)] = 6
+    seq_len: Annotated[int, Field(ge=8, le=MOST)] = 256
+    local_batch: Annotated[int, Field(ge=1, le=MOST)] = 4
+    microbatch: Annotated[int, Field(ge=1, le=MOST)] = 1
+    steps: Annotated[int, Field(ge=1, le=MOST)] = 60
+    warmup_steps: Annotated[int, Field(ge=0, le=MOST)] = 6
     lr: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 3.0e-3
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     activation_checkpoint: ActivationCheckpoint = Field(
         "none", description="full+dispatch: full, but what came over the network is kept"
     )
     compile: Literal["none", "loss", "model+loss"] = "none"
+    attention_backend: Literal["flex", "flex_tiles", "flex_flash", "varlen"] = Field(
+        "flex", description="TorchTitan's; flex_tiles: flex with backward tiles chosen for Hopper"
+    )
     dataset: Literal["python", "c4"] = "python"
-    hardware: Name = Field("local", description="`local` is the machine at hand, `cpu` hides its GPUs")
-    capture_step: Annotated[int, Field(ge=0)] = Field(0, description="0: no capture; else 1 to steps")
+    hardware: Hardware = Field(
+        "local", description="a profile's name or a YAML file; `local` is the machine at hand, `cpu` hides its GPUs"
+    )
+    capture_step: Annotated[int, Field(ge=0, le=MOST)] = Field(0, description="0: no capture; else 1 to steps")
     arm_fields: tuple[str, ...] = Field(
         (), description="further fields in the arm's name; a study sets them where two arms would have one name"
     )
+
+    @field_validator("*")
+    @classmethod
+    def _printable(cls, value: Any) -> Any:
+        # Colours, line ends and signs that turn the reading direction would change what a terminal or a page shows.
+        if isinstance(value, str) and not (value.isprintable() and len(value) <= MAX_TEXT_CHARACTERS):
+            hidden = dict.fromkeys(f"U+{ord(sign):04X}" for sign in value if not sign.isprintable())
+            raise ValueError(
+                f"printable text of at most {MAX_TEXT_CHARACTERS} characters; this has {len(value)}"
+                + (f", {', '.join(list(hidden)[:5])} among them" if hidden else "")
+            )
+        return value
 
     @field_validator("shape")
     @classmethod
@@ -188,7 +260,7 @@ class Experiment(BaseModel):
         parts = [self.precision.value, self.ep_backend.value]
         if self.precision is not Precision.BF16 and self.quantize != "experts":
             parts.append("linears")
-        if self.precision is Precision.MXFP8 and self.wgrad != "mxfp8":
+        if self.wgrad in {Precision.MXFP8: ("bf16", "fp8"), Precision.FP8: ("fp8",)}.get(self.precision, ()):
             parts.append(f"wgrad-{self.wgrad}")
         if self.dispatch_precision != "bf16":
             parts.append(f"dispatch-{self.dispatch_precision}")

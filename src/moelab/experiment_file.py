@@ -7,6 +7,9 @@ A file is one experiment, a list of experiments, or a study::
     arms: [{precision: bf16}, {precision: mxfp8}]
     seeds: [0, 1, 2]
 
+``hardware`` may be the path of a file of one's own, from the folder of the file that names it; its content takes the
+path's place here, so that nothing outside of a run directory is needed later.
+
 What a person leaves out has its default. The file in a run directory is a *record* of what ran, and has no defaults:
 its version comes first and its end mark last, so that a cut anywhere shows, and it has every field of its version.
 """
@@ -14,6 +17,7 @@ its version comes first and its end mark last, so that a cut anywhere shows, and
 from __future__ import annotations
 
 import difflib
+import itertools
 import reprlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,13 +29,19 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from moelab.errors import BadInput
-from moelab.experiment import Experiment, ShapeChanges
+from moelab.experiment import Experiment, OwnHardware, ShapeChanges
 
 Model = TypeVar("Model", bound=BaseModel)
 MAX_FILE_BYTES = 1_000_000
+MAX_EXPERIMENTS = 10_000
+MAX_NUMBER_CHARACTERS = 40
+MAX_VALUES = 1_000_000
 STUDY_KEYS = ("study", "experiment", "arms", "seeds")
 VERSION_KEY, END_KEY = "record_version", "end_of_record"
-ADDED_FIELDS: tuple[Mapping[str, Any], ...] = ({"arm_fields": []},)
+ADDED_FIELDS: tuple[Mapping[str, Any], ...] = (
+    {"arm_fields": []},
+    {"pp_stages_per_rank": 0, "attention_backend": "flex"},
+)
 """Fields that each version of a record added to the one before, with the value that earlier runs had. The first had
 neither version nor end mark."""
 
@@ -76,24 +86,29 @@ def make_study(name: str, shared: Mapping[str, Any], arms: Sequence[Mapping[str,
         if any(key in fields for fields in (shared, *arms)):
             instead = "`study`" if key == "name" else "`seeds`"
             raise BadInput(f"{key} is not a field of one arm here: the study gives it to all arms, by {instead}")
+    seeds = list(seeds)
+    _bounded(name, len(seeds) * len(arms))
     return _distinct(
         name, [parse(Experiment, {**shared, **arm, "name": name, "seed": seed}) for seed in seeds for arm in arms]
     )
 
 
-def read_study(path: Path, overrides: Sequence[str] = ()) -> Study:
+def read_study(path: Path | None, overrides: Sequence[str] = ()) -> Study:
     """Read any experiment, list of experiments or study.
 
     Args:
-        path: the YAML file.
+        path: the YAML file; None for the experiment that the overrides alone make.
         overrides: ``key=value`` pairs that replace fields of every experiment; ``seeds`` and ``study`` too.
 
     Raises:
         BadInput: naming the value, what is valid and what to do.
     """
-    text = _text(path, str(path))
-    content = _fields_of_record(text) if text.startswith(f"{VERSION_KEY}:") else _load(text, str(path))
     changes = parse_overrides(overrides)
+    if path is None:
+        return Study(name=(made := parse(Experiment, changes)).name, experiments=(made,))
+    text = _text(path, str(path))
+    is_record = text.startswith(f"{VERSION_KEY}:")
+    content = _fields_of_record(text) if is_record else _with_hardware(_load(text, str(path)), path.parent)
     if isinstance(content, list):
         return _study_of_list(path.stem, content, changes)
     if not isinstance(content, dict):
@@ -129,6 +144,39 @@ def read_record(path: Path) -> Experiment:
         BadInput: if it is damaged, was cut off, lacks a field or is of a later version; the path is not named.
     """
     return parse(Experiment, _fields_of_record(_text(path, "the record")))
+
+
+def read_hardware(value: str, folder: Path = Path()) -> str | OwnHardware:
+    """The hardware that a name or the path of a YAML file stands for.
+
+    Args:
+        value: as given for ``hardware``.
+        folder: that a path is taken from.
+
+    Raises:
+        BadInput: if the file cannot be read, or naming each field of it that is wrong.
+    """
+    if not value.lower().endswith((".yaml", ".yml", ".json")):
+        return value
+    path = folder / value
+    content = read_yaml(path)
+    if not isinstance(content, dict):
+        raise BadInput(f"{path}: expected a mapping of fields, found {_kind(content)}")
+    try:
+        return parse(OwnHardware, {"name": path.stem, **content})
+    except BadInput as error:
+        raise BadInput(f"{path}: {error}") from None
+
+
+def _with_hardware(content: Any, folder: Path) -> Any:
+    """A file's content in which a path of hardware, wherever a study may have one, is what stands there."""
+    if isinstance(content, list):
+        return [_with_hardware(one, folder) for one in content]
+    if not isinstance(content, dict):
+        return content
+    inner = {key: _with_hardware(content[key], folder) for key in ("experiment", "arms") if key in content}
+    own = {"hardware": read_hardware(content["hardware"], folder)} if isinstance(content.get("hardware"), str) else {}
+    return {**content, **inner, **own}
 
 
 def _fields_of_record(text: str) -> dict[str, Any]:
@@ -187,7 +235,7 @@ def parse_overrides(pairs: Sequence[str]) -> dict[str, Any]:
         if not separator or not key:
             raise BadInput(f"--set {pair!r}: expected key=value, such as --set steps=20")
         changes[key.strip()] = _load(value, f"--set {pair[:80]!r}: the value")
-    return changes
+    return dict(_with_hardware(changes, Path()))
 
 
 def parse(model: type[Model], fields: Mapping[str, Any]) -> Model:
@@ -212,13 +260,17 @@ def parse(model: type[Model], fields: Mapping[str, Any]) -> Model:
     return made
 
 
+_INNER: Mapping[str, type[BaseModel]] = {"shape": ShapeChanges, "hardware": OwnHardware}
+
+
 def _explain(model: type[BaseModel], fault: Any) -> str:
-    name = ".".join(str(part) for part in fault["loc"])[:80]
+    loc = [part for part in fault["loc"] if not str(part).startswith("[")]  # not the tags of a union
+    name = ".".join(map(str, loc))[:80]
     if fault["type"] == "missing":
         return f"{name}: missing; every field needs a value"
     if fault["type"] == "extra_forbidden":
-        inside = model is Experiment and fault["loc"][0] == "shape"
-        prefix, known = ("shape.", ShapeChanges.model_fields) if inside else ("", model.model_fields)
+        inner = _INNER.get(str(loc[0])) if model is Experiment and len(loc) > 1 else None
+        prefix, known = (f"{loc[0]}.", inner.model_fields) if inner else ("", model.model_fields)
         near = [prefix + one for one in difflib.get_close_matches(name.removeprefix(prefix), known, n=1)]
         hint = f"did you mean {near[0]!r}?" if near else f"known fields: {', '.join(prefix + one for one in known)}"
         return f"unknown field {name!r}; {hint}"
@@ -229,6 +281,7 @@ def _explain(model: type[BaseModel], fault: Any) -> str:
 
 
 def _study_of_list(name: str, rows: list[Any], changes: dict[str, Any]) -> Study:
+    _bounded(name, len(rows))
     for row in rows:
         if not isinstance(row, dict):
             raise BadInput(f"each entry of the list must be a mapping of fields, found {_kind(row)}")
@@ -237,6 +290,13 @@ def _study_of_list(name: str, rows: list[Any], changes: dict[str, Any]) -> Study
     if len(names) > 1:
         raise BadInput(f"the experiments of one study share one name, found {', '.join(sorted(names))}")
     return _distinct(next(iter(names), name), experiments)
+
+
+def _bounded(name: str, experiments: int) -> None:
+    if experiments > MAX_EXPERIMENTS:
+        raise BadInput(
+            f"study {_short(name)} has {experiments:,} experiments; valid: at most {MAX_EXPERIMENTS:,} (arms × seeds)"
+        )
 
 
 def _distinct(name: str, experiments: Sequence[Experiment]) -> Study:
@@ -283,8 +343,10 @@ def _kind(value: object) -> str:
 
 
 def _short(value: object) -> str:
-    # reprlib, because aliases make a value of a thousand bytes whose repr would fill the memory.
-    return (repr(value) if isinstance(value, str) else reprlib.repr(value))[:80]
+    try:  # reprlib, because aliases make a value of a thousand bytes whose repr would fill the memory.
+        return (repr(value) if isinstance(value, str) else reprlib.repr(value))[:80]
+    except ValueError:  # Python does not write a number of more than 4,300 digits
+        return "a number of thousands of digits"
 
 
 def _load(text: str, source: str) -> Any:
@@ -295,7 +357,29 @@ def _load(text: str, source: str) -> Any:
 
 
 class _StrictLoader(yaml.CSafeLoader):  # libyaml: ten times as fast, and it bounds the nesting
-    """YAML in which a key given twice is an error instead of the later one winning."""
+    """YAML in which a key given twice is an error instead of the later one winning, and everything has a bound."""
+
+    def get_single_node(self) -> yaml.Node | None:
+        node = super().get_single_node()
+        sizes: dict[int, int] = {}
+        if node is not None and self._values(node, sizes) > MAX_VALUES:
+            raise yaml.YAMLError(f"it stands for more than {MAX_VALUES:,} values, with what its aliases repeat")
+        return node
+
+    def _values(self, node: yaml.Node, sizes: dict[int, int]) -> int:
+        """How many values a node stands for, each alias being one more copy."""
+        if isinstance(node, yaml.ScalarNode):
+            if len(node.value) > MAX_NUMBER_CHARACTERS and node.tag.endswith((":int", ":float")):
+                raise yaml.YAMLError(
+                    f"a number of {len(node.value):,} characters near line {node.start_mark.line + 1}; "
+                    f"valid: at most {MAX_NUMBER_CHARACTERS}"
+                )
+            return 1
+        if id(node) not in sizes:
+            sizes[id(node)] = MAX_VALUES + 1  # what holds itself never ends
+            pairs = node.value if isinstance(node, yaml.SequenceNode) else itertools.chain(*node.value)
+            sizes[id(node)] = 1 + sum(self._values(one, sizes) for one in pairs)
+        return sizes[id(node)]
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = Counter((key.tag, key.value) for key, _ in node.value if isinstance(key, yaml.ScalarNode))

@@ -12,7 +12,7 @@ Severity = Literal["ok", "note", "warning", "error"]
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """A finding; one that is a warning or an error has a cause, a consequence and a remedy.
+    """A finding; one that is a warning or an error has a remedy, and a cause and a consequence that go together.
 
     Attributes:
         name: what was looked at.
@@ -20,7 +20,7 @@ class Finding:
         found: what was seen.
         cause: why it is so.
         consequence: what happens if nothing is done.
-        remedy: what to do.
+        remedy: what to do; on its own, advice that needs no more.
     """
 
     name: str
@@ -31,7 +31,7 @@ class Finding:
     remedy: str = ""
 
     def __post_init__(self) -> None:
-        explained = bool(self.cause and self.consequence and self.remedy)
+        explained = self.remedy and bool(self.cause) == bool(self.consequence)
         if self.severity in ("warning", "error") and not explained:
             raise ValueError(f"finding {self.name!r} is a {self.severity} without cause, consequence and remedy")
 
@@ -47,8 +47,8 @@ class Finding:
     def as_lines(self) -> list[str]:
         """For a person."""
         lines = [f"  {'ok ' if self.ok else '-- '} {self.name}: {self.found}"]
-        parts = (("because", self.cause), ("so", self.consequence), ("do", self.remedy))
-        return lines + [f"       {word}: {text}" for word, text in parts if text]
+        parts = {"because: ": self.cause, "so: ": self.consequence, "do: " if self.cause else "": self.remedy}
+        return lines + [f"       {word}{text}" for word, text in parts.items() if text]
 
 
 def any_error(findings: Iterable[Finding]) -> bool:

@@ -5,17 +5,21 @@ The checks of :mod:`moelab.health` ask a :class:`Machine` that is given to them,
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib.metadata
 import importlib.util
+import math
 import os
 import platform
 import re
 import resource
 import shutil
+import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -35,25 +39,57 @@ PACKAGES = (
     "plotly",
     "papermill",
 )
+ROOT = Path("/")
 INFINIBAND = "/sys/class/infiniband"
 COMMAND_TIMEOUT_S = 20
-
+PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)  # loaded here: a forked child of a process with threads must not load libraries
 
 NVIDIA_SMI_TIMEOUT_S = 20
+DEVICES = Path("/dev")
 LISTS_DESPITE = 14
 """nvidia-smi's exit code for a corrupted infoROM: a warning, the GPUs are listed and work."""
-_QUERY = ("--query-gpu=name,compute_cap,driver_version,memory.total", "--format=csv,noheader,nounits")
+_FIELDS = ("name", "compute_cap", "driver_version", "memory.total", "mig.mode.current")
+_OLD_FIELDS = ("name", "driver_version", "memory.total")
+"""What every driver knows; ``compute_cap`` came with 510."""
+_ABSENT = r"\[[^]]+\]|N/A"
 _ROW = re.compile(
-    r"(?P<name>.+?),\s*(?P<capability>\d+\.\d+|\[[^]]+\]|N/A),\s*(?P<driver>\d[\d.]*|\[[^]]+\]|N/A),"
-    r"\s*(?P<memory>\d+|\[[^]]+\]|N/A)\s*"
+    rf"(?P<name>.+?),\s*(?P<capability>\d+[.,]\d+|{_ABSENT}),\s*(?P<driver>\d[\d.]*|{_ABSENT}),"
+    rf"\s*(?P<memory>\d+(?:[.,]\d{{3}})*|{_ABSENT})(?: MiB)?"
+    rf"(?:,\s*(?P<mig>Enabled|Disabled|{_ABSENT}))?\s*"
 )
-"""A row of the answer, whatever the name has in it; warnings stand on lines between them."""
+"""A row of the answer, whatever the name has in it; warnings and banners stand on lines between them."""
+_BROKEN = re.compile(
+    r"is lost|fallen off the bus|requires (a )?reset|Unknown Error|ERR!|Unable to determine the device"
+)
+"""What nvidia-smi says of a GPU that does not answer, at times with exit code 0."""
 _FULL = re.compile(r"GPU (\d+): .* \(UUID: (GPU-[^)]+)\)")
 _MIG = re.compile(r"\s+MIG (\S+)\s+Device\s+\d+: \(UUID: (MIG-[^)]+)\)")
 
 
+def end_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
+    """Ask Linux for a signal to this process when its parent dies; a parent that is dead already is not noticed."""
+    if sys.platform == "linux":
+        _LIBC.prctl(PR_SET_PDEATHSIG, number)
+
+
+DRIVER = "mend the driver (after an upgrade, reboot; in a container, pass the GPUs on)"
+
+
 class GpusUnknown(Refused):
-    """nvidia-smi is here and fails: whether this machine has GPUs, and which, is not known."""
+    """This machine may have GPUs, and what they can do is not known: nvidia-smi fails or is missing.
+
+    Attributes:
+        found: what was seen, such as nvidia-smi's own words.
+        remedy: what to do about it.
+    """
+
+    def __init__(self, found: str, remedy: str = DRIVER) -> None:
+        self.found, self.remedy = found, remedy
+        super().__init__(
+            f"{found}. So this machine's GPUs are not known: {remedy}, use the processor with hardware=cpu, or plan "
+            "for other nodes by their profile, such as hardware=b200_x256"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,11 +109,6 @@ class GpuInfo:
     driver: str
     memory_mib: int | None
 
-    @property
-    def sm(self) -> str:
-        """The SM version in words."""
-        return "of unknown SM version" if self.capability is None else f"SM{self.capability * 10:.0f}"
-
 
 def gpus() -> tuple[GpuInfo, ...]:
     """GPUs of this node that a process may use, as CUDA reads ``CUDA_VISIBLE_DEVICES``; empty without nvidia-smi.
@@ -86,48 +117,75 @@ def gpus() -> tuple[GpuInfo, ...]:
     ``CUDA_DEVICE_ORDER`` is taken to be ``PCI_BUS_ID``, which matters on a node with GPUs of several kinds alone.
 
     Raises:
-        GpusUnknown: if nvidia-smi is here and fails, with its words.
+        GpusUnknown: if nvidia-smi is here and fails, with its words, or is missing where GPUs are.
     """
     listing = gpu_listing(os.environ.get("CUDA_VISIBLE_DEVICES"))
-    if isinstance(listing, str):
-        raise GpusUnknown(
-            f"{listing}. So this machine's GPUs are not known: mend the driver (after an upgrade, reboot), use the "
-            "processor with hardware=cpu, or plan for other nodes by their profile, such as hardware=b200_x256"
-        )
+    if isinstance(listing, GpusUnknown):
+        raise GpusUnknown(listing.found, listing.remedy)
     return listing
 
 
 def gpu_problem() -> str | None:
-    """What nvidia-smi says where it is here and fails, else None."""
+    """Why this machine's GPUs are not known, such as what an nvidia-smi says that fails; else None."""
     listing = gpu_listing(os.environ.get("CUDA_VISIBLE_DEVICES"))
-    return listing if isinstance(listing, str) else None
+    return listing.found if isinstance(listing, GpusUnknown) else None
 
 
 @functools.cache
-def gpu_listing(visible: str | None) -> tuple[GpuInfo, ...] | str:
-    """The GPUs that ``CUDA_VISIBLE_DEVICES`` leaves, or how nvidia-smi failed."""
+def gpu_listing(visible: str | None) -> tuple[GpuInfo, ...] | GpusUnknown:
+    """The GPUs that ``CUDA_VISIBLE_DEVICES`` leaves, or why they are not known."""
     if visible is not None and not _entries(visible):
         return ()  # whatever is here was hidden on purpose
-    code, said = _nvidia_smi(*_QUERY)
+    code, said = _query(_FIELDS)
     if code is None:
-        return said or ()
+        return GpusUnknown(said) if said else _without_nvidia_smi()
+    if "is not a valid field" in said:
+        code, said = _query(_OLD_FIELDS)
+        said = re.sub(r"^(.+?), *(?=\d[\d.]*, *\d+\s*$)", r"\1, [N/A], ", said, flags=re.MULTILINE)
     rows = [match.groupdict() for line in said.splitlines() if (match := _ROW.fullmatch(line))]
-    if code not in (0, LISTS_DESPITE) or not rows:
+    if code not in (0, LISTS_DESPITE) or not rows or _BROKEN.search(said):
         words = "; ".join(line.strip() for line in said.splitlines() if line.strip())[:400] or "it lists no GPU"
-        return f"nvidia-smi fails (exit code {code}): {words.rstrip('.')}"
+        return GpusUnknown(f"nvidia-smi fails (exit code {code}): {words.rstrip('.')}")
     whole = [
         GpuInfo(
             name=row["name"],
             capability=_number(row["capability"]),
             driver=row["driver"],
-            memory_mib=int(row["memory"]) if row["memory"].isdigit() else None,
+            memory_mib=int(re.sub(r"\D", "", row["memory"])) if row["memory"][0].isdigit() else None,
         )
         for row in rows
     ]
     code, listed = _nvidia_smi("-L")
     if code not in (0, LISTS_DESPITE) and visible is not None and visible.startswith(("GPU-", "MIG-")):
-        return f"nvidia-smi -L fails (exit code {code}), and CUDA_VISIBLE_DEVICES names GPUs by UUID"
-    return _visible(whole, listed, visible)
+        return GpusUnknown(f"nvidia-smi -L fails (exit code {code}), and CUDA_VISIBLE_DEVICES names GPUs by UUID")
+    cut = {index for index, row in enumerate(rows) if row["mig"] == "Enabled"}
+    found = _visible(whole, listed, visible, cut if code == 0 else set())
+    if not found and cut and "MIG " not in listed:
+        return GpusUnknown(
+            f"GPU {', '.join(map(str, sorted(cut)))} is in MIG mode and has no instance, so CUDA sees none",
+            "make one (nvidia-smi mig -cgi 0 -C), or leave MIG mode (nvidia-smi -mig 0)",
+        )
+    return found
+
+
+def _without_nvidia_smi() -> tuple[GpuInfo, ...] | GpusUnknown:
+    """No GPU, unless devices of NVIDIA's or programs of AMD's say that there are some."""
+    if nodes := sorted(path.name for path in DEVICES.glob("nvidia[0-9]*")):
+        return GpusUnknown(
+            f"nvidia-smi is missing, and {len(nodes)} GPU devices are here ({DEVICES / nodes[0]})",
+            "give the container the driver's programs (NVIDIA_DRIVER_CAPABILITIES=compute,utility)",
+        )
+    for program, *options in (("rocm-smi", "--showproductname"), ("amd-smi", "static", "--asic")):
+        listed = run_command([program, *options]) or ""
+        kinds = Counter(re.findall(r"(?:Card [Ss]eries|MARKET_NAME):\s*(AMD Instinct .*\S)", listed))
+        if kinds:
+            named = ", ".join(f"{count} × {name}" for name, count in kinds.items())
+            return GpusUnknown(f"{program} lists {named}", "use GPUs of NVIDIA, for moelab has not run on ROCm")
+    return ()
+
+
+def _query(fields: Sequence[str]) -> tuple[int | None, str]:
+    return _nvidia_smi(f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits")
 
 
 def _nvidia_smi(*arguments: str) -> tuple[int | None, str]:
@@ -175,13 +233,14 @@ def _entries(visible: str) -> list[str]:
     return found if len(set(found)) == len(found) else []
 
 
-def _visible(whole: Sequence[GpuInfo], listed: str, visible: str | None) -> tuple[GpuInfo, ...]:
+def _visible(whole: Sequence[GpuInfo], listed: str, visible: str | None, cut: Collection[int]) -> tuple[GpuInfo, ...]:
     """What CUDA makes of GPUs.
 
     Args:
         whole: all GPUs, by index.
         listed: what ``nvidia-smi -L`` prints: the UUIDs, and the MIG instances under each GPU.
         visible: ``CUDA_VISIBLE_DEVICES``.
+        cut: indices of those in MIG mode, of which CUDA sees the instances alone.
     """
     uuids: dict[str, int] = {}
     instances: dict[str, GpuInfo] = {}
@@ -206,7 +265,8 @@ def _visible(whole: Sequence[GpuInfo], listed: str, visible: str | None) -> tupl
             break
         if at in first:
             return (first[at],)
-        chosen.append(whole[at])
+        if at not in cut:
+            chosen.append(whole[at])
     return tuple(chosen)
 
 
@@ -218,7 +278,7 @@ def _instance(whole: GpuInfo, profile: str) -> GpuInfo:
 
 def _number(cell: str) -> float | None:
     """The number of a cell; None of ``[N/A]`` and the like."""
-    return None if cell.startswith(("[", "N")) else float(cell)
+    return None if cell.startswith(("[", "N")) else float(cell.replace(",", "."))
 
 
 def version(package: str) -> str | None:
@@ -229,14 +289,54 @@ def version(package: str) -> str | None:
         return None
 
 
-def cores() -> int:
-    """Processor cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def cores(root: Path = ROOT) -> int:
+    """Processor cores that this process may use: those of its cpuset, up to the quota of its container or job.
+
+    Args:
+        root: of the file system in which control groups are looked for.
+    """
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    v2 = [text.split() for text in _limits(root, "", "cpu.max")]
+    v1 = zip(_limits(root, "cpu", "cpu.cfs_quota_us"), _limits(root, "cpu", "cpu.cfs_period_us"), strict=False)
+    quotas = [(quota, period) for quota, period in [*v2, *v1] if quota.isdigit()]  # not `max` and -1
+    return min([allowed, *(max(1, math.ceil(int(quota) / int(period))) for quota, period in quotas)])
 
 
-def memory_bytes() -> int:
-    """Physical memory."""
+def physical_memory_bytes() -> int:
+    """Memory of the machine."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def memory_bytes(root: Path = ROOT) -> int:
+    """Memory that this process may use: the machine's, or less where its container or job has a limit.
+
+    Args:
+        root: of the file system in which control groups are looked for.
+    """
+    limits = [*_limits(root, "", "memory.max"), *_limits(root, "memory", "memory.limit_in_bytes")]
+    return min([physical_memory_bytes(), *(int(limit) for limit in limits if limit.isdigit())])  # not `max`
+
+
+def _limits(root: Path, controller: str, file: str) -> Iterator[str]:
+    """A file of this process's control group and of each group above it.
+
+    Args:
+        root: of the file system.
+        controller: of version 1, such as ``memory``; empty for version 2.
+        file: such as ``memory.max``.
+    """
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()  # 4:memory:/slurm/job_12, or 0::/user.slice
+    except OSError:
+        return
+    for line in lines:
+        _number, controllers, path = line.split(":", 2)
+        if controller not in controllers.split(","):
+            continue
+        group = Path(path.lstrip("/"))  # a container may see the host's path here, of which it has the end alone
+        for folder in dict.fromkeys((group, *group.parents)):
+            with suppress(OSError):
+                yield (root / "sys/fs/cgroup" / controller / folder / file).read_text().strip()
 
 
 def processor_name() -> str:

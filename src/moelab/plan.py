@@ -20,6 +20,8 @@ from moelab.experiment import EPBackend, Experiment
 from moelab.hardware import gpu_of
 from moelab.layout import SCHEDULES, Layout, LayoutCheck, bubble_fraction, check
 from moelab.memory import DispatchBuffer, MemoryEstimate, StageMemory, estimate
+from moelab.model import ParameterCounts, count_parameters, shape_for
+from moelab.model.hugging_face import HuggingFaceModel
 from moelab.published_differences import Difference, differences
 from moelab.titan.arms import config_name, named_arms
 
@@ -37,7 +39,7 @@ class Plan:
         verdict: legality of the layout.
         memory: what each pipeline rank holds; None of an illegal layout.
         fits: whether the fullest GPU has room; None where that is not known.
-        command: what one node executes.
+        command: what one node executes; empty for a model that cannot be trained.
         differences: from the published scripts, for an experiment of their size.
     """
 
@@ -47,6 +49,11 @@ class Plan:
     fits: bool | None
     command: tuple[str, ...]
     differences: tuple[Difference, ...]
+
+    @property
+    def parameters(self) -> ParameterCounts:
+        """Of the whole model."""
+        return count_parameters(shape_for(self.experiment))
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -65,14 +72,18 @@ class Plan:
         return "this machine has no GPU" if gpu.capability == 0 else f"the memory of {gpu.name} is not known"
 
     def to_json(self) -> dict[str, Any]:
-        """The plan as one JSON object."""
+        """The plan as one JSON object; ``memory_gib`` is what TorchTitan prints, ``total_gib`` what must fit."""
+        worst = self.memory and self.memory.worst
         return {
             "legal": self.verdict.legal,
             "fits": self.fits,
             "reasons": list(self.verdict.reasons),
             "notes": list(self.notes),
             "layout": layout_json(self.experiment, self.verdict.layout),
-            "memory_gib": None if self.memory is None else round(self.memory.worst_gib, 2),
+            "parameters": {"total": self.parameters.total, "active": self.parameters.active},
+            "memory_gib": worst and round(worst.reserved_gib, 2),
+            "outside_gib": worst and round(worst.outside_gib, 2),
+            "total_gib": worst and round(worst.total_gib, 2),
             "capacity_gib": None if self.memory is None or self.fits is None else round(self.memory.capacity_gib, 2),
             "memory_by_rank": [] if self.memory is None else [rank_json(stage) for stage in self.memory.by_stage],
             "dispatch_buffer": buffer_json(self.memory.buffer) if self.memory and self.memory.buffer else None,
@@ -104,7 +115,7 @@ def plan(experiment: Experiment, *, path: Path | None = None) -> Plan:
         verdict=verdict,
         memory=memory,
         fits=memory.fits if memory is not None and _gpu_is_known(experiment) else None,
-        command=command(experiment, path),
+        command=() if shape_for(experiment).plan_only else command(experiment, path),
         differences=differences(experiment),
     )
 
@@ -177,7 +188,8 @@ def layout_json(experiment: Experiment, layout: Layout | None) -> dict[str, Any]
 def rank_json(stage: StageMemory) -> dict[str, Any]:
     """Memory of one pipeline rank, by part."""
     parts = {name: round(gib, 3) for name, gib in stage.parts.items()}
-    return {"pp_rank": stage.rank, "total_gib": round(stage.total_gib, 2), "moment": stage.moment, "parts_gib": parts}
+    totals = {"memory_gib": round(stage.reserved_gib, 2), "total_gib": round(stage.total_gib, 2)}
+    return {"pp_rank": stage.rank, **totals, "moment": stage.moment, "parts_gib": parts}
 
 
 def buffer_json(buffer: DispatchBuffer) -> dict[str, Any]:
@@ -196,7 +208,8 @@ def bubble_of(experiment: Experiment, layout: Layout) -> float:
     """Share of a step in which a pipeline rank waits, from the schedule alone."""
     if layout.pp == 1:
         return 0.0
-    return bubble_fraction(SCHEDULES[experiment.pp_schedule], pp=layout.pp, microbatches=layout.microbatches)
+    schedule, turns = SCHEDULES[experiment.pp_schedule], len(layout.stages) // layout.pp
+    return bubble_fraction(schedule, pp=layout.pp, microbatches=layout.microbatches, turns=turns)
 
 
 def titan_config(experiment: Experiment) -> dict[str, Any]:
@@ -254,11 +267,13 @@ def plan_text(plan: Plan, *, with_differences: bool = True) -> str:
     """A plan for a person."""
     lines = [headline(plan)]
     lines += rows("", plan.verdict.reasons, bullet="- ")
+    counts = plan.parameters
+    lines += rows("model", [f"{amount(counts.total)} parameters, {amount(counts.active)} active in a token"])
     if plan.verdict.layout is not None:
         lines += layout_lines(plan.experiment, plan.verdict.layout)
     lines += memory_lines(plan)
     lines += rows("notes", plan.notes, bullet="- ")
-    if plan.verdict.legal:
+    if plan.verdict.legal and plan.command:
         lines += ["command", "  " + as_shell(plan.command)]
     if plan.differences and with_differences:
         lines += ["", "differs from the published scripts:"]
@@ -314,6 +329,15 @@ def tokens_text(tokens: int) -> str:
     return f"{tokens / 1e6:.3g} M tokens" if tokens >= 1e6 else f"{tokens:,} tokens"
 
 
+def amount(parameters: int) -> str:
+    """A number of parameters in four digits.
+
+    >>> amount(671_026_404_352), amount(2_184_000)
+    ('671 G', '2.184 M')
+    """
+    return f"{parameters / 1e9:.4g} G" if parameters >= 1e9 else f"{parameters / 1e6:.4g} M"
+
+
 def stage_lines(layout: Layout) -> list[str]:
     """What each of the first and last pipeline ranks holds."""
     shown = range(layout.pp) if layout.pp <= 4 else (0, 1, layout.pp - 1)
@@ -343,7 +367,12 @@ def memory_lines(plan: Plan) -> list[str]:
         return []
     needed = f"{plan.memory.worst_gib:.1f} GiB on the fullest GPU"
     against = needed if plan.fits is None else f"{needed} of {plan.memory.capacity_gib:.1f}"
-    return rows("memory", [against, plan.memory.dominant]) + buffer_lines(plan)
+    worst = plan.memory.worst
+    apart = (
+        f"{worst.reserved_gib:.1f} GiB reserved by PyTorch, which TorchTitan prints as memory, and "
+        f"{worst.outside_gib:.1f} GiB of CUDA, NCCL and the dispatcher"
+    )
+    return rows("memory", [against, apart, plan.memory.dominant]) + buffer_lines(plan)
 
 
 def buffer_lines(plan: Plan) -> list[str]:
@@ -353,7 +382,8 @@ def buffer_lines(plan: Plan) -> list[str]:
         return []
     batch = "a micro-batch" if plan.experiment.pp > 1 else "the local batch"
     domains = buffer.ranks // buffer.nvlink_ranks
-    where = f"{buffer.ranks} ranks" + (f" on {domains} nodes" if domains > 1 else "")
+    kind = "nodes" if buffer.nvlink_ranks <= plan.experiment.gpus_per_node else "NVLink domains"
+    where = f"{buffer.ranks} ranks" + (f" on {domains} {kind}" if domains > 1 else "")
     size = f"{buffer.backend.value} {buffer.size_bytes / 2**30:.2f} GiB a GPU, outside of PyTorch's allocator"
     estimate = "" if buffer.exact else " (a stand-in until it has been measured)"
     return rows("buffer", [f"{size}: {buffer.tokens:,} tokens of {batch} between {where}{estimate}"])
@@ -365,6 +395,14 @@ def difference_lines(plan: Plan) -> list[str]:
     for row in plan.differences:
         lines += rows(f"  {row.topic}", [f"published: {row.published}", f"here: {row.here}"], label=34)
     return lines
+
+
+def model_text(model: HuggingFaceModel) -> str:
+    """What a plan took from another system's configuration, and what it left."""
+    base = f"everything else as in model={model.model}" if model.shape else f"it is model={model.model}"
+    lines = [f"model taken from {model.source}; {base}"]
+    lines += rows("taken", [", ".join(model.taken)])
+    return "\n".join(lines + rows("left", model.left, bullet="- "))
 
 
 def titan_text(config: Mapping[str, Any]) -> str:

@@ -11,7 +11,9 @@ of JSON, :func:`each_text` cleans the texts in it and leaves the keys.
 
 from __future__ import annotations
 
+import functools
 import getpass
+import os
 import re
 import socket
 import sys
@@ -27,10 +29,19 @@ _NOBODY = frozenset({"root", "user", "ubuntu", "runner", "admin", "nobody", "jov
 """Names that identify no one, and that are words of ordinary text."""
 
 _BEGUN = (
-    r"hf_\w{20,}|gh[oprsu]_\w{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}|xox[abp]-[\w-]{10,}|wandb_v1_\w{20,}"
-    r"|sk-[\w-]{20,}|AKIA[0-9A-Z]{16}"
+    r"hf_[A-Za-z0-9]{20,}|api_org_[A-Za-z0-9]{20,}|gh[oprsu]_\w{20,}|github_pat_\w{20,}|gl(?:pat|dt|ft|rt|soat|cbt|ptt)-[\w-]{16,}"
+    r"|xox[abeoprs]-[\w-]{10,}|xapp-[\w-]{10,}|wandb_v1_[\w-]{20,}|nvapi-[\w-]{20,}|sk-[\w-]{20,}|KGAT_\w{20,}"
+    r"|AIza[\w-]{30,}|ya29\.[\w-]{20,}|GOCSPX-[\w-]{20,}|npm_\w{20,}|pypi-AgE[\w-]{20,}|dckr_pat_[\w-]{20,}"
+    r"|hv[sbr]\.[\w-]{20,}|gsk_\w{20,}|r8_\w{20,}|glsa_\w{20,}|(?:IQoJb3JpZ2lu|F[wQ]oGZXIvYXdz)[\w+/=%-]{16,}"
+    r"|A(?:KIA|SIA|BIA|CCA)[0-9A-Z]{12,}|MUNGE:[\w+/=]{16,}|eyJ[\w=-]{8,}(?:\.[\w=+/-]*){1,4}|\w{3}\dQ~[\w~.-]{31,}"
+    r"|bot\d{8,10}:[\w-]{30,}|AGE-SECRET-KEY-1\w{20,}"
 )
-"""Tokens that begin as their makers chose: Hugging Face, GitHub, GitLab, Slack, W&B, OpenAI and Anthropic, AWS."""
+"""Tokens that begin as their makers chose, whole or cut: Hugging Face, GitHub, GitLab, Slack, W&B, NVIDIA, OpenAI,
+Anthropic, Kaggle, Google, npm, PyPI, Docker, Vault, Groq, Replicate, Grafana, age, AWS, MUNGE, JWT, Azure, Telegram."""
+_PLACES_OF_KEYS = (
+    r"hooks\.slack\.com/(?:services|workflows|triggers)/|discord(?:app)?\.com/api/webhooks/"
+    r"|webhook\.office\.com/webhookb2/"
+)
 _QUOTE = r"\\{0,2}['\"]"  # in JSON within a text it has backslashes
 _SUFFIX = r"(?-i:(?:_[A-Z0-9]{1,16}){0,2})"  # HF_TOKEN_READ, and no token_dispatcher
 _COUNTED = r"(?<!(?:per|[be]os|pad|unk|cls|sep|one|the)[_-]token)(?<!(?:mask|next|last|each)[_-]token)(?<!_a_token)"
@@ -39,23 +50,84 @@ _TOKEN = (  # of a login, not of a text: hf_token, ?token, TOKEN, and "token" if
     rf"token(?:(?<=[\w?&-]token)|(?<=\b(?-i:TOKEN))|(?<=['\"]token)(?={_QUOTE} ?[:=] ?{_QUOTE}))"
     rf"{_COUNTED}{_SUFFIX}(?![^\w\n]{{1,8}}{_NUMBER})"
 )
-_NAMED = rf"(?:(?:secret(?:[_-]?key)?|passw(?:or)?d|passphrase|(?:api|access|private)[_-]?key){_SUFFIX}|{_TOKEN})"
+_NAMED = (
+    rf"(?:(?:secret(?:[ _-]?key)?|passw(?:or)?d|passphrase|sshpass|(?:api|access|account|private)[ _-]?key(?:[_-]?id)?"
+    rf"|shared[ _-]?access[ _-]?(?:key|signature)|client[ _-]?secret|(?<=_)(?:jwt|pwd)|(?<=[a-z0-9_-])secret"
+    rf"|(?-i:(?<=[A-Z0-9]_)(?:KEY|PAT|PASS|AUTH))(?![^\w\n]{{1,8}}{_NUMBER})){_SUFFIX}|{_TOKEN})"
+)
 _BARE = r"['\"]?(?:(?!</|\\['\"])[^\s'\"])+(?<![,;.)\]}])"
 _VALUE = rf"(?:(?P<quote>{_QUOTE})(?:(?!(?P=quote))(?:\\.|[^\n])){{1,4096}}+(?P=quote)|{_BARE})"
 _KEPT = rf"\1\g<quote>{HIDDEN}\g<quote>"
 _SECRETS = (
+    (  # on several lines, in one with a written \n, and where its end was cut off
+        re.compile(
+            r"-----BEGIN [A-Z0-9 ]{0,40}PRIVATE KEY(?: BLOCK)?-----"
+            r"(?:(?:(?!-----)[\s\S]){0,20000}?-----END [A-Z0-9 ]{0,40}-----|[\w+/=\\\s]*)"
+        ),
+        HIDDEN,
+    ),
+    (re.compile(rf"((?:{_PLACES_OF_KEYS}))[^\s'\"<>)]+"), rf"\1{HIDDEN}"),
     (re.compile(rf"(?<![A-Za-z0-9])(?:{_BEGUN})"), HIDDEN),
     (re.compile(rf"(?i)({_NAMED}(?:{_QUOTE})?\]?[ \t]{{0,4}}[:=](?!=)[ \t]{{0,4}}){_VALUE}"), _KEPT),
     (re.compile(rf"(?i)((?<![\w-])--[\w-]{{0,64}}{_NAMED}(?:{_QUOTE},)?[ \t]{{1,4}})(?!-){_VALUE}"), _KEPT),
-    (
+    (  # of a signed address
         re.compile(
-            rf"(?i)\b(authorization(?:{_QUOTE})? ?[:=] ?(?:{_QUOTE})?(?:(?:bearer|basic|token) )?|bearer ){_BARE}"
+            r"(?i)((?:[?&]|&amp;)(?:x-(?:amz|goog|ms|oss)-[\w-]{1,40}|signature|sig|awsaccesskeyid|googleaccessid|key"
+            r"|key-pair-id|policy|code_verifier|refresh_token|auth)=)[^\s&'\"<>#]+"
         ),
         rf"\1{HIDDEN}",
     ),
-    (re.compile(r"://(?!git@)[^\s/?#'\"<>]+@"), f"://{HIDDEN}@"),  # the user of an address, and the password
+    (
+        re.compile(r"(?i)(?<![\w-])((?:signature|sig|credential)=)(?=[a-z_.]{0,100}[^a-z_.])[\w%+/=-]{16,}"),
+        rf"\1{HIDDEN}",
+    ),
+    (re.compile(rf"({_QUOTE}(?:auth|identitytoken){_QUOTE} ?: ?(?P<quote>{_QUOTE}))[\w+/=.-]{{8,}}"), rf"\1{HIDDEN}"),
+    (re.compile(rf"({_QUOTE}key{_QUOTE} ?: ?{_QUOTE})[0-9a-f]{{32,}}"), rf"\1{HIDDEN}"),  # kaggle.json
+    (
+        re.compile(
+            rf"(?i)\b(authorization(?:{_QUOTE})? ?[:=] ?(?:{_QUOTE})?(?!aws4-)(?:(?:bearer|basic|token|negotiate) )?+"
+            rf"|bearer (?-i:(?![a-z]+ ))){_BARE}"
+        ),
+        rf"\1{HIDDEN}",
+    ),
+    (re.compile(r"\b([Bb]asic )(?=[A-Za-z+/]{0,200}[0-9=])[A-Za-z0-9+/]{8,}={0,2}"), rf"\1{HIDDEN}"),
+    (
+        re.compile(r"(?i)\b((?:(?:api|access|secret) key|password) (?:is|was) ['\"]?)(?=\D{0,100}\d)[\w+/=.-]{8,}"),
+        rf"\1{HIDDEN}",
+    ),
+    (re.compile(r"(?i)\b((?:set-)?cookie: ?)[^\n'\"]+"), rf"\1{HIDDEN}"),
+    (
+        re.compile(
+            rf"(\b(?:sshpass|(?:docker|podman|nerdctl|oras|helm registry) login)\b[^\n|;&]{{0,200}}? -p ?){_VALUE}"
+        ),
+        _KEPT,
+    ),
+    (re.compile(r"(\s(?:-u|--user|--proxy-user)[ =]?['\"]?[^\s:'\"]{1,100}:)[^\s'\"]+"), rf"\1{HIDDEN}"),
+    (re.compile(r"(\blogin \S{1,100}\s{1,8}password )\S+"), rf"\1{HIDDEN}"),  # .netrc
+    (re.compile(r"://(?!git@|\$\w+@)[^\s/?#'\"<>]+@"), f"://{HIDDEN}@"),  # the user of an address, and the password
+    (re.compile(r"(?<![\w+/-])[A-Za-z0-9+/]{86}==(?![\w+/=])"), HIDDEN),  # the key of an Azure account
 )
 """What is repeated is bounded, or cannot begin inside itself: the time goes with the length of the text."""
+_HEX = re.compile(r"(?<![A-Za-z0-9_])[0-9a-f]{40}(?![A-Za-z0-9_])")
+_OF_A_KEY = re.compile(r"(?i)wandb|w&b|api|key|login|token|secret|passw|auth|credential")
+_OF_A_COMMIT = re.compile(
+    r"(?i)commit|git|\bsha|revision|\brev\b|hash|digest|checksum|merge|snapshot|blob|tree|\bref|head|branch|@$|\+$"
+)
+"""Both are 40 hexadecimal digits, a key of W&B and a commit: what stands before them decides."""
+_SECRET_NAME = re.compile(
+    r"(?i)(?:(?:^|[_.-])(?:key|token|secret|pat|jwt|pass|auth|auth_config|sas|credentials?)|_pwd|passw(?:or)?d|passphrase"
+    r"|sshpass|apikey|accesskey|secretkey|connection_string)(?:_(?:read|write|ro|rw|id|prod|dev|b64|base64|json|\d+))?$"
+)
+_SHORTEST_VALUE = 8
+"""Characters of a variable's value that is looked for in a text; a shorter one is a word such as ``true``."""
+_OF_NO_WIDTH = re.compile(  # colours and what takes no room, also as JSON within a text writes them
+    r"(?:\x1b|\\(?:u001[bB]|x1b|033))(?:\[[0-?]{0,64}[ -/]{0,8}[@-~]|\][^\x07\x1b\n]{0,1000}(?:\x07|\x1b\\)|[@-Z\\^_])"
+    "|[\u200b-\u200d\u2060\ufeff]|" + r"\\u(?:200[b-d]|2060|feff)"
+)
+_INVISIBLE = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2061-\u206f\ufff9-\ufffb\ud800-\udfff"
+    "\U000e0000-\U000e007f]"
+)
 _HOME = re.compile(r"(?<![\w.])/(?:home|Users)/[^\s/'\"\\:<>,;)]+")
 _ENDPOINT = re.compile(r"(?i)\b(rdzv[-_]endpoint|master[-_]addr)([=: ]+)(?!localhost)[^\s:'\"]+")
 
@@ -81,8 +153,8 @@ def without_places(text: str) -> str:
         'HF_TOKEN=*** ~/run.py --rdzv-endpoint=HOST:29500'
     """
     text = without_secrets(text)
-    for place, name in sorted(_places(), key=lambda pair: -len(pair[0])):
-        text = re.sub(rf"(?<![\w.]){re.escape(place)}(?![\w-])", lambda _, name=name: name, text)  # type: ignore[misc]
+    for place, name in _places(Path.cwd(), sys.prefix, tempfile.gettempdir(), os.environ.get("HOME")):
+        text = place.sub(name, text)
     text = _ENDPOINT.sub(r"\1\2HOST", _HOME.sub("~", text))
     for word, name in _names():
         text = re.sub(rf"(?<![\w-]){re.escape(word)}(?![\w-])", name, text)
@@ -90,15 +162,56 @@ def without_places(text: str) -> str:
 
 
 def without_secrets(text: str) -> str:
-    """A text without keys, tokens and passwords, whatever else it says.
+    """A text without the keys, tokens and passwords that can be told from other words, nor signs that cannot be seen.
+
+    Taken out are the shapes of :data:`_SECRETS` and of detect-secrets, what follows a name such as ``HF_TOKEN=``, and
+    the values of this process's environment variables of such names. Forty hexadecimal digits are a W&B key unless a
+    word such as *commit* or *sha* stands before them. A secret without any such shape, name or variable stays.
 
     Example:
         >>> without_secrets("WANDB_API_KEY=abc moelab run x.yaml")
         'WANDB_API_KEY=*** moelab run x.yaml'
+        >>> without_secrets("at commit 0123456789abcdef0123456789abcdef01234567")
+        'at commit 0123456789abcdef0123456789abcdef01234567'
     """
-    for pattern, replacement in _SECRETS:
+    text = visible(text)
+    for value in sorted(_values_of_variables(), key=len, reverse=True):
+        text = text.replace(value, HIDDEN)
+    for pattern, replacement in (*_SECRETS, *_detected()):
         text = pattern.sub(replacement, text)
-    return text
+    return _HEX.sub(_commit_or_hidden, text)
+
+
+def is_secret_name(name: str) -> bool:
+    """Whether a variable of this name holds a key, token or password.
+
+    >>> [is_secret_name(name) for name in ("WANDB_API_KEY", "PGPASSWORD", "TOKENIZERS_PARALLELISM", "PWD")]
+    [True, True, False, False]
+    """
+    return bool(_SECRET_NAME.search(name))
+
+
+def holds_secret(text: str) -> bool:
+    """Whether :func:`without_secrets` takes anything out beside the user of an address.
+
+    >>> [holds_secret(one) for one in ("docker://ada@nvcr.io#x", "https://ada:pass@host.org")]
+    [False, True]
+    """
+    text = re.sub(r"(://[^\s/:@]+)@", r"\1 ", text)
+    return without_secrets(text) != text
+
+
+def visible(text: str) -> str:
+    r"""A text without colours and signs of no width, with every other one that cannot be seen written out.
+
+    Line ends and tabs stay.
+
+
+    >>> print(visible("\x1b[31mred\x1b[0m\r\nleft\u202eright\x00"))
+    red
+    left\u202eright\x00
+    """
+    return _INVISIBLE.sub(lambda sign: ascii(sign[0])[1:-1], _OF_NO_WIDTH.sub("", text).replace("\r\n", "\n"))
 
 
 def each_text(clean: Callable[[str], str], value: Any) -> Any:
@@ -111,7 +224,9 @@ def each_text(clean: Callable[[str], str], value: Any) -> Any:
     if type(value) is str:
         return clean(value)
     if isinstance(value, dict):
-        return value if "bdata" in value else {key: each_text(clean, one) for key, one in value.items()}
+        if "bdata" in value:
+            return value
+        return {key: one if _is_commit(key, one) else each_text(clean, one) for key, one in value.items()}
     return [each_text(clean, one) for one in value] if isinstance(value, list | tuple) else value
 
 
@@ -128,30 +243,58 @@ def shareable(text: str) -> str:
     return without_places(_FOLDERS.sub(_file_alone, text))
 
 
+@functools.cache
+def _detected() -> tuple[tuple[re.Pattern[str], str], ...]:
+    """Patterns of detect-secrets; it takes a quarter of a second to load, so whoever cleans nothing is spared it."""
+    from detect_secrets.plugins import aws, azure_storage_key, discord, sendgrid, slack, square_oauth, stripe, twilio
+
+    # The other plugins go by names, which _NAMED does, ask for a whole token where a log has cut one, or take a time
+    # that goes with the square of the length.
+    detectors = (
+        *(aws.AWSKeyDetector, azure_storage_key.AzureStorageKeyDetector, discord.DiscordBotTokenDetector),
+        *(sendgrid.SendGridDetector, slack.SlackDetector, square_oauth.SquareOAuthDetector),
+        *(stripe.StripeDetector, twilio.TwilioKeyDetector),
+    )
+    return tuple((pattern, HIDDEN) for detector in detectors for pattern in detector.denylist)
+
+
+def _values_of_variables() -> Iterator[str]:
+    for name, value in os.environ.items():
+        if len(value) >= _SHORTEST_VALUE and is_secret_name(name):
+            yield value
+
+
+def _is_commit(name: object, value: object) -> bool:
+    return type(value) is str and bool(_HEX.fullmatch(value)) and bool(_OF_A_COMMIT.search(str(name)))
+
+
+def _commit_or_hidden(digits: re.Match[str]) -> str:
+    before, after = digits.string[max(0, digits.start() - 300) : digits.start()], digits.string[digits.end() :][:12]
+    line = before.rsplit("\n", 1)[-1]
+    commits, keys = ([one.end() for one in words.finditer(line)] for words in (_OF_A_COMMIT, _OF_A_KEY))
+    is_commit = max(commits, default=0) > max(keys, default=0) or re.match(r"-dirty|\s+(?:refs/|\(?HEAD)", after)
+    return digits[0] if is_commit or len(set(digits[0])) < 6 else HIDDEN
+
+
 def _file_alone(path: re.Match[str]) -> str:
     last = path[0].rsplit("/", 1)[-1]
     return f"…/{last}" if _FILE.fullmatch(last) else "…"
 
 
-def _places() -> Iterator[tuple[str, str]]:
-    """Folders of this machine and what stands for each; the root of the file system is no place."""
-    yield from _both(Path.cwd(), ".")
-    own = Path(__file__).parents[2]
-    environment = Path(sys.prefix)
-    if sys.prefix != sys.base_prefix:
-        yield from _both(environment, "$VENV")
+@functools.lru_cache(maxsize=8)  # a page has thousands of texts, and following links takes longer than cleaning one
+def _places(here: Path, prefix: str, temporary: str, _home: str | None) -> list[tuple[re.Pattern[str], str]]:
+    """Folders of this machine and what stands for each, longest first; the root of the file system is no place."""
+    own, environment = Path(__file__).parents[2], Path(prefix)
+    folders = [(here, "."), (Path(temporary), "$TMPDIR")]
+    if prefix != sys.base_prefix:
+        folders.append((environment, "$VENV"))
     if not own.is_relative_to(environment):
-        yield from _both(own, "$MOELAB")
-    yield from _both(Path(tempfile.gettempdir()), "$TMPDIR")
+        folders.append((own, "$MOELAB"))
     with suppress(RuntimeError):  # a user without a home
-        yield from _both(Path.home(), "~")
-
-
-def _both(folder: Path, name: str) -> Iterator[tuple[str, str]]:
-    """A folder as it was given and without symbolic links."""
-    for path in {folder, folder.resolve()}:
-        if len(path.parts) > 1:
-            yield str(path), name
+        folders.append((Path.home(), "~"))
+    named = {str(path): name for folder, name in folders[::-1] for path in (folder, folder.resolve()) if path.parts[1:]}
+    longest_first = sorted(named, key=len, reverse=True)
+    return [(re.compile(rf"(?<![\w.]){re.escape(place)}(?![\w-])"), named[place]) for place in longest_first]
 
 
 def _names() -> Iterator[tuple[str, str]]:

@@ -22,7 +22,7 @@ by one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby, product
 from math import inf
@@ -36,7 +36,7 @@ from moelab.layout.mesh import divisors
 from moelab.plan import headroom_gib, rows
 from moelab.projection.calibration import CALIBRATION
 from moelab.projection.job import Job, job_of
-from moelab.projection.project import Projection, can_be_placed, project, require_figures
+from moelab.projection.project import Projection, aligned, can_be_placed, project, require_figures
 from moelab.projection.step import work_s
 
 VARIED = ("pp", "pp_schedule", "microbatch", "dp_replicate", "dp_shard", "cp", "tp", "ep")
@@ -189,17 +189,20 @@ class _Key(NamedTuple):
 
 def _order(facts: Facts) -> tuple[int, int, int, float, tuple[int, ...]]:
     """The stated order, with a tie-break."""
-    schedule = SCHEDULES[facts.pp_schedule]
-    bubble = bubble_fraction(schedule, pp=facts.pp, microbatches=facts.microbatches)
+    bubble = _bubble(facts)
     degrees = (facts.pp, facts.tp, facts.cp, facts.dp_replicate, facts.ep, facts.microbatch)
     tie_break = (*degrees, list(SCHEDULES).index(facts.pp_schedule))
     return int(bubble / BUBBLE_STEP), facts.tp * facts.cp, _ep_nodes(facts), bubble, tie_break
 
 
+def _bubble(facts: Facts) -> float:
+    turns = facts.stages_per_rank
+    return bubble_fraction(SCHEDULES[facts.pp_schedule], pp=facts.pp, microbatches=facts.microbatches, turns=turns)
+
+
 def _ep_nodes(facts: Facts) -> int:
-    """Nodes of one group of expert-parallel ranks, which are neighbours in TorchTitan's mesh."""
-    per_node = facts.experiment.gpus_per_node
-    return max(1, -(-facts.ep // per_node))
+    """Nodes, or NVLink domains, of one expert-parallel group, whose ranks are neighbours in TorchTitan's mesh."""
+    return max(1, -(-facts.ep // facts.nvlink_ranks))
 
 
 def _by_memory(legal: list[tuple[_Key, Facts]], headroom_gib: Headroom | None) -> Iterator[Candidate]:
@@ -300,12 +303,6 @@ CANDIDATE_HEADER = (
     "bubble",
     "free GiB",
 )
-
-
-def aligned(table: Sequence[Sequence[str]]) -> list[str]:
-    """Rows of cells as lines, columns flush right."""
-    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in table]
 
 
 def candidate_row(candidate: Candidate) -> tuple[str, ...]:
@@ -452,8 +449,7 @@ def _estimate(cluster: Cluster) -> Callable[[Facts], float]:
         key = (size, facts.tp, facts.cp, facts.ep, facts.microbatches > 1)
         if key not in known:
             known[key] = work_s(_job(facts, cluster), CALIBRATION) if can_be_placed(facts.experiment, facts.ep) else inf
-        bubble = bubble_fraction(SCHEDULES[facts.pp_schedule], pp=facts.pp, microbatches=facts.microbatches)
-        return known[key] * facts.tp * facts.cp / size / (1 - bubble)
+        return known[key] * facts.tp * facts.cp / size / (1 - _bubble(facts))
 
     return seconds
 

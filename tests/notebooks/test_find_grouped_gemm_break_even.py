@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from notebook_support import WIDGET, Ran
 
-from moelab.mxfp8.break_even import break_even_m, gain, gemm_time_s
-from moelab.mxfp8.break_even_fit import expert_work, fit_b200, fit_measured, leave_one_out, published_work
+from moelab.hardware import B200
 from moelab.mxfp8.grouped_gemm_results import stored
 from moelab.notebooks import NotebookFailed, execute
+from moelab.projection.calibration import with_values
+from moelab.projection.gemm import break_even_m, gain, grouped_time_s, rates_of
+from moelab.projection.gemm_fit import GOAL, expert_work, fit_b200, fit_h100, leave_one_out, published_work
 
 ROOT = Path(__file__).parents[2]
 NAME = "02_find_grouped_gemm_break_even"
 NOTEBOOK = ROOT / "notebooks" / f"{NAME}.ipynb"
-CONSTANTS = fit_b200().constants
+RATES = fit_b200().rates()
 LARGE, SMALL = (work.case for work in published_work())
 
 
@@ -56,57 +57,65 @@ def test_fp8_on_an_h100_loses_and_least_with_many_rows_of_671b_experts() -> None
     )
 
 
-def test_the_model_fits_kernels_and_671b_rows_that_are_left_out() -> None:
-    kernels = fit_b200().residuals().head(14)
-    assert kernels["error"].abs().max() < 0.10
-    assert leave_one_out()["left_out_error"].head(4).abs().max() < 0.09
+def test_the_model_fits_kernels_and_most_rows_that_are_left_out() -> None:
+    residuals = fit_b200().residuals().query("kind != 'step'")
+    assert set(residuals[residuals["error"].abs() > GOAL]["name"]) == {
+        "forward: scales into blocks",
+        "dgrad: scales into blocks",
+    }
+    table = leave_one_out()
+    missed = table[~table["left_out_within"]]
+    assert missed["case"].str.endswith("1 group").all()
+    assert sorted(missed["left_out_error"].abs().mul(100).round()) == [10, 11]
 
 
 def test_break_evens_and_gains_are_those_that_are_named() -> None:
-    large, small = (break_even_m(case.n, case.k, case.groups, CONSTANTS) for case in (LARGE, SMALL))
-    assert large == pytest.approx(17_000, rel=0.05)
-    assert small == pytest.approx(160_000, rel=0.05)
-    both = [break_even_m(case.n, case.k, case.groups, CONSTANTS, in_step=True) for case in (LARGE, SMALL)]
-    assert all(in_step < alone for in_step, alone in zip(both, (large, small), strict=True))  # type: ignore[operator]
+    assert break_even_m(LARGE.n, LARGE.k, 8, RATES) == pytest.approx(17_000, rel=0.05)
+    assert break_even_m(SMALL.n, SMALL.k, 8, RATES) == pytest.approx(170_000, rel=0.05)
+    in_step = fit_b200().rates(in_step=True)
+    for case in (LARGE, SMALL):
+        assert break_even_m(case.n, case.k, 8, in_step) < break_even_m(case.n, case.k, 8, RATES)  # type: ignore[operator]
     mine = expert_work("mine", "16B", 8192, ep=8).case
-    assert gain(mine.m, mine.n, mine.k, mine.groups, CONSTANTS) == pytest.approx(0.77, abs=0.03)
-    assert fit_measured(stored()).constants.row_cast_tb_s < 2
+    assert gain(*mine.mnkg, RATES) == pytest.approx(0.77, abs=0.03)
+    assert fit_h100().rates().cast < 2e12
+
+
+def test_what_is_said_of_two_experts_on_a_rank() -> None:
+    assert (SMALL.groups, round(SMALL.m / SMALL.groups, -3)) == (2, 393_000)
+    low_s, bf16_wgrad_s = (grouped_time_s(*SMALL.mnkg, name, RATES) for name in ("mxfp8", "mxfp8_wgrad_bf16"))  # type: ignore[arg-type]
+    assert grouped_time_s(*SMALL.mnkg, "bf16", RATES) / bf16_wgrad_s == pytest.approx(1.25, abs=0.05)
+    assert RATES.scales_row_s * SMALL.m / 2 / low_s == pytest.approx(1 / 3, abs=0.03)
+    assert break_even_m(SMALL.n, SMALL.k, 2, RATES) is None
 
 
 def test_what_is_said_about_wgrad() -> None:
-    def time_s(precision: str) -> float:
-        return gemm_time_s(LARGE.m, LARGE.n, LARGE.k, LARGE.groups, precision, CONSTANTS)  # type: ignore[arg-type]
+    def time_s(precision: str, direction: str | None = None) -> float:
+        return grouped_time_s(*LARGE.mnkg, precision, RATES, direction=direction)  # type: ignore[arg-type]
 
     assert time_s("mxfp8_wgrad_bf16") < time_s("mxfp8") < time_s("bf16")
-    directions = ("forward", "dgrad", "wgrad")
-    gains = {
-        name: gemm_time_s(LARGE.m, LARGE.n, LARGE.k, LARGE.groups, "bf16", CONSTANTS, direction=name)  # type: ignore[arg-type]
-        / gemm_time_s(LARGE.m, LARGE.n, LARGE.k, LARGE.groups, "mxfp8", CONSTANTS, direction=name)  # type: ignore[arg-type]
-        for name in directions
-    }
+    gains = {name: time_s("bf16", name) / time_s("mxfp8", name) for name in ("forward", "dgrad", "wgrad")}
     assert min(gains, key=gains.__getitem__) == "wgrad"
 
 
 def test_answer_of_the_first_exercise() -> None:
     def reached(tokens: int) -> bool:
         case = expert_work("exercise", "671B", tokens, ep=8).case
-        return gain(case.m, case.n, case.k, case.groups, CONSTANTS) > 1
+        return gain(*case.mnkg, RATES) > 1
 
     assert [reached(tokens) for tokens in (1024, 2048, 4096)] == [False, False, True]
-    assert break_even_m(2048, 7168, 32, CONSTANTS) == pytest.approx(32_000, rel=0.02)
+    assert break_even_m(2048, 7168, 32, RATES) == pytest.approx(31_000, rel=0.02)
 
 
-@pytest.mark.parametrize(("tb_s", "overhead_us", "solved"), [(1000.0, 284.0, False), (5.5, 50.0, True)])
-def test_answer_of_the_second_exercise(tb_s: float, overhead_us: float, solved: bool) -> None:
-    casts = dict.fromkeys(("row_cast_tb_s", "column_cast_tb_s", "weight_cast_tb_s"), tb_s)
-    quick = replace(CONSTANTS, **casts, overhead_us=overhead_us)  # type: ignore[arg-type]
+@pytest.mark.parametrize(("tb_s", "precision", "solved"), [(1000.0, "mxfp8", False), (5.5, "mxfp8_wgrad_bf16", True)])
+def test_answer_of_the_second_exercise(tb_s: float, precision: str, solved: bool) -> None:
+    quick = rates_of(B200, with_values(fit_b200().calibration, blackwell_cast=tb_s / 8), alone=True)
     case = expert_work("exercise", "16B", 8192, ep=8).case
-    assert (gain(case.m, case.n, case.k, case.groups, quick) > 1) is solved
+    assert (gain(*case.mnkg, quick, precision) > 1) is solved  # type: ignore[arg-type]
 
 
 def test_answer_of_the_third_exercise() -> None:
     def ratio(rows: float) -> float:
-        low = gemm_time_s(rows, 2048, 7168, 8, "mxfp8", CONSTANTS)
-        return gemm_time_s(rows, 2048, 7168, 8, "mxfp8_wgrad_bf16", CONSTANTS) / low
+        times = [grouped_time_s(rows, 2048, 7168, 8, name, RATES) for name in ("mxfp8_wgrad_bf16", "mxfp8")]  # type: ignore[arg-type]
+        return times[0] / times[1]
 
-    assert ratio(0.9 * 65_000) < 1 < ratio(1.1 * 65_000)
+    assert ratio(0.9 * 61_000) < 1 < ratio(1.1 * 61_000)

@@ -84,7 +84,7 @@ def test_the_search_is_led_by_the_layout_that_is_named() -> None:
     found = search(published, limit=8, headroom_gib=headroom_gib(published), global_batch=4096).candidates
     best = found[0]
     assert {candidate.experiment.tp for candidate in found} == {1}
-    assert best.experiment.pp == 4
+    assert best.experiment.pp == 8
     assert best.bubble_fraction > bubble_fraction(SCHEDULES["1F1B"], pp=2, microbatches=64)
 
 

@@ -26,7 +26,7 @@ def big_cluster() -> Iterator[SlurmCluster]:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[SlurmCluster]:
     """Two nodes without GPUs, whose controller forgets a job soon after its end."""
-    settings = {"MinJobAge": "5", "SlurmdTimeout": "6", "MessageTimeout": "5"}
+    settings = {"MinJobAge": "5", "SlurmdTimeout": "6", "MessageTimeout": "3"}
     with slurm_cluster(nodes=2, cpus=4, settings=settings) as started:
         yield started
 

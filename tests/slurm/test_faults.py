@@ -102,7 +102,7 @@ def test_a_drained_node_takes_no_job_and_loses_none(
 
 def test_a_controller_that_does_not_answer(asked: SlurmCluster, held: RunDir, gate: Path) -> None:
     before = held.status
-    asked.kill_controller()
+    asked.stop_controller()
     try:
         (seen,) = refresh([held])
     finally:

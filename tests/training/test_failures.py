@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,20 +32,6 @@ BF16 = [{"precision": "bf16"}]
 def only_run(runs: Path) -> RunDir:
     (run,) = find(runs)
     return run
-
-
-def test_a_rank_that_is_killed_is_named_and_its_steps_are_kept(tmp_path: Path) -> None:
-    process = launch(write_study(tmp_path, BF16, [0], steps=400), tmp_path / "runs")
-    wait_for(lambda: steps_logged(tmp_path / "runs") >= 2)
-    os.kill(ranks_of(tmp_path / "runs")[1], signal.SIGKILL)
-    assert ended(process)[0] == 1
-    run = only_run(tmp_path / "runs")
-    assert run.status.state is State.FAILED
-    assert run.status.reason is not None
-    assert run.status.reason.startswith("rank 1: killed by SIGKILL")
-    assert len(collect_run(run).rows) >= 2
-    assert (run.path / "metrics.parquet").exists()
-    wait_for(lambda: not ranks_of(tmp_path / "runs"))
 
 
 def test_a_loss_that_is_not_finite_is_the_cause_and_the_study_goes_on(diverged: Trained) -> None:

@@ -175,5 +175,5 @@ def test_a_machine_whose_nvidia_smi_fails_runs_on_its_processor_by_name_only(mon
         raise GpusUnknown("nvidia-smi fails (exit code 9)")
 
     monkeypatch.setattr(capability, "gpus", fail)
-    assert refusals(Experiment()) == ["nvidia-smi fails (exit code 9)"]
+    assert refusals(Experiment()) == [str(GpusUnknown("nvidia-smi fails (exit code 9)"))]
     assert refusals(Experiment(hardware="cpu")) == []

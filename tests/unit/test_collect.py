@@ -10,6 +10,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from run_support import make_run
+from stand_in import step_line
 from torch.utils.tensorboard import SummaryWriter
 
 from moelab.experiment import Experiment
@@ -206,3 +207,66 @@ def test_the_runs_of_a_wandb_chart_keep_their_own_results(tmp_path: Path) -> Non
     assert (one.run, one.validation_loss, one.status.state, one.diverged) == ("one", 3.0, State.UNKNOWN, None)
     assert (two.run, two.validation_loss, two.status.state) == ("two", 9.0, State.FAILED)
     assert two.diverged == "loss is nan at step 90 (segment 0)"
+
+
+def test_what_a_run_saved_is_read_for_as_long_as_its_log_and_events_are_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path, EXPERIMENT, [*LOSSES[:4], math.nan], held_out=6.5)
+    with run.log.open("a") as log:
+        log.write(step_line(6, 6.0).replace("grad_norm:  0.2210", "grad_norm:     nan"))
+    writer = SummaryWriter(str(run.tensorboard / "20260914-0310"))
+    writer.add_scalar("loss_metrics/global_avg_loss", 8.0, 1)
+    writer.close()
+    fresh = collect_run(run, save=True)
+    monkeypatch.setattr("moelab.runs.collect._read_log_and_events", unread)
+    saved = collect_run(run)
+    for table in ("rows", "validation"):
+        pd.testing.assert_frame_equal(getattr(saved, table), getattr(fresh, table))
+    assert saved.to_json() == fresh.to_json()
+    assert saved.diverged == fresh.diverged == "loss is nan at step 5 (segment 0)"
+    assert str(saved.grad_norm_not_finite) == str(fresh.grad_norm_not_finite) == "{6: nan}"
+
+
+def unread(*_: object) -> None:
+    raise AssertionError("the log was read")
+
+
+def change(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("file", ["logs/train.log", "metrics.parquet", "results.json", "tb/a/events.out.tfevents.2.b"])
+def test_saved_results_are_not_used_once_a_file_is_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
+) -> None:
+    run = make_run(tmp_path, EXPERIMENT, LOSSES)
+    (run.tensorboard / "a").mkdir()
+    (run.tensorboard / "a" / "events.out.tfevents.1.a").touch()
+    collect_run(run, save=True)
+    if file.startswith("tb"):
+        (run.path / file).touch()
+    else:
+        change(run.path / file)
+    monkeypatch.setattr("moelab.runs.collect._read_log_and_events", unread)
+    with pytest.raises(AssertionError, match="the log was read"):
+        collect_run(run)
+
+
+def test_a_table_of_an_earlier_reader_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run(tmp_path, EXPERIMENT, LOSSES)
+    collect_run(run, save=True)
+    monkeypatch.setattr("moelab.runs.collect.READER_VERSION", 2)
+    monkeypatch.setattr("moelab.runs.collect._read_log_and_events", unread)
+    with pytest.raises(AssertionError, match="the log was read"):
+        collect_run(run)
+
+
+def test_a_damaged_log_is_told_each_time(tmp_path: Path) -> None:
+    run = make_run(tmp_path, EXPERIMENT, LOSSES)
+    run.log.unlink()
+    damaged = collect_run(run, save=True).damaged
+    assert "logs/train.log is missing" in damaged
+    assert collect_run(run).damaged == damaged

@@ -28,8 +28,6 @@ from moelab.machine import Machine, run_command, this_machine
 V2 = {"__init__.py": "__version__ = '2.1.0'\n", "buffers/elastic.py": "", "_C.cpython-312-x86_64-linux-gnu.so": ""}
 V1 = {"__init__.py": "", "buffer.py": "", "../deep_ep_cpp.cpython-312-x86_64-linux-gnu.so": ""}
 HYBRID = {"__init__.py": "", "buffer.py": "", "hybrid_ep_buffer.py": "", "../hybrid_ep_cpp.cpython-312.so": ""}
-DRIVER_SET = 'EnableStreamMemOPs: 1\nEnableMSI: 1\nRegistryDwords: "PeerMappingOverride=1;"\n'
-DRIVER_PLAIN = 'EnableStreamMemOPs: 0\nEnableMSI: 1\nRegistryDwords: ""\n'
 OPEN_DRIVER = {"proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05"}
 PORT_UP = {"state": "4: ACTIVE\n", "rate": "400 Gb/sec (4X NDR)\n", "link_layer": "InfiniBand\n"}
 PORT_DOWN = {**PORT_UP, "state": "1: DOWN\n", "rate": "10 Gb/sec (4X SDR)\n"}
@@ -59,7 +57,6 @@ def made(
     wheels: Sequence[str] = ("nvidia-nccl-cu13",),
     cards: Mapping[str, Mapping[str, str]] | None = None,
     interfaces: Sequence[str] = ("eth0", "lo"),
-    params: str = DRIVER_PLAIN,
     modules: str = "nvidia_peermem 16384 0\n",
     nvcc: bool = True,
     topo: str | None = TWO_LINKED,
@@ -86,7 +83,7 @@ def made(
     for card, port in (cards or {}).items():
         written |= {f"sys/class/infiniband/{card}/ports/1/{name}": text for name, text in port.items()}
     written |= {f"sys/class/net/{name}/mtu": "1500\n" for name in interfaces}
-    written |= {"proc/driver/nvidia/params": params, "proc/modules": modules}
+    written |= {"proc/modules": modules}
     written |= {"usr/local/cuda/bin/nvcc": ""} if nvcc else {}
     for name, text in {**written, **(files or {})}.items():
         path = root / name
@@ -168,14 +165,12 @@ def test_a_node_of_a_cluster_with_deepep_v2(tmp_path: Path) -> None:
         ({"deepep": V2, "cards": CARDS, "env": {"EP_DISABLE_GIN": "1"}}, CLUSTER, "GIN", "error", "no way to"),
         ({"deepep": V2, "cards": CARDS, "env": {"NCCL_GIN_ENABLE": "0"}}, CLUSTER, "GIN", "error", "not available"),
         ({}, CLUSTER, "RDMA devices", "error", "/dev/infiniband"),
-        ({"cards": {"mlx5_0": PORT_UP, "mlx5_1": PORT_DOWN}}, CLUSTER, "RDMA devices", "warning", "down: mlx5_1"),
+        ({"cards": {"mlx5_0": PORT_UP, "mlx5_1": PORT_DOWN}}, CLUSTER, "RDMA devices", "warning", "mlx5_1 (1: DOWN)"),
         ({"cards": {"mlx5_0": PORT_DOWN}}, CLUSTER, "RDMA devices", "error", "0 of 1 ports active"),
         ({"cards": CARDS}, Expected(nic_gb_s=100), "RDMA rate", "warning", "mlx5_0 50 GB/s"),
         ({"cards": CARDS, "modules": ""}, None, "GPUDirect RDMA", "warning", "modprobe nvidia_peermem"),
         ({"cards": CARDS, "memlock": 64 << 10}, None, "locked memory", "warning", "0.0625 MiB"),
         ({"deepep": V2, "cards": CARDS, "ibstat": None}, None, "RDMA bandwidth for DeepEP", "warning", "diags"),
-        ({"deepep": V1, "cards": CARDS}, CLUSTER, "IBGDA", "error", "EnableStreamMemOPs and RegistryDwords"),
-        ({"deepep": V1}, None, "IBGDA", "warning", "NVreg_EnableStreamMemOPs=1"),
         # variables
         ({"env": {"NCCL_P2P_DISABLE": "1"}}, None, "NCCL_P2P_DISABLE", "error", "unset"),
         ({"env": {"NCCL_CUMEM_ENABLE": "0"}}, None, "NCCL_CUMEM_ENABLE", "error", "symmetric window"),
@@ -199,8 +194,6 @@ def test_one_fault_is_named_and_explained(
 @pytest.mark.parametrize(
     ("what", "expected", "name"),
     [
-        ({"deepep": V1, "params": DRIVER_SET}, CLUSTER, "IBGDA"),
-        ({"deepep": V1, "files": {"dev/gdrdrv": ""}}, CLUSTER, "IBGDA"),
         ({"deepep": V2, "nccl": "2.31.0", "header": "2.30.7"}, None, "NCCL"),
         ({"cards": CARDS, "modules": "", "files": OPEN_DRIVER}, None, "GPUDirect RDMA"),
         ({"deepep": HYBRID}, None, "DeepEP"),

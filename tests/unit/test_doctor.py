@@ -12,6 +12,7 @@ from nvidia_smi_support import B200, H100, MISMATCH, forget, nvidia_smi
 from moelab import cli, doctor
 from moelab.doctor import Arm, examine
 from moelab.experiment import EPBackend, Precision
+from moelab.finding import Finding
 from moelab.launch import capability
 from moelab.machine import environment
 
@@ -26,7 +27,7 @@ def arms() -> dict[str, Arm]:
     return {arm.name: arm for arm in examine().arms}
 
 
-def finding(name: str) -> doctor.Finding:
+def finding(name: str) -> Finding:
     (found,) = [one for one in examine().findings if one.name == name]
     return found
 
@@ -54,7 +55,7 @@ def test_gpus_are_listed(
     nvidia_smi(monkeypatch, tmp_path, *rows)
     one = finding("GPUs")
     assert (one.ok, one.found) == (True, found)
-    assert one.advice.startswith(advice)
+    assert one.remedy.startswith(advice)
     assert not examine().failed
 
 
@@ -79,6 +80,26 @@ def test_an_nvidia_smi_that_fails_is_a_failed_check(
     assert "Driver/library version mismatch" in text
     assert "no GPU" not in text
     assert "GPUs: none" not in text
+
+
+def test_memory_errors_and_throttling_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    states = [f"{index}, 0000:0{index}:00.0, 1980 MHz, 60, {errors}, 0x4" for index, errors in enumerate((0, 3))]
+    body = f"""case "$1" in
+*ecc*) printf '%s\\n' {" ".join(f"'{state}'" for state in states)};;
+--query-gpu=*) printf '%s\\n' '{H100}' '{H100}';;
+esac"""
+    nvidia_smi(monkeypatch, tmp_path, body=body)
+    assert finding("ECC errors").found == "GPU 1: 3 uncorrected"
+    assert finding("GPUs").ok
+    assert examine().failed
+
+
+def test_a_limit_is_told_beside_the_machines_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "memory_bytes", lambda: 8 << 30)
+    monkeypatch.setattr(doctor, "physical_memory_bytes", lambda: 512 << 30)
+    assert finding("processor and memory").found.endswith(
+        "8 GiB of the machine's 512, by the limit of this container or job"
+    )
 
 
 def test_a_machine_without_nvidia_smi(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -127,6 +148,7 @@ def test_one_gpu_is_enough(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     [
         ("torch", "2.14.0", True),
         ("torch", "2.14.1+cu130", True),
+        ("torch", "2.14.1+cpu", True),
         ("torch", "2.140.0", False),
         ("torch", "2.13.9", False),
         ("torchao", "0.18.0", True),
@@ -140,7 +162,14 @@ def test_versions(monkeypatch: pytest.MonkeyPatch, package: str, found: str | No
     monkeypatch.setattr(doctor, "version", lambda name: found)
     one = finding(package)
     assert (one.ok, one.found) == (fits, found or "not installed")
-    assert bool(one.advice) is not fits
+    assert bool(one.remedy) is not fits
+
+
+def test_a_torch_without_cuda_beside_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    nvidia_smi(monkeypatch, tmp_path, H100, B200)
+    monkeypatch.setattr(doctor, "version", lambda name: "2.14.0+cpu")
+    assert finding("torch").remedy.startswith("this build has no CUDA")
+    assert finding("GPUs").remedy.startswith("of several kinds a run goes at the pace of the slowest")
 
 
 def test_this_machine_as_text_and_as_json() -> None:
@@ -150,7 +179,7 @@ def test_this_machine_as_text_and_as_json() -> None:
     assert "\nArms of a study (nano model)\n" in text
     for one in found.findings:
         assert f"{one.name}: {one.found}" in text
-        assert one.ok or one.advice
+        assert one.ok or one.remedy
     data = json.loads(json.dumps(found.to_json(), allow_nan=False))
     assert [arm["runs"] for arm in data["arms"]] == [not arm.reason for arm in found.arms]
     assert data["environment"]["hosts"] == 1

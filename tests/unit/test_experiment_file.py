@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 import string
+import time
 from pathlib import Path
 from typing import Any, get_args
 
@@ -13,7 +16,15 @@ from hypothesis import strategies as st
 
 from moelab import experiment_file
 from moelab.errors import BadInput
-from moelab.experiment import MAX_ARM_CHARACTERS, EPBackend, Experiment, Precision, Routing, ShapeChanges
+from moelab.experiment import (
+    MAX_ARM_CHARACTERS,
+    EPBackend,
+    Experiment,
+    OwnHardware,
+    Precision,
+    Routing,
+    ShapeChanges,
+)
 from moelab.experiment_file import (
     ADDED_FIELDS,
     END_KEY,
@@ -21,6 +32,7 @@ from moelab.experiment_file import (
     VERSION_KEY,
     Study,
     make_study,
+    parse,
     parse_overrides,
     read_experiment,
     read_record,
@@ -38,12 +50,19 @@ names = st.text(string.ascii_letters + string.digits, min_size=1, max_size=1).fl
 experiments = st.builds(
     Experiment,
     name=names,
-    hardware=names,
+    hardware=names
+    | st.builds(
+        OwnHardware,
+        name=names,
+        gpu=st.text(st.characters(codec="utf-8")),
+        nvlink_gpus=st.none() | st.integers(8, 10**6),
+        nic_gb_s=st.none() | st.floats(min_value=0, exclude_min=True, allow_infinity=False),
+    ),
     precision=st.sampled_from(Precision),
     ep_backend=st.sampled_from(EPBackend),
     routing=st.sampled_from(Routing),
     dataset=st.sampled_from(["python", "c4"]),
-    pp_schedule=st.text(st.characters(codec="utf-8")),
+    pp_schedule=st.text(st.characters(codec="utf-8").filter(str.isprintable), max_size=1_000),
     dp_shard=st.just(-1) | st.integers(1, 10**6),
     seq_len=st.integers(8, 10**7),
     warmup_steps=st.integers(0, 10**6),
@@ -463,6 +482,7 @@ OTHER_VALUES: dict[str, Any] = {
     "dp_shard": (2, "dp-shard-2"),
     "tp": (2, "tp-2"),
     "pp": (2, "pp-2"),
+    "pp_stages_per_rank": (1, "pp-stages-per-rank-1"),
     "pp_schedule": ("../Zero Bubble_V", "pp-schedule-..-Zero-Bubble-V"),
     "cp": (2, "cp-2"),
     "ep": (1, "ep-1"),
@@ -494,7 +514,8 @@ def test_an_arm_is_the_fields_in_which_it_differs() -> None:
 
 
 def test_arms_that_no_name_can_hold_apart_have_a_digest(file: Path) -> None:
-    shapes = [dict.fromkeys(ShapeChanges.model_fields, 10**6 + number) for number in range(3)]
+    numbers = ShapeChanges.model_fields.keys() - {"attention", "qk_norm"}
+    shapes = [dict.fromkeys(numbers, 10**6 - number) for number in range(3)]
     arms = make_study("s", {}, [{"shape": shape} for shape in shapes], [0]).arms
     assert len(set(arms)) == 3
     assert max(map(len, arms)) == MAX_ARM_CHARACTERS
@@ -582,15 +603,18 @@ def test_a_record_that_was_cut_off_anywhere_is_refused(file: Path) -> None:
         assert read_record(file) == experiment
 
 
+VERSION = f"{VERSION_KEY}: {len(ADDED_FIELDS)}"
+
+
 def test_a_record_has_every_field_and_a_known_version(file: Path) -> None:
     whole = write_experiment(Experiment())
     for changed, told in (
         (whole.replace("seed: 0\n", ""), "the record lacks seed"),
         (whole.replace("steps: 60\n", "").replace("lr: 0.003\n", ""), "the record lacks steps, lr"),
         (whole.replace("seed: 0", "seed: 0\nrouter: 1"), "unknown field 'router'"),
-        (whole.replace(f"{VERSION_KEY}: 1", f"{VERSION_KEY}: 0"), f"{VERSION_KEY}: got 0"),
-        (whole.replace(f"{VERSION_KEY}: 1", f"{VERSION_KEY}: true"), f"{VERSION_KEY}: got True"),
-        (whole.replace(f"{VERSION_KEY}: 1", f"{VERSION_KEY}: 99"), "got 99; valid: 1 to .*, or use a newer moelab"),
+        (whole.replace(VERSION, f"{VERSION_KEY}: 0"), f"{VERSION_KEY}: got 0"),
+        (whole.replace(VERSION, f"{VERSION_KEY}: true"), f"{VERSION_KEY}: got True"),
+        (whole.replace(VERSION, f"{VERSION_KEY}: 99"), "got 99; valid: 1 to .*, or use a newer moelab"),
         (whole.partition("\n")[2], f"unknown field '{END_KEY}'"),
         (whole.replace("seed: 0", "seed: \0"), "the record is not valid YAML"),
         ("- 1\n", "expected a mapping of fields"),
@@ -629,3 +653,54 @@ def test_a_field_that_a_later_version_adds_has_the_value_that_runs_had_before(
     file.write_text(written_now.replace("dropout: 0.1\n", ""))
     with pytest.raises(BadInput, match="the record lacks dropout"):
         read_record(file)
+
+
+LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n" for before, name in itertools.pairwise("abcdefg")
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (f"steps: {'9' * 90_000}", "a number of 90,000 characters near line 1; valid: at most 40"),
+        (f"name: s\nsteps: 0x{'f' * 90_000}", "a number of 90,002 characters near line 2"),
+        (f"steps: {':'.join(['59'] * 100_000)}", "a number of 299,999 characters"),  # of base 60, which YAML 1.1 has
+        (f"lr: 0.{'3' * 90_000}", "a number of 90,002 characters"),
+        ("lr: 1.0e+400", "lr: got inf; valid: a finite number"),
+        (f"steps: {10**12}", "steps: got 1000000000000; valid: less than or equal to 1000000000"),
+        (f"nodes: {10**12}", "nodes: got 1000000000000; valid: less than or equal to 1000000"),
+        (f"seeds: [{','.join(map(str, range(150_000)))}]", "has 150,000 experiments; valid: at most 10,000"),
+        (f"[{', '.join('{seed: 1}' for _ in range(10_001))}]", "has 10,001 experiments; valid: at most 10,000"),
+        (f"{LAUGHS}seeds: [*g]", "it stands for more than 1,000,000 values, with what its aliases repeat"),
+        ("experiment: &a {shape: *a}", "it stands for more than 1,000,000 values"),
+        ("experiment: " + "[" * 400_000, "maximum nesting depth"),
+        (f"pp_schedule: {'x' * 900_000}", "pp_schedule: got 'xxx"),
+    ],
+    ids=lambda text: text[:20],
+)
+def test_what_would_fill_the_memory_is_refused_at_once(file: Path, text: str, message: str) -> None:
+    file.write_text(text)
+    start = time.process_time()
+    with pytest.raises(BadInput) as error:
+        read_study(file)
+    assert message in str(error.value)
+    assert len(str(error.value)) < 500
+    assert time.process_time() - start < 10
+
+
+@pytest.mark.parametrize("sign", ["\x1b", "\x00", "\u202e", "\u2066", "\x7f", "\n", "\x85", "\u200b"])
+def test_a_sign_that_cannot_be_seen_is_refused_by_name(file: Path, sign: str) -> None:
+    for field in ("pp_schedule", "name", "hardware"):
+        file.write_text(yaml.safe_dump({field: f"1F1B{sign}"}))
+        with pytest.raises(BadInput) as error:
+            read_study(file)
+        assert str(error.value).startswith(f"{field}: got ")
+        assert str(error.value).isprintable()
+    with pytest.raises(BadInput, match=re.escape(f"U+{ord(sign):04X}")):
+        parse(Experiment, {"pp_schedule": sign})
+
+
+def test_what_aliases_share_is_read(file: Path) -> None:
+    file.write_text("experiment: &shared {steps: 3}\narms: [{lr: 1.0e-4}, {lr: 1.0e-3}]\nseeds: [0]")
+    assert [one.steps for one in read_study(file).experiments] == [3, 3]

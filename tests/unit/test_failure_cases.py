@@ -42,13 +42,24 @@ def watchdog(rank: int, operation: str = "ALLTOALL_BASE", number: int = 216, gro
     return WATCHDOG.format(rank=rank, operation=operation, number=number, group=group)
 
 
-def raised(error: str, *, prefix: str = "", frame: str = f"{LIB}/torchtitan/train.py", source: str = "self.step()") -> str:
+def raised(
+    error: str, *, prefix: str = "", frame: str = f"{LIB}/torchtitan/train.py", source: str = "self.step()"
+) -> str:
     """A traceback as Python prints it, each line with a prefix."""
-    lines = ["Traceback (most recent call last):", f'  File "{frame}", line 12, in train', f"    {source}", *error.split("\n")]
+    lines = [
+        "Traceback (most recent call last):",
+        f'  File "{frame}", line 12, in train',
+        f"    {source}",
+        *error.split("\n"),
+    ]
     return "".join(f"{prefix}{line}\n" for line in lines)
 
 
-def chained(*tracebacks: str, prefix: str = "", words: str = "The above exception was the direct cause of the following exception:") -> str:
+def chained(
+    *tracebacks: str,
+    prefix: str = "",
+    words: str = "The above exception was the direct cause of the following exception:",
+) -> str:
     return f"{prefix}\n{prefix}{words}\n{prefix}\n".join(tracebacks)
 
 
@@ -56,7 +67,9 @@ def recorded(message: str, *, time: int = 1767000003) -> str:
     return json.dumps({"message": {"message": message, "extraInfo": {"py_callstack": "…", "timestamp": str(time)}}})
 
 
-def summary(*failures: tuple[int, int], prefix: str = "", local: int = 0, trace: str = "To enable traceback see: x") -> str:
+def summary(
+    *failures: tuple[int, int], prefix: str = "", local: int = 0, trace: str = "To enable traceback see: x"
+) -> str:
     """Torchrun's list of (rank, exit code), the root cause last; local ranks are lower by ``local``."""
     lines = ["=" * 60, "torchtitan.train FAILED", "-" * 60, "Failures:"]
     for index, (rank, code) in enumerate(failures):
@@ -362,7 +375,13 @@ def test_what_a_job_got_over_is_no_failure(tmp_path: Path, files: dict[str, str]
 
 
 def test_only_the_last_attempt_counts(tmp_path: Path) -> None:
-    left(tmp_path, {"r0/error": recorded("ValueError: of the first"), "logs/none_x/attempt_1/0/stderr.log": raised("ValueError: of the second")})
+    left(
+        tmp_path,
+        {
+            "r0/error": recorded("ValueError: of the first"),
+            "logs/none_x/attempt_1/0/stderr.log": raised("ValueError: of the second"),
+        },
+    )
     assert reason(tmp_path) == "rank 0: ValueError: of the second"
 
 
@@ -398,7 +417,9 @@ def test_a_line_of_megabytes_takes_no_longer_than_its_beginning() -> None:
 # --- the flight recorder ---
 
 
-def dump(rank: int, *entries: tuple[int, str, str], group: str = "ep", ranks: str = "[0, 1, 2, 3]", **more: Any) -> dict[str, Any]:
+def dump(
+    rank: int, *entries: tuple[int, str, str], group: str = "ep", ranks: str = "[0, 1, 2, 3]", **more: Any
+) -> dict[str, Any]:
     """A dump as torch 2.14 writes it: (sequence number, operation, state) of each collective."""
     return {
         "version": "2.10",
@@ -427,20 +448,33 @@ DONE, WAITING = (215, "all_to_all", "completed"), (216, "all_to_all", "started")
 @pytest.mark.parametrize("as_json", [False, True])
 def test_the_rank_that_did_not_enter_a_collective(tmp_path: Path, as_json: bool) -> None:
     left(tmp_path, {f"r{rank}/stderr": watchdog(rank) for rank in (0, 1, 3)})
-    write_dumps(tmp_path / "comm_traces", *(dump(r, DONE, *([WAITING] if r != 2 else [])) for r in range(4)), as_json=as_json)
+    write_dumps(
+        tmp_path / "comm_traces", *(dump(r, DONE, *([WAITING] if r != 2 else [])) for r in range(4)), as_json=as_json
+    )
     assert reason(tmp_path) == "rank 2: did not enter all_to_all, number 216 of group ep, in which ranks 0-1, 3 waited"
 
 
 def test_ranks_that_entered_different_collectives(tmp_path: Path) -> None:
     left(tmp_path, {"r0/stderr": watchdog(0)})
-    write_dumps(tmp_path / "t", dump(0, DONE, WAITING), dump(1, DONE, (216, "_allgather_base", "scheduled")), dump(2, DONE, WAITING), dump(3, DONE, WAITING))
-    assert reason(tmp_path) == "ranks disagree on collective number 216 of group ep: all_to_all: ranks 0, 2-3; _allgather_base: rank 1"
+    write_dumps(
+        tmp_path / "t",
+        dump(0, DONE, WAITING),
+        dump(1, DONE, (216, "_allgather_base", "scheduled")),
+        dump(2, DONE, WAITING),
+        dump(3, DONE, WAITING),
+    )
+    assert (
+        reason(tmp_path)
+        == "ranks disagree on collective number 216 of group ep: all_to_all: ranks 0, 2-3; _allgather_base: rank 1"
+    )
 
 
 def test_a_rank_without_a_dump_and_one_that_nobody_can_read(tmp_path: Path) -> None:
     left(tmp_path, {"r0/stderr": watchdog(0)})
     write_dumps(tmp_path / "t", *(dump(rank, DONE, WAITING) for rank in range(3)))
-    assert reason(tmp_path).startswith("rank 3: left no flight-recorder dump, and may not have entered all_to_all, number 216")
+    assert reason(tmp_path).startswith(
+        "rank 3: left no flight-recorder dump, and may not have entered all_to_all, number 216"
+    )
     (tmp_path / "t" / "rank_3").write_bytes(pickle.dumps(dump(3, DONE))[:-20])
     assert reason(tmp_path).startswith("rank 3: left no flight-recorder dump")
 
@@ -448,7 +482,9 @@ def test_a_rank_without_a_dump_and_one_that_nobody_can_read(tmp_path: Path) -> N
 def test_groups_of_one_name_on_other_ranks_are_apart(tmp_path: Path) -> None:
     left(tmp_path, {"r0/stderr": watchdog(0)})
     pairs = [dump(0, DONE, WAITING, ranks="[0, 1]"), dump(1, DONE, ranks="[0, 1]")]
-    write_dumps(tmp_path / "t", *pairs, *(dump(rank, (9, "all_reduce", "completed"), ranks="[2, 3]") for rank in (2, 3)))
+    write_dumps(
+        tmp_path / "t", *pairs, *(dump(rank, (9, "all_reduce", "completed"), ranks="[2, 3]") for rank in (2, 3))
+    )
     assert reason(tmp_path).startswith("rank 1: did not enter all_to_all, number 216")
 
 

@@ -36,7 +36,7 @@ from moelab.projection.measured import (
     node_results,
 )
 from moelab.projection.step import tps_of
-from moelab.viz.dispatch_scaling import scaling
+from moelab.viz.deepep import scaling
 
 ROOT = Path(__file__).parents[2]
 SLOWER = 1.1

@@ -84,7 +84,7 @@ def test_even_groups_differ_by_one_row_and_skewed_ones_by_more_than_chance() -> 
 
 def test_the_earlier_seven_cases_are_measured_and_w2_is_the_transpose() -> None:
     table = stored().speedups("fp8")
-    assert set(map(case_of, table.itertuples())) <= set(CASES)
+    assert set(map(case_of, table.to_dict("records"))) <= set(CASES)
     assert transposed(parse_case("8,2048,7168,1")) == parse_case("8,7168,2048,1")
 
 
@@ -402,7 +402,7 @@ def test_a_run_writes_after_every_case(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert not content["errors"]
     for row in content["rows"]:
         assert row["fraction_of_peak"] == round(row["tflops"] / 2.0, 4)
-    assert [case_of(row) for row in read_result(path).rows.itertuples()][::3] == cases
+    assert [case_of(row) for row in read_result(path).rows.to_dict("records")][::3] == cases
 
 
 def test_a_run_without_a_gpu_stops_before_it_writes(tmp_path: Path) -> None:

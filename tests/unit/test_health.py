@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from moelab.errors import BadInput
 from moelab.finding import Finding
 from moelab.health import measure
-from moelab.health.gpu import FIELDS, REASONS, check_gpus, parse_gpus, read_gpus
-from moelab.health.links import check_ports
+from moelab.health.gpu import REASONS, check_gpus, parse_gpus
+from moelab.health.links import Expected, check_rdma
 from moelab.health.measure import Seat, bus_bandwidth_gb_s, first_node, rounds
 from moelab.health.node import check_kernel_log, check_node
 from moelab.health.slow import Blame, blame, judge
@@ -28,7 +28,7 @@ from moelab.machine import Machine
 
 DATA = Path(__file__).parent.parent / "data" / "health"
 FAST, SLOW = 350.0, 90.0
-GPU = "{}, 00000000:{}:00.0, {} MHz, 55, 640.25 W, 0, 0x{:016x}"
+GPU = "{}, 00000000:{}:00.0, {} MHz, 55, 0, 0x{:016x}"
 
 
 def names(count: int) -> list[str]:
@@ -186,7 +186,7 @@ def test_gpus_under_load() -> None:
 def test_a_throttled_gpu_and_bad_memory() -> None:
     rows = [GPU.format(gpu, f"{gpu:02X}", 1965, 0x0) for gpu in range(8)]
     rows[3] = GPU.format(3, "03", 975, 0x48)
-    rows[5] = rows[5].replace("W, 0,", "W, 2,")
+    rows[5] = rows[5].replace("55, 0,", "55, 2,")
     remapped = "00000000:05:00.0, Yes, No\n00000000:06:00.0, 0, 1\n"
     found = list(check_gpus(list(parse_gpus("\n".join(rows), remapped))))
     assert [(one.name, one.severity, one.found) for one in found if not one.ok] == [
@@ -213,15 +213,9 @@ def test_bits_of_reasons_are_those_of_nvml() -> None:
 
 
 def test_gpus_that_say_little() -> None:
-    row = "0, 00000000:01:00.0, [N/A], 41, [N/A], [N/A], [Not Supported]"
+    row = "0, 00000000:01:00.0, [N/A], 41, [N/A], [Not Supported]"
     (gpu,) = parse_gpus(f"Failed to initialize NVML, or so, it says\n{row}\n")
-    assert (gpu.clock_mhz, gpu.power_w, gpu.uncorrected_errors, gpu.reasons, gpu.idle) == (
-        None,
-        None,
-        None,
-        None,
-        False,
-    )
+    assert (gpu.clock_mhz, gpu.uncorrected_errors, gpu.reasons, gpu.idle) == (None, None, None, False)
     assert all(one.ok for one in check_gpus([gpu]))
 
 
@@ -238,26 +232,14 @@ def node(root: Path, answers: Mapping[str, str | None], **files: str) -> Machine
     return Machine(root=root, env={}, run=run, search=(), memlock_bytes=None)
 
 
-def test_the_reasons_old_name_is_asked_too(tmp_path: Path) -> None:
-    asked = []
-
-    def run(command: Sequence[str]) -> str | None:
-        asked.append(command[1])
-        return GPU.format(0, "01", 1980, 0) if "clocks_throttle_reasons" in command[1] else None
-
-    machine = Machine(root=tmp_path, env={}, run=run, search=(), memlock_bytes=None)
-    assert [gpu.clock_mhz for gpu in read_gpus(machine)] == [1980]
-    assert asked[-1] == f"--query-gpu={','.join(FIELDS)},clocks_throttle_reasons.active"
-
-
 def test_recorded_answers_of_two_h200s_at_their_power_limit() -> None:
     remapped = (DATA / "nvidia_smi_remapped.csv").read_text()
     busy, rested = (
         list(parse_gpus((DATA / f"nvidia_smi_{state}.csv").read_text(), remapped)) for state in ("load", "idle")
     )
-    assert [(gpu.clock_mhz, gpu.power_w, gpu.remap_pending) for gpu in busy] == [
-        (1485, 614.12, False),
-        (1635, 607.57, False),
+    assert [(gpu.clock_mhz, gpu.uncorrected_errors, gpu.remap_pending) for gpu in busy] == [
+        (1485, 0, False),
+        (1635, 0, False),
     ]
     found = by_name(check_gpus(busy))
     assert found["GPU clocks"].found == "2 GPUs under load, 1485 to 1635 MHz, up to 54 °C"
@@ -294,16 +276,17 @@ def card(name: str, state: str, link: str, rate: str) -> dict[str, str]:
 
 def test_links_of_network_cards(tmp_path: Path) -> None:
     up = ("4: ACTIVE\n", "5: LinkUp\n", "400 Gb/sec (4X NDR)\n")
-    (well,) = check_ports(node(tmp_path / "a", {}, **card("mlx5_a", *up), **card("mlx5_b", *up)))
-    assert (well.severity, well.found) == ("ok", "2 ports up, 50 GB/s each")
+    (well,) = check_rdma(node(tmp_path / "a", {}, **card("mlx5_a", *up), **card("mlx5_b", *up)), Expected())
+    assert (well.severity, well.found) == ("ok", "2 of 2 ports active (unknown link layer)")
     down = card("mlx5_b", "1: DOWN\n", "3: Disabled\n", "10 Gb/sec (4X SDR)\n")
     slow = card("mlx5_c", "4: ACTIVE\n", "5: LinkUp\n", "200 Gb/sec (4X HDR)\n")
-    found = by_name(check_ports(node(tmp_path / "b", {}, **card("mlx5_a", *up), **down, **slow)))
-    assert found["network links"].severity == "warning"
-    assert "mlx5_b (1: DOWN, 3: Disabled)" in found["network links"].found
-    assert found["network rate"].found == "mlx5_c 25 GB/s; the others 50 GB/s"
+    found = by_name(check_rdma(node(tmp_path / "b", {}, **card("mlx5_a", *up), **down, **slow), Expected()))
+    assert found["RDMA devices"].severity == "warning"
+    assert "mlx5_b (1: DOWN, 3: Disabled)" in found["RDMA devices"].found
+    assert found["RDMA rate"].found == "mlx5_c 25 GB/s"
+    assert found["RDMA rate"].cause.startswith("the others have 50 GB/s")
     unmanaged = card("mlx5_a", "2: INIT\n", "5: LinkUp\n", "400 Gb/sec (4X NDR)\n")
-    (alone,) = check_ports(node(tmp_path / "c", {}, **unmanaged))
+    (alone,) = check_rdma(node(tmp_path / "c", {}, **unmanaged), Expected())
     assert alone.severity == "error"
     assert "subnet manager" in alone.cause
 

@@ -102,6 +102,7 @@ BROKEN = {
     "ep divides the experts": {"model": "16B", "nodes": 12, "ep": 48},
     "expert shards are even": {"model": "16B", "nodes": 12, "ep": 32},
     "schedule exists": {"pp": 2, "pp_schedule": "1f1b"},
+    "stages are the schedule's": {"pp": 2, "pp_schedule": "1F1B", "pp_stages_per_rank": 4},
     "stages have layers": {"model": "nano", "pp": 8, "seq_len": 1024},
     "micro-batches are whole": {"pp": 2, "microbatch": 3},
     "micro-batches suffice": {"pp": 16, "local_batch": 8},
@@ -109,6 +110,8 @@ BROKEN = {
     "V schedules do not evaluate": {"pp": 2, "pp_schedule": "DualPipeV", "dataset": "python"},
     "sequence is cut evenly": {"tp": 2, "seq_len": 8191},
     "mask is cut in blocks": {"cp": 2, "seq_len": 8192 + 128},
+    "loss is cut evenly": {"seq_len": 8188},
+    "context parallelism has FlexAttention": {"cp": 2, "hardware": "cpu"},
     "rotary embedding reaches": {"seq_len": 16385},
     "dispatcher needs ep": {"ep": 1, "ep_backend": "hybridep"},
     "minimal_async_ep is not quantised": {"precision": "fp8", "ep_backend": "minimal_async_ep"},
@@ -117,8 +120,9 @@ BROKEN = {
     "minimal_async_ep stays in a node": {"ep_backend": "minimal_async_ep", "ep": 16, "activation_checkpoint": "full"},
     "dispatch is kept": {"activation_checkpoint": "full+dispatch", "hardware": "b200_x256"},
     "dispatch is quantised as its experts": {"dispatch_precision": "mxfp8"},
-    "fp8 has no linears": {"precision": "fp8", "quantize": "experts+linears"},
-    "MXFP8 linears are whole": {"precision": "mxfp8", "quantize": "experts+linears", "tp": 2},
+    "weight gradients are in FP8 with FP8 experts": {"precision": "mxfp8", "wgrad": "fp8"},
+    "attention runs here": {"attention_backend": "flex_flash", "hardware": "cpu"},
+    "quantised linears are whole": {"precision": "mxfp8", "quantize": "experts+linears", "tp": 2},
     "expert blocks are whole": {"model": "16B", "ep": 1, "tp": 16, "precision": "mxfp8", "nodes": 8},
     "vocabulary holds the tokenizer": {"dataset": "c4", "shape": {"vocab_size": 2048}},
     "GPU has FP8": {"precision": "fp8", "hardware": "cpu"},
@@ -151,6 +155,30 @@ def test_where_no_value_helps_that_is_said() -> None:
     (reason,) = reasons(model="16B", nodes=12, ep=32)
     assert "No ep is legal while the other fields stay as they are" in reason
     assert check(experiment(model="16B", nodes=12, ep=32, dp_replicate=3)).legal
+
+
+def test_grouped_queries_are_cut_by_their_keys_and_said_to_be_planned_only() -> None:
+    shape = {"attention": "gqa", "n_kv_heads": 4, "head_dim": 128}
+    (reason,) = reasons(shape=shape, tp=8)
+    assert reason == "tp is 8: tensor parallelism must divide the 4 key and value heads. Legal tp: 1, 2, 4"
+    verdict = check(experiment(shape=shape, tp=4))
+    assert verdict.legal
+    assert "not trained" in verdict.notes[0]
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_loops_of_several_stages_take_more(schedule: str, stages: int) -> None:
+    fields = {"pp": 2, "pp_schedule": schedule, "pp_stages_per_rank": stages, "dataset": "c4", "compile": "none"}
+    verdict = check(experiment(**fields))
+    own = SCHEDULES[schedule].stages_per_rank
+    assert verdict.legal == (stages == own or (stages > 1 < own and SCHEDULES[schedule].style == "loop"))
+    if verdict.legal:
+        assert verdict.layout is not None
+        assert {len(held) for held in verdict.layout.stages_of_rank} == {stages}
+        assert check(experiment(**{**fields, "pp_stages_per_rank": 0})).legal
+    else:
+        assert verdict.reasons[0].startswith(f"pp_stages_per_rank is {stages}: a rank of {schedule} holds another")
 
 
 @pytest.mark.parametrize("precision", ["fp8", "mxfp8"])

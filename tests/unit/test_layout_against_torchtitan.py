@@ -11,6 +11,7 @@ import inspect
 import random
 import re
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ from titan_judge import Answers, ask
 from moelab.experiment import EPBackend, Experiment, Precision
 from moelab.layout import RULES, SCHEDULES, check, facts_of
 from moelab.layout.mesh import divisors
+from moelab.layout.rules import LOSS_CHUNKS
 from moelab.layout.schedule import effective_layers, split_layers, stages_of_rank
 from moelab.model import shape_of
 
@@ -39,6 +41,7 @@ WORDS = {
     "dispatcher needs ep": r"requires expert parallelism",
     "minimal_async_ep is not quantised": r"requires a token dispatcher that supports padding",
     "minimal_async_ep recomputes": r"requires full recompute",
+    "stages are the schedule's": r"v schedules assume 2 stages per rank|greater than or equal to the number of stages",
     "expert shards are even": r"does not support uneven sharding",
 }
 """Rules that TorchTitan checks, and how it says so."""
@@ -48,6 +51,8 @@ UNNOTICED = {
     "ep divides the experts": "ever, except with minimal_async_ep: 64 experts on 48 ranks are sharded unevenly",
     "expert shards are even": "until FSDP shards the first MoE layer",
     "mask is cut in blocks": "until the first batch",
+    "loss is cut evenly": "until the first batch",
+    "stages are the schedule's": "with a schedule of one stage: it runs the first of those that it made",
     "schedule exists": "ever: PipelineScheduleMulti has no order, and in another case of letters a wrong rank logs",
     "no split backward when compiled": "ever: torch looks for wrapped modules, and TorchTitan compiles in place",
     "V schedules do not evaluate": "until the first evaluation, which moelab has after the last step",
@@ -58,11 +63,12 @@ UNNOTICED = {
 """Rules that TorchTitan 0.3.0 does not notice while it is configured, and until when."""
 
 NOT_TITANS = {"dispatch is kept", "dispatch is quantised as its experts",
-              "fp8 has no linears", "MXFP8 linears are whole", "GPU has FP8", "GPU has MXFP8",
-              "dispatcher needs CUDA", "vocabulary holds the tokenizer"}  # fmt: skip
+              "fp8 has no linears", "MXFP8 linears are whole", "GPU has FP8", "GPU has MXFP8", "dispatcher needs CUDA",
+              "context parallelism has FlexAttention", "vocabulary holds the tokenizer"}  # fmt: skip
 """Rules about settings of moelab, its data and about the GPU, of which TorchTitan's configuration knows nothing."""
 
 
+LOOPS = [name for name, one in SCHEDULES.items() if one.style == "loop" and one.stages_per_rank > 1]
 SEQUENCES = {"nano": (128, 2048, 4096), "debug": (2048, 8192), "16B": (4096, 8192, 16384), "671B": (4096, 8192)}
 WILD = {
     "pp": lambda draw: draw.randint(1, 40),
@@ -72,6 +78,7 @@ WILD = {
     "dp_shard": lambda draw: draw.randint(1, 64),
     "ep": lambda draw: draw.choice((draw.randint(1, 64), 2 ** draw.randint(0, 9))),
     "pp_schedule": lambda draw: draw.choice(("1f1b", "zbvzerobubble", "PipelineScheduleSingle", "ZB1P", "GPIPE")),
+    "pp_stages_per_rank": lambda draw: draw.randint(0, 5),
     "microbatch": lambda draw: draw.randint(1, 9),
     "local_batch": lambda draw: draw.randint(1, 70),
     "seq_len": lambda draw: draw.choice((16384 + 512, draw.randint(8, 9000), 4096 + 64)),
@@ -113,6 +120,7 @@ def plausible_fields(draw: random.Random) -> dict[str, Any]:
         "dp_shard": draw.choice((-1, -1, left)),
         "ep": ep,
         "pp_schedule": schedule.name,
+        "pp_stages_per_rank": draw.choice((0, 2, 3, 4)) if schedule.name in LOOPS else 0,
         "local_batch": microbatch * degrees["pp"] * draw.choice((1, 2, 2, 3, 4)),
         "microbatch": microbatch,
         "seq_len": draw.choice(SEQUENCES[shape.name]),
@@ -174,6 +182,8 @@ SHOWN = {
     "experts": Experiment(**ON_96, dp_shard=96, ep=48),
     "uneven shards": Experiment(**ON_96, ep=32),
     "mask blocks": Experiment(model="debug", gpus_per_node=4, cp=4, ep=1, seq_len=256),
+    "chunks of the loss": Experiment(model="nano", seq_len=132),
+    "stages that never run": Experiment(**NANO_PIPELINE, pp_stages_per_rank=2),
     "no order": Experiment(**NANO_PIPELINE, pp_schedule="PipelineScheduleMulti"),
     "another case": Experiment(**NANO_PIPELINE, pp_schedule="zbvzerobubble", dataset="c4"),
     "split backward": Experiment(**NANO_PIPELINE, pp_schedule="InterleavedZeroBubble", compile="model+loss"),
@@ -245,6 +255,17 @@ def test_unnoticed_mask_blocks() -> None:
     mesh: Any = SimpleNamespace(size=lambda: 4)
     with pytest.raises(NotImplementedError, match="not divisible by CP mesh world size"):
         _create_cp_block_mask(lambda *_: True, 1, 1, 256, 256, mesh)
+
+
+def test_unnoticed_chunks_of_the_loss() -> None:
+    import torch
+    from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
+
+    loss = ChunkedLossWrapper.Config(loss_fn=CrossEntropyLoss.Config()).build()
+    assert loss.num_chunks == LOSS_CHUNKS
+    loss.set_lm_head(torch.nn.Linear(4, 8))
+    with pytest.raises(RuntimeError, match="sequence length must be divisible by num_chunks"):
+        loss(torch.zeros(1, 132, 4, requires_grad=True), torch.zeros(1, 132, dtype=torch.long), 1.0)
 
 
 def test_unnoticed_schedule_names() -> None:
@@ -328,10 +349,10 @@ def test_stages_are_torchtitans(model: str) -> None:
 def test_ranks_hold_torchtitans_stages(name: str) -> None:
     from torchtitan.distributed.pipeline_parallel import _get_pp_rank_to_stage_indices_mapping
 
-    for pp in (2, 3, 8):
-        n_stages = pp * SCHEDULES[name].stages_per_rank
+    for pp, turns in product((2, 3, 8), (0, 3, 4) if name in LOOPS else (0,)):
+        n_stages = pp * (turns or SCHEDULES[name].stages_per_rank)
         theirs = [_get_pp_rank_to_stage_indices_mapping(rank, pp, name, n_stages) for rank in range(pp)]
-        assert stages_of_rank(SCHEDULES[name], pp) == tuple(theirs)
+        assert stages_of_rank(SCHEDULES[name], pp, turns) == tuple(theirs)
 
 
 def test_rotary_embeddings_reach_as_far_as_torchtitans() -> None:

@@ -352,6 +352,96 @@ def test_a_signal_to_moelab_run(tmp_path: Path, runs: Path, number: signal.Signa
     assert logged_steps(run) == [1, 2]
 
 
+def test_what_a_killed_launcher_and_torchrun_left_is_ended_before_the_next_run_trains(
+    tmp_path: Path, runs: Path
+) -> None:
+    process = start_moelab(tmp_path, {"bf16_standard/seed0": "stubborn"})
+    wait_for(lambda: any("step:  2" in run.log.read_text() for run in find(runs) if run.log.exists()))
+    (torchrun,) = (one for one in stand_in.processes_of(runs) if b"stubborn" in command_line(one))
+    process.kill()
+    os.kill(torchrun, signal.SIGKILL)
+    process.communicate()
+    left = set(stand_in.processes_of(runs)) - {torchrun}
+    assert len(left) == 2
+    with subprocess.Popen(["sleep", "60"], start_new_session=True, env={"MOELAB_EXPERIMENT": str(runs)}) as another:
+        at_start: list[set[int]] = []
+
+        def say(line: str) -> None:
+            lines.append(line)
+            at_start.extend([left & set(stand_in.processes_of(runs))] * line.endswith("starting"))
+
+        lines: list[str] = []
+        stand_in.install()
+        run_study(study_of(), runs, say=say)
+        assert another.poll() is None  # not a process of an orphaned run
+        another.kill()
+    assert (lines[0], at_start) == ("ended 2 processes that a killed launcher left", [set()])
+
+
+RANKS = """
+import os, signal, sys, time
+from moelab.titan.preempt import end_with_torchrun
+
+def ranks(torchrun_lives):
+    reads, writes = os.pipe()
+    if not (torchrun := os.fork()):
+        parent = os.getpid()
+        if os.fork():
+            time.sleep(60 * torchrun_lives)
+            os._exit(0)
+        while not torchrun_lives and os.getppid() == parent:
+            time.sleep(0.01)
+        try:
+            end_with_torchrun()
+            os.write(writes, b"trains")
+            time.sleep(20)
+        except SystemExit as error:
+            os.write(writes, str(error).encode())
+        os._exit(0)
+    os.close(writes)
+    return torchrun, reads
+
+torchrun, reads = ranks(torchrun_lives=True)
+print(os.read(reads, 99).decode())
+killed = time.monotonic()
+os.kill(torchrun, signal.SIGKILL)
+print(os.read(reads, 99).decode(), time.monotonic() - killed < 10)
+print(os.read(ranks(torchrun_lives=False)[1], 99).decode())
+"""
+
+
+def test_a_rank_dies_with_torchrun_and_does_not_train_where_that_died_before(tmp_path: Path) -> None:
+    """Whoever is then its parent does not carry the run's variables."""
+    variables = {**os.environ, "MOELAB_EXPERIMENT": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", RANKS], capture_output=True, text=True, env=variables, check=False)
+    assert done.stdout.splitlines() == ["trains", " True", "moelab: torchrun has died; a rank does not train on alone"]
+
+
+def command_line(process: int) -> bytes:
+    return Path(f"/proc/{process}/cmdline").read_bytes()
+
+
+def test_what_torchrun_did_not_copy_any_more_is_in_the_metrics(runs: Path) -> None:
+    """A line that it was writing is there once and whole; one that a rank was writing is not."""
+    (experiment,) = study_of().experiments
+    run = directory.create(runs, experiment)
+    step = [stand_in.step_line(number, 8.0 - number).removeprefix("[rank0]:") for number in range(1, 5)]
+    files = {0: ["hello\n", *step[:3], "hello\n", step[3][:70]], 1: ["hello\n", "\n", "world\n"]}
+    for rank, lines in files.items():
+        folder = run.log.parent / "none_x" / "attempt_0" / str(rank)
+        folder.mkdir(parents=True)
+        (folder / "stderr.log").write_text("".join(lines))
+        (folder / "stdout.log").write_text("")
+    run.log.write_text(f"[rank1]:hello\n[rank0]:hello\n[rank0]:{step[0]}[rank1]:\n[rank0]:{step[1][:-25]}")
+    run.set_status(Status(state=State.RUNNING, attempts=1))
+    launch(runs, study_of())
+    assert (logged_steps(run), collect(run.path)[0].segments) == ([1, 2, 3], 1)
+    assert run.log.read_text().count("[rank0]:hello\n") == 2
+    assert run.log.read_text().endswith("[rank1]:world\n")
+    local._complete_log(run)
+    assert collect(run.path)[0].rows["step"].tolist() == [1, 2, 3]
+
+
 # A full disk
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -59,6 +60,9 @@ def test_gpus_are_read_from_nvidia_smi(monkeypatch: pytest.MonkeyPatch, tmp_path
             ("NVIDIA A100-SXM4-40GB", 8.0, None),
         ),
         ("Acme, Inc. Model 9, rev. 2, 9.0, 580.1, 81559", ("Acme, Inc. Model 9, rev. 2", 9.0, 81_559)),
+        ("NVIDIA H200, 9,0, 570.1, 143.771", ("NVIDIA H200", 9.0, 143_771)),  # numbers of another language
+        ("NVIDIA H200, 9.0, 570.1, 143,771 MiB", ("NVIDIA H200", 9.0, 143_771)),
+        ("Orin (nvgpu), [N/A], 540.4.0, [Not Supported]\r", ("Orin (nvgpu)", None, None)),
     ],
 )
 def test_what_a_gpu_does_not_say_is_not_known(
@@ -67,7 +71,6 @@ def test_what_a_gpu_does_not_say_is_not_known(
     nvidia_smi(monkeypatch, tmp_path, row)
     (gpu,) = gpus()
     assert (gpu.name, gpu.capability, gpu.memory_mib) == expected
-    assert gpu.sm == ("of unknown SM version" if expected[1] is None else f"SM{10 * expected[1]:.0f}")
 
 
 @pytest.mark.parametrize("code", [0, machine.LISTS_DESPITE])
@@ -127,6 +130,17 @@ def test_a_process_has_one_mig_instance(
         assert instance.memory_mib == (38_146 if "40gb" in expected else 9_536)
 
 
+def test_a_gpu_in_mig_mode_without_instances_is_none_for_cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    listed = "\n".join(line for line in MIG.splitlines() if line.startswith("GPU"))
+    nvidia_smi(monkeypatch, tmp_path, f"{H100}, Enabled", f"{H100}, Disabled", listed=listed)
+    assert len(gpus()) == 1
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    with pytest.raises(GpusUnknown, match="GPU 0 is in MIG mode and has no instance, so CUDA sees none"):
+        gpus()
+    nvidia_smi(monkeypatch, tmp_path, f"{H100}, Enabled", f"{H100}, [N/A]", listed=MIG)
+    assert [gpu.memory_mib for gpu in gpus()] == [38_146]
+
+
 # An nvidia-smi that fails
 
 
@@ -139,6 +153,13 @@ def test_a_process_has_one_mig_instance(
         ("No devices were found", 0, "(exit code 0): No devices were found"),
         ("", 0, "(exit code 0): it lists no GPU"),
         (f"{B200}\nUnable to determine the device handle for GPU1: Unknown Error", 15, "Unable to determine"),
+        (f"{B200}\nUnable to determine the device handle for GPU1: 0000:1A:00.0: GPU is lost.", 0, "GPU is lost"),
+        (f"{B200}\n[GPU is lost], [GPU is lost], [GPU is lost], [GPU is lost]", 0, "[GPU is lost]"),
+        ("NVIDIA H100 80GB HBM3, 9.0, [GPU requires reset], [GPU requires reset]", 0, "[GPU requires reset]"),
+        ("NVIDIA A100, [Unknown Error], 550.1, ERR!", 0, "[Unknown Error]"),
+        ("Failed to initialize NVML: Unknown Error", 255, "(exit code 255): Failed to initialize NVML: Unknown Error"),
+        ("Failed to initialize NVML: Insufficient Permissions", 4, "Insufficient Permissions"),
+        ("NVIDIA H100 80GB HBM3, 9.0", 0, "NVIDIA H100 80GB HBM3, 9.0"),  # columns are missing
     ],
 )
 def test_a_machine_with_broken_gpus_is_not_one_without(
@@ -152,6 +173,24 @@ def test_a_machine_with_broken_gpus_is_not_one_without(
     assert caught.value.exit_code == 3
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # hidden on purpose: there is nothing to ask
     assert gpus() == ()
+
+
+def test_banners_and_a_header_are_passed_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    loader = (
+        "ERROR: ld.so: object 'libx.so' from LD_PRELOAD cannot be preloaded (cannot open shared object file): ignored."
+    )
+    header = "name, compute_cap, driver_version, memory.total [MiB]"
+    nvidia_smi(monkeypatch, tmp_path, "* Welcome, users! Maintenance on 3.12, 9.0 h", loader, header, H100, "", H100)
+    assert [gpu.memory_mib for gpu in gpus()] == [81_559] * 2
+
+
+def test_a_driver_that_does_not_know_compute_cap(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    body = """case "$1" in
+*compute_cap*) echo 'Field "compute_cap" is not a valid field to query.'; exit 2;;
+--query*) echo 'Tesla V100-SXM2-32GB, 470.57.02, 32510'; exit 0;;
+esac"""
+    nvidia_smi(monkeypatch, tmp_path, body=body)
+    assert gpus() == (GpuInfo(name="Tesla V100-SXM2-32GB", capability=None, driver="470.57.02", memory_mib=32_510),)
 
 
 def test_an_nvidia_smi_that_hangs_or_cannot_be_started_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -171,11 +210,119 @@ def test_uuids_that_cannot_be_looked_up_are_a_failure(monkeypatch: pytest.Monkey
         gpus()
 
 
-def test_a_machine_without_nvidia_smi_has_no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
+def without_nvidia_smi(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """A machine that has nothing on PATH but what a test puts there, and no device."""
+    monkeypatch.setenv("PATH", f"{folder}:/bin")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(machine, "DEVICES", folder / "dev")
     forget()
+
+
+def test_devices_without_nvidia_smi_are_no_machine_without_gpus(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    without_nvidia_smi(monkeypatch, tmp_path)
+    (tmp_path / "dev").mkdir()
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / "dev" / name).touch()
+    with pytest.raises(GpusUnknown, match="NVIDIA_DRIVER_CAPABILITIES=compute,utility") as caught:
+        gpus()
+    assert caught.value.found == f"nvidia-smi is missing, and 2 GPU devices are here ({tmp_path}/dev/nvidia0)"
+
+
+ROCM_SMI = """\
+============================ ROCm System Management Interface ============================
+====================================== Product Info ======================================
+GPU[0]\t\t: Card Series: \t\tAMD Instinct MI355X
+GPU[0]\t\t: Card Model: \t\t0x75a3
+GPU[1]\t\t: Card Series: \t\tAMD Instinct MI355X
+GPU[1]\t\t: GFX Version: \t\tgfx950"""
+AMD_SMI = "GPU: 0\n    ASIC:\n        MARKET_NAME: AMD Instinct MI350X\n        VENDOR_ID: 0x1002"
+
+
+@pytest.mark.parametrize(
+    ("program", "said", "found"),
+    [
+        ("rocm-smi", ROCM_SMI, "rocm-smi lists 2 × AMD Instinct MI355X"),
+        ("amd-smi", AMD_SMI, "amd-smi lists 1 × AMD Instinct MI350X"),
+        ("rocm-smi", "GPU[0]\t\t: Card Series: \t\tAMD Radeon 780M Graphics", None),  # a laptop's
+        ("rocm-smi", "ERROR: No AMD GPUs", None),
+    ],
+)
+def test_gpus_of_amd_are_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, program: str, said: str, found: str | None
+) -> None:
+    (tmp_path / program).write_text(f"#!/bin/sh\ncat <<'P'\n{said}\nP\n")
+    (tmp_path / program).chmod(0o755)
+    without_nvidia_smi(monkeypatch, tmp_path)
+    assert gpu_problem() == found
+    if found:
+        with pytest.raises(GpusUnknown, match="moelab has not run on ROCm, use the processor with hardware=cpu"):
+            gpus()
+
+
+def test_a_machine_without_nvidia_smi_has_no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    without_nvidia_smi(monkeypatch, tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
     assert gpus() == ()
     assert machine.git_commit() is None
+
+
+# Containers and jobs: limits of control groups, not the machine's sizes
+
+
+def with_files(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+GROUP = "proc/self/cgroup"
+SYS = "sys/fs/cgroup"
+
+
+@pytest.mark.parametrize(
+    ("files", "gib", "most"),
+    [
+        ({}, None, None),
+        ({GROUP: "0::/\n", f"{SYS}/memory.max": f"{2 << 30}\n", f"{SYS}/cpu.max": "100000 100000\n"}, 2, 1),
+        ({GROUP: "0::/\n", f"{SYS}/memory.max": "max\n", f"{SYS}/cpu.max": "max 100000\n"}, None, None),
+        (  # Slurm: the job's limit stands above the step's
+            {
+                GROUP: "0::/system.slice/slurmstepd.scope/job_7/step_0\n",
+                f"{SYS}/system.slice/slurmstepd.scope/job_7/memory.max": f"{3 << 30}\n",
+                f"{SYS}/system.slice/slurmstepd.scope/job_7/step_0/memory.max": "max\n",
+            },
+            3,
+            None,
+        ),
+        (  # version 1 in a container, which sees its host's path and mounts the end of it
+            {
+                GROUP: "5:memory:/docker/abc\n4:cpu,cpuacct:/docker/abc\n1:name=systemd:/docker/abc\n",
+                f"{SYS}/memory/memory.limit_in_bytes": f"{1 << 30}\n",
+                f"{SYS}/cpu/cpu.cfs_quota_us": "50000\n",
+                f"{SYS}/cpu/cpu.cfs_period_us": "100000\n",
+            },
+            1,
+            1,
+        ),
+        (
+            {
+                GROUP: "5:memory:/\n4:cpu,cpuacct:/\n",
+                f"{SYS}/memory/memory.limit_in_bytes": "9223372036854771712\n",
+                f"{SYS}/cpu/cpu.cfs_quota_us": "-1\n",
+                f"{SYS}/cpu/cpu.cfs_period_us": "100000\n",
+            },
+            None,
+            None,
+        ),
+    ],
+)
+def test_limits_of_control_groups(tmp_path: Path, files: dict[str, str], gib: int | None, most: int | None) -> None:
+    root = with_files(tmp_path, files)
+    assert machine.memory_bytes(root) == (gib << 30 if gib else machine.physical_memory_bytes())
+    assert machine.cores(root) == (most or len(os.sched_getaffinity(0)))
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from moelab.errors import BadInput
+from moelab.errors import BadInput, Refused
 from moelab.experiment import Experiment
 from moelab.model import (
     SHAPES,
@@ -79,14 +79,16 @@ OWN = {
 }
 
 
+@pytest.mark.parametrize("more", [{}, {"num_shared_experts": 0}, {"qk_nope_head_dim": 96, "qk_rope_head_dim": 32}])
 @pytest.mark.parametrize("model", ["16B", "671B", "nano"])
-def test_own_dimensions_train_and_count_alike(model: str) -> None:
-    shape = shape_for(Experiment(model=model, shape={**OWN, "top_k": 4}))
+def test_own_dimensions_train_and_count_alike(model: str, more: dict[str, int]) -> None:
+    shape = shape_for(Experiment(model=model, shape={**OWN, "v_head_dim": 192, "top_k": 4, **more}))
     config = model_spec(model, ep_backend="standard", shape=shape).model
     with torch.device("meta"):
         module = config.build()
     assert count_parameters(shape).total == sum(parameter.numel() for parameter in module.parameters())
     assert flops_per_token(shape, 512) == config.get_nparams_and_flops(module, 512)[1]
+    assert config.layers[0].attention.rope.dim == shape.qk_rope_head_dim
     router, base = config.layers[-1].moe.router, built(model)[1].layers[-1].moe.router
     assert (router.top_k, router.num_experts, router.gate.out_features) == (4, 24, 24)
     assert (router.score_func, router.route_scale, router.num_expert_groups) == (
@@ -122,11 +124,31 @@ def test_top_k_alone_reaches_every_router(model: str) -> None:
         ({"n_layers": 3}, "n_dense_layers is 3 of n_layers 3; valid: fewer"),
         ({"limited_groups": 9}, "limited_groups is 9; valid: at most expert_groups, 8"),
         ({"dim": 100}, "dim is 100; valid: a multiple of 8"),
+        ({"qk_rope_head_dim": 33}, "qk_rope_head_dim is 33; valid: an even number"),
+        ({"n_kv_heads": 4}, "n_kv_heads is 4; attention stays mla, DeepSeek's multi-head latent attention"),
+        ({"attention": "gqa", "kv_lora_rank": 64}, "kv_lora_rank is 64; attention is gqa"),
+        ({"attention": "gqa", "n_kv_heads": 4}, "attention is gqa, which needs head_dim"),
+        ({"attention": "gqa", "n_kv_heads": 5, "head_dim": 8}, "n_kv_heads is 5; valid: a divisor of n_heads, 128"),
     ],
 )
 def test_dimensions_that_do_not_go_together(changes: dict[str, int], said: str) -> None:
     with pytest.raises(BadInput, match=said):
         shape_for(Experiment(model="671B", shape=changes))
+
+
+def test_a_published_shape_of_latent_attention() -> None:
+    """GLM-4.7-Flash: its heads have other dimensions than DeepSeek's."""
+    heads = {"n_heads": 20, "q_lora_rank": 768, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256}
+    sizes = {"vocab_size": 154_880, "n_layers": 47, "dense_hidden_dim": 10_240, "moe_hidden_dim": 1536}
+    experts = {"num_experts": 64, "num_shared_experts": 1, "top_k": 4}
+    counts = count_parameters(shape_for(Experiment(model="16B", shape={**sizes, **heads, **experts})))
+    assert (counts.total, counts.active) == (29_943_390_976, 3_896_763_136)
+
+
+def test_grouped_queries_cannot_be_built() -> None:
+    shape = shape_for(Experiment(model="16B", shape={"attention": "gqa", "n_kv_heads": 4, "head_dim": 128}))
+    with pytest.raises(Refused, match="attention is gqa"):
+        model_spec("16B", ep_backend="standard", shape=shape)
 
 
 def test_published_flop_counts_of_671b() -> None:

@@ -26,7 +26,7 @@ from moelab.model import SHAPES, flops_per_token, gemms
 from moelab.plan import headroom_gib
 from moelab.projection.calibration import CALIBRATION, with_values
 from moelab.projection.exchange import exchange_time_s
-from moelab.projection.gemm import grouped_time_s, rates_of, weights_by_module
+from moelab.projection.gemm import grouped_gemm_time_s, rates_of, weights_by_module
 from moelab.projection.project import DEEPSEEK_TOKENS, Projection, cost, project, with_network
 from moelab.projection.step import expected_maximum, step_time
 from moelab.search import CONSIDERED, recommend, recommendation_text, search
@@ -303,7 +303,7 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 def test_a_projection_loads_neither_torch_nor_plotly() -> None:
     code = (
-        "import sys; import moelab.projection.project, moelab.search, moelab.project_text\n"
+        "import sys; import moelab.projection.project, moelab.search\n"
         "heavy = [name for name in ('torch', 'plotly', 'pandas', 'torchtitan') if name in sys.modules]\n"
         "assert not heavy, heavy"
     )
@@ -325,7 +325,7 @@ def test_a_grouped_product_of_few_rows_reads_its_weights() -> None:
     gpu = cluster_of("b200_x256").node.gpu
     floor_s = 2 * 8 * 2048 * 7168 / (float(gpu.hbm_tb_s or 0) * 1e12)
     rates = rates_of(gpu, CALIBRATION)
-    assert grouped_time_s(32, 2048, 7168, 8, rates, low=False, wgrad=False) > floor_s
+    assert grouped_gemm_time_s(32, 2048, 7168, 8, rates, low=False, wgrad=False) > floor_s
 
 
 def test_what_arrives_quantised_has_its_weight_gradients_in_bf16() -> None:

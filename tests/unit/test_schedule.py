@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise, product
 from typing import Any
@@ -19,19 +18,23 @@ from moelab.layout.schedule import Durations, _ends, in_flight, pipeline_order, 
 SECONDS = st.floats(0.1, 10.0)
 NAMES = sorted(SCHEDULES)
 TWO_STAGES = [name for name in NAMES if SCHEDULES[name].stages_per_rank == 2]
+TURNS = [(name, 0) for name in NAMES] + [
+    (name, turns) for name in TWO_STAGES if SCHEDULES[name].style == "loop" for turns in (3, 4)
+]
+"""Every schedule with stages a rank of its own, and those that take more."""
 COUNTS = [
     (pp, microbatches) for pp, microbatches in product((2, 3, 4, 8), (1, 2, 3, 4, 6, 8, 9, 10, 12, 15, 16, 17, 24, 33))
 ]
 
 
-def torchs_order(name: str, pp: int, microbatches: int) -> list[list[tuple[str, int, int]]]:
+def torchs_order(name: str, pp: int, microbatches: int, turns: int = 2) -> list[list[tuple[str, int, int]]]:
     """What torch's schedule class computes on each rank; a class of one stage has to be run to be asked."""
     if SCHEDULES[name].stages_per_rank == 1:
         return [recorded(name, pp, microbatches, rank) for rank in range(pp)]
     stages = []
-    for index in range(2):
-        stage = MagicMock(num_stages=2 * pp, group_size=pp, group_rank=0, has_backward=True, stage_index=index * pp)
-        stage.stage_index_to_group_rank = {number: number % pp for number in range(2 * pp)}
+    for index in range(turns):
+        stage = MagicMock(num_stages=turns * pp, group_size=pp, group_rank=0, has_backward=True, stage_index=index * pp)
+        stage.stage_index_to_group_rank = {number: number % pp for number in range(turns * pp)}
         stages.append(stage)
     kind: Any = torch_schedules.get_schedule_class(name)
     with patch.object(kind, "_prepare_schedule_with_comms"):  # sends and receives, which take most of the time
@@ -60,13 +63,13 @@ def recorded(name: str, pp: int, microbatches: int, rank: int) -> list[tuple[str
     return done
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_order_is_torchs(name: str) -> None:
+@pytest.mark.parametrize(("name", "turns"), TURNS)
+def test_the_order_is_torchs(name: str, turns: int) -> None:
     taken = [(pp, microbatches) for pp, microbatches in COUNTS if SCHEDULES[name].takes(microbatches, pp)]
     assert len(taken) > 10
     for pp, microbatches in taken:
-        mine = pipeline_order(name, pp=pp, microbatches=microbatches)
-        assert [[tuple(action) for action in rank] for rank in mine] == torchs_order(name, pp, microbatches)
+        mine = pipeline_order(name, pp=pp, microbatches=microbatches, turns=turns)
+        assert [[tuple(action) for action in rank] for rank in mine] == torchs_order(name, pp, microbatches, turns or 2)
 
 
 def test_too_few_microbatches_are_refused() -> None:
@@ -74,19 +77,19 @@ def test_too_few_microbatches_are_refused() -> None:
         pipeline_order("1F1B", pp=4, microbatches=3)
 
 
-@pytest.mark.parametrize("name", TWO_STAGES)
-@pytest.mark.parametrize("weights", [(1.0, 1.0), (2.0, 3.0), (3.0, 2.0), (1.0, 0.5)])
-def test_microbatches_in_flight_are_those_of_torchs_order(name: str, weights: tuple[float, float]) -> None:
+@pytest.mark.parametrize(("name", "turns"), [(name, turns) for name, turns in TURNS if turns or name in TWO_STAGES])
+@pytest.mark.parametrize("weights", [(1, 1, 1, 1), (2, 3, 1, 4), (3, 2, 5, 1), (2, 1, 0, 7)])
+def test_microbatches_in_flight_are_those_of_torchs_order(name: str, turns: int, weights: tuple[int, ...]) -> None:
     for pp, microbatches in ((2, 4), (2, 6), (4, 8), (4, 12), (8, 24)):
-        for rank, actions in enumerate(torchs_order(name, pp, microbatches)):
-            alive: Counter[int] = Counter()
-            most = 0.0
-            first, second = stages_of_rank(SCHEDULES[name], pp)[rank]
+        for rank, actions in enumerate(torchs_order(name, pp, microbatches, turns or 2)):
+            weight_of = dict(zip(stages_of_rank(SCHEDULES[name], pp, turns)[rank], weights, strict=False))
+            held = most = 0
             for kind, stage, _ in actions:
-                alive[stage] += {"F": 1, "B": -1, "W": -1, "I": 0}[kind]
-                most = max(most, weights[0] * alive[first] + weights[1] * alive[second])
-            moments = in_flight(name, pp=pp, microbatches=microbatches, rank=rank)
-            assert max(weights[0] * one + weights[1] * two for one, two in moments) == most, (pp, microbatches, rank)
+                held += weight_of[stage] * {"F": 1, "B": -1, "W": -1, "I": 0}[kind]
+                most = max(most, held)
+            moments = in_flight(name, pp=pp, microbatches=microbatches, rank=rank, turns=turns)
+            found = max(sum(w * n for w, n in zip(weights, moment, strict=False)) for moment in moments)
+            assert found == most, (pp, microbatches, rank)
 
 
 @pytest.mark.parametrize(("rank", "alive"), [(0, 4), (3, 1)])
@@ -116,8 +119,8 @@ def test_a_timeline_has_all_work_back_to_back_and_ends_with_the_step() -> None:
         assert [sum(block.end - block.start for block in row) for row in played] == pytest.approx(list(busy_s))
 
 
-def durations_of(name: str, pp: int, values: Sequence[float]) -> tuple[Durations, ...]:
-    stages = pp * SCHEDULES[name].stages_per_rank
+def durations_of(name: str, pp: int, values: Sequence[float], turns: int = 0) -> tuple[Durations, ...]:
+    stages = pp * (turns or SCHEDULES[name].stages_per_rank)
     return tuple(Durations(*(values[(3 * stage + kind) % len(values)] for kind in range(3))) for stage in range(stages))
 
 
@@ -152,14 +155,14 @@ def brute_force(name: str, durations: Sequence[Durations], pp: int, microbatches
     return max(free)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_equal_stages_wait_as_the_closed_form_says(name: str) -> None:
+@pytest.mark.parametrize(("name", "turns"), TURNS)
+def test_equal_stages_wait_as_the_closed_form_says(name: str, turns: int) -> None:
     for pp in (1, 2, 3, 4, 8):
         for microbatches in (1, 2, 3, 4, 8, 12, 16, 24, 64, 128):
             if pp > 1 and not SCHEDULES[name].takes(microbatches, pp):
                 continue
-            played = simulate(name, durations_of(name, pp, [1.0]), pp=pp, microbatches=microbatches)
-            expected = bubble_fraction(SCHEDULES[name], pp=pp, microbatches=microbatches)
+            played = simulate(name, durations_of(name, pp, [1.0], turns), pp=pp, microbatches=microbatches)
+            expected = bubble_fraction(SCHEDULES[name], pp=pp, microbatches=microbatches, turns=turns)
             assert 1 - played.busy_s[0] / played.makespan_s == pytest.approx(expected, abs=1e-12)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from moelab.launch.slurm import (
     RUNS,
     WAITS,
     Job,
+    NumberUnknown,
     SlurmError,
     SlurmMissing,
     parse_sacct,
@@ -83,7 +85,7 @@ def test_a_controller_that_did_not_answer_is_an_error_although_the_exit_code_is_
         list(parse_squeue(json.dumps(said)))
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", "null", '{"jobs": [{}]}', '{"jobs": [{"job_id": 1}]}', '{"jobs": 3}'])
+@pytest.mark.parametrize("text", ["", "[]", "{}", "null", '{"jobs": [{}]}', '{"jobs": [7, {"a": 1}]}', '{"jobs": 3}'])
 def test_what_is_not_an_answer_of_squeue(text: str) -> None:
     with pytest.raises(SlurmError):
         list(parse_squeue(text))
@@ -154,15 +156,72 @@ def test_a_comment_cannot_pretend_another_state() -> None:
     assert list(parse_scontrol("No jobs in the system")) == []
 
 
-def test_accounting() -> None:
-    table = "12_3|15|CANCELLED by 1000|0:15\n12_4|16|COMPLETED|0:0\n12_[5-9]|12|PENDING|0:0\n17|17|OUT_OF_MEMORY|0:125"
-    found = list(parse_sacct(table))
-    assert [(job.job_id, job.raw_id, job.state) for job in found] == [
-        ("12_3", "15", "CANCELLED"),
-        ("12_4", "16", "COMPLETED"),
-        ("17", "17", "OUT_OF_MEMORY"),
-    ]
-    assert words_of(found[0]) == "Slurm: CANCELLED"
+NOISE = "Welcome, 3 new messages {today}\n\x1b[31mplugin_load: auth/slurm\x1b[0m\n\n"
+
+
+@pytest.mark.parametrize("before", ["", NOISE])
+def test_an_answer_is_found_among_what_plugins_and_wrappers_print(before: str) -> None:
+    assert shown(list(parse_squeue(f"{before}{squeue_text('24.11.5')}slurm_load_jobs: done\n"))) == EXPECTED
+    assert shown(list(parse_scontrol(before + (DATA / "scontrol_22.05.8.txt").read_text()))) == EXPECTED
+
+
+def test_a_job_or_a_field_that_cannot_be_read_hides_no_other_job() -> None:
+    good = {"job_id": 2, "job_state": "RUNNING", "restart_cnt": 1}
+    odd = {
+        "job_id": 3,
+        "restart_cnt": "?",
+        "exit_code": {"return_code": "x", "signal": 4},
+        "state_reason": "a\nb\x1b",
+    }
+    rows = [None, {}, {"job_id": "x"}, {"job_id": -1}, good, odd, {"job_id": {"set": False}, "job_state": []}]
+    two, three = parse_squeue(json.dumps({"jobs": rows}))
+    assert (two.job_id, two.state, two.restarts) == ("2", "RUNNING", 1)
+    assert (three.state, three.reason, three.exit_code, three.restarts) == ("UNKNOWN", "a b", None, 0)
+    lines = "JobId=?? JobState=FAILED\nJobId=7 JobState=FAILED Restarts=many ExitCode=1\n"
+    assert [(job.job_id, job.restarts, job.exit_code) for job in parse_scontrol(lines)] == [("7", 0, None)]
+
+
+@pytest.mark.parametrize(
+    ("table", "states"),
+    [
+        ("12_3|15|CANCELLED by 1000|0:15\n12_4|16|COMPLETED|0:0\n", {"12_3": "CANCELLED", "12_4": "COMPLETED"}),
+        ("519605_[0-1]|519605|CANCELLED by 54321|0:0\n", {"519605_0": "CANCELLED", "519605_1": "CANCELLED"}),
+        ("9_[0-1%4]|9|CANCELLED|0:0\n", {"9_0": "CANCELLED", "9_1": "CANCELLED"}),
+        ("9_[0,3-4]|9|CANCELLED|0:0\n", {"9_0": "CANCELLED", "9_3": "CANCELLED", "9_4": "CANCELLED"}),
+        ("9_[0-4:2]|9|CANCELLED|0:0\n", {"9_0": "CANCELLED", "9_2": "CANCELLED", "9_4": "CANCELLED"}),
+        ("9_0|10|FAILED|1:0\n9_[0-1]|9|CANCELLED|0:0\n", {"9_0": "FAILED", "9_1": "CANCELLED"}),  # one did start
+        ("9_0|10|NODE_FAIL|0:0\n9_0|10|COMPLETED|0:0\n", {"9_0": "COMPLETED"}),  # requeued, with duplicates
+        ("9_0|10|TIMEOUT|0:0\n9_0.batch|10.batch|CANCELLED|0:15\n9_0.extern|x|COMPLETED|0:0\n", {"9_0": "TIMEOUT"}),
+        ("9+0|9|FAILED|1:0\n9+1|10|FAILED|1:0\n10|10|FAILED|1:0\n", {"10": "FAILED"}),  # of one with components
+        (
+            "9|9|CANCELLED+|0:0\n10|10|OUT_OF_ME+|0:125\n11|11|R+|0:0\n",
+            {"9": "CANCELLED", "10": "OUT_OF_MEMORY", "11": "R+"},
+        ),
+        ("9|FAILED|1:0\n", {"9": "FAILED"}),  # the completion log
+        ("9|9|FAILED|1:0|\n", {"9": "FAILED"}),
+        ("9|9|FAILED||\n", {"9": "FAILED"}),
+        ("JobID|JobIDRaw|State|ExitCode\nsacct: a warning | of 9|9|x|1:0\n8|8|FAILED|1:0\r\n", {"8": "FAILED"}),
+        ("job|9|9|FAILED|1:0\n|||\n9|9||1:0\n", {}),
+        ("", {}),
+    ],
+)
+def test_accounting(table: str, states: dict[str, str]) -> None:
+    """The second as in a public audit of accounting: an array that was cancelled while it waited is one row."""
+    assert {job.job_id: job.state for job in parse_sacct(table)} == states
+
+
+def test_an_end_in_words() -> None:
+    (job,) = parse_sacct("12_3|15|CANCELLED by 1000|0:15")
+    assert (job.raw_id, job.exit_code, words_of(job)) == ("15", -15, "Slurm: CANCELLED")
+
+
+def test_an_array_is_asked_for_as_a_whole_and_nothing_else_than_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, ...]] = []
+    monkeypatch.setattr(slurm, "call", lambda *words: (asked.append(words), "7_[0-1]|7|CANCELLED|0:0")[1])
+    assert set(slurm.accounted(["7_1", "7_0", "Welcome to x", "8;rm", "-j"])) == {"7_0", "7_1"}
+    assert [words[-1] for words in asked] == ["7"]
+    assert slurm.accounted(["Welcome"]) == slurm.completed(["?"]) == {}
+    assert len(asked) == 1
 
 
 def test_the_completion_log_has_the_last_end_of_a_requeued_job(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,11 +266,77 @@ def test_a_command_s_own_words_and_limits(tmp_path: Path, monkeypatch: pytest.Mo
     program(tmp_path, "squeue", "echo 'sbatch: error: sleeping and retrying' >&2; exec sleep 30")
     with pytest.raises(SlurmError, match="no answer in 0 s: sleeping and retrying"):
         slurm.call("squeue", timeout_s=0.2)
-    program(tmp_path, "sbatch", "echo '123;other_cluster'")
-    assert slurm.sbatch(tmp_path / "script") == "123"
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SlurmMissing, match="scontrol is not on PATH"):
         slurm.call("scontrol")
+
+
+TACC = """
+    -----------------------------------------------------------------
+              Welcome to the Stampede3 Supercomputer
+    -----------------------------------------------------------------
+
+    No reservation for this job
+    --> Verifying valid submit host (login4)...OK
+    --> Checking available allocation (TG-X)...OK
+    519605
+"""
+
+
+@pytest.mark.parametrize(
+    ("output", "errors", "job"),
+    [
+        ("519605\n", "", ("519605", None)),
+        ("519605;x\n", "", ("519605", "x")),
+        (TACC, "", ("519605", None)),
+        ("519605\n*** you have used 80 % of 2000 hours ***\n", "", ("519605", None)),
+        ("Submitted batch job 519605\n", "", ("519605", None)),
+        ("2026\nSubmitted batch job 519605 on cluster cm2_tiny\n", "", ("519605", "cm2_tiny")),
+        ("\x1b[32mSubmitted batch job 519605\x1b[0m\r\n", "", ("519605", None)),
+        ("", "sbatch: Submitted batch job 519605\n", ("519605", None)),
+        ("sbatch: lua: using default account 77\n519605\r\n", "sbatch: 4 nodes\n", ("519605", None)),
+        ('{"job_id": 519605, "step_id": "batch", "error_code": 0}\n', "", ("519605", None)),
+        ('{\n "jobId": "519605"\n}\n', "", ("519605", None)),
+        ("519605\n519605\n", "", ("519605", None)),
+        ("2026\n519605\n", "", None),
+        ("Submitted batch job 1\nSubmitted batch job 2\n", "", None),
+        ("Welcome to x\n", "", None),
+        ("", "", None),
+        ("0\n", "", None),
+        ("519605_1\n", "", None),
+        ("Submitted batch job soon\n", "", None),
+        ("99999999999999999999\n", "", None),
+    ],
+)
+def test_the_number_is_found_in_what_sbatch_prints_or_nothing_is_believed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: str, errors: str, job: tuple[str, str | None] | None
+) -> None:
+    """The third is what TACC's prints (maestrowf, issue 441)."""
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    (tmp_path / "out").write_text(output)
+    (tmp_path / "err").write_text(errors)
+    program(tmp_path, "sbatch", f"cat {tmp_path}/out; cat {tmp_path}/err >&2")
+    if job:
+        assert slurm.sbatch(tmp_path / "script") == job
+    else:
+        with pytest.raises(NumberUnknown, match="printed no number of a job") as told:
+            slurm.sbatch(tmp_path / "script")
+        assert all(word in str(told.value) for word in output.split())
+
+
+@given(output=st.text(), errors=st.text())
+def test_whatever_is_printed_a_number_is_a_number(output: str, errors: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(slurm, "_printed", lambda *_: (output, errors))
+        with contextlib.suppress(NumberUnknown):
+            number, _ = slurm.sbatch(Path("script"))
+            assert slurm.checked(number) == number
+            assert number in output + errors
+
+
+@given(st.text(alphabet="0129_[]-,%|:+ by\nCANELDFI", max_size=60))
+def test_whatever_accounting_prints_is_jobs_or_nothing(table: str) -> None:
+    assert all(slurm.is_number(job.job_id) and job.raw_id.isdecimal() for job in parse_sacct(table))
 
 
 def test_a_person_s_defaults_do_not_reach_slurm_s_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

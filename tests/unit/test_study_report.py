@@ -14,12 +14,15 @@ from typing import Any
 
 import pytest
 from run_support import make_run
+from secret_shapes import SHAPES
 
 from moelab.analysis import Answer
+from moelab.cli import main
 from moelab.errors import BadInput
 from moelab.experiment import Experiment
 from moelab.experiment_file import Study
 from moelab.runs.directory import RunDir, find
+from moelab.runs.files import write_json
 from moelab.runs.status import State
 from moelab.study_report import NothingToJudge, judge_study, provenance, write_study_report
 
@@ -301,3 +304,25 @@ def test_commands_are_shown_without_folders(tmp_path: Path, before: str, after: 
     run = run_of(tmp_path, "bf16", 0, 5.0)
     (run.path / "launch" / "command.sh").write_text(before + "\n")
     assert provenance(judge_study(tmp_path / "runs" / "s"))["Command, BF16 + standard all-to-all, seed 0"] == after
+
+
+def test_no_shape_of_a_secret_in_a_reason_reaches_a_page_or_what_is_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for seed in range(2):
+        make_run(tmp_path, Experiment(name="s", steps=3, seed=seed), [8.0, 7.0, 6.0])
+    for seed, (secret, text) in enumerate(SHAPES.values(), start=2):
+        run = make_run(tmp_path, Experiment(name="s", steps=3, seed=seed), [8.0], state=State.FAILED)
+        reason = text.replace("{}", secret).replace("{{", "{").replace("}}", "}")
+        write_json(run.path / "status.json", {"state": "failed", "reason": f"rank 1: {reason}\x1b[31m\u202e"})
+    study = str(tmp_path / "s")
+    shown = ""
+    for command in (["status", study], ["collect", study], ["report", study]):
+        for output in ([], ["--json"]):
+            assert main([*command, *output]) == 0
+            shown += capsys.readouterr().out
+    shown += (tmp_path / "s" / "report.html").read_text()
+    assert not [name for name, (secret, _) in SHAPES.items() if secret in shown or html.escape(secret) in shown]
+    assert shown.count("rank 1: ") >= 6 * len(SHAPES)
+    assert "\x1b" not in shown
+    assert "\u202e" not in shown

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import errno
+import json
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from run_support import make_run
 
+from moelab.cli import main
 from moelab.errors import BadInput, Refused
 from moelab.experiment import Experiment
 from moelab.experiment_file import make_study, read_study
@@ -20,9 +23,19 @@ from moelab.launch import slurm
 from moelab.launch import status as status_module
 from moelab.launch.cluster import ClusterProfile, read_cluster
 from moelab.launch.local import run_study
-from moelab.launch.slurm import SCRIPT_FILE, Job, Queue, SlurmError, SlurmMissing, Ticket, state_of, ticket_of
+from moelab.launch.slurm import (
+    SCRIPT_FILE,
+    Job,
+    NumberUnknown,
+    Queue,
+    SlurmError,
+    SlurmMissing,
+    Ticket,
+    state_of,
+    ticket_of,
+)
 from moelab.launch.status import cancel, refresh
-from moelab.launch.submit import dry_run, submit
+from moelab.launch.submit import adopt, dry_run, submit
 from moelab.runs.directory import RunDir, find
 from moelab.runs.status import State, Status
 
@@ -50,6 +63,39 @@ def submitted(runs: Path, losses: list[float], status: Status, **fields: Any) ->
     Ticket(comment="moelab:s:1", task=0).write(run)
     run.set_status(replace(status, job_id="7_0"))
     return run
+
+
+TWO_GPUS = ["gpus_per_node=2", "nodes=2"]
+Site = Callable[..., None]
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
+    """Writes a site's commands: each prints its text, and adds its arguments to ``asked``."""
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    monkeypatch.setenv("PATH", f"{commands}:/usr/bin:/bin")
+
+    def write(**texts: str) -> None:
+        usual = {"sbatch": "", "squeue": '{"jobs": []}', "sacct": "", "scancel": "", "scontrol": ""}
+        for name, text in {**usual, **texts}.items():
+            (commands / f"{name}.txt").write_text(text)
+            script = f'echo "{name} $*" >>{tmp_path}/asked; cat {commands}/{name}.txt'
+            (commands / name).write_text(f"#!/bin/sh\n{script}\n")
+            (commands / name).chmod(0o755)
+
+    write()
+    return write
+
+
+def queue_of(*jobs: Job) -> str:
+    """As ``squeue --json`` shows them."""
+    rows = []
+    for one in jobs:
+        array, _, task = one.job_id.partition("_")
+        ids = {"job_id": int(one.raw_id), "array_job_id": int(array), "array_task_id": int(task or 0)}
+        rows.append({**ids, "job_state": one.state, "comment": one.comment})
+    return json.dumps({"jobs": rows})
 
 
 def job(state: str, **fields: Any) -> Job:
@@ -182,7 +228,7 @@ def test_what_the_job_wrote_and_what_slurm_says(
     reason: str | None,
 ) -> None:
     monkeypatch.setattr(slurm, "queue", lambda: [said] if said else [])
-    monkeypatch.setattr(slurm, "accounted", lambda _: {})
+    monkeypatch.setattr(slurm, "accounted", lambda *_: {})
     run = submitted(tmp_path, [8.0, 7.0], Status(state=own, attempts=1))
     (status,) = refresh([run])
     assert (status.state, status.reason) == (state, reason)
@@ -201,6 +247,7 @@ def test_slurm_s_completed_is_completed_only_with_every_step_logged(
     assert (run.path / "results.json").exists()
 
 
+@settings(max_examples=30)
 @given(
     own=st.sampled_from(list(State)),
     words=st.none() | st.sampled_from([*FINAL_OF_SLURM, "RUNNING", "PENDING", "X"]),
@@ -212,7 +259,7 @@ def test_completed_is_never_invented(
     """Two of four steps were logged: only a job that said so itself is completed."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(slurm, "queue", lambda: [job(words, restarts=restarts)] if words else [])
-        patch.setattr(slurm, "accounted", lambda _: {})
+        patch.setattr(slurm, "accounted", lambda *_: {})
         run = submitted(tmp_path_factory.mktemp("run"), [8.0, 7.0], Status(state=own, attempts=1))
         (status,) = refresh([run])
     if status.state is State.COMPLETED:
@@ -253,7 +300,7 @@ def test_what_slurm_says_is_told_where_nothing_can_be_written(tmp_path: Path, mo
 def test_a_job_in_a_state_that_is_not_known_can_be_cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cancelled: list[str] = []
     monkeypatch.setattr(slurm, "queue", lambda: [job("NEW_WORD")])
-    monkeypatch.setattr(slurm, "cancel", cancelled.extend)
+    monkeypatch.setattr(slurm, "cancel", lambda jobs: cancelled.extend(job.job_id for job in jobs))
     run = submitted(tmp_path, [8.0], Status(state=State.RUNNING, attempts=1))
     assert [status.state for status in cancel([run])] == [State.CANCELLED]
     assert cancelled == ["7_0"]
@@ -321,3 +368,144 @@ def test_arms_that_differ_in_any_field_are_one_array(tmp_path: Path, cluster: Cl
     (script,) = done.scripts
     assert all(str(run.path) in script for run in done.prepared)
     assert submit(study, tmp_path, cluster, submit=False).prepared == done.prepared
+
+
+def states_of(runs: Iterable[RunDir]) -> list[tuple[State, str | None]]:
+    return [(status.state, status.job_id) for status in refresh(runs)]
+
+
+def test_a_site_s_banner_is_no_number(tmp_path: Path, site: Site) -> None:
+    site(sbatch="\n  ------\n  Welcome to the Stampede3 Supercomputer\n  ------\n  --> (login4)...OK\n  519605\n")
+    done = submit(small(), tmp_path / "runs", read_cluster("slurm_generic", TWO_GPUS), submit=True)
+    assert [run.status.job_id for run in done.submitted] == ["519605_0", "519605_1"]
+
+
+def test_an_array_that_was_cancelled_while_it_waited_is_cancelled_for_each_of_its_tasks(
+    tmp_path: Path, site: Site
+) -> None:
+    site(sbatch="519605\n", sacct="519605_[0-1]|519605|CANCELLED by 54321|0:0\n")
+    done = submit(small(), tmp_path / "runs", read_cluster("slurm_generic", TWO_GPUS), submit=True)
+    assert states_of(done.submitted) == [(State.CANCELLED, "519605_0"), (State.CANCELLED, "519605_1")]
+    assert {run.status.reason for run in done.submitted} == {"Slurm: CANCELLED"}
+
+
+@pytest.mark.parametrize(("attempts", "state"), [(0, State.CANCELLED), (1, State.UNKNOWN)])
+def test_the_completion_log_has_one_entry_for_an_array_that_never_started(
+    tmp_path: Path, site: Site, attempts: int, state: State
+) -> None:
+    """As real Slurm 22.05 without accounting writes it; of a task that began, that entry may be another one's."""
+    site(sacct="7|CANCELLED|0:0\n")
+    run = submitted(tmp_path, [], Status(state=State.SUBMITTED, attempts=attempts))
+    assert states_of([run]) == [(state, "7_0")]
+
+
+def test_a_job_whose_number_nobody_knows_is_told_and_adopted(
+    tmp_path: Path, site: Site, cluster: ClusterProfile
+) -> None:
+    runs, study = tmp_path / "runs", small()
+    site(sbatch="Welcome to x\n")
+    with pytest.raises(NumberUnknown, match=r"'Welcome to x'.*squeue --me --name=s.*--adopt NUMBER") as told:
+        submit(study, runs, cluster, submit=True)
+    assert told.value.exit_code == 1
+    assert states_of(find(runs)) == [(State.SUBMITTED, None)] * 2
+    assert all("printed no number of a job: 'Welcome to x'" in str(run.status.reason) for run in find(runs))
+    with pytest.raises(Refused, match=r"is submitted: the number of its job is not known"):
+        submit(study, runs, cluster, submit=True)  # it may wait
+    with pytest.raises(Refused, match="--adopt 7: Slurm knows no such job"):
+        adopt(study, runs, "7")
+    site(squeue=queue_of(job("PENDING", comment="moelab:other:1")))
+    with pytest.raises(Refused, match="--adopt 7: that job was submitted for something else: moelab:other:1"):
+        adopt(study, runs, "7")
+    site(squeue=queue_of(job("PENDING", comment="the site's"), job("RUNNING", comment="", job_id="7_1", raw_id="8")))
+    adopted = adopt(study, runs, "7")
+    assert [run.status.job_id for run in adopted.adopted] == ["7_0", "7_1"]
+    assert [run.status.state for run in adopted.adopted] == [State.SUBMITTED, State.RUNNING]
+    with pytest.raises(Refused, match="waits for a job's number: none has"):
+        adopt(study, runs, "7")
+
+
+def test_a_job_whose_number_nobody_knows_is_found_by_its_comment(
+    tmp_path: Path, site: Site, cluster: ClusterProfile
+) -> None:
+    site(sbatch="Welcome\n")
+    with pytest.raises(NumberUnknown):
+        submit(small(), tmp_path / "runs", cluster, submit=True)
+    runs = find(tmp_path / "runs")
+    comment = str(ticket_of(runs[0]).comment)
+    site(squeue=queue_of(*(job("PENDING", comment=comment, job_id=f"7_{task}") for task in (0, 1))))
+    assert states_of(runs) == [(State.SUBMITTED, "7_0"), (State.SUBMITTED, "7_1")]
+
+
+def test_a_job_whose_number_nobody_knows_can_be_given_up(tmp_path: Path, site: Site, cluster: ClusterProfile) -> None:
+    site(sbatch="Welcome\n")
+    with pytest.raises(NumberUnknown):
+        submit(small(), tmp_path / "runs", cluster, submit=True)
+    assert {status.state for status in cancel(find(tmp_path / "runs"))} == {State.CANCELLED}
+    assert "its job was not seen" in str(find(tmp_path / "runs")[0].status.reason)
+    assert "scancel" not in (tmp_path / "asked").read_text()
+    site(sbatch="8\n")
+    assert len(submit(small(), tmp_path / "runs", cluster, submit=True).submitted) == 2
+
+
+@pytest.mark.parametrize("number", ["------", "7; rm -rf /", "-j", "519605_[0-1]"])
+def test_a_number_that_is_none_hides_no_other_run(
+    tmp_path: Path, site: Site, number: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As an earlier version stored it."""
+    good = submitted(tmp_path, [8.0], Status(state=State.RUNNING, attempts=1))
+    bad = submitted(tmp_path, [8.0], Status(state=State.RUNNING, attempts=1), seed=1)
+    Ticket(comment="moelab:s:2", task=0).write(bad)
+    bad.set_status(replace(bad.status, job_id=number))
+    site(squeue=queue_of(job("RUNNING")))
+    assert main(["status", str(tmp_path), "--json"]) == 0
+    rows = {row["run"]: row for row in json.loads(capsys.readouterr().out)["runs"]}
+    assert (rows[good.name]["status"], rows[good.name]["job_id"]) == ("running", "7_0")
+    assert (rows[bad.name]["status"], rows[bad.name]["job_id"]) == ("submitted", None)
+    assert repr(number) in rows[bad.name]["reason"]
+    assert main(["collect", str(tmp_path / "s")]) == 0
+    assert main(["cancel", str(tmp_path)]) == 0
+    assert [run.status.state for run in (good, bad)] == [State.CANCELLED] * 2
+    asked = (tmp_path / "asked").read_text()
+    assert "scancel 7_0\n" in asked
+    assert f" {number}" not in asked
+
+
+@pytest.mark.parametrize(
+    "content", ["{", "[]", '{"comment": [], "task": 0}', '{"comment": "moelab:s:1", "task": "x", "raw_id": "--help"}']
+)
+def test_a_damaged_ticket_hides_no_other_run(tmp_path: Path, site: Site, content: str) -> None:
+    good = submitted(tmp_path, [8.0], Status(state=State.RUNNING, attempts=1))
+    bad = submitted(tmp_path, [8.0], Status(state=State.RUNNING, attempts=1), seed=1)
+    (bad.path / "launch" / "submission.json").write_text(content)
+    bad.set_status(replace(bad.status, job_id="8_0"))
+    site(squeue=queue_of(job("RUNNING")))
+    assert states_of([bad, good]) == [(State.UNKNOWN, "8_0"), (State.RUNNING, "7_0")]
+
+
+def test_a_damaged_record_of_a_run_whose_job_completed_hides_no_other_run(tmp_path: Path, site: Site) -> None:
+    good = submitted(tmp_path, [8.0] * 4, Status(state=State.RUNNING, attempts=1))
+    bad = submitted(tmp_path, [8.0] * 4, Status(state=State.RUNNING, attempts=1), seed=1)
+    Ticket(comment="moelab:s:1", task=1).write(bad)
+    bad.set_status(replace(bad.status, job_id="7_1"))
+    (bad.path / "experiment.yaml").write_text("model: [")
+    site(squeue=queue_of(job("COMPLETED"), job("COMPLETED", job_id="7_1")))
+    first, second = refresh([RunDir(bad.path), good])
+    assert (first.state, second.state) == (State.UNKNOWN, State.COMPLETED)
+    assert str(first.reason).startswith("Slurm: COMPLETED; ")
+
+
+def test_a_job_of_another_cluster_is_asked_for_there(tmp_path: Path, site: Site, cluster: ClusterProfile) -> None:
+    site(sbatch="Submitted batch job 7 on cluster cm2\n")
+    runs = submit(small(), tmp_path / "runs", cluster, submit=True).submitted
+    assert [run.status.job_id for run in runs] == ["7_0", "7_1"]
+    comment = str(ticket_of(runs[0]).comment)
+    site(squeue=queue_of(job("RUNNING", comment=comment)), sacct="7_[0-1]|7|CANCELLED|0:0\n")
+    (tmp_path / "asked").unlink()
+    assert states_of(runs) == [(State.RUNNING, "7_0"), (State.CANCELLED, "7_1")]
+    site(sacct="7_0|7|RUNNING|0:0\n")
+    assert states_of(runs[:1]) == [(State.RUNNING, "7_0")]
+    cancel(runs)
+    asked = (tmp_path / "asked").read_text().splitlines()
+    assert "squeue --clusters=cm2 --json --states=all" in asked
+    assert any(line.startswith("sacct --clusters=cm2 -X") for line in asked)
+    assert "scancel --clusters=cm2 7_0" in asked

@@ -160,12 +160,81 @@ def test_wandb_reported_nan_is_a_failure_and_a_missing_value_is_not(tmp_path: Pa
     assert read.rows["step"].tolist() == [1, 10, 20]
 
 
-def test_wandb_exports_joined_in_one_file_are_segments(tmp_path: Path) -> None:
+LOSS_NAME = "loss_metrics/global_avg_loss"
+
+
+def history(shift: float = 0.0, first: int = 1, last: int = 30, at: float = 1e9, **more: str) -> pd.DataFrame:
+    steps = range(first, last + 1)
+    losses = [9 - step / 10 + shift for step in steps]
+    return pd.DataFrame({"_step": steps, "_timestamp": [at + 5 * step for step in steps], LOSS_NAME: losses, **more})
+
+
+def runs(path: Path, table: pd.DataFrame) -> list[tuple[object, int, list[int]]]:
+    """Write a table and return each run with its launches and steps."""
+    if path.suffix == ".parquet":
+        table.to_parquet(path)
+    elif path.suffix == ".csv":
+        table.to_csv(path, index=False)
+    else:
+        table.to_json(path, orient="records", lines=path.suffix == ".jsonl")
+    reads = read_wandb(path)
+    return [
+        (read.rows["run"][0] if read.name is None else read.name, read.segments, [*read.rows["step"]]) for read in reads
+    ]
+
+
+ALL_STEPS = [*range(1, 31)]
+
+
+@pytest.mark.parametrize("name", ["run", "run_id", "run_name", "run.name", "Name", "display_name"])
+@pytest.mark.parametrize("kind", ["csv", "json", "jsonl", "parquet"])
+def test_wandb_histories_of_several_runs_under_each_other(tmp_path: Path, name: str, kind: str) -> None:
+    table = pd.concat([history(**{name: "bf16"}), history(0.02, at=1e9 + 60, **{name: "mxfp8"})])
+    path = tmp_path / f"history.{kind}"
+    assert runs(path, table) == [("bf16", 1, ALL_STEPS), ("mxfp8", 1, ALL_STEPS)]
+    assert sorted(runs(path, table.sample(frac=1, random_state=1))) == runs(path, table)
+
+
+def test_wandb_runs_of_one_name_are_told_apart_by_their_ids(tmp_path: Path) -> None:
+    table = pd.concat([history(run_id="a1", run_name="r"), history(0.02, run_id="b2", run_name="r")])
+    assert [run for run, *_ in runs(tmp_path / "h.csv", table)] == ["r (a1)", "r (b2)"]
+    table = pd.concat([history(arm=arm, seed=seed) for arm in ("bf16", "mxfp8") for seed in "01"])
+    assert [run for run, *_ in runs(tmp_path / "h.csv", table)] == ["bf16 0", "bf16 1", "mxfp8 0", "mxfp8 1"]
+    by_run = {run: history(shift).to_dict("records") for run, shift in (("one", 0.0), ("two", 0.1))}
+    (tmp_path / "h.json").write_text(json.dumps(by_run))
+    assert [read.rows["run"][0] for read in read_wandb(tmp_path / "h.json")] == ["one", "two"]
+
+
+def test_wandb_exports_joined_without_a_name(tmp_path: Path) -> None:
     path = tmp_path / "history.csv"
-    path.write_text("_step,loss_metrics/global_avg_loss\n10,8.0\n20,7.0\n10,8.5\n")
-    (read,) = read_wandb(path)
-    assert picked(read.rows, "segment", "step", "loss") == [(0, 10, 8.0), (0, 20, 7.0), (1, 10, 8.5)]
-    assert read.segments == 2
+    again = history(0.001, first=11, at=1e9 + 1000)
+    restart = pd.concat([again, history(last=20)])
+    assert [(launches, steps) for _, launches, steps in runs(path, restart)] == [(2, [*range(1, 21), *range(11, 31)])]
+    for other in (history(0.02, at=1e9 + 1000), history(0.02, at=1e9 + 1)):  # later, and at the same time
+        both = pd.concat([history(), other])
+        for table in (both, both.drop(columns="_timestamp")):
+            assert runs(path, table) == [("run 1 of 2", 1, ALL_STEPS), ("run 2 of 2", 1, ALL_STEPS)]
+    for order in (history()[::-1], history().sample(frac=1, random_state=1).drop(columns="_timestamp")):
+        assert [(launches, steps) for _, launches, steps in runs(path, order)] == [(1, ALL_STEPS)]
+
+
+def test_wandb_of_2024(tmp_path: Path) -> None:
+    table = pd.DataFrame({"_step": [0, 1, 2], "step": [1, 10, 20], "wps": [5000.0, 5100, 5200], LOSS_NAME: [9.0, 8, 7]})
+    table.to_csv(tmp_path / "h.csv", index=False)
+    (read,) = read_wandb(tmp_path / "h.csv")
+    assert picked(read.rows, "step", "tps", "loss") == [(1, 5000.0, 9.0), (10, 5100.0, 8.0), (20, 5200.0, 7.0)]
+
+
+def test_wandb_chart_as_its_page_writes_it(tmp_path: Path) -> None:
+    path = tmp_path / "chart.csv.gz"
+    table = pd.DataFrame(
+        {"Step": [1, 2], "a - _step": [1, 2], "a - loss": [9.0, 8], "a - loss__MIN": 1, "b - loss": [8, 7]}
+    )
+    table.to_csv(path, index=False)
+    assert [picked(read.rows, "run", "loss") for read in read_wandb(path)] == [
+        [("a", 9), ("a", 8)],
+        [("b", 8), ("b", 7)],
+    ]
 
 
 @pytest.mark.parametrize(

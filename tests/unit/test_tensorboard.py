@@ -12,6 +12,7 @@ import pytest
 from torch.utils.tensorboard import SummaryWriter
 
 from moelab.runs import COLUMNS, NotATensorBoardFolder, combine, read_log, read_tensorboard
+from moelab.runs.collect import collect
 
 
 def write(folder: Path, created: int, steps: dict[int, dict[str, float]], *, time: float = 0.0) -> Path:
@@ -75,6 +76,21 @@ def test_ranks_of_one_launch_are_one_segment(tmp_path: Path) -> None:
     assert (len(read.rows), read.segments, read.reason) == (2, 2, None)
 
 
+def test_folders_of_several_runs(tmp_path: Path) -> None:
+    for name, loss in (("bf16", 8.0), ("mxfp8/seed1", 8.1)):
+        for rank in (0, 1):
+            folder = tmp_path / "study" / name / "tb" / "20260914-0310" / f"rank_{rank}"
+            write(folder, 100, {1: {"loss_metrics/global_avg_loss": loss, "wps": 5.0}})
+    assert [(one.run, one.segments, one.rows["tps"].tolist()) for one in collect(tmp_path / "study")] == [
+        ("bf16", 1, [5.0]), ("mxfp8/seed1", 1, [5.0])
+    ]  # fmt: skip
+    for created, date, loss in ((100, "20260914-0310", 8.0), (200, "20260914-0500", 8.1)):
+        write(tmp_path / "two" / date, created, {1: metrics(loss), 2: metrics(loss - 1)})
+    assert [one.run for one in collect(tmp_path / "two")] == ["two (run 1 of 2)", "two (run 2 of 2)"]
+    write(tmp_path / "two" / "20260914-0700", 300, {2: metrics(6.0), 3: metrics(5.0)})
+    assert [one.segments for one in collect(tmp_path / "two")] == [2, 1]
+
+
 def test_reported_nan_is_a_failure(tmp_path: Path) -> None:
     write(tmp_path, 100, {10: metrics(7.0), 20: metrics(math.nan)})
     read = read_tensorboard(tmp_path)
@@ -110,3 +126,36 @@ def test_killed_run_has_its_tail_from_the_log(tmp_path: Path) -> None:
     assert rows["tps"].tolist() == [4000.25, 4000.25, 4000.0]
     assert rows["lr"].tolist()[:2] == [0.5, 0.5]
     assert math.isnan(rows["lr"][2])
+
+
+def test_a_damaged_record_hides_no_other(tmp_path: Path) -> None:
+    writer = SummaryWriter(str(tmp_path))
+    for step in range(1, 8):
+        writer.add_scalar("loss_metrics/global_avg_loss", 8.0 - step, step)
+    writer.close()
+    (file,) = tmp_path.iterdir()
+    content = bytearray(file.read_bytes())
+    fourth = content.index(struct.pack("<f", 4.0))
+    content[fourth] ^= 1
+    file.write_bytes(content)
+    assert read_tensorboard(tmp_path).rows["step"].tolist() == [1, 2, 3, 5, 6, 7]
+    size = content.rindex(b"loss_metrics", 0, fourth) - 40
+    file.write_bytes(content[:size])
+    assert read_tensorboard(tmp_path).rows["step"].tolist() in ([1, 2], [1, 2, 3])
+
+
+def test_values_are_those_of_tensorboards_own_reader(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    writer = SummaryWriter(str(tmp_path))
+    for step in range(1, 50):
+        writer.add_scalar("loss_metrics/global_avg_loss", 8.0 / step, step)
+        writer.add_scalar("throughput(tps)", 1000.0 / 3 * step, step)
+    writer.add_text("a text", "x" * 5000)
+    writer.close()
+    events = EventAccumulator(str(tmp_path), size_guidance={"scalars": 0}).Reload()
+    rows = read_tensorboard(tmp_path).rows
+    for tag, column in {"loss_metrics/global_avg_loss": "loss", "throughput(tps)": "tps"}.items():
+        told = events.Scalars(tag)
+        assert [(one.step, one.value) for one in told] == list(zip(rows["step"], rows[column], strict=True))
+    assert [one.wall_time for one in events.Scalars("loss_metrics/global_avg_loss")] == rows["time"].tolist()

@@ -6,6 +6,7 @@ import doctest
 import importlib
 import itertools
 import math
+import pkgutil
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,6 +23,7 @@ from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.moe import TokenChoiceTopKRouter
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 
+from moelab import projection
 from moelab.deepep.benchmark_cases import ROUTINGS, SKEW, Size, choose_experts, rows_to_ranks, traffic
 from moelab.errors import BadInput
 from moelab.hardware import cluster_of
@@ -465,6 +467,6 @@ def test_unknown_methods_and_ids_of_another_group_are_refused() -> None:
         count_rows(np.zeros((2, 4, 8), dtype=np.int64), PUBLISHED, "standard")
 
 
-@pytest.mark.parametrize("name", ["routing", "traffic"])
+@pytest.mark.parametrize("name", [one.name for one in pkgutil.iter_modules(projection.__path__)])
 def test_examples_in_the_documentation(name: str) -> None:
     assert doctest.testmod(importlib.import_module(f"moelab.projection.{name}")).failed == 0

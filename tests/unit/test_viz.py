@@ -14,6 +14,7 @@ from figure_support import title
 
 import moelab.viz
 from moelab.analysis import Verdict, compare_convergence, compare_held_out, gain
+from moelab.analysis.curves import drawn_seeds, joined_lines
 from moelab.errors import BadInput
 from moelab.runs.table import metrics_table
 from moelab.viz import (
@@ -342,3 +343,12 @@ def test_a_failed_write_keeps_the_old_report(tmp_path, monkeypatch):
         write_report(path, title="New", provenance={})
     assert "Old" in path.read_text()
     assert [entry.name for entry in tmp_path.iterdir()] == ["report.html"]
+
+
+def test_the_lines_of_a_large_study_are_bounded_and_their_number_is_said() -> None:
+    steps = np.arange(1, 5_002)
+    curves = pd.DataFrame(dict.fromkeys(range(250), 8.0 - steps / 10000.0), index=steps)
+    x, y = joined_lines(curves)
+    assert len(x) == len(y) <= 100 * (2_000 + 2)
+    assert x.count(5_001.0) == len(drawn_seeds(250)) == 84
+    assert [*drawn_seeds(100)] == [*range(100)]

@@ -6,13 +6,13 @@ import numpy as np
 import plotly.graph_objects as go
 import pytest
 
-from moelab.mxfp8.break_even import break_even_m, gain, gemm_time_s
-from moelab.mxfp8.break_even_fit import expert_work, fit_b200, leave_one_out, published_work
 from moelab.mxfp8.grouped_gemm_cases import Case
 from moelab.mxfp8.grouped_gemm_results import stored
+from moelab.projection.gemm import break_even_m, gain, grouped_time_s
+from moelab.projection.gemm_fit import expert_work, fit_b200, leave_one_out, published_work
 from moelab.viz.grouped_gemm import ShapeExplorer, gain_map, measured_speedups, predicted_speedups, step_parts
 
-CONSTANTS = fit_b200().constants
+RATES = fit_b200().rates()
 LARGE, SMALL = published_work()
 
 
@@ -31,7 +31,7 @@ def test_the_map_is_the_models_gain(drawn: go.Figure) -> None:
     for row, column in ((0, 0), (20, 40), (45, 63)):
         m, weight = contours.x[column], contours.y[row]
         n, k = round(np.sqrt(weight / 8)), round(np.sqrt(weight * 8))
-        assert contours.z[row][column] == pytest.approx(gain(m, n, k, 8, CONSTANTS), abs=0.002)
+        assert contours.z[row][column] == pytest.approx(gain(m, n, k, 8, RATES), abs=0.002)
 
 
 def test_the_line_is_where_both_take_as_long_and_lies_in_its_interval(drawn: go.Figure) -> None:
@@ -39,7 +39,7 @@ def test_the_line_is_where_both_take_as_long_and_lies_in_its_interval(drawn: go.
     for m, weight in zip(lines["gain 1"].x, lines["gain 1"].y, strict=True):
         if m is not None:
             n, k = round(np.sqrt(weight / 8)), round(np.sqrt(weight * 8))
-            assert gain(m, n, k, 8, CONSTANTS) == pytest.approx(1, abs=1e-4)
+            assert gain(m, n, k, 8, RATES) == pytest.approx(1, abs=1e-4)
     ends = zip(lines["low"].x, lines["gain 1"].x, lines["high"].x, strict=True)
     assert all(low <= m for low, m, _ in ends if None not in (low, m))
     assert sum(m is not None for m in lines["gain 1"].x) > 20
@@ -52,18 +52,19 @@ def test_layouts_stand_at_their_rows_with_their_own_gain(drawn: go.Figure) -> No
         (mark,) = (trace for name, trace in marks.items() if name.startswith(work.name))
         case = work.case
         assert (mark.x[0], mark.y[0]) == (case.m, case.n * case.k)
-        assert f"{gain(case.m, case.n, case.k, case.groups, CONSTANTS):.2f}" in mark.text[0]
+        assert f"{gain(*case.mnkg, RATES):.2f}" in mark.text[0]
+        assert ("groups" in mark.text[0]) is (case.groups != 8)
     assert "predicted, not measured" in drawn.layout.title.text
 
 
 def test_the_bars_of_a_step_add_up_to_its_time() -> None:
-    figure = step_parts(LARGE.case, CONSTANTS)
+    figure = step_parts(LARGE.case, RATES)
     case = LARGE.case
     for i, precision in enumerate(("bf16", "mxfp8", "mxfp8_wgrad_bf16")):
-        total_s = gemm_time_s(case.m, case.n, case.k, case.groups, precision, CONSTANTS)  # type: ignore[arg-type]
+        total_s = grouped_time_s(*case.mnkg, precision, RATES)  # type: ignore[arg-type]
         assert sum(bar.x[i] for bar in figure.data) == pytest.approx(1e3 * total_s, rel=1e-3)
     assert "saves time" in figure.layout.title.text
-    assert "loses time" in step_parts(Case(m=512, n=1408, k=2048, groups=8), CONSTANTS).layout.title.text
+    assert "loses time" in step_parts(Case(m=512, n=1408, k=2048, groups=8), RATES).layout.title.text
 
 
 @pytest.mark.parametrize("replayed", [True, False])
@@ -84,10 +85,10 @@ def test_the_goal_is_shown_as_missed_where_it_is() -> None:
 
 
 def test_the_explorer_follows_its_sliders() -> None:
-    explorer = ShapeExplorer(LARGE.case, CONSTANTS)
+    explorer = ShapeExplorer(LARGE.case, RATES)
     assert explorer.case == LARGE.case
     explorer.controls["n"].value = 1408
     explorer.controls["k"].value = 2048
     assert "1408" in explorer.figures["parts"].outputs[0]["data"]["text/plain"]
-    rows = break_even_m(1408, 2048, 8, CONSTANTS)
+    rows = break_even_m(1408, 2048, 8, RATES)
     assert f"{rows:,.0f} rows" in explorer.words.value

@@ -17,13 +17,13 @@ from moelab.analysis.published import GAINS, THROUGHPUT
 from moelab.analysis.throughput import interaction
 from moelab.errors import BadInput, Refused
 from moelab.experiment import Experiment, Precision
-from moelab.hardware.spec import ImpossibleHardware
-from moelab.notebooks.calibrate import constants_of_node
+from moelab.hardware import ImpossibleHardware
 from moelab.projection.calibration import CALIBRATION
-from moelab.projection.measured import ALL_TO_ALL, GROUPED_GEMM, Measurement, load_measured
+from moelab.projection.measured import ALL_TO_ALL, GROUPED_GEMM, Measurement, constants_of_node, load_measured
 from moelab.projection.megatron import Change
 from moelab.projection.project import Cost, project
-from moelab.projection.published import Estimate, TwoByTwo, projected_two_by_two
+from moelab.projection.published import TwoByTwo, projected_two_by_two
+from moelab.projection.uncertainty import Estimate
 from moelab.projection.validation import goals, validation_table
 from moelab.sweep import by_gpus, by_network, cluster_like, on
 from moelab.titan.arms import named_arms
@@ -32,13 +32,15 @@ from moelab.viz.projection import (
     ProjectionExplorer,
     arm_breakdowns,
     arms_beside_projection,
+    cost_bars,
     gains_and_interaction,
+    network_curves,
+    size_curves,
     step_breakdown,
+    waterfall_bars,
 )
 from moelab.viz.throughput import published_bars
 from moelab.viz.validation import goal_lines, goal_strips, part_strips, validation_lines
-from moelab.viz.waterfall import waterfall_bars
-from moelab.viz.what_if import cost_bars, network_curves, size_curves
 
 PUBLISHED = named_arms()["dsv3_671b_mxfp8_deepep"]
 STAGES = {part: float(seconds) for seconds, part in enumerate((p for parts in GROUPS.values() for p in parts), start=1)}

@@ -24,7 +24,7 @@ from typing import Any
 
 import pandas as pd
 
-from moelab.analysis.convergence import ArmSeed, compare_convergence, compare_held_out, first_final_step
+from moelab.analysis.convergence import ArmSeed, FinalLosses, compare_convergence, compare_held_out, first_final_step
 from moelab.analysis.side import Side
 from moelab.analysis.verdict import Verdict
 from moelab.experiment import Experiment
@@ -105,7 +105,7 @@ class Difference:
 
 
 def judge_sides(
-    measured: pd.DataFrame | Mapping[ArmSeed, float],
+    measured: pd.DataFrame | FinalLosses | Mapping[ArmSeed, float],
     sides: Sequence[Side],
     *,
     name: Callable[[Side], str],
@@ -115,7 +115,7 @@ def judge_sides(
     """Judge sides against the first, and say in what else they differ.
 
     Args:
-        measured: metrics table of the runs that finished, or the held-out loss by name and seed.
+        measured: metrics table of the runs that finished or their final losses, or the held-out loss by name and seed.
         sides: those to judge, behind the one that they are held against.
         name: of a side in ``measured``.
         dropped_seeds: left out of all sides; a seed of none changes nothing.
@@ -128,9 +128,7 @@ def judge_sides(
         "lost": {(name(side), seed): why for side in sides for seed, why in side.lost_seeds.items()},
     }
     model, known = first.experiment, set().union(*(side.seeds for side in sides))
-    compare: Callable[..., list[Verdict]] = (
-        compare_convergence if isinstance(measured, pd.DataFrame) else compare_held_out
-    )
+    compare: Callable[..., list[Verdict]] = compare_held_out if isinstance(measured, Mapping) else compare_convergence
     verdicts = compare(
         measured,
         reference=name(first),

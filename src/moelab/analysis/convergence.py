@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -29,7 +28,8 @@ class FinalLosses:
     """Final loss of every finished run: mean over steps ``first_step`` to ``last_step``, nats per token.
 
     ``by_run`` maps (arm, seed) to the loss; ``diverged`` maps those without one to where their loss was not finite,
-    and ``lost`` to another reason. ``excluded`` names each run in whose place another of its seed counts.
+    and ``lost`` to another reason. ``excluded`` names each run in whose place another of its seed counts. ``arms`` are
+    all that have a row.
     """
 
     by_run: dict[ArmSeed, float]
@@ -38,6 +38,7 @@ class FinalLosses:
     first_step: int
     last_step: int
     excluded: tuple[str, ...]
+    arms: tuple[str, ...]
 
     def of(self, arm: str) -> dict[int, float]:
         """Final losses of one arm by seed."""
@@ -77,25 +78,32 @@ def final_losses(table: pd.DataFrame, *, final_fraction: float = 0.1, steps: int
     merged = merge_segments(table)
     last_step = int(merged["step"].max()) if steps is None else steps
     first_step = first_final_step(last_step, final_fraction)
+    merged["run"] = merged["run"].astype(str)  # a column of Python's own texts, which the loop below takes as keys
+    own = merged.groupby(["run", "arm", "seed"], sort=False)
+    runs = own["step"].max().rename("end").reset_index()
     window = merged[merged["step"].between(first_step, last_step)]
-    expected = frozenset(window["step"])
+    expected = window["step"].nunique()
+    of_run = window.groupby("run", sort=False)
+    seen, means = of_run.size().to_dict(), of_run["loss"].mean().to_dict()
+    first_not_finite = window[~np.isfinite(window["loss"])].groupby("run", sort=False)["step"].first().to_dict()
     by_run: dict[ArmSeed, float] = {}
     diverged: dict[ArmSeed, str] = {}
     excluded: list[tuple[ArmSeed, str, str]] = []
     # Run names start with their UTC time, so in descending order the first finished run of a seed is the newest.
-    for (run, *_), rows in sorted(merged.groupby(["run", "arm", "seed"]), key=itemgetter(0), reverse=True):
-        key = str(rows["arm"].iloc[0]), int(rows["seed"].iloc[0])
-        not_finite = rows.loc[rows["step"].isin(expected) & ~np.isfinite(rows["loss"]), "step"]
-        if len(not_finite):
-            diverged.setdefault(key, f"loss is not finite at step {not_finite.iloc[0]}")
+    for run, arm, seed, end in sorted(runs.itertuples(index=False, name=None), reverse=True):
+        key = str(arm), int(seed)
+        if run in first_not_finite:
+            diverged.setdefault(key, f"loss is not finite at step {first_not_finite[run]}")
             continue
-        reason = _reason_to_exclude(rows, expected, last_step)
+        reason = f"ended at step {end} of {last_step}" if end < last_step else ""
+        if not reason and seen.get(run, 0) < expected:
+            reason = f"{expected - seen.get(run, 0)} of {expected} final steps are not in the log"
         if not reason and key in by_run:
             reason = "a newer finished run has the same arm and seed"
         if reason:
-            excluded.append((key, str(run), reason))
+            excluded.append((key, run, reason))
         else:
-            by_run[key] = float(rows.loc[rows["step"] >= first_step, "loss"].mean())
+            by_run[key] = float(means[run])
     lost = {key: reason for key, _, reason in reversed(excluded) if key not in by_run and key not in diverged}
     others = [f"{arm}, seed {seed} ({run}): {why}" for (arm, seed), run, why in excluded if (arm, seed) not in lost]
     return FinalLosses(
@@ -105,11 +113,12 @@ def final_losses(table: pd.DataFrame, *, final_fraction: float = 0.1, steps: int
         first_step=first_step,
         last_step=last_step,
         excluded=tuple(sorted(others)),
+        arms=tuple(sorted(map(str, merged["arm"].unique()))),
     )
 
 
 def compare_convergence(
-    table: pd.DataFrame,
+    measured: pd.DataFrame | FinalLosses,
     *,
     reference: str,
     arms: Sequence[str] | None = None,
@@ -123,7 +132,7 @@ def compare_convergence(
     """Judge arms against a reference on the final training loss.
 
     Args:
-        table: Metrics table of the runs that finished; others are left out by name.
+        measured: Metrics table of the runs that finished, others being left out by name; or its final losses.
         reference: Arm to compare with, usually ``bf16_standard``.
         arms: Arms to judge; None takes every other arm of the table, ``diverged`` and ``lost``.
         final_fraction: Part of the steps that the final loss is a mean over.
@@ -140,14 +149,16 @@ def compare_convergence(
     Raises:
         BadInput: An arm is not in the table, or an option is out of range.
     """
-    final = final_losses(table, final_fraction=final_fraction, steps=steps)
+    final = measured
+    if isinstance(final, pd.DataFrame):
+        final = final_losses(final, final_fraction=final_fraction, steps=steps)
     verdicts = _judged(
         final.by_run,
         reference,
         arms,
         {**final.diverged, **(diverged or {})},
         {**final.lost, **(lost or {})},
-        also=table["arm"].unique(),
+        also=final.arms,
         quantity=f"the loss of step {final.last_step}"
         if final.first_step == final.last_step
         else f"the mean loss of steps {final.first_step} to {final.last_step}",
@@ -227,12 +238,3 @@ def _judged(
 def _of(verdict: Verdict) -> tuple[str, str]:
     """How the lines of :class:`FinalLosses` begin that are about one of a verdict's arms."""
     return f"{verdict.arm},", f"{verdict.reference},"
-
-
-def _reason_to_exclude(rows: pd.DataFrame, expected: frozenset[int], last_step: int) -> str:
-    """Why a run has no final loss, or an empty string where it has one."""
-    if rows["step"].max() < last_step:
-        return f"ended at step {rows['step'].max()} of {last_step}"
-    window = rows[rows["step"].isin(expected)]
-    missing = len(expected) - len(window)
-    return f"{missing} of {len(expected)} final steps are not in the log" if missing else ""

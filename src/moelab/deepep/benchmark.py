@@ -66,8 +66,8 @@ from moelab.deepep.dispatcher import PaddedDispatcher
 from moelab.errors import MoelabError
 from moelab.machine import environment
 from moelab.marks import Marks
-from moelab.mxfp8.prequantised import QuantisedRows
 from moelab.mxfp8.quantise import expand
+from moelab.mxfp8.quantised_experts import QuantisedRows
 from moelab.runs.files import write_json
 
 # Shape suffixes: T tokens of this rank, K experts a token, R rows received (a copy for each local expert), D hidden,

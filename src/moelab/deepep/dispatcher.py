@@ -9,7 +9,7 @@ Path of a token: :func:`moelab.deepep.ops.dispatch` sends it once to each rank o
 expert-major order, padded. The experts multiply, scaled by the routing scores (:mod:`moelab.experts`), and
 :func:`moelab.deepep.ops.combine` adds a token's rows on each rank before they travel back. Tokens may travel in 8 bits:
 they are quantised once, before the dispatch, and the first GEMMs take them as they arrive
-(:mod:`moelab.mxfp8.prequantised`).
+(:mod:`moelab.mxfp8.quantised_experts`).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from moelab.deepep.buffer import EPKernels, open_exchange
 from moelab.errors import BadInput
 from moelab.experts import scored
 from moelab.layout.rules import PACKED_FEATURES
-from moelab.mxfp8.prequantised import QuantisedRows, prequantised_experts
 from moelab.mxfp8.quantise import quantise
+from moelab.mxfp8.quantised_experts import QuantisedRows, quantised_experts
 
 DispatchPrecision = Literal["bf16", "mxfp8", "fp8"]
 PADDED = "moelab.deepep.dispatcher.padded"
@@ -229,7 +229,9 @@ def padded(
 
 
 def _experts_config(experts: Any, precision: DispatchPrecision) -> Any:
-    """The same experts, taking the rows' scores, and quantised rows where they come so."""
+    """The same experts, taking the rows' scores, and quantised rows where they come so; FP8 experts take both."""
     parent = type(experts)._owner
-    new = scored(parent) if precision == "bf16" else prequantised_experts(parent, precision)
+    if getattr(parent, "multiplies_in", None) == "fp8":
+        return experts
+    new = scored(parent) if precision == "bf16" else quantised_experts(parent, precision)
     return derive(experts, new.Config)

@@ -31,8 +31,6 @@ NCCL_NEEDED = (2, 30, 4)
 NCCL_STABLE_ABI = (2, 31)
 """Before this release the NCCL that is loaded must be the one that DeepEP was compiled with: DeepEP's ``nccl.cu``."""
 NCCL_WHEELS = ("nvidia-nccl-cu12", "nvidia-nccl-cu13")
-IBGDA = {"EnableStreamMemOPs": r"^1$", "RegistryDwords": r"PeerMappingOverride=1"}
-"""Driver parameters for IBGDA: DeepEP's ``docs/nvshmem.md``."""
 PREFIXES = ("NCCL_", "NVSHMEM_", "UCX_", "EP_")
 
 
@@ -56,7 +54,6 @@ def examine_environment(machine: Machine | None = None, expected: Expected | Non
         *check_nic_name(machine, build),
         *check_gpudirect(machine),
         *check_gin(machine, build, expected),
-        *check_ibgda(machine, build, expected),
         *check_memlock(machine),
         *check_variables(machine),
     )
@@ -289,29 +286,6 @@ def check_gin(machine: Machine, build: Build, expected: Expected) -> Iterator[Fi
             cause="DeepEP 2.1.0 asks for GIN even inside one node, and without an RDMA port there is none",
             consequence="outside of moelab, which sets it, creating the buffer fails: NCCL GIN is unavailable",
             remedy="export EP_DISABLE_GIN=1",
-        )
-
-
-def check_ibgda(machine: Machine, build: Build, expected: Expected) -> Iterator[Finding]:
-    """IBGDA or GDRCopy, which V1's kernels between nodes need; V2 needs neither."""
-    if build.kind != "V1":
-        return
-    listed = machine.text("/proc/driver/nvidia/params") or ""
-    values = dict(re.findall(r"^(\w+): \"?(.*?)\"?$", listed, re.M))
-    missing = [name for name, wanted in IBGDA.items() if not re.search(wanted, values.get(name, ""))]
-    if not missing:
-        yield Finding(name="IBGDA", severity="ok", found="the driver's parameters are set")
-    elif (machine.root / "dev" / "gdrdrv").exists():
-        yield Finding(name="IBGDA", severity="ok", found="GDRCopy is loaded (slower than the parameters)")
-    else:
-        yield Finding(
-            name="IBGDA",
-            severity="error" if expected.nodes > 1 else "warning",
-            found=f"the driver lacks {' and '.join(missing)}, and GDRCopy is not loaded",
-            cause="V1 sends between nodes through NVSHMEM's IBGDA, which needs one of the two",
-            consequence="V1's kernels between nodes fail when NVSHMEM starts",
-            remedy='options nvidia NVreg_EnableStreamMemOPs=1 NVreg_RegistryDwords="PeerMappingOverride=1;" in '
-            "/etc/modprobe.d and a reboot, or install GDRCopy (docs/nvshmem.md of DeepEP)",
         )
 
 

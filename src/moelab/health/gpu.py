@@ -9,21 +9,20 @@ import re
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from moelab.finding import Finding, Severity
 from moelab.machine import Machine, gpu_problem
 
 CLOCK_TOLERANCE = 0.05
 """Share below the node's median clock, under the same load, from which on a GPU is named. A choice."""
-REASON_FIELDS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")
-"""The name of drivers since 535, and the one before."""
 FIELDS = (
     "index",
     "pci.bus_id",
     "clocks.sm",
     "temperature.gpu",
-    "power.draw",
     "ecc.errors.uncorrected.volatile.total",
+    "clocks_event_reasons.active",
 )
 FORMAT = "--format=csv,noheader"
 REMAP_FIELDS = ("gpu_bus_id", "remapped_rows.pending", "remapped_rows.failure")
@@ -39,7 +38,6 @@ class GpuState:
         reasons: bits of why its clocks are not at their highest.
         clock_mhz: of its multiprocessors.
         temperature_c: of the GPU.
-        power_w: drawn.
         uncorrected_errors: ECC errors since the driver was loaded.
         remap_pending: whether a memory row is replaced at the next reset.
         remap_failed: whether replacing a memory row failed.
@@ -50,7 +48,6 @@ class GpuState:
     reasons: int | None
     clock_mhz: float | None
     temperature_c: float | None
-    power_w: float | None
     uncorrected_errors: int | None
     remap_pending: bool | None
     remap_failed: bool | None
@@ -61,54 +58,43 @@ class GpuState:
         return bool((self.reasons or 0) & 0x1)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Reason:
+class Reason(NamedTuple):
     """One bit of nvml.h's clock event reasons."""
 
     bit: int
     name: str
     severity: Severity
-    cause: str
-    remedy: str
+    cause: str = ""
+    remedy: str = ""
 
 
-HALVED = "the GPU runs at half its clock or less, and every other rank waits for it"
+LOOK = "drain the node and have its {} looked at"
 REASONS = (
     Reason(
-        bit=0x2,
-        name="applications clocks",
-        severity="warning",
-        cause="somebody set lower clocks for applications",
-        remedy="nvidia-smi --reset-applications-clocks",
+        0x2, "applications clocks", "warning", "somebody set lower clocks", "nvidia-smi --reset-applications-clocks"
     ),
-    Reason(bit=0x4, name="software power cap", severity="note", cause="", remedy=""),
+    Reason(0x4, "software power cap", "note"),
     Reason(
-        bit=0x8,
-        name="hardware slowdown",
-        severity="error",
-        cause="it is too hot, its power supply asserted the brake, or it draws too much",
-        remedy="drain the node and have its cooling and power looked at",
+        0x8,
+        "hardware slowdown",
+        "error",
+        "it is too hot, its power supply asserted the brake, or it draws too much",
+        LOOK.format("cooling and power"),
     ),
     Reason(
-        bit=0x20,
-        name="software thermal slowdown",
-        severity="warning",
-        cause="the GPU or its memory is above its highest operating temperature",
-        remedy="have the node's cooling looked at",
+        0x20,
+        "software thermal slowdown",
+        "warning",
+        "the GPU or its memory is above its highest operating temperature",
+        "have the node's cooling looked at",
     ),
+    Reason(0x40, "hardware thermal slowdown", "error", "it is too hot", LOOK.format("cooling")),
     Reason(
-        bit=0x40,
-        name="hardware thermal slowdown",
-        severity="error",
-        cause="it is too hot",
-        remedy="drain the node and have its cooling looked at",
-    ),
-    Reason(
-        bit=0x80,
-        name="hardware power brake",
-        severity="error",
-        cause="the power supply asked for less, such as after one of several failed",
-        remedy="drain the node and have its power supplies looked at",
+        0x80,
+        "hardware power brake",
+        "error",
+        "the power supply asked for less, such as after one of several failed",
+        LOOK.format("power supplies"),
     ),
 )
 
@@ -116,29 +102,24 @@ REASONS = (
 def read_gpus(machine: Machine) -> list[GpuState]:
     """What nvidia-smi says; empty where there is none."""
     remapped = machine.run(["nvidia-smi", f"--query-remapped-rows={','.join(REMAP_FIELDS)}", FORMAT]) or ""
-    for field in REASON_FIELDS:
-        printed = machine.run(["nvidia-smi", f"--query-gpu={','.join((*FIELDS, field))}", FORMAT])
-        if printed is not None:
-            return list(parse_gpus(printed, remapped))
-    return []
+    return list(parse_gpus(machine.run(["nvidia-smi", f"--query-gpu={','.join(FIELDS)}", FORMAT]) or "", remapped))
 
 
 def parse_gpus(csv: str, remapped: str = "") -> Iterator[GpuState]:
     """States from nvidia-smi's answers.
 
     Args:
-        csv: columns :data:`FIELDS` and the reasons.
+        csv: columns :data:`FIELDS`.
         remapped: columns :data:`REMAP_FIELDS`; GPUs without row remapping are not in it.
     """
     rows_of = {cells[0]: cells[1:] for cells in _rows(remapped, len(REMAP_FIELDS))}
-    for index, bus_id, clock, temperature, power, errors, reasons in _rows(csv, len(FIELDS) + 1):
+    for index, bus_id, clock, temperature, errors, reasons in _rows(csv, len(FIELDS)):
         pending, failed = rows_of.get(bus_id, ("", ""))
         yield GpuState(
             index=int(index),
             bus_id=bus_id,
             clock_mhz=_number(clock),
             temperature_c=_number(temperature),
-            power_w=_number(power),
             uncorrected_errors=None if _number(errors) is None else int(errors),
             remap_pending=_yes(pending),
             remap_failed=_yes(failed),
@@ -171,17 +152,21 @@ def check_gpus(gpus: Sequence[GpuState]) -> Iterator[Finding]:
     yield _overview(gpus)
     for reason in REASONS:
         slowed = [gpu for gpu in gpus if (gpu.reasons or 0) & reason.bit]
-        if slowed and reason.severity == "note":
-            yield Finding(name=reason.name, severity="note", found=f"{_named(slowed)}: at the power limit")
-        elif slowed:
-            yield Finding(
-                name=reason.name,
-                severity=reason.severity,
-                found=_named(slowed),
-                cause=reason.cause,
-                consequence=HALVED if reason.severity == "error" else "the GPU is slower than the others",
-                remedy=reason.remedy,
-            )
+        if not slowed:
+            continue
+        limit = ": at the power limit" if reason.severity == "note" else ""
+        slower = {
+            "error": "the GPU runs at half its clock or less, and every other rank waits for it",
+            "warning": "the GPU is slower than the others",
+        }
+        yield Finding(
+            name=reason.name,
+            severity=reason.severity,
+            found=f"{_named(slowed)}{limit}",
+            cause=reason.cause,
+            consequence=slower.get(reason.severity, ""),
+            remedy=reason.remedy,
+        )
     yield from _slow_clocks(gpus)
     yield from _memory_errors(gpus)
 

@@ -6,10 +6,13 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import combinations
+from typing import TYPE_CHECKING
 
 from moelab.finding import Finding
-from moelab.hardware.spec import Cluster
 from moelab.machine import INFINIBAND, Machine
+
+if TYPE_CHECKING:
+    from moelab.hardware import Cluster
 
 MEMLOCK_NEEDED_BYTES = 64 << 30
 
@@ -74,43 +77,10 @@ def ports(machine: Machine) -> list[Port]:
     return listed
 
 
-def check_ports(machine: Machine) -> Iterator[Finding]:
-    """Ports of the RDMA cards against each other: up, and as fast as the fastest."""
+def check_rdma(machine: Machine, expected: Expected) -> Iterator[Finding]:
+    """Ports of the RDMA cards: up, and as fast as the profile says, or without one as the fastest."""
     all_ports = ports(machine)
     if not all_ports:
-        yield Finding(name="network links", severity="note", found="no RDMA card")
-        return
-    up, down = [port for port in all_ports if port.active], [port for port in all_ports if not port.active]
-    if down:
-        listed = ", ".join(f"{port.device} ({port.state})" for port in down)
-        yield Finding(
-            name="network links",
-            severity="warning" if up else "error",
-            found=f"{len(down)} of {len(all_ports)} ports are down: {listed}",
-            cause="the link is there, but the subnet manager has not set the port up"
-            if all("LinkUp" in port.state for port in down)
-            else "a cable, a transceiver or a switch port failed, or the card is not in use",
-            consequence="NCCL leaves the card out, and its GPU shares another's",
-            remedy="ibstat says more; a card that is not meant for training is left out of NCCL_IB_HCA",
-        )
-    fastest = max((port.rate_gb_s for port in up), default=0.0)
-    if slow := [port for port in up if port.rate_gb_s < fastest]:
-        listed = ", ".join(f"{port.device} {port.rate_gb_s:g} GB/s" for port in slow)
-        yield Finding(
-            name="network rate",
-            severity="warning",
-            found=f"{listed}; the others {fastest:g} GB/s",
-            cause="a link that trained down, or a card of another kind",
-            consequence="an all-reduce over all cards goes at the pace of the slowest",
-            remedy="reseat or replace the cable; leave a card of another kind out of NCCL_IB_HCA",
-        )
-    elif up:
-        yield Finding(name="network links", severity="ok", found=f"{len(up)} ports up, {fastest:g} GB/s each")
-
-
-def check_rdma(machine: Machine, expected: Expected) -> Iterator[Finding]:
-    """RDMA devices and their ports against the profile."""
-    if not machine.names(INFINIBAND):
         if expected.nodes > 1:
             yield Finding(
                 name="RDMA devices",
@@ -123,29 +93,34 @@ def check_rdma(machine: Machine, expected: Expected) -> Iterator[Finding]:
         else:
             yield Finding(name="RDMA devices", severity="note", found="none: DeepEP works inside this node only")
         return
-    all_ports = ports(machine)
-    active = [port for port in all_ports if port.active]
+    active, down = [port for port in all_ports if port.active], [port for port in all_ports if not port.active]
     kinds = sorted({port.link_layer for port in active})
     counted = f"{len(active)} of {len(all_ports)} ports active" + (f" ({', '.join(kinds)})" if kinds else "")
-    if len(active) < len(all_ports):
+    if down:
+        linked = all("LinkUp" in port.state for port in down)
         yield Finding(
             name="RDMA devices",
             severity="warning" if active else "error",
-            found=f"{counted}; down: {', '.join(port.device for port in all_ports if not port.active)}",
-            cause="a cable, a switch port or the subnet manager is missing, or the card is for storage",
+            found=f"{counted}; down: {', '.join(f'{port.device} ({port.state})' for port in down)}",
+            cause="the link is there, but the subnet manager has not set the port up"
+            if linked
+            else "a cable, a transceiver or a switch port failed, or the card is for storage or not in use",
             consequence="NCCL leaves these cards out, and their GPUs share others; with none left there is no RDMA",
             remedy="ibstat says more; name the cards that should be used in NCCL_IB_HCA",
         )
     else:
         yield Finding(name="RDMA devices", severity="ok", found=counted)
-    if slow := [port for port in active if expected.nic_gb_s and port.rate_gb_s < 0.99 * expected.nic_gb_s]:
+    wanted = expected.nic_gb_s or max((port.rate_gb_s for port in active), default=0.0)
+    if slow := [port for port in active if port.rate_gb_s < 0.99 * wanted]:
         yield Finding(
             name="RDMA rate",
             severity="warning",
             found=", ".join(f"{port.device} {port.rate_gb_s:g} GB/s" for port in slow),
-            cause=f"the profile says {expected.nic_gb_s:g} GB/s for a card; a slower card, or a link that trained down",
-            consequence="the projection is too fast for these cards",
-            remedy="look at the link with ibstat or mlxlink, or correct the profile",
+            cause=f"the profile says {wanted:g} GB/s for a card; a slower card, or a link that trained down"
+            if expected.nic_gb_s
+            else f"the others have {wanted:g} GB/s: a link that trained down, or a card of another kind",
+            consequence="a collective over all cards goes at the pace of the slowest, and the projection is too fast",
+            remedy="look at the link with ibstat or mlxlink; leave a card of another kind out of NCCL_IB_HCA",
         )
 
 

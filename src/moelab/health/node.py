@@ -26,7 +26,7 @@ import moelab
 from moelab.finding import Finding
 from moelab.health.deepep import examine_environment
 from moelab.health.gpu import check_gpus, read_gpus
-from moelab.health.links import Expected, check_ports
+from moelab.health.links import Expected, check_rdma
 from moelab.machine import Machine, gpu_problem, gpus, this_machine, version
 
 UNREAD = "kernel log"
@@ -43,7 +43,7 @@ def check_node(machine: Machine) -> Iterator[Finding]:
     """A node's GPUs, its kernel log and its network cards."""
     yield from check_gpus(read_gpus(machine))
     yield from check_kernel_log(machine)
-    yield from check_ports(machine)
+    yield from check_rdma(machine, Expected())
 
 
 def check_kernel_log(machine: Machine) -> Iterator[Finding]:

@@ -222,7 +222,7 @@ def _test_only(study: Study, cluster: ClusterProfile, runs: Path) -> Finding:
         with tempfile.NamedTemporaryFile("w", suffix=".sbatch") as file:
             for script in scripts:
                 Path(file.name).write_text(script)
-                slurm.test_only(Path(file.name))
+                slurm.call("sbatch", "--test-only", file.name)
     except (SlurmMissing, SlurmError) as error:
         return Finding(
             name=name,

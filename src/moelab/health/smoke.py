@@ -17,9 +17,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from moelab.finding import Finding
 from moelab.health.deepep import find_build
@@ -38,8 +37,7 @@ GRACE_S = 5.0
 POLL_S, STDERR_BYTES = 0.05, 20_000
 
 
-@dataclass(frozen=True, kw_only=True)
-class Known:
+class Known(NamedTuple):
     """A failure that has been seen: where it says so, why, and what helps."""
 
     sign: str
@@ -49,34 +47,34 @@ class Known:
 
 KNOWN = (
     Known(
-        sign=r"NCCL GIN is unavailable",
-        cause="DeepEP asked NCCL for GPU-initiated networking, and there is none",
-        remedy="export EP_DISABLE_GIN=1 where all ranks share a node; between nodes bring an RDMA port up",
+        r"NCCL GIN is unavailable",
+        "DeepEP asked NCCL for GPU-initiated networking, and there is none",
+        "export EP_DISABLE_GIN=1 where all ranks share a node; between nodes bring an RDMA port up",
     ),
     Known(
-        sign=r"Duplicate NCCL runtime|Invalid NCCL versions|compile-time and runtime versions must be the same",
-        cause="DeepEP was built against another NCCL than PyTorch loads",
-        remedy="rebuild DeepEP against that NCCL (EP_NCCL_ROOT_DIR)",
+        r"Duplicate NCCL runtime|Invalid NCCL versions|compile-time and runtime versions must be the same",
+        "DeepEP was built against another NCCL than PyTorch loads",
+        "rebuild DeepEP against that NCCL (EP_NCCL_ROOT_DIR)",
     ),
     Known(
-        sign=r"NVCC compilation failed|nvcc.*(not found|No such file)|cuda_home is not None|exists\(nvcc_path\)",
-        cause="DeepEP V2 compiles its kernels when it runs, and that failed",
-        remedy="install the CUDA toolkit of PyTorch's CUDA version and set CUDA_HOME",
+        r"NVCC compilation failed|nvcc.*(not found|No such file)|cuda_home is not None|exists\(nvcc_path\)",
+        "DeepEP V2 compiles its kernels when it runs, and that failed",
+        "install the CUDA toolkit of PyTorch's CUDA version and set CUDA_HOME",
     ),
     Known(
-        sign=r"out of memory",
-        cause="another process holds the GPU's memory",
-        remedy="nvidia-smi shows which; end it, or choose other GPUs with CUDA_VISIBLE_DEVICES",
+        r"out of memory",
+        "another process holds the GPU's memory",
+        "nvidia-smi shows which; end it, or choose other GPUs with CUDA_VISIBLE_DEVICES",
     ),
     Known(
-        sign=r"no kernel image is available|invalid device function",
-        cause="DeepEP was built for another GPU architecture",
-        remedy="rebuild it with TORCH_CUDA_ARCH_LIST of this GPU",
+        r"no kernel image is available|invalid device function",
+        "DeepEP was built for another GPU architecture",
+        "rebuild it with TORCH_CUDA_ARCH_LIST of this GPU",
     ),
     Known(
-        sign=r"undefined symbol|cannot open shared object file",
-        cause="DeepEP was built against another PyTorch, CUDA or NVSHMEM than is installed",
-        remedy="rebuild DeepEP in this environment",
+        r"undefined symbol|cannot open shared object file",
+        "DeepEP was built against another PyTorch, CUDA or NVSHMEM than is installed",
+        "rebuild DeepEP in this environment",
     ),
 )
 CRASH_CAUSE = {
@@ -111,7 +109,7 @@ def smoke_test(
         return Finding(
             name=NAME,
             severity="error",
-            found=str(error).partition(". ")[0],
+            found=error.found,
             cause="the driver does not work, so whether there are two GPUs is not known",
             consequence="nothing was sent; on the processor it would say nothing about them",
             remedy="mend the driver, or hide the GPUs with CUDA_VISIBLE_DEVICES=",

@@ -56,5 +56,7 @@ def _lacking(experiment: Experiment, found: tuple[GpuInfo, ...]) -> Iterator[str
     if not found and count_parameters(shape_for(experiment)).total > CPU_PARAMETERS:
         label = experiment.model_label
         yield f"model {label} needs GPUs and this machine has none to use. Nearest: model=debug or model=nano"
+    if reason := shape_for(experiment).plan_only:
+        yield reason
     if experiment.hardware not in ("local", "cpu"):
         yield f"hardware {experiment.hardware} is not known to `moelab run`; use hardware=local or hardware=cpu"

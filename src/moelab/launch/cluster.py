@@ -1,6 +1,6 @@
 """Clusters as YAML: what a Slurm job needs to know of the place that it runs in.
 
-Bundled profiles are in ``hardware/clusters``; a path of one's own YAML file will do as well. ``soperator`` (Slurm on
+Bundled profiles are in ``data/clusters``; a path of one's own YAML file will do as well. ``soperator`` (Slurm on
 Kubernetes) is plain Slurm to its users: its nodes are pods with Slurm names, and nothing here treats it differently.
 
 No value is ever run by a shell. What stands in an ``#SBATCH`` line, where nothing can be quoted, is one word of
@@ -19,13 +19,15 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from moelab.errors import BadInput
 from moelab.experiment import Name
 from moelab.experiment_file import parse, parse_overrides, read_yaml
+from moelab.privacy import HIDDEN, each_text, holds_secret, is_secret_name
 
-FOLDER = Path(__file__).parent.parent / "hardware" / "clusters"
+FOLDER = Path(__file__).parent.parent / "data" / "clusters"
 TORCHRUN_DEFAULT_PORT = 29500
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.,:@/+=-]*", re.ASCII)
 _OWN_VARIABLES = ("SLURM_", "SLURMD_", "MOELAB_")
 _SHELLS_OWN = frozenset({"UID", "EUID", "PPID", "BASHOPTS", "SHELLOPTS", "BASH_VERSINFO"})
-_SECRET = re.compile(r"(^|_)(key|token|secret|password|passwd)$", re.IGNORECASE)
+MAX_CHARACTERS = 4_096
+_PRIVATE_FILE = "everyone may read a job's script; export it in a private file that `source` names"
 
 
 def word(value: str) -> str:
@@ -45,8 +47,8 @@ def line(value: str) -> str:
     Raises:
         ValueError: if it is empty, or has signs that end a line or cannot be seen.
     """
-    if not value or not value.isprintable():
-        raise ValueError("one line of printable text, not empty")
+    if not value or not value.isprintable() or len(value) > MAX_CHARACTERS:
+        raise ValueError(f"one line of printable text, 1 to {MAX_CHARACTERS:,} characters")
     return value
 
 
@@ -154,11 +156,11 @@ class ClusterProfile(BaseModel):
             raise ValueError("venv and conda_env: only one of them")
         if taken := [name for name in self.variables if name.startswith(_OWN_VARIABLES) or name in _SHELLS_OWN]:
             raise ValueError(f"variables must not be {', '.join(taken)}: Slurm, moelab and bash set them themselves")
-        if secret := [name for name in self.variables if _SECRET.search(name)]:
-            raise ValueError(
-                f"variables must not hold {', '.join(secret)}: everyone may read a job's script; export it in a "
-                "private file that `source` names"
-            )
+        if secret := [name for name in self.variables if is_secret_name(name)]:
+            raise ValueError(f"variables must not hold {', '.join(secret)}: {_PRIVATE_FILE}")
+        for name, value in self.model_dump(mode="json").items():
+            if each_text(lambda text: HIDDEN if holds_secret(text) else text, value) != value:
+                raise ValueError(f"{name} must not hold a key, token or password: {_PRIVATE_FILE}")
         if unknown := self.sources.keys() - type(self).model_fields.keys() - self.variables.keys():
             raise ValueError(f"sources names {', '.join(sorted(unknown))}, which is no field and no variable here")
         return self

@@ -4,7 +4,8 @@ A finished study is left as it is; an interrupted one is continued with what is 
 a study, so a run that says ``running`` while no launcher holds the study was left by one that was killed.
 
 The launcher holds nothing that a kill could lose. torchrun writes to a file, the metrics are read from that file, and
-the status is replaced whole. torchrun is asked to end when the launcher dies, so no rank keeps a core busy unseen.
+the status is replaced whole. torchrun ends when the launcher dies, and ranks die with torchrun, as soon as they have
+loaded enough to ask for it; what lives all the same is killed before the next run trains.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -30,12 +32,12 @@ from moelab.experiment import Experiment, Precision
 from moelab.experiment_file import Study
 from moelab.launch.capability import refusals
 from moelab.launch.slurm import ticket_of
-from moelab.launch.torchrun import Command, Process, command
+from moelab.launch.torchrun import Command, Process, command, end_processes
 from moelab.machine import environment
 from moelab.model import TOKENIZERS
 from moelab.runs import directory, failure
 from moelab.runs.collect import Collected, collect_run, save_results
-from moelab.runs.directory import Discovery, RunDir
+from moelab.runs.directory import EXPERIMENT_FILE, Discovery, RunDir
 from moelab.runs.files import write_json, write_whole
 from moelab.runs.follow import LogFollower, format_seconds
 from moelab.runs.side_files import converted_modules
@@ -98,7 +100,7 @@ def run_study(study: Study, runs: Path, *, on_failure: OnFailure = "continue", s
             say(line)
         attempts = [here.attempts(experiment) for experiment in study.experiments]
         require_known_ends(attempts)
-        _close_orphans(here)
+        _close_orphans(here, say)
         found = {index: run for index, tried in enumerate(attempts) if (run := completed(tried))}
         progress = Progress(study, found, say)
         before = len(found)
@@ -161,12 +163,39 @@ def only_launcher(runs: Path, study: Study) -> Iterator[None]:
         lock.release()
 
 
-def _close_orphans(found: Discovery) -> None:
-    for run in found.all_runs:
-        status = run.status
-        is_ours = not (status.job_id or ticket_of(run))  # a job of Slurm has no launcher here
-        if is_ours and not (status.is_lost or status.state.is_final):
-            close(run, replace(status, state=State.FAILED, reason="the launcher was killed"))
+def _close_orphans(found: Discovery, say: Say) -> None:
+    """End what lives of runs whose launcher was killed, so that nothing trains beside it, and close them."""
+    orphans = {
+        run: run.status
+        for run in found.all_runs  # a job of Slurm has no launcher here
+        if not (run.status.job_id or ticket_of(run) or run.status.is_lost or run.status.state.is_final)
+    }
+    if killed := end_processes([run.path / EXPERIMENT_FILE for run in orphans]):
+        say(f"ended {killed} processes that a killed launcher left")
+    for run, status in orphans.items():
+        _complete_log(run)
+        close(run, replace(status, state=State.FAILED, reason="the launcher was killed"))
+
+
+def _complete_log(run: RunDir) -> None:
+    """Append to ``train.log`` the lines that ranks wrote and a killed torchrun did not copy any more.
+
+    It copies ten times a second, each rank's files in their order: what it did not copy is the end of a file, after the
+    last line that both have. A line that it was writing is cut off and copied whole.
+    """
+    files = sorted(run.log.parent.glob("*/attempt_*/[0-9]*/std*.log"))
+    if not files:
+        return
+    with suppress(OSError), run.log.open("rb+") as log:
+        text = log.read()
+        log.truncate(log.seek(text.rfind(b"\n") + 1))
+        copied = set(text.splitlines())
+        for file in files:
+            prefix = f"[rank{file.parent.name}]:".encode()
+            lines = [prefix + line for line in file.read_bytes().rpartition(b"\n")[0].splitlines()]
+            times = Counter(lines)  # a line that is there twice does not say which of them was copied
+            last = max((at for at, line in enumerate(lines) if line in copied and times[line] == 1), default=-1)
+            log.write(b"".join(line + b"\n" for line in lines[last + 1 :]))
 
 
 def _run_experiment(runs: Path, experiment: Experiment, *, on_rows: Callable[[list[Row]], None]) -> RunDir:
@@ -214,6 +243,8 @@ def _train(run: RunDir, launched: Command, on_rows: Callable[[list[Row]], None])
             report()
             if problem := no_space(run.path):  # ranks would train on and lose what they log
                 return replace(status, state=State.FAILED, reason=problem), None
+    if process.returncode < 0:
+        _complete_log(run)
     report()
     return ended(run, replace(status, exit_code=process.returncode), run.log.parent)
 

@@ -17,10 +17,10 @@ from pathlib import Path
 from moelab.experiment import Experiment
 from moelab.launch.in_job import REQUEUE_CODE, TERMINATED, Place, Signals
 from moelab.launch.local import close, ended, failure_of, no_space, stage_data
-from moelab.launch.torchrun import NODE_VARIABLE, Command, Process, command
+from moelab.launch.torchrun import NODE_VARIABLE, Command, Process, command, end_processes
 from moelab.machine import environment
 from moelab.runs.collect import Collected
-from moelab.runs.directory import STOP_VARIABLE, STOPPED_FILE, RunDir
+from moelab.runs.directory import EXPERIMENT_FILE, STOP_VARIABLE, STOPPED_FILE, RunDir
 from moelab.runs.files import write_json, write_whole
 from moelab.runs.statements import Kind
 from moelab.runs.status import State, Status
@@ -116,6 +116,10 @@ def train(start: Start, is_over: Callable[[], object] | None = None) -> int:
         The exit code of torchrun, or :data:`~moelab.launch.in_job.TERMINATED` if it was ended here.
     """
     experiment = start.run.experiment
+    # Of this job's earlier start, where Slurm lost this node and its daemon, and ranks would go on beside ours.
+    end_processes(
+        [start.run.path / EXPERIMENT_FILE], is_meant=lambda node: not node.startswith(f"{start.place.start}-")
+    )
     stage_data(experiment, dataset=start.dataset(experiment), tokenizer=start.tokenizer(experiment))
     try:
         with Process(start.command(experiment), None) as process:

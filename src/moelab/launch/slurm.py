@@ -6,6 +6,9 @@ Commands are called with lists of arguments, never through a shell, and never fo
 ``{"set": true, "number": 3}``. A Slurm built without JSON has ``scontrol show job -o``. What has left the controller's
 memory is asked of accounting (``sacct``), else of the job completion log (``sacct -c``).
 
+Sites wrap these commands and their plugins print too, so an answer is looked for among what is printed, and nothing is
+taken that does not have its form. A field or a job that cannot be read hides no other.
+
 A run's job is known by the comment that it was submitted with, and its task of the array: the run's ticket, which is in
 its directory before sbatch is called. A client that is killed before it has written the job's number down therefore
 loses nothing: the next one asks the queue for the comment.
@@ -18,14 +21,15 @@ import os
 import re
 import secrets
 import subprocess
-import sys
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Sequence, Set
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from moelab.errors import MoelabError, Refused
-from moelab.launch.torchrun import end_with_parent
+from moelab.machine import end_with_parent
 from moelab.runs.directory import RunDir
 from moelab.runs.files import write_json
 from moelab.runs.status import State
@@ -38,6 +42,15 @@ _OPTIONS = ("SLURM_", "SBATCH_", "SQUEUE_", "SACCT_", "SCANCEL_", "SCONTROL_")
 _KEPT = ("SLURM_CONF", "SLURM_JWT")
 _FIELD = re.compile(r"(?:^| )([A-Z][A-Za-z0-9_:/&]*)=")
 _TASKS = re.compile(r"(\d+)(?:-(\d+))?(?::(\d+))?", re.ASCII)
+_ENDED = re.compile(  # 12_3|15|CANCELLED by 1000|0:15, from the completion log without the second column
+    r"(?P<id>\d+(_(\d+|\[[^]|]*\]))?)\|((?P<raw>\d+)\|)?(?P<state>[A-Z_]+\+?)( [^|]*)?\|(?P<exit>\d*:?\d*)\|?", re.ASCII
+)
+_SUBMITTED = (  # what sbatch, or a site's wrapper of it, says a job's number by; the first that it used counts
+    re.compile(r"Submitted batch job (?P<id>[1-9]\d{0,9})\b(?: on cluster (?P<cluster>[\w.-]+))?", re.ASCII),
+    re.compile(r"\"job_?id\"\s*:\s*\"?(?P<id>[1-9]\d{0,9})\b(?P<cluster>)", re.ASCII | re.I),
+    re.compile(r"^\s*(?P<id>[1-9]\d{0,9})(?:;(?P<cluster>[\w.-]+))?\s*$", re.ASCII | re.M),
+)
+_ESCAPE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _HIDDEN = {"None", "(null)", "N/A", "Unknown", ""}
 ACCOUNTING_COLUMNS = "JobID,JobIDRaw,State,ExitCode"
 COMPLETION_COLUMNS = "JobID,State,ExitCode"
@@ -53,13 +66,22 @@ class SlurmMissing(Refused):
     """This machine has no Slurm."""
 
 
+class NumberUnknown(SlurmError):
+    """sbatch accepted a script, and did not say the job's number in a form that is known."""
+
+
 def call(*arguments: str, timeout_s: float = TIMEOUT_S) -> str:
-    """What a command of Slurm prints.
+    """What a command of Slurm prints on standard output.
 
     Raises:
         SlurmMissing: if it is not installed here.
         SlurmError: if it fails, or takes longer than ``timeout_s`` seconds.
     """
+    return _printed(arguments, timeout_s)[0]
+
+
+def _printed(arguments: Sequence[str], timeout_s: float) -> tuple[str, str]:
+    """Standard output and standard error of :func:`call`."""
     try:
         done = subprocess.run(
             arguments,
@@ -69,55 +91,59 @@ def call(*arguments: str, timeout_s: float = TIMEOUT_S) -> str:
             timeout=timeout_s,
             check=False,
             # An sbatch whose client is gone must not submit later.
-            preexec_fn=end_with_parent if sys.platform == "linux" else None,
+            preexec_fn=end_with_parent,
         )
     except FileNotFoundError:
         raise SlurmMissing(
             f"{arguments[0]} is not on PATH; use a machine that has Slurm, such as a login node"
         ) from None
     except subprocess.TimeoutExpired as error:
-        words = _words(error.stderr)
+        words = _words((error.stderr or b"").decode(errors="replace"))
         raise SlurmError(f"{arguments[0]}: no answer in {timeout_s:.0f} s{f': {words}' if words else ''}") from None
+    output, errors = (text.decode(errors="replace") for text in (done.stdout, done.stderr))
     if done.returncode:
-        raise SlurmError(f"{arguments[0]}: {_words(done.stderr) or f'exit code {done.returncode}'}")
-    return done.stdout.decode(errors="replace")
+        raise SlurmError(f"{arguments[0]}: {_words(errors) or f'exit code {done.returncode}'}")
+    return output, errors
 
 
-def sbatch(script: Path, *, timeout_s: float = TIMEOUT_S) -> str:
-    """Submit a script; returns the number of the job.
+def sbatch(script: Path, *, timeout_s: float = TIMEOUT_S) -> tuple[str, str | None]:
+    """Submit a script; returns the number of the job, and the cluster's name where it is another or one of several.
 
     Raises:
         SlurmMissing, SlurmError: as :func:`call`. After no answer, the job may have been accepted all the same.
+        NumberUnknown: with what was printed, if that holds no number or several.
     """
-    printed = call("sbatch", "--parsable", str(script), timeout_s=timeout_s)
-    return printed.strip().partition(";")[0]  # a federation adds its cluster's name
+    output, errors = _printed(("sbatch", "--parsable", str(script)), timeout_s)
+    for text in (output, errors):
+        for form in _SUBMITTED:
+            named = {(match["id"], match["cluster"] or None) for match in form.finditer(_ESCAPE.sub("", text))}
+            if len(named) == 1:
+                return named.pop()
+            if named:
+                break
+    raise NumberUnknown(f"sbatch accepted the script and printed no number of a job: {_words(output + errors)!r}")
 
 
-def test_only(script: Path) -> str:
-    """When and where Slurm would start a script.
-
-    Raises:
-        SlurmMissing, SlurmError: as :func:`call`, if Slurm would not accept it.
-    """
-    return call("sbatch", "--test-only", str(script))
-
-
-def cancel(job_ids: Iterable[str]) -> None:
-    """Cancel jobs such as ``12_3``; one that has ended is left as it is.
+def cancel(jobs: Iterable[Job]) -> None:
+    """Cancel jobs; one that has ended is left as it is.
 
     Raises:
         SlurmMissing, SlurmError: as :func:`call`.
     """
-    call("scancel", *map(checked, job_ids))
+    numbers: dict[str | None, list[str]] = {}
+    for job in jobs:
+        numbers.setdefault(job.cluster, []).append(checked(job.job_id))
+    for cluster, ids in numbers.items():
+        call("scancel", *_on(cluster), *ids)
 
 
-def requeue(job_id: str) -> None:
+def requeue(job: Job) -> None:
     """Let a running or finished job start again.
 
     Raises:
         SlurmMissing, SlurmError: as :func:`call`.
     """
-    call("scontrol", "requeue", checked(job_id))
+    call("scontrol", *_on(job.cluster), "requeue", checked(job.job_id))
 
 
 def checked(job_id: str) -> str:
@@ -126,9 +152,18 @@ def checked(job_id: str) -> str:
     Raises:
         SlurmError: if it is not one.
     """
-    if not _JOB_ID.fullmatch(job_id):
+    if not is_number(job_id):
         raise SlurmError(f"job: got {job_id[:80]!r}; valid: a number such as 123, or 123_4 for a task of an array")
     return job_id
+
+
+def is_number(job_id: str) -> bool:
+    """Whether a text is a job's number, or that of a task of an array."""
+    return bool(_JOB_ID.fullmatch(job_id))
+
+
+def _on(cluster: str | None) -> list[str]:
+    return [f"--clusters={cluster}"] if cluster else []
 
 
 def _environment() -> dict[str, str]:
@@ -136,10 +171,15 @@ def _environment() -> dict[str, str]:
     return {**kept, "SLURM_BITSTR_LEN": "0"}  # or squeue would cut a long array's waiting tasks off: 0-5,7,…
 
 
-def _words(errors: bytes | None) -> str:
-    """Standard error on one line, without each line's own program name."""
-    lines = (errors or b"").decode(errors="replace").splitlines()
-    return "; ".join(re.sub(r"^\w+: (error|fatal): ", "", line.strip()) for line in lines if line.strip())[:500]
+def _words(text: str) -> str:
+    """What a command said on one line, without each line's own program name."""
+    lines = (re.sub(r"^\w+: (error|fatal): ", "", line.strip()) for line in _ESCAPE.sub("", text).splitlines())
+    return "; ".join(_line(line) for line in lines if line)[:500]
+
+
+def _line(text: str) -> str:
+    """A text of another program on one line that can be shown."""
+    return " ".join("".join(sign if sign.isprintable() else " " for sign in text[:500]).split())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,6 +194,7 @@ class Job:
         exit_code: of the batch script; negative for a signal; it says nothing before the end.
         restarts: how often it was requeued.
         comment: as it was submitted with.
+        cluster: its name where it is not the one that commands ask by themselves.
     """
 
     job_id: str
@@ -163,30 +204,35 @@ class Job:
     exit_code: int | None = None
     restarts: int = 0
     comment: str = ""
+    cluster: str | None = None
 
 
-def queue() -> list[Job]:
+def queue(cluster: str | None = None) -> list[Job]:
     """Every job that the controller remembers, ended ones for a few minutes too.
+
+    Args:
+        cluster: its name, if it is another than commands ask by themselves.
 
     Raises:
         SlurmMissing, SlurmError: if it cannot be asked.
     """
     try:
-        printed = call("squeue", "--json", "--states=all")
+        jobs = parse_squeue(call("squeue", *_on(cluster), "--json", "--states=all"))
     except SlurmError as error:
         if "json" not in str(error).lower() and "unrecognized option" not in str(error):
             raise
-        return list(parse_scontrol(call("scontrol", "show", "job", "-o")))
-    return list(parse_squeue(printed))
+        jobs = parse_scontrol(call("scontrol", *_on(cluster), "show", "job", "-o"))
+    return [replace(job, cluster=cluster) for job in jobs]
 
 
-def accounted(job_ids: Iterable[str]) -> dict[str, Job]:
+def accounted(job_ids: Iterable[str], cluster: str | None = None) -> dict[str, Job]:
     """Jobs that ended, from accounting; empty where there is none.
 
     Args:
-        job_ids: such as ``12`` and ``12_3``.
+        job_ids: such as ``12`` and ``12_3``; whole arrays are asked for, since tasks that never started have one row.
+        cluster: that they were given to, if it is another.
     """
-    return _ended("-X", ACCOUNTING_COLUMNS, job_ids)
+    return _ended([*_on(cluster), "-X"], ACCOUNTING_COLUMNS, {job_id.partition("_")[0] for job_id in job_ids})
 
 
 def completed(raw_ids: Iterable[str]) -> dict[str, Job]:
@@ -195,13 +241,15 @@ def completed(raw_ids: Iterable[str]) -> dict[str, Job]:
     That log does not know arrays: asked for ``12_3`` it answers with any task of them. A job that was requeued is there
     several times; the last entry is its end.
     """
-    return _ended("-c", COMPLETION_COLUMNS, raw_ids)
+    return _ended(["-c"], COMPLETION_COLUMNS, set(raw_ids))
 
 
-def _ended(source: str, columns: str, job_ids: Iterable[str]) -> dict[str, Job]:
-    numbers = ",".join(map(checked, job_ids))
+def _ended(source: Sequence[str], columns: str, job_ids: Set[str]) -> dict[str, Job]:
+    numbers = ",".join(sorted(filter(is_number, job_ids)))
+    if not numbers:
+        return {}
     try:
-        table = call("sacct", source, "-P", "-n", f"--format={columns}", "-j", numbers)
+        table = call("sacct", *source, "-P", "-n", f"--format={columns}", "-j", numbers)
     except (SlurmError, SlurmMissing):
         return {}
     return {job.job_id: job for job in parse_sacct(table)}
@@ -213,16 +261,19 @@ def parse_squeue(text: str) -> Iterator[Job]:
     Raises:
         SlurmError: if it is not that, or says (with exit code 0) that the controller did not answer.
     """
+    start = re.search(r"^\s*\{", text, re.M)  # after what a wrapper or plugin prints
     try:
-        content = json.loads(text)
-        errors, jobs = content.get("errors") or [], content["jobs"]
+        content, _ = json.JSONDecoder().raw_decode(text, start.end() - 1 if start else 0)
+        errors, records = content.get("errors") or [], list(content["jobs"])
         if errors:
             said = "; ".join(str(error.get("description") or error.get("error")) for error in errors)
-            raise SlurmError(f"squeue: {said[:500]}")
-        for job in jobs:
-            yield from _of_json(job)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise SlurmError(f"squeue: {_line(said)}")
+        jobs = [list(_of_json(record)) for record in records]
+        if records and not any(jobs):
+            raise ValueError("none of the jobs has a number")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise SlurmError(f"squeue --json: not what Slurm 22.05 to 25.11 print ({error!r}): {text[:200]!r}") from error
+    yield from (job for of_record in jobs for job in of_record)
 
 
 def parse_scontrol(text: str) -> Iterator[Job]:
@@ -235,38 +286,45 @@ def parse_scontrol(text: str) -> Iterator[Job]:
         fields: dict[str, str] = {}
         for name, value in zip(parts[1::2], parts[2::2], strict=True):
             fields.setdefault(name, value.rstrip())
-        if not {"JobId", "JobState"} <= fields.keys():
+        if not {"JobId", "JobState"} <= fields.keys() or not fields["JobId"].isdecimal():
             continue  # "No jobs in the system"
         for job_id in _ids(fields["JobId"], fields.get("ArrayJobId"), fields.get("ArrayTaskId", "")):
             yield Job(
                 job_id=job_id,
                 raw_id=fields["JobId"],
-                state=fields["JobState"],
+                state=_word(fields["JobState"]),
                 reason=_shown(fields.get("Reason", "").replace("_", " ")),
                 exit_code=_exit_code_of_text(fields.get("ExitCode", "")),
-                restarts=int(fields.get("Restarts", "0")),
+                restarts=_number(fields.get("Restarts")) or 0,
                 comment=fields.get("Comment", ""),
             )
 
 
 def parse_sacct(text: str) -> Iterator[Job]:
-    """Jobs of ``sacct -P -n`` with :data:`ACCOUNTING_COLUMNS` or :data:`COMPLETION_COLUMNS`."""
-    for line in text.splitlines():
-        *ids, state, exit_code = line.split("|")
-        if ids and re.fullmatch(r"\d+(_\d+)?", ids[0]) and state:
-            word = state.split()[0]  # CANCELLED by 1000
-            yield Job(job_id=ids[0], raw_id=ids[-1], state=word, exit_code=_exit_code_of_text(exit_code))
+    """Jobs of ``sacct -P -n`` with :data:`ACCOUNTING_COLUMNS` or :data:`COMPLETION_COLUMNS`.
+
+    A row of tasks that never started, ``12_[5-9%4]``, gives each of them, before the rows of single tasks: one of these
+    may have started after all.
+    """
+    rows = [row for line in text.splitlines() if (row := _ENDED.fullmatch(line.strip()))]
+    for row in sorted(rows, key=lambda row: "[" not in row["id"]):  # stable: of a requeued job, the last is its end
+        array, _, tasks = row["id"].partition("_")
+        for job_id in _ids(row["id"], array, tasks):
+            exit_code = _exit_code_of_text(row["exit"])
+            yield Job(job_id=job_id, raw_id=row["raw"] or array, state=_word(row["state"]), exit_code=exit_code)
 
 
-def _of_json(job: dict[str, Any]) -> Iterator[Job]:
-    raw_id, array = str(_number(job["job_id"])), _number(job.get("array_job_id"))
-    task = _number(job.get("array_task_id"))
+def _of_json(job: Any) -> Iterator[Job]:
+    """The tasks of a record; none of one that has no number."""
+    if not isinstance(job, dict) or (number := _number(job.get("job_id"))) is None:
+        return
+    array, task = _number(job.get("array_job_id")), _number(job.get("array_task_id"))
     tasks = str(task) if task is not None else str(job.get("array_task_string") or "")
-    for job_id in _ids(raw_id, str(array) if array else None, tasks):
+    for job_id in _ids(str(number), str(array) if array else None, tasks):
         yield Job(
             job_id=job_id,
-            raw_id=raw_id,
-            state=_state(job["job_state"]),
+            raw_id=str(number),
+            state=_state(job.get("job_state")),
             reason=_shown(str(job.get("state_description") or job.get("state_reason") or "")),
             exit_code=_exit_code(job.get("exit_code")),
             restarts=_number(job.get("restart_cnt")) or 0,
@@ -274,37 +332,45 @@ def _of_json(job: dict[str, Any]) -> Iterator[Job]:
         )
 
 
-def _state(given: str | list[str] | None) -> str:
+def _state(given: Any) -> str:
     """Of a state and its flags, the one that says what happens now."""
-    words = [given] if isinstance(given, str) else [str(word) for word in given or ()]
+    words = [_word(str(word)) for word in (given if isinstance(given, list) else [given] if given else [])]
     over = ("COMPLETING", "REQUEUE_HOLD", "REQUEUED", "SPECIAL_EXIT")
     return next((word for word in over if word in words), words[0] if words else "UNKNOWN")
 
 
+def _word(state: str) -> str:
+    """A state without what follows it, as of ``CANCELLED by 1000``, and whole where a column was too narrow."""
+    word = _line(state).partition(" ")[0] or "UNKNOWN"
+    whole = [known for known in STATES if word.endswith("+") and known.startswith(word[:-1])]
+    return whole[0] if len(whole) == 1 else word
+
+
 def _number(value: Any) -> int | None:
+    """A number that is not negative, in each form that it may have; None for anything else."""
     if isinstance(value, dict):
-        return int(value["number"]) if value.get("set", True) and not value.get("infinite") else None
-    return None if value is None or isinstance(value, bool) else int(value)
+        value = value.get("number") if value.get("set", True) and not value.get("infinite") else None
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        return None
+    return int(value) if re.fullmatch(r"\d{1,18}", str(value), re.ASCII) else None
 
 
 def _exit_code(value: Any) -> int | None:
     """From the raw status of ``wait`` (22.05) or an object of a return code and a signal."""
-    if not isinstance(value, dict):
+    if not isinstance(value, dict) or "return_code" not in value:
         status = _number(value)
         try:
             return None if status is None else os.waitstatus_to_exitcode(status & 0xFFFF)
         except ValueError:  # of a process that has only stopped
             return None
-    if "return_code" not in value:
-        return _exit_code(_number(value))
-    signal = value.get("signal") or {}
-    number = _number(signal.get("id", signal.get("signal_id")))
+    signal = value.get("signal")
+    number = _number(signal.get("id", signal.get("signal_id"))) if isinstance(signal, dict) else None
     return -number if number else _number(value["return_code"])
 
 
 def _exit_code_of_text(text: str) -> int | None:
     """``3:0`` is exit code 3, ``0:9`` signal 9."""
-    found = re.fullmatch(r"(\d+):(\d+)", text, re.ASCII)
+    found = re.fullmatch(r"(\d{1,9}):(\d{1,9})", text, re.ASCII)
     if not found:
         return None
     code, signal = map(int, found.groups())
@@ -316,14 +382,14 @@ def _ids(raw_id: str, array: str | None, tasks: str) -> Iterator[str]:
     if not array or not tasks:
         yield raw_id
         return
-    for part in tasks.partition("%")[0].split(","):
+    for part in tasks.strip("[]").partition("%")[0].split(","):
         if found := _TASKS.fullmatch(part):
             first, last, step = int(found[1]), int(found[2] or found[1]), int(found[3] or 1)
             yield from (f"{array}_{task}" for task in range(first, last + 1, step))
 
 
 def _shown(word: str) -> str | None:
-    return None if word in _HIDDEN else word
+    return None if word in _HIDDEN else _line(word)
 
 
 WAITS = {"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD"}
@@ -339,8 +405,10 @@ FAILED = {
     "LAUNCH_FAILED",
     "RECONFIG_FAIL",
 }
-CANCELLED = {"CANCELLED", "REVOKED"}
-_STATES = (  # a word that is not known is `unknown`, never completed
+CANCELLED = {"CANCELLED"}
+STATES = WAITS | RUNS | FAILED | CANCELLED | {"COMPLETED"}
+# A word that is not known is `unknown`, never completed; so is REVOKED: another cluster of a federation has the job.
+_STATES = (
     (WAITS, State.SUBMITTED),
     (RUNS, State.RUNNING),
     (FAILED, State.FAILED),
@@ -372,11 +440,13 @@ class Ticket:
         comment: of the whole array; no other submission has it.
         task: of the array, from 0.
         raw_id: the task's own number in Slurm, once it has one: the job completion log knows no other.
+        cluster: that sbatch named, if it is another than commands ask by themselves, or one of several.
     """
 
     comment: str
     task: int
     raw_id: str | None = None
+    cluster: str | None = None
 
     def write(self, run: RunDir) -> None:
         """Replace a run's ticket."""
@@ -391,9 +461,22 @@ def new_comment(study: str) -> str:
 def ticket_of(run: RunDir) -> Ticket | None:
     """A run's ticket; None of a run that no submission was ever prepared for."""
     try:
-        return Ticket(**json.loads((run.path / TICKET_FILE).read_text()))
-    except (OSError, ValueError, TypeError):
+        return _TICKET.validate_json((run.path / TICKET_FILE).read_bytes())
+    except (OSError, ValueError):
         return None
+
+
+_TICKET = TypeAdapter(Ticket)
+
+
+def number_unknown(run: RunDir, got: str) -> str:
+    """Why a run that was submitted has no job, and what a person does about it."""
+    study = run.name.partition("/")[0]
+    return (
+        f"the number of its job is not known: {got}. The job is found once the queue shows its comment, or it starts; "
+        f"else look for it (`squeue --me --name={study}`) and name it: `moelab submit FILE --cluster PROFILE --adopt "
+        "NUMBER`. If Slurm has none, `moelab cancel` the run and submit it again"
+    )
 
 
 class Queue:
@@ -401,25 +484,32 @@ class Queue:
 
     def __init__(self, jobs: Iterable[Job]) -> None:
         in_order = sorted(jobs, key=lambda job: int(job.raw_id))  # of two, the later one
-        self._by_ticket = {(job.comment, _task(job)): job for job in in_order}
-        self._by_id = {job.job_id: job for job in in_order}
+        self._by_ticket = {(job.comment, int(job.job_id.partition("_")[2] or 0)): job for job in in_order}
+        self._by_id = {(job.cluster, job.job_id): job for job in in_order}
+
+    @classmethod
+    def of(cls, runs: Iterable[RunDir]) -> Queue:
+        """The queues of every cluster that runs were given to.
+
+        Raises:
+            SlurmMissing, SlurmError: if one cannot be asked.
+        """
+        named = sorted({ticket.cluster for run in runs if (ticket := ticket_of(run)) and ticket.cluster})
+        return cls([*queue(), *(job for cluster in named for job in queue(cluster))])
 
     def job_of(self, run: RunDir) -> Job | None:
         """The job of a run: by its ticket, or by its number where Slurm shows another comment than was given."""
         ticket = ticket_of(run)
         if ticket and (found := self._by_ticket.get((ticket.comment, ticket.task))):
             return found
-        by_id = self._by_id.get(run.status.job_id or "")
+        by_id = self._by_id.get((ticket.cluster if ticket else None, run.status.job_id or ""))
         return by_id if by_id and not by_id.comment.startswith(PREFIX) else None
 
-    def id_of(self, comment: str) -> str | None:
-        """The number of the array that was submitted with a comment."""
-        return next((job.job_id.partition("_")[0] for job in self._by_id.values() if job.comment == comment), None)
+    def id_of(self, comment: str) -> tuple[str, str | None] | None:
+        """The number and the cluster of the array that was submitted with a comment."""
+        found = next((job for job in self._by_id.values() if job.comment == comment), None)
+        return (found.job_id.partition("_")[0], found.cluster) if found else None
 
-    def knows(self, job_id: str) -> bool:
-        """Whether it has a job, an array or a task of this number."""
-        return any(job_id in (known, known.partition("_")[0]) for known in self._by_id)
-
-
-def _task(job: Job) -> int:
-    return int(job.job_id.partition("_")[2] or 0)
+    def jobs_of(self, job_id: str) -> list[Job]:
+        """The job, the task, or all tasks of the array of this number."""
+        return [job for (_, known), job in self._by_id.items() if job_id in (known, known.partition("_")[0])]

@@ -24,7 +24,7 @@ from typing import Final, TextIO
 
 import numpy as np
 
-from moelab.errors import BadInput, Refused
+from moelab.errors import BadInput, MoelabError, Refused
 from moelab.launch import local, slurm
 from moelab.launch.cluster import line as one_line
 from moelab.launch.slurm import Job, Queue, SlurmError, SlurmMissing, call, checked, state_of, ticket_of, words_of
@@ -60,7 +60,7 @@ def refresh(runs: Iterable[RunDir]) -> list[Status]:
     if not any(ticket_of(run) for run in runs):
         return [run.status for run in runs]
     try:
-        queue = Queue(slurm.queue())
+        queue = Queue.of(runs)
     except (SlurmError, SlurmMissing) as error:
         return [_not_asked(run.status, error) for run in runs]
     return update(runs, queue)
@@ -83,22 +83,39 @@ def _not_asked(status: Status, error: Exception) -> Status:
 
 def _ended(runs: list[RunDir]) -> dict[RunDir, Job]:
     """Ends that the controller has forgotten: from accounting, else from the job completion log."""
-    if not runs:
-        return {}
-    numbers = {run: run.status.job_id or "" for run in runs}
-    accounted = slurm.accounted(numbers.values())
-    found = {run: accounted[number] for run, number in numbers.items() if number in accounted}
-    raw = {run: ticket.raw_id for run in runs if run not in found and (ticket := ticket_of(run)) and ticket.raw_id}
-    logged = slurm.completed(raw.values()) if raw else {}
-    found.update({run: logged[number] for run, number in raw.items() if number in logged})
-    return {run: job for run, job in found.items() if state_of(job).is_final}
+    found: dict[RunDir, Job] = {}
+    tickets = {run: ticket_of(run) for run in runs}
+    clusters = {run: ticket.cluster if ticket else None for run, ticket in tickets.items()}
+    for cluster in set(clusters.values()):
+        here = {run: str(run.status.job_id) for run in runs if clusters[run] == cluster}
+        accounted = slurm.accounted(here.values(), cluster)
+        found.update({run: accounted[number] for run, number in here.items() if number in accounted})
+    left = {run: ticket for run, ticket in tickets.items() if run not in found and ticket}
+    raw = {run: ticket.raw_id or str(run.status.job_id).partition("_")[0] for run, ticket in left.items()}
+    logged = slurm.completed(raw.values())
+    for run, ticket in left.items():
+        job = logged.get(raw[run])
+        # An array that was cancelled while it waited has one entry, by its own number, for all that never started.
+        if job and (ticket.raw_id or (run.status.attempts == 0 and state_of(job) is State.CANCELLED)):
+            found[run] = job
+    # Of a job in that log only its number is known, not its task. A job that accounting believes alive has left its
+    # controller unseen; but squeue --json of Slurm 22.05 asks its own controller, whatever cluster is named.
+    return {
+        run: replace(job, job_id=str(run.status.job_id), cluster=clusters[run])
+        for run, job in found.items()
+        if state_of(job).is_final or clusters[run]
+    }
 
 
 def _update(run: RunDir, job: Job | None) -> Status:
     before = run.status
-    if job and job.state == "RUNNING":
-        _remember_number(run, job)
-    after = _after(run, before, job)
+    try:
+        if job and job.state == "RUNNING":
+            _remember_number(run, job)
+        after = _after(run, before, job)
+    except (MoelabError, OSError, ValueError) as error:  # of a damaged record or log, which hides no other run
+        why = f"{words_of(job)}; " if job else ""
+        return before if before.state.is_final else replace(before, state=State.UNKNOWN, reason=f"{why}{error}")
     if after == before:
         return before
     if run.status != before:  # the job has just written its own
@@ -113,6 +130,9 @@ def _update(run: RunDir, job: Job | None) -> Status:
 
 def _after(run: RunDir, status: Status, job: Job | None) -> Status:
     if job is None:
+        if not status.state.is_final and status.job_id and not slurm.is_number(status.job_id):
+            words = slurm.number_unknown(run, repr(status.job_id[:80]))
+            return replace(status, state=State.SUBMITTED, job_id=None, reason=words)
         if status.state.is_final or status.state is State.UNKNOWN or not status.job_id:
             return status
         gone = f"Slurm no longer knows job {status.job_id}, and the job wrote no end"
@@ -157,7 +177,7 @@ def cancel(runs: Iterable[RunDir]) -> list[Status]:
     of_slurm = [run for run in runs if ticket_of(run)]
     if not of_slurm:
         raise Refused("no run there was prepared for Slurm; stop `moelab run` with Ctrl-C where it was started")
-    queue = Queue(slurm.queue())
+    queue = Queue.of(of_slurm)
     before = dict(zip(of_slurm, update(of_slurm, queue), strict=True))
     going = [
         run
@@ -165,10 +185,13 @@ def cancel(runs: Iterable[RunDir]) -> list[Status]:
         if status.state in ACTIVE or (status.state is State.UNKNOWN and queue.job_of(run))
     ]
     if going:
-        slurm.cancel(job.job_id for run in going if (job := queue.job_of(run)))
+        slurm.cancel(job for run in going if (job := queue.job_of(run) or _ended([run]).get(run)))
     for run, status in before.items():
         if run in going or status.state is State.PREPARED:
-            run.set_status(replace(status, state=State.CANCELLED, reason="by `moelab cancel`"))
+            unseen = run in going and not status.job_id
+            reason = "by `moelab cancel`" + ("; its job was not seen: `squeue --me` says if there is one" * unseen)
+            with suppress(OSError):  # another person's, or a full quota; the next look at the queue says so
+                run.set_status(replace(status, state=State.CANCELLED, reason=reason))
     return [run.status for run in runs]
 
 
@@ -180,7 +203,7 @@ def requeue(runs: Iterable[RunDir]) -> list[Status]:
         SlurmMissing, SlurmError: with Slurm's words.
     """
     runs = list(runs)
-    queue = Queue(slurm.queue())
+    queue = Queue.of(runs)
     states = [status.state for status in update(runs, queue)]
     left = (State.COMPLETED, State.SUBMITTED, State.PREPARED)
     wanted = [run for run, state in zip(runs, states, strict=True) if ticket_of(run) and state not in left]
@@ -190,7 +213,7 @@ def requeue(runs: Iterable[RunDir]) -> list[Status]:
     if forgotten := [run.name for run in wanted if run not in found]:
         raise Refused(f"Slurm no longer knows the job of {', '.join(forgotten)}; use `moelab submit` again")
     for run, job in found.items():
-        slurm.requeue(job.job_id)
+        slurm.requeue(job)
         waiting = replace(run.status, state=State.SUBMITTED, reason="requeued by `moelab requeue`", exit_code=None)
         run.set_status(waiting)
     return [run.status for run in runs]

@@ -26,7 +26,19 @@ from moelab.launch import slurm
 from moelab.launch.cluster import ClusterProfile
 from moelab.launch.local import completed, only_launcher, require_known_ends
 from moelab.launch.script import JobSpec, render
-from moelab.launch.slurm import SCRIPT_FILE, Queue, SlurmError, SlurmMissing, Ticket, new_comment, ticket_of
+from moelab.launch.slurm import (
+    PREFIX,
+    SCRIPT_FILE,
+    NumberUnknown,
+    Queue,
+    SlurmError,
+    SlurmMissing,
+    Ticket,
+    checked,
+    new_comment,
+    number_unknown,
+    ticket_of,
+)
 from moelab.launch.status import ACTIVE, update
 from moelab.memory.activations import FP32
 from moelab.model import TOKENIZERS, count_parameters, shape_for
@@ -35,7 +47,7 @@ from moelab.projection.project import project
 from moelab.runs import directory
 from moelab.runs.directory import Discovery, RunDir
 from moelab.runs.files import write_whole
-from moelab.runs.status import State
+from moelab.runs.status import State, Status
 
 Task = tuple[Experiment, RunDir]
 STREAMING_NODES = 4
@@ -56,7 +68,7 @@ class Submission:
         scripts: as sbatch got them, or would; one for each number of nodes and GPUs.
         prepared: runs with a script that were not submitted.
         submitted: runs that Slurm accepted now.
-        adopted: runs whose job was found in the queue, left by a client that was killed before it wrote that down.
+        adopted: runs whose job was found in the queue, or named by a person: its number had not been written down.
         completed: runs that were finished before, and left alone.
         found: what was there before.
     """
@@ -135,6 +147,7 @@ def submit(
             already (named, with its job), nobody knows how a run ended, or Slurm does not accept the script (with its
             words; runs stay prepared).
         SlurmMissing, SlurmError: if Slurm cannot be asked; nothing was submitted.
+        NumberUnknown: if Slurm took a script and nobody knows the job's number, with how it is adopted.
     """
     runs = runs.absolute()
     _require(check_plans(study, cluster))
@@ -143,8 +156,10 @@ def submit(
     with only_launcher(runs, study):
         here = directory.discover(runs / study.name)
         attempts = {experiment: here.attempts(experiment) for experiment in study.experiments}
-        queue = _asked(after) if submit else Queue([])
         tried = [run for found in attempts.values() for run in found]
+        queue = Queue.of(tried) if submit else Queue([])
+        if submit and after and not queue.jobs_of(after):
+            raise Refused(f"--after {after}: Slurm knows no such job, and would not wait for it; leave --after out")
         adopted = _adopted(tried, queue) if submit else []
         _require_idle([run for run in tried if run not in adopted], queue)
         require_known_ends(attempts.values())
@@ -175,13 +190,6 @@ def _require(findings: Iterable[Finding]) -> None:
         raise Refused("\n".join(faults))
 
 
-def _asked(after: str | None) -> Queue:
-    queue = Queue(slurm.queue())
-    if after and not queue.knows(after):
-        raise Refused(f"--after {after}: Slurm knows no such job, and would not wait for it; leave --after out")
-    return queue
-
-
 def _adopted(runs: Sequence[RunDir], queue: Queue) -> list[RunDir]:
     """Bring runs up to date with the queue; returns those that it has and whose status did not say so."""
     before = [run.status.state for run in runs]
@@ -195,6 +203,8 @@ def _require_idle(runs: Iterable[RunDir], queue: Queue) -> None:
     statuses = {run: run.status for run in runs}
     busy = [
         f"{run.name} is {status.state} as job {status.job_id}"
+        if status.job_id
+        else f"{run.name} is {status.state}: {status.reason}"
         for run, status in statuses.items()
         if status.state in ACTIVE or (status.state is State.UNKNOWN and queue.job_of(run))
     ]
@@ -242,25 +252,84 @@ def _prepare(spec: JobSpec, tasks: Sequence[Task], script: str) -> None:
 
 
 def _submit(spec: JobSpec, tasks: Sequence[Task], timeout_s: float) -> None:
+    """Call sbatch, and write down what it said of the job.
+
+    Raises:
+        Refused: if Slurm did not take the script.
+        NumberUnknown: if it did, and nobody knows the job's number.
+    """
+    runs = [run for _, run in tasks]
     try:
-        job_id = slurm.sbatch(tasks[0][1].path / SCRIPT_FILE, timeout_s=timeout_s)
+        job = slurm.sbatch(runs[0].path / SCRIPT_FILE, timeout_s=timeout_s)
     except (SlurmError, SlurmMissing) as error:
-        accepted = _accepted_all_the_same(spec)
-        if accepted is None:
-            for _, run in tasks:
+        in_queue = _accepted_all_the_same(spec)
+        if in_queue is None and isinstance(error, NumberUnknown):
+            for run in runs:
+                if run.status.state is State.PREPARED:
+                    words = number_unknown(run, str(error))
+                    run.set_status(replace(run.status, state=State.SUBMITTED, reason=words))
+            raise NumberUnknown(f"{spec.name}: {number_unknown(runs[0], str(error))}") from error
+        if in_queue is None:
+            for run in runs:
                 run.set_status(replace(run.status, reason=f"not submitted: {error}"))
             raise Refused(
                 f"{error}\nnothing of {spec.name} was submitted by this script; its runs stay prepared"
             ) from error
-        job_id = accepted
-    for number, (_, run) in enumerate(tasks):
-        status = run.status
-        if status.state is State.PREPARED:  # else the job has begun, and knows its number
-            run.set_status(replace(status, state=State.SUBMITTED, job_id=f"{job_id}_{number}", reason=None))
+        job = in_queue
+    _write_number(runs, *job)
 
 
-def _accepted_all_the_same(spec: JobSpec) -> str | None:
-    """The number of a job that Slurm has although sbatch failed, as when its answer was lost."""
+def _write_number(runs: Iterable[RunDir], job_id: str, cluster: str | None) -> None:
+    """Make runs the tasks of a job, unless one has begun: then the job has written its number itself."""
+    for run in runs:
+        status, ticket = run.status, ticket_of(run)
+        if ticket and (status.state is State.PREPARED or is_without_number(status)):
+            if cluster:
+                replace(ticket, cluster=cluster).write(run)
+            label = f"{job_id}_{ticket.task}"
+            run.set_status(replace(status, state=State.SUBMITTED, job_id=label, reason=None))
+
+
+def is_without_number(status: Status) -> bool:
+    """Whether a run was submitted, and nobody knows as which job."""
+    return status.state is State.SUBMITTED and status.job_id is None
+
+
+def adopt(study: Study, runs: Path, job_id: str) -> Submission:
+    """Say as which job the runs of a study were submitted, where sbatch's answer was not understood.
+
+    Args:
+        study: arms and seeds.
+        runs: the folder that holds all studies.
+        job_id: number of the job array.
+
+    Raises:
+        Refused: if no run waits for a number, runs of several submissions do, Slurm does not know the job, or it was
+            submitted for something else.
+        SlurmMissing, SlurmError: if Slurm cannot be asked.
+    """
+    with only_launcher(runs.absolute(), study):
+        here = directory.discover(runs.absolute() / study.name)
+        tried = [run for experiment in study.experiments for run in here.attempts(experiment)]
+        queue = Queue.of(tried)
+        update(tried, queue)  # one that is in the queue with its comment needs no help
+        waiting = {run: ticket for run in tried if is_without_number(run.status) and (ticket := ticket_of(run))}
+        comments = {ticket.comment for ticket in waiting.values()}
+        if len(comments) != 1:
+            which = f"{len(comments)} submissions have such runs; name an arm with --arm" if comments else "none has"
+            raise Refused(f"--adopt {job_id}: no single submission of {study.name} waits for a job's number: {which}")
+        jobs = queue.jobs_of(job_id)
+        if not (jobs or slurm.accounted([checked(job_id)])):
+            raise Refused(f"--adopt {job_id}: Slurm knows no such job")
+        if others := {job.comment for job in jobs if job.comment.startswith(PREFIX)} - comments:
+            raise Refused(f"--adopt {job_id}: that job was submitted for something else: {', '.join(others)}")
+        _write_number(waiting, job_id, None)
+        update(waiting, queue)
+    return Submission(study=study.name, scripts=(), adopted=tuple(waiting), found=here)
+
+
+def _accepted_all_the_same(spec: JobSpec) -> tuple[str, str | None] | None:
+    """The job that Slurm has although sbatch failed, as when its answer was lost."""
     try:
         return Queue(slurm.queue()).id_of(spec.comment)
     except (SlurmError, SlurmMissing):
@@ -271,7 +340,8 @@ def check_plans(study: Study, cluster: ClusterProfile) -> Iterator[Finding]:
     """Each arm's layout, memory and size. An error here is a refusal: submitting would be one too."""
     for experiment in study.first_of_arms:
         planned = plan(experiment)
-        problems = [*planned.verdict.reasons, *_too_big(experiment, cluster)]
+        plan_only = shape_for(experiment).plan_only
+        problems = [*planned.verdict.reasons, *([plan_only] if plan_only else []), *_too_big(experiment, cluster)]
         if problems:
             yield Finding(
                 name=f"plan of {experiment.arm}",

@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from moelab.errors import Refused
 from moelab.experiment import Experiment
-from moelab.machine import cores
+from moelab.machine import cores, end_with_parent
 from moelab.runs import directory
 
 STOP_S = 45.0  # torchrun kills ranks that do not end by themselves after 30 s
 # Port 0: the system picks a free one, so that runs beside each other do not meet.
 ONE_NODE = ("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0")
 NODE_VARIABLE = "MOELAB_NODE"
-_LIBC = ctypes.CDLL(None)  # loaded here: a forked child of a process with threads must not load libraries
+KILLED_S, KILL_POLL_S = 30.0, 0.05
+"""What a killed process gets to leave: one that holds a GPU is gone only when the driver has freed it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,8 +88,17 @@ class Process:
             launched: what to start.
             log: where its output goes; None: where this process's goes.
         """
-        names = ("MOELAB_EXPERIMENT", NODE_VARIABLE)
-        self._marks = [f"{name}={launched.variables[name]}" for name in names if name in launched.variables]
+        self._experiment = Path(launched.variables["MOELAB_EXPERIMENT"])
+        self._node = launched.variables.get(NODE_VARIABLE, "")
+        launcher = os.getpid()
+
+        def in_child() -> None:
+            end_with_parent()
+            if os.getppid() != launcher:  # it died between the fork and the request
+                os._exit(1)
+            # Slurm sends SIGUSR1 to every process of a step, not to its tasks alone; only the launcher knows what to do
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+
         self._popen = subprocess.Popen(
             launched.arguments,
             env={**os.environ, **launched.variables},
@@ -95,7 +106,7 @@ class Process:
             stdout=log,
             stderr=subprocess.STDOUT if log else None,
             start_new_session=True,  # a signal reaches the launcher, which stops the ranks in order
-            preexec_fn=_before_torchrun if sys.platform == "linux" else None,
+            preexec_fn=in_child,
         )
 
     def __enter__(self) -> subprocess.Popen[bytes]:
@@ -110,27 +121,44 @@ class Process:
         finally:  # also after a second Ctrl-C, and where torchrun itself was killed
             self._popen.kill()
             self._popen.wait()
-            _kill_ranks(self._marks)
+            with suppress(Refused):  # the run has its end, whatever a driver takes to let its ranks go
+                end_processes([self._experiment], is_meant=lambda node: node == self._node)
 
 
-def _kill_ranks(marks: Sequence[str]) -> None:
-    """Kill what is left of a run on Linux: torchrun's ranks have sessions of their own, but all carry its variables."""
-    wanted = {mark.encode() for mark in marks}
+def end_processes(experiments: Collection[Path], is_meant: Callable[[str], bool] = lambda node: True) -> int:
+    """Kill what lives of runs on this Linux machine: torchrun, its ranks, whose sessions are their own, and theirs.
+
+    All carry the variables of their run. Looked for until none is left: one that is about to die may start another.
+
+    Args:
+        experiments: the ``experiment.yaml`` of each run.
+        is_meant: of a process of theirs, by the value of :data:`NODE_VARIABLE`, which is empty without Slurm.
+
+    Returns:
+        How many there were.
+
+    Raises:
+        Refused: naming those that are there after :data:`KILLED_S` seconds.
+    """
+    wanted, killed, end = {path.resolve() for path in experiments}, set[int](), time.monotonic() + KILLED_S
+    while wanted and (found := [one for one, path, node in _launched() if path in wanted and is_meant(node)]):
+        if time.monotonic() > end:
+            raise Refused(f"processes {', '.join(map(str, found))} do not end although they were killed; see `ps`")
+        for process in found:
+            with suppress(OSError):
+                os.kill(process, signal.SIGKILL)
+        killed.update(found)
+        time.sleep(KILL_POLL_S)
+    return len(killed)
+
+
+def _launched() -> Iterator[tuple[int, Path, str]]:
+    """Each process that moelab's variables were given to, with its experiment and node."""
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended, or belongs to somebody else
-            if wanted <= set((folder / "environ").read_bytes().split(b"\0")):
-                os.kill(int(folder.name), signal.SIGKILL)
-
-
-def end_with_parent() -> None:
-    """Ask Linux to send SIGTERM to this process when its parent dies (``prctl(PR_SET_PDEATHSIG)``)."""
-    _LIBC.prctl(1, signal.SIGTERM)
-
-
-def _before_torchrun() -> None:
-    """In the child: end with the launcher, and ignore the signal that asks to save.
-
-    Slurm sends SIGUSR1 to every process of a step, not to its tasks alone, and only the launcher knows what to do then.
-    """
-    end_with_parent()
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+            pairs = (entry.partition(b"=") for entry in (folder / "environ").read_bytes().split(b"\0"))
+            variables = {os.fsdecode(name): os.fsdecode(value) for name, _, value in pairs}
+            # Of our session is a shell whose user exported the variable, never what was launched.
+            is_apart = os.getsid(int(folder.name)) != os.getsid(0)
+            if is_apart and (experiment := variables.get("MOELAB_EXPERIMENT")):
+                yield int(folder.name), Path(experiment).resolve(), variables.get(NODE_VARIABLE, "")

@@ -9,7 +9,7 @@ from math import prod
 from typing import Any
 
 from moelab.experiment import EPBackend, Experiment, Precision
-from moelab.hardware import Gpu, gpu_of
+from moelab.hardware import Gpu, architecture, cluster_of, gpu_of
 from moelab.layout.schedule import SCHEDULES, Schedule, schedule_in_any_case, split_layers, stages_of_rank
 from moelab.model import ModelShape, shape_for
 
@@ -85,9 +85,19 @@ class Facts:
         return SCHEDULES.get(self.pp_schedule) or schedule_in_any_case(self.pp_schedule)
 
     @property
+    def stages_per_rank(self) -> int:
+        """Stages of each pipeline rank: those that the experiment asks for, or the schedule's own."""
+        return self.experiment.pp_stages_per_rank or (self.schedule.stages_per_rank if self.schedule else 1)
+
+    @property
     def microbatches(self) -> int:
         """Micro-batches of a step on each rank; 1 without pipeline parallelism."""
         return self.local_batch // self.microbatch if self.pp > 1 else 1
+
+    @property
+    def nvlink_ranks(self) -> int:
+        """Consecutive ranks that NVLink joins: a node's or, in racks such as NVL72, those of several nodes."""
+        return nvlink_ranks(self.experiment, self.ep)
 
     @property
     def quantised(self) -> bool:
@@ -103,6 +113,18 @@ class Facts:
         return replace(self, **{field: value})
 
 
+def nvlink_ranks(experiment: Experiment, ep: int | None = None) -> int:
+    """Consecutive ranks of an experiment that NVLink joins, by its hardware.
+
+    Args:
+        experiment: gives nodes, GPUs of each, and the hardware.
+        ep: another expert-parallel degree than the experiment's.
+    """
+    return cluster_of(experiment.hardware).node.nvlink_ranks(
+        nodes=experiment.nodes, gpus_per_node=experiment.gpus_per_node, ep=ep or experiment.ep
+    )
+
+
 def facts_of(experiment: Experiment, gpu: Gpu | None = None) -> Facts:
     """Facts of an experiment.
 
@@ -115,9 +137,8 @@ def facts_of(experiment: Experiment, gpu: Gpu | None = None) -> Facts:
     """
     capability = (gpu or gpu_of(experiment.hardware)).capability
     name = gpu.name if gpu else experiment.hardware
-    in_words = f"{name} is SM{(capability or 0) * 10:.0f}"
+    in_words = f"{name} is {architecture(capability)}"
     if capability is None:
-        in_words = f"{name} is of unknown SM version"
         capability = UNKNOWN_SM if gpu else None
     elif capability == 0:
         in_words = "this machine has no GPU to use" if gpu else f"{name} has no GPU"
@@ -189,7 +210,7 @@ class Layout:
 
 def resolve(facts: Facts) -> Layout:
     """The layout of facts that break no rule which shapes it."""
-    schedule = SCHEDULES[facts.pp_schedule] if facts.pp > 1 else SCHEDULES["1F1B"]
+    schedule, turns = (SCHEDULES[facts.pp_schedule], facts.stages_per_rank) if facts.pp > 1 else (SCHEDULES["1F1B"], 1)
     return Layout(
         world_size=facts.world_size,
         pp=facts.pp,
@@ -199,8 +220,8 @@ def resolve(facts: Facts) -> Layout:
         tp=facts.tp,
         ep=facts.ep,
         efsdp=facts.efsdp,
-        stages=split_layers(facts.shape.n_layers, facts.pp * schedule.stages_per_rank),
-        stages_of_rank=stages_of_rank(schedule, facts.pp),
+        stages=split_layers(facts.shape.n_layers, facts.pp * turns),
+        stages_of_rank=stages_of_rank(schedule, facts.pp, turns),
         microbatches=facts.microbatches,
         microbatch_size=facts.microbatch if facts.pp > 1 else facts.local_batch,
     )

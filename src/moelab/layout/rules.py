@@ -37,7 +37,16 @@ from types import MappingProxyType
 from typing import Any, get_args
 
 from moelab.experiment import EPBackend, Experiment, Precision, Routing
-from moelab.hardware import GROUP_PADDING, Gpu, cluster_of, has_deepep, has_grouped_fp8, has_native_mxfp8
+from moelab.hardware import (
+    GROUP_PADDING,
+    ROCM,
+    Gpu,
+    architecture,
+    cluster_of,
+    has_deepep,
+    has_grouped_fp8,
+    has_native_mxfp8,
+)
 from moelab.layout.mesh import Facts, Layout, divisors, facts_of, resolve
 from moelab.layout.schedule import SCHEDULES, effective_layers, rank_with_loss
 from moelab.model import tokenizer_size
@@ -63,8 +72,10 @@ MAX_TOP_K = 32
 """Experts of a token that DeepEP takes."""
 PACKED_FEATURES = 128
 """Features whose MXFP8 scales fill the four bytes that DeepEP moves as one."""
-BLOCK = {Precision.FP8: 16, Precision.MXFP8: 32}
-"""Features that a quantised grouped GEMM needs in a multiple of, along every dimension of a weight."""
+BLOCK = {Precision.BF16: 8, Precision.FP8: 16, Precision.MXFP8: 32}
+"""Features that a grouped GEMM needs in a multiple of, along every dimension of a weight; of BF16, 16 bytes."""
+LOSS_CHUNKS = 8
+"""Pieces into which TorchTitan cuts a rank's sequence for the loss (``ChunkedLossWrapper``)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +134,7 @@ def candidates(facts: Facts, factor: str) -> Iterable[Any]:
     if factor == "ep":
         return divisors(facts.shape.num_experts)
     if factor == "tp":
-        return divisors(facts.shape.n_heads)
+        return divisors(facts.shape.kv_heads)
     if factor == "microbatch":
         return divisors(facts.local_batch)
     if factor in ("pp", "cp", "dp_replicate", "dp_shard"):
@@ -181,8 +192,8 @@ def _dp_shard(facts: Facts) -> str | None:
 
 @_rule("tp divides the heads", "tp")
 def _heads(facts: Facts) -> str | None:
-    heads = facts.shape.n_heads
-    return f"tensor parallelism must divide the {heads} attention heads" if heads % facts.tp else None
+    heads, of = facts.shape.kv_heads, "key and value" if facts.shape.grouped_queries else "attention"
+    return f"tensor parallelism must divide the {heads} {of} heads" if heads % facts.tp else None
 
 
 @_rule("ep divides its region", "ep", shapes_layout=True)
@@ -230,11 +241,22 @@ def _schedule(facts: Facts) -> str | None:
     return "there is no such schedule; names are spelt as TorchTitan spells them"
 
 
+@_rule("stages are the schedule's", "pp_stages_per_rank", shapes_layout=True, offers_choices=False)
+def _turns(facts: Facts) -> str | None:
+    if facts.pp == 1 or facts.schedule is None or not facts.experiment.pp_stages_per_rank:
+        return None
+    name, own = facts.schedule.name, facts.schedule.stages_per_rank
+    if facts.stages_per_rank == own or (own > 1 and facts.schedule.style == "loop" and facts.stages_per_rank > 1):
+        return None
+    legal = f"{own} and more" if own > 1 and facts.schedule.style == "loop" else f"{own}"
+    return f"a rank of {name} holds another number of stages. Legal pp_stages_per_rank: {legal}, or 0 for its own"
+
+
 @_rule("stages have layers", "pp", shapes_layout=True)
 def _stages(facts: Facts) -> str | None:
     if facts.pp == 1 or facts.schedule is None:
         return None
-    stages, layers = facts.pp * facts.schedule.stages_per_rank, facts.shape.n_layers
+    stages, layers = facts.pp * facts.stages_per_rank, facts.shape.n_layers
     if stages <= effective_layers(layers):
         return None
     return (
@@ -296,7 +318,7 @@ def _evaluates(facts: Facts) -> str | None:
 
 # --- the sequence ----------------------------------------------------------------------------------------------------
 # TorchTitan checks evenness when the trainer starts; torch checks the blocks of the attention mask under context
-# parallelism with the first batch.
+# parallelism with the first batch, and the loss its chunks.
 
 
 def _even_multiple(facts: Facts) -> int:
@@ -308,9 +330,13 @@ def _mask_multiple(facts: Facts) -> int:
     return FLEX_BLOCK * facts.cp if facts.cp > 1 else 1
 
 
+def _loss_multiple(facts: Facts) -> int:
+    return LOSS_CHUNKS * facts.cp
+
+
 def _near_lengths(facts: Facts) -> str:
-    """The nearest lengths that keep both rules."""
-    multiple = math.lcm(_even_multiple(facts), _mask_multiple(facts))
+    """The nearest lengths that keep all three rules."""
+    multiple = math.lcm(_even_multiple(facts), _mask_multiple(facts), _loss_multiple(facts))
     below = facts.seq_len // multiple * multiple
     values = [value for value in (below, below + multiple) if 8 <= value <= ROPE_TOKENS[facts.shape.name]]
     return f"nearest legal seq_len: {' or '.join(map(str, values))}" if values else "reduce tp or cp"
@@ -333,6 +359,24 @@ def _mask_blocks(facts: Facts) -> str | None:
     return (
         f"context parallelism shards FlexAttention's mask in blocks of {FLEX_BLOCK} tokens, so it must be a multiple "
         f"of {FLEX_BLOCK} * cp {facts.cp} = {multiple}; {_near_lengths(facts)}"
+    )
+
+
+@_rule("loss is cut evenly", "seq_len", offers_choices=False)
+def _loss_chunks(facts: Facts) -> str | None:
+    multiple = _loss_multiple(facts)
+    if facts.seq_len % multiple == 0 or not _mask_blocks.holds(facts):  # whose blocks are multiples
+        return None
+    return f"the loss cuts a rank's share of it into {LOSS_CHUNKS} equal chunks; {_near_lengths(facts)}"
+
+
+@_rule("context parallelism has FlexAttention", "cp")
+def _flex_attention(facts: Facts) -> str | None:
+    if facts.cp == 1 or facts.capability != 0:
+        return None
+    return (
+        f"context parallelism shards FlexAttention's mask, and {facts.gpu_in_words}: on a CPU, which has no backward "
+        "pass of FlexAttention, masked attention takes its place"
     )
 
 
@@ -438,24 +482,36 @@ def _quantised_dispatch(facts: Facts) -> str | None:
     return None
 
 
-@_rule("fp8 has no linears", "quantize")
-def _fp8_linears(facts: Facts) -> str | None:
-    if facts.quantize == "experts" or facts.precision is not Precision.FP8:
+@_rule("weight gradients are in FP8 with FP8 experts", "wgrad")
+def _fp8_wgrad(facts: Facts) -> str | None:
+    if facts.experiment.wgrad != "fp8" or facts.precision is Precision.FP8:
         return None
-    return "linears are quantised with precision mxfp8 only"
+    return f"wgrad fp8 is of FP8 experts, and precision is {facts.precision.value}"
 
 
-@_rule("MXFP8 linears are whole", "quantize")
-def _mxfp8_linears(facts: Facts) -> str | None:
-    if facts.quantize == "experts" or facts.precision is not Precision.MXFP8 or facts.tp == 1:
+@_rule("attention runs here", "attention_backend")
+def _attention(facts: Facts) -> str | None:
+    backend = facts.experiment.attention_backend
+    if backend == "flex" or facts.capability is None:
         return None
-    return f"MXFP8 linears are for tp 1 only (tp is {facts.tp})"
+    if not facts.capability:
+        return f"attention_backend {backend} is for GPUs, and {facts.gpu_in_words}"
+    if facts.cp > 1 and backend == "varlen":
+        return "TorchTitan 0.3.0 has no context parallelism for varlen attention"
+    return None
+
+
+@_rule("quantised linears are whole", "quantize")
+def _quantised_linears(facts: Facts) -> str | None:
+    if facts.quantize == "experts" or not facts.quantised or facts.tp == 1:
+        return None
+    return f"quantised linears are for tp 1 only (tp is {facts.tp})"
 
 
 @_rule("expert blocks are whole", "tp")
 def _expert_blocks(facts: Facts) -> str | None:
     hidden = facts.shape.moe_hidden_dim
-    if facts.ep > 1 or facts.tp == 1 or not facts.quantised or hidden % (facts.tp * BLOCK[facts.precision]) == 0:
+    if facts.ep > 1 or facts.tp == 1 or hidden % (facts.tp * BLOCK[facts.precision]) == 0:
         return None
     return (
         f"without expert parallelism (ep 1) it cuts the {hidden} hidden features of each "
@@ -509,7 +565,7 @@ def _cuda(facts: Facts) -> str | None:
     deepep, minimal = backend is EPBackend.DEEPEP, backend is EPBackend.MINIMAL_ASYNC_EP
     if capability is None or backend is EPBackend.STANDARD or (deepep and facts.ep_kernels == "emulated"):
         return None
-    if bool(capability) if minimal else has_deepep(capability):
+    if bool(capability) and capability not in ROCM if minimal else has_deepep(capability):
         return None
     versions = "" if minimal else " and SM90, SM100 or SM103"
     emulated = "; ep_kernels=emulated has its numerics on any device" if deepep else ""
@@ -524,6 +580,7 @@ RULES: tuple[Rule, ...] = (
     _experts,
     _even_shards,
     _schedule,
+    _turns,
     _stages,
     _whole_microbatches,
     _microbatches,
@@ -531,6 +588,8 @@ RULES: tuple[Rule, ...] = (
     _evaluates,
     _even_sequence,
     _mask_blocks,
+    _loss_chunks,
+    _flex_attention,
     _rope,
     _dispatcher_needs_ep,
     _padded,
@@ -539,8 +598,9 @@ RULES: tuple[Rule, ...] = (
     _minimal_in_a_node,
     _kept_dispatch,
     _quantised_dispatch,
-    _fp8_linears,
-    _mxfp8_linears,
+    _fp8_wgrad,
+    _attention,
+    _quantised_linears,
     _expert_blocks,
     _weight_blocks,
     _vocabulary,
@@ -601,6 +661,10 @@ def check(experiment: Experiment, *, gpu: Gpu | None = None) -> LayoutCheck:
 # --- what is worth knowing of a legal layout --------------------------------------------------------------------------
 
 
+def _plan_only_note(facts: Facts) -> str | None:
+    return facts.shape.plan_only
+
+
 def _cluster_note(facts: Facts) -> str | None:
     """Whether a named profile has the ranks; on the machine at hand that is for ``moelab run`` to say."""
     cluster = cluster_of(facts.experiment.hardware)
@@ -634,6 +698,13 @@ def _padding_note(facts: Facts) -> str | None:
     return f"padding: {plain}, emulated"
 
 
+def _rocm_note(facts: Facts) -> str | None:
+    if facts.capability not in ROCM:
+        return None
+    mxfp8 = "; torchao 0.18.0 has MXFP8 kernels for it" if has_native_mxfp8(facts.capability) else ""
+    return f"hardware: {architecture(facts.capability)} is AMD's, on ROCm{mxfp8}; moelab has not run there"
+
+
 def _cuda_graphs_note(facts: Facts) -> str | None:
     """Where TorchTitan's default, CUDA graphs on, would be refused."""
     waits = facts.ep > 1 and facts.ep_backend is not EPBackend.MINIMAL_ASYNC_EP
@@ -665,10 +736,19 @@ def _loss_note(facts: Facts) -> str | None:
 
 
 def _nodes_note(facts: Facts) -> str | None:
-    per_node = facts.experiment.gpus_per_node
+    """What of the exchange leaves the node: over NVLink within a rack such as NVL72, else over the network."""
+    per_node, joined = facts.experiment.gpus_per_node, facts.nvlink_ranks
     if facts.ep == 1 or per_node % facts.ep == 0:
         return None
-    return f"traffic: ep {facts.ep} does not fit into a node of {per_node}, so tokens cross the network between nodes"
+    if joined == per_node:
+        return (
+            f"traffic: ep {facts.ep} does not fit into a node of {per_node}, so tokens cross the network between nodes"
+        )
+    domain = cluster_of(facts.experiment.hardware).node.domain
+    placed = f"{joined // per_node} nodes of each NVLink domain of {domain} (sbatch --segment={joined // per_node})"
+    if joined % facts.ep == 0:
+        return f"traffic: ep {facts.ep} stays within NVLink where the job has {placed}"
+    return f"traffic: ep {facts.ep} does not fit into {placed}, so tokens cross the network between them"
 
 
 def _routing_note(facts: Facts) -> str | None:
@@ -698,7 +778,9 @@ def _warmup_note(facts: Facts) -> str | None:
 
 
 NOTES = (
+    _plan_only_note,
     _cluster_note,
+    _rocm_note,
     _emulation_note,
     _padding_note,
     _cuda_graphs_note,

@@ -8,7 +8,8 @@ order played through.
 The rules are those of TorchTitan 0.3.0 (``torchtitan/distributed/pipeline_parallel.py``) and of the schedule classes of
 torch 2.14 (``torch/distributed/pipelining/schedules.py``); ``tests/unit/test_layout_against_torchtitan.py`` and
 ``tests/unit/test_schedule.py`` hold them against both. TorchTitan gives every rank of a multi-stage schedule two
-stages, and counts the embedding and the output as one layer each when it shares layers out.
+stages unless it is told which modules make a stage, and counts the embedding and the output as one layer each when it
+shares layers out.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Schedule:
 
     Attributes:
         name: as TorchTitan spells it.
-        stages_per_rank: 1, or 2 for a schedule of several stages.
+        stages_per_rank: 1, or 2 for a schedule of several stages, of which a ``loop`` takes more.
         style: ``loop`` (rank r holds stages r and r + pp) or ``v`` (stages r and 2 pp - 1 - r).
         splits_backward: whether dgrad and wgrad are separate steps (zero-bubble schedules).
         least_microbatches: micro-batches that a number of stages needs.
@@ -123,7 +124,7 @@ def stages_of_rank(schedule: Schedule, pp: int, turns: int = 0) -> tuple[tuple[i
     Args:
         schedule: which one.
         pp: pipeline ranks.
-        turns: stages of a rank; 0 for the schedule's own. Megatron's interleaving may have more than two.
+        turns: stages of a rank; 0 for the schedule's own. A loop of several stages may have more than two.
 
     >>> stages_of_rank(SCHEDULES["ZBVZeroBubble"], 2)
     ((0, 3), (1, 2))
@@ -296,7 +297,7 @@ def _dual_pipe_v(pp: int, microbatches: int, rank: int) -> Iterator[Action]:
 
 
 @functools.lru_cache(maxsize=4096)
-def in_flight(schedule: str, *, pp: int, microbatches: int, rank: int) -> tuple[tuple[int, ...], ...]:
+def in_flight(schedule: str, *, pp: int, microbatches: int, rank: int, turns: int = 0) -> tuple[tuple[int, ...], ...]:
     """The fullest moments of a rank: micro-batches of each of its stages whose activations it holds.
 
     They live from the forward step to the end of the backward step, or of the wgrad step where the two are apart.
@@ -306,6 +307,7 @@ def in_flight(schedule: str, *, pp: int, microbatches: int, rank: int) -> tuple[
         pp: pipeline ranks.
         microbatches: of a step.
         rank: pipeline rank.
+        turns: see :func:`stages_of_rank`.
 
     Returns:
         One tuple for each moment that may be the fullest, depending on how large the stages are.
@@ -316,10 +318,10 @@ def in_flight(schedule: str, *, pp: int, microbatches: int, rank: int) -> tuple[
     """
     if pp == 1:
         return ((1,),)
-    place = {stage: index for index, stage in enumerate(stages_of_rank(SCHEDULES[schedule], pp)[rank])}
+    place = {stage: index for index, stage in enumerate(stages_of_rank(SCHEDULES[schedule], pp, turns)[rank])}
     held = [0] * len(place)
     moments: set[tuple[int, ...]] = set()
-    for kind, stage, _ in pipeline_order(schedule, pp=pp, microbatches=microbatches)[rank]:
+    for kind, stage, _ in pipeline_order(schedule, pp=pp, microbatches=microbatches, turns=turns)[rank]:
         if kind == "F":
             held[place[stage]] += 1
             moments.add(tuple(held))
@@ -332,13 +334,13 @@ def _exceeds(moment: tuple[int, ...], other: tuple[int, ...]) -> bool:
     return moment != other and all(more >= less for more, less in zip(moment, other, strict=True))
 
 
-def bubble_fraction(schedule: Schedule, *, pp: int, microbatches: int) -> float:
+def bubble_fraction(schedule: Schedule, *, pp: int, microbatches: int, turns: int = 0) -> float:
     r"""Share of a step in which a pipeline rank waits, from the order of the schedule alone.
 
     Forward, dgrad and wgrad of a stage are taken to cost the same and communication nothing: the figure orders
     schedules and predicts no time. In units of one of the three, with *p* ranks, *m* micro-batches and *v* stages a
     rank, the work is :math:`3 v m` and the wait :math:`3 (p - 1)`, or :math:`p - 1` where dgrad and wgrad are apart.
-    Schedules of two stages wait longer when they have too few micro-batches to fill the pipeline.
+    Schedules of several stages wait longer when they have too few micro-batches to fill the pipeline.
 
     Returns:
         A number from 0 (no wait) to below 1; 0 without a pipeline.
@@ -351,14 +353,14 @@ def bubble_fraction(schedule: Schedule, *, pp: int, microbatches: int) -> float:
     """
     if pp == 1:
         return 0.0
-    missing = max(0, pp - microbatches)
+    missing, turns = max(0, pp - microbatches), turns or schedule.stages_per_rank
     if schedule.style == "v":
         wait = max(pp - 1, 2 * (2 * pp - 1 - microbatches))
     elif schedule.splits_backward:
-        wait = pp - 1 + 2 * missing + max(0, pp - 2 * microbatches)
+        wait = pp - 1 + turns * missing + (turns - 1) * max(0, pp - 2 * microbatches)
     else:
-        wait = 3 * (pp - 1) + 3 * missing * (schedule.stages_per_rank - 1)
-    return wait / (3 * schedule.stages_per_rank * microbatches + wait)
+        wait = 3 * (pp - 1) + 3 * missing * (turns - 1)
+    return wait / (3 * turns * microbatches + wait)
 
 
 class Durations(NamedTuple):

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from moelab.experiment import ActivationCheckpoint, EPBackend, Precision
@@ -96,23 +96,27 @@ def saved_without_checkpointing(shape: ModelShape, *, moe: bool, work: Work, com
 
 
 def _attention(shape: ModelShape, work: Work) -> dict[str, float]:
-    t, s, heads = work.tokens, work.residual, shape.n_heads // work.tp
+    t, s, heads, kv_heads = work.tokens, work.residual, shape.n_heads // work.tp, shape.kv_heads // work.tp
     qk, v = shape.qk_head_dim, shape.v_head_dim
+    # Latents are expanded to keys without their rotary part and to values; grouped queries have values of their own.
+    expanded = v if shape.grouped_queries else shape.qk_nope_head_dim + v
     tensors: dict[str, float] = {
         "layer input": BF16 * s * shape.dim,
         "normed layer input": BF16 * t * shape.dim,
         "latents": BF16 * t * (shape.q_lora_rank + shape.kv_lora_rank + shape.qk_rope_head_dim),
         "normed latents": BF16 * t * (shape.q_lora_rank + shape.kv_lora_rank),
         "rotary angles": FP32 * t * shape.qk_rope_head_dim,
-        "keys and values before attention": BF16 * t * heads * (shape.qk_nope_head_dim + v),
+        "keys and values before attention": BF16 * t * kv_heads * expanded,
         "queries": BF16 * t * heads * qk,
-        "keys": BF16 * t * work.cp * heads * qk,
+        "keys": BF16 * t * work.cp * kv_heads * qk,
         "attention output": BF16 * t * heads * v,
         "attention log-sum-exp": FP32 * t * heads,
         "residual after attention": BF16 * s * shape.dim,
     }
     if work.cp > 1:
-        tensors["gathered values"] = BF16 * t * work.cp * heads * v
+        tensors["gathered values"] = BF16 * t * work.cp * kv_heads * v
+    if shape.qk_norm:
+        tensors["queries and keys before their norm"] = BF16 * t * (heads + kv_heads) * qk
     return tensors
 
 
@@ -175,11 +179,20 @@ def arrived(shape: ModelShape, work: Work) -> Mapping[str, float]:
 
 
 @functools.lru_cache(maxsize=65_536)
-def saved(shape: ModelShape, *, moe: bool, work: Work, compiled: bool, checkpointing: ActivationCheckpoint) -> float:
+def saved(
+    shape: ModelShape,
+    *,
+    moe: bool,
+    work: Work,
+    compiled: bool,
+    checkpointing: ActivationCheckpoint,
+    scaled_products: bool = False,
+) -> float:
     """Bytes that one layer keeps from its forward to its backward pass under activation checkpointing.
 
     ``selective`` keeps the layer's input, attention's operands and output, and the output of every second matrix
-    product (``torchtitan/distributed/activation_checkpoint.py``). Grouped products are not on its list, so that routed
+    product (``torchtitan/distributed/activation_checkpoint.py``). Products of quantised linears (``scaled_products``)
+    are another operator, of which it keeps every one. Grouped products are not on its list, so that routed
     experts are recomputed whole; what arrived is kept as well where the dispatcher's communication is an operator
     (:func:`keeps_arrived`). ``full+dispatch`` keeps the layer's input and what arrived.
     """
@@ -192,7 +205,8 @@ def saved(shape: ModelShape, *, moe: bool, work: Work, compiled: bool, checkpoin
     if checkpointing != "selective":
         return kept
     kept += sum(tensors.get(name, 0.0) for name in _ATTENTION_OPERANDS)
-    return kept + sum(BF16 * work.tokens * width for width in _matrix_products(shape, moe=moe, tp=work.tp)[::2])
+    every = 1 if scaled_products else 2
+    return kept + sum(BF16 * work.tokens * width for width in _matrix_products(shape, moe=moe, tp=work.tp)[::every])
 
 
 def keeps_arrived(work: Work, *, compiled: bool, checkpointing: ActivationCheckpoint) -> bool:
@@ -221,7 +235,10 @@ def _matrix_products(shape: ModelShape, *, moe: bool, tp: int) -> list[float]:
     """
     queries = shape.n_heads // tp * shape.qk_head_dim
     products: list[float] = [shape.q_lora_rank, queries] if shape.q_lora_rank else [queries]
-    products += [shape.kv_lora_rank + shape.qk_rope_head_dim, 0, shape.dim]
+    if shape.grouped_queries:
+        products += [shape.kv_heads // tp * shape.qk_head_dim, 0, shape.dim]
+    else:
+        products += [shape.kv_lora_rank + shape.qk_rope_head_dim, 0, shape.dim]
     hidden = (shape.shared_hidden_dim if moe else shape.dense_hidden_dim) / tp
     return products + ([hidden, hidden, shape.dim] if hidden else [])
 
@@ -279,13 +296,19 @@ def quantised_working_set(
 
 @dataclass(frozen=True)
 class Mode:
-    """What an experiment says about how its layers run."""
+    """What an experiment says about how its layers run.
+
+    ``linears`` is whether linears are quantised as well, ``busiest_layer`` the received rows of the layer that is the
+    fullest moment, relative to perfect balance.
+    """
 
     checkpointing: ActivationCheckpoint
     compiled: bool
     loss_compiled: bool
     precision: Precision
     emulated: bool
+    linears: bool = False
+    busiest_layer: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -315,9 +338,18 @@ class LayerCosts:
 def layer_costs(shape: ModelShape, *, moe: bool, degrees: Degrees, work: Work, mode: Mode) -> LayerCosts:
     """The costs of a layer with routed experts, or of a dense one."""
     held = module_held(shape, f"layers.{shape.n_dense_layers if moe else 0}", degrees)
+    kept = saved(
+        shape,
+        moe=moe,
+        work=work,
+        compiled=mode.compiled,
+        checkpointing=mode.checkpointing,
+        scaled_products=mode.linears,
+    )
+    # What all layers keep follows the average layer; the moment in which one layer runs, the one with most rows.
+    work = replace(work, imbalance=max(work.imbalance, mode.busiest_layer))
     forward = forward_working_set(shape, moe=moe, work=work, compiled=mode.compiled)
     backward = backward_working_set(shape, moe=moe, work=work, compiled=mode.compiled)
-    kept = saved(shape, moe=moe, work=work, compiled=mode.compiled, checkpointing=mode.checkpointing)
     tensors = saved_without_checkpointing(shape, moe=moe, work=work, compiled=mode.compiled)
     everything = sum(tensors.values())
     if moe and keeps_arrived(work, compiled=mode.compiled, checkpointing=mode.checkpointing):
@@ -330,7 +362,8 @@ def layer_costs(shape: ModelShape, *, moe: bool, degrees: Degrees, work: Work, m
         held=held,
         saved=kept,
         forward=forward,
-        recomputed=max(0.0, everything - kept),
+        # Without checkpointing the rows of a busy layer are among what all layers keep.
+        recomputed=0.0 if mode.checkpointing == "none" else max(0.0, everything - kept),
         attention=sum(_attention(shape, work).values()),
         backward=backward if mode.checkpointing == "none" else max(forward, backward),
         quantised=quantised if moe else 0.0,

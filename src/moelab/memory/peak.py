@@ -27,6 +27,8 @@ from functools import cached_property
 from moelab.experiment import EPBackend, Experiment, Precision, Routing
 from moelab.hardware import GROUP_PADDING, Figure, Gpu, has_native_mxfp8
 from moelab.layout import Layout
+from moelab.layout.mesh import nvlink_ranks
+from moelab.layout.rules import LOSS_CHUNKS
 from moelab.layout.schedule import in_flight
 from moelab.memory.activations import BF16, FP32, LayerCosts, Mode, Work, layer_costs
 from moelab.memory.sharding import NOTHING, Degrees, Held, StageModules, degrees_of, held, module_held, stage_modules
@@ -53,8 +55,6 @@ PARTS = (
 """Names of the parts, in the order in which a figure stacks them."""
 OUTSIDE = ("dispatch buffers", "CUDA and NCCL")
 """Parts that PyTorch's allocator knows nothing of."""
-LOSS_CHUNKS = 8
-"""Pieces into which TorchTitan cuts the sequence for the loss (``ChunkedLossWrapper``)."""
 LOSS_BYTES = {"eager": 3 * FP32 + BF16, "compiled": FP32 + 2 * BF16}
 """Bytes for each logit of a chunk: the BF16 logits with log-softmax, its gradient and theirs in FP32; compiled, the
 logits, a row of intermediate FP32 and the gradient of the logits."""
@@ -68,7 +68,10 @@ CHANNELS = 8 * 160
 """Tokens of slack of each scale-out buffer (``ElasticBuffer::kNumMaxChannels``)."""
 WORKSPACE_BYTES = 7 * BUFFER_ALIGNMENT
 """Counters and signals, the same for every model (``layout::WorkspaceLayout``: 12,820,528 bytes, padded)."""
-TO_BE_FITTED = "to be fitted on measured H100 peaks"
+EARLY_ROUTING = (
+    "fitted: pytorch/torchtitan PR 3639, 16B on 8 H100, EP 4, the router's own choice from the first step, 68.8 GiB; "
+    "that of PR 3934, the debug model at EP 2 on B200, is then 5 % low"
+)
 H100_ROWS = "benchmarks/results/memory_h100.json, 2 x H100, November 2026"
 
 
@@ -77,22 +80,26 @@ class MemoryConstants:
     """Numbers of the memory model that are no arithmetic on the model's dimensions; replace one to see what it does.
 
     Attributes:
-        routing_imbalance: received rows of the busiest rank, relative to perfect balance, where the router decides.
+        routing_imbalance: received rows of the busiest rank over all layers, relative to perfect balance, where the
+            router decides.
+        busiest_layer: the same of its busiest layer.
         fragmentation: reserved memory relative to what the pools of the allocator are known to need.
         context_gib: CUDA context, kernels and libraries, outside PyTorch's allocator, GiB.
         communicator_gib: NCCL's buffers for each process group of more than one GPU, GiB.
     """
 
     routing_imbalance: Figure
+    busiest_layer: Figure
     fragmentation: Figure
     context_gib: Figure
     communicator_gib: Figure
 
 
 memory_constants = MemoryConstants(
-    routing_imbalance=Figure(value=1.1, label="derived", source=TO_BE_FITTED),
+    routing_imbalance=Figure(value=1.1, label="derived", source="assumed; over many layers, busy ones even out"),
+    busiest_layer=Figure(value=1.9, label="derived", source=EARLY_ROUTING),
     fragmentation=Figure(value=1.01, label="measured", source=f"{H100_ROWS}, row '16B none'"),
-    context_gib=Figure(value=1.23, label="measured", source=f"{H100_ROWS}, row '1 GPU selective'"),
+    context_gib=Figure(value=2.16, label="measured", source=f"{H100_ROWS}, the most: '1 GPU full'; the least is 1.23"),
     communicator_gib=Figure(value=0.35, label="measured", source=f"{H100_ROWS}, row '16B selective', two groups"),
 )
 
@@ -106,7 +113,7 @@ class DispatchBuffer:
         size_bytes: of everything that it allocates.
         tokens: that a rank dispatches at a time.
         ranks: expert-parallel ranks.
-        nvlink_ranks: those of them that share a node.
+        nvlink_ranks: those of them that NVLink joins.
         exact: whether ``size_bytes`` is the dispatcher's own arithmetic.
     """
 
@@ -142,7 +149,12 @@ class StageMemory:
     @property
     def reserved_gib(self) -> float:
         """What PyTorch's allocator reserves: TorchTitan's ``memory``, GiB."""
-        return self.total_gib - sum(self.parts[name] for name in OUTSIDE)
+        return self.total_gib - self.outside_gib
+
+    @property
+    def outside_gib(self) -> float:
+        """What CUDA, NCCL and the dispatcher take besides, GiB: `nvidia-smi` shows it, TorchTitan does not."""
+        return sum(self.parts[name] for name in OUTSIDE)
 
     @property
     def in_use_gib(self) -> float:
@@ -241,6 +253,8 @@ def estimate(
         experiment.compile != "none",
         experiment.precision,
         emulates(experiment, gpu),
+        experiment.quantize != "experts" and experiment.precision is Precision.MXFP8,
+        min(constants.busiest_layer.value, layout.ep) if experiment.routing is Routing.LEARNED else 1.0,
     )
     run = Moments(
         shape=shape,
@@ -444,7 +458,8 @@ class Moments:
         (``torch/distributed/pipelining/stage.py`` and ``torch/distributed/fsdp/_fully_shard`` at 2.14).
         """
         kept = [stage.dense_layers * self.dense.saved + stage.moe_layers * self.moe.saved for stage in modules]
-        fullest = in_flight(self.schedule, pp=self.layout.pp, microbatches=self.layout.microbatches, rank=rank)
+        pp, microbatches = self.layout.pp, self.layout.microbatches
+        fullest = in_flight(self.schedule, pp=pp, microbatches=microbatches, rank=rank, turns=len(modules))
         activations = max(sum(n * size for n, size in zip(moment, kept, strict=True)) for moment in fullest)
         largest = self.moe if any(stage.moe_layers for stage in modules) else self.dense
         gathered = sum(one.gathered for one in total)
@@ -488,11 +503,11 @@ def dispatch_buffer(experiment: Experiment, layout: Layout, shape: ModelShape, w
     emulated = backend is EPBackend.DEEPEP and experiment.ep_kernels == "emulated"
     if backend is EPBackend.STANDARD or ranks == 1 or emulated:
         return None
-    nvlink_ranks = math.gcd(ranks, experiment.gpus_per_node)
+    joined = math.gcd(ranks, nvlink_ranks(experiment, ranks))
     rows = ranks * tokens
     if backend is EPBackend.DEEPEP:
         size = WORKSPACE_BYTES + deepep_buffer_bytes(
-            tokens=tokens, dim=shape.dim, top_k=shape.top_k, ranks=ranks, nvlink_ranks=nvlink_ranks
+            tokens=tokens, dim=shape.dim, top_k=shape.top_k, ranks=ranks, nvlink_ranks=joined
         )
     else:
         copies = min(shape.top_k, shape.num_experts // ranks) if backend is EPBackend.MINIMAL_ASYNC_EP else 1
@@ -502,7 +517,7 @@ def dispatch_buffer(experiment: Experiment, layout: Layout, shape: ModelShape, w
         size_bytes=size,
         tokens=tokens,
         ranks=ranks,
-        nvlink_ranks=nvlink_ranks,
+        nvlink_ranks=joined,
         exact=backend is not EPBackend.HYBRIDEP,
     )
 

@@ -63,18 +63,24 @@ def _linear(name: str, out: int, into: int, part: Part, tp_dim: int | None) -> P
 
 
 def _attention(shape: ModelShape) -> Iterator[Parameter]:
-    """Multi-head latent attention: down-projections are whole on every tensor-parallel rank, up-projections sharded."""
-    queries = shape.n_heads * shape.qk_head_dim
+    """Of latent attention, down-projections are whole on every tensor-parallel rank and up-projections sharded."""
+    queries, values = shape.n_heads * shape.qk_head_dim, shape.kv_heads * shape.v_head_dim
     if shape.q_lora_rank:
         yield _linear("attention.wq_a", shape.q_lora_rank, shape.dim, "attention", None)
         yield Parameter(name="attention.q_norm.weight", shape=(shape.q_lora_rank,), part="norms")
         yield _linear("attention.wq_b", queries, shape.q_lora_rank, "attention", 0)
     else:
         yield _linear("attention.wq", queries, shape.dim, "attention", 0)
-    yield _linear("attention.wkv_a", shape.kv_lora_rank + shape.qk_rope_head_dim, shape.dim, "attention", None)
-    yield Parameter(name="attention.kv_norm.weight", shape=(shape.kv_lora_rank,), part="norms")
-    keys_values = shape.n_heads * (shape.qk_nope_head_dim + shape.v_head_dim)
-    yield _linear("attention.wkv_b", keys_values, shape.kv_lora_rank, "attention", 0)
+    if shape.grouped_queries:
+        yield _linear("attention.wk", shape.kv_heads * shape.qk_head_dim, shape.dim, "attention", 0)
+        yield _linear("attention.wv", values, shape.dim, "attention", 0)
+        for name in ("q_norm", "k_norm") if shape.qk_norm else ():
+            yield Parameter(name=f"attention.{name}.weight", shape=(shape.qk_head_dim,), part="norms")
+    else:
+        yield _linear("attention.wkv_a", shape.kv_lora_rank + shape.qk_rope_head_dim, shape.dim, "attention", None)
+        yield Parameter(name="attention.kv_norm.weight", shape=(shape.kv_lora_rank,), part="norms")
+        keys_values = shape.n_heads * shape.qk_nope_head_dim + values
+        yield _linear("attention.wkv_b", keys_values, shape.kv_lora_rank, "attention", 0)
     yield _linear("attention.wo", shape.dim, shape.n_heads * shape.v_head_dim, "attention", 1)
 
 

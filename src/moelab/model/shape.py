@@ -7,7 +7,6 @@ laptop's model of ``moelab.titan.models``.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 from moelab.errors import BadInput
 from moelab.experiment import Experiment
@@ -19,9 +18,12 @@ TOKENIZERS = {"16B": "assets/hf/deepseek-moe-16b-base", "671B": "assets/hf/DeepS
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """Dimensions of a DeepSeek-V3 model, under TorchTitan's names. ``q_lora_rank`` 0 means full-rank queries.
+    """Dimensions of a model like DeepSeek-V3, under TorchTitan's names. ``q_lora_rank`` 0 means full-rank queries.
 
     ``expert_groups`` and ``limited_groups`` are those of group-limited routing; both 1 where routing is free.
+    ``n_kv_heads`` above 0 means grouped-query attention in place of multi-head latent attention: the ranks and
+    ``qk_rope_head_dim`` are 0 then, and the other two head dimensions are ``head_dim``, so that whatever counts heads
+    counts both kinds alike. ``qk_norm`` is its norm of each query and key head.
     """
 
     name: str
@@ -42,6 +44,28 @@ class ModelShape:
     top_k: int
     expert_groups: int = 1
     limited_groups: int = 1
+    n_kv_heads: int = 0
+    qk_norm: bool = False
+
+    @property
+    def grouped_queries(self) -> bool:
+        """Whether attention is grouped-query attention, which TorchTitan's DeepSeek-V3 cannot build."""
+        return self.n_kv_heads > 0
+
+    @property
+    def plan_only(self) -> str | None:
+        """Why TorchTitan cannot train the shape; None where it can."""
+        if not self.grouped_queries:
+            return None
+        return (
+            "attention is gqa: TorchTitan's DeepSeek-V3 has multi-head latent attention only, so a model with "
+            "grouped-query attention is planned and projected, and not trained"
+        )
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of keys and values; latent attention expands its latents to as many as there are queries."""
+        return self.n_kv_heads or self.n_heads
 
     @property
     def n_moe_layers(self) -> int:
@@ -168,16 +192,36 @@ def shape_for(experiment: Experiment) -> ModelShape:
     shape = shape_of(experiment.model)
     if experiment.shape is None:
         return shape
-    changes: dict[str, Any] = experiment.shape.changes
-    shape = replace(shape, **changes)
-    faults = [text for wrong, text in _faults(shape) if wrong]
+    changes = experiment.shape.changes
+    attention = changes.pop("attention", "mla")
+    others = OF_LATENT_ATTENTION if attention == "gqa" else OF_GROUPED_QUERIES
+    faults = [f"{name} is {changes[name]}; {_WHOSE[attention]}" for name in others if name in changes]
+    if attention == "gqa" and not faults:
+        if lacking := [name for name in ("n_kv_heads", "head_dim") if name not in changes]:
+            raise BadInput(f"shape: attention is gqa, which needs {' and '.join(lacking)}")
+        size = changes.pop("head_dim")
+        changes |= {"q_lora_rank": 0, "kv_lora_rank": 0}
+        changes |= {"qk_nope_head_dim": size, "qk_rope_head_dim": 0, "v_head_dim": size}
+    if not faults:
+        shape = replace(shape, **changes)
+        faults = [text for wrong, text in _faults(shape) if wrong]
     if faults:
         raise BadInput("\n".join(f"shape: {text}" for text in faults))
     return shape
 
 
+OF_LATENT_ATTENTION = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+OF_GROUPED_QUERIES = ("n_kv_heads", "head_dim", "qk_norm")
+_WHOSE = {
+    "mla": "attention stays mla, DeepSeek's multi-head latent attention, which has none. attention=gqa, grouped-query "
+    "attention, has it, to plan and project, not to train",
+    "gqa": "attention is gqa, grouped-query attention, which has none; valid: n_kv_heads, head_dim and qk_norm",
+}
+
+
 def _faults(shape: ModelShape) -> list[tuple[bool, str]]:
     experts, groups, limited = shape.num_experts, shape.expert_groups, shape.limited_groups
+    products = (("dim", shape.dim), ("moe_hidden_dim", shape.moe_hidden_dim))  # of grouped GEMMs, in rows of 16 bytes
     return [
         (
             shape.n_dense_layers >= shape.n_layers,
@@ -190,7 +234,16 @@ def _faults(shape: ModelShape) -> list[tuple[bool, str]]:
             shape.top_k > limited * (experts // groups),
             f"top_k is {shape.top_k}; valid: at most the experts of {limited} of {groups} groups",
         ),
-        (shape.dim % 8 != 0, f"dim is {shape.dim}; valid: a multiple of 8"),
+        (experts < 2 * groups, f"num_experts is {experts}; valid: at least 2 in each of {groups} expert_groups"),
+        *((size % 8 != 0, f"{name} is {size}; valid: a multiple of 8") for name, size in products),
+        (
+            shape.qk_rope_head_dim % 2 != 0,
+            f"qk_rope_head_dim is {shape.qk_rope_head_dim}; valid: an even number, for rotations of pairs",
+        ),
+        (
+            shape.n_heads % shape.kv_heads != 0,
+            f"n_kv_heads is {shape.n_kv_heads}; valid: a divisor of n_heads, {shape.n_heads}",
+        ),
     ]
 
 

@@ -1,4 +1,4 @@
-"""MXFP8 experts, and linears when asked, as TorchTitan model converters.
+"""Quantised experts, and linears when asked, as TorchTitan model converters: MXFP8 and row-wise FP8.
 
 TorchTitan 0.3.0 has such converters and refuses anything below SM100. These do the same there, with the same torchao
 kernels, and emulate elsewhere, so that one experiment means one thing on every machine: the linears by torchao's
@@ -8,6 +8,11 @@ grouped GEMM are quantised (wgrad in BF16 when asked).
 The quantised kernels need every expert's token group to be a multiple of a block. Where Triton runs, TorchTitan's
 TorchAOTokenDispatcher pads inside the permutation; on a CPU it cannot (the permutation is a Triton kernel), so the
 plain dispatcher stays and the emulation pads inside the grouped GEMM.
+
+FP8 experts are moelab's (:mod:`moelab.mxfp8.quantised_experts`), with wgrad in BF16 or FP8. TorchTitan 0.3.0's own train
+in BF16 whenever experts are spread over ranks: they quantise where a weight is torchao's wrapper
+(``Float8TrainingWeightWrapperTensor``), and TorchTitan's default SPMD backend hands out plain tensors
+(``spmd_types.shard`` in ``distributed/spmd_types.py``). Nothing says so; the kernels of a traced step do.
 """
 
 from __future__ import annotations
@@ -25,7 +30,8 @@ from torchao.prototype.mx_formats.config import (
     ScaleCalculationMode,
 )
 from torchao.quantization.quantize_.common import KernelPreference
-from torchtitan.components.quantization import MXFP8Linear, QuantizationConverter
+from torchtitan.components.quantization import Float8LinearConverter, MXFP8Linear, QuantizationConverter
+from torchtitan.components.quantization.float8 import Float8Linear, _float8_experts_cache
 from torchtitan.components.quantization.mx import _get_mxfp8_grouped_experts_cls
 from torchtitan.components.quantization.utils import swap_token_dispatcher
 from torchtitan.config.override import derive
@@ -38,6 +44,7 @@ from moelab.hardware import GROUP_PADDING
 from moelab.mxfp8 import emulation
 from moelab.mxfp8.kernels import Kernels
 from moelab.mxfp8.quantise import BLOCK
+from moelab.mxfp8.quantised_experts import quantised_experts
 
 LINEARS = ("attention", "shared_experts", "feed_forward")
 """Parts of the names of the linears that are quantised: never the router, the embedding or the vocabulary head."""
@@ -45,7 +52,7 @@ _PREFERENCE = {"native": KernelPreference.AUTO, "emulated": KernelPreference.EMU
 
 
 class NothingConverted(MoelabError):
-    """An MXFP8 arm in which no module was converted would be a BF16 arm under another name."""
+    """A quantised arm in which no module was converted would be a BF16 arm under another name."""
 
 
 # TorchTitan 0.3.0 makes the class in a private function and exports no name for it.
@@ -65,6 +72,8 @@ class MXFP8Experts(_TitanExperts):
         kernels: Kernels = "native"
         wgrad: Literal["mxfp8", "bf16"] = "mxfp8"
         pad_inside: bool = False
+
+    multiplies_in = "mxfp8"
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -107,6 +116,8 @@ class MXFP8EmulatedLinear(MXFP8Linear):
 
         kernels: str = "emulated"
         wgrad: str = "mxfp8"
+
+    multiplies_in = "mxfp8"
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -154,12 +165,7 @@ class MXFP8Converter(QuantizationConverter):
         Raises:
             NothingConverted: if the model has no routed experts, or linears were asked for and none was found.
         """
-        experts = list(model_config.traverse(GroupedExperts.Config))
-        if not experts:
-            raise NothingConverted(
-                "the model has no routed experts, so MXFP8 has nothing to quantise; use precision bf16"
-            )
-        for _name, config, parent, attribute in experts:
+        for _name, config, parent, attribute in _experts_of(model_config, "MXFP8"):
             setattr(parent, attribute, self._experts(config, parent))
         if self.config.linears:
             self._convert_linears(model_config)
@@ -194,6 +200,58 @@ class MXFP8Converter(QuantizationConverter):
                 setattr(parent, attribute, converted)
 
 
+class FP8Converter(QuantizationConverter):
+    """Replaces the experts (and linears) of a model's configuration by their row-wise FP8 form, wgrad in BF16."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(QuantizationConverter.Config):
+        """``linears``: parts of the names of linears that are quantised too; ``wgrad``: of the experts."""
+
+        wgrad: Literal["fp8", "bf16"] = "bf16"
+        linears: list[str] = field(default_factory=list)
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    def convert(self, model_config: Any) -> Any:
+        """Convert a model's configuration in place.
+
+        Raises:
+            NothingConverted: if the model has no routed experts.
+        """
+        for _name, config, parent, attribute in _experts_of(model_config, "FP8"):
+            # moelab's DeepEP dispatcher, put in place by an override later, pads by itself.
+            if not isinstance(parent.token_dispatcher, DeepEPTokenDispatcher.Config):
+                swap_token_dispatcher(parent, GROUP_PADDING["fp8"])
+            experts = quantised_experts(type(config)._owner, "fp8")
+            _float8_experts_cache[type(config)._owner] = experts  # where TorchTitan looks whether to print an MFU
+            setattr(parent, attribute, derive(config, experts.Config, wgrad=self.config.wgrad))
+        if self.config.linears:
+            names = [name for name, *_ in model_config.traverse(Linear.Config)]
+            others = [name for name in names if not any(part in name for part in self.config.linears)]
+            # Of torchao's recipes the one that keeps wgrad in BF16: with it a linear is cast along one axis alone.
+            linears = Float8LinearConverter.Config(
+                model_compile_enabled=self.config.model_compile_enabled,
+                recipe_name="rowwise_with_gw_hp",
+                filter_fqns=others,
+            )
+            linears.build().convert(model_config)
+        return model_config
+
+
+def _experts_of(model_config: Any, format_: str) -> list[Any]:
+    experts = list(model_config.traverse(GroupedExperts.Config))
+    if not experts:
+        raise NothingConverted(
+            f"the model has no routed experts, so {format_} has nothing to quantise; use precision bf16"
+        )
+    return experts
+
+
 def converted_modules(model: nn.Module) -> list[str]:
-    """Names of the modules of a built model that multiply in MXFP8."""
-    return [name for name, module in model.named_modules() if isinstance(module, MXFP8Experts | MXFP8EmulatedLinear)]
+    """Names of the modules of a built model that multiply in 8 bits."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if hasattr(module, "multiplies_in") or isinstance(module, Float8Linear)
+    ]

@@ -5,7 +5,7 @@ As an override from outside TorchTitan's tree, for experts that :mod:`moelab.mxf
     torchrun … -m torchtitan.train … --override.imports moelab.mxfp8.dispatch.quantised
 
 A token travels to its experts as E4M3 with a scale for 32 features, 33/64 of its bytes in BF16, and enters the first
-grouped GEMMs as it arrives (:mod:`moelab.mxfp8.prequantised`). What arrives quantised along the features cannot be
+grouped GEMMs as it arrives (:mod:`moelab.mxfp8.quantised_experts`). What arrives quantised along the features cannot be
 scaled along the tokens, so the experts' weight gradient is BF16. It is torchao's MXFP8 all-to-all
 (``prototype/moe_training/ep``) in plain PyTorch, with its numbers:
 
@@ -49,8 +49,8 @@ from moelab.errors import BadInput
 from moelab.hardware import GROUP_PADDING
 from moelab.mxfp8.converter import MXFP8Experts
 from moelab.mxfp8.kernels import Kernels
-from moelab.mxfp8.prequantised import QuantisedRows, place, prequantised_experts
 from moelab.mxfp8.quantise import BLOCK, E4M3, expand, quantise_mxfp8
+from moelab.mxfp8.quantised_experts import QuantisedRows, place, quantised_experts
 
 QUANTISED = "moelab.mxfp8.dispatch.quantised"
 """Name for TorchTitan's ``override.imports``."""
@@ -75,7 +75,7 @@ def quantised(config: RoutedExperts.Config) -> Any:
             f"dispatch_precision mxfp8 feeds MXFP8 experts whose weight gradient is BF16, and these are "
             f"{type(experts)._owner.__name__}{wgrad}; set precision=mxfp8 and wgrad=bf16, or dispatch_precision=bf16"
         )
-    prequantised = prequantised_experts(type(experts)._owner)
+    prequantised = quantised_experts(type(experts)._owner)
     return derive(
         config,
         RoutedExperts.Config,

@@ -19,7 +19,7 @@ The blocks of wgrad run along tokens, so every group must be a multiple of 32 to
 ``pad_inside`` does. A weight's two forms differ by block axis and cannot be derived from each other; each is computed
 once a product, where it is needed, for keeping both would double the memory of the weights.
 
-Activations that arrive quantised, from a dispatch that sends MXFP8, are :mod:`moelab.mxfp8.prequantised`'s.
+Activations that arrive quantised, from a dispatch that sends MXFP8, are :mod:`moelab.mxfp8.quantised_experts`'s.
 
 Shape suffixes: M tokens of all groups, G groups (experts), K and N a GEMM's inner and outer features, b blocks of 32.
 """

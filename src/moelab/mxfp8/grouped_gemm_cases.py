@@ -74,6 +74,11 @@ class Case:
         return f"{self.m}×{self.n}×{self.k}, {groups}"
 
     @property
+    def mnkg(self) -> tuple[int, int, int, int]:
+        """Rows, output features, input features and groups."""
+        return self.m, self.n, self.k, self.groups
+
+    @property
     def flops(self) -> int:
         """Multiplications and additions of one of the three products."""
         return 2 * self.m * self.n * self.k

@@ -7,6 +7,7 @@ is read the same way. What is shown from a file is a replay and says so.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -57,10 +58,9 @@ class GroupedGemmResult:
         return both.assign(speedup=both["bf16_us"] / both["low_us"])
 
 
-def case_of(row: Any) -> Case:
+def case_of(row: Mapping[Any, Any]) -> Case:
     """The case of a row of a table here."""
-    sizes = {name: int(getattr(row, name)) for name in ("m", "n", "k", "groups")}
-    return Case(**sizes, sizes=row.sizes)
+    return Case(**{name: row[name] for name in SHAPE})
 
 
 def obtain(

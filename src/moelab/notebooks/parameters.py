@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from moelab.data.example_logs import EXAMPLE_LOGS
 from moelab.experiment import Experiment
-from moelab.experiment_file import Study, make_study, parse
+from moelab.experiment_file import Study, make_study, parse, read_hardware
 from moelab.machine import gpus
 from moelab.model import shape_of
 from moelab.projection import ExpertPlacement, RoutingModel, routing_of
@@ -36,6 +36,7 @@ NodeProfile = Literal["b200_x256", "b200_node", "h100_node", "h200_node"]
 _SHARED: dict[str, Any] = {
     "study": str,
     "runs_dir": str,
+    "hardware": Annotated[str, Field(description="name of a hardware profile, or path of a YAML file of your own")],
     "submit": Annotated[bool, Field(description="give the study to Slurm")],
     "cluster": Annotated[
         str, Field(description="name of a cluster profile, or a path of one; local starts the ranks here")
@@ -65,7 +66,8 @@ class NotebookParameters(BaseModel):
         """The parameters that are fields of an experiment."""
         given = self.model_dump()
         ranks = {"gpus_per_node": given["ranks"]} if "ranks" in given else {}
-        return {name: value for name, value in given.items() if name in Experiment.model_fields} | ranks
+        hardware = {"hardware": read_hardware(given["hardware"])} if "hardware" in given else {}
+        return {name: value for name, value in given.items() if name in Experiment.model_fields} | ranks | hardware
 
 
 Schema = TypeVar("Schema", bound=NotebookParameters)

@@ -46,7 +46,7 @@ class Constant:
     __pydantic_config__ = _CLOSED
 
     def __float__(self) -> float:
-        return self.value
+        return float(self.value)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -58,11 +58,14 @@ class Calibration:
     hopper_grouped: Constant
     inner: Constant
     blackwell_grouped: Constant
+    blackwell_bf16_alone: Constant
     blackwell_low: Constant
     blackwell_low_wgrad: Constant
     blackwell_low_in_step: Constant
     blackwell_cast: Constant
     blackwell_scales_us: Constant
+    blackwell_scales_wgrad_us: Constant
+    blackwell_scales_us_per_mrow: Constant
     hopper_low: Constant
     hopper_cast: Constant
     emulated_cast: Constant

@@ -30,12 +30,15 @@ from dataclasses import dataclass
 from typing import Literal
 
 from moelab.data import read_yaml
-from moelab.experiment import EPBackend
-from moelab.memory.activations import BF16
-from moelab.model import BYTES_PER_ELEMENT
+from moelab.experiment import EPBackend, Precision
+from moelab.hardware import GPUS, Node
+from moelab.memory.activations import BF16, Work
+from moelab.memory.sharding import Degrees
+from moelab.model import BYTES_PER_ELEMENT, ModelShape
 from moelab.projection.calibration import Calibration
-from moelab.projection.job import PASS_INDEX, Job, PassName, Times, add
+from moelab.projection.job import PASS_INDEX, Job, PassName, Stack, Times, add
 from moelab.projection.memory_bound import memory_rate
+from moelab.projection.routing import RoutingModel
 
 
 def ring_time_s(job: Job, calibration: Calibration, whole_bytes: float, ranks: int, *, stride: int = 1) -> float:
@@ -85,7 +88,7 @@ def add_context_parallel(times: Times, job: Job, calibration: Calibration) -> No
     """Keys and values of attention, gathered over the ranks that share a sequence, and their gradients scattered."""
     if job.work.cp == 1:
         return
-    width = job.shape.n_heads / job.work.tp * (job.shape.qk_head_dim + job.shape.v_head_dim)
+    width = job.shape.kv_heads / job.work.tp * (job.shape.qk_head_dim + job.shape.v_head_dim)
     whole = BF16 * job.work.tokens * job.work.cp * width
     one = ring_time_s(job, calibration, whole, job.work.cp, stride=job.work.tp)
     add(times, "forward", "context-parallel collectives", one)
@@ -115,6 +118,24 @@ def exchange_time_s(job: Job, calibration: Calibration, element_bytes: float) ->
     network_s = network / (1e9 * float(calibration.network) * float(job.node.nic_gb_s or 1)) if network else 0.0
     latency = calibration.deepep_s if not standard and job.stack.host else calibration.collective_s
     return max(nvlink_s, network_s) + float(latency)
+
+
+def exchange_job(gpu: str, *, ep: int, shape: ModelShape, tokens: int) -> Job:
+    """As much of a job as an exchange alone needs, on one node of eight GPUs."""
+    return Job(
+        shape=shape,
+        node=Node(gpu=GPUS[gpu], gpus=8),
+        stack=Stack(name="part", permutation="standard compiled"),
+        work=Work(tokens=tokens, ep=ep),
+        seq_len=4096,
+        microbatches=1,
+        schedule="1F1B",
+        stages=(),
+        stages_of_rank=((0,),),
+        degrees=Degrees(1, ep, 1, ep, 1),
+        precision=Precision.BF16,
+        routing=RoutingModel(kind="random_balanced"),
+    )
 
 
 def add_exchange(times: Times, job: Job, calibration: Calibration) -> None:

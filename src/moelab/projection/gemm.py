@@ -1,21 +1,35 @@
-"""Time of matrix products, of the casts around them, and of attention's two.
+"""Time of matrix products, of the casts around them, and of attention's two: the only model of either.
 
 A product has a rate of the datasheet's, of which its shape leaves some: it is cut into tiles of 128 × 256; the last
 wave of tiles rarely fills the GPU, and each tile needs a while to begin and end, which a long K hides. Grouped products
 on B200 run at one rate, or as fast as memory is read.
 
-Letters: M rows of the product over all groups, N its columns, K what is summed over; of a grouped wgrad, K is the rows
-of all groups, each of which has an M × N output of its own.
+A grouped product of 8 bits costs more than its GEMMs. Casts take memory time that grows with their elements alone, and
+MXFP8's scales are brought into the blocks that tensor cores read:
+
+==========  =====================  ============================  =================================================
+product     GEMM                   cast to 8 bits                scales into blocks
+==========  =====================  ============================  =================================================
+forward     (M, K) × (G, K, N)     M·K rows, G·N·K weights       a fixed time
+dgrad       (M, N) × (G, N, K)     M·N gradient, G·N·K weights   the same
+wgrad       (N, M) × (M, K)        M·N gradient, M·K rows        a fixed time, and one for each row of a group
+==========  =====================  ============================  =================================================
+
+For each row the GEMMs save 6·N·K·(1/R16 − 1/R8) and casts take 6·(N + K)/B, so large N and K win at any large M, while
+weights (G·N·K) and scales have to be shared among many rows: that is where the break-even M comes from. With wgrad in
+BF16 the last line is one more product in BF16.
+
+Letters: M rows of the product over all groups, N its columns, K what is summed over, G groups (local experts). A
+grouped wgrad sums over the rows of all groups, each of which has an output of its own.
 
 What a layer multiplies depends on the model and its degrees alone and is derived once; only rows grow with the tokens.
-
-Casts to 8 bits and the layout of scales are timed for one product forward and backward. The table of casts is
-:mod:`moelab.mxfp8.break_even`'s: rows and weights forward, gradient and weights for dgrad, gradient and rows along the
-other axis for wgrad.
 
 Attention multiplies pairs of tokens that may see each other. FlexAttention works on blocks of 128 × 128 and skips those
 that the mask leaves empty; a mask that keeps packed documents apart leaves few. Backward is five products where forward
 has two.
+
+References:
+    ``torchao`` 0.18.0, ``prototype/moe_training/mxfp8_grouped_mm.py`` and ``kernels/mxfp8/quant.py``.
 """
 
 from __future__ import annotations
@@ -23,43 +37,57 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from math import ceil
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
+from moelab.errors import BadInput
 from moelab.experiment import Precision
-from moelab.hardware import GPUS, Gpu, Node, has_native_mxfp8
-from moelab.memory.activations import Work
-from moelab.memory.sharding import Degrees
-from moelab.model import ModelShape, gemms, shape_of
-from moelab.mxfp8.break_even import CAST_BYTES, OVERHEAD_SHARE
+from moelab.hardware import Gpu, has_native_mxfp8
+from moelab.model import ModelShape, gemms
+from moelab.mxfp8.grouped_gemm_cases import DIRECTIONS, Direction
+from moelab.mxfp8.grouped_gemm_cases import Precision as GroupedPrecision
 from moelab.projection.calibration import Calibration
-from moelab.projection.job import INDEX, Job, PassName, Stack, Times, add, nothing
+from moelab.projection.job import INDEX, Job, PassName, Times, add, nothing
 from moelab.projection.memory_bound import memory_rate
-from moelab.projection.routing import RoutingModel
 
 TILE_M, TILE_N = 128, 256
 SMS = {8: 108, 9: 132, 10: 148}
 """Streaming multiprocessors by major capability (datasheets of A100, H100 and B200)."""
 LAUNCH_S = 4e-6
+CAST_BYTES = {"fp8": 3.0, "mxfp8": 3.0 + 1 / 32, "emulated": 4.0}
+"""Of one element that is cast: two read, one written, and MXFP8's share of a scale; emulation writes BF16."""
+SEARCHED_ROWS = (1.0, 2.0**26)
 
 
 class Rates(NamedTuple):
     """What decides the time of a GPU's products.
 
     Attributes:
+        gpu: such as ``B200``.
+        low_format: the 8-bit format that its kernels of ``low`` are of.
         bf16: of large BF16 products, FLOP/s.
         grouped: of grouped ones in BF16, FLOP/s.
         low: of 8-bit products, forward and dgrad, FLOP/s.
         low_wgrad: of 8-bit wgrad, FLOP/s.
-        memory: bytes a second.
+        cast: of casts to 8 bits, bytes a second, read and written.
+        scales_s: to bring the scales of one product into blocks, forward or dgrad.
+        scales_wgrad_s: of a grouped wgrad, whatever its size.
+        scales_row_s: of a grouped wgrad, for each row of a group.
+        memory: of other kernels, bytes a second.
         inner: K at which half of a tile's time is its beginning and end.
         sms: streaming multiprocessors.
         grouped_in_tiles: whether grouped products lose what their shape loses; else ``grouped`` has it.
     """
 
+    gpu: str
+    low_format: Literal["fp8", "mxfp8"]
     bf16: float
     grouped: float
     low: float
     low_wgrad: float
+    cast: float
+    scales_s: float
+    scales_wgrad_s: float
+    scales_row_s: float
     memory: float
     inner: float
     sms: int
@@ -67,24 +95,39 @@ class Rates(NamedTuple):
 
 
 def is_blackwell(gpu: Gpu) -> bool:
-    """SM100 and SM103."""
+    """SM100 and SM103; AMD's gfx950, of which no rate was measured, is taken to be like them."""
     return has_native_mxfp8(gpu.capability)
 
 
-def rates_of(gpu: Gpu, calibration: Calibration) -> Rates:
-    """The rates of products in a step on a GPU."""
+@functools.lru_cache(maxsize=256)
+def rates_of(gpu: Gpu, calibration: Calibration, *, alone: bool = False, emulated: bool = False) -> Rates:
+    """The rates of products and casts on a GPU.
+
+    Args:
+        gpu: with its datasheet.
+        calibration: what of it is reached.
+        alone: kernels by themselves, as a benchmark of kernels times them, and not beside others in a step.
+        emulated: casts of emulated MXFP8.
+    """
     c, blackwell = calibration, is_blackwell(gpu)
     bf16, low = (1e12 * float(figure or 0) for figure in (gpu.bf16_tflops, gpu.fp8_tflops))
-    if blackwell:
-        in_step = float(c.blackwell_low_in_step)
-        low_rates = [low * float(share) / in_step for share in (c.blackwell_low, c.blackwell_low_wgrad)]
-    else:
-        low_rates = [low * float(c.hopper_low)] * 2
+    # BF16 is known best in a step and MXFP8 alone, so each constant is of where it was read, and a factor leads away
+    bf16_alone = float(c.blackwell_bf16_alone) if alone and blackwell else 1.0
+    low_in_step = float(c.blackwell_low_in_step) if blackwell and not alone else 1.0
+    cast_share = c.emulated_cast if emulated else c.blackwell_cast if blackwell else c.hopper_cast
+    scales_us = (c.blackwell_scales_us, c.blackwell_scales_wgrad_us, c.blackwell_scales_us_per_mrow)
+    fixed_s, wgrad_s, mrow_s = (low_in_step * float(us) / 1e6 if blackwell else 0.0 for us in scales_us)
     return Rates(
+        gpu=gpu.name,
+        low_format="mxfp8" if blackwell else "fp8",
         bf16=bf16 * float(c.blackwell_gemm if blackwell else c.hopper_gemm),
-        grouped=bf16 * float(c.blackwell_grouped if blackwell else c.hopper_grouped),
-        low=low_rates[0],
-        low_wgrad=low_rates[1],
+        grouped=bf16 * float(c.blackwell_grouped if blackwell else c.hopper_grouped) * bf16_alone,
+        low=low * float(c.blackwell_low if blackwell else c.hopper_low) / low_in_step,
+        low_wgrad=low * float(c.blackwell_low_wgrad if blackwell else c.hopper_low) / low_in_step,
+        cast=1e12 * float(gpu.hbm_tb_s or 1) * float(cast_share) / low_in_step,
+        scales_s=fixed_s,
+        scales_wgrad_s=wgrad_s,
+        scales_row_s=mrow_s / 1e6,
         memory=1e12 * float(gpu.hbm_tb_s or 1) * float(c.copy),
         inner=float(c.inner),
         sms=SMS.get(int(gpu.capability or 0), 132),
@@ -92,7 +135,7 @@ def rates_of(gpu: Gpu, calibration: Calibration) -> Rates:
     )
 
 
-def gemm_time_s(m: int, n: int, k: int, groups: int, rates: Rates, *, low: bool, wgrad: bool) -> float:
+def gemm_time_s(m: float, n: float, k: float, groups: int, rates: Rates, *, low: bool, wgrad: bool) -> float:
     """Seconds of a dense product, or of a grouped one at the rate of dense ones; sizes as in the module.
 
     Args:
@@ -108,7 +151,7 @@ def gemm_time_s(m: int, n: int, k: int, groups: int, rates: Rates, *, low: bool,
     return _in_tiles_s(m, n, k, groups, rates, rate, low=low, wgrad=wgrad)
 
 
-def grouped_time_s(m: int, n: int, k: int, groups: int, rates: Rates, *, low: bool, wgrad: bool) -> float:
+def grouped_gemm_time_s(m: float, n: float, k: float, groups: int, rates: Rates, *, low: bool, wgrad: bool) -> float:
     """Seconds of a product of ``torch._grouped_mm`` or of torchao's kernels; arguments as :func:`gemm_time_s`."""
     rate = (rates.low_wgrad if wgrad else rates.low) if low else rates.grouped
     if rates.grouped_in_tiles:
@@ -116,21 +159,151 @@ def grouped_time_s(m: int, n: int, k: int, groups: int, rates: Rates, *, low: bo
     return max(2 * m * n * k / rate, _memory_s(m, n, k, groups, rates, low=low, wgrad=wgrad))
 
 
-def _in_tiles_s(m: int, n: int, k: int, groups: int, rates: Rates, rate: float, *, low: bool, wgrad: bool) -> float:
+def _in_tiles_s(
+    m: float, n: float, k: float, groups: int, rates: Rates, rate: float, *, low: bool, wgrad: bool
+) -> float:
     """Waves of tiles at ``rate``, or memory, whichever is slower."""
-    inner = k / groups if wgrad else k
+    inner = k / groups if wgrad else k  # a wgrad sums over the rows of one group alone
     rows = m if wgrad else m / groups  # of one group
+    # each group begins a tile of its own, so many small groups leave more of their last tiles empty
     tiles = groups * ceil(rows / TILE_M) * ceil(n / TILE_N)
     share = groups * rows * n / (TILE_M * TILE_N * ceil(tiles / rates.sms) * rates.sms)
     compute_s = 2 * m * n * k / (rate * share * inner / (inner + rates.inner))
     return max(compute_s, _memory_s(m, n, k, groups, rates, low=low, wgrad=wgrad)) + LAUNCH_S
 
 
-def _memory_s(m: int, n: int, k: int, groups: int, rates: Rates, *, low: bool, wgrad: bool) -> float:
+def _memory_s(m: float, n: float, k: float, groups: int, rates: Rates, *, low: bool, wgrad: bool) -> float:
     """Seconds to read both operands and to write the BF16 product."""
     of_groups, outputs = (1, groups) if wgrad else (groups, 1)
     moved = (1 if low else 2) * (m * k + of_groups * k * n) + 2 * m * n * outputs
     return moved / rates.memory
+
+
+Kind = Literal["gemm", "cast rows", "cast columns", "cast weights", "scales"]
+
+
+class Part(NamedTuple):
+    """A share of the time of a grouped product, forward and backward."""
+
+    direction: Direction
+    kind: Kind
+    time_s: float
+
+
+def grouped_parts(m: float, n: int, k: int, groups: int, precision: GroupedPrecision, rates: Rates) -> list[Part]:
+    """The pieces of forward and backward of one grouped product.
+
+    Args:
+        m: rows of all groups.
+        n: output features.
+        k: input features.
+        groups: local experts.
+        precision: ``bf16``, ``fp8``, ``mxfp8`` or ``mxfp8_wgrad_bf16``.
+        rates: of the GPU, in a step or alone.
+
+    Raises:
+        BadInput: for sizes that are not positive, or a precision of which the GPU has no rates.
+    """
+    if min(m, n, k, groups) <= 0:
+        raise BadInput(f"m, n, k and groups are {m}, {n}, {k} and {groups}; give positive numbers")
+    if precision != "bf16" and not precision.startswith(rates.low_format):
+        raise BadInput(f"precision is {precision!r}; the rates of {rates.gpu} are of bf16 and {rates.low_format}")
+    low_directions = DIRECTIONS[: {"bf16": 0, "mxfp8_wgrad_bf16": 2}.get(precision, 3)]
+    sizes: dict[Direction, tuple[float, float, float]] = {"forward": (m, n, k), "dgrad": (m, k, n), "wgrad": (n, k, m)}
+    parts = [
+        Part(
+            name,
+            "gemm",
+            grouped_gemm_time_s(*sizes[name], groups, rates, low=name in low_directions, wgrad=name == "wgrad"),
+        )
+        for name in DIRECTIONS
+    ]
+    return parts + [
+        part for part in cast_parts(m, n, k, groups, rates.low_format, rates) if part.direction in low_directions
+    ]
+
+
+def cast_parts(m: float, n: int, k: int, groups: int, cast: str, rates: Rates, *, grouped: bool = True) -> list[Part]:
+    """Casts and scales of one product forward and backward; arguments as :func:`grouped_parts`.
+
+    Args:
+        m: rows of all groups.
+        n: output features.
+        k: input features.
+        groups: local experts.
+        cast: one of :data:`CAST_BYTES`.
+        rates: of the GPU.
+        grouped: whether wgrad sums over the rows of each group apart.
+    """
+    element_s = CAST_BYTES[cast] / rates.cast
+    weights_s = groups * n * k * element_s
+    parts = [
+        Part("forward", "cast rows", m * k * element_s),
+        Part("forward", "cast weights", weights_s),
+        Part("dgrad", "cast rows", m * n * element_s),
+        Part("dgrad", "cast weights", weights_s),
+        Part("wgrad", "cast columns", m * (n + k) * element_s),
+    ]
+    if cast != "mxfp8":  # FP8 has a scale for each row, which no kernel rearranges
+        return parts
+    # One program of wgrad's kernel takes 128 features of one group and goes through that group's rows in a loop, so its
+    # time grows with the rows of a group, not of all: few experts on a rank are slow. Those of the other two do not.
+    wgrad_s = rates.scales_wgrad_s + rates.scales_row_s * m / groups if grouped else rates.scales_s
+    times_s: dict[Direction, float] = {"forward": rates.scales_s, "dgrad": rates.scales_s, "wgrad": wgrad_s}
+    return parts + [Part(name, "scales", time_s) for name, time_s in times_s.items()]
+
+
+def grouped_time_s(
+    m: float,
+    n: int,
+    k: int,
+    groups: int,
+    precision: GroupedPrecision,
+    rates: Rates,
+    *,
+    direction: Direction | None = None,
+) -> float:
+    """Seconds of :func:`grouped_parts`: forward and backward together, or of one ``direction``."""
+    parts = grouped_parts(m, n, k, groups, precision, rates)
+    return sum(part.time_s for part in parts if direction in (None, part.direction))
+
+
+def gain(m: float, n: int, k: int, groups: int, rates: Rates, precision: GroupedPrecision | None = None) -> float:
+    """BF16 time over 8-bit time, forward and backward; above 1 the 8-bit format saves time.
+
+    Args:
+        m: rows of all groups.
+        n: output features.
+        k: input features.
+        groups: local experts.
+        rates: of the GPU.
+        precision: the GPU's own 8-bit format if None.
+    """
+    bf16_s, low_s = (grouped_time_s(m, n, k, groups, name, rates) for name in ("bf16", precision or rates.low_format))
+    return bf16_s / low_s
+
+
+def break_even_m(n: int, k: int, groups: int, rates: Rates, precision: GroupedPrecision | None = None) -> float | None:
+    """Rows of all groups from which on the 8-bit format saves time; None where it never does.
+
+    The gain grows with M, because all that does not grow with M is time of the 8-bit side. Arguments as :func:`gain`.
+
+    Example:
+        >>> from moelab.hardware import B200
+        >>> from moelab.projection.calibration import CALIBRATION
+        >>> rows = break_even_m(2048, 7168, 8, rates_of(B200, CALIBRATION, alone=True))
+        >>> 10_000 < rows < 25_000
+        True
+    """
+    from scipy.optimize import brentq  # a projection has no break-even, and does not wait for scipy
+
+    def above(m: float) -> float:
+        return gain(m, n, k, groups, rates, precision) - 1
+
+    low, high = SEARCHED_ROWS
+    if above(high) < 0:  # at so many rows weights and fixed times count no more: it never will
+        return None
+    return low if above(low) >= 0 else float(brentq(above, low, high, rtol=1e-6))
 
 
 RECOMPUTED: dict[str, tuple[str, ...]] = {
@@ -217,7 +390,7 @@ def product_times(
     times = nothing()
     for (pass_name, category), seconds in sums.items():
         add(times, pass_name, category, seconds)
-    times.flags.writeable = False
+    times.flags.writeable = False  # the cache hands the same table to every caller
     return times
 
 
@@ -225,7 +398,7 @@ def _forward_dgrad_wgrad_s(weight: Weight, share: int, kinds: ProductKinds, rate
     m, n, k, groups = weight.rows * share, weight.n, weight.k, weight.groups
     time_s, low, wgrad_in_bf16 = gemm_time_s, kinds.low_linears and weight.part not in UNQUANTISED, False
     if weight.part == "routed experts":
-        time_s, low = gemm_time_s if kinds.library else grouped_time_s, kinds.low
+        time_s, low = gemm_time_s if kinds.library else grouped_gemm_time_s, kinds.low
         first_two = "w2" not in weight.name
         wgrad_in_bf16 = kinds.bf16_wgrad == "all" or (kinds.bf16_wgrad == "first two" and first_two)
     return (
@@ -235,38 +408,28 @@ def _forward_dgrad_wgrad_s(weight: Weight, share: int, kinds: ProductKinds, rate
     )
 
 
-EMULATED_CAST_BYTES = 4.0
-"""Of one element: two read, two written."""
-DIRECTIONS: tuple[PassName, ...] = ("forward", "dgrad", "wgrad")
-
-
-def cast_time_s(job: Job, calibration: Calibration, m: float, n: int, k: int, groups: int) -> dict[str, float]:
-    """Seconds by direction of one product of rows ``m``, in a step."""
+def cast_time_s(
+    job: Job, calibration: Calibration, m: float, n: int, k: int, groups: int, *, grouped: bool = True
+) -> dict[Direction, float]:
+    """Seconds by direction of the casts and scales of one product of rows ``m``, in a step."""
     if job.stack.expert_gemm == "library":
-        return _fused_cast_s(job, calibration, m, n, k, max(groups, 1))
-    low = job.precision.value
-    cast_bytes, overhead_share = EMULATED_CAST_BYTES if job.emulated else CAST_BYTES[low], OVERHEAD_SHARE[low]
-    blackwell = is_blackwell(job.node.gpu)
-    share = calibration.blackwell_cast if blackwell else calibration.hopper_cast
-    share = calibration.emulated_cast if job.emulated else share
-    rate = 1e12 * float(share) * float(job.node.gpu.hbm_tb_s or 0)
-    overhead = float(calibration.blackwell_scales_us) / 1e6 if blackwell else 0.0
-    elements = {"forward": m * k + groups * n * k, "dgrad": m * n + groups * n * k, "wgrad": m * (n + k)}
-    in_step = float(calibration.blackwell_low_in_step) if blackwell else 1.0
-    return {
-        name: in_step * (elements[name] * cast_bytes / rate + overhead_share[name] * overhead)  # type: ignore[index]
-        for name in DIRECTIONS
-    }
+        return _fused_cast_s(job, calibration, m, n, k, groups)
+    rates = rates_of(job.node.gpu, calibration, emulated=job.emulated)
+    cast = "emulated" if job.emulated else job.precision.value
+    seconds: dict[Direction, float] = dict.fromkeys(DIRECTIONS, 0.0)
+    for part in cast_parts(m, n, k, groups, cast, rates, grouped=grouped):
+        seconds[part.direction] += part.time_s
+    return seconds
 
 
-def _fused_cast_s(job: Job, calibration: Calibration, m: float, n: int, k: int, groups: int) -> dict[str, float]:
+def _fused_cast_s(job: Job, calibration: Calibration, m: float, n: int, k: int, groups: int) -> dict[Direction, float]:
     """TransformerEngine's: one kernel reads an operand and writes it for both axes; weights once a step."""
     rate = memory_rate(job, calibration)
     weights = groups * n * k / job.microbatches
     return {"forward": 4 * (m * k + weights) / rate, "dgrad": 4 * m * n / rate, "wgrad": 0.0}
 
 
-def add_casts(times: Times, seconds: dict[str, float], *, recomputed: bool) -> None:
+def add_casts(times: Times, seconds: dict[Direction, float], *, recomputed: bool) -> None:
     """Casts of one product, by direction."""
     for name in DIRECTIONS:
         add(times, name, "quantisation", seconds[name])
@@ -284,10 +447,10 @@ def add_expert_casts(times: Times, job: Job, calibration: Calibration) -> None:
     first, hidden = shape.dim, shape.moe_hidden_dim
     for n, k in ((hidden, first), (hidden, first), (first, hidden)):
         seconds = cast_time_s(job, calibration, rows, n, k, groups)
-        arrived = work.quantised_dispatch and k == first
+        arrived = work.quantised_dispatch and k == first  # w1 and w3 multiply what was dispatched, w2 what the GPU made
         if arrived:  # rows are quantised already, weights are not
             seconds["forward"] = cast_time_s(job, calibration, 0, n, k, groups)["forward"]
-        if job.bf16_wgrad or arrived:
+        if job.bf16_wgrad or arrived:  # what arrived is quantised along its rows; wgrad would need its columns
             seconds["wgrad"] = 0.0
         add_casts(times, seconds, recomputed=job.recomputes_layers)
 
@@ -306,7 +469,9 @@ def products_by_module(job: Job, calibration: Calibration) -> dict[str, Times]:
             times[:, INDEX["expert GEMMs"]] *= work.received(job.shape) / work.sent(job.shape)
         for weight in weights:
             if kinds.low_linears and weight.part not in UNQUANTISED:
-                seconds = cast_time_s(job, calibration, weight.rows * work.residual, weight.n, weight.k, 1)
+                seconds = cast_time_s(
+                    job, calibration, weight.rows * work.residual, weight.n, weight.k, 1, grouped=False
+                )
                 add_casts(times, seconds, recomputed=recomputed(weight, job.checkpointing))
         times_of[module] = times
     return times_of
@@ -332,39 +497,3 @@ def add_attention(times: Times, job: Job, calibration: Calibration) -> None:
     add(times, "dgrad", "attention", backward)
     if job.checkpointing in ("full", "full+dispatch"):
         add(times, "recompute", "attention", forward)
-
-
-def grouped_job(gpu: str, precision: str, *, ep: int = 1, shape: ModelShape | None = None, tokens: int = 1) -> Job:
-    """As much of a job as a part of a layer needs."""
-    node = Node(gpu=GPUS[gpu], gpus=8)
-    return Job(
-        shape=shape or shape_of("671B"),
-        node=node,
-        stack=Stack(name="part", permutation="standard compiled"),
-        work=Work(tokens=tokens, ep=ep),
-        seq_len=4096,
-        microbatches=1,
-        schedule="1F1B",
-        stages=(),
-        stages_of_rank=((0,),),
-        degrees=Degrees(1, ep, 1, ep, 1),
-        precision=Precision(precision.split("_")[0]),
-        bf16_wgrad=precision.endswith("wgrad_bf16"),
-        routing=RoutingModel(kind="random_balanced"),
-    )
-
-
-def product_parts_s(job: Job, calibration: Calibration, m: float, n: int, k: int, groups: int) -> dict[str, float]:
-    """Seconds by direction of one grouped product, casts included."""
-    low = job.precision is not Precision.BF16
-    casts = cast_time_s(job, calibration, m, n, k, groups) if low else dict.fromkeys(DIRECTIONS, 0.0)
-    rows = int(m)
-    sizes = {"forward": (rows, n, k), "dgrad": (rows, k, n), "wgrad": (n, k, rows)}
-    rates = rates_of(job.node.gpu, calibration)
-    seconds: dict[str, float] = {}
-    for name in DIRECTIONS:
-        wgrad = name == "wgrad"
-        quantised = low and not (job.bf16_wgrad and wgrad)
-        gemm_s = grouped_time_s(*sizes[name], groups, rates, low=quantised, wgrad=wgrad)
-        seconds[name] = gemm_s + (casts[name] if quantised else 0.0)
-    return seconds

@@ -147,7 +147,7 @@ class Job:
 
     Attributes:
         shape: the model.
-        node: GPUs, NVLink and network.
+        node: GPUs that NVLink joins, be they of one host or of several, and network.
         stack: the software.
         work: what one rank has of a micro-batch.
         seq_len: tokens of a sequence.
@@ -238,7 +238,11 @@ def job_of(
     stages = split_layers(shape.n_layers, len(layout.stages))
     return Job(
         shape=shape,
-        node=replace(node, gpus=experiment.gpus_per_node),
+        node=replace(
+            node,
+            gpus=node.nvlink_ranks(nodes=experiment.nodes, gpus_per_node=experiment.gpus_per_node, ep=experiment.ep),
+            nvlink_gpus=None,
+        ),
         stack=stack or titan(experiment),
         work=work_of(experiment, layout, node.gpu, memory_constants),
         seq_len=experiment.seq_len,

@@ -17,8 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from moelab.experiment import EPBackend, Precision
-from moelab.hardware import Node
-from moelab.hardware.catalogue import B200, NIC_400G
+from moelab.hardware import Node, cluster_of
 from moelab.layout.schedule import SCHEDULES, split_layers, stages_of_rank
 from moelab.memory.activations import Work
 from moelab.memory.sharding import Degrees, StageModules, stage_modules
@@ -32,7 +31,7 @@ from moelab.projection.step import tps_of
 SEQ_LEN = 4096
 BRIDGE = replace(MEGATRON, name="Megatron-Bridge", low_linears=True, exchange_hidden=1.0, host=False)
 """All linears in MXFP8, all-to-all beside compute, CUDA graphs."""
-B200_NODE = Node(gpu=B200, gpus=8, nic_gb_s=NIC_400G)
+B200_NODE = cluster_of("b200_x256").node
 
 
 def simumax_job(*, ep: int, pp: int, microbatches: int) -> Job:

@@ -31,7 +31,11 @@ def elementwise_bytes(job: Job, *, moe: bool) -> float:
     t, s, heads = work.tokens, work.residual, shape.n_heads / work.tp
     latent = shape.q_lora_rank + shape.kv_lora_rank
     elements = 6 * s * shape.dim + 2 * t * latent + 2 * t * heads * shape.qk_head_dim
-    elements += t * heads * (shape.qk_nope_head_dim + 2 * shape.v_head_dim + shape.qk_head_dim)
+    if shape.grouped_queries:  # keys are turned as queries are, and both are normed before
+        kv_heads = shape.kv_heads / work.tp
+        elements += 2 * t * (kv_heads + shape.qk_norm * (heads + kv_heads)) * shape.qk_head_dim
+    else:
+        elements += t * heads * (shape.qk_nope_head_dim + 2 * shape.v_head_dim + shape.qk_head_dim)
     elements += 2 * t * heads * shape.v_head_dim
     if moe:
         elements += 3 * t * shape.shared_hidden_dim / work.tp + 3 * work.received(shape) * shape.moe_hidden_dim

@@ -8,6 +8,7 @@ of what the model was held against says so in its label and in ``outside``.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from moelab.errors import BadInput, Refused
 from moelab.experiment import Experiment, Precision
 from moelab.hardware import PROFILES, Cluster, Figure, cluster_of, gpu_of
 from moelab.layout import check
-from moelab.layout.mesh import divisors
+from moelab.layout.mesh import divisors, nvlink_ranks
 from moelab.memory import estimate
 from moelab.model import ModelShape, flops_per_token, shape_for
 from moelab.projection.calibration import CALIBRATION, Calibration
@@ -172,9 +173,9 @@ def _on(experiment: Experiment, cluster: Cluster) -> Experiment:
 
 
 def can_be_placed(experiment: Experiment, ep: int) -> bool:
-    """Whether a group of ``ep`` ranks lies within a node or fills whole ones: no other is modelled."""
-    node = experiment.gpus_per_node
-    return experiment.nodes == 1 or node % ep == 0 or ep % node == 0
+    """Whether a group of ``ep`` ranks lies within what NVLink joins or fills it: no other is modelled."""
+    joined = nvlink_ranks(experiment, ep)
+    return experiment.world_size == joined or joined % ep == 0 or ep % joined == 0
 
 
 def require_figures(experiment: Experiment, cluster: Cluster) -> None:
@@ -187,16 +188,17 @@ def require_figures(experiment: Experiment, cluster: Cluster) -> None:
     wanted = {name: getattr(gpu, name) for name in ("memory_gib", "bf16_tflops", "hbm_tb_s", "nvlink_gb_s")}
     if experiment.precision is not Precision.BF16:
         wanted["fp8_tflops"] = gpu.fp8_tflops
-    if experiment.nodes > 1:
+    joined = cluster.node.nvlink_ranks(nodes=experiment.nodes, gpus_per_node=experiment.gpus_per_node, ep=experiment.ep)
+    if experiment.world_size > joined:
         wanted["nic_gb_s"] = cluster.node.nic_gb_s
     if missing := [name for name, figure in wanted.items() if figure is None]:
         raise BadInput(
             f"the profile {cluster.name} ({gpu.name}) has no {', '.join(missing)}, which a projection needs; name "
             "another with hardware=, such as b200_x256, h200_x256, h100_x1024, gb200_nvl72_x4"
         )
-    if experiment.gpus_per_node > cluster.node.gpus:
+    if experiment.gpus_per_node > cluster.node.domain:
         raise BadInput(
-            f"gpus_per_node is {experiment.gpus_per_node}, but a node of {cluster.name} has {cluster.node.gpus} GPUs"
+            f"gpus_per_node is {experiment.gpus_per_node}, but a node of {cluster.name} has {cluster.node.domain} GPUs"
         )
 
 
@@ -264,3 +266,40 @@ def cost(
         price=gpu_hours * price_per_gpu_hour,
         energy_mwh=gpu_hours * watts_per_gpu / 1e6,
     )
+
+
+def projection_text(found: Projection) -> str:
+    """One projection: speed, interval, FLOPs, and the parts of the step."""
+    low, high = found.interval
+    lines = [
+        f"{found.tps:,.0f} tokens/s/GPU ({low:,.0f} to {high:,.0f} with 90 % confidence; {found.label}), "
+        f"{found.step_time_s:.3f} s a step",
+        f"{found.experiment.model_label}, arm {found.experiment.arm}, {found.job.gpus} GPUs, "
+        f"hardware {found.cluster.name}",
+    ]
+    for count, tflops in found.tflops.items():
+        counted = f"{found.flops[count] / 1e9:.1f} GFLOP a token"
+        lines.append(f"{tflops:.0f} TFLOP/s/GPU, MFU {found.mfu[count]:.1%} by the {count} count, {counted}")
+    lines += [f"outside of what the model was held against: {one}" for one in found.outside]
+    rows = [
+        (part, f"{seconds:.3f} s", f"{seconds / found.step_time_s:.1%}")
+        for part, seconds in sorted(found.breakdown_s.items(), key=lambda item: -item[1])
+        if seconds > 0
+    ]
+    return "\n".join([*lines, "", *aligned(rows)])
+
+
+def arms_text(found: Mapping[str, Projection]) -> str:
+    """Arms beside each other; gains are over the first."""
+    first = next(iter(found.values())).tps
+    rows = [("arm", "tokens/s/GPU", "low", "high", "over the first", "")]
+    for arm, one in found.items():
+        low, high = one.interval
+        rows.append((arm, f"{one.tps:,.0f}", f"{low:,.0f}", f"{high:,.0f}", f"{one.tps / first - 1:+.1%}", one.label))
+    return "\n".join(aligned(rows))
+
+
+def aligned(table: Sequence[Sequence[str]]) -> list[str]:
+    """Rows of cells as lines, columns flush right."""
+    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in table]

@@ -28,6 +28,7 @@ from moelab.layout import check
 from moelab.projection.calibration import CALIBRATION, Calibration, drawn, with_values
 from moelab.projection.job import MODEL_OF_ROUTING, Job, job_of, titan
 from moelab.projection.step import step_time, tps_of
+from moelab.projection.uncertainty import Estimate
 from moelab.titan.arms import named_arms
 
 ARMS = ("bf16_standard", "bf16_deepep", "mxfp8_standard", "mxfp8_deepep")
@@ -49,15 +50,6 @@ def job_as_published(experiment: Experiment) -> Job:
         titan(experiment), name="TorchTitan, March 2026", permutation="deepep dense" if deepep else "standard"
     )
     return job_of(experiment, layout, cluster_of(experiment.hardware).node, stack=stack)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Estimate:
-    """A figure with its 90 % interval."""
-
-    value: float
-    low: float
-    high: float
 
 
 @dataclass(frozen=True, kw_only=True)

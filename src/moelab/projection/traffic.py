@@ -46,7 +46,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moelab.errors import BadInput
-from moelab.hardware.spec import Node
+from moelab.hardware import Node
 from moelab.model import BYTES_PER_ELEMENT, Precision
 from moelab.projection.routing import (
     Destinations,

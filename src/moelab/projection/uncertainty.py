@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from moelab.experiment import EPBackend, Precision
+from moelab.hardware import ROCM
 from moelab.model import ModelShape, shape_of
 from moelab.projection.gemm import is_blackwell
 from moelab.projection.job import Job
 
 CONFIDENCE = 0.9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """A figure with its 90 % interval; infinite where there is no such number."""
+
+    value: float
+    low: float
+    high: float
+
+
 PART_SPREAD = {
     "attention": 0.25,
     "expert GEMMs": 0.10,
@@ -61,6 +74,10 @@ def outside(job: Job) -> tuple[str, ...]:
         (
             not _is_known(job.shape),
             f"dimensions of its own: of {job.shape.name}, only the numbers of layers and experts were seen to differ",
+        ),
+        (
+            node.gpu.capability in ROCM,
+            f"{node.gpu.name}: its kernels on ROCm are taken to reach the shares of peak that a B200's do",
         ),
         (job.gpus > MOST_GPUS, f"{job.gpus} GPUs: TorchTitan was seen on up to {MOST_GPUS}"),
         (not low <= job.seq_len <= high, f"seq_len {job.seq_len}: seen from {low} to {high}"),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from moelab.runs.follow import LogFollower
-from moelab.runs.log import NotALog, read_log
+from moelab.runs.log import read_log
+from moelab.runs.log_text import NotALog
 from moelab.runs.table import COLUMNS, MetricsRead, combine, merge_segments, metrics_table, throughput_rows
 from moelab.runs.tensorboard import NotATensorBoardFolder, read_tensorboard
 from moelab.runs.wandb_export import NotAWandbExport, read_wandb

@@ -85,7 +85,7 @@ class RunDir:
         """Replace ``status.json``."""
         write_status(self.path, status)
 
-    @property
+    @functools.cached_property
     def _place(self) -> tuple[str, ...]:
         """Study, arm, seed and run: links below the study are places of their own, one to a study is not."""
         given = Path(os.path.abspath(self.path))  # noqa: PTH100 - keeps links

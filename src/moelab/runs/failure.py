@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Final
 
 from moelab.runs.flight_recorder import not_entered
-from moelab.runs.log import read_bytes
+from moelab.runs.log_text import LogBytes
 from moelab.runs.statements import TRACEBACK, Kind, Scan, Statement, kind_of
 
 MESSAGE_LENGTH: Final = 280
@@ -139,7 +139,7 @@ def tail(file: Path, size: int = LOG_TAIL_BYTES) -> str:
     if file.suffix in (".gz", ".xz", ".zst", ".bz2"):
         blocks: deque[bytes] = deque()
         length = 0
-        for block in read_bytes(file):
+        for block in LogBytes(file):
             blocks.append(block)
             length += len(block)
             while length - len(blocks[0]) >= size:

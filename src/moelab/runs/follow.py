@@ -27,7 +27,8 @@ import pandas as pd
 from moelab.errors import BadInput
 from moelab.runs import directory
 from moelab.runs.directory import RunDir
-from moelab.runs.log import BLOCK_BYTES, MEMORY_GIB, NO_RANK, TIME, LogLine, LogReader, UnfinishedLine
+from moelab.runs.log import MEMORY_GIB, NO_RANK, TIME, LogLine, LogReader, UnfinishedLine
+from moelab.runs.log_text import BLOCK_BYTES
 from moelab.runs.status import State, Status
 from moelab.runs.table import MetricsRead, grad_norm_finding, merge_segments, metrics_table
 

@@ -24,48 +24,74 @@ Lines without a time stamp go by their order in the file: a start after a row, o
 The time stamp is local time without a zone; ``time`` assumes the zone of the machine that reads.
 
 A log of 256 ranks is gigabytes of text of which a few lines matter, so a whole block of the file is searched at once
-for the few words that such lines start with, and nothing is decoded or split before that. A line counts only if it is
-complete: a step line ends in ``mfu: …%`` or ``mfu: N/A``, and one that was cut or torn in two by another rank's output
-would show ``7.2`` where ``7.20000`` was meant. Colour codes may stand between any two fields. Every line is placed by
-its own time stamp among the segments known so far, so it does not matter in which order the ranks' lines arrived.
+for the few words that such lines start with, and nothing is decoded or split before that. Every line is placed by its
+own time stamp among the segments known so far, so it does not matter in which order the ranks' lines arrived.
 
-The formats are those of torchtitan 0.3.0 (``components/metrics.py``, ``tools/logging.py``, ``trainer.py``); older
-releases, which print neither ``grad_norm`` nor ``tflops``, are read too.
+A step line is ``step: N  loss: …`` and any further ``name: value``. TorchTitan's (``train.py``, later
+``components/metrics.py``):
+
+=========================  =====================================================
+since                      fields
+=========================  =====================================================
+15 March 2024 (9f5a56d)    loss, memory, wps
+20 March 2024 (e5d1b89)    loss, memory, wps, mfu
+25 Nov. 2024 (4d182a1)     loss, memory, tps, mfu
+18 Feb. 2025 (4e32663)     loss, memory, tps, tflops, mfu
+25 June 2025 (a85e2a5)     loss, grad_norm, memory, tps, tflops, mfu
+28 Feb. 2026 (f113706)     as before, ``mfu: N/A`` in FP8 and MXFP8
+15 July 2025 (53f6642)     ``validate step: N``, loss, memory, tps
+=========================  =====================================================
+
+A line that was cut or torn in two by another rank's output would show ``7.2`` where ``7.20000`` was meant. One that
+ends in its ``mfu`` is whole. One that ends in another field counts if the line ends there, and if most lines of its
+launch are no longer.
 """
 
 from __future__ import annotations
 
-import gzip
 import math
 import re
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from datetime import datetime
+from datetime import datetime, timedelta
 from functools import lru_cache
-from io import BufferedReader
+from itertools import islice
 from pathlib import Path
-from typing import Final, TypeAlias, cast
+from typing import Final, NoReturn, TypeAlias
 
 import numpy as np
 import pandas as pd
 
 from moelab.errors import BadInput
+from moelab.runs.log_text import BLOCK_BYTES, WRAPPED_BYTES, LogBytes, NotALog, unwrapped, what_was_seen
 from moelab.runs.table import (
     REPORTED_NAN,
     MetricsRead,
-    failure_reason,
-    grad_norms_not_finite,
+    metrics_read,
     metrics_table,
-    validation_table,
+    separate_runs,
 )
 
-#: What a step or validation line measures, in the order of :attr:`LogLine.values`; ``time`` is seconds since the epoch.
-FIELDS: Final = ("loss", "grad_norm", "tps", "tflops", "mfu", "memory_gib", "memory_pct", "time")
-LOSS, TPS, MEMORY_GIB, MEMORY_PCT, TIME = (
-    FIELDS.index(name) for name in ("loss", "tps", "memory_gib", "memory_pct", "time")
+#: What a step or validation line measures, in the order of :attr:`LogLine.values`; ``time`` is seconds since the epoch,
+#: ``last`` the place of its last field in :data:`_ORDER`.
+FIELDS: Final = ("loss", "grad_norm", "tps", "tflops", "mfu", "memory_gib", "memory_pct", "lr", "time", "last")
+_INDEX: Final = {name: index for index, name in enumerate(FIELDS)}
+LOSS, TPS, MEMORY_GIB, MEMORY_PCT, TIME, LAST = (
+    _INDEX[name] for name in ("loss", "tps", "memory_gib", "memory_pct", "time", "last")
 )
+_FILLS: Final = {
+    **{name.encode(): index for name, index in _INDEX.items() if index < MEMORY_GIB},
+    b"wps": TPS, b"memory": MEMORY_GIB, b"peak_memory": MEMORY_GIB, b"lr": _INDEX["lr"],
+}  # fmt: skip
+_GRAD_NORM: Final = _INDEX["grad_norm"]
+_ORDER: Final = (b"loss", b"grad_norm", b"lr", b"peak_memory", b"memory", b"wps", b"tps", b"tflops", b"mfu")
+_WHOLE: Final = len(_ORDER) - 1.0
+_GIB: Final = {b"KiB": 2**-20, b"MiB": 2**-10, b"GiB": 1, b"TiB": 2**10} | {
+    unit: factor / 2**30 for unit, factor in ((b"KB", 1e3), (b"MB", 1e6), (b"GB", 1e9), (b"TB", 1e12))
+}
 #: Stored in place of the negative number that a pipeline rank without the loss prints.
 NO_LOSS: Final = -1.0
 #: The rank of a line without a prefix such as ``[rank3]:``.
@@ -74,23 +100,54 @@ NO_RANK: Final = -1
 _NAN: Final = math.nan
 _MINUS, _ESCAPE = b"-\x1b"
 # Possessive quantifiers: a torn line must fail at once instead of trying every way to share out its blanks.
-_BLANK = rb"[ \t]*+"
-_GAP = _BLANK + rb"(?:\x1b\[[0-9;:]*+m" + _BLANK + rb")*+"  # with colours, 24-bit ones too
-# Deliberately loose, and twice as fast as an exact pattern; `float` then refuses what is not a number.
-_NUMBER = _BLANK + rb"([-\d.,naifNAIF]++)"
+_BLANK = rb"[ \t\xa0\xc2]*+"  # the last two are UTF-8's no-break space, which web pages put in
+# Colours, 24-bit ones too; a JSON string, `cat -v`, rsyslog or a paste has another sign or none for the escape.
+_COLOUR = rb"(?:\x1b|\\u001[bB]|\\x1b|\\033|\^\[|#033)?+\[[0-9;:]*+[mK]"
+_GAP = _BLANK + rb"(?:(?:" + _COLOUR + rb"|[|,;])" + _BLANK + rb")*+"
+_NUMBER = rb"[-+]?+(?:[\d.,]++(?:[eE][-+]?+\d++)?+|(?i:nan|inf(?:inity)?+))"  # `float` then refuses what is none
+
+
+def _field(group: bytes) -> bytes:
+    """A pattern of ``name: 1,234.5GiB(12.3%)``, its parts in groups that open with ``group``."""
+    number = group + _NUMBER + rb")" + _BLANK
+    value = number + group + rb"[KMGT]i?+B|%)?+(?:" + _BLANK + rb"\(" + _BLANK + number + rb"%\))?+"
+    return _GAP + group + rb"[A-Za-z_][\w./%-]*+):" + _BLANK + rb"(?:" + value + rb"(?!:\d)|N/A)"
+
+
+_FIELD = re.compile(_field(rb"("))
+# All fields of today's line at once, which is twice as fast: a log of 256 ranks has hardly another.
+_USUAL = rb"".join(
+    _GAP + name + rb":" + _BLANK + rb"(" + _NUMBER + rb")" + unit
+    for name, unit in (
+        (b"loss", b""),
+        (b"grad_norm", b""),
+        (b"memory", rb"GiB\((" + _NUMBER + rb")%\)"),
+        (b"tps", b""),
+        (b"tflops", b""),
+    )
+)
 _STEP_NUMBER = rb"\d{1,15}+"  # what fits a table; a longer one is damage
-_LOSS = _BLANK + rb"(" + _STEP_NUMBER + rb")" + _GAP + rb"loss:" + _NUMBER
-_GRAD_NORM = rb"(?:" + _GAP + rb"grad_norm:" + _NUMBER + rb")?+"
-_MEMORY = _GAP + rb"memory:" + _NUMBER + rb"GiB\(" + _NUMBER + rb"%\)"
-_TPS = _GAP + rb"tps:" + _NUMBER
-_TFLOPS = rb"(?:" + _GAP + rb"tflops:" + _NUMBER + rb")?+"
-_MFU = _GAP + rb"mfu:(?:" + _NUMBER + rb"%|" + _BLANK + rb"N/A)"
-_STEP = re.compile(rb"step:" + _LOSS + _GRAD_NORM + _MEMORY + _TPS + _TFLOPS + _MFU)
-_VALIDATION = re.compile(rb"validate step:" + _LOSS + _MEMORY + _TPS + rb"(?=[\s\x1b])")
-_START = re.compile(rb"Training starts at step (" + _STEP_NUMBER + rb")(?=[\s.\x1b])")
+_STEP = re.compile(
+    rb"step:" + _BLANK + rb"(" + _STEP_NUMBER + rb")(?:" + _BLANK + rb"/" + _BLANK + rb"\d++)?+(?:"
+    + _USUAL + _GAP + rb"mfu:" + _BLANK + rb"(?:(" + _NUMBER + rb")%|N/A)"
+    + rb"|(?=" + _GAP + rb"loss:)((?:" + _field(rb"(?:") + rb")++))"
+)  # fmt: skip
+_LINE_END = re.compile(_GAP + rb"(?:[\r\n\"\\]|(?<=[\sm])[^\r\n]{0,2000}+[\r\n])")
+_GROUPED = re.compile(rb"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d*)?")
+_START = re.compile(rb"Training ?starts ?at ?step ?(" + _STEP_NUMBER + rb")(?=[\s.,\x1b\"\\])")
 _NOT_FINITE = re.compile(rb"Loss is not finite \(global_avg_loss=(-?\w++)\) at step (" + _STEP_NUMBER + rb")\.")
+_LOSS_RANK = re.compile(rb"Pipeline Parallel loss is not visible\.[^\n]{0,40}?rank (\d{1,9})")
+_MESH = re.compile(
+    rb"parallelism: pp=(\d{1,6}), dp_replicate=(\d{1,6}), dp_shard=(\d{1,6}), cp=(\d{1,6}), tp=(\d{1,6})"
+    rb"|device mesh with \[b?'pp'[^\n\]]*\], \[([\d, ]{1,60})\]"
+)
 _PREFIX = re.compile(rb"\[[A-Za-z_]*+(\d++)\]:")
-_LONGEST_PREFIX_BYTES: Final = 160
+_STAMP = re.compile(
+    rb"(?<![\d.])(?:(?P<date>\d{4}[-/]\d\d[-/]\d\d|\d\d/\d\d/\d\d(?:\d\d)?+|[A-Z][a-z]{2} [ \d]\d)[T_, ]*+"
+    rb"(?P<clock>\d\d:\d\d:\d\d)(?:[.,](?P<part>\d{1,9}))?+ ?(?P<zone>Z|UTC|[-+]\d\d:?\d\d)?+"
+    rb"|(?P<epoch>1\d{9}(?:\d{3}){0,3}+(?:\.\d{1,9})?+)(?![\d.:]))"
+)
+_LONGEST_PREFIX_BYTES: Final = 200
 
 
 #: One line that matters: its kind (``step``, ``validation``, ``start`` or ``failure``), its step, the values of its
@@ -99,23 +156,23 @@ _LONGEST_PREFIX_BYTES: Final = 160
 LogLine: TypeAlias = tuple[str, int, tuple[float, ...], int]
 #: The clocks of a cluster's nodes, and the moments at which its ranks print, differ by less; a restart takes longer.
 CLOCK_SKEW_S: Final = 3.0
+SAME_LOSS: Final = 0.0005
+"""All ranks print the same mean loss; two that differ by more, in nats, are of two runs."""
 #: The newest step printed again after this many seconds comes from a restart, not from a rank that was slow to print.
 REPEATED_STEP_S: Final = 30.0
 _WIDTH: Final = len(FIELDS)
-BLOCK_BYTES: Final = 1 << 20
+SORTED_LINES: Final = 4_000
+"""So many lines are brought into the order of their times: logs are pasted together the newest first."""
 _LONGEST_LINE_BYTES: Final = 1 << 16
-
-
-class NotALog(BadInput):
-    """The file does not exist or has no TorchTitan step line."""
 
 
 def read_log(source: str | Path | Iterable[str | bytes], *, allow_empty: bool = False) -> MetricsRead:
     """Read a whole log, in memory that depends on the number of its rows and not on its size.
 
     Args:
-        source: path of a log (``.gz`` too), or its lines as text or bytes.
-        allow_empty: return an empty table for a log without a step line, as of a job that has just started.
+        source: path of a log, as :class:`moelab.runs.log_text.LogBytes` takes it, or its lines as text or bytes.
+        allow_empty: the log is of our own job, which may have just started: return an empty table for one without a
+            step line, and do not look for lines that someone wrapped.
 
     Raises:
         NotALog: there is no such file, or no step line in it and ``allow_empty`` is False.
@@ -125,17 +182,118 @@ def read_log(source: str | Path | Iterable[str | bytes], *, allow_empty: bool = 
         >>> read_log([line]).rows[["step", "loss", "tps"]].values.tolist()
         [[10.0, 7.2, 4000.0]]
     """
-    reader = LogReader()
-    for block in _blocks(source):
-        reader.feed(block)
-    read = reader.result()
+    log = _Log(source, own=allow_empty)
+    read = metrics_read(*log.segments.columns(), notes=log.notes)
     if read.rows.empty and not allow_empty:
-        name = source if isinstance(source, str | Path) else "the given lines"
-        raise NotALog(
-            f"{name}: no TorchTitan step line ('step: N  loss: …  memory: …  tps: …  mfu: …') found. "
-            "Give the output of a TorchTitan training (its stdout, from the rank that logs)"
-        )
+        log.refuse()
     return read
+
+
+def read_runs(path: Path, settings: Sequence[Mapping[str, str]] = ()) -> list[MetricsRead]:
+    """Read a log from elsewhere, which may hold several runs one after the other.
+
+    Args:
+        path: of the log.
+        settings: of each launch in it, in the order of the file, as far as they are known.
+
+    Raises:
+        NotALog: as :func:`read_log`.
+        BadInput: the lines of two runs are mixed, so that nothing says which is whose.
+    """
+    log = _Log(path)
+    if not any(segment.rows.steps for segment in log.segments.all):
+        log.refuse()
+    if two := log.segments.disagreements:
+        step, (first, second) = next(iter(two.items()))
+        raise BadInput(
+            f"{path}: two runs are mixed in it: step {step} has the losses {first:g} and {second:g}, and so have two "
+            f"{len(two)} steps. Give the log of each run by itself"
+        )
+    return separate_runs(*log.segments.columns(), source=path, settings=settings, notes=log.notes)
+
+
+class _Log:
+    """A log read once, and again without the line breaks that someone put into it if its step lines are broken."""
+
+    def __init__(self, source: str | Path | Iterable[str | bytes], *, own: bool = False) -> None:
+        self.name = str(source) if isinstance(source, str | Path) else "the given lines"
+        self._content: LogBytes | list[bytes]
+        if not isinstance(source, str | Path):
+            self._content = [_as_bytes(line) for line in source]
+        elif Path(source).is_file():
+            self._content = LogBytes(Path(source))
+        else:
+            raise NotALog(f"{source}: no such file. Give the path of a log that TorchTitan wrote.")
+        self._wrapped = False
+        self.segments, fields, could_be = _segments(self.blocks())
+        limit = WRAPPED_BYTES if could_be else BLOCK_BYTES
+        if not own and (fields < could_be or not could_be) and len(self.beginning()) < limit:
+            self._wrapped = True
+            segments, more, _ = _segments(self.blocks())
+            self._wrapped = more > fields
+            self.segments = segments if self._wrapped else self.segments
+        self.notes = self.segments.notes
+        if isinstance(self._content, LogBytes) and self._content.damage:
+            self.notes = (self._content.damage, *self.notes)
+
+    def refuse(self) -> NoReturn:
+        """Say what is there instead of step lines."""
+        seen = what_was_seen(self.beginning())
+        raise NotALog(
+            f"{self.name}: no TorchTitan step line ('step: N  loss: …  memory: …  tps: …  mfu: …') found"
+            f"{seen and '; '}{seen}. Give the output of a TorchTitan training (its stdout, from the rank that logs)"
+        )
+
+    def blocks(self) -> Iterator[bytes]:
+        """Yield whole lines."""
+        if self._wrapped:
+            yield unwrapped(self.beginning()) + b"\n"
+            return
+        unfinished = UnfinishedLine()
+        for block in self._content:
+            yield unfinished.complete(block)
+        yield unfinished.rest + b"\n"
+
+    def beginning(self) -> bytes:
+        """Return at most :data:`WRAPPED_BYTES` of it."""
+        text = bytearray()
+        for block in self._content:
+            text += block
+            if len(text) >= WRAPPED_BYTES:
+                break
+        return bytes(text[:WRAPPED_BYTES])
+
+
+def _segments(blocks: Iterable[bytes]) -> tuple[Segments, int, int]:
+    """Return what is read, how many fields it has as a measure, and how many there were if every line was whole."""
+    fields = lines = 0
+
+    def placed() -> Iterator[LogLine]:
+        nonlocal fields, lines
+        for block in blocks:
+            lines += max(block.count(b"step:"), block.count(b"loss:"))
+            for line in scan(block):
+                if line[0] == "validation":
+                    fields += len(_ORDER)
+                elif line[0] == "step":
+                    fields += int(line[2][LAST]) + 1
+                yield line
+
+    segments, found = Segments(), placed()
+    while batch := list(islice(found, SORTED_LINES)):
+        for line in _in_time_order(batch):
+            segments.add(line)
+    return segments, fields, lines * len(_ORDER)
+
+
+def _in_time_order(lines: list[LogLine]) -> list[LogLine]:
+    """Sort lines, unless ranks that print at about the same time are all that is out of order."""
+    times = np.array([line[2][TIME] for line in lines])
+    # A line without a time stays behind the one that it follows.
+    times = np.nan_to_num(times[np.maximum.accumulate(np.where(np.isnan(times), 0, np.arange(len(times))))])
+    if np.all(np.maximum.accumulate(times) - times <= CLOCK_SKEW_S):
+        return lines
+    return [lines[index] for index in np.argsort(times, kind="stable")]
 
 
 def scan(block: bytes) -> Iterator[LogLine]:
@@ -144,12 +302,19 @@ def scan(block: bytes) -> Iterator[LogLine]:
     Args:
         block: whole lines of a log, any encoding that keeps ASCII, with any line ends and rank prefixes.
     """
-    position = 0
-    for start, line in sorted(_rare_lines(block)):
-        yield from _step_lines(block, position, start)
+    rare = deque(sorted(_rare_lines(block)))
+    for match in _STEP.finditer(block):
+        while rare and rare[0][0] < match.start():
+            yield rare.popleft()[1]
+        values = _values(block, match)
+        if values is None:
+            continue
+        if block[max(0, match.start() - 9) : match.start()].rstrip().endswith(b"validate"):
+            yield "validation", int(match[1]), values, NO_RANK
+        else:
+            yield "step", int(match[1]), values, _rank(block, match.start())
+    for _, line in rare:
         yield line
-        position = start
-    yield from _step_lines(block, position, len(block))
 
 
 class StepRows:
@@ -159,6 +324,7 @@ class StepRows:
         self.steps = array("q")
         self.values = array("d")
         self.last_step = -1
+        self.disagreements: dict[int, tuple[float, float]] = {}
 
     def add(self, step: int, values: tuple[float, ...]) -> bool:
         """Merge one rank's line into the row of its step and tell whether that changed anything.
@@ -174,7 +340,7 @@ class StepRows:
             return True
         index = len(self.steps) - 1 if step == self.last_step else bisect_left(self.steps, step)
         if self.steps[index] == step:
-            return self._merge(index * _WIDTH, values)
+            return self._merge(step, index * _WIDTH, values)
         self.steps.insert(index, step)
         self.values[index * _WIDTH : index * _WIDTH] = array("d", values)
         return True
@@ -184,8 +350,11 @@ class StepRows:
         start = bisect_left(self.steps, step) * _WIDTH
         return tuple(self.values[start : start + _WIDTH])
 
-    def _merge(self, start: int, new: tuple[float, ...]) -> bool:
+    def _merge(self, step: int, start: int, new: tuple[float, ...]) -> bool:
         values = self.values
+        loss, last = values[start], values[start + LAST]
+        if loss >= 0 <= new[LOSS] and last == new[LAST] and abs(loss - new[LOSS]) > SAME_LOSS:
+            self.disagreements[step] = (loss, new[LOSS])  # all ranks print the same mean: this is another run
         memory_gib, memory_pct = values[start + MEMORY_GIB], values[start + MEMORY_PCT]
         wins, is_fuller = self._wins(start, new), new[MEMORY_GIB] > memory_gib
         if wins:
@@ -197,11 +366,25 @@ class StepRows:
 
     def _wins(self, start: int, new: tuple[float, ...]) -> bool:
         # Every rank prints its own tps: the earliest line wins, so that the order of arrival does not matter.
+        old = self.values[start : start + _WIDTH]
         lacks_loss = new[LOSS] < 0
-        if lacks_loss != (self.values[start + LOSS] < 0):
+        if lacks_loss != (old[LOSS] < 0):
             return not lacks_loss
-        time = self.values[start + TIME]
-        return new[TIME] < time or (new[TIME] == time and new[TPS] < self.values[start + TPS])
+        if new[LAST] != old[LAST]:
+            return new[LAST] > old[LAST]
+        return new[TIME] < old[TIME] or (new[TIME] == old[TIME] and new[TPS] < old[TPS])
+
+    def without_torn(self) -> StepRows:
+        """Return the rows whose line goes as far as most do, or is whole for certain."""
+        lasts = self.values[LAST::_WIDTH]
+        usual = max(Counter(lasts).items(), key=lambda item: (item[1], item[0]), default=(0.0, 0))[0]
+        if all(last >= usual for last in lasts):
+            return self
+        kept = StepRows()
+        for step, last in zip(self.steps, lasts, strict=True):
+            if last >= usual:
+                kept.add(step, self.row(step))
+        return kept
 
 
 class Segment:
@@ -249,6 +432,7 @@ class Segments:
 
     def __init__(self) -> None:
         self.all = [Segment(0, -math.inf)]
+        self._loss_rank: int | None = None
 
     def add(self, line: LogLine) -> Segment | None:
         """Place one line; return the segment whose row of the line's step it created or changed, if it did."""
@@ -263,13 +447,39 @@ class Segments:
             self._add_start(segment, step, time)
         elif kind == "validation":
             segment.validation.add(step, values)
+        elif kind == "loss rank":
+            self._loss_rank = step
         else:
             segment.fail(step, values[LOSS])
         return None
 
-    def logged(self) -> list[Segment]:
-        """Return the segments that logged a step or a validation."""
-        return [segment for segment in self.all if segment.rows.last_step >= 0 or segment.validation.last_step >= 0]
+    @property
+    def disagreements(self) -> dict[int, tuple[float, float]]:
+        """Both losses by step, where most steps of a launch have two."""
+        found: dict[int, tuple[float, float]] = {}
+        for rows in (segment.rows for segment in self.all):
+            if 1 < len(rows.disagreements) >= len(rows.steps) / 2:
+                found |= rows.disagreements
+        return found
+
+    def columns(self) -> tuple[pd.DataFrame, pd.DataFrame, dict[int, tuple[int, float]]]:
+        """Return everything so far as :func:`moelab.runs.table.metrics_read` takes it."""
+        rows = _numbered([(segment.index, segment.rows.without_torn()) for segment in self.all])
+        validation = _numbered([(segment.index, segment.validation) for segment in self.all])
+        return rows, validation, {segment.index: segment.failure for segment in self.all if segment.failure}
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Why there is no loss, if no rank printed one."""
+        losses = [loss for segment in self.all for loss in segment.rows.values[LOSS::_WIDTH]]
+        if not losses or any(not loss < 0 for loss in losses):
+            return ()
+        rank = "the first rank of the last stage, world size / PP · (PP − 1)"
+        which = rank if self._loss_rank is None else f"rank {self._loss_rank}, {rank}"
+        return (
+            "no loss: a rank without the last stage prints -1 in its place under pipeline parallelism. Give the log of "
+            f"{which}, or train with it in LOG_RANK",
+        )
 
     def _add_step(self, segment: Segment, step: int, values: tuple[float, ...]) -> Segment | None:
         time = values[TIME]
@@ -308,30 +518,27 @@ class UnfinishedLine:
         """Return the whole lines so far; progress bars end lines with a carriage return alone."""
         block = self.rest + block
         cut = max(block.rfind(b"\n"), block.rfind(b"\r")) + 1
+        if not cut and len(block) > _LONGEST_LINE_BYTES:  # a log in one string of JSON
+            cut = block.rfind(b'"') + 1
         self.rest = block[cut:][-_LONGEST_LINE_BYTES:]
         return block[:cut]
 
 
 class LogReader:
-    """Collects what blocks of a log contain, and which rows changed if each line is wanted too.
+    """Collects what blocks of a log contain, and which rows changed.
 
     Args:
         on_line: takes every line that matters.
     """
 
-    def __init__(self, on_line: Callable[[LogLine], None] | None = None) -> None:
+    def __init__(self, on_line: Callable[[LogLine], None]) -> None:
         self._segments, self._on_line = Segments(), on_line
         self._changed: set[tuple[int, int]] = set()
 
     def feed(self, block: bytes) -> None:
         """Take whole lines."""
-        add = self._segments.add
-        if self._on_line is None:
-            for line in scan(block):
-                add(line)
-            return
         for line in scan(block):
-            if segment := add(line):
+            if segment := self._segments.add(line):
                 self._changed.add((segment.index, line[1]))
             self._on_line(line)
 
@@ -343,54 +550,25 @@ class LogReader:
             rows.add(number, self._segments.all[segment].rows.row(step))
         self._changed.clear()
         numbers = np.array(keys, dtype="int64").reshape(-1, 2)
-        return metrics_table({"segment": numbers[:, 0], "step": numbers[:, 1], **_columns([rows])})
+        return metrics_table({"segment": numbers[:, 0], "step": numbers[:, 1], **_columns(rows)})
 
     def result(self) -> MetricsRead:
         """Everything so far."""
-        logged = self._segments.logged()
-        failure = self._segments.all[-1].failure
-        columns = _numbered(logged, [segment.rows for segment in logged])
-        return MetricsRead(
-            rows=metrics_table(columns),
-            validation=validation_table(_numbered(logged, [segment.validation for segment in logged])),
-            segments=len(logged),
-            reason=failure_reason(self._segments.all[-1].index, *failure) if failure else None,
-            grad_norm_not_finite=grad_norms_not_finite(columns),
-        )
+        return metrics_read(*self._segments.columns(), notes=self._segments.notes)
 
 
-def _numbered(segments: list[Segment], stores: list[StepRows]) -> dict[str, np.ndarray]:
-    numbers = [np.full(len(store.steps), segment.index) for segment, store in zip(segments, stores, strict=True)]
-    steps = [np.array(store.steps, dtype="int64") for store in stores]
-    empty = np.empty(0, dtype="int64")
-    return {"segment": np.concatenate([empty, *numbers]), "step": np.concatenate([empty, *steps]), **_columns(stores)}
+def _numbered(stores: Iterable[tuple[int, StepRows]]) -> pd.DataFrame:
+    parts = [
+        pd.DataFrame({"segment": index, "step": np.array(rows.steps, dtype="int64"), **_columns(rows)})
+        for index, rows in stores
+    ]
+    return pd.concat(parts, ignore_index=True)
 
 
-def _columns(stores: list[StepRows]) -> dict[str, np.ndarray]:
-    values = np.concatenate([np.array(store.values) for store in stores] or [np.empty(0)]).reshape(-1, len(FIELDS))
-    columns = {name: values[:, index] for index, name in enumerate(FIELDS)}
+def _columns(rows: StepRows) -> dict[str, np.ndarray]:
+    values = np.array(rows.values).reshape(-1, _WIDTH)
+    columns = {name: values[:, index] for name, index in _INDEX.items()}
     return columns | {"loss": np.where(columns["loss"] < 0, np.nan, columns["loss"])}
-
-
-def _blocks(source: str | Path | Iterable[str | bytes]) -> Iterator[bytes]:
-    if not isinstance(source, str | Path):
-        yield from (_as_bytes(line) for line in source)
-        return
-    path = Path(source)
-    if not path.is_file():
-        raise NotALog(f"{path}: no such file. Give the path of a log that TorchTitan wrote.")
-    unfinished = UnfinishedLine()
-    for block in read_bytes(path):
-        yield unfinished.complete(block)
-    yield unfinished.rest
-
-
-def read_bytes(path: Path) -> Iterator[bytes]:
-    """Blocks of a log, unpacked if it ends in ``.gz``; of one whose end was cut off, all that is there."""
-    opener = gzip.open if path.suffix == ".gz" else open
-    with cast("BufferedReader", opener(path, "rb")) as file, suppress(EOFError):
-        while block := file.read1(BLOCK_BYTES):
-            yield block
 
 
 def _as_bytes(line: str | bytes) -> bytes:
@@ -398,48 +576,87 @@ def _as_bytes(line: str | bytes) -> bytes:
     return line if line.endswith(b"\n") else line + b"\n"
 
 
-def _step_lines(block: bytes, start: int, end: int) -> Iterator[LogLine]:
-    for match in _STEP.finditer(block, start, end):
-        step, loss, grad_norm, memory_gib, memory_pct, tps, tflops, mfu = match.groups()
+def _values(block: bytes, match: re.Match[bytes]) -> tuple[float, ...] | None:
+    """Return a line's :data:`FIELDS`; None for one that was torn."""
+    _, loss, grad_norm, memory_gib, memory_pct, tps, tflops, mfu, text = match.groups()
+    if text is None:
         try:
-            values = (
+            return (
                 _loss(loss),
-                _reported(float(grad_norm)) if grad_norm else _NAN,
+                _reported(float(grad_norm)),
                 float(tps.replace(b",", b"")),
-                float(tflops.replace(b",", b"")) if tflops else _NAN,
+                float(tflops.replace(b",", b"")),
                 float(mfu) if mfu else _NAN,
                 float(memory_gib),
                 float(memory_pct),
+                _NAN,
                 _time(block, match.start()),
+                _WHOLE,
             )
         except ValueError:  # torn by another rank's output in the middle of a number
-            continue
-        yield "step", int(step), values, _rank(block, match.start())
+            return None
+    fields = _FIELD.findall(text)
+    name, number, unit, _ = fields[-1]
+    whole = name == b"mfu" and (unit == b"%" or not number)
+    if not whole and not _LINE_END.match(block, match.end()):
+        return None
+    values = [_NAN] * _WIDTH
+    try:
+        for name, number, unit, percent in fields:
+            index = _FILLS.get(name)
+            if index is None or not number:
+                continue
+            if index == MEMORY_GIB:
+                if unit == b"%":
+                    values[MEMORY_PCT] = _float(number)
+                    continue
+                values[MEMORY_GIB] = _float(number) * _GIB[unit]
+                values[MEMORY_PCT] = _float(percent) if percent else _NAN
+            elif index == LOSS:
+                values[LOSS] = _loss(number)
+            else:
+                values[index] = _float(number)
+    except (KeyError, ValueError):
+        return None
+    if b"grad_norm" in text:
+        values[_GRAD_NORM] = _reported(values[_GRAD_NORM])
+    values[TIME] = _time(block, match.start())
+    values[LAST] = _ORDER.index(fields[-1][0]) if fields[-1][0] in _ORDER else len(_ORDER)
+    return tuple(values)
+
+
+def _reported(grad_norm: float) -> float:
+    return REPORTED_NAN if math.isnan(grad_norm) else grad_norm
+
+
+def _float(text: bytes) -> float:
+    text = text.rstrip(b",")
+    if b"," not in text:
+        return float(text)
+    if not _GROUPED.fullmatch(text):
+        raise ValueError(text)
+    return float(text.replace(b",", b""))
 
 
 def _rare_lines(block: bytes) -> Iterator[tuple[int, LogLine]]:
     # The substring tests are several times faster than a search for the pattern and nearly always say no.
-    if b"Training starts at step" in block:
+    if b"Training starts at step" in block or b"Trainingstartsatstep" in block:
         for match in _START.finditer(block):
-            values = (*[_NAN] * TIME, _time(block, match.start()))
+            values = (*[_NAN] * TIME, _time(block, match.start()), _NAN)
             yield match.start(), ("start", int(match[1]), values, _rank(block, match.start()))
-    if b"validate step:" in block:
-        for match in _VALIDATION.finditer(block):
-            try:
-                yield match.start(), ("validation", int(match[1]), _validation_values(block, match), NO_RANK)
-            except ValueError:
-                continue
+    if b"Pipeline Parallel loss is not visible" in block:
+        for match in _LOSS_RANK.finditer(block):
+            yield match.start(), ("loss rank", int(match[1]), (_NAN,) * _WIDTH, NO_RANK)
+    if b" mesh with " in block:
+        for match in _MESH.finditer(block):
+            degrees = match[6] or b" ".join(match.groups()[:5])
+            pipeline, *others = (int(degree) for degree in re.findall(rb"\d+", degrees))
+            # TorchTitan, `_get_metrics_rank`: the first rank of the last stage.
+            yield match.start(), ("loss rank", math.prod(others) * (pipeline - 1), (_NAN,) * _WIDTH, NO_RANK)
     if b"Loss is not finite" in block:
         for match in _NOT_FINITE.finditer(block):
             loss = float(match[1]) if match[1].lower().lstrip(b"-") in (b"nan", b"inf") else _NAN
-            yield match.start(), ("failure", int(match[2]), (loss, *[_NAN] * TIME), NO_RANK)
-
-
-def _validation_values(block: bytes, match: re.Match[bytes]) -> tuple[float, ...]:
-    _, loss, memory_gib, memory_pct, tps = match.groups()
-    tokens_per_s = float(tps.replace(b",", b""))
-    time = _time(block, match.start())
-    return (_loss(loss), _NAN, tokens_per_s, _NAN, _NAN, float(memory_gib), float(memory_pct), time)
+            yield match.start(), ("failure", int(match[2]), (loss, *[_NAN] * (_WIDTH - 1)), NO_RANK)
 
 
 def _loss(text: bytes) -> float:
@@ -450,28 +667,50 @@ def _loss(text: bytes) -> float:
     return NO_LOSS if math.isfinite(value) else _NAN
 
 
-def _reported(grad_norm: float) -> float:
-    return REPORTED_NAN if math.isnan(grad_norm) else grad_norm
-
-
 def _time(block: bytes, position: int) -> float:
-    """Return the time stamp that stands just before ``position`` on its line, in seconds since the epoch, or NaN."""
+    """Return the last time stamp before ``position`` on its line, in seconds since the epoch, or NaN."""
     level = block.rfind(b" - INFO - ", position - 48 if position > 48 else 0, position)
     message = level + 10
-    if level < 0 or (message != position and block[message] != _ESCAPE):
-        return _NAN
-    comma = block.rfind(b",", level - 64 if level > 64 else 0, level)
+    if level >= 0 and (message == position or block[message] == _ESCAPE):  # TorchTitan's own, a fast way
+        comma = block.rfind(b",", level - 64 if level > 64 else 0, level)
+        with suppress(ValueError):
+            return _second(block[comma - 19 : comma]) + int(block[comma + 1 : comma + 4]) / 1000
+    start = _line_start(block, position)
+    stamps = list(_STAMP.finditer(block, start, position))
+    if not stamps and block[start : start + 1] == b"{":  # a container's JSON line has the time after the message
+        end = block.find(b"\n", position, position + _LONGEST_LINE_BYTES)
+        stamps = list(_STAMP.finditer(block, position, max(end, position)))
     try:
-        return _second(block[comma - 19 : comma]) + int(block[comma + 1 : comma + 4]) / 1000
+        return _moment(stamps[-1]) if stamps else _NAN
     except ValueError:
         return _NAN
 
 
+def _moment(stamp: re.Match[bytes]) -> float:
+    date, clock, part, zone, epoch = (text.decode("ascii", "replace") for text in stamp.groups(b""))
+    if epoch:
+        whole, _, fraction = epoch.partition(".")
+        return float(f"{whole[:10]}.{whole[10:]}{fraction}")
+    date = date.replace("/", "-")
+    if date[0].isalpha():  # syslog says no year: the last one in which that day is not in the future
+        now = datetime.now()
+        day = datetime.strptime(f"{now.year} {date}", "%Y %b %d")
+        date = f"{day.year - (day > now + timedelta(days=1))}{day:-%m-%d}"
+    elif date[2] == "-":  # month, day, year
+        date = f"{date[6:] if len(date) == 10 else f'20{date[6:]}'}-{date[:5]}"
+    zone = {"Z": "+00:00", "UTC": "+00:00"}.get(zone, zone)
+    return datetime.fromisoformat(f"{date} {clock}{zone}").timestamp() + float(f"0.{part or 0}")
+
+
+def _line_start(block: bytes, position: int) -> int:
+    """Return where the line at ``position`` starts, or where one could that is not too long."""
+    earliest = max(0, position - _LONGEST_PREFIX_BYTES)
+    return max(block.rfind(b"\n", earliest, position), block.rfind(b"\r", earliest, position), earliest - 1) + 1
+
+
 def _rank(block: bytes, position: int) -> int:
     """Return the rank in torchrun's prefix of the line at ``position``, or :data:`NO_RANK`."""
-    earliest = max(0, position - _LONGEST_PREFIX_BYTES)
-    start = max(block.rfind(b"\n", earliest, position), block.rfind(b"\r", earliest, position), earliest - 1) + 1
-    found = _PREFIX.findall(block, start, position)
+    found = _PREFIX.findall(block, _line_start(block, position), position)
     return int(found[-1]) if found else NO_RANK  # the last: two ranks' output may share a line
 
 

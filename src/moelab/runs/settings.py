@@ -22,9 +22,9 @@ from typing import Any, Final
 import yaml
 
 from moelab.model import SHAPES
-from moelab.privacy import HIDDEN, each_text, without_secrets
+from moelab.privacy import HIDDEN, each_text, is_secret_name, without_secrets
 from moelab.runs.directory import RunDir
-from moelab.runs.log import read_bytes
+from moelab.runs.log_text import LogBytes
 from moelab.runs.side_files import Environment
 
 _READ_BYTES: Final = 4 << 20  # of a log: everything here is said before the first step
@@ -32,10 +32,7 @@ _CONFIG_NAMES: Final = ("config.yaml", "config.json")
 _LONGEST_LINE: Final = 2_000  # characters; TorchTitan's own have a few hundred
 _MOST_BYTES: Final = 200_000  # of a configuration; a megabyte of YAML takes 20 s
 _MOST_VALUES: Final = 1_000
-_PRIVATE: Final = re.compile(
-    r"(?i)(^|[._])(user(name)?|host(name)?|email|entity)$|(^|[._])(auth|credentials?)(\.|$)"
-    r"|(token|secret|passw(or)?d|key)$"
-)
+_PRIVATE: Final = re.compile(r"(?i)(^|[._])(user(name)?|host(name)?|email|entity)$|(^|[._])(auth|credentials?)(\.|$)")
 _COLOUR: Final = re.compile(r"\x1b\[[0-9;:]*m")
 _LINES: Final = (
     re.compile(r"torchtitan version: (?P<torchtitan>\S+)"),
@@ -44,7 +41,7 @@ _LINES: Final = (
         r"cp=(?P<cp>\d+), tp=(?P<tp>\d+), ep=(?P<ep>\d+)"
     ),
     re.compile(r"Model (?P<model>\S+ \S+) size: (?P<parameters>[\d,]+) total parameters"),
-    re.compile(r"CUDA capacity: (?P<gpu>.{1,100}) with (?P<gpu_memory_gib>[\d.]+)GiB memory"),
+    re.compile(r"(?:CUDA|GPU) capacity: (?P<gpu>.{1,100}?)(?: \(\d+\))? ?with (?P<gpu_memory_gib>[\d.]+)GiB memory"),
     re.compile(r"CPU capacity: (?P<processor>.{1,100}) with [\d.]+GiB memory"),
     re.compile(r"Peak FLOPS used for computing MFU: (?P<peak_flops>[\d.e+]+)"),
     re.compile(
@@ -53,7 +50,7 @@ _LINES: Final = (
     ),
     re.compile(r"Optimizer (?P<optimizer>\w+) .{0,400}?'lr': (?P<lr>[\d.e-]+)"),
     re.compile(r"Applied (?P<activation_checkpoint>\w+) activation checkpointing"),
-    re.compile(r"modules multiply in MXFP8 \((?P<mxfp8_kernels>\w+) kernels\)"),
+    re.compile(r"modules multiply in (?:MXFP8|8 bits) \((?P<mxfp8_kernels>\w+) kernels\)"),
     re.compile(r"Converted GroupedExperts to use dynamic (?P<experts_in>\S+)"),
     re.compile(r"Float8 training active with recipe (?P<linears_in>\S+)"),
 )
@@ -105,7 +102,7 @@ def settings_of(path: Path, runs: int = 1) -> Settings:
         path: a TorchTitan log, a TensorBoard folder or a W&B export, as :func:`moelab.runs.collect.collect` takes it.
         runs: how many runs it holds; one configuration cannot be told apart for several.
     """
-    if path.is_file() and (found := log_settings(path)):
+    if path.is_file() and runs == 1 and (found := log_settings(path)):
         return Settings(values=found, source="the lines of its log")
     config = _config_beside(path)
     if config is None or runs > 1:
@@ -158,13 +155,35 @@ def spread(values: Iterable[str]) -> str:
 
 def log_settings(path: Path) -> dict[str, str]:
     """What a TorchTitan log says about its run before the first step; empty for another file."""
+    return next(iter(launch_settings(path)), {})
+
+
+def launch_settings(path: Path) -> list[dict[str, str]]:
+    """What each launch in a TorchTitan log says before its first step, in the order of the file.
+
+    Only the beginning of the log is searched: what a colleague puts together from several logs is short.
+    """
     head = b""
-    for block in read_bytes(path):
+    for block in LogBytes(path):
         head += block
         if len(head) >= _READ_BYTES:
             break
     text = _COLOUR.sub("", head[:_READ_BYTES].decode(errors="replace"))
-    text = "\n".join(line for line in text.splitlines() if len(line) <= _LONGEST_LINE)  # no pattern spans two
+    lines = [line for line in text.splitlines() if len(line) <= _LONGEST_LINE]  # no pattern spans two
+    launches: list[list[str]] = [[]]
+    trains = False
+    for line in lines:
+        is_step = "step:" in line and "loss:" in line
+        if trains and not is_step and ("Training starts at" in line or any(pattern.search(line) for pattern in _LINES)):
+            launches.append([])
+            trains = False
+        trains |= is_step
+        if not trains:
+            launches[-1].append(line)
+    return [_settings_in("\n".join(lines)) for lines in launches]
+
+
+def _settings_in(text: str) -> dict[str, str]:
     found: dict[str, str] = {}
     for pattern in _LINES:
         if match := pattern.search(text):
@@ -175,7 +194,9 @@ def log_settings(path: Path) -> dict[str, str]:
 def _of_environment(found: Environment) -> dict[str, str]:
     gpus = {"gpu": found.chip, "gpus": str(len(found.gpus)) if found.gpus else "unknown"}
     hardware = {"processor": found.processor} if found.on_cpu else gpus
-    return {**found.versions, **hardware}
+    # Without its name a whole commit cannot be told from a key of W&B.
+    versions = {name: re.sub(r"\b([0-9a-f]{12})[0-9a-f]{28}\b", r"\1", text) for name, text in found.versions.items()}
+    return {**versions, **hardware}
 
 
 def _config_beside(path: Path) -> Path | None:
@@ -227,4 +248,4 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, st
         elif value is not None and not isinstance(value, dict | list):
             name = _TITAN.get(name, name)
             if (name, str(value)) not in _UNRESOLVED:
-                yield name, HIDDEN if _PRIVATE.search(name) else str(value)
+                yield name, HIDDEN if _PRIVATE.search(name) or is_secret_name(name) else str(value)

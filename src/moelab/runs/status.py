@@ -16,6 +16,7 @@ from typing import ClassVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from moelab.privacy import without_secrets
 from moelab.runs.files import write_json
 
 FILE = "status.json"
@@ -61,6 +62,11 @@ class Status:
     job_id: str | None = None
     attempts: int = 0
     updated: float = 0.0
+
+    def __post_init__(self) -> None:
+        """A reason may quote a log, and is shown and stored as it is: it holds no keys and moves no cursor."""
+        if self.reason is not None:
+            object.__setattr__(self, "reason", without_secrets(self.reason))
 
     @property
     def is_lost(self) -> bool:

@@ -10,12 +10,15 @@ a gradient norm by its ``grad_norm_not_finite``.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import pandas as pd
+
+from moelab.errors import BadInput
 
 VALUE_COLUMNS: Final = ("loss", "grad_norm", "tps", "tflops", "mfu", "memory_gib", "memory_pct", "lr", "time")
 COLUMNS: Final = ("run", "arm", "seed", "segment", "step", *VALUE_COLUMNS)
@@ -29,17 +32,20 @@ VALIDATION_COLUMNS: Final = ("segment", "step", "loss", "tps", "memory_gib", "ti
 
 REPORTED_NAN: Final = -math.inf
 """A gradient norm that was reported as NaN, until the metrics table is made, in which NaN is what is missing."""
-#: TorchTitan's metric names, as TensorBoard and W&B store them, and the columns that they fill. Memory is what was
-#: reserved, as in the log line. Source: torchtitan 0.3.0, ``MetricsProcessor.log`` and ``log_validation`` in
-#: ``components/metrics.py`` and ``LRSchedulersContainer.get_metrics`` in ``components/optimizer/lr_scheduler.py``.
+#: TorchTitan's metric names, as TensorBoard and W&B store them, and the columns that they fill; of two for one column
+#: the first counts. Memory is what was reserved, as in the log line, and ``wps`` is of releases before 25 November 2024
+#: (4d182a1). Own trainers use the columns' names. Source: torchtitan 0.3.0, ``MetricsProcessor.log`` and
+#: ``log_validation`` in ``components/metrics.py`` and ``LRSchedulersContainer.get_metrics`` in
+#: ``components/optimizer/lr_scheduler.py``.
 STEP_METRICS: Final = {
     "loss_metrics/global_avg_loss": "loss",
-    "grad_norm": "grad_norm",
     "throughput(tps)": "tps",
-    "tflops": "tflops",
+    "wps": "tps",
     "mfu(%)": "mfu",
     "memory/max_reserved(GiB)": "memory_gib",
     "memory/max_reserved(%)": "memory_pct",
+    **{name: name for name in VALUE_COLUMNS if name not in ("lr", "time")},
+    "train/loss": "loss",
 }
 VALIDATION_METRICS: Final = {
     "validation_metrics/loss": "loss",
@@ -51,6 +57,12 @@ _RUN: Final = ["run", "arm", "seed"]
 _MEMORY: Final = ("memory_gib", "memory_pct")
 _ROUNDED_MEMORY: Final = 0.00501  # GiB or percent: the log prints memory to two decimals
 _ROUNDED_LOSS: Final = 0.0000501  # the least precise loss that a TorchTitan log prints has four decimals
+_SAME_AFTER_RESTART: Final = ("model", "parameters", "seq_len", "optimizer", "lr", "mxfp8_kernels", "experts_in")
+"""Settings that a run keeps; nodes that were lost change its parallelism, and an update its versions."""
+SAME_SEED: Final = 0.002
+"""Nats by which the first losses of two launches with the same seed differ at most: sums are in another order."""
+SAME_RUN: Final = 0.01
+"""Share by which the first losses of a restart and of what it repeats differ at most."""
 _QUARTER_HOUR_S: Final = 900.0  # every time zone is a whole number of these from UTC
 
 
@@ -64,6 +76,8 @@ class MetricsRead:
         segments: number of segments that logged anything.
         reason: one line when the source itself shows that training failed, else None.
         grad_norm_not_finite: NaN or Inf by the step that reported it as its gradient norm.
+        notes: what a reader should know of the source: what of it could not be read, or has no loss.
+        name: of the run, where the source holds several; None if it has none.
     """
 
     rows: pd.DataFrame
@@ -71,6 +85,8 @@ class MetricsRead:
     segments: int
     reason: str | None
     grad_norm_not_finite: Mapping[int, float] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    name: str | None = None
 
 
 def step_column(name: str) -> str | None:
@@ -82,7 +98,147 @@ def step_column(name: str) -> str | None:
     >>> step_column("lr/AdamW/0"), step_column("memory/num_ooms")
     ('lr', None)
     """
-    return "lr" if name.startswith("lr/") else STEP_METRICS.get(name)
+    return "lr" if name == "lr" or name.startswith("lr/") else STEP_METRICS.get(name)
+
+
+def metrics_read(
+    columns: pd.DataFrame,
+    validation: pd.DataFrame,
+    failures: Mapping[int, tuple[int, float]],
+    *,
+    run: str | None = None,
+    notes: tuple[str, ...] = (),
+    name: str | None = None,
+) -> MetricsRead:
+    """Return what a reader found, however its source is built.
+
+    Args:
+        columns: any of the metrics table's, ``segment`` and ``step`` among them, with :data:`REPORTED_NAN`.
+        validation: any of :data:`VALIDATION_COLUMNS`.
+        failures: by segment, the first step at which its loss was not finite, and that loss.
+        run: as the source names it.
+        notes: :attr:`MetricsRead.notes`.
+        name: :attr:`MetricsRead.name`.
+    """
+    logged = set(columns["segment"]) | set(validation["segment"])
+    last = max(logged | set(failures), default=0)
+    step, loss = failures.get(last, (0, None))
+    return MetricsRead(
+        rows=metrics_table(columns, run=run),
+        validation=validation_table(validation),
+        segments=len(logged),
+        reason=None if loss is None else f"loss is {loss} at step {step} (segment {last})",
+        grad_norm_not_finite=grad_norms_not_finite(columns),
+        notes=notes,
+        name=name,
+    )
+
+
+def separate_runs(
+    columns: pd.DataFrame,
+    validation: pd.DataFrame,
+    failures: Mapping[int, tuple[int, float]],
+    *,
+    source: Path,
+    settings: Sequence[Mapping[str, str]] = (),
+    run: str | None = None,
+    notes: tuple[str, ...] = (),
+) -> list[MetricsRead]:
+    """Part the launches of a source from elsewhere into runs, as two logs are found in one file.
+
+    A launch that goes on after the first step of an earlier one is its restart. One that begins again is another run,
+    unless its first loss is the same, and the last one of the same step: a restart that found no checkpoint, with the
+    same seed. Launches of other settings are never of one run.
+
+    Args:
+        columns: as :func:`metrics_read` takes it.
+        validation: as :func:`metrics_read` takes it.
+        failures: as :func:`metrics_read` takes it.
+        source: where they were read.
+        settings: of each launch, as far as they are known.
+        run: as the source names all of it.
+        notes: :attr:`MetricsRead.notes`.
+
+    Raises:
+        BadInput: the launches show that two runs are mixed, so that nothing says which row is whose.
+
+    >>> launches = pd.DataFrame({"segment": [0, 0, 1, 1], "step": [1, 2, 1, 2], "loss": [8.11, 8.0, 8.13, 8.1]})
+    >>> reads = separate_runs(launches, launches[:0], {}, source=Path("two.log"))
+    >>> [(read.name, read.segments, read.rows["loss"].tolist()) for read in reads]
+    [('run 1 of 2', 1, [8.11, 8.0]), ('run 2 of 2', 1, [8.13, 8.1])]
+    """
+    groups: list[list[int]] = []
+    launches = {
+        number: columns[columns["segment"] == number].set_index("step")["loss"]
+        for number in sorted(set(columns["segment"].tolist()))
+    }
+    if len(launches) > 2 and _has_holes(launches.values()):
+        raise BadInput(
+            f"{source}: the steps of two runs are mixed in it, forth and back {len(launches)} times. "
+            "Give the history of each run by itself"
+        )
+    known = settings if len(settings) == len(launches) else [{}] * len(launches)
+    told = dict(zip(launches, known, strict=True))
+    for number, losses in launches.items():
+        earlier = [
+            group
+            for group in groups
+            if _is_restart(pd.concat([launches[one] for one in group]), losses, told[group[0]], told[number])
+        ]
+        if earlier:
+            min(earlier, key=lambda group: _jump(launches[group[-1]], losses)).append(number)
+        else:
+            groups.append([number])
+    if "time" not in columns or columns["time"].isna().all():
+        for group in groups:
+            starts = [launches[number].index.min() for number in group]
+            if starts[0] > min(starts):  # the newest launch is first in the source
+                group.sort(key=lambda number: launches[number].index.min())
+    if len(groups) < 2 and groups[:1] in ([], [sorted(launches)]):
+        return [metrics_read(columns, validation, failures, run=run, notes=notes)]
+    reads = []
+    for index, group in enumerate(groups, start=1):
+        renumbered = {number: place for place, number in enumerate(group)}
+        rows, held_out = (
+            part[part["segment"].isin(group)].replace({"segment": renumbered}).sort_values("segment", kind="stable")
+            for part in (columns, validation)
+        )
+        failed = {renumbered[number]: failures[number] for number in group if number in failures}
+        name = f"run {index} of {len(groups)}" if len(groups) > 1 else None
+        reads.append(metrics_read(rows, held_out, failed, run=run, notes=notes, name=name))
+    return reads
+
+
+def _has_holes(launches: Iterable[pd.Series[float]]) -> bool:
+    """Tell whether most launches leave out steps, two at least of those that the others have."""
+    steps = [np.unique(losses.index.to_numpy()) for losses in launches]
+    interval = np.median(np.diff(np.unique(np.concatenate(steps))))
+    holes = [bool((np.diff(one) >= 2 * interval).any()) for one in steps if len(one) > 1]
+    return 2 * sum(holes) > len(steps)
+
+
+def _is_restart(
+    earlier: pd.Series[float], losses: pd.Series[float], settings: Mapping[str, str], own_settings: Mapping[str, str]
+) -> bool:
+    """Tell whether a launch with these losses by step, and these settings, goes on with what earlier ones trained."""
+    first = losses.index.min()
+    names = _SAME_AFTER_RESTART if first > earlier.index.min() else {*settings, *own_settings}
+    if settings and own_settings and any(settings.get(name) != own_settings.get(name) for name in names):
+        return False
+    if first > earlier.index.min() or first not in earlier.index:
+        return True
+    scratch, last = first <= 1, losses.index.max()
+    compared = [first, last] if scratch and last == earlier.index.max() else [first]  # as long: a repetition?
+    earlier = earlier[~earlier.index.duplicated(keep="last")]
+    allowed = SAME_SEED if scratch else SAME_RUN * abs(earlier[first])
+    return not any(abs(losses[step] - earlier[step]) > allowed for step in compared)  # NaN says nothing
+
+
+def _jump(earlier: pd.Series[float], losses: pd.Series[float]) -> float:
+    """How far the loss at a launch's first step is from that of an earlier launch at the step nearest to it."""
+    nearest = int(np.abs(earlier.index.to_numpy() - losses.index.min()).argmin())
+    jump = abs(float(losses.iloc[0]) - float(earlier.iloc[nearest]))
+    return math.inf if math.isnan(jump) else jump
 
 
 def metrics_table(columns: Mapping[str, Any] | pd.DataFrame, *, run: str | None = None) -> pd.DataFrame:
@@ -122,11 +278,21 @@ def merge_segments(table: pd.DataFrame) -> pd.DataFrame:
     >>> merge_segments(rows)[["segment", "step", "loss"]].values.tolist()
     [[0.0, 90.0, 5.1], [1.0, 100.0, 5.001]]
     """
-    ordered = table.sort_values([*_RUN, "segment", "step"], kind="stable")
-    steps = ordered.groupby([*_RUN, "step"], dropna=False)
-    largest = {name: steps[name].transform("max") for name in _MEMORY if name in ordered}
-    kept = ordered.assign(**largest).drop_duplicates([*_RUN, "step"], keep="last")
-    return kept.sort_values([*_RUN, "step"]).reset_index(drop=True)
+    # Numbers in the place of names: a study has a million rows, which a sort of texts takes minutes for.
+    names = [pd.factorize(table[name], sort=True, use_na_sentinel=False)[0] for name in _RUN]
+    steps, segments = table["step"].to_numpy(), table["segment"].to_numpy()
+    order = np.lexsort([segments, steps, *names[::-1]])
+    places = np.array([*names, steps])[:, order]
+    starts = np.r_[True, (places[:, 1:] != places[:, :-1]).any(axis=0)][: len(order)]
+    kept: pd.DataFrame = table.iloc[order[np.r_[starts[1:], True][: len(order)]]].reset_index(drop=True)
+    if len(kept) == len(table):
+        return kept
+    largest = {
+        name: np.fmax.reduceat(table[name].to_numpy()[order], np.flatnonzero(starts))
+        for name in _MEMORY
+        if name in table
+    }
+    return kept.assign(**largest)
 
 
 def throughput_rows(table: pd.DataFrame, *, warmup_steps: int) -> pd.DataFrame:
@@ -136,9 +302,10 @@ def throughput_rows(table: pd.DataFrame, *, warmup_steps: int) -> pd.DataFrame:
     compilation and allocator warm-up again), and rows without ``tps``. A row averages over the steps since the row
     before it, so choose ``warmup_steps`` as a multiple of the logging interval.
     """
-    first_step = table.groupby([*_RUN, "segment"], dropna=False)["step"].transform("min")
-    after_restart = (table["segment"] > 0) & (table["step"] == first_step)
-    keep = (table["step"] > warmup_steps) & ~after_restart & table["tps"].notna()
+    keep = (table["step"] > warmup_steps) & table["tps"].notna()
+    if (table["segment"] > 0).any():  # grouping takes ten times as long as all the rest, and most runs never restart
+        first_step = table.groupby([*_RUN, "segment"], dropna=False)["step"].transform("min")
+        keep &= ~((table["segment"] > 0) & (table["step"] == first_step))
     return table[keep].reset_index(drop=True)
 
 
@@ -194,15 +361,6 @@ def _in_time_order(rows: pd.DataFrame) -> pd.DataFrame:
         first_time = rows.groupby("segment")["time"].min().sort_values()
         rows["segment"] = rows["segment"].map({number: index for index, number in enumerate(first_time.index)})
     return rows.sort_values(["segment", "step"])
-
-
-def failure_reason(segment: int, step: int, loss: float) -> str:
-    """Return the one line that says which loss was not finite.
-
-    >>> failure_reason(0, 12, float("nan"))
-    'loss is nan at step 12 (segment 0)'
-    """
-    return f"loss is {loss} at step {step} (segment {segment})"
 
 
 def grad_norms_not_finite(columns: Mapping[str, Any] | pd.DataFrame) -> dict[int, float]:

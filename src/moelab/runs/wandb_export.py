@@ -1,10 +1,17 @@
 """Read a history that was exported from Weights & Biases into the metrics table.
 
-Two shapes are known: the CSV, JSON or JSON lines of ``wandb.Api().run(…).history()`` or ``scan_history()``, with
-``_step``, ``_timestamp`` and TorchTitan's metric names as columns; and the CSV of a chart in the web page, with
-``Step`` and a column ``<run> - <metric>`` per run, next to ``…__MIN`` and ``…__MAX``, which are ignored. ``history()``
-samples 500 points unless told otherwise, so prefer ``scan_history()``. W&B refuses steps that go back within a run;
-where they do in a file, several exports of one job were joined, and each is a segment.
+Three shapes are known:
+
+- CSV, JSON, JSON lines or Parquet of ``wandb.Api().run(…).history()`` or ``scan_history()``, with ``_step``,
+  ``_timestamp`` and TorchTitan's metric names as columns. ``history()`` samples 500 points unless told otherwise, so
+  prefer ``scan_history()``;
+- such histories of several runs under each other, with a column that names the run, or as JSON by run;
+- the CSV of a chart in the web page, with ``Step`` and a column ``<run> - <metric>`` per run, next to ``…__MIN`` and
+  ``…__MAX``, which are ignored.
+
+TorchTitan before 15 February 2025 (4a16970) logged its step as a metric ``step``, and ``_step`` counted what was
+logged. W&B refuses steps that go back within a run; where they do, in the order of ``_timestamp``, several exports were
+joined, and each is a launch.
 
 Cells stay text until their metric is known, because a value *reported* as NaN must not look like one that is missing.
 """
@@ -13,30 +20,34 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator
 from io import StringIO
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import pandas as pd
 
 from moelab.errors import BadInput
+from moelab.runs.log_text import LogBytes, NotALog
 from moelab.runs.table import (
     REPORTED_NAN,
     STEP_METRICS,
     VALIDATION_METRICS,
     MetricsRead,
-    failure_reason,
-    grad_norms_not_finite,
-    metrics_table,
     ranks_to_rows,
+    separate_runs,
     step_column,
-    validation_table,
 )
 
-_LOSS: Final = "loss_metrics/global_avg_loss"
-_STEP_NAMES: Final = ("_step", "Step", "step")
-_TIME_NAMES: Final = ("_timestamp", "Timestamp")
+_LOSSES: Final = tuple(name for name, column in STEP_METRICS.items() if column == "loss")
+_STEP_NAMES: Final = ("step", "_step", "Step", "trainer/global_step", "global_step")
+_ID_NAMES: Final = ("run_id", "run.id", "id", "ID", "run_path")
+_RUN_NAMES: Final = ("run_name", "run.name", "Name", "name", "display_name", "displayName", "run")
+_ARM_NAMES: Final = ("experiment", "group", "arm", "config", "precision", "seed")
+_SUFFIXES: Final = (".csv", ".json", ".jsonl", ".ndjson", ".parquet")
+_PACKED: Final = (".gz", ".xz", ".bz2", ".zst")
+_TIME_NAMES: Final = ("_timestamp", "Timestamp", "time")
 _NOT_FINITE: Final = ("nan", "inf", "-inf", "infinity", "-infinity")
 
 
@@ -48,7 +59,7 @@ def read_wandb(path: str | Path) -> list[MetricsRead]:
     """Read a W&B history export, of one run or of several in one chart.
 
     Args:
-        path: a ``.csv``, ``.json`` or ``.jsonl`` file.
+        path: a ``.csv``, ``.json``, ``.jsonl`` or ``.parquet`` file, packed or not.
 
     Returns:
         What each run has, with ``run`` named where the export names it. ``lr`` is the largest of all ``lr/…`` metrics.
@@ -56,41 +67,61 @@ def read_wandb(path: str | Path) -> list[MetricsRead]:
     Raises:
         NotAWandbExport: the file cannot be read, or has no step column or none of TorchTitan's metrics.
     """
-    return [_read(run, history) for run, history in _runs(_cells(Path(path)), Path(path))]
+    reads = []
+    for run, history in _runs(_cells(Path(path)), Path(path)):
+        steps, validation = _columns(history, STEP_METRICS), _columns(history, VALIDATION_METRICS)
+        reads += separate_runs(steps, validation, _failures(history), source=Path(path), run=run)
+    return reads
 
 
-def _read(run: str | None, history: pd.DataFrame) -> MetricsRead:
-    columns = _columns(history, STEP_METRICS)
-    rows = metrics_table(columns, run=run)
-    return MetricsRead(
-        rows=rows,
-        validation=validation_table(_columns(history, VALIDATION_METRICS)),
-        segments=int(rows["segment"].max()) + 1 if len(rows) else 0,
-        reason=_reason(history),
-        grad_norm_not_finite=grad_norms_not_finite(columns),
-    )
+def is_export(path: Path) -> bool:
+    """Tell whether a file is a W&B export by its name; containers keep logs as JSON too."""
+    suffixes = [suffix for suffix in path.suffixes if suffix not in _PACKED]
+    if not path.is_file() or not suffixes or suffixes[-1] not in _SUFFIXES:
+        return False
+    if suffixes[-1] in (".csv", ".parquet"):
+        return True
+    head = next(iter(LogBytes(path)), b"")
+    return not (b"step:" in head and b"loss:" in head)
 
 
 def _cells(path: Path) -> pd.DataFrame:
     """Return the file's cells as text, empty where there is no value."""
     try:
-        text = path.read_text(encoding="utf-8-sig")
-        if path.suffix == ".csv":
-            return pd.read_csv(StringIO(text), dtype=str, keep_default_na=False)
+        if ".parquet" in path.suffixes:
+            frame = pd.read_parquet(path).reset_index(drop=True)
+            return frame.astype(object).where(frame.notna(), "").astype(str)
+        text = b"".join(LogBytes(path)).decode("utf-8-sig")
+        if ".csv" in path.suffixes:
+            return pd.read_csv(StringIO(text), dtype=str, keep_default_na=False, sep=_separator(text))
         records = [{name: str(value) for name, value in row.items() if value is not None} for row in _records(text)]
         return pd.DataFrame(records, dtype=object).fillna("")
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, NotALog) as error:
         raise NotAWandbExport(
-            f"{path}: {error}. Give a .csv, .json or .jsonl export of a W&B run's history, for instance "
+            f"{path}: {error}. Give a .csv, .json, .jsonl or .parquet export of a W&B run's history, for instance "
             "`pandas.DataFrame(wandb.Api().run('entity/project/id').scan_history()).to_csv('history.csv')`."
         ) from error
 
 
 def _records(text: str) -> list[dict[str, Any]]:
-    parsed = json.loads(text) if text.lstrip().startswith("[") else [json.loads(x) for x in text.splitlines() if x]
-    if len(parsed) == 1 and isinstance(cells := parsed[0].get("_step"), dict):  # pandas' JSON by column
-        return [{name: column.get(index) for name, column in parsed[0].items()} for index in cells]
-    return list(parsed)
+    try:
+        parsed = json.loads(text)
+    except ValueError:
+        parsed = [json.loads(line) for line in text.splitlines() if line.strip()]
+    if not isinstance(parsed, dict):
+        return list(parsed)
+    columns = list(parsed.values())
+    if all(isinstance(column, dict) for column in columns):  # pandas' JSON by column
+        rows = {index: None for column in columns for index in column}
+        return [{name: column.get(index) for name, column in parsed.items()} for index in rows]
+    if all(isinstance(column, list) for column in columns):  # a history for each run
+        return [{"run_name": run, **row} for run, rows in parsed.items() for row in rows]
+    return [parsed]
+
+
+def _separator(text: str) -> str:
+    header = text.partition("\n")[0]
+    return max(",;\t", key=header.count)
 
 
 def _runs(cells: pd.DataFrame, path: Path) -> Iterator[tuple[str | None, pd.DataFrame]]:
@@ -105,18 +136,52 @@ def _runs(cells: pd.DataFrame, path: Path) -> Iterator[tuple[str | None, pd.Data
     if step is None or not metrics:
         raise NotAWandbExport(
             f"{path}: looked for a step column ({', '.join(_STEP_NAMES)}) and one of TorchTitan's metrics "
-            f"({_LOSS}, throughput(tps), …); found the columns {', '.join(map(str, cells.columns[:8]))}"
+            f"({_LOSSES[0]}, throughput(tps), …); found the columns {', '.join(map(str, cells.columns[:8]))}"
         )
-    numbers = pd.DataFrame({"step": _number(cells[step]), "time": _number(cells[time]) if time else math.nan})
+    moments = _moments(cells[time]) if time else math.nan
+    numbers = pd.DataFrame({"step": _number(cells[step]), "time": moments})
+    if "_step" in cells:  # where only some rows have the metric `step`
+        numbers["step"] = numbers["step"].fillna(_number(cells["_step"]))
     for run, columns in metrics.items():
         history = numbers.join(cells[list(columns)].rename(columns=columns)).dropna(subset=["step"])
         history = history[(history[list(columns.values())] != "").any(axis=1)].astype({"step": "int64"})
-        yield run, history.assign(segment=(history["step"].diff() < 0).cumsum())
+        for stacked, rows in _stacked(cells, history):
+            yield stacked or run, _in_launches(rows)
+
+
+def _stacked(cells: pd.DataFrame, history: pd.DataFrame) -> Iterator[tuple[str | None, pd.DataFrame]]:
+    """Yield the rows of each run by the columns that name it; a name that two runs have gets their ids."""
+    names = [next((c for c in names if c in cells), None) for names in (_ID_NAMES, _RUN_NAMES)]
+    named = [name for name in names if name] or [name for name in _ARM_NAMES if name in cells]
+    if not named:
+        yield None, history
+        return
+    keys = [cells.loc[history.index, column] for column in named]
+    runs = [([str(key) for key in cast("tuple[Any, ...]", of)], rows) for of, rows in history.groupby(keys, sort=False)]
+    if None in names:
+        yield from ((" ".join(of), rows) for of, rows in runs)
+        return
+    count = Counter(name for (_, name), _ in runs)
+    yield from ((name if count[name] == 1 else f"{name} ({of})", rows) for (of, name), rows in runs)
+
+
+def _in_launches(history: pd.DataFrame) -> pd.DataFrame:
+    """Number the ``segment`` of one run's rows: where a step is there twice, a launch ends where a step goes back."""
+    losses = history[(history[[name for name in _LOSSES if name in history]] != "").any(axis=1)]
+    if not losses["step"].duplicated().any():
+        return history.sort_values("step", kind="stable").assign(segment=0)
+    launch: pd.Series[Any] = (history["step"].diff() < 0).cumsum()
+    if history["time"].notna().all():
+        launch = history["time"].groupby(launch).transform("min").rank(method="dense").astype("int64") - 1
+    return history.assign(segment=launch).sort_values("segment", kind="stable")
 
 
 def _columns(history: pd.DataFrame, metrics: dict[str, str]) -> pd.DataFrame:
     """Return table columns from the ``metrics`` and, if they are those of a training step, the learning rates."""
-    names = {name: column for name, column in metrics.items() if name in history}
+    names: dict[str, str] = {}
+    for name, column in metrics.items():
+        if name in history and column not in names.values():
+            names[name] = column
     lr = [name for name in history if metrics is STEP_METRICS and step_column(str(name)) == "lr"]
     logged = history[(history[[*names, *lr]] != "").any(axis=1)]
     columns = logged[["segment", "step", "time", *names]].rename(columns=names)
@@ -134,12 +199,21 @@ def _number(cells: pd.Series[Any]) -> pd.Series[float]:
     return pd.to_numeric(cells, errors="coerce").astype("float64")
 
 
-def _reason(history: pd.DataFrame) -> str | None:
-    last = history[history["segment"] == history["segment"].max()]
-    if _LOSS not in last:
-        return None
-    failed = last[last[_LOSS].str.lower().isin(_NOT_FINITE)]
-    if failed.empty:
-        return None
-    row = failed.iloc[0]
-    return failure_reason(int(row["segment"]), int(row["step"]), float(row[_LOSS]))
+def _moments(cells: pd.Series[Any]) -> pd.Series[float]:
+    """Seconds since the epoch of numbers or, as a web page and pandas write them, dates."""
+    seconds = _number(cells)
+    if seconds.notna().any():
+        return seconds
+    dates = pd.to_datetime(cells, utc=True, errors="coerce", format="mixed")
+    return (dates - pd.Timestamp(0, tz="UTC")).dt.total_seconds()
+
+
+def _failures(history: pd.DataFrame) -> dict[int, tuple[int, float]]:
+    """The first step of each segment whose loss was not finite, and that loss."""
+    failures: dict[int, tuple[int, float]] = {}
+    for name in _LOSSES:
+        if name in history:
+            failed = history[history[name].str.lower().isin(_NOT_FINITE)]
+            for segment, step, loss in failed[["segment", "step", name]].itertuples(index=False):
+                failures.setdefault(int(segment), (int(step), float(loss)))
+    return failures

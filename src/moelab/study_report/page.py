@@ -117,7 +117,9 @@ def _study_figures(judged: Report) -> Sequence[Any]:
     figures = [
         Figure(
             caption="Training loss of every seed (thin) and the mean over seeds (bold); the inset enlarges the end.",
-            figure=loss_curves(judged.table, final_fraction=judged.final_fraction, note=note, marks=marks),
+            figure=loss_curves(
+                judged.table, final_fraction=judged.final_fraction, final=judged.final, note=note, marks=marks
+            ),
         ),
         Figure(
             caption="The last 30 % of the steps: mean over seeds and one standard deviation.",
@@ -232,7 +234,7 @@ def _conversion_table(judged: Report) -> Any:
             for run in side.finished
         )
         rows += [[side.label, count, *words] for words, count in told.items()]
-    return Table(title="Modules that multiply in MXFP8", columns=["arm", "runs", "kernels", "modules"], rows=rows)
+    return Table(title="Modules that multiply in 8 bits", columns=["arm", "runs", "kernels", "modules"], rows=rows)
 
 
 def _side_tables(judged: Report) -> Sequence[Any]:

@@ -139,7 +139,7 @@ class Report:
         judged = [side for side in self.sides if side.finished or side.diverged_seeds]
         if self.reference not in judged or len(judged) < 2:
             return []
-        return judge_sides(self.table, judged, name=_arm, final_fraction=self.final_fraction, **self._margins)
+        return judge_sides(self.final, judged, name=_arm, **self._margins)
 
     @cached_property
     def held_out(self) -> list[Verdict]:
@@ -299,7 +299,7 @@ class Report:
             f"{self._run_name(side, run)}: {words}"
             for side in self.sides
             for run in side.attempted
-            for words in run.damaged
+            for words in (*run.damaged, *run.notes)
         ]
         return [
             *unfinished,
@@ -322,7 +322,7 @@ class Report:
         """Final smoothed loss of a finished run, in nats; NaN for one that did not finish."""
         if not run.finished or run.seed is None:
             return math.nan
-        return self._final.by_run.get((run.arm, run.seed), math.nan)
+        return self.final.by_run.get((run.arm, run.seed), math.nan)
 
     def as_text(self) -> str:
         """The findings as sentences."""
@@ -380,7 +380,8 @@ class Report:
         }
 
     @cached_property
-    def _final(self) -> FinalLosses:
+    def final(self) -> FinalLosses:
+        """Final training loss of every finished run."""
         return final_losses(self.table, final_fraction=self.final_fraction)
 
     @property

@@ -31,7 +31,7 @@ from moelab.runs.settings import run_settings, settings_of, settings_of_all
 
 ANOTHER_ATTEMPT = "another attempt at this arm and seed is judged"
 LABEL_CHARACTERS = 60
-VALID = "a study, a run directory, a TorchTitan log, a TensorBoard folder or a W&B export (.csv, .json, .jsonl)"
+VALID = "a study, a run directory, a TorchTitan log, a TensorBoard folder or a W&B export (CSV, JSON, Parquet)"
 Seeds = dict[tuple[str, int], str]
 
 

@@ -48,14 +48,13 @@ from moelab.model import TOKENIZERS, shape_for
 from moelab.mxfp8 import capture
 from moelab.mxfp8 import dispatch as mxfp8_dispatch
 from moelab.mxfp8 import kernels as mxfp8_kernels
-from moelab.mxfp8.converter import LINEARS, MXFP8Converter
+from moelab.mxfp8.converter import LINEARS, FP8Converter, MXFP8Converter
 from moelab.runs import directory
 from moelab.runs.directory import RunDir
 from moelab.titan import corpus, ep_buffers, routing
 from moelab.titan.arms import named_arms, nearest
-from moelab.titan.fp8 import FP8Converter
 from moelab.titan.models import model_spec
-from moelab.titan.preempt import ResumeCheckpoints, StoppableTrainer
+from moelab.titan.preempt import ResumeCheckpoints, StoppableTrainer, end_with_torchrun
 from moelab.titan.record import record_conversion, record_dispatcher
 
 EXPERIMENT_VARIABLE = "MOELAB_EXPERIMENT"
@@ -92,6 +91,8 @@ def experiment() -> Trainer.Config:
     Raises:
         Refused: if it is illegal.
     """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_torchrun()
     path = os.environ.get(EXPERIMENT_VARIABLE)
     if not path:
         raise KeyError(f"set {EXPERIMENT_VARIABLE} to the path of an experiment.yaml; `moelab run` does so")
@@ -226,11 +227,16 @@ def _padding(experiment: Experiment) -> dict[str, Any]:
 
 
 def _model(experiment: Experiment, *, on_cpu: bool) -> ModelSpec:
-    spec = model_spec(experiment.model, ep_backend=experiment.ep_backend.value, shape=shape_for(experiment))
+    spec = model_spec(
+        experiment.model,
+        ep_backend=experiment.ep_backend.value,
+        attention_backend=experiment.attention_backend,
+        shape=shape_for(experiment),
+    )
     converter = _converter(experiment)
     if converter is not None:
         spec.model = converter.build().convert(spec.model)
-    kernels = _kernels(experiment) if experiment.precision is Precision.MXFP8 else None
+    kernels = None if converter is None else _kernels(experiment)
 
     def parallelize(model: nn.Module, **arguments: Any) -> nn.Module:
         model = parallelize_titan(model, **arguments)
@@ -249,18 +255,20 @@ def _model(experiment: Experiment, *, on_cpu: bool) -> ModelSpec:
 
 
 def _kernels(experiment: Experiment) -> mxfp8_kernels.Kernels:
-    return mxfp8_kernels.resolve(experiment.mxfp8_kernels)
+    """Of a quantised experiment; FP8's products are native wherever it is legal."""
+    return mxfp8_kernels.resolve(experiment.mxfp8_kernels) if experiment.precision is Precision.MXFP8 else "native"
 
 
 def _converter(experiment: Experiment) -> Any:
     compiled = experiment.compile == "model+loss"
+    linears = list(LINEARS) if experiment.quantize == "experts+linears" else []
     if experiment.precision is Precision.MXFP8:
-        linears = list(LINEARS) if experiment.quantize == "experts+linears" else []
         return MXFP8Converter.Config(
             model_compile_enabled=compiled, kernels=_kernels(experiment), wgrad=experiment.wgrad, linears=linears
         )
     if experiment.precision is Precision.FP8:
-        return FP8Converter.Config(model_compile_enabled=compiled)
+        wgrad = "fp8" if experiment.wgrad == "fp8" else "bf16"
+        return FP8Converter.Config(model_compile_enabled=compiled, wgrad=wgrad, linears=linears)
     return None
 
 
@@ -272,10 +280,17 @@ def _parallelism(experiment: Experiment, *, on_cpu: bool) -> ParallelismConfig:
         pipeline_parallel_degree=experiment.pp,
         pipeline_parallel_schedule=experiment.pp_schedule,
         pipeline_parallel_microbatch_size=experiment.microbatch,
+        # TorchTitan makes more than two stages a rank by layers of a stage, which does not reach every number.
+        module_fqns_per_model_part=_stages(experiment) if experiment.pp_stages_per_rank else None,
         context_parallel_degree=experiment.cp,
         expert_parallel_degree=experiment.ep,
         spmd_backend="partial_dtensor" if on_cpu else "spmd_types",
     )
+
+
+def _stages(experiment: Experiment) -> list[list[str]] | None:
+    layout = check(experiment).layout
+    return list(map(list, layout.stages)) if layout and layout.pp > 1 else None
 
 
 def _data(experiment: Experiment) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a built model runs, written into its run directory: the modules that multiply in MXFP8, and the dispatcher."""
+"""What a built model runs, written into its run directory: the modules that multiply in 8 bits, and the dispatcher."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moelab.runs.files import write_json
 
 
 def record_conversion(model: nn.Module, dump_folder: Path, kernels: str, *, stages: int) -> None:
-    """Write down which modules of the built model multiply in MXFP8, and with which kernels.
+    """Write down which modules of the built model multiply in 8 bits, and with which kernels.
 
     The first rank of each pipeline stage writes one file; a stage may be built from several parts, and again by a
     job that goes on.
@@ -32,8 +32,8 @@ def record_conversion(model: nn.Module, dump_folder: Path, kernels: str, *, stag
     """
     names = converted_modules(model)
     if not names and stages == 1:
-        raise NothingConverted("precision is mxfp8, but no module of the built model multiplies in MXFP8")
-    logger.info(f"moelab: {len(names)} modules multiply in MXFP8 ({kernels} kernels): {', '.join(names)}")
+        raise NothingConverted("the experts should be quantised, but no module of the built model multiplies in 8 bits")
+    logger.info(f"moelab: {len(names)} modules multiply in 8 bits ({kernels} kernels): {', '.join(names)}")
     rank = torch.distributed.get_rank()
     if _first_of_stage(stages):
         path = dump_folder / CONVERTED_FOLDER / f"rank{rank}.json"

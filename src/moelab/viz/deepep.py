@@ -1,8 +1,9 @@
-"""DeepEP drawn: published bandwidths, the memory that the gather costs, measured exchanges, the measured two-by-two."""
+"""DeepEP drawn: quoted bandwidths, the memory that the gather costs, exchanges, the two-by-two, degrees in a node."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import plotly.graph_objects as go
 
@@ -17,7 +18,7 @@ from moelab.analysis.two_by_two import (
     two_by_two_label,
 )
 from moelab.projection.exchange import QuotedBandwidth
-from moelab.projection.measured import Measurement, Row
+from moelab.projection.measured import EP_DEGREES, ROUTINGS, SCALING, Measurement, Place, Row, hardware_of, node_results
 from moelab.projection.traffic import Pass
 from moelab.viz.draw import draw_limit, error_bars, panels
 from moelab.viz.theme import INK, MUTED, WARNING, ArmStyle, arm_styles, new_figure, plot_text, wrap
@@ -377,3 +378,139 @@ def replayed(measured: Measurement) -> str:
     if device.startswith("CPU"):
         return "CPU processes over gloo: no measure of a GPU"
     return "measured elsewhere, replayed" if measured.packaged else ""
+
+
+# Degrees inside one node: what was predicted, and what was measured
+
+SCALING_ARMS = ("bf16_deepep", "fp8_deepep_dispatch-fp8")
+ROUTING_WORDS = {"round_robin": "forced round-robin", "random_balanced": "balanced random"}
+ASIDE = 0.07
+"""How far apart a prediction and a measurement of the same arm are drawn."""
+
+Predictions = Mapping[Place, Mapping[str, Any]]
+
+
+def scaling(predicted: Mapping[str, Any], full_node: Measurement, two_by_two: Measurement) -> go.Figure:
+    """Gain over stock at the same degree, both under full checkpointing, a panel for each routing.
+
+    Args:
+        predicted: content of ``h100_full_node_predicted``.
+        full_node: of ``h200_full_node``, if it was measured.
+        two_by_two: of ``h100_two_by_two``, for two GPUs.
+    """
+    newest, rows, found = _scaling_rows(predicted, full_node, two_by_two)
+    checkpointing = checkpointing_words(predicted["shapes"][SCALING]["activation_checkpoint"])
+    open_ = [f"EP {ep}" for ep in EP_DEGREES if ep not in {place.ep for place in found}]
+    figure = panels(
+        _scaling_finding(rows, found),
+        [f"{ROUTING_WORDS[routing]} routing" for routing in ROUTINGS],
+        subtitle=f"{SCALING}, {checkpointing}: tokens/s over stock "
+        f"at the same degree. Open: predicted on "
+        f"{predicted['date'][:10]} (derived, 90 % interval); filled: median of all steps with quartiles, "
+        f"{newest.stamp}.",
+        note=f"predicted: {', '.join(open_)} not measured yet" if open_ else "",
+        height=420,
+        shared=True,
+    )
+    styles = arm_styles(SCALING_ARMS)
+    for column, routing in enumerate(ROUTINGS, start=1):
+        for side, arm in enumerate(SCALING_ARMS):
+            middle = (side - (len(SCALING_ARMS) - 1) / 2) * 3 * ASIDE
+            style, name = styles[arm], plot_text(two_by_two_label(arm))
+            lines = _scaling_predicted(rows, routing, arm, middle - ASIDE / 2, style, name)
+            points = _scaling_measured(found, routing, arm, middle + ASIDE / 2, style, name)
+            figure.add_traces([lines, points], rows=1, cols=column)
+            figure.update_traces(showlegend=column == 1, col=column)
+    figure.add_hline(y=1, line={"color": MUTED, "width": 1, "dash": "dot"})
+    places = list(range(len(EP_DEGREES)))
+    figure.update_xaxes(tickvals=places, ticktext=[f"EP {ep}" for ep in EP_DEGREES], showgrid=False)
+    figure.update_xaxes(range=[-0.5, len(EP_DEGREES) - 0.5])
+    figure.update_yaxes(title_text="× stock", col=1)
+    return figure.update_layout(hovermode="closest", legend_y=-0.14)
+
+
+def interval_lines(predicted: Mapping[str, Any], full_node: Measurement, two_by_two: Measurement) -> list[str]:
+    """A line for each filled mark: the measured gain, and whether it lies in the interval of its prediction."""
+    _, rows, found = _scaling_rows(predicted, full_node, two_by_two)
+    lines = []
+    for place, one in found.items():
+        low, high = rows[place]["gain_interval"]
+        inside = "inside" if low <= (one.ratio or 0.0) <= high else "OUTSIDE"
+        what = f"EP {place.ep}, {ROUTING_WORDS[place.routing]}, {two_by_two_label(place.arm)}"
+        lines.append(f"{what}: measured {one.ratio:.3f} ×, predicted {low:.3f} to {high:.3f} ×: {inside}")
+    return lines
+
+
+def _scaling_rows(
+    predicted: Mapping[str, Any], full_node: Measurement, two_by_two: Measurement
+) -> tuple[Measurement, Predictions, dict[Place, ArmResult]]:
+    """The newest measurement, the predictions for its GPUs, and what was measured of them."""
+    newest = full_node if full_node.rows else two_by_two
+    hardware = hardware_of(newest)
+    rows = {
+        Place(row["shape"], row["ep"], row["routing"], row["arm"]): row
+        for row in predicted["rows"]
+        if (row["hardware"], row["shape"]) == (hardware, SCALING) and row["arm"] in SCALING_ARMS
+    }
+    measured = node_results(full_node, two_by_two)
+    return newest, rows, {place: one for place, one in measured.items() if place in rows and one.ratio is not None}
+
+
+def _scaling_predicted(rows: Predictions, routing: str, arm: str, aside: float, style: Any, name: str) -> go.Scatter:
+    here = [row for place, row in rows.items() if (place.routing, place.arm) == (routing, arm)]
+    return go.Scatter(
+        x=[EP_DEGREES.index(row["ep"]) + aside for row in here],
+        y=[row["gain"] for row in here],
+        error_y=_error_bars([(row["gain"], *row["gain_interval"]) for row in here], style.color),
+        mode="lines+markers",
+        name=f"{name}, predicted",
+        line={"color": style.color, "dash": "dot", "width": 1.5},
+        marker={"symbol": f"{style.symbol}-open", "size": 11, "line_width": 2},
+        hovertemplate=f"{name}, predicted: %{{y:.3f}} ×<extra></extra>",
+    )
+
+
+def _scaling_measured(
+    found: Mapping[Place, ArmResult], routing: str, arm: str, aside: float, style: Any, name: str
+) -> go.Scatter:
+    here = {place.ep: one for place, one in found.items() if (place.routing, place.arm) == (routing, arm)}
+    stock = [one.tps / (one.ratio or 1.0) for one in here.values()]
+    ratios = [(one.tps / tps, one.low / tps, one.high / tps) for one, tps in zip(here.values(), stock, strict=True)]
+    return go.Scatter(
+        x=[EP_DEGREES.index(ep) + aside for ep in here],
+        y=[ratio for ratio, _, _ in ratios],
+        error_y=_error_bars(ratios, style.color),
+        mode="markers",
+        name=f"{name}, measured",
+        marker={"color": style.color, "symbol": style.symbol, "size": 11},
+        hovertemplate=f"{name}, measured: %{{y:.3f}} ×<extra></extra>",
+    )
+
+
+def _error_bars(values: Sequence[tuple[float, float, float]], color: str) -> dict[str, Any]:
+    return {
+        "array": [high - middle for middle, _, high in values],
+        "arrayminus": [middle - low for middle, low, _ in values],
+        "symmetric": False,
+        "color": color,
+        "thickness": 1.2,
+        "width": 4,
+    }
+
+
+def _scaling_finding(rows: Predictions, found: Mapping[Place, ArmResult]) -> str:
+    """What both routings say of the first arm at both ends of the degrees measured, or predicted if one alone was."""
+    measured = [
+        ep for ep in EP_DEGREES if all(Place(SCALING, ep, routing, SCALING_ARMS[0]) in found for routing in ROUTINGS)
+    ]
+    said, eps = ("gains", measured) if len(measured) > 1 else ("is predicted to gain", EP_DEGREES)
+    ends = (eps[0], eps[-1])
+    words = []
+    for routing in ROUTINGS:
+        places = [Place(SCALING, ep, routing, SCALING_ARMS[0]) for ep in ends]
+        first, last = (
+            float(found[place].ratio or 0.0) if len(measured) > 1 else float(rows[place]["gain"]) for place in places
+        )
+        words.append(f"{first:.2f} to {last:.2f} × under {ROUTING_WORDS[routing]}")
+    arm = two_by_two_label(SCALING_ARMS[0])
+    return f"{arm} {said} {words[0]} and {words[1]} routing, from EP {ends[0]} to EP {ends[1]}"

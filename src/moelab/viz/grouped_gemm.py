@@ -10,10 +10,10 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from moelab.mxfp8.break_even import Constants, break_even_m, gain, gemm_parts
-from moelab.mxfp8.break_even_fit import GOAL, ExpertWork, Fit, break_even
 from moelab.mxfp8.grouped_gemm_cases import Case, Precision
 from moelab.mxfp8.grouped_gemm_results import GroupedGemmResult
+from moelab.projection.gemm import Rates, break_even_m, gain, grouped_parts
+from moelab.projection.gemm_fit import GOAL, ExpertWork, Fit, break_even
 from moelab.viz.theme import INK, MUTED, new_figure
 from moelab.viz.widget import Explorer
 
@@ -31,7 +31,7 @@ PART_LOOKS = {
     "cast rows": ("cast rows", "#D55E00"),
     "cast columns": ("cast columns (wgrad)", "#E69F00"),
     "cast weights": ("cast weights", "#CC79A7"),
-    "overhead": ("fixed overhead, scales", "#5f6b7a"),
+    "scales": ("scales into blocks", "#5f6b7a"),
 }
 _LINES = (("#0072B2", "circle"), ("#56B4E9", "diamond"), ("#D55E00", "square"), ("#E69F00", "triangle-up"))
 GROUPS = 8
@@ -99,7 +99,7 @@ def predicted_speedups(table: pd.DataFrame) -> go.Figure:
     """Eight rows of torchao: measured beside predicted, with the goal of ±10 % as a bar around the measured value.
 
     Args:
-        table: of :func:`moelab.mxfp8.break_even_fit.leave_one_out`.
+        table: of :func:`moelab.projection.gemm_fit.leave_one_out`.
     """
     reached = int(table["left_out_within"].sum())
     figure = new_figure(
@@ -139,23 +139,23 @@ def _short(name: str) -> str:
     return f"N {n}, K {k}, {groups.split()[0]} group{'s' if groups.split()[0] != '1' else ''}"
 
 
-def step_parts(case: Case, constants: Constants) -> go.Figure:
+def step_parts(case: Case, rates: Rates) -> go.Figure:
     """Predicted time of forward and backward in its parts, a bar for each precision.
 
     Args:
         case: the product.
-        constants: of the GPU.
+        rates: of a GPU's kernels alone.
     """
-    gained = gain(case.m, case.n, case.k, case.groups, constants)
-    low = LABELS[constants.low]
+    gained = gain(*case.mnkg, rates)
+    low = LABELS[rates.low_format]
     figure = new_figure(
         f"{low} {'saves' if gained > 1 else 'loses'} time here: BF16 takes {gained:.2f}× as long",
-        subtitle=f"{case.name} on a {constants.gpu}, forward + backward, kernels alone",
+        subtitle=f"{case.name} on a {rates.gpu}, forward + backward, kernels alone",
         note="predicted by the model, not measured",
         height=400,
     )
     precisions: tuple[Precision, ...] = ("bf16", "mxfp8", "mxfp8_wgrad_bf16")
-    by_precision = {p: gemm_parts(case.m, case.n, case.k, case.groups, p, constants) for p in precisions}
+    by_precision = {p: grouped_parts(*case.mnkg, p, rates) for p in precisions}
     labels = [LABELS[precision] for precision in precisions]
     for kind, (name, color) in PART_LOOKS.items():
         times_ms = [1e3 * sum(part.time_s for part in parts if part.kind == kind) for parts in by_precision.values()]
@@ -188,17 +188,17 @@ def gain_map(fitted: Fit, works: Sequence[ExpertWork], *, aspect: float = 2.25, 
         aspect: K / N of the map's weights; gain at equal N·K falls as it moves away from 1.
         resamples: of the interval around the break-even line.
     """
-    constants = fitted.constants
+    rates = fitted.rates()
     rows = np.logspace(*ROWS_LOG2, STEPS_M, base=2)
     weights = np.logspace(*WEIGHTS_LOG2, STEPS_NK, base=2)
     sides = [_sides(nk, aspect) for nk in weights]
-    gains = [[round(gain(m, n, k, GROUPS, constants), 3) for m in rows] for n, k in sides]
-    own = [gain(work.case.m, work.case.n, work.case.k, work.case.groups, constants) for work in works]
+    gains = [[round(gain(m, n, k, GROUPS, rates), 3) for m in rows] for n, k in sides]
+    own = [gain(*work.case.mnkg, rates) for work in works]
     short = [work.name.split(",")[0] for work in works]
     first = ", ".join(f"{name} gains {gained:.2f}×" for name, gained in zip(short[:2], own, strict=False))
     figure = new_figure(
-        f"{constants.low.upper()} saves time above the bold line only{f': {first}' if first else ''}",
-        subtitle=f"gain = BF16 time / {constants.low.upper()} time of forward + backward on a {constants.gpu}, "
+        f"{rates.low_format.upper()} saves time above the bold line only{f': {first}' if first else ''}",
+        subtitle=f"gain = BF16 time / {rates.low_format.upper()} time of forward + backward on a {rates.gpu}, "
         f"{GROUPS} groups, K = {aspect:g} N; dashed: 90 % interval of gain 1; layouts show their own gain",
         note="predicted, not measured: kernels alone",
         height=560,
@@ -225,19 +225,21 @@ def gain_map(fitted: Fit, works: Sequence[ExpertWork], *, aspect: float = 2.25, 
         ("high", "high", 1.5, "dash"),
     ):
         ends = [getattr(even, field) for even in evens]
-        inside = [m if m is not None and least <= m <= most else None for m in ends]
+        inside = [m if least <= m <= most else None for m in ends]
         style = {"color": INK, "width": width, "dash": dash}
         figure.add_scatter(x=inside, y=chosen, mode="lines", line=style, name=name, hoverinfo="skip", showlegend=False)
     for work, name, gained, symbol in zip(works, short, own, _MARKS, strict=False):
         case, m = work.case, min(max(work.case.m, least), most)
+        # the map is of GROUPS: with another number a mark may stand on the other side of the line than its gain says
+        others = "" if case.groups == GROUPS else f" ({case.groups} groups)"
         side = "left" if m > 2 ** (sum(ROWS_LOG2) / 2 + 2) else "center"
         figure.add_scatter(
             x=[m],
             y=[case.n * case.k],
             mode="markers+text",
             marker={"symbol": symbol, "size": 15, "color": INK, "line": {"color": "white", "width": 1.5}},
-            text=[f"<b>{name}: {gained:.2f}</b>"],
-            textposition=f"{'top' if gained > 1 else 'bottom'} {side}",
+            text=[f"<b>{name}: {gained:.2f}</b>{others}"],
+            textposition=f"{'top' if gained > 1 or others else 'bottom'} {side}",
             name=f"{work.name} ({case.groups} groups)",
             hovertemplate=f"{work.name}: {case.name}<br>{work.layout}<extra></extra>",
         )
@@ -282,13 +284,13 @@ class ShapeExplorer(Explorer):
 
     Args:
         case: where the sliders begin; a value that a slider does not have is added to it.
-        constants: of the model.
+        rates: of a GPU's kernels alone.
     """
 
-    def __init__(self, case: Case, constants: Constants) -> None:
+    def __init__(self, case: Case, rates: Rates) -> None:
         import ipywidgets as widgets
 
-        self.constants = constants
+        self.rates = rates
         controls: dict[str, ipywidgets.Widget] = {
             name: widgets.SelectionSlider(
                 options=[(f"{value:,}", value) for value in sorted({*values, getattr(case, name)})],
@@ -310,7 +312,7 @@ class ShapeExplorer(Explorer):
     def look(self) -> tuple[str, Mapping[str, go.Figure]]:
         """From which M on MXFP8 saves time, and the step in its parts."""
         case = self.case
-        even = break_even_m(case.n, case.k, case.groups, self.constants)
+        even = break_even_m(case.n, case.k, case.groups, self.rates)
         since = "never, at any M" if even is None else f"from about {even:,.0f} rows on"
         words = f"<div role='status'>MXFP8 saves time <b>{since}</b> at these N, K and G</div>"
-        return words, {"parts": step_parts(case, self.constants)}
+        return words, {"parts": step_parts(case, self.rates)}

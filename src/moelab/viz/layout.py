@@ -15,6 +15,7 @@ import plotly.graph_objects as go
 from moelab.experiment import Experiment
 from moelab.hardware import Gpu, gpu_of
 from moelab.layout import Layout, check, facts_of
+from moelab.layout.mesh import nvlink_ranks
 from moelab.layout.rules import candidates
 from moelab.memory import PARTS, MemoryEstimate, estimate
 from moelab.viz.draw import draw_limit
@@ -185,7 +186,12 @@ class LayoutExplorer(Explorer):
         layout = checked.layout
         if layout is None:
             return refusal("Illegal", checked.reasons), {}
-        mesh = mesh_map(layout, gpus_per_node=experiment.gpus_per_node, rank=self.controls["rank"].value)
+        mesh = mesh_map(
+            layout,
+            gpus_per_node=experiment.gpus_per_node,
+            rank=self.controls["rank"].value,
+            nvlink_ranks=nvlink_ranks(experiment),
+        )
         if not checked.legal:
             return refusal("Illegal", checked.reasons), {"mesh": mesh}
         gpu = gpu_of(experiment.hardware)

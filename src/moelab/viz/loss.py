@@ -14,9 +14,10 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from moelab.analysis.arms import arm_label, contrast
-from moelab.analysis.convergence import final_losses, first_final_step
+from moelab.analysis.convergence import FinalLosses, final_losses, first_final_step
 from moelab.analysis.curves import (
     arm_curves,
+    drawn_seeds,
     finished,
     joined_lines,
     mean_and_interval,
@@ -37,7 +38,12 @@ TAIL = 0.3
 
 
 def loss_curves(
-    table: pd.DataFrame, *, final_fraction: float = 0.1, note: str = "", marks: Sequence[tuple[int, float]] = ()
+    table: pd.DataFrame,
+    *,
+    final_fraction: float = 0.1,
+    final: FinalLosses | None = None,
+    note: str = "",
+    marks: Sequence[tuple[int, float]] = (),
 ) -> go.Figure:
     """Loss over all steps: every seed thin, the mean over seeds bold, the last part again in an inset.
 
@@ -46,6 +52,7 @@ def loss_curves(
     Args:
         table: Metrics table.
         final_fraction: Part of the steps shown in the inset, and that the final losses in the title are means over.
+        final: Those final losses, where they are known; None works them out.
         note: Condition to state in the title, such as "emulated kernels".
         marks: Steps, with their loss, whose gradient norm was not finite.
 
@@ -55,7 +62,8 @@ def loss_curves(
     curves, window = arm_curves(table, "loss"), smoothing_window(table)
     inset = f"Inset: the last {100 * final_fraction:g} % of steps."
     subtitle = f"{_seeds_and_means(curves, window)} {inset}"
-    figure = new_figure(_final_finding(table, final_fraction), subtitle=subtitle, note=note, height=520)
+    finding = _final_finding(final or final_losses(table, final_fraction=final_fraction))
+    figure = new_figure(finding, subtitle=subtitle, note=note, height=520)
     last = max(int(arm.index.max()) for arm in curves.values())
     first = first_final_step(last, final_fraction)
     draw_seeds_and_means(figure, curves, window=window)
@@ -185,8 +193,7 @@ def _draw_margin(figure: go.Figure, margin_nats: float) -> None:
         figure.add_annotation(**label, x=0.01, xref="x domain", y=margin_nats, yanchor="bottom")
 
 
-def _final_finding(table: pd.DataFrame, final_fraction: float) -> str:
-    final = final_losses(table, final_fraction=final_fraction)
+def _final_finding(final: FinalLosses) -> str:
     ends = {arm: float(np.mean(list(final.of(arm).values()))) for arm in sorted({arm for arm, _ in final.by_run})}
     if not ends:
         return "No run reached its last step with a finite loss"
@@ -221,7 +228,9 @@ def _seeds_and_means(curves: dict[str, pd.DataFrame], window: int) -> str:
     smoothing = f", smoothed over {window} logged steps" if window > 1 else ""
     if _largest_count(curves) == 1:
         return f"One seed{' an arm' if len(curves) > 1 else ''}{smoothing}."
-    return f"Thin: seeds; bold: their mean{smoothing}; {_count(curves)}."
+    n = _largest_count(curves)
+    drawn = f"{len(drawn_seeds(n))} of {n} seeds" if len(drawn_seeds(n)) < n else "seeds"
+    return f"Thin: {drawn}; bold: their mean{smoothing}; {_count(curves)}."
 
 
 def _count(curves: dict[str, pd.DataFrame]) -> str:

@@ -24,13 +24,14 @@ GAP, LABEL_GAP = 0.7, 1.3
 """Space between boxes across, and above each for its number, in squares."""
 
 
-def mesh_map(layout: Layout, *, gpus_per_node: int, rank: int = 0) -> go.Figure:
+def mesh_map(layout: Layout, *, gpus_per_node: int, rank: int = 0, nvlink_ranks: int = 0) -> go.Figure:
     """Nodes as boxes and GPUs as squares; one map for each group that a rank belongs to.
 
     Args:
         layout: resolved degrees.
         gpus_per_node: consecutive ranks that share a node.
         rank: whose groups are shown.
+        nvlink_ranks: consecutive ranks that NVLink joins, if they are more than a node's: a box then has these.
 
     Returns:
         The figure. Hovering over a square shows its rank and its place along every axis.
@@ -40,14 +41,15 @@ def mesh_map(layout: Layout, *, gpus_per_node: int, rank: int = 0) -> go.Figure:
     """
     if not 0 <= rank < layout.world_size:
         raise BadInput(f"rank is {rank}; valid: 0 to {layout.world_size - 1}, the ranks of this layout")
-    groups = groups_of(layout, rank, gpus_per_node=gpus_per_node)
-    grid = ClusterGrid(gpus_per_node=gpus_per_node, nodes=-(-layout.world_size // gpus_per_node))
-    everyone, home = range(layout.world_size), rank // gpus_per_node
+    size, box = max(gpus_per_node, nvlink_ranks), "NVLink domain" if nvlink_ranks > gpus_per_node else "node"
+    groups = groups_of(layout, rank, gpus_per_node=size)
+    grid = ClusterGrid(gpus_per_node=size, nodes=-(-layout.world_size // size))
+    everyone, home = range(layout.world_size), rank // size
     maps: dict[str, list[str]] = {}
     for group in groups:
-        nodes, peers = "1 node" if len(group.nodes) == 1 else f"{len(group.nodes)} nodes", set(group.ranks)
+        nodes, peers = f"1 {box}" if len(group.nodes) == 1 else f"{len(group.nodes)} {box}s", set(group.ranks)
         maps[f"<b>{group.name} {group.degree}</b> · {nodes} · {group.carries}"] = [
-            OTHER if each not in peers else NEAR if each // gpus_per_node == home else FAR for each in everyone
+            OTHER if each not in peers else NEAR if each // size == home else FAR for each in everyone
         ]
     if layout.pp > 1:
         block = layout.world_size // layout.pp
@@ -55,9 +57,9 @@ def mesh_map(layout: Layout, *, gpus_per_node: int, rank: int = 0) -> go.Figure:
         maps[title] = [_shade(each // block / (layout.pp - 1)) for each in everyone]
     rows = -(-len(maps) // 2)
     figure = new_figure(
-        _finding(groups, rank),
-        subtitle="Squares are GPUs in rank order, boxes are nodes; the star is the chosen rank. Hover for each rank's "
-        "place on every axis.",
+        _finding(groups, rank, box),
+        subtitle=f"Squares are GPUs in rank order, boxes are {box}s; the star is the chosen rank. Hover for each "
+        "rank's place on every axis.",
         height=110 + rows * (TITLE_PX + grid.height_px + SPACE_PX),
     )
     texts = [_hover(layout, each, gpus_per_node) for each in everyone]
@@ -70,8 +72,8 @@ def mesh_map(layout: Layout, *, gpus_per_node: int, rank: int = 0) -> go.Figure:
             figure.add_trace(trace.update(axes))
     for name, look in (
         ("chosen rank", _STAR),
-        ("peer in its node (NVLink)", {**_SQUARE, "color": NEAR}),
-        ("peer in another node (network)", {**_SQUARE, "color": FAR}),
+        (f"peer in its {box} (NVLink)", {**_SQUARE, "color": NEAR}),
+        (f"peer in another {box} (network)", {**_SQUARE, "color": FAR}),
         ("no peer", {**_SQUARE, "color": OTHER}),
     ):
         figure.add_trace(go.Scatter(x=[None], y=[None], mode="markers", marker=look, name=name, hoverinfo="skip"))
@@ -90,15 +92,17 @@ def _shade(part: float) -> str:
     return "#" + "".join(f"{value:02x}" for value in mixed)
 
 
-def _finding(groups: Sequence[Group], rank: int) -> str:
+def _finding(groups: Sequence[Group], rank: int, box: str) -> str:
     if not groups:
         return f"Rank {rank} talks to no other rank"
     inside = [group.name for group in groups if len(group.nodes) == 1]
     outside = [(len(group.nodes), group.name) for group in groups if len(group.nodes) > 1]
     if not outside:
-        return f"Rank {rank} talks inside its node only: {', '.join(inside)}"
-    reaches = ", ".join(f"{count}{'' if place else ' nodes'} by {name}" for place, (count, name) in enumerate(outside))
-    stays = f"; {' and '.join(inside)} stay{'s' if len(inside) == 1 else ''} in its node" if inside else ""
+        return f"Rank {rank} talks inside its {box} only: {', '.join(inside)}"
+    reaches = ", ".join(
+        f"{count}{'' if place else f' {box}s'} by {name}" for place, (count, name) in enumerate(outside)
+    )
+    stays = f"; {' and '.join(inside)} stay{'s' if len(inside) == 1 else ''} in its {box}" if inside else ""
     return f"Rank {rank} reaches {reaches}{stays}"
 
 

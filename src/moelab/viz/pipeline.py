@@ -47,17 +47,17 @@ def pipeline_schedule(layout: Layout, schedule: str) -> go.Figure:
     played = timeline(schedule, unit, pp=layout.pp, microbatches=layout.microbatches)
     end, count = int(max(row[-1].end for row in played)), sum(map(len, played))
     shown = end if count <= MOST_BLOCKS else end * MOST_BLOCKS // count
-    turns = SCHEDULES[schedule].stages_per_rank
+    turns = len(layout.stages) // layout.pp
     # Bars are numbered if the longest number fits into the shortest bar.
     numbered = shown * DIGIT_PX * len(str(layout.microbatches - 1)) <= NARROW_PX
     reading = [
         f"pp {layout.pp}, {len(layout.stages)} stages, {layout.microbatches} micro-batches",
         *(["a bar's number is its micro-batch"] if numbered else []),
-        *(["lighter: the rank's second stage"] if turns > 1 else []),
+        *(["lighter: the rank's second stage" + " and later" * (turns > 2)] if turns > 1 else []),
         *([f"the first {shown} of {end} units of time"] if shown < end else []),
     ]
     rows_px = layout.pp * (64 if layout.pp <= 4 else 40 if layout.pp <= 8 else 22)
-    waits = bubble_fraction(SCHEDULES[schedule], pp=layout.pp, microbatches=layout.microbatches)
+    waits = bubble_fraction(SCHEDULES[schedule], pp=layout.pp, microbatches=layout.microbatches, turns=turns)
     figure = new_figure(
         f"{schedule}: each pipeline rank waits {waits:.1%} of a step",
         subtitle=f"{'; '.join(reading)}.",
@@ -105,7 +105,7 @@ def _waits(row: Sequence[Block], end: int) -> list[tuple[float, float]]:
 
 
 def _work_bars(work: Sequence[tuple[int, Block]], kind: str, turn: int, *, numbered: bool) -> go.Bar:
-    """Blocks by rank: all of one kind, on their ranks' first or second stage."""
+    """Blocks by rank: all of one kind, on one of their ranks' stages."""
     name, color, ink = _KINDS[kind]
     return go.Bar(
         base=[block.start for _, block in work],
@@ -121,6 +121,6 @@ def _work_bars(work: Sequence[tuple[int, Block]], kind: str, turn: int, *, numbe
         textfont={"color": INK if turn else ink, "size": 12},
         customdata=[[block.action.stage, block.action.microbatch] for _, block in work],
         hovertemplate=f"{name}, stage %{{customdata[0]}}, micro-batch %{{customdata[1]}}<extra>rank %{{y}}</extra>",
-        name=name if turn == 0 else f"{name}, second stage",
+        name=name if turn == 0 else f"{name}, stage {turn + 1} of the rank",
         showlegend=turn == 0,
     )

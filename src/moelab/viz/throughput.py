@@ -63,7 +63,7 @@ def _draw_arm(
     figure.add_trace(bar.update(name=style.label, error_y=error_y, hovertemplate=hover))
     figure.add_trace(
         go.Scatter(
-            x=[position + 0.13 + 0.02 * index for index in range(len(seeds))],
+            x=[position + 0.13 + min(0.02, 0.24 / len(seeds)) * index for index in range(len(seeds))],
             y=list(seeds.values()),
             mode="markers",
             marker={"color": "white", "size": 8, "symbol": style.symbol, "line": {"color": style.color, "width": 2}},

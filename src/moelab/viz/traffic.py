@@ -10,8 +10,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from moelab.errors import BadInput
-from moelab.hardware import cluster_of
-from moelab.hardware.spec import Node
+from moelab.hardware import Node, cluster_of
 from moelab.model import Precision
 from moelab.projection import (
     KINDS,

@@ -1,0 +1,616 @@
+"""A routed expert's three products in 8 bits, as one differentiable function: MXFP8 and row-wise FP8.
+
+An expert is ``(silu(x @ w1.T) * (x @ w3.T) * score) @ w2.T``. TorchTitan computes it as three products that know
+nothing of each other, and torchao quantises the operands of each. Here the products know each other, which saves passes
+over memory that cost as much as some of the products:
+
+- w1 and w3 take the same rows, so they are one product of 2F columns, and (but for the emulation, which has torchao's
+  roundings) the gradient of the rows is one that sums over 2F.
+- Rows that a dispatch has sent in 8 bits are multiplied as they arrive: not quantised again, not kept in BF16.
+- SwiGLU, the routing score and the cast of their result are one pass, and so are their gradients
+  (``quantised_experts_cuda.py``).
+
+A row's scales lie along its features, the axis over which the forward and dgrad sum. wgrad sums over tokens and would
+need scales along these, so it is a BF16 product of the expanded rows (torchao's ``wgrad_with_hp``, which it demands of
+quantised inputs). In FP8 it can be asked for in 8 bits: the scale of a row is one number, and a weight's gradient, the
+sum over rows of ``outer(g_r, x_r)``, does not mind whether it belongs to ``x_r`` or to ``g_r``. So what is quantised by
+rows already goes into the product as it is, turned round, and its scales go into the other operand, which is quantised
+by columns.
+
+===============  ================================================  ====================================================
+arithmetic       forward and dgrad                                 where
+===============  ================================================  ====================================================
+mxfp8_native     torchao's MXFP8 kernels                           SM100
+mxfp8_emulated   operands quantised, expanded, multiplied as BF16  anywhere; torchao's emulation to the bit
+fp8              ``torch._scaled_grouped_mm``, a scale for each    SM90 and SM100; elsewhere operands are expanded and
+                 row and each column                               multiplied as BF16
+fp8_wgrad_fp8    the same, and wgrad in FP8 too                    the same
+===============  ================================================  ====================================================
+
+FP8 tensors have no BF16 gradient in PyTorch, so rows that arrive in 8 bits come with a *place* for it: a BF16
+``(R, D)`` of one element in memory, whose gradient is that of the rows.
+
+Shape suffixes: R rows in expert-major order, D features, S scales of a row, F hidden features, H = 2F of gate and up, e
+local experts; of a product, K is what it sums over and N its columns.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import itertools
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torchao.prototype.moe_training import mxfp8_grouped_mm as torchao_mxfp8
+
+from moelab.experts import local
+from moelab.mxfp8.quantise import (
+    BLOCK,
+    E4M3,
+    Precision8,
+    expand,
+    fake_quantise_columns,
+    fake_quantise_rows,
+    quantise,
+    quantise_fp8,
+)
+
+
+class QuantisedRows(NamedTuple):
+    """Rows as a dispatch in 8 bits delivers them.
+
+    Attributes:
+        place_RD: BF16 of one element in memory; receives the gradient (see :func:`place`).
+        data_RD: E4M3.
+        scales_RS: MXFP8: the scales' biased exponents, ``(R, D / 32)`` bytes in any dtype (uint8, E8M0, or int32 with
+            four of them). FP8: float32 ``(R, 1)``, a power of two that the row is multiplied by to expand it. Padding
+            rows have data 0 and any finite scale.
+    """
+
+    place_RD: Tensor
+    data_RD: Tensor
+    scales_RS: Tensor
+
+
+def place(like: Tensor, rows: Any) -> Tensor:
+    """A BF16 ``(rows, D)`` that takes no memory, for rows made of ``like``, ``(T, D)``."""
+    return like.new_zeros((1, 1)).expand(rows, like.shape[1])
+
+
+@functools.cache
+def quantised_experts(parent: type, precision: Precision8 = "mxfp8") -> Any:
+    """A subclass of a grouped-experts module that multiplies in 8 bits, forward and dgrad, with wgrad in BF16.
+
+    Its forward is ``(rows, num_tokens_per_expert_e, scores_R=None)``; the scores, where a dispatch brings them,
+    multiply the hidden activation (:mod:`moelab.experts`). ``Config`` is the parent's; its ``kernels``, if it
+    has them, choose between native and emulated MXFP8.
+
+    Args:
+        parent: TorchTitan's ``GroupedExperts`` or a subclass with the same parameters.
+        precision: of the products, and of rows that arrive quantised.
+
+    Example:
+        >>> from torchtitan.models.common.moe import GroupedExperts
+        >>> quantised_experts(GroupedExperts, "fp8").__name__
+        'FP8GroupedExperts'
+    """
+    config_class: Any = parent.Config  # type: ignore[attr-defined]
+
+    class QuantisedExperts(parent):
+        @dataclass(kw_only=True, slots=True)
+        class Config(config_class):
+            wgrad: str = "bf16"
+
+        multiplies_in = precision
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            kernels = getattr(config, "kernels", "emulated")
+            self._arithmetic = f"mxfp8_{kernels}"
+            if precision == "fp8":
+                self._arithmetic = "fp8_wgrad_fp8" if config.wgrad == "fp8" else "fp8"
+
+        def forward(
+            self, rows: Tensor | QuantisedRows, num_tokens_per_expert_e: Tensor, scores_R: Tensor | None = None
+        ) -> Tensor:
+            """SwiGLU of every row by its expert, times the row's score if there are scores.
+
+            Args:
+                rows: in expert-major order, BF16 or as they arrived; each expert's group padded to what the kernels
+                    need.
+                num_tokens_per_expert_e: rows of each local expert, padding included.
+                scores_R: float32; 0 for padding.
+
+            Returns:
+                BF16 ``(R, D)``.
+            """
+            weights = (local(weight).bfloat16() for weight in (self.w1_EFD, self.w3_EFD, self.w2_EDF))
+            ends_e = torch.cumsum(num_tokens_per_expert_e, dim=0, dtype=torch.int32)
+            return expert_rows(rows, *weights, ends_e, scores_R, self._arithmetic)
+
+    QuantisedExperts.__name__ = QuantisedExperts.__qualname__ = f"{precision.upper()}{parent.__name__}"
+    return QuantisedExperts
+
+
+def expert_rows(
+    rows: Tensor | QuantisedRows,
+    w1_eFD: Tensor,
+    w3_eFD: Tensor,
+    w2_eDF: Tensor,
+    ends_e: Tensor,
+    scores_R: Tensor | None,
+    arithmetic: str,
+) -> Tensor:
+    """What each row's expert makes of it; differentiable in the rows (or their place), the weights and the scores.
+
+    Args:
+        rows: in expert-major order, BF16 ``(R, D)`` or quantised.
+        w1_eFD: BF16, contiguous, as the other two: the gate.
+        w3_eFD: the factor beside the gate.
+        w2_eDF: of the product that follows.
+        ends_e: int32, where each expert's rows end.
+        scores_R: float32 factors of the hidden activation, or None.
+        arithmetic: a key of ``ARITHMETIC``.
+
+    Returns:
+        BF16 ``(R, D)``.
+    """
+    x_RD, data_RD, scales_RS = (rows, None, None) if isinstance(rows, Tensor) else rows
+    return _ExpertRows.apply(x_RD, data_RD, scales_RS, w1_eFD, w3_eFD, w2_eDF, ends_e, scores_R, arithmetic)
+
+
+class _ExpertRows(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_RD: Tensor,
+        data_RD: Tensor | None,
+        scales_RS: Tensor | None,
+        w1_eFD: Tensor,
+        w3_eFD: Tensor,
+        w2_eDF: Tensor,
+        ends_e: Tensor,
+        scores_R: Tensor | None,
+        arithmetic: str,
+    ) -> Tensor:
+        how = ARITHMETIC[arithmetic]
+        rows = how.rows(x_RD, ends_e) if data_RD is None else how.arrived(data_RD, scales_RS, ends_e)
+        gate_up_RH = how.product(rows, how.weights([w1_eFD, w3_eFD]), ends_e)
+        ctx.arithmetic, ctx.arrived, ctx.scored = arithmetic, data_RD is not None, scores_R is not None
+        kept = (x_RD,) if data_RD is None else (data_RD, scales_RS)
+        scores = () if scores_R is None else (scores_R,)
+        ctx.save_for_backward(gate_up_RH, w1_eFD, w3_eFD, w2_eDF, ends_e, *kept, *scores)
+        return how.product(how.swiglu(gate_up_RH, scores_R, ends_e), how.weights([w2_eDF]), ends_e)
+
+    @staticmethod
+    def backward(ctx: Any, y_RD: Tensor) -> tuple[Tensor | None, ...]:
+        gate_up_RH, w1_eFD, w3_eFD, w2_eDF, ends_e, *kept = ctx.saved_tensors
+        scores_R = kept.pop() if ctx.scored else None
+        how = ARITHMETIC[ctx.arithmetic]
+        y_RD = y_RD.contiguous()
+        y = how.rows(y_RD, ends_e)
+        h_grad_RF = how.product(y, how.transposed_weights([w2_eDF]), ends_e)
+        grad_RH, grad, h_RF, scores_grad_R = how.swiglu_backward(gate_up_RH, h_grad_RF, scores_R, ends_e)
+        x_grad_RD = None
+        if ctx.needs_input_grad[0]:
+            x_grad_RD = how.gradient_of_rows(grad, [w1_eFD, w3_eFD], ends_e)
+        w1_grad_eFD, w3_grad_eFD = how.wgrads_of_gate_and_up(grad_RH, kept, ends_e)
+        w2_grad_eDF = how.wgrad_of_output(y_RD, y, h_RF, ends_e)
+        scores_grad = scores_grad_R if ctx.scored else None
+        return x_grad_RD, None, None, w1_grad_eFD, w3_grad_eFD, w2_grad_eDF, None, scores_grad, None
+
+
+# Arithmetics: static methods, because a compiler reads the autograd function, which can hold a name but no object
+
+
+class _EmulatedMXFP8:
+    """Operands quantised, expanded again and multiplied as BF16: torchao's emulation."""
+
+    @staticmethod
+    def expand(data_RD: Tensor, scales_RS: Tensor) -> Tensor:
+        """BF16 rows, exact."""
+        return expand(data_RD, scales_RS, "mxfp8")
+
+    @staticmethod
+    def arrived(data_RD: Tensor, scales_RS: Any, ends_e: Tensor) -> Any:
+        """Left operand of rows that came in 8 bits."""
+        del ends_e
+        return expand(data_RD, scales_RS, "mxfp8")
+
+    @staticmethod
+    def rows(x_RK: Tensor, ends_e: Tensor) -> Any:
+        """Left operand of BF16 rows."""
+        del ends_e
+        return fake_quantise_rows(x_RK)
+
+    @staticmethod
+    def weights(weights_eNK: list[Tensor]) -> Any:
+        """Right operand ``(e, K, N)`` of a product with weights side by side, which sums over their last axis."""
+        return fake_quantise_rows(_beside(weights_eNK)).transpose(-2, -1)
+
+    @staticmethod
+    def transposed_weights(weights_eNK: list[Tensor]) -> Any:
+        """Right operand ``(e, N, K)`` of the gradient's product, which sums over the columns of all weights."""
+        return fake_quantise_columns(_beside(weights_eNK)).transpose(-2, -1)
+
+    @staticmethod
+    def product(left: Any, right: Any, ends_e: Tensor) -> Tensor:
+        """BF16 ``(R, N)``."""
+        return torch._grouped_mm(left, right, offs=ends_e)
+
+    @classmethod
+    def swiglu(cls, gate_up_RH: Tensor, scores_R: Tensor | None, ends_e: Tensor) -> Any:
+        """Left operand of ``silu(gate) * up * score``."""
+        return cls.rows(swiglu(gate_up_RH, scores_R), ends_e)
+
+    @classmethod
+    def swiglu_backward(
+        cls, gate_up_RH: Tensor, h_grad_RF: Tensor, scores_R: Tensor | None, ends_e: Tensor
+    ) -> tuple[Tensor, Any, Tensor, Tensor]:
+        """Gradient of gate and up ``(R, H)``, the same as a left operand, activation ``(R, F)``, scores' gradient."""
+        grad_RH, h_RF, scores_grad_R = swiglu_backward(gate_up_RH, h_grad_RF, scores_R)
+        return grad_RH, cls.rows(grad_RH, ends_e), h_RF, scores_grad_R
+
+    @classmethod
+    def gradient_of_rows(cls, grad: Any, weights_eFD: list[Tensor], ends_e: Tensor) -> Tensor:
+        """BF16 ``(R, D)`` from the gradient of gate and up as a left operand.
+
+        Emulated as two products, each rounded, because torchao's numbers are those; elsewhere one product sums over
+        both.
+        """
+        gate, up = (
+            cls.product(half_RF, cls.transposed_weights([weight_eFD]), ends_e)
+            for half_RF, weight_eFD in zip(grad.chunk(2, dim=1), weights_eFD, strict=True)
+        )
+        return gate + up
+
+    @classmethod
+    def wgrads_of_gate_and_up(cls, grad_RH: Tensor, rows: list[Tensor], ends_e: Tensor) -> list[Tensor]:
+        """Gradients of w1 and w3; ``rows`` are BF16 or data and scales, as they came.
+
+        Two products, though one of 2F would do: views of one gradient would be copied by whoever accumulates them.
+        """
+        x_RD = rows[0] if len(rows) == 1 else cls.expand(*rows)
+        return [_wgrad(half_RF, x_RD, ends_e) for half_RF in grad_RH.chunk(2, dim=1)]
+
+    @classmethod
+    def wgrad_of_output(cls, y_RD: Tensor, y: Any, h_RF: Tensor, ends_e: Tensor) -> Tensor:
+        """Gradient of w2, from the upstream gradient, that gradient as a left operand, and the activation."""
+        del y
+        return _wgrad(y_RD, h_RF, ends_e)
+
+
+def _wgrad(grad_RN: Tensor, x_RK: Tensor, ends_e: Tensor) -> Tensor:
+    """BF16 ``(e, N, K)``: the sum over each expert's rows."""
+    return torch._grouped_mm(grad_RN.transpose(-2, -1), x_RK, offs=ends_e, out_dtype=torch.bfloat16)
+
+
+class _NativeMXFP8(_EmulatedMXFP8):
+    """torchao's kernels on SM100.
+
+    Not by torchao's ``_to_mxfp8_then_scaled_grouped_mm`` of an ``MXTensor``: torchao 0.18 reads that tensor's scales
+    by an attribute which it does not have (``mxfp8_grouped_mm.py``, ``_compute_fwd_sm100``).
+    """
+
+    @staticmethod
+    def arrived(data_RD: Tensor, scales_RS: Any, ends_e: Tensor) -> Any:
+        """E4M3 rows and their scales in the layout that the tensor cores read."""
+        e8m0_RS = scales_RS.contiguous().view(torch.float8_e8m0fnu)
+        return data_RD, torchao_mxfp8.mx_block_rearrange_2d_M_groups_cuda(e8m0_RS, ends_e)
+
+    @staticmethod
+    def rows(x_RK: Tensor, ends_e: Tensor) -> Any:
+        return torchao_mxfp8.mxfp8_quantize_2d_1x32_cutedsl(x_RK, scaling_mode="rceil", offs=ends_e)
+
+    @staticmethod
+    def weights(weights_eNK: list[Tensor]) -> Any:
+        data_eNK, scales = torchao_mxfp8.triton_to_mxfp8_dim0(_beside(weights_eNK), BLOCK, "rceil")
+        return data_eNK.transpose(-2, -1), torchao_mxfp8.triton_mx_block_rearrange_per_group_3d(scales)
+
+    @staticmethod
+    def transposed_weights(weights_eNK: list[Tensor]) -> Any:
+        return torchao_mxfp8.mxfp8_quantize_cuda_3d(
+            _beside(weights_eNK), BLOCK, scale_block_dim1=BLOCK, scale_block_dim2=1, scaling_mode="rceil"
+        )
+
+    @staticmethod
+    def product(left: Any, right: Any, ends_e: Tensor) -> Tensor:
+        (data, scales), (weight, weight_scales) = left, right
+        return torch._scaled_grouped_mm(data, weight, scales, weight_scales, offs=ends_e, out_dtype=torch.bfloat16)
+
+    @classmethod
+    def gradient_of_rows(cls, grad: Any, weights_eFD: list[Tensor], ends_e: Tensor) -> Tensor:
+        return cls.product(grad, cls.transposed_weights(weights_eFD), ends_e)
+
+    @classmethod
+    def swiglu(cls, gate_up_RH: Tensor, scores_R: Tensor | None, ends_e: Tensor) -> Any:
+        return cls.arrived(*quantised_swiglu(gate_up_RH, scores_R, "mxfp8"), ends_e)
+
+    @classmethod
+    def swiglu_backward(
+        cls, gate_up_RH: Tensor, h_grad_RF: Tensor, scores_R: Tensor | None, ends_e: Tensor
+    ) -> tuple[Tensor, Any, Tensor, Tensor]:
+        grad_RH, data, scales, h_RF, scores_grad_R = quantised_swiglu_backward(gate_up_RH, h_grad_RF, scores_R, "mxfp8")
+        return grad_RH, cls.arrived(data, scales, ends_e), h_RF, scores_grad_R
+
+
+class _FP8(_EmulatedMXFP8):
+    """One scale for each row of the left operand and each column of the right: torchao's row-wise FP8."""
+
+    @staticmethod
+    def expand(data_RD: Tensor, scales_RS: Tensor) -> Tensor:
+        return expand(data_RD, scales_RS, "fp8")
+
+    @staticmethod
+    def arrived(data_RD: Tensor, scales_RS: Any, ends_e: Tensor) -> Any:
+        del ends_e
+        return data_RD, scales_RS.reshape(-1)
+
+    @staticmethod
+    def rows(x_RK: Tensor, ends_e: Tensor) -> Any:
+        del ends_e
+        return fp8_rows(x_RK)
+
+    @staticmethod
+    def weights(weights_eNK: list[Tensor]) -> Any:
+        data_eNK, factors_eN = fp8_weights(weights_eNK)
+        return data_eNK.transpose(-2, -1), factors_eN
+
+    @staticmethod
+    def transposed_weights(weights_eNK: list[Tensor]) -> Any:
+        data_eKN, factors_eK = fp8_transposed_weights(weights_eNK)
+        return data_eKN.transpose(-2, -1), factors_eK
+
+    @staticmethod
+    def product(left: Any, right: Any, ends_e: Tensor) -> Tensor:
+        (data, factors_R), (weight, factors_eN) = left, right
+        if _on_cuda(data):
+            return torch._scaled_grouped_mm(
+                data, weight, factors_R, factors_eN, ends_e, out_dtype=torch.bfloat16, use_fast_accum=True
+            )
+        expanded = expand(weight.transpose(-2, -1), factors_eN[..., None], "fp8").transpose(-2, -1)
+        return torch._grouped_mm(expand(data, factors_R[:, None], "fp8"), expanded, offs=ends_e)
+
+    @classmethod
+    def gradient_of_rows(cls, grad: Any, weights_eFD: list[Tensor], ends_e: Tensor) -> Tensor:
+        return cls.product(grad, cls.transposed_weights(weights_eFD), ends_e)
+
+    @classmethod
+    def swiglu(cls, gate_up_RH: Tensor, scores_R: Tensor | None, ends_e: Tensor) -> Any:
+        return cls.arrived(*quantised_swiglu(gate_up_RH, scores_R, "fp8"), ends_e)
+
+    @classmethod
+    def swiglu_backward(
+        cls, gate_up_RH: Tensor, h_grad_RF: Tensor, scores_R: Tensor | None, ends_e: Tensor
+    ) -> tuple[Tensor, Any, Tensor, Tensor]:
+        grad_RH, data, scales, h_RF, scores_grad_R = quantised_swiglu_backward(gate_up_RH, h_grad_RF, scores_R, "fp8")
+        return grad_RH, cls.arrived(data, scales, ends_e), h_RF, scores_grad_R
+
+
+class _FP8WithWgrad(_FP8):
+    """wgrad in FP8 too."""
+
+    @classmethod
+    def wgrads_of_gate_and_up(cls, grad_RH: Tensor, rows: list[Tensor], ends_e: Tensor) -> list[Tensor]:
+        data_RD, factors_R = fp8_rows(rows[0]) if len(rows) == 1 else (rows[0], rows[1].reshape(-1))
+        x_DR = turned(data_RD)
+        grad_HR, factors_eH = fp8_turned(grad_RH, factors_R, ends_e)
+        ones = factors_eH.new_ones(len(ends_e) * len(x_DR))
+        return [
+            fp8_wgrad(half_FR, x_DR, factors_eF.reshape(-1), ones, ends_e)
+            for half_FR, factors_eF in zip(grad_HR.chunk(2), factors_eH.chunk(2, dim=1), strict=True)
+        ]
+
+    @classmethod
+    def wgrad_of_output(cls, y_RD: Tensor, y: Any, h_RF: Tensor, ends_e: Tensor) -> Tensor:
+        del y_RD
+        data_RD, factors_R = y
+        h_FR, factors_eF = fp8_turned(h_RF, factors_R, ends_e)
+        y_DR = turned(data_RD)
+        ones = factors_eF.new_ones(len(ends_e) * len(y_DR))
+        return fp8_wgrad(y_DR, h_FR, ones, factors_eF.reshape(-1), ends_e)
+
+
+ARITHMETIC: dict[str, type[_EmulatedMXFP8]] = {
+    "mxfp8_emulated": _EmulatedMXFP8,
+    "mxfp8_native": _NativeMXFP8,
+    "fp8": _FP8,
+    "fp8_wgrad_fp8": _FP8WithWgrad,
+}
+"""How an expert's products are computed, by name."""
+
+
+def _on_cuda(data: Tensor) -> bool:
+    """Whether there are FP8 products; elsewhere their operands are expanded."""
+    return data.is_cuda
+
+
+def _beside(weights_eNK: list[Tensor]) -> Tensor:
+    return weights_eNK[0] if len(weights_eNK) == 1 else torch.cat(weights_eNK, dim=1)
+
+
+# SwiGLU, rounded to BF16 where TorchTitan rounds
+
+
+def swiglu(gate_up_RH: Tensor, scores_R: Tensor | None) -> Tensor:
+    """``silu(gate) * up``, times the score in FP32: BF16 ``(R, F)``."""
+    gate_RF, up_RF = gate_up_RH.chunk(2, dim=1)
+    h_RF = F.silu(gate_RF) * up_RF
+    return h_RF if scores_R is None else (h_RF.float() * scores_R[:, None]).to(h_RF.dtype)
+
+
+def swiglu_backward(gate_up_RH: Tensor, h_grad_RF: Tensor, scores_R: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of :func:`swiglu`: of gate and up ``(R, H)``, then its result again, then those of the scores ``(R,)``.
+
+    The last are empty without scores.
+    """
+    gate_RF, up_RF = gate_up_RH.chunk(2, dim=1)
+    silu_RF = F.silu(gate_RF)
+    scores_grad_R = gate_up_RH.new_empty(0, dtype=torch.float32)
+    if scores_R is not None:
+        unscored_RF = (silu_RF * up_RF).float()
+        scores_grad_R = (h_grad_RF.float() * unscored_RF).sum(1)
+        h_grad_RF = (h_grad_RF.float() * scores_R[:, None]).to(h_grad_RF.dtype)
+    gate_grad_RF = torch.ops.aten.silu_backward(h_grad_RF * up_RF, gate_RF)
+    return torch.cat([gate_grad_RF, h_grad_RF * silu_RF], dim=1), swiglu(gate_up_RH, scores_R), scores_grad_R
+
+
+# Operators: on a CPU they are defined by what follows, on CUDA they are Triton kernels that read their input once
+
+
+@torch.library.custom_op("moelab::quantised_swiglu", mutates_args=(), device_types="cpu")
+def quantised_swiglu(gate_up_RH: Tensor, scores_R: Tensor | None, precision: str) -> tuple[Tensor, Tensor]:
+    """:func:`swiglu` in 8 bits: E4M3 ``(R, F)``, and scales as :class:`QuantisedRows` has them."""
+    return quantise(swiglu(gate_up_RH, scores_R), precision)  # type: ignore[arg-type]
+
+
+@torch.library.custom_op("moelab::quantised_swiglu_backward", mutates_args=(), device_types="cpu")
+def quantised_swiglu_backward(
+    gate_up_RH: Tensor, h_grad_RF: Tensor, scores_R: Tensor | None, precision: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """:func:`swiglu_backward`, with the gradient of gate and up in BF16 and in 8 bits.
+
+    Returns:
+        That gradient in BF16 ``(R, H)``, in E4M3, its scales, the activation ``(R, F)``, the scores' gradient ``(R,)``.
+    """
+    grad_RH, h_RF, scores_grad_R = swiglu_backward(gate_up_RH, h_grad_RF, scores_R)
+    return grad_RH, *quantise(grad_RH, precision), h_RF, scores_grad_R  # type: ignore[arg-type]
+
+
+@torch.library.custom_op("moelab::fp8_rows", mutates_args=(), device_types="cpu")
+def fp8_rows(x_RK: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows in FP8: E4M3 ``(R, K)``, and what each is multiplied by to expand it, float32 ``(R,)``."""
+    data_RK, factors_R1 = quantise_fp8(x_RK)
+    return data_RK, factors_R1.squeeze(-1)
+
+
+@torch.library.custom_op("moelab::fp8_weights", mutates_args=(), device_types="cpu")
+def fp8_weights(weights_eNK: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Weights side by side, a factor for each row: E4M3 ``(e, N, K)`` and float32 ``(e, N)``, N of all of them."""
+    data_eNK, factors_eN1 = quantise_fp8(_beside(weights_eNK))
+    return data_eNK, factors_eN1.squeeze(-1)
+
+
+@torch.library.custom_op("moelab::fp8_transposed_weights", mutates_args=(), device_types="cpu")
+def fp8_transposed_weights(weights_eNK: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Weights side by side, transposed, a factor for each column: E4M3 ``(e, K, N)`` and float32 ``(e, K)``."""
+    data_eKN, factors_eK1 = quantise_fp8(_beside(weights_eNK).transpose(-2, -1).contiguous())
+    return data_eKN, factors_eK1.squeeze(-1)
+
+
+@torch.library.custom_op("moelab::fp8_turned", mutates_args=(), device_types="cpu")
+def fp8_turned(x_RC: Tensor, factors_R: Tensor, ends_e: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows times a factor each, quantised by columns of each expert, and turned round.
+
+    Returns:
+        E4M3 ``(C, R)``, undefined for rows after the last end, and float32 ``(e, C)`` that expand it.
+    """
+    data_CR, factors_eC = empty_fp8_turned(x_RC, factors_R, ends_e)
+    starts = [0, *ends_e.tolist()]
+    for expert, (start, end) in enumerate(itertools.pairwise(starts)):
+        part_CR = (x_RC[start:end].float() * factors_R[start:end, None]).t().contiguous()
+        if end == start:
+            factors_eC[expert] = 1.0
+            continue
+        data, factors_C1 = quantise_fp8(part_CR)
+        data_CR[:, start:end], factors_eC[expert] = data, factors_C1.squeeze(-1)
+    return data_CR, factors_eC
+
+
+@torch.library.custom_op("moelab::fp8_wgrad", mutates_args=())
+def fp8_wgrad(left_NR: Tensor, right_KR: Tensor, factors_eN: Tensor, factors_eK: Tensor, ends_e: Tensor) -> Tensor:
+    """BF16 ``(e, N, K)``: the sum over each expert's rows; a factor for each expert and row of either operand.
+
+    An operator, because PyTorch's own asks a compiler for the stride of a tensor whose width only the data know.
+    """
+    if _on_cuda(left_NR):
+        return torch._scaled_grouped_mm(
+            left_NR, right_KR.t(), factors_eN, factors_eK, ends_e, out_dtype=torch.bfloat16, use_fast_accum=True
+        )
+    left_RN, right_RK = (operand.float().bfloat16().t().contiguous() for operand in (left_NR, right_KR))
+    sums_eNK = torch._grouped_mm(left_RN.t(), right_RK, offs=ends_e, out_dtype=torch.bfloat16)
+    experts = len(ends_e)
+    return (sums_eNK.float() * factors_eN.view(experts, -1, 1) * factors_eK.view(experts, 1, -1)).bfloat16()
+
+
+@torch.library.custom_op("moelab::turned", mutates_args=(), device_types="cpu")
+def turned(data_RC: Tensor) -> Tensor:
+    """E4M3 ``(C, R)``, contiguous."""
+    return data_RC.t().contiguous()
+
+
+def _empty_scales(rows_RK: Tensor, K: int, precision: str) -> Tensor:
+    if precision == "fp8":
+        return rows_RK.new_empty((rows_RK.shape[0], 1), dtype=torch.float32)
+    return rows_RK.new_empty((rows_RK.shape[0], K // BLOCK), dtype=torch.uint8)
+
+
+@quantised_swiglu.register_fake
+def empty_quantised_swiglu(gate_up_RH: Tensor, scores_R: Tensor | None, precision: str) -> tuple[Tensor, Tensor]:
+    """Memory for the result."""
+    del scores_R
+    R, H = gate_up_RH.shape
+    return gate_up_RH.new_empty((R, H // 2), dtype=E4M3), _empty_scales(gate_up_RH, H // 2, precision)
+
+
+@quantised_swiglu_backward.register_fake
+def empty_quantised_swiglu_backward(
+    gate_up_RH: Tensor, h_grad_RF: Tensor, scores_R: Tensor | None, precision: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Memory for the results."""
+    R, H = gate_up_RH.shape
+    data_RH, scales = gate_up_RH.new_empty((R, H), dtype=E4M3), _empty_scales(gate_up_RH, H, precision)
+    scores_grad_R = gate_up_RH.new_empty(0 if scores_R is None else R, dtype=torch.float32)
+    return gate_up_RH.new_empty((R, H)), data_RH, scales, h_grad_RF.new_empty(h_grad_RF.shape), scores_grad_R
+
+
+@fp8_rows.register_fake
+def empty_fp8_rows(x_RK: Tensor) -> tuple[Tensor, Tensor]:
+    """Memory for the result."""
+    return x_RK.new_empty(x_RK.shape, dtype=E4M3), x_RK.new_empty(x_RK.shape[:1], dtype=torch.float32)
+
+
+@fp8_weights.register_fake
+def empty_fp8_weights(weights_eNK: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Memory for the result."""
+    e, _, K = weights_eNK[0].shape
+    N = sum(weight.shape[1] for weight in weights_eNK)
+    first = weights_eNK[0]
+    return first.new_empty((e, N, K), dtype=E4M3), first.new_empty((e, N), dtype=torch.float32)
+
+
+@fp8_transposed_weights.register_fake
+def empty_fp8_transposed_weights(weights_eNK: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Memory for the result."""
+    e, _, K = weights_eNK[0].shape
+    N = sum(weight.shape[1] for weight in weights_eNK)
+    first = weights_eNK[0]
+    return first.new_empty((e, K, N), dtype=E4M3), first.new_empty((e, K), dtype=torch.float32)
+
+
+@fp8_turned.register_fake
+def empty_fp8_turned(x_RC: Tensor, factors_R: Tensor, ends_e: Tensor) -> tuple[Tensor, Tensor]:
+    """Memory for the result."""
+    del factors_R
+    R, C = x_RC.shape
+    return x_RC.new_empty((C, R), dtype=E4M3), x_RC.new_empty((len(ends_e), C), dtype=torch.float32)
+
+
+@fp8_wgrad.register_fake
+def _(left_NR: Tensor, right_KR: Tensor, factors_eN: Tensor, factors_eK: Tensor, ends_e: Tensor) -> Tensor:
+    del factors_eN, factors_eK
+    return left_NR.new_empty((len(ends_e), len(left_NR), len(right_KR)), dtype=torch.bfloat16)
+
+
+@turned.register_fake
+def empty_turned(data_RC: Tensor) -> Tensor:
+    """Memory for the result."""
+    return data_RC.new_empty(data_RC.shape[::-1])
+
+
+if torch.cuda.is_available():
+    importlib.import_module("moelab.mxfp8.quantised_experts_cuda")  # gives the operators their CUDA kernels

@@ -1,0 +1,183 @@
+"""The plain text of a log that is compressed, in UTF-16 or wrapped by whoever pasted it, or what the file is instead.
+
+A file's first bytes say how it is packed; its name may say nothing, or something else.
+"""
+
+from __future__ import annotations
+
+import bz2
+import codecs
+import lzma
+import re
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any, Final
+
+import zstandard
+
+from moelab.errors import BadInput
+
+BLOCK_BYTES: Final = 1 << 20
+WRAPPED_BYTES: Final = 16 << 20
+"""A longer file is no paste, and is not searched for wrapped lines."""
+_PACKED_BLOCK_BYTES: Final = 1 << 16
+_UNPACKERS: Final[dict[bytes, Callable[[], Any]]] = {
+    b"\x1f\x8b": lambda: zlib.decompressobj(zlib.MAX_WBITS | 16),
+    b"\xfd7zXZ\0": lzma.LZMADecompressor,
+    b"BZh": bz2.BZ2Decompressor,
+    b"\x28\xb5\x2f\xfd": lambda: zstandard.ZstdDecompressor().decompressobj(),
+}
+_REFUSED: Final = {
+    b"PK\x03\x04": "a zip archive",
+    b"7z\xbc\xaf\x27\x1c": "a 7z archive",
+    b"Rar!": "a rar archive",
+    b"\x04\x22\x4d\x18": "compressed with lz4",
+    b"\x1f\x9d": "compressed with compress (.Z)",
+    b"PAR1": "a Parquet file",
+    b"%PDF": "a PDF",
+    b"\x89PNG": "a picture",
+}
+_UNPACKING_ERRORS: Final = (OSError, ValueError, lzma.LZMAError, zlib.error, zstandard.ZstdError)
+_COLOUR: Final = re.compile(
+    rb"(?:\x1b|\\u001[bB]|\\x1b|\\033|\^\[|#033)\[[0-9;:?]*[A-Za-z]|\[\d[0-9;:]*m"  # JSON, `cat -v`, rsyslog, a paste
+)
+_SOURCE_LINE: Final = re.compile(rb"[\w./]+\.py:\d+")  # where rich says a line comes from, behind it
+_BLANKS: Final = re.compile(rb"[ \t\r\xa0\xc2]+")
+#: What the first line of a record starts with; of those that are there, the one that stands furthest in front.
+_RECORD_STARTS: Final = tuple(
+    re.compile(start)
+    for start in (
+        rb"\[[A-Za-z_]*\d+\]:",
+        rb"\[titan\]",
+        rb"\[?\d\d(?:\d\d)?[-/]\d\d[-/]\d\d",
+        rb"\d+:",
+        rb"(?:validate)?step:",
+    )
+)
+_OTHERS: Final = {
+    "NeMo's": rb"(?:Training epoch \d+, iteration \d+/\d+|\[NeMo I |reduced_train_loss[=:])[^\n]*",
+    "Megatron-LM's": rb"iteration +\d+/ *\d+ *\|[^\n]*",
+    "MaxText's": rb"completed step: \d+, seconds[^\n]*",
+    "DeepSpeed's": rb"(?:\bsteps?: \d+ loss: [-\d.naif]+ iter time|\[Rank \d+\] step=\d+, skipped=)[^\n]*",
+    "the Hugging Face Trainer's": rb"\{'loss': [^\n]*",
+    "torchtune's": rb"(?:Step \d+ \| loss:|\d{1,9}\|\d{1,9}\|Loss: )[^\n]*",
+    "nanoGPT's": rb"iter \d+: loss [^\n]*",
+    "OLMo-core's": rb"\[step=\d+/\d+[^\n]*",
+    "Composer's": rb"\[batch=\d+/\d+\][^\n]*",
+    "verl's": rb"step:\d+ - [\w/]+:[^\n]*",
+    "Lightning's": rb"Epoch \d+: +\d+%\|[^\n]*",
+    "fairseq's": rb"(?:train_inner \||epoch \d+: +\d+ / \d+ loss=)[^\n]*",
+}
+_DECIMAL_COMMA: Final = re.compile(rb"(?:loss|grad_norm):\s*-?\d+,\d+|memory:\s*\d+,\d+")
+
+
+class NotALog(BadInput):
+    """The file does not exist or has no TorchTitan step line."""
+
+
+class LogBytes:
+    """Blocks of a log's text in an encoding that keeps ASCII.
+
+    Args:
+        path: of the log: plain, or packed with gzip, xz, bzip2 or zstd whatever its name is.
+
+    Attributes:
+        damage: why its end could not be read, once its blocks were; None if it could.
+
+    Raises:
+        NotALog: naming how it is packed, if that cannot be unpacked here.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.damage: str | None = None
+        self._path = path
+        with path.open("rb") as file:
+            head = file.read(64)
+        for magic, kind in _REFUSED.items():
+            if head.startswith(magic):
+                raise NotALog(f"{path} is {kind}, no log. Unpack it and give the log itself")
+        self._unpacker = next((new for magic, new in _UNPACKERS.items() if head.startswith(magic)), None)
+
+    def __iter__(self) -> Iterator[bytes]:
+        """Yield its blocks; of a packed file whose end was cut off, all that is there."""
+        decoder: codecs.IncrementalDecoder | None = None
+        with self._path.open("rb") as file:
+            for number, block in enumerate(self._unpacked(file)):
+                if not number and (encoding := _utf16(block)):
+                    decoder = codecs.getincrementaldecoder(encoding)(errors="replace")
+                yield block if decoder is None else decoder.decode(block).encode()
+
+    def _unpacked(self, file: IO[bytes]) -> Iterator[bytes]:
+        if self._unpacker is None:
+            while block := file.read(BLOCK_BYTES):
+                yield block
+            return
+        unpacker = self._unpacker()
+        try:
+            while block := file.read(_PACKED_BLOCK_BYTES):
+                while block:
+                    if unpacker.eof:  # files that were joined
+                        unpacker = self._unpacker()
+                    yield unpacker.decompress(block)
+                    block = unpacker.unused_data.lstrip(b"\0") if unpacker.eof else b""
+        except _UNPACKING_ERRORS as error:
+            self.damage = f"{self._path.name} is damaged ({error}): what follows is not read"
+        else:
+            if not unpacker.eof:
+                self.damage = f"{self._path.name} is cut off: its end is not there to be read"
+
+
+def _utf16(block: bytes) -> str | None:
+    """Return the encoding of a text of which every second byte is zero."""
+    odd, even = block[3:200:2], block[2:200:2]  # behind the mark, if there is one
+    if odd and not odd.strip(b"\0"):
+        return "utf-16-le"
+    return "utf-16-be" if even and not even.strip(b"\0") else None
+
+
+def unwrapped(text: bytes) -> bytes:
+    r"""Put lines together that were broken at any width, in the middle of a number too.
+
+    A reader of step lines needs no blank, so all are taken out: then it no longer matters whether the break replaced a
+    blank or came between two digits.
+
+    >>> unwrapped(b"> [rank0]: step:  1  lo\n> ss: 7.2\n> 5000  tps: 4,0\n> 00\n> [rank0]: step:  2").decode()
+    '[rank0]:step:1loss:7.25000tps:4,000\n[rank0]:step:2'
+    """
+    lines = []
+    for line in _COLOUR.sub(b"", text).splitlines():
+        head, blank, tail = line.lstrip(b"> \t").rstrip(b" \t\\=").rpartition(b"  ")  # a mail's and a shell's marks
+        lines.append(_BLANKS.sub(b"", head if blank and _SOURCE_LINE.fullmatch(tail) else head + tail))
+    records = b"".join(lines).count(b"step:")
+    starts = next((s for s in _RECORD_STARTS if sum(bool(s.match(line)) for line in lines) >= records), None)
+    joined = b"".join(b"\n" + line if starts and starts.match(line) else line for line in lines)
+    return joined.lstrip(b"\n")
+
+
+def what_was_seen(text: bytes) -> str:
+    """Say what a file without a step line has instead; empty if nothing is known.
+
+    >>> what_was_seen(b" iteration       10/     100 | consumed samples: 80 |")
+    "these look like Megatron-LM's lines ('iteration 10/ 100 | consumed samples: 80 |')"
+    """
+    if not text.strip():
+        return "it is empty"
+    if b"\0" in text[:1000]:
+        return "it is binary"
+    text = _COLOUR.sub(b"", text)
+    for whose, pattern in _OTHERS.items():
+        if found := re.search(pattern, text):
+            return f"these look like {whose} lines ({_quote(found[0])})"
+    if found := _DECIMAL_COMMA.search(text):
+        return f"numbers have a decimal comma ({_quote(found[0])}): let the log be written with LC_ALL=C"
+    if found := re.search(rb"step: *\d[^\r\n]*", text):
+        return f"there are lines of steps, but cut off or of another form ({_quote(found[0])})"
+    if b"Training starts at step" in text:
+        return "training started and logged no step"
+    return ""
+
+
+def _quote(line: bytes) -> str:
+    words = " ".join(line.decode(errors="replace").split())
+    return repr(words if len(words) <= 80 else f"{words[:79]}…")

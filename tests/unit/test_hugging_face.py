@@ -1,0 +1,218 @@
+"""Models from Hugging Face configurations: counts against what their authors publish, and against TorchTitan's own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moelab.cli import main
+from moelab.errors import BadInput
+from moelab.experiment import Experiment
+from moelab.experiment_file import parse, parse_overrides, read_experiment
+from moelab.model import ModelShape, count_parameters, parameters, shape_for, shape_of
+from moelab.model.hugging_face import published_models, read_model
+
+MODELS = published_models()
+
+
+def shape_from(source: str) -> ModelShape:
+    return shape_for(parse(Experiment, parse_overrides(read_model(source).overrides)))
+
+
+def beside(name: str) -> float:
+    """What a published total has besides, in units of 1e9: each as its source says."""
+    shape = shape_from(name)
+    if name == "Llama-4-Scout":
+        return 0.9  # the vision encoder
+    if not name.startswith("GLM-4.5"):
+        return 0.0
+    prediction = sum(p.numel for p in parameters(shape, f"layers.{shape.n_layers - 1}")) + 2 * shape.dim**2
+    # The table's note adds multi-token prediction; the figure for Air is only met without.
+    return (prediction * (name == "GLM-4.5") - 2 * shape.vocab_size * shape.dim) / 1e9
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_parameters_are_the_published_ones(name: str) -> None:
+    """Within 0.5 %, or one of the last digit published; as active, authors count embedding and head, or not."""
+    counts, published = count_parameters(shape_from(name)), MODELS[name]
+    assert counts.total / 1e9 + beside(name) == pytest.approx(
+        published["total"], rel=0.005, abs=30 if name == "Kimi-K2" else 0
+    )  # of which only "1 T" is published
+    table, digit = counts.by_part["embedding"], 10.0 ** -len(str(published["active"]).partition(".")[2])
+    counted = [(counts.active - tables * table) / 1e9 for tables in (0, 1, 2)]
+    assert min(abs(one - published["active"]) for one in counted) <= max(0.005 * published["active"], digit)
+
+
+@pytest.mark.parametrize(("name", "model"), [("DeepSeek-V3", "671B"), ("DeepSeek-V2-Lite", "16B")])
+def test_torchtitans_own_models_are_known_as_such(name: str, model: str) -> None:
+    assert read_model(name).shape == {}
+    assert shape_from(name) == shape_of(model)
+
+
+@pytest.mark.parametrize(("name", "flavor"), [("Qwen3-30B-A3B", "30B-A3B"), ("Qwen3-235B-A22B", "235B-A22B")])
+def test_grouped_queries_count_as_torchtitans_qwen3(name: str, flavor: str) -> None:
+    from torchtitan.models.qwen3 import model_registry
+
+    with torch.device("meta"):
+        module = model_registry(flavor).model.build()
+    assert count_parameters(shape_from(name)).total == sum(one.numel() for one in module.parameters())
+
+
+def test_grouped_queries_count_as_torchtitans_gpt_oss_but_for_biases_and_sinks() -> None:
+    from torchtitan.models.gpt_oss import model_registry
+
+    with torch.device("meta"):
+        module = model_registry("20b").model.build()
+    weights = {
+        name: one.numel() for name, one in module.named_parameters() if "bias" not in name and "sink" not in name
+    }
+    assert count_parameters(shape_from("gpt-oss-20b")).total == sum(weights.values())
+
+
+CONFIG = MODELS["Qwen3-30B-A3B"]["config"]
+V3 = MODELS["DeepSeek-V3"]["config"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_experts": None}, "no experts"),
+        ({"num_experts": [64, 64]}, r"num_experts is \[64, 64\]; valid: one whole number"),
+        ({"hidden_size": None}, "it lacks hidden_size or dim"),
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step is 2: some layers"),
+        ({"mlp_only_layers": [1]}, "layers without experts come first"),
+        ({"layer_types": ["linear_attention", "full_attention"] * 24}, r"other attention \(linear_attention\)"),
+        ({"attn_type_list": [0] * 47 + [1]}, "attn_type_list has 0"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings is true"),
+        ({"linear_num_key_heads": 16}, "linear_num_key_heads 16: not known"),
+        ({"moe_latent_size": 1024}, "moe_latent_size 1024: not known"),
+        ({"shared_expert_intermediate_size": 1000}, "valid: a multiple of 768"),
+        ({"linear_attn_config": {"kda_layers": [1, 2]}}, "linear_attn_config {'kda_layers'"),  # Kimi-Linear
+        ({"full_attention_interval": 4}, "full_attention_interval 4: not known"),  # Qwen3-Next
+        ({"attn_layer_period": 8, "mamba_d_state": 16}, "attn_layer_period 8, mamba_d_state 16"),  # Jamba
+        ({"hybrid_override_pattern": "MEM*"}, r"hybrid_override_pattern MEM\*: not known"),  # Nemotron-H
+        ({"hc_mult": 4, "compress_ratios": [4, 128]}, "hc_mult 4, compress_ratios"),  # DeepSeek-V4
+        ({"ffn_config": {"moe_num_experts": 16}}, "ffn_config {'moe_num_experts'"),  # DBRX
+    ],
+)
+def test_what_a_shape_cannot_say_is_refused_by_name(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIG | changes))
+    with pytest.raises(BadInput, match=said):
+        read_model(str(path))
+
+
+@pytest.mark.parametrize(
+    ("config", "left"),
+    [
+        ({"num_nextn_predict_layers": 1}, "multi-token prediction (num_nextn_predict_layers)"),
+        ({"attention_bias": True}, "biases (attention_bias)"),
+        ({"index_topk": 2048, "index_n_heads": 64}, "the indexer of sparse attention"),
+        ({"layer_types": ["sliding_attention", "full_attention"] * 24}, "windows of attention (sliding_attention)"),
+        ({"quantization_config": {"bits": 4}}, "the checkpoint's number format (quantization_config)"),
+        ({"use_something_new": True}, "not read: use_something_new"),
+    ],
+)
+def test_what_is_left_out_is_said(tmp_path: Path, config: dict[str, Any], left: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | config))
+    found = read_model(str(tmp_path))
+    assert any(left in one for one in found.left), found.left
+    assert found.shape == read_model("Qwen3-30B-A3B").shape
+
+
+def test_housekeeping_is_not_worth_a_word(tmp_path: Path) -> None:
+    keys = {"bos_token_id": 151643, "eos_token_id": [1, 2], "pad_token_id": 0, "pretraining_tp": 1, "use_cache": True}
+    keys |= {"transformers_version": "4.51.0", "rms_norm_eps": 1e-6, "hidden_act": "silu", "initializer_range": 0.02}
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | keys))
+    assert read_model(str(tmp_path)).left == read_model("Qwen3-30B-A3B").left
+
+
+def test_layers_of_a_list_and_a_text_model_inside_of_another(tmp_path: Path) -> None:
+    """Kimi's later releases and transformers 5 write configurations so."""
+    text = V3 | {"mlp_layer_types": ["dense"] * 3 + ["sparse"] * 58, "first_k_dense_replace": None}
+    del text["moe_layer_freq"]
+    whole = {"model_type": "kimi_k25", "text_config": text, "vision_config": {"hidden_size": 1152}}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    found = read_model(str(tmp_path))
+    assert (found.model, found.shape) == ("671B", {})
+    assert "other modalities (vision_config)" in found.left
+
+
+def test_shared_experts_by_their_width(tmp_path: Path) -> None:
+    """Ling names the width of one of its shared experts, Qwen that of its only one."""
+    for keys, expected in (
+        ({"num_shared_experts": 2, "moe_shared_expert_intermediate_size": 768}, 2),
+        ({"shared_expert_intermediate_size": 3072}, 4),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(CONFIG | keys | {"score_function": "sigmoid"}))
+        found = read_model(str(tmp_path))
+        assert (found.model, shape_from(str(tmp_path)).num_shared_experts) == ("671B", expected)
+
+
+def test_a_language_model_two_levels_down(tmp_path: Path) -> None:
+    """As Qwen3-Omni's."""
+    thinker = {"thinker_config": {"text_config": CONFIG, "audio_config": {"d_model": 1280}}}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_omni_moe", **thinker}))
+    assert read_model(str(tmp_path)).shape == read_model("Qwen3-30B-A3B").shape
+
+
+@pytest.mark.parametrize(("content", "said"), [("{", "cannot be read as JSON"), ("[]", "expected a JSON object")])
+def test_a_file_that_is_no_configuration(tmp_path: Path, content: str, said: str) -> None:
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(BadInput, match=said):
+        read_model(str(tmp_path / "config.json"))
+
+
+@pytest.mark.parametrize("source", ["Qwen4-1T", "no/such/config.json"])
+def test_what_is_neither_a_file_nor_a_model(source: str) -> None:
+    with pytest.raises(BadInput, match=r"no such file, nor one of the models DeepSeek-V3, .*Qwen3-30B-A3B"):
+        read_model(source)
+
+
+def test_plan_says_what_it_took_and_what_it_left(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    written = tmp_path / "qwen.yaml"
+    fields = ["gpus_per_node=8", "ep=8", "seq_len=4096", "hardware=b200_node", "activation_checkpoint=full"]
+    arguments = ["plan", "--from-hf", "Qwen3-30B-A3B", *(part for one in fields for part in ("--set", one))]
+    assert main([*arguments, "--write", str(written)]) == 0
+    text = capsys.readouterr().out
+    assert "30.53 G parameters, 3.353 G active" in text
+    assert "model taken from Qwen3-30B-A3B; everything else as in model=16B" in text
+    assert "planned and projected, and not trained" in " ".join(text.split())
+    assert "torchrun" not in text
+    assert count_parameters(shape_for(read_experiment(written))) == count_parameters(shape_from("Qwen3-30B-A3B"))
+
+    assert main([*arguments, "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["legal"]
+    assert answer["fits"]
+    assert answer["parameters"] == {"total": 30_532_122_624, "active": 3_353_032_704}
+    assert "num_key_value_heads" in answer["from_hf"]["taken"]
+    assert main(["project", str(written), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["tps"] > 0
+
+
+def test_a_study_can_take_its_model_from_elsewhere(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    study = tmp_path / "study.yaml"
+    study.write_text("study: s\nexperiment: {model: nano, gpus_per_node: 4, ep: 4}\narms: [{}, {precision: mxfp8}]\n")
+    assert main(["plan", str(study), "--from-hf", "GLM-4.7-Flash", "--json"]) == 0
+    totals = {one["parameters"]["total"] for one in json.loads(capsys.readouterr().out)["plans"]}
+    assert totals == {29_943_390_976}
+
+
+def test_plan_needs_a_file_or_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan"]) == 2
+    assert "--from-hf" in capsys.readouterr().err
+
+
+def test_a_model_that_is_only_planned_is_refused_before_it_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "e.yaml"
+    path.write_text("{model: nano, hardware: cpu, shape: {attention: gqa, n_kv_heads: 1, head_dim: 64}}")
+    assert main(["run", str(path), "--runs", str(tmp_path / "runs")]) == 3
+    assert "attention is gqa: TorchTitan's DeepSeek-V3 has multi-head latent attention only" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()

@@ -1,0 +1,392 @@
+"""Experts in 8 bits: casts and products are torchao's to the bit, and the experts' are TorchTitan's."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torchao.float8.config import ScalingGranularity
+from torchao.float8.float8_utils import tensor_to_scale, to_fp8_saturated
+from torchao.prototype.moe_training import mxfp8_grouped_mm as torchao_mxfp8
+from torchao.prototype.mx_formats.config import ScaleCalculationMode
+from torchao.prototype.mx_formats.mx_tensor import MXTensor, to_dtype, to_mx
+from torchao.quantization.quantize_.common import KernelPreference
+from torchtitan.models.common.moe import GroupedExperts
+
+from moelab.mxfp8 import quantised_experts as module
+from moelab.mxfp8.converter import MXFP8Experts
+from moelab.mxfp8.quantise import E4M3, NotWholeBlocks, expand, quantise, quantise_fp8, quantise_mxfp8
+from moelab.mxfp8.quantised_experts import QuantisedRows, expert_rows, place, quantised_experts
+
+RCEIL, EMULATED = ScaleCalculationMode.RCEIL, KernelPreference.EMULATED
+GROUPS = [64, 0, 32, 96]  # rows of each expert, padded as a dispatcher pads them
+ENDS = torch.tensor(GROUPS).cumsum(0).to(torch.int32)
+DIM, HIDDEN = 64, 96
+SETTINGS: dict[str, Any] = {"dim": DIM, "hidden_dim": HIDDEN, "num_experts": len(GROUPS)}
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.contiguous().view(torch.uint8)
+
+
+def every_bf16() -> Tensor:
+    """All 65,536 BF16 numbers as the first of a row of 32, the others smaller and random."""
+    largest = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.bfloat16)
+    factors = torch.rand(31, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    return torch.stack([largest, *(largest * factor.bfloat16() for factor in factors)], 1)
+
+
+def torchao_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """torchao's row-wise cast: data and what the row was multiplied by."""
+    factor = tensor_to_scale(
+        x, E4M3, scaling_granularity=ScalingGranularity.AXISWISE, axiswise_dim=-1, round_scales_to_power_of_2=True
+    )
+    return to_fp8_saturated(x.float() * factor, E4M3), factor
+
+
+def test_mxfp8_rows_are_torchaos_for_every_largest_magnitude() -> None:
+    x = every_bf16()
+    data, scales = quantise_mxfp8(x)
+    torchao_scales, torchao_data = to_mx(x, E4M3, 32, RCEIL)
+    assert torch.equal(scales, bits(torchao_scales))
+    assert torch.equal(bits(data), bits(torchao_data))
+    finite = x.isfinite().all(1)
+    expanded = to_dtype(torchao_data, torchao_scales, E4M3, 32, torch.bfloat16)
+    # torchao's own expansion makes zeros of the smallest scale, 2^-127
+    ordinary = finite & (scales[:, 0] > 0)
+    assert torch.equal(expand(data, scales, "mxfp8")[ordinary], expanded[ordinary])
+
+
+def test_fp8_rows_are_torchaos_for_every_largest_magnitude() -> None:
+    x = every_bf16()
+    data, scales = quantise_fp8(x)
+    torchao_data, factor = torchao_fp8(x)
+    finite = x.isfinite().all(1)
+    assert torch.equal(scales[finite], factor[finite].reciprocal())
+    assert torch.equal(bits(data)[finite], bits(torchao_data)[finite])
+    assert expand(data, scales, "fp8")[~finite].isnan().all()
+
+
+@pytest.mark.parametrize("precision", ["mxfp8", "fp8"])
+def test_casts_compiled_are_the_same(precision: Any) -> None:
+    x = every_bf16()[::7]
+    eager = quantise(x, precision)
+    compiled = torch.compile(quantise, fullgraph=True)(x, precision)
+    for a, b in zip(eager, compiled, strict=True):
+        torch.testing.assert_close(a.float(), b.float(), rtol=0, atol=0, equal_nan=True)
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    rows=st.lists(
+        st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=32, max_size=32), min_size=1, max_size=4
+    ),
+    precision=st.sampled_from(["mxfp8", "fp8"]),
+)
+def test_expanded_rows_are_near_and_quantised_again_the_same(rows: list[list[float]], precision: Any) -> None:
+    x = torch.tensor(rows).bfloat16()
+    x = torch.where(x.abs() < 2.0**-100, 0.0, x.float()).bfloat16()
+    once = expand(*quantise(x, precision), precision)
+    assert torch.equal(expand(*quantise(once, precision), precision), once)
+    quantum = x.float().abs().amax(-1, keepdim=True) / 448 * 2 * 2.0**-9  # the smallest E4M3 step under the scale
+    assert ((once.double() - x.double()).abs() <= torch.maximum(x.double().abs() / 16, quantum.double() / 2)).all()
+
+
+def test_ragged_blocks_are_refused() -> None:
+    with pytest.raises(NotWholeBlocks, match="48"):
+        quantise_mxfp8(torch.zeros(2, 48, dtype=torch.bfloat16))
+
+
+def operands(
+    precision: Any, seed: int = 0, groups: list[int] = GROUPS, *, arrived: bool = True
+) -> tuple[Any, Tensor, list[Tensor], Tensor, Tensor]:
+    """Rows (quantised, or BF16), where their gradient arrives, w1, w3 and w2, scores, and an upstream gradient."""
+    torch.manual_seed(seed)
+    x = torch.randn(sum(groups), DIM).bfloat16()
+    x[60:64] = 0  # padding
+    rows: Any = x.requires_grad_()
+    if arrived:
+        rows = QuantisedRows(place(x, len(x)).detach().requires_grad_(), *quantise(x.detach(), precision))
+    sizes = ((HIDDEN, DIM), (HIDDEN, DIM), (DIM, HIDDEN))
+    weights = [(torch.randn(len(groups), *size) / 8).bfloat16().requires_grad_() for size in sizes]
+    scores = torch.rand(len(x)).requires_grad_()
+    return rows, rows[0] if arrived else rows, weights, scores, torch.randn(len(x), DIM).bfloat16()
+
+
+def run(
+    arithmetic: str, precision: Any, function: Callable[..., Any] = expert_rows, *, arrived: bool = True
+) -> list[Tensor]:
+    """The output and the gradients of the rows, of w1, w3 and w2, and of the scores."""
+    rows, into, weights, scores, upstream = operands(precision, arrived=arrived)
+    output = function(rows, *weights, ENDS, scores, arithmetic)
+    output.backward(upstream)
+    return [output.detach(), *(tensor.grad for tensor in (into, *weights, scores))]  # type: ignore[misc]
+
+
+groups_of_any_size = st.lists(
+    st.one_of(st.sampled_from([0, 1, 31, 32, 33, 64]), st.integers(0, 100)), min_size=1, max_size=6
+)
+
+
+@given(groups_of_any_size.filter(any), st.integers(0, 2**31))
+@example(GROUPS, 0)
+@settings(max_examples=12, deadline=None)
+def test_mxfp8_products_are_torchaos_of_an_mxtensor(groups: list[int], seed: int) -> None:
+    rows, into, weights, _, upstream = operands("mxfp8", seed, groups)
+    w1, w3, w2 = weights
+    ends = torch.tensor(groups).cumsum(0).to(torch.int32)
+    e8m0 = rows.scales_RS.view(torch.float8_e8m0fnu)
+    x = MXTensor.from_qdata_and_scales(rows.data_RD, e8m0, orig_dtype=torch.bfloat16, block_size=32)
+    common: Any = {"block_size": 32, "out_dtype": torch.bfloat16, "scale_calculation_mode": RCEIL}
+    common |= {"kernel_preference": EMULATED}
+
+    def forward(a: Any, w: Tensor) -> Tensor:
+        return torchao_mxfp8._compute_fwd(a, w.mT, padded_group_end_offsets=ends, **common)
+
+    def wgrad(g: Tensor, a: Tensor) -> Tensor:
+        return torchao_mxfp8._compute_wgrad(g, a, ends, wgrad_with_hp=True, **common).mT
+
+    with torch.no_grad():
+        gate, up = forward(x, w1), forward(x, w3)
+        hidden = F.silu(gate) * up
+        hidden_grad = torchao_mxfp8._compute_dgrad(upstream, w2.mT, ends, **common)
+        gate_grad = torch.ops.aten.silu_backward(hidden_grad * up, gate)
+        up_grad = hidden_grad * F.silu(gate)
+        dgrads = [torchao_mxfp8._compute_dgrad(g, w.mT, ends, **common) for g, w in ((gate_grad, w1), (up_grad, w3))]
+        expected = [
+            forward(hidden, w2),
+            dgrads[0] + dgrads[1],
+            wgrad(gate_grad, x.dequantize()),
+            wgrad(up_grad, x.dequantize()),
+            wgrad(upstream, hidden),
+        ]
+    output = expert_rows(rows, w1, w3, w2, ends, None, "mxfp8_emulated")
+    output.backward(upstream)
+    for ours, torchaos in zip((output, into.grad, w1.grad, w3.grad, w2.grad), expected, strict=True):
+        assert ours is not None
+        assert torch.equal(ours, torchaos)
+
+
+def each(product: Callable[[int, slice], Tensor]) -> list[Tensor]:
+    return [product(e, slice(end - size, end)) for e, (size, end) in enumerate(zip(GROUPS, ENDS.tolist(), strict=True))]
+
+
+def exact(precision: Any, *, arrived: bool) -> list[Tensor]:
+    """As :func:`run`, in float64 from the rows as they came, nothing else quantised."""
+    rows, _, weights, scores, upstream = operands(precision, arrived=arrived)
+    x = (expand(rows.data_RD, rows.scales_RS, precision) if arrived else rows).detach().double().requires_grad_()
+    w1, w3, w2 = wide = [weight.detach().double().requires_grad_() for weight in weights]
+    s = scores.detach().double().requires_grad_()
+
+    def expert(e: int, r: slice) -> Tensor:
+        return (F.silu(x[r] @ w1[e].T) * (x[r] @ w3[e].T) * s[r, None]) @ w2[e].T
+
+    output = torch.cat(each(expert))
+    output.backward(upstream.double())
+    return [output.detach(), *(tensor.grad for tensor in (x, *wide, s))]  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("arrived", [True, False])
+@pytest.mark.parametrize("arithmetic", ["mxfp8_emulated", "fp8", "fp8_wgrad_fp8"])
+def test_experts_are_near_exact_ones(arithmetic: str, arrived: bool) -> None:
+    """E4M3 rounds by up to 1/16; over a sum of products of two such the errors are a few per cent."""
+    precision = arithmetic.partition("_")[0]
+    for ours, right in zip(run(arithmetic, precision, arrived=arrived), exact(precision, arrived=arrived), strict=True):
+        error = float((ours.double() - right).norm() / right.norm())
+        assert 0.01 < error < 0.09  # nothing at all would mean that nothing was quantised
+
+
+def test_wgrad_in_fp8_adds_less_than_the_products_before_it() -> None:
+    """A scale of a row belongs to either factor of an outer product, so its rows need no second rounding."""
+    right = exact("fp8", arrived=True)
+    errors = {
+        name: [
+            float((ours.double() - one).norm() / one.norm()) for ours, one in zip(run(name, "fp8"), right, strict=True)
+        ]
+        for name in ("fp8", "fp8_wgrad_fp8")
+    }
+    for bf16, fp8 in zip(errors["fp8"][2:5], errors["fp8_wgrad_fp8"][2:5], strict=True):
+        assert bf16 < fp8 < bf16 + 0.02
+
+
+@pytest.mark.parametrize("arithmetic", ["mxfp8_emulated", "fp8", "fp8_wgrad_fp8"])
+def test_experts_traced_as_one_graph_are_the_same(arithmetic: str) -> None:
+    precision = arithmetic.partition("_")[0]
+    traced = torch.compile(expert_rows, fullgraph=True, backend="aot_eager")
+    for a, b in zip(run(arithmetic, precision), run(arithmetic, precision, traced), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_scales_may_travel_in_any_dtype() -> None:
+    rows, _, weights, *_ = operands("mxfp8")
+    data, scales = quantise_mxfp8(torch.randn(sum(GROUPS), 128).bfloat16())
+    assert torch.equal(expand(data, scales.view(torch.int32), "mxfp8"), expand(data, scales, "mxfp8"))
+    e8m0 = rows._replace(scales_RS=rows.scales_RS.view(torch.float8_e8m0fnu))
+    outputs = [expert_rows(one, *weights, ENDS, None, "mxfp8_emulated") for one in (rows, e8m0)]
+    assert torch.equal(*outputs)
+
+
+def initialised(experts: Any) -> Any:
+    torch.manual_seed(3)
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter, std=0.125)
+    return experts
+
+
+def test_mxfp8_experts_equal_titans_on_the_expanded_rows() -> None:
+    """Rows expanded to BF16 quantise again to themselves, so TorchTitan's experts with torchao give the same bits."""
+    settings_ = {**SETTINGS, "kernels": "emulated", "wgrad": "bf16"}
+    rows, into, *_ = operands("mxfp8")
+    x = expand(rows.data_RD, rows.scales_RS, "mxfp8").requires_grad_()
+    results = []
+    for kind, given_, place_ in ((quantised_experts(MXFP8Experts), rows, into), (MXFP8Experts, x, x)):
+        experts = initialised(kind.Config(**settings_).build())
+        output = experts(given_, torch.tensor(GROUPS))
+        output.backward(torch.randn(output.shape, generator=torch.Generator().manual_seed(4)).bfloat16())
+        results.append([output.detach(), *(parameter.grad for parameter in experts.parameters()), place_.grad])
+    assert len(results[0]) == 5
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_fp8_experts_take_either_kind_of_row_and_either_wgrad() -> None:
+    for wgrad in ("bf16", "fp8"):
+        experts = initialised(quantised_experts(GroupedExperts, "fp8").Config(**SETTINGS, wgrad=wgrad).build())
+        weights = [dict(experts.named_parameters())[name] for name in ("w1_EFD", "w3_EFD", "w2_EDF")]
+        for arrived in (True, False):
+            rows, *_ = operands("fp8", arrived=arrived)
+            arithmetic = "fp8" if wgrad == "bf16" else "fp8_wgrad_fp8"
+            expected = expert_rows(rows, *(w.bfloat16() for w in weights), ENDS, None, arithmetic)
+            assert torch.equal(experts(rows, torch.tensor(GROUPS)), expected)
+
+
+def test_native_mxfp8_hands_torchaos_kernels_what_they_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchao's kernels replaced by their definitions: emulation's numbers, and what arrived goes in as it came."""
+    calls: list[tuple[str, Any]] = []
+
+    def note(name: str, result: Callable[..., Any]) -> Callable[..., Any]:
+        def stand_in(*args: Any, **_: Any) -> Any:
+            calls.append((name, args))
+            return result(*args)
+
+        return stand_in
+
+    def cast(w: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+        data, scales = quantise_mxfp8(w)
+        return data, scales.view(torch.float8_e8m0fnu)
+
+    def cast_columns(w: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+        data, scales = cast(w.mT.contiguous())
+        return data.mT, scales
+
+    def multiply(a: Tensor, b: Tensor, a_scales: Tensor, b_scales: Tensor) -> Tensor:
+        x, w = (expand(d, s.view(torch.uint8), "mxfp8") for d, s in ((a, a_scales), (b.mT, b_scales)))
+        return torch._grouped_mm(x, w.mT, offs=ENDS)
+
+    for name, stand_in in {
+        "mx_block_rearrange_2d_M_groups_cuda": lambda scales, _ends: scales,
+        "triton_mx_block_rearrange_per_group_3d": lambda scales: scales,
+        "mxfp8_quantize_2d_1x32_cutedsl": cast,
+        "triton_to_mxfp8_dim0": cast,
+        "mxfp8_quantize_cuda_3d": cast_columns,
+    }.items():
+        monkeypatch.setattr(torchao_mxfp8, name, note(name, stand_in))
+    monkeypatch.setattr(torch, "_scaled_grouped_mm", note("multiply", multiply))
+    native, emulated = run("mxfp8_native", "mxfp8"), run("mxfp8_emulated", "mxfp8")
+    torch.testing.assert_close(native.pop(1), emulated.pop(1), rtol=2**-6, atol=2e-2)  # one sum there, two here
+    for ours, right in zip(native, emulated, strict=True):
+        assert torch.equal(ours, right)
+    rows, *_ = operands("mxfp8")
+    of_rows, first_product = calls[0], next(args for name, args in calls if name == "multiply")
+    assert of_rows[0] == "mx_block_rearrange_2d_M_groups_cuda"
+    assert torch.equal(bits(of_rows[1][0]), rows.scales_RS)  # as they arrived
+    assert torch.equal(bits(first_product[0]), bits(rows.data_RD))
+    assert [name for name, _ in calls].count("multiply") == 4
+
+
+def test_native_fp8_products_take_operands_as_torchao_hands_them_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``torch._scaled_grouped_mm`` replaced by its definition, for tensors that say that they are on CUDA."""
+    shapes: list[tuple[Any, ...]] = []
+
+    def multiply(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor, **options: Any) -> Tensor:
+        assert options == {"out_dtype": torch.bfloat16, "use_fast_accum": True}
+        assert a.dtype == b.dtype == E4M3
+        assert a.is_contiguous()
+        assert b.mT.is_contiguous()  # both operands lie along what is summed over, as Hopper's FP8 products need
+        shapes.append((tuple(a.shape), tuple(b.shape), tuple(scale_a.shape), tuple(scale_b.shape)))
+        if b.ndim == 3:
+            x, w = (a.float() * scale_a[:, None]).bfloat16(), (b.float() * scale_b[:, None]).bfloat16()
+            return torch._grouped_mm(x, w, offs=offs)
+        x, w = (operand.float().bfloat16() for operand in (a, b))
+        sums = torch._grouped_mm(x.t().contiguous().t(), w.contiguous(), offs=offs)
+        return (sums.float() * scale_a.view(len(offs), -1, 1) * scale_b.view(len(offs), 1, -1)).bfloat16()
+
+    monkeypatch.setattr(torch, "_scaled_grouped_mm", multiply)
+    emulated = run("fp8_wgrad_fp8", "fp8")
+    assert not shapes
+    monkeypatch.setattr(module, "_on_cuda", lambda _: True)
+    for ours, right in zip(run("fp8_wgrad_fp8", "fp8"), emulated, strict=True):
+        torch.testing.assert_close(ours, right, rtol=2**-6, atol=1e-2)
+    R, E = sum(GROUPS), len(GROUPS)
+    assert shapes == [
+        ((R, DIM), (E, DIM, 2 * HIDDEN), (R,), (E, 2 * HIDDEN)),
+        ((R, HIDDEN), (E, HIDDEN, DIM), (R,), (E, DIM)),
+        ((R, DIM), (E, DIM, HIDDEN), (R,), (E, HIDDEN)),
+        ((R, 2 * HIDDEN), (E, 2 * HIDDEN, DIM), (R,), (E, DIM)),
+        *[((HIDDEN, R), (R, DIM), (E * HIDDEN,), (E * DIM,))] * 2,
+        ((DIM, R), (R, HIDDEN), (E * DIM,), (E * HIDDEN,)),
+    ]
+
+
+INTERPRETED = """
+import torch
+from moelab.mxfp8 import quantised_experts as defined
+from moelab.mxfp8 import quantised_experts_cuda as kernels
+
+def powers(*shape):
+    return (torch.randint(0, 2, shape) * 2 - 1) * 2.0 ** torch.randint(-3, 4, shape)
+
+def four_bits(*shape):
+    return (torch.randint(8, 16, shape) * powers(*shape)).bfloat16()
+
+def compare(ours, right):
+    for one, other in zip(ours, right, strict=True):
+        one, other = one.float(), other.float()
+        assert torch.equal(one.isnan(), other.isnan())
+        assert torch.equal(one.nan_to_num(7), other.nan_to_num(7))
+
+torch.manual_seed(0)
+ends = torch.tensor([64, 64, 96, 192], dtype=torch.int32)
+weights = [four_bits(3, 70, 150), four_bits(3, 40, 150)]
+x, factors = four_bits(192, 150), 2.0 ** torch.randint(-3, 3, (192,)).float()
+compare(kernels.fp8_turned(x, factors, ends), defined.fp8_turned(x, factors, ends))
+compare([kernels.turned(x.to(torch.float8_e4m3fn))], [defined.turned(x.to(torch.float8_e4m3fn))])
+x[1] = 0
+compare(kernels.fp8_rows(x), defined.fp8_rows(x))
+compare(kernels.fp8_weights(weights), defined.fp8_weights(weights))
+compare(kernels.fp8_transposed_weights(weights), defined.fp8_transposed_weights(weights))
+for F in (96, 64):
+    gate = torch.randint(8, 16, (37, F)) * 4.0  # above 17 silu is the identity in FP32
+    gate_up, grad = torch.cat([gate, powers(37, F)], 1).bfloat16(), powers(37, F).bfloat16()
+    gate_up[3] = grad[3] = 0
+    for scores in (None, powers(37).float()):
+        for format_ in ("fp8", "mxfp8"):
+            of = gate_up, scores, format_
+            compare(kernels.quantised_swiglu(*of), defined.quantised_swiglu(*of))
+            of = gate_up, grad, scores, format_
+            compare(kernels.quantised_swiglu_backward(*of), defined.quantised_swiglu_backward(*of))
+"""
+
+
+def test_triton_kernels_interpreted_on_a_cpu_have_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Triton's interpreter neither rounds to BF16 and E4M3 as a GPU does nor knows E4M3's NaN: all results are numbers
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    subprocess.run([sys.executable, "-c", INTERPRETED], check=True)
