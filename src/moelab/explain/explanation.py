@@ -41,10 +41,14 @@ from moelab.hardware import Gpu, known_gpu
 from moelab.search import aligned
 
 Floats = npt.NDArray[np.float64]
+Places = npt.NDArray[np.intp]
 QUEUED_US = 50.0
 """A kernel that waits this long after its launch shows that the host is ahead of the GPU."""
 RESTART_US = 1000.0
 """What a host needs at most to launch again after it waited; beyond that it did something else."""
+PARTS = {part: place for place, part in enumerate((*COMPUTE, *COMMUNICATION))}
+"""In the order in which an instant belongs to them."""
+_NONE = np.zeros(0, np.intp)
 _MUCH = Collective("", FEW_ELEMENTS + 1, "", "", 0, -1)
 
 
@@ -346,8 +350,10 @@ class _Rank:
         graphs = {index for index, name in enumerate(names) if "GraphLaunch" in name}
         calls = self.trace.calls["name"][self.call] if len(self.trace.calls) else np.zeros(len(self.events), int)
         self.graph = (self.events["graph"] > 0) | ((self.call >= 0) & np.isin(calls, list(graphs)))
+        ops, places = np.unique(self.op, return_inverse=True)
+        of_ops = [host.context(int(row)) for row in ops]
         self.contexts: list[Context] = [  # a graph is launched as a whole, from where its kernels were not recorded
-            Context() if graph else host.context(int(row)) for row, graph in zip(self.op, self.graph, strict=True)
+            Context() if graph else of_ops[place] for place, graph in zip(places, self.graph, strict=True)
         ]
         self.collective = [trace.collectives[one] if one >= 0 else None for one in self.events["collective"]]
         self.category = [
@@ -460,23 +466,21 @@ class _Rank:
 def _explanation(analysed: dict[int, _Rank], number: int, notes: list[str]) -> Explanation:
     one = analysed[number]
     start, end, trace = one.events["start"], one.events["end"], one.trace
-    by_category: defaultdict[str, list[int]] = defaultdict(list)
-    for place, part in enumerate(one.category):
-        by_category[part].append(place)
+    parts = np.asarray([PARTS[part] for part in one.category], np.int8)
+    by_category = {part: np.flatnonzero(parts == PARTS[part]) for part in dict.fromkeys(one.category)}
     parts_ms, taken_us = {}, 0.0
-    together: list[int] = []
-    for part in (*COMPUTE, *COMMUNICATION):
+    together = np.zeros(len(parts), bool)
+    for part in PARTS:
         if part in by_category:
-            together += by_category[part]
+            together[by_category[part]] = True
             now_us = length_us(start[together], end[together])
             parts_ms[part], taken_us = (now_us - taken_us) / 1e3, now_us
     gaps, idle_in_layers_us = _gaps(one)
     for gap in gaps:
         parts_ms[f"idle: {gap.cause}"] = parts_ms.get(f"idle: {gap.cause}", 0.0) + gap.idle_ms
     kernel_us = float((end - start).sum())
-    unclassified = [place for part in UNCLASSIFIED for place in by_category[part]]
     unknown: defaultdict[str, float] = defaultdict(float)
-    for place in unclassified:
+    for place in np.flatnonzero(np.isin(parts, [PARTS[part] for part in UNCLASSIFIED])).tolist():
         unknown[trace.names[one.events["name"][place]]] += float(end[place] - start[place]) / 1e3
     ranks, waiting = _skew(analysed)
     gpu = known_gpu(trace.gpu) if trace.gpu else None
@@ -513,11 +517,11 @@ def _explanation(analysed: dict[int, _Rank], number: int, notes: list[str]) -> E
         unknown=tuple(sorted(unknown.items(), key=lambda item: -item[1])),
         edge_ms=_edges_us(one) / 1e3,
         idle_in_layers_ms=idle_in_layers_us / 1e3,
-        gather_gb_s=_gather_gb_s(one, by_category.get("FSDP collectives", [])),
+        gather_gb_s=_gather_gb_s(one, by_category.get("FSDP collectives", _NONE)),
         notes=tuple(notes),
         timeline=_timeline(one),
         host_timeline=_host_timeline(one),
-        labels={"part": (*COMPUTE, *COMMUNICATION), "phase": PHASES, "name": trace.names},
+        labels={"part": tuple(PARTS), "phase": PHASES, "name": trace.names},
     )
 
 
@@ -526,9 +530,8 @@ def _timeline(one: _Rank) -> Rows:
         (name, "i4") for name in ("part", "phase", "name", "layer", "stream")
     ]
     rows = np.empty(len(one.events), columns)
-    parts = {part: place for place, part in enumerate((*COMPUTE, *COMMUNICATION))}
     rows["start"], rows["end"] = ((one.events[name] - one.first_us) / 1e3 for name in ("start", "end"))
-    rows["part"] = [parts[part] for part in one.category]
+    rows["part"] = [PARTS[part] for part in one.category]
     rows["phase"] = [PHASES.index(context.phase) for context in one.contexts]
     rows["name"], rows["stream"] = one.events["name"], one.events["stream"]
     rows["layer"] = [context.layer for context in one.contexts]
@@ -587,17 +590,18 @@ def _causes(one: _Rank, begin: float, until: float, place: int) -> Iterable[tupl
 
 
 def _communication(
-    one: _Rank, by_category: dict[str, list[int]], seen: dict[tuple[Any, ...], float] | None
+    one: _Rank, by_category: dict[str, Places], seen: dict[tuple[Any, ...], float] | None
 ) -> Iterable[Communication]:
     start, end = one.events["start"], one.events["end"]
     compute = np.flatnonzero(~one.moves_data)
     for group in COMMUNICATION:
-        if not (places := by_category.get(group, [])):
+        places = by_category.get(group, _NONE)
+        if not len(places):
             continue
         with_compute = np.concatenate([compute, places])
         waiting_us = _waiting_us(one, places)
         if seen:
-            waiting_us = sum(seen.get(one.key_of[place], 0.0) for place in places)
+            waiting_us = sum(seen.get(one.key_of[place], 0.0) for place in places.tolist())
         yield Communication(
             group=group,
             ms=length_us(start[places], end[places]) / 1e3,
@@ -607,7 +611,7 @@ def _communication(
         )
 
 
-def _waiting_us(one: _Rank, places: list[int]) -> float | None:
+def _waiting_us(one: _Rank, places: Places) -> float | None:
     """What collectives took beyond the fastest of their kind; all of it where next to nothing is moved."""
     kinds: defaultdict[tuple[Any, ...], list[float]] = defaultdict(list)
     for place in places:
@@ -659,7 +663,7 @@ _BYTES = {"byte": 1, "char": 1, "float8": 1, "bfloat16": 2, "half": 2, "float16"
 LARGE_ELEMENTS = 1 << 22
 
 
-def _gather_gb_s(one: _Rank, places: list[int]) -> float | None:
+def _gather_gb_s(one: _Rank, places: Places) -> float | None:
     """Bytes of large gathers and scatters, of which each rank's link carries all but its own part, over their time."""
     moved = us = 0.0
     for place in places:
@@ -671,12 +675,12 @@ def _gather_gb_s(one: _Rank, places: list[int]) -> float | None:
     return moved / us / 1e3 if us else None
 
 
-def _products(one: _Rank, by_category: dict[str, list[int]], gpu: Gpu | None) -> Iterable[Product]:
+def _products(one: _Rank, by_category: dict[str, Places], gpu: Gpu | None) -> Iterable[Product]:
     ops = one.trace.ops
     grouped: defaultdict[tuple[str, str | None], list[float]] = defaultdict(list)
     called: defaultdict[tuple[str, str | None], set[int]] = defaultdict(set)
     flops_of: dict[tuple[str, str | None], float | None] = {}
-    for place in (*by_category.get("expert GEMMs", ()), *by_category.get("other GEMMs", ())):
+    for place in (*by_category.get("expert GEMMs", _NONE), *by_category.get("other GEMMs", _NONE)):
         row = int(one.op[place])
         name = one.contexts[place].op or one.trace.names[one.events["name"][place]]
         shape = ops["shape"][row] if row >= 0 else -1

@@ -33,7 +33,6 @@ class Host:
         self._of_thread = {int(one): slice(int(a), b) for one, a, b in zip(threads, first, last, strict=True)}
         self._start, self._end = (np.ascontiguousarray(trace.ops[name]) for name in ("start", "end"))
         self.parent, self.own_segments = _tree(trace.ops)
-        self._contexts: dict[int, Context] = {}
         self._alike: dict[Context, Context] = {}  # a long trace has few that differ
         self._layers = {thread: self._layer_changes(thread) for thread in self._of_thread}
         by_correlation = np.argsort(trace.calls["correlation"], kind="stable")
@@ -81,12 +80,6 @@ class Host:
         """The context of what an operator launches."""
         if row < 0:
             return Context()
-        if row not in self._contexts:
-            context = self._context(row)
-            self._contexts[row] = self._alike.setdefault(context, context)
-        return self._contexts[row]
-
-    def _context(self, row: int) -> Context:
         rows = self.around(row)
         names = tuple(self.name(one) for one in rows)
         phase = "forward"
@@ -105,7 +98,8 @@ class Host:
             place = int(np.searchsorted(times, self.ops["start"][row], side="right")) - 1
             layer = layers[place] if place >= 0 else -1
         op = next((name for one, name in zip(rows, names, strict=True) if not self.ops["annotation"][one]), "")
-        return Context(op=op, around=names, phase=phase, layer=layer)
+        context = Context(op=op, around=names, phase=phase, layer=layer)
+        return self._alike.setdefault(context, context)
 
     def _layer_changes(self, thread: int) -> tuple[npt.NDArray[np.float64], list[int]]:
         """Times at which a thread goes on to a layer, or leaves it (-1), by what FSDP announces."""
