@@ -152,14 +152,14 @@ def _load_figures(judged: Report) -> list[Any]:
     from moelab.viz import Figure
     from moelab.viz.expert_load import expert_load_figure
 
-    recorded = {side.label: run for side in judged.sides for run in side.finished[::-1] if run.load is not None}
-    return [
-        Figure(
-            caption=f"Load of the experts, {label}.",
-            figure=expert_load_figure(run.load, ep=run.experiment.ep, name=f"{label}, seed {run.seed}"),
-        )
-        for label, run in recorded.items()
-    ]
+    figures = []
+    for side in judged.sides:
+        run = next((run for run in side.finished if run.load is not None), None)
+        if run is not None and run.load is not None and run.experiment is not None:
+            name = f"{side.label}, seed {run.seed}"
+            figure = expert_load_figure(run.load, ep=run.experiment.ep, name=name)
+            figures.append(Figure(caption=f"Load of the experts, {side.label}.", figure=figure))
+    return figures
 
 
 def _side_figures(judged: Report) -> Sequence[Any]:
