@@ -23,8 +23,9 @@ from moelab.runs.directory import RunDir
 from moelab.runs.follow import RankSteps, RankTable, StudyFollower
 from moelab.runs.log import FIELDS, LogLine
 from moelab.runs.status import State, Status
-from moelab.viz.dashboard import (
+from moelab.viz.live import (
     MOST_POINTS,
+    LiveView,
     dashboard,
     loss_now,
     memory_now,
@@ -33,7 +34,6 @@ from moelab.viz.dashboard import (
     run_states,
     tps_now,
 )
-from moelab.viz.live import LiveView
 
 STUDY: dict[str, Any] = {"name": "study", "gpus_per_node": 2, "ep": 2, "steps": 20}
 

@@ -18,7 +18,7 @@ from moelab.layout import Layout, check
 from moelab.layout.mesh import coordinates, groups_of
 from moelab.memory import MemoryEstimate, estimate
 from moelab.viz import LayoutExplorer, memory_bars, mesh_map, pipeline_schedule
-from moelab.viz.mesh import ClusterGrid
+from moelab.viz.layout import ClusterGrid
 from moelab.viz.theme import FAR, NEAR
 
 PUBLISHED: dict[str, Any] = {

@@ -28,17 +28,22 @@ from moelab.mxfp8.errors import (
 from moelab.mxfp8.formats import E5M2, MX, SCALINGS
 from moelab.viz.mxfp8 import (
     BLOCKS,
+    DGRAD,
+    FORWARD,
+    MXFP8,
+    PATH,
     ROUNDING,
+    WGRAD,
     Choice,
     QuantisationExplorer,
     block_figure,
     largest_number_error,
     method_errors,
+    mxfp8_path,
     product_errors,
     quantisation_figure,
     scaling_errors,
 )
-from moelab.viz.mxfp8_path import DGRAD, FORWARD, MXFP8, PATH, WGRAD, mxfp8_path
 
 TENSORS = {
     "easy": synthetic("gaussian", (64, 256)),
