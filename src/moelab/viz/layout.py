@@ -144,7 +144,7 @@ class ClusterGrid:
     """
 
     def __init__(self, *, gpus_per_node: int, nodes: int) -> None:
-        self.gpus_per_node, self.nodes, self.numbered = gpus_per_node, nodes, nodes <= 64
+        self._gpus_per_node, self._nodes, self.numbered = gpus_per_node, nodes, nodes <= 64
         self._columns = 8 if self.numbered else 16 if nodes <= 256 else 32
         self._across = min(4, gpus_per_node)
         self._down = -(-gpus_per_node // self._across)
@@ -159,7 +159,7 @@ class ClusterGrid:
 
     def square(self, rank: int) -> tuple[float, float]:
         """Centre of a GPU's square."""
-        node, local = divmod(rank, self.gpus_per_node)
+        node, local = divmod(rank, self._gpus_per_node)
         x, y = self._corner(node)
         return x + local % self._across + 0.5, y + local // self._across + 0.5
 
@@ -171,14 +171,14 @@ class ClusterGrid:
             texts: shown when the pointer is on a rank's square.
         """
         palette = sorted(set(colors))
-        columns, rows = min(self.nodes, self._columns), -(-self.nodes // self._columns)
+        columns, rows = min(self._nodes, self._columns), -(-self._nodes // self._columns)
         # A column or row of nothing between boxes, since a heatmap's cells touch.
         x = [self._corner(box)[0] + place for box in range(columns) for place in range(self._across + 1)]
         y = [self._corner(box * self._columns)[1] + place for box in range(rows) for place in range(self._down + 1)]
         z: list[list[int | None]] = [[None] * (len(x) - 1) for _ in y[1:]]
         text = [[""] * (len(x) - 1) for _ in y[1:]]
         for rank, color in enumerate(colors):
-            node, local = divmod(rank, self.gpus_per_node)
+            node, local = divmod(rank, self._gpus_per_node)
             row = node // self._columns * (self._down + 1) + local // self._across
             column = node % self._columns * (self._across + 1) + local % self._across
             z[row][column], text[row][column] = palette.index(color), texts[rank]
@@ -192,7 +192,7 @@ class ClusterGrid:
         """Outlines of all nodes, as one line with breaks."""
         x: list[float | None] = []
         y: list[float | None] = []
-        for node in range(self.nodes):
+        for node in range(self._nodes):
             left, top = (edge - 0.15 for edge in self._corner(node))
             right, bottom = left + self._across + 0.3, top + self._down + 0.3
             x += [left, right, right, left, left, None]
@@ -201,10 +201,10 @@ class ClusterGrid:
 
     def numbers(self) -> go.Scatter:
         """Number of each node, above its box."""
-        x, y = zip(*(self._corner(node) for node in range(self.nodes)), strict=True)
+        x, y = zip(*(self._corner(node) for node in range(self._nodes)), strict=True)
         look = {"mode": "text", "textposition": "top right", "textfont": {"size": 10, "color": MUTED}}
         look |= {"hoverinfo": "skip", "showlegend": False, "cliponaxis": False}
-        return go.Scatter(x=x, y=[top - 0.2 for top in y], text=[str(node) for node in range(self.nodes)], **look)
+        return go.Scatter(x=x, y=[top - 0.2 for top in y], text=[str(node) for node in range(self._nodes)], **look)
 
 
 # The pipeline
