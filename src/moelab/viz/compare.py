@@ -14,12 +14,11 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from moelab.analysis.compare_runs import Difference, machine_differences
+from moelab.analysis.compare_runs import Difference, difference_curve, machine_differences
 from moelab.analysis.curves import (
     arm_curves,
     finished,
     joined_lines,
-    mean_and_interval,
     smooth,
     smoothing_window,
     thinned,
@@ -88,7 +87,7 @@ def compared_difference(
     figure.add_hline(y=0.0, line={"color": INK, "width": 1})
     by_label = {side.label: side for side in sides}
     for one in differences:
-        band = thinned(_band(by_label[one.reference], by_label[one.label], one))
+        band = thinned(difference_curve(by_label[one.reference], by_label[one.label], one))
         draw_band(figure, band["low"], band["high"], styles[one.label])
         draw_mean(figure, band["mean"], styles[one.label], hovertemplate="%{y:+.4f}")
     figure.update_xaxes(title_text="step")
@@ -161,18 +160,6 @@ def compared_step_time(sides: Sequence[Side], styles: Mapping[str, ArmStyle], *,
 def _thinning_words(rows: int) -> str:
     every = thinning(rows)
     return f" Of the longest curve, one logged step in {every} is drawn." if every > 1 else ""
-
-
-def _band(reference: Side, side: Side, one: Difference) -> pd.DataFrame:
-    """Difference at each common step as ``mean``, ``low`` and ``high``: over seeds where there are, else over steps."""
-    first, other = (arm_curves(each.table, "loss")[each.label].loc[list(one.steps)] for each in (reference, side))
-    window = max(1, sum(step >= one.first_step for step in one.steps))
-    if one.verdict is not None and one.paired:
-        seeds = list(one.verdict.seeds)
-        return mean_and_interval((other[seeds] - first[seeds]).rolling(window).mean(), level=one.verdict.interval.level)
-    rolling = (other.mean(axis=1) - first.mean(axis=1)).rolling(window)
-    mean, spread = rolling.mean(), rolling.std(ddof=1)
-    return pd.DataFrame({"mean": mean, "low": mean - spread, "high": mean + spread})
 
 
 def _band_words(differences: Sequence[Difference]) -> str:

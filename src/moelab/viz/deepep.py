@@ -369,7 +369,8 @@ SCALING_ARMS = ("bf16_deepep", "fp8_deepep_dispatch-fp8")
 ASIDE = 0.07
 """How far apart a prediction and a measurement of the same arm are drawn."""
 
-Predictions = Mapping[Place, Mapping[str, Any]]
+Gains = Mapping[Place, tuple[float, float, float]]
+"""Low end, value and high end over stock."""
 
 
 def scaling(predicted: Mapping[str, Any], full_node: Measurement, two_by_two: Measurement) -> go.Figure:
@@ -380,11 +381,11 @@ def scaling(predicted: Mapping[str, Any], full_node: Measurement, two_by_two: Me
         full_node: of ``h200_full_node``, if it was measured.
         two_by_two: of ``h100_two_by_two``, for two GPUs.
     """
-    newest, rows, found = _scaling_rows(predicted, full_node, two_by_two)
+    newest, predicted_ends, measured_ends = _gains_in_a_node(predicted, full_node, two_by_two)
     checkpointing = checkpointing_words(predicted["shapes"][SCALING]["activation_checkpoint"])
-    open_ = [f"EP {ep}" for ep in EP_DEGREES if ep not in {place.ep for place in found}]
+    open_ = [f"EP {ep}" for ep in EP_DEGREES if ep not in {place.ep for place in measured_ends}]
     figure = panels(
-        _scaling_finding(rows, found),
+        _scaling_finding(predicted_ends, measured_ends),
         [f"{ROUTING_LABELS[routing]} routing" for routing in ROUTINGS],
         subtitle=f"{SCALING}, {checkpointing}: tokens/s over stock "
         f"at the same degree. Open: predicted on "
@@ -399,20 +400,14 @@ def scaling(predicted: Mapping[str, Any], full_node: Measurement, two_by_two: Me
         for side, arm in enumerate(SCALING_ARMS):
             middle = (side - (len(SCALING_ARMS) - 1) / 2) * 3 * ASIDE
             style, name = styles[arm], plot_text(two_by_two_label(arm))
-            here = [place for place in rows if (place.routing, place.arm) == (routing, arm)]
-            predicted_ends = {
-                place.ep: (low, rows[place]["gain"], high)
-                for place in here
-                for low, high in [rows[place]["gain_interval"]]
-            }
-            measured_ends = {place.ep: _ends(one) for place, one in found.items() if place in here}
             dotted = {"mode": "lines+markers", "line": {"color": style.color, "dash": "dot", "width": 1.5}}
             open_marks = {**dotted, "marker": {"symbol": f"{style.symbol}-open", "size": 11, "line_width": 2}}
             filled = {"mode": "markers", "marker": {"color": style.color, "symbol": style.symbol, "size": 11}}
-            for what, ends, aside, look in (
+            for what, all_ends, aside, look in (
                 ("predicted", predicted_ends, -ASIDE / 2, open_marks),
                 ("measured", measured_ends, ASIDE / 2, filled),
             ):
+                ends = {at.ep: gain for at, gain in all_ends.items() if (at.routing, at.arm) == (routing, arm)}
                 figure.add_scatter(
                     x=[EP_DEGREES.index(ep) + middle + aside for ep in ends],
                     y=[value for _, value, _ in ends.values()],
@@ -434,44 +429,40 @@ def scaling(predicted: Mapping[str, Any], full_node: Measurement, two_by_two: Me
 
 def interval_lines(predicted: Mapping[str, Any], full_node: Measurement, two_by_two: Measurement) -> list[str]:
     """A line for each filled mark: the measured gain, and whether it lies in the interval of its prediction."""
-    _, rows, found = _scaling_rows(predicted, full_node, two_by_two)
+    _, predicted_ends, measured_ends = _gains_in_a_node(predicted, full_node, two_by_two)
     lines = []
-    for place, one in found.items():
-        low, high = rows[place]["gain_interval"]
-        inside = "inside" if low <= (one.ratio or 0.0) <= high else "OUTSIDE"
+    for place, (_, gain, _) in measured_ends.items():
+        low, _, high = predicted_ends[place]
+        inside = "inside" if low <= gain <= high else "OUTSIDE"
         what = f"EP {place.ep}, {ROUTING_LABELS[place.routing]}, {two_by_two_label(place.arm)}"
-        lines.append(f"{what}: measured {one.ratio:.3f} ×, predicted {low:.3f} to {high:.3f} ×: {inside}")
+        lines.append(f"{what}: measured {gain:.3f} ×, predicted {low:.3f} to {high:.3f} ×: {inside}")
     return lines
 
 
-def _scaling_rows(
+def _gains_in_a_node(
     predicted: Mapping[str, Any], full_node: Measurement, two_by_two: Measurement
-) -> tuple[Measurement, Predictions, dict[Place, ArmResult]]:
-    """The newest measurement, the predictions for its GPUs, and what was measured of them."""
+) -> tuple[Measurement, Gains, Gains]:
+    """The newest measurement, the gains predicted for its GPUs, and those of them that were measured."""
     newest = full_node if full_node.rows else two_by_two
     hardware = hardware_of(newest)
-    rows = {
-        Place(row["shape"], row["ep"], row["routing"], row["arm"]): row
+    predicted_ends = {
+        Place(row["shape"], row["ep"], row["routing"], row["arm"]): (low, row["gain"], high)
         for row in predicted["rows"]
         if (row["hardware"], row["shape"]) == (hardware, SCALING) and row["arm"] in SCALING_ARMS
+        for low, high in [row["gain_interval"]]
     }
-    measured = node_results(full_node, two_by_two)
-    return newest, rows, {place: one for place, one in measured.items() if place in rows and one.ratio is not None}
+    measured = node_results(full_node, two_by_two).items()
+    return newest, predicted_ends, {at: _ends(one) for at, one in measured if at in predicted_ends and one.ratio}
 
 
-def _scaling_finding(rows: Predictions, found: Mapping[Place, ArmResult]) -> str:
+def _scaling_finding(predicted: Gains, measured: Gains) -> str:
     """What both routings say of the first arm at both ends of the degrees measured, or predicted if one alone was."""
-    measured = [
-        ep for ep in EP_DEGREES if all(Place(SCALING, ep, routing, SCALING_ARMS[0]) in found for routing in ROUTINGS)
-    ]
-    said, eps = ("gains", measured) if len(measured) > 1 else ("is predicted to gain", EP_DEGREES)
-    ends = (eps[0], eps[-1])
+    arm = SCALING_ARMS[0]
+    eps = [ep for ep in EP_DEGREES if all(Place(SCALING, ep, routing, arm) in measured for routing in ROUTINGS)]
+    gains, verb = (measured, "gains") if len(eps) > 1 else (predicted, "is predicted to gain")
+    first, last = (eps[0], eps[-1]) if len(eps) > 1 else (EP_DEGREES[0], EP_DEGREES[-1])
     words = []
     for routing in ROUTINGS:
-        places = [Place(SCALING, ep, routing, SCALING_ARMS[0]) for ep in ends]
-        first, last = (
-            float(found[place].ratio or 0.0) if len(measured) > 1 else float(rows[place]["gain"]) for place in places
-        )
-        words.append(f"{first:.2f} to {last:.2f} × under {ROUTING_LABELS[routing]}")
-    arm = two_by_two_label(SCALING_ARMS[0])
-    return f"{arm} {said} {words[0]} and {words[1]} routing, from EP {ends[0]} to EP {ends[1]}"
+        low, high = (gains[Place(SCALING, ep, routing, arm)][1] for ep in (first, last))
+        words.append(f"{low:.2f} to {high:.2f} × under {ROUTING_LABELS[routing]}")
+    return f"{two_by_two_label(arm)} {verb} {words[0]} and {words[1]} routing, from EP {first} to EP {last}"

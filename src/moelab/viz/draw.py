@@ -38,6 +38,7 @@ def panels(
         shared: whether all panels have one vertical axis.
         title_size: of the panels' titles, px.
     """
+    # make_subplots begins a figure of its own, without the title's layout, and leaves no room for its panels' titles.
     headed = new_figure(finding, subtitle=subtitle, note=note, height=height)
     figure = make_subplots(
         rows=1, cols=len(titles), subplot_titles=list(titles), horizontal_spacing=spacing, shared_yaxes=shared
@@ -174,7 +175,7 @@ def draw_band(
     """Fill between two curves over the same steps; where a bound is missing nothing is drawn."""
     steps = low.index.to_numpy()
     x, y = np.concatenate([steps, steps[::-1]]), np.concatenate([high.to_numpy(), low.to_numpy()[::-1]])
-    drawn = np.isfinite(y)
+    drawn = np.isfinite(y)  # at a gap plotly would begin another shape
     band = {"fill": "toself", "fillcolor": style.fill(opacity), "mode": "lines", "line_width": 0, "hoverinfo": "skip"}
     figure.add_trace(go.Scatter(x=x[drawn], y=y[drawn], legendgroup=style.label, showlegend=False, **band))
 
@@ -188,7 +189,7 @@ def draw_marks(figure: go.Figure, marks: Sequence[tuple[int, float]]) -> None:
     """
     if not marks:
         return
-    x, y = zip(*marks[:: thinning(len(marks))], strict=True)
+    x, y = zip(*marks[:: thinning(len(marks))], strict=True)  # a run may report NaN in every step
     look = {"symbol": "x-thin", "size": 8, "line": {"color": WARNING, "width": 1.5}}
     name = "gradient norm not finite"
     figure.add_trace(go.Scatter(x=x, y=y, mode="markers", marker=look, name=name, showlegend=True, hoverinfo="x+name"))

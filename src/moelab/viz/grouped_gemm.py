@@ -184,6 +184,7 @@ def gain_map(fitted: Fit, works: Sequence[ExpertWork], *, aspect: float = 2.25, 
     rows = np.logspace(*ROWS_LOG2, STEPS_M, base=2)
     weights = np.logspace(*WEIGHTS_LOG2, STEPS_NK, base=2)
     sides = [_sides(nk, aspect) for nk in weights]
+    # Rounded, as the figure holds thousands of them.
     gains = [[round(gain(m, n, k, GROUPS, rates), 3) for m in rows] for n, k in sides]
     own = [gain(*work.case.mnkg, rates) for work in works]
     short = [work.name.split(",")[0] for work in works]
@@ -230,12 +231,12 @@ def gain_map(fitted: Fit, works: Sequence[ExpertWork], *, aspect: float = 2.25, 
             name=f"{work.name} ({case.groups} groups)",
             hovertemplate=f"{work.name}: {case.name}<br>{work.layout}<extra></extra>",
         )
-    m, nk = ([2**exponent for exponent in exponents] for exponents in (range(10, 21, 2), range(18, 28, 2)))
-    figure.update_xaxes(title_text="rows M of all groups (tokens × top-k of a rank and micro-batch)", **_thousands(m))
-    figure.update_xaxes(type="log", range=[exponent * math.log10(2) for exponent in ROWS_LOG2], showgrid=False)
-    figure.update_yaxes(tickvals=nk, ticktext=[f"{weight / 2**20:g} Mi" for weight in nk], showgrid=False, type="log")
-    figure.update_yaxes(range=[exponent * math.log10(2) for exponent in WEIGHTS_LOG2])
-    figure.update_yaxes(title_text="weights of an expert's matrix, N·K")
+    m_ticks, nk_ticks = ([2**each for each in exponents] for exponents in (range(10, 21, 2), range(18, 28, 2)))
+    m_range, nk_range = ([each * math.log10(2) for each in exponents] for exponents in (ROWS_LOG2, WEIGHTS_LOG2))
+    figure.update_xaxes(title_text="rows M of all groups (tokens × top-k of a rank and micro-batch)", range=m_range)
+    figure.update_xaxes(type="log", **_thousands(m_ticks), showgrid=False)
+    figure.update_yaxes(title_text="weights of an expert's matrix, N·K", range=nk_range, showgrid=False)
+    figure.update_yaxes(type="log", tickvals=nk_ticks, ticktext=[f"{nk / 2**20:g} Mi" for nk in nk_ticks])
     return figure.update_layout(hovermode="closest", legend_y=-0.2)
 
 

@@ -202,9 +202,9 @@ class ClusterGrid:
     def numbers(self) -> go.Scatter:
         """Number of each node, above its box."""
         x, y = zip(*(self._corner(node) for node in range(self._nodes)), strict=True)
-        look = {"mode": "text", "textposition": "top right", "textfont": {"size": 10, "color": MUTED}}
-        look |= {"hoverinfo": "skip", "showlegend": False, "cliponaxis": False}
-        return go.Scatter(x=x, y=[top - 0.2 for top in y], text=[str(node) for node in range(self._nodes)], **look)
+        places = {"x": x, "y": [top - 0.2 for top in y], "text": [str(node) for node in range(self._nodes)]}
+        look = {"textposition": "top right", "textfont": {"size": 10, "color": MUTED}, "hoverinfo": "skip"}
+        return go.Scatter(mode="text", showlegend=False, cliponaxis=False, **places, **look)
 
 
 # The pipeline
@@ -306,6 +306,7 @@ def pipeline_schedule(layout: Layout, schedule: str) -> go.Figure:
         name="wait (bubble)",
     )
     every = 1 if layout.pp <= 16 else 4
+    # Each bar has a base of its own, so they overlay; the legend stands 58 px under the axis.
     figure.update_layout(barmode="overlay", hovermode="closest", legend={"traceorder": "normal", "y": -58 / rows_px})
     figure.update_xaxes(title_text="time (units of one forward of one stage)", range=[0, shown], showgrid=False)
     figure.update_yaxes(title_text="pipeline rank", tickvals=list(range(0, layout.pp, every)), ticklabelstandoff=6)

@@ -21,6 +21,7 @@ from moelab.analysis.curves import (
     finished,
     joined_lines,
     mean_and_interval,
+    mean_and_sd,
     seed_curves,
     smooth,
     smoothing_window,
@@ -92,9 +93,9 @@ def loss_tail(table: pd.DataFrame, *, note: str = "", marks: Sequence[tuple[int,
     tails = {name: smooth(arm, window).loc[first:] for name, arm in curves.items()}
     figure = new_figure(_tail_finding(tails), subtitle=_tail_reading(tails, window), note=note)
     for name, style in arm_styles(tails).items():
-        mean, sd = tails[name].mean(axis=1), tails[name].std(axis=1, ddof=1)
-        draw_band(figure, mean - sd, mean + sd, style)
-        draw_mean(figure, mean, style)
+        band = mean_and_sd(tails[name])
+        draw_band(figure, band["low"], band["high"], style)
+        draw_mean(figure, band["mean"], style)
     draw_marks(figure, [mark for mark in marks if mark[0] >= first])
     return name_loss_axes(figure)
 
@@ -138,7 +139,7 @@ def loss_difference(table: pd.DataFrame, verdict: Verdict, *, note: str = "") ->
     line = {"color": style.fill(0.45), "width": 1}
     figure.add_trace(go.Scatter(x=x, y=y, mode="lines", line=line, name="one seed", hoverinfo="skip"))
     draw_mean(figure, band["mean"], style, name="mean over seeds", hovertemplate="%{y:+.4f}")
-    figure.data[-1].line.dash = "solid"
+    figure.data[-1].line.dash = "solid"  # a dash tells arms apart, and here is one
     reach = (verdict.interval.high - verdict.interval.low) / 2.0
     figure.add_scatter(
         x=[last],

@@ -233,6 +233,7 @@ def _dots(x: list[float], y: list[str], row: ErrorRow | GemmRow) -> go.Scatter:
 
 def _name_rows(figure: go.Figure, names: Sequence[str]) -> go.Figure:
     figure.update_yaxes(categoryorder="array", categoryarray=list(reversed(names)), showgrid=True)
+    # The legend stands 60 px under the axis, which plotly counts in heights of the plot.
     plot_px = (figure.layout.height or 460) - (figure.layout.margin.t or 0) - 60
     return figure.update_layout(hovermode="closest", legend={"y": -60 / plot_px})
 

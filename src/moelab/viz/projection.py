@@ -492,7 +492,7 @@ class ProjectionExplorer(Explorer):
             ("price_per_gpu_hour", price_per_gpu_hour, 0.1, 20.0),
             ("watts_per_gpu", watts_per_gpu, 50.0, 5000.0),
         ):
-            scale = {"value": value, "min": least, "max": most, "step": least, "readout_format": ".4g"}
+            scale: dict[str, Any] = {"value": value, "min": least, "max": most, "step": least, "readout_format": ".4g"}
             controls[name] = labelled_control("FloatSlider", name, continuous_update=False, **scale, **px)
         super().__init__(controls, ["step"])
 

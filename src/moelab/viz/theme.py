@@ -141,6 +141,7 @@ def new_figure(finding: str, *, subtitle: str, note: str = "", height: int = 460
     if note:
         title += f"<br><span style='color:{WARNING}'>{'<br>'.join(note_lines)}</span>"
     title += f"<br><span style='font-size:13px;color:{MUTED}'>{'<br>'.join(subtitle_lines)}</span>"
+    # px: a line of the title is 22 high, one of the subtitle 17; 70 is the margin that the caller's height counts with
     top = 30 + 22 * (len(title_lines) + len(note_lines)) + 17 * len(subtitle_lines)
     layout = {"template": template(), "height": height - 70 + top, "margin_t": top, "title_text": title}
     return go.Figure(layout=layout)

@@ -228,7 +228,7 @@ class _Token:
         t = np.linspace(0.04, 0.9, 12)[:, None]
         path = (1 - t) ** 2 * start + 2 * t * (1 - t) * ((start + end) / 2 + bend) + t**2 * end
         color, name = (FAR, "network") if self.crosses(hop) else (NEAR, "NVLink")
-        size = [0] * 11 + [9 + hop.copies // 2]
+        size = [0] * 11 + [9 + hop.copies // 2]  # the marker of the last point alone is seen: the arrow's head
         return go.Scatter(
             x=path[:, 0],
             y=path[:, 1],

@@ -139,6 +139,7 @@ def traffic_matrix(
             figure.add_vline(x=edge - 0.5, **line)
     figure.update_xaxes(title_text="to rank", showgrid=False, constrain="domain")
     figure.update_yaxes(autorange="reversed", showgrid=False, constrain="domain")
+    # Squares stay square, in each panel by its own axis.
     for axis, anchor in zip(("yaxis", "yaxis2", "yaxis3"), ("x", "x2", "x3"), strict=True):
         figure.layout[axis].update(scaleanchor=anchor, scaleratio=1)
     figure.update_yaxes(title_text="from rank", col=1)

@@ -46,10 +46,10 @@ def goal_strips(rows: Sequence[ValidationRow]) -> go.Figure:
         strips.append(Strip(name, inside, limit if inside[0].unit == GAIN else 100 * limit))
     covered = {id(row) for strip in strips for row in strip.rows}
     strips.append(Strip("no goal was set", [row for row in whole if id(row) not in covered]))
-    found = goals(rows)
-    met = sum(goal.met for goal in found)
-    missed = len(found) - met
-    finding = f"{met} of {len(found)} goals are met" + (f", {missed} missed" if missed else "")
+    judged = goals(rows)
+    met = sum(goal.met for goal in judged)
+    missed = f", {len(judged) - met} missed" if met < len(judged) else ""
+    finding = f"{met} of {len(judged)} goals are met{missed}"
     return _strips(finding, strips, words="Whole steps. Green: the goal.")
 
 
@@ -83,10 +83,10 @@ def validation_lines(rows: Sequence[ValidationRow]) -> list[str]:
     return lines
 
 
-def goal_lines(found: Sequence[Goal]) -> list[str]:
+def goal_lines(judged: Sequence[Goal]) -> list[str]:
     """Each goal with its answer, and the reason that is known for one that was missed."""
     lines = []
-    for goal in found:
+    for goal in judged:
         worst = f"{goal.worst:+.1f} points" if "points" in goal.name else f"{goal.worst:+.1%}"
         answer = "met" if goal.met else "MISSED"
         reason = f": {goal.reason}" if goal.reason and not goal.met else ""
@@ -141,4 +141,5 @@ def _strips(finding: str, strips: Sequence[Strip], *, words: str) -> go.Figure:
     figure.update_yaxes(range=[len(strips) - 0.4, -0.6])
     figure.update_xaxes(title_text="error of the prediction (%; of gains, points)", zeroline=True)
     figure.update_xaxes(range=[low - 0.06 * (high - low), high + 0.06 * (high - low)], zerolinecolor=INK)
+    # The legend stands 66 px under the axis, which plotly counts in heights of the plot.
     return figure.update_layout(hovermode="closest", legend_y=-66 / (40 + STRIP_PX * len(strips)))
