@@ -67,10 +67,8 @@ def _draw_arm(
         hovertemplate="seed %{customdata}: %{y:,.0f} tokens/s<extra></extra>",
     )
     if over_baseline is not None:
-        height, gained = (
-            min(ceiling, max(interval.high if interval.exists else arm.tps, *seeds.values())),
-            "no interval",
-        )
+        height = min(ceiling, max(interval.high if interval.exists else arm.tps, *seeds.values()))
+        gained = "no interval"
         if over_baseline.interval.exists:
             low, high = (100.0 * (end - 1.0) for end in (over_baseline.interval.low, over_baseline.interval.high))
             gained = f"{low:+.1f} to {high:+.1f}"
