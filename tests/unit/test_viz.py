@@ -197,7 +197,9 @@ def test_one_seed_and_one_arm(arms):
 def test_an_unfinished_seed_is_drawn_but_not_averaged():
     table = study()
     table = table[(table["arm"] != "mxfp8_standard") | (table["seed"] != 1) | (table["step"] <= 30)]
-    thin, bold = loss_curves(table).data[1], loss_curves(table).data[3]
+    figure = loss_curves(table)
+    thin, bold = figure.data[1], figure.data[3]
+    assert "n = 3 to 4 seeds an arm" in title(figure)
     others = table[(table["arm"] == "mxfp8_standard") & (table["seed"] != 1)].groupby("step")["loss"].mean()
     np.testing.assert_allclose(bold.y, others)
     assert len(thin.x) == 3 * 81 + 31

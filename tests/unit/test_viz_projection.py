@@ -240,6 +240,9 @@ def test_the_goals_figure_draws_every_row_once_and_misses_as_misses() -> None:
     assert ("predicted, goal missed" in drawn) is (met < len(found))
     bands = [shape.x1 for shape in figure.layout.shapes]
     assert bands == [goal.limit if "points" in goal.name else pytest.approx(100 * goal.limit) for goal in found]
+    for trace in figure.data:
+        outside = [abs(x) > bands[y] for x, y in zip(trace.x, trace.y, strict=True) if y < len(bands)]
+        assert set(outside) <= {"predicted": {False}, "predicted, goal missed": {True}}.get(trace.name, {True, False})
     lines = goal_lines(found)
     assert [line.startswith("met") for line in lines] == [goal.met for goal in found]
     assert all(f"of {goal.predicted} predictions" in line for line, goal in zip(lines, found, strict=True))
