@@ -22,9 +22,8 @@ from moelab.layout import check
 from moelab.projection.calibration import CALIBRATION, Calibration, with_values
 from moelab.projection.gemm import is_blackwell
 from moelab.projection.job import CATEGORIES, INDEX, PASS_INDEX, Job, job_of
-from moelab.projection.project import Projection, project
+from moelab.projection.project import Projection, aligned, project
 from moelab.projection.step import stage_times, step_time
-from moelab.search import aligned
 
 MEANINGS = {
     "expert GEMMs": (
