@@ -19,10 +19,11 @@ from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from moelab.data.example_logs import EXAMPLE_LOGS
 from moelab.experiment import Experiment
-from moelab.experiment_file import Study, make_study, parse, read_hardware
+from moelab.experiment_file import Study, make_study, parse, read_experiment, read_hardware
 from moelab.machine import gpus
 from moelab.model import shape_of
 from moelab.projection import ExpertPlacement, RoutingModel, routing_of
+from moelab.runs.directory import EXPERIMENT_FILE
 from moelab.sweep import on
 
 INJECTED = "# Parameters\n"
@@ -347,6 +348,34 @@ class ReportParameters(NotebookParameters):
         """What the report is about."""
         given = [Path(path.strip()) for path in self.paths.split(";") if path.strip()]
         return tuple(given) or EXAMPLE_LOGS
+
+
+@_takes(
+    "trace against rank profiler_step layer phase",
+    trace=Annotated[str, Field(description="a trace, a folder of traces, or a run; empty: the packaged steps")],
+    against=Annotated[str, Field(description="YAML of what ran; empty: the run's own record")],
+    rank=Annotated[int, Field(ge=-1, description="-1: the lowest that was traced")],
+    profiler_step=Annotated[int, Field(ge=-1, description="-1: all steps of the trace together")],
+    layer=Annotated[int, Field(ge=-1, description="-1: the whole step")],
+    phase=Literal["forward", "recompute", "backward"],
+)
+class ExplainParameters(NotebookParameters):
+    """Parameters of ``11_explain_step``."""
+
+    def to_paths(self) -> list[Path]:
+        """Of your own traces."""
+        return [Path(self.trace)] if self.trace else []
+
+    def to_choice(self) -> dict[str, int | None]:
+        """Which rank and step of them is shown, as :func:`moelab.explain.explanation.explain` takes it."""
+        return {
+            name: value if value >= 0 else None for name, value in (("rank", self.rank), ("step", self.profiler_step))
+        }
+
+    def to_experiment(self) -> Experiment | None:
+        """What ran, if it is known."""
+        file = Path(self.against) if self.against else Path(self.trace, EXPERIMENT_FILE)
+        return read_experiment(file) if self.against or (self.trace and file.is_file()) else None
 
 
 def validated(schema: type[Parameters], namespace: Mapping[str, Any]) -> Parameters:
