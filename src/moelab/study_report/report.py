@@ -269,17 +269,17 @@ class Report:
     @cached_property
     def traced(self) -> tuple[dict[str, Explanation], list[str]]:
         """By label a traced step of each side that has one, explained; and what a reader should know of the traces."""
-        folders = {run.name: run.path / "traces" for path in self.paths for run in directory.find(path.resolve())}
+        found = [run for path in self.paths for run in directory.find(path.resolve())]
+        traces = {run.name: sorted((run.path / directory.TRACES_FOLDER).glob("*.json*")) for run in found}
         explained: dict[str, Explanation] = {}
         notes: list[str] = []
         for side in self.sides:
-            with_trace = [run for run in side.runs if run.run in folders and any(folders[run.run].glob("*.json*"))]
-            for run in with_trace[:1]:
-                name, folder = self._run_name(side, run), folders[run.run]
+            for run in [run for run in side.runs if traces.get(run.run)][:1]:
+                name, files = self._run_name(side, run), traces[run.run]
                 try:
-                    explained[side.label] = explain([folder])
+                    explained[side.label] = explain(files)
                 except BadInput as error:
-                    notes.append(f"{name}: {str(error).replace(f'{folder}/', '')}")
+                    notes.append(f"{name}: {str(error).replace(f'{files[0].parent}/', '')}")
                 else:
                     notes += [f"{name}: {note}" for note in explained[side.label].notes]
         return explained, notes
