@@ -612,9 +612,9 @@ def test_the_command_prints_the_contract(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_a_text_says_what_is_not_known(tmp_path: Path) -> None:
-    found = explained(tmp_path, [kernel("mine", 0, 10), kernel(GEMM, 10, 30)], gpu="NVIDIA H20")
+    found = explained(tmp_path, [kernel("mine", 0, 10), kernel(GEMM, 10, 30)], gpu="NVIDIA H100 80GB HBM3 MIG 1g.10gb")
     text = explanation_text(found)
     assert found.classified == pytest.approx(2 / 3)
     assert "66.7% of kernel time is classified" in text
-    assert "the peaks of NVIDIA H20 are not known" in text
+    assert "the peaks of NVIDIA H100 80GB HBM3 MIG 1g.10gb are not known" in text
     assert "mine  0.01 ms" in text

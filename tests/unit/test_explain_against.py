@@ -125,7 +125,7 @@ def test_one_step_of_the_best_arm_predicts_all_other_steps_within_3_percent(trac
 
 @pytest.mark.parametrize("name", ["two_h200_full_standard", "four_h200_none_standard"])
 def test_a_step_without_fp8_and_deepep_predicts_arms_without_them(traces: dict[str, Explanation], name: str) -> None:
-    """What FP8 products, casts and DeepEP cost is not in these traces, so arms with them are 7 % off."""
+    """What FP8 products, casts and DeepEP cost is not in these traces, so arms with them are up to 6 % off."""
     _, arms = errors(traces, with_values(**fit(traces[name], TRACED[name])))
     like = [
         error
@@ -133,7 +133,7 @@ def test_a_step_without_fp8_and_deepep_predicts_arms_without_them(traces: dict[s
         if experiment.arm.startswith("bf16_standard")
     ]
     assert max(map(abs, like)) < 0.045
-    assert max(map(abs, arms)) < 0.075
+    assert max(map(abs, arms)) < 0.06
 
 
 def test_several_steps_are_compared_by_their_mean(traces: dict[str, Explanation]) -> None:
