@@ -58,7 +58,7 @@ def step_bars(explained: Mapping[str, Explanation], *, replayed: bool = False) -
         subtitle=f"One traced step each, {_ranks(explained)}, ms from the first to the last event. An instant belongs "
         "to the first part that runs in it: compute, else communication, else idle time.",
         note=_known(replayed),
-        height=270 + 56 * len(explained),
+        height=180 + 56 * len(explained),
     )
     shown = [
         {**{part: ms for part, ms in one.parts_ms.items() if not part.startswith("idle: ")}, "idle": one.idle_ms}
@@ -68,7 +68,7 @@ def step_bars(explained: Mapping[str, Explanation], *, replayed: bool = False) -
     order = [*(name for name in _LOOKS if name in parts), *(name for name in parts if name not in _LOOKS)]
     for part in order:
         _add_bars(figure, part, _labels(explained), [one.get(part, 0.0) for one in shown], _look(part))
-    return _rows(figure).update_layout(barmode="stack", legend_traceorder="normal", legend_y=-0.45, margin_b=150)
+    return _rows(figure, legend_px=150).update_layout(barmode="stack")
 
 
 def communication_bars(explained: Mapping[str, Explanation], *, replayed: bool = False) -> go.Figure:
@@ -87,7 +87,7 @@ def communication_bars(explained: Mapping[str, Explanation], *, replayed: bool =
         subtitle=f"One traced step each, {_ranks(explained)}. Diamonds: what of it waits for other ranks, seen on all "
         "ranks or, of one rank alone, what takes longer than the fastest of its kind.",
         note=_known(replayed),
-        height=200 + 34 * len(rows),
+        height=160 + 34 * len(rows),
     )
     _add_bars(figure, "not hidden", y, [one.exposed_ms for _, one in rows], ("#D55E00", ""))
     _add_bars(figure, "hidden behind compute", y, [one.ms - one.exposed_ms for _, one in rows], ("#dfe3e8", "/"))
@@ -95,7 +95,7 @@ def communication_bars(explained: Mapping[str, Explanation], *, replayed: bool =
     figure.add_trace(
         diamonds(waiting, y, name="waiting for other ranks", hovertemplate="waiting: %{x:.1f} ms<extra></extra>")
     )
-    return _rows(figure).update_layout(barmode="stack", bargap=0.25, legend_traceorder="normal")
+    return _rows(figure, legend_px=110).update_layout(barmode="stack", bargap=0.25)
 
 
 def idle_bars(explained: Mapping[str, Explanation], *, replayed: bool = False) -> go.Figure:
@@ -117,7 +117,7 @@ def idle_bars(explained: Mapping[str, Explanation], *, replayed: bool = False) -
         subtitle=f"One traced step each, {_ranks(explained)}. A gap's cause, and what the host did before it launched "
         "the kernel that ends the gap.",
         note=_known(replayed),
-        height=230 + 60 * (len(longest) + 1),
+        height=170 + 26 * (len(explained) + 1) * (len(longest) + 1) // 2 + 20 * (len(longest) + 1),
     )
     labels = ["<br>".join(wrap(f"{cause}: {where[:52]}", 36)) for cause, where in longest]
     for number, (name, step) in enumerate(explained.items()):
@@ -130,7 +130,7 @@ def idle_bars(explained: Mapping[str, Explanation], *, replayed: bool = False) -
             [*x, max(0.0, step.idle_ms - sum(x))],
             _STEPS[number % len(_STEPS)],
         )
-    return _rows(figure).update_layout(barmode="group", bargap=0.25)
+    return _rows(figure, legend_px=60 + 22 * len(explained)).update_layout(barmode="group", bargap=0.25)
 
 
 def rate_bars(rates: Mapping[str, Sequence[GemmRate]], gpu: str, *, replayed: bool = False) -> go.Figure:
@@ -188,7 +188,7 @@ def beside_predicted(compared: Comparison, *, replayed: bool = False) -> go.Figu
     parts = [row.part for row in compared.rows]
     for name, look in looks.items():
         _add_bars(figure, name, parts, [getattr(row, f"{name}_ms") for row in compared.rows], look)
-    return _rows(figure).update_layout(barmode="group", bargap=0.3)
+    return _rows(figure, legend_px=80).update_layout(barmode="group", bargap=0.3)
 
 
 def timeline(
@@ -299,8 +299,10 @@ def _add_bars(figure: go.Figure, name: str, y: Sequence[object], ms: Sequence[fl
     )
 
 
-def _rows(figure: go.Figure) -> go.Figure:
-    """Axes of horizontal bars, the first on top."""
+def _rows(figure: go.Figure, *, legend_px: int) -> go.Figure:
+    """Axes of horizontal bars, the first on top, and the legend below, however few the bars are."""
     figure.update_yaxes(autorange="reversed", ticks="", showgrid=False)
     figure.update_xaxes(title_text="ms")
-    return figure.update_layout(bargap=0.35, hovermode="closest")
+    below = {"yref": "container", "y": 0, "yanchor": "bottom", "traceorder": "normal"}
+    height = figure.layout.height + max(0, legend_px - 60)
+    return figure.update_layout(bargap=0.35, hovermode="closest", legend=below, margin_b=legend_px, height=height)
