@@ -27,9 +27,8 @@ from moelab.model import gemms, shape_for
 from moelab.projection.calibration import CALIBRATION, Calibration, with_values
 from moelab.projection.gemm import is_blackwell
 from moelab.projection.job import CATEGORIES, INDEX, PASS_INDEX, Job, job_of
-from moelab.projection.project import Projection, project
+from moelab.projection.project import Projection, aligned, project
 from moelab.projection.step import stage_times, step_time
-from moelab.search import aligned
 
 MEANINGS = {
     "expert GEMMs": (

@@ -38,7 +38,7 @@ from moelab.explain.categories import (
 from moelab.explain.host import COMPILED_BACKWARD, COMPILED_FORWARD, Host
 from moelab.explain.trace import Collective, Rows, Trace, read_trace, trace_files
 from moelab.hardware import Gpu, known_gpu
-from moelab.search import aligned
+from moelab.projection.project import aligned
 
 Floats = npt.NDArray[np.float64]
 Places = npt.NDArray[np.intp]

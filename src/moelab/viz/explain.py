@@ -143,8 +143,9 @@ def rate_bars(rates: Mapping[str, Sequence[GemmRate]], gpu: str, *, replayed: bo
     """
     known = known_gpu(gpu)
     peaks = {"BF16": known.bf16_tflops, "FP8": known.fp8_tflops} if known else {}
+    levels = {name: float(peak) for name, peak in peaks.items() if peak}
     reached = [one.tflops for row in rates.values() for one in row]
-    peak = f"; the BF16 peak is {float(peaks['BF16']):,.0f}" if peaks.get("BF16") else ""
+    peak = f"; the BF16 peak is {levels['BF16']:,.0f}" if "BF16" in levels else ""
     figure = new_figure(
         f"Products reach {min(reached):,.0f} to {max(reached):,.0f} TFLOP/s{peak}",
         subtitle="One traced step each: the model's work with balanced routing over the time of the kernels; "
@@ -161,9 +162,9 @@ def rate_bars(rates: Mapping[str, Sequence[GemmRate]], gpu: str, *, replayed: bo
             marker=_marker(color, shape),
             hovertemplate="%{x}: %{y:,.0f} TFLOP/s<extra></extra>",
         )
-    for name, limit in peaks.items():
-        if limit and float(limit) < 2.2 * max(reached):
-            draw_limit(figure, float(limit), f"{name} peak", color=WARNING, width=1.5, margin_px=90)
+    for name, limit in levels.items():
+        if limit < 2.2 * max(reached):
+            draw_limit(figure, limit, f"{name} peak", color=WARNING, width=1.5, margin_px=90)
     figure.update_yaxes(title_text="TFLOP/s", rangemode="tozero")
     return figure.update_layout(barmode="group", hovermode="closest", legend_y=-0.22)
 
