@@ -246,13 +246,6 @@ class Experiment(BaseModel):
             raise ValueError(f"global ranks of this run, 0 to {world - 1}")
         return tuple(sorted(set(value)))
 
-    @field_validator("memory_snapshot")
-    @classmethod
-    def _of_a_traced_step(cls, value: bool, info: ValidationInfo) -> bool:
-        if value and not info.data.get("trace_step", 1):
-            raise ValueError("false without trace_step: it is of the traced step; set trace_step too")
-        return value
-
     @field_validator("arm_fields")
     @classmethod
     def _fields_of_arms(cls, value: tuple[str, ...]) -> tuple[str, ...]:

@@ -574,7 +574,11 @@ def _cuda(facts: Facts) -> str | None:
 
 @_rule("memory snapshots are CUDA's", "memory_snapshot", offers_choices=False)
 def _snapshot(facts: Facts) -> str | None:
-    if not facts.experiment.memory_snapshot or facts.capability != 0:
+    if not facts.experiment.memory_snapshot:
+        return None
+    if not facts.experiment.trace_step:
+        return "it is of the traced step, and trace_step is 0; give trace_step a step of this run"
+    if facts.capability != 0:
         return None
     return f"it is of CUDA's allocator, and {facts.gpu_in_words}; trace_step alone works on a processor too"
 

@@ -293,13 +293,15 @@ def _without_traced_speed(rows: pd.DataFrame, experiment: Experiment) -> pd.Data
 
 def _traced_notes(experiment: Experiment, status: Status, traces: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     step = experiment.trace_step
-    for trace in traces:
-        usual = f" instead of {trace['usual_step_s']:.3f} s" if trace["usual_step_s"] else ""
-        kept = ", ".join(f"{one['file']} {one['reason'] or ''}".strip() for one in trace["files"])
+    if traces:
+        longest = max(traces, key=lambda trace: trace["write_s"])
+        usual = f" instead of {longest['usual_step_s']:.3f} s" if longest["usual_step_s"] else ""
         yield (
-            f"step {trace['step']} of rank {trace['rank']} was traced: it took {trace['step_s']:.3f} s{usual}, writing "
-            f"{trace['write_s']:.1f} s; {kept}; throughput is without steps {trace['step'] - 1} to {trace['step'] + 1}"
+            f"step {step} was traced: it took {longest['step_s']:.3f} s{usual}, and writing {longest['write_s']:.1f} s;"
+            f" throughput is without steps {step - 1} to {step + 1}"
         )
+    for one in (file for trace in traces for file in trace["files"] if file["reason"]):
+        yield f"{one['file']}: {one['reason']}"
     missing = set(experiment.trace_ranks) - {trace["rank"] for trace in traces}
     if step and missing and status.state is State.COMPLETED:
         ranks = ", ".join(map(str, sorted(missing)))

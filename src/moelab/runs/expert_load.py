@@ -8,7 +8,7 @@ file.
 from __future__ import annotations
 
 import io
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -17,13 +17,15 @@ import pyarrow as pa
 from pyarrow import compute, parquet
 
 from moelab.errors import BadInput
+from moelab.experiment import Experiment, Routing
+from moelab.hardware import Figure
+from moelab.memory import MemoryConstants, memory_constants
+from moelab.model import shape_for
 from moelab.runs.directory import RunDir
 from moelab.runs.files import write_whole
 
 FILE = "expert_load.parquet"
 _COLUMNS = {"step": pa.int32(), "layer": pa.int32(), "expert": pa.int32(), "tokens": pa.int64()}
-LATE = 0.2
-"""Part of the recorded steps, the last ones, that a trained router is judged by."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,9 +43,14 @@ class ExpertLoad:
     tokens_SLE: npt.NDArray[np.int64]
 
     @property
+    def late(self) -> slice:
+        """The last fifth of the recorded steps, which a trained router is judged by."""
+        return slice(-max(1, len(self.steps) // 5), None)
+
+    @property
     def late_LE(self) -> npt.NDArray[np.int64]:
         """Tokens over the last fifth of the recorded steps ``(L, E)``."""
-        late: npt.NDArray[np.int64] = self.tokens_SLE[-max(1, round(LATE * len(self.steps))) :].sum(axis=0)
+        late: npt.NDArray[np.int64] = self.tokens_SLE[self.late].sum(axis=0)
         return late
 
     @property
@@ -64,18 +71,10 @@ class ExpertLoad:
         Raises:
             BadInput: if ``ep`` does not divide the experts.
         """
-        return _over_mean(self._of_ranks(ep))
-
-    def busiest_rank_of_all_layers(self, ep: int) -> float:
-        """Tokens of the rank that gets most over all layers, over the mean of the ranks: the mean over steps."""
-        return float(_over_mean(self._of_ranks(ep).sum(axis=1)).mean())
-
-    def _of_ranks(self, ep: int) -> npt.NDArray[np.int64]:
         steps, layers, experts = self.tokens_SLE.shape
-        if ep < 1 or experts % ep:
+        if experts % ep:
             raise BadInput(f"ep is {ep} and does not divide the {experts} experts whose load was recorded")
-        of_ranks: npt.NDArray[np.int64] = self.tokens_SLE.reshape(steps, layers, ep, -1).sum(axis=-1)
-        return of_ranks
+        return _over_mean(self.tokens_SLE.reshape(steps, layers, ep, -1).sum(axis=-1))
 
     def to_json(self) -> dict[str, float | int]:
         """In short: of the last fifth of the recorded steps, the worst layer's busiest expert and the dead experts."""
@@ -107,9 +106,10 @@ class ExpertLoadFile:
     def __init__(self, run: Path) -> None:
         self.path = run / FILE
         try:
-            self._rows = parquet.read_table(self.path, schema=pa.schema(_COLUMNS))
-        except (OSError, pa.ArrowInvalid, pa.ArrowTypeError):  # there is none, or a hand damaged it
-            self._rows = pa.schema(_COLUMNS).empty_table()
+            rows = _read(self.path)
+        except BadInput:
+            rows = None
+        self._rows = pa.schema(_COLUMNS).empty_table() if rows is None else rows
 
     def add(self, step: int, tokens_LE: npt.NDArray[np.int64]) -> None:
         """Write one step.
@@ -134,14 +134,9 @@ def expert_load(run: RunDir) -> ExpertLoad | None:
     Raises:
         BadInput: if the file is damaged.
     """
-    try:
-        table = parquet.read_table(run.path / FILE, use_threads=False)
-    except FileNotFoundError:
+    table = _read(run.path / FILE)
+    if table is None:
         return None
-    except (OSError, pa.ArrowInvalid) as error:
-        raise BadInput(f"{FILE} is damaged: it cannot be read as Parquet") from error
-    if {name: table.schema.field(name).type for name in table.schema.names} != _COLUMNS:
-        raise BadInput(f"{FILE} is damaged: its columns are not {', '.join(_COLUMNS)} in whole numbers")
     values = [table[name].to_numpy() for name in _COLUMNS]
     (steps, step_N), (layers, layer_N), (experts, expert_N) = (
         np.unique(numbers, return_inverse=True) for numbers in values[:3]
@@ -151,3 +146,53 @@ def expert_load(run: RunDir) -> ExpertLoad | None:
         raise BadInput(f"{FILE} is damaged: {table.num_rows} rows, not one for each of {shape} steps, layers, experts")
     tokens_SLE[step_N, layer_N, expert_N] = values[3]
     return ExpertLoad(steps=steps, layers=layers, tokens_SLE=tokens_SLE) if table.num_rows else None
+
+
+def _read(path: Path) -> pa.Table | None:
+    """The file's rows; None if there is no file.
+
+    Raises:
+        BadInput: if it is something else.
+    """
+    try:
+        table = parquet.read_table(path, use_threads=False)
+    except FileNotFoundError:
+        return None
+    except (OSError, pa.ArrowException) as error:
+        raise BadInput(f"{FILE} is damaged: it cannot be read as Parquet") from error
+    types = {name: table.schema.field(name).type for name in table.schema.names}
+    if types != _COLUMNS or any(column.null_count for column in table.columns):
+        raise BadInput(f"{FILE} is damaged: its columns are not {', '.join(_COLUMNS)} in whole numbers")
+    return table.replace_schema_metadata()
+
+
+def measured_constants(run: RunDir, experiment: Experiment) -> MemoryConstants:
+    """Constants of the memory model, and of a projection, with the load that a run measured in place of assumed ones.
+
+    Time and what is kept go with the mean over layers of the busiest rank at the end of the run; the peak goes with the
+    busiest rank of any layer at any recorded step. The load is of all data-parallel ranks together: that of a single
+    expert-parallel group can be more uneven.
+
+    Args:
+        run: a run with learned routing.
+        experiment: that is planned; the load is shared out over its ``ep`` ranks.
+
+    Raises:
+        BadInput: if the run recorded no load or did not choose itself, or the experiment does not or has other experts.
+    """
+    for name, one in ((f"run {run.name}", run.experiment), ("this experiment", experiment)):
+        if one.routing is not Routing.LEARNED:
+            raise BadInput(f"a measured load is of learned routing, and {name} has routing {one.routing.value}")
+    load = expert_load(run)
+    if load is None:
+        raise BadInput(f"run {run.name} has no {FILE}: an older moelab trained it, or no step was; give another run")
+    experts = shape_for(experiment).num_experts
+    if load.tokens_SLE.shape[2] != experts:
+        raise BadInput(f"run {run.name} has {load.tokens_SLE.shape[2]} experts, and this experiment has {experts}")
+    busiest_SL = load.busiest_rank_SL(experiment.ep)
+    source = f"{FILE} of {run.name}"
+    return replace(
+        memory_constants,
+        routing_imbalance=Figure(value=float(busiest_SL[load.late].mean()), label="measured", source=source),
+        busiest_layer=Figure(value=float(busiest_SL.max()), label="measured", source=source),
+    )

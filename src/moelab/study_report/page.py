@@ -134,6 +134,7 @@ def _study_figures(judged: Report) -> Sequence[Any]:
                 figure=loss_difference(judged.table, verdict, note=note),
             )
         )
+    figures += _load_figures(judged)
     if not judged.throughput:
         return figures
     bars = throughput_bars(
@@ -145,6 +146,21 @@ def _study_figures(judged: Report) -> Sequence[Any]:
     )
     figures.append(Figure(caption="Throughput: geometric mean of the seeds' medians after warm-up.", figure=bars))
     return figures
+
+
+def _load_figures(judged: Report) -> list[Any]:
+    """Of each arm, the load of the experts of its first finished run that recorded it."""
+    from moelab.viz import Figure
+    from moelab.viz.expert_load import expert_load_figure
+
+    recorded = {side.label: run for side in judged.sides for run in side.finished[::-1] if run.load is not None}
+    return [
+        Figure(
+            caption=f"Load of the experts, {label}.",
+            figure=expert_load_figure(run.load, ep=run.experiment.ep, name=f"{label}, seed {run.seed}"),
+        )
+        for label, run in recorded.items()
+    ]
 
 
 def _side_figures(judged: Report) -> Sequence[Any]:

@@ -56,6 +56,7 @@ class StepTracer:
         self._step, self._rank, self._run, self._snapshots = step, rank, run, memory_snapshot
         self._trace: profile | None = None
         self._step_times_s: deque[float] = deque(maxlen=20)
+        self._is_first = True  # it compiles and allocates
 
     @contextmanager
     def around(self, step: int) -> Iterator[None]:
@@ -70,7 +71,9 @@ class StepTracer:
         start = time.perf_counter()
         yield
         if step != self._step:
-            self._step_times_s.append(time.perf_counter() - start)
+            if self._trace is None and not self._is_first:
+                self._step_times_s.append(time.perf_counter() - start)
+            self._is_first = False
             return
         if torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -102,17 +105,18 @@ class StepTracer:
             snapshot = torch.cuda.memory._snapshot()
             torch.cuda.memory._record_memory_history(enabled=None)
             files.append(self._written(f"memory_rank{self._rank}.pickle.gz", _pickled(snapshot)))
-        usual_s = statistics.median(list(self._step_times_s)[:-1] or [step_s])
-        known = len(self._step_times_s) > 2
+        usual_s = round(statistics.median(self._step_times_s), 4) if self._step_times_s else None
         record = {
             "step": self._step,
             "step_s": round(step_s, 4),
-            "usual_step_s": round(usual_s, 4) if known else None,
+            "usual_step_s": usual_s,
             "write_s": round(time.perf_counter() - start, 4),
             "files": files,
         }
-        usual = f" (the median of those before is {usual_s:.3f} s)" if known else ""
-        told = ", ".join(f"{one['file']}: {one['reason'] or format(one['bytes'] / 1e6, '.1f') + ' MB'}" for one in files)
+        usual = f" (the median of those before is {usual_s:.3f} s)" if usual_s else ""
+        told = ", ".join(
+            f"{one['file']}: {one['reason'] or format(one['bytes'] / 1e6, '.1f') + ' MB'}" for one in files
+        )
         logger.info(
             f"moelab: step {self._step} of rank {self._rank} was traced: it took {step_s:.3f} s{usual}, and writing "
             f"{record['write_s']:.1f} s; {told}"
@@ -131,7 +135,9 @@ class StepTracer:
                 for part in content:
                     file.write(part)
                     if packed.tell() > MAX_BYTES:
-                        return {**told, "reason": f"not kept: it has more than {MAX_BYTES >> 20} MiB"}
+                        break
+            if packed.tell() > MAX_BYTES:
+                return {**told, "reason": f"not kept: it has more than {MAX_BYTES >> 20} MiB"}
             write_whole(self._run / TRACES_FOLDER / name, packed.getvalue())
         except OSError as error:
             return {**told, "reason": f"not kept: {error.strerror or type(error).__name__}"}
