@@ -1,7 +1,8 @@
 """The run directory: everything that one run left, and all that is needed to redraw its figures.
 
 ``runs/<study>/<arm>/seed<k>/<UTC time>-<6 hex>/`` holds ``experiment.yaml`` (resolved), ``environment.json``,
-``launch/`` (exact command), ``logs/``, ``tb/``, ``status.json``, ``metrics.parquet`` and ``results.json``.
+``launch/`` (exact command), ``logs/``, ``tb/``, ``status.json``, ``metrics.parquet``, ``expert_load.parquet`` and
+``results.json``, and ``traces/`` where a step was traced.
 
 ``experiment.yaml`` is a record: it has every field, and agrees with the arm and seed that the folders are called by. A
 run whose record cannot be trusted is left out by name; what it lacks is never filled in.

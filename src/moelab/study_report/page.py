@@ -182,7 +182,8 @@ def _side_figures(judged: Report) -> Sequence[Any]:
             compare.compared_step_time(timed, styles, note=speed) if timed else None
         ),
     }
-    return [Figure(caption=caption, figure=figure) for caption, figure in drawn.items() if figure is not None]
+    figures = [Figure(caption=caption, figure=figure) for caption, figure in drawn.items() if figure is not None]
+    return [*figures, *_load_figures(judged)]
 
 
 def _traced_figures(judged: Report) -> Sequence[Any]:

@@ -27,11 +27,11 @@ def expert_load_figure(load: ExpertLoad, *, ep: int, name: str) -> go.Figure:
     dead = f"{load.dead_experts} of {count} experts are dead" if load.dead_experts else "no expert is dead"
     figure = panels(
         f"The busiest expert gets {told['busiest_expert_over_mean']:.1f} × its layer's mean at the end; {dead}",
-        ["busiest expert of each layer", f"busiest of {ep} ranks", "experts without a token"],
+        ["busiest expert, × its layer's mean", f"busiest of {ep} ranks, × their mean", "experts without a token"],
         subtitle=f"{name}; {len(steps)} recorded steps, tokens of all ranks. The title is of the last fifth of them: "
         "dead experts got no token in it.",
         height=340,
-        spacing=0.13,
+        spacing=0.14,
     )
     cells = go.Heatmap(
         x=steps,
@@ -39,7 +39,7 @@ def expert_load_figure(load: ExpertLoad, *, ep: int, name: str) -> go.Figure:
         z=np.round(busiest_SL.T, 3),
         colorscale="Blues",
         zmin=1,
-        colorbar={"title": {"text": "× mean", "side": "top"}, "thickness": 8, "len": 0.9, "x": 0.255, "xpad": 4},
+        colorbar={"thickness": 8, "x": 0.245, "xpad": 2},
         hovertemplate="step %{x}, layer %{y}: %{z:.2f} × the mean<extra></extra>",
     )
     figure.add_trace(cells, row=1, col=1)
@@ -58,6 +58,6 @@ def expert_load_figure(load: ExpertLoad, *, ep: int, name: str) -> go.Figure:
     figure.add_trace(trace, row=1, col=3)
     figure.update_xaxes(title_text="step")
     figure.update_yaxes(title_text="layer", type="category", autorange="reversed", showgrid=False, col=1)
-    figure.update_yaxes(title_text="× mean of the ranks", rangemode="tozero", col=2)
+    figure.update_yaxes(title_text="× mean", rangemode="tozero", col=2)
     figure.update_yaxes(title_text="% of all experts", range=[0, max(5.0, 1.1 * float(idle.max()))], col=3)
     return figure.update_layout(hovermode="closest")
