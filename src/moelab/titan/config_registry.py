@@ -185,6 +185,9 @@ def trainer_config(experiment: Experiment) -> Trainer.Config:
         ),
         metrics=MetricsProcessor.Config(log_freq=1, enable_tensorboard=True, disable_color_printing=True),
         override=OverrideConfig(imports=_overrides(experiment, on_cpu=on_cpu)),
+        trace_step=experiment.trace_step,
+        trace_ranks=experiment.trace_ranks,
+        memory_snapshot=experiment.memory_snapshot,
         **_data(experiment),
     )
 
