@@ -46,7 +46,8 @@ VERSIONS_SHOWN = ("torch", "torchtitan", "torchao", "triton", "deep_ep", "nvidia
 
 def report_figures(judged: Report) -> Sequence[Any]:
     """The figures of a report with their captions."""
-    return _side_figures(judged) if judged.study is None else _study_figures(judged)
+    figures = _side_figures(judged) if judged.study is None else _study_figures(judged)
+    return [*figures, *_traced_figures(judged)]
 
 
 def report_tables(judged: Report) -> Sequence[Any]:
@@ -183,6 +184,19 @@ def _side_figures(judged: Report) -> Sequence[Any]:
     }
     figures = [Figure(caption=caption, figure=figure) for caption, figure in drawn.items() if figure is not None]
     return [*figures, *_load_figures(judged)]
+
+
+def _traced_figures(judged: Report) -> Sequence[Any]:
+    from moelab.viz import Figure
+    from moelab.viz.explain import communication_bars, idle_bars, step_bars
+
+    explained, _ = judged.traced
+    drawn = {
+        "What a traced step is made of.": step_bars,
+        "Communication of the traced step: what compute hides of it.": communication_bars,
+        "Why nothing runs in the traced step.": idle_bars,
+    }
+    return [Figure(caption=caption, figure=draw(explained)) for caption, draw in drawn.items()] if explained else []
 
 
 def _runs_table(judged: Report) -> Any:

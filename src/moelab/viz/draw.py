@@ -113,8 +113,8 @@ def error_bars(intervals: Sequence[tuple[float, float, float]], **look: object) 
     }
 
 
-def diamonds(x: Sequence[float], y: Sequence[str], **options: object) -> go.Scatter:
-    """Published values over bars, as white diamonds."""
+def diamonds(x: Sequence[float | None], y: Sequence[object], **options: object) -> go.Scatter:
+    """Further values over bars, such as published ones, as white diamonds."""
     marker = {"symbol": "diamond", "size": 11, "color": "white", "line": {"color": INK, "width": 2}}
     return go.Scatter(x=x, y=y, mode="markers", marker=marker, **options)
 
