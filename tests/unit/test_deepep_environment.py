@@ -326,15 +326,14 @@ def test_known_messages_are_explained(with_deepep: Machine, message: str, cause:
 
 def test_ranks_that_end_well(with_deepep: Machine, tmp_path: Path) -> None:
     write = (
-        "result = {'relative_error': 0.001 * (rank + 1), 'version': '2.1.0', 'gin': 'none between all ranks'}\n"
+        "result = {'relative_error': 0.001 * (rank + 1), 'version': '2.1.0'}\n"
         "(folder / f'result{rank}.json').write_text(json.dumps(result))\n"
         "assert sys.argv[4] == 'DEVICE'\n"
     )
     found = ended(write.replace("DEVICE", "cuda"), with_deepep)
     assert (found.severity, found.found) == (
         "ok",
-        "DeepEP 2.1.0: 2 ranks sent tokens to their experts and back, forward and backward; relative error 2.0e-03; "
-        "GIN none between all ranks",
+        "DeepEP 2.1.0: 2 ranks sent tokens to their experts and back, forward and backward; relative error 2.0e-03",
     )
     for machine, gpus, why in (
         (with_deepep, 1, "1 GPU, 2 are needed"),

@@ -19,10 +19,9 @@ from hypothesis import strategies as st
 from moelab.errors import BadInput
 from moelab.finding import Finding
 from moelab.health import measure
-from moelab.health.gpu import REASONS, check_gpus, parse_gpus
 from moelab.health.links import Expected, check_rdma
 from moelab.health.measure import Seat, bus_bandwidth_gb_s, first_node, rounds
-from moelab.health.node import check_kernel_log, check_node
+from moelab.health.node import REASONS, check_gpus, check_kernel_log, check_node, parse_gpus
 from moelab.health.slow import Blame, blame, judge
 from moelab.machine import Machine
 
