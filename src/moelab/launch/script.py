@@ -62,7 +62,7 @@ class JobSpec:
             _check("run", str(run), line)
             if not run.is_absolute():
                 raise BadInput(f"run: got {str(run)!r}; valid: an absolute path")
-        _check("folder of the runs", str(self.folder), _path_word)
+        _check("folder of the runs", str(self.folder), lambda path: word(path.removeprefix("/")))
         if not 1 <= self.nodes <= cluster.nodes:
             raise BadInput(f"nodes: got {self.nodes}; valid: 1 to {cluster.nodes}, which cluster {cluster.name} has")
         if self.gpus_per_node < 1 or 0 < cluster.gpus_per_node < self.gpus_per_node:
@@ -186,11 +186,6 @@ def python_of(cluster: ClusterProfile) -> str:
     """The interpreter on the nodes: named, or the one that the set-up or the container brings, or this one."""
     provided = cluster.venv or cluster.conda_env or cluster.container
     return cluster.python or ("python" if provided else sys.executable)
-
-
-def _path_word(value: str) -> str:
-    """An absolute path for an ``#SBATCH`` line."""
-    return f"/{word(value.removeprefix('/'))}"
 
 
 def _check(name: str, value: str, rule: object) -> None:

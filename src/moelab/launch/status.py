@@ -62,7 +62,8 @@ def refresh(runs: Iterable[RunDir]) -> list[Status]:
     try:
         queue = Queue.of(runs)
     except (SlurmError, SlurmMissing) as error:
-        return [_not_asked(run.status, error) for run in runs]
+        told = [(run.status, f"as last seen; {error}") for run in runs]
+        return [replace(s, reason=why) if s.job_id and not s.state.is_final else s for s, why in told]
     return update(runs, queue)
 
 
@@ -73,12 +74,6 @@ def update(runs: Iterable[RunDir], queue: Queue) -> list[Status]:
     gone = [run for run, job in found.items() if job is None and run.status.job_id and not run.status.state.is_final]
     ended = _ended(gone)
     return [_update(run, found[run] or ended.get(run)) for run in runs]
-
-
-def _not_asked(status: Status, error: Exception) -> Status:
-    if status.state.is_final or not status.job_id:
-        return status
-    return replace(status, reason=f"as last seen; {error}")
 
 
 def _ended(runs: list[RunDir]) -> dict[RunDir, Job]:
@@ -110,8 +105,10 @@ def _ended(runs: list[RunDir]) -> dict[RunDir, Job]:
 def _update(run: RunDir, job: Job | None) -> Status:
     before = run.status
     try:
-        if job and job.state == "RUNNING":
-            _remember_number(run, job)
+        ticket = ticket_of(run)
+        if job and ticket and job.state == "RUNNING" and ticket.raw_id != job.raw_id:
+            with suppress(OSError):
+                replace(ticket, raw_id=job.raw_id).write(run)
         after = _after(run, before, job)
     except (MoelabError, OSError, ValueError) as error:  # of a damaged record or log, which hides no other run
         why = f"{words_of(job)}; " if job else ""
@@ -155,13 +152,6 @@ def _after(run: RunDir, status: Status, job: Job | None) -> Status:
             exit_code=job.exit_code,
         )
     return replace(status, state=state, reason=words_of(job))
-
-
-def _remember_number(run: RunDir, job: Job) -> None:
-    ticket = ticket_of(run)
-    if ticket and ticket.raw_id != job.raw_id:
-        with suppress(OSError):
-            replace(ticket, raw_id=job.raw_id).write(run)
 
 
 def cancel(runs: Iterable[RunDir]) -> list[Status]:
@@ -307,8 +297,12 @@ def follow(
             problem, asked_at = follower.ask(ask), clock()
             changed = [*changed, *follower.poll()]
         changed_at = clock() if changed and look else changed_at
-        text = _screen(follower, problem) if is_terminal else _news(changed, said)
-        stream.write(f"{_HOME_AND_CLEAR}{text}" if is_terminal else text)
+        if is_terminal:
+            stream.write(f"{_HOME_AND_CLEAR}{_screen(follower, problem)}")
+        else:
+            lines = {one.now.name: run_line(one.now) for one in changed}
+            stream.write("".join(f"{line}\n" for name, line in lines.items() if said.get(name) != line))
+            said.update(lines)
         stream.flush()
         if follower.all_final and clock() - changed_at >= quiet_s:
             break
@@ -335,14 +329,6 @@ def _numbers(now: RunNow) -> Iterator[str]:
         yield f"{now.segments} launches"
     if math.isfinite(now.left_s):
         yield f"about {format_seconds(now.left_s)} left"
-
-
-def _news(changed: Sequence[RunFollower], said: dict[str, str]) -> str:
-    """A line for each run of which there is something new to say."""
-    lines = {one.now.name: run_line(one.now) for one in changed}
-    new = [line for name, line in lines.items() if said.get(name) != line]
-    said.update(lines)
-    return "".join(f"{line}\n" for line in new)
 
 
 def _screen(follower: StudyFollower, problem: str) -> str:

@@ -46,6 +46,7 @@ from moelab.runs.table import (
     grad_norm_finding,
     merge_segments,
     metrics_table,
+    rows_of_run,
     throughput_rows,
     validation_table,
 )
@@ -234,11 +235,7 @@ def collect_run(run: RunDir, *, save: bool = False) -> Collected:
         seed=experiment.seed,
         status=status,
         segments=read.segments,
-        rows=read.rows.assign(
-            run=pd.array([run.name] * len(read.rows), dtype="string"),
-            arm=pd.array([experiment.arm] * len(read.rows), dtype="string"),
-            seed=pd.array([experiment.seed] * len(read.rows), dtype="Int64"),
-        ),
+        rows=rows_of_run(read.rows, run.name, experiment.arm, experiment.seed),
         validation=read.validation,
         steps_planned=experiment.steps,
         converted=side.converted,

@@ -144,8 +144,17 @@ def read_side_files(run: RunDir, experiment: Experiment, *, started: bool) -> Si
     dispatcher, wrong = _read(run.path / DISPATCHER_FILE, _Dispatcher)
     unreadable = bool(wrong) and "missing" not in wrong
     damaged += [f"{wrong}: what moved the tokens is unknown"] if unreadable else []
-    command, wrong = _command(run.path / COMMAND_FILE)
-    damaged += [f"{wrong}: command unknown"] if wrong else []
+    command, wrong = "", ""
+    try:
+        command = (run.path / COMMAND_FILE).read_text().strip()
+        shlex.split(command)
+    except FileNotFoundError:  # a job of Slurm has a script in its place
+        pass
+    except OSError as error:
+        wrong = f"cannot be read ({error.strerror})"
+    except ValueError:
+        command, wrong = "", "is damaged"
+    damaged += [f"{COMMAND_FILE} {wrong}: command unknown"] if wrong else []
     kernels_asked = experiment.mxfp8_kernels == "auto" and experiment.precision is Precision.MXFP8
     dispatch_asked = unreadable and experiment.ep_backend is not EPBackend.STANDARD
     kernels_known = not dispatch_asked and not (kernels_asked and (converted is None or unsound))
@@ -194,20 +203,6 @@ def _converted(run: RunDir) -> tuple[dict[str, Any] | None, list[str]]:
         damaged.append(f"{CONVERTED_FOLDER}: ranks disagree on the MXFP8 kernels ({told})")
     modules = [name for stage in stages.values() for name in stage.modules]
     return ({"kernels": " and ".join(kernels), "modules": modules} if modules else None), damaged
-
-
-def _command(file: Path) -> tuple[str, str]:
-    """The command on one line, and what is wrong; a job of Slurm has a script in its place."""
-    try:
-        text = file.read_text().strip()
-        shlex.split(text)
-    except FileNotFoundError:
-        return "", ""
-    except OSError as error:
-        return "", f"{COMMAND_FILE} cannot be read ({error.strerror})"
-    except ValueError:
-        return "", f"{COMMAND_FILE} is damaged"
-    return text, ""
 
 
 def _read(file: Path, content: type[Content]) -> tuple[Content | None, str]:

@@ -93,7 +93,8 @@ def _cells(path: Path) -> pd.DataFrame:
             return frame.astype(object).where(frame.notna(), "").astype(str)
         text = b"".join(LogBytes(path)).decode("utf-8-sig")
         if ".csv" in path.suffixes:
-            return pd.read_csv(StringIO(text), dtype=str, keep_default_na=False, sep=_separator(text))
+            separator = max(",;\t", key=text.partition("\n")[0].count)
+            return pd.read_csv(StringIO(text), dtype=str, keep_default_na=False, sep=separator)
         records = [{name: str(value) for name, value in row.items() if value is not None} for row in _records(text)]
         return pd.DataFrame(records, dtype=object).fillna("")
     except (OSError, ValueError, AttributeError, NotALog) as error:
@@ -117,11 +118,6 @@ def _records(text: str) -> list[dict[str, Any]]:
     if all(isinstance(column, list) for column in columns):  # a history for each run
         return [{"run_name": run, **row} for run, rows in parsed.items() for row in rows]
     return [parsed]
-
-
-def _separator(text: str) -> str:
-    header = text.partition("\n")[0]
-    return max(",;\t", key=header.count)
 
 
 def _runs(cells: pd.DataFrame, path: Path) -> Iterator[tuple[str | None, pd.DataFrame]]:
