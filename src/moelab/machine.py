@@ -73,6 +73,24 @@ def end_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
         _LIBC.prctl(PR_SET_PDEATHSIG, number)
 
 
+def end_with_torchrun() -> None:
+    """In a rank: die with torchrun, which starts ranks in sessions of their own.
+
+    torchrun may have died while the rank was loading; then its parent is another process, without the run's variables.
+
+    Raises:
+        SystemExit: if it has.
+    """
+    end_with_parent(signal.SIGKILL)
+    own = f"MOELAB_EXPERIMENT={os.environ.get('MOELAB_EXPERIMENT', '')}".encode()
+    try:
+        is_torchrun = own in Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")
+    except OSError:  # it died just now; without /proc, nobody can tell
+        is_torchrun = sys.platform != "linux"
+    if not is_torchrun:
+        raise SystemExit("moelab: torchrun has died; a rank does not train on alone")
+
+
 DRIVER = "mend the driver (after an upgrade, reboot; in a container, pass the GPUs on)"
 
 

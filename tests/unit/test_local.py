@@ -20,6 +20,7 @@ import yaml
 from filelock import FileLock
 
 from moelab.errors import Refused
+from moelab.experiment import Experiment
 from moelab.experiment_file import Study, make_study
 from moelab.launch import local, torchrun
 from moelab.launch.local import Progress, StudyRun, run_study
@@ -380,7 +381,7 @@ def test_what_a_killed_launcher_and_torchrun_left_is_ended_before_the_next_run_t
 
 RANKS = """
 import os, signal, sys, time
-from moelab.titan.preempt import end_with_torchrun
+from moelab.machine import end_with_torchrun
 
 def ranks(torchrun_lives):
     reads, writes = os.pipe()
@@ -498,16 +499,11 @@ def test_the_study_is_looked_at_from_any_folder(runs: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("endpoint", ["http://127.0.0.1:9", "http://no-such-host.invalid"])
-def test_a_hub_that_cannot_be_reached_is_a_refusal(endpoint: str) -> None:
-    script = (
-        "from moelab.experiment import Experiment\nfrom moelab.launch.local import stage_data\n"
-        "from moelab.errors import Refused\n"
-        "try:\n    stage_data(Experiment(dataset='c4'))\nexcept Refused as error:\n    print(error)"
-    )
-    variables = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0"}
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=variables)
-    assert done.stdout.startswith("dataset c4 cannot be reached from here (ConnectError)")
-    assert "use dataset=python" in done.stdout
+def test_a_hub_that_cannot_be_reached_is_a_refusal(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", endpoint)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    with pytest.raises(Refused, match=r"^dataset c4 cannot be reached from here \(ConnectError\).*use dataset=python"):
+        local.stage_data(Experiment(dataset="c4"))
 
 
 # The line about a study that trains, on a clock that the test turns
