@@ -67,6 +67,12 @@ _FULL = re.compile(r"GPU (\d+): .* \(UUID: (GPU-[^)]+)\)")
 _MIG = re.compile(r"\s+MIG (\S+)\s+Device\s+\d+: \(UUID: (MIG-[^)]+)\)")
 
 
+APPLICATION_XIDS = frozenset({13, 31, 43, 45})
+"""Xids of the NVIDIA driver that a program causes on a sound GPU (13 an exception, 31 a page fault) or that follow
+another error (43, 45); any other says something about the GPU or its driver: NVIDIA, "Xid Errors"
+(docs.nvidia.com/deploy/xid-errors)."""
+
+
 def end_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
     """Ask Linux for a signal to this process when its parent dies; a parent that is dead already is not noticed."""
     if sys.platform == "linux":

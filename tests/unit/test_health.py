@@ -20,7 +20,7 @@ from moelab.errors import BadInput
 from moelab.finding import Finding
 from moelab.health import measure
 from moelab.health.links import Expected, check_rdma
-from moelab.health.measure import Seat, bus_bandwidth_gb_s, first_node, rounds
+from moelab.health.measure import Seat, first_node, rounds
 from moelab.health.node import REASONS, check_gpus, check_kernel_log, check_node, parse_gpus
 from moelab.health.slow import Blame, blame, judge
 from moelab.machine import Machine
@@ -96,11 +96,6 @@ def test_what_cannot_be_told_apart() -> None:
     assert blame(measured(names(6), lambda a, b: True)) == Blame()  # without a floor they are all alike
     assert blame({("a", "b"): SLOW}, 300.0).all_slow  # which of the two, nobody can say
     assert blame({}) == Blame()
-
-
-@pytest.mark.parametrize(("ranks", "factor"), [(2, 1.0), (8, 1.75), (256, 2 * 255 / 256)])
-def test_bus_bandwidth_is_that_of_nccl_tests(ranks: int, factor: float) -> None:
-    assert bus_bandwidth_gb_s(4_000_000_000, 0.5, ranks) == pytest.approx(8.0 * factor)
 
 
 def result(**fields: Any) -> dict[str, Any]:

@@ -49,7 +49,7 @@ def runs(tmp_path: Path) -> Path:
     return tmp_path / "runs"
 
 
-def wait_for(what: Callable[[], object], seconds: float = 20.0) -> None:
+def wait_for(what: Callable[[], object], seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while not what():
         assert time.monotonic() < end, "it did not happen"
@@ -200,12 +200,6 @@ def test_only_what_is_missing_is_trained(runs: Path) -> None:
     assert len(list((runs / "s" / "bf16_standard" / "seed1").iterdir())) == 1
 
 
-def test_a_changed_field_is_trained_anew(runs: Path) -> None:
-    launch(runs, study_of())
-    assert launch(runs, study_of(lr=1.0e-3))[0].trained == 1
-    assert launch(runs, study_of())[0].trained == 0
-
-
 def test_what_the_machine_cannot_run_is_refused_before_anything_starts(runs: Path) -> None:
     stand_in.install()
     with pytest.raises(Refused, match="fp8_standard: precision is fp8: FP8 grouped GEMMs need") as refused:
@@ -286,26 +280,6 @@ def test_completed_runs_of_older_records_and_renamed_folders_are_not_trained_aga
 
 
 # Interruptions
-
-
-def test_ctrl_c_ends_the_ranks_and_keeps_the_metrics(runs: Path) -> None:
-    seen: list[list[int]] = []
-
-    def say(line: str) -> None:
-        if "loss" in line:
-            seen.append(stand_in.processes_of(runs))
-            raise KeyboardInterrupt
-
-    stand_in.install({"bf16_standard/seed0": "hang"})
-    with pytest.raises(KeyboardInterrupt):
-        run_study(study_of(BF16, MXFP8), runs, say=say)
-    assert len(seen[0]) == 3  # torchrun and two ranks
-    assert stand_in.processes_of(runs) == []
-    (run,) = find(runs)
-    assert (run.status.state, run.status.reason) == (State.CANCELLED, "interrupted by the user")
-    assert logged_steps(run) == [1, 2]
-    done, _ = launch(runs, study_of(BF16, MXFP8))
-    assert done.trained == 2
 
 
 def test_ranks_that_do_not_end_when_asked_to_are_killed(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:

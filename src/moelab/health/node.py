@@ -31,13 +31,10 @@ import moelab
 from moelab.finding import Finding, Severity
 from moelab.health.deepep import examine_environment
 from moelab.health.links import Expected, check_rdma
-from moelab.machine import Machine, gpu_problem, gpus, this_machine, version
+from moelab.machine import APPLICATION_XIDS, Machine, gpu_problem, gpus, this_machine, version
 
 UNREAD = "kernel log"
 XID = re.compile(r"NVRM: (Xid \((?:PCI:)?([0-9A-Fa-f:.]+)\): (\d+).*)")
-APPLICATION_XIDS = {13: "graphics engine exception", 31: "page fault", 43: "stopped processing", 45: "cleanup"}
-"""Xids that a faulty program makes on a sound GPU; any other says something about the GPU or its driver: NVIDIA, "Xid
-Errors" (docs.nvidia.com/deploy/xid-errors)."""
 VERSIONS = ("torch", "torchtitan", "torchao", "triton", "nvidia-nccl-cu13", "deep-ep")
 """Packages that have to be the same everywhere; None where one is not installed."""
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - looked at, not written to
@@ -101,7 +98,6 @@ class GpuState:
 
     Attributes:
         index: as nvidia-smi counts.
-        bus_id: PCI address.
         reasons: bits of why its clocks are not at their highest.
         clock_mhz: of its multiprocessors.
         temperature_c: of the GPU.
@@ -111,7 +107,6 @@ class GpuState:
     """
 
     index: int
-    bus_id: str
     reasons: int | None
     clock_mhz: float | None
     temperature_c: float | None
@@ -184,7 +179,6 @@ def parse_gpus(csv: str, remapped: str = "") -> Iterator[GpuState]:
         pending, failed = rows_of.get(bus_id, ("", ""))
         yield GpuState(
             index=int(index),
-            bus_id=bus_id,
             clock_mhz=_number(clock),
             temperature_c=_number(temperature),
             uncorrected_errors=None if _number(errors) is None else int(errors),

@@ -137,9 +137,7 @@ def _size(spec: JobSpec) -> Iterator[str]:
     yield f"--nodes={spec.nodes}"
     yield "--ntasks-per-node=1"
     yield f"--cpus-per-task={cluster.cpus_per_task}"
-    if cluster.gpus_per_node:
-        kind = f"{cluster.gpu_type}:" if cluster.gpu_type else ""
-        yield f"--gres=gpu:{kind}{spec.gpus_per_node}"
+    yield from gpu_options(cluster, spec.gpus_per_node)
     if cluster.memory_gib is not None:
         yield f"--mem={cluster.memory_gib}G" if cluster.memory_gib else "--mem=0"
 
@@ -149,7 +147,18 @@ def _step(spec: JobSpec) -> Iterator[str]:
     yield f"--ntasks={spec.nodes}"
     yield "--kill-on-bad-exit=1"
     yield "--mpi=none"
-    if container := spec.cluster.container:
+    yield from container_options(spec.cluster)
+
+
+def gpu_options(cluster: ClusterProfile, count: int) -> list[str]:
+    """What asks for this many GPUs of each node, where the cluster has any."""
+    kind = f"{cluster.gpu_type}:" if cluster.gpu_type else ""
+    return [f"--gres=gpu:{kind}{count}"] if cluster.gpus_per_node else []
+
+
+def container_options(cluster: ClusterProfile) -> Iterator[str]:
+    """What has pyxis start the cluster's container, if it has one."""
+    if container := cluster.container:
         yield f"--container-image={container.image}"
         if container.mounts:
             yield f"--container-mounts={','.join(container.mounts)}"

@@ -29,7 +29,7 @@ from moelab.launch import local, slurm
 from moelab.launch.cluster import line as one_line
 from moelab.launch.slurm import Job, Queue, SlurmError, SlurmMissing, call, checked, state_of, ticket_of, words_of
 from moelab.runs.directory import RunDir
-from moelab.runs.follow import RunFollower, RunNow, StudyFollower, format_seconds
+from moelab.runs.follow import RunNow, StudyFollower, format_seconds
 from moelab.runs.status import State, Status
 from moelab.runs.stragglers import slow_steps
 
@@ -340,15 +340,12 @@ def _screen(follower: StudyFollower, problem: str) -> str:
     lines += [] if follower.runs else ["no runs yet"]
     newest = max(follower.runs, key=lambda one: one.now.status.updated, default=None)
     if newest:
-        lines += ["", f"{newest.now.name}", *_step_time(newest), *newest.tail[-_SHOWN_LINES:]]
+        lines += ["", newest.now.name]
+        table = newest.rank_table
+        known = table.step_time_s[np.isfinite(table.step_time_s)]
+        if len(known):
+            slow = slow_steps(table.steps, table.step_time_s).items()
+            longer = f"; longer: {', '.join(f'step {step} {share:+.0%}' for step, share in slow)}" if slow else ""
+            lines.append(f"{np.median(known):.3g} s a step over the newest {len(table.steps)}{longer}")
+        lines += newest.tail[-_SHOWN_LINES:]
     return "".join(f"{line[:width]}\n" for line in lines)
-
-
-def _step_time(one: RunFollower) -> Iterator[str]:
-    """The step time of the newest steps, and those that took longer."""
-    table = one.rank_table
-    known = table.step_time_s[np.isfinite(table.step_time_s)]
-    if len(known):
-        slow = slow_steps(table.steps, table.step_time_s).items()
-        longer = f"; longer: {', '.join(f'step {step} {share:+.0%}' for step, share in slow)}" if slow else ""
-        yield f"{np.median(known):.3g} s a step over the newest {len(table.steps)}{longer}"

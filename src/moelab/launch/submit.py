@@ -170,7 +170,11 @@ def submit(
         specs = _specs(study, [_task(runs, one, attempts[one]) for one in wanted], cluster, after)
         scripts = [render(spec) for spec, _ in specs]
         for (spec, tasks), script in zip(specs, scripts, strict=True):
-            _prepare(spec, tasks, script)
+            for number, (experiment, run) in enumerate(tasks):
+                if not run.path.exists():
+                    directory.make(run, experiment)
+                write_whole(run.path / SCRIPT_FILE, script)
+                Ticket(comment=spec.comment, task=number).write(run)  # last, because it says that all is there
         if submit:
             for spec, tasks in specs:
                 _submit(spec, tasks, timeout_s)
@@ -234,15 +238,6 @@ def _specs(
         )
         for (nodes, gpus), together in by_size.items()
     ]
-
-
-def _prepare(spec: JobSpec, tasks: Sequence[Task], script: str) -> None:
-    """Write the script and the ticket into each run directory; the ticket last, because it says that all is there."""
-    for number, (experiment, run) in enumerate(tasks):
-        if not run.path.exists():
-            directory.make(run, experiment)
-        write_whole(run.path / SCRIPT_FILE, script)
-        Ticket(comment=spec.comment, task=number).write(run)
 
 
 def _submit(spec: JobSpec, tasks: Sequence[Task], timeout_s: float) -> None:

@@ -73,13 +73,8 @@ def cause(logs: Path | None, *texts: str, ranks_per_node: int = 0, traces: Path 
     roots = {root for scan in scans for root in scan.roots}
     # `sorted` is stable: what is equal so far stays in the order in which it was written.
     ranked = sorted(said, key=lambda one: (one.kind, not one.has_words, one.rank not in roots, one.time))
-    return _explained(ranked)
-
-
-def _explained(ranked: Sequence[Statement]) -> Statement:
-    """The first statement, a signal's with what the kernel or the rank said about it."""
     first = ranked[0]
-    if first.message.startswith("killed by SIG"):
+    if first.message.startswith("killed by SIG"):  # the kernel or the rank may have said why
         about = (one for one in ranked if one.kind is first.kind and one.rank in (None, first.rank) and one != first)
         words = next((one.message for one in about if not one.message.startswith("killed by SIG")), "")
         if words:
@@ -144,8 +139,8 @@ def _recorded(file: Path, rank: int) -> Iterator[Statement]:
     yield from (replace(one, time=time, rank=rank if one.rank is None else one.rank) for one in told)
 
 
-def tail(file: Path, size: int = LOG_TAIL_BYTES) -> str:
-    """The last ``size`` bytes of a log, unpacked if it is compressed."""
+def tail(file: Path, size: int = LOG_TAIL_BYTES, *, start: int = 0) -> str:
+    """The last ``size`` bytes of a log behind ``start``, unpacked if it is compressed."""
     if file.suffix in (".gz", ".xz", ".zst", ".bz2"):
         blocks: deque[bytes] = deque()
         length = 0
@@ -156,7 +151,7 @@ def tail(file: Path, size: int = LOG_TAIL_BYTES) -> str:
                 length -= len(blocks.popleft())
         return b"".join(blocks).decode(errors="replace")
     with file.open("rb") as stream:
-        stream.seek(max(0, file.stat().st_size - size))
+        stream.seek(max(start, file.stat().st_size - size))
         return stream.read(size).decode(errors="replace")
 
 

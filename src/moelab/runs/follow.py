@@ -123,7 +123,9 @@ class LogTail:
     @property
     def lines(self) -> list[str]:
         """The lines as text, oldest first."""
-        return [_clean(line) for line in self._lines]
+        texts = (line[: 4 * LONGEST_LINE_CHARACTERS].decode(errors="replace") for line in self._lines)
+        shown = (text.rstrip("\r").rsplit("\r", 1)[-1] for text in texts)  # what a progress bar wrote last
+        return [_CONTROL.sub("", text)[:LONGEST_LINE_CHARACTERS] for text in shown]
 
     def add(self, block: bytes) -> None:
         """Take whole lines of a log."""
@@ -381,11 +383,6 @@ def _by_rank(values: Mapping[int, float], ranks: int) -> np.ndarray[Any, np.dtyp
         if rank < ranks:
             found[rank] = value
     return found
-
-
-def _clean(line: bytes) -> str:
-    text = line[: 4 * LONGEST_LINE_CHARACTERS].decode(errors="replace").rstrip("\r").rsplit("\r", 1)[-1]
-    return _CONTROL.sub("", text)[:LONGEST_LINE_CHARACTERS]
 
 
 def format_seconds(seconds: float) -> str:

@@ -124,7 +124,15 @@ def run_settings(run: RunDir, environment: Environment | None) -> Settings:
         environment: its machine and versions; None if they are not known.
     """
     fields = run.experiment.model_dump(mode="json", exclude={"name", "seed"})
-    found = dict(_flat(fields)) | ({} if environment is None else _of_environment(environment))
+    found = dict(_flat(fields))
+    if environment:
+        gpus = {"gpu": environment.chip, "gpus": str(len(environment.gpus)) if environment.gpus else "unknown"}
+        found |= {
+            # Without its name a whole commit cannot be told from a key of W&B.
+            name: re.sub(r"\b([0-9a-f]{12})[0-9a-f]{28}\b", r"\1", text)
+            for name, text in environment.versions.items()
+        }
+        found |= {"processor": environment.processor} if environment.on_cpu else gpus
     try:
         log = log_settings(run.log)
     except OSError:  # missing or damaged, which is told where the run is
@@ -186,14 +194,6 @@ def launch_settings(path: Path) -> list[dict[str, str]]:
         found = {name: value.strip().replace(",", "") for pairs in groups for name, value in pairs if value}
         settings.append({name: _OURS.get(value, value) for name, value in found.items()})
     return settings
-
-
-def _of_environment(found: Environment) -> dict[str, str]:
-    gpus = {"gpu": found.chip, "gpus": str(len(found.gpus)) if found.gpus else "unknown"}
-    hardware = {"processor": found.processor} if found.on_cpu else gpus
-    # Without its name a whole commit cannot be told from a key of W&B.
-    versions = {name: re.sub(r"\b([0-9a-f]{12})[0-9a-f]{28}\b", r"\1", text) for name, text in found.versions.items()}
-    return {**versions, **hardware}
 
 
 def _config_beside(path: Path) -> Path | None:

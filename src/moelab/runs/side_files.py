@@ -115,12 +115,12 @@ class SideFiles:
         speed_known: whether it is known what its speed is the speed of: one machine, and kernels emulated or not.
     """
 
-    environment: Environment | None
-    converted: dict[str, Any] | None
-    dispatcher: dict[str, Any] | None
-    command: str
-    damaged: tuple[str, ...]
-    speed_known: bool
+    environment: Environment | None = None
+    converted: dict[str, Any] | None = None
+    dispatcher: dict[str, Any] | None = None
+    command: str = ""
+    damaged: tuple[str, ...] = ()
+    speed_known: bool = False
 
 
 def read_side_files(run: RunDir, experiment: Experiment, *, started: bool) -> SideFiles:

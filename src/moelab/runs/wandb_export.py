@@ -134,8 +134,10 @@ def _runs(cells: pd.DataFrame, path: Path) -> Iterator[tuple[str | None, pd.Data
             f"{path}: looked for a step column ({', '.join(_STEP_NAMES)}) and one of TorchTitan's metrics "
             f"({_LOSSES[0]}, throughput(tps), …); found the columns {', '.join(map(str, cells.columns[:8]))}"
         )
-    moments = _moments(cells[time]) if time else math.nan
-    numbers = pd.DataFrame({"step": _number(cells[step]), "time": moments})
+    numbers = pd.DataFrame({"step": _number(cells[step]), "time": _number(cells[time]) if time else math.nan})
+    if time and numbers["time"].isna().all():  # a web page and pandas write dates
+        dates = pd.to_datetime(cells[time], utc=True, errors="coerce", format="mixed")
+        numbers["time"] = (dates - pd.Timestamp(0, tz="UTC")).dt.total_seconds()
     if "_step" in cells:  # where only some rows have the metric `step`
         numbers["step"] = numbers["step"].fillna(_number(cells["_step"]))
     for run, columns in metrics.items():
@@ -193,15 +195,6 @@ def _columns(history: pd.DataFrame, metrics: dict[str, str]) -> pd.DataFrame:
 
 def _number(cells: pd.Series[Any]) -> pd.Series[float]:
     return pd.to_numeric(cells, errors="coerce").astype("float64")
-
-
-def _moments(cells: pd.Series[Any]) -> pd.Series[float]:
-    """Seconds since the epoch of numbers or, as a web page and pandas write them, dates."""
-    seconds = _number(cells)
-    if seconds.notna().any():
-        return seconds
-    dates = pd.to_datetime(cells, utc=True, errors="coerce", format="mixed")
-    return (dates - pd.Timestamp(0, tz="UTC")).dt.total_seconds()
 
 
 def _failures(history: pd.DataFrame) -> dict[int, tuple[int, float]]:
