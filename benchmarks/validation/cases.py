@@ -163,7 +163,7 @@ def later_steps() -> Iterator[Case]:
         if result.activation_checkpoint not in (shape.activation_checkpoint, "full+dispatch"):
             name += f", {checkpointing_words(result.activation_checkpoint)}"
         job = thin_job(shape, arm, hardware=hardware_of(measured))
-        seen = result.shape == "16B"  # HOST_COMPILED_S was read off these
+        seen = result.shape == "16B"  # host_compiled_s was read off these
         yield tps_case(H100_LATER, name, result.tps, job, measured.stamp, seen=seen)
 
 
