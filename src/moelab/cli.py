@@ -24,6 +24,8 @@ DESCRIPTION = (
     "without hurting the loss?"
 )
 
+LOAD_HELP = "run whose measured load of the experts takes the place of an assumed one; of learned routing"
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
@@ -93,6 +95,8 @@ def build_parser() -> argparse.ArgumentParser:
     plan.add_argument("--limit", type=_positive, default=10, metavar="N", help="layouts that --search lists")
     plan.add_argument("--global-batch", type=_positive, metavar="N", help="sequences a step, kept by --search")
 
+    plan.add_argument("--load", type=Path, metavar="RUN", help=LOAD_HELP)
+
     project = verb("project", _project, "predict the time of a step: tokens/s/GPU and where the time goes")
     project.add_argument("file", type=Path, help="YAML of an experiment, or of a study: each of its arms is projected")
     project.add_argument("--arm", help="project one arm of a study, such as mxfp8_standard or bf16_deepep_round-robin")
@@ -123,6 +127,8 @@ def build_parser() -> argparse.ArgumentParser:
     explain.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="replace a field of --against")
     explain.add_argument("--calibration", metavar="NAME", help="predict with the constants of an earlier --fit")
     explain.add_argument("--fit", metavar="NAME", help="keep constants with which the model meets this step, as NAME")
+
+    project.add_argument("--load", type=Path, metavar="RUN", help=LOAD_HELP)
 
     run = verb("run", _run, "train an experiment or study on this machine; a finished one is left alone")
     submit = verb("submit", _submit, "give an experiment or study to Slurm; what is finished or waiting is left alone")
@@ -271,6 +277,20 @@ def _chosen_arms(study: Any, wanted: str | None) -> list[Any]:
     return [experiment for arm, experiment in first.items() if wanted in (None, arm)]
 
 
+def _constants(options: argparse.Namespace, experiment: Any) -> Any:
+    """What a plan or projection knows of how uneven the router is."""
+    from moelab.memory import memory_constants
+
+    if options.load is None:
+        return memory_constants
+    from moelab.runs.directory import RunDir, is_run
+    from moelab.runs.expert_load import measured_constants
+
+    if not is_run(options.load.absolute()):
+        raise BadInput(f"--load {options.load}: it is no run directory; give one that has an expert_load.parquet")
+    return measured_constants(RunDir(options.load.absolute()), experiment)
+
+
 def _plan(options: argparse.Namespace) -> int:
     from moelab.experiment_file import read_study, write_experiment
     from moelab.model.hugging_face import read_model
@@ -283,6 +303,8 @@ def _plan(options: argparse.Namespace) -> int:
     if len(arms) > 1:
         return _plan_arms(options, arms)
     (experiment,) = arms
+    if options.search and options.load:
+        raise BadInput("--load is of one plan; leave it out with --search")
     if options.search:
         return _search(options, experiment)
     from moelab.plan import model_text, plan, plan_text, titan_config, titan_text, verified, verified_text
@@ -290,7 +312,8 @@ def _plan(options: argparse.Namespace) -> int:
     if options.write:
         options.write.write_text(write_experiment(experiment), encoding="utf-8")
     one_in_file = not (overrides or options.arm)
-    planned = plan(experiment, path=options.write or (options.file if one_in_file else None))
+    path = options.write or (options.file if one_in_file else None)
+    planned = plan(experiment, path=path, constants=_constants(options, experiment))
     as_json, as_text = planned.to_json(), plan_text(planned)
     if model:
         as_json["from_hf"] = model.to_json()
@@ -311,7 +334,7 @@ def _plan_arms(options: argparse.Namespace, arms: list[Any]) -> int:
     if options.search or options.verify or options.config or options.write:
         names = ", ".join(experiment.arm for experiment in arms)
         raise BadInput(f"{options.file} holds {len(arms)} arms; name one for this with --arm: {names}")
-    plans = [plan(experiment) for experiment in arms]
+    plans = [plan(experiment, constants=_constants(options, experiment)) for experiment in arms]
     as_json = {"plans": [{"arm": one.experiment.arm, **one.to_json()} for one in plans]}
     _show(options, as_json, study_text(plans))
     return 0 if all(one.verdict.legal for one in plans) else 3
@@ -346,7 +369,10 @@ def _project(options: argparse.Namespace) -> int:
 
     chosen = _chosen_arms(read_study(options.file, options.set), options.arm)
     calibration = read_calibration(options.calibration) if options.calibration else CALIBRATION
-    found = {experiment.arm: project(experiment, calibration=calibration) for experiment in chosen}
+    found = {
+        experiment.arm: project(experiment, calibration=calibration, constants=_constants(options, experiment))
+        for experiment in chosen
+    }
     if len(found) == 1:
         (one,) = found.values()
         _show(options, one.to_json(), projection_text(one))

@@ -130,7 +130,8 @@ class Experiment(BaseModel):
 
     ``dp_shard`` of -1 takes whatever ranks the other axes leave, as TorchTitan does. ``lr`` is the peak learning rate
     of AdamW; ``local_batch`` counts sequences of ``seq_len`` tokens per data-parallel rank and step. ``capture_step``
-    above zero saves what the experts multiply at that step into the run directory (:mod:`moelab.mxfp8.capture`).
+    above zero saves what the experts multiply at that step into the run directory (:mod:`moelab.mxfp8.capture`), and
+    ``trace_step`` what its ranks do in it (:mod:`moelab.titan.trace`).
     A field added here is also added to :data:`moelab.experiment_file.ADDED_FIELDS`, so that older runs stay readable.
     """
 
@@ -184,6 +185,11 @@ class Experiment(BaseModel):
         "local", description="a profile's name or a YAML file; `local` is the machine at hand, `cpu` hides its GPUs"
     )
     capture_step: Annotated[int, Field(ge=0, le=MOST)] = Field(0, description="0: no capture; else 1 to steps")
+    trace_step: Annotated[int, Field(ge=0, le=MOST)] = Field(0, description="0: no trace; else 2 to steps")
+    trace_ranks: tuple[Annotated[int, Field(ge=0, lt=MOST_RANKS)], ...] = Field(
+        (0,), description="ranks that leave a trace", min_length=1, max_length=64
+    )
+    memory_snapshot: bool = Field(False, description="of the traced step, what CUDA's allocator held and did")
     arm_fields: tuple[str, ...] = Field(
         (), description="further fields in the arm's name; a study sets them where two arms would have one name"
     )
@@ -223,6 +229,22 @@ class Experiment(BaseModel):
         if value and not standard:
             raise ValueError("0 unless ep_backend=standard and dispatch_precision=bf16: others hand experts other rows")
         return value
+
+    @field_validator("trace_step")
+    @classmethod
+    def _traced_step(cls, value: int, info: ValidationInfo) -> int:
+        if (steps := info.data.get("steps", MOST)) < value or value == 1:
+            valid = f", or a step of this run after the first, which warms up: 2 to {steps}" if steps > 1 else ""
+            raise ValueError(f"0 (no trace){valid}")
+        return value
+
+    @field_validator("trace_ranks")
+    @classmethod
+    def _traced_ranks(cls, value: tuple[int, ...], info: ValidationInfo) -> tuple[int, ...]:
+        world = info.data.get("nodes", MOST_RANKS) * info.data.get("gpus_per_node", 1)
+        if max(value) >= world:
+            raise ValueError(f"global ranks of this run, 0 to {world - 1}")
+        return tuple(sorted(set(value)))
 
     @field_validator("arm_fields")
     @classmethod

@@ -40,7 +40,13 @@ STUDY_KEYS = ("study", "experiment", "arms", "seeds")
 VERSION_KEY, END_KEY = "record_version", "end_of_record"
 ADDED_FIELDS: tuple[Mapping[str, Any], ...] = (
     {"arm_fields": []},
-    {"pp_stages_per_rank": 0, "attention_backend": "flex"},
+    {
+        "pp_stages_per_rank": 0,
+        "attention_backend": "flex",
+        "trace_step": 0,
+        "trace_ranks": [0],
+        "memory_snapshot": False,
+    },
 )
 """Fields that each version of a record added to the one before, with the value that earlier runs had. The first had
 neither version nor end mark."""

@@ -19,7 +19,7 @@ from moelab.errors import Refused
 from moelab.experiment import EPBackend, Experiment
 from moelab.hardware import gpu_of
 from moelab.layout import SCHEDULES, Layout, LayoutCheck, bubble_fraction, check
-from moelab.memory import DispatchBuffer, MemoryEstimate, StageMemory, estimate
+from moelab.memory import DispatchBuffer, MemoryConstants, MemoryEstimate, StageMemory, estimate, memory_constants
 from moelab.model import ParameterCounts, count_parameters, shape_for
 from moelab.model.hugging_face import HuggingFaceModel
 from moelab.published_differences import Difference, differences
@@ -92,12 +92,13 @@ class Plan:
         }
 
 
-def plan(experiment: Experiment, *, path: Path | None = None) -> Plan:
+def plan(experiment: Experiment, *, path: Path | None = None, constants: MemoryConstants = memory_constants) -> Plan:
     """Plan an experiment.
 
     Args:
         experiment: what a person wants to run.
         path: file that holds it as it is here, for the command; None if no file does.
+        constants: of the memory model, such as a measured load of the experts.
 
     Raises:
         BadInput: if its hardware profile does not exist.
@@ -109,7 +110,7 @@ def plan(experiment: Experiment, *, path: Path | None = None) -> Plan:
     """
     verdict = check(experiment)
     legal = verdict.layout if verdict.legal else None
-    memory = None if legal is None else estimate(experiment, legal, gpu_of(experiment.hardware))
+    memory = None if legal is None else estimate(experiment, legal, gpu_of(experiment.hardware), constants=constants)
     return Plan(
         experiment=experiment,
         verdict=verdict,

@@ -25,7 +25,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     arms = [
         {"precision": "bf16"},
         {"precision": "mxfp8"},
-        {"precision": "mxfp8", "quantize": "experts+linears", "wgrad": "bf16"},
+        {"precision": "mxfp8", "quantize": "experts+linears", "wgrad": "bf16", "trace_step": 4},
     ]
     return moelab_run(write_study(folder, arms, [0]), folder / "runs")
 

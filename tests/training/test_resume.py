@@ -16,6 +16,7 @@ from moelab.launch.torchrun import command
 from moelab.runs import directory
 from moelab.runs.collect import collect_run
 from moelab.runs.directory import STOP_VARIABLE, RunDir
+from moelab.runs.expert_load import expert_load
 from moelab.runs.table import merge_segments
 
 pytestmark = pytest.mark.training
@@ -52,6 +53,13 @@ def test_no_step_is_lost_and_none_is_counted_twice(stopped: RunDir) -> None:
     assert set(rows["segment"]) == {0, 1}
     last = int(rows[rows["segment"] == 0]["step"].max())
     assert (stopped.path / "launch" / "stopped.json").read_text().split() == ["{", '"step":', str(last), "}"]
+
+
+def test_the_load_of_the_experts_goes_on_too(stopped: RunDir, trained: Trained) -> None:
+    load, alone = expert_load(stopped), expert_load(trained.run("bf16_standard"))
+    assert load is not None
+    assert alone is not None
+    np.testing.assert_array_equal(load.tokens_SLE, alone.tokens_SLE)
 
 
 def test_losses_are_those_of_the_run_that_never_stopped(stopped: RunDir, trained: Trained) -> None:

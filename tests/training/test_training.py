@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
+import socket
 
 import numpy as np
 import pandas as pd
@@ -12,6 +14,7 @@ from training_support import SHARED, Interrupted, Trained, moelab_run, write_stu
 
 from moelab.runs import read_log, read_tensorboard
 from moelab.runs.collect import collect_run
+from moelab.runs.expert_load import expert_load
 from moelab.runs.status import State
 from moelab.runs.table import COLUMNS
 
@@ -97,6 +100,35 @@ def test_mxfp8_changes_loss_and_gradients_a_little(trained: Trained) -> None:
             # Later steps multiply what earlier ones round: only the first half says how much MXFP8 changes.
             early = difference[: len(difference) // 2]
             assert early.max() < most, f"{arm}: {column} differs by {early.max()}"
+
+
+def test_one_step_is_traced_on_a_processor_too(trained: Trained) -> None:
+    run = trained.run(LINEARS)
+    assert [file.name for file in (run.path / "traces").iterdir()] == ["rank0.json.gz"]
+    text = gzip.decompress((run.path / "traces" / "rank0.json.gz").read_bytes()).decode()
+    events = json.loads(text)["traceEvents"]
+    assert [one["name"] for one in events if one["name"].startswith("ProfilerStep")] == ["ProfilerStep#4"]
+    names = {one["name"] for one in events}
+    assert any("FSDP::all_gather" in name for name in names)
+    assert any("all_to_all" in name for name in names)
+    assert any(one["name"] == "aten::mm" and one["args"]["Input Dims"] for one in events)
+    places = (str(run.path), str(trained.folder), "site-packages", f'"{socket.gethostname()}"')
+    assert [place for place in places if place in text] == []
+    one = trained.collected(LINEARS)
+    assert [(trace["rank"], trace["step"]) for trace in one.traces] == [(0, 4)]
+    assert one.rows["step"][one.rows["tps"].isna()].tolist() == [3, 4, 5]
+    assert "moelab: step 4 of rank 0 was traced" in run.log.read_text()
+
+
+def test_the_load_of_every_expert_is_recorded(trained: Trained) -> None:
+    for arm in (BF16, MXFP8):
+        load = expert_load(trained.run(arm))
+        assert load is not None
+        assert load.steps.tolist() == list(range(1, SHARED["steps"] + 1))
+        assert (load.layers.tolist(), load.tokens_SLE.shape[2]) == ([1, 2, 3], 8)
+        tokens = 2 * SHARED["local_batch"] * SHARED["seq_len"]  # of two ranks, each to two experts
+        assert (load.tokens_SLE.sum(axis=2) == 2 * tokens).all()
+        assert (load.busiest_expert_SL > 1).all()
 
 
 def test_a_finished_study_is_left_alone(trained: Trained) -> None:

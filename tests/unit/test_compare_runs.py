@@ -18,6 +18,7 @@ from run_support import make_run
 from stand_in import step_line
 
 from moelab.analysis import Answer, arm_label
+from moelab.analysis.compare_runs import difference_curve
 from moelab.cli import main
 from moelab.data.example_logs import EXAMPLE_LOGS
 from moelab.errors import BadInput
@@ -165,6 +166,18 @@ def test_a_difference_is_of_the_steps_that_both_logged(tmp_path: Path) -> None:
     assert np.nanmax(np.abs(np.asarray(band.y) - 0.05)) < 1e-9
 
 
+def test_the_curve_of_two_runs_is_one_deviation_wide_over_the_steps_of_its_window(tmp_path: Path) -> None:
+    shifts = {step: 0.01 * (step % 3) for step in range(1, 11)}
+    first = log_of(tmp_path / "a.log", dict.fromkeys(shifts, 8.0))
+    found = compared(
+        first, log_of(tmp_path / "b.log", {step: 8 + by for step, by in shifts.items()}), final_fraction=0.5
+    )
+    last = difference_curve(*found.sides, found.differences[0]).iloc[-1]
+    window = np.array([shifts[step] for step in range(6, 11)])
+    mean, sd = window.mean(), window.std(ddof=1)
+    assert last[["low", "mean", "high"]].tolist() == pytest.approx([mean - sd, mean, mean + sd])
+
+
 def test_no_step_in_common(tmp_path: Path) -> None:
     found = compared(log_of(tmp_path / "a.log", {1: 8.0, 3: 7.0}), log_of(tmp_path / "b.log", {2: 8.0, 4: 7.0}))
     assert "no step with a loss in common" in found.as_text()
@@ -188,6 +201,8 @@ def test_common_seeds_are_judged_as_in_a_study(tmp_path: Path) -> None:
     assert far.verdict is not None
     assert near.verdict.interval == alone.verdicts[0].interval
     assert near.nats == pytest.approx(0.0035, abs=1e-6)
+    ends = difference_curve(found.sides[0], found.sides[1], near).iloc[-1][["low", "high"]].tolist()
+    assert ends == pytest.approx([near.verdict.interval.low, near.verdict.interval.high], abs=1e-9)
     assert same.nats == 0.0
     assert far.verdict.answer is Answer.DIFFERENT
     assert [side["tps"]["median"] for side in found.to_json()["sides"]] == [1000, 500, 1000, 500]

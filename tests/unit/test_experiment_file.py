@@ -498,6 +498,9 @@ OTHER_VALUES: dict[str, Any] = {
     "dataset": ("c4", "dataset-c4"),
     "hardware": ("h100_of_mine", "hardware-h100-of-mine"),
     "capture_step": (12, "capture-step-12"),
+    "trace_step": (12, "trace-step-12"),
+    "trace_ranks": ([0, 1], "trace-ranks--0--1-"),
+    "memory_snapshot": (True, "memory-snapshot-True"),
 }
 """Another value of each field than its default, and what it adds to an arm's name that has no place for it."""
 

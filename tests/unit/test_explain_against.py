@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from figure_support import title
 
 from moelab import data
 from moelab.cli import main
 from moelab.errors import BadInput
 from moelab.experiment import Experiment
 from moelab.experiment_file import write_experiment
-from moelab.explain.against import MEANINGS, compare, fit, measured_parts_ms
+from moelab.explain.against import MEANINGS, compare, fit, gemm_rates, measured_parts_ms, packaged_steps
 from moelab.explain.explanation import Explanation, explain
 from moelab.projection.calibration import CALIBRATION, Calibration, read_calibration, with_values, write_calibration
 from moelab.projection.job import CATEGORIES
 from moelab.projection.project import project
-from moelab.viz.explain import beside_predicted, step_bars, timeline
+from moelab.viz.explain import (
+    MOST_BARS,
+    beside_predicted,
+    communication_bars,
+    idle_bars,
+    rate_bars,
+    step_bars,
+    timeline,
+)
 
 MEASURED = Path(data.__path__[0]) / "measured"
 
@@ -241,6 +251,58 @@ def test_the_timeline_of_a_layer_has_its_kernels_in_lanes(traces: dict[str, Expl
     assert lanes["FSDP collectives"] == "FSDP"
     assert lanes["host waits"] == "host"
     experts = next(trace for trace in figure.data if trace.name == "expert GEMMs")
-    assert np.nansum(experts.x[1::3]) - np.nansum(experts.x[::3]) == pytest.approx(3 * 2.68, rel=0.02)
+    assert sum(experts.x) == pytest.approx(3 * 2.68, rel=0.02)
     with pytest.raises(BadInput, match="layers: 0, 1, 2, 3, 4"):
         timeline(traces["two_h200_full_standard"], layer=7)
+
+
+def test_a_long_timeline_is_bounded_and_says_so(traces: dict[str, Explanation]) -> None:
+    step = traces["two_h200_full_standard"]
+    figure = timeline(step)
+    assert max(len(trace.x) for trace in figure.data) == MOST_BARS
+    host = step.host_timeline
+    launches = host[(host["waits"] == 0) & (host["end"] >= 0) & (host["start"] <= step.span_ms)]
+    took = np.sort(launches["end"] - launches["start"])
+    counts = [len(took), *np.bincount(step.timeline["part"])]
+    assert f"The {sum(max(0, count - MOST_BARS) for count in counts):,} shortest" in title(figure)
+    drawn = next(trace.x for trace in figure.data if trace.name == "host launches")
+    assert np.sort(drawn) == pytest.approx(took[-MOST_BARS:], abs=1e-4)
+    assert f"{step.span_ms:.1f} ms, {step.compute_ms:.1f} of compute" in title(figure)
+
+
+def test_hidden_and_shown_communication_add_up(traces: dict[str, Explanation]) -> None:
+    shown, hidden, waiting = communication_bars(traces).data
+    groups = [one for step in traces.values() for one in step.communication]
+    assert [a + b for a, b in zip(shown.x, hidden.x, strict=True)] == pytest.approx([one.ms for one in groups])
+    assert list(waiting.x) == [one.waiting_ms for one in groups]
+
+
+def test_bars_of_idle_time_add_up_to_it(traces: dict[str, Explanation]) -> None:
+    figure = idle_bars(traces, replayed=True)
+    assert [sum(bars.x) for bars in figure.data] == pytest.approx([step.idle_ms for step in traces.values()])
+    assert "replayed" in title(figure)
+    assert "DataLoader" in title(figure)
+
+
+def test_rates_are_the_models_work_over_the_kernels_time(traces: dict[str, Explanation]) -> None:
+    """Three products of 65,536 rows by 2048 × 7168 in each of five layers, and twice as many backward."""
+    steps = packaged_steps()
+    assert [ran for _, ran in steps.values()] == list(TRACED.values())
+    rates = {name: gemm_rates(found, ran) for name, (found, ran) in steps.items()}
+    forward, backward = 15 * 2 * 65_536 * 2048 * 7168, 30 * 2 * 65_536 * 2048 * 7168
+    for (found, _), row in zip(steps.values(), rates.values(), strict=True):
+        experts = found.kernels_ms["expert GEMMs"]
+        assert (row[0].part, row[0].phase) == ("expert GEMMs", "forward")
+        assert row[0].tflops == pytest.approx(forward / experts["forward"] / 1e9)
+        assert row[1].tflops == pytest.approx(backward / experts["backward"] / 1e9)
+    figure = rate_bars(rates, "NVIDIA H200")
+    assert {note.text for note in figure.layout.annotations} == {"BF16 peak", "FP8 peak"}
+    found, ran = next(iter(steps.values()))
+    assert gemm_rates(found, ran.model_copy(update={"pp": 2})) == []
+
+
+def test_a_step_without_communication_and_gaps_is_drawn(traces: dict[str, Explanation]) -> None:
+    step = next(iter(traces.values()))
+    alone = {"alone": replace(step, communication=(), gaps=(), busy_ms=step.span_ms)}
+    assert "No communication" in title(communication_bars(alone))
+    assert "idle for 0.0%" in title(idle_bars(alone))

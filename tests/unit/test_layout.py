@@ -127,6 +127,7 @@ BROKEN = {
     "vocabulary holds the tokenizer": {"dataset": "c4", "shape": {"vocab_size": 2048}},
     "GPU has FP8": {"precision": "fp8", "hardware": "cpu"},
     "GPU has MXFP8": {"precision": "mxfp8", "mxfp8_kernels": "native", "hardware": "h100_node"},
+    "memory snapshots are CUDA's": {"memory_snapshot": True, "trace_step": 9, "hardware": "cpu"},
     "dispatcher needs CUDA": {"ep_backend": "hybridep", "hardware": "cpu"},
 }
 

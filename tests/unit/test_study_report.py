@@ -16,6 +16,7 @@ import pytest
 from run_support import make_run
 from secret_shapes import SHAPES
 
+from moelab import data
 from moelab.analysis import Answer
 from moelab.cli import main
 from moelab.errors import BadInput
@@ -24,7 +25,7 @@ from moelab.experiment_file import Study
 from moelab.runs.directory import RunDir, find
 from moelab.runs.files import write_json
 from moelab.runs.status import State
-from moelab.study_report import NothingToJudge, judge_study, provenance, write_study_report
+from moelab.study_report import NothingToJudge, judge_study, provenance, report_figures, write_study_report
 
 STEPS = 20
 
@@ -285,6 +286,24 @@ def test_a_report_is_the_same_after_the_runs_moved(study: Path, tmp_path: Path) 
     before = told(study)
     shutil.move(study.parent, tmp_path / "elsewhere")
     assert told(tmp_path / "elsewhere" / "s") == before
+
+
+def test_the_parts_of_a_traced_step_are_shown(study: Path) -> None:
+    before = len(report_figures(judge_study(study)))
+    traced, damaged = (next(run for run in find(study) if run.arm.startswith(arm)) for arm in ("bf16", "mxfp8"))
+    for run in (traced, damaged):
+        (run.path / "traces").mkdir()
+    packaged = Path(data.__path__[0]) / "measured" / "trace_two_h200_full_standard.json.gz"
+    shutil.copy(packaged, traced.path / "traces" / "rank0.json.gz")
+    (damaged.path / "traces" / "rank0.json").write_text("no trace")
+    judged = judge_study(study)
+    bars = report_figures(judged)[before].figure
+    assert [sum(bar.x[0] for bar in bars.data)] == pytest.approx([707.7], abs=0.5)
+    assert len(bars.data[0].y) == 1
+    (note,) = [note for note in judged.notes if "rank0.json" in note]
+    assert "rank0.json is no Kineto trace" in note
+    assert str(study) not in note
+    assert "What a traced step is made of." in report_of(study)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from moelab.projection.calibration import CALIBRATION
 from moelab.projection.measured import ALL_TO_ALL, GROUPED_GEMM, Measurement, constants_of_node, load_measured
 from moelab.projection.megatron import Change
 from moelab.projection.project import Cost, project
-from moelab.projection.published import TwoByTwo, projected_two_by_two
+from moelab.projection.published import projected_two_by_two
 from moelab.projection.uncertainty import Estimate
 from moelab.projection.validation import goals, validation_table
 from moelab.sweep import by_gpus, by_network, cluster_like, on
@@ -240,6 +240,9 @@ def test_the_goals_figure_draws_every_row_once_and_misses_as_misses() -> None:
     assert ("predicted, goal missed" in drawn) is (met < len(found))
     bands = [shape.x1 for shape in figure.layout.shapes]
     assert bands == [goal.limit if "points" in goal.name else pytest.approx(100 * goal.limit) for goal in found]
+    for trace in figure.data:
+        outside = [abs(x) > bands[y] for x, y in zip(trace.x, trace.y, strict=True) if y < len(bands)]
+        assert set(outside) <= {"predicted": {False}, "predicted, goal missed": {True}}.get(trace.name, {True, False})
     lines = goal_lines(found)
     assert [line.startswith("met") for line in lines] == [goal.met for goal in found]
     assert all(f"of {goal.predicted} predictions" in line for line, goal in zip(lines, found, strict=True))
@@ -279,15 +282,12 @@ def test_gains_and_what_is_left_of_their_product() -> None:
     found = projected_two_by_two(draws=10)
     figure = gains_and_interaction([found])
     gains, left = figure.data
-    assert list(gains.x) == pytest.approx([100 * (found.gains[arm].value - 1) for arm in _in_figure(found)])
+    arms = ("mxfp8_standard", "bf16_deepep", "mxfp8_deepep")
+    assert list(gains.x) == pytest.approx([100 * (found.gains[arm].value - 1) for arm in arms])
     assert left.x[0] == pytest.approx(100 * found.interaction.value)
     none = found.interaction.low <= 0 <= found.interaction.high
     assert ("no interaction is shown" in title(figure)) is none
     assert "the published rows identify neither" in title(figure)
-
-
-def _in_figure(found: TwoByTwo) -> list[str]:
-    return ["mxfp8_standard", "bf16_deepep", "mxfp8_deepep"]
 
 
 # The explorer

@@ -405,6 +405,11 @@ def test_two_by_two_draws_bars_quartiles_passes_and_goals() -> None:
     assert "measured elsewhere, replayed" in title(figure)
     drawn = [trace for trace in figure.data if trace.type == "bar" and trace.x[0] is not None]
     assert [list(bar.x) for bar in drawn] == [[result.ratio for result in results[:2]]] * 2
+    stock_tps = results[0].tps
+    for bar in drawn:
+        for result, below, above in zip(results[:2], bar.error_x.arrayminus, bar.error_x.array, strict=True):
+            assert below == pytest.approx((result.tps - result.low) / stock_tps)
+            assert above == pytest.approx((result.high - result.tps) / stock_tps)
     points = [trace for trace in figure.data if trace.type == "scatter"]
     assert [len(trace.x) for trace in points] == [4, 4]
     goals = sorted({shape.x0 for shape in figure.layout.shapes})

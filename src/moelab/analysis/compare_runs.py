@@ -25,6 +25,7 @@ from typing import Any
 import pandas as pd
 
 from moelab.analysis.convergence import ArmSeed, FinalLosses, compare_convergence, compare_held_out, first_final_step
+from moelab.analysis.curves import arm_curves, mean_and_interval
 from moelab.analysis.side import Side
 from moelab.analysis.verdict import Verdict
 from moelab.experiment import Experiment
@@ -170,6 +171,28 @@ def difference(reference: Side, side: Side, *, final_fraction: float = 0.1, **op
         verdict=verdict,
         unfinished="; ".join(one.unfinished for one in (reference, side) if one.unfinished),
     )
+
+
+def difference_curve(reference: Side, side: Side, one: Difference) -> pd.DataFrame:
+    """Difference over the steps that both logged, averaged over a trailing window as long as the final difference's.
+
+    Args:
+        reference: what the other is held against.
+        side: the other.
+        one: their difference.
+
+    Returns:
+        Steps by ``mean``, ``low`` and ``high`` (nats): the t interval over common seeds, or one standard deviation over
+        the window's steps, which is no interval.
+    """
+    first, other = (arm_curves(each.table, "loss")[each.label].loc[list(one.steps)] for each in (reference, side))
+    window = max(1, sum(step >= one.first_step for step in one.steps))
+    if one.verdict is not None and one.paired:
+        seeds = list(one.verdict.seeds)
+        return mean_and_interval((other[seeds] - first[seeds]).rolling(window).mean(), level=one.verdict.interval.level)
+    rolling = (other.mean(axis=1) - first.mean(axis=1)).rolling(window)
+    mean, spread = rolling.mean(), rolling.std(ddof=1)
+    return pd.DataFrame({"mean": mean, "low": mean - spread, "high": mean + spread})
 
 
 def differing_values(sides: Sequence[Side]) -> dict[str, list[str | None]]:

@@ -65,6 +65,12 @@ def mean_and_interval(curves: pd.DataFrame, *, level: float) -> pd.DataFrame:
     return pd.DataFrame({"mean": mean, "low": mean - reach, "high": mean + reach})
 
 
+def mean_and_sd(curves: pd.DataFrame) -> pd.DataFrame:
+    """Mean over seeds at each step, and one standard deviation over seeds to either side, in the same columns."""
+    mean, sd = curves.mean(axis=1), curves.std(axis=1, ddof=1)
+    return pd.DataFrame({"mean": mean, "low": mean - sd, "high": mean + sd})
+
+
 def thinned(curves: pd.DataFrame) -> pd.DataFrame:
     """Every nth row and the last: at most ``POINTS_DRAWN`` and one."""
     every = thinning(len(curves))

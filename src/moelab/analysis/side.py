@@ -105,7 +105,9 @@ class Side:
         """Seconds from one logged step to the next, divided by the steps between them, ``(steps,)``."""
         rows = merge_segments(self.table)
         between = rows.groupby(["run", "segment"])[["step", "time"]].diff()
-        seconds = (between["time"] / between["step"])[rows["step"] > self.warmup_steps].dropna()
+        traced = [(run.run, step) for run in self.runs for step in run.slowed_steps]
+        is_slowed = pd.MultiIndex.from_frame(rows[["run", "step"]]).isin(traced) if traced else False
+        seconds = (between["time"] / between["step"])[(rows["step"] > self.warmup_steps) & ~is_slowed].dropna()
         return seconds[seconds > 0].to_numpy(dtype=float)
 
     @property

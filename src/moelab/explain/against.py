@@ -10,21 +10,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
 from typing import Any
 
 from scipy.optimize import brentq
 
+from moelab.data import read_yaml
 from moelab.errors import BadInput
 from moelab.experiment import EPBackend, Experiment, Precision
-from moelab.explain.explanation import Explanation
+from moelab.experiment_file import parse
+from moelab.explain.explanation import Explanation, explain
 from moelab.hardware import cluster_of, known_gpu
 from moelab.layout import check
+from moelab.model import gemms, shape_for
 from moelab.projection.calibration import CALIBRATION, Calibration, with_values
 from moelab.projection.gemm import is_blackwell
 from moelab.projection.job import CATEGORIES, INDEX, PASS_INDEX, Job, job_of
-from moelab.projection.project import Projection, project
+from moelab.projection.project import Projection, aligned, project
 from moelab.projection.step import stage_times, step_time
-from moelab.search import aligned
 
 MEANINGS = {
     "expert GEMMs": (
@@ -110,9 +114,20 @@ class Comparison:
     longest_gap: str
 
     @property
+    def sums_ms(self) -> tuple[float, float]:
+        """Of the measured parts, and of the predicted ones."""
+        return sum(row.measured_ms for row in self.rows), sum(row.predicted_ms for row in self.rows)
+
+    @property
+    def error(self) -> float:
+        """Of the predicted step, as a part of the measured one."""
+        measured, predicted = self.sums_ms
+        return predicted / measured - 1
+
+    @property
     def sentence(self) -> str:
         """The largest disagreement, what it usually means and what to do."""
-        measured, predicted = (sum(getattr(row, name) for row in self.rows) for name in ("measured_ms", "predicted_ms"))
+        measured, predicted = self.sums_ms
         worst = self.rows[0]
         beyond, do, below = MEANINGS.get(
             worst.part, ("the projection has no such part", "see notes", "not in this step")
@@ -122,7 +137,7 @@ class Comparison:
         if more and worst.part == "host and waiting":
             words += f"; longest here: {self.longest_gap}"
         return (
-            f"measured {measured:.1f} ms, predicted {predicted:.1f} ms ({predicted / measured - 1:+.1%}); most in "
+            f"measured {measured:.1f} ms, predicted {predicted:.1f} ms ({self.error:+.1%}); most in "
             f"{worst.part}: {worst.measured_ms:.1f} ms, {abs(worst.difference_ms):.1f} ms "
             f"{'more' if more else 'less'} than predicted: {words}"
         )
@@ -197,6 +212,60 @@ def compare(explanation: Explanation, experiment: Experiment, calibration: Calib
         left_out_ms=explanation.edge_ms,
         longest_gap=f"{gap.cause}, {gap.where}, {gap.idle_ms:.1f} ms" if gap else "none",
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GemmRate:
+    """What products of one part reach in one pass of a step."""
+
+    part: str
+    phase: str
+    ms: float
+    tflops: float
+
+
+def gemm_rates(explanation: Explanation, experiment: Experiment) -> list[GemmRate]:
+    """FLOP/s of a traced step's products by part and pass: the model's work, with balanced routing, over their time.
+
+    The operands' shapes need not be recorded. Recomputation, of which checkpointing decides what it repeats, is left
+    out; of a pipeline, whose ranks have different work, nothing is known.
+
+    Args:
+        explanation: of a trace on GPUs.
+        experiment: what ran.
+    """
+    if experiment.pp > 1:
+        return []
+    tokens = experiment.local_batch * experiment.seq_len // experiment.cp * max(1, len(explanation.steps))
+    work = gemms(shape_for(experiment), tokens, tp=experiment.tp, ep=experiment.ep)
+    rates = []
+    for part in ("expert GEMMs", "other GEMMs"):
+        for phase in ("forward", "backward"):
+            ms = explanation.kernels_ms.get(part, {}).get(phase, 0.0)
+            flops = sum(
+                one.flops
+                for one in work
+                if (one.part == "routed experts") == (part == "expert GEMMs")
+                and (one.direction == "forward") == (phase == "forward")
+            )
+            if ms:
+                rates.append(GemmRate(part=part, phase=phase, ms=ms, tflops=flops / ms / 1e9))
+    return rates
+
+
+def packaged_steps() -> dict[str, tuple[Explanation, Experiment]]:
+    """The traced steps that come with the package, explained, and what ran; by the name that a figure shows."""
+    shared = {"model": "671B", "compile": "model+loss", "routing": "random_balanced", "hardware": "h200_node"}
+    sizes = {"seq_len": 4096, "local_batch": 2, "microbatch": 2}
+    shape = {"n_layers": 5, "n_dense_layers": 0, "expert_groups": 1, "limited_groups": 1}
+    folder = Path(str(resources.files("moelab") / "data" / "measured"))
+    return {
+        row["step"]: (
+            explain([folder / row["trace"]]),
+            parse(Experiment, {**shared, **sizes, "shape": {**shape, **row["shape"]}, **row["experiment"]}),
+        )
+        for row in read_yaml("traced_steps.yaml")
+    }
 
 
 def fit(explanation: Explanation, experiment: Experiment) -> dict[str, float]:

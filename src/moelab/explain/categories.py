@@ -90,7 +90,7 @@ _GEMM = _words(
     r"::mm$|addmm|matmul|epilogue::|linear_kernel|wgrad_kernel|sm\d{2,3}_(?:fp8|bf16)_|tinygemm|hipblas|rocblas|conv\d?d|wvSplitK",
 )
 _OPTIMIZER = _words(
-    r"adam(?!ard)|sgd|lamb(?!da)|muon|newton_?schulz|FusedOptimizer|LpNorm|lpnorm|l2norm|_foreach_norm|clip_grad|multi_tensor_scale",
+    r"adam(?!ard)|sgd|lamb(?!d)|muon|newton_?schulz|FusedOptimizer|LpNorm|lpnorm|l2norm|_foreach_norm|clip_grad|multi_tensor_scale",
     r"DistAdam|multi_tensor_unscale|amp_non_finite|ema_update",
 )
 _QUANTISATION = _words(

@@ -38,7 +38,7 @@ from moelab.explain.categories import (
 from moelab.explain.host import COMPILED_BACKWARD, COMPILED_FORWARD, Host
 from moelab.explain.trace import Collective, Rows, Trace, read_trace, trace_files
 from moelab.hardware import Gpu, known_gpu
-from moelab.search import aligned
+from moelab.projection.project import aligned
 
 Floats = npt.NDArray[np.float64]
 Places = npt.NDArray[np.intp]
@@ -602,11 +602,12 @@ def _communication(
         waiting_us = _waiting_us(one, places)
         if seen:
             waiting_us = sum(seen.get(one.key_of[place], 0.0) for place in places.tolist())
+        us = length_us(start[places], end[places])
         yield Communication(
             group=group,
-            ms=length_us(start[places], end[places]) / 1e3,
+            ms=us / 1e3,
             exposed_ms=(length_us(start[with_compute], end[with_compute]) - one.compute_us) / 1e3,
-            waiting_ms=None if waiting_us is None else waiting_us / 1e3,
+            waiting_ms=None if waiting_us is None else min(waiting_us, us) / 1e3,  # waits may overlap
             from_ranks=bool(seen),
         )
 

@@ -572,6 +572,17 @@ def _cuda(facts: Facts) -> str | None:
     return f"it needs CUDA{versions}, and {facts.gpu_in_words}{emulated}"
 
 
+@_rule("memory snapshots are CUDA's", "memory_snapshot", offers_choices=False)
+def _snapshot(facts: Facts) -> str | None:
+    if not facts.experiment.memory_snapshot:
+        return None
+    if not facts.experiment.trace_step:
+        return "it is of the traced step, and trace_step is 0; give trace_step a step of this run"
+    if facts.capability != 0:
+        return None
+    return f"it is of CUDA's allocator, and {facts.gpu_in_words}; trace_step alone works on a processor too"
+
+
 RULES: tuple[Rule, ...] = (
     *map(_axis_rule, AXES),
     _dp_shard,
@@ -607,6 +618,7 @@ RULES: tuple[Rule, ...] = (
     _fp8_gpu,
     _mxfp8_gpu,
     _cuda,
+    _snapshot,
 )
 """All rules in the order in which they are told."""
 

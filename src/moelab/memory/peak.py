@@ -81,7 +81,7 @@ class MemoryConstants:
 
     Attributes:
         routing_imbalance: received rows of the busiest rank over all layers, relative to perfect balance, where the
-            router decides.
+            router decides; a run's own, if it was measured (:func:`moelab.runs.expert_load.measured_constants`).
         busiest_layer: the same of its busiest layer.
         fragmentation: reserved memory relative to what the pools of the allocator are known to need.
         context_gib: CUDA context, kernels and libraries, outside PyTorch's allocator, GiB.

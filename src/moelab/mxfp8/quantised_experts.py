@@ -128,9 +128,9 @@ def quantised_experts(parent: type, precision: Precision8 = "mxfp8") -> Any:
             Returns:
                 BF16 ``(R, D)``.
             """
-            weights = (local(weight).bfloat16() for weight in (self.w1_EFD, self.w3_EFD, self.w2_EDF))
+            w1_eFD, w3_eFD, w2_eDF = (local(weight).bfloat16() for weight in (self.w1_EFD, self.w3_EFD, self.w2_EDF))
             ends_e = torch.cumsum(num_tokens_per_expert_e, dim=0, dtype=torch.int32)
-            return expert_rows(rows, *weights, ends_e, scores_R, self._arithmetic)
+            return expert_rows(rows, w1_eFD, w3_eFD, w2_eDF, ends_e, scores_R, self._arithmetic)
 
     QuantisedExperts.__name__ = QuantisedExperts.__qualname__ = f"{precision.upper()}{parent.__name__}"
     return QuantisedExperts
@@ -328,7 +328,8 @@ class _NativeMXFP8(_EmulatedMXFP8):
 
     @classmethod
     def swiglu(cls, gate_up_RH: Tensor, scores_R: Tensor | None, ends_e: Tensor) -> Any:
-        return cls.arrived(*quantised_swiglu(gate_up_RH, scores_R, "mxfp8"), ends_e)
+        data, scales = quantised_swiglu(gate_up_RH, scores_R, "mxfp8")
+        return cls.arrived(data, scales, ends_e)
 
     @classmethod
     def swiglu_backward(
@@ -381,7 +382,8 @@ class _FP8(_EmulatedMXFP8):
 
     @classmethod
     def swiglu(cls, gate_up_RH: Tensor, scores_R: Tensor | None, ends_e: Tensor) -> Any:
-        return cls.arrived(*quantised_swiglu(gate_up_RH, scores_R, "fp8"), ends_e)
+        data, scales = quantised_swiglu(gate_up_RH, scores_R, "fp8")
+        return cls.arrived(data, scales, ends_e)
 
     @classmethod
     def swiglu_backward(

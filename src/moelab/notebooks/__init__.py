@@ -4,6 +4,7 @@ from moelab.notebooks.batch import NotebookFailed, complete, execute, parameter_
 from moelab.notebooks.parameters import (
     ConvergenceParameters,
     DispatchParameters,
+    ExplainParameters,
     GroupedGemmParameters,
     LaunchParameters,
     PlanParameters,
@@ -19,6 +20,7 @@ from moelab.notebooks.parameters import (
 __all__ = [
     "ConvergenceParameters",
     "DispatchParameters",
+    "ExplainParameters",
     "GroupedGemmParameters",
     "LaunchParameters",
     "NotebookFailed",

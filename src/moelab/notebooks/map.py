@@ -59,6 +59,12 @@ ENTRIES = (
         "a CPU, or a Slurm login node",
     ),
     Entry("10_report_study", "What do these runs say, and how do I hand that to someone else?", "1", "a CPU"),
+    Entry(
+        "11_explain_step",
+        "Where did my step's time go, and why is it not what was predicted?",
+        "1",
+        "a CPU replays H200s; a trace of your own from anywhere",
+    ),
 )
 
 

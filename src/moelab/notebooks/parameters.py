@@ -19,10 +19,11 @@ from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from moelab.data.example_logs import EXAMPLE_LOGS
 from moelab.experiment import Experiment
-from moelab.experiment_file import Study, make_study, parse, read_hardware
+from moelab.experiment_file import Study, make_study, parse, read_experiment, read_hardware
 from moelab.machine import gpus
 from moelab.model import shape_of
 from moelab.projection import ExpertPlacement, RoutingModel, routing_of
+from moelab.runs.directory import EXPERIMENT_FILE, TRACES_FOLDER, find
 from moelab.sweep import on
 
 INJECTED = "# Parameters\n"
@@ -313,8 +314,8 @@ class ProjectParameters(NotebookParameters):
 
 
 @_takes(
-    "study runs_dir runs submit cluster wait model precision ep_backend nodes ranks tp pp ep steps warmup_steps lr "
-    "seq_len local_batch activation_checkpoint compile routing dataset hardware",
+    "study runs_dir runs submit cluster wait model precision ep_backend nodes ranks tp pp ep steps trace_step "
+    "warmup_steps lr seq_len local_batch activation_checkpoint compile routing dataset hardware",
     runs=Annotated[str, Field(description="existing folder of a run or study to watch; empty: this notebook's study")],
     wait=Annotated[bool, Field(description="show progress until the runs have ended before the figures are drawn")],
 )
@@ -347,6 +348,48 @@ class ReportParameters(NotebookParameters):
         """What the report is about."""
         given = [Path(path.strip()) for path in self.paths.split(";") if path.strip()]
         return tuple(given) or EXAMPLE_LOGS
+
+
+@_takes(
+    "trace against rank profiler_step layer phase record study runs_dir model ranks trace_step seq_len local_batch "
+    "compile hardware",
+    trace=Annotated[str, Field(description="a trace, a folder of traces, or a run; empty: the packaged steps")],
+    against=Annotated[str, Field(description="YAML of what ran; empty: the run's own record")],
+    rank=Annotated[int, Field(ge=-1, description="-1: the lowest that was traced")],
+    profiler_step=Annotated[int, Field(ge=-1, description="-1: all steps of the trace together")],
+    layer=Annotated[int, Field(ge=-1, description="-1: the whole step")],
+    phase=Literal["forward", "recompute", "backward"],
+    record=Annotated[bool, Field(description="train here, and trace the last step")],
+    trace_step=Annotated[int, Field(ge=2, le=1000)],
+)
+class ExplainParameters(NotebookParameters):
+    """Parameters of ``11_explain_step``."""
+
+    def to_study(self) -> Study:
+        """One BF16 run whose last step is traced."""
+        shared = self.of_experiment | {"ep": self.ranks, "steps": self.trace_step, "warmup_steps": 1}
+        return make_study(self.study, shared, [{"precision": "bf16"}], [0])
+
+    def to_paths(self) -> list[Path]:
+        """Of your own traces: the given one, or what the run that is trained here left so far."""
+        if self.trace or not self.record:
+            return [Path(self.trace)] if self.trace else []
+        traced = [run.path for run in find(Path(self.runs_dir, self.study)) if (run.path / TRACES_FOLDER).is_dir()]
+        return traced[-1:]
+
+    def to_choice(self) -> dict[str, int | None]:
+        """Which rank and step of them is shown, as :func:`moelab.explain.explanation.explain` takes it."""
+        return {
+            "rank": None if self.rank < 0 else self.rank,
+            "step": None if self.profiler_step < 0 else self.profiler_step,
+        }
+
+    def to_experiment(self) -> Experiment | None:
+        """What ran, if it is known."""
+        if self.against:
+            return read_experiment(Path(self.against))
+        records = [path / EXPERIMENT_FILE for path in self.to_paths()]
+        return next((read_experiment(record) for record in records if record.is_file()), None)
 
 
 def validated(schema: type[Parameters], namespace: Mapping[str, Any]) -> Parameters:

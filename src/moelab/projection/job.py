@@ -23,7 +23,7 @@ from moelab.hardware import Node
 from moelab.layout import Layout
 from moelab.layout.schedule import split_layers
 from moelab.memory.activations import Work, keeps_arrived
-from moelab.memory.peak import emulates, memory_constants, work_of
+from moelab.memory.peak import MemoryConstants, emulates, memory_constants, work_of
 from moelab.memory.sharding import Degrees, StageModules, degrees_of, stage_modules
 from moelab.model import ModelShape, shape_for
 from moelab.projection.routing import ExpertPlacement, RoutingModel, expected_destinations
@@ -231,7 +231,13 @@ class Job:
 
 
 def job_of(
-    experiment: Experiment, layout: Layout, node: Node, *, shape: ModelShape | None = None, stack: Stack | None = None
+    experiment: Experiment,
+    layout: Layout,
+    node: Node,
+    *,
+    shape: ModelShape | None = None,
+    stack: Stack | None = None,
+    constants: MemoryConstants = memory_constants,
 ) -> Job:
     """A job of an experiment whose layout is legal."""
     shape = shape or shape_for(experiment)
@@ -244,7 +250,7 @@ def job_of(
             nvlink_gpus=None,
         ),
         stack=stack or titan(experiment),
-        work=work_of(experiment, layout, node.gpu, memory_constants),
+        work=work_of(experiment, layout, node.gpu, constants),
         seq_len=experiment.seq_len,
         microbatches=layout.microbatches,
         schedule=experiment.pp_schedule,

@@ -17,7 +17,7 @@ from moelab.experiment import Experiment, Precision
 from moelab.hardware import PROFILES, Cluster, Figure, cluster_of, gpu_of
 from moelab.layout import check
 from moelab.layout.mesh import divisors, nvlink_ranks
-from moelab.memory import estimate
+from moelab.memory import MemoryConstants, estimate, memory_constants
 from moelab.model import ModelShape, flops_per_token, shape_for
 from moelab.projection.calibration import CALIBRATION, Calibration
 from moelab.projection.job import Job, Stack, job_of
@@ -105,6 +105,7 @@ def project(
     calibration: Calibration = CALIBRATION,
     stack: Stack | None = None,
     shape: ModelShape | None = None,
+    constants: MemoryConstants = memory_constants,
 ) -> Projection:
     """Predict the step of an experiment.
 
@@ -114,6 +115,7 @@ def project(
         calibration: constants of the model.
         stack: other software than TorchTitan 0.3.0 with moelab's dispatchers.
         shape: another model than the experiment's, such as a thin one; whether it fits is then not asked.
+        constants: of memory and of how uneven the router is, such as a measured load of the experts.
 
     Raises:
         Refused: if the layout is illegal or does not fit, with every reason.
@@ -139,13 +141,13 @@ def project(
         )
     node = cluster.node
     if shape is None:
-        memory = estimate(experiment, verdict.layout, node.gpu)
+        memory = estimate(experiment, verdict.layout, node.gpu, constants=constants)
         if not memory.fits:
             raise Refused(
                 f"does not fit: {memory.worst_gib:.1f} GiB of {memory.capacity_gib:.1f} GiB on pipeline rank "
                 f"{memory.worst.rank}; {memory.dominant}"
             )
-    job = job_of(experiment, verdict.layout, node, shape=shape, stack=stack)
+    job = job_of(experiment, verdict.layout, node, shape=shape, stack=stack, constants=constants)
     shape = shape or shape_for(experiment)
     return Projection(
         experiment=experiment,

@@ -17,7 +17,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -32,6 +32,7 @@ from moelab.experiment import EPBackend, Experiment, Precision
 from moelab.privacy import each_text, without_secrets
 from moelab.runs import directory
 from moelab.runs.directory import RunDir
+from moelab.runs.expert_load import ExpertLoad, expert_load
 from moelab.runs.failure import cause, rank_folders, tail
 from moelab.runs.files import finite_or_none, write_json, write_whole
 from moelab.runs.log import read_log, read_runs
@@ -84,6 +85,7 @@ class Collected(SideFiles):
         diverged: which loss was not finite, None where none was or a restart got over it.
         experiment: what it was asked to do; None from elsewhere.
         grad_norm_not_finite: NaN or Inf by the step that reported it as its gradient norm.
+        load: of its experts; None if it was not recorded.
         read: what its log and events were read as; None from elsewhere.
         sources: digests of the log and the events by their path, as they were when they were read; empty if one of
             them could not be.
@@ -101,6 +103,7 @@ class Collected(SideFiles):
     diverged: str | None = None
     experiment: Experiment | None = None
     grad_norm_not_finite: Mapping[int, float] = field(default_factory=dict)
+    load: ExpertLoad | None = None
     read: MetricsRead | None = None
     sources: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
@@ -119,6 +122,11 @@ class Collected(SideFiles):
     def validation_loss(self) -> float:
         """Held-out loss at the last validated step, in nats per token; NaN without one."""
         return float(self.validation["loss"].iloc[-1]) if len(self.validation) else math.nan
+
+    @property
+    def slowed_steps(self) -> range:
+        """Steps whose time a trace lengthened."""
+        return _slowed_steps(self.experiment) if self.experiment else range(0)
 
     @property
     def emulates_mxfp8(self) -> bool:
@@ -185,6 +193,8 @@ class Collected(SideFiles):
             "notes": list(self.notes),
             "segments": self.segments,
             **self.grad_norm_json,
+            "traces": list(self.traces),
+            "expert_load": self.load.to_json() if self.load else None,
         }
         head = each_text(without_secrets, head)
         rows = self.rows if head["run"] == self.run else self.rows.assign(run=head["run"])
@@ -212,24 +222,30 @@ def collect_run(run: RunDir, *, save: bool = False) -> Collected:
     if read is None:
         read, unread = _read_log_and_events(run, status)
     side = read_side_files(run, experiment, started=bool(len(read.rows)))
+    load, damaged = None, [*unread, *side.damaged]
+    try:
+        load = expert_load(run)
+    except BadInput as error:
+        damaged.append(str(error))
     diverged = read.reason
     if status.state in (State.FAILED, State.CANCELLED) and _FOR_ITS_LOSS.search(status.reason or ""):
         diverged = diverged or status.reason
     if read.reason and not (status.state is State.FAILED and status.reason):
         status = replace(status, state=State.FAILED, reason=read.reason)
     collected = Collected(
-        **{**vars(side), "damaged": (*unread, *side.damaged)},
+        **{**vars(side), "damaged": tuple(damaged)},
         run=run.name,
         arm=experiment.arm,
         seed=experiment.seed,
         status=status,
         segments=read.segments,
-        rows=rows_of_run(read.rows, run.name, experiment.arm, experiment.seed),
+        rows=rows_of_run(_without_traced_speed(read.rows, experiment), run.name, experiment.arm, experiment.seed),
         validation=read.validation,
         steps_planned=experiment.steps,
         diverged=diverged,
         experiment=experiment,
-        notes=read.notes,
+        load=load,
+        notes=(*read.notes, *_traced_notes(experiment, status, side.traces)),
         grad_norm_not_finite=read.grad_norm_not_finite,
         read=read,
         sources={} if unread else sources,
@@ -237,6 +253,35 @@ def collect_run(run: RunDir, *, save: bool = False) -> Collected:
     if save:
         save_results(run, collected)
     return collected
+
+
+def _slowed_steps(experiment: Experiment) -> range:
+    """The traced step, the one before, which warms the profiler up, and the one after, when the trace was written."""
+    step = experiment.trace_step
+    return range(step - 1, step + 2) if step else range(0)
+
+
+def _without_traced_speed(rows: pd.DataFrame, experiment: Experiment) -> pd.DataFrame:
+    """Rows without a speed where a trace slowed it."""
+    slowed = rows["step"].isin(_slowed_steps(experiment))
+    return rows.assign(**{name: rows[name].mask(slowed) for name in ("tps", "tflops", "mfu")}) if slowed.any() else rows
+
+
+def _traced_notes(experiment: Experiment, status: Status, traces: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    step = experiment.trace_step
+    if traces:
+        longest = max(traces, key=lambda trace: trace["write_s"])
+        usual = f" instead of {longest['usual_step_s']:.3f} s" if longest["usual_step_s"] else ""
+        yield (
+            f"step {step} was traced: it took {longest['step_s']:.3f} s{usual}, and writing {longest['write_s']:.1f} s;"
+            f" throughput is without steps {step - 1} to {step + 1}"
+        )
+    for one in (file for trace in traces for file in trace["files"] if file["reason"]):
+        yield f"{one['file']}: {one['reason']}"
+    missing = set(experiment.trace_ranks) - {trace["rank"] for trace in traces}
+    if step and missing and status.state is State.COMPLETED:
+        ranks = ", ".join(map(str, sorted(missing)))
+        yield f"step {step} of rank {ranks} was not traced: a launch began after it, or the record could not be written"
 
 
 def collect(path: Path) -> list[Collected]:

@@ -1,7 +1,8 @@
 """The run directory: everything that one run left, and all that is needed to redraw its figures.
 
 ``runs/<study>/<arm>/seed<k>/<UTC time>-<6 hex>/`` holds ``experiment.yaml`` (resolved), ``environment.json``,
-``launch/`` (exact command), ``logs/``, ``tb/``, ``status.json``, ``metrics.parquet`` and ``results.json``.
+``launch/`` (exact command), ``logs/``, ``tb/``, ``status.json``, ``metrics.parquet``, ``expert_load.parquet`` and
+``results.json``, and ``traces/`` where a step was traced.
 
 ``experiment.yaml`` is a record: it has every field, and agrees with the arm and seed that the folders are called by. A
 run whose record cannot be trusted is left out by name; what it lacks is never filled in.
@@ -28,6 +29,8 @@ from moelab.runs.status import State, Status, read_status, write_status
 EXPERIMENT_FILE = "experiment.yaml"
 CONVERTED_FOLDER, DISPATCHER_FILE = "launch/converted", "launch/dispatcher.json"
 """What the built model runs: a file for each pipeline rank of what multiplies in MXFP8; what moves the tokens."""
+TRACES_FOLDER, RECORDED_FOLDER = "traces", "launch/recorded"
+"""Traces of a step; for each rank that was traced, a file of what its trace cost and where it is."""
 STOP_VARIABLE, STOPPED_FILE = "MOELAB_STOP_FILE", "launch/stopped.json"
 """Names the file that asks ranks to save and stop; which step they saved when they did."""
 _SEED, _STAMP = re.compile(r"seed(\d+)"), re.compile(r"\d{8}T\d{6}Z-[0-9a-f]{6}")

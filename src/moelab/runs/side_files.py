@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from moelab.experiment import EPBackend, Experiment, Precision
-from moelab.runs.directory import CONVERTED_FOLDER, DISPATCHER_FILE, RunDir
+from moelab.runs.directory import CONVERTED_FOLDER, DISPATCHER_FILE, RECORDED_FOLDER, RunDir
 
 ENVIRONMENT_FILE, LATER_ENVIRONMENT_FILES = "environment.json", "environment-*.json"
 """Where a run was started first, and again after it was requeued."""
@@ -100,6 +100,20 @@ class _Dispatcher(_Written):
     kernels: Literal["native", "emulated"] | None = None
 
 
+class _RecordedFile(_Written):
+    file: str
+    bytes: int
+    reason: str | None
+
+
+class _Recorded(_Written):
+    step: int
+    step_s: float
+    usual_step_s: float | None
+    write_s: float
+    files: list[_RecordedFile]
+
+
 @dataclass(frozen=True, kw_only=True)
 class SideFiles:
     """What a run's side files say.
@@ -111,6 +125,9 @@ class SideFiles:
         dispatcher: what moved the tokens: ``dispatcher``, and ``kernels`` of a DeepEP one, ``emulated`` where its
             stand-in did; None if nothing was recorded.
         command: that launched it on one machine; empty if it is not known.
+        traces: for each rank whose step was traced, its ``rank`` and ``step``, the seconds that the step and an
+            untraced one took (``step_s``, ``usual_step_s``), those of writing (``write_s``), and ``files``, each with
+            its ``file``, its ``bytes`` and the ``reason`` if it was not kept.
         damaged: what is wrong, a phrase for each file, with what is therefore not known.
         speed_known: whether it is known what its speed is the speed of: one machine, and kernels emulated or not.
     """
@@ -119,6 +136,7 @@ class SideFiles:
     converted: dict[str, Any] | None = None
     dispatcher: dict[str, Any] | None = None
     command: str = ""
+    traces: tuple[dict[str, Any], ...] = ()
     damaged: tuple[str, ...] = ()
     speed_known: bool = False
 
@@ -155,6 +173,14 @@ def read_side_files(run: RunDir, experiment: Experiment, *, started: bool) -> Si
     except ValueError:
         command, wrong = "", "is damaged"
     damaged += [f"{COMMAND_FILE} {wrong}: command unknown"] if wrong else []
+    traces = []
+    for file in sorted((run.path / RECORDED_FOLDER).glob("rank*.json")):
+        recorded, wrong = _read(file, _Recorded)
+        rank = file.stem.removeprefix("rank")
+        if recorded is None or not rank.isdecimal():
+            damaged.append(f"{RECORDED_FOLDER}/{wrong or file.name}: what its trace cost is unknown")
+        else:
+            traces.append({"rank": int(rank), **recorded.model_dump()})
     kernels_asked = experiment.mxfp8_kernels == "auto" and experiment.precision is Precision.MXFP8
     dispatch_asked = unreadable and experiment.ep_backend is not EPBackend.STANDARD
     kernels_known = not dispatch_asked and not (kernels_asked and (converted is None or unsound))
@@ -163,6 +189,7 @@ def read_side_files(run: RunDir, experiment: Experiment, *, started: bool) -> Si
         converted=converted,
         dispatcher=dispatcher.model_dump(exclude_none=True) if dispatcher else None,
         command=command,
+        traces=tuple(sorted(traces, key=lambda trace: trace["rank"])),
         damaged=tuple(damaged),
         speed_known=environment is not None and environment.gpu_problem is None and not moved and kernels_known,
     )

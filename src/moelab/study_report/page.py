@@ -46,7 +46,8 @@ VERSIONS_SHOWN = ("torch", "torchtitan", "torchao", "triton", "deep_ep", "nvidia
 
 def report_figures(judged: Report) -> Sequence[Any]:
     """The figures of a report with their captions."""
-    return _side_figures(judged) if judged.study is None else _study_figures(judged)
+    figures = _side_figures(judged) if judged.study is None else _study_figures(judged)
+    return [*figures, *_traced_figures(judged)]
 
 
 def report_tables(judged: Report) -> Sequence[Any]:
@@ -133,6 +134,7 @@ def _study_figures(judged: Report) -> Sequence[Any]:
                 figure=loss_difference(judged.table, verdict, note=note),
             )
         )
+    figures += _load_figures(judged)
     if not judged.throughput:
         return figures
     bars = throughput_bars(
@@ -144,6 +146,21 @@ def _study_figures(judged: Report) -> Sequence[Any]:
     )
     figures.append(Figure(caption="Throughput: geometric mean of the seeds' medians after warm-up.", figure=bars))
     return figures
+
+
+def _load_figures(judged: Report) -> list[Any]:
+    """Of each arm, the load of the experts of its first finished run that recorded it."""
+    from moelab.viz import Figure
+    from moelab.viz.expert_load import expert_load_figure
+
+    recorded = {side.label: run for side in judged.sides for run in side.finished[::-1] if run.load is not None}
+    return [
+        Figure(
+            caption=f"Load of the experts, {label}.",
+            figure=expert_load_figure(run.load, ep=run.experiment.ep, name=f"{label}, seed {run.seed}"),
+        )
+        for label, run in recorded.items()
+    ]
 
 
 def _side_figures(judged: Report) -> Sequence[Any]:
@@ -165,7 +182,21 @@ def _side_figures(judged: Report) -> Sequence[Any]:
             compare.compared_step_time(timed, styles, note=speed) if timed else None
         ),
     }
-    return [Figure(caption=caption, figure=figure) for caption, figure in drawn.items() if figure is not None]
+    figures = [Figure(caption=caption, figure=figure) for caption, figure in drawn.items() if figure is not None]
+    return [*figures, *_load_figures(judged)]
+
+
+def _traced_figures(judged: Report) -> Sequence[Any]:
+    from moelab.viz import Figure
+    from moelab.viz.explain import communication_bars, idle_bars, step_bars
+
+    explained, _ = judged.traced
+    drawn = {
+        "What a traced step is made of.": step_bars,
+        "Communication of the traced step: what compute hides of it.": communication_bars,
+        "Why nothing runs in the traced step.": idle_bars,
+    }
+    return [Figure(caption=caption, figure=draw(explained)) for caption, draw in drawn.items()] if explained else []
 
 
 def _runs_table(judged: Report) -> Any:

@@ -43,6 +43,7 @@ from moelab.analysis.throughput import why_no_gain
 from moelab.analysis.verdict import correct_for_arms
 from moelab.errors import BadInput, MoelabError
 from moelab.experiment_file import Study
+from moelab.explain.explanation import Explanation, explain
 from moelab.runs import directory
 from moelab.runs.collect import WARMUP_STEPS, Collected, joined_rows
 from moelab.runs.directory import Discovery
@@ -265,6 +266,24 @@ class Report:
         first = [f"{notes[0]}, and {len(notes) - 1} more runs"] if len(notes) > 1 else notes
         return "; ".join(filter(None, [self.emulation_note, *diverged, *first]))
 
+    @cached_property
+    def traced(self) -> tuple[dict[str, Explanation], list[str]]:
+        """By label a traced step of each side that has one, explained; and what a reader should know of the traces."""
+        found = [run for path in self.paths for run in directory.find(path.resolve())]
+        traces = {run.name: sorted((run.path / directory.TRACES_FOLDER).glob("*.json*")) for run in found}
+        explained: dict[str, Explanation] = {}
+        notes: list[str] = []
+        for side in self.sides:
+            for run in [run for run in side.runs if traces.get(run.run)][:1]:
+                name, files = self._run_name(side, run), traces[run.run]
+                try:
+                    explained[side.label] = explain(files)
+                except BadInput as error:
+                    notes.append(f"{name}: {str(error).replace(f'{files[0].parent}/', '')}")
+                else:
+                    notes += [f"{name}: {note}" for note in explained[side.label].notes]
+        return explained, notes
+
     @property
     def notes(self) -> list[str]:
         """What a reader must know before the numbers."""
@@ -309,6 +328,7 @@ class Report:
             *others,
             *speed,
             *damaged,
+            *self.traced[1],
             *self.discovery_notes,
         ]
 

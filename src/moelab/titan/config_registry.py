@@ -19,7 +19,7 @@ import dataclasses
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -185,6 +185,9 @@ def trainer_config(experiment: Experiment) -> Trainer.Config:
         ),
         metrics=MetricsProcessor.Config(log_freq=1, enable_tensorboard=True, disable_color_printing=True),
         override=OverrideConfig(imports=_overrides(experiment, on_cpu=on_cpu)),
+        trace_step=experiment.trace_step,
+        trace_ranks=experiment.trace_ranks,
+        memory_snapshot=experiment.memory_snapshot,
         **_data(experiment),
     )
 
@@ -263,12 +266,13 @@ def _converter(experiment: Experiment) -> Any:
     compiled = experiment.compile == "model+loss"
     linears = list(LINEARS) if experiment.quantize == "experts+linears" else []
     if experiment.precision is Precision.MXFP8:
+        wgrad: Literal["mxfp8", "bf16"] = "bf16" if experiment.wgrad == "bf16" else "mxfp8"
         return MXFP8Converter.Config(
-            model_compile_enabled=compiled, kernels=_kernels(experiment), wgrad=experiment.wgrad, linears=linears
+            model_compile_enabled=compiled, kernels=_kernels(experiment), wgrad=wgrad, linears=linears
         )
     if experiment.precision is Precision.FP8:
-        wgrad = "fp8" if experiment.wgrad == "fp8" else "bf16"
-        return FP8Converter.Config(model_compile_enabled=compiled, wgrad=wgrad, linears=linears)
+        wgrad_of_fp8: Literal["fp8", "bf16"] = "fp8" if experiment.wgrad == "fp8" else "bf16"
+        return FP8Converter.Config(model_compile_enabled=compiled, wgrad=wgrad_of_fp8, linears=linears)
     return None
 
 

@@ -1,4 +1,4 @@
-"""A trainer that can be asked to stop, saves where it is, and goes on from there in another job.
+"""A trainer that can be asked to stop, saves where it is, and goes on from there in another job; it also records.
 
 Whoever wants it to stop makes the file that ``MOELAB_STOP_FILE`` names, on the node of any one rank. A signal would do
 as well for the ranks, but not for the processes that they start (data loaders, compilers), which it would end. Before
@@ -18,7 +18,10 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,6 +32,8 @@ from torchtitan.trainer import Trainer
 
 from moelab.runs.directory import STOP_VARIABLE, STOPPED_FILE
 from moelab.runs.files import write_json
+from moelab.titan.record import record_expert_load
+from moelab.titan.trace import StepTracer
 
 
 class ResumeCheckpoints(CheckpointManager):
@@ -64,11 +69,28 @@ class ResumeCheckpoints(CheckpointManager):
 
 
 class StoppableTrainer(Trainer):
-    """TorchTitan's trainer, which also stops when it is asked to."""
+    """TorchTitan's trainer, which also stops when it is asked to, and records its experts' load and a step's trace."""
 
     @dataclasses.dataclass(kw_only=True, slots=True)
     class Config(Trainer.Config):
-        """No settings of its own."""
+        """Of the trace, as the experiment has it (:class:`~moelab.experiment.Experiment`)."""
+
+        trace_step: int = 0
+        trace_ranks: tuple[int, ...] = (0,)
+        memory_snapshot: bool = False
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        record_expert_load(self)
+        self._tracer: StepTracer | None = None
+        if config.trace_step and (rank := dist.get_rank()) in config.trace_ranks:
+            run = Path(config.dump_folder)
+            self._tracer = StepTracer(config.trace_step, rank, run, memory_snapshot=config.memory_snapshot)
+
+    def train_step(self, data_iterator: Iterator[tuple[dict[str, Any], torch.Tensor]]) -> None:
+        """As TorchTitan's, traced at the step that is to be."""
+        with self._tracer.around(self.step) if self._tracer else nullcontext():
+            super().train_step(data_iterator)
 
     def init_distributed(self) -> ParallelDims:
         """As TorchTitan's; in a job, one collective of all ranks shows at once whether they reach each other."""

@@ -1,17 +1,22 @@
-"""What a built model runs, written into its run directory: the modules that multiply in 8 bits, and the dispatcher."""
+"""What a built model runs, written into its run directory: what multiplies in 8 bits, the dispatcher, experts' load."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl
+from torch.distributed.tensor import DTensor
 from torchtitan.models.common.moe import RoutedExperts
 from torchtitan.tools.logging import logger
 
 from moelab.mxfp8.converter import NothingConverted, converted_modules
 from moelab.runs.directory import CONVERTED_FOLDER, DISPATCHER_FILE
+from moelab.runs.expert_load import ExpertLoadFile
 from moelab.runs.files import write_json
 
 
@@ -55,6 +60,61 @@ def record_dispatcher(model: nn.Module, dump_folder: Path, *, stages: int) -> No
     settings = ("kernels", "cast_kernels", "precision", "alignment", "pad_multiple", "num_max_tokens_per_rank")
     known = {name: getattr(found[0], name) for name in settings if getattr(found[0], name, None) is not None}
     write_json(dump_folder / DISPATCHER_FILE, {"dispatcher": type(found[0]).__name__, **known})
+
+
+LOAD_SAMPLES = 50
+"""Steps of a run, beside its first, at which the load of its experts is written down."""
+
+
+def record_expert_load(trainer: Any) -> None:
+    """Write down how many tokens each expert of each MoE layer got, of the first step and evenly spread ones.
+
+    TorchTitan 0.3.0 counts them on each rank, and sums and clears the counts before each optimizer step to balance the
+    load. Before that, at such a step, all ranks sum them over the same process groups; rank 0 writes.
+
+    Args:
+        trainer: a TorchTitan trainer that is built.
+    """
+    blocks = {
+        int(name): block
+        for part in trainer.model_parts
+        for name, block in part.layers.items()
+        if getattr(block, "moe_enabled", False)
+    }
+    dims, device = trainer.parallel_dims, trainer.device
+    own = [block.moe.tokens_per_expert_E.shape[0] for block in blocks.values()]
+    size = torch.tensor([max(blocks, default=-1) + 1, max(own, default=0)], device=device)
+    if dims.pp_enabled:
+        dist.all_reduce(size, dist.ReduceOp.MAX, group=dims.get_mesh("pp").get_group())
+    layers, experts = size.tolist()
+    if not layers:
+        return
+    # With expert parallelism the ranks of tensor parallelism have tokens of their own; without, the same ones.
+    summed_over = [name for name in ("tp", "loss", "pp") if name != "tp" or (dims.ep_enabled and dims.tp > 1)]
+    groups = [mesh.get_group() for name in summed_over if (mesh := dims.get_optional_mesh(name)) is not None]
+    every = max(1, trainer.config.training.steps // LOAD_SAMPLES)
+    file = ExpertLoadFile(Path(trainer.config.dump_folder)) if dist.get_rank() == 0 else None
+
+    def record(*_: object) -> None:
+        if trainer.step != 1 and trainer.step % every:
+            return
+        tokens_LE = torch.zeros(layers, experts, dtype=torch.int64, device=device)
+        for layer, block in blocks.items():
+            counted_E = block.moe.tokens_per_expert_E
+            counted_E = counted_E.to_local() if isinstance(counted_E, DTensor) else counted_E
+            # A layer that is run again in the backward pass has counted its tokens twice.
+            is_recomputed = getattr(block, "checkpoint_impl", None) is CheckpointImpl.NO_REENTRANT
+            tokens_LE[layer] = counted_E // (2 if is_recomputed else 1)
+        for group in groups:
+            dist.all_reduce(tokens_LE, group=group)
+        if file is not None:
+            try:
+                file.add(trainer.step, tokens_LE.numpy(force=True))
+            except OSError as error:  # a full disk: the training is worth more
+                logger.warning(f"moelab: {file.path.name} cannot be written: {error.strerror}")
+
+    hook = trainer.optimizers.register_step_pre_hook(record)
+    trainer.optimizers._optimizer_step_pre_hooks.move_to_end(hook.id, last=False)  # before the one that clears
 
 
 def _first_of_stage(stages: int) -> bool:

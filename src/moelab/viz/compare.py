@@ -8,34 +8,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from moelab.analysis.compare_runs import Difference, machine_differences
+from moelab.analysis.compare_runs import Difference, difference_curve, machine_differences
 from moelab.analysis.curves import (
     arm_curves,
     finished,
     joined_lines,
-    mean_and_interval,
     smooth,
     smoothing_window,
     thinned,
     thinning,
 )
 from moelab.analysis.side import Side, median
-from moelab.viz.draw import draw_band, draw_marks, draw_mean
-from moelab.viz.theme import INK, ArmStyle, arm_styles, new_figure, plot_text, wrap
+from moelab.viz.draw import draw_band, draw_marks, draw_mean, name_loss_axes
+from moelab.viz.theme import INK, STUDY_ARMS, ArmStyle, arm_styles, new_figure, plot_text, span, wrap
 
-_LOOKS = tuple(
-    arm_styles(
-        [
-            *("bf16_standard", "mxfp8_standard", "bf16_deepep", "mxfp8_deepep", "fp8_standard", "fp8_deepep"),
-            *("~1", "~2", "~3", "~4", "~5"),
-        ]
-    ).items()
-)
+_LOOKS = arm_styles([*STUDY_ARMS, "~1", "~2", "~3", "~4", "~5"])
 """Every look of the theme with the arm that it belongs to; ``~n`` are those of no arm."""
 LABEL_CHARACTERS = 24
 ROW_PX = 46
@@ -46,17 +39,9 @@ def side_styles(sides: Sequence[Side]) -> dict[str, ArmStyle]:
     free = dict(_LOOKS)
     own = {side.label: free.pop(side.arm) for side in sides if side.arm in free}
     others = [side.label for side in sides if side.label not in own]
-    rest = [*free.values(), *dict(_LOOKS).values()]
+    rest = [*free.values(), *_LOOKS.values()]
     looks = own | {label: rest[number % len(rest)] for number, label in enumerate(others)}
-    return {
-        side.label: ArmStyle(
-            label=plot_text(side.label),
-            color=looks[side.label].color,
-            dash=looks[side.label].dash,
-            symbol=looks[side.label].symbol,
-        )
-        for side in sides
-    }
+    return {side.label: replace(looks[side.label], label=plot_text(side.label)) for side in sides}
 
 
 def compared_loss(
@@ -73,17 +58,16 @@ def compared_loss(
     figure = new_figure(_loss_finding(sides, differences), subtitle=_loss_reading(sides), note=note, height=480)
     for side in sides:
         style = styles[side.label]
-        (curves,) = arm_curves(side.table, "loss").values()
-        window = smoothing_window(side.table)
+        (curves,), window = arm_curves(side.table, "loss").values(), smoothing_window(side.table)
         if curves.shape[1] > 1 or window > 1:
             x, y = joined_lines(thinned(curves))
             line = {"color": style.fill(0.25), "width": 1}
             figure.add_trace(go.Scatter(x=x, y=y, mode="lines", line=line, hoverinfo="skip", showlegend=False))
-        draw_mean(figure, thinned(smooth(_averaged(curves), window).mean(axis=1).to_frame())[0], style)
+        complete = finished(curves)
+        averaged = curves.dropna() if complete.empty else complete  # where no seed reaches the end, the common steps
+        draw_mean(figure, thinned(smooth(averaged, window).mean(axis=1).to_frame())[0], style)
     draw_marks(figure, [mark for side in sides for run in side.runs for mark in run.grad_norm_marks])
-    figure.update_xaxes(title_text="step")
-    figure.update_yaxes(title_text="loss (nats per token)")
-    return figure
+    return name_loss_axes(figure)
 
 
 def compared_difference(
@@ -103,7 +87,7 @@ def compared_difference(
     figure.add_hline(y=0.0, line={"color": INK, "width": 1})
     by_label = {side.label: side for side in sides}
     for one in differences:
-        band = thinned(_band(by_label[one.reference], by_label[one.label], one))
+        band = thinned(difference_curve(by_label[one.reference], by_label[one.label], one))
         draw_band(figure, band["low"], band["high"], styles[one.label])
         draw_mean(figure, band["mean"], styles[one.label], hovertemplate="%{y:+.4f}")
     figure.update_xaxes(title_text="step")
@@ -130,19 +114,13 @@ def compared_throughput(sides: Sequence[Side], styles: Mapping[str, ArmStyle], *
     for side in sides:
         style = styles[side.label]
         low, first, middle, third, high = np.percentile(side.tps, [5, 25, 50, 75, 95])
-        figure.add_trace(
-            go.Box(
-                y=["<br>".join(wrap(side.label, LABEL_CHARACTERS))],
-                lowerfence=[low],
-                q1=[first],
-                median=[middle],
-                q3=[third],
-                upperfence=[high],
-                orientation="h",
-                fillcolor=style.fill(0.35),
-                line={"color": style.color, "width": 2},
-                name=style.label,
-            )
+        figure.add_box(
+            y=["<br>".join(wrap(side.label, LABEL_CHARACTERS))],
+            **{"lowerfence": [low], "q1": [first], "median": [middle], "q3": [third], "upperfence": [high]},
+            orientation="h",
+            fillcolor=style.fill(0.35),
+            line={"color": style.color, "width": 2},
+            name=style.label,
         )
     figure.update_xaxes(title_text="tokens/s per GPU (per process on a CPU)", rangemode="tozero", tickformat=",")
     figure.update_yaxes(autorange="reversed", showgrid=False, ticks="")
@@ -179,31 +157,9 @@ def compared_step_time(sides: Sequence[Side], styles: Mapping[str, ArmStyle], *,
     return figure.update_layout(hovermode="closest", showlegend=True)
 
 
-def _averaged(curves: pd.DataFrame) -> pd.DataFrame:
-    """Seeds that reach the last step; where none does, the steps that all of them have."""
-    complete = finished(curves)
-    return curves.dropna() if complete.empty else complete
-
-
 def _thinning_words(rows: int) -> str:
     every = thinning(rows)
     return f" Of the longest curve, one logged step in {every} is drawn." if every > 1 else ""
-
-
-def _band(reference: Side, side: Side, one: Difference) -> pd.DataFrame:
-    """Difference at each common step as ``mean``, ``low`` and ``high``: over seeds where there are, else over steps."""
-    first, other = (arm_curves(each.table, "loss")[each.label].loc[list(one.steps)] for each in (reference, side))
-    if one.verdict is not None and one.paired:
-        seeds = list(one.verdict.seeds)
-        window = _window(one)
-        return mean_and_interval((other[seeds] - first[seeds]).rolling(window).mean(), level=one.verdict.interval.level)
-    rolling = (other.mean(axis=1) - first.mean(axis=1)).rolling(_window(one))
-    mean, spread = rolling.mean(), rolling.std(ddof=1)
-    return pd.DataFrame({"mean": mean, "low": mean - spread, "high": mean + spread})
-
-
-def _window(one: Difference) -> int:
-    return max(1, sum(step >= one.first_step for step in one.steps))
 
 
 def _band_words(differences: Sequence[Difference]) -> str:
@@ -231,14 +187,12 @@ def _loss_finding(sides: Sequence[Side], differences: Sequence[Difference]) -> s
 
 
 def _loss_reading(sides: Sequence[Side]) -> str:
-    windows = sorted({smoothing_window(side.table) for side in sides})
-    smoothing = f"Bold: smoothed over {windows[-1]} logged steps; thin: as logged. " if windows[-1] > 1 else ""
+    window = max(smoothing_window(side.table) for side in sides)
+    smoothing = f"Bold: smoothed over {window} logged steps; thin: as logged. " if window > 1 else ""
     drawn = _thinning_words(max(side.table["step"].nunique() for side in sides))
-    several = [side for side in sides if len(side.runs) > 1]
-    if not several:
+    if all(len(side.runs) <= 1 for side in sides):
         return f"{smoothing}One run each.{drawn}"
-    counts = sorted({len(side.runs) for side in sides})
-    n = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else str(counts[0])
+    n = span(len(side.runs) for side in sides)
     return f"{smoothing}Thin: runs; bold: their mean; n = {n} seeds each.{drawn}"
 
 

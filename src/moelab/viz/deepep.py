@@ -20,8 +20,9 @@ from moelab.analysis.two_by_two import (
 from moelab.projection.exchange import QuotedBandwidth
 from moelab.projection.measured import EP_DEGREES, ROUTINGS, SCALING, Measurement, Place, Row, hardware_of, node_results
 from moelab.projection.traffic import Pass
-from moelab.viz.draw import draw_limit, error_bars, panels
-from moelab.viz.theme import INK, MUTED, WARNING, ArmStyle, arm_styles, new_figure, plot_text, wrap
+from moelab.viz.draw import draw_limit, error_bars, nothing_to_draw, panels, write_beside
+from moelab.viz.theme import INK, MUTED, OTHER, WARNING, arm_styles, new_figure, plot_text, span, wrap
+from moelab.viz.token_flow import ROUTING_LABELS
 
 NIC_GB_S = 50.0
 """One 400 Gb/s network card for each GPU, as all quoted systems have (NVIDIA ConnectX-7 datasheet)."""
@@ -68,10 +69,9 @@ def quoted_bandwidths(rows: Sequence[QuotedBandwidth]) -> go.Figure:
         ("logical, quoted", logical, "#a9cfe8", INK),
         ("on the network, derived", seen, "#0072B2", "white"),
     ):
-        texts = [f"{value:.0f}" for value in values]
-        bar = go.Bar(x=labels, y=values, name=name, marker_color=color, text=texts, textposition="inside")
-        bar.update(insidetextanchor="start", textangle=0, textfont={"size": 13, "color": ink})
-        figure.add_trace(bar.update(hovertemplate="%{y:.1f} GB/s"))
+        inside = {"textposition": "inside", "insidetextanchor": "start", "textangle": 0}
+        inside |= {"text": [f"{value:.0f}" for value in values], "textfont": {"size": 13, "color": ink}}
+        figure.add_bar(x=labels, y=values, name=name, marker_color=color, **inside, hovertemplate="%{y:.1f} GB/s")
     draw_limit(figure, NIC_GB_S, "400 Gb/s<br>card", color=WARNING, width=1.5, margin_px=80)
     figure.update_yaxes(title_text="GB/s per GPU", range=[0, 1.05 * max(logical)])
     figure.update_xaxes(showgrid=False, ticks="", tickangle=0, tickfont_size=12)
@@ -101,8 +101,7 @@ def gather_bars(paths: Mapping[str, Sequence[Pass]], *, hbm_tb_s: float, words: 
         figure.add_trace(bar.update(hovertemplate=f"{step}: %{{x:.2f}} GB<extra></extra>"))
     for name in names:
         text = f"<b>{totals_gb[name]:.2f} GB</b>, {totals_gb[name] / hbm_tb_s:.2f} ms"
-        place = {"x": totals_gb[name], "y": name, "xanchor": "left", "xshift": 6}
-        figure.add_annotation(text=text, showarrow=False, font={"size": 13, "color": INK}, **place)
+        write_beside(figure, totals_gb[name], name, text, px=6, size=13, color=INK)
     figure.update_xaxes(title_text="GB read and written", range=[0, 1.35 * most])
     figure.update_yaxes(showgrid=False, ticks="", ticklabelstandoff=6)
     figure.update_yaxes(tickvals=names, ticktext=[name.replace(": ", ":<br>") for name in names])
@@ -139,7 +138,7 @@ def operation_times(measured: Measurement, *, size: str = "") -> go.Figure:
             times = {row["operation"]: row for row in rows if (row["routing"], row["arm"]) == (routing, arm)}
             if not times:
                 continue
-            bar = go.Bar(
+            figure.add_bar(
                 x=[OPERATIONS[operation] for operation in times],
                 y=[row["us_median"] / 1e3 for row in times.values()],
                 error_y={"array": [row["us_iqr"] / 2e3 for row in times.values()], "color": INK, "thickness": 1.2},
@@ -148,8 +147,9 @@ def operation_times(measured: Measurement, *, size: str = "") -> go.Figure:
                 showlegend=routing == next(row["routing"] for row in rows if row["arm"] == arm),
                 marker_color=color,
                 hovertemplate=f"{label}: %{{y:.2f}} ms<extra></extra>",
+                row=1,
+                col=column,
             )
-            figure.add_trace(bar, row=1, col=column)
     order = [label for name, label in OPERATIONS.items() if any(row["operation"] == name for row in rows)]
     figure.update_xaxes(showgrid=False, ticks="", tickangle=0, tickfont_size=10, categoryarray=order)
     highest = max(row["us_median"] + row["us_iqr"] for row in rows) / 1e3
@@ -256,30 +256,61 @@ def two_by_two_bars(results: Sequence[ArmResult], measured: Measurement) -> go.F
     shapes = list(dict.fromkeys(result.shape for result in drawn))
     arms = list(dict.fromkeys(result.arm for result in drawn))
     labels = {result.arm: "<br>".join(wrap(result.label, 26)) for result in drawn}
-    styles = arm_styles(_styled(result) for result in drawn)
+    # Variants and emulated kernels have the colour of what they vary.
+    bases = {arm: base_arm(arm.replace("mxfp8-emulated", "mxfp8"))[0] for arm in arms}
+    styles = arm_styles(bases.values())
     figure = panels(
         _two_by_two_finding(drawn),
         ["<br>".join(wrap(settings[shape], 15)) for shape in shapes],
         subtitle="Tokens/s over BF16 with the standard all-to-all under the same checkpointing and routing, thin "
-        f"models. Bars: median of {_steps(drawn)} steps with quartiles; points: passes, arms in turn. Dashed: goals, "
-        f"which are about stock's best checkpointing. {measured.stamp}.",
+        f"models. Bars: median of {span(result.steps for result in drawn)} steps with quartiles; points: passes, arms "
+        f"in turn. Dashed: goals, which are about stock's best checkpointing. {measured.stamp}.",
         note=replayed(measured),
         height=220 + 62 * len(arms),
         shared=True,
     )
+    patterns = {"round_robin": "/", "random_balanced": ""}
     for column, shape in enumerate(shapes, start=1):
-        for routing, pattern in (("round_robin", "/"), ("random_balanced", "")):
+        for routing, pattern in patterns.items():
             here = [result for result in drawn if (result.shape, result.routing) == (shape, routing)]
-            if here:
-                bar = _ratio_bars(here, labels, styles, routing, pattern)
-                figure.add_traces([bar, _pass_points(here, labels, routing)], rows=1, cols=column)
+            if not here:
+                continue
+            group = {"orientation": "h", "offsetgroup": routing, "showlegend": False}
+            looks = [styles[bases[result.arm]] for result in here]
+            bars = go.Bar(
+                y=[labels[result.arm] for result in here],
+                x=[result.ratio for result in here],
+                **group,
+                marker={
+                    "color": [look.fill(0.35) for look in looks],
+                    "line": {"color": [look.color for look in looks], "width": 1.5},
+                    "pattern": {"shape": pattern, "fgcolor": MUTED, "size": 6, "solidity": 0.25},
+                },
+                error_x=error_bars([_ends(one) for one in here], color=INK, thickness=1.2, width=3),
+                text=[f"<b>{result.ratio:.2f}</b>" for result in here],
+                textposition="inside",
+                insidetextanchor="start",
+                textfont={"color": INK},
+                customdata=[[result.tps, result.steps] for result in here],
+                hovertemplate=f"{routing}: %{{x:.3f}} ×, %{{customdata[0]:,.0f}} tokens/s, %{{customdata[1]}} steps"
+                "<extra></extra>",
+            )
+            passes = go.Scatter(
+                x=[each / _stock_tps(one) for one in here for each in one.passes],
+                y=[labels[one.arm] for one in here for _ in one.passes],
+                mode="markers",
+                **group,
+                marker={"color": "white", "size": 6, "line": {"color": INK, "width": 1.2}},
+                hovertemplate="one pass: %{x:.3f} ×<extra></extra>",
+            )
+            figure.add_traces([bars, passes], rows=1, cols=column)
         for goal in (GOAL_DEEPEP, GOAL_BEST):
             figure.add_vline(x=goal, line={"color": WARNING, "dash": "dash", "width": 1.5}, row=1, col=column)
-    for name, pattern in (("forced round-robin", "/"), ("balanced random", "")):
+    for routing, pattern in patterns.items():
         look = {"shape": pattern, "fgcolor": MUTED}
-        marker = {"color": "#dfe3e8", "line": {"color": MUTED, "width": 1}, "pattern": look}
-        figure.add_trace(go.Bar(x=[None], y=[None], name=name, marker=marker), row=1, col=1)
-    highest = max(max(result.high, *result.passes) / _stock(result) for result in drawn)
+        marker = {"color": OTHER, "line": {"color": MUTED, "width": 1}, "pattern": look}
+        figure.add_bar(x=[None], y=[None], name=ROUTING_LABELS[routing], marker=marker, row=1, col=1)
+    highest = max(max(result.high, *result.passes) / _stock_tps(result) for result in drawn)
     figure.update_xaxes(range=[0, max(1.12 * highest, 1.3)], dtick=0.5, title_text="× stock")
     figure.update_yaxes(categoryorder="array", categoryarray=[labels[arm] for arm in reversed(arms)], ticks="")
     figure.update_yaxes(ticklabelstandoff=6)
@@ -292,60 +323,18 @@ def gain_lines(results: Sequence[ArmResult]) -> list[str]:
     for result in results:
         if result.arm == DEEPEP and result.ratio is not None:
             ratios.setdefault(result.setting, []).append(result.ratio)
-    spans = {name: sorted({f"{ratio:.2f}" for ratio in (min(span), max(span))}) for name, span in ratios.items()}
-    return [f"{two_by_two_label(DEEPEP)}, {setting}: {' to '.join(span)} × stock" for setting, span in spans.items()]
+    return [f"{two_by_two_label(DEEPEP)}, {setting}: {span(each, '.2f')} × stock" for setting, each in ratios.items()]
 
 
-def _ratio_bars(
-    results: Sequence[ArmResult], labels: dict[str, str], styles: dict[str, ArmStyle], routing: str, pattern: str
-) -> go.Bar:
-    stock = [(one, _stock(one)) for one in results]
-    ends = [(one.low / tps, one.tps / tps, one.high / tps) for one, tps in stock]
-    looks = [styles[_styled(result)] for result in results]
-    return go.Bar(
-        y=[labels[result.arm] for result in results],
-        x=[result.ratio for result in results],
-        orientation="h",
-        offsetgroup=routing,
-        marker={
-            "color": [look.fill(0.35) for look in looks],
-            "line": {"color": [look.color for look in looks], "width": 1.5},
-            "pattern": {"shape": pattern, "fgcolor": MUTED, "size": 6, "solidity": 0.25},
-        },
-        error_x=error_bars(ends, color=INK, thickness=1.2, width=3),
-        text=[f"<b>{result.ratio:.2f}</b>" for result in results],
-        textposition="inside",
-        insidetextanchor="start",
-        textfont={"color": INK},
-        customdata=[[result.tps, result.steps] for result in results],
-        showlegend=False,
-        hovertemplate=f"{routing}: %{{x:.3f}} ×, %{{customdata[0]:,.0f}} tokens/s, %{{customdata[1]}} steps"
-        "<extra></extra>",
-    )
-
-
-def _pass_points(results: Sequence[ArmResult], labels: dict[str, str], routing: str) -> go.Scatter:
-    points = [(value / _stock(result), labels[result.arm]) for result in results for value in result.passes]
-    return go.Scatter(
-        x=[value for value, _ in points],
-        y=[label for _, label in points],
-        mode="markers",
-        orientation="h",
-        offsetgroup=routing,
-        marker={"color": "white", "size": 6, "line": {"color": INK, "width": 1.2}},
-        hovertemplate="one pass: %{x:.3f} ×<extra></extra>",
-        showlegend=False,
-    )
-
-
-def _styled(result: ArmResult) -> str:
-    """Arm whose look it has: variants and emulated kernels have the colour of what they vary."""
-    return base_arm(result.arm.replace("mxfp8-emulated", "mxfp8"))[0]
-
-
-def _stock(result: ArmResult) -> float:
+def _stock_tps(result: ArmResult) -> float:
     assert result.ratio is not None
     return result.tps / result.ratio
+
+
+def _ends(result: ArmResult) -> tuple[float, float, float]:
+    """Lower quartile, median and upper quartile over stock."""
+    stock_tps = _stock_tps(result)
+    return result.low / stock_tps, result.tps / stock_tps, result.high / stock_tps
 
 
 def _two_by_two_finding(results: Sequence[ArmResult]) -> str:
@@ -360,15 +349,9 @@ def _two_by_two_finding(results: Sequence[ArmResult]) -> str:
     )
 
 
-def _steps(results: Sequence[ArmResult]) -> str:
-    counts = sorted({result.steps for result in results})
-    return str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-
-
 def not_measured(measured: Measurement, what: str) -> go.Figure:
     """An empty figure that says what is missing and how to measure it."""
-    figure = new_figure(f"{what}: not measured yet", subtitle=measured.stamp, height=190)
-    return figure.update_layout(xaxis_visible=False, yaxis_visible=False)
+    return nothing_to_draw(f"{what}: not measured yet", subtitle=measured.stamp, height=190)
 
 
 def replayed(measured: Measurement) -> str:
@@ -383,11 +366,11 @@ def replayed(measured: Measurement) -> str:
 # Degrees inside one node: what was predicted, and what was measured
 
 SCALING_ARMS = ("bf16_deepep", "fp8_deepep_dispatch-fp8")
-ROUTING_WORDS = {"round_robin": "forced round-robin", "random_balanced": "balanced random"}
 ASIDE = 0.07
 """How far apart a prediction and a measurement of the same arm are drawn."""
 
-Predictions = Mapping[Place, Mapping[str, Any]]
+Gains = Mapping[Place, tuple[float, float, float]]
+"""Low end, value and high end over stock."""
 
 
 def scaling(predicted: Mapping[str, Any], full_node: Measurement, two_by_two: Measurement) -> go.Figure:
@@ -398,12 +381,12 @@ def scaling(predicted: Mapping[str, Any], full_node: Measurement, two_by_two: Me
         full_node: of ``h200_full_node``, if it was measured.
         two_by_two: of ``h100_two_by_two``, for two GPUs.
     """
-    newest, rows, found = _scaling_rows(predicted, full_node, two_by_two)
+    newest, predicted_ends, measured_ends = _gains_in_a_node(predicted, full_node, two_by_two)
     checkpointing = checkpointing_words(predicted["shapes"][SCALING]["activation_checkpoint"])
-    open_ = [f"EP {ep}" for ep in EP_DEGREES if ep not in {place.ep for place in found}]
+    open_ = [f"EP {ep}" for ep in EP_DEGREES if ep not in {place.ep for place in measured_ends}]
     figure = panels(
-        _scaling_finding(rows, found),
-        [f"{ROUTING_WORDS[routing]} routing" for routing in ROUTINGS],
+        _scaling_finding(predicted_ends, measured_ends),
+        [f"{ROUTING_LABELS[routing]} routing" for routing in ROUTINGS],
         subtitle=f"{SCALING}, {checkpointing}: tokens/s over stock "
         f"at the same degree. Open: predicted on "
         f"{predicted['date'][:10]} (derived, 90 % interval); filled: median of all steps with quartiles, "
@@ -417,10 +400,25 @@ def scaling(predicted: Mapping[str, Any], full_node: Measurement, two_by_two: Me
         for side, arm in enumerate(SCALING_ARMS):
             middle = (side - (len(SCALING_ARMS) - 1) / 2) * 3 * ASIDE
             style, name = styles[arm], plot_text(two_by_two_label(arm))
-            lines = _scaling_predicted(rows, routing, arm, middle - ASIDE / 2, style, name)
-            points = _scaling_measured(found, routing, arm, middle + ASIDE / 2, style, name)
-            figure.add_traces([lines, points], rows=1, cols=column)
-            figure.update_traces(showlegend=column == 1, col=column)
+            dotted = {"mode": "lines+markers", "line": {"color": style.color, "dash": "dot", "width": 1.5}}
+            open_marks = {**dotted, "marker": {"symbol": f"{style.symbol}-open", "size": 11, "line_width": 2}}
+            filled = {"mode": "markers", "marker": {"color": style.color, "symbol": style.symbol, "size": 11}}
+            for what, all_ends, aside, look in (
+                ("predicted", predicted_ends, -ASIDE / 2, open_marks),
+                ("measured", measured_ends, ASIDE / 2, filled),
+            ):
+                ends = {at.ep: gain for at, gain in all_ends.items() if (at.routing, at.arm) == (routing, arm)}
+                figure.add_scatter(
+                    x=[EP_DEGREES.index(ep) + middle + aside for ep in ends],
+                    y=[value for _, value, _ in ends.values()],
+                    error_y=error_bars(list(ends.values()), color=style.color, thickness=1.2, width=4),
+                    name=f"{name}, {what}",
+                    hovertemplate=f"{name}, {what}: %{{y:.3f}} ×<extra></extra>",
+                    showlegend=column == 1,
+                    row=1,
+                    col=column,
+                    **look,
+                )
     figure.add_hline(y=1, line={"color": MUTED, "width": 1, "dash": "dot"})
     places = list(range(len(EP_DEGREES)))
     figure.update_xaxes(tickvals=places, ticktext=[f"EP {ep}" for ep in EP_DEGREES], showgrid=False)
@@ -431,86 +429,40 @@ def scaling(predicted: Mapping[str, Any], full_node: Measurement, two_by_two: Me
 
 def interval_lines(predicted: Mapping[str, Any], full_node: Measurement, two_by_two: Measurement) -> list[str]:
     """A line for each filled mark: the measured gain, and whether it lies in the interval of its prediction."""
-    _, rows, found = _scaling_rows(predicted, full_node, two_by_two)
+    _, predicted_ends, measured_ends = _gains_in_a_node(predicted, full_node, two_by_two)
     lines = []
-    for place, one in found.items():
-        low, high = rows[place]["gain_interval"]
-        inside = "inside" if low <= (one.ratio or 0.0) <= high else "OUTSIDE"
-        what = f"EP {place.ep}, {ROUTING_WORDS[place.routing]}, {two_by_two_label(place.arm)}"
-        lines.append(f"{what}: measured {one.ratio:.3f} ×, predicted {low:.3f} to {high:.3f} ×: {inside}")
+    for place, (_, gain, _) in measured_ends.items():
+        low, _, high = predicted_ends[place]
+        inside = "inside" if low <= gain <= high else "OUTSIDE"
+        what = f"EP {place.ep}, {ROUTING_LABELS[place.routing]}, {two_by_two_label(place.arm)}"
+        lines.append(f"{what}: measured {gain:.3f} ×, predicted {low:.3f} to {high:.3f} ×: {inside}")
     return lines
 
 
-def _scaling_rows(
+def _gains_in_a_node(
     predicted: Mapping[str, Any], full_node: Measurement, two_by_two: Measurement
-) -> tuple[Measurement, Predictions, dict[Place, ArmResult]]:
-    """The newest measurement, the predictions for its GPUs, and what was measured of them."""
+) -> tuple[Measurement, Gains, Gains]:
+    """The newest measurement, the gains predicted for its GPUs, and those of them that were measured."""
     newest = full_node if full_node.rows else two_by_two
     hardware = hardware_of(newest)
-    rows = {
-        Place(row["shape"], row["ep"], row["routing"], row["arm"]): row
+    predicted_ends = {
+        Place(row["shape"], row["ep"], row["routing"], row["arm"]): (low, row["gain"], high)
         for row in predicted["rows"]
         if (row["hardware"], row["shape"]) == (hardware, SCALING) and row["arm"] in SCALING_ARMS
+        for low, high in [row["gain_interval"]]
     }
-    measured = node_results(full_node, two_by_two)
-    return newest, rows, {place: one for place, one in measured.items() if place in rows and one.ratio is not None}
+    measured = node_results(full_node, two_by_two).items()
+    return newest, predicted_ends, {at: _ends(one) for at, one in measured if at in predicted_ends and one.ratio}
 
 
-def _scaling_predicted(rows: Predictions, routing: str, arm: str, aside: float, style: Any, name: str) -> go.Scatter:
-    here = [row for place, row in rows.items() if (place.routing, place.arm) == (routing, arm)]
-    return go.Scatter(
-        x=[EP_DEGREES.index(row["ep"]) + aside for row in here],
-        y=[row["gain"] for row in here],
-        error_y=_error_bars([(row["gain"], *row["gain_interval"]) for row in here], style.color),
-        mode="lines+markers",
-        name=f"{name}, predicted",
-        line={"color": style.color, "dash": "dot", "width": 1.5},
-        marker={"symbol": f"{style.symbol}-open", "size": 11, "line_width": 2},
-        hovertemplate=f"{name}, predicted: %{{y:.3f}} ×<extra></extra>",
-    )
-
-
-def _scaling_measured(
-    found: Mapping[Place, ArmResult], routing: str, arm: str, aside: float, style: Any, name: str
-) -> go.Scatter:
-    here = {place.ep: one for place, one in found.items() if (place.routing, place.arm) == (routing, arm)}
-    stock = [one.tps / (one.ratio or 1.0) for one in here.values()]
-    ratios = [(one.tps / tps, one.low / tps, one.high / tps) for one, tps in zip(here.values(), stock, strict=True)]
-    return go.Scatter(
-        x=[EP_DEGREES.index(ep) + aside for ep in here],
-        y=[ratio for ratio, _, _ in ratios],
-        error_y=_error_bars(ratios, style.color),
-        mode="markers",
-        name=f"{name}, measured",
-        marker={"color": style.color, "symbol": style.symbol, "size": 11},
-        hovertemplate=f"{name}, measured: %{{y:.3f}} ×<extra></extra>",
-    )
-
-
-def _error_bars(values: Sequence[tuple[float, float, float]], color: str) -> dict[str, Any]:
-    return {
-        "array": [high - middle for middle, _, high in values],
-        "arrayminus": [middle - low for middle, low, _ in values],
-        "symmetric": False,
-        "color": color,
-        "thickness": 1.2,
-        "width": 4,
-    }
-
-
-def _scaling_finding(rows: Predictions, found: Mapping[Place, ArmResult]) -> str:
+def _scaling_finding(predicted: Gains, measured: Gains) -> str:
     """What both routings say of the first arm at both ends of the degrees measured, or predicted if one alone was."""
-    measured = [
-        ep for ep in EP_DEGREES if all(Place(SCALING, ep, routing, SCALING_ARMS[0]) in found for routing in ROUTINGS)
-    ]
-    said, eps = ("gains", measured) if len(measured) > 1 else ("is predicted to gain", EP_DEGREES)
-    ends = (eps[0], eps[-1])
+    arm = SCALING_ARMS[0]
+    eps = [ep for ep in EP_DEGREES if all(Place(SCALING, ep, routing, arm) in measured for routing in ROUTINGS)]
+    gains, verb = (measured, "gains") if len(eps) > 1 else (predicted, "is predicted to gain")
+    first, last = (eps[0], eps[-1]) if len(eps) > 1 else (EP_DEGREES[0], EP_DEGREES[-1])
     words = []
     for routing in ROUTINGS:
-        places = [Place(SCALING, ep, routing, SCALING_ARMS[0]) for ep in ends]
-        first, last = (
-            float(found[place].ratio or 0.0) if len(measured) > 1 else float(rows[place]["gain"]) for place in places
-        )
-        words.append(f"{first:.2f} to {last:.2f} × under {ROUTING_WORDS[routing]}")
-    arm = two_by_two_label(SCALING_ARMS[0])
-    return f"{arm} {said} {words[0]} and {words[1]} routing, from EP {ends[0]} to EP {ends[1]}"
+        low, high = (gains[Place(SCALING, ep, routing, arm)][1] for ep in (first, last))
+        words.append(f"{low:.2f} to {high:.2f} × under {ROUTING_LABELS[routing]}")
+    return f"{two_by_two_label(arm)} {verb} {words[0]} and {words[1]} routing, from EP {first} to EP {last}"

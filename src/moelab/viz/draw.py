@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 import pandas as pd
@@ -37,6 +38,7 @@ def panels(
         shared: whether all panels have one vertical axis.
         title_size: of the panels' titles, px.
     """
+    # make_subplots begins a figure of its own, without the title's layout, and leaves no room for its panels' titles.
     headed = new_figure(finding, subtitle=subtitle, note=note, height=height)
     figure = make_subplots(
         rows=1, cols=len(titles), subplot_titles=list(titles), horizontal_spacing=spacing, shared_yaxes=shared
@@ -48,6 +50,11 @@ def panels(
     return figure.update_layout(margin_t=headed.layout.margin.t + room, height=headed.layout.height + room)
 
 
+def in_panel(column: int, name: str) -> dict[str, object]:
+    """Where a trace goes in a figure of :func:`panels`; the legend names it once, and a click there hides it in all."""
+    return {"row": 1, "col": column, "name": name, "legendgroup": name, "showlegend": column == 1}
+
+
 def draw_arm_axis(figure: go.Figure, arms: Sequence[str], *, margin: float = 0.6) -> None:
     """Name the arms under places 0, 1, 2 …, with so much room beside the first and the last."""
     labels = ["<br>".join(wrap(arm_label(arm), 18)) for arm in arms]
@@ -55,8 +62,8 @@ def draw_arm_axis(figure: go.Figure, arms: Sequence[str], *, margin: float = 0.6
     figure.update_xaxes(range=[-margin, len(arms) - 1 + margin])
 
 
-def arm_bar(position: float, value: float, style: ArmStyle) -> go.Bar:
-    """An arm's throughput as a bar with its number inside."""
+def arm_bar(position: float, value: float, style: ArmStyle, hover: str) -> go.Bar:
+    """An arm's throughput as a bar with its number inside; ``hover`` follows the arm's name."""
     return go.Bar(
         x=[position],
         y=[value],
@@ -65,7 +72,35 @@ def arm_bar(position: float, value: float, style: ArmStyle) -> go.Bar:
         textposition="inside",
         insidetextanchor="middle",
         textfont={"color": INK, "size": 16},
+        hovertemplate=f"{style.label}: {hover}<extra></extra>",
     )
+
+
+def finish_arm_bars(
+    figure: go.Figure, arms: Sequence[str], highest: float, *, words: str = "per GPU", margin: float = 0.6
+) -> go.Figure:
+    """Name the arms under their bars, and leave room above the highest (tokens/s) for what is written there."""
+    draw_arm_axis(figure, arms, margin=margin)
+    figure.update_yaxes(title_text=f"tokens/s {words}", range=[0, 1.18 * highest], tickformat=",")
+    return figure.update_layout(showlegend=False, bargap=0.45, hovermode="closest")
+
+
+def running_bars(
+    rows: Sequence[str], values: Sequence[float], colors: Sequence[str], shapes: Sequence[str] = (), *, hover: str
+) -> go.Bar:
+    """Bars below each other, each beginning where the one above ends, and a last one of the whole from zero.
+
+    Args:
+        rows: their names.
+        values: what each adds; the last is the whole.
+        colors: of each.
+        shapes: of each one's pattern.
+        hover: plotly's template.
+    """
+    marker = {"color": list(colors), "line": {"color": MUTED, "width": 1}}
+    marker |= {"pattern": {"shape": list(shapes)}} if shapes else {}
+    base = [*accumulate(values[:-2], initial=0.0), 0.0]
+    return go.Bar(y=list(rows), x=list(values), base=base, orientation="h", marker=marker, hovertemplate=hover)
 
 
 def error_bars(intervals: Sequence[tuple[float, float, float]], **look: object) -> dict[str, object]:
@@ -78,10 +113,16 @@ def error_bars(intervals: Sequence[tuple[float, float, float]], **look: object) 
     }
 
 
-def diamonds(x: Sequence[float], y: Sequence[str], **options: object) -> go.Scatter:
-    """Published values over bars, as white diamonds."""
+def diamonds(x: Sequence[float | None], y: Sequence[object], **options: object) -> go.Scatter:
+    """Further values over bars, such as published ones, as white diamonds."""
     marker = {"symbol": "diamond", "size": 11, "color": "white", "line": {"color": INK, "width": 2}}
     return go.Scatter(x=x, y=y, mode="markers", marker=marker, **options)
+
+
+def write_beside(figure: go.Figure, x: float, y: object, text: str, *, px: int = 0, **font: object) -> None:
+    """Write a text to the right of where a bar ends, so many pixels away."""
+    place = {"x": x, "y": y, "xanchor": "left", "xshift": px or None}
+    figure.add_annotation(text=text, showarrow=False, font=font or None, **place)
 
 
 def draw_limit(figure: go.Figure, y: float, text: str, *, color: str, width: float, margin_px: int) -> None:
@@ -116,6 +157,11 @@ def draw_seeds_and_means(
         draw_mean(figure, mean.loc[shown_from:], style, **axes)
 
 
+def name_loss_axes(figure: go.Figure) -> go.Figure:
+    """Of a figure of loss over steps."""
+    return figure.update_layout(xaxis_title_text="step", yaxis_title_text="loss (nats per token)")
+
+
 def draw_mean(figure: go.Figure, mean: pd.Series[float], style: ArmStyle, **options: object) -> None:
     """Draw one bold line in the arm's colour and dash; ``options`` go to the trace."""
     trace = {"mode": "lines", "name": style.label, "legendgroup": style.label, "hovertemplate": "%{y:.4f}"}
@@ -123,12 +169,14 @@ def draw_mean(figure: go.Figure, mean: pd.Series[float], style: ArmStyle, **opti
     figure.add_trace(go.Scatter(x=mean.index.to_numpy(), y=mean.to_numpy(), line=line, **(trace | options)))
 
 
-def draw_band(figure: go.Figure, low: pd.Series[float], high: pd.Series[float], style: ArmStyle) -> None:
+def draw_band(
+    figure: go.Figure, low: pd.Series[float], high: pd.Series[float], style: ArmStyle, *, opacity: float = 0.18
+) -> None:
     """Fill between two curves over the same steps; where a bound is missing nothing is drawn."""
     steps = low.index.to_numpy()
     x, y = np.concatenate([steps, steps[::-1]]), np.concatenate([high.to_numpy(), low.to_numpy()[::-1]])
-    drawn = np.isfinite(y)
-    band = {"fill": "toself", "fillcolor": style.fill(0.18), "mode": "lines", "line_width": 0, "hoverinfo": "skip"}
+    drawn = np.isfinite(y)  # at a gap plotly would begin another shape
+    band = {"fill": "toself", "fillcolor": style.fill(opacity), "mode": "lines", "line_width": 0, "hoverinfo": "skip"}
     figure.add_trace(go.Scatter(x=x[drawn], y=y[drawn], legendgroup=style.label, showlegend=False, **band))
 
 
@@ -141,7 +189,49 @@ def draw_marks(figure: go.Figure, marks: Sequence[tuple[int, float]]) -> None:
     """
     if not marks:
         return
-    x, y = zip(*marks[:: thinning(len(marks))], strict=True)
+    x, y = zip(*marks[:: thinning(len(marks))], strict=True)  # a run may report NaN in every step
     look = {"symbol": "x-thin", "size": 8, "line": {"color": WARNING, "width": 1.5}}
     name = "gradient norm not finite"
     figure.add_trace(go.Scatter(x=x, y=y, mode="markers", marker=look, name=name, showlegend=True, hoverinfo="x+name"))
+
+
+STAR = {"symbol": "star", "color": "black", "line": {"color": "white", "width": 1}}
+"""Marker of the rank that a map is about; the size is the map's."""
+
+
+def legend_entry(name: str, **look: object) -> go.Scatter:
+    """A trace without points, for the legend of a figure whose marks have many looks."""
+    return go.Scatter(x=[None], y=[None], name=name, hoverinfo="skip", **look)
+
+
+def nothing_to_draw(finding: str, *, subtitle: str, height: int) -> go.Figure:
+    """A figure that says in words why it is empty; arguments are those of :func:`moelab.viz.theme.new_figure`."""
+    return new_figure(finding, subtitle=subtitle, height=height).update_layout(xaxis_visible=False, yaxis_visible=False)
+
+
+def place_map(
+    figure: go.Figure, place: int, title: str, *, x: dict[str, object], y: dict[str, object]
+) -> dict[str, str]:
+    """Give a map axes of its own that are not seen, with its title above their left end.
+
+    Args:
+        figure: to draw into.
+        place: of the map among all of the figure, from 0.
+        title: in plotly's HTML.
+        x: domain and range; the domain is a part of the width.
+        y: range, and domain if it is not the whole height.
+
+    Returns:
+        Names of the axes, for traces.
+    """
+    suffix = str(place + 1) if place else ""
+    hidden = {"visible": False, "fixedrange": True}
+    figure.update_layout({f"xaxis{suffix}": {**hidden, **x, "anchor": f"y{suffix}"}})
+    figure.update_layout({f"yaxis{suffix}": {**hidden, **y, "anchor": f"x{suffix}"}})
+    corner = {
+        "x": figure.layout[f"xaxis{suffix}"].domain[0],
+        "y": (figure.layout[f"yaxis{suffix}"].domain or (0, 1))[1],
+    }
+    corner |= {"xref": "paper", "yref": "paper", "xanchor": "left", "yanchor": "bottom", "align": "left"}
+    figure.add_annotation(text=title, showarrow=False, font={"size": 13, "color": INK}, **corner)
+    return {"xaxis": f"x{suffix}", "yaxis": f"y{suffix}"}

@@ -1,4 +1,4 @@
-"""A traced step: what it is made of, measured beside predicted, and its kernels over time."""
+"""Traced steps: what they are made of, what is hidden and idle, rates, measured beside predicted, kernels over time."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ import numpy as np
 import plotly.graph_objects as go
 
 from moelab.errors import BadInput
-from moelab.explain.against import Comparison
+from moelab.explain.against import Comparison, GemmRate
 from moelab.explain.categories import COMMUNICATION
-from moelab.explain.explanation import Explanation
+from moelab.explain.explanation import Explanation, length_us
 from moelab.explain.trace import Rows
-from moelab.viz.theme import INK, MUTED, new_figure, plot_text, wrap
+from moelab.hardware import known_gpu
+from moelab.viz.draw import diamonds, draw_limit
+from moelab.viz.theme import INK, MUTED, WARNING, new_figure, plot_text, wrap
 
 _LOOKS = {
     "expert GEMMs": ("#0072B2", ""),
@@ -28,6 +30,7 @@ _LOOKS = {
     "idle": ("#ffffff", "."),
 }
 _OTHER = ("#000000", "x")
+_STEPS = (("#0072B2", ""), ("#E69F00", "/"), ("#56B4E9", "x"), ("#009E73", "."))
 _LANES = {"all-to-all": "exchange", "FSDP collectives": "FSDP"}
 
 
@@ -35,20 +38,27 @@ def _look(part: str) -> tuple[str, str]:
     return _LOOKS.get(part, _OTHER)
 
 
-def step_bars(explained: Mapping[str, Explanation]) -> go.Figure:
+MOST_BARS = 800
+"""Of one part of a timeline; the longest are drawn."""
+CAUSES = 6
+
+
+def step_bars(explained: Mapping[str, Explanation], *, replayed: bool = False) -> go.Figure:
     """What each step is made of.
 
     Args:
         explained: by the name that stands beside the bar.
+        replayed: whether the traces came with the package.
     """
     shares = {name: one.exposed_communication_ms / one.span_ms for name, one in explained.items()}
     most = max(shares, key=lambda name: shares[name])
     figure = new_figure(
-        f"Communication that nothing hides takes up to {shares[most]:.0%} of a step ({most})",
-        subtitle="One traced step each, rank 0, ms from the first to the last event on the GPU. An instant "
-        "belongs to the first part that runs in it: compute, else communication, else idle time.",
-        note="measured",
-        height=270 + 56 * len(explained),
+        f"Communication that nothing hides takes {'up to ' if len(shares) > 1 else ''}{shares[most]:.0%} of a step "
+        f"({most})",
+        subtitle=f"One traced step each, {_ranks(explained)}, ms from the first to the last event. An instant belongs "
+        "to the first part that runs in it: compute, else communication, else idle time.",
+        note=_known(replayed),
+        height=180 + 56 * len(explained),
     )
     shown = [
         {**{part: ms for part, ms in one.parts_ms.items() if not part.startswith("idle: ")}, "idle": one.idle_ms}
@@ -56,64 +66,142 @@ def step_bars(explained: Mapping[str, Explanation]) -> go.Figure:
     ]
     parts = dict.fromkeys(part for one in shown for part in one)
     order = [*(name for name in _LOOKS if name in parts), *(name for name in parts if name not in _LOOKS)]
-    labels = ["<br>".join(wrap(name, 26)) for name in explained]
     for part in order:
-        color, shape = _look(part)
-        figure.add_trace(
-            go.Bar(
-                y=labels,
-                x=[one.get(part, 0.0) for one in shown],
-                name=part,
-                orientation="h",
-                marker={"color": color, "line": {"color": MUTED, "width": 1}, "pattern": {"shape": shape, "size": 5}},
-                hovertemplate=f"{part}: %{{x:.1f}} ms<extra></extra>",
-            )
+        _add_bars(figure, part, _labels(explained), [one.get(part, 0.0) for one in shown], _look(part))
+    return _rows(figure, legend_px=150).update_layout(barmode="stack")
+
+
+def communication_bars(explained: Mapping[str, Explanation], *, replayed: bool = False) -> go.Figure:
+    """Each step's communication by group: what compute hides of it, and what it does not.
+
+    Args:
+        explained: by the name that stands beside the bars.
+        replayed: whether the traces came with the package.
+    """
+    rows = [(name, one) for name, step in explained.items() for one in step.communication]
+    total, exposed = (sum(getattr(one, key) for _, one in rows) for key in ("ms", "exposed_ms"))
+    names = ["<br>".join(wrap(name, 26)) for name, _ in rows]
+    y = [names, [plot_text(one.group) for _, one in rows]]
+    figure = new_figure(
+        f"Compute hides {1 - exposed / total:.0%} of {total:.0f} ms of communication" if total else "No communication",
+        subtitle=f"One traced step each, {_ranks(explained)}. Diamonds: what of it waits for other ranks, seen on all "
+        "ranks or, of one rank alone, what takes longer than the fastest of its kind.",
+        note=_known(replayed),
+        height=160 + 34 * len(rows),
+    )
+    _add_bars(figure, "not hidden", y, [one.exposed_ms for _, one in rows], ("#D55E00", ""))
+    _add_bars(figure, "hidden behind compute", y, [one.ms - one.exposed_ms for _, one in rows], ("#dfe3e8", "/"))
+    waiting = [one.waiting_ms for _, one in rows]
+    figure.add_trace(
+        diamonds(waiting, y, name="waiting for other ranks", hovertemplate="waiting: %{x:.1f} ms<extra></extra>")
+    )
+    return _rows(figure, legend_px=110).update_layout(barmode="stack", bargap=0.25)
+
+
+def idle_bars(explained: Mapping[str, Explanation], *, replayed: bool = False) -> go.Figure:
+    """Idle time by its cause and by what the host did, the longest first; what is shorter is one bar.
+
+    Args:
+        explained: by the name in the legend.
+        replayed: whether the traces came with the package.
+    """
+    totals: dict[tuple[str, str], float] = {}
+    for step in explained.values():
+        for gap in step.gaps:
+            totals[gap.cause, gap.where] = totals.get((gap.cause, gap.where), 0.0) + gap.idle_ms
+    longest = sorted(totals, key=lambda key: -totals[key])[:CAUSES]
+    idle, span = (sum(getattr(one, key) for one in explained.values()) for key in ("idle_ms", "span_ms"))
+    place = f", {totals[longest[0]] / idle:.0%} of that in one place: {longest[0][1][:48]}" if longest else ""
+    figure = new_figure(
+        f"The device is idle for {idle / span:.1%} of the time{place}",
+        subtitle=f"One traced step each, {_ranks(explained)}. A gap's cause, and what the host did before it launched "
+        "the kernel that ends the gap.",
+        note=_known(replayed),
+        height=170 + 26 * (len(explained) + 1) * (len(longest) + 1) // 2 + 20 * (len(longest) + 1),
+    )
+    labels = ["<br>".join(wrap(f"{cause}: {where[:52]}", 36)) for cause, where in longest]
+    for number, (name, step) in enumerate(explained.items()):
+        found = {(gap.cause, gap.where): gap.idle_ms for gap in step.gaps}
+        x = [found.get(key, 0.0) for key in longest]
+        _add_bars(
+            figure,
+            plot_text(name),
+            [*labels, "all else"],
+            [*x, max(0.0, step.idle_ms - sum(x))],
+            _STEPS[number % len(_STEPS)],
         )
-    figure.update_yaxes(autorange="reversed", ticks="", showgrid=False)
-    figure.update_xaxes(title_text="ms")
-    figure.update_layout(barmode="stack", bargap=0.35, hovermode="closest", legend_traceorder="normal")
-    return figure.update_layout(legend_y=-0.45, margin_b=150)
+    return _rows(figure, legend_px=60 + 22 * len(explained)).update_layout(barmode="group", bargap=0.25)
 
 
-def beside_predicted(compared: Comparison) -> go.Figure:
+def rate_bars(rates: Mapping[str, Sequence[GemmRate]], gpu: str, *, replayed: bool = False) -> go.Figure:
+    """What matrix products reach, beside the peaks of the datasheet.
+
+    Args:
+        rates: of :func:`moelab.explain.against.gemm_rates`, by the step's name in the legend.
+        gpu: by its name in the trace.
+        replayed: whether the traces came with the package.
+    """
+    known = known_gpu(gpu)
+    peaks = {"BF16": known.bf16_tflops, "FP8": known.fp8_tflops} if known else {}
+    levels = {name: float(peak) for name, peak in peaks.items() if peak}
+    reached = [one.tflops for row in rates.values() for one in row]
+    peak = f"; the BF16 peak is {levels['BF16']:,.0f}" if "BF16" in levels else ""
+    figure = new_figure(
+        f"Products reach {min(reached):,.0f} to {max(reached):,.0f} TFLOP/s{peak}",
+        subtitle="One traced step each: the model's work with balanced routing over the time of the kernels; "
+        "recomputation is left out. Dashed: the datasheet's dense peaks.",
+        note=_known(replayed),
+        height=470,
+    )
+    for place, (name, row) in enumerate(rates.items()):
+        color, shape = _STEPS[place % len(_STEPS)]
+        figure.add_bar(
+            x=[f"{one.part},<br>{one.phase}" for one in row],
+            y=[one.tflops for one in row],
+            name=plot_text(name),
+            marker=_marker(color, shape),
+            hovertemplate="%{x}: %{y:,.0f} TFLOP/s<extra></extra>",
+        )
+    for name, limit in levels.items():
+        if limit < 2.2 * max(reached):
+            draw_limit(figure, limit, f"{name} peak", color=WARNING, width=1.5, margin_px=90)
+    figure.update_yaxes(title_text="TFLOP/s", rangemode="tozero")
+    return figure.update_layout(barmode="group", hovermode="closest", legend_y=-0.22)
+
+
+def beside_predicted(compared: Comparison, *, replayed: bool = False) -> go.Figure:
     """Each part of a step, measured and predicted, the largest disagreement first.
 
     Args:
         compared: of :func:`moelab.explain.against.compare`.
+        replayed: whether the trace came with the package.
     """
-    measured, predicted = (sum(getattr(row, name) for row in compared.rows) for name in ("measured_ms", "predicted_ms"))
+    measured, predicted = compared.sums_ms
     worst = compared.rows[0]
     figure = new_figure(
         f"{worst.part} differs most: {worst.difference_ms:+.1f} ms; {measured:.0f} measured, {predicted:.0f} predicted",
-        subtitle="One traced step, rank 0, by part. Idle time of the GPU is host and waiting; barriers that ranks "
-        "meet at because they are traced are left out.",
-        note="measured, and derived by the projection",
+        subtitle="One traced step by part. Idle time of the GPU is host and waiting; barriers that ranks meet at "
+        "because they are traced are left out.",
+        note=f"{_known(replayed)}, and derived by the projection",
         height=140 + 44 * len(compared.rows),
     )
     looks = {"measured": ("#0072B2", ""), "predicted": ("#dfe3e8", "/")}
-    for name, (color, shape) in looks.items():
-        figure.add_trace(
-            go.Bar(
-                y=[row.part for row in compared.rows],
-                x=[getattr(row, f"{name}_ms") for row in compared.rows],
-                name=name,
-                orientation="h",
-                marker={"color": color, "line": {"color": MUTED, "width": 1}, "pattern": {"shape": shape, "size": 5}},
-                hovertemplate=f"%{{y}}, {name}: %{{x:.1f}} ms<extra></extra>",
-            )
-        )
-    figure.update_yaxes(autorange="reversed", ticks="", showgrid=False)
-    figure.update_xaxes(title_text="ms")
-    return figure.update_layout(barmode="group", bargap=0.3, hovermode="closest")
+    parts = [row.part for row in compared.rows]
+    for name, look in looks.items():
+        _add_bars(figure, name, parts, [getattr(row, f"{name}_ms") for row in compared.rows], look)
+    return _rows(figure, legend_px=80).update_layout(barmode="group", bargap=0.3)
 
 
-def timeline(explained: Explanation, *, layer: int | None = None, phase: str | None = None) -> go.Figure:
+def timeline(
+    explained: Explanation, *, layer: int | None = None, phase: str | None = None, replayed: bool = False
+) -> go.Figure:
     """Kernels over time in lanes: compute, exchange, FSDP, other communication, and the host; zoom with the mouse.
 
     Args:
-        explained: whose events are drawn.
+        explained: whose events are drawn; of each part the longest :data:`MOST_BARS`.
         layer: whose time is shown, with all that runs in it; the whole step if it is not given.
         phase: ``forward``, ``recompute`` or ``backward`` of it; all of them if it is not given.
+        replayed: whether the trace came with the package.
 
     Raises:
         BadInput: if the trace does not tell layers, or has no such layer or pass.
@@ -132,46 +220,90 @@ def timeline(explained: Explanation, *, layer: int | None = None, phase: str | N
             raise BadInput(f"layer {layer}{f', {phase},' if phase else ''} is not in this trace; layers: {there}")
         first, last = float(rows["start"][chosen].min()), float(rows["end"][chosen].max())
     shown = rows[(rows["end"] >= first) & (rows["start"] <= last)]
-    what = f"Layer {layer}{f', {phase}' if phase else ''}" if layer is not None else "The step"
-    busy = float((shown["end"] - shown["start"]).sum())
-    figure = new_figure(
-        f"{what}: {last - first:.1f} ms, in which kernels of {busy:.1f} ms run",
-        subtitle="One traced step, ms after its first event. Each line is a kernel; drag to zoom, double-click to go "
-        "back. host: calls that wait for the GPU (dark) and calls that launch (light).",
-        note="measured",
-        height=430,
-    )
-    for part in dict.fromkeys(labels["part"]):
-        of_part = shown[shown["part"] == labels["part"].index(part)]
-        lane = _LANES.get(part, "other communication" if part in COMMUNICATION else "compute")
-        _draw(figure, of_part, lane, part, _look(part)[0] if part != "memory-bound" else "#8a96a3", labels["name"])
     host = explained.host_timeline
     host = host[(host["end"] >= first) & (host["start"] <= last)]
-    _draw(figure, host[host["waits"] == 1], "host", "host waits", INK, labels["name"])
-    _draw(figure, host[host["waits"] == 0], "host", "host launches", "#b9c2cc", labels["name"])
-    figure.update_xaxes(title_text="ms after the first event", range=[first, last])
-    figure.update_yaxes(
-        categoryorder="array", categoryarray=["host", "other communication", "FSDP", "exchange", "compute"]
+    drawn = {
+        part: (
+            _LANES.get(part, "other communication" if part in COMMUNICATION else "compute"),
+            _look(part)[0],
+            shown[shown["part"] == place],
+        )
+        for place, part in enumerate(labels["part"])
+    }
+    drawn["host launches"] = ("host", "#b9c2cc", host[host["waits"] == 0])
+    drawn["host waits"] = ("host", INK, host[host["waits"] == 1])
+    what = f"Layer {layer}{f', {phase}' if phase else ''}" if layer is not None else "The step"
+    begins, ends = np.maximum(shown["start"], first), np.minimum(shown["end"], last)
+    computes = np.isin(shown["part"], [place for place, part in enumerate(labels["part"]) if part not in COMMUNICATION])
+    compute, busy = length_us(begins[computes], ends[computes]), length_us(begins, ends)  # both in ms
+    left_out = sum(max(0, len(of_part) - MOST_BARS) for _, _, of_part in drawn.values())
+    figure = new_figure(
+        f"{what}: {last - first:.1f} ms, {compute:.1f} of compute, {busy - compute:.1f} of communication that nothing "
+        f"hides, {last - first - busy:.1f} idle",
+        subtitle="One traced step, ms after its first event. Each bar is a kernel, or a call of the host that launches "
+        "(light) or waits (dark); drag to zoom, double-click to go back."
+        + (f" The {left_out:,} shortest are not drawn." if left_out else ""),
+        note=_known(replayed),
+        height=430,
     )
-    figure.update_yaxes(ticks="", showgrid=False, fixedrange=True)
-    return figure.update_layout(hovermode="closest", dragmode="zoom")
+    for name, (lane, color, of_part) in drawn.items():
+        if len(of_part):
+            _draw(figure, of_part, lane, name, color, labels["name"])
+    figure.update_xaxes(title_text="ms after the first event", range=[first, last])
+    lanes = ["host", "other communication", "FSDP", "exchange", "compute"]
+    figure.update_yaxes(categoryorder="array", categoryarray=lanes, ticks="", showgrid=False, fixedrange=True)
+    return figure.update_layout(barmode="overlay", bargap=0.25, hovermode="closest", dragmode="zoom", legend_y=-0.25)
 
 
 def _draw(figure: go.Figure, rows: Rows, lane: str, name: str, color: str, names: Sequence[str]) -> None:
-    """Intervals as thick lines of one trace."""
-    if not len(rows):
-        return
-    gap = np.full(len(rows), np.nan)
-    x = np.stack([rows["start"], rows["end"], gap], axis=1).ravel()
-    texts = [plot_text(f"{names[row['name']][:80]}: {row['end'] - row['start']:.3f} ms") for row in rows]
-    figure.add_trace(
-        go.Scatter(
-            x=x,
-            y=[lane] * len(x),
-            text=np.repeat(texts, 3),
-            mode="lines",
-            line={"color": color, "width": 22},
-            name=name,
-            hovertemplate="%{text}<extra>%{fullData.name}</extra>",
-        )
+    """Intervals as bars of one trace."""
+    took = rows["end"] - rows["start"]
+    longest = np.sort(np.argsort(-took, kind="stable")[:MOST_BARS])
+    figure.add_bar(
+        base=rows["start"][longest].round(4),
+        x=took[longest].round(4),
+        y=[lane] * len(longest),
+        text=[plot_text(names[row][:60]) for row in rows["name"][longest]],
+        textposition="none",
+        orientation="h",
+        marker={"color": color, "line": {"width": 0}},
+        name=name,
+        hovertemplate="%{text}: %{x:.3f} ms<extra>%{fullData.name}</extra>",
     )
+
+
+def _known(replayed: bool) -> str:
+    return "replayed: measured on H200s" if replayed else "measured"
+
+
+def _ranks(explained: Mapping[str, Explanation]) -> str:
+    ranks = sorted({one.rank for one in explained.values() if one.rank is not None})
+    return f"rank {', '.join(map(str, ranks))}" if ranks else "of one rank"
+
+
+def _labels(names: Mapping[str, object]) -> list[str]:
+    return ["<br>".join(wrap(name, 26)) for name in names]
+
+
+def _marker(color: str, shape: str) -> dict[str, object]:
+    return {"color": color, "line": {"color": MUTED, "width": 1}, "pattern": {"shape": shape, "size": 5}}
+
+
+def _add_bars(figure: go.Figure, name: str, y: Sequence[object], ms: Sequence[float], look: tuple[str, str]) -> None:
+    figure.add_bar(
+        y=y,
+        x=ms,
+        name=name,
+        orientation="h",
+        marker=_marker(*look),
+        hovertemplate=f"{name}: %{{x:.1f}} ms<extra></extra>",
+    )
+
+
+def _rows(figure: go.Figure, *, legend_px: int) -> go.Figure:
+    """Axes of horizontal bars, the first on top, and the legend below, however few the bars are."""
+    figure.update_yaxes(autorange="reversed", ticks="", showgrid=False)
+    figure.update_xaxes(title_text="ms")
+    below = {"yref": "container", "y": 0, "yanchor": "bottom", "traceorder": "normal"}
+    height = figure.layout.height + max(0, legend_px - 60)
+    return figure.update_layout(bargap=0.35, hovermode="closest", legend=below, margin_b=legend_px, height=height)

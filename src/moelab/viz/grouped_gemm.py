@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
@@ -14,11 +13,9 @@ from moelab.mxfp8.grouped_gemm_cases import Case, Precision
 from moelab.mxfp8.grouped_gemm_results import GroupedGemmResult
 from moelab.projection.gemm import Rates, break_even_m, gain, grouped_parts
 from moelab.projection.gemm_fit import GOAL, ExpertWork, Fit, break_even
-from moelab.viz.theme import INK, MUTED, new_figure
-from moelab.viz.widget import Explorer
-
-if TYPE_CHECKING:
-    import ipywidgets
+from moelab.viz.draw import write_beside
+from moelab.viz.theme import INK, MUTED, counted, new_figure
+from moelab.viz.widget import Explorer, labelled_control
 
 LABELS: dict[str, str] = {
     "bf16": "BF16",
@@ -87,12 +84,13 @@ def measured_speedups(result: GroupedGemmResult, precision: Precision, *, replay
         )
     figure.add_hline(y=1, line={"color": INK, "width": 1, "dash": "dash"})
     ticks = sorted(set(table["m"]))
-    figure.update_xaxes(
-        title_text="rows M of all groups", type="log", tickvals=ticks, ticktext=[f"{m // 1024}k" for m in ticks]
-    )
+    figure.update_xaxes(title_text="rows M of all groups", type="log", **_thousands(ticks))
     figure.update_yaxes(title_text="BF16 time / 8-bit time")
-    figure.update_layout(hovermode="closest")
-    return figure
+    return figure.update_layout(hovermode="closest")
+
+
+def _thousands(ticks: Sequence[int]) -> dict[str, object]:
+    return {"tickvals": ticks, "ticktext": [f"{m // 1024}k" for m in ticks]}
 
 
 def predicted_speedups(table: pd.DataFrame) -> go.Figure:
@@ -110,7 +108,11 @@ def predicted_speedups(table: pd.DataFrame) -> go.Figure:
         note="quoted: torchao on one B200, torchao 0.14, torch 2.10; predicted by a model",
         height=480,
     )
-    names = [_short(name) for name in table["case"]]
+    names = []
+    for case in table["case"]:  # such as "grouped 16384×2048×1408, 8 groups"
+        shape, groups = case.split(", ")
+        _, n, k = shape.split("×")
+        names.append(f"N {n}, K {k}, {counted(int(groups.split()[0]), 'group')}")
     figure.add_bar(
         y=names,
         x=2 * GOAL * table["measured"],
@@ -129,14 +131,7 @@ def predicted_speedups(table: pd.DataFrame) -> go.Figure:
         )
     figure.update_yaxes(autorange="reversed", showgrid=False)
     figure.update_xaxes(title_text="BF16 time / MXFP8 time")
-    figure.update_layout(hovermode="closest", barmode="overlay")
-    return figure
-
-
-def _short(name: str) -> str:
-    shape, groups = name.split(", ")
-    _, n, k = shape.split("×")
-    return f"N {n}, K {k}, {groups.split()[0]} group{'s' if groups.split()[0] != '1' else ''}"
+    return figure.update_layout(hovermode="closest", barmode="overlay")
 
 
 def step_parts(case: Case, rates: Rates) -> go.Figure:
@@ -170,13 +165,10 @@ def step_parts(case: Case, rates: Rates) -> go.Figure:
             )
     totals = [1e3 * sum(part.time_s for part in parts) for parts in by_precision.values()]
     for label, total in zip(labels, totals, strict=True):
-        figure.add_annotation(
-            x=total, y=label, text=f" {total:.3g} ms", showarrow=False, xanchor="left", font_color=MUTED
-        )
+        write_beside(figure, total, label, f" {total:.3g} ms", color=MUTED)
     figure.update_layout(barmode="stack", hovermode="closest", bargap=0.35, legend_traceorder="normal", legend_y=-0.34)
     figure.update_xaxes(title_text="time (ms)", range=[0, 1.18 * max(totals)])
-    figure.update_yaxes(autorange="reversed", showgrid=False)
-    return figure
+    return figure.update_yaxes(autorange="reversed", showgrid=False)
 
 
 def gain_map(fitted: Fit, works: Sequence[ExpertWork], *, aspect: float = 2.25, resamples: int = 100) -> go.Figure:
@@ -192,6 +184,7 @@ def gain_map(fitted: Fit, works: Sequence[ExpertWork], *, aspect: float = 2.25, 
     rows = np.logspace(*ROWS_LOG2, STEPS_M, base=2)
     weights = np.logspace(*WEIGHTS_LOG2, STEPS_NK, base=2)
     sides = [_sides(nk, aspect) for nk in weights]
+    # Rounded, as the figure holds thousands of them.
     gains = [[round(gain(m, n, k, GROUPS, rates), 3) for m in rows] for n, k in sides]
     own = [gain(*work.case.mnkg, rates) for work in works]
     short = [work.name.split(",")[0] for work in works]
@@ -219,14 +212,9 @@ def gain_map(fitted: Fit, works: Sequence[ExpertWork], *, aspect: float = 2.25, 
     cases = [Case(m=1, n=n, k=k, groups=GROUPS) for n, k in (_sides(nk, aspect) for nk in chosen)]
     evens = [break_even(case, fitted, resamples=resamples) for case in cases]
     least, most = (2**exponent for exponent in ROWS_LOG2)
-    for name, field, width, dash in (
-        ("low", "low", 1.5, "dash"),
-        ("gain 1", "value", 3, "solid"),
-        ("high", "high", 1.5, "dash"),
-    ):
-        ends = [getattr(even, field) for even in evens]
-        inside = [m if least <= m <= most else None for m in ends]
-        style = {"color": INK, "width": width, "dash": dash}
+    outer, line = {"color": INK, "width": 1.5, "dash": "dash"}, {"color": INK, "width": 3, "dash": "solid"}
+    for name, field, style in (("low", "low", outer), ("gain 1", "value", line), ("high", "high", outer)):
+        inside = [m if least <= m <= most else None for m in (getattr(even, field) for even in evens)]
         figure.add_scatter(x=inside, y=chosen, mode="lines", line=style, name=name, hoverinfo="skip", showlegend=False)
     for work, name, gained, symbol in zip(works, short, own, _MARKS, strict=False):
         case, m = work.case, min(max(work.case.m, least), most)
@@ -243,24 +231,12 @@ def gain_map(fitted: Fit, works: Sequence[ExpertWork], *, aspect: float = 2.25, 
             name=f"{work.name} ({case.groups} groups)",
             hovertemplate=f"{work.name}: {case.name}<br>{work.layout}<extra></extra>",
         )
-    ticks = [2**exponent for exponent in range(10, 21, 2)]
-    figure.update_xaxes(
-        title_text="rows M of all groups (tokens × top-k of a rank and micro-batch)",
-        type="log",
-        tickvals=ticks,
-        ticktext=[f"{m // 1024}k" for m in ticks],
-        range=[math.log10(2**exponent) for exponent in ROWS_LOG2],
-        showgrid=False,
-    )
-    ticks = [2**exponent for exponent in range(18, 28, 2)]
-    figure.update_yaxes(
-        title_text="weights of an expert's matrix, N·K",
-        type="log",
-        tickvals=ticks,
-        ticktext=[f"{nk / 2**20:g} Mi" for nk in ticks],
-        range=[math.log10(2**exponent) for exponent in WEIGHTS_LOG2],
-        showgrid=False,
-    )
+    m_ticks, nk_ticks = ([2**each for each in exponents] for exponents in (range(10, 21, 2), range(18, 28, 2)))
+    m_range, nk_range = ([each * math.log10(2) for each in exponents] for exponents in (ROWS_LOG2, WEIGHTS_LOG2))
+    figure.update_xaxes(title_text="rows M of all groups (tokens × top-k of a rank and micro-batch)", range=m_range)
+    figure.update_xaxes(type="log", **_thousands(m_ticks), showgrid=False)
+    figure.update_yaxes(title_text="weights of an expert's matrix, N·K", range=nk_range, showgrid=False)
+    figure.update_yaxes(type="log", tickvals=nk_ticks, ticktext=[f"{nk / 2**20:g} Mi" for nk in nk_ticks])
     return figure.update_layout(hovermode="closest", legend_y=-0.2)
 
 
@@ -288,20 +264,13 @@ class ShapeExplorer(Explorer):
     """
 
     def __init__(self, case: Case, rates: Rates) -> None:
-        import ipywidgets as widgets
-
         self.rates = rates
-        controls: dict[str, ipywidgets.Widget] = {
-            name: widgets.SelectionSlider(
-                options=[(f"{value:,}", value) for value in sorted({*values, getattr(case, name)})],
-                value=getattr(case, name),
-                description=label,
-                continuous_update=False,
-                style={"description_width": "150px"},
-                layout={"width": "460px"},
-            )
-            for name, (label, values) in _SLIDERS.items()
-        }
+        px, controls = {"label_px": 150, "width_px": 460}, {}
+        for name, (label, values) in _SLIDERS.items():
+            start = getattr(case, name)
+            options = [(f"{value:,}", value) for value in sorted({*values, start})]
+            place = {"options": options, "value": start, "continuous_update": False}
+            controls[name] = labelled_control("SelectionSlider", label, **place, **px)
         super().__init__(controls, ["parts"])
 
     @property

@@ -1,31 +1,319 @@
-"""A layout drawn: memory per GPU by pipeline rank under the line of what the GPU has, and the layout explorer.
+"""A layout drawn: its mesh, its pipeline, memory per GPU under the line of what the GPU has, and the layout explorer.
 
-Colours say what kind of thing it is: blue and green for weights and what the optimizer needs, warm colours for what
-depends on the batch, grey for what the machinery takes. Hatched parts are gathered: weights and gradients, whole.
+In the mesh every GPU is a square in the box of its node, with one small map for each group of the chosen rank. Its
+colours are about the wire: peers in the same node are reached over NVLink, peers in another node over the network,
+which is an order of magnitude slower. Those of memory say what kind of thing a part is: blue and green for weights and
+what the optimizer needs, warm colours for what depends on the batch, grey for what the machinery takes. Hatched parts
+are gathered: weights and gradients, whole.
 """
 
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
 
 import plotly.graph_objects as go
 
+from moelab.errors import BadInput
 from moelab.experiment import Experiment
 from moelab.hardware import Gpu, gpu_of
-from moelab.layout import Layout, check, facts_of
-from moelab.layout.mesh import nvlink_ranks
+from moelab.layout import SCHEDULES, Layout, bubble_fraction, check, facts_of
+from moelab.layout.mesh import Group, coordinates, groups_of, nvlink_ranks
 from moelab.layout.rules import candidates
+from moelab.layout.schedule import Durations, timeline
 from moelab.memory import PARTS, MemoryEstimate, estimate
-from moelab.viz.draw import draw_limit
-from moelab.viz.mesh import mesh_map
-from moelab.viz.pipeline import pipeline_schedule
-from moelab.viz.theme import INK, WARNING, new_figure
-from moelab.viz.widget import Explorer, refusal
+from moelab.viz.draw import STAR, draw_limit, legend_entry, nothing_to_draw, place_map
+from moelab.viz.theme import FAR, INK, MUTED, NEAR, OTHER, WARNING, new_figure
+from moelab.viz.widget import Explorer, labelled_control, refusal
 
-if TYPE_CHECKING:
-    import ipywidgets
+# The mesh
+
+TITLE_PX, SPACE_PX = 30, 22
+"""Heights of a map's title and of the space under it."""
+GAP, LABEL_GAP = 0.7, 1.3
+"""Space between boxes across, and above each for its number, in squares."""
+
+
+def mesh_map(layout: Layout, *, gpus_per_node: int, rank: int = 0, nvlink_ranks: int = 0) -> go.Figure:
+    """Nodes as boxes and GPUs as squares; one map for each group that a rank belongs to.
+
+    Args:
+        layout: resolved degrees.
+        gpus_per_node: consecutive ranks that share a node.
+        rank: whose groups are shown.
+        nvlink_ranks: consecutive ranks that NVLink joins, if they are more than a node's: a box then has these.
+
+    Returns:
+        The figure. Hovering over a square shows its rank and its place along every axis.
+
+    Raises:
+        BadInput: if there is no such rank.
+    """
+    if not 0 <= rank < layout.world_size:
+        raise BadInput(f"rank is {rank}; valid: 0 to {layout.world_size - 1}, the ranks of this layout")
+    size, box = max(gpus_per_node, nvlink_ranks), "NVLink domain" if nvlink_ranks > gpus_per_node else "node"
+    groups = groups_of(layout, rank, gpus_per_node=size)
+    grid = ClusterGrid(gpus_per_node=size, nodes=-(-layout.world_size // size))
+    everyone, home = range(layout.world_size), rank // size
+    maps: dict[str, list[str]] = {}
+    for group in groups:
+        nodes, peers = f"1 {box}" if len(group.nodes) == 1 else f"{len(group.nodes)} {box}s", set(group.ranks)
+        maps[f"<b>{group.name} {group.degree}</b> · {nodes} · {group.carries}"] = [
+            OTHER if each not in peers else NEAR if each // size == home else FAR for each in everyone
+        ]
+    if layout.pp > 1:
+        block = layout.world_size // layout.pp
+        title = f"<b>pipeline ranks</b> 0 (light) to {layout.pp - 1} (dark) · {block} GPUs each"
+        maps[title] = [_green(each // block / (layout.pp - 1)) for each in everyone]
+    rows = -(-len(maps) // 2)
+    height_px = TITLE_PX + grid.height_px + SPACE_PX
+    figure = new_figure(
+        _reach(groups, rank, box),
+        subtitle=f"Squares are GPUs in rank order, boxes are {box}s; the star is the chosen rank. Hover for each "
+        "rank's place on every axis.",
+        height=110 + rows * height_px,
+    )
+    texts = [_place_words(layout, each, gpus_per_node) for each in everyone]
+    x, y = grid.square(rank)
+    star = {**STAR, "size": 11 if grid.numbered else 7}
+    chosen = go.Scatter(x=[x], y=[y], mode="markers", marker=star, hoverinfo="skip", showlegend=False)
+    for place, (title, colors) in enumerate(maps.items()):
+        row, column = divmod(place, 2)
+        top = 1.0 - row / rows - TITLE_PX / (rows * height_px)
+        axes = place_map(
+            figure,
+            place,
+            title,
+            x={"domain": [0.52 * column, 0.48 + 0.52 * column], "range": [-0.2, grid.width + 0.2]},
+            y={"domain": [top - grid.height_px / (rows * height_px), top], "range": [grid.height + 0.2, 0.2]},
+        )
+        for trace in (grid.squares(colors, texts), grid.boxes(), *([grid.numbers()] if grid.numbered else []), chosen):
+            figure.add_trace(trace.update(axes))
+    square = {"symbol": "square", "size": 12}
+    for name, look in (
+        ("chosen rank", {**STAR, "size": 11}),
+        (f"peer in its {box} (NVLink)", {**square, "color": NEAR}),
+        (f"peer in another {box} (network)", {**square, "color": FAR}),
+        ("no peer", {**square, "color": OTHER}),
+    ):
+        figure.add_trace(legend_entry(name, mode="markers", marker=look))
+    figure.update_layout(legend={"y": 0.0, "yanchor": "top"}, margin={"l": 12, "r": 12, "b": 40})
+    return figure.update_layout(hovermode="closest")
+
+
+def _green(part: float) -> str:
+    """Green from light to dark."""
+    light, dark = (206, 232, 222), (0, 92, 67)
+    mixed = (round(low + (high - low) * part) for low, high in zip(light, dark, strict=True))
+    return "#" + "".join(f"{value:02x}" for value in mixed)
+
+
+def _reach(groups: Sequence[Group], rank: int, box: str) -> str:
+    if not groups:
+        return f"Rank {rank} talks to no other rank"
+    inside = [group.name for group in groups if len(group.nodes) == 1]
+    outside = [(len(group.nodes), group.name) for group in groups if len(group.nodes) > 1]
+    if not outside:
+        return f"Rank {rank} talks inside its {box} only: {', '.join(inside)}"
+    reaches = ", ".join(
+        f"{count}{'' if place else f' {box}s'} by {name}" for place, (count, name) in enumerate(outside)
+    )
+    stays = f"; {' and '.join(inside)} stay{'s' if len(inside) == 1 else ''} in its {box}" if inside else ""
+    return f"Rank {rank} reaches {reaches}{stays}"
+
+
+def _place_words(layout: Layout, rank: int, gpus_per_node: int) -> str:
+    node, local = divmod(rank, gpus_per_node)
+    place = coordinates(layout, rank)
+    dense = ", ".join(f"{axis} {place[axis]}" for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp"))
+    experts = f"<br>experts: efsdp {place['efsdp']}, ep {place['ep']}" if "ep" in place else ""
+    return f"<b>rank {rank}</b>: node {node}, GPU {local}<br>{dense}{experts}"
+
+
+class ClusterGrid:
+    """Where each GPU's square lies; x runs to the right and y down, in squares.
+
+    Args:
+        gpus_per_node: squares of a box.
+        nodes: boxes.
+
+    Attributes:
+        numbered: whether there is room for the numbers of nodes.
+        width, height: of the map; a small cluster does not fill the width, so that squares stay small.
+        height_px: height that shows it well.
+    """
+
+    def __init__(self, *, gpus_per_node: int, nodes: int) -> None:
+        self._gpus_per_node, self._nodes, self.numbered = gpus_per_node, nodes, nodes <= 64
+        self._columns = 8 if self.numbered else 16 if nodes <= 256 else 32
+        self._across = min(4, gpus_per_node)
+        self._down = -(-gpus_per_node // self._across)
+        self.width = self._columns * (self._across + GAP) - GAP
+        self.height = -(-nodes // self._columns) * (self._down + LABEL_GAP)
+        self.height_px = round(self.height * (15 if nodes <= 32 else 11 if self.numbered else 6))
+
+    def _corner(self, node: int) -> tuple[float, float]:
+        """Upper left corner of a node's box."""
+        row, column = divmod(node, self._columns)
+        return column * (self._across + GAP), row * (self._down + LABEL_GAP) + LABEL_GAP
+
+    def square(self, rank: int) -> tuple[float, float]:
+        """Centre of a GPU's square."""
+        node, local = divmod(rank, self._gpus_per_node)
+        x, y = self._corner(node)
+        return x + local % self._across + 0.5, y + local // self._across + 0.5
+
+    def squares(self, colors: Sequence[str], texts: Sequence[str]) -> go.Heatmap:
+        """Squares of all ranks.
+
+        Args:
+            colors: of each rank.
+            texts: shown when the pointer is on a rank's square.
+        """
+        palette = sorted(set(colors))
+        columns, rows = min(self._nodes, self._columns), -(-self._nodes // self._columns)
+        # A column or row of nothing between boxes, since a heatmap's cells touch.
+        x = [self._corner(box)[0] + place for box in range(columns) for place in range(self._across + 1)]
+        y = [self._corner(box * self._columns)[1] + place for box in range(rows) for place in range(self._down + 1)]
+        z: list[list[int | None]] = [[None] * (len(x) - 1) for _ in y[1:]]
+        text = [[""] * (len(x) - 1) for _ in y[1:]]
+        for rank, color in enumerate(colors):
+            node, local = divmod(rank, self._gpus_per_node)
+            row = node // self._columns * (self._down + 1) + local // self._across
+            column = node % self._columns * (self._across + 1) + local % self._across
+            z[row][column], text[row][column] = palette.index(color), texts[rank]
+        count = len(palette)
+        steps = [(edge / count, color) for place, color in enumerate(palette) for edge in (place, place + 1)]
+        gap = 1 if self.numbered else 0
+        look = {"colorscale": steps, "zmin": -0.5, "zmax": count - 0.5, "showscale": False, "xgap": gap, "ygap": gap}
+        return go.Heatmap(x=x, y=y, z=z, text=text, hovertemplate="%{text}<extra></extra>", hoverongaps=False, **look)
+
+    def boxes(self) -> go.Scatter:
+        """Outlines of all nodes, as one line with breaks."""
+        x: list[float | None] = []
+        y: list[float | None] = []
+        for node in range(self._nodes):
+            left, top = (edge - 0.15 for edge in self._corner(node))
+            right, bottom = left + self._across + 0.3, top + self._down + 0.3
+            x += [left, right, right, left, left, None]
+            y += [top, top, bottom, bottom, top, None]
+        return go.Scatter(x=x, y=y, mode="lines", line={"color": MUTED, "width": 1}, hoverinfo="skip", showlegend=False)
+
+    def numbers(self) -> go.Scatter:
+        """Number of each node, above its box."""
+        x, y = zip(*(self._corner(node) for node in range(self._nodes)), strict=True)
+        places = {"x": x, "y": [top - 0.2 for top in y], "text": [str(node) for node in range(self._nodes)]}
+        look = {"textposition": "top right", "textfont": {"size": 10, "color": MUTED}, "hoverinfo": "skip"}
+        return go.Scatter(mode="text", showlegend=False, cliponaxis=False, **places, **look)
+
+
+# The pipeline
+
+MOST_BLOCKS = 8500
+"""Bars that a browser draws without a pause; of a longer step the beginning is shown."""
+AROUND_PX = 190
+"""Height of a one-line title, the axis and the legend."""
+DIGIT_PX, NARROW_PX = 9, 640
+"""Room that a digit needs, and the width of the axis in a narrow notebook."""
+_KINDS = {
+    "F": ("forward", "#0072B2", "white"),
+    "B": ("backward", "#D55E00", "white"),
+    "I": ("backward: dgrad", "#E69F00", INK),
+    "W": ("backward: wgrad", "#009E73", "white"),
+}
+_LIGHTER = {"#0072B2": "#86BCDD", "#D55E00": "#EDA978", "#E69F00": "#F5D590", "#009E73": "#84CDB8"}
+"""Of a rank's second stage: halfway to white."""
+
+
+def pipeline_schedule(layout: Layout, schedule: str) -> go.Figure:
+    """Forward, backward and wait of every pipeline rank over one step, as the order of the schedule makes them.
+
+    Every stage takes equally long and communication no time, so this is a picture of the schedule, not of a run. The
+    number on a bar is its micro-batch, where it fits.
+
+    Args:
+        layout: resolved degrees and micro-batches.
+        schedule: a name of ``moelab.layout.SCHEDULES``.
+
+    Returns:
+        The figure; without bars where there is no pipeline.
+    """
+    if layout.pp == 1:
+        finding = "No pipeline: every rank holds all layers"
+        return nothing_to_draw(finding, subtitle="pp is 1, so no rank waits.", height=120)
+    unit = [Durations(1, 1, 1)] * len(layout.stages)
+    played = timeline(schedule, unit, pp=layout.pp, microbatches=layout.microbatches)
+    end, count = int(max(row[-1].end for row in played)), sum(map(len, played))
+    shown = end if count <= MOST_BLOCKS else end * MOST_BLOCKS // count
+    turns = len(layout.stages) // layout.pp
+    # Bars are numbered if the longest number fits into the shortest bar.
+    numbered = shown * DIGIT_PX * len(str(layout.microbatches - 1)) <= NARROW_PX
+    reading = [
+        f"pp {layout.pp}, {len(layout.stages)} stages, {layout.microbatches} micro-batches",
+        *(["a bar's number is its micro-batch"] if numbered else []),
+        *(["lighter: the rank's second stage" + " and later" * (turns > 2)] if turns > 1 else []),
+        *([f"the first {shown} of {end} units of time"] if shown < end else []),
+    ]
+    rows_px = layout.pp * (64 if layout.pp <= 4 else 40 if layout.pp <= 8 else 22)
+    waits = bubble_fraction(SCHEDULES[schedule], pp=layout.pp, microbatches=layout.microbatches, turns=turns)
+    figure = new_figure(
+        f"{schedule}: each pipeline rank waits {waits:.1%} of a step",
+        subtitle=f"{'; '.join(reading)}.",
+        note="simulated: equal stage times, free communication",
+        height=AROUND_PX + rows_px,
+    )
+    rows_of = {"orientation": "h", "width": 0.86}
+    blocks = [(rank, block) for rank, row in enumerate(played) for block in row if block.start < shown]
+    for kind, (name, color, ink) in _KINDS.items():
+        for turn in range(turns):
+            work = [
+                (rank, block)
+                for rank, block in blocks
+                if (block.action.kind, layout.stages_of_rank[rank].index(block.action.stage)) == (kind, turn)
+            ]
+            if not work:
+                continue
+            figure.add_bar(
+                base=[block.start for _, block in work],
+                x=[block.end - block.start for _, block in work],
+                y=[rank for rank, _ in work],
+                **rows_of,
+                marker={"color": _LIGHTER[color] if turn else color, "line": {"color": "white", "width": 0.5}},
+                text=[str(block.action.microbatch) for _, block in work] if numbered else None,
+                textposition="inside",
+                insidetextanchor="middle",
+                textangle=0,
+                textfont={"color": INK if turn else ink, "size": 12},
+                customdata=[[block.action.stage, block.action.microbatch] for _, block in work],
+                hovertemplate=f"{name}, stage %{{customdata[0]}}, micro-batch %{{customdata[1]}}"
+                "<extra>rank %{y}</extra>",
+                name=name if turn == 0 else f"{name}, stage {turn + 1} of the rank",
+                showlegend=turn == 0,
+            )
+    idle = []
+    for rank, row in enumerate(played):
+        edges = [0, *(edge for block in row for edge in (block.start, block.end)), end]
+        stretches = zip(edges[::2], edges[1::2], strict=True)
+        idle += [(rank, start, min(stop, shown)) for start, stop in stretches if start < min(stop, shown)]
+    figure.add_bar(
+        base=[start for _, start, _ in idle],
+        x=[stop - start for _, start, stop in idle],
+        y=[rank for rank, _, _ in idle],
+        **rows_of,
+        marker={"color": "white", "line_width": 0},
+        marker_pattern={"shape": "/", "fgcolor": MUTED, "bgcolor": "#f4f5f7", "size": 6, "solidity": 0.2},
+        hovertemplate="waits %{x} units<extra>rank %{y}</extra>",
+        name="wait (bubble)",
+    )
+    every = 1 if layout.pp <= 16 else 4
+    # Each bar has a base of its own, so they overlay; the legend stands 58 px under the axis.
+    figure.update_layout(barmode="overlay", hovermode="closest", legend={"traceorder": "normal", "y": -58 / rows_px})
+    figure.update_xaxes(title_text="time (units of one forward of one stage)", range=[0, shown], showgrid=False)
+    figure.update_yaxes(title_text="pipeline rank", tickvals=list(range(0, layout.pp, every)), ticklabelstandoff=6)
+    return figure.update_yaxes(range=[layout.pp - 0.5, -0.5], showgrid=False, ticks="")
+
+
+# Memory
 
 SMALLEST_GIB = 0.05
 """A part that is smaller on every rank is left out of the figure, not of the totals."""
@@ -55,7 +343,7 @@ def memory_bars(memory: MemoryEstimate, layout: Layout, gpu: Gpu) -> go.Figure:
         gpu: the GPU that ``memory`` was predicted for; named at the line.
     """
     reading = f"Fullest moment: {memory.worst.moment}. Largest part: {memory.dominant}."
-    figure = new_figure(_finding(memory, gpu), subtitle=reading, note="predicted, not measured", height=540)
+    figure = new_figure(_memory_finding(memory, gpu), subtitle=reading, note="predicted, not measured", height=540)
     stages = memory.by_stage
     for part in PARTS:
         values = [stage.parts[part] for stage in stages]
@@ -88,7 +376,7 @@ def memory_bars(memory: MemoryEstimate, layout: Layout, gpu: Gpu) -> go.Figure:
     return figure
 
 
-def _finding(memory: MemoryEstimate, gpu: Gpu) -> str:
+def _memory_finding(memory: MemoryEstimate, gpu: Gpu) -> str:
     rank = f"pipeline rank {memory.worst.rank}" if len(memory.by_stage) > 1 else "each rank"
     if gpu.memory_gib is None:
         return f"{rank.capitalize()} needs {memory.worst_gib:.1f} GiB; what a {gpu.name} has is not known"
@@ -106,6 +394,8 @@ def _names(layout: Layout) -> list[str]:
     ]
     return [f"{rank}<br>{count} layers" for rank, count in enumerate(counts)]
 
+
+# The explorer
 
 CHOSEN = (
     "nodes",
@@ -140,16 +430,10 @@ class LayoutExplorer(Explorer):
     """
 
     def __init__(self, experiment: Experiment, *, rank: int = 0) -> None:
-        import ipywidgets as widgets
-
         self.experiment = experiment.model_copy(update={"dp_shard": -1})
-        look = {"style": {"description_width": "154px"}, "layout": {"width": "318px"}}
-        controls: dict[str, ipywidgets.Widget] = {
-            field: widgets.Dropdown(description=field, **look) for field in CHOSEN
-        }
-        controls["rank"] = widgets.BoundedIntText(
-            value=rank, max=experiment.world_size - 1, description="show rank", **look
-        )
+        px, most = {"label_px": 154, "width_px": 318}, experiment.world_size - 1
+        controls = {field: labelled_control("Dropdown", field, **px) for field in CHOSEN}
+        controls["rank"] = labelled_control("BoundedIntText", "show rank", value=rank, max=most, **px)
         super().__init__(controls, ("memory", "pipeline", "mesh"))
 
     def refresh(self, change: object = None) -> None:

@@ -21,14 +21,15 @@ from moelab.analysis.curves import (
     finished,
     joined_lines,
     mean_and_interval,
+    mean_and_sd,
     seed_curves,
     smooth,
     smoothing_window,
 )
 from moelab.analysis.verdict import Answer, Verdict
 from moelab.errors import BadInput
-from moelab.viz.draw import draw_band, draw_marks, draw_mean, draw_seeds_and_means
-from moelab.viz.theme import INK, MUTED, arm_styles, new_figure
+from moelab.viz.draw import draw_band, draw_marks, draw_mean, draw_seeds_and_means, name_loss_axes
+from moelab.viz.theme import INK, MUTED, arm_styles, new_figure, span
 
 INSET_LEFT, INSET_GAP, INSET_MIN_HEIGHT = 0.47, 0.10, 0.42
 """Left edge of the inset, its clearance above the curves, its smallest height; all parts of the plot area."""
@@ -69,8 +70,7 @@ def loss_curves(
     draw_seeds_and_means(figure, curves, window=window)
     draw_seeds_and_means(figure, curves, window=window, shown_from=first, inset=True)
     draw_marks(figure, marks)
-    figure.update_xaxes(title_text="step")
-    figure.update_yaxes(title_text="loss (nats per token)")
+    name_loss_axes(figure)
     _place_inset(figure, curves, last)
     return figure
 
@@ -93,13 +93,11 @@ def loss_tail(table: pd.DataFrame, *, note: str = "", marks: Sequence[tuple[int,
     tails = {name: smooth(arm, window).loc[first:] for name, arm in curves.items()}
     figure = new_figure(_tail_finding(tails), subtitle=_tail_reading(tails, window), note=note)
     for name, style in arm_styles(tails).items():
-        mean, sd = tails[name].mean(axis=1), tails[name].std(axis=1, ddof=1)
-        draw_band(figure, mean - sd, mean + sd, style)
-        draw_mean(figure, mean, style)
+        band = mean_and_sd(tails[name])
+        draw_band(figure, band["low"], band["high"], style)
+        draw_mean(figure, band["mean"], style)
     draw_marks(figure, [mark for mark in marks if mark[0] >= first])
-    figure.update_xaxes(title_text="step")
-    figure.update_yaxes(title_text="loss (nats per token)")
-    return figure
+    return name_loss_axes(figure)
 
 
 def loss_difference(table: pd.DataFrame, verdict: Verdict, *, note: str = "") -> go.Figure:
@@ -123,30 +121,34 @@ def loss_difference(table: pd.DataFrame, verdict: Verdict, *, note: str = "") ->
     reading = _difference_reading(verdict, last - first + 1)
     figure = new_figure(_difference_finding(verdict), subtitle=reading, note=note, height=height)
     if not verdict.seeds:
-        return figure.update_xaxes(visible=False).update_yaxes(visible=False)
+        return figure.update_layout(xaxis_visible=False, yaxis_visible=False)
     seeds = list(verdict.seeds)
     difference = seed_curves(table, verdict.arm)[seeds] - seed_curves(table, verdict.reference)[seeds]
     smoothed = difference.loc[:last].rolling(len(difference.loc[first:last])).mean().dropna(how="all")
     band = mean_and_interval(smoothed, level=verdict.interval.level)
-    _draw_margin(figure, verdict.margin_nats)
+    figure.add_hline(y=0.0, line={"color": INK, "width": 1})
+    if verdict.margin_nats > 0:
+        line = {"color": "rgba(0,158,115,0.7)", "width": 1, "dash": "dot"}
+        edges = {"y0": -verdict.margin_nats, "y1": verdict.margin_nats}
+        figure.add_hrect(**edges, fillcolor="rgba(0,158,115,0.10)", line=line, layer="below")
+        label = {"text": "equivalence margin", "font": {"size": 12, "color": MUTED}, "showarrow": False}
+        figure.add_annotation(**label, x=0.01, xref="x domain", y=verdict.margin_nats, yanchor="bottom")
     style = arm_styles([verdict.arm])[verdict.arm]
     draw_band(figure, band["low"], band["high"], style)
     x, y = joined_lines(smoothed)
     line = {"color": style.fill(0.45), "width": 1}
     figure.add_trace(go.Scatter(x=x, y=y, mode="lines", line=line, name="one seed", hoverinfo="skip"))
     draw_mean(figure, band["mean"], style, name="mean over seeds", hovertemplate="%{y:+.4f}")
-    figure.data[-1].line.dash = "solid"
+    figure.data[-1].line.dash = "solid"  # a dash tells arms apart, and here is one
     reach = (verdict.interval.high - verdict.interval.low) / 2.0
-    figure.add_trace(
-        go.Scatter(
-            x=[last],
-            y=[verdict.mean_difference_nats],
-            error_y={"array": [reach], "visible": verdict.interval.exists, "color": INK, "thickness": 2, "width": 7},
-            mode="markers",
-            name="final difference, as judged",
-            marker={"color": INK, "size": 10, "symbol": style.symbol},
-            hovertemplate="%{y:+.4f}",
-        )
+    figure.add_scatter(
+        x=[last],
+        y=[verdict.mean_difference_nats],
+        error_y={"array": [reach], "visible": verdict.interval.exists, "color": INK, "thickness": 2, "width": 7},
+        mode="markers",
+        name="final difference, as judged",
+        marker={"color": INK, "size": 10, "symbol": style.symbol},
+        hovertemplate="%{y:+.4f}",
     )
     figure.update_xaxes(title_text="step")
     # Without the format, plotly writes the zero of a symmetric axis as a rounding error.
@@ -177,20 +179,6 @@ def _difference_reading(verdict: Verdict, steps: int) -> str:
     return " ".join(
         [f"Paired by seed, mean over the trailing {steps} steps{band}; n = {n}; {margin}.", verdict.decided_by]
     )
-
-
-def _draw_margin(figure: go.Figure, margin_nats: float) -> None:
-    figure.add_hline(y=0.0, line={"color": INK, "width": 1})
-    if margin_nats > 0:
-        figure.add_hrect(
-            y0=-margin_nats,
-            y1=margin_nats,
-            fillcolor="rgba(0,158,115,0.10)",
-            line={"color": "rgba(0,158,115,0.7)", "width": 1, "dash": "dot"},
-            layer="below",
-        )
-        label = {"text": "equivalence margin", "font": {"size": 12, "color": MUTED}, "showarrow": False}
-        figure.add_annotation(**label, x=0.01, xref="x domain", y=margin_nats, yanchor="bottom")
 
 
 def _final_finding(final: FinalLosses) -> str:
@@ -235,8 +223,7 @@ def _seeds_and_means(curves: dict[str, pd.DataFrame], window: int) -> str:
 
 def _count(curves: dict[str, pd.DataFrame]) -> str:
     """Seeds that reach the last step."""
-    counts = [finished(arm).shape[1] for arm in curves.values()]
-    n = str(min(counts)) if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
+    n = span(finished(arm).shape[1] for arm in curves.values())
     return f"n = {n} seeds{' an arm' if len(curves) > 1 else ''}"
 
 

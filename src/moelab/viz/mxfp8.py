@@ -1,4 +1,4 @@
-"""MXFP8 drawn: one block, the choice of its scale, errors of number formats side by side, and an explorer of them.
+"""MXFP8 drawn: a block, the choice of its scale, errors of number formats, an explorer of them, a token's path.
 
 torch is imported when something is drawn that needs it.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -15,12 +16,10 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from moelab.errors import BadInput
-from moelab.viz.theme import MUTED, WARNING, new_figure
-from moelab.viz.widget import Explorer
+from moelab.viz.theme import INK, MUTED, WARNING, new_figure
+from moelab.viz.widget import Explorer, labelled_control
 
 if TYPE_CHECKING:
-    import ipywidgets
-
     from moelab.mxfp8.errors import ErrorRow, GemmRow, OneBlock
 
 EXACT, STORED = "#0072B2", "#D55E00"
@@ -41,11 +40,6 @@ _SCALINGS = {
 """Colour, dash and marker of a scaling."""
 ROUNDING = 1 / 17
 """Largest relative error of rounding to E4M3's three bits: half a step, 2⁻⁴, on a number of 1 + 2⁻⁴."""
-
-SHAPE = (128, 512)
-BLOCKS = (8, 16, 32, 64, 128, 512)
-"""Block sizes to choose from; the last is a whole row."""
-MOST_OUTLIER_LOG2 = 20
 
 
 def block_figure(block: OneBlock, *, source: str) -> go.Figure:
@@ -73,29 +67,18 @@ def block_figure(block: OneBlock, *, source: str) -> go.Figure:
     figure.update_layout({name: panels.layout[name] for name in ("xaxis", "xaxis2", "yaxis", "yaxis2")})
     places = list(range(count))
     figure.add_trace(go.Bar(x=places, y=block.values, name="exact", marker_color=EXACT, opacity=0.55))
-    figure.add_trace(
-        go.Scatter(
-            x=places,
-            y=block.read_back,
-            customdata=[f"{code:08b}" for code in block.codes],
-            name=f"read back from {element.name}",
-            mode="markers",
-            marker={"symbol": "line-ew", "size": 14, "line": {"width": 3, "color": STORED}},
-            hovertemplate="%{y:.5g}, code %{customdata}",
-        )
+    figure.add_scatter(
+        x=places,
+        y=block.read_back,
+        customdata=[f"{code:08b}" for code in block.codes],
+        name=f"read back from {element.name}",
+        mode="markers",
+        marker={"symbol": "line-ew", "size": 14, "line": {"width": 3, "color": STORED}},
+        hovertemplate="%{y:.5g}, code %{customdata}",
     )
-    figure.add_trace(
-        go.Bar(
-            x=places,
-            y=[100 * error for error in block.errors],
-            yaxis="y2",
-            xaxis="x2",
-            name="error",
-            marker_color=MUTED,
-            showlegend=False,
-            hovertemplate="%{y:+.2f} %",
-        )
-    )
+    below = {"yaxis": "y2", "xaxis": "x2", "showlegend": False}
+    errors, hover = [100 * error for error in block.errors], "%{y:+.2f} %"
+    figure.add_bar(x=places, y=errors, name="error", marker_color=MUTED, hovertemplate=hover, **below)
     band = {"x0": 0, "x1": 1, "xref": "x2 domain", "y0": -rounding, "y1": rounding, "yref": "y2"}
     figure.add_shape(type="rect", fillcolor=STORED, opacity=0.1, line_width=0, **band)
     figure.update_yaxes(title_text="value", selector={"anchor": "x"})
@@ -121,15 +104,13 @@ def largest_number_error(amax: Sequence[float], errors: Mapping[str, Sequence[fl
     )
     for name, each in sorted(errors.items()):
         color, dash, _ = _SCALINGS[name]
-        figure.add_trace(
-            go.Scatter(
-                x=amax,
-                y=[round(100 * error, 3) for error in each],
-                name=name.upper(),
-                line={"color": color, "dash": dash, "width": 6 if name == "ceil" else 2.5},
-                opacity=0.5 if name == "ceil" else 1,
-                hovertemplate="%{y:.1f} %",
-            )
+        figure.add_scatter(
+            x=amax,
+            y=[round(100 * error, 3) for error in each],
+            name=name.upper(),
+            line={"color": color, "dash": dash, "width": 6 if name == "ceil" else 2.5},
+            opacity=0.5 if name == "ceil" else 1,
+            hovertemplate="%{y:.1f} %",
         )
     figure.update_layout(legend_y=-0.26)
     figure.add_hline(y=0, line={"color": MUTED, "width": 1})
@@ -143,10 +124,8 @@ def scaling_errors(rows: Sequence[ErrorRow]) -> go.Figure:
     Args:
         rows: from :func:`moelab.mxfp8.errors.compare_scalings`.
     """
-    lost = {row.data: -row.sqnr_db for row in rows if row.method == "floor"}
-    for row in rows:
-        if row.method == "rceil":
-            lost[row.data] += row.sqnr_db
+    sqnr_db = {(row.data, row.method): row.sqnr_db for row in rows}
+    lost = {row.data: sqnr_db[row.data, "rceil"] - sqnr_db[row.data, "floor"] for row in rows}
     cut = max(rows, key=lambda row: row.saturated_fraction)
     figure = new_figure(
         f"FLOOR costs {min(lost.values()):.1f} to {max(lost.values()):.1f} dB against RCEIL",
@@ -156,21 +135,15 @@ def scaling_errors(rows: Sequence[ErrorRow]) -> go.Figure:
     )
     for name, (color, _, symbol) in _SCALINGS.items():
         mine = [row for row in rows if row.method == name]
-        figure.add_trace(
-            go.Scatter(
-                x=[row.sqnr_db for row in mine],
-                y=[row.data for row in mine],
-                customdata=[[row.saturated_fraction, row.underflow_fraction] for row in mine],
-                mode="markers",
-                name=name.upper(),
-                marker={
-                    "color": color,
-                    "symbol": symbol,
-                    "size": 15 if name == "ceil" else 10,
-                    "line": {"width": 1.5, "color": color},
-                },
-                hovertemplate="%{x:.1f} dB, %{customdata[0]:.2%} cut, %{customdata[1]:.2%} to zero",
-            )
+        size = 15 if name == "ceil" else 10  # it often coincides with RCEIL, which is drawn inside it
+        figure.add_scatter(
+            x=[row.sqnr_db for row in mine],
+            y=[row.data for row in mine],
+            customdata=[[row.saturated_fraction, row.underflow_fraction] for row in mine],
+            mode="markers",
+            name=name.upper(),
+            marker={"color": color, "symbol": symbol, "size": size, "line": {"width": 1.5, "color": color}},
+            hovertemplate="%{x:.1f} dB, %{customdata[0]:.2%} cut, %{customdata[1]:.2%} to zero",
         )
     figure.update_layout(hovermode="closest", legend={"y": -90 / (50 + 44 * len(lost))})
     figure.update_yaxes(autorange="reversed", showgrid=True)
@@ -260,8 +233,17 @@ def _dots(x: list[float], y: list[str], row: ErrorRow | GemmRow) -> go.Scatter:
 
 def _name_rows(figure: go.Figure, names: Sequence[str]) -> go.Figure:
     figure.update_yaxes(categoryorder="array", categoryarray=list(reversed(names)), showgrid=True)
+    # The legend stands 60 px under the axis, which plotly counts in heights of the plot.
     plot_px = (figure.layout.height or 460) - (figure.layout.margin.t or 0) - 60
     return figure.update_layout(hovermode="closest", legend={"y": -60 / plot_px})
+
+
+# The explorer
+
+SHAPE = (128, 512)
+BLOCKS = (8, 16, 32, 64, 128, 512)
+"""Block sizes to choose from; the last is a whole row."""
+MOST_OUTLIER_LOG2 = 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -357,17 +339,13 @@ class QuantisationExplorer(Explorer):
     """
 
     def __init__(self, choice: Choice | None = None) -> None:
-        import ipywidgets as widgets
-
-        start = choice or Choice()
-        look = {"style": {"description_width": "90px"}, "layout": {"width": "310px"}}
-        controls: dict[str, ipywidgets.Widget] = {
-            name: widgets.Dropdown(description=label, options=options, value=getattr(start, name), **look)
+        start, px = choice or Choice(), {"label_px": 90, "width_px": 310}
+        controls = {
+            name: labelled_control("Dropdown", label, options=options, value=getattr(start, name), **px)
             for name, (label, options) in _MENUS.items()
         }
-        controls["outlier_log2"] = widgets.IntSlider(
-            start.outlier_log2, max=MOST_OUTLIER_LOG2, description="outliers 2^", continuous_update=False, **look
-        )
+        outliers = {"value": start.outlier_log2, "max": MOST_OUTLIER_LOG2, "continuous_update": False}
+        controls["outlier_log2"] = labelled_control("IntSlider", "outliers 2^", **outliers, **px)
         super().__init__(controls, ["errors"])
 
     @property
@@ -386,3 +364,135 @@ _MENUS: Mapping[str, tuple[str, tuple[tuple[str, Any], ...]]] = {
     "scaling": ("scaling", tuple((name.upper(), name) for name in ("floor", "rceil", "even", "ceil"))),
     "element": ("element", (("E4M3", "e4m3"), ("E5M2", "e5m2"))),
 }
+
+
+# The path of a token through a layer: after figure 1 of the article of PyTorch and Nebius (March 2026), drawn anew from
+# what TorchTitan 0.3.0 (``models/common/moe.py``, ``token_dispatcher.py``) and torchao 0.18
+# (``prototype/moe_training/mxfp8_grouped_mm.py``, ``ep/``) do. Three columns: forward runs down, and backward runs up,
+# its gradients of inputs beside those of weights.
+
+BF16, FP32, MXFP8, EITHER = "#d3e6f3", "#e6e9ee", "#f6c9ad", "#fbeee6"
+_PLAIN = {"color": MUTED, "width": 1}
+_EDGES = {
+    MXFP8: {"color": "#D55E00", "width": 1.6},
+    EITHER: {"color": "#D55E00", "width": 1, "dash": "dash"},
+}
+"""Edges of boxes by what fills them; of the others they are plain."""
+_LEGEND = (
+    (4, MXFP8, "both operands MXFP8"),
+    (196, BF16, "BF16"),
+    (300, EITHER, "BF16, or MXFP8 by torchao's all-to-all"),
+    (600, FP32, "FP32"),
+)
+FORWARD, DGRAD, WGRAD = (0, 252), (266, 518), (532, 740)
+"""Left and right edge of each column, px."""
+ROW_PX, GAP_PX = 44, 16
+
+
+@dataclass(frozen=True)
+class Box:
+    """A step of the path: its column, its first row, its lines and its colour; ``rows`` high."""
+
+    column: tuple[int, int]
+    row: int
+    fill: str
+    text: str
+    detail: str
+    rows: int = 1
+
+    @property
+    def top(self) -> float:
+        """Upper edge, px from the top of the drawing."""
+        return self.row * (ROW_PX + GAP_PX)
+
+    @property
+    def bottom(self) -> float:
+        """Lower edge, px from the top of the drawing."""
+        return self.top + self.rows * ROW_PX + (self.rows - 1) * GAP_PX
+
+    @property
+    def middle(self) -> float:
+        """Centre from the left, px."""
+        return (self.column[0] + self.column[1]) / 2
+
+
+PATH = (
+    Box(FORWARD, 0, BF16, "token x", "(T, D)"),
+    Box(FORWARD, 1, FP32, "router: gate, scores, top-k", "never quantised"),
+    Box(FORWARD, 2, EITHER, "dispatch: all-to-all", "to the ranks of its experts"),
+    Box(FORWARD, 3, BF16, "routed x", "(M, D), one expert after another"),
+    Box(FORWARD, 4, MXFP8, "grouped GEMM w1, w3", "x along D · w along D"),
+    Box(FORWARD, 5, BF16, "gate a, up u", "(M, F)"),
+    Box(FORWARD, 6, BF16, "SwiGLU: silu(a) · u", "elementwise"),
+    Box(FORWARD, 7, BF16, "hidden h", "(M, F)"),
+    Box(FORWARD, 8, MXFP8, "grouped GEMM w2", "h along F · w along F"),
+    Box(FORWARD, 9, BF16, "expert output y", "(M, D)"),
+    Box(FORWARD, 10, BF16, "combine: all-to-all", "scores multiplied in FP32"),
+    Box(FORWARD, 11, BF16, "output", "(T, D), with shared experts"),
+    Box(DGRAD, 0, BF16, "gradient of x", "(T, D)"),
+    Box(DGRAD, 2, BF16, "dispatch backward: all-to-all", "sums over a token's experts"),
+    Box(DGRAD, 3, BF16, "gradient of routed x", "(M, D), of w1 plus of w3"),
+    Box(DGRAD, 4, MXFP8, "dgrad w1, w3", "gradient along F · w along F"),
+    Box(DGRAD, 5, BF16, "gradients of a, u", "(M, F)"),
+    Box(DGRAD, 6, BF16, "SwiGLU backward", "elementwise"),
+    Box(DGRAD, 7, BF16, "gradient of h", "(M, F)"),
+    Box(DGRAD, 8, MXFP8, "dgrad w2", "gradient along D · w along D"),
+    Box(DGRAD, 9, BF16, "gradient of y", "(M, D)"),
+    Box(DGRAD, 10, EITHER, "combine backward: all-to-all", "scores multiplied in FP32"),
+    Box(DGRAD, 11, BF16, "gradient of output", "(T, D)"),
+    Box(WGRAD, 4, MXFP8, "wgrad w1, w3", "gradient, x along tokens"),
+    Box(WGRAD, 5, FP32, "weights, Adam", "FP32 master, sharded"),
+    Box(WGRAD, 8, MXFP8, "wgrad w2", "gradient, h along tokens"),
+    Box(WGRAD, 9, FP32, "weights, Adam", "FP32 master, sharded"),
+)
+
+
+def mxfp8_path() -> go.Figure:
+    """What is quantised where on the way of a token's activations through an MXFP8 MoE layer, forward and backward."""
+    height = max(box.bottom for box in PATH)
+    figure = new_figure(
+        "MXFP8 enters at nine products and is gone after each; all between them stays BF16",
+        subtitle="T tokens, M routed rows, D model and F expert width. A GEMM casts its operands from BF16 along the "
+        "axis it sums over, and returns BF16. TorchTitan 0.3.0, torchao 0.18.",
+        height=int(height) + 148,
+    )
+    for box in PATH:
+        left, right = box.column
+        line, corners = _EDGES.get(box.fill, _PLAIN), {"x0": left, "x1": right, "y0": box.top, "y1": box.bottom}
+        figure.add_shape(type="rect", fillcolor=box.fill, line=line, layer="below", **corners)
+        text = f"<b>{box.text}</b><br><span style='font-size:12px'>{box.detail}</span>"
+        _write(figure, text, box.middle, (box.top + box.bottom) / 2)
+    for column, down in ((FORWARD, True), (DGRAD, False)):
+        boxes = sorted((box for box in PATH if box.column == column), key=lambda box: box.row)
+        for upper, lower in pairwise(boxes):
+            start, end = (upper.bottom, lower.top) if down else (lower.top, upper.bottom)
+            _arrow(figure, (upper.middle, start), (upper.middle, end))
+    # Wgrad takes the gradient that comes from below and the activation kept from the forward pass.
+    at = {(box.column, box.row): box for box in PATH}
+    for row in (4, 8):
+        wgrad, gradient = at[WGRAD, row], at[DGRAD, row + 1]
+        _arrow(figure, (gradient.column[1], gradient.top + 10), (wgrad.column[0] + 24, wgrad.bottom))
+        _arrow(figure, (wgrad.middle + 20, wgrad.bottom), (wgrad.middle + 20, wgrad.bottom + GAP_PX))
+    kept, third_row = "x, h kept from forward;<br>wgrad may stay BF16", 3 * (ROW_PX + GAP_PX)
+    _write(figure, kept, WGRAD[0] + 104, third_row + 26, color=MUTED)
+    for column, text in ((FORWARD, "forward ↓"), (DGRAD, "backward ↑"), (WGRAD, "weight gradients")):
+        _write(figure, f"<b>{text}</b>", (column[0] + column[1]) / 2, -16)
+    y = height + 34
+    for x, fill, text in _LEGEND:
+        line = {"dash": "solid", **_EDGES.get(fill, _PLAIN), "width": 1}
+        figure.add_shape(type="rect", x0=x, x1=x + 18, y0=y - 9, y1=y + 9, fillcolor=fill, line=line)
+        _write(figure, text, x + 24, y, anchor="left")
+    hidden = {"visible": False, "fixedrange": True}
+    figure.update_xaxes(**hidden, range=[-4, 744]).update_yaxes(**hidden, range=[height + 52, -30])
+    return figure.update_layout(margin={"l": 8, "r": 8, "b": 6}, showlegend=False, hovermode=False)
+
+
+def _write(figure: go.Figure, text: str, x: float, y: float, *, anchor: str = "center", color: str = INK) -> None:
+    font = {"size": 13, "color": color}
+    figure.add_annotation(text=text, x=x, y=y, xanchor=anchor, showarrow=False, font=font, align="center")
+
+
+def _arrow(figure: go.Figure, start: tuple[float, float], end: tuple[float, float]) -> None:
+    ends = {"x": end[0], "y": end[1], "ax": start[0], "ay": start[1], "axref": "x", "ayref": "y"}
+    look = {"arrowhead": 2, "arrowsize": 1, "arrowwidth": 1.6, "arrowcolor": MUTED}
+    figure.add_annotation(text="", showarrow=True, **ends, **look)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import html
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
@@ -17,12 +17,9 @@ from moelab.projection.project import DEEPSEEK_TOKENS, Cost, Projection, cost, p
 from moelab.projection.published import TwoByTwo
 from moelab.projection.uncertainty import OUTSIDE_FACTOR, Estimate
 from moelab.sweep import GPUS_OF_NODE, PROFILES, Point, cluster_like, on
-from moelab.viz.draw import diamonds, draw_arm_axis, error_bars, panels
-from moelab.viz.theme import INK, MUTED, ArmStyle, arm_styles, new_figure, plot_text, wrap
-from moelab.viz.widget import Explorer, menu
-
-if TYPE_CHECKING:
-    import ipywidgets
+from moelab.viz.draw import diamonds, draw_arm_axis, draw_band, error_bars, in_panel, panels, running_bars, write_beside
+from moelab.viz.theme import INK, MUTED, OTHER, ArmStyle, arm_styles, new_figure, plot_text, wrap
+from moelab.viz.widget import Explorer, labelled_control, menu
 
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "expert GEMMs": ("expert GEMMs",),
@@ -76,30 +73,20 @@ def step_breakdown(parts_s: Mapping[str, float], *, measured_s: float | None = N
         height=180 + 26 * len(parts),
     )
     names, values = [*(name for name, _ in parts), "whole step"], [*(value for _, value in parts), total_s]
-    starts = [*accumulate(values[:-2], initial=0.0), 0.0]
-    figure.add_trace(
-        go.Bar(
-            y=names,
-            x=values,
-            base=starts,
-            orientation="h",
-            marker={"color": ["#56B4E9"] * len(parts) + ["#dfe3e8"], "line": {"color": MUTED, "width": 1}},
-            hovertemplate="%{y}: %{x:.2f} s<extra></extra>",
-        )
-    )
+    colors = ["#56B4E9"] * len(parts) + [OTHER]
+    bars = running_bars(names, values, colors, hover="%{y}: %{x:.2f} s<extra></extra>")
+    figure.add_trace(bars)
     # Seconds stand left of bars that begin beyond the middle, and right of the others.
-    left = [start > 0.5 * total_s for start in starts]
-    ends = [start if before else start + value for start, value, before in zip(starts, values, left, strict=True)]
-    figure.add_trace(
-        go.Scatter(
-            x=ends,
-            y=names,
-            mode="text",
-            text=[f" {value:,.1f} s " for value in values],
-            textposition=["middle left" if before else "middle right" for before in left],
-            textfont_size=12,
-            hoverinfo="skip",
-        )
+    left = [start > 0.5 * total_s for start in bars.base]
+    ends = [start if before else start + value for start, value, before in zip(bars.base, values, left, strict=True)]
+    figure.add_scatter(
+        x=ends,
+        y=names,
+        mode="text",
+        text=[f" {value:,.1f} s " for value in values],
+        textposition=["middle left" if before else "middle right" for before in left],
+        textfont_size=12,
+        hoverinfo="skip",
     )
     if measured_s:
         figure.add_vline(x=measured_s, line={"color": INK, "dash": "dash", "width": 1.5})
@@ -131,25 +118,22 @@ def arm_breakdowns(
     longest = max(totals.values())
     for (name, values), (color, shape) in zip(groups.items(), _PATTERNS, strict=True):
         pattern = {"shape": shape, "bgcolor": color, "fgcolor": "white", "size": 6, "solidity": 0.15}
-        figure.add_trace(
-            go.Bar(
-                y=list(labels.values()),
-                x=values,
-                name=name,
-                orientation="h",
-                marker={"color": color, "pattern": pattern},
-                text=[f"{value:,.0f}" if value > 0.05 * longest else "" for value in values],
-                textposition="inside",
-                insidetextanchor="middle",
-                textangle=0,
-                textfont={"color": "white" if color in _DARK else INK, "size": 13},
-                hovertemplate=f"{plot_text(name)}: %{{x:.1f}} s<extra></extra>",
-            )
+        figure.add_bar(
+            y=list(labels.values()),
+            x=values,
+            name=name,
+            orientation="h",
+            marker={"color": color, "pattern": pattern},
+            text=[f"{value:,.0f}" if value > 0.05 * longest else "" for value in values],
+            textposition="inside",
+            insidetextanchor="middle",
+            textangle=0,
+            textfont={"color": "white" if color in _DARK else INK, "size": 13},
+            hovertemplate=f"{plot_text(name)}: %{{x:.1f}} s<extra></extra>",
         )
     published = published_s or {}
     for arm, total in totals.items():
-        text, end = f"<b>{total:,.0f} s</b>", max(total, published.get(arm, 0.0))
-        figure.add_annotation(x=end, y=labels[arm], text=text, showarrow=False, xanchor="left", xshift=12)
+        write_beside(figure, max(total, published.get(arm, 0.0)), labels[arm], f"<b>{total:,.0f} s</b>", px=12)
     if published:
         look = {"name": "published (quoted)", "hovertemplate": "published: %{x:,.1f} s<extra></extra>"}
         figure.add_trace(diamonds(list(published.values()), [labels[arm] for arm in published], **look))
@@ -189,34 +173,29 @@ def arms_beside_projection(
         subtitle=f"{words} {f'Circles: {known_words}. ' if known else ''}Projections with their {LEVEL} interval.",
         note=f"{known_words} against derived" if known else "derived: the step-time model",
     )
-    figure.add_trace(
-        go.Scatter(
-            x=[arms.index(arm) - 0.22 for arm in known],
-            y=list(known.values()),
-            mode="markers+text",
-            name=known_words,
-            text=[f"{tps:,.0f}" for tps in known.values()],
-            textposition="middle left",
-            marker={"size": 12, "color": "white", "line": {"color": INK, "width": 2}},
-            hovertemplate="%{y:,.0f} tokens/s<extra></extra>",
-        )
+    numbers = {"mode": "markers+text", "hovertemplate": "%{y:,.0f} tokens/s<extra></extra>"}
+    figure.add_scatter(
+        x=[arms.index(arm) - 0.22 for arm in known],
+        y=list(known.values()),
+        name=known_words,
+        text=[f"{tps:,.0f}" for tps in known.values()],
+        textposition="middle left",
+        marker={"size": 12, "color": "white", "line": {"color": INK, "width": 2}},
+        **numbers,
     )
     for number, (condition, estimates) in enumerate(projected.items()):
         color, symbol = _LOOKS[number]
         ends = [(one.low, one.value, one.high) for one in estimates.values()]
-        figure.add_trace(
-            go.Scatter(
-                x=[arms.index(arm) - 0.08 + 0.3 * number for arm in estimates],
-                y=[one.value for one in estimates.values()],
-                error_y=error_bars(ends, thickness=1.5, width=5),
-                mode="markers+text",
-                text=[f"{one.value:,.0f}" for one in estimates.values()],
-                textposition="middle right",
-                textfont={"color": color, "size": 12},
-                name=f"projected, {condition}",
-                marker={"size": 10, "color": color, "symbol": symbol},
-                hovertemplate="%{y:,.0f} tokens/s<extra></extra>",
-            )
+        figure.add_scatter(
+            x=[arms.index(arm) - 0.08 + 0.3 * number for arm in estimates],
+            y=[one.value for one in estimates.values()],
+            error_y=error_bars(ends, thickness=1.5, width=5),
+            text=[f"{one.value:,.0f}" for one in estimates.values()],
+            textposition="middle right",
+            textfont={"color": color, "size": 12},
+            name=f"projected, {condition}",
+            marker={"size": 10, "color": color, "symbol": symbol},
+            **numbers,
         )
     highest = max([*known.values(), *(one.high for estimates in projected.values() for one in estimates.values())])
     draw_arm_axis(figure, arms)
@@ -264,22 +243,18 @@ def gains_and_interaction(routings: Sequence[TwoByTwo]) -> go.Figure:
             (labels, [_percent(one.gains[arm]) for arm in arms]),
             (["interaction"], [(100 * left.low, 100 * left.value, 100 * left.high)]),
         )
-        name = one.routing.value.replace("_", " ")
         for column, (rows, percents) in enumerate(sides, start=1):
-            trace = go.Scatter(
+            figure.add_scatter(
                 y=rows,
                 x=[value for _, value, _ in percents],
                 error_x=error_bars(percents, thickness=1.5, width=5),
                 orientation="h",
                 offsetgroup=str(number),
                 mode="markers",
-                name=name,
-                legendgroup=name,
-                showlegend=column == 1,
                 marker={"size": 10, "color": color, "symbol": symbol},
                 hovertemplate="%{x:.2f} %<extra></extra>",
+                **in_panel(column, one.routing.value.replace("_", " ")),
             )
-            figure.add_trace(trace, row=1, col=column)
     figure.add_vline(x=0, line={"color": MUTED, "width": 1.5}, row=1, col=2)
     figure.update_xaxes(title_text="gain (%)", rangemode="tozero", row=1, col=1)
     figure.update_xaxes(title_text="interaction (%)", row=1, col=2)
@@ -319,7 +294,7 @@ GPUS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 # The way to another stack, and what if
 
-UP, DOWN, WHOLE = "#009E73", "#D55E00", "#dfe3e8"
+UP, DOWN = "#009E73", "#D55E00"
 
 
 def waterfall_bars(changes: Sequence[Change], *, quoted_first: float, quoted_last: float) -> go.Figure:
@@ -342,37 +317,17 @@ def waterfall_bars(changes: Sequence[Change], *, quoted_first: float, quoted_las
         note="derived between two quoted ends",
         height=150 + 44 * (len(changes) + 1),
     )
-    labels = ["<br>".join(wrap(change.name, 34)) for change in changes]
-    rows = [*labels, "Megatron-Bridge, whole"]
+    rows = [*("<br>".join(wrap(change.name, 34)) for change in changes), "Megatron-Bridge, whole"]
+    colors = [OTHER, *(UP if step >= 0 else DOWN for step in steps[1:]), OTHER]
+    shapes = ["", *("" if step >= 0 else "/" for step in steps[1:]), ""]
     heights = [*steps, changes[-1].tps]
-    figure.add_trace(
-        go.Bar(
-            y=rows,
-            x=heights,
-            base=[*before, 0.0],
-            orientation="h",
-            marker={
-                "color": [WHOLE, *(UP if step >= 0 else DOWN for step in steps[1:]), WHOLE],
-                "line": {"color": MUTED, "width": 1},
-                "pattern": {"shape": ["", *("" if step >= 0 else "/" for step in steps[1:]), ""]},
-            },
-            hovertemplate="%{y}: %{x:+,.0f}<extra></extra>",
-        )
-    )
-    diamonds = {rows[0]: quoted_first, rows[-1]: quoted_last}  # a label stands beyond its row's
+    figure.add_trace(running_bars(rows, heights, colors, shapes, hover="%{y}: %{x:+,.0f}<extra></extra>"))
+    quoted = {rows[0]: quoted_first, rows[-1]: quoted_last}  # a label stands beyond its row's
     for row, start, height in zip(rows, [*before, 0.0], heights, strict=True):
-        text = f"{height:,.0f}" if row in (rows[0], rows[-1]) else f"{height:+,.0f}"
-        end = max(start, start + height, diamonds.get(row, 0.0))
-        figure.add_annotation(x=end, y=row, text=text, showarrow=False, xanchor="left", xshift=8, font_size=12)
-    figure.add_trace(
-        go.Scatter(
-            x=list(diamonds.values()),
-            y=list(diamonds),
-            mode="markers",
-            marker={"symbol": "diamond", "size": 11, "color": "white", "line": {"color": INK, "width": 2}},
-            hovertemplate="quoted: %{x:,.0f}<extra></extra>",
-        )
-    )
+        end = max(start, start + height, quoted.get(row, 0.0))
+        write_beside(figure, end, row, f"{height:,.0f}" if row in quoted else f"{height:+,.0f}", px=8, size=12)
+    hover = "quoted: %{x:,.0f}<extra></extra>"
+    figure.add_trace(diamonds(list(quoted.values()), list(quoted), hovertemplate=hover))
     figure.update_yaxes(autorange="reversed", ticks="", showgrid=False, tickfont_size=12)
     figure.update_xaxes(title_text="tokens/s per GPU", range=[0, 1.12 * max(quoted_last, *(c.tps for c in changes))])
     return figure.update_layout(showlegend=False, bargap=0.3, hovermode="closest")
@@ -450,12 +405,9 @@ def cost_bars(costs: Mapping[str, Cost], *, tokens: float, words: str) -> go.Fig
     for arm, style in arm_styles(arms).items():
         for column, (unit, value) in enumerate(_COST_PANELS.items(), start=1):
             height = value(costs[arm])
-            bar = go.Bar(
+            figure.add_bar(
                 x=[""],
                 y=[height],
-                name=style.label,
-                legendgroup=arm,
-                showlegend=column == 1,
                 marker={"color": style.fill(0.35), "line": {"color": style.color, "width": 2}},
                 text=[f"{height:,.1f}"],
                 textposition="inside",
@@ -463,8 +415,8 @@ def cost_bars(costs: Mapping[str, Cost], *, tokens: float, words: str) -> go.Fig
                 textangle=0,
                 textfont={"color": INK, "size": 13},
                 hovertemplate=f"{style.label}: %{{y:,.2f}} {plot_text(unit)}<extra></extra>",
+                **in_panel(column, style.label),
             )
-            figure.add_trace(bar, row=1, col=column)
     figure.update_xaxes(showgrid=False, ticks="", showticklabels=False)
     return figure.update_layout(barmode="group", bargap=0.15, hovermode="closest", legend_y=-0.06)
 
@@ -483,29 +435,21 @@ def _draw_lines(
         line = sorted((point for point in points if point.series == name), key=lambda point: point.x)
         xs = [point.x for point in line]
         if name in banded:
-            low, high = zip(*(point.projection.interval for point in line), strict=True)
-            band = go.Scatter(x=[*xs, *reversed(xs)], y=[*high, *reversed(low)], fill="toself", mode="lines")
-            band.update(fillcolor=style.fill(0.12), line_width=0, hoverinfo="skip", showlegend=False)
-            figure.add_trace(band.update(legendgroup=style.label))
-        figure.add_trace(
-            go.Scatter(
-                x=xs,
-                y=[point.projection.tps for point in line],
-                mode="lines+markers",
-                name=style.label,
-                legendgroup=style.label,
-                line={"color": style.color, "dash": style.dash, "width": 2},
-                marker={
-                    "symbol": style.symbol,
-                    "size": 9,
-                    "color": ["white" if point.projection.outside else style.color for point in line],
-                    "line": {"color": style.color, "width": 2},
-                },
-                customdata=[f"{_degrees(point)}; {point.projection.label}" for point in line],
-                hovertemplate="%{x:g}: %{y:,.0f} tokens/s (%{customdata})",
-            )
+            low, high = (pd.Series(ends, xs) for ends in zip(*(one.projection.interval for one in line), strict=True))
+            draw_band(figure, low, high, style, opacity=0.12)
+        filled = ["white" if point.projection.outside else style.color for point in line]
+        outline = {"color": style.color, "width": 2}
+        figure.add_scatter(
+            x=xs,
+            y=[point.projection.tps for point in line],
+            mode="lines+markers",
+            name=style.label,
+            legendgroup=style.label,
+            line={**outline, "dash": style.dash},
+            marker={"symbol": style.symbol, "size": 9, "color": filled, "line": outline},
+            customdata=[f"{_degrees(point)}; {point.projection.label}" for point in line],
+            hovertemplate="%{x:g}: %{y:,.0f} tokens/s (%{customdata})",
         )
-
     figure.update_xaxes(type="log", tickvals=sorted({point.x for point in points}))
     figure.update_yaxes(title_text="tokens/s per GPU", rangemode="tozero", tickformat=",")
     figure.update_layout(hovermode="closest", legend_y=-0.22)
@@ -539,30 +483,17 @@ class ProjectionExplorer(Explorer):
         price_per_gpu_hour: float = 3.0,
         watts_per_gpu: float = 1400.0,
     ) -> None:
-        import ipywidgets as widgets
-
-        self.experiment = experiment
+        self.experiment, px = experiment, {"label_px": 154, "width_px": 344}
         starts = {name: getattr(experiment, name) for name in FIELDS} | {"gpu": gpu, "gpus": experiment.world_size}
         menus = {"gpu": tuple(PROFILES), "gpus": GPUS, **FIELDS}
-        controls: dict[str, ipywidgets.Widget] = {
-            name: menu(name, values, starts[name], label_px=154, width_px=344) for name, values in menus.items()
-        }
-        for name, value, least, most, step in (
-            ("network_gb_s", network_gb_s, 10.0, 400.0, 10.0),
-            ("price_per_gpu_hour", price_per_gpu_hour, 0.1, 20.0, 0.1),
-            ("watts_per_gpu", watts_per_gpu, 50.0, 5000.0, 50.0),
+        controls = {name: menu(name, values, starts[name], **px) for name, values in menus.items()}
+        for name, value, least, most in (
+            ("network_gb_s", network_gb_s, 10.0, 400.0),
+            ("price_per_gpu_hour", price_per_gpu_hour, 0.1, 20.0),
+            ("watts_per_gpu", watts_per_gpu, 50.0, 5000.0),
         ):
-            controls[name] = widgets.FloatSlider(
-                description=name,
-                min=least,
-                max=most,
-                step=step,
-                value=value,
-                readout_format=".4g",
-                continuous_update=False,
-                style={"description_width": "154px"},
-                layout={"width": "344px"},
-            )
+            scale: dict[str, Any] = {"value": value, "min": least, "max": most, "step": least, "readout_format": ".4g"}
+            controls[name] = labelled_control("FloatSlider", name, continuous_update=False, **scale, **px)
         super().__init__(controls, ["step"])
 
     def projected(self) -> Projection:

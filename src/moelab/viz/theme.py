@@ -55,6 +55,8 @@ _LOOKS = {
     "fp8_standard": ("#009E73", "longdash", "cross"),
     "fp8_deepep": ("#CC79A7", "longdashdot", "x"),
 }
+STUDY_ARMS = tuple(_LOOKS)
+"""Arms of the default study, in the order of figures."""
 _FALLBACK = (
     ("#000000", "solid", "star"),
     ("#CC79A7", "dash", "hexagon"),
@@ -96,8 +98,8 @@ def arm_styles(arms: Iterable[str]) -> dict[str, ArmStyle]:
 
 def in_order(arms: Iterable[str]) -> list[str]:
     """Arms as figures list them: those of the default study as it lists them, then the others by name."""
-    known = list(_LOOKS)
-    return sorted(set(arms), key=lambda arm: (known.index(arm) if arm in known else len(known), arm))
+    order = {arm: place for place, arm in enumerate(STUDY_ARMS)}
+    return sorted(set(arms), key=lambda arm: (order.get(arm, len(order)), arm))
 
 
 def plot_text(text: str) -> str:
@@ -108,6 +110,17 @@ def plot_text(text: str) -> str:
 def wrap(text: str, characters: int) -> list[str]:
     """Break a text into lines and escape each; words such as "all-to-all" stay whole."""
     return [plot_text(line) for line in textwrap.wrap(text, characters, break_on_hyphens=False)]
+
+
+def counted(number: int, what: str) -> str:
+    """A number with its noun in the singular or plural."""
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def span(values: Iterable[float], written: str = "") -> str:
+    """The smallest and the largest of values in a format, or the only one: ``"3"``, ``"3 to 5"``."""
+    known = list(values)
+    return " to ".join(dict.fromkeys(format(end, written) for end in (min(known), max(known))))
 
 
 def new_figure(finding: str, *, subtitle: str, note: str = "", height: int = 460) -> go.Figure:
@@ -128,6 +141,7 @@ def new_figure(finding: str, *, subtitle: str, note: str = "", height: int = 460
     if note:
         title += f"<br><span style='color:{WARNING}'>{'<br>'.join(note_lines)}</span>"
     title += f"<br><span style='font-size:13px;color:{MUTED}'>{'<br>'.join(subtitle_lines)}</span>"
+    # px: a line of the title is 22 high, one of the subtitle 17; 70 is the margin that the caller's height counts with
     top = 30 + 22 * (len(title_lines) + len(note_lines)) + 17 * len(subtitle_lines)
     layout = {"template": template(), "height": height - 70 + top, "margin_t": top, "title_text": title}
     return go.Figure(layout=layout)

@@ -8,11 +8,10 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from moelab.analysis.arms import arm_label, contrast
-from moelab.analysis.interval import Interval
 from moelab.analysis.published import GAINS, SOURCE, THROUGHPUT, THROUGHPUT_SETUP, published_tps
 from moelab.analysis.throughput import ArmThroughput, Gain, arm_throughput
-from moelab.viz.draw import arm_bar, draw_arm_axis, error_bars
-from moelab.viz.theme import INK, MUTED, arm_styles, in_order, new_figure, plot_text
+from moelab.viz.draw import arm_bar, error_bars, finish_arm_bars
+from moelab.viz.theme import INK, MUTED, arm_styles, in_order, new_figure, plot_text, span
 
 TWO_BY_TWO = ("bf16_standard", "bf16_deepep", "mxfp8_standard", "mxfp8_deepep")
 """``mxfp8_standard`` was not published."""
@@ -47,43 +46,35 @@ def throughput_bars(
     highest = min(ceiling, max(max(arm.tps, arm.interval.high if arm.interval.exists else 0.0) for arm in arms))
     for position, arm in enumerate(arms):
         _draw_arm(figure, arm, position, by_arm.get(arm.arm), ceiling=ceiling)
-    draw_arm_axis(figure, [arm.arm for arm in arms], margin=0.7 if len(arms) > 1 else 1.0)
-    figure.update_yaxes(title_text=f"tokens/s {rank_words}", range=[0, 1.18 * highest], tickformat=",")
-    return figure.update_layout(showlegend=False, bargap=0.45, hovermode="closest")
+    margin = 0.7 if len(arms) > 1 else 1.0
+    return finish_arm_bars(figure, [arm.arm for arm in arms], highest, words=rank_words, margin=margin)
 
 
 def _draw_arm(
     figure: go.Figure, arm: ArmThroughput, position: int, over_baseline: Gain | None, *, ceiling: float
 ) -> None:
     style, interval, seeds = arm_styles([arm.arm])[arm.arm], arm.interval, arm.tps_by_seed
-    bar = arm_bar(position, arm.tps, style)
-    hover = f"{style.label}: %{{y:,.0f}} tokens/s<extra></extra>"
     reach = error_bars([(interval.low, arm.tps, interval.high)], color=INK, thickness=1.5, width=8)
     error_y = reach if interval.exists else {"visible": False}
-    figure.add_trace(bar.update(name=style.label, error_y=error_y, hovertemplate=hover))
-    figure.add_trace(
-        go.Scatter(
-            x=[position + 0.13 + min(0.02, 0.24 / len(seeds)) * index for index in range(len(seeds))],
-            y=list(seeds.values()),
-            mode="markers",
-            marker={"color": "white", "size": 8, "symbol": style.symbol, "line": {"color": style.color, "width": 2}},
-            customdata=list(seeds),
-            hovertemplate="seed %{customdata}: %{y:,.0f} tokens/s<extra></extra>",
-        )
+    bar = arm_bar(position, arm.tps, style, "%{y:,.0f} tokens/s")
+    figure.add_trace(bar.update(name=style.label, error_y=error_y))
+    figure.add_scatter(
+        x=[position + 0.13 + min(0.02, 0.24 / len(seeds)) * index for index in range(len(seeds))],
+        y=list(seeds.values()),
+        mode="markers",
+        marker={"color": "white", "size": 8, "symbol": style.symbol, "line": {"color": style.color, "width": 2}},
+        customdata=list(seeds),
+        hovertemplate="seed %{customdata}: %{y:,.0f} tokens/s<extra></extra>",
     )
     if over_baseline is not None:
         height = min(ceiling, max(interval.high if interval.exists else arm.tps, *seeds.values()))
-        label = f"<b>{over_baseline.percent:+.1f} %</b><br>{_bounds(over_baseline.interval)}"
+        gained = "no interval"
+        if over_baseline.interval.exists:
+            low, high = (100.0 * (end - 1.0) for end in (over_baseline.interval.low, over_baseline.interval.high))
+            gained = f"{low:+.1f} to {high:+.1f}"
+        label = f"<b>{over_baseline.percent:+.1f} %</b><br><span style='font-size:12px'>{gained}</span>"
         place = {"x": position, "y": height, "yanchor": "bottom", "yshift": 6, "bgcolor": "rgba(255,255,255,0.85)"}
         figure.add_annotation(text=label, showarrow=False, **place)
-
-
-def _bounds(interval: Interval) -> str:
-    """Bounds of a gain in percent, in the size of a remark."""
-    if not interval.exists:
-        return "<span style='font-size:12px'>no interval</span>"
-    low, high = (100.0 * (bound - 1.0) for bound in (interval.low, interval.high))
-    return f"<span style='font-size:12px'>{low:+.1f} to {high:+.1f}</span>"
 
 
 def _finding(arms: Sequence[ArmThroughput], gains: dict[str, Gain]) -> str:
@@ -99,13 +90,13 @@ def _finding(arms: Sequence[ArmThroughput], gains: dict[str, Gain]) -> str:
 
 
 def _reading(arms: Sequence[ArmThroughput], warmup_steps: int) -> str:
-    counts = sorted({arm.n_seeds for arm in arms})
-    n = f"n = {' to '.join(str(count) for count in sorted({counts[0], counts[-1]}))} seeds an arm"
-    if counts == [1]:
+    counts = [arm.n_seeds for arm in arms]
+    if max(counts) == 1:
         return f"Median over steps after {warmup_steps} warm-up steps; one seed an arm, so no interval."
     return (
         f"Geometric mean over seeds of each run's median after {warmup_steps} warm-up steps; points: seeds; "
-        f"{n}, {100 * arms[0].interval.level:g} % t intervals, cut where they leave the axis; gains are paired by seed."
+        f"n = {span(counts)} seeds an arm, {100 * arms[0].interval.level:g} % t intervals, cut where they leave the "
+        "axis; gains are paired by seed."
     )
 
 
@@ -131,11 +122,8 @@ def published_bars() -> go.Figure:
         if published is None:
             figure.add_annotation(text="not<br>published", y=0, yshift=8, font_color=MUTED, **above)
             continue
-        hover = f"%{{y:,.0f}} tokens/s, {published.label}: {plot_text(published.source)}<extra></extra>"
-        figure.add_trace(arm_bar(position, published.tps, style).update(hovertemplate=f"{style.label}: {hover}"))
+        hover = f"%{{y:,.0f}} tokens/s, {published.label}: {plot_text(published.source)}"
+        figure.add_trace(arm_bar(position, published.tps, style, hover))
         text = f"<b>{gains[arm]:+.1f} %</b>" if arm in gains else "baseline"
         figure.add_annotation(text=text, y=published.tps, yshift=6, **above)
-    draw_arm_axis(figure, TWO_BY_TWO)
-    highest = max(row.tps for row in THROUGHPUT)
-    figure.update_yaxes(title_text="tokens/s per GPU", range=[0, 1.18 * highest], tickformat=",")
-    return figure.update_layout(showlegend=False, bargap=0.45, hovermode="closest")
+    return finish_arm_bars(figure, TWO_BY_TWO, max(row.tps for row in THROUGHPUT))

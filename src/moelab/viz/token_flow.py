@@ -13,7 +13,8 @@ import plotly.graph_objects as go
 from moelab.errors import BadInput
 from moelab.projection import METHODS, ExpertPlacement, Method, RoutingModel, draw_expert_ids
 from moelab.projection.traffic import require_method
-from moelab.viz.theme import FAR, INK, MUTED, NEAR, OTHER, new_figure
+from moelab.viz.draw import STAR, legend_entry, place_map
+from moelab.viz.theme import FAR, MUTED, NEAR, OTHER, counted, new_figure
 
 METHOD_LABELS: dict[Method, str] = {
     "standard": "standard all-to-all",
@@ -129,11 +130,6 @@ def forwarding(routing: RoutingModel, placement: ExpertPlacement, *, sender: int
     )
 
 
-def counted(number: int, what: str) -> str:
-    """A number with its noun in the singular or plural."""
-    return f"{number} {what}{'' if number == 1 else 's'}"
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Token:
     """A token, and the map of the nodes that it touches; no other is drawn.
@@ -173,31 +169,24 @@ class _Token:
         figure = new_figure(finding, subtitle=subtitle, note="one simulated token", height=height)
         figure.update_layout(margin_t=figure.layout.margin.t + 40, height=figure.layout.height + 40)
         for index, (title, drawn, back) in enumerate(panels):
-            axes = self._place(figure, index, len(panels), title)
+            share = 1.0 / len(panels)
+            axes = place_map(
+                figure,
+                index,
+                title,
+                x={"domain": [index * share + 0.006, (index + 1) * share - 0.006], "range": [-0.6, self.across + 0.6]},
+                y={"range": [len(self.nodes) * ROW_HEIGHT + 0.1, -0.75]},
+            )
             figure.add_trace(self._squares().update(axes))
             for hop in drawn:
                 figure.add_trace(self._arrow(hop, back=back).update(axes))
             self._draw_node_names(figure, axes)
             x, y = self.center(self.sender)
-            star = {"symbol": "star", "size": 13, "color": "black", "line": {"color": "white", "width": 1}}
-            look = {"mode": "markers", "marker": star, "hoverinfo": "skip", "showlegend": False}
+            look = {"mode": "markers", "marker": {**STAR, "size": 13}, "hoverinfo": "skip", "showlegend": False}
             figure.add_trace(go.Scatter(x=[x], y=[y], **look, **axes))
         for name, look in _LEGEND.items():
-            figure.add_trace(go.Scatter(x=[None], y=[None], name=name, hoverinfo="skip", **look))
+            figure.add_trace(legend_entry(name, **look))
         return figure.update_layout(hovermode="closest", margin={"l": 10, "r": 10, "b": 40}, legend={"y": -0.02})
-
-    def _place(self, figure: go.Figure, index: int, count: int, title: str) -> dict[str, str]:
-        """Axes and title of a panel; returns the axes' names for traces."""
-        suffix = str(index + 1) if index else ""
-        share = 1.0 / count
-        domain = [index * share + 0.006, (index + 1) * share - 0.006]
-        shared = {"visible": False, "fixedrange": True}
-        x = {**shared, "domain": domain, "range": [-0.6, self.across + 0.6], "anchor": f"y{suffix}"}
-        y = {**shared, "range": [len(self.nodes) * ROW_HEIGHT + 0.1, -0.75], "anchor": f"x{suffix}"}
-        figure.update_layout({f"xaxis{suffix}": x, f"yaxis{suffix}": y})
-        place = {"x": domain[0], "y": 1.0, "xref": "paper", "yref": "paper", "xanchor": "left", "yanchor": "bottom"}
-        figure.add_annotation(text=title, align="left", showarrow=False, font={"size": 13, "color": INK}, **place)
-        return {"xaxis": f"x{suffix}", "yaxis": f"y{suffix}"}
 
     def _squares(self) -> go.Scatter:
         """GPUs, with the number of the token's experts in each."""
@@ -221,18 +210,10 @@ class _Token:
         """Above each row, at the end that is far from the sender, where few arrows pass."""
         left = self.sender % self.across >= self.across / 2
         for index, node in enumerate(self.nodes):
-            figure.add_annotation(
-                text=f"node {node}",
-                x=0 if left else self.across,
-                y=index * ROW_HEIGHT - 0.28,
-                xref=axes["xaxis"],
-                yref=axes["yaxis"],
-                xanchor="left" if left else "right",
-                showarrow=False,
-                borderpad=1,
-                bgcolor="rgba(255,255,255,0.6)",
-                font={"size": 11, "color": MUTED},
-            )
+            at = {"x": 0 if left else self.across, "y": index * ROW_HEIGHT - 0.28}
+            place = {"xref": axes["xaxis"], "yref": axes["yaxis"], "xanchor": "left" if left else "right"}
+            look = {"borderpad": 1, "bgcolor": "rgba(255,255,255,0.6)", "font": {"size": 11, "color": MUTED}}
+            figure.add_annotation(text=f"node {node}", showarrow=False, **at, **place, **look)
 
     def _arrow(self, hop: Hop, *, back: bool) -> go.Scatter:
         ends = np.array([self.center(hop.sender), self.center(hop.receiver)])
@@ -247,7 +228,7 @@ class _Token:
         t = np.linspace(0.04, 0.9, 12)[:, None]
         path = (1 - t) ** 2 * start + 2 * t * (1 - t) * ((start + end) / 2 + bend) + t**2 * end
         color, name = (FAR, "network") if self.crosses(hop) else (NEAR, "NVLink")
-        size = [0] * 11 + [9 + hop.copies // 2]
+        size = [0] * 11 + [9 + hop.copies // 2]  # the marker of the last point alone is seen: the arrow's head
         return go.Scatter(
             x=path[:, 0],
             y=path[:, 1],
@@ -264,10 +245,7 @@ _LEGEND: Mapping[str, dict[str, Any]] = {
     "network": {"mode": "lines", "line": {"color": FAR, "width": 3}},
     "NVLink": {"mode": "lines", "line": {"color": NEAR, "width": 3}},
     "the token": {"mode": "markers", "marker": {"symbol": "star", "size": 12, "color": "black"}},
-    "GPU with so many of its experts": {
-        "mode": "markers",
-        "marker": {"symbol": "square", "size": 13, "color": CHOSEN},
-    },
+    "GPU with so many of its experts": {"mode": "markers", "marker": {"symbol": "square", "size": 13, "color": CHOSEN}},
 }
 
 

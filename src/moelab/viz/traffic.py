@@ -30,9 +30,9 @@ from moelab.projection import (
     routing_of,
     simulate_rows,
 )
-from moelab.viz.draw import panels
-from moelab.viz.theme import FAR, INK, NEAR, new_figure
-from moelab.viz.token_flow import METHOD_LABELS, ROUTING_LABELS, counted, token_flow
+from moelab.viz.draw import in_panel, panels
+from moelab.viz.theme import FAR, INK, NEAR, counted, new_figure
+from moelab.viz.token_flow import METHOD_LABELS, ROUTING_LABELS, token_flow
 from moelab.viz.widget import Explorer, menu
 
 METHOD_LOOKS: dict[Method, tuple[str, str]] = {
@@ -49,6 +49,7 @@ ROUTING_LOOKS = {
     "skewed": ("#E69F00", "-"),
 }
 DERIVED = "derived, not measured"
+_TEXT_ABOVE = {"textposition": "outside", "cliponaxis": False}
 DRAWN = 4096
 """Tokens that the histogram is of."""
 
@@ -80,16 +81,13 @@ def destination_histogram(routings: Sequence[RoutingModel], placement: ExpertPla
             counts = np.bincount(distinct_destinations(ids_TK, size))[1:]
             most = min(placement.top_k, placement.ep if column == 1 else placement.nodes)
             shares = 100 * np.pad(counts, (0, max(0, most - len(counts)))) / DRAWN
-            bar = go.Bar(
+            figure.add_bar(
                 x=list(range(1, most + 1)),
                 y=shares,
-                name=ROUTING_LABELS[routing.kind],
-                legendgroup=routing.kind,
-                showlegend=column == 1,
                 marker={"color": color, "pattern": {"shape": pattern, "fgcolor": "white", "size": 5}},
                 hovertemplate="%{x}: %{y:.1f} %",
+                **in_panel(column, ROUTING_LABELS[routing.kind]),
             )
-            figure.add_trace(bar, row=1, col=column)
     figure.update_xaxes(dtick=1, showgrid=False)
     figure.update_yaxes(title_text="share of tokens (%)", col=1)
     return figure.update_layout(barmode="group", bargap=0.15)
@@ -128,18 +126,20 @@ def traffic_matrix(
         height=340,
     )
     for column, method in enumerate(METHODS, start=1):
-        trace = go.Heatmap(
+        figure.add_heatmap(
             z=np.round(np.where(np.eye(placement.ep, dtype=bool), np.nan, megabytes[method]), 3),
             coloraxis="coloraxis",
             hovertemplate="rank %{y} → rank %{x}: %{z:.1f} MB<extra></extra>",
+            row=1,
+            col=column,
         )
-        figure.add_trace(trace, row=1, col=column)
         for edge in range(placement.local_ranks, placement.ep, placement.local_ranks):
             line = {"line": {"color": INK, "width": 0.7}, "row": 1, "col": column}
             figure.add_hline(y=edge - 0.5, **line)
             figure.add_vline(x=edge - 0.5, **line)
     figure.update_xaxes(title_text="to rank", showgrid=False, constrain="domain")
     figure.update_yaxes(autorange="reversed", showgrid=False, constrain="domain")
+    # Squares stay square, in each panel by its own axis.
     for axis, anchor in zip(("yaxis", "yaxis2", "yaxis3"), ("x", "x2", "x3"), strict=True):
         figure.layout[axis].update(scaleanchor=anchor, scaleratio=1)
     figure.update_yaxes(title_text="from rank", col=1)
@@ -174,7 +174,14 @@ def bytes_by_ep(
         hidden: elements of a token.
         precision: of dispatch and of combine's gradient.
     """
-    degrees = _degrees(placement)
+    fit = {
+        ep
+        for ep in (2**exponent for exponent in range(1, 10))
+        if placement.experts % ep == 0
+        and ep <= 2 * placement.ep
+        and (ep <= placement.ranks_per_node or ep % placement.ranks_per_node == 0)
+    }
+    degrees = sorted({*fit, placement.ep})
     places = [replace(placement, ep=ep) for ep in degrees]
     sizes = {"tokens": tokens, "hidden": hidden}
     sent = {
@@ -198,33 +205,19 @@ def bytes_by_ep(
         if method == "standard" and not first:
             continue
         for column, wire in ((1, "network"), (2, "nvlink")):
-            line = go.Scatter(
+            figure.add_scatter(
                 x=[str(ep) for ep in degrees],
                 y=[getattr(amount, wire) / 1e9 for amount in amounts],
                 mode="lines+markers",
-                name=name if method == "standard" else f"{name}, {ROUTING_LABELS[kind]}",
-                legendgroup=f"{kind} {method}",
-                showlegend=column == 1,
                 line={"color": color, "width": 2.5, "dash": "solid" if first else "dot"},
                 marker={"symbol": symbol if first else f"{symbol}-open", "size": 8},
                 hovertemplate="%{y:.2f} GB",
+                **in_panel(column, name if method == "standard" else f"{name}, {ROUTING_LABELS[kind]}"),
             )
-            figure.add_trace(line, row=1, col=column)
     figure.update_xaxes(title_text="EP degree", type="category")
     figure.update_yaxes(title_text="GB per rank and layer", rangemode="tozero", col=1)
     figure.update_yaxes(rangemode="tozero", col=2)
     return figure.update_layout(legend_y=-0.27, margin_b=130, height=figure.layout.height + 50)
-
-
-def _degrees(placement: ExpertPlacement) -> list[int]:
-    fit = [
-        ep
-        for ep in (2**exponent for exponent in range(1, 10))
-        if placement.experts % ep == 0
-        and ep <= 2 * placement.ep
-        and (ep <= placement.ranks_per_node or ep % placement.ranks_per_node == 0)
-    ]
-    return sorted({*fit, placement.ep})
 
 
 def _ep_finding(
@@ -267,18 +260,16 @@ def saving_by_routing(routings: Sequence[RoutingModel], placement: ExpertPlaceme
         values = [rows[routing.kind, method] for routing in routings]
         against = [rows[routing.kind, "standard"] for routing in routings]
         ratios = [f"÷ {base / value:.1f}" if value else "" for base, value in zip(against, values, strict=True)]
-        bar = go.Bar(
+        figure.add_bar(
             x=labels,
             y=values,
             name=METHOD_LABELS[method],
             marker_color=METHOD_LOOKS[method][0],
             text=[f"{value:.2f}" for value in values] if method == "standard" else ratios,
-            textposition="outside",
             textfont_size=12,
-            cliponaxis=False,
+            **_TEXT_ABOVE,
             hovertemplate="%{y:.2f}",
         )
-        figure.add_trace(bar)
     figure.update_yaxes(title_text=f"copies a token on {_WIRES[wire]}", range=[0, 1.15 * max(rows.values())])
     figure.update_xaxes(showgrid=False, ticks="")
     return figure.update_layout(barmode="group", bargap=0.25)
@@ -343,19 +334,15 @@ def move_times(
     for column, routing in enumerate(routings, start=1):
         for index, (name, color) in enumerate((("NVLink", NEAR), ("network", FAR))):
             values = [1e3 * times[routing.kind, m][index] for m in METHODS]
-            bar = go.Bar(
+            figure.add_bar(
                 x=labels,
                 y=values,
-                name=name,
-                legendgroup=name,
-                showlegend=column == 1,
                 marker_color=color,
                 text=[f"{value:.{3 if value >= 1 else 2}g}" if value else "" for value in values],
-                textposition="outside",
-                cliponaxis=False,
+                **_TEXT_ABOVE,
                 hovertemplate="%{y:.2f} ms",
+                **in_panel(column, name),
             )
-            figure.add_trace(bar, row=1, col=column)
     highest = 1e3 * max(max(pair) for pair in times.values())
     figure.update_yaxes(range=[0, 1.15 * highest])
     figure.update_yaxes(title_text="ms per layer", col=1)

@@ -46,10 +46,10 @@ def goal_strips(rows: Sequence[ValidationRow]) -> go.Figure:
         strips.append(Strip(name, inside, limit if inside[0].unit == GAIN else 100 * limit))
     covered = {id(row) for strip in strips for row in strip.rows}
     strips.append(Strip("no goal was set", [row for row in whole if id(row) not in covered]))
-    found = goals(rows)
-    met = sum(goal.met for goal in found)
-    missed = len(found) - met
-    finding = f"{met} of {len(found)} goals are met" + (f", {missed} missed" if missed else "")
+    judged = goals(rows)
+    met = sum(goal.met for goal in judged)
+    missed = f", {len(judged) - met} missed" if met < len(judged) else ""
+    finding = f"{met} of {len(judged)} goals are met{missed}"
     return _strips(finding, strips, words="Whole steps. Green: the goal.")
 
 
@@ -83,10 +83,10 @@ def validation_lines(rows: Sequence[ValidationRow]) -> list[str]:
     return lines
 
 
-def goal_lines(found: Sequence[Goal]) -> list[str]:
+def goal_lines(judged: Sequence[Goal]) -> list[str]:
     """Each goal with its answer, and the reason that is known for one that was missed."""
     lines = []
-    for goal in found:
+    for goal in judged:
         worst = f"{goal.worst:+.1f} points" if "points" in goal.name else f"{goal.worst:+.1%}"
         answer = "met" if goal.met else "MISSED"
         reason = f": {goal.reason}" if goal.reason and not goal.met else ""
@@ -97,71 +97,49 @@ def goal_lines(found: Sequence[Goal]) -> list[str]:
 
 
 def _strips(finding: str, strips: Sequence[Strip], *, words: str) -> go.Figure:
-    counts = sum(len(strip.rows) for strip in strips)
-    unseen = sum(row.use == "predicted" for strip in strips for row in strip.rows)
+    points = [(percent_error(row), place, row) for place, strip in enumerate(strips) for row in strip.rows]
+    unseen = sum(row.use == "predicted" for _, _, row in points)
     figure = new_figure(
         finding,
-        subtitle=f"{words} Error of every row of the validation table: n = {counts} rows, {unseen} of them predictions "
-        "that no constant had seen. Named: the worst of a strip.",
+        subtitle=f"{words} Error of every row of the validation table: n = {len(points)} rows, {unseen} of them "
+        "predictions that no constant had seen. Named: the worst of a strip.",
         note="derived, against measured and quoted figures",
         height=170 + STRIP_PX * len(strips),
     )
+    uses: dict[str, list[tuple[float, int, ValidationRow]]] = {use: [] for use in LOOKS}
+    for error, place, row in points:
+        limit = strips[place].limit
+        missed = row.use == "predicted" and limit is not None and abs(error) > limit
+        uses["predicted, goal missed" if missed else row.use].append((error, place, row))
+    for use, shown in uses.items():
+        color, symbol = LOOKS[use]
+        if shown:
+            figure.add_scatter(
+                x=[error for error, _, _ in shown],
+                y=[place for _, place, _ in shown],
+                mode="markers",
+                name=use,
+                marker={"color": color, "symbol": symbol, "size": 9, "opacity": 0.8, "line": {"width": 1.5}},
+                customdata=[[plot_text(row.name), row.measured, row.predicted, row.unit] for _, _, row in shown],
+                hovertemplate="%{customdata[0]}: measured %{customdata[1]:,.1f}, predicted %{customdata[2]:,.1f} "
+                "%{customdata[3]}, error %{x:+.1f}<extra></extra>",
+            )
+    low, high = min(error for error, _, _ in points), max(error for error, _, _ in points)
+    third = (high - low) / 3
     for place, strip in enumerate(strips):
         if strip.limit is not None:
             box = {"x0": -strip.limit, "x1": strip.limit, "y0": place - 0.36, "y1": place + 0.36}
             figure.add_shape(type="rect", fillcolor=BAND, line_width=0, layer="below", **box)
-    for use, (color, symbol) in LOOKS.items():
-        _draw_points(figure, strips, use, color, symbol)
-    errors = [percent_error(row) for strip in strips for row in strip.rows]
+        # The worst row is named above its point, on the side where there is room.
+        worst = max(strip.rows, key=lambda row: abs(percent_error(row)))
+        error, name = percent_error(worst), plot_text(worst.name.removeprefix("two by two: "))
+        side = "left" if error < low + third else "right" if error > high - third else "center"
+        font, above = {"size": 11, "color": MUTED}, {"x": error, "y": place, "yshift": 18, "xanchor": side}
+        figure.add_annotation(text=f"{error:+.1f}: {name}", showarrow=False, font=font, **above)
     labels = ["<br>".join([*wrap(strip.name, 30), f"n = {len(strip.rows)}"]) for strip in strips]
     figure.update_yaxes(tickvals=list(range(len(strips))), ticktext=labels, ticks="", showgrid=False)
     figure.update_yaxes(range=[len(strips) - 0.4, -0.6])
-    low, high = min(errors), max(errors)
-    for place, strip in enumerate(strips):
-        _name_worst(figure, place, strip, thirds=(low + (high - low) / 3, high - (high - low) / 3))
     figure.update_xaxes(title_text="error of the prediction (%; of gains, points)", zeroline=True)
     figure.update_xaxes(range=[low - 0.06 * (high - low), high + 0.06 * (high - low)], zerolinecolor=INK)
+    # The legend stands 66 px under the axis, which plotly counts in heights of the plot.
     return figure.update_layout(hovermode="closest", legend_y=-66 / (40 + STRIP_PX * len(strips)))
-
-
-def _draw_points(figure: go.Figure, strips: Sequence[Strip], use: str, color: str, symbol: str) -> None:
-    points = [
-        (percent_error(row), place, row)
-        for place, strip in enumerate(strips)
-        for row in strip.rows
-        if _look(row, strip) == use
-    ]
-    if not points:
-        return
-    figure.add_trace(
-        go.Scatter(
-            x=[error for error, _, _ in points],
-            y=[place for _, place, _ in points],
-            mode="markers",
-            name=use,
-            marker={"color": color, "symbol": symbol, "size": 9, "opacity": 0.8, "line": {"width": 1.5}},
-            customdata=[[plot_text(row.name), row.measured, row.predicted, row.unit] for _, _, row in points],
-            hovertemplate="%{customdata[0]}: measured %{customdata[1]:,.1f}, predicted %{customdata[2]:,.1f} "
-            "%{customdata[3]}, error %{x:+.1f}<extra></extra>",
-        )
-    )
-
-
-def _look(row: ValidationRow, strip: Strip) -> str:
-    missed = strip.limit is not None and abs(percent_error(row)) > strip.limit
-    return "predicted, goal missed" if missed and row.use == "predicted" else row.use
-
-
-def _name_worst(figure: go.Figure, place: int, strip: Strip, *, thirds: tuple[float, float]) -> None:
-    """Name the worst row above its point, on the side where there is room."""
-    worst = max(strip.rows, key=lambda row: abs(percent_error(row)))
-    error = percent_error(worst)
-    figure.add_annotation(
-        x=error,
-        y=place,
-        text=f"{error:+.1f}: {plot_text(worst.name.removeprefix('two by two: '))}",
-        showarrow=False,
-        yshift=18,
-        xanchor="left" if error < thirds[0] else "right" if error > thirds[1] else "center",
-        font={"size": 11, "color": MUTED},
-    )

@@ -76,18 +76,27 @@ def in_rows(controls: Iterable[ipywidgets.Widget]) -> ipywidgets.Box:
     return widgets.Box(list(controls), layout=widgets.Layout(display="flex", flex_flow="row wrap", grid_gap="2px 8px"))
 
 
-def menu(label: str, values: Iterable[Any], start: Any, *, label_px: int, width_px: int) -> ipywidgets.Dropdown:
-    """A menu of values; one to start with that is not among them is added, and numbers are sorted."""
+def labelled_control(kind: str, label: str, *, label_px: int, width_px: int, **options: Any) -> Any:
+    """A control with its label at its left.
+
+    Args:
+        kind: its class in ipywidgets.
+        label: its name on the page.
+        label_px: room of the label.
+        width_px: of label and control.
+        options: of the class.
+    """
     import ipywidgets as widgets
 
+    look = {"style": {"description_width": f"{label_px}px"}, "layout": {"width": f"{width_px}px"}}
+    return getattr(widgets, kind)(description=label, **look, **options)
+
+
+def menu(label: str, values: Iterable[Any], start: Any, *, label_px: int, width_px: int) -> Any:
+    """A menu of values; one to start with that is not among them is added, and numbers are sorted."""
     options = list(dict.fromkeys([*values, start]))
-    return widgets.Dropdown(
-        description=label,
-        options=options if isinstance(start, str) else sorted(options),
-        value=start,
-        style={"description_width": f"{label_px}px"},
-        layout={"width": f"{width_px}px"},
-    )
+    options = options if isinstance(start, str) else sorted(options)
+    return labelled_control("Dropdown", label, label_px=label_px, width_px=width_px, options=options, value=start)
 
 
 class Explorer:

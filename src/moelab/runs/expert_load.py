@@ -1,0 +1,198 @@
+"""How many tokens each expert of each MoE layer got: ``expert_load.parquet`` of a run.
+
+Its columns are ``step, layer, expert, tokens``: the tokens of one step over all ranks, for the first step and about
+fifty more, evenly spread. A step that a restarted run repeats has its last count. Runs of older versions have no such
+file.
+"""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+from pyarrow import compute, parquet
+
+from moelab.errors import BadInput
+from moelab.experiment import Experiment, Routing
+from moelab.hardware import Figure
+from moelab.memory import MemoryConstants, memory_constants
+from moelab.model import shape_for
+from moelab.runs.directory import RunDir
+from moelab.runs.files import write_whole
+
+FILE = "expert_load.parquet"
+_COLUMNS = {"step": pa.int32(), "layer": pa.int32(), "expert": pa.int32(), "tokens": pa.int64()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertLoad:
+    """Tokens of experts, ``S`` recorded steps, ``L`` MoE layers, ``E`` experts.
+
+    Attributes:
+        steps: numbers of the steps ``(S,)``, ascending.
+        layers: numbers of the layers ``(L,)``; dense ones are not among them.
+        tokens_SLE: tokens that each expert got, over all ranks, ``(S, L, E)``.
+    """
+
+    steps: npt.NDArray[np.int64]
+    layers: npt.NDArray[np.int64]
+    tokens_SLE: npt.NDArray[np.int64]
+
+    @property
+    def late(self) -> slice:
+        """The last fifth of the recorded steps, which a trained router is judged by."""
+        return slice(-max(1, len(self.steps) // 5), None)
+
+    @property
+    def late_LE(self) -> npt.NDArray[np.int64]:
+        """Tokens over the last fifth of the recorded steps ``(L, E)``."""
+        late: npt.NDArray[np.int64] = self.tokens_SLE[self.late].sum(axis=0)
+        return late
+
+    @property
+    def busiest_expert_SL(self) -> npt.NDArray[np.float64]:
+        """Tokens of the busiest expert over the layer's mean ``(S, L)``; 1 is balance."""
+        return _over_mean(self.tokens_SLE)
+
+    @property
+    def dead_experts(self) -> int:
+        """Experts of all layers that got no token in the last fifth of the recorded steps."""
+        return int((self.late_LE == 0).sum())
+
+    def busiest_rank_SL(self, ep: int) -> npt.NDArray[np.float64]:
+        """Tokens of the busiest of ``ep`` ranks over their mean ``(S, L)``.
+
+        Rank r of an expert-parallel group holds experts r·E/ep to (r + 1)·E/ep − 1.
+
+        Raises:
+            BadInput: if ``ep`` does not divide the experts.
+        """
+        steps, layers, experts = self.tokens_SLE.shape
+        if experts % ep:
+            raise BadInput(f"ep is {ep} and does not divide the {experts} experts whose load was recorded")
+        return _over_mean(self.tokens_SLE.reshape(steps, layers, ep, -1).sum(axis=-1))
+
+    def to_json(self) -> dict[str, float | int]:
+        """In short: of the last fifth of the recorded steps, the worst layer's busiest expert and the dead experts."""
+        steps, layers, experts = self.tokens_SLE.shape
+        return {
+            "recorded_steps": steps,
+            "last_step": int(self.steps[-1]),
+            "layers": layers,
+            "experts": experts,
+            "busiest_expert_over_mean": round(float(_over_mean(self.late_LE).max()), 4),
+            "dead_experts": self.dead_experts,
+        }
+
+
+def _over_mean(tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """The largest over the mean along the last axis; 1 where there is nothing."""
+    mean = tokens.mean(axis=-1)
+    over: npt.NDArray[np.float64] = np.divide(tokens.max(axis=-1), mean, out=np.ones_like(mean), where=mean > 0)
+    return over
+
+
+class ExpertLoadFile:
+    """The file as a run writes it: step after step, whole at any time.
+
+    Args:
+        run: the run directory; what an earlier launch of the run wrote is kept.
+    """
+
+    def __init__(self, run: Path) -> None:
+        self.path = run / FILE
+        try:
+            rows = _read(self.path)
+        except BadInput:
+            rows = None
+        self._rows = pa.schema(_COLUMNS).empty_table() if rows is None else rows
+
+    def add(self, step: int, tokens_LE: npt.NDArray[np.int64]) -> None:
+        """Write one step.
+
+        Args:
+            step: in place of what was written of it before.
+            tokens_LE: of each expert ``(L, E)``, a row for each layer from 0; dense layers have none.
+        """
+        layers, experts = np.indices(tokens_LE.shape)[:, tokens_LE.any(axis=1)].reshape(2, -1)
+        values = [np.full(len(layers), step), layers, experts, tokens_LE[layers, experts]]
+        added = pa.table(dict(zip(_COLUMNS, values, strict=True)), schema=pa.schema(_COLUMNS))
+        kept = self._rows.filter(compute.not_equal(self._rows["step"], step))
+        self._rows = pa.concat_tables([kept, added]).combine_chunks()
+        buffer = io.BytesIO()
+        parquet.write_table(self._rows, buffer, compression="zstd")
+        write_whole(self.path, buffer.getvalue())
+
+
+def expert_load(run: RunDir) -> ExpertLoad | None:
+    """The load of a run's experts; None where nothing was recorded.
+
+    Raises:
+        BadInput: if the file is damaged.
+    """
+    table = _read(run.path / FILE)
+    if table is None:
+        return None
+    values = [table[name].to_numpy() for name in _COLUMNS]
+    (steps, step_N), (layers, layer_N), (experts, expert_N) = (
+        np.unique(numbers, return_inverse=True) for numbers in values[:3]
+    )
+    tokens_SLE = np.zeros(shape := (len(steps), len(layers), len(experts)), dtype=np.int64)
+    if table.num_rows != tokens_SLE.size:
+        raise BadInput(f"{FILE} is damaged: {table.num_rows} rows, not one for each of {shape} steps, layers, experts")
+    tokens_SLE[step_N, layer_N, expert_N] = values[3]
+    return ExpertLoad(steps=steps, layers=layers, tokens_SLE=tokens_SLE) if table.num_rows else None
+
+
+def _read(path: Path) -> pa.Table | None:
+    """The file's rows; None if there is no file.
+
+    Raises:
+        BadInput: if it is something else.
+    """
+    try:
+        table = parquet.read_table(path, use_threads=False)
+    except FileNotFoundError:
+        return None
+    except (OSError, pa.ArrowException) as error:
+        raise BadInput(f"{FILE} is damaged: it cannot be read as Parquet") from error
+    types = {name: table.schema.field(name).type for name in table.schema.names}
+    if types != _COLUMNS or any(column.null_count for column in table.columns):
+        raise BadInput(f"{FILE} is damaged: its columns are not {', '.join(_COLUMNS)} in whole numbers")
+    return table.replace_schema_metadata()
+
+
+def measured_constants(run: RunDir, experiment: Experiment) -> MemoryConstants:
+    """Constants of the memory model, and of a projection, with the load that a run measured in place of assumed ones.
+
+    Time and what is kept go with the mean over layers of the busiest rank at the end of the run; the peak goes with the
+    busiest rank of any layer at any recorded step. The load is of all data-parallel ranks together: that of a single
+    expert-parallel group can be more uneven.
+
+    Args:
+        run: a run with learned routing.
+        experiment: that is planned; the load is shared out over its ``ep`` ranks.
+
+    Raises:
+        BadInput: if the run recorded no load or did not choose itself, or the experiment does not or has other experts.
+    """
+    for name, one in ((f"run {run.name}", run.experiment), ("this experiment", experiment)):
+        if one.routing is not Routing.LEARNED:
+            raise BadInput(f"a measured load is of learned routing, and {name} has routing {one.routing.value}")
+    load = expert_load(run)
+    if load is None:
+        raise BadInput(f"run {run.name} has no {FILE}: an older moelab trained it, or no step was; give another run")
+    experts = shape_for(experiment).num_experts
+    if load.tokens_SLE.shape[2] != experts:
+        raise BadInput(f"run {run.name} has {load.tokens_SLE.shape[2]} experts, and this experiment has {experts}")
+    busiest_SL = load.busiest_rank_SL(experiment.ep)
+    source = f"{FILE} of {run.name}"
+    return replace(
+        memory_constants,
+        routing_imbalance=Figure(value=float(busiest_SL[load.late].mean()), label="measured", source=source),
+        busiest_layer=Figure(value=float(busiest_SL.max()), label="measured", source=source),
+    )

@@ -1,0 +1,99 @@
+"""Notebook 11: three traced steps replayed, a trace of one's own, and what its reader is told."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable
+from pathlib import Path
+
+import nbformat
+import pytest
+from notebook_support import PLOTLY, Ran
+
+from moelab import data
+from moelab.errors import BadInput
+from moelab.experiment_file import write_experiment
+from moelab.explain.against import compare, packaged_steps
+from moelab.notebooks import ExplainParameters, execute, read_parameters, validated
+from moelab.notebooks.parameters import NotebookParameters
+
+ROOT = Path(__file__).parents[2]
+NAME = "11_explain_step"
+NOTEBOOK = ROOT / "notebooks" / f"{NAME}.ipynb"
+TRACE = Path(data.__path__[0]) / "measured" / "trace_two_h200_full_fp8_deepep.json.gz"
+
+
+def given(**changes: object) -> NotebookParameters:
+    source = next(c.source for c in nbformat.read(NOTEBOOK, 4).cells if "parameters" in c.metadata.get("tags", []))
+    values: dict[str, object] = {}
+    exec(source, {}, values)
+    return validated(ExplainParameters, {**values, **changes})
+
+
+def test_its_defaults_replay_and_say_so(by_nbmake: Callable[[str], Ran]) -> None:
+    ran = by_nbmake(NAME)
+    assert len(ran.titles()) == 6
+    assert all("replayed" in title for title in ran.titles())
+    assert ran.printed.count("not yet") == 2  # the unsolved exercises
+    assert "no trace of your own" in ran.printed
+
+
+def test_a_trace_of_one_s_own_stands_beside_its_prediction(tmp_path: Path) -> None:
+    _, (_, ran), _ = packaged_steps().values()
+    (tmp_path / "mine.yaml").write_text(write_experiment(ran))
+    parameters = {"trace": str(TRACE), "against": str(tmp_path / "mine.yaml")}
+    copy = execute(NOTEBOOK, tmp_path / "executed.ipynb", parameters)
+    outputs = [out for cell in nbformat.read(copy, 4).cells if cell.cell_type == "code" for out in cell.outputs]
+    titles = [out.data[PLOTLY]["layout"]["title"]["text"] for out in outputs if PLOTLY in out.get("data", {})]
+    assert len(titles) == 11
+    assert not any("replayed" in title for title in titles[6:])
+    printed = "".join(out.get("text", "") for out in outputs)
+    assert "565.9 ms from the first to the last event of rank 0 (NVIDIA H200)" in printed
+
+
+def test_what_is_traced_here_is_the_last_step(tmp_path: Path) -> None:
+    profile = read_parameters(ROOT / "papermill_params" / NAME / "cpu.yaml")
+    parameters = given(**profile, runs_dir=str(tmp_path))
+    (ran,) = parameters.to_study().experiments
+    assert (ran.trace_step, ran.steps, ran.ep, ran.hardware) == (6, 6, 2, "cpu")
+    assert parameters.to_paths() == []
+    assert parameters.to_experiment() is None
+    assert given(trace="a.json").to_paths() == [Path("a.json")]
+    assert given(rank=3).to_choice() == {"rank": 3, "step": None}
+    with pytest.raises(BadInput, match="trace_step: got 1"):
+        given(trace_step=1)
+
+
+def test_it_says_what_the_steps_show() -> None:
+    """Figures of its text."""
+    steps = packaged_steps()
+    shares = {}
+    for found, _ in steps.values():
+        groups = {one.group: one for one in found.communication}
+        shares[len(shares)] = found.parts_ms["all-to-all"] / found.span_ms
+        hidden = 1 - groups["FSDP collectives"].exposed_ms / groups["FSDP collectives"].ms
+        assert hidden == pytest.approx([0.55, 0.52, 0.36][len(shares) - 1], abs=0.01)
+        assert 0.4 < found.gaps[0].idle_ms / found.idle_ms < 0.5
+        assert "DataLoader" in found.gaps[0].where
+        assert 3 < found.idle_in_layers_ms < 7.5
+    assert shares[0] == pytest.approx(0.067, abs=0.001)
+    assert shares[1] == pytest.approx(0.026, abs=0.001)
+    compared = [compare(*one) for one in steps.values()]
+    assert all(abs(one.error) < 0.05 for one in compared)
+    hosts = [next(row for row in one.rows if row.part == "host and waiting") for one in compared]
+    assert all(row.predicted_ms == pytest.approx(41, abs=0.1) for row in hosts)
+    assert [round(row.measured_ms) for row in hosts] == [35, 29, 25]
+
+
+@pytest.mark.parametrize(
+    ("line", "answer"),
+    [("my_saved_ms = 57.7", "my_saved_ms = 47.2"), ("my_gain_percent = 10.0", "my_gain_percent = 2.3")],
+)
+def test_an_exercise_knows_its_answer(line: str, answer: str) -> None:
+    (source,) = [cell.source for cell in nbformat.read(NOTEBOOK, 4).cells if line in cell.source]
+    steps = {name: found for name, (found, _) in packaged_steps().items()}
+    for text, said in ((source, "not yet\n"), (source.replace(line, answer), "solved\n")):
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            exec(text, {"steps": steps})
+        assert printed.getvalue() == said

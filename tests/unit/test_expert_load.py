@@ -1,0 +1,164 @@
+"""The load of experts: what a run writes, what is read of it, and what a plan and a projection make of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+import pytest
+from figure_support import title
+from run_support import make_run
+
+from moelab.cli import main
+from moelab.errors import BadInput
+from moelab.experiment import Experiment
+from moelab.experiment_file import write_experiment
+from moelab.runs.collect import collect_run
+from moelab.runs.directory import RunDir
+from moelab.runs.expert_load import FILE, ExpertLoad, ExpertLoadFile, expert_load, measured_constants
+from moelab.study_report import judge_study, write_study_report
+from moelab.viz.expert_load import expert_load_figure
+
+UNEVEN = np.array([[4, 4, 4, 4], [10, 2, 4, 0]])
+"""Tokens of four experts in two MoE layers: balance, and one expert with 2.5 times the mean and one with nothing."""
+
+
+def tokens_of(moe: npt.ArrayLike, dense_layers: int = 1) -> npt.NDArray[np.int64]:
+    """As a trainer counts them: a row for each layer of the model."""
+    rows = np.asarray(moe, dtype=np.int64)
+    return np.concatenate([np.zeros((dense_layers, rows.shape[1]), dtype=np.int64), rows])
+
+
+def recorded(run: RunDir, *steps: npt.ArrayLike) -> RunDir:
+    file = ExpertLoadFile(run.path)
+    for number, moe in enumerate(steps, start=1):
+        file.add(number, tokens_of(moe))
+    return run
+
+
+def trained(folder: Path, *steps: npt.ArrayLike, **fields: object) -> RunDir:
+    changes = {"shape": {"num_experts": 4}, "steps": 4, **fields}
+    return recorded(make_run(folder, Experiment.model_validate(changes), [8.0, 7.9, 7.8, 7.7]), *steps)
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    run = trained(tmp_path, np.full((2, 4), 4), UNEVEN)
+    table = pd.read_parquet(run.path / FILE)
+    assert list(table.columns) == ["step", "layer", "expert", "tokens"]
+    assert all(pd.api.types.is_integer_dtype(kind) for kind in table.dtypes)
+    assert table.groupby(["step", "layer"])["tokens"].sum().tolist() == [16] * 4
+    load = expert_load(run)
+    assert load is not None
+    assert (load.steps.tolist(), load.layers.tolist()) == ([1, 2], [1, 2])
+    np.testing.assert_array_equal(load.tokens_SLE[1], UNEVEN)
+    np.testing.assert_array_equal(load.busiest_expert_SL, [[1, 1], [1, 2.5]])
+    np.testing.assert_array_equal(load.busiest_rank_SL(2), [[1, 1], [1, 1.5]])
+    assert load.dead_experts == 1
+    told = collect_run(run).to_json()["expert_load"]
+    assert told == {"recorded_steps": 2, "last_step": 2, "layers": 2, "experts": 4, "busiest_expert_over_mean": 2.5,
+                    "dead_experts": 1}  # fmt: skip
+
+
+def test_a_restart_keeps_what_was_written_and_a_repeated_step_has_its_last_count(tmp_path: Path) -> None:
+    run = recorded(trained(tmp_path), UNEVEN, UNEVEN, UNEVEN)
+    again = ExpertLoadFile(run.path)
+    again.add(3, tokens_of(np.full((2, 4), 4)))
+    again.add(4, tokens_of(UNEVEN))
+    load = expert_load(run)
+    assert load is not None
+    assert load.steps.tolist() == [1, 2, 3, 4]
+    assert load.busiest_expert_SL[:, 1].tolist() == [2.5, 2.5, 1.0, 2.5]
+
+
+def test_an_older_run_has_none(tmp_path: Path) -> None:
+    run = trained(tmp_path)
+    assert expert_load(run) is None
+    one = collect_run(run)
+    assert (one.load, one.damaged, one.to_json()["expert_load"]) == (None, (), None)
+
+
+@pytest.mark.parametrize("damage", ["cut", "text", "columns", "rows"])
+def test_a_damaged_file_is_named_and_hides_nothing_else(tmp_path: Path, damage: str) -> None:
+    run = trained(tmp_path, UNEVEN, UNEVEN)
+    file = run.path / FILE
+    table = pd.read_parquet(file)
+    if damage == "cut":
+        file.write_bytes(file.read_bytes()[:-9])
+    elif damage == "text":
+        file.write_text("step,layer\n")
+    elif damage == "columns":
+        table.rename(columns={"tokens": "rows"}).to_parquet(file, index=False)
+    else:
+        table[:-1].to_parquet(file, index=False)
+    with pytest.raises(BadInput, match=r"expert_load.parquet is damaged"):
+        expert_load(run)
+    one = collect_run(run)
+    assert len(one.rows) == 4
+    assert any(FILE in words for words in one.damaged)
+    ExpertLoadFile(run.path).add(7, tokens_of(UNEVEN))
+    if damage != "rows":  # the next launch begins it anew
+        assert expert_load(run) is not None
+
+
+def test_a_measured_load_takes_the_place_of_the_assumed_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    balanced = trained(tmp_path / "a", *[np.full((2, 4), 4)] * 4)
+    uneven = trained(tmp_path / "b", *[UNEVEN] * 4)
+    asked = Experiment(shape={"num_experts": 4}, hardware="h100_node", seq_len=4096, local_batch=16)
+    file = tmp_path / "e.yaml"
+    file.write_text(write_experiment(asked))
+    constants = measured_constants(uneven, asked)
+    assert (constants.routing_imbalance.value, constants.busiest_layer.value) == (1.25, 1.5)
+    assert constants.routing_imbalance.label == "measured"
+    exchange_s, memory_gib = [], []
+    for run in (balanced, uneven):
+        assert main(["project", str(file), "--load", str(run.path), "--json"]) == 0
+        projected = json.loads(capsys.readouterr().out)
+        exchange_s.append(projected["breakdown_s"]["all-to-all"])
+        assert any("1.25 x the mean" in words for words in projected["outside"]) == (run is uneven)
+        assert main(["plan", str(file), "--load", str(run.path), "--json"]) == 0
+        planned = json.loads(capsys.readouterr().out)
+        memory_gib.append(planned["memory_gib"])
+    assert exchange_s[1] > exchange_s[0]
+    assert memory_gib[1] > memory_gib[0]
+
+
+def test_a_load_that_is_not_of_this_experiment_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = trained(tmp_path / "a", UNEVEN)
+    file = tmp_path / "e.yaml"
+    file.write_text(write_experiment(Experiment(shape={"num_experts": 4}, hardware="h100_node")))
+    forced = trained(tmp_path / "b", UNEVEN, routing="round_robin")
+    without = trained(tmp_path / "c")
+    for options, told in (
+        (["--load", str(forced.path)], "has routing round_robin"),
+        (["--load", str(run.path), "--set", "routing=random_balanced"], "this experiment has routing random_balanced"),
+        (["--load", str(run.path), "--set", "shape={num_experts: 8}"], "has 4 experts, and this experiment has 8"),
+        (["--load", str(without.path)], "has no expert_load.parquet"),
+        (["--load", str(tmp_path)], "it is no run directory"),
+    ):
+        for verb in ("plan", "project"):
+            assert main([verb, str(file), *options]) == 2
+            assert told in capsys.readouterr().err
+    assert main(["plan", str(file), "--search", "--load", str(run.path)]) == 2
+
+
+def test_a_figure_says_what_the_load_is_and_a_report_has_it(tmp_path: Path) -> None:
+    load = expert_load(trained(tmp_path / "a", *[UNEVEN] * 4))
+    assert load is not None
+    figure = expert_load_figure(load, ep=2, name="<b>BF16</b>")
+    assert "2.5 × its layer's mean at the end; 1 of 8 experts are dead" in title(figure)
+    assert "<b>BF16" not in str(figure.layout.title.text)
+    cells, worst, median, idle = figure.data
+    np.testing.assert_array_equal(cells.z, [[1.0] * 4, [2.5] * 4])
+    assert (list(worst.y), list(median.y), list(idle.y)) == ([1.5] * 4, [1.25] * 4, [12.5] * 4)
+    even = ExpertLoad(steps=np.array([1]), layers=np.array([0]), tokens_SLE=np.ones((1, 1, 4), dtype=np.int64))
+    assert "no expert is dead" in title(expert_load_figure(even, ep=1, name="x"))
+    with pytest.raises(BadInput, match="ep is 3 and does not divide the 4 experts"):
+        expert_load_figure(even, ep=3, name="x")
+    for precision in ("bf16", "mxfp8"):
+        run = trained(tmp_path / "runs", precision=precision, name="s")
+        recorded(run, UNEVEN) if precision == "bf16" else None
+    page = write_study_report(judge_study(tmp_path / "runs" / "s"), tmp_path / "r.html").read_text()
+    assert page.count("Load of the experts, ") == 1

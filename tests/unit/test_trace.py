@@ -1,0 +1,180 @@
+"""A traced step: the right one, without places, bounded, whole or absent, and out of the throughput."""
+
+from __future__ import annotations
+
+import errno
+import gzip
+import json
+import math
+import pickle
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from run_support import make_run
+from torch.autograd.profiler import record_function
+
+from moelab.analysis.side import Side
+from moelab.errors import BadInput
+from moelab.experiment import Experiment
+from moelab.experiment_file import parse
+from moelab.layout import check
+from moelab.runs.collect import collect_run
+from moelab.runs.directory import RECORDED_FOLDER
+from moelab.runs.files import write_json
+from moelab.titan import trace
+from moelab.titan.trace import StepTracer, without_places_of
+
+ROWS = 48
+
+
+def train(tracer: StepTracer, first: int, last: int) -> None:
+    """Steps that differ in the rows of a product."""
+    for step in range(first, last + 1):
+        with tracer.around(step), record_function("/scratch/ada/kernels/scale.py"):
+            torch.ones(ROWS + step, 8) @ torch.ones(8, 4)
+
+
+def events_of(run: Path) -> list[dict[str, Any]]:
+    return list(json.loads(gzip.decompress((run / "traces" / "rank0.json.gz").read_bytes()))["traceEvents"])
+
+
+@pytest.mark.parametrize(("first", "step"), [(1, 4), (1, 2), (4, 4)])  # and right after a restart
+def test_the_step_alone_is_traced_with_the_sizes_of_its_products(tmp_path: Path, first: int, step: int) -> None:
+    train(StepTracer(step, 0, tmp_path, memory_snapshot=False), first, step + 2)
+    events = events_of(tmp_path)
+    assert [one["name"] for one in events if one["name"].startswith("ProfilerStep")] == [f"ProfilerStep#{step}"]
+    products = [one["args"]["Input Dims"][0] for one in events if one["name"] == "aten::mm"]
+    assert products == [[ROWS + step, 8]]
+    record = json.loads((tmp_path / RECORDED_FOLDER / "rank0.json").read_text())
+    (file,) = record["files"]
+    assert file["bytes"] == (tmp_path / file["file"]).stat().st_size
+    assert (record["step"], file["reason"]) == (step, None)
+    assert record["step_s"] > 0
+    assert (record["usual_step_s"] is None) == (step - first < 3)  # the first compiles, the one before warms up
+
+
+def test_a_launch_that_begins_after_the_step_leaves_nothing(tmp_path: Path) -> None:
+    train(StepTracer(4, 0, tmp_path, memory_snapshot=False), 5, 7)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_trace_has_no_folder_and_no_host(tmp_path: Path) -> None:
+    train(StepTracer(2, 0, tmp_path, memory_snapshot=False), 1, 2)
+    text = gzip.decompress((tmp_path / "traces" / "rank0.json.gz").read_bytes()).decode()
+    whole = json.loads(text)
+    assert whole["traceName"] == ""
+    assert whole.get("host_name", "") == ""
+    assert "scale.py" in text
+    assert "ada" not in text
+    assert str(tmp_path) not in text
+    assert f'"{socket.gethostname()}' not in text
+
+
+@pytest.mark.parametrize(
+    ("line", "cleaned"),
+    [
+        ('"host_name": "gpu-17.cluster",', '"host_name": "",'),
+        ('"name": "void at::native::f<int>(int)", "ts": 1', None),
+        ('"name": "torch/nn/modules: Linear", "dims": "[[2, 4]]"', None),
+        ('"a \\"b\\"": "/home/ada/.triton/k.py", "ts": 2', '"a \\"b\\"": "…/k.py", "ts": 2'),
+    ],
+)
+def test_lines_of_a_trace(line: str, cleaned: str | None) -> None:
+    assert without_places_of(line) == (cleaned or line)
+    json.loads("{" + without_places_of(line).rstrip(",") + "}")
+
+
+def test_a_trace_that_is_too_large_is_not_kept_and_that_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trace, "MAX_BYTES", 100)
+    train(StepTracer(2, 3, tmp_path, memory_snapshot=False), 1, 3)
+    (file,) = json.loads((tmp_path / RECORDED_FOLDER / "rank3.json").read_text())["files"]
+    assert (file["file"], file["bytes"]) == ("traces/rank3.json.gz", 0)
+    assert file["reason"].startswith("not kept: it has more than")
+    assert not (tmp_path / "traces").exists()
+
+
+def test_training_goes_on_when_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(trace, "write_whole", full)
+    train(StepTracer(2, 0, tmp_path, memory_snapshot=False), 1, 3)
+    (file,) = json.loads((tmp_path / RECORDED_FOLDER / "rank0.json").read_text())["files"]
+    assert file["reason"] == "not kept: No space left on device"
+
+
+def test_a_memory_snapshot_names_files_without_their_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in for CUDA's allocator, which has the layout of ``torch.cuda.memory._snapshot``."""
+    frame = {"filename": "/home/ada/titan/moe.py", "line": 7, "name": "forward"}
+    block = {"size": 512, "state": "active_allocated", "frames": [frame]}
+    snapshot = {
+        "segments": [{"blocks": [block], "frames": []}],
+        "device_traces": [[{"action": "alloc", "frames": [frame]}]],
+    }
+    calls: list[dict[str, Any]] = []
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **options: calls.append(options))
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: snapshot)
+    train(StepTracer(2, 0, tmp_path, memory_snapshot=True), 1, 4)
+    assert [call.get("enabled", "all") for call in calls] == ["all", None]  # nothing slows the steps after
+    kept = pickle.loads(gzip.decompress((tmp_path / "traces" / "memory_rank0.pickle.gz").read_bytes()))
+    assert kept["device_traces"][0][0]["frames"] == [{**frame, "filename": "…/moe.py"}]
+    assert kept["segments"][0]["blocks"][0]["frames"] == [{**frame, "filename": "…/moe.py"}]
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"trace_step": 7}, "trace_step: got 7; valid: 0 (no trace), or a step of this run after the first, which"),
+        ({"trace_step": 1}, "2 to 6"),
+        ({"trace_step": 1, "steps": 1}, "trace_step: got 1; valid: 0 (no trace)"),
+        ({"trace_ranks": [0, 2]}, "trace_ranks: got [0, 2]; valid: global ranks of this run, 0 to 1"),
+        ({"trace_ranks": []}, "trace_ranks: got []; valid: "),
+    ],
+)
+def test_steps_and_ranks_that_are_none_of_the_run_are_named(fields: dict[str, Any], told: str) -> None:
+    with pytest.raises(BadInput) as error:
+        parse(Experiment, {"steps": 6, **fields})
+    assert told in str(error.value)
+
+
+def test_a_memory_snapshot_is_refused_by_name_where_it_cannot_be() -> None:
+    fields = {"trace_step": 4, "memory_snapshot": True, "hardware": "cpu"}
+    (reason,) = check(Experiment(**fields)).reasons
+    assert reason.startswith("memory_snapshot is True: it is of CUDA's allocator, and cpu has no GPU")
+    (reason,) = check(Experiment(**{**fields, "trace_step": 0, "hardware": "h100_node"})).reasons
+    assert "trace_step is 0" in reason
+
+
+def test_traced_steps_are_out_of_the_throughput_and_the_step_times(tmp_path: Path) -> None:
+    losses = [8.0 - 0.1 * step for step in range(12)]
+    plain = make_run(tmp_path / "plain", Experiment(steps=12), losses)
+    run = make_run(tmp_path, Experiment(steps=12, trace_step=8, trace_ranks=(0, 1)), losses)
+    (missing,) = collect_run(run).notes
+    assert missing.startswith("step 8 of rank 0, 1 was not traced: a launch began after it")
+    files = [{"file": "traces/rank1.json.gz", "bytes": 9, "reason": None}]
+    record = {"step": 8, "step_s": 2.5, "usual_step_s": 1.0, "write_s": 3.0, "files": files}
+    write_json(run.path / RECORDED_FOLDER / "rank1.json", record)
+    files = [{"file": "traces/rank0.json.gz", "bytes": 0, "reason": "not kept: it has more than 64 MiB"}]
+    write_json(run.path / RECORDED_FOLDER / "rank0.json", {**record, "write_s": 0.5, "files": files})
+    one = collect_run(run)
+    assert one.notes == (
+        "step 8 was traced: it took 2.500 s instead of 1.000 s, and writing 3.0 s; throughput is without steps 7 to 9",
+        "traces/rank0.json.gz: not kept: it has more than 64 MiB",
+    )
+    assert one.rows["step"][one.rows["tps"].isna()].tolist() == [7, 8, 9]
+    assert one.rows["loss"].notna().all()
+    assert [(trace["rank"], trace["step"]) for trace in one.to_json()["traces"]] == [(0, 8), (1, 8)]
+    side = Side(label="traced", attempted=(one,))
+    other = Side(label="plain", attempted=(collect_run(plain),))
+    assert len(other.tps) - len(side.tps) == 3
+    assert len(other.step_time_s) - len(side.step_time_s) == 3
+    assert math.isfinite(side.step_time_s.mean())
+    again = collect_run(run, save=True)
+    assert collect_run(run).rows.equals(again.rows)
+    (run.path / RECORDED_FOLDER / "rank1.json").write_text("{")
+    assert collect_run(run).damaged == ("launch/recorded/rank1.json is damaged: what its trace cost is unknown",)
