@@ -15,8 +15,8 @@ from moelab.experiment_file import read_hardware
 from moelab.finding import Finding, Severity, any_error
 from moelab.hardware import architecture, cluster_of, has_native_mxfp8, known_gpu
 from moelab.health.deepep import examine_environment
-from moelab.health.gpu import check_gpus, read_gpus
 from moelab.health.links import Expected
+from moelab.health.node import check_gpus, read_gpus
 from moelab.health.smoke import NAME as SMOKE_TEST
 from moelab.health.smoke import smoke_test
 from moelab.launch.capability import refusals

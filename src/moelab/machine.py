@@ -67,10 +67,34 @@ _FULL = re.compile(r"GPU (\d+): .* \(UUID: (GPU-[^)]+)\)")
 _MIG = re.compile(r"\s+MIG (\S+)\s+Device\s+\d+: \(UUID: (MIG-[^)]+)\)")
 
 
+APPLICATION_XIDS = frozenset({13, 31, 43, 45})
+"""Xids of the NVIDIA driver that a program causes on a sound GPU (13 an exception, 31 a page fault) or that follow
+another error (43, 45); any other says something about the GPU or its driver: NVIDIA, "Xid Errors"
+(docs.nvidia.com/deploy/xid-errors)."""
+
+
 def end_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
     """Ask Linux for a signal to this process when its parent dies; a parent that is dead already is not noticed."""
     if sys.platform == "linux":
         _LIBC.prctl(PR_SET_PDEATHSIG, number)
+
+
+def end_with_torchrun() -> None:
+    """In a rank: die with torchrun, which starts ranks in sessions of their own.
+
+    torchrun may have died while the rank was loading; then its parent is another process, without the run's variables.
+
+    Raises:
+        SystemExit: if it has.
+    """
+    end_with_parent(signal.SIGKILL)
+    own = f"MOELAB_EXPERIMENT={os.environ.get('MOELAB_EXPERIMENT', '')}".encode()
+    try:
+        is_torchrun = own in Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")
+    except OSError:  # it died just now; without /proc, nobody can tell
+        is_torchrun = sys.platform != "linux"
+    if not is_torchrun:
+        raise SystemExit("moelab: torchrun has died; a rank does not train on alone")
 
 
 DRIVER = "mend the driver (after an upgrade, reboot; in a container, pass the GPUs on)"

@@ -50,6 +50,7 @@ def why(devices: tuple[GpuInfo, ...], **fields: Any) -> list[str]:
         (B200, {"precision": "mxfp8", "mxfp8_kernels": "native", "model": "671B"}),
         (B200, {"precision": "bf16", "ep_backend": "minimal_async_ep", "activation_checkpoint": "full"}),
         (H100, {"precision": "bf16", "quantize": "experts+linears", "tp": 2}),
+        (H100, {"precision": "fp8", "quantize": "experts+linears"}),
         (B200, {"hardware": "cpu"}),
         (CPU, {"ep_backend": "deepep", "ep_kernels": "emulated"}),
         (CPU, {"precision": "mxfp8", "ep_backend": "deepep", "ep_kernels": "emulated", "compile": "model+loss"}),

@@ -22,10 +22,6 @@ def test_a_bundled_profile_is_read_by_its_name(name: str) -> None:
     assert read_cluster(name).name == name
 
 
-def test_the_bundled_profiles_are_those_that_the_readme_names() -> None:
-    assert bundled() == ("local", "nebius_soperator_b200", "slurm_generic")
-
-
 def test_the_published_cluster_has_the_published_settings_each_with_its_source() -> None:
     cluster = read_cluster("nebius_soperator_b200")
     hardware = cluster_of("b200_x256")

@@ -15,7 +15,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from moelab.experiment import Experiment
 from moelab.runs import COLUMNS
-from moelab.runs.collect import READER_VERSION, collect, collect_run, joined_rows, newest, save_results
+from moelab.runs.collect import collect, collect_run, joined_rows, newest, save_results
 from moelab.runs.directory import RunDir
 from moelab.runs.side_files import converted_modules
 from moelab.runs.status import State
@@ -238,27 +238,23 @@ def change(file: Path) -> None:
     file.write_bytes(content)
 
 
-@pytest.mark.parametrize("file", ["logs/train.log", "metrics.parquet", "results.json", "tb/a/events.out.tfevents.2.b"])
-def test_saved_results_are_not_used_once_a_file_is_another(
+EVENTS = "tb/a/events.out.tfevents.2.b"
+
+
+@pytest.mark.parametrize("file", ["logs/train.log", "metrics.parquet", "results.json", EVENTS, ""])
+def test_saved_results_are_not_used_once_a_file_or_the_reader_is_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
 ) -> None:
     run = make_run(tmp_path, EXPERIMENT, LOSSES)
     (run.tensorboard / "a").mkdir()
     (run.tensorboard / "a" / "events.out.tfevents.1.a").touch()
     collect_run(run, save=True)
-    if file.startswith("tb"):
+    if not file:
+        monkeypatch.setattr("moelab.runs.collect.READER_VERSION", -1)
+    elif file == EVENTS:
         (run.path / file).touch()
     else:
         change(run.path / file)
-    monkeypatch.setattr("moelab.runs.collect._read_log_and_events", unread)
-    with pytest.raises(AssertionError, match="the log was read"):
-        collect_run(run)
-
-
-def test_a_table_of_an_earlier_reader_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = make_run(tmp_path, EXPERIMENT, LOSSES)
-    collect_run(run, save=True)
-    monkeypatch.setattr("moelab.runs.collect.READER_VERSION", READER_VERSION + 1)
     monkeypatch.setattr("moelab.runs.collect._read_log_and_events", unread)
     with pytest.raises(AssertionError, match="the log was read"):
         collect_run(run)

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from moelab.runs import flight_recorder
+from moelab.runs import failure
 from moelab.runs.collect import collect
 from moelab.runs.status import State
 
@@ -501,7 +501,7 @@ def test_torchs_own_dump_is_read(tmp_path: Path) -> None:
     )
     left(tmp_path, {"r0/stderr": watchdog(0)})
     (tmp_path / "rank_0").write_bytes(zlib.decompress(base64.b64decode(packed)))
-    dumps = dict(flight_recorder._dumps(tmp_path))
+    dumps = dict(failure._dumps(tmp_path))
     assert [entry["profiling_name"] for entry in dumps[0]["entries"]] == ["gloo:all_reduce", "gloo:barrier"]
     assert reason(tmp_path).startswith("rank 0: a collective timed out")
 

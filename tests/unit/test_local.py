@@ -20,6 +20,7 @@ import yaml
 from filelock import FileLock
 
 from moelab.errors import Refused
+from moelab.experiment import Experiment
 from moelab.experiment_file import Study, make_study
 from moelab.launch import local, torchrun
 from moelab.launch.local import Progress, StudyRun, run_study
@@ -48,7 +49,7 @@ def runs(tmp_path: Path) -> Path:
     return tmp_path / "runs"
 
 
-def wait_for(what: Callable[[], object], seconds: float = 20.0) -> None:
+def wait_for(what: Callable[[], object], seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while not what():
         assert time.monotonic() < end, "it did not happen"
@@ -199,12 +200,6 @@ def test_only_what_is_missing_is_trained(runs: Path) -> None:
     assert len(list((runs / "s" / "bf16_standard" / "seed1").iterdir())) == 1
 
 
-def test_a_changed_field_is_trained_anew(runs: Path) -> None:
-    launch(runs, study_of())
-    assert launch(runs, study_of(lr=1.0e-3))[0].trained == 1
-    assert launch(runs, study_of())[0].trained == 0
-
-
 def test_what_the_machine_cannot_run_is_refused_before_anything_starts(runs: Path) -> None:
     stand_in.install()
     with pytest.raises(Refused, match="fp8_standard: precision is fp8: FP8 grouped GEMMs need") as refused:
@@ -287,26 +282,6 @@ def test_completed_runs_of_older_records_and_renamed_folders_are_not_trained_aga
 # Interruptions
 
 
-def test_ctrl_c_ends_the_ranks_and_keeps_the_metrics(runs: Path) -> None:
-    seen: list[list[int]] = []
-
-    def say(line: str) -> None:
-        if "loss" in line:
-            seen.append(stand_in.processes_of(runs))
-            raise KeyboardInterrupt
-
-    stand_in.install({"bf16_standard/seed0": "hang"})
-    with pytest.raises(KeyboardInterrupt):
-        run_study(study_of(BF16, MXFP8), runs, say=say)
-    assert len(seen[0]) == 3  # torchrun and two ranks
-    assert stand_in.processes_of(runs) == []
-    (run,) = find(runs)
-    assert (run.status.state, run.status.reason) == (State.CANCELLED, "interrupted by the user")
-    assert logged_steps(run) == [1, 2]
-    done, _ = launch(runs, study_of(BF16, MXFP8))
-    assert done.trained == 2
-
-
 def test_ranks_that_do_not_end_when_asked_to_are_killed(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torchrun, "STOP_S", 0.5)
 
@@ -380,7 +355,7 @@ def test_what_a_killed_launcher_and_torchrun_left_is_ended_before_the_next_run_t
 
 RANKS = """
 import os, signal, sys, time
-from moelab.titan.preempt import end_with_torchrun
+from moelab.machine import end_with_torchrun
 
 def ranks(torchrun_lives):
     reads, writes = os.pipe()
@@ -498,16 +473,11 @@ def test_the_study_is_looked_at_from_any_folder(runs: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("endpoint", ["http://127.0.0.1:9", "http://no-such-host.invalid"])
-def test_a_hub_that_cannot_be_reached_is_a_refusal(endpoint: str) -> None:
-    script = (
-        "from moelab.experiment import Experiment\nfrom moelab.launch.local import stage_data\n"
-        "from moelab.errors import Refused\n"
-        "try:\n    stage_data(Experiment(dataset='c4'))\nexcept Refused as error:\n    print(error)"
-    )
-    variables = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0"}
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=variables)
-    assert done.stdout.startswith("dataset c4 cannot be reached from here (ConnectError)")
-    assert "use dataset=python" in done.stdout
+def test_a_hub_that_cannot_be_reached_is_a_refusal(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", endpoint)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    with pytest.raises(Refused, match=r"^dataset c4 cannot be reached from here \(ConnectError\).*use dataset=python"):
+        local.stage_data(Experiment(dataset="c4"))
 
 
 # The line about a study that trains, on a clock that the test turns

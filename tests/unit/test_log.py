@@ -357,20 +357,6 @@ def test_follower_polled_anywhere_gives_what_one_read_gives(
     assert follower.poll().empty
 
 
-def test_follower_waits_for_the_file_and_for_the_end_of_a_line(tmp_path: Path) -> None:
-    log = tmp_path / "train.log"
-    follower = LogFollower(log)
-    assert follower.poll().empty
-    line = stamped(0, step(10, 7.25))
-    log.write_text(line[:75])
-    assert follower.poll().empty
-    with log.open("a") as file:
-        file.write(line[75:])
-    assert steps(follower.poll()) == [(0, 10, 7.25)]
-    assert follower.poll().empty
-    assert follower.offset == len(line)
-
-
 def test_follower_survives_truncation_and_replacement(tmp_path: Path) -> None:
     log = tmp_path / "train.log"
     follower = LogFollower(log)

@@ -11,8 +11,7 @@ import pytest
 from nvidia_smi_support import B200, H100, MISMATCH, forget, nvidia_smi
 
 from moelab import cli, machine
-from moelab.health.gpu import check_gpus
-from moelab.health.node import report
+from moelab.health.node import check_gpus, report
 from moelab.machine import GpuInfo, GpusUnknown, environment, gpu_problem, gpus
 from moelab.notebooks.all_to_all import can_use_gpus
 from moelab.notebooks.parameters import StartParameters

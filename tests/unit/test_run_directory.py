@@ -254,11 +254,6 @@ def test_a_damaged_status_is_unknown_with_its_fault(tmp_path: Path, content: str
     )
 
 
-def test_only_an_end_that_was_seen_is_final() -> None:
-    final = {state.value for state in State if state.is_final}
-    assert final == {"completed", "failed", "cancelled"}
-
-
 def test_space_is_reserved_until_the_end(tmp_path: Path) -> None:
     write_status(tmp_path, Status(state=State.RUNNING))
     assert (tmp_path / RESERVE).stat().st_size == RESERVE_BYTES

@@ -25,7 +25,7 @@ from moelab.experiment_file import Study
 from moelab.finding import Finding, any_error
 from moelab.launch import slurm
 from moelab.launch.cluster import ClusterProfile
-from moelab.launch.script import python_of, set_up
+from moelab.launch.script import container_options, gpu_options, python_of, set_up
 from moelab.launch.slurm import SlurmError, SlurmMissing
 from moelab.launch.submit import check_data, check_plans, check_room, dry_run
 from moelab.runs.log import CLOCK_SKEW_S
@@ -138,7 +138,11 @@ def collect_reports(
             assert process.stdout is not None, "it is a pipe"
             reports = list(_reports(process.stdout))
         errors.seek(0)
-        return reports, _complaint(errors)
+        # What the nodes complained of, once each and without their labels; else what srun itself did.
+        lines = [line.strip() for line in errors if line.strip()]
+        labelled = [line.partition(": ") for line in lines]
+        of_nodes = dict.fromkeys(text for label, _, text in labelled if label.isdecimal())
+        return reports, "; ".join((list(of_nodes) or lines)[-COMPLAINT_LINES:])
 
 
 def node_script(cluster: ClusterProfile, nodes: int, *, writes: Path, sees: Sequence[str]) -> str:
@@ -156,12 +160,7 @@ def node_script(cluster: ClusterProfile, nodes: int, *, writes: Path, sees: Sequ
 def _srun(cluster: ClusterProfile, nodes: int) -> list[str]:
     """Srun with one task on each node; inside a job it takes the job's nodes."""
     options = ["--label", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--mpi=none"]
-    if cluster.gpus_per_node:
-        kind = f"{cluster.gpu_type}:" if cluster.gpu_type else ""
-        options.append(f"--gres=gpu:{kind}{cluster.gpus_per_node}")
-    if container := cluster.container:
-        options.append(f"--container-image={container.image}")
-        options += [f"--container-mounts={','.join(container.mounts)}"] if container.mounts else []
+    options += [*gpu_options(cluster, cluster.gpus_per_node), *container_options(cluster)]
     if "SLURM_JOB_ID" not in os.environ:
         named = [f"--{name}={value}" for name in ("partition", "account", "qos") if (value := getattr(cluster, name))]
         options += [*named, f"--immediate={WAIT_S}", f"--time={STEP_MINUTES}", "--propagate=NONE"]
@@ -185,14 +184,6 @@ def _reports(lines: Iterable[str]) -> Iterator[Report]:
         except ValueError:
             continue  # more lines of it follow
         yield {**report, "clock_offset_s": report["time"] - time.time()}
-
-
-def _complaint(errors: Iterable[str]) -> str:
-    """What the nodes complained of, once each and without their labels; else what srun itself did."""
-    lines = [line.strip() for line in errors if line.strip()]
-    labelled = [line.partition(": ") for line in lines]
-    of_nodes = dict.fromkeys(text for label, _, text in labelled if label.isdecimal())
-    return "; ".join((list(of_nodes) or lines)[-COMPLAINT_LINES:])
 
 
 def _slurm(cluster: ClusterProfile) -> Iterator[Finding]:

@@ -7,7 +7,6 @@ what it is doing in ``step<rank>``, and what came of it in ``result<rank>.json``
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import re
@@ -18,14 +17,11 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from moelab.finding import Finding
 from moelab.health.deepep import find_build
 from moelab.machine import GpusUnknown, Machine, gpus, this_machine
-
-if TYPE_CHECKING:
-    from moelab.deepep.benchmark import World
 
 NAME = "smoke test"
 RANKS = 2
@@ -128,7 +124,7 @@ def smoke_test(
     if missing:
         found = f"DeepEP was not run: {'; '.join(missing)}. Over gloo on the CPU {moved}"
         return Finding(name=NAME, severity="note", found=found)
-    return Finding(name=NAME, severity="ok", found=f"DeepEP {results[0]['version']}: {moved}; GIN {results[0]['gin']}")
+    return Finding(name=NAME, severity="ok", found=f"DeepEP {results[0]['version']}: {moved}")
 
 
 class _Rank:
@@ -252,54 +248,10 @@ def run_rank() -> None:
     error = round_trip(layer, SMALL, world)
     if not error < TOLERANCE["bf16"]:  # NaN is wrong, too
         raise ArmFailed(f"tokens came back wrong: relative error {error:.3g}")
-    result = {"relative_error": error, "version": libraries["deepep"], "gin": _gin(world)}
+    result = {"relative_error": error, "version": libraries["deepep"]}
     (folder / f"result{rank}.json").write_text(json.dumps(result))
     step("closing the buffer")
     world.leave()
-
-
-class _Properties(ctypes.Structure):
-    """``ncclCommProperties`` of ``nccl_device/core.h`` in NCCL 2.30."""
-
-    _fields_ = (
-        ("size", ctypes.c_size_t),
-        ("magic", ctypes.c_uint),
-        ("version", ctypes.c_uint),
-        ("rank", ctypes.c_int),
-        ("ranks", ctypes.c_int),
-        ("cuda_device", ctypes.c_int),
-        ("nvml_device", ctypes.c_int),
-        ("device_api", ctypes.c_bool),
-        ("multimem", ctypes.c_bool),
-        ("gin_type", ctypes.c_int),
-        ("nvlink_teams", ctypes.c_int),
-        ("host_rma", ctypes.c_bool),
-        ("railed_gin_type", ctypes.c_int),
-    )
-
-
-GIN_TYPES = {0: "none", 2: "proxy", 3: "GDAKI", 4: "GPI"}
-NCCL_MAGIC = 0xCAFEBEEF
-
-
-def _gin(world: World) -> str:
-    """The type of GPU-initiated networking that NCCL found between these ranks; words where it cannot be asked."""
-    import torch
-
-    if world.device.type != "cuda":
-        return "not asked: there is no NCCL"
-    version = torch.cuda.nccl.version()
-    if version[:2] != (2, 30):
-        return f"not asked: this knows NCCL 2.30, and {version} is loaded"
-    backend = world.group._get_backend(world.device)
-    properties = _Properties(
-        size=ctypes.sizeof(_Properties), magic=NCCL_MAGIC, version=version[0] * 10000 + version[1] * 100 + version[2]
-    )
-    query = ctypes.CDLL("libnccl.so.2").ncclCommQueryProperties  # loaded already, by torch
-    if query(ctypes.c_void_p(backend._comm_ptr()), ctypes.byref(properties)) != 0:
-        return "not known: NCCL did not answer"
-    between, rails = (GIN_TYPES.get(one, str(one)) for one in (properties.gin_type, properties.railed_gin_type))
-    return f"{between} between all ranks, {rails} along rails"
 
 
 if __name__ == "__main__":

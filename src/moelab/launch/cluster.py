@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -198,19 +198,12 @@ def read_cluster(name_or_path: str, overrides: Sequence[str] = ()) -> ClusterPro
     if not isinstance(content, dict):
         raise BadInput(f"{path}: expected a mapping of fields")
     for key, value in parse_overrides(overrides).items():
-        _set(content, key, value)
+        name, dot, entry = key.partition(".")
+        held = content.get(name) or {}
+        if dot and not isinstance(held, dict):
+            raise BadInput(f"--set {key}: {name} has no entries")
+        content[name] = {**held, entry: value} if dot else value
     try:
         return parse(ClusterProfile, content)
     except BadInput as error:
         raise BadInput(f"cluster profile {name_or_path}: {error}") from None
-
-
-def _set(content: dict[str, Any], key: str, value: Any) -> None:
-    name, dot, entry = key.partition(".")
-    if not dot:
-        content[name] = value
-        return
-    held = content.get(name) or {}
-    if not isinstance(held, dict):
-        raise BadInput(f"--set {key}: {name} has no entries")
-    content[name] = {**held, entry: value}

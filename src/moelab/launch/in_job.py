@@ -96,14 +96,8 @@ class Signals:
 
     def __init__(self) -> None:
         self.save = self.end = False
-        signal.signal(signal.SIGUSR1, self._on_save)
-        signal.signal(signal.SIGTERM, self._on_end)
-
-    def _on_save(self, *_: object) -> None:
-        self.save = True
-
-    def _on_end(self, *_: object) -> None:
-        self.end = True
+        signal.signal(signal.SIGUSR1, lambda *_: setattr(self, "save", True))
+        signal.signal(signal.SIGTERM, lambda *_: setattr(self, "end", True))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

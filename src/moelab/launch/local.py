@@ -289,9 +289,7 @@ def ended(run: RunDir, status: Status, logs: Path, *, log_start: int = 0) -> tup
 
 def failure_of(run: RunDir, logs: Path, log_start: int) -> Statement | None:
     """What failed first in a launch, or None; the arguments are those of :func:`ended`."""
-    with run.log.open("rb") as log:
-        log.seek(max(log_start, run.log.stat().st_size - failure.LOG_TAIL_BYTES))
-        tail = log.read().decode(errors="replace")
+    tail = failure.tail(run.log, start=log_start)
     traces = run.path / "comm_traces"  # where TorchTitan has the flight recorder dump
     return failure.cause(logs, tail, ranks_per_node=run.experiment.gpus_per_node, traces=traces)
 

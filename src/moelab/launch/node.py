@@ -57,25 +57,7 @@ class Start:
         return Path(tempfile.gettempdir(), f"moelab-stop-{self.place.start}-{self.place.node}")
 
     def command(self, experiment: Experiment) -> Command:
-        """Torchrun for this node's ranks."""
-        launched = command(
-            experiment,
-            self.run.path,
-            rendezvous=self.place.rendezvous(self.options.host, self.port),
-            logs=f"{self.logs.relative_to(self.run.path)}/node{self.place.node}",
-            titan=self._titan(experiment),
-        )
-        own = {NODE_VARIABLE: f"{self.place.start}-{self.place.node}", STOP_VARIABLE: str(self.stop_file)}
-        return replace(launched, variables={**launched.variables, **own})
-
-    @property
-    def port(self) -> int:
-        """Where the ranks meet on the first node."""
-        first, last = self.options.ports
-        return self.place.port(first, last)
-
-    def _titan(self, experiment: Experiment) -> list[str]:
-        """What TorchTitan is told beyond the experiment: checkpoints, and where this cluster keeps its data."""
+        """Torchrun for this node's ranks; TorchTitan is told where checkpoints and this cluster's data are."""
         options, folder = self.options, self.run.path
         if options.scratch:
             folder = options.scratch / self.run.name
@@ -92,7 +74,21 @@ class Start:
             arguments.append(f"--dataloader.dataset_path={dataset}")
         if tokenizer := self.tokenizer(experiment):
             arguments.append(f"--hf_assets_path={tokenizer}")
-        return arguments
+        launched = command(
+            experiment,
+            self.run.path,
+            rendezvous=self.place.rendezvous(self.options.host, self.port),
+            logs=f"{self.logs.relative_to(self.run.path)}/node{self.place.node}",
+            titan=arguments,
+        )
+        own = {NODE_VARIABLE: f"{self.place.start}-{self.place.node}", STOP_VARIABLE: str(self.stop_file)}
+        return replace(launched, variables={**launched.variables, **own})
+
+    @property
+    def port(self) -> int:
+        """Where the ranks meet on the first node."""
+        first, last = self.options.ports
+        return self.place.port(first, last)
 
     def dataset(self, experiment: Experiment) -> Path | None:
         """The cluster's copy of the experiment's dataset, if it has one."""
@@ -161,7 +157,10 @@ def _end(start: Start, status: Status) -> tuple[int, Status, Collected | None]:
     if not _is_free(start.port):
         return *_again(start, status, f"port {start.port} of {start.options.host} is in use by another program"), None
     (run.path / STOPPED_FILE).unlink(missing_ok=True)
-    _record(start, status.attempts)
+    # A later start adds its own files, since it may run on other nodes.
+    number = "" if status.attempts == 1 else f"-{status.attempts}"
+    write_whole(run.path / "launch" / f"command{number}.sh", f"{start.command(run.experiment).as_shell()}\n")
+    write_json(run.path / f"environment{number}.json", environment(nodes=start.place.nodes))
     log_start = run.log.stat().st_size
 
     def is_over() -> object:
@@ -208,14 +207,6 @@ def _terminated(start: Start, status: Status, log_start: int) -> Status:
         return replace(status, state=said.state, reason=said.reason)
     ended_by = "ended by SIGTERM: cancelled, preempted, out of time, or a node was lost"
     return replace(status, state=State.UNKNOWN, reason=ended_by)
-
-
-def _record(start: Start, attempt: int) -> None:
-    """Write down what runs and where; a later start adds its own files, since it may run on other nodes."""
-    run = start.run
-    number = "" if attempt == 1 else f"-{attempt}"
-    write_whole(run.path / "launch" / f"command{number}.sh", f"{start.command(run.experiment).as_shell()}\n")
-    write_json(run.path / f"environment{number}.json", environment(nodes=start.place.nodes))
 
 
 def _settle(log: Path) -> None:

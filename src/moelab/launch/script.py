@@ -62,7 +62,7 @@ class JobSpec:
             _check("run", str(run), line)
             if not run.is_absolute():
                 raise BadInput(f"run: got {str(run)!r}; valid: an absolute path")
-        _check("folder of the runs", str(self.folder), _path_word)
+        _check("folder of the runs", str(self.folder), lambda path: word(path.removeprefix("/")))
         if not 1 <= self.nodes <= cluster.nodes:
             raise BadInput(f"nodes: got {self.nodes}; valid: 1 to {cluster.nodes}, which cluster {cluster.name} has")
         if self.gpus_per_node < 1 or 0 < cluster.gpus_per_node < self.gpus_per_node:
@@ -137,9 +137,7 @@ def _size(spec: JobSpec) -> Iterator[str]:
     yield f"--nodes={spec.nodes}"
     yield "--ntasks-per-node=1"
     yield f"--cpus-per-task={cluster.cpus_per_task}"
-    if cluster.gpus_per_node:
-        kind = f"{cluster.gpu_type}:" if cluster.gpu_type else ""
-        yield f"--gres=gpu:{kind}{spec.gpus_per_node}"
+    yield from gpu_options(cluster, spec.gpus_per_node)
     if cluster.memory_gib is not None:
         yield f"--mem={cluster.memory_gib}G" if cluster.memory_gib else "--mem=0"
 
@@ -149,7 +147,18 @@ def _step(spec: JobSpec) -> Iterator[str]:
     yield f"--ntasks={spec.nodes}"
     yield "--kill-on-bad-exit=1"
     yield "--mpi=none"
-    if container := spec.cluster.container:
+    yield from container_options(spec.cluster)
+
+
+def gpu_options(cluster: ClusterProfile, count: int) -> list[str]:
+    """What asks for this many GPUs of each node, where the cluster has any."""
+    kind = f"{cluster.gpu_type}:" if cluster.gpu_type else ""
+    return [f"--gres=gpu:{kind}{count}"] if cluster.gpus_per_node else []
+
+
+def container_options(cluster: ClusterProfile) -> Iterator[str]:
+    """What has pyxis start the cluster's container, if it has one."""
+    if container := cluster.container:
         yield f"--container-image={container.image}"
         if container.mounts:
             yield f"--container-mounts={','.join(container.mounts)}"
@@ -186,11 +195,6 @@ def python_of(cluster: ClusterProfile) -> str:
     """The interpreter on the nodes: named, or the one that the set-up or the container brings, or this one."""
     provided = cluster.venv or cluster.conda_env or cluster.container
     return cluster.python or ("python" if provided else sys.executable)
-
-
-def _path_word(value: str) -> str:
-    """An absolute path for an ``#SBATCH`` line."""
-    return f"/{word(value.removeprefix('/'))}"
 
 
 def _check(name: str, value: str, rule: object) -> None:

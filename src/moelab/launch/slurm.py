@@ -395,16 +395,9 @@ def _shown(word: str) -> str | None:
 WAITS = {"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD"}
 RUNS = {"RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "STAGE_OUT"}
 FAILED = {
-    "FAILED",
-    "TIMEOUT",
-    "NODE_FAIL",
-    "OUT_OF_MEMORY",
-    "BOOT_FAIL",
-    "DEADLINE",
-    "PREEMPTED",
-    "LAUNCH_FAILED",
+    "FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE", "PREEMPTED", "LAUNCH_FAILED",
     "RECONFIG_FAIL",
-}
+}  # fmt: skip
 CANCELLED = {"CANCELLED"}
 STATES = WAITS | RUNS | FAILED | CANCELLED | {"COMPLETED"}
 # A word that is not known is `unknown`, never completed; so is REVOKED: another cluster of a federation has the job.

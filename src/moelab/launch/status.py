@@ -29,7 +29,7 @@ from moelab.launch import local, slurm
 from moelab.launch.cluster import line as one_line
 from moelab.launch.slurm import Job, Queue, SlurmError, SlurmMissing, call, checked, state_of, ticket_of, words_of
 from moelab.runs.directory import RunDir
-from moelab.runs.follow import RunFollower, RunNow, StudyFollower, format_seconds
+from moelab.runs.follow import RunNow, StudyFollower, format_seconds
 from moelab.runs.status import State, Status
 from moelab.runs.stragglers import slow_steps
 
@@ -62,7 +62,8 @@ def refresh(runs: Iterable[RunDir]) -> list[Status]:
     try:
         queue = Queue.of(runs)
     except (SlurmError, SlurmMissing) as error:
-        return [_not_asked(run.status, error) for run in runs]
+        told = [(run.status, f"as last seen; {error}") for run in runs]
+        return [replace(s, reason=why) if s.job_id and not s.state.is_final else s for s, why in told]
     return update(runs, queue)
 
 
@@ -73,12 +74,6 @@ def update(runs: Iterable[RunDir], queue: Queue) -> list[Status]:
     gone = [run for run, job in found.items() if job is None and run.status.job_id and not run.status.state.is_final]
     ended = _ended(gone)
     return [_update(run, found[run] or ended.get(run)) for run in runs]
-
-
-def _not_asked(status: Status, error: Exception) -> Status:
-    if status.state.is_final or not status.job_id:
-        return status
-    return replace(status, reason=f"as last seen; {error}")
 
 
 def _ended(runs: list[RunDir]) -> dict[RunDir, Job]:
@@ -110,8 +105,10 @@ def _ended(runs: list[RunDir]) -> dict[RunDir, Job]:
 def _update(run: RunDir, job: Job | None) -> Status:
     before = run.status
     try:
-        if job and job.state == "RUNNING":
-            _remember_number(run, job)
+        ticket = ticket_of(run)
+        if job and ticket and job.state == "RUNNING" and ticket.raw_id != job.raw_id:
+            with suppress(OSError):
+                replace(ticket, raw_id=job.raw_id).write(run)
         after = _after(run, before, job)
     except (MoelabError, OSError, ValueError) as error:  # of a damaged record or log, which hides no other run
         why = f"{words_of(job)}; " if job else ""
@@ -155,13 +152,6 @@ def _after(run: RunDir, status: Status, job: Job | None) -> Status:
             exit_code=job.exit_code,
         )
     return replace(status, state=state, reason=words_of(job))
-
-
-def _remember_number(run: RunDir, job: Job) -> None:
-    ticket = ticket_of(run)
-    if ticket and ticket.raw_id != job.raw_id:
-        with suppress(OSError):
-            replace(ticket, raw_id=job.raw_id).write(run)
 
 
 def cancel(runs: Iterable[RunDir]) -> list[Status]:
@@ -307,8 +297,12 @@ def follow(
             problem, asked_at = follower.ask(ask), clock()
             changed = [*changed, *follower.poll()]
         changed_at = clock() if changed and look else changed_at
-        text = _screen(follower, problem) if is_terminal else _news(changed, said)
-        stream.write(f"{_HOME_AND_CLEAR}{text}" if is_terminal else text)
+        if is_terminal:
+            stream.write(f"{_HOME_AND_CLEAR}{_screen(follower, problem)}")
+        else:
+            lines = {one.now.name: run_line(one.now) for one in changed}
+            stream.write("".join(f"{line}\n" for name, line in lines.items() if said.get(name) != line))
+            said.update(lines)
         stream.flush()
         if follower.all_final and clock() - changed_at >= quiet_s:
             break
@@ -337,14 +331,6 @@ def _numbers(now: RunNow) -> Iterator[str]:
         yield f"about {format_seconds(now.left_s)} left"
 
 
-def _news(changed: Sequence[RunFollower], said: dict[str, str]) -> str:
-    """A line for each run of which there is something new to say."""
-    lines = {one.now.name: run_line(one.now) for one in changed}
-    new = [line for name, line in lines.items() if said.get(name) != line]
-    said.update(lines)
-    return "".join(f"{line}\n" for line in new)
-
-
 def _screen(follower: StudyFollower, problem: str) -> str:
     width = shutil.get_terminal_size().columns
     lines = [f"{time.strftime('%H:%M:%S')} | Ctrl-C leaves the runs alone | {follower.path}", ""]
@@ -354,15 +340,12 @@ def _screen(follower: StudyFollower, problem: str) -> str:
     lines += [] if follower.runs else ["no runs yet"]
     newest = max(follower.runs, key=lambda one: one.now.status.updated, default=None)
     if newest:
-        lines += ["", f"{newest.now.name}", *_step_time(newest), *newest.tail[-_SHOWN_LINES:]]
+        lines += ["", newest.now.name]
+        table = newest.rank_table
+        known = table.step_time_s[np.isfinite(table.step_time_s)]
+        if len(known):
+            slow = slow_steps(table.steps, table.step_time_s).items()
+            longer = f"; longer: {', '.join(f'step {step} {share:+.0%}' for step, share in slow)}" if slow else ""
+            lines.append(f"{np.median(known):.3g} s a step over the newest {len(table.steps)}{longer}")
+        lines += newest.tail[-_SHOWN_LINES:]
     return "".join(f"{line[:width]}\n" for line in lines)
-
-
-def _step_time(one: RunFollower) -> Iterator[str]:
-    """The step time of the newest steps, and those that took longer."""
-    table = one.rank_table
-    known = table.step_time_s[np.isfinite(table.step_time_s)]
-    if len(known):
-        slow = slow_steps(table.steps, table.step_time_s).items()
-        longer = f"; longer: {', '.join(f'step {step} {share:+.0%}' for step, share in slow)}" if slow else ""
-        yield f"{np.median(known):.3g} s a step over the newest {len(table.steps)}{longer}"

@@ -160,7 +160,9 @@ def submit(
         queue = Queue.of(tried) if submit else Queue([])
         if submit and after and not queue.jobs_of(after):
             raise Refused(f"--after {after}: Slurm knows no such job, and would not wait for it; leave --after out")
-        adopted = _adopted(tried, queue) if submit else []
+        prepared = [run for run in tried if run.status.state is State.PREPARED]
+        updated = dict(zip(tried, update(tried, queue), strict=True)) if submit else {}
+        adopted = [run for run in prepared if submit and updated[run].state in ACTIVE]
         _require_idle([run for run in tried if run not in adopted], queue)
         require_known_ends(attempts.values())
         left = set(adopted) if submit else set(filter(ticket_of, tried))  # a ticket may be a job's already
@@ -168,7 +170,11 @@ def submit(
         specs = _specs(study, [_task(runs, one, attempts[one]) for one in wanted], cluster, after)
         scripts = [render(spec) for spec, _ in specs]
         for (spec, tasks), script in zip(specs, scripts, strict=True):
-            _prepare(spec, tasks, script)
+            for number, (experiment, run) in enumerate(tasks):
+                if not run.path.exists():
+                    directory.make(run, experiment)
+                write_whole(run.path / SCRIPT_FILE, script)
+                Ticket(comment=spec.comment, task=number).write(run)  # last, because it says that all is there
         if submit:
             for spec, tasks in specs:
                 _submit(spec, tasks, timeout_s)
@@ -188,14 +194,6 @@ def _require(findings: Iterable[Finding]) -> None:
     faults = [f"{one.name}: {one.found}" for one in findings if one.severity == "error"]
     if faults:
         raise Refused("\n".join(faults))
-
-
-def _adopted(runs: Sequence[RunDir], queue: Queue) -> list[RunDir]:
-    """Bring runs up to date with the queue; returns those that it has and whose status did not say so."""
-    before = [run.status.state for run in runs]
-    now = [status.state for status in update(runs, queue)]
-    changed = zip(runs, before, now, strict=True)
-    return [run for run, old, new in changed if old is State.PREPARED and new in ACTIVE]
 
 
 def _require_idle(runs: Iterable[RunDir], queue: Queue) -> None:
@@ -242,15 +240,6 @@ def _specs(
     ]
 
 
-def _prepare(spec: JobSpec, tasks: Sequence[Task], script: str) -> None:
-    """Write the script and the ticket into each run directory; the ticket last, because it says that all is there."""
-    for number, (experiment, run) in enumerate(tasks):
-        if not run.path.exists():
-            directory.make(run, experiment)
-        write_whole(run.path / SCRIPT_FILE, script)
-        Ticket(comment=spec.comment, task=number).write(run)
-
-
 def _submit(spec: JobSpec, tasks: Sequence[Task], timeout_s: float) -> None:
     """Call sbatch, and write down what it said of the job.
 
@@ -262,7 +251,9 @@ def _submit(spec: JobSpec, tasks: Sequence[Task], timeout_s: float) -> None:
     try:
         job = slurm.sbatch(runs[0].path / SCRIPT_FILE, timeout_s=timeout_s)
     except (SlurmError, SlurmMissing) as error:
-        in_queue = _accepted_all_the_same(spec)
+        in_queue = None
+        with suppress(SlurmError, SlurmMissing):  # accepted all the same, where its answer was lost?
+            in_queue = Queue(slurm.queue()).id_of(spec.comment)
         if in_queue is None and isinstance(error, NumberUnknown):
             for run in runs:
                 if run.status.state is State.PREPARED:
@@ -328,20 +319,16 @@ def adopt(study: Study, runs: Path, job_id: str) -> Submission:
     return Submission(study=study.name, scripts=(), adopted=tuple(waiting), found=here)
 
 
-def _accepted_all_the_same(spec: JobSpec) -> tuple[str, str | None] | None:
-    """The job that Slurm has although sbatch failed, as when its answer was lost."""
-    try:
-        return Queue(slurm.queue()).id_of(spec.comment)
-    except (SlurmError, SlurmMissing):
-        return None
-
-
 def check_plans(study: Study, cluster: ClusterProfile) -> Iterator[Finding]:
     """Each arm's layout, memory and size. An error here is a refusal: submitting would be one too."""
     for experiment in study.first_of_arms:
-        planned = plan(experiment)
+        planned, nodes, gpus = plan(experiment), experiment.nodes, experiment.gpus_per_node
         plan_only = shape_for(experiment).plan_only
-        problems = [*planned.verdict.reasons, *([plan_only] if plan_only else []), *_too_big(experiment, cluster)]
+        problems = [*planned.verdict.reasons, *([plan_only] if plan_only else [])]
+        if nodes > cluster.nodes:
+            problems.append(f"nodes is {nodes}: a job of {cluster.name} gets up to {cluster.nodes}")
+        if 0 < cluster.gpus_per_node < gpus:
+            problems.append(f"gpus_per_node is {gpus}: a node of {cluster.name} has {cluster.gpus_per_node}")
         if problems:
             yield Finding(
                 name=f"plan of {experiment.arm}",
@@ -378,7 +365,14 @@ def check_data(study: Study, cluster: ClusterProfile) -> Iterator[Finding]:
         )
     else:
         yield Finding(name="data", severity="ok", found=f"C4 in {folder}")
-    yield from _tokenizers(wanted, cluster)
+    for model in sorted({one.model for one in wanted} & TOKENIZERS.keys()):
+        tokenizer = Path(cluster.tokenizers.get(model, TOKENIZERS[model]))
+        if not (tokenizer / "tokenizer.json").exists():
+            yield _refused(
+                f"no tokenizer.json in {tokenizer}, for model {model}",
+                "TorchTitan's scripts/download_hf_assets.py has not put it there",
+                f"fetch it, and set tokenizers.{model} of the cluster's profile to its folder",
+            )
 
 
 def check_room(study: Study | None, cluster: ClusterProfile, runs: Path) -> Iterator[Finding]:
@@ -412,13 +406,6 @@ def checkpoints_at_most(experiment: Experiment, cluster: ClusterProfile) -> int:
     return min(due, cluster.checkpoints_kept + 1)
 
 
-def _too_big(experiment: Experiment, cluster: ClusterProfile) -> Iterator[str]:
-    if experiment.nodes > cluster.nodes:
-        yield f"nodes is {experiment.nodes}: a job of {cluster.name} gets up to {cluster.nodes}"
-    if 0 < cluster.gpus_per_node < experiment.gpus_per_node:
-        yield f"gpus_per_node is {experiment.gpus_per_node}: a node of {cluster.name} has {cluster.gpus_per_node}"
-
-
 def _memory(planned: Plan) -> Finding:
     name, memory = f"plan of {planned.experiment.arm}", planned.memory
     assert memory is not None, "only a legal plan has memory"
@@ -435,17 +422,6 @@ def _memory(planned: Plan) -> Finding:
         consequence="the run would end with: CUDA out of memory",
         remedy="`moelab plan FILE --search` lists layouts that fit",
     )
-
-
-def _tokenizers(wanted: Sequence[Experiment], cluster: ClusterProfile) -> Iterator[Finding]:
-    for model in sorted({one.model for one in wanted} & TOKENIZERS.keys()):
-        folder = Path(cluster.tokenizers.get(model, TOKENIZERS[model]))
-        if not (folder / "tokenizer.json").exists():
-            yield _refused(
-                f"no tokenizer.json in {folder}, for model {model}",
-                "TorchTitan's scripts/download_hf_assets.py has not put it there",
-                f"fetch it, and set tokenizers.{model} of the cluster's profile to its folder",
-            )
 
 
 def _refused(found: str, cause: str, remedy: str) -> Finding:

@@ -38,7 +38,7 @@ from moelab.runs.files import finite_or_none, write_json, write_whole
 from moelab.runs.log import read_log, read_runs
 from moelab.runs.log_text import NotALog
 from moelab.runs.settings import launch_settings
-from moelab.runs.side_files import Environment, read_side_files
+from moelab.runs.side_files import SideFiles, read_side_files
 from moelab.runs.statements import Statement
 from moelab.runs.status import State, Status
 from moelab.runs.table import (
@@ -47,6 +47,7 @@ from moelab.runs.table import (
     grad_norm_finding,
     merge_segments,
     metrics_table,
+    rows_of_run,
     throughput_rows,
     validation_table,
 )
@@ -69,8 +70,8 @@ _FOR_ITS_LOSS = re.compile(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Collected:
-    """What one run left.
+class Collected(SideFiles):
+    """What one run left, with its side files; of these nothing is known from elsewhere.
 
     Attributes:
         run: its name.
@@ -81,17 +82,9 @@ class Collected:
         rows: metrics table.
         validation: held-out loss by step.
         steps_planned: steps that the experiment asks for, or None.
-        converted: what multiplies in MXFP8: ``kernels`` and ``modules``, or None.
-        dispatcher: what moved the tokens: ``dispatcher``, and ``kernels`` of a DeepEP one; None if not recorded.
         diverged: which loss was not finite, None where none was or a restart got over it.
         experiment: what it was asked to do; None from elsewhere.
-        environment: its machine and versions; None if they are not known.
-        command: that launched it; empty if it is not known.
-        damaged: files of it that are missing or damaged, each with what is therefore not known.
-        speed_known: whether it is known what its speed is the speed of: one machine, and kernels emulated or not.
         grad_norm_not_finite: NaN or Inf by the step that reported it as its gradient norm.
-        traces: what a traced step cost on each rank that was traced, and where the traces are
-            (:class:`~moelab.runs.side_files.SideFiles`).
         load: of its experts; None if it was not recorded.
         read: what its log and events were read as; None from elsewhere.
         sources: digests of the log and the events by their path, as they were when they were read; empty if one of
@@ -107,16 +100,9 @@ class Collected:
     rows: pd.DataFrame
     validation: pd.DataFrame
     steps_planned: int | None = None
-    converted: dict[str, Any] | None = None
-    dispatcher: dict[str, Any] | None = None
     diverged: str | None = None
     experiment: Experiment | None = None
-    environment: Environment | None = None
-    command: str = ""
-    damaged: tuple[str, ...] = ()
-    speed_known: bool = False
     grad_norm_not_finite: Mapping[int, float] = field(default_factory=dict)
-    traces: tuple[dict[str, Any], ...] = ()
     load: ExpertLoad | None = None
     read: MetricsRead | None = None
     sources: Mapping[str, str] = field(default_factory=dict)
@@ -247,29 +233,19 @@ def collect_run(run: RunDir, *, save: bool = False) -> Collected:
     if read.reason and not (status.state is State.FAILED and status.reason):
         status = replace(status, state=State.FAILED, reason=read.reason)
     collected = Collected(
+        **{**vars(side), "damaged": tuple(damaged)},
         run=run.name,
         arm=experiment.arm,
         seed=experiment.seed,
         status=status,
         segments=read.segments,
-        rows=_without_traced_speed(read.rows, experiment).assign(
-            run=pd.array([run.name] * len(read.rows), dtype="string"),
-            arm=pd.array([experiment.arm] * len(read.rows), dtype="string"),
-            seed=pd.array([experiment.seed] * len(read.rows), dtype="Int64"),
-        ),
+        rows=rows_of_run(_without_traced_speed(read.rows, experiment), run.name, experiment.arm, experiment.seed),
         validation=read.validation,
         steps_planned=experiment.steps,
-        converted=side.converted,
-        dispatcher=side.dispatcher,
         diverged=diverged,
         experiment=experiment,
-        environment=side.environment,
-        command=side.command,
-        damaged=tuple(damaged),
-        traces=side.traces,
         load=load,
         notes=(*read.notes, *_traced_notes(experiment, status, side.traces)),
-        speed_known=side.speed_known,
         grad_norm_not_finite=read.grad_norm_not_finite,
         read=read,
         sources={} if unread else sources,
@@ -338,6 +314,7 @@ def newest(collected: Iterable[Collected]) -> list[Collected]:
     A divergence is not undone by a later attempt that was lost to a machine.
     """
     chosen: dict[tuple[str, int | None], Collected] = {}
+    # In order of worth: of one arm and seed the last is kept.
     for one in sorted(collected, key=lambda one: (one.finished, one.diverged is not None, one.run)):
         chosen[one.arm, one.seed] = one
     return sorted(chosen.values(), key=lambda one: (one.arm, one.seed or 0))
@@ -505,6 +482,7 @@ def _read_job(folder: Path) -> tuple[list[MetricsRead], Statement | None]:
     Raises:
         BadInput: if it left neither metrics nor a failure, or the logs are of several runs.
     """
+    # What a rank printed is in the job's log too: its own files count where there is no such log.
     ranks = rank_folders(folder)
     logs = [file for file in _files(folder) if _LOG_NAME.search(file.name) and file.parent not in ranks]
     reads = {file: read for file in logs if len((read := read_log(file, allow_empty=True)).rows)}
@@ -535,6 +513,7 @@ def _files(folder: Path) -> list[Path]:
     files: list[Path] = []
     for here, inside, names in os.walk(folder):
         is_deep = len(Path(here).relative_to(folder).parts) > 2
+        # What is taken out of `inside` is not walked into.
         inside[:] = [name for name in inside if not (is_deep or name.startswith((".", "checkpoint", "step-", "tb")))]
         files += [Path(here, name) for name in names]
     return sorted(files)

@@ -49,10 +49,16 @@ class RunDir:
         Raises:
             BadInput: if its record is damaged, lacks a field, or disagrees with its folders.
         """
+        file = self.path / EXPERIMENT_FILE
         try:
-            return self._read_record()
+            experiment = read_record(file)
         except BadInput as error:
-            raise BadInput(f"{self.path / EXPERIMENT_FILE}: {error}") from None
+            raise BadInput(f"{file}: {error}") from None
+        recorded, folders = f"{experiment.arm}/seed{experiment.seed}", "/".join(self._place[-3:-1])
+        is_in_a_study = self._names_a_seed or folders.startswith(f"{experiment.arm}/")  # else copied out of one
+        if is_in_a_study and recorded != folders:
+            raise BadInput(f"{file}: the record is of {recorded}, and the run is in {folders}")
+        return experiment
 
     @property
     def arm(self) -> str:
@@ -99,14 +105,6 @@ class RunDir:
     @property
     def _names_a_seed(self) -> bool:
         return len(self._place) > 2 and bool(_SEED.fullmatch(self._place[-2]))
-
-    def _read_record(self) -> Experiment:
-        experiment = read_record(self.path / EXPERIMENT_FILE)
-        recorded, folders = f"{experiment.arm}/seed{experiment.seed}", "/".join(self._place[-3:-1])
-        is_in_a_study = self._names_a_seed or folders.startswith(f"{experiment.arm}/")  # else copied out of one
-        if is_in_a_study and recorded != folders:
-            raise BadInput(f"the record is of {recorded}, and the run is in {folders}")
-        return experiment
 
 
 @dataclass(frozen=True, kw_only=True)

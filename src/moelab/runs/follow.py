@@ -16,7 +16,7 @@ import math
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Final
@@ -27,10 +27,10 @@ import pandas as pd
 from moelab.errors import BadInput
 from moelab.runs import directory
 from moelab.runs.directory import RunDir
-from moelab.runs.log import MEMORY_GIB, NO_RANK, TIME, LogLine, LogReader, UnfinishedLine
+from moelab.runs.log import MEMORY_GIB, NO_RANK, TIME, LogLine, Segments, UnfinishedLine, scan
 from moelab.runs.log_text import BLOCK_BYTES
 from moelab.runs.status import State, Status
-from moelab.runs.table import MetricsRead, grad_norm_finding, merge_segments, metrics_table
+from moelab.runs.table import MetricsRead, grad_norm_finding, merge_segments, metrics_read, metrics_table, rows_of_run
 
 FIND_INTERVAL_S: Final = 10.0
 """New run directories are looked for this often: a walk over a shared filesystem costs more than reading a log on."""
@@ -101,12 +101,9 @@ class RankSteps:
         self._last[rank] = (step, time)
         self._memory_gib[rank] = values[MEMORY_GIB]
         if step > last_step and time > last_time:
-            self._column(step)[rank] = (time - last_time) / (step - last_step)
-
-    def _column(self, step: int) -> dict[int, float]:
-        if step not in self._step_time_s and len(self._step_time_s) == KEPT_STEPS:
-            del self._step_time_s[next(iter(self._step_time_s))]
-        return self._step_time_s.setdefault(step, {})
+            if step not in self._step_time_s and len(self._step_time_s) == KEPT_STEPS:
+                del self._step_time_s[next(iter(self._step_time_s))]
+            self._step_time_s.setdefault(step, {})[rank] = (time - last_time) / (step - last_step)
 
     def _start(self, rank: int, step: int) -> None:
         """Forget what the rank trains again, and the time of its last line: the restart is no part of a step."""
@@ -126,7 +123,9 @@ class LogTail:
     @property
     def lines(self) -> list[str]:
         """The lines as text, oldest first."""
-        return [_clean(line) for line in self._lines]
+        texts = (line[: 4 * LONGEST_LINE_CHARACTERS].decode(errors="replace") for line in self._lines)
+        shown = (text.rstrip("\r").rsplit("\r", 1)[-1] for text in texts)  # what a progress bar wrote last
+        return [_CONTROL.sub("", text)[:LONGEST_LINE_CHARACTERS] for text in shown]
 
     def add(self, block: bytes) -> None:
         """Take whole lines of a log."""
@@ -157,7 +156,7 @@ class LogFollower:
         self._inode = -1
         self._unfinished = UnfinishedLine()
         self.rank_steps, self.tail = RankSteps(), LogTail()
-        self._reader = LogReader(self.rank_steps.add)
+        self._segments, self._changed = Segments(), set[tuple[int, int]]()
 
     def poll(self) -> pd.DataFrame:
         """Read what was appended since the last call.
@@ -169,11 +168,13 @@ class LogFollower:
         if self.path.is_file():
             with self.path.open("rb") as file:
                 self._read_on(file)
-        return self._reader.changed_rows()
+        keys = sorted(self._changed)
+        self._changed.clear()
+        return self._segments.rows_at(keys)
 
     def result(self) -> MetricsRead:
         """Return everything read so far, as :func:`read_log` with ``allow_empty`` would."""
-        return self._reader.result()
+        return metrics_read(*self._segments.columns(), notes=self._segments.notes)
 
     def _read_on(self, file: BinaryIO) -> None:
         inode, size = (stat := Path(file.name).stat()).st_ino, stat.st_size
@@ -183,10 +184,16 @@ class LogFollower:
         while block := file.read(BLOCK_BYTES):
             self.offset += len(block)
             lines = self._unfinished.complete(block)
-            self._reader.feed(lines)
+            self._take(lines)
             self.tail.add(lines)
         # Harmless if the line is read again with its end: the same values merge into the same row.
-        self._reader.feed(self._unfinished.rest)
+        self._take(self._unfinished.rest)
+
+    def _take(self, lines: bytes) -> None:
+        for line in scan(lines):
+            if segment := self._segments.add(line):
+                self._changed.add((segment.index, line[1]))
+            self.rank_steps.add(line)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,7 +275,10 @@ class RunFollower:
         offset = self._log.offset
         has_rows = bool(len(self._log.poll()))
         if has_rows:
-            self._renew_rows()
+            read = self._log.result()
+            self.rows = merge_segments(rows_of_run(read.rows, self.run.name, self._arm, self._seed))
+            self._segments = read.segments
+            self._failure = read.reason or grad_norm_finding(read.grad_norm_not_finite, read.rows)
         status = self.run.status
         is_other = status != self._status
         if has_rows or is_other:
@@ -276,24 +286,12 @@ class RunFollower:
             self.now = self._now()
         return has_rows or is_other or offset != self._log.offset
 
-    def _renew_rows(self) -> None:
-        read = self._log.result()
-        count = len(read.rows)
-        self.rows = merge_segments(
-            read.rows.assign(
-                run=pd.array([self.run.name] * count, dtype="string"),
-                arm=pd.array([self._arm] * count, dtype="string"),
-                seed=pd.array([self._seed] * count, dtype="Int64"),
-            )
-        )
-        self._segments = read.segments
-        self._failure = read.reason or grad_norm_finding(read.grad_norm_not_finite, read.rows)
-
     def _now(self) -> RunNow:
         status = self._status
         if self._failure and not status.reason:
             status = replace(status, reason=self._failure)
-        last = {name: _last(self.rows, name) for name in ("step", "loss", "tps", "memory_gib")}
+        names = ("step", "loss", "tps", "memory_gib")
+        last = {name: float(self.rows[name].iloc[-1]) if len(self.rows) else math.nan for name in names}
         return RunNow(
             name=self.run.name,
             arm=self._arm,
@@ -350,7 +348,9 @@ class StudyFollower:
     def poll(self) -> list[RunFollower]:
         """Read what is new; return the runs of which anything is."""
         if self._clock() - self._found_at >= self._find_interval_s:
-            self._find()
+            known = {one.run.path: one for one in self.runs}
+            newest = {run.path.parent: run for run in directory.find(self.path)}  # attempts are named by their time
+            self.runs = [known.get(run.path) or RunFollower(run) for run in newest.values()]
             self._found_at = self._clock()
         return [one for one in self.runs if one.poll()]
 
@@ -368,20 +368,6 @@ class StudyFollower:
         told = (found.reason for run, found in zip(runs, statuses, strict=True) if found.reason != run.status.reason)
         return next((reason for reason in told if reason), "")
 
-    def _find(self) -> None:
-        known = {one.run.path: one for one in self.runs}
-        newest = _newest(directory.find(self.path))
-        self.runs = [known.get(run.path) or RunFollower(run) for run in newest]
-
-
-def _newest(runs: Iterable[RunDir]) -> list[RunDir]:
-    """The last attempt in each folder of an arm and seed; attempts are named by their time."""
-    return list({run.path.parent: run for run in runs}.values())
-
-
-def _last(rows: pd.DataFrame, column: str) -> float:
-    return float(rows[column].iloc[-1]) if len(rows) else math.nan
-
 
 def _pace_s(rows: pd.DataFrame) -> float:
     """Seconds a step between the last two rows of one launch."""
@@ -397,11 +383,6 @@ def _by_rank(values: Mapping[int, float], ranks: int) -> np.ndarray[Any, np.dtyp
         if rank < ranks:
             found[rank] = value
     return found
-
-
-def _clean(line: bytes) -> str:
-    text = line[: 4 * LONGEST_LINE_CHARACTERS].decode(errors="replace").rstrip("\r").rsplit("\r", 1)[-1]
-    return _CONTROL.sub("", text)[:LONGEST_LINE_CHARACTERS]
 
 
 def format_seconds(seconds: float) -> str:

@@ -54,7 +54,7 @@ import re
 from array import array
 from bisect import bisect_left, bisect_right
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime, timedelta
 from functools import lru_cache
@@ -219,7 +219,8 @@ class _Log:
         self.name = str(source) if isinstance(source, str | Path) else "the given lines"
         self._content: LogBytes | list[bytes]
         if not isinstance(source, str | Path):
-            self._content = [_as_bytes(line) for line in source]
+            lines = (line.encode(errors="replace") if isinstance(line, str) else line for line in source)
+            self._content = [line if line.endswith(b"\n") else line + b"\n" for line in lines]
         elif Path(source).is_file():
             self._content = LogBytes(Path(source))
         else:
@@ -423,8 +424,7 @@ class Segment:
 
     def fail(self, step: int, loss: float) -> None:
         """Remember the earliest step at which the loss was not finite."""
-        if self.failure is None or step < self.failure[0]:
-            self.failure = (step, loss)
+        self.failure = min(self.failure or (step, loss), (step, loss), key=lambda failure: failure[0])
 
 
 class Segments:
@@ -440,11 +440,14 @@ class Segments:
         time = values[TIME]
         segment = self.all[-1]
         if time < segment.opened_at:
-            segment = self._at(time)
+            segment = next(s for s in reversed(self.all) if not time < s.opened_at - CLOCK_SKEW_S)
         if kind == "step":
             return self._add_step(segment, step, values)
         if kind == "start":
-            self._add_start(segment, step, time)
+            if segment.is_over_at(step, time):
+                segment = self._after(segment, time, step)
+            if segment.start_step is None:
+                segment.start_step = step
         elif kind == "validation":
             segment.validation.add(step, values)
         elif kind == "loss rank":
@@ -468,6 +471,14 @@ class Segments:
         validation = _numbered([(segment.index, segment.validation) for segment in self.all])
         return rows, validation, {segment.index: segment.failure for segment in self.all if segment.failure}
 
+    def rows_at(self, keys: Sequence[tuple[int, int]]) -> pd.DataFrame:
+        """Return the rows of these segments and steps."""
+        rows = StepRows()
+        for number, (segment, step) in enumerate(keys):
+            rows.add(number, self.all[segment].rows.row(step))
+        numbers = np.array(keys, dtype="int64").reshape(-1, 2)
+        return metrics_table({"segment": numbers[:, 0], "step": numbers[:, 1], **_columns(rows)})
+
     @property
     def notes(self) -> tuple[str, ...]:
         """Why there is no loss, if no rank printed one."""
@@ -490,15 +501,6 @@ class Segments:
         if not math.isfinite(values[LOSS]):
             segment.fail(step, values[LOSS])
         return segment if segment.rows.add(step, values) else None
-
-    def _add_start(self, segment: Segment, step: int, time: float) -> None:
-        if segment.is_over_at(step, time):
-            segment = self._after(segment, time, step)
-        if segment.start_step is None:
-            segment.start_step = step
-
-    def _at(self, time: float) -> Segment:
-        return next(s for s in reversed(self.all) if not time < s.opened_at - CLOCK_SKEW_S)
 
     def _after(self, segment: Segment, time: float, start_step: int | None) -> Segment:
         if segment is self.all[-1]:
@@ -524,39 +526,6 @@ class UnfinishedLine:
         return block[:cut]
 
 
-class LogReader:
-    """Collects what blocks of a log contain, and which rows changed.
-
-    Args:
-        on_line: takes every line that matters.
-    """
-
-    def __init__(self, on_line: Callable[[LogLine], None]) -> None:
-        self._segments, self._on_line = Segments(), on_line
-        self._changed: set[tuple[int, int]] = set()
-
-    def feed(self, block: bytes) -> None:
-        """Take whole lines."""
-        for line in scan(block):
-            if segment := self._segments.add(line):
-                self._changed.add((segment.index, line[1]))
-            self._on_line(line)
-
-    def changed_rows(self) -> pd.DataFrame:
-        """Return the rows that changed since the last call."""
-        keys = sorted(self._changed)
-        rows = StepRows()
-        for number, (segment, step) in enumerate(keys):
-            rows.add(number, self._segments.all[segment].rows.row(step))
-        self._changed.clear()
-        numbers = np.array(keys, dtype="int64").reshape(-1, 2)
-        return metrics_table({"segment": numbers[:, 0], "step": numbers[:, 1], **_columns(rows)})
-
-    def result(self) -> MetricsRead:
-        """Everything so far."""
-        return metrics_read(*self._segments.columns(), notes=self._segments.notes)
-
-
 def _numbered(stores: Iterable[tuple[int, StepRows]]) -> pd.DataFrame:
     parts = [
         pd.DataFrame({"segment": index, "step": np.array(rows.steps, dtype="int64"), **_columns(rows)})
@@ -569,11 +538,6 @@ def _columns(rows: StepRows) -> dict[str, np.ndarray]:
     values = np.array(rows.values).reshape(-1, _WIDTH)
     columns = {name: values[:, index] for name, index in _INDEX.items()}
     return columns | {"loss": np.where(columns["loss"] < 0, np.nan, columns["loss"])}
-
-
-def _as_bytes(line: str | bytes) -> bytes:
-    line = line.encode(errors="replace") if isinstance(line, str) else line
-    return line if line.endswith(b"\n") else line + b"\n"
 
 
 def _values(block: bytes, match: re.Match[bytes]) -> tuple[float, ...] | None:

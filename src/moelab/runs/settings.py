@@ -124,7 +124,15 @@ def run_settings(run: RunDir, environment: Environment | None) -> Settings:
         environment: its machine and versions; None if they are not known.
     """
     fields = run.experiment.model_dump(mode="json", exclude={"name", "seed"})
-    found = dict(_flat(fields)) | ({} if environment is None else _of_environment(environment))
+    found = dict(_flat(fields))
+    if environment:
+        gpus = {"gpu": environment.chip, "gpus": str(len(environment.gpus)) if environment.gpus else "unknown"}
+        found |= {
+            # Without its name a whole commit cannot be told from a key of W&B.
+            name: re.sub(r"\b([0-9a-f]{12})[0-9a-f]{28}\b", r"\1", text)
+            for name, text in environment.versions.items()
+        }
+        found |= {"processor": environment.processor} if environment.on_cpu else gpus
     try:
         log = log_settings(run.log)
     except OSError:  # missing or damaged, which is told where the run is
@@ -180,36 +188,22 @@ def launch_settings(path: Path) -> list[dict[str, str]]:
         trains |= is_step
         if not trains:
             launches[-1].append(line)
-    return [_settings_in("\n".join(lines)) for lines in launches]
-
-
-def _settings_in(text: str) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for pattern in _LINES:
-        if match := pattern.search(text):
-            found |= {name: value.strip().replace(",", "") for name, value in match.groupdict("").items() if value}
-    return {name: _OURS.get(value, value) for name, value in found.items()}
-
-
-def _of_environment(found: Environment) -> dict[str, str]:
-    gpus = {"gpu": found.chip, "gpus": str(len(found.gpus)) if found.gpus else "unknown"}
-    hardware = {"processor": found.processor} if found.on_cpu else gpus
-    # Without its name a whole commit cannot be told from a key of W&B.
-    versions = {name: re.sub(r"\b([0-9a-f]{12})[0-9a-f]{28}\b", r"\1", text) for name, text in found.versions.items()}
-    return {**versions, **hardware}
+    settings = []
+    for own in map("\n".join, launches):
+        groups = (match.groupdict("").items() for pattern in _LINES if (match := pattern.search(own)))
+        found = {name: value.strip().replace(",", "") for pairs in groups for name, value in pairs if value}
+        settings.append({name: _OURS.get(value, value) for name, value in found.items()})
+    return settings
 
 
 def _config_beside(path: Path) -> Path | None:
     """The configuration of a TensorBoard folder, or of the only export in a folder."""
     folder = path if path.is_dir() else path.parent
-    if path.is_file() and any(_is_other_export(file, path) for file in folder.iterdir()):
+    exports = [file.name for file in folder.iterdir() if file.suffix in (".csv", ".json", ".jsonl")]
+    others = [name for name in exports if name != path.name and not name.startswith(("config.", "wandb-"))]
+    if path.is_file() and others:
         return None
     return next((folder / name for name in _CONFIG_NAMES if (folder / name).is_file()), None)
-
-
-def _is_other_export(file: Path, path: Path) -> bool:
-    named = file.name.startswith(("config.", "wandb-"))
-    return file.suffix in (".csv", ".json", ".jsonl") and file.name != path.name and not named
 
 
 class _PlainLoader(yaml.SafeLoader):

@@ -132,13 +132,13 @@ class SideFiles:
         speed_known: whether it is known what its speed is the speed of: one machine, and kernels emulated or not.
     """
 
-    environment: Environment | None
-    converted: dict[str, Any] | None
-    dispatcher: dict[str, Any] | None
-    command: str
-    traces: tuple[dict[str, Any], ...]
-    damaged: tuple[str, ...]
-    speed_known: bool
+    environment: Environment | None = None
+    converted: dict[str, Any] | None = None
+    dispatcher: dict[str, Any] | None = None
+    command: str = ""
+    traces: tuple[dict[str, Any], ...] = ()
+    damaged: tuple[str, ...] = ()
+    speed_known: bool = False
 
 
 def read_side_files(run: RunDir, experiment: Experiment, *, started: bool) -> SideFiles:
@@ -162,8 +162,17 @@ def read_side_files(run: RunDir, experiment: Experiment, *, started: bool) -> Si
     dispatcher, wrong = _read(run.path / DISPATCHER_FILE, _Dispatcher)
     unreadable = bool(wrong) and "missing" not in wrong
     damaged += [f"{wrong}: what moved the tokens is unknown"] if unreadable else []
-    command, wrong = _command(run.path / COMMAND_FILE)
-    damaged += [f"{wrong}: command unknown"] if wrong else []
+    command, wrong = "", ""
+    try:
+        command = (run.path / COMMAND_FILE).read_text().strip()
+        shlex.split(command)
+    except FileNotFoundError:  # a job of Slurm has a script in its place
+        pass
+    except OSError as error:
+        wrong = f"cannot be read ({error.strerror})"
+    except ValueError:
+        command, wrong = "", "is damaged"
+    damaged += [f"{COMMAND_FILE} {wrong}: command unknown"] if wrong else []
     traces = []
     for file in sorted((run.path / RECORDED_FOLDER).glob("rank*.json")):
         recorded, wrong = _read(file, _Recorded)
@@ -221,20 +230,6 @@ def _converted(run: RunDir) -> tuple[dict[str, Any] | None, list[str]]:
         damaged.append(f"{CONVERTED_FOLDER}: ranks disagree on the MXFP8 kernels ({told})")
     modules = [name for stage in stages.values() for name in stage.modules]
     return ({"kernels": " and ".join(kernels), "modules": modules} if modules else None), damaged
-
-
-def _command(file: Path) -> tuple[str, str]:
-    """The command on one line, and what is wrong; a job of Slurm has a script in its place."""
-    try:
-        text = file.read_text().strip()
-        shlex.split(text)
-    except FileNotFoundError:
-        return "", ""
-    except OSError as error:
-        return "", f"{COMMAND_FILE} cannot be read ({error.strerror})"
-    except ValueError:
-        return "", f"{COMMAND_FILE} is damaged"
-    return text, ""
 
 
 def _read(file: Path, content: type[Content]) -> tuple[Content | None, str]:

@@ -20,6 +20,8 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from moelab.machine import APPLICATION_XIDS
+
 SURVIVED_STEPS: Final = 3
 """Logged after a statement, they show that the job went on: the ranks of a step wait for each other."""
 MESSAGE_LINES: Final = 40
@@ -180,9 +182,6 @@ GROUPS: Final = {"ep": "expert-parallel", "tp": "tensor-parallel", "pp": "pipeli
                  "fsdp": "FSDP", "efsdp": "expert-FSDP", "dp_shard": "FSDP", "dp_replicate": "replica",
                  "batch": "data-parallel", "loss_mesh": "loss", "default_pg": "default"}  # fmt: skip
 """Axes of TorchTitan's meshes (``distributed/parallel_dims.py``), by which PyTorch calls their groups."""
-_APPLICATION_XIDS = frozenset({13, 31, 43, 45})
-"""Xids that a program causes (13 an exception, 31 a page fault) or that follow another error (43, 45); all others are
-of the hardware or the driver. Source: NVIDIA, *XID Errors*."""
 
 
 class _Line(NamedTuple):
@@ -513,7 +512,7 @@ class Scan:
             if entry.sign not in line or not (match := re.search(entry.pattern, line)):
                 continue
             kind, message = entry.kind, " ".join(match.expand(entry.message).split())
-            if message.startswith("Xid") and int(re.findall(r"\): (\d+)", message)[0]) in _APPLICATION_XIDS:
+            if message.startswith("Xid") and int(re.findall(r"\): (\d+)", message)[0]) in APPLICATION_XIDS:
                 kind = Kind.TRAPPED
             self._add(stream, kind, message, is_end=entry.is_end)
             return kind is Kind.WAITED or "kernel's assertion" in entry.message

@@ -251,6 +251,16 @@ def metrics_table(columns: Mapping[str, Any] | pd.DataFrame, *, run: str | None 
     return _table(columns, COLUMNS, run=run)
 
 
+def rows_of_run(rows: pd.DataFrame, run: str, arm: str, seed: int | None) -> pd.DataFrame:
+    """Return a metrics table with the name, arm and seed of the run that all its rows are of."""
+    count = len(rows)
+    return rows.assign(
+        run=pd.array([run] * count, dtype="string"),
+        arm=pd.array([arm] * count, dtype="string"),
+        seed=pd.array([seed] * count, dtype="Int64"),
+    )
+
+
 def validation_table(columns: Mapping[str, Any] | pd.DataFrame) -> pd.DataFrame:
     """Return a table with exactly :data:`VALIDATION_COLUMNS`; columns not given are missing values."""
     return _table(columns, VALIDATION_COLUMNS)
@@ -327,12 +337,17 @@ def combine(log_rows: pd.DataFrame, tb_rows: pd.DataFrame) -> pd.DataFrame:
     matched = tb_rows.assign(segment=tb_rows["segment"].map(_matching_segments(log_rows, tb_rows)))
     log = log_rows.set_index(["segment", "step"])
     tb = matched.set_index(["segment", "step"])
-    log["time"] += _zone_difference(log["time"], tb["time"])
+    difference = float((tb["time"] - log["time"].reindex(tb.index)).median())
+    log["time"] += 0.0 if math.isnan(difference) else round(difference / _QUARTER_HOUR_S) * _QUARTER_HOUR_S
     united = tb.combine_first(log)
     for column in _MEMORY:
         logged = log[column].reindex(united.index)
         united[column] = united[column].where(~(logged > united[column] + _ROUNDED_MEMORY), logged)
-    return metrics_table(_in_time_order(united.reset_index()))
+    rows = united.reset_index()
+    if (rows["segment"] < 0).any():  # a launch that the log lacks takes its place by its time
+        first_time = rows.groupby("segment")["time"].min().sort_values()
+        rows["segment"] = rows["segment"].map({number: index for index, number in enumerate(first_time.index)})
+    return metrics_table(rows.sort_values(["segment", "step"]))
 
 
 def _matching_segments(log_rows: pd.DataFrame, tb_rows: pd.DataFrame) -> dict[int, int]:
@@ -349,18 +364,6 @@ def _matching_segments(log_rows: pd.DataFrame, tb_rows: pd.DataFrame) -> dict[in
         if tb not in matches and log not in matches.values():
             matches[tb] = log
     return {number: matches.get(number, -1 - number) for number in tb_rows["segment"].unique().tolist()}
-
-
-def _zone_difference(log_time: pd.Series[float], tb_time: pd.Series[float]) -> float:
-    difference = float((tb_time - log_time.reindex(tb_time.index)).median())
-    return 0.0 if math.isnan(difference) else round(difference / _QUARTER_HOUR_S) * _QUARTER_HOUR_S
-
-
-def _in_time_order(rows: pd.DataFrame) -> pd.DataFrame:
-    if (rows["segment"] < 0).any():
-        first_time = rows.groupby("segment")["time"].min().sort_values()
-        rows["segment"] = rows["segment"].map({number: index for index, number in enumerate(first_time.index)})
-    return rows.sort_values(["segment", "step"])
 
 
 def grad_norms_not_finite(columns: Mapping[str, Any] | pd.DataFrame) -> dict[int, float]:

@@ -84,7 +84,13 @@ def _columns(launches: list[list[Path]]) -> Columns:
     logged = [scalars for scalars in every if not scalars.empty]
     rows = _numbered([_rows(scalars, {tag: step_column(tag) for tag in scalars["tag"].unique()}) for scalars in logged])
     validation = _numbered([_rows(scalars, VALIDATION_METRICS) for scalars in logged])
-    return rows, validation, {number: first for number, scalars in enumerate(logged) if (first := _failure(scalars))}
+    failures = {}
+    for number, scalars in enumerate(logged):
+        losses = scalars[scalars["tag"].map(step_column) == "loss"]
+        failed = losses[~np.isfinite(losses["value"])].sort_values("step")
+        if len(failed):
+            failures[number] = int(failed["step"].iloc[0]), float(failed["value"].iloc[0])
+    return rows, validation, failures
 
 
 def _numbered(parts: list[pd.DataFrame]) -> pd.DataFrame:
@@ -200,9 +206,3 @@ def _rows(scalars: pd.DataFrame, columns: Mapping[str, str | None]) -> pd.DataFr
     time = np.full(len(places), math.inf)
     np.minimum.at(time, place, scalars["time"].to_numpy(dtype=float))
     return ranks_to_rows(wide.assign(time=time), ["step"])
-
-
-def _failure(scalars: pd.DataFrame) -> tuple[int, float] | None:
-    losses = scalars[scalars["tag"].map(step_column) == "loss"]
-    failed = losses[~np.isfinite(losses["value"])].sort_values("step")
-    return None if failed.empty else (int(failed["step"].iloc[0]), float(failed["value"].iloc[0]))

@@ -93,7 +93,8 @@ def _cells(path: Path) -> pd.DataFrame:
             return frame.astype(object).where(frame.notna(), "").astype(str)
         text = b"".join(LogBytes(path)).decode("utf-8-sig")
         if ".csv" in path.suffixes:
-            return pd.read_csv(StringIO(text), dtype=str, keep_default_na=False, sep=_separator(text))
+            separator = max(",;\t", key=text.partition("\n")[0].count)
+            return pd.read_csv(StringIO(text), dtype=str, keep_default_na=False, sep=separator)
         records = [{name: str(value) for name, value in row.items() if value is not None} for row in _records(text)]
         return pd.DataFrame(records, dtype=object).fillna("")
     except (OSError, ValueError, AttributeError, NotALog) as error:
@@ -119,11 +120,6 @@ def _records(text: str) -> list[dict[str, Any]]:
     return [parsed]
 
 
-def _separator(text: str) -> str:
-    header = text.partition("\n")[0]
-    return max(",;\t", key=header.count)
-
-
 def _runs(cells: pd.DataFrame, path: Path) -> Iterator[tuple[str | None, pd.DataFrame]]:
     """Yield each run's name, or None, and its cells: numeric ``segment, step, time``, then text by metric."""
     step = next((name for name in _STEP_NAMES if name in cells), None)
@@ -138,8 +134,10 @@ def _runs(cells: pd.DataFrame, path: Path) -> Iterator[tuple[str | None, pd.Data
             f"{path}: looked for a step column ({', '.join(_STEP_NAMES)}) and one of TorchTitan's metrics "
             f"({_LOSSES[0]}, throughput(tps), …); found the columns {', '.join(map(str, cells.columns[:8]))}"
         )
-    moments = _moments(cells[time]) if time else math.nan
-    numbers = pd.DataFrame({"step": _number(cells[step]), "time": moments})
+    numbers = pd.DataFrame({"step": _number(cells[step]), "time": _number(cells[time]) if time else math.nan})
+    if time and numbers["time"].isna().all():  # a web page and pandas write dates
+        dates = pd.to_datetime(cells[time], utc=True, errors="coerce", format="mixed")
+        numbers["time"] = (dates - pd.Timestamp(0, tz="UTC")).dt.total_seconds()
     if "_step" in cells:  # where only some rows have the metric `step`
         numbers["step"] = numbers["step"].fillna(_number(cells["_step"]))
     for run, columns in metrics.items():
@@ -197,15 +195,6 @@ def _columns(history: pd.DataFrame, metrics: dict[str, str]) -> pd.DataFrame:
 
 def _number(cells: pd.Series[Any]) -> pd.Series[float]:
     return pd.to_numeric(cells, errors="coerce").astype("float64")
-
-
-def _moments(cells: pd.Series[Any]) -> pd.Series[float]:
-    """Seconds since the epoch of numbers or, as a web page and pandas write them, dates."""
-    seconds = _number(cells)
-    if seconds.notna().any():
-        return seconds
-    dates = pd.to_datetime(cells, utc=True, errors="coerce", format="mixed")
-    return (dates - pd.Timestamp(0, tz="UTC")).dt.total_seconds()
 
 
 def _failures(history: pd.DataFrame) -> dict[int, tuple[int, float]]:

@@ -43,7 +43,7 @@ from moelab.experiment import EPBackend, Experiment, Precision, Routing
 from moelab.experiment_file import read_experiment
 from moelab.hardware import GROUP_PADDING
 from moelab.layout import check
-from moelab.machine import gpus
+from moelab.machine import end_with_torchrun, gpus
 from moelab.model import TOKENIZERS, shape_for
 from moelab.mxfp8 import capture
 from moelab.mxfp8 import dispatch as mxfp8_dispatch
@@ -54,7 +54,7 @@ from moelab.runs.directory import RunDir
 from moelab.titan import corpus, ep_buffers, routing
 from moelab.titan.arms import named_arms, nearest
 from moelab.titan.models import model_spec
-from moelab.titan.preempt import ResumeCheckpoints, StoppableTrainer, end_with_torchrun
+from moelab.titan.preempt import ResumeCheckpoints, StoppableTrainer
 from moelab.titan.record import record_conversion, record_dispatcher
 
 EXPERIMENT_VARIABLE = "MOELAB_EXPERIMENT"

@@ -17,8 +17,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import signal
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -32,29 +30,10 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
-from moelab.machine import end_with_parent
 from moelab.runs.directory import STOP_VARIABLE, STOPPED_FILE
 from moelab.runs.files import write_json
 from moelab.titan.record import record_expert_load
 from moelab.titan.trace import StepTracer
-
-
-def end_with_torchrun() -> None:
-    """In a rank: die with torchrun, which starts ranks in sessions of their own.
-
-    torchrun may have died while the rank was loading; then its parent is another process, without the run's variables.
-
-    Raises:
-        SystemExit: if it has.
-    """
-    end_with_parent(signal.SIGKILL)
-    own = f"MOELAB_EXPERIMENT={os.environ.get('MOELAB_EXPERIMENT', '')}".encode()
-    try:
-        is_torchrun = own in Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")
-    except OSError:  # it died just now; without /proc, nobody can tell
-        is_torchrun = sys.platform != "linux"
-    if not is_torchrun:
-        raise SystemExit("moelab: torchrun has died; a rank does not train on alone")
 
 
 class ResumeCheckpoints(CheckpointManager):
