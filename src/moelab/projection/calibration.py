@@ -66,6 +66,8 @@ class Calibration:
     emulated_cast: Constant
     flex_forward: Constant
     flex_backward: Constant
+    tiles_forward: Constant
+    tiles_backward: Constant
     fused_forward: Constant
     fused_backward: Constant
     copy: Constant
