@@ -166,7 +166,7 @@ def later_steps() -> Iterator[Case]:
         if result.code:
             name += f", {result.code}"
         job = thin_job(shape, arm, hardware=hardware_of(measured))
-        # HOST_COMPILED_S was read off the former; the latter were at hand when the model learnt of their code
+        # host_compiled_s was read off the former; the latter were at hand when the model learnt of their code
         seen = result.shape == "16B" or result.code is not None
         yield tps_case(H100_LATER, name, result.tps, job, measured.stamp, seen=seen)
 

@@ -98,6 +98,32 @@ def build_parser() -> argparse.ArgumentParser:
     project.add_argument("--arm", help="project one arm of a study, such as mxfp8_standard or bf16_deepep_round-robin")
     project.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="replace a field")
 
+    project.add_argument(
+        "--calibration", metavar="NAME", help="constants of moelab explain --fit: their name, or a path"
+    )
+
+    explain = verb(
+        "explain", _explain, "say where the time of a traced step went, and why it is not what was predicted"
+    )
+    explain.add_argument(
+        "paths",
+        type=Path,
+        nargs="+",
+        metavar="path",
+        help="a Kineto trace (.json, .json.gz), several of one step, a run",
+    )
+    explain.add_argument("--rank", type=int, metavar="R", help="rank that is shown; default: the lowest")
+    explain.add_argument(
+        "--step", type=int, metavar="N", help="the profiler's step, of a trace of several; default: all"
+    )
+    explain.add_argument(
+        "--against", type=Path, metavar="FILE", help="YAML of what ran, to predict it; a run has its own"
+    )
+    explain.add_argument("--arm", help="of a study in --against")
+    explain.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="replace a field of --against")
+    explain.add_argument("--calibration", metavar="NAME", help="predict with the constants of an earlier --fit")
+    explain.add_argument("--fit", metavar="NAME", help="keep constants with which the model meets this step, as NAME")
+
     run = verb("run", _run, "train an experiment or study on this machine; a finished one is left alone")
     submit = verb("submit", _submit, "give an experiment or study to Slurm; what is finished or waiting is left alone")
     for each in (run, submit):
@@ -315,16 +341,77 @@ def _search(options: argparse.Namespace, experiment: Any) -> int:
 
 def _project(options: argparse.Namespace) -> int:
     from moelab.experiment_file import read_study
+    from moelab.projection.calibration import CALIBRATION, read_calibration
     from moelab.projection.project import arms_text, project, projection_text
 
     chosen = _chosen_arms(read_study(options.file, options.set), options.arm)
-    found = {experiment.arm: project(experiment) for experiment in chosen}
+    calibration = read_calibration(options.calibration) if options.calibration else CALIBRATION
+    found = {experiment.arm: project(experiment, calibration=calibration) for experiment in chosen}
     if len(found) == 1:
         (one,) = found.values()
         _show(options, one.to_json(), projection_text(one))
     else:
         _show(options, {"arms": {arm: one.to_json() for arm, one in found.items()}}, arms_text(found))
     return 0
+
+
+def _explain(options: argparse.Namespace) -> int:
+    from moelab.explain.explanation import explain, explanation_text
+
+    experiment = _traced_experiment(options)  # before a file of gigabytes is read
+    if experiment is None and (options.fit or options.calibration):
+        raise BadInput("--fit and --calibration need to know what ran: give its YAML with --against")
+    found = explain(options.paths, rank=options.rank, step=options.step)
+    as_json, as_text = {**found.to_json(), "predicted_ms": {}}, explanation_text(found)
+    if experiment is not None:
+        try:
+            more_json, more_text = _against(options, found, experiment)
+        except MoelabError as error:
+            if options.against:
+                raise
+            more_text = f"note: not held against the run's own prediction: {error}"
+            more_json = {"notes": [*found.notes, more_text.removeprefix("note: ")]}
+        as_json |= more_json
+        as_text += f"\n\n{more_text}"
+    _show(options, as_json, as_text)
+    return 0
+
+
+def _against(options: argparse.Namespace, found: Any, experiment: Any) -> tuple[dict[str, Any], str]:
+    """An explanation beside the prediction, as JSON and as text; keeps a calibration if one is asked for."""
+    from moelab.explain.against import compare, comparison_text, fit
+    from moelab.projection.calibration import CALIBRATION, read_calibration, with_values, write_calibration
+
+    calibration = read_calibration(options.calibration) if options.calibration else CALIBRATION
+    if not options.fit:
+        compared = compare(found, experiment, calibration)
+        return compared.to_json(), comparison_text(compared)
+    values = fit(found, experiment)
+    compared = compare(found, experiment, with_values(**values))
+    source = f"{', '.join(found.files)}: {experiment.model_label}, {experiment.arm}, {found.gpu}"
+    path = write_calibration(options.fit, values, source)
+    said = f"fitted {', '.join(values)}; use it with --calibration {options.fit} ({path})"
+    as_json = {**compared.to_json(), "fit": {"file": str(path), "constants": values}}
+    return as_json, f"{comparison_text(compared)}\n\n{said}"
+
+
+def _traced_experiment(options: argparse.Namespace) -> Any:
+    """What ran: of the file that is given, else of the run that the trace lies in; None where neither says."""
+    from moelab.experiment_file import read_study
+    from moelab.runs.directory import EXPERIMENT_FILE
+
+    if options.against:
+        arms = _chosen_arms(read_study(options.against, options.set), options.arm)
+        if len(arms) > 1:
+            names = ", ".join(experiment.arm for experiment in arms)
+            raise BadInput(
+                f"{options.against} holds {len(arms)} arms; name the one that was traced with --arm: {names}"
+            )
+        return arms[0]
+    if options.arm or options.set:
+        raise BadInput("--arm and --set are about --against: give the YAML of what ran")
+    own = options.paths[0] / EXPERIMENT_FILE
+    return _chosen_arms(read_study(own), None)[0] if own.is_file() else None
 
 
 def _run(options: argparse.Namespace) -> int:

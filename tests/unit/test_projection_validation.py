@@ -18,7 +18,7 @@ from moelab.analysis.published import GAINS, THROUGHPUT
 from moelab.analysis.two_by_two import CODE, arm_results
 from moelab.experiment import Routing
 from moelab.hardware import quoted
-from moelab.projection.calibration import CALIBRATION, HOST_COMPILED_S, fitted, with_values
+from moelab.projection.calibration import CALIBRATION, fitted, with_values
 from moelab.projection.job import MODEL_OF_ROUTING
 from moelab.projection.measured import ALL_TO_ALL, GROUPED_GEMM, TWO_BY_TWO, load_measured
 from moelab.projection.megatron import waterfall
@@ -197,7 +197,7 @@ def test_the_spread_of_an_all_to_all_is_no_smaller_than_its_blind_rows_show(rows
 
 
 def test_rows_that_a_zero_was_read_off_are_seen_and_not_judged(rows: tuple[ValidationRow, ...]) -> None:
-    assert HOST_COMPILED_S == 0
+    assert float(CALIBRATION.host_compiled_s) == 0
     later = [row for row in rows if row.source == H100_LATER]
     small = [row for row in later if row.name.startswith("two by two: 16B ") or row.name.endswith(CODE)]
     assert {row.use for row in small} == {"constant read off it"}

@@ -208,7 +208,9 @@ def test_wgrad_in_fp8_adds_less_than_the_products_before_it() -> None:
     """A scale of a row belongs to either factor of an outer product, so its rows need no second rounding."""
     right = exact("fp8", arrived=True)
     errors = {
-        name: [float((ours.double() - one).norm() / one.norm()) for ours, one in zip(run(name, "fp8"), right)]
+        name: [
+            float((ours.double() - one).norm() / one.norm()) for ours, one in zip(run(name, "fp8"), right, strict=True)
+        ]
         for name in ("fp8", "fp8_wgrad_fp8")
     }
     for bf16, fp8 in zip(errors["fp8"][2:5], errors["fp8_wgrad_fp8"][2:5], strict=True):

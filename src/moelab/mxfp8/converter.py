@@ -9,10 +9,10 @@ The quantised kernels need every expert's token group to be a multiple of a bloc
 TorchAOTokenDispatcher pads inside the permutation; on a CPU it cannot (the permutation is a Triton kernel), so the
 plain dispatcher stays and the emulation pads inside the grouped GEMM.
 
-FP8 experts are moelab's (:mod:`moelab.mxfp8.quantised_experts`), with wgrad in BF16. TorchTitan 0.3.0's own train in BF16
-whenever experts are spread over ranks: they quantise where a weight is torchao's wrapper (``Float8TrainingWeightWrapper
-Tensor``), and TorchTitan's default SPMD backend hands out plain tensors (``spmd_types.shard`` in
-``distributed/spmd_types.py``). Nothing says so; the step is as fast as in BF16, and its kernels are BF16's.
+FP8 experts are moelab's (:mod:`moelab.mxfp8.quantised_experts`), wgrad in BF16 or FP8. TorchTitan 0.3.0's own train
+in BF16 whenever experts are spread over ranks: they quantise where a weight is torchao's wrapper
+(``Float8TrainingWeightWrapperTensor``), and TorchTitan's default SPMD backend hands out plain tensors
+(``spmd_types.shard`` in ``distributed/spmd_types.py``). Nothing says so; the kernels of a traced step do.
 """
 
 from __future__ import annotations

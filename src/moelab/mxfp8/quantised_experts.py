@@ -1,8 +1,8 @@
-"""A routed expert's three products in 8 bits, as one differentiable function: MXFP8 and row-wise FP8, native or emulated.
+"""A routed expert's three products in 8 bits, as one differentiable function: MXFP8 and row-wise FP8.
 
-An expert is ``(silu(x @ w1.T) * (x @ w3.T) * score) @ w2.T``. TorchTitan computes it as three products that know nothing
-of each other, and torchao quantises the operands of each. Here the products know each other, which saves passes over
-memory that cost as much as some of the products:
+An expert is ``(silu(x @ w1.T) * (x @ w3.T) * score) @ w2.T``. TorchTitan computes it as three products that know
+nothing of each other, and torchao quantises the operands of each. Here the products know each other, which saves passes
+over memory that cost as much as some of the products:
 
 - w1 and w3 take the same rows, so they are one product of 2F columns, and (but for the emulation, which has torchao's
   roundings) the gradient of the rows is one that sums over 2F.
@@ -27,8 +27,8 @@ fp8              ``torch._scaled_grouped_mm``, a scale for each    SM90 and SM10
 fp8_wgrad_fp8    the same, and wgrad in FP8 too                    the same
 ===============  ================================================  ====================================================
 
-FP8 tensors have no BF16 gradient in PyTorch, so rows that arrive in 8 bits come with a *place* for it: a BF16 ``(R, D)``
-of one element in memory, whose gradient is that of the rows.
+FP8 tensors have no BF16 gradient in PyTorch, so rows that arrive in 8 bits come with a *place* for it: a BF16
+``(R, D)`` of one element in memory, whose gradient is that of the rows.
 
 Shape suffixes: R rows in expert-major order, D features, S scales of a row, F hidden features, H = 2F of gate and up, e
 local experts; of a product, K is what it sums over and N its columns.
@@ -251,7 +251,7 @@ class _EmulatedMXFP8:
     def swiglu_backward(
         cls, gate_up_RH: Tensor, h_grad_RF: Tensor, scores_R: Tensor | None, ends_e: Tensor
     ) -> tuple[Tensor, Any, Tensor, Tensor]:
-        """Gradient of gate and up ``(R, H)``, the same as a left operand, the activation ``(R, F)``, scores' gradient."""
+        """Gradient of gate and up ``(R, H)``, the same as a left operand, activation ``(R, F)``, scores' gradient."""
         grad_RH, h_RF, scores_grad_R = swiglu_backward(gate_up_RH, h_grad_RF, scores_R)
         return grad_RH, cls.rows(grad_RH, ends_e), h_RF, scores_grad_R
 

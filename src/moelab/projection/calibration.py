@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Annotated, Literal
 
 import numpy as np
+import yaml
 from pydantic import BeforeValidator, ConfigDict, TypeAdapter
 
 from moelab.data import read_yaml
@@ -81,8 +86,10 @@ class Calibration:
     collective_s: Constant
     optimizer_bytes: Constant
     fsdp_copy_bytes: Constant
+    fsdp_exposed: Constant
     step_s: Constant
     host_layer_s: Constant
+    host_compiled_s: Constant
     host_nodes_s: Constant
     step_noise: Constant
 
@@ -90,10 +97,6 @@ class Calibration:
 
 
 CALIBRATION: Calibration = TypeAdapter(Calibration).validate_python(read_yaml("calibration.yaml"))
-HOST_COMPILED_S = 0.0
-"""What ``host_layer_s`` is where layers are compiled, on one node; zero, so that nothing draws or replaces it: the 16B
-arms of ``moelab/data/measured/h100_two_by_two.json`` leave no room for any. The rows that it was read off are marked as
-seen."""
 
 
 def fitted(calibration: Calibration = CALIBRATION) -> dict[str, Constant]:
@@ -118,6 +121,54 @@ def with_values(calibration: Calibration = CALIBRATION, /, **values: float) -> C
     return replace(calibration, **changed)
 
 
+def calibration_file(name: str) -> Path:
+    """Where a calibration of one's own is: a path, or a name below the user's configuration."""
+    if Path(name).suffix in (".yaml", ".yml"):
+        return Path(name)
+    if not re.fullmatch(r"[\w.-]{1,64}", name):
+        raise BadInput(
+            f"a calibration is called {name!r}; give letters, digits, '-', '_' and '.', or a path to a .yaml"
+        )
+    return (
+        Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "moelab" / "calibrations" / f"{name}.yaml"
+    )
+
+
+def write_calibration(name: str, values: Mapping[str, float], source: str) -> Path:
+    """Keep constants for :func:`read_calibration`; returns the file."""
+    from moelab.runs.files import write_whole  # a projection loads no pandas, which moelab.runs does
+
+    path = calibration_file(name)
+    write_whole(
+        path, yaml.safe_dump({"source": source, "constants": dict(values)}, sort_keys=False, allow_unicode=True)
+    )
+    return path
+
+
+def read_calibration(name: str) -> Calibration:
+    """The constants with those that ``moelab explain --fit`` read off a traced step.
+
+    Raises:
+        BadInput: if there is no such calibration, or it has other content.
+    """
+    path = calibration_file(name)
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = {str(key): float(value) for key, value in content["constants"].items()}
+        source = str(content["source"])
+    except OSError:
+        there = ", ".join(sorted(one.stem for one in path.parent.glob("*.yaml"))) or "none"
+        raise BadInput(
+            f"there is no calibration {name!r} ({path}); there are: {there}; moelab explain TRACE --against FILE.yaml "
+            f"--fit {name} makes one"
+        ) from None
+    except (yaml.YAMLError, KeyError, TypeError, ValueError, AttributeError) as error:
+        raise BadInput(f"{path} is no calibration of moelab explain --fit: {error}") from None
+    changed = with_values(**values)
+    constants = {key: replace(getattr(changed, key), how="measured", source=source) for key in values}
+    return replace(changed, **constants)
+
+
 CONSTANT_SPREAD = {"measured": 0.05, "quoted": 0.10, "fitted": 0.10, "assumed": 0.30}
 """Relative standard deviation of a constant by how it is known."""
 
@@ -130,5 +181,6 @@ def drawn(calibration: Calibration, random: np.random.Generator) -> Calibration:
         **{
             name: constant.value * float(np.exp(random.normal(0, CONSTANT_SPREAD[constant.how])))
             for name, constant in constants.items()
+            if constant.value  # what is zero stays so
         },
     )

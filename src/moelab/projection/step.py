@@ -19,7 +19,7 @@ import numpy as np
 from moelab.layout.schedule import Durations, simulate
 from moelab.memory.activations import BF16, FP32
 from moelab.memory.sharding import Held
-from moelab.projection.calibration import HOST_COMPILED_S, Calibration
+from moelab.projection.calibration import Calibration
 from moelab.projection.exchange import add_context_parallel, add_exchange, add_tensor_parallel, fsdp_time_s, ring_time_s
 from moelab.projection.gemm import add_attention, add_expert_casts, products_by_module
 from moelab.projection.job import CATEGORIES, INDEX, Job, Times, add, nothing
@@ -109,7 +109,7 @@ def host_layer_s(job: Job, calibration: Calibration) -> float:
     """Seconds of a layer and micro-batch on the host, forward and backward."""
     if job.gpus > job.node.gpus and not job.stack.distributed_optimizer:
         return float(calibration.host_nodes_s)
-    return float(HOST_COMPILED_S if job.stack.fused else calibration.host_layer_s)
+    return float(calibration.host_compiled_s if job.stack.fused else calibration.host_layer_s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,7 +189,8 @@ def _fsdp_s(job: Job, calibration: Calibration, held: Held, busy_s: float) -> fl
 
     Once a step under a pipeline, where TorchTitan keeps parameters gathered and nothing runs beside the end; so with
     Megatron's distributed optimizer. Without a pipeline, the next layer's gather and the last one's scatter run beside
-    a layer: exposed is what comes before and after all layers, and what is longer than all compute.
+    a layer: exposed is what comes before and after all layers, and of the rest ``fsdp_exposed``, or what is longer than
+    all compute.
     """
     whole = fsdp_time_s(job, calibration, held.dense, held.experts, BF16 + FP32)
     if job.degrees.dp_replicate > 1:
@@ -201,7 +202,8 @@ def _fsdp_s(job: Job, calibration: Calibration, held: Held, busy_s: float) -> fl
     again = fsdp_time_s(job, calibration, held.dense, held.experts, BF16)  # gathered a second time, backward
     first = held_by_kind(job)["embedding"]
     ends = fsdp_time_s(job, calibration, first.dense, first.experts, BF16 + FP32)
-    return min(whole + again, ends + max(0.0, whole + again - ends - busy_s))
+    rest = whole + again - ends
+    return min(whole + again, ends + max(rest * float(calibration.fsdp_exposed), rest - busy_s))
 
 
 def tps_of(job: Job, calibration: Calibration) -> float:

@@ -1,0 +1,458 @@
+"""A Kineto trace, read as a stream into columns of what an explanation needs.
+
+``torch.profiler`` writes one JSON file for each rank: what ran on the GPU, the calls that launched it and the operators
+that made the calls. A step of a large model has gigabytes of it. Events are decoded one by one from a window of text
+and only numbers are kept, so that a file of any size takes a few hundred MB.
+
+A file that was cut off, or has damaged events, is read as far as it goes, and ``notes`` say what is missing. PyTorch
+itself writes invalid JSON at times: ``inf`` for the bandwidth of a copy that took no time, a lone backslash in a name.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+import zlib
+from array import array
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from math import isfinite
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from moelab.errors import BadInput
+
+Rows = npt.NDArray[Any]
+"""A structured array: a row for each event."""
+WINDOW, LONGEST_EVENT = 1 << 20, 1 << 24
+"""Characters: what is read at once, and beyond which a value without an end is damaged."""
+RECORD = "record one with torch.profiler: prof.export_chrome_trace('trace.json.gz')"
+
+_KINDS = {
+    **dict.fromkeys(("kernel", "gpu_memcpy", "gpu_memset", "memcpy", "memset"), "gpu"),
+    **dict.fromkeys(("cuda_runtime", "cuda_driver", "runtime", "hip_runtime"), "call"),
+    **dict.fromkeys(("cpu_op", "operator", "user_annotation"), "op"),
+}
+"""Categories of events, those of PyTorch before 1.12 among them."""
+_CALLS = re.compile(r"launch|memcpy|memset|synchroni[sz]e|graph", re.I)
+_VIEWS = re.compile(
+    r"aten::(?:as_strided|view\w*|empty\w*|detach_?|t|transpose|unsqueeze|squeeze|expand|slice|select|lift_fresh|narrow|"
+    r"unsafe_view|_unsafe_view|permute|alias|resize_|result_type|is_nonzero|resolve_\w+)$|detach_?$"
+)
+"""Operators that launch nothing, a third of all; their time is their parent's."""
+_GEMM_OPS = re.compile(r"aten::(addmm|mm|bmm|baddbmm|_scaled_mm|_grouped_mm|_scaled_grouped_mm)$")
+_NEXT_EVENT = re.compile(r'\}(?:,\s*(?=\{\s*"(?:ph|name|cat|pid|tid|ts|dur|id|args|s)")|(?=\s*\]\s*(?:\}|,\s*"|$)))')
+_BETWEEN = re.compile(r"[\s,]*")
+_NO_NUMBER = re.compile(r":\s*-?(?:inf|nan)\b", re.I)
+_LONE_BACKSLASH = re.compile(r'\\(?!["\\/bfnrtu])')
+
+
+class Collective(NamedTuple):
+    """What the profiler says of a collective: its name, elements in and out, type, process group, and order in it."""
+
+    name: str
+    elements: int
+    dtype: str
+    group: str
+    ranks: int
+    order: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Trace:
+    """One rank's trace; times are in µs.
+
+    Attributes:
+        path: of the file.
+        rank: its global rank; None where neither the file nor its name says.
+        gpu: name of the device that ``events`` ran on; None for a CPU or where it is not said.
+        names: of kernels, calls and operators; ``name`` columns are indices.
+        events: what ran on the GPU, by start: ``start, end, name, stream, correlation, external, graph, bytes,
+            collective``.
+        calls: that launch or wait: ``start, end, name, thread, correlation``.
+        ops: operators and annotations, by thread and start: ``start, end, name, thread, external, sequence,
+            forward_thread, shape, annotation``.
+        collectives: that the column of that name is an index of.
+        shapes: operands' dimensions of the products among ``ops``.
+        steps: the profiler's steps, by start: name, start and end on the host.
+        notes: what a reader has to know about the file.
+    """
+
+    path: Path
+    rank: int | None
+    gpu: str | None
+    names: Sequence[str]
+    events: Rows
+    calls: Rows
+    ops: Rows
+    collectives: Sequence[Collective]
+    shapes: Sequence[Any]
+    steps: Sequence[tuple[str, float, float]]
+    notes: tuple[str, ...]
+
+
+class _Table:
+    """Columns that grow."""
+
+    def __init__(self, **columns: str) -> None:
+        self.columns = {name: array(code) for name, code in columns.items()}
+
+    def add(self, **values: Any) -> None:
+        for name, value in values.items():
+            self.columns[name].append(value)
+
+    def rows(self, *order: str) -> Rows:
+        """A structured array, sorted by columns; the first counts most."""
+        keys = {name: np.frombuffer(self.columns[name], self.columns[name].typecode) for name in order}
+        by = np.lexsort([-keys[name] if name == "end" else keys[name] for name in reversed(order)])
+        keys.clear()
+        rows = np.empty(len(by), [(name, np.dtype(column.typecode)) for name, column in self.columns.items()])
+        for name in tuple(self.columns):  # each is let go as it is copied
+            rows[name] = np.frombuffer(self.columns[name], rows[name].dtype)[by]
+            del self.columns[name]
+        return rows
+
+
+def _decoded(file: BinaryIO) -> Iterator[str]:
+    """Text of a file, unpacked if it is compressed, as far as it goes."""
+    decoder = codecs.getincrementaldecoder("utf-8-sig")(errors="replace")
+    begin = file.read(2)
+    file.seek(0)
+    unpack = zlib.decompressobj(31) if begin == b"\x1f\x8b" else None
+    while raw := file.read(WINDOW):
+        while raw:
+            try:
+                data, raw = (unpack.decompress(raw, WINDOW), unpack.unconsumed_tail) if unpack else (raw, b"")
+            except zlib.error:  # damaged from here on
+                return
+            if text := decoder.decode(data):
+                yield text
+            if unpack and unpack.eof:  # members that follow each other, as some writers append them
+                raw, unpack = unpack.unused_data, zlib.decompressobj(31)
+    if unpack and (text := decoder.decode(unpack.flush(), final=True)):
+        yield text
+
+
+class _Text:
+    """JSON values, one after the other, from a file that is never in memory as a whole."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._chunks, self._text, self._at = _decoded(file), "", 0
+        self._decode = json.JSONDecoder(strict=False).raw_decode
+
+    def _fill(self) -> bool:
+        """Read on; False at the end of the file."""
+        more = next(self._chunks, "")
+        self._text, self._at = self._text[self._at :] + more, 0
+        return bool(more)
+
+    def peek(self) -> str:
+        """The next character that is no space or comma; empty at the end."""
+        while True:
+            self._at = _BETWEEN.match(self._text, self._at).end()  # type: ignore[union-attr]
+            if self._at < len(self._text):
+                return self._text[self._at]
+            if not self._fill():
+                return ""
+
+    def skip(self) -> None:
+        """Go over one character that :meth:`peek` has seen."""
+        self._at += 1
+
+    def value(self) -> Any:
+        """The next value.
+
+        Raises:
+            EOFError: if the file ends inside it.
+            ValueError: if it is not JSON.
+        """
+        self.peek()
+        while True:
+            try:
+                value, end = self._decode(self._text, self._at)
+            except json.JSONDecodeError as error:
+                open_string = error.msg.startswith("Unterminated") and len(self._text) - error.pos < WINDOW
+                if not (open_string or error.pos >= len(self._text) - 16) or len(self._text) - self._at > LONGEST_EVENT:
+                    raise
+                if not self._fill():
+                    raise EOFError from None
+                continue
+            if end == len(self._text) and self._fill():  # a number may go on
+                continue
+            self._at = end
+            return value
+
+    def mended(self) -> Any:
+        """An event that is not JSON: with what PyTorch is known to get wrong put right, else None; goes past it."""
+        while (found := _NEXT_EVENT.search(self._text, self._at)) is None:
+            if len(self._text) - self._at > LONGEST_EVENT or not self._fill():
+                self._at = len(self._text)
+                raise EOFError
+        text = self._text[self._at : found.start() + 1]
+        self._at = found.end()
+        try:
+            return json.loads(_LONE_BACKSLASH.sub(r"\\\\", _NO_NUMBER.sub(": null", text)), strict=False)
+        except ValueError:
+            return None
+
+
+@dataclass
+class _Reader:
+    """Fills the columns of one file."""
+
+    path: Path
+    header: dict[str, Any] = field(default_factory=dict)
+    names: dict[str, int] = field(default_factory=dict)
+    threads: dict[tuple[Any, Any], int] = field(default_factory=dict)
+    collectives: list[Collective] = field(default_factory=list)
+    shapes: dict[str, int] = field(default_factory=dict)
+    steps: list[tuple[str, float, float]] = field(default_factory=list)
+    devices: Counter[int] = field(default_factory=Counter)
+    damaged: int = 0
+    read: int = 0
+
+    def __post_init__(self) -> None:
+        self.gpu = _Table(
+            **{"start": "d", "end": "d", "name": "i", "stream": "q", "device": "i", "correlation": "q"},
+            **{"external": "q", "graph": "q", "bytes": "d", "collective": "i"},
+        )
+        self.call = _Table(start="d", end="d", name="i", thread="i", correlation="q")
+        self.op = _Table(
+            **{"start": "d", "end": "d", "name": "i", "thread": "i", "external": "q", "sequence": "q"},
+            **{"forward_thread": "q", "shape": "i", "annotation": "b"},
+        )
+
+    def take(self, event: Any) -> None:
+        """Keep an event's numbers, if it is one that counts."""
+        self.read += 1
+        if not isinstance(event, dict):
+            self.damaged += 1
+            return
+        if event.get("ph") != "X" or not (kind := _KINDS.get(str(event.get("cat", "")).lower())):
+            return
+        try:
+            start, name, args = float(event["ts"]), str(event["name"]), event.get("args") or {}
+            end = start + max(0.0, float(event.get("dur") or 0.0))
+            if not isfinite(end):
+                raise ValueError(end)
+            getattr(self, f"_take_{kind}")(event, name, {"start": start, "end": end}, args)
+        except (KeyError, TypeError, ValueError, OverflowError, AttributeError):
+            self.damaged += 1
+
+    def _name(self, name: str) -> int:
+        return self.names.setdefault(name, len(self.names))
+
+    def _thread(self, event: dict[str, Any]) -> int:
+        return self.threads.setdefault((event.get("pid"), event.get("tid")), len(self.threads))
+
+    def _take_gpu(self, event: dict[str, Any], name: str, times: dict[str, float], args: dict[str, Any]) -> None:
+        device = _whole(args.get("device", event.get("pid")), 0)
+        collective = -1
+        if "Collective name" in args:
+            group = f"{args.get('Process Group Description', '')} {args.get('Process Group Name', '')}"
+            elements = max(_whole(args.get("In msg nelems"), 0), _whole(args.get("Out msg nelems"), 0))
+            ranks, order = _whole(args.get("Group size"), 0), _whole(args.get("Seq"), -1)
+            said = str(args["Collective name"])
+            self.collectives.append(Collective(said, elements, str(args.get("dtype", "")), group, ranks, order))
+            collective = len(self.collectives) - 1
+        self.gpu.add(
+            **times,
+            name=self._name(name),
+            stream=_whole(args.get("stream", event.get("tid")), -1),
+            device=device,
+            correlation=_whole(args.get("correlation"), -1),
+            external=_whole(args.get("External id", args.get("external id")), -1),
+            graph=_whole(args.get("graph id"), 0),
+            bytes=float(args.get("bytes") or 0.0),
+            collective=collective,
+        )
+        self.devices[device] += 1
+
+    def _take_call(self, event: dict[str, Any], name: str, times: dict[str, float], args: dict[str, Any]) -> None:
+        if _CALLS.search(name):
+            correlation = _whole(args.get("correlation"), -1)
+            self.call.add(**times, name=self._name(name), thread=self._thread(event), correlation=correlation)
+
+    def _take_op(self, event: dict[str, Any], name: str, times: dict[str, float], args: dict[str, Any]) -> None:
+        if name.startswith("ProfilerStep"):
+            self.steps.append((name, times["start"], times["end"]))
+            return
+        if _VIEWS.match(name):
+            return
+        shape = -1
+        if "Input Dims" in args and _GEMM_OPS.match(name):
+            shape = self.shapes.setdefault(json.dumps(args["Input Dims"]), len(self.shapes))
+        self.op.add(
+            **times,
+            name=self._name(name),
+            thread=self._thread(event),
+            external=_whole(args.get("External id", args.get("external id")), -1),
+            sequence=_whole(args.get("Sequence number"), -1),
+            forward_thread=_whole(args.get("Fwd thread id"), -1),
+            shape=shape,
+            annotation=event.get("cat") == "user_annotation",
+        )
+
+
+def _whole(value: Any, otherwise: int) -> int:
+    """A whole number, whatever type it was written as."""
+    try:
+        return int(value)
+    except (TypeError, ValueError):
+        return otherwise
+
+
+def _events(text: _Text, reader: _Reader) -> Iterator[Any]:
+    """The events of a file, whose other content goes into the reader's header.
+
+    Raises:
+        EOFError: if it ends before it is whole.
+        BadInput: if it is no chrome trace.
+    """
+    first = text.peek()
+    if first not in ("{", "["):
+        raise BadInput(f"{reader.path} is no Kineto trace: it begins with {first!r}, not with a JSON object; {RECORD}")
+    text.skip()
+    if first == "{":
+        while (key := text.peek()) != "}":
+            if not key:
+                raise EOFError
+            key = text.value()
+            if text.peek() == ":":
+                text.skip()
+            if key == "traceEvents" and text.peek() == "[":
+                text.skip()
+                yield from _elements(text)
+            else:
+                reader.header[str(key)] = text.value()
+    else:
+        yield from _elements(text)
+
+
+def _elements(text: _Text) -> Iterator[Any]:
+    while (following := text.peek()) != "]":
+        if not following:
+            raise EOFError
+        try:
+            yield text.value()
+        except json.JSONDecodeError:
+            yield text.mended()
+    text.skip()
+
+
+def read_trace(path: Path) -> Trace:
+    """Read one rank's trace.
+
+    Args:
+        path: a ``.json`` or ``.json.gz`` that ``torch.profiler`` wrote.
+
+    Raises:
+        BadInput: if it is none, or has neither GPU events nor operators.
+    """
+    _refuse_nsight(path)
+    reader, cut = _Reader(path), False
+    with path.open("rb") as file:
+        try:
+            for event in _events(_Text(file), reader):
+                reader.take(event)
+        except EOFError:
+            cut = True
+        except ValueError as error:
+            raise BadInput(f"{path} is no Kineto trace: {error}; {RECORD}") from None
+    return _trace_of(reader, cut)
+
+
+def _refuse_nsight(path: Path) -> None:
+    with path.open("rb") as file:
+        begin = file.read(4096)
+    nsight = path.suffix.lower() in (".nsys-rep", ".qdrep", ".ncu-rep", ".sqlite") or begin.startswith(b"SQLite format")
+    packed = begin.startswith(b"\x1f\x8b")
+    with suppress(zlib.error):
+        begin = zlib.decompressobj(31).decompress(begin) if packed else begin
+    if nsight or re.search(rb'"(?:CudaEvent|NvtxEvent|TraceProcessEvent|globalVid)"|Nsight Systems', begin):
+        raise BadInput(f"{path} is a report or an export of Nsight, which is not read; {RECORD}")
+    if b"\x00" in begin and not packed:
+        raise BadInput(f"{path} is a binary file, not a JSON trace; {RECORD}")
+
+
+def _trace_of(reader: _Reader, cut: bool) -> Trace:
+    path, header, notes = reader.path, reader.header, []
+    if cut:
+        notes.append(f"{path.name} was cut off: it ends after {reader.read:,} events, and what followed is missing")
+    if reader.damaged:
+        notes.append(f"{path.name}: {reader.damaged:,} of {reader.read:,} events are damaged and left out")
+    device = reader.devices.most_common(1)[0][0] if reader.devices else -1
+    names = list(reader.names)
+    properties = [one for one in header.get("deviceProperties") or [] if isinstance(one, dict)]
+    gpu = next((str(one.get("name")) for one in properties if one.get("id") == device), None)
+    gpu = gpu or (str(properties[0].get("name")) if properties and device >= 0 else None)
+    events, ops = reader.gpu.rows("start", "end"), reader.op.rows("thread", "start", "end")
+    if len(reader.devices) > 1:
+        others = sorted(reader.devices.keys() - {device})
+        notes.append(f"{path.name} has events of devices {device} and {', '.join(map(str, others))}: {device} is shown")
+        events = events[events["device"] == device]
+    if not len(events) and not len(ops):
+        cats = "no events of the kinds that torch.profiler writes" if reader.read else "no events"
+        raise BadInput(f"{path} has {cats} (kernels, operators)" + ("; it was cut off" if cut else "") + f"; {RECORD}")
+    if not len(events):
+        launched = any("launch" in name.lower() for name in names)
+        why = ", though calls launched some: the profiler was not given ProfilerActivity.CUDA, or may not use CUPTI"
+        notes.append(
+            f"{path.name} has no GPU kernels{why if launched else ''}: shown is the operators' own time on the CPU"
+        )
+    distributed = header.get("distributedInfo")
+    said = distributed.get("rank") if isinstance(distributed, dict) else None
+    in_name = re.search(r"rank[_-]?(\d+)", path.name)
+    rank = _whole(said if said is not None else in_name and in_name[1], -1)
+    if re.search(r"\b(AMD|Radeon|Instinct|gfx\d)", gpu or "", re.I) or any(name.startswith("hip") for name in names):
+        gpu = gpu or "AMD GPU"
+        notes.append(f"{path.name} is of an AMD GPU ({gpu}): kernels are classified by name, its peaks are not known")
+    return Trace(
+        path=path,
+        rank=rank if rank >= 0 else None,
+        gpu=gpu,
+        names=names,
+        events=events,
+        calls=reader.call.rows("thread", "start"),
+        ops=ops,
+        collectives=reader.collectives,
+        shapes=[json.loads(shape) for shape in reader.shapes],
+        steps=sorted(reader.steps, key=lambda step: step[1]),
+        notes=tuple(notes),
+    )
+
+
+def _naturally(path: Path) -> list[tuple[int, str]]:
+    """``iteration_20`` before ``iteration_100``."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", str(path))]
+
+
+def trace_files(paths: Sequence[Path]) -> list[Path]:
+    """Files of the traces at paths: each a file, or a folder, such as a run, that has them somewhere below.
+
+    Raises:
+        BadInput: if there is nothing.
+    """
+    files: list[Path] = []
+    for path in paths:
+        if path.is_dir():
+            found = [
+                one
+                for one in sorted(path.rglob("*"), key=_naturally)
+                if re.search(r"trace.*\.json(\.gz)?$", one.name)
+                or (re.search(r"\.json(\.gz)?$", one.name) and "trac" in one.parent.name)
+            ]
+            if not found:
+                raise BadInput(f"{path} has no trace below it (trace*.json or .json.gz); {RECORD}")
+            files += found
+        elif path.is_file():
+            files.append(path)
+        else:
+            raise BadInput(f"{path} does not exist; give a trace, a folder of traces, or a run")
+    return files

@@ -1,0 +1,620 @@
+"""A trace is read whatever wrote it, and its time is where it went."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import tracemalloc
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moelab import data
+from moelab.cli import main
+from moelab.errors import BadInput
+from moelab.explain.categories import COMMUNICATION, COMPUTE, Context, category
+from moelab.explain.explanation import Explanation, explain, explanation_text, length_us
+from moelab.explain.trace import Collective, read_trace
+
+MEASURED = Path(data.__path__[0]) / "measured"
+GEMM = "nvjet_sm90_tst_192x192_64x4_1x2_h_bz_coopB_TNN"
+A2A = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"
+NORM = "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>, std::array<char*, 1ul> >"
+Event = dict[str, Any]
+
+
+def kernel(name: str, start: float, end: float, *, stream: int = 7, call: int = -1, **args: Any) -> Event:
+    args = {"device": 0, "stream": stream, **({"correlation": call} if call >= 0 else {}), **args}
+    return {
+        "ph": "X",
+        "cat": "kernel",
+        "name": name,
+        "pid": 0,
+        "tid": stream,
+        "ts": start,
+        "dur": end - start,
+        "args": args,
+    }
+
+
+def launch(start: float, call: int, *, name: str = "cudaLaunchKernel", end: float | None = None) -> Event:
+    dur = 5.0 if end is None else end - start
+    args = {"correlation": call}
+    return {"ph": "X", "cat": "cuda_runtime", "name": name, "pid": 1, "tid": 1, "ts": start, "dur": dur, "args": args}
+
+
+def op(name: str, start: float, end: float, *, tid: int = 1, cat: str = "cpu_op", **args: Any) -> Event:
+    return {"ph": "X", "cat": cat, "name": name, "pid": 1, "tid": tid, "ts": start, "dur": end - start, "args": args}
+
+
+def write(path: Path, events: Sequence[Any], *, gpu: str = "NVIDIA H200", **header: Any) -> Path:
+    content = {"schemaVersion": 1, "deviceProperties": [{"id": 0, "name": gpu}], **header, "traceEvents": list(events)}
+    text = json.dumps(content, indent=1)
+    if path.suffix == ".gz":
+        path.write_bytes(gzip.compress(text.encode()))
+    else:
+        path.write_text(text)
+    return path
+
+
+def explained(tmp_path: Path, events: Sequence[Any], **header: Any) -> Explanation:
+    return explain([write(tmp_path / "trace.json", events, **header)])
+
+
+# --- the measured steps ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "span", "compute", "collectives", "collectives_exposed", "exchange", "exchange_exposed", "idle"),
+    [
+        ("two_h200_full_standard", 707.7, 569.5, 88.7, 55.9, 57.7, 47.2, 35.0),
+        ("two_h200_full_fp8_deepep", 565.9, 492.4, 60.3, 29.7, 14.9, 14.9, 28.9),
+        ("four_h200_none_standard", 634.6, 464.8, 128.5, 103.0, 48.9, 42.0, 24.8),
+    ],
+)
+def test_the_measured_steps_are_explained(
+    name: str, span: float, compute: float, collectives: float, collectives_exposed: float, exchange: float,
+    exchange_exposed: float, idle: float,
+) -> None:  # fmt: skip
+    """Interval unions of 2026-11-28, made by another program: ``collectives`` are all of NCCL but the all-to-all."""
+    found = explain([MEASURED / f"trace_{name}.json.gz"])
+    groups = {one.group: one for one in found.communication}
+    others = [groups["FSDP collectives"], groups["imbalance and stragglers"]]
+    assert found.span_ms == pytest.approx(span, abs=0.5)
+    assert found.compute_ms == pytest.approx(compute, abs=0.5)
+    assert found.idle_ms == pytest.approx(idle, abs=0.5)
+    assert sum(one.ms for one in others) == pytest.approx(collectives, abs=0.5)
+    assert sum(one.exposed_ms for one in others) == pytest.approx(collectives_exposed, abs=0.5)
+    assert groups["all-to-all"].ms == pytest.approx(exchange, abs=0.5)
+    assert groups["all-to-all"].exposed_ms == pytest.approx(exchange_exposed, abs=0.5)
+    assert sum(found.parts_ms.values()) == pytest.approx(found.span_ms, rel=1e-6)
+    assert found.classified > 0.98
+    assert found.notes == ()
+
+
+def test_a_measured_step_has_passes_layers_and_causes() -> None:
+    found = explain([MEASURED / "trace_two_h200_full_standard.json.gz"])
+    experts = found.kernels_ms["expert GEMMs"]
+    assert experts["recompute"] == pytest.approx(experts["forward"], rel=0.02), "checkpointed in full"
+    assert experts["backward"] == pytest.approx(2 * experts["forward"], rel=0.02)
+    assert list(found.layers_ms) == [0, 1, 2, 3, 4]
+    assert "DataLoader" in found.gaps[0].where
+    assert any("cudaEventSynchronize in CompiledFunction" in gap.where for gap in found.gaps), "counts of tokens"
+    none = explain([MEASURED / "trace_four_h200_none_standard.json.gz"])
+    assert all(row["recompute"] == 0 for row in none.kernels_ms.values()), "nothing is checkpointed"
+
+
+# --- unions ----------------------------------------------------------------------------------------------------------
+
+Intervals = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 12)), min_size=1, max_size=12)
+
+
+@given(Intervals)
+def test_the_length_of_a_union_is_that_of_its_points(intervals: list[tuple[int, int]]) -> None:
+    points = {point for start, length in intervals for point in range(start, start + length)}
+    starts, ends = (np.asarray(one, dtype=float) for one in zip(*((a, a + b) for a, b in intervals), strict=True))
+    assert length_us(starts, ends) == len(points)
+
+
+@given(st.lists(st.tuples(st.sampled_from([GEMM, A2A, NORM, "no_such_kernel"]), st.integers(0, 60), st.integers(1, 12)),
+                min_size=1, max_size=12))  # fmt: skip
+def test_every_instant_belongs_to_one_part(kernels: list[tuple[str, int, int]]) -> None:
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        events = [kernel(name, a, a + b, stream=place) for place, (name, a, b) in enumerate(kernels)]
+        found = explained(Path(folder), events)
+    computing = {t for name, a, b in kernels if name != A2A for t in range(a, a + b)}
+    sending = {t for name, a, b in kernels if name == A2A for t in range(a, a + b)} - computing
+    first, last = min(a for _, a, _ in kernels), max(a + b for _, a, b in kernels)
+    assert found.span_ms * 1e3 == pytest.approx(last - first)
+    assert found.compute_ms * 1e3 == pytest.approx(len(computing))
+    assert found.exposed_communication_ms * 1e3 == pytest.approx(len(sending))
+    assert found.parts_ms.get("all-to-all", 0.0) * 1e3 == pytest.approx(len(sending))
+    assert found.idle_ms * 1e3 == pytest.approx(last - first - len(computing | sending))
+    assert sum(found.parts_ms.values()) == pytest.approx(found.span_ms)
+
+
+# --- what kernels do -------------------------------------------------------------------------------------------------
+
+KERNELS = {
+    "expert GEMMs": [
+        "void cutlass::device_kernel<at::cuda::detail::enable_3x_kernel_for_sm10<cutlass::gemm::kernel::GemmUniversal<"
+        "cutlass::gemm::GroupProblemShape<cute::tuple<int, int, int> >,",
+        "fused_moe_kernel",
+        "void deep_gemm::sm90_m_grouped_fp8_gemm_1d2d_impl<",
+        "void deep_gemm::sm100_fp8_gemm_1d1d_impl<(cute::UMMA::Major)0, m_grouped_contiguous",
+        "void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<cutlass::gemm::MoEProblemShape",
+        "void ck_tile::kentry<1, ck_tile::GroupedGemmKernel<",
+        "bmm_E4m3_E4m3E4m3_Fp32_t128x32x128_s6_et64x32_m64x32x32_cga1x1x1_16dp256b_TN_transOut_schedS_dsFp8_sm100f",
+    ],
+    "other GEMMs": [
+        GEMM,
+        "nvjet_sm100_qqtst_256x192_128x4_2x1_2cta_h_bz_TNN",
+        "cutlass3x_sm100_tensorop_s256x256x16gemm_bf16_bf16_f32_bf16_bf16_256x256x64_0_tnn_align8_2sm_warpspecialized",
+        "ampere_bf16_s16816gemm_bf16_128x128_ldg8_f2f_stages_64x3_tn",
+        "sm90_xmma_gemm_e4m3bf16_e4m3f32_f32_tn_n_tilesize64x128x128_warpgroupsize1x1x1_bias_f16_execute_segment_k",
+        "void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16, float, __nv_bfloat16, false>",
+        "Cijk_Alik_Bljk_BBS_BH_Bias_HA_S_SAV_UserArgs_MT256x256x64_MI16x16x1",
+        "void gemv2T_kernel_val<int, int, __nv_bfloat16",
+        "triton_tem_fused_addmm_0",
+        "_w8a8_block_fp8_matmul",
+    ],
+    "attention": [
+        "cudnn_generated_fort_native_sdpa_sm100_flash_fprop_f16_knob_7_128x128x128_4x1x1_cga1x1x1_kernel0_0",
+        "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_23",
+        "void flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<",
+        "void cutlass::device_kernel<flash::enable_sm90<flash::FlashAttnFwdSm90<flash::CollectiveMainloopFwdSm90<",
+        "kernel_cutlass_kernel_flash_attncuteflash_fwd_sm100FlashAttentionForwardSm100_object_at__tensor0000o",
+        "triton_tem_fused__to_copy_flex_attention_backward_37",
+        "void flashinfer::BatchPrefillWithPagedKVCacheKernel<",
+        "flash_fwd_splitkv_mla_kernel",
+        "fmhaSm100fKernel_QkvE4m3OE4m3HQk576HV512",
+        "fmha_cutlassF_bf16_aligned_64x128_rf_sm80(PyTorchMemEffAttention::AttentionKernel",
+        "void ck_tile::kentry<ck_tile::FmhaFwdKernel<",
+        "kernel_unified_attention_2d",
+    ],
+    "quantisation": [
+        "void transformer_engine::mxfp8_kernel::cast_mxfp8_2D_kernel<",
+        "void transformer_engine::(anonymous namespace)::cast_transpose_optimized_kernel<",
+        "void mxfp8_quantize_kernel<__nv_bfloat16, __nv_fp8_e4m3, 32, 1",
+        "triton_to_mxfp8_dim0_kernel",
+        "_triton_fp8_rowwise_3d_transpose_cast_rhs_kernel",
+        "void vllm::scaled_fp8_quant_kernel_strided<",
+        "triton_mx_block_rearrange_2d_M_groups",
+        "void transformer_engine::swizzle_col_scaling_kernel<",
+        "triton_red_fused__to_copy_abs_amax_clamp_div_float8_e4m3fn_2",
+        "_hadamard_quantize_row_col_kernel",
+        "_triton_fp8_per_group_rowwise_scales_kernel",
+        "void mx_blocked_layout_2d_M_groups_kernel<",
+    ],
+    "permutation and padding": [
+        "_permute_kernel",
+        "_row_id_map_pass_1_kernel",
+        "_sort_chunks_by_map_kernel",
+        "void at::native::index_elementwise_kernel<128, 4,",
+        "void at_cuda_detail::cub::DeviceRadixSortOnesweepKernel<",
+        "void vllm::moe::moe_align_block_size_kernel<int>",
+        "void tensorrt_llm::kernels::expandInputRowsKernel<",
+        "triton_poi_fused_index_put_22",
+        "triton_red_fused__to_copy__unsafe_view_add_all_to_all_single_div_expand_gather_index_index_put_mul_sum_view_24",
+        "void fused_pad_token_groups_kernel<",
+        "_fill_indices_kernel",
+    ],
+    "optimizer": [
+        "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<at::native::(anonymous namespace)::"
+        "FusedOptimizerTensorListMetadata<4>, at::native::(anonymous namespace)::FusedAdamMathFunctor<float, 4",
+        "void multi_tensor_apply_kernel<TensorListMetadata<4>, AdamFunctorMaster<",
+        "void multi_tensor_apply_kernel<TensorListMetadata<1>, L2NormFunctor<",
+    ],
+    "memory-bound": [
+        NORM,
+        "void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda(at::TensorIteratorBase&)::"
+        "{lambda()#3}>",
+        "triton_red_fused__fused_rms_norm_0",
+        "void at::native::detail::chunk_cat_cuda_kernel<float, c10::BFloat16>",
+        "void transformer_engine::normalization::rmsnorm_fwd_general_kernel<",
+        "void vllm::rotary_embedding_kernel<",
+        "Memcpy DtoD (Device -> Device)",
+        "Memset (Device)",
+        "_swiglu_fwd_kernel",
+        "liger_cross_entropy_kernel",
+    ],
+    "all-to-all": [
+        "void deep_ep::elastic::dispatch_impl<true",
+        "void deep_ep::internode::combine<false, 4, __nv_bfloat16",
+        "void deep_ep::internode_ll::dispatch<true, false, 7168>",
+        "void hybrid_ep::combine_kernel<",
+        "_all_to_all_vdev_2d_kernel",
+        "_mxfp8_all_to_all_v_kernel",
+        "_copy_rows_to_peer_ptrs_kernel",
+    ],
+    "tensor-parallel collectives": [
+        "void vllm::cross_device_reduce_1stage<__nv_bfloat16, 8>",
+        "multimem_all_reduce_kernel",
+        "void userbuffers_fp16_sum_inplace_gpu_rr_rs",
+    ],
+    "other collectives": ["nvshmemi_transfer_rma_nbi"],
+    "unknown": ["my_secret_kernel", "_my_thing_123"],
+}
+
+
+@pytest.mark.parametrize(("part", "name"), [(part, name) for part, names in KERNELS.items() for name in names])
+def test_a_kernel_is_classified_by_its_name(part: str, name: str) -> None:
+    """Names as PyTorch, cuBLAS, cuDNN, vLLM, TransformerEngine, FlashInfer, DeepEP and ROCm give them."""
+    assert category(name, Context(), None) == part
+
+
+@pytest.mark.parametrize(
+    ("operator", "name", "part"),
+    [
+        ("aten::_grouped_mm", "_ZN7cutlass13device_kernelINS_4gemm6kernel13GemmUniversal", "expert GEMMs"),
+        ("aten::mm", "some_new_gpu_kernel", "other GEMMs"),
+        ("aten::_scaled_dot_product_cudnn_attention", "some_new_gpu_kernel", "attention"),
+        (
+            "aten::embedding_dense_backward",
+            "void at::native::(anonymous namespace)::compute_grad_weight<",
+            "memory-bound",
+        ),
+        ("aten::_foreach_mul_", "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<", "optimizer"),
+        ("torchao::mxfp8_quantize", "some_new_gpu_kernel", "quantisation"),
+        ("aten::some_new_op", "some_new_gpu_kernel", "memory-bound"),
+        ("mine::op", "some_new_gpu_kernel", "unknown"),
+    ],
+)
+def test_the_operator_says_more_than_the_kernels_name(operator: str, name: str, part: str) -> None:
+    assert category(name, Context(op=operator, around=(operator,)), None) == part
+
+
+@pytest.mark.parametrize(
+    ("name", "elements", "group", "part"),
+    [
+        ("_allgather_base", 1 << 22, "TENSOR_MODEL_PARALLEL_GROUP 3", "tensor-parallel collectives"),
+        ("_reduce_scatter_base", 1 << 26, "DATA_PARALLEL_GROUP_WITH_CP 5", "FSDP collectives"),
+        ("send", 1 << 22, "PIPELINE_MODEL_PARALLEL_GROUP 3", "pipeline transfers"),
+        ("all_to_allv", 1 << 22, "EXPERT_MODEL_PARALLEL_GROUP 3", "all-to-all"),
+        ("_allgather_base", 1 << 22, "mesh_ep 3", "all-to-all"),
+        ("_allgather_base", 1 << 22, "EXPERT_TENSOR_PARALLEL_GROUP 2", "tensor-parallel collectives"),
+        ("coalesced", 1 << 22, "CONTEXT_PARALLEL_GROUP 3", "context-parallel collectives"),
+        ("_allgather_base", 1 << 22, "mesh_efsdp 3", "FSDP collectives"),
+        ("allreduce", 1 << 26, "mesh_dp_replicate 3", "FSDP collectives"),
+        ("allreduce", 1, "default_pg 0", "imbalance and stragglers"),
+        ("barrier", 0, "default_pg 0", "imbalance and stragglers"),
+        ("allreduce", 1 << 22, "default_pg 0", "other collectives"),
+    ],
+)
+def test_a_collective_is_classified_by_its_process_group(name: str, elements: int, group: str, part: str) -> None:
+    assert category("ncclDevKernel_Any", Context(), Collective(name, elements, "BFloat16", group, 8, 1)) == part
+
+
+@pytest.mark.parametrize(
+    ("name", "around", "phase", "part"),
+    [
+        ("ncclKernel_AllReduce_RING_LL_Sum_float(ncclWorkElem)", "nccl:all_reduce", "backward", "FSDP collectives"),
+        (
+            "ncclKernel_AllReduce_RING_LL_Sum_float(ncclWorkElem)",
+            "nccl:all_reduce",
+            "optimizer",
+            "imbalance and stragglers",
+        ),
+        ("ncclKernel_AllReduce_RING_LL_Sum_float(ncclWorkElem)", "nccl:all_reduce", "forward", "other collectives"),
+        ("ncclDevKernel_Generic_4", "nccl:all_to_all", "forward", "all-to-all"),
+        ("ncclDevKernel_SendRecv", "nccl:send", "forward", "pipeline transfers"),
+        ("ncclDevKernel_AllGather_RING_LL", "FSDP::all_gather (layers.1)", "forward", "FSDP collectives"),
+        ("ncclDevKernel_SendRecv", "", "unknown", "all-to-all"),
+    ],
+)
+def test_a_collective_without_a_group_is_classified_by_what_launched_it(
+    name: str, around: str, phase: str, part: str
+) -> None:
+    assert category(name, Context(around=(around,), phase=phase), None) == part
+
+
+def test_parts_are_the_projections_own() -> None:
+    from moelab.projection.job import CATEGORIES
+
+    own = {"unknown", "pipeline transfers", "other collectives"}
+    assert {*COMPUTE, *COMMUNICATION} - own == set(CATEGORIES) - {"host and waiting", "pipeline bubble"}
+
+
+# --- why the GPU is idle ---------------------------------------------------------------------------------------------
+
+
+def test_idle_time_is_the_hosts_a_synchronisations_or_a_graphs(tmp_path: Path) -> None:
+    events = [
+        *(launch(0, 1), kernel(GEMM, 10, 100, call=1)),
+        *(op("aten::relu", 280, 310), launch(300, 2), kernel(GEMM, 310, 400, call=2)),  # launched late: until 305
+        *(op("aten::item", 390, 430), launch(395, 90, name="cudaStreamSynchronize", end=425)),
+        *(launch(450, 3), kernel(GEMM, 460, 500, call=3)),  # after the wait: until 455
+        *(launch(460, 4, name="cudaGraphLaunch"), kernel(GEMM, 530, 560, call=4, **{"graph id": 7})),
+        kernel(GEMM, 570, 600, call=4, **{"graph id": 7}),
+        *(launch(470, 91, name="cudaEventSynchronize", end=599) | {"tid": 9},),  # NCCL's watchdog holds up nobody
+    ]
+    found = explained(tmp_path, events)
+    assert {name: round(1e3 * ms) for name, ms in found.idle_by_cause_ms.items()} == {
+        "host behind": 205,
+        "waiting for a synchronisation": 55,
+        "between kernels": 10,
+        "gaps of a graph": 40,
+    }
+    waits = [gap.where for gap in found.gaps if gap.cause == "waiting for a synchronisation"]
+    assert waits == ["cudaStreamSynchronize in aten::item"]
+
+
+def test_what_the_host_does_long_after_a_wait_is_not_the_waits(tmp_path: Path) -> None:
+    events = [
+        *(launch(0, 1), kernel(GEMM, 10, 100, call=1), launch(50, 90, name="cudaStreamSynchronize", end=110)),
+        op("enumerate(DataLoader)#_It.__next__", 120, 9_000, cat="user_annotation"),
+        *(launch(9_110, 2), kernel(GEMM, 9_120, 9_200, call=2)),
+    ]
+    found = explained(tmp_path, events)
+    assert found.idle_by_cause_ms["host behind"] == pytest.approx(8.005)
+    assert found.idle_by_cause_ms["waiting for a synchronisation"] == pytest.approx(1.01)
+    assert found.gaps[0].where == "enumerate(DataLoader)#_It.__next__"
+
+
+def test_without_correlation_nothing_is_guessed(tmp_path: Path) -> None:
+    found = explained(tmp_path, [kernel(GEMM, 0, 10), kernel(A2A, 20, 40), launch(0, 1)])
+    assert found.idle_by_cause_ms == {"unknown": pytest.approx(0.01)}
+    assert any("no correlation" in note for note in found.notes)
+    assert any("classified by their kernels' names" in note for note in found.notes)
+    assert found.kernels_ms["other GEMMs"]["unknown"] == pytest.approx(0.01)
+
+
+# --- passes, layers --------------------------------------------------------------------------------------------------
+
+
+def test_passes_and_layers_are_those_of_the_operators(tmp_path: Path) -> None:
+    backward, forward = {"Sequence number": 5, "Fwd thread id": 1}, {"Sequence number": 9, "Fwd thread id": 0}
+    events = [
+        *(op("FSDP::pre_forward (layers.3)", 0, 5, cat="user_annotation"), op("aten::mm", 10, 20), launch(12, 1)),
+        op("FSDP::post_forward (layers.3)", 25, 30, cat="user_annotation"),
+        *(op("aten::mm", 40, 50), launch(42, 2)),  # after the layer
+        op("autograd::engine::evaluate_function: MmBackward0", 100, 200, **backward),
+        *(op("aten::mm", 110, 120, **forward), launch(112, 3)),  # records a gradient: computed again
+        *(op("aten::mm", 130, 140), launch(132, 4)),
+        *(op("Optimizer.step#AdamW.step", 300, 400, cat="user_annotation"), op("aten::mul_", 310, 320), launch(312, 5)),
+        *(kernel(GEMM, 1000 + 10 * call, 1005 + 10 * call, call=call) for call in (1, 2, 3, 4)),
+        kernel(NORM, 1050, 1055, call=5),
+    ]
+    found = explained(tmp_path, events)
+    assert {name: ms for name, ms in found.kernels_ms["other GEMMs"].items() if ms} == {
+        "forward": pytest.approx(0.01),
+        "recompute": pytest.approx(0.005),
+        "backward": pytest.approx(0.005),
+    }
+    assert found.kernels_ms["optimizer"]["optimizer"] == pytest.approx(0.005)
+    assert list(found.layers_ms) == [3]
+    assert found.layers_ms[3]["forward"] == pytest.approx(0.005)
+
+
+def test_products_and_copies_are_held_against_the_gpus_peak(tmp_path: Path) -> None:
+    copy = kernel("Memcpy DtoD (Device -> Device)", 2000, 3000, bytes=2_400_000_000.0)
+    events = [
+        *(op("aten::mm", 0, 10, **{"Input Dims": [[4096, 8192], [8192, 2048]]}), launch(2, 1)),
+        *(op("aten::_grouped_mm", 20, 30, **{"Input Dims": [[4096, 7168], [8, 7168, 2048], [8]]}), launch(22, 2)),
+        *(op("aten::mm", 40, 50), launch(42, 3)),
+        *(kernel(GEMM, 100, 300, call=1), kernel(GEMM, 300, 500, call=2), kernel(GEMM, 500, 510, call=3)),
+        copy | {"cat": "gpu_memcpy"},
+    ]
+    found = explained(tmp_path, events)
+    of = {(one.op, one.shape): one for one in found.products}
+    dense = of["aten::mm", "[4096, 8192] × [8192, 2048]"]
+    assert dense.tflops == pytest.approx(2 * 4096 * 8192 * 2048 / 200e-6 / 1e12)
+    assert dense.share_of_peak == pytest.approx(dense.tflops / 989, rel=0.01)
+    grouped = of["aten::_grouped_mm", "[4096, 7168] × [8, 7168, 2048] × [8]"]
+    assert grouped.tflops == pytest.approx(2 * 4096 * 7168 * 2048 / 200e-6 / 1e12)
+    assert of["aten::mm", None].tflops is None, "shapes were not recorded"
+    assert (found.copies[0].gb_s, found.copies[0].share_of_peak) == (pytest.approx(2400), pytest.approx(1.0))
+
+
+# --- several ranks, several steps ------------------------------------------------------------------------------------
+
+
+def collective(order: int, start: float, end: float) -> Event:
+    args = {
+        "Collective name": "all_to_allv",
+        "In msg nelems": 1 << 20,
+        "dtype": "BFloat16",
+        "Group size": 2,
+        "Seq": order,
+    }
+    return kernel(A2A, start, end, **args, **{"Process Group Description": "mesh_ep"})
+
+
+def test_the_rank_that_waits_least_is_late(tmp_path: Path) -> None:
+    write(tmp_path / "rank0_trace.json", [collective(1, 0, 50), collective(2, 100, 150)], distributedInfo={"rank": 0})
+    write(
+        tmp_path / "rank1_trace.json.gz", [collective(1, 40, 50), collective(2, 140, 150)], distributedInfo={"rank": 1}
+    )
+    found = explain([tmp_path])
+    assert found.rank == 0
+    assert {one.rank: one.waiting_ms for one in found.ranks} == {0: pytest.approx(0.08), 1: pytest.approx(0.0)}
+    assert found.late_rank.startswith("rank 1 comes last")
+    (exchange,) = found.communication
+    assert (exchange.waiting_ms, exchange.from_ranks) == (pytest.approx(0.08), True)
+    assert explain([tmp_path], rank=1).rank == 1
+    with pytest.raises(BadInput, match="ranks 0, 1"):
+        explain([tmp_path], rank=7)
+
+
+def test_one_bad_file_does_not_hide_the_good_ones(tmp_path: Path) -> None:
+    write(tmp_path / "trace_a.json", [kernel(GEMM, 0, 10)])
+    (tmp_path / "trace_b.json").write_text("no JSON")
+    found = explain([tmp_path])
+    assert found.span_ms == pytest.approx(0.01)
+    assert any("trace_b.json is no Kineto trace" in note for note in found.notes)
+
+
+def test_several_steps_are_named_and_one_can_be_chosen(tmp_path: Path) -> None:
+    events = [op(f"ProfilerStep#{n}", 1000 * n, 1000 * n + 900, cat="user_annotation") for n in (4, 5, 6)]
+    for n in (4, 5, 6):  # kernels run after the host has gone on
+        events += [launch(1000 * n + 10, n), kernel(GEMM, 1000 * n + 950, 1000 * n + 950 + 10 * n, call=n)]
+    path = write(tmp_path / "trace.json", events)
+    found = explain([path])
+    assert found.span_ms == pytest.approx(2.06 - 0.04 + 0.04)
+    assert [step for step, _ in found.steps] == ["ProfilerStep#4", "ProfilerStep#5", "ProfilerStep#6"]
+    assert any("3 steps" in note and "--step" in note for note in found.notes)
+    assert explain([path], step=5).span_ms == pytest.approx(0.05)
+    with pytest.raises(BadInput, match="4, 5, 6"):
+        explain([path], step=9)
+
+
+# --- files of all kinds ----------------------------------------------------------------------------------------------
+
+
+def test_a_trace_that_was_cut_off_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
+    whole = write(tmp_path / "whole.json", [kernel(GEMM, 10 * n, 10 * n + 5) for n in range(2000)]).read_text()
+    (tmp_path / "cut.json").write_text(whole[: len(whole) // 2])
+    packed = gzip.compress(whole.encode())
+    (tmp_path / "cut.json.gz").write_bytes(packed[: len(packed) // 2])
+    for name in ("cut.json", "cut.json.gz"):
+        trace = read_trace(tmp_path / name)
+        assert 500 < len(trace.events) < 1900
+        assert trace.gpu == "NVIDIA H200"
+        assert "was cut off" in trace.notes[0]
+    (tmp_path / "early.json").write_text(whole[:150])
+    with pytest.raises(BadInput, match="it was cut off"):
+        read_trace(tmp_path / "early.json")
+
+
+def test_a_damaged_event_does_not_hide_the_others(tmp_path: Path) -> None:
+    text = write(tmp_path / "trace.json", [kernel(GEMM, 10 * n, 10 * n + 5, bytes=1) for n in range(6)]).read_text()
+    text = text.replace('"bytes": 1', '"bytes": inf', 1)  # what Kineto writes for a copy that took no time
+    text = text.replace('"ts": 10', '"ts": "10"', 1).replace('"dur": 5', '"dur": nan', 1)
+    text = text.replace(f'"name": "{GEMM}"', r'"name": "gemm\d"', 1).replace('"ts": 40', '"ts": ""', 1)
+    head, tail = text.rsplit('"cat": "kernel"', 1)  # of the last event
+    (tmp_path / "trace.json").write_text(f'{head}"cat" "kernel"{tail}')
+    trace = read_trace(tmp_path / "trace.json")
+    assert len(trace.events) == 4
+    assert trace.notes == ("trace.json: 2 of 6 events are damaged and left out",)
+    assert r"gemm\d" in trace.names
+
+
+def test_other_forms_of_the_same_trace(tmp_path: Path) -> None:
+    events = [kernel(GEMM, 0, 10), {"ph": "M", "name": "process_name"}, kernel(A2A, 20, 30)]
+    (tmp_path / "list.json").write_text(json.dumps(events))
+    (tmp_path / "late_header.json").write_text(
+        json.dumps(
+            {"traceEvents": events, "deviceProperties": [{"id": 0, "name": "NVIDIA H200"}]}, separators=(",", ":")
+        )
+    )
+    old = [event | {"cat": "Kernel"} for event in events if event["ph"] == "X"]  # PyTorch before 1.12
+    (tmp_path / "old.json").write_text("\ufeff" + json.dumps({"traceEvents": old}), encoding="utf-8")
+    for name in ("list", "late_header", "old"):
+        assert explain([tmp_path / f"{name}.json"]).span_ms == pytest.approx(0.03)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("report.nsys-rep", b"\x00\x01binary", "Nsight"),
+        ("export.sqlite", b"SQLite format 3\x00", "Nsight"),
+        ("export.json", b'{"Type":79,"CudaEvent":{"startNs":"1"}}\n{"Type":80}', "Nsight"),
+        ("export.json.gz", gzip.compress(b'{"Type":79,"CudaEvent":{"startNs":"1"}}'), "Nsight"),
+        ("memory.pickle", b"\x80\x04\x95\x00\x00", "binary file"),
+        ("train.log", b"step: 1 loss: 2.0", "no Kineto trace"),
+        ("empty.json", b"", "no Kineto trace"),
+        ("none.json", b'{"traceEvents": []}', "no events"),
+        ("other.json", b'{"nodes": [1, 2]}', "no events"),
+        (
+            "stacks.json",
+            b'{"traceEvents": [{"ph": "X", "cat": "python_function", "name": "f", "ts": 1}]}',
+            "no events of",
+        ),
+    ],
+)
+def test_what_is_no_trace_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: bytes, says: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    assert main(["explain", str(tmp_path / name)]) == 2
+    error = capsys.readouterr().err
+    assert says in error
+    assert "torch.profiler" in error
+
+
+def test_a_path_without_traces_is_named(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="no trace below it"):
+        explain([tmp_path])
+    with pytest.raises(BadInput, match="does not exist"):
+        explain([tmp_path / "trace.json"])
+
+
+def test_a_trace_of_amd_is_named_and_classified(tmp_path: Path) -> None:
+    tensile = "Cijk_Alik_Bljk_BBS_BH_Bias_HA_S_SAV_UserArgs_MT256x256x64_MI16x16x1"
+    rccl = "ncclDevKernel_Generic_4(ncclDevKernelArgsStorage<4096ul>)"
+    events = [
+        *(launch(0, 1, name="hipLaunchKernel"), kernel(tensile, 10, 90, call=1)),
+        *(op("nccl:all_to_all", 5, 9, cat="user_annotation"), launch(6, 2, name="hipExtLaunchKernel")),
+        kernel(rccl, 100, 110, call=2),
+    ]
+    found = explained(tmp_path, events, gpu="AMD Instinct MI355X")
+    assert found.classified == 1
+    assert found.parts_ms["all-to-all"] == pytest.approx(0.01)
+    assert any("AMD Instinct MI355X" in note for note in found.notes)
+
+
+def test_a_trace_of_a_cpu_is_the_operators_own_time(tmp_path: Path) -> None:
+    events = [
+        op("aten::linear", 0, 100),
+        op("aten::addmm", 10, 90),
+        op("autograd::engine::evaluate_function: AddmmBackward0", 110, 200, tid=2),
+        op("aten::mm", 120, 190, tid=2),
+        op("gloo:all_to_all", 195, 230, tid=3, cat="user_annotation"),
+        op("Optimizer.step#AdamW.step", 240, 300, cat="user_annotation"),
+        op("aten::_fused_adamw_", 250, 290),
+    ]
+    found = explained(tmp_path, events, deviceProperties=[])
+    assert found.gpu is None
+    assert found.parts_ms["other GEMMs"] == pytest.approx(0.170)
+    assert found.parts_ms["all-to-all"] == pytest.approx(0.030), "from 200 on nothing computes beside it"
+    assert found.kernels_ms["other GEMMs"]["backward"] == pytest.approx(0.070)
+    assert found.parts_ms["optimizer"] == pytest.approx(0.040)
+    assert sum(found.parts_ms.values()) == pytest.approx(found.span_ms)
+    assert any("no GPU kernels" in note for note in found.notes)
+
+
+def test_a_long_file_is_never_in_memory(tmp_path: Path) -> None:
+    stack = json.dumps({"ph": "X", "cat": "python_function", "name": "f" * 400, "ts": 1, "dur": 1, "args": {}})
+    with (tmp_path / "trace.json").open("w") as file:
+        file.write('{"traceEvents": [' + f"{stack},\n" * 30_000 + json.dumps(kernel(GEMM, 0, 10)) + "]}")
+    tracemalloc.start()
+    trace = read_trace(tmp_path / "trace.json")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(trace.events) == 1
+    assert peak < 7e6 < 0.5 * (tmp_path / "trace.json").stat().st_size
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+def test_the_command_prints_the_contract(capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(MEASURED / "trace_two_h200_full_fp8_deepep.json.gz")
+    assert main(["explain", path, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    for key in ("span", "busy", "idle", "compute", "communication", "exposed_communication"):
+        assert isinstance(found[f"{key}_ms"], float)
+    assert sum(found["parts_ms"].values()) == pytest.approx(found["span_ms"])
+    assert found["busy_ms"] - found["compute_ms"] == pytest.approx(found["exposed_communication_ms"])
+    assert found["predicted_ms"] == {}
+    assert main(["explain", path]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("565.9 ms from the first to the last event of rank 0 (NVIDIA H200): 87.0% compute")
+    assert "seen on all ranks" not in text
+    assert "Memcpy DtoD (Device -> Device)" in text
+
+
+def test_a_text_says_what_is_not_known(tmp_path: Path) -> None:
+    found = explained(tmp_path, [kernel("mine", 0, 10), kernel(GEMM, 10, 30)], gpu="NVIDIA H100 80GB HBM3 MIG 1g.10gb")
+    text = explanation_text(found)
+    assert found.classified == pytest.approx(2 / 3)
+    assert "66.7% of kernel time is classified" in text
+    assert "the peaks of NVIDIA H100 80GB HBM3 MIG 1g.10gb are not known" in text
+    assert "mine  0.01 ms" in text
