@@ -110,16 +110,16 @@ def test_the_fitted_model_meets_the_step_that_it_was_fitted_on(traces: dict[str,
     assert {"nccl_ring", "hopper_gemm", "flex_forward", "fsdp_exposed", "step_s"} <= set(values)
     calibration = with_values(**values)
     fitted = {row.part: row for row in compare(traces[name], TRACED[name], calibration).rows}
-    for part in ("other GEMMs", "expert GEMMs", "attention", "all-to-all", "memory-bound", "host and waiting"):
+    parts = ["other GEMMs", "expert GEMMs", "attention", "all-to-all", "memory-bound", "host and waiting"]
+    for part in parts + ["quantisation"] * (TRACED[name].precision == "fp8"):
         assert fitted[part].predicted_ms == pytest.approx(fitted[part].measured_ms, rel=0.01), part
 
 
-def test_one_step_of_the_best_arm_predicts_all_other_steps_within_3_5_percent(traces: dict[str, Explanation]) -> None:
-    """Its w2 was BF16 when it was traced, which the model of what runs now does not know."""
+def test_one_step_of_the_best_arm_predicts_all_other_steps_within_3_percent(traces: dict[str, Explanation]) -> None:
     name = "two_h200_full_fp8_deepep"
     steps, arms = errors(traces, with_values(**fit(traces[name], TRACED[name])))
     assert max(map(abs, steps)) < 0.03
-    assert max(map(abs, arms)) < 0.035
+    assert max(map(abs, arms)) < 0.03
     assert np.median(np.abs(arms)) < 0.02
 
 

@@ -68,6 +68,7 @@ class Calibration:
     blackwell_scales_us_per_mrow: Constant
     hopper_low: Constant
     hopper_cast: Constant
+    one_pass_cast: Constant
     emulated_cast: Constant
     flex_forward: Constant
     flex_backward: Constant

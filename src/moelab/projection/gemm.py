@@ -53,9 +53,9 @@ TILE_M, TILE_N = 128, 256
 SMS = {8: 108, 9: 132, 10: 148}
 """Streaming multiprocessors by major capability (datasheets of A100, H100 and B200)."""
 LAUNCH_S = 4e-6
-TRANSPOSED_BYTES, TURNED_BYTES = 6.0, 9.0
+TRANSPOSED_BYTES, TURNED_BYTES = 5.6, 8.3
 """Of one element of a weight and of rows that are cast along columns: read twice, written turned round, which is
-slower; as if at the rate of a copy (``benchmarks/results/experts_h200.json``)."""
+slower; as if at the rate of casts along rows (``benchmarks/results/experts_h200.json``)."""
 CAST_BYTES = {"fp8": 3.0, "mxfp8": 3.0 + 1 / 32, "emulated": 4.0}
 """Of one element that is cast: two read, one written, and MXFP8's share of a scale; emulation writes BF16."""
 SEARCHED_ROWS = (1.0, 2.0**26)
@@ -464,7 +464,7 @@ def add_expert_casts(times: Times, job: Job, calibration: Calibration) -> None:
 
 
 def _one_pass_cast_s(job: Job, calibration: Calibration) -> dict[Direction, float]:
-    """FP8 experts of moelab: casts move memory at about the rate of a copy (``benchmarks/results/experts_h200.json``).
+    """FP8 experts of moelab (``moelab/mxfp8/quantised_experts_cuda.py``).
 
     SwiGLU is elementwise work elsewhere; forward its result is written in 8 bits and not in BF16, which is left out.
     """
@@ -478,7 +478,8 @@ def _one_pass_cast_s(job: Job, calibration: Calibration) -> dict[Direction, floa
         "dgrad": CAST_BYTES["fp8"] * rows + TRANSPOSED_BYTES * weights + 2 * hidden,
         "wgrad": expanded if job.bf16_wgrad else of_rows + 2 * 2 * rows + TURNED_BYTES * 3 * hidden,
     }
-    return {name: size / memory_rate(job, calibration) for name, size in moved.items()}
+    rate = 1e12 * float(job.node.gpu.hbm_tb_s or 0) * float(calibration.one_pass_cast)
+    return {name: size / rate for name, size in moved.items()}
 
 
 def _gate_beside_up(weights: tuple[Weight, ...]) -> tuple[Weight, ...]:
