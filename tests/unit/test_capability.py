@@ -86,7 +86,7 @@ NATIVE: dict[str, Any] = {"precision": "mxfp8", "mxfp8_kernels": "native"}
         (VGPU, {"precision": "fp8"}, "GRID A100X-40C is of unknown SM version", "Legal precision: bf16, mxfp8"),
         (VGPU, NATIVE, "GRID A100X-40C is of unknown SM version", "Legal mxfp8_kernels: auto, emulated"),
         (H100, {"gpus_per_node": 16}, "this machine has 8 GPUs", "gpus_per_node=8"),
-        (H100, {"precision": "fp8", "quantize": "experts+linears"}, "quantize is exp", "Legal quantize: experts"),
+        (H100, {"precision": "fp8", "quantize": "experts+linears", "tp": 2}, "tp is 2", "Legal quantize: experts"),
         (B200, {"precision": "mxfp8", "quantize": "experts+linears", "tp": 2}, "tp is 2", "Legal quantize: experts"),
         (B200, {"model": "debug", "ep_backend": "deepep"}, "not installed", "ep_backend=standard"),
         (B200, {**MINIMAL, "precision": "mxfp8"}, "standard, deepep, hybridep", "Legal ep_backend: standard, hybridep"),

@@ -15,7 +15,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from moelab.experiment import Experiment
 from moelab.runs import COLUMNS
-from moelab.runs.collect import collect, collect_run, joined_rows, newest, save_results
+from moelab.runs.collect import READER_VERSION, collect, collect_run, joined_rows, newest, save_results
 from moelab.runs.directory import RunDir
 from moelab.runs.side_files import converted_modules
 from moelab.runs.status import State
@@ -258,7 +258,7 @@ def test_saved_results_are_not_used_once_a_file_is_another(
 def test_a_table_of_an_earlier_reader_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make_run(tmp_path, EXPERIMENT, LOSSES)
     collect_run(run, save=True)
-    monkeypatch.setattr("moelab.runs.collect.READER_VERSION", 2)
+    monkeypatch.setattr("moelab.runs.collect.READER_VERSION", READER_VERSION + 1)
     monkeypatch.setattr("moelab.runs.collect._read_log_and_events", unread)
     with pytest.raises(AssertionError, match="the log was read"):
         collect_run(run)

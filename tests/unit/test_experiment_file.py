@@ -494,6 +494,7 @@ OTHER_VALUES: dict[str, Any] = {
     "lr": (1e-05, "lr-1e-05"),
     "activation_checkpoint": ("full+dispatch", "activation-checkpoint-full+dispatch"),
     "compile": ("model+loss", "compile-model+loss"),
+    "attention_backend": ("varlen", "attention-backend-varlen"),
     "dataset": ("c4", "dataset-c4"),
     "hardware": ("h100_of_mine", "hardware-h100-of-mine"),
     "capture_step": (12, "capture-step-12"),

@@ -56,7 +56,7 @@ def write(path: Path, events: Sequence[Any], *, gpu: str = "NVIDIA H200", **head
     content = {"schemaVersion": 1, "deviceProperties": [{"id": 0, "name": gpu}], **header, "traceEvents": list(events)}
     text = json.dumps(content, indent=1)
     if path.suffix == ".gz":
-        path.write_bytes(gzip.compress(text.encode()))
+        path.write_bytes(gzip.compress(text.encode(), mtime=0))
     else:
         path.write_text(text)
     return path
@@ -471,7 +471,7 @@ def test_several_steps_are_named_and_one_can_be_chosen(tmp_path: Path) -> None:
 def test_a_trace_that_was_cut_off_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
     whole = write(tmp_path / "whole.json", [kernel(GEMM, 10 * n, 10 * n + 5) for n in range(2000)]).read_text()
     (tmp_path / "cut.json").write_text(whole[: len(whole) // 2])
-    packed = gzip.compress(whole.encode())
+    packed = gzip.compress(whole.encode(), mtime=0)
     (tmp_path / "cut.json.gz").write_bytes(packed[: len(packed) // 2])
     for name in ("cut.json", "cut.json.gz"):
         trace = read_trace(tmp_path / name)
@@ -516,7 +516,7 @@ def test_other_forms_of_the_same_trace(tmp_path: Path) -> None:
         ("report.nsys-rep", b"\x00\x01binary", "Nsight"),
         ("export.sqlite", b"SQLite format 3\x00", "Nsight"),
         ("export.json", b'{"Type":79,"CudaEvent":{"startNs":"1"}}\n{"Type":80}', "Nsight"),
-        ("export.json.gz", gzip.compress(b'{"Type":79,"CudaEvent":{"startNs":"1"}}'), "Nsight"),
+        ("export.json.gz", gzip.compress(b'{"Type":79,"CudaEvent":{"startNs":"1"}}', mtime=0), "Nsight"),
         ("memory.pickle", b"\x80\x04\x95\x00\x00", "binary file"),
         ("train.log", b"step: 1 loss: 2.0", "no Kineto trace"),
         ("empty.json", b"", "no Kineto trace"),

@@ -63,7 +63,8 @@ UNNOTICED = {
 """Rules that TorchTitan 0.3.0 does not notice while it is configured, and until when."""
 
 NOT_TITANS = {"dispatch is kept", "dispatch is quantised as its experts",
-              "fp8 has no linears", "MXFP8 linears are whole", "GPU has FP8", "GPU has MXFP8", "dispatcher needs CUDA",
+              "quantised linears are whole", "weight gradients are in FP8 with FP8 experts", "attention runs here",
+              "GPU has FP8", "GPU has MXFP8", "dispatcher needs CUDA",
               "context parallelism has FlexAttention", "vocabulary holds the tokenizer"}  # fmt: skip
 """Rules about settings of moelab, its data and about the GPU, of which TorchTitan's configuration knows nothing."""
 

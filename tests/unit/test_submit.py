@@ -360,11 +360,11 @@ def test_a_queue_that_does_not_answer_changes_nothing(tmp_path: Path, monkeypatc
 
 
 def test_arms_that_differ_in_any_field_are_one_array(tmp_path: Path, cluster: ClusterProfile) -> None:
-    arms = [{}, {"compile": "model+loss"}, {"lr": 1e-5, "pp_schedule": "$(id)' \n"}]
+    arms = [{}, {"compile": "model+loss"}, {"lr": 1e-5, "pp_schedule": "$(id)' "}]
     study = make_study("s", {"hardware": "cpu", "steps": 4}, arms, [0])
     done = submit(study, tmp_path, cluster, submit=False)
     assert [run.path.parts[-3] for run in done.prepared] == [*study.arms]
-    assert study.arms[1:] == ("bf16_standard_compile-model+loss", "bf16_standard_pp-schedule---id----_lr-1e-05")
+    assert study.arms[1:] == ("bf16_standard_compile-model+loss", "bf16_standard_pp-schedule---id---_lr-1e-05")
     (script,) = done.scripts
     assert all(str(run.path) in script for run in done.prepared)
     assert submit(study, tmp_path, cluster, submit=False).prepared == done.prepared

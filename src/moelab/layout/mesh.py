@@ -53,6 +53,8 @@ class Facts:
     ep_kernels: str
     dispatch_precision: str
     quantize: str
+    wgrad: str
+    attention_backend: str
     activation_checkpoint: str
     compile: str
 
@@ -165,6 +167,8 @@ def facts_of(experiment: Experiment, gpu: Gpu | None = None) -> Facts:
         ep_kernels=experiment.ep_kernels,
         dispatch_precision=experiment.dispatch_precision,
         quantize=experiment.quantize,
+        wgrad=experiment.wgrad,
+        attention_backend=experiment.attention_backend,
         activation_checkpoint=experiment.activation_checkpoint,
         compile=experiment.compile,
     )

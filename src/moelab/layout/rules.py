@@ -474,7 +474,7 @@ def _quantised_dispatch(facts: Facts) -> str | None:
         return f"tokens travel in the experts' own format or in bf16, and precision is {facts.precision.value}"
     if facts.ep == 1:
         return "without expert parallelism (ep 1) no token travels"
-    if facts.precision is Precision.MXFP8 and facts.experiment.wgrad != "bf16":
+    if facts.precision is Precision.MXFP8 and facts.wgrad != "bf16":
         return (
             "tokens that arrive quantised along their features cannot be scaled along the tokens, as an MXFP8 weight "
             "gradient needs; wgrad=bf16 allows it"
@@ -484,14 +484,14 @@ def _quantised_dispatch(facts: Facts) -> str | None:
 
 @_rule("weight gradients are in FP8 with FP8 experts", "wgrad")
 def _fp8_wgrad(facts: Facts) -> str | None:
-    if facts.experiment.wgrad != "fp8" or facts.precision is Precision.FP8:
+    if facts.wgrad != "fp8" or facts.precision is Precision.FP8:
         return None
     return f"wgrad fp8 is of FP8 experts, and precision is {facts.precision.value}"
 
 
 @_rule("attention runs here", "attention_backend")
 def _attention(facts: Facts) -> str | None:
-    backend = facts.experiment.attention_backend
+    backend = facts.attention_backend
     if backend == "flex" or facts.capability is None:
         return None
     if not facts.capability:
