@@ -54,7 +54,7 @@ from torchtitan.tools.logging import init_logger
 from torchtitan.trainer import Trainer
 from validation.shapes import BIG_SHAPES, NODE_SHAPES, SHAPES, Shape
 
-from moelab.analysis.two_by_two import STOCK_CHECKPOINTING, layer_gains, layer_table
+from moelab.analysis.two_by_two import CODE, STOCK, STOCK_CHECKPOINTING, layer_gains, layer_table
 from moelab.experiment import Experiment
 from moelab.machine import environment, gpus
 from moelab.privacy import without_places
@@ -293,20 +293,23 @@ def no_memory_rows(key: Key, routings: Iterable[str]) -> list[dict[str, Any]]:
 
 
 def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """All passes of an arm together, and its ratio to stock of its campaign under the same checkpointing."""
+    """All passes of an arm together, and its ratio to the faster stock of its campaign under the same checkpointing."""
     groups: dict[tuple[str, ...], dict[tuple[str, str], list[float]]] = {}
     for row in rows:
         if not row.get("error"):
-            arms = groups.setdefault((row["shape"], row["routing"], row.get("campaign", "")), {})
+            names = (row["shape"], row["routing"], row.get("campaign", ""), row.get("code", ""))
+            arms = groups.setdefault(names, {})
             arms.setdefault((row["activation_checkpoint"], row["arm"]), []).extend(row["step_s"])
     result = []
-    for (shape, kind, campaign), arms in sorted(groups.items()):
+    for (shape, kind, campaign, code), arms in sorted(groups.items()):
         for (checkpointing, arm), seconds in arms.items():
-            stock = arms.get((STOCK_CHECKPOINTING.get(checkpointing, checkpointing), "bf16_standard"))
-            ratio = round(statistics.median(stock) / statistics.median(seconds), 4) if stock else None
+            alike = STOCK_CHECKPOINTING.get(checkpointing, checkpointing)
+            stocks = {name: statistics.median(arms[alike, name]) for name in STOCK if (alike, name) in arms}
+            stock = min(stocks, key=stocks.__getitem__, default=None)
             row = {"shape": shape, "activation_checkpoint": checkpointing, "routing": kind, "arm": arm}
-            row |= {"steps": len(seconds), "ratio": ratio}
-            result.append(row | ({"campaign": campaign} if campaign else {}))
+            row |= {"steps": len(seconds), "stock": stock}
+            row |= {"ratio": stock and round(stocks[stock] / statistics.median(seconds), 4)}
+            result.append(row | {name: value for name, value in (("campaign", campaign), ("code", code)) if value})
     return result
 
 
@@ -466,7 +469,7 @@ def record(content: dict[str, Any], key: Key, measured: dict[str, Any], options:
 def add(content: dict[str, Any], rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
     """Add rows of this campaign."""
     for row in rows:
-        content["rows"].append(row | ({"campaign": options.campaign} if options.campaign else {}))
+        content["rows"].append(row | {"code": CODE} | ({"campaign": options.campaign} if options.campaign else {}))
         print("ROW", json.dumps({name: row[name] for name in row if name != "step_s"}), flush=True)
     content["summary"] = summary(content["rows"])
 

@@ -71,12 +71,18 @@ def arm_of(name: str) -> dict[str, str]:
     Example:
         >>> arm_of("bf16_deepep_full+dispatch")
         {'precision': 'bf16', 'ep_backend': 'deepep', 'activation_checkpoint': 'full+dispatch'}
+    >>> arm_of("bf16_standard_flex_tiles")
+    {'precision': 'bf16', 'ep_backend': 'standard', 'attention_backend': 'flex_tiles'}
     """
-    precision, backend, *more = name.split("_")
+    precision, backend, *more = name.replace("flex_", "flex-").split("_")
     fields = {"precision": precision.split("-")[0], "ep_backend": backend}
     for one in more:
         if one.startswith("dispatch-"):
             fields["dispatch_precision"] = one.removeprefix("dispatch-")
+        elif one.startswith("wgrad-"):
+            fields["wgrad"] = one.removeprefix("wgrad-")
+        elif one.startswith("flex-"):
+            fields["attention_backend"] = one.replace("-", "_")
         else:
             fields["activation_checkpoint"] = one
     if fields["precision"] == "mxfp8" and "dispatch_precision" in fields:

@@ -58,22 +58,21 @@ TRACED = {
     "two_h200_full_fp8_deepep": thin(2, "full", "best"),
     "four_h200_none_standard": thin(4, "none", "standard"),
 }
-UNTRACED = [  # tokens/s per GPU of the same machines and day, medians of ten steps, benchmarks/h100_full_node.py
+# tokens/s per GPU of the same machines and day, medians of ten steps, benchmarks/h100_full_node.py. The best arm under
+# selective checkpointing is left out: it computed its experts' products again then, and now keeps them.
+UNTRACED = [
     (thin(2, "full", "standard"), 12_015),
     (thin(2, "full", "best"), 14_184),
     (thin(2, "selective", "standard"), 13_128),
     (thin(2, "selective", "deepep"), 14_226),
-    (thin(2, "selective", "best"), 14_975),
     (thin(2, "none", "standard"), 14_516),
     (thin(2, "none", "best"), 16_256),
     (thin(2, "full", "standard", 10), 6_911),
     (thin(2, "full", "best", 10), 8_391),
     (thin(2, "selective", "standard", 10), 7_547),
-    (thin(2, "selective", "best", 10), 8_996),
     (thin(4, "full", "standard"), 11_969),
     (thin(4, "full", "best"), 14_186),
     (thin(4, "selective", "standard"), 12_802),
-    (thin(4, "selective", "best"), 14_907),
     (thin(4, "none", "standard"), 14_227),
     (thin(4, "none", "best"), 15_907),
 ]
@@ -121,7 +120,8 @@ def test_the_fitted_model_meets_the_step_that_it_was_fitted_on(traces: dict[str,
     assert {"nccl_ring", "hopper_gemm", "flex_forward", "fsdp_exposed", "step_s"} <= set(values)
     calibration = with_values(**values)
     fitted = {row.part: row for row in compare(traces[name], TRACED[name], calibration).rows}
-    for part in ("other GEMMs", "expert GEMMs", "attention", "all-to-all", "memory-bound", "host and waiting"):
+    parts = ["other GEMMs", "expert GEMMs", "attention", "all-to-all", "memory-bound", "host and waiting"]
+    for part in parts + ["quantisation"] * (TRACED[name].precision == "fp8"):
         assert fitted[part].predicted_ms == pytest.approx(fitted[part].measured_ms, rel=0.01), part
 
 

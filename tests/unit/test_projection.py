@@ -19,19 +19,28 @@ from hypothesis import strategies as st
 
 from moelab.cli import main
 from moelab.errors import BadInput, Refused
-from moelab.experiment import Experiment, Routing
+from moelab.experiment import Experiment, Precision, Routing
 from moelab.hardware import Cluster, Figure, ImpossibleHardware, cluster_of
 from moelab.layout import check
-from moelab.model import SHAPES, flops_per_token, gemms
+from moelab.model import SHAPES, flops_per_token, gemms, shape_of
 from moelab.plan import headroom_gib
 from moelab.projection.calibration import CALIBRATION, with_values
 from moelab.projection.exchange import exchange_time_s
-from moelab.projection.gemm import grouped_gemm_time_s, rates_of, weights_by_module
+from moelab.projection.gemm import (
+    add_expert_casts,
+    grouped_gemm_time_s,
+    products_by_module,
+    rates_of,
+    weights_by_module,
+)
+from moelab.projection.job import INDEX, Job, nothing
+from moelab.projection.memory_bound import memory_rate
 from moelab.projection.project import DEEPSEEK_TOKENS, Projection, cost, project, with_network
 from moelab.projection.step import expected_maximum, step_time
 from moelab.search import CONSIDERED, recommend, recommendation_text, search
 from moelab.titan.arms import named_arms
 
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 ARMS = ("bf16_standard", "bf16_deepep", "mxfp8_standard", "mxfp8_deepep")
 PUBLISHED = named_arms()["dsv3_671b_bf16_standard"]
 SMALL: dict[str, Any] = {"model": "16B", "hardware": "h100_node", "gpus_per_node": 8, "ep": 8, "seq_len": 4096}
@@ -328,11 +337,45 @@ def test_a_grouped_product_of_few_rows_reads_its_weights() -> None:
     assert grouped_gemm_time_s(32, 2048, 7168, 8, rates, low=False, wgrad=False) > floor_s
 
 
-def test_what_arrives_quantised_has_its_weight_gradients_in_bf16() -> None:
-    """Two of an expert's three products, all of one size, multiply what arrived in FP8."""
-    fields = NODE.model_dump(exclude={"precision", "ep_backend", "dispatch_precision"})
-    arrived = project(Experiment(**fields, precision="fp8", ep_backend="deepep", dispatch_precision="fp8")).job
-    none = replace(arrived, work=replace(arrived.work, row_bytes=2.0))
-    every = replace(arrived, bf16_wgrad=True)
-    low, two, three = (step_time(job, CALIBRATION).parts_s["expert GEMMs"] for job in (none, arrived, every))
-    assert two - low == pytest.approx((three - low) * 2 / 3, rel=0.2)
+def fp8_job(**changes: Any) -> Job:
+    fields = NODE.model_dump(exclude={"precision", "ep_backend", "dispatch_precision", *changes})
+    settings = {"precision": "fp8", "ep_backend": "deepep", "dispatch_precision": "fp8", "compile": "model+loss"}
+    experiment = Experiment(**fields | settings | changes)
+    return project(experiment, shape=SHAPES[experiment.model]).job  # whether it fits is not asked
+
+
+def test_fp8_experts_have_their_weight_gradients_in_bf16_unless_asked() -> None:
+    """Of three products of one size each forward, dgrad and wgrad, BF16's take about twice as long."""
+    mixed, low = (fp8_job(activation_checkpoint="none", wgrad=wgrad) for wgrad in ("bf16", "fp8"))
+    work = replace(mixed.work, one_pass_experts=False, scaled_products=False)
+    jobs = (low, mixed, replace(mixed, work=work, precision=Precision.BF16))
+    parts = [step_time(job, CALIBRATION).parts_s for job in jobs]
+    low_s, mixed_s, high_s = (one["expert GEMMs"] for one in parts)
+    assert mixed_s - low_s == pytest.approx((high_s - low_s) / 3, rel=0.2)
+    assert 0 < parts[1]["quantisation"] < parts[0]["quantisation"]
+
+
+def test_selective_checkpointing_computes_no_product_in_8_bits_again() -> None:
+    job = fp8_job(activation_checkpoint="selective")
+    kept, again = (step_time(one, CALIBRATION).parts_s for one in (job, replace(job, checkpointing="full+dispatch")))
+    none = step_time(replace(job, checkpointing="none"), CALIBRATION).parts_s
+    assert kept["expert GEMMs"] == pytest.approx(none["expert GEMMs"])
+    assert kept["quantisation"] == pytest.approx(none["quantisation"])
+    assert again["expert GEMMs"] > 1.2 * kept["expert GEMMs"]
+    assert again["quantisation"] > kept["quantisation"]
+
+
+def test_a_layer_of_fp8_experts_takes_what_it_was_measured_to_take() -> None:
+    """``experts_h200.json``: 65,536 rows, eight experts of 7,168 by 2,048; SwiGLU's traffic is elementwise work."""
+    rows = {row["part"]: row for row in json.loads((RESULTS / "experts_h200.json").read_text())["rows"]}
+    measured_ms = rows["layer"]["ms"]
+    shape = shape_of("671B").thin(dense_layers=0, moe_layers=1, num_experts=16)
+    base = fp8_job(local_batch=2, model="671B")
+    node = cluster_of("h200_node").node
+    for name, job in {"fp8": base, "fp8, wgrad fp8": replace(base, bf16_wgrad=False)}.items():
+        one = replace(job, shape=shape, node=node, work=replace(job.work, tokens=8192, ep=2), checkpointing="none")
+        times = products_by_module(one, CALIBRATION)["moe"][:, INDEX["expert GEMMs"]].sum()
+        casts = nothing()
+        add_expert_casts(casts, one, CALIBRATION)
+        swiglu_s = 9 * 2 * 65_536 * 2048 / memory_rate(one, CALIBRATION)
+        assert 1e3 * (times + casts.sum() + swiglu_s) == pytest.approx(measured_ms[name], rel=0.1), name

@@ -9,10 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from validation.shapes import SMALL
+from memory_h100_case import thin_shape
+from validation.shapes import ALL_SHAPES, SMALL, arm_of, thin_experiment
 from validation.table import full_node_rows
 
 from moelab.analysis.two_by_two import (
+    CODE,
+    DEPTHS,
+    STOCK,
     ArmResult,
     LayerGain,
     arm_results,
@@ -22,6 +26,9 @@ from moelab.analysis.two_by_two import (
     layer_gains,
 )
 from moelab.experiment import Routing
+from moelab.hardware import cluster_of
+from moelab.layout import check
+from moelab.memory import estimate
 from moelab.projection.calibration import CALIBRATION
 from moelab.projection.measured import (
     FULL_NODE,
@@ -104,7 +111,7 @@ def test_stock_and_the_best_arm_under_each_checkpointing() -> None:
         short = ", stock short of memory" if any(stock.retries for stock, _ in pairs) else ""
         says(f"| {name} | {stocks} | {arms} | {gains} ×{short} |")
     layers: dict[str, dict[str, LayerGain]] = {}
-    for gain in layer_gains(rows):
+    for gain in (one for one in layer_gains(rows) if one.code is None):
         layers.setdefault(checkpointing_words(gain.activation_checkpoint), {})[gain.routing] = gain
     for words, by_routing in layers.items():
         gains_of = [by_routing[routing] for routing in ROUTINGS]
@@ -113,6 +120,89 @@ def test_stock_and_the_best_arm_under_each_checkpointing() -> None:
         )
         ratio = " / ".join(f"{gain.ratio:.2f}" for gain in gains_of)
         says(f"| a MoE layer, {words} | {stock_ms} ms | {arm_ms} ms | {ratio} × |")
+
+
+def test_fp8_experts_in_one_pass() -> None:
+    rows = [row for row in load_measured(TWO_BY_TWO).rows if row.get("code") == CODE]
+    assert {row["order"] for row in rows} == {0}, "README says that it is one pass"
+    arms = [f"{BEST}_flex_tiles", f"{BEST.replace('_dispatch', '_wgrad-fp8_dispatch')}_flex_tiles"]
+    results = arm_results(rows)
+    assert {one.stock for one in results} == {STOCK[1]}
+    whole = {}
+    for shape, moe_layers in DEPTHS.items():
+        found = [one for one in results if one.shape == shape]
+        stock = " / ".join(f"{one.tps:,.0f}" for one in both_routings(found, STOCK[1]))
+        whole[shape] = [both_routings(found, arm) for arm in arms]
+        cells = [f"{' / '.join(f'{one.tps:,.0f}' for one in arm)}: {ratios(arm)}" for arm in whole[shape]]
+        says(f"| 671B, {moe_layers} MoE layers, 16 experts | {stock} | {' | '.join(cells)} |")
+    deepest = sorted(f"{one.ratio:.2f}" for one in whole["671B, 10 MoE layers"][1])
+    says(f"{deepest[0]} to {deepest[1]} × TorchTitan at ten MoE layers with both under selective checkpointing")
+    gains = {(gain.arm, gain.routing): gain for gain in layer_gains(rows)}
+    layers = [[gains[arm, routing] for routing in ROUTINGS] for arm in arms]
+    cells = [
+        f"{' / '.join(f'{gain.arm_ms:.1f}' for gain in each)} ms: {' / '.join(f'{gain.ratio:.2f}' for gain in each)} ×"
+        for each in layers
+    ]
+    stock = " / ".join(f"{gain.stock_ms:.1f}" for gain in layers[0])
+    says(f"| a MoE layer | {stock} ms | {' | '.join(cells)} |")
+
+
+def test_memory_of_fp8_experts_in_one_pass() -> None:
+    rows = [row for row in load_measured(TWO_BY_TWO).rows if row.get("code") == CODE]
+    reserved = {(row["arm"], DEPTHS[row["shape"]]): row["peak_reserved_gib"] for row in rows}
+    fp8, wgrad, stock = f"{BEST}_flex_tiles", "fp8_deepep_wgrad-fp8_dispatch-fp8_flex_tiles", STOCK[1]
+    gib = {(arm, moe): f"{reserved[arm, moe]:.1f}" for arm, moe in reserved}
+    says(
+        f"{gib[fp8, 5]} GiB at five layers and {gib[fp8, 10]} at ten",
+        f"in FP8 {gib[wgrad, 5]} and {gib[wgrad, 10]}, by stock {gib[stock, 5]} and {gib[stock, 10]}",
+    )
+    predicted = []
+    for arm in (fp8, stock):
+        for name in DEPTHS:
+            shape = ALL_SHAPES[name]
+            thin = {"shape": thin_shape(dense_layers=shape.dense, moe_layers=shape.moe, experts=shape.experts)}
+            fields = {**arm_of(arm), **thin, "activation_checkpoint": "selective", "routing": ROUTINGS[1]}
+            experiment = thin_experiment(shape, fields, hardware="h200_node")
+            layout = check(experiment).layout
+            assert layout is not None
+            gpu = cluster_of("h200_node").node.gpu
+            predicted.append(f"{estimate(experiment, layout, gpu, shape=shape.thin(2)).worst.reserved_gib:.1f}")
+    says(f"the memory model says {predicted[0]}, {predicted[1]}, and {predicted[2]}, {predicted[3]}")
+
+
+def test_experts_alone() -> None:
+    rows = results_of("experts_h200")["rows"]
+    (layer,) = (row for row in rows if row["part"] == "layer")
+    ms = [f"{layer['ms'][name]:.1f}" for name in ("bf16", "fp8, code before", "fp8", "fp8, wgrad fp8")]
+    says(f"{ms[0]} ms in BF16, {ms[1]} with the code before, {ms[2]} now and {ms[3]} with weight gradients in FP8")
+    before, after = (layer["error"][name] for name in ("fp8", "fp8, wgrad fp8"))
+    words = [f"{after[name]:.3f} instead of {before[name]:.3f} for {name}" for name in ("w1", "w3", "w2")]
+    says(f"{words[0]}, {words[1]} and {words[2]}")
+    assert {f"{before[name]:.3f}" for name in ("output", "rows", "scores")} == {"0.066", "0.068"}
+    assert all(row["differing"] == 0 for row in rows if row["part"] == "bits" and row["result"] != "scores")
+    causal = {
+        row["tiles"]: row["ms"]
+        for row in rows
+        if row["part"] == "attention" and row["mask"] == "causal" and "ms" in row
+    }
+    backward = causal["bwd (32, 128, 128, 32, 8, 3)"]["backward"]
+    says(f"backward takes {backward:.1f} instead of {causal['default']['backward']:.1f} ms")
+    says(
+        f"forward {causal['fwd (128, 64, 8, 3)']['forward']:.1f} instead of {causal['default']['forward']:.1f} (causal"
+    )
+    took = {row["n"]: row["forward_and_backward_ms"] for row in rows if row["part"] == "linears"}
+    wide, narrow = (f"{took[n]['rowwise_with_gw_hp']:.2f} instead of {took[n]['bf16']:.2f}" for n in (24_576, 1536))
+    says(wide.replace(" instead", " ms instead"), narrow)
+
+
+def test_how_many_products_were_fp8_before() -> None:
+    (profile,) = (
+        one
+        for one in results_of("h100_two_by_two")["profiles"]
+        if (one["shape"], one["arm"]) == ("671B MoE-heavy", BEST)
+    )
+    kernels = [one for one in profile["kernels"] if one["kernel"].startswith("_ZN7cutlass13device_kernelINS_4gemm")]
+    says(f"has {sum(one['calls'] for one in kernels):.0f} grouped FP8 kernels a step of five layers, six a layer")
 
 
 def test_how_much_faster_the_best_arm_is_said_to_be() -> None:
@@ -250,7 +340,7 @@ def test_the_validation_table() -> None:
     says(f"(one fitted) | 5 % | {worst(SIMUMAX)} |", f"256 × B200 | 15 % | {worst(BRIDGE_SOURCE, '256 × B200')} |")
     later = [row for row in rows if row.source == H100_LATER]
     new = errors_of(rows, H100_LATER)
-    says(f"({len(new)} of {len(later)} rows; the others chose constants) | 6 % | {worst(H100_LATER)} |")
+    says(f"({len(new)} of {len(later)} rows; the others chose constants or were at hand) | 6 % | {worst(H100_LATER)} |")
     says(f"(clock or power unknown) | 6 % | missed: up to {worst(H100_FIRST)} |")
     exchanges = errors_of(rows, "H200 exchanges").values()
     span = f"{min(exchanges):+.0f} to {max(exchanges):+.0f} %".replace("-", "−")

@@ -10,7 +10,16 @@ from typing import Any
 
 import pytest
 
-from moelab.analysis.two_by_two import DEPTHS, LayerGain, layer_gains, layer_table
+from moelab.analysis.two_by_two import (
+    CODE,
+    DEPTHS,
+    STOCK,
+    LayerGain,
+    arm_results,
+    layer_gains,
+    layer_table,
+    result_table,
+)
 
 ROOT = Path(__file__).parents[2]
 BEST = "fp8_deepep_dispatch-fp8"
@@ -115,3 +124,34 @@ def test_depths_of_two_campaigns_or_checkpointings_are_not_mixed() -> None:
     lost = [row | {"step_s": [], "error": "out of memory"} for row in depth_rows("c", "full", BEST, (0.6, 1.0))[1:]]
     assert layer_gains(stock + shallow + lost) == []
     assert layer_table([]).endswith("no campaign has 5 and 10 MoE layers of stock and of another arm")
+
+
+def test_a_ratio_is_over_the_faster_of_torchtitans_own_settings_and_names_it(benchmark: ModuleType) -> None:
+    plain, tiles = STOCK
+    rows = [
+        row | {"order": 0, "steps": 3, "tps_median": 8192 / row["step_s"][0], "tps_iqr": 0.0, "code": CODE}
+        for arm, steps in ((plain, (0.7, 1.2)), (tiles, (0.65, 1.1)), (f"{BEST}_flex_tiles", (0.5, 0.8)))
+        for row in depth_rows("c", "selective", arm, steps)
+    ]
+    (gain,) = layer_gains(rows)
+    assert (gain.stock, gain.ratio, gain.whole[10], gain.passes) == (tiles, pytest.approx(1.5), pytest.approx(1.375), 1)
+    assert layer_table([gain]).endswith(f"1.375      1 (stock: flex tiles) ({CODE})")
+    results = {(one.shape, one.arm): one for one in arm_results(rows)}
+    best = results["671B, 10 MoE layers", f"{BEST}_flex_tiles"]
+    assert (best.stock, best.ratio, best.code) == (tiles, pytest.approx(1.375), CODE)
+    assert results["671B, 10 MoE layers", plain].ratio == pytest.approx(1.1 / 1.2)
+    assert f"1.375 (stock: flex tiles) ({CODE})" in result_table([best])
+    summary = {(row["shape"], row["arm"]): row for row in benchmark.summary(rows)}
+    assert summary["671B, 10 MoE layers", best.arm]["ratio"] == pytest.approx(1.375)
+    assert {row["stock"] for row in summary.values()} == {tiles}
+
+
+def test_rows_of_another_code_are_another_result() -> None:
+    """Its stock is measured again: neither a ratio nor a layer's gain is over that of the other."""
+    old = depth_rows("c", "full", STOCK[0], (0.7, 1.2)) + depth_rows("c", "full", BEST, (0.6, 1.0))
+    new = [row | {"code": CODE} for row in depth_rows("c", "full", BEST, (0.5, 0.8))]
+    rows = [{"order": 0, "steps": 3, "tps_median": 8192 / row["step_s"][0], "tps_iqr": 0.0, **row} for row in old + new]
+    results = {one.code: one for one in arm_results(rows) if (one.arm, one.shape) == (BEST, "671B, 10 MoE layers")}
+    assert results[None].ratio == pytest.approx(1.2)
+    assert (results[CODE].ratio, results[CODE].stock) == (None, None)
+    assert [gain.code for gain in layer_gains(rows)] == [None]

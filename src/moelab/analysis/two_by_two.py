@@ -1,10 +1,12 @@
 """The two-by-two on thin models: every arm's throughput over stock TorchTitan's, against the goals.
 
-Stock is BF16 with the standard all-to-all, compiled. A ratio is over stock under the *same* activation checkpointing:
-full checkpointing pays each exchange of the forward pass twice, so a faster exchange gains most there. *Stock's best*
-is its fastest checkpointing, and the goals are about that. An arm runs in several passes, the arms taking turns, and
-its figure is over the steps of all its passes. Hosts differ between two campaigns, so nothing is pooled over them:
-tokens/s are those of an arm's first campaign, a ratio is formed in each campaign and averaged, weighted by steps.
+Stock is BF16 with the standard all-to-all, compiled, in the faster of TorchTitan's own settings that the campaign has
+(:data:`STOCK`; it lets a model choose attention's tiles). A ratio is over stock under the *same* activation
+checkpointing: full checkpointing pays each exchange of the forward pass twice, so a faster exchange gains most there.
+*Stock's best* is its fastest checkpointing, and the goals are about that. An arm runs in several passes, the arms
+taking turns, and its figure is over the steps of all its passes. Hosts differ between two campaigns, so nothing is
+pooled over them: tokens/s are those of an arm's first campaign, a ratio is formed in each campaign and averaged,
+weighted by steps. Rows of another ``code`` are another result: moelab's arms under one name were faster in it.
 
 Goals, set before the measurement: BF16 with DeepEP at least 1.10 times stock's best at a 671B shape, and the best arm
 at least 1.15 times.
@@ -20,7 +22,13 @@ from typing import Any
 from moelab.analysis.arms import arm_label
 
 BASELINE, DEEPEP = "bf16_standard", "bf16_deepep"
+STOCK = (BASELINE, f"{BASELINE}_flex_tiles")
+"""Arms of TorchTitan's settings alone."""
 GOAL_DEEPEP, GOAL_BEST = 1.10, 1.15
+CODE = "8-bit experts in one pass"
+"""Of moelab in rows that are measured now. Rows without any are older: ``fp8_standard`` and ``fp8_deepep`` trained
+their experts in BF16 there, and ``fp8_deepep_dispatch-fp8`` its w2, because TorchTitan 0.3.0 drops torchao's wrapper
+of a weight where experts are spread over ranks (``spmd_types.shard``)."""
 STOCK_CHECKPOINTING = {"full+dispatch": "full"}
 """TorchTitan's checkpointing that an arm's own kind is held against."""
 DEPTHS = {"671B MoE-heavy": 5, "671B, 10 MoE layers": 10}
@@ -43,6 +51,8 @@ class ArmResult:
         steps: how many were timed.
         ratio: over stock under the same checkpointing in the same campaign, the mean of its campaigns; None where that
             was not measured.
+        stock: the arm of :data:`STOCK` that the ratio is over, in the first campaign that has both; None without one.
+        code: of moelab, as the rows name it; None of the oldest.
         best_ratio: over the fastest checkpointing of stock in the same campaign, the mean of its campaigns; None where
             stock ran under one alone that recomputes, and a faster one is not known.
         retries: of the allocator in the timed steps of its first campaign; above zero it was short of memory, and its
@@ -60,6 +70,8 @@ class ArmResult:
     steps: int
     ratio: float | None
     best_ratio: float | None
+    stock: str | None = None
+    code: str | None = None
     retries: int = 0
 
     @property
@@ -90,7 +102,10 @@ def two_by_two_label(arm: str) -> str:
     Example:
         >>> two_by_two_label("mxfp8-emulated_deepep")
         'MXFP8 emulated + DeepEP'
+        >>> two_by_two_label("fp8_deepep_wgrad-fp8_flex_tiles")
+        'FP8 + DeepEP (wgrad FP8, flex tiles)'
     """
+    arm = arm.replace("flex_", "flex ")
     emulated = arm.removeprefix("mxfp8-emulated_")
     if emulated == arm:
         return arm_label(arm)
@@ -102,27 +117,27 @@ def arm_results(rows: Iterable[Mapping[str, Any]]) -> list[ArmResult]:
 
     Args:
         rows: of ``h100_two_by_two.json``: shape, activation_checkpoint, arm, routing, order, steps, tps_median,
-            tps_iqr, and where the file has them the seconds of each step, ``step_s``, and the ``campaign`` that a row
-            belongs to.
+            tps_iqr, and where the file has them the seconds of each step, ``step_s``, and the ``campaign`` and the
+            ``code`` that a row belongs to.
 
     Returns:
         In the order of the rows. Where there are no steps, the median is that of the passes and the quartiles are half
         the mean interquartile range away.
     """
-    groups: dict[tuple[str, str, str, str], _Campaigns] = {}
+    groups: dict[tuple[str, str, str, str, str | None], _Campaigns] = {}
     for row in rows:
-        campaigns = groups.setdefault((row["shape"], row["activation_checkpoint"], row["routing"], row["arm"]), {})
-        campaigns.setdefault(row.get("campaign"), []).append(row)
+        key = (row["shape"], row["activation_checkpoint"], row["routing"], row["arm"], row.get("code"))
+        groups.setdefault(key, {}).setdefault(row.get("campaign"), []).append(row)
     results = []
-    for (shape, checkpointing, routing, arm), campaigns in groups.items():
+    for (shape, checkpointing, routing, arm, code), campaigns in groups.items():
         passes = next(iter(campaigns.values()))
         low, middle, high = _quartiles(passes)
         stock = {
-            kind: found
-            for (its_shape, kind, its_routing, its_arm), found in groups.items()
-            if (its_shape, its_routing, its_arm) == (shape, routing, BASELINE)
+            (kind, its_arm): found
+            for (its_shape, kind, its_routing, its_arm, its_code), found in groups.items()
+            if its_arm in STOCK and (its_shape, its_routing, its_code) == (shape, routing, code)
         }
-        alike = stock.get(STOCK_CHECKPOINTING.get(checkpointing, checkpointing), {})
+        alike = _fastest_stock(stock, STOCK_CHECKPOINTING.get(checkpointing, checkpointing))
         results.append(
             ArmResult(
                 shape=shape,
@@ -134,8 +149,10 @@ def arm_results(rows: Iterable[Mapping[str, Any]]) -> list[ArmResult]:
                 high=high,
                 passes=tuple(row["tps_median"] for row in sorted(passes, key=lambda row: row["order"])),
                 steps=_steps(passes),
-                ratio=_ratio(campaigns, {name: _quartiles(rows)[1] for name, rows in alike.items()}),
+                ratio=_ratio(campaigns, {name: tps for name, (tps, _) in alike.items()}),
                 best_ratio=_ratio(campaigns, _best(stock)),
+                stock=next((alike[name][1] for name in campaigns if name in alike), None),
+                code=code,
                 retries=sum(row.get("allocator_retries") or 0 for row in passes),
             )
         )
@@ -145,12 +162,25 @@ def arm_results(rows: Iterable[Mapping[str, Any]]) -> list[ArmResult]:
 _Campaigns = dict[str | None, list[Mapping[str, Any]]]
 
 
-def _best(stock: Mapping[str, _Campaigns]) -> dict[str | None, float]:
+_Stock = Mapping[tuple[str, str], _Campaigns]
+"""By checkpointing and arm."""
+
+
+def _fastest_stock(stock: _Stock, checkpointing: str) -> dict[str | None, tuple[float, str]]:
+    """Tokens/s and name of stock's faster arm under one checkpointing, in each campaign."""
+    found: dict[str | None, list[tuple[float, str]]] = {}
+    for (kind, arm), campaigns in stock.items():
+        for name, passes in campaigns.items() if kind == checkpointing else ():
+            found.setdefault(name, []).append((_quartiles(passes)[1], arm))
+    return {name: max(rates) for name, rates in found.items()}
+
+
+def _best(stock: _Stock) -> dict[str | None, float]:
     """Tokens/s of stock's fastest checkpointing in each campaign that tells it: of several, or without any."""
     found: dict[str | None, dict[str, float]] = {}
-    for checkpointing, campaigns in stock.items():
-        for name, passes in campaigns.items():
-            found.setdefault(name, {})[checkpointing] = _quartiles(passes)[1]
+    for checkpointing in dict.fromkeys(kind for kind, _ in stock):
+        for name, (tps, _) in _fastest_stock(stock, checkpointing).items():
+            found.setdefault(name, {})[checkpointing] = tps
     return {name: max(rates.values()) for name, rates in found.items() if len(rates) > 1 or "none" in rates}
 
 
@@ -191,8 +221,8 @@ def goal_lines(results: Sequence[ArmResult]) -> list[str]:
     """
     large = [result for result in results if result.shape.startswith("671B")]
     deepep = [result for result in large if result.arm == DEEPEP]
-    others = [result for result in large if result.arm != BASELINE]
-    short = [f"stock, {result.setting}" for result in large if result.retries and result.arm == BASELINE]
+    others = [result for result in large if result.arm not in STOCK]
+    short = [f"stock, {result.setting}" for result in large if result.retries and result.arm in STOCK]
     lines = [
         _goal_line(f"{arm_label(DEEPEP)} at a 671B shape", deepep, GOAL_DEEPEP),
         _goal_line("the best arm at a 671B shape", others, GOAL_BEST),
@@ -264,7 +294,12 @@ def checkpointing_table(rows: Iterable[Mapping[str, Any]]) -> str:
 
 
 def _stock_of(results: Iterable[ArmResult]) -> dict[str, ArmResult]:
-    return {one.activation_checkpoint: one for one in results if one.arm == BASELINE}
+    """The faster stock arm under each checkpointing."""
+    by_checkpointing: dict[str, list[ArmResult]] = {}
+    for one in results:
+        if one.arm in STOCK:
+            by_checkpointing.setdefault(one.activation_checkpoint, []).append(one)
+    return {kind: _fastest(arms) for kind, arms in by_checkpointing.items()}
 
 
 def _fastest(results: Iterable[ArmResult]) -> ArmResult:
@@ -273,14 +308,20 @@ def _fastest(results: Iterable[ArmResult]) -> ArmResult:
 
 def result_table(results: Sequence[ArmResult]) -> str:
     """All results as text, one line an arm."""
-    head = f"{'shape':20} {'checkpointing':13} {'routing':16} {'arm':42}"
+    head = f"{'shape':20} {'checkpointing':13} {'routing':16} {'arm':51}"
     lines = [f"{head} {'tokens/s/GPU':>12} {'quartiles':>17} {'× stock':>8}"]
     for result in results:
         ratio = "–" if result.ratio is None else f"{result.ratio:.3f}"
         spread = f"{result.low:,.0f}–{result.high:,.0f}"
-        names = f"{result.shape:20} {result.activation_checkpoint:13} {result.routing:16} {result.label:42}"
-        lines.append(f"{names} {result.tps:12,.0f} {spread:>17} {ratio:>8}")
+        names = f"{result.shape:20} {result.activation_checkpoint:13} {result.routing:16} {result.label:51}"
+        lines.append(f"{names} {result.tps:12,.0f} {spread:>17} {ratio:>8}{_remarks(result.stock, result.code)}")
     return "\n".join(lines)
+
+
+def _remarks(stock: str | None, code: str | None) -> str:
+    """What is not as in most rows: stock's setting, and the code."""
+    tiles = " (stock: flex tiles)" if stock not in (None, BASELINE) else ""
+    return tiles + (f" ({code})" if code else "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -295,6 +336,9 @@ class LayerGain:
         activation_checkpoint: of both arms.
         routing: of their tokens.
         arm: see :func:`moelab.analysis.arms.arm_label`.
+        stock: of :data:`STOCK`, the faster at the deeper shape.
+        code: of moelab, as the rows name it.
+        passes: of the arm at the deeper shape.
         stock_ms: milliseconds of a MoE layer of stock in a step.
         arm_ms: of the arm.
         whole: ratio of the whole step, over stock, by MoE layers of the shape.
@@ -304,6 +348,9 @@ class LayerGain:
     activation_checkpoint: str
     routing: str
     arm: str
+    stock: str
+    code: str | None
+    passes: int
     stock_ms: float
     arm_ms: float
     whole: Mapping[int, float]
@@ -321,21 +368,27 @@ def layer_gains(rows: Iterable[Mapping[str, Any]]) -> list[LayerGain]:
         rows: of ``h100_two_by_two.json``, see :func:`arm_results`; those without ``step_s`` count for nothing, nor do
             those whose allocator retried: they were short of memory.
     """
-    seconds: dict[tuple[str | None, str, str, str], dict[int, list[float]]] = {}
+    found: dict[tuple[str | None, str | None, str, str, str], dict[int, list[Mapping[str, Any]]]] = {}
     for row in rows:
         if row["shape"] in DEPTHS and row.get("step_s") and not row.get("allocator_retries"):
-            key = (row.get("campaign"), row["activation_checkpoint"], row["routing"], row["arm"])
-            seconds.setdefault(key, {}).setdefault(DEPTHS[row["shape"]], []).extend(row["step_s"])
+            key = (row.get("campaign"), row.get("code"), row["activation_checkpoint"], row["routing"], row["arm"])
+            found.setdefault(key, {}).setdefault(DEPTHS[row["shape"]], []).append(row)
     few, many = DEPTHS.values()
     steps = {
-        key: {moe: statistics.median(of_depth) for moe, of_depth in depths.items()}
-        for key, depths in seconds.items()
+        key: {
+            moe: statistics.median(second for row in of_depth for second in row["step_s"])
+            for moe, of_depth in depths.items()
+        }
+        for key, depths in found.items()
         if len(depths) == len(DEPTHS)
     }
     gains = []
-    for (campaign, checkpointing, routing, arm), mine in steps.items():
-        stock = steps.get((campaign, STOCK_CHECKPOINTING.get(checkpointing, checkpointing), routing, BASELINE))
-        if arm != BASELINE and stock is not None:
+    for key, mine in steps.items():
+        campaign, code, checkpointing, routing, arm = key
+        alike = (campaign, code, STOCK_CHECKPOINTING.get(checkpointing, checkpointing), routing)
+        stocks = {name: steps[*alike, name] for name in STOCK if (*alike, name) in steps}
+        if arm not in STOCK and stocks:
+            name, stock = min(stocks.items(), key=lambda item: item[1][many])
             stock_ms, arm_ms = ((one[many] - one[few]) / (many - few) * 1e3 for one in (stock, mine))
             gains.append(
                 LayerGain(
@@ -343,6 +396,9 @@ def layer_gains(rows: Iterable[Mapping[str, Any]]) -> list[LayerGain]:
                     activation_checkpoint=checkpointing,
                     routing=routing,
                     arm=arm,
+                    stock=name,
+                    code=code,
+                    passes=len(found[key][many]),
                     stock_ms=stock_ms,
                     arm_ms=arm_ms,
                     whole={moe: stock[moe] / mine[moe] for moe in (few, many)},
@@ -357,11 +413,12 @@ def layer_table(gains: Sequence[LayerGain]) -> str:
     if not gains:
         return f"gain on a MoE layer: no campaign has {few} and {many} MoE layers of stock and of another arm"
     lines = [
-        f"{'checkpointing':13} {'routing':16} {'arm':42} {'stock ms/layer':>14} {'arm ms/layer':>12} {'gain':>6} "
-        f"{f'step, {few}':>8} {f'step, {many}':>8}"
+        f"{'checkpointing':13} {'routing':16} {'arm':51} {'stock ms/layer':>14} {'arm ms/layer':>12} {'gain':>6} "
+        f"{f'step, {few}':>8} {f'step, {many}':>8} {'passes':>6}"
     ]
     for gain in gains:
         times = f"{gain.stock_ms:14.1f} {gain.arm_ms:12.1f} {gain.ratio:6.3f}"
-        names = f"{gain.activation_checkpoint:13} {gain.routing:16} {two_by_two_label(gain.arm):42}"
-        lines.append(f"{names} {times} {gain.whole[few]:8.3f} {gain.whole[many]:8.3f}")
+        names = f"{gain.activation_checkpoint:13} {gain.routing:16} {two_by_two_label(gain.arm):51}"
+        whole = f"{gain.whole[few]:8.3f} {gain.whole[many]:8.3f} {gain.passes:6}"
+        lines.append(f"{names} {times} {whole}{_remarks(gain.stock, gain.code)}")
     return "\n".join(lines)

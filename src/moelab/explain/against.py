@@ -309,6 +309,8 @@ def _targets(explanation: Explanation, experiment: Experiment, job: Job) -> list
     kind = "blackwell" if blackwell else "hopper"
     attention = explanation.kernels_ms.get("attention", {})
     exchange = "nccl_nvlink" if job.work.backend is EPBackend.STANDARD else "deepep_s"
+    one_pass = experiment.precision is Precision.FP8 and job.work.one_pass_experts
+    cast = "emulated_cast" if job.emulated else "one_pass_cast" if one_pass else f"{kind}_cast"
     host = "host_compiled_s" if job.stack.fused else "host_layer_s"
 
     def part(name: str) -> Predict:
@@ -331,7 +333,7 @@ def _targets(explanation: Explanation, experiment: Experiment, job: Job) -> list
         ("flex_forward", (attention.get("forward", 0.0) + attention.get("recompute", 0.0)) / 1e3,
          passes("forward", "recompute")),
         ("flex_backward", attention.get("backward", 0.0) / 1e3, passes("dgrad", "wgrad")),
-        ("emulated_cast" if job.emulated else f"{kind}_cast", measured.get("quantisation", 0.0), part("quantisation")),
+        (cast, measured.get("quantisation", 0.0), part("quantisation")),
         (exchange, measured.get("all-to-all", 0.0), part("all-to-all")),
         ("optimizer_bytes", measured.get("optimizer", 0.0), part("optimizer")),
         ("fsdp_copy_bytes", measured.get("memory-bound", 0.0), part("memory-bound")),

@@ -6,7 +6,8 @@ and PyTorch's autograd formulas give them (``torchtitan/models/deepseek_v3/model
 PyTorch's allocator said was alive at the end of a forward pass on an H100 (``benchmarks/memory_h100.py``): a compiled
 layer keeps the same tensors, except that outputs of experts are combined in BF16 and SiLU's output is recomputed.
 With moelab's DeepEP dispatcher (``moelab/deepep``) the rows arrive in the experts' order and are kept once, and the
-experts' outputs are not kept, because the scores are applied before the last product.
+experts' outputs are not kept, because the scores are applied before the last product. moelab's quantised experts keep
+gate and up, and make their product again (``moelab/mxfp8/quantised_experts.py``).
 
 Letters: ``t`` tokens of the micro-batch on this rank's sequence, ``s`` the share of them that sequence parallelism
 leaves in the residual stream, ``n`` routed copies that this rank sends, ``r`` rows that its experts receive.
@@ -42,6 +43,9 @@ class Work:
         backend: the dispatcher.
         row_bytes: of each feature of a row as it arrives, its share of the scales included; less than 2 with quantised
             dispatch.
+        one_pass_experts: whether an expert's three products are one function, moelab's of 8 bits.
+        scaled_products: whether experts multiply in 8 bits, by an operator of which selective checkpointing keeps every
+            product.
     """
 
     tokens: int
@@ -53,6 +57,8 @@ class Work:
     pad_multiple: int = 1
     backend: EPBackend = EPBackend.STANDARD
     row_bytes: float = BF16
+    one_pass_experts: bool = False
+    scaled_products: bool = False
 
     @property
     def quantised_dispatch(self) -> bool:
@@ -139,7 +145,7 @@ def _moe(shape: ModelShape, work: Work, *, compiled: bool) -> dict[str, float]:
         "router scores": float(FP32 * routed * shape.num_experts),
         "routing indices": _routing_indices(shape, work),
         "experts' input": work.row_bytes * r * shape.dim,
-        "experts' gate, up and product": 3 * hidden,
+        "experts' gate, up and product": (2 if work.one_pass_experts else 3) * hidden,
         "shared gate, up and product": 3 * shared,
     }
     scored_inside = work.backend is EPBackend.DEEPEP
@@ -148,8 +154,8 @@ def _moe(shape: ModelShape, work: Work, *, compiled: bool) -> dict[str, float]:
     if compiled:
         tensors["sum of routed outputs"] = float(BF16 * routed * shape.dim)
     else:
-        tensors["activations of experts"] = hidden + shared
-        tensors["products to be scaled in FP32"] = 2 * hidden * scored_inside
+        tensors["activations of experts"] = hidden * (not work.one_pass_experts) + shared
+        tensors["products to be scaled in FP32"] = 2 * hidden * (scored_inside and not work.one_pass_experts)
     if work.tp > 1 and work.ep > 1:
         tensors["shared experts' input"] = float(BF16 * work.tokens * shape.dim)
     return tensors
@@ -186,15 +192,17 @@ def saved(
     work: Work,
     compiled: bool,
     checkpointing: ActivationCheckpoint,
-    scaled_products: bool = False,
+    scaled_linears: bool = False,
 ) -> float:
     """Bytes that one layer keeps from its forward to its backward pass under activation checkpointing.
 
     ``selective`` keeps the layer's input, attention's operands and output, and the output of every second matrix
-    product (``torchtitan/distributed/activation_checkpoint.py``). Products of quantised linears (``scaled_products``)
-    are another operator, of which it keeps every one. Grouped products are not on its list, so that routed
-    experts are recomputed whole; what arrived is kept as well where the dispatcher's communication is an operator
-    (:func:`keeps_arrived`). ``full+dispatch`` keeps the layer's input and what arrived.
+    product (``torchtitan/distributed/activation_checkpoint.py``). Products of quantised linears (``scaled_linears``)
+    are another operator, of which it keeps every one. Grouped products in BF16 are not on its list, so that such
+    experts are recomputed whole; those in 8 bits are on moelab's (``moelab/deepep/checkpoint.py``): gate and up are
+    kept, and without compilation, which drops what the backward pass does not read, the experts' outputs too. What
+    arrived is kept as well where the dispatcher's communication is an operator (:func:`keeps_arrived`).
+    ``full+dispatch`` keeps the layer's input and what arrived.
     """
     tensors = saved_without_checkpointing(shape, moe=moe, work=work, compiled=compiled)
     if checkpointing == "none":
@@ -205,7 +213,9 @@ def saved(
     if checkpointing != "selective":
         return kept
     kept += sum(tensors.get(name, 0.0) for name in _ATTENTION_OPERANDS)
-    every = 1 if scaled_products else 2
+    if moe and work.scaled_products:
+        kept += BF16 * work.received(shape) * (2 * shape.moe_hidden_dim + (0 if compiled else shape.dim))
+    every = 1 if scaled_linears else 2
     return kept + sum(BF16 * work.tokens * width for width in _matrix_products(shape, moe=moe, tp=work.tp)[::every])
 
 
@@ -344,7 +354,7 @@ def layer_costs(shape: ModelShape, *, moe: bool, degrees: Degrees, work: Work, m
         work=work,
         compiled=mode.compiled,
         checkpointing=mode.checkpointing,
-        scaled_products=mode.linears,
+        scaled_linears=mode.linears,
     )
     # What all layers keep follows the average layer; the moment in which one layer runs, the one with most rows.
     work = replace(work, imbalance=max(work.imbalance, mode.busiest_layer))

@@ -253,7 +253,7 @@ def estimate(
         experiment.compile != "none",
         experiment.precision,
         emulates(experiment, gpu),
-        experiment.quantize != "experts" and experiment.precision is Precision.MXFP8,
+        experiment.quantize != "experts" and experiment.precision is not Precision.BF16,
         min(constants.busiest_layer.value, layout.ep) if experiment.routing is Routing.LEARNED else 1.0,
     )
     run = Moments(
@@ -282,7 +282,7 @@ def emulates(experiment: Experiment, gpu: Gpu) -> bool:
 def work_of(experiment: Experiment, layout: Layout, gpu: Gpu, constants: MemoryConstants) -> Work:
     """How much one rank has of a micro-batch."""
     compiled = experiment.compile == "model+loss"
-    sent = experiment.dispatch_precision
+    sent, precision = experiment.dispatch_precision, experiment.precision
     return Work(
         tokens=layout.microbatch_size * experiment.seq_len // layout.cp,
         tp=layout.tp,
@@ -293,6 +293,9 @@ def work_of(experiment: Experiment, layout: Layout, gpu: Gpu, constants: MemoryC
         pad_multiple=_padding(experiment, gpu),
         backend=experiment.ep_backend,
         row_bytes=BF16 if sent == "bf16" else 1 + SCALE_BYTES[sent],
+        # torchao's MXFP8 experts are three products, moelab's, which take rows of DeepEP in 8 bits, are not
+        one_pass_experts=precision is Precision.FP8 or (sent != "bf16" and experiment.ep_backend is EPBackend.DEEPEP),
+        scaled_products=precision is not Precision.BF16 and not emulates(experiment, gpu),
     )
 
 

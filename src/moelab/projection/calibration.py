@@ -68,9 +68,12 @@ class Calibration:
     blackwell_scales_us_per_mrow: Constant
     hopper_low: Constant
     hopper_cast: Constant
+    one_pass_cast: Constant
     emulated_cast: Constant
     flex_forward: Constant
     flex_backward: Constant
+    tiles_forward: Constant
+    tiles_backward: Constant
     fused_forward: Constant
     fused_backward: Constant
     copy: Constant

@@ -53,6 +53,9 @@ TILE_M, TILE_N = 128, 256
 SMS = {8: 108, 9: 132, 10: 148}
 """Streaming multiprocessors by major capability (datasheets of A100, H100 and B200)."""
 LAUNCH_S = 4e-6
+TRANSPOSED_BYTES, TURNED_BYTES = 5.6, 8.3
+"""Of one element of a weight and of rows that are cast along columns: read twice, written turned round, which is
+slower; as if at the rate of casts along rows (``benchmarks/results/experts_h200.json``)."""
 CAST_BYTES = {"fp8": 3.0, "mxfp8": 3.0 + 1 / 32, "emulated": 4.0}
 """Of one element that is cast: two read, one written, and MXFP8's share of a scale; emulation writes BF16."""
 SEARCHED_ROWS = (1.0, 2.0**26)
@@ -338,13 +341,15 @@ class ProductKinds(NamedTuple):
 
     Attributes:
         low: whether experts multiply in 8 bits.
-        bf16_wgrad: of the experts' weight gradients, which are BF16 all the same: ``all``, ``first two`` or ``none``.
+        bf16_wgrad: whether the experts' weight gradients are BF16 all the same.
+        kept: whether the experts' products are not computed again, whatever is recomputed.
         low_linears: whether linears multiply in 8 bits.
         library: whether experts multiply one after the other at the rate of large products.
     """
 
     low: bool
-    bf16_wgrad: str
+    bf16_wgrad: bool
+    kept: bool
     low_linears: bool
     library: bool
 
@@ -385,7 +390,7 @@ def product_times(
         sums["forward", category] += forward
         sums["dgrad", category] += dgrad
         sums["wgrad", category] += wgrad
-        if recomputed(weight, checkpointing):
+        if recomputed(weight, checkpointing) and not (kinds.kept and weight.part == "routed experts"):
             sums["recompute", category] += forward
     times = nothing()
     for (pass_name, category), seconds in sums.items():
@@ -396,15 +401,14 @@ def product_times(
 
 def _forward_dgrad_wgrad_s(weight: Weight, share: int, kinds: ProductKinds, rates: Rates) -> tuple[float, float, float]:
     m, n, k, groups = weight.rows * share, weight.n, weight.k, weight.groups
-    time_s, low, wgrad_in_bf16 = gemm_time_s, kinds.low_linears and weight.part not in UNQUANTISED, False
+    time_s, low, low_wgrad = gemm_time_s, *[kinds.low_linears and weight.part not in UNQUANTISED] * 2
     if weight.part == "routed experts":
         time_s, low = gemm_time_s if kinds.library else grouped_gemm_time_s, kinds.low
-        first_two = "w2" not in weight.name
-        wgrad_in_bf16 = kinds.bf16_wgrad == "all" or (kinds.bf16_wgrad == "first two" and first_two)
+        low_wgrad = low and not kinds.bf16_wgrad
     return (
         time_s(m, n, k, groups, rates, low=low, wgrad=False),
         time_s(m, k, n, groups, rates, low=low, wgrad=False),
-        time_s(n, k, m, groups, rates, low=low and not wgrad_in_bf16, wgrad=True),
+        time_s(n, k, m, groups, rates, low=low_wgrad, wgrad=True),
     )
 
 
@@ -441,6 +445,10 @@ def add_expert_casts(times: Times, job: Job, calibration: Calibration) -> None:
     """Casts of the three grouped products of one MoE layer."""
     if job.precision is Precision.BF16:
         return
+    if job.precision is Precision.FP8 and job.work.one_pass_experts:
+        seconds = _one_pass_cast_s(job, calibration)
+        add_casts(times, seconds, recomputed=job.recomputes_layers and not job.keeps_products)
+        return
     shape, work = job.shape, job.work
     rows = work.received(shape)
     groups = shape.num_experts // work.ep
@@ -450,20 +458,53 @@ def add_expert_casts(times: Times, job: Job, calibration: Calibration) -> None:
         arrived = work.quantised_dispatch and k == first  # w1 and w3 multiply what was dispatched, w2 what the GPU made
         if arrived:  # rows are quantised already, weights are not
             seconds["forward"] = cast_time_s(job, calibration, 0, n, k, groups)["forward"]
-        if job.bf16_wgrad or arrived:  # what arrived is quantised along its rows; wgrad would need its columns
+        if job.bf16_wgrad:
             seconds["wgrad"] = 0.0
-        add_casts(times, seconds, recomputed=job.recomputes_layers)
+        add_casts(times, seconds, recomputed=job.recomputes_layers and not job.keeps_products)
+
+
+def _one_pass_cast_s(job: Job, calibration: Calibration) -> dict[Direction, float]:
+    """FP8 experts of moelab (``moelab/mxfp8/quantised_experts_cuda.py``).
+
+    SwiGLU is elementwise work elsewhere; forward its result is written in 8 bits and not in BF16, which is left out.
+    """
+    shape, work = job.shape, job.work
+    rows, hidden = work.received(shape) * shape.dim, work.received(shape) * shape.moe_hidden_dim
+    weights = 3 * shape.num_experts // work.ep * shape.dim * shape.moe_hidden_dim
+    of_rows = 0.0 if work.quantised_dispatch else CAST_BYTES["fp8"] * rows
+    expanded = CAST_BYTES["fp8"] * rows if work.quantised_dispatch else 0.0  # read in 8 bits, written in BF16
+    moved: dict[Direction, float] = {
+        "forward": of_rows + CAST_BYTES["fp8"] * weights,
+        "dgrad": CAST_BYTES["fp8"] * rows + TRANSPOSED_BYTES * weights + 2 * hidden,
+        "wgrad": expanded if job.bf16_wgrad else of_rows + 2 * 2 * rows + TURNED_BYTES * 3 * hidden,
+    }
+    rate = 1e12 * float(job.node.gpu.hbm_tb_s or 0) * float(calibration.one_pass_cast)
+    return {name: size / rate for name, size in moved.items()}
+
+
+def _gate_beside_up(weights: tuple[Weight, ...]) -> tuple[Weight, ...]:
+    """The experts' w1 and w3 as one weight of 2F, whose dgrad sums over all of it."""
+    beside = []
+    for one in weights:
+        if one.part != "routed experts" or ".w2_" in one.name:
+            beside.append(one)
+        elif ".w1_" in one.name:
+            beside.append(one._replace(n=2 * one.n))
+    return tuple(beside)
 
 
 def products_by_module(job: Job, calibration: Calibration) -> dict[str, Times]:
     """Products, and casts of linears, of one ``attention``, ``moe``, ``feed_forward`` and of the ``head``."""
     work, stack = job.work, job.stack
     low = job.precision is not Precision.BF16 and not job.emulated
-    bf16_wgrad = "all" if job.bf16_wgrad else "first two" if work.quantised_dispatch else "none"
-    kinds = ProductKinds(low, bf16_wgrad, low and stack.low_linears, stack.expert_gemm == "library")
+    kinds = ProductKinds(
+        low, job.bf16_wgrad, job.keeps_products, low and stack.low_linears, stack.expert_gemm == "library"
+    )
     rates = rates_of(job.node.gpu, calibration)
     times_of = {}
     for module, weights in weights_by_module(job.shape, work.tp, work.ep).items():
+        if work.one_pass_experts:
+            weights = _gate_beside_up(weights)
         times = product_times(weights, work.residual, job.checkpointing, kinds, rates).copy()
         if module == "moe":  # rows beyond an even share: padding, and the busiest rank's
             times[:, INDEX["expert GEMMs"]] *= work.received(job.shape) / work.sent(job.shape)
@@ -490,9 +531,11 @@ def add_attention(times: Times, job: Job, calibration: Calibration) -> None:
         keys = min(keys, documents + FLEX_BLOCK / 2)
     flops = 2 * work.tokens * width * keys
     peak = float(job.node.gpu.bf16_tflops or 0) * 1e12
-    flex = job.stack.attention == "flex"
-    forward = flops / peak / float(calibration.flex_forward if flex else calibration.fused_forward)
-    backward = BACKWARD * flops / peak / float(calibration.flex_backward if flex else calibration.fused_backward)
+    fused, tiles = job.stack.attention == "fused", job.stack.attention == "flex tiles"
+    forward = flops / peak / float(calibration.fused_forward if fused else calibration.flex_forward)
+    backward = BACKWARD * flops / peak / float(calibration.fused_backward if fused else calibration.flex_backward)
+    if tiles:
+        forward, backward = forward / float(calibration.tiles_forward), backward / float(calibration.tiles_backward)
     add(times, "forward", "attention", forward)
     add(times, "dgrad", "attention", backward)
     if job.checkpointing in ("full", "full+dispatch"):

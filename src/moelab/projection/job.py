@@ -42,7 +42,8 @@ class Stack:
 
     Attributes:
         name: for tables.
-        attention: ``flex`` (Triton) or ``fused`` (cuDNN or FlashAttention).
+        attention: ``flex`` (Triton), ``flex tiles`` (the same with tiles chosen for Hopper) or ``fused`` (cuDNN or
+            FlashAttention).
         document_keys: keys that a token meets where packed documents are kept apart; None where they are not.
         fused: whether elementwise work between products is fused, by torch.compile or by hand.
         expert_gemm: ``torch`` (``torch._grouped_mm``, torchao) or ``library`` (one product after the other at the
@@ -56,7 +57,7 @@ class Stack:
     """
 
     name: str
-    attention: Literal["flex", "fused"] = "flex"
+    attention: Literal["flex", "flex tiles", "fused"] = "flex"
     document_keys: float | None = None
     fused: bool = True
     expert_gemm: Literal["torch", "library"] = "torch"
@@ -72,8 +73,10 @@ def titan(experiment: Experiment) -> Stack:
     """TorchTitan 0.3.0 with moelab's dispatchers, as an experiment sets it up."""
     compiled = experiment.compile == "model+loss"
     deepep = experiment.ep_backend in (EPBackend.DEEPEP, EPBackend.HYBRIDEP)
+    attentions: dict[str, Literal["flex", "flex tiles"]] = {"flex": "flex", "flex_tiles": "flex tiles"}
     return Stack(
         name="TorchTitan",
+        attention=attentions.get(experiment.attention_backend, "fused"),
         document_keys=C4_KEYS if experiment.dataset == "c4" else CORPUS_KEYS,
         fused=compiled,
         low_linears=experiment.quantize == "experts+linears",
@@ -157,8 +160,7 @@ class Job:
         stages_of_rank: stages of each pipeline rank.
         degrees: that shard parameters.
         precision: of the experts.
-        bf16_wgrad: whether the experts' weight gradients are BF16 all the same; those of the first two products are
-            wherever tokens arrive quantised.
+        bf16_wgrad: whether the experts' weight gradients are BF16 all the same.
         emulated: whether MXFP8 is emulated.
         dispatch: format of tokens on their way to their experts.
         routing: how tokens choose experts.
@@ -224,6 +226,11 @@ class Job:
         return self.checkpointing not in ("none", "mla+mlp")
 
     @property
+    def keeps_products(self) -> bool:
+        """Whether the experts' products are kept and not computed again in the backward pass."""
+        return self.work.scaled_products and self.checkpointing == "selective"
+
+    @property
     def keeps_exchange(self) -> bool:
         """Whether what came over the network is kept and not sent again in the backward pass."""
         compiled = self.stack.fused
@@ -258,7 +265,7 @@ def job_of(
         stages_of_rank=layout.stages_of_rank,
         degrees=degrees_of(layout),
         precision=experiment.precision,
-        bf16_wgrad=experiment.wgrad == "bf16" and experiment.precision is Precision.MXFP8,
+        bf16_wgrad=experiment.wgrad != experiment.precision,
         emulated=emulates(experiment, node.gpu),
         dispatch=experiment.dispatch_precision,
         routing=_routing(experiment, shape),

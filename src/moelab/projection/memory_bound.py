@@ -25,8 +25,8 @@ def memory_rate(job: Job, calibration: Calibration) -> float:
     return float(job.node.gpu.hbm_tb_s or 0) * 1e12 * float(calibration.copy)
 
 
-def elementwise_bytes(job: Job, *, moe: bool) -> float:
-    """Bytes that the fused elementwise kernels of one layer move forward."""
+def elementwise_bytes(job: Job, *, moe: bool, again: bool = False) -> float:
+    """Bytes that the fused elementwise kernels of one layer move forward, or ``again`` in the backward pass."""
     shape, work = job.shape, job.work
     t, s, heads = work.tokens, work.residual, shape.n_heads / work.tp
     latent = shape.q_lora_rank + shape.kv_lora_rank
@@ -38,7 +38,9 @@ def elementwise_bytes(job: Job, *, moe: bool) -> float:
         elements += t * heads * (shape.qk_nope_head_dim + 2 * shape.v_head_dim + shape.qk_head_dim)
     elements += 2 * t * heads * shape.v_head_dim
     if moe:
-        elements += 3 * t * shape.shared_hidden_dim / work.tp + 3 * work.received(shape) * shape.moe_hidden_dim
+        elements += 3 * t * shape.shared_hidden_dim / work.tp
+        if not (again and job.keeps_products):
+            elements += 3 * work.received(shape) * shape.moe_hidden_dim
         elements += 6 * work.routed_tokens * shape.dim
     else:
         elements += 3 * t * shape.dense_hidden_dim / work.tp + 3 * s * shape.dim
@@ -52,7 +54,8 @@ def add_memory_bound(times: Times, job: Job, calibration: Calibration, *, moe: b
     add(times, "forward", "memory-bound", forward)
     add(times, "dgrad", "memory-bound", 2 * forward)
     if job.checkpointing != "none":
-        add(times, "recompute", "memory-bound", forward)
+        again = passes * elementwise_bytes(job, moe=moe, again=True) / memory_rate(job, calibration)
+        add(times, "recompute", "memory-bound", again)
 
 
 def add_accumulation(times: Times, job: Job, calibration: Calibration, gathered: float) -> None:
