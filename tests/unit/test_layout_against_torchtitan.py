@@ -65,7 +65,8 @@ UNNOTICED = {
 NOT_TITANS = {"dispatch is kept", "dispatch is quantised as its experts",
               "quantised linears are whole", "weight gradients are in FP8 with FP8 experts", "attention runs here",
               "GPU has FP8", "GPU has MXFP8", "dispatcher needs CUDA",
-              "context parallelism has FlexAttention", "vocabulary holds the tokenizer"}  # fmt: skip
+              "context parallelism has FlexAttention", "vocabulary holds the tokenizer",
+              "memory snapshots are CUDA's"}  # fmt: skip
 """Rules about settings of moelab, its data and about the GPU, of which TorchTitan's configuration knows nothing."""
 
 
