@@ -19,9 +19,11 @@ from moelab.notebooks.batch import END_MARKER
 LONGEST_RUN_MS, LONGEST_ACTION_MS = 600_000, 120_000
 SIZES = ((1280, 800), (1920, 1080))
 # Not of this project: JupyterLab's plugins wait for each other where the machine is busy; plotly's renderer of its
-# outputs resizes the figures of cells too that JupyterLab has taken out of a long page because they are not in sight.
+# outputs resizes the figures of cells too that JupyterLab has taken out of a long page because they are not in sight;
+# anywidget gives a model two seconds, whatever else the machine does (one that never comes has no figure that follows).
 NOISE = re.compile(
     r"Plugin \S+ .*(is taking too long|took [\d.]+ms) to activate|Resize must be passed a displayed plot div element"
+    r"|\[anywidget\] Failed to initialize model"
 )
 
 CUT_OFF = """() => {
