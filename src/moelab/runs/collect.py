@@ -263,6 +263,8 @@ def _slowed_steps(experiment: Experiment) -> range:
 
 def _without_traced_speed(rows: pd.DataFrame, experiment: Experiment) -> pd.DataFrame:
     """Rows without a speed where a trace slowed it."""
+    if not experiment.trace_step:
+        return rows
     slowed = rows["step"].isin(_slowed_steps(experiment))
     return rows.assign(**{name: rows[name].mask(slowed) for name in ("tps", "tflops", "mfu")}) if slowed.any() else rows
 

@@ -165,7 +165,8 @@ def read_side_files(run: RunDir, experiment: Experiment, *, started: bool) -> Si
     command, wrong = "", ""
     try:
         command = (run.path / COMMAND_FILE).read_text().strip()
-        shlex.split(command)
+        if set(command) & set("\"'\\"):  # else nothing can be left open, and splitting thousands takes seconds
+            shlex.split(command)
     except FileNotFoundError:  # a job of Slurm has a script in its place
         pass
     except OSError as error:
