@@ -9,6 +9,7 @@ a gradient norm by its ``grad_norm_not_finite``.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -263,7 +264,13 @@ def rows_of_run(rows: pd.DataFrame, run: str, arm: str, seed: int | None) -> pd.
 
 def validation_table(columns: Mapping[str, Any] | pd.DataFrame) -> pd.DataFrame:
     """Return a table with exactly :data:`VALIDATION_COLUMNS`; columns not given are missing values."""
-    return _table(columns, VALIDATION_COLUMNS)
+    return _table(columns, VALIDATION_COLUMNS) if len(columns["step"]) else _no_validation().copy()
+
+
+@functools.cache
+def _no_validation() -> pd.DataFrame:
+    """Made once: most runs have none."""
+    return _table({"step": []}, VALIDATION_COLUMNS)
 
 
 def _table(columns: Mapping[str, Any] | pd.DataFrame, names: Sequence[str], run: str | None = None) -> pd.DataFrame:
