@@ -517,11 +517,11 @@ def _follow(options: argparse.Namespace) -> int:
 
 def _collect(options: argparse.Namespace) -> int:
     from moelab.privacy import each_text, without_secrets
-    from moelab.runs.collect import collect, collect_run
+    from moelab.runs.collect import collect, collect_runs
     from moelab.runs.directory import discover
 
     found = discover(options.path.absolute())
-    runs = [collect_run(run) for run in found.runs] or collect(options.path)
+    runs = collect_runs(found.runs) or collect(options.path)
     if not options.json:
         _show(options, None, "\n".join([*(run.summary for run in runs), *found.lines]))
         return 0

@@ -68,8 +68,12 @@ def scored(parent: type) -> Any:
 
 def scored_swiglu(gate_RF: torch.Tensor, up_RF: torch.Tensor, scores_R: torch.Tensor) -> torch.Tensor:
     """``silu(gate) * up`` rounded as TorchTitan rounds it, times the score in FP32, rounded once more."""
-    h_RF = F.silu(gate_RF) * up_RF
-    return (h_RF.float() * scores_R[:, None]).to(h_RF.dtype)
+    return times_scores(F.silu(gate_RF) * up_RF, scores_R)
+
+
+def times_scores(x_RF: torch.Tensor, scores_R: torch.Tensor) -> torch.Tensor:
+    """Rows times a score each in FP32, rounded to the rows' dtype."""
+    return (x_RF.float() * scores_R[:, None]).to(x_RF.dtype)
 
 
 def local(weight: torch.Tensor) -> torch.Tensor:

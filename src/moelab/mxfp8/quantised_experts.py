@@ -47,7 +47,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torchao.prototype.moe_training import mxfp8_grouped_mm as torchao_mxfp8
 
-from moelab.experts import local
+from moelab.experts import local, scored_swiglu, times_scores
 from moelab.mxfp8.quantise import (
     BLOCK,
     E4M3,
@@ -289,12 +289,38 @@ def _wgrad(grad_RN: Tensor, x_RK: Tensor, ends_e: Tensor) -> Tensor:
     return torch._grouped_mm(grad_RN.transpose(-2, -1), x_RK, offs=ends_e, out_dtype=torch.bfloat16)
 
 
-class _NativeMXFP8(_EmulatedMXFP8):
+class _In8Bits(_EmulatedMXFP8):
+    """Operands that stay in 8 bits: SwiGLU and its gradient are quantised as they are computed."""
+
+    precision: Precision8
+
+    @classmethod
+    def swiglu(cls, gate_up_RH: Tensor, scores_R: Tensor | None, ends_e: Tensor) -> Any:
+        data, scales = quantised_swiglu(gate_up_RH, scores_R, cls.precision)
+        return cls.arrived(data, scales, ends_e)
+
+    @classmethod
+    def swiglu_backward(
+        cls, gate_up_RH: Tensor, h_grad_RF: Tensor, scores_R: Tensor | None, ends_e: Tensor
+    ) -> tuple[Tensor, Any, Tensor, Tensor]:
+        grad_RH, data, scales, h_RF, scores_grad_R = quantised_swiglu_backward(
+            gate_up_RH, h_grad_RF, scores_R, cls.precision
+        )
+        return grad_RH, cls.arrived(data, scales, ends_e), h_RF, scores_grad_R
+
+    @classmethod
+    def gradient_of_rows(cls, grad: Any, weights_eFD: list[Tensor], ends_e: Tensor) -> Tensor:
+        return cls.product(grad, cls.transposed_weights(weights_eFD), ends_e)
+
+
+class _NativeMXFP8(_In8Bits):
     """torchao's kernels on SM100.
 
     Not by torchao's ``_to_mxfp8_then_scaled_grouped_mm`` of an ``MXTensor``: torchao 0.18 reads that tensor's scales
     by an attribute which it does not have (``mxfp8_grouped_mm.py``, ``_compute_fwd_sm100``).
     """
+
+    precision = "mxfp8"
 
     @staticmethod
     def arrived(data_RD: Tensor, scales_RS: Any, ends_e: Tensor) -> Any:
@@ -322,25 +348,11 @@ class _NativeMXFP8(_EmulatedMXFP8):
         (data, scales), (weight, weight_scales) = left, right
         return torch._scaled_grouped_mm(data, weight, scales, weight_scales, offs=ends_e, out_dtype=torch.bfloat16)
 
-    @classmethod
-    def gradient_of_rows(cls, grad: Any, weights_eFD: list[Tensor], ends_e: Tensor) -> Tensor:
-        return cls.product(grad, cls.transposed_weights(weights_eFD), ends_e)
 
-    @classmethod
-    def swiglu(cls, gate_up_RH: Tensor, scores_R: Tensor | None, ends_e: Tensor) -> Any:
-        data, scales = quantised_swiglu(gate_up_RH, scores_R, "mxfp8")
-        return cls.arrived(data, scales, ends_e)
-
-    @classmethod
-    def swiglu_backward(
-        cls, gate_up_RH: Tensor, h_grad_RF: Tensor, scores_R: Tensor | None, ends_e: Tensor
-    ) -> tuple[Tensor, Any, Tensor, Tensor]:
-        grad_RH, data, scales, h_RF, scores_grad_R = quantised_swiglu_backward(gate_up_RH, h_grad_RF, scores_R, "mxfp8")
-        return grad_RH, cls.arrived(data, scales, ends_e), h_RF, scores_grad_R
-
-
-class _FP8(_EmulatedMXFP8):
+class _FP8(_In8Bits):
     """One scale for each row of the left operand and each column of the right: torchao's row-wise FP8."""
+
+    precision = "fp8"
 
     @staticmethod
     def expand(data_RD: Tensor, scales_RS: Tensor) -> Tensor:
@@ -375,22 +387,6 @@ class _FP8(_EmulatedMXFP8):
             )
         expanded = expand(weight.transpose(-2, -1), factors_eN[..., None], "fp8").transpose(-2, -1)
         return torch._grouped_mm(expand(data, factors_R[:, None], "fp8"), expanded, offs=ends_e)
-
-    @classmethod
-    def gradient_of_rows(cls, grad: Any, weights_eFD: list[Tensor], ends_e: Tensor) -> Tensor:
-        return cls.product(grad, cls.transposed_weights(weights_eFD), ends_e)
-
-    @classmethod
-    def swiglu(cls, gate_up_RH: Tensor, scores_R: Tensor | None, ends_e: Tensor) -> Any:
-        data, scales = quantised_swiglu(gate_up_RH, scores_R, "fp8")
-        return cls.arrived(data, scales, ends_e)
-
-    @classmethod
-    def swiglu_backward(
-        cls, gate_up_RH: Tensor, h_grad_RF: Tensor, scores_R: Tensor | None, ends_e: Tensor
-    ) -> tuple[Tensor, Any, Tensor, Tensor]:
-        grad_RH, data, scales, h_RF, scores_grad_R = quantised_swiglu_backward(gate_up_RH, h_grad_RF, scores_R, "fp8")
-        return grad_RH, cls.arrived(data, scales, ends_e), h_RF, scores_grad_R
 
 
 class _FP8WithWgrad(_FP8):
@@ -441,8 +437,7 @@ def _beside(weights_eNK: list[Tensor]) -> Tensor:
 def swiglu(gate_up_RH: Tensor, scores_R: Tensor | None) -> Tensor:
     """``silu(gate) * up``, times the score in FP32: BF16 ``(R, F)``."""
     gate_RF, up_RF = gate_up_RH.chunk(2, dim=1)
-    h_RF = F.silu(gate_RF) * up_RF
-    return h_RF if scores_R is None else (h_RF.float() * scores_R[:, None]).to(h_RF.dtype)
+    return F.silu(gate_RF) * up_RF if scores_R is None else scored_swiglu(gate_RF, up_RF, scores_R)
 
 
 def swiglu_backward(gate_up_RH: Tensor, h_grad_RF: Tensor, scores_R: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -452,13 +447,13 @@ def swiglu_backward(gate_up_RH: Tensor, h_grad_RF: Tensor, scores_R: Tensor | No
     """
     gate_RF, up_RF = gate_up_RH.chunk(2, dim=1)
     silu_RF = F.silu(gate_RF)
+    h_RF = silu_RF * up_RF
     scores_grad_R = gate_up_RH.new_empty(0, dtype=torch.float32)
     if scores_R is not None:
-        unscored_RF = (silu_RF * up_RF).float()
-        scores_grad_R = (h_grad_RF.float() * unscored_RF).sum(1)
-        h_grad_RF = (h_grad_RF.float() * scores_R[:, None]).to(h_grad_RF.dtype)
+        scores_grad_R = (h_grad_RF.float() * h_RF.float()).sum(1)
+        h_grad_RF, h_RF = times_scores(h_grad_RF, scores_R), times_scores(h_RF, scores_R)
     gate_grad_RF = torch.ops.aten.silu_backward(h_grad_RF * up_RF, gate_RF)
-    return torch.cat([gate_grad_RF, h_grad_RF * silu_RF], dim=1), swiglu(gate_up_RH, scores_R), scores_grad_R
+    return torch.cat([gate_grad_RF, h_grad_RF * silu_RF], dim=1), h_RF, scores_grad_R
 
 
 # Operators: on a CPU they are defined by what follows, on CUDA they are Triton kernels that read their input once

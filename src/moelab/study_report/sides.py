@@ -24,7 +24,7 @@ from moelab.experiment import Experiment
 from moelab.experiment_file import Study
 from moelab.privacy import shareable
 from moelab.runs import directory
-from moelab.runs.collect import Collected, collect, collect_run, newest
+from moelab.runs.collect import Collected, collect, collect_runs, newest
 from moelab.runs.directory import Discovery, RunDir
 from moelab.runs.log import read_log
 from moelab.runs.settings import run_settings, settings_of, settings_of_all
@@ -113,7 +113,7 @@ def sides_of_study(
         planned: the runs of exactly these experiments are judged; None takes, for each arm, the settings that most of
             its seeds share with the reference.
     """
-    collected = [collect_run(run) for run in found.runs if _study_of(run) == name]
+    collected = collect_runs(run for run in found.runs if _study_of(run) == name)
     runs, not_judged = runs_to_judge(collected, reference=reference, study=planned)
     not_judged += [_not_judged_by_record(one) for one in found.left_out if _study_of(one.run) == name]
     seeds = None if planned is None else {(one.arm, one.seed) for one in planned.experiments}
