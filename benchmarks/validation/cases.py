@@ -25,7 +25,7 @@ from moelab.mxfp8.grouped_gemm_cases import Case as Size
 from moelab.mxfp8.grouped_gemm_cases import Precision as GroupedPrecision
 from moelab.projection.calibration import Calibration
 from moelab.projection.exchange import COPIES, QUOTED, QuotedBandwidth, exchange_job, exchange_time_s
-from moelab.projection.gemm import Rates, grouped_parts, grouped_time_s, rates_of
+from moelab.projection.gemm import Rates, grouped_time_s, rates_of
 from moelab.projection.gemm_fit import b200_observations, cast_us, h100_observations, step_us
 from moelab.projection.job import Job
 from moelab.projection.measured import (
@@ -328,14 +328,13 @@ def _pipeline(inputs: Inputs) -> tuple[Predict, None]:
 
     def predict(calibration: Calibration) -> float:
         low, high = (exchange_time_s(job, calibration, BYTES_PER_ELEMENT[one]) for one in (precision, "bf16"))
-        rates = rates_of(B200, calibration)
-        parts = grouped_parts(EP_ROWS, hidden, dim, 8, multiplied, rates)
-        forward_s = sum(part.time_s for part in parts if part.direction == "forward")
+        sizes = (EP_ROWS, hidden, dim, 8, multiplied, rates_of(B200, calibration))
+        forward_s = grouped_time_s(*sizes, direction="forward")
         copies = COPIES["fused"]
         copy_s = 2 * BF16 * EP_ROWS * dim / memory_rate(job, calibration)
         if inputs["direction"] == "forward":
             return 1e3 * (low + high + forward_s + sum(copies[:2]) * copy_s)
-        backward_s = sum(part.time_s for part in parts) - forward_s
+        backward_s = grouped_time_s(*sizes) - forward_s
         return 1e3 * (low + high + backward_s + sum(copies[2:]) * copy_s)
 
     return predict, None

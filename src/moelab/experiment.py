@@ -288,7 +288,7 @@ class Experiment(BaseModel):
             parts.append(f"dispatch-{self.dispatch_precision}")
         if self.routing is not Routing.LEARNED:
             parts.append(self.routing.value.replace("_", "-"))
-        values = self._by_field()
+        values = self._by_field() if self.arm_fields else {}
         for field in self.arm_fields:
             value = "default" if values[field] is None else values[field]
             words = re.sub(r"[^A-Za-z0-9.+]", "-", str(value))

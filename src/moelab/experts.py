@@ -76,9 +76,9 @@ def times_scores(x_RF: torch.Tensor, scores_R: torch.Tensor) -> torch.Tensor:
     return (x_RF.float() * scores_R[:, None]).to(x_RF.dtype)
 
 
-def local(weight: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a weight."""
-    return weight.to_local() if isinstance(weight, DTensor) else weight
+def local(x: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor."""
+    return x.to_local() if isinstance(x, DTensor) else x
 
 
 def draw_experts(tokens: int, experts: int, top_k: int, *, rank: int, device: torch.device) -> torch.Tensor:

@@ -306,7 +306,9 @@ def _memory(info: GpuInfo) -> Figure | None:
     if info.memory_mib:
         return mib(info.memory_mib, "measured", "nvidia-smi on this machine")
     if info.name in SHARES_MEMORY:
-        return Figure(value=memory_bytes() / 2**30, label="measured", source="physical memory, which the GPU shares")
+        return Figure(
+            value=memory_bytes() / 2**30, label="measured", source="this machine's memory, which the GPU shares"
+        )
     return None
 
 

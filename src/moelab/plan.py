@@ -209,7 +209,7 @@ def bubble_of(experiment: Experiment, layout: Layout) -> float:
     """Share of a step in which a pipeline rank waits, from the schedule alone."""
     if layout.pp == 1:
         return 0.0
-    schedule, turns = SCHEDULES[experiment.pp_schedule], len(layout.stages) // layout.pp
+    schedule, turns = SCHEDULES[experiment.pp_schedule], layout.stages_per_rank
     return bubble_fraction(schedule, pp=layout.pp, microbatches=layout.microbatches, turns=turns)
 
 

@@ -22,11 +22,10 @@ from moelab.experiment import EPBackend, Experiment, Precision
 from moelab.experiment_file import parse
 from moelab.explain.explanation import Explanation, explain
 from moelab.hardware import cluster_of, known_gpu
-from moelab.layout import check
 from moelab.model import gemms, shape_for
 from moelab.projection.calibration import CALIBRATION, Calibration, with_values
 from moelab.projection.gemm import is_blackwell
-from moelab.projection.job import CATEGORIES, INDEX, PASS_INDEX, Job, job_of
+from moelab.projection.job import CATEGORIES, INDEX, PASS_INDEX, Job
 from moelab.projection.project import Projection, aligned, project
 from moelab.projection.step import stage_times, step_time
 
@@ -168,7 +167,7 @@ def comparison_text(found: Comparison) -> str:
 
 def measured_parts_ms(explanation: Explanation) -> dict[str, float]:
     """One step's parts by the projection's names; idle time is *host and waiting*, barriers of tracing are left out."""
-    steps = max(1, len(explanation.steps)) if len(explanation.steps) > 1 else 1
+    steps = max(1, len(explanation.steps))
     parts = {name: ms / steps for name, ms in explanation.parts_ms.items() if not name.startswith("idle: ")}
     parts["host and waiting"] = explanation.idle_ms / steps
     if "imbalance and stragglers" in parts:
@@ -282,10 +281,7 @@ def fit(explanation: Explanation, experiment: Experiment) -> dict[str, float]:
         BadInput: as :func:`compare`.
         Refused: if the experiment cannot be projected.
     """
-    compare(explanation, experiment)  # that it can be
-    layout = check(experiment).layout
-    assert layout is not None, "it was projected"
-    job = job_of(experiment, layout, cluster_of(experiment.hardware).node)
+    job = compare(explanation, experiment).projection.job  # refuses what cannot be held against it
     found: dict[str, float] = {}
     if ring := _ring_share(explanation, job):
         found["nccl_ring"] = ring

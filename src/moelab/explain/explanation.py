@@ -315,8 +315,8 @@ class _Rank:
 
     def _choose_step(self, wanted: int | None) -> None:
         steps = self.trace.steps
-        began = np.where(self.call >= 0, self.trace.calls["start"][self.call] if len(self.trace.calls) else 0, 0.0)
-        began = np.where(self.call >= 0, began, self.events["start"])
+        launched = self.trace.calls["start"][self.call] if len(self.trace.calls) else 0.0
+        began = np.where(self.call >= 0, launched, self.events["start"])
         inside = [(began >= start) & (began < end) for _, start, end in steps]
         spans = [(name, self._span_ms(chosen)) for (name, *_), chosen in zip(steps, inside, strict=True)]
         self.steps = tuple((name, ms) for name, ms in spans if ms > 0)
@@ -419,7 +419,7 @@ class _Rank:
         start, end, compute = self.events["start"], self.events["end"], ~self.moves_data
         self.first_us, self.last_us = float(start.min()), float(end.max())
         self.busy = union_us(start, end)
-        self.busy_us = length_us(start, end)
+        self.busy_us = float((self.busy[1] - self.busy[0]).sum())
         self.compute_us = length_us(start[compute], end[compute])
         self.communication_us = length_us(start[~compute], end[~compute])
         calls, names = self.trace.calls, self.trace.names
@@ -714,11 +714,12 @@ def _flops(op: str, dims: Sequence[Any]) -> float | None:
 
 
 def _copies(one: _Rank, gpu: Gpu | None) -> Iterable[Copies]:
-    kinds: defaultdict[str, list[int]] = defaultdict(list)
-    for place, name in enumerate(one.events["name"]):
-        if re.match("Memcpy|hipMemcpy|Copy", one.trace.names[name]):
-            kinds[one.trace.names[name]].append(place)
-    for kind, places in kinds.items():
+    names = one.events["name"]
+    for name in dict.fromkeys(names.tolist()):
+        kind = one.trace.names[name]
+        if not re.match("Memcpy|hipMemcpy|Copy", kind):
+            continue
+        places = np.flatnonzero(names == name)
         us = float((one.events["end"][places] - one.events["start"][places]).sum())
         moved = float(one.events["bytes"][places].sum())
         gb_s = moved / us / 1e3 if moved and us else None

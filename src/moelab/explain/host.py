@@ -34,6 +34,8 @@ class Host:
         self._start, self._end = (np.ascontiguousarray(trace.ops[name]) for name in ("start", "end"))
         self.parent, self.own_segments = _tree(trace.ops)
         self._alike: dict[Context, Context] = {}  # a long trace has few that differ
+        says = [index for index, name in enumerate(self.names) if _LAYER_BEGINS.match(name) or _LAYER_ENDS.match(name)]
+        self._says_layer = np.isin(trace.ops["name"], says)
         self._layers = {thread: self._layer_changes(thread) for thread in self._of_thread}
         by_correlation = np.argsort(trace.calls["correlation"], kind="stable")
         self._correlations, self._by_correlation = trace.calls["correlation"][by_correlation], by_correlation
@@ -104,8 +106,7 @@ class Host:
     def _layer_changes(self, thread: int) -> tuple[npt.NDArray[np.float64], list[int]]:
         """Times at which a thread goes on to a layer, or leaves it (-1), by what FSDP announces."""
         there, changes = self._of_thread[thread], []
-        says = {index for index, name in enumerate(self.names) if _LAYER_BEGINS.match(name) or _LAYER_ENDS.match(name)}
-        for row in np.flatnonzero(np.isin(self.ops["name"][there], list(says))) + there.start:
+        for row in np.flatnonzero(self._says_layer[there]) + there.start:
             name = self.name(int(row))
             begins = _LAYER_BEGINS.match(name)
             layer = _LAYER.search(name)

@@ -105,8 +105,7 @@ def _ended(runs: list[RunDir]) -> dict[RunDir, Job]:
 def _update(run: RunDir, job: Job | None) -> Status:
     before = run.status
     try:
-        ticket = ticket_of(run)
-        if job and ticket and job.state == "RUNNING" and ticket.raw_id != job.raw_id:
+        if job and job.state == "RUNNING" and (ticket := ticket_of(run)) and ticket.raw_id != job.raw_id:
             with suppress(OSError):
                 replace(ticket, raw_id=job.raw_id).write(run)
         after = _after(run, before, job)

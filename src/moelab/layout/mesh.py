@@ -207,6 +207,11 @@ class Layout:
     microbatch_size: int
 
     @property
+    def stages_per_rank(self) -> int:
+        """Stages of each pipeline rank."""
+        return len(self.stages) // self.pp
+
+    @property
     def data_parallel(self) -> int:
         """Ranks that read different sequences."""
         return self.dp_replicate * self.dp_shard

@@ -42,13 +42,13 @@ TAKEN = {
 NEEDED = ("vocab_size", "dim", "n_layers", "n_heads", "moe_hidden_dim", "top_k")
 READ = (
     r"model_type|architectures|scor(ing|e)_func(tion)?|topk_method|use_qk_norm|tie_word_embeddings|tied_embeddings|"
-    r"(moe_)?shared_expert_intermediate_size|moe_layer_freq|decoder_sparse_step|interleave_moe_layer_step|moe_layer_interval|"
-    r"route_every_n|mlp_only_layers|moe_layers|mlp_layer_types|layer_types|attn_type_list"
+    r"(moe_)?shared_expert_intermediate_size|"
+    r"mlp_only_layers|moe_layers|mlp_layer_types|layer_types|attn_type_list"
 )
 """Keys that are looked at and are no dimension."""
 LEFT = {
-    "multi-token prediction": r"num_nextn_predict_layers|use_mtp|(num_)?mtp_.*|num_mtp_.*",
-    "biases": r".*bias|attention_out_bias",
+    "multi-token prediction": r"num_nextn_predict_layers|use_mtp|(num_)?mtp_.*",
+    "biases": r".*bias",
     "windows of attention: it is planned as if a query met every key before it": (
         r"sliding_window.*|use_sliding_window|max_window_layers|attention_chunk_size|no_rope_layer.*"
     ),
@@ -71,8 +71,8 @@ ARRANGEMENT = r".*(block_type|pattern|hybrid|mamba|ssm|linear_|kda|conv|compress
 HARMLESS = (
     r"(num_)?(pad|bos|eos|decoder|sep|cls|begin|end|unk|mask)_.*|num_(labels|beams|beam_groups|return_sequences)|"
     r"chunk_size_feed_forward|pretraining_tp|.*initializer_range|.*no_repeat_ngram_size|transformers_version|use_cache|"
-    r".*_eps|hidden_act|auto_map|.*dropout|rms_norm.*|layernorm_.*|moe|_.*|ep_size|id2label|label2id|task_specific_params|"
-    r"generation_config|cache_implementation|mlp_intermediate_size|(text|language|llm|thinker)_config"
+    r".*_eps|hidden_act|auto_map|.*dropout|rms_norm.*|layernorm_.*|_.*|ep_size|id2label|label2id|task_specific_params|"
+    r"generation_config|cache_implementation|mlp_intermediate_size"
 )
 """Keys that change neither weights nor products, which nobody needs to be told of."""
 INSIDE = ("text_config", "language_config", "llm_config", "thinker_config", "moe")
@@ -255,7 +255,7 @@ def _left(config: dict[str, Any], whole: dict[str, Any]) -> Iterator[str]:
     Raises:
         BadInput: for a number of something that has no place in a shape.
     """
-    known = {key for keys in TAKEN.values() for key in keys}
+    known = {*(key for keys in TAKEN.values() for key in keys), *STEPS, *INSIDE}
     rest = [key for key, value in whole.items() if value not in (None, False, 0) and key not in known]
     rest = [key for key in rest if not re.fullmatch(READ, key) and not re.fullmatch(HARMLESS, key)]
     for words, names in LEFT.items():

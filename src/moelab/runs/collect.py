@@ -480,7 +480,7 @@ def _read_elsewhere(path: Path) -> tuple[list[MetricsRead], Statement | None]:
     if is_export(path):
         return read_wandb(path), None
     try:
-        reads = read_runs(path, launch_settings(path))
+        reads = read_runs(path, list(launch_settings(path)))
     except NotALog:
         # A job that fails before its first step leaves a log all the same.
         ended = cause(None, tail(path)) if path.is_file() else None

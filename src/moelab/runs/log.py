@@ -482,8 +482,8 @@ class Segments:
     @property
     def notes(self) -> tuple[str, ...]:
         """Why there is no loss, if no rank printed one."""
-        losses = [loss for segment in self.all for loss in segment.rows.values[LOSS::_WIDTH]]
-        if not losses or any(not loss < 0 for loss in losses):
+        losses = [segment.rows.values[LOSS::_WIDTH] for segment in self.all]
+        if not any(map(len, losses)) or any(not loss < 0 for of_segment in losses for loss in of_segment):
             return ()
         rank = "the first rank of the last stage, world size / PP · (PP − 1)"
         which = rank if self._loss_rank is None else f"rank {self._loss_rank}, {rank}"

@@ -163,10 +163,10 @@ def spread(values: Iterable[str]) -> str:
 
 def log_settings(path: Path) -> dict[str, str]:
     """What a TorchTitan log says about its run before the first step; empty for another file."""
-    return next(iter(launch_settings(path)), {})
+    return next(launch_settings(path), {})
 
 
-def launch_settings(path: Path) -> list[dict[str, str]]:
+def launch_settings(path: Path) -> Iterator[dict[str, str]]:
     """What each launch in a TorchTitan log says before its first step, in the order of the file.
 
     Only the beginning of the log is searched: what a colleague puts together from several logs is short.
@@ -178,22 +178,26 @@ def launch_settings(path: Path) -> list[dict[str, str]]:
             break
     text = _COLOUR.sub("", head[:_READ_BYTES].decode(errors="replace"))
     lines = [line for line in text.splitlines() if len(line) <= _LONGEST_LINE]  # no pattern spans two
-    launches: list[list[str]] = [[]]
+    own: list[str] = []
     trains = False
     for line in lines:
         is_step = "step:" in line and "loss:" in line
         if trains and not is_step and ("Training starts at" in line or any(pattern.search(line) for pattern in _LINES)):
-            launches.append([])
-            trains = False
+            own, trains = [], False
+        if is_step and not trains:
+            yield _settings_in("\n".join(own))
         trains |= is_step
         if not trains:
-            launches[-1].append(line)
-    settings = []
-    for own in map("\n".join, launches):
-        groups = (match.groupdict("").items() for pattern in _LINES if (match := pattern.search(own)))
-        found = {name: value.strip().replace(",", "") for pairs in groups for name, value in pairs if value}
-        settings.append({name: _OURS.get(value, value) for name, value in found.items()})
-    return settings
+            own.append(line)
+    if not trains:
+        yield _settings_in("\n".join(own))
+
+
+def _settings_in(text: str) -> dict[str, str]:
+    """Settings that the lines of one launch name, as this project spells their values."""
+    groups = (match.groupdict("").items() for pattern in _LINES if (match := pattern.search(text)))
+    found = {name: value.strip().replace(",", "") for pairs in groups for name, value in pairs if value}
+    return {name: _OURS.get(value, value) for name, value in found.items()}
 
 
 def _config_beside(path: Path) -> Path | None:

@@ -14,6 +14,7 @@ import json
 import math
 import re
 import signal
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
@@ -346,16 +347,18 @@ class Scan:
         """Those that the job did not get over, in the order in which they were made."""
         found = [(line, one) for one, line in self._found.items()]
         found += [one for stream in self._streams.values() for one in self._last_chains(stream)]
+        last_lines = sorted(self._steps.values())
         for line, statement in sorted(found, key=lambda one: one[0]):
-            steps_after = sum(last > line for last in self._steps.values())
+            steps_after = len(last_lines) - bisect_right(last_lines, line)
             if steps_after < SURVIVED_STEPS and line > self._completed:
                 yield self._with_global_rank(self._with_group(statement))
 
     def _with_global_rank(self, statement: Statement) -> Statement:
         """As torchrun's summary numbers it, where a line has the local rank in torchrun's own prefix."""
-        rank, known = statement.rank, {rank for rank, _ in self.places} | self.own_ranks
-        same = {reported for reported, local in self.places if local == rank}
-        return replace(statement, rank=same.pop()) if rank not in known and len(same) == 1 else statement
+        same = {reported for reported, local in self.places if local == statement.rank}
+        if len(same) != 1 or statement.rank in {rank for rank, _ in self.places} | self.own_ranks:
+            return statement
+        return replace(statement, rank=same.pop())
 
     def _last_chains(self, stream: _Stream) -> Iterator[tuple[int, Statement]]:
         """Of a rank's tracebacks the last, and of the text of an unknown number of ranks all.

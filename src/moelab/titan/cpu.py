@@ -190,7 +190,7 @@ class CpuDevice:
 
     @staticmethod
     def get_device_properties(_device: object = None) -> SimpleNamespace:
-        """``total_memory`` in bytes: the physical memory of this machine."""
+        """``total_memory`` in bytes: what this process may use of the machine's."""
         return SimpleNamespace(total_memory=memory_bytes())
 
     @staticmethod

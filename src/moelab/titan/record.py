@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl
-from torch.distributed.tensor import DTensor
 from torchtitan.models.common.moe import RoutedExperts
 from torchtitan.tools.logging import logger
 
+from moelab.experts import local
 from moelab.mxfp8.converter import NothingConverted, converted_modules
 from moelab.runs.directory import CONVERTED_FOLDER, DISPATCHER_FILE
 from moelab.runs.expert_load import ExpertLoadFile
@@ -100,8 +100,7 @@ def record_expert_load(trainer: Any) -> None:
             return
         tokens_LE = torch.zeros(layers, experts, dtype=torch.int64, device=device)
         for layer, block in blocks.items():
-            counted_E = block.moe.tokens_per_expert_E
-            counted_E = counted_E.to_local() if isinstance(counted_E, DTensor) else counted_E
+            counted_E = local(block.moe.tokens_per_expert_E)
             # A layer that is run again in the backward pass has counted its tokens twice.
             is_recomputed = getattr(block, "checkpoint_impl", None) is CheckpointImpl.NO_REENTRANT
             tokens_LE[layer] = counted_E // (2 if is_recomputed else 1)

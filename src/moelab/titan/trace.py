@@ -38,6 +38,7 @@ from moelab.runs.files import write_json, write_whole
 MAX_BYTES = 64 << 20
 MAX_ALLOCATIONS = 100_000
 """Allocations and frees of one step that a memory snapshot has at most, the latest ones."""
+_HOST = socket.gethostname()  # asked once: a trace has millions of lines
 _OF_THIS_MACHINE = re.compile(r'"(traceName|host_?name)": *"(?:[^"\\]|\\.)*"', re.I)
 _TEXT = re.compile(r'"(?:[^"\\]|\\.)*"')
 
@@ -160,12 +161,11 @@ def without_places_of(line: str) -> str:
         >>> without_places_of('"kernel_file": "/scratch/ada/cache/c3.py", "traceName": "/home/ada/t.json", "ts": 4')
         '"kernel_file": "…/c3.py", "traceName": "", "ts": 4'
     """
-    host = socket.gethostname()
     if '"traceName"' in line or '"host' in line:
         line = _OF_THIS_MACHINE.sub(r'"\1": ""', line)
-    if "/" not in line and host not in line:
+    if "/" not in line and _HOST not in line:
         return line
-    return _TEXT.sub(lambda text: _shared(text[0]) if "/" in text[0] or host in text[0] else text[0], line)
+    return _TEXT.sub(lambda text: _shared(text[0]) if "/" in text[0] or _HOST in text[0] else text[0], line)
 
 
 @functools.lru_cache(maxsize=10_000)

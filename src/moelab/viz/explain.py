@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import plotly.graph_objects as go
@@ -80,7 +80,7 @@ def communication_bars(explained: Mapping[str, Explanation], *, replayed: bool =
     """
     rows = [(name, one) for name, step in explained.items() for one in step.communication]
     total, exposed = (sum(getattr(one, key) for _, one in rows) for key in ("ms", "exposed_ms"))
-    names = ["<br>".join(wrap(name, 26)) for name, _ in rows]
+    names = _labels(name for name, _ in rows)
     y = [names, [plot_text(one.group) for _, one in rows]]
     figure = new_figure(
         f"Compute hides {1 - exposed / total:.0%} of {total:.0f} ms of communication" if total else "No communication",
@@ -281,7 +281,7 @@ def _ranks(explained: Mapping[str, Explanation]) -> str:
     return f"rank {', '.join(map(str, ranks))}" if ranks else "of one rank"
 
 
-def _labels(names: Mapping[str, object]) -> list[str]:
+def _labels(names: Iterable[str]) -> list[str]:
     return ["<br>".join(wrap(name, 26)) for name in names]
 
 

@@ -245,7 +245,7 @@ def pipeline_schedule(layout: Layout, schedule: str) -> go.Figure:
     played = timeline(schedule, unit, pp=layout.pp, microbatches=layout.microbatches)
     end, count = int(max(row[-1].end for row in played)), sum(map(len, played))
     shown = end if count <= MOST_BLOCKS else end * MOST_BLOCKS // count
-    turns = len(layout.stages) // layout.pp
+    turns = layout.stages_per_rank
     # Bars are numbered if the longest number fits into the shortest bar.
     numbered = shown * DIGIT_PX * len(str(layout.microbatches - 1)) <= NARROW_PX
     reading = [
