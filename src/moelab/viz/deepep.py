@@ -239,6 +239,13 @@ def _sums(rows: Iterable[Row]) -> str:
 # --- measured arms ---------------------------------------------------------------------------------------------------
 
 
+def _old_fp8(results: Sequence[ArmResult]) -> str:
+    """What FP8 was in rows that name no code: TorchTitan's FP8 experts, which train in BF16 over several ranks."""
+    if not any(result.arm.startswith("fp8") and result.code is None for result in results):
+        return ""
+    return " FP8 is of older code: BF16 but for w1 and w3 after an FP8 dispatch."
+
+
 def two_by_two_bars(results: Sequence[ArmResult], measured: Measurement) -> go.Figure:
     """Every arm's throughput over stock under the same checkpointing, a panel for each shape, against the goals.
 
@@ -264,7 +271,7 @@ def two_by_two_bars(results: Sequence[ArmResult], measured: Measurement) -> go.F
         ["<br>".join(wrap(settings[shape], 15)) for shape in shapes],
         subtitle="Tokens/s over BF16 with the standard all-to-all under the same checkpointing and routing, thin "
         f"models. Bars: median of {span(result.steps for result in drawn)} steps with quartiles; points: passes, arms "
-        f"in turn. Dashed: goals, which are about stock's best checkpointing. {measured.stamp}.",
+        f"in turn. Dashed: goals, which are about stock's best checkpointing.{_old_fp8(drawn)} {measured.stamp}.",
         note=replayed(measured),
         height=220 + 62 * len(arms),
         shared=True,
