@@ -12,6 +12,7 @@ from torchtitan.components.quantization.utils import has_quantization
 from torchtitan.config import ConfigManager
 from torchtitan.config.override import apply_overrides
 from torchtitan.distributed.activation_checkpoint import FullAC
+from torchtitan.models.common.attention import FlexAttention
 from torchtitan.models.common.moe import TokenChoiceTopKRouter
 from torchtitan.models.common.token_dispatcher import (
     AllToAllTokenDispatcher,
@@ -33,6 +34,7 @@ from moelab.runs import directory
 from moelab.titan import config_registry
 from moelab.titan.arms import PUBLISHED, config_name, named_arms, nearest
 from moelab.titan.assumed_gpu import assume_gpu
+from moelab.titan.models import FLASH_BLOCKS, model_spec
 from moelab.titan.routing import RandomBalancedRouter
 
 ROOT = Path(__file__).parents[2]
@@ -281,3 +283,14 @@ def test_a_processor_does_not_stand_in_for_gpus_that_do_not_work(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(Refused, match=said):
         config_registry.trainer_config(Experiment())
+
+
+@pytest.mark.parametrize(("capability", "blocks"), [((9, 0), FLASH_BLOCKS), ((10, 0), (256, 128))])
+def test_flash_attention_has_a_mask_in_blocks_that_its_backward_pass_takes(
+    capability: tuple[int, int], blocks: tuple[int, int]
+) -> None:
+    with assume_gpu(capability):
+        spec = model_spec("671B", ep_backend="standard", attention_backend="flex_flash")
+    attentions = [attention for _name, attention, *_ in spec.model.traverse(FlexAttention.Config)]
+    assert {attention.block_size for attention in attentions} == {blocks}
+    assert {attention.kernel_options["BACKEND"] for attention in attentions} == {"FLASH"}
