@@ -43,13 +43,16 @@ from moelab.viz.deepep import (
     sm_sweep,
     two_by_two_bars,
 )
-from moelab.viz.token_flow import METHOD_LABELS, forwarding, hops, token_flow
 from moelab.viz.traffic import (
+    METHOD_LABELS,
     TrafficExplorer,
     bytes_by_ep,
     destination_histogram,
+    forwarding,
+    hops,
     move_times,
     saving_by_routing,
+    token_flow,
     traffic_matrix,
 )
 

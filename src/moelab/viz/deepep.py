@@ -22,7 +22,7 @@ from moelab.projection.measured import EP_DEGREES, ROUTINGS, SCALING, Measuremen
 from moelab.projection.traffic import Pass
 from moelab.viz.draw import draw_limit, error_bars, nothing_to_draw, panels, write_beside
 from moelab.viz.theme import INK, MUTED, OTHER, WARNING, arm_styles, new_figure, plot_text, span, wrap
-from moelab.viz.token_flow import ROUTING_LABELS
+from moelab.viz.traffic import ROUTING_LABELS
 
 NIC_GB_S = 50.0
 """One 400 Gb/s network card for each GPU, as all quoted systems have (NVIDIA ConnectX-7 datasheet)."""

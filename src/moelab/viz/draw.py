@@ -55,6 +55,11 @@ def in_panel(column: int, name: str) -> dict[str, object]:
     return {"row": 1, "col": column, "name": name, "legendgroup": name, "showlegend": column == 1}
 
 
+def above(texts: Sequence[str]) -> dict[str, object]:
+    """Options of upright bars that have these texts above them."""
+    return {"text": list(texts), "textposition": "outside", "cliponaxis": False}
+
+
 def draw_arm_axis(figure: go.Figure, arms: Sequence[str], *, margin: float = 0.6) -> None:
     """Name the arms under places 0, 1, 2 …, with so much room beside the first and the last."""
     labels = ["<br>".join(wrap(arm_label(arm), 18)) for arm in arms]
