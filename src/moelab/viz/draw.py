@@ -60,6 +60,12 @@ def above(texts: Sequence[str]) -> dict[str, object]:
     return {"text": list(texts), "textposition": "outside", "cliponaxis": False}
 
 
+def inside(texts: Sequence[str], *, anchor: str = "middle", **font: object) -> dict[str, object]:
+    """Options of bars that have these texts in them, upright."""
+    place = {"textposition": "inside", "insidetextanchor": anchor, "textangle": 0}
+    return {"text": list(texts), "textfont": font, **place}
+
+
 def draw_arm_axis(figure: go.Figure, arms: Sequence[str], *, margin: float = 0.6) -> None:
     """Name the arms under places 0, 1, 2 …, with so much room beside the first and the last."""
     labels = ["<br>".join(wrap(arm_label(arm), 18)) for arm in arms]
