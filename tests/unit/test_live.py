@@ -27,12 +27,10 @@ from moelab.viz.live import (
     MOST_POINTS,
     LiveView,
     dashboard,
-    loss_now,
-    memory_now,
     rank_memory,
     rank_step_times,
+    run_curves,
     run_states,
-    tps_now,
 )
 
 STUDY: dict[str, Any] = {"name": "study", "gpus_per_node": 2, "ep": 2, "steps": 20}
@@ -81,17 +79,17 @@ def ranks(step_time_s: np.ndarray) -> RankTable:
 
 def test_lines_are_the_tables() -> None:
     rows = table(("bf16_deepep", "mxfp8_deepep"))
-    for figure, column in ((loss_now(rows), "loss"), (tps_now(rows, model="nano"), "tps")):
+    for figure, column in ((run_curves(rows, "loss"), "loss"), (run_curves(rows, "tps", model="nano"), "tps")):
         assert [trace.name for trace in figure.data] == ["BF16 + DeepEP, seed 0", "MXFP8 + DeepEP, seed 0"]
         for trace, (_, run) in zip(figure.data, rows.groupby("run"), strict=True):
             assert list(trace.x) == run["step"].tolist()
             assert list(trace.y) == run[column].tolist()
         assert "Measured" in title(figure)
-    assert "7.600 nats per token, step 4" in title(loss_now(rows))
+    assert "7.600 nats per token, step 4" in title(run_curves(rows, "loss"))
 
 
 def test_published_levels_stand_beside_the_671b_alone_and_say_that_they_are_quoted() -> None:
-    figure = tps_now(table(), model="671B")
+    figure = run_curves(table(), "tps", model="671B")
     levels = [shape.y0 for shape in figure.layout.shapes]
     assert levels == [row.tps for row in THROUGHPUT] == [651.0, 859.0, 918.0]
     assert words(figure) == [
@@ -100,7 +98,7 @@ def test_published_levels_stand_beside_the_671b_alone_and_say_that_they_are_quot
         "quoted 918: MXFP8 + DeepEP",
     ]
     assert "Nebius ml-cookbook" in title(figure)
-    assert not tps_now(table(), model="16B").layout.shapes
+    assert not run_curves(table(), "tps", model="16B").layout.shapes
 
 
 def test_published_levels_do_not_stand_beside_an_own_shape(tmp_path: Path) -> None:
@@ -113,17 +111,17 @@ def test_published_levels_do_not_stand_beside_an_own_shape(tmp_path: Path) -> No
 
 
 def test_memory_shows_what_there_is() -> None:
-    figure = memory_now(table())
+    figure = run_curves(table(), "memory_gib")
     assert [shape.y0 for shape in figure.layout.shapes] == [180.0]
     assert "derived" in words(figure)[0]
-    assert not memory_now(table().assign(memory_pct=0.0)).layout.shapes
+    assert not run_curves(table().assign(memory_pct=0.0), "memory_gib").layout.shapes
 
 
 def test_a_long_run_is_thinned_and_keeps_its_last_step() -> None:
-    (line,) = loss_now(table(steps=100_000)).data
-    assert MOST_POINTS / 2 < len(line.x) <= MOST_POINTS
+    (line,) = run_curves(table(steps=100_000), "loss").data
+    assert MOST_POINTS / 2 < len(line.x) <= MOST_POINTS + 1
     assert line.x[-1] == 100_000
-    assert set(np.diff(line.x)) == {200.0}
+    assert set(np.diff(line.x[:-1])) == {200.0}
 
 
 def test_the_map_of_step_times_is_ranks_by_steps_and_names_the_slow_step() -> None:

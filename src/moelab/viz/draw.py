@@ -11,8 +11,8 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from moelab.analysis.arms import arm_label
-from moelab.analysis.curves import finished, joined_lines, smooth, thinning
-from moelab.viz.theme import INK, MUTED, WARNING, ArmStyle, arm_styles, new_figure, wrap
+from moelab.analysis.curves import joined_lines, thinning
+from moelab.viz.theme import INK, MUTED, WARNING, ArmStyle, new_figure, wrap
 
 
 def panels(
@@ -73,29 +73,6 @@ def draw_arm_axis(figure: go.Figure, arms: Sequence[str], *, margin: float = 0.6
     figure.update_xaxes(range=[-margin, len(arms) - 1 + margin])
 
 
-def arm_bar(position: float, value: float, style: ArmStyle, hover: str) -> go.Bar:
-    """An arm's throughput as a bar with its number inside; ``hover`` follows the arm's name."""
-    return go.Bar(
-        x=[position],
-        y=[value],
-        marker={"color": style.fill(0.35), "line": {"color": style.color, "width": 2}},
-        text=[f"<b>{value:,.0f}</b>"],
-        textposition="inside",
-        insidetextanchor="middle",
-        textfont={"color": INK, "size": 16},
-        hovertemplate=f"{style.label}: {hover}<extra></extra>",
-    )
-
-
-def finish_arm_bars(
-    figure: go.Figure, arms: Sequence[str], highest: float, *, words: str = "per GPU", margin: float = 0.6
-) -> go.Figure:
-    """Name the arms under their bars, and leave room above the highest (tokens/s) for what is written there."""
-    draw_arm_axis(figure, arms, margin=margin)
-    figure.update_yaxes(title_text=f"tokens/s {words}", range=[0, 1.18 * highest], tickformat=",")
-    return figure.update_layout(showlegend=False, bargap=0.45, hovermode="closest")
-
-
 def running_bars(
     rows: Sequence[str], values: Sequence[float], colors: Sequence[str], shapes: Sequence[str] = (), *, hover: str
 ) -> go.Bar:
@@ -144,28 +121,11 @@ def draw_limit(figure: go.Figure, y: float, text: str, *, color: str, width: flo
     figure.update_layout(margin_r=margin_px)
 
 
-def draw_seeds_and_means(
-    figure: go.Figure, curves: dict[str, pd.DataFrame], *, window: int, shown_from: int = 0, inset: bool = False
-) -> None:
-    """Draw every seed of every arm thin and unsmoothed, and over them the arms' means, bold.
-
-    Args:
-        figure: Figure to draw into.
-        curves: Steps by seeds, by arm.
-        window: Logged steps that the mean is smoothed over; seeds are fainter behind a smoothed mean.
-        shown_from: First step drawn.
-        inset: Draw on the axes ``x2`` and ``y2``, without a second legend.
-    """
-    axes = {"xaxis": "x2", "yaxis": "y2", "showlegend": False} if inset else {}
-    styles = arm_styles(curves)
-    for name, style in styles.items():
-        x, y = joined_lines(curves[name].loc[shown_from:])
-        line = {"color": style.fill(0.35 if window == 1 else 0.15), "width": 1}
-        seeds = go.Scatter(x=x, y=y, mode="lines", line=line, hoverinfo="skip", legendgroup=style.label, **axes)
-        figure.add_trace(seeds.update(showlegend=False))
-    for name, style in styles.items():
-        mean = smooth(finished(curves[name]), window).mean(axis=1)
-        draw_mean(figure, mean.loc[shown_from:], style, **axes)
+def draw_seeds(figure: go.Figure, curves: pd.DataFrame, style: ArmStyle, *, opacity: float, **options: object) -> None:
+    """Draw every seed (a column of ``curves``) thin and unsmoothed, as one trace; ``options`` go to it."""
+    x, y = joined_lines(curves)
+    trace = {"mode": "lines", "hoverinfo": "skip", "legendgroup": style.label, "showlegend": False}
+    figure.add_trace(go.Scatter(x=x, y=y, line={"color": style.fill(opacity), "width": 1}, **(trace | options)))
 
 
 def name_loss_axes(figure: go.Figure) -> go.Figure:
@@ -176,8 +136,8 @@ def name_loss_axes(figure: go.Figure) -> go.Figure:
 def draw_mean(figure: go.Figure, mean: pd.Series[float], style: ArmStyle, **options: object) -> None:
     """Draw one bold line in the arm's colour and dash; ``options`` go to the trace."""
     trace = {"mode": "lines", "name": style.label, "legendgroup": style.label, "hovertemplate": "%{y:.4f}"}
-    line = {"color": style.color, "width": 2.5, "dash": style.dash}
-    figure.add_trace(go.Scatter(x=mean.index.to_numpy(), y=mean.to_numpy(), line=line, **(trace | options)))
+    trace |= {"line": {"color": style.color, "width": 2.5, "dash": style.dash}}
+    figure.add_trace(go.Scatter(x=mean.index.to_numpy(), y=mean.to_numpy(), **(trace | options)))
 
 
 def draw_band(
@@ -215,9 +175,10 @@ def legend_entry(name: str, **look: object) -> go.Scatter:
     return go.Scatter(x=[None], y=[None], name=name, hoverinfo="skip", **look)
 
 
-def nothing_to_draw(finding: str, *, subtitle: str, height: int) -> go.Figure:
+def nothing_to_draw(finding: str, *, subtitle: str, height: int, note: str = "") -> go.Figure:
     """A figure that says in words why it is empty; arguments are those of :func:`moelab.viz.theme.new_figure`."""
-    return new_figure(finding, subtitle=subtitle, height=height).update_layout(xaxis_visible=False, yaxis_visible=False)
+    figure = new_figure(finding, subtitle=subtitle, note=note, height=height)
+    return figure.update_layout(xaxis_visible=False, yaxis_visible=False)
 
 
 def place_map(

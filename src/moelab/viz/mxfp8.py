@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import plotly.graph_objects as go
@@ -381,26 +381,14 @@ FORWARD, DGRAD, WGRAD = (0, 252), (266, 518), (532, 740)
 ROW_PX, GAP_PX = 44, 16
 
 
-@dataclass(frozen=True)
-class Box:
-    """A step of the path: its column, its first row, its lines and its colour."""
+class Box(NamedTuple):
+    """A step of the path: its column, its row from the top, its colour and its lines."""
 
     column: tuple[int, int]
     row: int
     fill: str
     text: str
     detail: str
-
-    @property
-    def ends(self) -> tuple[float, float]:
-        """Upper and lower edge, px from the top of the drawing."""
-        top = self.row * (ROW_PX + GAP_PX)
-        return top, top + ROW_PX
-
-    @property
-    def middle(self) -> float:
-        """Centre from the left, px."""
-        return sum(self.column) / 2
 
 
 PATH = (
@@ -436,7 +424,10 @@ PATH = (
 
 def mxfp8_path() -> go.Figure:
     """What is quantised where on the way of a token's activations through an MXFP8 MoE layer, forward and backward."""
-    height = max(box.ends[1] for box in PATH)
+    below = [
+        row * (ROW_PX + GAP_PX) for row in range(1 + max(box.row for box in PATH))
+    ]  # px from the top of the drawing
+    height = below[-1] + ROW_PX
     figure = new_figure(
         "MXFP8 enters at nine products and is gone after each; all between them stays BF16",
         subtitle="T tokens, M routed rows, D model and F expert width. A GEMM casts its operands from BF16 along the "
@@ -454,23 +445,23 @@ def mxfp8_path() -> go.Figure:
         figure.add_annotation(text="", showarrow=True, **ends, **look)
 
     for box in PATH:
-        (left, right), (top, bottom) = box.column, box.ends
-        corners = {"x0": left, "x1": right, "y0": top, "y1": bottom}
+        (left, right), top = box.column, below[box.row]
+        corners = {"x0": left, "x1": right, "y0": top, "y1": top + ROW_PX}
         line = _EDGES.get(box.fill, _PLAIN)
         figure.add_shape(type="rect", fillcolor=box.fill, line=line, layer="below", **corners)
-        write(f"<b>{box.text}</b><br><span style='font-size:12px'>{box.detail}</span>", box.middle, (top + bottom) / 2)
+        text = f"<b>{box.text}</b><br><span style='font-size:12px'>{box.detail}</span>"
+        write(text, (left + right) / 2, top + ROW_PX / 2)
     for column, down in ((FORWARD, True), (DGRAD, False)):
-        for upper, lower in pairwise(box for box in PATH if box.column == column):
-            ends = [(upper.middle, upper.ends[1]), (upper.middle, lower.ends[0])]
+        x = sum(column) / 2
+        for upper, lower in pairwise(below[box.row] for box in PATH if box.column == column):
+            ends = [(x, upper + ROW_PX), (x, lower)]
             draw_arrow(*(ends if down else ends[::-1]))
     # Wgrad takes the gradient that comes from below and the activation kept from the forward pass.
-    at = {(box.column, box.row): box for box in PATH}
     for row in (4, 8):
-        wgrad, bottom = at[WGRAD, row], at[WGRAD, row].ends[1]
-        draw_arrow((DGRAD[1], at[DGRAD, row + 1].ends[0] + 10), (WGRAD[0] + 24, bottom))
-        draw_arrow((wgrad.middle + 20, bottom), (wgrad.middle + 20, bottom + GAP_PX))
-    kept, third_row = "x, h kept from forward;<br>wgrad may stay BF16", 3 * (ROW_PX + GAP_PX)
-    write(kept, WGRAD[0] + 104, third_row + 26, color=MUTED)
+        x, bottom = sum(WGRAD) / 2 + 20, below[row] + ROW_PX
+        draw_arrow((DGRAD[1], below[row + 1] + 10), (WGRAD[0] + 24, bottom))
+        draw_arrow((x, bottom), (x, bottom + GAP_PX))
+    write("x, h kept from forward;<br>wgrad may stay BF16", WGRAD[0] + 104, below[3] + 26, color=MUTED)
     for column, text in ((FORWARD, "forward ↓"), (DGRAD, "backward ↑"), (WGRAD, "weight gradients")):
         write(f"<b>{text}</b>", sum(column) / 2, -16)
     y = height + 34
