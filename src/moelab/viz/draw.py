@@ -26,17 +26,9 @@ def panels(
     shared: bool = False,
     title_size: int = 13,
 ) -> go.Figure:
-    """An empty figure of several panels in a row.
+    """An empty figure of several panels in a row, with a title as :func:`moelab.viz.theme.new_figure` writes it.
 
-    Args:
-        finding: as :func:`moelab.viz.theme.new_figure` takes it.
-        titles: of the panels.
-        subtitle: as there.
-        note: as there.
-        height: as there, of the panels.
-        spacing: between two panels, as a part of the width.
-        shared: whether all panels have one vertical axis.
-        title_size: of the panels' titles, px.
+    ``spacing`` is between two panels, as a part of the width; ``shared`` panels have one vertical axis.
     """
     # make_subplots begins a figure of its own, without the title's layout, and leaves no room for its panels' titles.
     headed = new_figure(finding, subtitle=subtitle, note=note, height=height)
@@ -76,15 +68,7 @@ def draw_arm_axis(figure: go.Figure, arms: Sequence[str], *, margin: float = 0.6
 def running_bars(
     rows: Sequence[str], values: Sequence[float], colors: Sequence[str], shapes: Sequence[str] = (), *, hover: str
 ) -> go.Bar:
-    """Bars below each other, each beginning where the one above ends, and a last one of the whole from zero.
-
-    Args:
-        rows: their names.
-        values: what each adds; the last is the whole.
-        colors: of each.
-        shapes: of each one's pattern.
-        hover: plotly's template.
-    """
+    """Bars below each other, each beginning where the one above ends, and a last one of the whole from zero."""
     marker = {"color": list(colors), "line": {"color": MUTED, "width": 1}}
     marker |= {"pattern": {"shape": list(shapes)}} if shapes else {}
     base = [*accumulate(values[:-2], initial=0.0), 0.0]
@@ -152,13 +136,8 @@ def draw_band(
 
 
 def draw_marks(figure: go.Figure, marks: Sequence[tuple[int, float]]) -> None:
-    """Mark the steps whose gradient norm was reported as NaN or Inf on the curves of their runs' loss.
-
-    Args:
-        figure: to draw into.
-        marks: step and loss (nats) of each; where there are none, nothing is drawn and the legend does not name them.
-    """
-    if not marks:
+    """Mark the steps whose gradient norm was reported as NaN or Inf on the curves of their runs' loss."""
+    if not marks:  # the legend does not name them then
         return
     x, y = zip(*marks[:: thinning(len(marks))], strict=True)  # a run may report NaN in every step
     look = {"symbol": "x-thin", "size": 8, "line": {"color": WARNING, "width": 1.5}}
@@ -184,26 +163,15 @@ def nothing_to_draw(finding: str, *, subtitle: str, height: int, note: str = "")
 def place_map(
     figure: go.Figure, place: int, title: str, *, x: dict[str, object], y: dict[str, object]
 ) -> dict[str, str]:
-    """Give a map axes of its own that are not seen, with its title above their left end.
+    """Give the ``place``-th map (from 0) axes of its own that are not seen, with its title above their left end.
 
-    Args:
-        figure: to draw into.
-        place: of the map among all of the figure, from 0.
-        title: in plotly's HTML.
-        x: domain and range; the domain is a part of the width.
-        y: range, and domain if it is not the whole height.
-
-    Returns:
-        Names of the axes, for traces.
+    ``x`` and ``y`` have the axes' ranges and domains, which are parts of the figure; the names of the axes come back.
     """
     suffix = str(place + 1) if place else ""
     hidden = {"visible": False, "fixedrange": True}
     figure.update_layout({f"xaxis{suffix}": {**hidden, **x, "anchor": f"y{suffix}"}})
     figure.update_layout({f"yaxis{suffix}": {**hidden, **y, "anchor": f"x{suffix}"}})
-    corner = {
-        "x": figure.layout[f"xaxis{suffix}"].domain[0],
-        "y": (figure.layout[f"yaxis{suffix}"].domain or (0, 1))[1],
-    }
-    corner |= {"xref": "paper", "yref": "paper", "xanchor": "left", "yanchor": "bottom", "align": "left"}
-    figure.add_annotation(text=title, showarrow=False, font={"size": 13, "color": INK}, **corner)
+    left, top = figure.layout[f"xaxis{suffix}"].domain[0], (figure.layout[f"yaxis{suffix}"].domain or (0, 1))[1]
+    corner = {"xref": "paper", "yref": "paper", "xanchor": "left", "yanchor": "bottom", "align": "left"}
+    figure.add_annotation(x=left, y=top, text=title, showarrow=False, font={"size": 13, "color": INK}, **corner)
     return {"xaxis": f"x{suffix}", "yaxis": f"y{suffix}"}
