@@ -208,13 +208,12 @@ AROUND_PX = 190
 DIGIT_PX, NARROW_PX = 9, 640
 """Room that a digit needs, and the width of the axis in a narrow notebook."""
 _KINDS = {
-    "F": ("forward", "#0072B2", "white"),
-    "B": ("backward", "#D55E00", "white"),
-    "I": ("backward: dgrad", "#E69F00", INK),
-    "W": ("backward: wgrad", "#009E73", "white"),
+    "F": ("forward", ("#0072B2", "#86BCDD"), "white"),
+    "B": ("backward", ("#D55E00", "#EDA978"), "white"),
+    "I": ("backward: dgrad", ("#E69F00", "#F5D590"), INK),
+    "W": ("backward: wgrad", ("#009E73", "#84CDB8"), "white"),
 }
-_LIGHTER = {"#0072B2": "#86BCDD", "#D55E00": "#EDA978", "#E69F00": "#F5D590", "#009E73": "#84CDB8"}
-"""Of a rank's second stage: halfway to white."""
+"""Name of what a block does, colour of a rank's first stage and, halfway to white, of the others, ink of the first."""
 
 
 def pipeline_schedule(layout: Layout, schedule: str) -> go.Figure:
@@ -254,47 +253,42 @@ def pipeline_schedule(layout: Layout, schedule: str) -> go.Figure:
         note="simulated: equal stage times, free communication",
         height=AROUND_PX + rows_px,
     )
-    rows_of = {"orientation": "h", "width": 0.86}
+
+    def draw(bars: Sequence[tuple[int, float, float]], name: str, hover: str, **look: object) -> None:
+        """Bars of one look, each given as rank, start and end."""
+        ranks, starts, ends = zip(*bars, strict=True) if bars else ((), (), ())
+        lengths = [stop - start for start, stop in zip(starts, ends, strict=True)]
+        place = {"base": starts, "x": lengths, "y": ranks, "orientation": "h", "width": 0.86}
+        figure.add_bar(name=name, hovertemplate=f"{hover}<extra>rank %{{y}}</extra>", **place, **look)
+
     blocks = [
         (rank, layout.stages_of_rank[rank].index(block.action.stage), block)
         for rank, row in enumerate(played)
         for block in row
         if block.start < shown
     ]
-    for kind, (name, color, ink) in _KINDS.items():
+    for kind, (name, colors, ink) in _KINDS.items():
         for turn in range(turns):
             work = [(rank, block) for rank, at, block in blocks if (block.action.kind, at) == (kind, turn)]
             if not work:
                 continue
             numbers = [str(block.action.microbatch) for _, block in work]
-            figure.add_bar(
-                base=[block.start for _, block in work],
-                x=[block.end - block.start for _, block in work],
-                y=[rank for rank, _ in work],
-                marker={"color": _LIGHTER[color] if turn else color, "line": {"color": "white", "width": 0.5}},
-                **(inside(numbers, color=INK if turn else ink, size=12) if numbered else {}),
+            draw(
+                [(rank, block.start, block.end) for rank, block in work],
+                name if turn == 0 else f"{name}, stage {turn + 1} of the rank",
+                f"{name}, stage %{{customdata[0]}}, micro-batch %{{customdata[1]}}",
+                marker={"color": colors[turn > 0], "line": {"color": "white", "width": 0.5}},
                 customdata=[[block.action.stage, block.action.microbatch] for _, block in work],
-                hovertemplate=f"{name}, stage %{{customdata[0]}}, micro-batch %{{customdata[1]}}"
-                "<extra>rank %{y}</extra>",
-                name=name if turn == 0 else f"{name}, stage {turn + 1} of the rank",
                 showlegend=turn == 0,
-                **rows_of,
+                **(inside(numbers, color=INK if turn else ink, size=12) if numbered else {}),
             )
     idle = []
     for rank, row in enumerate(played):
         edges = [0, *(edge for block in row for edge in (block.start, block.end)), end]
         stretches = zip(edges[::2], edges[1::2], strict=True)
         idle += [(rank, start, min(stop, shown)) for start, stop in stretches if start < min(stop, shown)]
-    figure.add_bar(
-        base=[start for _, start, _ in idle],
-        x=[stop - start for _, start, stop in idle],
-        y=[rank for rank, _, _ in idle],
-        marker={"color": "white", "line_width": 0},
-        marker_pattern={"shape": "/", "fgcolor": MUTED, "bgcolor": "#f4f5f7", "size": 6, "solidity": 0.2},
-        hovertemplate="waits %{x} units<extra>rank %{y}</extra>",
-        name="wait (bubble)",
-        **rows_of,
-    )
+    hatch = {"shape": "/", "fgcolor": MUTED, "bgcolor": "#f4f5f7", "size": 6, "solidity": 0.2}
+    draw(idle, "wait (bubble)", "waits %{x} units", marker={"color": "white", "line_width": 0, "pattern": hatch})
     every = 1 if layout.pp <= 16 else 4
     # Each bar has a base of its own, so they overlay; the legend stands 58 px under the axis.
     figure.update_layout(barmode="overlay", hovermode="closest", legend={"traceorder": "normal", "y": -58 / rows_px})
