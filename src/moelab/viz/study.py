@@ -197,7 +197,7 @@ def loss_difference(table: pd.DataFrame, verdict: Verdict, *, note: str = "") ->
         figure.add_annotation(**label, x=0.01, xref="x domain", y=verdict.margin_nats, yanchor="bottom")
     style = arm_styles([verdict.arm])[verdict.arm]
     draw_band(figure, band["low"], band["high"], style)
-    draw_seeds(figure, smoothed, style, opacity=0.45, name="one seed", showlegend=True)
+    draw_seeds(figure, smoothed, style, opacity=0.45, name="one seed", showlegend=True, legendgroup=None)
     line = {"color": style.color, "width": 2.5}  # a dash tells arms apart, and here is one
     draw_mean(figure, band["mean"], style, name="mean over seeds", hovertemplate="%{y:+.4f}", line=line)
     reach = (verdict.interval.high - verdict.interval.low) / 2.0
