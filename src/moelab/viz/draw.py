@@ -119,8 +119,8 @@ def name_loss_axes(figure: go.Figure) -> go.Figure:
 
 def draw_mean(figure: go.Figure, mean: pd.Series[float], style: ArmStyle, **options: object) -> None:
     """Draw one bold line in the arm's colour and dash; ``options`` go to the trace."""
-    trace = {"mode": "lines", "name": style.label, "legendgroup": style.label, "hovertemplate": "%{y:.4f}"}
-    trace |= {"line": {"color": style.color, "width": 2.5, "dash": style.dash}}
+    trace: dict[str, object] = {"mode": "lines", "name": style.label, "legendgroup": style.label}
+    trace |= {"line": {"color": style.color, "width": 2.5, "dash": style.dash}, "hovertemplate": "%{y:.4f}"}
     figure.add_trace(go.Scatter(x=mean.index.to_numpy(), y=mean.to_numpy(), **(trace | options)))
 
 

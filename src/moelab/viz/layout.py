@@ -79,9 +79,9 @@ def mesh_map(layout: Layout, *, gpus_per_node: int, rank: int = 0, nvlink_ranks:
     )
     texts = []
     for each in everyone:
-        (node, local), place = divmod(each, gpus_per_node), coordinates(layout, each)
-        dense = ", ".join(f"{axis} {place[axis]}" for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp"))
-        experts = f"<br>experts: efsdp {place['efsdp']}, ep {place['ep']}" if "ep" in place else ""
+        (node, local), on = divmod(each, gpus_per_node), coordinates(layout, each)
+        dense = ", ".join(f"{axis} {on[axis]}" for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp"))
+        experts = f"<br>experts: efsdp {on['efsdp']}, ep {on['ep']}" if "ep" in on else ""
         texts.append(f"<b>rank {each}</b>: node {node}, GPU {local}<br>{dense}{experts}")
     x, y = grid.square(rank)
     star = {**STAR, "size": 11 if grid.numbered else 7}

@@ -182,6 +182,7 @@ def method_errors(rows: Sequence[ErrorRow]) -> go.Figure:
         known = [(row, row.data, number(row)) for row in rows if math.isfinite(number(row))]
         _draw_dots(figure, known, xaxis=f"x{suffix}", showlegend=not suffix)
         figure.update_layout({f"xaxis{suffix}": {"domain": domain, "title": {"text": title}, "anchor": "y"}})
+    figure.for_each_trace(lambda trace: trace.update(legendgroup=trace.name))  # a click hides a method in all panels
     return _name_rows(figure, names)
 
 
@@ -220,7 +221,6 @@ def _draw_dots(figure: go.Figure, rows: Sequence[tuple[ErrorRow | GemmRow, str, 
                 y=[name for _, name, _ in mine],
                 mode="markers",
                 name=mine[0][0].label,
-                legendgroup=method,
                 marker={"color": color, "symbol": symbol, "size": 12, "line": {"width": 2.2, "color": color}},
                 hovertemplate="%{x:.2f}, %{y}",
                 **options,

@@ -131,11 +131,11 @@ def loss_tail(table: pd.DataFrame, *, note: str = "", marks: Sequence[tuple[int,
     first -= round(TAIL * first) - 1
     tails = {name: smooth(arm, window).loc[first:] for name, arm in curves.items()}
     means = pd.DataFrame({name: tail.mean(axis=1) for name, tail in tails.items()})
-    fall, gap = means.iloc[0, 0] - means.iloc[-1, 0], (means.max(axis=1) - means.min(axis=1)).max()
+    gap, first_mean = (means.max(axis=1) - means.min(axis=1)).max(), means.to_numpy(dtype=float)[:, 0]
     end, alone = f"in the last {100 * TAIL:g} % of steps", len(tails) == 1
     smoothing = f"smoothed over {window} logged steps" if window > 1 else "unsmoothed"
     figure = new_figure(
-        f"{arm_label(next(iter(tails)))} falls by {fall:.3f} nats {end}"
+        f"{arm_label(next(iter(tails)))} falls by {first_mean[0] - first_mean[-1]:.3f} nats {end}"
         if alone
         else f"{end.capitalize()} the mean curves stay within {gap:.4f} nats of each other",
         subtitle=f"One seed{'' if alone else ' an arm'}, {smoothing}; no band without a second seed."

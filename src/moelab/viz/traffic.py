@@ -255,25 +255,21 @@ class _Token:
             # Names of nodes stand above each row, at the end that is far from the sender, where few arrows pass.
             left = self.sender % self.across >= self.across / 2
             for row, node in enumerate(self.nodes):
-                place = {"x": 0 if left else self.across, "y": row * ROW_HEIGHT - 0.28}
-                place |= {"xref": axes["xaxis"], "yref": axes["yaxis"], "xanchor": "left" if left else "right"}
+                at = {"x": 0 if left else self.across, "y": row * ROW_HEIGHT - 0.28}
+                place = {"xref": axes["xaxis"], "yref": axes["yaxis"], "xanchor": "left" if left else "right"}
                 look = {"borderpad": 1, "bgcolor": "rgba(255,255,255,0.6)", "font": {"size": 11, "color": MUTED}}
-                figure.add_annotation(text=f"node {node}", showarrow=False, **place, **look)
-            star, at = {**STAR, "size": 13}, self.center(self.sender)
-            figure.add_scatter(
-                x=at[:1], y=at[1:], mode="markers", marker=star, **{**quiet, "hoverinfo": "skip"}, **axes
-            )
-        for name, mode, look in (
-            ("network", "lines", {"line": {"color": FAR, "width": 3}}),
-            ("NVLink", "lines", {"line": {"color": NEAR, "width": 3}}),
-            ("the token", "markers", {"marker": {"symbol": "star", "size": 12, "color": "black"}}),
-            (
-                "GPU with so many of its experts",
-                "markers",
-                {"marker": {"symbol": "square", "size": 13, "color": CHOSEN}},
-            ),
-        ):
-            figure.add_trace(legend_entry(name, mode=mode, **look))
+                figure.add_annotation(text=f"node {node}", showarrow=False, **at, **place, **look)
+            x0, y0 = self.center(self.sender)
+            star = {"mode": "markers", "marker": {**STAR, "size": 13}, "hoverinfo": "skip", "showlegend": False}
+            figure.add_scatter(x=[x0], y=[y0], **star, **axes)
+        legend: dict[str, dict[str, Any]] = {
+            "network": {"line": {"color": FAR, "width": 3}},
+            "NVLink": {"line": {"color": NEAR, "width": 3}},
+            "the token": {"marker": {"symbol": "star", "size": 12, "color": "black"}},
+            "GPU with so many of its experts": {"marker": {"symbol": "square", "size": 13, "color": CHOSEN}},
+        }
+        for name, look in legend.items():
+            figure.add_trace(legend_entry(name, mode="lines" if "line" in look else "markers", **look))
         return figure.update_layout(hovermode="closest", margin={"l": 10, "r": 10, "b": 40}, legend={"y": -0.02})
 
     def _path(self, hop: Hop, *, back: bool) -> np.ndarray[Any, Any]:
@@ -288,7 +284,8 @@ class _Token:
         else:  # between nodes, from a place to the same place: round what lies between
             bend = np.array([(-1.0 if start[0] < self.across / 2 else 1.0) * min(0.6 + 0.25 * down, 2.1), 0.0])
         t = np.linspace(0.04, 0.9, 12)[:, None]
-        return (1 - t) ** 2 * start + 2 * t * (1 - t) * ((start + end) / 2 + bend) + t**2 * end
+        path: np.ndarray[Any, Any] = (1 - t) ** 2 * start + 2 * t * (1 - t) * ((start + end) / 2 + bend) + t**2 * end
+        return path
 
 
 # All tokens
