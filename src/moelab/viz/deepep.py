@@ -132,7 +132,7 @@ def operation_times(measured: Measurement, *, size: str = "") -> go.Figure:
         note=replayed(measured),
         shared=True,
     )
-    named: set[str] = set()
+    named: set[str] = set()  # the legend names an arm in the first panel that has it
     for column, routing in enumerate(routings, start=1):
         for arm, (label, color) in ARM_LOOKS.items():
             times = {row["operation"]: row for row in rows if (row["routing"], row["arm"]) == (routing, arm)}
@@ -248,7 +248,7 @@ def two_by_two_bars(results: Sequence[ArmResult], measured: Measurement) -> go.F
     drawn = [result for result in results if result.ratio is not None]
     if not drawn:
         return not_measured(measured, "The two-by-two")
-    settings = {result.shape: result.setting for result in reversed(drawn)}
+    settings = {result.shape: result.setting for result in reversed(drawn)}  # a shape's first setting stays
     drawn = [result for result in drawn if result.setting == settings[result.shape]]
     shapes = list(dict.fromkeys(result.shape for result in drawn))
     arms = list(dict.fromkeys(result.arm for result in drawn))
@@ -442,7 +442,7 @@ def _gains_in_a_node(
     predicted: Mapping[str, Any], full_node: Measurement, two_by_two: Measurement
 ) -> tuple[Measurement, Gains, Gains]:
     """The newest measurement, the gains predicted for its GPUs, and those of them that were measured."""
-    newest = full_node if full_node.rows else two_by_two
+    newest = full_node if full_node.rows else two_by_two  # two GPUs of the two-by-two, while no node was measured
     hardware = hardware_of(newest)
     predicted_ends = {
         Place(row["shape"], row["ep"], row["routing"], row["arm"]): (low, row["gain"], high)

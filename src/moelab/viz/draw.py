@@ -61,6 +61,7 @@ def inside(texts: Sequence[str], *, anchor: str = "middle", **font: object) -> d
 def draw_arm_axis(figure: go.Figure, arms: Sequence[str], *, margin: float = 0.6) -> None:
     """Name the arms under places 0, 1, 2 …, with so much room beside the first and the last."""
     labels = ["<br>".join(wrap(arm_label(arm), 18)) for arm in arms]
+    # Places are numbers, not names, so that seeds and intervals can stand beside the middle of a bar.
     figure.update_xaxes(tickvals=list(range(len(arms))), ticktext=labels, showgrid=False, ticks="")
     figure.update_xaxes(range=[-margin, len(arms) - 1 + margin])
 
@@ -71,7 +72,7 @@ def running_bars(
     """Bars below each other, each beginning where the one above ends, and a last one of the whole from zero."""
     marker = {"color": list(colors), "line": {"color": MUTED, "width": 1}}
     marker |= {"pattern": {"shape": list(shapes)}} if shapes else {}
-    base = [*accumulate(values[:-2], initial=0.0), 0.0]
+    base = [*accumulate(values[:-2], initial=0.0), 0.0]  # the whole stands on zero, as the first part does
     return go.Bar(y=list(rows), x=list(values), base=base, orientation="h", marker=marker, hovertemplate=hover)
 
 

@@ -162,7 +162,7 @@ class ClusterGrid:
             colors: of each rank.
             texts: shown when the pointer is on a rank's square.
         """
-        palette = sorted(set(colors))
+        palette = sorted(set(colors))  # a heatmap has numbers, so a colour is its place in a scale of steps
         columns, rows = min(self._nodes, self._columns), -(-self._nodes // self._columns)
         # A column or row of nothing between boxes, since a heatmap's cells touch.
         x = [self._corner(box)[0] + place for box in range(columns) for place in range(self._across + 1)]

@@ -144,6 +144,7 @@ def run_curves(rows: pd.DataFrame, column: str, *, model: str = "") -> go.Figure
     )
     styles = arm_styles(known["arm"].unique())
     for _, rows_of_run in known.groupby("run", sort=True):
+        # pandas' extension types would reach plotly as objects: NaN, not NA, is a gap that it knows.
         run, style = thinned(rows_of_run, MOST_POINTS), styles[str(rows_of_run["arm"].iloc[0])]
         name = f"{style.label}, seed {run['seed'].iloc[0]}"
         figure.add_scatter(
@@ -173,7 +174,7 @@ def run_curves(rows: pd.DataFrame, column: str, *, model: str = "") -> go.Figure
         figure.add_scatter(x=[None], y=[level], mode="markers", showlegend=False, hoverinfo="skip")
     figure.update_xaxes(title_text="step")
     figure.update_yaxes(title_text=title, **axis)
-    return figure.update_layout(uirevision="live", hovermode="closest")
+    return figure.update_layout(uirevision="live", hovermode="closest")  # what a reader zoomed or hid stays so
 
 
 def rank_step_times(table: RankTable, *, name: str) -> go.Figure:

@@ -63,6 +63,7 @@ def block_figure(block: OneBlock, *, source: str) -> go.Figure:
         f"SQNR {block.sqnr_db:.1f} dB. Shaded: rounding to {element.name}, at most ±{rounding:.3g} %.",
         height=470,
     )
+    # make_subplots begins a figure of its own: only its axes are taken.
     halves = make_subplots(rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.06, row_heights=[0.62, 0.38])
     figure.update_layout({name: halves.layout[name] for name in ("xaxis", "xaxis2", "yaxis", "yaxis2")})
     places = list(range(count))

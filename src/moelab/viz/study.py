@@ -215,7 +215,7 @@ def loss_difference(table: pd.DataFrame, verdict: Verdict, *, note: str = "") ->
     ends = [verdict.mean_difference_nats, verdict.interval.low, verdict.interval.high, verdict.margin_nats]
     most = float(np.nanmax(np.abs(ends)))
     everything = float(np.nanmax(np.abs(np.concatenate([band.to_numpy(), smoothed.to_numpy()], axis=1))))
-    high = 1.15 * max(most, min(everything, 4.0 * most)) or 1.0
+    high = 1.15 * max(most, min(everything, 4.0 * most)) or 1.0  # of a run against itself all are zero
     # Without the format, plotly writes the zero of a symmetric axis as a rounding error.
     return figure.update_yaxes(title_text="loss difference (nats per token)", tickformat=".6~f", range=[-high, high])
 
@@ -294,6 +294,7 @@ def throughput_bars(
         error_y = reach if interval.exists else {"visible": False}
         _draw_arm_bar(figure, position, arm.tps, style, "%{y:,.0f} tokens/s", name=style.label, error_y=error_y)
         figure.add_scatter(
+            # Right of the middle, where the interval stands; of many seeds the points move together.
             x=[position + 0.13 + min(0.02, 0.24 / len(seeds)) * index for index in range(len(seeds))],
             y=list(seeds.values()),
             mode="markers",

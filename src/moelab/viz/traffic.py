@@ -100,6 +100,7 @@ def hops(experts: Sequence[int], placement: ExpertPlacement, method: Method, *, 
     held = sorted(Counter(expert // placement.experts_per_rank for expert in experts).items())
     ways = [(sender, rank, count if method == "standard" else 1) for rank, count in held]
     if method == "deepep_hybrid":
+        # Over the network to the GPU of the sender's own place in the node, and from there over NVLink.
         relays = {rank // L: rank // L * L + sender % L for rank, _ in held}
         ways = [(sender, relay, 1) for relay in relays.values()] + [(relays[rank // L], rank, 1) for rank, _ in held]
     return tuple(Hop(sender=start, receiver=end, copies=copies) for start, end, copies in ways if start != end)
@@ -349,6 +350,7 @@ def traffic_matrix(
         seed: of the draw.
     """
     counts = {m: simulate_rows(routing, placement, m, tokens=tokens, seed=seed) for m in METHODS}
+    # Bytes of one row: what a layer with one row on the network puts there.
     row = layer_bytes(OnWires(nvlink=0, network=1, local=0), hidden, dispatch_precision=precision).dispatch.network
     standard, hybrid = (counts[m].mean.network * row / 1e6 for m in ("standard", "deepep_hybrid"))
     figure = _panels(
@@ -400,7 +402,7 @@ def bytes_by_ep(
         precision: of dispatch and of combine's gradient.
     """
     node = placement.ranks_per_node
-    powers = [2**exponent for exponent in range(1, 10)]
+    powers = [2**exponent for exponent in range(1, 10)]  # of these, what shares the experts out and fills whole nodes
     fit = {
         ep for ep in powers if not placement.experts % ep and ep <= 2 * placement.ep and (ep <= node or not ep % node)
     }
@@ -427,7 +429,7 @@ def bytes_by_ep(
     for (kind, method), amounts in sent.items():
         color, symbol = METHOD_LOOKS[method]
         first, name = kind == own, METHOD_LABELS[method]
-        if method == "standard" and not first:
+        if method == "standard" and not first:  # it sends every copy under any routing
             continue
         for column, wire in ((1, "network"), (2, "nvlink")):
             figure.add_scatter(
