@@ -144,7 +144,6 @@ def run_curves(rows: pd.DataFrame, column: str, *, model: str = "") -> go.Figure
     )
     styles = arm_styles(known["arm"].unique())
     for _, rows_of_run in known.groupby("run", sort=True):
-        # pandas' extension types would reach plotly as objects: NaN, not NA, is a gap that it knows.
         run, style = thinned(rows_of_run, MOST_POINTS), styles[str(rows_of_run["arm"].iloc[0])]
         name = f"{style.label}, seed {run['seed'].iloc[0]}"
         figure.add_scatter(
