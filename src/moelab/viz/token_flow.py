@@ -28,6 +28,7 @@ ROUTING_LABELS = {
     "group_limited": "group-limited",
     "group_by_score": "group-limited by score",
     "skewed": "skewed",
+    "measured": "measured-load",
 }
 CHOSEN = "#009E73"
 """A GPU that holds an expert of the token."""
