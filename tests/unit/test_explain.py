@@ -147,6 +147,11 @@ def test_every_instant_belongs_to_one_part(kernels: list[tuple[str, int, int]]) 
 
 KERNELS = {
     "expert GEMMs": [
+        "triton_tem_fused__scaled_grouped_mm_3",
+        "kernel_cutlass_kernel_cutedsl_grouped_gemmGroupedGemmKernel_object_at__Tensor",
+        "_matmul_ogs_NNT_bf16xbf16xbf16",
+        "_groupXtY",
+        "_ZN5aiter48fmoe_bf16_blockscaleFp8_g1u1_vs_silu_1tg_ps_32x256E",
         "void cutlass::device_kernel<at::cuda::detail::enable_3x_kernel_for_sm10<cutlass::gemm::kernel::GemmUniversal<"
         "cutlass::gemm::GroupProblemShape<cute::tuple<int, int, int> >,",
         "fused_moe_kernel",
@@ -157,6 +162,10 @@ KERNELS = {
         "bmm_E4m3_E4m3E4m3_Fp32_t128x32x128_s6_et64x32_m64x32x32_cga1x1x1_16dp256b_TN_transOut_schedS_dsFp8_sm100f",
     ],
     "other GEMMs": [
+        "triton_mm",
+        "nvjet_sm103_ootst_128x256_128x4_2x1_2cta_v_bz_TNT",
+        "triton_fp8_gemm_1x128_128x128_kernel",
+        "void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16_16x16_128x2_tn_align8>",
         GEMM,
         "nvjet_sm100_qqtst_256x192_128x4_2x1_2cta_h_bz_TNN",
         "cutlass3x_sm100_tensorop_s256x256x16gemm_bf16_bf16_f32_bf16_bf16_256x256x64_0_tnn_align8_2sm_warpspecialized",
@@ -169,6 +178,11 @@ KERNELS = {
         "_w8a8_block_fp8_matmul",
     ],
     "attention": [
+        "bwd_kernel_dk_dv.kd",
+        "bwd_preprocess",
+        "kernel_cutlass_kernel_flash_attncuteflash_bwd_postprocessFlashAttentionBackwardPostprocess",
+        "void transformer_engine::fused_attn::thd_read_half_tensor_kernel<",
+        "chunk_gated_delta_rule_fwd_kernel_h_blockdim64",
         "cudnn_generated_fort_native_sdpa_sm100_flash_fprop_f16_knob_7_128x128x128_4x1x1_cga1x1x1_kernel0_0",
         "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_23",
         "void flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<",
@@ -183,6 +197,10 @@ KERNELS = {
         "kernel_unified_attention_2d",
     ],
     "quantisation": [
+        "void transformer_engine::(anonymous namespace)::block_scaled_cast_transpose_kernel",
+        "void deep_gemm::smxx_layout::pack_fp32_into_ue8m0<",
+        "_to_fp8_row_major_t_and_non_t",
+        "void transformer_engine::detail::cast_fp8_gated_bwd_kernel",
         "void transformer_engine::mxfp8_kernel::cast_mxfp8_2D_kernel<",
         "void transformer_engine::(anonymous namespace)::cast_transpose_optimized_kernel<",
         "void mxfp8_quantize_kernel<__nv_bfloat16, __nv_fp8_e4m3, 32, 1",
@@ -197,6 +215,11 @@ KERNELS = {
         "void mx_blocked_layout_2d_M_groups_kernel<",
     ],
     "permutation and padding": [
+        "void at::native::(anonymous namespace)::indexSelectLargeIndex<c10::BFloat16",
+        "void rocprim::ROCPRIM_400000_NS::detail::onesweep_iteration_kernel",
+        "void moe::dev::routing::routingDeepSeek::routingMainKernel",
+        "_invert_flat_indices_kernel",
+        "triton_spl_fused_cumsum_2",
         "_permute_kernel",
         "_row_id_map_pass_1_kernel",
         "_sort_chunks_by_map_kernel",
@@ -216,6 +239,11 @@ KERNELS = {
         "void multi_tensor_apply_kernel<TensorListMetadata<1>, L2NormFunctor<",
     ],
     "memory-bound": [
+        "l2norm_fwd_kernel",
+        "_causal_conv1d_fwd_kernel",
+        "void rocprim::ROCPRIM_400000_NS::detail::transform_kernel",
+        "__amd_rocclr_fillBufferAligned",
+        "triton_mix_fused_add_mul_sum_2",
         NORM,
         "void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda(at::TensorIteratorBase&)::"
         "{lambda()#3}>",
@@ -229,6 +257,11 @@ KERNELS = {
         "liger_cross_entropy_kernel",
     ],
     "all-to-all": [
+        "void deep_ep::elastic::hybrid_dispatch_impl<false, 8",
+        "void deep_ep::elastic::combine_reduce_epilogue_impl<",
+        "void deep_ep::layout::get_dispatch_layout<256, 4, 8>",
+        "void c10d::nvshmem_extension::exchangeSplitAndOffset<true>",
+        "pplx_kernels::a2a_dispatch_send_kernel",
         "void deep_ep::elastic::dispatch_impl<true",
         "void deep_ep::internode::combine<false, 4, __nv_bfloat16",
         "void deep_ep::internode_ll::dispatch<true, false, 7168>",
@@ -237,19 +270,29 @@ KERNELS = {
         "_mxfp8_all_to_all_v_kernel",
         "_copy_rows_to_peer_ptrs_kernel",
     ],
+    "FSDP collectives": [
+        "ncclSymkDevKernel_ReduceScatter_LDMC_sum_bf16(ncclSymkDevWorkArgs4K)",
+        "oneccl_allgather_small",
+        "mscclKernel_AllGather_half_Simple_false",
+    ],
+    "pipeline transfers": ["void deep_ep::elastic::pp_send_impl<"],
     "tensor-parallel collectives": [
         "void vllm::cross_device_reduce_1stage<__nv_bfloat16, 8>",
         "multimem_all_reduce_kernel",
         "void userbuffers_fp16_sum_inplace_gpu_rr_rs",
     ],
-    "other collectives": ["nvshmemi_transfer_rma_nbi"],
+    "other collectives": [
+        "void oneRankReduce<FuncPreMulSum<float>>(void*, void*, unsigned long, unsigned long, bool)",
+        "mscclKernel_Sum_float_Simple_false",
+        "nvshmemi_transfer_rma_nbi",
+    ],
     "unknown": ["my_secret_kernel", "_my_thing_123"],
 }
 
 
 @pytest.mark.parametrize(("part", "name"), [(part, name) for part, names in KERNELS.items() for name in names])
 def test_a_kernel_is_classified_by_its_name(part: str, name: str) -> None:
-    """Names as PyTorch, cuBLAS, cuDNN, vLLM, TransformerEngine, FlashInfer, DeepEP and ROCm give them."""
+    """Names as PyTorch, cuBLAS, cuDNN, vLLM, TransformerEngine, FlashInfer, DeepEP, NCCL, oneCCL and ROCm give them."""
     assert category(name, Context(), None) == part
 
 

@@ -62,12 +62,16 @@ def _words(*parts: str) -> re.Pattern[str]:
     return re.compile("|".join(parts), re.IGNORECASE)
 
 
+_PIPELINE = _words(r"deep_ep::\w+::pp_(?:send|recv)_impl")
 _EXCHANGE = _words(
     r"deep_?ep\b|deep_ep::|hybrid_?ep|moelab_deepep|\bmori::|ep_(?:dispatch|combine)",
     r"(?:internode|intranode|low_latency)(?:_ll)?::|(?:^|[^a-z])(?:notify|cached_notify)_(?:dispatch|combine)",
-    r"all_to_all_v(?:dev|_?\d?d|_kernel)|to_peer_ptrs|exchange_row_offsets|a2a_kernel|alltoall(?:v|_kernel)|moe_?a2a|moeCommKernel|moeAllToAll",
+    r"all_to_all_v|to_peer_ptrs|exchange_?(?:row_offsets|SplitAndOffset)|a2a_(?:kernel|dispatch|combine)|alltoall(?:v|_kernel)",
+    r"moe_?a2a|moeCommKernel|moeAllToAll",
 )
-_NCCL = _words(r"nccl|rccl|msccl(?!pp)|^(?:gloo|ucc|mpi):|^_?c10d(?:_functional)?::|^record_param_comms")
+_NCCL = _words(
+    r"nccl|rccl|oneccl|oneRankReduce|msccl(?!pp)|^(?:gloo|ucc|mpi):|^_?c10d(?:_functional)?::|^record_param_comms"
+)
 _TENSOR_PARALLEL = _words(
     r"cross_device_reduce|(?:one|two)_?shot_?all_?reduce|multimem_|allreduce_fusion|trtllm_allreduce|quick_?reduce",
     r"userbuffers|symm_mem|lamport|all_reduce_(?:one|two)shot",
@@ -79,30 +83,32 @@ _ATTENTION = _words(
     r"attn_(?:fwd|bwd)|attention_kernel|unified_attention|Batch(?:Prefill|Decode)With|SinglePrefillWith|MLA\w*Kernel",
     r"mla_(?:fwd|bwd|decode|prefill|kernel)|_mla_|splitkv|merge_attn|flash_fprop|flash_bprop|FlashAttention|\bflash::",
     r"efficient_attention|AttentionKernel|(?:compute|convert)_d[oq]_?|aiter_?(?:fmha|pa)|sage_(?:fwd|attn)|lightning_indexer",
+    r"bwd_kernel_d[kq]|bwd_dkdv|bwd_preprocess|fused_attn|delta_rule|varlen_metadata",
 )
 _EXPERT_GEMM = _words(
     r"_?grouped_(?:mm|gemm)|group(?:ed)?_?gemm|GroupProblemShape|PtrArray|m_grouped|k_grouped|MoeProblem",
     r"fused_moe_kernel|moe_gemm|MoeGemm|_moe_mm|contiguous_grouped|groupedGemm|GroupScheduler|gmm_kernel|_?tgmm\b",
-    r"prepare_grouped_gemm|bmm_(?:Bfloat16|E4m3|MxE)\w*_sm100|moe::dev::|ck_moe|fmoe|moe_wna16|batched_gemm_masked",
+    r"prepare_grouped_gemm|bmm_(?:Bfloat16|E4m3|MxE)\w*_sm100|moe::dev::(?!routing)|ck_moe|fmoe|moe_wna16|batched_gemm_masked",
+    r"matmul_ogs|scatter2scatter|groupXtY|megablocks",
 )
 _GEMM = _words(
     r"gemm|nvjet|xmma|cutlass(?!.*(?:quant|norm))\w*|cublas|cijk_|\bgemv|gemv|splitk|split_k|_mm_|triton_tem_fused.*mm",
-    r"::mm$|addmm|matmul|epilogue::|linear_kernel|wgrad_kernel|sm\d{2,3}_(?:fp8|bf16)_|tinygemm|hipblas|rocblas|conv\d?d|wvSplitK",
+    r"::mm$|addmm|matmul|epilogue::|linear_kernel|wgrad_kernel|sm\d{2,3}_(?:fp8|bf16)_|tinygemm|hipblas|rocblas|(?<!causal_)conv\d?d|wvSplitK|triton_mm\b",
 )
 _OPTIMIZER = _words(
-    r"adam(?!ard)|sgd|lamb(?!d)|muon|newton_?schulz|FusedOptimizer|LpNorm|lpnorm|l2norm|_foreach_norm|clip_grad|multi_tensor_scale",
+    r"adam(?!ard)|sgd|lamb(?!d)|muon|newton_?schulz|FusedOptimizer|LpNorm|l2norm(?!_(?:fwd|bwd))|_foreach_norm|clip_grad|multi_tensor_scale",
     r"DistAdam|multi_tensor_unscale|amp_non_finite|ema_update",
 )
 _QUANTISATION = _words(
     r"quanti[sz]|mxfp|nvfp4|fp8_(?:row|col|block|per_group)|float8|mx_blocked_layout|to_mx|_scale_and_cast|scaled_fp8|cast_transpose",
     r"transpose_(?:cast|scales)|swizzle_(?:scal|row|col|kernel)|scale(?:s)?_(?:rearrange|blocked|swizzle)|per_token_group",
-    r"mx_block|compute_scale|amax|blocked_scale|hadamard|_to_fp8|quant_kernel|to_blocked|scale_rearrange|dequant",
+    r"mx_block|compute_scale|amax|block(?:ed)?_scale|hadamard|_to_fp8|cast_fp8|quant_kernel|to_blocked|scale_rearrange|dequant",
 )
 _PERMUTATION = _words(
-    r"permut|unpermute|moe_(?:align|sum|sort|scatter|gather|permute)|index(?:_put|_kernel|_elementwise|ing|_select|_copy|_add|Func)",
+    r"permut|unpermute|moe_(?:align|sum|sort|scatter|gather|permute)|index(?:_put|_kernel|_elementwise|ing|_?select|_copy|_add|Func)|fused_router",
     r"fill_reverse_indices|generate_permute|row_id_map|sort_chunks|expandInputRows|finalizeMoe|topk|top_k|histc|histogram",
-    r"_scatter|scatter_|_gather|gather_|radix|merge_?sort|bitonic|sort_|searchsorted|bincount|cumsum|repeat_interleave",
-    r"compute_cuda_kernel|scan_|DeviceScan|Scan(?:Init)?Kernel|bucketize|count_and_sort|padded_|_pad_|pad_|expert_(?:count|offset)|_routing_|_indices_kernel|(?:dispatch|combine)_metadata",
+    r"_scatter|scatter_|_gather|gather_|radix|onesweep|merge_?sort|bitonic|sort_|searchsorted|bincount|cumsum|repeat_interleave",
+    r"compute_cuda_kernel|scan_|DeviceScan|Scan(?:Init)?Kernel|bucketize|count_and_sort|padded_|_pad_|pad_|expert_(?:count|offset)|_routing_|::routing|_indices_kernel|(?:dispatch|combine)_metadata",
 )
 _TOKENS_MOVE = _words(
     r"all_to_all|(?:^|_)(?:index|index_put|gather|scatter|scatter_add|sort|argsort|searchsorted|histc|bincount)(?:_|$)",
@@ -110,11 +116,11 @@ _TOKENS_MOVE = _words(
 )
 _MEMORY = _words(
     r"at::native|elementwise|vectorized|unrolled|reduce_kernel|softmax|norm|cat(?:Array|_)|copy|fill|memcpy|memset|cast",
-    r"silu|swiglu|gelu|gated|act_and_mul|rope|rotary|embedding|cross_?entropy|nll|dropout|transpose|cub::|thrust|add_kernel",
+    r"silu|swiglu|gelu|gated|act_and_mul|rope|rotary|embedding|cross_?entropy|nll|dropout|transpose|cub::|rocprim|thrust|add_kernel",
     r"krn_partial|sum_and_scatter|compute_grad_weight|philox|distribution|arange|triton_(?:poi|red|per|for|unk)_|cpp_fused",
     r"reshape_and_cache|concat|bias|residual|residue|aux_loss|score_function|argmax|sample|slice|split|chunk|FillFunctor",
     r"multi_tensor|triton__\d|bounds_check|to_dense|kv_?cache|SubTensorOp|OpTensor|position_kernel|future_token|fused_k?v?_back|reduce_partials",
-    r"zero|clamp|mul_|add_|sum_|mean|rsqrt|where|isnan|hip_fill|Im2Col|batched_transpose|spin_kernel",
+    r"zero|clamp|mul_|add_|sum_|mean|rsqrt|where|isnan|hip_fill|Im2Col|batched_transpose|spin_kernel|causal_conv",
 )
 _CPU_WORK = re.compile(r"^(?:aten|prims|c10|inductor|quantized)::")
 
@@ -157,6 +163,8 @@ def is_communication(kernel: str) -> bool:
 @functools.lru_cache(maxsize=65536)
 def _communication(kernel: str) -> str | None:
     """The library's kind: ``nccl``, or the category that the name alone decides."""
+    if _PIPELINE.search(kernel):
+        return "pipeline transfers"
     if _EXCHANGE.search(kernel):
         return "all-to-all"
     if _NCCL.search(kernel):
@@ -220,7 +228,7 @@ def _of_collective(kernel: str, context: Context, collective: Collective | None)
 def _compute(kernel: str, op: str, optimizer: bool) -> str:
     if re.match(r"(?:torch::)?autograd::|\w+Backward\d*$", kernel):  # of a CPU: what autograd itself takes
         return "unknown"
-    if fused := re.match(r"triton_(?:poi|red|per|for|unk)_fused_|(?:graph_\d+_)?cpp_fused_", kernel):
+    if fused := re.match(r"triton_(?!tem)[a-z]{3}_fused_|(?:graph_\d+_)?cpp_fused_", kernel):
         name = kernel[fused.end() :]
         if _words(r"fp8|e4m3|mxfp|quantis|to_mx|scale_and_cast|lshift|dispatch_quantised").search(name):
             return "quantisation"
@@ -234,13 +242,15 @@ def _compute(kernel: str, op: str, optimizer: bool) -> str:
     if re.match(r"(?:Memcpy|Memset|hipMem|Copy(?:Host|Device))", kernel):
         return "optimizer" if optimizer else "memory-bound"
     by_name = (
+        (_words("into_ue8m0"), "quantisation"),
         (_ATTENTION, "attention"),
         (_EXPERT_GEMM, "expert GEMMs"),
         (_OPTIMIZER, "optimizer"),
         (_words(r"gemm|nvjet|cijk|matmul"), "other GEMMs"),
         (_QUANTISATION, "quantisation"),
     )
-    short = kernel.partition(">(")[0] if "<" in kernel else kernel.partition("(")[0]  # without types of its arguments
+    plain = kernel.replace("(anonymous namespace)::", "")
+    short = plain.partition(">(" if "<" in plain else "(")[0]  # without types of its arguments
     for pattern, part in by_name:
         if pattern.search(short):
             return part
