@@ -55,6 +55,7 @@ def op(name: str, start: float, end: float, *, tid: int = 1, cat: str = "cpu_op"
 def write(path: Path, events: Sequence[Any], *, gpu: str = "NVIDIA H200", **header: Any) -> Path:
     content = {"schemaVersion": 1, "deviceProperties": [{"id": 0, "name": gpu}], **header, "traceEvents": list(events)}
     text = json.dumps(content, indent=1)
+    path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".gz":
         path.write_bytes(gzip.compress(text.encode(), mtime=0))
     else:
@@ -538,7 +539,10 @@ def test_a_damaged_event_does_not_hide_the_others(tmp_path: Path) -> None:
     (tmp_path / "trace.json").write_text(f'{head}"cat" "kernel"{tail}')
     trace = read_trace(tmp_path / "trace.json")
     assert len(trace.events) == 4
-    assert trace.notes == ("trace.json: 2 of 6 events are damaged and left out",)
+    assert trace.notes == (
+        "trace.json: 2 of 6 events are damaged and left out",
+        "trace.json: 1 kernels and copies have no duration and count as none",
+    )
     assert r"gemm\d" in trace.names
 
 
@@ -563,6 +567,18 @@ def test_other_forms_of_the_same_trace(tmp_path: Path) -> None:
         ("export.sqlite", b"SQLite format 3\x00", "Nsight"),
         ("export.json", b'{"Type":79,"CudaEvent":{"startNs":"1"}}\n{"Type":80}', "Nsight"),
         ("export.json.gz", gzip.compress(b'{"Type":79,"CudaEvent":{"startNs":"1"}}', mtime=0), "Nsight"),
+        ("tables.json", b'{"StringIds": [{"id": 1, "value": "x"}]}', "Nsight"),
+        ("lines.json", b'{"StringId": 1, "Value": "' + b"x" * 5000 + b'"}\n{"StringId": 2}', "Nsight"),
+        (
+            "perfetto_trace.json.gz",
+            gzip.compress(
+                b'{"traceEvents": [{"ph": "X", "ts": 1, "dur": 2, "name": "dot.1", "args": {"hlo_op": "dot"}}]}'
+            ),
+            "a trace of JAX (XLA)",
+        ),
+        ("results.json", b'{"rocprofiler-sdk-tool": [{"metadata": {}}]}', "a trace of AMD's rocprof"),
+        ("viz.json", b'{"traceEvents": [{"ph": "X", "cat": "FEE"}], "viztracer_metadata": {}}', "of VizTracer"),
+        ("deep.json", b'{"a": ' + b"[" * 100_000, "no Kineto trace"),
         ("memory.pickle", b"\x80\x04\x95\x00\x00", "binary file"),
         ("train.log", b"step: 1 loss: 2.0", "no Kineto trace"),
         ("empty.json", b"", "no Kineto trace"),
@@ -583,6 +599,89 @@ def test_what_is_no_trace_is_named(
     error = capsys.readouterr().err
     assert says in error
     assert "torch.profiler" in error
+
+
+def step(*, launched_by: str = "cudaLaunchKernel", waits: str = "cudaDeviceSynchronize") -> list[Event]:
+    """A product, an exchange beside its end, and after a wait a kernel that was launched late."""
+    return [
+        *(op("aten::mm", 0, 20), launch(2, 1, name=launched_by), kernel(GEMM, 30, 130, call=1)),
+        *(op("nccl:all_to_all", 40, 60, cat="user_annotation"), launch(45, 2, name=launched_by)),
+        *(kernel(A2A, 120, 220, stream=9, call=2), launch(225, 3, name=waits, end=240)),
+        *(op("aten::add", 250, 270), launch(255, 4, name=launched_by), kernel(NORM, 260, 280, call=4)),
+    ]
+
+
+PARTS_OF_STEP = {"other GEMMs": 100, "all-to-all": 90, "memory-bound": 20, "idle: waiting for a synchronisation": 40}
+
+
+def parts_us(found: Explanation) -> dict[str, float]:
+    return {part: round(1e3 * ms, 2) for part, ms in found.parts_ms.items() if round(1e3 * ms, 2)}
+
+
+def edited(event: Event, **fields: Any) -> Event:
+    return event | fields
+
+
+@pytest.mark.parametrize(
+    ("events", "notes"),
+    [
+        pytest.param(sorted(step(), key=lambda event: str(event["name"])), [], id="in any order"),
+        pytest.param(step() * 2, ["3 of 6 kernels and copies are written twice and count once"], id="twice"),
+        pytest.param([edited(e, ts=str(e["ts"]), dur=str(e["dur"])) for e in step()], [], id="numbers as text"),
+        pytest.param([edited(e, ts=e["ts"] + 1_795_912_345_678_901.25) for e in step()], [], id="dates in µs"),
+        pytest.param([*step(), kernel(NORM, 300, 300 + 2**64 / 1e3)], ["1 of 11 events are damaged"], id="2⁶⁴ ns"),
+        pytest.param(
+            [*[edited(e, ts=e["ts"] + 1e15) for e in step()], kernel(NORM, 0, 9)], ["1 of 11 events"], id="start at 0"
+        ),
+        pytest.param(
+            [*step(), {key: value for key, value in kernel(NORM, 270, 271).items() if key != "dur"}],
+            ["1 kernels and copies have no duration and count as none"],
+            id="no duration",
+        ),
+        pytest.param([*step(), kernel(NORM, 270, 275, call=1 << 70)], [], id="numbers beyond 64 bits"),
+        pytest.param([*step(), kernel(NORM, 270, 275, bytes="many")], ["1 of 11 events"], id="text for a number"),
+        pytest.param(step(launched_by="hipExtModuleLaunchKernel", waits="hipStreamSynchronize"), ["AMD"], id="HIP"),
+        pytest.param(
+            [
+                edited(e, cat="xpu_runtime") if e["cat"] == "cuda_runtime" else e
+                for e in step(launched_by="urEnqueueKernelLaunch", waits="urQueueFinish")
+            ],
+            [],
+            id="XPU",
+        ),
+    ],
+)
+def test_a_trace_is_read_however_it_is_written(tmp_path: Path, events: list[Event], notes: list[str]) -> None:
+    found = explained(tmp_path, events)
+    assert parts_us(found) == PARTS_OF_STEP
+    said = [note for note in found.notes if "collectives without" not in note]
+    assert len(said) == len(notes)
+    assert all(words in note for words, note in zip(notes, said, strict=True))
+
+
+def test_names_of_folders_tell_ranks_and_steps(tmp_path: Path) -> None:
+    """As TorchTitan 0.3.0, NeMo and Kineto's daemon name their files."""
+    for iteration, rank in ((10, 0), (10, 3), (9, 0), (9, 3)):
+        write(tmp_path / "titan" / f"iteration_{iteration}" / f"rank{rank}_trace.json", step())
+    found = explain([tmp_path / "titan" / "iteration_10"])
+    assert [one.rank for one in found.ranks] == [0, 3]
+    shown = "iteration_10/rank0_trace.json is of rank 0, as is iteration_9/rank0_trace.json: the later is shown"
+    assert shown in explain([tmp_path / "titan"]).notes
+    write(tmp_path / "nemo" / "rank-1.json.gz", step())
+    write(tmp_path / "daemon" / "libkineto_activities_71.json", step())
+    (tmp_path / "unnamed").write_bytes((tmp_path / "nemo" / "rank-1.json.gz").read_bytes())
+    for name, rank in (("nemo", 1), ("daemon", None), ("unnamed", None)):
+        found = explain([tmp_path / name])
+        assert (found.rank, parts_us(found)) == (rank, PARTS_OF_STEP)
+
+
+def test_kernels_of_a_graph_have_its_gaps_and_no_pass(tmp_path: Path) -> None:
+    nodes = [
+        kernel(GEMM, 10 + 10 * n, 19 + 10 * n, call=1, **{"graph id": 3, "graph node id": 1000 + n}) for n in range(6)
+    ]
+    found = explained(tmp_path, [op("aten::mm", 0, 9), launch(1, 1, name="cudaGraphLaunch"), *nodes])
+    assert parts_us(found) == {"other GEMMs": 54, "idle: gaps of a graph": 5}
+    assert found.kernels_ms["other GEMMs"]["unknown"] == pytest.approx(0.054)
 
 
 def test_a_path_without_traces_is_named(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from moelab.explain.categories import (
     UNCLASSIFIED,
     Context,
     category,
-    is_communication,
+    communication,
 )
 from moelab.explain.host import COMPILED_BACKWARD, COMPILED_FORWARD, Host
 from moelab.explain.trace import Collective, Rows, Trace, read_trace, trace_files
@@ -256,9 +256,8 @@ def explain(paths: Sequence[Path], *, rank: int | None = None, step: int | None 
             continue
         number = trace.rank if trace.rank is not None else place
         if number in analysed:
-            notes.append(
-                f"{path.name} is of rank {number}, as is {analysed[number].trace.path.name}: the later is shown"
-            )
+            places = [f"{one.parent.name}/{one.name}" for one in (path, analysed[number].trace.path)]
+            notes.append(f"{places[0]} is of rank {number}, as is {places[1]}: the later is shown")
         analysed[number] = _Rank(trace, step)
         if (rank is not None and number != rank) or (rank is None and number != min(analysed)):
             analysed[number].forget()
@@ -369,7 +368,7 @@ class _Rank:
                 f"{trace.path.name} has no correlation between kernels and calls: why the GPU was idle, and which pass "
                 "a kernel belongs to, is not known"
             )
-        if any(is_communication(kernel) and not context.op and not collective for kernel, context, collective in
+        if any(communication(kernel) and not context.op and not collective for kernel, context, collective in
                zip(kernels, self.contexts, self.collective, strict=True)):  # fmt: skip
             self.notes.append("collectives without operator or process group are classified by their kernels' names")
         self._mark_recomputation()
@@ -426,7 +425,9 @@ class _Rank:
         blocks = {
             index
             for index, name in enumerate(names)
-            if re.search("synchroni[sz]e|(?:cuda|hip)Memcpy(?:WithStream|2D|3D|Peer)?$", name, re.I)
+            if re.search(
+                "synchroni[sz]e|(?:cuda|hip)Memcpy(?:WithStream|2D|3D|Peer)?$|urQueueFinish|EventWait$", name, re.I
+            )
         }
         blocking = np.flatnonzero(np.isin(calls["name"], list(blocks)))
         threads = calls["thread"][blocking]
