@@ -229,6 +229,7 @@ KERNELS = {
         "void vllm::moe::moe_align_block_size_kernel<int>",
         "void tensorrt_llm::kernels::expandInputRowsKernel<",
         "triton_poi_fused_index_put_22",
+        "triton_poi_fused_all_to_all_v_deep_ep_dispatch_mul_3",
         "triton_red_fused__to_copy__unsafe_view_add_all_to_all_single_div_expand_gather_index_index_put_mul_sum_view_24",
         "void fused_pad_token_groups_kernel<",
         "_fill_indices_kernel",

@@ -62,6 +62,8 @@ _NAMES = {
     for stage, rows in read_yaml("kernel_names.yaml").items()
 }
 
+_FUSED = re.compile(r"triton_[a-z]{3}_fused_|(?:graph_\d+_)?cpp_fused_")
+
 
 def _part(stage: str, name: str) -> str | None:
     """Of the first row of a table that a name fits."""
@@ -76,7 +78,8 @@ def communication(kernel: str) -> str | None:
         >>> communication("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"), communication("nvjet_sm90")
         ('collective', None)
     """
-    return _part("communication", kernel)
+    # the inductor names what a kernel's neighbours did too, such as ``ep_dispatch``
+    return None if _FUSED.match(kernel) else _part("communication", kernel)
 
 
 def category(kernel: str, context: Context, collective: Collective | None) -> str:
@@ -133,7 +136,7 @@ def _of_collective(kernel: str, context: Context, collective: Collective | None)
 def _compute(kernel: str, op: str, optimizer: bool) -> str:
     if re.match(r"(?:torch::)?autograd::|\w+Backward\d*$", kernel):  # of a CPU: what autograd itself takes
         return "unknown"
-    if fused := re.match(r"triton_(?!tem)[a-z]{3}_fused_|(?:graph_\d+_)?cpp_fused_", kernel):
+    if (fused := _FUSED.match(kernel)) and "_tem_" not in fused[0]:
         part = _part("fused", kernel[fused.end() :]) or "memory-bound"
         return "optimizer" if optimizer and part != "quantisation" else part
     if part := _part("operators", op):
