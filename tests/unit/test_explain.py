@@ -508,6 +508,7 @@ def test_several_steps_are_named_and_one_can_be_chosen(tmp_path: Path) -> None:
     assert found.span_ms == pytest.approx(2.06 - 0.04 + 0.04)
     assert [step for step, _ in found.steps] == ["ProfilerStep#4", "ProfilerStep#5", "ProfilerStep#6"]
     assert any("3 steps" in note and "--step" in note for note in found.notes)
+    assert (found.step_count, explain([path], step=5).step_count) == (3, 1)
     assert explain([path], step=5).span_ms == pytest.approx(0.05)
     with pytest.raises(BadInput, match="4, 5, 6"):
         explain([path], step=9)

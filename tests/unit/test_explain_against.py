@@ -99,7 +99,7 @@ def test_parts_of_both_are_compared_and_the_largest_disagreement_is_a_sentence(t
     assert sum(row.predicted_ms for row in found.rows) == pytest.approx(1e3 * found.projection.step_time_s)
     assert sum(row.measured_ms for row in found.rows) == pytest.approx(traces[name].span_ms - traces[name].edge_ms)
     assert abs(found.rows[0].difference_ms) == max(abs(row.difference_ms) for row in found.rows)
-    meaning, what_to_do, _ = MEANINGS[found.rows[0].part]
+    meaning, what_to_do, _ = MEANINGS[found.rows[0].part].values()
     assert found.rows[0].difference_ms > 0
     assert f"most in {found.rows[0].part}" in found.sentence
     assert meaning in found.sentence
@@ -150,8 +150,13 @@ def test_several_steps_are_compared_by_their_mean(traces: dict[str, Explanation]
     from dataclasses import replace
 
     one = traces["two_h200_full_fp8_deepep"]
-    three = replace(one, steps=(("ProfilerStep#1", 1.0), ("ProfilerStep#2", 1.0), ("ProfilerStep#3", 1.0)))
+    three = replace(one, step_count=3)
     assert measured_parts_ms(three)["attention"] == pytest.approx(measured_parts_ms(one)["attention"] / 3)
+    experiment = TRACED["two_h200_full_fp8_deepep"]
+    of_three = with_values(**fit(three, experiment))
+    rows = {row.part: row for row in compare(three, experiment, of_three).rows}
+    for part in ("attention", "other GEMMs"):
+        assert rows[part].predicted_ms == pytest.approx(rows[part].measured_ms, rel=0.01)
 
 
 def test_another_gpu_and_a_cpu_are_refused(traces: dict[str, Explanation]) -> None:
