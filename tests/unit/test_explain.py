@@ -18,7 +18,8 @@ from moelab import data
 from moelab.cli import main
 from moelab.errors import BadInput
 from moelab.explain.categories import COMMUNICATION, COMPUTE, Context, category
-from moelab.explain.explanation import Explanation, explain, explanation_text, length_us
+from moelab.explain.explanation import Explanation, explain, explanation_text
+from moelab.explain.rank import length_us
 from moelab.explain.trace import Collective, read_trace
 
 MEASURED = Path(data.__path__[0]) / "measured"
@@ -106,6 +107,8 @@ def test_a_measured_step_has_passes_layers_and_causes() -> None:
     experts = found.kernels_ms["expert GEMMs"]
     assert experts["recompute"] == pytest.approx(experts["forward"], rel=0.02), "checkpointed in full"
     assert experts["backward"] == pytest.approx(2 * experts["forward"], rel=0.02)
+    exchange = found.kernels_ms["all-to-all"]
+    assert exchange["backward"] == pytest.approx(exchange["forward"], rel=0.1), "combine is computed again too"
     assert list(found.layers_ms) == [0, 1, 2, 3, 4]
     assert "DataLoader" in found.gaps[0].where
     assert any("cudaEventSynchronize in CompiledFunction" in gap.where for gap in found.gaps), "counts of tokens"
@@ -509,6 +512,11 @@ def test_other_forms_of_the_same_trace(tmp_path: Path) -> None:
         ),
         ("results.json", b'{"rocprofiler-sdk-tool": [{"metadata": {}}]}', "a trace of AMD's rocprof"),
         ("viz.json", b'{"traceEvents": [{"ph": "X", "cat": "FEE"}], "viztracer_metadata": {}}', "of VizTracer"),
+        (
+            "odd.json",
+            b'[{"ph": "X", "cat": {}, "args": 5}, 7, {"ph": "X", "cat": "kernel", "pid": []}]',
+            "no events of",
+        ),
         ("deep.json", b'{"a": ' + b"[" * 100_000, "no Kineto trace"),
         ("memory.pickle", b"\x80\x04\x95\x00\x00", "binary file"),
         ("train.log", b"step: 1 loss: 2.0", "no Kineto trace"),

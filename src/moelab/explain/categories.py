@@ -137,8 +137,8 @@ def _compute(kernel: str, op: str, optimizer: bool) -> str:
     if re.match(r"(?:torch::)?autograd::|\w+Backward\d*$", kernel):  # of a CPU: what autograd itself takes
         return "unknown"
     if (fused := _FUSED.match(kernel)) and "_tem_" not in fused[0]:
-        part = _part("fused", kernel[fused.end() :]) or "memory-bound"
-        return "optimizer" if optimizer and part != "quantisation" else part
+        does = _part("fused", kernel[fused.end() :]) or "memory-bound"
+        return "optimizer" if optimizer and does != "quantisation" else does
     if part := _part("operators", op):
         return part
     if re.match(r"(?:Memcpy|Memset|hipMem|Copy(?:Host|Device))", kernel):

@@ -17,7 +17,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,7 +41,8 @@ _BYTES = {"byte": 1, "char": 1, "float8": 1, "bfloat16": 2, "half": 2, "float16"
 _NONE = np.zeros(0, np.intp)
 
 
-class Communication(NamedTuple):
+@dataclass(frozen=True)
+class Communication:
     """One group's time, ms: all of it, what no compute hides, and what it waited for other ranks.
 
     ``waiting_ms`` is None where nothing tells; ``from_ranks`` says whether it was seen on several ranks, or estimated
@@ -55,7 +56,8 @@ class Communication(NamedTuple):
     from_ranks: bool
 
 
-class Product(NamedTuple):
+@dataclass(frozen=True)
+class Product:
     """Products of one operator and shape: how many, ms, and TFLOP/s; None where shapes were not recorded."""
 
     op: str
@@ -66,7 +68,8 @@ class Product(NamedTuple):
     share_of_peak: float | None
 
 
-class Copies(NamedTuple):
+@dataclass(frozen=True)
+class Copies:
     """Copies of one kind: how many, ms, and GB/s; ``share_of_peak`` of memory's, of which a copy takes two bytes."""
 
     kind: str
@@ -76,7 +79,8 @@ class Copies(NamedTuple):
     share_of_peak: float | None
 
 
-class Gaps(NamedTuple):
+@dataclass(frozen=True)
+class Gaps:
     """Gaps with one cause: how many, ms idle, and what the host did; of a synchronisation, the call and its caller."""
 
     cause: str
@@ -85,7 +89,8 @@ class Gaps(NamedTuple):
     idle_ms: float
 
 
-class RankTime(NamedTuple):
+@dataclass(frozen=True)
+class RankTime:
     """One rank of several, ms; ``waiting_ms`` is what its collectives took longer than on the rank that came last."""
 
     rank: int
@@ -194,7 +199,7 @@ class Explanation:
             **{name: getattr(self, name) for name in f"rank gpu {times} {told}".split()},
             "hidden_communication_ms": self.communication_ms - self.exposed_communication_ms,
             "layers_ms": {str(layer): passes for layer, passes in self.layers_ms.items()},
-            **{name: [one._asdict() for one in getattr(self, name)] for name in records},
+            **{name: [vars(one) for one in getattr(self, name)] for name in records},
             "steps": [{"step": step, "span_ms": ms} for step, ms in self.steps],
             "unknown_kernels": [{"kernel": kernel, "ms": ms} for kernel, ms in self.unknown],
             "traced_edges_ms": self.edge_ms,
@@ -267,7 +272,7 @@ def _skew(met: Mapping[int, _Met]) -> tuple[tuple[RankTime, ...], dict[int, dict
     least = {key: min(one.collectives_us[key] for one in met.values()) for key in shared}
     waited = {rank: {key: one.collectives_us[key] - least[key] for key in shared} for rank, one in met.items()}
     return tuple(
-        one.time._replace(waiting_ms=sum(waited[rank].values()) / 1e3 if shared else None)
+        replace(one.time, waiting_ms=sum(waited[rank].values()) / 1e3 if shared else None)
         for rank, one in sorted(met.items())
     ), waited if shared else {}
 
@@ -507,15 +512,21 @@ def _tables(found: Explanation) -> dict[tuple[str, ...], list[tuple[str, ...]]]:
         for rows in (found.kernels_ms.values(), found.layers_ms.values())
     )
     parts = sorted(found.parts_ms.items(), key=lambda item: -item[1])
-    known = {False: "by the fastest of each kind", True: "seen on all ranks"}
+    known = {None: "", False: "by the fastest of each kind", True: "seen on all ranks"}
     return {
         ("part", "", "of the span"): [(part, _ms(ms), f"{ms / found.span_ms:.1%}") for part, ms in parts],
         ("communication", "runs", "not hidden", "of it all waiting for ranks", ""): [
-            (group, *map(_ms, times), "" if times[-1] is None else known[from_ranks])
-            for group, *times, from_ranks in found.communication
+            (
+                one.group,
+                _ms(one.ms),
+                _ms(one.exposed_ms),
+                _ms(one.waiting_ms),
+                known[None if one.waiting_ms is None else one.from_ranks],
+            )
+            for one in found.communication
         ],
         ("idle because of", "what the host did", "times", "idle"): [
-            (cause, where[:72], str(count), _ms(ms)) for cause, where, count, ms in found.gaps[:SHOWN]
+            (gap.cause, gap.where[:72], str(gap.count), _ms(gap.idle_ms)) for gap in found.gaps[:SHOWN]
         ],
         ("kernels, sum of durations", *phases): [
             (part, *(_ms(row[phase]) for phase in phases)) for part, row in found.kernels_ms.items()
@@ -524,14 +535,17 @@ def _tables(found: Explanation) -> dict[tuple[str, ...], list[tuple[str, ...]]]:
             (str(layer), *(_ms(row[phase]) for phase in of_layers)) for layer, row in found.layers_ms.items()
         ],
         ("products", "operands", "times", "", "", "of the peak"): [
-            (op[:48], shape or "shapes not recorded", str(count), _ms(ms), *_rate(*rate, "TFLOP/s"))
-            for op, shape, count, ms, *rate in found.products[:SHOWN]
+            (
+                *(one.op[:48], one.shape or "shapes not recorded", str(one.count), _ms(one.ms)),
+                *_rate(one.tflops, one.share_of_peak, "TFLOP/s"),
+            )
+            for one in found.products[:SHOWN]
         ],
         ("copies", "times", "", "", "of the peak"): [
-            (kind, str(count), _ms(ms), *_rate(*rate, "GB/s")) for kind, count, ms, *rate in found.copies
+            (one.kind, str(one.count), _ms(one.ms), *_rate(one.gb_s, one.share_of_peak, "GB/s")) for one in found.copies
         ],
         ("rank", "span", "compute", "idle", "waiting for others"): [
-            (str(rank), *map(_ms, times)) for rank, *times in found.ranks
+            (str(rank), *map(_ms, times)) for rank, *times in map(astuple, found.ranks)
         ],
         ("not classified", ""): [(name[:96], _ms(ms, digits=2)) for name, ms in found.unknown[:SHOWN]],
     }

@@ -222,7 +222,7 @@ class Rank:
 
     def name(self, place: int) -> str:
         """Name of an event."""
-        return self.trace.names[self.events["name"][place]]
+        return str(self.trace.names[self.events["name"][place]])
 
     def us(self, places: int | Sequence[int] | Places) -> float:
         """Duration of events, µs, those at the same time counted each."""

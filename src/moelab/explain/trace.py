@@ -35,6 +35,7 @@ WINDOW, LONGEST_EVENT = 1 << 20, 1 << 24
 LONGEST_US = 3.6e9
 """Kineto has written durations of 2⁶⁴ ns and starts at 0; what is so far from the rest is no part of a step."""
 MOST_OTHERS = 40
+"""Categories and arguments of events of other kinds, by which a file that has no known ones is named."""
 RECORD = "record one with torch.profiler: prof.export_chrome_trace('trace.json.gz')"
 
 _KINDS = {
@@ -226,7 +227,7 @@ class _Reader:
         self.shapes: dict[str, int] = {}
         self.steps: list[tuple[str, float, float]] = []
         self.others: Counter[str] = Counter()
-        self.read = self.damaged = self.endless = 0
+        self.read = self.damaged = self.without_duration = 0
         times = "start:d end:d name:i"
         self.gpu = _Table(f"{times} stream:q device:q correlation:q external:q graph:q bytes:d collective:i")
         self.call = _Table(f"{times} thread:i correlation:q")
@@ -242,14 +243,15 @@ class _Reader:
             return
         if not (kind := _KINDS.get(str(event.get("cat", "")).lower())):
             if len(self.others) < MOST_OTHERS:
-                self.others.update([str(event.get("cat", "")), *map(str, event.get("args") or ())])
+                args = event.get("args")
+                self.others.update([str(event.get("cat", "")), *(map(str, args) if isinstance(args, dict) else ())])
             return
         try:
             start, args, took = float(event["ts"]), event.get("args") or {}, event.get("dur")
             end = start + max(0.0, float(took or 0.0))
             if not isfinite(end) or end - start > LONGEST_US:
                 raise ValueError(end)
-            self.endless += took is None and kind == "gpu"
+            self.without_duration += took is None and kind == "gpu"
             getattr(self, f"_take_{kind}")(event, str(event["name"]), start, end, args)
         except (KeyError, TypeError, ValueError, AttributeError):
             self.damaged += 1
@@ -397,8 +399,8 @@ def _trace_of(reader: _Reader, cut: bool) -> Trace:
         notes.append(f"{name} was cut off: it ends after {reader.read:,} events, and what followed is missing")
     if reader.damaged:
         notes.append(f"{name}: {reader.damaged:,} of {reader.read:,} events are damaged and left out")
-    if reader.endless:
-        notes.append(f"{name}: {reader.endless:,} kernels and copies have no duration and count as none")
+    if reader.without_duration:
+        notes.append(f"{name}: {reader.without_duration:,} kernels and copies have no duration and count as none")
     devices, counts = np.unique(events["device"], return_counts=True)
     device = int(devices[counts.argmax()]) if count else -1
     if len(devices) > 1:

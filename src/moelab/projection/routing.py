@@ -280,7 +280,7 @@ def _scores(routing: RoutingModel, rng: np.random.Generator, tokens: int, expert
         chances_G = np.minimum(1.0, routing.limited_groups * chances_Ge.sum(axis=1) / chances_Ge.sum())
         weights_E = _weights_of_chances(chances_Ge / chances_G[:, None]).ravel()
     if routing.weights:  # Gumbel noise on logarithms of weights draws without replacement
-        scores_TE = np.log(weights_E) + rng.gumbel(size=(tokens, experts))
+        scores_TE: npt.NDArray[np.float64] = np.log(weights_E) + rng.gumbel(size=(tokens, experts))
     elif routing.kind == "group_by_score":  # a sigmoid router with normally distributed logits
         scores_TE = 1.0 / (1.0 + np.exp(-rng.standard_normal((tokens, experts))))
     else:
