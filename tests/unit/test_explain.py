@@ -343,6 +343,8 @@ def test_without_correlation_nothing_is_guessed(tmp_path: Path) -> None:
     assert found.idle_by_cause_ms == {"unknown": pytest.approx(0.01)}
     assert any("no correlation" in note for note in found.notes)
     assert any("classified by their kernels' names" in note for note in found.notes)
+    (tmp_path / "list.json").write_text(json.dumps([kernel(GEMM, 0, 10)]))
+    assert "rank (a GPU that is not named): 100.0% compute" in explanation_text(explain([tmp_path / "list.json"]))
     assert found.kernels_ms["other GEMMs"]["unknown"] == pytest.approx(0.01)
 
 
@@ -511,6 +513,7 @@ def test_other_forms_of_the_same_trace(tmp_path: Path) -> None:
             "a trace of JAX (XLA)",
         ),
         ("results.json", b'{"rocprofiler-sdk-tool": [{"metadata": {}}]}', "a trace of AMD's rocprof"),
+        ("host.xplane.pb", b"\x0a\x12", "a trace of JAX (XLA)"),
         ("viz.json", b'{"traceEvents": [{"ph": "X", "cat": "FEE"}], "viztracer_metadata": {}}', "of VizTracer"),
         (
             "odd.json",
@@ -604,6 +607,17 @@ def test_names_of_folders_tell_ranks_and_steps(tmp_path: Path) -> None:
     for name, rank in (("nemo", 1), ("daemon", None), ("unnamed", None)):
         found = explain([tmp_path / name])
         assert (found.rank, parts_us(found)) == (rank, PARTS_OF_STEP)
+
+
+def test_a_collective_without_a_call_is_that_of_the_annotation_that_it_runs_under(tmp_path: Path) -> None:
+    """As in DDP's trace on an MI300X (TraceLens, tests/traces/mi300/resnet_act_checkpoint.json.gz)."""
+    mark = op("nccl:all_reduce", 99, 131, tid=4, cat="gpu_user_annotation", **{"External id": 7})
+    events = [
+        op("autograd::engine::evaluate_function: ReducerBackward", 0, 50),
+        op("nccl:all_reduce", 10, 20, cat="user_annotation", **{"External id": 7}),
+        *(mark, kernel("ncclDevKernel_Generic(ncclDevKernelArgsStorage<4096ul>)", 100, 130, stream=4, call=4079)),
+    ]
+    assert parts_us(explained(tmp_path, events)) == {"FSDP collectives": 30}
 
 
 def test_kernels_of_a_graph_have_its_gaps_and_no_pass(tmp_path: Path) -> None:

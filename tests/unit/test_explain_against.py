@@ -18,6 +18,7 @@ from moelab.experiment import Experiment
 from moelab.experiment_file import write_experiment
 from moelab.explain.against import MEANINGS, compare, fit, gemm_rates, measured_parts_ms, packaged_steps
 from moelab.explain.explanation import Explanation, explain
+from moelab.explain.trace import UNNAMED_GPU
 from moelab.projection.calibration import CALIBRATION, Calibration, read_calibration, with_values, write_calibration
 from moelab.projection.job import CATEGORIES
 from moelab.projection.project import project
@@ -165,6 +166,7 @@ def test_another_gpu_and_a_cpu_are_refused(traces: dict[str, Explanation]) -> No
     one, experiment = traces["two_h200_full_fp8_deepep"], TRACED["two_h200_full_fp8_deepep"]
     with pytest.raises(BadInput, match="has H100"):
         compare(one, experiment.model_copy(update={"hardware": "h100_node"}))
+    assert compare(replace(one, gpu=UNNAMED_GPU), experiment).rows == compare(one, experiment).rows
     with pytest.raises(BadInput, match="without GPU kernels"):
         compare(replace(one, gpu=None), experiment)
 

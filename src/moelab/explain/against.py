@@ -21,6 +21,7 @@ from moelab.errors import BadInput
 from moelab.experiment import EPBackend, Experiment, Precision
 from moelab.experiment_file import parse
 from moelab.explain.explanation import Explanation, explain
+from moelab.explain.trace import UNNAMED_GPU
 from moelab.hardware import cluster_of, known_gpu
 from moelab.model import gemms, shape_for
 from moelab.projection.calibration import CALIBRATION, Calibration, with_values
@@ -129,7 +130,7 @@ def compare(explanation: Explanation, experiment: Experiment, calibration: Calib
     gpu, traced = cluster_of(experiment.hardware).node.gpu.name, known_gpu(explanation.gpu or "")
     if explanation.gpu is None:
         raise BadInput("a trace without GPU kernels is not held against a projection, which is of GPUs")
-    if gpu != (traced.name if traced else explanation.gpu):
+    if explanation.gpu != UNNAMED_GPU and gpu != (traced.name if traced else explanation.gpu):
         raise BadInput(
             f"the trace is of {explanation.gpu}, the experiment's hardware ({experiment.hardware}) has {gpu}; "
             "set hardware to the node that was traced"

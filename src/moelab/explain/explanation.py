@@ -320,7 +320,7 @@ def _explanation(
         compute_ms=one.compute_us / 1e3,
         communication_ms=one.communication_us / 1e3,
         parts_ms=parts_ms,
-        classified=1 - sum(unknown.values()) * 1e3 / kernel_us if kernel_us else 0.0,
+        classified=max(0.0, 1 - sum(unknown.values()) * 1e3 / kernel_us) if kernel_us else 0.0,
         kernels_ms=dict(sorted(kernels_ms.items(), key=lambda item: -sum(item[1].values()))),
         layers_ms=dict(sorted(layers_ms.items())),
         communication=tuple(

@@ -36,6 +36,7 @@ LONGEST_US = 3.6e9
 """Kineto has written durations of 2⁶⁴ ns and starts at 0; what is so far from the rest is no part of a step."""
 MOST_OTHERS = 40
 """Categories and arguments of events of other kinds, by which a file that has no known ones is named."""
+UNNAMED_GPU = "a GPU that is not named"
 RECORD = "record one with torch.profiler: prof.export_chrome_trace('trace.json.gz')"
 
 _KINDS = {
@@ -43,6 +44,7 @@ _KINDS = {
     **dict.fromkeys(("cuda_runtime", "cuda_driver", "runtime", "hip_runtime", "hip_driver"), "call"),
     **dict.fromkeys(("xpu_runtime", "xpu_driver", "privateuse1_runtime", "privateuse1_driver"), "call"),
     **dict.fromkeys(("cpu_op", "operator", "user_annotation"), "op"),
+    "gpu_user_annotation": "mark",
 }
 """Categories of events, those of PyTorch before 1.12 among them."""
 _CALLS = re.compile(r"launch|memcpy|memset|memory(?:copy|fill)|synchroni[sz]e|graph|QueueFinish|EventWait", re.I)
@@ -82,7 +84,7 @@ class Trace:
     Attributes:
         path: of the file.
         rank: its global rank; None where neither the file nor its name says.
-        gpu: name of the device that ``events`` ran on; None for a CPU or where it is not said.
+        gpu: name of the device that ``events`` ran on, or :data:`UNNAMED_GPU`; None for a CPU.
         names: of kernels, calls and operators; ``name`` columns are indices.
         events: what ran on the GPU, by start: ``start, end, name, stream, correlation, external, graph, bytes,
             collective``.
@@ -231,6 +233,7 @@ class _Reader:
         times = "start:d end:d name:i"
         self.gpu = _Table(f"{times} stream:q device:q correlation:q external:q graph:q bytes:d collective:i")
         self.call = _Table(f"{times} thread:i correlation:q")
+        self.mark = _Table("start:d end:d stream:q external:q")
         self.op = _Table(f"{times} thread:i external:q sequence:q forward_thread:q shape:i annotation:b")
 
     def take(self, event: Any) -> None:
@@ -275,6 +278,10 @@ class _Reader:
             self.collectives.append(Collective(said, elements, str(args.get("dtype", "")), group, size, order))
             collective = len(self.collectives) - 1
         self.gpu.add(start, end, self._name(name), *numbers, collective)
+
+    def _take_mark(self, event: dict[str, Any], name: str, start: float, end: float, args: dict[str, Any]) -> None:
+        if name.startswith("nccl:"):
+            self.mark.add(start, end, _whole(event.get("tid")), _external(args))
 
     def _take_call(self, event: dict[str, Any], name: str, start: float, end: float, args: dict[str, Any]) -> None:
         if _CALLS.search(name):
@@ -327,6 +334,7 @@ def _events(text: _Text, reader: _Reader) -> Iterator[Any]:
                 text.skip()
                 yield from _elements(text)
             else:
+                reader.header[str(key)] = None  # a key names its writer, whatever follows
                 reader.header[str(key)] = text.value()
         text.skip()
         if not reader.read and text.peek():
@@ -365,7 +373,7 @@ def read_trace(path: Path) -> Trace:
         except EOFError:
             cut = True
         except (ValueError, RecursionError) as error:
-            raise BadInput(f"{path} is no Kineto trace: {error}; {RECORD}") from None
+            raise BadInput(f"{path} {_writer(reader) or f'is no Kineto trace: {error}'}; {RECORD}") from None
     return _trace_of(reader, cut)
 
 
@@ -376,6 +384,8 @@ def _refuse_binary(path: Path, begin: bytes) -> None:
         begin = zlib.decompressobj(31).decompress(begin) if packed else begin
     if nsight or _OF_NSIGHT.search(begin):
         raise BadInput(f"{path} is a report or an export of Nsight, which is not read; {RECORD}")
+    if path.name.endswith(".xplane.pb"):
+        raise BadInput(f"{path} is a trace of JAX (XLA) or TensorFlow, which is not read; {RECORD}")
     if b"\x00" in begin and not packed:
         raise BadInput(f"{path} is a binary file, not a JSON trace; {RECORD}")
 
@@ -393,6 +403,7 @@ def _trace_of(reader: _Reader, cut: bool) -> Trace:
         same = ["start", "end", "name", "stream", "device", "correlation"]
         again = (events[same][1:] == events[same][:-1]) & (events["correlation"][1:] >= 0)
         events = events[np.concatenate([[True], ~again])]
+        _take_marks(events, reader.mark.rows("stream", "start"))
         if twice := int(again.sum()):
             notes.append(f"{name}: {twice:,} of {count:,} kernels and copies are written twice and count once")
     if cut:
@@ -408,11 +419,14 @@ def _trace_of(reader: _Reader, cut: bool) -> Trace:
         notes.append(f"{name} has events of devices {device} and {others}: {device} is shown")
         events = events[events["device"] == device]
     if not count and not len(ops):
-        raise BadInput(f"{path} {_what_it_is(reader)}{'; it was cut off' if cut else ''}; {RECORD}")
+        kinds = " of the kinds that torch.profiler writes" if reader.read else ""
+        nothing = f"has no events{kinds} (kernels, operators)"
+        raise BadInput(f"{path} {_writer(reader) or nothing}{'; it was cut off' if cut else ''}; {RECORD}")
     properties = header.get("deviceProperties")
     known = [one for one in properties if isinstance(one, dict)] if isinstance(properties, list) else []
-    own = sorted(known, key=lambda one: one.get("id") != device)[:1] if count else []
-    gpu = str(own[0].get("name")) if own else None
+    own = sorted(known, key=lambda one: one.get("id") != device)
+    amd = any(one.startswith("hip") for one in names)
+    gpu = str(own[0].get("name")) if own else "AMD GPU" if amd else UNNAMED_GPU
     if not count:
         launched = any("launch" in one.lower() for one in names)
         why = ", though calls launched some: the profiler was not given ProfilerActivity.CUDA, or may not use CUPTI"
@@ -421,13 +435,12 @@ def _trace_of(reader: _Reader, cut: bool) -> Trace:
     said = distributed.get("rank") if isinstance(distributed, dict) else None
     in_name = re.search(r"rank[_-]?(\d+)", name)
     rank = _whole(said if said is not None else in_name and in_name[1])
-    if re.search(r"\b(AMD|Radeon|Instinct|gfx\d)", gpu or "", re.I) or any(one.startswith("hip") for one in names):
-        gpu = gpu or "AMD GPU"
+    if count and (amd or re.search(r"\b(AMD|Radeon|Instinct|gfx\d)", gpu, re.I)):
         notes.append(f"{name} is of an AMD GPU ({gpu}): kernels are classified by name, its peaks are not known")
     return Trace(
         path=path,
         rank=rank if rank >= 0 else None,
-        gpu=gpu,
+        gpu=gpu if count else None,
         names=names,
         events=events,
         calls=reader.call.rows("thread", "start"),
@@ -439,12 +452,22 @@ def _trace_of(reader: _Reader, cut: bool) -> Trace:
     )
 
 
-def _what_it_is(reader: _Reader) -> str:
-    """What a file without kernels and operators has instead."""
+def _take_marks(events: Rows, marks: Rows) -> None:
+    """Give collectives without a call, as RCCL launches them, the operator of the annotation that they run under."""
+    for stream in np.unique(marks["stream"]):
+        of_stream = marks[marks["stream"] == stream]
+        places = np.flatnonzero((events["stream"] == stream) & (events["external"] < 0))
+        under = of_stream[np.maximum(np.searchsorted(of_stream["start"], events["start"][places], "right") - 1, 0)]
+        within = (under["start"] <= events["start"][places]) & (events["end"][places] <= under["end"] + 1.0)
+        events["external"][places[within]] = under["external"][within]
+
+
+def _writer(reader: _Reader) -> str:
+    """Who else wrote a file, by its keys, categories and arguments; empty where they do not tell."""
     words = " ".join([*reader.header, *reader.others])
-    if writer := next((writer for mark, writer in _WRITERS.items() if mark in words), None):
-        return f"is a trace of {writer}, which is not read (kernels and operators are of other categories there)"
-    return f"has no events{' of the kinds that torch.profiler writes' if reader.read else ''} (kernels, operators)"
+    writer = next((writer for mark, writer in _WRITERS.items() if mark in words), None)
+    kinds = "kernels and operators are of other categories there"
+    return f"is a trace of {writer}, which is not read ({kinds})" if writer else ""
 
 
 def _naturally(path: Path) -> list[tuple[int, str]]:
