@@ -248,7 +248,9 @@ def explain(paths: Sequence[Path], *, rank: int | None = None, step: int | None 
         time = RankTime(number, span_us / 1e3, one.compute_us / 1e3, (span_us - one.busy_us) / 1e3, None)
         met[number] = _Met(path, time, one.met)
         of_ranks[number] = one.notes
-        if number == rank or (rank is None and number == min(met)):  # no more than one has its events in memory
+        if number == rank or (
+            rank is None and number == min(met)
+        ):  # no more than two ranks' events are in memory at once
             shown = number, one
     if not met:
         raise BadInput("; ".join(notes))

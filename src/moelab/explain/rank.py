@@ -281,8 +281,7 @@ class Rank:
         ]
         self.collective = [trace.collectives[one] if one >= 0 else None for one in events["collective"]]
         kernels = [trace.names[name] for name in events["name"]]
-        told = list(zip(kernels, self.contexts, self.collective, strict=True))
-        self.category = [category(*one) for one in told]
+        self.category = list(map(category, kernels, self.contexts, self.collective))
         for place, part in enumerate(self.category):
             if part == "optimizer" and self.contexts[place].phase == "forward":  # clipping, before its step
                 self.contexts[place] = self.contexts[place]._replace(phase="optimizer")
@@ -292,7 +291,9 @@ class Rank:
                 f"{trace.path.name} has no correlation between kernels and calls: why the GPU was idle, and which pass "
                 "a kernel belongs to, is not known"
             )
-        if any(communication(kernel) and not context.op and not collective for kernel, context, collective in told):
+        by_name = (kernel for kernel, context, one in zip(kernels, self.contexts, self.collective, strict=True)
+                   if not context.op and not one)  # fmt: skip
+        if any(map(communication, by_name)):
             self.notes.append("collectives without operator or process group are classified by their kernels' names")
 
     def _mark_recomputation(self) -> None:

@@ -15,7 +15,6 @@ import json
 import re
 import zlib
 from array import array
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -35,7 +34,7 @@ WINDOW, LONGEST_EVENT = 1 << 20, 1 << 24
 LONGEST_US = 3.6e9
 """Kineto has written durations of 2⁶⁴ ns and starts at 0; what is so far from the rest is no part of a step."""
 MOST_OTHERS = 40
-"""Categories and arguments of events of other kinds, by which a file that has no known ones is named."""
+"""Events of other kinds that are looked at to name the writer of a file that has no known ones."""
 UNNAMED_GPU = "a GPU that is not named"
 RECORD = "record one with torch.profiler: prof.export_chrome_trace('trace.json.gz')"
 
@@ -58,9 +57,13 @@ _NEXT_EVENT = re.compile(r'\}(?:,\s*(?=\{\s*"(?:ph|name|cat|pid|tid|ts|dur|id|ar
 _OF_NSIGHT = re.compile(
     rb'"(?:CudaEvent|NvtxEvent|TraceProcessEvent|globalVid|StringIds|TARGET_INFO\w*|CUPTI_ACTIVITY\w*)"|Nsight Systems'
 )
-_WRITERS = {"hlo_": "JAX (XLA)", "rocprof": "AMD's rocprof", "BeginNs": "AMD's rocprof", "viztracer": "VizTracer",
-            "Task Type": "Ascend's profiler"}  # fmt: skip
-"""By a mark among a file's keys, its events' arguments and categories."""
+_WRITERS = {
+    "JAX (XLA)": re.compile(r"\bhlo_|/(?:host|device):"),
+    "AMD's rocprof": re.compile(r"rocprof|BeginNs"),
+    "VizTracer": re.compile(r"viztracer"),
+    "Ascend's profiler": re.compile(r"Task Type"),
+}
+"""By marks among a file's keys and its events."""
 _BETWEEN = re.compile(r"[\s,]*")
 _NO_NUMBER = re.compile(r":\s*-?(?:inf|nan)\b", re.I)
 _LONE_BACKSLASH = re.compile(r'\\(?!["\\/bfnrtu])')
@@ -228,7 +231,7 @@ class _Reader:
         self.collectives: list[Collective] = []
         self.shapes: dict[str, int] = {}
         self.steps: list[tuple[str, float, float]] = []
-        self.others: Counter[str] = Counter()
+        self.others: set[str] = set()
         self.read = self.damaged = self.without_duration = 0
         times = "start:d end:d name:i"
         self.gpu = _Table(f"{times} stream:q device:q correlation:q external:q graph:q bytes:d collective:i")
@@ -242,12 +245,10 @@ class _Reader:
         if not isinstance(event, dict):
             self.damaged += 1
             return
-        if event.get("ph") != "X":
-            return
-        if not (kind := _KINDS.get(str(event.get("cat", "")).lower())):
-            if len(self.others) < MOST_OTHERS:
-                args = event.get("args")
-                self.others.update([str(event.get("cat", "")), *(map(str, args) if isinstance(args, dict) else ())])
+        kind = _KINDS.get(str(event.get("cat", "")).lower()) if event.get("ph") == "X" else None
+        if not kind:
+            if event.get("ph") in ("X", "M") and len(self.others) < MOST_OTHERS:
+                self.others.add(f"{event.get('cat')} {event.get('args')}"[:200])
             return
         try:
             start, args, took = float(event["ts"]), event.get("args") or {}, event.get("dur")
@@ -465,7 +466,7 @@ def _take_marks(events: Rows, marks: Rows) -> None:
 def _writer(reader: _Reader) -> str:
     """Who else wrote a file, by its keys, categories and arguments; empty where they do not tell."""
     words = " ".join([*reader.header, *reader.others])
-    writer = next((writer for mark, writer in _WRITERS.items() if mark in words), None)
+    writer = next((writer for writer, marks in _WRITERS.items() if marks.search(words)), None)
     kinds = "kernels and operators are of other categories there"
     return f"is a trace of {writer}, which is not read ({kinds})" if writer else ""
 
