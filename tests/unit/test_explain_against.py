@@ -134,17 +134,13 @@ def test_one_step_of_the_best_arm_predicts_all_other_steps_within_3_percent(trac
     assert np.median(np.abs(arms)) < 0.02
 
 
-@pytest.mark.parametrize("name", ["two_h200_full_standard", "four_h200_none_standard"])
-def test_a_step_without_fp8_and_deepep_predicts_arms_without_them(traces: dict[str, Explanation], name: str) -> None:
-    """What FP8 products, casts and DeepEP cost is not in these traces, so arms with them are up to 6 % off."""
+@pytest.mark.parametrize(("name", "most"), [("two_h200_full_standard", 0.03), ("four_h200_none_standard", 0.045)])
+def test_a_step_without_fp8_and_deepep_predicts_arms_with_them_too(
+    traces: dict[str, Explanation], name: str, most: float
+) -> None:
+    """Four GPUs' step has another ring than two's, and was traced 2.6 % slower than the same arm ran untraced."""
     _, arms = errors(traces, with_values(**fit(traces[name], TRACED[name])))
-    like = [
-        error
-        for error, (experiment, _) in zip(arms, UNTRACED, strict=True)
-        if experiment.arm.startswith("bf16_standard")
-    ]
-    assert max(map(abs, like)) < 0.045
-    assert max(map(abs, arms)) < 0.06
+    assert max(map(abs, arms)) < most
 
 
 def test_several_steps_are_compared_by_their_mean(traces: dict[str, Explanation]) -> None:
