@@ -32,7 +32,7 @@ from moelab.mxfp8.converter import MXFP8EmulatedLinear, MXFP8Experts
 from moelab.runs import directory
 from moelab.titan import config_registry
 from moelab.titan.arms import PUBLISHED, config_name, named_arms, nearest
-from moelab.titan.assumed_gpu import assume_gpu
+from moelab.titan.config_registry import assume_gpu
 from moelab.titan.routing import RandomBalancedRouter
 
 ROOT = Path(__file__).parents[2]

@@ -237,48 +237,33 @@ def _fake_send(
     """Shapes of what :func:`_send` returns; the number of rows, and of tokens received, only the data know."""
     context = torch.library.get_ctx()
     rows, received = context.new_dynamic_size(), context.new_dynamic_size()
-    ranks, scaleup, scaleout = _domain(group)
-    local, top_k = experts // ranks, ids_TK.shape[1]
+    buffer, top_k = exchange(group).buffer, ids_TK.shape[1]
+    ranks = buffer.group.size()
+    local = experts // ranks
 
     def index(*shape: Any) -> Tensor:
         return ids_TK.new_empty(shape, dtype=torch.int32)
 
-    def unknown(dimensions: int) -> Tensor:
-        return index(*(context.new_dynamic_size() for _ in range(dimensions)))
-
-    slots, forwarded, linked = (
-        (unknown(n) for n in _SCALEOUT_DIMENSIONS)
-        if scaleout > 1
-        else (
-            index(*ids_TK.shape),
-            index(0),
-            index(0),
-        )
-    )
+    # Only where tokens cross between nodes (DeepEP's scale-out) do the last two tensors hold anything; how much, and
+    # how long the lists of slots are, only the data know.
+    beyond_node = [index(*ids_TK.shape), index(0), index(0)]
+    if getattr(buffer, "num_scaleout_ranks", 1) > 1:
+        beyond_node = [index(*(context.new_dynamic_size() for _ in range(n))) for n in _SCALEOUT_DIMENSIONS]
     return (
         data_TD.new_empty((rows, data_TD.shape[1])),
         index(0) if scales_TS is None else scales_TS.new_empty((rows, scales_TS.shape[1])),
         weights_TK.new_empty((rows,)),
-        index(scaleup),
+        index(getattr(buffer, "num_scaleup_ranks", ranks)),
         index(local),
         index(local),
         index(received, top_k + 2),
-        slots,
-        forwarded,
-        linked,
+        *beyond_node,
     )
 
 
 def _nothing(like: Tensor) -> Tensor:
     """Operators return tensors only: an empty one stands for None."""
     return like.new_empty((0,), dtype=torch.int32)
-
-
-def _domain(group: str) -> tuple[int, int, int]:
-    """Ranks, and how DeepEP sees them: ranks of a scale-up domain (NVLink) and number of such domains."""
-    buffer = exchange(group).buffer
-    ranks = buffer.group.size()
-    return ranks, getattr(buffer, "num_scaleup_ranks", ranks), getattr(buffer, "num_scaleout_ranks", 1)
 
 
 def _handle_of(place: Exchange, ids_TK: Tensor, tensors: list[Tensor], experts: int, alignment: int, rows: int) -> Any:

@@ -175,6 +175,7 @@ def captures_of(run: Path) -> list[Path]:
     Raises:
         BadInput: if there is none.
     """
+
     def order(path: Path) -> tuple[Path, int, str]:  # ``layers.10`` comes after ``layers.2``
         number = path.stem.rpartition(".")[2]
         return path.parent, int(number) if number.isdigit() else 0, path.stem

@@ -61,9 +61,8 @@ class Case:
 
     def __post_init__(self) -> None:
         for name in ("m", "n", "k", "groups"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise BadInput(f"{name} is {value!r}; give a whole number of at least 1")
+            if getattr(self, name) < 1:
+                raise BadInput(f"{name} is {getattr(self, name)}; give a whole number of at least 1")
         if self.sizes not in SIZES:
             raise BadInput(f"group sizes are {self.sizes!r}; valid are {', '.join(SIZES)}")
 

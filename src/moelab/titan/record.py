@@ -54,12 +54,12 @@ def record_dispatcher(model: nn.Module, dump_folder: Path, *, stages: int) -> No
         dump_folder: the run directory.
         stages: pipeline-parallel degree.
     """
-    found = [module.token_dispatcher for module in model.modules() if isinstance(module, RoutedExperts)]
-    if not found or not _first_of_stage(stages):
-        return
-    settings = ("kernels", "cast_kernels", "precision", "alignment", "pad_multiple", "num_max_tokens_per_rank")
-    known = {name: getattr(found[0], name) for name in settings if getattr(found[0], name, None) is not None}
-    write_json(dump_folder / DISPATCHER_FILE, {"dispatcher": type(found[0]).__name__, **known})
+    layers = (module for module in model.modules() if isinstance(module, RoutedExperts))
+    if (layer := next(layers, None)) and _first_of_stage(stages):
+        settings = ("kernels", "cast_kernels", "precision", "alignment", "pad_multiple", "num_max_tokens_per_rank")
+        values = {name: getattr(layer.token_dispatcher, name, None) for name in settings}
+        known = {name: value for name, value in values.items() if value is not None}
+        write_json(dump_folder / DISPATCHER_FILE, {"dispatcher": type(layer.token_dispatcher).__name__, **known})
 
 
 LOAD_SAMPLES = 50

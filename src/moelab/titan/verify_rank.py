@@ -40,11 +40,11 @@ from torchtitan.trainer import Trainer
 
 from moelab.errors import MoelabError
 from moelab.experiment import Experiment
+from moelab.experts import local
 from moelab.machine import cores
 from moelab.mxfp8.converter import converted_modules
 from moelab.titan import cpu
-from moelab.titan.assumed_gpu import assume_gpu
-from moelab.titan.config_registry import trainer_config
+from moelab.titan.config_registry import assume_gpu, trainer_config
 
 GPU_BUFFERS = (DeepEPTokenDispatcher.Config, HybridEPTokenDispatcher.Config, MinimalAsyncEPTokenDispatcher.Config)
 NOT_BUILT = (
@@ -119,30 +119,25 @@ def build_rank(experiment: Experiment, capability: tuple[int, int], rank: int) -
     cpu.enable()  # from here on the device is the one that is here: its mesh, its tensors
     dist_utils.init_fake_mode(experiment.world_size, rank=rank)
     dims = ParallelDims.from_config(config.parallelism, experiment.world_size)
-    _check_sequence(config, dims)
-    dist_utils.set_spmd_backend(config.parallelism.spmd_backend)
-    model, shared = _whole_model(config)
-    parts, stages = _parts(config, model, dims)
-    shared["mxfp8_modules"] = sum(len(converted_modules(part)) for part in parts)
-    return {
-        "rank": rank,
-        "pp_rank": rank // (experiment.world_size // experiment.pp),
-        "stages": stages,
-        **count(parts, copies=experiment.world_size // experiment.pp),
-        "mxfp8_modules": shared.pop("mxfp8_modules"),
-        "seconds": round(time.monotonic() - started, 1),
-        "shared": shared,
-    }
-
-
-def _check_sequence(config: Trainer.Config, dims: ParallelDims) -> None:
-    """TorchTitan's trainer refuses sequences that sequence and context parallelism would cut unevenly."""
+    # TorchTitan's trainer refuses sequences that sequence and context parallelism would cut unevenly.
     pieces = dims.tp if config.parallelism.enable_sequence_parallel else 1
     pieces *= 2 * dims.cp if dims.cp_enabled else 1
     if config.training.seq_len % pieces:
         raise ValueError(
             f"seq_len {config.training.seq_len} does not divide by the {pieces} pieces of tp {dims.tp}, cp {dims.cp}"
         )
+    dist_utils.set_spmd_backend(config.parallelism.spmd_backend)
+    model, shared = _whole_model(config)
+    parts, stages = _parts(config, model, dims)
+    return {
+        "rank": rank,
+        "pp_rank": rank // (experiment.world_size // experiment.pp),
+        "stages": stages,
+        **count(parts, copies=experiment.world_size // experiment.pp),
+        "mxfp8_modules": sum(len(converted_modules(part)) for part in parts),
+        "seconds": round(time.monotonic() - started, 1),
+        "shared": shared,
+    }
 
 
 def _whole_model(config: Trainer.Config) -> tuple[nn.Module, dict[str, Any]]:
@@ -169,18 +164,14 @@ def _stand_in(model_config: Any) -> tuple[str, list[str]]:
     """The dispatcher in words; those that need a GPU are replaced."""
     described, missing = "", []
     for _name, config, parent, attribute in list(model_config.traverse(LocalTokenDispatcher.Config)):
-        described = _describe(config)
+        settings = [(field.name, getattr(config, field.name)) for field in dataclasses.fields(config)]
+        numbers = ", ".join(f"{name}={value}" for name, value in settings if isinstance(value, int | float))
+        described = f"{type(config)._owner.__name__}({numbers})"
         if isinstance(config, GPU_BUFFERS):
             needs = "peers" if getattr(config, "kernels", "") == "emulated" else "GPUs"
             missing = [f"{type(config)._owner.__name__} is not built: its communication buffer needs {needs}"]
             setattr(parent, attribute, UnbuiltDispatcher.Config(num_experts=config.num_experts, top_k=config.top_k))
     return described, missing
-
-
-def _describe(config: Any) -> str:
-    settings = [(field.name, getattr(config, field.name)) for field in dataclasses.fields(config)]
-    given = ", ".join(f"{name}={value}" for name, value in settings if isinstance(value, int | float))
-    return f"{type(config)._owner.__name__}({given})"
 
 
 def _parts(
@@ -210,12 +201,11 @@ def _parts(
                 **arguments,
             )
             numbers = [stage.stage_index for stage in getattr(schedule, "_stages", None) or [schedule._stage]]
-    return parts, [
-        {"stage": number, "modules": list(modules_of(part))} for number, part in zip(numbers, parts, strict=True)
-    ]
+    stages = zip(numbers, parts, strict=True)
+    return parts, [{"stage": number, "modules": list(_modules_of(part))} for number, part in stages]
 
 
-def modules_of(part: nn.Module) -> Iterator[str]:
+def _modules_of(part: nn.Module) -> Iterator[str]:
     """Names of the modules of one stage, as TorchTitan names them when it splits a model."""
     for name, child in part.named_children():
         if name == "layers":
@@ -229,30 +219,20 @@ def count(parts: list[nn.Module], *, copies: int) -> dict[str, float]:
 
     Args:
         parts: parallelised parts of the model.
-        copies: ranks that hold a parameter which is not distributed at all.
+        copies: ranks of a pipeline stage, all of which hold a parameter that is not distributed.
     """
     total = experts = 0
     unique = 0.0
-    for part in parts:
-        for name, parameter in part.named_parameters():
-            elements = local_elements(parameter)
-            total += elements
-            experts += elements if ".inner_experts." in name else 0
-            unique += elements / replicas(parameter, copies)
+    for name, parameter in (named for part in parts for named in part.named_parameters()):
+        elements = local(parameter).numel()
+        holders = copies
+        if isinstance(parameter, DTensor):
+            sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
+            holders = math.prod(size for size, placement in sizes if isinstance(placement, Replicate))
+        total += elements
+        experts += elements if ".inner_experts." in name else 0
+        unique += elements / holders
     return {"parameters": total, "expert_parameters": experts, "unique_parameters": unique}
-
-
-def local_elements(parameter: nn.Parameter) -> int:
-    """Elements that this rank stores."""
-    return parameter.to_local().numel() if isinstance(parameter, DTensor) else parameter.numel()
-
-
-def replicas(parameter: nn.Parameter, copies: int) -> int:
-    """Ranks of a pipeline stage that store the same elements."""
-    if not isinstance(parameter, DTensor):
-        return copies
-    sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
-    return math.prod(size for size, placement in sizes if isinstance(placement, Replicate))
 
 
 if __name__ == "__main__":
