@@ -20,7 +20,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from unittest import mock
 
 import torch
@@ -207,10 +207,10 @@ def trainer_config(experiment: Experiment) -> Trainer.Config:
             disable_cuda_graphs=True,
         ),
         parallelism=_parallelism(experiment, on_cpu=on_cpu),
-        checkpoint=ResumeCheckpoints.Config(enable=False),
+        checkpoint=ResumeCheckpoints.Config(enable=False),  # who launches a job turns them on by TorchTitan's options
         activation_checkpoint=_ACTIVATION_CHECKPOINT[experiment.activation_checkpoint],
         compile=CompileConfig(enable=experiment.compile != "none", components=_COMPILE[experiment.compile]),
-        comm=CommConfig(trace_buf_size=0) if on_cpu else CommConfig(),
+        comm=CommConfig(trace_buf_size=0) if on_cpu else CommConfig(),  # NCCL's flight recorder, which gloo lacks
         debug=DebugConfig(
             seed=experiment.seed,
             moe_force_load_balance=experiment.routing is Routing.ROUND_ROBIN,
@@ -318,20 +318,24 @@ def _kernels(experiment: Experiment) -> mxfp8_kernels.Kernels:
 
 
 def _converter(experiment: Experiment) -> Any:
-    compiled = experiment.compile == "model+loss"
-    linears = list(LINEARS) if experiment.quantize == "experts+linears" else []
+    settings: dict[str, Any] = {
+        "model_compile_enabled": experiment.compile == "model+loss",
+        "linears": list(LINEARS) if experiment.quantize == "experts+linears" else [],
+    }
     if experiment.precision is Precision.MXFP8:
-        wgrad: Literal["mxfp8", "bf16"] = "bf16" if experiment.wgrad == "bf16" else "mxfp8"
-        return MXFP8Converter.Config(
-            model_compile_enabled=compiled, kernels=_kernels(experiment), wgrad=wgrad, linears=linears
-        )
+        wgrad = "bf16" if experiment.wgrad == "bf16" else "mxfp8"
+        return MXFP8Converter.Config(kernels=_kernels(experiment), wgrad=wgrad, **settings)
     if experiment.precision is Precision.FP8:
-        wgrad_of_fp8: Literal["fp8", "bf16"] = "fp8" if experiment.wgrad == "fp8" else "bf16"
-        return FP8Converter.Config(model_compile_enabled=compiled, wgrad=wgrad_of_fp8, linears=linears)
+        # The field's default is MXFP8's; of FP8 it means the weight gradient in BF16, as torchao's recipe has it.
+        return FP8Converter.Config(wgrad="fp8" if experiment.wgrad == "fp8" else "bf16", **settings)
     return None
 
 
 def _parallelism(experiment: Experiment, *, on_cpu: bool) -> ParallelismConfig:
+    stages = None
+    if experiment.pp_stages_per_rank and (layout := check(experiment).layout) and layout.pp > 1:
+        # TorchTitan makes more than two stages a rank by layers of a stage, which does not reach every number.
+        stages = list(map(list, layout.stages))
     return ParallelismConfig(
         data_parallel_replicate_degree=experiment.dp_replicate,
         data_parallel_shard_degree=experiment.dp_shard,
@@ -339,17 +343,12 @@ def _parallelism(experiment: Experiment, *, on_cpu: bool) -> ParallelismConfig:
         pipeline_parallel_degree=experiment.pp,
         pipeline_parallel_schedule=experiment.pp_schedule,
         pipeline_parallel_microbatch_size=experiment.microbatch,
-        # TorchTitan makes more than two stages a rank by layers of a stage, which does not reach every number.
-        module_fqns_per_model_part=_stages(experiment) if experiment.pp_stages_per_rank else None,
+        module_fqns_per_model_part=stages,
         context_parallel_degree=experiment.cp,
         expert_parallel_degree=experiment.ep,
+        # The all-to-all of spmd_types needs equal splits under gloo.
         spmd_backend="partial_dtensor" if on_cpu else "spmd_types",
     )
-
-
-def _stages(experiment: Experiment) -> list[list[str]] | None:
-    layout = check(experiment).layout
-    return list(map(list, layout.stages)) if layout and layout.pp > 1 else None
 
 
 def _data(experiment: Experiment) -> dict[str, Any]:

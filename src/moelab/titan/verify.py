@@ -26,7 +26,7 @@ from moelab.layout import check
 from moelab.memory.sharding import local_numel
 from moelab.model import shape_for
 
-CAPABILITY = (10, 0)
+CAPABILITY = 10.0
 """Compute capability that is assumed where the experiment's hardware has no GPU: a B200's."""
 CHILD = "moelab.titan.verify_rank"
 
@@ -53,7 +53,9 @@ def verify(experiment: Experiment, ranks: Sequence[int] | None = None) -> dict[s
     chosen = list(ranks) if ranks is not None else first_ranks(experiment)
     if wrong := [rank for rank in chosen if not 0 <= rank < experiment.world_size]:
         raise BadInput(f"rank {wrong[0]} is not in this world: valid are 0 to {experiment.world_size - 1}")
-    request = {"experiment": experiment.model_dump(mode="json"), "ranks": chosen, "capability": _capability(experiment)}
+    capability = gpu_of(experiment.hardware).capability or CAPABILITY
+    major_minor = divmod(round(10 * capability), 10)
+    request = {"experiment": experiment.model_dump(mode="json"), "ranks": chosen, "capability": major_minor}
     answer = _ask_child(request)
     for error in [row["error"] for row in answer["ranks"] if "error" in row]:
         raise Refused(f"TorchTitan does not build this experiment: {error}")
@@ -66,11 +68,6 @@ def verify(experiment: Experiment, ranks: Sequence[int] | None = None) -> dict[s
 def first_ranks(experiment: Experiment) -> list[int]:
     """The first global rank of every pipeline rank: TorchTitan's outermost axis is the pipeline."""
     return [rank * (experiment.world_size // experiment.pp) for rank in range(experiment.pp)]
-
-
-def _capability(experiment: Experiment) -> tuple[int, int]:
-    major, minor = divmod(round(10 * (gpu_of(experiment.hardware).capability or 0.0)), 10)
-    return (major, minor) if major else CAPABILITY
 
 
 def _ask_child(request: dict[str, Any]) -> dict[str, Any]:
