@@ -162,7 +162,7 @@ def open_world(device: str, *, init_method: str | None = None, rank: int = -1, r
         torch.cuda.set_device(here)
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # some small kernels need no pool of processes
     else:
-        torch.set_num_threads(1)
+        torch.set_num_threads(1)  # both ranks share the processor
     dist.init_process_group(
         "nccl" if device == "cuda" else "gloo",
         init_method=init_method,
@@ -297,6 +297,7 @@ class Layer:
 
     def dispatch(self) -> None:
         """Send the tokens to their experts."""
+        # The state is the dispatcher's own metadata: of another type for each, which the properties above know.
         rows, self.counts_e, self._state = self._dispatch(
             self._x_TD, self._scores_TK, self.tokens.ids_TK, self._counts_E
         )
@@ -344,6 +345,7 @@ def round_trip(layer: Layer, size: Size, world: World) -> float:
     factor_E = 1 + torch.arange(size.experts, device=world.device) / size.experts
     world.together(layer.dispatch)
     rows_RD = layer.rows_RD()
+    # Each expert multiplies by a factor of its own, so that a row at the wrong one is seen.
     local_e = factor_E.view(world.ranks, -1)[world.rank]
     factor_R1 = local_e.repeat_interleave(layer.counts_e.to(world.device)).unsqueeze(-1)
     weight_R1 = factor_R1 * layer.scores.detach().unsqueeze(-1) if layer.experts_apply_scores else factor_R1
@@ -489,8 +491,8 @@ def time_group(
     world: World,
     reference: dict[str, Any],
     *,
-    kernels: EPKernels = "native",
-    compiled: bool = False,
+    kernels: EPKernels,
+    compiled: bool,
     repeats: int,
     until: float,
 ) -> list[dict[str, Any]]:

@@ -122,9 +122,10 @@ class PaddedDispatcher(DeepEPTokenDispatcher):
         if self.precision == "bf16":
             rows, scores_R, *handle = ops.dispatch(x_TD, *where)
         else:
+            # Detached: the gradient of the rows goes to x_TD itself, past the rounding (a straight-through estimate).
             data_TD, scales_TS = quantise(x_TD.detach(), self.precision)
             if self.precision == "mxfp8":
-                scales_TS = scales_TS.view(torch.int32)
+                scales_TS = scales_TS.view(torch.int32)  # DeepEP moves scales of four bytes: four exponents
             place_RD, data_RD, scales_RS, scores_R, *handle = ops.dispatch_quantised(x_TD, data_TD, scales_TS, *where)
             rows = QuantisedRows(place_RD, data_RD, scales_RS)
         # A compiler cannot see the padding; grouped GEMMs that need whole blocks ask for it.
@@ -176,7 +177,7 @@ class ScoredRoutedExperts(RoutedExperts):
             topk_expert_ids_BLK.reshape(B * L, K),
             num_local_tokens_per_expert_E,
         )
-        with maybe_set_sparse_mesh():
+        with maybe_set_sparse_mesh():  # of the experts' weights, as TorchTitan's own forward does
             output_RD = self.inner_experts(rows, counts_e, state.scores_R)
         return self.token_dispatcher.combine(output_RD, state, x_TD).view(B, L, D)
 

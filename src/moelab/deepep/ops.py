@@ -187,7 +187,7 @@ def resend(
         handle=handle_,
         expert_alignment=alignment,
         num_sms=place.num_sms,
-        do_cpu_sync=False,
+        do_cpu_sync=False,  # the handle knows the number of rows
         do_expand=True,
         do_zero_padding=True,
     )
@@ -222,7 +222,7 @@ def _send(
         expert_alignment=alignment,
         num_sms=place.num_sms,
         do_handle_copy=False,
-        do_cpu_sync=True,
+        do_cpu_sync=True,  # the number of rows, which memory for them and a compiler's shapes need
         do_expand=True,
         do_zero_padding=True,
     )
@@ -269,7 +269,7 @@ def _nothing(like: Tensor) -> Tensor:
 def _handle_of(place: Exchange, ids_TK: Tensor, tensors: list[Tensor], experts: int, alignment: int, rows: int) -> Any:
     """DeepEP's handle again, from its tensors."""
     named = dict(zip(HANDLE_TENSORS, tensors, strict=True))
-    for name in HANDLE_TENSORS[-2:]:
+    for name in HANDLE_TENSORS[-2:]:  # None inside of a node, where an empty tensor stood for it
         if named[name].numel() == 0:
             named[name] = None
     handle = place.handle_type(
@@ -291,7 +291,7 @@ def _handle_of(place: Exchange, ids_TK: Tensor, tensors: list[Tensor], experts: 
 
 def _dispatch_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *_, ids_TK, ctx.group, ctx.experts, ctx.alignment = inputs
-    handle = output[-len(HANDLE_TENSORS) :]
+    handle = output[-len(HANDLE_TENSORS) :]  # the rows come first, their weights right before the handle
     ctx.inputs = len(inputs)
     ctx.mark_non_differentiable(*output[1 : -1 - len(HANDLE_TENSORS)], *handle)
     ctx.save_for_backward(ids_TK, *handle)

@@ -169,7 +169,7 @@ class StandInBuffer:
         mine_T = torch.arange(topk_idx.shape[0], device=topk_idx.device) + self.rank * capacity
         source_U = arrive(mine_T)
         rank_U = torch.repeat_interleave(received_W)
-        master_U = (ids_UK >= 0).int().argmax(dim=1)
+        master_U = (ids_UK >= 0).int().argmax(dim=1)  # the first of its experts that lives here
         metadata = torch.cat([source_U[:, None], (rank_U * top_k + master_U)[:, None], slots_UK], dim=1)
         return SimpleNamespace(
             num_experts=experts,

@@ -78,6 +78,7 @@ class MXFP8Experts(_TitanExperts):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self._kernels, self._wgrad, self._pad_inside = config.kernels, config.wgrad, config.pad_inside
+        # What TorchTitan's `_grouped_mm` hands to torchao; its constructor has put a recipe of torchao's there.
         self._mxfp8_op_config = op_config(config.kernels, config.wgrad, pad_inside=config.pad_inside)
 
     def _grouped_mm(self, *, A: torch.Tensor, B_t: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
@@ -126,7 +127,7 @@ class MXFP8EmulatedLinear(MXFP8Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Multiply ``(..., in_features)`` to ``(..., out_features)``."""
-        if self.kernel_preference is KernelPreference.AUTO:
+        if self.kernel_preference is KernelPreference.AUTO:  # native
             return super().forward(input)
         e4m3 = torch.float8_e4m3fn
         output = mx_mm.apply(

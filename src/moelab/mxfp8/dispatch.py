@@ -219,13 +219,14 @@ class _Dispatch(torch.autograd.Function):
         data_TD, scales_TS = cast(x_TD, kernels)  # once a token, however many experts it has
         leaving = (data_TD.view(torch.uint8)[token_N], scales_TS[token_N])
         data_PD, scales_PS = _exchange_quantised(*leaving, place_R, padded, received, sent, group)
-        ctx.mark_non_differentiable(data_PD, scales_PS)
+        ctx.mark_non_differentiable(data_PD, scales_PS)  # E4M3 has no BF16 gradient: the place receives it
         return place(x_TD, padded), data_PD, scales_PS
 
     @staticmethod
     def backward(ctx: Any, grad_PD: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         order_N, place_R = ctx.saved_tensors
         grad_ND = _exchange(grad_PD[place_R], ctx.sent, ctx.received, ctx.group)
+        # Back to the order of tokens, so that the sum over a token's rows is one reduction and not a scatter.
         home_N = torch.empty_like(order_N).index_copy(0, order_N, torch.arange(len(order_N), device=order_N.device))
         grad_TD = grad_ND[home_N].unflatten(0, (ctx.tokens, -1)).sum(1)
         return grad_TD, None, None, None, None, None, None, None

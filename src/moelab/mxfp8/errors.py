@@ -94,14 +94,10 @@ def measure(x: torch.Tensor, number_format: Format) -> TensorErrors:
     )
 
 
-class NotFinite(BadInput):
-    """Values that are NaN or infinite, whose error means nothing."""
-
-
 def _require_finite(name: str, x: torch.Tensor) -> None:
     wrong = int((~torch.isfinite(x)).sum())
     if wrong:
-        raise NotFinite(f"{name} has {wrong} values of {x.numel()} that are NaN or infinite; valid: finite values")
+        raise BadInput(f"{name} has {wrong} values of {x.numel()} that are NaN or infinite; valid: finite values")
 
 
 def relative_error(reference: torch.Tensor, value: torch.Tensor) -> float:

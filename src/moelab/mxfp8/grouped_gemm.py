@@ -279,7 +279,7 @@ def time_case(
     torch._dynamo.reset()  # or it would stop to compile after some shapes, and say so in a log only
     works: dict[Precision, Work] = {}
     rows: dict[Precision, int] = {}
-    once_s = 0.0
+    once_s = 0.0  # of one turn of all precisions
     for precision in precisions:
         operands = make_operands(case, device, block=ROW_BLOCK[precision])
         product = grouped_mm(precision)
@@ -476,7 +476,7 @@ def run(
         with_components: time the kernels alone, too.
 
     Raises:
-        NotDivisible: for dimensions that the kernels cannot take.
+        BadInput: for dimensions that the kernels cannot take.
         NoKernels: where a precision that was asked for, or BF16, cannot be timed.
 
     Returns:
@@ -527,7 +527,7 @@ def run(
             except Exception as error:  # a kernel may fail in any way
                 failed(case, f"components of {precision}", error)
         if device.type == "cuda":
-            torch.cuda.empty_cache()
+            torch.cuda.empty_cache()  # the next case's sizes do not fit into this one's blocks
         write_json(path, content)
         _say(f"  {time.monotonic() - began:.0f} s")
     content |= {"peaks_after": measure_peaks(device), "wall_s": round(time.monotonic() - began, 1)}

@@ -36,10 +36,6 @@ DIRICHLET = 4.0
 SEED = 20261101
 
 
-class NotDivisible(BadInput):
-    """A dimension that the kernels cannot cut into their blocks."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """One grouped product.
@@ -113,13 +109,13 @@ def require_divisible(case: Case, precision: Precision) -> None:
     N counts as K does: backward sums over it.
 
     Raises:
-        NotDivisible: naming the dimension, the block and the nearest valid value.
+        BadInput: naming the dimension, the block and the nearest valid value.
     """
     block = FEATURE_BLOCK[precision]
     for name, value in (("k", case.k), ("n", case.n)):
         if value % block:
             nearest = max(1, round(value / block)) * block
-            raise NotDivisible(f"{name} is {value}: {precision} needs a multiple of {block}, the nearest is {nearest}")
+            raise BadInput(f"{name} is {value}: {precision} needs a multiple of {block}, the nearest is {nearest}")
 
 
 def group_sizes(case: Case, *, block: int = 1) -> tuple[int, ...]:

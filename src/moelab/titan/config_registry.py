@@ -97,11 +97,12 @@ def experiment() -> Trainer.Config:
         Refused: if it is illegal.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        end_with_torchrun()
+        end_with_torchrun()  # a rank outlives a torchrun that is killed, and keeps its GPU
     path = os.environ.get(EXPERIMENT_VARIABLE)
     if not path:
         raise KeyError(f"set {EXPERIMENT_VARIABLE} to the path of an experiment.yaml; `moelab run` does so")
     folder = Path(path).parent
+    # A record has every field and must be whole; a person's file has defaults.
     is_record = Path(path).name == directory.EXPERIMENT_FILE and directory.is_run(folder)
     asked = RunDir(folder).experiment if is_record else read_experiment(Path(path))
     if reasons := check(asked).reasons:
@@ -217,6 +218,7 @@ def trainer_config(experiment: Experiment) -> Trainer.Config:
             save_config_file="launch/titan_config.json",
             enable_structured_logging=False,
         ),
+        # Every step is logged, without colours: the log is read again (moelab.runs.log).
         metrics=MetricsProcessor.Config(log_freq=1, enable_tensorboard=True, disable_color_printing=True),
         override=OverrideConfig(imports=_overrides(experiment, on_cpu=on_cpu)),
         trace_step=experiment.trace_step,
@@ -235,7 +237,7 @@ def _overrides(experiment: Experiment, *, on_cpu: bool) -> list[Any]:
         imports += cpu.OVERRIDES
     if experiment.routing is Routing.RANDOM_BALANCED:
         if on_cpu:
-            imports.remove(_FP32_GATE)
+            imports.remove(_FP32_GATE)  # the router's override brings it: two may not claim the same part
         imports.append((routing.RANDOM_BALANCED, {"fp32_gate": on_cpu}))
     if experiment.ep_backend is EPBackend.DEEPEP:
         imports.append((PADDED, _padding(experiment)))
@@ -293,11 +295,12 @@ def _model(experiment: Experiment, *, on_cpu: bool) -> ModelSpec:
     )
     converter = _converter(experiment)
     if converter is not None:
+        # Before TorchTitan applies overrides: those of dispatchers look at which experts they find.
         spec.model = converter.build().convert(spec.model)
     kernels = None if converter is None else _kernels(experiment)
 
     def parallelize(model: nn.Module, **arguments: Any) -> nn.Module:
-        model = parallelize_titan(model, **arguments)
+        model = parallelize_titan(model, **arguments)  # hooks are laid after FSDP's own, which then run first
         if on_cpu:
             from moelab.titan import cpu
 
@@ -323,11 +326,12 @@ def _converter(experiment: Experiment) -> Any:
         "linears": list(LINEARS) if experiment.quantize == "experts+linears" else [],
     }
     if experiment.precision is Precision.MXFP8:
-        wgrad = "bf16" if experiment.wgrad == "bf16" else "mxfp8"
-        return MXFP8Converter.Config(kernels=_kernels(experiment), wgrad=wgrad, **settings)
+        settings["wgrad"] = "bf16" if experiment.wgrad == "bf16" else "mxfp8"
+        return MXFP8Converter.Config(kernels=_kernels(experiment), **settings)
     if experiment.precision is Precision.FP8:
         # The field's default is MXFP8's; of FP8 it means the weight gradient in BF16, as torchao's recipe has it.
-        return FP8Converter.Config(wgrad="fp8" if experiment.wgrad == "fp8" else "bf16", **settings)
+        settings["wgrad"] = "fp8" if experiment.wgrad == "fp8" else "bf16"
+        return FP8Converter.Config(**settings)
     return None
 
 

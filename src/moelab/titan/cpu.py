@@ -76,18 +76,19 @@ def enable() -> None:
     """
     if torch.cuda.is_available():
         raise RuntimeError("moelab.titan.cpu.enable() was called in a process that has CUDA; hide the GPUs first")
+    # device, memory_statistics: modules that are loaded have bound the answer already.
     for module in [module for name, module in sys.modules.items() if name.startswith("torchtitan")]:
         if "device_type" in vars(module):
             setattr(module, "device_type", "cpu")  # noqa: B010
         if "device_module" in vars(module):
             setattr(module, "device_module", CpuDevice())  # noqa: B010
     titan_utils.get_device_info = lambda: ("cpu", CpuDevice())  # for modules that are imported from here on
-    # TorchTitan omits MFU for quantised models; the same switch serves where there is no peak to divide by.
+    # mfu: TorchTitan omits it for quantised models; the same switch serves where there is no peak to divide by.
     titan_trainer.has_quantization = lambda _model_config: True
-    titan_decoder.create_attention_mask = dense_attention_mask
-    Module._init_param = initialise_whole
-    titan_trainer.time = SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda _seconds: None)
-    atexit.register(gc.freeze)
+    titan_decoder.create_attention_mask = dense_attention_mask  # attention
+    Module._init_param = initialise_whole  # initialisation
+    titan_trainer.time = SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda _seconds: None)  # end
+    atexit.register(gc.freeze)  # end: what is frozen is not collected at exit
     if not has_bf16_instructions():
         use_fp32_products_for_bf16()
 
@@ -106,6 +107,7 @@ def initialise_whole(module: Module, name: str, parameter: nn.Parameter) -> None
     if not isinstance(parameter, DTensor):
         _init_param(module, name, parameter)
         return
+    # A plain tensor: of a DTensor's the initialiser would see the shard alone.
     whole = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype))
     _init_param(module, name, whole)
     shard = distribute_tensor(whole.detach(), parameter.device_mesh, parameter.placements, src_data_rank=None)

@@ -75,8 +75,8 @@ def model_spec(
     if model not in TITAN_FLAVORS or shape != shape_of(model):
         spec.flavor = model
         settings = _layer_settings(flavor) if model in TITAN_FLAVORS else NANO_SETTINGS
-        settings |= {"rope": dataclasses.replace(settings["rope"], dim=shape.qk_rope_head_dim)}
-        spec.model = _config(shape, settings | backends)
+        rope = dataclasses.replace(settings["rope"], dim=shape.qk_rope_head_dim)
+        spec.model = _config(shape, settings | {"rope": rope} | backends)
     if attention_backend == "flex_tiles":
         for _name, attention, *_ in spec.model.traverse(FlexAttention.Config):
             attention.kernel_options = dict(FLEX_TILES)

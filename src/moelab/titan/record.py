@@ -112,8 +112,9 @@ def record_expert_load(trainer: Any) -> None:
             except OSError as error:  # a full disk: the training is worth more
                 logger.warning(f"moelab: {file.path.name} cannot be written: {error.strerror}")
 
+    # Before TorchTitan's own hook, which moves the biases by the counts and clears them.
     hook = trainer.optimizers.register_step_pre_hook(record)
-    trainer.optimizers._optimizer_step_pre_hooks.move_to_end(hook.id, last=False)  # before the one that clears
+    trainer.optimizers._optimizer_step_pre_hooks.move_to_end(hook.id, last=False)
 
 
 def _first_of_stage(stages: int) -> bool:

@@ -61,6 +61,7 @@ def verify(experiment: Experiment, ranks: Sequence[int] | None = None) -> dict[s
         raise Refused(f"TorchTitan does not build this experiment: {error}")
     layout = check(experiment).layout
     for row in answer["ranks"]:
+        # An illegal layout that TorchTitan builds all the same has no prediction.
         row["predicted_parameters"] = layout and local_numel(shape_for(experiment), layout, row["rank"])
     return {"seconds": round(time.monotonic() - started, 1), "world_size": experiment.world_size, **answer}
 
@@ -88,5 +89,5 @@ def _ask_child(request: dict[str, Any]) -> dict[str, Any]:
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
         raise MoelabError(f"verification ended with exit code {done.returncode}: {last[:500]}")
-    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])  # what libraries print comes before it
     return answer

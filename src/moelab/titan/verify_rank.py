@@ -78,6 +78,7 @@ def main() -> int:
 
 
 def _in_forks(experiment: Experiment, capability: tuple[int, int], ranks: list[int]) -> Iterator[dict[str, Any]]:
+    # Not a pool: one whose worker is killed (for memory, say) waits for its answer for ever.
     context = multiprocessing.get_context("fork")
     width = max(1, cores())
     for start in range(0, len(ranks), width):
@@ -86,7 +87,7 @@ def _in_forks(experiment: Experiment, capability: tuple[int, int], ranks: list[i
             ours, theirs = context.Pipe(duplex=False)
             process = context.Process(target=_answer, args=(theirs, experiment, capability, rank))
             process.start()
-            theirs.close()
+            theirs.close()  # or the end of the child would not end our read
             running.append((rank, ours, process))
         for rank, ours, process in running:
             try:
@@ -147,7 +148,8 @@ def _whole_model(config: Trainer.Config) -> tuple[nn.Module, dict[str, Any]]:
     model_config.update_from_config(config=config)
     replaced = apply_overrides(config.override, config)
     config._validate_cuda_graphs()
-    dispatcher, missing = _stand_in(model_config)
+    dispatcher, missing = _stand_in(model_config)  # after the overrides, which put moelab's dispatchers in
+    # The meta device: 671B parameters are shapes there and take no memory.
     with torch.device("meta"), set_default_dtype(TORCH_DTYPE_MAP[config.training.dtype]):
         model: nn.Module = model_config.build()
     model.verify_module_protocol()
