@@ -358,19 +358,19 @@ def _parallelism(experiment: Experiment, *, on_cpu: bool) -> ParallelismConfig:
 def _data(experiment: Experiment) -> dict[str, Any]:
     """Data loader, tokenizer and validator of the experiment's dataset."""
     if experiment.dataset == "c4":
-        folder = TOKENIZERS.get(experiment.model) or str(_corpus().folder)
+        folder = TOKENIZERS.get(experiment.model) or str(_corpus())
         return {"dataloader": HuggingFaceTextDataLoader.Config(dataset="c4"), "hf_assets_path": folder}
     held_out = HuggingFaceTextDataLoader.Config(dataset="python_held_out", infinite=True)
     return {
         "dataloader": HuggingFaceTextDataLoader.Config(dataset="python"),
-        "hf_assets_path": str(_corpus().folder),
+        "hf_assets_path": str(_corpus()),
         "validator": EndValidator.Config(
             enable=True, freq=experiment.steps, steps=VALIDATION_BATCHES, dataloader=held_out
         ),
     }
 
 
-def _corpus() -> corpus.Corpus:
-    prepared = corpus.prepare()
-    corpus.register(prepared)
-    return prepared
+def _corpus() -> Path:
+    folder = corpus.prepare()
+    corpus.register(folder)
+    return folder

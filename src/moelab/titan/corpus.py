@@ -21,10 +21,9 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from filelock import FileLock
 
@@ -34,7 +33,7 @@ from moelab.model import shape_of
 if TYPE_CHECKING:
     from datasets import Dataset
 
-FORMAT_VERSION = 7
+FORMAT_VERSION = 8
 VOCAB_SIZE = shape_of("nano").vocab_size
 HELD_OUT_ONE_IN = 20
 PASSAGE_CHARACTERS = 2000
@@ -46,27 +45,6 @@ BOS, EOS = "<|begin|>", "<|end|>"
 
 class CorpusError(MoelabError):
     """The corpus or its tokenizer could not be made."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Corpus:
-    """A prepared corpus on disk.
-
-    Attributes:
-        folder: holds ``train.arrow``, ``held_out.arrow``, ``tokenizer.json``, ``tokenizer_config.json``.
-        passages: number of passages in each split.
-        characters: number of characters in each split.
-        vocab_size: entries of the tokenizer.
-    """
-
-    folder: Path
-    passages: dict[str, int]
-    characters: dict[str, int]
-    vocab_size: int
-
-    def split(self, split: str) -> Path:
-        """Path of a split's passages, an Arrow stream with the column ``text``."""
-        return self.folder / f"{split}.arrow"
 
 
 def cache_folder() -> Path:
@@ -132,11 +110,15 @@ def is_held_out(name: str) -> bool:
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]) % HELD_OUT_ONE_IN == 0
 
 
-def prepare(vocab_size: int = VOCAB_SIZE) -> Corpus:
+def prepare(vocab_size: int = VOCAB_SIZE) -> Path:
     """Make the corpus and its tokenizer, or find them in the cache. Safe to call from many processes at once.
 
     Args:
         vocab_size: entries of the tokenizer; at most the model's vocabulary.
+
+    Returns:
+        A folder with ``tokenizer.json``, ``tokenizer_config.json``, and of each split an Arrow stream with the column
+        ``text``: ``train.arrow`` and ``held_out.arrow``.
 
     Raises:
         CorpusError: if the standard library has no sources here, or the cache cannot be written.
@@ -145,23 +127,23 @@ def prepare(vocab_size: int = VOCAB_SIZE) -> Corpus:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{folder}.lock"):
-            if not (folder / "corpus.json").exists():
+            if not folder.exists():
                 _build(folder, list(documents()), vocab_size)
     except OSError as error:
         raise CorpusError(
             f"the corpus cannot be cached: {error.strerror} ({folder.parent}); free space there or set MOELAB_CACHE"
         ) from error
-    facts = json.loads((folder / "corpus.json").read_text())
-    return Corpus(folder=folder, **facts)
+    return folder
 
 
-def register(corpus: Corpus) -> None:
-    """Make the corpus known to TorchTitan's own loader as the datasets ``python`` and ``python_held_out``."""
+def register(folder: Path) -> None:
+    """Make a prepared corpus known to TorchTitan's own loader as the datasets ``python`` and ``python_held_out``."""
     from torchtitan.hf_datasets import DatasetConfig
     from torchtitan.hf_datasets.text_datasets import DATASETS
 
-    for name, split in (("python", "train"), ("python_held_out", "held_out")):
-        DATASETS[name] = DatasetConfig(path=str(corpus.split(split)), loader=load, sample_processor=itemgetter("text"))
+    for name, split in zip(("python", "python_held_out"), SPLITS, strict=True):
+        path = str(folder / f"{split}.arrow")
+        DATASETS[name] = DatasetConfig(path=path, loader=load, sample_processor=itemgetter("text"))
 
 
 def load(path: str) -> Dataset:
@@ -192,16 +174,12 @@ def _build(folder: Path, texts: list[tuple[str, str]], vocab_size: int) -> None:
         )
     work = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".building-"))
     try:
-        facts: dict[str, Any] = {"passages": {}, "characters": {}, "vocab_size": vocab_size}
         parts = split_passages(texts)
         for split in SPLITS:
             table = pa.table({"text": parts[split]})
             with pa.OSFile(f"{work}/{split}.arrow", "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
                 writer.write_table(table)
-            facts["passages"][split] = len(parts[split])
-            facts["characters"][split] = sum(map(len, parts[split]))
         _train_tokenizer(work, parts["train"], vocab_size)
-        (work / "corpus.json").write_text(json.dumps(facts))
         work.rename(folder)  # whole or not at all, whatever ends this process
     finally:
         shutil.rmtree(work, ignore_errors=True)

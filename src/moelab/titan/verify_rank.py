@@ -2,7 +2,7 @@
 
 The steps are those of ``Trainer.__init__`` in TorchTitan 0.3.0 up to the parallelised model, in its order. Three things
 differ: the model is not compiled, nothing is allocated, and dispatchers that create GPU buffers when they are given
-their mesh are replaced by one that does not (they hold no parameters).
+their mesh are replaced by the standard one, which does not (they hold no parameters).
 
 Each rank is built in a fork of this process: a process keeps one view of the world (meshes are cached by identity), and
 the imports take longer than a build.
@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,7 +29,7 @@ from torchtitan.config.override import apply_overrides
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.models.common.token_dispatcher import (
-    BaseEPTokenDispatcher,
+    AllToAllTokenDispatcher,
     DeepEPTokenDispatcher,
     HybridEPTokenDispatcher,
     LocalTokenDispatcher,
@@ -51,20 +51,6 @@ NOT_BUILT = (
     "torch.compile is not applied: it would compile for this machine's processor",
     "no forward, backward or optimizer step is run, and nothing is allocated",
 )
-
-
-class UnbuiltDispatcher(BaseEPTokenDispatcher):
-    """Stands for a dispatcher whose buffer needs a GPU; it is given its mesh and never moves a token."""
-
-    @dataclasses.dataclass(kw_only=True, slots=True)
-    class Config(BaseEPTokenDispatcher.Config):
-        """No settings of its own."""
-
-    def dispatch(self, *_tensors: torch.Tensor) -> NoReturn:
-        """Nothing is dispatched while a layout is verified."""
-        raise NotImplementedError
-
-    combine = dispatch
 
 
 def main() -> int:
@@ -172,7 +158,8 @@ def _stand_in(model_config: Any) -> tuple[str, list[str]]:
         if isinstance(config, GPU_BUFFERS):
             needs = "peers" if getattr(config, "kernels", "") == "emulated" else "GPUs"
             missing = [f"{type(config)._owner.__name__} is not built: its communication buffer needs {needs}"]
-            setattr(parent, attribute, UnbuiltDispatcher.Config(num_experts=config.num_experts, top_k=config.top_k))
+            standard = AllToAllTokenDispatcher.Config(num_experts=config.num_experts, top_k=config.top_k)
+            setattr(parent, attribute, standard)  # it makes no buffer, and moves no token here
     return described, missing
 
 
