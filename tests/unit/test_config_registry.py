@@ -98,7 +98,7 @@ def test_torchtitans_command_line_takes_a_name_and_overrides_it() -> None:
 
 
 @pytest.mark.parametrize("name", RUNNABLE)
-def test_published_setting(name: str) -> None:
+def test_published_setting_dispatcher_and_quantised_modules(name: str) -> None:
     arm, config = named_arms()[name], getattr(config_registry, name)()
     parallelism, training = config.parallelism, config.training
     large = arm.model == "671B"
@@ -119,12 +119,7 @@ def test_published_setting(name: str) -> None:
     assert parallelism.spmd_backend == "spmd_types"
     assert config.to_dict()["model_spec"]["flavor"] == arm.model
     assert check(arm).reasons == ()
-
-
-@pytest.mark.parametrize("name", RUNNABLE)
-def test_dispatcher_and_quantised_modules(name: str) -> None:
-    arm, config = named_arms()[name], finished(getattr(config_registry, name)())
-    model = config.model_spec.model
+    model = finished(config).model_spec.model
     found, layers = dispatchers(config), {"16B": 26, "671B": 58}[arm.model]
     assert len(found) == layers
     assert all(issubclass(type(dispatcher)._owner, DISPATCHER[arm.ep_backend]) for dispatcher in found)

@@ -164,9 +164,7 @@ def without_places_of(line: str) -> str:
     return _TEXT.sub(lambda text: _shared(text[0]) if "/" in text[0] or _HOST in text[0] else text[0], line)
 
 
-@functools.lru_cache(maxsize=10_000)
-def _shared(text: str) -> str:
-    return shareable(text)
+_shared = functools.lru_cache(maxsize=10_000)(shareable)  # millions of lines name the same few files
 
 
 def _pickled(snapshot: dict[str, Any]) -> Iterator[bytes]:
