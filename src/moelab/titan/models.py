@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from typing import Any
+from unittest import mock
 
 import torch
 import torchtitan.models.deepseek_v3 as deepseek_v3
@@ -81,9 +82,9 @@ def model_spec(
         raise Refused(shape.plan_only)
     if model not in TITAN_FLAVORS or shape != shape_of(model):
         spec.flavor = model
-        settings = _settings_of(flavor) if model in TITAN_FLAVORS else NANO_SETTINGS
-        settings |= {"rope": dataclasses.replace(settings["rope"], dim=shape.qk_rope_head_dim)}
-        spec.model = _config(shape, settings | backends)
+        settings = _layer_settings(flavor) if model in TITAN_FLAVORS else NANO_SETTINGS
+        rope = dataclasses.replace(settings["rope"], dim=shape.qk_rope_head_dim)
+        spec.model = _config(shape, settings | {"rope": rope} | backends)
     if attention_backend == "flex_tiles":
         for _name, attention, *_ in spec.model.traverse(FlexAttention.Config):
             attention.kernel_options = dict(FLEX_TILES)
@@ -93,24 +94,14 @@ def model_spec(
     return spec
 
 
-def _settings_of(flavor: str) -> dict[str, Any]:
+def _layer_settings(flavor: str) -> dict[str, Any]:
     """What TorchTitan's flavor gives to the builder of layers.
 
     TorchTitan 0.3.0 writes it inside of a function for each flavor; this can go when it has a table.
     """
-    given: dict[str, Any] = {}
-    build = deepseek_v3._build_dsv3_layers
-
-    def record(**arguments: Any) -> Any:
-        given.update(arguments)
-        return build(**arguments)
-
-    deepseek_v3._build_dsv3_layers = record
-    try:
+    with mock.patch.object(deepseek_v3, "_build_dsv3_layers", wraps=deepseek_v3._build_dsv3_layers) as build:
         deepseek_v3.model_registry(flavor)
-    finally:
-        deepseek_v3._build_dsv3_layers = build
-    return given
+    return dict(build.call_args.kwargs)
 
 
 def _config(shape: ModelShape, settings: dict[str, Any]) -> DeepSeekV3Model.Config:
