@@ -8,16 +8,17 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from string import Formatter
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moelab import doctor
+from moelab import doctor, health
 from moelab.cli import main
 from moelab.errors import BadInput
-from moelab.finding import Finding
+from moelab.finding import Finding, Severity, fault, known_faults
 from moelab.hardware import cluster_of
 from moelab.health import smoke
 from moelab.health.deepep import examine_environment
@@ -246,6 +247,17 @@ def test_commands_that_are_missing_or_fail_are_none(tmp_path: Path) -> None:
 def test_a_fault_must_be_explained() -> None:
     with pytest.raises(ValueError, match="without cause, consequence and remedy"):
         Finding(name="a cable", severity="error", found="loose")
+
+
+@pytest.mark.parametrize("key", known_faults())
+def test_a_known_fault_is_explained_and_is_looked_for(key: str) -> None:
+    entry = known_faults()[key]
+    words = {word: 1.0 for text in entry.values() for _, word, _, _ in Formatter().parse(text) if word}
+    found = fault(key, "seen", **words)
+    assert found.severity in get_args(Severity)
+    assert "{" not in "".join(found.as_lines())
+    sources = [file.read_text() for file in Path(health.__file__).parents[1].glob("*/*.py")]
+    assert "sign" in entry or any(f'"{key}"' in source for source in sources)
 
 
 def test_a_node_reports_although_a_package_is_broken() -> None:

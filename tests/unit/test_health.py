@@ -195,7 +195,7 @@ def test_a_throttled_gpu_and_bad_memory() -> None:
 
 def test_bits_of_reasons_are_those_of_nvml() -> None:
     # nvml.h: SwPowerCap, HwSlowdown, SwThermalSlowdown, HwThermalSlowdown, HwPowerBrakeSlowdown, ApplicationsClocks.
-    bits = {reason.name: reason.bit for reason in REASONS}
+    bits = {reason: bit for bit, reason in REASONS.items()}
     assert bits == {
         "applications clocks": 0x02,
         "software power cap": 0x04,

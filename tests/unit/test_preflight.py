@@ -23,10 +23,7 @@ from moelab.hardware import gpu_of
 from moelab.health.node import main as node_report
 from moelab.health.preflight import Preflight, compare, node_script
 from moelab.launch.cluster import ClusterProfile, read_cluster
-from moelab.launch.script import JobSpec, render
-from moelab.launch.slurm import SlurmError
-from moelab.launch.status import drain, requeue_without
-from moelab.launch.submit import (
+from moelab.launch.requirements import (
     STATE_BYTES,
     STREAMING_NODES,
     check_data,
@@ -35,6 +32,9 @@ from moelab.launch.submit import (
     checkpoint_bytes,
     checkpoints_at_most,
 )
+from moelab.launch.script import JobSpec, render
+from moelab.launch.slurm import SlurmError
+from moelab.launch.status import drain, requeue_without
 from moelab.memory import estimate
 from moelab.model import count_parameters, shape_of
 from moelab.plan import plan
