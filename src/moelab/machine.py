@@ -363,6 +363,12 @@ def _limits(root: Path, controller: str, file: str) -> Iterator[str]:
                 yield (root / "sys/fs/cgroup" / controller / folder / file).read_text().strip()
 
 
+def boot_id() -> str | None:
+    """Random number of this machine's kernel since it was started; None where it is not Linux."""
+    path = Path("/proc/sys/kernel/random/boot_id")
+    return path.read_text().strip() if path.exists() else None
+
+
 def processor_name() -> str:
     """Model name of the processor, or what the system calls it."""
     cpuinfo = Path("/proc/cpuinfo")

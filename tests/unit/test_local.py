@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from moelab.experiment import Experiment
 from moelab.experiment_file import Study, make_study
 from moelab.launch import local, torchrun
 from moelab.launch.local import Progress, StudyRun, run_study
+from moelab.launch.status import refresh
 from moelab.runs import collect as collect_module
 from moelab.runs import directory
 from moelab.runs.collect import collect
@@ -310,13 +312,18 @@ def test_a_signal_to_moelab_run(tmp_path: Path, runs: Path, number: signal.Signa
     process = start_moelab(tmp_path, {"bf16_standard/seed0": "hang"})
     wait_for(lambda: any("step:  2" in run.log.read_text() for run in find(runs) if run.log.exists()))
     assert len(stand_in.processes_of(runs)) == 3
+    assert [status.state for status in refresh(find(runs))] == [State.RUNNING]
     process.send_signal(number)
     out, err = process.communicate(timeout=30)
     wait_for(lambda: not stand_in.processes_of(runs), 10)
     (run,) = find(runs)
     assert out == ""
     if number is signal.SIGKILL:
-        assert run.status.state is State.RUNNING
+        status = run.status
+        run.set_status(replace(status, boot_id="of another machine"))
+        assert refresh([run])[0].state is State.RUNNING  # where its launcher may live
+        run.set_status(status)
+        assert refresh([run])[0].reason == "the launcher was killed"
         done, _ = launch(runs, study_of())
         assert (done.trained, states(done)) == (1, ["completed"])
         assert (run.status.state, run.status.reason) == (State.FAILED, "the launcher was killed")

@@ -48,15 +48,16 @@ _NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*", re.ASCII)
 
 
 def refresh(runs: Iterable[RunDir]) -> list[Status]:
-    """Update the runs that are jobs of Slurm, and collect those that ended, with one look at the queue for all.
+    """Update runs, and collect those that ended: jobs of Slurm, with one look at the queue, and a killed launcher's.
 
     Args:
-        runs: any; those that are not jobs are left as they are.
+        runs: any.
 
     Returns:
         The status of each. Where Slurm cannot be asked, that of the file, with the reason why it may be out of date.
     """
     runs = list(runs)
+    local.close_killed(run for run in runs if not ticket_of(run))
     if not any(ticket_of(run) for run in runs):
         return [run.status for run in runs]
     try:

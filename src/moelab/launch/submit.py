@@ -139,7 +139,7 @@ def submit(
     _require(check_plans(study, cluster))
     if submit:
         _require(check_data(study, cluster))
-    with only_launcher(runs, study):
+    with only_launcher(runs / study.name):
         here = directory.discover(runs / study.name)
         attempts = {experiment: here.attempts(experiment) for experiment in study.experiments}
         tried = [run for found in attempts.values() for run in found]
@@ -285,7 +285,7 @@ def adopt(study: Study, runs: Path, job_id: str) -> Submission:
             submitted for something else.
         SlurmMissing, SlurmError: if Slurm cannot be asked.
     """
-    with only_launcher(runs.absolute(), study):
+    with only_launcher(runs.absolute() / study.name):
         here = directory.discover(runs.absolute() / study.name)
         tried = [run for experiment in study.experiments for run in here.attempts(experiment)]
         queue = Queue.of(tried)

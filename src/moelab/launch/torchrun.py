@@ -152,6 +152,11 @@ def end_processes(experiments: Collection[Path], is_meant: Callable[[str], bool]
     return len(killed)
 
 
+def living() -> set[Path]:
+    """The ``experiment.yaml`` of each run of which a process lives on this machine, resolved."""
+    return {experiment for _, experiment, _ in _launched()}
+
+
 def _launched() -> Iterator[tuple[int, Path, str]]:
     """Each process that moelab's variables were given to, with its experiment and node."""
     for folder in Path("/proc").glob("[0-9]*"):
