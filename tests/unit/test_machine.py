@@ -72,12 +72,18 @@ def test_what_a_gpu_does_not_say_is_not_known(
     assert (gpu.name, gpu.capability, gpu.memory_mib) == expected
 
 
+LOADER = "ERROR: ld.so: object 'libx.so' from LD_PRELOAD cannot be preloaded (cannot open shared object file): ignored."
+HEADER = "name, compute_cap, driver_version, memory.total [MiB]"
+
+
 @pytest.mark.parametrize("code", [0, machine.LISTS_DESPITE])
-def test_warnings_between_the_rows_are_passed_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: int) -> None:
-    nvidia_smi(
-        monkeypatch, tmp_path, "", H100, "WARNING: infoROM is corrupted at gpu 0000:18:00.0, slot 1", H100, code=code
-    )
-    assert [gpu.name for gpu in gpus()] == ["NVIDIA H100 80GB HBM3"] * 2
+def test_warnings_banners_and_a_header_are_passed_over(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: int
+) -> None:
+    warning = "WARNING: infoROM is corrupted at gpu 0000:18:00.0, slot 1"
+    banner = "* Welcome, users! Maintenance on 3.12, 9.0 h"
+    nvidia_smi(monkeypatch, tmp_path, banner, LOADER, HEADER, "", H100, warning, "", H100, code=code)
+    assert [(gpu.name, gpu.memory_mib) for gpu in gpus()] == [("NVIDIA H100 80GB HBM3", 81_559)] * 2
 
 
 @pytest.mark.parametrize(
@@ -109,24 +115,23 @@ def test_what_cuda_visible_devices_leaves(
 @pytest.mark.parametrize(
     ("chosen", "expected"),
     [
-        (None, "NVIDIA H100 80GB HBM3 MIG 3g.40gb"),
-        ("0", "NVIDIA H100 80GB HBM3 MIG 3g.40gb"),
-        ("1", "NVIDIA H100 80GB HBM3"),
-        ("MIG-7c1e-0002", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"),
-        ("MIG-7c1e-0002,MIG-7c1e-0001", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"),
-        ("MIG-ffff", None),
+        (None, [("MIG 3g.40gb", 38_146)]),
+        ("0", [("MIG 3g.40gb", 38_146)]),
+        ("1", [("", 81_559)]),
+        ("MIG-7c1e-0002", [("MIG 1g.10gb", 9_536)]),
+        ("MIG-7c1e-0002,MIG-7c1e-0001", [("MIG 1g.10gb", 9_536)]),
+        ("MIG-ffff", []),
     ],
 )
 def test_a_process_has_one_mig_instance(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, chosen: str | None, expected: str | None
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, chosen: str | None, expected: list[tuple[str, int]]
 ) -> None:
     nvidia_smi(monkeypatch, tmp_path, H100, H100, listed=MIG)
     if chosen is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
-    assert [gpu.name for gpu in gpus()] == ([expected] if expected else [])
-    if expected and "MIG" in expected:
-        (instance,) = gpus()
-        assert instance.memory_mib == (38_146 if "40gb" in expected else 9_536)
+    assert [(gpu.name, gpu.memory_mib) for gpu in gpus()] == [
+        (f"NVIDIA H100 80GB HBM3 {name}".strip(), mib) for name, mib in expected
+    ]
 
 
 def test_a_gpu_in_mig_mode_without_instances_is_none_for_cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -172,15 +177,6 @@ def test_a_machine_with_broken_gpus_is_not_one_without(
     assert caught.value.exit_code == 3
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # hidden on purpose: there is nothing to ask
     assert gpus() == ()
-
-
-def test_banners_and_a_header_are_passed_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    loader = (
-        "ERROR: ld.so: object 'libx.so' from LD_PRELOAD cannot be preloaded (cannot open shared object file): ignored."
-    )
-    header = "name, compute_cap, driver_version, memory.total [MiB]"
-    nvidia_smi(monkeypatch, tmp_path, "* Welcome, users! Maintenance on 3.12, 9.0 h", loader, header, H100, "", H100)
-    assert [gpu.memory_mib for gpu in gpus()] == [81_559] * 2
 
 
 def test_a_driver_that_does_not_know_compute_cap(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -369,20 +365,12 @@ def test_a_plan_for_the_machine_at_hand(
     assert "has no " in capsys.readouterr().err
 
 
-def test_a_broken_machine_is_told_of_in_every_record(broken: str) -> None:
-    here = environment()
-    assert here["gpus"] == []
+def test_a_broken_machine_is_told_of_in_every_record_and_notebook(broken: str) -> None:
+    here, told, (found,) = environment(), report(), check_gpus([])
+    assert here["gpus"] == json.loads(json.dumps(told))["gpus"] == []
     assert here["gpu_problem"].startswith(broken)
-    told = report()
-    assert told["gpu_problem"] == here["gpu_problem"]
-    assert json.loads(json.dumps(told))["gpus"] == []
-    (found,) = check_gpus([])
+    assert told["gpu_problem"] == here["gpu_problem"] == found.found
     assert found.severity == "error"
-    assert broken in found.found
-
-
-def test_a_notebook_does_not_take_a_broken_machine_for_a_processor(broken: str) -> None:
-    parameters = StartParameters(study="s", runs_dir="runs", ranks=0, steps=2)
-    for ask in (parameters.to_study, can_use_gpus):
-        with pytest.raises(GpusUnknown, match="version mismatch"):
+    for ask in (StartParameters(study="s", runs_dir="runs", ranks=0, steps=2).to_study, can_use_gpus):
+        with pytest.raises(GpusUnknown, match="version mismatch"):  # not taken for a processor
             ask()
