@@ -172,7 +172,8 @@ def test_errors_of_the_launcher_itself_leave_nothing_running(runs: Path, monkeyp
 def test_only_what_is_missing_is_trained(runs: Path) -> None:
     plan, dies = study_of(BF16, MXFP8, seeds=(0, 1)), {"mxfp8_standard/seed0": "die"}
     stopped, said = launch(runs, plan, dies, on_failure="stop")
-    assert (states(stopped), said[-1][-30:]) == (["completed", "failed"], "the vocabulary is too small")
+    assert states(stopped) == ["completed", "failed"]
+    assert said[-1].endswith("| failed: rank 1: ValueError: the vocabulary is too small")
     assert states(launch(runs, plan, dies)[0]) == ["completed", "failed", "completed", "completed"]
     done, said = launch(runs, plan)
     assert (done.trained, states(done)) == (1, ["completed"] * 4)
