@@ -6,7 +6,7 @@ is bad itself; nodes that are fast among themselves and slow with others sit beh
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
@@ -100,15 +100,27 @@ def judge(measured: Mapping[str, Any], floor_gb_s: float | None = None) -> tuple
     """
     floor = floor_gb_s if measured["backend"] == "nccl" else None
     findings = [_scope(measured, floor_gb_s), *_of_nodes(measured.get("node_findings", {}))]
-    if times_ms := measured.get("gemm_ms"):
-        findings.append(_gemms(times_ms))
+    if times_ms := measured.get("gemm_ms"):  # the same on every rank: what is slow here is slow by itself
+        spread = max(times_ms.values()) / min(times_ms.values()) - 1
+        slow = [f"{name} {100 * share:.0f} % above the median" for name, share in outliers(times_ms).items()]
+        findings.append(_judged("GEMM time", slow, f"{len(times_ms)} ranks within {100 * spread:.0f} %"))
+    against = "" if floor is None else f"; the profile's floor is {floor:g} GB/s"
     if inside := measured.get("inside_gb_s"):
-        findings.append(_inside(inside, floor))
+        times = {node: 1 / value for node, value in inside.items()}
+        below = {node for node, value in inside.items() if floor is not None and value < floor}
+        slow = [f"{node} {inside[node]:.3g} GB/s" for node in sorted({*below, *outliers(times)})]
+        findings.append(_judged("all-reduce in a node", slow, _range(inside.values()), against))
     if pairs := {(first, second): value for first, second, value in measured.get("pairs_gb_s", [])}:
         findings.append(_pairs(pairs, floor))
-    if (over_all := measured.get("all_gb_s")) is not None:
-        findings.append(_all(over_all, measured["ranks"], floor))
+    if (gb_s := measured.get("all_gb_s")) is not None:
+        found = f"{gb_s:.3g} GB/s with {measured['ranks']} ranks"
+        slow = [found] if floor is not None and gb_s < floor else []
+        findings.append(_judged("all-reduce of all ranks", slow, found, against))
     return tuple(findings)
+
+
+def _judged(name: str, slow: Sequence[str], well: str, against: str = "") -> Finding:
+    return fault(name, ", ".join(slow) + against) if slow else Finding(name=name, severity="ok", found=well)
 
 
 def _scope(measured: Mapping[str, Any], floor_gb_s: float | None) -> Finding:
@@ -136,23 +148,6 @@ def _of_nodes(findings_of: Mapping[str, list[dict[str, Any]]]) -> Iterator[Findi
         yield Finding(name=UNREAD, severity="note", found=unread)
 
 
-def _gemms(times_ms: Mapping[str, float]) -> Finding:
-    """The same GEMMs on every rank: what is slow here is slow by itself."""
-    if slow := outliers(times_ms):
-        listed = [f"{name} {100 * share:.0f} % above the median" for name, share in slow.items()]
-        return fault("GEMM time", ", ".join(listed))
-    spread = max(times_ms.values()) / min(times_ms.values()) - 1
-    return Finding(name="GEMM time", severity="ok", found=f"{len(times_ms)} ranks within {100 * spread:.0f} %")
-
-
-def _inside(gb_s: Mapping[str, float], floor: float | None) -> Finding:
-    name, times = "all-reduce in a node", outliers({node: 1 / value for node, value in gb_s.items()})
-    slow = sorted({*times, *(node for node, value in gb_s.items() if floor is not None and value < floor)})
-    if not slow:
-        return Finding(name=name, severity="ok", found=_range(gb_s.values()))
-    return fault(name, ", ".join(f"{node} {gb_s[node]:.3g} GB/s" for node in slow) + _against(floor))
-
-
 def _pairs(gb_s: Mapping[Pair, float], floor: float | None) -> Finding:
     name, slow = "all-reduce of pairs", blame(gb_s, floor)
     if slow == Blame():
@@ -175,16 +170,5 @@ def _pairs(gb_s: Mapping[Pair, float], floor: float | None) -> Finding:
     return fault(key, found, causes="; ".join(causes))
 
 
-def _all(gb_s: float, ranks: int, floor: float | None) -> Finding:
-    name, found = "all-reduce of all ranks", f"{gb_s:.3g} GB/s with {ranks} ranks"
-    if floor is None or gb_s >= floor:
-        return Finding(name=name, severity="ok", found=found)
-    return fault(name, found + _against(floor))
-
-
 def _range(values: Iterable[float]) -> str:
     return f"{min(values):.3g} to {max(values):.3g} GB/s"
-
-
-def _against(floor: float | None) -> str:
-    return "" if floor is None else f"; the profile's floor is {floor:g} GB/s"

@@ -10,7 +10,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -197,8 +197,8 @@ def python_of(cluster: ClusterProfile) -> str:
     return cluster.python or ("python" if provided else sys.executable)
 
 
-def _check(name: str, value: str, rule: object) -> None:
+def _check(name: str, value: str, rule: Callable[[str], str]) -> None:
     try:
-        rule(value)  # type: ignore[operator]
+        rule(value)
     except ValueError as error:
         raise BadInput(f"{name}: got {value[:80]!r}; valid: {error}") from None
