@@ -97,6 +97,7 @@ def examine(*, hardware: str = "local", smoke: bool = False) -> Examination:
     network = examine_environment(expected=expected)
     findings = (_processor(), *_gpus(), *map(_package, PINNED), *_tools())
     arms = [Experiment(precision=precision, ep_backend=backend) for backend in EPBackend for precision in Precision]
+    # Two ranks show every arm; on one GPU the second would find none.
     ranks = 1 if gpu_problem() is None and len(gpus()) == 1 else 2
     here = {"gpus_per_node": ranks, "ep": ranks, "activation_checkpoint": "full"}  # every backend takes full
     return Examination(

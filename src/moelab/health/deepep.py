@@ -161,6 +161,7 @@ def check_nccl(machine: Machine, build: Build) -> Iterator[Finding]:
 
 def loaded_nccl(machine: Machine) -> Path | None:
     """The library that PyTorch loads: one that is preloaded, else the wheel's, which its RPATH names."""
+    # ld.so takes both as separators.
     for entry in re.split(r"[:\s]", machine.env.get("LD_PRELOAD", "")):
         if "libnccl" in entry:
             return machine.root / entry.lstrip("/")

@@ -64,6 +64,7 @@ def check_kernel_log(machine: Machine) -> Iterator[Finding]:
     """Xid messages of the NVIDIA driver since the node was started."""
     log = machine.run(["dmesg"])
     if log is None:
+        # Where dmesg is restricted, the journal's readers may still see the kernel's messages.
         log = machine.run(["journalctl", "--dmesg", "--boot", "--no-pager", "--quiet"])
     if not log:
         restricted = machine.text("/proc/sys/kernel/dmesg_restrict") == "1"

@@ -91,6 +91,7 @@ def preflight(cluster: ClusterProfile, study: Study | None, runs: Path, *, ask_n
     runs = runs.absolute()
     here = [*check_room(study, cluster, runs), *_slurm(cluster)]
     plans = tuple(check_plans(study, cluster)) if study else ()
+    # Of a study that is refused, or without room, Slurm's opinion adds nothing, and a dry run would raise.
     if study and not any_error(here) and not any_error(plans):
         here.append(_test_only(study, cluster, runs))
     return Preflight(
@@ -105,6 +106,7 @@ def check_nodes(cluster: ClusterProfile, study: Study | None, runs: Path) -> tup
     experiments = study.experiments if study else ()
     nodes = max((one.nodes for one in experiments), default=cluster.nodes)
     deepep = any(one.ep_backend in DEEPEP and one.ep_kernels == "native" for one in experiments)
+    # A file made now cannot be on a node by chance, as an old copy of the folder could.
     runs.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=runs, prefix=".moelab-seen-") as marker:
         sees = [marker.name, *cluster.datasets.values(), *cluster.tokenizers.values()]
@@ -162,6 +164,7 @@ def _srun(cluster: ClusterProfile, nodes: int) -> list[str]:
     """Srun with one task on each node; inside a job it takes the job's nodes."""
     options = ["--label", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--mpi=none"]
     options += [*gpu_options(cluster, cluster.gpus_per_node), *container_options(cluster)]
+    # Inside a job srun takes what the job has; asking for a partition again would make a job of its own.
     if "SLURM_JOB_ID" not in os.environ:
         named = [f"--{name}={value}" for name in ("partition", "account", "qos") if (value := getattr(cluster, name))]
         options += [*named, f"--immediate={WAIT_S}", f"--time={STEP_MINUTES}", "--propagate=NONE"]
@@ -248,6 +251,7 @@ def _versions(reports: Sequence[Report]) -> Iterator[Finding]:
 def _gpus(reports: Sequence[Report], cluster: ClusterProfile) -> Finding:
     kind, wanted = (cluster.gpu_type or "").lower(), cluster.gpus_per_node
     groups = _grouped((one, one.get("gpu_problem") or _counted(one["gpus"])) for one in reports)
+    # All nodes alike is not enough: they may all be of another kind than the profile says.
     right = all(len(one["gpus"]) == wanted and all(kind in gpu.lower() for gpu in one["gpus"]) for one in reports)
     if right and len(groups) == 1:
         found = f"{next(iter(groups))} on each of {len(reports)} nodes"

@@ -73,10 +73,12 @@ def blame(gb_s: Mapping[Pair, float], floor_gb_s: float | None = None) -> Blame:
         return Blame(all_slow=True)
     count, part_of_N = connected_components(fast_NN, directed=False)
     parts = [np.flatnonzero(part_of_N == part).tolist() for part in range(count)]
+    # A node that is fast with nobody is a part of its own.
     guilty = {part[0] for part in parts if len(part) == 1}
     groups = [part for part in parts if len(part) > 1]
     for group in groups:
         left = list(group)  # the worst is taken out before the next is judged, since it makes its partners look bad
+        # Of two nodes nobody can say which makes their pair slow.
         while len(left) > 2:
             slow_pairs = slow_NN[np.ix_(left, left)].sum(axis=1)
             worst = int(slow_pairs.argmax())

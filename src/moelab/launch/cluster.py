@@ -134,6 +134,7 @@ class ClusterProfile(BaseModel):
             raise ValueError("signal_s must be less than the time limit")
         if self.venv and self.conda_env:
             raise ValueError("venv and conda_env: only one of them")
+        # bash refuses to set its own (UID: readonly variable), and the script would end there.
         if taken := [name for name in self.variables if name.startswith(_OWN_VARIABLES) or name in _SHELLS_OWN]:
             raise ValueError(f"variables must not be {', '.join(taken)}: Slurm, moelab and bash set them themselves")
         if secret := [name for name in self.variables if is_secret_name(name)]:
@@ -179,6 +180,7 @@ def read_cluster(name_or_path: str, overrides: Sequence[str] = ()) -> ClusterPro
         raise BadInput(f"{path}: expected a mapping of fields")
     for key, value in parse_overrides(overrides).items():
         name, dot, entry = key.partition(".")
+        # One entry is replaced, the others of the profile stay.
         held = content.get(name) or {}
         if dot and not isinstance(held, dict):
             raise BadInput(f"--set {key}: {name} has no entries")

@@ -94,6 +94,7 @@ def run_study(study: Study, runs: Path, *, on_failure: OnFailure = "continue", s
             already working on the study, or nobody knows how a run of it ended.
     """
     runs = runs.absolute()
+    # Asked before the lock and before any folder: a machine that cannot run one arm trains none of the study.
     if reasons := [f"{one.arm}: {reason}" for one in study.first_of_arms for reason in refusals(one)]:
         raise Refused("\n".join(reasons))
     with only_launcher(runs / study.name):
@@ -228,6 +229,7 @@ def _run_experiment(runs: Path, experiment: Experiment, *, on_rows: Callable[[li
     """
     if problem := no_space(runs):
         raise Refused(problem)
+    # Before the run directory is made: what cannot be had leaves no failed run behind.
     stage_data(experiment)
     run, left = directory.create(runs, experiment), None
     try:
@@ -237,6 +239,7 @@ def _run_experiment(runs: Path, experiment: Experiment, *, on_rows: Callable[[li
         status, left = _train(run, launched, on_rows)
     except OSError as error:
         status = replace(run.status, state=State.FAILED, reason=f"the launcher failed: {error}")
+    # SIGTERM comes as SystemExit; the ranks are gone already, by the end of the block that started them.
     except (KeyboardInterrupt, SystemExit):
         close(run, replace(run.status, state=State.CANCELLED, reason="interrupted by the user"))
         raise
@@ -264,6 +267,7 @@ def _train(run: RunDir, launched: Command, on_rows: Callable[[list[Row]], None])
             report()
             if problem := no_space(run.path):  # ranks would train on and lose what they log
                 return replace(status, state=State.FAILED, reason=problem), None
+    # Killed: it did not copy the last lines of its ranks.
     if process.returncode < 0:
         _complete_log(run)
     report()
@@ -464,6 +468,7 @@ def start_in_background(study: Study, runs: Path) -> subprocess.Popen[bytes] | N
         return None
     file, log = folder / "study.yaml", folder / "launcher.log"
     rows = [experiment.model_dump(mode="json") for experiment in study.experiments]
+    # The study as it is here, with a notebook's values: not the file that it may have come from.
     write_whole(file, yaml.safe_dump(rows, sort_keys=False))
     with log.open("wb") as output:
         process = subprocess.Popen(

@@ -64,6 +64,7 @@ class Start:
         arguments = [
             "--checkpoint.enable",
             f"--checkpoint.folder={folder}/checkpoint",
+            # Past the last step is never: TorchTitan has no value for that.
             f"--checkpoint.interval={options.checkpoint_interval or experiment.steps + 1}",
             f"--checkpoint.keep_latest_k={options.checkpoints_kept}",
             f"--comm.train_timeout_seconds={COLLECTIVE_TIMEOUT_S}",
@@ -114,6 +115,7 @@ def train(start: Start, is_over: Callable[[], object] | None = None) -> int:
     try:
         with Process(start.command(experiment), None) as process:
             while process.poll() is None:
+                # A file, because torchrun passes on only signals that end its ranks.
                 if start.signals.save:
                     start.stop_file.touch()
                 if is_over() if is_over else start.signals.end:
@@ -167,6 +169,7 @@ def _end(start: Start, status: Status) -> tuple[int, Status, Collected | None]:
         return TERMINATED, _terminated(start, status, log_start), None
     if code == TERMINATED:
         return 1, replace(status, state=State.FAILED, reason=no_space(run.path) or "no disk space for a moment"), None
+    # Lines of other nodes come through srun, after their ranks have ended.
     _settle(run.log)
     if code == 0 and (run.path / STOPPED_FILE).exists():
         step = json.loads((run.path / STOPPED_FILE).read_text())["step"]

@@ -82,6 +82,7 @@ def check_room(study: Study | None, cluster: ClusterProfile, runs: Path) -> Iter
     wanted = {runs: LOG_BYTES, saves: needed + (0 if cluster.scratch else LOG_BYTES)}
     for folder, size in wanted.items():
         existing = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+        # A file is made, since a folder's permissions say nothing about quotas and read-only mounts.
         try:
             with tempfile.NamedTemporaryFile(dir=existing, prefix=".moelab-"):
                 free = shutil.disk_usage(existing).free

@@ -120,6 +120,7 @@ def _directives(spec: JobSpec) -> Iterator[str]:
     if cluster.exclusive:
         yield "--exclusive"
     yield f"--time={cluster.time_limit_minutes}"
+    # B: to the script alone, which passes it on once; --signal without it would reach every rank.
     yield f"--signal=B:USR1@{cluster.signal_s}"
     yield "--requeue"
     yield "--propagate=NONE"  # limits of the nodes, not of the machine that submits: memlock above all
@@ -145,7 +146,9 @@ def _size(spec: JobSpec) -> Iterator[str]:
 def _step(spec: JobSpec) -> Iterator[str]:
     yield from _size(spec)
     yield f"--ntasks={spec.nodes}"
+    # A node whose ranks failed ends the others, which would wait for it in a collective for half an hour.
     yield "--kill-on-bad-exit=1"
+    # Slurm's default may be pmix, whose plugin not every node or container has.
     yield "--mpi=none"
     yield from container_options(spec.cluster)
 

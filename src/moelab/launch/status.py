@@ -113,6 +113,7 @@ def _update(run: RunDir, job: Job | None) -> Status:
     except (MoelabError, OSError, ValueError) as error:  # of a damaged record or log, which hides no other run
         why = f"{words_of(job)}; " if job else ""
         return before if before.state.is_final else replace(before, state=State.UNKNOWN, reason=f"{why}{error}")
+    # Not written where nothing changed: `updated` says when the status changed, not when somebody looked.
     if after == before:
         return before
     if run.status != before:  # the job has just written its own
@@ -142,6 +143,7 @@ def _after(run: RunDir, status: Status, job: Job | None) -> Status:
     status = replace(status, job_id=job.job_id, exit_code=None)
     if state is State.COMPLETED:  # of the script; whether all steps were trained, its log says
         return local.ended(run, replace(status, exit_code=0), run.log.parent)[0]
+    # A reason of the last start, such as a requeue, is no longer one.
     if state is State.RUNNING:
         return replace(status, state=state, reason=None)
     if state is State.FAILED:
@@ -169,6 +171,7 @@ def cancel(runs: Iterable[RunDir]) -> list[Status]:
         raise Refused("no run there was prepared for Slurm; stop `moelab run` with Ctrl-C where it was started")
     queue = Queue.of(of_slurm)
     before = dict(zip(of_slurm, update(of_slurm, queue), strict=True))
+    # Of an unknown state is also a job whose word Slurm learned after this was written: it may be alive.
     going = [
         run
         for run, status in before.items()
@@ -291,6 +294,7 @@ def follow(
     """
     follower, is_terminal = StudyFollower(path, clock=clock), stream.isatty()
     changed_at, asked_at, problem, said = -math.inf, -math.inf, "", dict[str, str]()
+    # Never ends while a run is alive: jobs may wait for days.
     for look in itertools.count():
         changed = follower.poll()
         if clock() - asked_at >= ASK_INTERVAL_S:

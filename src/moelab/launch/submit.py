@@ -143,11 +143,13 @@ def submit(
         here = directory.discover(runs / study.name)
         attempts = {experiment: here.attempts(experiment) for experiment in study.experiments}
         tried = [run for found in attempts.values() for run in found]
+        # Read before anything is written: a queue that cannot be asked changes nothing.
         queue = Queue.of(tried) if submit else Queue([])
         if submit and after and not queue.jobs_of(after):
             raise Refused(f"--after {after}: Slurm knows no such job, and would not wait for it; leave --after out")
         prepared = [run for run in tried if run.status.state is State.PREPARED]
         updated = dict(zip(tried, update(tried, queue), strict=True)) if submit else {}
+        # In the queue although only prepared: the client was killed between sbatch and writing the number down.
         adopted = [run for run in prepared if submit and updated[run].state in ACTIVE]
         _require_idle([run for run in tried if run not in adopted], queue)
         require_known_ends(attempts.values())
