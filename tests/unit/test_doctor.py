@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,10 +17,13 @@ from moelab.finding import Finding
 from moelab.launch import capability
 from moelab.machine import environment
 
+Smi = Callable[..., Path]
+
 
 @pytest.fixture(autouse=True)
-def _ask_again() -> Iterator[None]:
-    yield
+def smi(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Smi]:
+    """Puts a stand-in for nvidia-smi on PATH; afterwards GPUs are asked for again."""
+    yield partial(nvidia_smi, monkeypatch, tmp_path)
     forget()
 
 
@@ -50,10 +54,8 @@ SEVERAL = "of several kinds a run goes at the pace of the slowest; CUDA_VISIBLE_
         ([GB10], "1 × NVIDIA GB10, SM121, driver 580.95.05", UNKNOWN.format("NVIDIA GB10")),
     ],
 )
-def test_gpus_are_listed(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rows: list[str], found: str, advice: str
-) -> None:
-    nvidia_smi(monkeypatch, tmp_path, *rows)
+def test_gpus_are_listed(smi: Smi, monkeypatch: pytest.MonkeyPatch, rows: list[str], found: str, advice: str) -> None:
+    smi(*rows)
     one = finding("GPUs")
     assert (one.ok, one.found, one.remedy) == (True, found, advice)
     assert not examine().failed
@@ -64,10 +66,8 @@ def test_gpus_are_listed(
     assert finding("torch").ok
 
 
-def test_an_nvidia_smi_that_fails_is_a_failed_check(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    nvidia_smi(monkeypatch, tmp_path, MISMATCH, code=18)
+def test_an_nvidia_smi_that_fails_is_a_failed_check(smi: Smi, capsys: pytest.CaptureFixture[str]) -> None:
+    smi(MISMATCH, code=18)
     assert cli.main(["doctor", "--json"]) == 1
     told = json.loads(capsys.readouterr().out)
     (one,) = [one for one in told["findings"] if one["name"] == "GPUs"]
@@ -81,13 +81,13 @@ def test_an_nvidia_smi_that_fails_is_a_failed_check(
     assert "GPUs: none" not in text
 
 
-def test_memory_errors_and_throttling_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_memory_errors_and_throttling_are_told(smi: Smi) -> None:
     states = [f"{index}, 0000:0{index}:00.0, 1980 MHz, 60, {errors}, 0x4" for index, errors in enumerate((0, 3))]
     body = f"""case "$1" in
 *ecc*) printf '%s\\n' {" ".join(f"'{state}'" for state in states)};;
 --query-gpu=*) printf '%s\\n' '{H100}' '{H100}';;
 esac"""
-    nvidia_smi(monkeypatch, tmp_path, body=body)
+    smi(body=body)
     assert finding("ECC errors").found == "GPU 1: 3 uncorrected"
     assert finding("GPUs").ok
     assert examine().failed
@@ -121,21 +121,19 @@ def test_arms_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(arm.reason.count(f"{field} is ") <= 1 for arm in found.values() for field in ("precision", "ep_backend"))
 
 
-def test_arms_of_hopper_and_blackwell(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_arms_of_hopper_and_blackwell(smi: Smi, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capability, "has_module", lambda name: name == "triton")
     expected = {"bf16_standard", "fp8_standard", "mxfp8_standard", "bf16_minimal_async_ep"}
     for row, words in ((H100, "emulated"), (B200, "native kernels")):
-        nvidia_smi(monkeypatch, tmp_path, row, row)
+        smi(row, row)
         found = arms()
         assert {name for name, arm in found.items() if not arm.reason} == expected
         assert words in found["mxfp8_standard"].kernels
 
 
-def test_native_mxfp8_is_not_promised_beyond_sm100_and_one_gpu_is_enough(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_native_mxfp8_is_not_promised_beyond_sm100_and_one_gpu_is_enough(smi: Smi) -> None:
     for row in ("NVIDIA GeForce RTX 5090, 12.0, 580.1, 32607", GB10):
-        nvidia_smi(monkeypatch, tmp_path, row)
+        smi(row)
         assert arms()["mxfp8_standard"].kernels.startswith("runs emulated")
         assert arms()["bf16_standard"].reason == ""
 
