@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from moelab.errors import BadInput
 from moelab.finding import Finding
 from moelab.health import measure
-from moelab.health.links import Expected, check_rdma
+from moelab.health.links import check_rdma
 from moelab.health.measure import Seat, rounds
 from moelab.health.node import REASONS, check_gpus, check_kernel_log, check_node, parse_gpus
 from moelab.health.slow import Blame, blame, judge
@@ -254,13 +254,13 @@ def test_links_of_network_cards(tmp_path: Path) -> None:
     up = ("4: ACTIVE\n", "5: LinkUp\n", "400 Gb/sec (4X NDR)\n")
     down = card("mlx5_b", "1: DOWN\n", "3: Disabled\n", "10 Gb/sec (4X SDR)\n")
     slow = card("mlx5_c", "4: ACTIVE\n", "5: LinkUp\n", "200 Gb/sec (4X HDR)\n")
-    found = by_name(check_rdma(node(tmp_path / "b", {}, **card("mlx5_a", *up), **down, **slow), Expected()))
+    found = by_name(check_rdma(node(tmp_path / "b", {}, **card("mlx5_a", *up), **down, **slow)))
     assert found["RDMA devices"].severity == "warning"
     assert "mlx5_b (1: DOWN, 3: Disabled)" in found["RDMA devices"].found
     assert found["RDMA rate"].found == "mlx5_c 25 GB/s"
     assert found["RDMA rate"].cause.startswith("the others have 50 GB/s")
     unmanaged = card("mlx5_a", "2: INIT\n", "5: LinkUp\n", "400 Gb/sec (4X NDR)\n")
-    (alone,) = check_rdma(node(tmp_path / "c", {}, **unmanaged), Expected())
+    (alone,) = check_rdma(node(tmp_path / "c", {}, **unmanaged))
     assert alone.severity == "error"
     assert "subnet manager" in alone.cause
 

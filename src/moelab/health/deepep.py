@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from moelab.finding import Finding, Severity, fault
-from moelab.health.links import Expected, check_gpudirect, check_memlock, check_nvlink, check_rdma, ports
+from moelab.health.links import check_gpudirect, check_memlock, check_nvlink, check_rdma, ports
 from moelab.machine import INFINIBAND, Machine, this_machine
 
 Kind = Literal["none", "V1", "V2", "hybrid-ep", "unknown"]
@@ -33,26 +33,29 @@ NCCL_WHEELS = ("nvidia-nccl-cu12", "nvidia-nccl-cu13")
 PREFIXES = ("NCCL_", "NVSHMEM_", "UCX_", "EP_")
 
 
-def examine_environment(machine: Machine | None = None, expected: Expected | None = None) -> tuple[Finding, ...]:
+def examine_environment(
+    machine: Machine | None = None, *, nodes: int = 1, nic_gb_s: float | None = None
+) -> tuple[Finding, ...]:
     """Look at everything that DeepEP depends on.
 
     Args:
         machine: the one to look at; this one by default.
-        expected: what the hardware profile says of it; one node by default.
+        nodes: hosts that take part in a job.
+        nic_gb_s: network bandwidth of one GPU each way, GB/s, where the profile says one.
 
     Returns:
         Findings in reading order.
     """
-    machine, expected = machine or this_machine(), expected or Expected()
+    machine = machine or this_machine()
     build = find_build(machine)
     return (
         *check_build(machine, build),
         *check_nccl(machine, build),
         check_nvlink(machine, needed=build.kind != "none"),
-        *check_rdma(machine, expected),
+        *check_rdma(machine, nodes=nodes, nic_gb_s=nic_gb_s),
         *(check_nic_name(machine) if build.kind == "V2" else ()),
         *check_gpudirect(machine),
-        *([check_gin(machine, expected)] if build.kind == "V2" else ()),
+        *([check_gin(machine, nodes)] if build.kind == "V2" else ()),
         check_memlock(machine),
         *check_variables(machine),
     )
@@ -191,18 +194,17 @@ def check_nic_name(machine: Machine) -> Iterator[Finding]:
         yield fault("RDMA bandwidth for DeepEP", f"ibstat does not name {card}", cards=", ".join(cards))
 
 
-def check_gin(machine: Machine, expected: Expected) -> Finding:
+def check_gin(machine: Machine, nodes: int) -> Finding:
     """GPU-initiated networking (GIN), which V2 asks NCCL for unless it is told not to."""
-    between_nodes = expected.nodes > 1
     if machine.env.get("EP_DISABLE_GIN", "0") not in ("", "0"):
-        if between_nodes:
-            return fault("GIN off between nodes", nodes=expected.nodes)
+        if nodes > 1:
+            return fault("GIN off between nodes", nodes=nodes)
         return Finding(name="GIN", severity="ok", found="off (EP_DISABLE_GIN): NVLink alone")
     if any(port.active for port in ports(machine)) and machine.env.get("NCCL_GIN_ENABLE") != "0":
         kinds = {"2": "proxy", "3": "GDAKI"}
         kind = kinds.get(machine.env.get("NCCL_GIN_TYPE", ""), "chosen by NCCL: GDAKI where the card can, else proxy")
         return Finding(name="GIN", severity="ok", found=f"possible; type {kind}")
-    return fault("GIN between nodes" if between_nodes else "GIN")
+    return fault("GIN between nodes" if nodes > 1 else "GIN")
 
 
 class Harmful(NamedTuple):

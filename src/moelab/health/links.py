@@ -4,36 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import combinations
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from moelab.finding import Finding, fault
 from moelab.machine import INFINIBAND, Machine
 
-if TYPE_CHECKING:
-    from moelab.hardware import Cluster
-
 MEMLOCK_NEEDED_BYTES = 64 << 30
-
-
-@dataclass(frozen=True, kw_only=True)
-class Expected:
-    """What the hardware profile says of a job, as far as it is known.
-
-    Attributes:
-        nodes: hosts that take part.
-        nic_gb_s: network bandwidth of one GPU each way, GB/s.
-    """
-
-    nodes: int = 1
-    nic_gb_s: float | None = None
-
-    @classmethod
-    def of(cls, cluster: Cluster) -> Expected:
-        """Of a hardware profile such as ``cluster_of("b200_x256")``."""
-        nic = cluster.node.nic_gb_s
-        return cls(nodes=cluster.nodes, nic_gb_s=None if nic is None else float(nic))
 
 
 class Port(NamedTuple):
@@ -63,11 +40,17 @@ def ports(machine: Machine) -> list[Port]:
     return listed
 
 
-def check_rdma(machine: Machine, expected: Expected) -> Iterator[Finding]:
-    """Ports of the RDMA cards: up, and as fast as the profile says, or without one as the fastest."""
+def check_rdma(machine: Machine, *, nodes: int = 1, nic_gb_s: float | None = None) -> Iterator[Finding]:
+    """Ports of the RDMA cards: up, and as fast as the profile says, or without one as the fastest.
+
+    Args:
+        machine: this node.
+        nodes: hosts that take part in a job.
+        nic_gb_s: network bandwidth of one GPU each way, GB/s, as its profile says.
+    """
     name, all_ports = "RDMA devices", ports(machine)
-    if not all_ports and expected.nodes > 1:
-        yield fault(name, nodes=expected.nodes)
+    if not all_ports and nodes > 1:
+        yield fault(name, nodes=nodes)
     elif not all_ports:
         yield Finding(name=name, severity="note", found="none: DeepEP works inside this node only")
     if not all_ports:
@@ -81,9 +64,9 @@ def check_rdma(machine: Machine, expected: Expected) -> Iterator[Finding]:
         yield fault(kind, f"{counted}; down: {listed}", severity="warning" if active else "error")
     else:
         yield Finding(name=name, severity="ok", found=counted)
-    wanted = expected.nic_gb_s or max((port.rate_gb_s for port in active), default=0.0)
+    wanted = nic_gb_s or max((port.rate_gb_s for port in active), default=0.0)
     if slow := [port for port in active if port.rate_gb_s < 0.99 * wanted]:
-        kind = "RDMA rate of the profile" if expected.nic_gb_s else "RDMA rate"
+        kind = "RDMA rate of the profile" if nic_gb_s else "RDMA rate"
         yield fault(kind, ", ".join(f"{port.device} {port.rate_gb_s:g} GB/s" for port in slow), wanted=wanted)
 
 

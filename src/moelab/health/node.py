@@ -30,7 +30,7 @@ from typing import Any
 import moelab
 from moelab.finding import Finding, fault
 from moelab.health.deepep import examine_environment
-from moelab.health.links import Expected, check_rdma
+from moelab.health.links import check_rdma
 from moelab.machine import APPLICATION_XIDS, Machine, gpu_problem, gpus, this_machine, version
 
 UNREAD = "kernel log"
@@ -57,7 +57,7 @@ def check_node(machine: Machine) -> Iterator[Finding]:
     """A node's GPUs, its kernel log and its network cards."""
     yield from check_gpus(read_gpus(machine))
     yield from check_kernel_log(machine)
-    yield from check_rdma(machine, Expected())
+    yield from check_rdma(machine)
 
 
 def check_kernel_log(machine: Machine) -> Iterator[Finding]:
@@ -227,7 +227,7 @@ def report(*, writes: Path | None = None, sees: Sequence[Path] = (), nodes: int 
         "shared_memory_bytes": shutil.disk_usage(SHARED_MEMORY).total if SHARED_MEMORY.is_dir() else 0,
         "write_problem": _write_problem(writes) if writes else None,
         "unseen": [str(path) for path in sees if not path.exists()],
-        "deepep": [one.to_json() for one in examine_environment(machine, Expected(nodes=nodes))],
+        "deepep": [one.to_json() for one in examine_environment(machine, nodes=nodes)],
         "time": time.time(),
     }
 
