@@ -91,11 +91,9 @@ def examine(*, hardware: str = "local", smoke: bool = False) -> Examination:
     Raises:
         BadInput: if there is no such profile.
     """
-    # Of local no network is known.
-    cluster = None if hardware == "local" else cluster_of(read_hardware(hardware))
-    network = (
-        examine_environment(nodes=cluster.nodes, nic_gb_s=cluster.node.nic_gb_s) if cluster else examine_environment()
-    )
+    cluster = None if hardware == "local" else cluster_of(read_hardware(hardware))  # of local no network is known
+    nic = cluster.node.nic_gb_s if cluster else None
+    network = examine_environment(nodes=cluster.nodes if cluster else 1, nic_gb_s=None if nic is None else float(nic))
     findings = (_processor(), *_gpus(), *map(_package, PINNED), *_tools())
     arms = [Experiment(precision=precision, ep_backend=backend) for backend in EPBackend for precision in Precision]
     # Two ranks show every arm; on one GPU the second would find none.
