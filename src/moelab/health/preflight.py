@@ -43,6 +43,7 @@ NAMED_NODES = 8
 DEEPEP = (EPBackend.DEEPEP, EPBackend.HYBRIDEP)
 COMPLAINT_LINES, COMPLAINT_CHARACTERS = 3, 400
 Report = Mapping[str, Any]
+TITLES = {"study": "The study on this cluster", "here": "This machine and Slurm", "nodes": "The nodes"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,21 +63,14 @@ class Preflight:
 
     def to_json(self) -> dict[str, Any]:
         """For a program."""
-        groups = {"study": self.study, "here": self.here, "nodes": self.nodes}
-        listed = {name: [one.to_json() for one in found] for name, found in groups.items()}
+        listed = {group: [one.to_json() for one in getattr(self, group)] for group in TITLES}
         return {"ok": self.exit_code == 0, **listed}
 
     def as_text(self) -> str:
         """For a person."""
-        groups = {
-            "The study on this cluster": self.study,
-            "This machine and Slurm": self.here,
-            "The nodes": self.nodes,
-        }
-        shown = [
-            [title, *(line for one in found for line in one.as_lines())] for title, found in groups.items() if found
-        ]
-        return "\n\n".join("\n".join(lines) for lines in shown)
+        found = {title: getattr(self, group) for group, title in TITLES.items()}
+        shown = {title: [line for one in group for line in one.as_lines()] for title, group in found.items()}
+        return "\n\n".join("\n".join([title, *lines]) for title, lines in shown.items() if lines)
 
 
 def preflight(cluster: ClusterProfile, study: Study | None, runs: Path, *, ask_nodes: bool) -> Preflight:
