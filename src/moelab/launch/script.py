@@ -26,7 +26,7 @@ _DEPENDENCY = re.compile(r"(after|afterany|afternotok|afterok|aftercorr)(:\d+(_\
 
 @dataclass(frozen=True, kw_only=True)
 class JobSpec:
-    """One job.
+    """One job, of a size that the cluster has (:func:`moelab.launch.requirements.check_plans`).
 
     Attributes:
         cluster: where it runs.
@@ -56,18 +56,9 @@ class JobSpec:
             raise Refused(f"cluster {cluster.name} has no Slurm: use `moelab run`, or name a cluster that has one")
         _check("name", self.name, word)
         _check("comment", self.comment, word)
-        if not self.runs:
-            raise BadInput("runs: got none; valid: at least one run directory")
         for run in self.runs:
             _check("run", str(run), line)
-            if not run.is_absolute():
-                raise BadInput(f"run: got {str(run)!r}; valid: an absolute path")
         _check("folder of the runs", str(self.folder), lambda path: word(path.removeprefix("/")))
-        if not 1 <= self.nodes <= cluster.nodes:
-            raise BadInput(f"nodes: got {self.nodes}; valid: 1 to {cluster.nodes}, which cluster {cluster.name} has")
-        if self.gpus_per_node < 1 or 0 < cluster.gpus_per_node < self.gpus_per_node:
-            most = cluster.gpus_per_node or "any number"
-            raise BadInput(f"gpus_per_node: got {self.gpus_per_node}; valid: 1 to {most} on cluster {cluster.name}")
         if self.dependency is not None and not _DEPENDENCY.fullmatch(self.dependency):
             raise BadInput(f"dependency: got {self.dependency!r}; valid: such as afterok:123 or afterany:123_4:125")
 
