@@ -23,7 +23,7 @@ by one.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby, product
 from math import inf
 from typing import Any, NamedTuple
@@ -31,11 +31,11 @@ from typing import Any, NamedTuple
 from moelab.errors import BadInput, Refused
 from moelab.experiment import Experiment
 from moelab.hardware import Cluster, cluster_of, gpu_of, has_native_mxfp8
-from moelab.layout import RULES, SCHEDULES, Facts, Layout, bubble_fraction, facts_of, resolve
-from moelab.layout.mesh import divisors
+from moelab.layout import SCHEDULES, Facts, Layout, bubble_fraction, facts_of, faults, resolve
+from moelab.layout.mesh import divisors, nvlink_ranks
 from moelab.plan import headroom_gib, rows
 from moelab.projection.calibration import CALIBRATION
-from moelab.projection.job import Job, job_of
+from moelab.projection.job import job_of
 from moelab.projection.project import Projection, aligned, can_be_placed, project, require_figures
 from moelab.projection.step import work_s
 
@@ -154,7 +154,7 @@ def search(
     examined, legal = 0, []
     for facts in layouts(experiment, fixed=fixed, global_batch=global_batch):
         examined += 1
-        if all(rule.fault(facts) is None for rule in RULES):
+        if next(faults(facts), None) is None:
             legal.append((_Key(before(facts), *_order(facts)), facts))
     legal.sort(key=lambda pair: pair[0])
     fitting: list[Candidate] = []
@@ -189,38 +189,32 @@ class _Key(NamedTuple):
 
 def _order(facts: Facts) -> tuple[int, int, int, float, tuple[int, ...]]:
     """The stated order, with a tie-break."""
-    bubble = _bubble(facts)
-    degrees = (facts.pp, facts.tp, facts.cp, facts.dp_replicate, facts.ep, facts.microbatch)
-    tie_break = (*degrees, list(SCHEDULES).index(facts.pp_schedule))
-    return int(bubble / BUBBLE_STEP), facts.tp * facts.cp, _ep_nodes(facts), bubble, tie_break
+    x, bubble = facts.experiment, _bubble(facts)
+    # Expert-parallel ranks are neighbours in TorchTitan's mesh: they span nodes, or NVLink domains, of so many ranks.
+    ep_nodes = max(1, -(-x.ep // nvlink_ranks(x)))
+    tie_break = (x.pp, x.tp, x.cp, x.dp_replicate, x.ep, x.microbatch, list(SCHEDULES).index(x.pp_schedule))
+    return int(bubble / BUBBLE_STEP), x.tp * x.cp, ep_nodes, bubble, tie_break
 
 
 def _bubble(facts: Facts) -> float:
-    turns = facts.stages_per_rank
-    return bubble_fraction(SCHEDULES[facts.pp_schedule], pp=facts.pp, microbatches=facts.microbatches, turns=turns)
-
-
-def _ep_nodes(facts: Facts) -> int:
-    """Nodes, or NVLink domains, of one expert-parallel group, whose ranks are neighbours in TorchTitan's mesh."""
-    return max(1, -(-facts.ep // facts.nvlink_ranks))
+    x = facts.experiment
+    schedule, turns = SCHEDULES[x.pp_schedule], facts.stages_per_rank
+    return bubble_fraction(schedule, pp=x.pp, microbatches=facts.microbatches, turns=turns)
 
 
 def _by_memory(legal: list[tuple[_Key, Facts]], headroom_gib: Headroom | None) -> Iterator[Candidate]:
     """Candidates in order, with memory estimated group by group: it decides only among those equal in all else."""
     for _key, group in groupby(legal, key=lambda pair: pair[0][:-1]):
-        candidates = [_candidate(facts, key, headroom_gib) for key, facts in group]
+        candidates = [
+            Candidate(
+                experiment=facts.experiment,
+                bubble_fraction=key.bubble,
+                ep_nodes=key.ep_nodes,
+                headroom_gib=None if headroom_gib is None else headroom_gib(facts.experiment, resolve(facts)),
+            )
+            for key, facts in group
+        ]
         yield from sorted(candidates, key=lambda candidate: -(candidate.headroom_gib or 0.0))
-
-
-def _candidate(facts: Facts, key: _Key, headroom_gib: Headroom | None) -> Candidate:
-    changes = {field: getattr(facts, field) for field in (*VARIED, "local_batch")}
-    experiment = facts.experiment.model_copy(update=changes)
-    return Candidate(
-        experiment=experiment,
-        bubble_fraction=key.bubble,
-        ep_nodes=key.ep_nodes,
-        headroom_gib=None if headroom_gib is None else headroom_gib(experiment, resolve(facts)),
-    )
 
 
 def layouts(experiment: Experiment, *, fixed: Collection[str] = (), global_batch: int | None = None) -> Iterator[Facts]:
@@ -229,22 +223,37 @@ def layouts(experiment: Experiment, *, fixed: Collection[str] = (), global_batch
     Degrees that divide neither ranks, heads nor experts are left out here, because there are many and the rules refuse
     each of them.
     """
-    start = facts_of(experiment)
-    for pp, dp_replicate, cp, tp in _axes(start, fixed):
-        dp_shard = start.world_size // (pp * dp_replicate * cp * tp)
+    facts, ranks = facts_of(experiment), experiment.world_size
+
+    def degrees(axis: str, left: int) -> Iterator[int]:
+        options = (getattr(experiment, axis),) if axis in fixed else divisors(left)
+        return (degree for degree in options if left % degree == 0)
+
+    axes = (
+        (pp, tp, cp, dp_replicate)
+        for pp in degrees("pp", ranks)
+        for tp in degrees("tp", ranks // pp)
+        for cp in degrees("cp", ranks // (pp * tp))
+        for dp_replicate in degrees("dp_replicate", ranks // (pp * tp * cp))
+    )
+    experts = (experiment.ep,) if "ep" in fixed else divisors(facts.shape.num_experts)
+    for pp, tp, cp, dp_replicate in axes:
+        dp_shard = ranks // (pp * dp_replicate * cp * tp)
         if "dp_shard" in fixed and experiment.dp_shard not in (-1, dp_shard):
             continue
-        local_batch = experiment.local_batch
+        local_batch, over = experiment.local_batch, 0
         if global_batch is not None:
             local_batch, over = divmod(global_batch, dp_replicate * dp_shard)
-            if over or not local_batch:
-                continue
-        for ep, schedule, microbatch in _inner(start, fixed, pp, local_batch):
-            yield replace(
-                start,
+        if over or not local_batch:
+            continue
+        # Without a pipeline the schedule and the micro-batch mean nothing and stay.
+        schedules = (experiment.pp_schedule,) if "pp_schedule" in fixed or pp == 1 else tuple(SCHEDULES)
+        microbatches = (experiment.microbatch,) if "microbatch" in fixed or pp == 1 else divisors(local_batch)
+        for ep, schedule, microbatch in product(experts, schedules, microbatches):
+            yield facts.vary(
                 pp=pp,
                 dp_replicate=dp_replicate,
-                dp_shard_given=dp_shard,
+                dp_shard=dp_shard,
                 cp=cp,
                 tp=tp,
                 ep=ep,
@@ -252,28 +261,6 @@ def layouts(experiment: Experiment, *, fixed: Collection[str] = (), global_batch
                 local_batch=local_batch,
                 microbatch=microbatch,
             )
-
-
-def _axes(start: Facts, fixed: Collection[str]) -> Iterator[tuple[int, int, int, int]]:
-    """Degrees of pp, dp_replicate, cp and tp whose product divides the ranks."""
-
-    def degrees(axis: str, ranks: int) -> Iterator[int]:
-        options = (getattr(start, axis),) if axis in fixed else divisors(ranks)
-        return (degree for degree in options if ranks % degree == 0)
-
-    for pp in degrees("pp", start.world_size):
-        for tp in degrees("tp", start.world_size // pp):
-            for cp in degrees("cp", start.world_size // (pp * tp)):
-                for dp_replicate in degrees("dp_replicate", start.world_size // (pp * tp * cp)):
-                    yield pp, dp_replicate, cp, tp
-
-
-def _inner(start: Facts, fixed: Collection[str], pp: int, local_batch: int) -> Iterator[tuple[int, str, int]]:
-    """Expert-parallel degree, schedule and micro-batch; without a pipeline the last two mean nothing and stay."""
-    experts = (start.ep,) if "ep" in fixed else divisors(start.shape.num_experts)
-    schedules = (start.pp_schedule,) if "pp_schedule" in fixed or pp == 1 else tuple(SCHEDULES)
-    microbatches = (start.microbatch,) if "microbatch" in fixed or pp == 1 else divisors(local_batch)
-    return product(experts, schedules, microbatches)
 
 
 def search_text(found: Found) -> str:
@@ -445,18 +432,15 @@ def _estimate(cluster: Cluster) -> Callable[[Facts], float]:
     known: dict[tuple[int, ...], float] = {}
 
     def seconds(facts: Facts) -> float:
-        size = facts.microbatch if facts.pp > 1 else facts.local_batch
-        key = (size, facts.tp, facts.cp, facts.ep, facts.microbatches > 1)
+        x = facts.experiment
+        size = x.microbatch if x.pp > 1 else x.local_batch
+        key = (size, x.tp, x.cp, x.ep, facts.microbatches > 1)
         if key not in known:
-            known[key] = work_s(_job(facts, cluster), CALIBRATION) if can_be_placed(facts.experiment, facts.ep) else inf
-        return known[key] * facts.tp * facts.cp / size / (1 - _bubble(facts))
+            placed = can_be_placed(x, x.ep)
+            known[key] = work_s(job_of(x, resolve(facts), cluster.node), CALIBRATION) if placed else inf
+        return known[key] * x.tp * x.cp / size / (1 - _bubble(facts))
 
     return seconds
-
-
-def _job(facts: Facts, cluster: Cluster) -> Job:
-    experiment = facts.experiment.model_copy(update={"local_batch": facts.local_batch})
-    return job_of(experiment, resolve(facts), cluster.node)
 
 
 def worth_of(best: Projection, given: Experiment) -> Iterator[Worth]:

@@ -75,11 +75,6 @@ SCHEDULES = {
 }
 
 
-def schedule_in_any_case(name: str) -> Schedule | None:
-    """The schedule of a name as torch reads it, which does not mind the case of letters; TorchTitan's logging does."""
-    return next((schedule for known, schedule in SCHEDULES.items() if known.lower() == name.lower()), None)
-
-
 def effective_layers(n_layers: int) -> int:
     """Layers as TorchTitan counts them when it shares them out over stages.
 
