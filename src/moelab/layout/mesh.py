@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -59,8 +59,9 @@ class Facts:
         torch does not mind the case of letters; TorchTitan's logging does.
         """
         name = self.experiment.pp_schedule
-        any_case = (schedule for known, schedule in SCHEDULES.items() if known.lower() == name.lower())
-        return SCHEDULES.get(name) or next(any_case, None)
+        if name in SCHEDULES:
+            return SCHEDULES[name]
+        return next((schedule for known, schedule in SCHEDULES.items() if known.lower() == name.lower()), None)
 
     @property
     def stages_per_rank(self) -> int:
@@ -81,7 +82,8 @@ class Facts:
         """The same with fields of the experiment changed; ``dp_shard`` follows a change of another axis."""
         if "dp_shard" not in changes and changes.keys() & set(DENSE):
             changes["dp_shard"] = -1
-        return replace(self, experiment=self.experiment.model_copy(update=changes))
+        varied = self.experiment.model_copy(update=changes)
+        return Facts(experiment=varied, shape=self.shape, capability=self.capability, gpu_in_words=self.gpu_in_words)
 
 
 def nvlink_ranks(experiment: Experiment, ep: int | None = None) -> int:

@@ -141,16 +141,17 @@ def _mesh(facts: Facts) -> Iterator[Fault]:
     TorchTitan checks the product (``ParallelDims``) and the heads (``Decoder.Config.update_from_config``). It fails
     late on the region of expert parallelism and on uneven expert shards, and not at all on experts that do not divide.
     """
-    x, shape, ranks = facts.experiment, facts.shape, facts.experiment.world_size
-    left, over = divmod(ranks, facts.outer)
+    x, shape, ranks, ep = facts.experiment, facts.shape, facts.experiment.world_size, facts.experiment.ep
+    dp_shard, region, outer = facts.dp_shard, facts.region, facts.outer
+    left, over = divmod(ranks, outer)
     if over:
         degrees = {axis: int(getattr(x, axis)) for axis in ("pp", "dp_replicate", "cp", "tp")}
         alone = [axis for axis, degree in degrees.items() if ranks % degree]
         product = " * ".join(f"{axis} {degree}" for axis, degree in degrees.items())
-        words = f"{product} = {facts.outer} must divide the {ranks} ranks (nodes * gpus_per_node)"
+        words = f"{product} = {outer} must divide the {ranks} ranks (nodes * gpus_per_node)"
         at_fault = alone[0] if alone else max(degrees, key=lambda axis: degrees[axis])
         yield Fault("axes divide the ranks", at_fault, words, shapes_layout=True)
-    elif facts.dp_shard != left:
+    elif dp_shard != left:
         words = (
             f"pp {x.pp} * dp_replicate {x.dp_replicate} * cp {x.cp} * tp {x.tp} leave {left} of the {ranks} ranks "
             f"(nodes * gpus_per_node). Legal dp_shard: {left}, or -1 for the ranks that are left"
@@ -159,18 +160,17 @@ def _mesh(facts: Facts) -> Iterator[Fault]:
     if shape.kv_heads % x.tp:
         of = "key and value" if shape.grouped_queries else "attention"
         yield Fault("tp divides the heads", "tp", f"tensor parallelism must divide the {shape.kv_heads} {of} heads")
-    whole_region, whole_experts = facts.region % x.ep == 0, shape.num_experts % x.ep == 0
-    if facts.dp_shard and not whole_region:
-        region = f"dp_shard {facts.dp_shard} * cp {x.cp} * tp {x.tp} = {facts.region}"
-        words = f"it must divide the ranks it shares out, {region}"
+    whole_region, whole_experts = region % ep == 0, shape.num_experts % ep == 0
+    if dp_shard and not whole_region:
+        words = f"it must divide the ranks it shares out, dp_shard {dp_shard} * cp {x.cp} * tp {x.tp} = {region}"
         yield Fault("ep divides its region", "ep", words, shapes_layout=True)
     if not whole_experts:
         yield Fault("ep divides the experts", "ep", f"it must divide the {shape.num_experts} experts of {shape.name}")
-    if facts.dp_shard and whole_region and whole_experts:
+    if dp_shard and whole_region and whole_experts:
         # FSDP shards experts along their hidden dimension once there are more ranks than experts, and only evenly.
-        hidden, sharing, shards = shape.moe_hidden_dim, facts.region, facts.region // x.ep
-        if x.ep == 1:  # TorchTitan counts all ranks then, and tensor parallelism cuts the experts first
-            hidden, sharing, shards = hidden // x.tp, x.dp_replicate * facts.region, facts.dp_shard * x.cp
+        hidden, sharing, shards = shape.moe_hidden_dim, region, region // ep
+        if ep == 1:  # TorchTitan counts all ranks then, and tensor parallelism cuts the experts first
+            hidden, sharing, shards = hidden // x.tp, x.dp_replicate * region, dp_shard * x.cp
         if sharing > shape.num_experts and (hidden % shards or shape.dim % shards):
             words = (
                 f"{sharing} ranks share {shape.num_experts} experts, so FSDP cuts each expert's weights into {shards} "
