@@ -7,7 +7,7 @@ import pytest
 from scipy import stats
 from statsmodels.stats.weightstats import ttost_paired
 
-from moelab.analysis import Answer, compare_convergence, compare_held_out, final_losses, judge
+from moelab.analysis import Answer, compare_convergence, final_losses, judge
 from moelab.analysis.equivalence import (
     Margin,
     equivalence_power,
@@ -418,10 +418,10 @@ def test_options_out_of_range(option):
 def test_held_out_losses():
     losses = {("bf16_standard", seed): loss for seed, loss in REFERENCE.items()}
     losses |= {("mxfp8_standard", seed): loss for seed, loss in shifted(0.003, 0.005, 0.001, 0.004).items()}
-    (verdict,) = compare_held_out(losses, reference="bf16_standard")
+    (verdict,) = compare_convergence(losses, reference="bf16_standard")
     assert verdict.answer is Answer.EQUIVALENT
     assert "held-out loss" in verdict.sentence()
-    (failed,) = compare_held_out(losses | {("mxfp8_standard", 2): math.nan}, reference="bf16_standard")
+    (failed,) = compare_convergence(losses | {("mxfp8_standard", 2): math.nan}, reference="bf16_standard")
     assert failed.answer is Answer.DIFFERENT
     assert "1 of 4 seeds diverged" in failed.sentence()
 
@@ -433,11 +433,11 @@ def test_a_chance_difference_among_many_arms_is_not_different():
     losses = {("bf16_standard", seed): loss for seed, loss in reference.items()}
     losses |= {("fp8_standard", seed): reference[seed] + shift for seed, shift in enumerate(worse)}
     options = {"reference": "bf16_standard", "margin_nats": 0.0285}
-    (alone,) = compare_held_out(losses, **options)
+    (alone,) = compare_convergence(losses, **options)
     assert alone.answer is Answer.DIFFERENT
     for arm in ("mxfp8_standard", "mxfp8_deepep", "bf16_deepep", "fp8_deepep"):
         losses |= {(arm, seed): loss + 0.001 * rng.normal() for seed, loss in reference.items()}
-    among = {one.arm: one for one in compare_held_out(losses, **options)}
+    among = {one.arm: one for one in compare_convergence(losses, **options)}
     assert among["fp8_standard"].answer is Answer.INSUFFICIENT
     assert "not after Holm's correction for 5 arms" in among["fp8_standard"].sentence()
     assert among["mxfp8_deepep"].answer is Answer.EQUIVALENT
@@ -467,7 +467,7 @@ def test_final_loss_is_the_mean_of_the_last_tenth():
 
 
 def test_table_to_verdict():
-    (verdict,) = compare_convergence(study(), reference="bf16_standard")
+    (verdict,) = compare_convergence(final_losses(study()), reference="bf16_standard")
     expected = judge(shifted(0.003, 0.005, 0.001, 0.004), REFERENCE, **NAMES)
     assert verdict.steps == (73, 80)
     assert verdict.answer is expected.answer
@@ -479,7 +479,7 @@ def test_table_to_verdict():
 def test_runs_without_a_final_loss_are_left_out_and_named():
     table = study().set_index(["arm", "seed", "step"])
     table = table.drop([("bf16_standard", 1, 75)]).drop([("bf16_standard", 2, step) for step in range(41, 81)])
-    (verdict,) = compare_convergence(table.reset_index(), reference="bf16_standard")
+    (verdict,) = compare_convergence(final_losses(table.reset_index()), reference="bf16_standard")
     assert verdict.seeds == (0, 3)
     assert verdict.excluded == (
         "bf16_standard, seed 1: 1 of 8 final steps are not in the log",
@@ -494,14 +494,14 @@ def test_runs_without_a_final_loss_are_left_out_and_named():
 def test_a_final_loss_that_is_not_finite_is_a_divergence():
     table = study().set_index(["arm", "seed", "step"])
     table.loc[("mxfp8_standard", 0, 78), "loss"] = math.nan
-    (verdict,) = compare_convergence(table.reset_index(), reference="bf16_standard")
+    (verdict,) = compare_convergence(final_losses(table.reset_index()), reference="bf16_standard")
     assert verdict.answer is Answer.DIFFERENT
     assert "seed 0: loss is not finite at step 78" in verdict.sentence()
 
 
 def test_seeds_without_a_table_count_as_what_became_of_them():
     (verdict,) = compare_convergence(
-        study(),
+        final_losses(study()),
         reference="bf16_standard",
         diverged={("fp8_standard", seed): "loss is nan at step 3" for seed in range(4)},
     )[:1]
@@ -517,7 +517,7 @@ def test_the_newest_finished_run_of_a_seed_counts():
 
 
 def test_planned_steps_show_that_every_run_stopped_early():
-    (verdict,) = compare_convergence(study(), reference="bf16_standard", steps=100)
+    (verdict,) = compare_convergence(final_losses(study(), steps=100), reference="bf16_standard")
     assert verdict.answer is Answer.INSUFFICIENT
     assert verdict.excluded == (
         "mxfp8_standard, seeds 0, 1, 2, 3: ended at step 80 of 100",
@@ -530,14 +530,15 @@ def test_planned_steps_show_that_every_run_stopped_early():
     [
         ({"reference": "fp8_standard"}, "the arms are bf16_standard, mxfp8_standard"),
         ({"reference": "bf16_standard", "arms": ["fp8_deepep"]}, "fp8_deepep"),
-        ({"reference": "bf16_standard", "final_fraction": 0.0}, "final_fraction"),
     ],
 )
 def test_bad_input_says_what_is_valid(options, message):
     with pytest.raises(BadInput, match=message):
-        compare_convergence(study(), **options)
+        compare_convergence(final_losses(study()), **options)
 
 
-def test_a_table_without_losses_is_refused():
+def test_a_table_without_losses_is_refused_and_so_is_a_part_of_nothing():
     with pytest.raises(BadInput, match="no loss"):
         final_losses(study().assign(loss=math.nan))
+    with pytest.raises(BadInput, match="final_fraction"):
+        final_losses(study(), final_fraction=0.0)

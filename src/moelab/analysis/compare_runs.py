@@ -24,7 +24,7 @@ from typing import Any
 
 import pandas as pd
 
-from moelab.analysis.convergence import ArmSeed, FinalLosses, compare_convergence, compare_held_out, first_final_step
+from moelab.analysis.convergence import ArmSeed, FinalLosses, compare_convergence, final_losses, first_final_step
 from moelab.analysis.curves import arm_curves, mean_and_interval
 from moelab.analysis.side import Side
 from moelab.analysis.verdict import Verdict
@@ -106,7 +106,7 @@ class Difference:
 
 
 def judge_sides(
-    measured: pd.DataFrame | FinalLosses | Mapping[ArmSeed, float],
+    losses: FinalLosses | Mapping[ArmSeed, float],
     sides: Sequence[Side],
     *,
     name: Callable[[Side], str],
@@ -116,12 +116,12 @@ def judge_sides(
     """Judge sides against the first, and say in what else they differ.
 
     Args:
-        measured: metrics table of the runs that finished or their final losses, or the held-out loss by name and seed.
+        losses: final losses of the runs that finished, or the held-out loss by name and seed.
         sides: those to judge, behind the one that they are held against.
-        name: of a side in ``measured``.
+        name: of a side in ``losses``.
         dropped_seeds: left out of all sides; a seed of none changes nothing.
-        **options: of :func:`~moelab.analysis.convergence.compare_convergence` or ``compare_held_out``; seeds in
-            ``diverged`` and ``lost`` come beside those of the sides.
+        **options: of :func:`~moelab.analysis.convergence.compare_convergence`; seeds in ``diverged`` and ``lost`` come
+            beside those of the sides.
     """
     first, *others = sides
     own = {
@@ -129,9 +129,8 @@ def judge_sides(
         "lost": {(name(side), seed): why for side in sides for seed, why in side.lost_seeds.items()},
     }
     model, known = first.experiment, set().union(*(side.seeds for side in sides))
-    compare: Callable[..., list[Verdict]] = compare_held_out if isinstance(measured, Mapping) else compare_convergence
-    verdicts = compare(
-        measured,
+    verdicts = compare_convergence(
+        losses,
         reference=name(first),
         arms=[name(side) for side in others],
         dropped_seeds=[seed for seed in dropped_seeds if seed in known],
@@ -308,7 +307,7 @@ def mixed_facts(runs: Sequence[Collected], facts: Callable[[Collected], Mapping[
     return [f"{name} {spread(own)} of one arm" for name, own in values.items() if len(set(own)) > 1]
 
 
-def _verdict(reference: Side, side: Side, **options: Any) -> Verdict | None:
+def _verdict(reference: Side, side: Side, *, final_fraction: float, **options: Any) -> Verdict | None:
     """Judgement of the finished runs on the steps that all of them logged; None where nothing can be judged."""
     both = (reference, side)
     if not all(one.seeds_known and (one.diverged_seeds or not one.unfinished) for one in both):
@@ -320,7 +319,8 @@ def _verdict(reference: Side, side: Side, **options: Any) -> Verdict | None:
     table = table[table["step"].isin(set.intersection(*logged))] if logged else table
     if table["loss"].notna().sum() == 0:
         return None
-    (verdict,) = judge_sides(table, both, name=lambda one: one.label, **options)
+    final = final_losses(table, final_fraction=final_fraction)
+    (verdict,) = judge_sides(final, both, name=lambda one: one.label, **options)
     return verdict
 
 
