@@ -47,10 +47,15 @@ class FinalLosses:
 def first_final_step(last_step: int, final_fraction: float) -> int:
     """Where the last part of the steps begins, which is one step at least.
 
+    Raises:
+        BadInput: ``final_fraction`` is outside (0, 1].
+
     Example:
         >>> first_final_step(60, 0.1)
         55
     """
+    if not 0.0 < final_fraction <= 1.0:
+        raise BadInput(f"final_fraction is {final_fraction}: give a part of the steps above 0 and up to 1, such as 0.1")
     return last_step - max(1, round(final_fraction * last_step)) + 1
 
 
@@ -69,8 +74,6 @@ def final_losses(table: pd.DataFrame, *, final_fraction: float = 0.1, steps: int
     Raises:
         BadInput: ``final_fraction`` is outside (0, 1], or the table has no loss or unnamed runs.
     """
-    if not 0.0 < final_fraction <= 1.0:
-        raise BadInput(f"final_fraction is {final_fraction}: give a part of the steps above 0 and up to 1, such as 0.1")
     require_names(table)
     if table["loss"].notna().sum() == 0:
         raise BadInput("the table has no loss: collect a run that logged at least one step")

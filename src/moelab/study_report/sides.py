@@ -53,6 +53,11 @@ class NotJudged:
     reason: str
     collected: Collected | None = None
 
+    @classmethod
+    def of(cls, run: Collected) -> NotJudged:
+        """A run that did not finish."""
+        return cls(run=run.run, arm=run.arm, seed=run.seed, reason=end_of(run), collected=run)
+
     @property
     def study(self) -> str:
         """Folder of the study that it lies in."""
