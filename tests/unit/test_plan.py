@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -19,8 +20,7 @@ from moelab.experiment_file import read_experiment, read_study
 from moelab.layout import check
 from moelab.memory import estimate
 from moelab.notebooks import ConvergenceParameters, read_parameters
-from moelab.plan import as_shell, command, plan
-from moelab.published_differences import DIFFERENCES, differences
+from moelab.plan import PUBLISHED_DIFFERENCES, command, differences, plan
 from moelab.titan.arms import named_arms
 
 BASE = {"model": "671B", "nodes": 32, "gpus_per_node": 8, "local_batch": 64, "seq_len": 8192, "ep": 32}
@@ -191,7 +191,7 @@ def test_the_command_starts_every_rank() -> None:
     one = command(Experiment(gpus_per_node=4), Path("a b.yaml"))
     assert "--nproc-per-node=4" in one
     assert "--rdzv-endpoint=localhost:0" in one
-    assert "'MOELAB_EXPERIMENT=a b.yaml'" in as_shell(one)
+    assert "'MOELAB_EXPERIMENT=a b.yaml'" in shlex.join(one)
     many = command(Experiment(**BASE))
     assert "--nnodes=32" in many
     assert "--rdzv-endpoint=HOST:PORT" in many
@@ -237,13 +237,13 @@ def test_emulated_deepep_is_said_wherever_the_plan_names_the_arm(call: Any) -> N
 
 def test_differences_name_every_fault_of_the_published_scripts() -> None:
     published = plan(named_arms()["dsv3_671b_bf16_standard"]).differences
-    said = " ".join(row.published for row in DIFFERENCES)
+    said = " ".join(row.published for row in PUBLISHED_DIFFERENCES)
     for fault in ("#SBATCH", "BASH_SOURCE", "mxfp8_wgrad_with_hp", "1a36996b", "filter_fqns", "NICs", "variance"):
         assert fault in said
-    topics = " ".join(row.topic for row in DIFFERENCES)
+    topics = " ".join(row.topic for row in PUBLISHED_DIFFERENCES)
     for topic in ("time limit", "requeue", "checkpoint", "seed"):
         assert topic in topics
-    assert {row.topic for row in published} == {row.topic for row in DIFFERENCES if "671B" in row.models}
+    assert {row.topic for row in published} == {row.topic for row in PUBLISHED_DIFFERENCES if "671B" in row.models}
     assert differences(Experiment(**{**BASE, "tp": 2, "pp": 2, "ep": 16})) == ()
 
 

@@ -23,6 +23,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from moelab.experiment import EPBackend, Experiment, Precision, Routing
 from moelab.hardware import GROUP_PADDING, Figure, Gpu, has_native_mxfp8
@@ -123,6 +124,11 @@ class DispatchBuffer:
     ranks: int
     nvlink_ranks: int
     exact: bool
+
+    def to_json(self) -> dict[str, Any]:
+        """For a program."""
+        rest = {name: getattr(self, name) for name in ("tokens", "ranks", "nvlink_ranks", "exact")}
+        return {"dispatcher": self.backend.value, "bytes": self.size_bytes, **rest}
 
 
 @dataclass(frozen=True, kw_only=True)
