@@ -22,8 +22,9 @@ by one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from itertools import groupby, product
 from math import inf
 from typing import Any, NamedTuple
@@ -65,12 +66,14 @@ class Candidate:
         bubble_fraction: share of a step in which a pipeline rank waits, from the schedule alone.
         ep_nodes: nodes that a group of expert-parallel ranks spans.
         headroom_gib: memory left on the fullest GPU, negative if it does not fit; None if it was not estimated.
+        projection: of its speed; None if it was not made.
     """
 
     experiment: Experiment
     bubble_fraction: float
     ep_nodes: int
     headroom_gib: float | None = None
+    projection: Projection | None = None
 
     @property
     def fits(self) -> bool | None:
@@ -80,6 +83,10 @@ class Candidate:
     def to_json(self) -> dict[str, Any]:
         """The layout as fields of an experiment, and what it was ordered by."""
         fields = {field: getattr(self.experiment, field) for field in (*VARIED, "local_batch")}
+        speed = {}
+        if self.projection is not None:
+            speed = {"tps": self.projection.tps, "interval": list(self.projection.interval)}
+            speed |= {"step_time_s": self.projection.step_time_s, "label": self.projection.label}
         return {
             "set": fields,
             "global_batch": self.experiment.local_batch * self.experiment.dp_replicate * self.experiment.dp_shard,
@@ -87,6 +94,7 @@ class Candidate:
             "ep_nodes": self.ep_nodes,
             "fits": self.fits,
             "headroom_gib": None if self.headroom_gib is None else round(self.headroom_gib, 2),
+            **speed,
         }
 
 
@@ -317,14 +325,6 @@ TRIED: Mapping[str, tuple[Any, ...]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ranked:
-    """A layout with its projection."""
-
-    candidate: Candidate
-    projection: Projection
-
-
-@dataclass(frozen=True, kw_only=True)
 class Worth:
     """A setting of the best layout: ``value`` instead of ``other``, and tokens/s/GPU with each."""
 
@@ -346,14 +346,14 @@ class Recommendation:
 
     Attributes:
         found: the search, in the order of the estimate.
-        ranked: the fastest layouts first; empty where none fits.
+        ranked: the fastest layouts first, each with its projection; empty where none fits.
         worth: of settings of the best; negative where another value is faster.
         considered: layouts that were projected.
         place: of the fastest in the order of the estimate, from 1; 0 where none fits.
     """
 
     found: Found
-    ranked: tuple[Ranked, ...]
+    ranked: tuple[Candidate, ...]
     worth: tuple[Worth, ...]
     considered: int
     place: int
@@ -365,16 +365,17 @@ class Recommendation:
 
     def to_json(self) -> dict[str, Any]:
         """The search as one JSON object, candidates by speed."""
-        rows = [
-            {**one.candidate.to_json(), "tps": one.projection.tps, "interval": list(one.projection.interval)}
-            | {"step_time_s": one.projection.step_time_s, "label": one.projection.label}
-            for one in self.ranked
-        ]
         worth = [
             {"field": one.field, "value": one.value, "other": one.other, "percent": one.percent} for one in self.worth
         ]
         counts = {"considered": self.considered, "place": self.place, "left_out": self.left_out}
-        return {**self.found.to_json(), "order": [ORDER_BY_SPEED], "candidates": rows, "worth": worth, **counts}
+        return {
+            **self.found.to_json(),
+            "order": [ORDER_BY_SPEED],
+            "candidates": [one.to_json() for one in self.ranked],
+            "worth": worth,
+            **counts,
+        }
 
 
 def recommend(
@@ -407,24 +408,19 @@ def recommend(
         global_batch=global_batch,
         before=_estimate(cluster),
     )
-    projected = [(place, one) for place, one in enumerate(_projected(wide.candidates, cluster), 1)]
-    projected.sort(key=lambda pair: -pair[1].projection.tps)
-    ranked = tuple(one for _, one in projected[:limit])
+    projected: list[tuple[Projection, Candidate]] = []
+    for candidate in wide.candidates:
+        with suppress(Refused):  # legal, but no layout that can be projected
+            projected.append((project(candidate.experiment, cluster), candidate))
+    by_speed = sorted(range(len(projected)), key=lambda place: -projected[place][0].tps)
+    ranked = [replace(candidate, projection=one) for one, candidate in (projected[place] for place in by_speed[:limit])]
     return Recommendation(
         found=wide,
-        ranked=ranked,
-        worth=tuple(worth_of(ranked[0].projection, experiment)) if ranked else (),
+        ranked=tuple(ranked),
+        worth=tuple(worth_of(projected[by_speed[0]][0], experiment)) if ranked else (),
         considered=len(projected),
-        place=projected[0][0] if projected else 0,
+        place=by_speed[0] + 1 if ranked else 0,
     )
-
-
-def _projected(candidates: Iterable[Candidate], cluster: Cluster) -> Iterator[Ranked]:
-    for one in candidates:
-        try:
-            yield Ranked(candidate=one, projection=project(one.experiment, cluster))
-        except Refused:  # legal, but no layout that can be projected
-            continue
 
 
 def _estimate(cluster: Cluster) -> Callable[[Facts], float]:
@@ -445,47 +441,40 @@ def _estimate(cluster: Cluster) -> Callable[[Facts], float]:
 
 def worth_of(best: Projection, given: Experiment) -> Iterator[Worth]:
     """What single settings of the best layout are worth, the most valuable first."""
-    found = []
-    for field, other in _alternatives(best.experiment, given):
-        try:
-            experiment = Experiment.model_validate({**best.experiment.model_dump(), field: other})
-            changed = project(experiment, best.cluster)
-        except (Refused, BadInput):
-            continue
-        value = getattr(best.experiment, field)
-        found.append(Worth(field=field, value=value, other=other, tps=best.tps, other_tps=changed.tps))
-    return iter(sorted(found, key=lambda one: -abs(one.percent)))
-
-
-def _alternatives(best: Experiment, given: Experiment) -> Iterator[tuple[str, Any]]:
-    for field in (name for name in VARIED if name not in ("dp_shard", "dp_replicate")):
-        if getattr(given, field) != getattr(best, field):
-            yield field, getattr(given, field)
-    native = has_native_mxfp8(gpu_of(best.hardware).capability)
+    x = best.experiment
+    layout = [field for field in VARIED if field not in ("dp_shard", "dp_replicate")]
+    others = [(field, getattr(given, field)) for field in layout if getattr(given, field) != getattr(x, field)]
+    native = has_native_mxfp8(gpu_of(x.hardware).capability)
     unknown = "fp8" if native else "mxfp8"  # no rate of it was ever measured there
-    for field, values in TRIED.items():
-        yield from ((field, value) for value in values if value not in (getattr(best, field), unknown))
+    others += [(name, value) for name, tried in TRIED.items() for value in tried if value != unknown]
+    worth = []
+    for field, other in others:
+        value = getattr(x, field)
+        if value == other:
+            continue
+        with suppress(Refused, BadInput):
+            changed = project(Experiment.model_validate({**x.model_dump(), field: other}), best.cluster)
+            worth.append(Worth(field=field, value=value, other=other, tps=best.tps, other_tps=changed.tps))
+    return iter(sorted(worth, key=lambda one: -abs(one.percent)))
 
 
 def recommendation_text(found: Recommendation) -> str:
     """The layouts as a table, fastest first, and what settings of the fastest are worth."""
     if not found.ranked:
         return search_text(found.found)
-    table = [(*candidate_row(one.candidate), _marked(one.projection)) for one in found.ranked]
+    table = [
+        (*candidate_row(one), f"{one.projection.tps:,.0f}" + "*" * bool(one.projection.outside))
+        for one in found.ranked
+        if one.projection is not None
+    ]
     counts = f"{found.found.examined:,} layouts judged, {found.found.legal:,} legal; {found.considered:,} projected"
     counts += f", of which the fastest was number {found.place:,} by a first estimate"
     counts += f"; {found.left_out:,} that the estimate has behind them are left out" if found.left_out else ""
     label = "Speeds are derived; * extrapolated: `moelab project` says what was not seen"
     lines = [*aligned([(*CANDIDATE_HEADER, "tokens/s/GPU"), *table]), "", f"{counts}.", f"{label}."]
     lines += ["", "the fastest with one setting changed:"] if found.worth else []
-    return "\n".join(lines + [f"  {_changed(one)}" for one in found.worth])
-
-
-def _marked(projection: Projection) -> str:
-    return f"{projection.tps:,.0f}" + ("*" if projection.outside else "")
-
-
-def _changed(worth: Worth) -> str:
-    value, other = (getattr(one, "value", one) for one in (worth.value, worth.other))
-    change = 100 * (worth.other_tps / worth.tps - 1)
-    return f"{worth.field} {other} instead of {value}: {change:+.1f} %"
+    for worth in found.worth:
+        value, other = (getattr(one, "value", one) for one in (worth.value, worth.other))
+        change = 100 * (worth.other_tps / worth.tps - 1)
+        lines.append(f"  {worth.field} {other} instead of {value}: {change:+.1f} %")
+    return "\n".join(lines)
