@@ -80,18 +80,8 @@ def test_without_a_pipeline_the_whole_batch_is_one_microbatch() -> None:
 def test_every_reason_is_told_and_names_its_factor_first() -> None:
     told = reasons(tp=3, pp=5, dp_shard=7, cp=2, seq_len=8190, local_batch=63, microbatch=2, precision="mxfp8",
                    ep_backend="minimal_async_ep", ep=32)  # fmt: skip
-    factors = [reason.split(" is ")[0] for reason in told]
-    assert factors == [
-        "pp",
-        "tp",
-        "ep",
-        "microbatch",
-        "seq_len",
-        "seq_len",
-        "ep_backend",
-        "activation_checkpoint",
-        "ep",
-    ]
+    factors = ["pp", "tp", "ep", "microbatch", "seq_len", "seq_len", "ep_backend", "activation_checkpoint", "ep"]
+    assert [reason.split(" is ")[0] for reason in told] == factors
     assert check(experiment(tp=3)).layout is None
 
 
@@ -129,7 +119,7 @@ BROKEN = {
     "GPU has FP8": {"precision": "fp8", "hardware": "cpu"},
     "GPU has MXFP8": {"precision": "mxfp8", "mxfp8_kernels": "native", "hardware": "h100_node"},
     "memory snapshots are CUDA's": {"memory_snapshot": True, "trace_step": 9, "hardware": "cpu"},
-    "dispatcher needs CUDA": {"ep_backend": "hybridep", "hardware": "cpu"},
+    "dispatcher needs CUDA": {"ep_backend": "deepep", "hardware": "cpu"},
 }
 
 
@@ -262,22 +252,6 @@ def test_quantised_dispatch(fields: dict[str, Any], sent: str, expected: str | N
         assert "Legal dispatch_precision: bf16" in told[0]
 
 
-@pytest.mark.parametrize(
-    ("fields", "expected"),
-    [
-        ({"ep": 1}, "ep is 1: ep_backend deepep moves tokens between expert-parallel ranks"),
-        ({"model": "16B", "nodes": 12, "ep": 48}, "ep is 48: it must divide the 64 experts"),
-        ({"model": "nano", "nodes": 1, "seq_len": 1024}, "nano has 128; ep_kernels=emulated takes any"),
-        (
-            {"hardware": "cpu"},
-            "it needs CUDA and SM90, SM100 or SM103, and cpu has no GPU; ep_kernels=emulated has its numerics",
-        ),
-    ],
-)
-def test_what_deepep_cannot_do_is_said_before_a_rank_starts(fields: dict[str, Any], expected: str) -> None:
-    assert any(expected in reason for reason in reasons(ep_backend="deepep", **fields))
-
-
 @given(
     ranks=st.integers(1, 12),
     experts=st.integers(1, 48),
@@ -318,6 +292,7 @@ def test_an_uncompiled_all_to_all_on_a_gpu_cannot_be_kept() -> None:
         ({"hardware": "b200_x256"}, "padding: 32 tokens raised to 128"),
         ({"mxfp8_kernels": "native"}, "padding: 32 tokens raised to 128"),
         ({"hardware": "h100_node"}, "multiple of 32, emulated"),
+        ({"hardware": "local"}, "multiple of 32"),
         ({"hardware": "b200_x256", "mxfp8_kernels": "emulated"}, "multiple of 32"),
         ({"hardware": "b200_x256", "precision": "fp8"}, "multiple of 16"),
         ({"precision": "bf16", "ep_backend": "deepep"}, f"multiple of {GROUP_PADDING['bf16']}"),
@@ -326,12 +301,6 @@ def test_an_uncompiled_all_to_all_on_a_gpu_cannot_be_kept() -> None:
 def test_padding_is_said(fields: dict[str, Any], expected: str) -> None:
     notes = check(experiment(**{"precision": "mxfp8", **fields})).notes
     assert any(note.startswith("padding") and expected in note for note in notes), notes
-
-
-def test_padding_is_said_where_the_gpu_is_not_known() -> None:
-    (note,) = [note for note in check(experiment(precision="mxfp8")).notes if note.startswith("padding")]
-    assert "32" in note
-    assert "raised to 128" in note or "emulated" in note
 
 
 @pytest.mark.parametrize(
