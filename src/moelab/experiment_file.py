@@ -208,6 +208,7 @@ def _with_hardware(content: Any, folder: Path) -> Any:
 
 def _fields_of_record(text: str) -> dict[str, Any]:
     has_version = text.startswith(f"{VERSION_KEY}:")
+    # A version's first line is written first and its end mark last: a cut anywhere shows.
     if not text.endswith(f"\n{END_KEY}: true\n" if has_version else "\n"):  # else `12` may have become `1`
         raise BadInput("the record was cut off: its last line is not whole")
     content = _load(text, "the record")

@@ -167,6 +167,7 @@ def plan(experiment: Experiment, *, path: Path | None = None, constants: MemoryC
         experiment=experiment,
         verdict=verdict,
         memory=memory,
+        # Where no GPU is known there is nothing that it could fit into.
         fits=memory.fits if memory is not None and _gpu_is_known(experiment) else None,
         command=() if shape_for(experiment).plan_only else command(experiment, path),
         differences=differences(experiment),
@@ -208,6 +209,7 @@ def command(experiment: Experiment, path: Path | None = None) -> tuple[str, ...]
     name = config_name(experiment)
     published = named_arms().get(name) == experiment
     variable = () if published else ("env", f"MOELAB_EXPERIMENT={path or DEFAULT_FILE}")
+    # Port 0 lets torchrun find a free one, which only works where all ranks are.
     endpoint = "localhost:0" if experiment.nodes == 1 else "HOST:PORT"
     torchrun = (
         "torchrun",

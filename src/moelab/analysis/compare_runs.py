@@ -221,6 +221,7 @@ def differing_values(sides: Sequence[Side]) -> dict[str, list[str | None]]:
     for name in dict.fromkeys(name for side in sides for name in side.settings.values):
         values = [side.settings.values.get(name) for side in sides]
         told = {(side.settings.source, value) for side, value in zip(sides, values, strict=True)}
+        # Of one source, what one side says the other could have said.
         silent = any((source, None) in told for source, value in told if value is not None)
         if silent or len(set(values) - {None}) > 1:
             differing[name] = values
@@ -330,6 +331,7 @@ def machine_differences(side: Side, reference: Side) -> list[str]:
         for name in ("hardware", "driver", *SPEED_PACKAGES)
         if values.get(name) and others.get(name) and values[name] != others[name]
     ]
+    # Runs from elsewhere are held against their own kind too: one side may be of two machines.
     mixed = [side.label for side in (side, reference) if len(differing_facts(side.runs, side.runs, speed_facts))]
     return [*told, *(f"the machines or versions of {label} are not alike" for label in mixed)]
 
@@ -351,6 +353,7 @@ def _verdict(reference: Side, side: Side, *, final_fraction: float, **options: A
     table = pd.concat(
         [one.table[one.table["run"].isin([run.run for run in one.finished])] for one in both], ignore_index=True
     )
+    # A longer run would be judged on later steps than the others: only what all logged counts.
     logged = [set(rows["step"]) for _, rows in table.groupby(["arm", "run"])]
     table = table[table["step"].isin(set.intersection(*logged))] if logged else table
     if table["loss"].notna().sum() == 0:

@@ -84,6 +84,7 @@ def final_losses(table: pd.DataFrame, *, final_fraction: float = 0.1, steps: int
     own = merged.groupby(["run", "arm", "seed"], sort=False)
     runs = own["step"].max().rename("end").reset_index()
     window = merged[merged["step"].between(first_step, last_step)]
+    # Logging every tenth step is no gap: what counts is the steps that any run logged.
     expected = window["step"].nunique()
     of_run = window.groupby("run", sort=False)
     seen, means = of_run.size().to_dict(), of_run["loss"].mean().to_dict()
@@ -106,6 +107,7 @@ def final_losses(table: pd.DataFrame, *, final_fraction: float = 0.1, steps: int
             excluded.append((key, run, reason))
         else:
             by_run[key] = float(means[run])
+    # Of several attempts the newest tells why: it was excluded first, and the last to be set stays.
     lost = {key: reason for key, _, reason in reversed(excluded) if key not in by_run and key not in diverged}
     others = [f"{arm}, seed {seed} ({run}): {why}" for (arm, seed), run, why in excluded if (arm, seed) not in lost]
     return FinalLosses(

@@ -124,6 +124,7 @@ def equivalence_margin(
         raise BadInput(f"alpha is {alpha}: give an error rate between 0 and 0.5, 0.05 for 5 %")
     outlying = outlying_seeds(reference_losses)
     values = list(reference_losses.values())
+    # A seed at 8 nats would raise the cap of 1 % as it would raise the spread.
     usual = [loss for seed, loss in reference_losses.items() if seed not in outlying]
     cap = MARGIN_CAP * abs(float(np.mean(usual))) if usual else NAN
     cap_words = f"1 % of the mean loss of {arm_label(reference)}"
@@ -356,6 +357,7 @@ def seeds_needed(
         >>> low < high
         True
     """
+    # A fixed seed: the same study gets the same range each time that it is reported.
     rng, draws = np.random.default_rng(0), 200
     dof = n_seeds - 1
     sd_S = sd_difference * np.sqrt(dof / rng.chisquare(dof, size=draws))

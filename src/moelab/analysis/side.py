@@ -62,6 +62,7 @@ class Side:
     @cached_property
     def table(self) -> pd.DataFrame:
         """Metrics of the runs that are shown, with ``label`` as the arm; runs of an unknown seed are numbered."""
+        # Unknown seeds are numbered: the table needs one, and no verdict is made of them.
         seeds = {run.run: number if run.seed is None else run.seed for number, run in enumerate(self.runs)}
         rows = joined_rows(self.runs)
         return rows.assign(
@@ -130,6 +131,7 @@ class Side:
     @property
     def warmup_steps(self) -> int:
         """Steps that do not count for speed; where not every step was logged, all before the second that was."""
+        # The first logged step is then a mean over many, the compilation among them.
         return max(WARMUP_STEPS, self._interval_steps if self._interval_steps > 1 else 0)
 
     @cached_property
@@ -229,6 +231,7 @@ class Side:
         known = self.settings.values
         counted = [shape for shape in SHAPES.values() if str(count_parameters(shape).total) == known.get("parameters")]
         named = [shape for shape in counted if known.get("model", shape.name) == shape.name]
+        # A shape of another name with as many parameters makes the match a guess.
         return named[0] if len(counted) == len(named) == 1 else None
 
     @cached_property

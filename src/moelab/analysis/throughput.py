@@ -234,6 +234,7 @@ def interaction(
     common = sorted(set.intersection(*(set(tps[arm]) for arm in arms)))
     if not common:
         raise BadInput(f"none of the {unit} has all of {', '.join(arms)}")
+    # In logarithms, so that a gain and its inverse weigh the same.
     logs = [float(np.log(tps[both][i] * tps[baseline][i] / tps[first][i] / tps[second][i])) for i in common]
     ratio, interval = _mapped_back(logs, level)
     return Interaction(ratio=ratio, interval=interval, units=len(common), unit=unit)

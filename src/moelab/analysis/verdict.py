@@ -262,6 +262,7 @@ def judge(
         known = ", ".join(str(seed) for seed in sorted(ours.known | theirs.known)) or "none"
         raise BadInput(f"seed {unknown[0]} cannot be dropped: the seeds of {arm} and {reference} are {known}")
     kept, base = ours.without(dropped), theirs.without(dropped)
+    # Also of seeds without a partner: they are as much of the reference as the others.
     margin = equivalence_margin(base, reference=reference, **margin_options)
     seeds = tuple(sorted(kept.keys() & base.keys()))
     differences = [kept[seed] - base[seed] for seed in seeds]
@@ -340,6 +341,7 @@ def correct_for_arms(verdicts: list[Verdict]) -> list[Verdict]:
     Returns:
         The verdicts; one whose test does not stand among so many is *insufficient data* and says so.
     """
+    # A divergence decided by itself; no p value stands behind it.
     tested = [one for one in verdicts if one.answer is Answer.DIFFERENT and not one.arm_diverged]
     with_p = [one for one in verdicts if math.isfinite(one.beyond_p)]
     if not tested or len(with_p) < 2:
@@ -377,6 +379,7 @@ def _before_any_interval(
             words = f"{len(one.doubtful)} of {n} seeds of {name} may have diverged"
             yield Answer.INSUFFICIENT, f"{words} ({'; '.join(_reasons(one.doubtful, one.lost))})."
     if untrained_nats is not None and verdict.seeds:
+        # A margin that a person gave says what is close, not what is learnt.
         needed = max(LEARNT_FRACTION * untrained_nats, margin.nats if margin.exists and not margin.given else 0.0)
         both = {arm: verdict.arm_losses, reference: verdict.reference_losses}
         ends = {name: float(np.mean([losses[seed] for seed in verdict.seeds])) for name, losses in both.items()}
@@ -400,6 +403,7 @@ def _to_be_known(verdict: Verdict, ours: ArmSeeds, theirs: ArmSeeds, lr_warmup_s
         yield f"Seed {seed} of {arm} lies apart from its others ({verdict.arm_losses[seed]:.4f} nats)."
     if both := ours.diverged.keys() & theirs.diverged.keys():
         yield f"Left out, as it diverged in both: {'; '.join(_reasons(both, ours.diverged))}."
+    # Doubtful ones have decided already, and are not assumed to be unrelated.
     sides = ((arm, ours), (reference, theirs))
     lost = [f"{name}, {w}" for name, one in sides for w in _reasons(one.lost.keys() - set(one.doubtful), one.lost)]
     if lost:

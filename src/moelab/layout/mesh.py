@@ -80,6 +80,7 @@ class Facts:
 
     def vary(self, **changes: Any) -> Facts:
         """The same with fields of the experiment changed; ``dp_shard`` follows a change of another axis."""
+        # Else a given dp_shard would make every other degree illegal.
         if "dp_shard" not in changes and changes.keys() & set(DENSE):
             changes["dp_shard"] = -1
         varied = self.experiment.model_copy(update=changes)
@@ -112,6 +113,7 @@ def facts_of(experiment: Experiment, gpu: Gpu | None = None) -> Facts:
     name = gpu.name if gpu else experiment.hardware
     in_words = f"{name} is {architecture(capability)}"
     if capability is None:
+        # A GPU of this machine that does not say what it is runs no kernel that asks; a profile may be any.
         capability = UNKNOWN_SM if gpu else None
     elif capability == 0:
         in_words = "this machine has no GPU to use" if gpu else f"{name} has no GPU"

@@ -108,6 +108,7 @@ class Fault(NamedTuple):
 
     def choices(self, facts: Facts) -> list[Any]:
         """Values of the factor that keep every rule of this factor, and every other rule that is kept now."""
+        # What other fields break now is theirs to mend; a choice may break nothing more.
         others = {fault[:2] for fault in faults(facts) if fault.factor != self.factor}
         options = ((value, facts.vary(**{self.factor: value})) for value in candidates(facts, self.factor))
         return [value for value, changed in options if all(fault[:2] in others for fault in faults(changed))]
@@ -248,6 +249,7 @@ def _sequence(facts: Facts) -> Iterator[Fault]:
     x, name, reach = facts.experiment, facts.shape.name, ROPE_TOKENS[facts.shape.name]
     even = x.tp * (2 * x.cp if x.cp > 1 else 1)  # two chunks a rank, for load balance
     blocks, chunks = FLEX_BLOCK * x.cp if x.cp > 1 else 1, LOSS_CHUNKS * x.cp
+    # The nearest lengths keep all three rules, so that a mended seq_len is not refused for the next.
     multiple = math.lcm(even, blocks, chunks)
     below = x.seq_len // multiple * multiple
     near = [value for value in (below, below + multiple) if 8 <= value <= reach]
@@ -262,6 +264,7 @@ def _sequence(facts: Facts) -> Iterator[Fault]:
             f"multiple of {FLEX_BLOCK} * cp {x.cp} = {blocks}; {advice}"
         )
         yield Fault("mask is cut in blocks", "seq_len", words, offers_choices=False)
+    # Blocks of the mask are multiples of the chunks: one fault is told, not two.
     elif x.seq_len % chunks:
         words = f"the loss cuts a rank's share of it into {LOSS_CHUNKS} equal chunks; {advice}"
         yield Fault("loss is cut evenly", "seq_len", words, offers_choices=False)
@@ -320,6 +323,7 @@ def _arm(facts: Facts) -> Iterator[Fault]:
     if x.wgrad == "fp8" and precision is not Precision.FP8:
         words = f"wgrad fp8 is of FP8 experts, and precision is {precision.value}"
         yield Fault("weight gradients are in FP8 with FP8 experts", "wgrad", words)
+    # Where it is not known which GPU it will be, nothing is said.
     if x.attention_backend != "flex" and facts.capability == 0:
         words = f"attention_backend {x.attention_backend} is for GPUs, and {facts.gpu_in_words}"
         yield Fault("attention runs here", "attention_backend", words)
@@ -328,6 +332,7 @@ def _arm(facts: Facts) -> Iterator[Fault]:
         yield Fault("attention runs here", "attention_backend", words)
     if x.quantize != "experts" and facts.quantised and x.tp > 1:
         yield Fault("quantised linears are whole", "quantize", f"quantised linears are for tp 1 only (tp is {x.tp})")
+    # Without expert parallelism tensor parallelism cuts the experts themselves.
     block = BLOCK[precision]
     if x.ep == 1 < x.tp and shape.moe_hidden_dim % (x.tp * block):
         words = (
@@ -453,6 +458,7 @@ def check(experiment: Experiment, *, gpu: Gpu | None = None) -> LayoutCheck:
     return LayoutCheck(
         reasons=tuple(fault.reason(facts) for fault in broken),
         notes=tuple(_notes(facts)),
+        # An experiment that breaks other rules still has a layout to show.
         layout=None if any(fault.shapes_layout for fault in broken) else resolve(facts),
     )
 

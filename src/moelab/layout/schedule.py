@@ -101,6 +101,7 @@ def split_layers(n_layers: int, n_stages: int) -> tuple[tuple[str, ...], ...]:
     least, more = divmod(effective_layers(n_layers), n_stages)
     assert least >= 1, "more stages than effective layers"
     counts = [least + (stage < more) for stage in range(n_stages)]
+    # What the embedding and the output count for holds no layer.
     counts[0] -= FIRST_STAGE_LESS_LAYERS
     counts[-1] -= LAST_STAGE_LESS_LAYERS
     stages, layer = [], 0
@@ -180,6 +181,7 @@ def pipeline_order(schedule: str, *, pp: int, microbatches: int, turns: int = 0)
 def _looped(schedule: str, pp: int, microbatches: int, turns: int, rank: int) -> Iterator[Action]:
     """Forwards ahead, then one forward and one backward in turns, then backwards."""
     kind = SCHEDULES[schedule]
+    # Micro-batches of a round: torch makes rounds of about pp, and a rank changes its stage after each.
     size = microbatches // max(1, microbatches // pp) if turns > 1 else 1
     total = turns * microbatches
     if schedule in ("GPipe", "LoopedBFS"):
@@ -187,6 +189,7 @@ def _looped(schedule: str, pp: int, microbatches: int, turns: int, rank: int) ->
     elif turns == 1:
         ahead = min(total, pp - 1 - rank)
     else:
+        # Torch sends twice as many ahead where a rank has several stages, unless dgrad alone lets the next rank go on.
         ahead = min(total, (turns - 1) * size + (1 if kind.splits_backward else 2) * (pp - 1 - rank))
 
     def at(step: int, *, backward: bool) -> tuple[int, int]:
@@ -203,6 +206,7 @@ def _looped(schedule: str, pp: int, microbatches: int, turns: int, rank: int) ->
         if ahead + step < total:
             yield Action("F", *at(ahead + step, backward=False))
         yield Action("I" if kind.splits_backward else "B", *at(step, backward=True))
+        # A rank may put off as many wgrads as there are ranks before it, which fill its wait at the end.
         if kind.splits_backward and step >= rank:
             yield Action("W", *at(weights, backward=True))
             weights += 1
@@ -487,11 +491,10 @@ def _graph(schedule: str, pp: int, microbatches: int, turns: int) -> _Graph:
         for rank in range(pp):
             while heads[rank] < len(orders[rank]):
                 action = kind, stage, microbatch = orders[rank][heads[rank]]
-                if kind == "F":
-                    needed = (Action("F", stage - 1, microbatch),)
-                elif kind == "W" or stage == last_stage:
+                needed: tuple[Action, ...] = (Action("F", stage - 1, microbatch),)
+                if kind == "W" or (kind != "F" and stage == last_stage):
                     needed = (Action("I" if kind == "W" else "F", stage, microbatch),)
-                else:  # the next stage's dgrad, alone or with its wgrad: whichever the order has
+                elif kind != "F":  # the next stage's dgrad, alone or with its wgrad: whichever the order has
                     needed = (Action("I", stage + 1, microbatch), Action("B", stage + 1, microbatch))
                 arrived = next((place[one] for one in needed if one in place), None)
                 if arrived is None and (kind, stage) != ("F", 0):  # which waits for nothing

@@ -310,6 +310,7 @@ def _stage_memory(run: Moments, rank: int, buffer: DispatchBuffer | None, consta
     directions = sum((number > 0) + (number < last) for number in numbers)
     received = float(directions * run.layout.microbatches * BF16 * run.work.residual * run.shape.dim)
     sizes["communication buffers"] = run.gather_pool(modules) + run.reduce_pool(modules) + received
+    # Of what the allocator has; what follows lies outside of it.
     sizes["fragmentation"] = (constants.fragmentation.value - 1) * sum(sizes.values())
     if buffer and any(stage.moe_layers for stage in modules):
         sizes["dispatch buffers"] = float(buffer.size_bytes)

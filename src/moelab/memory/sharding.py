@@ -132,6 +132,7 @@ def _parameter_held(parameter: Parameter, degrees: Degrees, where: Coordinates) 
     if experts and degrees.ep > 1:
         sizes[0] = chunk(sizes[0], degrees.ep, where.ep)
         ranks, place = degrees.efsdp, where.efsdp
+        # TorchTitan cuts along the hidden dimension once there are more ranks than experts.
         axis = 1 if degrees.efsdp * degrees.ep > parameter.shape[0] else 0
     else:
         if parameter.tp_dim is not None:

@@ -81,6 +81,7 @@ def execute(
         ) from error
     except (PapermillException, DeadKernelError, NoSuchKernel) as error:
         raise NotebookFailed(f"{notebook.name}: {error}; executed copy: {output}") from error
+    # A killed kernel can leave cells that look complete; only the last one can say that it was reached.
     code = [cell for cell in ran.cells if cell.cell_type == "code"]
     if END_MARKER not in "".join(output.get("text", "") for cell in code[-1:] for output in cell.outputs):
         raise NotebookFailed(f"{notebook.name} did not reach its last cell; executed copy: {output}")

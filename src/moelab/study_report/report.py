@@ -169,6 +169,7 @@ class Report:
         options = {"final_fraction": self.final_fraction, **self._margins}
         differences = [difference(self.reference, side, **options) for side in self.others]
         judged = [one.verdict for one in differences if one.verdict is not None]
+        # Each was judged alone, on steps of its own; together a chance difference is more likely.
         corrected = {verdict.arm: verdict for verdict in correct_for_arms(judged)}
         return [replace(one, verdict=corrected.get(one.label)) for one in differences]
 

@@ -256,6 +256,7 @@ def _without_loss(
     damaged = [(one.arm, one.seed) for one in not_judged if one.collected is None]
     arms = {run.arm for run in judged}
     seeds = {seed for arm, seed in [*runs, *damaged] if arm in arms and seed is not None}
+    # Without a plan, a seed that any arm has is one that all should have.
     expected = {(arm, seed) for arm in arms for seed in seeds} if planned is None else planned
     diverged: Seeds = {}
     lost: Seeds = {}
