@@ -1,5 +1,6 @@
 import math
 import re
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -220,58 +221,6 @@ def test_equivalent_is_stated_with_its_numbers():
         assert part in sentence
 
 
-def test_different():
-    verdict = judge(shifted(0.30, 0.31, 0.29, 0.30), REFERENCE, **NAMES)
-    assert verdict.answer is Answer.DIFFERENT
-    assert verdict.beyond_p < 0.025
-    assert verdict.settled_by == ""
-
-
-def test_a_small_shift_that_is_not_zero_is_equivalent_and_told():
-    verdict = judge(shifted(0.0040, 0.0041, 0.0039, 0.0040), REFERENCE, **NAMES)
-    assert verdict.t_p < 0.001
-    assert verdict.answer is Answer.EQUIVALENT
-    assert "equivalent, with a shift of +0.0040 nats." in verdict.sentence()
-
-
-def test_between_inside_and_outside_is_insufficient_and_says_whether_zero_is_excluded():
-    across = judge(shifted(0.08, -0.07, 0.05, -0.04), REFERENCE, **NAMES)
-    assert across.answer is Answer.INSUFFICIENT
-    assert "zero is not excluded" in across.sentence()
-    assert re.search(r"If the true difference is 0, \d+ to (more than )?\d+ common seeds", across.sentence())
-    beside = judge(shifted(0.05, 0.01, 0.06, 0.03), REFERENCE, margin_nats=0.05, **NAMES)
-    assert beside.answer is Answer.INSUFFICIENT
-    assert "zero is excluded" in beside.sentence()
-
-
-@pytest.mark.parametrize("shifts", [(), (0.001,), (0.001, 0.002)])
-def test_fewer_than_three_seeds_are_insufficient_whatever_the_margin(shifts):
-    verdict = judge(shifted(*shifts), REFERENCE, margin_nats=1.0, **NAMES)
-    assert verdict.answer is Answer.INSUFFICIENT
-    assert verdict.n_seeds == len(shifts)
-    assert "At least 3 common seeds are needed." in verdict.sentence()
-
-
-def test_no_spread_gives_no_margin_unless_one_is_given():
-    same = dict.fromkeys(range(4), 3.6)
-    verdict = judge(same, same, **NAMES)
-    assert verdict.answer is Answer.INSUFFICIENT
-    assert math.isnan(verdict.margin_nats)
-    assert "--margin" in verdict.sentence()
-    worse = judge(dict.fromkeys(same, 4.6), same, **NAMES)
-    assert worse.answer is Answer.DIFFERENT, "a margin could not be wider than its cap"
-    given = judge(same, same, margin_nats=0.01, **NAMES)
-    assert given.answer is Answer.EQUIVALENT
-    assert (given.tost_p, given.t_p, given.margin_source) == (0.0, 1.0, "given")
-    assert given.interval.level == pytest.approx(0.90)
-
-
-def test_a_constant_shift_past_a_given_margin_is_different():
-    verdict = judge(dict.fromkeys(range(3), 1.5), dict.fromkeys(range(3), 1.0), margin_nats=0.1, **NAMES)
-    assert verdict.answer is Answer.DIFFERENT
-    assert "wider than 1 % of the mean loss of BF16" in verdict.margin_source
-
-
 def test_unpaired_reference_seeds_count_for_the_spread_only():
     verdict = judge(shifted(0.003, 0.005, 0.001), REFERENCE, **NAMES)
     assert verdict.seeds == (0, 1, 2)
@@ -328,44 +277,73 @@ def test_a_seed_that_diverged_in_the_arm_alone_makes_it_different(failed):
     assert judge(finished, EIGHT, arm_diverged=stopped, **NAMES).answer is Answer.DIFFERENT
 
 
-def test_a_seed_that_diverged_in_the_reference_alone_decides_nothing_and_is_named():
-    verdict = judge(nearly(EIGHT), EIGHT | {4: math.nan}, **NAMES)
-    assert verdict.answer is Answer.INSUFFICIENT
-    assert "1 of 8 seeds diverged in the reference BF16 and not in MXFP8 (seed 4: loss is nan)" in verdict.sentence()
+# --- what is answered, and with which words ---------------------------------------------------------------------------
+
+SAME = dict.fromkeys(range(4), 3.6)
+WITHOUT_4 = {seed: loss for seed, loss in EIGHT.items() if seed != 4}
+LATE = {"steps": (1351, 1500), "untrained_nats": 11.5}
+YES, NO, OPEN = Answer.EQUIVALENT, Answer.DIFFERENT, Answer.INSUFFICIENT
+ANSWERS: dict[str, tuple[dict[int, float], dict[int, float], dict[str, Any], Answer, str]] = {
+    "outside of the margin": (shifted(0.30, 0.31, 0.29, 0.30), REFERENCE, {}, NO, r": different\.$"),
+    "a small shift that is not zero": (
+        *(shifted(0.0040, 0.0041, 0.0039, 0.0040), REFERENCE, {}, YES),
+        r"equivalent, with a shift of \+0.0040 nats\.",
+    ),
+    "across the margin": (
+        *(shifted(0.08, -0.07, 0.05, -0.04), REFERENCE, {}, OPEN),
+        r"zero is not excluded.* If the true difference is 0, \d+ to (more than )?\d+ common seeds",
+    ),
+    "beside zero": (shifted(0.05, 0.01, 0.06, 0.03), REFERENCE, {"margin_nats": 0.05}, OPEN, "zero is excluded"),
+    "no seed": (shifted(), REFERENCE, {"margin_nats": 1.0}, OPEN, "At least 3 common seeds are needed"),
+    "two seeds": (shifted(0.001, 0.002), REFERENCE, {"margin_nats": 1.0}, OPEN, "n = 2 .*At least 3 common seeds"),
+    "no spread": (SAME, SAME, {}, OPEN, "no margin.*--margin"),
+    "no spread, but past the cap": (dict.fromkeys(SAME, 4.6), SAME, {}, NO, "no margin"),
+    "no spread, and a given margin": (SAME, SAME, {"margin_nats": 0.01}, YES, "90 % interval"),
+    "a constant shift past a given margin": (
+        *(dict.fromkeys(range(3), 1.5), dict.fromkeys(range(3), 1.0), {"margin_nats": 0.1}, NO),
+        "as given, wider than the usual cap 0.0100",
+    ),
+    "diverged in the reference alone": (
+        *(nearly(EIGHT), EIGHT | {4: math.nan}, {}, OPEN),
+        r"1 of 8 seeds diverged in the reference BF16 and not in MXFP8 \(seed 4: loss is nan\)",
+    ),
+    "diverged in both": (nearly(EIGHT, nan=[4]), EIGHT | {4: math.inf}, {}, YES, "n = 7 .*diverged in both: seed 4"),
+    "lost to a machine": (
+        *(nearly(WITHOUT_4), EIGHT, {"arm_lost": {4: "node gpu-12 failed"}}, YES),
+        "Left out: MXFP8, seed 4: node gpu-12 failed; assumed to be unrelated",
+    ),
+    "may have diverged": (
+        *(nearly(WITHOUT_4), EIGHT, {"arm_lost": {4: Doubtful("its record is damaged; loss is nan at step 3")}}, OPEN),
+        r"^Insufficient data: 1 of 8 seeds of MXFP8 may have diverged \(seed 4: its record",
+    ),
+    "diverged where the reference has no result": (
+        *(nearly(EIGHT, nan=[4]), WITHOUT_4, {"reference_lost": {4: "cancelled"}}, OPEN),
+        "which has no result for them",
+    ),
+    "a divergence cannot be dropped": (nearly(EIGHT, nan=[4]), EIGHT, {"dropped_seeds": [4]}, NO, "^Different: 1 of 8"),
+    "ended inside its warm-up": (
+        *(nearly(EIGHT), EIGHT, {**LATE, "lr_warmup_steps": 2000}, YES),
+        r"ended inside its warm-up \(step 1,500 of 2,000\): the learning rate was still rising\.",
+    ),
+    "after its warm-up": (nearly(EIGHT), EIGHT, {**LATE, "lr_warmup_steps": 200}, YES, "^(?!.*warm-up)"),
+}
 
 
-def test_a_seed_that_diverged_in_both_is_left_out_by_name():
-    verdict = judge(nearly(EIGHT, nan=[4]), EIGHT | {4: math.inf}, **NAMES)
-    assert (verdict.answer, verdict.n_seeds) == (Answer.EQUIVALENT, 7)
-    assert "diverged in both: seed 4" in verdict.sentence()
+@pytest.mark.parametrize("case", ANSWERS)
+def test_answers(case):
+    arm, reference, options, answer, words = ANSWERS[case]
+    verdict = judge(arm, reference, **options, **NAMES)
+    assert verdict.answer is answer
+    assert re.search(words, verdict.sentence())
+    assert bool(verdict.settled_by) == (answer is OPEN and not verdict.decided_by)
 
 
-def test_a_seed_lost_to_a_machine_is_left_out_by_name_and_assumed_unrelated():
-    arm = {seed: loss for seed, loss in nearly(EIGHT).items() if seed != 4}
-    verdict = judge(arm, EIGHT, arm_lost={4: "node gpu-12 failed"}, **NAMES)
-    assert verdict.answer is Answer.EQUIVALENT
-    assert "Left out: MXFP8, seed 4: node gpu-12 failed; assumed to be unrelated" in verdict.sentence()
-
-
-def test_a_seed_that_may_have_diverged_is_never_assumed_unrelated():
-    arm = {seed: loss for seed, loss in nearly(EIGHT).items() if seed != 4}
-    verdict = judge(arm, EIGHT, arm_lost={4: Doubtful("its record is damaged; loss is nan at step 3")}, **NAMES)
-    assert verdict.answer is Answer.INSUFFICIENT
-    assert verdict.sentence().startswith(
-        "Insufficient data: 1 of 8 seeds of MXFP8 may have diverged (seed 4: its record"
-    )
-
-
-def test_a_divergence_for_which_the_reference_has_no_result_is_never_equivalent():
-    reference = {seed: loss for seed, loss in EIGHT.items() if seed != 4}
-    verdict = judge(nearly(EIGHT, nan=[4]), reference, reference_lost={4: "cancelled"}, **NAMES)
-    assert verdict.answer is Answer.INSUFFICIENT
-    assert "which has no result for them" in verdict.sentence()
-
-
-def test_a_divergence_cannot_be_dropped():
-    verdict = judge(nearly(EIGHT, nan=[4]), EIGHT, dropped_seeds=[4], **NAMES)
-    assert verdict.answer is Answer.DIFFERENT
+def test_the_tests_behind_an_answer():
+    assert judge(shifted(0.30, 0.31, 0.29, 0.30), REFERENCE, **NAMES).beyond_p < 0.025
+    assert judge(shifted(0.0040, 0.0041, 0.0039, 0.0040), REFERENCE, **NAMES).t_p < 0.001
+    assert math.isnan(judge(SAME, SAME, **NAMES).margin_nats)
+    given = judge(SAME, SAME, margin_nats=0.01, **NAMES)
+    assert (given.tost_p, given.t_p, given.margin_source) == (0.0, 1.0, "given")
 
 
 # --- learning and warm-up ---------------------------------------------------------------------------------------------
@@ -383,19 +361,6 @@ def test_arms_that_have_not_learnt_are_not_judged(end):
     assert learnt.answer is Answer.NOT_TRAINED
     assert "MXFP8 has not learnt" in learnt.sentence()
     assert "BF16 has not learnt" not in learnt.sentence()
-
-
-def test_a_run_that_ends_inside_its_warm_up_is_judged_and_says_so():
-    verdict = judge(nearly(EIGHT), EIGHT, steps=(1351, 1500), lr_warmup_steps=2000, untrained_nats=11.5, **NAMES)
-    assert verdict.answer is Answer.EQUIVALENT
-    assert "ended inside its warm-up (step 1,500 of 2,000): the learning rate was still rising." in verdict.sentence()
-    beyond = judge(nearly(EIGHT), EIGHT, steps=(1351, 1500), lr_warmup_steps=200, **NAMES)
-    assert "warm-up" not in beyond.sentence()
-
-
-def test_a_given_margin_that_is_wider_than_the_usual_cap_says_so():
-    sentence = judge(shifted(0.1, 0.1, 0.101, 0.1), REFERENCE, margin_nats=0.5, **NAMES).sentence()
-    assert "margin ±0.5000 (as given, wider than the usual cap 0.0360)" in sentence
 
 
 @pytest.mark.parametrize(
