@@ -2,7 +2,7 @@
 
 from moelab.analysis.arms import arm_label
 from moelab.analysis.convergence import FinalLosses, compare_convergence, final_losses
-from moelab.analysis.interval import Interval, t_interval
+from moelab.analysis.equivalence import Interval, t_interval
 from moelab.analysis.throughput import ArmThroughput, Gain, arm_throughput, gain, run_medians
 from moelab.analysis.verdict import Answer, Verdict, judge
 

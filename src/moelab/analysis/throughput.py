@@ -18,7 +18,7 @@ import numpy as np
 import pandas as pd
 
 from moelab.analysis.arms import arm_label, contrast, require_names
-from moelab.analysis.interval import Interval, t_interval
+from moelab.analysis.equivalence import Interval, t_interval
 from moelab.errors import BadInput
 from moelab.runs.table import throughput_rows
 

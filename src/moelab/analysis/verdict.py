@@ -30,13 +30,13 @@ from moelab.analysis.equivalence import (
     MIN_SEEDS,
     NAN,
     POWER,
+    Interval,
     Margin,
     equivalence_margin,
     outlying_seeds,
     paired_tests,
     seeds_needed,
 )
-from moelab.analysis.interval import Interval
 from moelab.errors import BadInput
 
 LEARNT_FRACTION = 0.1
