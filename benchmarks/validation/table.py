@@ -24,7 +24,7 @@ from moelab.projection.uncertainty import outside, relative_width
 from moelab.projection.validation import ONE_NODE, ValidationRow
 from validation.cases import Case, all_cases
 
-FALLBACK = {"blackwell_gemm": "hopper_gemm", "host_nodes_s": "host_layer_s", "host_layer_s": "host_nodes_s"}
+FALLBACK = {"blackwell_gemm": "hopper_gemm", "selective_launch": "eager_passes"}
 """What a fitted constant would have been: the rate of the older GPU, the host of one node, the host of several."""
 
 

@@ -51,7 +51,8 @@ class Stack:
         low_linears: whether attention, dense FFN and shared experts multiply in the experts' precision.
         permutation: whose kernels bring rows into the experts' order.
         loss_chunks: pieces in which the head's gradient is added up; 1 for a fused loss.
-        exchange_hidden: share of the all-to-all that runs beside compute.
+        exchange_overlapped: whether the all-to-all runs beside compute.
+        deepep_v1: whether DeepEP is of before version 2.
         host: whether Python launches each kernel; without it CUDA graphs do.
         distributed_optimizer: Megatron's, with whole parameters on every rank; else FSDP2.
     """
@@ -64,7 +65,8 @@ class Stack:
     low_linears: bool = False
     permutation: Literal["standard", "standard compiled", "deepep dense", "deepep expanded", "fused"] = "standard"
     loss_chunks: int = 8
-    exchange_hidden: float = 0.0
+    exchange_overlapped: bool = False
+    deepep_v1: bool = False
     host: bool = True
     distributed_optimizer: bool = False
 
@@ -229,6 +231,11 @@ class Job:
     def keeps_products(self) -> bool:
         """Whether the experts' products are kept and not computed again in the backward pass."""
         return self.work.scaled_products and self.checkpointing == "selective"
+
+    @property
+    def waits_for_counts(self) -> bool:
+        """Whether the host waits at each dispatch until it knows how many rows come."""
+        return self.work.ep > 1 and self.stack.host and self.work.backend is not EPBackend.MINIMAL_ASYNC_EP
 
     @property
     def keeps_exchange(self) -> bool:

@@ -29,7 +29,7 @@ from moelab.projection.routing import RoutingModel
 from moelab.projection.step import tps_of
 
 SEQ_LEN = 4096
-BRIDGE = replace(MEGATRON, name="Megatron-Bridge", low_linears=True, exchange_hidden=1.0, host=False)
+BRIDGE = replace(MEGATRON, name="Megatron-Bridge", low_linears=True, exchange_overlapped=True, host=False)
 """All linears in MXFP8, all-to-all beside compute, CUDA graphs."""
 B200_NODE = cluster_of("b200_x256").node
 
@@ -117,7 +117,7 @@ def _jobs() -> Iterator[tuple[str, Job]]:
         ("products one by one, casts fused for both axes", {"expert_gemm": "library"}),
         ("linears in MXFP8 too", {"low_linears": True}),
         ("fused causal attention, but of whole sequences", {"attention": "fused", "document_keys": None}),
-        ("all-to-all beside compute", {"exchange_hidden": 1.0}),
+        ("all-to-all beside compute", {"exchange_overlapped": True}),
     ):
         stack = replace(stack, **changes)
         yield name, bridge_job(stack=stack)
