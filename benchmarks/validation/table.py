@@ -1,4 +1,4 @@
-"""The validation table as the package carries it: every case predicted, and once more as if its source were unknown."""
+"""The validation table as the package carries it: everything that was measured, beside what the model says of it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import functools
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
+
+import numpy as np
+from scipy.optimize import root
 
 from moelab.errors import BadInput
 from moelab.projection.calibration import CALIBRATION, Calibration, fitted, with_values
@@ -19,75 +22,113 @@ from moelab.projection.measured import (
     load_predicted,
     node_results,
 )
-from moelab.projection.step import step_time
+from moelab.projection.step import step_time, tps_of
 from moelab.projection.uncertainty import outside, relative_width
 from moelab.projection.validation import ONE_NODE, ValidationRow
-from validation.cases import Case, all_cases
 
-FALLBACK = {"blackwell_gemm": "hopper_gemm", "selective_launch": "eager_passes"}
-"""What a fitted constant would have been: the rate of the older GPU, the host of one node, the host of several."""
+from .parts import Part, all_parts
+from .steps import Step, all_steps
 
 
 @functools.cache
-def cases() -> tuple[Case, ...]:
-    """Every figure that the model is held against."""
-    return tuple(all_cases())
+def steps() -> tuple[Step, ...]:
+    """Every step that the model is held against."""
+    return tuple(all_steps())
+
+
+@functools.cache
+def parts() -> tuple[Part, ...]:
+    """Every part of a step."""
+    return tuple(all_parts())
 
 
 def table_file(*, date: str, git_commit: str | None) -> dict[str, Any]:
     """Content of ``moelab/data/validation.json``."""
     return {
         "label": "derived beside measured and quoted",
-        "what": "benchmarks/validation, as benchmarks/projection.py --write wrote it",
+        "what": "benchmarks/validation, as python -m benchmarks.validation --write wrote it",
         "date": date,
         "git_commit": git_commit,
         "rows": [asdict(row) for row in table_rows()],
-        "left_out": [asdict(row) for row in left_out_rows()],
     }
 
 
-def table_rows() -> list[ValidationRow]:
-    """Every case, predicted by the model as it is now; the full node as it was predicted before it ran."""
-    return [*(row_of(case) for case in cases()), *full_node_rows()]
+def table_rows(calibration: Calibration = CALIBRATION) -> list[ValidationRow]:
+    """Every row, predicted by the model as it is now; the node of four also as it was predicted before it ran."""
+    rows = [row for step in steps() for row in rows_of_step(step, calibration)]
+    return [*rows, *full_node_rows(), *(row_of_part(one, calibration) for one in parts())]
 
 
-def row_of(case: Case, calibration: Calibration = CALIBRATION) -> ValidationRow:
-    """Predict a case."""
-    anchors = {name for constant in fitted(calibration).values() for name in constant.fitted_on}
-    predicted, interval = case.predict(calibration), None
-    if case.job:
-        width = relative_width(step_time(case.job, calibration).parts_s, extrapolated=bool(outside(case.job)))
-        interval = (predicted / (1 + width), predicted * (1 + width))
-    return ValidationRow(
-        source=case.source,
-        name=case.name,
-        unit=case.unit,
-        measured=case.measured,
-        predicted=predicted,
-        use="fitted" if case.name in anchors else "constant read off it" if case.seen else "predicted",
-        whole=case.whole,
-        reference=case.reference,
-        interval=interval,
-    )
+def predicted_by(step: Step, calibration: Calibration) -> tuple[float, tuple[float, float] | None]:
+    """What the model says of a step in its unit, and its 90 % interval; a gain has none."""
+    if step.over is not None:
+        return 100 * (tps_of(step.job, calibration) / tps_of(step.over, calibration) - 1), None
+    time = step_time(step.job, calibration)
+    value = 1e3 * time.total_s if step.unit == "ms" else step.job.tokens_per_gpu / time.total_s
+    width = relative_width(time.parts_s, extrapolated=bool(outside(step.job)))
+    return value, (value / (1 + width), value * (1 + width))
 
 
-def left_out_rows(calibration: Calibration = CALIBRATION) -> list[ValidationRow]:
-    """Whole steps, each predicted without what was fitted on its source."""
+def rows_of_step(step: Step, calibration: Calibration = CALIBRATION) -> list[ValidationRow]:
+    """Its speed and its memory, as far as each was measured and can be predicted."""
     rows = []
-    for source in dict.fromkeys(case.source for case in cases() if case.whole):
-        without = leave_out(source, calibration)
-        rows += [row_of(case, without) for case in cases() if case.source == source]
+    if step.unit != "GiB":
+        value, interval = predicted_by(step, calibration)
+        rows.append(
+            ValidationRow(
+                of="step",
+                source=step.source,
+                name=step.name,
+                date=step.date,
+                kind="fitted" if step.name in fitted_on(calibration) else step.kind,
+                unit=step.unit,
+                measured=step.measured,
+                predicted=value,
+                interval=interval,
+                inferred=step.inferred,
+                reference=step.reference,
+            )
+        )
+    if step.memory_gib and step.memory_predicted_gib:
+        rows.append(
+            ValidationRow(
+                of="memory",
+                source=step.source,
+                name=f"{step.name}, memory",
+                date=step.date,
+                kind="fitted" if step.name == MEMORY_FITTED_ON else step.kind,
+                unit="GiB",
+                measured=step.memory_gib,
+                predicted=step.memory_predicted_gib,
+                inferred=step.inferred,
+                reference=step.reference,
+            )
+        )
     return rows
 
 
-def leave_out(source: str, calibration: Calibration = CALIBRATION) -> Calibration:
-    """The calibration without what was fitted on a source: what the others know of the same thing takes its place."""
-    names = {case.name for case in cases() if case.whole and case.source == source}
-    values = {}
-    for name, constant in fitted(calibration).items():
-        if names & set(constant.fitted_on):
-            values[name] = float(getattr(calibration, FALLBACK[name]))
-    return with_values(calibration, **values)
+MEMORY_FITTED_ON = "16B, 8 × H100, EP 4"
+"""The peak that ``moelab.memory`` has the busiest layer's rows from."""
+
+
+def fitted_on(calibration: Calibration = CALIBRATION) -> set[str]:
+    """Names of steps that a constant was fitted on."""
+    return {name for constant in fitted(calibration).values() for name in constant.fitted_on}
+
+
+def row_of_part(part: Part, calibration: Calibration = CALIBRATION) -> ValidationRow:
+    """Predict a part."""
+    return ValidationRow(
+        of="part",
+        source=part.source,
+        name=part.name,
+        date=part.date,
+        kind="fitted" if part.fitted else "seen",
+        unit=part.unit,
+        measured=part.measured,
+        predicted=part.predict(calibration),
+        reference=part.reference,
+    )
 
 
 def full_node_rows(
@@ -124,16 +165,36 @@ def full_node_rows(
     reference = f"predicted {predicted['date'][:10]} at {str(predicted['git_commit'])[:12]}; {measured.stamp}"
     return tuple(
         ValidationRow(
+            of="step",
             source=ONE_NODE,
             name=f"{place.shape} {place.arm}, {place.routing}, EP {place.ep}",
+            date=measured.content["date"][:10],
+            kind="blind",
             unit="tokens/s/GPU",
             measured=result.tps,
             predicted=expected[place]["tps"],
-            use="predicted",
-            whole=True,
-            reference=reference,
             interval=tuple(expected[place]["interval"]),
+            reference=reference,
         )
         for place, result in results.items()
         if place in expected
     )
+
+
+def refit(calibration: Calibration = CALIBRATION) -> Calibration:
+    """Find the fitted constants again, all at once.
+
+    Returns:
+        A calibration that meets the row that each constant was fitted on.
+    """
+    constants = fitted(calibration)
+    anchors = [next(step for step in steps() if step.name == one.fitted_on[0]) for one in constants.values()]
+
+    def with_logs(logs: np.ndarray) -> Calibration:
+        return with_values(calibration, **dict(zip(constants, map(float, np.exp(logs)), strict=True)))
+
+    def errors(logs: np.ndarray) -> list[float]:
+        tried = with_logs(logs)
+        return [float(np.log(predicted_by(step, tried)[0] / step.measured)) for step in anchors]
+
+    return with_logs(root(errors, np.log([one.value for one in constants.values()]), tol=1e-9).x)

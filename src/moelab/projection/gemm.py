@@ -320,10 +320,12 @@ RECOMPUTED: dict[str, tuple[str, ...]] = {
     "selective": ("attention.wq_b", "attention.wo", "feed_forward.w3", "moe.shared_experts.w3", "moe.routed_experts"),
     "full": ("",),
     "full+dispatch": ("",),
+    "mla": ("attention.wq_b", "attention.wkv_b"),
     "mla+mlp": ("attention.wq_b", "attention.wkv_b", "feed_forward"),
+    "norm+act": (),
 }
 """Beginnings of the names of products that are computed again in the backward pass; of ``selective``, about every
-second one and the routed experts."""
+second one and the routed experts. The last three are Megatron's."""
 UNQUANTISED = ("head", "router", "routed experts")
 """Parts whose products are not quantised with the linears."""
 

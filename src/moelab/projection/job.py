@@ -166,7 +166,7 @@ class Job:
         emulated: whether MXFP8 is emulated.
         dispatch: format of tokens on their way to their experts.
         routing: how tokens choose experts.
-        checkpointing: activation checkpointing, one of the experiment's or ``mla+mlp`` (Megatron's).
+        checkpointing: activation checkpointing, one of :data:`moelab.projection.gemm.RECOMPUTED`.
     """
 
     shape: ModelShape
@@ -225,7 +225,7 @@ class Job:
     @property
     def recomputes_layers(self) -> bool:
         """Whether the backward pass runs layers again, experts and dispatch among them."""
-        return self.checkpointing not in ("none", "mla+mlp")
+        return self.checkpointing in ("selective", "full", "full+dispatch")
 
     @property
     def keeps_products(self) -> bool:

@@ -1,0 +1,55 @@
+"""Hold the projection against everything that was measured.
+
+python -m benchmarks.validation              # every step with its error, then errors by kind, and the goals
+python -m benchmarks.validation --parts      # parts of steps and memory too
+python -m benchmarks.validation --write      # the table that the package carries, predicted anew
+python -m benchmarks.validation --fit        # the fitted constants, as the rows that they were fitted on give them
+"""
+
+from __future__ import annotations
+
+import argparse
+from datetime import UTC, datetime
+from pathlib import Path
+
+from moelab.machine import git_commit
+from moelab.projection.calibration import fitted
+from moelab.projection.validation import NOT_PREDICTED, errors_by_kind, goals
+from moelab.runs.files import write_json
+
+from .table import refit, table_file, table_rows
+
+TABLE = Path(__file__).parents[2] / "src" / "moelab" / "data" / "validation.json"
+
+
+def main() -> None:
+    """Print, or write."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.validation", description=__doc__.splitlines()[0])
+    parser.add_argument("--parts", action="store_true", help="print parts of steps and memory too")
+    parser.add_argument("--write", action="store_true", help=f"predict every row anew, into {TABLE}")
+    parser.add_argument("--fit", action="store_true", help="print the fitted constants, found again")
+    options = parser.parse_args()
+    if options.fit:
+        for name, constant in fitted(refit()).items():
+            print(f"{name}: {constant.value:.7g}")
+        return
+    if options.write:
+        content = table_file(date=datetime.now(UTC).isoformat(timespec="seconds"), git_commit=git_commit())
+        write_json(TABLE, content)
+        return
+    rows = table_rows()
+    for row in rows:
+        if row.of == "step" or options.parts:
+            inside = "" if row.interval is None else "in " if row.inside else "OUT"
+            figures = f"{row.measured:10.1f} {row.predicted:10.1f} {row.error:+7.1f} {inside:3}"
+            print(f"{figures} {row.kind:6} {row.source}: {row.name}")
+    for source, what, why in NOT_PREDICTED:
+        print(f"not predicted: {source}: {what}: {why}")
+    print(errors_by_kind(rows).to_string())
+    for goal in goals(rows):
+        reached = f"{goal.value:.1f} % of {goal.rows} rows (goal: {goal.least:g} to {goal.most:g} %)"
+        print(f"{'met' if goal.met else 'MISSED':6} {goal.name}: {reached}")
+
+
+if __name__ == "__main__":
+    main()
