@@ -153,7 +153,7 @@ def _stack(name: str, experiment: Experiment) -> Stack:
         return replace(
             MEGATRON,
             low_linears=True,
-            host="graphs" not in extras,
+            host="graphs" if "graphs" in extras else "library",
             exchange_overlapped="overlap" in extras,
         )
     if base == "torchtitan":

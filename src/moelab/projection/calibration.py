@@ -92,8 +92,9 @@ class Calibration:
     step_s: Constant
     data_token_s: Constant
     launch_s: Constant
-    selective_launch: Constant
+    launch_library_s: Constant
     sync_s: Constant
+    wait_s: Constant
     step_noise: Constant
 
     __pydantic_config__ = _CLOSED

@@ -71,9 +71,8 @@ class Rates(NamedTuple):
         low_format: the 8-bit format that its kernels of ``low`` are of.
         bf16: of large BF16 products, FLOP/s.
         grouped: of grouped ones in BF16, FLOP/s.
-        low_dense: of large 8-bit products, FLOP/s.
-        low: of grouped ones in 8 bits, forward and dgrad, FLOP/s.
-        low_wgrad: of 8-bit wgrad, FLOP/s.
+        low: of 8-bit products but grouped wgrad, FLOP/s.
+        low_wgrad: of grouped 8-bit wgrad, FLOP/s.
         cast: of casts to 8 bits, bytes a second, read and written.
         scales_s: to bring the scales of one product into blocks, forward or dgrad.
         scales_wgrad_s: of a grouped wgrad, whatever its size.
@@ -87,7 +86,6 @@ class Rates(NamedTuple):
     low_format: Literal["fp8", "mxfp8"]
     bf16: float
     grouped: float
-    low_dense: float
     low: float
     low_wgrad: float
     cast: float
@@ -132,7 +130,6 @@ def rates_of(gpu: Gpu, calibration: Calibration, *, alone: bool = False, emulate
         low_format="mxfp8" if blackwell else "fp8",
         bf16=bf16 * float(c.blackwell_gemm if blackwell else c.hopper_gemm),
         grouped=bf16 * float(c.blackwell_grouped if blackwell else c.hopper_grouped) * bf16_alone,
-        low_dense=low * float(c.blackwell_gemm if blackwell else c.hopper_low),
         low=low * float(c.blackwell_low if blackwell else c.hopper_low) / low_in_step,
         low_wgrad=low * float(c.blackwell_low_wgrad if blackwell else c.hopper_low) / low_in_step,
         cast=1e12 * float(gpu.hbm_tb_s or 1) * float(cast_share) / low_in_step,
@@ -157,7 +154,7 @@ def gemm_time_s(m: float, n: float, k: float, groups: int, rates: Rates, *, low:
         low: in 8 bits, casts apart.
         wgrad: whether it is a weight gradient.
     """
-    rate = rates.low_dense if low else rates.bf16
+    rate = rates.low if low else rates.bf16  # a dense wgrad is as fast as the other two, a grouped one is not
     return _in_tiles_s(m, n, k, groups, rates, rate, low=low, wgrad=wgrad)
 
 

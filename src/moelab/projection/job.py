@@ -53,7 +53,8 @@ class Stack:
         loss_chunks: pieces in which the head's gradient is added up; 1 for a fused loss.
         exchange_overlapped: whether the all-to-all runs beside compute.
         deepep_v1: whether DeepEP is of before version 2.
-        host: whether Python launches each kernel; without it CUDA graphs do.
+        host: what launches kernels: ``torch`` (PyTorch's modules and autograd), ``library`` (few operators, of
+            TransformerEngine) or ``graphs`` (CUDA graphs, which cost nothing).
         distributed_optimizer: Megatron's, with whole parameters on every rank; else FSDP2.
     """
 
@@ -67,7 +68,7 @@ class Stack:
     loss_chunks: int = 8
     exchange_overlapped: bool = False
     deepep_v1: bool = False
-    host: bool = True
+    host: Literal["torch", "library", "graphs"] = "torch"
     distributed_optimizer: bool = False
 
 
@@ -92,6 +93,7 @@ MEGATRON = Stack(
     expert_gemm="library",
     permutation="fused",
     loss_chunks=1,
+    host="library",
     distributed_optimizer=True,
 )
 """With TransformerEngine, fused permutation and fused cross-entropy; full sequences, no document mask."""
@@ -235,7 +237,7 @@ class Job:
     @property
     def waits_for_counts(self) -> bool:
         """Whether the host waits at each dispatch until it knows how many rows come."""
-        return self.work.ep > 1 and self.stack.host and self.work.backend is not EPBackend.MINIMAL_ASYNC_EP
+        return self.work.ep > 1 and self.stack.host != "graphs" and self.work.backend is not EPBackend.MINIMAL_ASYNC_EP
 
     @property
     def keeps_exchange(self) -> bool:

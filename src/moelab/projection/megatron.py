@@ -29,7 +29,7 @@ from moelab.projection.routing import RoutingModel
 from moelab.projection.step import tps_of
 
 SEQ_LEN = 4096
-BRIDGE = replace(MEGATRON, name="Megatron-Bridge", low_linears=True, exchange_overlapped=True, host=False)
+BRIDGE = replace(MEGATRON, name="Megatron-Bridge", low_linears=True, exchange_overlapped=True, host="graphs")
 """All linears in MXFP8, all-to-all beside compute, CUDA graphs."""
 B200_NODE = cluster_of("b200_x256").node
 
@@ -109,7 +109,7 @@ def _jobs() -> Iterator[tuple[str, Job]]:
     stack = old
     for name, changes in (
         ("activations: only MLA's up-projections and the MLP are recomputed", {}),
-        ("CUDA graphs, and no waiting between launches", {"host": False}),
+        ("CUDA graphs, and no waiting between launches", {"host": "graphs"}),
         (
             "permutation fused, loss fused, parameters not gathered",
             {"permutation": "fused", "loss_chunks": 1, "distributed_optimizer": True},

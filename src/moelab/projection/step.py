@@ -12,7 +12,6 @@ import functools
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from statistics import NormalDist
 
 import numpy as np
 
@@ -25,6 +24,7 @@ from moelab.projection.exchange import (
     add_context_parallel,
     add_exchange,
     add_tensor_parallel,
+    expected_maximum,
     fsdp_time_s,
     ring_time_s,
 )
@@ -39,19 +39,6 @@ from moelab.projection.memory_bound import (
     memory_rate,
     optimizer_time_s,
 )
-
-
-@functools.lru_cache(maxsize=1024)
-def expected_maximum(draws: int) -> float:
-    """Expected maximum of standard normal draws.
-
-    References:
-        Blom 1958, Statistical Estimates and Transformed Beta-Variables: alpha 0.375.
-
-    >>> round(expected_maximum(2), 2), round(expected_maximum(256), 2)
-    (0.59, 2.81)
-    """
-    return 0.0 if draws < 2 else NormalDist().inv_cdf((draws - 0.375) / (draws + 0.25))
 
 
 def layer_times(job: Job, calibration: Calibration, products: Mapping[str, Times], *, moe: bool) -> Times:
@@ -105,8 +92,7 @@ Launches of the traced steps: 84 in a forward pass of an MoE layer, 300 in all p
 def launches(job: Job, *, moe: bool) -> dict[PassName, float]:
     """Kernels of one layer by pass: a product and what is fused to it for each weight, and what has none.
 
-    Without compilation each operator is a kernel. Selective checkpointing of such a layer goes through Python once
-    more for every operator, forward and again.
+    Without compilation each operator is a kernel.
     """
     modules = weights_by_module(job.shape, job.work.tp, job.work.ep)
     products = sum(len(modules[name]) for name in ("attention", "moe" if moe else "feed_forward"))
@@ -125,12 +111,10 @@ def add_host(times: Times, job: Job, calibration: Calibration, *, moe: bool) -> 
     The host is ahead as long as the GPU has more to do. A dispatch whose host waits for the counts of its rows takes the
     lead away: what follows reaches the GPU ``sync_s`` later.
     """
-    if not job.stack.host:
+    if job.stack.host == "graphs":
         return
     kernels = launches(job, moe=moe)
-    launch_s = float(calibration.launch_s)
-    if not job.stack.fused and job.checkpointing == "selective":
-        launch_s *= float(calibration.selective_launch)
+    launch_s = float(calibration.launch_s if job.stack.host == "torch" else calibration.launch_library_s)
     syncs: dict[PassName, int] = dict.fromkeys(PASSES, 0)
     if moe and job.waits_for_counts:
         syncs = {"forward": 1, "recompute": int(job.recomputes_layers and not job.keeps_exchange), "dgrad": 0, "wgrad": 0}
@@ -170,7 +154,7 @@ def step_time(job: Job, calibration: Calibration) -> StepTime:
     parts[INDEX["optimizer"]] += optimizer_time_s(job, calibration, held)
     if not job.stack.distributed_optimizer:
         parts[INDEX["memory-bound"]] += held.gathered * float(calibration.fsdp_copy_bytes) / memory_rate(job, calibration)
-    if job.stack.host:
+    if job.stack.host == "torch":
         read_s = job.work.tokens * job.work.cp * job.microbatches * float(calibration.data_token_s)
         parts[INDEX["host and waiting"]] += float(calibration.step_s) + read_s
     noise = float(calibration.step_noise) * expected_maximum(job.gpus)
