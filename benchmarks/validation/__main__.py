@@ -2,7 +2,7 @@
 
 python -m benchmarks.validation              # every step with its error, then errors by kind, and the goals
 python -m benchmarks.validation --parts      # parts of steps and memory too
-python -m benchmarks.validation --write      # the table that the package carries, predicted anew
+python -m benchmarks.validation --write      # the table that the package carries, and docs/measurements.md's
 python -m benchmarks.validation --fit        # the fitted constants, as the rows that they were fitted on give them
 """
 
@@ -15,18 +15,21 @@ from pathlib import Path
 from moelab.machine import git_commit
 from moelab.projection.calibration import fitted
 from moelab.projection.validation import NOT_PREDICTED, errors_by_kind, goals
-from moelab.runs.files import write_json
+from moelab.runs.files import write_json, write_whole
 
-from .table import refit, table_file, table_rows
+from .table import refit, table_file, table_rows, with_errors
 
-TABLE = Path(__file__).parents[2] / "src" / "moelab" / "data" / "validation.json"
+ROOT = Path(__file__).parents[2]
+TABLE, PAGE = ROOT / "src" / "moelab" / "data" / "validation.json", ROOT / "docs" / "measurements.md"
 
 
 def main() -> None:
     """Print, or write."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.validation", description=__doc__.splitlines()[0])
     parser.add_argument("--parts", action="store_true", help="print parts of steps and memory too")
-    parser.add_argument("--write", action="store_true", help=f"predict every row anew, into {TABLE}")
+    parser.add_argument(
+        "--write", action="store_true", help=f"predict every row anew, into {TABLE.name} and {PAGE.name}"
+    )
     parser.add_argument("--fit", action="store_true", help="print the fitted constants, found again")
     options = parser.parse_args()
     if options.fit:
@@ -36,6 +39,7 @@ def main() -> None:
     if options.write:
         content = table_file(date=datetime.now(UTC).isoformat(timespec="seconds"), git_commit=git_commit())
         write_json(TABLE, content)
+        write_whole(PAGE, with_errors(PAGE.read_text(), table_rows()))
         return
     rows = table_rows()
     for row in rows:

@@ -35,6 +35,7 @@ from moelab.projection.measured import (
 )
 from moelab.projection.step import step_time, tps_of
 from moelab.projection.uncertainty import CONFIDENCE, outside, relative_width
+
 from .shapes import ALL_SHAPES, DEEPEST, NODE_SHAPES, SMALL, Shape, arm_of, thin_experiment, thin_job
 
 HARDWARE = ("h100_node", "h200_node")

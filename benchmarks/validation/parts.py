@@ -9,7 +9,6 @@ read from their own files; torchao's table of grouped products and the H100's ar
 from __future__ import annotations
 
 import csv
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -89,7 +88,7 @@ def date_of(measured: Measurement) -> str:
     return str((measured.content or {})["date"])[:10]
 
 
-def torchao_kernels() -> Iterator[Case]:
+def torchao_kernels() -> Iterator[Part]:
     """Single kernels, products and MoE layers on B200, as torchao publishes them."""
     for one in b200_observations():
         unit = "speed-up" if one.kind == "speed-up" else "µs"
@@ -101,7 +100,7 @@ def torchao_kernels() -> Iterator[Case]:
         yield from noted(kind)
 
 
-def deepep_bandwidths() -> Iterator[Case]:
+def deepep_bandwidths() -> Iterator[Part]:
     """Every row of DeepEP's tables, there and back."""
     for row in QUOTED:
         for operation, value in (("dispatch", row.dispatch_gb_s), ("combine", row.combine_gb_s)):
@@ -113,7 +112,7 @@ def deepep_bandwidths() -> Iterator[Case]:
             )  # fmt: skip
 
 
-def h100_kernels() -> Iterator[Case]:
+def h100_kernels() -> Iterator[Part]:
     """Grouped products and exchanges of the later campaigns."""
     for one in h100_observations():
         if one.kind == "step":
@@ -131,7 +130,7 @@ def h100_kernels() -> Iterator[Case]:
         )  # fmt: skip
 
 
-def h200_exchanges() -> Iterator[Case]:
+def h200_exchanges() -> Iterator[Part]:
     """All four directions together; measured when every constant had its value."""
     measured = load_measured(ALL_TO_ALL_H200)
     groups: dict[tuple[str, str, str], list[Row]] = {}

@@ -119,10 +119,11 @@ def experiment_of(cells: Mapping[str, str]) -> Experiment:
     fields["name"] = "validation"
     if fields["model"] not in SHAPES:
         fields |= parse_overrides(read_model(fields["model"]).overrides)
+    thinner = {"num_experts": int(cells["experts"])} if "experts" in cells else {}
     if "moe_layers" in cells:
         dense = int(cells.get("dense_layers", 0))
-        thinner = {"n_layers": dense + int(cells["moe_layers"]), "n_dense_layers": dense}
-        thinner |= {"num_experts": int(cells["experts"])} if "experts" in cells else {}
+        thinner |= {"n_layers": dense + int(cells["moe_layers"]), "n_dense_layers": dense}
+    if thinner:
         fields["shape"] = {**fields.get("shape", {}), **thinner}
     if fields["activation_checkpoint"] in IN_MEGATRON:
         fields["activation_checkpoint"] = "none"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from scipy.optimize import root
 
 from moelab.errors import BadInput
@@ -24,10 +25,27 @@ from moelab.projection.measured import (
 )
 from moelab.projection.step import step_time, tps_of
 from moelab.projection.uncertainty import outside, relative_width
-from moelab.projection.validation import ONE_NODE, ValidationRow
+from moelab.projection.validation import ONE_NODE, ValidationRow, errors_by_kind, goal_table, goals
 
 from .parts import Part, all_parts
 from .steps import Step, all_steps
+from .waterfall import waterfall
+
+BEGIN, END = "<!-- written by python -m benchmarks.validation --write -->", "<!-- end of what it wrote -->"
+
+
+def with_errors(page: str, rows: Sequence[ValidationRow]) -> str:
+    """A page of the documentation with errors by kind and the goals between its two marks."""
+    tables = (errors_by_kind(rows).map("{:g}".format).replace("nan", "–"), goal_table(goals(rows)))
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return "\n\n".join([before + BEGIN, *(_markdown(table) for table in tables), END + after])
+
+
+def _markdown(table: pd.DataFrame) -> str:
+    lines = [[str(table.index.name), *table.columns], ["---"] * (1 + len(table.columns))]
+    lines += [[str(name), *map(str, row)] for name, row in zip(table.index, table.to_numpy(), strict=True)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 @functools.cache
@@ -50,6 +68,7 @@ def table_file(*, date: str, git_commit: str | None) -> dict[str, Any]:
         "date": date,
         "git_commit": git_commit,
         "rows": [asdict(row) for row in table_rows()],
+        "waterfall": [asdict(change) for change in waterfall(steps())],
     }
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
 
 import nbformat
 import pytest
@@ -15,13 +14,11 @@ from moelab.errors import BadInput, Refused
 from moelab.experiment import Routing
 from moelab.notebooks import ProjectParameters, validated
 from moelab.projection.calibration import CALIBRATION
-from moelab.projection.megatron import waterfall
 from moelab.projection.project import project
 from moelab.projection.published import projected_two_by_two, published_job
 from moelab.projection.step import step_time
-from moelab.projection.validation import validation_table
+from moelab.projection.validation import errors_by_kind, validation_table, waterfall
 from moelab.sweep import by_gpus, by_network
-from moelab.viz.validation import percent_error
 
 ROOT = Path(__file__).parents[2]
 NAME = "08_project_to_cluster"
@@ -41,7 +38,7 @@ def test_its_defaults_show_what_it_says(by_nbmake: Callable[[str], Ran]) -> None
     assert all("derived" in title for title in ran.titles())
     assert len(ran.shown(WIDGET)) == 1
     printed = ran.printed
-    for said in ("MISSED: ", "met: ", "fitted on 671B bf16_standard", "layouts judged", "replayed: the model's own"):
+    for said in ("MISSED", "met", "steps of others, seen", "layouts judged", "replayed: the model's own"):
         assert said in printed
     assert printed.count("not yet") == 3  # the unsolved exercises
 
@@ -79,11 +76,12 @@ def test_the_published_step_is_as_described() -> None:
     assert 0.2 < products / total_s < 0.3
 
 
-def test_errors_are_no_larger_than_it_says() -> None:
-    rows = validation_table()
-    whole = [abs(percent_error(row)) for row in rows if row.whole and row.unit != "% gain"]
-    assert sum(error <= 10 for error in whole) / len(whole) > 0.8
-    assert median(abs(percent_error(row)) for row in rows if not row.whole and row.use == "predicted") <= 12.5
+def test_errors_by_kind_are_in_the_order_that_it_says() -> None:
+    """Steps of this project are easier than those of others, and the smallest exchanges are the worst parts."""
+    errors = errors_by_kind(validation_table())["median error"]
+    assert errors["steps of this project, seen"] < errors["steps of others, seen"]
+    worst = max((row for row in validation_table() if row.of == "part"), key=lambda row: abs(row.error))
+    assert worst.source in ("DeepEP", "H200 exchanges")
 
 
 def test_the_missing_arm_and_the_routing_are_as_described() -> None:

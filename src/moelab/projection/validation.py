@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib import resources
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -80,10 +80,47 @@ class ValidationRow:
 
 
 @functools.cache
+def _packaged() -> dict[str, list[dict[str, Any]]]:
+    content: dict[str, Any] = json.loads((resources.files("moelab") / "data" / TABLE).read_text())
+    return content
+
+
 def validation_table() -> tuple[ValidationRow, ...]:
     """All rows: steps with their memory, the node of four as it was predicted before it ran, then parts of steps."""
-    rows = json.loads((resources.files("moelab") / "data" / TABLE).read_text())["rows"]
+    rows = _packaged()["rows"]
     return tuple(ValidationRow(**{**row, "interval": row["interval"] and tuple(row["interval"])}) for row in rows)
+
+
+def row_table(rows: Iterable[ValidationRow]) -> pd.DataFrame:
+    """Rows with measured and predicted value, error and whether the measured one lies in the interval."""
+    return pd.DataFrame(
+        {
+            "source": row.source,
+            "row": row.name,
+            "date": row.date,
+            "kind": row.kind,
+            "measured": row.measured,
+            "predicted": row.predicted,
+            "unit": row.unit,
+            "error": f"{row.error:+.1f} {'points' if row.unit == GAIN else '%'}",
+            "in its interval": "" if row.interval is None else "yes" if row.inside else "no",
+            "inferred": row.inferred,
+        }
+        for row in rows
+    ).round(1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """One step of the way from the published arm to Megatron-Bridge's, and the projected tokens/s/GPU after it."""
+
+    name: str
+    tps: float
+
+
+def waterfall() -> tuple[Change, ...]:
+    """The way from 918 to 3,328 tokens/s/GPU on 256 B200, one change after another; the published arm first."""
+    return tuple(Change(**change) for change in _packaged()["waterfall"])
 
 
 def timed(rows: Iterable[ValidationRow]) -> list[ValidationRow]:
@@ -194,6 +231,20 @@ def goals(rows: Sequence[ValidationRow]) -> tuple[Goal, ...]:
         reason = REASONS.get(name, "")
         judged.append(Goal(name=name, value=reached(group), least=least, most=most, rows=len(group), reason=reason))
     return tuple(judged)
+
+
+def goal_table(judged: Iterable[Goal]) -> pd.DataFrame:
+    """Goals with what was reached."""
+    return pd.DataFrame(
+        {
+            "goal": goal.name,
+            "asked": f"{goal.least:g} to {goal.most:g} %" if goal.least else f"at most {goal.most:g} %",
+            "reached": f"{goal.value:.1f} %",
+            "rows": goal.rows,
+            "": "met" if goal.met else f"MISSED {goal.reason}".strip(),
+        }
+        for goal in judged
+    ).set_index("goal")
 
 
 NOT_PREDICTED: tuple[tuple[str, str, str], ...] = (

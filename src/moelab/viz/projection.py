@@ -12,10 +12,10 @@ from plotly.subplots import make_subplots
 
 from moelab.analysis.arms import arm_label, contrast
 from moelab.experiment import Experiment
-from moelab.projection.megatron import Change
 from moelab.projection.project import DEEPSEEK_TOKENS, Cost, Projection, cost, project
 from moelab.projection.published import TwoByTwo
 from moelab.projection.uncertainty import OUTSIDE_FACTOR, Estimate
+from moelab.projection.validation import Change
 from moelab.sweep import GPUS_OF_NODE, PROFILES, Point, cluster_like, on
 from moelab.viz.draw import diamonds, draw_arm_axis, draw_band, error_bars, in_panel, panels, running_bars, write_beside
 from moelab.viz.theme import INK, MUTED, OTHER, ArmStyle, arm_styles, new_figure, plot_text, wrap
@@ -301,7 +301,7 @@ def waterfall_bars(changes: Sequence[Change], *, quoted_first: float, quoted_las
     """What each change adds, in the order in which they are listed.
 
     Args:
-        changes: of :func:`moelab.projection.megatron.waterfall`.
+        changes: of :func:`moelab.projection.validation.waterfall`.
         quoted_first: published tokens/s per GPU of the first.
         quoted_last: published tokens/s per GPU of the last.
     """
