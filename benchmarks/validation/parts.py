@@ -21,7 +21,7 @@ from moelab.model import BYTES_PER_ELEMENT, shape_of
 from moelab.mxfp8.grouped_gemm_cases import Case as Size
 from moelab.mxfp8.grouped_gemm_cases import Precision as GroupedPrecision
 from moelab.projection.calibration import Calibration
-from moelab.projection.exchange import COPIES, QUOTED, QuotedBandwidth, exchange_job, exchange_time_s
+from moelab.projection.exchange import PERMUTATIONS, QUOTED, QuotedBandwidth, exchange_job, exchange_time_s
 from moelab.projection.gemm import Rates, grouped_time_s, rates_of
 from moelab.projection.gemm_fit import b200_observations, cast_us, h100_observations, step_us
 from moelab.projection.measured import ALL_TO_ALL, ALL_TO_ALL_H200, GROUPED_GEMM, Measurement, Row, load_measured
@@ -173,7 +173,7 @@ def _logical_gb_s(row: QuotedBandwidth) -> Predict:
 
     def predict(calibration: Calibration) -> float:
         if row.wire == "network":
-            wire = float(NIC_400G) * float(calibration.network)
+            wire = float(NIC_400G) * float(calibration.deepep_v1_network if row.version == "V1" else calibration.deepep_network)
         else:
             wire = float(gpu.nvlink_gb_s or 0) * float(calibration.deepep_nvlink)
         return wire / row.on_wire_gb_s(1.0)
@@ -188,7 +188,7 @@ def _wire(gpu: str, row: Row) -> Predict:
     work = replace(job.work, backend=EPBackend(row["backend"]))
     job = replace(job, work=work, routing=RoutingModel(kind=row["routing"]))
     place = ("dispatch", "combine", "combine_backward", "dispatch_backward").index(row["operation"])
-    copies = COPIES["deepep expanded"][place] if row["layout"] == "expanded" else 0.0
+    copies = PERMUTATIONS["deepep expanded"].copies[place] if row["layout"] == "expanded" else 0.0
 
     def predict(calibration: Calibration) -> float:
         copy_s = 2 * BF16 * job.work.received(job.shape) * job.shape.dim / memory_rate(job, calibration)
@@ -208,7 +208,7 @@ def _pipeline(inputs: Inputs) -> Predict:
         low, high = (exchange_time_s(job, calibration, BYTES_PER_ELEMENT[one]) for one in (precision, "bf16"))
         sizes = (EP_ROWS, hidden, dim, 8, multiplied, rates_of(B200, calibration))
         forward_s = grouped_time_s(*sizes, direction="forward")
-        copies = COPIES["fused"]
+        copies = PERMUTATIONS["fused"].copies
         copy_s = 2 * BF16 * EP_ROWS * dim / memory_rate(job, calibration)
         if inputs["direction"] == "forward":
             return 1e3 * (low + high + forward_s + sum(copies[:2]) * copy_s)
@@ -221,7 +221,7 @@ def _pipeline(inputs: Inputs) -> Predict:
 def _layer_gain(inputs: Inputs) -> Predict:
     """Speed-up of a whole MoE layer with 8 local experts by MXFP8."""
     dim, hidden = inputs["dim"], inputs["hidden"]
-    moved = BF16 * EP_ROWS * (2 * dim * sum(COPIES["standard compiled"]) + 9 * hidden)
+    moved = BF16 * EP_ROWS * (2 * dim * sum(PERMUTATIONS["standard compiled"].copies) + 9 * hidden)
 
     def layer_s(precision: GroupedPrecision, rates: Rates) -> float:
         first, last = ((EP_ROWS, n, k, 8, precision, rates) for n, k in ((hidden, dim), (dim, hidden)))

@@ -154,13 +154,13 @@ def _stack(name: str, experiment: Experiment) -> Stack:
         return replace(
             MEGATRON,
             low_linears=True,
-            host="graphs" not in extras,
-            exchange_hidden=float("overlap" in extras),
+            host="graphs" if "graphs" in extras else "library",
+            exchange_overlapped="overlap" in extras,
         )
     if base == "torchtitan":
         return titan(experiment)
     permutation = "standard" if experiment.ep_backend == "standard" else "deepep dense"
-    return replace(titan(experiment), name=base, permutation=permutation)  # type: ignore[arg-type]
+    return replace(titan(experiment), name=base, permutation=permutation, deepep_v1=True)  # type: ignore[arg-type]
 
 
 def megatron_stages(shape: ModelShape, number: int, *, mtp: bool = False) -> tuple[StageModules, ...]:

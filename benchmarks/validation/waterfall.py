@@ -32,7 +32,7 @@ def _jobs(published: Job, bridge: Job) -> Iterator[tuple[str, Job]]:
     yield "layout: PP 8 in two turns, no TP, sequences of 4096", job
     for name, changes in (
         ("activations: only MLA's up-projections and the MLP are recomputed", {}),
-        ("CUDA graphs, and no waiting between launches", {"host": False}),
+        ("CUDA graphs, and no waiting between launches", {"host": "graphs"}),
         (
             "permutation fused, loss fused, parameters not gathered",
             {"permutation": "fused", "loss_chunks": 1, "distributed_optimizer": True},
@@ -40,7 +40,7 @@ def _jobs(published: Job, bridge: Job) -> Iterator[tuple[str, Job]]:
         ("products one by one, casts fused for both axes", {"expert_gemm": "library"}),
         ("linears in MXFP8 too", {"low_linears": True}),
         ("fused causal attention, but of whole sequences", {"attention": "fused", "document_keys": None}),
-        ("all-to-all beside compute", {"exchange_hidden": 1.0}),
+        ("all-to-all by DeepEP V2, beside compute", {"exchange_overlapped": True, "deepep_v1": False}),
     ):
         stack = replace(stack, **changes)
         yield name, replace(bridge, stack=stack)

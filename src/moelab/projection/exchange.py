@@ -26,8 +26,10 @@ References:
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
-from typing import Literal
+from statistics import NormalDist
+from typing import Literal, NamedTuple
 
 from moelab.data import read_yaml
 from moelab.experiment import EPBackend, Precision
@@ -36,9 +38,23 @@ from moelab.memory.activations import BF16, Work
 from moelab.memory.sharding import Degrees
 from moelab.model import BYTES_PER_ELEMENT, ModelShape
 from moelab.projection.calibration import Calibration
+from moelab.projection.gemm import sms_of
 from moelab.projection.job import PASS_INDEX, Job, PassName, Stack, Times, add
 from moelab.projection.memory_bound import memory_rate
 from moelab.projection.routing import RoutingModel
+
+
+@functools.lru_cache(maxsize=1024)
+def expected_maximum(draws: int) -> float:
+    """Expected maximum of standard normal draws.
+
+    References:
+        Blom 1958, Statistical Estimates and Transformed Beta-Variables: alpha 0.375.
+
+    >>> round(expected_maximum(2), 2), round(expected_maximum(256), 2)
+    (0.59, 2.81)
+    """
+    return 0.0 if draws < 2 else NormalDist().inv_cdf((draws - 0.375) / (draws + 0.25))
 
 
 def ring_time_s(job: Job, calibration: Calibration, whole_bytes: float, ranks: int, *, stride: int = 1) -> float:
@@ -58,7 +74,7 @@ def ring_time_s(job: Job, calibration: Calibration, whole_bytes: float, ranks: i
     nvlink = 1e9 * float(calibration.nccl_ring) * float(job.node.gpu.nvlink_gb_s or 1)
     if ranks <= together:
         return moved / nvlink + float(calibration.collective_s)
-    network = 1e9 * float(calibration.network) * float(job.node.nic_gb_s or 1) * together
+    network = 1e9 * float(calibration.nccl_network) * float(job.node.nic_gb_s or 1) * together
     nodes = ranks / together
     return max(moved / nvlink, whole_bytes * (nodes - 1) / nodes / network) + float(calibration.collective_s)
 
@@ -97,12 +113,24 @@ def add_context_parallel(times: Times, job: Job, calibration: Calibration) -> No
         add(times, "recompute", "context-parallel collectives", one)
 
 
-COPIES = {
-    "standard": (2.48, 11.8, 8.2, 5.4),
-    "standard compiled": (1.5, 3.0, 4.0, 3.3),
-    "deepep dense": (2.55, 7.95, 7.25, 1.73),
-    "deepep expanded": (0.5, 0.7, 0.5, 0.8),
-    "fused": (1.0, 1.0, 1.0, 1.0),
+class Permutation(NamedTuple):
+    """What a dispatcher does beside its exchange.
+
+    Attributes:
+        copies: of dispatch, combine, combine's gradient and dispatch's gradient; see the module.
+        launches: kernels of dispatch and combine.
+    """
+
+    copies: tuple[float, float, float, float]
+    launches: int
+
+
+PERMUTATIONS = {
+    "standard": Permutation((2.48, 11.8, 8.2, 5.4), 40),
+    "standard compiled": Permutation((1.5, 3.0, 4.0, 3.3), 40),
+    "deepep dense": Permutation((2.55, 7.95, 7.25, 1.73), 25),
+    "deepep expanded": Permutation((0.5, 0.7, 0.5, 0.8), 15),
+    "fused": Permutation((1.0, 1.0, 1.0, 1.0), 12),
 }
 
 
@@ -110,14 +138,21 @@ def exchange_time_s(job: Job, calibration: Calibration, element_bytes: float) ->
     """Seconds that one exchange is on its wires."""
     if job.work.ep == 1:
         return 0.0
-    standard = job.work.backend is EPBackend.STANDARD
     row_bytes = job.work.routed_tokens * job.shape.dim * element_bytes * job.work.imbalance
-    nvlink, network = job.rows_sent.nvlink * row_bytes, job.rows_sent.network * row_bytes
-    share = calibration.nccl_nvlink if standard else calibration.deepep_nvlink
-    nvlink_s = nvlink / (1e9 * float(share) * float(job.node.gpu.nvlink_gb_s or 1))
-    network_s = network / (1e9 * float(calibration.network) * float(job.node.nic_gb_s or 1)) if network else 0.0
-    latency = calibration.deepep_s if not standard and job.stack.host else calibration.collective_s
-    return max(nvlink_s, network_s) + float(latency)
+    nvlink_gb_s, network_gb_s = reached_gb_s(job, calibration)
+    nvlink_s, network_s = job.rows_sent.nvlink * row_bytes / nvlink_gb_s, job.rows_sent.network * row_bytes / network_gb_s
+    standard = job.work.backend is EPBackend.STANDARD
+    latency = calibration.collective_s if standard or job.stack.host == "graphs" else calibration.deepep_s
+    return max(nvlink_s, network_s) / 1e9 + float(latency)
+
+
+def reached_gb_s(job: Job, calibration: Calibration) -> tuple[float, float]:
+    """What a rank's dispatcher reaches on NVLink and on the network, on the wire."""
+    nvlink, network = float(job.node.gpu.nvlink_gb_s or 1), float(job.node.nic_gb_s or 1)
+    if job.work.backend is EPBackend.STANDARD:
+        return nvlink * float(calibration.nccl_nvlink), network * float(calibration.nccl_network)
+    share = calibration.deepep_v1_network if job.stack.deepep_v1 else calibration.deepep_network
+    return nvlink * float(calibration.deepep_nvlink), network * float(share)
 
 
 def exchange_job(gpu: str, *, ep: int, shape: ModelShape, tokens: int) -> Job:
@@ -140,30 +175,50 @@ def exchange_job(gpu: str, *, ep: int, shape: ModelShape, tokens: int) -> Job:
 
 def add_exchange(times: Times, job: Job, calibration: Calibration) -> None:
     """Dispatch and combine of one layer, there and back."""
-    low = exchange_time_s(job, calibration, BYTES_PER_ELEMENT[job.dispatch])
-    high = exchange_time_s(job, calibration, BYTES_PER_ELEMENT["bf16"])
-    both = low + high
+    both = sum(exchange_time_s(job, calibration, BYTES_PER_ELEMENT[one]) for one in (job.dispatch, "bf16"))
     forward, back = (_exposed_s(times, job, passes, both) for passes in (("forward",), ("dgrad", "wgrad")))
-    counts = float(calibration.counts_s) * (
-        job.work.backend is EPBackend.STANDARD and job.work.ep > 1 and job.stack.host
-    )
     copy_s = 2 * BF16 * job.work.received(job.shape) * job.shape.dim / memory_rate(job, calibration)
-    dispatch, combine, combine_back, dispatch_back = (copies * copy_s for copies in COPIES[job.stack.permutation])
-    add(times, "forward", "all-to-all", forward + counts)
+    copies = PERMUTATIONS[job.stack.permutation].copies
+    dispatch, combine, combine_back, dispatch_back = (number * copy_s for number in copies)
+    add(times, "forward", "all-to-all", forward)
     add(times, "dgrad", "all-to-all", back)
     add(times, "forward", "permutation and padding", dispatch + combine)
     add(times, "dgrad", "permutation and padding", combine_back + dispatch_back)
-    if not job.recomputes_layers:
-        return
-    add(times, "recompute", "permutation and padding", dispatch + combine)
-    if not job.keeps_exchange:
-        add(times, "recompute", "all-to-all", forward + counts)
+    waited = 2 * _wait_s(job, calibration)
+    add(times, "forward", "imbalance and stragglers", waited)
+    add(times, "dgrad", "imbalance and stragglers", waited)
+    if job.recomputes_layers:
+        add(times, "recompute", "permutation and padding", dispatch + combine)
+        if not job.keeps_exchange:
+            add(times, "recompute", "all-to-all", forward)
+            add(times, "recompute", "imbalance and stragglers", waited)
+
+
+def _wait_s(job: Job, calibration: Calibration) -> float:
+    """Seconds that an exchange over the network waits for the last of its ranks, where PyTorch launches.
+
+    Not within a node, where no measured step has room for it, nor under Megatron, whose steps have none either. Of what
+    it comes from nothing is known: the five public steps of TorchTitan that send tokens over the network need it.
+    """
+    if job.stack.host != "torch" or job.rows_sent.network == 0:
+        return 0.0
+    return float(calibration.wait_s) * expected_maximum(job.work.ep)
 
 
 def _exposed_s(times: Times, job: Job, passes: tuple[PassName, ...], exchange_s: float) -> float:
-    """What computation of the same passes does not hide of an exchange, where a stack runs them side by side."""
+    """What an exchange adds to computation of the same passes, beside which some stacks run it.
+
+    Computation then has the SMs that the exchange leaves.
+    """
+    if not job.stack.exchange_overlapped:
+        return exchange_s
     compute_s = sum(float(times[PASS_INDEX[name]].sum()) for name in passes)
-    return exchange_s - min(job.stack.exchange_hidden * exchange_s, compute_s)
+    taken = EXCHANGE_SMS / sms_of(job.node.gpu)
+    return max(exchange_s - compute_s, 0.0) + taken * min(exchange_s, compute_s)
+
+
+EXCHANGE_SMS = 24
+"""Streaming multiprocessors of an exchange beside compute: DeepEP's own tests use 24 of them, Megatron's recipes 20."""
 
 
 @dataclass(frozen=True, kw_only=True)

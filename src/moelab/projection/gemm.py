@@ -52,6 +52,8 @@ from moelab.projection.memory_bound import memory_rate
 TILE_M, TILE_N = 128, 256
 SMS = {8: 108, 9: 132, 10: 148}
 """Streaming multiprocessors by major capability (datasheets of A100, H100 and B200)."""
+HOPPER_SM_FLOPS = 792e12 / 132
+"""FLOP/s of one SM of an H100 in BF16, at whose rate ``inner`` is."""
 LAUNCH_S = 4e-6
 TRANSPOSED_BYTES, TURNED_BYTES = 5.6, 8.3
 """Of one element of a weight and of rows that are cast along columns: read twice, written turned round, which is
@@ -69,16 +71,15 @@ class Rates(NamedTuple):
         low_format: the 8-bit format that its kernels of ``low`` are of.
         bf16: of large BF16 products, FLOP/s.
         grouped: of grouped ones in BF16, FLOP/s.
-        low: of 8-bit products, forward and dgrad, FLOP/s.
-        low_wgrad: of 8-bit wgrad, FLOP/s.
+        low: of 8-bit products but grouped wgrad, FLOP/s.
+        low_wgrad: of grouped 8-bit wgrad, FLOP/s.
         cast: of casts to 8 bits, bytes a second, read and written.
         scales_s: to bring the scales of one product into blocks, forward or dgrad.
         scales_wgrad_s: of a grouped wgrad, whatever its size.
         scales_row_s: of a grouped wgrad, for each row of a group.
         memory: of other kernels, bytes a second.
-        inner: K at which half of a tile's time is its beginning and end.
+        inner: K at which half of a tile's time is its beginning and end, at the rate of an H100's SM.
         sms: streaming multiprocessors.
-        grouped_in_tiles: whether grouped products lose what their shape loses; else ``grouped`` has it.
     """
 
     gpu: str
@@ -94,12 +95,16 @@ class Rates(NamedTuple):
     memory: float
     inner: float
     sms: int
-    grouped_in_tiles: bool
 
 
 def is_blackwell(gpu: Gpu) -> bool:
     """SM100 and SM103; AMD's gfx950, of which no rate was measured, is taken to be like them."""
     return has_native_mxfp8(gpu.capability)
+
+
+def sms_of(gpu: Gpu) -> int:
+    """Streaming multiprocessors."""
+    return SMS.get(int(gpu.capability or 0), 132)
 
 
 @functools.lru_cache(maxsize=256)
@@ -133,8 +138,7 @@ def rates_of(gpu: Gpu, calibration: Calibration, *, alone: bool = False, emulate
         scales_row_s=mrow_s / 1e6,
         memory=1e12 * float(gpu.hbm_tb_s or 1) * float(c.copy),
         inner=float(c.inner),
-        sms=SMS.get(int(gpu.capability or 0), 132),
-        grouped_in_tiles=not blackwell,
+        sms=sms_of(gpu),
     )
 
 
@@ -150,16 +154,14 @@ def gemm_time_s(m: float, n: float, k: float, groups: int, rates: Rates, *, low:
         low: in 8 bits, casts apart.
         wgrad: whether it is a weight gradient.
     """
-    rate = (rates.low_wgrad if wgrad else rates.low) if low else rates.bf16
+    rate = rates.low if low else rates.bf16  # a dense wgrad is as fast as the other two, a grouped one is not
     return _in_tiles_s(m, n, k, groups, rates, rate, low=low, wgrad=wgrad)
 
 
 def grouped_gemm_time_s(m: float, n: float, k: float, groups: int, rates: Rates, *, low: bool, wgrad: bool) -> float:
     """Seconds of a product of ``torch._grouped_mm`` or of torchao's kernels; arguments as :func:`gemm_time_s`."""
     rate = (rates.low_wgrad if wgrad else rates.low) if low else rates.grouped
-    if rates.grouped_in_tiles:
-        return _in_tiles_s(m, n, k, groups, rates, rate, low=low, wgrad=wgrad)
-    return max(2 * m * n * k / rate, _memory_s(m, n, k, groups, rates, low=low, wgrad=wgrad))
+    return _in_tiles_s(m, n, k, groups, rates, rate, low=low, wgrad=wgrad)
 
 
 def _in_tiles_s(
@@ -167,11 +169,12 @@ def _in_tiles_s(
 ) -> float:
     """Waves of tiles at ``rate``, or memory, whichever is slower."""
     inner = k / groups if wgrad else k  # a wgrad sums over the rows of one group alone
+    lost = rates.inner * rate / rates.sms / HOPPER_SM_FLOPS  # a tile begins and ends in as long, however fast its SM is
     rows = m if wgrad else m / groups  # of one group
     # each group begins a tile of its own, so many small groups leave more of their last tiles empty
     tiles = groups * ceil(rows / TILE_M) * ceil(n / TILE_N)
     share = groups * rows * n / (TILE_M * TILE_N * ceil(tiles / rates.sms) * rates.sms)
-    compute_s = 2 * m * n * k / (rate * share * inner / (inner + rates.inner))
+    compute_s = 2 * m * n * k / (rate * share * inner / (inner + lost))
     return max(compute_s, _memory_s(m, n, k, groups, rates, low=low, wgrad=wgrad)) + LAUNCH_S
 
 
@@ -534,6 +537,8 @@ def add_attention(times: Times, job: Job, calibration: Calibration) -> None:
     flops = 2 * work.tokens * width * keys
     peak = float(job.node.gpu.bf16_tflops or 0) * 1e12
     fused, tiles = job.stack.attention == "fused", job.stack.attention == "flex tiles"
+    if not fused and is_blackwell(job.node.gpu):
+        peak *= float(calibration.flex_blackwell)
     forward = flops / peak / float(calibration.fused_forward if fused else calibration.flex_forward)
     backward = BACKWARD * flops / peak / float(calibration.fused_backward if fused else calibration.flex_backward)
     if tiles:

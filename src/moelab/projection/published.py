@@ -47,7 +47,10 @@ def job_as_published(experiment: Experiment) -> Job:
     assert layout is not None, "the published layouts are legal"
     deepep = experiment.ep_backend is EPBackend.DEEPEP
     stack = replace(
-        titan(experiment), name="TorchTitan, March 2026", permutation="deepep dense" if deepep else "standard"
+        titan(experiment),
+        name="TorchTitan, March 2026",
+        permutation="deepep dense" if deepep else "standard",
+        deepep_v1=True,
     )
     return job_of(experiment, layout, cluster_of(experiment.hardware).node, stack=stack)
 
