@@ -87,7 +87,10 @@ def outside(job: Job) -> tuple[str, ...]:
             job.gpus > node.gpus and node.nic_gb_s is not None and node.nic_gb_s.value != NETWORK_GB_S,
             f"network of {float(node.nic_gb_s or 0):g} GB/s: seen at {NETWORK_GB_S:g}",
         ),
-        (work.backend is EPBackend.HYBRIDEP, "HybridEP under TorchTitan: modelled as DeepEP"),
+        (
+            work.backend is EPBackend.HYBRIDEP,
+            "HybridEP under TorchTitan: its exchange by HybridEP's own table, what is around it as with DeepEP",
+        ),
         (
             job.gpus > node.gpus and not job.stack.distributed_optimizer and not _as_published(job),
             "TorchTitan's host time on several nodes: known from the published run alone (671B on B200, PP 2, TP 2, "
