@@ -3,7 +3,7 @@
 What others published and what was noted by hand is in ``parts.csv``: a row has the figure with its source and date, the
 name of a function of :data:`PREDICT`, and what that function is asked. What programs of ``benchmarks/`` measured is
 read from their own files; torchao's table of grouped products and the H100's are those that
-:mod:`moelab.projection.gemm_fit` fits, DeepEP's is :data:`moelab.projection.exchange.QUOTED`.
+:mod:`validation.gemm_fit` fits, DeepEP's is :data:`moelab.projection.exchange.QUOTED`.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ from moelab.projection.exchange import (
     hybridep_shares,
 )
 from moelab.projection.gemm import Rates, grouped_time_s, rates_of
-from moelab.projection.gemm_fit import b200_observations, cast_us, h100_observations, step_us
 from moelab.projection.measured import ALL_TO_ALL, ALL_TO_ALL_H200, GROUPED_GEMM, Measurement, Row, load_measured
 from moelab.projection.memory_bound import memory_rate
 from moelab.projection.routing import ExpertPlacement, RoutingModel, expected_destinations
+
+from .gemm_fit import b200_observations, cast_us, h100_observations, step_us
 
 HERE = Path(__file__).parent
 DEEPEP, H100_KERNELS, H200_EXCHANGES, TORCHAO = "DeepEP", "H100 micro-experiments", "H200 exchanges", "torchao"
