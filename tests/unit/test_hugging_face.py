@@ -204,8 +204,19 @@ def test_a_study_can_take_its_model_from_elsewhere(capsys: pytest.CaptureFixture
     assert totals == {29_943_390_976}
 
 
-def test_plan_needs_a_file_or_a_model(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan"]) == 2
+def test_a_model_from_elsewhere_is_projected_without_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["hardware=b200_x256", "nodes=2", "gpus_per_node=8", "ep=8", "seq_len=2048", "local_batch=2"]
+    pairs = [word for one in given for word in ("--set", one)]
+    assert main(["project", "--from-hf", "Qwen3-30B-A3B", *pairs, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    fields = parse_overrides([*read_model("Qwen3-30B-A3B").overrides, *given])
+    assert found["tps"] == pytest.approx(project(parse(Experiment, fields)).tps)
+    assert found["gpus"] == 16
+
+
+@pytest.mark.parametrize("verb", ["plan", "project"])
+def test_a_file_or_a_model_is_needed(capsys: pytest.CaptureFixture[str], verb: str) -> None:
+    assert main([verb]) == 2
     assert "--from-hf" in capsys.readouterr().err
 
 
