@@ -173,7 +173,9 @@ def _logical_gb_s(row: QuotedBandwidth) -> Predict:
 
     def predict(calibration: Calibration) -> float:
         if row.wire == "network":
-            wire = float(NIC_400G) * float(calibration.deepep_v1_network if row.version == "V1" else calibration.deepep_network)
+            wire = float(NIC_400G) * float(
+                calibration.deepep_v1_network if row.version == "V1" else calibration.deepep_network
+            )
         else:
             wire = float(gpu.nvlink_gb_s or 0) * float(calibration.deepep_nvlink)
         return wire / row.on_wire_gb_s(1.0)
@@ -192,7 +194,7 @@ def _wire(gpu: str, row: Row) -> Predict:
 
     def predict(calibration: Calibration) -> float:
         copy_s = 2 * BF16 * job.work.received(job.shape) * job.shape.dim / memory_rate(job, calibration)
-        return 1e6 * (exchange_time_s(job, calibration, BYTES_PER_ELEMENT["bf16"]) + copies * copy_s)
+        return 1e6 * (exchange_time_s(job, calibration, BYTES_PER_ELEMENT["bf16"], alone=True) + copies * copy_s)
 
     return predict
 
