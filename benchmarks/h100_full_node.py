@@ -231,7 +231,8 @@ def main() -> int:
         run(step, folder, left_s, options)
         write(folder, options, date)
     for row in read(options.output).get("predicted_beside_measured", ()):
-        print(f"{row['name']}: measured {row['measured']:,.0f}, predicted {row['predicted']:,.0f}, {row['error_percent']:+.1f} %")
+        error = f"{row['error_percent']:+.1f} %"
+        print(f"{row['name']}: measured {row['measured']:,.0f}, predicted {row['predicted']:,.0f}, {error}")
     if why := read(options.output).get("not_beside_predictions"):
         print(f"NOT BESIDE PREDICTIONS: {why}")
     for one in read(options.output).get("refused", ()):

@@ -17,10 +17,12 @@ from moelab.projection.calibration import fitted
 from moelab.projection.validation import NOT_PREDICTED, errors_by_kind, goals
 from moelab.runs.files import write_json, write_whole
 
+from .gemm_fit import fit_file
 from .table import refit, table_file, table_rows, with_errors
 
 ROOT = Path(__file__).parents[2]
-TABLE, PAGE = ROOT / "src" / "moelab" / "data" / "validation.json", ROOT / "docs" / "measurements.md"
+DATA, PAGE = ROOT / "src" / "moelab" / "data", ROOT / "docs" / "measurements.md"
+TABLE, GEMM_FIT = DATA / "validation.json", DATA / "gemm_fit.json"
 
 
 def main() -> None:
@@ -39,6 +41,7 @@ def main() -> None:
     if options.write:
         content = table_file(date=datetime.now(UTC).isoformat(timespec="seconds"), git_commit=git_commit())
         write_json(TABLE, content)
+        write_json(GEMM_FIT, fit_file())
         write_whole(PAGE, with_errors(PAGE.read_text(), table_rows()))
         return
     rows = table_rows()

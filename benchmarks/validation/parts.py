@@ -3,17 +3,19 @@
 What others published and what was noted by hand is in ``parts.csv``: a row has the figure with its source and date, the
 name of a function of :data:`PREDICT`, and what that function is asked. What programs of ``benchmarks/`` measured is
 read from their own files; torchao's table of grouped products and the H100's are those that
-:mod:`moelab.projection.gemm_fit` fits, DeepEP's is :data:`moelab.projection.exchange.QUOTED`.
+:mod:`validation.gemm_fit` fits, DeepEP's is :data:`moelab.projection.exchange.QUOTED`.
 """
 
 from __future__ import annotations
 
 import csv
+import statistics
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from moelab.data import read_yaml
 from moelab.experiment import EPBackend
 from moelab.hardware import B200, GPUS, NIC_400G
 from moelab.memory.activations import BF16
@@ -21,12 +23,20 @@ from moelab.model import BYTES_PER_ELEMENT, shape_of
 from moelab.mxfp8.grouped_gemm_cases import Case as Size
 from moelab.mxfp8.grouped_gemm_cases import Precision as GroupedPrecision
 from moelab.projection.calibration import Calibration
-from moelab.projection.exchange import PERMUTATIONS, QUOTED, QuotedBandwidth, exchange_job, exchange_time_s
+from moelab.projection.exchange import (
+    PERMUTATIONS,
+    QUOTED,
+    QuotedBandwidth,
+    exchange_job,
+    exchange_time_s,
+    hybridep_shares,
+)
 from moelab.projection.gemm import Rates, grouped_time_s, rates_of
-from moelab.projection.gemm_fit import b200_observations, cast_us, h100_observations, step_us
 from moelab.projection.measured import ALL_TO_ALL, ALL_TO_ALL_H200, GROUPED_GEMM, Measurement, Row, load_measured
 from moelab.projection.memory_bound import memory_rate
 from moelab.projection.routing import ExpertPlacement, RoutingModel, expected_destinations
+
+from .gemm_fit import b200_observations, cast_us, h100_observations, step_us
 
 HERE = Path(__file__).parent
 DEEPEP, H100_KERNELS, H200_EXCHANGES, TORCHAO = "DeepEP", "H100 micro-experiments", "H200 exchanges", "torchao"
@@ -67,7 +77,9 @@ def all_parts() -> Iterator[Part]:
     yield from torchao_kernels()
     yield from noted("destinations")
     yield from deepep_bandwidths()
+    yield from hybridep_bandwidth()
     yield from noted("product")
+    yield from noted("grouped rate")
     yield from h100_kernels()
     yield from h200_exchanges()
 
@@ -112,6 +124,19 @@ def deepep_bandwidths() -> Iterator[Part]:
             )  # fmt: skip
 
 
+def hybridep_bandwidth() -> Iterator[Part]:
+    """The row of HybridEP's table that nothing was read off: 8 × B200, the mean of there and back."""
+    table = read_yaml("deepep_bandwidth.yaml")["hybridep"]
+    row = next(row for row in table["rows"] if row["gpu"] == "B200")
+    share, _ = hybridep_shares(row["ranks"], row["ranks"])
+    logical = share * float(B200.nvlink_gb_s or 0) / (1 - 1 / row["ranks"])
+    yield Part(
+        source="HybridEP", name=f"B200, EP {row['ranks']}, {row['sms']} SMs", unit="logical GB/s",
+        measured=(row["dispatch_gb_s"] + row["combine_gb_s"]) / 2, date="2025-09", predict=lambda _: logical,
+        reference=table["source"],
+    )  # fmt: skip
+
+
 def h100_kernels() -> Iterator[Part]:
     """Grouped products and exchanges of the later campaigns."""
     for one in h100_observations():
@@ -150,6 +175,23 @@ def _product_ms(inputs: Inputs) -> Predict:
     size = Size(m=inputs["m"], n=inputs["n"], k=inputs["k"], groups=inputs["groups"])
     us = step_us(GPUS[inputs["gpu"]], size, inputs["precision"])
     return lambda calibration: us(calibration) / 1e3
+
+
+def _grouped_tflops(inputs: Inputs) -> Predict:
+    """Mean rate over the experts of DeepSeek-V3 on ranks of EP 8, 16 and 32, 4,096 rows for each."""
+
+    def predict(calibration: Calibration) -> float:
+        rates, tflops = rates_of(GPUS[inputs["gpu"]], calibration), []
+        for groups in (8, 16, 32):
+            for n, k in ((4096, 7168), (7168, 2048)):
+                sizes = (4096 * groups, n, k, groups, inputs["precision"], rates)
+                forward_s = grouped_time_s(*sizes, direction="forward")
+                flops = 2.0 * 4096 * groups * n * k
+                backward = 2 * flops / (grouped_time_s(*sizes) - forward_s)
+                tflops.append(flops / forward_s if inputs["direction"] == "forward" else backward)
+        return statistics.fmean(tflops) / 1e12
+
+    return predict
 
 
 def _cast(inputs: Inputs) -> Predict:
@@ -239,6 +281,7 @@ def _layer_gain(inputs: Inputs) -> Predict:
 PREDICT: dict[str, Callable[[Inputs], Predict]] = {
     "destinations": _destinations,
     "product": _product_ms,
+    "grouped rate": _grouped_tflops,
     "cast": _cast,
     "pipeline": _pipeline,
     "layer": _layer_gain,

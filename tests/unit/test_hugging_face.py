@@ -15,6 +15,7 @@ from moelab.experiment import Experiment
 from moelab.experiment_file import parse, parse_overrides, read_experiment
 from moelab.model import ModelShape, count_parameters, parameters, shape_for, shape_of
 from moelab.model.hugging_face import published_models, read_model
+from moelab.projection.project import project
 
 MODELS = published_models()
 
@@ -216,3 +217,19 @@ def test_a_model_that_is_only_planned_is_refused_before_it_starts(
     assert main(["run", str(path), "--runs", str(tmp_path / "runs")]) == 3
     assert "attention is gqa: TorchTitan's DeepSeek-V3 has multi-head latent attention only" in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_published_model_is_planned_and_projected(name: str) -> None:
+    """On the newest GPUs too, where the label says that nothing like it was measured; no faster than the datasheet."""
+    experts = shape_from(name).num_experts
+    fields = parse_overrides(read_model(name).overrides) | {
+        "nodes": 64, "gpus_per_node": 4, "ep": max(ep for ep in (4, 8) if experts % ep == 0), "seq_len": 4096,
+        "local_batch": 8, "activation_checkpoint": "full", "compile": "model+loss", "precision": "mxfp8",
+    }  # fmt: skip
+    on = {"gb300_nvl72_x4": "hybridep", "b300_x256": "hybridep", "mi355x_x256": "standard"}
+    for hardware, backend in on.items():
+        found = project(parse(Experiment, {**fields, "hardware": hardware, "ep_backend": backend}))
+        assert "extrapolated" in found.label
+        assert 0.01 < found.mfu["causal"] < 0.6
+        assert found.interval[0] < found.tps < found.interval[1]

@@ -286,7 +286,7 @@ def test_a_notebook_runs_again_in_its_kernel(notebook: Path) -> None:
     run(check)
     edited = next(
         name
-        for name in ("steps", "seed", "sender", "resamples", "search_limit", "margin_nats", "layer")
+        for name in ("steps", "seed", "sender", "tokens", "search_limit", "margin_nats", "layer")
         if name in values
     )
     run(re.sub(rf"^{edited} = ", f"{edited} = 1 + ", own, flags=re.MULTILINE), check)

@@ -20,8 +20,10 @@ fused                  one copy each (TransformerEngine's fused permutation)
 DeepEP publishes bandwidths and counts *logical* bytes: a token once for each destination, those that never leave the
 node included. With N nodes a share of 1/N stays, so the network carries 1 − 1/N of the figure.
 
+HybridEP has a table of its own, on NVLink up to 36 ranks and over InfiniBand up to 8 nodes; its shares are read off it.
+
 References:
-    ``deepseek-ai/DeepEP``, README (V2) and ``docs/legacy.md`` (V1).
+    ``deepseek-ai/DeepEP``, README (V2), ``docs/legacy.md`` (V1) and, on its branch hybrid-ep, HybridEP's README.
 """
 
 from __future__ import annotations
@@ -31,9 +33,11 @@ from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Literal, NamedTuple
 
+import numpy as np
+
 from moelab.data import read_yaml
 from moelab.experiment import EPBackend, Precision
-from moelab.hardware import GPUS, Node
+from moelab.hardware import GPUS, NIC_400G, Figure, Node
 from moelab.memory.activations import BF16, Work
 from moelab.memory.sharding import Degrees
 from moelab.model import BYTES_PER_ELEMENT, ModelShape
@@ -156,8 +160,24 @@ def reached_gb_s(job: Job, calibration: Calibration) -> tuple[float, float]:
     nvlink, network = float(job.node.gpu.nvlink_gb_s or 1), float(job.node.nic_gb_s or 1)
     if job.work.backend is EPBackend.STANDARD:
         return nvlink * float(calibration.nccl_nvlink), network * float(calibration.nccl_network)
+    if job.work.backend is EPBackend.HYBRIDEP:
+        on_nvlink, on_network = hybridep_shares(job.work.ep, job.node.gpus)
+        return nvlink * on_nvlink, network * on_network
     share = calibration.deepep_v1_network if job.stack.deepep_v1 else calibration.deepep_network
     return nvlink * float(calibration.deepep_nvlink), network * float(share)
+
+
+def hybridep_shares(ep: int, joined: int) -> tuple[float, float]:
+    """What HybridEP reaches of NVLink and of the network, of their datasheets', on the wire.
+
+    Between what its table has, shares go linearly; beyond its ends, as at its ends.
+
+    Args:
+        ep: ranks of the exchange.
+        joined: consecutive ranks that NVLink joins.
+    """
+    ranks = min(ep, joined)
+    return float(np.interp(ranks, *_HYBRIDEP["ranks"])), float(np.interp(ep / ranks, *_HYBRIDEP["nodes"]))
 
 
 def exchange_job(gpu: str, *, ep: int, shape: ModelShape, tokens: int) -> Job:
@@ -268,3 +288,17 @@ class QuotedBandwidth:
 _DEEPEP = read_yaml("deepep_bandwidth.yaml")
 QUOTED = tuple(QuotedBandwidth(**row, source=_DEEPEP["sources"][row["version"]]) for row in _DEEPEP["rows"])
 """DeepEP's tables."""
+
+
+def _shares_of_hybridep(places: str, gpu: str, peak: Figure | None) -> tuple[list[int], list[float]]:
+    """Ranks or nodes of the table, and the mean of both directions there, of the datasheet's."""
+    rows = [row for row in _DEEPEP["hybridep"]["rows"] if row["gpu"] == gpu and places in row]
+    both = [(row["dispatch_gb_s"] + row["combine_gb_s"]) / 2 for row in rows]
+    at = [row[places] for row in rows]
+    return at, [rate * (1 - 1 / n) / float(peak or 1) for n, rate in zip(at, both, strict=True)]
+
+
+_HYBRIDEP = {
+    "ranks": _shares_of_hybridep("ranks", "GB200", GPUS["GB200"].nvlink_gb_s),
+    "nodes": _shares_of_hybridep("nodes", "H100", NIC_400G),
+}

@@ -8,7 +8,6 @@ Blom's approximation.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass

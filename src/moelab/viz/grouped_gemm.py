@@ -171,14 +171,13 @@ def step_parts(case: Case, rates: Rates) -> go.Figure:
     return figure.update_yaxes(autorange="reversed", showgrid=False)
 
 
-def gain_map(fitted: Fit, works: Sequence[ExpertWork], *, aspect: float = 2.25, resamples: int = 100) -> go.Figure:
+def gain_map(fitted: Fit, works: Sequence[ExpertWork], *, aspect: float = 2.25) -> go.Figure:
     """Predicted gain over rows M and weight size N·K, with layouts marked at their own gain.
 
     Args:
         fitted: constants and their spread.
         works: layouts to mark; each is labelled with the gain of its own N, K and groups.
         aspect: K / N of the map's weights; gain at equal N·K falls as it moves away from 1.
-        resamples: of the interval around the break-even line.
     """
     rates = fitted.rates()
     rows = np.logspace(*ROWS_LOG2, STEPS_M, base=2)
@@ -210,7 +209,7 @@ def gain_map(fitted: Fit, works: Sequence[ExpertWork], *, aspect: float = 2.25, 
     )
     chosen = [float(nk) for nk in np.logspace(*WEIGHTS_LOG2, STEPS_LINE, base=2)]
     cases = [Case(m=1, n=n, k=k, groups=GROUPS) for n, k in (_sides(nk, aspect) for nk in chosen)]
-    evens = [break_even(case, fitted, resamples=resamples) for case in cases]
+    evens = [break_even(case, fitted) for case in cases]
     least, most = (2**exponent for exponent in ROWS_LOG2)
     outer, line = {"color": INK, "width": 1.5, "dash": "dash"}, {"color": INK, "width": 3, "dash": "solid"}
     for name, field, style in (("low", "low", outer), ("gain 1", "value", line), ("high", "high", outer)):
