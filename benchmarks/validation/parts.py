@@ -236,7 +236,7 @@ def _wire(gpu: str, row: Row) -> Predict:
 
     def predict(calibration: Calibration) -> float:
         copy_s = 2 * BF16 * job.work.received(job.shape) * job.shape.dim / memory_rate(job, calibration)
-        return 1e6 * (exchange_time_s(job, calibration, BYTES_PER_ELEMENT["bf16"]) + copies * copy_s)
+        return 1e6 * (exchange_time_s(job, calibration, BYTES_PER_ELEMENT["bf16"], alone=True) + copies * copy_s)
 
     return predict
 

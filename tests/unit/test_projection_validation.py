@@ -11,6 +11,7 @@ from dataclasses import asdict, fields, replace
 from datetime import date
 from pathlib import Path
 
+import numpy as np
 import pytest
 from validation.parts import H200_EXCHANGES
 from validation.steps import experiment_of, job_and_memory, megatron_stages, noted_steps
@@ -24,11 +25,12 @@ from moelab.projection.calibration import CALIBRATION, fitted, with_values
 from moelab.projection.measured import ALL_TO_ALL, GROUPED_GEMM, TWO_BY_TWO, load_measured
 from moelab.projection.published import (
     ARMS,
-    equal_seconds_tps,
+    RUN_TO_RUN,
+    SOLVED,
     identification_lines,
-    meeting_all_published,
     projected_two_by_two,
     published_job,
+    remaining,
 )
 from moelab.projection.uncertainty import PART_SPREAD
 from moelab.projection.validation import (
@@ -180,13 +182,8 @@ def test_measured_constants_are_read_off_the_measurements() -> None:
     assert float(CALIBRATION.hopper_gemm) == pytest.approx(content["peaks"]["bf16_tflops"] / 989, rel=2e-3)
     assert float(CALIBRATION.copy) == pytest.approx(content["peaks"]["copy_tb_s"] / 3.35, rel=5e-3)
     wires = [row for row in load_measured(ALL_TO_ALL).rows if row["arm"] == "standard bf16"]
-    rates = [row["physical_bytes"] / row["parts_us"]["wire"] / 1e3 for row in wires]
-    assert float(CALIBRATION.nccl_nvlink) == pytest.approx(statistics.mean(rates) / 450, rel=0.02)
-    counts = next(row["parts_us"]["counts"] for row in wires if row["operation"] == "dispatch")
-    assert float(CALIBRATION.counts_s) == pytest.approx(counts / 1e6, rel=1e-2)
-    dense = [row for row in load_measured(ALL_TO_ALL).rows if row["arm"] == "deepep bf16 dense"]
-    wire_us = [row["parts_us"]["wire"] - row["physical_bytes"] / (297 * 1e3) for row in dense]
-    assert float(CALIBRATION.deepep_s) == pytest.approx(statistics.mean(wire_us) / 1e6, rel=0.02)
+    alone = statistics.mean(row["physical_bytes"] / row["parts_us"]["wire"] / 1e3 for row in wires)
+    assert float(CALIBRATION.nccl_nvlink) == pytest.approx(statistics.mean((alone, 310)) / 450, rel=0.01)
 
 
 def test_goals_are_judged_by_the_rows_that_they_name(rows: tuple[ValidationRow, ...]) -> None:
@@ -202,7 +199,7 @@ def test_goals_are_judged_by_the_rows_that_they_name(rows: tuple[ValidationRow, 
 def test_nine_in_ten_public_steps_lie_in_their_intervals(rows: tuple[ValidationRow, ...]) -> None:
     """Neither far fewer nor all: an interval that holds everything says nothing."""
     public = [row for row in timed(rows) if row.public and row.kind != "fitted"]
-    assert len(public) >= 40
+    assert len(public) >= 39
     assert LEAST_COVERAGE <= coverage(public) <= MOST_COVERAGE
 
 
@@ -218,39 +215,32 @@ def test_the_spread_of_an_all_to_all_is_no_smaller_than_its_rows_show(rows: tupl
     assert PART_SPREAD["all-to-all"] >= math.sqrt(statistics.fmean(error**2 for error in errors))
 
 
-def test_the_missing_arm_and_the_interaction() -> None:
-    forced = projected_two_by_two(Routing.ROUND_ROBIN, draws=30)
-    assert set(forced.tps) == set(ARMS)
-    assert forced.tps["bf16_standard"].value == pytest.approx(651, rel=1e-3)
-    gains = {arm: one.value for arm, one in forced.gains.items()}
-    product = gains["bf16_deepep"] * gains["mxfp8_standard"]
-    assert forced.interaction.value == pytest.approx(gains["mxfp8_deepep"] / product - 1)
-    assert forced.interaction.low <= forced.interaction.value <= forced.interaction.high
-    for arm in ARMS[1:]:
-        assert forced.gains[arm].low < forced.gains[arm].value < forced.gains[arm].high
-    random = projected_two_by_two(Routing.RANDOM_BALANCED, draws=30)
-    assert random.gains["bf16_deepep"].value < forced.gains["bf16_deepep"].value
-
-
-def test_the_published_rows_do_not_identify_the_missing_arm_nor_what_random_routing_does() -> None:
-    """Other constants meet all three rows; what they say of the rest lies outside of the drawn intervals."""
-    other = meeting_all_published()
+def test_every_set_of_constants_meets_the_published_steps_and_is_possible() -> None:
+    forced, random = (projected_two_by_two(one, draws=40) for one in (Routing.ROUND_ROBIN, Routing.RANDOM_BALANCED))
+    assert len(forced.constants) > 20
     for row in THROUGHPUT:
-        assert other.tps[row.arm] == pytest.approx(row.tps, rel=1e-5)
-    forced, random = (projected_two_by_two(one, draws=30) for one in (Routing.ROUND_ROBIN, Routing.RANDOM_BALANCED))
-    missing = forced.tps["mxfp8_standard"]
-    assert other.tps["mxfp8_standard"] > missing.high
-    assert equal_seconds_tps() > missing.high
-    assert other.deepep_gain_random < random.gains["bf16_deepep"].low
+        assert np.abs(forced.samples[row.arm] / row.tps - 1).max() < RUN_TO_RUN + 0.002
+        assert abs(forced.tps[row.arm].value / row.tps - 1) < RUN_TO_RUN
+    for name, (low, high) in SOLVED.items():
+        assert all(low <= float(getattr(one, name)) <= high for one in forced.constants)
+    gains = {arm: forced.samples[arm] / forced.samples["bf16_standard"] for arm in ARMS}
+    product = gains["bf16_deepep"] * gains["mxfp8_standard"]
+    assert forced.interaction.low == pytest.approx((gains["mxfp8_deepep"] / product - 1).min())
+    assert random.gains["bf16_deepep"].high < forced.gains["bf16_deepep"].low
+
+
+def test_the_published_steps_identify_neither_the_missing_arm_nor_what_random_routing_does() -> None:
+    """The range is wider than a run's noise, and DeepEP's gain under random routing has no sign."""
+    forced, random = (projected_two_by_two(one, draws=40) for one in (Routing.ROUND_ROBIN, Routing.RANDOM_BALANCED))
+    missing, gain = forced.tps["mxfp8_standard"], random.gains["bf16_deepep"]
+    assert missing.high / missing.low > 1 + 2 * RUN_TO_RUN
+    assert gain.low < 1 < gain.high
+    left = remaining(forced, random)
+    assert list(left.values()) == sorted(left.values())
+    assert all(0 <= one < 1 for one in left.values())
     lines = identification_lines(forced, random)
-    assert f"other constants: {other.tps['mxfp8_standard']:.0f} tokens/s" in lines[2]
-    assert lines[3].endswith(f"other constants: {other.deepep_gain_random - 1:+.0%}")
-
-
-def test_equal_seconds_saved_are_those_of_the_published_steps() -> None:
-    tokens = published_job("bf16_standard").tokens_per_gpu
-    saved_s = tokens / 859 - tokens / 918
-    assert equal_seconds_tps() == pytest.approx(tokens / (tokens / 651 - saved_s))
+    assert f"{missing.low:.0f} to {missing.high:.0f} tokens/s" in lines[1]
+    assert next(iter(left)) in lines[-1]
 
 
 def test_the_waterfall_ends_where_the_table_does(rows: tuple[ValidationRow, ...]) -> None:

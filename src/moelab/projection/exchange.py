@@ -138,8 +138,8 @@ PERMUTATIONS = {
 }
 
 
-def exchange_time_s(job: Job, calibration: Calibration, element_bytes: float) -> float:
-    """Seconds that one exchange is on its wires."""
+def exchange_time_s(job: Job, calibration: Calibration, element_bytes: float, *, alone: bool = False) -> float:
+    """Seconds that one exchange is on its wires; ``alone``, DeepEP's kernel waits for the host, in a step the GPU does."""
     if job.work.ep == 1:
         return 0.0
     row_bytes = job.work.routed_tokens * job.shape.dim * element_bytes * job.work.imbalance
@@ -149,6 +149,8 @@ def exchange_time_s(job: Job, calibration: Calibration, element_bytes: float) ->
         job.rows_sent.network * row_bytes / network_gb_s,
     )
     standard = job.work.backend is EPBackend.STANDARD
+    if alone and not standard:
+        return max(nvlink_s, network_s) / 1e9 + float(calibration.deepep_alone_s)
     latency = calibration.collective_s if standard or job.stack.host == "graphs" else calibration.deepep_s
     return max(nvlink_s, network_s) / 1e9 + float(latency)
 

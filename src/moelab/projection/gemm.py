@@ -52,8 +52,6 @@ from moelab.projection.memory_bound import memory_rate
 TILE_M, TILE_N = 128, 256
 SMS = {8: 108, 9: 132, 10: 148}
 """Streaming multiprocessors by major capability (datasheets of A100, H100 and B200)."""
-HOPPER_SM_FLOPS = 792e12 / 132
-"""FLOP/s of one SM of an H100 in BF16, at whose rate ``inner`` is."""
 LAUNCH_S = 4e-6
 TRANSPOSED_BYTES, TURNED_BYTES = 5.6, 8.3
 """Of one element of a weight and of rows that are cast along columns: read twice, written turned round, which is
@@ -78,8 +76,9 @@ class Rates(NamedTuple):
         scales_wgrad_s: of a grouped wgrad, whatever its size.
         scales_row_s: of a grouped wgrad, for each row of a group.
         memory: of other kernels, bytes a second.
-        inner: K at which half of a tile's time is its beginning and end, at the rate of an H100's SM.
+        inner: K at which half of a tile's time is its beginning and end.
         sms: streaming multiprocessors.
+        grouped_in_tiles: whether grouped products lose what their shape loses; else ``grouped`` has it.
     """
 
     gpu: str
@@ -95,6 +94,7 @@ class Rates(NamedTuple):
     memory: float
     inner: float
     sms: int
+    grouped_in_tiles: bool
 
 
 def is_blackwell(gpu: Gpu) -> bool:
@@ -139,6 +139,7 @@ def rates_of(gpu: Gpu, calibration: Calibration, *, alone: bool = False, emulate
         memory=1e12 * float(gpu.hbm_tb_s or 1) * float(c.copy),
         inner=float(c.inner),
         sms=sms_of(gpu),
+        grouped_in_tiles=not blackwell,
     )
 
 
@@ -161,7 +162,9 @@ def gemm_time_s(m: float, n: float, k: float, groups: int, rates: Rates, *, low:
 def grouped_gemm_time_s(m: float, n: float, k: float, groups: int, rates: Rates, *, low: bool, wgrad: bool) -> float:
     """Seconds of a product of ``torch._grouped_mm`` or of torchao's kernels; arguments as :func:`gemm_time_s`."""
     rate = (rates.low_wgrad if wgrad else rates.low) if low else rates.grouped
-    return _in_tiles_s(m, n, k, groups, rates, rate, low=low, wgrad=wgrad)
+    if rates.grouped_in_tiles:
+        return _in_tiles_s(m, n, k, groups, rates, rate, low=low, wgrad=wgrad)
+    return max(2 * m * n * k / rate, _memory_s(m, n, k, groups, rates, low=low, wgrad=wgrad))
 
 
 def _in_tiles_s(
@@ -169,12 +172,11 @@ def _in_tiles_s(
 ) -> float:
     """Waves of tiles at ``rate``, or memory, whichever is slower."""
     inner = k / groups if wgrad else k  # a wgrad sums over the rows of one group alone
-    lost = rates.inner * rate / rates.sms / HOPPER_SM_FLOPS  # a tile begins and ends in as long, however fast its SM is
     rows = m if wgrad else m / groups  # of one group
     # each group begins a tile of its own, so many small groups leave more of their last tiles empty
     tiles = groups * ceil(rows / TILE_M) * ceil(n / TILE_N)
     share = groups * rows * n / (TILE_M * TILE_N * ceil(tiles / rates.sms) * rates.sms)
-    compute_s = 2 * m * n * k / (rate * share * inner / (inner + lost))
+    compute_s = 2 * m * n * k / (rate * share * inner / (inner + rates.inner))
     return max(compute_s, _memory_s(m, n, k, groups, rates, low=low, wgrad=wgrad)) + LAUNCH_S
 
 

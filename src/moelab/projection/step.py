@@ -116,7 +116,12 @@ def add_host(times: Times, job: Job, calibration: Calibration, *, moe: bool) -> 
     launch_s = float(calibration.launch_s if job.stack.host == "torch" else calibration.launch_library_s)
     syncs: dict[PassName, int] = dict.fromkeys(PASSES, 0)
     if moe and job.waits_for_counts:
-        syncs = {"forward": 1, "recompute": int(job.recomputes_layers and not job.keeps_exchange), "dgrad": 0, "wgrad": 0}
+        syncs = {
+            "forward": 1,
+            "recompute": int(job.recomputes_layers and not job.keeps_exchange),
+            "dgrad": 0,
+            "wgrad": 0,
+        }
     for name, passes in (("forward", ("forward",)), ("dgrad", ("recompute", "dgrad", "wgrad"))):
         busy = sum(float(times[PASS_INDEX[one]].sum()) for one in passes)
         launched = launch_s * sum(kernels.get(one, 0.0) for one in passes)
@@ -152,7 +157,9 @@ def step_time(job: Job, calibration: Calibration) -> StepTime:
     parts[INDEX["FSDP collectives"]] += _fsdp_s(job, calibration, held, modules)
     parts[INDEX["optimizer"]] += optimizer_time_s(job, calibration, held)
     if not job.stack.distributed_optimizer:
-        parts[INDEX["memory-bound"]] += held.gathered * float(calibration.fsdp_copy_bytes) / memory_rate(job, calibration)
+        parts[INDEX["memory-bound"]] += (
+            held.gathered * float(calibration.fsdp_copy_bytes) / memory_rate(job, calibration)
+        )
     if job.stack.host == "torch":
         read_s = job.work.tokens * job.work.cp * job.microbatches * float(calibration.data_token_s)
         parts[INDEX["host and waiting"]] += float(calibration.step_s) + read_s
@@ -176,7 +183,12 @@ def stage_times(job: Job, modules: Mapping[str, Times]) -> list[Times]:
     """One micro-batch on each stage, of :func:`module_times`."""
     kinds = {}
     for stage in set(job.stages):
-        counts = {"dense": stage.dense_layers, "moe": stage.moe_layers, "head": stage.head, "embedding": stage.embedding}
+        counts = {
+            "dense": stage.dense_layers,
+            "moe": stage.moe_layers,
+            "head": stage.head,
+            "embedding": stage.embedding,
+        }
         kinds[stage] = sum((count * modules[kind] for kind, count in counts.items() if count), start=nothing())
     return [kinds[stage] for stage in job.stages]
 
