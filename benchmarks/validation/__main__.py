@@ -12,13 +12,15 @@ import argparse
 from datetime import UTC, datetime
 from pathlib import Path
 
+import pandas as pd
+
 from moelab.machine import git_commit
 from moelab.projection.calibration import fitted
-from moelab.projection.validation import NOT_PREDICTED, errors_by_kind, goals
+from moelab.projection.validation import errors_by_kind
 from moelab.runs.files import write_json, write_whole
 
 from .gemm_fit import fit_file
-from .table import refit, table_file, table_rows, with_errors
+from .table import goals, not_predicted, refit, table_file, table_rows, with_errors
 
 ROOT = Path(__file__).parents[2]
 DATA, PAGE = ROOT / "src" / "moelab" / "data", ROOT / "docs" / "measurements.md"
@@ -50,12 +52,10 @@ def main() -> None:
             inside = "" if row.interval is None else "in " if row.inside else "OUT"
             figures = f"{row.measured:10.1f} {row.predicted:10.1f} {row.error:+7.1f} {inside:3}"
             print(f"{figures} {row.kind:6} {row.source}: {row.name}")
-    for source, what, why in NOT_PREDICTED:
-        print(f"not predicted: {source}: {what}: {why}")
+    for one in not_predicted():
+        print(f"not predicted: {one['source']}: {one['what']}: {one['why']}")
     print(errors_by_kind(rows).to_string())
-    for goal in goals(rows):
-        reached = f"{goal.value:.1f} % of {goal.rows} rows (goal: {goal.least:g} to {goal.most:g} %)"
-        print(f"{'met' if goal.met else 'MISSED':6} {goal.name}: {reached}")
+    print(pd.DataFrame(goals(rows)).set_index("goal").to_string())
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any, Literal
@@ -172,99 +172,11 @@ def errors_by_kind(rows: Sequence[ValidationRow]) -> pd.DataFrame:
     return pd.DataFrame(table).set_index("rows").round(1)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Goal:
-    """A goal that was set before the model was made.
-
-    Attributes:
-        name: what it asks.
-        value: that was reached, percent.
-        least: value that is still good enough.
-        most: value that is still good enough.
-        rows: how many it is about.
-        reason: what is known about a goal that is missed.
-    """
-
-    name: str
-    value: float
-    least: float = 0.0
-    most: float
-    rows: int
-    reason: str
-
-    @property
-    def met(self) -> bool:
-        """Whether the value is good enough."""
-        return self.least <= self.value <= self.most
+def goal_table() -> pd.DataFrame:
+    """Goals that were set before the model was made, with what is reached."""
+    return pd.DataFrame(_packaged()["goals"]).set_index("goal")
 
 
-def worst_error(rows: Sequence[ValidationRow]) -> float:
-    """Largest size of an error, percent."""
-    return max(abs(row.error) for row in rows)
-
-
-_Rows = Sequence[ValidationRow]
-GOALS: tuple[tuple[str, Callable[[ValidationRow], bool], Callable[[_Rows], float], float, float], ...] = (
-    ("median error of public steps", lambda row: row.public and row.kind != "fitted", median_error, 0, 12),
-    ("public steps in their 90 % interval", lambda row: row.public and row.kind != "fitted", coverage, 80, 97),
-    ("median 90 % interval of public steps, ±", lambda row: row.public, median_width, 0, 25),
-    (
-        "worst of 1 to 16 nodes, Qwen3-30B with DeepEP",
-        lambda row: row.source == NOUS and "DeepEP" in row.name,
-        worst_error,
-        0,
-        10,
-    ),
-    ("worst of four H200s, 671B", lambda row: row.source == NOW and row.name.startswith("671B"), worst_error, 0, 3),
-    ("worst of four H200s, 16B", lambda row: row.source == NOW and row.name.startswith("16B"), worst_error, 0, 7),
-)
-"""Name, rows, what is asked of them, and the least and the most that are good enough, percent."""
-REASONS: dict[str, str] = {}
-"""What is known about goals that are missed, by name."""
-
-
-def goals(rows: Sequence[ValidationRow]) -> tuple[Goal, ...]:
-    """Every goal with what was reached."""
-    judged = []
-    for name, about, reached, least, most in GOALS:
-        group = [row for row in timed(rows) if about(row)]
-        reason = REASONS.get(name, "")
-        judged.append(Goal(name=name, value=reached(group), least=least, most=most, rows=len(group), reason=reason))
-    return tuple(judged)
-
-
-def goal_table(judged: Iterable[Goal]) -> pd.DataFrame:
-    """Goals with what was reached."""
-    return pd.DataFrame(
-        {
-            "goal": goal.name,
-            "asked": f"{goal.least:g} to {goal.most:g} %" if goal.least else f"at most {goal.most:g} %",
-            "reached": f"{goal.value:.1f} %",
-            "rows": goal.rows,
-            "": "met" if goal.met else f"MISSED {goal.reason}".strip(),
-        }
-        for goal in judged
-    ).set_index("goal")
-
-
-NOT_PREDICTED: tuple[tuple[str, str, str], ...] = (
-    ("PyTorch and Nebius", "loss of 16B in BF16 and MXFP8", "not a time; notebook 06 is about it"),
-    ("Megatron-Bridge", "TFLOP/s beside tokens/s", "the same runs; every tool counts operations in its own way"),
-    ("torchao", "speed-ups, GB/s and shares of a peak beside times", "quotients of rows that are in the table"),
-    ("SimuMax", "memory of six steps of Megatron-LM", "another stack's; benchmarks/validation/memory_megatron.py"),
-    ("Primus, SimAI, vTrain, Charon", "errors of their own predictions", "the measured steps are not at hand"),
-    (
-        "two by two",
-        "arms whose allocator retried in the timed steps",
-        "the model has no time for freeing and asking again",
-    ),
-    (
-        "two by two, H100 arms of the first campaign",
-        "FP8 arms before November 28, 23:00",
-        "their experts were BF16 in all products or in one: TorchTitan 0.3.0 drops torchao's wrapper of a weight where "
-        "ep > 1, and the model is of what runs now",
-    ),
-    ("two by two", "the trial", "one pass, in which attention had chosen tiles in its backward pass alone"),
-    ("two processor cores", "seconds of a step on a CPU", "the model has no rates of a processor"),
-)
-"""Figures of the same sources that are no rows: source, what, and why not."""
+def not_predicted() -> pd.DataFrame:
+    """Figures of the same sources that are no rows: source, what, and why not."""
+    return pd.DataFrame(_packaged()["not_predicted"]).set_index("source")
