@@ -13,6 +13,7 @@ import pandas as pd
 from scipy.optimize import root
 
 from moelab.errors import BadInput
+from moelab.experiment import Routing
 from moelab.projection.calibration import CALIBRATION, Calibration, fitted, with_values
 from moelab.projection.measured import (
     FULL_NODE,
@@ -24,6 +25,7 @@ from moelab.projection.measured import (
     load_predicted,
     node_results,
 )
+from moelab.projection.published import identification_lines, projected_two_by_two
 from moelab.projection.step import step_time, tps_of
 from moelab.projection.uncertainty import outside, relative_width
 from moelab.projection.validation import (
@@ -114,11 +116,14 @@ BEGIN, END = "<!-- written by python -m benchmarks.validation --write -->", "<!-
 
 
 def with_errors(page: str, rows: Sequence[ValidationRow]) -> str:
-    """A page of the documentation with errors by kind and the goals between its two marks."""
+    """A page of the documentation with errors by kind, the goals and what stays open between its two marks."""
     tables = (errors_by_kind(rows).map("{:g}".format).replace("nan", "–"), pd.DataFrame(goals(rows)).set_index("goal"))
+    forced, random = (projected_two_by_two(one) for one in (Routing.ROUND_ROBIN, Routing.RANDOM_BALANCED))
+    open_ = [f"- {line.strip()}" for line in identification_lines(forced, random)]
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
-    return "\n\n".join([before + BEGIN, *(_markdown(table) for table in tables), END + after])
+    blocks = [*(_markdown(table) for table in tables), "What the published study leaves open:", "\n".join(open_)]
+    return "\n\n".join([before + BEGIN, *blocks, END + after])
 
 
 def _markdown(table: pd.DataFrame) -> str:

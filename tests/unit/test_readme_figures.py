@@ -24,11 +24,9 @@ from moelab.analysis.two_by_two import (
     goal_lines,
     layer_gains,
 )
-from moelab.experiment import Routing
 from moelab.hardware import cluster_of
 from moelab.layout import check
 from moelab.memory import estimate
-from moelab.projection.calibration import CALIBRATION
 from moelab.projection.measured import (
     FULL_NODE,
     ROUTINGS,
@@ -39,8 +37,6 @@ from moelab.projection.measured import (
     load_measured,
     node_results,
 )
-from moelab.projection.published import equal_seconds_tps, meeting_all_published, projected_two_by_two, published_job
-from moelab.projection.step import step_time
 from moelab.projection.validation import validation_table
 
 ROOT = Path(__file__).parents[2]
@@ -308,16 +304,3 @@ def test_errors_by_kind() -> None:
     """Otherwise: ``python -m benchmarks.validation --write``."""
     page = (ROOT / "docs" / "measurements.md").read_text()
     assert with_errors(page, validation_table()) == page
-
-
-def test_what_is_projected_and_not_identified() -> None:
-    parts = {arm: step_time(published_job(arm), CALIBRATION).parts_s for arm in (BASELINE, "mxfp8_deepep")}
-    shares = [round(100 * each["host and waiting"] / sum(each.values())) for each in parts.values()]
-    says(f"is {shares[0]} % of the predicted BF16 step and {shares[1]} % of MXFP8 + DeepEP's")
-    forced, random = (projected_two_by_two(one, draws=2) for one in (Routing.ROUND_ROBIN, Routing.RANDOM_BALANCED))
-    missing, gain = forced.tps["mxfp8_standard"].value, random.gains["bf16_deepep"].value
-    says(f"The model says {missing:.0f} tokens/s and {gain - 1:+.0%}.".replace("%", " %"))
-    other = meeting_all_published()
-    change = f"{other.deepep_gain_random - 1:+.0%}".replace("-", "−").replace("%", " %")
-    says(f"then it says {other.tps['mxfp8_standard']:.0f} tokens/s and {change}")
-    says(f"equal seconds saved say {equal_seconds_tps():.0f} without a model")
