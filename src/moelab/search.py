@@ -36,7 +36,7 @@ from moelab.layout.mesh import divisors
 from moelab.plan import headroom_gib, rows
 from moelab.projection.calibration import CALIBRATION
 from moelab.projection.job import Job, job_of
-from moelab.projection.project import Projection, aligned, can_be_placed, project, require_figures
+from moelab.projection.project import Projection, aligned, can_be_placed, extrapolated, project, require_figures
 from moelab.projection.step import work_s
 
 VARIED = ("pp", "pp_schedule", "microbatch", "dp_replicate", "dp_shard", "cp", "tp", "ep")
@@ -339,13 +339,14 @@ class Ranked:
 
 @dataclass(frozen=True, kw_only=True)
 class Worth:
-    """A setting of the best layout: ``value`` instead of ``other``, and tokens/s/GPU with each."""
+    """A setting of the best layout: ``value`` instead of ``other``, tokens/s/GPU with each, and what that rests on."""
 
     field: str
     value: Any
     other: Any
     tps: float
     other_tps: float
+    rests_on: tuple[str, ...] = ()
 
     @property
     def percent(self) -> float:
@@ -444,11 +445,14 @@ def _estimate(cluster: Cluster) -> Callable[[Facts], float]:
     """Seconds of a layout for each token, without its collectives at the end and its optimizer."""
     known: dict[tuple[int, ...], float] = {}
 
+    def placed(facts: Facts) -> bool:
+        return can_be_placed(facts.experiment, facts.ep, cluster.node)
+
     def seconds(facts: Facts) -> float:
         size = facts.microbatch if facts.pp > 1 else facts.local_batch
         key = (size, facts.tp, facts.cp, facts.ep, facts.microbatches > 1)
         if key not in known:
-            known[key] = work_s(_job(facts, cluster), CALIBRATION) if can_be_placed(facts.experiment, facts.ep) else inf
+            known[key] = work_s(_job(facts, cluster), CALIBRATION) if placed(facts) else inf
         return known[key] * facts.tp * facts.cp / size / (1 - _bubble(facts))
 
     return seconds
@@ -469,7 +473,10 @@ def worth_of(best: Projection, given: Experiment) -> Iterator[Worth]:
         except (Refused, BadInput):
             continue
         value = getattr(best.experiment, field)
-        found.append(Worth(field=field, value=value, other=other, tps=best.tps, other_tps=changed.tps))
+        rests_on = tuple(dict.fromkeys((*best.rests_on, *changed.rests_on)))
+        found.append(
+            Worth(field=field, value=value, other=other, tps=best.tps, other_tps=changed.tps, rests_on=rests_on)
+        )
     return iter(sorted(found, key=lambda one: -abs(one.percent)))
 
 
@@ -491,17 +498,19 @@ def recommendation_text(found: Recommendation) -> str:
     counts = f"{found.found.examined:,} layouts judged, {found.found.legal:,} legal; {found.considered:,} projected"
     counts += f", of which the fastest was number {found.place:,} by a first estimate"
     counts += f"; {found.left_out:,} that the estimate has behind them are left out" if found.left_out else ""
-    label = "Speeds are derived; * extrapolated: `moelab project` says what was not seen"
-    lines = [*aligned([(*CANDIDATE_HEADER, "tokens/s/GPU"), *table]), "", f"{counts}.", f"{label}."]
+    best = found.ranked[0].projection
+    label = "Speeds are derived" + (f"; * {extrapolated(best.rests_on[0])}" if best.rests_on else "")
+    lines = [*aligned([(*CANDIDATE_HEADER, "tokens/s/GPU"), *table]), "", f"{counts}.", f"{label}.", *best.notes]
     lines += ["", "the fastest with one setting changed:"] if found.worth else []
     return "\n".join(lines + [f"  {_changed(one)}" for one in found.worth])
 
 
 def _marked(projection: Projection) -> str:
-    return f"{projection.tps:,.0f}" + ("*" if projection.outside else "")
+    return f"{projection.tps:,.0f}" + ("*" if projection.rests_on else "")
 
 
 def _changed(worth: Worth) -> str:
     value, other = (getattr(one, "value", one) for one in (worth.value, worth.other))
     change = 100 * (worth.other_tps / worth.tps - 1)
-    return f"{worth.field} {other} instead of {value}: {change:+.1f} %"
+    said = f" ({extrapolated(worth.rests_on[0])})" if worth.rests_on else ""
+    return f"{worth.field} {other} instead of {value}: {change:+.1f} %{said}"

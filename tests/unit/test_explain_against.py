@@ -166,9 +166,8 @@ def test_constants_that_say_they_are_the_traces_are(traces: dict[str, Explanatio
 @pytest.mark.parametrize("name", TRACED)
 def test_a_launch_and_a_gather_take_what_the_calibration_says(name: str) -> None:
     """Host time between launches that waits for nothing; gathers and scatters of embedding and head, ranks alike."""
-    events = [
-        one for one in json.load(gzip.open(MEASURED / f"trace_{name}.json.gz"))["traceEvents"] if one["ph"] == "X"
-    ]
+    with gzip.open(MEASURED / f"trace_{name}.json.gz") as file:
+        events = [one for one in json.load(file)["traceEvents"] if one["ph"] == "X"]
     starts = sorted(
         float(one["ts"])
         for one in events

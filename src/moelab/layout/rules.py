@@ -752,15 +752,22 @@ def _nodes_note(facts: Facts) -> str | None:
     per_node, joined = facts.experiment.gpus_per_node, facts.nvlink_ranks
     if facts.ep == 1 or per_node % facts.ep == 0:
         return None
+    # every plan that sends tokens by DeepEP between nodes says so: nobody has run this project's dispatcher there
+    deepep = facts.ep_backend is EPBackend.DEEPEP
+    unseen = (
+        "; DeepEP between nodes was never run here, and on 8 nodes with ep 64 its combine hung elsewhere "
+        "(pytorch/torchtitan issue 3877)"
+    ) * deepep
     if joined == per_node:
         return (
             f"traffic: ep {facts.ep} does not fit into a node of {per_node}, so tokens cross the network between nodes"
+            f"{unseen}"
         )
     domain = cluster_of(facts.experiment.hardware).node.domain
     placed = f"{joined // per_node} nodes of each NVLink domain of {domain} (sbatch --segment={joined // per_node})"
     if joined % facts.ep == 0:
         return f"traffic: ep {facts.ep} stays within NVLink where the job has {placed}"
-    return f"traffic: ep {facts.ep} does not fit into {placed}, so tokens cross the network between them"
+    return f"traffic: ep {facts.ep} does not fit into {placed}, so tokens cross the network between them{unseen}"
 
 
 def _routing_note(facts: Facts) -> str | None:

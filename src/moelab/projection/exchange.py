@@ -225,9 +225,12 @@ def _wait_s(job: Job, calibration: Calibration) -> float:
     Not within a node, where no measured step has room for it, nor under Megatron, whose steps have none either. Of what
     it comes from nothing is known: the five public steps of TorchTitan that send tokens over the network need it.
     """
-    if job.stack.host != "torch" or job.rows_sent.network == 0:
-        return 0.0
-    return float(calibration.wait_s) * expected_maximum(job.work.ep)
+    return float(calibration.wait_s) * expected_maximum(job.work.ep) if waits_over_network(job) else 0.0
+
+
+def waits_over_network(job: Job) -> bool:
+    """Whether exchanges wait for ranks of other nodes."""
+    return job.stack.host == "torch" and job.work.ep > 1 and job.rows_sent.network > 0
 
 
 def _exposed_s(times: Times, job: Job, passes: tuple[PassName, ...], exchange_s: float) -> float:

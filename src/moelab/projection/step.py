@@ -85,7 +85,7 @@ def embedding_times(job: Job, calibration: Calibration) -> Times:
 ATTENTION_LAUNCHES, ROUTER_LAUNCHES, BACKWARD_LAUNCHES, EAGER_LAUNCHES = 12, 18, 1.6, 1.6
 """Kernels of attention's and the router's own forward pass that belong to no product (of the router with the grouped
 products' bookkeeping); kernels of a backward pass for each of forward; operators for each kernel of a compiled layer.
-Launches of the traced steps: 84 in a forward pass of an MoE layer, 300 in all passes of one under full checkpointing."""
+The traced steps launch 84 in a forward pass of an MoE layer, and 300 in all passes of one under full checkpointing."""
 
 
 def launches(job: Job, *, moe: bool) -> dict[PassName, float]:
@@ -107,8 +107,8 @@ def launches(job: Job, *, moe: bool) -> dict[PassName, float]:
 def add_host(times: Times, job: Job, calibration: Calibration, *, moe: bool) -> None:
     """What the GPU waits for the host: where launching takes longer than what is launched, and where they meet.
 
-    The host is ahead as long as the GPU has more to do. A dispatch whose host waits for the counts of its rows takes the
-    lead away: what follows reaches the GPU ``sync_s`` later.
+    The host is ahead as long as the GPU has more to do. A dispatch whose host waits for the counts of its rows takes
+    the lead away: what follows reaches the GPU ``sync_s`` later.
     """
     if job.stack.host == "graphs":
         return
@@ -146,12 +146,18 @@ def step_time(job: Job, calibration: Calibration) -> StepTime:
     modules = module_times(job, calibration)
     stages = stage_times(job, modules)
     sums = {id(table): table.sum(axis=1).tolist() for table in stages}
-    durations = tuple(Durations(one[0], one[1] + one[2], one[3]) for one in (sums[id(table)] for table in stages))
     message_s = _message_s(job, calibration)
+    # a card that sends activations to the next stage does not send rows meanwhile
+    shared_s = message_s if job.gpus > job.node.gpus and job.rows_sent.network else 0.0
+    durations = tuple(
+        Durations(forward + shared_s, recompute + dgrad + shared_s, wgrad)
+        for forward, recompute, dgrad, wgrad in (sums[id(table)] for table in stages)
+    )
     played = simulate(job.schedule, durations, pp=job.pp, microbatches=job.microbatches, message_s=message_s)
     busiest = int(np.argmax(played.busy_s))
-    parts = job.microbatches * sum(stages[stage].sum(axis=0) for stage in job.stages_of_rank[busiest])
-    parts = np.asarray(parts, dtype=np.float64)
+    mine = job.stages_of_rank[busiest]
+    parts = np.asarray(job.microbatches * sum(stages[stage].sum(axis=0) for stage in mine), dtype=np.float64)
+    parts[INDEX["all-to-all"]] += 2 * job.microbatches * len(mine) * shared_s
     parts[INDEX["pipeline bubble"]] += played.makespan_s - played.busy_s[busiest]
     held = held_by_rank(job, busiest)
     parts[INDEX["FSDP collectives"]] += _fsdp_s(job, calibration, held, modules)

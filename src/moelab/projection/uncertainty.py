@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from moelab.experiment import EPBackend, Precision
 from moelab.hardware import ROCM
+from moelab.projection.exchange import waits_over_network
 from moelab.projection.gemm import is_blackwell
 from moelab.projection.job import Job
 
@@ -42,8 +43,8 @@ PART_SPREAD = {
 """Standard deviation of each part, relative to it: judged by the validation table's rows of that kind, and by guess
 where no row is of that kind alone (attention, stragglers). A test holds whole steps against the interval."""
 SYSTEM_SPREAD = 0.09
-"""Standard deviation of a whole step between two systems of one kind, from public steps of the validation table: of half
-of them, the error is below 7 %."""
+"""Standard deviation of a whole step between two systems of one kind, from public steps of the validation table: half
+of them are less than 8 % off."""
 OUTSIDE_FACTOR = 1.8
 """How much wider an interval is outside of what the model was held against: enough for nine of ten such rows of the
 validation table; one of GB300, 28 % off, is the worst."""
@@ -53,6 +54,7 @@ DIMENSIONS = ((2048, 7168), (768, 2048))
 """Least and most of a model's and its experts' dimensions, from Qwen3-30B to DeepSeek-V3."""
 MOST_IMBALANCE = 1.5
 """Of the busiest rank, over the mean: what is known of a router's own choice in public steps is that it trained."""
+WAIT = "what TorchTitan's exchanges wait for over the network: known from public 671B steps with EP 32 alone"
 
 
 def relative_width(parts_s: Mapping[str, float], *, extrapolated: bool = False) -> float:
@@ -96,8 +98,8 @@ def outside(job: Job) -> tuple[str, ...]:
             f"network of {float(node.nic_gb_s or 0):g} GB/s: seen at {NETWORK_GB_S:g}",
         ),
         (
-            titan and job.rows_sent.network > 0 and not _as_published(job),
-            "what TorchTitan's exchange waits for over the network: known from public 671B steps with EP 32 alone",
+            waits_over_network(job) and not _as_published(job),
+            WAIT,
         ),
         (job.precision is Precision.FP8 and is_blackwell(node.gpu), "FP8 on Blackwell: no rate of it was measured"),
         (job.emulated and is_blackwell(node.gpu), "emulated MXFP8 on Blackwell: seen on H100"),
