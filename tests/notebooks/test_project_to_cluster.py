@@ -38,8 +38,11 @@ def test_its_defaults_show_what_it_says(by_nbmake: Callable[[str], Ran]) -> None
     assert all("derived" in title for title in ran.titles())
     assert len(ran.shown(WIDGET)) == 1
     printed = ran.printed
-    for said in ("MISSED", "met", "steps of others, seen", "layouts judged", "replayed: the model's own"):
+    for said in ("layouts judged", "replayed: the model's own"):
         assert said in printed
+    tables = " ".join(ran.shown("text/plain"))
+    for said in ("MISSED", "met", "steps of others, seen", "H100 arms, later"):
+        assert said in tables
     assert printed.count("not yet") == 3  # the unsolved exercises
 
 
@@ -97,8 +100,8 @@ def test_two_steps_of_the_waterfall_make_most_of_the_way() -> None:
     changes = waterfall()
     steps = {later.name: later.tps - before.tps for before, later in pairwise(changes)}
     first, second = sorted(steps, key=lambda name: steps[name])[-2:]
-    assert {first.split(",")[0], second} == {"CUDA graphs", "all-to-all beside compute"}
-    assert steps[first] + steps[second] > 0.75 * (changes[-1].tps - changes[0].tps)
+    assert {first.split(",")[0], second.split(" by ")[0]} == {"CUDA graphs", "all-to-all"}
+    assert steps[first] + steps[second] > 0.7 * (changes[-1].tps - changes[0].tps)
 
 
 def test_answers_of_the_exercises() -> None:
