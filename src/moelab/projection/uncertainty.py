@@ -30,7 +30,7 @@ PART_SPREAD = {
     "other GEMMs": 0.15,
     "quantisation": 0.20,
     "permutation and padding": 0.35,
-    "all-to-all": 0.30,
+    "all-to-all": 0.32,
     "memory-bound": 0.20,
     "tensor-parallel collectives": 0.20,
     "context-parallel collectives": 0.50,
