@@ -139,7 +139,10 @@ PERMUTATIONS = {
 
 
 def exchange_time_s(job: Job, calibration: Calibration, element_bytes: float, *, alone: bool = False) -> float:
-    """Seconds that one exchange is on its wires; ``alone``, DeepEP's kernel waits for the host, in a step the GPU does."""
+    """Seconds that one exchange is on its wires.
+
+    ``alone``, it is DeepEP's kernel that waits for the host; in a step the GPU does, and that is no part of it.
+    """
     if job.work.ep == 1:
         return 0.0
     row_bytes = job.work.routed_tokens * job.shape.dim * element_bytes * job.work.imbalance

@@ -1,8 +1,8 @@
-"""The published two-by-two: what three measured steps say of the arm that is missing and of random routing, and what not.
+"""The published two-by-two: what three measured steps say of the missing arm and of random routing, and what not.
 
-No profile of those steps was published, and other constants than the model's meet them as well. So the answer is a set:
-constants are drawn, those of :data:`UNKNOWN` over all that is thinkable and the others around their values, as uncertain
-as the way in which each is known; then the three of :data:`SOLVED`, which decide most, are found with which the model
+No profile of those steps was published, and other constants than the model's meet them as well. So the answer is a set.
+Constants are drawn: those of :data:`UNKNOWN` over all that is thinkable, the others around their values, as uncertain
+as the way in which each is known. Then the three of :data:`SOLVED`, which decide most, are found with which the model
 meets 651, 859 and 918 tokens/s, each within :data:`RUN_TO_RUN`, for one run an arm was published and no variance. What
 would need impossible values is dropped. Every figure is the range over the sets that are left, with their median.
 
@@ -174,7 +174,7 @@ MEASUREMENTS = {
     "nccl_network": "the standard all-to-all alone on four nodes",
     "blackwell_grouped": "BF16 grouped products in a step on one GPU",
 }
-"""By the constant that each would settle; a run of the missing arm, or of one with random routing, would settle another."""
+"""By the constant that each would settle; two runs that were not published would settle more than one."""
 
 
 def remaining(forced: TwoByTwo, random: TwoByTwo) -> dict[str, float]:
