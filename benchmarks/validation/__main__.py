@@ -9,15 +9,17 @@ python -m benchmarks.validation --fit        # the fitted constants, as the rows
 from __future__ import annotations
 
 import argparse
+import json
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
 from moelab.machine import git_commit
 from moelab.projection.calibration import fitted
 from moelab.projection.validation import errors_by_kind
-from moelab.runs.files import write_json, write_whole
+from moelab.runs.files import write_whole
 
 from .gemm_fit import fit_file
 from .table import goals, not_predicted, refit, table_file, table_rows, with_errors
@@ -25,6 +27,16 @@ from .table import goals, not_predicted, refit, table_file, table_rows, with_err
 ROOT = Path(__file__).parents[2]
 DATA, PAGE = ROOT / "src" / "moelab" / "data", ROOT / "docs" / "measurements.md"
 TABLE, GEMM_FIT = DATA / "validation.json", DATA / "gemm_fit.json"
+
+
+def one_row_a_line(content: Any) -> str:
+    """JSON in which a difference is as short as what differs: mappings over lines, rows of a list on one each."""
+    if isinstance(content, dict):
+        lines = [f"{json.dumps(key)}: {one_row_a_line(value)}" for key, value in content.items()]
+        return "{\n" + ",\n".join(lines) + "\n}"
+    if isinstance(content, list) and content and isinstance(content[0], dict | list):
+        return "[\n" + ",\n".join(json.dumps(row, ensure_ascii=False) for row in content) + "\n]"
+    return json.dumps(content, ensure_ascii=False)
 
 
 def main() -> None:
@@ -42,8 +54,8 @@ def main() -> None:
         return
     if options.write:
         content = table_file(date=datetime.now(UTC).isoformat(timespec="seconds"), git_commit=git_commit())
-        write_json(TABLE, content)
-        write_json(GEMM_FIT, fit_file())
+        write_whole(TABLE, one_row_a_line(content) + "\n")
+        write_whole(GEMM_FIT, one_row_a_line(fit_file()) + "\n")
         write_whole(PAGE, with_errors(PAGE.read_text(), table_rows()))
         return
     rows = table_rows()

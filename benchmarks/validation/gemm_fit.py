@@ -378,17 +378,22 @@ def fit_file(draws: int = DRAWS) -> dict[str, Any]:
     return {
         "label": "derived",
         "what": "benchmarks/validation/gemm_fit.py, as python -m benchmarks.validation --write wrote it",
-        "left_out": leave_one_out().to_dict("records"),
+        "left_out": _rounded(leave_one_out()),
         "fits": {
             one.gpu.name: {
                 "free": list(one.free),
-                "residuals": one.residuals().to_dict("records"),
+                "residuals": _rounded(one.residuals()),
                 "values": _values(one.calibration, one.free),
                 "draws": [_values(drawn, one.free) for drawn in resampled(one, draws)],
             }
             for one in (fitted_b200(), fitted_h100())
         },
     }
+
+
+def _rounded(table: pd.DataFrame) -> list[dict[str, Any]]:
+    numbers = table.select_dtypes("float").map(lambda value: float(f"{value:.6g}"))
+    return table.assign(**numbers).to_dict("records")
 
 
 def _values(calibration: Calibration, free: Sequence[str]) -> list[float]:

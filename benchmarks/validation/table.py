@@ -155,7 +155,7 @@ def table_file(*, date: str, git_commit: str | None) -> dict[str, Any]:
         "goals": goals(rows),
         "not_predicted": not_predicted(),
         "rows": [asdict(row) for row in rows],
-        "waterfall": [asdict(change) for change in waterfall(steps())],
+        "waterfall": [{"name": one.name, "tps": six_digits(one.tps)} for one in waterfall(steps())],
     }
 
 
@@ -175,6 +175,11 @@ def predicted_by(step: Step, calibration: Calibration) -> tuple[float, tuple[flo
     return value, (value / (1 + width), value * (1 + width))
 
 
+def six_digits(value: float) -> float:
+    """As the file has it: what follows differs between machines."""
+    return float(f"{value:.6g}")
+
+
 def rows_of_step(step: Step, calibration: Calibration = CALIBRATION) -> list[ValidationRow]:
     """Its speed and its memory, as far as each was measured and can be predicted."""
     rows = []
@@ -189,8 +194,8 @@ def rows_of_step(step: Step, calibration: Calibration = CALIBRATION) -> list[Val
                 kind="fitted" if step.name in fitted_on(calibration) else step.kind,
                 unit=step.unit,
                 measured=step.measured,
-                predicted=value,
-                interval=interval,
+                predicted=six_digits(value),
+                interval=interval and (six_digits(interval[0]), six_digits(interval[1])),
                 inferred=step.inferred,
                 reference=step.reference,
             )
@@ -205,7 +210,7 @@ def rows_of_step(step: Step, calibration: Calibration = CALIBRATION) -> list[Val
                 kind="fitted" if step.name == MEMORY_FITTED_ON else step.kind,
                 unit="GiB",
                 measured=step.memory_gib,
-                predicted=step.memory_predicted_gib,
+                predicted=six_digits(step.memory_predicted_gib),
                 inferred=step.inferred,
                 reference=step.reference,
             )
@@ -232,7 +237,7 @@ def row_of_part(part: Part, calibration: Calibration = CALIBRATION) -> Validatio
         kind="fitted" if part.fitted else "seen",
         unit=part.unit,
         measured=part.measured,
-        predicted=part.predict(calibration),
+        predicted=six_digits(part.predict(calibration)),
         reference=part.reference,
     )
 
