@@ -72,9 +72,12 @@ def test_a_cluster_too_small_is_refused_with_the_plans_reason() -> None:
 def test_the_published_step_is_as_described() -> None:
     parts = step_time(published_job("bf16_standard"), CALIBRATION).parts_s
     total_s = sum(parts.values())
-    assert total_s == pytest.approx(201.3, rel=0.01)
+    assert 1.05 < total_s / 201.3 < 1.15
+    assert 0.2 < parts["imbalance and stragglers"] / total_s < 0.3
+    with_deepep = step_time(published_job("bf16_deepep"), CALIBRATION).parts_s
+    assert with_deepep["imbalance and stragglers"] / sum(with_deepep.values()) == pytest.approx(0.4, abs=0.03)
     assert max(parts, key=lambda name: parts[name]) == "all-to-all"
-    assert 0.40 < parts["all-to-all"] / total_s < 0.50
+    assert 0.35 < parts["all-to-all"] / total_s < 0.40
     products = sum(parts[name] for name in ("expert GEMMs", "other GEMMs", "attention"))
     assert 0.2 < products / total_s < 0.3
 
@@ -88,12 +91,11 @@ def test_errors_by_kind_are_in_the_order_that_it_says() -> None:
 
 
 def test_the_missing_arm_and_the_routing_are_as_described() -> None:
-    forced, random = (projected_two_by_two(one, draws=50) for one in (Routing.ROUND_ROBIN, Routing.RANDOM_BALANCED))
-    assert 1.01 < forced.gains["mxfp8_standard"].value < 1.05
-    assert 1.30 < forced.gains["bf16_deepep"].value < 1.45
-    assert 1.18 < random.gains["bf16_deepep"].value < 1.30
-    for one in (forced, random):
-        assert -0.02 < one.interaction.low < one.interaction.high < 0.02
+    forced, random = (projected_two_by_two(one) for one in (Routing.ROUND_ROBIN, Routing.RANDOM_BALANCED))
+    missing, gain = forced.tps["mxfp8_standard"], random.gains["bf16_deepep"]
+    assert (missing.low, missing.high) == (pytest.approx(655, abs=8), pytest.approx(715, abs=8))
+    assert (gain.low, gain.high) == (pytest.approx(2 / 3, abs=0.06), pytest.approx(1.1, abs=0.04))
+    assert 0 < forced.interaction.low < 0.015 < forced.interaction.high < 0.03
 
 
 def test_two_steps_of_the_waterfall_make_most_of_the_way() -> None:
@@ -107,7 +109,7 @@ def test_two_steps_of_the_waterfall_make_most_of_the_way() -> None:
 def test_answers_of_the_exercises() -> None:
     parts = step_time(published_job("bf16_standard"), CALIBRATION).parts_s
     total_s = sum(parts.values())
-    assert 100 * (total_s / (total_s - parts["all-to-all"]) - 1) == pytest.approx(82, abs=6)
+    assert 100 * (total_s / (total_s - parts["all-to-all"]) - 1) == pytest.approx(60, abs=6)
     points = by_network(defaults().to_experiment(), "B200", (50.0, 100.0))
     tps = {(point.series, point.x): point.projection.tps for point in points}
     assert tps["bf16_standard", 100.0] / tps["bf16_standard", 50.0] > 1.15

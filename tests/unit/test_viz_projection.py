@@ -257,7 +257,7 @@ def test_arms_beside_their_projection() -> None:
     known = {"bf16_standard": 100.0, "bf16_deepep": 120.0}
     figure = arms_beside_projection(known, {"here": projected}, known_words="quoted", words="Words.")
     assert "+25.0% off at worst (BF16 + DeepEP)" in title(figure)
-    assert "MXFP8 + standard all-to-all is not identified: 110 (99 to 132) by this model's" in title(figure)
+    assert "MXFP8 + standard all-to-all is not identified: 110 (99 to 132)" in title(figure)
     circles, squares = figure.data
     assert list(circles.y) == [100.0, 120.0]
     assert list(squares.error_y.array) == pytest.approx([20.0, 30.0, 22.0])
@@ -274,7 +274,7 @@ def test_gains_and_what_is_left_of_their_product() -> None:
     assert left.x[0] == pytest.approx(100 * found.interaction.value)
     none = found.interaction.low <= 0 <= found.interaction.high
     assert ("no interaction is shown" in title(figure)) is none
-    assert "the published rows identify neither" in title(figure)
+    assert "those steps identify neither" in title(figure)
 
 
 # The explorer

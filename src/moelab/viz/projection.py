@@ -157,7 +157,12 @@ def _saving(groups: Mapping[str, Sequence[float]], totals: Mapping[str, float]) 
 
 
 def arms_beside_projection(
-    known: Mapping[str, float], projected: Mapping[str, Mapping[str, Estimate]], *, known_words: str, words: str
+    known: Mapping[str, float],
+    projected: Mapping[str, Mapping[str, Estimate]],
+    *,
+    known_words: str,
+    words: str,
+    ends: str = f"{LEVEL} interval",
 ) -> go.Figure:
     """Throughput of arms as it is known, and as it is projected.
 
@@ -166,11 +171,12 @@ def arms_beside_projection(
         projected: estimates by arm, for each condition by name; the first condition is that of ``known``.
         known_words: what ``known`` is, such as "published (quoted)".
         words: of which runs, for the subtitle.
+        ends: what the ends of an estimate are.
     """
     arms = list(dict.fromkeys([*(arm for estimates in projected.values() for arm in estimates), *known]))
     figure = new_figure(
         _worst_error(known, next(iter(projected.values()))),
-        subtitle=f"{words} {f'Circles: {known_words}. ' if known else ''}Projections with their {LEVEL} interval.",
+        subtitle=f"{words} {f'Circles: {known_words}. ' if known else ''}Projections with their {ends}.",
         note=f"{known_words} against derived" if known else "derived: the step-time model",
     )
     numbers = {"mode": "markers+text", "hovertemplate": "%{y:,.0f} tokens/s<extra></extra>"}
@@ -215,7 +221,7 @@ def _worst_error(known: Mapping[str, float], projected: Mapping[str, Estimate]) 
     return "; ".join(
         [
             f"The projection is {errors[worst]:+.1%} off at worst ({arm_label(worst)})",
-            *(f"{arm_label(arm)} is not identified: {bounds[arm]} by this model's constants" for arm in unknown),
+            *(f"{arm_label(arm)} is not identified: {bounds[arm]}" for arm in unknown),
         ]
     )
 
@@ -231,7 +237,7 @@ def gains_and_interaction(routings: Sequence[TwoByTwo]) -> go.Figure:
     headed = new_figure(
         _composition(routings),
         subtitle=f"Left: gain over {arm_label(BASELINE)}. Right: gain of both over the product of the gains of each. "
-        f"{LEVEL} intervals over draws of the model's constants, each of which meets the published baseline.",
+        "Medians and ranges over all constants that meet the three published steps.",
         note="derived: MXFP8 + standard all-to-all was never published",
         height=390,
     )
@@ -273,8 +279,8 @@ def _composition(routings: Sequence[TwoByTwo]) -> str:
     low, gain, high = _percent(routings[0].gains["mxfp8_standard"])
     product = "no interaction is shown" if compose else "the two gains do not simply multiply"
     return (
-        f"By this model's constants {alone} alone gains {gain:.1f} % ({low:.1f} to {high:.1f}) and "
-        f"{product}; the published rows identify neither"
+        f"By all constants that meet the published steps {alone} alone gains {gain:.1f} % ({low:.1f} to {high:.1f}) "
+        f"and {product}; those steps identify neither"
     )
 
 
