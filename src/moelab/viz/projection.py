@@ -12,12 +12,22 @@ from plotly.subplots import make_subplots
 
 from moelab.analysis.arms import arm_label, contrast
 from moelab.experiment import Experiment
-from moelab.projection.megatron import Change
 from moelab.projection.project import DEEPSEEK_TOKENS, Cost, Projection, cost, project
 from moelab.projection.published import TwoByTwo
 from moelab.projection.uncertainty import OUTSIDE_FACTOR, Estimate
+from moelab.projection.validation import Change
 from moelab.sweep import GPUS_OF_NODE, PROFILES, Point, cluster_like, on
-from moelab.viz.draw import diamonds, draw_arm_axis, draw_band, error_bars, in_panel, panels, running_bars, write_beside
+from moelab.viz.draw import (
+    diamonds,
+    draw_arm_axis,
+    draw_band,
+    error_bars,
+    in_panel,
+    inside,
+    panels,
+    running_bars,
+    write_beside,
+)
 from moelab.viz.theme import INK, MUTED, OTHER, ArmStyle, arm_styles, new_figure, plot_text, wrap
 from moelab.viz.widget import Explorer, labelled_control, menu
 
@@ -73,8 +83,7 @@ def step_breakdown(parts_s: Mapping[str, float], *, measured_s: float | None = N
         height=180 + 26 * len(parts),
     )
     names, values = [*(name for name, _ in parts), "whole step"], [*(value for _, value in parts), total_s]
-    colors = ["#56B4E9"] * len(parts) + [OTHER]
-    bars = running_bars(names, values, colors, hover="%{y}: %{x:.2f} s<extra></extra>")
+    bars = running_bars(names, values, ["#56B4E9"] * len(parts) + [OTHER], hover="%{y}: %{x:.2f} s<extra></extra>")
     figure.add_trace(bars)
     # Seconds stand left of bars that begin beyond the middle, and right of the others.
     left = [start > 0.5 * total_s for start in bars.base]
@@ -109,8 +118,17 @@ def arm_breakdowns(
     totals = {arm: sum(parts.values()) for arm, parts in parts_s.items()}
     groups = {name: [sum(parts[one] for one in GROUPS[name]) for parts in parts_s.values()] for name in GROUPS}
     quoted = " Diamonds: published (quoted)." if published_s else ""
+    first, fastest = next(iter(totals)), min(totals, key=totals.__getitem__)
+    finding = f"{arm_label(first)}: {totals[first]:,.0f} s a step"
+    if fastest != first:  # what sets it apart from the first
+        saved = {name: values[0] - values[list(totals).index(fastest)] for name, values in groups.items()}
+        most = max(saved, key=saved.__getitem__)
+        finding = (
+            f"{arm_label(fastest)} saves {totals[first] - totals[fastest]:,.0f} s of {totals[first]:,.0f} s: "
+            f"{saved[most]:,.0f} s of {most}"
+        )
     figure = new_figure(
-        _saving(groups, totals),
+        finding,
         subtitle=f"{words} The busiest pipeline rank, parts that add up to the step.{quoted}",
         note=NOTE,
         height=330 + 42 * len(parts_s),
@@ -124,11 +142,11 @@ def arm_breakdowns(
             name=name,
             orientation="h",
             marker={"color": color, "pattern": pattern},
-            text=[f"{value:,.0f}" if value > 0.05 * longest else "" for value in values],
-            textposition="inside",
-            insidetextanchor="middle",
-            textangle=0,
-            textfont={"color": "white" if color in _DARK else INK, "size": 13},
+            **inside(
+                [f"{value:,.0f}" if value > 0.05 * longest else "" for value in values],
+                color="white" if color in _DARK else INK,
+                size=13,
+            ),
             hovertemplate=f"{plot_text(name)}: %{{x:.1f}} s<extra></extra>",
         )
     published = published_s or {}
@@ -142,22 +160,13 @@ def arm_breakdowns(
     return figure.update_layout(barmode="relative", bargap=0.35, hovermode="closest", legend_y=-0.22)
 
 
-def _saving(groups: Mapping[str, Sequence[float]], totals: Mapping[str, float]) -> str:
-    """What sets the fastest arm apart from the first."""
-    first, fastest = next(iter(totals)), min(totals, key=totals.__getitem__)
-    if fastest == first:
-        return f"{arm_label(first)}: {totals[first]:,.0f} s a step"
-    place = list(totals).index(fastest)
-    saved = {name: values[0] - values[place] for name, values in groups.items()}
-    most = max(saved, key=saved.__getitem__)
-    return (
-        f"{arm_label(fastest)} saves {totals[first] - totals[fastest]:,.0f} s of {totals[first]:,.0f} s: "
-        f"{saved[most]:,.0f} s of {most}"
-    )
-
-
 def arms_beside_projection(
-    known: Mapping[str, float], projected: Mapping[str, Mapping[str, Estimate]], *, known_words: str, words: str
+    known: Mapping[str, float],
+    projected: Mapping[str, Mapping[str, Estimate]],
+    *,
+    known_words: str,
+    words: str,
+    ends: str = f"{LEVEL} interval",
 ) -> go.Figure:
     """Throughput of arms as it is known, and as it is projected.
 
@@ -166,11 +175,12 @@ def arms_beside_projection(
         projected: estimates by arm, for each condition by name; the first condition is that of ``known``.
         known_words: what ``known`` is, such as "published (quoted)".
         words: of which runs, for the subtitle.
+        ends: what the ends of an estimate are.
     """
     arms = list(dict.fromkeys([*(arm for estimates in projected.values() for arm in estimates), *known]))
     figure = new_figure(
         _worst_error(known, next(iter(projected.values()))),
-        subtitle=f"{words} {f'Circles: {known_words}. ' if known else ''}Projections with their {LEVEL} interval.",
+        subtitle=f"{words} {f'Circles: {known_words}. ' if known else ''}Projections with their {ends}.",
         note=f"{known_words} against derived" if known else "derived: the step-time model",
     )
     numbers = {"mode": "markers+text", "hovertemplate": "%{y:,.0f} tokens/s<extra></extra>"}
@@ -185,11 +195,11 @@ def arms_beside_projection(
     )
     for number, (condition, estimates) in enumerate(projected.items()):
         color, symbol = _LOOKS[number]
-        ends = [(one.low, one.value, one.high) for one in estimates.values()]
+        spans = [(one.low, one.value, one.high) for one in estimates.values()]
         figure.add_scatter(
             x=[arms.index(arm) - 0.08 + 0.3 * number for arm in estimates],
             y=[one.value for one in estimates.values()],
-            error_y=error_bars(ends, thickness=1.5, width=5),
+            error_y=error_bars(spans, thickness=1.5, width=5),
             text=[f"{one.value:,.0f}" for one in estimates.values()],
             textposition="middle right",
             textfont={"color": color, "size": 12},
@@ -215,7 +225,7 @@ def _worst_error(known: Mapping[str, float], projected: Mapping[str, Estimate]) 
     return "; ".join(
         [
             f"The projection is {errors[worst]:+.1%} off at worst ({arm_label(worst)})",
-            *(f"{arm_label(arm)} is not identified: {bounds[arm]} by this model's constants" for arm in unknown),
+            *(f"{arm_label(arm)} is not identified: {bounds[arm]}" for arm in unknown),
         ]
     )
 
@@ -228,10 +238,15 @@ def gains_and_interaction(routings: Sequence[TwoByTwo]) -> go.Figure:
     """
     arms = list(arm_styles(routings[0].gains))
     labels = ["<br>".join(wrap(arm_label(arm), 20)) for arm in arms]
+    low, gain, high = _percent(routings[0].gains["mxfp8_standard"])
+    compose = all(one.interaction.low <= 0 <= one.interaction.high for one in routings)
     headed = new_figure(
-        _composition(routings),
+        f"By all constants that meet the published steps {contrast('mxfp8_standard', BASELINE)[0]} alone gains "
+        f"{gain:.1f} % ({low:.1f} to {high:.1f}) and "
+        f"{'no interaction is shown' if compose else 'the two gains do not simply multiply'}; those steps identify "
+        "neither",
         subtitle=f"Left: gain over {arm_label(BASELINE)}. Right: gain of both over the product of the gains of each. "
-        f"{LEVEL} intervals over draws of the model's constants, each of which meets the published baseline.",
+        "Medians and ranges over all constants that meet the three published steps.",
         note="derived: MXFP8 + standard all-to-all was never published",
         height=390,
     )
@@ -267,17 +282,6 @@ def _percent(ratio: Estimate) -> tuple[float, float, float]:
     return 100 * (ratio.low - 1), 100 * (ratio.value - 1), 100 * (ratio.high - 1)
 
 
-def _composition(routings: Sequence[TwoByTwo]) -> str:
-    compose = all(one.interaction.low <= 0 <= one.interaction.high for one in routings)
-    alone, _, _ = contrast("mxfp8_standard", BASELINE)
-    low, gain, high = _percent(routings[0].gains["mxfp8_standard"])
-    product = "no interaction is shown" if compose else "the two gains do not simply multiply"
-    return (
-        f"By this model's constants {alone} alone gains {gain:.1f} % ({low:.1f} to {high:.1f}) and "
-        f"{product}; the published rows identify neither"
-    )
-
-
 FIELDS: Mapping[str, tuple[Any, ...]] = {
     "precision": ("bf16", "mxfp8"),
     "ep_backend": ("standard", "deepep"),
@@ -301,7 +305,7 @@ def waterfall_bars(changes: Sequence[Change], *, quoted_first: float, quoted_las
     """What each change adds, in the order in which they are listed.
 
     Args:
-        changes: of :func:`moelab.projection.megatron.waterfall`.
+        changes: of :func:`moelab.projection.validation.waterfall`.
         quoted_first: published tokens/s per GPU of the first.
         quoted_last: published tokens/s per GPU of the last.
     """
@@ -334,11 +338,11 @@ def waterfall_bars(changes: Sequence[Change], *, quoted_first: float, quoted_las
 
 
 HOLLOW = f"Hollow: outside of what the model was held against, interval {OUTSIDE_FACTOR:g} times as wide."
-KINDS: Mapping[str, tuple[str, str, str]] = {
-    "H100": ("#009E73", "longdash", "cross"),
-    "H200": ("#CC79A7", "dot", "diamond"),
-    "B200": ("#0072B2", "solid", "circle"),
-    "GB200": ("#D55E00", "dash", "square"),
+KINDS: Mapping[str, ArmStyle] = {
+    "H100": ArmStyle(label="H100", color="#009E73", dash="longdash", symbol="cross"),
+    "H200": ArmStyle(label="H200", color="#CC79A7", dash="dot", symbol="diamond"),
+    "B200": ArmStyle(label="B200", color="#0072B2", dash="solid", symbol="circle"),
+    "GB200": ArmStyle(label="GB200", color="#D55E00", dash="dash", symbol="square"),
 }
 
 
@@ -376,8 +380,7 @@ def size_curves(points: Sequence[Point], *, words: str) -> go.Figure:
         f"Bands: 90 % intervals. {HOLLOW}",
         note="derived: the step-time model",
     )
-    kinds = {kind: ArmStyle(label=kind, color=c, dash=d, symbol=s) for kind, (c, d, s) in KINDS.items()}
-    shown = {kind: style for kind, style in kinds.items() if any(point.series == kind for point in points)}
+    shown = {kind: style for kind, style in KINDS.items() if any(point.series == kind for point in points)}
     _draw_lines(figure, points, shown, banded=tuple(shown))
     return figure.update_xaxes(title_text="GPUs", ticktext=[f"{x:,.0f}" for x in figure.layout.xaxis.tickvals])
 
@@ -409,11 +412,7 @@ def cost_bars(costs: Mapping[str, Cost], *, tokens: float, words: str) -> go.Fig
                 x=[""],
                 y=[height],
                 marker={"color": style.fill(0.35), "line": {"color": style.color, "width": 2}},
-                text=[f"{height:,.1f}"],
-                textposition="inside",
-                insidetextanchor="end",
-                textangle=0,
-                textfont={"color": INK, "size": 13},
+                **inside([f"{height:,.1f}"], anchor="end", color=INK, size=13),
                 hovertemplate=f"{style.label}: %{{y:,.2f}} {plot_text(unit)}<extra></extra>",
                 **in_panel(column, style.label),
             )
