@@ -388,7 +388,7 @@ def _forced_routing(facts: Facts) -> str | None:
         return None
     return (
         f"routing {routing.value} gathers the router's scores by plain numbers of experts, and {facts.gpu_in_words}: "
-        "on a CPU tensor parallelism makes the scores DTensors, which do not mix; routing=learned runs"
+        "on a CPU tensor parallelism makes the scores DTensors, which do not mix; routing=learned allows it"
     )
 
 
