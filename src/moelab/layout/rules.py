@@ -535,12 +535,17 @@ def _beyond_a_node(facts: Facts) -> str:
     """What of the exchange leaves the node: over NVLink within a rack such as NVL72, else over the network."""
     x, joined = facts.experiment, nvlink_ranks(facts.experiment)
     nodes = joined // x.gpus_per_node
+    # Every plan that sends tokens by DeepEP between nodes says so: nobody has run this project's dispatcher there.
+    unseen = (
+        "; DeepEP between nodes was never run here, and on 8 nodes with ep 64 its combine hung elsewhere "
+        "(pytorch/torchtitan issue 3877)"
+    ) * (x.ep_backend is EPBackend.DEEPEP)
     if joined == x.gpus_per_node:
-        return f"does not fit into a node of {joined}, so tokens cross the network between nodes"
+        return f"does not fit into a node of {joined}, so tokens cross the network between nodes{unseen}"
     placed = f"{nodes} nodes of each NVLink domain of {cluster_of(x.hardware).node.domain} (sbatch --segment={nodes})"
     if joined % x.ep == 0:
         return f"stays within NVLink where the job has {placed}"
-    return f"does not fit into {placed}, so tokens cross the network between them"
+    return f"does not fit into {placed}, so tokens cross the network between them{unseen}"
 
 
 @lru_cache(maxsize=256)
