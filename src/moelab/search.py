@@ -467,7 +467,7 @@ def recommendation_text(found: Recommendation) -> str:
     if not found.ranked:
         return search_text(found.found)
     table = [
-        (*candidate_row(one), f"{one.projection.tps:,.0f}" + "*" * bool(one.projection.outside))
+        (*candidate_row(one), f"{one.projection.tps:,.0f}" + "*" * bool(one.projection.rests_on))
         for one in found.ranked
         if one.projection is not None
     ]
@@ -475,14 +475,11 @@ def recommendation_text(found: Recommendation) -> str:
     counts += f", of which the fastest was number {found.place:,} by a first estimate"
     counts += f"; {found.left_out:,} that the estimate has behind them are left out" if found.left_out else ""
     best = found.ranked[0].projection
+    assert best is not None
     label = "Speeds are derived" + (f"; * {extrapolated(best.rests_on[0])}" if best.rests_on else "")
     lines = [*aligned([(*CANDIDATE_HEADER, "tokens/s/GPU"), *table]), "", f"{counts}.", f"{label}.", *best.notes]
     lines += ["", "the fastest with one setting changed:"] if found.worth else []
     return "\n".join(lines + [f"  {_changed(one)}" for one in found.worth])
-
-
-def _marked(projection: Projection) -> str:
-    return f"{projection.tps:,.0f}" + ("*" if projection.rests_on else "")
 
 
 def _changed(worth: Worth) -> str:

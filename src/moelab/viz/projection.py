@@ -195,11 +195,11 @@ def arms_beside_projection(
     )
     for number, (condition, estimates) in enumerate(projected.items()):
         color, symbol = _LOOKS[number]
-        ends = [(one.low, one.value, one.high) for one in estimates.values()]
+        spans = [(one.low, one.value, one.high) for one in estimates.values()]
         figure.add_scatter(
             x=[arms.index(arm) - 0.08 + 0.3 * number for arm in estimates],
             y=[one.value for one in estimates.values()],
-            error_y=error_bars(ends, thickness=1.5, width=5),
+            error_y=error_bars(spans, thickness=1.5, width=5),
             text=[f"{one.value:,.0f}" for one in estimates.values()],
             textposition="middle right",
             textfont={"color": color, "size": 12},
