@@ -24,7 +24,7 @@ from moelab.runs.collect import collect_run
 from moelab.runs.directory import RunDir
 from moelab.runs.expert_load import FILE, ExpertLoad, ExpertLoadFile, expert_load, measured_constants
 from moelab.study_report import judge_study, write_study_report
-from moelab.viz.expert_load import expert_load_figure
+from moelab.viz.study import expert_load_figure
 
 UNEVEN = np.array([[4, 4, 4, 4], [10, 2, 4, 0]])
 """Tokens of four experts in two MoE layers: balance, and one expert with 2.5 times the mean and one with nothing."""

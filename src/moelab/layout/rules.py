@@ -380,6 +380,18 @@ def _flex_attention(facts: Facts) -> str | None:
     )
 
 
+@_rule("forced routing has plain scores", "tp")
+def _forced_routing(facts: Facts) -> str | None:
+    """On a GPU (``spmd_types``) the scores are plain tensors under tensor parallelism too."""
+    routing = facts.experiment.routing
+    if facts.tp == 1 or routing is Routing.LEARNED or facts.capability != 0:
+        return None
+    return (
+        f"routing {routing.value} gathers the router's scores by plain numbers of experts, and {facts.gpu_in_words}: "
+        "on a CPU tensor parallelism makes the scores DTensors, which do not mix; routing=learned runs"
+    )
+
+
 @_rule("rotary embedding reaches", "seq_len", offers_choices=False)
 def _rope(facts: Facts) -> str | None:
     reach = ROPE_TOKENS[facts.shape.name]
@@ -601,6 +613,7 @@ RULES: tuple[Rule, ...] = (
     _mask_blocks,
     _loss_chunks,
     _flex_attention,
+    _forced_routing,
     _rope,
     _dispatcher_needs_ep,
     _padded,

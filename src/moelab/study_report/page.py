@@ -151,7 +151,7 @@ def _study_figures(judged: Report) -> Sequence[Any]:
 def _load_figures(judged: Report) -> list[Any]:
     """Of each arm, the load of the experts of its first finished run that recorded it."""
     from moelab.viz import Figure
-    from moelab.viz.expert_load import expert_load_figure
+    from moelab.viz.study import expert_load_figure
 
     figures = []
     for side in judged.sides:
