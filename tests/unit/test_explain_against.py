@@ -137,13 +137,13 @@ def test_one_step_of_the_best_arm_predicts_the_other_steps_within_3_percent_and_
     assert np.median(np.abs(arms)) < 0.02
 
 
-@pytest.mark.parametrize(("name", "most"), [("two_h200_full_standard", 0.032), ("four_h200_none_standard", 0.04)])
-def test_a_step_without_fp8_and_deepep_predicts_arms_with_them_too(
+@pytest.mark.parametrize(("name", "most"), [("two_h200_full_standard", 0.05), ("four_h200_none_standard", 0.04)])
+def test_a_step_without_fp8_and_deepep_predicts_steps_with_them_too(
     traces: dict[str, Explanation], name: str, most: float
 ) -> None:
-    """Four GPUs' step has another ring than two's, and was traced 2.6 % slower than the same arm ran untraced."""
+    """Traced steps within 3 %; arms ran faster when they were not traced, the one of four GPUs by 2.6 %."""
     steps, arms = errors(traces, with_values(**fit(traces[name], TRACED[name])))
-    assert max(map(abs, steps)) < 0.035
+    assert max(map(abs, steps)) < 0.03
     assert max(map(abs, arms)) < most
 
 
