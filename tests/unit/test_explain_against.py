@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from moelab.experiment import Experiment
 from moelab.experiment_file import write_experiment
 from moelab.explain.against import MEANINGS, compare, fit, gemm_rates, measured_parts_ms, packaged_steps
 from moelab.explain.explanation import Explanation, explain
+from moelab.explain.trace import UNNAMED_GPU
 from moelab.projection.calibration import CALIBRATION, Calibration, read_calibration, with_values, write_calibration
 from moelab.projection.job import CATEGORIES
 from moelab.projection.project import project
@@ -99,7 +101,7 @@ def test_parts_of_both_are_compared_and_the_largest_disagreement_is_a_sentence(t
     assert sum(row.predicted_ms for row in found.rows) == pytest.approx(1e3 * found.projection.step_time_s)
     assert sum(row.measured_ms for row in found.rows) == pytest.approx(traces[name].span_ms - traces[name].edge_ms)
     assert abs(found.rows[0].difference_ms) == max(abs(row.difference_ms) for row in found.rows)
-    meaning, what_to_do, _ = MEANINGS[found.rows[0].part]
+    meaning, what_to_do, _ = MEANINGS[found.rows[0].part].values()
     assert found.rows[0].difference_ms > 0
     assert f"most in {found.rows[0].part}" in found.sentence
     assert meaning in found.sentence
@@ -117,7 +119,7 @@ def test_a_slower_host_is_named_with_its_longest_gap(traces: dict[str, Explanati
 @pytest.mark.parametrize("name", TRACED)
 def test_the_fitted_model_meets_the_step_that_it_was_fitted_on(traces: dict[str, Explanation], name: str) -> None:
     values = fit(traces[name], TRACED[name])
-    assert {"nccl_ring", "hopper_gemm", "flex_forward", "fsdp_exposed", "step_s"} <= set(values)
+    assert {"nccl_ring", "hopper_gemm", "flex_forward", "sync_s", "step_s"} <= set(values)
     calibration = with_values(**values)
     fitted = {row.part: row for row in compare(traces[name], TRACED[name], calibration).rows}
     parts = ["other GEMMs", "expert GEMMs", "attention", "all-to-all", "memory-bound", "host and waiting"]
@@ -125,33 +127,77 @@ def test_the_fitted_model_meets_the_step_that_it_was_fitted_on(traces: dict[str,
         assert fitted[part].predicted_ms == pytest.approx(fitted[part].measured_ms, rel=0.01), part
 
 
-def test_one_step_of_the_best_arm_predicts_all_other_steps_within_3_percent(traces: dict[str, Explanation]) -> None:
+def test_one_step_of_the_best_arm_predicts_the_other_steps_within_3_percent_and_all_arms_within_4(
+    traces: dict[str, Explanation],
+) -> None:
     name = "two_h200_full_fp8_deepep"
     steps, arms = errors(traces, with_values(**fit(traces[name], TRACED[name])))
     assert max(map(abs, steps)) < 0.03
-    assert max(map(abs, arms)) < 0.03
+    assert max(map(abs, arms)) < 0.04
     assert np.median(np.abs(arms)) < 0.02
 
 
-@pytest.mark.parametrize("name", ["two_h200_full_standard", "four_h200_none_standard"])
-def test_a_step_without_fp8_and_deepep_predicts_arms_without_them(traces: dict[str, Explanation], name: str) -> None:
-    """What FP8 products, casts and DeepEP cost is not in these traces, so arms with them are up to 6 % off."""
+@pytest.mark.parametrize(("name", "most"), [("two_h200_full_standard", 0.03), ("four_h200_none_standard", 0.045)])
+def test_a_step_without_fp8_and_deepep_predicts_arms_with_them_too(
+    traces: dict[str, Explanation], name: str, most: float
+) -> None:
+    """Four GPUs' step has another ring than two's, and was traced 2.6 % slower than the same arm ran untraced."""
     _, arms = errors(traces, with_values(**fit(traces[name], TRACED[name])))
-    like = [
-        error
-        for error, (experiment, _) in zip(arms, UNTRACED, strict=True)
-        if experiment.arm.startswith("bf16_standard")
+    assert max(map(abs, arms)) < most
+
+
+def test_constants_that_say_they_are_the_traces_are(traces: dict[str, Explanation]) -> None:
+    fits = {name: fit(one, TRACED[name]) for name, one in traces.items()}
+    for name in ("optimizer_bytes", "fsdp_copy_bytes", "sync_s"):
+        mean = np.mean([values[name] for values in fits.values()])
+        assert float(getattr(CALIBRATION, name)) == pytest.approx(mean, rel=0.04), name
+    assert float(CALIBRATION.deepep_s) == pytest.approx(fits["two_h200_full_fp8_deepep"]["deepep_s"], rel=0.02)
+    waits_s = [
+        (one.idle_ms - one.idle_in_layers_ms) / 1e3 - 8192 * float(CALIBRATION.data_token_s) for one in traces.values()
     ]
-    assert max(map(abs, like)) < 0.045
-    assert max(map(abs, arms)) < 0.06
+    assert float(CALIBRATION.step_s) == pytest.approx(np.mean(waits_s), rel=0.1)
+    read_s = [gap.idle_ms / 1e3 for one in traces.values() for gap in one.gaps if "DataLoader" in gap.where]
+    assert float(CALIBRATION.data_token_s) == pytest.approx(np.mean(read_s) / 8192, rel=0.02)
+
+
+@pytest.mark.parametrize("name", TRACED)
+def test_a_launch_and_a_gather_take_what_the_calibration_says(name: str) -> None:
+    """Host time between launches that waits for nothing; gathers and scatters of embedding and head, ranks alike."""
+    with gzip.open(MEASURED / f"trace_{name}.json.gz") as file:
+        events = [one for one in json.load(file)["traceEvents"] if one["ph"] == "X"]
+    starts = sorted(
+        float(one["ts"])
+        for one in events
+        if one.get("cat") in ("cuda_runtime", "cuda_driver") and any(word in one["name"] for word in ("aunch", "Mem"))
+    )
+    busy_us = sum(gap for gap in np.diff(starts) if gap < 2000)
+    assert float(CALIBRATION.launch_s) * 1e6 == pytest.approx(busy_us / len(starts), rel=0.2)
+    ranks = TRACED[name].gpus_per_node
+    rates = []
+    for one in events:
+        shard = {"AllGather": 2 / ranks, "ReduceScatter": 4 / ranks}
+        kind = next((kind for kind in shard if f"_{kind}_" in one["name"]), None)
+        whole = 129280 * 7168
+        if (
+            kind
+            and one["dur"] > 2500
+            and one["args"].get("In msg nelems", 0) * (ranks if kind == "AllGather" else 1) >= whole
+        ):
+            rates.append(whole * shard[kind] * (ranks - 1) / float(one["dur"]) / 1e3)
+    assert float(CALIBRATION.nccl_ring) * 450 == pytest.approx(np.median(rates), rel=0.15)
 
 
 def test_several_steps_are_compared_by_their_mean(traces: dict[str, Explanation]) -> None:
     from dataclasses import replace
 
     one = traces["two_h200_full_fp8_deepep"]
-    three = replace(one, steps=(("ProfilerStep#1", 1.0), ("ProfilerStep#2", 1.0), ("ProfilerStep#3", 1.0)))
+    three = replace(one, step_count=3)
     assert measured_parts_ms(three)["attention"] == pytest.approx(measured_parts_ms(one)["attention"] / 3)
+    experiment = TRACED["two_h200_full_fp8_deepep"]
+    of_three = with_values(**fit(three, experiment))
+    rows = {row.part: row for row in compare(three, experiment, of_three).rows}
+    for part in ("attention", "other GEMMs"):
+        assert rows[part].predicted_ms == pytest.approx(rows[part].measured_ms, rel=0.01)
 
 
 def test_another_gpu_and_a_cpu_are_refused(traces: dict[str, Explanation]) -> None:
@@ -160,13 +206,14 @@ def test_another_gpu_and_a_cpu_are_refused(traces: dict[str, Explanation]) -> No
     one, experiment = traces["two_h200_full_fp8_deepep"], TRACED["two_h200_full_fp8_deepep"]
     with pytest.raises(BadInput, match="has H100"):
         compare(one, experiment.model_copy(update={"hardware": "h100_node"}))
+    assert compare(replace(one, gpu=UNNAMED_GPU), experiment).rows == compare(one, experiment).rows
     with pytest.raises(BadInput, match="without GPU kernels"):
         compare(replace(one, gpu=None), experiment)
 
 
 def test_a_calibration_is_kept_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    path = write_calibration("my-node", {"hopper_gemm": 0.7, "fsdp_exposed": 0.2}, "trace.json: 671B")
+    path = write_calibration("my-node", {"hopper_gemm": 0.7, "sync_s": 0.002}, "trace.json: 671B")
     assert path == tmp_path / "moelab" / "calibrations" / "my-node.yaml"
     found = read_calibration("my-node")
     assert (float(found.hopper_gemm), found.hopper_gemm.how, found.hopper_gemm.source) == (
@@ -174,8 +221,8 @@ def test_a_calibration_is_kept_by_name(tmp_path: Path, monkeypatch: pytest.Monke
         "measured",
         "trace.json: 671B",
     )
-    assert float(read_calibration(str(path)).fsdp_exposed) == 0.2
-    assert found.network is CALIBRATION.network
+    assert float(read_calibration(str(path)).sync_s) == 0.002
+    assert found.nccl_network is CALIBRATION.nccl_network
     with pytest.raises(BadInput, match="there are: my-node"):
         read_calibration("other")
     with pytest.raises(BadInput, match="letters"):

@@ -139,7 +139,7 @@ def test_blocks_of_zeros_do_not_count_as_the_worst() -> None:
 
 
 def test_the_largest_number_of_a_block_is_cut_by_floor_alone() -> None:
-    amax, errors = largest_number_errors(64)
+    amax, errors = largest_number_errors()
     half_step = 2.0**-4
     assert amax[0] == 1
     assert amax[-1] < 2

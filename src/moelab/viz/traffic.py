@@ -55,6 +55,7 @@ ROUTING_LABELS = {
     "group_limited": "group-limited",
     "group_by_score": "group-limited by score",
     "skewed": "skewed",
+    "measured": "measured-load",
 }
 ROUTING_LOOKS = {
     "round_robin": ("#D55E00", "/"),
@@ -63,6 +64,7 @@ ROUTING_LOOKS = {
     "group_limited": ("#009E73", "x"),
     "group_by_score": ("#CC79A7", "\\"),
     "skewed": ("#E69F00", "-"),
+    "measured": ("#7a4b00", "+"),
 }
 DERIVED = "derived, not measured"
 
@@ -547,7 +549,7 @@ _MENUS: Mapping[str, tuple[Any, Sequence[Any]]] = {
     "top_k": (8, range(1, 17)),
     "ep": (32, _POWERS[:9]),
     "ranks_per_node": (8, _POWERS[:8]),
-    "routing": ("random_balanced", KINDS),
+    "routing": ("random_balanced", tuple(kind for kind in KINDS if kind != "measured")),
     "groups": (8, _POWERS[:7]),
     "limited_groups": (4, _POWERS[:7]),
     "skew": (0.7, (0.3, 0.5, 0.7, 1.0, 1.5)),
@@ -564,18 +566,26 @@ class TrafficExplorer(Explorer):
     """Experts, group and routing as menus; below them copies, bytes and times, and two figures.
 
     Args:
+        measured: routing of a measured load, to be one of the menu's.
         chosen: values of controls that are to begin elsewhere than at the published 671B layout.
 
     Raises:
         BadInput: for a control that does not exist.
     """
 
-    def __init__(self, **chosen: Any) -> None:
+    def __init__(self, measured: RoutingModel | None = None, **chosen: Any) -> None:
         unknown = sorted(set(chosen) - set(_MENUS))
         if unknown:
             raise BadInput(f"the explorer has no control {unknown[0]!r}; it has {', '.join(_MENUS)}")
+        self.measured = measured
         controls = {
-            name: menu(name, values, chosen.get(name, start), label_px=120, width_px=260)
+            name: menu(
+                name,
+                [*values, "measured"] if name == "routing" and measured else values,
+                chosen.get(name, start),
+                label_px=120,
+                width_px=260,
+            )
             for name, (start, values) in _MENUS.items()
         }
         super().__init__(controls, ("flow", "times"))
@@ -585,7 +595,8 @@ class TrafficExplorer(Explorer):
         chosen = self.chosen
         placement = ExpertPlacement(**{name: chosen[name] for name in ("experts", "top_k", "ep", "ranks_per_node")})
         named = {name: chosen[name] for name in ("experts", "groups", "limited_groups", "skew")}
-        routing = routing_of(chosen["routing"], **named)
+        routing = self.measured if chosen["routing"] == "measured" else routing_of(chosen["routing"], **named)
+        assert routing is not None
         node = cluster_of(chosen["hardware"]).node
         compared = list({one.kind: one for one in (RoutingModel(kind="round_robin"), routing)}.values())
         sizes = {"tokens": chosen["tokens"], "hidden": chosen["hidden"], "precision": chosen["precision"]}
