@@ -13,7 +13,7 @@ import pytest
 from figure_support import title
 
 import moelab.viz
-from moelab.analysis import Verdict, compare_convergence, compare_held_out, gain
+from moelab.analysis import Verdict, compare_convergence, final_losses, gain
 from moelab.errors import BadInput
 from moelab.runs.table import metrics_table
 from moelab.viz import (
@@ -49,7 +49,7 @@ def study(arms: tuple[str, ...] = PAIR, seeds: int = 4, steps: int = 80, shift: 
 
 
 def first_verdict(table: pd.DataFrame) -> Verdict:
-    return compare_convergence(table, reference="bf16_standard")[0]
+    return compare_convergence(final_losses(table), reference="bf16_standard")[0]
 
 
 # --- theme -----------------------------------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ def test_the_last_point_of_the_difference_is_the_verdict():
 def test_what_cannot_be_drawn_is_refused():
     losses = {(arm, seed): 3.6 + 0.01 * seed for arm in PAIR for seed in range(3)}
     with pytest.raises(BadInput, match="held-out"):
-        loss_difference(study(), compare_held_out(losses, reference="bf16_standard")[0])
+        loss_difference(study(), compare_convergence(losses, reference="bf16_standard")[0])
     with pytest.raises(BadInput, match="rows without seed"):
         loss_tail(study().assign(seed=pd.NA))
 
@@ -188,7 +188,7 @@ def test_one_seed_and_one_arm(arms):
     assert "One seed" in title(loss_curves(table))
     assert "no band" in title(loss_tail(table))
     assert "no interval" in title(throughput_bars(table))
-    for verdict in compare_convergence(table, reference="bf16_standard"):
+    for verdict in compare_convergence(final_losses(table), reference="bf16_standard"):
         assert "insufficient data" in title(loss_difference(table, verdict))
 
 
@@ -255,7 +255,7 @@ def page(tmp_path_factory) -> str:
     path = write_report(
         tmp_path_factory.mktemp("report") / "new folder" / "report.html",
         title=f"A study {HOSTILE}",
-        verdicts=compare_convergence(table, reference="bf16_standard"),
+        verdicts=compare_convergence(final_losses(table), reference="bf16_standard"),
         figures=figures,
         tables=[runs],
         provenance={"Command": HOSTILE},
