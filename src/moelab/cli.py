@@ -266,8 +266,8 @@ def _plan(options: argparse.Namespace) -> int:
             names = ", ".join(experiment.arm for experiment in arms)
             raise BadInput(f"{options.file} holds {len(arms)} arms; name one for this with --arm: {names}")
         plans = [plan(experiment, constants=_constants(options, experiment)) for experiment in arms]
-        as_json = {"plans": [{"arm": one.experiment.arm, **one.to_json()} for one in plans]}
-        _show(options, as_json, study_text(plans))
+        rows = [{"arm": one.experiment.arm, **one.to_json()} for one in plans]
+        _show(options, {"plans": rows}, study_text(plans))
         return 0 if all(one.verdict.legal for one in plans) else 3
     (experiment,) = arms
     if options.write:
