@@ -24,7 +24,7 @@ DESCRIPTION = (
     "without hurting the loss?"
 )
 
-LOAD_HELP = "run whose measured load of the experts takes the place of an assumed one; of learned routing"
+LOAD_HELP = "run, or its expert_load.parquet, whose measured load takes the place of an assumed one; learned routing"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -240,12 +240,9 @@ def _constants(options: argparse.Namespace, experiment: Any) -> Any:
 
     if options.load is None:
         return memory_constants
-    from moelab.runs.directory import RunDir, is_run
     from moelab.runs.expert_load import measured_constants
 
-    if not is_run(options.load.absolute()):
-        raise BadInput(f"--load {options.load}: it is no run directory; give one that has an expert_load.parquet")
-    return measured_constants(RunDir(options.load.absolute()), experiment)
+    return measured_constants(options.load, experiment)
 
 
 def _plan(options: argparse.Namespace) -> int:

@@ -237,8 +237,7 @@ def titan_config(experiment: Experiment) -> dict[str, Any]:
         Refused: if this machine lacks the kernels that it asks for by name, or TorchTitan cannot be imported.
     """
     try:
-        from moelab.titan.assumed_gpu import assume_gpu
-        from moelab.titan.config_registry import trainer_config
+        from moelab.titan.config_registry import assume_gpu, trainer_config
     except ModuleNotFoundError as error:
         raise Refused(f"TorchTitan cannot be imported here: {error}") from error
 

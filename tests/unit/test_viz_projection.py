@@ -39,7 +39,7 @@ from moelab.viz.projection import (
     step_breakdown,
     waterfall_bars,
 )
-from moelab.viz.throughput import published_bars
+from moelab.viz.study import published_bars
 from moelab.viz.validation import goal_lines, goal_strips, part_strips, validation_lines
 
 PUBLISHED = named_arms()["dsv3_671b_mxfp8_deepep"]

@@ -274,6 +274,14 @@ def _sequence(facts: Facts) -> Iterator[Fault]:
             "backward pass of FlexAttention, masked attention takes its place"
         )
         yield Fault("context parallelism has FlexAttention", "cp", words)
+    # On a GPU (``spmd_types``) the scores are plain tensors under tensor parallelism too.
+    if x.tp > 1 and x.routing is not Routing.LEARNED and facts.capability == 0:
+        words = (
+            f"routing {x.routing.value} gathers the router's scores by plain numbers of experts, and "
+            f"{facts.gpu_in_words}: on a CPU tensor parallelism makes the scores DTensors, which do not mix; "
+            "routing=learned runs"
+        )
+        yield Fault("forced routing has plain scores", "tp", words)
     if x.seq_len > reach:
         words = f"the rotary embedding of {name} reaches {reach} tokens; legal seq_len: up to {reach}"
         yield Fault("rotary embedding reaches", "seq_len", words, offers_choices=False)

@@ -86,6 +86,7 @@ class MemoryConstants:
         routing_imbalance: received rows of the busiest rank over all layers, relative to perfect balance, where the
             router decides; a run's own, if it was measured (:func:`moelab.runs.expert_load.measured_constants`).
         busiest_layer: the same of its busiest layer.
+        expert_shares: of a middling layer's rows, that each expert got; empty where no load was measured.
         fragmentation: reserved memory relative to what the pools of the allocator are known to need.
         context_gib: CUDA context, kernels and libraries, outside PyTorch's allocator, GiB.
         communicator_gib: NCCL's buffers for each process group of more than one GPU, GiB.
@@ -93,6 +94,7 @@ class MemoryConstants:
 
     routing_imbalance: Figure
     busiest_layer: Figure
+    expert_shares: tuple[float, ...] = ()
     fragmentation: Figure
     context_gib: Figure
     communicator_gib: Figure

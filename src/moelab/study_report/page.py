@@ -133,7 +133,7 @@ def _side_figures(judged: Report) -> Iterator[tuple[str, Any]]:
 
 def _load_figures(judged: Report) -> Iterator[tuple[str, Any]]:
     """Of each arm, the load of the experts of its first finished run that recorded it."""
-    from moelab.viz.expert_load import expert_load_figure
+    from moelab.viz.study import expert_load_figure
 
     for side in judged.sides:
         run = next((run for run in side.finished if run.load is not None), None)
