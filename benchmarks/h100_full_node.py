@@ -28,7 +28,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -190,7 +190,7 @@ def merged(folder: Path, options: argparse.Namespace, date: str) -> dict[str, An
     if not options.dry:
         try:
             beside = full_node_rows(Measurement(name=FULL_NODE, content=content))
-            content["predicted_beside_measured"] = [row.to_json() for row in beside]
+            content["predicted_beside_measured"] = [{**asdict(row), "error_percent": row.error} for row in beside]
         except BadInput as error:  # a measurement all the same
             content["predicted_beside_measured"] = []
             content["not_beside_predictions"] = str(error)
@@ -231,7 +231,8 @@ def main() -> int:
         run(step, folder, left_s, options)
         write(folder, options, date)
     for row in read(options.output).get("predicted_beside_measured", ()):
-        print(f"{row['name']}: measured {row['measured']:,.0f}, predicted {row['predicted']:,.0f}, {row['error']:+.1%}")
+        error = f"{row['error_percent']:+.1f} %"
+        print(f"{row['name']}: measured {row['measured']:,.0f}, predicted {row['predicted']:,.0f}, {error}")
     if why := read(options.output).get("not_beside_predictions"):
         print(f"NOT BESIDE PREDICTIONS: {why}")
     for one in read(options.output).get("refused", ()):

@@ -35,7 +35,8 @@ from moelab.projection.measured import (
 )
 from moelab.projection.step import step_time, tps_of
 from moelab.projection.uncertainty import CONFIDENCE, outside, relative_width
-from validation.shapes import ALL_SHAPES, DEEPEST, NODE_SHAPES, SMALL, Shape, arm_of, thin_experiment, thin_job
+
+from .shapes import ALL_SHAPES, DEEPEST, NODE_SHAPES, SMALL, Shape, arm_of, thin_experiment, thin_job
 
 HARDWARE = ("h100_node", "h200_node")
 STOCK = "bf16_standard"

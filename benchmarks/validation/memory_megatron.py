@@ -1,9 +1,8 @@
 """Megatron-LM's peak memory by moelab's lists of activations, to be held against peaks measured on B200.
 
-TorchTitan's own peaks on B200 that are public (16B: pytorch/torchtitan PR 1993; Qwen3-30B-A3B:
-NousResearch/torchtitan #19) are not held against here yet. SimuMax has published Megatron-LM's, of DeepSeek-V2 and V3
-with four layers on eight GPUs (``benchmarks/results/memory_b200_simumax.json``). What a layer keeps for its backward
-pass is mostly the same there, and is what these peaks test; the rest of this module is what Megatron-LM does
+TorchTitan's own peaks that are public are rows of ``steps.csv``. SimuMax has published Megatron-LM's, of DeepSeek-V2
+and V3 with four layers on eight GPUs (``benchmarks/results/memory_b200_simumax.json``). What a layer keeps for its
+backward pass is mostly the same there, and is what these peaks test; the rest of this module is what Megatron-LM does
 differently:
 
 - Parameters are BF16 and gradients FP32, both whole on every data-parallel rank; only the FP32 master copy and the two

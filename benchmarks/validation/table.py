@@ -1,13 +1,19 @@
-"""The validation table as the package carries it: every case predicted, and once more as if its source were unknown."""
+"""The validation table as the package carries it: everything that was measured, beside what the model says of it."""
 
 from __future__ import annotations
 
+import csv
 import functools
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
+import pandas as pd
+from scipy.optimize import root
+
 from moelab.errors import BadInput
+from moelab.experiment import Routing
 from moelab.projection.calibration import CALIBRATION, Calibration, fitted, with_values
 from moelab.projection.measured import (
     FULL_NODE,
@@ -19,75 +25,221 @@ from moelab.projection.measured import (
     load_predicted,
     node_results,
 )
-from moelab.projection.step import step_time
+from moelab.projection.published import identification_lines, projected_two_by_two
+from moelab.projection.step import step_time, tps_of
 from moelab.projection.uncertainty import outside, relative_width
-from moelab.projection.validation import ONE_NODE, ValidationRow
-from validation.cases import Case, all_cases
+from moelab.projection.validation import (
+    NOUS,
+    NOW,
+    ONE_NODE,
+    ValidationRow,
+    coverage,
+    errors_by_kind,
+    median_error,
+    median_width,
+    timed,
+)
 
-FALLBACK = {"blackwell_gemm": "hopper_gemm", "host_nodes_s": "host_layer_s", "host_layer_s": "host_nodes_s"}
-"""What a fitted constant would have been: the rate of the older GPU, the host of one node, the host of several."""
+from .parts import Part, all_parts
+from .steps import HERE, Step, all_steps
+from .waterfall import waterfall
+
+
+@dataclass(frozen=True, kw_only=True)
+class Goal:
+    """A goal that was set before the model was made.
+
+    Attributes:
+        name: what it asks.
+        about: whether it is about a step.
+        reached: by all steps that it is about, percent.
+        least: value that is still good enough.
+        most: value that is still good enough.
+    """
+
+    name: str
+    about: Callable[[ValidationRow], bool]
+    reached: Callable[[Sequence[ValidationRow]], float]
+    least: float = 0.0
+    most: float
+
+
+def of_others(row: ValidationRow) -> bool:
+    """Steps that others measured and no constant was fitted on."""
+    return row.public and row.kind != "fitted"
+
+
+def worst_error(rows: Sequence[ValidationRow]) -> float:
+    """Largest size of an error, percent."""
+    return max(abs(row.error) for row in rows)
+
+
+def of_four(model: str) -> Callable[[ValidationRow], bool]:
+    """Steps of a model on four H200s, as they are predicted now."""
+    return lambda row: row.source == NOW and row.name.startswith(model)
+
+
+GOALS = (
+    Goal(name="median error of public steps", about=of_others, reached=median_error, most=12),
+    Goal(name="public steps in their 90 % interval", about=of_others, reached=coverage, least=80, most=97),
+    Goal(name="median 90 % interval of public steps, ±", about=of_others, reached=median_width, most=25),
+    Goal(
+        name="worst of 1 to 16 nodes, Qwen3-30B with DeepEP",
+        about=lambda row: row.source == NOUS and "DeepEP" in row.name,
+        reached=worst_error,
+        most=10,
+    ),
+    Goal(name="worst of four H200s, 671B", about=of_four("671B"), reached=worst_error, most=3),
+    Goal(name="worst of four H200s, 16B", about=of_four("16B"), reached=worst_error, most=7),
+)
+
+
+def goals(rows: Sequence[ValidationRow]) -> list[dict[str, Any]]:
+    """What is asked and reached, a row for each goal."""
+    judged = []
+    for goal in GOALS:
+        group = [row for row in timed(rows) if goal.about(row)]
+        value = goal.reached(group)
+        asked = f"{goal.least:g} to {goal.most:g} %" if goal.least else f"at most {goal.most:g} %"
+        answer = "met" if goal.least <= value <= goal.most else "MISSED"
+        judged.append({"goal": goal.name, "asked": asked, "reached": f"{value:.1f} %", "rows": len(group), "": answer})
+    return judged
+
+
+def not_predicted() -> list[dict[str, str]]:
+    """Figures of the same sources that are no rows: source, what, and why not."""
+    with (HERE / "not_predicted.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+BEGIN, END = "<!-- written by python -m benchmarks.validation --write -->", "<!-- end of what it wrote -->"
+
+
+def with_errors(page: str, rows: Sequence[ValidationRow]) -> str:
+    """A page of the documentation with errors by kind, the goals and what stays open between its two marks."""
+    tables = (errors_by_kind(rows).map("{:g}".format).replace("nan", "–"), pd.DataFrame(goals(rows)).set_index("goal"))
+    forced, random = (projected_two_by_two(one) for one in (Routing.ROUND_ROBIN, Routing.RANDOM_BALANCED))
+    open_ = [f"- {line.strip()}" for line in identification_lines(forced, random)]
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    blocks = [*(_markdown(table) for table in tables), "What the published study leaves open:", "\n".join(open_)]
+    return "\n\n".join([before + BEGIN, *blocks, END + after])
+
+
+def _markdown(table: pd.DataFrame) -> str:
+    lines = [[str(table.index.name), *table.columns], ["---"] * (1 + len(table.columns))]
+    lines += [[str(name), *map(str, row)] for name, row in zip(table.index, table.to_numpy(), strict=True)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 @functools.cache
-def cases() -> tuple[Case, ...]:
-    """Every figure that the model is held against."""
-    return tuple(all_cases())
+def steps() -> tuple[Step, ...]:
+    """Every step that the model is held against."""
+    return tuple(all_steps())
+
+
+@functools.cache
+def parts() -> tuple[Part, ...]:
+    """Every part of a step."""
+    return tuple(all_parts())
 
 
 def table_file(*, date: str, git_commit: str | None) -> dict[str, Any]:
     """Content of ``moelab/data/validation.json``."""
+    rows = table_rows()
     return {
         "label": "derived beside measured and quoted",
-        "what": "benchmarks/validation, as benchmarks/projection.py --write wrote it",
+        "what": "benchmarks/validation, as python -m benchmarks.validation --write wrote it",
         "date": date,
         "git_commit": git_commit,
-        "rows": [asdict(row) for row in table_rows()],
-        "left_out": [asdict(row) for row in left_out_rows()],
+        "goals": goals(rows),
+        "not_predicted": not_predicted(),
+        "rows": [asdict(row) for row in rows],
+        "waterfall": [{"name": one.name, "tps": six_digits(one.tps)} for one in waterfall(steps())],
     }
 
 
-def table_rows() -> list[ValidationRow]:
-    """Every case, predicted by the model as it is now; the full node as it was predicted before it ran."""
-    return [*(row_of(case) for case in cases()), *full_node_rows()]
+def table_rows(calibration: Calibration = CALIBRATION) -> list[ValidationRow]:
+    """Every row, predicted by the model as it is now; the node of four also as it was predicted before it ran."""
+    rows = [row for step in steps() for row in rows_of_step(step, calibration)]
+    return [*rows, *full_node_rows(), *(row_of_part(one, calibration) for one in parts())]
 
 
-def row_of(case: Case, calibration: Calibration = CALIBRATION) -> ValidationRow:
-    """Predict a case."""
-    anchors = {name for constant in fitted(calibration).values() for name in constant.fitted_on}
-    predicted, interval = case.predict(calibration), None
-    if case.job:
-        width = relative_width(step_time(case.job, calibration).parts_s, extrapolated=bool(outside(case.job)))
-        interval = (predicted / (1 + width), predicted * (1 + width))
-    return ValidationRow(
-        source=case.source,
-        name=case.name,
-        unit=case.unit,
-        measured=case.measured,
-        predicted=predicted,
-        use="fitted" if case.name in anchors else "constant read off it" if case.seen else "predicted",
-        whole=case.whole,
-        reference=case.reference,
-        interval=interval,
-    )
+def predicted_by(step: Step, calibration: Calibration) -> tuple[float, tuple[float, float] | None]:
+    """What the model says of a step in its unit, and its 90 % interval; a gain has none."""
+    if step.over is not None:
+        return 100 * (tps_of(step.job, calibration) / tps_of(step.over, calibration) - 1), None
+    time = step_time(step.job, calibration)
+    value = 1e3 * time.total_s if step.unit == "ms" else step.job.tokens_per_gpu / time.total_s
+    width = relative_width(time.parts_s, extrapolated=bool(outside(step.job)))
+    return value, (value / (1 + width), value * (1 + width))
 
 
-def left_out_rows(calibration: Calibration = CALIBRATION) -> list[ValidationRow]:
-    """Whole steps, each predicted without what was fitted on its source."""
+def six_digits(value: float) -> float:
+    """As the file has it: what follows differs between machines."""
+    return float(f"{value:.6g}")
+
+
+def rows_of_step(step: Step, calibration: Calibration = CALIBRATION) -> list[ValidationRow]:
+    """Its speed and its memory, as far as each was measured and can be predicted."""
     rows = []
-    for source in dict.fromkeys(case.source for case in cases() if case.whole):
-        without = leave_out(source, calibration)
-        rows += [row_of(case, without) for case in cases() if case.source == source]
+    if step.unit != "GiB":
+        value, interval = predicted_by(step, calibration)
+        rows.append(
+            ValidationRow(
+                of="step",
+                source=step.source,
+                name=step.name,
+                date=step.date,
+                kind="fitted" if step.name in fitted_on(calibration) else step.kind,
+                unit=step.unit,
+                measured=step.measured,
+                predicted=six_digits(value),
+                interval=interval and (six_digits(interval[0]), six_digits(interval[1])),
+                inferred=step.inferred,
+                reference=step.reference,
+            )
+        )
+    if step.memory_gib and step.memory_predicted_gib:
+        rows.append(
+            ValidationRow(
+                of="memory",
+                source=step.source,
+                name=f"{step.name}, memory",
+                date=step.date,
+                kind="fitted" if step.name == MEMORY_FITTED_ON else step.kind,
+                unit="GiB",
+                measured=step.memory_gib,
+                predicted=six_digits(step.memory_predicted_gib),
+                inferred=step.inferred,
+                reference=step.reference,
+            )
+        )
     return rows
 
 
-def leave_out(source: str, calibration: Calibration = CALIBRATION) -> Calibration:
-    """The calibration without what was fitted on a source: what the others know of the same thing takes its place."""
-    names = {case.name for case in cases() if case.whole and case.source == source}
-    values = {}
-    for name, constant in fitted(calibration).items():
-        if names & set(constant.fitted_on):
-            values[name] = float(getattr(calibration, FALLBACK[name]))
-    return with_values(calibration, **values)
+MEMORY_FITTED_ON = "16B, 8 × H100, EP 4"
+"""The peak that ``moelab.memory`` has the busiest layer's rows from."""
+
+
+def fitted_on(calibration: Calibration = CALIBRATION) -> set[str]:
+    """Names of steps that a constant was fitted on."""
+    return {name for constant in fitted(calibration).values() for name in constant.fitted_on}
+
+
+def row_of_part(part: Part, calibration: Calibration = CALIBRATION) -> ValidationRow:
+    """Predict a part."""
+    return ValidationRow(
+        of="part",
+        source=part.source,
+        name=part.name,
+        date=part.date,
+        kind="fitted" if part.fitted else "seen",
+        unit=part.unit,
+        measured=part.measured,
+        predicted=six_digits(part.predict(calibration)),
+        reference=part.reference,
+    )
 
 
 def full_node_rows(
@@ -124,16 +276,36 @@ def full_node_rows(
     reference = f"predicted {predicted['date'][:10]} at {str(predicted['git_commit'])[:12]}; {measured.stamp}"
     return tuple(
         ValidationRow(
+            of="step",
             source=ONE_NODE,
             name=f"{place.shape} {place.arm}, {place.routing}, EP {place.ep}",
+            date=measured.content["date"][:10],
+            kind="blind",
             unit="tokens/s/GPU",
             measured=result.tps,
             predicted=expected[place]["tps"],
-            use="predicted",
-            whole=True,
-            reference=reference,
             interval=tuple(expected[place]["interval"]),
+            reference=reference,
         )
         for place, result in results.items()
         if place in expected
     )
+
+
+def refit(calibration: Calibration = CALIBRATION) -> Calibration:
+    """Find the fitted constants again, all at once.
+
+    Returns:
+        A calibration that meets the row that each constant was fitted on.
+    """
+    constants = fitted(calibration)
+    anchors = [next(step for step in steps() if step.name == one.fitted_on[0]) for one in constants.values()]
+
+    def with_logs(logs: np.ndarray) -> Calibration:
+        return with_values(calibration, **dict(zip(constants, map(float, np.exp(logs)), strict=True)))
+
+    def errors(logs: np.ndarray) -> list[float]:
+        tried = with_logs(logs)
+        return [float(np.log(predicted_by(step, tried)[0] / step.measured)) for step in anchors]
+
+    return with_logs(root(errors, np.log([one.value for one in constants.values()]), tol=1e-9).x)

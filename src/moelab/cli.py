@@ -24,6 +24,7 @@ DESCRIPTION = (
     "without hurting the loss?"
 )
 
+FROM_HF_HELP = "take the model from a Hugging Face config.json, a folder with one, or by name, such as Qwen3-30B-A3B"
 LOAD_HELP = "run, or its expert_load.parquet, whose measured load takes the place of an assumed one; learned routing"
 
 
@@ -81,8 +82,7 @@ def build_parser() -> argparse.ArgumentParser:
     plan = verb("plan", _plan, "say whether an experiment is legal, what it holds and how it is started")
     file_help = "YAML of an experiment, or of a study: each of its arms is planned"
     plan.add_argument("file", type=Path, nargs="?", help=file_help)
-    hf_help = "take the model from a Hugging Face config.json, a folder with one, or by name, such as Qwen3-30B-A3B"
-    plan.add_argument("--from-hf", metavar="CONFIG", help=hf_help)
+    plan.add_argument("--from-hf", metavar="CONFIG", help=FROM_HF_HELP)
     fields(plan, arm=f"plan {one_arm}")
     plan.add_argument("--write", type=Path, metavar="PATH", help="write the experiment, as it is planned, to a file")
     config_help = "add the configuration that TorchTitan resolves (loads torch)"
@@ -96,7 +96,9 @@ def build_parser() -> argparse.ArgumentParser:
     plan.add_argument("--load", type=Path, metavar="RUN", help=LOAD_HELP)
 
     project = verb("project", _project, "predict the time of a step: tokens/s/GPU and where the time goes")
-    project.add_argument("file", type=Path, help="YAML of an experiment, or of a study: each of its arms is projected")
+    file_help = "YAML of an experiment, or of a study: each of its arms is projected"
+    project.add_argument("file", type=Path, nargs="?", help=file_help)
+    project.add_argument("--from-hf", metavar="CONFIG", help=FROM_HF_HELP)
     fields(project, arm=f"project {one_arm}")
     constants_help = "constants of moelab explain --fit: their name, or a path"
     project.add_argument("--calibration", metavar="NAME", help=constants_help)
@@ -245,15 +247,22 @@ def _constants(options: argparse.Namespace, experiment: Any) -> Any:
     return measured_constants(options.load, experiment)
 
 
-def _plan(options: argparse.Namespace) -> int:
-    from moelab.experiment_file import read_study, write_experiment
+def _arms_and_model(options: argparse.Namespace) -> tuple[list[Any], Any]:
+    """The arms that a plan or projection is of, and the model of ``--from-hf``; None without it."""
+    from moelab.experiment_file import read_study
     from moelab.model.hugging_face import read_model
 
     if not (options.file or options.from_hf):
         raise BadInput("give the FILE of an experiment or study, a model with --from-hf, or both")
     model = read_model(options.from_hf) if options.from_hf else None
     overrides = [*(model.overrides if model else ()), *options.set]
-    arms = _chosen_arms(read_study(options.file, overrides), options.arm)
+    return _chosen_arms(read_study(options.file, overrides), options.arm), model
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from moelab.experiment_file import write_experiment
+
+    arms, model = _arms_and_model(options)
     if options.search and len(arms) == 1:
         return _search(options, arms[0])
     from moelab.plan import model_text, plan, plan_text, study_text, titan_config, titan_text, verified, verified_text
@@ -263,13 +272,12 @@ def _plan(options: argparse.Namespace) -> int:
             names = ", ".join(experiment.arm for experiment in arms)
             raise BadInput(f"{options.file} holds {len(arms)} arms; name one for this with --arm: {names}")
         plans = [plan(experiment, constants=_constants(options, experiment)) for experiment in arms]
-        rows = [{"arm": one.experiment.arm, **one.to_json()} for one in plans]
-        _show(options, {"plans": rows}, study_text(plans))
+        _show(options, {"plans": [{"arm": one.experiment.arm, **one.to_json()} for one in plans]}, study_text(plans))
         return 0 if all(one.verdict.legal for one in plans) else 3
     (experiment,) = arms
     if options.write:
         options.write.write_text(write_experiment(experiment), encoding="utf-8")
-    one_in_file = not (overrides or options.arm)
+    one_in_file = not (model or options.set or options.arm)
     path = options.write or (options.file if one_in_file else None)
     planned = plan(experiment, path=path, constants=_constants(options, experiment))
     as_json, as_text = planned.to_json(), plan_text(planned)
@@ -306,11 +314,10 @@ def _search(options: argparse.Namespace, experiment: Any) -> int:
 
 
 def _project(options: argparse.Namespace) -> int:
-    from moelab.experiment_file import read_study
     from moelab.projection.calibration import CALIBRATION, read_calibration
     from moelab.projection.project import arms_text, project, projection_text
 
-    chosen = _chosen_arms(read_study(options.file, options.set), options.arm)
+    chosen, _ = _arms_and_model(options)
     calibration = read_calibration(options.calibration) if options.calibration else CALIBRATION
     projections = {
         experiment.arm: project(experiment, calibration=calibration, constants=_constants(options, experiment))

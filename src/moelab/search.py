@@ -37,7 +37,7 @@ from moelab.layout.mesh import divisors, nvlink_ranks
 from moelab.plan import headroom_gib, rows
 from moelab.projection.calibration import CALIBRATION
 from moelab.projection.job import job_of
-from moelab.projection.project import Projection, aligned, can_be_placed, project, require_figures
+from moelab.projection.project import Projection, aligned, can_be_placed, extrapolated, project, require_figures
 from moelab.projection.step import work_s
 
 VARIED = ("pp", "pp_schedule", "microbatch", "dp_replicate", "dp_shard", "cp", "tp", "ep")
@@ -326,13 +326,14 @@ TRIED: Mapping[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Worth:
-    """A setting of the best layout: ``value`` instead of ``other``, and tokens/s/GPU with each."""
+    """A setting of the best layout: ``value`` instead of ``other``, tokens/s/GPU with each, and what that rests on."""
 
     field: str
     value: Any
     other: Any
     tps: float
     other_tps: float
+    rests_on: tuple[str, ...] = ()
 
     @property
     def percent(self) -> float:
@@ -432,7 +433,7 @@ def _estimate(cluster: Cluster) -> Callable[[Facts], float]:
         size = x.microbatch if x.pp > 1 else x.local_batch
         key = (size, x.tp, x.cp, x.ep, facts.microbatches > 1)
         if key not in known:
-            placed = can_be_placed(x, x.ep)
+            placed = can_be_placed(x, x.ep, cluster.node)
             known[key] = work_s(job_of(x, resolve(facts), cluster.node), CALIBRATION) if placed else inf
         return known[key] * x.tp * x.cp / size / (1 - _bubble(facts))
 
@@ -454,7 +455,10 @@ def worth_of(best: Projection, given: Experiment) -> Iterator[Worth]:
             continue
         with suppress(Refused, BadInput):
             changed = project(Experiment.model_validate({**x.model_dump(), field: other}), best.cluster)
-            worth.append(Worth(field=field, value=value, other=other, tps=best.tps, other_tps=changed.tps))
+            rests_on = tuple(dict.fromkeys((*best.rests_on, *changed.rests_on)))
+            worth.append(
+                Worth(field=field, value=value, other=other, tps=best.tps, other_tps=changed.tps, rests_on=rests_on)
+            )
     return iter(sorted(worth, key=lambda one: -abs(one.percent)))
 
 
@@ -463,18 +467,23 @@ def recommendation_text(found: Recommendation) -> str:
     if not found.ranked:
         return search_text(found.found)
     table = [
-        (*candidate_row(one), f"{one.projection.tps:,.0f}" + "*" * bool(one.projection.outside))
+        (*candidate_row(one), f"{one.projection.tps:,.0f}" + "*" * bool(one.projection.rests_on))
         for one in found.ranked
         if one.projection is not None
     ]
     counts = f"{found.found.examined:,} layouts judged, {found.found.legal:,} legal; {found.considered:,} projected"
     counts += f", of which the fastest was number {found.place:,} by a first estimate"
     counts += f"; {found.left_out:,} that the estimate has behind them are left out" if found.left_out else ""
-    label = "Speeds are derived; * extrapolated: `moelab project` says what was not seen"
-    lines = [*aligned([(*CANDIDATE_HEADER, "tokens/s/GPU"), *table]), "", f"{counts}.", f"{label}."]
+    best = found.ranked[0].projection
+    assert best is not None
+    label = "Speeds are derived" + (f"; * {extrapolated(best.rests_on[0])}" if best.rests_on else "")
+    lines = [*aligned([(*CANDIDATE_HEADER, "tokens/s/GPU"), *table]), "", f"{counts}.", f"{label}.", *best.notes]
     lines += ["", "the fastest with one setting changed:"] if found.worth else []
-    for worth in found.worth:
-        value, other = (getattr(one, "value", one) for one in (worth.value, worth.other))
-        change = 100 * (worth.other_tps / worth.tps - 1)
-        lines.append(f"  {worth.field} {other} instead of {value}: {change:+.1f} %")
-    return "\n".join(lines)
+    return "\n".join(lines + [f"  {_changed(one)}" for one in found.worth])
+
+
+def _changed(worth: Worth) -> str:
+    value, other = (getattr(one, "value", one) for one in (worth.value, worth.other))
+    change = 100 * (worth.other_tps / worth.tps - 1)
+    said = f" ({extrapolated(worth.rests_on[0])})" if worth.rests_on else ""
+    return f"{worth.field} {other} instead of {value}: {change:+.1f} %{said}"

@@ -136,6 +136,5 @@ def test_the_missing_arm_lies_where_the_reader_is_told() -> None:
     published = {row.arm: row.tps for row in THROUGHPUT}
     assert published["bf16_standard"] < tps["mxfp8_standard"].value < 1.07 * published["bf16_standard"]
     assert tps["mxfp8_standard"].value < 651 * 918 / 859  # what composition would say
-    assert tps["bf16_standard"].value == pytest.approx(published["bf16_standard"], rel=1e-3)
-    for arm in ("bf16_deepep", "mxfp8_deepep"):
-        assert abs(tps[arm].value / published[arm] - 1) < 0.1
+    for arm, rate in published.items():
+        assert abs(tps[arm].value / rate - 1) < 0.02

@@ -119,7 +119,7 @@ def test_two_gpus_to_eight_are_as_described() -> None:
 def test_a_node_hardly_moves_the_projection_of_256_gpus() -> None:
     job = published_job("bf16_deepep")
     base = tps_of(job, CALIBRATION)
-    for name, low, high in (("deepep_nvlink", 0, 0.01), ("deepep_s", 0, 0.01), ("network", 0.03, 0.2)):
+    for name, low, high in (("deepep_nvlink", 0, 0.01), ("deepep_s", 0, 0.01), ("deepep_v1_network", 0.03, 0.2)):
         halved = with_values(**{name: float(getattr(CALIBRATION, name)) / 2})
         assert low <= abs(tps_of(job, halved) / base - 1) <= high, name
 

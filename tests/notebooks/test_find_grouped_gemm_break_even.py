@@ -58,7 +58,7 @@ def test_fp8_on_an_h100_loses_and_least_with_many_rows_of_671b_experts() -> None
 
 
 def test_the_model_fits_kernels_and_most_rows_that_are_left_out() -> None:
-    residuals = fit_b200().residuals().query("kind != 'step'")
+    residuals = fit_b200().residuals.query("kind != 'step'")
     assert set(residuals[residuals["error"].abs() > GOAL]["name"]) == {
         "forward: scales into blocks",
         "dgrad: scales into blocks",

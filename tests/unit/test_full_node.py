@@ -110,8 +110,8 @@ def test_a_row_of_the_table_has_both_files(tmp_path: Path) -> None:
     rows = full_node_rows(read(made_up(), tmp_path))
     assert len(rows) == sum(row["hardware"] == "h200_node" for row in load_predicted()["rows"])
     for row in rows:
-        assert row.error == pytest.approx(SLOWER - 1, abs=1e-3)
-        assert row.use == "predicted"
+        assert row.error == pytest.approx(100 * (SLOWER - 1), abs=0.1)
+        assert row.kind == "blind"
         assert load_predicted()["date"][:10] in row.reference
         assert "8 × NVIDIA H200" in row.reference
     assert full_node_rows(NOTHING) == ()

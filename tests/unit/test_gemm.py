@@ -8,11 +8,25 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from validation import gemm_fit
+from validation.gemm_fit import (
+    B200_FREE,
+    KERNELS,
+    KERNELS_CASE,
+    STEPS,
+    Observation,
+    b200_observations,
+    benchmark_extra_bytes,
+    fit,
+    fit_file,
+    fitted_b200,
+    leave_one_out,
+    resampled,
+)
 
 from moelab.errors import BadInput
 from moelab.hardware import B200, H100
 from moelab.mxfp8.grouped_gemm_cases import DIRECTIONS
-from moelab.projection import gemm_fit
 from moelab.projection.calibration import CALIBRATION, Calibration, with_values
 from moelab.projection.gemm import (
     CAST_BYTES,
@@ -25,26 +39,18 @@ from moelab.projection.gemm import (
     rates_of,
 )
 from moelab.projection.gemm_fit import (
-    B200_FREE,
     GOAL,
-    KERNELS,
-    KERNELS_CASE,
-    STEPS,
     Fit,
-    Observation,
-    b200_observations,
-    benchmark_extra_bytes,
     break_even,
     estimate,
     expert_work,
-    fit,
     fit_b200,
     fit_h100,
     gain_table,
-    leave_one_out,
     published_work,
     rows_text,
 )
+from moelab.projection.gemm_fit import leave_one_out as gemm_fit_table
 from moelab.projection.job import INDEX
 from moelab.projection.published import published_job
 
@@ -193,6 +199,23 @@ def test_the_projections_constants_are_those_of_the_fits() -> None:
             assert float(getattr(CALIBRATION, name)) == pytest.approx(float(getattr(found.calibration, name)), rel=1e-3)
 
 
+def test_the_packaged_fits_are_what_fitting_finds_now() -> None:
+    """Otherwise: ``python -m benchmarks.validation --write``."""
+    now = fit_file(draws=2)
+    assert leave_one_out().drop(columns=["case", "role"]).to_numpy(float) == pytest.approx(
+        gemm_fit_table().drop(columns=["case", "role"]).to_numpy(float), rel=1e-4
+    )
+    for gpu, packaged in (("B200", fit_b200()), ("H100", fit_h100())):
+        found = now["fits"][gpu]
+        draws = [packaged.calibration, *packaged.draws[:2]]
+        values = [[float(getattr(one, name)) for name in packaged.free] for one in draws]
+        assert [found["values"], *found["draws"]] == [pytest.approx(one, rel=1e-4) for one in values]
+        assert [row["model"] for row in found["residuals"]] == pytest.approx(
+            list(packaged.residuals["model"]), rel=1e-4
+        )
+        assert len(packaged.draws) == gemm_fit.DRAWS
+
+
 def synthetic(calibration: Calibration) -> list[Observation]:
     """torchao's observations with the model's own values, all of them fitted."""
     return [replace(one, value=one.predict(calibration), fitted=True) for one in b200_observations()]
@@ -213,10 +236,10 @@ def test_one_wrong_figure_does_not_bend_the_others() -> None:
 
 def test_only_fitted_observations_count() -> None:
     changed = [one if one.fitted else replace(one, value=3 * one.value) for one in b200_observations()]
-    assert fit(B200, changed, B200_FREE).rates() == fit_b200().rates()
-    roles = fit_b200().residuals().groupby(["kind", "role"]).size()
+    assert fit(B200, changed, B200_FREE).rates() == fitted_b200().rates()
+    roles = fit_b200().residuals.groupby(["kind", "role"]).size()
     assert (roles["step", "fitted"], roles["step", "predicted"], roles["speed-up", "predicted"]) == (4, 12, 2)
-    assert (fit_h100().residuals().query("kind == 'step'")["role"] == "predicted").all()
+    assert (fit_h100().residuals.query("kind == 'step'")["role"] == "predicted").all()
 
 
 def test_a_row_that_is_left_out_has_no_say_in_its_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,7 +253,7 @@ def test_a_row_that_is_left_out_has_no_say_in_its_prediction(monkeypatch: pytest
 
 
 def test_how_well_the_model_meets_what_it_was_not_fitted_on() -> None:
-    b200, h100 = (one.residuals().query("kind == 'step' and role == 'predicted'") for one in (fit_b200(), fit_h100()))
+    b200, h100 = (one.residuals.query("kind == 'step' and role == 'predicted'") for one in (fit_b200(), fit_h100()))
     mxfp8 = b200[b200["name"].str.endswith("mxfp8")]
     assert mxfp8["error"].abs().max() < GOAL
     few_rows = h100["name"].eq("16384×1408×2048, 8 even groups, fp8")
@@ -245,13 +268,14 @@ def test_an_interval_is_as_wide_as_the_errors_of_the_model() -> None:
     """With one free rate and one observation, its logarithm is normal with the observation's error."""
     one = next(one for one in b200_observations() if one.name == "forward: gemm")
     single = fit(B200, [one], ("blackwell_low",))
-    found = estimate(single, lambda rates: rates.low, resamples=200)
+    drawn = replace(fit_b200(), calibration=single.calibration, draws=tuple(resampled(single, 200)))
+    found = estimate(drawn, lambda rates: rates.low)
     assert math.log(found.high / found.low) == pytest.approx(2 * 1.645 * single.spread_by_kind()["kernel"], rel=0.2)
     assert found.low < KERNELS_CASE.flops / one.value * 1e6 < found.high
 
 
 def test_a_break_even_that_is_never_reached_is_no_number() -> None:
-    never = estimate(fit_b200(), lambda rates: math.inf, resamples=10)
+    never = estimate(fit_b200(), lambda rates: math.inf)
     assert rows_text(never) == "never [never, never]"
 
 
@@ -262,7 +286,7 @@ def fitted() -> Fit:
 
 def test_intervals_hold_their_value_and_671b_breaks_even_before_16b(fitted: Fit) -> None:
     large, small = (expert_work("one node", model, 8192, ep=8).case for model in ("671B", "16B"))
-    evens = [break_even(replace(case, groups=8), fitted, resamples=30) for case in (large, small)]
+    evens = [break_even(replace(case, groups=8), fitted) for case in (large, small)]
     assert all(even.low < even.value < even.high for even in evens)
     assert evens[0].high < evens[1].low
 
@@ -281,7 +305,7 @@ def test_a_layout_that_is_none(degrees: dict[str, int]) -> None:
 
 def test_the_verdict_is_that_of_the_interval(fitted: Fit) -> None:
     works = (*published_work(), expert_work("short", "16B", 256, ep=8))
-    table = gain_table(works, fitted, resamples=20)
+    table = gain_table(works, fitted)
     assert len(table) == 3 * 2 * 2
     said = {"saves time": lambda low, high: low > 1, "loses time": lambda low, high: high < 1}
     said["too near to call"] = lambda low, high: low <= 1 <= high

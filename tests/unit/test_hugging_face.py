@@ -15,6 +15,7 @@ from moelab.experiment import Experiment
 from moelab.experiment_file import parse, parse_overrides, read_experiment
 from moelab.model import ModelShape, count_parameters, parameters, shape_for, shape_of
 from moelab.model.hugging_face import published_models, read_model
+from moelab.projection.project import project
 
 MODELS = published_models()
 
@@ -205,8 +206,19 @@ def test_a_study_can_take_its_model_from_elsewhere(capsys: pytest.CaptureFixture
     assert totals == {29_943_390_976}
 
 
-def test_plan_needs_a_file_or_a_model(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan"]) == 2
+def test_a_model_from_elsewhere_is_projected_without_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["hardware=b200_x256", "nodes=2", "gpus_per_node=8", "ep=8", "seq_len=2048", "local_batch=2"]
+    pairs = [word for one in given for word in ("--set", one)]
+    assert main(["project", "--from-hf", "Qwen3-30B-A3B", *pairs, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    fields = parse_overrides([*read_model("Qwen3-30B-A3B").overrides, *given])
+    assert found["tps"] == pytest.approx(project(parse(Experiment, fields)).tps)
+    assert found["gpus"] == 16
+
+
+@pytest.mark.parametrize("verb", ["plan", "project"])
+def test_a_file_or_a_model_is_needed(capsys: pytest.CaptureFixture[str], verb: str) -> None:
+    assert main([verb]) == 2
     assert "--from-hf" in capsys.readouterr().err
 
 
@@ -218,3 +230,19 @@ def test_a_model_that_is_only_planned_is_refused_before_it_starts(
     assert main(["run", str(path), "--runs", str(tmp_path / "runs")]) == 3
     assert "attention is gqa: TorchTitan's DeepSeek-V3 has multi-head latent attention only" in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_published_model_is_planned_and_projected(name: str) -> None:
+    """On the newest GPUs too, where the label says that nothing like it was measured; no faster than the datasheet."""
+    experts = shape_from(name).num_experts
+    fields = parse_overrides(read_model(name).overrides) | {
+        "nodes": 64, "gpus_per_node": 4, "ep": max(ep for ep in (4, 8) if experts % ep == 0), "seq_len": 4096,
+        "local_batch": 8, "activation_checkpoint": "full", "compile": "model+loss", "precision": "mxfp8",
+    }  # fmt: skip
+    on = {"gb300_nvl72_x4": "hybridep", "b300_x256": "hybridep", "mi355x_x256": "standard"}
+    for hardware, backend in on.items():
+        found = project(parse(Experiment, {**fields, "hardware": hardware, "ep_backend": backend}))
+        assert "extrapolated" in found.label
+        assert 0.01 < found.mfu["causal"] < 0.6
+        assert found.interval[0] < found.tps < found.interval[1]

@@ -15,8 +15,7 @@ from titan_process import in_titan_process
 
 from moelab.analysis.two_by_two import DEPTHS
 from moelab.experiment import EPBackend, Experiment
-from moelab.experiment_file import parse_overrides
-from moelab.hardware import B200, GROUP_PADDING, H100, Gpu, gpu_of
+from moelab.hardware import B200, GROUP_PADDING, H100, gpu_of
 from moelab.layout import Layout, check
 from moelab.layout.schedule import split_layers
 from moelab.memory import (
@@ -228,36 +227,6 @@ def test_compiled_dispatchers_as_seen_on_two_h100s(backend: str, seen_gib: float
 
 
 ON_8_H100 = {"model": "16B", "gpus_per_node": 8, "ep": 4, "seq_len": 4096, "local_batch": 16, "compile": "loss"}
-DEBUG_MXFP8 = {"model": "debug", "precision": "mxfp8", "quantize": "experts+linears", "seq_len": 2048, "local_batch": 8}
-ON_512_H100 = {
-    **{"model": "671B", "nodes": 64, "gpus_per_node": 8, "pp": 8, "pp_schedule": "Interleaved1F1B", "ep": 32},
-    **{"seq_len": 4096, "local_batch": 16, "compile": "model+loss", "routing": "round_robin"},
-}
-QWEN3 = {
-    **parse_overrides(read_model("Qwen3-30B-A3B").overrides),
-    **{"gpus_per_node": 8, "ep": 8, "seq_len": 2048, "local_batch": 8, "ep_backend": "deepep", "compile": "model+loss"},
-}
-PUBLISHED_PEAKS: dict[str, tuple[float, Gpu, str, dict[str, Any]]] = {
-    "torchtitan PR 3639": (68.8, H100, "full", ON_8_H100),
-    "torchtitan PR 3934": (4.32, B200, "selective", {**DEBUG_MXFP8, "gpus_per_node": 2, "ep": 2}),
-    "torchtitan PR 3935": (4.35, B200, "selective", {**DEBUG_MXFP8, "gpus_per_node": 1, "ep": 1}),
-    "torchtitan PR 2107": (60.2, H100, "full", ON_512_H100),
-    "torchtitan PR 2107, DeepEP": (56.8, H100, "full", {**ON_512_H100, "ep_backend": "deepep"}),
-    "torchtitan PR 1993": (157, B200, "none", {**ON_8_H100, "ep": 8, "seq_len": 6144, "local_batch": 4}
-                           | {"compile": "model+loss"}),
-    "NousResearch/torchtitan 19, one node": (167.9, B200, "none", QWEN3),
-    "NousResearch/torchtitan 19, 16 nodes": (114.8, B200, "none", {**QWEN3, "nodes": 16}),
-}  # fmt: skip
-"""What TorchTitan printed as its memory elsewhere; sequence, checkpointing and compilation of the last three are partly
-inferred. The first set ``busiest_layer``; the others are predictions."""
-
-
-@pytest.mark.parametrize("name", PUBLISHED_PEAKS)
-def test_published_peaks(name: str) -> None:
-    printed_gib, gpu, checkpointing, fields = PUBLISHED_PEAKS[name]
-    experiment = Experiment(**fields, activation_checkpoint=checkpointing, dataset="c4")
-    found = max(stage.reserved_gib for stage in estimate(experiment, layout_of(experiment), gpu).by_stage)
-    assert 0.93 * printed_gib < found < 1.1 * printed_gib
 
 
 def test_the_moment_of_one_layer_meets_the_busiest_and_what_all_keep_the_average() -> None:

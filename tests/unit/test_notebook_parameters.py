@@ -254,9 +254,7 @@ def test_a_notebook_runs_again_in_its_kernel(notebook: Path) -> None:
         namespace.update(bound)
     run(check)
     edited = next(
-        name
-        for name in ("steps", "seed", "sender", "resamples", "search_limit", "margin_nats", "layer")
-        if name in values
+        name for name in ("steps", "seed", "sender", "tokens", "search_limit", "margin_nats", "layer") if name in values
     )
     run(re.sub(rf"^{edited} = ", f"{edited} = 1 + ", own, flags=re.MULTILINE), check)
     assert namespace["parameters"].model_dump() == values | {edited: 1 + values[edited]}

@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 
 from moelab import cli
 from moelab.errors import BadInput
-from moelab.experiment import Experiment, OwnHardware
+from moelab.experiment import EPBackend, Experiment, OwnHardware
 from moelab.experiment_file import read_experiment, read_record, read_study, write_experiment
 from moelab.hardware import Gpu, Node, cluster_of, gpu_of
 from moelab.layout import check
 from moelab.layout.mesh import nvlink_ranks
 from moelab.memory.peak import estimate
+from moelab.projection.exchange import hybridep_shares
 from moelab.projection.project import project
 
 TRAY = Node(gpu=Gpu(name="GB200", capability=10.0, memory_gib=None), gpus=4, nvlink_gpus=72)
@@ -72,6 +73,20 @@ def test_trays_of_a_rack_are_projected_as_the_rack() -> None:
     on_hosts = PUBLISHED.model_copy(update={"hardware": "b200_x256"})
     assert any("does not fit into a node of 4" in note for note in check(on_hosts).notes)
     assert project(on_hosts).job.rows_sent.network > 0
+
+
+def test_hybridep_has_rates_of_its_own() -> None:
+    """By hand: among 16 ranks 522.5 GB/s, of which 15/16 leave the rank, of 900; 4 hosts 49.9, of which 3/4 leave."""
+    assert hybridep_shares(16, 72)[0] == pytest.approx((523.48 + 521.55) / 2 * 15 / 16 / 900)
+    assert hybridep_shares(32, 8)[1] == pytest.approx((47.36 + 52.53) / 2 * 3 / 4 / 50)
+    assert hybridep_shares(64, 72) == hybridep_shares(36, 72), "beyond its table, as at its end"
+    slow, fast = (
+        project(Experiment(**{**PUBLISHED.model_dump(), "ep_backend": one, "routing": "random_balanced"})).breakdown_s[
+            "all-to-all"
+        ]
+        for one in (EPBackend.HYBRIDEP, EPBackend.DEEPEP)
+    )
+    assert slow > fast, "64 ranks on NVLink, of which HybridEP reaches half and DeepEP two thirds"
 
 
 def test_deepeps_buffer_counts_domains() -> None:

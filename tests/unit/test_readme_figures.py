@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from memory_h100_case import thin_shape
 from validation.shapes import ALL_SHAPES, SMALL, arm_of, thin_experiment
-from validation.table import full_node_rows
+from validation.table import full_node_rows, with_errors
 
 from moelab.analysis.two_by_two import (
     CODE,
@@ -25,11 +25,9 @@ from moelab.analysis.two_by_two import (
     goal_lines,
     layer_gains,
 )
-from moelab.experiment import Routing
 from moelab.hardware import cluster_of
 from moelab.layout import check
 from moelab.memory import estimate
-from moelab.projection.calibration import CALIBRATION
 from moelab.projection.measured import (
     FULL_NODE,
     ROUTINGS,
@@ -40,18 +38,7 @@ from moelab.projection.measured import (
     load_measured,
     node_results,
 )
-from moelab.projection.published import equal_seconds_tps, meeting_all_published, projected_two_by_two, published_job
-from moelab.projection.step import step_time
-from moelab.projection.validation import (
-    BRIDGE_SOURCE,
-    H100_FIRST,
-    H100_LATER,
-    PUBLISHED,
-    SIMUMAX,
-    ValidationRow,
-    validation_table,
-)
-from moelab.viz.validation import percent_error
+from moelab.projection.validation import validation_table
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -255,12 +242,9 @@ def test_four_gpus_beside_their_predictions() -> None:
         shown = (BASELINE, "bf16_deepep", BEST)
         arms = {arm: [measured[Place(model, 4, routing, arm)] for routing in ROUTINGS] for arm in shown}
         stock = " / ".join(f"{one.tps:,.0f}" for one in arms[BASELINE])
-        worst = max(abs(percent_error(row)) for row in rows if row.name.startswith(model))
+        worst = max(abs(row.error) for row in rows if row.name.startswith(model))
         gains = " | ".join(ratios(arms[arm]) for arm in shown[1:])
         says(f"| {words} | {stock} | {gains} | at most {worst:.1f} % |")
-    errors = [percent_error(row) for row in rows]
-    worst, middle = max(errors, key=abs), statistics.median(map(abs, errors))
-    says(f"EP 4: {len(rows)} rows, predicted before they were measured | – | {worst:+.1f} %, median {middle:.1f} % |")
 
 
 def test_exchanges_alone() -> None:
@@ -349,47 +333,7 @@ def test_costs_of_moelab_itself() -> None:
     says(f"Watching 256 ranks costs {100 * share:.1f} % of a core")
 
 
-def errors_of(rows: Iterable[ValidationRow], source: str, begin: str = "") -> Mapping[str, float]:
-    return {
-        row.name: percent_error(row)
-        for row in rows
-        if row.source == source and row.use == "predicted" and row.name.startswith(begin)
-    }
-
-
-def test_the_validation_table() -> None:
-    rows = validation_table()
-    says(f"prints all {len(rows)} rows")
-    published = errors_of(rows, PUBLISHED, "671B")
-    says(f"DeepEP {published['671B bf16_deepep']:+.1f} %; MXFP8 + DeepEP {published['671B mxfp8_deepep']:+.1f} % |")
-    gains = {row.name: row for row in rows if row.source == PUBLISHED and row.name.startswith("gain")}
-    first, second = gains["gain of bf16_deepep"], gains["gain of mxfp8_deepep"]
-    says(f"DeepEP {first.predicted:+.1f} % for +32 %; MXFP8 + DeepEP {second.predicted:+.1f} % for +41 % |")
-
-    def worst(source: str, begin: str = "") -> str:
-        return f"{max(errors_of(rows, source, begin).values(), key=abs):+.1f} %".replace("-", "−")
-
-    says(f"(one fitted) | 5 % | {worst(SIMUMAX)} |", f"256 × B200 | 15 % | {worst(BRIDGE_SOURCE, '256 × B200')} |")
-    later = [row for row in rows if row.source == H100_LATER]
-    new = errors_of(rows, H100_LATER)
-    says(f"({len(new)} of {len(later)} rows; the others chose constants or were at hand) | 6 % | {worst(H100_LATER)} |")
-    says(f"(clock or power unknown) | 6 % | missed: up to {worst(H100_FIRST)} |")
-    exchanges = errors_of(rows, "H200 exchanges").values()
-    span = f"{min(exchanges):+.0f} to {max(exchanges):+.0f} %".replace("-", "−")
-    says(f"exchanges alone on two H200s, {len(exchanges)} rows, blind | – | {span}")
-    parts = [row for row in rows if not row.whole and row.use == "predicted" and row.source != "H200 exchanges"]
-    errors = [percent_error(row) for row in parts]
-    says(f"ones within {statistics.median(map(abs, errors)):.0f} %; −{-min(errors):.0f} to +{max(errors):.0f} % |")
-
-
-def test_what_is_projected_and_not_identified() -> None:
-    parts = {arm: step_time(published_job(arm), CALIBRATION).parts_s for arm in (BASELINE, "mxfp8_deepep")}
-    shares = [round(100 * each["host and waiting"] / sum(each.values())) for each in parts.values()]
-    says(f"is {shares[0]} % of the predicted BF16 step and {shares[1]} % of MXFP8 + DeepEP's")
-    forced, random = (projected_two_by_two(one, draws=2) for one in (Routing.ROUND_ROBIN, Routing.RANDOM_BALANCED))
-    missing, gain = forced.tps["mxfp8_standard"].value, random.gains["bf16_deepep"].value
-    says(f"The model says {missing:.0f} tokens/s and {gain - 1:+.0%}.".replace("%", " %"))
-    other = meeting_all_published()
-    change = f"{other.deepep_gain_random - 1:+.0%}".replace("-", "−").replace("%", " %")
-    says(f"then it says {other.tps['mxfp8_standard']:.0f} tokens/s and {change}")
-    says(f"equal seconds saved say {equal_seconds_tps():.0f} without a model")
+def test_errors_by_kind() -> None:
+    """Otherwise: ``python -m benchmarks.validation --write``."""
+    page = (ROOT / "docs" / "measurements.md").read_text()
+    assert with_errors(page, validation_table()) == page

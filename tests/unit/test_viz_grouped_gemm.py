@@ -19,7 +19,7 @@ LARGE, SMALL = published_work()
 @pytest.fixture(scope="module")
 def drawn() -> go.Figure:
     mine = expert_work("mine", "16B", 8192, ep=8)
-    return gain_map(fit_b200(), (LARGE, SMALL, mine), aspect=8, resamples=20)
+    return gain_map(fit_b200(), (LARGE, SMALL, mine), aspect=8)
 
 
 def traces(figure: go.Figure) -> dict[str, go.Scatter]:

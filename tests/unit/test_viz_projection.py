@@ -20,11 +20,10 @@ from moelab.experiment import Experiment, Precision
 from moelab.hardware import ImpossibleHardware
 from moelab.projection.calibration import CALIBRATION
 from moelab.projection.measured import ALL_TO_ALL, GROUPED_GEMM, Measurement, constants_of_node, load_measured
-from moelab.projection.megatron import Change
 from moelab.projection.project import Cost, project
 from moelab.projection.published import projected_two_by_two
 from moelab.projection.uncertainty import Estimate
-from moelab.projection.validation import goals, validation_table
+from moelab.projection.validation import Change, row_table, validation_table
 from moelab.sweep import by_gpus, by_network, cluster_like, on
 from moelab.titan.arms import named_arms
 from moelab.viz.projection import (
@@ -40,7 +39,7 @@ from moelab.viz.projection import (
     waterfall_bars,
 )
 from moelab.viz.study import published_bars
-from moelab.viz.validation import goal_lines, goal_strips, part_strips, validation_lines
+from moelab.viz.validation import part_strips, step_strips
 
 PUBLISHED = named_arms()["dsv3_671b_mxfp8_deepep"]
 STAGES = {part: float(seconds) for seconds, part in enumerate((p for parts in GROUPS.values() for p in parts), start=1)}
@@ -228,37 +227,25 @@ def test_the_waterfall_ends_at_both_given_numbers() -> None:
     assert "better (+220)" in title(figure)
 
 
-def test_the_goals_figure_draws_every_row_once_and_misses_as_misses() -> None:
+def test_a_figure_has_every_row_once_with_its_kind_and_names_the_worst() -> None:
     rows = validation_table()
-    figure = goal_strips(rows)
-    found = goals(rows)
-    met = sum(goal.met for goal in found)
-    assert title(figure).startswith(f"<b>{met} of {len(found)} goals are met")
-    drawn = {trace.name: len(trace.x) for trace in figure.data}
-    assert sum(drawn.values()) == sum(row.whole for row in rows)
-    assert drawn["fitted"] == sum(row.whole and row.use == "fitted" for row in rows)
-    assert ("predicted, goal missed" in drawn) is (met < len(found))
-    bands = [shape.x1 for shape in figure.layout.shapes]
-    assert bands == [goal.limit if "points" in goal.name else pytest.approx(100 * goal.limit) for goal in found]
-    for trace in figure.data:
-        outside = [abs(x) > bands[y] for x, y in zip(trace.x, trace.y, strict=True) if y < len(bands)]
-        assert set(outside) <= {"predicted": {False}, "predicted, goal missed": {True}}.get(trace.name, {True, False})
-    lines = goal_lines(found)
-    assert [line.startswith("met") for line in lines] == [goal.met for goal in found]
-    assert all(f"of {goal.predicted} predictions" in line for line, goal in zip(lines, found, strict=True))
+    for figure, drawn in (
+        (step_strips(rows), [row for row in rows if row.of == "step"]),
+        (part_strips(rows), [row for row in rows if row.of != "step"]),
+    ):
+        assert sum(len(trace.x) for trace in figure.data) == len(drawn)
+        named = [note.text for note in figure.layout.annotations if ": " in note.text and note.y != 1]
+        worst = max(drawn, key=lambda row: abs(row.error))
+        assert any(text.startswith(f"{worst.error:+.1f}: ") for text in named)
+    outside = [row for row in rows if row.of == "step" and row.interval and not row.inside]
+    crosses = [len(trace.x) for trace in step_strips(rows).data if trace.name.startswith("measured outside")]
+    assert sum(crosses) == len(outside)
 
 
-def test_the_parts_figure_and_the_table_have_all_other_rows() -> None:
-    rows = validation_table()
-    parts = [row for row in rows if not row.whole]
-    figure = part_strips(rows)
-    assert sum(len(trace.x) for trace in figure.data) == len(parts)
-    gain = replace(rows[0], unit="% gain", measured=32.0, predicted=39.5, use="predicted")
-    _, line = validation_lines([gain])
-    assert "+7.5 pt" in line
-    assert line.endswith("predicted")
-    printed = [*validation_lines([row for row in rows if row.whole]), *goal_lines(goals(rows))]
-    assert max(len(line) for text in printed for line in text.splitlines()) <= 110
+def test_tables_show_gains_in_points_and_what_was_inferred() -> None:
+    gain = replace(validation_table()[0], unit="% gain", measured=32.0, predicted=39.5, interval=None, inferred="batch")
+    (shown,) = row_table([gain]).to_dict("records")
+    assert (shown["error"], shown["in its interval"], shown["inferred"]) == ("+7.5 points", "", "batch")
 
 
 def estimates(values: Mapping[str, float]) -> dict[str, Estimate]:
@@ -270,7 +257,7 @@ def test_arms_beside_their_projection() -> None:
     known = {"bf16_standard": 100.0, "bf16_deepep": 120.0}
     figure = arms_beside_projection(known, {"here": projected}, known_words="quoted", words="Words.")
     assert "+25.0% off at worst (BF16 + DeepEP)" in title(figure)
-    assert "MXFP8 + standard all-to-all is not identified: 110 (99 to 132) by this model's" in title(figure)
+    assert "MXFP8 + standard all-to-all is not identified: 110 (99 to 132)" in title(figure)
     circles, squares = figure.data
     assert list(circles.y) == [100.0, 120.0]
     assert list(squares.error_y.array) == pytest.approx([20.0, 30.0, 22.0])
@@ -287,7 +274,7 @@ def test_gains_and_what_is_left_of_their_product() -> None:
     assert left.x[0] == pytest.approx(100 * found.interaction.value)
     none = found.interaction.low <= 0 <= found.interaction.high
     assert ("no interaction is shown" in title(figure)) is none
-    assert "the published rows identify neither" in title(figure)
+    assert "those steps identify neither" in title(figure)
 
 
 # The explorer

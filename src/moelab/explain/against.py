@@ -28,7 +28,7 @@ from moelab.projection.calibration import CALIBRATION, Calibration, with_values
 from moelab.projection.gemm import is_blackwell
 from moelab.projection.job import CATEGORIES, INDEX, PASS_INDEX, Job
 from moelab.projection.project import Projection, aligned, project
-from moelab.projection.step import stage_times, step_time
+from moelab.projection.step import module_times, stage_times, step_time
 
 MEANINGS: Mapping[str, Mapping[str, str]] = read_yaml("differences.yaml")
 """By part: what ``more`` time than predicted usually means, what to ``do``, and what ``less`` means."""
@@ -219,9 +219,6 @@ def fit(explanation: Explanation, experiment: Experiment) -> dict[str, float]:
     """
     job = compare(explanation, experiment).projection.job  # refuses what cannot be held against it
     found: dict[str, float] = {}
-    nvlink = job.node.gpu.nvlink_gb_s
-    if explanation.gather_gb_s and nvlink and job.gpus <= job.node.gpus:  # else a ring is as slow as the network
-        found["nccl_ring"] = explanation.gather_gb_s / float(nvlink)
     for name, seconds, predict in _targets(explanation, experiment, job):
         value = _meeting(name, seconds, predict, found)
         if value is not None:
@@ -236,16 +233,12 @@ def _targets(explanation: Explanation, experiment: Experiment, job: Job) -> list
     """Constants in the order in which they are fitted, with a step's seconds to meet and how they are predicted."""
     per_step = 1e-3 / explanation.step_count
     measured = {name: ms / 1e3 for name, ms in measured_parts_ms(explanation).items()}
-    # a gather that waits for a late rank shows at the ends of a step, and is imbalance; exchanges wait at every layer
-    waiting = next((one.waiting_ms or 0.0 for one in explanation.communication if one.group == "FSDP collectives"), 0.0)
-    gathers = max(0.0, measured.get("FSDP collectives", 0.0) - waiting * per_step)
     blackwell, low = is_blackwell(job.node.gpu), experiment.precision is not Precision.BF16 and not job.emulated
     kind = "blackwell" if blackwell else "hopper"
     attention = explanation.kernels_ms.get("attention", {})
     exchange = "nccl_nvlink" if job.work.backend is EPBackend.STANDARD else "deepep_s"
     one_pass = experiment.precision is Precision.FP8 and job.work.one_pass_experts
     cast = "emulated_cast" if job.emulated else "one_pass_cast" if one_pass else f"{kind}_cast"
-    host = "host_compiled_s" if job.stack.fused else "host_layer_s"
 
     def part(name: str) -> Predict:
         return lambda calibration: step_time(job, calibration).parts_s[name]
@@ -253,12 +246,12 @@ def _targets(explanation: Explanation, experiment: Experiment, job: Job) -> list
     def passes(*names: str) -> Predict:
         rows = [PASS_INDEX[name] for name in names]  # type: ignore[index]
         return lambda calibration: job.microbatches * float(
-            sum(one[rows, INDEX["attention"]].sum() for one in stage_times(job, calibration))
+            sum(one[rows, INDEX["attention"]].sum() for one in stage_times(job, module_times(job, calibration)))
         )
 
     def of_layers(calibration: Calibration) -> float:
         return job.microbatches * float(
-            sum(one[:, INDEX["host and waiting"]].sum() for one in stage_times(job, calibration))
+            sum(one[:, INDEX["host and waiting"]].sum() for one in stage_times(job, module_times(job, calibration)))
         )
 
     return [
@@ -269,10 +262,10 @@ def _targets(explanation: Explanation, experiment: Experiment, job: Job) -> list
         ("flex_backward", attention.get("backward", 0.0) * per_step, passes("dgrad", "wgrad")),
         (cast, measured.get("quantisation", 0.0), part("quantisation")),
         (exchange, measured.get("all-to-all", 0.0), part("all-to-all")),
+        ("nccl_ring", measured.get("FSDP collectives", 0.0), part("FSDP collectives")),
         ("optimizer_bytes", measured.get("optimizer", 0.0), part("optimizer")),
         ("fsdp_copy_bytes", measured.get("memory-bound", 0.0), part("memory-bound")),
-        ("fsdp_exposed", gathers, part("FSDP collectives")),
-        (host, explanation.idle_in_layers_ms * per_step, of_layers),
+        ("sync_s", explanation.idle_in_layers_ms * per_step, of_layers),
         ("step_s", measured["host and waiting"], part("host and waiting")),
     ]  # fmt: skip
 

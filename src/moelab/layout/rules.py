@@ -274,8 +274,8 @@ def _sequence(facts: Facts) -> Iterator[Fault]:
             "backward pass of FlexAttention, masked attention takes its place"
         )
         yield Fault("context parallelism has FlexAttention", "cp", words)
-    # On a GPU (``spmd_types``) the scores are plain tensors under tensor parallelism too.
     if x.tp > 1 and x.routing is not Routing.LEARNED and facts.capability == 0:
+        # On a GPU (``spmd_types``) the scores are plain tensors under tensor parallelism too.
         words = (
             f"routing {x.routing.value} gathers the router's scores by plain numbers of experts, and "
             f"{facts.gpu_in_words}: on a CPU tensor parallelism makes the scores DTensors, which do not mix; "
@@ -308,8 +308,8 @@ def _arm(facts: Facts) -> Iterator[Fault]:
             f"and this one does not; those that do: {', '.join(PADS)}"
         )
         yield Fault("minimal_async_ep is not quantised", "ep_backend", words)
-    if backend is EPBackend.DEEPEP and (cause := _not_for_deepep(facts)):
-        yield Fault("DeepEP takes the tokens", "ep_backend", cause)
+    if backend is EPBackend.DEEPEP and (words := _not_for_deepep(facts)):
+        yield Fault("DeepEP takes the tokens", "ep_backend", words)
     if minimal and x.activation_checkpoint != "full":
         words = "ep_backend minimal_async_ep reuses one buffer and needs every layer recomputed"
         yield Fault("minimal_async_ep recomputes", "activation_checkpoint", words)
@@ -326,8 +326,8 @@ def _arm(facts: Facts) -> Iterator[Fault]:
             "compile=model+loss makes it one, and ep_backend=deepep always is"
         )
         yield Fault("dispatch is kept", "activation_checkpoint", words)
-    if cause := _not_dispatched(facts):
-        yield Fault("dispatch is quantised as its experts", "dispatch_precision", cause)
+    if words := _not_dispatched(facts):
+        yield Fault("dispatch is quantised as its experts", "dispatch_precision", words)
     if x.wgrad == "fp8" and precision is not Precision.FP8:
         words = f"wgrad fp8 is of FP8 experts, and precision is {precision.value}"
         yield Fault("weight gradients are in FP8 with FP8 experts", "wgrad", words)
@@ -535,12 +535,17 @@ def _beyond_a_node(facts: Facts) -> str:
     """What of the exchange leaves the node: over NVLink within a rack such as NVL72, else over the network."""
     x, joined = facts.experiment, nvlink_ranks(facts.experiment)
     nodes = joined // x.gpus_per_node
+    # Every plan that sends tokens by DeepEP between nodes says so: nobody has run this project's dispatcher there.
+    unseen = (
+        "; DeepEP between nodes was never run here, and on 8 nodes with ep 64 its combine hung elsewhere "
+        "(pytorch/torchtitan issue 3877)"
+    ) * (x.ep_backend is EPBackend.DEEPEP)
     if joined == x.gpus_per_node:
-        return f"does not fit into a node of {joined}, so tokens cross the network between nodes"
+        return f"does not fit into a node of {joined}, so tokens cross the network between nodes{unseen}"
     placed = f"{nodes} nodes of each NVLink domain of {cluster_of(x.hardware).node.domain} (sbatch --segment={nodes})"
     if joined % x.ep == 0:
         return f"stays within NVLink where the job has {placed}"
-    return f"does not fit into {placed}, so tokens cross the network between them"
+    return f"does not fit into {placed}, so tokens cross the network between them{unseen}"
 
 
 @lru_cache(maxsize=256)

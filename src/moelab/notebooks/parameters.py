@@ -132,7 +132,7 @@ class QuantiseParameters(NotebookParameters):
 
 
 @_takes(
-    "experiment result precision shapes model tokens tp ep aspect resamples",
+    "experiment result precision shapes model tokens tp ep aspect",
     experiment=Literal["replay", "run"],
     result=Annotated[
         str, Field(description="file that is written by a run and read by a replay; empty: the stored one")
@@ -142,7 +142,6 @@ class QuantiseParameters(NotebookParameters):
     model=Literal["16B", "671B"],
     tokens=Annotated[int, Field(ge=1, description="of one micro-batch on a data-parallel rank")],
     aspect=Annotated[float, Field(gt=0, le=100, allow_inf_nan=False, description="K / N of the map's weights")],
-    resamples=Annotated[int, Field(ge=10, le=1000)],
 )
 class GroupedGemmParameters(NotebookParameters):
     """Parameters of ``02_find_grouped_gemm_break_even``."""

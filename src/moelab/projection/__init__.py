@@ -4,9 +4,9 @@
 ``job.py`` has a step with nothing left to resolve and what its software does, ``step.py`` puts its time together from
 ``gemm.py`` (products, casts, attention), ``exchange.py`` (all-to-alls and collectives) and ``memory_bound.py`` (the
 rest of a layer, and the optimizer); :mod:`moelab.layout.schedule` plays the pipeline. Every constant is in
-``calibration.py``; ``gemm_fit.py`` finds those of products and casts, with the intervals of what follows from them.
-``published.py`` has the published two-by-two with its missing arm, ``megatron.py`` the way to Megatron-Bridge,
-``measured.py`` the measurements of the package and the constants of a node, ``validation.py`` the table of all errors.
+``calibration.py``; ``gemm_fit.py`` has the intervals of what follows from those of products and casts.
+``published.py`` has the published two-by-two with its missing arm, ``measured.py`` the measurements of the package and
+the constants of a node, ``validation.py`` the table of all errors, which ``benchmarks/validation`` makes.
 
 The package itself names the traffic of expert parallelism: ``routing.py`` says where experts live, how tokens choose
 them and how many ranks and nodes a token reaches, ``traffic.py`` which bytes that puts on NVLink and on the network, as

@@ -72,6 +72,7 @@ class Calibration:
     emulated_cast: Constant
     flex_forward: Constant
     flex_backward: Constant
+    flex_blackwell: Constant
     tiles_forward: Constant
     tiles_backward: Constant
     fused_forward: Constant
@@ -80,18 +81,21 @@ class Calibration:
     eager_passes: Constant
     nccl_nvlink: Constant
     nccl_ring: Constant
-    network: Constant
+    nccl_network: Constant
+    deepep_network: Constant
+    deepep_v1_network: Constant
     deepep_nvlink: Constant
     deepep_s: Constant
-    counts_s: Constant
+    deepep_alone_s: Constant
     collective_s: Constant
     optimizer_bytes: Constant
     fsdp_copy_bytes: Constant
-    fsdp_exposed: Constant
     step_s: Constant
-    host_layer_s: Constant
-    host_compiled_s: Constant
-    host_nodes_s: Constant
+    data_token_s: Constant
+    launch_s: Constant
+    launch_library_s: Constant
+    sync_s: Constant
+    wait_s: Constant
     step_noise: Constant
 
     __pydantic_config__ = _CLOSED

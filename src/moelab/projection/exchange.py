@@ -20,25 +20,45 @@ fused                  one copy each (TransformerEngine's fused permutation)
 DeepEP publishes bandwidths and counts *logical* bytes: a token once for each destination, those that never leave the
 node included. With N nodes a share of 1/N stays, so the network carries 1 − 1/N of the figure.
 
+HybridEP has a table of its own, on NVLink up to 36 ranks and over InfiniBand up to 8 nodes; its shares are read off it.
+
 References:
-    ``deepseek-ai/DeepEP``, README (V2) and ``docs/legacy.md`` (V1).
+    ``deepseek-ai/DeepEP``, README (V2), ``docs/legacy.md`` (V1) and, on its branch hybrid-ep, HybridEP's README.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
-from typing import Literal
+from statistics import NormalDist
+from typing import Literal, NamedTuple
+
+import numpy as np
 
 from moelab.data import read_yaml
 from moelab.experiment import EPBackend, Precision
-from moelab.hardware import GPUS, Node
+from moelab.hardware import GPUS, NIC_400G, Figure, Node
 from moelab.memory.activations import BF16, Work
 from moelab.memory.sharding import Degrees
 from moelab.model import BYTES_PER_ELEMENT, ModelShape
 from moelab.projection.calibration import Calibration
+from moelab.projection.gemm import sms_of
 from moelab.projection.job import PASS_INDEX, Job, PassName, Stack, Times, add
 from moelab.projection.memory_bound import memory_rate
 from moelab.projection.routing import RoutingModel
+
+
+@functools.lru_cache(maxsize=1024)
+def expected_maximum(draws: int) -> float:
+    """Expected maximum of standard normal draws.
+
+    References:
+        Blom 1958, Statistical Estimates and Transformed Beta-Variables: alpha 0.375.
+
+    >>> round(expected_maximum(2), 2), round(expected_maximum(256), 2)
+    (0.59, 2.81)
+    """
+    return 0.0 if draws < 2 else NormalDist().inv_cdf((draws - 0.375) / (draws + 0.25))
 
 
 def ring_time_s(job: Job, calibration: Calibration, whole_bytes: float, ranks: int, *, stride: int = 1) -> float:
@@ -58,7 +78,7 @@ def ring_time_s(job: Job, calibration: Calibration, whole_bytes: float, ranks: i
     nvlink = 1e9 * float(calibration.nccl_ring) * float(job.node.gpu.nvlink_gb_s or 1)
     if ranks <= together:
         return moved / nvlink + float(calibration.collective_s)
-    network = 1e9 * float(calibration.network) * float(job.node.nic_gb_s or 1) * together
+    network = 1e9 * float(calibration.nccl_network) * float(job.node.nic_gb_s or 1) * together
     nodes = ranks / together
     return max(moved / nvlink, whole_bytes * (nodes - 1) / nodes / network) + float(calibration.collective_s)
 
@@ -97,27 +117,70 @@ def add_context_parallel(times: Times, job: Job, calibration: Calibration) -> No
         add(times, "recompute", "context-parallel collectives", one)
 
 
-COPIES = {
-    "standard": (2.48, 11.8, 8.2, 5.4),
-    "standard compiled": (1.5, 3.0, 4.0, 3.3),
-    "deepep dense": (2.55, 7.95, 7.25, 1.73),
-    "deepep expanded": (0.5, 0.7, 0.5, 0.8),
-    "fused": (1.0, 1.0, 1.0, 1.0),
+class Permutation(NamedTuple):
+    """What a dispatcher does beside its exchange.
+
+    Attributes:
+        copies: of dispatch, combine, combine's gradient and dispatch's gradient; see the module.
+        launches: kernels of dispatch and combine.
+    """
+
+    copies: tuple[float, float, float, float]
+    launches: int
+
+
+PERMUTATIONS = {
+    "standard": Permutation((2.48, 11.8, 8.2, 5.4), 40),
+    "standard compiled": Permutation((1.5, 3.0, 4.0, 3.3), 40),
+    "deepep dense": Permutation((2.55, 7.95, 7.25, 1.73), 25),
+    "deepep expanded": Permutation((0.5, 0.7, 0.5, 0.8), 15),
+    "fused": Permutation((1.0, 1.0, 1.0, 1.0), 12),
 }
 
 
-def exchange_time_s(job: Job, calibration: Calibration, element_bytes: float) -> float:
-    """Seconds that one exchange is on its wires."""
+def exchange_time_s(job: Job, calibration: Calibration, element_bytes: float, *, alone: bool = False) -> float:
+    """Seconds that one exchange is on its wires.
+
+    ``alone``, it is DeepEP's kernel that waits for the host; in a step the GPU does, and that is no part of it.
+    """
     if job.work.ep == 1:
         return 0.0
-    standard = job.work.backend is EPBackend.STANDARD
     row_bytes = job.work.routed_tokens * job.shape.dim * element_bytes * job.work.imbalance
-    nvlink, network = job.rows_sent.nvlink * row_bytes, job.rows_sent.network * row_bytes
-    share = calibration.nccl_nvlink if standard else calibration.deepep_nvlink
-    nvlink_s = nvlink / (1e9 * float(share) * float(job.node.gpu.nvlink_gb_s or 1))
-    network_s = network / (1e9 * float(calibration.network) * float(job.node.nic_gb_s or 1)) if network else 0.0
-    latency = calibration.deepep_s if not standard and job.stack.host else calibration.collective_s
-    return max(nvlink_s, network_s) + float(latency)
+    nvlink_gb_s, network_gb_s = reached_gb_s(job, calibration)
+    nvlink_s, network_s = (
+        job.rows_sent.nvlink * row_bytes / nvlink_gb_s,
+        job.rows_sent.network * row_bytes / network_gb_s,
+    )
+    standard = job.work.backend is EPBackend.STANDARD
+    if alone and not standard:
+        return max(nvlink_s, network_s) / 1e9 + float(calibration.deepep_alone_s)
+    latency = calibration.collective_s if standard or job.stack.host == "graphs" else calibration.deepep_s
+    return max(nvlink_s, network_s) / 1e9 + float(latency)
+
+
+def reached_gb_s(job: Job, calibration: Calibration) -> tuple[float, float]:
+    """What a rank's dispatcher reaches on NVLink and on the network, on the wire."""
+    nvlink, network = float(job.node.gpu.nvlink_gb_s or 1), float(job.node.nic_gb_s or 1)
+    if job.work.backend is EPBackend.STANDARD:
+        return nvlink * float(calibration.nccl_nvlink), network * float(calibration.nccl_network)
+    if job.work.backend is EPBackend.HYBRIDEP:
+        on_nvlink, on_network = hybridep_shares(job.work.ep, job.node.gpus)
+        return nvlink * on_nvlink, network * on_network
+    share = calibration.deepep_v1_network if job.stack.deepep_v1 else calibration.deepep_network
+    return nvlink * float(calibration.deepep_nvlink), network * float(share)
+
+
+def hybridep_shares(ep: int, joined: int) -> tuple[float, float]:
+    """What HybridEP reaches of NVLink and of the network, of their datasheets', on the wire.
+
+    Between what its table has, shares go linearly; beyond its ends, as at its ends.
+
+    Args:
+        ep: ranks of the exchange.
+        joined: consecutive ranks that NVLink joins.
+    """
+    ranks = min(ep, joined)
+    return float(np.interp(ranks, *_HYBRIDEP["ranks"])), float(np.interp(ep / ranks, *_HYBRIDEP["nodes"]))
 
 
 def exchange_job(gpu: str, *, ep: int, shape: ModelShape, tokens: int) -> Job:
@@ -140,30 +203,53 @@ def exchange_job(gpu: str, *, ep: int, shape: ModelShape, tokens: int) -> Job:
 
 def add_exchange(times: Times, job: Job, calibration: Calibration) -> None:
     """Dispatch and combine of one layer, there and back."""
-    low = exchange_time_s(job, calibration, BYTES_PER_ELEMENT[job.dispatch])
-    high = exchange_time_s(job, calibration, BYTES_PER_ELEMENT["bf16"])
-    both = low + high
+    both = sum(exchange_time_s(job, calibration, BYTES_PER_ELEMENT[one]) for one in (job.dispatch, "bf16"))
     forward, back = (_exposed_s(times, job, passes, both) for passes in (("forward",), ("dgrad", "wgrad")))
-    counts = float(calibration.counts_s) * (
-        job.work.backend is EPBackend.STANDARD and job.work.ep > 1 and job.stack.host
-    )
     copy_s = 2 * BF16 * job.work.received(job.shape) * job.shape.dim / memory_rate(job, calibration)
-    dispatch, combine, combine_back, dispatch_back = (copies * copy_s for copies in COPIES[job.stack.permutation])
-    add(times, "forward", "all-to-all", forward + counts)
+    copies = PERMUTATIONS[job.stack.permutation].copies
+    dispatch, combine, combine_back, dispatch_back = (number * copy_s for number in copies)
+    add(times, "forward", "all-to-all", forward)
     add(times, "dgrad", "all-to-all", back)
     add(times, "forward", "permutation and padding", dispatch + combine)
     add(times, "dgrad", "permutation and padding", combine_back + dispatch_back)
-    if not job.recomputes_layers:
-        return
-    add(times, "recompute", "permutation and padding", dispatch + combine)
-    if not job.keeps_exchange:
-        add(times, "recompute", "all-to-all", forward + counts)
+    waited = 2 * _wait_s(job, calibration)
+    add(times, "forward", "imbalance and stragglers", waited)
+    add(times, "dgrad", "imbalance and stragglers", waited)
+    if job.recomputes_layers:
+        add(times, "recompute", "permutation and padding", dispatch + combine)
+        if not job.keeps_exchange:
+            add(times, "recompute", "all-to-all", forward)
+            add(times, "recompute", "imbalance and stragglers", waited)
+
+
+def _wait_s(job: Job, calibration: Calibration) -> float:
+    """Seconds that an exchange over the network waits for the last of its ranks, where PyTorch launches.
+
+    Not within a node, where no measured step has room for it, nor under Megatron, whose steps have none either. Of what
+    it comes from nothing is known: the five public steps of TorchTitan that send tokens over the network need it.
+    """
+    return float(calibration.wait_s) * expected_maximum(job.work.ep) if waits_over_network(job) else 0.0
+
+
+def waits_over_network(job: Job) -> bool:
+    """Whether exchanges wait for ranks of other nodes."""
+    return job.stack.host == "torch" and job.work.ep > 1 and job.rows_sent.network > 0
 
 
 def _exposed_s(times: Times, job: Job, passes: tuple[PassName, ...], exchange_s: float) -> float:
-    """What computation of the same passes does not hide of an exchange, where a stack runs them side by side."""
+    """What an exchange adds to computation of the same passes, beside which some stacks run it.
+
+    Computation then has the SMs that the exchange leaves.
+    """
+    if not job.stack.exchange_overlapped:
+        return exchange_s
     compute_s = sum(float(times[PASS_INDEX[name]].sum()) for name in passes)
-    return exchange_s - min(job.stack.exchange_hidden * exchange_s, compute_s)
+    taken = EXCHANGE_SMS / sms_of(job.node.gpu)
+    return max(exchange_s - compute_s, 0.0) + taken * min(exchange_s, compute_s)
+
+
+EXCHANGE_SMS = 24
+"""Streaming multiprocessors of an exchange beside compute: DeepEP's own tests use 24 of them, Megatron's recipes 20."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,3 +294,17 @@ class QuotedBandwidth:
 _DEEPEP = read_yaml("deepep_bandwidth.yaml")
 QUOTED = tuple(QuotedBandwidth(**row, source=_DEEPEP["sources"][row["version"]]) for row in _DEEPEP["rows"])
 """DeepEP's tables."""
+
+
+def _shares_of_hybridep(places: str, gpu: str, peak: Figure | None) -> tuple[list[int], list[float]]:
+    """Ranks or nodes of the table, and the mean of both directions there, of the datasheet's."""
+    rows = [row for row in _DEEPEP["hybridep"]["rows"] if row["gpu"] == gpu and places in row]
+    both = [(row["dispatch_gb_s"] + row["combine_gb_s"]) / 2 for row in rows]
+    at = [row[places] for row in rows]
+    return at, [rate * (1 - 1 / n) / float(peak or 1) for n, rate in zip(at, both, strict=True)]
+
+
+_HYBRIDEP = {
+    "ranks": _shares_of_hybridep("ranks", "GB200", GPUS["GB200"].nvlink_gb_s),
+    "nodes": _shares_of_hybridep("nodes", "H100", NIC_400G),
+}

@@ -69,8 +69,8 @@ class Rates(NamedTuple):
         low_format: the 8-bit format that its kernels of ``low`` are of.
         bf16: of large BF16 products, FLOP/s.
         grouped: of grouped ones in BF16, FLOP/s.
-        low: of 8-bit products, forward and dgrad, FLOP/s.
-        low_wgrad: of 8-bit wgrad, FLOP/s.
+        low: of 8-bit products but grouped wgrad, FLOP/s.
+        low_wgrad: of grouped 8-bit wgrad, FLOP/s.
         cast: of casts to 8 bits, bytes a second, read and written.
         scales_s: to bring the scales of one product into blocks, forward or dgrad.
         scales_wgrad_s: of a grouped wgrad, whatever its size.
@@ -100,6 +100,11 @@ class Rates(NamedTuple):
 def is_blackwell(gpu: Gpu) -> bool:
     """SM100 and SM103; AMD's gfx950, of which no rate was measured, is taken to be like them."""
     return has_native_mxfp8(gpu.capability)
+
+
+def sms_of(gpu: Gpu) -> int:
+    """Streaming multiprocessors."""
+    return SMS.get(int(gpu.capability or 0), 132)
 
 
 @functools.lru_cache(maxsize=256)
@@ -133,7 +138,7 @@ def rates_of(gpu: Gpu, calibration: Calibration, *, alone: bool = False, emulate
         scales_row_s=mrow_s / 1e6,
         memory=1e12 * float(gpu.hbm_tb_s or 1) * float(c.copy),
         inner=float(c.inner),
-        sms=SMS.get(int(gpu.capability or 0), 132),
+        sms=sms_of(gpu),
         grouped_in_tiles=not blackwell,
     )
 
@@ -150,7 +155,7 @@ def gemm_time_s(m: float, n: float, k: float, groups: int, rates: Rates, *, low:
         low: in 8 bits, casts apart.
         wgrad: whether it is a weight gradient.
     """
-    rate = (rates.low_wgrad if wgrad else rates.low) if low else rates.bf16
+    rate = rates.low if low else rates.bf16  # a dense wgrad is as fast as the other two, a grouped one is not
     return _in_tiles_s(m, n, k, groups, rates, rate, low=low, wgrad=wgrad)
 
 
@@ -314,10 +319,12 @@ RECOMPUTED: dict[str, tuple[str, ...]] = {
     "selective": ("attention.wq_b", "attention.wo", "feed_forward.w3", "moe.shared_experts.w3", "moe.routed_experts"),
     "full": ("",),
     "full+dispatch": ("",),
+    "mla": ("attention.wq_b", "attention.wkv_b"),
     "mla+mlp": ("attention.wq_b", "attention.wkv_b", "feed_forward"),
+    "norm+act": (),
 }
 """Beginnings of the names of products that are computed again in the backward pass; of ``selective``, about every
-second one and the routed experts."""
+second one and the routed experts. The last three are Megatron's."""
 UNQUANTISED = ("head", "router", "routed experts")
 """Parts whose products are not quantised with the linears."""
 
@@ -532,6 +539,8 @@ def add_attention(times: Times, job: Job, calibration: Calibration) -> None:
     flops = 2 * work.tokens * width * keys
     peak = float(job.node.gpu.bf16_tflops or 0) * 1e12
     fused, tiles = job.stack.attention == "fused", job.stack.attention == "flex tiles"
+    if not fused and is_blackwell(job.node.gpu):
+        peak *= float(calibration.flex_blackwell)
     forward = flops / peak / float(calibration.fused_forward if fused else calibration.flex_forward)
     backward = BACKWARD * flops / peak / float(calibration.fused_backward if fused else calibration.flex_backward)
     if tiles:

@@ -51,8 +51,10 @@ class Stack:
         low_linears: whether attention, dense FFN and shared experts multiply in the experts' precision.
         permutation: whose kernels bring rows into the experts' order.
         loss_chunks: pieces in which the head's gradient is added up; 1 for a fused loss.
-        exchange_hidden: share of the all-to-all that runs beside compute.
-        host: whether Python launches each kernel; without it CUDA graphs do.
+        exchange_overlapped: whether the all-to-all runs beside compute.
+        deepep_v1: whether DeepEP is of before version 2.
+        host: what launches kernels: ``torch`` (PyTorch's modules and autograd), ``library`` (few operators, of
+            TransformerEngine) or ``graphs`` (CUDA graphs, which cost nothing).
         distributed_optimizer: Megatron's, with whole parameters on every rank; else FSDP2.
     """
 
@@ -64,8 +66,9 @@ class Stack:
     low_linears: bool = False
     permutation: Literal["standard", "standard compiled", "deepep dense", "deepep expanded", "fused"] = "standard"
     loss_chunks: int = 8
-    exchange_hidden: float = 0.0
-    host: bool = True
+    exchange_overlapped: bool = False
+    deepep_v1: bool = False
+    host: Literal["torch", "library", "graphs"] = "torch"
     distributed_optimizer: bool = False
 
 
@@ -90,6 +93,7 @@ MEGATRON = Stack(
     expert_gemm="library",
     permutation="fused",
     loss_chunks=1,
+    host="library",
     distributed_optimizer=True,
 )
 """With TransformerEngine, fused permutation and fused cross-entropy; full sequences, no document mask."""
@@ -164,7 +168,7 @@ class Job:
         emulated: whether MXFP8 is emulated.
         dispatch: format of tokens on their way to their experts.
         routing: how tokens choose experts.
-        checkpointing: activation checkpointing, one of the experiment's or ``mla+mlp`` (Megatron's).
+        checkpointing: activation checkpointing, one of :data:`moelab.projection.gemm.RECOMPUTED`.
     """
 
     shape: ModelShape
@@ -223,12 +227,17 @@ class Job:
     @property
     def recomputes_layers(self) -> bool:
         """Whether the backward pass runs layers again, experts and dispatch among them."""
-        return self.checkpointing not in ("none", "mla+mlp")
+        return self.checkpointing in ("selective", "full", "full+dispatch")
 
     @property
     def keeps_products(self) -> bool:
         """Whether the experts' products are kept and not computed again in the backward pass."""
         return self.work.scaled_products and self.checkpointing == "selective"
+
+    @property
+    def waits_for_counts(self) -> bool:
+        """Whether the host waits at each dispatch until it knows how many rows come."""
+        return self.work.ep > 1 and self.stack.host != "graphs" and self.work.backend is not EPBackend.MINIMAL_ASYNC_EP
 
     @property
     def keeps_exchange(self) -> bool:

@@ -254,7 +254,7 @@ def _of_exchanges(measured: Measurement, backend: str, name: str) -> Iterator[fl
         job = replace(job, work=replace(job.work, backend=EPBackend(backend)))
 
         def predict(calibration: Calibration, job: Any = job) -> float:
-            return exchange_time_s(job, calibration, BYTES_PER_ELEMENT["bf16"])
+            return exchange_time_s(job, calibration, BYTES_PER_ELEMENT["bf16"], alone=True)
 
         yield from _asked(predict, 1e-6 * row["parts_us"]["wire"], name)
 

@@ -14,15 +14,16 @@ from typing import Any
 
 from moelab.errors import BadInput, Refused
 from moelab.experiment import Experiment, Precision
-from moelab.hardware import PROFILES, Cluster, Figure, cluster_of, gpu_of
+from moelab.hardware import PROFILES, Cluster, Figure, Node, cluster_of, gpu_of
 from moelab.layout import check
-from moelab.layout.mesh import divisors, nvlink_ranks
+from moelab.layout.mesh import divisors
 from moelab.memory import MemoryConstants, estimate, memory_constants
 from moelab.model import ModelShape, flops_per_token, shape_for
 from moelab.projection.calibration import CALIBRATION, Calibration
+from moelab.projection.exchange import waits_over_network
 from moelab.projection.job import Job, Stack, job_of
 from moelab.projection.step import step_time
-from moelab.projection.uncertainty import CONFIDENCE, outside, relative_width
+from moelab.projection.uncertainty import CONFIDENCE, WAIT, outside, relative_width
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +38,7 @@ class Projection:
         breakdown_s: seconds of the step by part; they add up to it.
         flops: operations of a token, TorchTitan's count and a causal one.
         outside: what lies outside of what the model was held against; empty if nothing does.
+        notes: of the plan, on the tokens' way.
     """
 
     experiment: Experiment
@@ -46,6 +48,7 @@ class Projection:
     breakdown_s: dict[str, float]
     flops: dict[str, int]
     outside: tuple[str, ...]
+    notes: tuple[str, ...] = ()
 
     @property
     def step_time_s(self) -> float:
@@ -61,6 +64,11 @@ class Projection:
     def label(self) -> str:
         """``derived``, and that it is extrapolated where it is."""
         return "derived, extrapolated" if self.outside else "derived"
+
+    @property
+    def rests_on(self) -> tuple[str, ...]:
+        """What advice from it rests on that is extrapolated, or in range and yet not identified."""
+        return self.outside or ((WAIT,) if waits_over_network(self.job) else ())
 
     @property
     def tflops(self) -> dict[str, float]:
@@ -89,6 +97,7 @@ class Projection:
             "confidence": CONFIDENCE,
             "label": self.label,
             "outside": list(self.outside),
+            "notes": list(self.notes),
             "flops_per_token": self.flops,
             "tflops": self.tflops,
             "mfu": self.mfu,
@@ -133,13 +142,13 @@ def project(
     verdict = check(experiment)
     if not verdict.legal or verdict.layout is None:
         raise Refused("illegal layout:\n" + "\n".join(f"- {reason}" for reason in verdict.reasons))
-    if not can_be_placed(experiment, experiment.ep):
-        valid = [ep for ep in divisors(shape_for(experiment).num_experts) if can_be_placed(experiment, ep)]
+    node = cluster.node
+    if not can_be_placed(experiment, experiment.ep, node):
+        valid = [ep for ep in divisors(shape_for(experiment).num_experts) if can_be_placed(experiment, ep, node)]
         raise Refused(
             f"no projection: ep is {experiment.ep} on nodes of {experiment.gpus_per_node} GPUs, so that a group begins "
             f"or ends inside a node; those with ep {', '.join(map(str, valid))} can be projected"
         )
-    node = cluster.node
     if shape is None:
         memory = estimate(experiment, verdict.layout, node.gpu, constants=constants)
         if not memory.fits:
@@ -160,6 +169,7 @@ def project(
             "causal": flops_per_token(shape, experiment.seq_len, causal=True),
         },
         outside=outside(job),
+        notes=tuple(note for note in verdict.notes if note.startswith("traffic")),
     )
 
 
@@ -174,9 +184,9 @@ def _on(experiment: Experiment, cluster: Cluster) -> Experiment:
     return experiment.model_copy(update={"hardware": same[0]})
 
 
-def can_be_placed(experiment: Experiment, ep: int) -> bool:
-    """Whether a group of ``ep`` ranks lies within what NVLink joins or fills it: no other is modelled."""
-    joined = nvlink_ranks(experiment, ep)
+def can_be_placed(experiment: Experiment, ep: int, node: Node) -> bool:
+    """Whether a group of ``ep`` ranks on such nodes lies within what NVLink joins or fills it: no other is modelled."""
+    joined = node.nvlink_ranks(nodes=experiment.nodes, gpus_per_node=experiment.gpus_per_node, ep=ep)
     return experiment.world_size == joined or joined % ep == 0 or ep % joined == 0
 
 
@@ -282,7 +292,8 @@ def projection_text(found: Projection) -> str:
     for count, tflops in found.tflops.items():
         counted = f"{found.flops[count] / 1e9:.1f} GFLOP a token"
         lines.append(f"{tflops:.0f} TFLOP/s/GPU, MFU {found.mfu[count]:.1%} by the {count} count, {counted}")
-    lines += [f"outside of what the model was held against: {one}" for one in found.outside]
+    lines += map(extrapolated, found.rests_on)
+    lines += found.notes
     rows = [
         (part, f"{seconds:.3f} s", f"{seconds / found.step_time_s:.1%}")
         for part, seconds in sorted(found.breakdown_s.items(), key=lambda item: -item[1])
@@ -298,7 +309,13 @@ def arms_text(found: Mapping[str, Projection]) -> str:
     for arm, one in found.items():
         low, high = one.interval
         rows.append((arm, f"{one.tps:,.0f}", f"{low:,.0f}", f"{high:,.0f}", f"{one.tps / first - 1:+.1%}", one.label))
-    return "\n".join(aligned(rows))
+    said = dict.fromkeys(said for one in found.values() for said in (*map(extrapolated, one.rests_on), *one.notes))
+    return "\n".join([*aligned(rows), *said])
+
+
+def extrapolated(reason: str) -> str:
+    """How advice names one of :attr:`Projection.rests_on`."""
+    return f"extrapolated from what was seen: {reason}"
 
 
 def aligned(table: Sequence[Sequence[str]]) -> list[str]:

@@ -1,13 +1,10 @@
-"""The published two-by-two with its missing arm, and whether its two gains compose.
+"""The published two-by-two: what three measured steps say of the missing arm and of random routing, and what not.
 
-Each arm is projected many times with constants drawn around their values, as uncertain as the way in which they are
-known; the host's time on several nodes is found anew each time, so that every draw meets the published baseline. What
-is left uncertain is what the gains depend on.
-
-What is not drawn is the form in which the host's time hides behind the GPU's (``step.py``); the intervals are too
-narrow by whatever that is wrong. Nor do the three published rows *identify* the missing arm, or what random routing
-does: :func:`meeting_all_published` meets all three exactly with other constants, of which two are far outside of what
-is drawn, and says something else.
+No profile of those steps was published, and other constants than the model's meet them as well. So the answer is a set.
+Constants are drawn: those of :data:`UNKNOWN` over all that is thinkable, the others around their values, as uncertain
+as the way in which each is known. Then the three of :data:`SOLVED`, which decide most, are found with which the model
+meets 651, 859 and 918 tokens/s, each within :data:`RUN_TO_RUN`, for one run an arm was published and no variance. What
+would need impossible values is dropped. Every figure is the range over the sets that are left, with their median.
 
 The interaction is the gain of both over the product of the gains of each, less one: zero if they compose.
 """
@@ -15,11 +12,10 @@ The interaction is the gain of both over the product of the gains of each, less 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from scipy.optimize import brentq, root
 
 from moelab.analysis.published import THROUGHPUT
 from moelab.experiment import EPBackend, Experiment, Routing
@@ -27,13 +23,22 @@ from moelab.hardware import cluster_of
 from moelab.layout import check
 from moelab.projection.calibration import CALIBRATION, Calibration, drawn, with_values
 from moelab.projection.job import MODEL_OF_ROUTING, Job, job_of, titan
-from moelab.projection.step import step_time, tps_of
+from moelab.projection.step import tps_of
 from moelab.projection.uncertainty import Estimate
 from moelab.titan.arms import named_arms
 
 ARMS = ("bf16_standard", "bf16_deepep", "mxfp8_standard", "mxfp8_deepep")
-DRAWS, SEED = 100, 20261128
-LEAST_HOST_S, MOST_HOST_S = 1e-6, 1.0
+DRAWS, SEED, RUN_TO_RUN = 100, 20261128, 0.02
+UNKNOWN = {
+    "nccl_network": (0.6, 1.0),
+    "deepep_v1_network": (0.15, 0.9),
+    "flex_blackwell": (0.3, 1.0),
+    "launch_s": (40e-6, 140e-6),
+}
+"""What nobody published of that cluster and its software, and what it may have been: shares of the network card that
+NCCL and DeepEP reached, FlexAttention's rate, and the host's time of a launch."""
+SOLVED = {"wait_s": (0.0, 10e-3), "deepep_s": (50e-6, 10e-3), "blackwell_grouped": (0.15, 0.7)}
+"""What the three steps decide, given all else, and within which limits a value is possible."""
 
 
 def published_job(arm: str) -> Job:
@@ -47,33 +52,92 @@ def job_as_published(experiment: Experiment) -> Job:
     assert layout is not None, "the published layouts are legal"
     deepep = experiment.ep_backend is EPBackend.DEEPEP
     stack = replace(
-        titan(experiment), name="TorchTitan, March 2026", permutation="deepep dense" if deepep else "standard"
+        titan(experiment),
+        name="TorchTitan, March 2026",
+        permutation="deepep dense" if deepep else "standard",
+        deepep_v1=True,
     )
     return job_of(experiment, layout, cluster_of(experiment.hardware).node, stack=stack)
 
 
+@functools.lru_cache(maxsize=8)
+def meeting_published(calibration: Calibration, draws: int) -> tuple[Calibration, ...]:
+    """Constants with which the model meets all three published steps.
+
+    Args:
+        calibration: around which constants are drawn.
+        draws: sets that are tried; those without a possible solution are left out.
+
+    Raises:
+        RuntimeError: if no set meets the published steps.
+    """
+    random = np.random.default_rng(SEED)
+    jobs = [published_job(row.arm) for row in THROUGHPUT]
+    tries = (_solved(jobs, calibration, random) for _ in range(draws))
+    found = tuple(one for one in tries if one is not None)
+    if not found:
+        raise RuntimeError(f"none of {draws} sets of constants meets the published steps")
+    return found
+
+
+def _solved(jobs: Sequence[Job], calibration: Calibration, random: np.random.Generator) -> Calibration | None:
+    """Constants drawn, and those of :data:`SOLVED` found; None if no possible values meet the published steps.
+
+    A step grows all but in proportion to each wait and to the inverse of a rate, so a few steps of Newton's method with
+    its first slopes end where the steps are met.
+    """
+    unknown = {name: float(random.uniform(*limits)) for name, limits in UNKNOWN.items()}
+    others = with_values(drawn(calibration, random), **unknown)
+    target_s = [job.tokens_per_gpu / row.tps for job, row in zip(jobs, THROUGHPUT, strict=True)]
+    target_s = np.array(target_s) * random.uniform(1 - RUN_TO_RUN, 1 + RUN_TO_RUN, size=len(jobs))
+
+    def constants(x: np.ndarray) -> Calibration:
+        wait_s, deepep_s, inverse = map(float, x)
+        return with_values(others, wait_s=wait_s, deepep_s=deepep_s, blackwell_grouped=1 / inverse)
+
+    def late_s(x: np.ndarray) -> np.ndarray:
+        return np.array([job.tokens_per_gpu / tps_of(job, constants(x)) for job in jobs]) - target_s
+
+    low, high = np.array(list(SOLVED.values())).T
+    low[2], high[2] = 1 / high[2], 1 / low[2]  # an inverse rate
+    low[0] = high[0] / 1e6  # no constant is zero
+    x, steps = np.array([1e-3, 1e-3, 1 / float(calibration.blackwell_grouped)]), np.diag([1e-3, 1e-3, 0.2])
+    late = late_s(x)
+    slopes = np.array([(late_s(x + step) - late) / step.sum() for step in steps]).T
+    for _ in range(4):
+        x = x - np.linalg.solve(slopes, late)
+        if np.any(x < low) or np.any(x > high):
+            return None
+        late = late_s(x)
+    return constants(x)
+
+
 @dataclass(frozen=True, kw_only=True)
 class TwoByTwo:
-    """Four arms under one routing.
+    """Four arms under one routing; estimates are medians with the whole range.
 
     Attributes:
         routing: how tokens choose experts.
         tps: tokens/s/GPU of each arm; ``mxfp8_standard`` was never published.
         gains: over ``bf16_standard``, as a ratio.
         interaction: see the module.
+        constants: every set with which the published steps are met.
+        samples: tokens/s/GPU of each arm by each of them.
     """
 
     routing: Routing
     tps: Mapping[str, Estimate]
     gains: Mapping[str, Estimate]
     interaction: Estimate
+    constants: tuple[Calibration, ...]
+    samples: Mapping[str, np.ndarray]
 
 
 @functools.lru_cache(maxsize=8)
 def projected_two_by_two(
     routing: Routing = Routing.ROUND_ROBIN, *, calibration: Calibration = CALIBRATION, draws: int = DRAWS
 ) -> TwoByTwo:
-    """Project the four published arms, with the software of the time.
+    """Project the four published arms, with the software of the time, by all constants that meet what was published.
 
     Args:
         routing: ``round_robin``, as published, or ``random_balanced``.
@@ -81,113 +145,69 @@ def projected_two_by_two(
         draws: how many.
     """
     jobs = {arm: replace(published_job(arm), routing=MODEL_OF_ROUTING[routing]) for arm in ARMS}
-    random = np.random.default_rng(SEED)
-    samples = [calibration] + [_meeting_the_baseline(drawn(calibration, random)) for _ in range(draws)]
-    tps = {arm: np.array([tps_of(job, one) for one in samples]) for arm, job in jobs.items()}
+    sets = meeting_published(calibration, draws)
+    tps = {arm: np.array([tps_of(job, one) for one in sets]) for arm, job in jobs.items()}
     gains = {arm: tps[arm] / tps["bf16_standard"] for arm in ARMS[1:]}
-    both = gains["mxfp8_deepep"] / (gains["bf16_deepep"] * gains["mxfp8_standard"]) - 1
     return TwoByTwo(
         routing=routing,
         tps={arm: _estimate(values) for arm, values in tps.items()},
         gains={arm: _estimate(values) for arm, values in gains.items()},
-        interaction=_estimate(both),
+        interaction=_estimate(_interaction(tps)),
+        constants=sets,
+        samples=tps,
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class OtherConstants:
-    """Three constants with which the model meets all three published rows, and what it then says of what was not.
-
-    Attributes:
-        host_nodes_s: of the host, a layer and micro-batch on several nodes, seconds.
-        blackwell_grouped: rate of BF16 grouped products, share of the peak.
-        deepep_gb_s: that DeepEP reaches of a network card, GB/s.
-        tps: of the four arms under forced balance.
-        deepep_gain_random: of BF16 with DeepEP under balanced random routing, as a ratio.
-    """
-
-    host_nodes_s: float
-    blackwell_grouped: float
-    deepep_gb_s: float
-    tps: Mapping[str, float]
-    deepep_gain_random: float
+def _interaction(tps: Mapping[str, np.ndarray]) -> np.ndarray:
+    one_each = tps["bf16_deepep"] * tps["mxfp8_standard"]
+    return np.asarray(tps["mxfp8_deepep"] * tps["bf16_standard"] / one_each - 1)
 
 
-@functools.cache
-def meeting_all_published() -> OtherConstants:
-    """Free the host's time, BF16's grouped rate and DeepEP's share of the network, and meet 651, 859 and 918.
-
-    Raises:
-        RuntimeError: if no such constants are found.
-    """
-    jobs = {arm: published_job(arm) for arm in ARMS}
-    published = {row.arm: row.tps for row in THROUGHPUT}
-    card = jobs["bf16_deepep"].node.nic_gb_s
-    assert card is not None, "32 nodes have a network"
-
-    def tps(arm: str, logs: np.ndarray, routing: Routing = Routing.ROUND_ROBIN) -> float:
-        host_s, grouped, share = map(float, np.exp(logs))
-        job = replace(jobs[arm], routing=MODEL_OF_ROUTING[routing])
-        if "deepep" in arm:
-            job = replace(job, node=replace(job.node, nic_gb_s=replace(card, value=float(card) * share)))
-        return tps_of(job, with_values(host_nodes_s=host_s, blackwell_grouped=grouped))
-
-    def errors(logs: np.ndarray) -> list[float]:
-        return [float(np.log(tps(arm, logs) / rate)) for arm, rate in published.items()]
-
-    solved = root(errors, np.log([0.05, 0.3, 0.4]), tol=1e-9)
-    if not solved.success:
-        raise RuntimeError(f"no constants meet {published}: {solved.message}")
-    gain = tps("bf16_deepep", solved.x, Routing.RANDOM_BALANCED) / tps(ARMS[0], solved.x, Routing.RANDOM_BALANCED)
-    host_s, grouped, share = map(float, np.exp(solved.x))
-    return OtherConstants(
-        host_nodes_s=host_s,
-        blackwell_grouped=grouped,
-        deepep_gb_s=share * float(CALIBRATION.network) * float(card),
-        tps={arm: tps(arm, solved.x) for arm in ARMS},
-        deepep_gain_random=gain,
-    )
+def _estimate(values: np.ndarray) -> Estimate:
+    return Estimate(value=float(np.median(values)), low=float(values.min()), high=float(values.max()))
 
 
-def equal_seconds_tps() -> float:
-    """Tokens/s of the missing arm if MXFP8 saved the seconds of a step that it saved beside DeepEP; no model."""
-    rate = {row.arm: row.tps for row in THROUGHPUT}
-    return 1 / (1 / rate["bf16_standard"] - 1 / rate["bf16_deepep"] + 1 / rate["mxfp8_deepep"])
+MEASUREMENTS = {
+    "wait_s": "a trace of one published step: how long ranks wait at their exchanges",
+    "deepep_s": "DeepEP alone on four nodes: its time beside its bytes",
+    "deepep_v1_network": "DeepEP alone on four nodes: its rate",
+    "nccl_network": "the standard all-to-all alone on four nodes",
+    "blackwell_grouped": "BF16 grouped products in a step on one GPU",
+}
+"""By the constant that each would settle; two runs that were not published would settle more than one."""
 
 
-def identification_lines(forced: TwoByTwo, random: TwoByTwo) -> list[str]:
-    """What the published rows leave open: the model's own figures, and those of other constants that meet all three.
+def remaining(forced: TwoByTwo, random: TwoByTwo) -> dict[str, float]:
+    """What each single measurement would leave of the spread of the three answers, on average; the least first.
+
+    An answer's spread given a measurement is what a line through the sets of constants does not explain.
 
     Args:
         forced: projected under forced balance.
         random: under balanced random routing.
     """
-    other = meeting_all_published()
+    gain = random.samples["bf16_deepep"] / random.samples["bf16_standard"]
+    answers = (forced.samples["mxfp8_standard"], gain, _interaction(forced.samples))
+    measured = {
+        words: np.array([float(getattr(one, name)) for one in forced.constants]) for name, words in MEASUREMENTS.items()
+    }
+    measured["a run of the missing arm"] = forced.samples["mxfp8_standard"]
+    measured["a run of BF16 with DeepEP under random routing"] = random.samples["bf16_deepep"]
+    left = {
+        words: float(np.mean([np.sqrt(max(0.0, 1 - np.corrcoef(values, one)[0, 1] ** 2)) for one in answers]))
+        for words, values in measured.items()
+    }
+    return dict(sorted(left.items(), key=lambda item: item[1]))
+
+
+def identification_lines(forced: TwoByTwo, random: TwoByTwo) -> list[str]:
+    """What the published steps leave open, and which single measurement would settle most; as :func:`remaining`."""
     missing, gain = forced.tps["mxfp8_standard"], random.gains["bf16_deepep"]
+    settles, left = next(iter(remaining(forced, random).items()))
     return [
-        f"missing arm, this model: {missing.value:.0f} tokens/s ({missing.low:.0f} to {missing.high:.0f})",
-        f"missing arm, equal seconds saved: {equal_seconds_tps():.0f} tokens/s",
-        f"missing arm, other constants: {other.tps['mxfp8_standard']:.0f} tokens/s; they too meet all published rows: "
-        f"host {1e3 * other.host_nodes_s:.0f} ms a layer, BF16 grouped products at {other.blackwell_grouped:.0%} of "
-        f"the peak, DeepEP at {other.deepep_gb_s:.1f} GB/s",
-        f"DeepEP under random routing, this model: {gain.value - 1:+.0%}; other constants: "
-        f"{other.deepep_gain_random - 1:+.0%}",
+        f"{len(forced.constants)} sets of constants meet 651, 859 and 918 tokens/s within {RUN_TO_RUN:.0%}; they say:",
+        f"  missing arm, MXFP8 with the standard all-to-all: {missing.low:.0f} to {missing.high:.0f} tokens/s",
+        f"  DeepEP's gain under random routing: {gain.low - 1:+.0%} to {gain.high - 1:+.0%}",
+        f"  interaction: {forced.interaction.low:+.1%} to {forced.interaction.high:+.1%}",
+        f"one measurement that would settle most: {settles}; it leaves {left:.0%} of the spread",
     ]
-
-
-def _meeting_the_baseline(calibration: Calibration) -> Calibration:
-    """The calibration with the host's time such that the published baseline is met."""
-    baseline = published_job("bf16_standard")
-    target_s = baseline.tokens_per_gpu / THROUGHPUT[0].tps
-
-    def late_s(host_s: float) -> float:
-        return step_time(baseline, with_values(calibration, host_nodes_s=host_s)).total_s - target_s
-
-    if late_s(LEAST_HOST_S) >= 0:  # the rest alone is as long as the step that was published
-        return with_values(calibration, host_nodes_s=LEAST_HOST_S)
-    return with_values(calibration, host_nodes_s=brentq(late_s, LEAST_HOST_S, MOST_HOST_S, xtol=1e-5))
-
-
-def _estimate(values: np.ndarray) -> Estimate:
-    low, high = np.quantile(values[1:], [0.05, 0.95])
-    return Estimate(value=float(values[0]), low=float(low), high=float(high))

@@ -8,11 +8,9 @@ Blom's approximation.
 
 from __future__ import annotations
 
-import functools
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import hypot
-from statistics import NormalDist
 
 import numpy as np
 
@@ -20,9 +18,17 @@ from moelab.layout.schedule import Durations, simulate
 from moelab.memory.activations import BF16, FP32
 from moelab.memory.sharding import Held
 from moelab.projection.calibration import Calibration
-from moelab.projection.exchange import add_context_parallel, add_exchange, add_tensor_parallel, fsdp_time_s, ring_time_s
-from moelab.projection.gemm import add_attention, add_expert_casts, products_by_module
-from moelab.projection.job import CATEGORIES, INDEX, Job, Times, add, nothing
+from moelab.projection.exchange import (
+    PERMUTATIONS,
+    add_context_parallel,
+    add_exchange,
+    add_tensor_parallel,
+    expected_maximum,
+    fsdp_time_s,
+    ring_time_s,
+)
+from moelab.projection.gemm import add_attention, add_expert_casts, products_by_module, weights_by_module
+from moelab.projection.job import CATEGORIES, INDEX, PASS_INDEX, PASSES, Job, PassName, Times, add, nothing
 from moelab.projection.memory_bound import (
     add_accumulation,
     add_loss,
@@ -32,19 +38,6 @@ from moelab.projection.memory_bound import (
     memory_rate,
     optimizer_time_s,
 )
-
-
-@functools.lru_cache(maxsize=1024)
-def expected_maximum(draws: int) -> float:
-    """Expected maximum of standard normal draws.
-
-    References:
-        Blom 1958, Statistical Estimates and Transformed Beta-Variables: alpha 0.375.
-
-    >>> round(expected_maximum(2), 2), round(expected_maximum(256), 2)
-    (0.59, 2.81)
-    """
-    return 0.0 if draws < 2 else NormalDist().inv_cdf((draws - 0.375) / (draws + 0.25))
 
 
 def layer_times(job: Job, calibration: Calibration, products: Mapping[str, Times], *, moe: bool) -> Times:
@@ -66,7 +59,7 @@ def layer_times(job: Job, calibration: Calibration, products: Mapping[str, Times
         add_expert_casts(times, job, calibration)
     held = held_by_kind(job)["moe" if moe else "dense"]
     add_accumulation(times, job, calibration, held.gathered)
-    _add_host(times, job, calibration)
+    add_host(times, job, calibration, moe=moe)
     return times
 
 
@@ -89,27 +82,51 @@ def embedding_times(job: Job, calibration: Calibration) -> Times:
     return times
 
 
-def _add_host(times: Times, job: Job, calibration: Calibration) -> None:
-    """What launching and waiting cost beyond the GPU's work, which hides part of it.
+ATTENTION_LAUNCHES, ROUTER_LAUNCHES, BACKWARD_LAUNCHES, EAGER_LAUNCHES = 12, 18, 1.6, 1.6
+"""Kernels of attention's and the router's own forward pass that belong to no product (of the router with the grouped
+products' bookkeeping); kernels of a backward pass for each of forward; operators for each kernel of a compiled layer.
+The traced steps launch 84 in a forward pass of an MoE layer, and 300 in all passes of one under full checkpointing."""
 
-    Exposed is sqrt(G^2 + H^2) - G of a pass with G seconds on the GPU and H on the host: next to nothing where the GPU
-    has much more to do, all but nothing hidden where it has little. Nothing derives this form. It was chosen with the
-    three published rows in view, so that their gains are predicted by constants which have not seen them, but not by a
-    model which has not; the uncompiled H100 arms, which it had not seen, are within 4 % of it at the 16B shape.
+
+def launches(job: Job, *, moe: bool) -> dict[PassName, float]:
+    """Kernels of one layer by pass: a product and what is fused to it for each weight, and what has none.
+
+    Without compilation each operator is a kernel.
     """
-    if not job.stack.host:
+    modules = weights_by_module(job.shape, job.work.tp, job.work.ep)
+    products = sum(len(modules[name]) for name in ("attention", "moe" if moe else "feed_forward"))
+    forward = 2.0 * products + ATTENTION_LAUNCHES
+    if moe:
+        forward += ROUTER_LAUNCHES + PERMUTATIONS[job.stack.permutation].launches
+    if not job.stack.fused:
+        forward *= EAGER_LAUNCHES
+    again = {"none": 0.0, "selective": 0.7, "mla+mlp": 0.3}.get(job.checkpointing, 1.0) * forward
+    return {"forward": forward, "recompute": again, "dgrad": BACKWARD_LAUNCHES * forward}
+
+
+def add_host(times: Times, job: Job, calibration: Calibration, *, moe: bool) -> None:
+    """What the GPU waits for the host: where launching takes longer than what is launched, and where they meet.
+
+    The host is ahead as long as the GPU has more to do. A dispatch whose host waits for the counts of its rows takes
+    the lead away: what follows reaches the GPU ``sync_s`` later.
+    """
+    if job.stack.host == "graphs":
         return
-    layer = host_layer_s(job, calibration)
-    for name, part, share in (("forward", times[:1], 1 / 3), ("dgrad", times[1:], 2 / 3)):
-        busy = float(part.sum())
-        add(times, name, "host and waiting", hypot(busy, share * layer) - busy)  # type: ignore[arg-type]
-
-
-def host_layer_s(job: Job, calibration: Calibration) -> float:
-    """Seconds of a layer and micro-batch on the host, forward and backward."""
-    if job.gpus > job.node.gpus and not job.stack.distributed_optimizer:
-        return float(calibration.host_nodes_s)
-    return float(calibration.host_compiled_s if job.stack.fused else calibration.host_layer_s)
+    kernels = launches(job, moe=moe)
+    launch_s = float(calibration.launch_s if job.stack.host == "torch" else calibration.launch_library_s)
+    syncs: dict[PassName, int] = dict.fromkeys(PASSES, 0)
+    if moe and job.waits_for_counts:
+        syncs = {
+            "forward": 1,
+            "recompute": int(job.recomputes_layers and not job.keeps_exchange),
+            "dgrad": 0,
+            "wgrad": 0,
+        }
+    for name, passes in (("forward", ("forward",)), ("dgrad", ("recompute", "dgrad", "wgrad"))):
+        busy = sum(float(times[PASS_INDEX[one]].sum()) for one in passes)
+        launched = launch_s * sum(kernels.get(one, 0.0) for one in passes)
+        waited = float(calibration.sync_s) * sum(syncs[one] for one in passes)
+        add(times, name, "host and waiting", max(0.0, launched - busy) + waited)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,37 +143,65 @@ class StepTime:
 
 def step_time(job: Job, calibration: Calibration) -> StepTime:
     """Predict a step."""
-    stages = stage_times(job, calibration)
+    modules = module_times(job, calibration)
+    stages = stage_times(job, modules)
     sums = {id(table): table.sum(axis=1).tolist() for table in stages}
-    durations = tuple(Durations(one[0], one[1] + one[2], one[3]) for one in (sums[id(table)] for table in stages))
     message_s = _message_s(job, calibration)
+    # a card that sends activations to the next stage does not send rows meanwhile
+    shared_s = message_s if job.gpus > job.node.gpus and job.rows_sent.network else 0.0
+    durations = tuple(
+        Durations(forward + shared_s, recompute + dgrad + shared_s, wgrad)
+        for forward, recompute, dgrad, wgrad in (sums[id(table)] for table in stages)
+    )
     played = simulate(job.schedule, durations, pp=job.pp, microbatches=job.microbatches, message_s=message_s)
     busiest = int(np.argmax(played.busy_s))
-    parts = job.microbatches * sum(stages[stage].sum(axis=0) for stage in job.stages_of_rank[busiest])
-    parts = np.asarray(parts, dtype=np.float64)
+    mine = job.stages_of_rank[busiest]
+    parts = np.asarray(job.microbatches * sum(stages[stage].sum(axis=0) for stage in mine), dtype=np.float64)
+    parts[INDEX["all-to-all"]] += 2 * job.microbatches * len(mine) * shared_s
     parts[INDEX["pipeline bubble"]] += played.makespan_s - played.busy_s[busiest]
-    _add_once(parts, job, calibration, busiest)
+    held = held_by_rank(job, busiest)
+    parts[INDEX["FSDP collectives"]] += _fsdp_s(job, calibration, held, modules)
+    parts[INDEX["optimizer"]] += optimizer_time_s(job, calibration, held)
+    if not job.stack.distributed_optimizer:
+        parts[INDEX["memory-bound"]] += (
+            held.gathered * float(calibration.fsdp_copy_bytes) / memory_rate(job, calibration)
+        )
+    if job.stack.host == "torch":
+        read_s = job.work.tokens * job.work.cp * job.microbatches * float(calibration.data_token_s)
+        parts[INDEX["host and waiting"]] += float(calibration.step_s) + read_s
     noise = float(calibration.step_noise) * expected_maximum(job.gpus)
     parts[INDEX["imbalance and stragglers"]] += noise * parts.sum()
     return StepTime(parts_s=dict(zip(CATEGORIES, map(float, parts), strict=True)))
 
 
-def stage_times(job: Job, calibration: Calibration) -> list[Times]:
-    """One micro-batch on each stage."""
+def module_times(job: Job, calibration: Calibration) -> dict[str, Times]:
+    """One micro-batch in one module of each kind: ``dense`` and ``moe`` layers, ``embedding`` and ``head``."""
     products = products_by_module(job, calibration)
-    dense = layer_times(job, calibration, products, moe=False) if job.shape.n_dense_layers else 0.0
-    moe = layer_times(job, calibration, products, moe=True) if job.shape.n_moe_layers else 0.0
-    head, embedding = head_times(job, calibration, products), embedding_times(job, calibration)
-    kinds = {
-        stage: stage.dense_layers * dense + stage.moe_layers * moe + stage.head * head + stage.embedding * embedding
-        for stage in set(job.stages)
+    layers = {"dense": job.shape.n_dense_layers, "moe": job.shape.n_moe_layers}
+    return {
+        **{kind: layer_times(job, calibration, products, moe=kind == "moe") for kind, there in layers.items() if there},
+        "embedding": embedding_times(job, calibration),
+        "head": head_times(job, calibration, products),
     }
+
+
+def stage_times(job: Job, modules: Mapping[str, Times]) -> list[Times]:
+    """One micro-batch on each stage, of :func:`module_times`."""
+    kinds = {}
+    for stage in set(job.stages):
+        counts = {
+            "dense": stage.dense_layers,
+            "moe": stage.moe_layers,
+            "head": stage.head,
+            "embedding": stage.embedding,
+        }
+        kinds[stage] = sum((count * modules[kind] for kind, count in counts.items() if count), start=nothing())
     return [kinds[stage] for stage in job.stages]
 
 
 def work_s(job: Job, calibration: Calibration) -> float:
     """Seconds of one micro-batch in all layers, one after the other."""
-    return float(sum(table.sum() for table in stage_times(job, calibration)))
+    return float(sum(table.sum() for table in stage_times(job, module_times(job, calibration))))
 
 
 def _message_s(job: Job, calibration: Calibration) -> float:
@@ -167,43 +212,43 @@ def _message_s(job: Job, calibration: Calibration) -> float:
     near = job.gpus <= job.node.gpus
     wire = float(calibration.nccl_ring) * float(job.node.gpu.nvlink_gb_s or 1)
     if not near:
-        wire = float(calibration.network) * float(job.node.nic_gb_s or 1)
+        wire = float(calibration.nccl_network) * float(job.node.nic_gb_s or 1)
     return whole / wire / 1e9 + float(calibration.collective_s)
 
 
-def _add_once(parts: Times, job: Job, calibration: Calibration, rank: int) -> None:
-    """FSDP's collectives as far as nothing hides them, and the optimizer, on one pipeline rank."""
-    held = held_by_rank(job, rank)
-    parts[INDEX["FSDP collectives"]] += _fsdp_s(job, calibration, held, float(parts.sum()))
-    parts[INDEX["optimizer"]] += optimizer_time_s(job, calibration, held)
-    if job.stack.distributed_optimizer:
-        return
-    copied = held.gathered * float(calibration.fsdp_copy_bytes)
-    parts[INDEX["memory-bound"]] += copied / memory_rate(job, calibration)
-    if job.stack.host:
-        parts[INDEX["host and waiting"]] += float(calibration.step_s)
-
-
-def _fsdp_s(job: Job, calibration: Calibration, held: Held, busy_s: float) -> float:
+def _fsdp_s(job: Job, calibration: Calibration, held: Held, modules: Mapping[str, Times]) -> float:
     """Seconds of gathers and scatters that no compute hides.
 
     Once a step under a pipeline, where TorchTitan keeps parameters gathered and nothing runs beside the end; so with
-    Megatron's distributed optimizer. Without a pipeline, the next layer's gather and the last one's scatter run beside
-    a layer: exposed is what comes before and after all layers, and of the rest ``fsdp_exposed``, or what is longer than
-    all compute.
+    Megatron's distributed optimizer. Without a pipeline every micro-batch gathers each module twice and scatters it
+    once: a module's compute hides the next one's gather and, backward, the last one's scatter as far as it is long
+    enough. An exchange uses the same wires and hides nothing. Nor does anything run beside the embedding's first gather
+    and last scatter, nor beside the head's: the loss in chunks gathers it before, and backward goes on after its
+    scatter and one more gather.
     """
-    whole = fsdp_time_s(job, calibration, held.dense, held.experts, BF16 + FP32)
-    if job.degrees.dp_replicate > 1:
-        stride = job.degrees.fsdp * job.work.tp
-        reduced = ring_time_s(job, calibration, FP32 * held.padded, job.degrees.dp_replicate, stride=stride)
-        whole += 2 * reduced
     if job.pp > 1 or job.stack.distributed_optimizer:
-        return whole
-    again = fsdp_time_s(job, calibration, held.dense, held.experts, BF16)  # gathered a second time, backward
-    first = held_by_kind(job)["embedding"]
-    ends = fsdp_time_s(job, calibration, first.dense, first.experts, BF16 + FP32)
-    rest = whole + again - ends
-    return min(whole + again, ends + max(rest * float(calibration.fsdp_exposed), rest - busy_s))
+        return _collected_s(job, calibration, held, BF16) + _collected_s(job, calibration, held, FP32)
+    kinds = held_by_kind(job)
+    gather = {kind: _collected_s(job, calibration, kinds[kind], BF16) for kind in modules}
+    scatter = {kind: _collected_s(job, calibration, kinds[kind], FP32) for kind in modules}
+    hides = {kind: (table.sum(axis=1) - table[:, INDEX["all-to-all"]]).tolist() for kind, table in modules.items()}
+    shape = job.shape
+    order = ["embedding", *["dense"] * shape.n_dense_layers, *["moe"] * shape.n_moe_layers]
+    exposed = gather["embedding"] + scatter["embedding"] + 2 * gather["head"] + scatter["head"]
+    for one, following in itertools.pairwise(order):
+        exposed += max(0.0, gather[following] - hides[one][0])
+    for one, following, done in zip(order[1:], order, [*order[2:], None], strict=False):
+        exposed += max(0.0, gather[following] + (scatter[done] if done else 0.0) - sum(hides[one][1:]))
+    return job.microbatches * exposed
+
+
+def _collected_s(job: Job, calibration: Calibration, held: Held, element_bytes: int) -> float:
+    """Seconds to gather some parameters in BF16, or to scatter, and with replicas to reduce, gradients in FP32."""
+    seconds = fsdp_time_s(job, calibration, held.dense, held.experts, element_bytes)
+    if element_bytes == FP32 and job.degrees.dp_replicate > 1:
+        stride = job.degrees.fsdp * job.work.tp
+        seconds += 2 * ring_time_s(job, calibration, FP32 * held.padded, job.degrees.dp_replicate, stride=stride)
+    return seconds
 
 
 def tps_of(job: Job, calibration: Calibration) -> float:

@@ -1,46 +1,34 @@
 """The validation table: everything that was measured, beside what the model says of it, and the goals.
 
-The table is a file of the package. ``benchmarks/projection.py --write`` makes it from ``benchmarks/validation``, which
-has every case and how it is predicted; a test holds it to what the model says now. Rows that a constant was fitted on,
-or read off, are marked; all others are predictions.
+The table is a file of the package. ``python -m benchmarks.validation --write`` makes it from the rows there; a test
+holds it to what the model says now. A row is of one of three kinds: a constant was *fitted* on it (or read off it), it
+was *seen* while the form of the model was chosen, or it is *blind*: measured or found after the prediction.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from importlib import resources
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
-from scipy.optimize import root
+import pandas as pd
 
-from moelab.experiment import Experiment
-from moelab.hardware import cluster_of
-from moelab.layout import check
-from moelab.projection.calibration import (
-    CALIBRATION,
-    Calibration,
-    fitted,
-    with_values,
-)
-from moelab.projection.job import Job, job_of
-from moelab.projection.megatron import simumax_job
-from moelab.projection.published import published_job
-from moelab.projection.step import step_time, tps_of
-
-PUBLISHED, BRIDGE_SOURCE, SIMUMAX, H100_FIRST, H100_LATER, ONE_NODE = (
-    "PyTorch and Nebius",
-    "other systems",
-    "SimuMax",
+PUBLISHED, BRIDGE_SOURCE, SIMUMAX, NOUS = ("PyTorch and Nebius", "Megatron-Bridge", "SimuMax", "NousResearch")
+H100_FIRST, H100_LATER, ONE_NODE, NOW = OWN = (
     "H100 arms, first campaign",
     "H100 arms, later",
-    "one node, EP 2 to 8",
+    "one node, EP 4, before it ran",
+    "one node, EP 4",
 )
-"""Sources of rows that a goal or a notebook is about."""
+"""Sources of rows that a goal or a notebook is about; the last four are this project's own steps."""
 TABLE = "validation.json"
+KINDS = ("fitted", "seen", "blind")
+GAIN = "% gain"
+"""Unit of rows whose error is in percentage points."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,186 +36,147 @@ class ValidationRow:
     """Something that was measured, with its prediction.
 
     Attributes:
+        of: a whole training step, a part of one, or the memory of a rank.
         source: who measured it.
         name: unique in its source.
+        date: of the measurement, as far as it is known.
+        kind: ``fitted``, ``seen`` or ``blind``.
         unit: of both values.
         measured: value.
         predicted: value.
-        use: ``fitted``, ``constant read off it`` or ``predicted``.
-        whole: a whole training step, not a part of one.
+        interval: of the prediction, 90 %; only steps that are no gain have one.
+        inferred: what the source does not say and the prediction needs.
         reference: where the measured value stands.
-        interval: of the prediction, 90 %; None of a part of a step or a gain.
     """
 
+    of: Literal["step", "part", "memory"]
     source: str
     name: str
+    date: str
+    kind: Literal["fitted", "seen", "blind"]
     unit: str
     measured: float
     predicted: float
-    use: str
-    whole: bool
+    interval: tuple[float, float] | None = None
+    inferred: str = ""
     reference: str
-    interval: tuple[float, float] | None
 
     @property
     def error(self) -> float:
-        """Relative error of the prediction; of gains, the difference in percentage points."""
-        if self.unit == "% gain":
+        """Error of the prediction in percent; of gains, in percentage points."""
+        if self.unit == GAIN:
             return self.predicted - self.measured
-        return self.predicted / self.measured - 1
+        return 100 * (self.predicted / self.measured - 1)
 
-    def to_json(self) -> dict[str, Any]:
-        """The row as columns."""
-        return {**asdict(self), "error": self.error}
+    @property
+    def public(self) -> bool:
+        """Whether others measured it."""
+        return self.source not in OWN
 
-
-def validation_table() -> tuple[ValidationRow, ...]:
-    """All rows, in the order of their sources; those of the full node are as they were predicted before it ran."""
-    return _packaged("rows")
-
-
-def left_out_table() -> tuple[ValidationRow, ...]:
-    """Whole steps, each predicted as if its source had never been seen.
-
-    What was fitted on the source falls back to what the others know of the same thing.
-    """
-    return _packaged("left_out")
+    @property
+    def inside(self) -> bool:
+        """Whether the measured value lies in the interval."""
+        return self.interval is not None and self.interval[0] <= self.measured <= self.interval[1]
 
 
 @functools.cache
-def _packaged(table: str) -> tuple[ValidationRow, ...]:
-    content = json.loads((resources.files("moelab") / "data" / TABLE).read_text())
-    return tuple(
-        ValidationRow(**{**row, "interval": row["interval"] and tuple(row["interval"])}) for row in content[table]
-    )
+def _packaged() -> dict[str, list[dict[str, Any]]]:
+    content: dict[str, Any] = json.loads((resources.files("moelab") / "data" / TABLE).read_text())
+    return content
 
 
-def debug_job() -> Job:
-    """A model so small that the GPU waits for the host, on one H100, not compiled."""
-    experiment = Experiment(
-        model="debug", hardware="h100_node", seq_len=2048, local_batch=8, activation_checkpoint="selective"
-    )
-    layout = check(experiment).layout
-    assert layout is not None, "one node and no pipeline"
-    return job_of(experiment, layout, cluster_of("h100_node").node)
+def validation_table() -> tuple[ValidationRow, ...]:
+    """All rows: steps with their memory, the node of four as it was predicted before it ran, then parts of steps."""
+    rows = _packaged()["rows"]
+    return tuple(ValidationRow(**{**row, "interval": row["interval"] and tuple(row["interval"])}) for row in rows)
 
 
-def refit(calibration: Calibration = CALIBRATION) -> Calibration:
-    """Find the fitted constants again, all at once.
-
-    Returns:
-        A calibration that meets every row that a constant was fitted on.
-    """
-    constants = fitted(calibration)
-    measured = {row.name: row.measured for row in validation_table()}
-    simumax, debug, published = simumax_job(ep=8, pp=1, microbatches=32), debug_job(), published_job("bf16_standard")
-
-    def errors(logs: np.ndarray) -> list[float]:
-        tried = with_values(calibration, **dict(zip(constants, map(float, np.exp(logs)), strict=True)))
-        predicted = {
-            "SimuMax EP8 PP1, 32 micro-batches": 1e3 * step_time(simumax, tried).total_s,
-            "debug bf16_standard, not compiled, selective": tps_of(debug, tried),
-            "671B bf16_standard": tps_of(published, tried),
+def row_table(rows: Iterable[ValidationRow]) -> pd.DataFrame:
+    """Rows with measured and predicted value, error and whether the measured one lies in the interval."""
+    return pd.DataFrame(
+        {
+            "source": row.source,
+            "row": row.name,
+            "date": row.date,
+            "kind": row.kind,
+            "measured": row.measured,
+            "predicted": row.predicted,
+            "unit": row.unit,
+            "error": f"{row.error:+.1f} {'points' if row.unit == GAIN else '%'}",
+            "in its interval": "" if row.interval is None else "yes" if row.inside else "no",
+            "inferred": row.inferred,
         }
-        rows = [constant.fitted_on[0] for constant in constants.values()]
-        return [float(np.log(predicted[row] / measured[row])) for row in rows]
-
-    solved = root(errors, np.log([constant.value for constant in constants.values()]), tol=1e-9)
-    return with_values(calibration, **dict(zip(constants, map(float, np.exp(solved.x)), strict=True)))
+        for row in rows
+    ).round(1)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Goal:
-    """A goal that was set before the model was made.
-
-    Attributes:
-        name: what it asks.
-        limit: largest error allowed; relative, or percentage points of a gain.
-        worst: largest error of a row that no constant had seen.
-        at: the row that has it.
-        predicted: how many rows no constant had seen; they alone are judged.
-        seen: how many others there are.
-        reason: what is known about a goal that is missed.
-    """
+class Change:
+    """One step of the way from the published arm to Megatron-Bridge's, and the projected tokens/s/GPU after it."""
 
     name: str
-    limit: float
-    worst: float
-    at: str
-    predicted: int
-    seen: int
-    reason: str
-
-    @property
-    def met(self) -> bool:
-        """Whether every row that no constant had seen is within the limit."""
-        return abs(self.worst) <= self.limit
+    tps: float
 
 
-GOALS: tuple[tuple[str, str, str, float, str], ...] = (
-    (
-        "published 671B throughput within 5 %",
-        PUBLISHED,
-        "671B",
-        0.05,
-        "not identified: DeepEP's exchange may come out too short, as it is taken to reach 45.5 of a card's 50 GB/s, "
-        "as on 32 ranks. At 21.5, what DeepEP's table has for V1 on 16 ranks, the model says 860 tokens/s instead of "
-        "912; other constants do as well",
-    ),
-    (
-        "published gains within 2 points",
-        PUBLISHED,
-        "gain",
-        2.0,
-        "not identified, as above: at 21.5 GB/s DeepEP gains 32 %, and then 1 % under random routing. That full "
-        "checkpointing sends nothing again would be no explanation: it makes the gain 17 %",
-    ),
-    ("SimuMax's six rows within 5 %", SIMUMAX, "SimuMax", 0.05, ""),
-    ("H100 and H200 arms within 6 %", H100_LATER, "", 0.06, ""),
-    (
-        "H100 arms of the first campaign within 6 %",
-        H100_FIRST,
-        "",
-        0.06,
-        "that campaign's grouped products alone took up to 55 % longer than the same shapes did later, and its 671B "
-        "baseline 14 % longer than the same arm did later: a slower GPU, or a slower clock, which no row tells. Its "
-        "emulated MXFP8 was torchao's, not the faster one that is modelled",
-    ),
-    ("Megatron-Bridge on 256 × B200 within 15 %", BRIDGE_SOURCE, "256 × B200", 0.15, ""),
-)
-"""Name, source, beginning of the rows' names, limit, and the reason if it is missed."""
+def waterfall() -> tuple[Change, ...]:
+    """The way from 918 to 3,328 tokens/s/GPU on 256 B200, one change after another; the published arm first."""
+    return tuple(Change(**change) for change in _packaged()["waterfall"])
 
 
-NOT_PREDICTED: tuple[tuple[str, str, str], ...] = (
-    ("PyTorch and Nebius", "loss of 16B in BF16 and MXFP8", "not a time; notebooks 05 and 06 are about it"),
-    ("other systems", "TFLOP/s beside tokens/s", "the same runs; every tool counts operations in its own way"),
-    ("torchao", "speed-ups, GB/s and shares of a peak beside times", "quotients of rows that are in the table"),
-    ("SimuMax", "memory of six steps", "not a time; moelab.memory is held against it"),
-    ("Primus, SimAI, vTrain, Charon", "errors of their own predictions", "the measured steps are not at hand"),
-    (
-        "two by two",
-        "arms whose allocator retried in the timed steps",
-        "the model has no time for freeing and asking again",
-    ),
-    (
-        "two by two, H100 arms of the first campaign",
-        "FP8 arms before November 28, 23:00",
-        "their experts were BF16 in all products or in one: TorchTitan 0.3.0 drops torchao's wrapper of a weight where "
-        "ep > 1, and the model is of what runs now",
-    ),
-    ("two by two", "the trial", "one pass, in which attention had chosen tiles in its backward pass alone"),
-    ("two processor cores", "seconds of a step on a CPU", "the model has no rates of a processor"),
-)
-"""Figures of the same sources that are no rows: source, what, and why not."""
+def timed(rows: Iterable[ValidationRow]) -> list[ValidationRow]:
+    """Whole steps with an interval, which are all but gains."""
+    return [row for row in rows if row.of == "step" and row.interval]
 
 
-def goals(rows: Sequence[ValidationRow]) -> tuple[Goal, ...]:
-    """Every goal with its worst row of those that no constant had seen."""
-    judged = []
-    for name, source, prefix, limit, reason in GOALS:
-        about = [row for row in rows if row.source == source and row.name.startswith(prefix)]
-        new = [row for row in about if row.use == "predicted"]
-        worst = max(new, key=lambda row: abs(row.error))
-        counts = {"predicted": len(new), "seen": len(about) - len(new)}
-        judged.append(Goal(name=name, limit=limit, worst=worst.error, at=worst.name, reason=reason, **counts))
-    return tuple(judged)
+def median_error(rows: Sequence[ValidationRow]) -> float:
+    """Median of the errors' sizes, percent."""
+    return float(np.median([abs(row.error) for row in rows]))
+
+
+def coverage(rows: Sequence[ValidationRow]) -> float:
+    """Share of measured values that lie in their interval, percent."""
+    return 100 * float(np.mean([row.inside for row in rows]))
+
+
+def median_width(rows: Sequence[ValidationRow]) -> float:
+    """Median of the upper half of the intervals, percent of the prediction."""
+    return float(np.median([100 * (row.interval[1] / row.predicted - 1) for row in rows if row.interval]))
+
+
+def errors_by_kind(rows: Sequence[ValidationRow]) -> pd.DataFrame:
+    """Errors of whole steps, of memory and of parts, by kind and by who measured them.
+
+    Returns:
+        A row for each that has any, with the number of rows, the median size of the error in percent, the share of
+        rows within 15 %, and of steps how many lie in their 90 % interval and how wide the median one is, ± percent.
+    """
+    groups = [
+        (f"steps of {whose}, {kind}", [row for row in timed(rows) if (row.public, row.kind) == (public, kind)])
+        for public, whose in ((True, "others"), (False, "this project"))
+        for kind in KINDS
+    ]
+    groups += [("memory of others", [row for row in rows if row.of == "memory" and row.kind != "fitted"])]
+    groups += [(f"parts, {kind}", [row for row in rows if row.of == "part" and row.kind == kind]) for kind in KINDS]
+    table = [
+        {
+            "rows": name,
+            "n": len(group),
+            "median error": median_error(group),
+            "within 15 %": 100 * float(np.mean([abs(row.error) <= 15 for row in group])),
+            "in their interval": coverage(group) if group[0].interval else np.nan,
+            "median interval": median_width(group) if group[0].interval else np.nan,
+        }
+        for name, group in groups
+        if group
+    ]
+    return pd.DataFrame(table).set_index("rows").round(1)
+
+
+def goal_table() -> pd.DataFrame:
+    """Goals that were set before the model was made, with what is reached."""
+    return pd.DataFrame(_packaged()["goals"]).set_index("goal")
+
+
+def not_predicted() -> pd.DataFrame:
+    """Figures of the same sources that are no rows: source, what, and why not."""
+    return pd.DataFrame(_packaged()["not_predicted"]).set_index("source")

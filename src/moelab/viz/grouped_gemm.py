@@ -165,14 +165,13 @@ def step_parts(case: Case, rates: Rates) -> go.Figure:
     return figure.update_yaxes(autorange="reversed", showgrid=False)
 
 
-def gain_map(fitted: Fit, works: Sequence[ExpertWork], *, aspect: float = 2.25, resamples: int = 100) -> go.Figure:
+def gain_map(fitted: Fit, works: Sequence[ExpertWork], *, aspect: float = 2.25) -> go.Figure:
     """Predicted gain over rows M and weight size N·K, with layouts marked at their own gain.
 
     Args:
         fitted: constants and their spread.
         works: layouts to mark; each is labelled with the gain of its own N, K and groups.
         aspect: K / N of the map's weights; gain at equal N·K falls as it moves away from 1.
-        resamples: of the interval around the break-even line.
     """
     rates = fitted.rates()
     rows = np.logspace(*ROWS_LOG2, STEPS_M, base=2)
@@ -202,7 +201,7 @@ def gain_map(fitted: Fit, works: Sequence[ExpertWork], *, aspect: float = 2.25, 
         colorbar={"title": {"text": "gain"}, "thickness": 14, "tickvals": [0.2, 0.6, 1.0, 1.4, 1.8]},
         hovertemplate="M %{x}, N·K %{y}: %{z:.2f}<extra></extra>",
     )
-    evens = [break_even(Case(m=1, n=n, k=k, groups=GROUPS), fitted, resamples=resamples) for n, k in sides]
+    evens = [break_even(Case(m=1, n=n, k=k, groups=GROUPS), fitted) for n, k in sides]
     least, most = (2**exponent for exponent in ROWS_LOG2)
     for name, field, width, dash in (
         ("low", "low", 1.5, "dash"),

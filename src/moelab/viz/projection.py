@@ -12,10 +12,10 @@ from plotly.subplots import make_subplots
 
 from moelab.analysis.arms import arm_label, contrast
 from moelab.experiment import Experiment
-from moelab.projection.megatron import Change
 from moelab.projection.project import DEEPSEEK_TOKENS, Cost, Projection, cost, project
 from moelab.projection.published import TwoByTwo
 from moelab.projection.uncertainty import OUTSIDE_FACTOR, Estimate
+from moelab.projection.validation import Change
 from moelab.sweep import GPUS_OF_NODE, PROFILES, Point, cluster_like, on
 from moelab.viz.draw import (
     diamonds,
@@ -161,7 +161,12 @@ def arm_breakdowns(
 
 
 def arms_beside_projection(
-    known: Mapping[str, float], projected: Mapping[str, Mapping[str, Estimate]], *, known_words: str, words: str
+    known: Mapping[str, float],
+    projected: Mapping[str, Mapping[str, Estimate]],
+    *,
+    known_words: str,
+    words: str,
+    ends: str = f"{LEVEL} interval",
 ) -> go.Figure:
     """Throughput of arms as it is known, and as it is projected.
 
@@ -170,11 +175,12 @@ def arms_beside_projection(
         projected: estimates by arm, for each condition by name; the first condition is that of ``known``.
         known_words: what ``known`` is, such as "published (quoted)".
         words: of which runs, for the subtitle.
+        ends: what the ends of an estimate are.
     """
     arms = list(dict.fromkeys([*(arm for estimates in projected.values() for arm in estimates), *known]))
     figure = new_figure(
         _worst_error(known, next(iter(projected.values()))),
-        subtitle=f"{words} {f'Circles: {known_words}. ' if known else ''}Projections with their {LEVEL} interval.",
+        subtitle=f"{words} {f'Circles: {known_words}. ' if known else ''}Projections with their {ends}.",
         note=f"{known_words} against derived" if known else "derived: the step-time model",
     )
     numbers = {"mode": "markers+text", "hovertemplate": "%{y:,.0f} tokens/s<extra></extra>"}
@@ -189,11 +195,11 @@ def arms_beside_projection(
     )
     for number, (condition, estimates) in enumerate(projected.items()):
         color, symbol = _LOOKS[number]
-        ends = [(one.low, one.value, one.high) for one in estimates.values()]
+        spans = [(one.low, one.value, one.high) for one in estimates.values()]
         figure.add_scatter(
             x=[arms.index(arm) - 0.08 + 0.3 * number for arm in estimates],
             y=[one.value for one in estimates.values()],
-            error_y=error_bars(ends, thickness=1.5, width=5),
+            error_y=error_bars(spans, thickness=1.5, width=5),
             text=[f"{one.value:,.0f}" for one in estimates.values()],
             textposition="middle right",
             textfont={"color": color, "size": 12},
@@ -219,7 +225,7 @@ def _worst_error(known: Mapping[str, float], projected: Mapping[str, Estimate]) 
     return "; ".join(
         [
             f"The projection is {errors[worst]:+.1%} off at worst ({arm_label(worst)})",
-            *(f"{arm_label(arm)} is not identified: {bounds[arm]} by this model's constants" for arm in unknown),
+            *(f"{arm_label(arm)} is not identified: {bounds[arm]}" for arm in unknown),
         ]
     )
 
@@ -235,11 +241,12 @@ def gains_and_interaction(routings: Sequence[TwoByTwo]) -> go.Figure:
     low, gain, high = _percent(routings[0].gains["mxfp8_standard"])
     compose = all(one.interaction.low <= 0 <= one.interaction.high for one in routings)
     headed = new_figure(
-        f"By this model's constants {contrast('mxfp8_standard', BASELINE)[0]} alone gains {gain:.1f} % ({low:.1f} to "
-        f"{high:.1f}) and {'no interaction is shown' if compose else 'the two gains do not simply multiply'}; the "
-        "published rows identify neither",
+        f"By all constants that meet the published steps {contrast('mxfp8_standard', BASELINE)[0]} alone gains "
+        f"{gain:.1f} % ({low:.1f} to {high:.1f}) and "
+        f"{'no interaction is shown' if compose else 'the two gains do not simply multiply'}; those steps identify "
+        "neither",
         subtitle=f"Left: gain over {arm_label(BASELINE)}. Right: gain of both over the product of the gains of each. "
-        f"{LEVEL} intervals over draws of the model's constants, each of which meets the published baseline.",
+        "Medians and ranges over all constants that meet the three published steps.",
         note="derived: MXFP8 + standard all-to-all was never published",
         height=390,
     )
@@ -298,7 +305,7 @@ def waterfall_bars(changes: Sequence[Change], *, quoted_first: float, quoted_las
     """What each change adds, in the order in which they are listed.
 
     Args:
-        changes: of :func:`moelab.projection.megatron.waterfall`.
+        changes: of :func:`moelab.projection.validation.waterfall`.
         quoted_first: published tokens/s per GPU of the first.
         quoted_last: published tokens/s per GPU of the last.
     """

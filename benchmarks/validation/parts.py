@@ -1,0 +1,288 @@
+"""Parts of a step that were measured alone: kernels, casts, layers, exchanges, and where tokens go.
+
+What others published and what was noted by hand is in ``parts.csv``: a row has the figure with its source and date, the
+name of a function of :data:`PREDICT`, and what that function is asked. What programs of ``benchmarks/`` measured is
+read from their own files; torchao's table of grouped products and the H100's are those that
+:mod:`validation.gemm_fit` fits, DeepEP's is :data:`moelab.projection.exchange.QUOTED`.
+"""
+
+from __future__ import annotations
+
+import csv
+import statistics
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from moelab.data import read_yaml
+from moelab.experiment import EPBackend
+from moelab.hardware import B200, GPUS, NIC_400G
+from moelab.memory.activations import BF16
+from moelab.model import BYTES_PER_ELEMENT, shape_of
+from moelab.mxfp8.grouped_gemm_cases import Case as Size
+from moelab.mxfp8.grouped_gemm_cases import Precision as GroupedPrecision
+from moelab.projection.calibration import Calibration
+from moelab.projection.exchange import (
+    PERMUTATIONS,
+    QUOTED,
+    QuotedBandwidth,
+    exchange_job,
+    exchange_time_s,
+    hybridep_shares,
+)
+from moelab.projection.gemm import Rates, grouped_time_s, rates_of
+from moelab.projection.measured import ALL_TO_ALL, ALL_TO_ALL_H200, GROUPED_GEMM, Measurement, Row, load_measured
+from moelab.projection.memory_bound import memory_rate
+from moelab.projection.routing import ExpertPlacement, RoutingModel, expected_destinations
+
+from .gemm_fit import b200_observations, cast_us, h100_observations, step_us
+
+HERE = Path(__file__).parent
+DEEPEP, H100_KERNELS, H200_EXCHANGES, TORCHAO = "DeepEP", "H100 micro-experiments", "H200 exchanges", "torchao"
+DATES = {"V1": "2025-02", "V2": "2026-03"}
+EP_ROWS = 131_072
+"""Rows of torchao's pipeline and MoE layers; its README gives ``total_M`` 131,072."""
+Predict = Callable[[Calibration], float]
+Inputs = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A part of a step that was measured alone, and how to predict it.
+
+    Attributes:
+        source: who measured it.
+        name: unique in its source.
+        unit: of both values.
+        measured: value.
+        date: of the measurement.
+        predict: the value by a calibration.
+        reference: where the value stands.
+        fitted: whether a constant was fitted on this very figure or read off it.
+    """
+
+    source: str
+    name: str
+    unit: str
+    measured: float
+    date: str
+    predict: Predict
+    reference: str
+    fitted: bool = False
+
+
+def all_parts() -> Iterator[Part]:
+    """Kernels and layers, destinations of tokens, exchanges."""
+    yield from torchao_kernels()
+    yield from noted("destinations")
+    yield from deepep_bandwidths()
+    yield from hybridep_bandwidth()
+    yield from noted("product")
+    yield from noted("grouped rate")
+    yield from h100_kernels()
+    yield from h200_exchanges()
+
+
+def noted(kind: str) -> Iterator[Part]:
+    """Rows of ``parts.csv`` that ``PREDICT[kind]`` predicts."""
+    with (HERE / "parts.csv").open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["predict"] == kind]
+    for row in rows:
+        pairs = (pair.split("=") for pair in row.pop("inputs").split())
+        inputs = {name: int(value) if value.isdecimal() else value for name, value in pairs}
+        predict = PREDICT[row.pop("predict")](inputs)
+        yield Part(measured=float(row.pop("measured")), predict=predict, **row)
+
+
+def date_of(measured: Measurement) -> str:
+    """Day of a measurement of this project."""
+    return str((measured.content or {})["date"])[:10]
+
+
+def torchao_kernels() -> Iterator[Part]:
+    """Single kernels, products and MoE layers on B200, as torchao publishes them."""
+    for one in b200_observations():
+        unit = "speed-up" if one.kind == "speed-up" else "µs"
+        yield Part(
+            source=TORCHAO, name=one.name, unit=unit, measured=one.value, date="2026-08", predict=one.predict,
+            reference=one.source, fitted=one.fitted,
+        )  # fmt: skip
+    for kind in ("cast", "pipeline", "layer"):
+        yield from noted(kind)
+
+
+def deepep_bandwidths() -> Iterator[Part]:
+    """Every row of DeepEP's tables, there and back."""
+    for row in QUOTED:
+        for operation, value in (("dispatch", row.dispatch_gb_s), ("combine", row.combine_gb_s)):
+            name = f"{row.name}{f', {row.sms} SMs' if row.sms else ''}, {operation}"
+            seen = row.version == "V2" and ((row.gpu == "SM100" and row.nodes == 1) or row.nodes == 4)
+            yield Part(
+                source=DEEPEP, name=name, unit="logical GB/s", measured=value, date=DATES[row.version],
+                predict=_logical_gb_s(row), reference=row.source, fitted=seen,
+            )  # fmt: skip
+
+
+def hybridep_bandwidth() -> Iterator[Part]:
+    """The row of HybridEP's table that nothing was read off: 8 × B200, the mean of there and back."""
+    table = read_yaml("deepep_bandwidth.yaml")["hybridep"]
+    row = next(row for row in table["rows"] if row["gpu"] == "B200")
+    share, _ = hybridep_shares(row["ranks"], row["ranks"])
+    logical = share * float(B200.nvlink_gb_s or 0) / (1 - 1 / row["ranks"])
+    yield Part(
+        source="HybridEP", name=f"B200, EP {row['ranks']}, {row['sms']} SMs", unit="logical GB/s",
+        measured=(row["dispatch_gb_s"] + row["combine_gb_s"]) / 2, date="2025-09", predict=lambda _: logical,
+        reference=table["source"],
+    )  # fmt: skip
+
+
+def h100_kernels() -> Iterator[Part]:
+    """Grouped products and exchanges of the later campaigns."""
+    for one in h100_observations():
+        if one.kind == "step":
+            yield Part(
+                source=H100_KERNELS, name=one.name, unit="µs", measured=one.value,
+                date=date_of(load_measured(GROUPED_GEMM)), predict=one.predict, reference=one.source,
+                fitted="bf16" in one.name,
+            )  # fmt: skip
+    measured = load_measured(ALL_TO_ALL)
+    for row in measured.rows:
+        name, predict = f"{row['arm']}, {row['operation']}, on the wire", _wire("H100", row)
+        yield Part(
+            source=H100_KERNELS, name=name, unit="µs", measured=row["parts_us"]["wire"], date=date_of(measured),
+            predict=predict, reference=measured.stamp, fitted=True,
+        )  # fmt: skip
+
+
+def h200_exchanges() -> Iterator[Part]:
+    """All four directions together; measured when every constant had its value."""
+    measured = load_measured(ALL_TO_ALL_H200)
+    groups: dict[tuple[str, str, str], list[Row]] = {}
+    for row in measured.rows:
+        if row["precision"] == "bf16" and row["sms_chosen_by"] == "library":
+            groups.setdefault((row["size"], row["routing"], row["arm"]), []).append(row)
+    for name, rows in groups.items():
+        us = sum(row["parts_us"]["wire"] for row in rows)
+        predict = _sum([_wire("H200", row) for row in rows])
+        yield Part(
+            source=H200_EXCHANGES, name=", ".join(name) + ", on the wire", unit="µs", measured=us,
+            date=date_of(measured), predict=predict, reference=measured.stamp,
+        )  # fmt: skip
+
+
+def _product_ms(inputs: Inputs) -> Predict:
+    size = Size(m=inputs["m"], n=inputs["n"], k=inputs["k"], groups=inputs["groups"])
+    us = step_us(GPUS[inputs["gpu"]], size, inputs["precision"])
+    return lambda calibration: us(calibration) / 1e3
+
+
+def _grouped_tflops(inputs: Inputs) -> Predict:
+    """Mean rate over the experts of DeepSeek-V3 on ranks of EP 8, 16 and 32, 4,096 rows for each."""
+
+    def predict(calibration: Calibration) -> float:
+        rates, tflops = rates_of(GPUS[inputs["gpu"]], calibration), []
+        for groups in (8, 16, 32):
+            for n, k in ((4096, 7168), (7168, 2048)):
+                sizes = (4096 * groups, n, k, groups, inputs["precision"], rates)
+                forward_s = grouped_time_s(*sizes, direction="forward")
+                flops = 2.0 * 4096 * groups * n * k
+                backward = 2 * flops / (grouped_time_s(*sizes) - forward_s)
+                tflops.append(flops / forward_s if inputs["direction"] == "forward" else backward)
+        return statistics.fmean(tflops) / 1e12
+
+    return predict
+
+
+def _cast(inputs: Inputs) -> Predict:
+    return cast_us(B200, "mxfp8", inputs["elements"])
+
+
+def _sum(parts: list[Predict]) -> Predict:
+    return lambda calibration: sum(one(calibration) for one in parts)
+
+
+def _destinations(inputs: Inputs) -> Predict:
+    """Distinct ranks or nodes of a token: 256 experts, top-8, 32 ranks on four nodes."""
+    placement = ExpertPlacement(experts=256, top_k=8, ep=32, ranks_per_node=8)
+    routing = RoutingModel(**{name: value for name, value in inputs.items() if name != "what"})
+    reached: float = getattr(expected_destinations(routing, placement), inputs["what"])
+    return lambda _: reached
+
+
+def _logical_gb_s(row: QuotedBandwidth) -> Predict:
+    gpu = GPUS["B200" if row.gpu == "SM100" else row.gpu if row.gpu in GPUS else "H100"]
+
+    def predict(calibration: Calibration) -> float:
+        if row.wire == "network":
+            wire = float(NIC_400G) * float(
+                calibration.deepep_v1_network if row.version == "V1" else calibration.deepep_network
+            )
+        else:
+            wire = float(gpu.nvlink_gb_s or 0) * float(calibration.deepep_nvlink)
+        return wire / row.on_wire_gb_s(1.0)
+
+    return predict
+
+
+def _wire(gpu: str, row: Row) -> Predict:
+    """Microseconds of a measured exchange; DeepEP's expanding layout writes every expert's row within it."""
+    shape = replace(shape_of("671B"), num_experts=row["experts"], dim=row["hidden"], top_k=row["top_k"])
+    job = exchange_job(gpu, ep=row["ranks"], shape=shape, tokens=row["tokens"])
+    work = replace(job.work, backend=EPBackend(row["backend"]))
+    job = replace(job, work=work, routing=RoutingModel(kind=row["routing"]))
+    place = ("dispatch", "combine", "combine_backward", "dispatch_backward").index(row["operation"])
+    copies = PERMUTATIONS["deepep expanded"].copies[place] if row["layout"] == "expanded" else 0.0
+
+    def predict(calibration: Calibration) -> float:
+        copy_s = 2 * BF16 * job.work.received(job.shape) * job.shape.dim / memory_rate(job, calibration)
+        return 1e6 * (exchange_time_s(job, calibration, BYTES_PER_ELEMENT["bf16"], alone=True) + copies * copy_s)
+
+    return predict
+
+
+def _pipeline(inputs: Inputs) -> Predict:
+    """Dispatch, permutation, one grouped product, and back, on 8 × B200, ms."""
+    dim, hidden, precision = inputs["dim"], inputs["hidden"], inputs["precision"]
+    shape = replace(shape_of("671B"), dim=dim, moe_hidden_dim=hidden, num_experts=64, top_k=1, expert_groups=1)
+    multiplied: GroupedPrecision = "mxfp8_wgrad_bf16" if precision == "mxfp8" else "bf16"
+    job = exchange_job("B200", ep=8, shape=shape, tokens=EP_ROWS)
+
+    def predict(calibration: Calibration) -> float:
+        low, high = (exchange_time_s(job, calibration, BYTES_PER_ELEMENT[one]) for one in (precision, "bf16"))
+        sizes = (EP_ROWS, hidden, dim, 8, multiplied, rates_of(B200, calibration))
+        forward_s = grouped_time_s(*sizes, direction="forward")
+        copies = PERMUTATIONS["fused"].copies
+        copy_s = 2 * BF16 * EP_ROWS * dim / memory_rate(job, calibration)
+        if inputs["direction"] == "forward":
+            return 1e3 * (low + high + forward_s + sum(copies[:2]) * copy_s)
+        backward_s = grouped_time_s(*sizes) - forward_s
+        return 1e3 * (low + high + backward_s + sum(copies[2:]) * copy_s)
+
+    return predict
+
+
+def _layer_gain(inputs: Inputs) -> Predict:
+    """Speed-up of a whole MoE layer with 8 local experts by MXFP8."""
+    dim, hidden = inputs["dim"], inputs["hidden"]
+    moved = BF16 * EP_ROWS * (2 * dim * sum(PERMUTATIONS["standard compiled"].copies) + 9 * hidden)
+
+    def layer_s(precision: GroupedPrecision, rates: Rates) -> float:
+        first, last = ((EP_ROWS, n, k, 8, precision, rates) for n, k in ((hidden, dim), (dim, hidden)))
+        return 2 * grouped_time_s(*first) + grouped_time_s(*last) + moved / rates.memory
+
+    def predict(calibration: Calibration) -> float:
+        rates = rates_of(B200, calibration)
+        return layer_s("bf16", rates) / layer_s("mxfp8", rates)
+
+    return predict
+
+
+PREDICT: dict[str, Callable[[Inputs], Predict]] = {
+    "destinations": _destinations,
+    "product": _product_ms,
+    "grouped rate": _grouped_tflops,
+    "cast": _cast,
+    "pipeline": _pipeline,
+    "layer": _layer_gain,
+}

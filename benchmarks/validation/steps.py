@@ -1,0 +1,247 @@
+"""Whole steps that the model is held against, each as the job that the model sees.
+
+What others published and what was noted by hand is in ``steps.csv``; what programs of ``benchmarks/`` measured is read
+from their own files. A column of ``steps.csv`` that is a field of an experiment is one: what stands there is all that a
+projection is asked, and an empty cell is the field's default. The others:
+
+===================  ==============================================================================================
+kind                 ``seen`` while the form of the model was chosen, or ``blind``: measured or found afterwards. A
+                     row that a constant was fitted on is named by the constant (``fitted_on`` in calibration.yaml)
+stack                ``torchtitan`` (0.3.0 and this project's dispatchers), ``torchtitan, own dispatchers`` (before
+                     0.3.0, where nothing around the exchange was compiled), or ``megatron``, with ``graphs`` (CUDA
+                     graphs launch most kernels) and ``overlap`` (exchange beside compute)
+model                of an experiment, or a published one by the name that ``--from-hf`` takes
+*_layers, experts    of a thinner model, or with multi-token prediction, which is a layer and a second head (``mtp``)
+activation_checkp.   for Megatron also the modules that it recomputes: ``mla`` (up-projections), ``mlp``, ``norm+act``
+over                 of a gain: the fields in which the slower arm differs
+inferred             what the source does not say
+===================  ==============================================================================================
+
+``memory_gib`` is what PyTorch reserved on the fullest rank.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from moelab.analysis.two_by_two import CODE, arm_results, checkpointing_words
+from moelab.experiment import Experiment
+from moelab.experiment_file import parse, parse_overrides
+from moelab.hardware import cluster_of
+from moelab.layout import check
+from moelab.memory import estimate
+from moelab.memory.sharding import StageModules
+from moelab.model import SHAPES, ModelShape
+from moelab.model.hugging_face import read_model
+from moelab.projection.job import MEGATRON, Job, Stack, job_of, titan
+from moelab.projection.measured import FULL_NODE, TWO_BY_TWO, Measurement, hardware_of, load_measured, node_results
+from moelab.projection.validation import H100_LATER, NOW
+
+from .full_node import node_job
+from .shapes import ALL_SHAPES, arm_of, thin_job
+
+HERE = Path(__file__).parent
+IN_MEGATRON = ("mla", "mla+mlp", "norm+act")
+"""Checkpointing that an experiment has no word for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """A measured step.
+
+    Attributes:
+        source: who measured it.
+        name: unique in its source.
+        unit: of ``measured``: tokens/s/GPU, ms, % gain, or GiB where only its memory is known.
+        measured: value.
+        memory_gib: reserved on the fullest rank; None where it is not known.
+        date: of the measurement, as far as it is known.
+        kind: ``seen`` or ``blind``.
+        job: the step as the model sees it.
+        over: of a gain, the slower arm.
+        memory_predicted_gib: by :mod:`moelab.memory`; None of other stacks than TorchTitan.
+        inferred: what the source does not say.
+        reference: where the figures stand.
+    """
+
+    source: str
+    name: str
+    unit: str = "tokens/s/GPU"
+    measured: float
+    memory_gib: float | None = None
+    date: str
+    kind: str = "seen"
+    job: Job
+    over: Job | None = None
+    memory_predicted_gib: float | None = None
+    inferred: str = ""
+    reference: str
+
+
+def all_steps() -> Iterator[Step]:
+    """Of others, then of this project."""
+    yield from noted_steps(HERE / "steps.csv")
+    yield from later_steps()
+    yield from node_steps()
+
+
+def noted_steps(file: Path) -> Iterator[Step]:
+    """Rows of a CSV file."""
+    with file.open(newline="") as opened:
+        for row in csv.DictReader(opened):
+            cells = {name: value for name, value in row.items() if value}
+            job, predicted_gib = job_and_memory(cells)
+            over = dict(pair.split("=") for pair in cells.get("over", "").split())
+            yield Step(
+                source=cells["source"],
+                name=cells["name"],
+                unit=cells["unit"],
+                measured=float(cells["measured"]),
+                memory_gib=float(cells["memory_gib"]) if "memory_gib" in cells else None,
+                date=cells["date"],
+                kind=cells["kind"],
+                job=job,
+                over=job_and_memory({**cells, **over})[0] if over else None,
+                memory_predicted_gib=predicted_gib,
+                inferred=cells.get("inferred", ""),
+                reference=cells["reference"],
+            )
+
+
+def experiment_of(cells: Mapping[str, str]) -> Experiment:
+    """The experiment of a row."""
+    fields: dict[str, Any] = {name: cells[name] for name in Experiment.model_fields if name in cells}
+    fields["name"] = "validation"
+    if fields["model"] not in SHAPES:
+        fields |= parse_overrides(read_model(fields["model"]).overrides)
+    thinner = {"num_experts": int(cells["experts"])} if "experts" in cells else {}
+    if "moe_layers" in cells:
+        dense = int(cells.get("dense_layers", 0))
+        thinner |= {"n_layers": dense + int(cells["moe_layers"]), "n_dense_layers": dense}
+    if thinner:
+        fields["shape"] = {**fields.get("shape", {}), **thinner}
+    if fields["activation_checkpoint"] in IN_MEGATRON:
+        fields["activation_checkpoint"] = "none"
+    return parse(Experiment, fields)
+
+
+def job_and_memory(cells: Mapping[str, str]) -> tuple[Job, float | None]:
+    """The step of a row, and the GiB that the fullest rank reserves by the memory model, which knows TorchTitan."""
+    experiment = experiment_of(cells)
+    layout, node = check(experiment).layout, cluster_of(experiment.hardware).node
+    assert layout is not None, f"{cells['source']}, {cells['name']}: {check(experiment).reasons}"
+    job = job_of(experiment, layout, node, stack=_stack(cells["stack"], experiment))
+    if not cells["stack"].startswith("megatron"):
+        return job, max(stage.reserved_gib for stage in estimate(experiment, layout, node.gpu).by_stage)
+    return replace(
+        job,
+        stages=megatron_stages(job.shape, len(job.stages), mtp="mtp" in cells),
+        checkpointing=cells["activation_checkpoint"],
+        # without a pipeline, TorchTitan takes the whole local batch at once and Megatron-LM accumulates gradients
+        work=replace(job.work, tokens=experiment.microbatch * experiment.seq_len // experiment.cp),
+        microbatches=experiment.local_batch // experiment.microbatch,
+    ), None
+
+
+def _stack(name: str, experiment: Experiment) -> Stack:
+    base, *extras = name.split(" + ")
+    if base == "megatron":
+        return replace(
+            MEGATRON,
+            low_linears=True,
+            host="graphs" if "graphs" in extras else "library",
+            exchange_overlapped="overlap" in extras,
+        )
+    if base == "torchtitan":
+        return titan(experiment)
+    permutation = "standard" if experiment.ep_backend == "standard" else "deepep dense"
+    return replace(titan(experiment), name=base, permutation=permutation, deepep_v1=True)  # type: ignore[arg-type]
+
+
+def megatron_stages(shape: ModelShape, number: int, *, mtp: bool = False) -> tuple[StageModules, ...]:
+    """Layers of Megatron's pipeline stages.
+
+    The stages between hold equally many, the first and the last share the rest; multi-token prediction is the last
+    layer, and its second head makes the last stage a layer shorter.
+
+    Example:
+        >>> dsv3 = SHAPES["671B"].thin(dense_layers=3, moe_layers=59)
+        >>> stages = megatron_stages(dsv3, 16, mtp=True)
+        >>> [stage.dense_layers + stage.moe_layers for stage in stages][:2], stages[-1].moe_layers
+        ([4, 4], 2)
+    """
+    heads = 1 + mtp
+    if number == 1:
+        return (StageModules(1, shape.n_dense_layers, shape.n_moe_layers, heads),)
+    each = -(-shape.n_layers // number)
+    if shape.n_layers == each * number:  # nothing is left out at either end
+        counts = [each] * number
+    else:
+        ends = shape.n_layers - each * (number - 2)
+        last = ends // 2 - (mtp and ends > 2)
+        counts = [ends - last, *[each] * (number - 2), last]
+    stages, done = [], 0
+    for place, count in enumerate(counts):
+        dense = max(0, min(shape.n_dense_layers - done, count))
+        stages.append(StageModules(int(place == 0), dense, count - dense, heads * (place == number - 1)))
+        done += count
+    return tuple(stages)
+
+
+# --- of this project -------------------------------------------------------------------------------------------------
+
+
+def later_steps() -> Iterator[Step]:
+    """The H100 and H200 arms of the later campaigns."""
+    standard = json.loads((HERE.parent / "results" / "h100_standard_step.json").read_text())
+    for row in standard["rows"]:
+        yield Step(
+            source=H100_LATER,
+            name=f"{row['shape']} bf16_standard, {row['routing']}",
+            measured=row["tps_median"],
+            date=standard["date"][:10],
+            job=thin_job(ALL_SHAPES[row["shape"]], {"routing": row["routing"]}),
+            reference="benchmarks/results/h100_standard_step.json, 2 × H100, November 2026",
+        )
+    measured = load_measured(TWO_BY_TWO)
+    assert measured.content is not None
+    for result in arm_results(measured.rows):
+        old_fp8 = result.code is None and result.arm.startswith("fp8")
+        if result.retries or old_fp8 or result.code not in (None, CODE):  # see NOT_PREDICTED
+            continue
+        shape = ALL_SHAPES[result.shape]
+        arm = {**arm_of(result.arm), "routing": result.routing, "activation_checkpoint": result.activation_checkpoint}
+        name = f"two by two: {result.shape} {result.arm}, {result.routing}"
+        if result.activation_checkpoint not in (shape.activation_checkpoint, "full+dispatch"):
+            name += f", {checkpointing_words(result.activation_checkpoint)}"
+        if result.code:
+            name += f", {result.code}"
+        yield Step(
+            source=H100_LATER,
+            name=name,
+            measured=result.tps,
+            date=measured.content["date"][:10],
+            job=thin_job(shape, arm, hardware=hardware_of(measured)),
+            reference=measured.stamp,
+        )
+
+
+def node_steps() -> Iterator[Step]:
+    """Four H200s of one node, as the model says now; what was predicted before they ran is in the table too."""
+    measured = load_measured(FULL_NODE)
+    assert measured.content is not None
+    hardware = hardware_of(measured)
+    for place, result in node_results(measured, Measurement(name=TWO_BY_TWO, content=None)).items():
+        yield Step(
+            source=NOW,
+            name=f"{place.shape} {place.arm}, {place.routing}, EP {place.ep}",
+            measured=result.tps,
+            date=measured.content["date"][:10],
+            job=node_job(ALL_SHAPES[place.shape], place.arm, place.routing, ep=place.ep, hardware=hardware),
+            reference=measured.stamp,
+        )

@@ -1,0 +1,47 @@
+"""The way from TorchTitan's published step to Megatron-Bridge's, on the same 256 B200.
+
+Both ends of the way from 918 to 3,328 tokens/s/GPU are quoted; the steps between are the model's, in the order in which
+they are listed. Another order would share the total out differently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from moelab.projection.calibration import CALIBRATION, Calibration
+from moelab.projection.job import Job
+from moelab.projection.step import tps_of
+from moelab.projection.validation import BRIDGE_SOURCE, PUBLISHED, Change
+
+from .steps import Step
+
+
+def waterfall(steps: tuple[Step, ...], calibration: Calibration = CALIBRATION) -> list[Change]:
+    """Every change, the published arm first, Megatron-Bridge's last."""
+    jobs = {(step.source, step.name): step.job for step in steps}
+    published = jobs[PUBLISHED, "671B mxfp8_deepep"]
+    bridge = jobs[BRIDGE_SOURCE, "DSv3, 256 × B200, PP8 VP2 EP32, DeepEP"]
+    return [Change(name=name, tps=tps_of(job, calibration)) for name, job in _jobs(published, bridge)]
+
+
+def _jobs(published: Job, bridge: Job) -> Iterator[tuple[str, Job]]:
+    yield "published: MXFP8 experts + DeepEP", published
+    stack = replace(published.stack, distributed_optimizer=False)
+    job = replace(bridge, stack=stack, checkpointing="full")
+    yield "layout: PP 8 in two turns, no TP, sequences of 4096", job
+    for name, changes in (
+        ("activations: only MLA's up-projections and the MLP are recomputed", {}),
+        ("CUDA graphs, and no waiting between launches", {"host": "graphs"}),
+        (
+            "permutation fused, loss fused, parameters not gathered",
+            {"permutation": "fused", "loss_chunks": 1, "distributed_optimizer": True},
+        ),
+        ("products one by one, casts fused for both axes", {"expert_gemm": "library"}),
+        ("linears in MXFP8 too", {"low_linears": True}),
+        ("fused causal attention, but of whole sequences", {"attention": "fused", "document_keys": None}),
+        ("all-to-all by DeepEP V2, beside compute", {"exchange_overlapped": True, "deepep_v1": False}),
+    ):
+        stack = replace(stack, **changes)
+        yield name, replace(bridge, stack=stack)
+    assert replace(stack, name=bridge.stack.name) == bridge.stack, "the last step is Megatron-Bridge"
