@@ -88,8 +88,8 @@ def _solved(jobs: Sequence[Job], calibration: Calibration, random: np.random.Gen
     """
     unknown = {name: float(random.uniform(*limits)) for name, limits in UNKNOWN.items()}
     others = with_values(drawn(calibration, random), **unknown)
-    target_s = [job.tokens_per_gpu / row.tps for job, row in zip(jobs, THROUGHPUT, strict=True)]
-    target_s = np.array(target_s) * random.uniform(1 - RUN_TO_RUN, 1 + RUN_TO_RUN, size=len(jobs))
+    published_s = [job.tokens_per_gpu / row.tps for job, row in zip(jobs, THROUGHPUT, strict=True)]
+    target_s = np.array(published_s) * random.uniform(1 - RUN_TO_RUN, 1 + RUN_TO_RUN, size=len(jobs))
 
     def constants(x: np.ndarray) -> Calibration:
         wait_s, deepep_s, inverse = map(float, x)
