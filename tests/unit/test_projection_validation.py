@@ -203,7 +203,7 @@ def test_nine_in_ten_public_steps_lie_in_their_intervals(rows: tuple[ValidationR
 
 def test_memory_of_others_is_met(rows: tuple[ValidationRow, ...]) -> None:
     """What TorchTitan printed elsewhere; where it was inferred how it was run, the row says so."""
-    memory = [row for row in rows if row.of == "memory"]
+    memory = [row for row in rows if row.of == "memory" and row.kind != "blind"]
     assert len(memory) >= 11
     assert all(-7 < row.error < 10 for row in memory)
 
