@@ -42,7 +42,7 @@ SOLVED = {"wait_s": (0.0, 10e-3), "deepep_s": (50e-6, 10e-3), "blackwell_grouped
 
 
 def published_job(arm: str) -> Job:
-    """A published 671B arm, or the one that was not, under TorchTitan of early 2026: nothing compiled its permutation."""
+    """A published 671B arm, or the one that was not, under TorchTitan of early 2026, its permutation not compiled."""
     experiment = named_arms()[f"dsv3_671b_{arm}"]
     layout = check(experiment).layout
     assert layout is not None, "the published layouts are legal"
