@@ -98,6 +98,8 @@ V3 = MODELS["DeepSeek-V3"]["config"]
         ({"hybrid_override_pattern": "MEM*"}, r"hybrid_override_pattern MEM\*: not known"),  # Nemotron-H
         ({"hc_mult": 4, "compress_ratios": [4, 128]}, "hc_mult 4, compress_ratios"),  # DeepSeek-V4
         ({"ffn_config": {"moe_num_experts": 16}}, "ffn_config {'moe_num_experts'"),  # DBRX
+        ({"shared_expert_intermediate_size": [768]}, r"shared_expert_intermediate_size is \[768\]; valid: one whole"),
+        ({"mlp_only_layers": 3}, "mlp_only_layers is 3; valid: a list"),
     ],
 )
 def test_what_a_shape_cannot_say_is_refused_by_name(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
@@ -128,7 +130,7 @@ def test_what_is_left_out_is_said(tmp_path: Path, config: dict[str, Any], left: 
 def test_housekeeping_is_not_worth_a_word(tmp_path: Path) -> None:
     keys = {"bos_token_id": 151643, "eos_token_id": [1, 2], "pad_token_id": 0, "pretraining_tp": 1, "use_cache": True}
     keys |= {"transformers_version": "4.51.0", "rms_norm_eps": 1e-6, "hidden_act": "silu", "initializer_range": 0.02}
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG | keys))
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | keys | {"shared_expert_intermediate_size": None}))
     assert read_model(str(tmp_path)).left == read_model("Qwen3-30B-A3B").left
 
 
