@@ -24,6 +24,8 @@ DESCRIPTION = (
     "without hurting the loss?"
 )
 
+ASSUMED_SEQ_LEN = 4096
+"""Of a model from elsewhere: an experiment's own default is for a laptop."""
 FROM_HF_HELP = "take the model from a Hugging Face config.json, a folder with one, or by name, such as Qwen3-30B-A3B"
 LOAD_HELP = "run, or its expert_load.parquet, whose measured load takes the place of an assumed one; learned routing"
 
@@ -256,6 +258,9 @@ def _arms_and_model(options: argparse.Namespace) -> tuple[list[Any], Any]:
         raise BadInput("give the FILE of an experiment or study, a model with --from-hf, or both")
     model = read_model(options.from_hf) if options.from_hf else None
     overrides = [*(model.overrides if model else ()), *options.set]
+    if model and not options.file and not any(one.startswith("seq_len=") for one in options.set):
+        overrides.append(f"seq_len={ASSUMED_SEQ_LEN}")
+        print(f"moelab: seq_len is not given; {ASSUMED_SEQ_LEN} tokens are assumed", file=sys.stderr)  # noqa: T201
     return _chosen_arms(read_study(options.file, overrides), options.arm), model
 
 

@@ -207,11 +207,13 @@ def test_a_study_can_take_its_model_from_elsewhere(capsys: pytest.CaptureFixture
 
 
 def test_a_model_from_elsewhere_is_projected_without_a_file(capsys: pytest.CaptureFixture[str]) -> None:
-    given = ["hardware=b200_x256", "nodes=2", "gpus_per_node=8", "ep=8", "seq_len=2048", "local_batch=2"]
+    given = ["hardware=b200_x256", "nodes=2", "gpus_per_node=8", "ep=8", "local_batch=2"]
     pairs = [word for one in given for word in ("--set", one)]
     assert main(["project", "--from-hf", "Qwen3-30B-A3B", *pairs, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    fields = parse_overrides([*read_model("Qwen3-30B-A3B").overrides, *given])
+    printed = capsys.readouterr()
+    assert "seq_len is not given; 4096 tokens are assumed" in printed.err
+    found = json.loads(printed.out)
+    fields = parse_overrides([*read_model("Qwen3-30B-A3B").overrides, *given, "seq_len=4096"])
     assert found["tps"] == pytest.approx(project(parse(Experiment, fields)).tps)
     assert found["gpus"] == 16
 
