@@ -1,4 +1,4 @@
-"""Does moelab's DeepEP dispatcher train as the standard one does? The same seeds, step by step.
+"""Do moelab's dispatcher and FP8 experts train as the standard ones do? The same seeds, step by step.
 
 The debug model learns for 50 steps at equal seeds, with learned routing, under
 
@@ -8,11 +8,15 @@ The debug model learns for 50 steps at equal seeds, with learned routing, under
                     losses drift on account of rounding alone
 ``deepep``          moelab's dispatcher; an expert's rows stand in their order of arrival, another one in each run
 ``deepep_ordered``  the same with DeepEP's ``deterministic`` buffer, which sorts them
+``best``            the fastest arm on Hopper: DeepEP, experts and dispatch in FP8, weight gradients too
+``best_bf16_wgrad`` the same with weight gradients in BF16
+``fp8`` …           the standard dispatcher with FP8 experts, FP8 weight gradients, FP8 linears, emulated MXFP8 experts
 ==================  ==================================================================================================
 
 The largest difference between the losses of two runs at any step is reported for each pair of kinds::
 
     torchrun --nproc-per-node 2 benchmarks/dispatcher_losses.py --output dispatcher_losses.json
+    torchrun --nproc-per-node 1 benchmarks/dispatcher_losses.py --output one_gpu.json --arms standard nudged fp8
     torchrun --nproc-per-node 2 benchmarks/dispatcher_losses.py --output dry.json --dry    # on a CPU, a few steps
 """
 
@@ -41,9 +45,19 @@ from moelab.runs.files import write_json
 from moelab.titan import config_registry
 
 ORDER = ("standard", "deepep_ordered", "nudged", "deepep", "standard", "deepep_ordered", "deepep")
-
-
-BACKENDS = {"standard": "standard", "nudged": "standard", "deepep": "deepep", "deepep_ordered": "deepep"}
+BEST = {"ep_backend": "deepep", "precision": "fp8", "dispatch_precision": "fp8", "wgrad": "fp8"}
+ARMS: dict[str, dict[str, str]] = {
+    "standard": {},
+    "nudged": {},
+    "deepep": {"ep_backend": "deepep"},
+    "deepep_ordered": {"ep_backend": "deepep"},
+    "best": BEST,
+    "best_bf16_wgrad": {**BEST, "wgrad": "bf16"},
+    "fp8": {"precision": "fp8"},
+    "fp8_wgrad": {"precision": "fp8", "wgrad": "fp8"},
+    "fp8_linears": {"precision": "fp8", "quantize": "experts+linears"},
+    "mxfp8": {"precision": "mxfp8"},
+}
 
 
 class OneMesh:
@@ -66,8 +80,8 @@ def losses(arm: str, precision: str, seed: int, options: argparse.Namespace) -> 
     dry = {"model": "nano", "seq_len": 64, "ep_kernels": "emulated"} if options.dry else {}
     settings = {"model": "debug", "seq_len": 2048, "local_batch": 4, "steps": options.steps, "warmup_steps": 5}
     experiment = Experiment(
-        **{**settings, **dry}, gpus_per_node=world, ep=world, ep_backend=BACKENDS[arm], precision=precision, seed=seed,
-        lr=1e-3, mxfp8_kernels="emulated",
+        **{**settings, **dry, "precision": precision, **ARMS[arm]}, gpus_per_node=world, ep=world, seed=seed, lr=1e-3,
+        mxfp8_kernels="emulated",
     )  # fmt: skip
     config = config_registry.trainer_config(experiment)
     config.dump_folder = f"/tmp/dispatcher_losses/{os.getpid()}"
@@ -129,7 +143,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--precisions", nargs="+", default=["bf16"])
+    parser.add_argument("--precisions", nargs="+", default=["bf16"], help="of the arms that have none of their own")
+    parser.add_argument("--arms", nargs="+", default=ORDER, choices=ARMS, help="one run each, in this order")
     parser.add_argument("--dry", action="store_true")
     options = parser.parse_args()
     init_logger()
@@ -141,7 +156,7 @@ def main() -> None:
         for seed in range(options.seeds):
             result: dict[str, Any] = {"precision": precision, "seed": seed, "runs": []}
             content["results"].append(result)
-            for arm in ORDER:
+            for arm in options.arms:
                 result["runs"].append({"arm": arm, "losses": losses(arm, precision, seed, options)})
                 result["largest_difference"] = differences(result["runs"])
                 if dist.get_rank() == 0:

@@ -11,7 +11,8 @@ Parts, each written as it is found; one that fails is an error in the file and c
 - ``layer``: forward and backward of the three products of eight experts at 671B's sizes, compiled, in turns: BF16,
   moelab's FP8, and the same with weight gradients in FP8. Beside it the error of the output and of each gradient, as
   the norm of its difference to BF16's relative to that norm;
-- ``attention``: FlexAttention of 128 heads of 192 and 128 features by tiles, under a causal mask and one of documents.
+- ``attention``: FlexAttention of 128 heads of 192 and 128 features by tiles and flash-attn-4, under a causal mask and
+  one of documents.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import itertools
 import statistics
 from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,7 +37,7 @@ from moelab.mxfp8 import quantised_experts as experts
 from moelab.mxfp8.quantise import Precision8, quantise, quantise_fp8
 from moelab.projection.measured import DRY_RUN
 from moelab.runs.files import write_json
-from moelab.titan.models import FLEX_TILES
+from moelab.titan.models import FLASH_BLOCKS, FLEX_TILES
 
 Row = dict[str, Any]
 DOCUMENT_TOKENS = 1500
@@ -172,7 +174,7 @@ def layer(sizes: SimpleNamespace) -> Iterator[Row]:
 
 
 def attention(sizes: SimpleNamespace) -> Iterator[Row]:
-    """PyTorch's own tiles and moelab's."""
+    """PyTorch's own tiles, moelab's, and flash-attn-4's kernels where they are installed."""
     batch, keys = 2, sizes.keys
     inputs = [drawn(batch, keys, sizes.heads, width).transpose(1, 2).requires_grad_() for width in (192, 192, 128)]
     upstream = drawn(batch, sizes.heads, keys, 128)
@@ -182,9 +184,13 @@ def attention(sizes: SimpleNamespace) -> Iterator[Row]:
         "documents": lambda b, h, i, j: (i >= j) & (document[b, i] == document[b, j]),
     }
     for mask, allowed in masks.items():
-        for tiles, options in {"default": {}, "flex_tiles": FLEX_TILES}.items():
+        for tiles, options, blocks in (
+            ("default", {}, 128),
+            ("flex_tiles", FLEX_TILES, 128),
+            *([("flex_flash", {"BACKEND": "FLASH"}, FLASH_BLOCKS)] if find_spec("flash_attn") else []),
+        ):
             torch.compiler.reset()
-            block_mask = create_block_mask(allowed, batch, None, keys, keys, device=upstream.device)
+            block_mask = create_block_mask(allowed, batch, None, keys, keys, device=upstream.device, BLOCK_SIZE=blocks)
             compiled: Any = torch.compile(flex_attention)
 
             def forward(run: Any = compiled, block_mask: Any = block_mask, options: Any = options) -> Any:

@@ -77,6 +77,10 @@ ARMS: dict[str, dict[str, Any]] = {
     "bf16_standard": {},
     "bf16_deepep": {"ep_backend": "deepep"},
     "fp8_standard": {"precision": "fp8"},
+    "fp8_standard_wgrad-fp8": {"precision": "fp8", "wgrad": "fp8"},
+    "fp8_standard_linears": {"precision": "fp8", "quantize": "experts+linears"},
+    "fp8_standard_wgrad-fp8_linears": {"precision": "fp8", "wgrad": "fp8", "quantize": "experts+linears"},
+    "mxfp8-emulated_standard": {"precision": "mxfp8", "mxfp8_kernels": "emulated"},
     "fp8_deepep": {"precision": "fp8", "ep_backend": "deepep"},
     "fp8_deepep_dispatch-fp8": {"precision": "fp8", "ep_backend": "deepep", "dispatch_precision": "fp8"},
     "fp8_deepep_wgrad-fp8_dispatch-fp8": {
@@ -101,7 +105,10 @@ ARMS: dict[str, dict[str, Any]] = {
     },
 }
 DEFAULT_ARMS = [
-    arm for arm in ARMS if arm not in ("fp8_deepep_linears_dispatch-fp8", "mxfp8-emulated_deepep_dispatch-mxfp8")
+    arm
+    for arm in ARMS
+    if "linears" not in arm
+    and arm not in ("fp8_standard_wgrad-fp8", "mxfp8-emulated_standard", "mxfp8-emulated_deepep_dispatch-mxfp8")
 ]
 ARMS |= {
     f"bf16_{backend}_full+dispatch": {"ep_backend": backend, "activation_checkpoint": "full+dispatch"}

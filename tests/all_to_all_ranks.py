@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -89,7 +90,7 @@ def main() -> None:
                 "operators": counted.seen,
             }
     groups = plan([SIZE], ["random_balanced", "round_robin"], ["standard", "deepep"], [8])
-    settings: Any = {"libraries": LIBRARIES, "kernels": "emulated", "repeats": 3}
+    settings: Any = {"libraries": LIBRARIES, "kernels": "emulated", "repeats": 3, "began": time.monotonic()}
     run(groups, world, folder / "good.json", **settings, budget_s=600)
     before = Counted.opened
     run(groups, world, folder / "good.json", **settings, budget_s=600)  # nothing is missing

@@ -153,6 +153,11 @@ def all_weights(case: Case) -> list[torch.Tensor]:
     return [0.1 * torch.randn((case.experts, *shape), generator=generator) for shape in shapes]
 
 
+def local_weights(mesh: DeviceMesh, case: Case) -> list[torch.Tensor]:
+    """w1, w2 and w3 of this rank's experts."""
+    return [weight.chunk(mesh.size())[mesh.get_local_rank()].clone() for weight in all_weights(case)]
+
+
 def tokens_of(case: Case, rank: int) -> torch.Tensor:
     """BF16 ``(T, D)``."""
     return torch.randn(
@@ -185,10 +190,8 @@ def build(
         config = RoutedExperts.Config(inner_experts=experts, token_dispatcher=AllToAllTokenDispatcher.Config(**sizes))
         config = config if precision == "bf16" else quantised(config)
     module: RoutedExperts = config.build()
-    local = case.experts // mesh.size()
-    mine = slice(mesh.get_local_rank() * local, (mesh.get_local_rank() + 1) * local)
-    for name, weight in zip(WEIGHTS, all_weights(case), strict=True):
-        setattr(module.inner_experts, name, torch.nn.Parameter(weight[mine].clone()))
+    for name, weight in zip(WEIGHTS, local_weights(mesh, case), strict=True):
+        setattr(module.inner_experts, name, torch.nn.Parameter(weight))
     module.token_dispatcher.wire_meshes(ep_mesh=mesh)
     return module
 
@@ -255,10 +258,10 @@ def against_both(mesh: DeviceMesh, case: Case) -> dict[str, dict[str, float]]:
 
 
 def compiled_and_eager(
-    mesh: DeviceMesh, case: Case, mxfp8: bool, precision: DispatchPrecision, wgrad: Wgrad
+    mesh: DeviceMesh, case: Case, ours: bool, mxfp8: bool, precision: DispatchPrecision, wgrad: Wgrad
 ) -> dict[str, float]:
     """Errors of the layer compiled as one graph against itself."""
-    module = build(mesh, case, ours=True, mxfp8=mxfp8, precision=precision, wgrad=wgrad)
+    module = build(mesh, case, ours=ours, mxfp8=mxfp8, precision=precision, wgrad=wgrad)
     eager = train(mesh, case, module)
     with torch._dynamo.config.patch(capture_scalar_outputs=True):
         graph = torch.compile(module, fullgraph=True, backend="aot_eager")
@@ -399,11 +402,13 @@ def _open(mesh: DeviceMesh, *, tokens: int, experts: int, top_k: int) -> str:
     return group.group_name
 
 
-def quantised_dispatch(mesh: DeviceMesh, case: Case, precision: DispatchPrecision) -> dict[str, dict[str, float]]:
+def quantised_dispatch(
+    mesh: DeviceMesh, case: Case, ours: bool, precision: DispatchPrecision
+) -> dict[str, dict[str, float]]:
     """Tokens that travel in 8 bits: against MXFP8 experts whose tokens travel in BF16, and against float64."""
     mxfp8 = precision == "mxfp8"
     sent, plain = (
-        train(mesh, case, build(mesh, case, ours=True, mxfp8=mxfp8, precision=format_))
+        train(mesh, case, build(mesh, case, ours=ours, mxfp8=mxfp8, precision=format_))
         for format_ in (precision, "bf16")
     )
     exact = reference(mesh, case)

@@ -50,8 +50,8 @@ SHAPES = {
     "671B MoE-heavy": Shape(model="671B", dense=0, moe=5, experts=16, local_batch=2, activation_checkpoint="full"),
     SMALL: Shape(model="16B", dense=1, moe=4, experts=64, local_batch=4),
 }
-BIG_SHAPES = {"671B, 10 MoE layers": replace(SHAPES["671B MoE-heavy"], moe=10)}
-"""For GPUs of 140 GB."""
+BIG_SHAPES = {f"671B, {layers} MoE layers": replace(SHAPES["671B MoE-heavy"], moe=layers) for layers in (3, 10)}
+"""For GPUs of 140 GB: as many layers as one of them holds with all the experts, and twice the depth for two."""
 _DEEP = replace(SHAPES["671B MoE-heavy"], experts=8, per_gpu=True)
 DEEPEST = {"h100_node": f"{SCALING}, 8 MoE layers", "h200_node": f"{SCALING}, 18 MoE layers"}
 """As many MoE layers as fit on eight GPUs of 80 and of 141 GB with every arm, by ``full_node.layers_that_fit``."""

@@ -24,8 +24,10 @@ DESCRIPTION = (
     "without hurting the loss?"
 )
 
+ASSUMED_SEQ_LEN = 4096
+"""Of a model from elsewhere: an experiment's own default is for a laptop."""
 FROM_HF_HELP = "take the model from a Hugging Face config.json, a folder with one, or by name, such as Qwen3-30B-A3B"
-LOAD_HELP = "run whose measured load of the experts takes the place of an assumed one; of learned routing"
+LOAD_HELP = "run, or its expert_load.parquet, whose measured load takes the place of an assumed one; learned routing"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -62,121 +64,101 @@ def build_parser() -> argparse.ArgumentParser:
         added.add_argument("--json", action="store_true", help="print one JSON object")
         return added
 
+    def fields(*parsers: argparse.ArgumentParser, of: str = "a field", arm: str = "") -> None:
+        for each in parsers:
+            if arm:
+                each.add_argument("--arm", help=arm)
+            each.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=f"replace {of}")
+
+    one_arm = "one arm of a study, such as mxfp8_standard or bf16_deepep_round-robin"
     doctor = verb("doctor", _doctor, "say what this machine can run and what is missing for the rest")
     doctor.add_argument("--smoke", action="store_true", help="send tokens between two ranks, with DeepEP if it is here")
     doctor.add_argument("--hardware", default="local", metavar="PROFILE", help="profile to hold the network against")
     doctor.add_argument("--cluster", metavar="PROFILE", help="look at a cluster instead, before a study goes there")
     doctor.add_argument("--cluster-set", action="append", default=[], metavar="KEY=VALUE", help="replace its field")
     doctor.add_argument("--file", type=Path, help="with --cluster: YAML of what would run there")
-    doctor.add_argument(
-        "--runs", type=Path, help="with --cluster: folder of all studies; default: the profile's, or runs"
-    )
+    runs_help = "with --cluster: folder of all studies; default: the profile's, or runs"
+    doctor.add_argument("--runs", type=Path, help=runs_help)
     doctor.add_argument("--nodes", action="store_true", help="with --cluster: let every node report, by srun")
 
     plan = verb("plan", _plan, "say whether an experiment is legal, what it holds and how it is started")
-    plan.add_argument(
-        "file", type=Path, nargs="?", help="YAML of an experiment, or of a study: each of its arms is planned"
-    )
+    file_help = "YAML of an experiment, or of a study: each of its arms is planned"
+    plan.add_argument("file", type=Path, nargs="?", help=file_help)
     plan.add_argument("--from-hf", metavar="CONFIG", help=FROM_HF_HELP)
-    plan.add_argument("--arm", help="plan one arm of a study, such as mxfp8_standard or bf16_deepep_round-robin")
-    plan.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="replace a field")
+    fields(plan, arm=f"plan {one_arm}")
     plan.add_argument("--write", type=Path, metavar="PATH", help="write the experiment, as it is planned, to a file")
-    plan.add_argument(
-        "--config", action="store_true", help="add the configuration that TorchTitan resolves (loads torch)"
-    )
+    config_help = "add the configuration that TorchTitan resolves (loads torch)"
+    plan.add_argument("--config", action="store_true", help=config_help)
     plan.add_argument("--verify", action="store_true", help="build it with TorchTitan, without a GPU (loads torch)")
-    plan.add_argument(
-        "--ranks", type=_ranks, metavar="R,R", help="global ranks that --verify builds; default: one a stage"
-    )
+    ranks_help = "global ranks that --verify builds; default: one a stage"
+    plan.add_argument("--ranks", type=_ranks, metavar="R,R", help=ranks_help)
     plan.add_argument("--search", action="store_true", help="list the best legal layouts; fields given by --set stay")
     plan.add_argument("--limit", type=_positive, default=10, metavar="N", help="layouts that --search lists")
     plan.add_argument("--global-batch", type=_positive, metavar="N", help="sequences a step, kept by --search")
-
     plan.add_argument("--load", type=Path, metavar="RUN", help=LOAD_HELP)
 
     project = verb("project", _project, "predict the time of a step: tokens/s/GPU and where the time goes")
-    project.add_argument(
-        "file", type=Path, nargs="?", help="YAML of an experiment, or of a study: each of its arms is projected"
-    )
+    file_help = "YAML of an experiment, or of a study: each of its arms is projected"
+    project.add_argument("file", type=Path, nargs="?", help=file_help)
     project.add_argument("--from-hf", metavar="CONFIG", help=FROM_HF_HELP)
-    project.add_argument("--arm", help="project one arm of a study, such as mxfp8_standard or bf16_deepep_round-robin")
-    project.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="replace a field")
+    fields(project, arm=f"project {one_arm}")
+    constants_help = "constants of moelab explain --fit: their name, or a path"
+    project.add_argument("--calibration", metavar="NAME", help=constants_help)
+    project.add_argument("--load", type=Path, metavar="RUN", help=LOAD_HELP)
 
-    project.add_argument(
-        "--calibration", metavar="NAME", help="constants of moelab explain --fit: their name, or a path"
-    )
-
-    explain = verb(
-        "explain", _explain, "say where the time of a traced step went, and why it is not what was predicted"
-    )
-    explain.add_argument(
-        "paths",
-        type=Path,
-        nargs="+",
-        metavar="path",
-        help="a Kineto trace (.json, .json.gz), several of one step, a run",
-    )
+    text = "say where the time of a traced step went, and why it is not what was predicted"
+    explain = verb("explain", _explain, text)
+    paths_help = "a Kineto trace (.json, .json.gz), several of one step, a run"
+    explain.add_argument("paths", type=Path, nargs="+", metavar="path", help=paths_help)
     explain.add_argument("--rank", type=int, metavar="R", help="rank that is shown; default: the lowest")
-    explain.add_argument(
-        "--step", type=int, metavar="N", help="the profiler's step, of a trace of several; default: all"
-    )
-    explain.add_argument(
-        "--against", type=Path, metavar="FILE", help="YAML of what ran, to predict it; a run has its own"
-    )
-    explain.add_argument("--arm", help="of a study in --against")
-    explain.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="replace a field of --against")
+    step_help = "the profiler's step, of a trace of several; default: all"
+    explain.add_argument("--step", type=int, metavar="N", help=step_help)
+    against_help = "YAML of what ran, to predict it; a run has its own"
+    explain.add_argument("--against", type=Path, metavar="FILE", help=against_help)
+    fields(explain, of="a field of --against", arm="of a study in --against")
     explain.add_argument("--calibration", metavar="NAME", help="predict with the constants of an earlier --fit")
     explain.add_argument("--fit", metavar="NAME", help="keep constants with which the model meets this step, as NAME")
-
-    project.add_argument("--load", type=Path, metavar="RUN", help=LOAD_HELP)
 
     run = verb("run", _run, "train an experiment or study on this machine; a finished one is left alone")
     submit = verb("submit", _submit, "give an experiment or study to Slurm; what is finished or waiting is left alone")
     for each in (run, submit):
         each.add_argument("file", type=Path, help="YAML of an experiment, a list of experiments, or a study")
-        each.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="replace a field everywhere")
+    fields(run, submit, of="a field everywhere")
     run.add_argument("--on-failure", choices=["continue", "stop"], default="continue")
     run.add_argument("--runs", type=Path, default=Path("runs"), help="folder that holds all studies")
-    submit.add_argument("--arm", help="submit one arm of a study, such as mxfp8_standard or bf16_deepep_round-robin")
+    submit.add_argument("--arm", help=f"submit {one_arm}")
     submit.add_argument("--cluster", required=True, metavar="PROFILE", help="name of a profile, or a path of one")
-    submit.add_argument(
-        "--cluster-set", action="append", default=[], metavar="KEY=VALUE", help="replace a field of the profile"
-    )
+    profile_help = "replace a field of the profile"
+    submit.add_argument("--cluster-set", action="append", default=[], metavar="KEY=VALUE", help=profile_help)
     submit.add_argument("--after", metavar="JOB", help="job that has to succeed first, such as 123 or 123_4")
     submit.add_argument("--adopt", metavar="JOB", help="say as which job runs were submitted whose number is not known")
     submit.add_argument("--runs", type=Path, help="folder that holds all studies; default: the profile's, or runs")
     submit.add_argument("--dry-run", action="store_true", help="print the exact script and touch nothing")
 
-    cancel = verb("cancel", _cancel, "cancel the jobs of a run, of a study or of all")
-    requeue = verb("requeue", _requeue, "let jobs that run or failed start again, from their newest checkpoint")
+    cancel = verb("cancel", _on_runs, "cancel the jobs of a run, of a study or of all")
+    requeue = verb("requeue", _on_runs, "let jobs that run or failed start again, from their newest checkpoint")
+    status = verb("status", _on_runs, "say where the runs at a path are; jobs of Slurm are asked for")
+    for each, name in ((cancel, "cancel"), (requeue, "requeue"), (status, "refresh")):
+        each.set_defaults(what=name, follow=False)
     for each in (cancel, requeue):
         each.add_argument("path", type=Path, help="folder of a run, or of a study")
-    status = verb("status", _status, "say where the runs at a path are; jobs of Slurm are asked for")
     status.add_argument("path", type=Path, nargs="?", default=Path("runs"))
     status.add_argument("--follow", action="store_true", help="go on showing them; Ctrl-C leaves the runs alone")
     collect = verb("collect", _collect, "read the metrics of a run, a study, a log, TensorBoard or W&B export")
     collect.add_argument("path", type=Path)
 
     report = verb("report", _report, "judge a study, or compare any runs, and write an HTML report")
-    report.add_argument(
-        "paths",
-        type=Path,
-        nargs="+",
-        metavar="path",
-        help="a study; or several studies, runs, logs, TensorBoard or W&B exports",
-    )
+    paths_help = "a study; or several studies, runs, logs, TensorBoard or W&B exports"
+    report.add_argument("paths", type=Path, nargs="+", metavar="path", help=paths_help)
     report.add_argument("--reference", default="bf16_standard", help="arm that the others are held against")
     report.add_argument("--margin", type=float, help="equivalence margin in nats, instead of the seeds' own spread")
-    report.add_argument(
-        "--margin-cap", type=float, help="nats that a margin of the seeds' spread is at most; default: 1 %% of the loss"
-    )
-    report.add_argument(
-        "--drop-seed", type=int, action="append", default=[], metavar="K", help="leave a seed out of all arms; shown"
-    )
+    cap_help = "nats that a margin of the seeds' spread is at most; default: 1 %% of the loss"
+    report.add_argument("--margin-cap", type=float, help=cap_help)
+    drop_help = "leave a seed out of all arms; shown"
+    report.add_argument("--drop-seed", type=int, action="append", default=[], metavar="K", help=drop_help)
     report.add_argument("--final-fraction", type=float, default=0.1, help="part of the steps that a final loss is of")
-    report.add_argument(
-        "--output", type=Path, help="file to write; default: report.html in the study, or comparison.html here"
-    )
+    output_help = "file to write; default: report.html in the study, or comparison.html here"
+    report.add_argument("--output", type=Path, help=output_help)
     report.add_argument("--with-paths", action="store_true", help="keep folders, host and user names in the report")
     return parser
 
@@ -225,45 +207,24 @@ def _row(name: str, status: Any) -> dict[str, str | None]:
     return {"run": name, "status": status.state.value, "reason": status.reason, "job_id": status.job_id}
 
 
-def _found_runs(path: Path) -> Any:
-    """The runs at a path that a person gave."""
-    from moelab.runs.directory import discover
-
-    if not path.is_dir():
-        raise BadInput(f"{path} is not a folder; give a run, a study or the folder of all studies")
-    return discover(path.absolute())
-
-
-def _show_runs(options: argparse.Namespace, found: Any, statuses: Sequence[Any]) -> None:
-    """Print where all runs are, and which of them no report will use."""
-    both = list(zip(found.all_runs, statuses, strict=True))
-    lines = [_line(run.name, status) for run, status in both]
-    rows = [_row(run.name, status) for run, status in both]
-    _show(options, {"runs": rows, **found.to_json()}, "\n".join([*lines, *found.lines]) or f"no runs at {options.path}")
-
-
 def _doctor(options: argparse.Namespace) -> int:
     from moelab.doctor import examine
 
-    if options.cluster:
-        return _doctor_of_cluster(options)
-    if options.nodes or options.file or options.cluster_set or options.runs:
-        raise BadInput("--nodes, --file, --cluster-set and --runs are about a cluster: name it with --cluster")
-    found = examine(hardware=options.hardware, smoke=options.smoke)
-    _show(options, found.to_json(), found.as_text())
-    return 1 if found.failed else 0
-
-
-def _doctor_of_cluster(options: argparse.Namespace) -> int:
+    if not options.cluster:
+        if options.nodes or options.file or options.cluster_set or options.runs:
+            raise BadInput("--nodes, --file, --cluster-set and --runs are about a cluster: name it with --cluster")
+        examined = examine(hardware=options.hardware, smoke=options.smoke)
+        _show(options, examined.to_json(), examined.as_text())
+        return 1 if examined.failed else 0
     from moelab.experiment_file import read_study
     from moelab.health.preflight import preflight
     from moelab.launch.cluster import read_cluster
 
     cluster = read_cluster(options.cluster, options.cluster_set)
     study = read_study(options.file) if options.file else None
-    found = preflight(cluster, study, options.runs or Path(cluster.runs or "runs"), ask_nodes=options.nodes)
-    _show(options, found.to_json(), found.as_text())
-    return found.exit_code
+    flight = preflight(cluster, study, options.runs or Path(cluster.runs or "runs"), ask_nodes=options.nodes)
+    _show(options, flight.to_json(), flight.as_text())
+    return flight.exit_code
 
 
 def _chosen_arms(study: Any, wanted: str | None) -> list[Any]:
@@ -283,12 +244,9 @@ def _constants(options: argparse.Namespace, experiment: Any) -> Any:
 
     if options.load is None:
         return memory_constants
-    from moelab.runs.directory import RunDir, is_run
     from moelab.runs.expert_load import measured_constants
 
-    if not is_run(options.load.absolute()):
-        raise BadInput(f"--load {options.load}: it is no run directory; give one that has an expert_load.parquet")
-    return measured_constants(RunDir(options.load.absolute()), experiment)
+    return measured_constants(options.load, experiment)
 
 
 def _arms_and_model(options: argparse.Namespace) -> tuple[list[Any], Any]:
@@ -300,6 +258,9 @@ def _arms_and_model(options: argparse.Namespace) -> tuple[list[Any], Any]:
         raise BadInput("give the FILE of an experiment or study, a model with --from-hf, or both")
     model = read_model(options.from_hf) if options.from_hf else None
     overrides = [*(model.overrides if model else ()), *options.set]
+    if model and not options.file and not any(one.startswith("seq_len=") for one in options.set):
+        overrides.append(f"seq_len={ASSUMED_SEQ_LEN}")
+        print(f"moelab: seq_len is not given; {ASSUMED_SEQ_LEN} tokens are assumed", file=sys.stderr)  # noqa: T201
     return _chosen_arms(read_study(options.file, overrides), options.arm), model
 
 
@@ -307,15 +268,18 @@ def _plan(options: argparse.Namespace) -> int:
     from moelab.experiment_file import write_experiment
 
     arms, model = _arms_and_model(options)
-    if len(arms) > 1:
-        return _plan_arms(options, arms)
-    (experiment,) = arms
-    if options.search and options.load:
-        raise BadInput("--load is of one plan; leave it out with --search")
-    if options.search:
-        return _search(options, experiment)
-    from moelab.plan import model_text, plan, plan_text, titan_config, titan_text, verified, verified_text
+    if options.search and len(arms) == 1:
+        return _search(options, arms[0])
+    from moelab.plan import model_text, plan, plan_text, study_text, titan_config, titan_text, verified, verified_text
 
+    if len(arms) > 1:
+        if options.search or options.verify or options.config or options.write:
+            names = ", ".join(experiment.arm for experiment in arms)
+            raise BadInput(f"{options.file} holds {len(arms)} arms; name one for this with --arm: {names}")
+        plans = [plan(experiment, constants=_constants(options, experiment)) for experiment in arms]
+        _show(options, {"plans": [{"arm": one.experiment.arm, **one.to_json()} for one in plans]}, study_text(plans))
+        return 0 if all(one.verdict.legal for one in plans) else 3
+    (experiment,) = arms
     if options.write:
         options.write.write_text(write_experiment(experiment), encoding="utf-8")
     one_in_file = not (model or options.set or options.arm)
@@ -335,36 +299,21 @@ def _plan(options: argparse.Namespace) -> int:
     return 0 if planned.verdict.legal else 3
 
 
-def _plan_arms(options: argparse.Namespace, arms: list[Any]) -> int:
-    from moelab.plan import plan, study_text
-
-    if options.search or options.verify or options.config or options.write:
-        names = ", ".join(experiment.arm for experiment in arms)
-        raise BadInput(f"{options.file} holds {len(arms)} arms; name one for this with --arm: {names}")
-    plans = [plan(experiment, constants=_constants(options, experiment)) for experiment in arms]
-    as_json = {"plans": [{"arm": one.experiment.arm, **one.to_json()} for one in plans]}
-    _show(options, as_json, study_text(plans))
-    return 0 if all(one.verdict.legal for one in plans) else 3
-
-
 def _search(options: argparse.Namespace, experiment: Any) -> int:
     from moelab.experiment_file import parse_overrides
     from moelab.hardware import gpu_of
     from moelab.plan import headroom_gib
     from moelab.search import VARIED, recommend, recommendation_text, search, search_text
 
+    if options.load:
+        raise BadInput("--load is of one plan; leave it out with --search")
     fixed = sorted(parse_overrides(options.set).keys() & set(VARIED))
+    sizes = {"limit": options.limit, "global_batch": options.global_batch}
     if gpu_of(experiment.hardware).bf16_tflops is not None:
-        found = recommend(experiment, fixed=fixed, limit=options.limit, global_batch=options.global_batch)
-        _show(options, found.to_json(), recommendation_text(found))
-        return 0 if found.ranked else 3
-    plain = search(
-        experiment,
-        fixed=fixed,
-        limit=options.limit,
-        headroom_gib=headroom_gib(experiment),
-        global_batch=options.global_batch,
-    )
+        by_speed = recommend(experiment, fixed=fixed, **sizes)
+        _show(options, by_speed.to_json(), recommendation_text(by_speed))
+        return 0 if by_speed.ranked else 3
+    plain = search(experiment, fixed=fixed, headroom_gib=headroom_gib(experiment), **sizes)
     _show(options, plain.to_json(), search_text(plain))
     return 0 if plain.candidates else 3
 
@@ -375,15 +324,15 @@ def _project(options: argparse.Namespace) -> int:
 
     chosen, _ = _arms_and_model(options)
     calibration = read_calibration(options.calibration) if options.calibration else CALIBRATION
-    found = {
+    projections = {
         experiment.arm: project(experiment, calibration=calibration, constants=_constants(options, experiment))
         for experiment in chosen
     }
-    if len(found) == 1:
-        (one,) = found.values()
+    if len(projections) == 1:
+        (one,) = projections.values()
         _show(options, one.to_json(), projection_text(one))
     else:
-        _show(options, {"arms": {arm: one.to_json() for arm, one in found.items()}}, arms_text(found))
+        _show(options, {"arms": {arm: one.to_json() for arm, one in projections.items()}}, arms_text(projections))
     return 0
 
 
@@ -482,42 +431,26 @@ def _submit(options: argparse.Namespace) -> int:
     return 0
 
 
-def _cancel(options: argparse.Namespace) -> int:
-    from moelab.launch.status import cancel
-
-    found = _found_runs(options.path)
-    _show_runs(options, found, cancel(found.all_runs))
-    return 0
-
-
-def _requeue(options: argparse.Namespace) -> int:
-    from moelab.launch.status import requeue
-
-    found = _found_runs(options.path)
-    _show_runs(options, found, requeue(found.all_runs))
-    return 0
-
-
-def _status(options: argparse.Namespace) -> int:
-    from moelab.launch.status import refresh
+def _on_runs(options: argparse.Namespace) -> int:
+    """Ask for the runs at a path, cancel or requeue them; then say where they are, and which no report will use."""
+    from moelab.launch import status
+    from moelab.runs.directory import discover
 
     if options.follow:
-        return _follow(options)
-    found = _found_runs(options.path)
-    _show_runs(options, found, refresh(found.all_runs))
-    return 0
-
-
-def _follow(options: argparse.Namespace) -> int:
-    """``moelab status --follow``."""
-    from moelab.launch.status import follow
-
-    if options.json:
-        raise BadInput("--follow shows text as it comes; leave it out to get one JSON object")
-    try:
-        follow(options.path, sys.stdout)
-    except KeyboardInterrupt:
-        print("moelab: no longer watching; the runs go on", file=sys.stderr)  # noqa: T201
+        if options.json:
+            raise BadInput("--follow shows text as it comes; leave it out to get one JSON object")
+        try:
+            status.follow(options.path, sys.stdout)
+        except KeyboardInterrupt:
+            print("moelab: no longer watching; the runs go on", file=sys.stderr)  # noqa: T201
+        return 0
+    if not options.path.is_dir():
+        raise BadInput(f"{options.path} is not a folder; give a run, a study or the folder of all studies")
+    folder = discover(options.path.absolute())
+    both = list(zip(folder.all_runs, getattr(status, options.what)(folder.all_runs), strict=True))
+    lines = [*(_line(run.name, status) for run, status in both), *folder.lines]
+    rows = [_row(run.name, status) for run, status in both]
+    _show(options, {"runs": rows, **folder.to_json()}, "\n".join(lines) or f"no runs at {options.path}")
     return 0
 
 

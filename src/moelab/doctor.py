@@ -15,7 +15,6 @@ from moelab.experiment_file import read_hardware
 from moelab.finding import Finding, Severity, any_error
 from moelab.hardware import architecture, cluster_of, has_native_mxfp8, known_gpu
 from moelab.health.deepep import examine_environment
-from moelab.health.links import Expected
 from moelab.health.node import check_gpus, read_gpus
 from moelab.health.smoke import NAME as SMOKE_TEST
 from moelab.health.smoke import smoke_test
@@ -92,11 +91,12 @@ def examine(*, hardware: str = "local", smoke: bool = False) -> Examination:
     Raises:
         BadInput: if there is no such profile.
     """
-    # Of local no network is known.
-    expected = None if hardware == "local" else Expected.of(cluster_of(read_hardware(hardware)))
-    network = examine_environment(expected=expected)
+    cluster = None if hardware == "local" else cluster_of(read_hardware(hardware))  # of local no network is known
+    nic = cluster.node.nic_gb_s if cluster else None
+    network = examine_environment(nodes=cluster.nodes if cluster else 1, nic_gb_s=None if nic is None else float(nic))
     findings = (_processor(), *_gpus(), *map(_package, PINNED), *_tools())
     arms = [Experiment(precision=precision, ep_backend=backend) for backend in EPBackend for precision in Precision]
+    # Two ranks show every arm; on one GPU the second would find none.
     ranks = 1 if gpu_problem() is None and len(gpus()) == 1 else 2
     here = {"gpus_per_node": ranks, "ep": ranks, "activation_checkpoint": "full"}  # every backend takes full
     return Examination(

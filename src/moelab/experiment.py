@@ -178,7 +178,7 @@ class Experiment(BaseModel):
     )
     compile: Literal["none", "loss", "model+loss"] = "none"
     attention_backend: Literal["flex", "flex_tiles", "flex_flash", "varlen"] = Field(
-        "flex", description="TorchTitan's; flex_tiles: flex with backward tiles chosen for Hopper"
+        "flex", description="TorchTitan's; flex_tiles: with tiles chosen for Hopper; flex_flash: by flash-attn-4"
     )
     dataset: Literal["python", "c4"] = "python"
     hardware: Hardware = Field(

@@ -116,13 +116,34 @@ def read_study(path: Path | None, overrides: Sequence[str] = ()) -> Study:
     is_record = text.startswith(f"{VERSION_KEY}:")
     content = _fields_of_record(text) if is_record else _with_hardware(_load(text, str(path)), path.parent)
     if isinstance(content, list):
-        return _study_of_list(path.stem, content, changes)
+        _bounded(path.stem, len(content))
+        for row in content:
+            if not isinstance(row, dict):
+                raise BadInput(f"each entry of the list must be a mapping of fields, found {_kind(row)}")
+        experiments = [parse(Experiment, {"name": path.stem, **row, **changes}) for row in content]
+        names = {experiment.name for experiment in experiments}
+        if len(names) > 1:
+            raise BadInput(f"the experiments of one study share one name, found {', '.join(sorted(names))}")
+        return _distinct(next(iter(names), path.stem), experiments)
     if not isinstance(content, dict):
         raise BadInput(f"{path}: expected a mapping of fields, or a list of them, found {_kind(content)}")
     if not {"arms", "seeds", "experiment", "study"} & content.keys():
         experiment = parse(Experiment, {**content, **changes})
         return Study(name=experiment.name, experiments=(experiment,))
-    return _study_of_mapping(path, content, changes)
+    for key in content.keys() - set(STUDY_KEYS):
+        near = [] if key in Experiment.model_fields else difflib.get_close_matches(str(key), STUDY_KEYS, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else "fields of an experiment go under `experiment` or `arms`"
+        raise BadInput(f"{path}: unknown key {_short(key)} of a study; {hint}")
+    merged = content | {key: changes.pop(key) for key in ("seeds", "arms", "study") if key in changes}
+    shared, arms, seeds = merged.get("experiment", {}), merged.get("arms", [{}]), merged.get("seeds", [0])
+    if not isinstance(shared, dict) or not isinstance(arms, list) or not all(isinstance(arm, dict) for arm in arms):
+        raise BadInput(f"{path}: `experiment` must be a mapping of fields and `arms` a list of such mappings")
+    if not isinstance(seeds, list):
+        raise BadInput(f"{path}: seeds: got {_short(seeds)}; valid: a list of integers, such as [0, 1, 2]")
+    name = merged.get("study", path.stem)
+    if not isinstance(name, str):
+        raise BadInput(f"{path}: study: got {_short(name)}; valid: a name; put a number or date in quotes")
+    return make_study(name, shared, [{**arm, **changes} for arm in arms], seeds)
 
 
 def read_experiment(path: Path, overrides: Sequence[str] = ()) -> Experiment:
@@ -187,6 +208,7 @@ def _with_hardware(content: Any, folder: Path) -> Any:
 
 def _fields_of_record(text: str) -> dict[str, Any]:
     has_version = text.startswith(f"{VERSION_KEY}:")
+    # A version's first line is written first and its end mark last: a cut anywhere shows.
     if not text.endswith(f"\n{END_KEY}: true\n" if has_version else "\n"):  # else `12` may have become `1`
         raise BadInput("the record was cut off: its last line is not whole")
     content = _load(text, "the record")
@@ -286,18 +308,6 @@ def _explain(model: type[BaseModel], fault: Any) -> str:
     return f"{name}: got {_short(fault['input'])}; valid: {message}"
 
 
-def _study_of_list(name: str, rows: list[Any], changes: dict[str, Any]) -> Study:
-    _bounded(name, len(rows))
-    for row in rows:
-        if not isinstance(row, dict):
-            raise BadInput(f"each entry of the list must be a mapping of fields, found {_kind(row)}")
-    experiments = [parse(Experiment, {"name": name, **row, **changes}) for row in rows]
-    names = {experiment.name for experiment in experiments}
-    if len(names) > 1:
-        raise BadInput(f"the experiments of one study share one name, found {', '.join(sorted(names))}")
-    return _distinct(next(iter(names), name), experiments)
-
-
 def _bounded(name: str, experiments: int) -> None:
     if experiments > MAX_EXPERIMENTS:
         raise BadInput(
@@ -322,26 +332,6 @@ def _distinct(name: str, experiments: Sequence[Experiment]) -> Study:
             "must differ in a field"
         )
     return Study(name=name, experiments=tuple(apart))
-
-
-def _study_of_mapping(path: Path, content: dict[str, Any], changes: dict[str, Any]) -> Study:
-    for key in content.keys() - set(STUDY_KEYS):
-        near = [] if key in Experiment.model_fields else difflib.get_close_matches(str(key), STUDY_KEYS, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else "fields of an experiment go under `experiment` or `arms`"
-        raise BadInput(f"{path}: unknown key {_short(key)} of a study; {hint}")
-    merged: dict[str, Any] = {
-        **content,
-        **{key: changes.pop(key) for key in ("seeds", "arms", "study") if key in changes},
-    }
-    shared, arms, seeds = merged.get("experiment", {}), merged.get("arms", [{}]), merged.get("seeds", [0])
-    if not isinstance(shared, dict) or not isinstance(arms, list) or not all(isinstance(arm, dict) for arm in arms):
-        raise BadInput(f"{path}: `experiment` must be a mapping of fields and `arms` a list of such mappings")
-    if not isinstance(seeds, list):
-        raise BadInput(f"{path}: seeds: got {_short(seeds)}; valid: a list of integers, such as [0, 1, 2]")
-    name = merged.get("study", path.stem)
-    if not isinstance(name, str):
-        raise BadInput(f"{path}: study: got {_short(name)}; valid: a name; put a number or date in quotes")
-    return make_study(name, shared, [{**arm, **changes} for arm in arms], seeds)
 
 
 def _kind(value: object) -> str:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
+
+from moelab.data import read_yaml
 
 Severity = Literal["ok", "note", "warning", "error"]
 """``note``: as it is here, nothing to do. ``warning``: slower or fragile. ``error``: it does not work."""
@@ -49,6 +52,27 @@ class Finding:
         lines = [f"  {'ok ' if self.ok else '-- '} {self.name}: {self.found}"]
         parts = {"because: ": self.cause, "so: ": self.consequence, "do: " if self.cause else "": self.remedy}
         return lines + [f"       {word}{text}" for word, text in parts.items() if text]
+
+
+def fault(key: str, found: str = "", *, severity: Severity | None = None, **words: object) -> Finding:
+    """A fault that is known: ``data/faults.yaml`` has its cause, consequence and remedy.
+
+    Args:
+        key: of the table; also the finding's name, unless the table gives another.
+        found: what was seen, where that differs from one machine to the next.
+        severity: where it depends on more than the fault.
+        words: that the table's texts leave open.
+    """
+    table = {"name": key, "severity": "error", **known_faults()[key]}
+    texts = {name: text.format(**words) for name, text in table.items() if name not in ("sign", "source")}
+    return Finding(**{"found": found, **texts, **({"severity": severity} if severity else {})})  # type: ignore[arg-type]
+
+
+@functools.cache
+def known_faults() -> dict[str, dict[str, str]]:
+    """The table of faults, by key."""
+    content: dict[str, dict[str, str]] = read_yaml("faults.yaml")
+    return content
 
 
 def any_error(findings: Iterable[Finding]) -> bool:

@@ -167,6 +167,7 @@ def gpu_listing(visible: str | None) -> tuple[GpuInfo, ...] | GpusUnknown:
         code, said = _query(_OLD_FIELDS)
         said = re.sub(r"^(.+?), *(?=\d[\d.]*, *\d+\s*$)", r"\1, [N/A], ", said, flags=re.MULTILINE)
     rows = [match.groupdict() for line in said.splitlines() if (match := _ROW.fullmatch(line))]
+    # A GPU that fell off the bus stands in the list beside sound ones, at times with exit code 0.
     if code not in (0, LISTS_DESPITE) or not rows or _BROKEN.search(said):
         words = "; ".join(line.strip() for line in said.splitlines() if line.strip())[:400] or "it lists no GPU"
         return GpusUnknown(f"nvidia-smi fails (exit code {code}): {words.rstrip('.')}")
@@ -179,6 +180,7 @@ def gpu_listing(visible: str | None) -> tuple[GpuInfo, ...] | GpusUnknown:
         )
         for row in rows
     ]
+    # The query shows whole GPUs; only -L has their UUIDs and MIG instances.
     code, listed = _nvidia_smi("-L")
     if code not in (0, LISTS_DESPITE) and visible is not None and visible.startswith(("GPU-", "MIG-")):
         return GpusUnknown(f"nvidia-smi -L fails (exit code {code}), and CUDA_VISIBLE_DEVICES names GPUs by UUID")
@@ -361,6 +363,12 @@ def _limits(root: Path, controller: str, file: str) -> Iterator[str]:
         for folder in dict.fromkeys((group, *group.parents)):
             with suppress(OSError):
                 yield (root / "sys/fs/cgroup" / controller / folder / file).read_text().strip()
+
+
+def boot_id() -> str | None:
+    """Random number of this machine's kernel since it was started; None where it is not Linux."""
+    path = Path("/proc/sys/kernel/random/boot_id")
+    return path.read_text().strip() if path.exists() else None
 
 
 def processor_name() -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -63,3 +64,14 @@ class Marks:
         """Microseconds between two marks, by their numbers; the device has passed both."""
         begin, end = self.marks[first][1], self.marks[last][1]
         return float(begin.elapsed_time(end) * 1e3 if self.gpu else (end - begin) * 1e6)
+
+
+def interquartile_range(times_us: Sequence[float]) -> float:
+    """Distance of the upper quartile from the lower, of at least two times.
+
+    Example:
+        >>> interquartile_range([1.0, 2.0, 3.0, 4.0, 5.0])
+        2.0
+    """
+    low, _, high = statistics.quantiles(times_us, n=4, method="inclusive")
+    return high - low

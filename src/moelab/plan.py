@@ -13,21 +13,65 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from pydantic import ConfigDict, TypeAdapter
+
+from moelab.data import read_yaml
 from moelab.errors import Refused
 from moelab.experiment import EPBackend, Experiment
 from moelab.hardware import gpu_of
 from moelab.layout import SCHEDULES, Layout, LayoutCheck, bubble_fraction, check
-from moelab.memory import DispatchBuffer, MemoryConstants, MemoryEstimate, StageMemory, estimate, memory_constants
+from moelab.memory import MemoryConstants, MemoryEstimate, estimate, memory_constants
 from moelab.model import ParameterCounts, count_parameters, shape_for
 from moelab.model.hugging_face import HuggingFaceModel
-from moelab.published_differences import Difference, differences
-from moelab.titan.arms import config_name, named_arms
+from moelab.titan.arms import PUBLISHED, SHARED, config_name, named_arms
 
 DEFAULT_FILE = "experiment.yaml"
 WIDTH = 118
 LABEL = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishedDifference:
+    """What differs from the published scripts of the 256-GPU study, and why.
+
+    The scripts are those of the Nebius ml-cookbook, ``pytorch-dsv3-mxfp8``, published with the article of March 2026.
+
+    Attributes:
+        topic: what it is about.
+        published: what the published scripts do, and what comes of it.
+        here: what moelab does instead.
+        kind: ``fault`` of a script, or a difference of the ``stack`` since then.
+        models: models whose script it concerns.
+    """
+
+    topic: str
+    published: str
+    here: str
+    kind: Literal["fault", "stack"] = "fault"
+    models: tuple[str, ...] = ("16B", "671B")
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+
+PUBLISHED_DIFFERENCES = TypeAdapter(tuple[PublishedDifference, ...]).validate_python(
+    read_yaml("published.yaml")["differences"]
+)
+PUBLISHED_LAYOUT = ("nodes", "gpus_per_node", "pp", "tp", "ep", "seq_len", "local_batch")
+"""Fields that make an experiment one of the published size and layout."""
+
+
+def differences(experiment: Experiment) -> tuple[PublishedDifference, ...]:
+    """Differences that concern an experiment; none unless it is one of the published size and layout.
+
+    >>> len(differences(Experiment(model="nano")))
+    0
+    """
+    published = {**SHARED, **PUBLISHED.get(experiment.model, {})}
+    if experiment.shape or any(getattr(experiment, field) != published.get(field, 1) for field in PUBLISHED_LAYOUT):
+        return ()
+    return tuple(row for row in PUBLISHED_DIFFERENCES if experiment.model in row.models)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +92,7 @@ class Plan:
     memory: MemoryEstimate | None
     fits: bool | None
     command: tuple[str, ...]
-    differences: tuple[Difference, ...]
+    differences: tuple[PublishedDifference, ...]
 
     @property
     def parameters(self) -> ParameterCounts:
@@ -60,33 +104,41 @@ class Plan:
         """Notes on the layout, and on memory where nothing can be said of it."""
         if self.memory is None or self.fits is not None:
             return self.verdict.notes
+        gpu = gpu_of(self.experiment.hardware)
+        why = "this machine has no GPU" if gpu.capability == 0 else f"the memory of {gpu.name} is not known"
         unknown = (
-            f"memory: hardware is local and {self._why_unknown}; name a profile, such as hardware=b200_x256, to see "
-            "whether it fits"
+            f"memory: hardware is local and {why}; name a profile, such as hardware=b200_x256, to see whether it fits"
         )
         return (*self.verdict.notes, unknown)
 
-    @property
-    def _why_unknown(self) -> str:
-        gpu = gpu_of(self.experiment.hardware)
-        return "this machine has no GPU" if gpu.capability == 0 else f"the memory of {gpu.name} is not known"
-
     def to_json(self) -> dict[str, Any]:
         """The plan as one JSON object; ``memory_gib`` is what TorchTitan prints, ``total_gib`` what must fit."""
-        worst = self.memory and self.memory.worst
+        memory, layout, x = self.memory, self.verdict.layout, self.experiment
+        worst, buffer = (memory.worst, memory.buffer) if memory else (None, None)
+        layout_json: dict[str, Any] = {}
+        if layout is not None:
+            sequences = x.local_batch * layout.data_parallel
+            tokens, bubble = sequences * x.seq_len, round(bubble_of(x, layout), 6)
+            layout_json = asdict(layout) | {"global_batch": sequences, "tokens_per_step": tokens}
+            layout_json["bubble_fraction"] = bubble
+        by_rank = [
+            {"pp_rank": stage.rank, "memory_gib": round(stage.reserved_gib, 2), "total_gib": round(stage.total_gib, 2)}
+            | {"moment": stage.moment, "parts_gib": {name: round(gib, 3) for name, gib in stage.parts.items()}}
+            for stage in (memory.by_stage if memory else ())
+        ]
         return {
             "legal": self.verdict.legal,
             "fits": self.fits,
             "reasons": list(self.verdict.reasons),
             "notes": list(self.notes),
-            "layout": layout_json(self.experiment, self.verdict.layout),
+            "layout": layout_json,
             "parameters": {"total": self.parameters.total, "active": self.parameters.active},
             "memory_gib": worst and round(worst.reserved_gib, 2),
             "outside_gib": worst and round(worst.outside_gib, 2),
             "total_gib": worst and round(worst.total_gib, 2),
-            "capacity_gib": None if self.memory is None or self.fits is None else round(self.memory.capacity_gib, 2),
-            "memory_by_rank": [] if self.memory is None else [rank_json(stage) for stage in self.memory.by_stage],
-            "dispatch_buffer": buffer_json(self.memory.buffer) if self.memory and self.memory.buffer else None,
+            "capacity_gib": None if memory is None or self.fits is None else round(memory.capacity_gib, 2),
+            "memory_by_rank": by_rank,
+            "dispatch_buffer": buffer and buffer.to_json(),
             "command": list(self.command),
             "differences": [asdict(row) for row in self.differences],
         }
@@ -115,6 +167,7 @@ def plan(experiment: Experiment, *, path: Path | None = None, constants: MemoryC
         experiment=experiment,
         verdict=verdict,
         memory=memory,
+        # Where no GPU is known there is nothing that it could fit into.
         fits=memory.fits if memory is not None and _gpu_is_known(experiment) else None,
         command=() if shape_for(experiment).plan_only else command(experiment, path),
         differences=differences(experiment),
@@ -156,6 +209,7 @@ def command(experiment: Experiment, path: Path | None = None) -> tuple[str, ...]
     name = config_name(experiment)
     published = named_arms().get(name) == experiment
     variable = () if published else ("env", f"MOELAB_EXPERIMENT={path or DEFAULT_FILE}")
+    # Port 0 lets torchrun find a free one, which only works where all ranks are.
     endpoint = "localhost:0" if experiment.nodes == 1 else "HOST:PORT"
     torchrun = (
         "torchrun",
@@ -166,43 +220,6 @@ def command(experiment: Experiment, path: Path | None = None) -> tuple[str, ...]
     )
     config = name if published else "experiment"
     return (*variable, *torchrun, "-m", "torchtitan.train", "--module", "moelab.titan", "--config", config)
-
-
-def as_shell(arguments: tuple[str, ...]) -> str:
-    """The command as a line to paste into a shell."""
-    return shlex.join(arguments)
-
-
-def layout_json(experiment: Experiment, layout: Layout | None) -> dict[str, Any]:
-    """Degrees, stages and batch of a layout; empty if it cannot be resolved."""
-    if layout is None:
-        return {}
-    sequences = experiment.local_batch * layout.data_parallel
-    return {
-        **asdict(layout),
-        "global_batch": sequences,
-        "tokens_per_step": sequences * experiment.seq_len,
-        "bubble_fraction": round(bubble_of(experiment, layout), 6),
-    }
-
-
-def rank_json(stage: StageMemory) -> dict[str, Any]:
-    """Memory of one pipeline rank, by part."""
-    parts = {name: round(gib, 3) for name, gib in stage.parts.items()}
-    totals = {"memory_gib": round(stage.reserved_gib, 2), "total_gib": round(stage.total_gib, 2)}
-    return {"pp_rank": stage.rank, **totals, "moment": stage.moment, "parts_gib": parts}
-
-
-def buffer_json(buffer: DispatchBuffer) -> dict[str, Any]:
-    """What the dispatcher allocates for its communication on each rank."""
-    return {
-        "dispatcher": buffer.backend.value,
-        "bytes": buffer.size_bytes,
-        "tokens": buffer.tokens,
-        "ranks": buffer.ranks,
-        "nvlink_ranks": buffer.nvlink_ranks,
-        "exact": buffer.exact,
-    }
 
 
 def bubble_of(experiment: Experiment, layout: Layout) -> float:
@@ -220,13 +237,13 @@ def titan_config(experiment: Experiment) -> dict[str, Any]:
         Refused: if this machine lacks the kernels that it asks for by name, or TorchTitan cannot be imported.
     """
     try:
-        from moelab.titan.assumed_gpu import assume_gpu
-        from moelab.titan.config_registry import trainer_config
+        from moelab.titan.config_registry import assume_gpu, trainer_config
     except ModuleNotFoundError as error:
         raise Refused(f"TorchTitan cannot be imported here: {error}") from error
 
-    assumed = _capability(experiment)
-    with assume_gpu(assumed) if assumed else nullcontext():
+    capability = gpu_of(experiment.hardware).capability
+    assumed = assume_gpu((int(capability), round(capability * 10) % 10)) if capability else nullcontext()
+    with assumed:
         resolved: dict[str, Any] = json.loads(json.dumps(trainer_config(experiment).to_dict(), default=str))
     return resolved
 
@@ -251,12 +268,6 @@ def verified(planned: Plan, ranks: Sequence[int] | None = None) -> dict[str, Any
     return answer
 
 
-def _capability(experiment: Experiment) -> tuple[int, int] | None:
-    """Major and minor capability of the experiment's GPU, None without one."""
-    capability = gpu_of(experiment.hardware).capability
-    return (int(capability), round(capability * 10) % 10) if capability else None
-
-
 def study_text(plans: Sequence[Plan]) -> str:
     """The plans of a study's arms; what all of them share stands once, at the end."""
     *before, last = plans
@@ -266,42 +277,33 @@ def study_text(plans: Sequence[Plan]) -> str:
 
 def plan_text(plan: Plan, *, with_differences: bool = True) -> str:
     """A plan for a person."""
-    lines = [headline(plan)]
+    x, count, layout, counts = plan.experiment, len(plan.verdict.reasons), plan.verdict.layout, plan.parameters
+    if count:
+        verdict = f"illegal, {count} reason{'s' if count > 1 else ''}"
+    else:
+        verdict = {None: "legal", True: "legal, and fits", False: "legal, but does not fit"}[plan.fits]
+    emulated = " (DeepEP emulated)" if x.ep_backend is EPBackend.DEEPEP and x.ep_kernels == "emulated" else ""
+    lines = [
+        f"{verdict}: {x.model_label}, arm {x.arm}{emulated}, {x.world_size} ranks = {x.nodes} x {x.gpus_per_node}, "
+        f"hardware {x.hardware}"
+    ]
     lines += rows("", plan.verdict.reasons, bullet="- ")
-    counts = plan.parameters
     lines += rows("model", [f"{amount(counts.total)} parameters, {amount(counts.active)} active in a token"])
-    if plan.verdict.layout is not None:
-        lines += layout_lines(plan.experiment, plan.verdict.layout)
+    if layout is not None:
+        lines += layout_lines(x, layout)
     lines += memory_lines(plan)
     lines += rows("notes", plan.notes, bullet="- ")
     if plan.verdict.legal and plan.command:
-        lines += ["command", "  " + as_shell(plan.command)]
+        lines += ["command", "  " + shlex.join(plan.command)]
     if plan.differences and with_differences:
         lines += ["", "differs from the published scripts:"]
-        lines += difference_lines(plan)
+        for row in plan.differences:
+            lines += rows(f"  {row.topic}", [f"published: {row.published}", f"here: {row.here}"], label=34)
     return "\n".join(lines)
 
 
-def headline(plan: Plan) -> str:
-    """Verdict and experiment on one line."""
-    experiment = plan.experiment
-    count = len(plan.verdict.reasons)
-    if count:
-        verdict = f"illegal, {count} reason{'s' if count > 1 else ''}"
-    elif plan.fits is False:
-        verdict = "legal, but does not fit"
-    else:
-        verdict = "legal" if plan.fits is None else "legal, and fits"
-    emulated = experiment.ep_backend is EPBackend.DEEPEP and experiment.ep_kernels == "emulated"
-    arm = f"{experiment.arm} (DeepEP emulated)" if emulated else experiment.arm
-    return (
-        f"{verdict}: {experiment.model_label}, arm {arm}, {experiment.world_size} ranks = {experiment.nodes} x "
-        f"{experiment.gpus_per_node}, hardware {experiment.hardware}"
-    )
-
-
 def layout_lines(experiment: Experiment, layout: Layout) -> list[str]:
-    """Degrees, batch and pipeline."""
+    """Degrees, batch and pipeline, and what each of the first and last pipeline ranks holds."""
     degrees = " · ".join(f"{axis} {getattr(layout, axis)}" for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp"))
     sequences = experiment.local_batch * layout.data_parallel
     lines = rows("layout", [f"{degrees} · ep {layout.ep}, experts sharded by {layout.efsdp}"])
@@ -317,7 +319,12 @@ def layout_lines(experiment: Experiment, layout: Layout) -> list[str]:
         bubble = (
             f"{experiment.pp_schedule}, {len(layout.stages)} stages; a rank waits {bubble_of(experiment, layout):.1%}"
         )
-        lines += rows("pipeline", [f"{bubble} of a step by the schedule alone", *stage_lines(layout)])
+        shown = range(layout.pp) if layout.pp <= 4 else (0, 1, layout.pp - 1)
+        held = [
+            f"rank {rank}: " + "; ".join(f"stage {n} {spans(layout.stages[n])}" for n in layout.stages_of_rank[rank])
+            for rank in shown
+        ]
+        lines += rows("pipeline", [f"{bubble} of a step by the schedule alone", *held])
     return lines
 
 
@@ -339,16 +346,6 @@ def amount(parameters: int) -> str:
     return f"{parameters / 1e9:.4g} G" if parameters >= 1e9 else f"{parameters / 1e6:.4g} M"
 
 
-def stage_lines(layout: Layout) -> list[str]:
-    """What each of the first and last pipeline ranks holds."""
-    shown = range(layout.pp) if layout.pp <= 4 else (0, 1, layout.pp - 1)
-    return [
-        f"rank {rank}: "
-        + "; ".join(f"stage {stage} {spans(layout.stages[stage])}" for stage in layout.stages_of_rank[rank])
-        for rank in shown
-    ]
-
-
 def spans(modules: tuple[str, ...]) -> str:
     """Names of a stage's modules, consecutive layers as a range.
 
@@ -363,39 +360,26 @@ def spans(modules: tuple[str, ...]) -> str:
 
 
 def memory_lines(plan: Plan) -> list[str]:
-    """GiB of the fullest GPU beside what it has."""
+    """GiB of the fullest GPU beside what it has, and what the dispatcher allocates for its communication."""
     if plan.memory is None:
         return []
     needed = f"{plan.memory.worst_gib:.1f} GiB on the fullest GPU"
     against = needed if plan.fits is None else f"{needed} of {plan.memory.capacity_gib:.1f}"
-    worst = plan.memory.worst
+    worst, buffer = plan.memory.worst, plan.memory.buffer
     apart = (
         f"{worst.reserved_gib:.1f} GiB reserved by PyTorch, which TorchTitan prints as memory, and "
         f"{worst.outside_gib:.1f} GiB of CUDA, NCCL and the dispatcher"
     )
-    return rows("memory", [against, apart, plan.memory.dominant]) + buffer_lines(plan)
-
-
-def buffer_lines(plan: Plan) -> list[str]:
-    """What the dispatcher allocates for its communication."""
-    buffer = plan.memory.buffer if plan.memory else None
+    lines = rows("memory", [against, apart, plan.memory.dominant])
     if buffer is None:
-        return []
+        return lines
     batch = "a micro-batch" if plan.experiment.pp > 1 else "the local batch"
     domains = buffer.ranks // buffer.nvlink_ranks
     kind = "nodes" if buffer.nvlink_ranks <= plan.experiment.gpus_per_node else "NVLink domains"
     where = f"{buffer.ranks} ranks" + (f" on {domains} {kind}" if domains > 1 else "")
     size = f"{buffer.backend.value} {buffer.size_bytes / 2**30:.2f} GiB a GPU, outside of PyTorch's allocator"
-    estimate = "" if buffer.exact else " (a stand-in until it has been measured)"
-    return rows("buffer", [f"{size}: {buffer.tokens:,} tokens of {batch} between {where}{estimate}"])
-
-
-def difference_lines(plan: Plan) -> list[str]:
-    """The table of differences, one block a row."""
-    lines: list[str] = []
-    for row in plan.differences:
-        lines += rows(f"  {row.topic}", [f"published: {row.published}", f"here: {row.here}"], label=34)
-    return lines
+    stand_in = "" if buffer.exact else " (a stand-in until it has been measured)"
+    return lines + rows("buffer", [f"{size}: {buffer.tokens:,} tokens of {batch} between {where}{stand_in}"])
 
 
 def model_text(model: HuggingFaceModel) -> str:

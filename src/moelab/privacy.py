@@ -182,6 +182,7 @@ def without_secrets(text: str) -> str:
     return _HEX.sub(_commit_or_hidden, text)
 
 
+@functools.lru_cache(maxsize=1024)  # every text is cleaned of the values of all variables
 def is_secret_name(name: str) -> bool:
     """Whether a variable of this name holds a key, token or password.
 

@@ -22,7 +22,8 @@ by one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import groupby, product
 from math import inf
@@ -31,11 +32,11 @@ from typing import Any, NamedTuple
 from moelab.errors import BadInput, Refused
 from moelab.experiment import Experiment
 from moelab.hardware import Cluster, cluster_of, gpu_of, has_native_mxfp8
-from moelab.layout import RULES, SCHEDULES, Facts, Layout, bubble_fraction, facts_of, resolve
-from moelab.layout.mesh import divisors
+from moelab.layout import SCHEDULES, Facts, Layout, bubble_fraction, facts_of, faults, resolve
+from moelab.layout.mesh import divisors, nvlink_ranks
 from moelab.plan import headroom_gib, rows
 from moelab.projection.calibration import CALIBRATION
-from moelab.projection.job import Job, job_of
+from moelab.projection.job import job_of
 from moelab.projection.project import Projection, aligned, can_be_placed, extrapolated, project, require_figures
 from moelab.projection.step import work_s
 
@@ -65,12 +66,14 @@ class Candidate:
         bubble_fraction: share of a step in which a pipeline rank waits, from the schedule alone.
         ep_nodes: nodes that a group of expert-parallel ranks spans.
         headroom_gib: memory left on the fullest GPU, negative if it does not fit; None if it was not estimated.
+        projection: of its speed; None if it was not made.
     """
 
     experiment: Experiment
     bubble_fraction: float
     ep_nodes: int
     headroom_gib: float | None = None
+    projection: Projection | None = None
 
     @property
     def fits(self) -> bool | None:
@@ -80,6 +83,10 @@ class Candidate:
     def to_json(self) -> dict[str, Any]:
         """The layout as fields of an experiment, and what it was ordered by."""
         fields = {field: getattr(self.experiment, field) for field in (*VARIED, "local_batch")}
+        speed = {}
+        if self.projection is not None:
+            speed = {"tps": self.projection.tps, "interval": list(self.projection.interval)}
+            speed |= {"step_time_s": self.projection.step_time_s, "label": self.projection.label}
         return {
             "set": fields,
             "global_batch": self.experiment.local_batch * self.experiment.dp_replicate * self.experiment.dp_shard,
@@ -87,6 +94,7 @@ class Candidate:
             "ep_nodes": self.ep_nodes,
             "fits": self.fits,
             "headroom_gib": None if self.headroom_gib is None else round(self.headroom_gib, 2),
+            **speed,
         }
 
 
@@ -154,7 +162,7 @@ def search(
     examined, legal = 0, []
     for facts in layouts(experiment, fixed=fixed, global_batch=global_batch):
         examined += 1
-        if all(rule.fault(facts) is None for rule in RULES):
+        if next(faults(facts), None) is None:
             legal.append((_Key(before(facts), *_order(facts)), facts))
     legal.sort(key=lambda pair: pair[0])
     fitting: list[Candidate] = []
@@ -189,38 +197,32 @@ class _Key(NamedTuple):
 
 def _order(facts: Facts) -> tuple[int, int, int, float, tuple[int, ...]]:
     """The stated order, with a tie-break."""
-    bubble = _bubble(facts)
-    degrees = (facts.pp, facts.tp, facts.cp, facts.dp_replicate, facts.ep, facts.microbatch)
-    tie_break = (*degrees, list(SCHEDULES).index(facts.pp_schedule))
-    return int(bubble / BUBBLE_STEP), facts.tp * facts.cp, _ep_nodes(facts), bubble, tie_break
+    x, bubble = facts.experiment, _bubble(facts)
+    # Expert-parallel ranks are neighbours in TorchTitan's mesh: they span nodes, or NVLink domains, of so many ranks.
+    ep_nodes = max(1, -(-x.ep // nvlink_ranks(x)))
+    tie_break = (x.pp, x.tp, x.cp, x.dp_replicate, x.ep, x.microbatch, list(SCHEDULES).index(x.pp_schedule))
+    return int(bubble / BUBBLE_STEP), x.tp * x.cp, ep_nodes, bubble, tie_break
 
 
 def _bubble(facts: Facts) -> float:
-    turns = facts.stages_per_rank
-    return bubble_fraction(SCHEDULES[facts.pp_schedule], pp=facts.pp, microbatches=facts.microbatches, turns=turns)
-
-
-def _ep_nodes(facts: Facts) -> int:
-    """Nodes, or NVLink domains, of one expert-parallel group, whose ranks are neighbours in TorchTitan's mesh."""
-    return max(1, -(-facts.ep // facts.nvlink_ranks))
+    x = facts.experiment
+    schedule, turns = SCHEDULES[x.pp_schedule], facts.stages_per_rank
+    return bubble_fraction(schedule, pp=x.pp, microbatches=facts.microbatches, turns=turns)
 
 
 def _by_memory(legal: list[tuple[_Key, Facts]], headroom_gib: Headroom | None) -> Iterator[Candidate]:
     """Candidates in order, with memory estimated group by group: it decides only among those equal in all else."""
     for _key, group in groupby(legal, key=lambda pair: pair[0][:-1]):
-        candidates = [_candidate(facts, key, headroom_gib) for key, facts in group]
+        candidates = [
+            Candidate(
+                experiment=facts.experiment,
+                bubble_fraction=key.bubble,
+                ep_nodes=key.ep_nodes,
+                headroom_gib=None if headroom_gib is None else headroom_gib(facts.experiment, resolve(facts)),
+            )
+            for key, facts in group
+        ]
         yield from sorted(candidates, key=lambda candidate: -(candidate.headroom_gib or 0.0))
-
-
-def _candidate(facts: Facts, key: _Key, headroom_gib: Headroom | None) -> Candidate:
-    changes = {field: getattr(facts, field) for field in (*VARIED, "local_batch")}
-    experiment = facts.experiment.model_copy(update=changes)
-    return Candidate(
-        experiment=experiment,
-        bubble_fraction=key.bubble,
-        ep_nodes=key.ep_nodes,
-        headroom_gib=None if headroom_gib is None else headroom_gib(experiment, resolve(facts)),
-    )
 
 
 def layouts(experiment: Experiment, *, fixed: Collection[str] = (), global_batch: int | None = None) -> Iterator[Facts]:
@@ -229,22 +231,37 @@ def layouts(experiment: Experiment, *, fixed: Collection[str] = (), global_batch
     Degrees that divide neither ranks, heads nor experts are left out here, because there are many and the rules refuse
     each of them.
     """
-    start = facts_of(experiment)
-    for pp, dp_replicate, cp, tp in _axes(start, fixed):
-        dp_shard = start.world_size // (pp * dp_replicate * cp * tp)
+    facts, ranks = facts_of(experiment), experiment.world_size
+
+    def degrees(axis: str, left: int) -> Iterator[int]:
+        options = (getattr(experiment, axis),) if axis in fixed else divisors(left)
+        return (degree for degree in options if left % degree == 0)
+
+    axes = (
+        (pp, tp, cp, dp_replicate)
+        for pp in degrees("pp", ranks)
+        for tp in degrees("tp", ranks // pp)
+        for cp in degrees("cp", ranks // (pp * tp))
+        for dp_replicate in degrees("dp_replicate", ranks // (pp * tp * cp))
+    )
+    experts = (experiment.ep,) if "ep" in fixed else divisors(facts.shape.num_experts)
+    for pp, tp, cp, dp_replicate in axes:
+        dp_shard = ranks // (pp * dp_replicate * cp * tp)
         if "dp_shard" in fixed and experiment.dp_shard not in (-1, dp_shard):
             continue
-        local_batch = experiment.local_batch
+        local_batch, over = experiment.local_batch, 0
         if global_batch is not None:
             local_batch, over = divmod(global_batch, dp_replicate * dp_shard)
-            if over or not local_batch:
-                continue
-        for ep, schedule, microbatch in _inner(start, fixed, pp, local_batch):
-            yield replace(
-                start,
+        if over or not local_batch:
+            continue
+        # Without a pipeline the schedule and the micro-batch mean nothing and stay.
+        schedules = (experiment.pp_schedule,) if "pp_schedule" in fixed or pp == 1 else tuple(SCHEDULES)
+        microbatches = (experiment.microbatch,) if "microbatch" in fixed or pp == 1 else divisors(local_batch)
+        for ep, schedule, microbatch in product(experts, schedules, microbatches):
+            yield facts.vary(
                 pp=pp,
                 dp_replicate=dp_replicate,
-                dp_shard_given=dp_shard,
+                dp_shard=dp_shard,
                 cp=cp,
                 tp=tp,
                 ep=ep,
@@ -252,28 +269,6 @@ def layouts(experiment: Experiment, *, fixed: Collection[str] = (), global_batch
                 local_batch=local_batch,
                 microbatch=microbatch,
             )
-
-
-def _axes(start: Facts, fixed: Collection[str]) -> Iterator[tuple[int, int, int, int]]:
-    """Degrees of pp, dp_replicate, cp and tp whose product divides the ranks."""
-
-    def degrees(axis: str, ranks: int) -> Iterator[int]:
-        options = (getattr(start, axis),) if axis in fixed else divisors(ranks)
-        return (degree for degree in options if ranks % degree == 0)
-
-    for pp in degrees("pp", start.world_size):
-        for tp in degrees("tp", start.world_size // pp):
-            for cp in degrees("cp", start.world_size // (pp * tp)):
-                for dp_replicate in degrees("dp_replicate", start.world_size // (pp * tp * cp)):
-                    yield pp, dp_replicate, cp, tp
-
-
-def _inner(start: Facts, fixed: Collection[str], pp: int, local_batch: int) -> Iterator[tuple[int, str, int]]:
-    """Expert-parallel degree, schedule and micro-batch; without a pipeline the last two mean nothing and stay."""
-    experts = (start.ep,) if "ep" in fixed else divisors(start.shape.num_experts)
-    schedules = (start.pp_schedule,) if "pp_schedule" in fixed or pp == 1 else tuple(SCHEDULES)
-    microbatches = (start.microbatch,) if "microbatch" in fixed or pp == 1 else divisors(local_batch)
-    return product(experts, schedules, microbatches)
 
 
 def search_text(found: Found) -> str:
@@ -330,14 +325,6 @@ TRIED: Mapping[str, tuple[Any, ...]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ranked:
-    """A layout with its projection."""
-
-    candidate: Candidate
-    projection: Projection
-
-
-@dataclass(frozen=True, kw_only=True)
 class Worth:
     """A setting of the best layout: ``value`` instead of ``other``, tokens/s/GPU with each, and what that rests on."""
 
@@ -360,14 +347,14 @@ class Recommendation:
 
     Attributes:
         found: the search, in the order of the estimate.
-        ranked: the fastest layouts first; empty where none fits.
+        ranked: the fastest layouts first, each with its projection; empty where none fits.
         worth: of settings of the best; negative where another value is faster.
         considered: layouts that were projected.
         place: of the fastest in the order of the estimate, from 1; 0 where none fits.
     """
 
     found: Found
-    ranked: tuple[Ranked, ...]
+    ranked: tuple[Candidate, ...]
     worth: tuple[Worth, ...]
     considered: int
     place: int
@@ -379,16 +366,17 @@ class Recommendation:
 
     def to_json(self) -> dict[str, Any]:
         """The search as one JSON object, candidates by speed."""
-        rows = [
-            {**one.candidate.to_json(), "tps": one.projection.tps, "interval": list(one.projection.interval)}
-            | {"step_time_s": one.projection.step_time_s, "label": one.projection.label}
-            for one in self.ranked
-        ]
         worth = [
             {"field": one.field, "value": one.value, "other": one.other, "percent": one.percent} for one in self.worth
         ]
         counts = {"considered": self.considered, "place": self.place, "left_out": self.left_out}
-        return {**self.found.to_json(), "order": [ORDER_BY_SPEED], "candidates": rows, "worth": worth, **counts}
+        return {
+            **self.found.to_json(),
+            "order": [ORDER_BY_SPEED],
+            "candidates": [one.to_json() for one in self.ranked],
+            "worth": worth,
+            **counts,
+        }
 
 
 def recommend(
@@ -421,92 +409,77 @@ def recommend(
         global_batch=global_batch,
         before=_estimate(cluster),
     )
-    projected = [(place, one) for place, one in enumerate(_projected(wide.candidates, cluster), 1)]
-    projected.sort(key=lambda pair: -pair[1].projection.tps)
-    ranked = tuple(one for _, one in projected[:limit])
+    projected: list[tuple[Projection, Candidate]] = []
+    for candidate in wide.candidates:
+        with suppress(Refused):  # legal, but no layout that can be projected
+            projected.append((project(candidate.experiment, cluster), candidate))
+    by_speed = sorted(range(len(projected)), key=lambda place: -projected[place][0].tps)
+    ranked = [replace(candidate, projection=one) for one, candidate in (projected[place] for place in by_speed[:limit])]
     return Recommendation(
         found=wide,
-        ranked=ranked,
-        worth=tuple(worth_of(ranked[0].projection, experiment)) if ranked else (),
+        ranked=tuple(ranked),
+        worth=tuple(worth_of(projected[by_speed[0]][0], experiment)) if ranked else (),
         considered=len(projected),
-        place=projected[0][0] if projected else 0,
+        place=by_speed[0] + 1 if ranked else 0,
     )
-
-
-def _projected(candidates: Iterable[Candidate], cluster: Cluster) -> Iterator[Ranked]:
-    for one in candidates:
-        try:
-            yield Ranked(candidate=one, projection=project(one.experiment, cluster))
-        except Refused:  # legal, but no layout that can be projected
-            continue
 
 
 def _estimate(cluster: Cluster) -> Callable[[Facts], float]:
     """Seconds of a layout for each token, without its collectives at the end and its optimizer."""
     known: dict[tuple[int, ...], float] = {}
 
-    def placed(facts: Facts) -> bool:
-        return can_be_placed(facts.experiment, facts.ep, cluster.node)
-
     def seconds(facts: Facts) -> float:
-        size = facts.microbatch if facts.pp > 1 else facts.local_batch
-        key = (size, facts.tp, facts.cp, facts.ep, facts.microbatches > 1)
+        x = facts.experiment
+        size = x.microbatch if x.pp > 1 else x.local_batch
+        key = (size, x.tp, x.cp, x.ep, facts.microbatches > 1)
         if key not in known:
-            known[key] = work_s(_job(facts, cluster), CALIBRATION) if placed(facts) else inf
-        return known[key] * facts.tp * facts.cp / size / (1 - _bubble(facts))
+            placed = can_be_placed(x, x.ep, cluster.node)
+            known[key] = work_s(job_of(x, resolve(facts), cluster.node), CALIBRATION) if placed else inf
+        return known[key] * x.tp * x.cp / size / (1 - _bubble(facts))
 
     return seconds
 
 
-def _job(facts: Facts, cluster: Cluster) -> Job:
-    experiment = facts.experiment.model_copy(update={"local_batch": facts.local_batch})
-    return job_of(experiment, resolve(facts), cluster.node)
-
-
 def worth_of(best: Projection, given: Experiment) -> Iterator[Worth]:
     """What single settings of the best layout are worth, the most valuable first."""
-    found = []
-    for field, other in _alternatives(best.experiment, given):
-        try:
-            experiment = Experiment.model_validate({**best.experiment.model_dump(), field: other})
-            changed = project(experiment, best.cluster)
-        except (Refused, BadInput):
-            continue
-        value = getattr(best.experiment, field)
-        rests_on = tuple(dict.fromkeys((*best.rests_on, *changed.rests_on)))
-        found.append(
-            Worth(field=field, value=value, other=other, tps=best.tps, other_tps=changed.tps, rests_on=rests_on)
-        )
-    return iter(sorted(found, key=lambda one: -abs(one.percent)))
-
-
-def _alternatives(best: Experiment, given: Experiment) -> Iterator[tuple[str, Any]]:
-    for field in (name for name in VARIED if name not in ("dp_shard", "dp_replicate")):
-        if getattr(given, field) != getattr(best, field):
-            yield field, getattr(given, field)
-    native = has_native_mxfp8(gpu_of(best.hardware).capability)
+    x = best.experiment
+    layout = [field for field in VARIED if field not in ("dp_shard", "dp_replicate")]
+    others = [(field, getattr(given, field)) for field in layout if getattr(given, field) != getattr(x, field)]
+    native = has_native_mxfp8(gpu_of(x.hardware).capability)
     unknown = "fp8" if native else "mxfp8"  # no rate of it was ever measured there
-    for field, values in TRIED.items():
-        yield from ((field, value) for value in values if value not in (getattr(best, field), unknown))
+    others += [(name, value) for name, tried in TRIED.items() for value in tried if value != unknown]
+    worth = []
+    for field, other in others:
+        value = getattr(x, field)
+        if value == other:
+            continue
+        with suppress(Refused, BadInput):
+            changed = project(Experiment.model_validate({**x.model_dump(), field: other}), best.cluster)
+            rests_on = tuple(dict.fromkeys((*best.rests_on, *changed.rests_on)))
+            worth.append(
+                Worth(field=field, value=value, other=other, tps=best.tps, other_tps=changed.tps, rests_on=rests_on)
+            )
+    return iter(sorted(worth, key=lambda one: -abs(one.percent)))
 
 
 def recommendation_text(found: Recommendation) -> str:
     """The layouts as a table, fastest first, and what settings of the fastest are worth."""
     if not found.ranked:
         return search_text(found.found)
-    table = [(*candidate_row(one.candidate), _marked(one.projection)) for one in found.ranked]
+    table = [
+        (*candidate_row(one), f"{one.projection.tps:,.0f}" + "*" * bool(one.projection.rests_on))
+        for one in found.ranked
+        if one.projection is not None
+    ]
     counts = f"{found.found.examined:,} layouts judged, {found.found.legal:,} legal; {found.considered:,} projected"
     counts += f", of which the fastest was number {found.place:,} by a first estimate"
     counts += f"; {found.left_out:,} that the estimate has behind them are left out" if found.left_out else ""
     best = found.ranked[0].projection
+    assert best is not None
     label = "Speeds are derived" + (f"; * {extrapolated(best.rests_on[0])}" if best.rests_on else "")
     lines = [*aligned([(*CANDIDATE_HEADER, "tokens/s/GPU"), *table]), "", f"{counts}.", f"{label}.", *best.notes]
     lines += ["", "the fastest with one setting changed:"] if found.worth else []
     return "\n".join(lines + [f"  {_changed(one)}" for one in found.worth])
-
-
-def _marked(projection: Projection) -> str:
-    return f"{projection.tps:,.0f}" + ("*" if projection.rests_on else "")
 
 
 def _changed(worth: Worth) -> str:

@@ -30,10 +30,9 @@ GPUS_OF_NODE: Mapping[str, int] = {"H100": 8, "H200": 8, "B200": 8, "GB200": 64}
 LAYOUTS: Mapping[str, Sequence[int]] = {"pp": (1, 2, 4, 8, 16), "tp": (1, 2), "ep": (8, 16, 32, 64)}
 """Degrees that :func:`by_gpus` tries."""
 ARMS: Mapping[str, Mapping[str, str]] = {
-    "bf16_standard": {"precision": "bf16", "ep_backend": "standard"},
-    "bf16_deepep": {"precision": "bf16", "ep_backend": "deepep"},
-    "mxfp8_standard": {"precision": "mxfp8", "ep_backend": "standard"},
-    "mxfp8_deepep": {"precision": "mxfp8", "ep_backend": "deepep"},
+    f"{precision}_{backend}": {"precision": precision, "ep_backend": backend}
+    for precision in ("bf16", "mxfp8")
+    for backend in ("standard", "deepep")
 }
 """The two-by-two; on GPUs before SM100 FP8 takes the place of MXFP8."""
 
@@ -91,12 +90,12 @@ def by_network(
     Raises:
         Refused: if an arm is illegal or does not fit.
     """
-    found = []
+    points = []
     for speed, fields in product(network_gb_s, ARMS.values()):
         cluster = cluster_like(gpu, nodes=experiment.nodes, network_gb_s=speed)
         one = project(on(gpu, experiment, **fields), cluster, calibration=calibration)
-        found.append(Point(series=base_arm(one.experiment.arm)[0], x=speed, projection=one))
-    return found
+        points.append(Point(series=base_arm(one.experiment.arm)[0], x=speed, projection=one))
+    return points
 
 
 def by_gpus(experiment: Experiment, gpus: Sequence[int], *, calibration: Calibration = CALIBRATION) -> list[Point]:
@@ -108,12 +107,12 @@ def by_gpus(experiment: Experiment, gpus: Sequence[int], *, calibration: Calibra
         calibration: constants of the model.
     """
     global_batch = experiment.local_batch * experiment.world_size // (experiment.pp * experiment.tp * experiment.cp)
-    found = []
+    points = []
     for kind, count in product(PROFILES, gpus):
         best = max(_fitting(experiment, kind, count, global_batch, calibration), key=lambda one: one.tps, default=None)
         if best is not None:
-            found.append(Point(series=kind, x=count, projection=best))
-    return found
+            points.append(Point(series=kind, x=count, projection=best))
+    return points
 
 
 def _fitting(

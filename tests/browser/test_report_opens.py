@@ -11,7 +11,7 @@ import pytest
 from playwright.sync_api import Browser, Page
 from run_support import make_run
 
-from moelab.analysis import compare_convergence, gain
+from moelab.analysis import compare_convergence, final_losses, gain
 from moelab.data.example_logs import EXAMPLE_LOGS
 from moelab.experiment import Experiment
 from moelab.runs import metrics_table
@@ -64,7 +64,7 @@ def opened(page: Page, report: Path, figures: int) -> None:
 
 def test_report_opens_offline(page: Page, tmp_path: Path) -> None:
     table = study_table()
-    (verdict,) = compare_convergence(table, reference="bf16_standard")
+    (verdict,) = compare_convergence(final_losses(table), reference="bf16_standard")
     figures = [loss_curves(table), loss_tail(table), loss_difference(table, verdict)]
     figures.append(throughput_bars(table, gains=[gain(table, baseline="bf16_standard", arm=verdict.arm)]))
     report = write_report(

@@ -22,8 +22,7 @@ from moelab.projection.published import published_job
 from moelab.projection.step import tps_of
 from moelab.projection.traffic import EXPANDING, EXPANDING_FP8, STOCK_DEEPEP, gather_passes, padded_rows
 from moelab.viz.deepep import gather_bars
-from moelab.viz.token_flow import forwarding
-from moelab.viz.traffic import TrafficExplorer
+from moelab.viz.traffic import TrafficExplorer, forwarding
 
 ROOT = Path(__file__).parents[2]
 NAME = "04_dispatch_with_deepep"

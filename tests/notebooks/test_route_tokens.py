@@ -7,7 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from figure_support import title
+from run_support import make_run
 
+from moelab.errors import BadInput
+from moelab.experiment import Experiment
 from moelab.hardware import cluster_of
 from moelab.notebooks import RouteParameters, execute, read_parameters, validated
 from moelab.notebooks.batch import NotebookFailed
@@ -21,6 +25,7 @@ from moelab.projection import (
     move_time_s,
     simulate_rows,
 )
+from moelab.runs.expert_load import ExpertLoadFile
 from moelab.viz.traffic import (
     TrafficExplorer,
     bytes_by_ep,
@@ -44,6 +49,7 @@ DEFAULTS = {
     "groups": 8,
     "limited_groups": 4,
     "skew": 0.7,
+    "load": "",
     "tokens": 4096,
     "hidden": 7168,
     "precision": "bf16",
@@ -71,7 +77,7 @@ def test_figures_of_the_other_profiles(profile: str) -> None:
     assert traffic_matrix(routing, placement, **{**sizes, "tokens": 64}).data
     assert bytes_by_ep([routing, FORCED], placement, **sizes).data
     assert move_times([FORCED, routing], placement, node, **sizes).data
-    explorer = TrafficExplorer(**parameters.model_dump(exclude={"seed"}))
+    explorer = TrafficExplorer(**parameters.model_dump(exclude={"seed", "load"}))
     assert all(output.outputs for output in explorer.figures.values())
 
 
@@ -100,6 +106,28 @@ def test_skewed_routing_loads_some_ranks_more() -> None:
     even_R = simulate_rows(RANDOM, PLACEMENT, "standard", tokens=256).rows_SR.sum(axis=0)
     assert received_R.max() > 1.5 * received_R.mean()
     assert even_R.max() < 1.05 * even_R.mean()
+
+
+def test_a_measured_load_is_compared_and_drawn(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="give load, a run directory"):
+        validated(RouteParameters, DEFAULTS | {"routing": "measured"}).to_routing()
+    model = Experiment(model="671B", shape={"n_layers": 5})  # its router is limited to 4 of 8 groups
+    run = make_run(tmp_path, model, [8.0])
+    tokens_LE = np.tile(np.arange(1, 257), (2, 1)) ** 2
+    ExpertLoadFile(run.path).add(1, tokens_LE)
+    parameters = validated(RouteParameters, DEFAULTS | {"routing": "measured", "load": str(run.path)})
+    routing = parameters.to_routing()
+    assert [one.kind for one in parameters.to_compared()][3:] == ["skewed", "measured"]
+    assert expected_destinations(routing, PLACEMENT).nodes < expected_destinations(RANDOM, PLACEMENT).nodes - 0.5
+    received_R = simulate_rows(routing, PLACEMENT, "standard", tokens=256).rows_SR.sum(axis=0)
+    shares_R = tokens_LE[0].reshape(32, -1).sum(axis=1) / tokens_LE[0].sum()
+    assert received_R / received_R.sum() == pytest.approx(shares_R, abs=0.01)
+    explorer = TrafficExplorer(parameters.measured, **parameters.model_dump(exclude={"seed", "load"}))
+    assert all(output.outputs for output in explorer.figures.values())
+    assert "measured-load" in title(destination_histogram(parameters.to_compared(), PLACEMENT))
+    (tmp_path / "nothing").mkdir()
+    with pytest.raises(BadInput, match="is no run directory"):
+        validated(RouteParameters, DEFAULTS | {"load": str(tmp_path / "nothing")}).to_compared()
 
 
 def test_times_are_as_described() -> None:

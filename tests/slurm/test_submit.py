@@ -54,10 +54,14 @@ def killed_client(tmp_path: Path, files: tuple[Path, Path], when: str) -> None:
     assert done.returncode == -signal.SIGKILL, done.stderr
 
 
-def test_a_run_that_is_with_slurm_is_not_submitted_again(asked: SlurmCluster, tmp_path: Path, gate: Path) -> None:
+def test_what_is_prepared_is_submitted_once_and_not_again(asked: SlurmCluster, tmp_path: Path, gate: Path) -> None:
     (gate / "hold").touch()
     study, cluster, runs = study_of({"precision": "bf16"}, seeds=(0, 1)), profile(asked, gate), tmp_path / "runs"
+    prepared = submit(study, runs, cluster, submit=False).prepared
+    assert [status.state for status in refresh(prepared)] == [State.PREPARED] * 2
+    assert asked.active() == []
     first = submit(study, runs, cluster, submit=True)
+    assert first.submitted == prepared
     before = jobs_of(asked)
     asked.wait_for(lambda: refresh(first.submitted[:1])[0].state is State.RUNNING)
     with pytest.raises(Refused) as refused:
@@ -98,17 +102,6 @@ def test_each_size_is_a_script_of_its_own(asked: SlurmCluster, tmp_path: Path, g
         assert (run.path / SCRIPT_FILE).read_text() == done.scripts[run.experiment.nodes - 1]
     asked.wait_for(lambda: not asked.active())
     assert [status.state for status in refresh(done.submitted)] == [State.COMPLETED] * 2
-
-
-def test_not_submitting_prepares_and_the_next_call_uses_that(asked: SlurmCluster, tmp_path: Path, gate: Path) -> None:
-    study, cluster, runs = study_of(), profile(asked, gate), tmp_path / "runs"
-    prepared = submit(study, runs, cluster, submit=False)
-    assert [status.state for status in refresh(prepared.prepared)] == [State.PREPARED]
-    assert asked.active() == []
-    done = submit(study, runs, cluster, submit=True)
-    assert done.submitted == prepared.prepared
-    asked.wait_for(lambda: not asked.active())
-    assert refresh(done.submitted)[0].state is State.COMPLETED
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -186,6 +179,9 @@ def test_a_queue_that_is_full(tmp_path: Path, gate: Path, monkeypatch: pytest.Mo
 def test_a_job_waits_for_another_and_is_cancelled_with_it(asked: SlurmCluster, tmp_path: Path, gate: Path) -> None:
     (gate / "hold").touch()
     cluster, runs = profile(asked, gate), tmp_path / "runs"
+    with pytest.raises(Refused, match="--after 777: Slurm knows no such job"):
+        submit(study_of(), runs, cluster, submit=True, after="777")
+    assert list(find(runs)) == []
     (first,) = submit(study_of(), runs, cluster, submit=True).submitted
     second = study_of({"precision": "bf16", "routing": "round_robin"})
     (waiting,) = submit(second, runs, cluster, submit=True, after=first.status.job_id).submitted
@@ -197,12 +193,6 @@ def test_a_job_waits_for_another_and_is_cancelled_with_it(asked: SlurmCluster, t
     asked.wait_for(lambda: not asked.active())
     states = refresh([first, waiting])
     assert [status.state for status in states] == [State.FAILED, State.CANCELLED]
-
-
-def test_a_job_that_slurm_does_not_know_is_not_waited_for(asked: SlurmCluster, tmp_path: Path, gate: Path) -> None:
-    with pytest.raises(Refused, match="--after 777: Slurm knows no such job"):
-        submit(study_of(), tmp_path / "runs", profile(asked, gate), submit=True, after="777")
-    assert list(find(tmp_path / "runs")) == []
 
 
 def test_the_command_line(asked: SlurmCluster, tmp_path: Path, gate: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,8 @@
 """moelab's DeepEP dispatcher trains on two CPU processes, on DeepEP's stand-in, with the standard dispatcher's losses.
 
-Three arms share what else there is to show: BF16 is compiled and checkpointed selectively, MXFP8 recomputes everything,
-and MXFP8 with quantised dispatch recomputes everything but the dispatch.
+Two arms share what else there is to show: BF16 is compiled and checkpointed selectively, and MXFP8 with quantised
+dispatch recomputes everything but the dispatch. Most of their time is the compiler's, of layers with and without
+gradients.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ pytestmark = pytest.mark.training
 DEEPEP = {"ep_backend": "deepep", "ep_kernels": "emulated"}
 ARMS: dict[str, dict[str, Any]] = {
     "bf16_deepep": {"precision": "bf16", "activation_checkpoint": "selective", "compile": "model+loss"},
-    "mxfp8_deepep": {"precision": "mxfp8", "activation_checkpoint": "full"},
     "mxfp8_deepep_wgrad-bf16_dispatch-mxfp8": {
         "precision": "mxfp8",
         "wgrad": "bf16",
@@ -51,12 +51,10 @@ def test_bf16_losses_are_the_standard_dispatchers(trained: Trained, deepep: Trai
     assert (ours["grad_norm"] - theirs["grad_norm"]).abs().max() < 5e-2
 
 
-@pytest.mark.parametrize("arm", [arm for arm in ARMS if arm.startswith("mxfp8")])
-def test_mxfp8_losses_are_the_standard_dispatchers(trained: Trained, deepep: Trained, arm: str) -> None:
-    ours, theirs = deepep.collected(arm).rows, trained.collected("mxfp8_standard").rows
-    assert (ours["loss"] - theirs["loss"]).abs().max() < 1e-2
-    bf16 = trained.collected("bf16_standard").rows
-    assert (ours["loss"] - bf16["loss"]).abs().max() > 0
+def test_mxfp8_losses_are_the_standard_dispatchers(trained: Trained, deepep: Trained) -> None:
+    ours = deepep.collected("mxfp8_deepep_wgrad-bf16_dispatch-mxfp8").rows
+    assert (ours["loss"] - trained.collected("mxfp8_standard").rows["loss"]).abs().max() < 1e-2
+    assert (ours["loss"] - trained.collected("bf16_standard").rows["loss"]).abs().max() > 0
 
 
 def test_emulation_is_said_in_the_studys_report(deepep: Trained) -> None:

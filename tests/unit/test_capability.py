@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from itertools import product
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -40,17 +41,14 @@ def why(devices: tuple[GpuInfo, ...], **fields: Any) -> list[str]:
     [
         (CPU, {}),
         (CPU, {"precision": "mxfp8"}),
-        (CPU, {"precision": "mxfp8", "quantize": "experts+linears", "mxfp8_kernels": "emulated"}),
         (CPU, {"gpus_per_node": 8}),
         (CPU, {"routing": "round_robin", "model": "debug"}),
-        (CPU, {"routing": "random_balanced"}),
         (A100, {"precision": "mxfp8", "gpus_per_node": 8}),
         (H100, {"precision": "fp8", "model": "16B"}),
         (H100, {"precision": "mxfp8"}),
         (B200, {"precision": "mxfp8", "mxfp8_kernels": "native", "model": "671B"}),
         (B200, {"precision": "bf16", "ep_backend": "minimal_async_ep", "activation_checkpoint": "full"}),
         (H100, {"precision": "bf16", "quantize": "experts+linears", "tp": 2}),
-        (H100, {"precision": "fp8", "quantize": "experts+linears"}),
         (B200, {"hardware": "cpu"}),
         (CPU, {"ep_backend": "deepep", "ep_kernels": "emulated"}),
         (CPU, {"precision": "mxfp8", "ep_backend": "deepep", "ep_kernels": "emulated", "compile": "model+loss"}),
@@ -72,30 +70,23 @@ NATIVE: dict[str, Any] = {"precision": "mxfp8", "mxfp8_kernels": "native"}
         (CPU, {"precision": "fp8"}, "this machine has no GPU to use", "Legal precision: bf16, mxfp8"),
         (CPU, NATIVE, "this machine has no GPU to use", "Legal mxfp8_kernels: auto, emulated"),
         (CPU, {"ep_backend": "deepep", "model": "debug"}, "it needs CUDA", "Legal ep_backend: standard"),
-        (CPU, {"ep_backend": "deepep", "model": "debug"}, "it needs CUDA", "ep_kernels=emulated"),
         (CPU, {"ep_backend": "hybridep"}, "it needs CUDA", "Legal ep_backend: standard"),
         (CPU, MINIMAL, "it needs CUDA", "Legal ep_backend: standard"),
         (CPU, {"model": "16B"}, "model 16B", "model=debug"),
-        (CPU, {"model": "671B"}, "model 671B", "model=nano"),
         (CPU, {"gpus_per_node": 16}, "gpus_per_node is 16", "at most 8"),
         (CPU, {"nodes": 2}, "nodes is 2", "nodes=1"),
         (A100, {"precision": "fp8"}, "NVIDIA A100 is SM80", "Legal precision: bf16, mxfp8"),
         (H100, NATIVE, "NVIDIA H100 is SM90", "Legal mxfp8_kernels: auto, emulated"),
         (RTX, NATIVE, "RTX 5090 is SM120", "Legal mxfp8_kernels: auto, emulated"),
-        (GB10, NATIVE, "GB10 is SM121", "Legal mxfp8_kernels: auto, emulated"),
         (GB10, {"precision": "fp8"}, "GB10 is SM121", "Legal precision: bf16, mxfp8"),
         (VGPU, {"precision": "fp8"}, "GRID A100X-40C is of unknown SM version", "Legal precision: bf16, mxfp8"),
-        (VGPU, NATIVE, "GRID A100X-40C is of unknown SM version", "Legal mxfp8_kernels: auto, emulated"),
         (H100, {"gpus_per_node": 16}, "this machine has 8 GPUs", "gpus_per_node=8"),
-        (H100, {"precision": "fp8", "quantize": "experts+linears", "tp": 2}, "tp is 2", "Legal quantize: experts"),
         (B200, {"precision": "mxfp8", "quantize": "experts+linears", "tp": 2}, "tp is 2", "Legal quantize: experts"),
         (B200, {"model": "debug", "ep_backend": "deepep"}, "not installed", "ep_backend=standard"),
         (B200, {**MINIMAL, "precision": "mxfp8"}, "standard, deepep, hybridep", "Legal ep_backend: standard, hybridep"),
         (H100, {"hardware": "cpu", "precision": "fp8"}, "no GPU to use", "Legal precision: bf16, mxfp8"),
         (H100, {"hardware": "cpu", "model": "16B"}, "model 16B", "model=nano"),
         (H100, {"hardware": "b200_node"}, "hardware b200_node", "hardware=local"),
-        (CPU, {"dispatch_precision": "mxfp8"}, "precision is bf16", "Legal dispatch_precision: bf16"),
-        (CPU, {"precision": "mxfp8", "dispatch_precision": "mxfp8"}, "cannot be scaled along", "wgrad=bf16"),
     ],
 )
 def test_a_refusal_names_what_is_wrong_and_what_would_run(
@@ -123,18 +114,11 @@ def test_what_every_refusal_names_runs(devices: tuple[GpuInfo, ...]) -> None:
         assert refusals(experiment, devices=devices) == []
 
 
-@pytest.mark.parametrize(
-    ("fields", "said"),
-    [
-        ({"precision": "mxfp8", "shape": {"dim": 136}}, "dim is 136"),
-        ({"shape": {"vocab_size": 1024}}, "legal vocab_size: 2048 or more"),
-        ({"gpus_per_node": 4, "pp": 3}, "pp is 3"),
-    ],
-)
-def test_what_no_machine_can_run_is_refused_in_the_words_of_a_plan(fields: dict[str, Any], said: str) -> None:
-    (reason, *_) = why(CPU, **fields)
-    assert said in reason
-    assert why(CPU, **fields) == list(plan(Experiment(**fields)).verdict.reasons)
+@pytest.mark.parametrize("fields", [{"precision": "mxfp8", "shape": {"dim": 136}}, {"gpus_per_node": 4, "pp": 3}])
+def test_what_no_machine_can_run_is_refused_in_the_words_of_a_plan(fields: dict[str, Any]) -> None:
+    reasons = why(CPU, **fields)
+    assert reasons
+    assert reasons == list(plan(Experiment(**fields)).verdict.reasons)
 
 
 def test_all_reasons_are_given_at_once() -> None:
@@ -142,27 +126,17 @@ def test_all_reasons_are_given_at_once() -> None:
     assert [reason.split()[0] for reason in reasons] == ["nodes", "model", "precision", "ep_backend"]
 
 
-@pytest.mark.parametrize("compiled", ["none", "model+loss"])
-@pytest.mark.parametrize("precision", ["bf16", "fp8", "mxfp8"])
-def test_an_installed_deepep_runs_every_precision(
-    monkeypatch: pytest.MonkeyPatch, precision: str, compiled: str
-) -> None:
-    monkeypatch.setattr(capability, "has_module", lambda name: name in ("deep_ep", "triton"))
-    for backend in ("deepep", "hybridep"):
-        assert why(H100, model="debug", ep_backend=backend, precision=precision, compile=compiled) == []
-
-
-@pytest.mark.parametrize("devices", [A100, RTX, VGPU], ids=["A100", "RTX", "vGPU"])
 @pytest.mark.parametrize("backend", ["deepep", "hybridep"])
-def test_an_installed_deepep_needs_a_gpu_of_its_own(
-    monkeypatch: pytest.MonkeyPatch, devices: tuple[GpuInfo, ...], backend: str
-) -> None:
-    monkeypatch.setattr(capability, "has_module", lambda name: True)
-    (reason,) = why(devices, model="debug", ep_backend=backend)
-    assert "it needs CUDA and SM90, SM100 or SM103, and " in reason
-    assert devices[0].name in reason
-    assert "Legal ep_backend: standard" in reason
-    assert ("ep_kernels=emulated" in reason) == (backend == "deepep")
+def test_an_installed_deepep_needs_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    monkeypatch.setattr(capability, "has_module", lambda name: name in ("deep_ep", "triton"))
+    for precision, compiled in product(("bf16", "fp8", "mxfp8"), ("none", "model+loss")):
+        assert why(H100, model="debug", ep_backend=backend, precision=precision, compile=compiled) == []
+    for devices in (A100, RTX, VGPU):
+        (reason,) = why(devices, model="debug", ep_backend=backend)
+        assert "it needs CUDA and SM90, SM100 or SM103, and " in reason
+        assert devices[0].name in reason
+        assert "Legal ep_backend: standard" in reason
+        assert ("ep_kernels=emulated" in reason) == (backend == "deepep")
 
 
 def test_the_weakest_gpu_decides() -> None:
@@ -172,9 +146,7 @@ def test_the_weakest_gpu_decides() -> None:
 
 
 def test_a_machine_whose_nvidia_smi_fails_runs_on_its_processor_by_name_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail() -> tuple[GpuInfo, ...]:
-        raise GpusUnknown("nvidia-smi fails (exit code 9)")
-
-    monkeypatch.setattr(capability, "gpus", fail)
-    assert refusals(Experiment()) == [str(GpusUnknown("nvidia-smi fails (exit code 9)"))]
+    error = GpusUnknown("nvidia-smi fails (exit code 9)")
+    monkeypatch.setattr(capability, "gpus", Mock(side_effect=error))
+    assert refusals(Experiment()) == [str(error)]
     assert refusals(Experiment(hardware="cpu")) == []

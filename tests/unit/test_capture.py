@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -167,27 +166,11 @@ def test_a_capture_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert found.grad.shape == (7, DIM)
 
 
-def test_other_ranks_capture_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_ranks_and_parts_without_experts_capture_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert capture.install(nn.Linear(2, 2), experiment(), tmp_path) == []
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
     assert capture.install(Model(), experiment(), tmp_path) == []
-
-
-def test_a_part_without_experts_captures_nothing(tmp_path: Path) -> None:
-    assert capture.install(nn.Linear(2, 2), experiment(), tmp_path) == []
-
-
-def test_a_file_is_whole_or_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Model(layers=1)
-    capture.install(model, experiment(capture_step=1), tmp_path)
-
-    def killed(_handle: int) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(os, "fsync", killed)
-    with pytest.raises(KeyboardInterrupt):
-        train(model, 1, counts_of(4, 4, 4, 4))
-    assert list((tmp_path / "captures").iterdir()) == []
 
 
 @pytest.mark.parametrize(

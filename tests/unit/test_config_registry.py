@@ -12,6 +12,7 @@ from torchtitan.components.quantization.utils import has_quantization
 from torchtitan.config import ConfigManager
 from torchtitan.config.override import apply_overrides
 from torchtitan.distributed.activation_checkpoint import FullAC
+from torchtitan.models.common.attention import FlexAttention
 from torchtitan.models.common.moe import TokenChoiceTopKRouter
 from torchtitan.models.common.token_dispatcher import (
     AllToAllTokenDispatcher,
@@ -32,7 +33,8 @@ from moelab.mxfp8.converter import MXFP8EmulatedLinear, MXFP8Experts
 from moelab.runs import directory
 from moelab.titan import config_registry
 from moelab.titan.arms import PUBLISHED, config_name, named_arms, nearest
-from moelab.titan.assumed_gpu import assume_gpu
+from moelab.titan.config_registry import assume_gpu
+from moelab.titan.models import FLASH_BLOCKS, model_spec
 from moelab.titan.routing import RandomBalancedRouter
 
 ROOT = Path(__file__).parents[2]
@@ -78,14 +80,9 @@ def test_the_table_has_every_combination_and_each_once() -> None:
     assert {"dsv3_16b_mxfp8_hybridep_linears", "dsv3_671b_fp8_deepep_dispatch_fp8"} <= names
     assert not [name for name in names if "671b" in name and "linears" in name]  # tp is 2
     assert all(config_name(arm) == name for name, arm in named_arms().items())
+    assert all(getattr(config_registry, name).__name__ == name for name in names)
+    assert names < {*dir(config_registry)}
     assert len(RUNNABLE) + len(REFUSED) == len(names) == 76
-
-
-@pytest.mark.parametrize("name", named_arms())
-def test_a_name_is_a_function_of_the_module(name: str) -> None:
-    function = getattr(config_registry, name)
-    assert function.__name__ == name
-    assert name in dir(config_registry)
 
 
 def test_other_names_are_not() -> None:
@@ -103,7 +100,7 @@ def test_torchtitans_command_line_takes_a_name_and_overrides_it() -> None:
 
 
 @pytest.mark.parametrize("name", RUNNABLE)
-def test_published_setting(name: str) -> None:
+def test_published_setting_dispatcher_and_quantised_modules(name: str) -> None:
     arm, config = named_arms()[name], getattr(config_registry, name)()
     parallelism, training = config.parallelism, config.training
     large = arm.model == "671B"
@@ -124,12 +121,7 @@ def test_published_setting(name: str) -> None:
     assert parallelism.spmd_backend == "spmd_types"
     assert config.to_dict()["model_spec"]["flavor"] == arm.model
     assert check(arm).reasons == ()
-
-
-@pytest.mark.parametrize("name", RUNNABLE)
-def test_dispatcher_and_quantised_modules(name: str) -> None:
-    arm, config = named_arms()[name], finished(getattr(config_registry, name)())
-    model = config.model_spec.model
+    model = finished(config).model_spec.model
     found, layers = dispatchers(config), {"16B": 26, "671B": 58}[arm.model]
     assert len(found) == layers
     assert all(issubclass(type(dispatcher)._owner, DISPATCHER[arm.ep_backend]) for dispatcher in found)
@@ -233,6 +225,7 @@ def test_native_kernels_are_refused_on_hopper_and_offered_emulated() -> None:
     said = r"SM90; torchao's MXFP8 kernels are for SM100 and SM103.*'emulated'"
     with assume_gpu((9, 0)), pytest.raises(Refused, match=said):
         config_registry.dsv3_16b_mxfp8_standard()
+    assert torch.cuda.get_device_capability() == (10, 0)  # the fixture's again
     with assume_gpu((9, 0)):
         config_registry.dsv3_16b_fp8_standard()
 
@@ -256,12 +249,6 @@ def test_an_arm_of_another_name_has_the_same_configuration() -> None:
     assert config_name(Experiment(model="16B", lr=1e-5, arm_fields=["lr"])) == "dsv3_16b_bf16_standard"
 
 
-def test_an_assumed_gpu_leaves_nothing_behind() -> None:
-    with assume_gpu((9, 0)):
-        assert torch.cuda.get_device_capability() == (9, 0)
-    assert torch.cuda.get_device_capability() == (10, 0)  # the fixture's
-
-
 @pytest.mark.parametrize("model", PUBLISHED)
 def test_the_study_file_of_a_model_holds_named_arms(model: str) -> None:
     study = read_study(ROOT / "studies" / f"{model}_b200_x256.yaml")
@@ -281,3 +268,14 @@ def test_a_processor_does_not_stand_in_for_gpus_that_do_not_work(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(Refused, match=said):
         config_registry.trainer_config(Experiment())
+
+
+@pytest.mark.parametrize(("capability", "blocks"), [((9, 0), FLASH_BLOCKS), ((10, 0), (256, 128))])
+def test_flash_attention_has_a_mask_in_blocks_that_its_backward_pass_takes(
+    capability: tuple[int, int], blocks: tuple[int, int]
+) -> None:
+    with assume_gpu(capability):
+        spec = model_spec("671B", ep_backend="standard", attention_backend="flex_flash")
+    attentions = [attention for _name, attention, *_ in spec.model.traverse(FlexAttention.Config)]
+    assert {attention.block_size for attention in attentions} == {blocks}
+    assert {attention.kernel_options["BACKEND"] for attention in attentions} == {"FLASH"}

@@ -7,21 +7,22 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from string import Formatter
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moelab import doctor
+from moelab import doctor, health
 from moelab.cli import main
 from moelab.errors import BadInput
-from moelab.finding import Finding
-from moelab.hardware import cluster_of
-from moelab.health import smoke
+from moelab.finding import Finding, Severity, fault, known_faults
+from moelab.health import deepep, smoke
 from moelab.health.deepep import examine_environment
-from moelab.health.links import Expected, nvlink_matrix
+from moelab.health.links import nvlink_matrix
 from moelab.health.smoke import smoke_test
 from moelab.machine import Machine, run_command, this_machine
 
@@ -95,9 +96,9 @@ def made(
     )
 
 
-def faults(machine: Machine, expected: Expected | None = None) -> dict[str, Finding]:
+def faults(machine: Machine, expected: Mapping[str, Any] | None = None) -> dict[str, Finding]:
     """Warnings and errors, each with cause, consequence and remedy."""
-    found = {one.name: one for one in examine_environment(machine, expected) if not one.ok}
+    found = {one.name: one for one in examine_environment(machine, **(expected or {})) if not one.ok}
     for one in found.values():
         assert one.cause
         assert one.consequence
@@ -106,13 +107,13 @@ def faults(machine: Machine, expected: Expected | None = None) -> dict[str, Find
     return found
 
 
-def seen(machine: Machine, name: str, expected: Expected | None = None) -> Finding:
-    (one,) = [one for one in examine_environment(machine, expected) if one.name == name]
+def seen(machine: Machine, name: str, expected: Mapping[str, Any] | None = None) -> Finding:
+    (one,) = [one for one in examine_environment(machine, **(expected or {})) if one.name == name]
     return one
 
 
 CARDS = {"mlx5_0": PORT_UP, "mlx5_1": PORT_UP}
-CLUSTER = Expected(nodes=4, nic_gb_s=50)
+CLUSTER = {"nodes": 4, "nic_gb_s": 50}
 
 
 def test_a_laptop_has_nothing_to_complain_about(tmp_path: Path) -> None:
@@ -167,7 +168,7 @@ def test_a_node_of_a_cluster_with_deepep_v2(tmp_path: Path) -> None:
         ({}, CLUSTER, "RDMA devices", "error", "/dev/infiniband"),
         ({"cards": {"mlx5_0": PORT_UP, "mlx5_1": PORT_DOWN}}, CLUSTER, "RDMA devices", "warning", "mlx5_1 (1: DOWN)"),
         ({"cards": {"mlx5_0": PORT_DOWN}}, CLUSTER, "RDMA devices", "error", "0 of 1 ports active"),
-        ({"cards": CARDS}, Expected(nic_gb_s=100), "RDMA rate", "warning", "mlx5_0 50 GB/s"),
+        ({"cards": CARDS}, {"nic_gb_s": 100}, "RDMA rate", "warning", "mlx5_0 50 GB/s"),
         ({"cards": CARDS, "modules": ""}, None, "GPUDirect RDMA", "warning", "modprobe nvidia_peermem"),
         ({"cards": CARDS, "memlock": 64 << 10}, None, "locked memory", "warning", "0.0625 MiB"),
         ({"deepep": V2, "cards": CARDS, "ibstat": None}, None, "RDMA bandwidth for DeepEP", "warning", "diags"),
@@ -183,7 +184,7 @@ def test_a_node_of_a_cluster_with_deepep_v2(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_one_fault_is_named_and_explained(
-    tmp_path: Path, what: dict[str, Any], expected: Expected | None, name: str, severity: str, words: str
+    tmp_path: Path, what: dict[str, Any], expected: Mapping[str, Any] | None, name: str, severity: str, words: str
 ) -> None:
     found = faults(made(tmp_path, **what), expected)
     assert name in found
@@ -205,7 +206,7 @@ def test_one_fault_is_named_and_explained(
     ],
 )  # fmt: skip
 def test_what_is_right_is_not_complained_about(
-    tmp_path: Path, what: dict[str, Any], expected: Expected | None, name: str
+    tmp_path: Path, what: dict[str, Any], expected: Mapping[str, Any] | None, name: str
 ) -> None:
     machine = made(tmp_path, **what)
     assert seen(machine, name, expected).ok
@@ -222,11 +223,6 @@ def test_deepep_remembers_the_nccl_that_it_was_built_with(tmp_path: Path) -> Non
     kept = {**V2, "envs.py": "persistent_envs = dict()\npersistent_envs['EP_NCCL_ROOT_DIR'] = '/opt/nccl'\n"}
     header = {"opt/nccl/include/nccl.h": "#define NCCL_MAJOR 2\n#define NCCL_MINOR 30\n#define NCCL_PATCH 4\n"}
     assert "built against 2.30.4" in faults(made(tmp_path, deepep=kept, files=header))["NCCL"].found
-
-
-def test_what_a_hardware_profile_says_of_the_network() -> None:
-    assert Expected.of(cluster_of("b200_x256")) == Expected(nodes=32, nic_gb_s=50.0)
-    assert Expected.of(cluster_of("h100_node")) == Expected()
 
 
 @settings(deadline=None)
@@ -246,6 +242,17 @@ def test_commands_that_are_missing_or_fail_are_none(tmp_path: Path) -> None:
 def test_a_fault_must_be_explained() -> None:
     with pytest.raises(ValueError, match="without cause, consequence and remedy"):
         Finding(name="a cable", severity="error", found="loose")
+
+
+@pytest.mark.parametrize("key", known_faults())
+def test_a_known_fault_is_explained_and_is_looked_for(key: str) -> None:
+    entry = known_faults()[key]
+    words = {word: 1.0 for text in entry.values() for _, word, _, _ in Formatter().parse(text) if word}
+    found = fault(key, "seen", **words)
+    assert found.severity in get_args(Severity)
+    assert "{" not in "".join(found.as_lines())
+    sources = [file.read_text() for file in Path(health.__file__).parents[1].glob("*/*.py")]
+    assert "sign" in entry or any(f'"{key}"' in source for source in sources)
 
 
 def test_a_node_reports_although_a_package_is_broken() -> None:
@@ -357,7 +364,18 @@ def test_the_doctor_shows_the_findings(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert re.search(rf"--  {smoke.NAME}: rank [01] was ended by SIGSEGV", text)
 
 
-def test_the_doctor_holds_the_network_against_a_profile(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_doctor_holds_the_network_against_a_profile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    half = {"mlx5_0": {**PORT_UP, "rate": "200 Gb/sec (4X HDR)"}}
+    for name, cards, words in (
+        ("a", {}, "DeepEP cannot send between 32 nodes"),
+        ("b", half, "the profile says 50 GB/s"),
+    ):
+        monkeypatch.setattr(deepep, "this_machine", partial(made, tmp_path / name, cards=cards))
+        found = [line for one in doctor.examine(hardware="b200_x256").deepep for line in one.as_lines()]
+        assert any(words in line for line in found)
+        assert not any(words in line for one in doctor.examine(hardware="h100_node").deepep for line in one.as_lines())
     with pytest.raises(BadInput, match="there is no such profile"):
         doctor.examine(hardware="a_cluster")
     assert main(["doctor", "--hardware", "a_cluster"]) == 2

@@ -1,4 +1,7 @@
-"""moelab's DeepEP dispatcher on DeepEP's stand-in: two gloo ranks against float64 and TorchTitan's own dispatcher."""
+"""moelab's dispatchers on two gloo ranks, which float64, TorchTitan's own dispatcher and torchao judge.
+
+DeepEP's is on DeepEP's stand-in; the MXFP8 all-to-all of the standard backend is torchao's pipeline to the bit.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,30 @@ from typing import Any
 
 import dispatcher_ranks as run
 import pytest
-from dispatcher_ranks import Case, Ranks, Routed
+import torch
+import torchao_ranks
+from dispatcher_ranks import FEATURES, TOKENS, Case, Ranks, Routed
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torchao.prototype.moe_training import mxfp8_grouped_mm as torchao_mxfp8
+from torchao.prototype.moe_training.ep.kernels import generate_permute_indices
+from torchao.prototype.mx_formats.config import ScaleCalculationMode
+from torchao.prototype.mx_formats.mx_tensor import to_mx
+from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
+from torchtitan.models.common.token_dispatcher import (
+    AllToAllTokenDispatcher,
+    DeepEPTokenDispatcher,
+    TorchAOTokenDispatcher,
+)
 
 from moelab.deepep.buffer import check_sizes
 from moelab.deepep.dispatcher import PaddedDispatcher
 from moelab.errors import BadInput
+from moelab.mxfp8.converter import MXFP8Experts
+from moelab.mxfp8.dispatch import QUANTISED, QuantisedDispatcher, cast, padded_rows, places, quantised
 
 BF16_ULP = 2.0**-8
+ALIGNED = Case(alignment=32)
 
 
 @pytest.fixture(scope="module")
@@ -93,14 +111,20 @@ def test_padding_is_never_read(ranks: Ranks, alignment: int) -> None:
 
 @pytest.mark.parametrize("routing", ["one token", "one rank"])  # of the second, a rank receives nothing at all
 @pytest.mark.parametrize(
-    ("mxfp8", "precision", "wgrad"),
-    [(False, "bf16", "bf16"), (True, "bf16", "mxfp8"), (True, "mxfp8", "bf16"), (False, "fp8", "bf16")],
+    ("deepep", "mxfp8", "precision", "wgrad"),
+    [
+        (True, False, "bf16", "bf16"),
+        (True, True, "bf16", "mxfp8"),
+        (True, True, "mxfp8", "bf16"),
+        (True, False, "fp8", "bf16"),
+        (False, True, "mxfp8", "bf16"),
+    ],
 )
 def test_compiled_as_a_full_graph_it_computes_the_same(
-    ranks: Ranks, routing: str, mxfp8: bool, precision: str, wgrad: str
+    ranks: Ranks, routing: str, deepep: bool, mxfp8: bool, precision: str, wgrad: str
 ) -> None:
     case = Case(routing=routing, alignment=32)
-    for answer in ranks.ask(run.compiled_and_eager, case, mxfp8, precision, wgrad):
+    for answer in ranks.ask(run.compiled_and_eager, case, deepep, mxfp8, precision, wgrad):
         assert max(answer.values()) < BF16_ULP, answer
 
 
@@ -133,27 +157,29 @@ def test_what_arrived_is_kept_with_the_standard_dispatcher_too(
     ranks: Ranks, precision: str, forward: int, backward: int
 ) -> None:
     seen = {}
-    for checkpoint in ("none", "full", "full+dispatch"):
+    for checkpoint in ("none", "selective", "full", "full+dispatch"):
         answers = ranks.ask(run.checkpointed, Case(alignment=32), checkpoint, False, precision)
         assert all(set(found.values()) == {0.0} for _counted, found in answers)
         seen[checkpoint] = {counted["all_to_all_single"] for counted, _found in answers}
     once = {forward + backward}
-    assert seen == {"none": once, "full": {2 * forward + backward}, "full+dispatch": once}
+    assert seen == {"none": once, "selective": once, "full": {2 * forward + backward}, "full+dispatch": once}
 
 
-def test_mxfp8_tokens_are_what_mxfp8_experts_make_of_them(ranks: Ranks) -> None:
-    """Quantised before the dispatch or after it, the first two products are the same to the bit."""
-    for answer in ranks.ask(run.quantised_dispatch, Case(alignment=32), "mxfp8"):
+@pytest.mark.parametrize("deepep", [True, False])
+def test_mxfp8_tokens_are_what_mxfp8_experts_make_of_them(ranks: Ranks, deepep: bool) -> None:
+    """Quantised before the dispatch or after it, the rows are the same to the bit; what is kept for wgrad is not."""
+    for answer in ranks.ask(run.quantised_dispatch, ALIGNED, deepep, "mxfp8"):
         between = answer["between"]
         assert between["output"] == between["scores"] == 0.0
-        assert between["x"] < BF16_ULP
-        assert between["w2_EDF"] == 0.0
-        assert max(between["w1_EFD"], between["w3_EFD"]) < 0.05  # of the rows as they came, not as they were
+        assert between["x"] < (BF16_ULP if deepep else 1e-30)
+        assert (between["w2_EDF"] == 0.0) == deepep  # the standard backend quantises the gradient that combine sends
+        for name in ("w1_EFD", "w3_EFD"):
+            assert BF16_ULP < between[name] < 0.05, answer
 
 
 def test_fp8_tokens_cost_what_eight_bits_cost(ranks: Ranks) -> None:
     """E4M3 has three bits behind the point, an error of up to 1/16 a number, and each product has two such operands."""
-    for answer in ranks.ask(run.quantised_dispatch, Case(alignment=16), "fp8"):
+    for answer in ranks.ask(run.quantised_dispatch, Case(alignment=16), True, "fp8"):
         for name, error in answer["sent"].items():
             assert answer["plain"][name] < error < 1 / 12, (name, answer)
 
@@ -185,3 +211,124 @@ def test_sizes_that_cannot_work_are_named(changed: dict[str, int], said: str) ->
     check_sizes(**sizes)
     with pytest.raises(BadInput, match=said):
         check_sizes(**{**sizes, **changed})
+
+
+# The MXFP8 all-to-all of the standard backend
+
+TORCHAO_CASES = {
+    "scores": ALIGNED,
+    "one expert a token": Case(top_k=1, seed=1),
+    "round robin": Case(routing="round_robin", top_k=4),
+    "experts without a token": Case(routing="one rank"),
+    "all tokens on one expert": Case(routing="one rank", top_k=1),
+    "an expert with one token": Case(routing="one token"),
+    "one expert a rank": Case(experts=2),
+}
+
+
+@pytest.mark.parametrize("case", TORCHAO_CASES.values(), ids=TORCHAO_CASES)
+def test_outputs_and_gradients_of_the_mxfp8_exchange_are_torchaos_to_the_bit(ranks: Ranks, case: Case) -> None:
+    for answer in ranks.ask(torchao_ranks.against_torchao, case):
+        between = answer["between"]
+        # the sum of a token's gradients is rounded once here, after every addition there
+        assert between.pop("x") <= (0.0 if case.top_k <= 2 else BF16_ULP)
+        assert set(between.values()) == {0.0}, answer
+        for name, error in answer["ours"].items():
+            # two operands of up to 1/16 error each; a rank that got no token has no gradient
+            assert BF16_ULP < error < 1 / 8 or error == answer["theirs"][name] == 0.0, (name, answer)
+
+
+def test_half_the_bytes_travel(ranks: Ranks) -> None:
+    answers = ranks.ask(torchao_ranks.bytes_sent, ALIGNED)
+    rows = 2 * TOKENS * ALIGNED.top_k * len(answers)  # tokens forward and combine's gradient backward
+    for dtype, titans in (("int64", 0), ("bfloat16", -rows * 2 * FEATURES), ("uint8", rows * FEATURES * 33 // 32)):
+        changed = sum(answer["mxfp8"].get(dtype, 0) - answer["bf16"].get(dtype, 0) for answer in answers)
+        assert changed == titans, dtype
+
+
+def test_padding_is_never_read_on_the_way_home(ranks: Ranks) -> None:
+    assert ranks.ask(torchao_ranks.nan_padding, ALIGNED) == [(True, True)] * 2
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    received=st.integers(1, 4).flatmap(
+        lambda ranks: st.integers(1, 4).flatmap(
+            lambda local: st.lists(
+                st.lists(st.integers(0, 70), min_size=local, max_size=local), min_size=ranks, max_size=ranks
+            )
+        )
+    ),
+    alignment=st.sampled_from([1, 32, 128]),
+)
+def test_rows_go_where_torchaos_permutation_puts_them(received: list[list[int]], alignment: int) -> None:
+    """Each row has one place, and the places left are padding."""
+    received_re = torch.tensor(received)
+    ranks, local = received_re.shape
+    rows_e = padded_rows(received_re.sum(0), alignment)
+    place_R = places(received_re, rows_e, int(received_re.sum()))
+    padded = int(rows_e.sum())
+    order_P, torchao_rows_e, _ends = generate_permute_indices(
+        received_re.flatten(), local, ranks, padded, alignment, use_cpu=True
+    )
+    assert torch.equal(rows_e.int(), torchao_rows_e)
+    ours = torch.full((padded,), -1).index_copy(0, place_R, torch.arange(len(place_R)))
+    assert torch.equal(ours.int(), order_P)
+
+
+def config(
+    *, dispatcher: Any = AllToAllTokenDispatcher.Config, experts: Any = MXFP8Experts.Config, **of_experts: Any
+) -> RoutedExperts.Config:
+    settings_: dict[str, Any] = {"num_experts": 4, "top_k": 2}
+    if dispatcher is TorchAOTokenDispatcher.Config:
+        settings_["pad_multiple"] = 32
+    if dispatcher is DeepEPTokenDispatcher.Config:
+        settings_ |= {"hidden_dim": 64, "num_max_tokens_per_rank": 8}
+    shape = {"dim": 64, "hidden_dim": 64, "num_experts": 4}
+    return RoutedExperts.Config(inner_experts=experts(**shape, **of_experts), token_dispatcher=dispatcher(**settings_))
+
+
+@pytest.mark.parametrize("dispatcher", [AllToAllTokenDispatcher.Config, TorchAOTokenDispatcher.Config])
+@pytest.mark.parametrize(("kernels", "padding"), [("emulated", 32), ("native", 128)])
+def test_the_override_swaps_dispatcher_and_experts(dispatcher: Any, kernels: Any, padding: int) -> None:
+    swapped = quantised(config(dispatcher=dispatcher, kernels=kernels, wgrad="bf16", pad_inside=True))
+    assert type(swapped) is RoutedExperts.Config
+    assert isinstance(swapped.token_dispatcher, QuantisedDispatcher.Config)
+    assert (swapped.token_dispatcher.pad_multiple, swapped.token_dispatcher.cast_kernels) == (padding, kernels)
+    assert isinstance(swapped.inner_experts, MXFP8Experts.Config)
+    assert swapped.inner_experts.pad_inside is False  # the dispatcher pads
+    with torch.device("meta"):
+        built = swapped.build()
+    assert built.inner_experts._arithmetic == f"mxfp8_{kernels}"
+    assert f"{quantised.__module__}.{quantised.__name__}" == QUANTISED
+
+
+def test_other_dispatchers_are_left_alone() -> None:
+    theirs = config(dispatcher=DeepEPTokenDispatcher.Config, kernels="emulated", wgrad="bf16")
+    assert quantised(theirs) is theirs
+
+
+def test_experts_that_cannot_take_such_rows_are_refused() -> None:
+    with pytest.raises(BadInput, match="are GroupedExperts; set precision=mxfp8 and wgrad=bf16"):
+        quantised(config(experts=GroupedExperts.Config))
+    with pytest.raises(BadInput, match="are MXFP8Experts with wgrad mxfp8; set"):
+        quantised(config(kernels="emulated"))
+
+
+def test_without_expert_parallelism_there_is_nothing_to_quantise() -> None:
+    built = quantised(config(kernels="emulated", wgrad="bf16")).build()
+    with pytest.raises(BadInput, match=r"dispatch_precision mxfp8 .* ep is 1; use bf16"):
+        built.token_dispatcher.wire_meshes(ep_mesh=None)
+
+
+def test_native_casts_are_torchaos_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    def kernel(x: torch.Tensor, block: int, mode: str) -> tuple[torch.Tensor, torch.Tensor]:
+        assert x.is_contiguous()
+        scales, data = to_mx(x, torch.float8_e4m3fn, block, ScaleCalculationMode(mode))
+        return data, scales
+
+    monkeypatch.setattr(torchao_mxfp8, "triton_to_mxfp8_dim0", kernel)
+    x = torch.randn(64, 5).bfloat16().t().contiguous().t()[:, :1].expand(64, 64)
+    for native, emulated in zip(cast(x, "native"), cast(x, "emulated"), strict=True):
+        assert torch.equal(native.view(torch.uint8), emulated.view(torch.uint8))
+        assert native.dtype is emulated.dtype

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,10 +17,13 @@ from moelab.finding import Finding
 from moelab.launch import capability
 from moelab.machine import environment
 
+Smi = Callable[..., Path]
+
 
 @pytest.fixture(autouse=True)
-def _ask_again() -> Iterator[None]:
-    yield
+def smi(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Smi]:
+    """Puts a stand-in for nvidia-smi on PATH; afterwards GPUs are asked for again."""
+    yield partial(nvidia_smi, monkeypatch, tmp_path)
     forget()
 
 
@@ -32,43 +36,38 @@ def finding(name: str) -> Finding:
     return found
 
 
+VGPU, GB10 = "GRID A100X-40C, [N/A], 535.104.05, 40960", "NVIDIA GB10, 12.1, 580.95.05, [N/A]"
+UNKNOWN = "peak rates of {} are not known: no MFU, no projection"
+SEVERAL = "of several kinds a run goes at the pace of the slowest; CUDA_VISIBLE_DEVICES chooses one"
+
+
 @pytest.mark.parametrize(
     ("rows", "found", "advice"),
     [
-        ((B200, B200), "2 × NVIDIA B200, SM100, driver 580.95.05", ""),
-        ((H100, B200), "1 × NVIDIA H100 80GB HBM3, SM90, driver 570.1; 1 × NVIDIA B200, SM100, driver 580.95.05", ""),
+        ([B200] * 2, "2 × NVIDIA B200, SM100, driver 580.95.05", ""),
         (
-            ("GRID A100X-40C, [N/A], 535.104.05, 40960",),
-            "1 × GRID A100X-40C, of unknown SM version, driver 535.104.05",
-            "peak rates of GRID A100X-40C are not known",
+            [H100, B200],
+            "1 × NVIDIA H100 80GB HBM3, SM90, driver 570.1; 1 × NVIDIA B200, SM100, driver 580.95.05",
+            SEVERAL,
         ),
-        (
-            ("NVIDIA GB10, 12.1, 580.95.05, [N/A]",),
-            "1 × NVIDIA GB10, SM121, driver 580.95.05",
-            "peak rates of NVIDIA GB10 are not known",
-        ),
+        ([VGPU], "1 × GRID A100X-40C, of unknown SM version, driver 535.104.05", UNKNOWN.format("GRID A100X-40C")),
+        ([GB10], "1 × NVIDIA GB10, SM121, driver 580.95.05", UNKNOWN.format("NVIDIA GB10")),
     ],
 )
-def test_gpus_are_listed(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rows: tuple[str, ...], found: str, advice: str
-) -> None:
-    nvidia_smi(monkeypatch, tmp_path, *rows)
+def test_gpus_are_listed(smi: Smi, monkeypatch: pytest.MonkeyPatch, rows: list[str], found: str, advice: str) -> None:
+    smi(*rows)
     one = finding("GPUs")
-    assert (one.ok, one.found) == (True, found)
-    assert one.remedy.startswith(advice)
+    assert (one.ok, one.found, one.remedy) == (True, found, advice)
     assert not examine().failed
-
-
-def test_hidden_gpus_are_told_as_hidden(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    nvidia_smi(monkeypatch, tmp_path, B200)
+    monkeypatch.setattr(doctor, "version", lambda name: "2.14.0+cpu")
+    assert finding("torch").remedy.startswith("this build has no CUDA")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
     assert finding("GPUs").found.startswith("none that CUDA_VISIBLE_DEVICES='-1' leaves")
+    assert finding("torch").ok
 
 
-def test_an_nvidia_smi_that_fails_is_a_failed_check(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    nvidia_smi(monkeypatch, tmp_path, MISMATCH, code=18)
+def test_an_nvidia_smi_that_fails_is_a_failed_check(smi: Smi, capsys: pytest.CaptureFixture[str]) -> None:
+    smi(MISMATCH, code=18)
     assert cli.main(["doctor", "--json"]) == 1
     told = json.loads(capsys.readouterr().out)
     (one,) = [one for one in told["findings"] if one["name"] == "GPUs"]
@@ -82,13 +81,13 @@ def test_an_nvidia_smi_that_fails_is_a_failed_check(
     assert "GPUs: none" not in text
 
 
-def test_memory_errors_and_throttling_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_memory_errors_and_throttling_are_told(smi: Smi) -> None:
     states = [f"{index}, 0000:0{index}:00.0, 1980 MHz, 60, {errors}, 0x4" for index, errors in enumerate((0, 3))]
     body = f"""case "$1" in
 *ecc*) printf '%s\\n' {" ".join(f"'{state}'" for state in states)};;
 --query-gpu=*) printf '%s\\n' '{H100}' '{H100}';;
 esac"""
-    nvidia_smi(monkeypatch, tmp_path, body=body)
+    smi(body=body)
     assert finding("ECC errors").found == "GPU 1: 3 uncorrected"
     assert finding("GPUs").ok
     assert examine().failed
@@ -122,54 +121,38 @@ def test_arms_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(arm.reason.count(f"{field} is ") <= 1 for arm in found.values() for field in ("precision", "ep_backend"))
 
 
-def test_arms_of_hopper_and_blackwell(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_arms_of_hopper_and_blackwell(smi: Smi, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capability, "has_module", lambda name: name == "triton")
     expected = {"bf16_standard", "fp8_standard", "mxfp8_standard", "bf16_minimal_async_ep"}
     for row, words in ((H100, "emulated"), (B200, "native kernels")):
-        nvidia_smi(monkeypatch, tmp_path, row, row)
+        smi(row, row)
         found = arms()
         assert {name for name, arm in found.items() if not arm.reason} == expected
         assert words in found["mxfp8_standard"].kernels
 
 
-@pytest.mark.parametrize("row", ["NVIDIA GeForce RTX 5090, 12.0, 580.1, 32607", "NVIDIA GB10, 12.1, 580.1, [N/A]"])
-def test_native_mxfp8_is_not_promised_beyond_sm100(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, row: str) -> None:
-    nvidia_smi(monkeypatch, tmp_path, row, row)
-    assert arms()["mxfp8_standard"].kernels.startswith("runs emulated")
-
-
-def test_one_gpu_is_enough(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    nvidia_smi(monkeypatch, tmp_path, H100)
-    assert arms()["bf16_standard"].reason == ""
+def test_native_mxfp8_is_not_promised_beyond_sm100_and_one_gpu_is_enough(smi: Smi) -> None:
+    for row in ("NVIDIA GeForce RTX 5090, 12.0, 580.1, 32607", GB10):
+        smi(row)
+        assert arms()["mxfp8_standard"].kernels.startswith("runs emulated")
+        assert arms()["bf16_standard"].reason == ""
 
 
 @pytest.mark.parametrize(
-    ("package", "found", "fits"),
+    ("package", "fitting", "others"),
     [
-        ("torch", "2.14.0", True),
-        ("torch", "2.14.1+cu130", True),
-        ("torch", "2.14.1+cpu", True),
-        ("torch", "2.140.0", False),
-        ("torch", "2.13.9", False),
-        ("torchao", "0.18.0", True),
-        ("torchao", "0.18.0+cu130", True),
-        ("torchao", "0.18.1", False),
-        ("torchtitan", "0.3.0", True),
-        ("torchtitan", None, False),
+        ("torch", ["2.14.0", "2.14.1+cu130", "2.14.1+cpu"], ["2.140.0", "2.13.9"]),
+        ("torchao", ["0.18.0", "0.18.0+cu130"], ["0.18.1"]),
+        ("torchtitan", ["0.3.0"], [None]),
     ],
 )
-def test_versions(monkeypatch: pytest.MonkeyPatch, package: str, found: str | None, fits: bool) -> None:
-    monkeypatch.setattr(doctor, "version", lambda name: found)
-    one = finding(package)
-    assert (one.ok, one.found) == (fits, found or "not installed")
-    assert bool(one.remedy) is not fits
-
-
-def test_a_torch_without_cuda_beside_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    nvidia_smi(monkeypatch, tmp_path, H100, B200)
-    monkeypatch.setattr(doctor, "version", lambda name: "2.14.0+cpu")
-    assert finding("torch").remedy.startswith("this build has no CUDA")
-    assert finding("GPUs").remedy.startswith("of several kinds a run goes at the pace of the slowest")
+def test_versions(monkeypatch: pytest.MonkeyPatch, package: str, fitting: list[str], others: list[str | None]) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    for version in (*fitting, *others):
+        monkeypatch.setattr(doctor, "version", lambda name, version=version: version)
+        one = finding(package)
+        assert (one.ok, one.found) == (version in fitting, version or "not installed")
+        assert bool(one.remedy) is not one.ok
 
 
 def test_this_machine_as_text_and_as_json() -> None:

@@ -16,11 +16,15 @@ from moelab.cli import main
 from moelab.errors import BadInput
 from moelab.experiment import Experiment
 from moelab.experiment_file import write_experiment
+from moelab.hardware import cluster_of
+from moelab.layout import check
+from moelab.projection import draw_expert_ids, expected_destinations
+from moelab.projection.job import job_of
 from moelab.runs.collect import collect_run
 from moelab.runs.directory import RunDir
 from moelab.runs.expert_load import FILE, ExpertLoad, ExpertLoadFile, expert_load, measured_constants
 from moelab.study_report import judge_study, write_study_report
-from moelab.viz.expert_load import expert_load_figure
+from moelab.viz.study import expert_load_figure
 
 UNEVEN = np.array([[4, 4, 4, 4], [10, 2, 4, 0]])
 """Tokens of four experts in two MoE layers: balance, and one expert with 2.5 times the mean and one with nothing."""
@@ -109,7 +113,7 @@ def test_a_measured_load_takes_the_place_of_the_assumed_one(tmp_path: Path, caps
     asked = Experiment(shape={"num_experts": 4}, hardware="h100_node", seq_len=4096, local_batch=16)
     file = tmp_path / "e.yaml"
     file.write_text(write_experiment(asked))
-    constants = measured_constants(uneven, asked)
+    constants = measured_constants(uneven.path, asked)
     assert (constants.routing_imbalance.value, constants.busiest_layer.value) == (1.25, 1.5)
     assert constants.routing_imbalance.label == "measured"
     exchange_s, memory_gib = [], []
@@ -125,6 +129,36 @@ def test_a_measured_load_takes_the_place_of_the_assumed_one(tmp_path: Path, caps
     assert memory_gib[1] > memory_gib[0]
 
 
+def test_a_measured_load_is_the_traffics_routing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Three of four tokens have both experts on rank 0, so a token reaches fewer ranks than under even routing."""
+    crowded = [[48, 48, 16, 16]] * 2
+    run = trained(tmp_path / "a", *[crowded] * 4)
+    asked = Experiment(shape={"num_experts": 4, "top_k": 2}, hardware="h100_node", ep=2)
+    (tmp_path / "elsewhere.parquet").write_bytes((run.path / FILE).read_bytes())
+    layout = check(asked).layout
+    assert layout is not None
+    node = cluster_of("h100_node").node
+    assumed = job_of(asked, layout, node)
+    even = expected_destinations(assumed.routing, assumed.placement).ranks
+    for path in (run.path, run.path / FILE, tmp_path / "elsewhere.parquet"):
+        job = job_of(asked, layout, node, constants=measured_constants(path, asked))
+        ids_TK = draw_expert_ids(job.routing, job.placement, 20_000)
+        drawn_E = np.bincount(ids_TK.ravel(), minlength=4) / ids_TK.size
+        assert drawn_E == pytest.approx(np.array([3, 3, 1, 1]) / 8, abs=0.03)
+        assert expected_destinations(job.routing, job.placement).ranks < even
+    file = tmp_path / "e.yaml"
+    file.write_text(write_experiment(asked))
+    assert main(["project", str(file), "--load", str(tmp_path / "elsewhere.parquet")]) == 0
+    assert "tokens/s" in capsys.readouterr().out
+
+
+def test_a_layer_in_the_middle_stands_for_all(tmp_path: Path) -> None:
+    layers = [[4, 4, 4, 4], [10, 2, 4, 0], [16, 0, 0, 0]]
+    load = expert_load(trained(tmp_path, *[layers] * 5))
+    assert load is not None
+    assert load.shares_E(2).tolist() == [10 / 16, 2 / 16, 4 / 16, 0]
+
+
 def test_a_load_that_is_not_of_this_experiment_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = trained(tmp_path / "a", UNEVEN)
     file = tmp_path / "e.yaml"
@@ -134,9 +168,9 @@ def test_a_load_that_is_not_of_this_experiment_is_refused(tmp_path: Path, capsys
     for options, told in (
         (["--load", str(forced.path)], "has routing round_robin"),
         (["--load", str(run.path), "--set", "routing=random_balanced"], "this experiment has routing random_balanced"),
-        (["--load", str(run.path), "--set", "shape={num_experts: 8}"], "has 4 experts, and this experiment has 8"),
+        (["--load", str(run.path), "--set", "shape={num_experts: 8}"], "has 4 experts, and 8 are asked for"),
         (["--load", str(without.path)], "has no expert_load.parquet"),
-        (["--load", str(tmp_path)], "it is no run directory"),
+        (["--load", str(tmp_path)], "is no run directory; give one"),
     ):
         for verb in ("plan", "project"):
             assert main([verb, str(file), *options]) == 2

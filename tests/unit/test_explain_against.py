@@ -19,6 +19,7 @@ from moelab.experiment import Experiment
 from moelab.experiment_file import write_experiment
 from moelab.explain.against import MEANINGS, compare, fit, gemm_rates, measured_parts_ms, packaged_steps
 from moelab.explain.explanation import Explanation, explain
+from moelab.explain.trace import UNNAMED_GPU
 from moelab.projection.calibration import CALIBRATION, Calibration, read_calibration, with_values, write_calibration
 from moelab.projection.job import CATEGORIES
 from moelab.projection.project import project
@@ -100,7 +101,7 @@ def test_parts_of_both_are_compared_and_the_largest_disagreement_is_a_sentence(t
     assert sum(row.predicted_ms for row in found.rows) == pytest.approx(1e3 * found.projection.step_time_s)
     assert sum(row.measured_ms for row in found.rows) == pytest.approx(traces[name].span_ms - traces[name].edge_ms)
     assert abs(found.rows[0].difference_ms) == max(abs(row.difference_ms) for row in found.rows)
-    meaning, what_to_do, _ = MEANINGS[found.rows[0].part]
+    meaning, what_to_do, _ = MEANINGS[found.rows[0].part].values()
     assert found.rows[0].difference_ms > 0
     assert f"most in {found.rows[0].part}" in found.sentence
     assert meaning in found.sentence
@@ -136,17 +137,13 @@ def test_one_step_of_the_best_arm_predicts_the_other_steps_within_3_percent_and_
     assert np.median(np.abs(arms)) < 0.02
 
 
-@pytest.mark.parametrize("name", ["two_h200_full_standard", "four_h200_none_standard"])
-def test_a_step_without_fp8_and_deepep_predicts_arms_without_them(traces: dict[str, Explanation], name: str) -> None:
-    """What FP8 products, casts and DeepEP cost is not in these traces, so arms with them are up to 6 % off."""
+@pytest.mark.parametrize(("name", "most"), [("two_h200_full_standard", 0.03), ("four_h200_none_standard", 0.045)])
+def test_a_step_without_fp8_and_deepep_predicts_arms_with_them_too(
+    traces: dict[str, Explanation], name: str, most: float
+) -> None:
+    """Four GPUs' step has another ring than two's, and was traced 2.6 % slower than the same arm ran untraced."""
     _, arms = errors(traces, with_values(**fit(traces[name], TRACED[name])))
-    like = [
-        error
-        for error, (experiment, _) in zip(arms, UNTRACED, strict=True)
-        if experiment.arm.startswith("bf16_standard")
-    ]
-    assert max(map(abs, like)) < 0.045
-    assert max(map(abs, arms)) < 0.06
+    assert max(map(abs, arms)) < most
 
 
 def test_constants_that_say_they_are_the_traces_are(traces: dict[str, Explanation]) -> None:
@@ -194,8 +191,13 @@ def test_several_steps_are_compared_by_their_mean(traces: dict[str, Explanation]
     from dataclasses import replace
 
     one = traces["two_h200_full_fp8_deepep"]
-    three = replace(one, steps=(("ProfilerStep#1", 1.0), ("ProfilerStep#2", 1.0), ("ProfilerStep#3", 1.0)))
+    three = replace(one, step_count=3)
     assert measured_parts_ms(three)["attention"] == pytest.approx(measured_parts_ms(one)["attention"] / 3)
+    experiment = TRACED["two_h200_full_fp8_deepep"]
+    of_three = with_values(**fit(three, experiment))
+    rows = {row.part: row for row in compare(three, experiment, of_three).rows}
+    for part in ("attention", "other GEMMs"):
+        assert rows[part].predicted_ms == pytest.approx(rows[part].measured_ms, rel=0.01)
 
 
 def test_another_gpu_and_a_cpu_are_refused(traces: dict[str, Explanation]) -> None:
@@ -204,6 +206,7 @@ def test_another_gpu_and_a_cpu_are_refused(traces: dict[str, Explanation]) -> No
     one, experiment = traces["two_h200_full_fp8_deepep"], TRACED["two_h200_full_fp8_deepep"]
     with pytest.raises(BadInput, match="has H100"):
         compare(one, experiment.model_copy(update={"hardware": "h100_node"}))
+    assert compare(replace(one, gpu=UNNAMED_GPU), experiment).rows == compare(one, experiment).rows
     with pytest.raises(BadInput, match="without GPU kernels"):
         compare(replace(one, gpu=None), experiment)
 

@@ -25,7 +25,6 @@ from moelab.mxfp8 import kernels as mxfp8_kernels
 from moelab.mxfp8.grouped_gemm import (
     NoKernels,
     Operands,
-    Spread,
     components,
     grouped_mm,
     interleaved,
@@ -41,14 +40,13 @@ from moelab.mxfp8.grouped_gemm_cases import (
     PRECISIONS,
     ROW_BLOCK,
     Case,
-    NotDivisible,
     Sizes,
     group_sizes,
     parse_case,
     require_divisible,
     transposed,
 )
-from moelab.mxfp8.grouped_gemm_results import NotAResult, case_of, obtain, read_result, stored
+from moelab.mxfp8.grouped_gemm_results import case_of, obtain, read_result, stored
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -105,7 +103,7 @@ def test_a_shape_that_is_none(text: str) -> None:
     ],
 )
 def test_dimensions_that_no_kernel_takes(case: str, precision: Any, said: str) -> None:
-    with pytest.raises(NotDivisible, match=said):
+    with pytest.raises(BadInput, match=said):
         require_divisible(parse_case(case), precision)
 
 
@@ -199,24 +197,18 @@ def error(found: torch.Tensor, reference: torch.Tensor) -> float:
     return float((found.double() - reference).norm() / reference.norm())
 
 
-def test_a_bf16_step_is_the_three_products() -> None:
+def test_a_step_and_the_components_of_bf16_are_the_three_products() -> None:
     operands = make_operands(SMALL, CPU, block=8)
     a, b = (x.clone().requires_grad_() for x in (operands.a_MK, operands.b_GNK))
     output = grouped_mm("bf16")(a, b, operands.offsets_G)
     dgrad, wgrad = torch.autograd.grad(output, (a, b), operands.grad_MN)
-    reference = exact(operands)
-    for name, found in (("forward", output), ("dgrad", dgrad), ("wgrad", wgrad)):
-        assert error(found.detach(), reference[name]) < 0.005
-
-
-def test_components_of_bf16_are_the_three_products() -> None:
-    operands = make_operands(SMALL, CPU, block=8)
-    found = {part.direction: part for part in components(operands, "bf16")}
+    step_results = {"forward": output.detach(), "dgrad": dgrad, "wgrad": wgrad}
+    alone = {part.direction: part for part in components(operands, "bf16")}
     for name, reference in exact(operands).items():
-        result = found[name].call()
+        result = alone[name].call()
         assert isinstance(result, torch.Tensor)
-        assert error(result, reference) < 0.005
-        assert found[name].size == operands.flops
+        assert max(error(result, reference), error(step_results[name], reference)) < 0.005
+        assert alone[name].size == operands.flops
 
 
 class Recorder:
@@ -326,8 +318,10 @@ def test_casts_of_components_read_each_operand_as_often_as_the_model_says(record
 # Timing
 
 
-def test_alternatives_take_turns_and_spread_is_numpys() -> None:
-    turns: list[str] = []
+def test_alternatives_take_turns_and_spread_is_numpys(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns, times = [], iter([7.0, 1.0, 4.0, 1.0, 5.0, 9.0] * 2)
+    monkeypatch.setattr(grouped_gemm, "WARM_UP", 1)
+    monkeypatch.setattr(Marks, "total_us", lambda _: next(times))
 
     def work(name: str) -> Callable[[Marks], None]:
         def run(clock: Marks) -> None:
@@ -337,13 +331,11 @@ def test_alternatives_take_turns_and_spread_is_numpys() -> None:
 
         return run
 
-    found = interleaved({"a": work("a"), "b": work("b")}, CPU, repeats=3, warm_up=1)
-    assert turns == ["a", "b"] * 4
+    found = interleaved({"a": work("a"), "b": work("b")}, CPU, repeats=5)
+    assert turns == ["a", "b"] * 6
     assert all(set(parts) == {"first", "second", "total"} for parts in found.values())
-    assert found["a"]["total"].n == 3
-    times = [3.0, 1.0, 4.0, 1.0, 5.0, 9.0]
-    low, middle, high = np.quantile(times, [0.25, 0.5, 0.75])
-    assert Spread.of(times) == Spread(median_us=middle, iqr_us=high - low, n=6)
+    low, middle, high = np.quantile([4.0, 5.0, 7.0, 4.0, 5.0], [0.25, 0.5, 0.75])
+    assert found["a"]["total"] == (middle, high - low, 5)
 
 
 def test_a_precision_that_fails_does_not_cost_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -408,7 +400,7 @@ def test_a_run_writes_after_every_case(monkeypatch: pytest.MonkeyPatch, tmp_path
 def test_a_run_without_a_gpu_stops_before_it_writes(tmp_path: Path) -> None:
     with pytest.raises(NoKernels, match="no CUDA device"):
         obtain("run", path=str(tmp_path / "file.json"), shapes="64,64,64,2; 64,64,64,4,skewed")
-    with pytest.raises(NotDivisible):
+    with pytest.raises(BadInput):
         obtain("run", path=str(tmp_path / "file.json"), shapes="64,64,40,2")
     assert not list(tmp_path.iterdir())
 
@@ -426,11 +418,6 @@ def test_the_script_says_why_it_stops(
 # Stored results
 
 
-def test_the_packaged_result_is_of_an_h100() -> None:
-    assert "H100" in stored().stamp
-    assert stored().stamp.startswith("measured on")
-
-
 def test_rates_of_the_stored_rows_follow_from_their_times() -> None:
     products = {"forward": 1, "backward": 2, "forward+backward": 3}
     rows = stored().rows
@@ -445,16 +432,8 @@ def test_speedups_hold_a_case_against_itself(tmp_path: Path) -> None:
         {**base, "m": m, "precision": precision, "median_us": us}
         for m, precision, us in [(64, "fp8", 5.0), (32, "bf16", 3.0), (32, "fp8", 4.0), (64, "bf16", 20.0)]
     ]
-    content = {
-        "schema": 1,
-        "rows": rows,
-        "components": [],
-        "hardware": {"gpu": "X"},
-        "versions": {"torch": "2"},
-        "date": "d",
-    }
-    path = tmp_path / "r.json"
-    path.write_text(json.dumps({**content, "peaks": {}, "refused": {}, "label": "measured"}))
+    path, about = tmp_path / "r.json", {"hardware": {"gpu": "X"}, "versions": {"torch": "2"}, "date": "d"}
+    path.write_text(json.dumps({"schema": 1, "label": "measured", "rows": rows, "components": [], **about}))
     table = read_result(path).speedups("fp8")
     assert dict(zip(table["m"], table["speedup"], strict=True)) == {32: 0.75, 64: 4.0}
     assert read_result(path).speedups("mxfp8").empty
@@ -464,7 +443,7 @@ def test_speedups_hold_a_case_against_itself(tmp_path: Path) -> None:
 def test_a_file_that_is_no_result(tmp_path: Path, text: str) -> None:
     path = tmp_path / "r.json"
     path.write_text(text)
-    with pytest.raises(NotAResult, match=r"r\.json"):
+    with pytest.raises(BadInput, match=r"r\.json"):
         read_result(path)
-    with pytest.raises(NotAResult, match="cannot be read"):
+    with pytest.raises(BadInput, match="cannot be read"):
         read_result(tmp_path / "absent.json")

@@ -98,6 +98,8 @@ V3 = MODELS["DeepSeek-V3"]["config"]
         ({"hybrid_override_pattern": "MEM*"}, r"hybrid_override_pattern MEM\*: not known"),  # Nemotron-H
         ({"hc_mult": 4, "compress_ratios": [4, 128]}, "hc_mult 4, compress_ratios"),  # DeepSeek-V4
         ({"ffn_config": {"moe_num_experts": 16}}, "ffn_config {'moe_num_experts'"),  # DBRX
+        ({"shared_expert_intermediate_size": [768]}, r"shared_expert_intermediate_size is \[768\]; valid: one whole"),
+        ({"mlp_only_layers": 3}, "mlp_only_layers is 3; valid: a list"),
     ],
 )
 def test_what_a_shape_cannot_say_is_refused_by_name(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
@@ -128,7 +130,7 @@ def test_what_is_left_out_is_said(tmp_path: Path, config: dict[str, Any], left: 
 def test_housekeeping_is_not_worth_a_word(tmp_path: Path) -> None:
     keys = {"bos_token_id": 151643, "eos_token_id": [1, 2], "pad_token_id": 0, "pretraining_tp": 1, "use_cache": True}
     keys |= {"transformers_version": "4.51.0", "rms_norm_eps": 1e-6, "hidden_act": "silu", "initializer_range": 0.02}
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG | keys))
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | keys | {"shared_expert_intermediate_size": None}))
     assert read_model(str(tmp_path)).left == read_model("Qwen3-30B-A3B").left
 
 
@@ -205,11 +207,13 @@ def test_a_study_can_take_its_model_from_elsewhere(capsys: pytest.CaptureFixture
 
 
 def test_a_model_from_elsewhere_is_projected_without_a_file(capsys: pytest.CaptureFixture[str]) -> None:
-    given = ["hardware=b200_x256", "nodes=2", "gpus_per_node=8", "ep=8", "seq_len=2048", "local_batch=2"]
+    given = ["hardware=b200_x256", "nodes=2", "gpus_per_node=8", "ep=8", "local_batch=2"]
     pairs = [word for one in given for word in ("--set", one)]
     assert main(["project", "--from-hf", "Qwen3-30B-A3B", *pairs, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    fields = parse_overrides([*read_model("Qwen3-30B-A3B").overrides, *given])
+    printed = capsys.readouterr()
+    assert "seq_len is not given; 4096 tokens are assumed" in printed.err
+    found = json.loads(printed.out)
+    fields = parse_overrides([*read_model("Qwen3-30B-A3B").overrides, *given, "seq_len=4096"])
     assert found["tps"] == pytest.approx(project(parse(Experiment, fields)).tps)
     assert found["gpus"] == 16
 

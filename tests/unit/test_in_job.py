@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import signal
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -42,17 +42,26 @@ def run(tmp_path: Path) -> RunDir:
     return made
 
 
-def start_of(run: RunDir, signals: Signals, *, restarts: int = 0, requeues: int = 3) -> Start:
-    settings = ["--ports=10000-19999", f"--requeues={requeues}", "--checkpoint-interval=0", "--checkpoints-kept=2"]
+def start_of(run: RunDir, signals: Signals, *more: str, restarts: int = 0) -> Start:
+    settings = ["--ports=10000-19999", "--requeues=3", "--checkpoint-interval=0", "--checkpoints-kept=2", *more]
     options = in_job.parse_options([str(run.path), "localhost", *settings])
     place = Place(job_id=8, label="7_1", node=0, nodes=2, restarts=restarts)
     return Start(run=run, place=place, options=options, signals=signals)
 
 
-def account(start: Start, ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> tuple[int, Status]:
-    monkeypatch.setattr(node, "train", ranks)
+Account = Callable[..., tuple[int, Status]]
+
+
+@pytest.fixture
+def account(run: RunDir, signals: Signals, monkeypatch: pytest.MonkeyPatch) -> Account:
+    """Accounts for a start of the run whose ranks do something; the exit code and the status."""
     monkeypatch.setattr(node, "LOG_QUIET_S", 0.01)
-    return node.account_for(start), start.run.status
+
+    def account(ranks: Ranks, *, restarts: int = 0) -> tuple[int, Status]:
+        monkeypatch.setattr(node, "train", ranks)
+        return node.account_for(start_of(run, signals, restarts=restarts)), run.status
+
+    return account
 
 
 def trains(last: int, code: int = 0) -> Ranks:
@@ -87,104 +96,86 @@ def is_sent(number: signal.Signals, error: str = "") -> Ranks:
     return ranks
 
 
-def test_a_finished_run_is_completed_and_collected(
-    run: RunDir, signals: Signals, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    code, status = account(start_of(run, signals), trains(STEPS), monkeypatch)
+def test_a_finished_run_is_completed_and_collected(run: RunDir, account: Account) -> None:
+    code, status = account(trains(STEPS))
     assert (code, status.state, status.job_id, status.attempts) == (0, State.COMPLETED, "7_1", 1)
     assert (run.path / "results.json").exists()
     assert json.loads((run.path / "environment.json").read_text())["hosts"] == 2
 
 
-def test_a_stopped_run_is_requeued_and_its_next_start_adds_to_it(
-    run: RunDir, signals: Signals, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    code, status = account(start_of(run, signals), stops(2), monkeypatch)
+def test_a_stopped_run_is_requeued_and_its_next_start_adds_to_it(run: RunDir, account: Account) -> None:
+    code, status = account(stops(2))
     assert (code, status.state) == (REQUEUE_CODE, State.SUBMITTED)
     assert status.reason == f"saved step 2 of {STEPS} before the time limit; requeued"
     first = (run.path / "launch" / "command.sh").read_text()
-    code, status = account(start_of(run, signals, restarts=1), trains(STEPS), monkeypatch)
+    code, status = account(trains(STEPS), restarts=1)
     assert (code, status.state, status.attempts) == (0, State.COMPLETED, 2)
     assert (run.path / "launch" / "command.sh").read_text() == first
     assert "--rdzv-id=7_1-1" in (run.path / "launch" / "command-2.sh").read_text()
     assert json.loads((run.path / "environment-2.json").read_text())["hosts"] == 2
 
 
-def test_a_run_is_not_requeued_for_ever(run: RunDir, signals: Signals, monkeypatch: pytest.MonkeyPatch) -> None:
-    code, status = account(start_of(run, signals, restarts=3), stops(2), monkeypatch)
+def test_a_run_is_not_requeued_for_ever(run: RunDir, account: Account) -> None:
+    code, status = account(stops(2), restarts=3)
     assert (code, status.state) == (1, State.FAILED)
-    assert status.reason is not None
-    assert "requeued 3 times, which is the limit" in status.reason
-    assert f"sbatch --array=1 {run.path}/launch/job.sbatch" in status.reason
+    assert "requeued 3 times, which is the limit" in str(status.reason)
+    assert f"sbatch --array=1 {run.path}/launch/job.sbatch" in str(status.reason)
+
+
+CLOSED = "RuntimeError: Connection closed by peer [127.0.0.1]:23"
+ONLY_SLURM_KNOWS = "ended by SIGTERM: cancelled, preempted, out of time, or a node was lost"
 
 
 @pytest.mark.parametrize(
-    ("ranks", "said"),
+    ("ranks", "code", "state", "reason"),
     [
-        (trains(2), f"training ended at step 2 of {STEPS}"),
-        (trains(2, code=1), "torchrun ended with exit code 1; see train.log"),
-        (is_sent(signal.SIGTERM, "ValueError: bad"), "rank 1: ValueError: bad"),
+        (trains(2), 1, State.FAILED, f"training ended at step 2 of {STEPS}"),
+        (trains(2, code=1), 1, State.FAILED, "torchrun ended with exit code 1; see train.log"),
+        (is_sent(signal.SIGTERM, "ValueError: bad"), TERMINATED, State.FAILED, "rank 1: ValueError: bad"),
+        (is_sent(signal.SIGTERM), TERMINATED, State.UNKNOWN, ONLY_SLURM_KNOWS),  # never completed
+        (is_sent(signal.SIGTERM, CLOSED), TERMINATED, State.UNKNOWN, ONLY_SLURM_KNOWS),
     ],
 )
-def test_a_failed_run_has_its_reason(
-    run: RunDir, signals: Signals, monkeypatch: pytest.MonkeyPatch, ranks: Ranks, said: str
+def test_a_run_that_did_not_complete_has_its_reason(
+    account: Account, ranks: Ranks, code: int, state: State, reason: str
 ) -> None:
-    code, status = account(start_of(run, signals), ranks, monkeypatch)
-    assert (status.state, status.reason) == (State.FAILED, said)
-    assert code in (1, TERMINATED)
+    ended, status = account(ranks)
+    assert (ended, status.state, status.reason) == (code, state, reason)
 
 
-@pytest.mark.parametrize("error", ["", "RuntimeError: Connection closed by peer [127.0.0.1]:23"])
-def test_an_end_that_only_slurm_knows_is_unknown_never_completed(
-    run: RunDir, signals: Signals, monkeypatch: pytest.MonkeyPatch, error: str
-) -> None:
-    code, status = account(start_of(run, signals), is_sent(signal.SIGTERM, error), monkeypatch)
-    assert (code, status.state) == (TERMINATED, State.UNKNOWN)
-    assert status.reason is not None
-    assert "cancelled, preempted, out of time, or a node was lost" in status.reason
-
-
-def test_a_time_limit_that_comes_before_the_checkpoint_is_said(
-    run: RunDir, signals: Signals, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_time_limit_that_comes_before_the_checkpoint_is_said(account: Account, signals: Signals) -> None:
     signal.raise_signal(signal.SIGUSR1)
     assert signals.save
-    _, status = account(start_of(run, signals), is_sent(signal.SIGTERM), monkeypatch)
+    _, status = account(is_sent(signal.SIGTERM))
     assert status.reason == "out of time before a checkpoint was saved: raise signal_s of the cluster's profile"
 
 
-def test_a_port_in_use_moves_the_job_to_another(run: RunDir, signals: Signals, monkeypatch: pytest.MonkeyPatch) -> None:
-    start = start_of(run, signals)
+def test_a_port_in_use_moves_the_job_to_another(run: RunDir, signals: Signals, account: Account) -> None:
+    port = start_of(run, signals).port
     with socket.socket() as other:
-        other.bind(("", start.port))
+        other.bind(("", port))
         other.listen()
-        code, status = account(start, trains(STEPS), monkeypatch)
+        code, status = account(trains(STEPS))
     assert (code, status.state) == (REQUEUE_CODE, State.SUBMITTED)
-    assert status.reason == f"port {start.port} of localhost is in use by another program; requeued"
-    assert start_of(run, signals, restarts=1).port != start.port
+    assert status.reason == f"port {port} of localhost is in use by another program; requeued"
+    assert start_of(run, signals, restarts=1).port != port
 
 
-def test_a_full_disk_ends_the_run(run: RunDir, signals: Signals, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_ends_the_run(account: Account, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node, "no_space", lambda _: "no disk space: 0.0 MiB are free")
-    code, status = account(start_of(run, signals), lambda _, is_over: TERMINATED if is_over() else 0, monkeypatch)
-    assert (code, status.state) == (1, State.FAILED)
-    assert status.reason == "no disk space: 0.0 MiB are free"
+    code, status = account(lambda _, is_over: TERMINATED if is_over() else 0)
+    assert (code, status.state, status.reason) == (1, State.FAILED, "no disk space: 0.0 MiB are free")
 
 
-def test_a_launcher_that_breaks_says_so(run: RunDir, signals: Signals, monkeypatch: pytest.MonkeyPatch) -> None:
-    def ranks(_start: Start, _is_over: Callable[[], object]) -> int:
-        raise OSError("no such program")
-
+def test_a_launcher_that_breaks_says_so(run: RunDir, account: Account) -> None:
     with pytest.raises(OSError, match="no such program"):
-        account(start_of(run, signals), ranks, monkeypatch)
-    assert run.status.state is State.FAILED
-    assert run.status.reason == "the launcher failed: no such program"
+        account(Mock(side_effect=OSError("no such program")))
+    assert (run.status.state, run.status.reason) == (State.FAILED, "the launcher failed: no such program")
 
 
 def test_a_completed_run_is_not_trained_again(run: RunDir, signals: Signals, monkeypatch: pytest.MonkeyPatch) -> None:
     run.set_status(Status(state=State.COMPLETED, attempts=1))
-    srun = {"SLURM_JOB_ID": "8", "SLURM_NODEID": "0", "SLURM_STEP_NUM_NODES": "2"}
-    for name, value in srun.items():
+    for name, value in {"SLURM_JOB_ID": "8", "SLURM_NODEID": "0", "SLURM_STEP_NUM_NODES": "2"}.items():
         monkeypatch.setenv(name, value)
     arguments = [str(run.path), "n0", "--ports=1-2", "--requeues=0", "--checkpoint-interval=0", "--checkpoints-kept=2"]
     assert in_job.main(arguments) == 0
@@ -194,20 +185,11 @@ def test_a_completed_run_is_not_trained_again(run: RunDir, signals: Signals, mon
 def test_what_torchtitan_is_told_beyond_the_experiment(tmp_path: Path, signals: Signals) -> None:
     experiment = Experiment(name="tests", model="16B", nodes=2, gpus_per_node=8, dataset="c4", steps=20)
     run = directory.create(tmp_path, experiment)
-    start = start_of(run, signals)
-    plain = start.command(experiment).arguments
+    plain = start_of(run, signals).command(experiment).arguments
     assert "--checkpoint.interval=21" in plain  # never, in 20 steps
     assert f"--checkpoint.folder={run.path}/checkpoint" in plain
-    more = argparse.Namespace(
-        **{
-            **vars(start.options),
-            "scratch": Path("/scratch"),
-            "checkpoint_interval": 5,
-            "dataset": {"c4": Path("/data/c4")},
-            "tokenizer": {"16B": Path("/data/tokenizer")},
-        }
-    )
-    arguments = Start(run=run, place=start.place, options=more, signals=signals).command(experiment).arguments
+    more = ["--scratch=/scratch", "--checkpoint-interval=5", "--dataset=c4=/data/c4", "--tokenizer=16B=/data/tokenizer"]
+    arguments = start_of(run, signals, *more).command(experiment).arguments
     assert f"--checkpoint.folder=/scratch/{run.name}/checkpoint" in arguments
     assert {"--checkpoint.interval=5", "--dataloader.dataset_path=/data/c4"} <= set(arguments)
     assert "--hf_assets_path=/data/tokenizer" in arguments

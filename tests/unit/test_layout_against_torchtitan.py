@@ -20,7 +20,7 @@ import pytest
 from titan_judge import Answers, ask
 
 from moelab.experiment import EPBackend, Experiment, Precision
-from moelab.layout import RULES, SCHEDULES, check, facts_of
+from moelab.layout import SCHEDULES, check, facts_of, faults, rules
 from moelab.layout.mesh import divisors
 from moelab.layout.rules import LOSS_CHUNKS
 from moelab.layout.schedule import effective_layers, split_layers, stages_of_rank
@@ -59,6 +59,7 @@ UNNOTICED = {
     "minimal_async_ep stays in a node": "until the buffers of peers are opened",
     "DeepEP takes the tokens": "until DeepEP compiles its kernels for the first batch",
     "expert blocks are whole": "until the first step",
+    "forced routing has plain scores": "until the first batch",
 }
 """Rules that TorchTitan 0.3.0 does not notice while it is configured, and until when."""
 
@@ -136,8 +137,7 @@ def plausible_fields(draw: random.Random) -> dict[str, Any]:
 
 def broken_rules(experiment: Experiment) -> set[str]:
     """Names of the rules that an experiment breaks."""
-    facts = facts_of(experiment)
-    return {rule.name for rule in RULES if not rule.holds(facts)}
+    return {fault.rule for fault in faults(facts_of(experiment))}
 
 
 def disagreement(experiment: Experiment, words: str | None, unnoticed: set[str]) -> str | None:
@@ -194,6 +194,8 @@ SHOWN = {
                                 activation_checkpoint="full"),
     "features of DeepEP": Experiment(model="nano", ep_backend="deepep"),
     "expert blocks": Experiment(model="16B", nodes=2, gpus_per_node=8, ep=1, tp=16, precision="mxfp8", seq_len=4096),
+    "scores that are DTensors": Experiment(model="nano", hardware="cpu", gpus_per_node=2, tp=2, seq_len=1024,
+                                           routing="random_balanced"),
 }  # fmt: skip
 """One experiment for each thing that TorchTitan does not notice while it is configured."""
 
@@ -224,7 +226,8 @@ def test_verdicts_agree(titan: Answers, depth: str, noticed: set[str]) -> None:
 
 
 def test_every_rule_is_compared_or_written_down() -> None:
-    assert {rule.name for rule in RULES} == set(WORDS) | set(UNNOTICED) | NOT_TITANS
+    names = re.findall(r'Fault\(\s*"([^"]+)"', inspect.getsource(rules))
+    assert set(names) == set(WORDS) | set(UNNOTICED) | NOT_TITANS
     assert {rule for row in SHOWN.values() for rule in broken_rules(row)} == set(UNNOTICED)
 
 
@@ -335,6 +338,31 @@ def test_unnoticed_expert_blocks() -> None:
 
     with pytest.raises(AssertionError):
         to_mx(torch.zeros(32, 1408 // 16, dtype=torch.bfloat16), torch.float8_e4m3fn, 32)
+
+
+@pytest.mark.parametrize("routing", ["round_robin", "random_balanced"])
+def test_unnoticed_forced_routing(routing: str) -> None:
+    """The scores are DTensors where TorchTitan shards by them (``partial_dtensor``), the numbers of experts never."""
+    import torch
+    from torch import distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, distribute_tensor
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from torchtitan.models.common.moe import TokenChoiceTopKRouter
+
+    from moelab.titan.routing import RandomBalancedRouter
+
+    kind = {"round_robin": TokenChoiceTopKRouter, "random_balanced": RandomBalancedRouter}[routing]
+    router: Any = SimpleNamespace(num_experts=4, top_k=2, rank=0)
+    scores_BLE = torch.rand(1, 8, 4)
+    kind._debug_force_load_balance_routing(router, scores_BLE)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        distributed = distribute_tensor(scores_BLE, init_device_mesh("cpu", (2,)), [Replicate()])
+        with pytest.raises(RuntimeError, match=r"got mixed torch.Tensor and DTensor"):
+            kind._debug_force_load_balance_routing(router, distributed)
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("model", ["nano", "debug", "16B", "671B"])

@@ -9,7 +9,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from moelab.experiment import Experiment
 from moelab.experiment_file import Study, make_study
 from moelab.launch import local, torchrun
 from moelab.launch.local import Progress, StudyRun, run_study
+from moelab.launch.status import refresh
 from moelab.runs import collect as collect_module
 from moelab.runs import directory
 from moelab.runs.collect import collect
@@ -145,16 +147,7 @@ def test_mxfp8_without_a_converted_module_fails_although_it_trained(runs: Path) 
     assert logged_steps(run) == [1, 2, 3, 4]
 
 
-def test_a_command_that_cannot_be_started(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_in.install()
-    variables = {"MOELAB_EXPERIMENT": str(runs)}
-    monkeypatch.setattr(local, "command", lambda *_: local.Command(arguments=["/no/such"], variables=variables))
-    done = run_study(study_of(), runs, say=lambda line: None)
-    assert states(done) == ["failed"]
-    assert "No such file or directory: '/no/such'" in (done.runs[0].status.reason or "")
-
-
-def test_an_error_in_the_launcher_itself_is_not_left_running(runs: Path) -> None:
+def test_errors_of_the_launcher_itself_leave_nothing_running(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def say(line: str) -> None:
         if "loss" in line:
             raise ZeroDivisionError("in the display")
@@ -166,38 +159,31 @@ def test_an_error_in_the_launcher_itself_is_not_left_running(runs: Path) -> None
     assert run.status.state is State.FAILED
     assert run.status.reason == "the launcher failed: ZeroDivisionError('in the display')"
     assert logged_steps(run) == [1, 2]
+    missing = local.Command(arguments=["/no/such"], variables={"MOELAB_EXPERIMENT": str(runs)})
+    monkeypatch.setattr(local, "command", lambda *_: missing)
+    done = run_study(study_of(MXFP8), runs, say=lambda line: None)
+    assert states(done) == ["failed"]
+    assert "No such file or directory: '/no/such'" in (done.runs[0].status.reason or "")
 
 
 # A study
 
 
-def test_on_failure_continue_or_stop(tmp_path: Path) -> None:
-    behaviours = {"bf16_standard/seed0": "die"}
-    went_on, _ = launch(tmp_path / "a", study_of(BF16, MXFP8), behaviours, on_failure="continue")
-    assert states(went_on) == ["failed", "completed"]
-    stopped, said = launch(tmp_path / "b", study_of(BF16, MXFP8), behaviours, on_failure="stop")
-    assert states(stopped) == ["failed"]
+def test_only_what_is_missing_is_trained(runs: Path) -> None:
+    plan, dies = study_of(BF16, MXFP8, seeds=(0, 1)), {"mxfp8_standard/seed0": "die"}
+    stopped, said = launch(runs, plan, dies, on_failure="stop")
+    assert states(stopped) == ["completed", "failed"]
     assert said[-1].endswith("| failed: rank 1: ValueError: the vocabulary is too small")
-
-
-def test_a_finished_study_trains_nothing(runs: Path) -> None:
-    first, _ = launch(runs, study_of(BF16, MXFP8))
+    assert states(launch(runs, plan, dies)[0]) == ["completed", "failed", "completed", "completed"]
+    done, said = launch(runs, plan)
+    assert (done.trained, states(done)) == (1, ["completed"] * 4)
+    assert [line for line in said if line.endswith("starting")] == ["s | mxfp8_standard | seed 0 | step 0/4 | starting"]
     before = {path: path.stat().st_mtime_ns for path in runs.rglob("*") if path.is_file()}
-    again, said = launch(runs, study_of(BF16, MXFP8), {"bf16_standard/seed0": "die", "mxfp8_standard/seed0": "die"})
-    assert (again.trained, said, again.runs) == (0, [], first.runs)
+    again, said = launch(runs, plan, dict.fromkeys(("bf16_standard/seed0", "mxfp8_standard/seed0"), "die"))
+    assert (again.trained, said, again.runs) == (0, [], done.runs)
     after = {path: path.stat().st_mtime_ns for path in runs.rglob("*") if path.is_file()}
     assert after.keys() == before.keys()
     assert {path.name for path in after if after[path] != before[path]} <= {".launcher.lock"}
-
-
-def test_only_what_is_missing_is_trained(runs: Path) -> None:
-    plan = study_of(BF16, MXFP8, seeds=(0, 1))
-    launch(runs, plan, {"mxfp8_standard/seed0": "die"})
-    again, said = launch(runs, plan)
-    assert (again.trained, states(again)) == (1, ["completed"] * 4)
-    assert [line for line in said if line.endswith("starting")] == ["s | mxfp8_standard | seed 0 | step 0/4 | starting"]
-    assert len(list((runs / "s" / "mxfp8_standard" / "seed0").iterdir())) == 2
-    assert len(list((runs / "s" / "bf16_standard" / "seed1").iterdir())) == 1
 
 
 def test_what_the_machine_cannot_run_is_refused_before_anything_starts(runs: Path) -> None:
@@ -310,13 +296,18 @@ def test_a_signal_to_moelab_run(tmp_path: Path, runs: Path, number: signal.Signa
     process = start_moelab(tmp_path, {"bf16_standard/seed0": "hang"})
     wait_for(lambda: any("step:  2" in run.log.read_text() for run in find(runs) if run.log.exists()))
     assert len(stand_in.processes_of(runs)) == 3
+    assert [status.state for status in refresh(find(runs))] == [State.RUNNING]
     process.send_signal(number)
     out, err = process.communicate(timeout=30)
     wait_for(lambda: not stand_in.processes_of(runs), 10)
     (run,) = find(runs)
     assert out == ""
     if number is signal.SIGKILL:
-        assert run.status.state is State.RUNNING
+        status = run.status
+        run.set_status(replace(status, boot_id="of another machine"))
+        assert refresh([run])[0].state is State.RUNNING  # where its launcher may live
+        run.set_status(status)
+        assert refresh([run])[0].reason == "the launcher was killed"
         done, _ = launch(runs, study_of())
         assert (done.trained, states(done)) == (1, ["completed"])
         assert (run.status.state, run.status.reason) == (State.FAILED, "the launcher was killed")
@@ -482,93 +473,45 @@ def test_a_hub_that_cannot_be_reached_is_a_refusal(endpoint: str, monkeypatch: p
 
 # The line about a study that trains, on a clock that the test turns
 
-PROGRESS_STEPS = 10
 
+def test_a_line_says_where_a_study_is_and_what_is_left_at_a_steady_pace() -> None:
+    study = make_study("s", {"steps": 10}, [BF16, MXFP8], [0, 1])
+    now, said = [0.0], list[str]()
+    progress = Progress(study, iter([3]), said.append, interval_s=0.0, clock=lambda: now[0])
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
+    def train(index: int, *, start_s: float, step_s: float, steps: int = 10) -> None:
+        progress.start(index)
+        now[0] += start_s
+        for step in range(1, steps + 1):
+            now[0] += step_s
+            progress.rows([{"step": step, "loss": 8.0 - step / 10, "tps": 1234.5}])
 
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def four_runs() -> Study:
-    return make_study("s", {"steps": PROGRESS_STEPS}, [{"precision": "bf16"}, {"precision": "mxfp8"}], [0, 1])
-
-
-def progress_of(study: Study, done: Iterable[int] = (), interval_s: float = 0.0) -> tuple[Progress, Clock, list[str]]:
-    said: list[str] = []
-    clock = Clock()
-    return Progress(study, done, said.append, interval_s=interval_s, clock=clock), clock, said
-
-
-def row(step: int) -> list[dict[str, float]]:
-    return [{"step": step, "loss": 8.0 - step / 10, "tps": 1234.5}]
-
-
-def train(progress: Progress, clock: Clock, index: int, *, start_s: float, step_s: float) -> None:
-    progress.start(index)
-    clock.now += start_s
-    for step in range(1, PROGRESS_STEPS + 1):
-        clock.now += step_s
-        progress.rows(row(step))
-    progress.end("completed")
-
-
-def test_a_line_says_study_arm_seed_step_loss_speed_and_time_left(four_runs: Study) -> None:
-    progress, clock, said = progress_of(four_runs)
-    progress.start(0)
-    clock.now = 12.0
-    progress.rows(row(1))
-    clock.now = 16.0
-    progress.rows(row(3))
+    train(0, start_s=10, step_s=2, steps=3)
     assert said[0] == "s | bf16_standard | seed 0 | step 0/10 | starting"
     assert said[1] == "s | bf16_standard | seed 0 | step 1/10 | loss 7.900 | 1,234 tokens/s per rank"
-    # 7 steps of 2 s are left here, and three runs of 12 s start-up and 10 steps of 2 s: 14 + 3 × 32.
-    assert said[2].endswith("| about 1 min 50 s left")
+    # 7 steps of 2 s are left here, and two runs of 12 s start-up and 10 steps of 2 s: 14 + 2 × 32.
+    assert said[-1].endswith("| about 1 min 18 s left")
+    progress.end("failed: x")
+    assert said[-1] == "s | bf16_standard | seed 0 | step 3/10 | failed: x"
+    train(1, start_s=10, step_s=3)
+    progress.end("completed")
+    train(2, start_s=10, step_s=1, steps=2)
+    assert said[-1].endswith("| about 8 s left")  # 8 steps of 1 s: the fourth run was finished before
 
 
-def test_the_time_left_is_exact_at_a_steady_pace(four_runs: Study) -> None:
-    progress, clock, said = progress_of(four_runs)
-    train(progress, clock, 0, start_s=10, step_s=1)
-    train(progress, clock, 1, start_s=10, step_s=3)
-    progress.start(2)
-    clock.now += 10
-    for step in (1, 2):
-        clock.now += 1
-        progress.rows(row(step))
-    # 8 steps of 1 s, then the slow arm: 10 s and 10 steps of 3 s.
-    assert said[-1].endswith("| about 48 s left")
-
-
-def test_finished_experiments_are_not_counted(four_runs: Study) -> None:
-    progress, clock, said = progress_of(four_runs, done=iter([0, 1, 3]))
-    train(progress, clock, 2, start_s=5, step_s=1)
-    assert said[-2].endswith("| about 0 s left")
-    assert said[-1] == "s | bf16_standard | seed 1 | step 10/10 | completed"
-
-
-def test_lines_keep_their_distance(four_runs: Study) -> None:
-    progress, clock, said = progress_of(four_runs, interval_s=5.0)
+def test_lines_keep_their_distance() -> None:
+    now, said = [0.0], list[str]()
+    progress = Progress(make_study("s", {"steps": 10}, [BF16], [0]), (), said.append, clock=lambda: now[0])
     progress.start(0)
     for step in range(1, 11):
-        clock.now += 1.0
-        progress.rows(row(step))
+        now[0] += 1.0
+        progress.rows([{"step": step, "loss": 8.0, "tps": 1234.5}])
     assert [line.split(" | ")[3] for line in said] == ["step 0/10", "step 1/10", "step 6/10"]
 
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [
-        (0, "0 s"),
-        (0.4, "0 s"),
-        (59.6, "1 min 0 s"),
-        (200, "3 min 20 s"),
-        (3599.7, "1 h 0 min"),
-        (36_000 + 61, "10 h 1 min"),
-    ],
+    [(0.4, "0 s"), (59.6, "1 min 0 s"), (200, "3 min 20 s"), (3599.7, "1 h 0 min"), (36_061, "10 h 1 min")],
 )
 def test_durations(seconds: float, text: str) -> None:
     assert format_seconds(seconds) == text

@@ -416,6 +416,16 @@ def test_a_packed_log_whatever_its_name_says(tmp_path: Path, kind: str, name: st
     pd.testing.assert_frame_equal(read_log(path).rows, read_log(CASES / "restart.log").rows)
 
 
+@pytest.mark.parametrize("kind", [*PACKED, "utf-16"])
+@pytest.mark.parametrize("name", ["train.log", "crash.log.gz"])
+def test_the_cause_in_a_packed_log_whatever_its_name_says(tmp_path: Path, kind: str, name: str) -> None:
+    steps = (CASES / "restart.log").read_text().splitlines()[:4]
+    text = "\n".join([*steps, "Traceback (most recent call last):", '  File "train.py", line 3', "ValueError: no", ""])
+    (tmp_path / name).write_bytes(text.encode(kind) if kind == "utf-16" else PACKED[kind](text.encode()))
+    for path in (tmp_path / name, tmp_path):
+        assert collect(path)[0].status.reason == "ValueError: no"
+
+
 @pytest.mark.parametrize("kind", PACKED)
 def test_a_packed_log_that_was_cut_off_gives_what_it_has_and_says_so(tmp_path: Path, kind: str) -> None:
     line = "step: {}  loss: {:.5f}  memory: 1.00GiB(1.00%)  tps: {:,}  mfu: N/A"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -25,9 +26,13 @@ GPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-1a5d-11ef)"""
 DRIVER = "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver."
 
 
+Smi = Callable[..., Path]
+
+
 @pytest.fixture(autouse=True)
-def _ask_again() -> Iterator[None]:
-    yield
+def smi(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Smi]:
+    """Puts a stand-in for nvidia-smi on PATH; afterwards GPUs are asked for again."""
+    yield partial(nvidia_smi, monkeypatch, tmp_path)
     forget()
 
 
@@ -40,8 +45,8 @@ def visible() -> list[int]:
     return [(gpu.memory_mib or 0) - 100_000 for gpu in gpus()]
 
 
-def test_gpus_are_read_from_nvidia_smi(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    nvidia_smi(monkeypatch, tmp_path, B200, B200)
+def test_gpus_are_read_from_nvidia_smi(smi: Smi, tmp_path: Path) -> None:
+    smi(B200, B200)
     one = GpuInfo(name="NVIDIA B200", capability=10.0, driver="580.95.05", memory_mib=183_359)
     assert gpus() == (one, one)
     assert gpu_problem() is None
@@ -65,19 +70,23 @@ def test_gpus_are_read_from_nvidia_smi(monkeypatch: pytest.MonkeyPatch, tmp_path
     ],
 )
 def test_what_a_gpu_does_not_say_is_not_known(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, row: str, expected: tuple[str, float | None, int | None]
+    smi: Smi, row: str, expected: tuple[str, float | None, int | None]
 ) -> None:
-    nvidia_smi(monkeypatch, tmp_path, row)
+    smi(row)
     (gpu,) = gpus()
     assert (gpu.name, gpu.capability, gpu.memory_mib) == expected
 
 
+LOADER = "ERROR: ld.so: object 'libx.so' from LD_PRELOAD cannot be preloaded (cannot open shared object file): ignored."
+HEADER = "name, compute_cap, driver_version, memory.total [MiB]"
+
+
 @pytest.mark.parametrize("code", [0, machine.LISTS_DESPITE])
-def test_warnings_between_the_rows_are_passed_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: int) -> None:
-    nvidia_smi(
-        monkeypatch, tmp_path, "", H100, "WARNING: infoROM is corrupted at gpu 0000:18:00.0, slot 1", H100, code=code
-    )
-    assert [gpu.name for gpu in gpus()] == ["NVIDIA H100 80GB HBM3"] * 2
+def test_warnings_banners_and_a_header_are_passed_over(smi: Smi, code: int) -> None:
+    warning = "WARNING: infoROM is corrupted at gpu 0000:18:00.0, slot 1"
+    banner = "* Welcome, users! Maintenance on 3.12, 9.0 h"
+    smi(banner, LOADER, HEADER, "", H100, warning, "", H100, code=code)
+    assert [(gpu.name, gpu.memory_mib) for gpu in gpus()] == [("NVIDIA H100 80GB HBM3", 81_559)] * 2
 
 
 @pytest.mark.parametrize(
@@ -99,9 +108,9 @@ def test_warnings_between_the_rows_are_passed_over(monkeypatch: pytest.MonkeyPat
     ],
 )
 def test_what_cuda_visible_devices_leaves(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, chosen: str, expected: list[int]
+    smi: Smi, monkeypatch: pytest.MonkeyPatch, chosen: str, expected: list[int]
 ) -> None:
-    nvidia_smi(monkeypatch, tmp_path, *rows(4), listed=FOUR)
+    smi(*rows(4), listed=FOUR)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
     assert visible() == expected
 
@@ -109,34 +118,33 @@ def test_what_cuda_visible_devices_leaves(
 @pytest.mark.parametrize(
     ("chosen", "expected"),
     [
-        (None, "NVIDIA H100 80GB HBM3 MIG 3g.40gb"),
-        ("0", "NVIDIA H100 80GB HBM3 MIG 3g.40gb"),
-        ("1", "NVIDIA H100 80GB HBM3"),
-        ("MIG-7c1e-0002", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"),
-        ("MIG-7c1e-0002,MIG-7c1e-0001", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"),
-        ("MIG-ffff", None),
+        (None, [("MIG 3g.40gb", 38_146)]),
+        ("0", [("MIG 3g.40gb", 38_146)]),
+        ("1", [("", 81_559)]),
+        ("MIG-7c1e-0002", [("MIG 1g.10gb", 9_536)]),
+        ("MIG-7c1e-0002,MIG-7c1e-0001", [("MIG 1g.10gb", 9_536)]),
+        ("MIG-ffff", []),
     ],
 )
 def test_a_process_has_one_mig_instance(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, chosen: str | None, expected: str | None
+    smi: Smi, monkeypatch: pytest.MonkeyPatch, chosen: str | None, expected: list[tuple[str, int]]
 ) -> None:
-    nvidia_smi(monkeypatch, tmp_path, H100, H100, listed=MIG)
+    smi(H100, H100, listed=MIG)
     if chosen is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
-    assert [gpu.name for gpu in gpus()] == ([expected] if expected else [])
-    if expected and "MIG" in expected:
-        (instance,) = gpus()
-        assert instance.memory_mib == (38_146 if "40gb" in expected else 9_536)
+    assert [(gpu.name, gpu.memory_mib) for gpu in gpus()] == [
+        (f"NVIDIA H100 80GB HBM3 {name}".strip(), mib) for name, mib in expected
+    ]
 
 
-def test_a_gpu_in_mig_mode_without_instances_is_none_for_cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_gpu_in_mig_mode_without_instances_is_none_for_cuda(smi: Smi, monkeypatch: pytest.MonkeyPatch) -> None:
     listed = "\n".join(line for line in MIG.splitlines() if line.startswith("GPU"))
-    nvidia_smi(monkeypatch, tmp_path, f"{H100}, Enabled", f"{H100}, Disabled", listed=listed)
+    smi(f"{H100}, Enabled", f"{H100}, Disabled", listed=listed)
     assert len(gpus()) == 1
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     with pytest.raises(GpusUnknown, match="GPU 0 is in MIG mode and has no instance, so CUDA sees none"):
         gpus()
-    nvidia_smi(monkeypatch, tmp_path, f"{H100}, Enabled", f"{H100}, [N/A]", listed=MIG)
+    smi(f"{H100}, Enabled", f"{H100}, [N/A]", listed=MIG)
     assert [gpu.memory_mib for gpu in gpus()] == [38_146]
 
 
@@ -162,9 +170,9 @@ def test_a_gpu_in_mig_mode_without_instances_is_none_for_cuda(monkeypatch: pytes
     ],
 )
 def test_a_machine_with_broken_gpus_is_not_one_without(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, said: str, code: int, words: str
+    smi: Smi, monkeypatch: pytest.MonkeyPatch, said: str, code: int, words: str
 ) -> None:
-    nvidia_smi(monkeypatch, tmp_path, said, code=code)
+    smi(said, code=code)
     with pytest.raises(GpusUnknown, match="hardware=cpu") as caught:
         gpus()
     assert words in str(caught.value)
@@ -174,26 +182,17 @@ def test_a_machine_with_broken_gpus_is_not_one_without(
     assert gpus() == ()
 
 
-def test_banners_and_a_header_are_passed_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    loader = (
-        "ERROR: ld.so: object 'libx.so' from LD_PRELOAD cannot be preloaded (cannot open shared object file): ignored."
-    )
-    header = "name, compute_cap, driver_version, memory.total [MiB]"
-    nvidia_smi(monkeypatch, tmp_path, "* Welcome, users! Maintenance on 3.12, 9.0 h", loader, header, H100, "", H100)
-    assert [gpu.memory_mib for gpu in gpus()] == [81_559] * 2
-
-
-def test_a_driver_that_does_not_know_compute_cap(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_driver_that_does_not_know_compute_cap(smi: Smi) -> None:
     body = """case "$1" in
 *compute_cap*) echo 'Field "compute_cap" is not a valid field to query.'; exit 2;;
 --query*) echo 'Tesla V100-SXM2-32GB, 470.57.02, 32510'; exit 0;;
 esac"""
-    nvidia_smi(monkeypatch, tmp_path, body=body)
+    smi(body=body)
     assert gpus() == (GpuInfo(name="Tesla V100-SXM2-32GB", capability=None, driver="470.57.02", memory_mib=32_510),)
 
 
-def test_an_nvidia_smi_that_hangs_or_cannot_be_started_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    program = nvidia_smi(monkeypatch, tmp_path, body="exec sleep 60")
+def test_an_nvidia_smi_that_hangs_or_cannot_be_started_fails(smi: Smi, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = smi(body="exec sleep 60")
     monkeypatch.setattr(machine, "NVIDIA_SMI_TIMEOUT_S", 0.2)
     assert gpu_problem() == "nvidia-smi fails: no answer within 0.2 s"
     program.write_bytes(b"\x7fELF of another architecture")
@@ -201,8 +200,8 @@ def test_an_nvidia_smi_that_hangs_or_cannot_be_started_fails(monkeypatch: pytest
     assert gpu_problem() == "nvidia-smi fails: Exec format error"
 
 
-def test_uuids_that_cannot_be_looked_up_are_a_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    nvidia_smi(monkeypatch, tmp_path, body=f'[ "$1" = -L ] && exit 255; echo "{B200}"')
+def test_uuids_that_cannot_be_looked_up_are_a_failure(smi: Smi, monkeypatch: pytest.MonkeyPatch) -> None:
+    smi(body=f'[ "$1" = -L ] && exit 255; echo "{B200}"')
     assert len(gpus()) == 1
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-0a5d-11ef")
     with pytest.raises(GpusUnknown, match="names GPUs by UUID"):
@@ -325,8 +324,8 @@ def test_limits_of_control_groups(tmp_path: Path, files: dict[str, str], gib: in
 
 
 @pytest.fixture
-def broken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
-    nvidia_smi(monkeypatch, tmp_path, MISMATCH, code=18)
+def broken(smi: Smi) -> str:
+    smi(MISMATCH, code=18)
     return "nvidia-smi fails (exit code 18): Failed to initialize NVML: Driver/library version mismatch"
 
 
@@ -350,14 +349,9 @@ def test_a_broken_machine_is_refused_by_name(broken: str, tmp_path: Path, capsys
     ],
 )
 def test_a_plan_for_the_machine_at_hand(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    row: str,
-    fits: bool | None,
-    note: str | None,
+    smi: Smi, tmp_path: Path, capsys: pytest.CaptureFixture[str], row: str, fits: bool | None, note: str | None
 ) -> None:
-    nvidia_smi(monkeypatch, tmp_path, row, row)
+    smi(row, row)
     file = tmp_path / "study.yaml"
     file.write_text("name: s\nsteps: 2\n")
     assert cli.main(["plan", str(file), "--json"]) == 0
@@ -369,20 +363,12 @@ def test_a_plan_for_the_machine_at_hand(
     assert "has no " in capsys.readouterr().err
 
 
-def test_a_broken_machine_is_told_of_in_every_record(broken: str) -> None:
-    here = environment()
-    assert here["gpus"] == []
+def test_a_broken_machine_is_told_of_in_every_record_and_notebook(broken: str) -> None:
+    here, told, (found,) = environment(), report(), check_gpus([])
+    assert here["gpus"] == json.loads(json.dumps(told))["gpus"] == []
     assert here["gpu_problem"].startswith(broken)
-    told = report()
-    assert told["gpu_problem"] == here["gpu_problem"]
-    assert json.loads(json.dumps(told))["gpus"] == []
-    (found,) = check_gpus([])
+    assert told["gpu_problem"] == here["gpu_problem"] == found.found
     assert found.severity == "error"
-    assert broken in found.found
-
-
-def test_a_notebook_does_not_take_a_broken_machine_for_a_processor(broken: str) -> None:
-    parameters = StartParameters(study="s", runs_dir="runs", ranks=0, steps=2)
-    for ask in (parameters.to_study, can_use_gpus):
-        with pytest.raises(GpusUnknown, match="version mismatch"):
+    for ask in (StartParameters(study="s", runs_dir="runs", ranks=0, steps=2).to_study, can_use_gpus):
+        with pytest.raises(GpusUnknown, match="version mismatch"):  # not taken for a processor
             ask()

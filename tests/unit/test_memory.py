@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -193,7 +191,9 @@ def test_checkpointing_saves_activations() -> None:
 
 
 def test_every_constant_has_a_label_and_a_source() -> None:
-    for name, figure in vars(memory_constants).items():
+    constants = vars(memory_constants)
+    assert constants["expert_shares"] == (), "a run's own, or none"
+    for name, figure in ((name, one) for name, one in constants.items() if name != "expert_shares"):
         assert figure.label in ("measured", "derived", "quoted"), name
         assert len(figure.source) > 10, name
 
@@ -374,12 +374,6 @@ def thin_estimate(experiment: Experiment, thin: dict[str, int]) -> tuple[MemoryE
     layout = layout_of(experiment)
     layout = replace(layout, stages=split_layers(shape.n_layers, len(layout.stages)))
     return estimate(experiment, layout, H100, shape=shape), layout
-
-
-def test_neither_torch_nor_torchtitan_is_loaded() -> None:
-    code = "import sys, moelab.memory, moelab.hardware, moelab.model; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
 
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "memory_h100.json"

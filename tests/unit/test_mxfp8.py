@@ -5,7 +5,6 @@ from __future__ import annotations
 import doctest
 import importlib
 import pkgutil
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -46,58 +45,8 @@ def quantised(x: torch.Tensor, dim: int) -> torch.Tensor:
     return back[..., : along.shape[-1]].transpose(dim, -1)
 
 
-def grouped(groups: list[int], product: Callable[[int, slice], torch.Tensor]) -> list[torch.Tensor]:
-    ends = torch.tensor(groups).cumsum(0).tolist()
-    return [product(g, slice(end - size, end)) for g, (size, end) in enumerate(zip(groups, ends, strict=True))]
-
-
-def operands(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tokens (M, K), weights (G, N, K), upstream gradient (M, N) and group ends, all BF16."""
-    torch.manual_seed(seed)
-    tokens = torch.randn(sum(GROUPS), DIM).bfloat16()
-    weights = (torch.randn(len(GROUPS), HIDDEN, DIM) / 8).bfloat16()
-    upstream = torch.randn(sum(GROUPS), HIDDEN).bfloat16()
-    return tokens, weights, upstream, torch.tensor(GROUPS).cumsum(0).to(torch.int32)
-
-
-def run_experts(wgrad: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Output, dgrad and wgrad of the converted experts' grouped GEMM."""
-    tokens, weights, upstream, ends = operands()
-    tokens.requires_grad_()
-    weights.requires_grad_()
-    config = MXFP8Experts.Config(
-        dim=DIM, hidden_dim=HIDDEN, num_experts=len(GROUPS), kernels="emulated", wgrad=wgrad, pad_inside=True
-    )
-    output = config.build()._grouped_mm(A=tokens, B_t=weights.transpose(-2, -1), offs=ends)
-    output.backward(upstream)
-    assert tokens.grad is not None
-    assert weights.grad is not None
-    return output.detach(), tokens.grad, weights.grad
-
-
 def close_to_bf16_rounding(ours: torch.Tensor, exact: torch.Tensor) -> None:
     torch.testing.assert_close(ours.double(), exact, rtol=2**-7, atol=2e-2)
-
-
-@pytest.mark.parametrize("wgrad", ["mxfp8", "bf16"])
-def test_grouped_gemms_match_quantise_dequantise_in_float64(wgrad: str) -> None:
-    tokens, weights, upstream, _ = operands()
-    output, dgrad, wgrad_GNK = run_experts(wgrad)
-
-    x, w = quantised(tokens, 1).double(), quantised(weights, 2).double()
-    close_to_bf16_rounding(output, torch.cat(grouped(GROUPS, lambda g, rows: x[rows] @ w[g].T)))
-
-    gy, w_along_n = quantised(upstream, 1).double(), quantised(weights, 1).double()
-    close_to_bf16_rounding(dgrad, torch.cat(grouped(GROUPS, lambda g, rows: gy[rows] @ w_along_n[g])))
-
-    def weight_gradient(_g: int, rows: slice) -> torch.Tensor:
-        if wgrad == "bf16":
-            return upstream[rows].double().T @ tokens[rows].double()
-        if rows.start == rows.stop:
-            return torch.zeros(HIDDEN, DIM, dtype=torch.float64)
-        return quantised(upstream[rows], 0).double().T @ quantised(tokens[rows], 0).double()
-
-    close_to_bf16_rounding(wgrad_GNK, torch.stack(grouped(GROUPS, weight_gradient)))
 
 
 @pytest.mark.parametrize("wgrad", ["mxfp8", "bf16"])
@@ -110,8 +59,7 @@ def test_experts_are_titans_experts_with_torchaos_emulation(wgrad: str) -> None:
     for parameter in ours.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     titans.load_state_dict(ours.state_dict())
-    tokens, _, _, _ = operands()
-    results = []
+    tokens, results = torch.randn(sum(GROUPS), DIM).bfloat16(), []
     for experts in (ours, titans):
         x = tokens.clone().requires_grad_()
         output = experts(x, torch.tensor(GROUPS))
@@ -119,20 +67,6 @@ def test_experts_are_titans_experts_with_torchaos_emulation(wgrad: str) -> None:
         results.append([output.detach(), x.grad, *(parameter.grad for parameter in experts.parameters())])
     for mine, theirs in zip(*results, strict=True):
         assert torch.equal(mine, theirs)
-
-
-def test_grouped_gemms_differ_from_bf16() -> None:
-    tokens, weights, upstream, _ = operands()
-    output, dgrad, wgrad_GNK = run_experts("mxfp8")
-    x, w, gy = tokens.double(), weights.double(), upstream.double()
-    references = {
-        "output": (output, torch.cat(grouped(GROUPS, lambda g, rows: x[rows] @ w[g].T))),
-        "dgrad": (dgrad, torch.cat(grouped(GROUPS, lambda g, rows: gy[rows] @ w[g]))),
-        "wgrad": (wgrad_GNK, torch.stack(grouped(GROUPS, lambda g, rows: gy[rows].T @ x[rows]))),
-    }
-    for name, (ours, exact) in references.items():
-        error = float((ours.double() - exact).norm() / exact.norm())
-        assert 0.01 < error < 0.06, f"{name}: relative error {error}"  # E4M3 has 3 bits of mantissa; BF16's is 0.002
 
 
 @pytest.mark.parametrize("wgrad", ["mxfp8", "bf16"])
@@ -249,18 +183,13 @@ def test_kernels_follow_the_hardware(
     monkeypatch.setattr(kernels, "why_not_cutedsl", lambda: None)
     assert kernels.resolve("auto") == expected
     assert kernels.resolve("emulated") == "emulated"
-    if expected == "native":
-        assert kernels.resolve("native") == "native"
-    else:
+    if expected == "emulated":
         with pytest.raises(Refused, match="mxfp8_kernels is 'native'"):
             kernels.resolve("native")
-    if expected == "emulated":
         return
+    assert kernels.resolve("native") == "native"
     monkeypatch.setattr(kernels, "why_not_cutedsl", lambda: "nvidia-cutlass-dsl is missing")
     with pytest.raises(Refused, match=r"nvidia-cutlass-dsl is missing.*mxfp8_kernels=emulated by name"):
-        kernels.resolve("auto")
-    monkeypatch.setattr(grouped_mm, "_SM100_KERNELS_AVAILABLE", False)
-    with pytest.raises(Refused, match="no SM100 kernels"):
         kernels.resolve("auto")
 
 

@@ -23,7 +23,6 @@ from moelab.mxfp8.errors import (
     PRODUCTS,
     GroupedGemm,
     Method,
-    NotFinite,
     block_sqnr_db,
     cast_product,
     compare_products,
@@ -122,19 +121,17 @@ def test_every_code_of_an_element_is_what_the_reference_rounds_to_itself(element
 # --- laws ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("made", FORMATS, ids=label)
-@settings(max_examples=15, deadline=None)
-@given(x=rows())
-def test_casting_twice_is_casting_once(made: MX, x: torch.Tensor) -> None:
-    once = made.cast(x).values
-    assert torch.equal(made.cast(once).values, once)
-
-
 @pytest.mark.parametrize("made", [*FORMATS, FP8(per="row"), FP8(per="tensor"), BF16()], ids=label)
 @settings(max_examples=15, deadline=None)
-@given(x=rows())
-def test_signs_are_symmetric(made: Any, x: torch.Tensor) -> None:
-    assert torch.equal(made.cast(-x).values, -made.cast(x).values)
+@given(x=rows(), exponent=st.integers(-20, 20))
+def test_a_cast_knows_signs_and_for_blocks_neither_repetition_nor_powers_of_two(
+    made: Any, x: torch.Tensor, exponent: int
+) -> None:
+    once = made.cast(x).values
+    assert torch.equal(made.cast(-x).values, -once)
+    if isinstance(made, MX):
+        assert torch.equal(made.cast(once).values, once)
+        assert torch.equal(made.cast(x * 2.0**exponent).values, once * 2.0**exponent)
 
 
 @pytest.mark.parametrize("made", FORMATS, ids=label)
@@ -144,21 +141,19 @@ def test_bounds_of_scale_and_value(made: MX, x: torch.Tensor) -> None:
     cast = made.cast(x)
     exponent = torch.log2(cast.scale)
     assert torch.equal(exponent, exponent.round())
-    assert (exponent >= -127).all()
-    assert (exponent <= 127).all()
+    assert exponent.abs().max() <= 127
     assert (cast.values.abs() <= made.max * cast.scale).all()
     amax = x.reshape(-1, 32).abs().amax(-1)
     fullness = (amax / cast.scale.reshape(-1, 32)[:, 0])[amax > 0]  # of the largest number, in elements
+    top = 2.0**made.element.emax
+    rounds_up = 1 - 2.0 ** -(made.element.mantissa_bits + 2)  # of even, where the mantissa overflows
     low, high = {
-        "floor": (2.0**made.element.emax, 2.0 ** (made.element.emax + 1)),
-        "even": tuple(
-            2.0**e * (1 - 2.0 ** -(made.element.mantissa_bits + 2)) for e in (made.element.emax, made.element.emax + 1)
-        ),
-        "ceil": (2.0 ** (made.element.emax - 1), 2.0**made.element.emax),
+        "floor": (top, 2 * top),
+        "even": (top * rounds_up, 2 * top * rounds_up),
+        "ceil": (top / 2, top),
         "rceil": (made.max / 2, made.max),
     }[made.scaling]
-    assert (fullness >= low).all()
-    assert (fullness <= high).all()
+    assert ((fullness >= low) & (fullness <= high)).all()
 
 
 @pytest.mark.parametrize("made", FORMATS, ids=label)
@@ -183,14 +178,6 @@ def test_a_value_that_is_not_finite_reaches_no_other_block(made: MX, bad: float)
         assert values[:, 32:64].isnan().all()
     else:
         assert abs(values[0, 40].item()) > 1e30
-
-
-@settings(max_examples=15, deadline=None)
-@given(seed=st.integers(0, 1000), exponent=st.integers(-40, 40))
-def test_scaling_by_a_power_of_two_changes_nothing_else(seed: int, exponent: int) -> None:
-    x = synthetic("student_t", (4, 64), seed=seed)
-    for made in FORMATS:
-        assert torch.equal(made.cast(x * 2.0**exponent).values, made.cast(x).values * 2.0**exponent)
 
 
 @pytest.mark.parametrize("made", [MX(), FP8(per="row", power_of_two=True)], ids=["mx", "row"])
@@ -244,7 +231,7 @@ def test_blocks_are_measured_as_tensors_of_their_own() -> None:
 def test_distributions_are_as_described() -> None:
     gaussian = synthetic("gaussian", (400, 256)).double()
     heavy = synthetic("student_t", (400, 256)).double()
-    channels = synthetic("gaussian", (400, 256), outlier=100.0, every=64).double()
+    channels = synthetic("gaussian", (400, 256), outlier=100.0).double()
     assert gaussian.std().item() == pytest.approx(1, abs=0.02)
     # Student's t with 3 degrees of freedom, from its tables: quartiles at 0.7649, and P(|t| > 5.841) is 0.01.
     assert heavy.abs().median().item() == pytest.approx(0.7649, abs=0.02)
@@ -385,29 +372,27 @@ def test_the_operands_of_a_layer_give_autograds_gradients() -> None:
 def test_an_axis_without_whole_blocks_is_refused(size: int, said: str) -> None:
     with pytest.raises(NotWholeBlocks, match=said) as refused:
         MX().cast(torch.ones(4, size))
-    assert isinstance(refused.value, BadInput)
     assert refused.value.exit_code == 2
-    with pytest.raises(NotWholeBlocks):
-        GroupedGemm(
-            name="w",
-            x=torch.ones(4, size),
-            weight=torch.ones(1, 32, size),
-            grad=torch.ones(4, 32),
-            offsets=torch.tensor([4]),
-        )
+    with pytest.raises(NotWholeBlocks, match=f"K of w1 {said}"):
+        gemm_of_ones(x=torch.ones(4, size), weight=torch.ones(1, 64, size))
+
+
+def gemm_of_ones(**changes: torch.Tensor) -> GroupedGemm:
+    fitting = {"x": torch.ones(4, 32), "weight": torch.ones(1, 64, 32), "grad": torch.ones(4, 64)}
+    return GroupedGemm(name="w1", **{**fitting, "offsets": torch.tensor([4]), **changes})
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("role", ["x", "weight", "grad"])
 def test_operands_that_are_not_finite_are_named(role: str, bad: float) -> None:
-    given_operands = {"x": torch.ones(4, 32), "weight": torch.ones(1, 64, 32), "grad": torch.ones(4, 64)}
-    given_operands[role].view(-1)[3] = bad
-    with pytest.raises(NotFinite, match=f"{role} of w1 has 1 values"):
-        GroupedGemm(name="w1", offsets=torch.tensor([4]), **given_operands)
+    broken = torch.ones({"x": (4, 32), "weight": (1, 64, 32), "grad": (4, 64)}[role])
+    broken.view(-1)[3] = bad
+    with pytest.raises(BadInput, match=f"{role} of w1 has 1 values"):
+        gemm_of_ones(**{role: broken})
 
 
 def test_a_tensor_that_cannot_be_measured_is_refused() -> None:
-    with pytest.raises(NotFinite, match="2 values of 64"):
+    with pytest.raises(BadInput, match="2 values of 64"):
         measure(torch.tensor([[math.nan, math.inf, *[1.0] * 62]]), MX())
     with pytest.raises(BadInput, match="no value other than zero"):
         measure(torch.zeros(1, 32), MX())
@@ -415,23 +400,12 @@ def test_a_tensor_that_cannot_be_measured_is_refused() -> None:
         measure(torch.ones(1, 33), MX())
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"grad": torch.ones(4, 32)}, "x, weight, grad and offsets are"),
-        ({"offsets": torch.tensor([3])}, r"offsets are \[3\]"),
-        ({"offsets": torch.tensor([1, 4])}, "x, weight, grad and offsets are"),
-        ({"x": torch.ones(0, 32), "grad": torch.ones(0, 64), "offsets": torch.tensor([0])}, "M above 0"),
-    ],
-)
-def test_operands_that_do_not_fit_are_refused(changes: dict[str, torch.Tensor], said: str) -> None:
-    fitting = {"x": torch.ones(4, 32), "weight": torch.ones(1, 64, 32), "grad": torch.ones(4, 64)}
-    with pytest.raises(BadInput, match=said):
-        GroupedGemm(name="w1", **{**fitting, "offsets": torch.tensor([4]), **changes})
+def test_experts_without_a_token_are_refused() -> None:
+    with pytest.raises(BadInput, match="M above 0"):
+        gemm_of_ones(x=torch.ones(0, 32), grad=torch.ones(0, 64), offsets=torch.tensor([0]))
 
 
-@pytest.mark.parametrize("given_data", [("cauchy", 2.0, 8), ("gaussian", -1.0, 8), ("gaussian", 1.0, 0)])
-def test_data_that_cannot_be_drawn_is_refused(given_data: Any) -> None:
-    distribution, outlier, every = given_data
+@pytest.mark.parametrize(("distribution", "outlier"), [("cauchy", 2.0), ("gaussian", -1.0)])
+def test_data_that_cannot_be_drawn_is_refused(distribution: Any, outlier: float) -> None:
     with pytest.raises(BadInput, match="valid: "):
-        synthetic(distribution, (2, 2), outlier=outlier, every=every)
+        synthetic(distribution, (2, 2), outlier=outlier)

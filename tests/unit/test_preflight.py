@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -22,11 +22,9 @@ from moelab.finding import Finding
 from moelab.hardware import gpu_of
 from moelab.health.node import main as node_report
 from moelab.health.preflight import Preflight, compare, node_script
+from moelab.launch import status
 from moelab.launch.cluster import ClusterProfile, read_cluster
-from moelab.launch.script import JobSpec, render
-from moelab.launch.slurm import SlurmError
-from moelab.launch.status import drain, requeue_without
-from moelab.launch.submit import (
+from moelab.launch.requirements import (
     STATE_BYTES,
     STREAMING_NODES,
     check_data,
@@ -35,6 +33,9 @@ from moelab.launch.submit import (
     checkpoint_bytes,
     checkpoints_at_most,
 )
+from moelab.launch.script import JobSpec, render
+from moelab.launch.slurm import SlurmError
+from moelab.launch.status import drain, requeue_without
 from moelab.memory import estimate
 from moelab.model import count_parameters, shape_of
 from moelab.plan import plan
@@ -42,7 +43,7 @@ from moelab.plan import plan
 STUDIES = Path(__file__).parents[2] / "studies"
 B200 = read_cluster("nebius_soperator_b200")
 VERSIONS = {"python": "3.12.3", "torch": "2.14.1", "torchao": "0.18.0", "deep-ep": None, "driver": "580.95.05"}
-BUILD = {"name": "DeepEP", "severity": "ok", "found": "V2 2.1.0"}
+BUILD = Finding(name="DeepEP", severity="ok", found="V2 2.1.0").to_json()
 
 
 def reports(count: int = 4, **changes: dict[str, Any]) -> list[dict[str, Any]]:
@@ -55,7 +56,7 @@ def reports(count: int = 4, **changes: dict[str, Any]) -> list[dict[str, Any]]:
         "shared_memory_bytes": 64 << 30,
         "write_problem": None,
         "unseen": [],
-        "deepep": [Finding(**BUILD).to_json()],
+        "deepep": [BUILD],
         "clock_offset_s": -0.01,
     }
     return [{"node": f"n{number}", **alike, **changes.get(f"n{number}", {})} for number in range(count)]
@@ -92,65 +93,68 @@ def test_equal_nodes_have_nothing_to_complain_about() -> None:
     assert named["GPUs"] == "8 × NVIDIA B200 on each of 4 nodes"
 
 
-def test_the_odd_one_out_is_named() -> None:
-    other = {"versions": {**VERSIONS, "torchao": "0.17.0", "deep-ep": "2.1.0"}}
-    assert judged(reports(n2=other)) == {
-        "torchao on all nodes": "n2: 0.17.0; 3 others: 0.18.0",
-        "deep-ep on all nodes": "n2: 2.1.0; 3 others: not installed",
-    }
-    halves = judged(reports(n0=other, n1=other))
+MISMATCH = "nvidia-smi fails (exit code 18): Failed to initialize NVML: Driver/library version mismatch"
+OTHER = {"versions": {**VERSIONS, "torchao": "0.17.0", "deep-ep": "2.1.0"}}
+POOR = {"shared_memory_bytes": 64 << 20, "memlock_bytes": 8 << 20, "open_files": 1024}
+POOR_FOUND = {"shared memory": "n0: 64 MiB of /dev/shm", "locked memory": "n0: 8 MiB", "open files": "n0: 1024"}
+B200S, H100S = "8 × NVIDIA B200", "8 × NVIDIA H100 80GB HBM3"
+GONE = {"deepep": [{"name": "DeepEP", "severity": "note", "found": "not installed; arms with deepep need it"}]}
+NO_GIN = Finding(name="GIN", severity="error", found="not available", cause="a", consequence="b", remedy="c").to_json()
+EVERYWHERE = {f"n{number}": GONE for number in range(4)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected", "profile"),
+    [
+        # the odd one out is named
+        (
+            {"n2": OTHER},
+            {
+                "torchao on all nodes": "n2: 0.17.0; 3 others: 0.18.0",
+                "deep-ep on all nodes": "n2: 2.1.0; 3 others: not installed",
+            },
+            {},
+        ),
+        ({"n1": {"gpus": ["NVIDIA B200"] * 7}}, {"GPUs": f"n1: 7 × NVIDIA B200; 3 others: {B200S}; {{}}"}, {}),
+        ({"n3": {"gpus": ["NVIDIA H100 80GB HBM3"] * 8}}, {"GPUs": f"n3: {H100S}; 3 others: {B200S}; {{}}"}, {}),
+        ({"n1": {"gpus": [], "gpu_problem": MISMATCH}}, {"GPUs": f"n1: {MISMATCH}; 3 others: {B200S}; {{}}"}, {}),
+        ({}, {"GPUs": f"4 others: {B200S}; the profile says 8 × h200"}, {"gpu_type": "h200"}),
+        ({"n1": {"gpus": []}}, {}, {"gpus_per_node": 0}),
+        # clocks by the moment in which reports came; a login node whose own clock is wrong is nobody's fault
+        ({"n3": {"clock_offset_s": -7.2}}, {"clocks": "n3 7 s behind"}, {}),
+        ({"n3": {"clock_offset_s": 7.2}}, {"clocks": "n3 7 s ahead"}, {}),
+        ({"n3": {"clock_offset_s": 2.9}}, {}, {}),
+        ({f"n{number}": {"clock_offset_s": 60.0 + number / 10} for number in range(4)}, {}, {}),
+        # limits and folders
+        ({"n0": POOR}, POOR_FOUND, {}),
+        ({"n0": {**POOR, "open_files": None}}, {"shared memory": "n0: 64 MiB of /dev/shm"}, {"memlock": "any"}),
+        (
+            {"n1": {"write_problem": "OSError: Disk quota exceeded"}, "n2": {"unseen": ["/data/c4"]}},
+            {"runs and checkpoints": "n1: OSError: Disk quota exceeded", "shared files": "n2: does not see /data/c4"},
+            {},
+        ),
+        # DeepEP counts where an arm needs it
+        ({"n1": {"deepep": [BUILD, NO_GIN]}, "n3": GONE}, {}, {}),
+        (
+            {"n1": {"deepep": [BUILD, NO_GIN]}, "n3": GONE},
+            {"DeepEP on n1: GIN": "not available", "DeepEP on n3: DeepEP": "not installed"},
+            {"deepep": True},
+        ),
+        (EVERYWHERE, {"DeepEP on all nodes: DeepEP": "not installed"}, {"deepep": True}),
+    ],
+)
+def test_what_nodes_say_is_held_against_each_other(
+    changes: dict[str, Any], expected: dict[str, str], profile: dict[str, Any]
+) -> None:
+    expected = {name: found.format("the profile says 8 × b200") for name, found in expected.items()}
+    assert judged(reports(**changes), **profile) == expected
+
+
+def test_halves_and_nodes_that_say_nothing() -> None:
+    halves = judged(reports(n0=OTHER, n1=OTHER))
     assert halves["torchao on all nodes"] in {"n2, n3: 0.18.0; 2 others: 0.17.0", "n0, n1: 0.17.0; 2 others: 0.18.0"}
-
-
-def test_gpus_that_are_not_as_the_profile_says() -> None:
-    assert judged(reports(n1={"gpus": ["NVIDIA B200"] * 7})) == {
-        "GPUs": "n1: 7 × NVIDIA B200; 3 others: 8 × NVIDIA B200; the profile says 8 × b200"
-    }
-    assert "8 × NVIDIA H100 80GB HBM3" in judged(reports(n3={"gpus": ["NVIDIA H100 80GB HBM3"] * 8}))["GPUs"]
-    assert judged(reports(), gpu_type="h200")["GPUs"] == "4 others: 8 × NVIDIA B200; the profile says 8 × h200"
-    assert judged(reports(n1={"gpus": []}), gpus_per_node=0) == {}
-
-
-def test_a_node_whose_nvidia_smi_fails_is_not_one_without_gpus() -> None:
-    words = "nvidia-smi fails (exit code 18): Failed to initialize NVML: Driver/library version mismatch"
-    assert judged(reports(n1={"gpus": [], "gpu_problem": words})) == {
-        "GPUs": f"n1: {words}; 3 others: 8 × NVIDIA B200; the profile says 8 × b200"
-    }
-
-
-def test_clocks_by_the_moment_in_which_reports_came() -> None:
-    assert judged(reports(n3={"clock_offset_s": -7.2})) == {"clocks": "n3 7 s behind"}
-    assert judged(reports(n3={"clock_offset_s": 2.9})) == {}
-    # A login node whose own clock is wrong is nobody's fault: nodes are held against each other.
-    away = {f"n{number}": {"clock_offset_s": 60.0 + number / 10} for number in range(4)}
-    assert judged(reports(**away)) == {}
-
-
-def test_limits_folders_and_nodes_that_say_nothing() -> None:
-    poor = {"shared_memory_bytes": 64 << 20, "memlock_bytes": 8 << 20, "open_files": 1024}
-    assert judged(reports(n0=poor)) == {
-        "shared memory": "n0: 64 MiB of /dev/shm",
-        "locked memory": "n0: 8 MiB",
-        "open files": "n0: 1024",
-    }
-    assert "locked memory" not in judged(reports(n0=poor), memlock="any")
-    bad = {"write_problem": "OSError: Disk quota exceeded"}
-    assert judged(reports(n1=bad, n2={"unseen": ["/data/c4"]})) == {
-        "runs and checkpoints": "n1: OSError: Disk quota exceeded",
-        "shared files": "n2: does not see /data/c4",
-    }
     assert judged(reports(3)) == {"nodes": "3 of 4 answered"}
     assert judged([]) == {"nodes": "0 of 4 answered"}
-
-
-def test_deepep_counts_where_an_arm_needs_it() -> None:
-    gone = {"deepep": [{"name": "DeepEP", "severity": "note", "found": "not installed; arms with deepep need it"}]}
-    broken = Finding(name="GIN", severity="error", found="not available", cause="a", consequence="b", remedy="c")
-    nodes = reports(n1={"deepep": [Finding(**BUILD).to_json(), broken.to_json()]}, n3=gone)
-    assert judged(nodes) == {}
-    assert judged(nodes, deepep=True) == {"DeepEP on n1: GIN": "not available", "DeepEP on n3: DeepEP": "not installed"}
-    everywhere = judged(reports(**{f"n{number}": gone for number in range(4)}), deepep=True)
-    assert everywhere == {"DeepEP on all nodes: DeepEP": "not installed"}
 
 
 def test_plans_that_are_illegal_too_large_or_do_not_fit() -> None:
@@ -338,44 +342,17 @@ def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     assert main(["doctor", "--cluster=slurm_generic", f"--file={tmp_path}/none.yaml"]) == 2
 
 
-@pytest.fixture
-def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[list[str]]]:
-    """Stands in for scontrol: writes down its arguments; a job is running, then completing, then pending."""
-    log, program = tmp_path / "log", tmp_path / "scontrol"
-    program.write_text(
-        "#!/bin/sh\n"
-        f'printf "%s\\0" "$@" >>{log}; echo >>{log}\n'
-        f'[ "$1" = show ] || exit 0\necho x >>{tmp_path}/asked\n'
-        f"case $(wc -l <{tmp_path}/asked) in 1) s=RUNNING;; 2) s=COMPLETING;; *) s=PENDING;; esac\n"
-        'echo "JobId=12 JobName=x JobState=$s Reason=None"\n'
-    )
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    return lambda: [line.split("\0")[:-1] for line in log.read_text().splitlines()] if log.exists() else []
-
-
-def test_draining_is_one_command(scontrol: Callable[[], list[list[str]]]) -> None:
-    drain(["gpu017", "gpu018"], "Xid 79; $(reboot) 'now'")
-    expected = ["update", "nodename=gpu017,gpu018", "state=drain", "reason=Xid 79; $(reboot) 'now'"]
-    assert scontrol() == [expected]
-
-
-def test_requeueing_holds_the_job_until_its_nodes_are_excluded(scontrol: Callable[[], list[list[str]]]) -> None:
-    requeue_without("12", ["gpu017"])
-    asked = [arguments for arguments in scontrol() if arguments[0] != "show"]
-    assert asked == [["requeuehold", "12"], ["update", "jobid=12", "excnodelist=gpu017"], ["release", "12"]]
-    requeue_without("12", ["gpu018"])  # it is waiting now
-    assert [arguments[0] for arguments in scontrol() if arguments[0] != "show"][3:] == ["hold", "update", "release"]
-
-
-@pytest.mark.parametrize("name", ["", "ALL nodes", "-all", "gpu[1-3]", "a,b", "a\nb", "gpu1;x"])
-def test_nothing_but_names_of_nodes(name: str, scontrol: Callable[[], list[list[str]]]) -> None:
-    with pytest.raises(BadInput, match="nodes"):
-        drain([name], "reason")
-    with pytest.raises(BadInput, match="nodes"):
-        drain([], "reason")
+def test_nothing_but_names_of_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What draining does is shown on a real Slurm."""
+    asked = Mock()
+    monkeypatch.setattr(status, "call", asked)
+    for nodes in ([], *([name] for name in ("", "ALL nodes", "-all", "gpu[1-3]", "a,b", "a\nb", "gpu1;x"))):
+        with pytest.raises(BadInput, match="nodes"):
+            drain(nodes, "reason")
+        with pytest.raises(BadInput, match="nodes"):
+            requeue_without("12", nodes)
     with pytest.raises(BadInput, match="reason"):
         drain(["n0"], "two\nlines")
     with pytest.raises(SlurmError, match="job"):
         requeue_without("12; reboot", ["n0"])
-    assert scontrol() == []
+    assert not asked.called

@@ -349,7 +349,7 @@ def test_a_search_by_speed_is_ordered_and_says_what_a_setting_is_worth() -> None
     found = recommend(NODE.model_copy(update={"local_batch": 4}), limit=5)
     speeds = [one.projection.tps for one in found.ranked]
     assert speeds == sorted(speeds, reverse=True)
-    assert all(project(one.candidate.experiment).tps == one.projection.tps for one in found.ranked)
+    assert all(project(one.experiment).tps == one.projection.tps for one in found.ranked)
     best = found.ranked[0].projection
     for worth in found.worth:
         other = Experiment.model_validate({**best.experiment.model_dump(), worth.field: worth.other})

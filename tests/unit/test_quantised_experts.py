@@ -241,31 +241,21 @@ def initialised(experts: Any) -> Any:
     return experts
 
 
-def test_mxfp8_experts_equal_titans_on_the_expanded_rows() -> None:
-    """Rows expanded to BF16 quantise again to themselves, so TorchTitan's experts with torchao give the same bits."""
-    settings_ = {**SETTINGS, "kernels": "emulated", "wgrad": "bf16"}
-    rows, into, *_ = operands("mxfp8")
-    x = expand(rows.data_RD, rows.scales_RS, "mxfp8").requires_grad_()
-    results = []
-    for kind, given_, place_ in ((quantised_experts(MXFP8Experts), rows, into), (MXFP8Experts, x, x)):
-        experts = initialised(kind.Config(**settings_).build())
-        output = experts(given_, torch.tensor(GROUPS))
-        output.backward(torch.randn(output.shape, generator=torch.Generator().manual_seed(4)).bfloat16())
-        results.append([output.detach(), *(parameter.grad for parameter in experts.parameters()), place_.grad])
-    assert len(results[0]) == 5
-    for a, b in zip(*results, strict=True):
-        assert torch.equal(a, b)
-
-
-def test_fp8_experts_take_either_kind_of_row_and_either_wgrad() -> None:
-    for wgrad in ("bf16", "fp8"):
-        experts = initialised(quantised_experts(GroupedExperts, "fp8").Config(**SETTINGS, wgrad=wgrad).build())
-        weights = [dict(experts.named_parameters())[name] for name in ("w1_EFD", "w3_EFD", "w2_EDF")]
-        for arrived in (True, False):
-            rows, *_ = operands("fp8", arrived=arrived)
-            arithmetic = "fp8" if wgrad == "bf16" else "fp8_wgrad_fp8"
-            expected = expert_rows(rows, *(w.bfloat16() for w in weights), ENDS, None, arithmetic)
-            assert torch.equal(experts(rows, torch.tensor(GROUPS)), expected)
+@pytest.mark.parametrize(
+    ("parent", "precision", "settings_", "arithmetic"),
+    [
+        (GroupedExperts, "fp8", {"wgrad": "bf16"}, "fp8"),
+        (GroupedExperts, "fp8", {"wgrad": "fp8"}, "fp8_wgrad_fp8"),
+        (MXFP8Experts, "mxfp8", {"kernels": "emulated", "wgrad": "bf16"}, "mxfp8_emulated"),
+    ],
+)
+def test_modules_take_either_kind_of_row(parent: Any, precision: Any, settings_: Any, arithmetic: str) -> None:
+    experts = initialised(quantised_experts(parent, precision).Config(**SETTINGS, **settings_).build())
+    weights = [dict(experts.named_parameters())[name].bfloat16() for name in ("w1_EFD", "w3_EFD", "w2_EDF")]
+    for arrived in (True, False):
+        rows, *_ = operands(precision, arrived=arrived)
+        expected = expert_rows(rows, *weights, ENDS, None, arithmetic)
+        assert torch.equal(experts(rows, torch.tensor(GROUPS)), expected)
 
 
 def test_native_mxfp8_hands_torchaos_kernels_what_they_take(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -278,6 +279,38 @@ def test_losses_of_the_dispatchers() -> None:
     runs = [(run["arm"], run["losses"]) for run in found["runs"]]
     ends = [losses[-1] - runs[0][1][-1] for arm, losses in runs if arm != "standard"]
     says(f"ended {min(ends):.2f} to {max(ends):.2f} nats above")
+
+
+def test_one_gpu() -> None:
+    found = results_of("one_h200_steps")
+    ratios = {(row["campaign"][-5:], row["arm"].removesuffix("_flex_tiles")): row["ratio"] for row in found["summary"]}
+    steps = {(row["campaign"][-5:], row["arm"]): [] for row in found["rows"]}
+    for row in found["rows"]:
+        steps[row["campaign"][-5:], row["arm"]] += row["step_s"]
+    for campaign, arms in (
+        ("02:06", ("fp8_standard", "fp8_standard_wgrad-fp8", "fp8_standard_linears", "", "mxfp8-emulated_standard")),
+        ("02:16", ("", "fp8_standard_wgrad-fp8", "", "fp8_standard_wgrad-fp8_linears", "")),
+    ):
+        tps = 8192 / statistics.median(steps[campaign, "bf16_standard_flex_tiles"])
+        cells = [f" {ratios[campaign, arm]:.2f} × " if arm else " " for arm in arms]
+        says(f"| {campaign} | {tps:,.0f} tokens/s |{'|'.join(cells)}|")
+    gains = [
+        ratios["02:16", "fp8_standard_wgrad-fp8_linears"] / ratios["02:16", "fp8_standard_wgrad-fp8"],
+        ratios["02:06", "fp8_standard_linears"] / ratios["02:06", "fp8_standard"],
+    ]
+    says(f"gain {100 * gains[0] - 100:.1f} to {100 * gains[1] - 100:.1f} % of a whole step")
+    says(f"costs {100 - 100 * ratios['02:06', 'mxfp8-emulated_standard']:.1f} %")
+    says(f"takes {100 * ratios['02:25', 'bf16_standard_flex_flash'] - 100:.1f} % of the step")
+
+
+def test_losses_on_one_gpu() -> None:
+    for result in results_of("dispatcher_losses_one_h200")["results"]:
+        losses = {run["arm"]: run["losses"] for run in reversed(result["runs"])}
+        cells = []
+        for arm in ("nudged", "fp8", "fp8_wgrad", "fp8_linears", "mxfp8"):
+            apart = [one - other for one, other in zip(losses.get(arm, []), losses["standard"], strict=False)]
+            cells.append(f" {statistics.mean(apart[-10:]):+.3f}, {max(map(abs, apart)):.2f} " if apart else " ")
+        says(f"| seed {result['seed']} |{'|'.join(cells)}|".replace("-", "−"))
 
 
 def test_emulation() -> None:

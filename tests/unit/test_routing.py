@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torchtitan.config.override import OverrideConfig, apply_overrides
@@ -39,6 +39,7 @@ def draw(tokens: int, experts: int, top_k: int, *, rank: int = 0) -> torch.Tenso
 
 
 @given(st.integers(1, 200), st.integers(1, 24), st.integers(1, 8), st.integers(0, 300))
+@example(48, 64, 6, 0)
 @settings(max_examples=60, deadline=None)
 def test_load_is_equal_and_experts_distinct(tokens: int, experts: int, top_k: int, rank: int) -> None:
     top_k = min(top_k, experts)
@@ -49,13 +50,8 @@ def test_load_is_equal_and_experts_distinct(tokens: int, experts: int, top_k: in
     assert len(load_E) == experts
     assert int(load_E.max() - load_E.min()) <= 1
     assert int(load_E.sum()) == tokens * top_k
-
-
-@pytest.mark.parametrize(("experts", "top_k"), [(256, 8), (64, 6), (8, 2), (8, 3)])
-def test_load_is_exact_for_whole_circles(experts: int, top_k: int) -> None:
-    tokens = 4 * math.lcm(experts, top_k) // top_k
-    load_E = torch.bincount(draw(tokens, experts, top_k).flatten())
-    assert load_E.tolist() == [tokens * top_k // experts] * experts
+    if tokens * top_k % math.lcm(experts, top_k) == 0:  # whole circles
+        assert load_E.min() == load_E.max()
 
 
 def destinations(ids_TK: torch.Tensor, experts_each: int) -> float:
@@ -181,7 +177,7 @@ def check_gradients(block: Block, run: nn.Module) -> list[torch.Tensor]:
     return [ids_BLK for _, ids_BLK in outputs]
 
 
-@pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", [None, "inductor"])
 @pytest.mark.parametrize("policy", [FullAC.Config(), SelectiveAC.Config(force_recompute_mm_shapes_by_fqns=[])])
 def test_recomputation_draws_the_same_experts(policy: FullAC.Config, backend: str | None) -> None:
     block = Block()
@@ -199,13 +195,6 @@ def test_compiles_as_one_graph_and_draws_as_without(backend: str) -> None:
         assert torch.equal(one, other)
 
 
-def test_the_override_keeps_what_the_router_was() -> None:
-    config = model_spec("671B", ep_backend="standard").model.layers[3].moe.router
-    swapped = random_balanced(config)
-    assert isinstance(swapped, RandomBalancedRouter.Config)
-    assert (swapped.num_experts, swapped.top_k, swapped.route_scale, swapped.gate) == (256, 8, 2.5, config.gate)
-
-
 @pytest.mark.parametrize(("kwargs", "gate"), [({}, Linear.Config), ({"fp32_gate": True}, Fp32Gate.Config)])
 def test_torchtitan_applies_the_override(kwargs: dict[str, bool], gate: type) -> None:
     model = model_spec("nano", ep_backend="standard").model
@@ -213,3 +202,6 @@ def test_torchtitan_applies_the_override(kwargs: dict[str, bool], gate: type) ->
     routers = [config for _, config, _, _ in model.traverse(TokenChoiceTopKRouter.Config)]
     assert len(replaced) == len(routers) == 3
     assert all(type(config) is RandomBalancedRouter.Config and type(config.gate) is gate for config in routers)
+    theirs = model_spec("671B", ep_backend="standard").model.layers[3].moe.router
+    swapped = random_balanced(theirs)
+    assert (swapped.num_experts, swapped.top_k, swapped.route_scale, swapped.gate) == (256, 8, 2.5, theirs.gate)

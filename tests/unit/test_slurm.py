@@ -6,6 +6,7 @@ import contextlib
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -56,17 +57,12 @@ def shown(found: list[Job]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("version", RECORDED)
-def test_recorded_json(version: str) -> None:
+def test_recorded_answers(version: str) -> None:
     found = list(parse_squeue(squeue_text(version)))
-    assert shown(found) == EXPECTED
+    assert shown(found) == shown(list(parse_scontrol((DATA / f"scontrol_{version}.txt").read_text()))) == EXPECTED
     assert {job.comment for job in found if job.job_id != "6"} == {"moelab:study:0a1b2c"}
     waits = {job.job_id: job.reason for job in found}
     assert (waits["1_3"], waits["1_6"], waits["1_4"]) == ("BeginTime", "Resources", None)
-
-
-@pytest.mark.parametrize("version", RECORDED)
-def test_recorded_scontrol_says_the_same(version: str) -> None:
-    assert shown(list(parse_scontrol((DATA / f"scontrol_{version}.txt").read_text()))) == EXPECTED
 
 
 def test_a_state_as_a_word_among_numbers_as_objects() -> None:
@@ -79,15 +75,14 @@ def test_a_state_as_a_word_among_numbers_as_objects() -> None:
     assert shown(list(parse_squeue(json.dumps(content)))) == EXPECTED
 
 
-def test_a_controller_that_did_not_answer_is_an_error_although_the_exit_code_is_0() -> None:
-    said = {"errors": [{"description": "Failed while looking for jobs", "error": "Unspecified error"}], "jobs": []}
-    with pytest.raises(SlurmError, match="squeue: Failed while looking for jobs"):
-        list(parse_squeue(json.dumps(said)))
+ERRORS = '{"errors": [{"description": "Failed while looking for jobs", "error": "Unspecified error"}], "jobs": []}'
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", "null", '{"jobs": [{}]}', '{"jobs": [7, {"a": 1}]}', '{"jobs": 3}'])
-def test_what_is_not_an_answer_of_squeue(text: str) -> None:
-    with pytest.raises(SlurmError):
+@pytest.mark.parametrize(
+    "text", [ERRORS, "", "[]", "{}", "null", '{"jobs": [{}]}', '{"jobs": [7, {"a": 1}]}', '{"jobs": 3}']
+)
+def test_what_is_no_answer_of_squeue_is_an_error_although_the_exit_code_is_0(text: str) -> None:
+    with pytest.raises(SlurmError, match="squeue: Failed while looking for jobs" if text == ERRORS else "not what"):
         list(parse_squeue(text))
 
 
@@ -216,21 +211,16 @@ def test_an_end_in_words() -> None:
 
 
 def test_an_array_is_asked_for_as_a_whole_and_nothing_else_than_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[str, ...]] = []
-    monkeypatch.setattr(slurm, "call", lambda *words: (asked.append(words), "7_[0-1]|7|CANCELLED|0:0")[1])
+    """The completion log as ``sacct -c`` of Slurm 22.05 printed it: of a requeued job the last end counts."""
+    call = Mock(return_value="7_[0-1]|7|CANCELLED|0:0")
+    monkeypatch.setattr(slurm, "call", call)
     assert set(slurm.accounted(["7_1", "7_0", "Welcome to x", "8;rm", "-j"])) == {"7_0", "7_1"}
-    assert [words[-1] for words in asked] == ["7"]
+    assert call.call_args.args[-1] == "7"
     assert slurm.accounted(["Welcome"]) == slurm.completed(["?"]) == {}
-    assert len(asked) == 1
-
-
-def test_the_completion_log_has_the_last_end_of_a_requeued_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As ``sacct -c`` of Slurm 22.05 printed it."""
-    monkeypatch.setattr(slurm, "call", lambda *_: "1|NODE_FAIL|0:0\n1|CANCELLED|0:0\n2|FAILED|3:0\n")
-    assert {number: job.state for number, job in slurm.completed(["1", "2"]).items()} == {
-        "1": "CANCELLED",
-        "2": "FAILED",
-    }
+    assert call.call_count == 1
+    call.return_value = "1|NODE_FAIL|0:0\n1|CANCELLED|0:0\n2|FAILED|3:0\n"
+    ends = slurm.completed(["1", "2"])
+    assert {number: job.state for number, job in ends.items()} == {"1": "CANCELLED", "2": "FAILED"}
 
 
 def test_a_slurm_without_json_is_asked_by_scontrol(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,10 +235,8 @@ def test_a_slurm_without_json_is_asked_by_scontrol(monkeypatch: pytest.MonkeyPat
 
 
 def test_any_other_failure_of_squeue_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    def call(*_: str) -> str:
-        raise SlurmError("squeue: Unable to contact slurm controller (connect failure)")
-
-    monkeypatch.setattr(slurm, "call", call)
+    refused = SlurmError("squeue: Unable to contact slurm controller (connect failure)")
+    monkeypatch.setattr(slurm, "call", Mock(side_effect=refused))
     with pytest.raises(SlurmError, match="Unable to contact"):
         slurm.queue()
 

@@ -86,11 +86,6 @@ def test_the_verdict_of_known_numbers(study: Path) -> None:
     assert data["tps"] == {"bf16_standard": pytest.approx(1000), "mxfp8_standard": pytest.approx(500)}
 
 
-def test_a_margin_that_is_given_decides(study: Path) -> None:
-    (verdict,) = judge_study(study, margin_nats=0.0005).verdicts
-    assert verdict.answer is Answer.DIFFERENT
-
-
 def test_a_run_that_failed_is_shown_and_not_judged(study: Path) -> None:
     run_of(study.parents[1], "mxfp8", 4, 5.0, losses=curve(5.0)[:3], state=State.FAILED, reason="rank 1: ValueError: x")
     judged = judge_study(study)
@@ -104,12 +99,8 @@ def test_one_arm_only(tmp_path: Path) -> None:
         run_of(tmp_path, "bf16", seed, SEEDS[seed])
     study = tmp_path / "runs" / "s"
     judged = judge_study(study)
-    assert ([side.arm for side in judged.sides], judged.verdicts, judged.gains, judged.held_out) == (
-        ["bf16_standard"],
-        [],
-        [],
-        [],
-    )
+    assert [side.arm for side in judged.sides] == ["bf16_standard"]
+    assert judged.verdicts == judged.gains == judged.held_out == []
     assert "No verdict: no run of an arm beside the reference bf16_standard finished" in judged.as_text()
     assert "Study s" in report_of(study)
     json.dumps(judged.to_json(), allow_nan=False)
@@ -268,11 +259,8 @@ def test_one_seed_of_two_steps(tmp_path: Path) -> None:
         make_run(tmp_path / "runs", Experiment(name="s", steps=2, precision=precision), [5.0, 4.9])
     judged = judge_study(tmp_path / "runs" / "s")
     (verdict,) = json.loads(json.dumps(judged.to_json(), allow_nan=False))["verdicts"]
-    assert (verdict["answer"], verdict["interval_nats"], verdict["margin_nats"]) == (
-        "insufficient data",
-        [None, None],
-        None,
-    )
+    assert (verdict["answer"], verdict["interval_nats"]) == ("insufficient data", [None, None])
+    assert verdict["margin_nats"] is None
     assert judged.throughput == []
     assert "tokens/s" not in judged.as_text()
     assert "loss" in report_of(tmp_path / "runs" / "s")

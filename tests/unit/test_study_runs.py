@@ -144,14 +144,21 @@ def test_a_seed_that_diverged_is_a_finding(tmp_path: Path) -> None:
     assert side_by_side.verdicts[0].answer is Answer.DIFFERENT
 
 
-def test_an_arm_of_which_every_seed_diverged_is_judged(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("failed", "answer", "words"),
+    [
+        ("mxfp8", Answer.DIFFERENT, "5 of 5 seeds diverged in MXFP8"),
+        ("bf16", Answer.INSUFFICIENT, "5 of 5 seeds diverged in the reference BF16"),
+    ],
+)
+def test_an_arm_of_which_every_seed_diverged_is_judged(tmp_path: Path, failed: str, answer: Answer, words: str) -> None:
     for seed in SEEDS:
-        run_of(tmp_path, "bf16", seed)
-        run_of(tmp_path, "mxfp8", seed, losses=[4.0, math.inf])
+        for precision in ("bf16", "mxfp8"):
+            run_of(tmp_path, precision, seed, **({"losses": [4.0, math.inf]} if precision == failed else {}))
     judged = judge_study(tmp_path / "s")
     (verdict,) = judged.verdicts
-    assert verdict.answer is Answer.DIFFERENT
-    assert "5 of 5 seeds diverged in MXFP8" in verdict.sentence()
+    assert verdict.answer is answer
+    assert words in verdict.sentence()
     assert report_figures(judged)
 
 
@@ -164,17 +171,6 @@ def test_an_arm_of_which_every_seed_was_lost_is_named(tmp_path: Path) -> None:
     assert [verdict.arm for verdict in judged.verdicts] == ["mxfp8_standard"]
     told = f"left out: MXFP8 + DeepEP, seeds 0, 1, 2, 3, 4: failed: node gpu-12 failed, 1 of {STEPS} steps logged"
     assert told in judged.notes
-
-
-def test_a_reference_of_which_every_seed_diverged_is_named(tmp_path: Path) -> None:
-    for seed in SEEDS:
-        run_of(tmp_path, "bf16", seed, losses=[4.0, math.nan])
-        run_of(tmp_path, "mxfp8", seed)
-    judged = judge_study(tmp_path / "s")
-    (verdict,) = judged.verdicts
-    assert verdict.answer is Answer.INSUFFICIENT
-    assert "5 of 5 seeds diverged in the reference BF16" in verdict.sentence()
-    assert report_figures(judged)
 
 
 def test_a_seed_that_was_lost_is_left_out_by_name(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given, settings
@@ -29,7 +30,6 @@ from moelab.launch.slurm import (
     NumberUnknown,
     Queue,
     SlurmError,
-    SlurmMissing,
     Ticket,
     state_of,
     ticket_of,
@@ -43,6 +43,14 @@ STUDIES = Path(__file__).parents[2] / "studies"
 FINAL_OF_SLURM = ["COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"]
 
 
+def of_671b(*overrides: str) -> Any:
+    return read_study(STUDIES / "671B_b200_x256.yaml", overrides)
+
+
+def small(**shared: Any) -> Any:
+    return make_study("s", {"hardware": "cpu", "steps": 4, **shared}, [{"precision": "bf16"}], [0, 1])
+
+
 @pytest.fixture
 def no_slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -53,10 +61,6 @@ def cluster() -> ClusterProfile:
     return read_cluster("slurm_generic", ["gpus_per_node=8", "nodes=64"])
 
 
-def small(**shared: Any) -> Any:
-    return make_study("s", {"hardware": "cpu", "steps": 4, **shared}, [{"precision": "bf16"}], [0, 1])
-
-
 def submitted(runs: Path, losses: list[float], status: Status, **fields: Any) -> RunDir:
     """A run whose job is 7_0."""
     run = make_run(runs, Experiment(name="s", hardware="cpu", steps=4, **fields), losses)
@@ -65,7 +69,6 @@ def submitted(runs: Path, losses: list[float], status: Status, **fields: Any) ->
     return run
 
 
-TWO_GPUS = ["gpus_per_node=2", "nodes=2"]
 Site = Callable[..., None]
 
 
@@ -103,46 +106,33 @@ def job(state: str, **fields: Any) -> Job:
 
 
 @pytest.mark.usefixtures("no_slurm")
-def test_many_nodes_do_not_stream_c4(tmp_path: Path, cluster: ClusterProfile) -> None:
-    study = read_study(STUDIES / "671B_b200_x256.yaml")
-    with pytest.raises(Refused, match="C4 would be streamed by 32 nodes"):
-        submit(study, tmp_path / "runs", cluster, submit=True)
-    assert not (tmp_path / "runs").exists()
-
-
-@pytest.mark.usefixtures("no_slurm")
-def test_a_dry_run_needs_no_slurm_and_touches_nothing(tmp_path: Path, cluster: ClusterProfile) -> None:
-    study = read_study(STUDIES / "671B_b200_x256.yaml")
-    done = dry_run(study, tmp_path / "runs", cluster)
-    (script,) = done.scripts
-    assert "#SBATCH --array=0-3\n" in script
-    assert all(f"{tmp_path}/runs/published_671b/{arm}/seed0/" in script for arm in study.arms)
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("submitting", [False, True])
-def test_an_illegal_plan_is_refused_before_anything_is_written(
-    tmp_path: Path, cluster: ClusterProfile, submitting: bool
+@pytest.mark.parametrize(
+    ("study", "submitting", "words"),
+    [
+        (of_671b(), True, "C4 would be streamed by 32 nodes"),
+        (of_671b("pp=16", "ep=32"), True, "plan of bf16_standard_round-robin: "),
+        (of_671b("pp=16", "ep=32"), False, "plan of bf16_standard_round-robin: "),
+        (of_671b("activation_checkpoint=none"), False, r"plan of .*: \d+\.\d of 17\d\.\d GiB on the fullest GPU"),
+        (small(nodes=65), False, "plan of bf16_standard: .*nodes is 65"),
+        (small(gpus_per_node=16), False, "plan of bf16_standard: gpus_per_node is 16"),
+    ],
+)
+def test_what_cannot_run_there_is_refused_before_anything_is_written(
+    tmp_path: Path, cluster: ClusterProfile, study: Any, submitting: bool, words: str
 ) -> None:
-    study = read_study(STUDIES / "671B_b200_x256.yaml", ["pp=16", "ep=32"])
-    with pytest.raises(Refused, match="plan of bf16_standard_round-robin: ") as refused:
+    with pytest.raises(Refused, match=words) as refused:
         submit(study, tmp_path / "runs", cluster, submit=submitting)
     assert len(set(str(refused.value).splitlines())) == len(str(refused.value).splitlines())
     assert not (tmp_path / "runs").exists()
 
 
-def test_what_does_not_fit_is_refused(tmp_path: Path, cluster: ClusterProfile) -> None:
-    study = read_study(STUDIES / "671B_b200_x256.yaml", ["activation_checkpoint=none"])
-    with pytest.raises(Refused, match=r"plan of .*: \d+\.\d of 17\d\.\d GiB on the fullest GPU"):
-        submit(study, tmp_path / "runs", cluster, submit=False)
-
-
-@pytest.mark.parametrize("size", [{"nodes": 4}, {"gpus_per_node": 4}])
-def test_what_the_cluster_has_not_leaves_nothing(tmp_path: Path, size: dict[str, int]) -> None:
-    cluster = read_cluster("slurm_generic", ["gpus_per_node=2", "nodes=2"])
-    with pytest.raises(Refused, match="plan of bf16_standard: "):
-        submit(small(**size), tmp_path / "runs", cluster, submit=False)
-    assert list(find(tmp_path)) == []
+@pytest.mark.usefixtures("no_slurm")
+def test_a_dry_run_needs_no_slurm_and_touches_nothing(tmp_path: Path, cluster: ClusterProfile) -> None:
+    study = of_671b()
+    (script,) = dry_run(study, tmp_path / "runs", cluster).scripts
+    assert "#SBATCH --array=0-3\n" in script
+    assert all(f"{tmp_path}/runs/published_671b/{arm}/seed0/" in script for arm in study.arms)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.usefixtures("no_slurm")
@@ -269,22 +259,16 @@ def test_completed_is_never_invented(
 
 
 @pytest.mark.parametrize(
-    ("accounted", "state"),
-    [("7_0|7|TIMEOUT|0:0\n", State.FAILED), ("7_0|7|RUNNING|0:0\n", State.UNKNOWN), (None, State.UNKNOWN)],
+    ("accounted", "state"), [("7_0|7|TIMEOUT|0:0", State.FAILED), ("7_0|7|RUNNING|0:0", State.UNKNOWN)]
 )
 def test_accounting_is_believed_about_the_ends_that_the_controller_forgot(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accounted: str | None, state: State
+    tmp_path: Path, site: Site, accounted: str, state: State
 ) -> None:
-    def call(*words: str, **_options: Any) -> str:
-        if words[0] == "squeue":
-            return '{"jobs": []}'
-        if accounted is None:
-            raise SlurmMissing("sacct is not on PATH")
-        return accounted
-
-    monkeypatch.setattr(slurm, "call", call)
+    site(sacct=f"{accounted}\n")
     run = submitted(tmp_path, [8.0], Status(state=State.RUNNING, attempts=1))
     assert refresh([run])[0].state is state
+    (tmp_path / "bin" / "sacct").unlink()
+    assert refresh([submitted(tmp_path, [8.0], Status(state=State.RUNNING, attempts=1))])[0].state is State.UNKNOWN
 
 
 def test_what_slurm_says_is_told_where_nothing_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,13 +281,15 @@ def test_what_slurm_says_is_told_where_nothing_can_be_written(tmp_path: Path, mo
     assert refresh([run])[0].state is State.RUNNING
 
 
-def test_a_job_in_a_state_that_is_not_known_can_be_cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cancelled: list[str] = []
-    monkeypatch.setattr(slurm, "queue", lambda: [job("NEW_WORD")])
-    monkeypatch.setattr(slurm, "cancel", lambda jobs: cancelled.extend(job.job_id for job in jobs))
+def test_a_job_in_a_state_that_is_not_known_is_not_submitted_again_and_can_be_cancelled(
+    tmp_path: Path, site: Site, cluster: ClusterProfile
+) -> None:
+    site(squeue=queue_of(job("NEW_WORD")))
     run = submitted(tmp_path, [8.0], Status(state=State.RUNNING, attempts=1))
+    with pytest.raises(Refused, match="is unknown as job 7_0"):
+        submit(make_study("s", {"hardware": "cpu", "steps": 4}, [{}], [0]), tmp_path, cluster, submit=True)
     assert [status.state for status in cancel([run])] == [State.CANCELLED]
-    assert cancelled == ["7_0"]
+    assert "scancel 7_0\n" in (tmp_path / "asked").read_text()
 
 
 def test_an_end_that_the_job_writes_meanwhile_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,30 +313,12 @@ def test_a_job_of_another_run_with_the_same_number_is_not_believed(tmp_path: Pat
     assert Queue([job("RUNNING", comment="set by the site")]).job_of(run) is not None
 
 
-def test_a_job_in_a_state_that_is_not_known_is_not_submitted_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cluster: ClusterProfile
+def test_slurm_is_not_asked_for_runs_that_are_no_jobs_and_one_that_does_not_answer_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slurm, "queue", lambda: [job("NEW_WORD")])
-    submitted(tmp_path, [8.0], Status(state=State.RUNNING, attempts=1))
-    study = make_study("s", {"hardware": "cpu", "steps": 4}, [{}], [0])
-    with pytest.raises(Refused, match="is unknown as job 7_0"):
-        submit(study, tmp_path, cluster, submit=True)
-
-
-def test_slurm_is_not_asked_for_runs_that_are_no_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def queue() -> list[Job]:
-        raise AssertionError
-
-    monkeypatch.setattr(slurm, "queue", queue)
-    run = make_run(tmp_path, Experiment(name="s"), [8.0])
-    assert refresh([run]) == [run.status]
-
-
-def test_a_queue_that_does_not_answer_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def queue() -> list[Job]:
-        raise SlurmError("squeue: no answer in 60 s")
-
-    monkeypatch.setattr(slurm, "queue", queue)
+    monkeypatch.setattr(slurm, "queue", Mock(side_effect=SlurmError("squeue: no answer in 60 s")))
+    no_job = make_run(tmp_path, Experiment(name="s"), [8.0])
+    assert refresh([no_job]) == [no_job.status]
     run = submitted(tmp_path, [8.0], Status(state=State.RUNNING, attempts=1))
     done = submitted(tmp_path, [8.0], Status(state=State.FAILED, reason="x", attempts=1))
     running, failed = refresh([run, done])
@@ -374,17 +342,14 @@ def states_of(runs: Iterable[RunDir]) -> list[tuple[State, str | None]]:
     return [(status.state, status.job_id) for status in refresh(runs)]
 
 
-def test_a_site_s_banner_is_no_number(tmp_path: Path, site: Site) -> None:
-    site(sbatch="\n  ------\n  Welcome to the Stampede3 Supercomputer\n  ------\n  --> (login4)...OK\n  519605\n")
-    done = submit(small(), tmp_path / "runs", read_cluster("slurm_generic", TWO_GPUS), submit=True)
-    assert [run.status.job_id for run in done.submitted] == ["519605_0", "519605_1"]
-
-
 def test_an_array_that_was_cancelled_while_it_waited_is_cancelled_for_each_of_its_tasks(
-    tmp_path: Path, site: Site
+    tmp_path: Path, site: Site, cluster: ClusterProfile
 ) -> None:
-    site(sbatch="519605\n", sacct="519605_[0-1]|519605|CANCELLED by 54321|0:0\n")
-    done = submit(small(), tmp_path / "runs", read_cluster("slurm_generic", TWO_GPUS), submit=True)
+    site(
+        sbatch="\n  ------\n  Welcome to the Stampede3 Supercomputer\n  ------\n  --> (login4)...OK\n  519605\n",
+        sacct="519605_[0-1]|519605|CANCELLED by 54321|0:0\n",
+    )
+    done = submit(small(), tmp_path / "runs", cluster, submit=True)
     assert states_of(done.submitted) == [(State.CANCELLED, "519605_0"), (State.CANCELLED, "519605_1")]
     assert {run.status.reason for run in done.submitted} == {"Slurm: CANCELLED"}
 
@@ -424,26 +389,23 @@ def test_a_job_whose_number_nobody_knows_is_told_and_adopted(
         adopt(study, runs, "7")
 
 
-def test_a_job_whose_number_nobody_knows_is_found_by_its_comment(
+def test_a_job_whose_number_nobody_knows_is_found_by_its_comment_or_given_up(
     tmp_path: Path, site: Site, cluster: ClusterProfile
 ) -> None:
     site(sbatch="Welcome\n")
     with pytest.raises(NumberUnknown):
         submit(small(), tmp_path / "runs", cluster, submit=True)
     runs = find(tmp_path / "runs")
+    statuses = [run.status for run in runs]
     comment = str(ticket_of(runs[0]).comment)
     site(squeue=queue_of(*(job("PENDING", comment=comment, job_id=f"7_{task}") for task in (0, 1))))
     assert states_of(runs) == [(State.SUBMITTED, "7_0"), (State.SUBMITTED, "7_1")]
-
-
-def test_a_job_whose_number_nobody_knows_can_be_given_up(tmp_path: Path, site: Site, cluster: ClusterProfile) -> None:
-    site(sbatch="Welcome\n")
-    with pytest.raises(NumberUnknown):
-        submit(small(), tmp_path / "runs", cluster, submit=True)
-    assert {status.state for status in cancel(find(tmp_path / "runs"))} == {State.CANCELLED}
-    assert "its job was not seen" in str(find(tmp_path / "runs")[0].status.reason)
-    assert "scancel" not in (tmp_path / "asked").read_text()
+    for run, status in zip(runs, statuses, strict=True):
+        run.set_status(status)
     site(sbatch="8\n")
+    assert {status.state for status in cancel(runs)} == {State.CANCELLED}
+    assert "its job was not seen" in str(runs[0].status.reason)
+    assert "scancel" not in (tmp_path / "asked").read_text()
     assert len(submit(small(), tmp_path / "runs", cluster, submit=True).submitted) == 2
 
 
@@ -471,27 +433,21 @@ def test_a_number_that_is_none_hides_no_other_run(
 
 
 @pytest.mark.parametrize(
-    "content", ["{", "[]", '{"comment": [], "task": 0}', '{"comment": "moelab:s:1", "task": "x", "raw_id": "--help"}']
+    ("file", "content", "said"),
+    [
+        ("launch/submission.json", "{", job("RUNNING")),
+        ("launch/submission.json", '{"comment": "moelab:s:1", "task": "x", "raw_id": "--help"}', job("RUNNING")),
+        ("experiment.yaml", "model: [", job("COMPLETED")),
+    ],
 )
-def test_a_damaged_ticket_hides_no_other_run(tmp_path: Path, site: Site, content: str) -> None:
-    good = submitted(tmp_path, [8.0], Status(state=State.RUNNING, attempts=1))
-    bad = submitted(tmp_path, [8.0], Status(state=State.RUNNING, attempts=1), seed=1)
-    (bad.path / "launch" / "submission.json").write_text(content)
-    bad.set_status(replace(bad.status, job_id="8_0"))
-    site(squeue=queue_of(job("RUNNING")))
-    assert states_of([bad, good]) == [(State.UNKNOWN, "8_0"), (State.RUNNING, "7_0")]
-
-
-def test_a_damaged_record_of_a_run_whose_job_completed_hides_no_other_run(tmp_path: Path, site: Site) -> None:
+def test_a_damaged_record_hides_no_other_run(tmp_path: Path, site: Site, file: str, content: str, said: Job) -> None:
     good = submitted(tmp_path, [8.0] * 4, Status(state=State.RUNNING, attempts=1))
     bad = submitted(tmp_path, [8.0] * 4, Status(state=State.RUNNING, attempts=1), seed=1)
     Ticket(comment="moelab:s:1", task=1).write(bad)
     bad.set_status(replace(bad.status, job_id="7_1"))
-    (bad.path / "experiment.yaml").write_text("model: [")
-    site(squeue=queue_of(job("COMPLETED"), job("COMPLETED", job_id="7_1")))
-    first, second = refresh([RunDir(bad.path), good])
-    assert (first.state, second.state) == (State.UNKNOWN, State.COMPLETED)
-    assert str(first.reason).startswith("Slurm: COMPLETED; ")
+    (bad.path / file).write_text(content)
+    site(squeue=queue_of(said, *([replace(said, job_id="7_1")] if said.state == "COMPLETED" else [])))
+    assert states_of([RunDir(bad.path), good]) == [(State.UNKNOWN, "7_1"), (state_of(said), "7_0")]
 
 
 def test_a_job_of_another_cluster_is_asked_for_there(tmp_path: Path, site: Site, cluster: ClusterProfile) -> None:

@@ -6,6 +6,7 @@ import json
 import math
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 
@@ -56,14 +57,18 @@ def test_throughput_leaves_out_warm_up_and_the_first_row_after_a_restart() -> No
 
 def table(
     segment: list[int], step: list[int], loss: list[float], time: list[float], **more: list[float]
-) -> pd.DataFrame:
-    return metrics_table({"segment": segment, "step": step, "loss": loss, "time": time, **more})
+) -> dict[str, np.ndarray]:
+    given = {"segment": segment, "step": step, "loss": loss, "time": time, **more}
+    return {
+        name: np.array(values, dtype="int64" if name in ("segment", "step") else "float64")
+        for name, values in given.items()
+    }
 
 
 def test_combine_is_the_union_and_prefers_full_precision() -> None:
     log = table([0, 0], [10, 20], [7.12346, 7.0], [100.0, 200.0], memory_gib=[131.0, 120.01], tps=[4000.0, 4001.0])
     tb = table([0, 0], [1, 10], [8.0, 7.123456], [10.0, 100.001], memory_gib=[90.0, 120.004], lr=[1e-5, 1e-4])
-    both = combine(log, tb)
+    both = metrics_table(combine(log, tb))
     assert picked(both, "segment", "step", "loss") == [(0, 1, 8.0), (0, 10, 7.123456), (0, 20, 7.0)]
     assert both["memory_gib"].tolist() == [90.0, 131.0, 120.01]
     assert both["lr"].tolist()[:2] == [1e-5, 1e-4]
@@ -80,7 +85,7 @@ def test_combine_keeps_rounded_memory_out_where_full_precision_is_known() -> Non
 def test_combine_finds_the_segment_when_tensorboard_lost_the_first_launch() -> None:
     log = table([0, 0, 1, 1], [10, 20, 10, 20], [8.0, 7.0, 8.1, 7.1], [10, 20, 1000, 1010])
     tb = table([0, 0], [10, 20], [8.1000001, 7.1000001], [1000, 1010])
-    assert picked(combine(log, tb), "segment", "step", "loss") == [
+    assert picked(metrics_table(combine(log, tb)), "segment", "step", "loss") == [
         (0, 10, 8.0), (0, 20, 7.0), (1, 10, 8.1000001), (1, 20, 7.1000001)
     ]  # fmt: skip
 
@@ -89,7 +94,7 @@ def test_combine_goes_by_time_where_the_loss_is_the_same_or_unknown() -> None:
     zone = 7 * 3600.0  # the log was written seven hours west of where it is read
     log = table([0, 1, 1], [10, 10, 20], [math.nan] * 3, [10, 3700, 3800])
     tb = table([0], [10], [8.0], [3700 + zone])
-    both = combine(log, tb)
+    both = metrics_table(combine(log, tb))
     assert picked(both, "segment", "step")[1] == (1, 10)
     assert both["loss"].tolist()[1] == 8.0
     assert both["time"].tolist() == [10 + zone, 3700 + zone, 3800 + zone]
@@ -98,13 +103,13 @@ def test_combine_goes_by_time_where_the_loss_is_the_same_or_unknown() -> None:
 def test_combine_inserts_a_launch_that_the_log_lost() -> None:
     log = table([0], [10], [8.1], [1000.0])
     tb = table([0, 1], [10, 10], [8.0, 8.1], [10.0, 1000.0])
-    assert picked(combine(log, tb), "segment", "loss") == [(0, 8.0), (1, 8.1)]
+    assert picked(metrics_table(combine(log, tb)), "segment", "loss") == [(0, 8.0), (1, 8.1)]
 
 
 def test_combine_with_an_empty_side() -> None:
-    empty, full = metrics_table({"segment": [], "step": []}), table([0], [10], [8.0], [0.0])
-    pd.testing.assert_frame_equal(combine(empty, full), full)
-    pd.testing.assert_frame_equal(combine(full, empty), full)
+    empty, full = table([], [], [], []), table([0], [10], [8.0], [0.0])
+    for both in (combine(empty, full), combine(full, empty)):
+        pd.testing.assert_frame_equal(metrics_table(both), metrics_table(full))
 
 
 HISTORY = [

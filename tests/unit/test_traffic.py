@@ -47,6 +47,7 @@ from moelab.projection import (
     layer_bytes,
     mean_destinations,
     move_time_s,
+    routing_of_load,
     simulate_rows,
     zipf_weights,
 )
@@ -61,6 +62,9 @@ DIM = 64
 
 def model(kind: Kind, placement: ExpertPlacement = PUBLISHED) -> RoutingModel:
     """A routing of each kind that fits the placement."""
+    if kind == "measured":
+        shares = zipf_weights(placement.experts, 0.7)
+        return routing_of_load(shares, top_k=placement.top_k, groups=8, limited_groups=4)
     weights = zipf_weights(placement.experts, 0.7) if kind == "skewed" else ()
     return RoutingModel(kind=kind, groups=8, limited_groups=4, weights=weights)
 
@@ -130,6 +134,23 @@ def test_skewed_routing_draws_without_replacement() -> None:
         expected = sum(weights[x] / 15 * weights[y] / (15 - weights[x]) for x, y in ((a, b), (b, a)))
         seen = float((np.sort(ids_TK, axis=-1) == (a, b)).all(axis=-1).mean())
         assert seen == pytest.approx(expected, abs=4 * math.sqrt(expected / 40_000))
+
+
+@pytest.mark.parametrize(("groups", "limited"), [(1, 1), (8, 4)])
+def test_a_measured_load_is_the_load_of_the_routing_that_is_made_of_it(groups: int, limited: int) -> None:
+    """Experts get their shares whatever their groups, one without tokens gets none, and so a rank gets its own."""
+    tokens_E = np.random.default_rng(4).gamma(2.0, size=256)
+    tokens_E[40:44] = 0
+    shares_E = tokens_E / tokens_E.sum()
+    routing = routing_of_load(tokens_E.tolist(), top_k=8, groups=groups, limited_groups=limited)
+    ids_TK = draw_expert_ids(routing, PUBLISHED, 20_000, seed=2)
+    drawn_E = np.bincount(ids_TK.ravel(), minlength=256) / ids_TK.size
+    assert abs(drawn_E - shares_E).sum() / 2 < 0.02  # of which a draw's chance is 0.015
+    assert not drawn_E[40:44].any()
+    ranks_R, drawn_R = shares_E.reshape(32, -1).sum(axis=1), drawn_E.reshape(32, -1).sum(axis=1)
+    assert drawn_R == pytest.approx(ranks_R, rel=0.05)
+    with pytest.raises(BadInput, match="no expert has a token"):
+        routing_of_load([0, 0], top_k=1)
 
 
 @pytest.mark.parametrize("kind", KINDS)

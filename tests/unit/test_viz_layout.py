@@ -70,14 +70,10 @@ def test_groups_are_those_of_torchtitans_mesh(rank: int, degrees: dict[str, int]
     assert {NAMES.get(group.axes, group.axes[0]): list(group.ranks) for group in ours} == theirs
 
 
-def test_nodes_of_the_published_groups() -> None:
+def test_groups_of_the_published_layout_and_of_one_without_expert_parallelism() -> None:
     nodes = {group.name: len(group.nodes) for group in groups_of(layout(), 0, gpus_per_node=8)}
     assert nodes == {"TP": 1, "EP": 4, "expert FSDP": 4, "FSDP": 16, "PP": 2}
-
-
-def test_without_expert_parallelism_there_is_no_expert_mesh() -> None:
-    names = {group.name for group in groups_of(layout(ep=1), 0, gpus_per_node=8)}
-    assert names == {"TP", "FSDP", "PP"}
+    assert {group.name for group in groups_of(layout(ep=1), 0, gpus_per_node=8)} == {"TP", "FSDP", "PP"}
     assert "ep" not in coordinates(layout(ep=1), 3)
 
 
@@ -175,19 +171,14 @@ def test_memory_bars_add_up_to_the_prediction(changes: dict[str, Any]) -> None:
     assert predicted.dominant.split(":")[0] in title(figure)
 
 
-def test_memory_that_does_not_fit_says_so_first() -> None:
+def test_memory_that_does_not_fit_says_so_first_and_an_unknown_capacity_is_no_line() -> None:
     small = estimate(experiment(), layout(), H100)
     figure = memory_bars(small, layout(), H100)
     assert "Does not fit" in title(figure)
     assert figure.layout.yaxis.range[1] > small.worst_gib
-
-
-def test_a_capacity_that_is_not_known_is_no_line() -> None:
     gpu = replace(H100, name="GRID A100X-40C", memory_gib=None)
-    predicted = estimate(experiment(), layout(), gpu)
-    figure = memory_bars(predicted, layout(), gpu)
-    assert f"needs {predicted.worst_gib:.1f} GiB; what a GRID A100X-40C has is not known" in title(figure)
-    assert figure.layout.yaxis.range[1] > predicted.worst_gib
+    figure = memory_bars(estimate(experiment(), layout(), gpu), layout(), gpu)
+    assert f"needs {small.worst_gib:.1f} GiB; what a GRID A100X-40C has is not known" in title(figure)
     assert not figure.layout.shapes
 
 
@@ -198,13 +189,15 @@ def drawn(explorer: LayoutExplorer) -> set[str]:
     return {name for name, output in explorer.figures.items() if output.outputs}
 
 
-def test_explorer_follows_its_controls() -> None:
+def test_explorer_follows_its_controls_and_marks_what_is_illegal_beside_the_other_choices() -> None:
     explorer = LayoutExplorer(experiment())
     assert drawn(explorer) == {"memory", "pipeline", "mesh"}
+    assert legal(explorer) == {1, 2, 4, 8, 16, 32, 64, 128}
     explorer.controls["pp"].value = 16
-    assert "ep is 32" in explorer.words.value
     assert "Illegal" in explorer.words.value
+    assert "ep is 32" in explorer.words.value
     assert drawn(explorer) == set()
+    assert (legal(explorer), explorer.controls["ep"].value) == ({1, 2, 4, 8, 16}, 32)
     explorer.controls["ep"].value = 16
     assert "Illegal" not in explorer.words.value
     assert "dp_shard 8" in explorer.words.value
@@ -214,14 +207,8 @@ def test_explorer_follows_its_controls() -> None:
     assert explorer.experiment == experiment(pp=16, ep=16)
 
 
-def test_explorer_menus_mark_what_is_illegal_beside_the_other_choices() -> None:
-    explorer = LayoutExplorer(experiment())
-    legal = {value for label, value in explorer.controls["ep"].options if "illegal" not in label}
-    assert legal == {1, 2, 4, 8, 16, 32, 64, 128}
-    explorer.controls["pp"].value = 8
-    legal = {value for label, value in explorer.controls["ep"].options if "illegal" not in label}
-    assert legal == {1, 2, 4, 8, 16, 32}
-    assert explorer.controls["ep"].value == 32
+def legal(explorer: LayoutExplorer) -> set[int]:
+    return {value for label, value in explorer.controls["ep"].options if "illegal" not in label}
 
 
 def test_explorer_draws_the_mesh_of_an_illegal_arm_and_no_rank_beyond_the_last() -> None:

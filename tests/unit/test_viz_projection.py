@@ -38,7 +38,7 @@ from moelab.viz.projection import (
     step_breakdown,
     waterfall_bars,
 )
-from moelab.viz.throughput import published_bars
+from moelab.viz.study import published_bars
 from moelab.viz.validation import part_strips, step_strips
 
 PUBLISHED = named_arms()["dsv3_671b_mxfp8_deepep"]

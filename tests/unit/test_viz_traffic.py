@@ -43,13 +43,16 @@ from moelab.viz.deepep import (
     sm_sweep,
     two_by_two_bars,
 )
-from moelab.viz.token_flow import METHOD_LABELS, forwarding, hops, token_flow
 from moelab.viz.traffic import (
+    METHOD_LABELS,
     TrafficExplorer,
     bytes_by_ep,
     destination_histogram,
+    forwarding,
+    hops,
     move_times,
     saving_by_routing,
+    token_flow,
     traffic_matrix,
 )
 
@@ -180,7 +183,7 @@ def test_passes_over_memory_add_up() -> None:
     sizes: dict[str, Any] = {"received": 100.0, "rows": 400.0, "experts": 4, "hidden": 64, "alignment": 32}
     paths = gather_passes(**sizes)
     padded = padded_rows(400, 4, 32)
-    assert padded == 400 + 4 * 15.5
+    assert padded == 400 + 4 * 15.5  # the mean over all remainders
     moved = {name: sum(one.moved_bytes for one in passes) for name, passes in paths.items()}
     wide, low = 64 * 2, 64 * (1 + 1 / 32)
     assert moved[STOCK_STANDARD] == pytest.approx(400 * wide + padded * (2 * wide + low))
@@ -191,12 +194,6 @@ def test_passes_over_memory_add_up() -> None:
     drawn = sum(sum(trace.x) for trace in figure.data)
     assert drawn == pytest.approx(sum(moved.values()) / 1e9)
     assert "derived, not measured" in title(figure)
-
-
-def test_expected_padding_is_the_mean_over_all_remainders() -> None:
-    sizes = range(1024, 1024 + 128)
-    exact = statistics.fmean(-(-size // 128) * 128 - size for size in sizes)
-    assert padded_rows(1024, 1, 128) - 1024 == exact
 
 
 # --- measured: what is there, and what is not ------------------------------------------------------------------------
@@ -491,13 +488,10 @@ def test_explorer_follows_its_controls_and_says_what_cannot_be() -> None:
     assert "(simulated)" in explorer.words.value
 
 
-def test_explorer_shows_the_figures_of_the_functions() -> None:
+def test_explorer_begins_where_it_is_told_and_refuses_a_control_that_is_none() -> None:
     explorer = TrafficExplorer(hidden=1234, token=3)
     assert (explorer.chosen["hidden"], explorer.chosen["experts"]) == (1234, 256)
     assert shown_title(explorer.figures["flow"]) == title(token_flow(RANDOM, PUBLISHED, token=3))
-
-
-def test_explorer_of_a_control_that_is_none() -> None:
     with pytest.raises(BadInput, match="the explorer has no control 'seed'"):
         TrafficExplorer(seed=1)
 

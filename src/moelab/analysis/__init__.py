@@ -1,9 +1,8 @@
 """From the metrics table to numbers: throughput and gain, convergence equivalence, published figures."""
 
 from moelab.analysis.arms import arm_label
-from moelab.analysis.convergence import FinalLosses, compare_convergence, compare_held_out, final_losses
-from moelab.analysis.equivalence import seeds_needed
-from moelab.analysis.interval import Interval, t_interval
+from moelab.analysis.convergence import FinalLosses, compare_convergence, final_losses
+from moelab.analysis.equivalence import Interval, t_interval
 from moelab.analysis.throughput import ArmThroughput, Gain, arm_throughput, gain, run_medians
 from moelab.analysis.verdict import Answer, Verdict, judge
 
@@ -17,11 +16,9 @@ __all__ = [
     "arm_label",
     "arm_throughput",
     "compare_convergence",
-    "compare_held_out",
     "final_losses",
     "gain",
     "judge",
     "run_medians",
-    "seeds_needed",
     "t_interval",
 ]

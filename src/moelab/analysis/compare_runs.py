@@ -18,19 +18,20 @@ machine of one whose ``environment.json`` is damaged, is no difference; it is na
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pandas as pd
 
-from moelab.analysis.convergence import ArmSeed, FinalLosses, compare_convergence, compare_held_out, first_final_step
+from moelab.analysis.convergence import ArmSeed, FinalLosses, compare_convergence, final_losses, first_final_step
 from moelab.analysis.curves import arm_curves, mean_and_interval
 from moelab.analysis.side import Side
 from moelab.analysis.verdict import Verdict
 from moelab.experiment import Experiment
 from moelab.model import shape_for, tokenizer_size
 from moelab.runs.collect import Collected
+from moelab.runs.files import finite_or_none
 from moelab.runs.settings import spread
 from moelab.runs.table import merge_segments
 
@@ -104,9 +105,25 @@ class Difference:
         worth = "" if unjudged else " One run against another: whether a change of seed does as much is not known."
         return f"{unjudged}{self.label} differs from {self.reference} by {self.nats:+.4f} nats {where}{spread}.{worth}"
 
+    def to_json(self) -> dict[str, Any]:
+        """The difference for a program; what is missing is null."""
+        judged = self.judged
+        ends = (judged.interval.low, judged.interval.high) if judged else (math.nan, math.nan)
+        return {
+            "label": self.label,
+            "reference": self.reference,
+            "common_steps": len(self.steps),
+            "difference_nats": finite_or_none(self.nats),
+            "step_spread_nats": finite_or_none(self.spread_nats),
+            "seeds": list(judged.seeds) if judged else [],
+            "interval_nats": [finite_or_none(end) for end in ends],
+            "answer": judged.answer.value if judged else None,
+            "sentence": self.sentence(),
+        }
+
 
 def judge_sides(
-    measured: pd.DataFrame | FinalLosses | Mapping[ArmSeed, float],
+    losses: FinalLosses | Mapping[ArmSeed, float],
     sides: Sequence[Side],
     *,
     name: Callable[[Side], str],
@@ -116,12 +133,12 @@ def judge_sides(
     """Judge sides against the first, and say in what else they differ.
 
     Args:
-        measured: metrics table of the runs that finished or their final losses, or the held-out loss by name and seed.
+        losses: final losses of the runs that finished, or the held-out loss by name and seed.
         sides: those to judge, behind the one that they are held against.
-        name: of a side in ``measured``.
+        name: of a side in ``losses``.
         dropped_seeds: left out of all sides; a seed of none changes nothing.
-        **options: of :func:`~moelab.analysis.convergence.compare_convergence` or ``compare_held_out``; seeds in
-            ``diverged`` and ``lost`` come beside those of the sides.
+        **options: of :func:`~moelab.analysis.convergence.compare_convergence`; seeds in ``diverged`` and ``lost`` come
+            beside those of the sides.
     """
     first, *others = sides
     own = {
@@ -129,9 +146,8 @@ def judge_sides(
         "lost": {(name(side), seed): why for side in sides for seed, why in side.lost_seeds.items()},
     }
     model, known = first.experiment, set().union(*(side.seeds for side in sides))
-    compare: Callable[..., list[Verdict]] = compare_held_out if isinstance(measured, Mapping) else compare_convergence
-    verdicts = compare(
-        measured,
+    verdicts = compare_convergence(
+        losses,
         reference=name(first),
         arms=[name(side) for side in others],
         dropped_seeds=[seed for seed in dropped_seeds if seed in known],
@@ -201,9 +217,15 @@ def differing_values(sides: Sequence[Side]) -> dict[str, list[str | None]]:
     What only some sides say counts where others could have said it, their settings being read from the same place: one
     log may speak of MXFP8 modules and another not. What a source cannot say is not a difference.
     """
-    names = dict.fromkeys(name for side in sides for name in side.settings.values)
-    rows = {name: [side.settings.values.get(name) for side in sides] for name in names}
-    return {name: values for name, values in rows.items() if _differ(sides, values)}
+    differing: dict[str, list[str | None]] = {}
+    for name in dict.fromkeys(name for side in sides for name in side.settings.values):
+        values = [side.settings.values.get(name) for side in sides]
+        told = {(side.settings.source, value) for side, value in zip(sides, values, strict=True)}
+        # Of one source, what one side says the other could have said.
+        silent = any((source, None) in told for source, value in told if value is not None)
+        if silent or len(set(values) - {None}) > 1:
+            differing[name] = values
+    return differing
 
 
 def shared_values(sides: Sequence[Side]) -> dict[str, str]:
@@ -218,7 +240,14 @@ def differing_fields(one: Experiment, other: Experiment) -> dict[str, str]:
     >>> differing_fields(Experiment(lr=2.0e-3), Experiment(lr=3.0e-3, seed=1))
     {'lr': 'lr 0.002 instead of 0.003'}
     """
-    return {name: f"{name} {_field(one, name)} instead of {_field(other, name)}" for name in one.differences(other)}
+
+    def told(experiment: Experiment, name: str) -> str:
+        if not name.startswith("shape."):
+            return str(getattr(experiment, name))
+        value = getattr(experiment.shape, name.removeprefix("shape."), None)
+        return "the model's own" if value is None else str(value)
+
+    return {name: f"{name} {told(one, name)} instead of {told(other, name)}" for name in one.differences(other)}
 
 
 def differing_settings(arm: Experiment, reference: Experiment) -> dict[str, str]:
@@ -294,7 +323,15 @@ def machine_differences(side: Side, reference: Side) -> list[str]:
     """In what two sides' machines and software differ that their speed depends on, in words, as far as is known."""
     if side.experiment is not None and reference.experiment is not None:
         return differing_facts(side.runs, reference.runs, speed_facts)
-    told = [f"{name} {one} against {other}" for name, one, other in _told_of_both(side, reference) if one != other]
+    values, others = ({**of.settings.values} for of in (side, reference))
+    for known in (values, others):
+        known["hardware"] = known.get("gpu") or known.get("processor") or ""
+    told = [
+        f"{name} {values[name]} against {others[name]}"
+        for name in ("hardware", "driver", *SPEED_PACKAGES)
+        if values.get(name) and others.get(name) and values[name] != others[name]
+    ]
+    # Runs from elsewhere are held against their own kind too: one side may be of two machines.
     mixed = [side.label for side in (side, reference) if len(differing_facts(side.runs, side.runs, speed_facts))]
     return [*told, *(f"the machines or versions of {label} are not alike" for label in mixed)]
 
@@ -308,7 +345,7 @@ def mixed_facts(runs: Sequence[Collected], facts: Callable[[Collected], Mapping[
     return [f"{name} {spread(own)} of one arm" for name, own in values.items() if len(set(own)) > 1]
 
 
-def _verdict(reference: Side, side: Side, **options: Any) -> Verdict | None:
+def _verdict(reference: Side, side: Side, *, final_fraction: float, **options: Any) -> Verdict | None:
     """Judgement of the finished runs on the steps that all of them logged; None where nothing can be judged."""
     both = (reference, side)
     if not all(one.seeds_known and (one.diverged_seeds or not one.unfinished) for one in both):
@@ -316,11 +353,13 @@ def _verdict(reference: Side, side: Side, **options: Any) -> Verdict | None:
     table = pd.concat(
         [one.table[one.table["run"].isin([run.run for run in one.finished])] for one in both], ignore_index=True
     )
+    # A longer run would be judged on later steps than the others: only what all logged counts.
     logged = [set(rows["step"]) for _, rows in table.groupby(["arm", "run"])]
     table = table[table["step"].isin(set.intersection(*logged))] if logged else table
     if table["loss"].notna().sum() == 0:
         return None
-    (verdict,) = judge_sides(table, both, name=lambda one: one.label, **options)
+    final = final_losses(table, final_fraction=final_fraction)
+    (verdict,) = judge_sides(final, both, name=lambda one: one.label, **options)
     return verdict
 
 
@@ -338,33 +377,7 @@ def _mean_loss(side: Side) -> pd.Series[float]:
     return wide.mean(axis=1, skipna=False).where(lambda mean: mean.abs() < math.inf)
 
 
-def _differ(sides: Sequence[Side], values: Sequence[str | None]) -> bool:
-    if len(set(values) - {None}) > 1:
-        return True
-    sources = [(side.settings.source, value) for side, value in zip(sides, values, strict=True)]
-    return any((source, None) in sources for source, value in sources if value is not None)
-
-
-def _told_of_both(side: Side, reference: Side) -> Iterator[tuple[str, str, str]]:
-    """Hardware and versions that both sides' settings speak of: the name and both values."""
-    one, other = side.settings.values, reference.settings.values
-    hardware = [values.get("gpu") or values.get("processor") for values in (one, other)]
-    if hardware[0] and hardware[1]:
-        yield "hardware", hardware[0], hardware[1]
-    for name in ("driver", *SPEED_PACKAGES):
-        if name in one and name in other:
-            yield name, one[name], other[name]
-
-
 def _packages(run: Collected, names: Iterable[str]) -> dict[str, str]:
     """Versions that are on record: an older record may not speak of a package at all."""
     packages = run.environment.packages if run.environment is not None else {}
     return {name: packages[name] or "not installed" for name in names if name in packages}
-
-
-def _field(experiment: Experiment, name: str) -> str:
-    dimension = name.removeprefix("shape.")
-    if dimension == name:
-        return str(getattr(experiment, name))
-    value = getattr(experiment.shape, dimension) if experiment.shape else None
-    return "the model's own" if value is None else str(value)

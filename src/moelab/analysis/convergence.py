@@ -6,19 +6,18 @@ successive steps are autocorrelated, so a test on steps would count the same evi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from moelab.analysis.arms import require_names
-from moelab.analysis.verdict import Answer, Verdict, correct_for_arms, judge
+from moelab.analysis.verdict import Verdict, correct_for_arms, judge
 from moelab.errors import BadInput
 from moelab.runs.table import merge_segments
-
-__all__ = ["Answer", "FinalLosses", "Verdict", "compare_convergence", "compare_held_out", "final_losses", "judge"]
 
 ArmSeed = tuple[str, int]
 
@@ -48,10 +47,15 @@ class FinalLosses:
 def first_final_step(last_step: int, final_fraction: float) -> int:
     """Where the last part of the steps begins, which is one step at least.
 
+    Raises:
+        BadInput: ``final_fraction`` is outside (0, 1].
+
     Example:
         >>> first_final_step(60, 0.1)
         55
     """
+    if not 0.0 < final_fraction <= 1.0:
+        raise BadInput(f"final_fraction is {final_fraction}: give a part of the steps above 0 and up to 1, such as 0.1")
     return last_step - max(1, round(final_fraction * last_step)) + 1
 
 
@@ -70,8 +74,6 @@ def final_losses(table: pd.DataFrame, *, final_fraction: float = 0.1, steps: int
     Raises:
         BadInput: ``final_fraction`` is outside (0, 1], or the table has no loss or unnamed runs.
     """
-    if not 0.0 < final_fraction <= 1.0:
-        raise BadInput(f"final_fraction is {final_fraction}: give a part of the steps above 0 and up to 1, such as 0.1")
     require_names(table)
     if table["loss"].notna().sum() == 0:
         raise BadInput("the table has no loss: collect a run that logged at least one step")
@@ -82,6 +84,7 @@ def final_losses(table: pd.DataFrame, *, final_fraction: float = 0.1, steps: int
     own = merged.groupby(["run", "arm", "seed"], sort=False)
     runs = own["step"].max().rename("end").reset_index()
     window = merged[merged["step"].between(first_step, last_step)]
+    # Logging every tenth step is no gap: what counts is the steps that any run logged.
     expected = window["step"].nunique()
     of_run = window.groupby("run", sort=False)
     seen, means = of_run.size().to_dict(), of_run["loss"].mean().to_dict()
@@ -104,6 +107,7 @@ def final_losses(table: pd.DataFrame, *, final_fraction: float = 0.1, steps: int
             excluded.append((key, run, reason))
         else:
             by_run[key] = float(means[run])
+    # Of several attempts the newest tells why: it was excluded first, and the last to be set stays.
     lost = {key: reason for key, _, reason in reversed(excluded) if key not in by_run and key not in diverged}
     others = [f"{arm}, seed {seed} ({run}): {why}" for (arm, seed), run, why in excluded if (arm, seed) not in lost]
     return FinalLosses(
@@ -118,78 +122,25 @@ def final_losses(table: pd.DataFrame, *, final_fraction: float = 0.1, steps: int
 
 
 def compare_convergence(
-    measured: pd.DataFrame | FinalLosses,
+    losses: FinalLosses | Mapping[ArmSeed, float],
     *,
     reference: str,
     arms: Sequence[str] | None = None,
-    final_fraction: float = 0.1,
-    steps: int | None = None,
-    diverged: Mapping[ArmSeed, str] | None = None,
-    lost: Mapping[ArmSeed, str] | None = None,
-    lr_warmup_steps: int = 0,
+    diverged: Mapping[ArmSeed, str] = MappingProxyType({}),
+    lost: Mapping[ArmSeed, str] = MappingProxyType({}),
     **options: Any,
 ) -> list[Verdict]:
-    """Judge arms against a reference on the final training loss.
+    """Judge arms against a reference on their final training losses, or on the loss of held-out text.
 
     Args:
-        measured: Metrics table of the runs that finished, others being left out by name; or its final losses.
+        losses: Final losses of a table's runs; or the held-out loss by (arm, seed), nats per token, of which one that
+            is not finite is a divergence.
         reference: Arm to compare with, usually ``bf16_standard``.
-        arms: Arms to judge; None takes every other arm of the table, ``diverged`` and ``lost``.
-        final_fraction: Part of the steps that the final loss is a mean over.
-        steps: Step at which a run is finished; None takes the largest step in the table.
+        arms: Arms to judge; None takes every other arm of ``losses``, ``diverged`` and ``lost``.
         diverged: Seeds that failed numerically, by (arm, seed), each with the reason.
         lost: Seeds without a result for another reason.
-        lr_warmup_steps: Steps over which the learning rate rises.
-        **options: ``margin_nats``, ``margin_cap_nats``, ``margin_factor``, ``alpha``, ``dropped_seeds`` and
-            ``untrained_nats`` of :func:`~moelab.analysis.verdict.judge`.
-
-    Returns:
-        One verdict an arm, *different* corrected for their number.
-
-    Raises:
-        BadInput: An arm is not in the table, or an option is out of range.
-    """
-    final = measured
-    if isinstance(final, pd.DataFrame):
-        final = final_losses(final, final_fraction=final_fraction, steps=steps)
-    verdicts = _judged(
-        final.by_run,
-        reference,
-        arms,
-        {**final.diverged, **(diverged or {})},
-        {**final.lost, **(lost or {})},
-        also=final.arms,
-        quantity=f"the loss of step {final.last_step}"
-        if final.first_step == final.last_step
-        else f"the mean loss of steps {final.first_step} to {final.last_step}",
-        steps=(final.first_step, final.last_step),
-        lr_warmup_steps=lr_warmup_steps,
-        **options,
-    )
-    return [
-        replace(one, excluded=(*(line for line in final.excluded if line.startswith(_of(one))), *one.excluded))
-        for one in verdicts
-    ]
-
-
-def compare_held_out(
-    losses: Mapping[ArmSeed, float],
-    *,
-    reference: str,
-    arms: Sequence[str] | None = None,
-    diverged: Mapping[ArmSeed, str] | None = None,
-    lost: Mapping[ArmSeed, str] | None = None,
-    **options: Any,
-) -> list[Verdict]:
-    """Judge arms against a reference on the held-out (validation) loss.
-
-    Args:
-        losses: Held-out loss by (arm, seed), nats per token; one that is not finite is a divergence.
-        reference: Arm to compare with.
-        arms: Arms to judge; None takes every other arm.
-        diverged: Seeds that failed numerically before they were validated, each with the reason.
-        lost: Seeds without a result for another reason.
-        **options: As for :func:`compare_convergence`.
+        **options: ``margin_nats``, ``margin_cap_nats``, ``margin_factor``, ``alpha``, ``dropped_seeds``,
+            ``untrained_nats`` and ``lr_warmup_steps`` of :func:`~moelab.analysis.verdict.judge`.
 
     Returns:
         One verdict an arm, *different* corrected for their number.
@@ -197,19 +148,15 @@ def compare_held_out(
     Raises:
         BadInput: An arm has no loss, or an option is out of range.
     """
-    return _judged(losses, reference, arms, diverged or {}, lost or {}, quantity="held-out loss", **options)
-
-
-def _judged(
-    losses: Mapping[ArmSeed, float],
-    reference: str,
-    arms: Sequence[str] | None,
-    diverged: Mapping[ArmSeed, str],
-    lost: Mapping[ArmSeed, str],
-    also: Iterable[str] = (),
-    **options: Any,
-) -> list[Verdict]:
-    known = sorted({*(arm for arm, _ in (*losses, *diverged, *lost)), *(str(arm) for arm in also)})
+    by_seed, excluded, also = losses, (), ()
+    if isinstance(losses, FinalLosses):
+        by_seed, excluded, also = losses.by_run, losses.excluded, losses.arms
+        diverged, lost = {**losses.diverged, **diverged}, {**losses.lost, **lost}
+        first, last = options["steps"] = losses.first_step, losses.last_step
+        quantity = f"the loss of step {last}" if first == last else f"the mean loss of steps {first} to {last}"
+    else:
+        quantity = "held-out loss"
+    known = sorted({*(arm for arm, _ in (*by_seed, *diverged, *lost)), *also})
     chosen = [arm for arm in known if arm != reference] if arms is None else list(arms)
     for arm in (reference, *chosen):
         if arm not in known:
@@ -220,10 +167,11 @@ def _judged(
 
     verdicts = [
         judge(
-            of(losses, arm),
-            of(losses, reference),
+            of(by_seed, arm),
+            of(by_seed, reference),
             arm=arm,
             reference=reference,
+            quantity=quantity,
             arm_diverged=of(diverged, arm),
             reference_diverged=of(diverged, reference),
             arm_lost=of(lost, arm),
@@ -232,9 +180,7 @@ def _judged(
         )
         for arm in chosen
     ]
-    return correct_for_arms(verdicts)
-
-
-def _of(verdict: Verdict) -> tuple[str, str]:
-    """How the lines of :class:`FinalLosses` begin that are about one of a verdict's arms."""
-    return f"{verdict.arm},", f"{verdict.reference},"
+    return [
+        replace(one, excluded=(*(row for row in excluded if row.split(",")[0] in (one.arm, reference)), *one.excluded))
+        for one in correct_for_arms(verdicts)
+    ]

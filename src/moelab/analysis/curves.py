@@ -71,15 +71,15 @@ def mean_and_sd(curves: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame({"mean": mean, "low": mean - sd, "high": mean + sd})
 
 
-def thinned(curves: pd.DataFrame) -> pd.DataFrame:
-    """Every nth row and the last: at most ``POINTS_DRAWN`` and one."""
-    every = thinning(len(curves))
+def thinned(curves: pd.DataFrame, points: int = POINTS_DRAWN) -> pd.DataFrame:
+    """Every nth row and the last: at most so many ``points`` and one."""
+    every = thinning(len(curves), points)
     return pd.concat([curves.iloc[:-1:every], curves.iloc[-1:]]) if every > 1 else curves
 
 
-def thinning(rows: int) -> int:
+def thinning(rows: int, points: int = POINTS_DRAWN) -> int:
     """Which of so many rows :func:`thinned` keeps: every nth, 1 for all."""
-    return max(1, math.ceil(rows / POINTS_DRAWN))
+    return max(1, math.ceil(rows / points))
 
 
 def drawn_seeds(seeds: int) -> range:

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -52,6 +52,46 @@ OUTLIER_ALPHA = 0.01
 POWER = 0.8
 _DRAWS = 20_000
 _QUANTILES = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interval:
+    """A confidence interval over seeds; ``low`` and ``high`` are NaN where the data give none (one seed)."""
+
+    low: float
+    high: float
+    level: float
+
+    @property
+    def exists(self) -> bool:
+        """Whether the data gave an interval."""
+        return bool(np.isfinite(self.low) and np.isfinite(self.high))
+
+
+def t_interval(values: Sequence[float], *, level: float = 0.95) -> Interval:
+    """Student-t interval of the mean of independent values.
+
+    The unit of analysis is a seed. Values of successive steps of one run are autocorrelated, so an interval over steps
+    would be far too narrow; a run is first reduced to one number and the interval is taken over those.
+
+    ``mean ± t(1 − (1 − level)/2, n − 1) · s/√n``
+
+    Args:
+        values: One value a seed.
+        level: Coverage, 0.95 for a 95 % interval.
+
+    Returns:
+        The interval; NaN on both sides for fewer than two values, which have no spread to take one from.
+
+    Example:
+        >>> interval = t_interval([1.0, 2.0, 3.0])
+        >>> round(interval.low, 3), round(interval.high, 3)
+        (-0.484, 4.484)
+    """
+    if len(values) < 2:
+        return Interval(low=float("nan"), high=float("nan"), level=level)
+    low, high = DescrStatsW(np.asarray(values, dtype=float)).tconfint_mean(1.0 - level)
+    return Interval(low=float(low), high=float(high), level=level)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +164,7 @@ def equivalence_margin(
         raise BadInput(f"alpha is {alpha}: give an error rate between 0 and 0.5, 0.05 for 5 %")
     outlying = outlying_seeds(reference_losses)
     values = list(reference_losses.values())
+    # A seed at 8 nats would raise the cap of 1 % as it would raise the spread.
     usual = [loss for seed, loss in reference_losses.items() if seed not in outlying]
     cap = MARGIN_CAP * abs(float(np.mean(usual))) if usual else NAN
     cap_words = f"1 % of the mean loss of {arm_label(reference)}"
@@ -356,6 +397,7 @@ def seeds_needed(
         >>> low < high
         True
     """
+    # A fixed seed: the same study gets the same range each time that it is reported.
     rng, draws = np.random.default_rng(0), 200
     dof = n_seeds - 1
     sd_S = sd_difference * np.sqrt(dof / rng.chisquare(dof, size=draws))

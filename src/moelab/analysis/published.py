@@ -1,6 +1,6 @@
 """The published experiment that this project reproduces; ``data/published.yaml`` has its figures and their sources.
 
-What its scripts do differently from what is done here is in :mod:`moelab.published_differences`.
+What its scripts do differently from what is done here is in :mod:`moelab.plan`.
 
 References:
     PyTorch and Nebius, DeepSeek-V3 pre-training with MXFP8 and DeepEP on B200, March 2026; Nebius ``ml-cookbook``,
@@ -16,13 +16,20 @@ from pydantic import ConfigDict, TypeAdapter
 
 from moelab.data import read_yaml
 
-_CLOSED = ConfigDict(extra="forbid")
 Label = Literal["measured", "derived", "quoted"]
 """How the project knows a figure: measured here, derived by a formula, or quoted from a source."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setup:
+class _Known:
+    source: str
+    label: Label
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup(_Known):
     """Model, cluster and parallel layout of a published run; ``fsdp`` None is TorchTitan's automatic degree."""
 
     model: str
@@ -40,35 +47,23 @@ class Setup:
     software: str
     lr: float
     warmup_steps: int
-    source: str
-    label: Label
-
-    __pydantic_config__ = _CLOSED
 
 
 @dataclass(frozen=True, kw_only=True)
-class PublishedThroughput:
+class PublishedThroughput(_Known):
     """Throughput of one published arm in tokens per second per GPU."""
 
     arm: str
     tps: float
-    source: str
-    label: Label
-
-    __pydantic_config__ = _CLOSED
 
 
 @dataclass(frozen=True, kw_only=True)
-class PublishedGain:
+class PublishedGain(_Known):
     """How much faster one published arm is than another, in percent."""
 
     baseline: str
     arm: str
     percent: float
-    source: str
-    label: Label
-
-    __pydantic_config__ = _CLOSED
 
 
 _CONTENT: dict[str, Any] = read_yaml("published.yaml")

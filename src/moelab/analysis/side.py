@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -18,6 +19,7 @@ from moelab.hardware import known_gpu
 from moelab.model import count_parameters, flops_per_token, shape_for
 from moelab.model.shape import SHAPES, ModelShape
 from moelab.runs.collect import WARMUP_STEPS, Collected, joined_rows
+from moelab.runs.files import finite_or_none
 from moelab.runs.settings import Settings
 from moelab.runs.status import State
 from moelab.runs.table import merge_segments, throughput_rows
@@ -60,6 +62,7 @@ class Side:
     @cached_property
     def table(self) -> pd.DataFrame:
         """Metrics of the runs that are shown, with ``label`` as the arm; runs of an unknown seed are numbered."""
+        # Unknown seeds are numbered: the table needs one, and no verdict is made of them.
         seeds = {run.run: number if run.seed is None else run.seed for number, run in enumerate(self.runs)}
         rows = joined_rows(self.runs)
         return rows.assign(
@@ -90,9 +93,45 @@ class Side:
         known = [run.environment for run in self.runs if run.environment is not None]
         return any(one.on_cpu for one in known) or "processor" in self.settings.values
 
+    def in_words(self) -> str:
+        """Its steps, speed and memory on one line."""
+        low, high = quartiles(self.tps)
+        speed = "no tokens/s"
+        if len(self.tps):
+            speed = f"{median(self.tps):,.0f} tokens/s (middle half {low:,.0f} to {high:,.0f})"
+        memory = f"{self.memory_gib:.2f} GiB" if math.isfinite(self.memory_gib) else "no memory"
+        seeds = f"{len(self.runs)} seeds, " if len(self.runs) > 1 else ""
+        return f"{seeds}{self.last_step} steps, {speed}, {memory}"
+
+    def to_json(self, *, final_fraction: float) -> dict[str, Any]:
+        """Its numbers for a program; what is missing is null."""
+        return {
+            "label": self.label,
+            "arm": self.arm,
+            "seeds": [run.seed for run in self.runs],
+            "status": self.state,
+            "last_step": self.last_step,
+            "final_loss_nats": finite_or_none(self.final_nats(final_fraction)),
+            "held_out_loss_nats": finite_or_none(self.held_out_nats),
+            "tps": {
+                "median": finite_or_none(median(self.tps)),
+                "quartiles": [finite_or_none(end) for end in quartiles(self.tps)],
+                "n": len(self.tps),
+            },
+            "step_time_s": {"median": finite_or_none(median(self.step_time_s)), "n": len(self.step_time_s)},
+            "memory_gib": finite_or_none(self.memory_gib),
+            "mfu_percent": {
+                "logged": finite_or_none(self.mfu_logged_percent),
+                "torchtitan": finite_or_none(self.mfu_percent(causal=False)),
+                "causal": finite_or_none(self.mfu_percent(causal=True)),
+            },
+            "settings": self.settings.values,
+        }
+
     @property
     def warmup_steps(self) -> int:
         """Steps that do not count for speed; where not every step was logged, all before the second that was."""
+        # The first logged step is then a mean over many, the compilation among them.
         return max(WARMUP_STEPS, self._interval_steps if self._interval_steps > 1 else 0)
 
     @cached_property
@@ -125,15 +164,20 @@ class Side:
         """Why its loss is not judged: it diverged, or ended before its planned steps. Empty where neither did."""
         ends = Counter(words for run in self.runs if (words := self._end_of(run)))
         many = len(self.runs) > 1
-        found = [f"{words}, {count} of {len(self.runs)} seeds" if many else words for words, count in ends.items()]
-        return f"{self.label} {'; '.join(found)}" if found else ""
+        told = [f"{words}, {count} of {len(self.runs)} seeds" if many else words for words, count in ends.items()]
+        return f"{self.label} {'; '.join(told)}" if told else ""
+
+    def name_of(self, run: Collected) -> str:
+        """What one of its runs is called."""
+        return self.label if run.seed is None else f"{self.label}, seed {run.seed}"
 
     @property
-    def grad_norm_notes(self) -> list[str]:
-        """Its runs that reported a gradient norm of NaN or Inf, and in which steps."""
-        names = [f"{self.label}, seed {run.seed}" if len(self.runs) > 1 else self.label for run in self.runs]
-        findings = [run.grad_norm_finding for run in self.runs]
-        return [f"{name}: {found}" for name, found in zip(names, findings, strict=True) if found]
+    def state(self) -> str:
+        """How its runs ended; logs from elsewhere do not say."""
+        states = sorted({run.status.state for run in self.runs})
+        reasons = sorted({run.status.reason for run in self.runs if run.status.reason})
+        words = ", ".join("not recorded" if state is State.UNKNOWN else str(state) for state in states)
+        return f"{words}: {'; '.join(reasons)}" if reasons else words
 
     @property
     def memory_gib(self) -> float:
@@ -187,6 +231,7 @@ class Side:
         known = self.settings.values
         counted = [shape for shape in SHAPES.values() if str(count_parameters(shape).total) == known.get("parameters")]
         named = [shape for shape in counted if known.get("model", shape.name) == shape.name]
+        # A shape of another name with as many parameters makes the match a guess.
         return named[0] if len(counted) == len(named) == 1 else None
 
     @cached_property
@@ -210,6 +255,12 @@ class Side:
 def median(values: Array) -> float:
     """Median, or NaN of nothing."""
     return float(np.median(values)) if len(values) else math.nan
+
+
+def quartiles(values: Array) -> tuple[float, float]:
+    """First and third quartile, NaN of nothing."""
+    low, high = np.percentile(values, [25, 75]) if len(values) else (math.nan, math.nan)
+    return float(low), float(high)
 
 
 def _largest(values: pd.Series[float]) -> float:

@@ -18,7 +18,7 @@ import numpy as np
 import pandas as pd
 
 from moelab.analysis.arms import arm_label, contrast, require_names
-from moelab.analysis.interval import Interval, t_interval
+from moelab.analysis.equivalence import Interval, t_interval
 from moelab.errors import BadInput
 from moelab.runs.table import throughput_rows
 
@@ -71,9 +71,7 @@ class Gain:
             level=self.interval.level,
         )
         spread = _spread(percent, self.n_seeds, "+.1f", unit=" %")
-        arm, baseline, shared = contrast(self.arm, self.baseline)
-        both = f" (both {shared})" if shared else ""
-        return f"{arm} over {baseline}{both}: {self.percent:+.1f} % ({spread})"
+        return f"{_over(self.arm, self.baseline)}: {self.percent:+.1f} % ({spread})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,14 +97,14 @@ class Interaction:
 
     def sentence(self) -> str:
         """The answer in words."""
-        found = f"Both together are {self.percent:+.1f} % from the product of the two gains"
+        told = f"Both together are {self.percent:+.1f} % from the product of the two gains"
         if not self.interval.exists:
-            return f"{found}; no interval, n = {self.units} of {self.unit}: no test"
+            return f"{told}; no interval, n = {self.units} of {self.unit}: no test"
         low, high = (100 * (bound - 1) for bound in (self.interval.low, self.interval.high))
         spread = f"{100 * self.interval.level:g} % interval {low:+.1f} to {high:+.1f} %, n = {self.units} {self.unit}"
         if low <= 0 <= high:
-            return f"{found} ({spread}): no interaction is shown; effects within these bounds are not ruled out"
-        return f"{found} ({spread}): the gains {'weaken' if high < 0 else 'strengthen'} each other"
+            return f"{told} ({spread}): no interaction is shown; effects within these bounds are not ruled out"
+        return f"{told} ({spread}): the gains {'weaken' if high < 0 else 'strengthen'} each other"
 
 
 def why_no_gain(arm: str, baseline: str, reason: str) -> str:
@@ -117,9 +115,7 @@ def why_no_gain(arm: str, baseline: str, reason: str) -> str:
         baseline: Name of the arm that its gain would be over.
         reason: In what their runs differ, or what of them is not known.
     """
-    words, baseline_words, shared = contrast(arm, baseline)
-    both = f" (both {shared})" if shared else ""
-    return f"no gain of {words} over {baseline_words}{both} is claimed: {reason}"
+    return f"no gain of {_over(arm, baseline)} is claimed: {reason}"
 
 
 def run_medians(table: pd.DataFrame, *, warmup_steps: int = 3) -> pd.DataFrame:
@@ -238,6 +234,7 @@ def interaction(
     common = sorted(set.intersection(*(set(tps[arm]) for arm in arms)))
     if not common:
         raise BadInput(f"none of the {unit} has all of {', '.join(arms)}")
+    # In logarithms, so that a gain and its inverse weigh the same.
     logs = [float(np.log(tps[both][i] * tps[baseline][i] / tps[first][i] / tps[second][i])) for i in common]
     ratio, interval = _mapped_back(logs, level)
     return Interaction(ratio=ratio, interval=interval, units=len(common), unit=unit)
@@ -256,6 +253,11 @@ def _mapped_back(logs: list[float], level: float) -> tuple[float, Interval]:
     in_logs = t_interval(logs, level=level)
     interval = Interval(low=float(np.exp(in_logs.low)), high=float(np.exp(in_logs.high)), level=level)
     return float(np.exp(np.mean(logs))), interval
+
+
+def _over(arm: str, baseline: str) -> str:
+    words, baseline_words, shared = contrast(arm, baseline)
+    return f"{words} over {baseline_words}" + (f" (both {shared})" if shared else "")
 
 
 def _spread(interval: Interval, n_seeds: int, spec: str, unit: str = "") -> str:

@@ -124,20 +124,32 @@ def arm_results(rows: Iterable[Mapping[str, Any]]) -> list[ArmResult]:
         In the order of the rows. Where there are no steps, the median is that of the passes and the quartiles are half
         the mean interquartile range away.
     """
-    groups: dict[tuple[str, str, str, str, str | None], _Campaigns] = {}
+    groups: dict[tuple[str, str, str, str, str | None], dict[str | None, list[Mapping[str, Any]]]] = {}
     for row in rows:
         key = (row["shape"], row["activation_checkpoint"], row["routing"], row["arm"], row.get("code"))
         groups.setdefault(key, {}).setdefault(row.get("campaign"), []).append(row)
+    # Tokens/s and name of stock's faster arm under each checkpointing, by what an arm shares with it.
+    stock: dict[tuple[str, str, str | None, str | None], dict[str, tuple[float, str]]] = {}
+    for (shape, checkpointing, routing, arm, code), campaigns in groups.items():
+        for campaign, passes in campaigns.items() if arm in STOCK else ():
+            rates = stock.setdefault((shape, routing, code, campaign), {})
+            rates[checkpointing] = max(rates.get(checkpointing, (0.0, "")), (_quartiles(passes)[1], arm))
     results = []
     for (shape, checkpointing, routing, arm, code), campaigns in groups.items():
+        over_alike: list[tuple[float, int]] = []
+        over_best: list[tuple[float, int]] = []
+        faster_stock: list[str] = []
+        for campaign, passes in campaigns.items():
+            rates = stock.get((shape, routing, code, campaign), {})
+            tps, steps = _quartiles(passes)[1], sum(row["steps"] for row in passes)
+            if (alike := STOCK_CHECKPOINTING.get(checkpointing, checkpointing)) in rates:
+                over_alike.append((tps / rates[alike][0], steps))
+                faster_stock.append(rates[alike][1])
+            # Under one checkpointing alone that recomputes, a faster one is not known.
+            if len(rates) > 1 or "none" in rates:
+                over_best.append((tps / max(rates.values())[0], steps))
         passes = next(iter(campaigns.values()))
         low, middle, high = _quartiles(passes)
-        stock = {
-            (kind, its_arm): found
-            for (its_shape, kind, its_routing, its_arm, its_code), found in groups.items()
-            if its_arm in STOCK and (its_shape, its_routing, its_code) == (shape, routing, code)
-        }
-        alike = _fastest_stock(stock, STOCK_CHECKPOINTING.get(checkpointing, checkpointing))
         results.append(
             ArmResult(
                 shape=shape,
@@ -148,10 +160,10 @@ def arm_results(rows: Iterable[Mapping[str, Any]]) -> list[ArmResult]:
                 low=low,
                 high=high,
                 passes=tuple(row["tps_median"] for row in sorted(passes, key=lambda row: row["order"])),
-                steps=_steps(passes),
-                ratio=_ratio(campaigns, {name: tps for name, (tps, _) in alike.items()}),
-                best_ratio=_ratio(campaigns, _best(stock)),
-                stock=next((alike[name][1] for name in campaigns if name in alike), None),
+                steps=sum(row["steps"] for row in passes),
+                ratio=_mean(over_alike),
+                best_ratio=_mean(over_best),
+                stock=next(iter(faster_stock), None),
                 code=code,
                 retries=sum(row.get("allocator_retries") or 0 for row in passes),
             )
@@ -159,40 +171,9 @@ def arm_results(rows: Iterable[Mapping[str, Any]]) -> list[ArmResult]:
     return results
 
 
-_Campaigns = dict[str | None, list[Mapping[str, Any]]]
-
-
-_Stock = Mapping[tuple[str, str], _Campaigns]
-"""By checkpointing and arm."""
-
-
-def _fastest_stock(stock: _Stock, checkpointing: str) -> dict[str | None, tuple[float, str]]:
-    """Tokens/s and name of stock's faster arm under one checkpointing, in each campaign."""
-    found: dict[str | None, list[tuple[float, str]]] = {}
-    for (kind, arm), campaigns in stock.items():
-        for name, passes in campaigns.items() if kind == checkpointing else ():
-            found.setdefault(name, []).append((_quartiles(passes)[1], arm))
-    return {name: max(rates) for name, rates in found.items()}
-
-
-def _best(stock: _Stock) -> dict[str | None, float]:
-    """Tokens/s of stock's fastest checkpointing in each campaign that tells it: of several, or without any."""
-    found: dict[str | None, dict[str, float]] = {}
-    for checkpointing in dict.fromkeys(kind for kind, _ in stock):
-        for name, (tps, _) in _fastest_stock(stock, checkpointing).items():
-            found.setdefault(name, {})[checkpointing] = tps
-    return {name: max(rates.values()) for name, rates in found.items() if len(rates) > 1 or "none" in rates}
-
-
-def _ratio(arm: _Campaigns, stock: Mapping[str | None, float]) -> float | None:
-    """Median over stock's in each campaign that has both, averaged."""
-    both = [name for name in arm if name in stock]
-    ratios = [_quartiles(arm[name])[1] / stock[name] for name in both]
-    return statistics.fmean(ratios, weights=[_steps(arm[name]) for name in both]) if both else None
-
-
-def _steps(passes: Sequence[Mapping[str, Any]]) -> int:
-    return sum(row["steps"] for row in passes)
+def _mean(weighted: Sequence[tuple[float, int]]) -> float | None:
+    """Of values with their weights; None of none."""
+    return statistics.fmean(*map(list, zip(*weighted, strict=True))) if weighted else None
 
 
 def _quartiles(passes: Sequence[Mapping[str, Any]]) -> tuple[float, float, float]:

@@ -15,9 +15,10 @@ machine is left out by name; that it was lost for reasons unrelated to its numbe
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -29,13 +30,13 @@ from moelab.analysis.equivalence import (
     MIN_SEEDS,
     NAN,
     POWER,
+    Interval,
     Margin,
     equivalence_margin,
     outlying_seeds,
     paired_tests,
     seeds_needed,
 )
-from moelab.analysis.interval import Interval
 from moelab.errors import BadInput
 
 LEARNT_FRACTION = 0.1
@@ -72,10 +73,28 @@ class ArmSeeds:
     diverged: Mapping[int, str]
     lost: Mapping[int, str]
 
+    @classmethod
+    def of(cls, losses: Mapping[int, float], diverged: Mapping[int, str], lost: Mapping[int, str]) -> ArmSeeds:
+        """Each seed once: a finished run of it counts, whatever became of another attempt, and then a divergence."""
+        finite = {int(seed): float(loss) for seed, loss in losses.items() if math.isfinite(loss)}
+        failed = {int(seed): f"loss is {loss}" for seed, loss in losses.items() if not math.isfinite(loss)}
+        failed |= {seed: reason for seed, reason in diverged.items() if seed not in finite}
+        gone = {seed: reason for seed, reason in lost.items() if seed not in finite and seed not in failed}
+        return cls(losses=finite, diverged=failed, lost=gone)
+
     @property
     def known(self) -> set[int]:
         """Seeds that the arm has or should have."""
         return {*self.losses, *self.diverged, *self.lost}
+
+    @property
+    def doubtful(self) -> list[int]:
+        """Seeds without a result that may have diverged."""
+        return [seed for seed, reason in self.lost.items() if isinstance(reason, Doubtful)]
+
+    def without(self, dropped: Collection[int]) -> dict[int, float]:
+        """Losses of the other seeds."""
+        return {seed: loss for seed, loss in self.losses.items() if seed not in dropped}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,9 +166,13 @@ class Verdict:
             cap_words = "as given, wider than the usual cap" if is_wider else "cap"
             cap = f" ({cap_words} {self.margin_cap_nats:.4f})" if math.isfinite(self.margin_cap_nats) else ""
             seeds = "1 seed" if self.n_seeds == 1 else f"{self.n_seeds} seeds"
+            spread = "no interval from one seed"
+            if self.interval.exists:
+                low, high = self.interval.low, self.interval.high
+                spread = f"{100 * self.interval.level:g} % interval {low:+.4f} to {high:+.4f}"
             numbers = (
                 f"{arm} differs from {reference}{both} by {self.mean_difference_nats:+.4f} nats in {self.quantity} "
-                f"({self._interval_words()}), {margin}{cap}, n = {seeds}"
+                f"({spread}), {margin}{cap}, n = {seeds}"
             )
         if self.decided_by:
             parts = [f"{str(self.answer).capitalize()}: {self.decided_by}", f"{numbers}."]
@@ -183,12 +206,6 @@ class Verdict:
             "sentence": self.sentence(),
         }
 
-    def _interval_words(self) -> str:
-        if not self.interval.exists:
-            return "no interval from one seed"
-        low, high = self.interval.low, self.interval.high
-        return f"{100 * self.interval.level:g} % interval {low:+.4f} to {high:+.4f}"
-
 
 def judge(
     arm_losses: Mapping[int, float],
@@ -197,19 +214,15 @@ def judge(
     arm: str,
     reference: str,
     quantity: str = "final loss",
-    margin_nats: float | None = None,
-    margin_cap_nats: float | None = None,
-    margin_factor: float = 2.0,
-    alpha: float = 0.05,
-    arm_diverged: Mapping[int, str] | None = None,
-    reference_diverged: Mapping[int, str] | None = None,
-    arm_lost: Mapping[int, str] | None = None,
-    reference_lost: Mapping[int, str] | None = None,
+    arm_diverged: Mapping[int, str] = MappingProxyType({}),
+    reference_diverged: Mapping[int, str] = MappingProxyType({}),
+    arm_lost: Mapping[int, str] = MappingProxyType({}),
+    reference_lost: Mapping[int, str] = MappingProxyType({}),
     dropped_seeds: Collection[int] = (),
     untrained_nats: float | None = None,
     lr_warmup_steps: int = 0,
-    excluded: tuple[str, ...] = (),
     steps: tuple[int, int] | None = None,
+    **margin_options: Any,
 ) -> Verdict:
     """Judge one arm against the reference from one loss a seed.
 
@@ -219,10 +232,6 @@ def judge(
         arm: Name of the arm.
         reference: Name of the reference arm.
         quantity: What the losses are, for the sentence.
-        margin_nats: Margin; None takes ``margin_factor`` times a lower confidence limit of the reference's spread.
-        margin_cap_nats: Cap of a derived margin; None takes 1 % of the reference's mean loss.
-        margin_factor: Margin in units of the reference's seed-to-seed standard deviation.
-        alpha: Rate allowed for a false "equivalent" at the margin.
         arm_diverged: Seeds of the arm that failed numerically, each with the reason.
         reference_diverged: Those of the reference.
         arm_lost: Seeds of the arm without a result for another reason.
@@ -230,8 +239,9 @@ def judge(
         dropped_seeds: Left out of both arms because a person says so. A divergence cannot be dropped.
         untrained_nats: Loss of a model that knows nothing, ln(vocabulary); None does not ask whether arms have learnt.
         lr_warmup_steps: Steps over which the learning rate rises.
-        excluded: Runs already left out, each with its reason.
         steps: First and last step behind the losses, where they come from training steps.
+        **margin_options: Of :func:`~moelab.analysis.equivalence.equivalence_margin`: ``margin_nats``,
+            ``margin_cap_nats``, ``margin_factor`` and ``alpha``, the rate allowed for a false "equivalent".
 
     Returns:
         The verdict; *different* is not corrected for other arms, see :func:`correct_for_arms`.
@@ -245,56 +255,81 @@ def judge(
         >>> str(judge(arm, reference, arm="mxfp8_standard", reference="bf16_standard").answer)
         'equivalent'
     """
-    ours = _seeds_of(arm_losses, arm_diverged, arm_lost)
-    theirs = _seeds_of(reference_losses, reference_diverged, reference_lost)
+    ours = ArmSeeds.of(arm_losses, arm_diverged, arm_lost)
+    theirs = ArmSeeds.of(reference_losses, reference_diverged, reference_lost)
     dropped = tuple(sorted(set(dropped_seeds)))
     if unknown := [seed for seed in dropped if seed not in ours.known | theirs.known]:
         known = ", ".join(str(seed) for seed in sorted(ours.known | theirs.known)) or "none"
         raise BadInput(f"seed {unknown[0]} cannot be dropped: the seeds of {arm} and {reference} are {known}")
-    kept, base = _without(ours.losses, dropped), _without(theirs.losses, dropped)
-    margin = equivalence_margin(
-        base,
-        reference=reference,
-        margin_nats=margin_nats,
-        margin_cap_nats=margin_cap_nats,
-        margin_factor=margin_factor,
-        alpha=alpha,
-    )
+    kept, base = ours.without(dropped), theirs.without(dropped)
+    # Also of seeds without a partner: they are as much of the reference as the others.
+    margin = equivalence_margin(base, reference=reference, **margin_options)
     seeds = tuple(sorted(kept.keys() & base.keys()))
-    verdict = _tested(
-        [kept[seed] - base[seed] for seed in seeds],
-        margin,
-        Verdict(
-            arm=arm,
-            reference=reference,
-            answer=Answer.INSUFFICIENT,
-            quantity=quantity,
-            seeds=seeds,
-            mean_difference_nats=NAN,
-            sd_difference=NAN,
-            interval=Interval(low=NAN, high=NAN, level=1.0 - 2.0 * margin.tost_alpha),
-            margin_nats=margin.nats,
-            margin_cap_nats=margin.cap_nats,
-            margin_source=margin.source,
-            reference_sd=margin.reference_sd,
-            tost_p=NAN,
-            beyond_p=NAN,
-            t_p=NAN,
-            arm_losses=kept,
-            reference_losses=base,
-            arm_diverged=tuple(sorted(ours.diverged.keys() - theirs.diverged.keys())),
-            reference_diverged=tuple(sorted(theirs.diverged.keys() - ours.diverged.keys())),
-            outlying_seeds=outlying_seeds(base),
-            dropped_seeds=dropped,
-            decided_by="",
-            findings=(),
-            excluded=(*excluded, *_left_out(ours, theirs, arm, reference)),
-            settled_by="",
-            seeds_needed=None,
-            steps=steps,
+    differences = [kept[seed] - base[seed] for seed in seeds]
+    both = ((arm, ours), (reference, theirs))
+    verdict = Verdict(
+        arm=arm,
+        reference=reference,
+        answer=Answer.INSUFFICIENT,
+        quantity=quantity,
+        seeds=seeds,
+        mean_difference_nats=float(np.mean(differences)) if differences else NAN,
+        sd_difference=NAN,
+        interval=Interval(low=NAN, high=NAN, level=1.0 - 2.0 * margin.tost_alpha),
+        margin_nats=margin.nats,
+        margin_cap_nats=margin.cap_nats,
+        margin_source=margin.source,
+        reference_sd=margin.reference_sd,
+        tost_p=NAN,
+        beyond_p=NAN,
+        t_p=NAN,
+        arm_losses=kept,
+        reference_losses=base,
+        arm_diverged=tuple(sorted(ours.diverged.keys() - theirs.diverged.keys())),
+        reference_diverged=tuple(sorted(theirs.diverged.keys() - ours.diverged.keys())),
+        outlying_seeds=outlying_seeds(base),
+        dropped_seeds=dropped,
+        decided_by="",
+        findings=(),
+        excluded=tuple(
+            f"{name}, {words}" for name, one in both for words in _reasons(one.known, {**one.diverged, **one.lost})
         ),
+        settled_by="",
+        seeds_needed=None,
+        steps=steps,
     )
-    return _decided(verdict, ours, theirs, margin, untrained_nats=untrained_nats, lr_warmup_steps=lr_warmup_steps)
+    if len(differences) > 1:
+        # Without a spread there is no margin, but none could be wider than the cap: beyond it is different all the same
+        widest = margin.nats if margin.exists else margin.cap_nats
+        tests = paired_tests(differences, widest, tost_alpha=margin.tost_alpha)
+        answer = Answer.INSUFFICIENT
+        if len(differences) >= MIN_SEEDS and margin.exists and tests.equivalent[0]:
+            answer = Answer.EQUIVALENT
+        elif len(differences) >= MIN_SEEDS and tests.different[0]:
+            answer = Answer.DIFFERENT
+        verdict = replace(
+            verdict,
+            answer=answer,
+            sd_difference=float(tests.sd[0]),
+            interval=Interval(low=float(tests.low[0]), high=float(tests.high[0]), level=tests.level),
+            tost_p=float(tests.tost_p[0]) if margin.exists else NAN,
+            beyond_p=float(tests.beyond_p[0]),
+            t_p=float(tests.t_p[0]),
+        )
+    first, *others = [*_before_any_interval(verdict, ours, theirs, margin, untrained_nats), (verdict.answer, "")]
+    findings = [words[0].upper() + words[1:] for _, words in others if words]
+    findings += _to_be_known(verdict, ours, theirs, lr_warmup_steps)
+    settled_by, needed = "", None
+    if first == (Answer.INSUFFICIENT, ""):
+        settled_by, needed = _settled_by(verdict, margin)
+    return replace(
+        verdict,
+        answer=first[0],
+        decided_by=first[1],
+        findings=tuple(findings),
+        settled_by=settled_by,
+        seeds_needed=needed,
+    )
 
 
 def correct_for_arms(verdicts: list[Verdict]) -> list[Verdict]:
@@ -306,6 +341,7 @@ def correct_for_arms(verdicts: list[Verdict]) -> list[Verdict]:
     Returns:
         The verdicts; one whose test does not stand among so many is *insufficient data* and says so.
     """
+    # A divergence decided by itself; no p value stands behind it.
     tested = [one for one in verdicts if one.answer is Answer.DIFFERENT and not one.arm_diverged]
     with_p = [one for one in verdicts if math.isfinite(one.beyond_p)]
     if not tested or len(with_p) < 2:
@@ -322,156 +358,73 @@ def correct_for_arms(verdicts: list[Verdict]) -> list[Verdict]:
     ]
 
 
-def _seeds_of(
-    losses: Mapping[int, float], diverged: Mapping[int, str] | None, lost: Mapping[int, str] | None
-) -> ArmSeeds:
-    finite = {int(seed): float(loss) for seed, loss in losses.items() if math.isfinite(loss)}
-    failed = {int(seed): f"loss is {loss}" for seed, loss in losses.items() if not math.isfinite(loss)}
-    # A finished run of a seed counts, whatever became of another attempt at it.
-    failed |= {seed: reason for seed, reason in (diverged or {}).items() if seed not in finite}
-    gone = {seed: reason for seed, reason in (lost or {}).items() if seed not in finite and seed not in failed}
-    return ArmSeeds(losses=finite, diverged=failed, lost=gone)
-
-
-def _without(losses: Mapping[int, float], dropped: Collection[int]) -> dict[int, float]:
-    return {seed: loss for seed, loss in losses.items() if seed not in dropped}
-
-
-def _left_out(ours: ArmSeeds, theirs: ArmSeeds, arm: str, reference: str) -> tuple[str, ...]:
-    both = {name: {**one.diverged, **one.lost} for name, one in ((arm, ours), (reference, theirs))}
-    return tuple(
-        f"{name}, {words}" for name, reasons in both.items() for words in _reasons(sorted(reasons), reasons) if reasons
-    )
-
-
-def _tested(differences: list[float], margin: Margin, verdict: Verdict) -> Verdict:
-    """Run the tests where there are differences enough, and answer by them alone."""
-    if len(differences) < 2:
-        return replace(verdict, mean_difference_nats=differences[0] if differences else NAN)
-    # Without a spread there is no margin, but none could be wider than the cap: beyond it is different all the same.
-    widest = margin.nats if margin.exists else margin.cap_nats
-    tests = paired_tests(differences, widest, tost_alpha=margin.tost_alpha)
-    answer = Answer.INSUFFICIENT
-    if len(differences) >= MIN_SEEDS:
-        if margin.exists and tests.equivalent[0]:
-            answer = Answer.EQUIVALENT
-        elif tests.different[0]:
-            answer = Answer.DIFFERENT
-    return replace(
-        verdict,
-        answer=answer,
-        mean_difference_nats=float(np.mean(differences)),
-        sd_difference=float(tests.sd[0]),
-        interval=Interval(low=float(tests.low[0]), high=float(tests.high[0]), level=tests.level),
-        tost_p=float(tests.tost_p[0]) if margin.exists else NAN,
-        beyond_p=float(tests.beyond_p[0]),
-        t_p=float(tests.t_p[0]),
-    )
-
-
-def _decided(
-    verdict: Verdict,
-    ours: ArmSeeds,
-    theirs: ArmSeeds,
-    margin: Margin,
-    *,
-    untrained_nats: float | None,
-    lr_warmup_steps: int,
-) -> Verdict:
-    """Let what comes before any interval decide, and say what the reader must know."""
+def _before_any_interval(
+    verdict: Verdict, ours: ArmSeeds, theirs: ArmSeeds, margin: Margin, untrained_nats: float | None
+) -> Iterator[tuple[Answer, str]]:
+    """What decides whatever the interval says, the first before the others, each with its answer."""
     arm, reference, _ = contrast(verdict.arm, verdict.reference)
     n = len(ours.known | theirs.known)
-    both = sorted(ours.diverged.keys() & theirs.diverged.keys())
-    deciding: list[tuple[Answer, str]] = []  # the first decides
-    findings: list[str] = []
-    if verdict.arm_diverged:
-        words = f"{len(verdict.arm_diverged)} of {n} seeds diverged in {arm} and not in {reference}"
-        why = "; ".join(_reasons(verdict.arm_diverged, ours.diverged))
-        if any(seed in theirs.losses for seed in verdict.arm_diverged):
-            deciding.append((Answer.DIFFERENT, f"{words} ({why})."))
+    if failed := verdict.arm_diverged:
+        words, why = f"{len(failed)} of {n} seeds diverged in {arm} and not in {reference}", ours.diverged
+        if any(seed in theirs.losses for seed in failed):
+            yield Answer.DIFFERENT, f"{words} ({'; '.join(_reasons(failed, why))})."
         else:  # whether the reference would have kept them is not known
             answer = Answer.DIFFERENT if verdict.answer is Answer.DIFFERENT else Answer.INSUFFICIENT
-            deciding.append((answer, f"{words}, which has no result for them ({why})."))
-    if verdict.reference_diverged:
-        words = f"{len(verdict.reference_diverged)} of {n} seeds diverged in the reference {reference} and not in {arm}"
-        why = "; ".join(_reasons(verdict.reference_diverged, theirs.diverged))
-        deciding.append((Answer.INSUFFICIENT, f"{words} ({why})."))
+            yield answer, f"{words}, which has no result for them ({'; '.join(_reasons(failed, why))})."
+    if failed := verdict.reference_diverged:
+        words = f"{len(failed)} of {n} seeds diverged in the reference {reference} and not in {arm}"
+        yield Answer.INSUFFICIENT, f"{words} ({'; '.join(_reasons(failed, theirs.diverged))})."
     for name, one in ((arm, ours), (reference, theirs)):
-        if doubtful := [seed for seed, reason in one.lost.items() if isinstance(reason, Doubtful)]:
-            why = "; ".join(_reasons(doubtful, one.lost))
-            deciding.append((Answer.INSUFFICIENT, f"{len(doubtful)} of {n} seeds of {name} may have diverged ({why})."))
-    if untaught := _not_learnt(verdict, margin, untrained_nats):
-        deciding.append((Answer.NOT_TRAINED, f"{untaught}."))
+        if one.doubtful:
+            words = f"{len(one.doubtful)} of {n} seeds of {name} may have diverged"
+            yield Answer.INSUFFICIENT, f"{words} ({'; '.join(_reasons(one.doubtful, one.lost))})."
+    if untrained_nats is not None and verdict.seeds:
+        # A margin that a person gave says what is close, not what is learnt.
+        needed = max(LEARNT_FRACTION * untrained_nats, margin.nats if margin.exists and not margin.given else 0.0)
+        both = {arm: verdict.arm_losses, reference: verdict.reference_losses}
+        ends = {name: float(np.mean([losses[seed] for seed in verdict.seeds])) for name, losses in both.items()}
+        if untaught := [name for name, end in ends.items() if end > untrained_nats - needed]:
+            words = " and ".join(f"{name} has not learnt (it ends at {ends[name]:.2f} nats)" for name in untaught)
+            words += f": a model that knows nothing has {untrained_nats:.2f} nats, and at least {needed:.2f} below that"
+            yield Answer.NOT_TRAINED, f"{words} is asked for."
     for seed in verdict.outlying_seeds:
-        words = (
+        yield (
+            Answer.INSUFFICIENT,
             f"seed {seed} of the reference {reference} lies apart from its others "
             f"({verdict.reference_losses[seed]:.4f} nats): find out why, or leave it out of all arms "
-            f"(moelab report … --drop-seed {seed})."
+            f"(moelab report … --drop-seed {seed}).",
         )
-        deciding.append((Answer.INSUFFICIENT, words))
-    findings += [words[0].upper() + words[1:] for _, words in deciding[1:]]
+
+
+def _to_be_known(verdict: Verdict, ours: ArmSeeds, theirs: ArmSeeds, lr_warmup_steps: int) -> Iterator[str]:
+    """What qualifies an answer and decides nothing."""
+    arm, reference, _ = contrast(verdict.arm, verdict.reference)
     for seed in outlying_seeds(verdict.arm_losses):
-        findings.append(f"Seed {seed} of {arm} lies apart from its others ({verdict.arm_losses[seed]:.4f} nats).")
-    if both:
-        findings.append(f"Left out, as it diverged in both: {'; '.join(_reasons(both, ours.diverged))}.")
-    lost = [
-        f"{name}, {words}"
-        for name, one in ((arm, ours), (reference, theirs))
-        for words in _reasons(sorted(seed for seed, why in one.lost.items() if not isinstance(why, Doubtful)), one.lost)
-    ]
+        yield f"Seed {seed} of {arm} lies apart from its others ({verdict.arm_losses[seed]:.4f} nats)."
+    if both := ours.diverged.keys() & theirs.diverged.keys():
+        yield f"Left out, as it diverged in both: {'; '.join(_reasons(both, ours.diverged))}."
+    # Doubtful ones have decided already, and are not assumed to be unrelated.
+    sides = ((arm, ours), (reference, theirs))
+    lost = [f"{name}, {w}" for name, one in sides for w in _reasons(one.lost.keys() - set(one.doubtful), one.lost)]
     if lost:
-        findings.append(f"Left out: {'; '.join(lost)}; assumed to be unrelated to the loss.")
+        yield f"Left out: {'; '.join(lost)}; assumed to be unrelated to the loss."
     if verdict.dropped_seeds:
         names = ", ".join(str(seed) for seed in verdict.dropped_seeds)
-        findings.append(f"Dropped by name in all arms: seed{'s' if len(verdict.dropped_seeds) > 1 else ''} {names}.")
+        yield f"Dropped by name in all arms: seed{'s' if len(verdict.dropped_seeds) > 1 else ''} {names}."
     if verdict.steps is not None and verdict.seeds and verdict.steps[1] <= lr_warmup_steps:
-        findings.append(
+        yield (
             f"Training ended inside its warm-up (step {verdict.steps[1]:,} of {lr_warmup_steps:,}): the learning rate "
             "was still rising."
         )
-    answer, decided_by = deciding[0] if deciding else (verdict.answer, "")
-    settled, needed = "", None
-    if answer is Answer.INSUFFICIENT and not decided_by:
-        settled, needed = _settled_by(verdict, margin)
-    return replace(
-        verdict,
-        answer=answer,
-        decided_by=decided_by,
-        findings=tuple(findings),
-        settled_by=settled,
-        seeds_needed=needed,
-    )
 
 
-def _reasons(seeds: Collection[int], reasons: Mapping[int, str]) -> list[str]:
+def _reasons(seeds: Iterable[int], reasons: Mapping[int, str]) -> list[str]:
     """``seeds 1, 4: loss is nan at step 12`` and ``seed 3: …``: seeds of one reason together."""
     groups: dict[str, list[str]] = {}
-    for seed in seeds:
-        groups.setdefault(reasons[seed], []).append(str(seed))
+    for seed in sorted(seeds):
+        if seed in reasons:
+            groups.setdefault(reasons[seed], []).append(str(seed))
     return [f"seed{'s' if len(own) > 1 else ''} {', '.join(own)}: {why}" for why, own in groups.items()]
-
-
-def _not_learnt(verdict: Verdict, margin: Margin, untrained_nats: float | None) -> str:
-    """Which of the two arms is still near a model that knows nothing; empty if neither is."""
-    if untrained_nats is None or not verdict.seeds:
-        return ""
-    needed = max(LEARNT_FRACTION * untrained_nats, margin.nats if margin.exists and not margin.given else 0.0)
-    arm, reference, _ = contrast(verdict.arm, verdict.reference)
-    ends = {
-        name: float(np.mean([losses[seed] for seed in verdict.seeds]))
-        for name, losses in ((arm, verdict.arm_losses), (reference, verdict.reference_losses))
-    }
-    untaught = [
-        f"{name} has not learnt (it ends at {end:.2f} nats)"
-        for name, end in ends.items()
-        if end > untrained_nats - needed
-    ]
-    if not untaught:
-        return ""
-    return (
-        f"{' and '.join(untaught)}: a model that knows nothing has {untrained_nats:.2f} nats, and at least "
-        f"{needed:.2f} below that is asked for"
-    )
 
 
 def _settled_by(verdict: Verdict, margin: Margin) -> tuple[str, tuple[int | None, int | None] | None]:

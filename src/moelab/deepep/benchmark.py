@@ -35,7 +35,7 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, cast, get_args
 
 import torch
 from torch import distributed as dist
@@ -55,7 +55,6 @@ from moelab.deepep.benchmark_cases import (
     Operation,
     Size,
     choose_experts,
-    load_imbalance,
     plan,
     rates,
     rows_to_ranks,
@@ -65,7 +64,7 @@ from moelab.deepep.buffer import EPKernels, close_exchanges, exchange
 from moelab.deepep.dispatcher import PaddedDispatcher
 from moelab.errors import MoelabError
 from moelab.machine import environment
-from moelab.marks import Marks
+from moelab.marks import Marks, interquartile_range
 from moelab.mxfp8.quantise import expand
 from moelab.mxfp8.quantised_experts import QuantisedRows
 from moelab.runs.files import write_json
@@ -163,7 +162,7 @@ def open_world(device: str, *, init_method: str | None = None, rank: int = -1, r
         torch.cuda.set_device(here)
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # some small kernels need no pool of processes
     else:
-        torch.set_num_threads(1)
+        torch.set_num_threads(1)  # both ranks share the processor
     dist.init_process_group(
         "nccl" if device == "cuda" else "gloo",
         init_method=init_method,
@@ -251,6 +250,7 @@ class Layer:
                 **layer, **room, alignment=ALIGNMENT, kernels=kernels, num_sms=arm.sms, precision=arm.precision
             )
         self.arm, self.tokens = arm, tokens
+        self.experts_apply_scores = arm.backend == "deepep"  # others multiply by them at home, in combine
         self.dispatcher: Any = config.build()
         self.dispatcher.wire_meshes(
             ep_mesh=DeviceMesh.from_group(world.group, world.device.type, mesh_dim_names=("ep",))
@@ -266,27 +266,17 @@ class Layer:
         self._scores_TK = tokens.scores_TK.detach().requires_grad_()
         self._counts_E = torch.bincount(tokens.ids_TK.flatten(), minlength=size.experts)  # the router has them
 
-    def open(self) -> None:
-        """Make the shared buffer's SM count this arm's; the layers of a model all have the same."""
-        self.dispatcher.init_buffer()
-
     @property
     def sms(self) -> int | None:
         """Multiprocessors that move tokens; None where the library does not say."""
         return exchange(self.dispatcher.group).num_sms if self.arm.backend == "deepep" else None
 
     @property
-    def experts_apply_scores(self) -> bool:
-        """Whether the scores arrive with the rows; otherwise combine multiplies by them at home."""
-        return self.arm.backend == "deepep"
-
-    def dispatch(self) -> None:
-        """Send the tokens to their experts."""
-        rows, self.counts_e, self._state = self._dispatch(
-            self._x_TD, self._scores_TK, self.tokens.ids_TK, self._counts_E
-        )
-        self._quantised = rows if isinstance(rows, QuantisedRows) else None
-        self._rows_RD = rows.place_RD if isinstance(rows, QuantisedRows) else rows
+    def scores(self) -> torch.Tensor:
+        """The scores that came with the rows, or wait at home for combine: one for each row there, ``(R,)``."""
+        if self.arm.backend == "standard":
+            return self._state.topk_scores_experts_sorted_N
+        return self._state.scores_R if self.arm.backend == "deepep" else self._state.state.permuted_scores
 
     def rows_RD(self) -> torch.Tensor:
         """Rows at the experts in BF16, expanded where they came in 8 bits; padding is zero."""
@@ -294,10 +284,6 @@ class Layer:
             return self._rows_RD.detach()
         assert self.arm.precision != "bf16"
         return expand(self._quantised.data_RD, self._quantised.scales_RS, self.arm.precision)
-
-    def scores_R(self) -> torch.Tensor:
-        """The scores that a combine multiplies by, or that came with the rows: one for each row here, or at home."""
-        return self._arrived_scores().detach()
 
     def received(self) -> list[int] | None:
         """Rows that arrived from each rank by the library's own count; None where it does not say."""
@@ -309,44 +295,39 @@ class Layer:
         counts: list[int] = torch.diff(ends_P, prepend=ends_P.new_zeros(1)).tolist()
         return counts
 
+    def dispatch(self) -> None:
+        """Send the tokens to their experts."""
+        # The state is the dispatcher's own metadata: of another type for each, which the properties above know.
+        rows, self.counts_e, self._state = self._dispatch(
+            self._x_TD, self._scores_TK, self.tokens.ids_TK, self._counts_E
+        )
+        self._quantised = rows if isinstance(rows, QuantisedRows) else None
+        self._rows_RD = rows.place_RD if isinstance(rows, QuantisedRows) else rows
+
     def combine(self, outputs_RD: torch.Tensor) -> None:
         """Return the experts' outputs and add those of each token."""
         self._outputs_RD = outputs_RD.detach().requires_grad_()
+        # The graph is cut at the scores, too: the gradients of combine and of dispatch are two operations.
+        self._own_scores = self.scores.detach().requires_grad_()
         state = self._state
-        if (
-            not self.experts_apply_scores
-        ):  # cut the graph here: the gradients of combine and dispatch are two operations
-            self._own_scores = self.scores_R().requires_grad_()
-            state = self._with_scores(self._own_scores)
+        if self.arm.backend == "standard":
+            state = replace(state, topk_scores_experts_sorted_N=self._own_scores)
+        elif self.arm.backend == "hybridep":
+            state = replace(state, state=replace(state.state, permuted_scores=self._own_scores))
         self.out_TD: torch.Tensor = self._combine(self._outputs_RD, state, self.tokens.x_TD)
 
     def combine_backward(self, grad_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Gradients of the experts' outputs ``(R, D)``, and of the scores where combine applied them, else zeros."""
         if self.experts_apply_scores:
             (grad_RD,) = torch.autograd.grad(self.out_TD, self._outputs_RD, grad_TD)
-            return grad_RD, torch.zeros_like(self._arrived_scores())
+            return grad_RD, torch.zeros_like(self.scores)
         grad_RD, grad_scores = torch.autograd.grad(self.out_TD, (self._outputs_RD, self._own_scores), grad_TD)
         return grad_RD, grad_scores
 
     def dispatch_backward(self, grad_RD: torch.Tensor, grad_scores: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Gradients of the tokens ``(T, D)`` and of their scores ``(T, K)``."""
-        return torch.autograd.grad(
-            (self._rows_RD, self._arrived_scores()), (self._x_TD, self._scores_TK), (grad_RD, grad_scores)
-        )
-
-    def _arrived_scores(self) -> torch.Tensor:
-        if self.arm.backend == "deepep":
-            scores = self._state.scores_R
-        elif self.arm.backend == "standard":
-            scores = self._state.topk_scores_experts_sorted_N
-        else:
-            scores = self._state.state.permuted_scores
-        return cast(torch.Tensor, scores)
-
-    def _with_scores(self, scores: torch.Tensor) -> Any:
-        if self.arm.backend == "standard":
-            return replace(self._state, topk_scores_experts_sorted_N=scores)
-        return replace(self._state, state=replace(self._state.state, permuted_scores=scores))
+        outputs, inputs = (self._rows_RD, self.scores), (self._x_TD, self._scores_TK)
+        return torch.autograd.grad(outputs, inputs, (grad_RD, grad_scores))
 
 
 def round_trip(layer: Layer, size: Size, world: World) -> float:
@@ -364,9 +345,10 @@ def round_trip(layer: Layer, size: Size, world: World) -> float:
     factor_E = 1 + torch.arange(size.experts, device=world.device) / size.experts
     world.together(layer.dispatch)
     rows_RD = layer.rows_RD()
+    # Each expert multiplies by a factor of its own, so that a row at the wrong one is seen.
     local_e = factor_E.view(world.ranks, -1)[world.rank]
     factor_R1 = local_e.repeat_interleave(layer.counts_e.to(world.device)).unsqueeze(-1)
-    weight_R1 = factor_R1 * layer.scores_R().unsqueeze(-1) if layer.experts_apply_scores else factor_R1
+    weight_R1 = factor_R1 * layer.scores.detach().unsqueeze(-1) if layer.experts_apply_scores else factor_R1
     world.together(lambda: layer.combine((rows_RD.float() * weight_R1).to(rows_RD.dtype)))
     grad_RD, grad_scores = world.together(lambda: layer.combine_backward(grad_TD))
     if layer.experts_apply_scores:
@@ -443,7 +425,7 @@ def take_turns(
     for _ in range(WARM_UP + repeats):
         for watched in (False, True):
             for layer in layers:
-                layer.open()
+                layer.dispatcher.init_buffer()  # the buffer is shared: its SM count becomes this arm's
                 timed(layer, "dispatch", watched)
                 if layer.arm.operations == ("dispatch",):
                     continue
@@ -452,17 +434,6 @@ def take_turns(
                 gradients = timed(layer, "combine_backward", watched, layer.tokens.x_TD.flip(0))
                 timed(layer, "dispatch_backward", watched, *gradients)
     return {name: (whole[WARM_UP:], parts[WARM_UP:]) for name, (whole, parts) in times.items()}
-
-
-def summarise(times_us: Sequence[float]) -> dict[str, float]:
-    """Median and interquartile range, µs.
-
-    Example:
-        >>> summarise([1.0, 2.0, 3.0, 4.0, 5.0])
-        {'us_median': 3.0, 'us_iqr': 2.0}
-    """
-    low, middle, high = statistics.quantiles(times_us, n=4, method="inclusive")
-    return {"us_median": round(middle, 2), "us_iqr": round(high - low, 2)}
 
 
 def measure_copies(world: World) -> dict[str, Any]:
@@ -520,8 +491,8 @@ def time_group(
     world: World,
     reference: dict[str, Any],
     *,
-    kernels: EPKernels = "native",
-    compiled: bool = False,
+    kernels: EPKernels,
+    compiled: bool,
     repeats: int,
     until: float,
 ) -> list[dict[str, Any]]:
@@ -541,7 +512,8 @@ def time_group(
     """
     size, tokens = group.size, make_tokens(group.size, group.routing, world)
     sent = world.everywhere(rows_to_ranks(tokens.ids_TK, experts=size.experts, ranks=world.ranks))
-    imbalance = world.everywhere(load_imbalance(tokens.ids_TK, experts=size.experts))
+    load_E = torch.bincount(tokens.ids_TK.flatten(), minlength=size.experts).float()
+    imbalance = world.everywhere(float(load_E.max() / load_E.mean()))
     shared = {
         "group": group.name,
         "size": size.name,
@@ -563,7 +535,12 @@ def time_group(
             layer = world.together(
                 lambda arm=arm: Layer(arm, size, tokens, world, kernels=kernels, compiled=compiled)  # type: ignore[misc]
             )
-            _require_right(layer, size, world, [row[world.rank] for row in sent_PP])
+            error, allowed = max(world.everywhere(round_trip(layer, size, world))), TOLERANCE[arm.precision]
+            if not error < allowed:  # NaN is wrong, too
+                raise ArmFailed(f"the round trip is wrong: relative error {error:.3g}, allowed {allowed}")
+            received, expected = layer.received(), [row[world.rank] for row in sent_PP]
+            if not all(world.everywhere(received in (None, expected))):
+                raise ArmFailed(f"rows from each rank: {received} by the library, {expected} by the routing")
         except ArmFailed as failure:
             rows.append({**columns, "error": str(failure)})
             world.say(f"  {arm.name}: {failure}")
@@ -582,8 +559,9 @@ def time_group(
             row = {
                 **columns,
                 "operation": operation,
-                **summarise(whole_us),
-                "parts_us": {name: summarise([one[name] for one in slowest])["us_median"] for name in names},
+                "us_median": round(statistics.median(whole_us), 2),
+                "us_iqr": round(interquartile_range(whole_us), 2),
+                "parts_us": {name: round(statistics.median(one[name] for one in slowest), 2) for name in names},
                 "repeats": repeats,
                 **traffic(  # of both directions the fuller one counts, so the way back is as long
                     sent_PP,
@@ -595,16 +573,6 @@ def time_group(
             }
             rows.append({**row, **rates(row, reference)})
     return rows
-
-
-def _require_right(layer: Layer, size: Size, world: World, expected: list[int]) -> None:
-    """Refuse an arm whose round trip is wrong on any rank, or whose rows are not as many as the routing says."""
-    error, allowed = max(world.everywhere(round_trip(layer, size, world))), TOLERANCE[layer.arm.precision]
-    if not error < allowed:  # NaN is wrong, too
-        raise ArmFailed(f"the round trip is wrong: relative error {error:.3g}, allowed {allowed}")
-    received = layer.received()
-    if not all(world.everywhere(received in (None, expected))):
-        raise ArmFailed(f"rows from each rank: {received} by the library, {expected} by the routing")
 
 
 # The file
@@ -620,7 +588,7 @@ def run(
     compiled: bool = False,
     repeats: int,
     budget_s: float,
-    began: float | None = None,
+    began: float,
 ) -> None:
     """Time every group that the file does not have yet, and write it after each.
 
@@ -633,9 +601,8 @@ def run(
         compiled: as :class:`Layer` takes it.
         repeats: turns of each arm.
         budget_s: no arm is prepared after so many seconds since ``began``.
-        began: ``time.monotonic()`` of the start; now by default.
+        began: ``time.monotonic()`` of the start.
     """
-    began = time.monotonic() if began is None else began
     report: dict[str, Any] = world.everywhere(_content(world, libraries, compiled, output))[0]
     report["copies"] = report["copies"] or measure_copies(world)
     world.say(f"copies: {report['copies']}")
@@ -694,9 +661,21 @@ def _content(world: World, libraries: dict[str, str], compiled: bool, output: Pa
 # The program
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure what the options name; returns the exit code."""
-    options = _parser().parse_args(arguments)
+def main() -> None:
+    """Measure what the options name."""
+    parser = argparse.ArgumentParser(description="Time dispatch and combine of every way to move tokens.")
+    parser.add_argument("--output", type=Path, required=True, help="JSON file, written after each group of arms")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    names = [size.name for size in (*SIZES, SMALL, NODE_SIZE)]
+    parser.add_argument("--sizes", nargs="*", choices=names, help="default: all on GPUs, small on a CPU")
+    parser.add_argument("--routings", nargs="*", choices=ROUTINGS, default=list(ROUTINGS))
+    installed_ones = "default: what is installed; a CPU has a stand-in for deepep"
+    parser.add_argument("--backends", nargs="*", choices=get_args(Backend), help=installed_ones)
+    parser.add_argument("--sms", nargs="*", type=int, default=list(SM_COUNTS), help="SM counts that DeepEP is given")
+    parser.add_argument("--eager", action="store_true", help="do not compile; a CPU never does")
+    parser.add_argument("--repeats", type=int, default=10, help="turns of each arm that count")
+    parser.add_argument("--budget-s", type=float, default=110, help="prepare no arm after so many seconds")
+    options = parser.parse_args()
     began, on_gpus = time.monotonic(), options.device == "cuda"
     world = open_world(options.device)
     backends, libraries = installed(options.device)
@@ -705,8 +684,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         backends, kernels = (*backends, "deepep"), "emulated"
         libraries["deepep"] = "moelab's stand-in on collectives: no measure of DeepEP"
     world.say(f"libraries: {libraries}")
+    sizes = [size for size in (*SIZES, SMALL, NODE_SIZE) if size.name in (options.sizes or ())]
+    sizes = sizes or (list(SIZES) if on_gpus else [SMALL])
+    chosen = [backend for backend in backends if options.backends is None or backend in options.backends]
     run(
-        _groups(options, backends),
+        plan(sizes, options.routings, chosen, options.sms),
         world,
         options.output,
         libraries=libraries,
@@ -717,32 +699,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         began=began,
     )
     world.leave()
-    return 0
-
-
-def _groups(options: argparse.Namespace, backends: Sequence[Backend]) -> list[Group]:
-    on_request = (*SIZES, SMALL, NODE_SIZE)
-    sizes = [size for size in on_request if size.name in (options.sizes or ())]
-    sizes = sizes or ([SMALL] if options.device == "cpu" else list(SIZES))
-    chosen = [backend for backend in backends if options.backends is None or backend in options.backends]
-    return plan(sizes, options.routings, chosen, options.sms)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Time dispatch and combine of every way to move tokens.")
-    parser.add_argument("--output", type=Path, required=True, help="JSON file, written after each group of arms")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    names = [size.name for size in (*SIZES, SMALL, NODE_SIZE)]
-    parser.add_argument("--sizes", nargs="*", choices=names, help="default: all on GPUs, small on a CPU")
-    parser.add_argument("--routings", nargs="*", choices=ROUTINGS, default=list(ROUTINGS))
-    backends, said = ["standard", "deepep", "hybridep"], "default: what is installed; a CPU has a stand-in for deepep"
-    parser.add_argument("--backends", nargs="*", choices=backends, help=said)
-    parser.add_argument("--sms", nargs="*", type=int, default=list(SM_COUNTS), help="SM counts that DeepEP is given")
-    parser.add_argument("--eager", action="store_true", help="do not compile; a CPU never does")
-    parser.add_argument("--repeats", type=int, default=10, help="turns of each arm that count")
-    parser.add_argument("--budget-s", type=float, default=110, help="prepare no arm after so many seconds")
-    return parser
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

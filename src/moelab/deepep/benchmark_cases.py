@@ -141,7 +141,7 @@ def plan(
     return groups
 
 
-def choose_experts(routing: str, size: Size, *, rank: int, device: torch.device, seed: int = 0) -> torch.Tensor:
+def choose_experts(routing: str, size: Size, *, rank: int, device: torch.device) -> torch.Tensor:
     """Experts of each token.
 
     Args:
@@ -152,7 +152,6 @@ def choose_experts(routing: str, size: Size, *, rank: int, device: torch.device,
         size: tokens, experts and top-k.
         rank: of this process; random tokens differ between ranks.
         device: of the result.
-        seed: of what is random.
 
     Returns:
         int64 ``(T, K)``, distinct in each row.
@@ -164,12 +163,12 @@ def choose_experts(routing: str, size: Size, *, rank: int, device: torch.device,
     if routing == "round_robin":
         return torch.arange(T * K, device=device).view(T, K) % E
     if routing == "random_balanced":
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         return draw_experts(T, E, K, rank=rank, device=device)
     if routing == "skewed":
-        order_E = torch.randperm(E, generator=torch.Generator().manual_seed(seed))
+        order_E = torch.randperm(E, generator=torch.Generator().manual_seed(0))  # popularity is one for all ranks
         logits_E = -SKEW * torch.log1p(order_E.float())
-        own = torch.Generator().manual_seed(seed * 1009 + rank + 1)
+        own = torch.Generator().manual_seed(rank + 1)
         # The top-k of logits plus Gumbel noise is a draw without replacement in proportion to the popularity.
         noise_TE = -torch.log(torch.empty(T, E).exponential_(generator=own))
         return (logits_E + noise_TE).topk(K, dim=-1).indices.to(device)
@@ -196,12 +195,6 @@ def rows_to_ranks(ids_TK: torch.Tensor, *, experts: int, ranks: int) -> dict[str
     reached_TP = torch.zeros((ids_TK.shape[0], ranks), dtype=torch.int64, device=ids_TK.device)
     once_P = reached_TP.scatter_(1, rank_TK, 1).sum(dim=0)
     return {"copies": copies_P.tolist(), "once": once_P.tolist()}
-
-
-def load_imbalance(ids_TK: torch.Tensor, *, experts: int) -> float:
-    """Tokens of this rank at its busiest expert over the mean; 1 is balance."""
-    counts_E = torch.bincount(ids_TK.flatten(), minlength=experts).float()
-    return float(counts_E.max() / counts_E.mean())
 
 
 def row_bytes(hidden: int, precision: DispatchPrecision) -> int:

@@ -36,6 +36,11 @@ class Exchange:
     top_k: int
     num_sms: int
 
+    def destroy(self) -> None:
+        """Give its memory back; the stand-in holds none."""
+        if hasattr(self.buffer, "destroy"):
+            self.buffer.destroy()
+
 
 _OPEN: dict[str, Exchange] = {}
 
@@ -89,8 +94,12 @@ def open_exchange(
         sizes = {name: max(size, getattr(opened, name)) for name, size in sizes.items()}
     if opened is None or opened.kernels != kernels or any(getattr(opened, name) < size for name, size in sizes.items()):
         if opened:
-            _destroy(opened)
-        buffer, handle_type = (_native if kernels == "native" else _emulated)(group, **sizes)
+            opened.destroy()
+        room = {"num_max_tokens_per_rank": sizes["tokens"], "hidden": sizes["hidden"], "num_topk": sizes["top_k"]}
+        if kernels == "native":
+            buffer, handle_type = _deepep_buffer(group, **room)
+        else:
+            buffer, handle_type = StandInBuffer(group, **room), StandInBuffer.handle_type
         opened = Exchange(buffer=buffer, kernels=kernels, handle_type=handle_type, num_sms=0, **sizes)
     num_sms = num_sms or chosen_sms(opened.buffer, experts, top_k, native=kernels == "native")
     opened = opened if opened.num_sms == num_sms else replace(opened, num_sms=num_sms)
@@ -119,13 +128,9 @@ def check_sizes(*, ranks: int, hidden: int, tokens: int, experts: int, top_k: in
         )
 
 
-def _emulated(group: dist.ProcessGroup, *, tokens: int, hidden: int, top_k: int) -> tuple[Any, Callable[..., Any]]:
-    buffer = StandInBuffer(group, num_max_tokens_per_rank=tokens, hidden=hidden, num_topk=top_k)
-    return buffer, StandInBuffer.handle_type
-
-
-def _native(group: dist.ProcessGroup, *, tokens: int, hidden: int, top_k: int) -> tuple[Any, Callable[..., Any]]:
-    if not has_rdma_devices():
+def _deepep_buffer(group: dist.ProcessGroup, **room: int) -> tuple[Any, Callable[..., Any]]:
+    network = Path(INFINIBAND)
+    if not (network.is_dir() and any(network.iterdir())):  # neither InfiniBand nor RoCE
         # DeepEP 2.1.0 asks NCCL for GPU-initiated networking even where all ranks share a node, and NCCL has none.
         os.environ.setdefault("EP_DISABLE_GIN", "1")
     try:
@@ -140,9 +145,7 @@ def _native(group: dist.ProcessGroup, *, tokens: int, hidden: int, top_k: int) -
     dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
     buffer = ElasticBuffer(
         group,
-        num_max_tokens_per_rank=tokens,
-        hidden=hidden,
-        num_topk=top_k,
+        **room,
         deterministic=torch.are_deterministic_algorithms_enabled(),
         explicitly_destroy=True,
     )
@@ -169,18 +172,8 @@ def chosen_sms(buffer: Any, experts: int, top_k: int, *, native: bool) -> int:
         return min(24, multiprocessors)
 
 
-def has_rdma_devices(root: Path = Path(INFINIBAND)) -> bool:
-    """Whether this node has InfiniBand or RoCE devices."""
-    return root.is_dir() and any(root.iterdir())
-
-
-def _destroy(opened: Exchange) -> None:
-    if hasattr(opened.buffer, "destroy"):  # the stand-in holds nothing
-        opened.buffer.destroy()
-
-
 def close_exchanges() -> None:
     """Close every buffer of this process and give its memory back. All ranks call it together."""
     for opened in _OPEN.values():
-        _destroy(opened)
+        opened.destroy()
     _OPEN.clear()

@@ -27,19 +27,23 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 
 from moelab.deepep.ops import NAMESPACE
 
-_MOELAB = ("dispatch", "dispatch_quantised", "combine")
-_HYBRIDEP = ("dispatch", "combine")
 _QUANTISED_PRODUCT = torch.ops.aten._scaled_grouped_mm.default
 
 
 def communication_ops() -> set[Any]:
     """Moelab's operators whose results are kept: their recomputation would be communication."""
-    return _registered(NAMESPACE, _MOELAB)
+    return _registered(NAMESPACE, "dispatch", "dispatch_quantised", "combine")
+
+
+def _registered(namespace: str, *names: str) -> set[Any]:
+    """Operators of a library, as far as they are there: HybridEP's are where it is imported."""
+    library = getattr(torch.ops, namespace)
+    return {getattr(library, name).default for name in names if hasattr(library, name)}
 
 
 class CommunicationSavingAC(SelectiveAC):
@@ -68,7 +72,7 @@ class CommunicationSavingFullAC(FullAC):
     def _wrap_block(self, module: nn.Module, *, base_fqn: str | None = None) -> nn.Module:
         kept = (
             communication_ops()
-            | _registered("hybridep", _HYBRIDEP)
+            | _registered("hybridep", "dispatch", "combine")
             | {torch.ops._c10d_functional.all_to_all_single.default, torch.ops.aten.topk.default}
         )
         return checkpoint_wrapper(
@@ -81,15 +85,7 @@ class CommunicationSavingFullAC(FullAC):
         )
 
 
-def _policy(
-    kept: frozenset[Any], _context: SelectiveCheckpointContext, operator: Any, *inputs: Any, **settings: Any
-) -> CheckpointPolicy:
+def _policy(kept: frozenset[Any], _context: Any, operator: Any, *inputs: Any, **settings: Any) -> CheckpointPolicy:
     """Keep communication, and the counts that the host waits for on its account; recompute the rest."""
     to_host = operator is torch.ops.aten._to_copy.default and str(settings.get("device")) == "cpu" and inputs[0].is_cuda
     return CheckpointPolicy.MUST_SAVE if to_host or operator in kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def _registered(namespace: str, names: tuple[str, ...]) -> set[Any]:
-    """Operators of a library, as far as they are there: HybridEP's are where it is imported."""
-    library = getattr(torch.ops, namespace)
-    return {getattr(library, name).default for name in names if hasattr(library, name)}

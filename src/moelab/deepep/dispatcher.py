@@ -112,21 +112,28 @@ class PaddedDispatcher(DeepEPTokenDispatcher):
             BadInput: if there are more tokens than the buffer was made for.
         """
         del num_local_tokens_per_expert_E
-        self._require_room(x_TD.shape[0])
+        if x_TD.shape[0] > (self.num_max_tokens_per_rank or 0):
+            raise BadInput(
+                f"a rank dispatches {x_TD.shape[0]} tokens at a time, and its DeepEP buffer was made for "
+                f"{self.num_max_tokens_per_rank}; it holds one micro-batch: seq_len x microbatch / (tp x cp)"
+            )
         where = (topk_scores_TK.float(), topk_expert_ids_TK, self.group, self.num_experts, self.alignment)
         rows: Tensor | QuantisedRows
         if self.precision == "bf16":
             rows, scores_R, *handle = ops.dispatch(x_TD, *where)
         else:
+            # Detached: the gradient of the rows goes to x_TD itself, past the rounding (a straight-through estimate).
             data_TD, scales_TS = quantise(x_TD.detach(), self.precision)
             if self.precision == "mxfp8":
-                scales_TS = scales_TS.view(torch.int32)
+                scales_TS = scales_TS.view(torch.int32)  # DeepEP moves scales of four bytes: four exponents
             place_RD, data_RD, scales_RS, scores_R, *handle = ops.dispatch_quantised(x_TD, data_TD, scales_TS, *where)
             rows = QuantisedRows(place_RD, data_RD, scales_RS)
         # A compiler cannot see the padding; grouped GEMMs that need whole blocks ask for it.
         torch._check(scores_R.shape[0] % self.alignment == 0)
         state = Dispatched(scores_R=scores_R, ids_TK=topk_expert_ids_TK, handle=handle)
-        return rows, self.rows_per_expert(handle), state
+        # Rows of each local expert with its padding, computed on the device: the host need not know them.
+        rows_e = (handle[ops.UNALIGNED] + (self.alignment - 1)) // self.alignment * self.alignment
+        return rows, rows_e, state
 
     def combine(self, routed_output_RD: Tensor, metadata: Dispatched, x_TD: Tensor) -> Tensor:
         """Add each token's rows, whose scores are applied already; padding is not read."""
@@ -134,18 +141,6 @@ class PaddedDispatcher(DeepEPTokenDispatcher):
         return ops.combine(
             routed_output_RD, metadata.ids_TK, metadata.handle, self.group, self.num_experts, self.alignment
         )
-
-    def rows_per_expert(self, handle: list[Tensor]) -> Tensor:
-        """Rows of each local expert, padding included, ``(e,)``; computed on the device."""
-        tokens_e = handle[ops.UNALIGNED]
-        return (tokens_e + (self.alignment - 1)) // self.alignment * self.alignment
-
-    def _require_room(self, tokens: int) -> None:
-        if tokens > (self.num_max_tokens_per_rank or 0):
-            raise BadInput(
-                f"a rank dispatches {tokens} tokens at a time, and its DeepEP buffer was made for "
-                f"{self.num_max_tokens_per_rank}; it holds one micro-batch: seq_len x microbatch / (tp x cp)"
-            )
 
 
 class ScoredRoutedExperts(RoutedExperts):
@@ -182,7 +177,7 @@ class ScoredRoutedExperts(RoutedExperts):
             topk_expert_ids_BLK.reshape(B * L, K),
             num_local_tokens_per_expert_E,
         )
-        with maybe_set_sparse_mesh():
+        with maybe_set_sparse_mesh():  # of the experts' weights, as TorchTitan's own forward does
             output_RD = self.inner_experts(rows, counts_e, state.scores_R)
         return self.token_dispatcher.combine(output_RD, state, x_TD).view(B, L, D)
 
@@ -194,7 +189,6 @@ def padded(
     alignment: int,
     tokens: int | None = None,
     kernels: EPKernels = "native",
-    num_sms: int = 0,
     precision: DispatchPrecision = "bf16",
 ) -> Any:
     """Swap a layer's DeepEP dispatcher and experts.
@@ -205,13 +199,16 @@ def padded(
         tokens: most tokens that a rank dispatches at a time, where it is fewer than TorchTitan's count: under pipeline
             parallelism that is a micro-batch and TorchTitan 0.3.0 counts the whole local batch.
         kernels: ``native`` DeepEP or its ``emulated`` stand-in.
-        num_sms: streaming multiprocessors of a dispatch or combine; 0 chooses.
         precision: in which tokens travel to their experts; gradients, and outputs on their way home, travel in BF16.
     """
     dispatcher = config.token_dispatcher
     if not isinstance(dispatcher, DeepEPTokenDispatcher.Config):
         return config
-    experts = config.inner_experts
+    experts: Any = config.inner_experts
+    parent: Any = type(experts)._owner
+    if getattr(parent, "multiplies_in", None) != "fp8":  # FP8 experts take scores, and rows in either form, already
+        taking = scored(parent) if precision == "bf16" else quantised_experts(parent, precision)
+        experts = derive(experts, taking.Config)
     return derive(
         config,
         ScoredRoutedExperts.Config,
@@ -220,18 +217,8 @@ def padded(
             PaddedDispatcher.Config,
             alignment=alignment,
             kernels=kernels,
-            num_sms=num_sms,
             precision=precision,
             num_max_tokens_per_rank=tokens or dispatcher.num_max_tokens_per_rank,
         ),
-        inner_experts=_experts_config(experts, precision),
+        inner_experts=experts,
     )
-
-
-def _experts_config(experts: Any, precision: DispatchPrecision) -> Any:
-    """The same experts, taking the rows' scores, and quantised rows where they come so; FP8 experts take both."""
-    parent = type(experts)._owner
-    if getattr(parent, "multiplies_in", None) == "fp8":
-        return experts
-    new = scored(parent) if precision == "bf16" else quantised_experts(parent, precision)
-    return derive(experts, new.Config)

@@ -187,7 +187,7 @@ def resend(
         handle=handle_,
         expert_alignment=alignment,
         num_sms=place.num_sms,
-        do_cpu_sync=False,
+        do_cpu_sync=False,  # the handle knows the number of rows
         do_expand=True,
         do_zero_padding=True,
     )
@@ -222,7 +222,7 @@ def _send(
         expert_alignment=alignment,
         num_sms=place.num_sms,
         do_handle_copy=False,
-        do_cpu_sync=True,
+        do_cpu_sync=True,  # the number of rows, which memory for them and a compiler's shapes need
         do_expand=True,
         do_zero_padding=True,
     )
@@ -237,35 +237,27 @@ def _fake_send(
     """Shapes of what :func:`_send` returns; the number of rows, and of tokens received, only the data know."""
     context = torch.library.get_ctx()
     rows, received = context.new_dynamic_size(), context.new_dynamic_size()
-    ranks, scaleup, scaleout = _domain(group)
-    local, top_k = experts // ranks, ids_TK.shape[1]
+    buffer, top_k = exchange(group).buffer, ids_TK.shape[1]
+    ranks = buffer.group.size()
+    local = experts // ranks
 
     def index(*shape: Any) -> Tensor:
         return ids_TK.new_empty(shape, dtype=torch.int32)
 
-    def unknown(dimensions: int) -> Tensor:
-        return index(*(context.new_dynamic_size() for _ in range(dimensions)))
-
-    slots, forwarded, linked = (
-        (unknown(n) for n in _SCALEOUT_DIMENSIONS)
-        if scaleout > 1
-        else (
-            index(*ids_TK.shape),
-            index(0),
-            index(0),
-        )
-    )
+    # Only where tokens cross between nodes (DeepEP's scale-out) do the last two tensors hold anything; how much, and
+    # how long the lists of slots are, only the data know.
+    beyond_node = [index(*ids_TK.shape), index(0), index(0)]
+    if getattr(buffer, "num_scaleout_ranks", 1) > 1:
+        beyond_node = [index(*(context.new_dynamic_size() for _ in range(n))) for n in _SCALEOUT_DIMENSIONS]
     return (
         data_TD.new_empty((rows, data_TD.shape[1])),
         index(0) if scales_TS is None else scales_TS.new_empty((rows, scales_TS.shape[1])),
         weights_TK.new_empty((rows,)),
-        index(scaleup),
+        index(getattr(buffer, "num_scaleup_ranks", ranks)),
         index(local),
         index(local),
         index(received, top_k + 2),
-        slots,
-        forwarded,
-        linked,
+        *beyond_node,
     )
 
 
@@ -274,17 +266,10 @@ def _nothing(like: Tensor) -> Tensor:
     return like.new_empty((0,), dtype=torch.int32)
 
 
-def _domain(group: str) -> tuple[int, int, int]:
-    """Ranks, and how DeepEP sees them: ranks of a scale-up domain (NVLink) and number of such domains."""
-    buffer = exchange(group).buffer
-    ranks = buffer.group.size()
-    return ranks, getattr(buffer, "num_scaleup_ranks", ranks), getattr(buffer, "num_scaleout_ranks", 1)
-
-
 def _handle_of(place: Exchange, ids_TK: Tensor, tensors: list[Tensor], experts: int, alignment: int, rows: int) -> Any:
     """DeepEP's handle again, from its tensors."""
     named = dict(zip(HANDLE_TENSORS, tensors, strict=True))
-    for name in HANDLE_TENSORS[-2:]:
+    for name in HANDLE_TENSORS[-2:]:  # None inside of a node, where an empty tensor stood for it
         if named[name].numel() == 0:
             named[name] = None
     handle = place.handle_type(
@@ -306,7 +291,7 @@ def _handle_of(place: Exchange, ids_TK: Tensor, tensors: list[Tensor], experts: 
 
 def _dispatch_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *_, ids_TK, ctx.group, ctx.experts, ctx.alignment = inputs
-    handle = output[-len(HANDLE_TENSORS) :]
+    handle = output[-len(HANDLE_TENSORS) :]  # the rows come first, their weights right before the handle
     ctx.inputs = len(inputs)
     ctx.mark_non_differentiable(*output[1 : -1 - len(HANDLE_TENSORS)], *handle)
     ctx.save_for_backward(ids_TK, *handle)

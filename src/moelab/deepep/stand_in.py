@@ -16,7 +16,8 @@ Timings of it mean nothing.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,32 +27,14 @@ from torch import distributed as dist
 # token and local expert, padded), D features, e local experts, W ranks.
 
 
-@dataclass(kw_only=True)
-class StandInHandle:
-    """What ``dispatch`` learnt and ``combine`` needs; the names are those of DeepEP's ``EPHandle``."""
-
-    do_expand: bool
-    num_experts: int
-    expert_alignment: int
-    num_max_tokens_per_rank: int
-    num_sms: int
-    topk_idx: torch.Tensor
-    num_recv_tokens: int
-    num_expanded_tokens: int
-    num_recv_tokens_per_expert_list: list[int]
-    psum_num_recv_tokens_per_scaleup_rank: torch.Tensor
-    psum_num_recv_tokens_per_expert: torch.Tensor
-    num_unaligned_recv_tokens_per_expert: torch.Tensor
-    recv_src_metadata: torch.Tensor
-    dst_buffer_slot_idx: torch.Tensor
-    token_metadata_at_forward: torch.Tensor | None
-    channel_linked_list: torch.Tensor | None
-
-
 class StandInBuffer:
-    """``ElasticBuffer`` over ``torch.distributed``."""
+    """``ElasticBuffer`` over ``torch.distributed``.
 
-    handle_type = StandInHandle
+    Its handle has the names of DeepEP's ``EPHandle``, as far as the operators of :mod:`moelab.deepep.ops` carry them on
+    or they are needed here.
+    """
+
+    handle_type = SimpleNamespace
 
     def __init__(self, group: dist.ProcessGroup, *, num_max_tokens_per_rank: int, hidden: int, num_topk: int) -> None:
         self.group = group
@@ -71,12 +54,11 @@ class StandInBuffer:
         num_experts: int | None = None,
         num_max_tokens_per_rank: int | None = None,
         expert_alignment: int = 1,
-        num_sms: int = 0,
-        handle: StandInHandle | None = None,
+        handle: Any = None,
         do_expand: bool = False,
         do_zero_padding: bool = False,
         **_: Any,
-    ) -> tuple[Any, None, torch.Tensor | None, StandInHandle, None]:
+    ) -> tuple[Any, None, torch.Tensor | None, Any, None]:
         """Send each token to the ranks of its experts; see the module for the layout of what arrives.
 
         Args:
@@ -86,7 +68,6 @@ class StandInBuffer:
             num_experts: of all ranks.
             num_max_tokens_per_rank: the same on all ranks.
             expert_alignment: rows of an expert are padded to a multiple of this.
-            num_sms: kept in the handle.
             handle: of an earlier dispatch, to send other values the same way.
             do_expand: must be true.
             do_zero_padding: fill the padding with zeros.
@@ -105,8 +86,10 @@ class StandInBuffer:
             raise ValueError(f"{topk_idx.shape[0]} tokens exceed the buffer's {capacity}")
         local = num_experts // self.ranks
         sent_TW = self._destinations(topk_idx, local)
-        received_W = self._exchange_counts(sent_TW.sum(dim=0))
-        arrive = _Arrival(self, sent_TW, received_W)
+        sent_W = sent_TW.sum(dim=0)
+        received_W = torch.empty_like(sent_W)
+        dist.all_to_all_single(received_W, sent_W, group=self.group)
+        arrive = _Way(self, sent_TW, received_W).there
         ids_UK = arrive(topk_idx) - self.rank * local
         ids_UK = torch.where((ids_UK >= 0) & (ids_UK < local), ids_UK, -1)
         if handle is None:
@@ -131,7 +114,7 @@ class StandInBuffer:
         return rows, None, weights_R, handle, None
 
     def combine(
-        self, x: torch.Tensor, handle: StandInHandle, topk_weights: torch.Tensor | None = None, **_: Any
+        self, x: torch.Tensor, handle: Any, topk_weights: torch.Tensor | None = None, **_: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None, None]:
         """Add the rows of each token and send the sums home.
 
@@ -145,13 +128,14 @@ class StandInBuffer:
         """
         local = handle.num_experts // self.ranks
         sent_TW = self._destinations(handle.topk_idx, local)
-        received_W = torch.diff(handle.psum_num_recv_tokens_per_scaleup_rank, prepend=sent_TW.new_zeros(1)).tolist()
+        received_W = torch.diff(handle.psum_num_recv_tokens_per_scaleup_rank, prepend=sent_TW.new_zeros(1))
         slots_UK = handle.recv_src_metadata[:, 2:].long()
         present_UK = slots_UK >= 0
+        # First the rows of a token on this rank, rounded to BF16, then those of its ranks: DeepEP rounds twice, too.
         sums_UD = torch.zeros((slots_UK.shape[0], x.shape[1]), dtype=torch.float32, device=x.device)
         for lane in range(slots_UK.shape[1]):
             sums_UD[present_UK[:, lane]] += x[slots_UK[present_UK[:, lane], lane]].float()
-        home = _Return(self, sent_TW, received_W)
+        home = _Way(self, sent_TW, received_W).home
         combined = home(sums_UD.to(x.dtype)).to(x.dtype)
         if topk_weights is None:
             return combined, None, None
@@ -164,45 +148,35 @@ class StandInBuffer:
         marks = torch.zeros((topk_idx.shape[0], self.ranks + 1), dtype=torch.int64, device=topk_idx.device)
         return marks.scatter_(1, ranks_TK, 1)[:, : self.ranks]
 
-    def _exchange_counts(self, sent_W: torch.Tensor) -> list[int]:
-        received_W = torch.empty_like(sent_W)
-        dist.all_to_all_single(received_W, sent_W, group=self.group)
-        return [int(count) for count in received_W.tolist()]
-
     def _handle(
         self,
         topk_idx: torch.Tensor,
         ids_UK: torch.Tensor,
-        arrive: _Arrival,
-        received_W: list[int],
+        arrive: Callable[[torch.Tensor], torch.Tensor],
+        received_W: torch.Tensor,
         experts: int,
         alignment: int,
         capacity: int,
-    ) -> StandInHandle:
+    ) -> SimpleNamespace:
         local, top_k = experts // self.ranks, topk_idx.shape[1]
         counts_e = torch.bincount(ids_UK[ids_UK >= 0], minlength=local)
         aligned_e = (counts_e + alignment - 1) // alignment * alignment
         starts_e = aligned_e.cumsum(0) - aligned_e
-        slots_UK = torch.full_like(ids_UK, -1)
+        slots_UK = torch.full_like(ids_UK, -1)  # the row of each received token at each of its experts
         for expert in range(local):
             mine = ids_UK == expert
             slots_UK[mine] = starts_e[expert] + torch.arange(int(counts_e[expert]), device=ids_UK.device)
         mine_T = torch.arange(topk_idx.shape[0], device=topk_idx.device) + self.rank * capacity
         source_U = arrive(mine_T)
-        rank_U = torch.repeat_interleave(torch.tensor(received_W, device=ids_UK.device))
-        master_U = (ids_UK >= 0).int().argmax(dim=1)
+        rank_U = torch.repeat_interleave(received_W)
+        master_U = (ids_UK >= 0).int().argmax(dim=1)  # the first of its experts that lives here
         metadata = torch.cat([source_U[:, None], (rank_U * top_k + master_U)[:, None], slots_UK], dim=1)
-        return StandInHandle(
-            do_expand=True,
+        return SimpleNamespace(
             num_experts=experts,
             expert_alignment=alignment,
-            num_max_tokens_per_rank=capacity,
-            num_sms=1,
             topk_idx=topk_idx,
-            num_recv_tokens=ids_UK.shape[0],
             num_expanded_tokens=int(aligned_e.sum()),
-            num_recv_tokens_per_expert_list=[int(count) for count in aligned_e.tolist()],
-            psum_num_recv_tokens_per_scaleup_rank=torch.tensor(received_W, device=ids_UK.device).cumsum(0).int(),
+            psum_num_recv_tokens_per_scaleup_rank=received_W.cumsum(0).int(),
             psum_num_recv_tokens_per_expert=(starts_e + counts_e).int(),
             num_unaligned_recv_tokens_per_expert=counts_e.int(),
             recv_src_metadata=metadata.int(),
@@ -212,29 +186,24 @@ class StandInBuffer:
         )
 
 
-class _Arrival:
-    """Moves a value of each token to the ranks of its experts: ``(T, …)`` to ``(U, …)``."""
+class _Way:
+    """Moves a value of each token to the ranks of its experts, and sums of them back."""
 
-    def __init__(self, buffer: StandInBuffer, sent_TW: torch.Tensor, received_W: list[int]) -> None:
-        self.group, self.received_W = buffer.group, received_W
+    def __init__(self, buffer: StandInBuffer, sent_TW: torch.Tensor, received_W: torch.Tensor) -> None:
+        self.group, self.tokens = buffer.group, sent_TW.shape[0]
         self.token_S = torch.cat([torch.nonzero(sent_TW[:, rank])[:, 0] for rank in range(buffer.ranks)])
-        self.sent_W = [int(count) for count in sent_TW.sum(dim=0).tolist()]
+        self.sent_W: list[int] = sent_TW.sum(dim=0).tolist()
+        self.received_W: list[int] = received_W.tolist()
 
-    def __call__(self, values_T: torch.Tensor) -> torch.Tensor:
+    def there(self, values_T: torch.Tensor) -> torch.Tensor:
+        """``(T, …)`` to ``(U, …)``."""
         sent = _as_bytes(values_T)[self.token_S].contiguous()
         received = sent.new_empty((sum(self.received_W), sent.shape[1]))
         dist.all_to_all_single(received, sent, self.received_W, self.sent_W, group=self.group)
         return received.view(values_T.dtype).reshape(-1, *values_T.shape[1:])
 
-
-class _Return(_Arrival):
-    """The way home: ``(U, …)`` to ``(T, …)``, summed in FP32."""
-
-    def __init__(self, buffer: StandInBuffer, sent_TW: torch.Tensor, received_W: list[int]) -> None:
-        super().__init__(buffer, sent_TW, [int(count) for count in received_W])
-        self.tokens = sent_TW.shape[0]
-
-    def __call__(self, values_U: torch.Tensor) -> torch.Tensor:
+    def home(self, values_U: torch.Tensor) -> torch.Tensor:
+        """``(U, …)`` to ``(T, …)``, summed in FP32."""
         back = values_U.new_empty((sum(self.sent_W), *values_U.shape[1:]))
         dist.all_to_all_single(back, values_U.contiguous(), self.sent_W, self.received_W, group=self.group)
         home = torch.zeros((self.tokens, *values_U.shape[1:]), dtype=torch.float32, device=values_U.device)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from scipy.optimize import brentq
 
@@ -21,6 +21,7 @@ from moelab.errors import BadInput
 from moelab.experiment import EPBackend, Experiment, Precision
 from moelab.experiment_file import parse
 from moelab.explain.explanation import Explanation, explain
+from moelab.explain.trace import UNNAMED_GPU
 from moelab.hardware import cluster_of, known_gpu
 from moelab.model import gemms, shape_for
 from moelab.projection.calibration import CALIBRATION, Calibration, with_values
@@ -29,68 +30,11 @@ from moelab.projection.job import CATEGORIES, INDEX, PASS_INDEX, Job
 from moelab.projection.project import Projection, aligned, project
 from moelab.projection.step import module_times, stage_times, step_time
 
-MEANINGS = {
-    "expert GEMMs": (
-        "the experts' rows are uneven, padded, or too few for a tile",
-        "compare tokens per expert with an even share, and the TFLOP/s of the grouped products with notebook 02",
-        "experts got fewer rows than assumed, or multiply in a lower precision",
-    ),
-    "other GEMMs": (
-        "products are small, or the GPU runs below its usual clock",
-        "look at the clock under load (moelab doctor), and at the local batch",
-        "linears multiply in a lower precision than the experiment says",
-    ),
-    "attention": (
-        "documents are longer than assumed, so fewer blocks of the mask are empty, or another kernel runs",
-        "check the dataset's document lengths and which attention kernel the trace names",
-        "documents are shorter than assumed, or a faster attention kernel runs",
-    ),
-    "quantisation": (
-        "casts are not fused, or the model is not compiled",
-        "compile the model; see the casts' GB/s in notebook 01",
-        "casts are fused into other kernels, which then count as memory-bound",
-    ),
-    "permutation and padding": (
-        "tokens are sorted and padded in several passes, not fused",
-        "compile the model, or let DeepEP write rows in order",
-        "rows are brought into order by the exchange's own kernels",
-    ),
-    "all-to-all": (
-        "a link is slower than its kind, or ranks arrive late: an all-to-all waits for the last one",
-        "compare the waiting of the ranks (give the traces of all), and run moelab doctor for the links",
-        "part of the exchange runs beside compute",
-    ),
-    "memory-bound": (
-        "elementwise kernels are not fused, or copies of FSDP are larger than assumed",
-        "compile the model; look for copies among the longest kernels",
-        "more is fused than assumed",
-    ),
-    "FSDP collectives": (
-        "gathers and scatters come too late to hide, or share a link with the exchange",
-        "look at the timeline for gathers that compute waits for; prefetch, or reshard less",
-        "compute hides more of them than assumed",
-    ),
-    "optimizer": (
-        "the optimizer is not fused, or clips gradients tensor by tensor",
-        "use the fused optimizer",
-        "fewer parameters are updated than assumed, or its kernels count as memory-bound",
-    ),
-    "host and waiting": (
-        "the GPU runs dry: the host launches too slowly, or waits for the GPU and then starts without a lead",
-        "look at the causes of idle time; compile the model, avoid .item() and pageable copies, or load data ahead",
-        "the host keeps ahead of the GPU better than assumed",
-    ),
-    "imbalance and stragglers": (
-        "a rank is late, and the others wait for it at a barrier or a small all-reduce",
-        "give the traces of all ranks: the one that waits least is late; a profiler that starts late looks the same",
-        "ranks are closer together than assumed",
-    ),
-}
-"""By part: what more time than predicted usually means and what to do, and what less means."""
+MEANINGS: Mapping[str, Mapping[str, str]] = read_yaml("differences.yaml")
+"""By part: what ``more`` time than predicted usually means, what to ``do``, and what ``less`` means."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row:
+class Row(NamedTuple):
     """One part of a step, ms."""
 
     part: str
@@ -128,11 +72,9 @@ class Comparison:
         """The largest disagreement, what it usually means and what to do."""
         measured, predicted = self.sums_ms
         worst = self.rows[0]
-        beyond, do, below = MEANINGS.get(
-            worst.part, ("the projection has no such part", "see notes", "not in this step")
-        )
-        more = worst.difference_ms > 0
-        words = f"usually {beyond}; {do}" if more else f"usually {below}"
+        nothing = {"more": "the projection has no such part", "do": "see notes", "less": "not in this step"}
+        told, more = MEANINGS.get(worst.part, nothing), worst.difference_ms > 0
+        words = f"usually {told['more']}; {told['do']}" if more else f"usually {told['less']}"
         if more and worst.part == "host and waiting":
             words += f"; longest here: {self.longest_gap}"
         return (
@@ -146,7 +88,7 @@ class Comparison:
         return {
             "predicted_ms": {part: 1e3 * seconds for part, seconds in self.projection.breakdown_s.items()},
             "predicted_step_ms": 1e3 * self.projection.step_time_s,
-            "comparison": [{**vars(row), "difference_ms": row.difference_ms} for row in self.rows],
+            "comparison": [{**row._asdict(), "difference_ms": row.difference_ms} for row in self.rows],
             "left_out_ms": self.left_out_ms,
             "sentence": self.sentence,
         }
@@ -159,15 +101,13 @@ def comparison_text(found: Comparison) -> str:
         (row.part, f"{row.measured_ms:.1f} ms", f"{row.predicted_ms:.1f} ms", f"{row.difference_ms:+.1f} ms")
         for row in found.rows
     ]
-    left_out = (
-        f"; {found.left_out_ms:.1f} ms of barriers around the traced step are left out" if found.left_out_ms else ""
-    )
-    return "\n".join([*aligned(rows), "", found.sentence + left_out])
+    barriers = f"; {found.left_out_ms:.1f} ms of barriers around the traced step are left out"
+    return "\n".join([*aligned(rows), "", found.sentence + (barriers if found.left_out_ms else "")])
 
 
 def measured_parts_ms(explanation: Explanation) -> dict[str, float]:
     """One step's parts by the projection's names; idle time is *host and waiting*, barriers of tracing are left out."""
-    steps = max(1, len(explanation.steps))
+    steps = explanation.step_count
     parts = {name: ms / steps for name, ms in explanation.parts_ms.items() if not name.startswith("idle: ")}
     parts["host and waiting"] = explanation.idle_ms / steps
     if "imbalance and stragglers" in parts:
@@ -190,7 +130,7 @@ def compare(explanation: Explanation, experiment: Experiment, calibration: Calib
     gpu, traced = cluster_of(experiment.hardware).node.gpu.name, known_gpu(explanation.gpu or "")
     if explanation.gpu is None:
         raise BadInput("a trace without GPU kernels is not held against a projection, which is of GPUs")
-    if gpu != (traced.name if traced else explanation.gpu):
+    if explanation.gpu != UNNAMED_GPU and gpu != (traced.name if traced else explanation.gpu):
         raise BadInput(
             f"the trace is of {explanation.gpu}, the experiment's hardware ({experiment.hardware}) has {gpu}; "
             "set hardware to the node that was traced"
@@ -198,10 +138,7 @@ def compare(explanation: Explanation, experiment: Experiment, calibration: Calib
     projection = project(experiment, calibration=calibration)
     measured = measured_parts_ms(explanation)
     names = dict.fromkeys((*CATEGORIES, *measured))
-    rows = [
-        Row(part=name, measured_ms=measured.get(name, 0.0), predicted_ms=1e3 * projection.breakdown_s.get(name, 0.0))
-        for name in names
-    ]
+    rows = [Row(name, measured.get(name, 0.0), 1e3 * projection.breakdown_s.get(name, 0.0)) for name in names]
     rows = [row for row in rows if row.measured_ms or row.predicted_ms]
     rows.sort(key=lambda row: -abs(row.difference_ms))
     gap = explanation.gaps[0] if explanation.gaps else None
@@ -213,8 +150,7 @@ def compare(explanation: Explanation, experiment: Experiment, calibration: Calib
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class GemmRate:
+class GemmRate(NamedTuple):
     """What products of one part reach in one pass of a step."""
 
     part: str
@@ -235,7 +171,7 @@ def gemm_rates(explanation: Explanation, experiment: Experiment) -> list[GemmRat
     """
     if experiment.pp > 1:
         return []
-    tokens = experiment.local_batch * experiment.seq_len // experiment.cp * max(1, len(explanation.steps))
+    tokens = experiment.local_batch * experiment.seq_len // experiment.cp * explanation.step_count
     work = gemms(shape_for(experiment), tokens, tp=experiment.tp, ep=experiment.ep)
     rates = []
     for part in ("expert GEMMs", "other GEMMs"):
@@ -248,7 +184,7 @@ def gemm_rates(explanation: Explanation, experiment: Experiment) -> list[GemmRat
                 and (one.direction == "forward") == (phase == "forward")
             )
             if ms:
-                rates.append(GemmRate(part=part, phase=phase, ms=ms, tflops=flops / ms / 1e9))
+                rates.append(GemmRate(part, phase, ms, flops / ms / 1e9))
     return rates
 
 
@@ -271,7 +207,7 @@ def fit(explanation: Explanation, experiment: Experiment) -> dict[str, float]:
     """Constants with which the model meets a traced step, part by part.
 
     Args:
-        explanation: of one step on GPUs.
+        explanation: of a step on GPUs, or of several, whose mean is met.
         experiment: what ran.
 
     Returns:
@@ -294,7 +230,8 @@ Predict = Callable[[Calibration], float]
 
 
 def _targets(explanation: Explanation, experiment: Experiment, job: Job) -> list[tuple[str, float, Predict]]:
-    """Constants in the order in which they are fitted, with the seconds to meet and how they are predicted."""
+    """Constants in the order in which they are fitted, with a step's seconds to meet and how they are predicted."""
+    per_step = 1e-3 / explanation.step_count
     measured = {name: ms / 1e3 for name, ms in measured_parts_ms(explanation).items()}
     blackwell, low = is_blackwell(job.node.gpu), experiment.precision is not Precision.BF16 and not job.emulated
     kind = "blackwell" if blackwell else "hopper"
@@ -320,15 +257,15 @@ def _targets(explanation: Explanation, experiment: Experiment, job: Job) -> list
     return [
         (f"{kind}_gemm", measured.get("other GEMMs", 0.0), part("other GEMMs")),
         (f"{kind}_low" if low else f"{kind}_grouped", measured.get("expert GEMMs", 0.0), part("expert GEMMs")),
-        ("flex_forward", (attention.get("forward", 0.0) + attention.get("recompute", 0.0)) / 1e3,
+        ("flex_forward", (attention.get("forward", 0.0) + attention.get("recompute", 0.0)) * per_step,
          passes("forward", "recompute")),
-        ("flex_backward", attention.get("backward", 0.0) / 1e3, passes("dgrad", "wgrad")),
+        ("flex_backward", attention.get("backward", 0.0) * per_step, passes("dgrad", "wgrad")),
         (cast, measured.get("quantisation", 0.0), part("quantisation")),
         (exchange, measured.get("all-to-all", 0.0), part("all-to-all")),
         ("nccl_ring", measured.get("FSDP collectives", 0.0), part("FSDP collectives")),
         ("optimizer_bytes", measured.get("optimizer", 0.0), part("optimizer")),
         ("fsdp_copy_bytes", measured.get("memory-bound", 0.0), part("memory-bound")),
-        ("sync_s", explanation.idle_in_layers_ms / 1e3, of_layers),
+        ("sync_s", explanation.idle_in_layers_ms * per_step, of_layers),
         ("step_s", measured["host and waiting"], part("host and waiting")),
     ]  # fmt: skip
 

@@ -15,10 +15,9 @@ import json
 import re
 import zlib
 from array import array
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -32,15 +31,22 @@ Rows = npt.NDArray[Any]
 """A structured array: a row for each event."""
 WINDOW, LONGEST_EVENT = 1 << 20, 1 << 24
 """Characters: what is read at once, and beyond which a value without an end is damaged."""
+LONGEST_US = 3.6e9
+"""Kineto has written durations of 2⁶⁴ ns and starts at 0; what is so far from the rest is no part of a step."""
+MOST_OTHERS = 40
+"""Events of other kinds that are looked at to name the writer of a file that has no known ones."""
+UNNAMED_GPU = "a GPU that is not named"
 RECORD = "record one with torch.profiler: prof.export_chrome_trace('trace.json.gz')"
 
 _KINDS = {
     **dict.fromkeys(("kernel", "gpu_memcpy", "gpu_memset", "memcpy", "memset"), "gpu"),
-    **dict.fromkeys(("cuda_runtime", "cuda_driver", "runtime", "hip_runtime"), "call"),
+    **dict.fromkeys(("cuda_runtime", "cuda_driver", "runtime", "hip_runtime", "hip_driver"), "call"),
+    **dict.fromkeys(("xpu_runtime", "xpu_driver", "privateuse1_runtime", "privateuse1_driver"), "call"),
     **dict.fromkeys(("cpu_op", "operator", "user_annotation"), "op"),
+    "gpu_user_annotation": "mark",
 }
 """Categories of events, those of PyTorch before 1.12 among them."""
-_CALLS = re.compile(r"launch|memcpy|memset|synchroni[sz]e|graph", re.I)
+_CALLS = re.compile(r"launch|memcpy|memset|memory(?:copy|fill)|synchroni[sz]e|graph|QueueFinish|EventWait", re.I)
 _VIEWS = re.compile(
     r"aten::(?:as_strided|view\w*|empty\w*|detach_?|t|transpose|unsqueeze|squeeze|expand|slice|select|lift_fresh|narrow|"
     r"unsafe_view|_unsafe_view|permute|alias|resize_|result_type|is_nonzero|resolve_\w+)$|detach_?$"
@@ -48,6 +54,16 @@ _VIEWS = re.compile(
 """Operators that launch nothing, a third of all; their time is their parent's."""
 _GEMM_OPS = re.compile(r"aten::(addmm|mm|bmm|baddbmm|_scaled_mm|_grouped_mm|_scaled_grouped_mm)$")
 _NEXT_EVENT = re.compile(r'\}(?:,\s*(?=\{\s*"(?:ph|name|cat|pid|tid|ts|dur|id|args|s)")|(?=\s*\]\s*(?:\}|,\s*"|$)))')
+_OF_NSIGHT = re.compile(
+    rb'"(?:CudaEvent|NvtxEvent|TraceProcessEvent|globalVid|StringIds|TARGET_INFO\w*|CUPTI_ACTIVITY\w*)"|Nsight Systems'
+)
+_WRITERS = {
+    "JAX (XLA)": re.compile(r"\bhlo_|/(?:host|device):"),
+    "AMD's rocprof": re.compile(r"rocprof|BeginNs"),
+    "VizTracer": re.compile(r"viztracer"),
+    "Ascend's profiler": re.compile(r"Task Type"),
+}
+"""By marks among a file's keys and its events."""
 _BETWEEN = re.compile(r"[\s,]*")
 _NO_NUMBER = re.compile(r":\s*-?(?:inf|nan)\b", re.I)
 _LONE_BACKSLASH = re.compile(r'\\(?!["\\/bfnrtu])')
@@ -71,7 +87,7 @@ class Trace:
     Attributes:
         path: of the file.
         rank: its global rank; None where neither the file nor its name says.
-        gpu: name of the device that ``events`` ran on; None for a CPU or where it is not said.
+        gpu: name of the device that ``events`` ran on, or :data:`UNNAMED_GPU`; None for a CPU.
         names: of kernels, calls and operators; ``name`` columns are indices.
         events: what ran on the GPU, by start: ``start, end, name, stream, correlation, external, graph, bytes,
             collective``.
@@ -100,15 +116,17 @@ class Trace:
 class _Table:
     """Columns that grow."""
 
-    def __init__(self, **columns: str) -> None:
-        self.columns = {name: array(code) for name, code in columns.items()}
+    def __init__(self, columns: str) -> None:
+        """Columns as ``name:typecode``, one after the other."""
+        named = (column.split(":") for column in columns.split())
+        self.columns = {name: array(code) for name, code in named}
 
-    def add(self, **values: Any) -> None:
-        for name, value in values.items():
-            self.columns[name].append(value)
+    def add(self, *values: Any) -> None:
+        for column, value in zip(self.columns.values(), values, strict=True):
+            column.append(value)
 
     def rows(self, *order: str) -> Rows:
-        """A structured array, sorted by columns; the first counts most."""
+        """A structured array, sorted by columns; the first counts most, and of ``end`` the latest comes first."""
         keys = {name: np.frombuffer(self.columns[name], self.columns[name].typecode) for name in order}
         by = np.lexsort([-keys[name] if name == "end" else keys[name] for name in reversed(order)])
         keys.clear()
@@ -202,31 +220,24 @@ class _Text:
             return None
 
 
-@dataclass
 class _Reader:
     """Fills the columns of one file."""
 
-    path: Path
-    header: dict[str, Any] = field(default_factory=dict)
-    names: dict[str, int] = field(default_factory=dict)
-    threads: dict[tuple[Any, Any], int] = field(default_factory=dict)
-    collectives: list[Collective] = field(default_factory=list)
-    shapes: dict[str, int] = field(default_factory=dict)
-    steps: list[tuple[str, float, float]] = field(default_factory=list)
-    devices: Counter[int] = field(default_factory=Counter)
-    damaged: int = 0
-    read: int = 0
-
-    def __post_init__(self) -> None:
-        self.gpu = _Table(
-            **{"start": "d", "end": "d", "name": "i", "stream": "q", "device": "i", "correlation": "q"},
-            **{"external": "q", "graph": "q", "bytes": "d", "collective": "i"},
-        )
-        self.call = _Table(start="d", end="d", name="i", thread="i", correlation="q")
-        self.op = _Table(
-            **{"start": "d", "end": "d", "name": "i", "thread": "i", "external": "q", "sequence": "q"},
-            **{"forward_thread": "q", "shape": "i", "annotation": "b"},
-        )
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.header: dict[str, Any] = {}
+        self.names: dict[str, int] = {}
+        self.threads: dict[tuple[Any, Any], int] = {}
+        self.collectives: list[Collective] = []
+        self.shapes: dict[str, int] = {}
+        self.steps: list[tuple[str, float, float]] = []
+        self.others: set[str] = set()
+        self.read = self.damaged = self.without_duration = 0
+        times = "start:d end:d name:i"
+        self.gpu = _Table(f"{times} stream:q device:q correlation:q external:q graph:q bytes:d collective:i")
+        self.call = _Table(f"{times} thread:i correlation:q")
+        self.mark = _Table("start:d end:d stream:q external:q")
+        self.op = _Table(f"{times} thread:i external:q sequence:q forward_thread:q shape:i annotation:b")
 
     def take(self, event: Any) -> None:
         """Keep an event's numbers, if it is one that counts."""
@@ -234,15 +245,19 @@ class _Reader:
         if not isinstance(event, dict):
             self.damaged += 1
             return
-        if event.get("ph") != "X" or not (kind := _KINDS.get(str(event.get("cat", "")).lower())):
+        kind = _KINDS.get(str(event.get("cat", "")).lower()) if event.get("ph") == "X" else None
+        if not kind:
+            if event.get("ph") in ("X", "M") and len(self.others) < MOST_OTHERS:
+                self.others.add(f"{event.get('cat')} {event.get('args')}"[:200])
             return
         try:
-            start, name, args = float(event["ts"]), str(event["name"]), event.get("args") or {}
-            end = start + max(0.0, float(event.get("dur") or 0.0))
-            if not isfinite(end):
+            start, args, took = float(event["ts"]), event.get("args") or {}, event.get("dur")
+            end = start + max(0.0, float(took or 0.0))
+            if not isfinite(end) or end - start > LONGEST_US:
                 raise ValueError(end)
-            getattr(self, f"_take_{kind}")(event, name, {"start": start, "end": end}, args)
-        except (KeyError, TypeError, ValueError, OverflowError, AttributeError):
+            self.without_duration += took is None and kind == "gpu"
+            getattr(self, f"_take_{kind}")(event, str(event["name"]), start, end, args)
+        except (KeyError, TypeError, ValueError, AttributeError):
             self.damaged += 1
 
     def _name(self, name: str) -> int:
@@ -251,61 +266,51 @@ class _Reader:
     def _thread(self, event: dict[str, Any]) -> int:
         return self.threads.setdefault((event.get("pid"), event.get("tid")), len(self.threads))
 
-    def _take_gpu(self, event: dict[str, Any], name: str, times: dict[str, float], args: dict[str, Any]) -> None:
-        device = _whole(args.get("device", event.get("pid")), 0)
+    def _take_gpu(self, event: dict[str, Any], name: str, start: float, end: float, args: dict[str, Any]) -> None:
+        stream, device = _whole(args.get("stream", event.get("tid"))), _whole(args.get("device", event.get("pid")), 0)
+        correlation, graph, moved = _whole(args.get("correlation")), _whole(args.get("graph id"), 0), args.get("bytes")
+        numbers = (stream, device, correlation, _external(args), graph, float(moved or 0.0))
         collective = -1
         if "Collective name" in args:
             group = f"{args.get('Process Group Description', '')} {args.get('Process Group Name', '')}"
             elements = max(_whole(args.get("In msg nelems"), 0), _whole(args.get("Out msg nelems"), 0))
-            ranks, order = _whole(args.get("Group size"), 0), _whole(args.get("Seq"), -1)
+            size, order = _whole(args.get("Group size"), 0), _whole(args.get("Seq"))
             said = str(args["Collective name"])
-            self.collectives.append(Collective(said, elements, str(args.get("dtype", "")), group, ranks, order))
+            self.collectives.append(Collective(said, elements, str(args.get("dtype", "")), group, size, order))
             collective = len(self.collectives) - 1
-        self.gpu.add(
-            **times,
-            name=self._name(name),
-            stream=_whole(args.get("stream", event.get("tid")), -1),
-            device=device,
-            correlation=_whole(args.get("correlation"), -1),
-            external=_whole(args.get("External id", args.get("external id")), -1),
-            graph=_whole(args.get("graph id"), 0),
-            bytes=float(args.get("bytes") or 0.0),
-            collective=collective,
-        )
-        self.devices[device] += 1
+        self.gpu.add(start, end, self._name(name), *numbers, collective)
 
-    def _take_call(self, event: dict[str, Any], name: str, times: dict[str, float], args: dict[str, Any]) -> None:
+    def _take_mark(self, event: dict[str, Any], name: str, start: float, end: float, args: dict[str, Any]) -> None:
+        if name.startswith("nccl:"):
+            self.mark.add(start, end, _whole(event.get("tid")), _external(args))
+
+    def _take_call(self, event: dict[str, Any], name: str, start: float, end: float, args: dict[str, Any]) -> None:
         if _CALLS.search(name):
-            correlation = _whole(args.get("correlation"), -1)
-            self.call.add(**times, name=self._name(name), thread=self._thread(event), correlation=correlation)
+            self.call.add(start, end, self._name(name), self._thread(event), _whole(args.get("correlation")))
 
-    def _take_op(self, event: dict[str, Any], name: str, times: dict[str, float], args: dict[str, Any]) -> None:
+    def _take_op(self, event: dict[str, Any], name: str, start: float, end: float, args: dict[str, Any]) -> None:
         if name.startswith("ProfilerStep"):
-            self.steps.append((name, times["start"], times["end"]))
-            return
-        if _VIEWS.match(name):
-            return
-        shape = -1
-        if "Input Dims" in args and _GEMM_OPS.match(name):
-            shape = self.shapes.setdefault(json.dumps(args["Input Dims"]), len(self.shapes))
-        self.op.add(
-            **times,
-            name=self._name(name),
-            thread=self._thread(event),
-            external=_whole(args.get("External id", args.get("external id")), -1),
-            sequence=_whole(args.get("Sequence number"), -1),
-            forward_thread=_whole(args.get("Fwd thread id"), -1),
-            shape=shape,
-            annotation=event.get("cat") == "user_annotation",
-        )
+            self.steps.append((name, start, end))
+        elif not _VIEWS.match(name):
+            shape = -1
+            if "Input Dims" in args and _GEMM_OPS.match(name):
+                shape = self.shapes.setdefault(json.dumps(args["Input Dims"]), len(self.shapes))
+            numbers = (_external(args), _whole(args.get("Sequence number")), _whole(args.get("Fwd thread id")), shape)
+            annotation = event.get("cat") == "user_annotation"
+            self.op.add(start, end, self._name(name), self._thread(event), *numbers, annotation)
 
 
-def _whole(value: Any, otherwise: int) -> int:
-    """A whole number, whatever type it was written as."""
+def _whole(value: Any, otherwise: int = -1) -> int:
+    """A whole number that fits a column, whatever type it was written as."""
     try:
-        return int(value)
-    except (TypeError, ValueError):
+        number = int(value)
+    except (TypeError, ValueError, OverflowError):
         return otherwise
+    return number if abs(number) < 1 << 62 else otherwise
+
+
+def _external(args: dict[str, Any]) -> int:
+    return _whole(args.get("External id", args.get("external id")))
 
 
 def _events(text: _Text, reader: _Reader) -> Iterator[Any]:
@@ -330,7 +335,11 @@ def _events(text: _Text, reader: _Reader) -> Iterator[Any]:
                 text.skip()
                 yield from _elements(text)
             else:
+                reader.header[str(key)] = None  # a key names its writer, whatever follows
                 reader.header[str(key)] = text.value()
+        text.skip()
+        if not reader.read and text.peek():
+            raise BadInput(f"{reader.path} has a JSON object a line, as Nsight exports them; {RECORD}")
     else:
         yield from _elements(text)
 
@@ -355,68 +364,84 @@ def read_trace(path: Path) -> Trace:
     Raises:
         BadInput: if it is none, or has neither GPU events nor operators.
     """
-    _refuse_nsight(path)
     reader, cut = _Reader(path), False
     with path.open("rb") as file:
+        _refuse_binary(path, file.read(4096))
+        file.seek(0)
         try:
             for event in _events(_Text(file), reader):
                 reader.take(event)
         except EOFError:
             cut = True
-        except ValueError as error:
-            raise BadInput(f"{path} is no Kineto trace: {error}; {RECORD}") from None
+        except (ValueError, RecursionError) as error:
+            raise BadInput(f"{path} {_writer(reader) or f'is no Kineto trace: {error}'}; {RECORD}") from None
     return _trace_of(reader, cut)
 
 
-def _refuse_nsight(path: Path) -> None:
-    with path.open("rb") as file:
-        begin = file.read(4096)
+def _refuse_binary(path: Path, begin: bytes) -> None:
     nsight = path.suffix.lower() in (".nsys-rep", ".qdrep", ".ncu-rep", ".sqlite") or begin.startswith(b"SQLite format")
     packed = begin.startswith(b"\x1f\x8b")
     with suppress(zlib.error):
         begin = zlib.decompressobj(31).decompress(begin) if packed else begin
-    if nsight or re.search(rb'"(?:CudaEvent|NvtxEvent|TraceProcessEvent|globalVid)"|Nsight Systems', begin):
+    if nsight or _OF_NSIGHT.search(begin):
         raise BadInput(f"{path} is a report or an export of Nsight, which is not read; {RECORD}")
+    if path.name.endswith(".xplane.pb"):
+        raise BadInput(f"{path} is a trace of JAX (XLA) or TensorFlow, which is not read; {RECORD}")
     if b"\x00" in begin and not packed:
         raise BadInput(f"{path} is a binary file, not a JSON trace; {RECORD}")
 
 
 def _trace_of(reader: _Reader, cut: bool) -> Trace:
     path, header, notes = reader.path, reader.header, []
+    name, names = path.name, list(reader.names)
+    events = reader.gpu.rows("start", "end", "stream", "name")  # equal ones beside each other
+    ops = reader.op.rows("thread", "start", "end")
+    count = len(events)
+    if count:
+        far = abs(events["start"] - np.median(events["start"])) > LONGEST_US  # such as an event at 0 among dates
+        events = events[~far]
+        reader.damaged += int(far.sum())
+        same = ["start", "end", "name", "stream", "device", "correlation"]
+        again = (events[same][1:] == events[same][:-1]) & (events["correlation"][1:] >= 0)
+        events = events[np.concatenate([[True], ~again])]
+        _take_marks(events, reader.mark.rows("stream", "start"))
+        if twice := int(again.sum()):
+            notes.append(f"{name}: {twice:,} of {count:,} kernels and copies are written twice and count once")
     if cut:
-        notes.append(f"{path.name} was cut off: it ends after {reader.read:,} events, and what followed is missing")
+        notes.append(f"{name} was cut off: it ends after {reader.read:,} events, and what followed is missing")
     if reader.damaged:
-        notes.append(f"{path.name}: {reader.damaged:,} of {reader.read:,} events are damaged and left out")
-    device = reader.devices.most_common(1)[0][0] if reader.devices else -1
-    names = list(reader.names)
-    properties = [one for one in header.get("deviceProperties") or [] if isinstance(one, dict)]
-    gpu = next((str(one.get("name")) for one in properties if one.get("id") == device), None)
-    gpu = gpu or (str(properties[0].get("name")) if properties and device >= 0 else None)
-    events, ops = reader.gpu.rows("start", "end"), reader.op.rows("thread", "start", "end")
-    if len(reader.devices) > 1:
-        others = sorted(reader.devices.keys() - {device})
-        notes.append(f"{path.name} has events of devices {device} and {', '.join(map(str, others))}: {device} is shown")
+        notes.append(f"{name}: {reader.damaged:,} of {reader.read:,} events are damaged and left out")
+    if reader.without_duration:
+        notes.append(f"{name}: {reader.without_duration:,} kernels and copies have no duration and count as none")
+    devices, counts = np.unique(events["device"], return_counts=True)
+    device = int(devices[counts.argmax()]) if count else -1
+    if len(devices) > 1:
+        others = ", ".join(str(one) for one in devices if one != device)
+        notes.append(f"{name} has events of devices {device} and {others}: {device} is shown")
         events = events[events["device"] == device]
-    if not len(events) and not len(ops):
-        cats = "no events of the kinds that torch.profiler writes" if reader.read else "no events"
-        raise BadInput(f"{path} has {cats} (kernels, operators)" + ("; it was cut off" if cut else "") + f"; {RECORD}")
-    if not len(events):
-        launched = any("launch" in name.lower() for name in names)
+    if not count and not len(ops):
+        kinds = " of the kinds that torch.profiler writes" if reader.read else ""
+        nothing = f"has no events{kinds} (kernels, operators)"
+        raise BadInput(f"{path} {_writer(reader) or nothing}{'; it was cut off' if cut else ''}; {RECORD}")
+    properties = header.get("deviceProperties")
+    known = [one for one in properties if isinstance(one, dict)] if isinstance(properties, list) else []
+    own = sorted(known, key=lambda one: one.get("id") != device)
+    amd = any(one.startswith("hip") for one in names)
+    gpu = str(own[0].get("name")) if own else "AMD GPU" if amd else UNNAMED_GPU
+    if not count:
+        launched = any("launch" in one.lower() for one in names)
         why = ", though calls launched some: the profiler was not given ProfilerActivity.CUDA, or may not use CUPTI"
-        notes.append(
-            f"{path.name} has no GPU kernels{why if launched else ''}: shown is the operators' own time on the CPU"
-        )
+        notes.append(f"{name} has no GPU kernels{why if launched else ''}: shown is the operators' own time on the CPU")
     distributed = header.get("distributedInfo")
     said = distributed.get("rank") if isinstance(distributed, dict) else None
-    in_name = re.search(r"rank[_-]?(\d+)", path.name)
-    rank = _whole(said if said is not None else in_name and in_name[1], -1)
-    if re.search(r"\b(AMD|Radeon|Instinct|gfx\d)", gpu or "", re.I) or any(name.startswith("hip") for name in names):
-        gpu = gpu or "AMD GPU"
-        notes.append(f"{path.name} is of an AMD GPU ({gpu}): kernels are classified by name, its peaks are not known")
+    in_name = re.search(r"rank[_-]?(\d+)", name)
+    rank = _whole(said if said is not None else in_name and in_name[1])
+    if count and (amd or re.search(r"\b(AMD|Radeon|Instinct|gfx\d)", gpu, re.I)):
+        notes.append(f"{name} is of an AMD GPU ({gpu}): kernels are classified by name, its peaks are not known")
     return Trace(
         path=path,
         rank=rank if rank >= 0 else None,
-        gpu=gpu,
+        gpu=gpu if count else None,
         names=names,
         events=events,
         calls=reader.call.rows("thread", "start"),
@@ -426,6 +451,24 @@ def _trace_of(reader: _Reader, cut: bool) -> Trace:
         steps=sorted(reader.steps, key=lambda step: step[1]),
         notes=tuple(notes),
     )
+
+
+def _take_marks(events: Rows, marks: Rows) -> None:
+    """Give collectives without a call, as RCCL launches them, the operator of the annotation that they run under."""
+    for stream in np.unique(marks["stream"]):
+        of_stream = marks[marks["stream"] == stream]
+        places = np.flatnonzero((events["stream"] == stream) & (events["external"] < 0))
+        under = of_stream[np.maximum(np.searchsorted(of_stream["start"], events["start"][places], "right") - 1, 0)]
+        within = (under["start"] <= events["start"][places]) & (events["end"][places] <= under["end"] + 1.0)
+        events["external"][places[within]] = under["external"][within]
+
+
+def _writer(reader: _Reader) -> str:
+    """Who else wrote a file, by its keys, categories and arguments; empty where they do not tell."""
+    words = " ".join([*reader.header, *reader.others])
+    writer = next((writer for writer, marks in _WRITERS.items() if marks.search(words)), None)
+    kinds = "kernels and operators are of other categories there"
+    return f"is a trace of {writer}, which is not read ({kinds})" if writer else ""
 
 
 def _naturally(path: Path) -> list[tuple[int, str]]:
@@ -442,12 +485,9 @@ def trace_files(paths: Sequence[Path]) -> list[Path]:
     files: list[Path] = []
     for path in paths:
         if path.is_dir():
-            found = [
-                one
-                for one in sorted(path.rglob("*"), key=_naturally)
-                if re.search(r"trace.*\.json(\.gz)?$", one.name)
-                or (re.search(r"\.json(\.gz)?$", one.name) and "trac" in one.parent.name)
-            ]
+            there = [one for one in sorted(path.rglob("*"), key=_naturally) if re.search(r"\.json(\.gz)?$", one.name)]
+            found = [one for one in there if re.search(r"trace|kineto", one.name) or "trac" in one.parent.name]
+            found = found or [one for one in there if one.parent == path and re.search(r"rank[_-]?\d", one.name)]
             if not found:
                 raise BadInput(f"{path} has no trace below it (trace*.json or .json.gz); {RECORD}")
             files += found

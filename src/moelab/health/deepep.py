@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from moelab.finding import Finding, Severity
-from moelab.health.links import Expected, check_gpudirect, check_memlock, check_nvlink, check_rdma, ports
+from moelab.finding import Finding, Severity, fault
+from moelab.health.links import check_gpudirect, check_memlock, check_nvlink, check_rdma, ports
 from moelab.machine import INFINIBAND, Machine, this_machine
 
 Kind = Literal["none", "V1", "V2", "hybrid-ep", "unknown"]
@@ -25,7 +25,6 @@ NAMES = {
     "hybrid-ep": "hybrid-ep (HybridEPBuffer)",
     "unknown": "a package deep_ep that is none of DeepEP's",
 }
-SOURCE = "github.com/deepseek-ai/DeepEP"
 NCCL_NEEDED = (2, 30, 4)
 """``README.md`` of DeepEP."""
 NCCL_STABLE_ABI = (2, 31)
@@ -34,27 +33,30 @@ NCCL_WHEELS = ("nvidia-nccl-cu12", "nvidia-nccl-cu13")
 PREFIXES = ("NCCL_", "NVSHMEM_", "UCX_", "EP_")
 
 
-def examine_environment(machine: Machine | None = None, expected: Expected | None = None) -> tuple[Finding, ...]:
+def examine_environment(
+    machine: Machine | None = None, *, nodes: int = 1, nic_gb_s: float | None = None
+) -> tuple[Finding, ...]:
     """Look at everything that DeepEP depends on.
 
     Args:
         machine: the one to look at; this one by default.
-        expected: what the hardware profile says of it; one node by default.
+        nodes: hosts that take part in a job.
+        nic_gb_s: network bandwidth of one GPU each way, GB/s, where the profile says one.
 
     Returns:
         Findings in reading order.
     """
-    machine, expected = machine or this_machine(), expected or Expected()
+    machine = machine or this_machine()
     build = find_build(machine)
     return (
         *check_build(machine, build),
         *check_nccl(machine, build),
-        *check_nvlink(machine, needed=build.kind != "none"),
-        *check_rdma(machine, expected),
-        *check_nic_name(machine, build),
+        check_nvlink(machine, needed=build.kind != "none"),
+        *check_rdma(machine, nodes=nodes, nic_gb_s=nic_gb_s),
+        *(check_nic_name(machine) if build.kind == "V2" else ()),
         *check_gpudirect(machine),
-        *check_gin(machine, build, expected),
-        *check_memlock(machine),
+        *([check_gin(machine, nodes)] if build.kind == "V2" else ()),
+        check_memlock(machine),
         *check_variables(machine),
     )
 
@@ -117,32 +119,11 @@ def check_build(machine: Machine, build: Build) -> Iterator[Finding]:
         return
     found = f"{NAMES[build.kind]} {build.version}".strip()
     if build.from_index:
-        yield Finding(
-            name=name,
-            severity="error",
-            found=f"{found}, from a package index",
-            cause="PyPI's `deep-ep` is an upload of V1's sources of February 2025; it is not DeepEP V2",
-            consequence="there is no ElasticBuffer: neither TorchTitan 0.3.0 nor moelab can use it",
-            remedy=f"pip uninstall deep-ep, then build V2 from {SOURCE}",
-        )
+        yield fault("DeepEP of an index", f"{found}, from a package index")
     elif build.kind in ("V1", "unknown"):
-        yield Finding(
-            name=name,
-            severity="error",
-            found=found,
-            cause="TorchTitan 0.3.0 and moelab call ElasticBuffer, which DeepEP has since 2.0",
-            consequence="the import fails before the first step",
-            remedy=f"build V2 from {SOURCE}, and remove this one first",
-        )
+        yield fault("DeepEP before V2", found)
     elif not build.compiled:
-        yield Finding(
-            name=name,
-            severity="error",
-            found=f"{found}, not compiled",
-            cause=f"no extension module lies beside {build.folder}: these are the sources",
-            consequence="`import deep_ep` fails",
-            remedy="build it (python setup.py install, or pip install --no-build-isolation .), or leave its checkout",
-        )
+        yield fault("DeepEP not compiled", f"{found}, not compiled", folder=build.folder)
     else:
         yield Finding(name=name, severity="ok", found=found)
         if build.kind == "V2":
@@ -158,14 +139,7 @@ def check_compiler(machine: Machine) -> Finding:
     for path in map(Path, [*candidates, "/usr/local/cuda/bin/nvcc"]):
         if (machine.root / str(path).lstrip("/")).exists():
             return Finding(name="CUDA compiler", severity="ok", found=str(path))
-    return Finding(
-        name="CUDA compiler",
-        severity="error",
-        found="no nvcc in CUDA_HOME, CUDA_PATH, PATH or /usr/local/cuda",
-        cause="DeepEP V2 compiles a kernel for every setting when it first meets it",
-        consequence="the first dispatch fails",
-        remedy="install the CUDA toolkit of PyTorch's CUDA version and set CUDA_HOME",
-    )
+    return fault("CUDA compiler")
 
 
 def check_nccl(machine: Machine, build: Build) -> Iterator[Finding]:
@@ -178,39 +152,19 @@ def check_nccl(machine: Machine, build: Build) -> Iterator[Finding]:
     found = f"loaded {loaded or 'of unknown version'}" + (f", DeepEP built against {built}" if built else "")
     enough = version_tuple(loaded) >= NCCL_NEEDED
     if build.kind == "V2" and not enough:
-        yield Finding(
-            name="NCCL",
-            severity="error",
-            found=found if library else "no libnccl found",
-            cause="DeepEP V2 is built on NCCL's device interface of 2.30.4 and later",
-            consequence="DeepEP does not build, or its buffer cannot be created",
-            remedy='pip install "nvidia-nccl-cu13>=2.30.4" --no-deps, then rebuild DeepEP',
-        )
+        yield fault("NCCL too old", found if library else "no libnccl found")
     elif built and built != loaded and version_tuple(loaded) < NCCL_STABLE_ABI:
-        yield Finding(
-            name="NCCL",
-            severity="error",
-            found=found,
-            cause="before NCCL 2.31 its device interface has no stable layout; DeepEP checks that both are the same",
-            consequence="the buffer's creation fails, or reads memory that is laid out differently",
-            remedy="rebuild DeepEP against the NCCL that PyTorch loads (EP_NCCL_ROOT_DIR), or install the other one",
-        )
+        yield fault("NCCL of another build", found)
     else:
         yield Finding(name="NCCL", severity="ok" if enough else "note", found=found)
     wheels = [name for name in NCCL_WHEELS if machine.distribution(name) is not None]
     if library and len(wheels) > 1:
-        yield Finding(
-            name="NCCL packages",
-            severity="warning",
-            found=" and ".join(wheels),
-            cause="both write the same folder nvidia/nccl",
-            consequence="which NCCL is loaded depends on which was installed last",
-            remedy="uninstall both, then install the one of PyTorch's CUDA version",
-        )
+        yield fault("NCCL packages", " and ".join(wheels))
 
 
 def loaded_nccl(machine: Machine) -> Path | None:
     """The library that PyTorch loads: one that is preloaded, else the wheel's, which its RPATH names."""
+    # ld.so takes both as separators.
     for entry in re.split(r"[:\s]", machine.env.get("LD_PRELOAD", "")):
         if "libnccl" in entry:
             return machine.root / entry.lstrip("/")
@@ -233,60 +187,24 @@ def built_against(machine: Machine, build: Build) -> str | None:
     return ".".join(number or "?" for number in numbers)
 
 
-def check_nic_name(machine: Machine, build: Build) -> Iterator[Finding]:
+def check_nic_name(machine: Machine) -> Iterator[Finding]:
     """V2 reads a card's bandwidth from ``ibstat`` and chooses its SM count by it."""
     cards, card = machine.names(INFINIBAND), machine.env.get("EP_NIC_NAME", "mlx5_0")
-    if build.kind != "V2" or not cards or f"CA '{card}'" in (machine.run(["ibstat"]) or ""):
-        return
-    yield Finding(
-        name="RDMA bandwidth for DeepEP",
-        severity="warning",
-        found=f"ibstat does not name {card}",
-        cause="DeepEP V2 reads the bandwidth of EP_NIC_NAME (mlx5_0 by default) from ibstat",
-        consequence="it takes 0 GB/s, and over several nodes its estimate of SMs divides by that",
-        remedy=f"install infiniband-diags, and set EP_NIC_NAME to a card of {', '.join(cards)}",
-    )
+    if cards and f"CA '{card}'" not in (machine.run(["ibstat"]) or ""):
+        yield fault("RDMA bandwidth for DeepEP", f"ibstat does not name {card}", cards=", ".join(cards))
 
 
-def check_gin(machine: Machine, build: Build, expected: Expected) -> Iterator[Finding]:
+def check_gin(machine: Machine, nodes: int) -> Finding:
     """GPU-initiated networking (GIN), which V2 asks NCCL for unless it is told not to."""
-    if build.kind != "V2":
-        return
-    off = machine.env.get("EP_DISABLE_GIN", "0") not in ("", "0")
-    possible = any(port.active for port in ports(machine)) and machine.env.get("NCCL_GIN_ENABLE") != "0"
-    if off and expected.nodes > 1:
-        yield Finding(
-            name="GIN",
-            severity="error",
-            found=f"EP_DISABLE_GIN=1 for {expected.nodes} nodes",
-            cause="the variable is meant for ranks that share one node",
-            consequence="DeepEP has no way to the other nodes",
-            remedy="unset EP_DISABLE_GIN",
-        )
-    elif off:
-        yield Finding(name="GIN", severity="ok", found="off (EP_DISABLE_GIN): NVLink alone")
-    elif possible:
+    if machine.env.get("EP_DISABLE_GIN", "0") not in ("", "0"):
+        if nodes > 1:
+            return fault("GIN off between nodes", nodes=nodes)
+        return Finding(name="GIN", severity="ok", found="off (EP_DISABLE_GIN): NVLink alone")
+    if any(port.active for port in ports(machine)) and machine.env.get("NCCL_GIN_ENABLE") != "0":
         kinds = {"2": "proxy", "3": "GDAKI"}
         kind = kinds.get(machine.env.get("NCCL_GIN_TYPE", ""), "chosen by NCCL: GDAKI where the card can, else proxy")
-        yield Finding(name="GIN", severity="ok", found=f"possible; type {kind}")
-    elif expected.nodes > 1:
-        yield Finding(
-            name="GIN",
-            severity="error",
-            found="not available",
-            cause="no active RDMA port, or NCCL_GIN_ENABLE=0",
-            consequence="creating the buffer fails: NCCL GIN is unavailable",
-            remedy="bring an RDMA port up and unset NCCL_GIN_ENABLE",
-        )
-    else:
-        yield Finding(
-            name="GIN",
-            severity="warning",
-            found="not available, and EP_DISABLE_GIN is not set",
-            cause="DeepEP 2.1.0 asks for GIN even inside one node, and without an RDMA port there is none",
-            consequence="outside of moelab, which sets it, creating the buffer fails: NCCL GIN is unavailable",
-            remedy="export EP_DISABLE_GIN=1",
-        )
+        return Finding(name="GIN", severity="ok", found=f"possible; type {kind}")
+    return fault("GIN between nodes" if nodes > 1 else "GIN")
 
 
 class Harmful(NamedTuple):
@@ -295,7 +213,7 @@ class Harmful(NamedTuple):
     name: str
     values: tuple[str, ...]
     severity: Severity
-    consequence: str
+    follows: str
 
 
 NO_WINDOW = "NCCL cannot register the symmetric window that DeepEP V2's buffer lies in"
@@ -319,14 +237,8 @@ def check_variables(machine: Machine) -> Iterator[Finding]:
     yield Finding(name="communication variables", severity="note", found=listed or "none set")
     for harmful in HARMFUL:
         if env.get(harmful.name) in harmful.values:
-            yield Finding(
-                name=harmful.name,
-                severity=harmful.severity,
-                found=f"{harmful.name}={env[harmful.name]}",
-                cause="it is set in this shell, its profile or the container's image",
-                consequence=harmful.consequence,
-                remedy=f"unset {harmful.name}",
-            )
+            found, words = f"{harmful.name}={env[harmful.name]}", {"variable": harmful.name, "follows": harmful.follows}
+            yield fault("variable that harms", found, severity=harmful.severity, **words)
     # A list that names cards or interfaces of another machine is the usual fault of a script that was copied.
     for name, here in (
         ("NCCL_IB_HCA", cards),
@@ -344,14 +256,8 @@ def check_variables(machine: Machine) -> Iterator[Finding]:
         if name.startswith("NCCL_") and not value.startswith("="):  # NCCL alone takes the beginning of a name
             missing = [one for one in missing if not any(held.startswith(one) for held in here)]
         if missing:
-            yield Finding(
-                name=name,
-                severity="error",
-                found=f"{name}={value}; here is no {', '.join(missing)}",
-                cause=f"this machine has {', '.join(here) or 'none'}; the value is another machine's",
-                consequence="the library finds no device and fails, or takes a slower one",
-                remedy=f"set {name} to what is here, or unset it and let the library choose",
-            )
+            found = f"{name}={value}; here is no {', '.join(missing)}"
+            yield fault("variable of another machine", found, variable=name, here=", ".join(here) or "none")
 
 
 def first_match(path: Path, pattern: bytes) -> str | None:

@@ -207,6 +207,7 @@ def _time_gemms(size: int, dtype: torch.dtype, device: torch.device, *, until: C
     left, right = (torch.randn(size, size, dtype=dtype, device=device) for _ in range(2))
     times_ms: list[float] = []
     end = time.monotonic() + LOAD_S[device.type]
+    # Until the node was looked at, too: idle GPUs would show low clocks that are nobody's fault.
     while not times_ms or time.monotonic() < end or not until():
         marks = Marks(device)
         marks.mark("start")

@@ -25,12 +25,12 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import moelab
-from moelab.finding import Finding, Severity
+from moelab.finding import Finding, fault
 from moelab.health.deepep import examine_environment
-from moelab.health.links import Expected, check_rdma
+from moelab.health.links import check_rdma
 from moelab.machine import APPLICATION_XIDS, Machine, gpu_problem, gpus, this_machine, version
 
 UNREAD = "kernel log"
@@ -57,13 +57,14 @@ def check_node(machine: Machine) -> Iterator[Finding]:
     """A node's GPUs, its kernel log and its network cards."""
     yield from check_gpus(read_gpus(machine))
     yield from check_kernel_log(machine)
-    yield from check_rdma(machine, Expected())
+    yield from check_rdma(machine)
 
 
 def check_kernel_log(machine: Machine) -> Iterator[Finding]:
     """Xid messages of the NVIDIA driver since the node was started."""
     log = machine.run(["dmesg"])
     if log is None:
+        # Where dmesg is restricted, the journal's readers may still see the kernel's messages.
         log = machine.run(["journalctl", "--dmesg", "--boot", "--no-pager", "--quiet"])
     if not log:
         restricted = machine.text("/proc/sys/kernel/dmesg_restrict") == "1"
@@ -75,19 +76,8 @@ def check_kernel_log(machine: Machine) -> Iterator[Finding]:
         by_number.setdefault(int(number), []).append((device, line))
     for number, entries in sorted(by_number.items()):
         devices = ", ".join(sorted({device for device, _ in entries}))
-        program = number in APPLICATION_XIDS
-        yield Finding(
-            name=f"Xid {number}",
-            severity="warning" if program else "error",
-            found=f"{len(entries)} since the node was started, on {devices}; last: {entries[-1][1][:160]}",
-            cause="most often a program that failed" if program else "the GPU, its link or its driver failed",
-            consequence="a run that was on it has ended"
-            if program
-            else "the next run on it is likely to end the same way",
-            remedy="look for the program that ran then"
-            if program
-            else f"look {number} up in docs.nvidia.com/deploy/xid-errors, and drain the node",
-        )
+        found = f"{len(entries)} since the node was started, on {devices}; last: {entries[-1][1][:160]}"
+        yield fault("Xid of a program" if number in APPLICATION_XIDS else "Xid", found, number=number)
     if not by_number:
         yield Finding(name="Xid errors", severity="ok", found="none in the kernel log")
 
@@ -120,45 +110,15 @@ class GpuState:
         return bool((self.reasons or 0) & 0x1)
 
 
-class Reason(NamedTuple):
-    """One bit of nvml.h's clock event reasons."""
-
-    bit: int
-    name: str
-    severity: Severity
-    cause: str = ""
-    remedy: str = ""
-
-
-LOOK = "drain the node and have its {} looked at"
-REASONS = (
-    Reason(
-        0x2, "applications clocks", "warning", "somebody set lower clocks", "nvidia-smi --reset-applications-clocks"
-    ),
-    Reason(0x4, "software power cap", "note"),
-    Reason(
-        0x8,
-        "hardware slowdown",
-        "error",
-        "it is too hot, its power supply asserted the brake, or it draws too much",
-        LOOK.format("cooling and power"),
-    ),
-    Reason(
-        0x20,
-        "software thermal slowdown",
-        "warning",
-        "the GPU or its memory is above its highest operating temperature",
-        "have the node's cooling looked at",
-    ),
-    Reason(0x40, "hardware thermal slowdown", "error", "it is too hot", LOOK.format("cooling")),
-    Reason(
-        0x80,
-        "hardware power brake",
-        "error",
-        "the power supply asked for less, such as after one of several failed",
-        LOOK.format("power supplies"),
-    ),
-)
+REASONS = {
+    0x02: "applications clocks",
+    0x04: "software power cap",
+    0x08: "hardware slowdown",
+    0x20: "software thermal slowdown",
+    0x40: "hardware thermal slowdown",
+    0x80: "hardware power brake",
+}
+"""Bits of nvml.h's clock event reasons that say something; the power cap is how a busy GPU runs, and no fault."""
 
 
 def read_gpus(machine: Machine) -> list[GpuState]:
@@ -197,80 +157,31 @@ def _rows(csv: str, columns: int) -> Iterator[list[str]]:
 
 def check_gpus(gpus: Sequence[GpuState]) -> Iterator[Finding]:
     """Clocks and why they are low, memory errors."""
+    name = "GPU clocks"
     if not gpus:
-        if problem := gpu_problem():
-            yield Finding(
-                name="GPU clocks",
-                severity="error",
-                found=problem,
-                cause="the driver was upgraded without a reboot, is not loaded, or a GPU is lost",
-                consequence="what the GPUs of this node do is not known, and CUDA fails there too",
-                remedy="drain the node and reboot it",
-            )
-        else:
-            yield Finding(name="GPU clocks", severity="note", found="no GPU, or nvidia-smi does not tell clocks")
+        problem, unseen = gpu_problem(), "no GPU, or nvidia-smi does not tell clocks"
+        yield fault(name, problem) if problem else Finding(name=name, severity="note", found=unseen)
         return
     clocks = [gpu.clock_mhz for gpu in gpus if gpu.clock_mhz is not None]
     hottest = max((gpu.temperature_c for gpu in gpus if gpu.temperature_c is not None), default=None)
     found = f"{len(gpus)} GPUs {'idle' if all(gpu.idle for gpu in gpus) else 'under load'}"
     found += f", {min(clocks):.0f} to {max(clocks):.0f} MHz" if clocks else ""
     found += f", up to {hottest:.0f} °C" if hottest is not None else ""
-    yield Finding(name="GPU clocks", severity="ok", found=found)
-    for reason in REASONS:
-        slowed = [gpu for gpu in gpus if (gpu.reasons or 0) & reason.bit]
-        if not slowed:
-            continue
-        limit = ": at the power limit" if reason.severity == "note" else ""
-        slower = {
-            "error": "the GPU runs at half its clock or less, and every other rank waits for it",
-            "warning": "the GPU is slower than the others",
-        }
-        yield Finding(
-            name=reason.name,
-            severity=reason.severity,
-            found=f"{_named(slowed)}{limit}",
-            cause=reason.cause,
-            consequence=slower.get(reason.severity, ""),
-            remedy=reason.remedy,
-        )
+    yield Finding(name=name, severity="ok", found=found)
+    for bit, reason in REASONS.items():
+        if slowed := [gpu for gpu in gpus if (gpu.reasons or 0) & bit]:
+            yield fault(reason, _named(slowed) + ": at the power limit" * (reason == "software power cap"))
     busy = [(gpu, gpu.clock_mhz) for gpu in gpus if gpu.clock_mhz is not None and not gpu.idle]
     middle = statistics.median(clock for _, clock in busy) if len(busy) > 2 else 0  # of two, who is the slow one?
     if slow := [(gpu, clock) for gpu, clock in busy if clock < (1 - CLOCK_TOLERANCE) * middle]:
-        yield Finding(
-            name="GPU clock",
-            severity="warning",
-            found=", ".join(f"GPU {gpu.index} {clock:.0f} MHz" for gpu, clock in slow) + f"; median {middle:.0f} MHz",
-            cause="it is hotter, draws more power than the others, or its clocks are locked",
-            consequence="every other rank waits for it",
-            remedy="nvidia-smi -q -d PERFORMANCE,CLOCK shows why",
-        )
-    if bad := [gpu for gpu in gpus if gpu.uncorrected_errors]:
-        yield Finding(
-            name="ECC errors",
-            severity="error",
-            found=", ".join(f"GPU {gpu.index}: {gpu.uncorrected_errors} uncorrected" for gpu in bad),
-            cause="memory cells failed since the driver was loaded",
-            consequence="the process that reads them is ended, and the job with it",
-            remedy="drain the node, reset the GPU and run NVIDIA's field diagnostic",
-        )
+        listed = ", ".join(f"GPU {gpu.index} {clock:.0f} MHz" for gpu, clock in slow)
+        yield fault("GPU clock", f"{listed}; median {middle:.0f} MHz")
+    if bad := [f"GPU {gpu.index}: {gpu.uncorrected_errors} uncorrected" for gpu in gpus if gpu.uncorrected_errors]:
+        yield fault("ECC errors", ", ".join(bad))
     if failed := [gpu for gpu in gpus if gpu.remap_failed]:
-        yield Finding(
-            name="row remapping",
-            severity="error",
-            found=f"{_named(failed)}: failed",
-            cause="there are no spare rows of memory left",
-            consequence="memory errors will come again",
-            remedy="drain the node and have the GPU replaced",
-        )
+        yield fault("row remapping failed", f"{_named(failed)}: failed")
     if pending := [gpu for gpu in gpus if gpu.remap_pending]:
-        yield Finding(
-            name="row remapping",
-            severity="warning",
-            found=f"{_named(pending)}: pending",
-            cause="a row of memory failed and is replaced at the next reset",
-            consequence="until then the bad row may be used again",
-            remedy="drain the node and reset the GPU",
-        )
+        yield fault("row remapping", f"{_named(pending)}: pending")
 
 
 def _named(gpus: Sequence[GpuState]) -> str:
@@ -316,7 +227,7 @@ def report(*, writes: Path | None = None, sees: Sequence[Path] = (), nodes: int 
         "shared_memory_bytes": shutil.disk_usage(SHARED_MEMORY).total if SHARED_MEMORY.is_dir() else 0,
         "write_problem": _write_problem(writes) if writes else None,
         "unseen": [str(path) for path in sees if not path.exists()],
-        "deepep": [one.to_json() for one in examine_environment(machine, Expected(nodes=nodes))],
+        "deepep": [one.to_json() for one in examine_environment(machine, nodes=nodes)],
         "time": time.time(),
     }
 

@@ -22,12 +22,13 @@ from typing import Any
 
 from moelab.experiment import EPBackend
 from moelab.experiment_file import Study
-from moelab.finding import Finding, any_error
+from moelab.finding import Finding, any_error, fault
 from moelab.launch import slurm
 from moelab.launch.cluster import ClusterProfile
+from moelab.launch.requirements import check_data, check_plans, check_room
 from moelab.launch.script import container_options, gpu_options, python_of, set_up
 from moelab.launch.slurm import SlurmError, SlurmMissing
-from moelab.launch.submit import check_data, check_plans, check_room, dry_run
+from moelab.launch.submit import dry_run
 from moelab.runs.log import CLOCK_SKEW_S
 
 WAIT_S = 300
@@ -42,6 +43,7 @@ NAMED_NODES = 8
 DEEPEP = (EPBackend.DEEPEP, EPBackend.HYBRIDEP)
 COMPLAINT_LINES, COMPLAINT_CHARACTERS = 3, 400
 Report = Mapping[str, Any]
+TITLES = {"study": "The study on this cluster", "here": "This machine and Slurm", "nodes": "The nodes"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,21 +63,14 @@ class Preflight:
 
     def to_json(self) -> dict[str, Any]:
         """For a program."""
-        groups = {"study": self.study, "here": self.here, "nodes": self.nodes}
-        listed = {name: [one.to_json() for one in found] for name, found in groups.items()}
+        listed = {group: [one.to_json() for one in getattr(self, group)] for group in TITLES}
         return {"ok": self.exit_code == 0, **listed}
 
     def as_text(self) -> str:
         """For a person."""
-        groups = {
-            "The study on this cluster": self.study,
-            "This machine and Slurm": self.here,
-            "The nodes": self.nodes,
-        }
-        shown = [
-            [title, *(line for one in found for line in one.as_lines())] for title, found in groups.items() if found
-        ]
-        return "\n\n".join("\n".join(lines) for lines in shown)
+        found = {title: getattr(self, group) for group, title in TITLES.items()}
+        shown = {title: [line for one in group for line in one.as_lines()] for title, group in found.items()}
+        return "\n\n".join("\n".join([title, *lines]) for title, lines in shown.items() if lines)
 
 
 def preflight(cluster: ClusterProfile, study: Study | None, runs: Path, *, ask_nodes: bool) -> Preflight:
@@ -90,6 +85,7 @@ def preflight(cluster: ClusterProfile, study: Study | None, runs: Path, *, ask_n
     runs = runs.absolute()
     here = [*check_room(study, cluster, runs), *_slurm(cluster)]
     plans = tuple(check_plans(study, cluster)) if study else ()
+    # Of a study that is refused, or without room, Slurm's opinion adds nothing, and a dry run would raise.
     if study and not any_error(here) and not any_error(plans):
         here.append(_test_only(study, cluster, runs))
     return Preflight(
@@ -104,14 +100,15 @@ def check_nodes(cluster: ClusterProfile, study: Study | None, runs: Path) -> tup
     experiments = study.experiments if study else ()
     nodes = max((one.nodes for one in experiments), default=cluster.nodes)
     deepep = any(one.ep_backend in DEEPEP and one.ep_kernels == "native" for one in experiments)
+    # A file made now cannot be on a node by chance, as an old copy of the folder could.
     runs.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=runs, prefix=".moelab-seen-") as marker:
         sees = [marker.name, *cluster.datasets.values(), *cluster.tokenizers.values()]
         try:
             reports, complaint = collect_reports(cluster, nodes, writes=Path(cluster.scratch or runs), sees=sees)
         except SlurmMissing as error:
-            return (_no_answer(str(error)),)
-    unanswered = [_no_answer(complaint)] if complaint and len(reports) < nodes else []
+            return (fault("srun", str(error)),)
+    unanswered = [fault("srun", complaint[:COMPLAINT_CHARACTERS])] if complaint and len(reports) < nodes else []
     return (*unanswered, *compare(reports, cluster, nodes=nodes, deepep=deepep))
 
 
@@ -161,6 +158,7 @@ def _srun(cluster: ClusterProfile, nodes: int) -> list[str]:
     """Srun with one task on each node; inside a job it takes the job's nodes."""
     options = ["--label", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--mpi=none"]
     options += [*gpu_options(cluster, cluster.gpus_per_node), *container_options(cluster)]
+    # Inside a job srun takes what the job has; asking for a partition again would make a job of its own.
     if "SLURM_JOB_ID" not in os.environ:
         named = [f"--{name}={value}" for name in ("partition", "account", "qos") if (value := getattr(cluster, name))]
         options += [*named, f"--immediate={WAIT_S}", f"--time={STEP_MINUTES}", "--propagate=NONE"]
@@ -193,14 +191,7 @@ def _slurm(cluster: ClusterProfile) -> Iterator[Finding]:
     try:
         yield Finding(name="Slurm", severity="ok", found=slurm.call("sbatch", "--version").strip())
     except (SlurmMissing, SlurmError) as error:
-        yield Finding(
-            name="Slurm",
-            severity="error",
-            found=str(error),
-            cause="this is not a login node, or Slurm's programs are not on PATH",
-            consequence="nothing can be submitted from here",
-            remedy="log in to the cluster's login node, or load its module for Slurm",
-        )
+        yield fault("Slurm", str(error))
 
 
 def _test_only(study: Study, cluster: ClusterProfile, runs: Path) -> Finding:
@@ -215,26 +206,8 @@ def _test_only(study: Study, cluster: ClusterProfile, runs: Path) -> Finding:
                 Path(file.name).write_text(script)
                 slurm.call("sbatch", "--test-only", file.name)
     except (SlurmMissing, SlurmError) as error:
-        return Finding(
-            name=name,
-            severity="error",
-            found=str(error),
-            cause="the partition, account, QOS, time limit or GPUs of the profile are not what Slurm has",
-            consequence="sbatch would refuse the script, or it would wait for ever",
-            remedy="sinfo and sacctmgr show what there is; correct the profile, or use --cluster-set",
-        )
+        return fault(name, str(error))
     return Finding(name=name, severity="ok", found=f"Slurm would take {len(scripts)} script(s)")
-
-
-def _no_answer(complaint: str) -> Finding:
-    return Finding(
-        name="srun",
-        severity="error",
-        found=complaint[:COMPLAINT_CHARACTERS],
-        cause="the nodes are not free within a few minutes, or the set-up of the profile failed on one",
-        consequence="these nodes are not checked",
-        remedy="try again when they are free, or call this inside a job that has them",
-    )
 
 
 def compare(reports: Sequence[Report], cluster: ClusterProfile, *, nodes: int, deepep: bool) -> tuple[Finding, ...]:
@@ -246,20 +219,13 @@ def compare(reports: Sequence[Report], cluster: ClusterProfile, *, nodes: int, d
         nodes: reports that were asked for.
         deepep: whether a run needs DeepEP, so that its findings count.
     """
-    missing = Finding(
-        name="nodes",
-        severity="error",
-        found=f"{len(reports)} of {nodes} answered",
-        cause="a node is down, or the environment of the profile does not work there",
-        consequence="a run on all of them does not start",
-        remedy="see what srun printed; sinfo -R shows nodes that are down or drained",
-    )
+    missing = [fault("nodes", f"{len(reports)} of {nodes} answered")] if len(reports) < nodes else []
     if not reports:
-        return (missing,)
+        return tuple(missing)
     return (
-        *([missing] if len(reports) < nodes else []),
+        *missing,
         *_versions(reports),
-        *(_gpus(reports, cluster) if cluster.gpus_per_node else ()),
+        *([_gpus(reports, cluster)] if cluster.gpus_per_node else ()),
         *_folders(reports),
         _clocks(reports),
         *_limits(reports, cluster),
@@ -268,60 +234,32 @@ def compare(reports: Sequence[Report], cluster: ClusterProfile, *, nodes: int, d
 
 
 def _versions(reports: Sequence[Report]) -> Iterator[Finding]:
-    different = False
-    for name in reports[0]["versions"]:
-        groups = _grouped((one, one["versions"].get(name)) for one in reports)
-        if len(groups) > 1:
-            different = True
-            yield Finding(
-                name=f"{name} on all nodes",
-                severity="error",
-                found=_odd(groups, "not installed"),
-                cause="the nodes have other images or file systems, or the environment is set up differently there",
-                consequence="ranks compute differently, fail to load what the others saved, or wait for ever",
-                remedy="use one environment on a shared file system, or one container image",
-            )
+    groups = {name: _grouped((one, one["versions"].get(name)) for one in reports) for name in reports[0]["versions"]}
+    different = {name: held for name, held in groups.items() if len(held) > 1}
+    yield from (fault("versions", _odd(held, "not installed"), package=name) for name, held in different.items())
     if not different:
         named = ", ".join(f"{name} {value}" for name, value in reports[0]["versions"].items() if value)
         yield Finding(name="versions", severity="ok", found=f"the same on {len(reports)} nodes: {named}")
 
 
-def _gpus(reports: Sequence[Report], cluster: ClusterProfile) -> Iterator[Finding]:
+def _gpus(reports: Sequence[Report], cluster: ClusterProfile) -> Finding:
     kind, wanted = (cluster.gpu_type or "").lower(), cluster.gpus_per_node
     groups = _grouped((one, one.get("gpu_problem") or _counted(one["gpus"])) for one in reports)
+    # All nodes alike is not enough: they may all be of another kind than the profile says.
     right = all(len(one["gpus"]) == wanted and all(kind in gpu.lower() for gpu in one["gpus"]) for one in reports)
     if right and len(groups) == 1:
-        yield Finding(name="GPUs", severity="ok", found=f"{next(iter(groups))} on each of {len(reports)} nodes")
-        return
-    yield Finding(
-        name="GPUs",
-        severity="error",
-        found=f"{_odd(groups, 'none')}; the profile says {wanted} × {cluster.gpu_type or 'one kind'}",
-        cause="a GPU is lost, hidden from the job, or the node is of another kind",
-        consequence="ranks without a GPU fail at once, and unequal ones wait for the slowest",
-        remedy="nvidia-smi -L on that node; drain it, or correct the profile",
-    )
+        found = f"{next(iter(groups))} on each of {len(reports)} nodes"
+        return Finding(name="GPUs", severity="ok", found=found)
+    return fault("GPUs", f"{_odd(groups, 'none')}; the profile says {wanted} × {cluster.gpu_type or 'one kind'}")
 
 
 def _folders(reports: Sequence[Report]) -> Iterator[Finding]:
-    if bad := _grouped((one, one["write_problem"]) for one in reports if one["write_problem"]):
-        yield Finding(
-            name="runs and checkpoints",
-            severity="error",
-            found=_listed(bad),
-            cause="the folder is not mounted there, is read-only, full, or over quota",
-            consequence="the run cannot write its log or its checkpoints",
-            remedy="set runs and scratch of the profile to a shared folder with room",
-        )
-    if unseen := _grouped((one, f"does not see {', '.join(one['unseen'])}") for one in reports if one["unseen"]):
-        yield Finding(
-            name="shared files",
-            severity="error",
-            found=_listed(unseen),
-            cause="the file system is not mounted there, or the path is local to one machine",
-            consequence="the run finds neither its directory nor its data",
-            remedy="use a path that all nodes share; mount it into the container too",
-        )
+    bad = _grouped((one, one["write_problem"]) for one in reports if one["write_problem"])
+    unseen = _grouped((one, f"does not see {', '.join(one['unseen'])}") for one in reports if one["unseen"])
+    if bad:
+        yield fault("runs and checkpoints", _listed(bad))
+    if unseen:
+        yield fault("shared files", _listed(unseen))
     if not bad and not unseen:
         yield Finding(name="shared files", severity="ok", found=f"{len(reports)} nodes see and write them")
 
@@ -335,51 +273,21 @@ def _clocks(reports: Sequence[Report]) -> Finding:
     if not far:
         widest = max(offsets.values()) - min(offsets.values())
         return Finding(name="clocks", severity="ok", found=f"within {widest:.1f} s of each other, as reports came in")
-    return Finding(
-        name="clocks",
-        severity="error",
-        found=", ".join(f"{node} {abs(skew):.0f} s {'ahead' if skew > 0 else 'behind'}" for node, skew in far.items()),
-        cause="the node's clock is not synchronised",
-        consequence=f"above {CLOCK_SKEW_S:g} s a log's lines are taken for those of another start of the job",
-        remedy="chronyc tracking (or timedatectl) on that node",
-    )
+    listed = [f"{node} {abs(skew):.0f} s {'ahead' if skew > 0 else 'behind'}" for node, skew in far.items()]
+    return fault("clocks", ", ".join(listed), skew_s=CLOCK_SKEW_S)
 
 
 def _limits(reports: Sequence[Report], cluster: ClusterProfile) -> Iterator[Finding]:
     shared = [(one, one["shared_memory_bytes"]) for one in reports]
-    small = _grouped((one, f"{size >> 20} MiB of /dev/shm") for one, size in shared if size < SHARED_MEMORY_BYTES)
-    if small:
-        yield Finding(
-            name="shared memory",
-            severity="warning",
-            found=_listed(small),
-            cause="the container was started with its default, or the node has little memory",
-            consequence="NCCL or a data loader fails with: No space left on device, or a bus error",
-            remedy="give the container 1 GiB or more (--shm-size), or mount the node's /dev/shm",
-        )
     lockable = [(one, one["memlock_bytes"]) for one in reports if cluster.memlock == "unlimited"]
-    locked = _grouped((one, f"{limit / 2**20:.3g} MiB") for one, limit in lockable if limit is not None)
-    if locked:
-        yield Finding(
-            name="locked memory",
-            severity="error",
-            found=_listed(locked),
-            cause="the limit (ulimit -l) of slurmd or the container; the profile says memlock: unlimited",
-            consequence="RDMA cannot register its buffers: NCCL and DeepEP fail between nodes",
-            remedy="LimitMEMLOCK=infinity for slurmd, --ulimit memlock=-1 for a container",
-        )
     files = [(one, one["open_files"]) for one in reports]
-    few = _grouped((one, str(limit)) for one, limit in files if limit is not None and limit < OPEN_FILES)
-    if few:
-        yield Finding(
-            name="open files",
-            severity="warning",
-            found=_listed(few),
-            cause="the limit (ulimit -n) of slurmd or the container",
-            consequence="a run of many ranks fails with: Too many open files",
-            remedy=f"LimitNOFILE of slurmd, or ulimit -n {OPEN_FILES} in a file of the profile's source",
-        )
-    if not small and not locked and not few:
+    too_low = {
+        "shared memory": [(one, f"{size >> 20} MiB of /dev/shm") for one, size in shared if size < SHARED_MEMORY_BYTES],
+        "locked memory of a node": [(one, f"{size / 2**20:.3g} MiB") for one, size in lockable if size is not None],
+        "open files": [(one, str(limit)) for one, limit in files if limit is not None and limit < OPEN_FILES],
+    }
+    yield from (fault(key, _listed(_grouped(nodes)), needed=OPEN_FILES) for key, nodes in too_low.items() if nodes)
+    if not any(too_low.values()):
         yield Finding(name="limits", severity="ok", found="shared and locked memory and open files suffice")
 
 
@@ -387,17 +295,9 @@ def _deepep(reports: Sequence[Report]) -> Iterator[Finding]:
     """What a node finds about DeepEP; the same finding of several nodes comes once."""
     faults: dict[Finding, list[str]] = {}
     for node, finding in [(one["node"], Finding(**entry)) for one in reports for entry in one["deepep"]]:
-        if finding.name == "DeepEP" and finding.severity == "note":  # a node alone does not know that it is needed
-            finding = replace(
-                finding,
-                severity="error",
-                found="not installed",
-                cause="an arm of the study needs it",
-                consequence="that arm fails when it builds its model",
-                remedy="install it in the environment of the profile, or leave the arm out (--arm)",
-            )
-        if not finding.ok:
-            faults.setdefault(finding, []).append(node)
+        missing = finding.name == "DeepEP" and finding.severity == "note"
+        if missing or not finding.ok:
+            faults.setdefault(fault("DeepEP needed") if missing else finding, []).append(node)
     for finding, nodes in faults.items():
         where = "all nodes" if len(nodes) == len(reports) else _names(nodes)
         yield replace(finding, name=f"DeepEP on {where}: {finding.name}")

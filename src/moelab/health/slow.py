@@ -6,7 +6,7 @@ is bad itself; nodes that are fast among themselves and slow with others sit beh
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from scipy.sparse.csgraph import connected_components
 
-from moelab.finding import Finding
+from moelab.finding import Finding, fault
 from moelab.health.node import UNREAD
 from moelab.runs.stragglers import outliers
 
@@ -22,8 +22,6 @@ SLOW_SHARE_OF_BEST = 0.75
 """Without a floor, a pair is slow below this share of the best pair. A choice: repeats differ by a few per cent."""
 MOSTLY = 0.75
 """Share of a node's pairs that are slow, from which on the node is at fault and not its partners."""
-SLOW_NODE = "every collective of a job that has it goes at its pace"
-ASK = "measure again without other jobs on it; if it stays slow, drain it"
 Pair = tuple[str, str]
 
 
@@ -75,10 +73,12 @@ def blame(gb_s: Mapping[Pair, float], floor_gb_s: float | None = None) -> Blame:
         return Blame(all_slow=True)
     count, part_of_N = connected_components(fast_NN, directed=False)
     parts = [np.flatnonzero(part_of_N == part).tolist() for part in range(count)]
+    # A node that is fast with nobody is a part of its own.
     guilty = {part[0] for part in parts if len(part) == 1}
     groups = [part for part in parts if len(part) > 1]
     for group in groups:
         left = list(group)  # the worst is taken out before the next is judged, since it makes its partners look bad
+        # Of two nodes nobody can say which makes their pair slow.
         while len(left) > 2:
             slow_pairs = slow_NN[np.ix_(left, left)].sum(axis=1)
             worst = int(slow_pairs.argmax())
@@ -101,28 +101,34 @@ def judge(measured: Mapping[str, Any], floor_gb_s: float | None = None) -> tuple
         floor_gb_s: bus bandwidth of the cluster's profile. Figures of gloo are not held against it.
     """
     floor = floor_gb_s if measured["backend"] == "nccl" else None
-    pairs = {(first, second): value for first, second, value in measured.get("pairs_gb_s", [])}
-    return (
-        _scope(measured, floor_gb_s),
-        *_of_nodes(measured.get("node_findings", {})),
-        *_gemms(measured.get("gemm_ms", {})),
-        *_inside(measured.get("inside_gb_s", {}), floor),
-        *_pairs(pairs, floor),
-        *_all(measured.get("all_gb_s"), measured["ranks"], floor),
-    )
+    findings = [_scope(measured, floor_gb_s), *_of_nodes(measured.get("node_findings", {}))]
+    if times_ms := measured.get("gemm_ms"):  # the same on every rank: what is slow here is slow by itself
+        spread = max(times_ms.values()) / min(times_ms.values()) - 1
+        slow = [f"{name} {100 * share:.0f} % above the median" for name, share in outliers(times_ms).items()]
+        findings.append(_judged("GEMM time", slow, f"{len(times_ms)} ranks within {100 * spread:.0f} %"))
+    against = "" if floor is None else f"; the profile's floor is {floor:g} GB/s"
+    if inside := measured.get("inside_gb_s"):
+        times = {node: 1 / value for node, value in inside.items()}
+        below = {node for node, value in inside.items() if floor is not None and value < floor}
+        slow = [f"{node} {inside[node]:.3g} GB/s" for node in sorted({*below, *outliers(times)})]
+        findings.append(_judged("all-reduce in a node", slow, _range(inside.values()), against))
+    if pairs := {(first, second): value for first, second, value in measured.get("pairs_gb_s", [])}:
+        findings.append(_pairs(pairs, floor))
+    if (gb_s := measured.get("all_gb_s")) is not None:
+        found = f"{gb_s:.3g} GB/s with {measured['ranks']} ranks"
+        slow = [found] if floor is not None and gb_s < floor else []
+        findings.append(_judged("all-reduce of all ranks", slow, found, against))
+    return tuple(findings)
+
+
+def _judged(name: str, slow: Sequence[str], well: str, against: str = "") -> Finding:
+    return fault(name, ", ".join(slow) + against) if slow else Finding(name=name, severity="ok", found=well)
 
 
 def _scope(measured: Mapping[str, Any], floor_gb_s: float | None) -> Finding:
     found = f"{measured['ranks']} ranks on {len(measured['nodes'])} nodes, {measured['device']}, {measured['backend']}"
     if measured["stage"] != "finished":
-        return Finding(
-            name="health check",
-            severity="error",
-            found=f"{found}; it ended while {measured['stage']}",
-            cause="a rank failed or did not answer: its own output says more",
-            consequence="what came later is not measured",
-            remedy="run it on fewer nodes to find the one at fault",
-        )
+        return fault("health check", f"{found}; it ended while {measured['stage']}")
     if measured["backend"] != "nccl":
         held = "is not held against them" if floor_gb_s is None else f"is not held against {floor_gb_s:g} GB/s"
         found += f": processes on CPUs, whose bandwidth says nothing about GPUs and {held}"
@@ -144,93 +150,27 @@ def _of_nodes(findings_of: Mapping[str, list[dict[str, Any]]]) -> Iterator[Findi
         yield Finding(name=UNREAD, severity="note", found=unread)
 
 
-def _gemms(times_ms: Mapping[str, float]) -> Iterator[Finding]:
-    """The same GEMMs on every rank: what is slow here is slow by itself."""
-    if not times_ms:
-        return
-    if slow := outliers(times_ms):
-        yield Finding(
-            name="GEMM time",
-            severity="error",
-            found=", ".join(f"{name} {100 * share:.0f} % above the median" for name, share in slow.items()),
-            cause="a GPU that is throttled or shared, or a CPU that is",
-            consequence="all other ranks wait for it in every layer",
-            remedy="see its clocks and what else runs there; drain the node if it stays so",
-        )
-    else:
-        spread = max(times_ms.values()) / min(times_ms.values()) - 1
-        yield Finding(name="GEMM time", severity="ok", found=f"{len(times_ms)} ranks within {100 * spread:.0f} %")
-
-
-def _inside(gb_s: Mapping[str, float], floor: float | None) -> Iterator[Finding]:
-    if not gb_s:
-        return
-    times = outliers({node: 1 / value for node, value in gb_s.items()})
-    below = [node for node, value in gb_s.items() if floor is not None and value < floor]
-    slow = sorted({*times, *below})
-    if not slow:
-        yield Finding(name="all-reduce in a node", severity="ok", found=_range(gb_s.values()))
-        return
-    yield Finding(
-        name="all-reduce in a node",
-        severity="error",
-        found=", ".join(f"{node} {gb_s[node]:.3g} GB/s" for node in slow) + _against(floor),
-        cause="NVLink or its switch is degraded, or another job uses the node",
-        consequence=SLOW_NODE,
-        remedy=ASK,
-    )
-
-
-def _pairs(gb_s: Mapping[Pair, float], floor: float | None) -> Iterator[Finding]:
-    if not gb_s:
-        return
-    slow = blame(gb_s, floor)
+def _pairs(gb_s: Mapping[Pair, float], floor: float | None) -> Finding:
+    name, slow = "all-reduce of pairs", blame(gb_s, floor)
     if slow == Blame():
-        yield Finding(name="all-reduce of pairs", severity="ok", found=_range(gb_s.values()))
-        return
-    named, causes = [], []
-    if slow.all_slow:
-        named.append("every pair")
-        causes.append("the network, or a setting of all nodes, such as NCCL_IB_DISABLE or NCCL_IB_HCA")
-    if slow.nodes:
-        named.append(f"{', '.join(slow.nodes)} with all others")
-        causes.append("a network card, its cable or the node's switch; several nodes may share one")
-    if slow.groups:
-        named.append(" | ".join(", ".join(group) for group in slow.groups) + " with each other")
-        causes.append("the switches or links between these groups")
-    if slow.pairs:
-        named.append(", ".join("-".join(pair) for pair in slow.pairs))
-        causes.append("single links, or other traffic at that moment")
+        return Finding(name=name, severity="ok", found=_range(gb_s.values()))
+    everywhere = "the network, or a setting of all nodes, such as NCCL_IB_DISABLE or NCCL_IB_HCA"
+    of_nodes = "a network card, its cable or the node's switch; several nodes may share one"
+    explained = [
+        ("every pair" if slow.all_slow else "", everywhere),
+        (f"{', '.join(slow.nodes)} with all others" if slow.nodes else "", of_nodes),
+        (
+            " | ".join(", ".join(group) for group in slow.groups) + " with each other" if slow.groups else "",
+            "the switches or links between these groups",
+        ),
+        (", ".join("-".join(pair) for pair in slow.pairs), "single links, or other traffic at that moment"),
+    ]
+    named, causes = zip(*((what, why) for what, why in explained if what), strict=True)
     limit = threshold_gb_s(gb_s, floor)
-    yield Finding(
-        name="all-reduce of pairs",
-        severity="error",
-        found=f"{'; '.join(named)}: below {limit:.3g} GB/s; all pairs: {_range(gb_s.values())}",
-        cause="; ".join(causes),
-        consequence=SLOW_NODE if slow.nodes else "a collective over these nodes goes at the pace of its slowest link",
-        remedy=ASK if slow.nodes else "have the switch and cables between them looked at, or place the job on one side",
-    )
-
-
-def _all(gb_s: float | None, ranks: int, floor: float | None) -> Iterator[Finding]:
-    if gb_s is None:
-        return
-    if floor is None or gb_s >= floor:
-        yield Finding(name="all-reduce of all ranks", severity="ok", found=f"{gb_s:.3g} GB/s with {ranks} ranks")
-        return
-    yield Finding(
-        name="all-reduce of all ranks",
-        severity="error",
-        found=f"{gb_s:.3g} GB/s with {ranks} ranks{_against(floor)}",
-        cause="a slow node or link, which the pairs show, or a network that is shared with other jobs",
-        consequence="every all-reduce, and FSDP's gathers with it, goes at this pace",
-        remedy="if no node and no pair is at fault, look at the switches above them and at NCCL's settings",
-    )
+    found = f"{'; '.join(named)}: below {limit:.3g} GB/s; all pairs: {_range(gb_s.values())}"
+    key = "all-reduce of pairs with slow nodes" if slow.nodes else name
+    return fault(key, found, causes="; ".join(causes))
 
 
 def _range(values: Iterable[float]) -> str:
     return f"{min(values):.3g} to {max(values):.3g} GB/s"
-
-
-def _against(floor: float | None) -> str:
-    return "" if floor is None else f"; the profile's floor is {floor:g} GB/s"

@@ -17,9 +17,9 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
-from moelab.finding import Finding
+from moelab.finding import Finding, fault, known_faults
 from moelab.health.deepep import find_build
 from moelab.machine import GpusUnknown, Machine, gpus, this_machine
 
@@ -33,46 +33,6 @@ GRACE_S = 5.0
 POLL_S, STDERR_BYTES = 0.05, 20_000
 
 
-class Known(NamedTuple):
-    """A failure that has been seen: where it says so, why, and what helps."""
-
-    sign: str
-    cause: str
-    remedy: str
-
-
-KNOWN = (
-    Known(
-        r"NCCL GIN is unavailable",
-        "DeepEP asked NCCL for GPU-initiated networking, and there is none",
-        "export EP_DISABLE_GIN=1 where all ranks share a node; between nodes bring an RDMA port up",
-    ),
-    Known(
-        r"Duplicate NCCL runtime|Invalid NCCL versions|compile-time and runtime versions must be the same",
-        "DeepEP was built against another NCCL than PyTorch loads",
-        "rebuild DeepEP against that NCCL (EP_NCCL_ROOT_DIR)",
-    ),
-    Known(
-        r"NVCC compilation failed|nvcc.*(not found|No such file)|cuda_home is not None|exists\(nvcc_path\)",
-        "DeepEP V2 compiles its kernels when it runs, and that failed",
-        "install the CUDA toolkit of PyTorch's CUDA version and set CUDA_HOME",
-    ),
-    Known(
-        r"out of memory",
-        "another process holds the GPU's memory",
-        "nvidia-smi shows which; end it, or choose other GPUs with CUDA_VISIBLE_DEVICES",
-    ),
-    Known(
-        r"no kernel image is available|invalid device function",
-        "DeepEP was built for another GPU architecture",
-        "rebuild it with TORCH_CUDA_ARCH_LIST of this GPU",
-    ),
-    Known(
-        r"undefined symbol|cannot open shared object file",
-        "DeepEP was built against another PyTorch, CUDA or NVSHMEM than is installed",
-        "rebuild DeepEP in this environment",
-    ),
-)
 CRASH_CAUSE = {
     "opening the buffer": "DeepEP used a communicator that is not there, or an NCCL that is laid out differently",
     "importing DeepEP": "its extension module was built against another PyTorch, CUDA or NCCL",
@@ -102,14 +62,7 @@ def smoke_test(
     try:
         count = len(gpus()) if gpu_count is None else gpu_count
     except GpusUnknown as error:
-        return Finding(
-            name=NAME,
-            severity="error",
-            found=error.found,
-            cause="the driver does not work, so whether there are two GPUs is not known",
-            consequence="nothing was sent; on the processor it would say nothing about them",
-            remedy="mend the driver, or hide the GPUs with CUDA_VISIBLE_DEVICES=",
-        )
+        return fault("smoke test without a driver", error.found)
     missing = [f"{count} GPU{'s' if count != 1 else ''}, {RANKS} are needed"] if count < RANKS else []
     missing += [] if build.kind == "V2" and build.compiled else ["DeepEP V2 is not installed"]
     device: Literal["cuda", "cpu"] = "cpu" if missing else "cuda"
@@ -210,17 +163,13 @@ def _failure(rank: _Rank, device: str, timeout_s: float) -> Finding:
         found = f"{name} failed while {rank.step}: {' '.join((raised or lines)[-1].split())[:300]}"
         cause = f"{library} raised this"
         remedy = "see the other findings, then look the message up in DeepEP's issues"
-    known = next((one for one in KNOWN if re.search(one.sign, words, re.I)), None)
-    return Finding(
-        name=NAME,
-        severity="error",
-        found=found,
-        cause=known.cause if known else cause,
-        consequence="a training run with ep_backend=deepep would end the same way"
-        if device == "cuda"
-        else "processes cannot talk to each other on this machine: no run of several ranks works",
-        remedy=known.remedy if known else remedy,
-    )
+    follows = "processes cannot talk to each other on this machine: no run of several ranks works"
+    if device == "cuda":
+        follows = "a training run with ep_backend=deepep would end the same way"
+    for key, known in known_faults().items():
+        if "sign" in known and re.search(known["sign"], words, re.I):
+            return fault(key, found, follows=follows)
+    return Finding(name=NAME, severity="error", found=found, cause=cause, consequence=follows, remedy=remedy)
 
 
 def run_rank() -> None:

@@ -30,6 +30,7 @@ def refusals(experiment: Experiment, *, devices: tuple[GpuInfo, ...] | None = No
         found = () if experiment.hardware == "cpu" else gpus() if devices is None else devices
     except GpusUnknown as error:
         return [str(error)]
+    # Each kind is asked: on a mixed node the weakest GPU decides.
     kinds = [gpu_from(gpu) for gpu in dict.fromkeys(found)] or [gpu_of("cpu")]
     illegal = dict.fromkeys(reason for gpu in kinds for reason in check(experiment, gpu=gpu).reasons)
     return [*_lacking(experiment, found), *illegal]

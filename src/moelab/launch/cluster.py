@@ -10,7 +10,7 @@ letters, digits and a few signs; everything else is one line of text and is quot
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -30,57 +30,37 @@ MAX_CHARACTERS = 4_096
 _PRIVATE_FILE = "everyone may read a job's script; export it in a private file that `source` names"
 
 
-def word(value: str) -> str:
-    """A value for an ``#SBATCH`` line.
+def _rule(valid: str, holds: Callable[[str], object]) -> Callable[[str], str]:
+    """A check that gives a value back, or raises ValueError with what is valid."""
 
-    Raises:
-        ValueError: if it has a sign that sbatch or a shell could read as something else.
-    """
-    if not _WORD.fullmatch(value):
-        raise ValueError("one word of letters, digits and . _ , : @ / + = -, beginning with a letter or digit")
-    return value
+    def checked(value: str) -> str:
+        if not holds(value):
+            raise ValueError(valid)
+        return value
 
-
-def line(value: str) -> str:
-    """A value that the script quotes.
-
-    Raises:
-        ValueError: if it is empty, or has signs that end a line or cannot be seen.
-    """
-    if not value or not value.isprintable() or len(value) > MAX_CHARACTERS:
-        raise ValueError(f"one line of printable text, 1 to {MAX_CHARACTERS:,} characters")
-    return value
+    return checked
 
 
-def _argument(value: str) -> str:
-    if line(value).startswith("-"):
-        raise ValueError("a name or path, which an option such as -x is not")
-    return value
-
-
-def _absolute(value: str) -> str:
-    if not line(value).startswith("/"):
-        raise ValueError("an absolute path: the job starts in another folder, on another machine")
-    return value
-
-
-def _mount(value: str) -> str:
-    if "," in line(value) or not value.startswith("/") or ":" not in value:
-        raise ValueError("/path/outside:/path/inside, without a comma")
-    return value
-
-
-def _text_of_number(value: object) -> object:
-    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
-
+word = _rule("one word of letters, digits and . _ , : @ / + = -, beginning with a letter or digit", _WORD.fullmatch)
+"""Of an ``#SBATCH`` line: no sign that sbatch or a shell could read as something else."""
+line = _rule(
+    f"one line of printable text, 1 to {MAX_CHARACTERS:,} characters",
+    lambda value: value.isprintable() and 0 < len(value) <= MAX_CHARACTERS,
+)
+"""What the script quotes: nothing ends the line, or cannot be seen."""
+_argument = _rule("a name or path, which an option such as -x is not", lambda value: not value.startswith("-"))
+_absolute = _rule(
+    "an absolute path: the job starts in another folder, on another machine", lambda value: value.startswith("/")
+)
+_mount = _rule("/path/outside:/path/inside, without a comma", re.compile(r"/[^,]*:[^,]*").fullmatch)
 
 Word = Annotated[str, AfterValidator(word)]
 Line = Annotated[str, AfterValidator(line)]
-Argument = Annotated[str, AfterValidator(_argument)]
-Absolute = Annotated[str, AfterValidator(_absolute)]
-Mount = Annotated[str, AfterValidator(_mount)]
+Argument = Annotated[Line, AfterValidator(_argument)]
+Absolute = Annotated[Line, AfterValidator(_absolute)]
+Mount = Annotated[Line, AfterValidator(_mount)]
 VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
-VariableValue = Annotated[Line, BeforeValidator(_text_of_number)]
+VariableValue = Annotated[Line, BeforeValidator(lambda value: str(value) if type(value) is int else value)]
 Count = Annotated[int, Field(ge=0)]
 
 
@@ -154,6 +134,7 @@ class ClusterProfile(BaseModel):
             raise ValueError("signal_s must be less than the time limit")
         if self.venv and self.conda_env:
             raise ValueError("venv and conda_env: only one of them")
+        # bash refuses to set its own (UID: readonly variable), and the script would end there.
         if taken := [name for name in self.variables if name.startswith(_OWN_VARIABLES) or name in _SHELLS_OWN]:
             raise ValueError(f"variables must not be {', '.join(taken)}: Slurm, moelab and bash set them themselves")
         if secret := [name for name in self.variables if is_secret_name(name)]:
@@ -199,6 +180,7 @@ def read_cluster(name_or_path: str, overrides: Sequence[str] = ()) -> ClusterPro
         raise BadInput(f"{path}: expected a mapping of fields")
     for key, value in parse_overrides(overrides).items():
         name, dot, entry = key.partition(".")
+        # One entry is replaced, the others of the profile stay.
         held = content.get(name) or {}
         if dot and not isinstance(held, dict):
             raise BadInput(f"--set {key}: {name} has no entries")

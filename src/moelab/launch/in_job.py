@@ -107,6 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         0; :data:`REQUEUE_CODE` if the job has to be started again; what torchrun or a signal
         ended with.
     """
+    # First of all: SIGUSR1 may come while Python still imports, and its default is to end the process.
     signals = Signals()
     options = parse_options(arguments)
     # These load for a second, in which a signal would go unnoticed.
@@ -117,6 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     start = Start(run=RunDir(options.run), place=Place.of(os.environ), options=options, signals=signals)
     if start.run.status.state is State.COMPLETED:  # a job that was started again after its end
         return 0
+    # One node writes the run's files: several would overwrite each other's status.
     return train(start) if start.place.node else account_for(start)
 
 

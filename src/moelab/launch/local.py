@@ -32,8 +32,8 @@ from moelab.experiment import Experiment, Precision
 from moelab.experiment_file import Study
 from moelab.launch.capability import refusals
 from moelab.launch.slurm import ticket_of
-from moelab.launch.torchrun import Command, Process, command, end_processes
-from moelab.machine import environment
+from moelab.launch.torchrun import Command, Process, command, end_processes, living
+from moelab.machine import boot_id, environment
 from moelab.model import TOKENIZERS
 from moelab.runs import directory, failure
 from moelab.runs.collect import Collected, collect_run, save_results
@@ -46,6 +46,8 @@ from moelab.runs.status import FILE as STATUS_FILE
 from moelab.runs.status import State, Status
 
 POLL_S = 0.5
+LOCK_WAIT_S = 1.0
+"""Who only looks whether a launcher lives holds a study for less."""
 MIN_FREE_BYTES = 16 << 20
 C4 = "allenai/c4"
 OnFailure = Literal["continue", "stop"]
@@ -92,15 +94,17 @@ def run_study(study: Study, runs: Path, *, on_failure: OnFailure = "continue", s
             already working on the study, or nobody knows how a run of it ended.
     """
     runs = runs.absolute()
+    # Asked before the lock and before any folder: a machine that cannot run one arm trains none of the study.
     if reasons := [f"{one.arm}: {reason}" for one in study.first_of_arms for reason in refusals(one)]:
         raise Refused("\n".join(reasons))
-    with only_launcher(runs, study):
+    with only_launcher(runs / study.name):
         here = directory.discover(runs / study.name)
         for line in here.lines:
             say(line)
         attempts = [here.attempts(experiment) for experiment in study.experiments]
         require_known_ends(attempts)
-        _close_orphans(here, say)
+        if killed := _close_orphans(here.all_runs):
+            say(f"ended {killed} processes that a killed launcher left")
         found = {index: run for index, tried in enumerate(attempts) if (run := completed(tried))}
         progress = Progress(study, found, say)
         before = len(found)
@@ -144,37 +148,55 @@ def require_known_ends(attempts: Iterable[Sequence[RunDir]]) -> None:
 
 
 @contextmanager
-def only_launcher(runs: Path, study: Study) -> Iterator[None]:
-    """Hold a study: one process at a time trains or submits it.
+def only_launcher(folder: Path) -> Iterator[None]:
+    """Hold the folder of a study: one process at a time trains or submits it.
 
     Raises:
         Refused: if another one does.
     """
-    folder = runs / study.name
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / ".launcher.lock")
     try:
-        lock.acquire(timeout=0)
+        lock.acquire(timeout=LOCK_WAIT_S)
     except Timeout:
-        raise Refused(f"another process is launching study {study.name!r} in {runs}; wait for it or stop it") from None
+        words = f"another process is launching study {folder.name!r} in {folder.parent}"
+        raise Refused(f"{words}; wait for it or stop it") from None
     try:
         yield
     finally:
         lock.release()
 
 
-def _close_orphans(found: Discovery, say: Say) -> None:
-    """End what lives of runs whose launcher was killed, so that nothing trains beside it, and close them."""
+def close_killed(runs: Iterable[RunDir]) -> None:
+    """Close what says ``running`` although its launcher was killed on this machine and nothing of it lives here.
+
+    Of a launcher on another machine, or before this one was started anew, nobody can tell: the next run closes those.
+    """
+    said = {run: run.status for run in runs}
+    mine = [run for run, one in said.items() if one.state is State.RUNNING and one.boot_id and one.boot_id == boot_id()]
+    alive = living() if mine else set()
+    for run in mine:
+        if (run.path / EXPERIMENT_FILE).resolve() not in alive:
+            with suppress(Refused, OSError), only_launcher(run.path.parents[2]):  # held: the launcher lives
+                _close_orphans([run])
+
+
+def _close_orphans(runs: Iterable[RunDir]) -> int:
+    """Close runs whose launcher was killed, and end what lives of them, so that nothing trains beside the next.
+
+    Returns:
+        How many processes there were.
+    """
     orphans = {
-        run: run.status
-        for run in found.all_runs  # a job of Slurm has no launcher here
-        if not (run.status.job_id or ticket_of(run) or run.status.is_lost or run.status.state.is_final)
+        run: status
+        for run in runs  # a job of Slurm has no launcher here
+        if not ((status := run.status).job_id or ticket_of(run) or status.is_lost or status.state.is_final)
     }
-    if killed := end_processes([run.path / EXPERIMENT_FILE for run in orphans]):
-        say(f"ended {killed} processes that a killed launcher left")
+    killed = end_processes([run.path / EXPERIMENT_FILE for run in orphans])
     for run, status in orphans.items():
         _complete_log(run)
         close(run, replace(status, state=State.FAILED, reason="the launcher was killed"))
+    return killed
 
 
 def _complete_log(run: RunDir) -> None:
@@ -207,6 +229,7 @@ def _run_experiment(runs: Path, experiment: Experiment, *, on_rows: Callable[[li
     """
     if problem := no_space(runs):
         raise Refused(problem)
+    # Before the run directory is made: what cannot be had leaves no failed run behind.
     stage_data(experiment)
     run, left = directory.create(runs, experiment), None
     try:
@@ -216,6 +239,7 @@ def _run_experiment(runs: Path, experiment: Experiment, *, on_rows: Callable[[li
         status, left = _train(run, launched, on_rows)
     except OSError as error:
         status = replace(run.status, state=State.FAILED, reason=f"the launcher failed: {error}")
+    # SIGTERM comes as SystemExit; the ranks are gone already, by the end of the block that started them.
     except (KeyboardInterrupt, SystemExit):
         close(run, replace(run.status, state=State.CANCELLED, reason="interrupted by the user"))
         raise
@@ -227,7 +251,7 @@ def _run_experiment(runs: Path, experiment: Experiment, *, on_rows: Callable[[li
 
 
 def _train(run: RunDir, launched: Command, on_rows: Callable[[list[Row]], None]) -> tuple[Status, Collected | None]:
-    status = Status(state=State.RUNNING, attempts=1)
+    status = Status(state=State.RUNNING, attempts=1, boot_id=boot_id())
     run.set_status(status)
     follower = LogFollower(run.log)
 
@@ -243,6 +267,7 @@ def _train(run: RunDir, launched: Command, on_rows: Callable[[list[Row]], None])
             report()
             if problem := no_space(run.path):  # ranks would train on and lose what they log
                 return replace(status, state=State.FAILED, reason=problem), None
+    # Killed: it did not copy the last lines of its ranks.
     if process.returncode < 0:
         _complete_log(run)
     report()
@@ -437,12 +462,13 @@ def start_in_background(study: Study, runs: Path) -> subprocess.Popen[bytes] | N
     """
     folder = runs.absolute() / study.name
     try:
-        with only_launcher(runs, study):
+        with only_launcher(folder):
             before = {run.path for run in directory.find(folder)}
     except Refused:
         return None
     file, log = folder / "study.yaml", folder / "launcher.log"
     rows = [experiment.model_dump(mode="json") for experiment in study.experiments]
+    # The study as it is here, with a notebook's values: not the file that it may have come from.
     write_whole(file, yaml.safe_dump(rows, sort_keys=False))
     with log.open("wb") as output:
         process = subprocess.Popen(

@@ -64,16 +64,16 @@ class Start:
         arguments = [
             "--checkpoint.enable",
             f"--checkpoint.folder={folder}/checkpoint",
+            # Past the last step is never: TorchTitan has no value for that.
             f"--checkpoint.interval={options.checkpoint_interval or experiment.steps + 1}",
             f"--checkpoint.keep_latest_k={options.checkpoints_kept}",
             f"--comm.train_timeout_seconds={COLLECTIVE_TIMEOUT_S}",
         ]
         if options.time_ranks:
             arguments.append("--debug.enable_structured_logging")
-        if dataset := self.dataset(experiment):
-            arguments.append(f"--dataloader.dataset_path={dataset}")
-        if tokenizer := self.tokenizer(experiment):
-            arguments.append(f"--hf_assets_path={tokenizer}")
+        dataset, tokenizer = self.data(experiment)
+        arguments += [f"--dataloader.dataset_path={dataset}"] if dataset else []
+        arguments += [f"--hf_assets_path={tokenizer}"] if tokenizer else []
         launched = command(
             experiment,
             self.run.path,
@@ -87,18 +87,12 @@ class Start:
     @property
     def port(self) -> int:
         """Where the ranks meet on the first node."""
-        first, last = self.options.ports
-        return self.place.port(first, last)
+        return self.place.port(*self.options.ports)
 
-    def dataset(self, experiment: Experiment) -> Path | None:
-        """The cluster's copy of the experiment's dataset, if it has one."""
-        folder: Path | None = self.options.dataset.get(experiment.dataset)
-        return folder
-
-    def tokenizer(self, experiment: Experiment) -> Path | None:
-        """The cluster's copy of the model's tokenizer; the default text has its own."""
-        folder: Path | None = self.options.tokenizer.get(experiment.model)
-        return folder if experiment.dataset != "python" else None
+    def data(self, experiment: Experiment) -> tuple[Path | None, Path | None]:
+        """The cluster's copies of the experiment's dataset and tokenizer; the default text has its own tokenizer."""
+        tokenizers = {} if experiment.dataset == "python" else self.options.tokenizer
+        return self.options.dataset.get(experiment.dataset), tokenizers.get(experiment.model)
 
 
 def train(start: Start, is_over: Callable[[], object] | None = None) -> int:
@@ -116,10 +110,12 @@ def train(start: Start, is_over: Callable[[], object] | None = None) -> int:
     end_processes(
         [start.run.path / EXPERIMENT_FILE], is_meant=lambda node: not node.startswith(f"{start.place.start}-")
     )
-    stage_data(experiment, dataset=start.dataset(experiment), tokenizer=start.tokenizer(experiment))
+    dataset, tokenizer = start.data(experiment)
+    stage_data(experiment, dataset=dataset, tokenizer=tokenizer)
     try:
         with Process(start.command(experiment), None) as process:
             while process.poll() is None:
+                # A file, because torchrun passes on only signals that end its ranks.
                 if start.signals.save:
                     start.stop_file.touch()
                 if is_over() if is_over else start.signals.end:
@@ -173,6 +169,7 @@ def _end(start: Start, status: Status) -> tuple[int, Status, Collected | None]:
         return TERMINATED, _terminated(start, status, log_start), None
     if code == TERMINATED:
         return 1, replace(status, state=State.FAILED, reason=no_space(run.path) or "no disk space for a moment"), None
+    # Lines of other nodes come through srun, after their ranks have ended.
     _settle(run.log)
     if code == 0 and (run.path / STOPPED_FILE).exists():
         step = json.loads((run.path / STOPPED_FILE).read_text())["step"]

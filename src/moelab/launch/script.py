@@ -10,7 +10,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +26,7 @@ _DEPENDENCY = re.compile(r"(after|afterany|afternotok|afterok|aftercorr)(:\d+(_\
 
 @dataclass(frozen=True, kw_only=True)
 class JobSpec:
-    """One job.
+    """One job, of a size that the cluster has (:func:`moelab.launch.requirements.check_plans`).
 
     Attributes:
         cluster: where it runs.
@@ -56,18 +56,9 @@ class JobSpec:
             raise Refused(f"cluster {cluster.name} has no Slurm: use `moelab run`, or name a cluster that has one")
         _check("name", self.name, word)
         _check("comment", self.comment, word)
-        if not self.runs:
-            raise BadInput("runs: got none; valid: at least one run directory")
         for run in self.runs:
             _check("run", str(run), line)
-            if not run.is_absolute():
-                raise BadInput(f"run: got {str(run)!r}; valid: an absolute path")
         _check("folder of the runs", str(self.folder), lambda path: word(path.removeprefix("/")))
-        if not 1 <= self.nodes <= cluster.nodes:
-            raise BadInput(f"nodes: got {self.nodes}; valid: 1 to {cluster.nodes}, which cluster {cluster.name} has")
-        if self.gpus_per_node < 1 or 0 < cluster.gpus_per_node < self.gpus_per_node:
-            most = cluster.gpus_per_node or "any number"
-            raise BadInput(f"gpus_per_node: got {self.gpus_per_node}; valid: 1 to {most} on cluster {cluster.name}")
         if self.dependency is not None and not _DEPENDENCY.fullmatch(self.dependency):
             raise BadInput(f"dependency: got {self.dependency!r}; valid: such as afterok:123 or afterany:123_4:125")
 
@@ -120,6 +111,7 @@ def _directives(spec: JobSpec) -> Iterator[str]:
     if cluster.exclusive:
         yield "--exclusive"
     yield f"--time={cluster.time_limit_minutes}"
+    # B: to the script alone, which passes it on once; --signal without it would reach every rank.
     yield f"--signal=B:USR1@{cluster.signal_s}"
     yield "--requeue"
     yield "--propagate=NONE"  # limits of the nodes, not of the machine that submits: memlock above all
@@ -145,7 +137,9 @@ def _size(spec: JobSpec) -> Iterator[str]:
 def _step(spec: JobSpec) -> Iterator[str]:
     yield from _size(spec)
     yield f"--ntasks={spec.nodes}"
+    # A node whose ranks failed ends the others, which would wait for it in a collective for half an hour.
     yield "--kill-on-bad-exit=1"
+    # Slurm's default may be pmix, whose plugin not every node or container has.
     yield "--mpi=none"
     yield from container_options(spec.cluster)
 
@@ -197,8 +191,8 @@ def python_of(cluster: ClusterProfile) -> str:
     return cluster.python or ("python" if provided else sys.executable)
 
 
-def _check(name: str, value: str, rule: object) -> None:
+def _check(name: str, value: str, rule: Callable[[str], str]) -> None:
     try:
-        rule(value)  # type: ignore[operator]
+        rule(value)
     except ValueError as error:
         raise BadInput(f"{name}: got {value[:80]!r}; valid: {error}") from None

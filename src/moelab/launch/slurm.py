@@ -245,6 +245,7 @@ def completed(raw_ids: Iterable[str]) -> dict[str, Job]:
 
 
 def _ended(source: Sequence[str], columns: str, job_ids: Set[str]) -> dict[str, Job]:
+    # Whatever an old record holds, nothing but numbers reaches the command line.
     numbers = ",".join(sorted(filter(is_number, job_ids)))
     if not numbers:
         return {}
@@ -268,6 +269,7 @@ def parse_squeue(text: str) -> Iterator[Job]:
         if errors:
             said = "; ".join(str(error.get("description") or error.get("error")) for error in errors)
             raise SlurmError(f"squeue: {_line(said)}")
+        # All are read before one is given: an answer of another program is refused whole.
         jobs = [list(_of_json(record)) for record in records]
         if records and not any(jobs):
             raise ValueError("none of the jobs has a number")
@@ -285,6 +287,7 @@ def parse_scontrol(text: str) -> Iterator[Job]:
         parts = _FIELD.split(line)
         fields: dict[str, str] = {}
         for name, value in zip(parts[1::2], parts[2::2], strict=True):
+            # The first counts: Comment= comes late, and may hold "JobState=COMPLETED".
             fields.setdefault(name, value.rstrip())
         if not {"JobId", "JobState"} <= fields.keys() or not fields["JobId"].isdecimal():
             continue  # "No jobs in the system"
@@ -335,6 +338,7 @@ def _of_json(job: Any) -> Iterator[Job]:
 def _state(given: Any) -> str:
     """Of a state and its flags, the one that says what happens now."""
     words = [_word(str(word)) for word in (given if isinstance(given, list) else [given] if given else [])]
+    # A cancelled job that is still leaving its nodes is ["CANCELLED", "COMPLETING"].
     over = ("COMPLETING", "REQUEUE_HOLD", "REQUEUED", "SPECIAL_EXIT")
     return next((word for word in over if word in words), words[0] if words else "UNKNOWN")
 
@@ -495,6 +499,7 @@ class Queue:
         ticket = ticket_of(run)
         if ticket and (found := self._by_ticket.get((ticket.comment, ticket.task))):
             return found
+        # Some sites' plugins replace the comment; one of moelab's belongs to another submission with that number.
         by_id = self._by_id.get((ticket.cluster if ticket else None, run.status.job_id or ""))
         return by_id if by_id and not by_id.comment.startswith(PREFIX) else None
 

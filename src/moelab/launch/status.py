@@ -48,15 +48,16 @@ _NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*", re.ASCII)
 
 
 def refresh(runs: Iterable[RunDir]) -> list[Status]:
-    """Update the runs that are jobs of Slurm, and collect those that ended, with one look at the queue for all.
+    """Update runs, and collect those that ended: jobs of Slurm, with one look at the queue, and a killed launcher's.
 
     Args:
-        runs: any; those that are not jobs are left as they are.
+        runs: any.
 
     Returns:
         The status of each. Where Slurm cannot be asked, that of the file, with the reason why it may be out of date.
     """
     runs = list(runs)
+    local.close_killed(run for run in runs if not ticket_of(run))
     if not any(ticket_of(run) for run in runs):
         return [run.status for run in runs]
     try:
@@ -112,6 +113,7 @@ def _update(run: RunDir, job: Job | None) -> Status:
     except (MoelabError, OSError, ValueError) as error:  # of a damaged record or log, which hides no other run
         why = f"{words_of(job)}; " if job else ""
         return before if before.state.is_final else replace(before, state=State.UNKNOWN, reason=f"{why}{error}")
+    # Not written where nothing changed: `updated` says when the status changed, not when somebody looked.
     if after == before:
         return before
     if run.status != before:  # the job has just written its own
@@ -141,6 +143,7 @@ def _after(run: RunDir, status: Status, job: Job | None) -> Status:
     status = replace(status, job_id=job.job_id, exit_code=None)
     if state is State.COMPLETED:  # of the script; whether all steps were trained, its log says
         return local.ended(run, replace(status, exit_code=0), run.log.parent)[0]
+    # A reason of the last start, such as a requeue, is no longer one.
     if state is State.RUNNING:
         return replace(status, state=state, reason=None)
     if state is State.FAILED:
@@ -168,6 +171,7 @@ def cancel(runs: Iterable[RunDir]) -> list[Status]:
         raise Refused("no run there was prepared for Slurm; stop `moelab run` with Ctrl-C where it was started")
     queue = Queue.of(of_slurm)
     before = dict(zip(of_slurm, update(of_slurm, queue), strict=True))
+    # Of an unknown state is also a job whose word Slurm learned after this was written: it may be alive.
     going = [
         run
         for run, status in before.items()
@@ -290,6 +294,7 @@ def follow(
     """
     follower, is_terminal = StudyFollower(path, clock=clock), stream.isatty()
     changed_at, asked_at, problem, said = -math.inf, -math.inf, "", dict[str, str]()
+    # Never ends while a run is alive: jobs may wait for days.
     for look in itertools.count():
         changed = follower.poll()
         if clock() - asked_at >= ASK_INTERVAL_S:

@@ -69,10 +69,13 @@ def command(
         "PYTHONUNBUFFERED": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "PYTORCH_ALLOC_CONF": "expandable_segments:True",  # as TorchTitan's own launcher; memory is predicted for it
+        # Ranks share the cores evenly; torchrun would give each of several ranks one thread.
         "OMP_NUM_THREADS": str(max(1, cores() // experiment.gpus_per_node)),
     }
+    # A GPU that is here would be taken by ranks that were asked to run on the processor.
     if experiment.hardware == "cpu":
         variables["CUDA_VISIBLE_DEVICES"] = ""
+    # The default text is local: no rank waits for a hub that a node may not reach.
     if experiment.dataset == "python":
         variables["HF_HUB_OFFLINE"] = "1"
     return Command(arguments=torchrun + train, variables=variables)
@@ -150,6 +153,11 @@ def end_processes(experiments: Collection[Path], is_meant: Callable[[str], bool]
         killed.update(found)
         time.sleep(KILL_POLL_S)
     return len(killed)
+
+
+def living() -> set[Path]:
+    """The ``experiment.yaml`` of each run of which a process lives on this machine, resolved."""
+    return {experiment for _, experiment, _ in _launched()}
 
 
 def _launched() -> Iterator[tuple[int, Path, str]]:

@@ -7,19 +7,19 @@ Nothing here loads torch.
 """
 
 from moelab.layout.mesh import Facts, Layout, facts_of, resolve
-from moelab.layout.rules import RULES, LayoutCheck, Rule, check
+from moelab.layout.rules import Fault, LayoutCheck, check, faults
 from moelab.layout.schedule import SCHEDULES, Schedule, bubble_fraction
 
 __all__ = [
-    "RULES",
     "SCHEDULES",
     "Facts",
+    "Fault",
     "Layout",
     "LayoutCheck",
-    "Rule",
     "Schedule",
     "bubble_fraction",
     "check",
     "facts_of",
+    "faults",
     "resolve",
 ]

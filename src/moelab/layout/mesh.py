@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from typing import Any
 
-from moelab.experiment import EPBackend, Experiment, Precision
+from moelab.experiment import Experiment, Precision
 from moelab.hardware import Gpu, architecture, cluster_of, gpu_of
-from moelab.layout.schedule import SCHEDULES, Schedule, schedule_in_any_case, split_layers, stages_of_rank
+from moelab.layout.schedule import SCHEDULES, Schedule, split_layers, stages_of_rank
 from moelab.model import ModelShape, shape_for
 
 UNKNOWN_SM = -1.0
@@ -19,72 +19,49 @@ UNKNOWN_SM = -1.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
-    """One candidate, cheap to make: a search makes one for each layout.
-
-    The degrees are copied out of the experiment because a search varies them; everything that it does not vary is read
-    from the experiment itself.
+    """A candidate and what the rules look at beside its fields; cheap to make: a search makes one for each layout.
 
     Attributes:
-        experiment: what the other fields were taken from.
-        shape: dimensions of the model.
+        experiment: the candidate.
+        shape: dimensions of its model.
         capability: CUDA capability of the GPU (10.0 for SM100), 0 without one, ``UNKNOWN_SM`` of a GPU that does not
             say; None where it is not known which GPU it will be.
         gpu_in_words: which GPU that is, or that there is none.
-        dp_shard_given: -1 for the ranks that the other axes leave.
     """
 
     experiment: Experiment
     shape: ModelShape
     capability: float | None
     gpu_in_words: str
-    world_size: int
-    pp: int
-    dp_replicate: int
-    dp_shard_given: int
-    cp: int
-    tp: int
-    ep: int
-    pp_schedule: str
-    local_batch: int
-    microbatch: int
-    seq_len: int
-    precision: Precision
-    ep_backend: EPBackend
-    ep_kernels: str
-    dispatch_precision: str
-    quantize: str
-    wgrad: str
-    attention_backend: str
-    activation_checkpoint: str
-    compile: str
 
     @property
     def outer(self) -> int:
         """Ranks of all dense axes but ``dp_shard``."""
-        return self.dp_replicate * self.cp * self.tp * self.pp
+        return self.experiment.dp_replicate * self.experiment.cp * self.experiment.tp * self.experiment.pp
 
     @property
     def dp_shard(self) -> int:
         """Degree of ``dp_shard``; 0 if it is left to be found and the other axes do not divide the ranks."""
-        if self.dp_shard_given != -1:
-            return self.dp_shard_given
-        left, over = divmod(self.world_size, self.outer)
+        if self.experiment.dp_shard != -1:
+            return self.experiment.dp_shard
+        left, over = divmod(self.experiment.world_size, self.outer)
         return 0 if over else left
 
     @property
     def region(self) -> int:
         """Ranks that expert parallelism can use: ``dp_shard * cp * tp``."""
-        return self.dp_shard * self.cp * self.tp
-
-    @property
-    def efsdp(self) -> int:
-        """Ranks that shard the experts of one expert-parallel rank."""
-        return self.region // self.ep
+        return self.dp_shard * self.experiment.cp * self.experiment.tp
 
     @property
     def schedule(self) -> Schedule | None:
-        """The pipeline schedule, or None if there is none of that name in any case of letters."""
-        return SCHEDULES.get(self.pp_schedule) or schedule_in_any_case(self.pp_schedule)
+        """The pipeline schedule, or None if there is none of that name in any case of letters.
+
+        torch does not mind the case of letters; TorchTitan's logging does.
+        """
+        name = self.experiment.pp_schedule
+        if name in SCHEDULES:
+            return SCHEDULES[name]
+        return next((schedule for known, schedule in SCHEDULES.items() if known.lower() == name.lower()), None)
 
     @property
     def stages_per_rank(self) -> int:
@@ -94,25 +71,20 @@ class Facts:
     @property
     def microbatches(self) -> int:
         """Micro-batches of a step on each rank; 1 without pipeline parallelism."""
-        return self.local_batch // self.microbatch if self.pp > 1 else 1
-
-    @property
-    def nvlink_ranks(self) -> int:
-        """Consecutive ranks that NVLink joins: a node's or, in racks such as NVL72, those of several nodes."""
-        return nvlink_ranks(self.experiment, self.ep)
+        return self.experiment.local_batch // self.experiment.microbatch if self.experiment.pp > 1 else 1
 
     @property
     def quantised(self) -> bool:
         """Whether the experts multiply in less than BF16."""
-        return self.precision is not Precision.BF16
+        return self.experiment.precision is not Precision.BF16
 
-    def vary(self, field: str, value: Any) -> Facts:
-        """The same with one field of the experiment changed; ``dp_shard`` follows a change of another axis."""
-        if field == "dp_shard":
-            return replace(self, dp_shard_given=value)
-        if field in ("pp", "dp_replicate", "cp", "tp"):
-            return replace(self, dp_shard_given=-1, **{field: value})
-        return replace(self, **{field: value})
+    def vary(self, **changes: Any) -> Facts:
+        """The same with fields of the experiment changed; ``dp_shard`` follows a change of another axis."""
+        # Else a given dp_shard would make every other degree illegal.
+        if "dp_shard" not in changes and changes.keys() & set(DENSE):
+            changes["dp_shard"] = -1
+        varied = self.experiment.model_copy(update=changes)
+        return Facts(experiment=varied, shape=self.shape, capability=self.capability, gpu_in_words=self.gpu_in_words)
 
 
 def nvlink_ranks(experiment: Experiment, ep: int | None = None) -> int:
@@ -141,37 +113,13 @@ def facts_of(experiment: Experiment, gpu: Gpu | None = None) -> Facts:
     name = gpu.name if gpu else experiment.hardware
     in_words = f"{name} is {architecture(capability)}"
     if capability is None:
+        # A GPU of this machine that does not say what it is runs no kernel that asks; a profile may be any.
         capability = UNKNOWN_SM if gpu else None
     elif capability == 0:
         in_words = "this machine has no GPU to use" if gpu else f"{name} has no GPU"
         # `local` on a machine without a GPU says nothing about where the run will be.
         capability = None if experiment.hardware == "local" and gpu is None else 0
-    return Facts(
-        experiment=experiment,
-        shape=shape_for(experiment),
-        capability=capability,
-        gpu_in_words=in_words,
-        world_size=experiment.world_size,
-        pp=experiment.pp,
-        dp_replicate=experiment.dp_replicate,
-        dp_shard_given=experiment.dp_shard,
-        cp=experiment.cp,
-        tp=experiment.tp,
-        ep=experiment.ep,
-        pp_schedule=experiment.pp_schedule,
-        local_batch=experiment.local_batch,
-        microbatch=experiment.microbatch,
-        seq_len=experiment.seq_len,
-        precision=experiment.precision,
-        ep_backend=experiment.ep_backend,
-        ep_kernels=experiment.ep_kernels,
-        dispatch_precision=experiment.dispatch_precision,
-        quantize=experiment.quantize,
-        wgrad=experiment.wgrad,
-        attention_backend=experiment.attention_backend,
-        activation_checkpoint=experiment.activation_checkpoint,
-        compile=experiment.compile,
-    )
+    return Facts(experiment=experiment, shape=shape_for(experiment), capability=capability, gpu_in_words=in_words)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,20 +167,21 @@ class Layout:
 
 def resolve(facts: Facts) -> Layout:
     """The layout of facts that break no rule which shapes it."""
-    schedule, turns = (SCHEDULES[facts.pp_schedule], facts.stages_per_rank) if facts.pp > 1 else (SCHEDULES["1F1B"], 1)
+    x = facts.experiment
+    schedule, turns = (SCHEDULES[x.pp_schedule], facts.stages_per_rank) if x.pp > 1 else (SCHEDULES["1F1B"], 1)
     return Layout(
-        world_size=facts.world_size,
-        pp=facts.pp,
-        dp_replicate=facts.dp_replicate,
+        world_size=x.world_size,
+        pp=x.pp,
+        dp_replicate=x.dp_replicate,
         dp_shard=facts.dp_shard,
-        cp=facts.cp,
-        tp=facts.tp,
-        ep=facts.ep,
-        efsdp=facts.efsdp,
-        stages=split_layers(facts.shape.n_layers, facts.pp * turns),
-        stages_of_rank=stages_of_rank(schedule, facts.pp, turns),
+        cp=x.cp,
+        tp=x.tp,
+        ep=x.ep,
+        efsdp=facts.region // x.ep,
+        stages=split_layers(facts.shape.n_layers, x.pp * turns),
+        stages_of_rank=stages_of_rank(schedule, x.pp, turns),
         microbatches=facts.microbatches,
-        microbatch_size=facts.microbatch if facts.pp > 1 else facts.local_batch,
+        microbatch_size=x.microbatch if x.pp > 1 else x.local_batch,
     )
 
 

@@ -1,8 +1,8 @@
 """What makes an experiment illegal, and what a person should know of a legal one.
 
 :func:`check` is the one judge of legality: plans ask it, ``moelab run`` asks it for the GPUs that it finds, and the
-trainer asks it again before it starts; a search asks the same rules. A rule is written once: a function that says in
-words what is wrong with some :class:`~moelab.layout.mesh.Facts`, or None. The rules are those of TorchTitan 0.3.0 and
+trainer asks it again before it starts; a search asks the same :func:`faults`. A rule is written once: a condition on
+some :class:`~moelab.layout.mesh.Facts`, and the words for what is wrong. The rules are those of TorchTitan 0.3.0 and
 torch 2.14, of DeepEP 2.1.0, and of the quantised kernels of torchao 0.18; a test
 (``tests/unit/test_layout_against_torchtitan.py``) asks TorchTitan about thousands of random experiments, and lists
 which rules it notices late or never.
@@ -29,12 +29,13 @@ Nothing here loads torch: the trainer's ranks and ``moelab --help`` both come by
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
+from itertools import chain
 from types import MappingProxyType
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 from moelab.experiment import EPBackend, Experiment, Precision, Routing
 from moelab.hardware import (
@@ -47,7 +48,7 @@ from moelab.hardware import (
     has_grouped_fp8,
     has_native_mxfp8,
 )
-from moelab.layout.mesh import Facts, Layout, divisors, facts_of, resolve
+from moelab.layout.mesh import Facts, Layout, divisors, facts_of, nvlink_ranks, resolve
 from moelab.layout.schedule import SCHEDULES, effective_layers, rank_with_loss
 from moelab.model import tokenizer_size
 
@@ -78,55 +79,39 @@ LOSS_CHUNKS = 8
 """Pieces into which TorchTitan cuts a rank's sequence for the loss (``ChunkedLossWrapper``)."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rule:
-    """One rule of legality.
+class Fault(NamedTuple):
+    """A rule that a candidate breaks.
 
     Attributes:
-        name: short name, for tests and tables.
-        factor: field of the experiment that is named as the one at fault; what else could change is in ``fault``.
-        fault: what is wrong with a candidate, without the factor and without the choices; None where it keeps the rule
-            or where another rule leaves nothing to judge.
-        shapes_layout: whether no layout can be resolved without it.
-        offers_choices: whether the values of ``factor`` that would do are listed; the others say it in ``fault``.
+        rule: its short name, for tests and tables.
+        factor: field of the experiment that is named as the one at fault; what else could change is in ``words``.
+        words: what is wrong, without the factor and without the choices.
+        shapes_layout: whether no layout can be resolved where the rule is broken.
+        offers_choices: whether the values of ``factor`` that would do are listed; the others say it in ``words``.
     """
 
-    name: str
+    rule: str
     factor: str
-    fault: Callable[[Facts], str | None]
+    words: str
     shapes_layout: bool = False
     offers_choices: bool = True
 
-    def holds(self, facts: Facts) -> bool:
-        """Whether a candidate keeps the rule."""
-        return self.fault(facts) is None
-
-    def reason(self, facts: Facts) -> str | None:
+    def reason(self, facts: Facts) -> str:
         """The fault as a sentence: the factor, what was given, what is wrong, and the legal choices."""
-        fault = self.fault(facts)
-        if fault is None:
-            return None
-        said = f"{self.factor} is {_given(facts, self.factor)}: {fault}"
+        given = getattr(facts.experiment, self.factor)
+        told = f"{self.factor} is {given.value if isinstance(given, Enum) else given}: {self.words}"
         if not self.offers_choices:
-            return said
-        choices = self.choices(facts)
-        if not choices:
-            return f"{said}. No {self.factor} is legal while the other fields stay as they are"
-        return f"{said}. Legal {self.factor}: {', '.join(map(str, choices))}"
+            return told
+        if choices := self.choices(facts):
+            return f"{told}. Legal {self.factor}: {', '.join(map(str, choices))}"
+        return f"{told}. No {self.factor} is legal while the other fields stay as they are"
 
     def choices(self, facts: Facts) -> list[Any]:
         """Values of the factor that keep every rule of this factor, and every other rule that is kept now."""
-        kept = [rule for rule in RULES if rule.factor == self.factor or rule.holds(facts)]
-        options = ((value, facts.vary(self.factor, value)) for value in candidates(facts, self.factor))
-        return [value for value, changed in options if all(rule.holds(changed) for rule in kept)]
-
-
-def _given(facts: Facts, factor: str) -> Any:
-    """The value of a field as the experiment gives it."""
-    if factor == "dp_shard":
-        return facts.dp_shard_given
-    value = getattr(facts if hasattr(facts, factor) else facts.experiment, factor)
-    return value.value if isinstance(value, Enum) else value
+        # What other fields break now is theirs to mend; a choice may break nothing more.
+        others = {fault[:2] for fault in faults(facts) if fault.factor != self.factor}
+        options = ((value, facts.vary(**{self.factor: value})) for value in candidates(facts, self.factor))
+        return [value for value, changed in options if all(fault[:2] in others for fault in faults(changed))]
 
 
 def candidates(facts: Facts, factor: str) -> Iterable[Any]:
@@ -136,9 +121,9 @@ def candidates(facts: Facts, factor: str) -> Iterable[Any]:
     if factor == "tp":
         return divisors(facts.shape.kv_heads)
     if factor == "microbatch":
-        return divisors(facts.local_batch)
+        return divisors(facts.experiment.local_batch)
     if factor in ("pp", "cp", "dp_replicate", "dp_shard"):
-        return divisors(facts.world_size)
+        return divisors(facts.experiment.world_size)
     if factor == "pp_schedule":
         return tuple(SCHEDULES)
     if factor in ("ep_backend", "precision"):
@@ -146,285 +131,245 @@ def candidates(facts: Facts, factor: str) -> Iterable[Any]:
     return get_args(Experiment.model_fields[factor].annotation)
 
 
-def _rule(
-    name: str, factor: str, *, shapes_layout: bool = False, offers_choices: bool = True
-) -> Callable[[Callable[[Facts], str | None]], Rule]:
-    """Make a rule of the function below."""
-    return lambda fault: Rule(
-        name=name, factor=factor, fault=fault, shapes_layout=shapes_layout, offers_choices=offers_choices
-    )
+def faults(facts: Facts) -> Iterator[Fault]:
+    """Every rule that a candidate breaks, in the order in which they are told."""
+    return chain(_mesh(facts), _pipeline(facts), _sequence(facts), _arm(facts), _gpu(facts))
 
 
-# --- the mesh --------------------------------------------------------------------------------------------------------
-# TorchTitan checks the product (``ParallelDims``) and the heads (``Decoder.Config.update_from_config``). It fails late
-# on the region of expert parallelism and on uneven expert shards, and not at all on experts that do not divide.
+def _mesh(facts: Facts) -> Iterator[Fault]:
+    """Degrees of parallelism.
 
-AXES = ("pp", "dp_replicate", "cp", "tp")
-
-
-def _axis_rule(axis: str) -> Rule:
-    """The rule that the outer axes divide the ranks, told of the axis at fault."""
-
-    @_rule("axes divide the ranks", axis, shapes_layout=True)
-    def axes_divide(facts: Facts) -> str | None:
-        if facts.world_size % facts.outer == 0:
-            return None
-        alone = [name for name in AXES if facts.world_size % getattr(facts, name)]
-        at_fault = alone[0] if alone else max(AXES, key=lambda name: int(getattr(facts, name)))
-        if at_fault != axis:
-            return None
-        product = " * ".join(f"{name} {getattr(facts, name)}" for name in AXES)
-        return f"{product} = {facts.outer} must divide the {facts.world_size} ranks (nodes * gpus_per_node)"
-
-    return axes_divide
-
-
-@_rule("dp_shard takes the rest", "dp_shard", shapes_layout=True, offers_choices=False)
-def _dp_shard(facts: Facts) -> str | None:
-    left, over = divmod(facts.world_size, facts.outer)
-    if over or facts.dp_shard == left:
-        return None
-    return (
-        f"pp {facts.pp} * dp_replicate {facts.dp_replicate} * cp {facts.cp} * tp {facts.tp} leave {left} of the "
-        f"{facts.world_size} ranks (nodes * gpus_per_node). Legal dp_shard: {left}, or -1 for the ranks that are left"
-    )
-
-
-@_rule("tp divides the heads", "tp")
-def _heads(facts: Facts) -> str | None:
-    heads, of = facts.shape.kv_heads, "key and value" if facts.shape.grouped_queries else "attention"
-    return f"tensor parallelism must divide the {heads} {of} heads" if heads % facts.tp else None
-
-
-@_rule("ep divides its region", "ep", shapes_layout=True)
-def _region(facts: Facts) -> str | None:
-    if not facts.dp_shard or facts.region % facts.ep == 0:
-        return None
-    region = f"dp_shard {facts.dp_shard} * cp {facts.cp} * tp {facts.tp} = {facts.region}"
-    return f"it must divide the ranks it shares out, {region}"
-
-
-@_rule("ep divides the experts", "ep")
-def _experts(facts: Facts) -> str | None:
-    experts = facts.shape.num_experts
-    return f"it must divide the {experts} experts of {facts.shape.name}" if experts % facts.ep else None
-
-
-@_rule("expert shards are even", "ep")
-def _even_shards(facts: Facts) -> str | None:
-    """FSDP shards experts along their hidden dimension once there are more ranks than experts, and only evenly."""
-    if not facts.dp_shard or not _region.holds(facts) or not _experts.holds(facts):
-        return None
-    hidden, dim = facts.shape.moe_hidden_dim, facts.shape.dim
-    if facts.ep > 1:
-        ranks, shards = facts.region, facts.efsdp
-    else:  # TorchTitan counts all ranks then, and tensor parallelism cuts the experts first
-        ranks, shards = facts.dp_replicate * facts.region, facts.dp_shard * facts.cp
-        hidden //= facts.tp
-    if ranks <= facts.shape.num_experts or (hidden % shards == 0 and dim % shards == 0):
-        return None
-    return (
-        f"{ranks} ranks share {facts.shape.num_experts} experts, so FSDP cuts each expert's weights into {shards} "
-        f"parts, which must divide their {hidden} hidden features and {dim} outputs"
-    )
-
-
-# --- the pipeline ----------------------------------------------------------------------------------------------------
-# TorchTitan checks stages when it splits the model (``_generate_llm_fqn_per_model_part``) and micro-batches when it
-# builds the schedule, both after every rank has started.
-
-
-@_rule("schedule exists", "pp_schedule", shapes_layout=True)
-def _schedule(facts: Facts) -> str | None:
-    if facts.pp == 1 or facts.pp_schedule in SCHEDULES:
-        return None
-    return "there is no such schedule; names are spelt as TorchTitan spells them"
-
-
-@_rule("stages are the schedule's", "pp_stages_per_rank", shapes_layout=True, offers_choices=False)
-def _turns(facts: Facts) -> str | None:
-    if facts.pp == 1 or facts.schedule is None or not facts.experiment.pp_stages_per_rank:
-        return None
-    name, own = facts.schedule.name, facts.schedule.stages_per_rank
-    if facts.stages_per_rank == own or (own > 1 and facts.schedule.style == "loop" and facts.stages_per_rank > 1):
-        return None
-    legal = f"{own} and more" if own > 1 and facts.schedule.style == "loop" else f"{own}"
-    return f"a rank of {name} holds another number of stages. Legal pp_stages_per_rank: {legal}, or 0 for its own"
-
-
-@_rule("stages have layers", "pp", shapes_layout=True)
-def _stages(facts: Facts) -> str | None:
-    if facts.pp == 1 or facts.schedule is None:
-        return None
-    stages, layers = facts.pp * facts.stages_per_rank, facts.shape.n_layers
-    if stages <= effective_layers(layers):
-        return None
-    return (
-        f"{facts.pp_schedule} makes {stages} stages for {effective_layers(layers)} effective layers ({layers} "
-        "layers, and one each for the embedding and the output)"
-    )
-
-
-@_rule("micro-batches are whole", "microbatch", shapes_layout=True)
-def _whole_microbatches(facts: Facts) -> str | None:
-    if facts.pp == 1 or facts.local_batch % facts.microbatch == 0:
-        return None
-    return f"pipeline parallelism cuts local_batch {facts.local_batch} into micro-batches of this size"
-
-
-@_rule("micro-batches suffice", "local_batch", offers_choices=False)
-def _microbatches(facts: Facts) -> str | None:
-    schedule = facts.schedule
-    if facts.pp == 1 or schedule is None or not _whole_microbatches.holds(facts):
-        return None
-    if schedule.takes(facts.microbatches, facts.pp):
-        return None
-    made = f"at microbatch {facts.microbatch} it makes {facts.microbatches} micro-batches"
-    least = schedule.least_microbatches(facts.pp * schedule.stages_per_rank)
-    if facts.microbatches < least:
-        return (
-            f"{made}, and {schedule.name} on pp {facts.pp} needs at least {least}, one for each stage. "
-            f"Legal local_batch: {least * facts.microbatch} and more"
+    TorchTitan checks the product (``ParallelDims``) and the heads (``Decoder.Config.update_from_config``). It fails
+    late on the region of expert parallelism and on uneven expert shards, and not at all on experts that do not divide.
+    """
+    x, shape, ranks, ep = facts.experiment, facts.shape, facts.experiment.world_size, facts.experiment.ep
+    dp_shard, region, outer = facts.dp_shard, facts.region, facts.outer
+    left, over = divmod(ranks, outer)
+    if over:
+        degrees = {axis: int(getattr(x, axis)) for axis in ("pp", "dp_replicate", "cp", "tp")}
+        alone = [axis for axis, degree in degrees.items() if ranks % degree]
+        product = " * ".join(f"{axis} {degree}" for axis, degree in degrees.items())
+        words = f"{product} = {outer} must divide the {ranks} ranks (nodes * gpus_per_node)"
+        at_fault = alone[0] if alone else max(degrees, key=lambda axis: degrees[axis])
+        yield Fault("axes divide the ranks", at_fault, words, shapes_layout=True)
+    elif dp_shard != left:
+        words = (
+            f"pp {x.pp} * dp_replicate {x.dp_replicate} * cp {x.cp} * tp {x.tp} leave {left} of the {ranks} ranks "
+            f"(nodes * gpus_per_node). Legal dp_shard: {left}, or -1 for the ranks that are left"
         )
-    rounds, whole = facts.microbatches // facts.pp, facts.pp * facts.microbatch
-    near = facts.local_batch // whole * whole
-    return (
-        f"{made}, and {schedule.name} on pp {facts.pp} runs them in {rounds} rounds, into which they must divide. "
-        f"Legal local_batch: any multiple of {whole}, such as {near} or {near + whole}"
+        yield Fault("dp_shard takes the rest", "dp_shard", words, shapes_layout=True, offers_choices=False)
+    if shape.kv_heads % x.tp:
+        of = "key and value" if shape.grouped_queries else "attention"
+        yield Fault("tp divides the heads", "tp", f"tensor parallelism must divide the {shape.kv_heads} {of} heads")
+    whole_region, whole_experts = region % ep == 0, shape.num_experts % ep == 0
+    if dp_shard and not whole_region:
+        words = f"it must divide the ranks it shares out, dp_shard {dp_shard} * cp {x.cp} * tp {x.tp} = {region}"
+        yield Fault("ep divides its region", "ep", words, shapes_layout=True)
+    if not whole_experts:
+        yield Fault("ep divides the experts", "ep", f"it must divide the {shape.num_experts} experts of {shape.name}")
+    if dp_shard and whole_region and whole_experts:
+        # FSDP shards experts along their hidden dimension once there are more ranks than experts, and only evenly.
+        hidden, sharing, shards = shape.moe_hidden_dim, region, region // ep
+        if ep == 1:  # TorchTitan counts all ranks then, and tensor parallelism cuts the experts first
+            hidden, sharing, shards = hidden // x.tp, x.dp_replicate * region, dp_shard * x.cp
+        if sharing > shape.num_experts and (hidden % shards or shape.dim % shards):
+            words = (
+                f"{sharing} ranks share {shape.num_experts} experts, so FSDP cuts each expert's weights into {shards} "
+                f"parts, which must divide their {hidden} hidden features and {shape.dim} outputs"
+            )
+            yield Fault("expert shards are even", "ep", words)
+
+
+def _pipeline(facts: Facts) -> Iterator[Fault]:
+    """Stages and micro-batches.
+
+    TorchTitan checks stages when it splits the model (``_generate_llm_fqn_per_model_part``) and micro-batches when it
+    builds the schedule, both after every rank has started.
+    """
+    x, schedule = facts.experiment, facts.schedule
+    if x.pp == 1:
+        return
+    if x.pp_schedule not in SCHEDULES:
+        words = "there is no such schedule; names are spelt as TorchTitan spells them"
+        yield Fault("schedule exists", "pp_schedule", words, shapes_layout=True)
+    if schedule is not None:
+        own, turns, stages = schedule.stages_per_rank, facts.stages_per_rank, x.pp * facts.stages_per_rank
+        loops = own > 1 and schedule.style == "loop"
+        if turns != own and not (loops and turns > 1):
+            legal = f"{own} and more" if loops else f"{own}"
+            words = (
+                f"a rank of {schedule.name} holds another number of stages. Legal pp_stages_per_rank: {legal}, or 0 "
+            )
+            words += "for its own"
+            yield Fault(
+                "stages are the schedule's", "pp_stages_per_rank", words, shapes_layout=True, offers_choices=False
+            )
+        layers = facts.shape.n_layers
+        if stages > effective_layers(layers):
+            words = (
+                f"{x.pp_schedule} makes {stages} stages for {effective_layers(layers)} effective layers ({layers} "
+                "layers, and one each for the embedding and the output)"
+            )
+            yield Fault("stages have layers", "pp", words, shapes_layout=True)
+    if x.local_batch % x.microbatch:
+        words = f"pipeline parallelism cuts local_batch {x.local_batch} into micro-batches of this size"
+        yield Fault("micro-batches are whole", "microbatch", words, shapes_layout=True)
+    elif schedule is not None and not schedule.takes(facts.microbatches, x.pp):
+        made = f"at microbatch {x.microbatch} it makes {facts.microbatches} micro-batches, and {schedule.name} on "
+        least = schedule.least_microbatches(x.pp * schedule.stages_per_rank)
+        rounds, whole = facts.microbatches // x.pp, x.pp * x.microbatch
+        near = x.local_batch // whole * whole
+        words = f"{made}pp {x.pp} "
+        if facts.microbatches < least:
+            words += f"needs at least {least}, one for each stage. Legal local_batch: {least * x.microbatch} and more"
+        else:
+            words += f"runs them in {rounds} rounds, into which they must divide. Legal local_batch: any multiple of "
+            words += f"{whole}, such as {near} or {near + whole}"
+        yield Fault("micro-batches suffice", "local_batch", words, offers_choices=False)
+    if schedule is not None and schedule.splits_backward and x.compile == "model+loss":
+        words = (
+            "it runs dgrad and wgrad apart, which torch 2.14 cannot do with compiled layers (compile is model+loss); "
+            "compile=loss or compile=none allow it"
+        )
+        yield Fault("no split backward when compiled", "pp_schedule", words)
+    if schedule is not None and schedule.style == "v" and x.dataset == "python":
+        words = (
+            "dataset=python evaluates held-out text after the last step, which torch 2.14 cannot do under a V "
+            "schedule; dataset=c4 only trains"
+        )
+        yield Fault("V schedules do not evaluate", "pp_schedule", words)
+
+
+def _sequence(facts: Facts) -> Iterator[Fault]:
+    """Tokens of a sequence.
+
+    TorchTitan checks evenness when the trainer starts; torch checks the blocks of the attention mask under context
+    parallelism with the first batch, and the loss its chunks.
+    """
+    x, name, reach = facts.experiment, facts.shape.name, ROPE_TOKENS[facts.shape.name]
+    even = x.tp * (2 * x.cp if x.cp > 1 else 1)  # two chunks a rank, for load balance
+    blocks, chunks = FLEX_BLOCK * x.cp if x.cp > 1 else 1, LOSS_CHUNKS * x.cp
+    # The nearest lengths keep all three rules, so that a mended seq_len is not refused for the next.
+    multiple = math.lcm(even, blocks, chunks)
+    below = x.seq_len // multiple * multiple
+    near = [value for value in (below, below + multiple) if 8 <= value <= reach]
+    advice = f"nearest legal seq_len: {' or '.join(map(str, near))}" if near else "reduce tp or cp"
+    if x.seq_len % even:
+        parts = f"tp {x.tp}" + (f" * 2 * cp {x.cp}" if x.cp > 1 else "")
+        words = f"sequence and context parallelism cut it into {parts} = {even} equal parts; {advice}"
+        yield Fault("sequence is cut evenly", "seq_len", words, offers_choices=False)
+    if x.seq_len % blocks:
+        words = (
+            f"context parallelism shards FlexAttention's mask in blocks of {FLEX_BLOCK} tokens, so it must be a "
+            f"multiple of {FLEX_BLOCK} * cp {x.cp} = {blocks}; {advice}"
+        )
+        yield Fault("mask is cut in blocks", "seq_len", words, offers_choices=False)
+    # Blocks of the mask are multiples of the chunks: one fault is told, not two.
+    elif x.seq_len % chunks:
+        words = f"the loss cuts a rank's share of it into {LOSS_CHUNKS} equal chunks; {advice}"
+        yield Fault("loss is cut evenly", "seq_len", words, offers_choices=False)
+    if x.cp > 1 and facts.capability == 0:
+        words = (
+            f"context parallelism shards FlexAttention's mask, and {facts.gpu_in_words}: on a CPU, which has no "
+            "backward pass of FlexAttention, masked attention takes its place"
+        )
+        yield Fault("context parallelism has FlexAttention", "cp", words)
+    if x.tp > 1 and x.routing is not Routing.LEARNED and facts.capability == 0:
+        # On a GPU (``spmd_types``) the scores are plain tensors under tensor parallelism too.
+        words = (
+            f"routing {x.routing.value} gathers the router's scores by plain numbers of experts, and "
+            f"{facts.gpu_in_words}: on a CPU tensor parallelism makes the scores DTensors, which do not mix; "
+            "routing=learned runs"
+        )
+        yield Fault("forced routing has plain scores", "tp", words)
+    if x.seq_len > reach:
+        words = f"the rotary embedding of {name} reaches {reach} tokens; legal seq_len: up to {reach}"
+        yield Fault("rotary embedding reaches", "seq_len", words, offers_choices=False)
+
+
+def _arm(facts: Facts) -> Iterator[Fault]:
+    """Dispatcher, precision, compilation and checkpointing."""
+    x, shape, backend, precision = (
+        facts.experiment,
+        facts.shape,
+        facts.experiment.ep_backend,
+        facts.experiment.precision,
     )
+    minimal = backend is EPBackend.MINIMAL_ASYNC_EP
+    if x.ep == 1 and backend is not EPBackend.STANDARD:
+        words = (
+            f"ep_backend {backend.value} moves tokens between expert-parallel ranks and needs at least 2; "
+            "ep_backend=standard runs without expert parallelism"
+        )
+        yield Fault("dispatcher needs ep", "ep", words)
+    if facts.quantised and backend not in PADS:
+        words = (
+            f"quantised experts (precision {precision.value}) need a dispatcher that pads each expert's tokens, "
+            f"and this one does not; those that do: {', '.join(PADS)}"
+        )
+        yield Fault("minimal_async_ep is not quantised", "ep_backend", words)
+    if backend is EPBackend.DEEPEP and (words := _not_for_deepep(facts)):
+        yield Fault("DeepEP takes the tokens", "ep_backend", words)
+    if minimal and x.activation_checkpoint != "full":
+        words = "ep_backend minimal_async_ep reuses one buffer and needs every layer recomputed"
+        yield Fault("minimal_async_ep recomputes", "activation_checkpoint", words)
+    if minimal and x.gpus_per_node % x.ep:
+        words = (
+            "ep_backend minimal_async_ep writes into its peers' memory over NVLink, so the expert-parallel ranks must "
+            f"lie in one node (gpus_per_node {x.gpus_per_node})"
+        )
+        yield Fault("minimal_async_ep stays in a node", "ep", words)
+    plain = backend is EPBackend.STANDARD and x.ep > 1 and x.compile != "model+loss" and x.dispatch_precision == "bf16"
+    if x.activation_checkpoint == "full+dispatch" and plain and facts.capability:
+        words = (
+            "uncompiled, TorchTitan's standard all-to-all on a GPU is no operator whose result a checkpoint can keep; "
+            "compile=model+loss makes it one, and ep_backend=deepep always is"
+        )
+        yield Fault("dispatch is kept", "activation_checkpoint", words)
+    if words := _not_dispatched(facts):
+        yield Fault("dispatch is quantised as its experts", "dispatch_precision", words)
+    if x.wgrad == "fp8" and precision is not Precision.FP8:
+        words = f"wgrad fp8 is of FP8 experts, and precision is {precision.value}"
+        yield Fault("weight gradients are in FP8 with FP8 experts", "wgrad", words)
+    # Where it is not known which GPU it will be, nothing is said.
+    if x.attention_backend != "flex" and facts.capability == 0:
+        words = f"attention_backend {x.attention_backend} is for GPUs, and {facts.gpu_in_words}"
+        yield Fault("attention runs here", "attention_backend", words)
+    elif x.attention_backend == "varlen" and facts.capability is not None and x.cp > 1:
+        words = "TorchTitan 0.3.0 has no context parallelism for varlen attention"
+        yield Fault("attention runs here", "attention_backend", words)
+    if x.quantize != "experts" and facts.quantised and x.tp > 1:
+        yield Fault("quantised linears are whole", "quantize", f"quantised linears are for tp 1 only (tp is {x.tp})")
+    # Without expert parallelism tensor parallelism cuts the experts themselves.
+    block = BLOCK[precision]
+    if x.ep == 1 < x.tp and shape.moe_hidden_dim % (x.tp * block):
+        words = (
+            f"without expert parallelism (ep 1) it cuts the {shape.moe_hidden_dim} hidden features of each "
+            f"expert, and {precision.value} needs multiples of {block}"
+        )
+        yield Fault("expert blocks are whole", "tp", words)
+    # Dimensions of quantised weights; others, such as a head's, follow or are fixed.
+    linears = ("q_lora_rank", "kv_lora_rank", "dense_hidden_dim") if x.quantize != "experts" else ()
+    sizes = {name: getattr(shape, name) for name in ("dim", "moe_hidden_dim", *linears)} if facts.quantised else {}
+    if broken := [f"{name} is {size}" for name, size in sizes.items() if size % block]:
+        words = f"it needs multiples of {block} features, and {', '.join(broken)}"
+        yield Fault("expert blocks are whole", "precision", words)
+    if shape.vocab_size < (tokens := tokenizer_size(x)):
+        words = f"its tokenizer has {tokens} tokens, and vocab_size is {shape.vocab_size}; legal vocab_size: {tokens} "
+        yield Fault("vocabulary holds the tokenizer", "dataset", words + "or more", offers_choices=False)
 
 
-@_rule("no split backward when compiled", "pp_schedule")
-def _split_backward(facts: Facts) -> str | None:
-    splits = facts.pp > 1 and facts.schedule is not None and facts.schedule.splits_backward
-    if not splits or facts.compile != "model+loss":
-        return None
-    return (
-        "it runs dgrad and wgrad apart, which torch 2.14 cannot do with compiled layers (compile is model+loss); "
-        "compile=loss or compile=none allow it"
-    )
-
-
-@_rule("V schedules do not evaluate", "pp_schedule")
-def _evaluates(facts: Facts) -> str | None:
-    in_v = facts.pp > 1 and facts.schedule is not None and facts.schedule.style == "v"
-    if not in_v or facts.experiment.dataset != "python":
-        return None
-    return (
-        "dataset=python evaluates held-out text after the last step, which torch 2.14 cannot do under a V "
-        "schedule; dataset=c4 only trains"
-    )
-
-
-# --- the sequence ----------------------------------------------------------------------------------------------------
-# TorchTitan checks evenness when the trainer starts; torch checks the blocks of the attention mask under context
-# parallelism with the first batch, and the loss its chunks.
-
-
-def _even_multiple(facts: Facts) -> int:
-    """Tokens that TorchTitan's sequence and context parallelism need: two chunks a rank for load balance."""
-    return facts.tp * (2 * facts.cp if facts.cp > 1 else 1)
-
-
-def _mask_multiple(facts: Facts) -> int:
-    return FLEX_BLOCK * facts.cp if facts.cp > 1 else 1
-
-
-def _loss_multiple(facts: Facts) -> int:
-    return LOSS_CHUNKS * facts.cp
-
-
-def _near_lengths(facts: Facts) -> str:
-    """The nearest lengths that keep all three rules."""
-    multiple = math.lcm(_even_multiple(facts), _mask_multiple(facts), _loss_multiple(facts))
-    below = facts.seq_len // multiple * multiple
-    values = [value for value in (below, below + multiple) if 8 <= value <= ROPE_TOKENS[facts.shape.name]]
-    return f"nearest legal seq_len: {' or '.join(map(str, values))}" if values else "reduce tp or cp"
-
-
-@_rule("sequence is cut evenly", "seq_len", offers_choices=False)
-def _even_sequence(facts: Facts) -> str | None:
-    parts = _even_multiple(facts)
-    if facts.seq_len % parts == 0:
-        return None
-    chunks = f"tp {facts.tp}" + (f" * 2 * cp {facts.cp}" if facts.cp > 1 else "")
-    return f"sequence and context parallelism cut it into {chunks} = {parts} equal parts; {_near_lengths(facts)}"
-
-
-@_rule("mask is cut in blocks", "seq_len", offers_choices=False)
-def _mask_blocks(facts: Facts) -> str | None:
-    multiple = _mask_multiple(facts)
-    if facts.seq_len % multiple == 0:
-        return None
-    return (
-        f"context parallelism shards FlexAttention's mask in blocks of {FLEX_BLOCK} tokens, so it must be a multiple "
-        f"of {FLEX_BLOCK} * cp {facts.cp} = {multiple}; {_near_lengths(facts)}"
-    )
-
-
-@_rule("loss is cut evenly", "seq_len", offers_choices=False)
-def _loss_chunks(facts: Facts) -> str | None:
-    multiple = _loss_multiple(facts)
-    if facts.seq_len % multiple == 0 or not _mask_blocks.holds(facts):  # whose blocks are multiples
-        return None
-    return f"the loss cuts a rank's share of it into {LOSS_CHUNKS} equal chunks; {_near_lengths(facts)}"
-
-
-@_rule("context parallelism has FlexAttention", "cp")
-def _flex_attention(facts: Facts) -> str | None:
-    if facts.cp == 1 or facts.capability != 0:
-        return None
-    return (
-        f"context parallelism shards FlexAttention's mask, and {facts.gpu_in_words}: on a CPU, which has no backward "
-        "pass of FlexAttention, masked attention takes its place"
-    )
-
-
-@_rule("rotary embedding reaches", "seq_len", offers_choices=False)
-def _rope(facts: Facts) -> str | None:
-    reach = ROPE_TOKENS[facts.shape.name]
-    if facts.seq_len <= reach:
-        return None
-    return f"the rotary embedding of {facts.shape.name} reaches {reach} tokens; legal seq_len: up to {reach}"
-
-
-# --- the arm: dispatcher, precision, compilation and checkpointing ----------------------------------------------------
-
-
-@_rule("dispatcher needs ep", "ep")
-def _dispatcher_needs_ep(facts: Facts) -> str | None:
-    if facts.ep > 1 or facts.ep_backend is EPBackend.STANDARD:
-        return None
-    return (
-        f"ep_backend {facts.ep_backend.value} moves tokens between expert-parallel ranks and needs at least 2; "
-        "ep_backend=standard runs without expert parallelism"
-    )
-
-
-@_rule("minimal_async_ep is not quantised", "ep_backend")
-def _padded(facts: Facts) -> str | None:
-    if not facts.quantised or facts.ep_backend in PADS:
-        return None
-    return (
-        f"quantised experts (precision {facts.precision.value}) need a dispatcher that pads each expert's tokens, "
-        f"and this one does not; those that do: {', '.join(PADS)}"
-    )
-
-
-@_rule("DeepEP takes the tokens", "ep_backend")
-def _deepep(facts: Facts) -> str | None:
+def _not_for_deepep(facts: Facts) -> str | None:
     """:mod:`moelab.deepep.buffer` refuses the same once more before its kernels run; emulation takes any features."""
-    if facts.ep_backend is not EPBackend.DEEPEP:
-        return None
-    top_k, dim, name = facts.shape.top_k, facts.shape.dim, facts.shape.name
+    x, top_k, dim, name = facts.experiment, facts.shape.top_k, facts.shape.dim, facts.shape.name
     if top_k > MAX_TOP_K:
         return f"DeepEP takes at most {MAX_TOP_K} experts of a token, and {name} routes to {top_k}"
-    if facts.dispatch_precision == "mxfp8" and dim % PACKED_FEATURES:
+    if x.dispatch_precision == "mxfp8" and dim % PACKED_FEATURES:
         return (
             f"DeepEP moves MXFP8 scales four at a time, of {PACKED_FEATURES} features, and {name} has {dim}; "
             "dispatch_precision=bf16 has no scales"
         )
-    if facts.ep_kernels == "native" and dim % COMBINE_FEATURES:
+    if x.ep_kernels == "native" and dim % COMBINE_FEATURES:
         return (
             f"DeepEP combines tokens of a multiple of {COMBINE_FEATURES} features, and {name} has {dim}; "
             "ep_kernels=emulated takes any"
@@ -432,49 +377,19 @@ def _deepep(facts: Facts) -> str | None:
     return None
 
 
-@_rule("minimal_async_ep recomputes", "activation_checkpoint")
-def _minimal_recomputes(facts: Facts) -> str | None:
-    if facts.ep_backend is not EPBackend.MINIMAL_ASYNC_EP or facts.activation_checkpoint == "full":
-        return None
-    return "ep_backend minimal_async_ep reuses one buffer and needs every layer recomputed"
-
-
-@_rule("minimal_async_ep stays in a node", "ep")
-def _minimal_in_a_node(facts: Facts) -> str | None:
-    per_node = facts.experiment.gpus_per_node
-    if facts.ep_backend is not EPBackend.MINIMAL_ASYNC_EP or per_node % facts.ep == 0:
-        return None
-    return (
-        "ep_backend minimal_async_ep writes into its peers' memory over NVLink, so the expert-parallel ranks must "
-        f"lie in one node (gpus_per_node {per_node})"
-    )
-
-
-@_rule("dispatch is kept", "activation_checkpoint")
-def _kept_dispatch(facts: Facts) -> str | None:
-    if facts.activation_checkpoint != "full+dispatch" or facts.ep_backend is not EPBackend.STANDARD or facts.ep == 1:
-        return None
-    if facts.compile == "model+loss" or facts.dispatch_precision != "bf16" or not facts.capability:
-        return None
-    return (
-        "uncompiled, TorchTitan's standard all-to-all on a GPU is no operator whose result a checkpoint can keep; "
-        "compile=model+loss makes it one, and ep_backend=deepep always is"
-    )
-
-
-@_rule("dispatch is quantised as its experts", "dispatch_precision")
-def _quantised_dispatch(facts: Facts) -> str | None:
-    sent, backend = facts.dispatch_precision, facts.ep_backend
+def _not_dispatched(facts: Facts) -> str | None:
+    """Why tokens cannot travel in the asked format."""
+    x, sent, backend = facts.experiment, facts.experiment.dispatch_precision, facts.experiment.ep_backend
     if sent == "bf16":
         return None
     if sent not in SENDS[backend]:
         others = ", ".join(other for other, formats in SENDS.items() if sent in formats)
         return f"{backend.value} sends tokens in {' or '.join(SENDS[backend])} only; those that send {sent}: {others}"
-    if facts.precision.value != sent:
-        return f"tokens travel in the experts' own format or in bf16, and precision is {facts.precision.value}"
-    if facts.ep == 1:
+    if x.precision.value != sent:
+        return f"tokens travel in the experts' own format or in bf16, and precision is {x.precision.value}"
+    if x.ep == 1:
         return "without expert parallelism (ep 1) no token travels"
-    if facts.precision is Precision.MXFP8 and facts.wgrad != "bf16":
+    if x.precision is Precision.MXFP8 and x.wgrad != "bf16":
         return (
             "tokens that arrive quantised along their features cannot be scaled along the tokens, as an MXFP8 weight "
             "gradient needs; wgrad=bf16 allows it"
@@ -482,145 +397,30 @@ def _quantised_dispatch(facts: Facts) -> str | None:
     return None
 
 
-@_rule("weight gradients are in FP8 with FP8 experts", "wgrad")
-def _fp8_wgrad(facts: Facts) -> str | None:
-    if facts.wgrad != "fp8" or facts.precision is Precision.FP8:
-        return None
-    return f"wgrad fp8 is of FP8 experts, and precision is {facts.precision.value}"
-
-
-@_rule("attention runs here", "attention_backend")
-def _attention(facts: Facts) -> str | None:
-    backend = facts.attention_backend
-    if backend == "flex" or facts.capability is None:
-        return None
-    if not facts.capability:
-        return f"attention_backend {backend} is for GPUs, and {facts.gpu_in_words}"
-    if facts.cp > 1 and backend == "varlen":
-        return "TorchTitan 0.3.0 has no context parallelism for varlen attention"
-    return None
-
-
-@_rule("quantised linears are whole", "quantize")
-def _quantised_linears(facts: Facts) -> str | None:
-    if facts.quantize == "experts" or not facts.quantised or facts.tp == 1:
-        return None
-    return f"quantised linears are for tp 1 only (tp is {facts.tp})"
-
-
-@_rule("expert blocks are whole", "tp")
-def _expert_blocks(facts: Facts) -> str | None:
-    hidden = facts.shape.moe_hidden_dim
-    if facts.ep > 1 or facts.tp == 1 or hidden % (facts.tp * BLOCK[facts.precision]) == 0:
-        return None
-    return (
-        f"without expert parallelism (ep 1) it cuts the {hidden} hidden features of each "
-        f"expert, and {facts.precision.value} needs multiples of {BLOCK[facts.precision]}"
-    )
-
-
-@_rule("expert blocks are whole", "precision")
-def _weight_blocks(facts: Facts) -> str | None:
-    """Dimensions of quantised weights; others, such as a head's, follow or are fixed."""
-    if not facts.quantised:
-        return None
-    linears = ("q_lora_rank", "kv_lora_rank", "dense_hidden_dim") if facts.quantize != "experts" else ()
-    sizes = {name: getattr(facts.shape, name) for name in ("dim", "moe_hidden_dim", *linears)}
-    block = BLOCK[facts.precision]
-    broken = [f"{name} is {size}" for name, size in sizes.items() if size % block]
-    return f"it needs multiples of {block} features, and {', '.join(broken)}" if broken else None
-
-
-@_rule("vocabulary holds the tokenizer", "dataset", offers_choices=False)
-def _vocabulary(facts: Facts) -> str | None:
-    tokens, size = tokenizer_size(facts.experiment), facts.shape.vocab_size
-    if size >= tokens:
-        return None
-    return f"its tokenizer has {tokens} tokens, and vocab_size is {size}; legal vocab_size: {tokens} or more"
-
-
-# --- the GPU; None is no verdict --------------------------------------------------------------------------------------
-
-
-@_rule("GPU has FP8", "precision")
-def _fp8_gpu(facts: Facts) -> str | None:
-    if facts.precision is not Precision.FP8 or facts.capability is None or has_grouped_fp8(facts.capability):
-        return None
-    return f"FP8 grouped GEMMs need SM90 or SM100, and {facts.gpu_in_words}; precision=mxfp8 runs anywhere, emulated"
-
-
-@_rule("GPU has MXFP8", "mxfp8_kernels", offers_choices=False)
-def _mxfp8_gpu(facts: Facts) -> str | None:
-    native = facts.precision is Precision.MXFP8 and facts.experiment.mxfp8_kernels == "native"
-    if not native or facts.capability is None or has_native_mxfp8(facts.capability):
-        return None
-    here = facts.gpu_in_words
-    return f"torchao's MXFP8 kernels are for SM100 and SM103, and {here}. Legal mxfp8_kernels: auto, emulated"
-
-
-@_rule("dispatcher needs CUDA", "ep_backend")
-def _cuda(facts: Facts) -> str | None:
-    """What the dispatcher needs: CUDA, and for DeepEP's kernels an SM version of theirs."""
-    backend, capability = facts.ep_backend, facts.capability
-    deepep, minimal = backend is EPBackend.DEEPEP, backend is EPBackend.MINIMAL_ASYNC_EP
-    if capability is None or backend is EPBackend.STANDARD or (deepep and facts.ep_kernels == "emulated"):
-        return None
-    if bool(capability) and capability not in ROCM if minimal else has_deepep(capability):
-        return None
-    versions = "" if minimal else " and SM90, SM100 or SM103"
-    emulated = "; ep_kernels=emulated has its numerics on any device" if deepep else ""
-    return f"it needs CUDA{versions}, and {facts.gpu_in_words}{emulated}"
-
-
-@_rule("memory snapshots are CUDA's", "memory_snapshot", offers_choices=False)
-def _snapshot(facts: Facts) -> str | None:
-    if not facts.experiment.memory_snapshot:
-        return None
-    if not facts.experiment.trace_step:
-        return "it is of the traced step, and trace_step is 0; give trace_step a step of this run"
-    if facts.capability != 0:
-        return None
-    return f"it is of CUDA's allocator, and {facts.gpu_in_words}; trace_step alone works on a processor too"
-
-
-RULES: tuple[Rule, ...] = (
-    *map(_axis_rule, AXES),
-    _dp_shard,
-    _heads,
-    _region,
-    _experts,
-    _even_shards,
-    _schedule,
-    _turns,
-    _stages,
-    _whole_microbatches,
-    _microbatches,
-    _split_backward,
-    _evaluates,
-    _even_sequence,
-    _mask_blocks,
-    _loss_chunks,
-    _flex_attention,
-    _rope,
-    _dispatcher_needs_ep,
-    _padded,
-    _deepep,
-    _minimal_recomputes,
-    _minimal_in_a_node,
-    _kept_dispatch,
-    _quantised_dispatch,
-    _fp8_wgrad,
-    _attention,
-    _quantised_linears,
-    _expert_blocks,
-    _weight_blocks,
-    _vocabulary,
-    _fp8_gpu,
-    _mxfp8_gpu,
-    _cuda,
-    _snapshot,
-)
-"""All rules in the order in which they are told."""
+def _gpu(facts: Facts) -> Iterator[Fault]:
+    """What the GPU must have; nothing is said of one that is not known."""
+    x, capability, here = facts.experiment, facts.capability, facts.gpu_in_words
+    if capability is not None and x.precision is Precision.FP8 and not has_grouped_fp8(capability):
+        words = f"FP8 grouped GEMMs need SM90 or SM100, and {here}; precision=mxfp8 runs anywhere, emulated"
+        yield Fault("GPU has FP8", "precision", words)
+    native = x.precision is Precision.MXFP8 and x.mxfp8_kernels == "native"
+    if capability is not None and native and not has_native_mxfp8(capability):
+        words = f"torchao's MXFP8 kernels are for SM100 and SM103, and {here}. Legal mxfp8_kernels: auto, emulated"
+        yield Fault("GPU has MXFP8", "mxfp8_kernels", words, offers_choices=False)
+    deepep, minimal = x.ep_backend is EPBackend.DEEPEP, x.ep_backend is EPBackend.MINIMAL_ASYNC_EP
+    needs_cuda = x.ep_backend is not EPBackend.STANDARD and not (deepep and x.ep_kernels == "emulated")
+    # DeepEP's kernels, and HybridEP's, are for some SM versions; minimal_async_ep needs CUDA alone.
+    runs = (bool(capability) and capability not in ROCM) if minimal else has_deepep(capability)
+    if capability is not None and needs_cuda and not runs:
+        versions = "" if minimal else " and SM90, SM100 or SM103"
+        emulated = "; ep_kernels=emulated has its numerics on any device" if deepep else ""
+        words = f"it needs CUDA{versions}, and {here}{emulated}"
+        yield Fault("dispatcher needs CUDA", "ep_backend", words)
+    if x.memory_snapshot and (not x.trace_step or capability == 0):
+        words = f"it is of CUDA's allocator, and {here}; trace_step alone works on a processor too"
+        if not x.trace_step:
+            words = "it is of the traced step, and trace_step is 0; give trace_step a step of this run"
+        yield Fault("memory snapshots are CUDA's", "memory_snapshot", words, offers_choices=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -662,122 +462,90 @@ def check(experiment: Experiment, *, gpu: Gpu | None = None) -> LayoutCheck:
         ep is 3: it must divide the ranks it shares out, dp_shard 4 * cp 1 * tp 1 = 4. Legal ep: 1, 2, 4
     """
     facts = facts_of(experiment, gpu)
-    reasons = {rule: reason for rule in RULES if (reason := rule.reason(facts))}
+    broken = list(faults(facts))
     return LayoutCheck(
-        reasons=tuple(reasons.values()),
-        notes=tuple(note for write in NOTES if (note := write(facts))),
-        layout=None if any(rule.shapes_layout for rule in reasons) else resolve(facts),
+        reasons=tuple(fault.reason(facts) for fault in broken),
+        notes=tuple(_notes(facts)),
+        # An experiment that breaks other rules still has a layout to show.
+        layout=None if any(fault.shapes_layout for fault in broken) else resolve(facts),
     )
 
 
-# --- what is worth knowing of a legal layout --------------------------------------------------------------------------
+def _notes(facts: Facts) -> Iterator[str]:
+    """What is worth knowing of a legal layout."""
+    x, cluster, capability = facts.experiment, cluster_of(facts.experiment.hardware), facts.capability
+    if facts.shape.plan_only:
+        yield facts.shape.plan_only
+    # On the machine at hand it is for `moelab run` to say whether it has the ranks.
+    if cluster.name not in ("local", "cpu") and x.world_size > cluster.gpus:
+        yield f"hardware: {cluster.name} has {cluster.gpus} GPUs, and this takes {x.world_size}"
+    if capability in ROCM:
+        mxfp8 = "; torchao 0.18.0 has MXFP8 kernels for it" if has_native_mxfp8(capability) else ""
+        yield f"hardware: {architecture(capability)} is AMD's, on ROCm{mxfp8}; moelab has not run there"
+    if x.ep_backend is EPBackend.DEEPEP and x.ep_kernels == "emulated":
+        yield "dispatcher: DeepEP is emulated on plain collectives: its numerics, not its speed"
+    yield from _padding_note(facts)
+    # TorchTitan's default, CUDA graphs on, would be refused.
+    if x.pp > 1 or (x.ep > 1 and x.ep_backend is not EPBackend.MINIMAL_ASYNC_EP):
+        cause = "pipeline parallelism" if x.pp > 1 else f"ep_backend {x.ep_backend.value}, which waits for the host"
+        yield f"cuda graphs: off; TorchTitan 0.3.0 does not support them with {cause}"
+    if x.pp == 1 and x.microbatch != x.local_batch > 1:
+        yield (
+            f"microbatch: {x.microbatch} is for pipeline parallelism only; without it the {x.local_batch} "
+            "sequences of local_batch go forward at once"
+        )
+    if x.pp > 1 and (schedule := facts.schedule) and x.world_size % x.pp == 0:
+        told = f"loss: global rank {rank_with_loss(schedule, x.pp) * (x.world_size // x.pp)} holds it; the other "
+        told += "pipeline ranks print -1"
+        if schedule.name == "DualPipeV":
+            wrong = (x.pp - 1) * (x.world_size // x.pp)
+            told += f", and rank {wrong}, which TorchTitan 0.3.0 takes for TensorBoard and W&B, is one of them"
+        yield told
+    if x.ep > 1 and x.gpus_per_node % x.ep:
+        yield f"traffic: ep {x.ep} {_beyond_a_node(facts)}"
+    if x.routing is Routing.ROUND_ROBIN and x.ep > 1 and facts.shape.num_experts % x.ep == 0:
+        ranks = _ranks_a_token(facts.shape.num_experts, facts.shape.top_k, x.ep)
+        yield (
+            f"traffic: round_robin sends a token's {facts.shape.top_k} copies to {ranks:.3g} of {x.ep} "
+            "ranks, far fewer than a trained router; use routing=random_balanced for a benchmark that does not flatter"
+        )
+    if x.warmup_steps > x.steps:
+        yield f"learning rate: TorchTitan shortens warmup_steps {x.warmup_steps} to the {x.steps} steps of this run"
 
 
-def _plan_only_note(facts: Facts) -> str | None:
-    return facts.shape.plan_only
+def _padding_note(facts: Facts) -> Iterator[str]:
+    kernels, precision = facts.experiment.mxfp8_kernels, facts.experiment.precision
+    native, emulated = GROUP_PADDING["mxfp8_native"], GROUP_PADDING["mxfp8_emulated"]
+    raised = f"{emulated} tokens raised to {native}, which torchao's quantisation kernel needs on SM100"
+    plain = "each expert's tokens are padded to a multiple of"
+    if precision is Precision.FP8 or (precision is Precision.MXFP8 and kernels == "emulated"):
+        yield f"padding: {plain} {GROUP_PADDING['fp8' if precision is Precision.FP8 else 'mxfp8_emulated']}"
+    elif precision is Precision.MXFP8:
+        if kernels == "native" or has_native_mxfp8(facts.capability):
+            yield f"padding: {raised}"
+        elif facts.capability is None:
+            yield f"padding: {plain} {emulated} where MXFP8 is emulated; {raised}"
+        else:
+            yield f"padding: {plain} {emulated}, emulated"
+    elif facts.experiment.ep_backend is EPBackend.DEEPEP:
+        yield f"padding: {plain} {GROUP_PADDING['bf16']}"
 
 
-def _cluster_note(facts: Facts) -> str | None:
-    """Whether a named profile has the ranks; on the machine at hand that is for ``moelab run`` to say."""
-    cluster = cluster_of(facts.experiment.hardware)
-    if cluster.name in ("local", "cpu") or facts.world_size <= cluster.gpus:
-        return None
-    return f"hardware: {cluster.name} has {cluster.gpus} GPUs, and this takes {facts.world_size}"
-
-
-def _emulation_note(facts: Facts) -> str | None:
-    if facts.ep_backend is not EPBackend.DEEPEP or facts.ep_kernels != "emulated":
-        return None
-    return "dispatcher: DeepEP is emulated on plain collectives: its numerics, not its speed"
-
-
-def _padding_note(facts: Facts) -> str | None:
-    if not facts.quantised:
-        if facts.ep_backend is not EPBackend.DEEPEP:
-            return None
-        return f"padding: each expert's tokens are padded to a multiple of {GROUP_PADDING['bf16']}"
-    default = GROUP_PADDING["fp8" if facts.precision is Precision.FP8 else "mxfp8_emulated"]
-    native = GROUP_PADDING["mxfp8_native"]
-    kernels = facts.experiment.mxfp8_kernels
-    raised = f"{default} tokens raised to {native}, which torchao's quantisation kernel needs on SM100"
-    plain = f"each expert's tokens are padded to a multiple of {default}"
-    if facts.precision is Precision.FP8 or kernels == "emulated":
-        return f"padding: {plain}"
-    if kernels == "native" or has_native_mxfp8(facts.capability):
-        return f"padding: {raised}"
-    if facts.capability is None:
-        return f"padding: {plain} where MXFP8 is emulated; {raised}"
-    return f"padding: {plain}, emulated"
-
-
-def _rocm_note(facts: Facts) -> str | None:
-    if facts.capability not in ROCM:
-        return None
-    mxfp8 = "; torchao 0.18.0 has MXFP8 kernels for it" if has_native_mxfp8(facts.capability) else ""
-    return f"hardware: {architecture(facts.capability)} is AMD's, on ROCm{mxfp8}; moelab has not run there"
-
-
-def _cuda_graphs_note(facts: Facts) -> str | None:
-    """Where TorchTitan's default, CUDA graphs on, would be refused."""
-    waits = facts.ep > 1 and facts.ep_backend is not EPBackend.MINIMAL_ASYNC_EP
-    if facts.pp == 1 and not waits:
-        return None
-    cause = "pipeline parallelism" if facts.pp > 1 else f"ep_backend {facts.ep_backend.value}, which waits for the host"
-    return f"cuda graphs: off; TorchTitan 0.3.0 does not support them with {cause}"
-
-
-def _microbatch_note(facts: Facts) -> str | None:
-    if facts.pp > 1 or facts.microbatch == facts.local_batch or facts.local_batch == 1:
-        return None
-    return (
-        f"microbatch: {facts.microbatch} is for pipeline parallelism only; without it the {facts.local_batch} "
-        "sequences of local_batch go forward at once"
-    )
-
-
-def _loss_note(facts: Facts) -> str | None:
-    schedule = facts.schedule
-    if facts.pp == 1 or schedule is None or facts.world_size % facts.pp:
-        return None
-    rank = rank_with_loss(schedule, facts.pp) * (facts.world_size // facts.pp)
-    said = f"loss: global rank {rank} holds it; the other pipeline ranks print -1"
-    if schedule.name == "DualPipeV":
-        wrong = (facts.pp - 1) * (facts.world_size // facts.pp)
-        return f"{said}, and rank {wrong}, which TorchTitan 0.3.0 takes for TensorBoard and W&B, is one of them"
-    return said
-
-
-def _nodes_note(facts: Facts) -> str | None:
+def _beyond_a_node(facts: Facts) -> str:
     """What of the exchange leaves the node: over NVLink within a rack such as NVL72, else over the network."""
-    per_node, joined = facts.experiment.gpus_per_node, facts.nvlink_ranks
-    if facts.ep == 1 or per_node % facts.ep == 0:
-        return None
-    # every plan that sends tokens by DeepEP between nodes says so: nobody has run this project's dispatcher there
-    deepep = facts.ep_backend is EPBackend.DEEPEP
+    x, joined = facts.experiment, nvlink_ranks(facts.experiment)
+    nodes = joined // x.gpus_per_node
+    # Every plan that sends tokens by DeepEP between nodes says so: nobody has run this project's dispatcher there.
     unseen = (
         "; DeepEP between nodes was never run here, and on 8 nodes with ep 64 its combine hung elsewhere "
         "(pytorch/torchtitan issue 3877)"
-    ) * deepep
-    if joined == per_node:
-        return (
-            f"traffic: ep {facts.ep} does not fit into a node of {per_node}, so tokens cross the network between nodes"
-            f"{unseen}"
-        )
-    domain = cluster_of(facts.experiment.hardware).node.domain
-    placed = f"{joined // per_node} nodes of each NVLink domain of {domain} (sbatch --segment={joined // per_node})"
-    if joined % facts.ep == 0:
-        return f"traffic: ep {facts.ep} stays within NVLink where the job has {placed}"
-    return f"traffic: ep {facts.ep} does not fit into {placed}, so tokens cross the network between them{unseen}"
-
-
-def _routing_note(facts: Facts) -> str | None:
-    if facts.experiment.routing is not Routing.ROUND_ROBIN or facts.ep == 1 or facts.shape.num_experts % facts.ep:
-        return None
-    ranks = _ranks_a_token(facts.shape.num_experts, facts.shape.top_k, facts.ep)
-    return (
-        f"traffic: round_robin sends a token's {facts.shape.top_k} copies to {ranks:.3g} of {facts.ep} "
-        "ranks, far fewer than a trained router; use routing=random_balanced for a benchmark that does not flatter"
-    )
+    ) * (x.ep_backend is EPBackend.DEEPEP)
+    if joined == x.gpus_per_node:
+        return f"does not fit into a node of {joined}, so tokens cross the network between nodes{unseen}"
+    placed = f"{nodes} nodes of each NVLink domain of {cluster_of(x.hardware).node.domain} (sbatch --segment={nodes})"
+    if joined % x.ep == 0:
+        return f"stays within NVLink where the job has {placed}"
+    return f"does not fit into {placed}, so tokens cross the network between them{unseen}"
 
 
 @lru_cache(maxsize=256)
@@ -787,26 +555,3 @@ def _ranks_a_token(experts: int, top_k: int, ep: int) -> float:
     starts = range(0, experts, math.gcd(experts, top_k))
     reached = [len({(start + copy) % experts // local for copy in range(top_k)}) for start in starts]
     return sum(reached) / len(reached)
-
-
-def _warmup_note(facts: Facts) -> str | None:
-    steps, warmup = facts.experiment.steps, facts.experiment.warmup_steps
-    if warmup <= steps:
-        return None
-    return f"learning rate: TorchTitan shortens warmup_steps {warmup} to the {steps} steps of this run"
-
-
-NOTES = (
-    _plan_only_note,
-    _cluster_note,
-    _rocm_note,
-    _emulation_note,
-    _padding_note,
-    _cuda_graphs_note,
-    _microbatch_note,
-    _loss_note,
-    _nodes_note,
-    _routing_note,
-    _warmup_note,
-)
-"""What is worth knowing, each as a function that says it or None."""

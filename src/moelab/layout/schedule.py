@@ -75,11 +75,6 @@ SCHEDULES = {
 }
 
 
-def schedule_in_any_case(name: str) -> Schedule | None:
-    """The schedule of a name as torch reads it, which does not mind the case of letters; TorchTitan's logging does."""
-    return next((schedule for known, schedule in SCHEDULES.items() if known.lower() == name.lower()), None)
-
-
 def effective_layers(n_layers: int) -> int:
     """Layers as TorchTitan counts them when it shares them out over stages.
 
@@ -106,6 +101,7 @@ def split_layers(n_layers: int, n_stages: int) -> tuple[tuple[str, ...], ...]:
     least, more = divmod(effective_layers(n_layers), n_stages)
     assert least >= 1, "more stages than effective layers"
     counts = [least + (stage < more) for stage in range(n_stages)]
+    # What the embedding and the output count for holds no layer.
     counts[0] -= FIRST_STAGE_LESS_LAYERS
     counts[-1] -= LAST_STAGE_LESS_LAYERS
     stages, layer = [], 0
@@ -185,6 +181,7 @@ def pipeline_order(schedule: str, *, pp: int, microbatches: int, turns: int = 0)
 def _looped(schedule: str, pp: int, microbatches: int, turns: int, rank: int) -> Iterator[Action]:
     """Forwards ahead, then one forward and one backward in turns, then backwards."""
     kind = SCHEDULES[schedule]
+    # Micro-batches of a round: torch makes rounds of about pp, and a rank changes its stage after each.
     size = microbatches // max(1, microbatches // pp) if turns > 1 else 1
     total = turns * microbatches
     if schedule in ("GPipe", "LoopedBFS"):
@@ -192,6 +189,7 @@ def _looped(schedule: str, pp: int, microbatches: int, turns: int, rank: int) ->
     elif turns == 1:
         ahead = min(total, pp - 1 - rank)
     else:
+        # Torch sends twice as many ahead where a rank has several stages, unless dgrad alone lets the next rank go on.
         ahead = min(total, (turns - 1) * size + (1 if kind.splits_backward else 2) * (pp - 1 - rank))
 
     def at(step: int, *, backward: bool) -> tuple[int, int]:
@@ -208,6 +206,7 @@ def _looped(schedule: str, pp: int, microbatches: int, turns: int, rank: int) ->
         if ahead + step < total:
             yield Action("F", *at(ahead + step, backward=False))
         yield Action("I" if kind.splits_backward else "B", *at(step, backward=True))
+        # A rank may put off as many wgrads as there are ranks before it, which fill its wait at the end.
         if kind.splits_backward and step >= rank:
             yield Action("W", *at(weights, backward=True))
             weights += 1
@@ -327,11 +326,12 @@ def in_flight(schedule: str, *, pp: int, microbatches: int, rank: int, turns: in
             moments.add(tuple(held))
         elif kind != "I":
             held[place[stage]] -= 1
-    return tuple(one for one in sorted(moments) if not any(_exceeds(other, one) for other in moments))
 
+    def is_exceeded(moment: tuple[int, ...]) -> bool:
+        others = (other for other in moments if other != moment)
+        return any(all(more >= less for more, less in zip(other, moment, strict=True)) for other in others)
 
-def _exceeds(moment: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    return moment != other and all(more >= less for more, less in zip(moment, other, strict=True))
+    return tuple(moment for moment in sorted(moments) if not is_exceeded(moment))
 
 
 def bubble_fraction(schedule: Schedule, *, pp: int, microbatches: int, turns: int = 0) -> float:
@@ -402,23 +402,15 @@ def simulate(
     busy = tuple(microbatches * sum(sum(durations[stage]) for stage in stages) for stages in owners)
     if pp == 1:
         return Played(busy[0], busy)
-    shorter = _played_microbatches(SCHEDULES[schedule], pp, microbatches)
+    # A smaller number that leaves the same remainder and still repeats: 126 micro-batches on 16 ranks are 7 rounds of
+    # 18; 110 of them would be no whole rounds, which have no order.
+    shorter, kind = max(PLAYED_ROUNDS * pp, PLAYED_LEAST // pp * pp) + microbatches % pp, SCHEDULES[schedule]
+    if shorter >= microbatches or not (kind.takes(shorter, pp) and kind.takes(shorter - pp, pp)):
+        return Played(max(_ends(schedule, durations, pp, microbatches, message_s)), busy)
     whole = max(_ends(schedule, durations, pp, shorter, message_s))
-    if shorter == microbatches:
-        return Played(whole, busy)
     less = max(_ends(schedule, durations, pp, shorter - pp, message_s))
     round_s = max(whole - less, max(busy) * pp / microbatches)  # no rank goes faster than its own work
     return Played(whole + round_s * (microbatches - shorter) / pp, busy)
-
-
-def _played_microbatches(schedule: Schedule, pp: int, microbatches: int) -> int:
-    """A smaller number that leaves the same remainder and still repeats."""
-    most = max(PLAYED_ROUNDS * pp, PLAYED_LEAST // pp * pp)
-    shorter = most + microbatches % pp
-    # 126 micro-batches on 16 ranks are 7 rounds of 18; 110 of them would be no whole rounds, which have no order.
-    if shorter >= microbatches or not (schedule.takes(shorter, pp) and schedule.takes(shorter - pp, pp)):
-        return microbatches
-    return shorter
 
 
 class Block(NamedTuple):
@@ -498,11 +490,16 @@ def _graph(schedule: str, pp: int, microbatches: int, turns: int) -> _Graph:
         moved = False
         for rank in range(pp):
             while heads[rank] < len(orders[rank]):
-                action = orders[rank][heads[rank]]
-                needed = _needs(action, last_stage)
-                where = -1 if needed is None else next((place[one] for one in needed if one in place), -2)
-                if where == -2:
+                action = kind, stage, microbatch = orders[rank][heads[rank]]
+                needed: tuple[Action, ...] = (Action("F", stage - 1, microbatch),)
+                if kind == "W" or (kind != "F" and stage == last_stage):
+                    needed = (Action("I" if kind == "W" else "F", stage, microbatch),)
+                elif kind != "F":  # the next stage's dgrad, alone or with its wgrad: whichever the order has
+                    needed = (Action("I", stage + 1, microbatch), Action("B", stage + 1, microbatch))
+                arrived = next((place[one] for one in needed if one in place), None)
+                if arrived is None and (kind, stage) != ("F", 0):  # which waits for nothing
                     break
+                where = -1 if arrived is None else arrived
                 place[action] = len(steps)
                 steps.append((_place(action), previous[rank], where, where >= 0 and ranks[where] != rank))
                 ranks.append(rank)
@@ -511,15 +508,3 @@ def _graph(schedule: str, pp: int, microbatches: int, turns: int) -> _Graph:
                 moved = True
         assert moved, "an order that waits for itself"
     return _Graph(tuple(place), tuple(steps))
-
-
-def _needs(action: Action, last_stage: int) -> tuple[Action, ...] | None:
-    """What must be done before; the first of them that is in the order counts."""
-    kind, stage, microbatch = action
-    if kind == "F":
-        return None if stage == 0 else (Action("F", stage - 1, microbatch),)
-    if kind == "W":
-        return (Action("I", stage, microbatch),)
-    if stage == last_stage:
-        return (Action("F", stage, microbatch),)
-    return Action("I", stage + 1, microbatch), Action("B", stage + 1, microbatch)

@@ -215,6 +215,7 @@ def saved(
     kept += sum(tensors.get(name, 0.0) for name in _ATTENTION_OPERANDS)
     if moe and work.scaled_products:
         kept += BF16 * work.received(shape) * (2 * shape.moe_hidden_dim + (0 if compiled else shape.dim))
+    # TorchTitan's policy keeps every second matrix product, and another operator each time.
     every = 1 if scaled_linears else 2
     return kept + sum(BF16 * work.tokens * width for width in _matrix_products(shape, moe=moe, tp=work.tp)[::every])
 

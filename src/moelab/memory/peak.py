@@ -23,6 +23,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from moelab.experiment import EPBackend, Experiment, Precision, Routing
 from moelab.hardware import GROUP_PADDING, Figure, Gpu, has_native_mxfp8
@@ -37,21 +38,23 @@ from moelab.model import EMBEDDING, HEAD, ModelShape, shape_for
 GIB = 2**30
 SCALE_BYTES = {"bf16": 0.0, "mxfp8": 1 / 32, "fp8": 0.0}
 """Of each feature of a quantised row: one byte for a block of 32; one number for a whole row is nothing."""
-PARTS = (
-    "parameters",
-    "optimizer states",
-    "gradients",
-    "gathered parameters",
-    "gathered gradients",
-    "activations",
-    "working set",
-    "quantised copies",
-    "loss",
-    "communication buffers",
-    "fragmentation",
-    "dispatch buffers",
-    "CUDA and NCCL",
-)
+ADVICE = {
+    "parameters": "raise dp_shard, ep or pp",
+    "optimizer states": "raise dp_shard, ep or pp",
+    "gradients": "raise dp_shard, ep or pp",
+    "gathered parameters": "raise ep, tp or pp; under a pipeline they stay gathered",
+    "gathered gradients": "raise ep, tp or pp; under a pipeline they accumulate in FP32",
+    "activations": "use a smaller local_batch or microbatch, more activation_checkpoint, or raise tp or cp",
+    "working set": "use a smaller local_batch or microbatch, or raise tp or cp",
+    "quantised copies": "use a smaller local_batch or microbatch, or native kernels",
+    "loss": "use a smaller local_batch or microbatch, or raise tp",
+    "communication buffers": "use a smaller local_batch or microbatch, or raise dp_shard or ep",
+    "fragmentation": "set PYTORCH_ALLOC_CONF=expandable_segments:True",
+    "dispatch buffers": "use ep_backend=standard, a smaller local_batch or microbatch",
+    "CUDA and NCCL": "use fewer process groups",
+}
+"""What to change about each part."""
+PARTS = tuple(ADVICE)
 """Names of the parts, in the order in which a figure stacks them."""
 OUTSIDE = ("dispatch buffers", "CUDA and NCCL")
 """Parts that PyTorch's allocator knows nothing of."""
@@ -83,6 +86,7 @@ class MemoryConstants:
         routing_imbalance: received rows of the busiest rank over all layers, relative to perfect balance, where the
             router decides; a run's own, if it was measured (:func:`moelab.runs.expert_load.measured_constants`).
         busiest_layer: the same of its busiest layer.
+        expert_shares: of a middling layer's rows, that each expert got; empty where no load was measured.
         fragmentation: reserved memory relative to what the pools of the allocator are known to need.
         context_gib: CUDA context, kernels and libraries, outside PyTorch's allocator, GiB.
         communicator_gib: NCCL's buffers for each process group of more than one GPU, GiB.
@@ -90,6 +94,7 @@ class MemoryConstants:
 
     routing_imbalance: Figure
     busiest_layer: Figure
+    expert_shares: tuple[float, ...] = ()
     fragmentation: Figure
     context_gib: Figure
     communicator_gib: Figure
@@ -123,6 +128,11 @@ class DispatchBuffer:
     ranks: int
     nvlink_ranks: int
     exact: bool
+
+    def to_json(self) -> dict[str, Any]:
+        """For a program."""
+        rest = {name: getattr(self, name) for name in ("tokens", "ranks", "nvlink_ranks", "exact")}
+        return {"dispatcher": self.backend.value, "bytes": self.size_bytes, **rest}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,24 +210,7 @@ class MemoryEstimate:
     def dominant(self) -> str:
         """The largest part of the worst rank and what to change about it."""
         name = max(self.parts, key=lambda part: self.parts[part])
-        return f"{name} {self.parts[name]:.1f} of {self.worst_gib:.1f} GiB: {_ADVICE[name]}"
-
-
-_ADVICE = {
-    "parameters": "raise dp_shard, ep or pp",
-    "optimizer states": "raise dp_shard, ep or pp",
-    "gradients": "raise dp_shard, ep or pp",
-    "gathered parameters": "raise ep, tp or pp; under a pipeline they stay gathered",
-    "gathered gradients": "raise ep, tp or pp; under a pipeline they accumulate in FP32",
-    "activations": "use a smaller local_batch or microbatch, more activation_checkpoint, or raise tp or cp",
-    "working set": "use a smaller local_batch or microbatch, or raise tp or cp",
-    "quantised copies": "use a smaller local_batch or microbatch, or native kernels",
-    "loss": "use a smaller local_batch or microbatch, or raise tp",
-    "communication buffers": "use a smaller local_batch or microbatch, or raise dp_shard or ep",
-    "fragmentation": "set PYTORCH_ALLOC_CONF=expandable_segments:True",
-    "dispatch buffers": "use ep_backend=standard, a smaller local_batch or microbatch",
-    "CUDA and NCCL": "use fewer process groups",
-}
+        return f"{name} {self.parts[name]:.1f} of {self.worst_gib:.1f} GiB: {ADVICE[name]}"
 
 
 def estimate(
@@ -283,6 +276,11 @@ def work_of(experiment: Experiment, layout: Layout, gpu: Gpu, constants: MemoryC
     """How much one rank has of a micro-batch."""
     compiled = experiment.compile == "model+loss"
     sent, precision = experiment.dispatch_precision, experiment.precision
+    padded: str = precision.value
+    if precision is Precision.MXFP8:
+        padded = "mxfp8_emulated" if emulates(experiment, gpu) else "mxfp8_native"
+    elif precision is Precision.BF16 and experiment.ep_backend is not EPBackend.DEEPEP:
+        padded = ""  # TorchTitan's own dispatcher does not pad for BF16 experts
     return Work(
         tokens=layout.microbatch_size * experiment.seq_len // layout.cp,
         tp=layout.tp,
@@ -290,7 +288,7 @@ def work_of(experiment: Experiment, layout: Layout, gpu: Gpu, constants: MemoryC
         ep=layout.ep,
         imbalance=constants.routing_imbalance.value if experiment.routing is Routing.LEARNED else 1.0,
         scaling_bytes=FP32 if experiment.ep_backend is EPBackend.STANDARD and not compiled else BF16,
-        pad_multiple=_padding(experiment, gpu),
+        pad_multiple=GROUP_PADDING[padded] if padded else 1,
         backend=experiment.ep_backend,
         row_bytes=BF16 if sent == "bf16" else 1 + SCALE_BYTES[sent],
         # torchao's MXFP8 experts are three products, moelab's, which take rows of DeepEP in 8 bits, are not
@@ -299,47 +297,32 @@ def work_of(experiment: Experiment, layout: Layout, gpu: Gpu, constants: MemoryC
     )
 
 
-def _padding(experiment: Experiment, gpu: Gpu) -> int:
-    if experiment.precision is Precision.MXFP8:
-        return GROUP_PADDING["mxfp8_emulated" if emulates(experiment, gpu) else "mxfp8_native"]
-    if experiment.precision is Precision.BF16 and experiment.ep_backend is not EPBackend.DEEPEP:
-        return 1  # TorchTitan's own dispatcher does not pad for BF16 experts
-    return GROUP_PADDING[experiment.precision.value]
-
-
 def _stage_memory(run: Moments, rank: int, buffer: DispatchBuffer | None, constants: MemoryConstants) -> StageMemory:
     """The fullest moment of one pipeline rank."""
-    numbers = run.layout.stages_of_rank[rank]
+    numbers, last = run.layout.stages_of_rank[rank], len(run.layout.stages) - 1
     modules = [stage_modules(run.layout.stages[number], run.shape.n_dense_layers) for number in numbers]
     total = [held(run.shape, run.layout.stages[number], run.degrees) for number in numbers]
-    found: Parts = dict.fromkeys(PARTS, 0.0)
+    sizes: Parts = dict.fromkeys(PARTS, 0.0)
     moment, parts = max(run.of_rank(rank, modules, total), key=lambda candidate: sum(candidate[1].values()))
-    found |= parts
-    found["parameters"] = float(FP32 * sum(one.padded for one in total))
-    found["optimizer states"] = float(2 * FP32 * sum(one.local for one in total))
-    found["gradients"] = float(FP32 * sum(one.padded for one in total))
-    pools = run.gather_pool(modules) + run.reduce_pool(modules)
-    found["communication buffers"] = pools + _received(run, numbers)
-    found["fragmentation"] = (constants.fragmentation.value - 1) * sum(found.values())
-    if buffer and any(stage.moe_layers for stage in modules):
-        found["dispatch buffers"] = float(buffer.size_bytes)
-    found["CUDA and NCCL"] = GIB * _outside(run, constants)
-    return StageMemory(
-        rank=rank, stages=numbers, moment=moment, parts={name: value / GIB for name, value in found.items()}
-    )
-
-
-def _outside(run: Moments, constants: MemoryConstants) -> float:
-    sizes = (run.degrees.dp_replicate, run.degrees.fsdp, run.degrees.tp, run.degrees.ep, run.layout.pp)
-    groups = sum(size > 1 for size in sizes)
-    return constants.context_gib.value + groups * constants.communicator_gib.value
-
-
-def _received(run: Moments, numbers: tuple[int, ...]) -> float:
-    """What a pipeline rank receives into: one buffer for each micro-batch and direction."""
-    last = len(run.layout.stages) - 1
+    sizes |= parts
+    sizes["parameters"] = float(FP32 * sum(one.padded for one in total))
+    sizes["optimizer states"] = float(2 * FP32 * sum(one.local for one in total))
+    sizes["gradients"] = float(FP32 * sum(one.padded for one in total))
+    # A pipeline rank receives into one buffer for each micro-batch and direction.
     directions = sum((number > 0) + (number < last) for number in numbers)
-    return float(directions * run.layout.microbatches * BF16 * run.work.residual * run.shape.dim)
+    received = float(directions * run.layout.microbatches * BF16 * run.work.residual * run.shape.dim)
+    sizes["communication buffers"] = run.gather_pool(modules) + run.reduce_pool(modules) + received
+    # Of what the allocator has; what follows lies outside of it.
+    sizes["fragmentation"] = (constants.fragmentation.value - 1) * sum(sizes.values())
+    if buffer and any(stage.moe_layers for stage in modules):
+        sizes["dispatch buffers"] = float(buffer.size_bytes)
+    degrees = (run.degrees.dp_replicate, run.degrees.fsdp, run.degrees.tp, run.degrees.ep, run.layout.pp)
+    groups = sum(degree > 1 for degree in degrees)
+    outside_gib = constants.context_gib.value + groups * constants.communicator_gib.value
+    sizes["CUDA and NCCL"] = GIB * outside_gib
+    return StageMemory(
+        rank=rank, stages=numbers, moment=moment, parts={name: value / GIB for name, value in sizes.items()}
+    )
 
 
 @dataclass(frozen=True)

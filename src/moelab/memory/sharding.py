@@ -15,6 +15,7 @@ from math import prod
 from typing import NamedTuple
 
 from moelab.layout import Layout
+from moelab.layout.mesh import coordinates
 from moelab.model import EMBEDDING, HEAD, ModelShape, Parameter, parameters
 
 
@@ -74,20 +75,6 @@ def degrees_of(layout: Layout) -> Degrees:
     return Degrees(layout.dp_replicate, layout.dp_shard * layout.cp, layout.tp, layout.ep, layout.efsdp)
 
 
-def coordinates(layout: Layout, rank: int) -> Coordinates:
-    """Where a global rank stands; TorchTitan's meshes are row-major, with TP and EP fastest."""
-    region = layout.dp_shard * layout.cp * layout.tp
-    inside = rank % region
-    return Coordinates(
-        tp=inside % layout.tp, fsdp=inside // layout.tp, ep=inside % layout.ep, efsdp=inside // layout.ep
-    )
-
-
-def pipeline_rank(layout: Layout, rank: int) -> int:
-    """Pipeline rank of a global rank; the pipeline is the slowest axis."""
-    return rank // (layout.world_size // layout.pp)
-
-
 def local_numel(shape: ModelShape, layout: Layout, rank: int) -> int:
     """Elements of all parameters that a global rank holds, as TorchTitan's sharded model has them.
 
@@ -96,8 +83,10 @@ def local_numel(shape: ModelShape, layout: Layout, rank: int) -> int:
         layout: a legal layout of it.
         rank: global rank.
     """
-    stages = layout.stages_of_rank[pipeline_rank(layout, rank)]
-    where = coordinates(layout, rank)
+    at = coordinates(layout, rank)
+    fsdp = at["dp_shard"] * layout.cp + at["cp"]
+    where = Coordinates(tp=at["tp"], fsdp=fsdp, ep=at.get("ep", 0), efsdp=at.get("efsdp", 0))
+    stages = layout.stages_of_rank[at["pp"]]
     return sum(held(shape, layout.stages[stage], degrees_of(layout), where).local for stage in stages)
 
 
@@ -143,6 +132,7 @@ def _parameter_held(parameter: Parameter, degrees: Degrees, where: Coordinates) 
     if experts and degrees.ep > 1:
         sizes[0] = chunk(sizes[0], degrees.ep, where.ep)
         ranks, place = degrees.efsdp, where.efsdp
+        # TorchTitan cuts along the hidden dimension once there are more ranks than experts.
         axis = 1 if degrees.efsdp * degrees.ep > parameter.shape[0] else 0
     else:
         if parameter.tp_dim is not None:

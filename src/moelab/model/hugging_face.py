@@ -189,9 +189,11 @@ def _converted(source: str, config: dict[str, Any], whole: dict[str, Any]) -> Hu
     if not shape["n_dense_layers"]:
         shape.pop("dense_hidden_dim", None)
     for key in ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"):
-        wide = config.get(key, 0) * shape.get("num_shared_experts", 1)  # Qwen's only one is as wide as several
+        if type(width := config.get(key) or 0) is not int:
+            raise BadInput(f"{key} is {width!r}; valid: one whole number for all layers")
+        wide = width * shape.get("num_shared_experts", 1)  # Qwen's only one is as wide as several
         if wide % shape["moe_hidden_dim"]:
-            raise BadInput(f"{key} is {config[key]}; valid: a multiple of {shape['moe_hidden_dim']}")
+            raise BadInput(f"{key} is {width}; valid: a multiple of {shape['moe_hidden_dim']}")
         if wide:
             shape["num_shared_experts"] = wide // shape["moe_hidden_dim"]
     shape.setdefault("num_shared_experts", int(kind == "llama4_text"))
@@ -227,6 +229,9 @@ def _dense_layers(config: dict[str, Any], shape: dict[str, Any]) -> int:
     Raises:
         BadInput: if layers are arranged in another way, attention is of several kinds, or the head is the embedding.
     """
+    for key in ("mlp_only_layers", "moe_layers", "layer_types", "mlp_layer_types", "attn_type_list"):
+        if not isinstance(config.get(key) or [], list):
+            raise BadInput(f"{key} is {config[key]!r}; valid: a list")
     for key in STEPS:
         if not isinstance(step := config.get(key, 1), list) and step not in (None, 1):
             raise BadInput(f"{key} is {step}: some layers between those with experts have none; valid: 1")

@@ -75,15 +75,15 @@ def gemms(shape: ModelShape, tokens: int, *, tp: int = 1, ep: int = 1) -> tuple[
     routed = tokens * shape.top_k // (tp if ep > 1 else 1)
     # The router runs on the sequence shard that each tensor-parallel rank routes.
     rows_of = {"routed experts": routed, "router": tokens // tp if ep > 1 else tokens}
-    found: list[Gemm] = []
+    products: list[Gemm] = []
     for name, part, n, k, groups, count in _weights(shape, tp, ep):
         rows = rows_of.get(part, tokens)
-        found += (
+        products += (
             Gemm(name, part, "forward", rows, n, k, groups, count),
             Gemm(name, part, "dgrad", rows, k, n, groups, count),
             Gemm(name, part, "wgrad", n, k, rows, groups, count),
         )
-    return tuple(found)
+    return tuple(products)
 
 
 @functools.lru_cache(maxsize=256)

@@ -16,24 +16,23 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torchtitan.models.common.moe import GroupedExperts
 
 from moelab.errors import BadInput
 from moelab.experiment import Experiment
+from moelab.experts import local
 from moelab.runs.files import write_whole
 
 FOLDER = "captures"
 MAX_ROWS = 4096
 MAX_WEIGHT_BYTES = 128 << 20
 _TENSORS = ("x", "w1", "w2", "w3", "grad", "offsets")
-_WEIGHTS = ("w1_EFD", "w2_EDF", "w3_EFD")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,87 +82,59 @@ def install(model: nn.Module, experiment: Experiment, dump_folder: Path) -> list
     experts = [(name, module) for name, module in model.named_modules() if isinstance(module, GroupedExperts)]
     if not experiment.capture_step or rank != 0 or not experts:
         return []
-    passes = experiment.local_batch // experiment.microbatch if experiment.pp > 1 else 1
-    clock = _Clock(pass_to_capture=(experiment.capture_step - 1) * passes + 1)
-    model.register_forward_pre_hook(clock.tick)
+    # Under a pipeline a step passes through the model once for each micro-batch; the first of them is taken.
+    passes_of_a_step = experiment.local_batch // experiment.microbatch if experiment.pp > 1 else 1
+    passes_before = (experiment.capture_step - 1) * passes_of_a_step
     chosen = [experts[index] for index in sorted({0, len(experts) // 2, len(experts) - 1})]
-    layers = [name.partition(".moe.")[0] for name, _ in chosen]
-    for layer, (_, module) in zip(layers, chosen, strict=True):
-        about = {"layer": layer, "step": experiment.capture_step, "arm": experiment.arm}
-        _Recorder(about, dump_folder / FOLDER / f"{layer}.pt", clock).watch(module)
-    return layers
+    layers = {name.partition(".moe.")[0]: module for name, module in chosen}
 
-
-@dataclass(kw_only=True)
-class _Clock:
-    """Counts training passes of a model; ``due`` during the one that is to be captured."""
-
-    pass_to_capture: int
-    passes: int = 0
-
-    def tick(self, module: nn.Module, _arguments: object) -> None:
-        self.passes += int(module.training and torch.is_grad_enabled())
-
-    @property
-    def due(self) -> bool:
-        return self.passes == self.pass_to_capture
-
-
-@dataclass
-class _Recorder:
-    """Takes one pass of one layer's experts: the input and weights forward, the gradient backward.
-
-    Activation checkpointing runs a layer again in the backward pass; only the first forward is taken.
-    """
-
-    about: Mapping[str, Any]
-    path: Path
-    clock: _Clock
-    kept: dict[str, Any] = field(default_factory=dict)
-    done: bool = False
-
-    def watch(self, experts: nn.Module) -> None:
-        experts.register_forward_pre_hook(self._take_operands)
-        experts.register_forward_hook(self._await_gradient)
-
-    def _take_operands(self, experts: nn.Module, arguments: tuple[torch.Tensor, torch.Tensor]) -> None:
-        if self.done or self.kept or not self.clock.due:
+    def count_pass(part: nn.Module, _arguments: object) -> None:
+        nonlocal passes_before
+        if not (part.training and torch.is_grad_enabled()):  # a pass of the validator
             return
-        x, counts = arguments
-        weights = [_local(getattr(experts, name)) for name in _WEIGHTS]
+        if passes_before == 0:
+            counting.remove()
+            for layer, module in layers.items():
+                about = {"layer": layer, "step": experiment.capture_step, "arm": experiment.arm}
+                _take_next_pass(module, about, dump_folder / FOLDER / f"{layer}.pt")
+        passes_before -= 1
+
+    counting = model.register_forward_pre_hook(count_pass)
+    return list(layers)
+
+
+def _take_next_pass(experts: nn.Module, about: Mapping[str, Any], path: Path) -> None:
+    """Keep the input and weights of the next forward, and write them with the gradient that its output gets."""
+    kept: dict[str, Any] = {}
+
+    def take_operands(_experts: nn.Module, arguments: tuple[torch.Tensor, torch.Tensor]) -> None:
+        forward.remove()  # activation checkpointing runs the layer again in the backward pass
+        # Detached first: what autograd saved here would be missing in that second run, and checkpointing would fail.
+        x, counts = (local(argument).detach() for argument in arguments)
+        weights = [local(getattr(experts, name)).detach() for name in ("w1_EFD", "w2_EDF", "w3_EFD")]
         bytes_per_expert = sum(2 * weight[0].numel() for weight in weights)
         count = min(len(counts), max(1, MAX_WEIGHT_BYTES // bytes_per_expert))
-        rows, offsets = _rows_to_keep(counts.tolist(), count)
-        self.kept = {name: _host(w[:count]) for name, w in zip(("w1", "w2", "w3"), weights, strict=True)}
-        self.kept |= {"rows": rows, "offsets": offsets, "tokens_of_experts": tuple(counts.tolist())}
-        self.kept["x"] = _host(_local(x)[rows.to(x.device)])
+        sizes = [size.clamp(max=MAX_ROWS // count) for size in counts[:count].cpu()]
+        starts = (counts.cumsum(0) - counts).tolist()
+        rows = torch.cat([torch.arange(start, start + size) for start, size in zip(starts, sizes, strict=False)])
+        kept.update({name: _on_host(weight[:count]) for name, weight in zip(("w1", "w2", "w3"), weights, strict=True)})
+        kept.update(rows=rows, offsets=torch.stack(sizes).cumsum(0).to(torch.int32))
+        kept.update(x=_on_host(x[rows.to(x.device)]), tokens_of_experts=tuple(counts.tolist()))
 
-    def _await_gradient(self, _experts: nn.Module, _arguments: object, output: torch.Tensor) -> None:
-        if self.kept and not self.done and output.requires_grad:
-            self.done = True
-            output.register_hook(self._take_gradient)
+    def await_gradient(_experts: nn.Module, _arguments: object, output: torch.Tensor) -> None:
+        backward.remove()
+        output.register_hook(take_gradient)
 
-    def _take_gradient(self, grad: torch.Tensor) -> None:
-        rows = self.kept.pop("rows")
-        whole = _local(grad)
-        write(Capture(**self.about, **self.kept, grad=_host(whole[rows.to(whole.device)])), self.path)
-        self.kept.clear()
+    def take_gradient(grad: torch.Tensor) -> None:
+        rows = kept.pop("rows").to(grad.device)
+        write(Capture(**about, **kept, grad=_on_host(local(grad)[rows])), path)
+        kept.clear()
 
-
-def _rows_to_keep(counts: list[int], experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of the first experts, each cut to its even share, and where the groups of what is kept end."""
-    share = MAX_ROWS // experts
-    starts = [sum(counts[:index]) for index in range(experts)]
-    kept = [min(count, share) for count in counts[:experts]]
-    rows = [torch.arange(start, start + count) for start, count in zip(starts, kept, strict=True)]
-    return torch.cat(rows), torch.tensor(kept).cumsum(0).to(torch.int32)
+    forward = experts.register_forward_pre_hook(take_operands)
+    backward = experts.register_forward_hook(await_gradient)
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-
-
-def _host(tensor: torch.Tensor) -> torch.Tensor:
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
     """A copy in BF16 on the host; a copy, because FSDP frees what it gathered."""
     return tensor.to("cpu", torch.bfloat16, copy=True)
 
@@ -204,13 +175,12 @@ def captures_of(run: Path) -> list[Path]:
     Raises:
         BadInput: if there is none.
     """
-    files = sorted(run.rglob(f"{FOLDER}/*.pt"), key=_layer_order)
+
+    def order(path: Path) -> tuple[Path, int, str]:  # ``layers.10`` comes after ``layers.2``
+        number = path.stem.rpartition(".")[2]
+        return path.parent, int(number) if number.isdigit() else 0, path.stem
+
+    files = sorted(run.rglob(f"{FOLDER}/*.pt"), key=order)
     if not files:
         raise BadInput(f"no captures below {run}; train with capture_step set to a step, such as --set capture_step=20")
     return files
-
-
-def _layer_order(path: Path) -> tuple[str, int]:
-    """``layers.10`` comes after ``layers.2``."""
-    number = path.stem.rpartition(".")[2]
-    return str(path.parent), int(number) if number.isdigit() else 0

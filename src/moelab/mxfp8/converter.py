@@ -78,6 +78,7 @@ class MXFP8Experts(_TitanExperts):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self._kernels, self._wgrad, self._pad_inside = config.kernels, config.wgrad, config.pad_inside
+        # What TorchTitan's `_grouped_mm` hands to torchao; its constructor has put a recipe of torchao's there.
         self._mxfp8_op_config = op_config(config.kernels, config.wgrad, pad_inside=config.pad_inside)
 
     def _grouped_mm(self, *, A: torch.Tensor, B_t: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
@@ -126,7 +127,7 @@ class MXFP8EmulatedLinear(MXFP8Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Multiply ``(..., in_features)`` to ``(..., out_features)``."""
-        if self.kernel_preference is KernelPreference.AUTO:
+        if self.kernel_preference is KernelPreference.AUTO:  # native
             return super().forward(input)
         e4m3 = torch.float8_e4m3fn
         output = mx_mm.apply(
@@ -165,20 +166,19 @@ class MXFP8Converter(QuantizationConverter):
         Raises:
             NothingConverted: if the model has no routed experts, or linears were asked for and none was found.
         """
+        kernels, wgrad = self.config.kernels, self.config.wgrad
         for _name, config, parent, attribute in _experts_of(model_config, "MXFP8"):
-            setattr(parent, attribute, self._experts(config, parent))
+            # moelab's DeepEP dispatcher, put in place by an override later, pads by itself; TorchTitan's, which pads
+            # where it permutes, needs Triton, so that on a CPU the emulated product pads.
+            dispatcher_pads = isinstance(parent.token_dispatcher, DeepEPTokenDispatcher.Config)
+            pad_inside = kernels == "emulated" and not torch.cuda.is_available() and not dispatcher_pads
+            if not pad_inside and not dispatcher_pads:
+                swap_token_dispatcher(parent, GROUP_PADDING[f"mxfp8_{kernels}"])
+            experts = derive(config, MXFP8Experts.Config, kernels=kernels, wgrad=wgrad, pad_inside=pad_inside)
+            setattr(parent, attribute, experts)
         if self.config.linears:
             self._convert_linears(model_config)
         return model_config
-
-    def _experts(self, config: Any, parent: Any) -> MXFP8Experts.Config:
-        kernels = self.config.kernels
-        # moelab's DeepEP dispatcher, put in place by an override later, pads by itself.
-        dispatcher_pads = isinstance(parent.token_dispatcher, DeepEPTokenDispatcher.Config)
-        pad_inside = kernels == "emulated" and not torch.cuda.is_available() and not dispatcher_pads
-        if not pad_inside and not dispatcher_pads:
-            swap_token_dispatcher(parent, GROUP_PADDING[f"mxfp8_{kernels}"])
-        return derive(config, MXFP8Experts.Config, kernels=kernels, wgrad=self.config.wgrad, pad_inside=pad_inside)
 
     def _convert_linears(self, model_config: Any) -> None:
         parts = self.config.linears
@@ -220,7 +220,6 @@ class FP8Converter(QuantizationConverter):
             NothingConverted: if the model has no routed experts.
         """
         for _name, config, parent, attribute in _experts_of(model_config, "FP8"):
-            # moelab's DeepEP dispatcher, put in place by an override later, pads by itself.
             if not isinstance(parent.token_dispatcher, DeepEPTokenDispatcher.Config):
                 swap_token_dispatcher(parent, GROUP_PADDING["fp8"])
             experts = quantised_experts(type(config)._owner, "fp8")

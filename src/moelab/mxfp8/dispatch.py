@@ -91,9 +91,19 @@ def quantised(config: RoutedExperts.Config) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class QuantisedDispatchMetadata(LocalDispatchMetadata):
-    """What a dispatch leaves for combine."""
+    """What a dispatch leaves for combine.
 
-    way: Route
+    Attributes:
+        place_R: where each row that arrived went in the padded groups, int64.
+        padded: rows of all local experts, padding included: P.
+        sent: rows to each rank.
+        received: rows from each rank.
+    """
+
+    place_R: Tensor
+    padded: int
+    sent: list[int]
+    received: list[int]
 
 
 class QuantisedDispatcher(AllToAllTokenDispatcher):
@@ -141,103 +151,53 @@ class QuantisedDispatcher(AllToAllTokenDispatcher):
             Quantised rows in expert-major order, rows of each local expert (padding included) ``(e,)``, and what
             combine needs.
         """
-        counts_E = num_local_tokens_per_expert_E
-        way = route(topk_expert_ids_TK, counts_E, self.group, self.ranks, self.pad_multiple)
-        rows = dispatch_rows(x_TD.bfloat16(), way, self.cast_kernels)
+        order_N = torch.argsort(topk_expert_ids_TK.reshape(-1), stable=True)
+        sent_re = num_local_tokens_per_expert_E.view(self.ranks, -1)
+        received_re = torch.ops._c10d_functional.wait_tensor(all_to_all_single(sent_re, None, None, self.group))
+        rows_e = padded_rows(received_re.sum(0), self.pad_multiple)
+        # The one host sync: an all-to-all takes its sizes from the host, and so does memory for the padded groups.
+        on_host = torch.cat([sent_re.sum(1), received_re.sum(1), rows_e.sum()[None]]).to("cpu").tolist()
+        sent, received, padded = on_host[: self.ranks], on_host[self.ranks : -1], on_host[-1]
+        place_R = places(received_re, rows_e, sum(received))
+        way = place_R, padded, sent, received
+        rows = QuantisedRows(*_Dispatch.apply(x_TD.bfloat16(), order_N, *way, self.group, self.cast_kernels))
         metadata = QuantisedDispatchMetadata(
-            token_indices_experts_sorted_N=way.order_N // self.top_k,
-            topk_scores_experts_sorted_N=topk_scores_TK.reshape(-1)[way.order_N],
-            way=way,
+            token_indices_experts_sorted_N=order_N // self.top_k,
+            topk_scores_experts_sorted_N=topk_scores_TK.reshape(-1)[order_N],
+            place_R=place_R,
+            padded=padded,
+            sent=sent,
+            received=received,
         )
-        return rows, way.rows_e, metadata
+        return rows, rows_e, metadata
 
     def combine(self, routed_output_RD: Tensor, metadata: QuantisedDispatchMetadata, x_TD: Tensor) -> Tensor:
         """Send outputs home and add each token's, times their scores, ``(T, D)``."""
-        output_ND = combine_rows(routed_output_RD, metadata.way, self.cast_kernels)
+        way = metadata.place_R, metadata.padded, metadata.sent, metadata.received
+        output_ND = _Combine.apply(routed_output_RD, *way, self.group, self.cast_kernels)
         return LocalTokenDispatcher.combine(self, output_ND, metadata, x_TD)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Route:
-    """Which row goes where, known on all ranks of the group once they have exchanged their counts.
-
-    Attributes:
-        order_N: the (token, choice) pairs sorted by expert, int64.
-        place_R: where each row that arrives goes in the padded groups, int64.
-        rows_e: rows of each local expert, padding included.
-        padded: their sum, P.
-        sent: rows to each rank.
-        received: rows from each rank.
-        group: name of the process group.
-    """
-
-    order_N: Tensor
-    place_R: Tensor
-    rows_e: Tensor
-    padded: int
-    sent: list[int]
-    received: list[int]
-    group: str
-
-
-def route(ids_TK: Tensor, tokens_E: Tensor, group: str, ranks: int, alignment: int) -> Route:
-    """Exchange counts and find every row's place; one host sync.
-
-    Args:
-        ids_TK: experts of each token, int64.
-        tokens_E: how many of them each expert has.
-        group: name of the expert-parallel process group.
-        ranks: of the group.
-        alignment: each local expert's group is padded to a multiple of this, and to one at least, as torchao's are.
-    """
-    order_N = torch.argsort(ids_TK.reshape(-1), stable=True)
-    sent_re = tokens_E.view(ranks, -1)
-    received_re = torch.ops._c10d_functional.wait_tensor(all_to_all_single(sent_re, None, None, group))
-    rows_e = _padded(received_re.sum(0), alignment)
-    on_host = torch.cat([sent_re.sum(1), received_re.sum(1), rows_e.sum()[None]]).to("cpu").tolist()
-    sent, received, padded = on_host[:ranks], on_host[ranks:-1], on_host[-1]
-    return Route(
-        order_N=order_N,
-        place_R=_places(received_re, rows_e, sum(received)),
-        rows_e=rows_e,
-        padded=padded,
-        sent=sent,
-        received=received,
-        group=group,
-    )
-
-
-def _padded(tokens_e: Tensor, alignment: int) -> Tensor:
+def padded_rows(tokens_e: Tensor, alignment: int) -> Tensor:
+    """Rows of each local expert: a multiple of ``alignment``, and one at least, as torchao's are."""
     return (tokens_e.clamp(min=1) + (alignment - 1)) // alignment * alignment
 
 
-def _places(received_re: Tensor, rows_e: Tensor, received: int) -> Tensor:
-    """From the order of arrival, by rank and then expert, to groups by expert and then rank."""
+def places(received_re: Tensor, rows_e: Tensor, received: int) -> Tensor:
+    """From the order of arrival, by rank and then expert, to padded groups by expert and then rank.
+
+    Args:
+        received_re: rows from each rank for each local expert.
+        rows_e: of each local expert's group, padding included.
+        received: sum of the first, on the host.
+
+    Returns:
+        int64 ``(R,)``.
+    """
     arrives_re = received_re.reshape(-1).cumsum(0).view_as(received_re) - received_re
     goes_re = (rows_e.cumsum(0) - rows_e) + received_re.cumsum(0) - received_re
     shift_R = (goes_re - arrives_re).reshape(-1).repeat_interleave(received_re.reshape(-1), output_size=received)
     return shift_R + torch.arange(shift_R.shape[0], device=shift_R.device)
-
-
-def dispatch_rows(x_TD: Tensor, way: Route, kernels: Kernels = "emulated") -> QuantisedRows:
-    """Quantise tokens and send them to their experts.
-
-    Args:
-        x_TD: BF16; gets its gradient in BF16.
-        way: of these tokens.
-        kernels: of the cast; ``native`` is torchao's on SM100.
-
-    Returns:
-        Rows in expert-major order, padded with zeros.
-    """
-    return QuantisedRows(
-        *_Dispatch.apply(x_TD, way.order_N, way.place_R, way.padded, way.sent, way.received, way.group, kernels)
-    )
-
-
-def combine_rows(y_PD: Tensor, way: Route, kernels: Kernels = "emulated") -> Tensor:
-    """Send expert outputs home, BF16 ``(P, D)`` to ``(N, D)`` sorted by expert; their gradient comes in MXFP8."""
-    return _Combine.apply(y_PD, way.place_R, way.padded, way.sent, way.received, way.group, kernels)
 
 
 class _Dispatch(torch.autograd.Function):
@@ -253,19 +213,20 @@ class _Dispatch(torch.autograd.Function):
         group: str,
         kernels: Kernels,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        token_N = order_N // (order_N.shape[0] // x_TD.shape[0])
+        token_N = order_N // (order_N.shape[0] // x_TD.shape[0])  # a token stands K times in the order
         ctx.sent, ctx.received, ctx.group, ctx.tokens = sent, received, group, x_TD.shape[0]
         ctx.save_for_backward(order_N, place_R)
-        data_TD, scales_TS = cast(x_TD, kernels)
+        data_TD, scales_TS = cast(x_TD, kernels)  # once a token, however many experts it has
         leaving = (data_TD.view(torch.uint8)[token_N], scales_TS[token_N])
         data_PD, scales_PS = _exchange_quantised(*leaving, place_R, padded, received, sent, group)
-        ctx.mark_non_differentiable(data_PD, scales_PS)
+        ctx.mark_non_differentiable(data_PD, scales_PS)  # E4M3 has no BF16 gradient: the place receives it
         return place(x_TD, padded), data_PD, scales_PS
 
     @staticmethod
     def backward(ctx: Any, grad_PD: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         order_N, place_R = ctx.saved_tensors
         grad_ND = _exchange(grad_PD[place_R], ctx.sent, ctx.received, ctx.group)
+        # Back to the order of tokens, so that the sum over a token's rows is one reduction and not a scatter.
         home_N = torch.empty_like(order_N).index_copy(0, order_N, torch.arange(len(order_N), device=order_N.device))
         grad_TD = grad_ND[home_N].unflatten(0, (ctx.tokens, -1)).sum(1)
         return grad_TD, None, None, None, None, None, None, None

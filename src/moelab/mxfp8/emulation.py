@@ -3,7 +3,7 @@
 torchao 0.18's emulation (``torchao/prototype/moe_training/mxfp8_grouped_mm.py``, recipe ``mxfp8_emulated_rceil``)
 quantises each operand, expands it to BF16 and gives all groups to one ``torch._grouped_mm``. What it costs is the
 casts, some thirty passes over each operand, and a loop over the groups to pad them. Ours are in ``quantise.py``
-and :func:`padding_of`; the three products are the same calls of the same operator on operands of the same bits, shapes
+and :func:`_padding_of`; the three products are the same calls of the same operator on operands of the same bits, shapes
 and strides, so output and gradients are torchao's wherever that operator is deterministic:
 
 ==========  =======================  =====================  ===================================
@@ -80,18 +80,10 @@ def grouped_mm(
     return _GroupedMM.apply(x_MK, weight_GKN, ends_G, wgrad == "bf16", pad_inside)
 
 
-def padding_of(ends_G: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Where each token goes when every group is padded to a multiple of 32 tokens.
+def _padding_of(ends_G: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Each token's row when groups are padded to whole blocks, int64 ``(M,)``; where the groups end; blocks of rows.
 
     The layout of torchao's ``pad_token_groups``, without its loop over the groups.
-
-    Args:
-        ends_G: int32, where each group ends.
-        tokens: M.
-
-    Returns:
-        Each token's row, int64 ``(M,)``; where the padded groups end, int32 ``(G,)``; and blocks of 32 rows, the most
-        that padding can need, so that the size does not depend on the groups.
     """
     starts_G = torch.nn.functional.pad(ends_G[:-1], (1, 0))
     padded_G = (ends_G - starts_G + BLOCK - 1) // BLOCK * BLOCK
@@ -99,6 +91,7 @@ def padding_of(ends_G: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.T
     shift_G = padded_ends_G - padded_G - starts_G
     token_M = torch.arange(tokens, device=ends_G.device, dtype=torch.int32)
     rows_M = token_M + shift_G[torch.searchsorted(ends_G, token_M, right=True)]
+    # The most that padding can need: a size that depends on the groups would have to come from the device.
     blocks = (tokens + BLOCK - 1) // BLOCK + ends_G.shape[0]
     return rows_M.long(), padded_ends_G, blocks
 
@@ -149,7 +142,7 @@ class _GroupedMM(torch.autograd.Function):
         ctx.wgrad_in_bf16 = wgrad_in_bf16
         rows_M, x_MK = None, x_MK.contiguous()
         if pad_inside:
-            rows_M, ends_G, blocks = padding_of(ends_G, x_MK.shape[0])
+            rows_M, ends_G, blocks = _padding_of(ends_G, x_MK.shape[0])
             x_MK = _pad(x_MK, rows_M, blocks)
         ctx.save_for_backward(x_MK, weight_GKN, ends_G, rows_M)
         quantised_GNK = fake_quantise_rows(weight_GKN.transpose(-2, -1).contiguous())

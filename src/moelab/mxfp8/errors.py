@@ -38,6 +38,8 @@ Distribution = Literal["gaussian", "student_t"]
 DISTRIBUTIONS: tuple[Distribution, ...] = get_args(Distribution)
 DEGREES_OF_FREEDOM = 3.0
 """Of Student's t: its variance is finite, its fourth moment is not."""
+OUTLIER_SPACING = 64
+"""Channels from one outlier to the next."""
 WORST = 0.05
 """Quantile of blocks that counts as the worst."""
 Product = Literal["output", "dgrad", "wgrad"]
@@ -92,14 +94,10 @@ def measure(x: torch.Tensor, number_format: Format) -> TensorErrors:
     )
 
 
-class NotFinite(BadInput):
-    """Values that are NaN or infinite, whose error means nothing."""
-
-
 def _require_finite(name: str, x: torch.Tensor) -> None:
     wrong = int((~torch.isfinite(x)).sum())
     if wrong:
-        raise NotFinite(f"{name} has {wrong} values of {x.numel()} that are NaN or infinite; valid: finite values")
+        raise BadInput(f"{name} has {wrong} values of {x.numel()} that are NaN or infinite; valid: finite values")
 
 
 def relative_error(reference: torch.Tensor, value: torch.Tensor) -> float:
@@ -131,7 +129,7 @@ def block_sqnr_db(x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def synthetic(
-    distribution: Distribution, shape: tuple[int, ...], *, seed: int = 0, outlier: float = 1.0, every: int = 64
+    distribution: Distribution, shape: tuple[int, ...], *, seed: int = 0, outlier: float = 1.0
 ) -> torch.Tensor:
     """Draw a tensor that is hard for a number format in one way.
 
@@ -143,26 +141,25 @@ def synthetic(
         distribution: ``gaussian``, or ``student_t`` with 3 degrees of freedom.
         shape: rows first, channels last.
         seed: of the values; the same seed gives the same tensor.
-        outlier: factor on outlier channels; 1 for none.
-        every: one channel of this many is an outlier.
+        outlier: factor on outlier channels, one in 64; 1 for none.
 
     Returns:
         float32.
 
     Raises:
-        BadInput: for another distribution, or a factor or spacing that is not positive.
+        BadInput: for another distribution, or a factor that is not positive.
     """
     if distribution not in DISTRIBUTIONS:
         raise BadInput(f"distribution is {distribution!r}; valid: {', '.join(DISTRIBUTIONS)}")
-    if not outlier > 0 or every < 1:
-        raise BadInput(f"outlier is {outlier} in one of {every} channels; valid: a positive factor, and at least 1")
+    if not outlier > 0:
+        raise BadInput(f"outlier is {outlier}; valid: a positive factor")
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randn(shape, generator=generator)
     if distribution == "student_t":
-        half_degrees = torch.full(shape, DEGREES_OF_FREEDOM / 2)
-        chi_squared = 2 * torch._standard_gamma(half_degrees, generator=generator)
+        # torch.distributions would draw from the default generator, which is everybody's.
+        chi_squared = 2 * torch._standard_gamma(torch.full(shape, DEGREES_OF_FREEDOM / 2), generator=generator)
         drawn *= torch.rsqrt(chi_squared / DEGREES_OF_FREEDOM)
-    drawn[..., every // 2 :: every] *= outlier
+    drawn[..., OUTLIER_SPACING // 2 :: OUTLIER_SPACING] *= outlier
     return drawn
 
 
@@ -222,17 +219,16 @@ class OneBlock:
         return "\n".join(lines)
 
 
-def one_block(values: torch.Tensor, number_format: MX | None = None) -> OneBlock:
+def one_block(values: torch.Tensor, number_format: MX = MX()) -> OneBlock:  # noqa: B008 - frozen
     """Cast one block.
 
     Args:
         values: as many finite numbers as a block has, one axis.
-        number_format: MXFP8 with E4M3 and RCEIL if None.
+        number_format: how.
 
     Raises:
         BadInput: for another shape, or numbers that are not finite.
     """
-    number_format = number_format or MX()
     if values.shape != (number_format.block,):
         raise BadInput(f"one block is {number_format.block} numbers along one axis; got shape {tuple(values.shape)}")
     _require_finite("the block", values)
@@ -246,17 +242,15 @@ def one_block(values: torch.Tensor, number_format: MX | None = None) -> OneBlock
     )
 
 
-def largest_number_errors(points: int = 256) -> tuple[list[float], dict[Scaling, list[float]]]:
+def largest_number_errors() -> tuple[list[float], dict[Scaling, list[float]]]:
     """What each scaling does to the largest number of an MXFP8 block, between one power of two and the next.
 
-    Args:
-        points: magnitudes to try, evenly from 1 to 2; the result for any other power of two is the same.
-
     Returns:
-        The magnitudes, and the relative error of each by the name of the scaling.
+        Magnitudes, evenly from 1 to 2 (between other powers of two all is the same), and the relative error of each by
+        the name of the scaling.
     """
-    amax = 1 + torch.arange(points) / points
-    blocks = torch.zeros(points, BLOCK)
+    amax = 1 + torch.arange(256) / 256
+    blocks = torch.zeros(len(amax), BLOCK)
     blocks[:, 0] = amax
     read_back = {scaling: MX(scaling=scaling).cast(blocks).values[:, 0] for scaling in SCALINGS}
     return amax.tolist(), {scaling: ((values - amax) / amax).tolist() for scaling, values in read_back.items()}
@@ -345,11 +339,9 @@ def compare_methods(
 
 def compare_scalings(tensors: Mapping[str, torch.Tensor]) -> list[ErrorRow]:
     """Every tensor by MXFP8 (E4M3) with each of torchao's ways to choose the scale."""
-    return [
-        ErrorRow(data=name, method=scaling, label=scaling.upper(), **vars(measure(x, MX(scaling=scaling))))
-        for name, x in tensors.items()
-        for scaling in SCALINGS
-    ]
+    formats = {scaling: MX(scaling=scaling) for scaling in SCALINGS}
+    methods = [Method(name=name, label=name.upper(), operand=mx, gradient=mx) for name, mx in formats.items()]
+    return compare_methods(tensors, methods=methods)
 
 
 # Products
@@ -367,7 +359,7 @@ class GroupedGemm:
         offsets: where each expert's tokens end, int32 (G,).
 
     Raises:
-        BadInput: for shapes that do not fit, values that are not finite, or K or N that are no whole blocks of 32.
+        BadInput: for no tokens, values that are not finite, or K or N that are no whole blocks of 32.
     """
 
     name: str
@@ -377,26 +369,18 @@ class GroupedGemm:
     offsets: torch.Tensor
 
     def __post_init__(self) -> None:
-        shapes = [tuple(tensor.shape) for tensor in (self.x, self.weight, self.grad, self.offsets)]
-        m, (g, n, k) = len(self.x), self.weight.shape
-        if shapes != [(m, k), (g, n, k), (m, n), (g,)] or not m:
-            raise BadInput(
-                f"{self.name}: x, weight, grad and offsets are {shapes}; valid: (M, K), (G, N, K), (M, N), (G,), "
-                "with M above 0"
-            )
-        ends = self.offsets.tolist()
-        if ends[-1] != m or any(before > after for before, after in pairwise([0, *ends])):
-            raise BadInput(f"{self.name}: offsets are {ends}; valid: ascending ends of groups, the last {m}")
-        for name, size in (("K", k), ("N", n)):
+        if not len(self.x):
+            raise BadInput(f"{self.name}: no expert has a token, so there is no product; valid: M above 0")
+        for name, size in (("K", self.x.shape[1]), ("N", self.grad.shape[1])):
             require_whole_blocks(f"{name} of {self.name}", size)
-        for role, tensor in (("x", self.x), ("weight", self.weight), ("grad", self.grad)):
-            _require_finite(f"{role} of {self.name}", tensor)
+        for role in ("x", "weight", "grad"):
+            _require_finite(f"{role} of {self.name}", getattr(self, role))
 
     def groups(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """x, weight and grad of every expert that has tokens."""
-        for index, (start, end) in enumerate(pairwise([0, *self.offsets.tolist()])):
+        for weight, (start, end) in zip(self.weight, pairwise([0, *self.offsets.tolist()]), strict=True):
             if end > start:
-                yield self.x[start:end], self.weight[index], self.grad[start:end]
+                yield self.x[start:end], weight, self.grad[start:end]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -410,28 +394,20 @@ class GemmRow:
     sqnr_db: float
 
 
-def compare_products(gemms: Iterable[GroupedGemm], methods: Sequence[Method] = METHODS) -> list[GemmRow]:
+def compare_products(gemms: Iterable[GroupedGemm]) -> list[GemmRow]:
     """Every product of every weight by every method, against float64 over the operands as they are given.
 
-    Args:
-        gemms: the operands.
-        methods: how each is cast. With one scale a tensor, each expert's operand counts as a tensor.
+    With one scale a tensor, each expert's operand counts as a tensor.
     """
     rows = []
     for gemm in gemms:
         exact = _products(gemm, lambda _product, left, right: left.double() @ right.double().T)
-        for method in methods:
+        for method in METHODS:
             cast = _products(gemm, partial(cast_product, method=method))
-            rows += [
-                GemmRow(
-                    weight=gemm.name,
-                    product=product,
-                    method=method.name,
-                    label=method.label,
-                    sqnr_db=sqnr_db(exact[product], cast[product]),
-                )
-                for product in PRODUCTS
-            ]
+            for product in PRODUCTS:
+                sqnr = sqnr_db(exact[product], cast[product])
+                about = {"weight": gemm.name, "product": product, "method": method.name, "label": method.label}
+                rows.append(GemmRow(**about, sqnr_db=sqnr))
     return rows
 
 
@@ -470,12 +446,7 @@ def _products(
 
 
 def layer_gemms(
-    x: torch.Tensor,
-    w1: torch.Tensor,
-    w2: torch.Tensor,
-    w3: torch.Tensor,
-    grad: torch.Tensor,
-    offsets: torch.Tensor,
+    x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, w3: torch.Tensor, grad: torch.Tensor, offsets: torch.Tensor
 ) -> tuple[GroupedGemm, GroupedGemm, GroupedGemm]:
     """Operands of all nine products of an expert layer ``(silu(x w1ᵀ) * (x w3ᵀ)) w2ᵀ``, as BF16 training has them.
 
@@ -490,19 +461,18 @@ def layer_gemms(
     Returns:
         The grouped GEMMs of w1, w3 and w2, in the order of the forward pass.
     """
-    gate, up = (_grouped(x, w, offsets).requires_grad_() for w in (w1, w3))
+
+    def multiply(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        # In FP32 and rounded once, as tensor cores do; a CPU's own BF16 product may sum otherwise.
+        groups = zip(pairwise([0, *offsets.tolist()]), weights, strict=True)
+        return torch.cat([rows[start:end].float() @ w.float().T for (start, end), w in groups]).bfloat16()
+
+    gate, up = (multiply(x, w).requires_grad_() for w in (w1, w3))
     hidden = F.silu(gate) * up
-    grad_hidden = _grouped(grad, w2.transpose(-2, -1), offsets)
+    grad_hidden = multiply(grad, w2.transpose(-2, -1))
     grad_gate, grad_up = torch.autograd.grad(hidden, (gate, up), grad_hidden)
     return (
         GroupedGemm(name="w1", x=x, weight=w1, grad=grad_gate, offsets=offsets),
         GroupedGemm(name="w3", x=x, weight=w3, grad=grad_up, offsets=offsets),
         GroupedGemm(name="w2", x=hidden.detach(), weight=w2, grad=grad, offsets=offsets),
     )
-
-
-def _grouped(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """``x Wᵀ`` of each group, float32 sums, rounded to BF16."""
-    starts = [0, *offsets.tolist()]
-    rows = [x[a:b].float() @ w.float().T for (a, b), w in zip(pairwise(starts), weight, strict=True)]
-    return torch.cat(rows).bfloat16()

@@ -124,7 +124,7 @@ class FP8:
             axis: along which a row shares its scale.
         """
         granularity = ScalingGranularity.TENSORWISE if self.per == "tensor" else ScalingGranularity.AXISWISE
-        wide = x.float()
+        wide = x.float()  # torchao scales BF16 in FP32, too
         factor = tensor_to_scale(
             wide,
             self.element.dtype,
@@ -170,7 +170,7 @@ class MX:
             1.125
         """
         require_whole_blocks("the axis", x.shape[axis], self.block)
-        moved = x.float().movedim(axis, -1).contiguous()
+        moved = x.float().movedim(axis, -1).contiguous()  # to_mx cuts blocks along the last axis of memory
         e8m0, stored = to_mx(moved, self.element.dtype, self.block, ScaleCalculationMode(self.scaling))
         values = to_dtype(stored, e8m0, self.element.dtype, self.block, torch.float32)
         scale = get_fp_scale(e8m0).repeat_interleave(self.block, dim=-1)

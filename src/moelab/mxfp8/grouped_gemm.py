@@ -26,14 +26,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 
 from moelab.errors import Refused
 from moelab.hardware import has_grouped_fp8
 from moelab.machine import environment
-from moelab.marks import Marks
+from moelab.marks import Marks, interquartile_range
 from moelab.mxfp8.grouped_gemm_cases import (
     PRECISIONS,
     ROW_BLOCK,
@@ -48,7 +48,7 @@ from moelab.mxfp8.grouped_gemm_results import SCHEMA
 from moelab.mxfp8.kernels import why_not_native
 from moelab.runs.files import write_json
 
-MIN_REPEATS, MAX_REPEATS, SECONDS_PER_CASE = 8, 30, 0.8
+WARM_UP, MIN_REPEATS, MAX_REPEATS, SECONDS_PER_CASE = 2, 8, 30, 0.8
 COMPONENT_REPEATS = 8
 PEAK_SIZE = 8192
 """Rows, columns and summed elements of the product that stands for a GPU's peak."""
@@ -93,24 +93,12 @@ def require_kernels(precision: Precision) -> None:
 # Times
 
 
-@dataclass(frozen=True, kw_only=True)
-class Spread:
+class Spread(NamedTuple):
     """Median and interquartile range of ``n`` times, µs."""
 
     median_us: float
     iqr_us: float
     n: int
-
-    @staticmethod
-    def of(times_us: list[float]) -> Spread:
-        """Summarise at least two times.
-
-        Example:
-            >>> Spread.of([1.0, 2.0, 3.0, 4.0, 5.0])
-            Spread(median_us=3.0, iqr_us=2.0, n=5)
-        """
-        low, middle, high = statistics.quantiles(times_us, n=4, method="inclusive")
-        return Spread(median_us=round(middle, 3), iqr_us=round(high - low, 3), n=len(times_us))
 
     def columns(self) -> dict[str, Any]:
         """As a row of the result has them."""
@@ -127,29 +115,32 @@ Name = TypeVar("Name", bound=str)
 
 
 def interleaved(
-    alternatives: Mapping[Name, Work], device: torch.device, *, repeats: int, warm_up: int = 2
+    alternatives: Mapping[Name, Work], device: torch.device, *, repeats: int
 ) -> dict[Name, dict[str, Spread]]:
     """Time alternatives in turns.
 
     Args:
         alternatives: what to time, by name.
         device: that they run on.
-        repeats: turns that count, at least 2.
-        warm_up: turns before them that do not.
+        repeats: turns that count, at least 2; ``WARM_UP`` come before them.
 
     Returns:
         For each alternative, the spread of each part that it marks and of the ``total``.
     """
     times: dict[Name, dict[str, list[float]]] = {name: {} for name in alternatives}
-    for turn in range(warm_up + repeats):
+    for turn in range(WARM_UP + repeats):
         for name, work in alternatives.items():
             clock = Marks(device)
             clock.start()
             work(clock)
             for part, us in {**clock.parts_us(), "total": clock.total_us()}.items():
-                if turn >= warm_up:
+                if turn >= WARM_UP:
                     times[name].setdefault(part, []).append(us)
-    return {name: {part: Spread.of(us) for part, us in parts.items()} for name, parts in times.items()}
+
+    def spread(us: list[float]) -> Spread:
+        return Spread(round(statistics.median(us), 3), round(interquartile_range(us), 3), len(us))
+
+    return {name: {part: spread(us) for part, us in parts.items()} for name, parts in times.items()}
 
 
 def time_alone(call: Callable[[], object], device: torch.device, *, repeats: int) -> Spread:
@@ -288,7 +279,7 @@ def time_case(
     torch._dynamo.reset()  # or it would stop to compile after some shapes, and say so in a log only
     works: dict[Precision, Work] = {}
     rows: dict[Precision, int] = {}
-    once_s = 0.0
+    once_s = 0.0  # of one turn of all precisions
     for precision in precisions:
         operands = make_operands(case, device, block=ROW_BLOCK[precision])
         product = grouped_mm(precision)
@@ -316,8 +307,7 @@ def time_case(
 # Kernels alone
 
 
-@dataclass(frozen=True, kw_only=True)
-class Component:
+class Component(NamedTuple):
     """One kernel call.
 
     Attributes:
@@ -355,21 +345,19 @@ def time_components(case: Case, precision: Precision, device: torch.device) -> I
 
 def components(operands: Operands, precision: Precision) -> Iterator[Component]:
     """The kernels of one precision in the order in which a step runs them; later ones use what earlier ones made."""
-    if precision == "bf16":
-        return _bf16(operands)
-    return _fp8(operands) if precision == "fp8" else _mxfp8(operands)
+    return {"bf16": _bf16, "fp8": _fp8}.get(precision, _mxfp8)(operands)
 
 
 def _gemm(direction: Direction, flops: int, call: Callable[[], object]) -> Component:
-    return Component(name="grouped GEMM", direction=direction, kind="gemm", size=flops, call=call)
+    return Component("grouped GEMM", direction, "gemm", flops, call)
 
 
 def _cast(name: str, direction: Direction, elements: int, call: Callable[[], object]) -> Component:
-    return Component(name=name, direction=direction, kind="quantise", size=3 * elements, call=call)
+    return Component(name, direction, "quantise", 3 * elements, call)
 
 
 def _scales(name: str, direction: Direction, call: Callable[[], object]) -> Component:
-    return Component(name=f"scales of {name} into blocks", direction=direction, kind="scales", size=0, call=call)
+    return Component(f"scales of {name} into blocks", direction, "scales", 0, call)
 
 
 def _bf16(x: Operands) -> Iterator[Component]:
@@ -488,7 +476,7 @@ def run(
         with_components: time the kernels alone, too.
 
     Raises:
-        NotDivisible: for dimensions that the kernels cannot take.
+        BadInput: for dimensions that the kernels cannot take.
         NoKernels: where a precision that was asked for, or BF16, cannot be timed.
 
     Returns:
@@ -539,7 +527,7 @@ def run(
             except Exception as error:  # a kernel may fail in any way
                 failed(case, f"components of {precision}", error)
         if device.type == "cuda":
-            torch.cuda.empty_cache()
+            torch.cuda.empty_cache()  # the next case's sizes do not fit into this one's blocks
         write_json(path, content)
         _say(f"  {time.monotonic() - began:.0f} s")
     content |= {"peaks_after": measure_peaks(device), "wall_s": round(time.monotonic() - began, 1)}

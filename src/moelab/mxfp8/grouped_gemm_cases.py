@@ -36,10 +36,6 @@ DIRICHLET = 4.0
 SEED = 20261101
 
 
-class NotDivisible(BadInput):
-    """A dimension that the kernels cannot cut into their blocks."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """One grouped product.
@@ -61,9 +57,8 @@ class Case:
 
     def __post_init__(self) -> None:
         for name in ("m", "n", "k", "groups"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise BadInput(f"{name} is {value!r}; give a whole number of at least 1")
+            if getattr(self, name) < 1:
+                raise BadInput(f"{name} is {getattr(self, name)}; give a whole number of at least 1")
         if self.sizes not in SIZES:
             raise BadInput(f"group sizes are {self.sizes!r}; valid are {', '.join(SIZES)}")
 
@@ -114,13 +109,13 @@ def require_divisible(case: Case, precision: Precision) -> None:
     N counts as K does: backward sums over it.
 
     Raises:
-        NotDivisible: naming the dimension, the block and the nearest valid value.
+        BadInput: naming the dimension, the block and the nearest valid value.
     """
     block = FEATURE_BLOCK[precision]
     for name, value in (("k", case.k), ("n", case.n)):
         if value % block:
             nearest = max(1, round(value / block)) * block
-            raise NotDivisible(f"{name} is {value}: {precision} needs a multiple of {block}, the nearest is {nearest}")
+            raise BadInput(f"{name} is {value}: {precision} needs a multiple of {block}, the nearest is {nearest}")
 
 
 def group_sizes(case: Case, *, block: int = 1) -> tuple[int, ...]:

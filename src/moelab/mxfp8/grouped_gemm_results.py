@@ -23,10 +23,6 @@ SCHEMA = 1
 SHAPE = ["m", "n", "k", "groups", "sizes"]
 
 
-class NotAResult(BadInput):
-    """A file that is not a result of the grouped-GEMM experiment."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class GroupedGemmResult:
     """One file.
@@ -91,33 +87,27 @@ def obtain(
 
 def stored() -> GroupedGemmResult:
     """The measurement that comes with the package."""
-    return _read(resources.files("moelab.data.measured").joinpath(STORED).read_text(), STORED)
+    return read_result(str(resources.files("moelab.data.measured") / STORED))
 
 
 def read_result(path: Path | str) -> GroupedGemmResult:
     """Read a file that ``benchmarks/grouped_gemm.py`` wrote.
 
     Raises:
-        NotAResult: if it is none.
+        BadInput: if it is none.
     """
     try:
-        text = Path(path).read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise NotAResult(f"{path} cannot be read: {error}. Give a file of benchmarks/grouped_gemm.py") from error
-    return _read(text, str(path))
-
-
-def _read(text: str, name: str) -> GroupedGemmResult:
-    try:
-        content = json.loads(text)
+        content = json.loads(Path(path).read_text())
         if content["schema"] != SCHEMA:
-            raise NotAResult(f"{name} has schema {content['schema']}; this version reads schema {SCHEMA}")
+            raise BadInput(f"{path} has schema {content['schema']}; this version reads schema {SCHEMA}")
         rows, components = pd.DataFrame(content["rows"]), pd.DataFrame(content["components"])
         packages = content["versions"]
         versions = [f"{name} {packages[name]}" for name in ("torch", "torchao") if packages.get(name)]
         stamp = f"{content['label']} on {content['hardware']['gpu']}, {', '.join([content['date'], *versions])}"
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadInput(f"{path} cannot be read: {error}. Give a file of benchmarks/grouped_gemm.py") from error
     except (KeyError, TypeError, json.JSONDecodeError) as error:
-        raise NotAResult(f"{name} is not a result of benchmarks/grouped_gemm.py: {error!r}") from error
+        raise BadInput(f"{path} is not a result of benchmarks/grouped_gemm.py: {error!r}") from error
     if rows.empty:
-        raise NotAResult(f"{name} has no rows: the run ended before its first shape")
+        raise BadInput(f"{path} has no rows: the run ended before its first shape")
     return GroupedGemmResult(stamp=stamp, rows=rows.astype({"iqr_us": float}), components=components)

@@ -81,7 +81,9 @@ def execute(
         ) from error
     except (PapermillException, DeadKernelError, NoSuchKernel) as error:
         raise NotebookFailed(f"{notebook.name}: {error}; executed copy: {output}") from error
-    if not _says_complete(ran):
+    # A killed kernel can leave cells that look complete; only the last one can say that it was reached.
+    code = [cell for cell in ran.cells if cell.cell_type == "code"]
+    if END_MARKER not in "".join(output.get("text", "") for cell in code[-1:] for output in cell.outputs):
         raise NotebookFailed(f"{notebook.name} did not reach its last cell; executed copy: {output}")
     return output
 
@@ -135,9 +137,3 @@ def read_parameters(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict) or any(isinstance(value, dict | list) for value in content.values()):
         raise BadInput(f"{file}: expected a mapping of parameter names to single values")
     return {str(name): value for name, value in content.items()}
-
-
-def _says_complete(notebook: Any) -> bool:
-    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    printed = "".join(output.get("text", "") for output in code[-1].outputs) if code else ""
-    return END_MARKER in printed

@@ -18,12 +18,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from moelab.data.example_logs import EXAMPLE_LOGS
+from moelab.errors import BadInput
 from moelab.experiment import Experiment
 from moelab.experiment_file import Study, make_study, parse, read_experiment, read_hardware
 from moelab.machine import gpus
-from moelab.model import shape_of
-from moelab.projection import ExpertPlacement, RoutingModel, routing_of
+from moelab.model import shape_for, shape_of
+from moelab.projection import ExpertPlacement, RoutingModel, routing_of, routing_of_load
 from moelab.runs.directory import EXPERIMENT_FILE, TRACES_FOLDER, find
+from moelab.runs.expert_load import routers_load
 from moelab.sweep import on
 
 INJECTED = "# Parameters\n"
@@ -146,21 +148,25 @@ class GroupedGemmParameters(NotebookParameters):
 
 
 @_takes(
-    "experts top_k ep ranks_per_node routing groups limited_groups skew tokens hidden precision hardware token seed",
+    "experts top_k ep ranks_per_node routing groups limited_groups skew load tokens hidden precision hardware token "
+    "seed",
     experts=Annotated[int, Field(ge=2)],
     top_k=Count,
     ranks_per_node=Count,
-    routing=Literal["random_balanced", "uniform", "group_limited", "group_by_score", "skewed"],
+    routing=Literal["random_balanced", "uniform", "group_limited", "group_by_score", "skewed", "measured"],
     groups=Annotated[int, Field(ge=1, description="groups of experts, where routing is limited to some of them")],
     limited_groups=Annotated[int, Field(ge=1, description="groups that a token may use")],
     skew=Annotated[float, Field(ge=0, le=5, allow_inf_nan=False, description="exponent of the popularity of experts")],
+    load=Annotated[
+        str, Field(description="run whose router loaded its experts so, or its expert_load.parquet; empty: none")
+    ],
     tokens=Tokens,
     hidden=Count,
     hardware=NodeProfile,
     token=Token,
 )
 class RouteParameters(NotebookParameters):
-    """Parameters of ``03_route_tokens``; all but ``seed`` have the names of the traffic explorer's controls."""
+    """Parameters of ``03_route_tokens``; all but ``load`` and ``seed`` have the names of the explorer's controls."""
 
     def to_placement(self) -> ExpertPlacement:
         """Where the experts are.
@@ -170,15 +176,38 @@ class RouteParameters(NotebookParameters):
         """
         return ExpertPlacement(experts=self.experts, top_k=self.top_k, ep=self.ep, ranks_per_node=self.ranks_per_node)
 
-    def to_routing(self) -> RoutingModel:
-        """How tokens choose experts."""
-        return routing_of(
-            self.routing,
-            experts=self.experts,
-            groups=self.groups,
-            limited_groups=self.limited_groups,
-            skew=self.skew,
-        )
+    @property
+    def measured(self) -> RoutingModel | None:
+        """The routing of the measured load, in the groups of the model that it is of; None if none is given.
+
+        Raises:
+            BadInput: if there is no such load, or it is of another number of experts.
+        """
+        if not self.load:
+            return None
+        load, run = routers_load(Path(self.load), self.experts)
+        shape = shape_for(run.experiment) if run else None
+        groups = {"groups": shape.expert_groups, "limited_groups": shape.limited_groups} if shape else {}
+        return routing_of_load(load.shares_E(self.ep).tolist(), top_k=self.top_k, **groups)
+
+    def to_routing(self, kind: str = "") -> RoutingModel:
+        """How tokens choose experts: as the parameters say, or in another way.
+
+        Raises:
+            BadInput: if there is no such way, or the load that it needs is not given.
+        """
+        kind = kind or self.routing
+        if kind == "measured":
+            if (measured := self.measured) is None:
+                raise BadInput("routing is measured: give load, a run directory that has an expert_load.parquet")
+            return measured
+        groups = {"groups": self.groups, "limited_groups": self.limited_groups}
+        return routing_of(kind, experts=self.experts, **groups, skew=self.skew)
+
+    def to_compared(self) -> list[RoutingModel]:
+        """Ways that figures compare: forced balance, two that are derived, a made-up load, and a measured one."""
+        kinds = ["round_robin", "group_limited", "random_balanced", "skewed", *(["measured"] if self.load else [])]
+        return [self.to_routing(kind) for kind in kinds]
 
 
 @_takes(

@@ -108,7 +108,7 @@ def stamp(notebook: Path, parameters: Mapping[str, Any], commit: str | None) -> 
         "commit": commit,
         "hardware": {"processor": here["processor"], "cores": here["cores"], "gpus": [gpu.name for gpu in gpus()]},
         "versions": {"moelab": here["moelab"], "python": here["python"]}
-        | {name: found for name, found in here["packages"].items() if found},
+        | {name: version for name, version in here["packages"].items() if version},
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
     }
 
@@ -135,35 +135,24 @@ def _clean(cell: Any) -> None:
     cell.metadata = {"tags": cell.metadata.tags} if cell.metadata.get("tags") else {}
     if cell.cell_type != "code":
         return
-    cell.outputs = _joined([output for output in cell.outputs if _WIDGET not in output.get("data", {})])
-    for output in cell.outputs:
-        if "text" in output:
-            output.text = without_places(output.text)
-        if _PLOTLY in output.get("data", {}):
-            _keep_picture(output)
-        for kind, text in output.get("data", {}).items():
-            if kind.startswith("text/"):
-                output.data[kind] = without_places(text)
-
-
-def _joined(outputs: list[Any]) -> list[Any]:
-    """What was printed in one go as one output; how a kernel cuts it differs from run to run."""
-    whole: list[Any] = []
-    for output in outputs:
+    whole: list[Any] = []  # what was printed in one go as one output: how a kernel cuts it differs from run to run
+    for output in [output for output in cell.outputs if _WIDGET not in output.get("data", {})]:
         if whole and "text" in output and output.get("name") == whole[-1].get("name"):
             whole[-1].text += output.text
         else:
             whole.append(output)
-    return whole
-
-
-def _keep_picture(output: Any) -> None:
-    """Replace a figure by its PNG, in fewer colours, and its title in words."""
-    if "image/png" not in output.data:
-        raise BadInput("figures have no PNG here; it takes kaleido (`make lab` brings it) and a Chromium")
-    title = output.data[_PLOTLY]["layout"]["title"]["text"]
-    title = " ".join(re.sub(r"<[^>]*>", " ", title).split())
-    output.data = {"image/png": _with_fewer_colors(output.data["image/png"]), "text/plain": title}
+    cell.outputs = whole
+    for output in cell.outputs:
+        if "text" in output:
+            output.text = without_places(output.text)
+        if _PLOTLY in output.get("data", {}):  # a figure: its PNG, in fewer colours, and its title in words
+            if "image/png" not in output.data:
+                raise BadInput("figures have no PNG here; it takes kaleido (`make lab` brings it) and a Chromium")
+            title = " ".join(re.sub(r"<[^>]*>", " ", output.data[_PLOTLY]["layout"]["title"]["text"]).split())
+            output.data = {"image/png": _with_fewer_colors(output.data["image/png"]), "text/plain": title}
+        for kind, text in output.get("data", {}).items():
+            if kind.startswith("text/"):
+                output.data[kind] = without_places(text)
 
 
 def _with_fewer_colors(png_base64: str) -> str:
@@ -186,8 +175,8 @@ def write_pictures(folder: Path) -> None:
 def pictures_of(copy: Path) -> list[bytes]:
     """The PNG files of a copy's figures, in order."""
     outputs = [output for cell in nbformat.read(copy, as_version=4).cells for output in cell.get("outputs", [])]
-    found = [output.data["image/png"] for output in outputs if "image/png" in output.get("data", {})]
-    return [base64.b64decode(picture) for picture in found]
+    pictures = [output.data["image/png"] for output in outputs if "image/png" in output.get("data", {})]
+    return [base64.b64decode(picture) for picture in pictures]
 
 
 def main() -> int:
@@ -196,12 +185,16 @@ def main() -> int:
     parser.add_argument("names", nargs="*", help="names of notebooks, without .ipynb; all if there are none")
     options = parser.parse_args()
     exit_code, commit = 0, git_commit()  # asked before the first copy makes the tree dirty
+    known = {path.stem: path for path in sorted(Path("notebooks").glob("*.ipynb"))}
     try:
-        notebooks = _notebooks(options.names)
+        if not known:
+            raise BadInput("there are no notebooks here: they are in a clone of moelab, not in what pip installs")
+        if unknown := [name for name in options.names if name not in known]:
+            raise BadInput(f"no notebook {', '.join(unknown)}; valid: {', '.join(known)}")
     except BadInput as error:
         print(f"moelab: {error}", file=sys.stderr)  # noqa: T201
         return error.exit_code
-    for notebook in notebooks:
+    for notebook in [known[name] for name in options.names or known]:
         copy, start = Path(FOLDER) / notebook.name, time.monotonic()
         try:
             render(notebook, copy, commit)
@@ -214,15 +207,6 @@ def main() -> int:
     if all((Path(FOLDER) / f"{name}.ipynb").exists() for name, _ in PICTURES.values()):
         write_pictures(Path(FOLDER))
     return exit_code
-
-
-def _notebooks(names: list[str]) -> list[Path]:
-    found = {path.stem: path for path in sorted(Path("notebooks").glob("*.ipynb"))}
-    if not found:
-        raise BadInput("there are no notebooks here: they are in a clone of moelab, not in what pip installs")
-    if unknown := [name for name in names if name not in found]:
-        raise BadInput(f"no notebook {', '.join(unknown)}; valid: {', '.join(found)}")
-    return [found[name] for name in names or found]
 
 
 if __name__ == "__main__":

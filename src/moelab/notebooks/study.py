@@ -31,9 +31,9 @@ def will_submit(study: Study, runs: Path, cluster: ClusterProfile, *, submit: bo
 
     if not submit or cluster.scheduler == "none":
         return submit
-    found = directory.discover(runs / study.name)
-    states = [[status.state for status in refresh(found.attempts(one))] for one in study.experiments]
-    with_slurm = any(state in ACTIVE for tried in states for state in tried)
+    folder = directory.discover(runs / study.name)
+    states = [{status.state for status in refresh(folder.attempts(one))} for one in study.experiments]
+    with_slurm = any(tried & set(ACTIVE) for tried in states)
     return not with_slurm and any(State.COMPLETED not in tried for tried in states)
 
 
@@ -72,10 +72,10 @@ def bring_forward(
         for run in run_study(study, runs, on_failure=on_failure, say=say).failed:
             say(f"{run.name}: {run.status.state}: {run.status.reason}")
         return
-    found = directory.discover(runs / study.name)
-    for line in found.lines:
+    folder = directory.discover(runs / study.name)
+    for line in folder.lines:
         say(line)
-    tried = [run for one in study.experiments for run in found.attempts(one)]
+    tried = [run for one in study.experiments for run in folder.attempts(one)]
     states = refresh(tried)
     for run, status in zip(tried, states, strict=True):
         say(f"{run.name}: {status.state}" + (f", job {status.job_id}" if status.job_id else ""))
@@ -114,7 +114,7 @@ def judged_so_far(folder: Path, study: Study, *, reference: str, say: Say, **rul
 
 def projected_arms(study: Study, *, say: Say) -> Mapping[str, Estimate]:
     """Projection of each arm of a study that can be projected; the others are named with the reason."""
-    found = {}
+    estimates = {}
     for experiment in study.first_of_arms:
         try:
             one = project(experiment)
@@ -122,5 +122,5 @@ def projected_arms(study: Study, *, say: Say) -> Mapping[str, Estimate]:
             say(f"{experiment.arm} cannot be projected: {error}")
             continue
         low, high = one.interval
-        found[experiment.arm] = Estimate(value=one.tps, low=low, high=high)
-    return found
+        estimates[experiment.arm] = Estimate(value=one.tps, low=low, high=high)
+    return estimates

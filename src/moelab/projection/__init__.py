@@ -25,6 +25,7 @@ from moelab.projection.routing import (
     expected_destinations,
     mean_destinations,
     routing_of,
+    routing_of_load,
     zipf_weights,
 )
 from moelab.projection.traffic import (
@@ -63,6 +64,7 @@ __all__ = [
     "mean_destinations",
     "move_time_s",
     "routing_of",
+    "routing_of_load",
     "simulate_rows",
     "zipf_weights",
 ]

@@ -26,7 +26,7 @@ from moelab.memory.activations import Work, keeps_arrived
 from moelab.memory.peak import MemoryConstants, emulates, memory_constants, work_of
 from moelab.memory.sharding import Degrees, StageModules, degrees_of, stage_modules
 from moelab.model import ModelShape, shape_for
-from moelab.projection.routing import ExpertPlacement, RoutingModel, expected_destinations
+from moelab.projection.routing import ExpertPlacement, RoutingModel, expected_destinations, routing_of_load
 from moelab.projection.traffic import Method, OnWires, expected_rows
 
 C4_KEYS = 427.0
@@ -277,15 +277,17 @@ def job_of(
         bf16_wgrad=experiment.wgrad != experiment.precision,
         emulated=emulates(experiment, node.gpu),
         dispatch=experiment.dispatch_precision,
-        routing=_routing(experiment, shape),
+        routing=_routing(experiment, shape, constants),
         checkpointing=experiment.activation_checkpoint,
     )
 
 
-def _routing(experiment: Experiment, shape: ModelShape) -> RoutingModel:
-    """The router's own choice is taken to be uniform, in its groups where the model has groups."""
+def _routing(experiment: Experiment, shape: ModelShape, constants: MemoryConstants) -> RoutingModel:
+    """The router's own choice is as it was measured, else uniform; in its groups where the model has groups."""
     if experiment.routing in MODEL_OF_ROUTING:
         return MODEL_OF_ROUTING[experiment.routing]
-    if shape.expert_groups > 1 and shape.num_experts % shape.expert_groups == 0:
-        return RoutingModel(kind="group_limited", groups=shape.expert_groups, limited_groups=shape.limited_groups)
-    return RoutingModel(kind="uniform")
+    grouped = shape.expert_groups > 1 and shape.num_experts % shape.expert_groups == 0
+    groups, limited = (shape.expert_groups, shape.limited_groups) if grouped else (1, 1)
+    if constants.expert_shares:
+        return routing_of_load(constants.expert_shares, top_k=shape.top_k, groups=groups, limited_groups=limited)
+    return RoutingModel(kind="group_limited" if grouped else "uniform", groups=groups, limited_groups=limited)

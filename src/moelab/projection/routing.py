@@ -16,8 +16,9 @@ kind                  experts of a token
                       only; here groups and experts are drawn uniformly
 ``group_by_score``    the same, as a router with independent scores does it: it keeps the groups whose two best scores
                       have the largest sum, then the best experts in them
-``skewed``            experts drawn one after the other without replacement, with given weights: a learned router whose
-                      load is known
+``skewed``            experts drawn one after the other without replacement, with given weights
+``measured``          the same, with the weights that give each expert its measured load (:func:`routing_of_load`);
+                      inside groups, which are drawn by their load, where the model has groups
 ====================  ==============================================================================================
 
 ``group_by_score`` reaches more destinations than ``group_limited``: a group is kept because it has at least one good
@@ -35,13 +36,16 @@ tokens. What has no formula is drawn and counted, and says so.
 
 References:
     DeepSeek-AI, DeepSeek-V3 Technical Report, 2024, section 2.1.2 (node-limited routing);
-    ``torchtitan/models/common/moe.py`` at 0.3.0, ``TokenChoiceTopKRouter``.
+    ``torchtitan/models/common/moe.py`` at 0.3.0, ``TokenChoiceTopKRouter``;
+    B. Rosén, On sampling with probability proportional to size, J. Statist. Plann. Inference 62, 1997 (the weights of
+    a measured load).
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -109,7 +113,7 @@ class ExpertPlacement:
 
 # Shape suffixes: T tokens, E experts, K experts of a token, G groups.
 
-Kind = Literal["round_robin", "random_balanced", "uniform", "group_limited", "group_by_score", "skewed"]
+Kind = Literal["round_robin", "random_balanced", "uniform", "group_limited", "group_by_score", "skewed", "measured"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 ExpertIds = npt.NDArray[np.int64]
 
@@ -120,9 +124,9 @@ class RoutingModel:
 
     Attributes:
         kind: see the table above.
-        groups: groups of experts, for the two group-limited kinds.
+        groups: groups of experts, for the two group-limited kinds and a measured load.
         limited_groups: groups that a token may use.
-        weights: of each expert, for ``skewed``; any positive scale.
+        weights: of each expert; for ``skewed`` on any positive scale, for ``measured`` those of a measured load.
     """
 
     kind: Kind
@@ -143,7 +147,7 @@ class RoutingModel:
     @property
     def grouped(self) -> bool:
         """Whether a token may use some groups of experts only."""
-        return self.kind in ("group_limited", "group_by_score")
+        return self.kind in ("group_limited", "group_by_score") or (self.kind == "measured" and self.groups > 1)
 
     def require_fits(self, placement: ExpertPlacement) -> None:
         """Check that this routing can choose ``top_k`` of the experts.
@@ -161,8 +165,8 @@ class RoutingModel:
             )
         if self.kind == "group_by_score" and experts // self.groups < 2:
             raise BadInput("a group is scored by its two best experts, so it needs at least two")
-        if self.kind == "skewed" and len(self.weights) != experts:
-            raise BadInput(f"skewed routing needs a weight for each of {experts} experts; got {len(self.weights)}")
+        if self.kind in ("skewed", "measured") and len(self.weights) != experts:
+            raise BadInput(f"{self.kind} routing needs a weight for each of {experts} experts; got {len(self.weights)}")
 
 
 def routing_of(kind: str, *, experts: int, groups: int, limited_groups: int, skew: float) -> RoutingModel:
@@ -182,6 +186,37 @@ def routing_of(kind: str, *, experts: int, groups: int, limited_groups: int, ske
         return RoutingModel(kind=kind, groups=groups, limited_groups=limited_groups)  # type: ignore[arg-type]
     weights = zipf_weights(experts, skew) if kind == "skewed" else ()
     return RoutingModel(kind=kind, weights=weights)  # type: ignore[arg-type]
+
+
+def routing_of_load(shares: Sequence[float], *, top_k: int, groups: int = 1, limited_groups: int = 1) -> RoutingModel:
+    """A routing under which each expert gets its share of the rows on average.
+
+    Of experts that are drawn one after the other with weights −ln(1 − p), each is drawn with a chance of about p
+    (Rosén). One without tokens has next to none.
+
+    Args:
+        shares: of a layer's rows, that each expert got; any positive scale.
+        top_k: experts of each token.
+        groups: groups of experts of the model.
+        limited_groups: groups that a token may use.
+
+    Raises:
+        BadInput: if nothing was routed.
+
+    Example:
+        >>> routing_of_load([3, 2, 2, 1], top_k=2).weights
+        (1.3862943611198906, 0.6931471805599453, 0.6931471805599453, 0.2876820724517809)
+    """
+    shares_E = np.asarray(shares, dtype=np.float64)
+    if not shares_E.sum() > 0:
+        raise BadInput("no expert has a token: there is no load to route by")
+    weights = tuple(_weights_of_chances(top_k * shares_E / shares_E.sum()).tolist())
+    return RoutingModel(kind="measured", groups=groups, limited_groups=limited_groups, weights=weights)
+
+
+def _weights_of_chances(chances: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    weights: npt.NDArray[np.float64] = -np.log1p(-np.clip(chances, 1e-9, 1 - 1e-9))
+    return weights
 
 
 def zipf_weights(experts: int, exponent: float, *, seed: int = 0) -> tuple[float, ...]:
@@ -239,9 +274,14 @@ def _balanced(rng: np.random.Generator, tokens: int, experts: int, top_k: int) -
 
 def _scores(routing: RoutingModel, rng: np.random.Generator, tokens: int, experts: int) -> npt.NDArray[np.float64]:
     """Scores ``(T, E)`` whose best are the chosen experts; those of groups that are not kept are minus infinity."""
-    if routing.kind == "skewed":  # Gumbel noise on logarithms of weights draws without replacement
-        return np.log(routing.weights) + rng.gumbel(size=(tokens, experts))
-    if routing.kind == "group_by_score":  # a sigmoid router with normally distributed logits
+    weights_E = np.asarray(routing.weights)
+    if routing.kind == "measured" and routing.grouped:  # an expert's chance is that of its group, times one inside it
+        chances_Ge = -np.expm1(-weights_E).reshape(routing.groups, -1)
+        chances_G = np.minimum(1.0, routing.limited_groups * chances_Ge.sum(axis=1) / chances_Ge.sum())
+        weights_E = _weights_of_chances(chances_Ge / chances_G[:, None]).ravel()
+    if routing.weights:  # Gumbel noise on logarithms of weights draws without replacement
+        scores_TE: npt.NDArray[np.float64] = np.log(weights_E) + rng.gumbel(size=(tokens, experts))
+    elif routing.kind == "group_by_score":  # a sigmoid router with normally distributed logits
         scores_TE = 1.0 / (1.0 + np.exp(-rng.standard_normal((tokens, experts))))
     else:
         scores_TE = rng.random((tokens, experts))
@@ -250,6 +290,8 @@ def _scores(routing: RoutingModel, rng: np.random.Generator, tokens: int, expert
     scores_TGe = scores_TE.reshape(tokens, routing.groups, -1)
     if routing.kind == "group_by_score":
         group_scores_TG = np.sort(scores_TGe, axis=-1)[..., -2:].sum(axis=-1)
+    elif routing.kind == "measured":
+        group_scores_TG = np.log(_weights_of_chances(chances_G)) + rng.gumbel(size=(tokens, routing.groups))
     else:
         group_scores_TG = rng.random((tokens, routing.groups))
     kept_TG = np.zeros((tokens, routing.groups), dtype=bool)

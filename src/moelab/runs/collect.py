@@ -19,11 +19,12 @@ import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pyarrow as pa
 from pyarrow.parquet import ParquetFile
@@ -43,16 +44,16 @@ from moelab.runs.side_files import SideFiles, read_side_files
 from moelab.runs.statements import Statement
 from moelab.runs.status import State, Status
 from moelab.runs.table import (
+    COLUMNS,
+    Columns,
     MetricsRead,
     combine,
     grad_norm_finding,
     merge_segments,
     metrics_table,
-    rows_of_run,
     throughput_rows,
-    validation_table,
 )
-from moelab.runs.tensorboard import EVENT_FILES, NotATensorBoardFolder, read_tensorboard, tensorboard_runs
+from moelab.runs.tensorboard import NotATensorBoardFolder, event_files, read_tensorboard, tensorboard_runs
 from moelab.runs.wandb_export import is_export, read_wandb
 
 RESULTS_FILE, METRICS_FILE = "results.json", "metrics.parquet"
@@ -222,7 +223,7 @@ def collect_run(run: RunDir, *, save: bool = False) -> Collected:
     read, unread = _read_saved(run, sources), list[str]()
     if read is None:
         read, unread = _read_log_and_events(run, status)
-    side = read_side_files(run, experiment, started=bool(len(read.rows)))
+    side = read_side_files(run, experiment, started=bool(len(read.columns["step"])))
     load, damaged = None, [*unread, *side.damaged]
     try:
         load = expert_load(run)
@@ -240,7 +241,9 @@ def collect_run(run: RunDir, *, save: bool = False) -> Collected:
         seed=experiment.seed,
         status=status,
         segments=read.segments,
-        rows=rows_of_run(_without_traced_speed(read.rows, experiment), run.name, experiment.arm, experiment.seed),
+        rows=metrics_table(
+            _without_traced_speed(read.columns, experiment), run=run.name, arm=experiment.arm, seed=experiment.seed
+        ),
         validation=read.validation,
         steps_planned=experiment.steps,
         diverged=diverged,
@@ -262,12 +265,13 @@ def _slowed_steps(experiment: Experiment) -> range:
     return range(step - 1, step + 2) if step else range(0)
 
 
-def _without_traced_speed(rows: pd.DataFrame, experiment: Experiment) -> pd.DataFrame:
-    """Rows without a speed where a trace slowed it."""
+def _without_traced_speed(columns: Columns, experiment: Experiment) -> Columns:
+    """Columns without a speed where a trace slowed it."""
     if not experiment.trace_step:
-        return rows
-    slowed = rows["step"].isin(_slowed_steps(experiment))
-    return rows.assign(**{name: rows[name].mask(slowed) for name in ("tps", "tflops", "mfu")}) if slowed.any() else rows
+        return columns
+    slowed = np.isin(columns["step"], _slowed_steps(experiment))
+    speeds = columns.keys() & {"tps", "tflops", "mfu"}
+    return {**columns, **{name: np.where(slowed, math.nan, columns[name]) for name in speeds}}
 
 
 def _traced_notes(experiment: Experiment, status: Status, traces: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -362,13 +366,12 @@ def save_results(run: RunDir, collected: Collected) -> None:
         **collected.grad_norm_json,
     }
     if collected.sources and collected.read:
-        read = {field.name: getattr(collected.read, field.name) for field in fields(MetricsRead)} | {
+        read = {name: getattr(collected.read, name) for name in ("segments", "reason", "notes", "name")} | {
             "version": READER_VERSION,
             "sources": {**collected.sources, METRICS_FILE: _digest(buffer.getvalue())},
             "grad_norm_not_finite": {step: str(norm) for step, norm in collected.grad_norm_not_finite.items()},
             "validation": json.loads(collected.validation.to_json(orient="split", index=False, double_precision=15)),
         }
-        del read["rows"]
         text = json.dumps(read)
         results |= {"read": text, "read_digest": _digest(text.encode())}
     write_json(run.path / RESULTS_FILE, results)
@@ -377,7 +380,7 @@ def save_results(run: RunDir, collected: Collected) -> None:
 def _sources(run: RunDir) -> dict[str, str]:
     """Digests of the log and the events by their path in the run; empty if one of them cannot be read."""
     try:
-        files = [run.log, *sorted(run.tensorboard.rglob(EVENT_FILES))]
+        files = [run.log, *sorted(event_files(run.tensorboard))]
         return {file.relative_to(run.path).as_posix(): _digest(file) for file in files}
     except OSError:
         return {}
@@ -402,12 +405,14 @@ def _read_saved(run: RunDir, sources: Mapping[str, str]) -> MetricsRead | None:
             return None
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):  # of thousands of brackets
         return None
-    validation = read["validation"]
+    held_out = read.pop("validation")
+    validation = np.array(held_out["data"], dtype=float).reshape(-1, len(held_out["columns"]))
+    rows = ParquetFile(pa.BufferReader(table)).read(columns=[*COLUMNS[3:]], use_threads=False)
     return MetricsRead(
         **{name: tuple(value) if isinstance(value, list) else value for name, value in read.items()}
         | {
-            "rows": ParquetFile(pa.BufferReader(table)).read(use_threads=False).to_pandas(),
-            "validation": validation_table(pd.DataFrame(validation["data"], columns=validation["columns"])),
+            "columns": {name: rows[name].to_numpy() for name in rows.column_names},
+            "validation_columns": dict(zip(held_out["columns"], validation.T, strict=True)),
             "grad_norm_not_finite": {int(step): float(norm) for step, norm in read["grad_norm_not_finite"].items()},
         }
     )
@@ -439,14 +444,14 @@ def _read_log_and_events(run: RunDir, status: Status) -> tuple[MetricsRead, list
 
 
 def _united(log: MetricsRead, events: MetricsRead) -> MetricsRead:
-    validation = log.validation if len(log.validation) >= len(events.validation) else events.validation
-    rows = combine(log.rows, events.rows)
-    norms = merge_segments(rows).set_index("step")["grad_norm"]
+    columns = combine(log.columns, events.columns)
+    held_out = max(log.validation_columns, events.validation_columns, key=lambda part: len(part["step"]))
     reported = {**events.grad_norm_not_finite, **log.grad_norm_not_finite}
+    norms = merge_segments(metrics_table(columns)).set_index("step")["grad_norm"] if reported else pd.Series()
     return replace(
         log,
-        rows=rows,
-        validation=validation,
+        columns=columns,
+        validation_columns=held_out,
         reason=log.reason or events.reason,
         # One of them may lack the launch that repeated a step, and hold its earlier value.
         grad_norm_not_finite={step: reported[step] for step in sorted(reported) if not math.isfinite(norms[step])},
@@ -552,4 +557,4 @@ def _of_rank_with_loss(reads: list[MetricsRead]) -> MetricsRead:
     memory = ["memory_gib", "memory_pct"]
     fullest = pd.concat([one.rows for one in reads]).groupby(["segment", "step"])[memory].max()
     keys = pd.MultiIndex.from_frame(read.rows[["segment", "step"]])
-    return replace(read, rows=read.rows.assign(**{name: fullest.loc[keys, name].to_numpy() for name in memory}))
+    return replace(read, columns={**read.columns, **{name: fullest.loc[keys, name].to_numpy() for name in memory}})

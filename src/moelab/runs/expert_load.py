@@ -21,7 +21,7 @@ from moelab.experiment import Experiment, Routing
 from moelab.hardware import Figure
 from moelab.memory import MemoryConstants, memory_constants
 from moelab.model import shape_for
-from moelab.runs.directory import RunDir
+from moelab.runs.directory import RunDir, is_run
 from moelab.runs.files import write_whole
 
 FILE = "expert_load.parquet"
@@ -75,6 +75,20 @@ class ExpertLoad:
         if experts % ep:
             raise BadInput(f"ep is {ep} and does not divide the {experts} experts whose load was recorded")
         return _over_mean(self.tokens_SLE.reshape(steps, layers, ep, -1).sum(axis=-1))
+
+    def shares_E(self, ep: int) -> npt.NDArray[np.float64]:
+        """Share of a layer's rows that each expert got in the last fifth of the recorded steps ``(E,)``.
+
+        It is the layer in the middle, by the load of its busiest of ``ep`` ranks: popular experts have other numbers in
+        each layer, so a mean over layers would be more even than any of them.
+
+        Raises:
+            BadInput: if ``ep`` does not divide the experts.
+        """
+        busiest_L = self.busiest_rank_SL(ep)[self.late].mean(axis=0)
+        tokens_E = self.late_LE[np.argsort(busiest_L, kind="stable")[(len(busiest_L) - 1) // 2]]
+        shares_E: npt.NDArray[np.float64] = tokens_E / tokens_E.sum()
+        return shares_E
 
     def to_json(self) -> dict[str, float | int]:
         """In short: of the last fifth of the recorded steps, the worst layer's busiest expert and the dead experts."""
@@ -134,7 +148,11 @@ def expert_load(run: RunDir) -> ExpertLoad | None:
     Raises:
         BadInput: if the file is damaged.
     """
-    table = _read(run.path / FILE)
+    return _load_in(run.path / FILE)
+
+
+def _load_in(path: Path) -> ExpertLoad | None:
+    table = _read(path)
     if table is None:
         return None
     values = [table[name].to_numpy() for name in _COLUMNS]
@@ -146,6 +164,31 @@ def expert_load(run: RunDir) -> ExpertLoad | None:
         raise BadInput(f"{FILE} is damaged: {table.num_rows} rows, not one for each of {shape} steps, layers, experts")
     tokens_SLE[step_N, layer_N, expert_N] = values[3]
     return ExpertLoad(steps=steps, layers=layers, tokens_SLE=tokens_SLE) if table.num_rows else None
+
+
+def routers_load(path: Path, experts: int) -> tuple[ExpertLoad, RunDir | None]:
+    """The load that a router gave to experts, and the run that it is of, unless the file is elsewhere by now.
+
+    Args:
+        path: a run with learned routing, or its ``expert_load.parquet``, wherever that is now.
+        experts: that its layers have to have.
+
+    Raises:
+        BadInput: if nothing was recorded there, experts were not chosen by a router, or there are others.
+    """
+    file = (path if path.is_file() else path / FILE).absolute()
+    run = RunDir(file.parent) if is_run(file.parent) else None
+    if run is None and not path.is_file():
+        raise BadInput(f"{path} is no run directory; give one that has an {FILE}, or that file")
+    name = f"run {run.name}" if run else path.name
+    if run and run.experiment.routing is not Routing.LEARNED:
+        raise BadInput(f"a measured load is of learned routing, and {name} has routing {run.experiment.routing.value}")
+    load = _load_in(file)
+    if load is None:
+        raise BadInput(f"{name} has no {FILE}: an older moelab trained it, or no step was; give another run")
+    if load.tokens_SLE.shape[2] != experts:
+        raise BadInput(f"{name} has {load.tokens_SLE.shape[2]} experts, and {experts} are asked for")
+    return load, run
 
 
 def _read(path: Path) -> pa.Table | None:
@@ -167,7 +210,7 @@ def _read(path: Path) -> pa.Table | None:
     return table.replace_schema_metadata()
 
 
-def measured_constants(run: RunDir, experiment: Experiment) -> MemoryConstants:
+def measured_constants(path: Path, experiment: Experiment) -> MemoryConstants:
     """Constants of the memory model, and of a projection, with the load that a run measured in place of assumed ones.
 
     Time and what is kept go with the mean over layers of the busiest rank at the end of the run; the peak goes with the
@@ -175,25 +218,22 @@ def measured_constants(run: RunDir, experiment: Experiment) -> MemoryConstants:
     expert-parallel group can be more uneven.
 
     Args:
-        run: a run with learned routing.
+        path: as for :func:`routers_load`.
         experiment: that is planned; the load is shared out over its ``ep`` ranks.
 
     Raises:
-        BadInput: if the run recorded no load or did not choose itself, or the experiment does not or has other experts.
+        BadInput: as :func:`routers_load`, and if this experiment's routing is not learned.
     """
-    for name, one in ((f"run {run.name}", run.experiment), ("this experiment", experiment)):
-        if one.routing is not Routing.LEARNED:
-            raise BadInput(f"a measured load is of learned routing, and {name} has routing {one.routing.value}")
-    load = expert_load(run)
-    if load is None:
-        raise BadInput(f"run {run.name} has no {FILE}: an older moelab trained it, or no step was; give another run")
-    experts = shape_for(experiment).num_experts
-    if load.tokens_SLE.shape[2] != experts:
-        raise BadInput(f"run {run.name} has {load.tokens_SLE.shape[2]} experts, and this experiment has {experts}")
+    if experiment.routing is not Routing.LEARNED:
+        raise BadInput(
+            f"a measured load is of learned routing, and this experiment has routing {experiment.routing.value}"
+        )
+    load, run = routers_load(path, shape_for(experiment).num_experts)
     busiest_SL = load.busiest_rank_SL(experiment.ep)
-    source = f"{FILE} of {run.name}"
+    source = f"{FILE} of {run.name}" if run else path.name
     return replace(
         memory_constants,
         routing_imbalance=Figure(value=float(busiest_SL[load.late].mean()), label="measured", source=source),
         busiest_layer=Figure(value=float(busiest_SL.max()), label="measured", source=source),
+        expert_shares=tuple(load.shares_E(experiment.ep).tolist()),
     )

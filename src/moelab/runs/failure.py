@@ -28,7 +28,7 @@ import json
 import math
 import pickle
 import re
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -140,16 +140,15 @@ def _recorded(file: Path, rank: int) -> Iterator[Statement]:
 
 
 def tail(file: Path, size: int = LOG_TAIL_BYTES, *, start: int = 0) -> str:
-    """The last ``size`` bytes of a log behind ``start``, unpacked if it is compressed."""
-    if file.suffix in (".gz", ".xz", ".zst", ".bz2"):
-        blocks: deque[bytes] = deque()
-        length = 0
-        for block in LogBytes(file):
-            blocks.append(block)
-            length += len(block)
-            while length - len(blocks[0]) >= size:
-                length -= len(blocks.popleft())
-        return b"".join(blocks).decode(errors="replace")
+    """The last ``size`` bytes of a log behind ``start``; of one that is packed or in UTF-16, of its text."""
+    log = LogBytes(file)
+    if not log.is_plain:
+        text = bytearray()
+        for block in log:
+            text += block
+            if len(text) > 2 * size:
+                del text[:-size]
+        return text[-size:].decode(errors="replace")
     with file.open("rb") as stream:
         stream.seek(max(start, file.stat().st_size - size))
         return stream.read(size).decode(errors="replace")

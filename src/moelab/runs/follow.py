@@ -30,7 +30,7 @@ from moelab.runs.directory import RunDir
 from moelab.runs.log import MEMORY_GIB, NO_RANK, TIME, LogLine, Segments, UnfinishedLine, scan
 from moelab.runs.log_text import BLOCK_BYTES
 from moelab.runs.status import State, Status
-from moelab.runs.table import MetricsRead, grad_norm_finding, merge_segments, metrics_read, metrics_table, rows_of_run
+from moelab.runs.table import MetricsRead, grad_norm_finding, merge_segments, metrics_read, metrics_table
 
 FIND_INTERVAL_S: Final = 10.0
 """New run directories are looked for this often: a walk over a shared filesystem costs more than reading a log on."""
@@ -276,7 +276,7 @@ class RunFollower:
         has_rows = bool(len(self._log.poll()))
         if has_rows:
             read = self._log.result()
-            self.rows = merge_segments(rows_of_run(read.rows, self.run.name, self._arm, self._seed))
+            self.rows = merge_segments(metrics_table(read.columns, run=self.run.name, arm=self._arm, seed=self._seed))
             self._segments = read.segments
             self._failure = read.reason or grad_norm_finding(read.grad_norm_not_finite, read.rows)
         status = self.run.status

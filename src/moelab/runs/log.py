@@ -69,6 +69,7 @@ from moelab.errors import BadInput
 from moelab.runs.log_text import BLOCK_BYTES, WRAPPED_BYTES, LogBytes, NotALog, unwrapped, what_was_seen
 from moelab.runs.table import (
     REPORTED_NAN,
+    Columns,
     MetricsRead,
     metrics_read,
     metrics_table,
@@ -465,7 +466,7 @@ class Segments:
                 found |= rows.disagreements
         return found
 
-    def columns(self) -> tuple[pd.DataFrame, pd.DataFrame, dict[int, tuple[int, float]]]:
+    def columns(self) -> tuple[Columns, Columns, dict[int, tuple[int, float]]]:
         """Return everything so far as :func:`moelab.runs.table.metrics_read` takes it."""
         rows = _numbered([(segment.index, segment.rows.without_torn()) for segment in self.all])
         validation = _numbered([(segment.index, segment.validation) for segment in self.all])
@@ -526,15 +527,16 @@ class UnfinishedLine:
         return block[:cut]
 
 
-def _numbered(stores: Iterable[tuple[int, StepRows]]) -> pd.DataFrame:
-    parts = [
-        pd.DataFrame({"segment": index, "step": np.array(rows.steps, dtype="int64"), **_columns(rows)})
-        for index, rows in stores
-    ]
-    return pd.concat(parts, ignore_index=True)
+def _numbered(stores: Sequence[tuple[int, StepRows]]) -> Columns:
+    joined = StepRows()
+    for _, rows in stores:
+        joined.steps += rows.steps
+        joined.values += rows.values
+    segment = np.repeat([number for number, _ in stores], [len(rows.steps) for _, rows in stores])
+    return {"segment": segment, "step": np.array(joined.steps, dtype="int64"), **_columns(joined)}
 
 
-def _columns(rows: StepRows) -> dict[str, np.ndarray]:
+def _columns(rows: StepRows) -> Columns:
     values = np.array(rows.values).reshape(-1, _WIDTH)
     columns = {name: values[:, index] for name, index in _INDEX.items()}
     return columns | {"loss": np.where(columns["loss"] < 0, np.nan, columns["loss"])}

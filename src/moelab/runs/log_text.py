@@ -83,6 +83,7 @@ class LogBytes:
         path: of the log: plain, or packed with gzip, xz, bzip2 or zstd whatever its name is.
 
     Attributes:
+        is_plain: whether its bytes are its text.
         damage: why its end could not be read, once its blocks were; None if it could.
 
     Raises:
@@ -93,11 +94,12 @@ class LogBytes:
         self.damage: str | None = None
         self._path = path
         with path.open("rb") as file:
-            head = file.read(64)
+            head = file.read(256)
         for magic, kind in _REFUSED.items():
             if head.startswith(magic):
                 raise NotALog(f"{path} is {kind}, no log. Unpack it and give the log itself")
         self._unpacker = next((new for magic, new in _UNPACKERS.items() if head.startswith(magic)), None)
+        self.is_plain = self._unpacker is None and _utf16(head) is None
 
     def __iter__(self) -> Iterator[bytes]:
         """Yield its blocks; of a packed file whose end was cut off, all that is there."""

@@ -52,6 +52,7 @@ class Status:
         job_id: of Slurm, when there is one.
         attempts: how often it was started.
         updated: seconds since the Unix epoch.
+        boot_id: of the machine that `moelab run` runs on, since it was started; it names no machine.
     """
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
@@ -62,6 +63,7 @@ class Status:
     job_id: str | None = None
     attempts: int = 0
     updated: float = 0.0
+    boot_id: str | None = None
 
     def __post_init__(self) -> None:
         """A reason may quote a log, and is shown and stored as it is: it holds no keys and moves no cursor."""

@@ -10,17 +10,22 @@ a gradient norm by its ``grad_norm_not_finite``.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
 from moelab.errors import BadInput
 
+Columns: TypeAlias = Mapping[str, NDArray[Any]]
+"""Columns of a table that is not made yet, all of one length: a study has thousands of tables, and making one takes
+longer than reading a log does."""
 VALUE_COLUMNS: Final = ("loss", "grad_norm", "tps", "tflops", "mfu", "memory_gib", "memory_pct", "lr", "time")
 COLUMNS: Final = ("run", "arm", "seed", "segment", "step", *VALUE_COLUMNS)
 DTYPES: Final[Mapping[str, str]] = {
@@ -72,22 +77,34 @@ class MetricsRead:
     """What a reader found.
 
     Attributes:
-        rows: metrics table (:data:`COLUMNS`); ``run``, ``arm`` and ``seed`` are empty unless the source names them.
-        validation: :data:`VALIDATION_COLUMNS`, one row per segment and validated step.
+        columns: any of the metrics table's, ``segment`` and ``step`` among them, with :data:`REPORTED_NAN`.
+        validation_columns: any of :data:`VALIDATION_COLUMNS`, one row per segment and validated step.
         segments: number of segments that logged anything.
         reason: one line when the source itself shows that training failed, else None.
         grad_norm_not_finite: NaN or Inf by the step that reported it as its gradient norm.
         notes: what a reader should know of the source: what of it could not be read, or has no loss.
         name: of the run, where the source holds several; None if it has none.
+        run: as the source names all of it.
     """
 
-    rows: pd.DataFrame
-    validation: pd.DataFrame
+    columns: Columns
+    validation_columns: Columns
     segments: int
     reason: str | None
     grad_norm_not_finite: Mapping[int, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     name: str | None = None
+    run: str | None = None
+
+    @functools.cached_property
+    def rows(self) -> pd.DataFrame:
+        """Metrics table (:data:`COLUMNS`); ``run``, ``arm`` and ``seed`` are empty unless the source names them."""
+        return metrics_table(self.columns, run=self.run)
+
+    @functools.cached_property
+    def validation(self) -> pd.DataFrame:
+        """Table of :data:`VALIDATION_COLUMNS`."""
+        return _table(self.validation_columns, VALIDATION_COLUMNS)
 
 
 def step_column(name: str) -> str | None:
@@ -103,41 +120,32 @@ def step_column(name: str) -> str | None:
 
 
 def metrics_read(
-    columns: pd.DataFrame,
-    validation: pd.DataFrame,
-    failures: Mapping[int, tuple[int, float]],
-    *,
-    run: str | None = None,
-    notes: tuple[str, ...] = (),
-    name: str | None = None,
+    columns: Columns, validation: Columns, failures: Mapping[int, tuple[int, float]], **more: Any
 ) -> MetricsRead:
     """Return what a reader found, however its source is built.
 
     Args:
-        columns: any of the metrics table's, ``segment`` and ``step`` among them, with :data:`REPORTED_NAN`.
-        validation: any of :data:`VALIDATION_COLUMNS`.
+        columns: :attr:`MetricsRead.columns`.
+        validation: :attr:`MetricsRead.validation_columns`.
         failures: by segment, the first step at which its loss was not finite, and that loss.
-        run: as the source names it.
-        notes: :attr:`MetricsRead.notes`.
-        name: :attr:`MetricsRead.name`.
+        more: notes and names of :class:`MetricsRead`.
     """
-    logged = set(columns["segment"]) | set(validation["segment"])
+    logged = {*np.unique(columns["segment"]).tolist(), *np.unique(validation["segment"]).tolist()}
     last = max(logged | set(failures), default=0)
     step, loss = failures.get(last, (0, None))
     return MetricsRead(
-        rows=metrics_table(columns, run=run),
-        validation=validation_table(validation),
+        columns=columns,
+        validation_columns=validation,
         segments=len(logged),
         reason=None if loss is None else f"loss is {loss} at step {step} (segment {last})",
         grad_norm_not_finite=grad_norms_not_finite(columns),
-        notes=notes,
-        name=name,
+        **more,
     )
 
 
 def separate_runs(
-    columns: pd.DataFrame,
-    validation: pd.DataFrame,
+    columns: Columns,
+    validation: Columns,
     failures: Mapping[int, tuple[int, float]],
     *,
     source: Path,
@@ -163,15 +171,17 @@ def separate_runs(
     Raises:
         BadInput: the launches show that two runs are mixed, so that nothing says which row is whose.
 
-    >>> launches = pd.DataFrame({"segment": [0, 0, 1, 1], "step": [1, 2, 1, 2], "loss": [8.11, 8.0, 8.13, 8.1]})
-    >>> reads = separate_runs(launches, launches[:0], {}, source=Path("two.log"))
+    >>> launches = {"segment": np.array([0, 0, 1, 1]), "step": np.array([1, 2, 1, 2])}
+    >>> launches["loss"] = np.array([8.11, 8.0, 8.13, 8.1])
+    >>> none = {name: values[:0] for name, values in launches.items()}
+    >>> reads = separate_runs(launches, none, {}, source=Path("two.log"))
     >>> [(read.name, read.segments, read.rows["loss"].tolist()) for read in reads]
     [('run 1 of 2', 1, [8.11, 8.0]), ('run 2 of 2', 1, [8.13, 8.1])]
     """
     groups: list[list[int]] = []
     launches = {
-        number: columns[columns["segment"] == number].set_index("step")["loss"]
-        for number in sorted(set(columns["segment"].tolist()))
+        number: pd.Series(columns["loss"], index=columns["step"])[columns["segment"] == number]
+        for number in np.unique(columns["segment"]).tolist()
     }
     if len(launches) > 2 and _has_holes(launches.values()):
         raise BadInput(
@@ -190,7 +200,7 @@ def separate_runs(
             min(earlier, key=lambda group: _jump(launches[group[-1]], losses)).append(number)
         else:
             groups.append([number])
-    if "time" not in columns or columns["time"].isna().all():
+    if "time" not in columns or np.isnan(columns["time"]).all():
         for group in groups:
             starts = [launches[number].index.min() for number in group]
             if starts[0] > min(starts):  # the newest launch is first in the source
@@ -200,14 +210,18 @@ def separate_runs(
     reads = []
     for index, group in enumerate(groups, start=1):
         renumbered = {number: place for place, number in enumerate(group)}
-        rows, held_out = (
-            part[part["segment"].isin(group)].replace({"segment": renumbered}).sort_values("segment", kind="stable")
-            for part in (columns, validation)
-        )
+        rows, held_out = (_renumbered(part, renumbered) for part in (columns, validation))
         failed = {renumbered[number]: failures[number] for number in group if number in failures}
         name = f"run {index} of {len(groups)}" if len(groups) > 1 else None
         reads.append(metrics_read(rows, held_out, failed, run=run, notes=notes, name=name))
     return reads
+
+
+def _renumbered(columns: Columns, numbers: Mapping[int, int]) -> Columns:
+    """Rows of these segments, in the order of their new numbers."""
+    segment = np.array([numbers.get(number, -1) for number in columns["segment"].tolist()], dtype=np.int64)
+    order = np.argsort(segment, kind="stable")[int((segment < 0).sum()) :]
+    return {**{name: values[order] for name, values in columns.items()}, "segment": segment[order]}
 
 
 def _has_holes(launches: Iterable[pd.Series[float]]) -> bool:
@@ -242,48 +256,41 @@ def _jump(earlier: pd.Series[float], losses: pd.Series[float]) -> float:
     return math.inf if math.isnan(jump) else jump
 
 
-def metrics_table(columns: Mapping[str, Any] | pd.DataFrame, *, run: str | None = None) -> pd.DataFrame:
+def metrics_table(
+    columns: Mapping[str, Any], *, run: str | None = None, arm: str | None = None, seed: int | None = None
+) -> pd.DataFrame:
     """Return a table with exactly :data:`COLUMNS` and :data:`DTYPES`; columns not given are missing values.
 
     Args:
         columns: any of the table's columns, each an array of equal length; ``segment`` and ``step`` are required.
         run: name of the run, put into every row that ``columns`` gives none for.
+        arm: the same of its arm.
+        seed: the same of its seed.
     """
-    return _table(columns, COLUMNS, run=run)
+    return _table(columns, COLUMNS, {"run": run, "arm": arm, "seed": seed})
 
 
-def rows_of_run(rows: pd.DataFrame, run: str, arm: str, seed: int | None) -> pd.DataFrame:
-    """Return a metrics table with the name, arm and seed of the run that all its rows are of."""
-    count = len(rows)
-    return rows.assign(
-        run=pd.array([run] * count, dtype="string"),
-        arm=pd.array([arm] * count, dtype="string"),
-        seed=pd.array([seed] * count, dtype="Int64"),
-    )
-
-
-def validation_table(columns: Mapping[str, Any] | pd.DataFrame) -> pd.DataFrame:
-    """Return a table with exactly :data:`VALIDATION_COLUMNS`; columns not given are missing values."""
-    return _table(columns, VALIDATION_COLUMNS) if len(columns["step"]) else _no_validation().copy()
-
-
-@functools.cache
-def _no_validation() -> pd.DataFrame:
-    """Made once: most runs have none."""
-    return _table({"step": []}, VALIDATION_COLUMNS)
-
-
-def _table(columns: Mapping[str, Any] | pd.DataFrame, names: Sequence[str], run: str | None = None) -> pd.DataFrame:
+def _table(
+    columns: Mapping[str, Any], names: Sequence[str], missing: Mapping[str, str | int | None] | None = None
+) -> pd.DataFrame:
     # Columns are made one by one: a study has thousands of tables, and DataFrame.astype takes ten times as long.
     data: dict[str, Any] = {}
     for name in names:
-        missing = {"run": run, "arm": None, "seed": None}.get(name, math.nan)
-        values: Any = columns[name] if name in columns else [missing] * len(columns["step"])
-        is_plain = DTYPES[name] in ("int64", "float64")
-        data[name] = np.asarray(values, DTYPES[name]) if is_plain else pd.array(values, DTYPES[name])
+        given, count = columns.get(name), len(columns["step"])
+        if name in _RUN:
+            value = (missing or {}).get(name)
+            data[name] = _single(name, value).repeat(count) if given is None else pd.array(given, dtype=DTYPES[name])
+        else:
+            data[name] = np.full(count, math.nan) if given is None else np.asarray(given, DTYPES[name])
     if "grad_norm" in data:
         data["grad_norm"] = np.where(data["grad_norm"] == REPORTED_NAN, math.nan, data["grad_norm"])
     return pd.DataFrame(data)
+
+
+@functools.lru_cache(maxsize=64)
+def _single(name: str, value: str | int | None) -> Any:
+    """A column of one row: making one of a list takes pandas ten times as long as repeating it."""
+    return pd.array([value], dtype=DTYPES[name])  # type: ignore[call-overload]
 
 
 def merge_segments(table: pd.DataFrame) -> pd.DataFrame:
@@ -297,19 +304,33 @@ def merge_segments(table: pd.DataFrame) -> pd.DataFrame:
     """
     # Numbers in the place of names: a study has a million rows, which a sort of texts takes minutes for.
     names = [pd.factorize(table[name], sort=True, use_na_sentinel=False)[0] for name in _RUN]
-    steps, segments = table["step"].to_numpy(), table["segment"].to_numpy()
-    order = np.lexsort([segments, steps, *names[::-1]])
-    places = np.array([*names, steps])[:, order]
-    starts = np.r_[True, (places[:, 1:] != places[:, :-1]).any(axis=0)][: len(order)]
-    kept: pd.DataFrame = table.iloc[order[np.r_[starts[1:], True][: len(order)]]].reset_index(drop=True)
+    order, starts = grouped([*names, table["step"]], then=[table["segment"]])
+    last = order[np.r_[starts[1:], len(order)][: len(starts)] - 1]
+    kept: pd.DataFrame = table.iloc[last].reset_index(drop=True)
     if len(kept) == len(table):
         return kept
-    largest = {
-        name: np.fmax.reduceat(table[name].to_numpy()[order], np.flatnonzero(starts))
-        for name in _MEMORY
-        if name in table
-    }
-    return kept.assign(**largest)
+    return kept.assign(
+        **{name: np.fmax.reduceat(table[name].to_numpy()[order], starts) for name in _MEMORY if name in table}
+    )
+
+
+def grouped(keys: Sequence[Any], then: Sequence[Any] = ()) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Bring rows into the order of their keys.
+
+    Args:
+        keys: columns, the first counting most.
+        then: columns by which rows of the same keys are ordered.
+
+    Returns:
+        The rows in order, and where among them each new combination of keys starts.
+
+    >>> grouped([np.array([7, 5, 7])])
+    (array([1, 0, 2]), array([0, 1]))
+    """
+    order = np.lexsort([*then[::-1], *keys[::-1]])
+    places = np.array(keys)[:, order]
+    changes = (places[:, 1:] != places[:, :-1]).any(axis=0)
+    return order, np.flatnonzero(np.r_[True, changes][: len(order)])
 
 
 def throughput_rows(table: pd.DataFrame, *, warmup_steps: int) -> pd.DataFrame:
@@ -326,7 +347,7 @@ def throughput_rows(table: pd.DataFrame, *, warmup_steps: int) -> pd.DataFrame:
     return table[keep].reset_index(drop=True)
 
 
-def combine(log_rows: pd.DataFrame, tb_rows: pd.DataFrame) -> pd.DataFrame:
+def combine(log: Columns, tb: Columns) -> Columns:
     """Unite what the log and TensorBoard have of the same run; no step that either has is lost.
 
     TensorBoard's values are not rounded and include ``lr``, so they win where both have a step. But its writer flushes
@@ -336,44 +357,76 @@ def combine(log_rows: pd.DataFrame, tb_rows: pd.DataFrame) -> pd.DataFrame:
     the log was written in another time zone than it is read in.
 
     Args:
-        log_rows: rows of one run, as :func:`moelab.runs.read_log` gives them.
-        tb_rows: rows of the same run, as :func:`moelab.runs.read_tensorboard` gives them.
+        log: :attr:`MetricsRead.columns` of one run, as :func:`moelab.runs.read_log` reads it.
+        tb: of the same run, as :func:`moelab.runs.read_tensorboard` reads it.
     """
-    if log_rows.empty or tb_rows.empty:
-        return (tb_rows if log_rows.empty else log_rows).copy()
-    matched = tb_rows.assign(segment=tb_rows["segment"].map(_matching_segments(log_rows, tb_rows)))
-    log = log_rows.set_index(["segment", "step"])
-    tb = matched.set_index(["segment", "step"])
-    difference = float((tb["time"] - log["time"].reindex(tb.index)).median())
-    log["time"] += 0.0 if math.isnan(difference) else round(difference / _QUARTER_HOUR_S) * _QUARTER_HOUR_S
-    united = tb.combine_first(log)
-    for column in _MEMORY:
-        logged = log[column].reindex(united.index)
-        united[column] = united[column].where(~(logged > united[column] + _ROUNDED_MEMORY), logged)
-    rows = united.reset_index()
-    if (rows["segment"] < 0).any():  # a launch that the log lacks takes its place by its time
-        first_time = rows.groupby("segment")["time"].min().sort_values()
-        rows["segment"] = rows["segment"].map({number: index for index, number in enumerate(first_time.index)})
-    return metrics_table(rows.sort_values(["segment", "step"]))
+    if not len(log["step"]) or not len(tb["step"]):
+        return log if len(log["step"]) else tb
+    log, tb = (_with_all_values(part) for part in (log, tb))
+    matches = _matching_segments(log, tb)
+    tb = {**tb, "segment": np.array([matches[number] for number in tb["segment"].tolist()])}
+    keys = [np.concatenate([log[name], tb[name]]) for name in ("segment", "step")]
+    order, starts = grouped(keys)
+    place = np.empty(len(order), dtype=np.int64)
+    place[order] = np.repeat(np.arange(len(starts)), np.diff(starts, append=len(order)))
+    in_log, in_tb = np.split(place, [len(log["step"])])
+    logged, exact = (
+        {name: _placed(part[name], rows, len(starts)) for name in VALUE_COLUMNS}
+        for part, rows in ((log, in_log), (tb, in_tb))
+    )
+    differences = exact["time"] - logged["time"]
+    known = differences[~np.isnan(differences)]
+    if len(known):
+        logged["time"] += round(float(np.median(known)) / _QUARTER_HOUR_S) * _QUARTER_HOUR_S
+    united = {name: np.where(np.isnan(exact[name]), logged[name], exact[name]) for name in VALUE_COLUMNS}
+    for name in _MEMORY:
+        united[name] = np.where(logged[name] > united[name] + _ROUNDED_MEMORY, logged[name], united[name])
+    segment, step = (key[order][starts] for key in keys)
+    if segment[0] < 0:  # a launch that the log lacks takes its place by its time
+        first_time = pd.Series(united["time"]).groupby(segment).min().sort_values()
+        position = {number: index for index, number in enumerate(first_time.index)}
+        segment = np.array([position[number] for number in segment.tolist()])
+        order, _ = grouped([segment, step])
+        segment, step, united = segment[order], step[order], {name: values[order] for name, values in united.items()}
+    return {"segment": segment, "step": step, **united}
 
 
-def _matching_segments(log_rows: pd.DataFrame, tb_rows: pd.DataFrame) -> dict[int, int]:
+def _with_all_values(columns: Columns) -> Columns:
+    """With every column of values, and a gradient norm that was reported as NaN like one that is missing."""
+    missing = np.full(len(columns["step"]), math.nan)
+    every = {name: columns.get(name, missing) for name in ("segment", "step", *VALUE_COLUMNS)}
+    return {**every, "grad_norm": np.where(every["grad_norm"] == REPORTED_NAN, math.nan, every["grad_norm"])}
+
+
+def _placed(values: NDArray[Any], rows: NDArray[np.int64], count: int) -> NDArray[np.float64]:
+    placed = np.full(count, math.nan)
+    placed[rows] = values
+    return placed
+
+
+def _matching_segments(log: Columns, tb: Columns) -> dict[int, int]:
     """Return the log's segment for each of TensorBoard's; one that the log lacks gets a negative number."""
-    both = log_rows.merge(tb_rows, on="step", suffixes=("_log", "_tb"))
-    both["differs"] = (both["loss_log"] - both["loss_tb"]).abs() > _ROUNDED_LOSS
-    # Both sources write a step in the same instant, apart from the time zone.
-    difference = both["time_log"] - both["time_tb"]
-    both["seconds"] = (difference - (difference / _QUARTER_HOUR_S).round() * _QUARTER_HOUR_S).abs()
-    pairs = both.groupby(["segment_tb", "segment_log"]).agg({"differs": "mean", "seconds": "median"}).reset_index()
+    pairs = []
+    launches = [
+        {number: np.flatnonzero(part["segment"] == number) for number in np.unique(part["segment"]).tolist()}
+        for part in (tb, log)
+    ]
+    for (tb_number, tb_rows), (log_number, log_rows) in itertools.product(*(one.items() for one in launches)):
+        _, in_tb, in_log = np.intersect1d(tb["step"][tb_rows], log["step"][log_rows], return_indices=True)
+        if len(in_tb):
+            losses, times = (tb[name][tb_rows[in_tb]] - log[name][log_rows[in_log]] for name in ("loss", "time"))
+            # Both sources write a step in the same instant, apart from the time zone.
+            seconds = np.abs(times - np.round(times / _QUARTER_HOUR_S) * _QUARTER_HOUR_S)
+            differs, known = float(np.mean(np.abs(losses) > _ROUNDED_LOSS)), seconds[~np.isnan(seconds)]
+            pairs.append((differs, float(np.median(known)) if len(known) else math.inf, tb_number, log_number))
     matches: dict[int, int] = {}
-    best_first = pairs[pairs["differs"] <= 0.5].sort_values(["differs", "seconds"])
-    for tb, log in zip(best_first["segment_tb"].tolist(), best_first["segment_log"].tolist(), strict=True):
-        if tb not in matches and log not in matches.values():
-            matches[tb] = log
-    return {number: matches.get(number, -1 - number) for number in tb_rows["segment"].unique().tolist()}
+    for differs, _, tb_number, log_number in sorted(pairs):
+        if differs <= 0.5 and tb_number not in matches and log_number not in matches.values():
+            matches[tb_number] = log_number
+    return {number: matches.get(number, -1 - number) for number in launches[0]}
 
 
-def grad_norms_not_finite(columns: Mapping[str, Any] | pd.DataFrame) -> dict[int, float]:
+def grad_norms_not_finite(columns: Mapping[str, Any]) -> dict[int, float]:
     """Steps that reported NaN or Inf as their gradient norm; of a step that was repeated, the last value counts.
 
     Args:
@@ -385,7 +438,7 @@ def grad_norms_not_finite(columns: Mapping[str, Any] | pd.DataFrame) -> dict[int
     >>> grad_norms_not_finite({"segment": [0, 0, 1], "step": [7, 8, 8], "grad_norm": [float("inf"), REPORTED_NAN, 0.5]})
     {7: inf}
     """
-    if "grad_norm" not in columns:
+    if "grad_norm" not in columns or not np.isinf(columns["grad_norm"]).any():
         return {}
     rows = pd.DataFrame({name: np.asarray(columns[name]) for name in ("segment", "step", "grad_norm")})
     last = rows.sort_values(["segment", "step"], kind="stable").drop_duplicates("step", keep="last").sort_values("step")
@@ -412,16 +465,18 @@ def grad_norm_finding(not_finite: Mapping[int, float], rows: pd.DataFrame) -> st
     return f"gradient norm is {kinds} at {len(not_finite)} of {len(steps)} logged steps, first at step {first}"
 
 
-def ranks_to_rows(frame: pd.DataFrame, keys: Sequence[str]) -> pd.DataFrame:
+def ranks_to_rows(columns: Columns, keys: Sequence[str]) -> dict[str, NDArray[Any]]:
     """Merge the rows that several pipeline ranks wrote for the same ``keys`` into one.
 
     A negative loss marks a rank without the loss: the values of a rank that has it are kept, with the largest memory;
     if none has it, ``loss`` is NaN.
     """
-    ordered = frame.assign(_lacks=np.signbit(frame["loss"]) & np.isfinite(frame["loss"]))
-    ordered = ordered.sort_values([*keys, "_lacks", "time"], kind="stable")
-    rows = ordered.drop_duplicates(keys).set_index(list(keys))
-    rows["loss"] = rows["loss"].mask(rows["_lacks"])
-    largest = frame.groupby(list(keys))[[name for name in _MEMORY if name in frame]].max()
-    rows[largest.columns] = largest
-    return rows.drop(columns="_lacks").reset_index()
+    loss = np.asarray(columns["loss"])
+    lacks = np.signbit(loss) & np.isfinite(loss)
+    order, starts = grouped([np.asarray(columns[name]) for name in keys], then=[lacks, columns["time"]])
+    rows = {str(name): np.asarray(columns[name])[order] for name in columns}
+    merged = {
+        name: np.fmax.reduceat(values, starts) if name in _MEMORY and len(starts) else values[starts]
+        for name, values in rows.items()
+    }
+    return merged | {"loss": np.where(lacks[order][starts], math.nan, merged["loss"])}

@@ -8,33 +8,37 @@ A launch whose file holds no step, killed before the writer's first flush at 120
 from __future__ import annotations
 
 import math
+import os
 import re
+import struct
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Any, Final, NamedTuple
 
 import numpy as np
-import pandas as pd
+from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from moelab.errors import BadInput
 from moelab.runs.table import (
     REPORTED_NAN,
     VALIDATION_METRICS,
+    Columns,
     MetricsRead,
+    grouped,
     metrics_read,
     ranks_to_rows,
     separate_runs,
     step_column,
 )
 
-EVENT_FILES = "events.out.tfevents.*"
 _RANK_FOLDER = re.compile(r"(rank|replica|worker|node)[-_]?\d+")
 _LAUNCH_FOLDER = re.compile(
     r"tb|tensorboard|events|\d{8}[-_]\d{4,6}|\d{4}-\d\d-\d\d[T_ -].*|[A-Z][a-z]{2}\d\d_\d\d-\d\d-\d\d_.*"
 )
-Columns: TypeAlias = tuple[pd.DataFrame, pd.DataFrame, dict[int, tuple[int, float]]]
+_LENGTH: Final = struct.Struct("<Q")
+_CRC_BYTES: Final = 64
 
 
 class NotATensorBoardFolder(BadInput):
@@ -79,27 +83,59 @@ def tensorboard_runs(folder: Path) -> list[MetricsRead]:
     return reads
 
 
-def _columns(launches: list[list[Path]]) -> Columns:
-    every = (_scalars(files) for files in launches)
-    logged = [scalars for scalars in every if not scalars.empty]
-    rows = _numbered([_rows(scalars, {tag: step_column(tag) for tag in scalars["tag"].unique()}) for scalars in logged])
-    validation = _numbered([_rows(scalars, VALIDATION_METRICS) for scalars in logged])
+def _columns(launches: list[list[Path]]) -> tuple[Columns, Columns, dict[int, tuple[int, float]]]:
+    """Return what :func:`metrics_read` takes, of the launches that logged anything."""
+    every = ([(rank, one) for rank, file in enumerate(files) for one in _scalars(file)] for files in launches)
+    logged = [scalars for scalars in every if scalars]
     failures = {}
     for number, scalars in enumerate(logged):
-        losses = scalars[scalars["tag"].map(step_column) == "loss"]
-        failed = losses[~np.isfinite(losses["value"])].sort_values("step")
-        if len(failed):
-            failures[number] = int(failed["step"].iloc[0]), float(failed["value"].iloc[0])
-    return rows, validation, failures
+        losses = (one for _, one in scalars if step_column(one.tag) == "loss")
+        failed = [(int(one.step[at]), float(one.value[at])) for one in losses for at in _not_finite(one.value)]
+        if failed:
+            failures[number] = min(failed, key=lambda failure: failure[0])
+    return _rows(logged, step_column), _rows(logged, VALIDATION_METRICS.get), failures
 
 
-def _numbered(parts: list[pd.DataFrame]) -> pd.DataFrame:
-    numbered = [part.assign(segment=index) for index, part in enumerate(parts)]
-    return pd.concat(numbered) if numbered else pd.DataFrame({"segment": [], "step": []})
+def _not_finite(values: NDArray[np.float64]) -> NDArray[np.intp]:
+    return np.flatnonzero(~np.isfinite(values))
+
+
+def _rows(logged: list[list[tuple[int, Scalars]]], column_of: Callable[[str], str | None]) -> Columns:
+    """Turn the scalars of each launch, with the numbers of their files, into one row per segment and step."""
+    parts = [
+        (column, segment, rank, one)
+        for segment, scalars in enumerate(logged)
+        for rank, one in scalars
+        if (column := column_of(one.tag))
+    ]
+    if not parts:
+        none = np.array([], dtype="int64")
+        return {"segment": none, "step": none}
+    counts = [len(one.step) for *_, one in parts]
+    segment, rank = (np.repeat([part[field] for part in parts], counts) for field in (1, 2))
+    step, value, time = (np.concatenate(columns) for columns in zip(*(one[1:] for *_, one in parts), strict=True))
+    order, starts = grouped([segment, rank, step])
+    rows: dict[str, NDArray[Any]] = {
+        "segment": segment[order][starts],
+        "step": step[order][starts],
+        "time": np.minimum.reduceat(time[order], starts),
+        "loss": np.full(len(starts), math.nan),
+    }
+    for name in dict.fromkeys(column for column, *_ in parts):
+        own = np.repeat([column == name for column, *_ in parts], counts)
+        given = np.where(np.isnan(value), REPORTED_NAN, value) if name == "grad_norm" else value
+        rows[name] = np.fmax.reduceat(np.where(own, given, math.nan)[order], starts)
+    return ranks_to_rows(rows, ["segment", "step"])
+
+
+def event_files(folder: Path) -> list[Path]:
+    """Every event file below a folder, in no order; a link may lead nowhere."""
+    walked = os.walk(folder)  # a tenth of the time of rglob
+    return [Path(here, name) for here, _, names in walked for name in names if name.startswith("events.out.tfevents.")]
 
 
 def _event_files(folder: Path) -> list[Path]:
-    files = [file for file in folder.rglob(EVENT_FILES) if file.is_file()]  # a link may lead nowhere
+    files = [file for file in event_files(folder) if file.is_file()]
     if not files:
         raise NotATensorBoardFolder(
             f"{folder}: no events.out.tfevents.* file below it. Give a run's tb/ folder; TorchTitan writes one "
@@ -126,83 +162,115 @@ def _created(file: Path) -> tuple[float, str]:
     return (float(seconds) if seconds.isdigit() else math.inf, file.name)
 
 
-def _scalars(files: list[Path]) -> pd.DataFrame:
-    """Return all scalars of one launch: ``rank`` (number of the file), ``tag, step, value, time``."""
-    # Imported here: whoever reads logs does not need it. Its own reader takes ten times as long for the same values.
-    from tensorboard.compat.proto.event_pb2 import Event
+class Scalars(NamedTuple):
+    """Values of one tag: ``step`` int64, ``value`` and ``time`` float64, of one length."""
 
-    found = []
-    for rank, file in enumerate(files):
-        for record in _records(file.read_bytes()):
-            event = Event.FromString(record)
-            if event.HasField("summary"):
-                found += [
-                    (rank, value.tag, event.step, value.simple_value, event.wall_time)
-                    for value in event.summary.value
-                    if value.HasField("simple_value")
-                ]
-    return pd.DataFrame(found, columns=["rank", "tag", "step", "value", "time"])
+    tag: str
+    step: NDArray[np.int64]
+    value: NDArray[np.float64]
+    time: NDArray[np.float64]
 
 
-def _records(data: bytes) -> Iterator[bytes]:
-    """Records of a TFRecord file: length, its checksum, content and its checksum; one that is damaged is left out.
+def _scalars(file: Path) -> Iterator[Scalars]:
+    """Yield all scalars of a file, in any order.
 
-    Where a length is damaged or the file was cut, nothing behind it can be found.
+    A run has thousands of records, and those of one tag differ in time, step and value alone. So protobuf reads one of
+    each kind, and the others are read by the places that these have in it.
     """
-    records, checks, position = [], [], 0
-    while position + 12 <= len(data):
-        length = int.from_bytes(data[position : position + 8], "little")
-        end = position + 12 + length
-        if end + 4 > len(data):
+    # Imported here: whoever reads logs does not need it. Its own reader takes a hundred times as long.
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
+    for records, width in _records_of_one_form(file.read_bytes()):
+        event = Event.FromString(records[0].tobytes())
+        step = (records[:, 10 : 10 + width].astype(np.int64) & 127) << 7 * np.arange(width)
+        values = [one for one in event.summary.value if one.HasField("simple_value")]
+        if len(values) == 1:
+            plain = Summary.Value(tag=values[0].tag, simple_value=values[0].simple_value)
+            written = Event(wall_time=event.wall_time, step=event.step, summary=Summary(value=[plain]))
+            is_plain = written.SerializeToString() == records[0].tobytes()  # nothing else is in it
+            if is_plain and event.wall_time and event.step and step[0].sum() == event.step:  # zeros are not written
+                value, time = (np.ascontiguousarray(part) for part in (records[:, -4:], records[:, 1:9]))
+                yield Scalars(
+                    plain.tag, step.sum(axis=1), value.view("<f4")[:, 0].astype(float), time.view("<f8")[:, 0]
+                )
+                continue
+        for event in map(Event.FromString, map(bytes, records)):
+            for one in event.summary.value:
+                if one.HasField("simple_value"):
+                    numbers = [event.step], [one.simple_value], [event.wall_time]
+                    yield Scalars(one.tag, *map(np.array, numbers))
+
+
+def _records_of_one_form(data: bytes) -> Iterator[tuple[NDArray[np.uint8], int]]:
+    """Yield records that are alike but for bytes 1 to 8, the number from byte 10 on, and the last 4; and its width."""
+    content, starts, sizes = _sound_records(data)
+    for size in np.unique(sizes[sizes > 0]).tolist():
+        records = sliding_window_view(content, size)[starts[sizes == size]]
+        widths = 1 + np.cumprod(records[:, 10:18] >= 128, axis=1).sum(
+            axis=1
+        )  # seven bits in a byte, the last below 128
+        for width in np.unique(widths).tolist():
+            same = records[widths == width]
+            fixed = same[:, [0, 9, *range(10 + width, size - 4)]] if size > 10 else same
+            _, form = np.unique(np.ascontiguousarray(fixed).view(f"V{fixed.shape[1]}"), return_inverse=True)
+            for number in range(form.max() + 1):
+                yield same[form.reshape(-1) == number], width
+
+
+def _sound_records(data: bytes) -> tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.int64]]:
+    """Return the bytes of a TFRecord file, and where those of its records that are sound start and how long they are.
+
+    A record is its length, the length's checksum, the content and its checksum. Where a length is damaged or the file
+    was cut, nothing behind it can be found.
+    """
+    starts, sizes, position = [], [], 0
+    while position + 16 <= len(data):
+        (size,) = _LENGTH.unpack_from(data, position)
+        if position + 16 + size > len(data):
             break
-        records += [data[position : position + 8], data[position + 12 : end]]
-        checks += [data[position + 8 : position + 12], data[end : end + 4]]
-        position = end + 4
-    sound = _checksums(records) == np.frombuffer(b"".join(checks), "<u4")
-    for index in range(0, len(records), 2):
-        if not sound[index]:
-            return
-        if sound[index + 1]:
-            yield records[index + 1]
+        starts.append(position)
+        sizes.append(size)
+        position += 16 + size
+    content, start, size_ = np.frombuffer(data, np.uint8), np.array(starts, np.int64), np.array(sizes, np.int64)
+    unsound = np.flatnonzero(~_is_sound(content, start, np.full(len(start), 8)))
+    known = slice(unsound[0] if len(unsound) else None)
+    start, size_ = start[known] + 12, size_[known]
+    sound = _is_sound(content, start, size_)
+    return content, start[sound], size_[sound]
 
 
-def _checksums(records: Sequence[bytes]) -> NDArray[np.uint32]:
-    """Masked CRC-32C of each, as TFRecord has it; records of one length are done together."""
-    state = np.zeros(len(records), np.uint32)
-    lengths = np.array([len(record) for record in records])
-    for length in np.unique(lengths):
-        (own,) = np.nonzero(lengths == length)
-        columns = (
-            np.frombuffer(b"".join(records[index] for index in own.tolist()), np.uint8).reshape(len(own), length).T
+def _is_sound(content: NDArray[np.uint8], starts: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Tell whether the bytes behind each start have the masked CRC-32C that stands behind them."""
+    state = np.zeros(len(starts), "<u4")
+    windows = sliding_window_view(np.concatenate([np.zeros(_CRC_BYTES, np.uint8), content]), _CRC_BYTES)
+    for later in range((int(sizes.max(initial=0)) - 1) // _CRC_BYTES, -1, -1):  # blocks, the last those of all records
+        ends = starts + sizes - later * _CRC_BYTES
+        (own,) = np.nonzero(ends > starts)
+        widths = np.minimum(ends - starts, _CRC_BYTES)[own]
+        columns = np.arange(_CRC_BYTES - widths.max(initial=0), _CRC_BYTES)
+        rows = np.where(
+            columns >= _CRC_BYTES - widths[:, None], windows[ends[own]][:, columns[0] if len(columns) else 0 :], 0
         )
-        crc = np.full(len(own), 0xFFFFFFFF, np.uint32)
-        for column in columns:
-            crc = _CRC_TABLE[(crc ^ column) & 0xFF] ^ (crc >> 8)
-        state[own] = ~crc
-    return np.asarray(((state >> 15) | (state << 17)) + np.uint32(0xA282EAD8), np.uint32)
+        # The CRC is linear: that of the bytes, each by its distance to the end, and that of the state before them.
+        before = np.bitwise_xor.reduce(_CRC_TABLE[np.arange(4), state[own].view(np.uint8).reshape(-1, 4)], axis=1)
+        before = np.where(ends[own] - starts[own] <= _CRC_BYTES, _CRC_START[widths], before)
+        state[own] = np.bitwise_xor.reduce(_CRC_TABLE[columns, rows], axis=1) ^ before
+    masked = ((~state >> 15) | (~state << 17)) + np.uint32(0xA282EAD8)
+    checks = sliding_window_view(content, 4)[starts + sizes] if len(starts) else np.empty((0, 4), np.uint8)
+    return np.asarray(masked == checks.view("<u4")[:, 0])
 
 
-def _crc_table() -> NDArray[np.uint32]:
+def _crc_tables() -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
+    """CRC-32C of a byte by its distance to the end, the farthest first, and of so many zeros behind the first state."""
     crc = np.arange(256, dtype=np.uint32)
     for _ in range(8):
         crc = np.where(crc & 1, (crc >> 1) ^ np.uint32(0x82F63B78), crc >> 1).astype(np.uint32)
-    return np.asarray(crc, np.uint32)
+    table, starts = [crc], [np.uint32(0xFFFFFFFF)]
+    for _ in range(_CRC_BYTES):
+        table.append(crc[table[-1] & 0xFF] ^ (table[-1] >> 8))
+        starts.append(crc[starts[-1] & 0xFF] ^ (starts[-1] >> 8))
+    return np.array(table[_CRC_BYTES - 1 :: -1]), np.array(starts)
 
 
-_CRC_TABLE: Final = _crc_table()
-
-
-def _rows(scalars: pd.DataFrame, columns: Mapping[str, str | None]) -> pd.DataFrame:
-    """Turn one launch's scalars into one row per step."""
-    scalars = scalars[scalars["tag"].map(lambda tag: columns.get(tag) is not None)]
-    places, place = np.unique(scalars[["rank", "step"]].to_numpy(), axis=0, return_inverse=True)
-    place, names = place.reshape(-1), scalars["tag"].map(columns).to_numpy()
-    wide = pd.DataFrame({"rank": places[:, 0], "step": places[:, 1], "loss": math.nan})
-    for name in dict.fromkeys(names):
-        own, value = names == name, np.full(len(places), math.nan)
-        given = scalars["value"].to_numpy(dtype=float)[own]
-        np.fmax.at(value, place[own], np.where(np.isnan(given), REPORTED_NAN, given) if name == "grad_norm" else given)
-        wide[name] = value
-    time = np.full(len(places), math.inf)
-    np.minimum.at(time, place, scalars["time"].to_numpy(dtype=float))
-    return ranks_to_rows(wide.assign(time=time), ["step"])
+_CRC_TABLE, _CRC_START = _crc_tables()

@@ -34,6 +34,7 @@ from moelab.runs.table import (
     REPORTED_NAN,
     STEP_METRICS,
     VALIDATION_METRICS,
+    Columns,
     MetricsRead,
     ranks_to_rows,
     separate_runs,
@@ -174,7 +175,7 @@ def _in_launches(history: pd.DataFrame) -> pd.DataFrame:
     return history.assign(segment=launch).sort_values("segment", kind="stable")
 
 
-def _columns(history: pd.DataFrame, metrics: dict[str, str]) -> pd.DataFrame:
+def _columns(history: pd.DataFrame, metrics: dict[str, str]) -> Columns:
     """Return table columns from the ``metrics`` and, if they are those of a training step, the learning rates."""
     names: dict[str, str] = {}
     for name, column in metrics.items():

@@ -8,13 +8,12 @@ nobody recorded of a log from elsewhere is missing.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from moelab.analysis import (
@@ -38,7 +37,8 @@ from moelab.analysis.compare_runs import (
     machine_differences,
     mixed_facts,
 )
-from moelab.analysis.side import Side, median
+from moelab.analysis.convergence import first_final_step
+from moelab.analysis.side import Side
 from moelab.analysis.throughput import why_no_gain
 from moelab.analysis.verdict import correct_for_arms
 from moelab.errors import BadInput, MoelabError
@@ -48,7 +48,6 @@ from moelab.runs import directory
 from moelab.runs.collect import WARMUP_STEPS, Collected, joined_rows
 from moelab.runs.directory import Discovery
 from moelab.runs.files import finite_or_none
-from moelab.runs.status import State
 from moelab.runs.table import throughput_rows
 from moelab.study_report.sides import (
     VALID,
@@ -78,7 +77,7 @@ class Report:
         discovery_notes: what a reader should know of the folders.
         final_fraction: part of the steps that a final loss or difference is a mean of.
         margin_nats: equivalence margin that was given, or None.
-        margin_cap_nats: what a margin may be at most, or None for the usual cap.
+        margin_cap_nats: what a margin may be at most, or None for 1 % of the reference's mean loss.
         dropped_seeds: seeds that are left out of every side, as was asked for.
     """
 
@@ -90,9 +89,10 @@ class Report:
     final_fraction: float = 0.1
     margin_nats: float | None = None
     margin_cap_nats: float | None = None
-    dropped_seeds: tuple[int, ...] = ()
+    dropped_seeds: Sequence[int] = ()
 
     def __post_init__(self) -> None:
+        first_final_step(1, self.final_fraction)  # refuses a part of nothing now, and not when a loss is asked for
         seeds = set().union(*(side.seeds for side in self.sides))
         if unknown := [seed for seed in self.dropped_seeds if seed not in seeds]:
             known = ", ".join(str(seed) for seed in sorted(seeds)) or "not known"
@@ -105,7 +105,7 @@ class Report:
         """What the report is about."""
         if self.study is not None:
             return f"Study {self.study}"
-        return f"Run {self.sides[0].label}" if len(self.sides) == 1 else f"{len(self.sides)} runs side by side"
+        return f"Run {self.reference.label}" if len(self.sides) == 1 else f"{len(self.sides)} runs side by side"
 
     @property
     def reference(self) -> Side:
@@ -140,7 +140,7 @@ class Report:
         judged = [side for side in self.sides if side.finished or side.diverged_seeds]
         if self.reference not in judged or len(judged) < 2:
             return []
-        return judge_sides(self.final, judged, name=_arm, **self._margins)
+        return judge_sides(self.final, judged, name=lambda side: side.arm, **self._margins)
 
     @cached_property
     def held_out(self) -> list[Verdict]:
@@ -160,18 +160,18 @@ class Report:
         arms = [side for side in self.others if side.finished and side.arm in told]
         if not losses or self.reference.arm not in told or not arms:
             return []
-        return judge_sides(losses, [self.reference, *arms], name=_arm, diverged=diverged, lost=lost, **self._margins)
+        sides, seeds = [self.reference, *arms], {"diverged": diverged, "lost": lost}
+        return judge_sides(losses, sides, name=lambda side: side.arm, **seeds, **self._margins)
 
     @cached_property
     def differences(self) -> list[Difference]:
         """Loss of every other side against the first, on the steps that both logged."""
-        found = [
-            difference(self.reference, side, final_fraction=self.final_fraction, **self._margins)
-            for side in self.others
-        ]
-        judged = [one.verdict for one in found if one.verdict is not None]
+        options = {"final_fraction": self.final_fraction, **self._margins}
+        differences = [difference(self.reference, side, **options) for side in self.others]
+        judged = [one.verdict for one in differences if one.verdict is not None]
+        # Each was judged alone, on steps of its own; together a chance difference is more likely.
         corrected = {verdict.arm: verdict for verdict in correct_for_arms(judged)}
-        return [replace(one, verdict=corrected.get(one.label)) for one in found]
+        return [replace(one, verdict=corrected.get(one.label)) for one in differences]
 
     @cached_property
     def throughput(self) -> list[ArmThroughput]:
@@ -231,7 +231,7 @@ class Report:
     @property
     def speed_note(self) -> str:
         """What must be said where speed is shown; empty for real kernels on GPUs of one kind."""
-        shown = self._with_finished
+        shown = [side for side in self.sides if self.study is None or side.finished]
         on_cpu = [side for side in shown if side.on_cpu]
         where = "" if self.study is not None and len(on_cpu) == len(shown) else f" in {_names(on_cpu)}"
         notes = [f"a rank is a CPU process{where}"] if on_cpu else []
@@ -243,7 +243,7 @@ class Report:
     def grad_norm_notes(self) -> list[str]:
         """Runs that reported a gradient norm of NaN or Inf, and in which steps."""
         return [
-            f"{self._run_name(side, run)}: {run.grad_norm_finding}"
+            f"{side.name_of(run)}: {run.grad_norm_finding}"
             for side in self.sides
             for run in side.attempted
             if run.grad_norm_finding
@@ -269,13 +269,13 @@ class Report:
     @cached_property
     def traced(self) -> tuple[dict[str, Explanation], list[str]]:
         """By label a traced step of each side that has one, explained; and what a reader should know of the traces."""
-        found = [run for path in self.paths for run in directory.find(path.resolve())]
-        traces = {run.name: sorted((run.path / directory.TRACES_FOLDER).glob("*.json*")) for run in found}
+        folders = [run for path in self.paths for run in directory.find(path.resolve())]
+        traces = {run.name: sorted((run.path / directory.TRACES_FOLDER).glob("*.json*")) for run in folders}
         explained: dict[str, Explanation] = {}
         notes: list[str] = []
         for side in self.sides:
             for run in [run for run in side.runs if traces.get(run.run)][:1]:
-                name, files = self._run_name(side, run), traces[run.run]
+                name, files = side.name_of(run), traces[run.run]
                 try:
                     explained[side.label] = explain(files)
                 except BadInput as error:
@@ -287,47 +287,47 @@ class Report:
     @property
     def notes(self) -> list[str]:
         """What a reader must know before the numbers."""
-        unfinished: list[str] = []
-        others: list[str] = []
+        unjudged: list[str] = []
         if self.study is None:
-            unfinished = [f"{side.unfinished}: its loss is not judged" for side in self._unjudged]
-            studies = dict.fromkeys(one.study for one in self._not_shown)
+            judged = {label for one in self.differences if one.judged for label in (one.label, one.reference)}
+            early = [side for side in self.sides if side.unfinished and side.label not in judged]
+            unjudged = [f"{side.unfinished}: its loss is not judged" for side in early]
+            # Also runs that did not finish where others of their side did.
+            ended = [run for side in self.sides if side.finished for run in side.attempted if not run.finished]
+            not_shown = [*self.not_judged, *map(NotJudged.of, ended)]
             left_out = [
-                f"left out: {study}: {words}"
-                for study in studies
-                for words in left_out_words([one for one in self._not_shown if one.study == study])
+                f"{study}: {words}"
+                for study in dict.fromkeys(one.study for one in not_shown)
+                for words in left_out_words([one for one in not_shown if one.study == study])
             ]
-            unknown = [side for side in self.sides if not side.settings.values]
-            uncounted = [side for side in self.sides if not side.on_cpu and math.isnan(side.mfu_percent(causal=True))]
-            told = {
-                "no configuration can be read": unknown,
-                "MFU by the two counts needs the model's shape, the sequence length and the GPU's peak": uncounted,
+            unknown = {
+                "no configuration can be read": [side for side in self.sides if not side.settings.values],
+                "MFU by the two counts needs the model's shape, the sequence length and the GPU's peak": [
+                    side for side in self.sides if not side.on_cpu and math.isnan(side.mfu_percent(causal=True))
+                ],
             }
-            others = [f"{_names(sides)}: {what}" for what, sides in told.items() if sides]
+            others = [f"{_names(sides)}: {what}" for what, sides in unknown.items() if sides]
         else:
             # An arm without any finished or diverged seed has no verdict that would name it.
             unnamed = [side for side in self.sides if not side.finished and not side.diverged_seeds]
-            unjudged = [_not_judged(run) for side in unnamed for run in side.attempted]
-            left_out = [f"left out: {words}" for words in left_out_words([*unjudged, *self.not_judged])]
+            ended = [run for side in unnamed for run in side.attempted]
+            left_out = left_out_words([*map(NotJudged.of, ended), *self.not_judged])
             others = [f"{side.label}: {words}" for side in self.others for words in caveats(side, self.reference)]
-        names = ", ".join(str(seed) for seed in self.dropped_seeds)
+        names = ", ".join(str(seed) for seed in sorted(self.dropped_seeds))
         plural = "s" if len(self.dropped_seeds) > 1 else ""
-        dropped = [f"dropped in every {self._kind}, as asked for: seed{plural} {names}"] if names else []
-        speed = [self.speed_note] if self.speed_note else []
-        damaged = [
-            f"{self._run_name(side, run)}: {words}"
-            for side in self.sides
-            for run in side.attempted
-            for words in (*run.damaged, *run.notes)
-        ]
         return [
-            *unfinished,
+            *unjudged,
             *self.grad_norm_notes,
-            *left_out,
-            *dropped,
+            *(f"left out: {words}" for words in left_out),
+            *([f"dropped in every {self._kind}, as asked for: seed{plural} {names}"] if names else []),
             *others,
-            *speed,
-            *damaged,
+            *filter(None, [self.speed_note]),
+            *(
+                f"{side.name_of(run)}: {words}"
+                for side in self.sides
+                for run in side.attempted
+                for words in (*run.damaged, *run.notes)
+            ),
             *self.traced[1],
             *self.discovery_notes,
         ]
@@ -344,18 +344,25 @@ class Report:
             return math.nan
         return self.final.by_run.get((run.arm, run.seed), math.nan)
 
+    @cached_property
+    def final(self) -> FinalLosses:
+        """Final training loss of every finished run."""
+        return final_losses(self.table, final_fraction=self.final_fraction)
+
     def as_text(self) -> str:
         """The findings as sentences."""
         if self.study is not None:
-            finished, found = self._finished_of_all, len(self.runs) + len(self.not_judged)
+            finished, attempts = self._finished_of_all, len(self.runs) + len(self.not_judged)
             judged = f", {len(self.finished)} of them judged" if len(self.finished) < finished else ""
-            lines = [f"{finished} of {found} runs finished{judged}"]
-            lines += [verdict.sentence() for verdict in self.verdicts] or [f"No verdict: {self._no_verdict}"]
+            which = "an arm beside the reference" if self.reference.finished else "the reference"
+            lines = [f"{finished} of {attempts} runs finished{judged}"]
+            lines += [verdict.sentence() for verdict in self.verdicts]
+            lines += [] if self.verdicts else [f"No verdict: no run of {which} {self.reference.arm} finished"]
             lines += [f"Held-out text: {verdict.sentence()}" for verdict in self.held_out]
             lines += [arm.sentence().replace("per GPU", self.rank_words) for arm in self.throughput]
             lines += [one.sentence() for one in self.gains]
         else:
-            lines = [f"{side.label}: {_in_words(side)}" for side in self.sides]
+            lines = [f"{side.label}: {side.in_words()}" for side in self.sides]
             lines += [one.sentence() for one in self.differences]
             for name, values in differing_values(self.sides).items():
                 lines.append(f"{name} differs: {', '.join(value or '–' for value in values)}")
@@ -364,15 +371,17 @@ class Report:
     def to_json(self) -> dict[str, Any]:
         """The numbers for a program; what is missing is null."""
         runs = [
-            *(self._run_json(side, run) for side in self.sides for run in side.attempted),
-            *(one.to_json() for one in self.not_judged),
+            run_json(run, self._why_unused(side, run)) | ({"side": side.label} if self.study is None else {})
+            for side in self.sides
+            for run in side.attempted
         ]
+        runs += [one.to_json() for one in self.not_judged]
         note = "; ".join(note.removesuffix(".") for note in self.notes)
         if self.study is None:
             return {
                 "runs": runs,
-                "sides": [self._side_json(side) for side in self.sides],
-                "differences": [_difference_json(one) for one in self.differences],
+                "sides": [side.to_json(final_fraction=self.final_fraction) for side in self.sides],
+                "differences": [one.to_json() for one in self.differences],
                 "differing_settings": differing_values(self.sides),
                 "note": note,
             }
@@ -393,115 +402,40 @@ class Report:
 
     @property
     def _margins(self) -> dict[str, Any]:
-        return {
-            "margin_nats": self.margin_nats,
-            "margin_cap_nats": self.margin_cap_nats,
-            "dropped_seeds": self.dropped_seeds,
-        }
-
-    @cached_property
-    def final(self) -> FinalLosses:
-        """Final training loss of every finished run."""
-        return final_losses(self.table, final_fraction=self.final_fraction)
-
-    @property
-    def _with_finished(self) -> list[Side]:
-        """Sides whose speed is shown."""
-        return [side for side in self.sides if self.study is None or side.finished]
-
-    @property
-    def _unjudged(self) -> list[Side]:
-        """Sides that diverged or ended early, and that no verdict speaks of."""
-        judged = {label for one in self.differences if one.judged for label in (one.label, one.reference)}
-        return [side for side in self.sides if side.unfinished and side.label not in judged]
-
-    @property
-    def _not_shown(self) -> list[NotJudged]:
-        """Runs in no side, and those that did not finish where others of their side did."""
-        return [
-            *self.not_judged,
-            *(_not_judged(run) for side in self.sides if side.finished for run in side.attempted if not run.finished),
-        ]
+        names = ("margin_nats", "margin_cap_nats", "dropped_seeds")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def _finished_of_all(self) -> int:
         others = [one.collected for one in self.not_judged if one.collected is not None]
         return sum(run.finished for run in [*self.runs, *others])
 
-    @property
-    def _no_verdict(self) -> str:
-        which = "an arm beside the reference" if self.reference.finished else "the reference"
-        return f"no run of {which} {self.reference.arm} finished"
-
-    def _run_name(self, side: Side, run: Collected) -> str:
-        return side.label if run.seed is None else f"{side.label}, seed {run.seed}"
-
     def _why_unused(self, side: Side, run: Collected) -> str | None:
         if not run.finished and (side.finished or self.study is not None):
             return end_of(run)
         return f"its seed is dropped in every {self._kind}, as asked for" if run.seed in self.dropped_seeds else None
 
-    def _run_json(self, side: Side, run: Collected) -> dict[str, Any]:
-        told = run_json(run, self._why_unused(side, run))
-        return told if self.study is not None else told | {"side": side.label}
-
     def _gain_json(self, side: Side) -> dict[str, Any]:
-        found = next((one for one in self.gains if one.arm == side.arm), None)
-        if found is None:
+        claimed = next((one for one in self.gains if one.arm == side.arm), None)
+        if claimed is None:
             reason = self.no_gain.get(side.label, "no common seed whose machine is known and that logged a speed")
             return {"arm": side.arm, "percent": None, "interval_percent": [None, None], "seeds": 0, "reason": reason}
-        ends = (found.interval.low, found.interval.high)
+        ends = (claimed.interval.low, claimed.interval.high)
         return {
             "arm": side.arm,
-            "percent": finite_or_none(found.percent),
+            "percent": finite_or_none(claimed.percent),
             "interval_percent": [finite_or_none(100 * (end - 1)) for end in ends],
-            "seeds": found.n_seeds,
-        }
-
-    def _side_json(self, side: Side) -> dict[str, Any]:
-        low, high = quartiles(side.tps)
-        return {
-            "label": side.label,
-            "arm": side.arm,
-            "seeds": [run.seed for run in side.runs],
-            "status": state_of(side),
-            "last_step": side.last_step,
-            "final_loss_nats": finite_or_none(side.final_nats(self.final_fraction)),
-            "held_out_loss_nats": finite_or_none(side.held_out_nats),
-            "tps": {
-                "median": finite_or_none(median(side.tps)),
-                "quartiles": [finite_or_none(low), finite_or_none(high)],
-                "n": len(side.tps),
-            },
-            "step_time_s": {"median": finite_or_none(median(side.step_time_s)), "n": len(side.step_time_s)},
-            "memory_gib": finite_or_none(side.memory_gib),
-            "mfu_percent": {
-                "logged": finite_or_none(side.mfu_logged_percent),
-                "torchtitan": finite_or_none(side.mfu_percent(causal=False)),
-                "causal": finite_or_none(side.mfu_percent(causal=True)),
-            },
-            "settings": side.settings.values,
+            "seeds": claimed.n_seeds,
         }
 
 
-def judge_paths(
-    paths: Sequence[Path],
-    *,
-    reference: str = "bf16_standard",
-    final_fraction: float = 0.1,
-    margin_nats: float | None = None,
-    margin_cap_nats: float | None = None,
-    dropped_seeds: Collection[int] = (),
-) -> Report:
+def judge_paths(paths: Sequence[Path], *, reference: str = "bf16_standard", **options: Any) -> Report:
     """Judge one study, or compare whatever is at several paths, or at one that holds no run of ours.
 
     Args:
         paths: studies, run directories, or logs from elsewhere; the first is what the others are held against.
         reference: arm of a study that its others are held against.
-        final_fraction: part of the steps that the final loss is a mean of.
-        margin_nats: equivalence margin, or None to take it from the reference's own seed-to-seed spread.
-        margin_cap_nats: what that margin may be at most, or None for 1 % of the reference's mean loss.
-        dropped_seeds: left out in every arm, and shown.
+        **options: ``final_fraction``, ``margin_nats``, ``margin_cap_nats`` and ``dropped_seeds`` of a :class:`Report`.
 
     Raises:
         BadInput: if there is no path, or one cannot be read; it is named.
@@ -509,17 +443,9 @@ def judge_paths(
     """
     if not paths:
         raise BadInput(f"give at least one path: {VALID}")
-    if not 0.0 < final_fraction <= 1.0:
-        raise BadInput(f"final_fraction is {final_fraction}: give a part of the steps above 0 and up to 1, such as 0.1")
-    options: dict[str, Any] = {
-        "final_fraction": final_fraction,
-        "margin_nats": margin_nats,
-        "margin_cap_nats": margin_cap_nats,
-        "dropped_seeds": tuple(sorted(dropped_seeds)),
-    }
-    found = directory.discover(paths[0].resolve()) if len(paths) == 1 and paths[0].is_dir() else None
-    if found is not None and found.all_runs:
-        return _of_study(paths[0], found, reference=reference, **options)
+    folder = directory.discover(paths[0].resolve()) if len(paths) == 1 and paths[0].is_dir() else None
+    if folder is not None and folder.all_runs:
+        return _of_study(paths[0], folder, None, reference, **options)
     sides, not_judged, notes = sides_of(paths, reference=reference)
     return Report(
         sides=tuple(sides),
@@ -546,25 +472,17 @@ def judge_study(path: Path, *, study: Study | None = None, reference: str = "bf1
     """
     if not path.is_dir():
         raise BadInput(f"{path} is not a folder; give a study, such as runs/06_compare_convergence")
-    return _of_study(path, directory.discover(path.resolve()), study=study, reference=reference, **options)
+    return _of_study(path, directory.discover(path.resolve()), study, reference, **options)
 
 
-def _of_study(
-    path: Path,
-    found: Discovery,
-    *,
-    reference: str,
-    study: Study | None = None,
-    dropped_seeds: Iterable[int] = (),
-    **options: Any,
-) -> Report:
-    studies = studies_in(found)
+def _of_study(path: Path, folder: Discovery, study: Study | None, reference: str, **options: Any) -> Report:
+    studies = studies_in(folder)
     if not studies:
         raise BadInput(f"{path} holds no run; give a study, such as runs/06_compare_convergence")
     if len(studies) > 1:
         raise BadInput(f"{path} holds several studies; give the folder of one: {', '.join(studies)}")
     (name,) = studies
-    sides, not_judged = sides_of_study(found, name, reference=reference, planned=study)
+    sides, not_judged = sides_of_study(folder, name, reference=reference, planned=study)
     if not any(side.finished for side in sides):
         runs = [run for side in sides for run in side.attempted]
         ends = [run.status.reason or f"{run.last_step} of {run.steps_planned} steps logged" for run in runs]
@@ -580,62 +498,11 @@ def _of_study(
         study=name,
         paths=(path,),
         not_judged=tuple(not_judged),
-        discovery_notes=found.notes,
-        dropped_seeds=tuple(sorted(dropped_seeds)),
+        discovery_notes=folder.notes,
         **options,
     )
-
-
-def quartiles(values: np.ndarray[Any, Any]) -> tuple[float, float]:
-    """First and third quartile, NaN of nothing."""
-    if not len(values):
-        return math.nan, math.nan
-    low, high = np.percentile(values, [25, 75])
-    return float(low), float(high)
-
-
-def state_of(side: Side) -> str:
-    """How its runs ended; logs from elsewhere do not say."""
-    states = sorted({run.status.state for run in side.runs})
-    reasons = sorted({run.status.reason for run in side.runs if run.status.reason})
-    words = ", ".join("not recorded" if state is State.UNKNOWN else str(state) for state in states)
-    return f"{words}: {'; '.join(reasons)}" if reasons else words
-
-
-def _not_judged(run: Collected) -> NotJudged:
-    return NotJudged(run=run.run, arm=run.arm, seed=run.seed, reason=end_of(run), collected=run)
-
-
-def _arm(side: Side) -> str:
-    return side.arm
 
 
 def _names(sides: Sequence[Side]) -> str:
     names = [side.label for side in sides]
     return ", ".join(names) if len(names) < 4 else f"{', '.join(names[:2])} and {len(names) - 2} more"
-
-
-def _in_words(side: Side) -> str:
-    low, high = quartiles(side.tps)
-    speed = (
-        f"{median(side.tps):,.0f} tokens/s (middle half {low:,.0f} to {high:,.0f})" if len(side.tps) else "no tokens/s"
-    )
-    memory = f"{side.memory_gib:.2f} GiB" if math.isfinite(side.memory_gib) else "no memory"
-    seeds = f"{len(side.runs)} seeds, " if len(side.runs) > 1 else ""
-    return f"{seeds}{side.last_step} steps, {speed}, {memory}"
-
-
-def _difference_json(one: Difference) -> dict[str, Any]:
-    judged = one.judged
-    ends = (judged.interval.low, judged.interval.high) if judged else (math.nan, math.nan)
-    return {
-        "label": one.label,
-        "reference": one.reference,
-        "common_steps": len(one.steps),
-        "difference_nats": finite_or_none(one.nats),
-        "step_spread_nats": finite_or_none(one.spread_nats),
-        "seeds": list(judged.seeds) if judged else [],
-        "interval_nats": [finite_or_none(end) for end in ends],
-        "answer": judged.answer.value if judged else None,
-        "sentence": one.sentence(),
-    }

@@ -53,6 +53,11 @@ class NotJudged:
     reason: str
     collected: Collected | None = None
 
+    @classmethod
+    def of(cls, run: Collected) -> NotJudged:
+        """A run that did not finish."""
+        return cls(run=run.run, arm=run.arm, seed=run.seed, reason=end_of(run), collected=run)
+
     @property
     def study(self) -> str:
         """Folder of the study that it lies in."""
@@ -80,12 +85,12 @@ def sides_of(paths: Sequence[Path], *, reference: str) -> tuple[list[Side], list
     Raises:
         BadInput: naming the path that cannot be read, and what is valid.
     """
-    found = [directory.discover(path.resolve()) if path.is_dir() else None for path in paths]
-    several = len({study for one in found if one for study in studies_in(one)}) > 1
+    folders = [directory.discover(path.resolve()) if path.is_dir() else None for path in paths]
+    several = len({study for one in folders if one for study in studies_in(one)}) > 1
     sides: list[Side] = []
     not_judged: list[NotJudged] = []
     notes: list[str] = []
-    for path, ours in zip(paths, found, strict=True):
+    for path, ours in zip(paths, folders, strict=True):
         if ours is None or not ours.runs:
             sides += _sides_from_elsewhere(path)
             continue
@@ -102,20 +107,20 @@ def sides_of(paths: Sequence[Path], *, reference: str) -> tuple[list[Side], list
 
 
 def sides_of_study(
-    found: Discovery, name: str, *, reference: str, planned: Study | None = None
+    folder: Discovery, name: str, *, reference: str, planned: Study | None = None
 ) -> tuple[list[Side], list[NotJudged]]:
     """One side for each arm of a study, the reference's first, and every run that is in none of them.
 
     Args:
-        found: runs at a path.
+        folder: runs at a path.
         name: of the study among them.
         reference: arm whose settings the others should share.
         planned: the runs of exactly these experiments are judged; None takes, for each arm, the settings that most of
             its seeds share with the reference.
     """
-    collected = collect_runs(run for run in found.runs if _study_of(run) == name)
+    collected = collect_runs(run for run in folder.runs if _study_of(run) == name)
     runs, not_judged = runs_to_judge(collected, reference=reference, study=planned)
-    not_judged += [_not_judged_by_record(one) for one in found.left_out if _study_of(one.run) == name]
+    not_judged += [_not_judged_by_record(one) for one in folder.left_out if _study_of(one.run) == name]
     seeds = None if planned is None else {(one.arm, one.seed) for one in planned.experiments}
     diverged, lost = _without_loss(runs, not_judged, seeds)
     sides = []
@@ -134,9 +139,9 @@ def sides_of_study(
     return sides, not_judged
 
 
-def studies_in(found: Discovery) -> list[str]:
+def studies_in(folder: Discovery) -> list[str]:
     """Names of the studies that the runs at a path are of."""
-    return sorted({_study_of(run) for run in found.all_runs})
+    return sorted({_study_of(run) for run in folder.all_runs})
 
 
 def runs_to_judge(
@@ -151,12 +156,22 @@ def runs_to_judge(
     """
     groups: dict[str, dict[Experiment, list[Collected]]] = {}
     for run in collected:
-        groups.setdefault(run.arm, {}).setdefault(_identity(run), []).append(run)
-    chosen = _planned(groups, study) if study is not None else _shared(groups, reference)
+        assert run.experiment is not None, f"{run.run} is no run of ours"
+        settings = run.experiment.model_copy(update={"name": "study", "seed": 0})
+        groups.setdefault(run.arm, {}).setdefault(settings, []).append(run)
+    if study is None:
+        chosen = _shared(groups, reference)
+    else:
+        planned = {(one.arm, one.seed): one for one in study.experiments}
+        chosen = {
+            arm: [
+                group for group in own if any(one.arm == arm and not group.differences(one) for one in planned.values())
+            ]
+            for arm, own in groups.items()
+        }
     judged = newest(run for arm, kept in chosen.items() for group in kept for run in groups[arm][group])
     if study is not None:
-        seeds = {(one.arm, one.seed) for one in study.experiments}
-        judged = [run for run in judged if (run.arm, run.seed) in seeds]
+        judged = [run for run in judged if (run.arm, run.seed) in planned]
     by_seed = {(run.arm, run.seed): run for run in judged}
     kept = {run.run for run in judged}
     not_judged = []
@@ -166,9 +181,12 @@ def runs_to_judge(
                 if run.run in kept:
                     continue
                 same = by_seed.get((arm, run.seed))
-                if group not in chosen.get(arm, ()):
-                    reason = _other_settings(group, chosen.get(arm, ()))
-                    rivals = [_ended_seeds(own[other]) for other in chosen.get(arm, ())]
+                if not chosen.get(arm):
+                    reason = "its arm is not in the study"
+                elif group not in chosen[arm]:
+                    nearest = min((differing_fields(group, other) for other in chosen[arm]), key=len)
+                    reason = "other settings than the runs of this arm that are judged: " + ", ".join(nearest.values())
+                    rivals = [_ended_seeds(own[other]) for other in chosen[arm]]
                     if study is None and any(len(_ended_seeds(runs)) == len(rival) for rival in rivals):
                         reason += " (as many seeds as the newer runs that are judged: give each a study of its own)"
                 elif same is None:
@@ -238,6 +256,7 @@ def _without_loss(
     damaged = [(one.arm, one.seed) for one in not_judged if one.collected is None]
     arms = {run.arm for run in judged}
     seeds = {seed for arm, seed in [*runs, *damaged] if arm in arms and seed is not None}
+    # Without a plan, a seed that any arm has is one that all should have.
     expected = {(arm, seed) for arm in arms for seed in seeds} if planned is None else planned
     diverged: Seeds = {}
     lost: Seeds = {}
@@ -299,19 +318,6 @@ def _with_own_label(sides: Sequence[Side]) -> Iterator[Side]:
         yield replace(side, label=label)
 
 
-def _identity(run: Collected) -> Experiment:
-    assert run.experiment is not None, f"{run.run} is no run of ours"
-    return run.experiment.model_copy(update={"name": "study", "seed": 0})
-
-
-def _planned(groups: dict[str, dict[Experiment, list[Collected]]], study: Study) -> dict[str, list[Experiment]]:
-    """Groups of each arm that the study has."""
-    return {
-        arm: [group for group in own if any(one.arm == arm and not group.differences(one) for one in study.experiments)]
-        for arm, own in groups.items()
-    }
-
-
 def _shared(groups: dict[str, dict[Experiment, list[Collected]]], reference: str) -> dict[str, list[Experiment]]:
     """One group of each arm: that with most seeds among those that agree with the reference's, if any does."""
 
@@ -337,10 +343,3 @@ def _shared(groups: dict[str, dict[Experiment, list[Collected]]], reference: str
 def _ended_seeds(runs: Iterable[Collected]) -> set[int | None]:
     """Seeds with a result, a divergence being one."""
     return {run.seed for run in runs if run.finished or run.diverged}
-
-
-def _other_settings(group: Experiment, judged: Sequence[Experiment]) -> str:
-    if not judged:
-        return "its arm is not in the study"
-    nearest = min((differing_fields(group, other) for other in judged), key=len)
-    return f"other settings than the runs of this arm that are judged: {', '.join(nearest.values())}"

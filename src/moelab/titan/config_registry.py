@@ -17,22 +17,26 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
+from torchao.prototype.moe_training import mxfp8_grouped_mm
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 from torchtitan.components.validate import Validator
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.config.configs import CommConfig, DebugConfig
-from torchtitan.config.override import OverrideConfig
+from torchtitan.config.override import OverrideConfig, override
 from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
 from torchtitan.models.common.config_utils import decoder_vocab_size
+from torchtitan.models.common.token_dispatcher import BaseEPTokenDispatcher
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.trainer import Trainer
 
@@ -41,7 +45,7 @@ from moelab.deepep.dispatcher import PADDED
 from moelab.errors import Refused
 from moelab.experiment import EPBackend, Experiment, Precision, Routing
 from moelab.experiment_file import read_experiment
-from moelab.hardware import GROUP_PADDING
+from moelab.hardware import GROUP_PADDING, has_native_mxfp8
 from moelab.layout import check
 from moelab.machine import end_with_torchrun, gpus
 from moelab.model import TOKENIZERS, shape_for
@@ -51,7 +55,7 @@ from moelab.mxfp8 import kernels as mxfp8_kernels
 from moelab.mxfp8.converter import LINEARS, FP8Converter, MXFP8Converter
 from moelab.runs import directory
 from moelab.runs.directory import RunDir
-from moelab.titan import corpus, ep_buffers, routing
+from moelab.titan import corpus, routing
 from moelab.titan.arms import named_arms, nearest
 from moelab.titan.models import model_spec
 from moelab.titan.preempt import ResumeCheckpoints, StoppableTrainer
@@ -67,6 +71,7 @@ _ACTIVATION_CHECKPOINT = {
 }
 _COMPILE = {"none": [], "loss": ["loss"], "model+loss": ["model", "loss"]}
 _FP32_GATE = "moelab.titan.cpu.fp32_gate"
+ONE_MICROBATCH = "moelab.titan.config_registry.one_microbatch"
 _FUSED_SWIGLU = (
     "torchtitan.overrides.fused_swiglu.fused_swiglu",
     "torchtitan.overrides.fused_swiglu.fused_grouped_experts",
@@ -92,11 +97,12 @@ def experiment() -> Trainer.Config:
         Refused: if it is illegal.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        end_with_torchrun()
+        end_with_torchrun()  # a rank outlives a torchrun that is killed, and keeps its GPU
     path = os.environ.get(EXPERIMENT_VARIABLE)
     if not path:
         raise KeyError(f"set {EXPERIMENT_VARIABLE} to the path of an experiment.yaml; `moelab run` does so")
     folder = Path(path).parent
+    # A record has every field and must be whole; a person's file has defaults.
     is_record = Path(path).name == directory.EXPERIMENT_FILE and directory.is_run(folder)
     asked = RunDir(folder).experiment if is_record else read_experiment(Path(path))
     if reasons := check(asked).reasons:
@@ -124,6 +130,35 @@ def __getattr__(name: str) -> Callable[[], Trainer.Config]:
 def __dir__() -> list[str]:
     """What ``--config`` takes; TorchTitan lists it when it is given another name."""
     return [experiment.__name__, *named_arms()]
+
+
+@contextmanager
+def assume_gpu(capability: tuple[int, int]) -> Iterator[None]:
+    """Answer questions about the device as a GPU of this compute capability would, for configuring alone.
+
+    A configuration depends on the GPU in a few places: which MXFP8 kernels exist, whether FP8 experts are allowed, who
+    pads the experts' groups. Torch, torchao 0.18 and TorchTitan 0.3.0 each ask the device and take no argument.
+
+    Args:
+        capability: such as ``(10, 0)`` for a B200 or ``(9, 0)`` for an H100.
+
+    >>> with assume_gpu((9, 0)):
+    ...     torch.cuda.get_device_capability()
+    (9, 0)
+    """
+    major, minor = capability
+    answers = {
+        "is_available": True,
+        "get_device_capability": capability,
+        "get_device_name": f"an assumed SM{major}{minor} GPU",
+    }
+    with ExitStack() as stack:
+        for name, answer in answers.items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, lambda *_device, _answer=answer: _answer))
+        native = has_native_mxfp8(major)
+        stack.enter_context(mock.patch.object(mxfp8_grouped_mm, "_SM100_KERNELS_AVAILABLE", native))
+        stack.enter_context(mock.patch.object(mxfp8_kernels, "why_not_cutedsl", return_value=None))  # its packages too
+        yield
 
 
 def _require_no_gpus(experiment: Experiment) -> None:
@@ -173,16 +208,17 @@ def trainer_config(experiment: Experiment) -> Trainer.Config:
             disable_cuda_graphs=True,
         ),
         parallelism=_parallelism(experiment, on_cpu=on_cpu),
-        checkpoint=ResumeCheckpoints.Config(enable=False),
+        checkpoint=ResumeCheckpoints.Config(enable=False),  # who launches a job turns them on by TorchTitan's options
         activation_checkpoint=_ACTIVATION_CHECKPOINT[experiment.activation_checkpoint],
         compile=CompileConfig(enable=experiment.compile != "none", components=_COMPILE[experiment.compile]),
-        comm=CommConfig(trace_buf_size=0) if on_cpu else CommConfig(),
+        comm=CommConfig(trace_buf_size=0) if on_cpu else CommConfig(),  # NCCL's flight recorder, which gloo lacks
         debug=DebugConfig(
             seed=experiment.seed,
             moe_force_load_balance=experiment.routing is Routing.ROUND_ROBIN,
             save_config_file="launch/titan_config.json",
             enable_structured_logging=False,
         ),
+        # Every step is logged, without colours: the log is read again (moelab.runs.log).
         metrics=MetricsProcessor.Config(log_freq=1, enable_tensorboard=True, disable_color_printing=True),
         override=OverrideConfig(imports=_overrides(experiment, on_cpu=on_cpu)),
         trace_step=experiment.trace_step,
@@ -201,14 +237,14 @@ def _overrides(experiment: Experiment, *, on_cpu: bool) -> list[Any]:
         imports += cpu.OVERRIDES
     if experiment.routing is Routing.RANDOM_BALANCED:
         if on_cpu:
-            imports.remove(_FP32_GATE)
+            imports.remove(_FP32_GATE)  # the router's override brings it: two may not claim the same part
         imports.append((routing.RANDOM_BALANCED, {"fp32_gate": on_cpu}))
     if experiment.ep_backend is EPBackend.DEEPEP:
         imports.append((PADDED, _padding(experiment)))
     elif experiment.dispatch_precision != "bf16":
         imports.append(mxfp8_dispatch.QUANTISED)
     elif experiment.ep_backend is not EPBackend.STANDARD and experiment.pp > 1:
-        imports.append((ep_buffers.ONE_MICROBATCH, {"tokens": ep_buffers.tokens_of_a_microbatch(experiment)}))
+        imports.append((ONE_MICROBATCH, {"tokens": tokens_of_a_microbatch(experiment)}))
     if experiment.ep_backend is EPBackend.MINIMAL_ASYNC_EP:
         # It leaves most rows of its fixed-size buffer unset; the fused activation stops at the last row in use.
         imports += _FUSED_SWIGLU
@@ -217,16 +253,37 @@ def _overrides(experiment: Experiment, *, on_cpu: bool) -> list[Any]:
 
 def _padding(experiment: Experiment) -> dict[str, Any]:
     """Arguments of the override that puts moelab's DeepEP dispatcher in place."""
-    kind = experiment.precision.value
-    if experiment.precision is Precision.MXFP8:
-        kind = f"mxfp8_{_kernels(experiment)}"
-    tokens = ep_buffers.tokens_of_a_microbatch(experiment) if experiment.pp > 1 else None
+    kind = f"mxfp8_{_kernels(experiment)}" if experiment.precision is Precision.MXFP8 else experiment.precision.value
     return {
         "alignment": GROUP_PADDING[kind],
-        "tokens": tokens,
+        "tokens": tokens_of_a_microbatch(experiment) if experiment.pp > 1 else None,
         "kernels": experiment.ep_kernels,
         "precision": experiment.dispatch_precision,
     }
+
+
+def tokens_of_a_microbatch(experiment: Experiment) -> int:
+    """Tokens that a rank dispatches at a time under pipeline parallelism; context and tensor axes share a sequence.
+
+    >>> tokens_of_a_microbatch(Experiment(seq_len=8192, microbatch=1, tp=2, pp=2, local_batch=64))
+    4096
+    """
+    return experiment.microbatch * experiment.seq_len // (experiment.cp * experiment.tp)
+
+
+@override(target=BaseEPTokenDispatcher.Config, description="buffers for one micro-batch under pipeline parallelism")
+def one_microbatch(config: BaseEPTokenDispatcher.Config, *, tokens: int) -> Any:
+    """Set the most tokens of a dispatch where the dispatcher, HybridEP's or MinimalAsyncEP's, has such a setting.
+
+    Both allocate their buffer once, for the most tokens that a rank ever dispatches at a time. TorchTitan 0.3.0 takes
+    its whole local batch for that and refuses a smaller number, but under pipeline parallelism a rank dispatches one
+    micro-batch: with 64 sequences and micro-batches of one the buffer would be 64 times too large. This can go when
+    TorchTitan counts micro-batches. (For DeepEP, moelab's dispatcher does the same. What the buffers take is in
+    :mod:`moelab.memory.peak`.)
+    """
+    if not hasattr(config, "num_max_tokens_per_rank"):
+        return config
+    return dataclasses.replace(config, num_max_tokens_per_rank=tokens)
 
 
 def _model(experiment: Experiment, *, on_cpu: bool) -> ModelSpec:
@@ -238,11 +295,12 @@ def _model(experiment: Experiment, *, on_cpu: bool) -> ModelSpec:
     )
     converter = _converter(experiment)
     if converter is not None:
+        # Before TorchTitan applies overrides: those of dispatchers look at which experts they find.
         spec.model = converter.build().convert(spec.model)
     kernels = None if converter is None else _kernels(experiment)
 
     def parallelize(model: nn.Module, **arguments: Any) -> nn.Module:
-        model = parallelize_titan(model, **arguments)
+        model = parallelize_titan(model, **arguments)  # hooks are laid after FSDP's own, which then run first
         if on_cpu:
             from moelab.titan import cpu
 
@@ -263,20 +321,25 @@ def _kernels(experiment: Experiment) -> mxfp8_kernels.Kernels:
 
 
 def _converter(experiment: Experiment) -> Any:
-    compiled = experiment.compile == "model+loss"
-    linears = list(LINEARS) if experiment.quantize == "experts+linears" else []
+    settings: dict[str, Any] = {
+        "model_compile_enabled": experiment.compile == "model+loss",
+        "linears": list(LINEARS) if experiment.quantize == "experts+linears" else [],
+    }
     if experiment.precision is Precision.MXFP8:
-        wgrad: Literal["mxfp8", "bf16"] = "bf16" if experiment.wgrad == "bf16" else "mxfp8"
-        return MXFP8Converter.Config(
-            model_compile_enabled=compiled, kernels=_kernels(experiment), wgrad=wgrad, linears=linears
-        )
+        settings["wgrad"] = "bf16" if experiment.wgrad == "bf16" else "mxfp8"
+        return MXFP8Converter.Config(kernels=_kernels(experiment), **settings)
     if experiment.precision is Precision.FP8:
-        wgrad_of_fp8: Literal["fp8", "bf16"] = "fp8" if experiment.wgrad == "fp8" else "bf16"
-        return FP8Converter.Config(model_compile_enabled=compiled, wgrad=wgrad_of_fp8, linears=linears)
+        # The field's default is MXFP8's; of FP8 it means the weight gradient in BF16, as torchao's recipe has it.
+        settings["wgrad"] = "fp8" if experiment.wgrad == "fp8" else "bf16"
+        return FP8Converter.Config(**settings)
     return None
 
 
 def _parallelism(experiment: Experiment, *, on_cpu: bool) -> ParallelismConfig:
+    stages = None
+    if experiment.pp_stages_per_rank and (layout := check(experiment).layout) and layout.pp > 1:
+        # TorchTitan makes more than two stages a rank by layers of a stage, which does not reach every number.
+        stages = list(map(list, layout.stages))
     return ParallelismConfig(
         data_parallel_replicate_degree=experiment.dp_replicate,
         data_parallel_shard_degree=experiment.dp_shard,
@@ -284,36 +347,30 @@ def _parallelism(experiment: Experiment, *, on_cpu: bool) -> ParallelismConfig:
         pipeline_parallel_degree=experiment.pp,
         pipeline_parallel_schedule=experiment.pp_schedule,
         pipeline_parallel_microbatch_size=experiment.microbatch,
-        # TorchTitan makes more than two stages a rank by layers of a stage, which does not reach every number.
-        module_fqns_per_model_part=_stages(experiment) if experiment.pp_stages_per_rank else None,
+        module_fqns_per_model_part=stages,
         context_parallel_degree=experiment.cp,
         expert_parallel_degree=experiment.ep,
+        # The all-to-all of spmd_types needs equal splits under gloo.
         spmd_backend="partial_dtensor" if on_cpu else "spmd_types",
     )
-
-
-def _stages(experiment: Experiment) -> list[list[str]] | None:
-    layout = check(experiment).layout
-    return list(map(list, layout.stages)) if layout and layout.pp > 1 else None
 
 
 def _data(experiment: Experiment) -> dict[str, Any]:
     """Data loader, tokenizer and validator of the experiment's dataset."""
     if experiment.dataset == "c4":
-        folder = TOKENIZERS.get(experiment.model) or str(_corpus().folder)
+        folder = TOKENIZERS.get(experiment.model) or str(_corpus())
         return {"dataloader": HuggingFaceTextDataLoader.Config(dataset="c4"), "hf_assets_path": folder}
-    prepared = _corpus()
     held_out = HuggingFaceTextDataLoader.Config(dataset="python_held_out", infinite=True)
     return {
         "dataloader": HuggingFaceTextDataLoader.Config(dataset="python"),
-        "hf_assets_path": str(prepared.folder),
+        "hf_assets_path": str(_corpus()),
         "validator": EndValidator.Config(
             enable=True, freq=experiment.steps, steps=VALIDATION_BATCHES, dataloader=held_out
         ),
     }
 
 
-def _corpus() -> corpus.Corpus:
-    prepared = corpus.prepare()
-    corpus.register(prepared)
-    return prepared
+def _corpus() -> Path:
+    folder = corpus.prepare()
+    corpus.register(folder)
+    return folder

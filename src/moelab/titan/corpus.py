@@ -21,9 +21,9 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from filelock import FileLock
 
@@ -33,7 +33,7 @@ from moelab.model import shape_of
 if TYPE_CHECKING:
     from datasets import Dataset
 
-FORMAT_VERSION = 7
+FORMAT_VERSION = 8
 VOCAB_SIZE = shape_of("nano").vocab_size
 HELD_OUT_ONE_IN = 20
 PASSAGE_CHARACTERS = 2000
@@ -47,27 +47,6 @@ class CorpusError(MoelabError):
     """The corpus or its tokenizer could not be made."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Corpus:
-    """A prepared corpus on disk.
-
-    Attributes:
-        folder: holds ``train.arrow``, ``held_out.arrow``, ``tokenizer.json``, ``tokenizer_config.json``.
-        passages: number of passages in each split.
-        characters: number of characters in each split.
-        vocab_size: entries of the tokenizer.
-    """
-
-    folder: Path
-    passages: dict[str, int]
-    characters: dict[str, int]
-    vocab_size: int
-
-    def split(self, split: str) -> Path:
-        """Path of a split's passages, an Arrow stream with the column ``text``."""
-        return self.folder / f"{split}.arrow"
-
-
 def cache_folder() -> Path:
     """``$MOELAB_CACHE``, or ``moelab`` under the user's cache folder."""
     if chosen := os.environ.get("MOELAB_CACHE"):
@@ -75,18 +54,15 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moelab"
 
 
-def sources() -> list[Path]:
-    """Files of the standard library, in one order on every machine with the same Python."""
-    found = []
-    for folder, folders, files in os.walk(standard_library()):
+def sources() -> Iterator[tuple[str, Path]]:
+    """Files of the standard library and their names in it, in one order on every machine with the same Python."""
+    library = Path(sysconfig.get_paths()["stdlib"])
+    paths = []
+    for folder, folders, files in os.walk(library):
         folders[:] = [name for name in folders if name not in SKIPPED_FOLDERS]  # most files are in them
-        found += [Path(folder, file) for file in files if file.endswith(".py")]
-    return sorted(found)
-
-
-def standard_library() -> Path:
-    """Where the running Python's standard library is."""
-    return Path(sysconfig.get_paths()["stdlib"])
+        paths += [Path(folder, file) for file in files if file.endswith(".py")]
+    for path in sorted(paths):
+        yield path.relative_to(library).as_posix(), path
 
 
 def documents() -> Iterator[tuple[str, str]]:
@@ -95,8 +71,7 @@ def documents() -> Iterator[tuple[str, str]]:
 
     for name in sorted(topics):
         yield f"topics/{name}", topics[name]
-    for path in sources():
-        name = path.relative_to(standard_library()).as_posix()
+    for name, path in sources():
         yield f"stdlib/{name}", path.read_text(encoding="utf-8", errors="replace")
 
 
@@ -123,12 +98,10 @@ def split_passages(texts: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
     parts: dict[str, dict[str, None]] = {split: {} for split in SPLITS}
     for name, text in texts:
         parts["held_out" if is_held_out(name) else "train"].update(dict.fromkeys(passages(text)))
-    split = {
-        "train": [part for part in parts["train"] if part not in parts["held_out"]],
-        "held_out": [*parts["held_out"]],
-    }
-    for found in split.values():
-        random.Random(0).shuffle(found)  # noqa: S311 - an order, not a secret
+    held_out = parts["held_out"]
+    split = {"train": [part for part in parts["train"] if part not in held_out], "held_out": [*held_out]}
+    for shuffled in split.values():
+        random.Random(0).shuffle(shuffled)  # noqa: S311 - an order, not a secret
     return split
 
 
@@ -137,11 +110,15 @@ def is_held_out(name: str) -> bool:
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]) % HELD_OUT_ONE_IN == 0
 
 
-def prepare(vocab_size: int = VOCAB_SIZE) -> Corpus:
+def prepare(vocab_size: int = VOCAB_SIZE) -> Path:
     """Make the corpus and its tokenizer, or find them in the cache. Safe to call from many processes at once.
 
     Args:
         vocab_size: entries of the tokenizer; at most the model's vocabulary.
+
+    Returns:
+        A folder with ``tokenizer.json``, ``tokenizer_config.json``, and of each split an Arrow stream with the column
+        ``text``: ``train.arrow`` and ``held_out.arrow``.
 
     Raises:
         CorpusError: if the standard library has no sources here, or the cache cannot be written.
@@ -150,23 +127,23 @@ def prepare(vocab_size: int = VOCAB_SIZE) -> Corpus:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{folder}.lock"):
-            if not (folder / "corpus.json").exists():
+            if not folder.exists():
                 _build(folder, list(documents()), vocab_size)
     except OSError as error:
         raise CorpusError(
             f"the corpus cannot be cached: {error.strerror} ({folder.parent}); free space there or set MOELAB_CACHE"
         ) from error
-    facts = json.loads((folder / "corpus.json").read_text())
-    return Corpus(folder=folder, **facts)
+    return folder
 
 
-def register(corpus: Corpus) -> None:
-    """Make the corpus known to TorchTitan's own loader as the datasets ``python`` and ``python_held_out``."""
+def register(folder: Path) -> None:
+    """Make a prepared corpus known to TorchTitan's own loader as the datasets ``python`` and ``python_held_out``."""
     from torchtitan.hf_datasets import DatasetConfig
     from torchtitan.hf_datasets.text_datasets import DATASETS
 
-    for name, split in (("python", "train"), ("python_held_out", "held_out")):
-        DATASETS[name] = DatasetConfig(path=str(corpus.split(split)), loader=load, sample_processor=_text)
+    for name, split in zip(("python", "python_held_out"), SPLITS, strict=True):
+        path = str(folder / f"{split}.arrow")
+        DATASETS[name] = DatasetConfig(path=path, loader=load, sample_processor=itemgetter("text"))
 
 
 def load(path: str) -> Dataset:
@@ -176,22 +153,20 @@ def load(path: str) -> Dataset:
     return Dataset.from_file(path)
 
 
-def _text(sample: dict[str, str]) -> str:
-    return sample["text"]
-
-
 def _key(vocab_size: int) -> str:
     """What the corpus is made from, told by sizes and times of files instead of a second of reading them."""
     import tokenizers
 
     digest = hashlib.sha256(f"{FORMAT_VERSION} {sys.version} {tokenizers.__version__} {vocab_size}".encode())
-    for path in sources():
+    for _, path in sources():
         facts = path.stat()
         digest.update(f"{path} {facts.st_size} {facts.st_mtime_ns}\n".encode())
     return digest.hexdigest()[:16]
 
 
 def _build(folder: Path, texts: list[tuple[str, str]], vocab_size: int) -> None:
+    import pyarrow as pa
+
     if sum(len(text) for _, text in texts) < 1_000_000:
         raise CorpusError(
             "this Python was installed without its standard library's sources, so there is no text to train on; "
@@ -199,26 +174,15 @@ def _build(folder: Path, texts: list[tuple[str, str]], vocab_size: int) -> None:
         )
     work = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".building-"))
     try:
-        facts: dict[str, Any] = {"passages": {}, "characters": {}, "vocab_size": vocab_size}
         parts = split_passages(texts)
         for split in SPLITS:
-            _write_arrow(work / f"{split}.arrow", parts[split])
-            facts["passages"][split] = len(parts[split])
-            facts["characters"][split] = sum(map(len, parts[split]))
+            table = pa.table({"text": parts[split]})
+            with pa.OSFile(f"{work}/{split}.arrow", "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+                writer.write_table(table)
         _train_tokenizer(work, parts["train"], vocab_size)
-        (work / "corpus.json").write_text(json.dumps(facts))
-        work.rename(folder)
+        work.rename(folder)  # whole or not at all, whatever ends this process
     finally:
         shutil.rmtree(work, ignore_errors=True)
-
-
-def _write_arrow(path: Path, texts: list[str]) -> None:
-    """Write an Arrow stream, the format that ``datasets`` maps into memory."""
-    import pyarrow as pa
-
-    table = pa.table({"text": texts})
-    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
-        writer.write_table(table)
 
 
 def _train_tokenizer(folder: Path, texts: list[str], vocab_size: int) -> None:

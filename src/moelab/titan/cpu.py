@@ -61,17 +61,6 @@ from torchtitan.protocols.module import Module
 
 from moelab.machine import memory_bytes, processor_name
 
-PIECES = (
-    "device",
-    "memory_statistics",
-    "attention",
-    "router_gate",
-    "initialisation",
-    "fsdp_sum",
-    "mfu",
-    "end",
-    "bf16_gemm",
-)
 OVERRIDES = ("moelab.titan.cpu.masked_sdpa", "moelab.titan.cpu.fp32_gate")
 """Names for TorchTitan's ``override.imports``."""
 
@@ -87,18 +76,19 @@ def enable() -> None:
     """
     if torch.cuda.is_available():
         raise RuntimeError("moelab.titan.cpu.enable() was called in a process that has CUDA; hide the GPUs first")
+    # device, memory_statistics: modules that are loaded have bound the answer already.
     for module in [module for name, module in sys.modules.items() if name.startswith("torchtitan")]:
         if "device_type" in vars(module):
             setattr(module, "device_type", "cpu")  # noqa: B010
         if "device_module" in vars(module):
             setattr(module, "device_module", CpuDevice())  # noqa: B010
-    titan_utils.get_device_info = lambda: ("cpu", CpuDevice())
-    # TorchTitan omits MFU for quantised models; the same switch serves where there is no peak to divide by.
+    titan_utils.get_device_info = lambda: ("cpu", CpuDevice())  # for modules that are imported from here on
+    # mfu: TorchTitan omits it for quantised models; the same switch serves where there is no peak to divide by.
     titan_trainer.has_quantization = lambda _model_config: True
-    titan_decoder.create_attention_mask = dense_attention_mask
-    Module._init_param = initialise_whole
-    titan_trainer.time = SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda _seconds: None)
-    atexit.register(gc.freeze)
+    titan_decoder.create_attention_mask = dense_attention_mask  # attention
+    Module._init_param = initialise_whole  # initialisation
+    titan_trainer.time = SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda _seconds: None)  # end
+    atexit.register(gc.freeze)  # end: what is frozen is not collected at exit
     if not has_bf16_instructions():
         use_fp32_products_for_bf16()
 
@@ -117,6 +107,7 @@ def initialise_whole(module: Module, name: str, parameter: nn.Parameter) -> None
     if not isinstance(parameter, DTensor):
         _init_param(module, name, parameter)
         return
+    # A plain tensor: of a DTensor's the initialiser would see the shard alone.
     whole = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype))
     _init_param(module, name, whole)
     shard = distribute_tensor(whole.detach(), parameter.device_mesh, parameter.placements, src_data_rank=None)
@@ -150,11 +141,15 @@ def use_fp32_products_for_bf16() -> torch.library.Library:
     Replaces the CPU kernels of ``aten::mm`` and ``aten::mm.out``, which every product of the model ends in: linears,
     grouped GEMMs (PyTorch loops over the groups on a CPU), torchao's emulation, and all their backwards.
     """
+
+    def into(a_MK: torch.Tensor, b_KN: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+        return out.resize_((a_MK.shape[0], b_KN.shape[1])).copy_(fp32_product(a_MK, b_KN))
+
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
         library.impl("mm", fp32_product, "CPU", allow_override=True)
-        library.impl("mm.out", fp32_product_out, "CPU", allow_override=True)
+        library.impl("mm.out", into, "CPU", allow_override=True)
     return library
 
 
@@ -165,11 +160,6 @@ def fp32_product(a_MK: torch.Tensor, b_KN: torch.Tensor) -> torch.Tensor:
     # addmm with beta 0 is the same product by another operator, so this is no recursion.
     torch.ops.aten.addmm.out(product_MN, a_MK.to(wide), b_KN.to(wide), beta=0, out=product_MN)
     return product_MN.to(a_MK.dtype)
-
-
-def fp32_product_out(a_MK: torch.Tensor, b_KN: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
-    """As :func:`fp32_product`, into ``out``."""
-    return out.resize_((a_MK.shape[0], b_KN.shape[1])).copy_(fp32_product(a_MK, b_KN))
 
 
 class CpuDevice:
@@ -196,7 +186,12 @@ class CpuDevice:
     @staticmethod
     def memory_stats(_device: object = None) -> dict[str, int]:
         """Peak resident memory of this process in bytes, under the names of CUDA's allocator."""
-        peak = peak_resident_bytes()
+        status = Path("/proc/self/status")
+        if status.exists():
+            line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
+            peak = int(line.split()[1]) * 1024
+        else:
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
         return {"active_bytes.all.peak": peak, "reserved_bytes.all.peak": peak, "num_alloc_retries": 0, "num_ooms": 0}
 
     @staticmethod
@@ -208,15 +203,6 @@ class CpuDevice:
     @staticmethod
     def empty_cache() -> None:
         """Nothing is cached."""
-
-
-def peak_resident_bytes() -> int:
-    """Largest resident set of this process since its start or the last reset, in bytes."""
-    status = Path("/proc/self/status")
-    if status.exists():
-        peak = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
-        return int(peak.split()[1]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
 
 
 def dense_attention_mask(

@@ -60,6 +60,7 @@ class ResumeCheckpoints(CheckpointManager):
         return loaded
 
     def _should_save(self, curr_step: int, last_step: bool = False) -> bool:
+        # Not after the last step: a run that is done is not resumed.
         return not last_step and (curr_step == self._asked_step or super()._should_save(curr_step))
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
@@ -108,7 +109,7 @@ class StoppableTrainer(Trainer):
         stop_file = os.environ.get(STOP_VARIABLE)
         if stop_file is None or not _all_reduced(Path(stop_file).exists(), dist.ReduceOp.MAX, self.device):
             return True
-        if self.step:
+        if self.step:  # before the first there is nothing that a new start would not have
             self.checkpointer.save_now(self.step)
         logger.info(f"moelab: stopped at step {self.step} as asked, to go on from there")
         if dist.get_rank() == 0:

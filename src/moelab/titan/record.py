@@ -54,12 +54,12 @@ def record_dispatcher(model: nn.Module, dump_folder: Path, *, stages: int) -> No
         dump_folder: the run directory.
         stages: pipeline-parallel degree.
     """
-    found = [module.token_dispatcher for module in model.modules() if isinstance(module, RoutedExperts)]
-    if not found or not _first_of_stage(stages):
-        return
-    settings = ("kernels", "cast_kernels", "precision", "alignment", "pad_multiple", "num_max_tokens_per_rank")
-    known = {name: getattr(found[0], name) for name in settings if getattr(found[0], name, None) is not None}
-    write_json(dump_folder / DISPATCHER_FILE, {"dispatcher": type(found[0]).__name__, **known})
+    layers = (module for module in model.modules() if isinstance(module, RoutedExperts))
+    if (layer := next(layers, None)) and _first_of_stage(stages):
+        settings = ("kernels", "cast_kernels", "precision", "alignment", "pad_multiple", "num_max_tokens_per_rank")
+        values = {name: getattr(layer.token_dispatcher, name, None) for name in settings}
+        known = {name: value for name, value in values.items() if value is not None}
+        write_json(dump_folder / DISPATCHER_FILE, {"dispatcher": type(layer.token_dispatcher).__name__, **known})
 
 
 LOAD_SAMPLES = 50
@@ -112,8 +112,9 @@ def record_expert_load(trainer: Any) -> None:
             except OSError as error:  # a full disk: the training is worth more
                 logger.warning(f"moelab: {file.path.name} cannot be written: {error.strerror}")
 
+    # Before TorchTitan's own hook, which moves the biases by the counts and clears them.
     hook = trainer.optimizers.register_step_pre_hook(record)
-    trainer.optimizers._optimizer_step_pre_hooks.move_to_end(hook.id, last=False)  # before the one that clears
+    trainer.optimizers._optimizer_step_pre_hooks.move_to_end(hook.id, last=False)
 
 
 def _first_of_stage(stages: int) -> bool:

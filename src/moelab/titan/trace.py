@@ -63,7 +63,11 @@ class StepTracer:
     def around(self, step: int) -> Iterator[None]:
         """To be held around each training step."""
         if step in (self._step - 1, self._step) and self._trace is None:  # at the latter after a restart just before
-            self._trace = self._begun()
+            cuda = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+            trace = profile(activities=[ProfilerActivity.CPU, *cuda], schedule=self._action, record_shapes=True)
+            trace.step_num = self._step - 1  # so that the annotation is ProfilerStep#<step>
+            trace.start()
+            self._trace = trace
         if step == self._step and self._trace is not None:
             self._trace.step()
             if self._snapshots:
@@ -81,19 +85,11 @@ class StepTracer:
         self._keep(time.perf_counter() - start)
         self._trace = None
 
-    def _begun(self) -> profile:
-        """A profiler that warms up until its next step, and records that."""
-
-        def action(number: int) -> ProfilerAction:
-            if number == self._step:
-                return ProfilerAction.RECORD_AND_SAVE
-            return ProfilerAction.WARMUP if number < self._step else ProfilerAction.NONE
-
-        cuda = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
-        trace = profile(activities=[ProfilerActivity.CPU, *cuda], schedule=action, record_shapes=True)
-        trace.step_num = self._step - 1  # so that the annotation is ProfilerStep#<step>
-        trace.start()
-        return trace
+    def _action(self, number: int) -> ProfilerAction:
+        """Warm up until the step, and record that."""
+        if number == self._step:
+            return ProfilerAction.RECORD_AND_SAVE
+        return ProfilerAction.WARMUP if number < self._step else ProfilerAction.NONE
 
     def _keep(self, step_s: float) -> None:
         """Write what was recorded; training goes on whether or not that succeeds."""
@@ -168,9 +164,7 @@ def without_places_of(line: str) -> str:
     return _TEXT.sub(lambda text: _shared(text[0]) if "/" in text[0] or _HOST in text[0] else text[0], line)
 
 
-@functools.lru_cache(maxsize=10_000)
-def _shared(text: str) -> str:
-    return shareable(text)
+_shared = functools.lru_cache(maxsize=10_000)(shareable)  # millions of lines name the same few files
 
 
 def _pickled(snapshot: dict[str, Any]) -> Iterator[bytes]:

@@ -26,7 +26,7 @@ from moelab.layout import check
 from moelab.memory.sharding import local_numel
 from moelab.model import shape_for
 
-CAPABILITY = (10, 0)
+CAPABILITY = 10.0
 """Compute capability that is assumed where the experiment's hardware has no GPU: a B200's."""
 CHILD = "moelab.titan.verify_rank"
 
@@ -53,12 +53,15 @@ def verify(experiment: Experiment, ranks: Sequence[int] | None = None) -> dict[s
     chosen = list(ranks) if ranks is not None else first_ranks(experiment)
     if wrong := [rank for rank in chosen if not 0 <= rank < experiment.world_size]:
         raise BadInput(f"rank {wrong[0]} is not in this world: valid are 0 to {experiment.world_size - 1}")
-    request = {"experiment": experiment.model_dump(mode="json"), "ranks": chosen, "capability": _capability(experiment)}
+    capability = gpu_of(experiment.hardware).capability or CAPABILITY
+    major_minor = divmod(round(10 * capability), 10)
+    request = {"experiment": experiment.model_dump(mode="json"), "ranks": chosen, "capability": major_minor}
     answer = _ask_child(request)
     for error in [row["error"] for row in answer["ranks"] if "error" in row]:
         raise Refused(f"TorchTitan does not build this experiment: {error}")
     layout = check(experiment).layout
     for row in answer["ranks"]:
+        # An illegal layout that TorchTitan builds all the same has no prediction.
         row["predicted_parameters"] = layout and local_numel(shape_for(experiment), layout, row["rank"])
     return {"seconds": round(time.monotonic() - started, 1), "world_size": experiment.world_size, **answer}
 
@@ -66,11 +69,6 @@ def verify(experiment: Experiment, ranks: Sequence[int] | None = None) -> dict[s
 def first_ranks(experiment: Experiment) -> list[int]:
     """The first global rank of every pipeline rank: TorchTitan's outermost axis is the pipeline."""
     return [rank * (experiment.world_size // experiment.pp) for rank in range(experiment.pp)]
-
-
-def _capability(experiment: Experiment) -> tuple[int, int]:
-    major, minor = divmod(round(10 * (gpu_of(experiment.hardware).capability or 0.0)), 10)
-    return (major, minor) if major else CAPABILITY
 
 
 def _ask_child(request: dict[str, Any]) -> dict[str, Any]:
@@ -91,5 +89,5 @@ def _ask_child(request: dict[str, Any]) -> dict[str, Any]:
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
         raise MoelabError(f"verification ended with exit code {done.returncode}: {last[:500]}")
-    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])  # what libraries print comes before it
     return answer

@@ -2,7 +2,7 @@
 
 The steps are those of ``Trainer.__init__`` in TorchTitan 0.3.0 up to the parallelised model, in its order. Three things
 differ: the model is not compiled, nothing is allocated, and dispatchers that create GPU buffers when they are given
-their mesh are replaced by one that does not (they hold no parameters).
+their mesh are replaced by the standard one, which does not (they hold no parameters).
 
 Each rank is built in a fork of this process: a process keeps one view of the world (meshes are cached by identity), and
 the imports take longer than a build.
@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,7 +29,7 @@ from torchtitan.config.override import apply_overrides
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.models.common.token_dispatcher import (
-    BaseEPTokenDispatcher,
+    AllToAllTokenDispatcher,
     DeepEPTokenDispatcher,
     HybridEPTokenDispatcher,
     LocalTokenDispatcher,
@@ -40,31 +40,17 @@ from torchtitan.trainer import Trainer
 
 from moelab.errors import MoelabError
 from moelab.experiment import Experiment
+from moelab.experts import local
 from moelab.machine import cores
 from moelab.mxfp8.converter import converted_modules
 from moelab.titan import cpu
-from moelab.titan.assumed_gpu import assume_gpu
-from moelab.titan.config_registry import trainer_config
+from moelab.titan.config_registry import assume_gpu, trainer_config
 
 GPU_BUFFERS = (DeepEPTokenDispatcher.Config, HybridEPTokenDispatcher.Config, MinimalAsyncEPTokenDispatcher.Config)
 NOT_BUILT = (
     "torch.compile is not applied: it would compile for this machine's processor",
     "no forward, backward or optimizer step is run, and nothing is allocated",
 )
-
-
-class UnbuiltDispatcher(BaseEPTokenDispatcher):
-    """Stands for a dispatcher whose buffer needs a GPU; it is given its mesh and never moves a token."""
-
-    @dataclasses.dataclass(kw_only=True, slots=True)
-    class Config(BaseEPTokenDispatcher.Config):
-        """No settings of its own."""
-
-    def dispatch(self, *_tensors: torch.Tensor) -> NoReturn:
-        """Nothing is dispatched while a layout is verified."""
-        raise NotImplementedError
-
-    combine = dispatch
 
 
 def main() -> int:
@@ -78,6 +64,7 @@ def main() -> int:
 
 
 def _in_forks(experiment: Experiment, capability: tuple[int, int], ranks: list[int]) -> Iterator[dict[str, Any]]:
+    # Not a pool: one whose worker is killed (for memory, say) waits for its answer for ever.
     context = multiprocessing.get_context("fork")
     width = max(1, cores())
     for start in range(0, len(ranks), width):
@@ -86,7 +73,7 @@ def _in_forks(experiment: Experiment, capability: tuple[int, int], ranks: list[i
             ours, theirs = context.Pipe(duplex=False)
             process = context.Process(target=_answer, args=(theirs, experiment, capability, rank))
             process.start()
-            theirs.close()
+            theirs.close()  # or the end of the child would not end our read
             running.append((rank, ours, process))
         for rank, ours, process in running:
             try:
@@ -119,30 +106,25 @@ def build_rank(experiment: Experiment, capability: tuple[int, int], rank: int) -
     cpu.enable()  # from here on the device is the one that is here: its mesh, its tensors
     dist_utils.init_fake_mode(experiment.world_size, rank=rank)
     dims = ParallelDims.from_config(config.parallelism, experiment.world_size)
-    _check_sequence(config, dims)
-    dist_utils.set_spmd_backend(config.parallelism.spmd_backend)
-    model, shared = _whole_model(config)
-    parts, stages = _parts(config, model, dims)
-    shared["mxfp8_modules"] = sum(len(converted_modules(part)) for part in parts)
-    return {
-        "rank": rank,
-        "pp_rank": rank // (experiment.world_size // experiment.pp),
-        "stages": stages,
-        **count(parts, copies=experiment.world_size // experiment.pp),
-        "mxfp8_modules": shared.pop("mxfp8_modules"),
-        "seconds": round(time.monotonic() - started, 1),
-        "shared": shared,
-    }
-
-
-def _check_sequence(config: Trainer.Config, dims: ParallelDims) -> None:
-    """TorchTitan's trainer refuses sequences that sequence and context parallelism would cut unevenly."""
+    # TorchTitan's trainer refuses sequences that sequence and context parallelism would cut unevenly.
     pieces = dims.tp if config.parallelism.enable_sequence_parallel else 1
     pieces *= 2 * dims.cp if dims.cp_enabled else 1
     if config.training.seq_len % pieces:
         raise ValueError(
             f"seq_len {config.training.seq_len} does not divide by the {pieces} pieces of tp {dims.tp}, cp {dims.cp}"
         )
+    dist_utils.set_spmd_backend(config.parallelism.spmd_backend)
+    model, shared = _whole_model(config)
+    parts, stages = _parts(config, model, dims)
+    return {
+        "rank": rank,
+        "pp_rank": rank // (experiment.world_size // experiment.pp),
+        "stages": stages,
+        **count(parts, copies=experiment.world_size // experiment.pp),
+        "mxfp8_modules": sum(len(converted_modules(part)) for part in parts),
+        "seconds": round(time.monotonic() - started, 1),
+        "shared": shared,
+    }
 
 
 def _whole_model(config: Trainer.Config) -> tuple[nn.Module, dict[str, Any]]:
@@ -152,7 +134,8 @@ def _whole_model(config: Trainer.Config) -> tuple[nn.Module, dict[str, Any]]:
     model_config.update_from_config(config=config)
     replaced = apply_overrides(config.override, config)
     config._validate_cuda_graphs()
-    dispatcher, missing = _stand_in(model_config)
+    dispatcher, missing = _stand_in(model_config)  # after the overrides, which put moelab's dispatchers in
+    # The meta device: 671B parameters are shapes there and take no memory.
     with torch.device("meta"), set_default_dtype(TORCH_DTYPE_MAP[config.training.dtype]):
         model: nn.Module = model_config.build()
     model.verify_module_protocol()
@@ -169,18 +152,15 @@ def _stand_in(model_config: Any) -> tuple[str, list[str]]:
     """The dispatcher in words; those that need a GPU are replaced."""
     described, missing = "", []
     for _name, config, parent, attribute in list(model_config.traverse(LocalTokenDispatcher.Config)):
-        described = _describe(config)
+        settings = [(field.name, getattr(config, field.name)) for field in dataclasses.fields(config)]
+        numbers = ", ".join(f"{name}={value}" for name, value in settings if isinstance(value, int | float))
+        described = f"{type(config)._owner.__name__}({numbers})"
         if isinstance(config, GPU_BUFFERS):
             needs = "peers" if getattr(config, "kernels", "") == "emulated" else "GPUs"
             missing = [f"{type(config)._owner.__name__} is not built: its communication buffer needs {needs}"]
-            setattr(parent, attribute, UnbuiltDispatcher.Config(num_experts=config.num_experts, top_k=config.top_k))
+            standard = AllToAllTokenDispatcher.Config(num_experts=config.num_experts, top_k=config.top_k)
+            setattr(parent, attribute, standard)  # it makes no buffer, and moves no token here
     return described, missing
-
-
-def _describe(config: Any) -> str:
-    settings = [(field.name, getattr(config, field.name)) for field in dataclasses.fields(config)]
-    given = ", ".join(f"{name}={value}" for name, value in settings if isinstance(value, int | float))
-    return f"{type(config)._owner.__name__}({given})"
 
 
 def _parts(
@@ -210,12 +190,11 @@ def _parts(
                 **arguments,
             )
             numbers = [stage.stage_index for stage in getattr(schedule, "_stages", None) or [schedule._stage]]
-    return parts, [
-        {"stage": number, "modules": list(modules_of(part))} for number, part in zip(numbers, parts, strict=True)
-    ]
+    stages = zip(numbers, parts, strict=True)
+    return parts, [{"stage": number, "modules": list(_modules_of(part))} for number, part in stages]
 
 
-def modules_of(part: nn.Module) -> Iterator[str]:
+def _modules_of(part: nn.Module) -> Iterator[str]:
     """Names of the modules of one stage, as TorchTitan names them when it splits a model."""
     for name, child in part.named_children():
         if name == "layers":
@@ -229,30 +208,20 @@ def count(parts: list[nn.Module], *, copies: int) -> dict[str, float]:
 
     Args:
         parts: parallelised parts of the model.
-        copies: ranks that hold a parameter which is not distributed at all.
+        copies: ranks of a pipeline stage, all of which hold a parameter that is not distributed.
     """
     total = experts = 0
     unique = 0.0
-    for part in parts:
-        for name, parameter in part.named_parameters():
-            elements = local_elements(parameter)
-            total += elements
-            experts += elements if ".inner_experts." in name else 0
-            unique += elements / replicas(parameter, copies)
+    for name, parameter in (named for part in parts for named in part.named_parameters()):
+        elements = local(parameter).numel()
+        holders = copies
+        if isinstance(parameter, DTensor):
+            sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
+            holders = math.prod(size for size, placement in sizes if isinstance(placement, Replicate))
+        total += elements
+        experts += elements if ".inner_experts." in name else 0
+        unique += elements / holders
     return {"parameters": total, "expert_parameters": experts, "unique_parameters": unique}
-
-
-def local_elements(parameter: nn.Parameter) -> int:
-    """Elements that this rank stores."""
-    return parameter.to_local().numel() if isinstance(parameter, DTensor) else parameter.numel()
-
-
-def replicas(parameter: nn.Parameter, copies: int) -> int:
-    """Ranks of a pipeline stage that store the same elements."""
-    if not isinstance(parameter, DTensor):
-        return copies
-    sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
-    return math.prod(size for size, placement in sizes if isinstance(placement, Replicate))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,9 @@
 """Figures, the report of a study and the layout explorer: tables and layouts in, plotly figures and HTML out."""
 
 from moelab.viz.layout import LayoutExplorer, memory_bars, mesh_map, pipeline_schedule
-from moelab.viz.loss import loss_curves, loss_difference, loss_tail
 from moelab.viz.report import Figure, Table, write_report
+from moelab.viz.study import loss_curves, loss_difference, loss_tail, throughput_bars
 from moelab.viz.theme import arm_styles, use_renderer
-from moelab.viz.throughput import throughput_bars
 
 __all__ = [
     "Figure",

@@ -11,21 +11,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
-import pandas as pd
 import plotly.graph_objects as go
 
 from moelab.analysis.compare_runs import Difference, difference_curve, machine_differences
 from moelab.analysis.curves import (
     arm_curves,
     finished,
-    joined_lines,
     smooth,
     smoothing_window,
     thinned,
     thinning,
 )
 from moelab.analysis.side import Side, median
-from moelab.viz.draw import draw_band, draw_marks, draw_mean, name_loss_axes
+from moelab.viz.draw import draw_band, draw_marks, draw_mean, draw_seeds, name_loss_axes
 from moelab.viz.theme import INK, STUDY_ARMS, ArmStyle, arm_styles, new_figure, plot_text, span, wrap
 
 _LOOKS = arm_styles([*STUDY_ARMS, "~1", "~2", "~3", "~4", "~5"])
@@ -60,9 +58,7 @@ def compared_loss(
         style = styles[side.label]
         (curves,), window = arm_curves(side.table, "loss").values(), smoothing_window(side.table)
         if curves.shape[1] > 1 or window > 1:
-            x, y = joined_lines(thinned(curves))
-            line = {"color": style.fill(0.25), "width": 1}
-            figure.add_trace(go.Scatter(x=x, y=y, mode="lines", line=line, hoverinfo="skip", showlegend=False))
+            draw_seeds(figure, thinned(curves), style, opacity=0.25)
         complete = finished(curves)
         averaged = curves.dropna() if complete.empty else complete  # where no seed reaches the end, the common steps
         draw_mean(figure, thinned(smooth(averaged, window).mean(axis=1).to_frame())[0], style)
@@ -135,20 +131,21 @@ def compared_step_time(sides: Sequence[Side], styles: Mapping[str, ArmStyle], *,
         styles: of all sides.
         note: condition to state in the title.
     """
-    subtitle = (
-        "From one logged step to the next, by the log's clock: validations and checkpoints count too. "
-        "A steep line is a steady run; a tail to the right is steps that waited."
+    tails = {side.label: float(np.percentile(side.step_time_s, 95)) / median(side.step_time_s) for side in sides}
+    worst = max(tails, key=tails.__getitem__)
+    figure = new_figure(
+        f"{worst}: one step in twenty takes {tails[worst]:.2f} times the median or more",
+        subtitle="From one logged step to the next, by the log's clock: validations and checkpoints count too. "
+        "A steep line is a steady run; a tail to the right is steps that waited.",
+        note=note,
     )
-    figure = new_figure(_step_time_finding(sides), subtitle=subtitle, note=note)
     share = np.linspace(0.0, 1.0, 101)
     for side in sides:
         style = styles[side.label]
-        seconds = pd.Series(np.quantile(side.step_time_s, share, method="inverted_cdf"))
+        seconds = np.quantile(side.step_time_s, share, method="inverted_cdf")
         line = {"color": style.color, "width": 2.5, "dash": style.dash, "shape": "hv"}
         reading = "%{y:.0f} % of steps within %{x:.3g} s"
-        figure.add_trace(
-            go.Scatter(x=seconds, y=100 * share, mode="lines", line=line, name=style.label, hovertemplate=reading)
-        )
+        figure.add_scatter(x=seconds, y=100 * share, mode="lines", line=line, name=style.label, hovertemplate=reading)
     everything = np.concatenate([side.step_time_s for side in sides])
     if everything.max() > 10 * everything.min():
         figure.update_xaxes(type="log", dtick="D2")
@@ -224,9 +221,3 @@ def _throughput_finding(sides: Sequence[Side]) -> str:
     if not known or any(side.emulated or side.on_cpu for side in sides):
         return f"{fast.label} logged {ratio} times the tokens/s of {slow.label}"  # unknown hardware, or emulated
     return f"{fast.label} trains {ratio} times as fast as {slow.label}"
-
-
-def _step_time_finding(sides: Sequence[Side]) -> str:
-    tails = {side.label: float(np.percentile(side.step_time_s, 95)) / median(side.step_time_s) for side in sides}
-    worst = max(tails, key=tails.__getitem__)
-    return f"{worst}: one step in twenty takes {tails[worst]:.2f} times the median or more"

@@ -20,9 +20,9 @@ from moelab.analysis.two_by_two import (
 from moelab.projection.exchange import QuotedBandwidth
 from moelab.projection.measured import EP_DEGREES, ROUTINGS, SCALING, Measurement, Place, Row, hardware_of, node_results
 from moelab.projection.traffic import Pass
-from moelab.viz.draw import draw_limit, error_bars, nothing_to_draw, panels, write_beside
+from moelab.viz.draw import draw_limit, error_bars, in_panel, inside, nothing_to_draw, panels, write_beside
 from moelab.viz.theme import INK, MUTED, OTHER, WARNING, arm_styles, new_figure, plot_text, span, wrap
-from moelab.viz.token_flow import ROUTING_LABELS
+from moelab.viz.traffic import ROUTING_LABELS
 
 NIC_GB_S = 50.0
 """One 400 Gb/s network card for each GPU, as all quoted systems have (NVIDIA ConnectX-7 datasheet)."""
@@ -69,9 +69,8 @@ def quoted_bandwidths(rows: Sequence[QuotedBandwidth]) -> go.Figure:
         ("logical, quoted", logical, "#a9cfe8", INK),
         ("on the network, derived", seen, "#0072B2", "white"),
     ):
-        inside = {"textposition": "inside", "insidetextanchor": "start", "textangle": 0}
-        inside |= {"text": [f"{value:.0f}" for value in values], "textfont": {"size": 13, "color": ink}}
-        figure.add_bar(x=labels, y=values, name=name, marker_color=color, **inside, hovertemplate="%{y:.1f} GB/s")
+        texts = inside([f"{value:.0f}" for value in values], anchor="start", size=13, color=ink)
+        figure.add_bar(x=labels, y=values, name=name, marker_color=color, **texts, hovertemplate="%{y:.1f} GB/s")
     draw_limit(figure, NIC_GB_S, "400 Gb/s<br>card", color=WARNING, width=1.5, margin_px=80)
     figure.update_yaxes(title_text="GB/s per GPU", range=[0, 1.05 * max(logical)])
     figure.update_xaxes(showgrid=False, ticks="", tickangle=0, tickfont_size=12)
@@ -97,8 +96,8 @@ def gather_bars(paths: Mapping[str, Sequence[Pass]], *, hbm_tb_s: float, words: 
     )
     for step, color in _PASS_COLORS.items():
         amounts = [sum(one.moved_bytes for one in paths[name] if one.name == step) / 1e9 for name in names]
-        bar = go.Bar(x=amounts, y=names, name=step, orientation="h", marker_color=color)
-        figure.add_trace(bar.update(hovertemplate=f"{step}: %{{x:.2f}} GB<extra></extra>"))
+        hover = f"{step}: %{{x:.2f}} GB<extra></extra>"
+        figure.add_bar(x=amounts, y=names, name=step, orientation="h", marker_color=color, hovertemplate=hover)
     for name in names:
         text = f"<b>{totals_gb[name]:.2f} GB</b>, {totals_gb[name] / hbm_tb_s:.2f} ms"
         write_beside(figure, totals_gb[name], name, text, px=6, size=13, color=INK)
@@ -133,27 +132,23 @@ def operation_times(measured: Measurement, *, size: str = "") -> go.Figure:
         note=replayed(measured),
         shared=True,
     )
+    named: set[str] = set()  # the legend names an arm in the first panel that has it
     for column, routing in enumerate(routings, start=1):
         for arm, (label, color) in ARM_LOOKS.items():
             times = {row["operation"]: row for row in rows if (row["routing"], row["arm"]) == (routing, arm)}
-            if not times:
-                continue
-            figure.add_bar(
-                x=[OPERATIONS[operation] for operation in times],
-                y=[row["us_median"] / 1e3 for row in times.values()],
-                error_y={"array": [row["us_iqr"] / 2e3 for row in times.values()], "color": INK, "thickness": 1.2},
-                name=label,
-                legendgroup=arm,
-                showlegend=routing == next(row["routing"] for row in rows if row["arm"] == arm),
-                marker_color=color,
-                hovertemplate=f"{label}: %{{y:.2f}} ms<extra></extra>",
-                row=1,
-                col=column,
-            )
+            if times:
+                figure.add_bar(
+                    x=[OPERATIONS[operation] for operation in times],
+                    y=[row["us_median"] / 1e3 for row in times.values()],
+                    error_y={"array": [row["us_iqr"] / 2e3 for row in times.values()], "color": INK, "thickness": 1.2},
+                    marker_color=color,
+                    hovertemplate=f"{label}: %{{y:.2f}} ms<extra></extra>",
+                    **in_panel(column, label) | {"legendgroup": arm, "showlegend": arm not in named},
+                )
+                named.add(arm)
     order = [label for name, label in OPERATIONS.items() if any(row["operation"] == name for row in rows)]
     figure.update_xaxes(showgrid=False, ticks="", tickangle=0, tickfont_size=10, categoryarray=order)
-    highest = max(row["us_median"] + row["us_iqr"] for row in rows) / 1e3
-    figure.update_yaxes(range=[0, 1.1 * highest])
+    figure.update_yaxes(range=[0, 1.1 * max(row["us_median"] + row["us_iqr"] for row in rows) / 1e3])
     figure.update_yaxes(title_text="ms", col=1)
     return figure.update_layout(barmode="group", bargap=0.2, legend_y=-0.25, hovermode="closest")
 
@@ -201,10 +196,12 @@ def sm_sweep(measured: Measurement, *, size: str = "") -> go.Figure:
             line={"color": color, "dash": "solid" if precision == "bf16" else "dot", "width": width},
             hovertemplate="%{y:.0f} GB/s",
         )
-    figure.add_hline(y=copy_gb_s, line={"color": WARNING, "width": 1.5, "dash": "dash"})
-    place = {"x": 1, "xref": "x domain", "xanchor": "right", "y": copy_gb_s, "yanchor": "bottom"}
-    font = {"size": 12, "color": WARNING}
-    figure.add_annotation(text=f"plain copy {copy_gb_s:.0f} GB/s", showarrow=False, font=font, **place)
+    level = {
+        "line": {"color": WARNING, "width": 1.5, "dash": "dash"},
+        "annotation_font": {"size": 12, "color": WARNING},
+    }
+    words = f"plain copy {copy_gb_s:.0f} GB/s"
+    figure.add_hline(y=copy_gb_s, annotation_text=words, annotation_position="top right", **level)
     figure.update_xaxes(title_text="streaming multiprocessors", tickvals=sorted({row["sms"] for row in rows}))
     return figure.update_yaxes(title_text="GB/s between ranks", rangemode="tozero")
 
@@ -239,13 +236,6 @@ def _sums(rows: Iterable[Row]) -> str:
 # --- measured arms ---------------------------------------------------------------------------------------------------
 
 
-def _old_fp8(results: Sequence[ArmResult]) -> str:
-    """What FP8 was in rows that name no code: TorchTitan's FP8 experts, which train in BF16 over several ranks."""
-    if not any(result.arm.startswith("fp8") and result.code is None for result in results):
-        return ""
-    return " FP8 is of older code: BF16 but for w1 and w3 after an FP8 dispatch."
-
-
 def two_by_two_bars(results: Sequence[ArmResult], measured: Measurement) -> go.Figure:
     """Every arm's throughput over stock under the same checkpointing, a panel for each shape, against the goals.
 
@@ -258,7 +248,7 @@ def two_by_two_bars(results: Sequence[ArmResult], measured: Measurement) -> go.F
     drawn = [result for result in results if result.ratio is not None]
     if not drawn:
         return not_measured(measured, "The two-by-two")
-    settings = {result.shape: result.setting for result in reversed(drawn)}
+    settings = {result.shape: result.setting for result in reversed(drawn)}  # a shape's first setting stays
     drawn = [result for result in drawn if result.setting == settings[result.shape]]
     shapes = list(dict.fromkeys(result.shape for result in drawn))
     arms = list(dict.fromkeys(result.arm for result in drawn))
@@ -266,12 +256,21 @@ def two_by_two_bars(results: Sequence[ArmResult], measured: Measurement) -> go.F
     # Variants and emulated kernels have the colour of what they vary.
     bases = {arm: base_arm(arm.replace("mxfp8-emulated", "mxfp8"))[0] for arm in arms}
     styles = arm_styles(bases.values())
+    # Rows that name no code are of TorchTitan's FP8 experts, which train in BF16 over several ranks.
+    old_fp8 = any(result.arm.startswith("fp8") and result.code is None for result in drawn)
+    best = max(drawn, key=lambda result: (result.arm != BASELINE, result.ratio or 0.0))
     figure = panels(
-        _two_by_two_finding(drawn),
+        f"Best arm: {best.label}, {best.ratio:.2f} times stock with "
+        f"{checkpointing_words(best.activation_checkpoint)} on both sides, {best.shape} shape, "
+        f"{best.routing.replace('_', ' ')} routing"
+        if best.arm != BASELINE
+        else "Only stock was measured",
         ["<br>".join(wrap(settings[shape], 15)) for shape in shapes],
         subtitle="Tokens/s over BF16 with the standard all-to-all under the same checkpointing and routing, thin "
         f"models. Bars: median of {span(result.steps for result in drawn)} steps with quartiles; points: passes, arms "
-        f"in turn. Dashed: goals, which are about stock's best checkpointing.{_old_fp8(drawn)} {measured.stamp}.",
+        "in turn. Dashed: goals, which are about stock's best checkpointing."
+        f"{' FP8 is of older code: BF16 but for w1 and w3 after an FP8 dispatch.' if old_fp8 else ''} "
+        f"{measured.stamp}.",
         note=replayed(measured),
         height=220 + 62 * len(arms),
         shared=True,
@@ -282,41 +281,36 @@ def two_by_two_bars(results: Sequence[ArmResult], measured: Measurement) -> go.F
             here = [result for result in drawn if (result.shape, result.routing) == (shape, routing)]
             if not here:
                 continue
-            group = {"orientation": "h", "offsetgroup": routing, "showlegend": False}
+            group = {"orientation": "h", "offsetgroup": routing, "showlegend": False, "row": 1, "col": column}
             looks = [styles[bases[result.arm]] for result in here]
-            bars = go.Bar(
+            figure.add_bar(
                 y=[labels[result.arm] for result in here],
                 x=[result.ratio for result in here],
-                **group,
                 marker={
                     "color": [look.fill(0.35) for look in looks],
                     "line": {"color": [look.color for look in looks], "width": 1.5},
                     "pattern": {"shape": pattern, "fgcolor": MUTED, "size": 6, "solidity": 0.25},
                 },
                 error_x=error_bars([_ends(one) for one in here], color=INK, thickness=1.2, width=3),
-                text=[f"<b>{result.ratio:.2f}</b>" for result in here],
-                textposition="inside",
-                insidetextanchor="start",
-                textfont={"color": INK},
+                **inside([f"<b>{result.ratio:.2f}</b>" for result in here], anchor="start", color=INK),
                 customdata=[[result.tps, result.steps] for result in here],
                 hovertemplate=f"{routing}: %{{x:.3f}} ×, %{{customdata[0]:,.0f}} tokens/s, %{{customdata[1]}} steps"
                 "<extra></extra>",
+                **group,
             )
-            passes = go.Scatter(
+            figure.add_scatter(
                 x=[each / _stock_tps(one) for one in here for each in one.passes],
                 y=[labels[one.arm] for one in here for _ in one.passes],
                 mode="markers",
-                **group,
                 marker={"color": "white", "size": 6, "line": {"color": INK, "width": 1.2}},
                 hovertemplate="one pass: %{x:.3f} ×<extra></extra>",
+                **group,
             )
-            figure.add_traces([bars, passes], rows=1, cols=column)
         for goal in (GOAL_DEEPEP, GOAL_BEST):
             figure.add_vline(x=goal, line={"color": WARNING, "dash": "dash", "width": 1.5}, row=1, col=column)
     for routing, pattern in patterns.items():
-        look = {"shape": pattern, "fgcolor": MUTED}
-        marker = {"color": OTHER, "line": {"color": MUTED, "width": 1}, "pattern": look}
-        figure.add_bar(x=[None], y=[None], name=ROUTING_LABELS[routing], marker=marker, row=1, col=1)
+        look = {"color": OTHER, "line": {"color": MUTED, "width": 1}, "pattern": {"shape": pattern, "fgcolor": MUTED}}
+        figure.add_bar(x=[None], y=[None], name=ROUTING_LABELS[routing], marker=look, row=1, col=1)
     highest = max(max(result.high, *result.passes) / _stock_tps(result) for result in drawn)
     figure.update_xaxes(range=[0, max(1.12 * highest, 1.3)], dtick=0.5, title_text="× stock")
     figure.update_yaxes(categoryorder="array", categoryarray=[labels[arm] for arm in reversed(arms)], ticks="")
@@ -342,18 +336,6 @@ def _ends(result: ArmResult) -> tuple[float, float, float]:
     """Lower quartile, median and upper quartile over stock."""
     stock_tps = _stock_tps(result)
     return result.low / stock_tps, result.tps / stock_tps, result.high / stock_tps
-
-
-def _two_by_two_finding(results: Sequence[ArmResult]) -> str:
-    others = [result for result in results if result.arm != BASELINE]
-    if not others:
-        return "Only stock was measured"
-    best = max(others, key=lambda result: result.ratio or 0.0)
-    return (
-        f"Best arm: {best.label}, {best.ratio:.2f} times stock with "
-        f"{checkpointing_words(best.activation_checkpoint)} on both sides, {best.shape} shape, "
-        f"{best.routing.replace('_', ' ')} routing"
-    )
 
 
 def not_measured(measured: Measurement, what: str) -> go.Figure:
@@ -391,8 +373,18 @@ def scaling(predicted: Mapping[str, Any], full_node: Measurement, two_by_two: Me
     newest, predicted_ends, measured_ends = _gains_in_a_node(predicted, full_node, two_by_two)
     checkpointing = checkpointing_words(predicted["shapes"][SCALING]["activation_checkpoint"])
     open_ = [f"EP {ep}" for ep in EP_DEGREES if ep not in {place.ep for place in measured_ends}]
+    # The title is of the first arm at both ends of the degrees measured, or predicted if one alone was.
+    first = SCALING_ARMS[0]
+    eps = [ep for ep in EP_DEGREES if all(Place(SCALING, ep, routing, first) in measured_ends for routing in ROUTINGS)]
+    told, verb = (measured_ends, "gains") if len(eps) > 1 else (predicted_ends, "is predicted to gain")
+    ends = [eps[0], eps[-1]] if len(eps) > 1 else [EP_DEGREES[0], EP_DEGREES[-1]]
+    spans = [
+        " to ".join(f"{told[Place(SCALING, ep, routing, first)][1]:.2f}" for ep in ends)
+        + f" × under {ROUTING_LABELS[routing]}"
+        for routing in ROUTINGS
+    ]
     figure = panels(
-        _scaling_finding(predicted_ends, measured_ends),
+        f"{two_by_two_label(first)} {verb} {' and '.join(spans)} routing, from EP {ends[0]} to EP {ends[1]}",
         [f"{ROUTING_LABELS[routing]} routing" for routing in ROUTINGS],
         subtitle=f"{SCALING}, {checkpointing}: tokens/s over stock "
         f"at the same degree. Open: predicted on "
@@ -402,28 +394,28 @@ def scaling(predicted: Mapping[str, Any], full_node: Measurement, two_by_two: Me
         height=420,
         shared=True,
     )
-    styles = arm_styles(SCALING_ARMS)
     for column, routing in enumerate(ROUTINGS, start=1):
-        for side, arm in enumerate(SCALING_ARMS):
+        for side, (arm, style) in enumerate(arm_styles(SCALING_ARMS).items()):
             middle = (side - (len(SCALING_ARMS) - 1) / 2) * 3 * ASIDE
-            style, name = styles[arm], plot_text(two_by_two_label(arm))
-            dotted = {"mode": "lines+markers", "line": {"color": style.color, "dash": "dot", "width": 1.5}}
-            open_marks = {**dotted, "marker": {"symbol": f"{style.symbol}-open", "size": 11, "line_width": 2}}
-            filled = {"mode": "markers", "marker": {"color": style.color, "symbol": style.symbol, "size": 11}}
+            name, line = plot_text(two_by_two_label(arm)), {"color": style.color, "dash": "dot", "width": 1.5}
+            hollow = {
+                "mode": "lines+markers",
+                "line": line,
+                "marker": {"symbol": f"{style.symbol}-open", "line_width": 2},
+            }
+            filled = {"mode": "markers", "marker": {"color": style.color, "symbol": style.symbol}}
             for what, all_ends, aside, look in (
-                ("predicted", predicted_ends, -ASIDE / 2, open_marks),
+                ("predicted", predicted_ends, -ASIDE / 2, hollow),
                 ("measured", measured_ends, ASIDE / 2, filled),
             ):
-                ends = {at.ep: gain for at, gain in all_ends.items() if (at.routing, at.arm) == (routing, arm)}
+                gains = {at.ep: gain for at, gain in all_ends.items() if (at.routing, at.arm) == (routing, arm)}
                 figure.add_scatter(
-                    x=[EP_DEGREES.index(ep) + middle + aside for ep in ends],
-                    y=[value for _, value, _ in ends.values()],
-                    error_y=error_bars(list(ends.values()), color=style.color, thickness=1.2, width=4),
-                    name=f"{name}, {what}",
+                    x=[EP_DEGREES.index(ep) + middle + aside for ep in gains],
+                    y=[value for _, value, _ in gains.values()],
+                    error_y=error_bars(list(gains.values()), color=style.color, thickness=1.2, width=4),
                     hovertemplate=f"{name}, {what}: %{{y:.3f}} ×<extra></extra>",
-                    showlegend=column == 1,
-                    row=1,
-                    col=column,
+                    marker_size=11,
+                    **in_panel(column, f"{name}, {what}"),
                     **look,
                 )
     figure.add_hline(y=1, line={"color": MUTED, "width": 1, "dash": "dot"})
@@ -450,7 +442,7 @@ def _gains_in_a_node(
     predicted: Mapping[str, Any], full_node: Measurement, two_by_two: Measurement
 ) -> tuple[Measurement, Gains, Gains]:
     """The newest measurement, the gains predicted for its GPUs, and those of them that were measured."""
-    newest = full_node if full_node.rows else two_by_two
+    newest = full_node if full_node.rows else two_by_two  # two GPUs of the two-by-two, while no node was measured
     hardware = hardware_of(newest)
     predicted_ends = {
         Place(row["shape"], row["ep"], row["routing"], row["arm"]): (low, row["gain"], high)
@@ -460,16 +452,3 @@ def _gains_in_a_node(
     }
     measured = node_results(full_node, two_by_two).items()
     return newest, predicted_ends, {at: _ends(one) for at, one in measured if at in predicted_ends and one.ratio}
-
-
-def _scaling_finding(predicted: Gains, measured: Gains) -> str:
-    """What both routings say of the first arm at both ends of the degrees measured, or predicted if one alone was."""
-    arm = SCALING_ARMS[0]
-    eps = [ep for ep in EP_DEGREES if all(Place(SCALING, ep, routing, arm) in measured for routing in ROUTINGS)]
-    gains, verb = (measured, "gains") if len(eps) > 1 else (predicted, "is predicted to gain")
-    first, last = (eps[0], eps[-1]) if len(eps) > 1 else (EP_DEGREES[0], EP_DEGREES[-1])
-    words = []
-    for routing in ROUTINGS:
-        low, high = (gains[Place(SCALING, ep, routing, arm)][1] for ep in (first, last))
-        words.append(f"{low:.2f} to {high:.2f} × under {ROUTING_LABELS[routing]}")
-    return f"{two_by_two_label(arm)} {verb} {words[0]} and {words[1]} routing, from EP {first} to EP {last}"

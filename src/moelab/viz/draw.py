@@ -11,8 +11,8 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from moelab.analysis.arms import arm_label
-from moelab.analysis.curves import finished, joined_lines, smooth, thinning
-from moelab.viz.theme import INK, MUTED, WARNING, ArmStyle, arm_styles, new_figure, wrap
+from moelab.analysis.curves import joined_lines, thinning
+from moelab.viz.theme import INK, MUTED, WARNING, ArmStyle, new_figure, wrap
 
 
 def panels(
@@ -26,17 +26,9 @@ def panels(
     shared: bool = False,
     title_size: int = 13,
 ) -> go.Figure:
-    """An empty figure of several panels in a row.
+    """An empty figure of several panels in a row, with a title as :func:`moelab.viz.theme.new_figure` writes it.
 
-    Args:
-        finding: as :func:`moelab.viz.theme.new_figure` takes it.
-        titles: of the panels.
-        subtitle: as there.
-        note: as there.
-        height: as there, of the panels.
-        spacing: between two panels, as a part of the width.
-        shared: whether all panels have one vertical axis.
-        title_size: of the panels' titles, px.
+    ``spacing`` is between two panels, as a part of the width; ``shared`` panels have one vertical axis.
     """
     # make_subplots begins a figure of its own, without the title's layout, and leaves no room for its panels' titles.
     headed = new_figure(finding, subtitle=subtitle, note=note, height=height)
@@ -55,51 +47,32 @@ def in_panel(column: int, name: str) -> dict[str, object]:
     return {"row": 1, "col": column, "name": name, "legendgroup": name, "showlegend": column == 1}
 
 
+def above(texts: Sequence[str]) -> dict[str, object]:
+    """Options of upright bars that have these texts above them."""
+    return {"text": list(texts), "textposition": "outside", "cliponaxis": False}
+
+
+def inside(texts: Sequence[str], *, anchor: str = "middle", **font: object) -> dict[str, object]:
+    """Options of bars that have these texts in them, upright."""
+    place = {"textposition": "inside", "insidetextanchor": anchor, "textangle": 0}
+    return {"text": list(texts), "textfont": font, **place}
+
+
 def draw_arm_axis(figure: go.Figure, arms: Sequence[str], *, margin: float = 0.6) -> None:
     """Name the arms under places 0, 1, 2 …, with so much room beside the first and the last."""
     labels = ["<br>".join(wrap(arm_label(arm), 18)) for arm in arms]
+    # Places are numbers, not names, so that seeds and intervals can stand beside the middle of a bar.
     figure.update_xaxes(tickvals=list(range(len(arms))), ticktext=labels, showgrid=False, ticks="")
     figure.update_xaxes(range=[-margin, len(arms) - 1 + margin])
-
-
-def arm_bar(position: float, value: float, style: ArmStyle, hover: str) -> go.Bar:
-    """An arm's throughput as a bar with its number inside; ``hover`` follows the arm's name."""
-    return go.Bar(
-        x=[position],
-        y=[value],
-        marker={"color": style.fill(0.35), "line": {"color": style.color, "width": 2}},
-        text=[f"<b>{value:,.0f}</b>"],
-        textposition="inside",
-        insidetextanchor="middle",
-        textfont={"color": INK, "size": 16},
-        hovertemplate=f"{style.label}: {hover}<extra></extra>",
-    )
-
-
-def finish_arm_bars(
-    figure: go.Figure, arms: Sequence[str], highest: float, *, words: str = "per GPU", margin: float = 0.6
-) -> go.Figure:
-    """Name the arms under their bars, and leave room above the highest (tokens/s) for what is written there."""
-    draw_arm_axis(figure, arms, margin=margin)
-    figure.update_yaxes(title_text=f"tokens/s {words}", range=[0, 1.18 * highest], tickformat=",")
-    return figure.update_layout(showlegend=False, bargap=0.45, hovermode="closest")
 
 
 def running_bars(
     rows: Sequence[str], values: Sequence[float], colors: Sequence[str], shapes: Sequence[str] = (), *, hover: str
 ) -> go.Bar:
-    """Bars below each other, each beginning where the one above ends, and a last one of the whole from zero.
-
-    Args:
-        rows: their names.
-        values: what each adds; the last is the whole.
-        colors: of each.
-        shapes: of each one's pattern.
-        hover: plotly's template.
-    """
+    """Bars below each other, each beginning where the one above ends, and a last one of the whole from zero."""
     marker = {"color": list(colors), "line": {"color": MUTED, "width": 1}}
     marker |= {"pattern": {"shape": list(shapes)}} if shapes else {}
-    base = [*accumulate(values[:-2], initial=0.0), 0.0]
+    base = [*accumulate(values[:-2], initial=0.0), 0.0]  # the whole stands on zero, as the first part does
     return go.Bar(y=list(rows), x=list(values), base=base, orientation="h", marker=marker, hovertemplate=hover)
 
 
@@ -133,28 +106,11 @@ def draw_limit(figure: go.Figure, y: float, text: str, *, color: str, width: flo
     figure.update_layout(margin_r=margin_px)
 
 
-def draw_seeds_and_means(
-    figure: go.Figure, curves: dict[str, pd.DataFrame], *, window: int, shown_from: int = 0, inset: bool = False
-) -> None:
-    """Draw every seed of every arm thin and unsmoothed, and over them the arms' means, bold.
-
-    Args:
-        figure: Figure to draw into.
-        curves: Steps by seeds, by arm.
-        window: Logged steps that the mean is smoothed over; seeds are fainter behind a smoothed mean.
-        shown_from: First step drawn.
-        inset: Draw on the axes ``x2`` and ``y2``, without a second legend.
-    """
-    axes = {"xaxis": "x2", "yaxis": "y2", "showlegend": False} if inset else {}
-    styles = arm_styles(curves)
-    for name, style in styles.items():
-        x, y = joined_lines(curves[name].loc[shown_from:])
-        line = {"color": style.fill(0.35 if window == 1 else 0.15), "width": 1}
-        seeds = go.Scatter(x=x, y=y, mode="lines", line=line, hoverinfo="skip", legendgroup=style.label, **axes)
-        figure.add_trace(seeds.update(showlegend=False))
-    for name, style in styles.items():
-        mean = smooth(finished(curves[name]), window).mean(axis=1)
-        draw_mean(figure, mean.loc[shown_from:], style, **axes)
+def draw_seeds(figure: go.Figure, curves: pd.DataFrame, style: ArmStyle, *, opacity: float, **options: object) -> None:
+    """Draw every seed (a column of ``curves``) thin and unsmoothed, as one trace; ``options`` go to it."""
+    x, y = joined_lines(curves)
+    trace = {"mode": "lines", "hoverinfo": "skip", "legendgroup": style.label, "showlegend": False}
+    figure.add_trace(go.Scatter(x=x, y=y, line={"color": style.fill(opacity), "width": 1}, **(trace | options)))
 
 
 def name_loss_axes(figure: go.Figure) -> go.Figure:
@@ -164,9 +120,9 @@ def name_loss_axes(figure: go.Figure) -> go.Figure:
 
 def draw_mean(figure: go.Figure, mean: pd.Series[float], style: ArmStyle, **options: object) -> None:
     """Draw one bold line in the arm's colour and dash; ``options`` go to the trace."""
-    trace = {"mode": "lines", "name": style.label, "legendgroup": style.label, "hovertemplate": "%{y:.4f}"}
-    line = {"color": style.color, "width": 2.5, "dash": style.dash}
-    figure.add_trace(go.Scatter(x=mean.index.to_numpy(), y=mean.to_numpy(), line=line, **(trace | options)))
+    trace: dict[str, object] = {"mode": "lines", "name": style.label, "legendgroup": style.label}
+    trace |= {"line": {"color": style.color, "width": 2.5, "dash": style.dash}, "hovertemplate": "%{y:.4f}"}
+    figure.add_trace(go.Scatter(x=mean.index.to_numpy(), y=mean.to_numpy(), **(trace | options)))
 
 
 def draw_band(
@@ -181,13 +137,8 @@ def draw_band(
 
 
 def draw_marks(figure: go.Figure, marks: Sequence[tuple[int, float]]) -> None:
-    """Mark the steps whose gradient norm was reported as NaN or Inf on the curves of their runs' loss.
-
-    Args:
-        figure: to draw into.
-        marks: step and loss (nats) of each; where there are none, nothing is drawn and the legend does not name them.
-    """
-    if not marks:
+    """Mark the steps whose gradient norm was reported as NaN or Inf on the curves of their runs' loss."""
+    if not marks:  # the legend does not name them then
         return
     x, y = zip(*marks[:: thinning(len(marks))], strict=True)  # a run may report NaN in every step
     look = {"symbol": "x-thin", "size": 8, "line": {"color": WARNING, "width": 1.5}}
@@ -204,34 +155,24 @@ def legend_entry(name: str, **look: object) -> go.Scatter:
     return go.Scatter(x=[None], y=[None], name=name, hoverinfo="skip", **look)
 
 
-def nothing_to_draw(finding: str, *, subtitle: str, height: int) -> go.Figure:
+def nothing_to_draw(finding: str, *, subtitle: str, height: int, note: str = "") -> go.Figure:
     """A figure that says in words why it is empty; arguments are those of :func:`moelab.viz.theme.new_figure`."""
-    return new_figure(finding, subtitle=subtitle, height=height).update_layout(xaxis_visible=False, yaxis_visible=False)
+    figure = new_figure(finding, subtitle=subtitle, note=note, height=height)
+    return figure.update_layout(xaxis_visible=False, yaxis_visible=False)
 
 
 def place_map(
     figure: go.Figure, place: int, title: str, *, x: dict[str, object], y: dict[str, object]
 ) -> dict[str, str]:
-    """Give a map axes of its own that are not seen, with its title above their left end.
+    """Give the ``place``-th map (from 0) axes of its own that are not seen, with its title above their left end.
 
-    Args:
-        figure: to draw into.
-        place: of the map among all of the figure, from 0.
-        title: in plotly's HTML.
-        x: domain and range; the domain is a part of the width.
-        y: range, and domain if it is not the whole height.
-
-    Returns:
-        Names of the axes, for traces.
+    ``x`` and ``y`` have the axes' ranges and domains, which are parts of the figure; the names of the axes come back.
     """
     suffix = str(place + 1) if place else ""
     hidden = {"visible": False, "fixedrange": True}
     figure.update_layout({f"xaxis{suffix}": {**hidden, **x, "anchor": f"y{suffix}"}})
     figure.update_layout({f"yaxis{suffix}": {**hidden, **y, "anchor": f"x{suffix}"}})
-    corner = {
-        "x": figure.layout[f"xaxis{suffix}"].domain[0],
-        "y": (figure.layout[f"yaxis{suffix}"].domain or (0, 1))[1],
-    }
-    corner |= {"xref": "paper", "yref": "paper", "xanchor": "left", "yanchor": "bottom", "align": "left"}
-    figure.add_annotation(text=title, showarrow=False, font={"size": 13, "color": INK}, **corner)
+    left, top = figure.layout[f"xaxis{suffix}"].domain[0], (figure.layout[f"yaxis{suffix}"].domain or (0, 1))[1]
+    corner = {"xref": "paper", "yref": "paper", "xanchor": "left", "yanchor": "bottom", "align": "left"}
+    figure.add_annotation(x=left, y=top, text=title, showarrow=False, font={"size": 13, "color": INK}, **corner)
     return {"xaxis": f"x{suffix}", "yaxis": f"y{suffix}"}

@@ -10,7 +10,8 @@ import plotly.graph_objects as go
 from moelab.errors import BadInput
 from moelab.explain.against import Comparison, GemmRate
 from moelab.explain.categories import COMMUNICATION
-from moelab.explain.explanation import Explanation, length_us
+from moelab.explain.explanation import Explanation
+from moelab.explain.rank import length_us
 from moelab.explain.trace import Rows
 from moelab.hardware import known_gpu
 from moelab.viz.draw import diamonds, draw_limit

@@ -34,7 +34,7 @@ _LINES = (("#0072B2", "circle"), ("#56B4E9", "diamond"), ("#D55E00", "square"), 
 GROUPS = 8
 """Local experts of the map's products."""
 ROWS_LOG2, WEIGHTS_LOG2 = (10.0, 20.5), (18.0, 27.0)
-STEPS_M, STEPS_NK, STEPS_LINE = 64, 46, 46
+STEPS_M, STEPS_NK = 64, 46
 LEVEL = 0.2
 """Gain between two contour lines."""
 _GAIN_COLORS = [[0.0, "#B2500A"], [0.25, "#E8A87C"], [0.5, "#FFFFFF"], [0.75, "#7FB8DC"], [1.0, "#0072B2"]]
@@ -84,13 +84,10 @@ def measured_speedups(result: GroupedGemmResult, precision: Precision, *, replay
         )
     figure.add_hline(y=1, line={"color": INK, "width": 1, "dash": "dash"})
     ticks = sorted(set(table["m"]))
-    figure.update_xaxes(title_text="rows M of all groups", type="log", **_thousands(ticks))
+    figure.update_xaxes(title_text="rows M of all groups", type="log", tickvals=ticks)
+    figure.update_xaxes(ticktext=[f"{m // 1024}k" for m in ticks])
     figure.update_yaxes(title_text="BF16 time / 8-bit time")
     return figure.update_layout(hovermode="closest")
-
-
-def _thousands(ticks: Sequence[int]) -> dict[str, object]:
-    return {"tickvals": ticks, "ticktext": [f"{m // 1024}k" for m in ticks]}
 
 
 def predicted_speedups(table: pd.DataFrame) -> go.Figure:
@@ -108,11 +105,9 @@ def predicted_speedups(table: pd.DataFrame) -> go.Figure:
         note="quoted: torchao on one B200, torchao 0.14, torch 2.10; predicted by a model",
         height=480,
     )
-    names = []
-    for case in table["case"]:  # such as "grouped 16384×2048×1408, 8 groups"
-        shape, groups = case.split(", ")
-        _, n, k = shape.split("×")
-        names.append(f"N {n}, K {k}, {counted(int(groups.split()[0]), 'group')}")
+    # Of cases such as "grouped 16384×2048×1408, 8 groups".
+    parts = table["case"].str.extract(r"×(\d+)×(\d+), (\d+) ")
+    names = [f"N {n}, K {k}, {counted(int(groups), 'group')}" for n, k, groups in parts.itertuples(index=False)]
     figure.add_bar(
         y=names,
         x=2 * GOAL * table["measured"],
@@ -142,18 +137,17 @@ def step_parts(case: Case, rates: Rates) -> go.Figure:
         rates: of a GPU's kernels alone.
     """
     gained = gain(*case.mnkg, rates)
-    low = LABELS[rates.low_format]
     figure = new_figure(
-        f"{low} {'saves' if gained > 1 else 'loses'} time here: BF16 takes {gained:.2f}× as long",
+        f"{LABELS[rates.low_format]} {'saves' if gained > 1 else 'loses'} time here: BF16 takes {gained:.2f}× as long",
         subtitle=f"{case.name} on a {rates.gpu}, forward + backward, kernels alone",
         note="predicted by the model, not measured",
         height=400,
     )
     precisions: tuple[Precision, ...] = ("bf16", "mxfp8", "mxfp8_wgrad_bf16")
-    by_precision = {p: grouped_parts(*case.mnkg, p, rates) for p in precisions}
+    parts = [grouped_parts(*case.mnkg, precision, rates) for precision in precisions]
     labels = [LABELS[precision] for precision in precisions]
     for kind, (name, color) in PART_LOOKS.items():
-        times_ms = [1e3 * sum(part.time_s for part in parts if part.kind == kind) for parts in by_precision.values()]
+        times_ms = [1e3 * sum(part.time_s for part in each if part.kind == kind) for each in parts]
         if any(times_ms):
             figure.add_bar(
                 y=labels,
@@ -163,7 +157,7 @@ def step_parts(case: Case, rates: Rates) -> go.Figure:
                 marker={"color": color},
                 hovertemplate="%{x:.3f} ms",
             )
-    totals = [1e3 * sum(part.time_s for part in parts) for parts in by_precision.values()]
+    totals = [1e3 * sum(part.time_s for part in each) for each in parts]
     for label, total in zip(labels, totals, strict=True):
         write_beside(figure, total, label, f" {total:.3g} ms", color=MUTED)
     figure.update_layout(barmode="stack", hovermode="closest", bargap=0.35, legend_traceorder="normal", legend_y=-0.34)
@@ -207,14 +201,16 @@ def gain_map(fitted: Fit, works: Sequence[ExpertWork], *, aspect: float = 2.25) 
         colorbar={"title": {"text": "gain"}, "thickness": 14, "tickvals": [0.2, 0.6, 1.0, 1.4, 1.8]},
         hovertemplate="M %{x}, N·K %{y}: %{z:.2f}<extra></extra>",
     )
-    chosen = [float(nk) for nk in np.logspace(*WEIGHTS_LOG2, STEPS_LINE, base=2)]
-    cases = [Case(m=1, n=n, k=k, groups=GROUPS) for n, k in (_sides(nk, aspect) for nk in chosen)]
-    evens = [break_even(case, fitted) for case in cases]
+    evens = [break_even(Case(m=1, n=n, k=k, groups=GROUPS), fitted) for n, k in sides]
     least, most = (2**exponent for exponent in ROWS_LOG2)
-    outer, line = {"color": INK, "width": 1.5, "dash": "dash"}, {"color": INK, "width": 3, "dash": "solid"}
-    for name, field, style in (("low", "low", outer), ("gain 1", "value", line), ("high", "high", outer)):
-        inside = [m if least <= m <= most else None for m in (getattr(even, field) for even in evens)]
-        figure.add_scatter(x=inside, y=chosen, mode="lines", line=style, name=name, hoverinfo="skip", showlegend=False)
+    for name, field, width, dash in (
+        ("low", "low", 1.5, "dash"),
+        ("gain 1", "value", 3, "solid"),
+        ("high", "high", 1.5, "dash"),
+    ):
+        x = [m if least <= m <= most else None for m in (getattr(even, field) for even in evens)]
+        line, quiet = {"color": INK, "width": width, "dash": dash}, {"hoverinfo": "skip", "showlegend": False}
+        figure.add_scatter(x=x, y=weights, mode="lines", line=line, name=name, **quiet)
     for work, name, gained, symbol in zip(works, short, own, _MARKS, strict=False):
         case, m = work.case, min(max(work.case.m, least), most)
         # the map is of GROUPS: with another number a mark may stand on the other side of the line than its gain says
@@ -233,7 +229,7 @@ def gain_map(fitted: Fit, works: Sequence[ExpertWork], *, aspect: float = 2.25) 
     m_ticks, nk_ticks = ([2**each for each in exponents] for exponents in (range(10, 21, 2), range(18, 28, 2)))
     m_range, nk_range = ([each * math.log10(2) for each in exponents] for exponents in (ROWS_LOG2, WEIGHTS_LOG2))
     figure.update_xaxes(title_text="rows M of all groups (tokens × top-k of a rank and micro-batch)", range=m_range)
-    figure.update_xaxes(type="log", **_thousands(m_ticks), showgrid=False)
+    figure.update_xaxes(type="log", tickvals=m_ticks, ticktext=[f"{m // 1024}k" for m in m_ticks], showgrid=False)
     figure.update_yaxes(title_text="weights of an expert's matrix, N·K", range=nk_range, showgrid=False)
     figure.update_yaxes(type="log", tickvals=nk_ticks, ticktext=[f"{nk / 2**20:g} Mi" for nk in nk_ticks])
     return figure.update_layout(hovermode="closest", legend_y=-0.2)

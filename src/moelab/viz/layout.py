@@ -13,6 +13,7 @@ import html
 from collections.abc import Mapping, Sequence
 
 import plotly.graph_objects as go
+from plotly.colors import sample_colorscale
 
 from moelab.errors import BadInput
 from moelab.experiment import Experiment
@@ -22,7 +23,7 @@ from moelab.layout.mesh import Group, coordinates, groups_of, nvlink_ranks
 from moelab.layout.rules import candidates
 from moelab.layout.schedule import Durations, timeline
 from moelab.memory import PARTS, MemoryEstimate, estimate
-from moelab.viz.draw import STAR, draw_limit, legend_entry, nothing_to_draw, place_map
+from moelab.viz.draw import STAR, draw_limit, inside, legend_entry, nothing_to_draw, place_map
 from moelab.viz.theme import FAR, INK, MUTED, NEAR, OTHER, WARNING, new_figure
 from moelab.viz.widget import Explorer, labelled_control, refusal
 
@@ -32,6 +33,8 @@ TITLE_PX, SPACE_PX = 30, 22
 """Heights of a map's title and of the space under it."""
 GAP, LABEL_GAP = 0.7, 1.3
 """Space between boxes across, and above each for its number, in squares."""
+LIGHT_GREEN, DARK_GREEN = "rgb(206, 232, 222)", "rgb(0, 92, 67)"
+"""Of the first and the last pipeline rank."""
 
 
 def mesh_map(layout: Layout, *, gpus_per_node: int, rank: int = 0, nvlink_ranks: int = 0) -> go.Figure:
@@ -63,8 +66,9 @@ def mesh_map(layout: Layout, *, gpus_per_node: int, rank: int = 0, nvlink_ranks:
         ]
     if layout.pp > 1:
         block = layout.world_size // layout.pp
+        greens = sample_colorscale([LIGHT_GREEN, DARK_GREEN], [place / (layout.pp - 1) for place in range(layout.pp)])
         title = f"<b>pipeline ranks</b> 0 (light) to {layout.pp - 1} (dark) · {block} GPUs each"
-        maps[title] = [_green(each // block / (layout.pp - 1)) for each in everyone]
+        maps[title] = [greens[each // block] for each in everyone]
     rows = -(-len(maps) // 2)
     height_px = TITLE_PX + grid.height_px + SPACE_PX
     figure = new_figure(
@@ -73,7 +77,12 @@ def mesh_map(layout: Layout, *, gpus_per_node: int, rank: int = 0, nvlink_ranks:
         "rank's place on every axis.",
         height=110 + rows * height_px,
     )
-    texts = [_place_words(layout, each, gpus_per_node) for each in everyone]
+    texts = []
+    for each in everyone:
+        (node, local), on = divmod(each, gpus_per_node), coordinates(layout, each)
+        dense = ", ".join(f"{axis} {on[axis]}" for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp"))
+        experts = f"<br>experts: efsdp {on['efsdp']}, ep {on['ep']}" if "ep" in on else ""
+        texts.append(f"<b>rank {each}</b>: node {node}, GPU {local}<br>{dense}{experts}")
     x, y = grid.square(rank)
     star = {**STAR, "size": 11 if grid.numbered else 7}
     chosen = go.Scatter(x=[x], y=[y], mode="markers", marker=star, hoverinfo="skip", showlegend=False)
@@ -87,7 +96,7 @@ def mesh_map(layout: Layout, *, gpus_per_node: int, rank: int = 0, nvlink_ranks:
             x={"domain": [0.52 * column, 0.48 + 0.52 * column], "range": [-0.2, grid.width + 0.2]},
             y={"domain": [top - grid.height_px / (rows * height_px), top], "range": [grid.height + 0.2, 0.2]},
         )
-        for trace in (grid.squares(colors, texts), grid.boxes(), *([grid.numbers()] if grid.numbered else []), chosen):
+        for trace in (grid.squares(colors, texts), *grid.boxes(), chosen):
             figure.add_trace(trace.update(axes))
     square = {"symbol": "square", "size": 12}
     for name, look in (
@@ -101,33 +110,16 @@ def mesh_map(layout: Layout, *, gpus_per_node: int, rank: int = 0, nvlink_ranks:
     return figure.update_layout(hovermode="closest")
 
 
-def _green(part: float) -> str:
-    """Green from light to dark."""
-    light, dark = (206, 232, 222), (0, 92, 67)
-    mixed = (round(low + (high - low) * part) for low, high in zip(light, dark, strict=True))
-    return "#" + "".join(f"{value:02x}" for value in mixed)
-
-
 def _reach(groups: Sequence[Group], rank: int, box: str) -> str:
     if not groups:
         return f"Rank {rank} talks to no other rank"
-    inside = [group.name for group in groups if len(group.nodes) == 1]
-    outside = [(len(group.nodes), group.name) for group in groups if len(group.nodes) > 1]
+    near = [group.name for group in groups if len(group.nodes) == 1]
+    outside = [f"{len(group.nodes)} by {group.name}" for group in groups if len(group.nodes) > 1]
     if not outside:
-        return f"Rank {rank} talks inside its {box} only: {', '.join(inside)}"
-    reaches = ", ".join(
-        f"{count}{'' if place else f' {box}s'} by {name}" for place, (count, name) in enumerate(outside)
-    )
-    stays = f"; {' and '.join(inside)} stay{'s' if len(inside) == 1 else ''} in its {box}" if inside else ""
+        return f"Rank {rank} talks inside its {box} only: {', '.join(near)}"
+    reaches = ", ".join(outside).replace(" by", f" {box}s by", 1)
+    stays = f"; {' and '.join(near)} stay{'s' if len(near) == 1 else ''} in its {box}" if near else ""
     return f"Rank {rank} reaches {reaches}{stays}"
-
-
-def _place_words(layout: Layout, rank: int, gpus_per_node: int) -> str:
-    node, local = divmod(rank, gpus_per_node)
-    place = coordinates(layout, rank)
-    dense = ", ".join(f"{axis} {place[axis]}" for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp"))
-    experts = f"<br>experts: efsdp {place['efsdp']}, ep {place['ep']}" if "ep" in place else ""
-    return f"<b>rank {rank}</b>: node {node}, GPU {local}<br>{dense}{experts}"
 
 
 class ClusterGrid:
@@ -170,7 +162,7 @@ class ClusterGrid:
             colors: of each rank.
             texts: shown when the pointer is on a rank's square.
         """
-        palette = sorted(set(colors))
+        palette = sorted(set(colors))  # a heatmap has numbers, so a colour is its place in a scale of steps
         columns, rows = min(self._nodes, self._columns), -(-self._nodes // self._columns)
         # A column or row of nothing between boxes, since a heatmap's cells touch.
         x = [self._corner(box)[0] + place for box in range(columns) for place in range(self._across + 1)]
@@ -188,23 +180,23 @@ class ClusterGrid:
         look = {"colorscale": steps, "zmin": -0.5, "zmax": count - 0.5, "showscale": False, "xgap": gap, "ygap": gap}
         return go.Heatmap(x=x, y=y, z=z, text=text, hovertemplate="%{text}<extra></extra>", hoverongaps=False, **look)
 
-    def boxes(self) -> go.Scatter:
-        """Outlines of all nodes, as one line with breaks."""
+    def boxes(self) -> list[go.Scatter]:
+        """Outlines of all nodes, as one line with breaks, and where there is room their numbers above them."""
+        corners = [self._corner(node) for node in range(self._nodes)]
         x: list[float | None] = []
         y: list[float | None] = []
-        for node in range(self._nodes):
-            left, top = (edge - 0.15 for edge in self._corner(node))
+        for left, top in ((x - 0.15, y - 0.15) for x, y in corners):
             right, bottom = left + self._across + 0.3, top + self._down + 0.3
             x += [left, right, right, left, left, None]
             y += [top, top, bottom, bottom, top, None]
-        return go.Scatter(x=x, y=y, mode="lines", line={"color": MUTED, "width": 1}, hoverinfo="skip", showlegend=False)
-
-    def numbers(self) -> go.Scatter:
-        """Number of each node, above its box."""
-        x, y = zip(*(self._corner(node) for node in range(self._nodes)), strict=True)
-        places = {"x": x, "y": [top - 0.2 for top in y], "text": [str(node) for node in range(self._nodes)]}
-        look = {"textposition": "top right", "textfont": {"size": 10, "color": MUTED}, "hoverinfo": "skip"}
-        return go.Scatter(mode="text", showlegend=False, cliponaxis=False, **places, **look)
+        still = {"hoverinfo": "skip", "showlegend": False}
+        outlines = go.Scatter(x=x, y=y, mode="lines", line={"color": MUTED, "width": 1}, **still)
+        if not self.numbered:
+            return [outlines]
+        names = {"text": [str(node) for node in range(self._nodes)], "textposition": "top right"}
+        look = {"mode": "text", "textfont": {"size": 10, "color": MUTED}, "cliponaxis": False}
+        numbers = go.Scatter(x=[x for x, _ in corners], y=[y - 0.2 for _, y in corners], **names, **look, **still)
+        return [outlines, numbers]
 
 
 # The pipeline
@@ -216,13 +208,12 @@ AROUND_PX = 190
 DIGIT_PX, NARROW_PX = 9, 640
 """Room that a digit needs, and the width of the axis in a narrow notebook."""
 _KINDS = {
-    "F": ("forward", "#0072B2", "white"),
-    "B": ("backward", "#D55E00", "white"),
-    "I": ("backward: dgrad", "#E69F00", INK),
-    "W": ("backward: wgrad", "#009E73", "white"),
+    "F": ("forward", ("#0072B2", "#86BCDD"), "white"),
+    "B": ("backward", ("#D55E00", "#EDA978"), "white"),
+    "I": ("backward: dgrad", ("#E69F00", "#F5D590"), INK),
+    "W": ("backward: wgrad", ("#009E73", "#84CDB8"), "white"),
 }
-_LIGHTER = {"#0072B2": "#86BCDD", "#D55E00": "#EDA978", "#E69F00": "#F5D590", "#009E73": "#84CDB8"}
-"""Of a rank's second stage: halfway to white."""
+"""Name of what a block does, colour of a rank's first stage and, halfway to white, of the others, ink of the first."""
 
 
 def pipeline_schedule(layout: Layout, schedule: str) -> go.Figure:
@@ -262,49 +253,42 @@ def pipeline_schedule(layout: Layout, schedule: str) -> go.Figure:
         note="simulated: equal stage times, free communication",
         height=AROUND_PX + rows_px,
     )
-    rows_of = {"orientation": "h", "width": 0.86}
-    blocks = [(rank, block) for rank, row in enumerate(played) for block in row if block.start < shown]
-    for kind, (name, color, ink) in _KINDS.items():
+
+    def draw(bars: Sequence[tuple[int, float, float]], name: str, hover: str, **look: object) -> None:
+        """Bars of one look, each given as rank, start and end."""
+        ranks, starts, ends = zip(*bars, strict=True) if bars else ((), (), ())
+        lengths = [stop - start for start, stop in zip(starts, ends, strict=True)]
+        place = {"base": starts, "x": lengths, "y": ranks, "orientation": "h", "width": 0.86}
+        figure.add_bar(name=name, hovertemplate=f"{hover}<extra>rank %{{y}}</extra>", **place, **look)
+
+    blocks = [
+        (rank, layout.stages_of_rank[rank].index(block.action.stage), block)
+        for rank, row in enumerate(played)
+        for block in row
+        if block.start < shown
+    ]
+    for kind, (name, colors, ink) in _KINDS.items():
         for turn in range(turns):
-            work = [
-                (rank, block)
-                for rank, block in blocks
-                if (block.action.kind, layout.stages_of_rank[rank].index(block.action.stage)) == (kind, turn)
-            ]
+            work = [(rank, block) for rank, at, block in blocks if (block.action.kind, at) == (kind, turn)]
             if not work:
                 continue
-            figure.add_bar(
-                base=[block.start for _, block in work],
-                x=[block.end - block.start for _, block in work],
-                y=[rank for rank, _ in work],
-                **rows_of,
-                marker={"color": _LIGHTER[color] if turn else color, "line": {"color": "white", "width": 0.5}},
-                text=[str(block.action.microbatch) for _, block in work] if numbered else None,
-                textposition="inside",
-                insidetextanchor="middle",
-                textangle=0,
-                textfont={"color": INK if turn else ink, "size": 12},
+            numbers = [str(block.action.microbatch) for _, block in work]
+            draw(
+                [(rank, block.start, block.end) for rank, block in work],
+                name if turn == 0 else f"{name}, stage {turn + 1} of the rank",
+                f"{name}, stage %{{customdata[0]}}, micro-batch %{{customdata[1]}}",
+                marker={"color": colors[turn > 0], "line": {"color": "white", "width": 0.5}},
                 customdata=[[block.action.stage, block.action.microbatch] for _, block in work],
-                hovertemplate=f"{name}, stage %{{customdata[0]}}, micro-batch %{{customdata[1]}}"
-                "<extra>rank %{y}</extra>",
-                name=name if turn == 0 else f"{name}, stage {turn + 1} of the rank",
                 showlegend=turn == 0,
+                **(inside(numbers, color=INK if turn else ink, size=12) if numbered else {}),
             )
     idle = []
     for rank, row in enumerate(played):
         edges = [0, *(edge for block in row for edge in (block.start, block.end)), end]
         stretches = zip(edges[::2], edges[1::2], strict=True)
         idle += [(rank, start, min(stop, shown)) for start, stop in stretches if start < min(stop, shown)]
-    figure.add_bar(
-        base=[start for _, start, _ in idle],
-        x=[stop - start for _, start, stop in idle],
-        y=[rank for rank, _, _ in idle],
-        **rows_of,
-        marker={"color": "white", "line_width": 0},
-        marker_pattern={"shape": "/", "fgcolor": MUTED, "bgcolor": "#f4f5f7", "size": 6, "solidity": 0.2},
-        hovertemplate="waits %{x} units<extra>rank %{y}</extra>",
-        name="wait (bubble)",
-    )
+    hatch = {"shape": "/", "fgcolor": MUTED, "bgcolor": "#f4f5f7", "size": 6, "solidity": 0.2}
+    draw(idle, "wait (bubble)", "waits %{x} units", marker={"color": "white", "line_width": 0, "pattern": hatch})
     every = 1 if layout.pp <= 16 else 4
     # Each bar has a base of its own, so they overlay; the legend stands 58 px under the axis.
     figure.update_layout(barmode="overlay", hovermode="closest", legend={"traceorder": "normal", "y": -58 / rows_px})
@@ -342,8 +326,15 @@ def memory_bars(memory: MemoryEstimate, layout: Layout, gpu: Gpu) -> go.Figure:
         layout: resolved degrees; gives each pipeline rank its layers.
         gpu: the GPU that ``memory`` was predicted for; named at the line.
     """
+    rank = f"pipeline rank {memory.worst.rank}" if len(memory.by_stage) > 1 else "each rank"
+    finding = (
+        f"{rank.capitalize()} needs {memory.worst_gib:.1f} GiB; what a {gpu.name} has is not known"
+        if gpu.memory_gib is None
+        else f"{'Fits' if memory.fits else 'Does not fit'}: {rank} needs {memory.worst_gib:.1f} of "
+        f"{memory.capacity_gib:.1f} GiB of a {gpu.name}"
+    )
     reading = f"Fullest moment: {memory.worst.moment}. Largest part: {memory.dominant}."
-    figure = new_figure(_memory_finding(memory, gpu), subtitle=reading, note="predicted, not measured", height=540)
+    figure = new_figure(finding, subtitle=reading, note="predicted, not measured", height=540)
     stages = memory.by_stage
     for part in PARTS:
         values = [stage.parts[part] for stage in stages]
@@ -369,30 +360,18 @@ def memory_bars(memory: MemoryEstimate, layout: Layout, gpu: Gpu) -> go.Figure:
     if gpu.memory_gib is not None:
         text, color = f"{gpu.name}<br>{memory.capacity_gib:.1f} GiB", INK if memory.fits else WARNING
         draw_limit(figure, memory.capacity_gib, text, color=color, width=2, margin_px=86)
+    # Under the bars stand the rank and, where there is room, its layers.
+    every = 1 if layout.pp <= 16 else 2
+    names = [str(rank) if rank % every == 0 else "" for rank in range(layout.pp)]
+    if layout.pp <= 8:
+        held = [[name for stage in stages for name in layout.stages[stage]] for stages in layout.stages_of_rank]
+        counts = [sum(name.startswith("layers.") for name in names) for names in held]
+        names = [f"{rank}<br>{count} layers" for rank, count in enumerate(counts)]
     figure.update_layout(barmode="stack", hovermode="x", legend={"traceorder": "normal", "y": -0.22})
-    figure.update_xaxes(title_text="pipeline rank", tickvals=list(range(len(stages))), ticktext=_names(layout))
+    figure.update_xaxes(title_text="pipeline rank", tickvals=list(range(len(stages))), ticktext=names)
     figure.update_xaxes(range=[-0.5, len(stages) - 0.5] if len(stages) > 1 else [-1.5, 1.5], showgrid=False, ticks="")
     figure.update_yaxes(title_text="memory per GPU (GiB)", range=[0, 1.12 * max(memory.worst_gib, memory.capacity_gib)])
     return figure
-
-
-def _memory_finding(memory: MemoryEstimate, gpu: Gpu) -> str:
-    rank = f"pipeline rank {memory.worst.rank}" if len(memory.by_stage) > 1 else "each rank"
-    if gpu.memory_gib is None:
-        return f"{rank.capitalize()} needs {memory.worst_gib:.1f} GiB; what a {gpu.name} has is not known"
-    need = f"needs {memory.worst_gib:.1f} of {memory.capacity_gib:.1f} GiB of a {gpu.name}"
-    return f"{'Fits' if memory.fits else 'Does not fit'}: {rank} {need}"
-
-
-def _names(layout: Layout) -> list[str]:
-    """Names under the bars: the rank and, where there is room, its layers."""
-    if layout.pp > 8:
-        return [str(rank) if rank % (1 if layout.pp <= 16 else 2) == 0 else "" for rank in range(layout.pp)]
-    counts = [
-        sum(name.startswith("layers.") for stage in stages for name in layout.stages[stage])
-        for stages in layout.stages_of_rank
-    ]
-    return [f"{rank}<br>{count} layers" for rank, count in enumerate(counts)]
 
 
 # The explorer
@@ -443,25 +422,20 @@ class LayoutExplorer(Explorer):
         if change is not None:
             fields = {field: self.controls[field].value for field in CHOSEN}
             self.experiment = self.experiment.model_copy(update=fields)
-        for field in CHOSEN:
-            self._renew_menu(field)
+        for field in CHOSEN:  # a menu says of every value whether it is legal beside the other controls
+            current, control = getattr(self.experiment, field), self.controls[field]
+            allowed = _POWERS if field in ("nodes", "local_batch") else candidates(facts_of(self.experiment), field)
+            values = list(dict.fromkeys([*allowed, current]))
+            options = []
+            for value in sorted(values) if isinstance(current, int) else values:
+                legal = check(self.experiment.model_copy(update={field: value})).legal
+                options.append((str(value) if legal else f"{value} (illegal)", value))
+            if control.options != tuple(options):
+                control.options = options
+            control.value = current
         self.controls["rank"].max = self.experiment.world_size - 1  # lowers the value too where it is above
         super().refresh()
         self._listen()
-
-    def _renew_menu(self, field: str) -> None:
-        """Say of every value whether it is legal beside the other controls."""
-        current, facts = getattr(self.experiment, field), facts_of(self.experiment)
-        allowed = _POWERS if field in ("nodes", "local_batch") else candidates(facts, field)
-        values = list(dict.fromkeys([*allowed, current]))
-        options = []
-        for value in sorted(values) if isinstance(current, int) else values:
-            legal = check(self.experiment.model_copy(update={field: value})).legal
-            options.append((str(value) if legal else f"{value} (illegal)", value))
-        control = self.controls[field]
-        if control.options != tuple(options):
-            control.options = options
-        control.value = current
 
     def look(self) -> tuple[str, Mapping[str, go.Figure]]:
         """The verdict and, of a legal layout, its figures; of an illegal one the mesh, as far as there is one."""

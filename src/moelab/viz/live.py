@@ -22,7 +22,7 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -32,6 +32,7 @@ import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
 from moelab.analysis.arms import arm_label
+from moelab.analysis.curves import thinned
 from moelab.analysis.published import SOURCE, THROUGHPUT, THROUGHPUT_SETUP
 from moelab.errors import MoelabError
 from moelab.launch.status import refresh
@@ -39,8 +40,8 @@ from moelab.runs.directory import RunDir
 from moelab.runs.follow import RankTable, RunFollower, RunNow, StudyFollower, format_seconds
 from moelab.runs.status import State, Status
 from moelab.runs.stragglers import slow_steps
-from moelab.viz.theme import INK, WARNING, arm_styles, new_figure, plot_text
-from moelab.viz.widget import MARKED, in_rows, labelled_control, make_panel
+from moelab.viz.theme import INK, WARNING, arm_styles, counted, new_figure, plot_text
+from moelab.viz.widget import MARKED, in_rows, javascript, labelled_control, make_panel
 
 MOST_POINTS: Final = 500
 EVEN_GIB: Final = 0.05
@@ -53,6 +54,12 @@ _STATE_COLORS: Mapping[State, str] = {
     State.CANCELLED: "#CC79A7",
     State.UNKNOWN: "#BBBBBB",
 }
+_CURVES: Final[Mapping[str, tuple[str, str, dict[str, str]]]] = {
+    "loss": ("loss (nats per token)", "{:.3f} nats per token", {"tickformat": ".4~g"}),
+    "tps": ("tokens/s per rank", "{:,.0f} tokens/s per rank", {"tickformat": ",", "rangemode": "tozero"}),
+    "memory_gib": ("GiB on the fullest rank", "{:.1f} GiB", {"rangemode": "tozero"}),
+}
+"""Axis of a quantity, its value in words, and options of the axis."""
 _SECONDS: Final = [[0.0, "#f7fbff"], [0.5, "#56B4E9"], [1.0, "#08306b"]]
 _UNKNOWN_CELL: Final = "#eeeeee"
 
@@ -70,9 +77,9 @@ def dashboard(follower: StudyFollower, *, shown: int = -1) -> dict[str, go.Figur
     model = {run.model for run in follower.runs}
     return {
         "states": run_states([run.now for run in follower.runs]),
-        "loss": loss_now(rows),
-        "tps": tps_now(rows, model=model.pop() if len(model) == 1 else ""),
-        "memory": memory_now(rows),
+        "loss": run_curves(rows, "loss"),
+        "tps": run_curves(rows, "tps", model=model.pop() if len(model) == 1 else ""),
+        "memory": run_curves(rows, "memory_gib"),
         "step_times": rank_step_times(ranks, name=name),
         "rank_memory": rank_memory(ranks, name=name),
     }
@@ -88,57 +95,85 @@ def run_states(runs: Sequence[RunNow]) -> go.Figure:
     finding = ", ".join(f"{count} {state}" for state, count in counts.items() if count) or "No run yet"
     figure = new_figure(finding, subtitle="Trained part of the planned steps.", height=150 + 44 * max(1, len(runs)))
     for run in runs:
-        part = run.step / run.steps if run.steps else 0.0
-        name, color = plot_text(label(run)), _STATE_COLORS[run.status.state]
-        bar = go.Bar(x=[part], y=[name], orientation="h", marker_color=color, name=name)
-        figure.add_trace(bar.update(hovertemplate=f"{plot_text(run.name)}<extra></extra>"))
-        text = f"<b>{run.status.state}</b> · {plot_text(' · '.join(_details(run)))}"
+        name, reason = plot_text(label(run)), run.status.reason or ""
+        details = [
+            f"step {run.step:,} of {run.steps:,}" if run.steps else f"step {run.step:,}",
+            f"{run.segments} launches" if run.segments > 1 else "",
+            f"about {format_seconds(run.left_s)} left" if math.isfinite(run.left_s) else "",
+            reason if len(reason) <= 60 else f"{reason[:59]}…",
+        ]
+        figure.add_bar(
+            x=[run.step / run.steps if run.steps else 0.0],
+            y=[name],
+            orientation="h",
+            marker_color=_STATE_COLORS[run.status.state],
+            name=name,
+            hovertemplate=f"{plot_text(run.name)}<extra></extra>",
+        )
+        text = f"<b>{run.status.state}</b> · {plot_text(' · '.join(filter(None, details)))}"
         figure.add_annotation(text=text, x=0.01, y=name, showarrow=False, xanchor="left", font_size=13)
     figure.update_xaxes(range=[0, 1], tickformat=".0%")
     figure.update_yaxes(autorange="reversed", showgrid=False)
     return figure.update_layout(showlegend=False, barmode="overlay", hovermode="closest", uirevision="live")
 
 
-def loss_now(rows: pd.DataFrame) -> go.Figure:
-    """Loss over steps, a line a run, as it was logged.
+def run_curves(rows: pd.DataFrame, column: str, *, model: str = "") -> go.Figure:
+    """A quantity over steps as it was logged, a line a run, and the levels that it is held against.
+
+    Seeds of an arm share colour and dash and are told apart by their marker's fill and the legend. Beside tokens/s of
+    the 671B stand the published levels, as quoted; beside the memory of the fullest rank, what a GPU has.
 
     Args:
         rows: metrics table of all runs, a step of each once.
-    """
-    figure = _lines(rows, "loss", "loss (nats per token)", "{:.3f} nats per token")
-    return figure.update_yaxes(tickformat=".4~g")
-
-
-def tps_now(rows: pd.DataFrame, *, model: str) -> go.Figure:
-    """Tokens per second per rank, which is a GPU or a process; beside runs of the 671B the published levels, as quoted.
-
-    Args:
-        rows: metrics table of all runs.
+        column: ``loss``, ``tps`` (of a rank, which is a GPU or a process) or ``memory_gib``.
         model: that all runs train; empty if they train several.
     """
-    is_published = model == THROUGHPUT_SETUP.model
-    quoted = f" Horizontal lines: quoted ({SOURCE})." if is_published else ""
-    figure = _lines(rows, "tps", "tokens/s per rank", "{:,.0f} tokens/s per rank", more=quoted)
+    title, value, axis = _CURVES[column]
+    known = rows[rows[column].notna()]
+    count = known["run"].nunique()
+    finding = "Nothing logged yet"
+    if count:
+        newest = known.groupby("run", sort=True).tail(1).sort_values("time", na_position="first").iloc[-1]
+        finding = f"{arm_label(str(newest['arm']))} is at {value.format(newest[column])}, step {newest['step']:,}"
+    is_published = column == "tps" and model == THROUGHPUT_SETUP.model
+    figure = new_figure(
+        finding,
+        subtitle=f"Measured, as logged, unsmoothed; n = {counted(count, 'run')}"
+        f"{'; the title tells the newest' * (count > 1)}."
+        f"{f' Horizontal lines: quoted ({SOURCE}).' if is_published else ''}",
+    )
+    styles = arm_styles(known["arm"].unique())
+    for _, rows_of_run in known.groupby("run", sort=True):
+        run, style = thinned(rows_of_run, MOST_POINTS), styles[str(rows_of_run["arm"].iloc[0])]
+        name = f"{style.label}, seed {run['seed'].iloc[0]}"
+        figure.add_scatter(
+            x=run["step"].to_numpy(dtype=float),
+            y=run[column].to_numpy(dtype=float),
+            mode="lines+markers",
+            name=name,
+            line={"color": style.color, "dash": style.dash, "width": 2},
+            marker={"symbol": style.symbol, "size": 7 if len(run) <= 30 else 1, "color": style.color},
+            hovertemplate=f"{name}<br>step %{{x}}: %{{y:.6~g}}<extra></extra>",
+        )
+    levels = []
     if is_published:
         styles = arm_styles([row.arm for row in THROUGHPUT])
-        for row in THROUGHPUT:
-            _draw_level(figure, row.tps, f"quoted {row.tps:,.0f}: {styles[row.arm].label}", styles[row.arm].color)
-    return figure.update_yaxes(tickformat=",", rangemode="tozero")
-
-
-def memory_now(rows: pd.DataFrame) -> go.Figure:
-    """Reserved memory of the fullest rank over steps, and the memory that a GPU has.
-
-    Args:
-        rows: metrics table of all runs.
-    """
-    figure = _lines(rows, "memory_gib", "GiB on the fullest rank", "{:.1f} GiB")
-    known = rows[rows["memory_pct"] > 0]
-    if len(known):  # of the fullest row, where two printed decimals tell most
-        fullest = known.sort_values("memory_pct").iloc[-1]
+        levels = [
+            (row.tps, f"quoted {row.tps:,.0f}: {styles[row.arm].label}", styles[row.arm].color) for row in THROUGHPUT
+        ]
+    elif column == "memory_gib" and (known["memory_pct"] > 0).any():
+        fullest = known.sort_values("memory_pct").iloc[-1]  # where two printed decimals tell most
         capacity = float(fullest["memory_gib"] / fullest["memory_pct"] * 100)
-        _draw_level(figure, capacity, f"{capacity:.0f} GiB: all of it (derived from the percentage)", WARNING)
-    return figure.update_yaxes(rangemode="tozero")
+        levels = [(capacity, f"{capacity:.0f} GiB: all of it (derived from the percentage)", WARNING)]
+    for level, text, color in levels:
+        words = {"text": text, "font": {"size": 12, "color": INK}, "bgcolor": "rgba(255,255,255,0.75)"}
+        line = {"color": color, "width": 1.5, "dash": "dot"}
+        figure.add_hline(y=level, line=line, annotation=words, annotation_position="top left")
+        # A shape does not stretch the axis, a point that is not seen does.
+        figure.add_scatter(x=[None], y=[level], mode="markers", showlegend=False, hoverinfo="skip")
+    figure.update_xaxes(title_text="step")
+    figure.update_yaxes(title_text=title, **axis)
+    return figure.update_layout(uirevision="live", hovermode="closest")  # what a reader zoomed or hid stays so
 
 
 def rank_step_times(table: RankTable, *, name: str) -> go.Figure:
@@ -150,13 +185,19 @@ def rank_step_times(table: RankTable, *, name: str) -> go.Figure:
     """
     seconds = table.step_time_s
     known, heard = seconds[np.isfinite(seconds)], np.isfinite(seconds).any(axis=0).sum()
-    most = min(float(known.max()), 2 * float(np.median(known))) if len(known) else math.nan
+    finding, most = "No rank has printed two steps yet", math.nan
+    if len(known):
+        slow, median = slow_steps(table.steps, seconds), float(np.median(known))
+        worst = max(slow, key=lambda step: slow[step], default=0)
+        stands_out = f"step {worst:,} took {100 * slow[worst]:.0f} % longer" if slow else ""
+        finding = f"A step takes {median:.3g} s; {stands_out or f'none of the newest {len(table.steps)} stands out'}"
+        most = min(float(known.max()), 2 * median)
     clipped = f"; darkest from {most:.3g} s" if len(known) and known.max() > most else ""
     subtitle = (
         f"Measured, {name}: seconds a step between a rank's own step lines{clipped}; {heard} of {seconds.shape[1]} "
         "ranks print. A step ends for all ranks together: one slow rank darkens the whole column."
     )
-    figure = new_figure(_step_time_finding(table), subtitle=subtitle, height=460)
+    figure = new_figure(finding, subtitle=subtitle, height=460)
     scale = {"title": {"text": "s a step", "side": "right"}, "thickness": 14}
     cells = {"z": seconds.T, "x": [f"{step}" for step in table.steps], "y": np.arange(seconds.shape[1])}
     hover = "step %{x}, rank %{y}: %{z:.4g} s<extra></extra>"
@@ -177,9 +218,15 @@ def rank_memory(table: RankTable, *, name: str) -> go.Figure:
         name: of the run, in words.
     """
     known = np.flatnonzero(np.isfinite(table.memory_gib))
-    gib = table.memory_gib[known]
+    gib, finding = table.memory_gib[known], "No rank has printed a step yet"
+    if len(gib):
+        low, high = (f"rank {known[place]} with {gib[place]:.1f} GiB" for place in (gib.argmin(), gib.argmax()))
+        is_even = gib.max() - gib.min() < EVEN_GIB
+        finding = (
+            f"Every rank that prints holds {gib.max():.1f} GiB" if is_even else f"Fullest is {high}, emptiest {low}"
+        )
     subtitle = f"Measured, {name}: reserved at the newest step; {len(known)} of {len(table.memory_gib)} ranks print."
-    figure = new_figure(_memory_finding(known, gib), subtitle=subtitle, height=360)
+    figure = new_figure(finding, subtitle=subtitle, height=360)
     line = {"color": "#0072B2", "width": 1.5, "shape": "hvh"}
     hover = "rank %{x}: %{y:.2f} GiB<extra></extra>"
     figure.add_trace(go.Scatter(x=known, y=gib, mode="lines+markers", line=line, marker_size=4, hovertemplate=hover))
@@ -188,90 +235,9 @@ def rank_memory(table: RankTable, *, name: str) -> go.Figure:
     return figure.update_layout(showlegend=False, hovermode="closest", uirevision="live")
 
 
-def _lines(rows: pd.DataFrame, column: str, title: str, value: str, *, more: str = "") -> go.Figure:
-    """A line a run; seeds of an arm share colour and dash and are told apart by their marker's fill and the legend."""
-    known = rows[rows[column].notna()]
-    count = known["run"].nunique()
-    newest = "; the title tells the newest" if count > 1 else ""
-    subtitle = f"Measured, as logged, unsmoothed; n = {count} run{'s' * (count != 1)}{newest}.{more}"
-    figure = new_figure(_line_finding(known, column, value), subtitle=subtitle)
-    styles = arm_styles(known["arm"].unique())
-    for _, rows_of_run in known.groupby("run", sort=True):
-        run, style = thinned(rows_of_run), styles[str(rows_of_run["arm"].iloc[0])]
-        name = f"{style.label}, seed {run['seed'].iloc[0]}"
-        figure.add_scatter(
-            x=run["step"].to_numpy(dtype=float),
-            y=run[column].to_numpy(dtype=float),
-            mode="lines+markers",
-            name=name,
-            line={"color": style.color, "dash": style.dash, "width": 2},
-            marker={"symbol": style.symbol, "size": 7 if len(run) <= 30 else 1, "color": style.color},
-            hovertemplate=f"{name}<br>step %{{x}}: %{{y:.6~g}}<extra></extra>",
-        )
-    figure.update_xaxes(title_text="step")
-    figure.update_yaxes(title_text=title)
-    return figure.update_layout(uirevision="live", hovermode="closest")
-
-
-def thinned(run: pd.DataFrame) -> pd.DataFrame:
-    """At most :data:`MOST_POINTS` rows at even distances, the last always among them."""
-    stride = math.ceil(len(run) / MOST_POINTS)
-    return run.iloc[(len(run) - 1) % stride :: stride] if stride > 1 else run
-
-
-def _draw_level(figure: go.Figure, level: float, text: str, color: str) -> None:
-    """A horizontal line with its words above it; as a trace, so that the axis reaches it."""
-    across = {"type": "line", "x0": 0, "x1": 1, "xref": "x domain", "y0": level, "y1": level}
-    figure.add_shape(line={"color": color, "width": 1.5, "dash": "dot"}, **across)
-    words = {"text": text, "font": {"size": 12, "color": INK}, "showarrow": False, "bgcolor": "rgba(255,255,255,0.75)"}
-    figure.add_annotation(x=0, xref="x domain", xanchor="left", y=level, yanchor="bottom", **words)
-    reach = {"x": [None], "y": [level], "mode": "markers", "showlegend": False, "hoverinfo": "skip"}
-    figure.add_trace(go.Scatter(**reach))
-
-
-def _line_finding(known: pd.DataFrame, column: str, value: str) -> str:
-    if known.empty:
-        return "Nothing logged yet"
-    last = known.groupby("run", sort=True).tail(1)
-    newest = last.sort_values("time", na_position="first").iloc[-1]
-    return f"{arm_label(str(newest['arm']))} is at {value.format(newest[column])}, step {newest['step']:,}"
-
-
-def _step_time_finding(table: RankTable) -> str:
-    seconds = table.step_time_s
-    known = seconds[np.isfinite(seconds)]
-    if not len(known):
-        return "No rank has printed two steps yet"
-    slow = slow_steps(table.steps, seconds)
-    typical = f"A step takes {np.median(known):.3g} s"
-    if not slow:
-        return f"{typical}; none of the newest {len(table.steps)} stands out"
-    worst = max(slow, key=lambda step: slow[step])
-    return f"{typical}; step {worst:,} took {100 * slow[worst]:.0f} % longer"
-
-
-def _memory_finding(ranks: np.ndarray[Any, Any], gib: np.ndarray[Any, Any]) -> str:
-    if not len(gib):
-        return "No rank has printed a step yet"
-    if gib.max() - gib.min() < EVEN_GIB:
-        return f"Every rank that prints holds {gib.max():.1f} GiB"
-    low, high = (f"rank {ranks[index]} with {gib[index]:.1f} GiB" for index in (gib.argmin(), gib.argmax()))
-    return f"Fullest is {high}, emptiest {low}"
-
-
 def label(run: RunNow) -> str:
     """Arm and seed of a run in words."""
     return arm_label(run.arm) if run.seed is None else f"{arm_label(run.arm)}, seed {run.seed}"
-
-
-def _details(run: RunNow) -> Iterator[str]:
-    yield f"step {run.step:,} of {run.steps:,}" if run.steps else f"step {run.step:,}"
-    if run.segments > 1:
-        yield f"{run.segments} launches"
-    if math.isfinite(run.left_s):
-        yield f"about {format_seconds(run.left_s)} left"
-    if run.status.reason:
-        yield run.status.reason if len(run.status.reason) <= 60 else f"{run.status.reason[:59]}…"
 
 
 # The widget
@@ -474,42 +440,13 @@ def _weakly(view: weakref.ref[LiveView], method: Callable[[LiveView, Any], None]
     return call
 
 
-_JS = """
-export default {
-  render({ model, el }) {
-    Object.assign(el.style, { display: "flex", flexFlow: "row wrap", gap: "2px 8px" });
-    const places = {};
-    let plotly;
-    const draw = async () => {
-      if (!plotly) {
-        const loaded = { exports: {} };
-        new Function("module", model.get("plotly"))(loaded);
-        plotly = loaded.exports;
-      }
-      for (const [name, { data, layout }] of Object.entries(model.get("figures"))) {
-        places[name] ??= el.appendChild(document.createElement("div"));
-        await plotly.react(places[name], data, layout, { displaylogo: false });
-      }
-    };
-    let drawn = draw();
-    const again = () => { drawn = drawn.catch(console.error).then(draw); };
-    model.on("change:figures", again);
-    return () => {
-      model.off("change:figures", again);
-      Object.values(places).forEach((place) => plotly?.purge(place));
-    };
-  }
-};
-"""
-
-
 def _figures_in_place(figures: Mapping[str, go.Figure]) -> Any:
     """A widget of figures by name, each with a ``width``; what is put into its ``figures`` is drawn over them."""
     import traitlets
     from anywidget import AnyWidget
 
     class LiveFigures(AnyWidget):
-        _esm = _JS
+        _esm = javascript("live.js")
         plotly = traitlets.Unicode().tag(sync=True)
         figures = traitlets.Dict().tag(sync=True)
 

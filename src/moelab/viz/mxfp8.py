@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import plotly.graph_objects as go
@@ -63,8 +63,9 @@ def block_figure(block: OneBlock, *, source: str) -> go.Figure:
         f"SQNR {block.sqnr_db:.1f} dB. Shaded: rounding to {element.name}, at most ±{rounding:.3g} %.",
         height=470,
     )
-    panels = make_subplots(rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.06, row_heights=[0.62, 0.38])
-    figure.update_layout({name: panels.layout[name] for name in ("xaxis", "xaxis2", "yaxis", "yaxis2")})
+    # make_subplots begins a figure of its own: only its axes are taken.
+    halves = make_subplots(rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.06, row_heights=[0.62, 0.38])
+    figure.update_layout({name: halves.layout[name] for name in ("xaxis", "xaxis2", "yaxis", "yaxis2")})
     places = list(range(count))
     figure.add_trace(go.Bar(x=places, y=block.values, name="exact", marker_color=EXACT, opacity=0.55))
     figure.add_scatter(
@@ -158,8 +159,17 @@ def method_errors(rows: Sequence[ErrorRow]) -> go.Figure:
             left out there.
     """
     names = list(dict.fromkeys(row.data for row in rows))
+    by = {(row.data, row.method): row for row in rows}
+    distance_db = [
+        abs(by[name, "fp8_rowwise"].worst_blocks_db - row.worst_blocks_db)
+        for (name, method), row in by.items()
+        if method == "mxfp8"
+    ]
+    hard = max((row for row in rows if row.method == "fp8_tensorwise"), key=lambda row: row.underflow_fraction)
     figure = new_figure(
-        _methods_finding(rows),
+        f"MXFP8 and FP8 by rows lose the same on {sum(db < 0.1 for db in distance_db)} of {len(names)} tensors; blocks "
+        f"help where values become zero: {by[hard.data, 'mxfp8'].underflow_fraction:.1%} instead of "
+        f"{hard.underflow_fraction:.0%} of {hard.data}",
         subtitle="Left: SQNR of the whole tensor. Middle: SQNR that the worst 5 % of blocks of 32 stay below. Right: "
         "values that became zero. BF16 is not drawn where the tensor is BF16 already.",
         height=130 + 40 * len(names),
@@ -170,12 +180,10 @@ def method_errors(rows: Sequence[ErrorRow]) -> go.Figure:
         ("3", [0.82, 1.0], lambda row: 100 * row.underflow_fraction, "to zero (%)"),
     )
     for suffix, domain, number, title in panels:
-        for method in _METHODS:
-            mine = [row for row in rows if row.method == method and math.isfinite(number(row))]
-            if mine:
-                trace = _dots([number(row) for row in mine], [row.data for row in mine], mine[0])
-                figure.add_trace(trace.update(xaxis=f"x{suffix}", showlegend=not suffix, legendgroup=method))
+        known = [(row, row.data, number(row)) for row in rows if math.isfinite(number(row))]
+        _draw_dots(figure, known, xaxis=f"x{suffix}", showlegend=not suffix)
         figure.update_layout({f"xaxis{suffix}": {"domain": domain, "title": {"text": title}, "anchor": "y"}})
+    figure.for_each_trace(lambda trace: trace.update(legendgroup=trace.name))  # a click hides a method in all panels
     return _name_rows(figure, names)
 
 
@@ -199,36 +207,25 @@ def product_errors(rows: Sequence[GemmRow], *, note: str = "") -> go.Figure:
         note=note,
         height=110 + 34 * len(names),
     )
-    for method in _METHODS:
-        mine = [row for row in rows if row.method == method]
-        if mine:
-            figure.add_trace(
-                _dots([row.sqnr_db for row in mine], [f"{row.weight} {row.product}" for row in mine], mine[0])
-            )
+    _draw_dots(figure, [(row, f"{row.weight} {row.product}", row.sqnr_db) for row in rows])
     figure.update_xaxes(title_text="SQNR (dB)")
     return _name_rows(figure, names)
 
 
-def _methods_finding(rows: Sequence[ErrorRow]) -> str:
-    by = {(row.data, row.method): row for row in rows}
-    same = [
-        name
-        for name, method in by
-        if method == "mxfp8" and abs(by[name, "fp8_rowwise"].worst_blocks_db - by[name, "mxfp8"].worst_blocks_db) < 0.1
-    ]
-    hard = max((row for row in rows if row.method == "fp8_tensorwise"), key=lambda row: row.underflow_fraction)
-    blocks = by[hard.data, "mxfp8"]
-    return (
-        f"MXFP8 and FP8 by rows lose the same on {len(same)} of {len({row.data for row in rows})} tensors; blocks "
-        f"help where values become zero: {blocks.underflow_fraction:.1%} instead of {hard.underflow_fraction:.0%} "
-        f"of {hard.data}"
-    )
-
-
-def _dots(x: list[float], y: list[str], row: ErrorRow | GemmRow) -> go.Scatter:
-    color, symbol = _METHODS[row.method]
-    marker = {"color": color, "symbol": symbol, "size": 12, "line": {"width": 2.2, "color": color}}
-    return go.Scatter(x=x, y=y, mode="markers", name=row.label, marker=marker, hovertemplate="%{x:.2f}, %{y}")
+def _draw_dots(figure: go.Figure, rows: Sequence[tuple[ErrorRow | GemmRow, str, float]], **options: object) -> None:
+    """A trace for each method of rows, each with its name and its number; ``options`` go to plotly."""
+    for method, (color, symbol) in _METHODS.items():
+        mine = [row for row in rows if row[0].method == method]
+        if mine:
+            figure.add_scatter(
+                x=[number for _, _, number in mine],
+                y=[name for _, name, _ in mine],
+                mode="markers",
+                name=mine[0][0].label,
+                marker={"color": color, "symbol": symbol, "size": 12, "line": {"width": 2.2, "color": color}},
+                hovertemplate="%{x:.2f}, %{y}",
+                **options,
+            )
 
 
 def _name_rows(figure: go.Figure, names: Sequence[str]) -> go.Figure:
@@ -244,6 +241,12 @@ SHAPE = (128, 512)
 BLOCKS = (8, 16, 32, 64, 128, 512)
 """Block sizes to choose from; the last is a whole row."""
 MOST_OUTLIER_LOG2 = 20
+_MENUS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "distribution": ("values", {"Gaussian": "gaussian", "Student's t": "student_t"}),
+    "block": ("block", {f"{size}{' (a row)' * (size == SHAPE[1])}": size for size in BLOCKS}),
+    "scaling": ("scaling", {name.upper(): name for name in ("floor", "rceil", "even", "ceil")}),
+    "element": ("element", {"E4M3": "e4m3", "E5M2": "e5m2"}),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -296,14 +299,29 @@ def quantisation_figure(choice: Choice) -> go.Figure:
         height=380,
     )
     exponents = np.log2(cast.scale.numpy()[:, :: choice.block]).ravel()
-    _draw_histogram(figure, 0, exponents, "scale of a block (log2)", "blocks")
-    figure.update_layout(xaxis_dtick=max(1, math.ceil(np.ptp(exponents) / 5)), xaxis_tick0=0)
     # Magnitudes over their scale, in powers of two, against the range of the element.
     element, scaled = number_format.element, (x / cast.scale).abs().numpy().ravel()
     powers = np.floor(np.log2(scaled[scaled > 0]))
     lowest = element.emin - element.mantissa_bits
     floor = max(powers.min(), lowest - 8)
-    _draw_histogram(figure, 1, np.maximum(powers, floor), "number over its scale (log2)", "numbers")
+    sqnr_db = block_sqnr_db(x, cast.values).numpy()
+    for panel, (domain, numbers, x_title, what) in enumerate(
+        (
+            ([0.0, 0.26], exponents, "scale of a block (log2)", "blocks"),
+            ([0.36, 0.66], np.maximum(powers, floor), "number over its scale (log2)", "numbers"),
+            ([0.76, 1.0], sqnr_db[np.isfinite(sqnr_db)], "SQNR of 32 numbers (dB)", "groups"),
+        )
+    ):
+        suffix = str(panel + 1) if panel else ""
+        y_title = {"text": f"part of {what}", "font": {"size": 13}, "standoff": 4}
+        x_axis = {"domain": domain, "anchor": f"y{suffix}", "title": {"text": x_title, "font": {"size": 13}}}
+        y_axis = {"anchor": f"x{suffix}", "title": y_title, "tickformat": ".1~%"}
+        figure.update_layout({f"xaxis{suffix}": x_axis, f"yaxis{suffix}": y_axis})
+        # Bars are one wide, whatever the range, and binned here, so that the figure stays small.
+        bins, counts = np.unique(np.round(numbers), return_counts=True)
+        axes = {"xaxis": f"x{suffix}", "yaxis": f"y{suffix}", "hovertemplate": "%{x}: %{y:.2%}<extra></extra>"}
+        figure.add_bar(x=bins, y=counts / len(numbers), width=1.0, marker_color=STORED, **axes)
+    figure.update_layout(xaxis_dtick=max(1, math.ceil(np.ptp(exponents) / 5)), xaxis_tick0=0)
     band = {"type": "rect", "y0": 0, "y1": 1, "xref": "x2", "yref": "y2 domain", "opacity": 0.16, "line_width": 0}
     if floor < lowest - 1:
         figure.add_shape(x0=floor - 0.5, x1=lowest - 1.5, fillcolor=WARNING, **band)
@@ -311,24 +329,7 @@ def quantisation_figure(choice: Choice) -> go.Figure:
     place = {"x": 0.0, "y": 1.1, "xref": "x2 domain", "yref": "y2 domain", "xanchor": "left"}
     font = {"size": 12, "color": MUTED}
     figure.add_annotation(text="grey: subnormal, red: to zero", showarrow=False, font=font, **place)
-    sqnr_db = block_sqnr_db(x, cast.values).numpy()
-    _draw_histogram(figure, 2, sqnr_db[np.isfinite(sqnr_db)], "SQNR of 32 numbers (dB)", "groups")
     return figure.update_layout(showlegend=False, bargap=0.05, hovermode="closest", margin_b=55)
-
-
-_DOMAINS = ([0.0, 0.26], [0.36, 0.66], [0.76, 1.0])
-
-
-def _draw_histogram(figure: go.Figure, panel: int, numbers: np.ndarray[Any, Any], x_title: str, what: str) -> None:
-    """Bars one wide, whatever the range; binned here, so that the figure stays small."""
-    suffix = "" if panel == 0 else str(panel + 1)
-    x = {"domain": _DOMAINS[panel], "anchor": f"y{suffix}", "title": {"text": x_title, "font": {"size": 13}}}
-    y_title = {"text": f"part of {what}", "font": {"size": 13}, "standoff": 4}
-    y = {"anchor": f"x{suffix}", "title": y_title, "tickformat": ".1~%"}
-    figure.update_layout({f"xaxis{suffix}": x, f"yaxis{suffix}": y})
-    bins, counts = np.unique(np.round(numbers), return_counts=True)
-    bars = go.Bar(x=bins, y=counts / len(numbers), width=1.0, marker_color=STORED, xaxis=f"x{suffix}")
-    figure.add_trace(bars.update(yaxis=f"y{suffix}", hovertemplate="%{x}: %{y:.2%}<extra></extra>"))
 
 
 class QuantisationExplorer(Explorer):
@@ -341,7 +342,7 @@ class QuantisationExplorer(Explorer):
     def __init__(self, choice: Choice | None = None) -> None:
         start, px = choice or Choice(), {"label_px": 90, "width_px": 310}
         controls = {
-            name: labelled_control("Dropdown", label, options=options, value=getattr(start, name), **px)
+            name: labelled_control("Dropdown", label, options=list(options.items()), value=getattr(start, name), **px)
             for name, (label, options) in _MENUS.items()
         }
         outliers = {"value": start.outlier_log2, "max": MOST_OUTLIER_LOG2, "continuous_update": False}
@@ -356,14 +357,6 @@ class QuantisationExplorer(Explorer):
     def look(self) -> tuple[str, Mapping[str, go.Figure]]:
         """The static figure of the choice."""
         return "", {"errors": quantisation_figure(self.choice)}
-
-
-_MENUS: Mapping[str, tuple[str, tuple[tuple[str, Any], ...]]] = {
-    "distribution": ("values", (("Gaussian", "gaussian"), ("Student's t", "student_t"))),
-    "block": ("block", tuple((f"{size} (a row)" if size == SHAPE[1] else str(size), size) for size in BLOCKS)),
-    "scaling": ("scaling", tuple((name.upper(), name) for name in ("floor", "rceil", "even", "ceil"))),
-    "element": ("element", (("E4M3", "e4m3"), ("E5M2", "e5m2"))),
-}
 
 
 # The path of a token through a layer: after figure 1 of the article of PyTorch and Nebius (March 2026), drawn anew from
@@ -389,31 +382,14 @@ FORWARD, DGRAD, WGRAD = (0, 252), (266, 518), (532, 740)
 ROW_PX, GAP_PX = 44, 16
 
 
-@dataclass(frozen=True)
-class Box:
-    """A step of the path: its column, its first row, its lines and its colour; ``rows`` high."""
+class Box(NamedTuple):
+    """A step of the path: its column, its row from the top, its colour and its lines."""
 
     column: tuple[int, int]
     row: int
     fill: str
     text: str
     detail: str
-    rows: int = 1
-
-    @property
-    def top(self) -> float:
-        """Upper edge, px from the top of the drawing."""
-        return self.row * (ROW_PX + GAP_PX)
-
-    @property
-    def bottom(self) -> float:
-        """Lower edge, px from the top of the drawing."""
-        return self.top + self.rows * ROW_PX + (self.rows - 1) * GAP_PX
-
-    @property
-    def middle(self) -> float:
-        """Centre from the left, px."""
-        return (self.column[0] + self.column[1]) / 2
 
 
 PATH = (
@@ -449,50 +425,51 @@ PATH = (
 
 def mxfp8_path() -> go.Figure:
     """What is quantised where on the way of a token's activations through an MXFP8 MoE layer, forward and backward."""
-    height = max(box.bottom for box in PATH)
+    below = [
+        row * (ROW_PX + GAP_PX) for row in range(1 + max(box.row for box in PATH))
+    ]  # px from the top of the drawing
+    height = below[-1] + ROW_PX
     figure = new_figure(
         "MXFP8 enters at nine products and is gone after each; all between them stays BF16",
         subtitle="T tokens, M routed rows, D model and F expert width. A GEMM casts its operands from BF16 along the "
         "axis it sums over, and returns BF16. TorchTitan 0.3.0, torchao 0.18.",
-        height=int(height) + 148,
+        height=height + 148,
     )
+
+    def write(text: str, x: float, y: float, *, anchor: str = "center", color: str = INK) -> None:
+        font = {"size": 13, "color": color}
+        figure.add_annotation(text=text, x=x, y=y, xanchor=anchor, showarrow=False, font=font, align="center")
+
+    def draw_arrow(start: tuple[float, float], end: tuple[float, float]) -> None:
+        ends = {"x": end[0], "y": end[1], "ax": start[0], "ay": start[1], "axref": "x", "ayref": "y"}
+        look = {"arrowhead": 2, "arrowsize": 1, "arrowwidth": 1.6, "arrowcolor": MUTED}
+        figure.add_annotation(text="", showarrow=True, **ends, **look)
+
     for box in PATH:
-        left, right = box.column
-        line, corners = _EDGES.get(box.fill, _PLAIN), {"x0": left, "x1": right, "y0": box.top, "y1": box.bottom}
+        (left, right), top = box.column, below[box.row]
+        corners = {"x0": left, "x1": right, "y0": top, "y1": top + ROW_PX}
+        line = _EDGES.get(box.fill, _PLAIN)
         figure.add_shape(type="rect", fillcolor=box.fill, line=line, layer="below", **corners)
         text = f"<b>{box.text}</b><br><span style='font-size:12px'>{box.detail}</span>"
-        _write(figure, text, box.middle, (box.top + box.bottom) / 2)
+        write(text, (left + right) / 2, top + ROW_PX / 2)
     for column, down in ((FORWARD, True), (DGRAD, False)):
-        boxes = sorted((box for box in PATH if box.column == column), key=lambda box: box.row)
-        for upper, lower in pairwise(boxes):
-            start, end = (upper.bottom, lower.top) if down else (lower.top, upper.bottom)
-            _arrow(figure, (upper.middle, start), (upper.middle, end))
+        x = sum(column) / 2
+        for upper, lower in pairwise(below[box.row] for box in PATH if box.column == column):
+            ends = [(x, upper + ROW_PX), (x, lower)]
+            draw_arrow(*(ends if down else ends[::-1]))
     # Wgrad takes the gradient that comes from below and the activation kept from the forward pass.
-    at = {(box.column, box.row): box for box in PATH}
     for row in (4, 8):
-        wgrad, gradient = at[WGRAD, row], at[DGRAD, row + 1]
-        _arrow(figure, (gradient.column[1], gradient.top + 10), (wgrad.column[0] + 24, wgrad.bottom))
-        _arrow(figure, (wgrad.middle + 20, wgrad.bottom), (wgrad.middle + 20, wgrad.bottom + GAP_PX))
-    kept, third_row = "x, h kept from forward;<br>wgrad may stay BF16", 3 * (ROW_PX + GAP_PX)
-    _write(figure, kept, WGRAD[0] + 104, third_row + 26, color=MUTED)
+        x, bottom = sum(WGRAD) / 2 + 20, below[row] + ROW_PX
+        draw_arrow((DGRAD[1], below[row + 1] + 10), (WGRAD[0] + 24, bottom))
+        draw_arrow((x, bottom), (x, bottom + GAP_PX))
+    write("x, h kept from forward;<br>wgrad may stay BF16", WGRAD[0] + 104, below[3] + 26, color=MUTED)
     for column, text in ((FORWARD, "forward ↓"), (DGRAD, "backward ↑"), (WGRAD, "weight gradients")):
-        _write(figure, f"<b>{text}</b>", (column[0] + column[1]) / 2, -16)
+        write(f"<b>{text}</b>", sum(column) / 2, -16)
     y = height + 34
     for x, fill, text in _LEGEND:
         line = {"dash": "solid", **_EDGES.get(fill, _PLAIN), "width": 1}
         figure.add_shape(type="rect", x0=x, x1=x + 18, y0=y - 9, y1=y + 9, fillcolor=fill, line=line)
-        _write(figure, text, x + 24, y, anchor="left")
+        write(text, x + 24, y, anchor="left")
     hidden = {"visible": False, "fixedrange": True}
     figure.update_xaxes(**hidden, range=[-4, 744]).update_yaxes(**hidden, range=[height + 52, -30])
     return figure.update_layout(margin={"l": 8, "r": 8, "b": 6}, showlegend=False, hovermode=False)
-
-
-def _write(figure: go.Figure, text: str, x: float, y: float, *, anchor: str = "center", color: str = INK) -> None:
-    font = {"size": 13, "color": color}
-    figure.add_annotation(text=text, x=x, y=y, xanchor=anchor, showarrow=False, font=font, align="center")
-
-
-def _arrow(figure: go.Figure, start: tuple[float, float], end: tuple[float, float]) -> None:
-    ends = {"x": end[0], "y": end[1], "ax": start[0], "ay": start[1], "axref": "x", "ayref": "y"}
-    look = {"arrowhead": 2, "arrowsize": 1, "arrowwidth": 1.6, "arrowcolor": MUTED}
-    figure.add_annotation(text="", showarrow=True, **ends, **look)

@@ -17,7 +17,17 @@ from moelab.projection.published import TwoByTwo
 from moelab.projection.uncertainty import OUTSIDE_FACTOR, Estimate
 from moelab.projection.validation import Change
 from moelab.sweep import GPUS_OF_NODE, PROFILES, Point, cluster_like, on
-from moelab.viz.draw import diamonds, draw_arm_axis, draw_band, error_bars, in_panel, panels, running_bars, write_beside
+from moelab.viz.draw import (
+    diamonds,
+    draw_arm_axis,
+    draw_band,
+    error_bars,
+    in_panel,
+    inside,
+    panels,
+    running_bars,
+    write_beside,
+)
 from moelab.viz.theme import INK, MUTED, OTHER, ArmStyle, arm_styles, new_figure, plot_text, wrap
 from moelab.viz.widget import Explorer, labelled_control, menu
 
@@ -73,8 +83,7 @@ def step_breakdown(parts_s: Mapping[str, float], *, measured_s: float | None = N
         height=180 + 26 * len(parts),
     )
     names, values = [*(name for name, _ in parts), "whole step"], [*(value for _, value in parts), total_s]
-    colors = ["#56B4E9"] * len(parts) + [OTHER]
-    bars = running_bars(names, values, colors, hover="%{y}: %{x:.2f} s<extra></extra>")
+    bars = running_bars(names, values, ["#56B4E9"] * len(parts) + [OTHER], hover="%{y}: %{x:.2f} s<extra></extra>")
     figure.add_trace(bars)
     # Seconds stand left of bars that begin beyond the middle, and right of the others.
     left = [start > 0.5 * total_s for start in bars.base]
@@ -109,8 +118,17 @@ def arm_breakdowns(
     totals = {arm: sum(parts.values()) for arm, parts in parts_s.items()}
     groups = {name: [sum(parts[one] for one in GROUPS[name]) for parts in parts_s.values()] for name in GROUPS}
     quoted = " Diamonds: published (quoted)." if published_s else ""
+    first, fastest = next(iter(totals)), min(totals, key=totals.__getitem__)
+    finding = f"{arm_label(first)}: {totals[first]:,.0f} s a step"
+    if fastest != first:  # what sets it apart from the first
+        saved = {name: values[0] - values[list(totals).index(fastest)] for name, values in groups.items()}
+        most = max(saved, key=saved.__getitem__)
+        finding = (
+            f"{arm_label(fastest)} saves {totals[first] - totals[fastest]:,.0f} s of {totals[first]:,.0f} s: "
+            f"{saved[most]:,.0f} s of {most}"
+        )
     figure = new_figure(
-        _saving(groups, totals),
+        finding,
         subtitle=f"{words} The busiest pipeline rank, parts that add up to the step.{quoted}",
         note=NOTE,
         height=330 + 42 * len(parts_s),
@@ -124,11 +142,11 @@ def arm_breakdowns(
             name=name,
             orientation="h",
             marker={"color": color, "pattern": pattern},
-            text=[f"{value:,.0f}" if value > 0.05 * longest else "" for value in values],
-            textposition="inside",
-            insidetextanchor="middle",
-            textangle=0,
-            textfont={"color": "white" if color in _DARK else INK, "size": 13},
+            **inside(
+                [f"{value:,.0f}" if value > 0.05 * longest else "" for value in values],
+                color="white" if color in _DARK else INK,
+                size=13,
+            ),
             hovertemplate=f"{plot_text(name)}: %{{x:.1f}} s<extra></extra>",
         )
     published = published_s or {}
@@ -140,20 +158,6 @@ def arm_breakdowns(
     figure.update_yaxes(autorange="reversed", ticks="", showgrid=False)
     figure.update_xaxes(title_text="seconds of a step", range=[0, 1.14 * longest])
     return figure.update_layout(barmode="relative", bargap=0.35, hovermode="closest", legend_y=-0.22)
-
-
-def _saving(groups: Mapping[str, Sequence[float]], totals: Mapping[str, float]) -> str:
-    """What sets the fastest arm apart from the first."""
-    first, fastest = next(iter(totals)), min(totals, key=totals.__getitem__)
-    if fastest == first:
-        return f"{arm_label(first)}: {totals[first]:,.0f} s a step"
-    place = list(totals).index(fastest)
-    saved = {name: values[0] - values[place] for name, values in groups.items()}
-    most = max(saved, key=saved.__getitem__)
-    return (
-        f"{arm_label(fastest)} saves {totals[first] - totals[fastest]:,.0f} s of {totals[first]:,.0f} s: "
-        f"{saved[most]:,.0f} s of {most}"
-    )
 
 
 def arms_beside_projection(
@@ -191,11 +195,11 @@ def arms_beside_projection(
     )
     for number, (condition, estimates) in enumerate(projected.items()):
         color, symbol = _LOOKS[number]
-        ends = [(one.low, one.value, one.high) for one in estimates.values()]
+        spans = [(one.low, one.value, one.high) for one in estimates.values()]
         figure.add_scatter(
             x=[arms.index(arm) - 0.08 + 0.3 * number for arm in estimates],
             y=[one.value for one in estimates.values()],
-            error_y=error_bars(ends, thickness=1.5, width=5),
+            error_y=error_bars(spans, thickness=1.5, width=5),
             text=[f"{one.value:,.0f}" for one in estimates.values()],
             textposition="middle right",
             textfont={"color": color, "size": 12},
@@ -234,8 +238,13 @@ def gains_and_interaction(routings: Sequence[TwoByTwo]) -> go.Figure:
     """
     arms = list(arm_styles(routings[0].gains))
     labels = ["<br>".join(wrap(arm_label(arm), 20)) for arm in arms]
+    low, gain, high = _percent(routings[0].gains["mxfp8_standard"])
+    compose = all(one.interaction.low <= 0 <= one.interaction.high for one in routings)
     headed = new_figure(
-        _composition(routings),
+        f"By all constants that meet the published steps {contrast('mxfp8_standard', BASELINE)[0]} alone gains "
+        f"{gain:.1f} % ({low:.1f} to {high:.1f}) and "
+        f"{'no interaction is shown' if compose else 'the two gains do not simply multiply'}; those steps identify "
+        "neither",
         subtitle=f"Left: gain over {arm_label(BASELINE)}. Right: gain of both over the product of the gains of each. "
         "Medians and ranges over all constants that meet the three published steps.",
         note="derived: MXFP8 + standard all-to-all was never published",
@@ -271,17 +280,6 @@ def gains_and_interaction(routings: Sequence[TwoByTwo]) -> go.Figure:
 def _percent(ratio: Estimate) -> tuple[float, float, float]:
     """Low end, value and high end of a gain in percent."""
     return 100 * (ratio.low - 1), 100 * (ratio.value - 1), 100 * (ratio.high - 1)
-
-
-def _composition(routings: Sequence[TwoByTwo]) -> str:
-    compose = all(one.interaction.low <= 0 <= one.interaction.high for one in routings)
-    alone, _, _ = contrast("mxfp8_standard", BASELINE)
-    low, gain, high = _percent(routings[0].gains["mxfp8_standard"])
-    product = "no interaction is shown" if compose else "the two gains do not simply multiply"
-    return (
-        f"By all constants that meet the published steps {alone} alone gains {gain:.1f} % ({low:.1f} to {high:.1f}) "
-        f"and {product}; those steps identify neither"
-    )
 
 
 FIELDS: Mapping[str, tuple[Any, ...]] = {
@@ -340,11 +338,11 @@ def waterfall_bars(changes: Sequence[Change], *, quoted_first: float, quoted_las
 
 
 HOLLOW = f"Hollow: outside of what the model was held against, interval {OUTSIDE_FACTOR:g} times as wide."
-KINDS: Mapping[str, tuple[str, str, str]] = {
-    "H100": ("#009E73", "longdash", "cross"),
-    "H200": ("#CC79A7", "dot", "diamond"),
-    "B200": ("#0072B2", "solid", "circle"),
-    "GB200": ("#D55E00", "dash", "square"),
+KINDS: Mapping[str, ArmStyle] = {
+    "H100": ArmStyle(label="H100", color="#009E73", dash="longdash", symbol="cross"),
+    "H200": ArmStyle(label="H200", color="#CC79A7", dash="dot", symbol="diamond"),
+    "B200": ArmStyle(label="B200", color="#0072B2", dash="solid", symbol="circle"),
+    "GB200": ArmStyle(label="GB200", color="#D55E00", dash="dash", symbol="square"),
 }
 
 
@@ -382,8 +380,7 @@ def size_curves(points: Sequence[Point], *, words: str) -> go.Figure:
         f"Bands: 90 % intervals. {HOLLOW}",
         note="derived: the step-time model",
     )
-    kinds = {kind: ArmStyle(label=kind, color=c, dash=d, symbol=s) for kind, (c, d, s) in KINDS.items()}
-    shown = {kind: style for kind, style in kinds.items() if any(point.series == kind for point in points)}
+    shown = {kind: style for kind, style in KINDS.items() if any(point.series == kind for point in points)}
     _draw_lines(figure, points, shown, banded=tuple(shown))
     return figure.update_xaxes(title_text="GPUs", ticktext=[f"{x:,.0f}" for x in figure.layout.xaxis.tickvals])
 
@@ -415,11 +412,7 @@ def cost_bars(costs: Mapping[str, Cost], *, tokens: float, words: str) -> go.Fig
                 x=[""],
                 y=[height],
                 marker={"color": style.fill(0.35), "line": {"color": style.color, "width": 2}},
-                text=[f"{height:,.1f}"],
-                textposition="inside",
-                insidetextanchor="end",
-                textangle=0,
-                textfont={"color": INK, "size": 13},
+                **inside([f"{height:,.1f}"], anchor="end", color=INK, size=13),
                 hovertemplate=f"{style.label}: %{{y:,.2f}} {plot_text(unit)}<extra></extra>",
                 **in_panel(column, style.label),
             )

@@ -89,7 +89,7 @@ def write_report(
         .get_template("report.html.j2")
         .render(
             title=title,
-            cards=[_card(verdict) for verdict in verdicts],
+            verdicts=verdicts,
             figures=[
                 (figure, _figure_html(figure.figure, index, with_paths=with_paths))
                 for index, figure in enumerate(figures, start=1)
@@ -113,7 +113,8 @@ def _environment(*, with_paths: bool) -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["cell"] = _cell
+    environment.filters |= {"cell": _cell, "signed": _signed, "p_value": _p_value}
+    environment.globals["contrast"] = contrast
     environment.tests["numeric_cell"] = lambda value: value is None or isinstance(value, int | float)
     return environment
 
@@ -133,48 +134,6 @@ def _figure_html(figure: go.Figure, index: int, *, with_paths: bool) -> Markup:
     return Markup(text)  # noqa: S704
 
 
-def _card(verdict: Verdict) -> dict[str, object]:
-    """A verdict as the template shows it."""
-    steps = "–" if verdict.steps is None else f"{verdict.steps[0]} to {verdict.steps[1]}"
-    interval = verdict.interval
-    bounds = f"{_signed(interval.low)} to {_signed(interval.high)}" if interval.exists else None
-    rows: list[tuple[str, str]] = [
-        ("Mean difference, arm − reference (nats)", _signed(verdict.mean_difference_nats)),
-        (f"{100 * interval.level:g} % interval (nats)", _cell(bounds)),
-        ("Equivalence margin (nats)", f"±{verdict.margin_nats:.4f}" if verdict.margin_nats > 0 else "–"),
-        ("Its cap (nats)", _cell(verdict.margin_cap_nats)),
-        ("Margin from", verdict.margin_source),
-        ("Standard deviation of the differences (nats)", _cell(verdict.sd_difference)),
-        (
-            "Seed-to-seed standard deviation of the reference, its widest seed left out (nats)",
-            _cell(verdict.reference_sd),
-        ),
-        ("p of the mean outside ±margin, against: inside (TOST)", _p_value(verdict.tost_p)),
-        ("p of the mean inside ±margin, against: outside", _p_value(verdict.beyond_p)),
-        ("p of no difference (paired t)", _p_value(verdict.t_p)),
-        ("Common seeds", ", ".join(str(seed) for seed in verdict.seeds) or "none"),
-        ("Steps averaged", steps),
-    ]
-    seeds = [
-        (seed, verdict.reference_losses.get(seed), verdict.arm_losses.get(seed))
-        for seed in sorted(verdict.reference_losses.keys() | verdict.arm_losses.keys())
-    ]
-    arm_words, reference_words, shared = contrast(verdict.arm, verdict.reference)
-    return {
-        "heading": f"{arm_words} against {reference_words}",
-        "shared": f"both {shared}; " if shared else "",
-        "answer": str(verdict.answer),
-        "sentence": verdict.sentence(),
-        "quantity": verdict.quantity,
-        "rows": rows,
-        "seeds": [
-            (seed, reference, arm, None if reference is None or arm is None else _signed(arm - reference))
-            for seed, reference, arm in seeds
-        ],
-        "excluded": verdict.excluded,
-    }
-
-
 def _cell(value: Cell, decimals: int = 4) -> str:
     """Write a table cell; a dash stands for a missing value."""
     if value is None or (isinstance(value, float) and math.isnan(value)):
@@ -182,8 +141,8 @@ def _cell(value: Cell, decimals: int = 4) -> str:
     return f"{value:,.{decimals}f}" if isinstance(value, float) else str(value)
 
 
-def _signed(value: float) -> str:
-    return "–" if math.isnan(value) else f"{value:+.4f}"
+def _signed(value: float | None) -> str:
+    return "–" if value is None or math.isnan(value) else f"{value:+.4f}"
 
 
 def _p_value(value: float) -> str:

@@ -1,9 +1,13 @@
-"""The traffic of expert parallelism drawn: how far tokens go, from whom to whom, bytes by degree, and savings."""
+"""The traffic of expert parallelism drawn: one token's way, how far tokens go, from whom to whom, bytes, savings.
+
+On a token's way nodes are boxes, GPUs squares, and every copy that crosses a wire an arrow.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +20,6 @@ from moelab.projection import (
     KINDS,
     METHODS,
     ExpertPlacement,
-    Kind,
     Method,
     OnWires,
     RoutingModel,
@@ -30,15 +33,29 @@ from moelab.projection import (
     routing_of,
     simulate_rows,
 )
-from moelab.viz.draw import in_panel, panels
-from moelab.viz.theme import FAR, INK, NEAR, counted, new_figure
-from moelab.viz.token_flow import METHOD_LABELS, ROUTING_LABELS, token_flow
+from moelab.projection.traffic import require_method
+from moelab.viz.draw import STAR, above, in_panel, legend_entry, panels, place_map
+from moelab.viz.theme import FAR, INK, MUTED, NEAR, OTHER, counted, new_figure
 from moelab.viz.widget import Explorer, menu
 
+METHOD_LABELS: dict[Method, str] = {
+    "standard": "standard all-to-all",
+    "deepep_direct": "DeepEP, once per rank",
+    "deepep_hybrid": "DeepEP, once per node",
+}
 METHOD_LOOKS: dict[Method, tuple[str, str]] = {
     "standard": ("#0072B2", "circle"),
     "deepep_direct": ("#009E73", "square"),
     "deepep_hybrid": ("#E69F00", "diamond"),
+}
+ROUTING_LABELS = {
+    "round_robin": "forced round-robin",
+    "random_balanced": "balanced random",
+    "uniform": "uniform random",
+    "group_limited": "group-limited",
+    "group_by_score": "group-limited by score",
+    "skewed": "skewed",
+    "measured": "measured-load",
 }
 ROUTING_LOOKS = {
     "round_robin": ("#D55E00", "/"),
@@ -47,12 +64,237 @@ ROUTING_LOOKS = {
     "group_limited": ("#009E73", "x"),
     "group_by_score": ("#CC79A7", "\\"),
     "skewed": ("#E69F00", "-"),
+    "measured": ("#7a4b00", "+"),
 }
 DERIVED = "derived, not measured"
-_TEXT_ABOVE = {"textposition": "outside", "cliponaxis": False}
+
+# One token's way
+
+CHOSEN = "#009E73"
+"""A GPU that holds an expert of the token."""
+ROW_HEIGHT = 1.9
+"""Of a node's row of squares and the gap under it, in squares."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hop:
+    """Copies of the token that go from one rank to another."""
+
+    sender: int
+    receiver: int
+    copies: int
+
+
+def hops(experts: Sequence[int], placement: ExpertPlacement, method: Method, *, sender: int) -> tuple[Hop, ...]:
+    """The way of one token.
+
+    Args:
+        experts: of the token.
+        placement: where they are.
+        method: how tokens are sent.
+        sender: rank that has the token.
+
+    Returns:
+        Hops between different ranks; the network's first where there are two stages.
+    """
+    require_method(method)
+    L = placement.local_ranks
+    held = sorted(Counter(expert // placement.experts_per_rank for expert in experts).items())
+    ways = [(sender, rank, count if method == "standard" else 1) for rank, count in held]
+    if method == "deepep_hybrid":
+        # Over the network to the GPU of the sender's own place in the node, and from there over NVLink.
+        relays = {rank // L: rank // L * L + sender % L for rank, _ in held}
+        ways = [(sender, relay, 1) for relay in relays.values()] + [(relays[rank // L], rank, 1) for rank, _ in held]
+    return tuple(Hop(sender=start, receiver=end, copies=copies) for start, end, copies in ways if start != end)
+
+
+def token_flow(routing: RoutingModel, placement: ExpertPlacement, *, token: int = 0, seed: int = 0) -> go.Figure:
+    """Dispatch of one of rank 0's tokens, drawn for each method side by side.
+
+    Args:
+        routing: how tokens choose experts.
+        placement: where the experts are.
+        token: which of the rank's tokens.
+        seed: of the draw.
+
+    Raises:
+        BadInput: if the routing does not fit.
+    """
+    drawn = _Token.of(routing, placement, sender=0, token=token, seed=seed)
+    columns = []
+    for method in METHODS:
+        ways = hops(drawn.experts, placement, method, sender=0)
+        far = sum(hop.copies for hop in ways if drawn.crosses(hop))
+        near = sum(hop.copies for hop in ways) - far
+        columns.append((f"<b>{METHOD_LABELS[method]}</b><br>{far} × network, {near} × NVLink", ways, False))
+    gpus, nodes = counted(len(drawn.held), "GPU"), counted(len({rank // drawn.across for rank in drawn.held}), "node")
+    hidden = placement.nodes - len(drawn.nodes)
+    unseen = f" {counted(hidden, 'node')} without its experts not drawn." if hidden else ""
+    return drawn.draw(
+        columns,
+        f"A token's {len(drawn.experts)} experts lie on {gpus} of {nodes}"
+        f"{'' if 0 not in drawn.held else ', its own among them'}",
+        subtitle=f"Token {token} of rank 0, {ROUTING_LABELS[routing.kind]} routing. A number counts the token's "
+        f"experts on a GPU; a thick arrow carries several copies.{unseen}",
+    )
+
+
+def forwarding(routing: RoutingModel, placement: ExpertPlacement, *, sender: int = 0, token: int = 0) -> go.Figure:
+    """DeepEP's hierarchical mode step by step: to each node once, on inside the node, and the way back.
+
+    Args:
+        routing: how tokens choose experts.
+        placement: where the experts are.
+        sender: rank that has the token.
+        token: which of that rank's tokens.
+
+    Raises:
+        BadInput: if there is no such rank, or the routing does not fit.
+    """
+    drawn = _Token.of(routing, placement, sender=sender, token=token, seed=0)
+    ways = hops(drawn.experts, placement, "deepep_hybrid", sender=sender)
+    far = [hop for hop in ways if drawn.crosses(hop)]
+    near = [hop for hop in ways if not drawn.crosses(hop)]
+    copies = f"{len(far)} {'copy' if len(far) == 1 else 'copies'} over the network: nodes forward among themselves"
+    return drawn.draw(
+        (
+            (f"<b>1 dispatch</b><br>{len(far)} × network, to its own place", far, False),
+            (f"<b>2 forward</b><br>{len(near)} × NVLink, to the experts", near, False),
+            (f"<b>3 combine</b><br>sums: {len(near)} × NVLink, {len(far)} × network", ways, True),
+        ),
+        f"{len(drawn.experts)} experts, {copies if far else 'all reached inside the node'}",
+        subtitle=f"Token {token} of rank {sender}. On the way back each node adds up its experts' outputs, so that one "
+        "row crosses the network; gradients take the same ways in the other order.",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Token:
+    """A token, and the map of the nodes that it touches; no other is drawn.
+
+    Attributes:
+        experts: of the token.
+        held: how many of them a rank has; only ranks with one.
+        sender: rank that has the token.
+        nodes: that are drawn, in order.
+        across: ranks of a node.
+    """
+
+    experts: list[int]
+    held: Mapping[int, int]
+    sender: int
+    nodes: tuple[int, ...]
+    across: int
+
+    @classmethod
+    def of(cls, routing: RoutingModel, placement: ExpertPlacement, *, sender: int, token: int, seed: int) -> _Token:
+        """Draw one token's experts."""
+        if not 0 <= sender < placement.ep:
+            raise BadInput(f"sender is {sender}; valid: 0 to {placement.ep - 1}, the ranks of the group")
+        experts = draw_expert_ids(routing, placement, token + 1, rank=sender, seed=seed)[token].tolist()
+        held = Counter(expert // placement.experts_per_rank for expert in experts)
+        nodes = sorted({rank // placement.local_ranks for rank in (*held, sender)})
+        return cls(experts=experts, held=held, sender=sender, nodes=tuple(nodes), across=placement.local_ranks)
+
+    def crosses(self, hop: Hop) -> bool:
+        """Whether a hop goes over the network."""
+        return hop.sender // self.across != hop.receiver // self.across
+
+    def center(self, rank: int) -> tuple[float, float]:
+        """Middle of a GPU's square; y runs down."""
+        node, place = divmod(rank, self.across)
+        return place + 0.5, self.nodes.index(node) * ROW_HEIGHT + 0.5
+
+    def draw(self, columns: Sequence[tuple[str, Sequence[Hop], bool]], finding: str, *, subtitle: str) -> go.Figure:
+        """Panels side by side.
+
+        Args:
+            columns: title, arrows, and whether these point the other way, as in combine.
+            finding: of the figure.
+            subtitle: of the figure.
+        """
+        height = 150 + 56 * max(2, len(self.nodes))
+        figure = new_figure(finding, subtitle=subtitle, note="one simulated token", height=height)
+        figure.update_layout(margin_t=figure.layout.margin.t + 40, height=figure.layout.height + 40)
+        ranks = [node * self.across + place for node in self.nodes for place in range(self.across)]
+        x, y = zip(*map(self.center, ranks), strict=True)
+        wide = self.across > 8
+        quiet: dict[str, Any] = {"hoverinfo": "text", "showlegend": False}
+        for index, (title, ways, back) in enumerate(columns):
+            share = 1.0 / len(columns)
+            axes = place_map(
+                figure,
+                index,
+                title,
+                x={"domain": [index * share + 0.006, (index + 1) * share - 0.006], "range": [-0.6, self.across + 0.6]},
+                y={"range": [len(self.nodes) * ROW_HEIGHT + 0.1, -0.75]},
+            )
+            colors = [CHOSEN if rank in self.held else OTHER for rank in ranks]
+            figure.add_scatter(
+                x=x,
+                y=y,
+                mode="markers+text",
+                marker={"symbol": "square", "size": 11 if wide else 19, "color": colors},
+                text=[f"<b>{self.held[rank]}</b>" if rank in self.held and not wide else "" for rank in ranks],
+                textfont={"color": "white", "size": 12},
+                hovertext=[f"rank {rank}: {self.held.get(rank, 0)} of the token's experts" for rank in ranks],
+                **quiet,
+                **axes,
+            )
+            for hop in ways:
+                path = self._path(hop, back=back)
+                color, name = (FAR, "network") if self.crosses(hop) else (NEAR, "NVLink")
+                size = [0] * 11 + [9 + hop.copies // 2]  # the marker of the last point alone is seen: the arrow's head
+                figure.add_scatter(
+                    x=path[:, 0],
+                    y=path[:, 1],
+                    mode="lines+markers",
+                    line={"color": color, "width": 1.5 + 0.5 * min(hop.copies, 8)},
+                    marker={"symbol": "arrow", "angleref": "previous", "size": size, "color": color},
+                    hovertext=f"{hop.copies} × over {name}, rank {hop.sender} → {hop.receiver}",
+                    **quiet,
+                    **axes,
+                )
+            # Names of nodes stand above each row, at the end that is far from the sender, where few arrows pass.
+            left = self.sender % self.across >= self.across / 2
+            for row, node in enumerate(self.nodes):
+                at = {"x": 0 if left else self.across, "y": row * ROW_HEIGHT - 0.28}
+                place = {"xref": axes["xaxis"], "yref": axes["yaxis"], "xanchor": "left" if left else "right"}
+                look = {"borderpad": 1, "bgcolor": "rgba(255,255,255,0.6)", "font": {"size": 11, "color": MUTED}}
+                figure.add_annotation(text=f"node {node}", showarrow=False, **at, **place, **look)
+            x0, y0 = self.center(self.sender)
+            star = {"mode": "markers", "marker": {**STAR, "size": 13}, "hoverinfo": "skip", "showlegend": False}
+            figure.add_scatter(x=[x0], y=[y0], **star, **axes)
+        legend: dict[str, dict[str, Any]] = {
+            "network": {"line": {"color": FAR, "width": 3}},
+            "NVLink": {"line": {"color": NEAR, "width": 3}},
+            "the token": {"marker": {"symbol": "star", "size": 12, "color": "black"}},
+            "GPU with so many of its experts": {"marker": {"symbol": "square", "size": 13, "color": CHOSEN}},
+        }
+        for name, look in legend.items():
+            figure.add_trace(legend_entry(name, mode="lines" if "line" in look else "markers", **look))
+        return figure.update_layout(hovermode="closest", margin={"l": 10, "r": 10, "b": 40}, legend={"y": -0.02})
+
+    def _path(self, hop: Hop, *, back: bool) -> np.ndarray[Any, Any]:
+        """Twelve points of an arrow, as x and y."""
+        ends = np.array([self.center(hop.sender), self.center(hop.receiver)])
+        start, end = ends[::-1] if back else ends
+        across, down = abs(end - start)
+        if not self.crosses(hop):  # below its row of squares
+            bend = np.array([0.0, 0.75 + 0.12 * across])
+        elif across > 0.1:
+            bend = np.zeros(2)
+        else:  # between nodes, from a place to the same place: round what lies between
+            bend = np.array([(-1.0 if start[0] < self.across / 2 else 1.0) * min(0.6 + 0.25 * down, 2.1), 0.0])
+        t = np.linspace(0.04, 0.9, 12)[:, None]
+        path: np.ndarray[Any, Any] = (1 - t) ** 2 * start + 2 * t * (1 - t) * ((start + end) / 2 + bend) + t**2 * end
+        return path
+
+
+# All tokens
+
 DRAWN = 4096
 """Tokens that the histogram is of."""
-
 _WIRES = {"network": "the network", "nvlink": "NVLink"}
 
 
@@ -64,27 +306,24 @@ def destination_histogram(routings: Sequence[RoutingModel], placement: ExpertPla
         placement: where the experts are.
         seed: of the draw.
     """
-    means = [expected_destinations(routing, placement) for routing in routings]
-    pairs = zip(routings, means, strict=True)
-    reached = ", ".join(f"{ROUTING_LABELS[routing.kind]} {mean.ranks:.2f}" for routing, mean in pairs)
+    means = {ROUTING_LABELS[each.kind]: expected_destinations(each, placement).ranks for each in routings}
     figure = _panels(
-        f"Ranks that a token reaches: {reached}",
+        f"Ranks that a token reaches: {', '.join(f'{name} {mean:.2f}' for name, mean in means.items())}",
         ("distinct ranks of a token", "distinct nodes of a token"),
         subtitle=f"Share of {DRAWN:,} drawn tokens for each routing; {_placement_words(placement)}. In the "
         "title: means.",
         note="simulated routing",
     )
+    spread = ((placement.experts_per_rank, placement.ep), (placement.experts_per_node, placement.nodes))
     for routing in routings:
         ids_TK = draw_expert_ids(routing, placement, DRAWN, seed=seed)
-        color, pattern = ROUTING_LOOKS[routing.kind]
-        for column, size in ((1, placement.experts_per_rank), (2, placement.experts_per_node)):
-            counts = np.bincount(distinct_destinations(ids_TK, size))[1:]
-            most = min(placement.top_k, placement.ep if column == 1 else placement.nodes)
-            shares = 100 * np.pad(counts, (0, max(0, most - len(counts)))) / DRAWN
+        color, shape = ROUTING_LOOKS[routing.kind]
+        for column, (size, places) in enumerate(spread, start=1):
+            most = min(placement.top_k, places)
             figure.add_bar(
                 x=list(range(1, most + 1)),
-                y=shares,
-                marker={"color": color, "pattern": {"shape": pattern, "fgcolor": "white", "size": 5}},
+                y=100 * np.bincount(distinct_destinations(ids_TK, size), minlength=most + 1)[1:] / DRAWN,
+                marker={"color": color, "pattern": {"shape": shape, "fgcolor": "white", "size": 5}},
                 hovertemplate="%{x}: %{y:.1f} %",
                 **in_panel(column, ROUTING_LABELS[routing.kind]),
             )
@@ -113,11 +352,14 @@ def traffic_matrix(
         seed: of the draw.
     """
     counts = {m: simulate_rows(routing, placement, m, tokens=tokens, seed=seed) for m in METHODS}
-    scale = layer_bytes(OnWires(nvlink=0, network=1, local=0), hidden, dispatch_precision=precision).dispatch.network
-    megabytes = {m: (count.nvlink_SR + count.network_SR) * scale / 1e6 for m, count in counts.items()}
-    network = {m: count.mean.network * scale / 1e6 for m, count in counts.items()}
+    # Bytes of one row: what a layer with one row on the network puts there.
+    row = layer_bytes(OnWires(nvlink=0, network=1, local=0), hidden, dispatch_precision=precision).dispatch.network
+    standard, hybrid = (counts[m].mean.network * row / 1e6 for m in ("standard", "deepep_hybrid"))
     figure = _panels(
-        _matrix_finding(placement, network),
+        "All ranks share a node: every pair exchanges tokens over NVLink"
+        if placement.nodes == 1
+        else f"Over the network a rank sends {standard:,.0f} MB to everyone; with DeepEP, once per node, "
+        f"{hybrid:,.0f} MB, to the GPUs of its own place only",
         tuple(METHOD_LABELS[m] for m in METHODS),
         subtitle=f"MB of one dispatch, {ROUTING_LABELS[routing.kind]} routing, {tokens:,} tokens a rank, hidden "
         f"{hidden:,}, {precision.upper()}; {_placement_words(placement)}. Lines part nodes; what "
@@ -125,36 +367,23 @@ def traffic_matrix(
         note="simulated routing",
         height=340,
     )
-    for column, method in enumerate(METHODS, start=1):
-        figure.add_heatmap(
-            z=np.round(np.where(np.eye(placement.ep, dtype=bool), np.nan, megabytes[method]), 3),
-            coloraxis="coloraxis",
-            hovertemplate="rank %{y} → rank %{x}: %{z:.1f} MB<extra></extra>",
-            row=1,
-            col=column,
-        )
+    for column, count in enumerate(counts.values(), start=1):
+        at = {"row": 1, "col": column}
+        megabytes = (count.nvlink_SR + count.network_SR) * row / 1e6
+        cells = np.round(np.where(np.eye(placement.ep, dtype=bool), np.nan, megabytes), 3)
+        hover = "rank %{y} → rank %{x}: %{z:.1f} MB<extra></extra>"
+        figure.add_heatmap(z=cells, coloraxis="coloraxis", hovertemplate=hover, **at)
         for edge in range(placement.local_ranks, placement.ep, placement.local_ranks):
-            line = {"line": {"color": INK, "width": 0.7}, "row": 1, "col": column}
-            figure.add_hline(y=edge - 0.5, **line)
-            figure.add_vline(x=edge - 0.5, **line)
+            figure.add_hline(y=edge - 0.5, line={"color": INK, "width": 0.7}, **at)
+            figure.add_vline(x=edge - 0.5, line={"color": INK, "width": 0.7}, **at)
+        # Squares stay square, in each panel by its own axis.
+        figure.update_yaxes(scaleanchor=f"x{column if column > 1 else ''}", scaleratio=1, **at)
     figure.update_xaxes(title_text="to rank", showgrid=False, constrain="domain")
     figure.update_yaxes(autorange="reversed", showgrid=False, constrain="domain")
-    # Squares stay square, in each panel by its own axis.
-    for axis, anchor in zip(("yaxis", "yaxis2", "yaxis3"), ("x", "x2", "x3"), strict=True):
-        figure.layout[axis].update(scaleanchor=anchor, scaleratio=1)
     figure.update_yaxes(title_text="from rank", col=1)
     scale_bar = {"title": {"text": "MB", "side": "top"}, "thickness": 12, "len": 0.8}
     figure.update_layout(coloraxis={"colorscale": "Blues", "cmin": 0, "colorbar": scale_bar}, hovermode="closest")
     return figure
-
-
-def _matrix_finding(placement: ExpertPlacement, network: Mapping[Method, float]) -> str:
-    if placement.nodes == 1:
-        return "All ranks share a node: every pair exchanges tokens over NVLink"
-    return (
-        f"Over the network a rank sends {network['standard']:,.0f} MB to everyone; with DeepEP, once per node, "
-        f"{network['deepep_hybrid']:,.0f} MB, to the GPUs of its own place only"
-    )
 
 
 def bytes_by_ep(
@@ -174,35 +403,35 @@ def bytes_by_ep(
         hidden: elements of a token.
         precision: of dispatch and of combine's gradient.
     """
+    node = placement.ranks_per_node
+    powers = [2**exponent for exponent in range(1, 10)]  # of these, what shares the experts out and fills whole nodes
     fit = {
-        ep
-        for ep in (2**exponent for exponent in range(1, 10))
-        if placement.experts % ep == 0
-        and ep <= 2 * placement.ep
-        and (ep <= placement.ranks_per_node or ep % placement.ranks_per_node == 0)
+        ep for ep in powers if not placement.experts % ep and ep <= 2 * placement.ep and (ep <= node or not ep % node)
     }
     degrees = sorted({*fit, placement.ep})
-    places = [replace(placement, ep=ep) for ep in degrees]
-    sizes = {"tokens": tokens, "hidden": hidden}
+    sizes: dict[str, Any] = {"tokens": tokens, "hidden": hidden, "dispatch_precision": precision}
     sent = {
-        (routing.kind, m): [
-            expected_traffic(routing, p, m, **sizes, dispatch_precision=precision).total for p in places
-        ]
+        (routing.kind, m): [expected_traffic(routing, replace(placement, ep=ep), m, **sizes).total for ep in degrees]
         for routing in routings
         for m in METHODS
     }
+    here, own = degrees.index(placement.ep), routings[0].kind
+    standard, hybrid = (sent[own, m][here] for m in ("standard", "deepep_hybrid"))
     figure = _panels(
-        _ep_finding(routings[0], degrees, sent, placement),
+        f"At EP {placement.ep} DeepEP sends {standard.network / hybrid.network:.1f} times less over the network under "
+        f"{ROUTING_LABELS[own]} routing, and {hybrid.nvlink / standard.nvlink:.1f} times more over NVLink"
+        if hybrid.network
+        else f"At EP {placement.ep} nothing leaves the node: DeepEP saves NVLink traffic only",
         ("over the network", "over NVLink"),
         subtitle=f"GB that a rank sends in one MoE layer, dispatch and combine, forward and backward; {tokens:,} "
-        f"tokens a rank, hidden {hidden:,}, {precision.upper()} dispatch, nodes of {placement.ranks_per_node}. The "
+        f"tokens a rank, hidden {hidden:,}, {precision.upper()} dispatch, nodes of {node}. The "
         "standard all-to-all sends the same under any routing.",
         note=DERIVED,
     )
     for (kind, method), amounts in sent.items():
         color, symbol = METHOD_LOOKS[method]
-        first, name = kind == routings[0].kind, METHOD_LABELS[method]
-        if method == "standard" and not first:
+        first, name = kind == own, METHOD_LABELS[method]
+        if method == "standard" and not first:  # it sends every copy under any routing
             continue
         for column, wire in ((1, "network"), (2, "nvlink")):
             figure.add_scatter(
@@ -220,22 +449,6 @@ def bytes_by_ep(
     return figure.update_layout(legend_y=-0.27, margin_b=130, height=figure.layout.height + 50)
 
 
-def _ep_finding(
-    routing: RoutingModel,
-    degrees: Sequence[int],
-    sent: Mapping[tuple[Kind, Method], Sequence[OnWires]],
-    placement: ExpertPlacement,
-) -> str:
-    here = degrees.index(placement.ep)
-    standard, hybrid = (sent[routing.kind, m][here] for m in ("standard", "deepep_hybrid"))
-    if hybrid.network == 0:
-        return f"At EP {placement.ep} nothing leaves the node: DeepEP saves NVLink traffic only"
-    return (
-        f"At EP {placement.ep} DeepEP sends {standard.network / hybrid.network:.1f} times less over the network under "
-        f"{ROUTING_LABELS[routing.kind]} routing, and {hybrid.nvlink / standard.nvlink:.1f} times more over NVLink"
-    )
-
-
 def saving_by_routing(routings: Sequence[RoutingModel], placement: ExpertPlacement) -> go.Figure:
     """Copies of a token on the slowest wire by routing and method: how much of a saving the routing is.
 
@@ -244,51 +457,36 @@ def saving_by_routing(routings: Sequence[RoutingModel], placement: ExpertPlaceme
         placement: where the experts are.
     """
     wire = "network" if placement.nodes > 1 else "nvlink"
-    rows = {
-        (routing.kind, m): getattr(expected_rows(expected_destinations(routing, placement), placement, m), wire)
-        for routing in routings
-        for m in METHODS
-    }
-    labels = [ROUTING_LABELS[routing.kind].replace(" ", "<br>", 1) for routing in routings]
+    reached = [expected_destinations(routing, placement) for routing in routings]
+    rows = {m: [getattr(expected_rows(each, placement, m), wire) for each in reached] for m in METHODS}
+    fewer = {m: [b / v if v else 0.0 for b, v in zip(rows["standard"], rows[m], strict=True)] for m in METHODS}
+    best: Method = "deepep_hybrid" if wire == "network" else "deepep_direct"
+    saved = {times: ROUTING_LABELS[each.kind] for times, each in zip(fewer[best], routings, strict=True) if times}
     figure = new_figure(
-        _saving_finding(routings, rows, wire),
+        f"{METHOD_LABELS[best]}: {max(saved):.1f} times fewer copies on {_WIRES[wire]} under {saved[max(saved)]} "
+        f"routing, {min(saved):.1f} times under {saved[min(saved)]}"
+        if saved
+        else "With one rank nothing travels",
         subtitle=f"Copies of a token that a rank puts on {_WIRES[wire]}, forward dispatch, mean; above the bars: times "
         f"fewer than the standard all-to-all. {_placement_words(placement)}.",
         note=DERIVED,
     )
-    for method in METHODS:
-        values = [rows[routing.kind, method] for routing in routings]
-        against = [rows[routing.kind, "standard"] for routing in routings]
-        ratios = [f"÷ {base / value:.1f}" if value else "" for base, value in zip(against, values, strict=True)]
+    for method, values in rows.items():
+        copies = [f"{value:.2f}" for value in values]
+        ratios = [f"÷ {times:.1f}" if times else "" for times in fewer[method]]
         figure.add_bar(
-            x=labels,
+            x=[ROUTING_LABELS[routing.kind].replace(" ", "<br>", 1) for routing in routings],
             y=values,
             name=METHOD_LABELS[method],
             marker_color=METHOD_LOOKS[method][0],
-            text=[f"{value:.2f}" for value in values] if method == "standard" else ratios,
+            **above(copies if method == "standard" else ratios),
             textfont_size=12,
-            **_TEXT_ABOVE,
             hovertemplate="%{y:.2f}",
         )
-    figure.update_yaxes(title_text=f"copies a token on {_WIRES[wire]}", range=[0, 1.15 * max(rows.values())])
+    highest = max(max(values) for values in rows.values())
+    figure.update_yaxes(title_text=f"copies a token on {_WIRES[wire]}", range=[0, 1.15 * highest])
     figure.update_xaxes(showgrid=False, ticks="")
     return figure.update_layout(barmode="group", bargap=0.25)
-
-
-def _saving_finding(routings: Sequence[RoutingModel], rows: Mapping[tuple[Kind, Method], float], wire: str) -> str:
-    method: Method = "deepep_hybrid" if wire == "network" else "deepep_direct"
-    saved = {
-        rows[routing.kind, "standard"] / rows[routing.kind, method]: ROUTING_LABELS[routing.kind]
-        for routing in routings
-        if rows[routing.kind, method]
-    }
-    if not saved:
-        return "With one rank nothing travels"
-    least, most = min(saved), max(saved)
-    return (
-        f"{METHOD_LABELS[method]}: {most:.1f} times fewer copies on {_WIRES[wire]} under {saved[most]} routing, "
-        f"{least:.1f} times under {saved[least]}"
-    )
 
 
 def move_times(
@@ -313,64 +511,53 @@ def move_times(
     Raises:
         BadInput: if the profile lacks a bandwidth that is needed.
     """
-    times = {
-        (routing.kind, m): move_time_s(
-            expected_traffic(routing, placement, m, tokens=tokens, hidden=hidden, dispatch_precision=precision).total,
-            node,
-        )
-        for routing in routings
+    sizes: dict[str, Any] = {"tokens": tokens, "hidden": hidden, "dispatch_precision": precision}
+    times_ms = {
+        (each.kind, m): [1e3 * s for s in move_time_s(expected_traffic(each, placement, m, **sizes).total, node)]
+        for each in routings
         for m in METHODS
     }
-    wires = (("NVLink", node.gpu.nvlink_gb_s), ("network", node.nic_gb_s))
-    bandwidths = ", ".join(f"{name} {float(value):g} GB/s" for name, value in wires if value is not None)
+    wires = {"NVLink": (NEAR, node.gpu.nvlink_gb_s), "network": (FAR, node.nic_gb_s)}
+    bandwidths = ", ".join(f"{name} {float(value):g} GB/s" for name, (_, value) in wires.items() if value is not None)
+    last = routings[-1].kind
+    standard, hybrid = (max(times_ms[last, m]) for m in ("standard", "deepep_hybrid"))
     figure = _panels(
-        _time_finding(routings, times),
+        f"Under {ROUTING_LABELS[last]} routing a layer's tokens need at least {standard:.3g} ms by the standard "
+        f"all-to-all and {hybrid:.3g} ms by {METHOD_LABELS['deepep_hybrid']}"
+        if standard
+        else "With one rank nothing travels",
         tuple(f"{ROUTING_LABELS[routing.kind]} routing" for routing in routings),
         subtitle=f"Four exchanges of one layer; {bandwidths}; {tokens:,} tokens a rank, hidden {hidden:,}, "
         f"{precision.upper()} dispatch; {_placement_words(placement)}.",
         note=DERIVED,
     )
-    labels = [METHOD_LABELS[m].replace(" ", "<br>", 1) for m in METHODS]
     for column, routing in enumerate(routings, start=1):
-        for index, (name, color) in enumerate((("NVLink", NEAR), ("network", FAR))):
-            values = [1e3 * times[routing.kind, m][index] for m in METHODS]
+        for place, (name, (color, _)) in enumerate(wires.items()):
+            values = [times_ms[routing.kind, m][place] for m in METHODS]
             figure.add_bar(
-                x=labels,
+                x=[METHOD_LABELS[m].replace(" ", "<br>", 1) for m in METHODS],
                 y=values,
                 marker_color=color,
-                text=[f"{value:.{3 if value >= 1 else 2}g}" if value else "" for value in values],
-                **_TEXT_ABOVE,
+                **above([f"{value:.{3 if value >= 1 else 2}g}" if value else "" for value in values]),
                 hovertemplate="%{y:.2f} ms",
                 **in_panel(column, name),
             )
-    highest = 1e3 * max(max(pair) for pair in times.values())
-    figure.update_yaxes(range=[0, 1.15 * highest])
+    figure.update_yaxes(range=[0, 1.15 * max(map(max, times_ms.values()))])
     figure.update_yaxes(title_text="ms per layer", col=1)
     figure.update_xaxes(showgrid=False, ticks="", tickangle=0, tickfont_size=12)
     return figure.update_layout(barmode="group", bargap=0.25, legend_y=-0.28)
 
 
-def _time_finding(routings: Sequence[RoutingModel], times: Mapping[tuple[Kind, Method], tuple[float, float]]) -> str:
-    kind = routings[-1].kind
-    standard, hybrid = (max(times[kind, m]) * 1e3 for m in ("standard", "deepep_hybrid"))
-    if standard == 0:
-        return "With one rank nothing travels"
-    return (
-        f"Under {ROUTING_LABELS[kind]} routing a layer's tokens need at least {standard:.3g} ms by the standard "
-        f"all-to-all and {hybrid:.3g} ms by {METHOD_LABELS['deepep_hybrid']}"
-    )
-
-
 def _placement_words(placement: ExpertPlacement) -> str:
-    """The placement in a few words."""
-    return (
-        f"{placement.experts} experts, top-{placement.top_k}, EP {placement.ep} on {counted(placement.nodes, 'node')}"
-    )
+    nodes = counted(placement.nodes, "node")
+    return f"{placement.experts} experts, top-{placement.top_k}, EP {placement.ep} on {nodes}"
 
 
 def _panels(finding: str, titles: Sequence[str], *, subtitle: str, note: str, height: int = 440) -> go.Figure:
     return panels(finding, titles, subtitle=subtitle, note=note, height=height, spacing=0.08, title_size=14)
 
+
+# The explorer
 
 _POWERS = tuple(2**exponent for exponent in range(11))
 _MENUS: Mapping[str, tuple[Any, Sequence[Any]]] = {
@@ -378,7 +565,7 @@ _MENUS: Mapping[str, tuple[Any, Sequence[Any]]] = {
     "top_k": (8, range(1, 17)),
     "ep": (32, _POWERS[:9]),
     "ranks_per_node": (8, _POWERS[:8]),
-    "routing": ("random_balanced", KINDS),
+    "routing": ("random_balanced", tuple(kind for kind in KINDS if kind != "measured")),
     "groups": (8, _POWERS[:7]),
     "limited_groups": (4, _POWERS[:7]),
     "skew": (0.7, (0.3, 0.5, 0.7, 1.0, 1.5)),
@@ -395,57 +582,62 @@ class TrafficExplorer(Explorer):
     """Experts, group and routing as menus; below them copies, bytes and times, and two figures.
 
     Args:
+        measured: routing of a measured load, to be one of the menu's.
         chosen: values of controls that are to begin elsewhere than at the published 671B layout.
 
     Raises:
         BadInput: for a control that does not exist.
     """
 
-    def __init__(self, **chosen: Any) -> None:
+    def __init__(self, measured: RoutingModel | None = None, **chosen: Any) -> None:
         unknown = sorted(set(chosen) - set(_MENUS))
         if unknown:
             raise BadInput(f"the explorer has no control {unknown[0]!r}; it has {', '.join(_MENUS)}")
+        self.measured = measured
         controls = {
-            name: menu(name, values, chosen.get(name, start), label_px=120, width_px=260)
+            name: menu(
+                name,
+                [*values, "measured"] if name == "routing" and measured else values,
+                chosen.get(name, start),
+                label_px=120,
+                width_px=260,
+            )
             for name, (start, values) in _MENUS.items()
         }
         super().__init__(controls, ("flow", "times"))
 
     def look(self) -> tuple[str, Mapping[str, go.Figure]]:
-        """Numbers of each method, one token's way, and the time on the wires."""
+        """Numbers of each method as a table, one token's way, and the time on the wires."""
         chosen = self.chosen
         placement = ExpertPlacement(**{name: chosen[name] for name in ("experts", "top_k", "ep", "ranks_per_node")})
         named = {name: chosen[name] for name in ("experts", "groups", "limited_groups", "skew")}
-        routing = routing_of(chosen["routing"], **named)
+        routing = self.measured if chosen["routing"] == "measured" else routing_of(chosen["routing"], **named)
+        assert routing is not None
         node = cluster_of(chosen["hardware"]).node
         compared = list({one.kind: one for one in (RoutingModel(kind="round_robin"), routing)}.values())
         sizes = {"tokens": chosen["tokens"], "hidden": chosen["hidden"], "precision": chosen["precision"]}
-        return _numbers(routing, placement, node, **sizes), {
+        reached = expected_destinations(routing, placement)
+        lines = []
+        for method in METHODS:
+            rows = expected_rows(reached, placement, method)
+            layer = layer_bytes(
+                rows.times(chosen["tokens"]), chosen["hidden"], dispatch_precision=chosen["precision"]
+            ).total
+            cells = {
+                "copies a token, network": f"{rows.network:.2f}",
+                "copies a token, NVLink": f"{rows.nvlink:.2f}",
+                "GB a layer, network": f"{layer.network / 1e9:.3f}",
+                "GB a layer, NVLink": f"{layer.nvlink / 1e9:.3f}",
+                "ms a layer, at least": f"{1e3 * max(move_time_s(layer, node)):.2f}",
+            }
+            values = "".join(f"<td style='text-align:right;padding:0 10px'>{value}</td>" for value in cells.values())
+            lines.append(f"<tr><th scope='row' style='text-align:left'>{METHOD_LABELS[method]}</th>{values}</tr>")
+        titles = "".join(f"<th scope='col' style='padding:0 10px'>{title}</th>" for title in cells)
+        words = (
+            f"<div role='status'>A token reaches <b>{reached.ranks:.2f} ranks</b> and <b>{reached.nodes:.2f} nodes</b> "
+            f"({reached.label}).<table><tr><th></th>{titles}</tr>{''.join(lines)}</table></div>"
+        )
+        return words, {
             "flow": token_flow(routing, placement, token=chosen["token"]),
             "times": move_times(compared, placement, node, **sizes),
         }
-
-
-def _numbers(
-    routing: RoutingModel, placement: ExpertPlacement, node: Node, *, tokens: int, hidden: int, precision: Precision
-) -> str:
-    """An HTML table; screen readers are told when it changes."""
-    reached = expected_destinations(routing, placement)
-    lines = []
-    for method in METHODS:
-        rows = expected_rows(reached, placement, method)
-        layer = layer_bytes(rows.times(tokens), hidden, dispatch_precision=precision).total
-        cells = {
-            "copies a token, network": f"{rows.network:.2f}",
-            "copies a token, NVLink": f"{rows.nvlink:.2f}",
-            "GB a layer, network": f"{layer.network / 1e9:.3f}",
-            "GB a layer, NVLink": f"{layer.nvlink / 1e9:.3f}",
-            "ms a layer, at least": f"{1e3 * max(move_time_s(layer, node)):.2f}",
-        }
-        values = "".join(f"<td style='text-align:right;padding:0 10px'>{value}</td>" for value in cells.values())
-        lines.append(f"<tr><th scope='row' style='text-align:left'>{METHOD_LABELS[method]}</th>{values}</tr>")
-    titles = "".join(f"<th scope='col' style='padding:0 10px'>{title}</th>" for title in cells)
-    return (
-        f"<div role='status'>A token reaches <b>{reached.ranks:.2f} ranks</b> and <b>{reached.nodes:.2f} nodes</b> "
-        f"({reached.label}).<table><tr><th></th>{titles}</tr>{''.join(lines)}</table></div>"
-    )

@@ -13,6 +13,7 @@ from __future__ import annotations
 import html
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import plotly.graph_objects as go
@@ -25,28 +26,6 @@ if TYPE_CHECKING:
 
 MARKED = f"border-left:4px solid {WARNING};padding-left:10px"
 """Style of words that warn: their colour is the page's, which may be dark."""
-_PANEL_CLASS = "moelab-panel"
-_PANEL_JS = """
-export default {
-  render({ model, el }) {
-    const inPanel = (element) => el.closest(".moelab-panel")?.contains(element);
-    const keepKeys = ({ target, ctrlKey, altKey, metaKey }) => {
-      if (inPanel(target)) target.toggleAttribute("data-lm-suppress-shortcuts", !(ctrlKey || altKey || metaKey));
-    };
-    const nameSlider = ({ target }) => {
-      const label = inPanel(target) && target.closest(".widget-slider")?.querySelector(".widget-label");
-      if (label) target.ariaLabel = label.textContent;
-    };
-    window.addEventListener("keydown", keepKeys, true);
-    window.addEventListener("focusin", nameSlider, true);
-    model.send({});
-    return () => {
-      window.removeEventListener("keydown", keepKeys, true);
-      window.removeEventListener("focusin", nameSlider, true);
-    };
-  }
-};
-"""
 
 
 def make_panel(
@@ -61,12 +40,17 @@ def make_panel(
     import ipywidgets as widgets
     from anywidget import AnyWidget
 
-    keys = AnyWidget(_esm=_PANEL_JS)
+    keys = AnyWidget(_esm=javascript("panel.js"))
     if on_shown:
         keys.on_msg(lambda _widget, message, _buffers: on_shown(message))
     panel = widgets.VBox([*children, keys])
-    panel.add_class(_PANEL_CLASS)
+    panel.add_class("moelab-panel")  # by which panel.js knows it
     return panel
+
+
+def javascript(name: str) -> str:
+    """A script of the package, for anywidget."""
+    return (Path(__file__).parent / "templates" / name).read_text(encoding="utf-8")
 
 
 def in_rows(controls: Iterable[ipywidgets.Widget]) -> ipywidgets.Box:

@@ -19,18 +19,7 @@ import torchao.prototype.moe_training.ep.a2a_combine as torchao_combine
 import torchao.prototype.moe_training.ep.a2a_dispatch as torchao_dispatch
 import torchao.prototype.moe_training.ep.permute as torchao_permute
 import torchao.prototype.moe_training.mxfp8_grouped_mm as torchao_products
-from dispatcher_ranks import (
-    FEATURES,
-    HIDDEN,
-    WEIGHTS,
-    Case,
-    _checkpoint,
-    all_weights,
-    choose,
-    errors,
-    reference,
-    train,
-)
+from dispatcher_ranks import FEATURES, TOKENS, Case, build, choose, errors, local_weights, reference, train
 from torch import Tensor
 from torch.distributed._functional_collectives import all_to_all_single
 from torch.distributed.device_mesh import DeviceMesh
@@ -45,44 +34,13 @@ from torchao.prototype.moe_training.ep.kernels import generate_permute_indices
 from torchao.prototype.mx_formats.config import ScaleCalculationMode
 from torchao.prototype.mx_formats.mx_tensor import to_dtype, to_mx
 from torchao.quantization.quantize_.common import KernelPreference
-from torchtitan.models.common.moe import RoutedExperts
-from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
-
-from moelab.mxfp8.converter import MXFP8Experts
-from moelab.mxfp8.dispatch import combine_rows, dispatch_rows, quantised, route
 
 E4M3, BLOCK = torch.float8_e4m3fn, 32
 
 
-def build_mxfp8(mesh: DeviceMesh, case: Case, *, sent: str) -> RoutedExperts:
-    """MXFP8 experts with the standard dispatcher, tokens ``sent`` in ``mxfp8`` or ``bf16``."""
-    experts = MXFP8Experts.Config(
-        dim=FEATURES,
-        hidden_dim=HIDDEN,
-        num_experts=case.experts,
-        kernels="emulated",
-        wgrad="bf16",
-        pad_inside=True,
-    )
-    dispatcher = AllToAllTokenDispatcher.Config(num_experts=case.experts, top_k=case.top_k)
-    config = RoutedExperts.Config(inner_experts=experts, token_dispatcher=dispatcher)
-    module: RoutedExperts = (quantised(config) if sent == "mxfp8" else config).build()
-    for name, weight in zip(WEIGHTS, local_weights(mesh, case), strict=True):
-        setattr(module.inner_experts, name, torch.nn.Parameter(weight))
-    module.token_dispatcher.wire_meshes(ep_mesh=mesh)
-    return module
-
-
-def local_weights(mesh: DeviceMesh, case: Case) -> list[Tensor]:
-    """w1, w2 and w3 of this rank's experts."""
-    local = case.experts // mesh.size()
-    first = mesh.get_local_rank() * local
-    return [weight[first : first + local].clone() for weight in all_weights(case)]
-
-
 def against_torchao(mesh: DeviceMesh, case: Case) -> dict[str, dict[str, float]]:
     """Errors of ours against torchao's pipeline, and of both against float64."""
-    ours = train(mesh, case, build_mxfp8(mesh, case, sent="mxfp8"))
+    ours = train(mesh, case, build(mesh, case, ours=False, mxfp8=True, precision="mxfp8"))
     layer = TorchaoLayer(mesh, case)
     theirs = train(mesh, case, layer, layer)
     exact = reference(mesh, case)
@@ -160,55 +118,26 @@ def _permute_backward(grad: Tensor, order: Tensor, rows: int, columns: int) -> T
     return out
 
 
-def against_bf16_dispatch(mesh: DeviceMesh, case: Case) -> dict[str, dict[str, float]]:
-    """The same MXFP8 experts with TorchTitan's own dispatcher, and float64."""
-    sent = train(mesh, case, build_mxfp8(mesh, case, sent="mxfp8"))
-    plain = train(mesh, case, build_mxfp8(mesh, case, sent="bf16"))
-    exact = reference(mesh, case)
-    return {"between": errors(sent, plain), "sent": errors(sent, exact), "plain": errors(plain, exact)}
-
-
-def compiled_and_eager(mesh: DeviceMesh, case: Case) -> dict[str, float]:
-    """Errors of the layer traced as one graph against itself."""
-    module = build_mxfp8(mesh, case, sent="mxfp8")
-    eager = train(mesh, case, module)
-    with torch._dynamo.config.patch(capture_scalar_outputs=True):
-        graph = torch.compile(module, fullgraph=True, backend="aot_eager")
-        return errors(train(mesh, case, graph, module.inner_experts), eager)
-
-
-def checkpointed(mesh: DeviceMesh, case: Case, checkpoint: str) -> tuple[int, dict[str, float]]:
-    """All-to-alls of a forward and a backward pass, and the errors against no checkpointing."""
-    module = build_mxfp8(mesh, case, sent="mxfp8")
-    plain = train(mesh, case, module)
-    wrapped = module if checkpoint == "none" else _checkpoint(module, checkpoint)
-    with sent_bytes() as sent:
-        found = train(mesh, case, wrapped, module.inner_experts)
-    return sum(sent["count"].values()), errors(found, plain)
-
-
 def bytes_sent(mesh: DeviceMesh, case: Case) -> dict[str, dict[str, int]]:
     """Bytes that left this rank by dtype, forward and backward, with the quantised dispatcher and TorchTitan's own."""
     found = {}
     for format_ in ("mxfp8", "bf16"):
-        module = build_mxfp8(mesh, case, sent=format_)
+        module = build(mesh, case, ours=False, mxfp8=True, precision=format_)  # type: ignore[arg-type]
         with sent_bytes() as sent:
             train(mesh, case, module)
-        found[format_] = dict(sent["bytes"])
+        found[format_] = dict(sent)
     return found
 
 
 @contextmanager
-def sent_bytes() -> Iterator[dict[str, Counter[str]]]:
-    """Count all-to-alls and their bytes by dtype."""
-    counted: dict[str, Counter[str]] = {"count": Counter(), "bytes": Counter()}
+def sent_bytes() -> Iterator[Counter[str]]:
+    """Count bytes of all-to-alls by dtype."""
+    counted: Counter[str] = Counter()
 
     class Count(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func._schema.name == "_c10d_functional::all_to_all_single":
-                dtype = str(args[0].dtype).removeprefix("torch.")
-                counted["count"][dtype] += 1
-                counted["bytes"][dtype] += args[0].nbytes
+                counted[str(args[0].dtype).removeprefix("torch.")] += args[0].nbytes
             return func(*args, **(kwargs or {}))
 
     with Count():
@@ -217,15 +146,15 @@ def sent_bytes() -> Iterator[dict[str, Counter[str]]]:
 
 def nan_padding(mesh: DeviceMesh, case: Case) -> tuple[bool, bool]:
     """Whether outputs and gradients of padding rows stay where they are: NaN there, finite everywhere else."""
-    ids_TK, _scores = choose(case, mesh.get_local_rank())
+    ids_TK, scores_TK = choose(case, mesh.get_local_rank())
     counts_E = torch.bincount(ids_TK.flatten(), minlength=case.experts)
-    way = route(ids_TK, counts_E, mesh.get_group().group_name, mesh.size(), case.alignment)
-    x_TD = torch.ones(ids_TK.shape[0], BLOCK, dtype=torch.bfloat16, requires_grad=True)
-    rows = dispatch_rows(x_TD, way)
+    dispatcher = build(mesh, case, ours=False, mxfp8=True, precision="mxfp8").token_dispatcher
+    x_TD = torch.ones(TOKENS, FEATURES, dtype=torch.bfloat16, requires_grad=True)
+    rows, _rows_e, way = dispatcher.dispatch(x_TD, scores_TK, ids_TK, counts_E)
     real_P = torch.zeros(way.padded, dtype=torch.bool).index_fill(0, way.place_R, True)
     assert not real_P.all(), "the case has no padding"
-    rows.place_RD.backward(torch.where(real_P[:, None], 1.0, torch.nan).bfloat16().expand(-1, BLOCK))
+    y_PD = torch.where(real_P[:, None], 1.0, torch.nan).bfloat16().expand(-1, FEATURES)
+    rows.place_RD.backward(y_PD)
     assert x_TD.grad is not None
-    y_PD = torch.where(real_P[:, None], 1.0, torch.nan).bfloat16().expand(-1, BLOCK)
     sums = torch.full_like(x_TD, float(case.top_k))
-    return torch.equal(x_TD.grad, sums), bool(combine_rows(y_PD, way).isfinite().all())
+    return torch.equal(x_TD.grad, sums), bool(dispatcher.combine(y_PD, way, x_TD).isfinite().all())

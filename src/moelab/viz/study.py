@@ -1,0 +1,447 @@
+"""Figures of a study: loss over the run, its end, and the difference of two arms; throughput; the load of experts.
+
+Each takes the metrics table and returns a plotly figure whose title is computed from the data. In the difference each
+seed is averaged over a trailing window as long as the one behind the verdict's final loss: the last point of the curve,
+with its interval, is the verdict itself, and the figure shows how it came about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+
+from moelab.analysis.arms import arm_label, contrast
+from moelab.analysis.convergence import FinalLosses, final_losses, first_final_step
+from moelab.analysis.curves import (
+    arm_curves,
+    drawn_seeds,
+    finished,
+    mean_and_interval,
+    mean_and_sd,
+    seed_curves,
+    smooth,
+    smoothing_window,
+)
+from moelab.analysis.published import GAINS, SOURCE, THROUGHPUT, THROUGHPUT_SETUP, published_tps
+from moelab.analysis.throughput import Gain, arm_throughput
+from moelab.analysis.verdict import Answer, Verdict
+from moelab.errors import BadInput
+from moelab.runs.expert_load import ExpertLoad
+from moelab.viz.draw import (
+    draw_arm_axis,
+    draw_band,
+    draw_marks,
+    draw_mean,
+    draw_seeds,
+    error_bars,
+    inside,
+    name_loss_axes,
+    nothing_to_draw,
+    panels,
+)
+from moelab.viz.theme import INK, MUTED, WARNING, ArmStyle, arm_styles, in_order, new_figure, plot_text, span
+
+INSET_LEFT, INSET_GAP, INSET_MIN_HEIGHT = 0.47, 0.10, 0.42
+"""Left edge of the inset, its clearance above the curves, its smallest height; all parts of the plot area."""
+TAIL = 0.3
+"""Part of the steps that :func:`loss_tail` shows."""
+
+
+def loss_curves(
+    table: pd.DataFrame,
+    *,
+    final_fraction: float = 0.1,
+    final: FinalLosses | None = None,
+    note: str = "",
+    marks: Sequence[tuple[int, float]] = (),
+) -> go.Figure:
+    """Loss over all steps: every seed thin, the mean over seeds bold, the last part again in an inset.
+
+    Means of runs of more than 100 logged steps are smoothed over one hundredth of them, as the subtitle states.
+
+    Args:
+        table: Metrics table.
+        final_fraction: Part of the steps shown in the inset, and that the final losses in the title are means over.
+        final: Those final losses, where they are known; None works them out.
+        note: Condition to state in the title, such as "emulated kernels".
+        marks: Steps, with their loss, whose gradient norm was not finite.
+
+    Raises:
+        BadInput: The table has no loss.
+    """
+    curves, window = arm_curves(table, "loss"), smoothing_window(table)
+    smoothing = f", smoothed over {window} logged steps" if window > 1 else ""
+    n = max(arm.shape[1] for arm in curves.values())
+    drawn = f"{len(drawn_seeds(n))} of {n} seeds" if len(drawn_seeds(n)) < n else "seeds"
+    figure = new_figure(
+        _final_finding(final or final_losses(table, final_fraction=final_fraction)),
+        subtitle=(
+            f"One seed{' an arm' if len(curves) > 1 else ''}{smoothing}."
+            if n == 1
+            else f"Thin: {drawn}; bold: their mean{smoothing}; {_finished_seeds(curves)}."
+        )
+        + f" Inset: the last {100 * final_fraction:g} % of steps.",
+        note=note,
+        height=520,
+    )
+    last = max(int(arm.index.max()) for arm in curves.values())
+    styles = arm_styles(curves)
+    for first, axes in ((0, {}), (first_final_step(last, final_fraction), {"xaxis": "x2", "yaxis": "y2"})):
+        for name, style in styles.items():  # seeds are fainter behind a smoothed mean
+            draw_seeds(figure, curves[name].loc[first:], style, opacity=0.35 if window == 1 else 0.15, **axes)
+        for name, style in styles.items():
+            mean = smooth(finished(curves[name]), window).mean(axis=1)
+            draw_mean(figure, mean.loc[first:], style, **axes, **({"showlegend": False} if axes else {}))
+    draw_marks(figure, marks)
+    # The inset stands at the top right, above the highest loss to the right of its left edge; its tick labels stand to
+    # the left of that, so the curves are looked at from a little before it.
+    values = np.concatenate([arm.to_numpy(dtype=float).ravel() for arm in curves.values()])
+    right = [arm.loc[int((INSET_LEFT - 0.08) * last) :].to_numpy(dtype=float).ravel() for arm in curves.values()]
+    low, high, clear = np.nanmin(values), np.nanmax(values), float(np.nanmax(np.concatenate(right)))
+    floor = low - 0.04 * (high - low)
+    # Where curves do not fall enough to leave room, the axis is extended upwards until they do.
+    top = max(high + 0.04 * (high - low), floor + (clear - floor) / (1.0 - INSET_GAP - INSET_MIN_HEIGHT))
+    bottom = (clear - floor) / (top - floor) + INSET_GAP
+    frame = {"linecolor": MUTED, "mirror": True, "showline": True, "tickfont": {"size": 12}, "title": None}
+    return name_loss_axes(figure).update_layout(
+        xaxis={"range": [0, 1.01 * last]},
+        yaxis={"range": [floor, top]},
+        xaxis2={"domain": [INSET_LEFT, 0.99], "anchor": "y2", "nticks": 5, **frame},
+        yaxis2={"domain": [bottom, 0.99], "anchor": "x2", "nticks": 5, **frame},
+    )
+
+
+def loss_tail(table: pd.DataFrame, *, note: str = "", marks: Sequence[tuple[int, float]] = ()) -> go.Figure:
+    """Loss over the last part of the steps: mean over seeds with a band of one standard deviation over seeds.
+
+    Args:
+        table: Metrics table.
+        note: Condition to state in the title.
+        marks: Steps, with their loss, whose gradient norm was not finite.
+
+    Returns:
+        The figure. Seeds that did not reach the last step are not in it.
+    """
+    window = smoothing_window(table)
+    curves = {name: finished(arm) for name, arm in arm_curves(table, "loss").items()}
+    first = max(int(arm.index.max()) for arm in curves.values())
+    first -= round(TAIL * first) - 1
+    tails = {name: smooth(arm, window).loc[first:] for name, arm in curves.items()}
+    means = pd.DataFrame({name: tail.mean(axis=1) for name, tail in tails.items()})
+    gap, first_mean = (means.max(axis=1) - means.min(axis=1)).max(), means.to_numpy(dtype=float)[:, 0]
+    end, alone = f"in the last {100 * TAIL:g} % of steps", len(tails) == 1
+    smoothing = f"smoothed over {window} logged steps" if window > 1 else "unsmoothed"
+    figure = new_figure(
+        f"{arm_label(next(iter(tails)))} falls by {first_mean[0] - first_mean[-1]:.3f} nats {end}"
+        if alone
+        else f"{end.capitalize()} the mean curves stay within {gap:.4f} nats of each other",
+        subtitle=f"One seed{'' if alone else ' an arm'}, {smoothing}; no band without a second seed."
+        if max(arm.shape[1] for arm in tails.values()) == 1
+        else f"Mean over seeds ± one standard deviation over seeds, {smoothing}; {_finished_seeds(tails)}.",
+        note=note,
+    )
+    for name, style in arm_styles(tails).items():
+        _draw_mean_and_band(figure, mean_and_sd(tails[name]), style)
+    draw_marks(figure, [mark for mark in marks if mark[0] >= first])
+    return name_loss_axes(figure)
+
+
+def loss_difference(table: pd.DataFrame, verdict: Verdict, *, note: str = "") -> go.Figure:
+    """Loss difference at each step, paired by seed: mean with its interval over seeds, zero line, margin band.
+
+    Args:
+        table: Metrics table that the verdict was made from.
+        verdict: Verdict of ``compare_convergence``.
+        note: Condition to state in the title, such as "emulated kernels".
+
+    Returns:
+        The figure; without curves where the arms have no finished seed in common.
+
+    Raises:
+        BadInput: The verdict is on a held-out loss, which has no curve.
+    """
+    if verdict.steps is None:
+        raise BadInput("this verdict is on a held-out loss, which has no steps: pass one of compare_convergence")
+    (first, last), seeds = verdict.steps, list(verdict.seeds)
+    arm, reference, shared = contrast(verdict.arm, verdict.reference)
+    both = f" (both {shared})" if shared else ""
+    if not seeds:
+        return nothing_to_draw(
+            f"{arm} and {reference}{both} have no finished seed in common",
+            subtitle=" ".join([verdict.decided_by, *verdict.findings, verdict.settled_by]),
+            note=note,
+            height=120,
+        )
+    judged = "insufficient data to judge" if verdict.answer is Answer.INSUFFICIENT else verdict.answer_words
+    n = "1 seed, so no interval" if verdict.n_seeds == 1 else f"{verdict.n_seeds} seeds"
+    band_words = f"; band: {100 * verdict.interval.level:g} % t interval of the mean" if verdict.n_seeds > 1 else ""
+    margin = f"margin ±{verdict.margin_nats:.4f}" if verdict.margin_nats > 0 else "no margin"
+    figure = new_figure(
+        f"{arm} ends {verdict.mean_difference_nats:+.4f} nats from {reference}{both}: {judged}",
+        subtitle=f"Paired by seed, mean over the trailing {last - first + 1} steps{band_words}; n = {n}; {margin}. "
+        f"{verdict.decided_by}",
+        note=note,
+    )
+    difference = seed_curves(table, verdict.arm)[seeds] - seed_curves(table, verdict.reference)[seeds]
+    smoothed = difference.loc[:last].rolling(len(difference.loc[first:last])).mean().dropna(how="all")
+    band = mean_and_interval(smoothed, level=verdict.interval.level)
+    figure.add_hline(y=0.0, line={"color": INK, "width": 1})
+    if verdict.margin_nats > 0:
+        line = {"color": "rgba(0,158,115,0.7)", "width": 1, "dash": "dot"}
+        edges = {"y0": -verdict.margin_nats, "y1": verdict.margin_nats}
+        figure.add_hrect(**edges, fillcolor="rgba(0,158,115,0.10)", line=line, layer="below")
+        label = {"text": "equivalence margin", "font": {"size": 12, "color": MUTED}, "showarrow": False}
+        figure.add_annotation(**label, x=0.01, xref="x domain", y=verdict.margin_nats, yanchor="bottom")
+    style = arm_styles([verdict.arm])[verdict.arm]
+    draw_band(figure, band["low"], band["high"], style)
+    draw_seeds(figure, smoothed, style, opacity=0.45, name="one seed", showlegend=True, legendgroup=None)
+    line = {"color": style.color, "width": 2.5}  # a dash tells arms apart, and here is one
+    draw_mean(figure, band["mean"], style, name="mean over seeds", hovertemplate="%{y:+.4f}", line=line)
+    reach = (verdict.interval.high - verdict.interval.low) / 2.0
+    figure.add_scatter(
+        x=[last],
+        y=[verdict.mean_difference_nats],
+        error_y={"array": [reach], "visible": verdict.interval.exists, "color": INK, "thickness": 2, "width": 7},
+        mode="markers",
+        name="final difference, as judged",
+        marker={"color": INK, "size": 10, "symbol": style.symbol},
+        hovertemplate="%{y:+.4f}",
+    )
+    figure.update_xaxes(title_text="step")
+    # The range is symmetric, and cut where a large early difference would hide what is judged.
+    ends = [verdict.mean_difference_nats, verdict.interval.low, verdict.interval.high, verdict.margin_nats]
+    most = float(np.nanmax(np.abs(ends)))
+    everything = float(np.nanmax(np.abs(np.concatenate([band.to_numpy(), smoothed.to_numpy()], axis=1))))
+    high = 1.15 * max(most, min(everything, 4.0 * most)) or 1.0  # of a run against itself all are zero
+    # Without the format, plotly writes the zero of a symmetric axis as a rounding error.
+    return figure.update_yaxes(title_text="loss difference (nats per token)", tickformat=".6~f", range=[-high, high])
+
+
+def _final_finding(final: FinalLosses) -> str:
+    ends = {arm: float(np.mean(list(final.of(arm).values()))) for arm in sorted({arm for arm, _ in final.by_run})}
+    if not ends:
+        return "No run reached its last step with a finite loss"
+    low, high = min(ends, key=ends.__getitem__), max(ends, key=ends.__getitem__)
+    if len(ends) == 1:
+        return f"{arm_label(low)} ends at {ends[low]:.3f} nats per token"
+    first, second, shared = contrast(low, high)
+    both = f" (both {shared})" if shared else ""
+    arms = f"{first} and {second}{both}" if len(ends) == 2 else f"the {len(ends)} arms"
+    at = f"{first} at {ends[low]:.3f}, {second} at {ends[high]:.3f}"
+    return f"After {final.last_step:,} steps {arms} end {ends[high] - ends[low]:.4f} nats apart: {at}"
+
+
+def _finished_seeds(curves: Mapping[str, pd.DataFrame]) -> str:
+    n = span(finished(arm).shape[1] for arm in curves.values())
+    return f"n = {n} seeds{' an arm' if len(curves) > 1 else ''}"
+
+
+def _draw_mean_and_band(figure: go.Figure, band: pd.DataFrame, style: ArmStyle) -> None:
+    draw_band(figure, band["low"], band["high"], style)
+    draw_mean(figure, band["mean"], style)
+
+
+# Throughput
+
+TWO_BY_TWO = ("bf16_standard", "bf16_deepep", "mxfp8_standard", "mxfp8_deepep")
+"""``mxfp8_standard`` was not published."""
+
+
+def throughput_bars(
+    table: pd.DataFrame,
+    *,
+    gains: Sequence[Gain] = (),
+    warmup_steps: int = 3,
+    note: str = "",
+    rank_words: str = "per GPU",
+) -> go.Figure:
+    """Tokens per second per GPU of every arm with its seeds, and the gains over a baseline.
+
+    Args:
+        table: Metrics table.
+        gains: Gains to write above their arms; an arm without one is shown without.
+        warmup_steps: Steps discarded at the start of a run.
+        note: Condition to state in the title, such as "emulated kernels".
+        rank_words: What a throughput is of, "per rank" where ranks are processes on a CPU.
+
+    Raises:
+        BadInput: No step with a throughput is left after the warm-up.
+    """
+    measured = {arm.arm: arm for arm in arm_throughput(table, warmup_steps=warmup_steps)}
+    arms = [measured[name] for name in in_order(measured)]
+    by_arm = {one.arm: one for one in gains if one.arm in measured}
+    counts = [arm.n_seeds for arm in arms]
+    figure = new_figure(
+        _gain_finding(by_arm.values())
+        or (f"{arm_label(arms[0].arm)}: {arms[0].tps:,.0f} tokens/s" if len(arms) == 1 else "Throughput by arm"),
+        subtitle=f"Median over steps after {warmup_steps} warm-up steps; one seed an arm, so no interval."
+        if max(counts) == 1
+        else f"Geometric mean over seeds of each run's median after {warmup_steps} warm-up steps; points: seeds; "
+        f"n = {span(counts)} seeds an arm, {100 * arms[0].interval.level:g} % t intervals, cut where they leave the "
+        "axis; gains are paired by seed.",
+        note=note,
+    )
+    # With two seeds an interval may be a hundred times as long as the bars, which must stay readable beside it.
+    ceiling = 2.0 * max(max(arm.tps, *arm.tps_by_seed.values()) for arm in arms)
+    tops = [arm.interval.high if arm.interval.exists else arm.tps for arm in arms]
+    styles = arm_styles(measured)
+    for position, (arm, top) in enumerate(zip(arms, tops, strict=True)):
+        style, interval, seeds = styles[arm.arm], arm.interval, arm.tps_by_seed
+        reach = error_bars([(interval.low, arm.tps, interval.high)], color=INK, thickness=1.5, width=8)
+        error_y = reach if interval.exists else {"visible": False}
+        _draw_arm_bar(figure, position, arm.tps, style, "%{y:,.0f} tokens/s", name=style.label, error_y=error_y)
+        figure.add_scatter(
+            # Right of the middle, where the interval stands; of many seeds the points move together.
+            x=[position + 0.13 + min(0.02, 0.24 / len(seeds)) * index for index in range(len(seeds))],
+            y=list(seeds.values()),
+            mode="markers",
+            marker={"color": "white", "size": 8, "symbol": style.symbol, "line": {"color": style.color, "width": 2}},
+            customdata=list(seeds),
+            hovertemplate="seed %{customdata}: %{y:,.0f} tokens/s<extra></extra>",
+        )
+        if over := by_arm.get(arm.arm):
+            low, high = (100.0 * (end - 1.0) for end in (over.interval.low, over.interval.high))
+            gained = f"{low:+.1f} to {high:+.1f}" if over.interval.exists else "no interval"
+            figure.add_annotation(
+                text=f"<b>{over.percent:+.1f} %</b><br><span style='font-size:12px'>{gained}</span>",
+                x=position,
+                y=min(ceiling, max(top, *seeds.values())),
+                **_ABOVE,
+                bgcolor="rgba(255,255,255,0.85)",
+            )
+    highest = min(ceiling, max(max(arm.tps, top) for arm, top in zip(arms, tops, strict=True)))
+    margin = 0.7 if len(arms) > 1 else 1.0
+    return _finish_arm_bars(figure, [arm.arm for arm in arms], highest, words=rank_words, margin=margin)
+
+
+def published_bars() -> go.Figure:
+    """Figure 2 of the published study: three arms of the two-by-two with their gains, and the place of the fourth.
+
+    Nothing here was measured by moelab.
+    """
+    gains = {gain.arm: gain.percent for gain in GAINS if gain.baseline == "bf16_standard"}
+    setup = THROUGHPUT_SETUP
+    figure = new_figure(
+        f"DeepEP gives {gains['bf16_deepep']:+.0f} %, DeepEP with MXFP8 experts {gains['mxfp8_deepep']:+.0f} %; "
+        "MXFP8 alone was not published",
+        subtitle=f"{setup.model}, {setup.hardware.split(':')[0]}, sequences of {setup.seq_len:,} tokens, "
+        f"TP {setup.tp}, PP {setup.pp}, EP {setup.ep}, forced balance. n = 1 run of {setup.steps} steps an arm; no "
+        "interval and no rule for discarding steps were published.",
+        note=f"quoted: {SOURCE.split(';')[0]}",
+        height=430,
+    )
+    for position, arm in enumerate(TWO_BY_TWO):
+        published = published_tps(arm)
+        if published is None:
+            figure.add_annotation(text="not<br>published", x=position, y=0, **_ABOVE | {"yshift": 8}, font_color=MUTED)
+            continue
+        hover = f"%{{y:,.0f}} tokens/s, {published.label}: {plot_text(published.source)}"
+        _draw_arm_bar(figure, position, published.tps, arm_styles([arm])[arm], hover)
+        text = f"<b>{gains[arm]:+.1f} %</b>" if arm in gains else "baseline"
+        figure.add_annotation(text=text, x=position, y=published.tps, **_ABOVE)
+    return _finish_arm_bars(figure, TWO_BY_TWO, max(row.tps for row in THROUGHPUT))
+
+
+_ABOVE = {"showarrow": False, "yanchor": "bottom", "yshift": 6}
+
+
+def _gain_finding(gains: Iterable[Gain]) -> str:
+    best = max(gains, key=lambda one: one.ratio, default=None)
+    if best is None:
+        return ""
+    arm, baseline, shared = contrast(best.arm, best.baseline)
+    both = f" (both {shared})" if shared else ""
+    if best.interval.exists and not best.resolved:
+        return f"{arm} is {best.percent:+.1f} % from {baseline}{both}, within its interval: no difference is shown"
+    direction = "faster" if best.ratio > 1.0 else "slower"
+    return f"{arm} trains {abs(best.percent):.1f} % {direction} than {baseline}{both}"
+
+
+def _draw_arm_bar(
+    figure: go.Figure, position: float, tps: float, style: ArmStyle, hover: str, **options: object
+) -> None:
+    """An arm's throughput as a bar with its number inside; ``hover`` follows the arm's name."""
+    figure.add_bar(
+        x=[position],
+        y=[tps],
+        marker={"color": style.fill(0.35), "line": {"color": style.color, "width": 2}},
+        **inside([f"<b>{tps:,.0f}</b>"], color=INK, size=16),
+        hovertemplate=f"{style.label}: {hover}<extra></extra>",
+        **options,
+    )
+
+
+def _finish_arm_bars(
+    figure: go.Figure, arms: Sequence[str], highest: float, *, words: str = "per GPU", margin: float = 0.6
+) -> go.Figure:
+    """Name the arms under their bars, and leave room above the highest (tokens/s) for what is written there."""
+    draw_arm_axis(figure, arms, margin=margin)
+    figure.update_yaxes(title_text=f"tokens/s {words}", range=[0, 1.18 * highest], tickformat=",")
+    return figure.update_layout(showlegend=False, bargap=0.45, hovermode="closest")
+
+
+# The load of experts
+
+
+def expert_load_figure(load: ExpertLoad, *, ep: int, name: str) -> go.Figure:
+    """How evenly a run loads its experts: the busiest expert, the busiest rank, experts without tokens.
+
+    Args:
+        load: of the run.
+        ep: ranks that share the experts out.
+        name: of the run, in words.
+
+    Raises:
+        BadInput: if ``ep`` does not divide the experts.
+    """
+    ranks_SL, steps = load.busiest_rank_SL(ep), load.steps
+    most = load.to_json()["busiest_expert_over_mean"]
+    dead = f"{load.dead_experts} of {load.late_LE.size} experts are dead" if load.dead_experts else "no expert is dead"
+    figure = panels(
+        f"The busiest expert gets {most:.1f} × its layer's mean at the end; {dead}",
+        ["busiest expert, × its layer's mean", f"busiest of {ep} ranks, × their mean", "experts without a token"],
+        subtitle=f"{name}; {len(steps)} recorded steps, tokens of all ranks. The title is of the last fifth of them: "
+        "dead experts got no token in it.",
+        height=340,
+        spacing=0.14,
+    )
+    figure.add_heatmap(
+        x=steps,
+        y=[str(layer) for layer in load.layers],
+        z=np.round(load.busiest_expert_SL.T, 3),
+        colorscale="Blues",
+        zmin=1,
+        colorbar={"thickness": 8, "x": 0.245, "xpad": 2},
+        hovertemplate="step %{x}, layer %{y}: %{z:.2f} × the mean<extra></extra>",
+        row=1,
+        col=1,
+    )
+    idle = 100 * (load.tokens_SLE == 0).mean(axis=(1, 2))
+    of_ranks, of_experts = (
+        "{}: %{{y:.2f}} × the mean of the ranks<extra></extra>",
+        "step %{x}: %{y:.1f} %<extra></extra>",
+    )
+    for column, label, values, color, dash in (
+        (2, "worst layer", ranks_SL.max(axis=1), WARNING, "solid"),
+        (2, "median layer", np.median(ranks_SL, axis=1), INK, "dash"),
+        (3, "", idle, MUTED, "dot"),
+    ):
+        figure.add_scatter(
+            x=steps,
+            y=values,
+            name=label or None,
+            mode="lines",
+            line={"color": color, "dash": dash},
+            hovertemplate=of_ranks.format(label) if label else of_experts,
+            showlegend=bool(label),
+            row=1,
+            col=column,
+        )
+    figure.update_xaxes(title_text="step")
+    figure.update_yaxes(title_text="layer", type="category", autorange="reversed", showgrid=False, col=1)
+    figure.update_yaxes(title_text="× mean", rangemode="tozero", col=2)
+    figure.update_yaxes(title_text="% of all experts", range=[0, max(5.0, 1.1 * float(idle.max()))], col=3)
+    return figure.update_layout(hovermode="closest")
