@@ -4,7 +4,7 @@ A ring over P ranks moves (P − 1)/P of the whole over every rank's wire. Insid
 every GPU has a network card, and ranks that share a node share their cards.
 
 What dispatch and combine send is :mod:`moelab.projection.traffic`'s, wire by wire; NVLink and network work at the same
-time, so the slower one counts. TorchTitan's standard dispatcher first exchanges counts and waits for them on the host.
+time, so the slower one counts. What the GPU waits while the host learns how many rows come is the host's (``step.py``).
 Permutation is measured in copies: one copy reads and writes every row that the experts multiply.
 
 =====================  =====================================================================
@@ -205,14 +205,15 @@ def add_exchange(times: Times, job: Job, calibration: Calibration) -> None:
     """Dispatch and combine of one layer, there and back."""
     both = sum(exchange_time_s(job, calibration, BYTES_PER_ELEMENT[one]) for one in (job.dispatch, "bf16"))
     forward, back = (_exposed_s(times, job, passes, both) for passes in (("forward",), ("dgrad", "wgrad")))
-    copy_s = 2 * BF16 * job.work.received(job.shape) * job.shape.dim / memory_rate(job, calibration)
+    rate = memory_rate(job, calibration) * float(calibration.row_copy)
+    copy_s = 2 * BF16 * job.work.received(job.shape) * job.shape.dim / rate
     copies = PERMUTATIONS[job.stack.permutation].copies
     dispatch, combine, combine_back, dispatch_back = (number * copy_s for number in copies)
     add(times, "forward", "all-to-all", forward)
     add(times, "dgrad", "all-to-all", back)
     add(times, "forward", "permutation and padding", dispatch + combine)
     add(times, "dgrad", "permutation and padding", combine_back + dispatch_back)
-    waited = 2 * _wait_s(job, calibration)
+    waited = 2 * float(calibration.wait_s) * expected_maximum(job.work.ep) * waits_over_network(job)
     add(times, "forward", "imbalance and stragglers", waited)
     add(times, "dgrad", "imbalance and stragglers", waited)
     if job.recomputes_layers:
@@ -222,17 +223,12 @@ def add_exchange(times: Times, job: Job, calibration: Calibration) -> None:
             add(times, "recompute", "imbalance and stragglers", waited)
 
 
-def _wait_s(job: Job, calibration: Calibration) -> float:
-    """Seconds that an exchange over the network waits for the last of its ranks, where PyTorch launches.
+def waits_over_network(job: Job) -> bool:
+    """Whether exchanges over the network wait for the last of their ranks, which is where PyTorch launches.
 
     Not within a node, where no measured step has room for it, nor under Megatron, whose steps have none either. Of what
     it comes from nothing is known: the five public steps of TorchTitan that send tokens over the network need it.
     """
-    return float(calibration.wait_s) * expected_maximum(job.work.ep) if waits_over_network(job) else 0.0
-
-
-def waits_over_network(job: Job) -> bool:
-    """Whether exchanges wait for ranks of other nodes."""
     return job.stack.host == "torch" and job.work.ep > 1 and job.rows_sent.network > 0
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from moelab.analysis.published import THROUGHPUT
-from moelab.experiment import EPBackend, Experiment, Routing
+from moelab.experiment import EPBackend, Routing
 from moelab.hardware import cluster_of
 from moelab.layout import check
 from moelab.projection.calibration import CALIBRATION, Calibration, drawn, with_values
@@ -42,19 +42,14 @@ SOLVED = {"wait_s": (0.0, 10e-3), "deepep_s": (50e-6, 10e-3), "blackwell_grouped
 
 
 def published_job(arm: str) -> Job:
-    """A published 671B arm, or the one that was not, with the software of the time."""
-    return job_as_published(named_arms()[f"dsv3_671b_{arm}"])
-
-
-def job_as_published(experiment: Experiment) -> Job:
-    """A job under TorchTitan of early 2026 with its own dispatchers, whose permutation was not compiled."""
+    """A published 671B arm, or the one that was not, under TorchTitan of early 2026, its permutation not compiled."""
+    experiment = named_arms()[f"dsv3_671b_{arm}"]
     layout = check(experiment).layout
     assert layout is not None, "the published layouts are legal"
-    deepep = experiment.ep_backend is EPBackend.DEEPEP
     stack = replace(
         titan(experiment),
         name="TorchTitan, March 2026",
-        permutation="deepep dense" if deepep else "standard",
+        permutation="deepep dense" if experiment.ep_backend is EPBackend.DEEPEP else "standard",
         deepep_v1=True,
     )
     return job_of(experiment, layout, cluster_of(experiment.hardware).node, stack=stack)
@@ -88,8 +83,8 @@ def _solved(jobs: Sequence[Job], calibration: Calibration, random: np.random.Gen
     """
     unknown = {name: float(random.uniform(*limits)) for name, limits in UNKNOWN.items()}
     others = with_values(drawn(calibration, random), **unknown)
-    target_s = [job.tokens_per_gpu / row.tps for job, row in zip(jobs, THROUGHPUT, strict=True)]
-    target_s = np.array(target_s) * random.uniform(1 - RUN_TO_RUN, 1 + RUN_TO_RUN, size=len(jobs))
+    published_s = [job.tokens_per_gpu / row.tps for job, row in zip(jobs, THROUGHPUT, strict=True)]
+    target_s = np.array(published_s) * random.uniform(1 - RUN_TO_RUN, 1 + RUN_TO_RUN, size=len(jobs))
 
     def constants(x: np.ndarray) -> Calibration:
         wait_s, deepep_s, inverse = map(float, x)

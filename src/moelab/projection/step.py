@@ -28,7 +28,7 @@ from moelab.projection.exchange import (
     ring_time_s,
 )
 from moelab.projection.gemm import add_attention, add_expert_casts, products_by_module, weights_by_module
-from moelab.projection.job import CATEGORIES, INDEX, PASS_INDEX, PASSES, Job, PassName, Times, add, nothing
+from moelab.projection.job import CATEGORIES, INDEX, PASS_INDEX, Job, PassName, Times, add, nothing
 from moelab.projection.memory_bound import (
     add_accumulation,
     add_loss,
@@ -87,6 +87,9 @@ ATTENTION_LAUNCHES, ROUTER_LAUNCHES, BACKWARD_LAUNCHES, EAGER_LAUNCHES = 12, 18,
 products' bookkeeping); kernels of a backward pass for each of forward; operators for each kernel of a compiled layer.
 The traced steps launch 84 in a forward pass of an MoE layer, and 300 in all passes of one under full checkpointing."""
 
+LAUNCHED_AGAIN = {"none": 0.0, "selective": 0.7, "mla": 0.2, "norm+act": 0.2, "mla+mlp": 0.3}
+"""Kernels of a forward pass that checkpointing launches again, of all."""
+
 
 def launches(job: Job, *, moe: bool) -> dict[PassName, float]:
     """Kernels of one layer by pass: a product and what is fused to it for each weight, and what has none.
@@ -100,7 +103,7 @@ def launches(job: Job, *, moe: bool) -> dict[PassName, float]:
         forward += ROUTER_LAUNCHES + PERMUTATIONS[job.stack.permutation].launches
     if not job.stack.fused:
         forward *= EAGER_LAUNCHES
-    again = {"none": 0.0, "selective": 0.7, "mla+mlp": 0.3}.get(job.checkpointing, 1.0) * forward
+    again = LAUNCHED_AGAIN.get(job.checkpointing, 1.0) * forward
     return {"forward": forward, "recompute": again, "dgrad": BACKWARD_LAUNCHES * forward}
 
 
@@ -114,19 +117,17 @@ def add_host(times: Times, job: Job, calibration: Calibration, *, moe: bool) -> 
         return
     kernels = launches(job, moe=moe)
     launch_s = float(calibration.launch_s if job.stack.host == "torch" else calibration.launch_library_s)
-    syncs: dict[PassName, int] = dict.fromkeys(PASSES, 0)
-    if moe and job.waits_for_counts:
-        syncs = {
-            "forward": 1,
-            "recompute": int(job.recomputes_layers and not job.keeps_exchange),
-            "dgrad": 0,
-            "wgrad": 0,
-        }
-    for name, passes in (("forward", ("forward",)), ("dgrad", ("recompute", "dgrad", "wgrad"))):
+    waits = moe and job.waits_for_counts
+    again = waits and job.recomputes_layers and not job.keeps_exchange
+    backward: tuple[PassName, ...] = ("recompute", "dgrad", "wgrad")
+    blocks: tuple[tuple[tuple[PassName, ...], PassName, bool], ...] = (
+        (("forward",), "forward", waits),
+        (backward, "dgrad", again),
+    )
+    for passes, shown_in, waited in blocks:
         busy = sum(float(times[PASS_INDEX[one]].sum()) for one in passes)
         launched = launch_s * sum(kernels.get(one, 0.0) for one in passes)
-        waited = float(calibration.sync_s) * sum(syncs[one] for one in passes)
-        add(times, name, "host and waiting", max(0.0, launched - busy) + waited)
+        add(times, shown_in, "host and waiting", max(0.0, launched - busy) + waited * float(calibration.sync_s))
 
 
 @dataclass(frozen=True, kw_only=True)

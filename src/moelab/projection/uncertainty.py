@@ -98,7 +98,7 @@ def outside(job: Job) -> tuple[str, ...]:
             f"network of {float(node.nic_gb_s or 0):g} GB/s: seen at {NETWORK_GB_S:g}",
         ),
         (
-            waits_over_network(job) and not _as_published(job),
+            waits_over_network(job) and (job.shape.dim, job.shape.top_k, work.ep) != (7168, 8, 32),
             WAIT,
         ),
         (job.precision is Precision.FP8 and is_blackwell(node.gpu), "FP8 on Blackwell: no rate of it was measured"),
@@ -111,8 +111,3 @@ def outside(job: Job) -> tuple[str, ...]:
         (node.gpus > 8, f"NVLink among {node.gpus} GPUs: seen among 8"),
     )
     return tuple(reason for applies, reason in checks if applies)
-
-
-def _as_published(job: Job) -> bool:
-    """Whether the exchange is one of those that its waiting is known of."""
-    return (job.shape.dim, job.shape.top_k, job.work.ep) == (7168, 8, 32)

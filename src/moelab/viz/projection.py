@@ -166,7 +166,7 @@ def arms_beside_projection(
     *,
     known_words: str,
     words: str,
-    ends: str = f"{LEVEL} interval",
+    shown: str = f"{LEVEL} interval",
 ) -> go.Figure:
     """Throughput of arms as it is known, and as it is projected.
 
@@ -175,12 +175,12 @@ def arms_beside_projection(
         projected: estimates by arm, for each condition by name; the first condition is that of ``known``.
         known_words: what ``known`` is, such as "published (quoted)".
         words: of which runs, for the subtitle.
-        ends: what the ends of an estimate are.
+        shown: what an estimate's ends are of.
     """
     arms = list(dict.fromkeys([*(arm for estimates in projected.values() for arm in estimates), *known]))
     figure = new_figure(
         _worst_error(known, next(iter(projected.values()))),
-        subtitle=f"{words} {f'Circles: {known_words}. ' if known else ''}Projections with their {ends}.",
+        subtitle=f"{words} {f'Circles: {known_words}. ' if known else ''}Projections with their {shown}.",
         note=f"{known_words} against derived" if known else "derived: the step-time model",
     )
     numbers = {"mode": "markers+text", "hovertemplate": "%{y:,.0f} tokens/s<extra></extra>"}
