@@ -441,6 +441,12 @@ def test_other_encodings(tmp_path: Path, encoding: str) -> None:
     assert collect(path)[0].status.reason == "ValueError: no"
 
 
+def test_a_hole_before_a_log_is_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "train.log"
+    path.write_bytes(bytes(4096) + b"\n" + (CASES / "restart.log").read_bytes())
+    pd.testing.assert_frame_equal(read_log(path).rows, read_log(CASES / "restart.log").rows)
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [

@@ -131,11 +131,11 @@ class LogBytes:
 
 
 def _utf16(block: bytes) -> str | None:
-    """Return the encoding of a text of which every second byte is zero."""
-    odd, even = block[3:200:2], block[2:200:2]  # behind the mark, if there is one
-    if odd and not odd.strip(b"\0"):
-        return "utf-16-le"
-    return "utf-16-be" if even and not even.strip(b"\0") else None
+    """Return the encoding of a text of which every second byte is zero; all are in the hole of a file."""
+    odd, even = (block[start:200:2].strip(b"\0") for start in (3, 2))  # behind the mark, if there is one
+    if len(block) < 4 or bool(odd) == bool(even):
+        return None
+    return "utf-16-be" if odd else "utf-16-le"
 
 
 def unwrapped(text: bytes) -> bytes:

@@ -206,9 +206,8 @@ def _records_of_one_form(data: bytes) -> Iterator[tuple[NDArray[np.uint8], int]]
     content, starts, sizes = _sound_records(data)
     for size in np.unique(sizes[sizes > 0]).tolist():
         records = sliding_window_view(content, size)[starts[sizes == size]]
-        widths = 1 + np.cumprod(records[:, 10:18] >= 128, axis=1).sum(
-            axis=1
-        )  # seven bits in a byte, the last below 128
+        # A number has seven bits in each byte, and its last byte is below 128.
+        widths = 1 + np.cumprod(records[:, 10:18] >= 128, axis=1).sum(axis=1)
         for width in np.unique(widths).tolist():
             same = records[widths == width]
             fixed = same[:, [0, 9, *range(10 + width, size - 4)]] if size > 10 else same
