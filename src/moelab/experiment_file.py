@@ -348,7 +348,8 @@ def _short(value: object) -> str:
 def _load(text: str, source: str) -> Any:
     try:
         return yaml.load(text, Loader=_StrictLoader)  # noqa: S506 - a SafeLoader
-    except (yaml.YAMLError, RecursionError, ValueError, KeyError) as error:  # the last two: `2024-13-45`, `!!bool x`
+    except (yaml.YAMLError, RecursionError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+        # Such as `2024-13-45`, `!!int ""`, `!!timestamp x`, and midnight of the year 1 east of Greenwich.
         raise BadInput(f"{source} is not valid YAML: {' '.join(str(error).split())[:300]}") from error
 
 

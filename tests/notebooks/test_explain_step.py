@@ -14,9 +14,10 @@ from notebook_support import PLOTLY, Ran
 from moelab import data
 from moelab.errors import BadInput
 from moelab.experiment_file import write_experiment
-from moelab.explain.against import compare, packaged_steps
+from moelab.explain.against import compare, fit, packaged_steps
 from moelab.notebooks import ExplainParameters, execute, read_parameters, validated
 from moelab.notebooks.parameters import NotebookParameters
+from moelab.projection.calibration import with_values
 
 ROOT = Path(__file__).parents[2]
 NAME = "11_explain_step"
@@ -82,8 +83,11 @@ def test_it_says_what_the_steps_show() -> None:
     compared = [compare(*one) for one in steps.values()]
     assert all(abs(one.error) < 0.05 for one in compared)
     hosts = [next(row for row in one.rows if row.part == "host and waiting") for one in compared]
-    assert all(row.predicted_ms == pytest.approx(41, abs=0.1) for row in hosts)
+    assert [round(row.predicted_ms) for row in hosts] == [30, 30, 27]
     assert [round(row.measured_ms) for row in hosts] == [35, 29, 25]
+    for name, one in steps.items():
+        calibration = with_values(**fit(*one))
+        assert all(abs(compare(*other, calibration).error) < 0.03 for key, other in steps.items() if key != name)
 
 
 @pytest.mark.parametrize(

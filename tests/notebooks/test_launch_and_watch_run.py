@@ -114,7 +114,7 @@ def test_the_launcher_that_is_terminated_cancels_its_run(tmp_path: Path) -> None
 
 
 def test_a_study_that_is_being_trained_is_left_alone(tmp_path: Path) -> None:
-    with only_launcher(tmp_path, study()):
+    with only_launcher(tmp_path / study().name):
         assert start_in_background(study(), tmp_path) is None
     assert not list(directory.find(tmp_path))
 

@@ -175,13 +175,6 @@ def test_a_run_that_was_stopped_for_its_loss_diverged(
 # From elsewhere
 
 
-def test_a_log_from_elsewhere() -> None:
-    (one,) = collect(LOGS / "restart.log")
-    assert (one.run, one.arm, one.seed, one.segments) == ("restart", "", None, 2)
-    assert (one.status.state, one.status.reason, one.finished) == (State.UNKNOWN, None, False)
-    assert one.rows["loss"].notna().all()
-
-
 def test_a_tensorboard_folder_or_one_of_its_files(tmp_path: Path) -> None:
     folder = tmp_path / "events"
     writer = SummaryWriter(str(folder))

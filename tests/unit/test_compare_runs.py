@@ -446,7 +446,7 @@ def test_settings_hold_no_key(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "config",
     [
-        "a: &a {x: 1, y: 2}\n" + "".join(f"k{n}: &k{n} [*a, *a]\n" for n in range(16)),
+        "k0: &k0 {x: 1}\n" + "".join(f"k{n + 1}: &k{n + 1} {{x: *k{n}, y: *k{n}}}\n" for n in range(40)),
         "a: &a {b: *a}",
         "a: " + "[" * 2_000,
         "\n".join(f"k{n}: 1" for n in range(1_001)),

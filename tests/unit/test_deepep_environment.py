@@ -317,10 +317,16 @@ def test_a_rank_that_hangs_is_ended(with_deepep: Machine) -> None:
         ("CUDA error: out of memory", "another process holds the GPU's memory"),
         ("CUDA error: no kernel image is available for execution on the device", "another GPU architecture"),
         ("libnvshmem_host.so.3: cannot open shared object file", "another PyTorch, CUDA or NVSHMEM"),
-        ("something new", "DeepEP raised this"),
     ],
 )
-def test_known_messages_are_explained(with_deepep: Machine, message: str, cause: str) -> None:
+def test_known_messages_are_signs_of_a_fault(message: str, cause: str) -> None:
+    assert cause in known_faults()[smoke.sign_of(f"RuntimeError: {message}")]["cause"]
+
+
+@pytest.mark.parametrize(
+    ("message", "cause"), [("NVCC compilation failed", "compiles its kernels"), ("something new", "DeepEP raised this")]
+)
+def test_what_a_rank_raises_is_told_with_its_cause(with_deepep: Machine, message: str, cause: str) -> None:
     found = ended(f"raise RuntimeError({message!r})", with_deepep)
     assert found.found.endswith(f"failed while starting: RuntimeError: {message}")
     assert cause in found.cause

@@ -121,7 +121,6 @@ def test_a_measured_load_takes_the_place_of_the_assumed_one(tmp_path: Path, caps
         assert main(["project", str(file), "--load", str(run.path), "--json"]) == 0
         projected = json.loads(capsys.readouterr().out)
         exchange_s.append(projected["breakdown_s"]["all-to-all"])
-        assert any("1.25 x the mean" in words for words in projected["outside"]) == (run is uneven)
         assert main(["plan", str(file), "--load", str(run.path), "--json"]) == 0
         planned = json.loads(capsys.readouterr().out)
         memory_gib.append(planned["memory_gib"])
@@ -130,8 +129,8 @@ def test_a_measured_load_takes_the_place_of_the_assumed_one(tmp_path: Path, caps
 
 
 def test_a_measured_load_is_the_traffics_routing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Three of four tokens have both experts on rank 0, so a token reaches fewer ranks than under even routing."""
-    crowded = [[48, 48, 16, 16]] * 2
+    """Most tokens have both experts on rank 0, so a token reaches fewer ranks than under even routing."""
+    crowded = [[56, 56, 8, 8]] * 2
     run = trained(tmp_path / "a", *[crowded] * 4)
     asked = Experiment(shape={"num_experts": 4, "top_k": 2}, hardware="h100_node", ep=2)
     (tmp_path / "elsewhere.parquet").write_bytes((run.path / FILE).read_bytes())
@@ -144,12 +143,12 @@ def test_a_measured_load_is_the_traffics_routing(tmp_path: Path, capsys: pytest.
         job = job_of(asked, layout, node, constants=measured_constants(path, asked))
         ids_TK = draw_expert_ids(job.routing, job.placement, 20_000)
         drawn_E = np.bincount(ids_TK.ravel(), minlength=4) / ids_TK.size
-        assert drawn_E == pytest.approx(np.array([3, 3, 1, 1]) / 8, abs=0.03)
+        assert drawn_E == pytest.approx(np.array([7, 7, 1, 1]) / 16, abs=0.03)
         assert expected_destinations(job.routing, job.placement).ranks < even
     file = tmp_path / "e.yaml"
     file.write_text(write_experiment(asked))
-    assert main(["project", str(file), "--load", str(tmp_path / "elsewhere.parquet")]) == 0
-    assert "tokens/s" in capsys.readouterr().out
+    assert main(["project", str(file), "--load", str(tmp_path / "elsewhere.parquet"), "--json"]) == 0
+    assert any("1.75 x the mean" in words for words in json.loads(capsys.readouterr().out)["outside"])
 
 
 def test_a_layer_in_the_middle_stands_for_all(tmp_path: Path) -> None:

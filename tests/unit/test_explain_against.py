@@ -123,7 +123,7 @@ def test_the_fitted_model_meets_the_step_that_it_was_fitted_on(traces: dict[str,
     calibration = with_values(**values)
     fitted = {row.part: row for row in compare(traces[name], TRACED[name], calibration).rows}
     parts = ["other GEMMs", "expert GEMMs", "attention", "all-to-all", "memory-bound", "host and waiting"]
-    for part in parts + ["quantisation"] * (TRACED[name].precision == "fp8"):
+    for part in [*parts, "quantisation" if TRACED[name].precision == "fp8" else "permutation and padding"]:
         assert fitted[part].predicted_ms == pytest.approx(fitted[part].measured_ms, rel=0.01), part
 
 
@@ -137,12 +137,13 @@ def test_one_step_of_the_best_arm_predicts_the_other_steps_within_3_percent_and_
     assert np.median(np.abs(arms)) < 0.02
 
 
-@pytest.mark.parametrize(("name", "most"), [("two_h200_full_standard", 0.03), ("four_h200_none_standard", 0.045)])
-def test_a_step_without_fp8_and_deepep_predicts_arms_with_them_too(
+@pytest.mark.parametrize(("name", "most"), [("two_h200_full_standard", 0.05), ("four_h200_none_standard", 0.04)])
+def test_a_step_without_fp8_and_deepep_predicts_steps_with_them_too(
     traces: dict[str, Explanation], name: str, most: float
 ) -> None:
-    """Four GPUs' step has another ring than two's, and was traced 2.6 % slower than the same arm ran untraced."""
-    _, arms = errors(traces, with_values(**fit(traces[name], TRACED[name])))
+    """Traced steps within 3 %; arms ran faster when they were not traced, the one of four GPUs by 2.6 %."""
+    steps, arms = errors(traces, with_values(**fit(traces[name], TRACED[name])))
+    assert max(map(abs, steps)) < 0.03
     assert max(map(abs, arms)) < most
 
 

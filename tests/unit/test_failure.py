@@ -189,11 +189,6 @@ def test_the_last_of_chained_exceptions(tmp_path: Path) -> None:
     assert cause(tmp_path, "") == "rank 0: OSError: b"
 
 
-def test_the_prefix_that_pytorch_puts_before_a_traceback(tmp_path: Path) -> None:
-    printed(tmp_path, 1, traceback("ValueError: mine", prefix="[rank1]: "))
-    assert cause(tmp_path, "") == "rank 1: ValueError: mine"
-
-
 def test_exceptions_that_end_nothing_are_ignored(tmp_path: Path) -> None:
     late = "Exception ignored in: <function Pool.__del__>\n" + traceback("ImportError: sys.meta_path is None")
     thread = "Exception in thread Thread-1:\n" + traceback("ConnectionResetError: reset")

@@ -171,21 +171,6 @@ def assert_same_rows(ours: pd.DataFrame, theirs: pd.DataFrame) -> None:
     pd.testing.assert_frame_equal(ours[names], theirs[names])
 
 
-def test_a_half_written_line_waits_for_its_end(tmp_path: Path) -> None:
-    run = new_run(tmp_path, launch(0, [1]))
-    follower = polled(tmp_path)
-    whole = "".join(step_line(rank, 4, 2) for rank in range(RANKS))
-    with run.log.open("a") as log:
-        log.write(whole[:70])
-        log.flush()
-        follower.poll()
-        assert follower.runs[0].now.step == 1
-        log.write(whole[70:-1])
-    follower.poll()
-    assert follower.runs[0].now.step == 2
-    assert np.isfinite(follower.runs[0].rank_table.step_time_s).all()
-
-
 def test_nothing_new_is_no_news(tmp_path: Path) -> None:
     run = new_run(tmp_path, launch(0, [1]))
     follower = polled(tmp_path)

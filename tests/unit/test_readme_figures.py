@@ -38,7 +38,7 @@ from moelab.projection.measured import (
     load_measured,
     node_results,
 )
-from moelab.projection.validation import validation_table
+from moelab.projection.validation import ONE_NODE, errors_by_kind, validation_table
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -337,3 +337,12 @@ def test_errors_by_kind() -> None:
     """Otherwise: ``python -m benchmarks.validation --write``."""
     page = (ROOT / "docs" / "measurements.md").read_text()
     assert with_errors(page, validation_table()) == page
+    rows = validation_table()
+    blind = errors_by_kind(rows).loc["steps of others, blind"]
+    worst = max(abs(row.error) for row in rows if row.source == ONE_NODE)
+    says(
+        f"Half of {blind['n']:g} public steps of others that nothing was tuned on are predicted within "
+        f"{blind['median error']:g} %, {blind['in their interval']:g} % of them lie in their 90 % interval, which is "
+        f"±{blind['median interval']:g} % wide",
+        f"four H200s of one node were predicted within {worst:.1f} % before they ran",
+    )

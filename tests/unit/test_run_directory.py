@@ -64,13 +64,6 @@ def test_a_persons_own_file_is_no_run(tmp_path: Path) -> None:
     assert list(directory.find(tmp_path)) == [run]
 
 
-def test_an_experiment_of_another_version_is_named(tmp_path: Path) -> None:
-    run = directory.create(tmp_path, EXPERIMENT)
-    (run.path / "experiment.yaml").write_text("a_field_of_the_future: 1\n")
-    with pytest.raises(BadInput, match=rf"{run.path}/experiment.yaml: the record lacks name, model,"):
-        _ = run.experiment
-
-
 def test_a_run_has_one_name_however_it_is_reached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = directory.create(tmp_path / "runs", EXPERIMENT)
     (tmp_path / "link").symlink_to(tmp_path / "runs")

@@ -147,15 +147,17 @@ def test_a_damaged_record_hides_no_other(tmp_path: Path) -> None:
 def test_values_are_those_of_tensorboards_own_reader(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+    columns = {"loss_metrics/global_avg_loss": "loss", "throughput(tps)": "tps", f"lr/{'a' * 99}": "lr"}
     writer = SummaryWriter(str(tmp_path))
-    for step in range(1, 50):
-        writer.add_scalar("loss_metrics/global_avg_loss", 8.0 / step, step)
-        writer.add_scalar("throughput(tps)", 1000.0 / 3 * step, step)
+    # Numbers of one, two, three and more bytes; a step and a moment that are 0 take none, and others the longest.
+    for step in (0, *range(1, 50), 127, 128, 16_383, 16_384, 2**40):
+        for number, tag in enumerate(columns, start=1):
+            writer.add_scalar(tag, 8000.0 / 3 / (step + number), step, walltime=step * 1.5)
     writer.add_text("a text", "x" * 5000)
     writer.close()
     events = EventAccumulator(str(tmp_path), size_guidance={"scalars": 0}).Reload()
     rows = read_tensorboard(tmp_path).rows
-    for tag, column in {"loss_metrics/global_avg_loss": "loss", "throughput(tps)": "tps"}.items():
+    for tag, column in columns.items():
         told = events.Scalars(tag)
         assert [(one.step, one.value) for one in told] == list(zip(rows["step"], rows[column], strict=True))
     assert [one.wall_time for one in events.Scalars("loss_metrics/global_avg_loss")] == rows["time"].tolist()

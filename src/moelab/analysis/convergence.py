@@ -148,14 +148,16 @@ def compare_convergence(
     Raises:
         BadInput: An arm has no loss, or an option is out of range.
     """
-    by_seed, excluded, also = losses, (), ()
-    if isinstance(losses, FinalLosses):
+    excluded: tuple[str, ...] = ()
+    also: tuple[str, ...] = ()
+    quantity = "held-out loss"
+    if not isinstance(losses, FinalLosses):
+        by_seed = losses
+    else:
         by_seed, excluded, also = losses.by_run, losses.excluded, losses.arms
         diverged, lost = {**losses.diverged, **diverged}, {**losses.lost, **lost}
         first, last = options["steps"] = losses.first_step, losses.last_step
         quantity = f"the loss of step {last}" if first == last else f"the mean loss of steps {first} to {last}"
-    else:
-        quantity = "held-out loss"
     known = sorted({*(arm for arm, _ in (*by_seed, *diverged, *lost)), *also})
     chosen = [arm for arm in known if arm != reference] if arms is None else list(arms)
     for arm in (reference, *chosen):

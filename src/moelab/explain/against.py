@@ -254,7 +254,10 @@ def _targets(explanation: Explanation, experiment: Experiment, job: Job) -> list
             sum(one[:, INDEX["host and waiting"]].sum() for one in stage_times(job, module_times(job, calibration)))
         )
 
+    # DeepEP brings rows into order itself, so there is hardly a copy of which the rate could be read off
+    rows_copied = measured.get("permutation and padding", 0.0) if exchange == "nccl_nvlink" else 0.0
     return [
+        ("row_copy", rows_copied, part("permutation and padding")),
         (f"{kind}_gemm", measured.get("other GEMMs", 0.0), part("other GEMMs")),
         (f"{kind}_low" if low else f"{kind}_grouped", measured.get("expert GEMMs", 0.0), part("expert GEMMs")),
         ("flex_forward", (attention.get("forward", 0.0) + attention.get("recompute", 0.0)) * per_step,

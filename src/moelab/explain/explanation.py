@@ -208,11 +208,12 @@ class Explanation:
 
 
 class _Met(NamedTuple):
-    """What is kept of each rank: its file, its time, ms, and how long each of its collectives took, µs."""
+    """What is kept of each rank: its file, its time, how long each of its collectives took, µs, and its notes."""
 
     path: Path
     time: RankTime
     collectives_us: Mapping[Hashable, float]
+    notes: Sequence[str]
 
 
 def explain(paths: Sequence[Path], *, rank: int | None = None, step: int | None = None) -> Explanation:
@@ -228,7 +229,6 @@ def explain(paths: Sequence[Path], *, rank: int | None = None, step: int | None 
     """
     notes: list[str] = []
     met: dict[int, _Met] = {}
-    of_ranks: dict[int, list[str]] = {}
     shown: tuple[int, Rank] | None = None
     files = trace_files(paths)
     for place, path in enumerate(files):
@@ -246,24 +246,14 @@ def explain(paths: Sequence[Path], *, rank: int | None = None, step: int | None 
         one = Rank(trace, step)
         span_us = one.last_us - one.first_us
         time = RankTime(number, span_us / 1e3, one.compute_us / 1e3, (span_us - one.busy_us) / 1e3, None)
-        met[number] = _Met(path, time, one.met)
-        of_ranks[number] = one.notes
-        if number == rank or (
-            rank is None and number == min(met)
-        ):  # no more than two ranks' events are in memory at once
+        met[number] = _Met(path, time, one.met, one.notes)
+        if number == (min(met) if rank is None else rank):  # of all others the events are let go
             shown = number, one
     if not met:
         raise BadInput("; ".join(notes))
     if shown is None:
         raise BadInput(f"rank is {rank}; the traces are of ranks {', '.join(map(str, sorted(met)))}")
-    ranks, waited = _skew(met)
-    number, one = shown
-    if one.trace.gpu and known_gpu(one.trace.gpu) is None:
-        notes.append(f"the peaks of {one.trace.gpu} are not known, so nothing is held against them")
-    notes += [note for notes_of_rank in of_ranks.values() for note in notes_of_rank]
-    files_of_ranks = tuple(met[number].path.name for number in sorted(met))
-    number_shown = one.trace.rank if len(met) == 1 else number
-    return _explanation(one, files_of_ranks, number_shown, ranks, waited.get(number), tuple(dict.fromkeys(notes)))
+    return _explanation(*shown, met, notes)
 
 
 def _skew(met: Mapping[int, _Met]) -> tuple[tuple[RankTime, ...], dict[int, dict[Hashable, float]]]:
@@ -279,15 +269,13 @@ def _skew(met: Mapping[int, _Met]) -> tuple[tuple[RankTime, ...], dict[int, dict
     ), waited if shared else {}
 
 
-def _explanation(
-    one: Rank,
-    files: tuple[str, ...],
-    number: int | None,
-    ranks: tuple[RankTime, ...],
-    waited: Mapping[Hashable, float] | None,
-    notes: tuple[str, ...],
-) -> Explanation:
+def _explanation(number: int, one: Rank, met: Mapping[int, _Met], notes: list[str]) -> Explanation:
     start, end, trace = one.events["start"], one.events["end"], one.trace
+    ranks, waited = _skew(met)
+    gpu = known_gpu(trace.gpu) if trace.gpu else None
+    if trace.gpu and gpu is None:
+        notes.append(f"the peaks of {trace.gpu} are not known, so nothing is held against them")
+    notes += [note for other in met.values() for note in other.notes]
     parts = np.asarray([PARTS[part] for part in one.category], np.int8)
     by_category = {part: np.flatnonzero(parts == PARTS[part]) for part in dict.fromkeys(one.category)}
     parts_ms, taken_us = {}, 0.0
@@ -312,10 +300,9 @@ def _explanation(
         if part in UNCLASSIFIED:
             unknown[one.name(place)] += ms
     kernel_us = float((end - start).sum())
-    gpu = known_gpu(trace.gpu) if trace.gpu else None
     return Explanation(
-        files=files,
-        rank=number,
+        files=tuple(met[rank].path.name for rank in sorted(met)),
+        rank=trace.rank if len(met) == 1 else number,
         gpu=trace.gpu,
         span_ms=(one.last_us - one.first_us) / 1e3,
         busy_ms=one.busy_us / 1e3,
@@ -326,7 +313,9 @@ def _explanation(
         kernels_ms=dict(sorted(kernels_ms.items(), key=lambda item: -sum(item[1].values()))),
         layers_ms=dict(sorted(layers_ms.items())),
         communication=tuple(
-            _communication(one, group, by_category[group], waited) for group in COMMUNICATION if group in by_category
+            _communication(one, group, by_category[group], waited.get(number))
+            for group in COMMUNICATION
+            if group in by_category
         ),
         products=tuple(_products(one, by_category, gpu)),
         copies=tuple(_copies(one, gpu)),
@@ -338,7 +327,7 @@ def _explanation(
         edge_ms=_edges_us(one) / 1e3,
         idle_in_layers_ms=idle_in_layers_us / 1e3,
         gather_gb_s=_gather_gb_s(one, by_category.get("FSDP collectives", _NONE)),
-        notes=notes,
+        notes=tuple(dict.fromkeys(notes)),
         timeline=_timeline(one, parts),
         host_timeline=_host_timeline(one),
         labels={"part": tuple(PARTS), "phase": PHASES, "name": trace.names},

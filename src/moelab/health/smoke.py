@@ -166,10 +166,15 @@ def _failure(rank: _Rank, device: str, timeout_s: float) -> Finding:
     follows = "processes cannot talk to each other on this machine: no run of several ranks works"
     if device == "cuda":
         follows = "a training run with ep_backend=deepep would end the same way"
-    for key, known in known_faults().items():
-        if "sign" in known and re.search(known["sign"], words, re.I):
-            return fault(key, found, follows=follows)
+    if key := sign_of(words):
+        return fault(key, found, follows=follows)
     return Finding(name=NAME, severity="error", found=found, cause=cause, consequence=follows, remedy=remedy)
+
+
+def sign_of(words: str) -> str | None:
+    """The fault that the words of a process are a sign of, by its key; the first one, where several are."""
+    signs = {key: known["sign"] for key, known in known_faults().items() if "sign" in known}
+    return next((key for key, sign in signs.items() if re.search(sign, words, re.I)), None)
 
 
 def run_rank() -> None:

@@ -279,7 +279,7 @@ def _sequence(facts: Facts) -> Iterator[Fault]:
         words = (
             f"routing {x.routing.value} gathers the router's scores by plain numbers of experts, and "
             f"{facts.gpu_in_words}: on a CPU tensor parallelism makes the scores DTensors, which do not mix; "
-            "routing=learned runs"
+            "routing=learned allows it"
         )
         yield Fault("forced routing has plain scores", "tp", words)
     if x.seq_len > reach:
@@ -308,8 +308,8 @@ def _arm(facts: Facts) -> Iterator[Fault]:
             f"and this one does not; those that do: {', '.join(PADS)}"
         )
         yield Fault("minimal_async_ep is not quantised", "ep_backend", words)
-    if backend is EPBackend.DEEPEP and (words := _not_for_deepep(facts)):
-        yield Fault("DeepEP takes the tokens", "ep_backend", words)
+    if backend is EPBackend.DEEPEP and (cause := _not_for_deepep(facts)):
+        yield Fault("DeepEP takes the tokens", "ep_backend", cause)
     if minimal and x.activation_checkpoint != "full":
         words = "ep_backend minimal_async_ep reuses one buffer and needs every layer recomputed"
         yield Fault("minimal_async_ep recomputes", "activation_checkpoint", words)
@@ -326,8 +326,8 @@ def _arm(facts: Facts) -> Iterator[Fault]:
             "compile=model+loss makes it one, and ep_backend=deepep always is"
         )
         yield Fault("dispatch is kept", "activation_checkpoint", words)
-    if words := _not_dispatched(facts):
-        yield Fault("dispatch is quantised as its experts", "dispatch_precision", words)
+    if cause := _not_dispatched(facts):
+        yield Fault("dispatch is quantised as its experts", "dispatch_precision", cause)
     if x.wgrad == "fp8" and precision is not Precision.FP8:
         words = f"wgrad fp8 is of FP8 experts, and precision is {precision.value}"
         yield Fault("weight gradients are in FP8 with FP8 experts", "wgrad", words)

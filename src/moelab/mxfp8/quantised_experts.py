@@ -128,6 +128,7 @@ def quantised_experts(parent: type, precision: Precision8 = "mxfp8") -> Any:
             Returns:
                 BF16 ``(R, D)``.
             """
+            # Plain tensors: an operator of ours knows no DTensor, and the products are of this rank's experts alone.
             w1_eFD, w3_eFD, w2_eDF = (local(weight).bfloat16() for weight in (self.w1_EFD, self.w3_EFD, self.w2_EDF))
             ends_e = torch.cumsum(num_tokens_per_expert_e, dim=0, dtype=torch.int32)
             return expert_rows(rows, w1_eFD, w3_eFD, w2_eDF, ends_e, scores_R, self._arithmetic)
@@ -210,10 +211,7 @@ class _ExpertRows(torch.autograd.Function):
 class _EmulatedMXFP8:
     """Operands quantised, expanded again and multiplied as BF16: torchao's emulation."""
 
-    @staticmethod
-    def expand(data_RD: Tensor, scales_RS: Tensor) -> Tensor:
-        """BF16 rows, exact."""
-        return expand(data_RD, scales_RS, "mxfp8")
+    precision: Precision8 = "mxfp8"
 
     @staticmethod
     def arrived(data_RD: Tensor, scales_RS: Any, ends_e: Tensor) -> Any:
@@ -274,7 +272,7 @@ class _EmulatedMXFP8:
 
         Two products, though one of 2F would do: views of one gradient would be copied by whoever accumulates them.
         """
-        x_RD = rows[0] if len(rows) == 1 else cls.expand(*rows)
+        x_RD = rows[0] if len(rows) == 1 else expand(*rows, cls.precision)
         return [_wgrad(half_RF, x_RD, ends_e) for half_RF in grad_RH.chunk(2, dim=1)]
 
     @classmethod
@@ -291,8 +289,6 @@ def _wgrad(grad_RN: Tensor, x_RK: Tensor, ends_e: Tensor) -> Tensor:
 
 class _In8Bits(_EmulatedMXFP8):
     """Operands that stay in 8 bits: SwiGLU and its gradient are quantised as they are computed."""
-
-    precision: Precision8
 
     @classmethod
     def swiglu(cls, gate_up_RH: Tensor, scores_R: Tensor | None, ends_e: Tensor) -> Any:
@@ -319,8 +315,6 @@ class _NativeMXFP8(_In8Bits):
     Not by torchao's ``_to_mxfp8_then_scaled_grouped_mm`` of an ``MXTensor``: torchao 0.18 reads that tensor's scales
     by an attribute which it does not have (``mxfp8_grouped_mm.py``, ``_compute_fwd_sm100``).
     """
-
-    precision = "mxfp8"
 
     @staticmethod
     def arrived(data_RD: Tensor, scales_RS: Any, ends_e: Tensor) -> Any:
@@ -353,10 +347,6 @@ class _FP8(_In8Bits):
     """One scale for each row of the left operand and each column of the right: torchao's row-wise FP8."""
 
     precision = "fp8"
-
-    @staticmethod
-    def expand(data_RD: Tensor, scales_RS: Tensor) -> Tensor:
-        return expand(data_RD, scales_RS, "fp8")
 
     @staticmethod
     def arrived(data_RD: Tensor, scales_RS: Any, ends_e: Tensor) -> Any:
@@ -511,7 +501,7 @@ def fp8_turned(x_RC: Tensor, factors_R: Tensor, ends_e: Tensor) -> tuple[Tensor,
     for expert, (start, end) in enumerate(itertools.pairwise(starts)):
         part_CR = (x_RC[start:end].float() * factors_R[start:end, None]).t().contiguous()
         if end == start:
-            factors_eC[expert] = 1.0
+            factors_eC[expert] = 1.0  # any finite one: the sum over no rows is zero
             continue
         data, factors_C1 = quantise_fp8(part_CR)
         data_CR[:, start:end], factors_eC[expert] = data, factors_C1.squeeze(-1)
@@ -528,6 +518,7 @@ def fp8_wgrad(left_NR: Tensor, right_KR: Tensor, factors_eN: Tensor, factors_eK:
         return torch._scaled_grouped_mm(
             left_NR, right_KR.t(), factors_eN, factors_eK, ends_e, out_dtype=torch.bfloat16, use_fast_accum=True
         )
+    # E4M3 is exact in BF16; a factor of a whole row or column can wait until after the sum.
     left_RN, right_RK = (operand.float().bfloat16().t().contiguous() for operand in (left_NR, right_KR))
     sums_eNK = torch._grouped_mm(left_RN.t(), right_RK, offs=ends_e, out_dtype=torch.bfloat16)
     experts = len(ends_e)
@@ -574,18 +565,16 @@ def empty_fp8_rows(x_RK: Tensor) -> tuple[Tensor, Tensor]:
 @fp8_weights.register_fake
 def empty_fp8_weights(weights_eNK: list[Tensor]) -> tuple[Tensor, Tensor]:
     """Memory for the result."""
-    e, _, K = weights_eNK[0].shape
+    first, (e, _, K) = weights_eNK[0], weights_eNK[0].shape
     N = sum(weight.shape[1] for weight in weights_eNK)
-    first = weights_eNK[0]
     return first.new_empty((e, N, K), dtype=E4M3), first.new_empty((e, N), dtype=torch.float32)
 
 
 @fp8_transposed_weights.register_fake
 def empty_fp8_transposed_weights(weights_eNK: list[Tensor]) -> tuple[Tensor, Tensor]:
     """Memory for the result."""
-    e, _, K = weights_eNK[0].shape
+    first, (e, _, K) = weights_eNK[0], weights_eNK[0].shape
     N = sum(weight.shape[1] for weight in weights_eNK)
-    first = weights_eNK[0]
     return first.new_empty((e, K, N), dtype=E4M3), first.new_empty((e, K), dtype=torch.float32)
 
 

@@ -78,6 +78,7 @@ class Calibration:
     fused_forward: Constant
     fused_backward: Constant
     copy: Constant
+    row_copy: Constant
     eager_passes: Constant
     nccl_nvlink: Constant
     nccl_ring: Constant

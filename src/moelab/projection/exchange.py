@@ -208,7 +208,8 @@ def add_exchange(times: Times, job: Job, calibration: Calibration) -> None:
     """Dispatch and combine of one layer, there and back."""
     both = sum(exchange_time_s(job, calibration, BYTES_PER_ELEMENT[one]) for one in (job.dispatch, "bf16"))
     forward, back = (_exposed_s(times, job, passes, both) for passes in (("forward",), ("dgrad", "wgrad")))
-    copy_s = 2 * BF16 * job.work.received(job.shape) * job.shape.dim / memory_rate(job, calibration)
+    rate = memory_rate(job, calibration) * float(calibration.row_copy)
+    copy_s = 2 * BF16 * job.work.received(job.shape) * job.shape.dim / rate
     copies = PERMUTATIONS[job.stack.permutation].copies
     dispatch, combine, combine_back, dispatch_back = (number * copy_s for number in copies)
     add(times, "forward", "all-to-all", forward)

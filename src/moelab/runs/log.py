@@ -185,7 +185,7 @@ def read_log(source: str | Path | Iterable[str | bytes], *, allow_empty: bool = 
     """
     log = _Log(source, own=allow_empty)
     read = metrics_read(*log.segments.columns(), notes=log.notes)
-    if read.rows.empty and not allow_empty:
+    if not allow_empty and not len(read.columns["step"]):
         log.refuse()
     return read
 

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-import yaml
-
+from moelab.errors import BadInput
+from moelab.experiment_file import MAX_FILE_BYTES, read_yaml
 from moelab.model import SHAPES
 from moelab.privacy import HIDDEN, each_text, is_secret_name, without_secrets
 from moelab.runs.directory import RunDir
@@ -30,7 +30,6 @@ from moelab.runs.side_files import Environment
 _READ_BYTES: Final = 4 << 20  # of a log: everything here is said before the first step
 _CONFIG_NAMES: Final = ("config.yaml", "config.json")
 _LONGEST_LINE: Final = 2_000  # characters; TorchTitan's own have a few hundred
-_MOST_BYTES: Final = 200_000  # of a configuration; a megabyte of YAML takes 20 s
 _MOST_VALUES: Final = 1_000
 _PRIVATE: Final = re.compile(r"(?i)(^|[._])(user(name)?|host(name)?|email|entity)$|(^|[._])(auth|credentials?)(\.|$)")
 _COLOUR: Final = re.compile(r"\x1b\[[0-9;:]*m")
@@ -111,7 +110,7 @@ def settings_of(path: Path, runs: int = 1) -> Settings:
     if values is None:
         return Settings(
             source=f"{config.name} beside it cannot be read: it takes a mapping in YAML or JSON of at most "
-            f"{_MOST_BYTES:,} bytes and {_MOST_VALUES:,} values, without aliases"
+            f"{MAX_FILE_BYTES:,} bytes and {_MOST_VALUES:,} values"
         )
     return Settings(values=values, source=f"{config.name} beside it")
 
@@ -210,29 +209,14 @@ def _config_beside(path: Path) -> Path | None:
     return next((folder / name for name in _CONFIG_NAMES if (folder / name).is_file()), None)
 
 
-class _PlainLoader(yaml.SafeLoader):
-    """YAML without aliases: a few of them stand for any number of values, or for themselves."""
-
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        if self.check_event(yaml.AliasEvent):
-            raise yaml.YAMLError("an alias")
-        return super().compose_node(parent, index)
-
-
 def _config_values(file: Path) -> dict[str, str] | None:
     """Values by name; None for a file that is no configuration, or too large for one."""
     try:
-        with file.open("rb") as opened:
-            data = opened.read(_MOST_BYTES + 1)
-        if len(data) > _MOST_BYTES:
-            return None
-        found = yaml.load(data, Loader=_PlainLoader)  # noqa: S506 - a SafeLoader; JSON is YAML
-        if not isinstance(found, dict):
-            return None
-        values = list(itertools.islice(_flat(found), _MOST_VALUES + 1))
-    except (OSError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError, yaml.YAMLError):
-        return None  # such as `2024-13-45`, `!!bool x`, `!!timestamp x`, or a thousand brackets
-    return dict(values) if len(values) <= _MOST_VALUES else None
+        found = read_yaml(file)  # JSON is YAML
+    except BadInput:
+        return None
+    values = list(itertools.islice(_flat(found), _MOST_VALUES + 1)) if isinstance(found, dict) else []
+    return dict(values) if isinstance(found, dict) and len(values) <= _MOST_VALUES else None
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

@@ -305,7 +305,7 @@ def merge_segments(table: pd.DataFrame) -> pd.DataFrame:
     # Numbers in the place of names: a study has a million rows, which a sort of texts takes minutes for.
     names = [pd.factorize(table[name], sort=True, use_na_sentinel=False)[0] for name in _RUN]
     order, starts = grouped([*names, table["step"]], then=[table["segment"]])
-    last = order[np.r_[starts[1:], len(order)][: len(starts)] - 1]
+    last = order[np.append(starts[1:], len(order))[: len(starts)] - 1]
     kept: pd.DataFrame = table.iloc[last].reset_index(drop=True)
     if len(kept) == len(table):
         return kept
@@ -365,30 +365,26 @@ def combine(log: Columns, tb: Columns) -> Columns:
     log, tb = (_with_all_values(part) for part in (log, tb))
     matches = _matching_segments(log, tb)
     tb = {**tb, "segment": np.array([matches[number] for number in tb["segment"].tolist()])}
-    keys = [np.concatenate([log[name], tb[name]]) for name in ("segment", "step")]
-    order, starts = grouped(keys)
-    place = np.empty(len(order), dtype=np.int64)
-    place[order] = np.repeat(np.arange(len(starts)), np.diff(starts, append=len(order)))
-    in_log, in_tb = np.split(place, [len(log["step"])])
-    logged, exact = (
-        {name: _placed(part[name], rows, len(starts)) for name in VALUE_COLUMNS}
-        for part, rows in ((log, in_log), (tb, in_tb))
-    )
-    differences = exact["time"] - logged["time"]
-    known = differences[~np.isnan(differences)]
-    if len(known):
-        logged["time"] += round(float(np.median(known)) / _QUARTER_HOUR_S) * _QUARTER_HOUR_S
-    united = {name: np.where(np.isnan(exact[name]), logged[name], exact[name]) for name in VALUE_COLUMNS}
+    both = {name: np.concatenate([log[name], tb[name]]) for name in log}
+    is_exact = np.arange(len(both["step"])) >= len(log["step"])
+    order, starts = grouped([both["segment"], both["step"]], then=[is_exact])
+    first, last = order[starts], order[np.append(starts[1:], len(order)) - 1]  # the same row where one has the step
+    differences = (both["time"][last] - both["time"][first])[first != last]
+    if len(known := differences[~np.isnan(differences)]):
+        zone_s = round(float(np.median(known)) / _QUARTER_HOUR_S) * _QUARTER_HOUR_S
+        both["time"] = np.where(is_exact, both["time"], both["time"] + zone_s)
+    united = {name: np.where(np.isnan(values[last]), values[first], values[last]) for name, values in both.items()}
     for name in _MEMORY:
-        united[name] = np.where(logged[name] > united[name] + _ROUNDED_MEMORY, logged[name], united[name])
-    segment, step = (key[order][starts] for key in keys)
+        logged = both[name][first]
+        united[name] = np.where(logged > united[name] + _ROUNDED_MEMORY, logged, united[name])
+    segment = united["segment"]
     if segment[0] < 0:  # a launch that the log lacks takes its place by its time
         first_time = pd.Series(united["time"]).groupby(segment).min().sort_values()
         position = {number: index for index, number in enumerate(first_time.index)}
-        segment = np.array([position[number] for number in segment.tolist()])
-        order, _ = grouped([segment, step])
-        segment, step, united = segment[order], step[order], {name: values[order] for name, values in united.items()}
-    return {"segment": segment, "step": step, **united}
+        united["segment"] = np.array([position[number] for number in segment.tolist()])
+        order, _ = grouped([united["segment"], united["step"]])
+        united = {name: values[order] for name, values in united.items()}
+    return united
 
 
 def _with_all_values(columns: Columns) -> Columns:
@@ -396,12 +392,6 @@ def _with_all_values(columns: Columns) -> Columns:
     missing = np.full(len(columns["step"]), math.nan)
     every = {name: columns.get(name, missing) for name in ("segment", "step", *VALUE_COLUMNS)}
     return {**every, "grad_norm": np.where(every["grad_norm"] == REPORTED_NAN, math.nan, every["grad_norm"])}
-
-
-def _placed(values: NDArray[Any], rows: NDArray[np.int64], count: int) -> NDArray[np.float64]:
-    placed = np.full(count, math.nan)
-    placed[rows] = values
-    return placed
 
 
 def _matching_segments(log: Columns, tb: Columns) -> dict[int, int]:
@@ -440,10 +430,12 @@ def grad_norms_not_finite(columns: Mapping[str, Any]) -> dict[int, float]:
     """
     if "grad_norm" not in columns or not np.isinf(columns["grad_norm"]).any():
         return {}
-    rows = pd.DataFrame({name: np.asarray(columns[name]) for name in ("segment", "step", "grad_norm")})
-    last = rows.sort_values(["segment", "step"], kind="stable").drop_duplicates("step", keep="last").sort_values("step")
-    norms = last.set_index("step")["grad_norm"]
-    return {int(step): norm if norm > 0 else math.nan for step, norm in norms[np.isinf(norms)].items()}
+    order, starts = grouped([columns["step"]], then=[columns["segment"]])
+    last = order[np.append(starts[1:], len(order)) - 1]
+    norms = zip(
+        np.asarray(columns["step"])[last].tolist(), np.asarray(columns["grad_norm"])[last].tolist(), strict=True
+    )
+    return {step: norm if norm > 0 else math.nan for step, norm in norms if math.isinf(norm)}
 
 
 def grad_norm_finding(not_finite: Mapping[int, float], rows: pd.DataFrame) -> str | None:
@@ -471,12 +463,10 @@ def ranks_to_rows(columns: Columns, keys: Sequence[str]) -> dict[str, NDArray[An
     A negative loss marks a rank without the loss: the values of a rank that has it are kept, with the largest memory;
     if none has it, ``loss`` is NaN.
     """
-    loss = np.asarray(columns["loss"])
-    lacks = np.signbit(loss) & np.isfinite(loss)
-    order, starts = grouped([np.asarray(columns[name]) for name in keys], then=[lacks, columns["time"]])
-    rows = {str(name): np.asarray(columns[name])[order] for name in columns}
+    lacks = np.signbit(columns["loss"]) & np.isfinite(columns["loss"])
+    order, starts = grouped([columns[name] for name in keys], then=[lacks, columns["time"]])
     merged = {
-        name: np.fmax.reduceat(values, starts) if name in _MEMORY and len(starts) else values[starts]
-        for name, values in rows.items()
+        name: np.fmax.reduceat(values[order], starts) if name in _MEMORY and len(starts) else values[order][starts]
+        for name, values in columns.items()
     }
     return merged | {"loss": np.where(lacks[order][starts], math.nan, merged["loss"])}

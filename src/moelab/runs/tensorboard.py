@@ -13,6 +13,7 @@ import re
 import struct
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -89,15 +90,12 @@ def _columns(launches: list[list[Path]]) -> tuple[Columns, Columns, dict[int, tu
     logged = [scalars for scalars in every if scalars]
     failures = {}
     for number, scalars in enumerate(logged):
-        losses = (one for _, one in scalars if step_column(one.tag) == "loss")
-        failed = [(int(one.step[at]), float(one.value[at])) for one in losses for at in _not_finite(one.value)]
+        losses = [one for _, one in scalars if step_column(one.tag) == "loss"]
+        pairs = chain.from_iterable(zip(one.step.tolist(), one.value.tolist(), strict=True) for one in losses)
+        failed = [(step, loss) for step, loss in pairs if not math.isfinite(loss)]
         if failed:
             failures[number] = min(failed, key=lambda failure: failure[0])
     return _rows(logged, step_column), _rows(logged, VALIDATION_METRICS.get), failures
-
-
-def _not_finite(values: NDArray[np.float64]) -> NDArray[np.intp]:
-    return np.flatnonzero(~np.isfinite(values))
 
 
 def _rows(logged: list[list[tuple[int, Scalars]]], column_of: Callable[[str], str | None]) -> Columns:

@@ -191,7 +191,7 @@ def _columns(history: pd.DataFrame, metrics: dict[str, str]) -> Columns:
     columns["lr"] = logged[lr].apply(_number).max(axis=1) if lr else math.nan
     if "loss" not in columns:
         columns["loss"] = math.nan
-    return ranks_to_rows(columns, ["segment", "step"])
+    return ranks_to_rows({str(name): cells.to_numpy() for name, cells in columns.items()}, ["segment", "step"])
 
 
 def _number(cells: pd.Series[Any]) -> pd.Series[float]:

@@ -229,7 +229,7 @@ def _side_tables(judged: Report) -> Iterator[Any]:
             ]
         )
     yield Table(title="Runs", columns=list(columns), rows=rows, decimals=columns)
-    names = ("run", "n", "median", "95 %", "99 %", "longest")
+    names: tuple[str, ...] = ("run", "n", "median", "95 %", "99 %", "longest")
     rows = []
     for side in sides:
         times = np.percentile(side.step_time_s, [50, 95, 99, 100]).tolist() if len(side.step_time_s) else [None] * 4
@@ -263,7 +263,7 @@ def _machines(judged: Report) -> dict[str, str]:
 
     if not runs:
         return {}
-    versions = {name: told(lambda one, name=name: one.versions.get(name, "")) for name in VERSIONS_SHOWN}
+    versions = {name: told(lambda one: one.versions.get(name, "")) for name in VERSIONS_SHOWN}  # noqa: B023 - asked now
     installed = [f"{name} {version}" for name, version in versions.items() if version != "none"]
     return {
         "moelab": told(lambda one: one.moelab + (f", commit {one.git_commit}" if one.git_commit else "")),

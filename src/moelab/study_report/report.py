@@ -160,8 +160,8 @@ class Report:
         arms = [side for side in self.others if side.finished and side.arm in told]
         if not losses or self.reference.arm not in told or not arms:
             return []
-        sides, seeds = [self.reference, *arms], {"diverged": diverged, "lost": lost}
-        return judge_sides(losses, sides, name=lambda side: side.arm, **seeds, **self._margins)
+        options = {"diverged": diverged, "lost": lost, **self._margins}
+        return judge_sides(losses, [self.reference, *arms], name=lambda side: side.arm, **options)
 
     @cached_property
     def differences(self) -> list[Difference]:

@@ -76,14 +76,12 @@ def loss_curves(
     smoothing = f", smoothed over {window} logged steps" if window > 1 else ""
     n = max(arm.shape[1] for arm in curves.values())
     drawn = f"{len(drawn_seeds(n))} of {n} seeds" if len(drawn_seeds(n)) < n else "seeds"
+    reading = f"Thin: {drawn}; bold: their mean{smoothing}; {_finished_seeds(curves)}."
+    if n == 1:
+        reading = f"One seed{' an arm' if len(curves) > 1 else ''}{smoothing}."
     figure = new_figure(
         _final_finding(final or final_losses(table, final_fraction=final_fraction)),
-        subtitle=(
-            f"One seed{' an arm' if len(curves) > 1 else ''}{smoothing}."
-            if n == 1
-            else f"Thin: {drawn}; bold: their mean{smoothing}; {_finished_seeds(curves)}."
-        )
-        + f" Inset: the last {100 * final_fraction:g} % of steps.",
+        subtitle=f"{reading} Inset: the last {100 * final_fraction:g} % of steps.",
         note=note,
         height=520,
     )
@@ -132,17 +130,15 @@ def loss_tail(table: pd.DataFrame, *, note: str = "", marks: Sequence[tuple[int,
     tails = {name: smooth(arm, window).loc[first:] for name, arm in curves.items()}
     means = pd.DataFrame({name: tail.mean(axis=1) for name, tail in tails.items()})
     gap, first_mean = (means.max(axis=1) - means.min(axis=1)).max(), means.to_numpy(dtype=float)[:, 0]
-    end, alone = f"in the last {100 * TAIL:g} % of steps", len(tails) == 1
+    end = f"in the last {100 * TAIL:g} % of steps"
+    finding = f"{end.capitalize()} the mean curves stay within {gap:.4f} nats of each other"
+    if len(tails) == 1:
+        finding = f"{arm_label(next(iter(tails)))} falls by {first_mean[0] - first_mean[-1]:.3f} nats {end}"
     smoothing = f"smoothed over {window} logged steps" if window > 1 else "unsmoothed"
-    figure = new_figure(
-        f"{arm_label(next(iter(tails)))} falls by {first_mean[0] - first_mean[-1]:.3f} nats {end}"
-        if alone
-        else f"{end.capitalize()} the mean curves stay within {gap:.4f} nats of each other",
-        subtitle=f"One seed{'' if alone else ' an arm'}, {smoothing}; no band without a second seed."
-        if max(arm.shape[1] for arm in tails.values()) == 1
-        else f"Mean over seeds ± one standard deviation over seeds, {smoothing}; {_finished_seeds(tails)}.",
-        note=note,
-    )
+    reading = f"Mean over seeds ± one standard deviation over seeds, {smoothing}; {_finished_seeds(tails)}."
+    if max(arm.shape[1] for arm in tails.values()) == 1:
+        reading = f"One seed{' an arm' if len(tails) > 1 else ''}, {smoothing}; no band without a second seed."
+    figure = new_figure(finding, subtitle=reading, note=note)
     for name, style in arm_styles(tails).items():
         _draw_mean_and_band(figure, mean_and_sd(tails[name]), style)
     draw_marks(figure, [mark for mark in marks if mark[0] >= first])
@@ -274,16 +270,15 @@ def throughput_bars(
     arms = [measured[name] for name in in_order(measured)]
     by_arm = {one.arm: one for one in gains if one.arm in measured}
     counts = [arm.n_seeds for arm in arms]
-    figure = new_figure(
-        _gain_finding(by_arm.values())
-        or (f"{arm_label(arms[0].arm)}: {arms[0].tps:,.0f} tokens/s" if len(arms) == 1 else "Throughput by arm"),
-        subtitle=f"Median over steps after {warmup_steps} warm-up steps; one seed an arm, so no interval."
-        if max(counts) == 1
-        else f"Geometric mean over seeds of each run's median after {warmup_steps} warm-up steps; points: seeds; "
+    only = f"{arm_label(arms[0].arm)}: {arms[0].tps:,.0f} tokens/s" if len(arms) == 1 else "Throughput by arm"
+    reading = (
+        f"Geometric mean over seeds of each run's median after {warmup_steps} warm-up steps; points: seeds; "
         f"n = {span(counts)} seeds an arm, {100 * arms[0].interval.level:g} % t intervals, cut where they leave the "
-        "axis; gains are paired by seed.",
-        note=note,
+        "axis; gains are paired by seed."
     )
+    if max(counts) == 1:
+        reading = f"Median over steps after {warmup_steps} warm-up steps; one seed an arm, so no interval."
+    figure = new_figure(_gain_finding(by_arm.values()) or only, subtitle=reading, note=note)
     # With two seeds an interval may be a hundred times as long as the bars, which must stay readable beside it.
     ceiling = 2.0 * max(max(arm.tps, *arm.tps_by_seed.values()) for arm in arms)
     tops = [arm.interval.high if arm.interval.exists else arm.tps for arm in arms]

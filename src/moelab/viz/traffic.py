@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import plotly.graph_objects as go
@@ -76,13 +76,13 @@ ROW_HEIGHT = 1.9
 """Of a node's row of squares and the gap under it, in squares."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Hop:
-    """Copies of the token that go from one rank to another."""
+class Hop(NamedTuple):
+    """Copies of the token that go from one rank to another; ``far`` is over the network."""
 
     sender: int
     receiver: int
     copies: int
+    far: bool
 
 
 def hops(experts: Sequence[int], placement: ExpertPlacement, method: Method, *, sender: int) -> tuple[Hop, ...]:
@@ -105,7 +105,7 @@ def hops(experts: Sequence[int], placement: ExpertPlacement, method: Method, *, 
         # Over the network to the GPU of the sender's own place in the node, and from there over NVLink.
         relays = {rank // L: rank // L * L + sender % L for rank, _ in held}
         ways = [(sender, relay, 1) for relay in relays.values()] + [(relays[rank // L], rank, 1) for rank, _ in held]
-    return tuple(Hop(sender=start, receiver=end, copies=copies) for start, end, copies in ways if start != end)
+    return tuple(Hop(start, end, copies, start // L != end // L) for start, end, copies in ways if start != end)
 
 
 def token_flow(routing: RoutingModel, placement: ExpertPlacement, *, token: int = 0, seed: int = 0) -> go.Figure:
@@ -120,20 +120,23 @@ def token_flow(routing: RoutingModel, placement: ExpertPlacement, *, token: int 
     Raises:
         BadInput: if the routing does not fit.
     """
-    drawn = _Token.of(routing, placement, sender=0, token=token, seed=seed)
+    experts = _experts_of_token(routing, placement, sender=0, token=token, seed=seed)
     columns = []
     for method in METHODS:
-        ways = hops(drawn.experts, placement, method, sender=0)
-        far = sum(hop.copies for hop in ways if drawn.crosses(hop))
-        near = sum(hop.copies for hop in ways) - far
+        ways = hops(experts, placement, method, sender=0)
+        far, near = (sum(hop.copies for hop in ways if hop.far is is_far) for is_far in (True, False))
         columns.append((f"<b>{METHOD_LABELS[method]}</b><br>{far} × network, {near} × NVLink", ways, False))
-    gpus, nodes = counted(len(drawn.held), "GPU"), counted(len({rank // drawn.across for rank in drawn.held}), "node")
-    hidden = placement.nodes - len(drawn.nodes)
+    held = {expert // placement.experts_per_rank for expert in experts}
+    nodes = {rank // placement.local_ranks for rank in held}
+    hidden = placement.nodes - len({0, *nodes})
     unseen = f" {counted(hidden, 'node')} without its experts not drawn." if hidden else ""
-    return drawn.draw(
+    return _draw_ways(
+        experts,
+        placement,
+        0,
         columns,
-        f"A token's {len(drawn.experts)} experts lie on {gpus} of {nodes}"
-        f"{'' if 0 not in drawn.held else ', its own among them'}",
+        f"A token's {len(experts)} experts lie on {counted(len(held), 'GPU')} of {counted(len(nodes), 'node')}"
+        f"{'' if 0 not in held else ', its own among them'}",
         subtitle=f"Token {token} of rank 0, {ROUTING_LABELS[routing.kind]} routing. A number counts the token's "
         f"experts on a GPU; a thick arrow carries several copies.{unseen}",
     )
@@ -151,144 +154,122 @@ def forwarding(routing: RoutingModel, placement: ExpertPlacement, *, sender: int
     Raises:
         BadInput: if there is no such rank, or the routing does not fit.
     """
-    drawn = _Token.of(routing, placement, sender=sender, token=token, seed=0)
-    ways = hops(drawn.experts, placement, "deepep_hybrid", sender=sender)
-    far = [hop for hop in ways if drawn.crosses(hop)]
-    near = [hop for hop in ways if not drawn.crosses(hop)]
+    experts = _experts_of_token(routing, placement, sender=sender, token=token, seed=0)
+    ways = hops(experts, placement, "deepep_hybrid", sender=sender)
+    far, near = ([hop for hop in ways if hop.far is is_far] for is_far in (True, False))
     copies = f"{len(far)} {'copy' if len(far) == 1 else 'copies'} over the network: nodes forward among themselves"
-    return drawn.draw(
+    return _draw_ways(
+        experts,
+        placement,
+        sender,
         (
             (f"<b>1 dispatch</b><br>{len(far)} × network, to its own place", far, False),
             (f"<b>2 forward</b><br>{len(near)} × NVLink, to the experts", near, False),
             (f"<b>3 combine</b><br>sums: {len(near)} × NVLink, {len(far)} × network", ways, True),
         ),
-        f"{len(drawn.experts)} experts, {copies if far else 'all reached inside the node'}",
+        f"{len(experts)} experts, {copies if far else 'all reached inside the node'}",
         subtitle=f"Token {token} of rank {sender}. On the way back each node adds up its experts' outputs, so that one "
         "row crosses the network; gradients take the same ways in the other order.",
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Token:
-    """A token, and the map of the nodes that it touches; no other is drawn.
+def _experts_of_token(
+    routing: RoutingModel, placement: ExpertPlacement, *, sender: int, token: int, seed: int
+) -> list[int]:
+    if not 0 <= sender < placement.ep:
+        raise BadInput(f"sender is {sender}; valid: 0 to {placement.ep - 1}, the ranks of the group")
+    experts: list[int] = draw_expert_ids(routing, placement, token + 1, rank=sender, seed=seed)[token].tolist()
+    return experts
 
-    Attributes:
-        experts: of the token.
-        held: how many of them a rank has; only ranks with one.
-        sender: rank that has the token.
-        nodes: that are drawn, in order.
-        across: ranks of a node.
+
+def _draw_ways(
+    experts: Sequence[int],
+    placement: ExpertPlacement,
+    sender: int,
+    columns: Sequence[tuple[str, Sequence[Hop], bool]],
+    finding: str,
+    *,
+    subtitle: str,
+) -> go.Figure:
+    """Maps side by side of the nodes that a token touches; no other is drawn.
+
+    Each of ``columns`` has a title, arrows, and whether these point the other way, as in combine.
     """
-
-    experts: list[int]
-    held: Mapping[int, int]
-    sender: int
-    nodes: tuple[int, ...]
-    across: int
-
-    @classmethod
-    def of(cls, routing: RoutingModel, placement: ExpertPlacement, *, sender: int, token: int, seed: int) -> _Token:
-        """Draw one token's experts."""
-        if not 0 <= sender < placement.ep:
-            raise BadInput(f"sender is {sender}; valid: 0 to {placement.ep - 1}, the ranks of the group")
-        experts = draw_expert_ids(routing, placement, token + 1, rank=sender, seed=seed)[token].tolist()
-        held = Counter(expert // placement.experts_per_rank for expert in experts)
-        nodes = sorted({rank // placement.local_ranks for rank in (*held, sender)})
-        return cls(experts=experts, held=held, sender=sender, nodes=tuple(nodes), across=placement.local_ranks)
-
-    def crosses(self, hop: Hop) -> bool:
-        """Whether a hop goes over the network."""
-        return hop.sender // self.across != hop.receiver // self.across
-
-    def center(self, rank: int) -> tuple[float, float]:
-        """Middle of a GPU's square; y runs down."""
-        node, place = divmod(rank, self.across)
-        return place + 0.5, self.nodes.index(node) * ROW_HEIGHT + 0.5
-
-    def draw(self, columns: Sequence[tuple[str, Sequence[Hop], bool]], finding: str, *, subtitle: str) -> go.Figure:
-        """Panels side by side.
-
-        Args:
-            columns: title, arrows, and whether these point the other way, as in combine.
-            finding: of the figure.
-            subtitle: of the figure.
-        """
-        height = 150 + 56 * max(2, len(self.nodes))
-        figure = new_figure(finding, subtitle=subtitle, note="one simulated token", height=height)
-        figure.update_layout(margin_t=figure.layout.margin.t + 40, height=figure.layout.height + 40)
-        ranks = [node * self.across + place for node in self.nodes for place in range(self.across)]
-        x, y = zip(*map(self.center, ranks), strict=True)
-        wide = self.across > 8
-        quiet: dict[str, Any] = {"hoverinfo": "text", "showlegend": False}
-        for index, (title, ways, back) in enumerate(columns):
-            share = 1.0 / len(columns)
-            axes = place_map(
-                figure,
-                index,
-                title,
-                x={"domain": [index * share + 0.006, (index + 1) * share - 0.006], "range": [-0.6, self.across + 0.6]},
-                y={"range": [len(self.nodes) * ROW_HEIGHT + 0.1, -0.75]},
-            )
-            colors = [CHOSEN if rank in self.held else OTHER for rank in ranks]
+    held = Counter(expert // placement.experts_per_rank for expert in experts)
+    across = placement.local_ranks
+    nodes = sorted({rank // across for rank in (*held, sender)})
+    ranks = [node * across + place for node in nodes for place in range(across)]
+    # Middle of each GPU's square; y runs down.
+    center = {rank: (rank % across + 0.5, nodes.index(rank // across) * ROW_HEIGHT + 0.5) for rank in ranks}
+    x, y = zip(*center.values(), strict=True)
+    wide = across > 8
+    height = 150 + 56 * max(2, len(nodes))
+    figure = new_figure(finding, subtitle=subtitle, note="one simulated token", height=height)
+    figure.update_layout(margin_t=figure.layout.margin.t + 40, height=figure.layout.height + 40)
+    quiet: dict[str, Any] = {"hoverinfo": "text", "showlegend": False}
+    for index, (title, ways, back) in enumerate(columns):
+        share = 1.0 / len(columns)
+        axes = place_map(
+            figure,
+            index,
+            title,
+            x={"domain": [index * share + 0.006, (index + 1) * share - 0.006], "range": [-0.6, across + 0.6]},
+            y={"range": [len(nodes) * ROW_HEIGHT + 0.1, -0.75]},
+        )
+        colors = [CHOSEN if rank in held else OTHER for rank in ranks]
+        figure.add_scatter(
+            x=x,
+            y=y,
+            mode="markers+text",
+            marker={"symbol": "square", "size": 11 if wide else 19, "color": colors},
+            text=[f"<b>{held[rank]}</b>" if rank in held and not wide else "" for rank in ranks],
+            textfont={"color": "white", "size": 12},
+            hovertext=[f"rank {rank}: {held[rank]} of the token's experts" for rank in ranks],
+            **quiet,
+            **axes,
+        )
+        for hop in ways:
+            ends = np.array([center[hop.sender], center[hop.receiver]])
+            start, end = ends[::-1] if back else ends
+            right, down = abs(end - start)
+            if not hop.far:  # below its row of squares
+                bend = np.array([0.0, 0.75 + 0.12 * right])
+            elif right > 0.1:
+                bend = np.zeros(2)
+            else:  # between nodes, from a place to the same place: round what lies between
+                bend = np.array([(-1.0 if start[0] < across / 2 else 1.0) * min(0.6 + 0.25 * down, 2.1), 0.0])
+            t = np.linspace(0.04, 0.9, 12)[:, None]
+            path = (1 - t) ** 2 * start + 2 * t * (1 - t) * ((start + end) / 2 + bend) + t**2 * end
+            color, name = (FAR, "network") if hop.far else (NEAR, "NVLink")
+            size = [0] * 11 + [9 + hop.copies // 2]  # the marker of the last point alone is seen: the arrow's head
             figure.add_scatter(
-                x=x,
-                y=y,
-                mode="markers+text",
-                marker={"symbol": "square", "size": 11 if wide else 19, "color": colors},
-                text=[f"<b>{self.held[rank]}</b>" if rank in self.held and not wide else "" for rank in ranks],
-                textfont={"color": "white", "size": 12},
-                hovertext=[f"rank {rank}: {self.held.get(rank, 0)} of the token's experts" for rank in ranks],
+                x=path[:, 0],
+                y=path[:, 1],
+                mode="lines+markers",
+                line={"color": color, "width": 1.5 + 0.5 * min(hop.copies, 8)},
+                marker={"symbol": "arrow", "angleref": "previous", "size": size, "color": color},
+                hovertext=f"{hop.copies} × over {name}, rank {hop.sender} → {hop.receiver}",
                 **quiet,
                 **axes,
             )
-            for hop in ways:
-                path = self._path(hop, back=back)
-                color, name = (FAR, "network") if self.crosses(hop) else (NEAR, "NVLink")
-                size = [0] * 11 + [9 + hop.copies // 2]  # the marker of the last point alone is seen: the arrow's head
-                figure.add_scatter(
-                    x=path[:, 0],
-                    y=path[:, 1],
-                    mode="lines+markers",
-                    line={"color": color, "width": 1.5 + 0.5 * min(hop.copies, 8)},
-                    marker={"symbol": "arrow", "angleref": "previous", "size": size, "color": color},
-                    hovertext=f"{hop.copies} × over {name}, rank {hop.sender} → {hop.receiver}",
-                    **quiet,
-                    **axes,
-                )
-            # Names of nodes stand above each row, at the end that is far from the sender, where few arrows pass.
-            left = self.sender % self.across >= self.across / 2
-            for row, node in enumerate(self.nodes):
-                at = {"x": 0 if left else self.across, "y": row * ROW_HEIGHT - 0.28}
-                place = {"xref": axes["xaxis"], "yref": axes["yaxis"], "xanchor": "left" if left else "right"}
-                look = {"borderpad": 1, "bgcolor": "rgba(255,255,255,0.6)", "font": {"size": 11, "color": MUTED}}
-                figure.add_annotation(text=f"node {node}", showarrow=False, **at, **place, **look)
-            x0, y0 = self.center(self.sender)
-            star = {"mode": "markers", "marker": {**STAR, "size": 13}, "hoverinfo": "skip", "showlegend": False}
-            figure.add_scatter(x=[x0], y=[y0], **star, **axes)
-        legend: dict[str, dict[str, Any]] = {
-            "network": {"line": {"color": FAR, "width": 3}},
-            "NVLink": {"line": {"color": NEAR, "width": 3}},
-            "the token": {"marker": {"symbol": "star", "size": 12, "color": "black"}},
-            "GPU with so many of its experts": {"marker": {"symbol": "square", "size": 13, "color": CHOSEN}},
-        }
-        for name, look in legend.items():
-            figure.add_trace(legend_entry(name, mode="lines" if "line" in look else "markers", **look))
-        return figure.update_layout(hovermode="closest", margin={"l": 10, "r": 10, "b": 40}, legend={"y": -0.02})
-
-    def _path(self, hop: Hop, *, back: bool) -> np.ndarray[Any, Any]:
-        """Twelve points of an arrow, as x and y."""
-        ends = np.array([self.center(hop.sender), self.center(hop.receiver)])
-        start, end = ends[::-1] if back else ends
-        across, down = abs(end - start)
-        if not self.crosses(hop):  # below its row of squares
-            bend = np.array([0.0, 0.75 + 0.12 * across])
-        elif across > 0.1:
-            bend = np.zeros(2)
-        else:  # between nodes, from a place to the same place: round what lies between
-            bend = np.array([(-1.0 if start[0] < self.across / 2 else 1.0) * min(0.6 + 0.25 * down, 2.1), 0.0])
-        t = np.linspace(0.04, 0.9, 12)[:, None]
-        path: np.ndarray[Any, Any] = (1 - t) ** 2 * start + 2 * t * (1 - t) * ((start + end) / 2 + bend) + t**2 * end
-        return path
+        # Names of nodes stand above each row, at the end that is far from the sender, where few arrows pass.
+        left = sender % across >= across / 2
+        for row, node in enumerate(nodes):
+            at = {"x": 0 if left else across, "y": row * ROW_HEIGHT - 0.28}
+            place = {"xref": axes["xaxis"], "yref": axes["yaxis"], "xanchor": "left" if left else "right"}
+            look = {"borderpad": 1, "bgcolor": "rgba(255,255,255,0.6)", "font": {"size": 11, "color": MUTED}}
+            figure.add_annotation(text=f"node {node}", showarrow=False, **at, **place, **look)
+        star = {"mode": "markers", "marker": {**STAR, "size": 13}, "hoverinfo": "skip", "showlegend": False}
+        figure.add_scatter(x=[center[sender][0]], y=[center[sender][1]], **star, **axes)
+    legend: dict[str, dict[str, Any]] = {
+        "network": {"line": {"color": FAR, "width": 3}},
+        "NVLink": {"line": {"color": NEAR, "width": 3}},
+        "the token": {"marker": {"symbol": "star", "size": 12, "color": "black"}},
+        "GPU with so many of its experts": {"marker": {"symbol": "square", "size": 13, "color": CHOSEN}},
+    }
+    for name, look in legend.items():
+        figure.add_trace(legend_entry(name, mode="lines" if "line" in look else "markers", **look))
+    return figure.update_layout(hovermode="closest", margin={"l": 10, "r": 10, "b": 40}, legend={"y": -0.02})
 
 
 # All tokens
@@ -355,11 +336,14 @@ def traffic_matrix(
     # Bytes of one row: what a layer with one row on the network puts there.
     row = layer_bytes(OnWires(nvlink=0, network=1, local=0), hidden, dispatch_precision=precision).dispatch.network
     standard, hybrid = (counts[m].mean.network * row / 1e6 for m in ("standard", "deepep_hybrid"))
+    finding = "All ranks share a node: every pair exchanges tokens over NVLink"
+    if placement.nodes > 1:
+        finding = (
+            f"Over the network a rank sends {standard:,.0f} MB to everyone; with DeepEP, once per node, "
+            f"{hybrid:,.0f} MB, to the GPUs of its own place only"
+        )
     figure = _panels(
-        "All ranks share a node: every pair exchanges tokens over NVLink"
-        if placement.nodes == 1
-        else f"Over the network a rank sends {standard:,.0f} MB to everyone; with DeepEP, once per node, "
-        f"{hybrid:,.0f} MB, to the GPUs of its own place only",
+        finding,
         tuple(METHOD_LABELS[m] for m in METHODS),
         subtitle=f"MB of one dispatch, {ROUTING_LABELS[routing.kind]} routing, {tokens:,} tokens a rank, hidden "
         f"{hidden:,}, {precision.upper()}; {_placement_words(placement)}. Lines part nodes; what "
