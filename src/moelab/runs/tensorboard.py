@@ -40,6 +40,7 @@ _LAUNCH_FOLDER = re.compile(
 )
 _LENGTH: Final = struct.Struct("<Q")
 _CRC_BYTES: Final = 64
+_AT_ONCE: Final = 1 << 16  # records
 
 
 class NotATensorBoardFolder(BadInput):
@@ -222,7 +223,8 @@ def _sound_records(data: bytes) -> tuple[NDArray[np.uint8], NDArray[np.int64], N
     A record is its length, the length's checksum, the content and its checksum. Where a length is damaged or the file
     was cut, nothing behind it can be found.
     """
-    starts, sizes, position = [], [], 0
+    data = bytes(_CRC_BYTES) + data  # which a checksum's window may look back on
+    starts, sizes, position = [], [], _CRC_BYTES
     while position + 16 <= len(data):
         (size,) = _LENGTH.unpack_from(data, position)
         if position + 16 + size > len(data):
@@ -231,31 +233,37 @@ def _sound_records(data: bytes) -> tuple[NDArray[np.uint8], NDArray[np.int64], N
         sizes.append(size)
         position += 16 + size
     content, start, size_ = np.frombuffer(data, np.uint8), np.array(starts, np.int64), np.array(sizes, np.int64)
-    unsound = np.flatnonzero(~_is_sound(content, start, np.full(len(start), 8)))
+
+    def sound(starts: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.bool_]:
+        parts = (
+            slice(first, first + _AT_ONCE) for first in range(0, len(starts), _AT_ONCE)
+        )  # a million take gigabytes
+        return np.concatenate([np.empty(0, bool), *(_are_sound(content, starts[part], sizes[part]) for part in parts)])
+
+    unsound = np.flatnonzero(~sound(start, np.full(len(start), 8)))
     known = slice(unsound[0] if len(unsound) else None)
     start, size_ = start[known] + 12, size_[known]
-    sound = _is_sound(content, start, size_)
-    return content, start[sound], size_[sound]
+    kept = sound(start, size_)
+    return content, start[kept], size_[kept]
 
 
-def _is_sound(content: NDArray[np.uint8], starts: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.bool_]:
+def _are_sound(content: NDArray[np.uint8], starts: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.bool_]:
     """Tell whether the bytes behind each start have the masked CRC-32C that stands behind them."""
     state = np.zeros(len(starts), "<u4")
-    windows = sliding_window_view(np.concatenate([np.zeros(_CRC_BYTES, np.uint8), content]), _CRC_BYTES)
+    windows = sliding_window_view(content, _CRC_BYTES)
     for later in range((int(sizes.max(initial=0)) - 1) // _CRC_BYTES, -1, -1):  # blocks, the last those of all records
         ends = starts + sizes - later * _CRC_BYTES
         (own,) = np.nonzero(ends > starts)
         widths = np.minimum(ends - starts, _CRC_BYTES)[own]
-        columns = np.arange(_CRC_BYTES - widths.max(initial=0), _CRC_BYTES)
-        rows = np.where(
-            columns >= _CRC_BYTES - widths[:, None], windows[ends[own]][:, columns[0] if len(columns) else 0 :], 0
-        )
+        columns = np.arange(_CRC_BYTES - widths.max(), _CRC_BYTES)
+        behind = windows[ends[own] - _CRC_BYTES][:, columns[0] :]
+        rows = np.where(columns >= _CRC_BYTES - widths[:, None], behind, 0)  # without what stands before the record
         # The CRC is linear: that of the bytes, each by its distance to the end, and that of the state before them.
         before = np.bitwise_xor.reduce(_CRC_TABLE[np.arange(4), state[own].view(np.uint8).reshape(-1, 4)], axis=1)
         before = np.where(ends[own] - starts[own] <= _CRC_BYTES, _CRC_START[widths], before)
         state[own] = np.bitwise_xor.reduce(_CRC_TABLE[columns, rows], axis=1) ^ before
     masked = ((~state >> 15) | (~state << 17)) + np.uint32(0xA282EAD8)
-    checks = sliding_window_view(content, 4)[starts + sizes] if len(starts) else np.empty((0, 4), np.uint8)
+    checks = sliding_window_view(content, 4)[starts + sizes]
     return np.asarray(masked == checks.view("<u4")[:, 0])
 
 
