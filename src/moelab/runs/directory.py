@@ -243,7 +243,7 @@ def find(path: Path) -> list[RunDir]:
 
 def is_run(folder: Path) -> bool:
     """Whether a folder is a run's, whole or damaged; one with only a person's own ``experiment.yaml`` is not."""
+    if _STAMP.fullmatch(folder.name) and _SEED.fullmatch(folder.parent.name):
+        return True
     names = (EXPERIMENT_FILE, STATUS_FILE, "launch", "logs")
-    marks = [name for name in names if os.path.exists(folder / name)]  # noqa: PTH110 - False if it may not be asked
-    is_in_place = _STAMP.fullmatch(folder.name) and _SEED.fullmatch(folder.parent.name)
-    return bool(is_in_place) or len(marks) > 1
+    return sum(os.path.exists(folder / name) for name in names) > 1  # noqa: PTH110 - False if it may not be asked
