@@ -37,7 +37,7 @@ import numpy as np
 
 from moelab.data import read_yaml
 from moelab.experiment import EPBackend, Precision
-from moelab.hardware import GPUS, NIC_400G, Figure, Node
+from moelab.hardware import GPUS, NIC_400G, Node, SourcedNumber
 from moelab.memory.activations import BF16, Work
 from moelab.memory.sharding import Degrees
 from moelab.model import BYTES_PER_ELEMENT, ModelShape
@@ -295,7 +295,7 @@ QUOTED = tuple(QuotedBandwidth(**row, source=_DEEPEP["sources"][row["version"]])
 """DeepEP's tables."""
 
 
-def _shares_of_hybridep(places: str, gpu: str, peak: Figure | None) -> tuple[list[int], list[float]]:
+def _shares_of_hybridep(places: str, gpu: str, peak: SourcedNumber | None) -> tuple[list[int], list[float]]:
     """Ranks or nodes of the table, and the mean of both directions there, of the datasheet's."""
     rows = [row for row in _DEEPEP["hybridep"]["rows"] if row["gpu"] == gpu and places in row]
     both = [(row["dispatch_gb_s"] + row["combine_gb_s"]) / 2 for row in rows]
