@@ -19,7 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moelab.deepep.benchmark import Layer, make_tokens, open_world, round_trip, run
-from moelab.deepep.benchmark_cases import ROUTINGS, SMALL, Arm, Group, plan
+from moelab.deepep.benchmark_cases import ROUTINGS, SMALL, ArmGroup, ExchangeArm, plan
 from moelab.deepep.stand_in import StandInBuffer
 
 RANKS = 2
@@ -96,13 +96,15 @@ def main() -> None:
     run(groups, world, folder / "good.json", **settings, budget_s=600)  # nothing is missing
     seen["buffers_of_a_second_call"] = Counted.opened - before
     Counted.sms.clear()
-    sweep = Group(size=SIZE, routing="skewed", arms=tuple(Arm(backend="deepep", sms=count) for count in (8, 24)))
+    sweep = ArmGroup(
+        size=SIZE, routing="skewed", arms=tuple(ExchangeArm(backend="deepep", sms=count) for count in (8, 24))
+    )
     run([sweep], world, folder / "sweep.json", **settings, budget_s=600)
     seen["sms"] = Counted.sms
     run(groups, world, folder / "late.json", **settings, budget_s=0)
     use(Broken)
-    arms = (Arm(backend="standard"), *(Arm(backend="deepep", sms=count) for count in (8, 16, 20, 24)))
-    swept = Group(size=SIZE, routing="skewed", arms=arms)
+    arms = (ExchangeArm(backend="standard"), *(ExchangeArm(backend="deepep", sms=count) for count in (8, 16, 20, 24)))
+    swept = ArmGroup(size=SIZE, routing="skewed", arms=arms)
     run([swept], world, folder / "broken.json", **settings, budget_s=600)
     use(StandInBuffer)
     compiler, seen["compiled"] = torch.compile, []

@@ -38,7 +38,7 @@ MIN_MEMORY_GIB, MIN_DISK_GIB = 4, 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arm:
+class ArmAnswer:
     """One arm of a study and whether it runs here: ``reason`` is empty if it does."""
 
     name: str
@@ -51,7 +51,7 @@ class Examination:
     """What :func:`examine` found."""
 
     findings: tuple[Finding, ...]
-    arms: tuple[Arm, ...]
+    arms: tuple[ArmAnswer, ...]
     deepep: tuple[Finding, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def examine(*, hardware: str = "local", smoke: bool = False) -> Examination:
     )
 
 
-def _arm(experiment: Experiment) -> Arm:
+def _arm(experiment: Experiment) -> ArmAnswer:
     found = () if gpu_problem() else gpus()
     native = bool(found) and all(has_native_mxfp8(gpu.capability) for gpu in found)
     kernels = {
@@ -117,7 +117,7 @@ def _arm(experiment: Experiment) -> Arm:
     reasons = ["what this machine's GPUs can do is not known"] if gpu_problem() else refusals(experiment)
     # Of several about one field the last is the one about this machine's GPUs.
     of_fields = {reason.partition(" ")[0]: reason for reason in reasons}
-    return Arm(name=experiment.arm, kernels=kernels, reason="; ".join(of_fields.values()))
+    return ArmAnswer(name=experiment.arm, kernels=kernels, reason="; ".join(of_fields.values()))
 
 
 def _seen(name: str, found: str, lack: str = "", severity: Severity = "warning") -> Finding:

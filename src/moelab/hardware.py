@@ -35,7 +35,7 @@ class ImpossibleHardware(BadInput):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Figure:
+class SourcedNumber:
     """A number with where it comes from; the unit is in the name of the field that holds it."""
 
     value: float
@@ -68,12 +68,12 @@ class Gpu:
 
     name: str
     capability: float | None
-    memory_gib: Figure | None
-    bf16_tflops: Figure | None = None
-    fp8_tflops: Figure | None = None
-    mxfp8_tflops: Figure | None = None
-    hbm_tb_s: Figure | None = None
-    nvlink_gb_s: Figure | None = None
+    memory_gib: SourcedNumber | None
+    bf16_tflops: SourcedNumber | None = None
+    fp8_tflops: SourcedNumber | None = None
+    mxfp8_tflops: SourcedNumber | None = None
+    hbm_tb_s: SourcedNumber | None = None
+    nvlink_gb_s: SourcedNumber | None = None
 
     def __post_init__(self) -> None:
         if self.capability is not None and (not isfinite(self.capability) or self.capability < 0):
@@ -95,7 +95,7 @@ class Node:
 
     gpu: Gpu
     gpus: int
-    nic_gb_s: Figure | None = None
+    nic_gb_s: SourcedNumber | None = None
     nvlink_gpus: int | None = None
 
     @property
@@ -185,14 +185,14 @@ _GPUS: dict[str, dict[str, Any]] = _CONTENT["gpus"]
 FIGURES = tuple(field.name for field in fields(Gpu) if field.name not in ("name", "capability"))
 
 
-def quoted(value: float, source: str) -> Figure:
+def quoted(value: float, source: str) -> SourcedNumber:
     """A figure as its source gives it."""
-    return Figure(value=value, label="quoted", source=source)
+    return SourcedNumber(value=value, label="quoted", source=source)
 
 
-def mib(value: float, label: Label, source: str) -> Figure:
+def mib(value: float, label: Label, source: str) -> SourcedNumber:
     """Memory in GiB from a number of MiB."""
-    return Figure(value=value / 1024, label=label, source=source)
+    return SourcedNumber(value=value / 1024, label=label, source=source)
 
 
 def _gpu(name: str, row: Mapping[str, Any]) -> Gpu:
@@ -202,10 +202,10 @@ def _gpu(name: str, row: Mapping[str, Any]) -> Gpu:
         if key == "memory_gb":
             sheet = f"{value:g} GB ({row['sheet']})"
             source = f"{sheet} times what is seen of H100's 80 and B200's 180, 99 to 99.5 % of as many GiB"
-            changes["memory_gib"] = Figure(value=value * 0.99, label="derived", source=source)
+            changes["memory_gib"] = SourcedNumber(value=value * 0.99, label="derived", source=source)
         elif key in FIGURES:
             own = isinstance(value, dict)
-            changes[key] = None if value is None else Figure(**value) if own else quoted(value, row["sheet"])
+            changes[key] = None if value is None else SourcedNumber(**value) if own else quoted(value, row["sheet"])
         elif key not in ("cuda", "like", "sheet"):
             changes[key] = value
     if "like" in row:
@@ -268,7 +268,7 @@ SHARES_MEMORY = ("NVIDIA GB10",)
 
 def _cpu() -> Cluster:
     """This machine without its GPUs; every process shares one memory."""
-    memory = Figure(value=memory_bytes() / 2**30, label="measured", source="memory that a process may use here")
+    memory = SourcedNumber(value=memory_bytes() / 2**30, label="measured", source="memory that a process may use here")
     return Cluster(name="cpu", nodes=1, node=Node(gpu=Gpu(name="CPU", capability=0.0, memory_gib=memory), gpus=cores()))
 
 
@@ -300,13 +300,13 @@ def gpu_from(info: GpuInfo) -> Gpu:
     return replace(kind, capability=info.capability or kind.capability, memory_gib=memory or kind.memory_gib)
 
 
-def _memory(info: GpuInfo) -> Figure | None:
+def _memory(info: GpuInfo) -> SourcedNumber | None:
     if info.memory_mib and " MIG " in info.name:
         return mib(info.memory_mib, "derived", f"the profile of the MIG instance ({info.name})")
     if info.memory_mib:
         return mib(info.memory_mib, "measured", "nvidia-smi on this machine")
     if info.name in SHARES_MEMORY:
-        return Figure(
+        return SourcedNumber(
             value=memory_bytes() / 2**30, label="measured", source="this machine's memory, which the GPU shares"
         )
     return None

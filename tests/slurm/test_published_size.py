@@ -11,7 +11,7 @@ from slurm_cluster import SlurmCluster
 from slurm_jobs import published, recorder, speak_to
 
 from moelab.experiment_file import Study, read_study
-from moelab.launch.in_job import Place, Signals, parse_options
+from moelab.launch.in_job import NodeOfJob, Signals, parse_options
 from moelab.launch.node import Start
 from moelab.launch.slurm import SCRIPT_FILE
 from moelab.launch.status import refresh
@@ -39,8 +39,8 @@ class Node:
     arguments: list[str]
 
     @property
-    def place(self) -> Place:
-        return Place.of(self.environment)
+    def place(self) -> NodeOfJob:
+        return NodeOfJob.of(self.environment)
 
 
 @dataclass(frozen=True, kw_only=True)

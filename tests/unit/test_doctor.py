@@ -11,7 +11,7 @@ import pytest
 from nvidia_smi_support import B200, H100, MISMATCH, forget, nvidia_smi
 
 from moelab import cli, doctor
-from moelab.doctor import Arm, examine
+from moelab.doctor import ArmAnswer, examine
 from moelab.experiment import EPBackend, Precision
 from moelab.finding import Finding
 from moelab.launch import capability
@@ -27,7 +27,7 @@ def smi(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Smi]:
     forget()
 
 
-def arms() -> dict[str, Arm]:
+def arms() -> dict[str, ArmAnswer]:
     return {arm.name: arm for arm in examine().arms}
 
 

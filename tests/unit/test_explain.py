@@ -490,7 +490,8 @@ def test_other_forms_of_the_same_trace(tmp_path: Path) -> None:
         (
             "perfetto_trace.json.gz",
             gzip.compress(
-                b'{"traceEvents": [{"ph": "X", "ts": 1, "dur": 2, "name": "dot.1", "args": {"hlo_op": "dot"}}]}'
+                b'{"traceEvents": [{"ph": "X", "ts": 1, "dur": 2, "name": "dot.1", "args": {"hlo_op": "dot"}}]}',
+                mtime=0,
             ),
             "a trace of JAX (XLA)",
         ),

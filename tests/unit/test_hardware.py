@@ -13,9 +13,9 @@ from moelab.hardware import (
     H100,
     MODELS,
     PROFILES,
-    Figure,
     Gpu,
     ImpossibleHardware,
+    SourcedNumber,
     cluster_of,
     gpu_from,
     gpu_of,
@@ -27,8 +27,8 @@ from moelab.hardware import (
 from moelab.machine import GpuInfo, memory_bytes
 
 
-def figures(gpu: Gpu) -> list[Figure]:
-    return [value for field in fields(gpu) if isinstance(value := getattr(gpu, field.name), Figure)]
+def figures(gpu: Gpu) -> list[SourcedNumber]:
+    return [value for field in fields(gpu) if isinstance(value := getattr(gpu, field.name), SourcedNumber)]
 
 
 @pytest.mark.parametrize("name", [name for name in PROFILES if name != "local"])
@@ -83,7 +83,7 @@ def test_an_unknown_gpu_keeps_what_the_machine_says() -> None:
 @pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf")])
 def test_impossible_figures_are_refused(value: float) -> None:
     with pytest.raises(ImpossibleHardware, match="give a positive number"):
-        Figure(value=value, label="quoted", source="a datasheet")
+        SourcedNumber(value=value, label="quoted", source="a datasheet")
 
 
 def test_swapped_peaks_and_negative_capability_are_refused() -> None:

@@ -17,7 +17,7 @@ from stand_in import step_line
 from moelab.experiment import Experiment
 from moelab.launch import in_job, node
 from moelab.launch.cluster import read_cluster
-from moelab.launch.in_job import REQUEUE_CODE, TERMINATED, Place, Signals
+from moelab.launch.in_job import REQUEUE_CODE, TERMINATED, NodeOfJob, Signals
 from moelab.launch.node import Start
 from moelab.runs import directory
 from moelab.runs.directory import RunDir
@@ -45,7 +45,7 @@ def run(tmp_path: Path) -> RunDir:
 def start_of(run: RunDir, signals: Signals, *more: str, restarts: int = 0) -> Start:
     settings = ["--ports=10000-19999", "--requeues=3", "--checkpoint-interval=0", "--checkpoints-kept=2", *more]
     options = in_job.parse_options([str(run.path), "localhost", *settings])
-    place = Place(job_id=8, label="7_1", node=0, nodes=2, restarts=restarts)
+    place = NodeOfJob(job_id=8, label="7_1", node=0, nodes=2, restarts=restarts)
     return Start(run=run, place=place, options=options, signals=signals)
 
 
@@ -198,8 +198,8 @@ def test_what_torchtitan_is_told_beyond_the_experiment(tmp_path: Path, signals: 
 # Where the ranks of a job meet
 
 
-def place(job_id: int = 1, restarts: int = 0, node: int = 0) -> Place:
-    return Place(job_id=job_id, label=str(job_id), node=node, nodes=2, restarts=restarts)
+def place(job_id: int = 1, restarts: int = 0, node: int = 0) -> NodeOfJob:
+    return NodeOfJob(job_id=job_id, label=str(job_id), node=node, nodes=2, restarts=restarts)
 
 
 @given(
@@ -218,9 +218,9 @@ def test_two_jobs_never_meet_at_one_port(job: int, apart: int, restarts: tuple[i
 
 def test_a_tasks_place_is_read_from_what_srun_sets() -> None:
     srun = {"SLURM_JOB_ID": "8", "SLURM_NODEID": "3", "SLURM_STEP_NUM_NODES": "32"}
-    assert Place.of(srun) == Place(job_id=8, label="8", node=3, nodes=32, restarts=0)
+    assert NodeOfJob.of(srun) == NodeOfJob(job_id=8, label="8", node=3, nodes=32, restarts=0)
     array = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1", "SLURM_RESTART_COUNT": "2"}
-    found = Place.of({**srun, **array})
+    found = NodeOfJob.of({**srun, **array})
     assert (found.label, found.restarts, found.start) == ("7_1", 2, "7_1-2")
     assert "--node-rank=3" in found.rendezvous("n0", 20100)
     assert "--rdzv-endpoint=n0:20100" in found.rendezvous("n0", 20100)

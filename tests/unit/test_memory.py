@@ -43,6 +43,7 @@ EXACT: dict[str, tuple[dict[str, Any], list[int]]] = {
     "replicated": ({"gpus_per_node": 8, "ep": 2, "dp_replicate": 2}, [7]),
     "replicated, TP without EP": ({"gpus_per_node": 8, "ep": 1, "dp_replicate": 2, "tp": 2}, [3]),
     "CP": ({"model": "debug", "gpus_per_node": 8, "ep": 2, "cp": 2}, [5]),
+    "CP, uneven rows": ({"gpus_per_node": 6, "ep": 1, "cp": 2}, [2, 5]),
     "two stages a rank": (
         {"model": "debug", "gpus_per_node": 8, "ep": 2, "tp": 2, "pp": 2, "pp_schedule": "Interleaved1F1B"},
         [0, 7],
@@ -105,11 +106,12 @@ def test_a_rank_holds_exactly_what_torchtitan_gives_it(name: str, torchtitans: d
 @given(
     ranks=st.sampled_from([1, 2, 3, 4, 6, 8, 12, 16]),
     tp=st.sampled_from([1, 2]),
+    cp=st.sampled_from([1, 2]),
     ep=st.sampled_from([1, 2, 4, 8]),
     model=st.sampled_from(["nano", "debug"]),
 )
-def test_the_shards_of_all_ranks_are_the_model(ranks: int, tp: int, ep: int, model: str) -> None:
-    verdict = check(Experiment(model=model, gpus_per_node=ranks, tp=tp, ep=ep))
+def test_the_shards_of_all_ranks_are_the_model(ranks: int, tp: int, cp: int, ep: int, model: str) -> None:
+    verdict = check(Experiment(model=model, gpus_per_node=ranks, tp=tp, cp=cp, ep=ep))
     if not verdict.legal or verdict.layout is None:
         return
     shape, layout = shape_of(model), verdict.layout

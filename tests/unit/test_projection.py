@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from moelab.cli import main
 from moelab.errors import BadInput, Refused
 from moelab.experiment import Experiment, Precision, Routing
-from moelab.hardware import Cluster, Figure, ImpossibleHardware, cluster_of
+from moelab.hardware import Cluster, ImpossibleHardware, SourcedNumber, cluster_of
 from moelab.layout import check
 from moelab.model import SHAPES, flops_per_token, gemms, shape_of
 from moelab.plan import headroom_gib
@@ -59,7 +59,7 @@ NODE = Experiment(**SMALL, activation_checkpoint="full", compile="model+loss", r
 def faster(cluster: Cluster, **changes: float) -> Cluster:
     """The cluster with figures of its GPU or network multiplied."""
 
-    def more(figure: Figure | None, factor: float) -> Figure:
+    def more(figure: SourcedNumber | None, factor: float) -> SourcedNumber:
         assert figure is not None
         return replace(figure, value=figure.value * factor)
 

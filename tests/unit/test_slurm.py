@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from moelab.launch import slurm
 from moelab.launch.slurm import (
-    Job,
     NumberUnknown,
     SlurmError,
+    SlurmJob,
     SlurmMissing,
     parse_sacct,
     parse_scontrol,
@@ -47,7 +47,7 @@ def squeue_text(version: str) -> str:
     return (DATA / f"squeue_{version}.json").read_text()
 
 
-def shown(found: list[Job]) -> dict[str, Any]:
+def shown(found: list[SlurmJob]) -> dict[str, Any]:
     return {job.job_id: (job.state, job.exit_code, job.restarts, job.raw_id) for job in found}
 
 
@@ -102,7 +102,7 @@ def test_several_words_are_what_happens_now(words: list[str] | str, state: State
 
 @given(word=st.text(max_size=30))
 def test_only_one_word_is_completed(word: str) -> None:
-    state = state_of(Job(job_id="1", raw_id="1", state=word))
+    state = state_of(SlurmJob(job_id="1", raw_id="1", state=word))
     assert (state is State.COMPLETED) == (word == "COMPLETED")
 
 

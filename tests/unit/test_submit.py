@@ -26,10 +26,10 @@ from moelab.launch.cluster import ClusterProfile, read_cluster
 from moelab.launch.local import run_study
 from moelab.launch.slurm import (
     SCRIPT_FILE,
-    Job,
     NumberUnknown,
     Queue,
     SlurmError,
+    SlurmJob,
     Ticket,
     state_of,
     ticket_of,
@@ -91,7 +91,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
     return write
 
 
-def queue_of(*jobs: Job) -> str:
+def queue_of(*jobs: SlurmJob) -> str:
     """As ``squeue --json`` shows them."""
     rows = []
     for one in jobs:
@@ -101,8 +101,8 @@ def queue_of(*jobs: Job) -> str:
     return json.dumps({"jobs": rows})
 
 
-def job(state: str, **fields: Any) -> Job:
-    return Job(**{"job_id": "7_0", "raw_id": "7", "state": state, "comment": "moelab:s:1", **fields})
+def job(state: str, **fields: Any) -> SlurmJob:
+    return SlurmJob(**{"job_id": "7_0", "raw_id": "7", "state": state, "comment": "moelab:s:1", **fields})
 
 
 @pytest.mark.usefixtures("no_slurm")
@@ -213,7 +213,7 @@ def test_what_the_job_wrote_and_what_slurm_says(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     own: State,
-    said: Job | None,
+    said: SlurmJob | None,
     state: State,
     reason: str | None,
 ) -> None:
@@ -296,7 +296,7 @@ def test_an_end_that_the_job_writes_meanwhile_is_kept(tmp_path: Path, monkeypatc
     run = submitted(tmp_path, [8.0] * 4, Status(state=State.RUNNING, attempts=1))
     after = status_module._after
 
-    def slow(run: RunDir, status: Status, job: Job | None) -> Status:
+    def slow(run: RunDir, status: Status, job: SlurmJob | None) -> Status:
         run.set_status(Status(state=State.COMPLETED, job_id="7_0", attempts=1, exit_code=0))
         return after(run, status, job)
 
@@ -440,7 +440,9 @@ def test_a_number_that_is_none_hides_no_other_run(
         ("experiment.yaml", "model: [", job("COMPLETED")),
     ],
 )
-def test_a_damaged_record_hides_no_other_run(tmp_path: Path, site: Site, file: str, content: str, said: Job) -> None:
+def test_a_damaged_record_hides_no_other_run(
+    tmp_path: Path, site: Site, file: str, content: str, said: SlurmJob
+) -> None:
     good = submitted(tmp_path, [8.0] * 4, Status(state=State.RUNNING, attempts=1))
     bad = submitted(tmp_path, [8.0] * 4, Status(state=State.RUNNING, attempts=1), seed=1)
     Ticket(comment="moelab:s:1", task=1).write(bad)

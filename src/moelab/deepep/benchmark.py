@@ -49,9 +49,9 @@ from moelab.deepep.benchmark_cases import (
     SIZES,
     SM_COUNTS,
     SMALL,
-    Arm,
+    ArmGroup,
     Backend,
-    Group,
+    ExchangeArm,
     Operation,
     Size,
     choose_experts,
@@ -234,7 +234,7 @@ class Layer:
     """
 
     def __init__(
-        self, arm: Arm, size: Size, tokens: Tokens, world: World, *, kernels: EPKernels, compiled: bool
+        self, arm: ExchangeArm, size: Size, tokens: Tokens, world: World, *, kernels: EPKernels, compiled: bool
     ) -> None:
         from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, HybridEPTokenDispatcher
 
@@ -372,7 +372,7 @@ def round_trip(layer: Layer, size: Size, world: World) -> float:
 class Watch(TorchDispatchMode):
     """Marks a clock around every operator that communicates, in compiled code and in gradients, too."""
 
-    def __init__(self, clock: Marks, arm: Arm) -> None:
+    def __init__(self, clock: Marks, arm: ExchangeArm) -> None:
         super().__init__()
         self.clock = clock
         self.around = "permute" if arm.backend == "standard" else "wire"
@@ -487,7 +487,7 @@ def measure_copies(world: World) -> dict[str, Any]:
 
 
 def time_group(
-    group: Group,
+    group: ArmGroup,
     world: World,
     reference: dict[str, Any],
     *,
@@ -579,7 +579,7 @@ def time_group(
 
 
 def run(
-    groups: Sequence[Group],
+    groups: Sequence[ArmGroup],
     world: World,
     output: Path,
     *,

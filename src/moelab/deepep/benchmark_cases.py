@@ -69,7 +69,7 @@ SMALL = Size(name="small", hidden=256, top_k=4, experts=8, tokens=256)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arm:
+class ExchangeArm:
     """One way to move tokens.
 
     Attributes:
@@ -100,12 +100,12 @@ class Arm:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Group:
+class ArmGroup:
     """Arms that take turns at one size under one routing; ``what`` tells two groups of both apart."""
 
     size: Size
     routing: str
-    arms: tuple[Arm, ...]
+    arms: tuple[ExchangeArm, ...]
     what: str = ""
 
     @property
@@ -116,7 +116,7 @@ class Group:
 
 def plan(
     sizes: Sequence[Size], routings: Sequence[str], backends: Sequence[Backend], sms: Sequence[int]
-) -> list[Group]:
+) -> list[ArmGroup]:
     """The groups in the order of importance: the time may end before they do.
 
     Args:
@@ -125,18 +125,18 @@ def plan(
         backends: those that are installed.
         sms: counts to sweep, in a group of its own at the first size under the first routing.
     """
-    base = [Arm(backend="standard")] if "standard" in backends else []
-    sweep: list[Arm] = []
+    base = [ExchangeArm(backend="standard")] if "standard" in backends else []
+    sweep: list[ExchangeArm] = []
     if "deepep" in backends:
         precisions: tuple[DispatchPrecision, ...] = ("bf16", "fp8", "mxfp8")
-        base += [Arm(backend="deepep", precision=precision) for precision in precisions]
-        sweep = [Arm(backend="deepep", precision=one, sms=count) for count in sms for one in precisions[:2]]
+        base += [ExchangeArm(backend="deepep", precision=precision) for precision in precisions]
+        sweep = [ExchangeArm(backend="deepep", precision=one, sms=count) for count in sms for one in precisions[:2]]
     if "hybridep" in backends:
-        base.append(Arm(backend="hybridep"))
-    groups = [Group(size=size, routing=routing, arms=tuple(base)) for size in sizes for routing in routings if base]
+        base.append(ExchangeArm(backend="hybridep"))
+    groups = [ArmGroup(size=size, routing=routing, arms=tuple(base)) for size in sizes for routing in routings if base]
     if sweep:
         # Before the last size: DeepEP compiles three to five kernels for each count, a second or two each.
-        swept = Group(size=sizes[0], routing=routings[0], arms=tuple(sweep), what="SM counts")
+        swept = ArmGroup(size=sizes[0], routing=routings[0], arms=tuple(sweep), what="SM counts")
         groups.insert(max(1, len(sizes) - 1) * len(routings), swept)
     return groups
 

@@ -40,7 +40,7 @@ from moelab.finding import any_error
 from moelab.health.node import check_node
 from moelab.health.slow import judge
 from moelab.launch.cluster import read_cluster
-from moelab.launch.in_job import Place
+from moelab.launch.in_job import NodeOfJob
 from moelab.machine import this_machine
 from moelab.marks import Marks
 from moelab.runs.files import write_json
@@ -78,7 +78,7 @@ class Seat:
                 rank, ranks, local = (int(env[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
                 return cls(rank=rank, ranks=ranks, local_rank=local, node=node, meeting="env://")
             rank, ranks, local = (int(env[name]) for name in ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"))
-            first, port = first_node(env["SLURM_STEP_NODELIST"]), Place.of(env).port(FIRST_PORT, LAST_PORT)
+            first, port = first_node(env["SLURM_STEP_NODELIST"]), NodeOfJob.of(env).port(FIRST_PORT, LAST_PORT)
         except KeyError as error:
             raise BadInput(f"{error} is not set: use torchrun, or srun with a task for each GPU") from None
         return cls(rank=rank, ranks=ranks, local_rank=local, node=node, meeting=f"tcp://{first}:{port}")

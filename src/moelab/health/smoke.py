@@ -186,7 +186,7 @@ def run_rank() -> None:
 
     step("loading torch")
     from moelab.deepep.benchmark import TOLERANCE, ArmFailed, Layer, installed, make_tokens, open_world, round_trip
-    from moelab.deepep.benchmark_cases import SMALL, Arm
+    from moelab.deepep.benchmark_cases import SMALL, ExchangeArm
 
     step("joining the process group")
     world = open_world(device, init_method=f"file://{folder}/store", rank=rank, ranks=ranks)
@@ -195,7 +195,7 @@ def run_rank() -> None:
     if device == "cuda" and "deepep" not in backends:
         raise ArmFailed(libraries["deepep"])
     step("opening the buffer")
-    arm = Arm(backend="deepep" if device == "cuda" else "standard")
+    arm = ExchangeArm(backend="deepep" if device == "cuda" else "standard")
     tokens = make_tokens(SMALL, "round_robin", world)
     layer = Layer(arm, SMALL, tokens, world, kernels="native", compiled=False)
     step("dispatching and combining")

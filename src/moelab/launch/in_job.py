@@ -27,7 +27,7 @@ _PORTS_PER_JOB = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class NodeOfJob:
     """One node of one start of a job.
 
     Attributes:
@@ -45,7 +45,7 @@ class Place:
     restarts: int
 
     @classmethod
-    def of(cls, environment: Mapping[str, str]) -> Place:
+    def of(cls, environment: Mapping[str, str]) -> NodeOfJob:
         """Read what srun sets for a task.
 
         Raises:
@@ -70,7 +70,7 @@ class Place:
 
         Any ``(last - first + 1) // 8`` jobs with consecutive ids have different ports.
 
-        >>> Place(job_id=1201, label="1201", node=0, nodes=2, restarts=1).port(20000, 28999)
+        >>> NodeOfJob(job_id=1201, label="1201", node=0, nodes=2, restarts=1).port(20000, 28999)
         20609
         """
         return first + (self.job_id * _PORTS_PER_JOB + self.restarts % _PORTS_PER_JOB) % (last - first + 1)
@@ -115,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from moelab.runs.directory import RunDir
     from moelab.runs.status import State
 
-    start = Start(run=RunDir(options.run), place=Place.of(os.environ), options=options, signals=signals)
+    start = Start(run=RunDir(options.run), place=NodeOfJob.of(os.environ), options=options, signals=signals)
     if start.run.status.state is State.COMPLETED:  # a job that was started again after its end
         return 0
     # One node writes the run's files: several would overwrite each other's status.

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from moelab.experiment import Experiment
-from moelab.launch.in_job import REQUEUE_CODE, TERMINATED, Place, Signals
+from moelab.launch.in_job import REQUEUE_CODE, TERMINATED, NodeOfJob, Signals
 from moelab.launch.local import close, ended, failure_of, no_space, stage_data
 from moelab.launch.torchrun import NODE_VARIABLE, Command, Process, command, end_processes
 from moelab.machine import environment
@@ -42,7 +42,7 @@ class Start:
     """
 
     run: RunDir
-    place: Place
+    place: NodeOfJob
     options: argparse.Namespace
     signals: Signals
 

@@ -124,7 +124,7 @@ def sbatch(script: Path, *, timeout_s: float = TIMEOUT_S) -> tuple[str, str | No
     raise NumberUnknown(f"sbatch accepted the script and printed no number of a job: {_words(output + errors)!r}")
 
 
-def cancel(jobs: Iterable[Job]) -> None:
+def cancel(jobs: Iterable[SlurmJob]) -> None:
     """Cancel jobs; one that has ended is left as it is.
 
     Raises:
@@ -137,7 +137,7 @@ def cancel(jobs: Iterable[Job]) -> None:
         call("scancel", *_on(cluster), *ids)
 
 
-def requeue(job: Job) -> None:
+def requeue(job: SlurmJob) -> None:
     """Let a running or finished job start again.
 
     Raises:
@@ -183,7 +183,7 @@ def _line(text: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class SlurmJob:
     """One job, or one task of an array.
 
     Attributes:
@@ -207,7 +207,7 @@ class Job:
     cluster: str | None = None
 
 
-def queue(cluster: str | None = None) -> list[Job]:
+def queue(cluster: str | None = None) -> list[SlurmJob]:
     """Every job that the controller remembers, ended ones for a few minutes too.
 
     Args:
@@ -225,7 +225,7 @@ def queue(cluster: str | None = None) -> list[Job]:
     return [replace(job, cluster=cluster) for job in jobs]
 
 
-def accounted(job_ids: Iterable[str], cluster: str | None = None) -> dict[str, Job]:
+def accounted(job_ids: Iterable[str], cluster: str | None = None) -> dict[str, SlurmJob]:
     """Jobs that ended, from accounting; empty where there is none.
 
     Args:
@@ -235,7 +235,7 @@ def accounted(job_ids: Iterable[str], cluster: str | None = None) -> dict[str, J
     return _ended([*_on(cluster), "-X"], ACCOUNTING_COLUMNS, {job_id.partition("_")[0] for job_id in job_ids})
 
 
-def completed(raw_ids: Iterable[str]) -> dict[str, Job]:
+def completed(raw_ids: Iterable[str]) -> dict[str, SlurmJob]:
     """Jobs that ended, by their own number, from the job completion log; empty where there is none.
 
     That log does not know arrays: asked for ``12_3`` it answers with any task of them. A job that was requeued is there
@@ -244,7 +244,7 @@ def completed(raw_ids: Iterable[str]) -> dict[str, Job]:
     return _ended(["-c"], COMPLETION_COLUMNS, set(raw_ids))
 
 
-def _ended(source: Sequence[str], columns: str, job_ids: Set[str]) -> dict[str, Job]:
+def _ended(source: Sequence[str], columns: str, job_ids: Set[str]) -> dict[str, SlurmJob]:
     # Whatever an old record holds, nothing but numbers reaches the command line.
     numbers = ",".join(sorted(filter(is_number, job_ids)))
     if not numbers:
@@ -256,7 +256,7 @@ def _ended(source: Sequence[str], columns: str, job_ids: Set[str]) -> dict[str, 
     return {job.job_id: job for job in parse_sacct(table)}
 
 
-def parse_squeue(text: str) -> Iterator[Job]:
+def parse_squeue(text: str) -> Iterator[SlurmJob]:
     """Jobs of ``squeue --json``; a waiting array gives each of its tasks.
 
     Raises:
@@ -278,7 +278,7 @@ def parse_squeue(text: str) -> Iterator[Job]:
     yield from (job for of_record in jobs for job in of_record)
 
 
-def parse_scontrol(text: str) -> Iterator[Job]:
+def parse_scontrol(text: str) -> Iterator[SlurmJob]:
     """Jobs of ``scontrol show job -o``, one a line.
 
     The values are not quoted: of a field that is there twice, as a comment can pretend, the first is taken.
@@ -292,7 +292,7 @@ def parse_scontrol(text: str) -> Iterator[Job]:
         if not {"JobId", "JobState"} <= fields.keys() or not fields["JobId"].isdecimal():
             continue  # "No jobs in the system"
         for job_id in _ids(fields["JobId"], fields.get("ArrayJobId"), fields.get("ArrayTaskId", "")):
-            yield Job(
+            yield SlurmJob(
                 job_id=job_id,
                 raw_id=fields["JobId"],
                 state=_word(fields["JobState"]),
@@ -303,7 +303,7 @@ def parse_scontrol(text: str) -> Iterator[Job]:
             )
 
 
-def parse_sacct(text: str) -> Iterator[Job]:
+def parse_sacct(text: str) -> Iterator[SlurmJob]:
     """Jobs of ``sacct -P -n`` with :data:`ACCOUNTING_COLUMNS` or :data:`COMPLETION_COLUMNS`.
 
     A row of tasks that never started, ``12_[5-9%4]``, gives each of them, before the rows of single tasks: one of these
@@ -314,17 +314,17 @@ def parse_sacct(text: str) -> Iterator[Job]:
         array, _, tasks = row["id"].partition("_")
         for job_id in _ids(row["id"], array, tasks):
             exit_code = _exit_code_of_text(row["exit"])
-            yield Job(job_id=job_id, raw_id=row["raw"] or array, state=_word(row["state"]), exit_code=exit_code)
+            yield SlurmJob(job_id=job_id, raw_id=row["raw"] or array, state=_word(row["state"]), exit_code=exit_code)
 
 
-def _of_json(job: Any) -> Iterator[Job]:
+def _of_json(job: Any) -> Iterator[SlurmJob]:
     """The tasks of a record; none of one that has no number."""
     if not isinstance(job, dict) or (number := _number(job.get("job_id"))) is None:
         return
     array, task = _number(job.get("array_job_id")), _number(job.get("array_task_id"))
     tasks = str(task) if task is not None else str(job.get("array_task_string") or "")
     for job_id in _ids(str(number), str(array) if array else None, tasks):
-        yield Job(
+        yield SlurmJob(
             job_id=job_id,
             raw_id=str(number),
             state=_state(job.get("job_state")),
@@ -414,17 +414,17 @@ _STATES = (
 )
 
 
-def state_of(job: Job) -> State:
+def state_of(job: SlurmJob) -> State:
     """What Slurm's word means for the run; whether it trained all its steps, Slurm does not know.
 
     Example:
-        >>> state_of(Job(job_id="12", raw_id="12", state="NODE_FAIL"))
+        >>> state_of(SlurmJob(job_id="12", raw_id="12", state="NODE_FAIL"))
         <State.FAILED: 'failed'>
     """
     return next((state for words, state in _STATES if job.state in words), State.UNKNOWN)
 
 
-def words_of(job: Job) -> str:
+def words_of(job: SlurmJob) -> str:
     """Slurm's own words, such as ``Slurm: PENDING (Resources)``."""
     return f"Slurm: {job.state}" + (f" ({job.reason})" if job.reason else "")
 
@@ -479,7 +479,7 @@ def number_unknown(run: RunDir, got: str) -> str:
 class Queue:
     """Jobs that Slurm knows, found by run."""
 
-    def __init__(self, jobs: Iterable[Job]) -> None:
+    def __init__(self, jobs: Iterable[SlurmJob]) -> None:
         in_order = sorted(jobs, key=lambda job: int(job.raw_id))  # of two, the later one
         self._by_ticket = {(job.comment, int(job.job_id.partition("_")[2] or 0)): job for job in in_order}
         self._by_id = {(job.cluster, job.job_id): job for job in in_order}
@@ -494,7 +494,7 @@ class Queue:
         named = sorted({ticket.cluster for run in runs if (ticket := ticket_of(run)) and ticket.cluster})
         return cls([*queue(), *(job for cluster in named for job in queue(cluster))])
 
-    def job_of(self, run: RunDir) -> Job | None:
+    def job_of(self, run: RunDir) -> SlurmJob | None:
         """The job of a run: by its ticket, or by its number where Slurm shows another comment than was given."""
         ticket = ticket_of(run)
         if ticket and (found := self._by_ticket.get((ticket.comment, ticket.task))):
@@ -508,6 +508,6 @@ class Queue:
         found = next((job for job in self._by_id.values() if job.comment == comment), None)
         return (found.job_id.partition("_")[0], found.cluster) if found else None
 
-    def jobs_of(self, job_id: str) -> list[Job]:
+    def jobs_of(self, job_id: str) -> list[SlurmJob]:
         """The job, the task, or all tasks of the array of this number."""
         return [job for (_, known), job in self._by_id.items() if job_id in (known, known.partition("_")[0])]

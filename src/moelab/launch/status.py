@@ -27,7 +27,7 @@ import numpy as np
 from moelab.errors import BadInput, MoelabError, Refused
 from moelab.launch import local, slurm
 from moelab.launch.cluster import line as one_line
-from moelab.launch.slurm import Job, Queue, SlurmError, SlurmMissing, call, checked, state_of, ticket_of, words_of
+from moelab.launch.slurm import Queue, SlurmError, SlurmJob, SlurmMissing, call, checked, state_of, ticket_of, words_of
 from moelab.runs.directory import RunDir
 from moelab.runs.follow import RunNow, StudyFollower, format_seconds
 from moelab.runs.status import State, Status
@@ -77,9 +77,9 @@ def update(runs: Iterable[RunDir], queue: Queue) -> list[Status]:
     return [_update(run, found[run] or ended.get(run)) for run in runs]
 
 
-def _ended(runs: list[RunDir]) -> dict[RunDir, Job]:
+def _ended(runs: list[RunDir]) -> dict[RunDir, SlurmJob]:
     """Ends that the controller has forgotten: from accounting, else from the job completion log."""
-    found: dict[RunDir, Job] = {}
+    found: dict[RunDir, SlurmJob] = {}
     tickets = {run: ticket_of(run) for run in runs}
     clusters = {run: ticket.cluster if ticket else None for run, ticket in tickets.items()}
     for cluster in set(clusters.values()):
@@ -103,7 +103,7 @@ def _ended(runs: list[RunDir]) -> dict[RunDir, Job]:
     }
 
 
-def _update(run: RunDir, job: Job | None) -> Status:
+def _update(run: RunDir, job: SlurmJob | None) -> Status:
     before = run.status
     try:
         if job and job.state == "RUNNING" and (ticket := ticket_of(run)) and ticket.raw_id != job.raw_id:
@@ -126,7 +126,7 @@ def _update(run: RunDir, job: Job | None) -> Status:
     return after
 
 
-def _after(run: RunDir, status: Status, job: Job | None) -> Status:
+def _after(run: RunDir, status: Status, job: SlurmJob | None) -> Status:
     if job is None:
         if not status.state.is_final and status.job_id and not slurm.is_number(status.job_id):
             words = slurm.number_unknown(run, repr(status.job_id[:80]))

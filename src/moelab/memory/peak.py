@@ -26,7 +26,7 @@ from functools import cached_property
 from typing import Any
 
 from moelab.experiment import EPBackend, Experiment, Precision, Routing
-from moelab.hardware import GROUP_PADDING, Figure, Gpu, has_native_mxfp8
+from moelab.hardware import GROUP_PADDING, Gpu, SourcedNumber, has_native_mxfp8
 from moelab.layout import Layout
 from moelab.layout.mesh import nvlink_ranks
 from moelab.layout.rules import LOSS_CHUNKS
@@ -92,20 +92,24 @@ class MemoryConstants:
         communicator_gib: NCCL's buffers for each process group of more than one GPU, GiB.
     """
 
-    routing_imbalance: Figure
-    busiest_layer: Figure
+    routing_imbalance: SourcedNumber
+    busiest_layer: SourcedNumber
     expert_shares: tuple[float, ...] = ()
-    fragmentation: Figure
-    context_gib: Figure
-    communicator_gib: Figure
+    fragmentation: SourcedNumber
+    context_gib: SourcedNumber
+    communicator_gib: SourcedNumber
 
 
 memory_constants = MemoryConstants(
-    routing_imbalance=Figure(value=1.1, label="derived", source="assumed; over many layers, busy ones even out"),
-    busiest_layer=Figure(value=1.9, label="derived", source=EARLY_ROUTING),
-    fragmentation=Figure(value=1.01, label="measured", source=f"{H100_ROWS}, row '16B none'"),
-    context_gib=Figure(value=2.16, label="measured", source=f"{H100_ROWS}, the most: '1 GPU full'; the least is 1.23"),
-    communicator_gib=Figure(value=0.35, label="measured", source=f"{H100_ROWS}, row '16B selective', two groups"),
+    routing_imbalance=SourcedNumber(value=1.1, label="derived", source="assumed; over many layers, busy ones even out"),
+    busiest_layer=SourcedNumber(value=1.9, label="derived", source=EARLY_ROUTING),
+    fragmentation=SourcedNumber(value=1.01, label="measured", source=f"{H100_ROWS}, row '16B none'"),
+    context_gib=SourcedNumber(
+        value=2.16, label="measured", source=f"{H100_ROWS}, the most: '1 GPU full'; the least is 1.23"
+    ),
+    communicator_gib=SourcedNumber(
+        value=0.35, label="measured", source=f"{H100_ROWS}, row '16B selective', two groups"
+    ),
 )
 
 

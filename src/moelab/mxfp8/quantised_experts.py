@@ -272,7 +272,7 @@ class _EmulatedMXFP8:
 
         Two products, though one of 2F would do: views of one gradient would be copied by whoever accumulates them.
         """
-        x_RD = rows[0] if len(rows) == 1 else expand(*rows, cls.precision)
+        x_RD = rows[0] if len(rows) == 1 else expand(rows[0], rows[1], cls.precision)
         return [_wgrad(half_RF, x_RD, ends_e) for half_RF in grad_RH.chunk(2, dim=1)]
 
     @classmethod

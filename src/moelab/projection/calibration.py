@@ -82,6 +82,7 @@ class Calibration:
     eager_passes: Constant
     nccl_nvlink: Constant
     nccl_ring: Constant
+    nccl_pair: Constant
     nccl_network: Constant
     deepep_network: Constant
     deepep_v1_network: Constant

@@ -37,7 +37,7 @@ import numpy as np
 
 from moelab.data import read_yaml
 from moelab.experiment import EPBackend, Precision
-from moelab.hardware import GPUS, NIC_400G, Figure, Node
+from moelab.hardware import GPUS, NIC_400G, Node, SourcedNumber
 from moelab.memory.activations import BF16, Work
 from moelab.memory.sharding import Degrees
 from moelab.model import BYTES_PER_ELEMENT, ModelShape
@@ -76,6 +76,8 @@ def ring_time_s(job: Job, calibration: Calibration, whole_bytes: float, ranks: i
     together = max(1, job.node.gpus // stride)
     moved = whole_bytes * (ranks - 1) / ranks
     nvlink = 1e9 * float(calibration.nccl_ring) * float(job.node.gpu.nvlink_gb_s or 1)
+    if min(ranks, together) == 2:  # two ranks alone keep fewer channels busy than more do
+        nvlink *= float(calibration.nccl_pair)
     if ranks <= together:
         return moved / nvlink + float(calibration.collective_s)
     network = 1e9 * float(calibration.nccl_network) * float(job.node.nic_gb_s or 1) * together
@@ -162,7 +164,8 @@ def reached_gb_s(job: Job, calibration: Calibration) -> tuple[float, float]:
     """What a rank's dispatcher reaches on NVLink and on the network, on the wire."""
     nvlink, network = float(job.node.gpu.nvlink_gb_s or 1), float(job.node.nic_gb_s or 1)
     if job.work.backend is EPBackend.STANDARD:
-        return nvlink * float(calibration.nccl_nvlink), network * float(calibration.nccl_network)
+        pair = float(calibration.nccl_pair) if min(job.work.ep, job.node.gpus) == 2 else 1.0
+        return nvlink * float(calibration.nccl_nvlink) * pair, network * float(calibration.nccl_network)
     if job.work.backend is EPBackend.HYBRIDEP:
         on_nvlink, on_network = hybridep_shares(job.work.ep, job.node.gpus)
         return nvlink * on_nvlink, network * on_network
@@ -292,7 +295,7 @@ QUOTED = tuple(QuotedBandwidth(**row, source=_DEEPEP["sources"][row["version"]])
 """DeepEP's tables."""
 
 
-def _shares_of_hybridep(places: str, gpu: str, peak: Figure | None) -> tuple[list[int], list[float]]:
+def _shares_of_hybridep(places: str, gpu: str, peak: SourcedNumber | None) -> tuple[list[int], list[float]]:
     """Ranks or nodes of the table, and the mean of both directions there, of the datasheet's."""
     rows = [row for row in _DEEPEP["hybridep"]["rows"] if row["gpu"] == gpu and places in row]
     both = [(row["dispatch_gb_s"] + row["combine_gb_s"]) / 2 for row in rows]

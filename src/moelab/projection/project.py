@@ -14,7 +14,7 @@ from typing import Any
 
 from moelab.errors import BadInput, Refused
 from moelab.experiment import Experiment, Precision
-from moelab.hardware import PROFILES, Cluster, Figure, Node, cluster_of, gpu_of
+from moelab.hardware import PROFILES, Cluster, Node, SourcedNumber, cluster_of, gpu_of
 from moelab.layout import check
 from moelab.layout.mesh import divisors
 from moelab.memory import MemoryConstants, estimate, memory_constants
@@ -224,7 +224,7 @@ def with_network(cluster: Cluster, nic_gb_s: float) -> Cluster:
     Raises:
         ImpossibleHardware: for a bandwidth that is not positive and finite.
     """
-    figure = Figure(value=nic_gb_s, label="derived", source="what-if: network bandwidth as given")
+    figure = SourcedNumber(value=nic_gb_s, label="derived", source="what-if: network bandwidth as given")
     return replace(cluster, name=f"{cluster.name}, {nic_gb_s:g} GB/s", node=replace(cluster.node, nic_gb_s=figure))
 
 

@@ -18,7 +18,7 @@ from pyarrow import compute, parquet
 
 from moelab.errors import BadInput
 from moelab.experiment import Experiment, Routing
-from moelab.hardware import Figure
+from moelab.hardware import SourcedNumber
 from moelab.memory import MemoryConstants, memory_constants
 from moelab.model import shape_for
 from moelab.runs.directory import RunDir, is_run
@@ -233,7 +233,7 @@ def measured_constants(path: Path, experiment: Experiment) -> MemoryConstants:
     source = f"{FILE} of {run.name}" if run else path.name
     return replace(
         memory_constants,
-        routing_imbalance=Figure(value=float(busiest_SL[load.late].mean()), label="measured", source=source),
-        busiest_layer=Figure(value=float(busiest_SL.max()), label="measured", source=source),
+        routing_imbalance=SourcedNumber(value=float(busiest_SL[load.late].mean()), label="measured", source=source),
+        busiest_layer=SourcedNumber(value=float(busiest_SL.max()), label="measured", source=source),
         expert_shares=tuple(load.shares_E(experiment.ep).tolist()),
     )

@@ -32,7 +32,7 @@ class _Written(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, protected_namespaces=())
 
 
-class Gpu(_Written):
+class GpuRecord(_Written):
     """One GPU of a node."""
 
     name: str
@@ -53,7 +53,7 @@ class Environment(_Written):
     processor: str
     cores: Annotated[int, Field(ge=1)]
     memory_gib: Annotated[float, Field(allow_inf_nan=False)]
-    gpus: list[Gpu]
+    gpus: list[GpuRecord]
     gpu_problem: str | None = None
     git_commit: str | None
     hosts: Annotated[int, Field(ge=1)]
