@@ -10,12 +10,13 @@ import nbformat
 import pytest
 from notebook_support import WIDGET, Ran
 
+from moelab.analysis.published import THROUGHPUT
 from moelab.errors import BadInput, Refused
 from moelab.experiment import Routing
 from moelab.notebooks import ProjectParameters, validated
 from moelab.projection.calibration import CALIBRATION
 from moelab.projection.project import project
-from moelab.projection.published import projected_two_by_two, published_job
+from moelab.projection.published import RUN_TO_RUN, projected_two_by_two, published_job, published_parts
 from moelab.projection.step import step_time
 from moelab.projection.validation import errors_by_kind, validation_table, waterfall
 from moelab.sweep import by_gpus, by_network
@@ -70,16 +71,22 @@ def test_a_cluster_too_small_is_refused_with_the_plans_reason() -> None:
 
 
 def test_the_published_step_is_as_described() -> None:
-    parts = step_time(published_job("bf16_standard"), CALIBRATION).parts_s
-    total_s = sum(parts.values())
-    assert 1.05 < total_s / 201.3 < 1.15
-    assert 0.2 < parts["imbalance and stragglers"] / total_s < 0.3
-    with_deepep = step_time(published_job("bf16_deepep"), CALIBRATION).parts_s
-    assert with_deepep["imbalance and stragglers"] / sum(with_deepep.values()) == pytest.approx(0.4, abs=0.03)
-    assert max(parts, key=lambda name: parts[name]) == "all-to-all"
-    assert 0.35 < parts["all-to-all"] / total_s < 0.40
-    products = sum(parts[name] for name in ("expert GEMMs", "other GEMMs", "attention"))
-    assert 0.2 < products / total_s < 0.3
+    answers = published_parts(projected_two_by_two())
+    parts = {arm: {part: one.value for part, one in each.items()} for arm, each in answers.items()}
+    published_s = {row.arm: published_job(row.arm).tokens_per_gpu / row.tps for row in THROUGHPUT}
+    for arm, whole_s in published_s.items():
+        assert sum(parts[arm].values()) == pytest.approx(whole_s, rel=RUN_TO_RUN + 0.002)
+    baseline, exchange = answers["bf16_standard"], answers["bf16_standard"]["all-to-all"]
+    assert 80 < exchange.low < exchange.high < 125
+    assert exchange.low > max(one.high for part, one in baseline.items() if part != "all-to-all")
+    assert 5 < baseline["imbalance and stragglers"].low < baseline["imbalance and stragglers"].high < 50
+    products = sum(parts["bf16_standard"][part] for part in ("expert GEMMs", "other GEMMs", "attention"))
+    assert products / 201 == pytest.approx(0.26, abs=0.03)
+    assert parts["bf16_deepep"]["all-to-all"] / exchange.value == pytest.approx(0.5, abs=0.1)
+    perfect = 1 / (1 - exchange.value / sum(parts["bf16_standard"].values()))
+    assert perfect == pytest.approx(1.93, abs=0.03)
+    own_s = sum(step_time(published_job("bf16_standard"), CALIBRATION).parts_s.values())
+    assert own_s / published_s["bf16_standard"] == pytest.approx(1.1, abs=0.03)
 
 
 def test_errors_by_kind_are_in_the_order_that_it_says() -> None:

@@ -23,7 +23,7 @@ from moelab.hardware import cluster_of
 from moelab.layout import check
 from moelab.projection.calibration import CALIBRATION, Calibration, drawn, with_values
 from moelab.projection.job import MODEL_OF_ROUTING, Job, job_of, titan
-from moelab.projection.step import tps_of
+from moelab.projection.step import step_time, tps_of
 from moelab.projection.uncertainty import Estimate
 from moelab.titan.arms import named_arms
 
@@ -151,6 +151,23 @@ def projected_two_by_two(
         constants=sets,
         samples=tps,
     )
+
+
+def published_parts(two: TwoByTwo) -> dict[str, dict[str, Estimate]]:
+    """Seconds of each part of the four steps: by the set in the middle, whose parts add up, with the range over all.
+
+    The middle is where half of the sets say less of the missing arm.
+    """
+    middle = int(np.argsort(two.samples["mxfp8_standard"])[len(two.constants) // 2])
+    parts: dict[str, dict[str, Estimate]] = {}
+    for arm in ARMS:
+        job = replace(published_job(arm), routing=MODEL_OF_ROUTING[two.routing])
+        steps = [step_time(job, one).parts_s for one in two.constants]
+        by_part = {part: [step[part] for step in steps] for part in steps[0]}
+        parts[arm] = {
+            name: Estimate(value=all_s[middle], low=min(all_s), high=max(all_s)) for name, all_s in by_part.items()
+        }
+    return parts
 
 
 def _interaction(tps: Mapping[str, np.ndarray]) -> np.ndarray:

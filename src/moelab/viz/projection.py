@@ -64,11 +64,18 @@ BASELINE = "bf16_standard"
 NOTE = "derived: the step-time model, not a profile"
 
 
-def step_breakdown(parts_s: Mapping[str, float], *, measured_s: float | None = None, words: str = "") -> go.Figure:
+def step_breakdown(
+    parts_s: Mapping[str, float],
+    *,
+    ranges: Mapping[str, Estimate] | None = None,
+    measured_s: float | None = None,
+    words: str = "",
+) -> go.Figure:
     """One step from zero to its whole, the longest part first.
 
     Args:
         parts_s: seconds by part.
+        ranges: of the same parts where other constants would do as well; they stand beside the seconds.
         measured_s: of the whole step as it was published; drawn as a line.
         words: of what step, for the subtitle.
     """
@@ -76,8 +83,11 @@ def step_breakdown(parts_s: Mapping[str, float], *, measured_s: float | None = N
     total_s = sum(parts_s.values())
     largest, seconds = parts[0]
     quoted = f" Dashed: the published step, {measured_s:,.0f} s (quoted)." if measured_s else ""
+    largest_s, share = f"{seconds:,.0f}", f" ({seconds / total_s:.0%})"
+    if ranges:
+        largest_s, share = f"{ranges[largest].low:,.0f} to {ranges[largest].high:,.0f}", ""
     figure = new_figure(
-        f"{seconds:,.0f} of {total_s:,.0f} s ({seconds / total_s:.0%}) are {largest}",
+        f"{largest_s} of {total_s:,.0f} s{share} are {largest}",
         subtitle=f"{words} The busiest pipeline rank; every bar begins where the one above ends.{quoted}",
         note=NOTE,
         height=180 + 26 * len(parts),
@@ -92,7 +102,7 @@ def step_breakdown(parts_s: Mapping[str, float], *, measured_s: float | None = N
         x=ends,
         y=names,
         mode="text",
-        text=[f" {value:,.1f} s " for value in values],
+        text=[f" {value:,.1f} s{_range_in_words(ranges, name)} " for name, value in zip(names, values, strict=True)],
         textposition=["middle left" if before else "middle right" for before in left],
         textfont_size=12,
         hoverinfo="skip",
@@ -102,6 +112,10 @@ def step_breakdown(parts_s: Mapping[str, float], *, measured_s: float | None = N
     figure.update_yaxes(autorange="reversed", ticks="", showgrid=False)
     figure.update_xaxes(title_text="seconds of a step", range=[0, 1.16 * max(total_s, measured_s or 0)])
     return figure.update_layout(showlegend=False, bargap=0.25, hovermode="closest")
+
+
+def _range_in_words(ranges: Mapping[str, Estimate] | None, part: str) -> str:
+    return f" ({ranges[part].low:,.0f} to {ranges[part].high:,.0f})" if ranges and part in ranges else ""
 
 
 def arm_breakdowns(
