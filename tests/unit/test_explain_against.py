@@ -127,24 +127,21 @@ def test_the_fitted_model_meets_the_step_that_it_was_fitted_on(traces: dict[str,
         assert fitted[part].predicted_ms == pytest.approx(fitted[part].measured_ms, rel=0.01), part
 
 
-def test_one_step_of_the_best_arm_predicts_the_other_steps_within_3_percent_and_all_arms_within_4(
+def test_one_step_of_the_best_arm_predicts_all_other_steps_within_3_percent(
     traces: dict[str, Explanation],
 ) -> None:
     name = "two_h200_full_fp8_deepep"
     steps, arms = errors(traces, with_values(**fit(traces[name], TRACED[name])))
-    assert max(map(abs, steps)) < 0.03
-    assert max(map(abs, arms)) < 0.04
+    assert max(map(abs, [*steps, *arms])) < 0.03
     assert np.median(np.abs(arms)) < 0.02
 
 
-@pytest.mark.parametrize(("name", "most"), [("two_h200_full_standard", 0.05), ("four_h200_none_standard", 0.04)])
-def test_a_step_without_fp8_and_deepep_predicts_steps_with_them_too(
-    traces: dict[str, Explanation], name: str, most: float
-) -> None:
+@pytest.mark.parametrize("name", ["two_h200_full_standard", "four_h200_none_standard"])
+def test_a_step_without_fp8_and_deepep_predicts_steps_with_them_too(traces: dict[str, Explanation], name: str) -> None:
     """Traced steps within 3 %; arms ran faster when they were not traced, the one of four GPUs by 2.6 %."""
     steps, arms = errors(traces, with_values(**fit(traces[name], TRACED[name])))
     assert max(map(abs, steps)) < 0.03
-    assert max(map(abs, arms)) < most
+    assert max(map(abs, arms)) < 0.035
 
 
 def test_constants_that_say_they_are_the_traces_are(traces: dict[str, Explanation]) -> None:
