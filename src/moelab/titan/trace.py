@@ -105,7 +105,7 @@ class StepTracer:
         usual_s = round(statistics.median(self._step_times_s), 4) if self._step_times_s else None
         record = {
             "step": self._step,
-            "step_s": round(step_s, 4),
+            "step_s": round(step_s, 6),
             "usual_step_s": usual_s,
             "write_s": round(time.perf_counter() - start, 4),
             "files": files,

@@ -18,6 +18,7 @@ import threading
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 import plotly.graph_objects as go
 import plotly.io as pio
@@ -214,7 +215,8 @@ def can_draw_png() -> bool:
     # choreographer 1.4.0 wakes its reader with "{bye}" as it closes the browser, and under load logs a traceback, as
     # this is no JSON; the picture is complete by then. To go once it knows its own farewell.
     logging.getLogger("choreographer.channels.pipe").setLevel(logging.CRITICAL)
-    if Chromium.find_browser(skip_local=False) is None:
+    browser = Chromium.find_browser(skip_local=False)
+    if browser is None or not Path(browser).exists():  # it hands on BROWSER_PATH unseen
         return False
     import kaleido
 
