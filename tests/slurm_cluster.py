@@ -61,7 +61,7 @@ SchedulerParameters=bf_interval=1,sched_interval=1
 SlurmdParameters=config_overrides
 ReturnToService=1
 JobRequeue=1
-KillWait=2
+KillWait=10
 SlurmctldTimeout=30
 GresTypes=gpu
 {settings}
