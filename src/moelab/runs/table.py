@@ -305,7 +305,7 @@ def merge_segments(table: pd.DataFrame) -> pd.DataFrame:
     # Numbers in the place of names: a study has a million rows, which a sort of texts takes minutes for.
     names = [pd.factorize(table[name], sort=True, use_na_sentinel=False)[0] for name in _RUN]
     order, starts = grouped([*names, table["step"]], then=[table["segment"]])
-    last = order[np.append(starts[1:], len(order))[: len(starts)] - 1]
+    last = _last_of_each(order, starts)
     kept: pd.DataFrame = table.iloc[last].reset_index(drop=True)
     if len(kept) == len(table):
         return kept
@@ -331,6 +331,12 @@ def grouped(keys: Sequence[Any], then: Sequence[Any] = ()) -> tuple[NDArray[np.i
     places = np.array(keys)[:, order]
     changes = (places[:, 1:] != places[:, :-1]).any(axis=0)
     return order, np.flatnonzero(np.r_[True, changes][: len(order)])
+
+
+def _last_of_each(order: NDArray[np.int64], starts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The last row of each combination of keys, from what :func:`grouped` returns; none of no rows."""
+    last: NDArray[np.int64] = order[np.append(starts[1:], len(order))[: len(starts)] - 1]
+    return last
 
 
 def throughput_rows(table: pd.DataFrame, *, warmup_steps: int) -> pd.DataFrame:
@@ -368,7 +374,7 @@ def combine(log: Columns, tb: Columns) -> Columns:
     both = {name: np.concatenate([log[name], tb[name]]) for name in log}
     is_exact = np.arange(len(both["step"])) >= len(log["step"])
     order, starts = grouped([both["segment"], both["step"]], then=[is_exact])
-    first, last = order[starts], order[np.append(starts[1:], len(order)) - 1]  # the same row where one has the step
+    first, last = order[starts], _last_of_each(order, starts)  # the same row where one has the step
     differences = (both["time"][last] - both["time"][first])[first != last]
     if len(known := differences[~np.isnan(differences)]):
         zone_s = round(float(np.median(known)) / _QUARTER_HOUR_S) * _QUARTER_HOUR_S
@@ -431,7 +437,7 @@ def grad_norms_not_finite(columns: Mapping[str, Any]) -> dict[int, float]:
     if "grad_norm" not in columns or not np.isinf(columns["grad_norm"]).any():
         return {}
     order, starts = grouped([columns["step"]], then=[columns["segment"]])
-    last = order[np.append(starts[1:], len(order)) - 1]
+    last = _last_of_each(order, starts)
     norms = zip(
         np.asarray(columns["step"])[last].tolist(), np.asarray(columns["grad_norm"])[last].tolist(), strict=True
     )
