@@ -257,6 +257,9 @@ def test_arms_beside_their_projection() -> None:
     known = {"bf16_standard": 100.0, "bf16_deepep": 120.0}
     figure = arms_beside_projection(known, {"here": projected}, known_words="quoted", words="Words.")
     assert "+25.0% off at worst (BF16 + DeepEP)" in title(figure)
+    met = arms_beside_projection(known, {"here": projected}, known_words="quoted", words="Words.", fitted=True)
+    assert "off at worst" not in title(met)
+    assert "found on them; MXFP8 + standard all-to-all is not identified" in title(met)
     assert "MXFP8 + standard all-to-all is not identified: 110 (99 to 132)" in title(figure)
     circles, squares = figure.data
     assert list(circles.y) == [100.0, 120.0]

@@ -180,7 +180,7 @@ def arms_beside_projection(
     *,
     known_words: str,
     words: str,
-    shown: str = f"{LEVEL} interval",
+    fitted: bool = False,
 ) -> go.Figure:
     """Throughput of arms as it is known, and as it is projected.
 
@@ -189,12 +189,14 @@ def arms_beside_projection(
         projected: estimates by arm, for each condition by name; the first condition is that of ``known``.
         known_words: what ``known`` is, such as "published (quoted)".
         words: of which runs, for the subtitle.
-        shown: what an estimate's ends are of.
+        fitted: whether the constants were found on ``known``, which is no test of them then; an estimate's ends are
+            those of the range over all such constants, else of its interval.
     """
     arms = list(dict.fromkeys([*(arm for estimates in projected.values() for arm in estimates), *known]))
     figure = new_figure(
-        _worst_error(known, next(iter(projected.values()))),
-        subtitle=f"{words} {f'Circles: {known_words}. ' if known else ''}Projections with their {shown}.",
+        _worst_error(known, next(iter(projected.values())), fitted=fitted),
+        subtitle=f"{words} {f'Circles: {known_words}. ' if known else ''}Projections with their "
+        f"{'range' if fitted else f'{LEVEL} interval'}.",
         note=f"{known_words} against derived" if known else "derived: the step-time model",
     )
     numbers = {"mode": "markers+text", "hovertemplate": "%{y:,.0f} tokens/s<extra></extra>"}
@@ -227,8 +229,8 @@ def arms_beside_projection(
     return figure.update_layout(hovermode="closest", legend_y=-0.24)
 
 
-def _worst_error(known: Mapping[str, float], projected: Mapping[str, Estimate]) -> str:
-    """The largest error where something is known, and what is said of arms that are not."""
+def _worst_error(known: Mapping[str, float], projected: Mapping[str, Estimate], *, fitted: bool) -> str:
+    """The largest error where something is known and tests the constants, and what is said of arms that are not."""
     bounds = {arm: f"{one.value:,.0f} ({one.low:,.0f} to {one.high:,.0f})" for arm, one in projected.items()}
     errors = {arm: projected[arm].value / tps - 1 for arm, tps in known.items() if arm in projected}
     if not errors:
@@ -236,9 +238,10 @@ def _worst_error(known: Mapping[str, float], projected: Mapping[str, Estimate]) 
         return f"{arm_label(best)} is projected to make most: {bounds[best]} tokens/s"
     worst = max(errors, key=lambda arm: abs(errors[arm]))
     unknown = [arm for arm in projected if arm not in known]
+    error = f"The projection is {errors[worst]:+.1%} off at worst ({arm_label(worst)})"
     return "; ".join(
         [
-            f"The projection is {errors[worst]:+.1%} off at worst ({arm_label(worst)})",
+            "The known arms are met, as the constants were found on them" if fitted else error,
             *(f"{arm_label(arm)} is not identified: {bounds[arm]}" for arm in unknown),
         ]
     )
