@@ -2,6 +2,7 @@
 #   make demo       train DeepSeek-V3 nano in BF16 and MXFP8 on this CPU, print the verdict and where the report is
 #   make test       every test
 #   make lab        JupyterLab on the notebooks
+#   make site       executed notebooks, README and guides as a web site in a folder: build/site/html/index.html
 #   make rendered   executed copies of all notebooks, before a release, for readers without Jupyter; needs a Chromium
 PYTHON ?= python3
 VENV ?= .venv
@@ -9,7 +10,7 @@ BIN := $(VENV)/bin
 NOTEBOOK := 06_compare_convergence
 WORKERS ?= 2
 
-.PHONY: demo test lab rendered lint clean
+.PHONY: demo test lab site rendered lint clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed-core
@@ -22,6 +23,9 @@ test: $(VENV)/.installed-dev
 
 lab: $(VENV)/.installed-lab
 	$(BIN)/jupyter lab --notebook-dir=. notebooks/00_start_here.ipynb
+
+site: $(VENV)/.installed-site
+	$(BIN)/python site/build_site.py --workers $(WORKERS) $(SITE_FLAGS)
 
 rendered: $(VENV)/.installed-dev
 	$(BIN)/python -m moelab.notebooks.render
@@ -47,6 +51,10 @@ $(VENV)/.installed-core: pyproject.toml | $(BIN)/python
 $(VENV)/.installed-lab: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --editable '.[lab]'
 	touch $@ $(VENV)/.installed-core
+
+$(VENV)/.installed-site: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --editable '.[lab,site]'
+	touch $@ $(VENV)/.installed-core $(VENV)/.installed-lab
 
 $(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --editable '.[lab,dev]'
