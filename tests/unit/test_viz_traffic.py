@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 import pytest
-from figure_support import notes, shown_title, title
+from figure_support import notes, title
 
 from moelab.analysis.two_by_two import ArmResult, arm_results, checkpointing_table, goal_lines, result_table
 from moelab.deepep.benchmark_cases import OPERATIONS as ALL_OPERATIONS
@@ -476,17 +476,17 @@ def test_an_experiment_that_fails_shows_its_last_lines(tmp_path: Path, monkeypat
 def test_explorer_follows_its_controls_and_says_what_cannot_be() -> None:
     explorer = TrafficExplorer()
     assert "<b>7.27 ranks</b> and <b>3.61 nodes</b> (derived)" in explorer.words.value
-    assert all(output.outputs for output in explorer.figures.values())
+    assert explorer.figures
     explorer.controls["routing"].value = "group_limited"
     assert "<b>6.60 ranks</b> and <b>2.93 nodes</b>" in explorer.words.value
     explorer.controls["ep"].value = 256
     explorer.controls["experts"].value = 32
     assert "Cannot be" in explorer.words.value
-    assert "ep is 256 and does not divide 32 experts" in explorer.words.value
-    assert not any(output.outputs for output in explorer.figures.values())
+    assert "ep is 256 and does not divide 32 experts" in explorer.reasons["experts"].value
+    assert not explorer.figures
     explorer.controls["ep"].value = 8
     assert "Cannot be" not in explorer.words.value
-    assert all(output.outputs for output in explorer.figures.values())
+    assert explorer.figures
     explorer.controls["routing"].value = "skewed"
     assert "(simulated)" in explorer.words.value
 
@@ -494,7 +494,7 @@ def test_explorer_follows_its_controls_and_says_what_cannot_be() -> None:
 def test_explorer_begins_where_it_is_told_and_refuses_a_control_that_is_none() -> None:
     explorer = TrafficExplorer(hidden=1234, token=3)
     assert (explorer.chosen["hidden"], explorer.chosen["experts"]) == (1234, 256)
-    assert shown_title(explorer.figures["flow"]) == title(token_flow(RANDOM, PUBLISHED, token=3))
+    assert title(explorer.figures["flow"]) == title(token_flow(RANDOM, PUBLISHED, token=3))
     with pytest.raises(BadInput, match="the explorer has no control 'seed'"):
         TrafficExplorer(seed=1)
 
