@@ -32,6 +32,8 @@ from moelab.errors import MoelabError
 from moelab.machine import git_commit
 from moelab.notebooks.batch import execute, read_parameters
 from moelab.notebooks.render import CELL_TIMEOUT_S, PLOTLY, WIDGET, clean, parameters_file, stamp
+from moelab.viz.theme import DARK
+from moelab.viz.widget import javascript
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -162,6 +164,8 @@ def write_source(source: Path, copies: Path, notebooks: Iterable[Path]) -> None:
     project = f"\n```{{toctree}}\n:hidden:\n:caption: Project\n\n{others}```\n"
     _write_page(source / "index.md", f"{title}\n\n{WELCOME}{rest}{CONTENTS}{project}")
     (source / "static" / "plotly.min.js").write_text(get_plotlyjs())
+    colors = f"const moelabDark = {json.dumps(DARK)};\n"
+    (source / "static" / "painted.js").write_text(colors + javascript("painted.js"))
     (source / "static" / "grids").mkdir()
     commit, explore = git_commit(), EXPLORE
     for notebook in notebooks:

@@ -21,8 +21,8 @@ import nbformat
 
 from moelab.experiment import Experiment
 from moelab.notebooks import PlanParameters, ProjectParameters, validated
-from moelab.notebooks.render import PLOTLY
 from moelab.viz import LayoutExplorer
+from moelab.viz.grouped_gemm import ExpertExplorer
 from moelab.viz.mxfp8 import QuantisationExplorer
 from moelab.viz.projection import ProjectionExplorer
 from moelab.viz.traffic import TrafficExplorer
@@ -78,6 +78,15 @@ def _quantise(notebook: Path) -> Grid:
     )
 
 
+def _break_even(notebook: Path) -> Grid:
+    explorer = ExpertExplorer("671B", 8192, tp=2, ep=32)
+    return Grid(
+        explorers={"": explorer},
+        choices={name: explorer.controls[name].options for name in ("model", "gpu")}
+        | {"tokens": (2048, 4096, 8192, 16384), "ep": (8, 16, 32, 64)},
+    )
+
+
 def _route(notebook: Path) -> Grid:
     return Grid(
         explorers={"": TrafficExplorer()},
@@ -115,6 +124,7 @@ def _project(notebook: Path) -> Grid:
 
 GRIDS: Mapping[str, Callable[[Path], Grid]] = {
     "01_quantise_to_mxfp8": _quantise,
+    "02_find_grouped_gemm_break_even": _break_even,
     "03_route_tokens": _route,
     "05_plan_layout": _plan,
     "08_project_to_cluster": _project,
@@ -139,13 +149,12 @@ def script(name: str, grid: Grid) -> str:
                 control.unobserve(explorer.refresh, names="value")
             for name, value in zip(grid.choices, choice, strict=True):
                 explorer.controls[name].value = value
-            explorer.refresh("a control has moved")
+            explorer.refresh({"owner": None})  # no control is the cause
             key = [list(grid.explorers).index(words)] if len(grid.explorers) > 1 else []
             key += [list(values).index(value) for values, value in zip(grid.choices.values(), choice, strict=True)]
             drawn = {
-                figure: packed(as_page_figure(output.outputs[0]["data"][PLOTLY]))
-                for figure, output in explorer.figures.items()
-                if output.outputs
+                shown: packed(as_page_figure(json.loads(figure.to_json())))
+                for shown, figure in explorer.figures.items()
             }
             figures = {figure: numbers.setdefault(packed_one, len(numbers)) for figure, packed_one in drawn.items()}
             states[",".join(map(str, key))] = {"words": explorer.words.value, "figures": figures}
@@ -177,7 +186,7 @@ def page(name: str, grid: Grid) -> str:
             control = f'<select name="{words}">{"".join(menu)}</select>'
         fields.append(f"<label>{words} {control}</label>")
     explorer = next(iter(grid.explorers.values()))
-    places = "".join(figure_place(f' data-name="{html.escape(figure)}" hidden') for figure in explorer.figures)
+    places = "".join(figure_place(f' data-name="{html.escape(figure)}" hidden') for figure in explorer.plots.figures)
     return (
         f'<div class="moelab-explorer" data-grid="{name}"><p>Drawn when this site was built, for these controls alone. '
         f"Live, with all {len(explorer.controls)}: <code>make lab</code>, the last section of "

@@ -14,13 +14,22 @@
   };
   const grids = (window.moelabGrids = {});
 
-  const draw = async (box, { caption, data, layout }) => {
+  const isDark = () => document.documentElement.dataset.theme === "dark";
+  const drawn = new Map(); // figures by their boxes, to be drawn again in the other theme
+
+  const draw = async (box, figure) => {
+    drawn.set(box, figure);
     await load("plotly.min.js");
+    const { caption, data, layout } = isDark() ? painted(figure, moelabDark) : figure;
     box.querySelector("figcaption").innerHTML = caption;
     const plot = box.querySelector(".plot");
     plot.style.height = `${layout.height}px`;
-    await Plotly.react(plot, data, layout, { responsive: true, displaylogo: false });
+    // plotly writes ranges and sizes into the layout that it is given.
+    await Plotly.react(plot, [...data], structuredClone(layout), { responsive: true, displaylogo: false });
   };
+  new MutationObserver(() => drawn.forEach((figure, box) => draw(box, figure))).observe(document.documentElement, {
+    attributeFilter: ["data-theme"],
+  });
 
   const unpack = async (packed) => {
     const bytes = Uint8Array.from(atob(packed), (letter) => letter.charCodeAt(0));
