@@ -149,7 +149,7 @@ def figure_html(figure: Mapping[str, Any]) -> str:
 def write_source(source: Path, copies: Path, notebooks: Iterable[Path]) -> None:
     """Write what Sphinx reads: pages at the places they have in the repository, and the scripts of figures."""
     shutil.rmtree(source, ignore_errors=True)
-    shutil.copytree(HERE / "static", source / "static")
+    write_scripts(source / "static")
     shutil.copyfile(HERE / "conf.py", source / "conf.py")
     shutil.copytree(ROOT / "rendered" / "pictures", source / "rendered" / "pictures")
     for name in FILES:
@@ -163,10 +163,6 @@ def write_source(source: Path, copies: Path, notebooks: Iterable[Path]) -> None:
     others = "".join(path.stem + "\n" for path in present if path.parent == ROOT)
     project = f"\n```{{toctree}}\n:hidden:\n:caption: Project\n\n{others}```\n"
     _write_page(source / "index.md", f"{title}\n\n{WELCOME}{rest}{CONTENTS}{project}")
-    (source / "static" / "plotly.min.js").write_text(get_plotlyjs())
-    colors = f"const moelabDark = {json.dumps(DARK)};\n"
-    (source / "static" / "painted.js").write_text(colors + javascript("painted.js"))
-    (source / "static" / "grids").mkdir()
     commit, explore = git_commit(), EXPLORE
     for notebook in notebooks:
         explorer = ""
@@ -181,6 +177,15 @@ def write_source(source: Path, copies: Path, notebooks: Iterable[Path]) -> None:
             title = content.cells[0].source.partition("\n")[0].lstrip("# ")
             explore += f"\n## {title}\n\n[The notebook](notebooks/{notebook.name}) explains it.\n\n{explorer}\n"
     (source / "explore.md").write_text(explore)
+
+
+def write_scripts(static: Path) -> None:
+    """Write what pages load beside Sphinx's own: style, scripts, plotly.js, and a folder for the grids."""
+    shutil.copytree(HERE / "static", static)
+    (static / "grids").mkdir()
+    (static / "plotly.min.js").write_text(get_plotlyjs())
+    colors = f"const moelabDark = {json.dumps(DARK)};\n"
+    (static / "painted.js").write_text(colors + javascript("painted.js"))
 
 
 def _write_page(target: Path, text: str) -> None:

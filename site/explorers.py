@@ -54,9 +54,8 @@ class Grid:
     def controls(self) -> dict[str, list[str]]:
         """What each control of the page offers, in words."""
         begins = {"model and GPUs": list(self.explorers)} if len(self.explorers) > 1 else {}
-        return begins | {
-            name: [str(getattr(one, "value", one)) for one in values] for name, values in self.choices.items()
-        }
+        live = next(iter(self.explorers.values())).controls
+        return begins | {live[name].description: [str(one) for one in values] for name, values in self.choices.items()}
 
     @property
     def start(self) -> list[int]:
@@ -72,7 +71,6 @@ def _quantise(notebook: Path) -> Grid:
         choices={
             "distribution": ("gaussian", "student_t"),
             "block": (8, 16, 32, 64, 128, 512),
-            "scaling": ("floor", "rceil"),
             "outlier_log2": (0, 4, 8),
         },
     )
@@ -145,19 +143,18 @@ def script(name: str, grid: Grid) -> str:
     states = {}
     for words, explorer in grid.explorers.items():
         for choice in itertools.product(*grid.choices.values()):
-            for control in explorer.controls.values():  # an explorer draws once all its controls stand
-                control.unobserve(explorer.refresh, names="value")
-            for name, value in zip(grid.choices, choice, strict=True):
-                explorer.controls[name].value = value
-            explorer.refresh({"owner": None})  # no control is the cause
+            for control, value in zip(grid.choices, choice, strict=True):
+                explorer.controls[control].value = value
             key = [list(grid.explorers).index(words)] if len(grid.explorers) > 1 else []
             key += [list(values).index(value) for values, value in zip(grid.choices.values(), choice, strict=True)]
+            # Why a choice cannot be stands below the control that moved last; a page says it above the figures.
+            reason = "".join(place.value for place in explorer.reasons.values())
             drawn = {
                 shown: packed(as_page_figure(json.loads(figure.to_json())))
                 for shown, figure in explorer.figures.items()
             }
             figures = {figure: numbers.setdefault(packed_one, len(numbers)) for figure, packed_one in drawn.items()}
-            states[",".join(map(str, key))] = {"words": explorer.words.value, "figures": figures}
+            states[",".join(map(str, key))] = {"words": reason or explorer.words.value, "figures": figures}
     content = {"states": states, "figures": list(numbers)}
     return f"moelabGrids[{json.dumps(name)}] = {json.dumps(content, ensure_ascii=False)};\n"
 
