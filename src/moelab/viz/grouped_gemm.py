@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from moelab.mxfp8.grouped_gemm_cases import Case, Precision
+from moelab.mxfp8.grouped_gemm_cases import Case, GroupedPrecision
 from moelab.mxfp8.grouped_gemm_results import GroupedGemmResult
 from moelab.projection.gemm import Rates, break_even_m, gain, grouped_parts
 from moelab.projection.gemm_fit import GOAL, ExpertWork, Fit, break_even
@@ -41,7 +41,7 @@ _GAIN_COLORS = [[0.0, "#B2500A"], [0.25, "#E8A87C"], [0.5, "#FFFFFF"], [0.75, "#
 _MARKS = ("star", "diamond", "circle", "square")
 
 
-def measured_speedups(result: GroupedGemmResult, precision: Precision, *, replayed: bool) -> go.Figure:
+def measured_speedups(result: GroupedGemmResult, precision: GroupedPrecision, *, replayed: bool) -> go.Figure:
     """Measured speed-up over rows, a line for each weight shape with 8 even groups; other cases as grey marks.
 
     Args:
@@ -143,7 +143,7 @@ def step_parts(case: Case, rates: Rates) -> go.Figure:
         note="predicted by the model, not measured",
         height=400,
     )
-    precisions: tuple[Precision, ...] = ("bf16", "mxfp8", "mxfp8_wgrad_bf16")
+    precisions: tuple[GroupedPrecision, ...] = ("bf16", "mxfp8", "mxfp8_wgrad_bf16")
     parts = [grouped_parts(*case.mnkg, precision, rates) for precision in precisions]
     labels = [LABELS[precision] for precision in precisions]
     for kind, (name, color) in PART_LOOKS.items():
