@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from notebook_support import Ran, sbatch_that_tells
+from notebook_support import NO_PICTURES, Ran, sbatch_that_tells
 
 from moelab.notebooks import NotebookFailed, execute, read_parameters
 from moelab.runs import directory
@@ -50,13 +51,14 @@ def test_the_published_size_is_checked_before_anything_is_submitted(
 
 
 def test_papermill_runs_the_demo(tmp_path: Path) -> None:
-    """With three of its four seeds, the fewest that a verdict takes."""
+    """With three of its four seeds, the fewest that a verdict takes, and steps enough to learn two nats."""
     output, runs = tmp_path / "executed.ipynb", tmp_path / "runs"
     parameters = ROOT / "papermill_params" / NAME / "cpu.yaml"
     command = [sys.executable, "-m", "moelab.notebooks", str(NOTEBOOK), str(output), "-f", str(parameters)]
     done = subprocess.run(
-        [*command, "-p", "runs_dir", str(runs), "-p", "seeds", "3", "--cell-timeout-s", "1800"],
+        [*command, "-p", "runs_dir", str(runs), "-p", "seeds", "3", "-p", "steps", "70", "--cell-timeout-s", "1800"],
         cwd=tmp_path,
+        env={name: value for name, value in os.environ.items() if name not in NO_PICTURES},
         capture_output=True,
         text=True,
         check=False,
@@ -73,7 +75,7 @@ def test_papermill_runs_the_demo(tmp_path: Path) -> None:
     assert all(run.finished for run in trained)
     for arm in ("bf16_standard", "mxfp8_standard"):
         curve = joined_rows(run for run in trained if run.arm == arm).groupby("step")["loss"].mean()
-        assert curve.iloc[0] - curve.iloc[-22:].mean() >= 2.0, f"{arm}: {curve.iloc[0]} to {curve.iloc[-22:].mean()}"
+        assert curve.iloc[0] - curve.iloc[-14:].mean() >= 2.0, f"{arm}: {curve.iloc[0]} to {curve.iloc[-14:].mean()}"
 
     judged = subprocess.run(
         [sys.executable, "-m", "moelab", "report", str(runs / NAME), "--json", "--final-fraction", "0.2"],
