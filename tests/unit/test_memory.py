@@ -345,6 +345,8 @@ def test_padding_is_that_of_the_dispatcher() -> None:
         experiment = Experiment(ep_backend="deepep", precision=precision)
         work = work_of(experiment, layout_of(experiment), gpu, memory_constants)
         assert work.pad_multiple == GROUP_PADDING[kind]
+    nano = shape_of("nano")  # half a multiple for each of four local experts
+    assert Work(tokens=1024, ep=2, pad_multiple=128).received(nano) == 1024 * nano.top_k + 4 * 64
 
 
 def thin_estimate(experiment: Experiment, thin: dict[str, int]) -> tuple[MemoryEstimate, Layout]:
