@@ -113,6 +113,7 @@ def _arm(experiment: Experiment) -> ArmAnswer:
         Precision.BF16: "runs",
         Precision.FP8: "runs with FP8 tensor cores",
         Precision.MXFP8: "runs with native kernels" if native else "runs emulated: MXFP8 numerics, not its speed",
+        Precision.NVFP4: "runs emulated: NVFP4 numerics, not its speed",
     }[experiment.precision]
     reasons = ["what this machine's GPUs can do is not known"] if gpu_problem() else refusals(experiment)
     # Of several about one field the last is the one about this machine's GPUs.

@@ -272,7 +272,7 @@ class ConvergenceParameters(NotebookParameters):
         of_mxfp8 = {"quantize": self.quantize, "wgrad": self.wgrad}
         shared = {name: value for name, value in self.of_experiment.items() if name not in of_mxfp8}
         arms = [
-            {"precision": precision, **(of_mxfp8 if precision == "mxfp8" else {})}
+            {"precision": precision, **{"mxfp8": of_mxfp8, "nvfp4": {"wgrad": self.wgrad}}.get(precision, {})}
             for precision in map(str.strip, self.arms.split(","))
         ]
         return make_study(self.study, shared, arms, range(self.seeds))

@@ -18,6 +18,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from moelab.errors import Refused
 from moelab.experiment import EPBackend, Experiment, Precision, Routing
 from moelab.hardware import Node
 from moelab.layout import Layout
@@ -255,7 +256,16 @@ def job_of(
     stack: Stack | None = None,
     constants: MemoryConstants = memory_constants,
 ) -> Job:
-    """A job of an experiment whose layout is legal."""
+    """A job of an experiment whose layout is legal.
+
+    Raises:
+        Refused: for NVFP4, of whose speed nothing is known here.
+    """
+    if experiment.precision is Precision.NVFP4:
+        raise Refused(
+            "precision is nvfp4: numbers only. moelab emulates NVFP4 to see what it does to the loss, and has no figure "
+            "of its speed; precision=mxfp8, fp8 or bf16 can be projected"
+        )
     shape = shape or shape_for(experiment)
     stages = split_layers(shape.n_layers, len(layout.stages))
     return Job(

@@ -16,6 +16,7 @@ from typing import Any
 
 import pandas as pd
 
+from moelab.analysis.arms import PRECISIONS
 from moelab.analysis import (
     ArmThroughput,
     FinalLosses,
@@ -224,7 +225,9 @@ class Report:
         if self.study is None:
             emulated = [side for side in self.sides if side.emulated]
             return f"emulated kernels in {_names(emulated)}" if emulated else ""
-        notes = ["emulated MXFP8 kernels"] if any(run.emulates_mxfp8 for run in self.runs) else []
+        emulated_runs = [run.experiment for run in self.runs if run.emulates_products]
+        formats = sorted({PRECISIONS[one.precision] for one in emulated_runs if one})
+        notes = [f"emulated {' and '.join(formats)} kernels"] if formats else []
         deepep = any(run.emulates_deepep for run in self.runs)
         return ", ".join([*notes, *(["DeepEP emulated on plain collectives"] if deepep else [])])
 

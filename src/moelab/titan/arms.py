@@ -109,6 +109,9 @@ def _variants(model: str, precision: Precision) -> Iterator[dict[str, Any]]:
             yield {"quantize": quantize, "wgrad": "bf16", "dispatch_precision": "mxfp8"}
         return
     yield {}
+    if precision is Precision.NVFP4:
+        yield {"wgrad": "bf16"}
+        return
     if precision is Precision.FP8:
         yield {"dispatch_precision": "fp8"}
     yield {"dispatch_precision": "mxfp8"}
