@@ -18,6 +18,7 @@ from moelab.runs import metrics_table
 from moelab.runs.status import State
 from moelab.study_report import judge_paths, write_study_report
 from moelab.viz import Figure, Table, loss_curves, loss_difference, loss_tail, throughput_bars, write_report
+from moelab.viz.table import MOST_ROWS, as_table
 
 
 @pytest.fixture
@@ -103,3 +104,21 @@ def test_a_hostile_name_is_text_in_a_comparison(page: Page, tmp_path: Path) -> N
     assert page.locator("td, th").filter(has_text=shown).count() > 3
     assert page.locator("#tables td").filter(has_text=HOSTILE).count() == 2  # a setting and a reason, whole
     assert HOSTILE in page.locator(".notes").inner_text()
+
+
+def test_a_notebook_s_table_is_sorted_by_a_click(page: Page) -> None:
+    shown = pd.DataFrame({"arm": ["<i>b</i>", "a", "c"], "tokens/s": [980.0, 12_345.0, 1_500.0]})
+    page.set_content(as_table(shown, "three arms")._repr_html_())
+    assert page.locator("i, details").count() == 0
+
+    def column(heading: str, number: int) -> list[str]:
+        page.get_by_text(heading, exact=True).click()
+        return page.locator(f"tbody td:nth-child({number})").all_text_contents()
+
+    assert column("tokens/s", 2) == ["980", "1,500", "12,345"]
+    assert column("tokens/s", 2) == ["12,345", "1,500", "980"]
+    assert column("arm", 1) == ["<i>b</i>", "a", "c"]
+    page.set_content(as_table(pd.concat([shown] * MOST_ROWS))._repr_html_())
+    assert not page.locator("table").is_visible()
+    page.locator("summary").click()
+    assert page.locator("table").is_visible()

@@ -1,0 +1,86 @@
+"""A table as notebooks show it: numbers aligned, sorted by a click on a heading, folded when it is long.
+
+The click is an attribute of the table, not a script: JupyterLab keeps it in outputs that it trusts and drops it from
+all others, and GitHub drops it too, where the table is then simply a table.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+import numbers
+from dataclasses import dataclass
+from typing import Final
+
+import pandas as pd
+
+MOST_ROWS: Final = 12
+"""A longer table is folded."""
+# Sorts the body by the column of the heading that was clicked, the other way round at the next click. A cell counts by
+# the number that it begins with, else by its text.
+_SORT: Final = """const h=event.target.closest('th');if(h){
+const b=this.tBodies[0],i=h.cellIndex,up=h.dataset.up!=='1',
+v=r=>r.cells[i].textContent.replace(/[,+]/g,'').replace('−','-');
+[...b.rows].sort((p,q)=>{const x=v(p),y=v(q),m=parseFloat(x),n=parseFloat(y);
+return(up?1:-1)*(isNaN(m)||isNaN(n)?x.localeCompare(y):m-n)}).forEach(r=>b.append(r));h.dataset.up=up?'1':'0'}"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableView:
+    """What :func:`as_table` returns; a notebook shows it as HTML, a terminal as text."""
+
+    frame: pd.DataFrame
+    summary: str
+
+    def __repr__(self) -> str:
+        """The table as text."""
+        text: str = self.frame.to_string(index=False)
+        return f"{self.summary}\n{text}" if self.summary else text
+
+    def _repr_html_(self) -> str:
+        is_number = [all(isinstance(value, numbers.Real) for value in column) for _, column in self.frame.items()]
+        aligned = [f"text-align:{'right' if one else 'left'}" for one in is_number]
+        head = "".join(
+            f"<th style='{style};cursor:pointer' title='sort'>{html.escape(str(name))}</th>"
+            for name, style in zip(self.frame.columns, aligned, strict=True)
+        )
+        body = "".join(
+            "<tr>"
+            + "".join(
+                f"<td style='{style}'>{html.escape(_words(value))}</td>"
+                for value, style in zip(row, aligned, strict=True)
+            )
+            + "</tr>"
+            for row in self.frame.itertuples(index=False)
+        )
+        table = f"<table class='dataframe' onclick='{html.escape(_SORT)}'><thead><tr>{head}</tr></thead>"
+        table += f"<tbody>{body}</tbody></table>"
+        summary = html.escape(self.summary)
+        if len(self.frame) <= MOST_ROWS:
+            return (f"<div><b>{summary}</b></div>" if summary else "") + table
+        folded = f"{summary} " if summary else ""
+        return f"<details><summary><b>{folded}</b>({len(self.frame)} rows)</summary>{table}</details>"
+
+
+def as_table(frame: pd.DataFrame, summary: str = "") -> TableView:
+    """A table that a notebook shows with ``display``, or as the last value of a cell.
+
+    Args:
+        frame: its columns' names are the headings; the index is not shown.
+        summary: what the table is, above it; of a long table it stays when the table is folded.
+
+    Example:
+        >>> as_table(pd.DataFrame({"rows": [1024], "gain (×)": [0.98]}), "measured")
+        measured
+         rows  gain (×)
+         1024      0.98
+    """
+    return TableView(frame=frame, summary=summary)
+
+
+def _words(value: object) -> str:
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return "–"
+    if isinstance(value, float):
+        return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
