@@ -37,7 +37,7 @@ from itertools import chain
 from types import MappingProxyType
 from typing import Any, NamedTuple, get_args
 
-from moelab.experiment import EPBackend, Experiment, Precision, Routing
+from moelab.experiment import NUMBERS_ONLY, EPBackend, Experiment, Precision, Routing
 from moelab.hardware import (
     GROUP_PADDING,
     ROCM,
@@ -488,7 +488,7 @@ def _notes(facts: Facts) -> Iterator[str]:
     if x.ep_backend is EPBackend.DEEPEP and x.ep_kernels == "emulated":
         yield "dispatcher: DeepEP is emulated on plain collectives: its numerics, not its speed"
     if x.precision is Precision.NVFP4:
-        yield "precision: NVFP4 is numbers only, emulated on every machine: what it does to the loss, not to the speed"
+        yield f"precision: {NUMBERS_ONLY}"
     yield from _padding_note(facts)
     # TorchTitan's default, CUDA graphs on, would be refused.
     if x.pp > 1 or (x.ep > 1 and x.ep_backend is not EPBackend.MINIMAL_ASYNC_EP):

@@ -271,7 +271,7 @@ def estimate(
 
 
 def emulates(experiment: Experiment, gpu: Gpu) -> bool:
-    """Whether products are emulated: NVFP4's always, MXFP8's where that is asked for or a GPU lacks the tensor cores."""
+    """Whether products are emulated: NVFP4's always, MXFP8's where asked for or where a GPU has none of its own."""
     auto = experiment.mxfp8_kernels == "auto" and not has_native_mxfp8(gpu.capability)
     mxfp8 = experiment.precision is Precision.MXFP8 and (auto or experiment.mxfp8_kernels == "emulated")
     return mxfp8 or experiment.precision is Precision.NVFP4

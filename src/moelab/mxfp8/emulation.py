@@ -16,8 +16,8 @@ wgrad       grad (N, M)              x (M, K)               M of both; in BF16 w
 ==========  =======================  =====================  ===================================
 
 The blocks of wgrad run along tokens, so every group must be a multiple of 32 tokens: the dispatcher pads, or
-``pad_inside`` does (16 for NVFP4, whose blocks are half as long and which has a second scale for each expert's tokens
-and each expert's weight). A weight's two forms differ by block axis and cannot be derived from each other; each is computed
+``pad_inside`` does. NVFP4 has blocks of 16, and a second scale for each expert's tokens and weight.
+A weight's two forms differ by block axis and cannot be derived from each other; each is computed
 once a product, where it is needed, for keeping both would double the memory of the weights.
 
 Activations that arrive quantised, from a dispatch that sends MXFP8, are :mod:`moelab.mxfp8.quantised_experts`'s.

@@ -23,7 +23,8 @@ inductor of torch 2.14.1 fails with an assertion in ``cpp.py``'s ``try_loop_spli
 axes.)
 
 Source: torchao 0.18, ``to_mx`` in ``prototype/mx_formats/mx_tensor.py`` and ``tensor_to_scale`` in
-``float8/float8_utils.py``; ``nvfp4_quantize`` and ``NVFP4Tensor.dequantize`` in ``prototype/mx_formats/nvfp4_tensor.py``.
+``float8/float8_utils.py``; ``nvfp4_quantize`` and ``NVFP4Tensor.dequantize`` in
+``prototype/mx_formats/nvfp4_tensor.py``.
 
 Shape suffixes: B batch (experts), R rows, C columns, b blocks of 32 values.
 """
@@ -51,11 +52,11 @@ _E8M0_OF_INFINITY, _E8M0_OF_NAN = 254, 255
 _TWO_TO_MINUS_127, _QUIET_NAN = 0x00400000, 0x7FC00000
 _E4M3_ROUNDING = (3, 121 << 23, 135 << 23)
 _E2M1_ROUNDING = (1, 127 << 23, 129 << 23)
-"""Mantissa bits, and the biased exponents from the subnormals' (they share the smallest) to the largest, as FP32 has them."""
+"""Mantissa bits, and FP32's bits of the smallest exponent, which subnormals share, and of the largest."""
 NVFP4_BLOCK = 16
 E2M1_MAX, E4M3_MAX, _E4M3_LEAST_NORMAL = 6.0, 448.0, 2.0**-6
 NVFP4_LEAST_AMAX = 2688 * 2.0**-121
-"""Below it torchao divides by zero or overflows, a tensor of zeros included, and returns NaN; here they become zeros."""
+"""Below it, and of a tensor of zeros, torchao divides by zero or overflows and returns NaN; here they become zeros."""
 
 
 class NotWholeBlocks(BadInput):

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moelab.errors import Refused
-from moelab.experiment import EPBackend, Experiment, Precision, Routing
+from moelab.experiment import NUMBERS_ONLY, EPBackend, Experiment, Precision, Routing
 from moelab.hardware import Node
 from moelab.layout import Layout
 from moelab.layout.schedule import split_layers
@@ -264,10 +264,7 @@ def job_of(
         Refused: for NVFP4, of whose speed nothing is known here.
     """
     if experiment.precision is Precision.NVFP4:
-        raise Refused(
-            "precision is nvfp4: numbers only. moelab emulates NVFP4 to see what it does to the loss, and has no figure "
-            "of its speed; precision=mxfp8, fp8 or bf16 can be projected"
-        )
+        raise Refused(f"precision is nvfp4: {NUMBERS_ONLY}. Legal precision of a projection: bf16, fp8, mxfp8")
     shape = shape or shape_for(experiment)
     stages = split_layers(shape.n_layers, len(layout.stages))
     return Job(

@@ -16,7 +16,6 @@ from typing import Any
 
 import pandas as pd
 
-from moelab.analysis.arms import PRECISIONS
 from moelab.analysis import (
     ArmThroughput,
     FinalLosses,
@@ -26,6 +25,7 @@ from moelab.analysis import (
     final_losses,
     gain,
 )
+from moelab.analysis.arms import PRECISIONS
 from moelab.analysis.compare_runs import (
     NOT_FOR_SPEED,
     Difference,
@@ -43,6 +43,7 @@ from moelab.analysis.side import Side
 from moelab.analysis.throughput import why_no_gain
 from moelab.analysis.verdict import correct_for_arms
 from moelab.errors import BadInput, MoelabError
+from moelab.experiment import NUMBERS_ONLY, Precision
 from moelab.experiment_file import Study
 from moelab.explain.explanation import Explanation, explain
 from moelab.runs import directory
@@ -193,6 +194,8 @@ class Report:
                 words += [told for one in (side, first) for told in mixed_facts(one.finished, kernel_facts)]
                 if not all(any(run.speed_known for run in one.finished) for one in (side, first)):
                     words.append("the machine or the kernels of all runs of an arm are unknown")
+                if Precision.NVFP4 in (side.experiment.precision, first.experiment.precision):
+                    words.append(NUMBERS_ONLY)
             if words and (side.finished or self.study is None):
                 reasons[side.label] = "; ".join(dict.fromkeys(words))
         return reasons
