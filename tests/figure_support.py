@@ -11,9 +11,3 @@ def title(figure: Any) -> str:
 
 def notes(figure: Any) -> str:
     return " ".join(str(note.text).replace("<br>", " ") for note in figure.layout.annotations)
-
-
-def shown_title(output: Any) -> str:
-    """Title of the figure that an explorer's output shows."""
-    (shown,) = output.outputs
-    return str(shown["data"]["application/vnd.plotly.v1+json"]["layout"]["title"]["text"]).replace("<br>", " ")

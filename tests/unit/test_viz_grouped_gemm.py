@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import plotly.graph_objects as go
 import pytest
+from figure_support import title
 
 from moelab.mxfp8.grouped_gemm_cases import Case
 from moelab.mxfp8.grouped_gemm_results import stored
@@ -89,6 +90,6 @@ def test_the_explorer_follows_its_sliders() -> None:
     assert explorer.case == LARGE.case
     explorer.controls["n"].value = 1408
     explorer.controls["k"].value = 2048
-    assert "1408" in explorer.figures["parts"].outputs[0]["data"]["text/plain"]
+    assert "1408" in title(explorer.figures["parts"])
     rows = break_even_m(1408, 2048, 8, RATES)
     assert f"{rows:,.0f} rows" in explorer.words.value

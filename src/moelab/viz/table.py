@@ -10,7 +10,7 @@ import html
 import math
 import numbers
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import pandas as pd
 
@@ -44,14 +44,12 @@ class TableView:
             f"<th style='{style};cursor:pointer' title='sort'>{html.escape(str(name))}</th>"
             for name, style in zip(self.frame.columns, aligned, strict=True)
         )
+        columns = [_words(column) for _, column in self.frame.items()]
         body = "".join(
             "<tr>"
-            + "".join(
-                f"<td style='{style}'>{html.escape(_words(value))}</td>"
-                for value, style in zip(row, aligned, strict=True)
-            )
+            + "".join(f"<td style='{style}'>{html.escape(cell)}</td>" for cell, style in zip(row, aligned, strict=True))
             + "</tr>"
-            for row in self.frame.itertuples(index=False)
+            for row in zip(*columns, strict=True)
         )
         table = f"<table class='dataframe' onclick='{html.escape(_SORT)}'><thead><tr>{head}</tr></thead>"
         table += f"<tbody>{body}</tbody></table>"
@@ -78,9 +76,16 @@ def as_table(frame: pd.DataFrame, summary: str = "") -> TableView:
     return TableView(frame=frame, summary=summary)
 
 
-def _words(value: object) -> str:
-    if value is None or (isinstance(value, float) and math.isnan(value)):
-        return "–"
-    if isinstance(value, float):
-        return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
-    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+def _words(values: pd.Series[Any]) -> list[str]:
+    """Cells of a column; floats of one column have as many decimals as their most precise four digits need."""
+    written = [f"{value:.4g}" for value in values if isinstance(value, float) and math.isfinite(value)]
+    decimals = max((len(one.partition(".")[2]) for one in written if "e" not in one), default=0)
+
+    def words(value: object) -> str:
+        if value is None or (isinstance(value, float) and math.isnan(value)):
+            return "–"
+        if isinstance(value, float):
+            return f"{value:,.{decimals}f}"
+        return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+
+    return [words(value) for value in values]
