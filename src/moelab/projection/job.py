@@ -283,7 +283,7 @@ def job_of(
         stages_of_rank=layout.stages_of_rank,
         degrees=degrees_of(layout),
         precision=experiment.precision,
-        bf16_wgrad=experiment.wgrad != experiment.precision,
+        bf16_wgrad=experiment.wgrad != experiment.precision.value,
         emulated=emulates(experiment, node.gpu),
         dispatch=experiment.dispatch_precision,
         routing=_routing(experiment, shape, constants),
