@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import importlib.util
 import json
 import os
@@ -18,6 +20,8 @@ import yaml
 from packaging.requirements import Requirement
 
 import moelab
+import moelab.titan
+from moelab import machine
 from moelab.machine import TESTED
 
 ROOT = Path(__file__).parents[2]
@@ -244,7 +248,9 @@ def test_the_page_on_torchtitan_names_every_internal_that_is_imported() -> None:
 def test_another_release_of_torchtitan_is_told_at_import(monkeypatch: pytest.MonkeyPatch) -> None:
     versions = {"torchtitan": "0.3.0", "torchao": "0.19.0+cu130"}
     monkeypatch.setattr(machine, "version", versions.get)
-    with pytest.warns(UserWarning, match=r"not tested with torchao 0\.19\.0\+cu130 \(tested: 0\.18\.0\).*torchtitan\.md"):
+    with pytest.warns(
+        UserWarning, match=r"not tested with torchao 0\.19\.0\+cu130 \(tested: 0\.18\.0\).*torchtitan\.md"
+    ):
         importlib.reload(moelab.titan)
     monkeypatch.undo()
     importlib.reload(moelab.titan)  # with the versions that are here, of which nothing is said

@@ -16,7 +16,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from moelab.errors import BadInput
-from moelab.viz.theme import INK, MUTED, WARNING, new_figure, span
+from moelab.viz.theme import INK, MUTED, NARROW, WARNING, WIDE, new_figure, span
 from moelab.viz.widget import Explorer, labelled_control
 
 if TYPE_CHECKING:
@@ -67,7 +67,8 @@ def stored_figure(stored: Sequence[StoredNumbers], *, source: str) -> go.Figure:
         f"{count} numbers: {'; '.join(findings)}",
         subtitle=f"{source}. SQNR {qualities}. Shaded: the most that rounding a normal number costs, {bounds}; "
         "smaller numbers of a block are subnormal and lose more, up to all.",
-        height=500,
+        height=480,
+        width=WIDE,
     )
     # make_subplots begins a figure of its own: only its axes are taken.
     halves = make_subplots(rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.06, row_heights=[0.6, 0.4])
@@ -153,7 +154,8 @@ def method_errors(rows: Sequence[ErrorRow]) -> go.Figure:
         subtitle="Left: SQNR of the whole tensor, 6 dB halve the error. Middle: SQNR that the worst 5 % of blocks "
         f"of 32 stay below. Right: values that became zero; of {hard.data} {zeros}. Plain MXFP8 has RCEIL scales. BF16 "
         "is not drawn where the tensor is BF16 already.",
-        height=160 + 40 * len(names),
+        height=130 + 36 * len(names),
+        width=WIDE,
     )
     panels: tuple[tuple[str, list[float], Callable[[ErrorRow], float], str], ...] = (
         ("", [0.0, 0.37], lambda row: row.sqnr_db, "tensor (dB)"),
@@ -283,6 +285,7 @@ def quantisation_figure(choice: Choice) -> go.Figure:
         f"{errors.saturated_fraction:.2%} are cut",
         subtitle=f"{drawn}{outliers}; {SHAPE[0]} rows of {SHAPE[1]}; {shared}. Bars in parts of all.",
         height=380,
+        width=NARROW,
     )
     exponents = np.log2(cast.scale.numpy()[:, :: number_format.block]).ravel()
     # Magnitudes over their scale, in powers of two, against the range of the element.
@@ -325,8 +328,10 @@ class QuantisationExplorer(Explorer):
         choice: where the controls begin.
     """
 
+    figure_px = NARROW
+
     def __init__(self, choice: Choice | None = None) -> None:
-        start, px = choice or Choice(), {"label_px": 90, "width_px": 310}
+        start, px = choice or Choice(), {"label_px": 80, "width_px": 250}
         controls = {
             name: labelled_control("Dropdown", label, options=list(options.items()), value=getattr(start, name), **px)
             for name, (label, options) in _MENUS.items()
