@@ -18,7 +18,8 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from moelab.experiment import EPBackend, Experiment, Precision, Routing
+from moelab.errors import Refused
+from moelab.experiment import NUMBERS_ONLY, EPBackend, Experiment, Precision, Routing
 from moelab.hardware import Node
 from moelab.layout import Layout
 from moelab.layout.schedule import split_layers
@@ -48,6 +49,7 @@ class Stack:
         fused: whether elementwise work between products is fused, by torch.compile or by hand.
         expert_gemm: ``torch`` (``torch._grouped_mm``, torchao) or ``library`` (one product after the other at the
             rate of large ones).
+        low_down: whether the experts' down-projection multiplies in their precision as gate and up do.
         low_linears: whether attention, dense FFN and shared experts multiply in the experts' precision.
         permutation: whose kernels bring rows into the experts' order.
         loss_chunks: pieces in which the head's gradient is added up; 1 for a fused loss.
@@ -63,6 +65,7 @@ class Stack:
     document_keys: float | None = None
     fused: bool = True
     expert_gemm: Literal["torch", "library"] = "torch"
+    low_down: bool = True
     low_linears: bool = False
     permutation: Literal["standard", "standard compiled", "deepep dense", "deepep expanded", "fused"] = "standard"
     loss_chunks: int = 8
@@ -255,7 +258,13 @@ def job_of(
     stack: Stack | None = None,
     constants: MemoryConstants = memory_constants,
 ) -> Job:
-    """A job of an experiment whose layout is legal."""
+    """A job of an experiment whose layout is legal.
+
+    Raises:
+        Refused: for NVFP4, of whose speed nothing is known here.
+    """
+    if experiment.precision is Precision.NVFP4:
+        raise Refused(f"precision is nvfp4: {NUMBERS_ONLY}. Legal precision of a projection: bf16, fp8, mxfp8")
     shape = shape or shape_for(experiment)
     stages = split_layers(shape.n_layers, len(layout.stages))
     return Job(
@@ -274,7 +283,7 @@ def job_of(
         stages_of_rank=layout.stages_of_rank,
         degrees=degrees_of(layout),
         precision=experiment.precision,
-        bf16_wgrad=experiment.wgrad != experiment.precision,
+        bf16_wgrad=experiment.wgrad != experiment.precision.value,
         emulated=emulates(experiment, node.gpu),
         dispatch=experiment.dispatch_precision,
         routing=_routing(experiment, shape, constants),
