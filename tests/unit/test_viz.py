@@ -244,6 +244,18 @@ class Page(HTMLParser):
         self.text += data
 
 
+def test_verdicts_stand_in_rows_on_their_margins() -> None:
+    from moelab.viz.study import verdict_examples
+
+    figure = verdict_examples()
+    assert "constructed losses of four seeds, no measurement" in title(figure)
+    answers = [str(note.text) for note in figure.layout.annotations]
+    assert answers == [f"<b>{one}</b>" for one in ("equivalent", "insufficient data", "different", "insufficient data")]
+    margins = [shape.x1 for shape in figure.layout.shapes if shape.type == "rect"]
+    reach = [(one.x[0] - one.error_x.arrayminus[0], one.x[0] + one.error_x.array[0]) for one in figure.data]
+    assert [-m < low and high < m for m, (low, high) in zip(margins, reach, strict=True)] == [True, False, False, False]
+
+
 @pytest.fixture(scope="module")
 def page(tmp_path_factory) -> str:
     table = study(("bf16_standard", HOSTILE))

@@ -34,9 +34,12 @@ from moelab.privacy import without_places
 FOLDER = "rendered"
 LARGEST_BYTES = 500_000
 COLORS = 64
-CELL_TIMEOUT_S = 900
-SMOKE = ("06_compare_convergence", "07_compare_throughput")
-"""Notebooks whose profile ``cpu`` trains for many minutes; their copies show ``smoke``."""
+CELL_TIMEOUT_S = 3600
+PROFILES = {"07_compare_throughput": "b200_x256"}
+"""Notebooks whose copy shows another profile than ``cpu``: nothing is trained, and the study is ready to be sent."""
+KEEPS_RUNS = ("06_compare_convergence",)
+"""Notebooks that train for minutes (7 on two idle cores): their runs stay in the clone's ``runs``, where ``make demo``
+has its own of the same study, and the next copy is made of what is finished there."""
 PICTURES = {
     "where_the_step_goes": ("08_project_to_cluster", 2),
     "measured_arms": ("04_dispatch_with_deepep", 1),
@@ -51,7 +54,7 @@ WIDGET = "application/vnd.jupyter.widget-view+json"
 
 def parameters_file(notebook: Path) -> Path:
     """The profile that a notebook's copy shows."""
-    profile = "smoke" if notebook.stem in SMOKE else "cpu"
+    profile = PROFILES.get(notebook.stem, "cpu")
     return notebook.parents[1] / "papermill_params" / notebook.stem / f"{profile}.yaml"
 
 
@@ -83,6 +86,10 @@ def render(notebook: Path, copy: Path, commit: str | None) -> None:
     notebook, copy = notebook.absolute(), copy.absolute()
     parameters = read_parameters(parameters_file(notebook))
     with tempfile.TemporaryDirectory() as work, contextlib.chdir(work):
+        if notebook.stem in KEEPS_RUNS:
+            kept = notebook.parents[1] / "runs"
+            kept.mkdir(exist_ok=True)
+            Path("runs").symlink_to(kept)
         executed = execute(notebook, Path("executed.ipynb"), parameters, cell_timeout_s=CELL_TIMEOUT_S)
         content = nbformat.read(executed, as_version=4)
         for cell in content.cells:
