@@ -90,8 +90,8 @@ def _route(notebook: Path) -> Grid:
         explorers={"": TrafficExplorer()},
         choices={
             "routing": ("round_robin", "random_balanced", "group_limited", "skewed"),
-            "ep": (8, 16, 32, 64, 128),
-            "top_k": (1, 2, 4, 6, 8),
+            "ep": (8, 16, 32, 64),
+            "top_k": (1, 2, 4, 8),
         },
     )
 
@@ -102,7 +102,7 @@ def _plan(notebook: Path) -> Grid:
         explorers={
             words: LayoutExplorer(Experiment(**(begin.model_dump() | fields))) for words, fields in _CASES.items()
         },
-        choices={"pp": (1, 2, 4, 8), "ep": (8, 16, 32, 64), "activation_checkpoint": ("none", "selective", "full")},
+        choices={"pp": (1, 2, 4, 8), "ep": (8, 16, 32, 64), "activation_checkpoint": ("selective", "full")},
     )
 
 
