@@ -87,15 +87,16 @@ if sys.argv[2].endswith("png"):
 
 
 @pytest.mark.parametrize(
-    ("browser", "seconds", "renderer"),
+    ("given", "seconds", "renderer"),
     [
-        (None, 60, "plotly_mimetype+png"),  # Debian's Chromium
-        ("/nowhere/chromium", 60, "plotly_mimetype"),
-        ("/bin/false", 5, "plotly_mimetype"),  # a browser that fails to start
+        ({}, 60, "plotly_mimetype+png"),  # Debian's Chromium
+        ({"BROWSER_PATH": "/nowhere/chromium"}, 60, "plotly_mimetype"),
+        ({"BROWSER_PATH": "/bin/false"}, 5, "plotly_mimetype"),  # a browser that fails to start
+        ({"PLOTLY_RENDERER": "json"}, 60, "json"),
     ],
 )
-def test_pictures_are_drawn_where_a_browser_draws(browser, seconds, renderer):
-    found = os.environ | ({"BROWSER_PATH": browser} if browser else {})
+def test_pictures_are_drawn_where_a_browser_draws(given, seconds, renderer):
+    found = os.environ | given
     command = [sys.executable, "-c", DRAWN, str(seconds), renderer]
     done = subprocess.run(command, env=found, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
