@@ -114,7 +114,7 @@ def test_products_are_as_described(captured: list[Capture], layer: int) -> None:
             assert 25 < found < 44
             assert by[weight, product, "bf16"] == pytest.approx(56, abs=1.5)
             assert by[weight, product, "fp8_rowwise"] == pytest.approx(found, abs=0.1)
-            assert found - by[weight, product, "nvfp4"] == pytest.approx(11, abs=3)
+            assert 9 < found - by[weight, product, "nvfp4"] < 17
             if product != "output":
                 assert 1 < found - by[weight, product, "fp8_tensorwise"] < 7
         assert by[weight, "wgrad", "mxfp8_wgrad-bf16"] > mxfp8["wgrad"] + 12
