@@ -384,7 +384,7 @@ def main() -> None:
         run_together(group, content, options)
     for row in content.get("summary", []):
         print("SUMMARY", json.dumps(row), flush=True)
-    print(layer_table(layer_gains(content["rows"])), flush=True)
+    print(layer_table(layer_gains(content["rows"])).to_string(index=False), flush=True)
     late = missing_keys(content, options, begun)
     print(f"LEFT for another call: {len(late)} passes" if late else "nothing is left", flush=True)
 

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import base64
+import re
+import zlib
 from typing import Any
+
+from moelab.viz.report import ALPHABET
+
+PYTHON_DIGITS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz!#$%&()*+-;<=>?@^_`{|}~"
 
 
 def title(figure: Any) -> str:
@@ -13,7 +20,15 @@ def notes(figure: Any) -> str:
     return " ".join(str(note.text).replace("<br>", " ") for note in figure.layout.annotations)
 
 
-def shown_title(output: Any) -> str:
-    """Title of the figure that an explorer's output shows."""
-    (shown,) = output.outputs
-    return str(shown["data"]["application/vnd.plotly.v1+json"]["layout"]["title"]["text"]).replace("<br>", " ")
+def unpacked(page: str, element: str) -> str:
+    """A text that a report holds compressed: ``plotlyjs`` or ``drawings``."""
+    (digits,) = re.findall(rf'<script id="{element}" type="text/plain">([^<]*)</script>', page)
+    return zlib.decompress(base64.b85decode(digits.translate(str.maketrans(ALPHABET, PYTHON_DIGITS)))).decode()
+
+
+def shown_page(page: str) -> str:
+    """A report with the data of its figures readable and without plotly's source."""
+    if 'id="drawings"' not in page:
+        return page
+    drawings = unpacked(page, "drawings")
+    return re.sub(r'<script id="\w+" type="text/plain">[^<]*</script>', "", page) + drawings

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from moelab.experiment import Experiment
+from moelab.experiment import Experiment, Precision
 from moelab.hardware import cluster_of
 from moelab.layout import check
 from moelab.model import ModelShape, shape_of
@@ -103,3 +103,19 @@ def thin_job(shape: Shape, arm: Mapping[str, Any], *, gpus: int = 2, hardware: s
     layout = check(experiment).layout
     assert layout is not None, "one node and no pipeline"
     return job_of(experiment, layout, cluster_of(hardware).node, shape=shape.thin(gpus))
+
+
+def as_in_november(job: Job) -> Job:
+    """The step of an FP8 arm as moelab ran it before its own FP8 experts (28 November 2026, 23:00).
+
+    TorchTitan 0.3.0 drops torchao's wrapper of a weight where ep > 1, so experts multiplied in BF16: all of them, but
+    for gate and up on rows that DeepEP had sent in FP8. The trace of such a step has 30 grouped products in FP8 and 25
+    in BF16 (``trace_two_h200_full_fp8_deepep.json.gz``, five layers: ``forward``, ``recompute`` and ``dgrad`` of gate
+    and up; of down two of these and every ``wgrad``).
+    """
+    if job.precision is not Precision.FP8:
+        return job
+    work = replace(job.work, one_pass_experts=False, scaled_products=False)
+    if not work.quantised_dispatch:
+        return replace(job, precision=Precision.BF16, work=work)
+    return replace(job, work=work, stack=replace(job.stack, low_down=False))

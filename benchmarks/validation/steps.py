@@ -43,7 +43,7 @@ from moelab.projection.measured import FULL_NODE, TWO_BY_TWO, Measurement, hardw
 from moelab.projection.validation import H100_LATER, NOW
 
 from .full_node import node_job
-from .shapes import ALL_SHAPES, arm_of, thin_job
+from .shapes import ALL_SHAPES, arm_of, as_in_november, thin_job
 
 HERE = Path(__file__).parent
 IN_MEGATRON = ("mla", "mla+mlp", "norm+act")
@@ -211,11 +211,11 @@ def later_steps() -> Iterator[Step]:
     measured = load_measured(TWO_BY_TWO)
     assert measured.content is not None
     for result in arm_results(measured.rows):
-        old_fp8 = result.code is None and result.arm.startswith("fp8")
-        if result.retries or old_fp8 or result.code not in (None, CODE):  # see NOT_PREDICTED
+        if result.retries or result.code not in (None, CODE):  # see not_predicted.csv
             continue
         shape = ALL_SHAPES[result.shape]
         arm = {**arm_of(result.arm), "routing": result.routing, "activation_checkpoint": result.activation_checkpoint}
+        job = thin_job(shape, arm, hardware=hardware_of(measured))
         name = f"two by two: {result.shape} {result.arm}, {result.routing}"
         if result.activation_checkpoint not in (shape.activation_checkpoint, "full+dispatch"):
             name += f", {checkpointing_words(result.activation_checkpoint)}"
@@ -226,7 +226,7 @@ def later_steps() -> Iterator[Step]:
             name=name,
             measured=result.tps,
             date=measured.content["date"][:10],
-            job=thin_job(shape, arm, hardware=hardware_of(measured)),
+            job=job if result.code else as_in_november(job),
             reference=measured.stamp,
         )
 
@@ -237,11 +237,12 @@ def node_steps() -> Iterator[Step]:
     assert measured.content is not None
     hardware = hardware_of(measured)
     for place, result in node_results(measured, Measurement(name=TWO_BY_TWO, content=None)).items():
+        job = node_job(ALL_SHAPES[place.shape], place.arm, place.routing, ep=place.ep, hardware=hardware)
         yield Step(
             source=NOW,
             name=f"{place.shape} {place.arm}, {place.routing}, EP {place.ep}",
             measured=result.tps,
             date=measured.content["date"][:10],
-            job=node_job(ALL_SHAPES[place.shape], place.arm, place.routing, ep=place.ep, hardware=hardware),
+            job=as_in_november(job),
             reference=measured.stamp,
         )

@@ -9,20 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from notebook_support import WIDGET, Ran
+from notebook_support import Ran
 
+from moelab.analysis.two_by_two import CODE, STOCK, arm_results
 from moelab.hardware import cluster_of
 from moelab.model import shape_of
 from moelab.notebooks import DispatchParameters, read_parameters, validated
 from moelab.projection import ExpertPlacement, RoutingModel, expected_destinations, expected_rows
 from moelab.projection.calibration import CALIBRATION, with_values
 from moelab.projection.exchange import QUOTED
-from moelab.projection.measured import FULL_NODE, SCALING, load_measured, load_predicted
+from moelab.projection.measured import FULL_NODE, SCALING, TWO_BY_TWO, load_measured, load_predicted
 from moelab.projection.published import published_job
 from moelab.projection.step import tps_of
 from moelab.projection.traffic import EXPANDING, EXPANDING_FP8, STOCK_DEEPEP, gather_passes, padded_rows
 from moelab.viz.deepep import gather_bars
-from moelab.viz.traffic import TrafficExplorer, forwarding
+from moelab.viz.traffic import forwarding
 
 ROOT = Path(__file__).parents[2]
 NAME = "04_dispatch_with_deepep"
@@ -44,18 +45,19 @@ PLACEMENT = ExpertPlacement(experts=256, top_k=8, ep=32, ranks_per_node=8)
 
 def test_its_defaults_measure_on_a_cpu(by_nbmake: Callable[[str], Ran]) -> None:
     ran = by_nbmake(NAME)
-    titles, printed = ran.titles(), ran.printed
-    assert len(ran.shown(WIDGET)) == 1
-    assert len(titles) == 8
-    assert any("CPU processes over gloo: no measure of a GPU" in title for title in titles)
+    titles = ran.titles()
+    assert len(titles) == 7
+    assert "times as fast as stock" in titles[0]
+    assert not any("CPU" in title for title in titles), "times over gloo are no finding"
     rows = json.loads((ran.folder / "runs" / NAME / "all_to_all.json").read_text())["rows"]
     dispatches = [row for row in rows if row["operation"] == "dispatch" and row["routing"] != "skewed"]
-    lines = [line.split() for line in printed.splitlines() if "rows counted" in line]
-    assert [(line[0], float(line[3])) for line in lines] == [
+    (counts,) = [text for text in ran.shown("text/plain") if "rows expected" in text]
+    lines = [line.split() for line in counts.splitlines()[2:]]
+    assert [(line[1], float(line[-2])) for line in lines] == [
         (row["routing"], row["rows_to_others"]) for row in dispatches
     ]
-    assert all(float(line[6]) == pytest.approx(float(line[3]), rel=0.03) for line in lines)
-    assert printed.count("goal 1.1") == 2
+    assert all(float(line[-1]) == pytest.approx(float(line[-2]), rel=0.03) for line in lines)
+    assert ran.printed.count("goal 1.1") == 2
     assert any("is predicted to gain" in title for title in titles) is not bool(load_measured(FULL_NODE).rows)
 
 
@@ -78,12 +80,21 @@ def test_figures_of_the_other_profiles(profile: str) -> None:
     hbm = cluster_of(parameters.hardware).node.gpu.hbm_tb_s
     assert hbm is not None
     assert gather_bars(paths, hbm_tb_s=float(hbm), words=profile).data
-    own = {name: getattr(placement, name) for name in ("experts", "top_k", "ep", "ranks_per_node")}
-    explorer = TrafficExplorer(**own, hidden=shape.dim, tokens=parameters.tokens, hardware=parameters.hardware)
-    assert all(output.outputs for output in explorer.figures.values())
 
 
 # What the notebook says that its reader should see
+
+
+def test_gains_are_those_that_are_named() -> None:
+    results = [one for one in arm_results(load_measured(TWO_BY_TWO).rows) if one.shape != "16B" and one.ratio]
+    deepep = {kind: [one.ratio for one in results if (one.arm, one.activation_checkpoint) == ("bf16_deepep", kind)]
+              for kind in ("none", "full")}  # fmt: skip
+    assert all(0.025 < ratio - 1 < 0.045 for ratio in deepep["none"] if ratio)
+    assert all(0.115 < ratio - 1 < 0.145 for ratio in deepep["full"] if ratio)
+    one_pass = [one for one in results if one.code == CODE and one.arm not in STOCK]
+    gains = sorted(one.ratio for one in one_pass if one.ratio)
+    assert (gains[0], gains[-1]) == (pytest.approx(1.22, abs=6e-3), pytest.approx(1.36, abs=6e-3))
+    assert {one.steps for one in one_pass} == {6}
 
 
 def test_quoted_bandwidths_on_the_wire() -> None:

@@ -6,6 +6,7 @@ import json
 import signal
 import socket
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -21,7 +22,7 @@ from moelab.launch.in_job import REQUEUE_CODE, TERMINATED, NodeOfJob, Signals
 from moelab.launch.node import Start
 from moelab.runs import directory
 from moelab.runs.directory import RunDir
-from moelab.runs.status import State, Status
+from moelab.runs.status import BY_CANCEL, State, Status
 
 STEPS = 4
 Ranks = Callable[[Start, Callable[[], object]], int]
@@ -141,6 +142,15 @@ def test_a_run_that_did_not_complete_has_its_reason(
 ) -> None:
     ended, status = account(ranks)
     assert (ended, status.state, status.reason) == (code, state, reason)
+
+
+def test_a_job_that_ends_while_it_is_being_cancelled_says_so(run: RunDir, account: Account) -> None:
+    def ranks(start: Start, is_over: Callable[[], object]) -> int:
+        run.set_status(replace(run.status, reason=BY_CANCEL))  # what `cancel` writes before it asks Slurm
+        return is_sent(signal.SIGTERM)(start, is_over)
+
+    _, status = account(ranks)
+    assert (status.state, status.reason) == (State.CANCELLED, BY_CANCEL)
 
 
 def test_a_time_limit_that_comes_before_the_checkpoint_is_said(account: Account, signals: Signals) -> None:

@@ -296,7 +296,7 @@ def test_the_thread_looks_by_itself(tmp_path: Path) -> None:
     seen = threading.Event()
     shown = LiveView(tmp_path / "runs", interval_s=0.5)
     shown_in_a_browser(shown)
-    shown.place.children[0].observe(lambda _change: seen.set(), "figures")
+    shown.place.children[0].send = lambda _message: seen.set()
     longer = running(tmp_path / "elsewhere", (8.0, 7.9, 7.5))
     run.log.write_text(longer.log.read_text())
     assert seen.wait(60)

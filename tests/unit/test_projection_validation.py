@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import json
 import math
 import statistics
@@ -14,14 +15,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 from validation.parts import H200_EXCHANGES
+from validation.shapes import SHAPES, arm_of, as_in_november, thin_job
 from validation.steps import experiment_of, job_and_memory, megatron_stages, noted_steps
 from validation.table import GOALS, MEMORY_FITTED_ON, fitted_on, goals, refit, steps, table_file
 
 from moelab.analysis.published import THROUGHPUT
 from moelab.analysis.two_by_two import CODE, arm_results
-from moelab.experiment import Routing
+from moelab.experiment import Precision, Routing
 from moelab.model import shape_of
 from moelab.projection.calibration import CALIBRATION, fitted, with_values
+from moelab.projection.gemm import products_by_module
+from moelab.projection.job import INDEX, PASS_INDEX
 from moelab.projection.measured import ALL_TO_ALL, GROUPED_GEMM, TWO_BY_TWO, load_measured
 from moelab.projection.published import (
     ARMS,
@@ -146,7 +150,7 @@ def test_every_own_measurement_is_in_the_table(rows: tuple[ValidationRow, ...]) 
     later = sorted(row.measured for row in rows if row.source == H100_LATER)
     standard = json.loads((RESULTS / "h100_standard_step.json").read_text())["rows"]
     arms = arm_results(load_measured(TWO_BY_TWO).rows)
-    shown = [arm for arm in arms if not arm.retries and (arm.code == CODE or not (arm.code or "fp8" in arm.arm[:3]))]
+    shown = [arm for arm in arms if not arm.retries and arm.code in (None, CODE)]
     assert later == sorted([*(row["tps_median"] for row in standard), *(arm.tps for arm in shown)])
 
 
@@ -184,6 +188,27 @@ def test_measured_constants_are_read_off_the_measurements() -> None:
     alone = statistics.mean(row["physical_bytes"] / row["parts_us"]["wire"] / 1e3 for row in wires)
     among_more = statistics.mean((alone / 450 / float(CALIBRATION.nccl_pair), 0.75))
     assert float(CALIBRATION.nccl_nvlink) == pytest.approx(among_more, rel=0.01)
+
+
+def test_fp8_arms_of_before_the_one_pass_experts_are_priced_as_their_trace_shows_them() -> None:
+    with gzip.open(MEASURED / "trace_two_h200_full_fp8_deepep.json.gz") as file:
+        names = [event["name"] for event in json.load(file)["traceEvents"] if event.get("cat") == "kernel"]
+    grouped = Counter("low" if "GroupProblemShape" in name and "at4cuda6detail" not in name else "bf16"
+                      for name in names if "GroupProblemShape" in name or "enable_3x_kernel" in name)  # fmt: skip
+    layers, directions = 5, ("forward", "recompute", "dgrad")
+    assert grouped == {"low": layers * 2 * len(directions), "bf16": layers * (2 + 3)}  # wgrad of all three, and down
+    ran = as_in_november(thin_job(SHAPES["671B MoE-heavy"], arm_of("fp8_deepep_dispatch-fp8"), hardware="h200_node"))
+    assert not ran.stack.low_down
+    assert not ran.work.one_pass_experts
+    slower = (
+        products_by_module(ran, CALIBRATION)["moe"]
+        - products_by_module(replace(ran, stack=replace(ran.stack, low_down=True)), CALIBRATION)["moe"]
+    )
+    gemms = INDEX["expert GEMMs"]
+    assert slower[PASS_INDEX["wgrad"], gemms] == 0
+    assert all(slower[PASS_INDEX[name], gemms] > 0 for name in ("forward", "dgrad"))
+    assert as_in_november(replace(ran, work=replace(ran.work, row_bytes=2))).precision is Precision.BF16
+    assert as_in_november(bf16 := thin_job(SHAPES["16B"], arm_of("bf16_deepep"))) is bf16
 
 
 def test_goals_are_judged_by_the_rows_that_they_name(rows: tuple[ValidationRow, ...]) -> None:

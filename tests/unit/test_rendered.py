@@ -72,6 +72,8 @@ figure = {"application/vnd.plotly.v1+json": {"layout": {"title": {"text": "<b>Lo
 picture = {"image/png": pathlib.Path(PNG).read_text()}
 display(figure | picture, raw=True)
 display({"application/vnd.jupyter.widget-view+json": {"model_id": "x"}, "text/plain": "VBox()"}, raw=True)
+explorer = {"application/vnd.jupyter.widget-view+json": {"model_id": "y"}, "text/plain": "One step"}
+display(explorer | picture, raw=True)
 print(pathlib.Path("runs").absolute(), sys.executable, flush=True)
 print("HF_TOKEN=hf_abcdefghijklmnopqrstuvwxyz", steps)"""
 COMPLETE = "from moelab.notebooks.batch import complete\ncomplete()"
@@ -102,7 +104,8 @@ def test_a_copy_keeps_what_every_reader_can_show(tmp_path: Path) -> None:
     assert "steps = 2" in injected.source
     assert "(steps = 2)" in stamp.source
     assert "code of commit 4d86c9c" in stamp.source
-    figure, printed = cell.outputs
+    figure, explorer, printed = cell.outputs
+    assert explorer.data == {"image/png": figure.data["image/png"], "text/plain": "One step"}
     assert figure.data["text/plain"] == "Losses fall"
     shown = Image.open(io.BytesIO(base64.b64decode(figure.data["image/png"])))
     assert shown.size == (400, 400)

@@ -37,7 +37,7 @@ from moelab.launch.slurm import (
 from moelab.launch.status import cancel, refresh
 from moelab.launch.submit import adopt, dry_run, submit
 from moelab.runs.directory import RunDir, find
-from moelab.runs.status import State, Status
+from moelab.runs.status import BY_CANCEL, State, Status
 
 STUDIES = Path(__file__).parents[2] / "studies"
 FINAL_OF_SLURM = ["COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"]
@@ -290,6 +290,23 @@ def test_a_job_in_a_state_that_is_not_known_is_not_submitted_again_and_can_be_ca
         submit(make_study("s", {"hardware": "cpu", "steps": 4}, [{}], [0]), tmp_path, cluster, submit=True)
     assert [status.state for status in cancel([run])] == [State.CANCELLED]
     assert "scancel 7_0\n" in (tmp_path / "asked").read_text()
+
+
+def test_a_job_knows_that_it_is_cancelled_before_slurm_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = submitted(tmp_path, [8.0], before := Status(state=State.RUNNING, job_id="7_0", attempts=1))
+    monkeypatch.setattr(slurm, "queue", lambda: [job("RUNNING")])
+
+    def refuse(jobs: Iterable[SlurmJob]) -> None:
+        assert [one.job_id for one in jobs] == ["7_0"]
+        assert (run.status.state, run.status.reason) == (State.RUNNING, BY_CANCEL)
+        raise SlurmError("scancel: error: Access/permission denied")
+
+    monkeypatch.setattr(slurm, "cancel", refuse)
+    with pytest.raises(SlurmError, match="denied"):
+        cancel([run])
+    assert replace(run.status, updated=0) == before
 
 
 def test_an_end_that_the_job_writes_meanwhile_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,7 +110,7 @@ def test_two_depths_give_the_gain_of_a_layer() -> None:
     (gain,) = layer_gains(rows)
     assert (gain.stock_ms, gain.arm_ms, gain.ratio) == pytest.approx((100.0, 80.0, 1.25))
     assert gain.whole == pytest.approx({5: 0.7 / 0.6, 10: 1.2})
-    assert "100.0         80.0  1.250    1.167    1.200" in layer_table([gain])
+    assert layer_table([gain]).iloc[0, 3:9].tolist() == [100.0, 80.0, 1.25, 1.167, 1.2, 1]
     assert isinstance(gain, LayerGain)
 
 
@@ -123,7 +123,7 @@ def test_depths_of_two_campaigns_or_checkpointings_are_not_mixed() -> None:
     assert layer_gains(stock + short) == []
     lost = [row | {"step_s": [], "error": "out of memory"} for row in depth_rows("c", "full", BEST, (0.6, 1.0))[1:]]
     assert layer_gains(stock + shallow + lost) == []
-    assert layer_table([]).endswith("no campaign has 5 and 10 MoE layers of stock and of another arm")
+    assert layer_table([]).empty
 
 
 def test_a_ratio_is_over_the_faster_of_torchtitans_own_settings_and_names_it(benchmark: ModuleType) -> None:
@@ -135,12 +135,12 @@ def test_a_ratio_is_over_the_faster_of_torchtitans_own_settings_and_names_it(ben
     ]
     (gain,) = layer_gains(rows)
     assert (gain.stock, gain.ratio, gain.whole[10], gain.passes) == (tiles, pytest.approx(1.5), pytest.approx(1.375), 1)
-    assert layer_table([gain]).endswith(f"1.375      1 (stock: flex tiles) ({CODE})")
+    assert layer_table([gain]).iloc[0, -3:].tolist() == [1.375, 1, f"stock with flex tiles, {CODE}"]
     results = {(one.shape, one.arm): one for one in arm_results(rows)}
     best = results["671B, 10 MoE layers", f"{BEST}_flex_tiles"]
     assert (best.stock, best.ratio, best.code) == (tiles, pytest.approx(1.375), CODE)
     assert results["671B, 10 MoE layers", plain].ratio == pytest.approx(1.1 / 1.2)
-    assert f"1.375 (stock: flex tiles) ({CODE})" in result_table([best])
+    assert result_table([best]).iloc[0, -2:].tolist() == [1.375, f"stock with flex tiles, {CODE}"]
     summary = {(row["shape"], row["arm"]): row for row in benchmark.summary(rows)}
     assert summary["671B, 10 MoE layers", best.arm]["ratio"] == pytest.approx(1.375)
     assert {row["stock"] for row in summary.values()} == {tiles}

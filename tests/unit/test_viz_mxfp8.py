@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from figure_support import shown_title, title
+from figure_support import title
 from torchao.prototype.moe_training import ep as torchao_ep
 
 from moelab.errors import BadInput
@@ -269,5 +269,5 @@ def test_the_explorer_follows_every_control_with_the_static_figure() -> None:
     for name, value in vars(choice).items():
         explorer.controls[name].value = value
         assert getattr(explorer.choice, name) == value
-        assert shown_title(explorer.figures["errors"]) == title(quantisation_figure(explorer.choice))
+        assert title(explorer.figures["errors"]) == title(quantisation_figure(explorer.choice))
     assert explorer.choice == choice

@@ -19,6 +19,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pandas as pd
+
 from moelab.analysis.arms import arm_label
 
 BASELINE, DEEPEP = "bf16_standard", "bf16_deepep"
@@ -33,6 +35,14 @@ STOCK_CHECKPOINTING = {"full+dispatch": "full"}
 """TorchTitan's checkpointing that an arm's own kind is held against."""
 DEPTHS = {"671B MoE-heavy": 5, "671B, 10 MoE layers": 10}
 """MoE layers of two shapes that differ in nothing else."""
+
+SHAPE_WORDS = {
+    "671B, 10 MoE layers": "671B: 10 MoE layers, 16 experts",
+    "671B MoE-heavy": "671B: 5 MoE layers, 16 experts",
+    "671B": "671B: 1 dense + 2 MoE layers, 32 experts",
+    "16B": "16B: 1 dense + 4 MoE layers, 64 experts",
+}
+"""The thin models of ``benchmarks/validation/shapes.py``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +104,11 @@ def checkpointing_words(activation_checkpoint: str) -> str:
     """
     kind = STOCK_CHECKPOINTING.get(activation_checkpoint, activation_checkpoint)
     return f"{'no' if kind == 'none' else kind} checkpointing"
+
+
+def shape_words(shape: str) -> str:
+    """The layers and experts of a thin model that has a name in :data:`SHAPE_WORDS`."""
+    return SHAPE_WORDS.get(shape, f"{shape} layers")
 
 
 def two_by_two_label(arm: str) -> str:
@@ -257,21 +272,27 @@ def checkpointing_pairs(rows: Iterable[Mapping[str, Any]]) -> list[list[tuple[Ar
     return found
 
 
-def checkpointing_table(rows: Iterable[Mapping[str, Any]]) -> str:
-    """Pairs of :func:`checkpointing_pairs` as text, and below them each side's best."""
+def checkpointing_table(rows: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
+    """Pairs of :func:`checkpointing_pairs` with each side's best below them, in tokens/s per GPU; empty without any."""
     lines = []
     for pairs in checkpointing_pairs(rows):
         best = (_fastest(stock for stock, _ in pairs), _fastest(arm for _, arm in pairs))
         shown = [(checkpointing_words(stock.activation_checkpoint), stock, arm) for stock, arm in pairs]
-        shown.append((f"best: {' / '.join(one.activation_checkpoint for one in best)}", *best))
-        for words, stock, arm in shown:
-            names, rates = f"{stock.shape:20} {stock.routing:16} {words:23}", f"{stock.tps:14,.0f} {arm.tps:9,.0f}"
-            short = " (stock was short of memory)" if stock.retries else ""
-            lines.append(f"{names} {rates} {arm.tps / stock.tps:6.3f}  {arm.label}{short}")
-    if not lines:
-        return "stock ran under one kind of checkpointing at each shape: its best setting is not measured yet"
-    head = f"{'shape':20} {'routing':16} {'checkpointing':23} {'stock tokens/s':>14} {'best arm':>9} {'ratio':>6}"
-    return "\n".join([head, *lines])
+        shown.append((f"best of each side: {' and '.join(one.activation_checkpoint for one in best)}", *best))
+        lines += [
+            {
+                "layers": shape_words(stock.shape),
+                "routing": stock.routing.replace("_", " "),
+                "checkpointing": words,
+                "stock tokens/s": round(stock.tps),
+                "best arm's tokens/s": round(arm.tps),
+                "× stock": round(arm.tps / stock.tps, 3),
+                "best arm": arm.label,
+                "remark": "stock was short of memory" if stock.retries else "",
+            }
+            for words, stock, arm in shown
+        ]
+    return pd.DataFrame(lines)
 
 
 def _stock_of(results: Iterable[ArmResult]) -> dict[str, ArmResult]:
@@ -287,22 +308,27 @@ def _fastest(results: Iterable[ArmResult]) -> ArmResult:
     return max(results, key=lambda one: one.tps)
 
 
-def result_table(results: Sequence[ArmResult]) -> str:
-    """All results as text, one line an arm."""
-    head = f"{'shape':20} {'checkpointing':13} {'routing':16} {'arm':51}"
-    lines = [f"{head} {'tokens/s/GPU':>12} {'quartiles':>17} {'× stock':>8}"]
-    for result in results:
-        ratio = "–" if result.ratio is None else f"{result.ratio:.3f}"
-        spread = f"{result.low:,.0f}–{result.high:,.0f}"
-        names = f"{result.shape:20} {result.activation_checkpoint:13} {result.routing:16} {result.label:51}"
-        lines.append(f"{names} {result.tps:12,.0f} {spread:>17} {ratio:>8}{_remarks(result.stock, result.code)}")
-    return "\n".join(lines)
+def result_table(results: Sequence[ArmResult]) -> pd.DataFrame:
+    """All results, a row an arm; tokens/s per GPU, and × stock where stock was measured beside it."""
+    return pd.DataFrame(
+        {
+            "layers": shape_words(one.shape),
+            "checkpointing": one.activation_checkpoint,
+            "routing": one.routing.replace("_", " "),
+            "arm": one.label,
+            "tokens/s": round(one.tps),
+            "quartiles": f"{one.low:,.0f} to {one.high:,.0f}",
+            "× stock": None if one.ratio is None else round(one.ratio, 3),
+            "remark": _remarks(one.stock, one.code),
+        }
+        for one in results
+    )
 
 
 def _remarks(stock: str | None, code: str | None) -> str:
     """What is not as in most rows: stock's setting, and the code."""
-    tiles = " (stock: flex tiles)" if stock not in (None, BASELINE) else ""
-    return tiles + (f" ({code})" if code else "")
+    tiles = "stock with flex tiles" if stock not in (None, BASELINE) else ""
+    return ", ".join(filter(None, (tiles, code)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -388,18 +414,19 @@ def layer_gains(rows: Iterable[Mapping[str, Any]]) -> list[LayerGain]:
     return gains
 
 
-def layer_table(gains: Sequence[LayerGain]) -> str:
-    """Gains on a MoE layer beside those of the whole step, one line an arm."""
-    few, many = DEPTHS.values()
-    if not gains:
-        return f"gain on a MoE layer: no campaign has {few} and {many} MoE layers of stock and of another arm"
-    lines = [
-        f"{'checkpointing':13} {'routing':16} {'arm':51} {'stock ms/layer':>14} {'arm ms/layer':>12} {'gain':>6} "
-        f"{f'step, {few}':>8} {f'step, {many}':>8} {'passes':>6}"
-    ]
-    for gain in gains:
-        times = f"{gain.stock_ms:14.1f} {gain.arm_ms:12.1f} {gain.ratio:6.3f}"
-        names = f"{gain.activation_checkpoint:13} {gain.routing:16} {two_by_two_label(gain.arm):51}"
-        whole = f"{gain.whole[few]:8.3f} {gain.whole[many]:8.3f} {gain.passes:6}"
-        lines.append(f"{names} {times} {whole}{_remarks(gain.stock, gain.code)}")
-    return "\n".join(lines)
+def layer_table(gains: Sequence[LayerGain]) -> pd.DataFrame:
+    """Gains on a MoE layer beside those of the whole step, a row an arm; empty without any."""
+    return pd.DataFrame(
+        {
+            "checkpointing": one.activation_checkpoint,
+            "routing": one.routing.replace("_", " "),
+            "arm": two_by_two_label(one.arm),
+            "stock, ms a layer": round(one.stock_ms, 1),
+            "arm, ms a layer": round(one.arm_ms, 1),
+            "layer × stock": round(one.ratio, 3),
+            **{f"step × stock, {moe} MoE layers": round(one.whole[moe], 3) for moe in DEPTHS.values()},
+            "passes": one.passes,
+            "remark": _remarks(one.stock, one.code),
+        }
+        for one in gains
+    )

@@ -23,7 +23,7 @@ from moelab.runs.collect import Collected
 from moelab.runs.directory import EXPERIMENT_FILE, STOP_VARIABLE, STOPPED_FILE, RunDir
 from moelab.runs.files import write_json, write_whole
 from moelab.runs.statements import Kind
-from moelab.runs.status import State, Status
+from moelab.runs.status import BY_CANCEL, State, Status
 
 POLL_S = 0.2
 LOG_QUIET_S, LOG_WAIT_S = 1.0, 15.0
@@ -200,8 +200,8 @@ def _terminated(start: Start, status: Status, log_start: int) -> Status:
         late = "out of time before a checkpoint was saved: raise signal_s of the cluster's profile"
         return replace(status, state=State.FAILED, reason=late)
     said = start.run.status
-    if said.state is State.CANCELLED:  # `moelab cancel` knows why
-        return replace(status, state=said.state, reason=said.reason)
+    if said.state is State.CANCELLED or said.reason == BY_CANCEL:
+        return replace(status, state=State.CANCELLED, reason=said.reason)
     ended_by = "ended by SIGTERM: cancelled, preempted, out of time, or a node was lost"
     return replace(status, state=State.UNKNOWN, reason=ended_by)
 

@@ -30,7 +30,7 @@ from moelab.launch.cluster import line as one_line
 from moelab.launch.slurm import Queue, SlurmError, SlurmJob, SlurmMissing, call, checked, state_of, ticket_of, words_of
 from moelab.runs.directory import RunDir
 from moelab.runs.follow import RunNow, StudyFollower, format_seconds
-from moelab.runs.status import State, Status
+from moelab.runs.status import BY_CANCEL, State, Status
 from moelab.runs.stragglers import slow_steps
 
 ACTIVE = (State.SUBMITTED, State.RUNNING)
@@ -177,12 +177,23 @@ def cancel(runs: Iterable[RunDir]) -> list[Status]:
         for run, status in before.items()
         if status.state in ACTIVE or (status.state is State.UNKNOWN and queue.job_of(run))
     ]
+    for run in going:  # said first, since a job that ends by SIGTERM writes its own status and asks this one why
+        with suppress(OSError):
+            run.set_status(replace(before[run], reason=BY_CANCEL))
     if going:
-        slurm.cancel(job for run in going if (job := queue.job_of(run) or _ended([run]).get(run)))
+        try:
+            slurm.cancel(job for run in going if (job := queue.job_of(run) or _ended([run]).get(run)))
+        except (SlurmError, SlurmMissing):
+            for run in going:
+                with suppress(OSError):
+                    if run.status.reason == BY_CANCEL:
+                        run.set_status(before[run])
+            raise
     for run, status in before.items():
-        if run in going or status.state is State.PREPARED:
+        # One that ended by itself in between stays as it ended.
+        if (run in going and not run.status.state.is_final) or status.state is State.PREPARED:
             unseen = run in going and not status.job_id
-            reason = "by `moelab cancel`" + ("; its job was not seen: `squeue --me` says if there is one" * unseen)
+            reason = BY_CANCEL + ("; its job was not seen: `squeue --me` says if there is one" * unseen)
             with suppress(OSError):  # another person's, or a full quota; the next look at the queue says so
                 run.set_status(replace(status, state=State.CANCELLED, reason=reason))
     return [run.status for run in runs]

@@ -2,7 +2,7 @@
 
 A copy is read on GitHub, in VS Code and as nbconvert's HTML, so it holds what all three show: text, and each figure as
 a PNG with its title. The figure's JSON is always left out: GitHub and nbconvert cannot draw it, and with it a copy is
-several times as large. Widgets need a kernel; the static figure that each has stays.
+several times as large. Widgets need a kernel; the picture that an explorer carries stays.
 
 A stamp says what was run where, and with the code of which commit. A copy does not know of later changes of that code,
 so all are made again before a release.
@@ -39,8 +39,8 @@ SMOKE = ("06_compare_convergence", "07_compare_throughput")
 """Notebooks whose profile ``cpu`` trains for many minutes; their copies show ``smoke``."""
 PICTURES = {
     "where_the_step_goes": ("08_project_to_cluster", 2),
-    "measured_arms": ("04_dispatch_with_deepep", 7),
-    "break_even": ("02_find_grouped_gemm_break_even", 4),
+    "measured_arms": ("04_dispatch_with_deepep", 1),
+    "break_even": ("02_find_grouped_gemm_break_even", 2),
     "forced_balance": ("03_route_tokens", 3),
     "loss_difference": ("06_compare_convergence", 3),
 }
@@ -136,7 +136,9 @@ def _clean(cell: Any) -> None:
     if cell.cell_type != "code":
         return
     whole: list[Any] = []  # what was printed in one go as one output: how a kernel cuts it differs from run to run
-    for output in [output for output in cell.outputs if _WIDGET not in output.get("data", {})]:
+    for output in cell.outputs:
+        if output.get("data", {}).pop(_WIDGET, None) and "image/png" not in output.data:
+            continue
         if whole and "text" in output and output.get("name") == whole[-1].get("name"):
             whole[-1].text += output.text
         else:
@@ -149,7 +151,9 @@ def _clean(cell: Any) -> None:
             if "image/png" not in output.data:
                 raise BadInput("figures have no PNG here; it takes kaleido (`make lab` brings it) and a Chromium")
             title = " ".join(re.sub(r"<[^>]*>", " ", output.data[_PLOTLY]["layout"]["title"]["text"]).split())
-            output.data = {"image/png": _with_fewer_colors(output.data["image/png"]), "text/plain": title}
+            output.data = {"image/png": output.data["image/png"], "text/plain": title}
+        if "image/png" in output.get("data", {}):
+            output.data["image/png"] = _with_fewer_colors(output.data["image/png"])
         for kind, text in output.get("data", {}).items():
             if kind.startswith("text/"):
                 output.data[kind] = without_places(text)

@@ -348,6 +348,7 @@ class ProductKinds(NamedTuple):
 
     Attributes:
         low: whether experts multiply in 8 bits.
+        low_down: whether their down-projection does too.
         bf16_wgrad: whether the experts' weight gradients are BF16 all the same.
         kept: whether the experts' products are not computed again, whatever is recomputed.
         low_linears: whether linears multiply in 8 bits.
@@ -355,6 +356,7 @@ class ProductKinds(NamedTuple):
     """
 
     low: bool
+    low_down: bool
     bf16_wgrad: bool
     kept: bool
     low_linears: bool
@@ -411,6 +413,8 @@ def _forward_dgrad_wgrad_s(weight: Weight, share: int, kinds: ProductKinds, rate
     time_s, low, low_wgrad = gemm_time_s, *[kinds.low_linears and weight.part not in UNQUANTISED] * 2
     if weight.part == "routed experts":
         time_s, low = gemm_time_s if kinds.library else grouped_gemm_time_s, kinds.low
+        if not kinds.low_down and ".w2_" in weight.name:
+            low = False
         low_wgrad = low and not kinds.bf16_wgrad
     return (
         time_s(m, n, k, groups, rates, low=low, wgrad=False),
@@ -460,7 +464,7 @@ def add_expert_casts(times: Times, job: Job, calibration: Calibration) -> None:
     rows = work.received(shape)
     groups = shape.num_experts // work.ep
     first, hidden = shape.dim, shape.moe_hidden_dim
-    for n, k in ((hidden, first), (hidden, first), (first, hidden)):
+    for n, k in ((hidden, first), (hidden, first), (first, hidden))[: 3 if job.stack.low_down else 2]:
         seconds = cast_time_s(job, calibration, rows, n, k, groups)
         arrived = work.quantised_dispatch and k == first  # w1 and w3 multiply what was dispatched, w2 what the GPU made
         if arrived:  # rows are quantised already, weights are not
@@ -505,7 +509,12 @@ def products_by_module(job: Job, calibration: Calibration) -> dict[str, Times]:
     work, stack = job.work, job.stack
     low = job.precision is not Precision.BF16 and not job.emulated
     kinds = ProductKinds(
-        low, job.bf16_wgrad, job.keeps_products, low and stack.low_linears, stack.expert_gemm == "library"
+        low,
+        stack.low_down,
+        job.bf16_wgrad,
+        job.keeps_products,
+        low and stack.low_linears,
+        stack.expert_gemm == "library",
     )
     rates = rates_of(job.node.gpu, calibration)
     times_of = {}

@@ -48,6 +48,7 @@ class Stack:
         fused: whether elementwise work between products is fused, by torch.compile or by hand.
         expert_gemm: ``torch`` (``torch._grouped_mm``, torchao) or ``library`` (one product after the other at the
             rate of large ones).
+        low_down: whether the experts' down-projection multiplies in their precision as gate and up do.
         low_linears: whether attention, dense FFN and shared experts multiply in the experts' precision.
         permutation: whose kernels bring rows into the experts' order.
         loss_chunks: pieces in which the head's gradient is added up; 1 for a fused loss.
@@ -63,6 +64,7 @@ class Stack:
     document_keys: float | None = None
     fused: bool = True
     expert_gemm: Literal["torch", "library"] = "torch"
+    low_down: bool = True
     low_linears: bool = False
     permutation: Literal["standard", "standard compiled", "deepep dense", "deepep expanded", "fused"] = "standard"
     loss_chunks: int = 8

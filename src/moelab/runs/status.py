@@ -22,6 +22,7 @@ from moelab.runs.files import write_json
 FILE = "status.json"
 RESERVE = ".space_for_status"
 RESERVE_BYTES = 16_384
+BY_CANCEL = "by `moelab cancel`"
 
 
 class State(StrEnum):

@@ -5,23 +5,35 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import pandas as pd
 import plotly.graph_objects as go
 
 from moelab.analysis.arms import base_arm
 from moelab.analysis.two_by_two import (
     BASELINE,
-    DEEPEP,
-    GOAL_BEST,
-    GOAL_DEEPEP,
+    CODE,
+    SHAPE_WORDS,
+    STOCK,
+    STOCK_CHECKPOINTING,
     ArmResult,
     checkpointing_words,
+    shape_words,
     two_by_two_label,
 )
 from moelab.projection.exchange import QuotedBandwidth
 from moelab.projection.measured import EP_DEGREES, ROUTINGS, SCALING, Measurement, Place, Row, hardware_of, node_results
 from moelab.projection.traffic import Pass
-from moelab.viz.draw import draw_limit, error_bars, in_panel, inside, nothing_to_draw, panels, write_beside
-from moelab.viz.theme import INK, MUTED, OTHER, WARNING, arm_styles, new_figure, plot_text, span, wrap
+from moelab.viz.draw import (
+    draw_limit,
+    error_bars,
+    in_panel,
+    inside,
+    legend_entry,
+    nothing_to_draw,
+    panels,
+    write_beside,
+)
+from moelab.viz.theme import INK, MUTED, WARNING, WIDE, arm_styles, new_figure, plot_text, span
 from moelab.viz.traffic import ROUTING_LABELS
 
 NIC_GB_S = 50.0
@@ -121,11 +133,15 @@ def operation_times(measured: Measurement, *, size: str = "") -> go.Figure:
     if not rows:
         return not_measured(measured, "Dispatch and combine")
     routings = list(dict.fromkeys(row["routing"] for row in rows))
-    sums = _sums(row for row in rows if row["routing"] == routings[0])
+    sums = _sums_ms(row for row in rows if row["routing"] == routings[0])
+    finding = "Time of dispatch and combine, forward and backward"
+    for standard_ms, fastest, fastest_ms in sums:
+        finding = (
+            f"{ARM_LOOKS[fastest][0]} takes {fastest_ms:.1f} ms for a layer's four exchanges, the standard all-to-all "
+            f"{standard_ms:.1f} ms ({routings[0].replace('_', ' ')} routing)"
+        )
     figure = panels(
-        f"A layer's four exchanges: {plot_text(sums)} under {routings[0].replace('_', ' ')} routing"
-        if sums
-        else "Time of dispatch and combine, forward and backward",
+        finding,
         [f"{routing.replace('_', ' ')} routing" for routing in routings],
         subtitle=f"{_size_words(rows[0])}. Median of {rows[0]['repeats']} turns, slowest rank; bars of half an "
         f"interquartile range each way. {measured.stamp}.",
@@ -153,14 +169,24 @@ def operation_times(measured: Measurement, *, size: str = "") -> go.Figure:
     return figure.update_layout(barmode="group", bargap=0.2, legend_y=-0.25, hovermode="closest")
 
 
-def exchange_lines(measured: Measurement) -> list[str]:
-    """A line for each size and routing: a layer's four exchanges, standard and fastest."""
+def exchange_table(measured: Measurement) -> pd.DataFrame:
+    """A layer's four exchanges together, standard and fastest: a row for each size and routing that has both."""
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in measured.rows:
         if row.get("sms_chosen_by") != "caller":
             groups.setdefault((row["size"], row["routing"]), []).append(row)
-    words = {key: _sums(rows) for key, rows in groups.items()}
-    return [f"{size}, {routing.replace('_', ' ')}: {sums}" for (size, routing), sums in words.items() if sums]
+    return pd.DataFrame(
+        {
+            "layer": size,
+            "routing": routing.replace("_", " "),
+            "standard (ms)": round(standard_ms, 2),
+            "fastest (ms)": round(fastest_ms, 2),
+            "× as fast": round(standard_ms / fastest_ms, 2),
+            "fastest": ARM_LOOKS[fastest][0],
+        }
+        for (size, routing), rows in groups.items()
+        for standard_ms, fastest, fastest_ms in _sums_ms(rows)
+    )
 
 
 def sm_sweep(measured: Measurement, *, size: str = "") -> go.Figure:
@@ -218,8 +244,8 @@ def _size_words(row: Row) -> str:
     )
 
 
-def _sums(rows: Iterable[Row]) -> str:
-    """The four exchanges of the standard dispatcher and of the fastest other one; empty where either is missing."""
+def _sums_ms(rows: Iterable[Row]) -> list[tuple[float, str, float]]:
+    """The four exchanges of the standard dispatcher, the fastest other arm and its four; empty where either lacks."""
     medians: dict[tuple[str, str], float] = {(row["arm"], row["operation"]): row["us_median"] for row in rows}
     sums_ms = {
         arm: sum(medians[arm, operation] for operation in OPERATIONS) / 1e3
@@ -228,103 +254,111 @@ def _sums(rows: Iterable[Row]) -> str:
     }
     standard_ms = sums_ms.pop("standard bf16", None)
     if standard_ms is None or not sums_ms:
-        return ""
-    best = min(sums_ms, key=sums_ms.__getitem__)
-    return f"standard {standard_ms:.2f} ms, {ARM_LOOKS[best][0]} {sums_ms[best]:.2f} ms"
+        return []
+    fastest = min(sums_ms, key=sums_ms.__getitem__)
+    return [(standard_ms, fastest, sums_ms[fastest])]
 
 
 # --- measured arms ---------------------------------------------------------------------------------------------------
 
+CHECKPOINTINGS = ("none", "selective", "full")
+_ROUTING_MARKS = {"random_balanced": (-0.17, ""), "round_robin": (0.17, "-open")}
+"""How far from the middle of its row a routing's mark is, and the end of its symbol's name."""
 
-def two_by_two_bars(results: Sequence[ArmResult], measured: Measurement) -> go.Figure:
-    """Every arm's throughput over stock under the same checkpointing, a panel for each shape, against the goals.
+
+def two_by_two_dots(results: Sequence[ArmResult], measured: Measurement) -> go.Figure:
+    """Every arm's throughput over stock's under the same checkpointing: a column for each policy, a row for each arm.
 
     Args:
         results: of :func:`moelab.analysis.two_by_two.arm_results`; those without stock at their side are left out, and
-            of a shape that ran under several kinds of checkpointing all but the first
-            (:func:`moelab.analysis.two_by_two.checkpointing_table` has them all).
+            those of a trial.
         measured: that they are of, for the stamp.
     """
-    drawn = [result for result in results if result.ratio is not None]
+    drawn = [one for one in results if one.ratio is not None and not (one.code or "").endswith("trial")]
     if not drawn:
         return not_measured(measured, "The two-by-two")
-    settings = {result.shape: result.setting for result in reversed(drawn)}  # a shape's first setting stays
-    drawn = [result for result in drawn if result.setting == settings[result.shape]]
-    shapes = list(dict.fromkeys(result.shape for result in drawn))
-    arms = list(dict.fromkeys(result.arm for result in drawn))
-    labels = {result.arm: "<br>".join(wrap(result.label, 26)) for result in drawn}
+    kinds = {one: STOCK_CHECKPOINTING.get(one.activation_checkpoint, one.activation_checkpoint) for one in drawn}
+    columns = sorted(set(kinds.values()), key=CHECKPOINTINGS.index)
+    drawn.sort(key=lambda one: one.arm not in STOCK)  # stable: stock comes first in each shape
+    # A line for the name of each shape, and below it one for each of its arms.
+    arms = {shape: dict.fromkeys(_arm_words(one) for one in drawn if one.shape == shape) for shape in _shapes(drawn)}
+    lines = [(shape, arm) for shape, its_arms in arms.items() for arm in (None, *its_arms)]
     # Variants and emulated kernels have the colour of what they vary.
-    bases = {arm: base_arm(arm.replace("mxfp8-emulated", "mxfp8"))[0] for arm in arms}
+    bases = {one.arm: base_arm(one.arm.replace("mxfp8-emulated", "mxfp8"))[0] for one in drawn}
     styles = arm_styles(bases.values())
-    # Rows that name no code are of TorchTitan's FP8 experts, which train in BF16 over several ranks.
-    old_fp8 = any(result.arm.startswith("fp8") and result.code is None for result in drawn)
-    best = max(drawn, key=lambda result: (result.arm != BASELINE, result.ratio or 0.0))
+    best = max(drawn, key=lambda one: (one.arm not in STOCK, one.ratio or 0.0))
     figure = panels(
-        f"Best arm: {best.label}, {best.ratio:.2f} times stock with "
-        f"{checkpointing_words(best.activation_checkpoint)} on both sides, {best.shape} shape, "
-        f"{best.routing.replace('_', ' ')} routing"
-        if best.arm != BASELINE
+        f"{_arm_words(best)} is {best.ratio:.2f} times as fast as stock: {shape_words(best.shape)}, "
+        f"{checkpointing_words(best.activation_checkpoint)} on both sides"
+        if best.arm not in STOCK
         else "Only stock was measured",
-        ["<br>".join(wrap(settings[shape], 15)) for shape in shapes],
-        subtitle="Tokens/s over BF16 with the standard all-to-all under the same checkpointing and routing, thin "
-        f"models. Bars: median of {span(result.steps for result in drawn)} steps with quartiles; points: passes, arms "
-        "in turn. Dashed: goals, which are about stock's best checkpointing."
-        f"{' FP8 is of older code: BF16 but for w1 and w3 after an FP8 dispatch.' if old_fp8 else ''} "
-        f"{measured.stamp}.",
+        [checkpointing_words(kind) for kind in columns],
+        subtitle="Tokens/s over stock's under the same checkpointing and routing; thin models with real layer sizes. "
+        f"Dots: median of {span(one.steps for one in drawn)} steps; bars: quartiles. {measured.stamp}.",
         note=replayed(measured),
-        height=220 + 62 * len(arms),
+        height=150 + 19 * len(lines),
+        width=WIDE,
         shared=True,
     )
-    patterns = {"round_robin": "/", "random_balanced": ""}
-    for column, shape in enumerate(shapes, start=1):
-        for routing, pattern in patterns.items():
-            here = [result for result in drawn if (result.shape, result.routing) == (shape, routing)]
-            if not here:
-                continue
-            group = {"orientation": "h", "offsetgroup": routing, "showlegend": False, "row": 1, "col": column}
-            looks = [styles[bases[result.arm]] for result in here]
-            figure.add_bar(
-                y=[labels[result.arm] for result in here],
-                x=[result.ratio for result in here],
-                marker={
-                    "color": [look.fill(0.35) for look in looks],
-                    "line": {"color": [look.color for look in looks], "width": 1.5},
-                    "pattern": {"shape": pattern, "fgcolor": MUTED, "size": 6, "solidity": 0.25},
-                },
-                error_x=error_bars([_ends(one) for one in here], color=INK, thickness=1.2, width=3),
-                **inside([f"<b>{result.ratio:.2f}</b>" for result in here], anchor="start", color=INK),
-                customdata=[[result.tps, result.steps] for result in here],
-                hovertemplate=f"{routing}: %{{x:.3f}} ×, %{{customdata[0]:,.0f}} tokens/s, %{{customdata[1]}} steps"
-                "<extra></extra>",
-                **group,
+    for routing, (aside, suffix) in _ROUTING_MARKS.items():
+        figure.add_trace(
+            legend_entry(
+                ROUTING_LABELS[routing], mode="markers", marker={"color": INK, "size": 9, "symbol": f"circle{suffix}"}
             )
+        )
+        for column, kind in enumerate(columns, start=1):
+            here = [one for one in drawn if (one.routing, kinds[one]) == (routing, kind)]
+            looks = [styles[bases[one.arm]] for one in here]
             figure.add_scatter(
-                x=[each / _stock_tps(one) for one in here for each in one.passes],
-                y=[labels[one.arm] for one in here for _ in one.passes],
+                x=[one.ratio for one in here],
+                y=[lines.index((one.shape, _arm_words(one))) + aside for one in here],
                 mode="markers",
-                marker={"color": "white", "size": 6, "line": {"color": INK, "width": 1.2}},
-                hovertemplate="one pass: %{x:.3f} ×<extra></extra>",
-                **group,
+                marker={
+                    "color": [look.color for look in looks],
+                    "symbol": [f"{look.symbol}{suffix}" for look in looks],
+                    "size": 9,
+                    "line": {"width": 1.5},
+                },
+                error_x=error_bars([_ends(one) for one in here], color=MUTED, thickness=1.2, width=3),
+                customdata=[[one.label, one.tps, " and ".join(f"{each:,.0f}" for each in one.passes)] for one in here],
+                hovertemplate=f"%{{customdata[0]}}, {ROUTING_LABELS[routing]}: %{{x:.3f}} ×<br>%{{customdata[1]:,.0f}} "
+                "tokens/s per GPU; passes %{customdata[2]}<extra></extra>",
+                showlegend=False,
+                row=1,
+                col=column,
             )
-        for goal in (GOAL_DEEPEP, GOAL_BEST):
-            figure.add_vline(x=goal, line={"color": WARNING, "dash": "dash", "width": 1.5}, row=1, col=column)
-    for routing, pattern in patterns.items():
-        look = {"color": OTHER, "line": {"color": MUTED, "width": 1}, "pattern": {"shape": pattern, "fgcolor": MUTED}}
-        figure.add_bar(x=[None], y=[None], name=ROUTING_LABELS[routing], marker=look, row=1, col=1)
-    highest = max(max(result.high, *result.passes) / _stock_tps(result) for result in drawn)
-    figure.update_xaxes(range=[0, max(1.12 * highest, 1.3)], dtick=0.5, title_text="× stock")
-    figure.update_yaxes(categoryorder="array", categoryarray=[labels[arm] for arm in reversed(arms)], ticks="")
-    figure.update_yaxes(ticklabelstandoff=6)
-    return figure.update_layout(barmode="group", scattermode="group", bargap=0.25, hovermode="closest", legend_y=-0.16)
+    ends = [end for one in drawn for end in _ends(one)]
+    figure.add_vline(x=1, line={"color": MUTED, "width": 1, "dash": "dot"})
+    figure.update_xaxes(
+        range=[min(0.95, min(ends) - 0.01), max(1.25, max(ends) + 0.01)], dtick=0.1, title_text="× stock"
+    )
+    figure.update_yaxes(
+        tickvals=list(range(len(lines))),
+        ticktext=[f"<b>{shape_words(shape)}</b>" if arm is None else arm for shape, arm in lines],
+        range=[len(lines) - 0.5, -0.5],
+        ticks="",
+        ticklabelstandoff=6,
+        tickfont_size=12,
+    )
+    return figure.update_layout(hovermode="closest", legend_y=-0.1)
 
 
-def gain_lines(results: Sequence[ArmResult]) -> list[str]:
-    """BF16 with DeepEP over stock at each shape and checkpointing of both, smallest to largest of the routings."""
-    ratios: dict[str, list[float]] = {}
-    for result in results:
-        if result.arm == DEEPEP and result.ratio is not None:
-            ratios.setdefault(result.setting, []).append(result.ratio)
-    return [f"{two_by_two_label(DEEPEP)}, {setting}: {span(each, '.2f')} × stock" for setting, each in ratios.items()]
+def _shapes(results: Sequence[ArmResult]) -> list[str]:
+    """In the order of :data:`SHAPE_WORDS`, then others."""
+    order = [*SHAPE_WORDS, *(one.shape for one in results)]
+    return sorted({one.shape for one in results}, key=order.index)
+
+
+def _arm_words(result: ArmResult) -> str:
+    """The arm, and which of its products were not in 8 bits; attention's tiles go unsaid where stock has them too."""
+    if result.arm in STOCK:
+        return "stock: BF16 + standard all-to-all"
+    words = two_by_two_label(result.arm.removesuffix("_flex_tiles") if result.stock != BASELINE else result.arm)
+    if result.code == CODE:
+        words = words.replace("FP8 +", "FP8 in one pass +")
+    elif result.arm.startswith("fp8") and result.code is None:  # TorchTitan's FP8 experts over several ranks
+        words += " [w2 in BF16]" if "dispatch-fp8" in result.arm else " [experts in BF16]"
+    return plot_text(words)
 
 
 def _stock_tps(result: ArmResult) -> float:
@@ -426,16 +460,21 @@ def scaling(predicted: Mapping[str, Any], full_node: Measurement, two_by_two: Me
     return figure.update_layout(hovermode="closest", legend_y=-0.14)
 
 
-def interval_lines(predicted: Mapping[str, Any], full_node: Measurement, two_by_two: Measurement) -> list[str]:
-    """A line for each filled mark: the measured gain, and whether it lies in the interval of its prediction."""
+def interval_table(predicted: Mapping[str, Any], full_node: Measurement, two_by_two: Measurement) -> pd.DataFrame:
+    """A row for each filled mark: the measured gain, and whether it lies in the interval of its prediction."""
     _, predicted_ends, measured_ends = _gains_in_a_node(predicted, full_node, two_by_two)
-    lines = []
-    for place, (_, gain, _) in measured_ends.items():
-        low, _, high = predicted_ends[place]
-        inside = "inside" if low <= gain <= high else "OUTSIDE"
-        what = f"EP {place.ep}, {ROUTING_LABELS[place.routing]}, {two_by_two_label(place.arm)}"
-        lines.append(f"{what}: measured {gain:.3f} ×, predicted {low:.3f} to {high:.3f} ×: {inside}")
-    return lines
+    return pd.DataFrame(
+        {
+            "EP": place.ep,
+            "routing": ROUTING_LABELS[place.routing],
+            "arm": two_by_two_label(place.arm),
+            "measured (× stock)": round(gain, 3),
+            "predicted (× stock)": f"{low:.3f} to {high:.3f}",
+            "in the interval": "yes" if low <= gain <= high else "no",
+        }
+        for place, (_, gain, _) in measured_ends.items()
+        for low, _, high in [predicted_ends[place]]
+    )
 
 
 def _gains_in_a_node(

@@ -11,8 +11,8 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from moelab.analysis.arms import arm_label
-from moelab.analysis.curves import joined_lines, thinning
-from moelab.viz.theme import INK, MUTED, WARNING, ArmStyle, new_figure, wrap
+from moelab.analysis.curves import joined_lines, thinned, thinning
+from moelab.viz.theme import INK, MUTED, NORMAL, WARNING, ArmStyle, new_figure, wrap
 
 
 def panels(
@@ -22,6 +22,7 @@ def panels(
     subtitle: str,
     note: str = "",
     height: int = 460,
+    width: int = NORMAL,
     spacing: float = 0.06,
     shared: bool = False,
     title_size: int = 13,
@@ -31,7 +32,7 @@ def panels(
     ``spacing`` is between two panels, as a part of the width; ``shared`` panels have one vertical axis.
     """
     # make_subplots begins a figure of its own, without the title's layout, and leaves no room for its panels' titles.
-    headed = new_figure(finding, subtitle=subtitle, note=note, height=height)
+    headed = new_figure(finding, subtitle=subtitle, note=note, height=height, width=width)
     figure = make_subplots(
         rows=1, cols=len(titles), subplot_titles=list(titles), horizontal_spacing=spacing, shared_yaxes=shared
     )
@@ -122,6 +123,7 @@ def draw_mean(figure: go.Figure, mean: pd.Series[float], style: ArmStyle, **opti
     """Draw one bold line in the arm's colour and dash; ``options`` go to the trace."""
     trace: dict[str, object] = {"mode": "lines", "name": style.label, "legendgroup": style.label}
     trace |= {"line": {"color": style.color, "width": 2.5, "dash": style.dash}, "hovertemplate": "%{y:.4f}"}
+    mean = thinned(mean)
     figure.add_trace(go.Scatter(x=mean.index.to_numpy(), y=mean.to_numpy(), **(trace | options)))
 
 
@@ -129,6 +131,7 @@ def draw_band(
     figure: go.Figure, low: pd.Series[float], high: pd.Series[float], style: ArmStyle, *, opacity: float = 0.18
 ) -> None:
     """Fill between two curves over the same steps; where a bound is missing nothing is drawn."""
+    low, high = thinned(low), thinned(high)
     steps = low.index.to_numpy()
     x, y = np.concatenate([steps, steps[::-1]]), np.concatenate([high.to_numpy(), low.to_numpy()[::-1]])
     drawn = np.isfinite(y)  # at a gap plotly would begin another shape

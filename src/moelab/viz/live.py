@@ -17,7 +17,6 @@ stay blank on a slow machine. Here plotly comes once, and is loaded after the st
 from __future__ import annotations
 
 import html
-import json
 import math
 import threading
 import time
@@ -29,7 +28,6 @@ from typing import Any, Final
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
-from plotly.offline import get_plotlyjs
 
 from moelab.analysis.arms import arm_label
 from moelab.analysis.curves import thinned
@@ -41,7 +39,7 @@ from moelab.runs.follow import RankTable, RunFollower, RunNow, StudyFollower, fo
 from moelab.runs.status import State, Status
 from moelab.runs.stragglers import slow_steps
 from moelab.viz.theme import INK, WARNING, arm_styles, counted, new_figure, plot_text
-from moelab.viz.widget import MARKED, in_rows, javascript, labelled_control, make_panel
+from moelab.viz.widget import MARKED, in_rows, labelled_control, live_figures, make_panel
 
 MOST_POINTS: Final = 500
 EVEN_GIB: Final = 0.05
@@ -314,7 +312,7 @@ class LiveView:
         with self._lock:
             if not self.figures:
                 self.figures = self._draw()
-                self.place.children = (_figures_in_place(self.figures),)
+                self.place.children = (live_figures(self.figures),)
 
     def _make_panel(self, interval_s: float) -> None:
         import ipywidgets as widgets
@@ -347,7 +345,7 @@ class LiveView:
         self._other.clear()
         if self.figures:
             self.figures = self._draw()
-            self.place.children[0].figures = _as_json(self.figures)
+            self.place.children[0].show(self.figures)
         one = self._chosen()
         lines = "\n".join(one.tail) if one else ""
         self.tail.value = (
@@ -438,20 +436,3 @@ def _weakly(view: weakref.ref[LiveView], method: Callable[[LiveView, Any], None]
             method(held, argument)
 
     return call
-
-
-def _figures_in_place(figures: Mapping[str, go.Figure]) -> Any:
-    """A widget of figures by name, each with a ``width``; what is put into its ``figures`` is drawn over them."""
-    import traitlets
-    from anywidget import AnyWidget
-
-    class LiveFigures(AnyWidget):
-        _esm = javascript("live.js")
-        plotly = traitlets.Unicode().tag(sync=True)
-        figures = traitlets.Dict().tag(sync=True)
-
-    return LiveFigures(plotly=get_plotlyjs(), figures=_as_json(figures))
-
-
-def _as_json(figures: Mapping[str, go.Figure]) -> dict[str, Any]:
-    return {name: json.loads(figure.to_json()) for name, figure in figures.items()}

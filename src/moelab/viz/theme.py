@@ -10,6 +10,7 @@ References:
 
 from __future__ import annotations
 
+import functools
 import html
 import importlib.util
 import logging
@@ -29,8 +30,24 @@ FONT = "Inter, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-
 INK, MUTED, GRID, WARNING = "#1f2933", "#5f6b7a", "#e6e9ee", "#b3450a"
 NEAR, FAR, OTHER = "#56B4E9", "#D55E00", "#dfe3e8"
 """What is reached over NVLink, what over the network, and what is neither."""
-TITLE_CHARACTERS, SUBTITLE_CHARACTERS = 66, 92
-"""Longest lines that fit a figure of 700 px in the title's and the subtitle's size."""
+DARK = {
+    INK: "#e3e8ee",
+    MUTED: "#a9b4c2",
+    GRID: "#343b44",
+    WARNING: "#ff9d5c",
+    OTHER: "#4b545f",
+    "white": "#111111",
+    "black": "#e3e8ee",
+    "rgba(255,255,255,0.6)": "rgba(17,17,17,0.6)",
+}
+"""What a live figure has in JupyterLab's dark theme in place of the theme's own colours; pictures stay light."""
+NARROW, NORMAL, WIDE = 560, 700, 1000
+"""Widths, px, of figures beside an explorer's controls, in a notebook, and of a notebook's main finding; a live figure
+takes the room that it has."""
+MOST_TITLE_PX = 850
+"""Of an output in JupyterLab on a screen of 1280 px: a wide figure's title must not be wider."""
+TITLE_PX, SUBTITLE_PX = 10.6, 7.6
+"""Room of a letter, px."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +141,7 @@ def span(values: Iterable[float], written: str = "") -> str:
     return " to ".join(dict.fromkeys(format(end, written) for end in (min(known), max(known))))
 
 
-def new_figure(finding: str, *, subtitle: str, note: str = "", height: int = 460) -> go.Figure:
+def new_figure(finding: str, *, subtitle: str, note: str = "", height: int = 460, width: int = NORMAL) -> go.Figure:
     """Start a figure with the theme and its title; the top margin grows with the title.
 
     Args:
@@ -132,24 +149,30 @@ def new_figure(finding: str, *, subtitle: str, note: str = "", height: int = 460
         subtitle: How to read it: n, interval, smoothing.
         note: Condition that must not be missed, such as "emulated kernels"; it stands in the title.
         height: Height in pixels of a figure with a one-line title.
+        width: ``NARROW``, ``NORMAL`` or ``WIDE``: of the picture, and for how many pixels the title is broken.
 
     Returns:
         A figure without traces.
     """
-    title_lines, note_lines = wrap(finding, TITLE_CHARACTERS), wrap(note, TITLE_CHARACTERS)
-    subtitle_lines = wrap(subtitle, SUBTITLE_CHARACTERS)
+    title_px = min(width, MOST_TITLE_PX)
+    title_lines, note_lines = (wrap(text, int(title_px / TITLE_PX)) for text in (finding, note))
+    subtitle_lines = wrap(subtitle, int(title_px / SUBTITLE_PX))
     title = f"<b>{'<br>'.join(title_lines)}</b>"
     if note:
         title += f"<br><span style='color:{WARNING}'>{'<br>'.join(note_lines)}</span>"
     title += f"<br><span style='font-size:13px;color:{MUTED}'>{'<br>'.join(subtitle_lines)}</span>"
     # px: a line of the title is 22 high, one of the subtitle 17; 70 is the margin that the caller's height counts with
     top = 30 + 22 * (len(title_lines) + len(note_lines)) + 17 * len(subtitle_lines)
-    layout = {"template": template(), "height": height - 70 + top, "margin_t": top, "title_text": title}
+    layout = {"template": template(width), "height": height - 70 + top, "margin_t": top, "title_text": title}
     return go.Figure(layout=layout)
 
 
-def template() -> go.layout.Template:
-    """The theme as a plotly template: white, a light grid, legend under the axes, legible at 700 px."""
+@functools.cache
+def template(width: int = NORMAL) -> go.layout.Template:
+    """The theme as a plotly template: white, a light grid, legend under the axes, legible at 700 px.
+
+    The width is the picture's: plotly.js in a page heeds a figure's own width and not its template's.
+    """
     axis = {
         "gridcolor": GRID,
         "linecolor": MUTED,
@@ -172,6 +195,7 @@ def template() -> go.layout.Template:
                 "pad": {"t": 14, "l": 10},
             },
             "title_font_size": 17,
+            "width": width,
             "paper_bgcolor": "white",
             "plot_bgcolor": "white",
             "xaxis": axis,

@@ -10,21 +10,25 @@ is made.
 
 from __future__ import annotations
 
+import base64
 import html
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import plotly.graph_objects as go
+import plotly.io as pio
+from plotly.offline import get_plotlyjs
 
 from moelab.errors import BadInput, Refused
-from moelab.viz.theme import WARNING
+from moelab.viz.theme import DARK, NORMAL, WARNING
 
 if TYPE_CHECKING:
     import ipywidgets
 
-MARKED = f"border-left:4px solid {WARNING};padding-left:10px"
+MARKED = f"border-left:4px solid {WARNING};padding-left:10px;line-height:1.4"
 """Style of words that warn: their colour is the page's, which may be dark."""
 
 
@@ -83,10 +87,75 @@ def menu(label: str, values: Iterable[Any], start: Any, *, label_px: int, width_
     return labelled_control("Dropdown", label, label_px=label_px, width_px=width_px, options=options, value=start)
 
 
-class Explorer:
-    """Controls, and below them words and figures that follow every change; show ``panel``.
+def live_figures(figures: Mapping[str, go.Figure | None]) -> Any:
+    """A widget of figures by name that follows the page's theme; ``show(figures)`` draws others in their place.
 
-    An explorer shows nothing of its own: a subclass asks the library in :meth:`look`. What cannot be is said in words.
+    Only what differs from what it shows travels to the browser, and plotly.js draws it into the figures that are there:
+    a figure made anew costs it several times as much. A name that is left out has its figure hidden.
+    """
+    import traitlets
+    from anywidget import AnyWidget
+
+    class LiveFigures(AnyWidget):
+        _esm = javascript("live.js")
+        plotly = traitlets.Unicode().tag(sync=True)
+        dark = traitlets.Dict().tag(sync=True)
+        figures = traitlets.Dict().tag(sync=True)
+        drawn = traitlets.Int().tag(sync=True)  # counted by the browser alone
+        number = 0
+
+        def show(self, figures: Mapping[str, go.Figure]) -> None:
+            wanted = dict.fromkeys(self.figures) | _as_json(figures)
+            found = list(changes(self.figures, wanted))
+            self.figures.update(wanted)  # in place, which traitlets does not see: it would send everything
+            if found:
+                self.put(found)
+
+        def put(self, found: list[Any]) -> None:
+            self.number += 1
+            self.send({"changes": found, "number": self.number})
+
+    shown = LiveFigures(plotly=get_plotlyjs(), dark=DARK, figures=_as_json(figures))
+
+    def catch_up(_widget: object, message: Mapping[str, int], _buffers: object) -> None:
+        if message["drawn"] != shown.number:
+            shown.put([((name,), figure) for name, figure in shown.figures.items()])
+
+    shown.on_msg(catch_up)  # a browser hears of changes only once it has loaded the script, and says so then
+    return shown
+
+
+def _as_json(figures: Mapping[str, go.Figure | None]) -> dict[str, Any]:
+    return {name: json.loads(figure.to_json()) if figure else None for name, figure in figures.items()}
+
+
+def changes(old: Any, new: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+    """What to put where so that one JSON value becomes another; None stands for what is gone, as plotly reads it.
+
+    A list of numbers or texts is replaced as a whole, and so is a list that has another length.
+
+    Example:
+        >>> list(changes({"y": [1, 2], "name": "a"}, {"y": [1, 3], "name": "a"}))
+        [(('y',), [1, 3])]
+    """
+    if isinstance(old, dict) and isinstance(new, dict):
+        pairs: Iterable[tuple[Any, Any, Any]] = ((key, old.get(key), new.get(key)) for key in {**old, **new})
+    elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new) and new and isinstance(new[0], dict):
+        pairs = zip(range(len(new)), old, new, strict=True)
+    else:
+        if old != new:
+            yield path, new
+        return
+    for key, before, after in pairs:
+        yield from changes(before, after, (*path, key))
+
+
+class Explorer:
+    """Controls with the figures beside them, and above both one line that says what follows from the choice.
+
+    An explorer shows nothing of its own: a subclass asks the library in :meth:`look`. Where the page has room, all of
+    it fits into a window of 1280 × 800. What cannot be is said under the control that was changed last. A notebook ends
+    a cell with the explorer itself, which readers without a kernel see as its first figure.
 
     Args:
         controls: menus and sliders by name, so that the keyboard reaches all of them.
@@ -94,18 +163,28 @@ class Explorer:
 
     Attributes:
         controls: by name.
-        words: the numbers, or why a choice cannot be, as HTML.
-        figures: outputs by name; empty where there is nothing to draw.
+        words: the line above, as HTML; more lines may follow in it.
+        reasons: by control, why the choice cannot be, as HTML; empty for all but the control that caused it.
+        figures: that are shown, by name; one that cannot be drawn is not among them.
         panel: everything, to be displayed.
     """
+
+    figure_px: ClassVar = NORMAL
+    """Least room of the figures; with ``NARROW`` they stand beside the controls on a screen of 1280 px, else below."""
 
     def __init__(self, controls: Mapping[str, ipywidgets.Widget], figures: Sequence[str]) -> None:
         import ipywidgets as widgets
 
         self.controls = dict(controls)
-        self.words = widgets.HTML()
-        self.figures = {name: widgets.Output() for name in figures}
-        self.panel = make_panel([in_rows(self.controls.values()), self.words, *self.figures.values()])
+        self.figures: Mapping[str, go.Figure] = {}
+        self.words, self.reasons = widgets.HTML(), {name: widgets.HTML() for name in controls}
+        self.plots = live_figures(dict.fromkeys(figures))
+        rows = [widgets.VBox([control, self.reasons[name]]) for name, control in self.controls.items()]
+        for name, control in self.controls.items():
+            self.reasons[name].layout.width = control.layout.width
+        left, self.plots.layout = in_rows(rows), {"flex": f"100 1 {self.figure_px}px", "min_width": "0"}
+        left.layout.flex, left.layout.align_content = "1 1 250px", "flex-start"
+        self.panel = make_panel([self.words, in_rows([left, self.plots])])
         self._listen()
         self.refresh()
 
@@ -122,31 +201,39 @@ class Explorer:
         """
         raise NotImplementedError
 
-    def refresh(self, _change: object = None) -> None:
-        """Show what is chosen."""
+    def refresh(self, change: Any = None) -> None:
+        """Show what is chosen; ``change`` is what the control that was moved says of it."""
+        cause = next((name for name, one in self.controls.items() if change and one is change["owner"]), None)
+        reason = ""
         try:
-            words, figures = self.look()
+            words, self.figures = self.look()
         except (BadInput, Refused) as error:
-            words, figures = refusal("Cannot be", str(error).splitlines()), {}
+            words, self.figures = refusal("Cannot be", str(error).splitlines()), {}
+            if cause:
+                words, reason = f"<div><b>Cannot be</b>: see <i>{self.controls[cause].description}</i></div>", words
         self.words.value = words
-        for name, output in self.figures.items():
-            output.outputs = (as_output(figures[name]),) if name in figures else ()
+        for name, place in self.reasons.items():
+            place.value = reason if name == cause else ""
+            place.layout.display = None if place.value else "none"
+        self.plots.show(self.figures)
+
+    def _repr_mimebundle_(self, **options: Any) -> dict[str, Any]:
+        """The panel, and for readers without a kernel a picture of the first figure."""
+        bundle: dict[str, Any] = self.panel._repr_mimebundle_(**options)
+        figure = next(iter(self.figures.values()), None)
+        if figure is not None:
+            bundle["text/plain"] = re.sub(r"<[^>]*>", " ", figure.layout.title.text)
+            if "png" in str(pio.renderers.default):
+                bundle["image/png"] = base64.b64encode(figure.to_image("png")).decode()
+        return bundle
 
     def _listen(self) -> None:
         for control in self.controls.values():
             control.observe(self.refresh, names="value")
 
 
-def as_output(figure: go.Figure) -> dict[str, Any]:
-    """A figure as an Output widget holds it."""
-    data = {
-        "application/vnd.plotly.v1+json": json.loads(figure.to_json()),
-        "text/plain": str(figure.layout.title.text),
-    }
-    return {"output_type": "display_data", "data": data, "metadata": {}}
-
-
 def refusal(title: str, reasons: Sequence[str]) -> str:
     """Why a choice cannot be, as HTML that screen readers are told of and that is legible on a dark page too."""
     listed = "".join(f"<li>{html.escape(reason)}</li>" for reason in reasons)
-    return f"<div role='status' style='{MARKED}'><b>{title}</b><ul>{listed}</ul></div>"
+    listed = f"<ul style='margin:2px 0;padding-left:16px'>{listed}</ul>"
+    return f"<div role='status' style='{MARKED}'><b>{title}</b>{listed}</div>"

@@ -1,25 +1,72 @@
+// Figures of a widget: drawn by plotly.js in place, in the colours of JupyterLab's theme.
+const put = (figures, [path, value]) => {
+  const last = path.at(-1);
+  path.slice(0, -1).reduce((place, key) => place[key], figures)[last] = value;
+};
+const isDark = () => document.body.dataset.jpThemeLight === "false";
+
+// A copy in other colours. Text in bars keeps its own, as the bars keep theirs.
+const painted = (value, colors, key) => {
+  if (typeof value === "string")
+    return colors[value] ?? (value.includes("color:") ? value.replace(/#[0-9a-f]{6}/gi, (one) => colors[one] ?? one) : value);
+  if (!value || typeof value !== "object" || key === "textfont" || ArrayBuffer.isView(value)) return value;
+  if (Array.isArray(value)) return typeof value[0] === "number" ? value : value.map((one) => painted(one, colors));
+  return Object.fromEntries(Object.entries(value).map(([name, one]) => [name, painted(one, colors, name)]));
+};
+
 export default {
+  // For each model and not for each view: a change that comes while no view is in the page must not be lost.
+  initialize({ model }) {
+    model.on("msg:custom", ({ changes, number }) => {
+      changes.forEach((change) => put(model.get("figures"), change));
+      model.set("drawn", number);
+    });
+    model.send({ drawn: model.get("drawn") });
+  },
   render({ model, el }) {
-    Object.assign(el.style, { display: "flex", flexFlow: "row wrap", gap: "2px 8px" });
+    Object.assign(el.style, { display: "flex", flexFlow: "row wrap", gap: "2px 8px", minWidth: 0 });
     const places = {};
-    let plotly;
+    let due = false, busy = false;
+    const drawOne = async (name, figure) => {
+      const place = (places[name] ??= el.appendChild(document.createElement("div")));
+      place.style.visibility = figure ? "" : "hidden"; // it keeps its room, so that the page does not jump
+      if (!figure) return;
+      if (!figure.layout.width) Object.assign(place.style, { flex: "1 1 100%", minWidth: 0 });
+      // plotly writes ranges and sizes into the layout that it is given.
+      const { data, layout } = isDark() ? painted(figure, model.get("dark")) : figure;
+      await globalThis.moelabPlotly.react(place, [...data], structuredClone(layout), { displaylogo: false });
+    };
     const draw = async () => {
-      if (!plotly) {
+      due = true;
+      if (busy) return; // what comes while it draws is drawn once, at the end
+      busy = true;
+      if (!globalThis.moelabPlotly) {
         const loaded = { exports: {} };
         new Function("module", model.get("plotly"))(loaded);
-        plotly = loaded.exports;
+        globalThis.moelabPlotly = loaded.exports;
       }
-      for (const [name, { data, layout }] of Object.entries(model.get("figures"))) {
-        places[name] ??= el.appendChild(document.createElement("div"));
-        await plotly.react(places[name], data, layout, { displaylogo: false });
+      while (due) {
+        due = false;
+        for (const [name, figure] of Object.entries(model.get("figures")))
+          await drawOne(name, figure).catch(console.error);
       }
+      busy = false;
     };
-    let drawn = draw();
-    const again = () => { drawn = drawn.catch(console.error).then(draw); };
-    model.on("change:figures", again);
+    const shown = () => Object.values(places).filter((place) => place.querySelector(".main-svg") && place.offsetWidth);
+    let width = 0; // of the last resize: a figure that becomes taller is no reason for another
+    const resized = new ResizeObserver(() => {
+      if (width !== (width = el.clientWidth)) shown().forEach((place) => globalThis.moelabPlotly.Plots.resize(place));
+    });
+    const themed = new MutationObserver(draw), changes = ["change:figures", "change:drawn"];
+    changes.forEach((change) => model.on(change, draw));
+    themed.observe(document.body, { attributeFilter: ["data-jp-theme-light"] });
+    resized.observe(el);
+    draw();
     return () => {
-      model.off("change:figures", again);
-      Object.values(places).forEach((place) => plotly?.purge(place));
+      changes.forEach((change) => model.off(change, draw));
+      themed.disconnect();
+      resized.disconnect();
+      shown().forEach((place) => globalThis.moelabPlotly.purge(place));
     };
   }
 };
