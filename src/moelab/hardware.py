@@ -19,11 +19,11 @@ from moelab.experiment import OwnHardware
 from moelab.machine import GpuInfo, cores, gpus, memory_bytes
 
 Label = Literal["measured", "derived", "quoted"]
-GROUP_PADDING = {"bf16": 8, "fp8": 16, "mxfp8_emulated": 32, "mxfp8_native": 128}
+GROUP_PADDING = {"bf16": 8, "fp8": 16, "nvfp4": 16, "mxfp8_emulated": 32, "mxfp8_native": 128}
 """Rows to a multiple of which each expert's group is padded, by what multiplies it.
 
-BF16 and FP8: 16 bytes; TorchTitan's own BF16 experts on the standard backend do without. MXFP8: one block, and what
-torchao 0.18's CuTeDSL quantisation kernel needs on SM100.
+BF16 and FP8: 16 bytes; TorchTitan's own BF16 experts on the standard backend do without. NVFP4 and MXFP8: one
+block; native MXFP8: what torchao 0.18's CuTeDSL quantisation kernel needs on SM100.
 """
 ROCM = {9.4: "gfx942", 9.5: "gfx950"}
 """AMD's GPUs by the capability that PyTorch gives them on ROCm; no CUDA device has one of these."""
@@ -274,22 +274,24 @@ def _cpu() -> Cluster:
 
 def _local() -> Cluster:
     """This machine: its GPUs if it has any, else its processor."""
-    found = gpus()
-    if not found:
+    gpus_here = gpus()
+    if not gpus_here:
         return replace(_cpu(), name="local")
-    return Cluster(name="local", nodes=1, node=Node(gpu=_weakest([gpu_from(one) for one in found]), gpus=len(found)))
+    return Cluster(
+        name="local", nodes=1, node=Node(gpu=_weakest([gpu_from(one) for one in gpus_here]), gpus=len(gpus_here))
+    )
 
 
-def _weakest(found: Sequence[Gpu]) -> Gpu:
+def _weakest(kinds: Sequence[Gpu]) -> Gpu:
     """One kind that stands for all GPUs of a node; of several kinds only what holds for each, and no rates."""
-    counts = Counter(gpu.name for gpu in found)
+    counts = Counter(gpu.name for gpu in kinds)
     if len(counts) == 1:
-        return found[0]
-    memory = [gpu.memory_gib for gpu in found if gpu.memory_gib]
+        return kinds[0]
+    memory = [gpu.memory_gib for gpu in kinds if gpu.memory_gib]
     return Gpu(
         name=" and ".join(f"{count} × {name}" for name, count in counts.items()),
-        capability=found[0].capability if len({gpu.capability for gpu in found}) == 1 else None,
-        memory_gib=min(memory, key=float) if len(memory) == len(found) else None,
+        capability=kinds[0].capability if len({gpu.capability for gpu in kinds}) == 1 else None,
+        memory_gib=min(memory, key=float) if len(memory) == len(kinds) else None,
     )
 
 

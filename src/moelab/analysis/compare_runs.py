@@ -299,7 +299,7 @@ def speed_facts(run: Collected) -> dict[str, str]:
     """What a run's speed depends on beside its settings; nothing for a machine that is not known."""
     if run.environment is None:
         return {}
-    driver = {"driver": found} if (found := run.environment.versions.get("driver")) else {}
+    driver = {"driver": version} if (version := run.environment.versions.get("driver")) else {}
     return {
         "machine": run.environment.machine,
         "processor": run.environment.processor,
@@ -325,7 +325,7 @@ def loss_facts(run: Collected) -> dict[str, str]:
 def kernel_facts(run: Collected) -> dict[str, str]:
     """Which kernels of a run were emulated."""
     words = {True: "emulated", False: "native"}
-    return {"MXFP8 kernels": words[run.emulates_mxfp8], "DeepEP kernels": words[run.emulates_deepep]}
+    return {"MXFP8 or NVFP4 kernels": words[run.emulates_products], "DeepEP kernels": words[run.emulates_deepep]}
 
 
 def machine_differences(side: Side, reference: Side) -> list[str]:

@@ -28,7 +28,7 @@ import yaml
 from filelock import FileLock, Timeout
 
 from moelab.errors import BadInput, Refused
-from moelab.experiment import Experiment, Precision
+from moelab.experiment import BLOCK_SCALED, Experiment
 from moelab.experiment_file import Study
 from moelab.launch.capability import refusals
 from moelab.launch.slurm import ticket_of
@@ -105,19 +105,19 @@ def run_study(study: Study, runs: Path, *, on_failure: OnFailure = "continue", s
         require_known_ends(attempts)
         if killed := _close_orphans(here.all_runs):
             say(f"ended {killed} processes that a killed launcher left")
-        found = {index: run for index, tried in enumerate(attempts) if (run := completed(tried))}
-        progress = Progress(study, found, say)
-        before = len(found)
+        run_of = {index: run for index, tried in enumerate(attempts) if (run := completed(tried))}
+        progress = Progress(study, run_of, say)
+        before = len(run_of)
         for index, experiment in enumerate(study.experiments):
-            if index in found:
+            if index in run_of:
                 continue
             progress.start(index)
-            found[index] = _run_experiment(runs, experiment, on_rows=progress.rows)
-            status = found[index].status
+            run_of[index] = _run_experiment(runs, experiment, on_rows=progress.rows)
+            status = run_of[index].status
             progress.end(f"{status.state}: {status.reason}" if status.reason else status.state.value)
             if status.state is not State.COMPLETED and on_failure == "stop":
                 break
-        return StudyRun(runs=tuple(found[index] for index in sorted(found)), trained=len(found) - before, found=here)
+        return StudyRun(runs=tuple(run_of[index] for index in sorted(run_of)), trained=len(run_of) - before, found=here)
 
 
 def completed(attempts: Sequence[RunDir]) -> RunDir | None:
@@ -301,8 +301,8 @@ def ended(run: RunDir, status: Status, logs: Path, *, log_start: int = 0) -> tup
         return replace(status, state=State.FAILED, reason=str(failure_of(run, logs, log_start) or code)), None
     left, planned = collect_run(run), run.experiment.steps
     reason: str | None
-    if run.experiment.precision is Precision.MXFP8 and not converted_modules(run):
-        reason = "precision is mxfp8, but no module was converted"
+    if run.experiment.precision in BLOCK_SCALED and not converted_modules(run):
+        reason = f"precision is {run.experiment.precision.value}, but no module was converted"
     elif left.status.state is State.FAILED:
         reason = left.status.reason
     elif left.last_step < planned:
