@@ -57,7 +57,7 @@ def test_papermill_runs_it_on_one_node_and_a_person_runs_it_again(
     shown = [output.data for output in outputs if "data" in output]
     assert sum("application/vnd.plotly.v1+json" in data for data in shown) == 2 * 4
     assert sum("application/vnd.jupyter.widget-view+json" in data for data in shown) == 2
-    assert sum("### legal · fits (" in data.get("text/markdown", "") for data in shown) == 2
+    assert sum("#### legal · fits (" in data.get("text/markdown", "") for data in shown) == 2
     assert sum("Best layouts" in data.get("text/html", "") for data in shown) == 2
     printed = "".join(output.get("text", "") for output in outputs)
     assert printed.count(END_MARKER) == 2

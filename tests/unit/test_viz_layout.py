@@ -202,7 +202,7 @@ def test_explorer_follows_its_controls_and_refuses_beside_the_one_that_was_chang
     explorer.controls["ep"].value = 16
     assert not any(reason.value for reason in explorer.reasons.values())
     assert "FSDP 8" in explorer.words.value
-    assert explorer.experiment == experiment(pp=16, ep=16)
+    assert explorer.experiment == experiment(pp=16, ep=16, accumulate_gradients=True)
     explorer.controls["figure"].value = "mesh"
     explorer.controls["rank"].value = 9
     assert "Rank 9" in title(explorer.figures["mesh"])

@@ -427,9 +427,11 @@ class LayoutExplorer(Explorer):
     figure_px = NARROW
 
     def __init__(self, experiment: Experiment, *, name: str = "", rank: int = 0) -> None:
-        self.experiment = experiment.model_copy(update={"dp_shard": -1})
+        # Without a pipeline too the control of the micro-batch says what goes forward at once.
+        at_once = {"microbatch": experiment.sequences_at_once, "accumulate_gradients": True}
+        self.experiment = experiment.model_copy(update={"dp_shard": -1, **at_once})
         self._given = {name or experiment.model: (experiment.model, experiment.shape)}
-        px: dict[str, Any] = {"label_px": 112, "width_px": 250}
+        px: dict[str, Any] = {"label_px": 118, "width_px": 244}
         models = list(dict.fromkeys([*self._given, *published_models(), *SHAPES]))
         hardware = [(str(one), one) for one in dict.fromkeys([experiment.hardware, *_CLUSTERS])]
         fixed: dict[str, Any] = {"model": models, "hardware": hardware}
@@ -505,7 +507,7 @@ class LayoutExplorer(Explorer):
         )
         wanted, rank = (self.controls[name].value for name in ("figure", "rank"))
         if wanted == "memory":
-            figure = memory_bars(memory, layout, gpu, width=NARROW)
+            figure = memory_bars(memory, layout, gpu, width=NARROW).update_layout(legend_y=-0.36)
         elif wanted == "pipeline":
             figure = pipeline_schedule(layout, x.pp_schedule)
         else:
