@@ -2,15 +2,17 @@
 #   make demo       train DeepSeek-V3 nano in BF16 and MXFP8 on this CPU, print the verdict and where the report is
 #   make test       every test
 #   make lab        JupyterLab on the notebooks
+#   make site       executed notebooks, README and guides as a web site in a folder: build/site/html/index.html
 #   make upgrade    the newest versions that pyproject.toml allows, into constraints.txt; then run the tests
-#   make rendered   executed copies of all notebooks, before a release, for readers without Jupyter; needs a Chromium
+#   make rendered   executed copies of all notebooks, before a release, for readers without Jupyter; needs a Chromium;
+#                   12 minutes, of which 06 trains for 7; what it finished stays in runs/ and is not trained again
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 NOTEBOOK := 06_compare_convergence
 WORKERS ?= 2
 
-.PHONY: demo test lab rendered lint upgrade clean
+.PHONY: demo test lab site rendered lint upgrade clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed-core
@@ -23,6 +25,9 @@ test: $(VENV)/.installed-dev
 
 lab: $(VENV)/.installed-lab
 	$(BIN)/jupyter lab --notebook-dir=. notebooks/00_start_here.ipynb
+
+site: $(VENV)/.installed-site
+	$(BIN)/python site/build_site.py --workers $(WORKERS) $(SITE_FLAGS)
 
 rendered: $(VENV)/.installed-dev
 	$(BIN)/python -m moelab.notebooks.render
@@ -43,6 +48,7 @@ upgrade: $(BIN)/python
 	{ echo '# core' && $(resolve); } >> $(NEW)
 	{ echo '# lab' && $(rest) --extra lab; } >> $(NEW)
 	{ echo '# dev' && $(rest) --extra lab --extra dev; } >> $(NEW)
+	{ echo '# site' && $(rest) --extra lab --extra dev --extra site; } >> $(NEW)
 	mv $(NEW) constraints.txt
 
 clean:
@@ -69,5 +75,9 @@ $(VENV)/.installed-lab: pyproject.toml constraints.txt | $(BIN)/python
 	touch $(VENV)/.installed-core
 
 $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
-	$(call install_before,nothing)
+	$(call install_before,site)
 	touch $(VENV)/.installed-core $(VENV)/.installed-lab
+
+$(VENV)/.installed-site: pyproject.toml constraints.txt | $(BIN)/python
+	$(call install_before,nothing)
+	touch $(VENV)/.installed-core $(VENV)/.installed-lab $(VENV)/.installed-dev

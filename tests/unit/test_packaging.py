@@ -65,7 +65,7 @@ def test_environment_yml_has_the_pins_of_pyproject() -> None:
     assert pins(groups["lab"]) == pins(EXTRAS["lab"])
     assert pins(groups["dev"]) == pins(EXTRAS["dev"])
     assert pins([one for one in conda if one != "pip"]) == {"python": PROJECT["project"]["requires-python"]}
-    assert set(EXTRAS) == {"lab", "dev"}
+    assert set(EXTRAS) == {"lab", "dev", "site"}  # nothing but `make site` needs what builds the site
 
 
 def test_the_doctor_looks_for_the_pinned_versions() -> None:
@@ -113,7 +113,7 @@ def test_each_part_of_the_constraints_has_all_that_its_set_needs() -> None:
     line = rf"#.*|([a-z0-9-]+==\S+( ; [^\\\n]+)?) \\(\n{digest} \\)*\n{digest}"
     assert re.fullmatch(rf"(({line})\n)+", text)  # and no address of an index
     wanted = list(PROJECT["project"]["dependencies"])
-    for last, following in (("core", "# lab\n"), ("lab", "# dev\n"), ("dev", "$")):
+    for last, following in (("core", "# lab\n"), ("lab", "# dev\n"), ("dev", "# site\n")):
         wanted += EXTRAS.get(last, [])
         part = re.split(rf"^{following}", text, flags=re.M)[0]
         locked = [Requirement(found[1]) for found in re.finditer(line, part) if found[1]]
@@ -125,7 +125,9 @@ def test_each_part_of_the_constraints_has_all_that_its_set_needs() -> None:
 
 
 def test_every_pin_has_an_upper_bound() -> None:
-    for pin in map(Requirement, [*PROJECT["project"]["dependencies"], *EXTRAS["lab"], *EXTRAS["dev"]]):
+    for pin in map(
+        Requirement, [*PROJECT["project"]["dependencies"], *(pin for extra in EXTRAS.values() for pin in extra)]
+    ):
         assert {one.operator for one in pin.specifier} & {"<", "=="}, pin
 
 

@@ -9,7 +9,7 @@ from moelab.viz.layout import (
     technique_gains,
 )
 from moelab.viz.report import Figure, Table, write_report
-from moelab.viz.study import loss_curves, loss_difference, loss_tail, throughput_bars
+from moelab.viz.study import loss_curves, loss_difference, loss_tail, throughput_bars, verdict_intervals
 from moelab.viz.theme import arm_styles, use_renderer
 
 __all__ = [
@@ -27,5 +27,6 @@ __all__ = [
     "technique_gains",
     "throughput_bars",
     "use_renderer",
+    "verdict_intervals",
     "write_report",
 ]
