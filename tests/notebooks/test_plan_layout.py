@@ -89,7 +89,7 @@ def test_the_published_layout_is_as_described() -> None:
 
 def test_the_best_layouts_avoid_the_network_and_deepep_gains_less_there_than_at_the_published_one() -> None:
     published = Experiment(**{**SMALL, "nodes": 32, "pp": 2, "tp": 2, "ep": 32})
-    found = recommend(published, fixed=("cp", "dp_replicate"), limit=5, settings=False)
+    found = recommend(published, fixed=("cp", "dp_replicate", "tp", "pp_schedule"), limit=5, settings=False)
     assert all(one.experiment.ep <= 8 for one in found.ranked)
     (deepep,) = [gain for gain in found.gains if gain.name == "DeepEP"]
     there = project(published.model_copy(update={"ep_backend": EPBackend.DEEPEP})).tps / project(published).tps
