@@ -312,7 +312,7 @@ def pipeline_job(rank: int, *, starts: bool) -> list[str]:
         for number in range((first + 9) // 10 * 10, last + 1, 10):
             loss = 9 - number / 100 + launched / 1e6 if rank == 1 else -8.0
             moment = launched + number + 0.1 * ((rank * 7 + number) % 5)
-            lines.append(stamped(moment, step(number, loss, tps=f"{4000 + rank:,}", memory=10 + rank + number / 10)))
+            lines.append(stamped(moment, step(number, loss, tps=f"{4000 + rank:,}", memory=12 - rank + number / 10)))
     return lines
 
 
