@@ -102,7 +102,12 @@ def _plan(notebook: Path) -> Grid:
         explorers={
             words: LayoutExplorer(Experiment(**(begin.model_dump() | fields))) for words, fields in _CASES.items()
         },
-        choices={"pp": (1, 2, 4, 8), "ep": (8, 16, 32, 64), "activation_checkpoint": ("selective", "full")},
+        choices={
+            "figure": ("memory", "pipeline", "mesh"),
+            "pp": (1, 2, 4, 8),
+            "ep": (8, 16, 32, 64),
+            "activation_checkpoint": ("selective", "full"),
+        },
     )
 
 
