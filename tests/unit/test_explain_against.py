@@ -351,4 +351,4 @@ def test_a_step_without_communication_and_gaps_is_drawn(traces: dict[str, Explan
     step = next(iter(traces.values()))
     alone = {"alone": replace(step, communication=(), gaps=(), busy_ms=step.span_ms)}
     assert "No communication" in title(communication_bars(alone))
-    assert "idle for 0.0%" in title(idle_bars(alone))
+    assert "idle for 0.0 %" in title(idle_bars(alone))

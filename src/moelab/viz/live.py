@@ -46,7 +46,7 @@ from moelab.runs.directory import RunDir
 from moelab.runs.follow import RankTable, RunFollower, RunNow, StudyFollower, format_seconds
 from moelab.runs.status import State, Status
 from moelab.runs.stragglers import slow_steps
-from moelab.viz.theme import INK, arm_styles, counted, new_figure, plot_text
+from moelab.viz.theme import INK, WIDE, arm_styles, counted, new_figure, plot_text
 from moelab.viz.widget import MARKED, as_picture, in_rows, labelled_control, live_figures, make_panel
 
 MOST_POINTS: Final = 500
@@ -207,7 +207,7 @@ def rank_step_times(table: RankTable, *, name: str, note: str = "") -> go.Figure
         f"{name}: seconds a step between a rank's own step lines{clipped}; {heard} of {seconds.shape[1]} ranks print. "
         "A step ends for all ranks together: one slow rank darkens the whole column."
     )
-    figure = new_figure(finding, subtitle=subtitle, note=note, height=380)
+    figure = new_figure(finding, subtitle=subtitle, note=note, height=380, width=WIDE)
     scale = {"title": {"text": "s a step", "side": "right"}, "thickness": 14}
     cells = {"z": seconds.T, "x": [f"{step}" for step in table.steps], "y": np.arange(seconds.shape[1])}
     hover = "step %{x}, rank %{y}: %{z:.4g} s<extra></extra>"
