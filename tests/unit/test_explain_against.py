@@ -278,7 +278,7 @@ def test_bars_add_up_to_the_steps(traces: dict[str, Explanation]) -> None:
     figure = step_bars(traces)
     for place, one in enumerate(traces.values()):
         assert sum(trace.x[place] for trace in figure.data) == pytest.approx(one.span_ms)
-    assert "23%" in figure.layout.title.text
+    assert "23 %" in figure.layout.title.text
 
 
 def test_bars_beside_the_prediction_are_the_comparisons(traces: dict[str, Explanation]) -> None:
