@@ -218,7 +218,7 @@ def test_without_a_browser_there_are_words_and_no_figures(tmp_path: Path) -> Non
     shown_in_a_browser(shown)
     shown_in_a_browser(shown)  # a second browser, or a second look of the first
     (place,) = shown.place.children
-    assert list(place.figures) == ["states", "loss", "tps", "step_times", "rank_memory"]
+    assert list(place.figures) == ["states", "step_times", "loss", "tps", "rank_memory"]
 
 
 def test_another_run_is_drawn_into_the_same_figures(tmp_path: Path, view: Any) -> None:

@@ -72,7 +72,7 @@ _UNKNOWN_CELL: Final = "#eeeeee"
 
 
 def dashboard(follower: StudyFollower, *, shown: int = -1, note: str = "") -> dict[str, go.Figure]:
-    """All figures of what was read so far, by name: ``states, loss, tps, step_times, rank_memory``.
+    """All figures of what was read so far, by name: ``states, step_times, loss, tps, rank_memory``.
 
     Args:
         follower: polled before; without runs its figures say so.
@@ -85,9 +85,9 @@ def dashboard(follower: StudyFollower, *, shown: int = -1, note: str = "") -> di
     model = {run.model for run in follower.runs}
     return {
         "states": run_states([run.now for run in follower.runs], note=note),
+        "step_times": rank_step_times(ranks, name=name, note=note),
         "loss": run_curves(rows, "loss", note=note),
         "tps": run_curves(rows, "tps", model=model.pop() if len(model) == 1 else "", note=note),
-        "step_times": rank_step_times(ranks, name=name, note=note),
         "rank_memory": rank_memory(ranks, name=name, note=note),
     }
 
@@ -174,15 +174,18 @@ def run_curves(rows: pd.DataFrame, column: str, *, model: str = "", note: str = 
         levels = [
             (row.tps, f"quoted {row.tps:,.0f}: {styles[row.arm].label}", styles[row.arm].color) for row in THROUGHPUT
         ]
-    for level, text, color in levels:
+    for place, (level, text, color) in enumerate(levels):
         words = {"text": text, "font": {"size": 12, "color": INK}, "bgcolor": "rgba(255,255,255,0.75)"}
         line = {"color": color, "width": 1.5, "dash": "dot"}
-        figure.add_hline(y=level, line=line, annotation=words, annotation_position="top left")
+        figure.add_hline(
+            y=level, line=line, annotation=words, annotation_position="bottom left" if place == 1 else "top left"
+        )
         # A shape does not stretch the axis, a point that is not seen does.
         figure.add_scatter(x=[None], y=[level], mode="markers", showlegend=False, hoverinfo="skip")
     figure.update_xaxes(title_text="step")
     figure.update_yaxes(title_text=title, **axis)
-    return figure.update_layout(uirevision="live", hovermode="closest")  # what a reader zoomed or hid stays so
+    # What a reader zoomed or hid stays so; the legend lies below the axis' title, also of a low figure.
+    return figure.update_layout(uirevision="live", hovermode="closest", legend_y=-0.42)
 
 
 def rank_step_times(table: RankTable, *, name: str, note: str = "") -> go.Figure:
