@@ -185,6 +185,16 @@ def test_deepep_pads_as_the_experts_kernels_need(kernels: str, capability: tuple
     assert {(one.alignment, one.kernels) for one in found} == {(padding, "emulated")}
 
 
+@pytest.mark.parametrize(("fields", "batches"), [({"pp": 1}, (2, 4096)), ({"pp": 2}, (64, -1))])
+def test_torchtitan_adds_up_gradients_where_no_pipeline_takes_the_microbatches(
+    fields: dict[str, int], batches: tuple[int, int]
+) -> None:
+    arm = named_arms()["dsv3_671b_bf16_standard"].model_copy(update={"accumulate_gradients": True, "microbatch": 2})
+    arm = arm.model_copy(update={"local_batch": 32 * fields["pp"], **fields})
+    training = config_registry.trainer_config(arm).training
+    assert (training.local_batch_size, training.global_batch_size) == batches
+
+
 @pytest.mark.parametrize(("backend", "padding"), [("standard", "pad_multiple"), ("deepep", "alignment")])
 def test_nvfp4_is_emulated_in_blocks_of_16_on_a_b200_too(backend: str, padding: str) -> None:
     arm = Experiment(precision="nvfp4", wgrad="bf16", ep_backend=backend, ep_kernels="emulated")

@@ -118,7 +118,7 @@ def test_each_part_of_the_constraints_has_all_that_its_set_needs() -> None:
         part = re.split(rf"^{following}", text, flags=re.M)[0]
         locked = [Requirement(found[1]) for found in re.finditer(line, part) if found[1]]
         here = {one.name: one.specifier for one in locked if one.marker is None or one.marker.evaluate()}
-        assert here.keys() == needed(wanted), last
+        assert here.keys() == needed(wanted), f"{last}: run `make upgrade`"
         for pin in map(Requirement, wanted):
             (version,) = here[canonicalize_name(pin.name)]
             assert pin.specifier.contains(version.version), f"{pin}: run `make upgrade`"
