@@ -221,15 +221,19 @@ class Explorer:
         """The panel, and for readers without a kernel a picture of the first figure."""
         bundle: dict[str, Any] = self.panel._repr_mimebundle_(**options)
         figure = next(iter(self.figures.values()), None)
-        if figure is not None:
-            bundle["text/plain"] = re.sub(r"<[^>]*>", " ", figure.layout.title.text)
-            if "png" in str(pio.renderers.default):
-                bundle["image/png"] = base64.b64encode(figure.to_image("png")).decode()
-        return bundle
+        return bundle | (as_picture(figure) if figure is not None else {})
 
     def _listen(self) -> None:
         for control in self.controls.values():
             control.observe(self.refresh, names="value")
+
+
+def as_picture(figure: go.Figure) -> dict[str, str]:
+    """What a widget's output holds beside it, by MIME type: a figure's title, and its PNG where that can be drawn."""
+    bundle = {"text/plain": re.sub(r"<[^>]*>", " ", figure.layout.title.text)}
+    if "png" in str(pio.renderers.default):
+        bundle["image/png"] = base64.b64encode(figure.to_image("png")).decode()
+    return bundle
 
 
 def refusal(title: str, reasons: Sequence[str]) -> str:
