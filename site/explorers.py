@@ -191,7 +191,7 @@ def page(name: str, grid: Grid) -> str:
     places = "".join(figure_place(f' data-name="{html.escape(figure)}" hidden') for figure in explorer.plots.figures)
     return (
         f'<div class="moelab-explorer" data-grid="{name}"><p>Drawn when this site was built, for these controls alone. '
-        f"Live, with all {len(explorer.controls)}: <code>make lab</code>, the last section of "
+        f"Live, with all {len(explorer.controls)}: <code>make lab</code>, then "
         f"<code>notebooks/{name}.ipynb</code>.</p>"
         f'<form class="controls">{"".join(fields)}</form><div class="words"></div>{places}</div>'
     )
