@@ -91,7 +91,8 @@ def build_parser() -> argparse.ArgumentParser:
     plan.add_argument("file", type=Path, nargs="?", help=file_help)
     plan.add_argument("--from-hf", metavar="CONFIG", help=FROM_HF_HELP)
     fields(plan, arm=f"plan {one_arm}")
-    plan.add_argument("--write", type=Path, metavar="PATH", help="write the experiment, as it is planned, to a file")
+    write_help = "write the experiment to a file, as it is planned or, with --search, in the best layout"
+    plan.add_argument("--write", type=Path, metavar="PATH", help=write_help)
     config_help = "add the configuration that TorchTitan resolves (loads torch)"
     plan.add_argument("--config", action="store_true", help=config_help)
     plan.add_argument("--verify", action="store_true", help="build it with TorchTitan, without a GPU (loads torch)")
@@ -338,7 +339,7 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _search(options: argparse.Namespace, experiment: Any) -> int:
-    from moelab.experiment_file import parse_overrides
+    from moelab.experiment_file import parse_overrides, write_experiment
     from moelab.hardware import gpu_of
     from moelab.plan import headroom_gib
     from moelab.search import VARIED, recommend, recommendation_text, search, search_text
@@ -352,11 +353,14 @@ def _search(options: argparse.Namespace, experiment: Any) -> int:
         fixed += sorted(given & {"activation_checkpoint"})
         by_speed = recommend(experiment, fixed=fixed, **sizes)
         name = options.from_hf or ""
-        _show(options, by_speed.to_json(name), recommendation_text(by_speed, name))
-        return 0 if by_speed.ranked else 3
-    plain = search(experiment, fixed=fixed, headroom_gib=headroom_gib(experiment), **sizes)
-    _show(options, plain.to_json(), search_text(plain))
-    return 0 if plain.candidates else 3
+        as_json, as_text, found = by_speed.to_json(name), recommendation_text(by_speed, name), by_speed.ranked
+    else:
+        plain = search(experiment, fixed=fixed, headroom_gib=headroom_gib(experiment), **sizes)
+        as_json, as_text, found = plain.to_json(), search_text(plain), plain.candidates
+    if found and options.write:
+        options.write.write_text(write_experiment(found[0].experiment), encoding="utf-8")
+    _show(options, as_json, as_text)
+    return 0 if found else 3
 
 
 def _project(options: argparse.Namespace) -> int:

@@ -320,7 +320,8 @@ def _explain(model: type[BaseModel], fault: Any) -> str:
     message = fault["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
     if not name:  # of several fields together: the message names them
         return str(message)
-    return f"{name}: got {_short(fault['input'])}; valid: {message}"
+    published = "; a published one comes with --from-hf, and plan --write makes a file of it" if name == "model" else ""
+    return f"{name}: got {_short(fault['input'])}; valid: {message}{published}"
 
 
 def _bounded(name: str, experiments: int) -> None:

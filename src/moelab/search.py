@@ -285,7 +285,7 @@ def search_text(found: Found) -> str:
         return f"{counts}"
     lines = aligned([CANDIDATE_HEADER, *(candidate_row(candidate) for candidate in shown)])
     if found.candidates:
-        order = f"Order: {', '.join(ORDER)}. No speed is predicted."
+        order = f"Order: {', '.join(ORDER)}. No speed is predicted for this hardware: give hardware=PROFILE."
         return "\n".join([*lines, "", f"{counts}, {found.too_large:,} better ones do not fit.", *rows("", [order])])
     return "\n".join([f"{counts}, and none fits. The nearest to fitting:", *lines])
 
@@ -326,6 +326,8 @@ MOST_TOKENS_AT_ONCE = 2**17
 LEAST_WIDTH = 1 + 1.645 * SYSTEM_SPREAD
 """A speed over the low end of its interval is at least this."""
 ORDER_BY_SPEED = "low end of the 90 % interval of tokens/s per GPU: what nobody has measured must be clearly faster"
+MUCH_WAITING = 0.2
+"""Share of a step that the GPU is idle, from which on the answer names it beside the gain of faster products."""
 TRIED: Mapping[str, tuple[Any, ...]] = {
     "precision": (Precision.BF16, Precision.MXFP8, Precision.FP8),
     "quantize": ("experts", "experts+linears"),
@@ -692,6 +694,9 @@ class Space:
                     extrapolated=bool(with_it.outside or without.outside),
                 )
                 why = _rows_and_break_even(with_it.job, self._calibration) if fields == experts else ""
+                waits = with_it.breakdown_s["host and waiting"] / with_it.step_time_s
+                if why and waits > MUCH_WAITING:
+                    why += f"; the GPU waits {waits:.0%} of the step, mostly for the host: 8 bits do not shorten that"
             yield Gain(name=name, with_it=with_it, without=without, interval=interval, why=why)
 
     def worth_of(self, best: Projection) -> list[Worth]:
@@ -806,7 +811,7 @@ def answer_lines(found: Recommendation, name: str = "") -> list[str]:
     if found.own_tps is not None and found.own_tps < found.best.tps:
         more = 100 * (found.best.tps / found.own_tps - 1)
         lines.append(f"as given: {layout_words(x)}: {found.own_tps:,.0f} tokens/s per GPU; the best is {more:+.1f} %")
-    return [*lines, *map(gain_text, found.gains)]
+    return [*lines, *(gain_text(gain, said=found.best.rests_on) for gain in found.gains)]
 
 
 def speed_text(projection: Projection) -> str:
@@ -833,23 +838,26 @@ def layout_words(experiment: Experiment) -> str:
     return f"{', '.join(degrees)}, {at_once}, checkpointing {x.activation_checkpoint}"
 
 
-def gain_text(gain: Gain) -> str:
-    """A gain in a sentence, with what either side's best layout is and what it rests on."""
+def gain_text(gain: Gain, *, said: Sequence[str] = ()) -> str:
+    """A gain in a sentence, with what either side's best layout is and what it rests on, unless that was ``said``."""
     if gain.with_it is None:
         return f"{gain.name}: {gain.why}"
     low, high = gain.interval.low, gain.interval.high
-    said = f"{gain.name}: {gain.interval.value:+.1f} % ({low:+.1f} to {high:+.1f} %)"
-    said += f", {gain.with_it.tps:,.0f} instead of {gain.without.tps:,.0f} tokens/s per GPU, each at its best layout: "
+    text = f"{gain.name}: {gain.interval.value:+.1f} % ({low:+.1f} to {high:+.1f} %)"
+    text += f", {gain.with_it.tps:,.0f} instead of {gain.without.tps:,.0f} tokens/s per GPU, each at its best layout: "
     same = chosen_fields(gain.with_it.experiment) == chosen_fields(gain.without.experiment)
     if same:
-        said += "the same for both"
+        text += "the same for both"
     else:
-        said += f"{layout_words(gain.with_it.experiment)}; without it {layout_words(gain.without.experiment)}"
-    return said + (f"; {gain.why}" if gain.why else "") + _resting(gain.rests_on)
+        text += f"{layout_words(gain.with_it.experiment)}; without it {layout_words(gain.without.experiment)}"
+    return text + (f"; {gain.why}" if gain.why else "") + _resting(gain.rests_on, said)
 
 
-def _resting(reasons: Sequence[str]) -> str:
-    return f" ({extrapolated(reasons[0])})" if reasons else ""
+def _resting(reasons: Sequence[str], said: Sequence[str] = ()) -> str:
+    """What a figure rests on, in full the first time."""
+    if not reasons:
+        return ""
+    return " *" if reasons[0] in said else f" ({extrapolated(reasons[0])})"
 
 
 def recommendation_text(found: Recommendation, name: str = "") -> str:
@@ -865,7 +873,7 @@ def recommendation_text(found: Recommendation, name: str = "") -> str:
     counts = f"{found.found.examined:,} layouts judged, {found.found.legal:,} legal; {found.considered:,} projected"
     counts += f", of which the best was number {found.place:,} by a first estimate"
     counts += (
-        f"; {found.found.left_out:,} that the estimate has behind them are left out" if found.found.left_out else ""
+        f"; with every checkpointing, {found.found.left_out:,} more are too slow by it" if found.found.left_out else ""
     )
     best = found.best
     assert best is not None
@@ -873,10 +881,10 @@ def recommendation_text(found: Recommendation, name: str = "") -> str:
     lines += ["", *aligned([(*CANDIDATE_HEADER, "tokens/s/GPU"), *table]), ""]
     lines += [*rows("", [f"{counts}.", f"Order: {ORDER_BY_SPEED}.", f"{label}."]), *best.notes]
     lines += ["", "another setting, with its own best layout:"] if found.worth else []
-    return "\n".join(lines + [f"  {_changed(one)}" for one in found.worth])
+    return "\n".join(lines + [f"  {_changed(one, best.rests_on)}" for one in found.worth])
 
 
-def _changed(worth: Worth) -> str:
+def _changed(worth: Worth, said: Sequence[str]) -> str:
     value, other = (getattr(one, "value", one) for one in (worth.value, worth.other))
     change = 100 * (worth.other_tps / worth.tps - 1)
-    return f"{worth.field} {other} instead of {value}: {change:+.1f} %{_resting(worth.rests_on)}"
+    return f"{worth.field} {other} instead of {value}: {change:+.1f} %{_resting(worth.rests_on, said)}"

@@ -217,7 +217,7 @@ def test_what_does_not_fit_is_legal(call: Any) -> None:
     assert call(*overrides(nodes=1, ep=8, hardware="b200_node")).out.startswith("legal, but does not fit")
 
 
-def test_search_from_the_command_line(call: Any) -> None:
+def test_search_from_the_command_line(call: Any, tmp_path: Path) -> None:
     options = [*overrides(tp=2, hardware="b200_x256", activation_checkpoint="full"), "--search", "--limit", "4"]
     answer = call(*options, "--json")
     assert answer.code == 0
@@ -226,7 +226,9 @@ def test_search_from_the_command_line(call: Any) -> None:
     best = answer.json["candidates"][0]
     fields = {**BASE, "hardware": "b200_x256", "activation_checkpoint": "full", **best["set"]}
     assert plan(Experiment(**fields)).fits
-    table = call(*options).out
+    table = call(*options, "--write", str(tmp_path / "best.yaml")).out
+    written = read_experiment(tmp_path / "best.yaml")
+    assert {field: getattr(written, field) for field in best["set"]} == best["set"]
     assert table.startswith("legal · fits (")
     (header,) = [line for line in table.splitlines() if line.endswith("tokens/s/GPU") and "dp_rep" in line]
     assert header.split()[:4] == ["pp", "schedule", "micro", "dp_rep"]
@@ -237,6 +239,7 @@ def test_a_search_without_an_answer_is_refused(call: Any) -> None:
     answer = call(*overrides(nodes=1, hardware="b200_node"), "--search")
     assert answer.code == 3
     assert "none fits. The nearest to fitting" in answer.out
+    assert call(*overrides(model="Qwen3-235B-A22B"), "--search").err.count("--from-hf") == 1
     assert call(*overrides(dispatch_precision="fp8"), "--search", "--json").json["candidates"] == []
 
 
