@@ -662,6 +662,7 @@ def test_the_command_prints_the_contract(capsys: pytest.CaptureFixture[str]) -> 
     assert main(["explain", path]) == 0
     text = capsys.readouterr().out
     assert text.startswith("565.9 ms from the first to the last event of rank 0 (NVIDIA H200): 87.0% compute")
+    assert "look first at FSDP collectives that nothing hides: 27.8 ms" in text
     assert "seen on all ranks" not in text
     assert "Memcpy DtoD (Device -> Device)" in text
 

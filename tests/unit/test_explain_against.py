@@ -109,6 +109,15 @@ def test_parts_of_both_are_compared_and_the_largest_disagreement_is_a_sentence(t
     assert set(MEANINGS) <= set(CATEGORIES)
 
 
+def test_barriers_of_tracing_are_not_what_to_look_at_first(traces: dict[str, Explanation]) -> None:
+    found = traces["four_h200_none_standard"]
+    lost = {one.group: one.exposed_ms for one in found.communication}
+    assert max(lost, key=lambda group: lost[group]) == "imbalance and stragglers"
+    assert found.edge_ms > lost["imbalance and stragglers"] / 2
+    what, ms = found.longest_loss
+    assert (what, ms) == ("FSDP collectives that nothing hides", lost["FSDP collectives"])
+
+
 def test_a_slower_host_is_named_with_its_longest_gap(traces: dict[str, Explanation]) -> None:
     name = "two_h200_full_fp8_deepep"
     found = compare(traces[name], TRACED[name], with_values(step_s=1e-4, fsdp_copy_bytes=60.0))

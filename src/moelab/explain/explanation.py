@@ -178,6 +178,16 @@ class Explanation:
         return {name.removeprefix("idle: "): ms for name, ms in self.parts_ms.items() if name.startswith("idle: ")}
 
     @property
+    def longest_loss(self) -> tuple[str, float]:
+        """What costs most beside compute, with ms; barriers of tracing are left out. Empty where nothing is lost."""
+        lost = {f"{one.group} that nothing hides": one.exposed_ms for one in self.communication}
+        stragglers = "imbalance and stragglers that nothing hides"
+        if stragglers in lost:
+            lost[stragglers] = max(0.0, lost[stragglers] - self.edge_ms)
+        lost |= {f"idle, {cause}": ms for cause, ms in self.idle_by_cause_ms.items()}
+        return max(lost.items(), key=lambda one: one[1], default=("", 0.0))
+
+    @property
     def late_rank(self) -> str:
         """Which rank the others wait for, in a sentence; empty where that is not seen."""
         waited = {one.rank: one.waiting_ms for one in self.ranks if one.waiting_ms is not None}
@@ -484,10 +494,13 @@ def explanation_text(explained: Explanation) -> str:
     compute, exposed, idle = (
         one / explained.span_ms for one in (explained.compute_ms, explained.exposed_communication_ms, explained.idle_ms)
     )
+    loss, loss_ms = explained.longest_loss
     lines = [
         f"{explained.span_ms:.1f} ms from the first to the last event of {where} ({explained.gpu or 'CPU'}): "
         f"{compute:.1%} compute, {exposed:.1%} communication that nothing hides, {idle:.1%} idle; "
         f"{explained.classified:.1%} of kernel time is classified",
+        *([f"look first at {loss}: {_ms(loss_ms)}"] if loss_ms else []),
+        *([f"{_ms(explained.edge_ms)} are barriers around the traced step, not part of it"] * (explained.edge_ms >= 1)),
         *(f"note: {note}" for note in explained.notes),
     ]
     for heading, rows in _tables(explained).items():

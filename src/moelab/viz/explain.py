@@ -75,19 +75,16 @@ def step_bars(explained: Mapping[str, Explanation], *, replayed: bool = False) -
 
 
 def answer_table(explained: Mapping[str, Explanation]) -> pd.DataFrame:
-    """Each step's time in milliseconds, its shares in percent, and what to look at first: the longest that is lost.
+    """Each step's time in milliseconds, its shares in percent, and what to look at first.
 
     Args:
         explained: by the name in the first column.
     """
     rows = []
     for name, one in explained.items():
-        lost = {f"{group.group} that nothing hides": group.exposed_ms for group in one.communication}
-        for gap in one.gaps:
-            lost[f"idle, {gap.cause}"] = lost.get(f"idle, {gap.cause}", 0.0) + gap.idle_ms
-        first = max(lost, key=lambda what: lost[what], default="")
+        first, lost_ms = one.longest_loss
         shares = (one.compute_ms, one.exposed_communication_ms, one.idle_ms)
-        look = f"{first}: {lost[first]:.1f} ms" if first else "nothing is lost"
+        look = f"{first}: {lost_ms:.1f} ms" if lost_ms else "nothing is lost"
         rows.append((name, one.span_ms, *(100 * ms / one.span_ms for ms in shares), look))
     headings = ["step", "time (ms)", "compute (%)", "communication that nothing hides (%)", "idle (%)", "look first at"]
     return pd.DataFrame(rows, columns=headings).round(1)
