@@ -231,7 +231,7 @@ _PURPOSES = (
     ("CP", ("cp",), "keys and values, every layer"),
     ("EP", ("ep",), "tokens, every MoE layer"),
     ("expert FSDP", ("efsdp",), "expert weights and gradients"),
-    ("FSDP", ("dp_shard", "cp"), "the other weights and gradients"),
+    ("FSDP", ("dp_shard", "cp"), "other weights and gradients"),
     ("DDP", ("dp_replicate",), "gradients, once a step"),
     ("PP", ("pp",), "activations between stages"),
 )

@@ -37,7 +37,7 @@ from moelab.viz.widget import Explorer, labelled_control
 
 # The mesh
 
-TITLE_PX, SPACE_PX = 30, 22
+TITLE_PX, SPACE_PX = 44, 22
 """Heights of a map's title and of the space under it."""
 GAP, LABEL_GAP = 0.7, 1.3
 """Space between boxes across, and above each for its number, in squares."""
@@ -69,13 +69,13 @@ def mesh_map(layout: Layout, *, gpus_per_node: int, rank: int = 0, nvlink_ranks:
     maps: dict[str, list[str]] = {}
     for group in groups:
         nodes, peers = f"1 {box}" if len(group.nodes) == 1 else f"{len(group.nodes)} {box}s", set(group.ranks)
-        maps[f"<b>{group.name} {group.degree}</b> · {nodes} · {group.carries}"] = [
+        maps[f"<b>{group.name} {group.degree}</b> · {nodes}<br>{group.carries}"] = [
             OTHER if each not in peers else NEAR if each // size == home else FAR for each in everyone
         ]
     if layout.pp > 1:
         block = layout.world_size // layout.pp
         greens = sample_colorscale([LIGHT_GREEN, DARK_GREEN], [place / (layout.pp - 1) for place in range(layout.pp)])
-        title = f"<b>pipeline ranks</b> 0 (light) to {layout.pp - 1} (dark) · {block} GPUs each"
+        title = f"<b>pipeline ranks</b> 0 (light) to {layout.pp - 1} (dark)<br>{block} GPUs each"
         maps[title] = [greens[each // block] for each in everyone]
     rows = -(-len(maps) // 2)
     height_px = TITLE_PX + grid.height_px + SPACE_PX
