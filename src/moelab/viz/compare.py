@@ -9,9 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
+import pandas as pd
 import plotly.graph_objects as go
+from numpy.typing import ArrayLike
 
 from moelab.analysis.compare_runs import Difference, difference_curve, machine_differences
 from moelab.analysis.curves import (
@@ -123,7 +126,7 @@ def gradient_norms(sides: Sequence[Side], styles: Mapping[str, ArmStyle], *, not
         for label, mean in means.items():
             draw_mean(figure, mean[name].dropna(), styles[label], **axes)
         figure.update_yaxes(rangemode="tozero", col=column)
-    figure.update_yaxes(type="log", dtick="D2", col=1)
+    figure.update_yaxes(**_log_axis(pd.concat(list(norms.values())) if norms else pd.Series(dtype=float)), col=1)
     return figure.update_xaxes(title_text="step")
 
 
@@ -183,10 +186,21 @@ def compared_step_time(sides: Sequence[Side], styles: Mapping[str, ArmStyle], *,
         figure.add_scatter(x=seconds, y=100 * share, mode="lines", line=line, name=style.label, hovertemplate=reading)
     everything = np.concatenate([side.step_time_s for side in sides])
     if everything.max() > 10 * everything.min():
-        figure.update_xaxes(type="log", dtick="D2")
+        figure.update_xaxes(**_log_axis(everything))
     figure.update_xaxes(title_text="seconds a step")
     figure.update_yaxes(title_text="steps done within (%)", range=[0, 102])
     return figure.update_layout(hovermode="closest", showlegend=True)
+
+
+def _log_axis(values: ArrayLike) -> dict[str, Any]:
+    """A logarithmic axis whose ticks are written in full: Plotly writes 0.5 as a small 5 below a 1."""
+    positive = np.asarray(values, dtype=float)
+    positive = positive[positive > 0]
+    if not positive.size:
+        return {"type": "log"}
+    low, high = math.floor(math.log10(positive.min())), math.ceil(math.log10(positive.max()))
+    ticks = [digit * 10.0**power for power in range(low, high + 1) for digit in ((1, 2, 5) if high - low < 4 else (1,))]
+    return {"type": "log", "tickvals": ticks, "ticktext": [f"{tick:g}" for tick in ticks]}
 
 
 def _thinning_words(rows: int) -> str:
