@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -177,7 +179,7 @@ def test_the_bars_of_cost_are_the_costs() -> None:
     dear = Cost(gpu_hours=6e6, days=900.0, price=18e6, energy_mwh=9000.0)
     cheap = Cost(gpu_hours=4e6, days=600.0, price=12e6, energy_mwh=6000.0)
     figure = cost_bars({"bf16_standard": dear, "bf16_deepep": cheap}, tokens=14.8e12, words="Words.")
-    assert "saves 6.0 of 18.0 M on 14.8 T tokens" in title(figure)
+    assert "saves 6.0 of 18.0 million USD on 14.8 T tokens" in title(figure)
     assert [trace.y[0] for trace in figure.data] == [6.0, 18.0, 9.0, 4.0, 12.0, 6.0]
 
 
@@ -197,7 +199,7 @@ def test_the_published_figure_has_the_printed_numbers_and_a_gap() -> None:
 def test_every_bar_of_a_breakdown_begins_where_the_last_one_ends_and_they_add_up() -> None:
     figure = step_breakdown(STAGES, measured_s=50.0, words="Words.")
     bars, labels = figure.data
-    assert labels.text[-1] == f" {sum(STAGES.values()):,.1f} s "
+    assert labels.text[-1] == f" {sum(STAGES.values()):,.0f} s "
     ends = [base + value for base, value in zip(bars.base, bars.x, strict=True)]
     assert list(bars.base[1:-1]) == ends[:-2]
     assert bars.base[0] == bars.base[-1] == 0
@@ -297,9 +299,27 @@ def test_the_explorer_says_what_the_projection_says() -> None:
 def test_the_explorer_says_why_something_cannot_be() -> None:
     shown = ProjectionExplorer(PUBLISHED)
     shown.controls["gpus"].value = 8
-    assert "Cannot be" in shown.words.value
+    assert "Illegal" in shown.words.value
+    assert "ep is 32" in shown.reasons["gpus"].value
     assert not shown.figures
     with pytest.raises(Refused):
         shown.projected()
     shown.controls["gpus"].value = 256
-    assert "tokens/s per GPU" in shown.words.value
+    assert "Legal · fits" in shown.words.value
+    shown.controls["activation_checkpoint"].value = "none"
+    assert "Legal, but does not fit" in shown.words.value
+    assert "GiB of 179.1 GiB" in shown.reasons["activation_checkpoint"].value
+    shown.controls["model"].value = "Qwen3-30B-A3B"
+    assert "Legal · fits" in shown.words.value
+    assert "Qwen3-30B-A3B" in title(shown.figures["step"])
+
+
+def test_another_layout_changes_arrays_and_no_trace() -> None:
+    shown, sent = ProjectionExplorer(PUBLISHED), list[Any]()
+    shown.plots.send = sent.append
+    shown.controls["pp"].value = 4
+    (message,) = sent
+    assert len(json.dumps(message)) < 5_000
+    assert {path[1] for path, _ in message["changes"]} == {"data", "layout"}
+    shown.controls["price_per_gpu_hour"].value = 2.0  # of the words above alone
+    assert len(sent) == 1

@@ -74,6 +74,8 @@ def test_a_refusal_stands_under_the_control_that_caused_it() -> None:
     assert "the red" in explorer.words.value
     assert "red is 256; valid: 0 to &lt;255&gt;" in explorer.reasons["red"].value
     assert (explorer.reasons["last"].value, explorer.figures, explorer.plots.figures) == ("", {}, {"line": None})
+    explorer.controls["last"].value = 5  # which has nothing to do with it
+    assert (explorer.reasons["last"].value, explorer.refused[0]) == ("", "red")
     explorer.controls["red"].value = 255
     assert (explorer.words.value, explorer.reasons["red"].value, set(explorer.figures)) == ("drawn", "", {"line"})
 

@@ -162,7 +162,7 @@ def new_figure(finding: str, *, subtitle: str, note: str = "", height: int = 460
         title += f"<br><span style='color:{WARNING}'>{'<br>'.join(note_lines)}</span>"
     title += f"<br><span style='font-size:13px;color:{MUTED}'>{'<br>'.join(subtitle_lines)}</span>"
     # px: a line of the title is 22 high, one of the subtitle 17; 70 is the margin that the caller's height counts with
-    top = 30 + 22 * (len(title_lines) + len(note_lines)) + 17 * len(subtitle_lines)
+    top = 36 + 22 * (len(title_lines) + len(note_lines)) + 17 * len(subtitle_lines)
     layout = {"template": template(width), "height": height - 70 + top, "margin_t": top, "title_text": title}
     return go.Figure(layout=layout)
 
@@ -192,7 +192,7 @@ def template(width: int = NORMAL) -> go.layout.Template:
                 "y": 1,
                 "yref": "container",
                 "yanchor": "top",
-                "pad": {"t": 14, "l": 10},
+                "pad": {"t": 20, "l": 10},
             },
             "title_font_size": 17,
             "width": width,
