@@ -68,16 +68,23 @@ def test_report_opens_offline(page: Page, tmp_path: Path) -> None:
     (verdict,) = compare_convergence(final_losses(table), reference="bf16_standard")
     figures = [loss_curves(table), loss_tail(table), loss_difference(table, verdict)]
     figures.append(throughput_bars(table, gains=[gain(table, baseline="bf16_standard", arm=verdict.arm)]))
+    rows = [["<img src=x onerror=alert(1)>", 900.0], *([f"run {n}", 1000.0 * n] for n in range(1, MOST_ROWS + 1))]
     report = write_report(
         tmp_path / "report.html",
         title="A <script>alert(1)</script> study",
         verdicts=[verdict],
         figures=[Figure(caption="caption", figure=figure) for figure in figures],
-        tables=[Table(title="Runs", columns=["run"], rows=[["<img src=x onerror=alert(1)>"]])],
+        tables=[Table(title="Runs", columns=["run", "tokens/s"], rows=rows, decimals={"tokens/s": 0})],
         provenance={"Software": "none"},
     )
     opened(page, report, 4)
     assert "<script>alert(1)</script>" in page.locator("h1").inner_text()
+    runs = page.locator("#tables tbody tr")
+    assert [runs.count(), runs.locator("visible=true").count()] == [MOST_ROWS + 1, MOST_ROWS]
+    page.get_by_role("button", name="tokens/s").click(click_count=2, delay=10)
+    assert runs.first.inner_text().split("\t") == ["run 12", "12,000"]
+    page.get_by_role("button", name="all 13 rows").click()
+    assert runs.last.is_visible()
 
 
 HOSTILE = "</script><script>window.hacked=1</script><img src=x onerror='window.hacked=1'>"
@@ -96,13 +103,14 @@ def test_a_hostile_name_is_text_in_a_comparison(page: Page, tmp_path: Path) -> N
         make_run(tmp_path / "runs", experiment, [8.0 - step / 10 for step in steps], state=state, reason=HOSTILE)
     compared = judge_paths([export, tmp_path / "runs" / "s", EXAMPLE_LOGS[0]])
     report = write_study_report(compared, tmp_path / "report.html")
-    opened(page, report, 4)
+    opened(page, report, 5)
     assert page.evaluate("window.hacked") is None
     assert page.locator("img").count() == 0
     shown = HOSTILE[:40]
     assert shown in page.locator(".legendtext").first.text_content()
     assert page.locator("td, th").filter(has_text=shown).count() > 3
-    assert page.locator("#tables td").filter(has_text=HOSTILE).count() == 2  # a setting and a reason, whole
+    for section in ("#settings", "#tables"):  # a setting and a reason, whole
+        assert page.locator(f"{section} td").filter(has_text=HOSTILE).count() == 1
     assert HOSTILE in page.locator(".notes").inner_text()
 
 

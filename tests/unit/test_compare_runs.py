@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from figure_support import shown_page
 from run_support import make_run
 from stand_in import step_line
 
@@ -143,7 +144,7 @@ def test_long_curves_are_thinned_and_say_so(tmp_path: Path) -> None:
     ]
     for one in report_figures(compared(*logs)):
         assert all(len(trace.x) <= 2 * 2002 for trace in one.figure.data)
-        assert "one logged step in 10 is drawn" in one.figure.layout.title.text.replace("<br>", " ")
+        assert "one logged step in 34 is drawn" in one.figure.layout.title.text.replace("<br>", " ")
         ends = [trace.x[-1] for trace in one.figure.data if trace.name]
         assert ends == [20_000] * len(ends)
 
@@ -336,6 +337,23 @@ def test_quantities_that_a_source_lacks(tmp_path: Path) -> None:
     assert not re.search(r"\bnan\b", text, re.I)
 
 
+def test_bare_logs_are_summed_up(tmp_path: Path) -> None:
+    faster, loss, what = compared(*EXAMPLE_LOGS).summary.values()
+    assert faster.startswith("Not measured for mxfp8_emulated_on_h100: emulated kernels are slower")
+    assert loss.startswith(
+        "Not decided: mxfp8_emulated_on_h100 ends -0.0545 nats from bf16_on_h100 over steps 37 to 40."
+    )
+    assert what.startswith("debug on NVIDIA H100 80GB HBM3, EP 2, sequences of 2048 tokens, ")
+    logs = [log_of(tmp_path / f"{name}.log", {s: 8 - s / 99 for s in range(1, 41)}, tps=tps) for name, tps in RATES]
+    faster, _, what = compared(*logs).summary.values()
+    assert faster == "fast logged 1.5 times the tokens/s of slow."
+    assert what == "a model that no log names on machines that no log names; 40 steps, one run each."
+    assert compared(logs[0]).summary["Faster?"] == "There is nothing to compare with."
+
+
+RATES = (("slow", 1000), ("fast", 1500))
+
+
 def test_one_log_has_a_report_of_its_own(tmp_path: Path) -> None:
     found = compared(EXAMPLE_LOGS[0])
     assert (found.title, found.differences) == ("Run bf16_on_h100", [])
@@ -343,6 +361,7 @@ def test_one_log_has_a_report_of_its_own(tmp_path: Path) -> None:
         "Training loss.",
         "Throughput",
         "Step times",
+        "Gradient norm and learning rate.",
     ]
 
 
@@ -485,7 +504,7 @@ def test_the_command_writes_one_page_and_one_object(tmp_path: Path, capsys: pyte
     told = json.loads(capsys.readouterr().out)
     assert told["report"] == str(page)
     assert [side["label"] for side in told["sides"]][-1] == "mxfp8_emulated_on_h100"
-    shown = html.unescape(re.sub(r"<script>/\*\*.*?</script>", "", page.read_text(), count=1, flags=re.S))
+    shown = html.unescape(shown_page(page.read_text()))
     assert "moelab report s mxfp8_emulated_on_h100.log.gz" in shown
     assert "python -m torch.distributed.run" in shown
     for word in (str(tmp_path), "/home/", "alice", "/tmp/"):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import html
 import json
 import math
-import re
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
+from figure_support import shown_page
 from run_support import make_run
 from stand_in import step_line
 from torch.utils.tensorboard import SummaryWriter
@@ -183,8 +183,7 @@ def study(folder: Path) -> Path:
 
 
 def shown(page: Path) -> str:
-    """The page without plotly's own source."""
-    return html.unescape(re.sub(r"<script>/\*\*.*?</script>", "", page.read_text(), count=1, flags=re.S))
+    return html.unescape(shown_page(page.read_text()))
 
 
 def test_a_study_names_the_run_in_its_notes_and_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

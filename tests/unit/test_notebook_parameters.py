@@ -199,19 +199,26 @@ def default_values(notebook: Path) -> dict[str, Any]:
     return values
 
 
+def parameters_check_and_others(notebook: Path) -> tuple[str, str, list[str]]:
+    """Sources of the parameters cell, of the code cell behind it, and of all others: a picture may come first."""
+    code = [cell for cell in nbformat.read(notebook, as_version=4).cells if cell.cell_type == "code"]
+    (place,) = [place for place, cell in enumerate(code) if "parameters" in cell.metadata.get("tags", [])]
+    sources = [cell.source for cell in code]
+    return sources[place], sources[place + 1], sources[:place] + sources[place + 2 :]
+
+
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_is_stripped_short_and_tagged(notebook: Path) -> None:
     content = nbformat.read(notebook, as_version=4)
     code = [cell for cell in content.cells if cell.cell_type == "code"]
     assert all(cell.outputs == [] and cell.execution_count is None for cell in code)
-    assert sum("parameters" in cell.metadata.get("tags", []) for cell in content.cells) == 1
-    assert "parameters" in code[0].metadata.get("tags", [])
-    lines = [len([line for line in cell.source.splitlines() if line.strip()]) for cell in code]
+    own, check, others = parameters_check_and_others(notebook)
+    assert "validated(" in check
+    lines = [len([line for line in source.splitlines() if line.strip()]) for source in (own, check, *others)]
     assert len(content.cells) <= 40
     assert sum(lines) <= 150
     assert max(lines[1:]) <= 20  # the first is the parameters, one a line
-    assert code[-1].source.rstrip().endswith("complete()")
-    assert "validated(" in code[1].source
+    assert others[-1].rstrip().endswith("complete()")
     assert not any(line.lstrip().startswith(("%", "!")) for cell in code for line in cell.source.splitlines())
 
 
@@ -230,11 +237,9 @@ def test_a_parameters_cell_is_scalars_with_comments_that_its_schema_takes(notebo
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs_again_in_its_kernel(notebook: Path) -> None:
     """With every name bound that any of its cells binds, wherever they are, as after a whole run."""
-    own, check, *later = [
-        cell.source for cell in nbformat.read(notebook, as_version=4).cells if cell.cell_type == "code"
-    ]
+    own, check, others = parameters_check_and_others(notebook)
     values = default_values(notebook)
-    bound = {name: object() for cell in later for name in names_bound_at_its_top(cell)}
+    bound = {name: object() for cell in others for name in names_bound_at_its_top(cell)}
     assert len(bound) > 2
     assert not bound.keys() & values.keys(), "the cell that validates, run alone, would take them for parameters"
 
@@ -250,7 +255,7 @@ def test_a_notebook_runs_again_in_its_kernel(notebook: Path) -> None:
     for _ in range(2):
         run(own, PythonTranslator.codify(injected), check)
         assert namespace["parameters"].model_dump() == values | injected
-        namespace["In"] += later
+        namespace["In"] += others
         namespace.update(bound)
     run(check)
     edited = next(

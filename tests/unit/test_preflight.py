@@ -162,7 +162,7 @@ def test_plans_that_are_illegal_too_large_or_do_not_fit() -> None:
     (illegal,) = check_plans(study(ep=3), B200)
     assert illegal.found == "; ".join(plan(study(ep=3).experiments[0]).verdict.reasons)
     (large,) = check_plans(study(), read_cluster("slurm_generic", ["nodes=2", "gpus_per_node=4"]))
-    assert "nodes is 4: a job of slurm_generic gets up to 2" in large.found
+    assert "nodes is 4: a job of slurm_generic gets up to 2; set `nodes` in a copy of the profile" in large.found
     assert "gpus_per_node is 8: a node of slurm_generic has 4" in large.found
     heavy = study(model="671B", nodes=8, ep=64)
     (full,) = check_plans(heavy, B200)

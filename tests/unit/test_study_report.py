@@ -12,7 +12,9 @@ import socket
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from figure_support import shown_page
 from run_support import make_run
 from secret_shapes import SHAPES
 
@@ -61,11 +63,6 @@ def report_of(study: Path) -> str:
     return path.read_text(encoding="utf-8")
 
 
-def own_text(page: str) -> str:
-    """The page without plotly's own source."""
-    return re.sub(r"<script>/\*\*.*?</script>", "", page, count=1, flags=re.S)
-
-
 def test_the_verdict_of_known_numbers(study: Path) -> None:
     judged = judge_study(study)
     (verdict,), (held_out,) = judged.verdicts, judged.held_out
@@ -77,7 +74,8 @@ def test_the_verdict_of_known_numbers(study: Path) -> None:
     assert gain.ratio == pytest.approx(0.5)
     assert judged.speed_note == "a rank is a CPU process; emulated MXFP8 kernels: not a statement about speed"
     text = judged.as_text()
-    assert text.startswith("8 of 8 runs finished\nMXFP8 differs from BF16 (both standard all-to-all) by +0.0035 nats")
+    assert text.splitlines()[:3] == [f"{question} {answer}" for question, answer in judged.summary.items()]
+    assert "\n8 of 8 runs finished\nMXFP8 differs from BF16 (both standard all-to-all) by +0.0035 nats" in text
     assert "500 tokens/s per rank" in text
     assert "-50.0 %" in text
     data = json.loads(json.dumps(judged.to_json(), allow_nan=False))
@@ -162,7 +160,7 @@ def test_a_held_out_loss_that_is_nan_or_missing(tmp_path: Path) -> None:
     assert held_out.answer is Answer.DIFFERENT
     assert "1 of 4 seeds diverged in MXFP8 and not in BF16 (seed 0: the held-out loss is nan)" in held_out.sentence()
     json.dumps(judged.to_json(), allow_nan=False)
-    shown = own_text(report_of(tmp_path / "runs" / "s")).replace("the held-out loss is nan", "")
+    shown = shown_page(report_of(tmp_path / "runs" / "s")).replace("the held-out loss is nan", "")
     assert not re.search(r"\bnan\b", shown, re.I)
 
 
@@ -176,7 +174,7 @@ def test_a_field_changed_within_an_arm_is_not_averaged_away(study: Path) -> None
     assert judged.verdicts[0].reference_losses == pytest.approx(SEEDS, abs=1e-5)
     words = "BF16 + standard all-to-all, seeds 0, 1: other settings than the runs of this arm that are judged: lr 0.01 "
     assert f"{words}instead of 0.003" in judged.as_text()
-    assert judged.as_text().startswith("10 of 10 runs finished, 8 of them judged\n")
+    assert "\n10 of 10 runs finished, 8 of them judged\n" in judged.as_text()
     assert words in html.unescape(report_of(study))
     rows = judged.to_json()["runs"]
     assert [row["used"] for row in rows] == [True] * 8 + [False] * 2
@@ -226,6 +224,59 @@ def test_what_is_no_study(study: Path, tmp_path: Path) -> None:
             judge_study(path)
 
 
+# What a report begins with
+
+
+def summary_of(folder: Path, *, gpu: str | None = None, kernels: str = "emulated") -> dict[str, str]:
+    for run in find(folder / "runs" / "s"):
+        environment = json.loads((run.path / "environment.json").read_text())
+        gpus = [{"name": gpu, "driver": "580.1"}] * 2 if gpu else []
+        write_json(run.path / "environment.json", {**environment, "gpus": gpus})
+        for converted in (run.path / "launch").glob("converted/*.json"):
+            write_json(converted, {"kernels": kernels, "modules": ["layers.1.moe.experts"]})
+    return judge_study(folder / "runs" / "s").summary
+
+
+def test_a_report_answers_three_questions_first(study: Path) -> None:
+    faster, loss, what = summary_of(study.parents[1]).values()
+    assert faster == "Not measured: a CPU process stands for a GPU here, so its tokens/s say nothing about a GPU's."
+    assert loss.startswith("Yes: MXFP8 ends +0.0035 nats from BF16 (95 % interval ")
+    assert what == (
+        "nano on 2 processes of A processor, EP 2, sequences of 256 tokens, local batch 4, learning rate 0.003; "
+        "20 steps, 4 seeds each."
+    )
+    faster, _, what = summary_of(study.parents[1], gpu="NVIDIA B200", kernels="native").values()
+    assert faster.startswith("MXFP8 over BF16 (both standard all-to-all): -50.0 % (95 % interval ")
+    assert what.startswith("nano on 2 × NVIDIA B200, ")
+    captions = [figure.caption.split(":")[0] for figure in report_figures(judge_study(study))]
+    assert "Throughput" in captions
+    faster, _, _ = summary_of(study.parents[1], gpu="NVIDIA H100", kernels="emulated").values()
+    assert faster.startswith("Not measured for MXFP8 + standard all-to-all: emulated kernels are slower")
+    page = html.unescape(report_of(study))
+    places = [page.index(words) for words in ("Faster?", "What differs between", 'id="figures"', 'id="verdicts"')]
+    assert places == sorted(places)
+    assert "<td>mxfp8</td>" in page
+    assert "The same in all: model nano · GPU NVIDIA H100" in page
+    assert "sequence length, tokens 256 · local batch, sequences 4 · steps 20 · learning rate 0.003" in page
+    run_of(study.parents[1], "fp8", 0, math.nan, losses=[*curve(5.0)[:-1], math.nan])
+    assert "No: different: " in judge_study(study).summary["Same loss?"]
+
+
+def test_a_cpu_s_tokens_per_second_are_not_drawn(study: Path) -> None:
+    assert not any("hroughput" in figure.caption for figure in report_figures(judge_study(study)))
+
+
+def test_a_report_of_sixteen_long_runs_is_below_2_mb(tmp_path: Path) -> None:
+    noise = np.random.default_rng(0)
+    for seed in range(8):
+        for precision in ("bf16", "mxfp8"):
+            experiment = Experiment(name="s", steps=1500, precision=precision, seed=seed)
+            losses = 3 + 5 * np.exp(-np.arange(1500) / 400) + noise.normal(0, 0.02, 1500)
+            make_run(tmp_path / "runs", experiment, losses.tolist())
+    page = write_study_report(judge_study(tmp_path / "runs" / "s"), tmp_path / "r.html")
+    assert page.stat().st_size < 2_000_000
+
+
 # What the report must not contain
 
 
@@ -236,7 +287,7 @@ def test_a_page_is_private_inert_and_offline(study: Path) -> None:
     full = f"the launcher failed: [Errno 28] No space left on device: '{study}/bf16_standard/x/metrics.parquet'"
     for seed, reason in enumerate((full, HOSTILE, "WANDB_API_KEY=0123abc was refused"), start=7):
         run_of(study.parents[1], "bf16", seed, 5.0, losses=[8.0], state=State.FAILED, reason=reason)
-    page = own_text(report_of(study))
+    page = shown_page(report_of(study))
     assert "<script>alert(1)" not in page
     assert "<img src=x" not in page
     assert not re.search(r"""(?:src|href)\s*=\s*["']?(?:https?:)?//""", page)
@@ -249,7 +300,7 @@ def test_a_page_is_private_inert_and_offline(study: Path) -> None:
         assert word not in text
     assert getpass.getuser() == "root" or getpass.getuser() not in text
     path = write_study_report(judge_study(study), study / "report.html", with_paths=True)
-    with_paths = html.unescape(own_text(path.read_text()))
+    with_paths = html.unescape(shown_page(path.read_text()))
     assert f"--dump_folder {study}/bf16_standard/seed" in with_paths
     assert "WANDB_API_KEY=*** was refused" in with_paths  # keys stay hidden all the same
 
@@ -262,7 +313,7 @@ def test_one_seed_of_two_steps(tmp_path: Path) -> None:
     assert (verdict["answer"], verdict["interval_nats"]) == ("insufficient data", [None, None])
     assert verdict["margin_nats"] is None
     assert judged.throughput == []
-    assert "tokens/s" not in judged.as_text()
+    assert "tokens/s per rank" not in judged.as_text()
     assert "loss" in report_of(tmp_path / "runs" / "s")
 
 
@@ -328,7 +379,7 @@ def test_no_shape_of_a_secret_in_a_reason_reaches_a_page_or_what_is_printed(
         for output in ([], ["--json"]):
             assert main([*command, *output]) == 0
             shown += capsys.readouterr().out
-    shown += (tmp_path / "s" / "report.html").read_text()
+    shown += shown_page((tmp_path / "s" / "report.html").read_text())
     assert not [name for name, (secret, _) in SHAPES.items() if secret in shown or html.escape(secret) in shown]
     assert shown.count("rank 1: ") >= 6 * len(SHAPES)
     assert "\x1b" not in shown

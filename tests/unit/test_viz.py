@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 import numpy as np
 import pandas as pd
 import pytest
-from figure_support import title
+from figure_support import title, unpacked
 
 import moelab.viz
 from moelab.analysis import Verdict, compare_convergence, final_losses, gain
@@ -267,14 +267,14 @@ def page(tmp_path_factory) -> str:
 def test_report_shows_names_as_text_asks_no_network_and_holds_plotly_once(page):
     parsed = Page(page)
     assert "<script>alert" not in page
-    assert parsed.tags.count("script") == 1 + 2 + 1  # plotly.js, one a figure, printing
+    assert parsed.tags.count("script") == 4  # plotly.js, the figures' data, what draws them, what unfolds a table
     assert page.count("&lt;script&gt;alert(1)") >= 5
     names = {"src", "href", "srcset", "data", "action", "poster"}
     assert all((value or "").startswith("#") for name, value in parsed.attributes if name in names)
     assert "default-src 'none'" in page
     assert not any(asked in page.split("<script>")[0] for asked in ("@import", "url("))
-    assert len(re.findall(r"plotly\.js v\d", page)) == 1
-    assert re.findall(r'Plotly\.newPlot\(\s*"(figure-\d)"', page) == ["figure-1", "figure-2"]
+    assert re.match(r"/\*\*\s+\* plotly\.js v\d", unpacked(page, "plotlyjs"))
+    assert len(json.loads(unpacked(page, "drawings"))["figures"]) == page.count('class="drawing" id="figure-') == 2
 
 
 def test_report_states_the_verdict_with_its_numbers_and_tables_with_badges_and_dashes(page):
@@ -286,7 +286,7 @@ def test_report_states_the_verdict_with_its_numbers_and_tables_with_badges_and_d
     for number in (verdict.reference_sd, verdict.sd_difference, verdict.margin_nats, verdict.arm_losses[0]):
         assert f"{number:.4f}" in text
     assert 'class="card equivalent"' in page
-    assert '<th scope="col" class="number">Tokens/s</th>' in page
+    assert '<th scope="col" class="number"><button type="button" title="sort">Tokens/s</button></th>' in page
     assert '<th scope="row">bf16_standard</th>' in page
     assert '<td class="number">1,234</td>' in page
     assert page.count('<td class="number">–</td>') == 2

@@ -11,7 +11,7 @@ from moelab.mxfp8.grouped_gemm_cases import Case
 from moelab.mxfp8.grouped_gemm_results import stored
 from moelab.projection.gemm import break_even_m, gain, grouped_time_s
 from moelab.projection.gemm_fit import expert_work, fit_b200, leave_one_out, published_work
-from moelab.viz.grouped_gemm import ShapeExplorer, gain_map, measured_speedups, predicted_speedups, step_parts
+from moelab.viz.grouped_gemm import ExpertExplorer, gain_map, measured_speedups, predicted_speedups, step_parts
 
 RATES = fit_b200().rates()
 LARGE, SMALL = published_work()
@@ -85,11 +85,19 @@ def test_the_goal_is_shown_as_missed_where_it_is() -> None:
     assert "reached" in predicted_speedups(table.assign(left_out_within=True)).layout.title.text.replace("<br>", " ")
 
 
-def test_the_explorer_follows_its_sliders() -> None:
-    explorer = ShapeExplorer(LARGE.case, RATES)
-    assert explorer.case == LARGE.case
-    explorer.controls["n"].value = 1408
-    explorer.controls["k"].value = 2048
-    assert "1408" in title(explorer.figures["parts"])
-    rows = break_even_m(1408, 2048, 8, RATES)
-    assert f"{rows:,.0f} rows" in explorer.words.value
+def test_the_explorer_says_why_with_the_rows_that_it_has_and_needs() -> None:
+    explorer = ExpertExplorer("16B", 8192, ep=8)
+    words, rows = explorer.words.value, break_even_m(1408, 2048, 8, RATES)
+    assert "MXFP8 loses" in words
+    assert f"your M is 49,152 rows on 8 experts, break-even {rows:,.0f} rows" in words
+    explorer.controls["model"].value = "Qwen3-235B-A22B"
+    assert "16 experts of N 1,536, K 4,096" in title(explorer.figures["parts"])
+    explorer.controls["gpu"].value = "H100, row-wise FP8"
+    assert "Row-wise FP8" in explorer.words.value
+    assert explorer.figures["parts"].data[0].y == ("BF16", "Row-wise FP8")
+    explorer.controls["gpu"].value, explorer.controls["model"].value = "B200, MXFP8", "671B"
+    explorer.controls["tokens"].value = 2**17
+    assert "MXFP8 saves" in explorer.words.value
+    explorer.controls["model"].value = "GLM-4.5"
+    explorer.controls["ep"].value = 64
+    assert "ep a divisor of 160" in explorer.reasons["ep"].value

@@ -98,12 +98,21 @@ class Difference:
             return f"{unjudged}{self.label} and {self.reference} have no step with a loss in common: no difference."
         if math.isnan(self.nats):
             return unjudged.strip() or f"{self.label} has no finite difference from {self.reference} at the end."
-        last = self.steps[-1]
-        many = math.isfinite(self.spread_nats)
-        where = f"over steps {self.first_step} to {last}" if many else f"at step {last}"
-        spread = f" ({self.spread_nats:.4f} from step to step)" if many else ""
+        spread = f" ({self.spread_nats:.4f} from step to step)" if math.isfinite(self.spread_nats) else ""
         worth = "" if unjudged else " One run against another: whether a change of seed does as much is not known."
-        return f"{unjudged}{self.label} differs from {self.reference} by {self.nats:+.4f} nats {where}{spread}.{worth}"
+        difference = f"{self.label} differs from {self.reference} by {self.nats:+.4f} nats {self._where}{spread}"
+        return f"{unjudged}{difference}.{worth}"
+
+    def ends(self) -> str:
+        """The difference alone, without a full stop; its sentence where there is none."""
+        if self.unfinished or not math.isfinite(self.nats):
+            return self.sentence().removesuffix(".")
+        return f"{self.label} ends {self.nats:+.4f} nats from {self.reference} {self._where}"
+
+    @property
+    def _where(self) -> str:
+        last = self.steps[-1]
+        return f"over steps {self.first_step} to {last}" if math.isfinite(self.spread_nats) else f"at step {last}"
 
     def to_json(self) -> dict[str, Any]:
         """The difference for a program; what is missing is null."""

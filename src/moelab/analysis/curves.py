@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import TypeVar
 
 import numpy as np
 import pandas as pd
@@ -11,10 +12,15 @@ from scipy import stats
 from moelab.analysis.arms import require_names
 from moelab.runs.table import merge_segments
 
-POINTS_DRAWN = 2000
-"""Of a curve; a screen shows no more."""
+POINTS_DRAWN = 600
+"""Of a curve, one for every two pixels of a wide figure; a report holds dozens of curves and goes by mail."""
 SEEDS_DRAWN = 100
 """Of an arm, as lines of their own; the mean and the band are of all."""
+SEED_POINTS_DRAWN = 4 * POINTS_DRAWN
+"""Of all seeds of an arm together."""
+
+
+Curves = TypeVar("Curves", "pd.DataFrame", "pd.Series[float]")
 
 
 def seed_curves(table: pd.DataFrame, arm: str, column: str = "loss") -> pd.DataFrame:
@@ -71,7 +77,7 @@ def mean_and_sd(curves: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame({"mean": mean, "low": mean - sd, "high": mean + sd})
 
 
-def thinned(curves: pd.DataFrame, points: int = POINTS_DRAWN) -> pd.DataFrame:
+def thinned(curves: Curves, points: int = POINTS_DRAWN) -> Curves:
     """Every nth row and the last: at most so many ``points`` and one."""
     every = thinning(len(curves), points)
     return pd.concat([curves.iloc[:-1:every], curves.iloc[-1:]]) if every > 1 else curves
@@ -88,10 +94,11 @@ def drawn_seeds(seeds: int) -> range:
 
 
 def joined_lines(curves: pd.DataFrame) -> tuple[list[float], list[float]]:
-    """Seeds as one line broken by NaN: one trace an arm, of :data:`SEEDS_DRAWN` times :data:`POINTS_DRAWN` at most."""
+    """Seeds as one line broken by NaN: one trace an arm, of :data:`SEED_POINTS_DRAWN` and a few at most."""
     x: list[float] = []
     y: list[float] = []
-    curves = thinned(curves[curves.columns[list(drawn_seeds(curves.shape[1]))]])
+    curves = curves[curves.columns[list(drawn_seeds(curves.shape[1]))]]
+    curves = thinned(curves, min(POINTS_DRAWN, SEED_POINTS_DRAWN // max(1, curves.shape[1])))
     for seed in curves.columns:
         values = curves[seed].dropna()
         x += [*values.index.astype(float), np.nan]

@@ -36,7 +36,8 @@ def check_plans(study: Study, cluster: ClusterProfile) -> Iterator[Finding]:
         plan_only = shape_for(experiment).plan_only
         problems = [*planned.verdict.reasons, *([plan_only] if plan_only else [])]
         if nodes > cluster.nodes:
-            problems.append(f"nodes is {nodes}: a job of {cluster.name} gets up to {cluster.nodes}")
+            raised = f"set `nodes` in a copy of the profile, or --cluster-set nodes={nodes}"
+            problems.append(f"nodes is {nodes}: a job of {cluster.name} gets up to {cluster.nodes}; {raised}")
         if 0 < cluster.gpus_per_node < gpus:
             problems.append(f"gpus_per_node is {gpus}: a node of {cluster.name} has {cluster.gpus_per_node}")
         if problems:

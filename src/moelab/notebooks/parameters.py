@@ -139,7 +139,7 @@ class QuantiseParameters(NotebookParameters):
     ],
     precision=Literal["fp8", "mxfp8", "mxfp8_wgrad_bf16"],
     shapes=Annotated[str, Field(description="M,N,K,G separated by semicolons; empty: all of the experiment's own")],
-    model=Literal["16B", "671B"],
+    model=Annotated[str, Field(description="16B, 671B, a published model such as Qwen3-30B-A3B, or a config.json")],
     tokens=Annotated[int, Field(ge=1, description="of one micro-batch on a data-parallel rank")],
     aspect=Annotated[float, Field(gt=0, le=100, allow_inf_nan=False, description="K / N of the map's weights")],
 )

@@ -40,7 +40,7 @@ SMOKE = ("06_compare_convergence", "07_compare_throughput")
 PICTURES = {
     "where_the_step_goes": ("08_project_to_cluster", 2),
     "measured_arms": ("04_dispatch_with_deepep", 1),
-    "break_even": ("02_find_grouped_gemm_break_even", 4),
+    "break_even": ("02_find_grouped_gemm_break_even", 2),
     "forced_balance": ("03_route_tokens", 3),
     "loss_difference": ("06_compare_convergence", 3),
 }

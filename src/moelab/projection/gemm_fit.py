@@ -21,8 +21,11 @@ import pandas as pd
 
 from moelab.analysis.published import CONVERGENCE_SETUP, THROUGHPUT_SETUP, Setup
 from moelab.errors import BadInput
+from moelab.experiment import Experiment
 from moelab.hardware import GPUS, Gpu
-from moelab.model import gemms, shape_of
+from moelab.model import gemms, shape_for
+from moelab.model.hugging_face import read_model
+from moelab.model.shape import SHAPES
 from moelab.mxfp8.grouped_gemm_cases import Case, Precision
 from moelab.projection.calibration import Calibration, with_values
 from moelab.projection.gemm import Rates, break_even_m, gain, rates_of
@@ -155,19 +158,23 @@ def expert_work(name: str, model: str, tokens: int, *, tp: int = 1, ep: int = 1)
 
     Args:
         name: for figures.
-        model: ``nano``, ``debug``, ``16B`` or ``671B``.
+        model: ``nano``, ``debug``, ``16B`` or ``671B``, or one of :func:`moelab.model.hugging_face.read_model`.
         tokens: of the micro-batch on the rank's data-parallel coordinate.
         tp: tensor-parallel degree.
         ep: expert-parallel degree.
 
     Raises:
-        BadInput: for a degree that does not divide the experts, or fewer tokens than ranks.
+        BadInput: for an unknown model, a degree that does not divide the experts, or fewer tokens than ranks.
 
     Example:
         >>> expert_work("671B", "671B", 8192, tp=2, ep=32).case.name
         '32768×2048×7168, 8 even groups'
     """
-    shape = shape_of(model)
+    if model in SHAPES:
+        shape = SHAPES[model]
+    else:
+        read = read_model(model)
+        shape = shape_for(Experiment(name="experts", model=read.model, shape=read.shape))
     if tokens < 1 or tp < 1 or ep < 1 or shape.num_experts % ep:
         raise BadInput(f"tokens {tokens}, tp {tp}, ep {ep}: give positive numbers, ep a divisor of {shape.num_experts}")
     of_experts = [one for one in gemms(shape, tokens, tp=tp, ep=ep) if one.part == "routed experts"]

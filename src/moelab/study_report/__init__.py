@@ -4,7 +4,7 @@ The notebooks and ``moelab report`` both come through :func:`judge_paths` or :fu
 disagree. ``sides.py`` finds what is judged and what is not, ``report.py`` is what it says, ``page.py`` shows it.
 """
 
-from moelab.study_report.page import provenance, report_figures, report_tables, write_study_report
+from moelab.study_report.page import provenance, report_figures, report_tables, settings_table, write_study_report
 from moelab.study_report.report import NothingToJudge, Report, judge_paths, judge_study
 
 __all__ = [
@@ -15,5 +15,6 @@ __all__ = [
     "provenance",
     "report_figures",
     "report_tables",
+    "settings_table",
     "write_study_report",
 ]

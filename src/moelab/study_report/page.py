@@ -25,6 +25,37 @@ from moelab.runs.settings import spread
 from moelab.runs.side_files import Environment
 from moelab.study_report.report import Report
 
+SETTINGS_SHOWN = {
+    "model": "model",
+    "parameters": "parameters",
+    "gpu": "GPU",
+    "gpus": "GPUs of a node",
+    "processor": "processor",
+    "nodes": "nodes",
+    "gpus_per_node": "ranks of a node",
+    "dp_replicate": "DP replicas",
+    "dp_shard": "DP shards",
+    "tp": "TP",
+    "pp": "PP",
+    "cp": "CP",
+    "ep": "EP",
+    "ep_backend": "all-to-all",
+    "seq_len": "sequence length, tokens",
+    "local_batch": "local batch, sequences",
+    "global_batch": "global batch, sequences",
+    "steps": "steps",
+    "lr": "learning rate",
+    "warmup_steps": "warm-up, steps",
+    "precision": "precision",
+    "routing": "routing",
+    "activation_checkpoint": "activation checkpointing",
+    "compile": "compile",
+    "dataset": "data set",
+    "torch": "PyTorch",
+    "torchtitan": "TorchTitan",
+    "torchao": "torchao",
+}
+"""Settings in words; the page shows these also where they are the same, and all that differ."""
 VERSIONS_SHOWN = ("torch", "torchtitan", "torchao", "triton", "deep_ep", "nvidia-nccl-cu13", "driver")
 
 
@@ -39,6 +70,29 @@ def report_figures(judged: Report) -> list[Any]:
 def report_tables(judged: Report) -> list[Any]:
     """The tables of a report."""
     return list(_side_tables(judged) if judged.study is None else _study_tables(judged))
+
+
+def settings_table(judged: Report) -> Any:
+    """What differs between the configurations, a column for each side; None of one side alone."""
+    from moelab.viz import Table
+
+    if not judged.others:
+        return None
+    labels = [side.label for side in judged.sides]
+    differing = differing_values(judged.sides).items()
+    rows = [[SETTINGS_SHOWN.get(name, name), *(value or "–" for value in values)] for name, values in differing]
+    return Table(
+        title="What differs between the configurations, as far as they are known",
+        label=None,
+        columns=["setting", *labels],
+        rows=rows or [["nothing that is known", *("–" for _ in labels)]],
+    )
+
+
+def same_settings(judged: Report) -> str:
+    """The settings that a reader looks for and that all sides share, on one line."""
+    same = shared_values(judged.sides)
+    return " · ".join(f"{words} {same[name]}" for name, words in SETTINGS_SHOWN.items() if name in same)
 
 
 def provenance(judged: Report, *, with_paths: bool = False) -> dict[str, str]:
@@ -81,6 +135,9 @@ def write_study_report(judged: Report, path: Path, *, with_paths: bool = False) 
     return write_report(
         path,
         title=judged.title,
+        summary=judged.summary,
+        settings=settings_table(judged),
+        same_settings=same_settings(judged),
         verdicts=judged.verdicts if judged.study is None else [*judged.verdicts, *judged.held_out],
         figures=report_figures(judged),
         tables=report_tables(judged),
@@ -104,11 +161,11 @@ def _study_figures(judged: Report) -> Iterator[tuple[str, Any]]:
     for verdict in judged.verdicts:
         caption = f"Difference of {arm_label(verdict.arm)} from {arm_label(verdict.reference)}, paired by seed."
         yield caption, loss_difference(table, verdict, note=note)
-    yield from _load_figures(judged)
-    if judged.throughput:
-        told = {"note": judged.speed_note, "rank_words": judged.rank_words}
-        bars = throughput_bars(table, gains=judged.gains, warmup_steps=WARMUP_STEPS, **told)
+    if judged.throughput and not judged.on_cpu:
+        gains = [one for one in judged.gains if one.arm in {side.arm for side in judged.measured_speeds}]
+        bars = throughput_bars(table, gains=gains, warmup_steps=WARMUP_STEPS, note=judged.speed_note)
         yield "Throughput: geometric mean of the seeds' medians after warm-up.", bars
+    yield from _training_figures(judged)
 
 
 def _side_figures(judged: Report) -> Iterator[tuple[str, Any]]:
@@ -128,13 +185,16 @@ def _side_figures(judged: Report) -> Iterator[tuple[str, Any]]:
     if timed := [side for side in sides if len(side.step_time_s)]:
         caption = "Step times: the share of steps done within a time."
         yield caption, compare.compared_step_time(timed, styles, note=speed)
-    yield from _load_figures(judged)
+    yield from _training_figures(judged)
 
 
-def _load_figures(judged: Report) -> Iterator[tuple[str, Any]]:
-    """Of each arm, the load of the experts of its first finished run that recorded it."""
+def _training_figures(judged: Report) -> Iterator[tuple[str, Any]]:
+    """Gradient norms with learning rates, and of each side the expert load of its first run that recorded it."""
+    from moelab.viz.compare import gradient_norms, side_styles
     from moelab.viz.study import expert_load_figure
 
+    if with_norm := [side for side in judged.sides if np.isfinite(side.table["grad_norm"]).any()]:
+        yield "Gradient norm and learning rate.", gradient_norms(with_norm, side_styles(judged.sides))
     for side in judged.sides:
         run = next((run for run in side.finished if run.load is not None), None)
         if run is not None and run.load is not None and run.experiment is not None:
@@ -192,7 +252,7 @@ def _study_tables(judged: Report) -> Iterator[Any]:
 
 
 def _side_tables(judged: Report) -> Iterator[Any]:
-    """The runs, their step times, their MFU, and what differs between their configurations."""
+    """The runs, their step times and their MFU."""
     from moelab.viz import Table
 
     sides, first_tps = judged.sides, median(judged.reference.tps)
@@ -245,12 +305,6 @@ def _side_tables(judged: Report) -> Iterator[Any]:
             for side in sides
         ],
         decimals=dict.fromkeys(names, 2),
-    )
-    settings = [[name, *(value or "–" for value in values)] for name, values in differing_values(sides).items()]
-    yield Table(
-        title="What differs between the configurations, as far as they are known",
-        columns=["setting", *(side.label for side in sides)],
-        rows=settings or [["nothing that is known", *("–" for _ in sides)]],
     )
 
 

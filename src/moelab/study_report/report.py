@@ -8,7 +8,7 @@ nobody recorded of a log from elsewhere is missing.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any
 import pandas as pd
 
 from moelab.analysis import (
+    Answer,
     ArmThroughput,
     FinalLosses,
     Gain,
@@ -25,6 +26,7 @@ from moelab.analysis import (
     final_losses,
     gain,
 )
+from moelab.analysis.arms import contrast
 from moelab.analysis.compare_runs import (
     NOT_FOR_SPEED,
     Difference,
@@ -38,7 +40,7 @@ from moelab.analysis.compare_runs import (
     mixed_facts,
 )
 from moelab.analysis.convergence import first_final_step
-from moelab.analysis.side import Side
+from moelab.analysis.side import Side, median
 from moelab.analysis.throughput import why_no_gain
 from moelab.analysis.verdict import correct_for_arms
 from moelab.errors import BadInput, MoelabError
@@ -48,6 +50,7 @@ from moelab.runs import directory
 from moelab.runs.collect import WARMUP_STEPS, Collected, joined_rows
 from moelab.runs.directory import Discovery
 from moelab.runs.files import finite_or_none
+from moelab.runs.settings import spread
 from moelab.runs.table import throughput_rows
 from moelab.study_report.sides import (
     VALID,
@@ -349,8 +352,82 @@ class Report:
         """Final training loss of every finished run."""
         return final_losses(self.table, final_fraction=self.final_fraction)
 
+    @property
+    def measured_speeds(self) -> list[Side]:
+        """The other sides whose tokens/s may be held against the reference's: real kernels on GPUs in both."""
+        if self.on_cpu or self.reference.emulated:
+            return []
+        return [side for side in self.others if not side.emulated]
+
+    @cached_property
+    def summary(self) -> dict[str, str]:
+        """What a reader asks first, each question with its answer in a sentence."""
+        return {"Faster?": self._faster, "Same loss?": self._same_loss, "On what?": self._on_what}
+
+    @property
+    def _faster(self) -> str:
+        if not self.others:
+            return "There is nothing to compare with."
+        if self.on_cpu:
+            return "Not measured: a CPU process stands for a GPU here, so its tokens/s say nothing about a GPU's."
+        told = [self._speed_words(side) for side in self.measured_speeds]
+        if emulated := [side for side in self.sides if side.emulated]:
+            told.append(f"not measured for {_names(emulated)}: emulated kernels are slower than those they stand for")
+        return _joined(told)
+
+    def _speed_words(self, side: Side) -> str:
+        """What is known of a side's speed over the reference's."""
+        first = self.reference
+        if side.label in self.no_gain:
+            return f"no gain of {side.label} is claimed: {self.no_gain[side.label]}"
+        if self.study is not None:
+            gains = [one for one in self.gains if one.arm == side.arm]
+            unresolved = any(one.interval.exists and not one.resolved for one in gains)
+            words = "; ".join(one.sentence() for one in gains) or f"{side.label} logged no tokens/s for a common seed"
+            return f"{words}: no difference is shown" if unresolved else words
+        own, reference = median(side.tps), median(first.tps)
+        if not own > 0 or not reference > 0:
+            return f"{side.label} and {first.label} did not both log tokens/s"
+        return f"{side.label} logged {own / reference:.3g} times the tokens/s of {first.label}"
+
+    @property
+    def _same_loss(self) -> str:
+        if not self.others:
+            return "There is nothing to compare with."
+        if self.study is not None and not self.verdicts:
+            which = "no arm beside the reference" if self.reference.finished else "no run of the reference"
+            return f"Not known: {which} finished."
+        told: dict[str, list[str]] = {}
+        for verdict in self.verdicts:
+            told.setdefault(_ANSWERS[verdict.answer], []).append(_loss_words(verdict))
+        answers = [f"{answer}: {_joined(words)}" for answer, words in told.items()]
+        single = [one for one in self.differences if one.judged is None] if self.study is None else []
+        if single:
+            answers.append(f"Not decided: {_joined([one.ends() for one in single])}")
+            answers.append("A single run cannot say what another seed would change.")
+        return " ".join(answers)
+
+    @property
+    def _on_what(self) -> str:
+        known = {
+            name: spread(side.settings.values.get(name, "") or "unknown" for side in self.sides) for name in _ASKED
+        }
+        known = {name: value for name, value in known.items() if value != "unknown"}
+        experiment = self.reference.experiment
+        model = experiment.model_label if experiment is not None else known.get("model", "a model that no log names")
+        chip = known.get("gpu") or known.get("processor") or "machines that no log names"
+        ranks = experiment.world_size if experiment is not None else None
+        counted = f"{ranks} processes of {chip}" if self.on_cpu else f"{ranks} × {chip}"
+        parts = [f"{model} on {counted if ranks else chip}"]
+        parts += [words.format(known[name]) for name, words in _ASKED.items() if words and name in known]
+        steps = span_of(side.last_step for side in self.sides)
+        seeds = span_of(max(1, len(side.runs)) for side in self.sides)
+        runs = "one run each" if self.study is None and seeds == "1" else f"{seeds} seed{'s' * (seeds != '1')} each"
+        return f"{', '.join(parts)}; {steps} steps, {runs}."
+
     def as_text(self) -> str:
-        """The findings as sentences."""
+        """The findings as sentences: the three of the summary, then each with its numbers."""
+        opening = [f"{question} {answer}" for question, answer in self.summary.items()]
         if self.study is not None:
             finished, attempts = self._finished_of_all, len(self.runs) + len(self.not_judged)
             judged = f", {len(self.finished)} of them judged" if len(self.finished) < finished else ""
@@ -366,7 +443,7 @@ class Report:
             lines += [one.sentence() for one in self.differences]
             for name, values in differing_values(self.sides).items():
                 lines.append(f"{name} differs: {', '.join(value or '–' for value in values)}")
-        return "\n".join([*lines, *(f"Note: {note}" for note in self.notes)])
+        return "\n".join([*opening, *lines, *(f"Note: {note}" for note in self.notes)])
 
     def to_json(self) -> dict[str, Any]:
         """The numbers for a program; what is missing is null."""
@@ -379,6 +456,7 @@ class Report:
         note = "; ".join(note.removesuffix(".") for note in self.notes)
         if self.study is None:
             return {
+                "summary": self.summary,
                 "runs": runs,
                 "sides": [side.to_json(final_fraction=self.final_fraction) for side in self.sides],
                 "differences": [one.to_json() for one in self.differences],
@@ -387,6 +465,7 @@ class Report:
             }
         return {
             "study": self.study,
+            "summary": self.summary,
             "finished": self._finished_of_all,
             "judged": len(self.finished),
             "runs": runs,
@@ -501,6 +580,50 @@ def _of_study(path: Path, folder: Discovery, study: Study | None, reference: str
         discovery_notes=folder.notes,
         **options,
     )
+
+
+_ASKED = {
+    "model": "",
+    "gpu": "",
+    "processor": "",
+    "ep": "EP {}",
+    "seq_len": "sequences of {} tokens",
+    "local_batch": "local batch {}",
+    "lr": "learning rate {}",
+}
+"""Settings in the summary's last sentence, in words; those without are said in another way."""
+
+
+def span_of(values: Iterable[int]) -> str:
+    """The smallest and the largest of whole numbers, or the only one."""
+    known = list(values)
+    return " to ".join(dict.fromkeys(f"{end:,}" for end in (min(known), max(known))))
+
+
+def _joined(told: Sequence[str]) -> str:
+    """A few findings as one sentence; of more than four, how many follow."""
+    shown = [*told[:4], *([f"and {len(told) - 4} more below"] if len(told) > 4 else [])]
+    words = f"{'; '.join(shown)}."
+    return f"{words[0].upper()}{words[1:]}" if words.startswith(("no ", "not ")) else words
+
+
+_ANSWERS = {Answer.EQUIVALENT: "Yes", Answer.DIFFERENT: "No"} | dict.fromkeys(
+    (Answer.INSUFFICIENT, Answer.NOT_TRAINED), "Not decided"
+)
+
+
+def _loss_words(verdict: Verdict) -> str:
+    """A verdict in a line: its numbers, and what decided where they did not."""
+    if verdict.decided_by:
+        return f"{verdict.answer}: {verdict.decided_by.removesuffix('.')}"
+    arm, reference, _ = contrast(verdict.arm, verdict.reference)
+    words = [f"{verdict.n_seeds} seed{'s' if verdict.n_seeds > 1 else ''}"]
+    if verdict.interval.exists:
+        low, high = verdict.interval.low, verdict.interval.high
+        words.insert(0, f"{100 * verdict.interval.level:g} % interval {low:+.4f} to {high:+.4f}")
+    words += [f"margin ±{verdict.margin_nats:.4f}"] if verdict.margin_nats > 0 else []
+    answer = "" if verdict.answer_words == Answer.EQUIVALENT else f": {verdict.answer_words}"
+    return f"{arm} ends {verdict.mean_difference_nats:+.4f} nats from {reference} ({', '.join(words)}){answer}"
 
 
 def _names(sides: Sequence[Side]) -> str:

@@ -123,6 +123,7 @@ def sides_of_study(
     not_judged += [_not_judged_by_record(one) for one in folder.left_out if _study_of(one.run) == name]
     seeds = None if planned is None else {(one.arm, one.seed) for one in planned.experiments}
     diverged, lost = _without_loss(runs, not_judged, seeds)
+    places = {run.name: run for run in folder.runs}
     sides = []
     for arm in sorted({run.arm for run in runs}, key=lambda arm: (arm != reference, arm)):
         attempted = tuple(run for run in runs if run.arm == arm)
@@ -131,6 +132,8 @@ def sides_of_study(
                 label=arm_label(arm),
                 arm=arm,
                 attempted=attempted,
+                # One run stands for the arm: its seeds share all settings, and reading thousands of logs takes minutes.
+                settings=run_settings(places[attempted[-1].run], attempted[-1].environment),
                 experiment=attempted[-1].experiment,
                 diverged_seeds={seed: why for (of, seed), why in diverged.items() if of == arm},
                 lost_seeds={seed: why for (of, seed), why in lost.items() if of == arm},

@@ -19,11 +19,11 @@ from moelab.analysis.curves import (
     finished,
     smooth,
     smoothing_window,
-    thinned,
     thinning,
 )
 from moelab.analysis.side import Side, median
-from moelab.viz.draw import draw_band, draw_marks, draw_mean, draw_seeds, name_loss_axes
+from moelab.runs.table import merge_segments
+from moelab.viz.draw import draw_band, draw_marks, draw_mean, draw_seeds, name_loss_axes, panels
 from moelab.viz.theme import INK, STUDY_ARMS, ArmStyle, arm_styles, new_figure, plot_text, span, wrap
 
 _LOOKS = arm_styles([*STUDY_ARMS, "~1", "~2", "~3", "~4", "~5"])
@@ -58,10 +58,10 @@ def compared_loss(
         style = styles[side.label]
         (curves,), window = arm_curves(side.table, "loss").values(), smoothing_window(side.table)
         if curves.shape[1] > 1 or window > 1:
-            draw_seeds(figure, thinned(curves), style, opacity=0.25)
+            draw_seeds(figure, curves, style, opacity=0.25)
         complete = finished(curves)
         averaged = curves.dropna() if complete.empty else complete  # where no seed reaches the end, the common steps
-        draw_mean(figure, thinned(smooth(averaged, window).mean(axis=1).to_frame())[0], style)
+        draw_mean(figure, smooth(averaged, window).mean(axis=1), style)
     draw_marks(figure, [mark for side in sides for run in side.runs for mark in run.grad_norm_marks])
     return name_loss_axes(figure)
 
@@ -83,13 +83,47 @@ def compared_difference(
     figure.add_hline(y=0.0, line={"color": INK, "width": 1})
     by_label = {side.label: side for side in sides}
     for one in differences:
-        band = thinned(difference_curve(by_label[one.reference], by_label[one.label], one))
+        band = difference_curve(by_label[one.reference], by_label[one.label], one)
         draw_band(figure, band["low"], band["high"], styles[one.label])
         draw_mean(figure, band["mean"], styles[one.label], hovertemplate="%{y:+.4f}")
     figure.update_xaxes(title_text="step")
     first = "<br>".join(wrap(f"loss − loss of {sides[0].label}", 40))
     figure.update_yaxes(title_text=f"{first}<br>(nats per token)", tickformat=".6~f")
     return figure.update_layout(showlegend=True)
+
+
+def gradient_norms(sides: Sequence[Side], styles: Mapping[str, ArmStyle], *, note: str = "") -> go.Figure:
+    """Gradient norm of every side over its steps, and the learning rate where it was logged; means over runs.
+
+    Args:
+        sides: with a gradient norm.
+        styles: of all sides.
+        note: condition to state in the title.
+    """
+    columns = {"grad_norm": "gradient norm", "lr": "learning rate"}
+    rows = {side.label: merge_segments(side.table).replace([math.inf, -math.inf], math.nan) for side in sides}
+    means = {label: table.groupby("step")[list(columns)].mean() for label, table in rows.items()}
+    norms = {label: norm for label, mean in means.items() if len(norm := mean["grad_norm"].dropna())}
+    ends = {label: norm.iloc[-max(1, len(norm) // 10) :].median() for label, norm in norms.items()}
+    spikes = {label: norm.max() / norm.median() for label, norm in norms.items() if norm.median() > 0}
+    worst = max(spikes, key=spikes.__getitem__, default="")
+    spike = f"; it rises to {spikes[worst]:.3g} times its median in {worst}" if spikes.get(worst, 0.0) > 2 else ""
+    shown = {name: title for name, title in columns.items() if any(mean[name].notna().any() for mean in means.values())}
+    figure = panels(
+        f"The gradient norm ends at {span(ends.values(), '.3g')}{spike}",
+        list(shown.values()),
+        subtitle="Mean over the runs of each side; the end is the median of the last tenth of the logged steps.",
+        note=note,
+        height=400,
+        spacing=0.1,
+    )
+    for column, name in enumerate(shown, start=1):
+        axes = {"xaxis": f"x{column}", "yaxis": f"y{column}", "showlegend": column == 1, "hovertemplate": "%{y:.4g}"}
+        for label, mean in means.items():
+            draw_mean(figure, mean[name].dropna(), styles[label], **axes)
+        figure.update_yaxes(rangemode="tozero", col=column)
+    figure.update_yaxes(type="log", dtick=1, col=1)
+    return figure.update_xaxes(title_text="step")
 
 
 def compared_throughput(sides: Sequence[Side], styles: Mapping[str, ArmStyle], *, note: str = "") -> go.Figure:

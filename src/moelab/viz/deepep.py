@@ -33,7 +33,7 @@ from moelab.viz.draw import (
     panels,
     write_beside,
 )
-from moelab.viz.theme import INK, MUTED, WARNING, arm_styles, new_figure, plot_text, span
+from moelab.viz.theme import INK, MUTED, WARNING, WIDE, arm_styles, new_figure, plot_text, span
 from moelab.viz.traffic import ROUTING_LABELS
 
 NIC_GB_S = 50.0
@@ -297,6 +297,7 @@ def two_by_two_dots(results: Sequence[ArmResult], measured: Measurement) -> go.F
         f"Dots: median of {span(one.steps for one in drawn)} steps; bars: quartiles. {measured.stamp}.",
         note=replayed(measured),
         height=150 + 19 * len(lines),
+        width=WIDE,
         shared=True,
     )
     for routing, (aside, suffix) in _ROUTING_MARKS.items():

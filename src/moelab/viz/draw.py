@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from moelab.analysis.arms import arm_label
-from moelab.analysis.curves import joined_lines, thinning
+from moelab.analysis.curves import joined_lines, thinned, thinning
 from moelab.viz.theme import INK, MUTED, NORMAL, WARNING, ArmStyle, new_figure, wrap
 
 
@@ -123,6 +123,7 @@ def draw_mean(figure: go.Figure, mean: pd.Series[float], style: ArmStyle, **opti
     """Draw one bold line in the arm's colour and dash; ``options`` go to the trace."""
     trace: dict[str, object] = {"mode": "lines", "name": style.label, "legendgroup": style.label}
     trace |= {"line": {"color": style.color, "width": 2.5, "dash": style.dash}, "hovertemplate": "%{y:.4f}"}
+    mean = thinned(mean)
     figure.add_trace(go.Scatter(x=mean.index.to_numpy(), y=mean.to_numpy(), **(trace | options)))
 
 
@@ -130,6 +131,7 @@ def draw_band(
     figure: go.Figure, low: pd.Series[float], high: pd.Series[float], style: ArmStyle, *, opacity: float = 0.18
 ) -> None:
     """Fill between two curves over the same steps; where a bound is missing nothing is drawn."""
+    low, high = thinned(low), thinned(high)
     steps = low.index.to_numpy()
     x, y = np.concatenate([steps, steps[::-1]]), np.concatenate([high.to_numpy(), low.to_numpy()[::-1]])
     drawn = np.isfinite(y)  # at a gap plotly would begin another shape

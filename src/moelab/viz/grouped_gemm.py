@@ -11,11 +11,20 @@ import plotly.graph_objects as go
 
 from moelab.mxfp8.grouped_gemm_cases import Case, Precision
 from moelab.mxfp8.grouped_gemm_results import GroupedGemmResult
-from moelab.projection.gemm import Rates, break_even_m, gain, grouped_parts
-from moelab.projection.gemm_fit import GOAL, ExpertWork, Fit, break_even
+from moelab.projection.gemm import Rates, gain, grouped_parts
+from moelab.projection.gemm_fit import (
+    GOAL,
+    ExpertWork,
+    Fit,
+    break_even,
+    estimate,
+    expert_work,
+    fit_b200,
+    fit_h100,
+)
 from moelab.viz.draw import write_beside
-from moelab.viz.theme import INK, MUTED, counted, new_figure
-from moelab.viz.widget import Explorer, labelled_control
+from moelab.viz.theme import INK, MUTED, NARROW, WIDE, counted, new_figure
+from moelab.viz.widget import Explorer, menu
 
 LABELS: dict[str, str] = {
     "bf16": "BF16",
@@ -130,7 +139,7 @@ def predicted_speedups(table: pd.DataFrame) -> go.Figure:
 
 
 def step_parts(case: Case, rates: Rates) -> go.Figure:
-    """Predicted time of forward and backward in its parts, a bar for each precision.
+    """Predicted time of forward and backward in its parts, a bar for each precision; as wide as beside controls.
 
     Args:
         case: the product.
@@ -138,12 +147,16 @@ def step_parts(case: Case, rates: Rates) -> go.Figure:
     """
     gained = gain(*case.mnkg, rates)
     figure = new_figure(
-        f"{LABELS[rates.low_format]} {'saves' if gained > 1 else 'loses'} time here: BF16 takes {gained:.2f}× as long",
-        subtitle=f"{case.name} on a {rates.gpu}, forward + backward, kernels alone",
+        f"{LABELS[rates.low_format]} {'saves' if gained > 1 else 'loses'} time: BF16 takes {gained:.2f} × as long",
+        subtitle=f"{case.groups} experts of N {case.n:,}, K {case.k:,}, M {case.m:,} rows in all, on a {rates.gpu}: "
+        "forward + backward, kernels alone",
         note="predicted by the model, not measured",
         height=400,
+        width=NARROW,
     )
-    precisions: tuple[Precision, ...] = ("bf16", "mxfp8", "mxfp8_wgrad_bf16")
+    precisions: tuple[Precision, ...] = (
+        ("bf16", "mxfp8", "mxfp8_wgrad_bf16") if rates.low_format == "mxfp8" else ("bf16", "fp8")
+    )
     parts = [grouped_parts(*case.mnkg, precision, rates) for precision in precisions]
     labels = [LABELS[precision] for precision in precisions]
     for kind, (name, color) in PART_LOOKS.items():
@@ -181,13 +194,14 @@ def gain_map(fitted: Fit, works: Sequence[ExpertWork], *, aspect: float = 2.25) 
     gains = [[round(gain(m, n, k, GROUPS, rates), 3) for m in rows] for n, k in sides]
     own = [gain(*work.case.mnkg, rates) for work in works]
     short = [work.name.split(",")[0] for work in works]
-    first = ", ".join(f"{name} gains {gained:.2f}×" for name, gained in zip(short[:2], own, strict=False))
+    first = ", ".join(f"{name} runs at {gained:.2f}×" for name, gained in zip(short[:2], own, strict=False))
     figure = new_figure(
-        f"{rates.low_format.upper()} saves time above the bold line only{f': {first}' if first else ''}",
+        f"{rates.low_format.upper()} saves time only above the bold line{f': {first}' if first else ''}",
         subtitle=f"gain = BF16 time / {rates.low_format.upper()} time of forward + backward on a {rates.gpu}, "
         f"{GROUPS} groups, K = {aspect:g} N; dashed: 90 % interval of gain 1; layouts show their own gain",
         note="predicted, not measured: kernels alone",
-        height=560,
+        height=520,
+        width=WIDE,
     )
     figure.add_contour(
         x=[round(m) for m in rows],
@@ -240,43 +254,54 @@ def _sides(weight: float, aspect: float) -> tuple[int, int]:
     return max(1, round(math.sqrt(weight / aspect))), max(1, round(math.sqrt(weight * aspect)))
 
 
-_ROWS = tuple(2**exponent for exponent in range(10, 21))
-_FEATURES = (512, 1024, 1408, 2048, 4096, 5120, 7168, 8192)
-_SLIDERS: Mapping[str, tuple[str, tuple[int, ...]]] = {
-    "m": ("rows M", _ROWS),
-    "n": ("output features N", _FEATURES),
-    "k": ("input features K", _FEATURES),
-    "groups": ("groups G", (1, 2, 4, 8, 16, 32)),
-}
+MODELS = ("671B", "16B", "Qwen3-30B-A3B", "Qwen3-235B-A22B", "GLM-4.5", "Kimi-K2", "gpt-oss-120b")
+_FITS = {"B200, MXFP8": fit_b200, "H100, row-wise FP8": fit_h100}
+_TOKENS = tuple(2**exponent for exponent in range(10, 19))
+_DEGREES = (1, 2, 4, 8, 16, 32, 64)
 
 
-class ShapeExplorer(Explorer):
-    """Rows, N, K and groups as sliders; below them the break-even and a step in its parts, BF16 beside MXFP8.
+class ExpertExplorer(Explorer):
+    """A model, a GPU and a layout as menus; above, the rows of the experts beside the break-even; below, the times.
 
     Args:
-        case: where the sliders begin; a value that a slider does not have is added to it.
-        rates: of a GPU's kernels alone.
+        model: where the menus begin, as :func:`moelab.projection.gemm_fit.expert_work` takes it.
+        tokens: of one micro-batch on a data-parallel rank.
+        tp: tensor-parallel degree.
+        ep: expert-parallel degree.
     """
 
-    def __init__(self, case: Case, rates: Rates) -> None:
-        self.rates = rates
-        px, controls = {"label_px": 150, "width_px": 460}, {}
-        for name, (label, values) in _SLIDERS.items():
-            start = getattr(case, name)
-            options = [(f"{value:,}", value) for value in sorted({*values, start})]
-            place = {"options": options, "value": start, "continuous_update": False}
-            controls[name] = labelled_control("SelectionSlider", label, **place, **px)
+    figure_px = NARROW
+
+    def __init__(self, model: str, tokens: int, *, tp: int = 1, ep: int = 1) -> None:
+        px = {"label_px": 170, "width_px": 340}
+        controls = {
+            "model": menu("model", MODELS, model, **px),
+            "gpu": menu("GPU and 8-bit format", _FITS, next(iter(_FITS)), **px),
+            "tokens": menu("tokens a micro-batch", _TOKENS, tokens, **px),
+            "tp": menu("tensor parallelism (GPUs)", _DEGREES[:4], tp, **px),
+            "ep": menu("expert parallelism (GPUs)", _DEGREES, ep, **px),
+        }
         super().__init__(controls, ["parts"])
 
-    @property
-    def case(self) -> Case:
-        """As the sliders stand now."""
-        return Case(**self.chosen)
-
     def look(self) -> tuple[str, Mapping[str, go.Figure]]:
-        """From which M on MXFP8 saves time, and the step in its parts."""
-        case = self.case
-        even = break_even_m(case.n, case.k, case.groups, self.rates)
-        since = "never, at any M" if even is None else f"from about {even:,.0f} rows on"
-        words = f"<div role='status'>MXFP8 saves time <b>{since}</b> at these N, K and G</div>"
-        return words, {"parts": step_parts(case, self.rates)}
+        """Whether the 8-bit format saves time, and why: the rows that the experts have and those that they need."""
+        layout = {name: value for name, value in self.chosen.items() if name != "gpu"}
+        case, fitted = expert_work("chosen", **layout).case, _FITS[self.chosen["gpu"]]()
+        rates = fitted.rates()
+        gained = estimate(fitted, lambda drawn: gain(*case.mnkg, drawn))
+        even = break_even(case, fitted)
+        name, saved = LABELS[rates.low_format], 1 - 1 / gained.value
+        verdict = "saves" if gained.low > 1 else "loses" if gained.high < 1 else "neither saves nor loses"
+        share = (
+            f"{100 * abs(saved):.0f} % of BF16's time"
+            if verdict != "neither saves nor loses"
+            else "time that can be told"
+        )
+        least, most = ("never" if math.isinf(end) else f"{end:,.0f}" for end in (even.low, even.high))
+        needed = "no M" if math.isinf(even.value) else f"{even.value:,.0f} rows"
+        words = (
+            f"<div role='status'><b>{name} {verdict} {share}</b> · your M is {case.m:,} rows on {case.groups} experts, "
+            f"break-even {needed} ({least} to {most}) · gain {gained.value:.2f} × "
+            f"({gained.low:.2f} to {gained.high:.2f}, 90 % interval)</div>"
+        )
+        return words, {"parts": step_parts(case, rates)}

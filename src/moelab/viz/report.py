@@ -1,18 +1,26 @@
 """The report of a study: one HTML file that opens offline and holds everything that is needed to judge the study.
 
-plotly.js is written into the file once, and a content security policy forbids every network request, so what a reader
-sees does not depend on a server. All text goes through Jinja2's autoescape: a run may be named anything. Before that it
-goes through :func:`moelab.privacy.shareable`, wherever it came from, unless folders and names are asked for.
+A content security policy forbids every network request, so what a reader sees does not depend on a server. plotly.js
+comes with the plotly package, 4.9 MB of it; the file holds it and the figures' data compressed, under 2 MB for a usual
+study, and the page unpacks them (``DecompressionStream``: browsers of 2023 and later). All text goes through Jinja2's
+autoescape: a run may be named anything. Before that it goes through :func:`moelab.privacy.shareable`, wherever it came
+from, unless folders and names are asked for.
 """
 
 from __future__ import annotations
 
+import base64
 import functools
+import json
 import math
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import pandas as pd
 import plotly.graph_objects as go
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
@@ -23,9 +31,12 @@ from moelab.analysis.published import Label
 from moelab.analysis.verdict import Verdict
 from moelab.privacy import each_text, shareable, without_secrets
 from moelab.runs.files import write_whole
+from moelab.viz.table import MOST_ROWS, SORT, TableView, as_table
 
 Cell = str | float | int | None
 
+SIGNIFICANT_DIGITS = 5
+"""Of a number that is drawn: far more than a pixel, and a third of the bytes that all of a float would take."""
 PLOT_CONFIG = {"displaylogo": False, "responsive": True, "modeBarButtons": [["toImage", "resetScale2d"]]}
 
 
@@ -40,7 +51,7 @@ class Figure:
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """A table; cells are text or numbers, and None or NaN is shown as a dash.
+    """A table; cells are text or numbers, and None or NaN is shown as a dash; ``label`` is None for settings.
 
     ``decimals`` gives digits after the point by column; 4, as a loss is written, where it is silent.
     """
@@ -48,14 +59,22 @@ class Table:
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[Cell]]
-    label: Label = "measured"
+    label: Label | None = "measured"
     decimals: Mapping[str, int] = field(default_factory=dict)
+
+    def in_notebook(self) -> TableView:
+        """The table as a notebook shows it."""
+        decimals = dict.fromkeys(self.columns, 4) | dict(self.decimals)
+        return as_table(pd.DataFrame(self.rows, columns=list(self.columns)), self.title, decimals=decimals)
 
 
 def write_report(
     path: Path | str,
     *,
     title: str,
+    summary: Mapping[str, str] | None = None,
+    settings: Table | None = None,
+    same_settings: str = "",
     verdicts: Sequence[Verdict] = (),
     figures: Sequence[Figure] = (),
     tables: Sequence[Table] = (),
@@ -68,6 +87,9 @@ def write_report(
     Args:
         path: File to write. It is replaced at once or not at all.
         title: Title of the report.
+        summary: The questions that a reader has first, each with its answer in a sentence.
+        settings: What differs between the configurations, shown before the figures.
+        same_settings: What does not, on a line.
         verdicts: Verdicts, each shown as a card with the numbers behind it.
         figures: Figures with captions.
         tables: Tables, such as one row a run.
@@ -84,20 +106,26 @@ def write_report(
         >>> write_report(folder / "report.html", title="A study", provenance={"moelab": "0.1.0"}).name
         'report.html'
     """
+    clean = _clean(with_paths=with_paths)
+    drawings = [_drawing(figure.figure, clean) for figure in figures]
     page = (
         _environment(with_paths=with_paths)
         .get_template("report.html.j2")
         .render(
             title=title,
+            summary=summary,
             verdicts=verdicts,
-            figures=[
-                (figure, _figure_html(figure.figure, index, with_paths=with_paths))
-                for index, figure in enumerate(figures, start=1)
-            ],
+            figures=figures,
             tables=tables,
+            settings=settings,
+            same_settings=same_settings,
             provenance=provenance,
             notes=notes,
-            plotlyjs=Markup(get_plotlyjs()) if figures else "",  # noqa: S704 - plotly's own source, not input
+            rows_shown=MOST_ROWS,
+            sort=SORT,
+            alphabet=json.dumps(ALPHABET),
+            plotlyjs=_packed_plotlyjs() if figures else "",
+            drawings=packed(json.dumps({"config": PLOT_CONFIG, "figures": drawings}, ensure_ascii=False)),
         )
     )
     write_whole(Path(path), page)
@@ -124,14 +152,43 @@ def _clean(*, with_paths: bool) -> Callable[[str], str]:
     return functools.lru_cache(maxsize=10_000)(without_secrets if with_paths else shareable)
 
 
-def _figure_html(figure: go.Figure, index: int, *, with_paths: bool) -> Markup:
-    """The figure's element and script; plotly escapes ``<``, ``>`` and ``/`` in the data that it writes."""
+_BASE85 = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz!#$%&()*+-;<=>?@^_`{|}~"
+_INERT = str.maketrans({"<": ".", "&": ","})
+ALPHABET = _BASE85.translate(_INERT)
+"""Digits of base 85 as Python's, but for ``<`` and ``&``: no packed text can end its element or be an entity."""
+
+
+def packed(text: str) -> Markup:
+    """A text, compressed by zlib and written in base 85 with :data:`ALPHABET`."""
+    digits = base64.b85encode(zlib.compress(text.encode(), 9)).decode()
+    return Markup(digits.translate(_INERT))  # noqa: S704 - digits alone
+
+
+@functools.cache
+def _packed_plotlyjs() -> Markup:
+    return packed(get_plotlyjs())
+
+
+def _drawing(figure: go.Figure, clean: Callable[[str], str]) -> dict[str, Any]:
+    """What ``Plotly.newPlot`` takes: data and layout, their numbers short and every text through ``clean``."""
     content = figure.to_plotly_json()
-    clean = _clean(with_paths=with_paths)
-    text = go.Figure(each_text(clean, {"data": content["data"], "layout": content["layout"]})).to_html(
-        full_html=False, include_plotlyjs=False, include_mathjax=False, config=PLOT_CONFIG, div_id=f"figure-{index}"
-    )
-    return Markup(text)  # noqa: S704
+    return {name: _short(each_text(clean, content[name])) for name in ("data", "layout")}
+
+
+def _short(value: Any) -> Any:
+    """A value for JSON: arrays as lists, numbers in :data:`SIGNIFICANT_DIGITS`, and null for what is not finite."""
+    if isinstance(value, Mapping):
+        if "bdata" in value:  # plotly's packed array: base 64 of numbers hardly compresses
+            array = np.frombuffer(base64.b64decode(value["bdata"]), dtype=value["dtype"])
+            return _short(array.reshape([int(n) for n in str(value.get("shape", array.size)).split(",")]).tolist())
+        return {name: _short(each) for name, each in value.items()}
+    if isinstance(value, list | np.ndarray):  # plotly packs no empty array
+        return [_short(each) for each in value]
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            return None
+        return int(value) if value.is_integer() else float(f"{value:.{SIGNIFICANT_DIGITS}g}")
+    return value
 
 
 def _cell(value: Cell, decimals: int = 4) -> str:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import html
 import math
 import numbers
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Final
 
 import pandas as pd
@@ -17,12 +19,13 @@ import pandas as pd
 MOST_ROWS: Final = 12
 """A longer table is folded."""
 # Sorts the body by the column of the heading that was clicked, the other way round at the next click. A cell counts by
-# the number that it begins with, else by its text.
-_SORT: Final = """const h=event.target.closest('th');if(h){
+# the number that it begins with, else by its text; a dash is no value and comes last either way.
+SORT: Final = """const h=event.target.closest('thead th');if(h){
 const b=this.tBodies[0],i=h.cellIndex,up=h.dataset.up!=='1',
 v=r=>r.cells[i].textContent.replace(/[,+]/g,'').replace('−','-');
 [...b.rows].sort((p,q)=>{const x=v(p),y=v(q),m=parseFloat(x),n=parseFloat(y);
-return(up?1:-1)*(isNaN(m)||isNaN(n)?x.localeCompare(y):m-n)}).forEach(r=>b.append(r));h.dataset.up=up?'1':'0'}"""
+return x==='–'||y==='–'?(x==='–')-(y==='–'):(up?1:-1)*(isNaN(m)||isNaN(n)?x.localeCompare(y):m-n)})
+.forEach(r=>b.append(r));h.dataset.up=up?'1':'0'}"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +34,7 @@ class TableView:
 
     frame: pd.DataFrame
     summary: str
+    decimals: Mapping[str, int]
 
     def __repr__(self) -> str:
         """The table as text."""
@@ -38,20 +42,23 @@ class TableView:
         return f"{self.summary}\n{text}" if self.summary else text
 
     def _repr_html_(self) -> str:
-        is_number = [all(isinstance(value, numbers.Real) for value in column) for _, column in self.frame.items()]
+        is_number = [
+            all(value is None or isinstance(value, numbers.Real) for value in column)
+            for _, column in self.frame.items()
+        ]
         aligned = [f"text-align:{'right' if one else 'left'}" for one in is_number]
         head = "".join(
             f"<th style='{style};cursor:pointer' title='sort'>{html.escape(str(name))}</th>"
             for name, style in zip(self.frame.columns, aligned, strict=True)
         )
-        columns = [_words(column) for _, column in self.frame.items()]
+        columns = [_words(column, self.decimals.get(str(name))) for name, column in self.frame.items()]
         body = "".join(
             "<tr>"
             + "".join(f"<td style='{style}'>{html.escape(cell)}</td>" for cell, style in zip(row, aligned, strict=True))
             + "</tr>"
             for row in zip(*columns, strict=True)
         )
-        table = f"<table class='dataframe' onclick='{html.escape(_SORT)}'><thead><tr>{head}</tr></thead>"
+        table = f"<table class='dataframe' onclick='{html.escape(SORT)}'><thead><tr>{head}</tr></thead>"
         table += f"<tbody>{body}</tbody></table>"
         summary = html.escape(self.summary)
         if len(self.frame) <= MOST_ROWS:
@@ -60,12 +67,15 @@ class TableView:
         return f"<details><summary><b>{folded}</b>({len(self.frame)} rows)</summary>{table}</details>"
 
 
-def as_table(frame: pd.DataFrame, summary: str = "") -> TableView:
+def as_table(
+    frame: pd.DataFrame, summary: str = "", *, decimals: Mapping[str, int] = MappingProxyType({})
+) -> TableView:
     """A table that a notebook shows with ``display``, or as the last value of a cell.
 
     Args:
         frame: its columns' names are the headings; the index is not shown.
         summary: what the table is, above it; of a long table it stays when the table is folded.
+        decimals: digits after the point by column; as many as four significant ones need where it is silent.
 
     Example:
         >>> as_table(pd.DataFrame({"rows": [1024], "gain (×)": [0.98]}), "measured")
@@ -73,13 +83,14 @@ def as_table(frame: pd.DataFrame, summary: str = "") -> TableView:
          rows  gain (×)
          1024      0.98
     """
-    return TableView(frame=frame, summary=summary)
+    return TableView(frame=frame, summary=summary, decimals=decimals)
 
 
-def _words(values: pd.Series[Any]) -> list[str]:
+def _words(values: pd.Series[Any], decimals: int | None = None) -> list[str]:
     """Cells of a column; floats of one column have as many decimals as their most precise four digits need."""
-    written = [f"{value:.4g}" for value in values if isinstance(value, float) and math.isfinite(value)]
-    decimals = max((len(one.partition(".")[2]) for one in written if "e" not in one), default=0)
+    if decimals is None:
+        written = [f"{value:.4g}" for value in values if isinstance(value, float) and math.isfinite(value)]
+        decimals = max((len(one.partition(".")[2]) for one in written if "e" not in one), default=0)
 
     def words(value: object) -> str:
         if value is None or (isinstance(value, float) and math.isnan(value)):
