@@ -26,7 +26,7 @@ from moelab.projection.project import Cost, project
 from moelab.projection.published import projected_two_by_two
 from moelab.projection.uncertainty import Estimate
 from moelab.projection.validation import Change, row_table, validation_table
-from moelab.sweep import by_gpus, by_network, cluster_like, on
+from moelab.sweep import by_gpus, by_network, cluster_like, gains_by_network, on
 from moelab.titan.arms import named_arms
 from moelab.viz.projection import (
     GROUPS,
@@ -35,7 +35,7 @@ from moelab.viz.projection import (
     arms_beside_projection,
     cost_bars,
     gains_and_interaction,
-    network_curves,
+    network_gains,
     size_curves,
     step_breakdown,
     waterfall_bars,
@@ -144,12 +144,17 @@ def test_a_faster_network_never_slows_an_arm_and_leaves_deepep_less_to_save() ->
     assert gains == sorted(gains, reverse=True)
     own = project(on("B200", PUBLISHED, precision="mxfp8", ep_backend="deepep"))
     assert tps["mxfp8_deepep", 50.0] == pytest.approx(own.tps)
-    figure = network_curves(points, words="Words.")
-    assert f"{100 * gains[0] - 100:+.0f} % at 50 GB/s" in title(figure)
+    found = gains_by_network(points)
+    figure = network_gains(points, found, words="Words.")
     assert "derived" in title(figure)
-    lines = {trace.name: trace for trace in figure.data if trace.name}
-    assert list(lines["BF16 + DeepEP"].y) == [tps["bf16_deepep", x] for x in (50.0, 100.0, 400.0)]
-    filled = [color != "white" for color in lines["BF16 + DeepEP"].marker.color]
+    drawn = {trace.name: trace for trace in figure.data}["BF16 + DeepEP"]
+    assert [1 + value / 100 for value in drawn.y] == pytest.approx(gains)
+    for value, below, above, x in zip(
+        drawn.y, drawn.error_y.arrayminus, drawn.error_y.array, (50, 100, 400), strict=True
+    ):
+        one = found["bf16_deepep"][x]
+        assert (value - below, value + above) == (pytest.approx(one.low), pytest.approx(one.high))
+    filled = [color != "white" for color in drawn.marker.color]
     assert filled == [True, False, False]  # only the network that was seen is not extrapolated
 
 

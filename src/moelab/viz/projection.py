@@ -83,7 +83,9 @@ def step_breakdown(
     share = f"{ranges[largest].low:,.0f} to {ranges[largest].high:,.0f} s" if ranges else f"{seconds / total_s:.0%}"
     figure = new_figure(
         f"The longest part of the step: {largest}, {_seconds(seconds)} of {_seconds(total_s)} s ({share})",
-        subtitle=f"{words} The busiest pipeline rank; every bar begins where the one above ends.{quoted}",
+        subtitle=words
+        if width == NARROW
+        else f"{words} The busiest pipeline rank; every bar begins where the one above ends.{quoted}",
         note=NOTE,
         height=150 + 24 * len(parts),
         width=width,
@@ -354,24 +356,53 @@ KINDS: Mapping[str, ArmStyle] = {
 }
 
 
-def network_curves(points: Sequence[Point], *, words: str) -> go.Figure:
-    """Throughput of the arms against the bandwidth of each GPU's network card.
+def network_gains(points: Sequence[Point], gains: Mapping[str, Mapping[float, Estimate]], *, words: str) -> go.Figure:
+    """What each technique gains against the bandwidth of each GPU's network card, with its interval.
 
     Args:
         points: of :func:`moelab.sweep.by_network`.
+        gains: of :func:`moelab.sweep.gains_by_network` of these points.
         words: model and cluster, for the subtitle.
     """
-    styles = arm_styles(point.series for point in points)
-    first, last = min(point.x for point in points), max(point.x for point in points)
-    at = {(point.series, point.x): point.projection.tps for point in points}
-    gains = [100 * (at["bf16_deepep", x] / at["bf16_standard", x] - 1) for x in (first, last)]
+    styles = arm_styles(gains)
+    networks = sorted({point.x for point in points})
+    first, last = (gains["bf16_deepep"][x] for x in (networks[0], networks[-1]))
     figure = new_figure(
-        f"DeepEP's gain goes from {gains[0]:+.0f} % at {first:g} GB/s to {gains[1]:+.0f} % at {last:g} GB/s",
-        subtitle=f"{words} Bands: 90 % intervals of the outer arms. {HOLLOW}",
+        f"DeepEP gains {_interval(first)} at {networks[0]:g} GB/s and {_interval(last)} at {networks[-1]:g} GB/s",
+        subtitle=f"{words} Gain in tokens/s over {arm_label(BASELINE)}, with its 90 % interval: both arms are projected "
+        f"with the same drawn constants. {HOLLOW}",
         note="derived: the step-time model",
+        width=WIDE,
     )
-    _draw_lines(figure, points, styles, banded=(next(iter(styles)), list(styles)[-1]))
-    return figure.update_xaxes(title_text="network of each GPU, each way (GB/s)")
+    extrapolated = {(point.series, point.x) for point in points if point.projection.outside}
+    for number, (arm, style) in enumerate(styles.items()):
+        spans = [(gains[arm][x].low, gains[arm][x].value, gains[arm][x].high) for x in networks]
+        hollow = [bool({(arm, x), (BASELINE, x)} & extrapolated) for x in networks]
+        outline = {"color": style.color, "width": 2}
+        figure.add_scatter(
+            x=[place + 0.12 * (number - (len(styles) - 1) / 2) for place in range(len(networks))],
+            y=[value for _, value, _ in spans],
+            error_y=error_bars(spans, color=style.color, thickness=1.5, width=5),
+            mode="markers",
+            name=style.label,
+            marker={
+                "symbol": style.symbol,
+                "size": 10,
+                "color": ["white" if one else style.color for one in hollow],
+                "line": outline,
+            },
+            hovertemplate="%{y:+.1f} %",
+        )
+    figure.add_hline(y=0, line={"color": MUTED, "width": 1.5})
+    places = {"tickvals": list(range(len(networks))), "ticktext": [f"{x:g}" for x in networks], "showgrid": False}
+    figure.update_xaxes(title_text="network of each GPU, each way (GB/s)", **places)
+    figure.update_yaxes(title_text="gain (%)", ticksuffix=" %")
+    return figure.update_layout(hovermode="closest", legend_y=-0.22)
+
+
+def _interval(gain: Estimate) -> str:
+    """A gain in percent with its interval."""
+    return f"{gain.value:+.0f} % ({gain.low:+.0f} to {gain.high:+.0f})"
 
 
 def size_curves(points: Sequence[Point], *, words: str) -> go.Figure:
@@ -472,16 +503,16 @@ def _degrees(point: Point) -> str:
 _MENUS: Mapping[str, tuple[str, Mapping[Any, str]]] = {
     "gpu": ("GPU", {gpu: gpu for gpu in PROFILES}),
     "gpus": ("number of GPUs", {count: f"{count:,}" for count in (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)}),
-    "precision": ("experts in", {"bf16": "BF16", "mxfp8": "8 bits (MXFP8, FP8)"}),
+    "precision": ("experts in", {"bf16": "BF16", "mxfp8": "MXFP8 or FP8"}),
     "ep_backend": ("dispatch by", {"standard": "standard all-to-all", "deepep": "DeepEP"}),
     "routing": (
         "routing",
         {"round_robin": "forced round-robin", "random_balanced": "balanced random", "learned": "learned"},
     ),
-    "pp": ("PP (pipeline ranks)", {degree: str(degree) for degree in (1, 2, 4, 8, 16)}),
-    "tp": ("TP (ranks of a matrix)", {degree: str(degree) for degree in (1, 2, 4, 8)}),
-    "ep": ("EP (ranks of experts)", {degree: str(degree) for degree in (8, 16, 32, 64)}),
-    "local_batch": ("sequences of a DP rank", {count: str(count) for count in (4, 8, 16, 32, 64, 128, 256)}),
+    "pp": ("pipeline ranks, PP", {degree: str(degree) for degree in (1, 2, 4, 8, 16)}),
+    "tp": ("tensor ranks, TP", {degree: str(degree) for degree in (1, 2, 4, 8)}),
+    "ep": ("expert ranks, EP", {degree: str(degree) for degree in (8, 16, 32, 64)}),
+    "local_batch": ("sequences a DP rank", {count: str(count) for count in (4, 8, 16, 32, 64, 128, 256)}),
     "activation_checkpoint": (
         "recomputes",
         {"none": "nothing", "selective": "cheap parts", "full+dispatch": "all but dispatch", "full": "everything"},
@@ -518,7 +549,7 @@ class ProjectionExplorer(Explorer):
         price_per_gpu_hour: float = 3.0,
         watts_per_gpu: float = 1400.0,
     ) -> None:
-        self.experiment, px = experiment, {"label_px": 146, "width_px": 264}
+        self.experiment, px = experiment, {"label_px": 138, "width_px": 290}
         controls = {"model": menu("model", [experiment.model_label, *_MODELS], experiment.model_label, **px)}
         starts = experiment.model_dump(mode="json") | {"gpu": gpu, "gpus": experiment.world_size}
         for name, (label, known) in _MENUS.items():
@@ -545,7 +576,8 @@ class ProjectionExplorer(Explorer):
         if chosen["model"] in _MODELS:
             model = read_model(chosen["model"])
             fields |= {"model": model.model, "shape": model.shape}
-        cluster = cluster_like(chosen["gpu"], nodes=fields["nodes"], network_gb_s=chosen["network_gb_s"])
+        network_gb_s = round(chosen["network_gb_s"], 3)  # the browser's slider gives 49.99999999999999 back for 50
+        cluster = cluster_like(chosen["gpu"], nodes=fields["nodes"], network_gb_s=network_gb_s)
         return project(on(chosen["gpu"], self.experiment, **fields), cluster)
 
     def look(self) -> tuple[str, Mapping[str, go.Figure]]:

@@ -41,7 +41,7 @@ DARK = {
     "rgba(255,255,255,0.6)": "rgba(17,17,17,0.6)",
 }
 """What a live figure has in JupyterLab's dark theme in place of the theme's own colours; pictures stay light."""
-NARROW, NORMAL, WIDE = 560, 700, 1000
+NARROW, NORMAL, WIDE = 540, 700, 1000
 """Widths, px, of figures beside an explorer's controls, in a notebook, and of a notebook's main finding; a live figure
 takes the room that it has."""
 MOST_TITLE_PX = 850

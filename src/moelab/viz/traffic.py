@@ -229,7 +229,8 @@ def _draw_ways(
         marks["x"] += [start + center[rank][0] for rank in ranks]
         marks["y"] += [center[rank][1] for rank in ranks]
         marks["color"] += [CHOSEN if rank in held else OTHER for rank in ranks]
-        marks["text"] += [f"<b>{held[rank]}</b>" if rank in held and written else "" for rank in ranks]
+        # plotly.js 3.7 takes away what draws an empty text, and has nothing to write in when the text is another.
+        marks["text"] += [f"<b>{held[rank]}</b>" if rank in held and written else " " for rank in ranks]
         marks["hover"] += [f"rank {rank}: {held[rank]} of the token's experts" for rank in ranks]
         for hop in ways:
             drawn, path = arrows[hop.far, hop.copies > 1], _arrow(center[hop.sender], center[hop.receiver], hop, across)
@@ -600,7 +601,7 @@ _MODEL: Mapping[str, int] = {"experts": 256, "top_k": 8, "hidden": 7168, "groups
 """What of a model traffic depends on, as DeepSeek-V3 has it."""
 _MODELS = ("DeepSeek-V3", "Kimi-K2", "GLM-4.5", "Qwen3-235B-A22B", "Qwen3-30B-A3B", "DeepSeek-V2-Lite")
 _MENUS: Mapping[str, tuple[str, Any, Sequence[Any]]] = {
-    "ep": ("EP (GPUs that share them)", 32, _POWERS[:9]),
+    "ep": ("EP: GPUs of a group", 32, _POWERS[:9]),
     "ranks_per_node": ("of these on a node", 8, _POWERS[:8]),
     "hardware": ("bandwidths of", "b200_x256", ("b200_x256", "b300_x256", "h100_x1024", "h200_x256", "a100_x256")),
     "routing": ("routing", "random_balanced", tuple(kind for kind in KINDS if kind != "measured")),
@@ -655,7 +656,7 @@ class TrafficExplorer(Explorer):
         known = _published_models()
         first = next((name for name, one in known.items() if one == own), "yours")
         self.models = {first: own} | known
-        px = {"label_px": 152, "width_px": 258}
+        px = {"label_px": 138, "width_px": 290}
         controls = {"model": menu("model", self.models, first, **px)}
         for name, (label, start, values) in _MENUS.items():
             begin = chosen.get(name, start)
