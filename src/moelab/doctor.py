@@ -20,6 +20,7 @@ from moelab.health.smoke import NAME as SMOKE_TEST
 from moelab.health.smoke import smoke_test
 from moelab.launch.capability import refusals
 from moelab.machine import (
+    TESTED,
     GpusUnknown,
     cores,
     environment,
@@ -27,13 +28,13 @@ from moelab.machine import (
     gpu_problem,
     gpus,
     has_module,
+    is_tested,
     memory_bytes,
     physical_memory_bytes,
     this_machine,
     version,
 )
 
-PINNED = {"torch": "2.14", "torchtitan": "0.3.0", "torchao": "0.18.0"}
 MIN_MEMORY_GIB, MIN_DISK_GIB = 4, 2
 
 
@@ -94,7 +95,7 @@ def examine(*, hardware: str = "local", smoke: bool = False) -> Examination:
     cluster = None if hardware == "local" else cluster_of(read_hardware(hardware))  # of local no network is known
     nic = cluster.node.nic_gb_s if cluster else None
     network = examine_environment(nodes=cluster.nodes if cluster else 1, nic_gb_s=None if nic is None else float(nic))
-    findings = (_processor(), *_gpus(), *map(_package, PINNED), *_tools())
+    findings = (_processor(), *_gpus(), *map(_package, TESTED), *_tools())
     arms = [Experiment(precision=precision, ep_backend=backend) for backend in EPBackend for precision in Precision]
     # Two ranks show every arm; on one GPU the second would find none.
     ranks = 1 if gpu_problem() is None and len(gpus()) == 1 else 2
@@ -113,6 +114,7 @@ def _arm(experiment: Experiment) -> ArmAnswer:
         Precision.BF16: "runs",
         Precision.FP8: "runs with FP8 tensor cores",
         Precision.MXFP8: "runs with native kernels" if native else "runs emulated: MXFP8 numerics, not its speed",
+        Precision.NVFP4: "runs emulated: NVFP4 numerics, not its speed",
     }[experiment.precision]
     reasons = ["what this machine's GPUs can do is not known"] if gpu_problem() else refusals(experiment)
     # Of several about one field the last is the one about this machine's GPUs.
@@ -163,9 +165,8 @@ def _gpus() -> Iterator[Finding]:
 
 def _package(name: str) -> Finding:
     found = version(name)
-    release = (found or "").partition("+")[0]  # without the build, as in 0.18.0+cu130
-    fits = release == PINNED[name] or release.startswith(f"{PINNED[name]}.")
-    lack = "" if fits else f"moelab is written against {name} {PINNED[name]}; reinstall with pip install moelab"
+    written = f"moelab is written against {name} {TESTED[name]}; reinstall with pip install moelab"
+    lack = "" if is_tested(name, found) else written
     if name == "torch" and found and found.endswith("+cpu") and not gpu_problem() and gpus():
         lack = "this build has no CUDA and does not see the GPUs; reinstall with pip install moelab"
     return _seen(name, found or "not installed", lack)

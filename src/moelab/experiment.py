@@ -31,6 +31,14 @@ class Precision(StrEnum):
     BF16 = "bf16"
     FP8 = "fp8"
     MXFP8 = "mxfp8"
+    NVFP4 = "nvfp4"
+
+
+BLOCK_SCALED = (Precision.MXFP8, Precision.NVFP4)
+"""Formats whose blocks have a scale each: their experts are moelab's, and leave a record of what was converted."""
+NUMBERS_ONLY = (
+    "NVFP4 is numbers only: emulated on every machine, it shows what it does to the loss and not to the speed"
+)
 
 
 class EPBackend(StrEnum):
@@ -144,7 +152,8 @@ class Experiment(BaseModel):
     mxfp8_kernels: Literal["auto", "native", "emulated"] = "auto"
     quantize: Literal["experts", "experts+linears"] = "experts"
     wgrad: Literal["mxfp8", "bf16", "fp8"] = Field(
-        "mxfp8", description="of MXFP8 experts: mxfp8 or bf16; of FP8 experts: fp8, anything else being bf16"
+        "mxfp8",
+        description="of MXFP8 or NVFP4 experts: mxfp8 (their own format) or bf16; of FP8 experts: fp8, else bf16",
     )
     ep_backend: EPBackend = EPBackend.STANDARD
     ep_kernels: Literal["native", "emulated"] = Field(
@@ -282,7 +291,9 @@ class Experiment(BaseModel):
         parts = [self.precision.value, self.ep_backend.value]
         if self.precision is not Precision.BF16 and self.quantize != "experts":
             parts.append("linears")
-        if self.wgrad in {Precision.MXFP8: ("bf16", "fp8"), Precision.FP8: ("fp8",)}.get(self.precision, ()):
+        if self.wgrad in {**dict.fromkeys(BLOCK_SCALED, ("bf16", "fp8")), Precision.FP8: ("fp8",)}.get(
+            self.precision, ()
+        ):
             parts.append(f"wgrad-{self.wgrad}")
         if self.dispatch_precision != "bf16":
             parts.append(f"dispatch-{self.dispatch_precision}")

@@ -19,11 +19,11 @@ from moelab.experiment import OwnHardware
 from moelab.machine import GpuInfo, cores, gpus, memory_bytes
 
 Label = Literal["measured", "derived", "quoted"]
-GROUP_PADDING = {"bf16": 8, "fp8": 16, "mxfp8_emulated": 32, "mxfp8_native": 128}
+GROUP_PADDING = {"bf16": 8, "fp8": 16, "nvfp4": 16, "mxfp8_emulated": 32, "mxfp8_native": 128}
 """Rows to a multiple of which each expert's group is padded, by what multiplies it.
 
-BF16 and FP8: 16 bytes; TorchTitan's own BF16 experts on the standard backend do without. MXFP8: one block, and what
-torchao 0.18's CuTeDSL quantisation kernel needs on SM100.
+BF16 and FP8: 16 bytes; TorchTitan's own BF16 experts on the standard backend do without. NVFP4 and MXFP8: one
+block; native MXFP8: what torchao 0.18's CuTeDSL quantisation kernel needs on SM100.
 """
 ROCM = {9.4: "gfx942", 9.5: "gfx950"}
 """AMD's GPUs by the capability that PyTorch gives them on ROCm; no CUDA device has one of these."""

@@ -315,6 +315,20 @@ def version(package: str) -> str | None:
         return None
 
 
+TESTED = {"torch": "2.14", "torchtitan": "0.3.0", "torchao": "0.18.0"}
+"""Releases that moelab is written against: it calls internals of them (``docs/torchtitan.md``)."""
+
+
+def is_tested(package: str, found: str | None) -> bool:
+    """Whether a version of a package in :data:`TESTED` is of the release there; the build (``+cu130``) is no matter.
+
+    >>> is_tested("torchao", "0.18.0+cu130"), is_tested("torchao", "0.19.0")
+    (True, False)
+    """
+    release = (found or "").partition("+")[0]
+    return release == TESTED[package] or release.startswith(f"{TESTED[package]}.")
+
+
 def cores(root: Path = ROOT) -> int:
     """Processor cores that this process may use: those of its cpuset, up to the quota of its container or job.
 

@@ -18,12 +18,11 @@ from moelab.mxfp8.errors import (
     GroupedGemm,
     compare_methods,
     compare_products,
-    compare_scalings,
     layer_gemms,
     measure,
     synthetic,
 )
-from moelab.mxfp8.formats import FP8, MX
+from moelab.mxfp8.formats import FP8, MX, NVFP4
 from moelab.notebooks import execute
 from moelab.runs.directory import RunDir, find
 
@@ -70,8 +69,8 @@ def test_papermill_looks_at_the_captures_of_a_run(run: RunDir, tmp_path: Path, m
     outputs = [output for cell in executed.cells if cell.cell_type == "code" for output in cell.outputs]
     shown = [output.data for output in outputs if "data" in output]
     figures = [data["application/vnd.plotly.v1+json"] for data in shown if "application/vnd.plotly.v1+json" in data]
-    assert len(figures) == 7
-    assert any("MXFP8 emulated; layers.3" in figure["layout"]["title"]["text"] for figure in figures)
+    assert len(figures) == 5
+    assert any("MXFP8 and NVFP4 emulated; layers.3" in figure["layout"]["title"]["text"] for figure in figures)
     assert sum("application/vnd.jupyter.widget-view+json" in data for data in shown) == 1
     printed = "".join(output.get("text", "") for output in outputs)
     assert printed.count("not yet") == 3  # the exercises, unsolved
@@ -89,14 +88,16 @@ def test_captured_tensors_are_as_described(captured: list[Capture], layer: int) 
     smallest = magnitude.masked_fill(magnitude == 0, math.inf).amin(-1)
     assert torch.log2(magnitude.amax(-1) / smallest).median().item() == pytest.approx(6, abs=1)
     tensors = {"x": one.x, "w2": one.w2, "gradient": one.grad}
-    scalings = {(row.data, row.method): row for row in compare_scalings(tensors)}
-    for name in tensors:
-        sqnr = {method: scalings[name, method].sqnr_db for method in ("floor", "even", "rceil", "ceil")}
-        assert 0.2 < sqnr["rceil"] - sqnr["floor"] < 4
-        assert sqnr["floor"] < sqnr["even"] < sqnr["rceil"]
-        assert sqnr["ceil"] == pytest.approx(sqnr["rceil"], abs=0.01)
     rows = {(row.data, row.method): row for row in compare_methods(tensors, gradients=["gradient"])}
-    for name in tensors:
+    for name, tensor in tensors.items():
+        floor, even, rceil, nvfp4 = (
+            rows[name, f"{way}"].sqnr_db for way in ("mxfp8_floor", "mxfp8_even", "mxfp8", "nvfp4")
+        )
+        assert 0.2 < rceil - floor < 4
+        assert floor < even < rceil
+        assert measure(tensor, MX(scaling="ceil")).sqnr_db == pytest.approx(rceil, abs=0.01)
+        assert rceil - nvfp4 == pytest.approx(11, abs=1)
+        assert 0.05 < rows[name, "nvfp4"].underflow_fraction < 0.12
         assert rows[name, "fp8_rowwise"].sqnr_db == pytest.approx(rows[name, "mxfp8"].sqnr_db, abs=0.05)
         assert rows[name, "bf16"].sqnr_db == math.inf
     assert rows["gradient", "mxfp8"].sqnr_db - rows["gradient", "fp8_tensorwise"].sqnr_db == pytest.approx(6, abs=1)
@@ -113,6 +114,7 @@ def test_products_are_as_described(captured: list[Capture], layer: int) -> None:
             assert 25 < found < 44
             assert by[weight, product, "bf16"] == pytest.approx(56, abs=1.5)
             assert by[weight, product, "fp8_rowwise"] == pytest.approx(found, abs=0.1)
+            assert found - by[weight, product, "nvfp4"] == pytest.approx(11, abs=3)
             if product != "output":
                 assert 1 < found - by[weight, product, "fp8_tensorwise"] < 7
         assert by[weight, "wgrad", "mxfp8_wgrad-bf16"] > mxfp8["wgrad"] + 12
@@ -145,6 +147,19 @@ def test_synthetic_tensors_are_as_described() -> None:
     for name in tensors:
         floor, rceil = (measure(tensors[name], MX(scaling=scaling)).sqnr_db for scaling in ("floor", "rceil"))
         assert 0.3 < rceil - floor < 4
+        assert rows[name, "mxfp8"].worst_blocks_db - rows[name, "nvfp4"].worst_blocks_db == pytest.approx(10, abs=1)
+    assert rows["outliers", "nvfp4"].underflow_fraction == pytest.approx(0.3, abs=0.02)
+
+
+def test_the_largest_number_is_as_good_in_nvfp4_as_in_mxfp8() -> None:
+    blocks = synthetic("gaussian", GAUSSIAN).reshape(-1, 16)
+    largest = blocks.abs().argmax(1, keepdim=True)
+    exact, nvfp4, mxfp8 = (
+        each.reshape(-1, 16).gather(1, largest)
+        for each in (blocks, *(one.cast(blocks.reshape(-1, 32)).values for one in (NVFP4(), MX())))
+    )
+    assert ((nvfp4 - exact) / exact).abs().max() < 1.001 / 16
+    assert ((mxfp8 - exact) / exact).abs().max() < 1.001 / 17
 
 
 def test_answer_of_the_first_exercise() -> None:

@@ -20,13 +20,14 @@ from moelab.runs.table import COLUMNS
 
 pytestmark = pytest.mark.training
 BF16, MXFP8, LINEARS = "bf16_standard", "mxfp8_standard", "mxfp8_standard_linears_wgrad-bf16"
+NVFP4 = "nvfp4_standard"
 EXPERTS = [f"layers.{layer}.moe.routed_experts.inner_experts" for layer in (1, 2, 3)]
 
 
 def test_every_arm_completes(trained: Trained) -> None:
     assert trained.exit_code == 0, trained.progress
-    assert [run["status"] for run in trained.printed["runs"]] == ["completed"] * 3
-    assert trained.printed["trained"] == 3
+    assert [run["status"] for run in trained.printed["runs"]] == ["completed"] * 4
+    assert trained.printed["trained"] == 4
     assert f"tests | {MXFP8} | seed 0 | step 6/6 | completed" in trained.progress
     assert "tokens/s per rank" in trained.progress
 
@@ -83,7 +84,8 @@ def test_loss_starts_at_the_size_of_the_vocabulary_and_falls(trained: Trained) -
 
 def test_mxfp8_modules_are_recorded(trained: Trained) -> None:
     assert trained.collected(BF16).converted is None
-    assert trained.collected(MXFP8).converted == {"kernels": "emulated", "modules": EXPERTS}
+    for arm in (MXFP8, NVFP4):
+        assert trained.collected(arm).converted == {"kernels": "emulated", "modules": EXPERTS}
     linears = trained.collected(LINEARS).converted
     assert linears is not None
     assert len(linears["modules"]) == 35
@@ -92,7 +94,7 @@ def test_mxfp8_modules_are_recorded(trained: Trained) -> None:
 
 def test_mxfp8_changes_loss_and_gradients_a_little(trained: Trained) -> None:
     reference = trained.collected(BF16).rows
-    for arm, most in ((MXFP8, 0.05), (LINEARS, 0.2)):
+    for arm, most in ((MXFP8, 0.05), (LINEARS, 0.2), (NVFP4, 0.2)):
         rows = trained.collected(arm).rows
         for column in ("loss", "grad_norm"):
             difference = (rows[column] - reference[column]).abs()

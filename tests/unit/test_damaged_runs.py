@@ -223,7 +223,7 @@ def test_ranks_that_disagree_are_told(tmp_path: Path) -> None:
     one = collect_run(run)
     assert one.damaged == ("launch/converted: ranks disagree on the MXFP8 kernels (rank0 emulated, rank4 native)",)
     assert one.converted == {"kernels": "emulated and native", "modules": ["layers.1.moe.experts", "layers.9"]}
-    assert (one.emulates_mxfp8, one.speed_known) == (True, False)
+    assert (one.emulates_products, one.speed_known) == (True, False)
 
 
 def test_no_gain_where_kernels_are_unknown(tmp_path: Path) -> None:

@@ -116,6 +116,7 @@ def test_arms_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert runs == {
         "bf16_standard": "runs",
         "mxfp8_standard": "runs emulated: MXFP8 numerics, not its speed",
+        "nvfp4_standard": "runs emulated: NVFP4 numerics, not its speed",
     }
     assert found["mxfp8_deepep"].reason.startswith("ep_backend is deepep: it needs CUDA")
     assert all(arm.reason.count(f"{field} is ") <= 1 for arm in found.values() for field in ("precision", "ep_backend"))
@@ -123,7 +124,7 @@ def test_arms_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_arms_of_hopper_and_blackwell(smi: Smi, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capability, "has_module", lambda name: name == "triton")
-    expected = {"bf16_standard", "fp8_standard", "mxfp8_standard", "bf16_minimal_async_ep"}
+    expected = {"bf16_standard", "fp8_standard", "mxfp8_standard", "nvfp4_standard", "bf16_minimal_async_ep"}
     for row, words in ((H100, "emulated"), (B200, "native kernels")):
         smi(row, row)
         found = arms()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -14,14 +15,17 @@ from hypothesis import strategies as st
 from torchao.prototype.moe_training import mxfp8_grouped_mm as torchao
 from torchao.prototype.mx_formats.config import ScaleCalculationMode
 from torchao.prototype.mx_formats.mx_tensor import to_mx
+from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
 from torchao.quantization.quantize_.common import KernelPreference
 
 from moelab.mxfp8.emulation import grouped_mm
 from moelab.mxfp8.quantise import (
+    NVFP4_LEAST_AMAX,
     NotWholeBlocks,
     expand,
     fake_quantise_both,
     fake_quantise_columns,
+    fake_quantise_nvfp4,
     fake_quantise_rows,
 )
 from moelab.titan import cpu
@@ -239,3 +243,94 @@ def test_triton_kernel_interpreted_on_a_cpu_has_the_same_bits(monkeypatch: pytes
     # Triton's interpreter truncates where a GPU rounds to BF16, so no block here has numbers that BF16 cannot hold.
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     subprocess.run([sys.executable, "-c", INTERPRETED], check=True)
+
+
+# --- NVFP4 -----------------------------------------------------------------------------------------------------------
+
+
+def torchao_nvfp4(x: torch.Tensor) -> torch.Tensor:
+    """``x``, one tensor of a single FP32 scale, through torchao's NVFP4 and back to BF16."""
+    return NVFP4Tensor.to_nvfp4(x, per_tensor_scale=per_tensor_amax_to_scale(x.abs().max())).dequantize(torch.bfloat16)
+
+
+def by_group(cast: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """A cast of each expert's rows alone, one result after another."""
+    parts = [x[start:end] for start, end in itertools.pairwise([0, *ends.tolist()]) if end > start]
+    return torch.cat([cast(part.contiguous()) for part in parts])
+
+
+def assert_nvfp4_is_torchaos(x: torch.Tensor, ends: torch.Tensor) -> None:
+    assert_same_bits(fake_quantise_nvfp4(x, ends), by_group(torchao_nvfp4, x, ends))
+    columns = by_group(lambda part: torchao_nvfp4(part.t().contiguous()).t(), x, ends)
+    assert_same_bits(fake_quantise_nvfp4(x, ends, by_columns=True), columns.t().contiguous())
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=4).filter(any), st.integers(1, 4), seeds)
+@settings(max_examples=40, deadline=None)
+def test_nvfp4_is_torchaos_for_any_bits(groups: list[int], columns: int, seed: int) -> None:
+    """Magnitudes over 2^20 within a row, and from BF16's largest down to where torchao divides by zero."""
+    x = any_bits(16 * sum(groups), 16 * columns, seed=seed)
+    ends = torch.tensor(groups).cumsum(0).mul(16).to(torch.int32)
+    # Of each expert one number keeps it in the range in which torchao has an answer.
+    for start, end in itertools.pairwise([0, *ends.tolist()]):
+        if end > start:
+            x[start, 0] = 2 * NVFP4_LEAST_AMAX
+    assert_nvfp4_is_torchaos(x, ends)
+
+
+def test_nvfp4_rounds_ties_as_torchao_and_to_the_even_neighbour() -> None:
+    grid = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    ties = (grid[1:] + grid[:-1]) / 2
+    # The largest magnitude, 2688, makes the FP32 scale 1, and a block's largest, 6, its E4M3 scale 1.
+    x = torch.zeros(16, 32)
+    x[0, 16], x[1:, 0], x[1:, 1:8], x[1:, 8:15] = 2688, 6, ties, -ties
+    x[1:, 15] = -6
+    x, ends = x.bfloat16(), torch.tensor([16], dtype=torch.int32)
+    assert_nvfp4_is_torchaos(x, ends)
+    assert fake_quantise_nvfp4(x, ends)[1, 1:8].tolist() == [0, 1, 1, 2, 2, 4, 4]
+
+
+def test_nvfp4_of_special_values() -> None:
+    ends = torch.tensor([16, 32, 48, 64, 80, 96], dtype=torch.int32)
+    x = torch.randn(96, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+    x[20, 3], x[40, 5], x[50, 6] = torch.nan, torch.inf, -torch.inf
+    x[64:80] *= 2.0**-30  # small beside a number that sets the second scale: subnormal scales are raised to 2^-6
+    x[64, 0] = 1.0
+    x[80:96, 16:] *= 0.0  # blocks of zeros of both signs
+    assert_nvfp4_is_torchaos(x, ends)
+    rows = fake_quantise_nvfp4(x, ends)
+    assert [bool(part.isnan().all()) for part in rows.split(16)] == [False, True, True, True, False, False]
+    # Where torchao divides by zero, an expert's zeros stay zeros: its weight gradients are zero, not NaN.
+    for least in (0.0, NVFP4_LEAST_AMAX / 2):
+        x[:16] = torch.tensor(least).bfloat16()
+        x[0, 0] *= -1
+        assert fake_quantise_nvfp4(x, ends)[:16].view(torch.int16).unique().tolist() == [-(2**15), 0]
+    assert torchao_nvfp4(torch.zeros(16, 16).bfloat16()).isnan().all()
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=5).filter(any), st.sampled_from(["mxfp8", "bf16"]), seeds)
+@settings(max_examples=15, deadline=None)
+def test_nvfp4_products_are_those_of_torchaos_operands(groups: list[int], wgrad: str, seed: int) -> None:
+    given_operands = operands(groups, K=48, N=32, seed=seed)
+    x, weight_GNK, upstream, ends = given_operands
+    rows = [slice(start, end) for start, end in itertools.pairwise([0, *ends.tolist()])]
+    found = run(
+        lambda x, w, ends: grouped_mm(x, w.mT, ends, wgrad=wgrad, pad_inside=True, precision="nvfp4"),  # type: ignore[arg-type]
+        *given_operands,
+    )
+
+    def padded(part: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.pad(part, (0, 0, 0, -len(part) % 16))
+
+    for row, weight, wgrad_NK in zip(rows, weight_GNK, found[2], strict=True):
+        if row.stop == row.start:
+            assert not wgrad_NK.any()
+            continue
+        mine, grad = padded(x[row]), padded(upstream[row])
+        output = torchao_nvfp4(mine).float() @ torchao_nvfp4(weight).float().T
+        dgrad = torchao_nvfp4(grad).float() @ torchao_nvfp4(weight.T.contiguous()).float().T
+        cast = torchao_nvfp4 if wgrad == "mxfp8" else (lambda exact: exact)
+        expected = cast(grad.T.contiguous()).float() @ cast(mine.T.contiguous()).float().T
+        for got, wanted in ((found[0][row], output), (found[1][row], dgrad), (wgrad_NK, expected)):
+            # The operands are the same to the bit; sums of FP32 in another order may round to the next BF16 number.
+            torch.testing.assert_close(got.float(), wanted[: len(got)], rtol=2**-8, atol=1e-6 * wanted.abs().max())

@@ -116,6 +116,7 @@ BROKEN = {
     "weight gradients are in FP8 with FP8 experts": {"precision": "mxfp8", "wgrad": "fp8"},
     "attention runs here": {"attention_backend": "flex_flash", "hardware": "cpu"},
     "quantised linears are whole": {"precision": "mxfp8", "quantize": "experts+linears", "tp": 2},
+    "NVFP4 is of experts": {"precision": "nvfp4", "quantize": "experts+linears"},
     "expert blocks are whole": {"model": "16B", "ep": 1, "tp": 16, "precision": "mxfp8", "nodes": 8},
     "vocabulary holds the tokenizer": {"dataset": "c4", "shape": {"vocab_size": 2048}},
     "GPU has FP8": {"precision": "fp8", "hardware": "cpu"},

@@ -161,6 +161,7 @@ def test_the_study_of_the_parameters() -> None:
     assert {(one.steps, one.lr, one.ep, one.gpus_per_node) for one in plan.experiments} == {(5, 0.01, 2, 4)}
     assert [one.wgrad for one in plan.experiments] == ["mxfp8", "bf16"] * 2  # BF16's own is its default
     assert convergence(arms="mxfp8,bf16").reference == "mxfp8_standard"
+    assert convergence(arms="bf16,nvfp4").to_study().arms == ("bf16_standard", "nvfp4_standard")
     assert convergence(runs_dir="out", study="s").study_folder == Path("out/s")
 
 

@@ -32,7 +32,7 @@ from moelab.mxfp8.errors import (
     sqnr_db,
     synthetic,
 )
-from moelab.mxfp8.formats import BF16, E4M3, E5M2, FP8, MX, SCALINGS, Element
+from moelab.mxfp8.formats import BF16, E2M1, E4M3, E5M2, FP8, MX, NVFP4, SCALINGS, Element
 from moelab.mxfp8.quantise import NotWholeBlocks
 
 FORMATS = [MX(scaling=scaling, element=element) for scaling in SCALINGS for element in (E4M3, E5M2)]
@@ -110,6 +110,28 @@ def test_mx_is_the_ocp_definition(made: MX, x: torch.Tensor) -> None:
     np.testing.assert_array_equal(made.cast(x).values.double().numpy(), reference(x, made))
 
 
+@settings(max_examples=40, deadline=None)
+@given(x=rows())
+def test_nvfp4_is_its_definition(x: torch.Tensor) -> None:
+    """NVIDIA, arXiv 2509.25149, appendix B, written again in float64: two scales, each of them rounded."""
+    amax = float(x.abs().max())
+    cast = NVFP4().cast(x)
+    if amax < 2688 * 2.0**-121:
+        assert not cast.values.any()
+        return
+    outer = amax / (448 * 6)
+    for block, scale, values in zip(
+        x.double().numpy().reshape(-1, 16), cast.scale.reshape(-1, 16)[:, 0], cast.values.reshape(-1, 16), strict=True
+    ):
+        inner = np.clip(round_to_element(np.abs(block).max(keepdims=True) / 6 / outer, E4M3), 2.0**-6, 448)
+        assert scale.item() == pytest.approx(outer * inner[0], rel=1e-6)
+        # A number within FP32's rounding of a tie may fall to either side of it.
+        expected = [
+            round_to_element(block * near / (outer * inner), E2M1) * outer * inner for near in (1, 1 - 1e-6, 1 + 1e-6)
+        ]
+        assert np.min([np.abs(one - values.double().numpy()) for one in expected], axis=0).max() <= 1e-6 * amax
+
+
 @pytest.mark.parametrize("element", [E4M3, E5M2], ids=lambda element: element.name)
 def test_every_code_of_an_element_is_what_the_reference_rounds_to_itself(element: Element) -> None:
     codes = torch.arange(256, dtype=torch.uint8).view(element.dtype).double()
@@ -121,7 +143,7 @@ def test_every_code_of_an_element_is_what_the_reference_rounds_to_itself(element
 # --- laws ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("made", [*FORMATS, FP8(per="row"), FP8(per="tensor"), BF16()], ids=label)
+@pytest.mark.parametrize("made", [*FORMATS, NVFP4(), FP8(per="row"), FP8(per="tensor"), BF16()], ids=label)
 @settings(max_examples=15, deadline=None)
 @given(x=rows(), exponent=st.integers(-20, 20))
 def test_a_cast_knows_signs_and_for_blocks_neither_repetition_nor_powers_of_two(
@@ -156,12 +178,13 @@ def test_bounds_of_scale_and_value(made: MX, x: torch.Tensor) -> None:
     assert ((fullness >= low) & (fullness <= high)).all()
 
 
-@pytest.mark.parametrize("made", FORMATS, ids=label)
-def test_a_block_of_zeros_stays_zero(made: MX) -> None:
+@pytest.mark.parametrize("made", [*FORMATS, NVFP4()], ids=label)
+def test_a_block_of_zeros_stays_zero(made: MX | NVFP4) -> None:
     x = torch.zeros(2, 64)
     x[1, 40] = 3.0
     cast = made.cast(x)
     assert torch.equal(cast.values, x)
+    assert not made.cast(torch.zeros(2, 64)).values.any()
     assert cast.scale.isfinite().all()
 
 
@@ -180,7 +203,7 @@ def test_a_value_that_is_not_finite_reaches_no_other_block(made: MX, bad: float)
         assert abs(values[0, 40].item()) > 1e30
 
 
-@pytest.mark.parametrize("made", [MX(), FP8(per="row", power_of_two=True)], ids=["mx", "row"])
+@pytest.mark.parametrize("made", [MX(), NVFP4(), FP8(per="row", power_of_two=True)], ids=["mx", "nvfp4", "row"])
 def test_the_other_axis_is_the_cast_of_the_transpose(made: Any) -> None:
     x = synthetic("gaussian", (64, 96), outlier=100.0)
     assert torch.equal(made.cast(x, axis=0).values, made.cast(x.T.contiguous()).values.T)
@@ -194,7 +217,7 @@ def test_the_other_axis_is_the_cast_of_the_transpose(made: Any) -> None:
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 def test_sqnr_is_torchaos_error_in_db(distribution: Any, outlier: float) -> None:
     x = synthetic(distribution, (64, 128), outlier=outlier)
-    for made in (MX(), FP8(per="tensor"), FP8(per="row"), BF16()):
+    for made in (MX(), NVFP4(), FP8(per="tensor"), FP8(per="row"), BF16()):
         values = made.cast(x).values
         found = measure(x, made)
         assert found.sqnr_db == pytest.approx(compute_error(x.double(), values.double()).item(), abs=1e-9)

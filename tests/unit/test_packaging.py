@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import importlib.util
 import json
 import os
@@ -18,7 +20,9 @@ import yaml
 from packaging.requirements import Requirement
 
 import moelab
-from moelab.doctor import PINNED
+import moelab.titan
+from moelab import machine
+from moelab.machine import TESTED
 
 ROOT = Path(__file__).parents[2]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -61,7 +65,7 @@ def test_environment_yml_has_the_pins_of_pyproject() -> None:
 
 def test_the_doctor_looks_for_the_pinned_versions() -> None:
     required = {one.name: one.specifier for one in map(Requirement, PROJECT["project"]["dependencies"])}
-    for name, release in PINNED.items():
+    for name, release in TESTED.items():
         assert required[name].contains(f"{release}.0" if release.count(".") == 1 else release)
         major, minor, *rest = (int(part) for part in release.split("."))
         following = f"{major}.{minor}.{rest[0] + 1}" if rest else f"{major}.{minor + 1}.0"
@@ -223,3 +227,38 @@ def test_every_link_of_a_page_leads_somewhere(page: str) -> None:
         if not link.startswith("http"):
             file, _, _ = link.partition("#")
             assert link in anchors or (ROOT / page).parent.joinpath(file).exists(), link
+
+
+def test_the_page_on_torchtitan_names_every_internal_that_is_imported() -> None:
+    page = (ROOT / "docs" / "torchtitan.md").read_text()
+    lacking = set()
+    for path in (ROOT / "src").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("torchtitan", "torchao"):
+                names = [(alias.name, f"{node.module}.{alias.name}") for alias in node.names]
+            elif isinstance(node, ast.Import):
+                names = [(alias.name,) for alias in node.names if alias.name.split(".")[0] in ("torchtitan", "torchao")]
+            else:
+                continue
+            lacking |= {one[0] for one in names if not any(f"`{name}`" in page for name in one)}
+    assert not lacking
+    assert all(f"{name.lower()} {release}" in page.lower() for name, release in TESTED.items() if name != "torch")
+
+
+def test_another_release_of_torchtitan_is_told_at_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {"torchtitan": "0.3.0", "torchao": "0.19.0+cu130"}
+    monkeypatch.setattr(machine, "version", versions.get)
+    with pytest.warns(
+        UserWarning, match=r"not tested with torchao 0\.19\.0\+cu130 \(tested: 0\.18\.0\).*torchtitan\.md"
+    ):
+        importlib.reload(moelab.titan)
+    monkeypatch.undo()
+    importlib.reload(moelab.titan)  # with the versions that are here, of which nothing is said
+
+
+def test_citation_and_changelog_are_of_this_version() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == moelab.__version__
+    newest = re.search(r"^## \[(\S+)\] - (\S+)$", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert newest is not None
+    assert newest.groups() == (moelab.__version__, str(citation["date-released"]))

@@ -179,6 +179,8 @@ def test_what_plan_refuses_is_refused_with_its_reasons() -> None:
     assert all(reason in str(refused.value) for reason in check(illegal).reasons)
     with pytest.raises(Refused, match=r"does not fit: .* GiB of .* GiB"):
         project(Experiment(model="671B", hardware="b200_node", gpus_per_node=8, ep=8, seq_len=4096))
+    with pytest.raises(Refused, match=r"^precision is nvfp4: NVFP4 is numbers only"):
+        project(PUBLISHED.model_copy(update={"precision": Precision.NVFP4, "mxfp8_kernels": "auto"}))
 
 
 def test_hardware_without_figures_and_impossible_figures_are_bad_input() -> None:

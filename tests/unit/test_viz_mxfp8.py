@@ -14,18 +14,18 @@ from torchao.prototype.moe_training import ep as torchao_ep
 from moelab.errors import BadInput
 from moelab.mxfp8.errors import (
     METHODS,
+    STORED_METHODS,
     GroupedGemm,
     block_sqnr_db,
     compare_methods,
     compare_products,
-    compare_scalings,
+    first_numbers,
     largest_number_errors,
     measure,
-    one_block,
     sqnr_db,
     synthetic,
 )
-from moelab.mxfp8.formats import E5M2, MX, SCALINGS
+from moelab.mxfp8.formats import E5M2, MX, NVFP4, SCALINGS
 from moelab.viz.mxfp8 import (
     BLOCKS,
     DGRAD,
@@ -36,12 +36,11 @@ from moelab.viz.mxfp8 import (
     WGRAD,
     Choice,
     QuantisationExplorer,
-    block_figure,
     largest_number_error,
     method_errors,
     product_errors,
     quantisation_figure,
-    scaling_errors,
+    stored_figure,
 )
 
 TENSORS = {
@@ -58,56 +57,69 @@ def gemm() -> GroupedGemm:
     return GroupedGemm(name="w1", x=x, weight=weight, grad=grad, offsets=torch.tensor([20, 48]))
 
 
-# --- one block -------------------------------------------------------------------------------------------------------
+def shown(figure: Any) -> str:
+    """The title as one line, wherever it is broken."""
+    return title(figure).replace("<br>", " ")
 
 
-@pytest.mark.parametrize("made", [MX(), MX(scaling="floor"), MX(element=E5M2)], ids=["rceil", "floor", "e5m2"])
-def test_the_parts_of_a_block_make_its_values(made: MX) -> None:
-    values = synthetic("student_t", (32,))
-    block = one_block(values, made)
-    stored = torch.tensor(block.codes, dtype=torch.uint8).view(made.element.dtype).double()
-    assert torch.equal(stored * block.scale, torch.tensor(block.read_back).double())
-    assert torch.equal(made.cast(values).values.double(), torch.tensor(block.read_back).double())
-    assert block.amax == values.abs().max().item()
-    assert block.sqnr_db == pytest.approx(sqnr_db(values, made.cast(values).values))
-    lines = block.as_text().splitlines()
-    assert len(lines) == 34
-    assert f"2^{block.exponent}, stored as E8M0 byte {block.exponent + 127}" in lines[0]
-    bits = made.element.mantissa_bits
-    for line, code in zip(lines[2:], block.codes, strict=True):
-        sign, exponent, mantissa = line.split()[2:5]
-        assert (len(exponent), len(mantissa)) == (7 - bits, bits)
-        assert int(sign + exponent + mantissa, 2) == code
+# --- stored numbers --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("values", [torch.ones(31), torch.ones(1, 32), torch.full((32,), math.nan)])
+@pytest.mark.parametrize(
+    "made", [MX(), MX(scaling="floor"), MX(element=E5M2), NVFP4()], ids=["rceil", "floor", "e5m2", "nvfp4"]
+)
+def test_the_parts_of_stored_numbers_make_their_values(made: MX | NVFP4) -> None:
+    tensor = TENSORS["gradient"]
+    stored = first_numbers(tensor, made)
+    read_back = made.cast(tensor).values[0, :32]
+    assert torch.equal(read_back.double(), torch.tensor(stored.read_back).double())
+    assert stored.sqnr_db == pytest.approx(sqnr_db(tensor[0, :32], read_back))
+    # Read the bits again, by the definition of such numbers and with nothing of torchao's.
+    element, width = made.element, 4 if isinstance(made, NVFP4) else 8
+    for place, written in enumerate(stored.to_frame()["sign exponent mantissa"]):
+        sign, exponent, mantissa = written.split()
+        assert (len(exponent), len(mantissa)) == (width - 1 - element.mantissa_bits, element.mantissa_bits)
+        assert int(sign + exponent + mantissa, 2) == stored.codes[place]
+        bias, fraction = 2 ** (len(exponent) - 1) - 1, int(mantissa, 2) / 2 ** len(mantissa)
+        power = int(exponent, 2)
+        number = (fraction + (power > 0)) * 2.0 ** (max(power, 1) - bias) * (-1) ** int(sign)
+        assert stored.read_back[place] == pytest.approx(number * stored.scales[place // made.block], rel=1e-6)
+    assert (len(stored.scales), stored.stored_bytes) == ((2, 18) if isinstance(made, NVFP4) else (1, 33))
+
+
+@pytest.mark.parametrize("values", [torch.ones(31), torch.full((32,), math.nan)])
 def test_what_is_no_block_is_refused(values: torch.Tensor) -> None:
-    assert one_block(torch.ones(32).index_fill(0, torch.tensor([3]), 0)).errors == (0.0,) * 32  # a zero has no error
+    zero = torch.ones(32).index_fill(0, torch.tensor([3]), 0)
+    assert first_numbers(zero).errors == (0.0,) * 32  # a zero has no error
     with pytest.raises(BadInput):
-        one_block(values)
+        first_numbers(values)
 
 
-def test_the_block_figure_shows_its_numbers() -> None:
-    block = one_block(TENSORS["easy"][0, :32])
-    assert -min(block.errors) > max(block.errors)
-    figure = block_figure(block, source="here")
-    exact, stored, error = figure.data
-    assert tuple(exact.y) == block.values
-    assert tuple(stored.y) == block.read_back
-    assert tuple(error.y) == tuple(100 * each for each in block.errors)
-    assert f"the scale is 2^{block.exponent}" in title(figure)
-    assert f"the worst error {-100 * min(block.errors):.1f} %" in title(figure)
+def test_the_figure_shows_the_numbers_of_both_formats() -> None:
+    stored = [first_numbers(TENSORS["easy"], made) for made in (MX(), NVFP4())]
+    figure = stored_figure(stored, source="here")
+    exact, *drawn = figure.data
+    assert tuple(exact.y) == stored[0].values
+    for one, (read_back, error) in zip(stored, (drawn[:2], drawn[2:]), strict=True):
+        assert tuple(read_back.y) == one.read_back
+        assert tuple(error.y) == tuple(100 * each for each in one.errors)
+        worst = max(map(abs, one.errors))
+        assert f"{one.name} in {one.stored_bytes} bytes, off by up to {100 * worst:.0f} %" in shown(figure)
     assert "here" in title(figure)
 
 
-def test_the_shaded_band_is_the_largest_rounding_error() -> None:
+def test_the_shaded_bands_are_the_largest_rounding_errors() -> None:
     values = torch.ones(32)
     values[5] = 1 + 2.0**-4  # halfway between two numbers of E4M3
-    block = one_block(values)
-    figure = block_figure(block, source="here")
-    (band,) = (shape for shape in figure.layout.shapes if shape.type == "rect")
-    assert band.y1 == -band.y0 == pytest.approx(100 * max(abs(error) for error in block.errors))
-    assert "at most ±5.88 %" in title(figure)
+    values[0], values[16] = 6.0, 6.0
+    stored = [first_numbers(values, MX()), first_numbers(values * 448, NVFP4())]
+    figure = stored_figure(stored, source="here")
+    of_mxfp8, of_nvfp4 = (shape for shape in figure.layout.shapes if shape.type == "rect")
+    assert of_mxfp8.y1 == -of_mxfp8.y0 == pytest.approx(100 * max(map(abs, stored[0].errors)))
+    assert "±5.88 % in E4M3" in shown(figure)
+    halfway = torch.full((16,), 1.25)
+    halfway[0] = 6.0
+    assert of_nvfp4.y1 == pytest.approx(100 * abs(NVFP4().cast(halfway).values[1] - 1.25) / 1.25)
 
 
 # --- tables and their figures ----------------------------------------------------------------------------------------
@@ -115,18 +127,15 @@ def test_the_shaded_band_is_the_largest_rounding_error() -> None:
 
 def test_rows_are_the_measures() -> None:
     rows = compare_methods(TENSORS, gradients=["gradient"])
-    assert len(rows) == 12  # MXFP8 casts a tensor alike, whatever it does with wgrad
+    assert len(rows) == 21  # MXFP8 casts a tensor alike, whatever it does with wgrad
     for row in rows:
-        method = next(method for method in METHODS if method.name == row.method)
+        method = next(method for method in STORED_METHODS if method.name == row.method)
         made = method.gradient if row.data == "gradient" else method.operand
         found = measure(TENSORS[row.data], made)
         assert (row.sqnr_db, row.underflow_fraction) == (found.sqnr_db, found.underflow_fraction)
         blocks = block_sqnr_db(TENSORS[row.data], made.cast(TENSORS[row.data]).values)
         below = (blocks < row.worst_blocks_db).double().mean().item()
         assert 0.03 <= below <= 0.05
-    for row in compare_scalings(TENSORS):
-        found = measure(TENSORS[row.data], MX(scaling=row.method))
-        assert (row.sqnr_db, row.saturated_fraction) == (found.sqnr_db, found.saturated_fraction)
 
 
 def test_blocks_of_zeros_do_not_count_as_the_worst() -> None:
@@ -156,16 +165,6 @@ def test_the_largest_number_of_a_block_is_cut_by_floor_alone() -> None:
     assert f"±{100 * ROUNDING:.2f} % (1/17)" in title(figure).replace("<br>", " ")
 
 
-def test_scaling_figure_draws_every_row() -> None:
-    rows = compare_scalings(TENSORS)
-    figure = scaling_errors(rows)
-    drawn = {(trace.name.lower(), y): x for trace in figure.data for x, y in zip(trace.x, trace.y, strict=True)}
-    assert drawn == {(row.method, row.data): row.sqnr_db for row in rows}
-    by = {(row.data, row.method): row.sqnr_db for row in rows}
-    worst = max(by[name, "rceil"] - by[name, "floor"] for name in TENSORS)
-    assert f"to {worst:.1f} dB against RCEIL" in title(figure)
-
-
 def test_method_figure_draws_every_number_that_is_finite() -> None:
     exact = {"bf16 already": TENSORS["easy"].bfloat16().float()}
     rows = compare_methods(TENSORS | exact, gradients=["gradient"])
@@ -174,14 +173,18 @@ def test_method_figure_draws_every_number_that_is_finite() -> None:
     assert sum(len(trace.x) for trace in figure.data if trace.xaxis == "x") == finite
     assert sum(len(trace.x) for trace in figure.data if trace.xaxis == "x3") == len(rows)
     assert finite == len(rows) - 1
-    assert "lose the same on 3 of 4 tensors" in title(figure)
     assert "of hard" in title(figure)
+    by = {(row.data, row.method): row.worst_blocks_db for row in rows}
+    for method in ("nvfp4", "mxfp8_floor"):
+        lost = [by[name, "mxfp8"] - by[name, method] for name in TENSORS | exact]
+        assert f"{min(lost):.1f} to {max(lost):.1f} dB more than" in shown(figure)
 
 
 def test_product_figure_draws_every_product() -> None:
     rows = compare_products([gemm()])
     assert len(rows) == 3 * len(METHODS)
     figure = product_errors(rows, note="MXFP8 emulated")
+    assert f"NVFP4's worst {min(row.sqnr_db for row in rows if row.method == 'nvfp4'):.0f}" in shown(figure)
     assert sum(len(trace.x) for trace in figure.data) == len(rows)
     worst = min((row for row in rows if row.method == "mxfp8"), key=lambda row: row.sqnr_db)
     assert f"worst product is {worst.weight} {worst.product}" in title(figure)
@@ -241,6 +244,7 @@ def test_the_all_to_alls_that_can_be_mxfp8_are_those_of_torchao() -> None:
         Choice(),
         Choice(distribution="student_t", outlier_log2=16, block=512),
         Choice(outlier_log2=20, block=8, scaling="floor", element="e5m2"),
+        Choice(distribution="student_t", element="e2m1"),
     ],
 )
 def test_the_explorer_figure_counts_every_block_and_number(choice: Choice) -> None:
@@ -249,8 +253,11 @@ def test_the_explorer_figure_counts_every_block_and_number(choice: Choice) -> No
     for trace in figure.data:
         assert sum(trace.y) == pytest.approx(1)
     x = synthetic(choice.distribution, (128, 512), outlier=2.0**choice.outlier_log2)
-    element = {"e4m3": MX().element, "e5m2": E5M2}[choice.element]
-    found = measure(x, MX(scaling=choice.scaling, element=element, block=choice.block))
+    made: MX | NVFP4 = NVFP4()
+    if choice.element != "e2m1":
+        element = {"e4m3": MX().element, "e5m2": E5M2}[choice.element]
+        made = MX(scaling=choice.scaling, element=element, block=choice.block)
+    found = measure(x, made)
     assert f"SQNR {found.sqnr_db:.1f} dB; {found.underflow_fraction:.2%} of the values become zero" in title(figure)
     assert f"{found.saturated_fraction:.2%} are cut" in title(figure)
     assert len(figure.to_json()) < 30_000
@@ -271,3 +278,7 @@ def test_the_explorer_follows_every_control_with_the_static_figure() -> None:
         assert getattr(explorer.choice, name) == value
         assert title(explorer.figures["errors"]) == title(quantisation_figure(explorer.choice))
     assert explorer.choice == choice
+    assert not explorer.controls["block"].disabled
+    explorer.controls["element"].value = "e2m1"  # NVFP4 has blocks and scales of its own
+    assert explorer.controls["block"].disabled
+    assert explorer.controls["scaling"].disabled

@@ -10,7 +10,7 @@ from moelab.experiment import Experiment, ShapeChanges
 if TYPE_CHECKING:
     import pandas as pd
 
-PRECISIONS = {"bf16": "BF16", "fp8": "FP8", "mxfp8": "MXFP8"}
+PRECISIONS = {"bf16": "BF16", "fp8": "FP8", "mxfp8": "MXFP8", "nvfp4": "NVFP4"}
 BACKENDS = {
     "standard": "standard all-to-all",
     "deepep": "DeepEP",

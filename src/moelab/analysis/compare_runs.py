@@ -325,7 +325,7 @@ def loss_facts(run: Collected) -> dict[str, str]:
 def kernel_facts(run: Collected) -> dict[str, str]:
     """Which kernels of a run were emulated."""
     words = {True: "emulated", False: "native"}
-    return {"MXFP8 kernels": words[run.emulates_mxfp8], "DeepEP kernels": words[run.emulates_deepep]}
+    return {"MXFP8 or NVFP4 kernels": words[run.emulates_products], "DeepEP kernels": words[run.emulates_deepep]}
 
 
 def machine_differences(side: Side, reference: Side) -> list[str]:

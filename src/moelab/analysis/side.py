@@ -85,7 +85,7 @@ class Side:
         """Whether MXFP8 kernels or DeepEP were emulated in it."""
         if self.experiment is None:
             return self.settings.values.get("mxfp8_kernels") == "emulated"
-        return any(run.emulates_mxfp8 or run.emulates_deepep for run in self.attempted)
+        return any(run.emulates_products or run.emulates_deepep for run in self.attempted)
 
     @property
     def on_cpu(self) -> bool:

@@ -28,7 +28,7 @@ import yaml
 from filelock import FileLock, Timeout
 
 from moelab.errors import BadInput, Refused
-from moelab.experiment import Experiment, Precision
+from moelab.experiment import BLOCK_SCALED, Experiment
 from moelab.experiment_file import Study
 from moelab.launch.capability import refusals
 from moelab.launch.slurm import ticket_of
@@ -301,8 +301,8 @@ def ended(run: RunDir, status: Status, logs: Path, *, log_start: int = 0) -> tup
         return replace(status, state=State.FAILED, reason=str(failure_of(run, logs, log_start) or code)), None
     left, planned = collect_run(run), run.experiment.steps
     reason: str | None
-    if run.experiment.precision is Precision.MXFP8 and not converted_modules(run):
-        reason = "precision is mxfp8, but no module was converted"
+    if run.experiment.precision in BLOCK_SCALED and not converted_modules(run):
+        reason = f"precision is {run.experiment.precision.value}, but no module was converted"
     elif left.status.state is State.FAILED:
         reason = left.status.reason
     elif left.last_step < planned:

@@ -37,7 +37,7 @@ from itertools import chain
 from types import MappingProxyType
 from typing import Any, NamedTuple, get_args
 
-from moelab.experiment import EPBackend, Experiment, Precision, Routing
+from moelab.experiment import NUMBERS_ONLY, EPBackend, Experiment, Precision, Routing
 from moelab.hardware import (
     GROUP_PADDING,
     ROCM,
@@ -73,7 +73,7 @@ MAX_TOP_K = 32
 """Experts of a token that DeepEP takes."""
 PACKED_FEATURES = 128
 """Features whose MXFP8 scales fill the four bytes that DeepEP moves as one."""
-BLOCK = {Precision.BF16: 8, Precision.FP8: 16, Precision.MXFP8: 32}
+BLOCK = {Precision.BF16: 8, Precision.FP8: 16, Precision.MXFP8: 32, Precision.NVFP4: 16}
 """Features that a grouped GEMM needs in a multiple of, along every dimension of a weight; of BF16, 16 bytes."""
 LOSS_CHUNKS = 8
 """Pieces into which TorchTitan cuts a rank's sequence for the loss (``ChunkedLossWrapper``)."""
@@ -340,6 +340,9 @@ def _arm(facts: Facts) -> Iterator[Fault]:
         yield Fault("attention runs here", "attention_backend", words)
     if x.quantize != "experts" and facts.quantised and x.tp > 1:
         yield Fault("quantised linears are whole", "quantize", f"quantised linears are for tp 1 only (tp is {x.tp})")
+    if x.quantize != "experts" and precision is Precision.NVFP4:
+        words = "NVFP4 is emulated for experts alone; torchao's NVFP4 linears are kernels of SM100 with other numbers"
+        yield Fault("NVFP4 is of experts", "quantize", words)
     # Without expert parallelism tensor parallelism cuts the experts themselves.
     block = BLOCK[precision]
     if x.ep == 1 < x.tp and shape.moe_hidden_dim % (x.tp * block):
@@ -484,6 +487,8 @@ def _notes(facts: Facts) -> Iterator[str]:
         yield f"hardware: {architecture(capability)} is AMD's, on ROCm{mxfp8}; moelab has not run there"
     if x.ep_backend is EPBackend.DEEPEP and x.ep_kernels == "emulated":
         yield "dispatcher: DeepEP is emulated on plain collectives: its numerics, not its speed"
+    if x.precision is Precision.NVFP4:
+        yield f"precision: {NUMBERS_ONLY}"
     yield from _padding_note(facts)
     # TorchTitan's default, CUDA graphs on, would be refused.
     if x.pp > 1 or (x.ep > 1 and x.ep_backend is not EPBackend.MINIMAL_ASYNC_EP):
@@ -520,6 +525,8 @@ def _padding_note(facts: Facts) -> Iterator[str]:
     plain = "each expert's tokens are padded to a multiple of"
     if precision is Precision.FP8 or (precision is Precision.MXFP8 and kernels == "emulated"):
         yield f"padding: {plain} {GROUP_PADDING['fp8' if precision is Precision.FP8 else 'mxfp8_emulated']}"
+    elif precision is Precision.NVFP4:
+        yield f"padding: {plain} {GROUP_PADDING['nvfp4']}, emulated"
     elif precision is Precision.MXFP8:
         if kernels == "native" or has_native_mxfp8(facts.capability):
             yield f"padding: {raised}"

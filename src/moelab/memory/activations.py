@@ -300,7 +300,7 @@ def quantised_working_set(
     if work.quantised_dispatch and not emulated:
         return float(max(work.received(shape) * shape.moe_hidden_dim + gathered_experts / 3, BF16 * rows))
     weights = gathered_experts / 3
-    if precision is Precision.MXFP8 and emulated:
+    if emulated:
         return (1 + BF16) * (rows + weights) + FP32 * max(rows, weights)
     return rows + weights
 

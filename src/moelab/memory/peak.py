@@ -271,9 +271,10 @@ def estimate(
 
 
 def emulates(experiment: Experiment, gpu: Gpu) -> bool:
-    """Whether MXFP8 is emulated: where it is asked for, and where a GPU has no MXFP8 tensor cores."""
+    """Whether products are emulated: NVFP4's always, MXFP8's where asked for or where a GPU has none of its own."""
     auto = experiment.mxfp8_kernels == "auto" and not has_native_mxfp8(gpu.capability)
-    return experiment.precision is Precision.MXFP8 and (auto or experiment.mxfp8_kernels == "emulated")
+    mxfp8 = experiment.precision is Precision.MXFP8 and (auto or experiment.mxfp8_kernels == "emulated")
+    return mxfp8 or experiment.precision is Precision.NVFP4
 
 
 def work_of(experiment: Experiment, layout: Layout, gpu: Gpu, constants: MemoryConstants) -> Work:

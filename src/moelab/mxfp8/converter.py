@@ -60,7 +60,7 @@ _TitanExperts: Any = _get_mxfp8_grouped_experts_cls(GroupedExperts)
 
 
 class MXFP8Experts(_TitanExperts):
-    """Experts whose grouped GEMMs are quantised to MXFP8: natively by torchao, or emulated.
+    """Experts whose grouped GEMMs are quantised to MXFP8, natively by torchao or emulated, or to emulated NVFP4.
 
     TorchTitan's own class with two more settings: emulated kernels, and wgrad in BF16 with either kind.
     """
@@ -72,11 +72,11 @@ class MXFP8Experts(_TitanExperts):
         kernels: Kernels = "native"
         wgrad: Literal["mxfp8", "bf16"] = "mxfp8"
         pad_inside: bool = False
-
-    multiplies_in = "mxfp8"
+        nvfp4: bool = False
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
+        self.multiplies_in: Literal["mxfp8", "nvfp4"] = "nvfp4" if config.nvfp4 else "mxfp8"
         self._kernels, self._wgrad, self._pad_inside = config.kernels, config.wgrad, config.pad_inside
         # What TorchTitan's `_grouped_mm` hands to torchao; its constructor has put a recipe of torchao's there.
         self._mxfp8_op_config = op_config(config.kernels, config.wgrad, pad_inside=config.pad_inside)
@@ -84,7 +84,8 @@ class MXFP8Experts(_TitanExperts):
     def _grouped_mm(self, *, A: torch.Tensor, B_t: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
         """Multiply ``A`` (M, K) by ``B_t`` (G, K, N), group by group; groups end at ``offs``."""
         if self._kernels == "emulated":
-            return emulation.grouped_mm(A, B_t, offs, wgrad=self._wgrad, pad_inside=self._pad_inside)
+            how: dict[str, Any] = {"wgrad": self._wgrad, "pad_inside": self._pad_inside}
+            return emulation.grouped_mm(A, B_t, offs, **how, precision=self.multiplies_in)
         return super()._grouped_mm(A=A, B_t=B_t, offs=offs)
 
 
@@ -147,14 +148,15 @@ class MXFP8EmulatedLinear(MXFP8Linear):
 
 
 class MXFP8Converter(QuantizationConverter):
-    """Replaces the experts (and linears) of a model's configuration by their MXFP8 form."""
+    """Replaces the experts (and linears) of a model's configuration by their MXFP8 form, or experts by their NVFP4."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(QuantizationConverter.Config):
-        """``kernels`` is already resolved: ``native`` or ``emulated``."""
+        """``kernels`` is already resolved: ``native`` or ``emulated``, which ``nvfp4`` always is."""
 
         kernels: Kernels = "emulated"
         wgrad: Literal["mxfp8", "bf16"] = "mxfp8"
+        nvfp4: bool = False
         linears: list[str] = field(default_factory=list)
 
     def __init__(self, config: Config) -> None:
@@ -166,16 +168,16 @@ class MXFP8Converter(QuantizationConverter):
         Raises:
             NothingConverted: if the model has no routed experts, or linears were asked for and none was found.
         """
-        kernels, wgrad = self.config.kernels, self.config.wgrad
-        for _name, config, parent, attribute in _experts_of(model_config, "MXFP8"):
+        kernels, nvfp4 = self.config.kernels, self.config.nvfp4
+        for _name, config, parent, attribute in _experts_of(model_config, "NVFP4" if nvfp4 else "MXFP8"):
             # moelab's DeepEP dispatcher, put in place by an override later, pads by itself; TorchTitan's, which pads
             # where it permutes, needs Triton, so that on a CPU the emulated product pads.
             dispatcher_pads = isinstance(parent.token_dispatcher, DeepEPTokenDispatcher.Config)
             pad_inside = kernels == "emulated" and not torch.cuda.is_available() and not dispatcher_pads
             if not pad_inside and not dispatcher_pads:
-                swap_token_dispatcher(parent, GROUP_PADDING[f"mxfp8_{kernels}"])
-            experts = derive(config, MXFP8Experts.Config, kernels=kernels, wgrad=wgrad, pad_inside=pad_inside)
-            setattr(parent, attribute, experts)
+                swap_token_dispatcher(parent, GROUP_PADDING["nvfp4" if nvfp4 else f"mxfp8_{kernels}"])
+            how = {"kernels": kernels, "wgrad": self.config.wgrad, "pad_inside": pad_inside, "nvfp4": nvfp4}
+            setattr(parent, attribute, derive(config, MXFP8Experts.Config, **how))
         if self.config.linears:
             self._convert_linears(model_config)
         return model_config

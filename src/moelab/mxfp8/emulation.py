@@ -1,4 +1,4 @@
-"""Emulated MXFP8 grouped GEMM: torchao's numbers to the bit, without torchao's time.
+"""Emulated MXFP8 and NVFP4 grouped GEMMs: torchao's numbers to the bit, without torchao's time.
 
 torchao 0.18's emulation (``torchao/prototype/moe_training/mxfp8_grouped_mm.py``, recipe ``mxfp8_emulated_rceil``)
 quantises each operand, expands it to BF16 and gives all groups to one ``torch._grouped_mm``. What it costs is the
@@ -16,7 +16,8 @@ wgrad       grad (N, M)              x (M, K)               M of both; in BF16 w
 ==========  =======================  =====================  ===================================
 
 The blocks of wgrad run along tokens, so every group must be a multiple of 32 tokens: the dispatcher pads, or
-``pad_inside`` does. A weight's two forms differ by block axis and cannot be derived from each other; each is computed
+``pad_inside`` does. NVFP4 has blocks of 16, and a second scale for each expert's tokens and weight.
+A weight's two forms differ by block axis and cannot be derived from each other; each is computed
 once a product, where it is needed, for keeping both would double the memory of the weights.
 
 Activations that arrive quantised, from a dispatch that sends MXFP8, are :mod:`moelab.mxfp8.quantised_experts`'s.
@@ -26,17 +27,49 @@ Shape suffixes: M tokens of all groups, G groups (experts), K and N a GEMM's inn
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from moelab.mxfp8.quantise import (
     BLOCK,
+    NVFP4_BLOCK,
     fake_quantise_both,
     fake_quantise_columns,
+    fake_quantise_nvfp4,
     fake_quantise_rows,
     require_whole_blocks,
 )
+
+
+class _Casts(NamedTuple):
+    """How a format casts operands: values of a block, and a cast there and back along rows, along columns, and both.
+
+    A cast takes the tensor and where each expert's rows end, which NVFP4 asks for its second scale.
+    """
+
+    block: int
+    rows: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    columns: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    both: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+_CASTS = {
+    "mxfp8": _Casts(
+        BLOCK,
+        lambda x, _ends: fake_quantise_rows(x),
+        lambda x, _ends: fake_quantise_columns(x),
+        lambda x, _ends: fake_quantise_both(x),
+    ),
+    "nvfp4": _Casts(
+        NVFP4_BLOCK,
+        fake_quantise_nvfp4,
+        # A weight's other form is the cast of its transpose, which has the same largest magnitude.
+        lambda x, ends: fake_quantise_nvfp4(*((x.mT.contiguous(), ends) if x.ndim == 3 else (x, ends, True))),
+        lambda x, ends: (fake_quantise_nvfp4(x, ends), fake_quantise_nvfp4(x, ends, True)),
+    ),
+}
 
 
 def grouped_mm(
@@ -46,58 +79,64 @@ def grouped_mm(
     *,
     wgrad: Literal["mxfp8", "bf16"] = "mxfp8",
     pad_inside: bool = False,
+    precision: Literal["mxfp8", "nvfp4"] = "mxfp8",
 ) -> torch.Tensor:
-    """Multiply each group of tokens by its expert's weight in emulated MXFP8; differentiable.
+    """Multiply each group of tokens by its expert's weight in emulated MXFP8 or NVFP4; differentiable.
 
-    Equal, to the bit, to torchao 0.18's ``_to_mxfp8_then_scaled_grouped_mm`` with ``KernelPreference.EMULATED`` and
-    RCEIL scales, output and both gradients, on the same device.
+    MXFP8 is equal, to the bit, to torchao 0.18's ``_to_mxfp8_then_scaled_grouped_mm`` with
+    ``KernelPreference.EMULATED`` and RCEIL scales, output and both gradients, on the same device. NVFP4 casts each
+    operand as torchao's ``NVFP4Tensor`` does and multiplies as its ``_emulated_nvfp4_scaled_grouped_mm`` does: rounded
+    to nearest, without Hadamard transforms, stochastic rounding or layers kept in BF16, which NVIDIA's recipe for long
+    trainings has (arXiv 2509.25149).
 
     Args:
         x_MK: BF16 ``(M, K)``, tokens sorted by group.
         weight_GKN: BF16 ``(G, K, N)``, the transposed view of a contiguous ``(G, N, K)``.
         ends_G: int32 ``(G,)``, where each group of rows ends. Rows after the last are not computed.
-        wgrad: ``bf16`` leaves the operands of the weight gradient unquantised.
-        pad_inside: pad each group with zeros to a multiple of 32 tokens, and take them off again; ``ends_G`` must
+        wgrad: ``bf16`` leaves the operands of the weight gradient unquantised; ``mxfp8`` is the precision's own.
+        pad_inside: pad each group with zeros to whole blocks of tokens, and take them off again; ``ends_G`` must
             then end at M.
+        precision: of the operands.
 
     Returns:
         BF16 ``(M, N)``.
 
     Raises:
-        NotWholeBlocks: if K or N, or for a quantised wgrad M, is not a multiple of 32.
+        NotWholeBlocks: if K or N, or for a quantised wgrad M, is not a multiple of the block, 32 or NVFP4's 16.
 
     Example:
         >>> x, w = torch.randn(64, 32).bfloat16(), torch.randn(2, 96, 32).bfloat16()
         >>> grouped_mm(x, w.transpose(-2, -1), torch.tensor([32, 64], dtype=torch.int32)).shape
         torch.Size([64, 96])
     """
-    require_whole_blocks("the inner dimension K", weight_GKN.shape[1])
-    require_whole_blocks("the outer dimension N", weight_GKN.shape[2])
+    block = _CASTS[precision].block
+    require_whole_blocks("the inner dimension K", weight_GKN.shape[1], block)
+    require_whole_blocks("the outer dimension N", weight_GKN.shape[2], block)
     needs_wgrad = torch.is_grad_enabled() and weight_GKN.requires_grad
     # A compiler does not know the number of tokens that a dispatch brings, and the dispatcher has padded them.
     if needs_wgrad and wgrad == "mxfp8" and not (pad_inside or torch.compiler.is_compiling()):
-        require_whole_blocks("the token axis (pad_inside=True pads it)", x_MK.shape[0], or_none=True)
-    return _GroupedMM.apply(x_MK, weight_GKN, ends_G, wgrad == "bf16", pad_inside)
+        require_whole_blocks("the token axis (pad_inside=True pads it)", x_MK.shape[0], block, or_none=True)
+    return _GroupedMM.apply(x_MK, weight_GKN, ends_G, wgrad == "bf16", pad_inside, precision)
 
 
-def _padding_of(ends_G: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Each token's row when groups are padded to whole blocks, int64 ``(M,)``; where the groups end; blocks of rows.
+def _padding_of(ends_G: torch.Tensor, tokens: int, block: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Each token's row when groups are padded to whole blocks, int64 ``(M,)``; where the groups end; rows in all.
 
     The layout of torchao's ``pad_token_groups``, without its loop over the groups.
     """
     starts_G = torch.nn.functional.pad(ends_G[:-1], (1, 0))
-    padded_G = (ends_G - starts_G + BLOCK - 1) // BLOCK * BLOCK
+    padded_G = (ends_G - starts_G + block - 1) // block * block
     padded_ends_G = torch.cumsum(padded_G, 0, dtype=torch.int32)
     shift_G = padded_ends_G - padded_G - starts_G
     token_M = torch.arange(tokens, device=ends_G.device, dtype=torch.int32)
     rows_M = token_M + shift_G[torch.searchsorted(ends_G, token_M, right=True)]
     # The most that padding can need: a size that depends on the groups would have to come from the device.
-    blocks = (tokens + BLOCK - 1) // BLOCK + ends_G.shape[0]
-    return rows_M.long(), padded_ends_G, blocks
+    rows = (tokens + block - 1) // block * block + ends_G.shape[0] * block
+    return rows_M.long(), padded_ends_G, rows
 
 
-def _pad(x_MK: torch.Tensor, rows_M: torch.Tensor, blocks: int) -> torch.Tensor:
-    return x_MK.new_zeros((blocks * BLOCK, x_MK.shape[1])).index_copy_(0, rows_M, x_MK)
+def _pad(x_MK: torch.Tensor, rows_M: torch.Tensor, rows: int) -> torch.Tensor:
+    return x_MK.new_zeros((rows, x_MK.shape[1])).index_copy_(0, rows_M, x_MK)
 
 
 def _product(left: torch.Tensor, right: torch.Tensor, ends_G: torch.Tensor) -> torch.Tensor:
@@ -138,30 +177,32 @@ class _GroupedMM(torch.autograd.Function):
         ends_G: torch.Tensor,
         wgrad_in_bf16: bool,
         pad_inside: bool,
+        precision: str,
     ) -> torch.Tensor:
-        ctx.wgrad_in_bf16 = wgrad_in_bf16
-        rows_M, x_MK = None, x_MK.contiguous()
+        ctx.wgrad_in_bf16, ctx.precision = wgrad_in_bf16, precision
+        casts, rows_M, x_MK = _CASTS[precision], None, x_MK.contiguous()
         if pad_inside:
-            rows_M, ends_G, blocks = _padding_of(ends_G, x_MK.shape[0])
-            x_MK = _pad(x_MK, rows_M, blocks)
+            rows_M, ends_G, rows = _padding_of(ends_G, x_MK.shape[0], casts.block)
+            x_MK = _pad(x_MK, rows_M, rows)
         ctx.save_for_backward(x_MK, weight_GKN, ends_G, rows_M)
-        quantised_GNK = fake_quantise_rows(weight_GKN.transpose(-2, -1).contiguous())
-        output_MN = _product(fake_quantise_rows(x_MK), quantised_GNK.transpose(-2, -1), ends_G)
+        quantised_GNK = casts.rows(weight_GKN.transpose(-2, -1).contiguous(), ends_G)
+        output_MN = _product(casts.rows(x_MK, ends_G), quantised_GNK.transpose(-2, -1), ends_G)
         return output_MN if rows_M is None else output_MN.index_select(0, rows_M)
 
     @staticmethod
     def backward(ctx: Any, grad_MN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x_MK, weight_GKN, ends_G, rows_M = ctx.saved_tensors
-        grad_MN = grad_MN.contiguous() if rows_M is None else _pad(grad_MN, rows_M, x_MK.shape[0] // BLOCK)
+        casts = _CASTS[ctx.precision]
+        grad_MN = grad_MN.contiguous() if rows_M is None else _pad(grad_MN, rows_M, x_MK.shape[0])
         if ctx.wgrad_in_bf16:
-            quantised_MN = fake_quantise_rows(grad_MN)
+            quantised_MN = casts.rows(grad_MN, ends_G)
             wgrad_GNK = _product(grad_MN.transpose(-2, -1), x_MK, ends_G)
         else:
-            quantised_MN, quantised_NM = fake_quantise_both(grad_MN)
-            wgrad_GNK = quantised_wgrad(quantised_NM, fake_quantise_columns(x_MK), ends_G)
+            quantised_MN, quantised_NM = casts.both(grad_MN, ends_G)
+            wgrad_GNK = quantised_wgrad(quantised_NM, casts.columns(x_MK, ends_G), ends_G)
         # Quantised a second time, along N: to keep both would double the memory of the weights.
-        quantised_GKN = fake_quantise_columns(weight_GKN.transpose(-2, -1).contiguous())
+        quantised_GKN = casts.columns(weight_GKN.transpose(-2, -1).contiguous(), ends_G)
         dgrad_MK = _product(quantised_MN, quantised_GKN.transpose(-2, -1), ends_G)
         if rows_M is not None:
             dgrad_MK = dgrad_MK.index_select(0, rows_M)
-        return dgrad_MK, wgrad_GNK.transpose(-2, -1), None, None, None
+        return dgrad_MK, wgrad_GNK.transpose(-2, -1), None, None, None, None

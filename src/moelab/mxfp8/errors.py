@@ -25,13 +25,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
+import pandas as pd
 import torch
 import torch.nn.functional as F
 
 from moelab.errors import BadInput
-from moelab.mxfp8.formats import BF16, E5M2, FP8, MX, SCALINGS, Format, Scaling
+from moelab.mxfp8.formats import BF16, E5M2, FP8, MX, NVFP4, SCALINGS, Format, Scaling
 from moelab.mxfp8.quantise import BLOCK, require_whole_blocks
 
 Distribution = Literal["gaussian", "student_t"]
@@ -164,36 +165,41 @@ def synthetic(
 
 
 @dataclass(frozen=True, kw_only=True)
-class OneBlock:
-    """A block as MXFP8 stores it.
+class StoredNumbers:
+    """32 consecutive numbers as a format stores them: one block of MXFP8, two of NVFP4.
 
     Attributes:
-        number_format: with which it was cast.
+        number_format: with which they were cast.
         values: exact.
-        codes: stored bytes.
-        read_back: what the block says after the cast.
-        exponent: of the scale, a power of two; stored with 127 added, as E8M0.
+        codes: stored elements, as bits.
+        read_back: what the codes and scales say.
+        scales: of each block: what its elements are multiplied by.
     """
 
-    number_format: MX
+    number_format: MX | NVFP4
     values: tuple[float, ...]
     codes: tuple[int, ...]
     read_back: tuple[float, ...]
-    exponent: int
+    scales: tuple[float, ...]
 
     @property
-    def amax(self) -> float:
-        """Largest magnitude, from which the scale follows."""
-        return max(abs(value) for value in self.values)
+    def name(self) -> str:
+        """Of the format."""
+        return "NVFP4" if isinstance(self.number_format, NVFP4) else "MXFP8"
 
     @property
-    def scale(self) -> float:
-        """What every element is multiplied by."""
-        return 2.0**self.exponent
+    def code_bits(self) -> int:
+        """Of an element."""
+        return 4 if isinstance(self.number_format, NVFP4) else 8
+
+    @property
+    def stored_bytes(self) -> int:
+        """Of elements and block scales; NVFP4's four bytes for a tensor are not counted."""
+        return len(self.codes) * self.code_bits // 8 + len(self.scales)
 
     @property
     def sqnr_db(self) -> float:
-        """Signal-to-quantisation-noise ratio of the block, dB."""
+        """Signal-to-quantisation-noise ratio, dB."""
         return sqnr_db(torch.tensor(self.values), torch.tensor(self.read_back))
 
     @property
@@ -203,42 +209,43 @@ class OneBlock:
             (back - value) / value if value else 0.0 for value, back in zip(self.values, self.read_back, strict=True)
         )
 
-    def as_text(self) -> str:
-        """A table with a line a number: value, value over scale, code, element, what is read back, error."""
-        element = self.number_format.element
-        lines = [
-            f"amax {self.amax:.6g}, scale 2^{self.exponent}, stored as E8M0 byte {self.exponent + 127}",
-            f"{'value':>12} {'/ scale':>10}  {'sign exponent mantissa':<23} {element.name:>8} {'read back':>12}  error",
-        ]
-        for value, code, back, error in zip(self.values, self.codes, self.read_back, self.errors, strict=True):
-            bits = f"{code:08b}"
-            split = 8 - element.mantissa_bits
-            shown = f"{bits[0]}    {bits[1:split]}     {bits[split:]}"
-            scaled, stored = value / self.scale, back / self.scale
-            lines.append(f"{value:12.5g} {scaled:10.4f}  {shown:<23} {stored:8g} {back:12.5g} {error:+6.1%}")
-        return "\n".join(lines)
+    def to_frame(self) -> pd.DataFrame:
+        """A row for each number: value, value over its block's scale, the code's bits, what is read back, error."""
+        element, bits = self.number_format.element, self.code_bits
+        columns: dict[str, list[Any]] = {"value": [], "value / scale": [], "sign exponent mantissa": []}
+        for place, (value, code) in enumerate(zip(self.values, self.codes, strict=True)):
+            written = f"{code:0{bits}b}"
+            split = bits - element.mantissa_bits
+            columns["value"].append(float(f"{value:.5g}"))
+            columns["value / scale"].append(float(f"{value / self.scales[place // self.number_format.block]:.4g}"))
+            columns["sign exponent mantissa"].append(f"{written[0]} {written[1:split]} {written[split:]}")
+        columns["read back"] = [float(f"{back:.5g}") for back in self.read_back]
+        columns["error (%)"] = [round(100 * error, 1) for error in self.errors]
+        return pd.DataFrame(columns)
 
 
-def one_block(values: torch.Tensor, number_format: MX = MX()) -> OneBlock:  # noqa: B008 - frozen
-    """Cast one block.
+def first_numbers(x: torch.Tensor, number_format: MX | NVFP4 = MX()) -> StoredNumbers:  # noqa: B008 - frozen
+    """Cast a tensor, and take the first 32 of its numbers apart.
 
     Args:
-        values: as many finite numbers as a block has, one axis.
+        x: finite numbers, blocks along the last axis; NVFP4's second scale is that of all of ``x``.
         number_format: how.
 
     Raises:
-        BadInput: for another shape, or numbers that are not finite.
+        BadInput: for a last axis that is not whole blocks of 32, or numbers that are not finite.
     """
-    if values.shape != (number_format.block,):
-        raise BadInput(f"one block is {number_format.block} numbers along one axis; got shape {tuple(values.shape)}")
-    _require_finite("the block", values)
-    cast = number_format.cast(values)
-    return OneBlock(
+    require_whole_blocks("the last axis", x.shape[-1])
+    _require_finite("the tensor", x)
+    cast = number_format.cast(x)
+    values, stored, read_back, scale = (
+        each.reshape(-1)[:BLOCK] for each in (x, cast.stored.view(torch.uint8), cast.values, cast.scale)
+    )
+    return StoredNumbers(
         number_format=number_format,
         values=tuple(values.double().tolist()),
-        codes=tuple(cast.stored.view(torch.uint8).tolist()),
-        read_back=tuple(cast.values.double().tolist()),
-        exponent=round(math.log2(cast.scale[0].item())),
+        codes=tuple(stored.tolist()),
+        read_back=tuple(read_back.double().tolist()),
+        scales=tuple(scale[:: number_format.block].double().tolist()),
     )
 
 
@@ -296,8 +303,16 @@ METHODS: tuple[Method, ...] = (
     Method(name="fp8_rowwise", label="FP8, one scale a row", operand=_ROW, gradient=_ROW),
     Method(name="mxfp8", label="MXFP8", operand=MX(), gradient=MX()),
     Method(name="mxfp8_wgrad-bf16", label="MXFP8, wgrad BF16", operand=MX(), gradient=MX(), wgrad_in_bf16=True),
+    Method(name="nvfp4", label="NVFP4", operand=NVFP4(), gradient=NVFP4()),
 )
-"""torchao's recipes: tensor-wise stores gradients as E5M2, row-wise rounds scales to powers of two, MXFP8 is RCEIL."""
+"""torchao's recipes: tensor-wise stores gradients as E5M2, row-wise rounds scales to powers of two, MXFP8 is RCEIL.
+NVFP4 is the format alone, without the transforms and the stochastic rounding of NVIDIA's recipe for training."""
+_CUT: tuple[Scaling, ...] = ("floor", "even")
+STORED_METHODS = METHODS + tuple(
+    Method(name=f"mxfp8_{name}", label=f"MXFP8, {name.upper()}", operand=MX(scaling=name), gradient=MX(scaling=name))
+    for name in _CUT
+)
+"""How a tensor can be stored: by the recipes, and in MXFP8 with the scales that cut; CEIL stores what RCEIL does."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -316,7 +331,7 @@ class ErrorRow(TensorErrors):
 
 
 def compare_methods(
-    tensors: Mapping[str, torch.Tensor], *, gradients: Collection[str] = (), methods: Sequence[Method] = METHODS
+    tensors: Mapping[str, torch.Tensor], *, gradients: Collection[str] = (), methods: Sequence[Method] = STORED_METHODS
 ) -> list[ErrorRow]:
     """Every tensor by every method, scales along the last axis.
 
@@ -335,13 +350,6 @@ def compare_methods(
                 errors = measure(x, number_format)
                 rows.append(ErrorRow(data=name, method=method.name, label=method.label, **vars(errors)))
     return rows
-
-
-def compare_scalings(tensors: Mapping[str, torch.Tensor]) -> list[ErrorRow]:
-    """Every tensor by MXFP8 (E4M3) with each of torchao's ways to choose the scale."""
-    formats = {scaling: MX(scaling=scaling) for scaling in SCALINGS}
-    methods = [Method(name=name, label=name.upper(), operand=mx, gradient=mx) for name, mx in formats.items()]
-    return compare_methods(tensors, methods=methods)
 
 
 # Products
@@ -429,7 +437,7 @@ def cast_product(product: Product, left: torch.Tensor, right: torch.Tensor, meth
 
 def _cast(x: torch.Tensor, number_format: Format) -> torch.Tensor:
     """Values after the cast along the last axis; a ragged end is padded with zeros, as torchao pads token groups."""
-    short = -x.shape[-1] % number_format.block if isinstance(number_format, MX) else 0
+    short = -x.shape[-1] % number_format.block if isinstance(number_format, MX | NVFP4) else 0
     return number_format.cast(F.pad(x, (0, short))).values[..., : x.shape[-1]]
 
 

@@ -1,4 +1,4 @@
-"""Number formats by torchao's own casts: BF16, FP8 with one scale a tensor or a row, and MXFP8 with one a block.
+"""Number formats by torchao's own casts: BF16, FP8 with one scale a tensor or a row, MXFP8 and NVFP4 with one a block.
 
 A format has one operation, :meth:`cast`: it stores a tensor in few bits and expands it again. Scales lie along an
 ``axis``, which in a matrix product is the one that is summed over, because only then can a kernel apply them outside
@@ -23,8 +23,13 @@ above 448 times a power of two gets half of its scale. No BF16 number is there.
 
 It also misreads blocks whose scale would be 2^-127 or less, an amax of about 10^-36: far below what a run computes.
 
-Source: OCP Microscaling Formats (MX) v1.0, sections 5 and 6.3; torchao 0.18 ``prototype/mx_formats/mx_tensor.py`` and
-``float8/float8_utils.py``.
+NVFP4 halves the bits: 16 consecutive numbers, each four bits (E2M1: 0, 0.5, 1, 1.5, 2, 3, 4 and 6 with a sign), share
+a scale with a mantissa (E4M3). As E4M3 has too short a range for that, a second scale, one FP32 number for the tensor,
+brings the largest block's scale to 448. A block's scale is rounded to nearest, so that half of all blocks have one that
+is a little too small, and their largest number saturates.
+
+Source: OCP Microscaling Formats (MX) v1.0, sections 5 and 6.3; torchao 0.18 ``prototype/mx_formats/mx_tensor.py``,
+``prototype/mx_formats/nvfp4_tensor.py`` and ``float8/float8_utils.py``.
 """
 
 from __future__ import annotations
@@ -36,9 +41,11 @@ import torch
 from torchao.float8.config import ScalingGranularity
 from torchao.float8.float8_utils import tensor_to_scale, to_fp8_saturated
 from torchao.prototype.mx_formats.config import ScaleCalculationMode
+from torchao.prototype.mx_formats.kernels import f4_unpacked_to_f32, unpack_uint4
 from torchao.prototype.mx_formats.mx_tensor import get_fp_scale, to_dtype, to_mx
+from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize, per_tensor_amax_to_scale
 
-from moelab.mxfp8.quantise import BLOCK, require_whole_blocks
+from moelab.mxfp8.quantise import BLOCK, NVFP4_BLOCK, NVFP4_LEAST_AMAX, require_whole_blocks
 
 Scaling = Literal["floor", "rceil", "even", "ceil"]
 SCALINGS: tuple[Scaling, ...] = ("floor", "rceil", "even", "ceil")
@@ -46,11 +53,11 @@ SCALINGS: tuple[Scaling, ...] = ("floor", "rceil", "even", "ceil")
 
 @dataclass(frozen=True, kw_only=True)
 class Element:
-    """An 8-bit floating-point type.
+    """A floating-point type of 8 bits or fewer.
 
     Attributes:
         name: as people write it.
-        dtype: PyTorch's.
+        dtype: PyTorch's; of E2M1, which PyTorch has in pairs only, that of a byte for each code.
         max: largest finite magnitude.
         emax: exponent of the largest power of two.
         emin: exponent of the smallest normal number.
@@ -67,7 +74,8 @@ class Element:
 
 E4M3 = Element(name="E4M3", dtype=torch.float8_e4m3fn, max=448.0, emax=8, emin=-6, mantissa_bits=3)
 E5M2 = Element(name="E5M2", dtype=torch.float8_e5m2, max=57344.0, emax=15, emin=-14, mantissa_bits=2)
-ELEMENTS = {element.name.lower(): element for element in (E4M3, E5M2)}
+E2M1 = Element(name="E2M1", dtype=torch.uint8, max=6.0, emax=2, emin=0, mantissa_bits=1)
+ELEMENTS = {element.name.lower(): element for element in (E4M3, E5M2, E2M1)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,4 +185,42 @@ class MX:
         return Cast(values=values.movedim(-1, axis), stored=stored.movedim(-1, axis), scale=scale.movedim(-1, axis))
 
 
-Format = BF16 | FP8 | MX
+@dataclass(frozen=True, kw_only=True)
+class NVFP4:
+    """Blocks of 16 consecutive E2M1 elements under an E4M3 scale each, and an FP32 scale for the whole tensor."""
+
+    element: Element = E2M1
+    block: int = NVFP4_BLOCK
+
+    @property
+    def max(self) -> float:
+        """Largest magnitude of an element."""
+        return self.element.max
+
+    def cast(self, x: torch.Tensor, axis: int = -1) -> Cast:
+        """Quantise with torchao's ``nvfp4_quantize``; a NaN or an infinity makes the whole tensor NaN.
+
+        Args:
+            x: any floating-point tensor. One whose largest magnitude is below ``NVFP4_LEAST_AMAX``, for which torchao
+                divides by zero, becomes zeros.
+            axis: along which blocks lie; its size is a multiple of the block.
+
+        Raises:
+            NotWholeBlocks: if it is not.
+
+        Example:
+            >>> NVFP4().cast(torch.tensor([6.0, 2.4] * 8)[None]).values[0, :2].tolist()
+            [6.0, 2.0]
+        """
+        require_whole_blocks("the axis", x.shape[axis], self.block)
+        moved = x.float().movedim(axis, -1).contiguous()
+        amax = moved.abs().max()
+        outer = torch.where(amax < NVFP4_LEAST_AMAX, 1.0, per_tensor_amax_to_scale(amax))
+        inner, packed = nvfp4_quantize(moved.view(-1, moved.shape[-1]), self.block, outer)
+        codes = unpack_uint4(packed).view(moved.shape)
+        scale = (outer * inner.float()).repeat_interleave(self.block, dim=-1).view(moved.shape)
+        values = f4_unpacked_to_f32(codes) * scale
+        return Cast(values=values.movedim(-1, axis), stored=codes.movedim(-1, axis), scale=scale.movedim(-1, axis))
+
+
+Format = BF16 | FP8 | MX | NVFP4

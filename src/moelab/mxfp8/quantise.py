@@ -1,6 +1,6 @@
-"""MXFP8, and FP8 with a scale a row, to the bit as torchao computes them: to 8 bits, back, and there and back at once.
+"""MXFP8, NVFP4, and FP8 with a scale a row, to the bit as torchao computes them: to 8 bits, back, and there and back.
 
-Both scales are powers of two, the least that keeps the largest magnitude in E4M3's range (RCEIL)::
+Scales of MXFP8 and FP8 are powers of two, the least that keeps the largest magnitude in E4M3's range (RCEIL)::
 
     E = clamp(ceil(log2(amax / 448)), -127, 127),  data = round_to_E4M3(x * 2^-E),  x ~ data * 2^E
 
@@ -23,7 +23,8 @@ inductor of torch 2.14.1 fails with an assertion in ``cpp.py``'s ``try_loop_spli
 axes.)
 
 Source: torchao 0.18, ``to_mx`` in ``prototype/mx_formats/mx_tensor.py`` and ``tensor_to_scale`` in
-``float8/float8_utils.py``.
+``float8/float8_utils.py``; ``nvfp4_quantize`` and ``NVFP4Tensor.dequantize`` in
+``prototype/mx_formats/nvfp4_tensor.py``.
 
 Shape suffixes: B batch (experts), R rows, C columns, b blocks of 32 values.
 """
@@ -49,8 +50,13 @@ _BEYOND_1_75 = 0x1FFFFF  # carries into the exponent if the significand is above
 _E4M3_MAX_EXPONENT = 8
 _E8M0_OF_INFINITY, _E8M0_OF_NAN = 254, 255
 _TWO_TO_MINUS_127, _QUIET_NAN = 0x00400000, 0x7FC00000
-_LEAST_EXPONENT, _LARGEST_EXPONENT = 121 << 23, 135 << 23  # of E4M3: -6 (its subnormals have it too) to 8
-_QUANTA = (20 << 23) | 0x400000  # added to the bits of a power of two: times 1.5 * 2^(23 - 3)
+_E4M3_ROUNDING = (3, 121 << 23, 135 << 23)
+_E2M1_ROUNDING = (1, 127 << 23, 129 << 23)
+"""Mantissa bits, and FP32's bits of the smallest exponent, which subnormals share, and of the largest."""
+NVFP4_BLOCK = 16
+E2M1_MAX, E4M3_MAX, _E4M3_LEAST_NORMAL = 6.0, 448.0, 2.0**-6
+NVFP4_LEAST_AMAX = 2688 * 2.0**-121
+"""Below it, and of a tensor of zeros, torchao divides by zero or overflows and returns NaN; here they become zeros."""
 
 
 class NotWholeBlocks(BadInput):
@@ -237,11 +243,77 @@ def _round_trip(x: torch.Tensor, axis: int) -> torch.Tensor:
     factors = exponents.bitwise_left_shift_(23)
     factors = factors.masked_fill_(factors == _INFINITY, _QUIET_NAN).view(torch.float32)
     scaled = wide.mul_(reciprocals)
-    own_exponents = scaled.view(torch.int32) & _INFINITY
-    quanta = own_exponents.clamp_(_LEAST_EXPONENT, _LARGEST_EXPONENT).add_(_QUANTA).view(torch.float32)
-    rounded = scaled.add_(quanta).sub_(quanta).mul_(factors).to(torch.bfloat16)
-    signs = x.view(torch.int16) & -0x8000  # a negative value that rounds to zero keeps its sign
-    return (rounded.view(torch.int16) | signs).view(torch.bfloat16)
+    return _with_signs(_round(scaled, *_E4M3_ROUNDING).mul_(factors), x)
+
+
+def _round(scaled: torch.Tensor, mantissa_bits: int, least: int, largest: int) -> torch.Tensor:
+    """Round FP32 in place to an element type, ties to even, by adding a number whose last bit is worth one step."""
+    exponents = (scaled.view(torch.int32) & _INFINITY).clamp_(least, largest)
+    # Added to the bits of a power of two: times 1.5 * 2^(23 - mantissa bits).
+    steps = exponents.add_((23 - mantissa_bits) << 23 | 0x400000).view(torch.float32)
+    return scaled.add_(steps).sub_(steps)
+
+
+def _with_signs(rounded: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """BF16 with the signs of ``x``: a negative value that rounds to zero keeps its sign."""
+    bits = rounded.to(torch.bfloat16).view(torch.int16)
+    return (bits | (x.view(torch.int16) & -0x8000)).view(torch.bfloat16)
+
+
+# NVFP4, there and back: for its numbers alone, in plain PyTorch on any device
+
+
+@torch.library.custom_op("moelab::fake_quantise_nvfp4", mutates_args=())
+def fake_quantise_nvfp4(x: torch.Tensor, ends_G: torch.Tensor, by_columns: bool = False) -> torch.Tensor:
+    """Quantise to NVFP4 and expand again: E2M1 elements, an E4M3 scale for 16 of them, an FP32 scale for a tensor.
+
+    What counts as a tensor is one expert's: its tokens, or its weight.
+
+    Args:
+        x: BF16, ``(M, C)`` with an expert's rows after another's, or a weight ``(G, N, C)``.
+        ends_G: int32, where each expert's rows end; not looked at for a weight.
+        by_columns: of ``(M, C)`` alone, blocks along M, with every end a multiple of 16, and the result transposed, as
+            :func:`fake_quantise_columns` has it.
+
+    Returns:
+        BF16, contiguous, ``(M, C)``, ``(C, M)`` or ``(G, N, C)``: the values of torchao 0.18's ``NVFP4Tensor.to_nvfp4``
+        with ``per_tensor_amax_to_scale`` of each expert's own largest magnitude, to the bit; where that is below
+        :data:`NVFP4_LEAST_AMAX` they are zeros.
+
+    Raises:
+        NotWholeBlocks: if the axis of the blocks is not a multiple of 16.
+    """
+    if x.ndim == 3:
+        amax = x.abs().amax((1, 2)).view(-1, 1, 1, 1)
+    else:
+        row_M = torch.arange(x.shape[0], device=x.device, dtype=ends_G.dtype)
+        group_M = torch.searchsorted(ends_G, row_M, right=True)  # rows after the last end are a group of their own
+        amax_G = x.new_zeros(ends_G.shape[0] + 1)
+        amax_G.scatter_reduce_(0, group_M, x.abs().amax(1), "amax")
+        amax = amax_G[group_M].view(-1, 1, 1)
+    if by_columns:
+        require_whole_blocks("the token axis", x.shape[0], NVFP4_BLOCK, or_none=True)
+        x, amax = x.t().contiguous(), amax[::NVFP4_BLOCK].view(1, -1, 1)
+    else:
+        require_whole_blocks("the last dimension", x.shape[-1], NVFP4_BLOCK)
+        x = x.contiguous()
+    blocks = x.unflatten(-1, (x.shape[-1] // NVFP4_BLOCK, NVFP4_BLOCK))
+    return _nvfp4_round_trip(blocks, amax.float()).flatten(-2)
+
+
+@fake_quantise_nvfp4.register_fake
+def _(x: torch.Tensor, ends_G: torch.Tensor, by_columns: bool = False) -> torch.Tensor:
+    return empty_transposed(x) if by_columns else x.new_empty(x.shape)
+
+
+def _nvfp4_round_trip(x: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
+    """Fake-quantise blocks along the last axis; ``amax``, float32, has one number for each, or broadcasts to that."""
+    outer = torch.where(amax < NVFP4_LEAST_AMAX, 1.0, amax / (E4M3_MAX * E2M1_MAX))
+    wide = x.float()
+    inner = (wide.abs().amax(-1, keepdim=True) / E2M1_MAX / outer).clamp(_E4M3_LEAST_NORMAL, E4M3_MAX).to(E4M3).float()
+    # torchao's order of the operations, which decides the last bit: (1 / outer) / inner, and outer * inner.
+    scaled = wide.mul_(1.0 / outer / inner).clamp_(-E2M1_MAX, E2M1_MAX)
+    return _with_signs(_round(scaled, *_E2M1_ROUNDING).mul_(outer * inner), x)
 
 
 if torch.cuda.is_available():

@@ -15,11 +15,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, create_model
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 
 from moelab.data.example_logs import EXAMPLE_LOGS
 from moelab.errors import BadInput
-from moelab.experiment import Experiment
+from moelab.experiment import NUMBERS_ONLY, Experiment, Precision
 from moelab.experiment_file import Study, make_study, parse, read_experiment, read_hardware
 from moelab.machine import gpus
 from moelab.model import shape_for, shape_of
@@ -71,6 +71,12 @@ class NotebookParameters(BaseModel):
         ranks = {"gpus_per_node": given["ranks"]} if "ranks" in given else {}
         hardware = {"hardware": read_hardware(given["hardware"])} if "hardware" in given else {}
         return {name: value for name, value in given.items() if name in Experiment.model_fields} | ranks | hardware
+
+
+def _with_a_speed(precision: object) -> object:
+    if precision == Precision.NVFP4:
+        raise ValueError(f"fp8 or mxfp8. {NUMBERS_ONLY}; notebook 06 trains it")
+    return precision
 
 
 Schema = TypeVar("Schema", bound=NotebookParameters)
@@ -272,7 +278,7 @@ class ConvergenceParameters(NotebookParameters):
         of_mxfp8 = {"quantize": self.quantize, "wgrad": self.wgrad}
         shared = {name: value for name, value in self.of_experiment.items() if name not in of_mxfp8}
         arms = [
-            {"precision": precision, **(of_mxfp8 if precision == "mxfp8" else {})}
+            {"precision": precision, **{"mxfp8": of_mxfp8, "nvfp4": {"wgrad": self.wgrad}}.get(precision, {})}
             for precision in map(str.strip, self.arms.split(","))
         ]
         return make_study(self.study, shared, arms, range(self.seeds))
@@ -291,7 +297,11 @@ class ConvergenceParameters(NotebookParameters):
 @_takes(
     "study runs_dir submit cluster model precision ep_kernels nodes ranks tp pp pp_schedule ep seeds steps "
     "warmup_steps lr seq_len local_batch activation_checkpoint compile routing dataset hardware",
-    precision=Annotated[Literal["fp8", "mxfp8"], Field(description="of the experts in the quantised arms")],
+    precision=Annotated[
+        Literal["fp8", "mxfp8"],
+        BeforeValidator(_with_a_speed),
+        Field(description="of the experts in the quantised arms"),
+    ],
     ep=Annotated[int, Field(ge=2)],
     steps=Annotated[int, Field(ge=5, description="the first three do not count")],
 )

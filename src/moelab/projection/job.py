@@ -18,7 +18,8 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from moelab.experiment import EPBackend, Experiment, Precision, Routing
+from moelab.errors import Refused
+from moelab.experiment import NUMBERS_ONLY, EPBackend, Experiment, Precision, Routing
 from moelab.hardware import Node
 from moelab.layout import Layout
 from moelab.layout.schedule import split_layers
@@ -257,7 +258,13 @@ def job_of(
     stack: Stack | None = None,
     constants: MemoryConstants = memory_constants,
 ) -> Job:
-    """A job of an experiment whose layout is legal."""
+    """A job of an experiment whose layout is legal.
+
+    Raises:
+        Refused: for NVFP4, of whose speed nothing is known here.
+    """
+    if experiment.precision is Precision.NVFP4:
+        raise Refused(f"precision is nvfp4: {NUMBERS_ONLY}. Legal precision of a projection: bf16, fp8, mxfp8")
     shape = shape or shape_for(experiment)
     stages = split_layers(shape.n_layers, len(layout.stages))
     return Job(
@@ -276,7 +283,7 @@ def job_of(
         stages_of_rank=layout.stages_of_rank,
         degrees=degrees_of(layout),
         precision=experiment.precision,
-        bf16_wgrad=experiment.wgrad != experiment.precision,
+        bf16_wgrad=experiment.wgrad != experiment.precision.value,
         emulated=emulates(experiment, node.gpu),
         dispatch=experiment.dispatch_precision,
         routing=_routing(experiment, shape, constants),

@@ -131,10 +131,10 @@ class Collected(SideFiles):
         return _slowed_steps(self.experiment) if self.experiment else range(0)
 
     @property
-    def emulates_mxfp8(self) -> bool:
-        """Whether MXFP8 products were emulated, as its ranks recorded or, without a record, as was asked for."""
+    def emulates_products(self) -> bool:
+        """Whether quantised products were emulated, as its ranks recorded or, without a record, as was asked for."""
         if self.experiment is None or self.experiment.precision is not Precision.MXFP8:
-            return False
+            return self.experiment is not None and self.experiment.precision is Precision.NVFP4
         return "emulated" in (self.converted["kernels"] if self.converted else self.experiment.mxfp8_kernels)
 
     @property

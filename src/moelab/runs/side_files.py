@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from moelab.experiment import EPBackend, Experiment, Precision
+from moelab.experiment import BLOCK_SCALED, EPBackend, Experiment, Precision
 from moelab.runs.directory import CONVERTED_FOLDER, DISPATCHER_FILE, RECORDED_FOLDER, RunDir
 
 ENVIRONMENT_FILE, LATER_ENVIRONMENT_FILES = "environment.json", "environment-*.json"
@@ -159,8 +159,9 @@ def read_side_files(run: RunDir, experiment: Experiment, *, started: bool) -> Si
         environment = environment.model_copy(update={"gpus": [], "gpu_problem": None})
     converted, unsound = _converted(run)
     damaged += unsound
-    if experiment.precision is Precision.MXFP8 and started and converted is None and not unsound:
-        damaged.append(f"{CONVERTED_FOLDER} has no record: what multiplied in MXFP8 is unknown")
+    if experiment.precision in BLOCK_SCALED and started and converted is None and not unsound:
+        name = experiment.precision.value.upper()
+        damaged.append(f"{CONVERTED_FOLDER} has no record: what multiplied in {name} is unknown")
     dispatcher, wrong = _read(run.path / DISPATCHER_FILE, _Dispatcher)
     unreadable = bool(wrong) and "missing" not in wrong
     damaged += [f"{wrong}: what moved the tokens is unknown"] if unreadable else []

@@ -26,7 +26,7 @@ from moelab.analysis import (
     final_losses,
     gain,
 )
-from moelab.analysis.arms import contrast
+from moelab.analysis.arms import PRECISIONS, contrast
 from moelab.analysis.compare_runs import (
     NOT_FOR_SPEED,
     Difference,
@@ -44,6 +44,7 @@ from moelab.analysis.side import Side, median
 from moelab.analysis.throughput import why_no_gain
 from moelab.analysis.verdict import correct_for_arms
 from moelab.errors import BadInput, MoelabError
+from moelab.experiment import NUMBERS_ONLY, Precision
 from moelab.experiment_file import Study
 from moelab.explain.explanation import Explanation, explain
 from moelab.runs import directory
@@ -195,6 +196,8 @@ class Report:
                 words += [told for one in (side, first) for told in mixed_facts(one.finished, kernel_facts)]
                 if not all(any(run.speed_known for run in one.finished) for one in (side, first)):
                     words.append("the machine or the kernels of all runs of an arm are unknown")
+                if Precision.NVFP4 in (side.experiment.precision, first.experiment.precision):
+                    words.append(NUMBERS_ONLY)
             if words and (side.finished or self.study is None):
                 reasons[side.label] = "; ".join(dict.fromkeys(words))
         return reasons
@@ -227,7 +230,9 @@ class Report:
         if self.study is None:
             emulated = [side for side in self.sides if side.emulated]
             return f"emulated kernels in {_names(emulated)}" if emulated else ""
-        notes = ["emulated MXFP8 kernels"] if any(run.emulates_mxfp8 for run in self.runs) else []
+        emulated_runs = [run.experiment for run in self.runs if run.emulates_products]
+        formats = sorted({PRECISIONS[one.precision] for one in emulated_runs if one})
+        notes = [f"emulated {' and '.join(formats)} kernels"] if formats else []
         deepep = any(run.emulates_deepep for run in self.runs)
         return ", ".join([*notes, *(["DeepEP emulated on plain collectives"] if deepep else [])])
 

@@ -43,7 +43,7 @@ from torchtitan.trainer import Trainer
 from moelab.deepep.checkpoint import CommunicationSavingAC, CommunicationSavingFullAC
 from moelab.deepep.dispatcher import PADDED
 from moelab.errors import Refused
-from moelab.experiment import EPBackend, Experiment, Precision, Routing
+from moelab.experiment import BLOCK_SCALED, EPBackend, Experiment, Precision, Routing
 from moelab.experiment_file import read_experiment
 from moelab.hardware import GROUP_PADDING, has_native_mxfp8
 from moelab.layout import check
@@ -316,7 +316,9 @@ def _model(experiment: Experiment, *, on_cpu: bool) -> ModelSpec:
 
 
 def _kernels(experiment: Experiment) -> mxfp8_kernels.Kernels:
-    """Of a quantised experiment; FP8's products are native wherever it is legal."""
+    """Of a quantised experiment; FP8's products are native wherever it is legal, NVFP4's nowhere."""
+    if experiment.precision is Precision.NVFP4:
+        return "emulated"
     return mxfp8_kernels.resolve(experiment.mxfp8_kernels) if experiment.precision is Precision.MXFP8 else "native"
 
 
@@ -325,9 +327,10 @@ def _converter(experiment: Experiment) -> Any:
         "model_compile_enabled": experiment.compile == "model+loss",
         "linears": list(LINEARS) if experiment.quantize == "experts+linears" else [],
     }
-    if experiment.precision is Precision.MXFP8:
+    if experiment.precision in BLOCK_SCALED:
         settings["wgrad"] = "bf16" if experiment.wgrad == "bf16" else "mxfp8"
-        return MXFP8Converter.Config(kernels=_kernels(experiment), **settings)
+        settings |= {"kernels": _kernels(experiment), "nvfp4": experiment.precision is Precision.NVFP4}
+        return MXFP8Converter.Config(**settings)
     if experiment.precision is Precision.FP8:
         # The field's default is MXFP8's; of FP8 it means the weight gradient in BF16, as torchao's recipe has it.
         settings["wgrad"] = "fp8" if experiment.wgrad == "fp8" else "bf16"

@@ -1,4 +1,4 @@
-"""MXFP8 drawn: a block, the choice of its scale, errors of number formats, an explorer of them, a token's path.
+"""MXFP8 and NVFP4 drawn: numbers as stored, the choice of a scale, errors of formats, an explorer, a token's path.
 
 torch is imported when something is drawn that needs it.
 """
@@ -16,19 +16,23 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from moelab.errors import BadInput
-from moelab.viz.theme import INK, MUTED, WARNING, new_figure
+from moelab.viz.theme import INK, MUTED, NARROW, WARNING, WIDE, new_figure, span
 from moelab.viz.widget import Explorer, labelled_control
 
 if TYPE_CHECKING:
-    from moelab.mxfp8.errors import ErrorRow, GemmRow, OneBlock
+    from moelab.mxfp8.errors import ErrorRow, GemmRow, StoredNumbers
 
 EXACT, STORED = "#0072B2", "#D55E00"
+_STORED = {"MXFP8": STORED, "NVFP4": "#009E73"}
 _METHODS = {
     "bf16": ("#0072B2", "circle"),
     "fp8_tensorwise": ("#CC79A7", "triangle-up"),
     "fp8_rowwise": ("#009E73", "square-open"),
     "mxfp8": ("#D55E00", "x-thin-open"),
     "mxfp8_wgrad-bf16": ("#E69F00", "diamond-open"),
+    "mxfp8_even": ("#E69F00", "line-ns-open"),
+    "mxfp8_floor": ("#56B4E9", "arrow-bar-left-open"),
+    "nvfp4": ("#000000", "star-open"),
 }
 """Colour and marker of a method; FP8 by rows and MXFP8 often coincide, so one is drawn inside the other."""
 _SCALINGS = {
@@ -42,49 +46,55 @@ ROUNDING = 1 / 17
 """Largest relative error of rounding to E4M3's three bits: half a step, 2⁻⁴, on a number of 1 + 2⁻⁴."""
 
 
-def block_figure(block: OneBlock, *, source: str) -> go.Figure:
-    """Values and what is read back above, the relative error of each below.
+def stored_figure(stored: Sequence[StoredNumbers], *, source: str) -> go.Figure:
+    """Numbers and what each format reads back above, the relative error of each below.
 
     Args:
-        block: the numbers and their cast.
+        stored: the same numbers by each format.
         source: where the numbers are from, for the subtitle.
 
     Returns:
-        The figure. The shaded band is the largest rounding error of a normal number of the element type.
+        The figure. The shaded bands are the largest rounding error of a normal number of each element type.
     """
-    element = block.number_format.element
+    worst = {one.name: 100 * max(map(abs, one.errors)) for one in stored}
+    count = len(stored[0].values)
+    findings = [f"{one.name} in {one.stored_bytes} bytes, off by up to {worst[one.name]:.0f} %" for one in stored]
     # Half a step is the largest error in size, and largest in proportion on the smallest number that has it.
-    rounding = 100 / (2 ** (element.mantissa_bits + 1) + 1)
-    worst = 100 * max(abs(error) for error in block.errors)
-    count = len(block.values)
+    bands = {one.name: 100 / (2 ** (one.number_format.element.mantissa_bits + 1) + 1) for one in stored}
+    qualities = ", ".join(f"{one.name} {one.sqnr_db:.1f} dB" for one in stored)
+    bounds = ", ".join(f"±{bands[one.name]:.3g} % in {one.number_format.element.name} ({one.name})" for one in stored)
     figure = new_figure(
-        f"{count} numbers in {count + 1} bytes: the scale is 2^{block.exponent}, the worst error {worst:.1f} %",
-        subtitle=f"{source}. The largest magnitude, {block.amax:.4g}, sets the scale of all; "
-        f"SQNR {block.sqnr_db:.1f} dB. Shaded: rounding to {element.name}, at most ±{rounding:.3g} %.",
-        height=470,
+        f"{count} numbers: {'; '.join(findings)}",
+        subtitle=f"{source}. SQNR {qualities}. Shaded: the most that rounding a normal number costs, {bounds}; "
+        "smaller numbers of a block are subnormal and lose more, up to all.",
+        height=480,
+        width=WIDE,
     )
     # make_subplots begins a figure of its own: only its axes are taken.
-    halves = make_subplots(rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.06, row_heights=[0.62, 0.38])
+    halves = make_subplots(rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.06, row_heights=[0.6, 0.4])
     figure.update_layout({name: halves.layout[name] for name in ("xaxis", "xaxis2", "yaxis", "yaxis2")})
     places = list(range(count))
-    figure.add_trace(go.Bar(x=places, y=block.values, name="exact", marker_color=EXACT, opacity=0.55))
-    figure.add_scatter(
-        x=places,
-        y=block.read_back,
-        customdata=[f"{code:08b}" for code in block.codes],
-        name=f"read back from {element.name}",
-        mode="markers",
-        marker={"symbol": "line-ew", "size": 14, "line": {"width": 3, "color": STORED}},
-        hovertemplate="%{y:.5g}, code %{customdata}",
-    )
-    below = {"yaxis": "y2", "xaxis": "x2", "showlegend": False}
-    errors, hover = [100 * error for error in block.errors], "%{y:+.2f} %"
-    figure.add_bar(x=places, y=errors, name="error", marker_color=MUTED, hovertemplate=hover, **below)
-    band = {"x0": 0, "x1": 1, "xref": "x2 domain", "y0": -rounding, "y1": rounding, "yref": "y2"}
-    figure.add_shape(type="rect", fillcolor=STORED, opacity=0.1, line_width=0, **band)
+    figure.add_bar(x=places, y=stored[0].values, name="exact", marker_color=EXACT, opacity=0.4)
+    for one in stored:
+        color = _STORED[one.name]
+        figure.add_scatter(
+            x=places,
+            y=one.read_back,
+            customdata=[f"{code:0{one.code_bits}b}" for code in one.codes],
+            name=f"{one.name}, read back",
+            mode="markers",
+            marker={"symbol": "line-ew", "size": 15, "line": {"width": 3, "color": color}},
+            hovertemplate="%{y:.5g}, code %{customdata}",
+        )
+        below = {"yaxis": "y2", "xaxis": "x2", "showlegend": False}
+        errors, hover = [100 * error for error in one.errors], "%{y:+.2f} %"
+        figure.add_bar(x=places, y=errors, name=f"{one.name}, error", marker_color=color, hovertemplate=hover, **below)
+        end = bands[one.name]
+        place = {"x0": 0, "x1": 1, "xref": "x2 domain", "y0": -end, "y1": end, "yref": "y2"}
+        figure.add_shape(type="rect", fillcolor=color, opacity=0.1, line_width=0, **place)
     figure.update_yaxes(title_text="value", selector={"anchor": "x"})
-    figure.update_layout(yaxis2={"title": {"text": "error (%)"}}, xaxis2={"title": {"text": "place in the block"}})
-    figure.update_layout(xaxis2={"dtick": 4, "range": [-0.7, count - 0.3]}, margin_b=50)
+    figure.update_layout(yaxis2={"title": {"text": "error (%)"}}, xaxis2={"title": {"text": "place in the row"}})
+    figure.update_layout(xaxis2={"dtick": 4, "range": [-0.7, count - 0.3]}, margin_b=50, bargap=0.15)
     return figure.update_layout(legend={"y": 1.0, "yanchor": "bottom"}, margin_t=figure.layout.margin.t + 22)
 
 
@@ -119,40 +129,8 @@ def largest_number_error(amax: Sequence[float], errors: Mapping[str, Sequence[fl
     return figure.update_yaxes(title_text="its error (%)")
 
 
-def scaling_errors(rows: Sequence[ErrorRow]) -> go.Figure:
-    """SQNR of whole tensors by scaling, and the part of their values that is cut.
-
-    Args:
-        rows: from :func:`moelab.mxfp8.errors.compare_scalings`.
-    """
-    sqnr_db = {(row.data, row.method): row.sqnr_db for row in rows}
-    lost = {row.data: sqnr_db[row.data, "rceil"] - sqnr_db[row.data, "floor"] for row in rows}
-    cut = max(rows, key=lambda row: row.saturated_fraction)
-    figure = new_figure(
-        f"FLOOR costs {min(lost.values()):.1f} to {max(lost.values()):.1f} dB against RCEIL",
-        subtitle="MXFP8 (E4M3) of whole tensors; more is better, 6 dB halve the error. "
-        f"The largest part of values that is cut: {cut.saturated_fraction:.1%}, {cut.data} with {cut.label}.",
-        height=120 + 44 * len(lost),
-    )
-    for name, (color, _, symbol) in _SCALINGS.items():
-        mine = [row for row in rows if row.method == name]
-        size = 15 if name == "ceil" else 10  # it often coincides with RCEIL, which is drawn inside it
-        figure.add_scatter(
-            x=[row.sqnr_db for row in mine],
-            y=[row.data for row in mine],
-            customdata=[[row.saturated_fraction, row.underflow_fraction] for row in mine],
-            mode="markers",
-            name=name.upper(),
-            marker={"color": color, "symbol": symbol, "size": size, "line": {"width": 1.5, "color": color}},
-            hovertemplate="%{x:.1f} dB, %{customdata[0]:.2%} cut, %{customdata[1]:.2%} to zero",
-        )
-    figure.update_layout(hovermode="closest", legend={"y": -90 / (50 + 44 * len(lost))})
-    figure.update_yaxes(autorange="reversed", showgrid=True)
-    return figure.update_xaxes(title_text="SQNR (dB)")
-
-
 def method_errors(rows: Sequence[ErrorRow]) -> go.Figure:
-    """SQNR of every data set, that of its worst blocks, and how many values became zero.
+    """SQNR of every data set, that of its worst blocks, and how many values became zero, by format and scale.
 
     Args:
         rows: from :func:`moelab.mxfp8.errors.compare_methods`; a method that loses nothing of a tensor is
@@ -160,23 +138,28 @@ def method_errors(rows: Sequence[ErrorRow]) -> go.Figure:
     """
     names = list(dict.fromkeys(row.data for row in rows))
     by = {(row.data, row.method): row for row in rows}
-    distance_db = [
-        abs(by[name, "fp8_rowwise"].worst_blocks_db - row.worst_blocks_db)
-        for (name, method), row in by.items()
-        if method == "mxfp8"
-    ]
+
+    def cost(method: str, than: str) -> str:
+        lost = [by[name, than].worst_blocks_db - by[name, method].worst_blocks_db for name in names]
+        return f"{span([min(lost), max(lost)], '.1f')} dB"
+
     hard = max((row for row in rows if row.method == "fp8_tensorwise"), key=lambda row: row.underflow_fraction)
+    zeros = ", ".join(
+        f"{by[hard.data, method].underflow_fraction:.1%} with {label}"
+        for method, label in (("fp8_tensorwise", "a scale a tensor"), ("fp8_rowwise", "a row"), ("mxfp8", "a block"))
+    )
     figure = new_figure(
-        f"MXFP8 and FP8 by rows lose the same on {sum(db < 0.1 for db in distance_db)} of {len(names)} tensors; blocks "
-        f"help where values become zero: {by[hard.data, 'mxfp8'].underflow_fraction:.1%} instead of "
-        f"{hard.underflow_fraction:.0%} of {hard.data}",
-        subtitle="Left: SQNR of the whole tensor. Middle: SQNR that the worst 5 % of blocks of 32 stay below. Right: "
-        "values that became zero. BF16 is not drawn where the tensor is BF16 already.",
-        height=130 + 40 * len(names),
+        f"In the worst blocks NVFP4 loses {cost('nvfp4', 'mxfp8')} more than MXFP8, and MXFP8 with FLOOR "
+        f"scales {cost('mxfp8_floor', 'mxfp8')} more than with RCEIL",
+        subtitle="Left: SQNR of the whole tensor, 6 dB halve the error. Middle: SQNR that the worst 5 % of blocks "
+        f"of 32 stay below. Right: values that became zero; of {hard.data} {zeros}. Plain MXFP8 has RCEIL scales. BF16 "
+        "is not drawn where the tensor is BF16 already.",
+        height=130 + 36 * len(names),
+        width=WIDE,
     )
     panels: tuple[tuple[str, list[float], Callable[[ErrorRow], float], str], ...] = (
-        ("", [0.0, 0.36], lambda row: row.sqnr_db, "tensor (dB)"),
-        ("2", [0.41, 0.77], lambda row: row.worst_blocks_db, "worst blocks (dB)"),
+        ("", [0.0, 0.37], lambda row: row.sqnr_db, "tensor (dB)"),
+        ("2", [0.41, 0.78], lambda row: row.worst_blocks_db, "worst blocks (dB)"),
         ("3", [0.82, 1.0], lambda row: 100 * row.underflow_fraction, "to zero (%)"),
     )
     for suffix, domain, number, title in panels:
@@ -199,9 +182,11 @@ def product_errors(rows: Sequence[GemmRow], *, note: str = "") -> go.Figure:
     worst = min(mx, key=lambda row: row.sqnr_db)
     tensorwise = {(row.weight, row.product): row.sqnr_db for row in rows if row.method == "fp8_tensorwise"}
     gain = [row.sqnr_db - tensorwise[row.weight, row.product] for row in mx if row.product != "output"]
+    worst_nvfp4 = min(row.sqnr_db for row in rows if row.method == "nvfp4")
     figure = new_figure(
-        f"MXFP8's worst product is {worst.weight} {worst.product}, {worst.sqnr_db:.0f} dB; one scale a tensor loses "
-        f"{min(gain):.1f} to {max(gain):.1f} dB more where gradients enter",
+        f"MXFP8's worst product is {worst.weight} {worst.product}, {worst.sqnr_db:.0f} dB, NVFP4's worst "
+        f"{worst_nvfp4:.0f}; FP8 with one scale a tensor loses {min(gain):.1f} to {max(gain):.1f} dB more where "
+        "gradients enter",
         subtitle="SQNR of each grouped GEMM against float64 over the same operands; 20 dB is an error of a tenth, "
         "40 dB of a hundredth. BF16 loses only by rounding its result.",
         note=note,
@@ -245,7 +230,7 @@ _MENUS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "distribution": ("values", {"Gaussian": "gaussian", "Student's t": "student_t"}),
     "block": ("block", {f"{size}{' (a row)' * (size == SHAPE[1])}": size for size in BLOCKS}),
     "scaling": ("scaling", {name.upper(): name for name in ("floor", "rceil", "even", "ceil")}),
-    "element": ("element", {"E4M3": "e4m3", "E5M2": "e5m2"}),
+    "element": ("element", {"E4M3": "e4m3", "E5M2": "e5m2", "E2M1 (NVFP4)": "e2m1"}),
 }
 
 
@@ -258,14 +243,14 @@ class Choice:
         outlier_log2: one column of 64 is larger by this power of two.
         block: numbers that share a scale; 32 is MXFP8's, 512 the whole row.
         scaling: how the scale follows from a block's largest magnitude.
-        element: type of each number.
+        element: type of each number; ``e2m1`` is NVFP4, which has blocks of 16 and two scales whatever else is chosen.
     """
 
     distribution: Literal["gaussian", "student_t"] = "gaussian"
     outlier_log2: int = 0
     block: int = 32
     scaling: Literal["floor", "rceil", "even", "ceil"] = "rceil"
-    element: Literal["e4m3", "e5m2"] = "e4m3"
+    element: Literal["e4m3", "e5m2", "e2m1"] = "e4m3"
 
 
 def quantisation_figure(choice: Choice) -> go.Figure:
@@ -282,23 +267,27 @@ def quantisation_figure(choice: Choice) -> go.Figure:
     if not 0 <= choice.outlier_log2 <= MOST_OUTLIER_LOG2:
         raise BadInput(f"outlier_log2 is {choice.outlier_log2}; valid: 0 to {MOST_OUTLIER_LOG2}")
     from moelab.mxfp8.errors import block_sqnr_db, measure, synthetic
-    from moelab.mxfp8.formats import ELEMENTS, MX
+    from moelab.mxfp8.formats import ELEMENTS, MX, NVFP4
 
     x = synthetic(choice.distribution, SHAPE, outlier=2.0**choice.outlier_log2)
-    number_format = MX(scaling=choice.scaling, element=ELEMENTS[choice.element], block=choice.block)
+    number_format: MX | NVFP4 = NVFP4()
+    shared = "NVFP4: blocks of 16, an E4M3 scale each, an FP32 scale for all"
+    if choice.element != "e2m1":
+        number_format = MX(scaling=choice.scaling, element=ELEMENTS[choice.element], block=choice.block)
+        blocks = "one scale a row" if choice.block == SHAPE[1] else f"blocks of {choice.block}"
+        shared = f"{choice.element.upper()}, {choice.scaling.upper()}, {blocks}"
     cast = number_format.cast(x)
     errors = measure(x, number_format)
     outliers = f", one column of 64 larger by 2^{choice.outlier_log2}" if choice.outlier_log2 else ""
     drawn = {"gaussian": "Gaussian", "student_t": "Student's t (3 degrees of freedom)"}[choice.distribution]
-    shared = "one scale a row" if choice.block == SHAPE[1] else f"blocks of {choice.block}"
     figure = new_figure(
         f"SQNR {errors.sqnr_db:.1f} dB; {errors.underflow_fraction:.2%} of the values become zero, "
         f"{errors.saturated_fraction:.2%} are cut",
-        subtitle=f"{drawn}{outliers}; {SHAPE[0]} rows of {SHAPE[1]}, {choice.element.upper()}, "
-        f"{choice.scaling.upper()}, {shared}. Bars in parts of all.",
+        subtitle=f"{drawn}{outliers}; {SHAPE[0]} rows of {SHAPE[1]}; {shared}. Bars in parts of all.",
         height=380,
+        width=NARROW,
     )
-    exponents = np.log2(cast.scale.numpy()[:, :: choice.block]).ravel()
+    exponents = np.log2(cast.scale.numpy()[:, :: number_format.block]).ravel()
     # Magnitudes over their scale, in powers of two, against the range of the element.
     element, scaled = number_format.element, (x / cast.scale).abs().numpy().ravel()
     powers = np.floor(np.log2(scaled[scaled > 0]))
@@ -339,8 +328,10 @@ class QuantisationExplorer(Explorer):
         choice: where the controls begin.
     """
 
+    figure_px = NARROW
+
     def __init__(self, choice: Choice | None = None) -> None:
-        start, px = choice or Choice(), {"label_px": 90, "width_px": 310}
+        start, px = choice or Choice(), {"label_px": 80, "width_px": 250}
         controls = {
             name: labelled_control("Dropdown", label, options=list(options.items()), value=getattr(start, name), **px)
             for name, (label, options) in _MENUS.items()
@@ -355,7 +346,9 @@ class QuantisationExplorer(Explorer):
         return Choice(**self.chosen)
 
     def look(self) -> tuple[str, Mapping[str, go.Figure]]:
-        """The static figure of the choice."""
+        """The static figure of the choice; NVFP4 has its own blocks and scales."""
+        for name in ("block", "scaling"):
+            self.controls[name].disabled = self.choice.element == "e2m1"
         return "", {"errors": quantisation_figure(self.choice)}
 
 
