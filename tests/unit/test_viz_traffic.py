@@ -501,6 +501,7 @@ def test_explorer_begins_where_it_is_told_and_refuses_a_control_that_is_none() -
     assert (explorer.chosen["model"], explorer.models["yours"]["hidden"]) == ("yours", 1234)
     flow = title(token_flow(RANDOM, PUBLISHED, token=3, width=NARROW))
     assert title(explorer.figures["flow"]) == flow
+    assert explorer.picture() == token_flow(RANDOM, PUBLISHED, token=3)
     assert TrafficExplorer().chosen["model"] == "DeepSeek-V3"
     with pytest.raises(BadInput, match="the explorer has no control 'seed'"):
         TrafficExplorer(seed=1)

@@ -38,7 +38,7 @@ CELL_TIMEOUT_S = 900
 SMOKE = ("06_compare_convergence", "07_compare_throughput")
 """Notebooks whose profile ``cpu`` trains for many minutes; their copies show ``smoke``."""
 PICTURES = {
-    "where_the_step_goes": ("08_project_to_cluster", 2),
+    "where_the_step_goes": ("08_project_to_cluster", 1),
     "measured_arms": ("04_dispatch_with_deepep", 1),
     "break_even": ("02_find_grouped_gemm_break_even", 2),
     "forced_balance": ("03_route_tokens", 3),

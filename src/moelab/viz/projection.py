@@ -369,8 +369,8 @@ def network_gains(points: Sequence[Point], gains: Mapping[str, Mapping[float, Es
     first, last = (gains["bf16_deepep"][x] for x in (networks[0], networks[-1]))
     figure = new_figure(
         f"DeepEP gains {_interval(first)} at {networks[0]:g} GB/s and {_interval(last)} at {networks[-1]:g} GB/s",
-        subtitle=f"{words} Gain in tokens/s over {arm_label(BASELINE)}, with its 90 % interval: both arms are projected "
-        f"with the same drawn constants. {HOLLOW}",
+        subtitle=f"{words} Gain in tokens/s over {arm_label(BASELINE)}, with its 90 % interval: both arms are "
+        f"projected with the same drawn constants. {HOLLOW}",
         note="derived: the step-time model",
         width=WIDE,
     )

@@ -702,4 +702,10 @@ class TrafficExplorer(Explorer):
             f"<table><tr><th></th>{titles}</tr>{''.join(lines)}</table></div>"
         )
         flow = token_flow(routing, placement, token=chosen["token"], width=NARROW)
+        self._way = (routing, placement, chosen["token"])
         return words, {"flow": flow.update_layout(height=max(430, min(flow.layout.height, 470)))}
+
+    def picture(self) -> go.Figure:
+        """One token's way, as wide as a page."""
+        routing, placement, token = self._way
+        return token_flow(routing, placement, token=token)

@@ -203,6 +203,10 @@ class Explorer:
         """
         raise NotImplementedError
 
+    def picture(self) -> go.Figure:
+        """What readers without a kernel see of the choice: the first figure."""
+        return next(iter(self.figures.values()))
+
     def refresh(self, change: Any = None) -> None:
         """Show what is chosen; ``change`` is what the control that was moved says of it."""
         moved = next((name for name, one in self.controls.items() if change and one is change["owner"]), None)
@@ -233,10 +237,10 @@ class Explorer:
         return "Legal, but does not fit" if lines[0].startswith("does not fit") else "Cannot be", lines
 
     def _repr_mimebundle_(self, **options: Any) -> dict[str, Any]:
-        """The panel, and for readers without a kernel a picture of the first figure."""
+        """The panel, and for readers without a kernel a picture."""
         bundle: dict[str, Any] = self.panel._repr_mimebundle_(**options)
-        figure = next(iter(self.figures.values()), None)
-        if figure is not None:
+        if self.figures:
+            figure = self.picture()
             bundle["text/plain"] = re.sub(r"<[^>]*>", " ", figure.layout.title.text)
             if "png" in str(pio.renderers.default):
                 bundle["image/png"] = base64.b64encode(figure.to_image("png")).decode()
