@@ -26,6 +26,8 @@ DESCRIPTION = (
 
 ASSUMED_SEQ_LEN = 4096
 """Of a model from elsewhere: an experiment's own default is for a laptop."""
+ASSUMED_TOKENS = 65_536
+"""Of a step for each GPU, where a search is given a model alone: as in published runs on hundreds of GPUs."""
 FROM_HF_HELP = "take the model from a Hugging Face config.json, a folder with one, or by name, such as Qwen3-30B-A3B"
 LOAD_HELP = "run, or its expert_load.parquet, whose measured load takes the place of an assumed one; learned routing"
 
@@ -92,7 +94,11 @@ def build_parser() -> argparse.ArgumentParser:
     plan.add_argument("--verify", action="store_true", help="build it with TorchTitan, without a GPU (loads torch)")
     ranks_help = "global ranks that --verify builds; default: one a stage"
     plan.add_argument("--ranks", type=_ranks, metavar="R,R", help=ranks_help)
-    plan.add_argument("--search", action="store_true", help="list the best legal layouts; fields given by --set stay")
+    plan.add_argument(
+        "--search",
+        action="store_true",
+        help="say which layout is best, how fast, and what each technique gains; fields given by --set stay",
+    )
     plan.add_argument("--limit", type=_positive, default=10, metavar="N", help="layouts that --search lists")
     plan.add_argument("--global-batch", type=_positive, metavar="N", help="sequences a step, kept by --search")
     plan.add_argument("--load", type=Path, metavar="RUN", help=LOAD_HELP)
@@ -251,7 +257,7 @@ def _constants(options: argparse.Namespace, experiment: Any) -> Any:
 
 def _arms_and_model(options: argparse.Namespace) -> tuple[list[Any], Any]:
     """The arms that a plan or projection is of, and the model of ``--from-hf``; None without it."""
-    from moelab.experiment_file import read_study
+    from moelab.experiment_file import parse_overrides, read_study
     from moelab.model.hugging_face import read_model
 
     if not (options.file or options.from_hf):
@@ -261,7 +267,27 @@ def _arms_and_model(options: argparse.Namespace) -> tuple[list[Any], Any]:
     if model and not options.file and not any(one.startswith("seq_len=") for one in options.set):
         overrides.append(f"seq_len={ASSUMED_SEQ_LEN}")
         print(f"moelab: seq_len is not given; {ASSUMED_SEQ_LEN} tokens are assumed", file=sys.stderr)  # noqa: T201
+    if model and not options.file and getattr(options, "search", False):
+        assumed = [
+            one for one in _searched_like(overrides) if one.partition("=")[0] not in parse_overrides(options.set)
+        ]
+        overrides += assumed
+        print(f"moelab: assumed, because they are not given: {', '.join(assumed)}", file=sys.stderr)  # noqa: T201
     return _chosen_arms(read_study(options.file, overrides), options.arm), model
+
+
+def _searched_like(overrides: Sequence[str]) -> list[str]:
+    """Of a model without a file, what a search takes: the whole cluster, and what a training there would set."""
+    from moelab.experiment_file import parse_overrides, read_hardware
+    from moelab.hardware import cluster_of
+
+    given = parse_overrides(overrides)
+    assumed = {"compile": "model+loss", "dataset": "c4"}
+    assumed["local_batch"] = str(max(1, ASSUMED_TOKENS // int(given["seq_len"])))
+    if "hardware" in given:
+        cluster = cluster_of(read_hardware(str(given["hardware"])))
+        assumed |= {"nodes": str(cluster.nodes), "gpus_per_node": str(cluster.node.gpus)}
+    return [f"{field}={value}" for field, value in assumed.items()]
 
 
 def _plan(options: argparse.Namespace) -> int:
@@ -307,11 +333,14 @@ def _search(options: argparse.Namespace, experiment: Any) -> int:
 
     if options.load:
         raise BadInput("--load is of one plan; leave it out with --search")
-    fixed = sorted(parse_overrides(options.set).keys() & set(VARIED))
+    given = parse_overrides(options.set).keys()
+    fixed = sorted(given & set(VARIED))
     sizes = {"limit": options.limit, "global_batch": options.global_batch}
     if gpu_of(experiment.hardware).bf16_tflops is not None:
+        fixed += sorted(given & {"activation_checkpoint"})
         by_speed = recommend(experiment, fixed=fixed, **sizes)
-        _show(options, by_speed.to_json(), recommendation_text(by_speed))
+        name = options.from_hf or ""
+        _show(options, by_speed.to_json(name), recommendation_text(by_speed, name))
         return 0 if by_speed.ranked else 3
     plain = search(experiment, fixed=fixed, headroom_gib=headroom_gib(experiment), **sizes)
     _show(options, plain.to_json(), search_text(plain))
@@ -321,6 +350,7 @@ def _search(options: argparse.Namespace, experiment: Any) -> int:
 def _project(options: argparse.Namespace) -> int:
     from moelab.projection.calibration import CALIBRATION, read_calibration
     from moelab.projection.project import arms_text, project, projection_text
+    from moelab.search import better_layout, better_text, chosen_fields
 
     chosen, _ = _arms_and_model(options)
     calibration = read_calibration(options.calibration) if options.calibration else CALIBRATION
@@ -328,11 +358,17 @@ def _project(options: argparse.Namespace) -> int:
         experiment.arm: project(experiment, calibration=calibration, constants=_constants(options, experiment))
         for experiment in chosen
     }
+    better = {arm: better_layout(one, calibration) for arm, one in projections.items()}
+    as_json = {
+        arm: one.to_json() | {"better": found and {"tps": found.tps, "set": chosen_fields(found.experiment)}}
+        for (arm, one), found in zip(projections.items(), better.values(), strict=True)
+    }
+    told = better_text(better, projections, str(options.file or f"--from-hf {options.from_hf}"))
     if len(projections) == 1:
-        (one,) = projections.values()
-        _show(options, one.to_json(), projection_text(one))
+        ((arm, one),) = projections.items()
+        _show(options, as_json[arm], projection_text(one) + told)
     else:
-        _show(options, {"arms": {arm: one.to_json() for arm, one in projections.items()}}, arms_text(projections))
+        _show(options, {"arms": as_json}, arms_text(projections) + told)
     return 0
 
 

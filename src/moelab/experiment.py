@@ -178,6 +178,9 @@ class Experiment(BaseModel):
     seq_len: Annotated[int, Field(ge=8, le=MOST)] = 256
     local_batch: Annotated[int, Field(ge=1, le=MOST)] = 4
     microbatch: Annotated[int, Field(ge=1, le=MOST)] = 1
+    accumulate_gradients: bool = Field(
+        False, description="without a pipeline too, microbatch sequences at a time, whose gradients add up"
+    )
     steps: Annotated[int, Field(ge=1, le=MOST)] = 60
     warmup_steps: Annotated[int, Field(ge=0, le=MOST)] = 6
     lr: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 3.0e-3
@@ -268,6 +271,11 @@ class Experiment(BaseModel):
     def world_size(self) -> int:
         """Number of ranks: GPUs, or processes on a CPU."""
         return self.nodes * self.gpus_per_node
+
+    @property
+    def sequences_at_once(self) -> int:
+        """Sequences that go forward together on each data-parallel rank."""
+        return self.microbatch if self.pp > 1 or self.accumulate_gradients else self.local_batch
 
     @property
     def model_label(self) -> str:

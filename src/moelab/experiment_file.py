@@ -47,6 +47,7 @@ ADDED_FIELDS: tuple[Mapping[str, Any], ...] = (
         "trace_ranks": [0],
         "memory_snapshot": False,
     },
+    {"accumulate_gradients": False},
 )
 """Fields that each version of a record added to the one before, with the value that earlier runs had. The first had
 neither version nor end mark."""

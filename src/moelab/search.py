@@ -22,7 +22,8 @@ by one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import groupby, product
@@ -30,15 +31,17 @@ from math import inf
 from typing import Any, NamedTuple
 
 from moelab.errors import BadInput, Refused
-from moelab.experiment import Experiment
+from moelab.experiment import EPBackend, Experiment, Precision
 from moelab.hardware import Cluster, cluster_of, gpu_of, has_native_mxfp8
-from moelab.layout import SCHEDULES, Facts, Layout, bubble_fraction, facts_of, faults, resolve
+from moelab.layout import SCHEDULES, Facts, Layout, bubble_fraction, check, facts_of, faults, resolve
 from moelab.layout.mesh import divisors, nvlink_ranks
-from moelab.plan import headroom_gib, rows
-from moelab.projection.calibration import CALIBRATION
-from moelab.projection.job import job_of
+from moelab.model import count_parameters, shape_for
+from moelab.plan import amount, headroom_gib, rows, tokens_text
+from moelab.projection.calibration import CALIBRATION, Calibration
+from moelab.projection.job import Job, job_of
 from moelab.projection.project import Projection, aligned, can_be_placed, extrapolated, project, require_figures
-from moelab.projection.step import work_s
+from moelab.projection.step import expert_s, work_s
+from moelab.projection.uncertainty import SYSTEM_SPREAD, Estimate, gain_interval
 
 VARIED = ("pp", "pp_schedule", "microbatch", "dp_replicate", "dp_shard", "cp", "tp", "ep")
 """Fields of an experiment that a search chooses unless they are fixed."""
@@ -82,14 +85,13 @@ class Candidate:
 
     def to_json(self) -> dict[str, Any]:
         """The layout as fields of an experiment, and what it was ordered by."""
-        fields = {field: getattr(self.experiment, field) for field in (*VARIED, "local_batch")}
         speed = {}
         if self.projection is not None:
             speed = {"tps": self.projection.tps, "interval": list(self.projection.interval)}
             speed |= {"step_time_s": self.projection.step_time_s, "label": self.projection.label}
         return {
-            "set": fields,
-            "global_batch": self.experiment.local_batch * self.experiment.dp_replicate * self.experiment.dp_shard,
+            "set": chosen_fields(self.experiment),
+            "global_batch": sequences_of(self.experiment),
             "bubble_fraction": round(self.bubble_fraction, 6),
             "ep_nodes": self.ep_nodes,
             "fits": self.fits,
@@ -108,6 +110,7 @@ class Found:
         examined: layouts that were judged.
         legal: how many of them are legal.
         too_large: legal ones, better by all but memory, that do not fit.
+        left_out: legal ones that were not looked at, because enough better ones fit.
     """
 
     candidates: tuple[Candidate, ...]
@@ -115,6 +118,7 @@ class Found:
     examined: int
     legal: int
     too_large: int
+    left_out: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """The layouts as one JSON object."""
@@ -124,6 +128,7 @@ class Found:
             "examined": self.examined,
             "legal": self.legal,
             "too_large": self.too_large,
+            "left_out": self.left_out,
             "order": list(ORDER),
         }
 
@@ -254,9 +259,9 @@ def layouts(experiment: Experiment, *, fixed: Collection[str] = (), global_batch
             local_batch, over = divmod(global_batch, dp_replicate * dp_shard)
         if over or not local_batch:
             continue
-        # Without a pipeline the schedule and the micro-batch mean nothing and stay.
+        # Without a pipeline the schedule means nothing and stays, and gradients of micro-batches are accumulated.
         schedules = (experiment.pp_schedule,) if "pp_schedule" in fixed or pp == 1 else tuple(SCHEDULES)
-        microbatches = (experiment.microbatch,) if "microbatch" in fixed or pp == 1 else divisors(local_batch)
+        microbatches = (experiment.microbatch,) if "microbatch" in fixed else divisors(local_batch)
         for ep, schedule, microbatch in product(experts, schedules, microbatches):
             yield facts.vary(
                 pp=pp,
@@ -268,6 +273,7 @@ def layouts(experiment: Experiment, *, fixed: Collection[str] = (), global_batch
                 pp_schedule=schedule,
                 local_batch=local_batch,
                 microbatch=microbatch,
+                accumulate_gradients=pp == 1 and microbatch < local_batch,
             )
 
 
@@ -295,6 +301,7 @@ CANDIDATE_HEADER = (
     "ep",
     "local",
     "global",
+    "checkpointing",
     "bubble",
     "free GiB",
 )
@@ -303,30 +310,82 @@ CANDIDATE_HEADER = (
 def candidate_row(candidate: Candidate) -> tuple[str, ...]:
     """One layout of a search, as cells."""
     x = candidate.experiment
-    pipeline = (x.pp_schedule, str(x.microbatch)) if x.pp > 1 else ("-", "-")
+    pipeline = (x.pp_schedule if x.pp > 1 else "-", str(x.sequences_at_once))
     degrees = (x.dp_replicate, x.dp_shard, x.cp, x.tp, x.ep, x.local_batch)
     free = "?" if candidate.headroom_gib is None else f"{candidate.headroom_gib:.1f}"
-    total = x.local_batch * x.dp_replicate * x.dp_shard
-    return (str(x.pp), *pipeline, *map(str, degrees), str(total), f"{candidate.bubble_fraction:.1%}", free)
+    total, policy = str(sequences_of(x)), x.activation_checkpoint
+    return (str(x.pp), *pipeline, *map(str, degrees), total, policy, f"{candidate.bubble_fraction:.1%}", free)
 
 
 CONSIDERED = 200
-ORDER_BY_SPEED = "layers of a micro-batch for each token, over 1 - bubble; then as a search without speed"
+"""Layouts that are projected at most."""
+BREAK_EVEN_STEP = 1.05
+"""To which factor a break-even is looked for."""
+MOST_TOKENS_AT_ONCE = 2**17
+"""Of a rank: products and exchanges of more tokens are no more efficient, and hold more memory."""
+LEAST_WIDTH = 1 + 1.645 * SYSTEM_SPREAD
+"""A speed over the low end of its interval is at least this."""
+ORDER_BY_SPEED = "low end of the 90 % interval of tokens/s per GPU: what nobody has measured must be clearly faster"
 TRIED: Mapping[str, tuple[Any, ...]] = {
-    "precision": ("bf16", "mxfp8", "fp8"),
+    "precision": (Precision.BF16, Precision.MXFP8, Precision.FP8),
     "quantize": ("experts", "experts+linears"),
-    "ep_backend": ("standard", "deepep"),
+    "ep_backend": (EPBackend.STANDARD, EPBackend.DEEPEP),
     "dispatch_precision": ("bf16", "mxfp8", "fp8"),
     "wgrad": ("mxfp8", "bf16"),
     "activation_checkpoint": ("none", "selective", "full+dispatch", "full"),
     "compile": ("none", "model+loss"),
 }
 """Settings beside the layout, with the values that are tried."""
+POLICIES = ("none", "selective", "full")
+"""Checkpointing that a search chooses from, beside the experiment's own."""
+PLAIN: Mapping[str, Any] = {
+    "precision": Precision.BF16,
+    "ep_backend": EPBackend.STANDARD,
+    "dispatch_precision": "bf16",
+}
+"""Neither technique."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gain:
+    """What a setting is worth, with the best layout of either side.
+
+    Attributes:
+        name: of the technique or the field.
+        with_it: fastest projection with it; None where no legal layout has it and fits.
+        without: fastest projection without it.
+        interval: percent; both sides err by the same constants, because they are the same machine.
+        why: what it comes from, where the model can say so, or why there is no layout.
+    """
+
+    name: str
+    with_it: Projection | None
+    without: Projection
+    interval: Estimate
+    why: str = ""
+
+    @property
+    def rests_on(self) -> tuple[str, ...]:
+        """What was never seen of either side."""
+        sides = (self.without, *((self.with_it,) if self.with_it else ()))
+        return tuple(dict.fromkeys(reason for side in sides for reason in side.rests_on))
+
+    def to_json(self) -> dict[str, Any]:
+        """The gain as one JSON object."""
+        sides = {"with": self.with_it, "without": self.without}
+        return {
+            "technique": self.name,
+            "percent": self.interval.value if self.with_it else None,
+            "interval": [self.interval.low, self.interval.high] if self.with_it else None,
+            "why": self.why,
+            "extrapolated": list(self.rests_on),
+            **{name: side and {"tps": side.tps, "set": chosen_fields(side.experiment)} for name, side in sides.items()},
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Worth:
-    """A setting of the best layout: ``value`` instead of ``other``, tokens/s/GPU with each, and what that rests on."""
+    """A setting of the best layout: ``value`` instead of ``other``, tokens/s/GPU of the best layout with each."""
 
     field: str
     value: Any
@@ -346,34 +405,46 @@ class Recommendation:
     """A search by predicted speed.
 
     Attributes:
-        found: the search, in the order of the estimate.
-        ranked: the fastest layouts first, each with its projection; empty where none fits.
+        experiment: that was given.
+        found: the search; its candidates are those that were projected, in the order of the estimate.
+        ranked: the best layouts first, each with its projection; empty where none fits.
+        gains: of the techniques, each side with its own best layout.
         worth: of settings of the best; negative where another value is faster.
-        considered: layouts that were projected.
-        place: of the fastest in the order of the estimate, from 1; 0 where none fits.
+        place: of the best in the order of the estimate, from 1; 0 where none fits.
+        own_tps: tokens/s/GPU with the layout that was given; None where it is illegal or does not fit.
     """
 
+    experiment: Experiment
     found: Found
     ranked: tuple[Candidate, ...]
+    gains: tuple[Gain, ...]
     worth: tuple[Worth, ...]
-    considered: int
     place: int
+    own_tps: float | None
 
     @property
-    def left_out(self) -> int:
-        """Legal layouts of which neither memory nor speed was predicted."""
-        return self.found.legal - self.found.too_large - len(self.found.candidates)
+    def considered(self) -> int:
+        """Layouts that were projected."""
+        return len(self.found.candidates)
 
-    def to_json(self) -> dict[str, Any]:
-        """The search as one JSON object, candidates by speed."""
+    @property
+    def best(self) -> Projection | None:
+        """Of the first layout; None where none fits."""
+        return self.ranked[0].projection if self.ranked else None
+
+    def to_json(self, name: str = "") -> dict[str, Any]:
+        """The search as one JSON object, the best first; ``name`` as in :func:`answer_lines`."""
         worth = [
             {"field": one.field, "value": one.value, "other": one.other, "percent": one.percent} for one in self.worth
         ]
-        counts = {"considered": self.considered, "place": self.place, "left_out": self.left_out}
+        counts = {"considered": self.considered, "place": self.place}
         return {
+            "answer": answer_lines(self, name),
             **self.found.to_json(),
             "order": [ORDER_BY_SPEED],
             "candidates": [one.to_json() for one in self.ranked],
+            "gains": [gain.to_json() for gain in self.gains],
+            "given_tps": self.own_tps,
             "worth": worth,
             **counts,
         }
@@ -386,6 +457,8 @@ def recommend(
     fixed: Collection[str] = (),
     limit: int = 10,
     global_batch: int | None = None,
+    calibration: Calibration = CALIBRATION,
+    settings: bool = True,
 ) -> Recommendation:
     """Search layouts and order them by predicted speed.
 
@@ -394,96 +467,420 @@ def recommend(
         cluster: another one than the experiment's ``hardware``, such as one with another network.
         fixed: fields that keep the experiment's value.
         limit: layouts to return.
-        global_batch: see :func:`search`.
+        global_batch: sequences of a step; None keeps the experiment's own.
+        calibration: constants of the model.
+        settings: whether each setting is priced too, which takes most of the time.
 
     Raises:
         BadInput: if the hardware lacks a figure that a projection needs, or a fixed field is not varied.
     """
-    cluster = cluster or cluster_of(experiment.hardware)
-    require_figures(experiment, cluster)
-    wide = search(
-        experiment,
-        fixed=fixed,
-        limit=max(limit, CONSIDERED),
-        headroom_gib=headroom_gib(experiment),
-        global_batch=global_batch,
-        before=_estimate(cluster),
-    )
-    projected: list[tuple[Projection, Candidate]] = []
-    for candidate in wide.candidates:
-        with suppress(Refused):  # legal, but no layout that can be projected
-            projected.append((project(candidate.experiment, cluster), candidate))
-    by_speed = sorted(range(len(projected)), key=lambda place: -projected[place][0].tps)
-    ranked = [replace(candidate, projection=one) for one, candidate in (projected[place] for place in by_speed[:limit])]
+    space = Space(experiment, cluster, fixed=fixed, global_batch=global_batch, calibration=calibration)
+    found = space.search(limit)
+    ranked = sorted(found.candidates, key=_low_end, reverse=True)[:limit]
+    best = ranked[0].projection if ranked else None
+    own = None
+    with suppress(Refused):
+        own = project(experiment, space.cluster, calibration=calibration).tps
     return Recommendation(
-        found=wide,
+        experiment=experiment,
+        found=found,
         ranked=tuple(ranked),
-        worth=tuple(worth_of(projected[by_speed[0]][0], experiment)) if ranked else (),
-        considered=len(projected),
-        place=by_speed[0] + 1 if ranked else 0,
+        gains=tuple(space.gains()) if best else (),
+        worth=tuple(space.worth_of(best)) if best and settings else (),
+        place=found.candidates.index(ranked[0]) + 1 if ranked else 0,
+        own_tps=own,
     )
 
 
-def _estimate(cluster: Cluster) -> Callable[[Facts], float]:
+QUICK_GPUS = 512
+"""Up to so many a projection looks for a better layout by itself."""
+
+
+def better_layout(given: Projection, calibration: Calibration = CALIBRATION) -> Projection | None:
+    """A layout that the model prices higher than the one given, with its settings and batch; None if there is none.
+
+    A quick look: CP, replicas, schedule and checkpointing stay, and so do the sequences of a step.
+    """
+    x = given.experiment
+    fixed = ("cp", "dp_replicate", "activation_checkpoint", *(("pp_schedule",) if x.pp > 1 else ()))
+    if x.world_size > QUICK_GPUS:
+        return None
+    best = Space(x, given.cluster, fixed=fixed, calibration=calibration).best()
+    return best if best and best.tps > BETTER * given.tps else None
+
+
+BETTER = 1.02
+"""How much faster a layout must be for a projection of another to name it."""
+
+
+def better_text(better: Mapping[str, Projection | None], given: Mapping[str, Projection], file: str) -> str:
+    """Better layouts beside those that were projected, by arm, and what the gains over the first arm then are.
+
+    Args:
+        better: of :func:`better_layout`, by arm.
+        given: what was projected, by arm.
+        file: to be named in the command that lists more.
+    """
+    if not any(better.values()):
+        return ""
+    best = {arm: better[arm] or given[arm] for arm in given}
+    first, *others = best
+    lines = ["", "this is not the best layout for this model on this cluster; each arm at a better one:"]
+    for arm, one in best.items():
+        gain = ""
+        if arm in others:
+            gains = [100 * (side[arm].tps / side[first].tps - 1) for side in (best, given)]
+            gain = f", {gains[0]:+.1f} % over the first instead of {gains[1]:+.1f} %"
+        change = f" ({100 * (one.tps / given[arm].tps - 1):+.1f} %)"
+        name = f"{arm}: " if others else ""
+        lines.append(f"{name}{one.tps:,.0f} tokens/s/GPU{change}{gain}: {layout_words(one.experiment)}")
+        lines[-1] += _resting(one.rests_on)
+    lines.append(f"more layouts, and the settings: moelab plan {file} --search")
+    return "\n".join(["", *(line for text in lines[1:] for line in rows("", [text]))])
+
+
+def _low_end(candidate: Candidate) -> float:
+    return candidate.projection.interval[0] if candidate.projection else 0.0
+
+
+def _room(candidate: Candidate) -> float:
+    return -inf if candidate.headroom_gib is None else candidate.headroom_gib
+
+
+class Space:
+    """The legal layouts of an experiment, judged once, among which the fastest with any setting is looked for.
+
+    Of schedules that wait equally long and hold equally much only the first is kept.
+
+    Args:
+        experiment, cluster, fixed, global_batch, calibration: as :func:`recommend` takes them.
+
+    Attributes:
+        cluster: that layouts are projected to.
+    """
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        cluster: Cluster | None = None,
+        *,
+        fixed: Collection[str] = (),
+        global_batch: int | None = None,
+        calibration: Calibration = CALIBRATION,
+    ) -> None:
+        self.cluster = cluster or cluster_of(experiment.hardware)
+        require_figures(experiment, self.cluster)
+        if unknown := sorted(set(fixed) - set(VARIED) - {"activation_checkpoint"}):
+            raise BadInput(f"{', '.join(unknown)}: a search does not vary this; it varies {', '.join(VARIED)}")
+        self._experiment, self._calibration = experiment, calibration
+        self._headroom = headroom_gib(experiment)
+        self._examined = self._legal = 0
+        self._layouts: list[tuple[tuple[Any, ...], float, Facts]] = []
+        self._known: dict[tuple[Any, ...], Projection | None] = {}
+        self._near: tuple[Candidate, ...] = ()
+        checkpointing = () if "activation_checkpoint" in fixed else POLICIES
+        self._checkpointing = list(dict.fromkeys((experiment.activation_checkpoint, *checkpointing)))
+        kept: set[tuple[Any, ...]] = set()
+        batch = global_batch or sequences_of(experiment)
+        for facts in layouts(experiment, fixed=fixed, global_batch=batch):
+            self._examined += 1
+            if next(faults(facts), None) is not None:
+                continue
+            self._legal += 1
+            x, bubble = facts.experiment, _bubble(facts)
+            if x.sequences_at_once > 1 and x.sequences_at_once * x.seq_len > MOST_TOKENS_AT_ONCE * x.cp:
+                continue
+            same = (x.pp, x.dp_replicate, x.cp, x.tp, x.ep, x.microbatch, SCHEDULES[x.pp_schedule].style == "v")
+            if (*same, round(bubble, 9)) not in kept:
+                kept.add((*same, round(bubble, 9)))
+                self._layouts.append((_order(facts), bubble, facts))
+
+    def search(self, limit: int) -> Found:
+        """The best layouts of the experiment as it is; what is asked afterwards stays near them."""
+        found = self.fastest(limit)
+        self._near = tuple(sorted(found.candidates, key=_low_end, reverse=True)[:limit])
+        return found
+
+    def fastest(self, limit: int = 1, *, near: Collection[Candidate] = (), **changes: Any) -> Found:
+        """Layouts that fit, with their projections: all that can be among the ``limit`` best, up to some hundreds.
+
+        A layout is not projected any more once its estimate, which is less than the step takes, is too slow.
+
+        Args:
+            limit: how many of the best are wanted.
+            near: the CP degrees and replicas of these layouts are the ones to look at; all where there are none.
+            changes: fields of the experiment that have another value, those of the layout among them.
+        """
+        of_layout = {field: value for field, value in changes.items() if field in VARIED}
+        settings = {field: value for field, value in changes.items() if field not in of_layout}
+        policies = [settings["activation_checkpoint"]] if "activation_checkpoint" in settings else self._checkpointing
+        places = {(one.experiment.cp, one.experiment.dp_replicate) for one in near}
+        order = []
+        for place, policy in enumerate(policies):
+            seconds = _estimate(self.cluster, self._calibration, {**settings, "activation_checkpoint": policy})
+            order += [
+                (seconds(facts, bubble), stated, place, bubble, facts)
+                for stated, bubble, facts in self._layouts
+                if all(getattr(facts.experiment, field) == value for field, value in of_layout.items())
+                and (not places or (facts.experiment.cp, facts.experiment.dp_replicate) in places)
+            ]
+        order.sort(key=lambda entry: entry[:3])
+        fitting: list[Candidate] = []
+        lows: list[float] = []
+        too_large = looked_at = 0
+        least: dict[tuple[Any, ...], float] = {}
+        nearest: dict[tuple[Any, ...], Candidate] = {}
+        for estimate_s, stated, place, bubble, layout in order:
+            fastest_tps = self._experiment.seq_len / estimate_s
+            if len(fitting) >= CONSIDERED or (len(lows) >= limit and fastest_tps / LEAST_WIDTH < sorted(lows)[-limit]):
+                break
+            looked_at += 1
+            facts = layout.vary(**{**settings, "activation_checkpoint": policies[place]})
+            x = facts.experiment
+            if next(faults(facts), None) is not None or not can_be_placed(x, x.ep, self.cluster.node):
+                continue
+            # Micro-batches of one under full checkpointing hold least: where not even they fit, nothing else is tried.
+            thrifty = {"microbatch": 1, "accumulate_gradients": True, "activation_checkpoint": "full"}
+            thrifty["pp_schedule"] = v = x.pp_schedule if SCHEDULES[x.pp_schedule].style == "v" else "1F1B"
+            group = (x.pp, x.dp_replicate, x.cp, x.tp, x.ep, v)
+            if group not in least:
+                least[group] = self._left(facts.vary(**thrifty))
+            left = self._left(facts) if least[group] >= 0 else least[group]
+            one = Candidate(experiment=x, bubble_fraction=bubble, ep_nodes=stated[2], headroom_gib=left)
+            if left < 0:
+                too_large += 1
+                nearest[group] = one if group not in nearest else max(nearest[group], one, key=_room)
+                continue
+            one = replace(one, projection=project(x, self.cluster, calibration=self._calibration))
+            fitting.append(one)
+            lows.append(_low_end(one))
+        return Found(
+            candidates=tuple(fitting),
+            nearest=tuple(sorted(nearest.values(), key=_room, reverse=True)[: max(limit, 1)]) if not fitting else (),
+            examined=self._examined,
+            legal=self._legal,
+            too_large=too_large,
+            left_out=len(order) - looked_at,
+        )
+
+    def best(self, **changes: Any) -> Projection | None:
+        """The projection of the best layout with some settings changed; None where none is legal and fits."""
+        key = tuple(sorted(changes.items()))
+        if key not in self._known:
+            ranked = sorted(self.fastest(near=self._near, **changes).candidates, key=_low_end)
+            self._known[key] = ranked[-1].projection if ranked else None
+        return self._known[key]
+
+    def gains(self) -> Iterator[Gain]:
+        """Of 8-bit experts, of DeepEP and of both, over neither; nothing where no layout fits with neither."""
+        if (without := self.best(**PLAIN)) is None:
+            return
+        low = Precision.MXFP8 if has_native_mxfp8(self.cluster.node.gpu.capability) else Precision.FP8
+        experts, dispatcher = {"precision": low}, {"ep_backend": EPBackend.DEEPEP}
+        techniques: dict[str, dict[str, Any]] = {f"{low.upper()} experts": experts, "DeepEP": dispatcher}
+        techniques[" with ".join(techniques)] = experts | dispatcher
+        for name, fields in techniques.items():
+            with_it, interval = self.best(**{**PLAIN, **fields}), Estimate(value=0.0, low=0.0, high=0.0)
+            if with_it is None:
+                reasons = check(Experiment.model_validate({**without.experiment.model_dump(), **fields})).reasons
+                why = reasons[0] if reasons else "no layout with it fits"
+            else:
+                interval = gain_interval(
+                    with_it.job,
+                    without.job,
+                    self._calibration,
+                    extrapolated=bool(with_it.outside or without.outside),
+                )
+                why = _rows_and_break_even(with_it.job, self._calibration) if fields == experts else ""
+            yield Gain(name=name, with_it=with_it, without=without, interval=interval, why=why)
+
+    def worth_of(self, best: Projection) -> list[Worth]:
+        """What single settings of the best layout are worth, the most valuable first; each other value has its own."""
+        x, given = best.experiment, self._experiment
+        layout = [field for field in VARIED if field not in ("dp_shard", "dp_replicate")]
+        others = [(field, getattr(given, field)) for field in layout if getattr(given, field) != getattr(x, field)]
+        native = has_native_mxfp8(gpu_of(x.hardware).capability)
+        unknown = "fp8" if native else "mxfp8"  # no rate of it was ever measured there
+        others += [(name, value) for name, tried in TRIED.items() for value in tried if value != unknown]
+        worth = []
+        for field, other in others:
+            value = getattr(x, field)
+            changed = None if value == other else self.best(**{field: other})
+            # What means nothing beside the other settings, as the weight gradient of BF16 experts, changes nothing.
+            if changed and changed.tps != best.tps:
+                rests_on = tuple(dict.fromkeys((*best.rests_on, *changed.rests_on)))
+                worth.append(
+                    Worth(field=field, value=value, other=other, tps=best.tps, other_tps=changed.tps, rests_on=rests_on)
+                )
+        return sorted(worth, key=lambda one: -abs(one.percent))
+
+    def _left(self, facts: Facts) -> float:
+        """GiB that are left on the fullest GPU."""
+        return self._headroom(facts.experiment, resolve(facts)) if self._headroom else inf
+
+
+def sequences_of(experiment: Experiment) -> int:
+    """Sequences of a step over all ranks, those of a layout that does not divide them rounded down."""
+    ranks = experiment.world_size // (experiment.pp * experiment.tp * experiment.cp)
+    return experiment.local_batch * max(1, ranks)
+
+
+def chosen_fields(experiment: Experiment) -> dict[str, Any]:
+    """What a search chooses, as fields of an experiment."""
+    names = (*VARIED, "local_batch", "accumulate_gradients", "activation_checkpoint")
+    return {field: getattr(experiment, field) for field in names}
+
+
+def _estimate(
+    cluster: Cluster, calibration: Calibration, settings: Mapping[str, Any]
+) -> Callable[[Facts, float], float]:
     """Seconds of a layout for each token, without its collectives at the end and its optimizer."""
     known: dict[tuple[int, ...], float] = {}
 
-    def seconds(facts: Facts) -> float:
-        x = facts.experiment
-        size = x.microbatch if x.pp > 1 else x.local_batch
+    def seconds(facts: Facts, bubble: float) -> float:
+        x, size = facts.experiment, facts.experiment.sequences_at_once
         key = (size, x.tp, x.cp, x.ep, facts.microbatches > 1)
         if key not in known:
             placed = can_be_placed(x, x.ep, cluster.node)
-            known[key] = work_s(job_of(x, resolve(facts), cluster.node), CALIBRATION) if placed else inf
-        return known[key] * x.tp * x.cp / size / (1 - _bubble(facts))
+            varied = facts.vary(**settings)
+            known[key] = (
+                work_s(job_of(varied.experiment, resolve(varied), cluster.node), calibration) if placed else inf
+            )
+        return known[key] * x.tp * x.cp / size / (1 - bubble)
 
     return seconds
 
 
-def worth_of(best: Projection, given: Experiment) -> Iterator[Worth]:
-    """What single settings of the best layout are worth, the most valuable first."""
-    x = best.experiment
-    layout = [field for field in VARIED if field not in ("dp_shard", "dp_replicate")]
-    others = [(field, getattr(given, field)) for field in layout if getattr(given, field) != getattr(x, field)]
-    native = has_native_mxfp8(gpu_of(x.hardware).capability)
-    unknown = "fp8" if native else "mxfp8"  # no rate of it was ever measured there
-    others += [(name, value) for name, tried in TRIED.items() for value in tried if value != unknown]
-    worth = []
-    for field, other in others:
-        value = getattr(x, field)
-        if value == other:
-            continue
-        with suppress(Refused, BadInput):
-            changed = project(Experiment.model_validate({**x.model_dump(), field: other}), best.cluster)
-            rests_on = tuple(dict.fromkeys((*best.rests_on, *changed.rests_on)))
-            worth.append(
-                Worth(field=field, value=value, other=other, tps=best.tps, other_tps=changed.tps, rests_on=rests_on)
+def _rows_and_break_even(job: Job, calibration: Calibration) -> str:
+    """Rows that the experts of a GPU multiply at a time, beside those from which on 8 bits save time in a layer."""
+
+    def saves(tokens: float) -> bool:
+        low, bf16 = (
+            expert_s(replace(job, precision=precision, work=replace(work, tokens=round(tokens))), calibration)
+            for precision, work in (
+                (job.precision, job.work),
+                (Precision.BF16, replace(job.work, one_pass_experts=False, scaled_products=False, pad_multiple=1)),
             )
-    return iter(sorted(worth, key=lambda one: -abs(one.percent)))
+        )
+        return low < bf16
+
+    tokens, rows_of_token = job.work.tokens, job.work.received(job.shape) / job.work.tokens
+    least, most = 2.0**8, 2.0**22
+    if not saves(most):
+        even = "8 bits save no time at any number of rows on this GPU"
+    else:
+        while most / least > BREAK_EVEN_STEP:
+            middle = math.sqrt(least * most)
+            least, most = (least, middle) if saves(middle) else (middle, most)
+        even = f"break-even is {most * rows_of_token:,.0f}"
+    return f"your experts multiply M = {tokens * rows_of_token:,.0f} rows at a time on each GPU; {even}"
 
 
-def recommendation_text(found: Recommendation) -> str:
-    """The layouts as a table, fastest first, and what settings of the fastest are worth."""
+def answer_lines(found: Recommendation, name: str = "") -> list[str]:
+    """The answer to *which layout, does it fit, how fast, and is a technique worth it*, one sentence a line.
+
+    Args:
+        found: the search.
+        name: of the model, where the experiment's own would be a list of dimensions.
+    """
+    x, counts = found.experiment, count_parameters(shape_for(found.experiment))
+    sequences = sequences_of(found.best.experiment if found.best else x)
+    model = (
+        f"{name or x.model_label}: {amount(counts.total)} parameters, {amount(counts.active)} active in a token; "
+        f"{x.world_size} GPUs ({x.nodes} × {x.gpus_per_node}) of {x.hardware}, arm {x.arm}, "
+        f"{sequences:,} sequences of {x.seq_len:,} tokens ({tokens_text(sequences * x.seq_len)}) a step"
+    )
+    if not found.best:
+        if not found.found.legal:
+            return ["no layout is legal", model]
+        over = -(found.found.nearest[0].headroom_gib or 0.0) if found.found.nearest else 0.0
+        return [f"legal · no layout fits: the nearest lacks {over:.1f} GiB on its fullest GPU", model]
+    lines = [
+        f"legal · fits ({found.ranked[0].headroom_gib:.1f} GiB free) · {speed_text(found.best)}",
+        model,
+        f"best layout: {layout_words(found.best.experiment)}{_resting(found.best.rests_on)}",
+    ]
+    seen = next((one.projection for one in found.ranked if one.projection and not one.projection.rests_on), None)
+    if found.best.rests_on and seen:
+        lines.append(f"best of what was seen: {layout_words(seen.experiment)}: {speed_text(seen)}")
+    if found.own_tps is not None and found.own_tps < found.best.tps:
+        more = 100 * (found.best.tps / found.own_tps - 1)
+        lines.append(f"as given: {layout_words(x)}: {found.own_tps:,.0f} tokens/s per GPU; the best is {more:+.1f} %")
+    return [*lines, *map(gain_text, found.gains)]
+
+
+def speed_text(projection: Projection) -> str:
+    """Tokens/s per GPU with the interval.
+
+    The label says where it is extrapolated.
+    """
+    low, high = projection.interval
+    return (
+        f"{projection.tps:,.0f} tokens/s per GPU ({low:,.0f} to {high:,.0f} with 90 % confidence; {projection.label})"
+    )
+
+
+def layout_words(experiment: Experiment) -> str:
+    """A layout in one line; degrees of one are left out, as is what follows from the others.
+
+    >>> layout_words(Experiment(gpus_per_node=8, ep=8, dp_shard=8, local_batch=2))
+    'FSDP 8, EP 8, 2 sequences at a time, checkpointing none'
+    """
+    x = experiment
+    shard = x.dp_shard if x.dp_shard > 0 else x.world_size // (x.pp * x.tp * x.cp * x.dp_replicate)
+    names = {"PP": x.pp, "replicas": x.dp_replicate, "FSDP": shard, "CP": x.cp, "TP": x.tp, "EP": x.ep}
+    degrees = [f"{name} {degree}" for name, degree in names.items() if degree > 1 or name == "EP"]
+    degrees[:1] = [f"{degrees[0]} ({x.pp_schedule})"] if x.pp > 1 else degrees[:1]
+    size = x.sequences_at_once
+    at_once = f"{size} sequence{'s' if size > 1 else ''} at a time"
+    at_once += f", {x.local_batch // size} times" if size < x.local_batch else ""
+    return f"{', '.join(degrees)}, {at_once}, checkpointing {x.activation_checkpoint}"
+
+
+def gain_text(gain: Gain) -> str:
+    """A gain in a sentence, with what either side's best layout is and what it rests on."""
+    if gain.with_it is None:
+        return f"{gain.name}: {gain.why}"
+    low, high = gain.interval.low, gain.interval.high
+    said = f"{gain.name}: {gain.interval.value:+.1f} % ({low:+.1f} to {high:+.1f} %)"
+    said += f", {gain.with_it.tps:,.0f} instead of {gain.without.tps:,.0f} tokens/s per GPU, each at its best layout: "
+    same = chosen_fields(gain.with_it.experiment) == chosen_fields(gain.without.experiment)
+    if same:
+        said += "the same for both"
+    else:
+        said += f"{layout_words(gain.with_it.experiment)}; without it {layout_words(gain.without.experiment)}"
+    return said + (f"; {gain.why}" if gain.why else "") + _resting(gain.rests_on)
+
+
+def _resting(reasons: Sequence[str]) -> str:
+    return f" ({extrapolated(reasons[0])})" if reasons else ""
+
+
+def recommendation_text(found: Recommendation, name: str = "") -> str:
+    """The answer, the layouts as a table, the best first, and what settings of the best are worth."""
+    lines = [line for sentence in answer_lines(found, name) for line in rows("", [sentence], bullet="")]
     if not found.ranked:
-        return search_text(found.found)
+        return "\n".join([*lines, "", search_text(found.found)])
     table = [
         (*candidate_row(one), f"{one.projection.tps:,.0f}" + "*" * bool(one.projection.rests_on))
         for one in found.ranked
         if one.projection is not None
     ]
     counts = f"{found.found.examined:,} layouts judged, {found.found.legal:,} legal; {found.considered:,} projected"
-    counts += f", of which the fastest was number {found.place:,} by a first estimate"
-    counts += f"; {found.left_out:,} that the estimate has behind them are left out" if found.left_out else ""
-    best = found.ranked[0].projection
+    counts += f", of which the best was number {found.place:,} by a first estimate"
+    counts += (
+        f"; {found.found.left_out:,} that the estimate has behind them are left out" if found.found.left_out else ""
+    )
+    best = found.best
     assert best is not None
     label = "Speeds are derived" + (f"; * {extrapolated(best.rests_on[0])}" if best.rests_on else "")
-    lines = [*aligned([(*CANDIDATE_HEADER, "tokens/s/GPU"), *table]), "", f"{counts}.", f"{label}.", *best.notes]
-    lines += ["", "the fastest with one setting changed:"] if found.worth else []
+    lines += ["", *aligned([(*CANDIDATE_HEADER, "tokens/s/GPU"), *table]), ""]
+    lines += [*rows("", [f"{counts}.", f"Order: {ORDER_BY_SPEED}.", f"{label}."]), *best.notes]
+    lines += ["", "another setting, with its own best layout:"] if found.worth else []
     return "\n".join(lines + [f"  {_changed(one)}" for one in found.worth])
 
 
 def _changed(worth: Worth) -> str:
     value, other = (getattr(one, "value", one) for one in (worth.value, worth.other))
     change = 100 * (worth.other_tps / worth.tps - 1)
-    said = f" ({extrapolated(worth.rests_on[0])})" if worth.rests_on else ""
-    return f"{worth.field} {other} instead of {value}: {change:+.1f} %{said}"
+    return f"{worth.field} {other} instead of {value}: {change:+.1f} %{_resting(worth.rests_on)}"

@@ -195,6 +195,16 @@ def test_nvfp4_is_emulated_in_blocks_of_16_on_a_b200_too(backend: str, padding: 
     assert {getattr(one, padding) for one in dispatchers(config)} == {16}
 
 
+@pytest.mark.parametrize(("fields", "batches"), [({"pp": 1}, (2, 4096)), ({"pp": 2}, (64, -1))])
+def test_torchtitan_adds_up_gradients_where_no_pipeline_takes_the_microbatches(
+    fields: dict[str, int], batches: tuple[int, int]
+) -> None:
+    arm = named_arms()["dsv3_671b_bf16_standard"].model_copy(update={"accumulate_gradients": True, "microbatch": 2})
+    arm = arm.model_copy(update={"local_batch": 32 * fields["pp"], **fields})
+    training = config_registry.trainer_config(arm).training
+    assert (training.local_batch_size, training.global_batch_size) == batches
+
+
 @pytest.mark.parametrize("backend", ["deepep", "hybridep", "minimal_async_ep"])
 def test_buffers_hold_one_microbatch_under_a_pipeline(backend: str) -> None:
     """TorchTitan would take the whole local batch: 64 sequences of 8192 tokens, over 2 tensor-parallel ranks."""

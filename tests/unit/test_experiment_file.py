@@ -384,7 +384,8 @@ OTHER_VALUES: dict[str, Any] = yaml.safe_load("""\
 {model: debug, shape: {n_layers: 3}, precision: mxfp8, mxfp8_kernels: emulated, quantize: experts+linears, wgrad: bf16,
 ep_backend: deepep, ep_kernels: emulated, dispatch_precision: mxfp8, routing: round_robin, nodes: 2, gpus_per_node: 4,
 dp_replicate: 2, dp_shard: 2, tp: 2, pp: 2, pp_stages_per_rank: 1, pp_schedule: ../Zero Bubble_V, cp: 2, ep: 1,
-seq_len: 512, local_batch: 8, microbatch: 2, steps: 61, warmup_steps: 0, lr: 1.0e-5, attention_backend: varlen,
+seq_len: 512, local_batch: 8, microbatch: 2, accumulate_gradients: true, steps: 61, warmup_steps: 0,
+lr: 1.0e-5, attention_backend: varlen,
 activation_checkpoint: full+dispatch, compile: model+loss, dataset: c4, hardware: h100_of_mine, capture_step: 12,
 trace_step: 12, trace_ranks: [0, 1], memory_snapshot: true}
 """)

@@ -73,6 +73,11 @@ def test_without_a_pipeline_the_whole_batch_is_one_microbatch() -> None:
     layout = check(experiment(pp_schedule="Interleaved1F1B")).layout
     assert layout is not None
     assert (layout.microbatches, layout.microbatch_size, layout.stages_of_rank) == (1, 64, ((0,),))
+    accumulated = check(experiment(accumulate_gradients=True, microbatch=2))
+    assert accumulated.layout is not None
+    assert (accumulated.layout.microbatches, accumulated.layout.microbatch_size) == (32, 2)
+    (reason,) = check(experiment(accumulate_gradients=True, microbatch=3)).reasons
+    assert reason.startswith("microbatch is 3: gradient accumulation cuts local_batch 64")
     assert layout.stages[0][0] == "tok_embeddings"
     assert layout.stages[0][-2:] == ("norm", "lm_head")
 

@@ -28,10 +28,10 @@ def key(candidate: Candidate) -> tuple[Any, ...]:
 
 
 def fields_of(experiment: Experiment) -> tuple[Any, ...]:
-    """What a search varies; the schedule and the micro-batch mean nothing without a pipeline."""
-    pipeline = (experiment.pp_schedule, experiment.microbatch) if experiment.pp > 1 else ()
+    """What a search varies; the schedule means nothing without a pipeline."""
     x = experiment
-    return (x.pp, x.dp_replicate, x.dp_shard, x.cp, x.tp, x.ep, *pipeline)
+    pipeline = (x.pp_schedule,) if x.pp > 1 else ()
+    return (x.pp, x.dp_replicate, x.dp_shard, x.cp, x.tp, x.ep, x.sequences_at_once, *pipeline)
 
 
 def brute_force(experiment: Experiment) -> set[tuple[Any, ...]]:
@@ -43,9 +43,9 @@ def brute_force(experiment: Experiment) -> set[tuple[Any, ...]]:
         dp_shard, over = divmod(experiment.world_size, pp * tp * cp * dp_replicate)
         if over:
             continue
-        for schedule, microbatch in itertools.product(SCHEDULES, batches) if pp > 1 else [("1F1B", 1)]:
+        for schedule, microbatch in itertools.product(SCHEDULES if pp > 1 else ["1F1B"], batches):
             changes = {"pp": pp, "tp": tp, "cp": cp, "dp_replicate": dp_replicate, "dp_shard": dp_shard, "ep": ep,
-                       "pp_schedule": schedule, "microbatch": microbatch}  # fmt: skip
+                       "pp_schedule": schedule, "microbatch": microbatch, "accumulate_gradients": True}  # fmt: skip
             one = experiment.model_copy(update=changes)
             if check(one).legal:
                 found.add(fields_of(one))

@@ -70,8 +70,8 @@ class Facts:
 
     @property
     def microbatches(self) -> int:
-        """Micro-batches of a step on each rank; 1 without pipeline parallelism."""
-        return self.experiment.local_batch // self.experiment.microbatch if self.experiment.pp > 1 else 1
+        """Micro-batches of a step on each rank; 1 where all of them go forward at once."""
+        return self.experiment.local_batch // self.experiment.sequences_at_once
 
     @property
     def quantised(self) -> bool:
@@ -137,7 +137,7 @@ class Layout:
         efsdp: ranks that shard the experts of one expert-parallel rank, ``dp_shard * cp * tp / ep``.
         stages: names of the modules of each (virtual) stage, in stage order.
         stages_of_rank: numbers of the stages that each pipeline rank holds.
-        microbatches: micro-batches of a step on each rank; 1 without pipeline parallelism.
+        microbatches: micro-batches of a step on each rank; 1 without a pipeline, unless gradients are accumulated.
         microbatch_size: sequences of one micro-batch.
     """
 
@@ -181,7 +181,7 @@ def resolve(facts: Facts) -> Layout:
         stages=split_layers(facts.shape.n_layers, x.pp * turns),
         stages_of_rank=stages_of_rank(schedule, x.pp, turns),
         microbatches=facts.microbatches,
-        microbatch_size=x.microbatch if x.pp > 1 else x.local_batch,
+        microbatch_size=x.sequences_at_once,
     )
 
 

@@ -187,7 +187,16 @@ def _pipeline(facts: Facts) -> Iterator[Fault]:
     builds the schedule, both after every rank has started.
     """
     x, schedule = facts.experiment, facts.schedule
+    uneven = Fault(
+        "micro-batches are whole",
+        "microbatch",
+        f"{'pipeline parallelism' if x.pp > 1 else 'gradient accumulation'} cuts local_batch {x.local_batch} into "
+        "micro-batches of this size",
+        shapes_layout=True,
+    )
     if x.pp == 1:
+        if x.local_batch % x.sequences_at_once:
+            yield uneven
         return
     if x.pp_schedule not in SCHEDULES:
         words = "there is no such schedule; names are spelt as TorchTitan spells them"
@@ -212,8 +221,7 @@ def _pipeline(facts: Facts) -> Iterator[Fault]:
             )
             yield Fault("stages have layers", "pp", words, shapes_layout=True)
     if x.local_batch % x.microbatch:
-        words = f"pipeline parallelism cuts local_batch {x.local_batch} into micro-batches of this size"
-        yield Fault("micro-batches are whole", "microbatch", words, shapes_layout=True)
+        yield uneven
     elif schedule is not None and not schedule.takes(facts.microbatches, x.pp):
         made = f"at microbatch {x.microbatch} it makes {facts.microbatches} micro-batches, and {schedule.name} on "
         least = schedule.least_microbatches(x.pp * schedule.stages_per_rank)
@@ -494,10 +502,10 @@ def _notes(facts: Facts) -> Iterator[str]:
     if x.pp > 1 or (x.ep > 1 and x.ep_backend is not EPBackend.MINIMAL_ASYNC_EP):
         cause = "pipeline parallelism" if x.pp > 1 else f"ep_backend {x.ep_backend.value}, which waits for the host"
         yield f"cuda graphs: off; TorchTitan 0.3.0 does not support them with {cause}"
-    if x.pp == 1 and x.microbatch != x.local_batch > 1:
+    if x.microbatch != x.sequences_at_once > 1:
         yield (
-            f"microbatch: {x.microbatch} is for pipeline parallelism only; without it the {x.local_batch} "
-            "sequences of local_batch go forward at once"
+            f"microbatch: {x.microbatch} is for pipeline parallelism; without it the {x.local_batch} sequences of "
+            "local_batch go forward at once, unless accumulate_gradients is set"
         )
     if x.pp > 1 and (schedule := facts.schedule) and x.world_size % x.pp == 0:
         told = f"loss: global rank {rank_with_loss(schedule, x.pp) * (x.world_size // x.pp)} holds it; the other "

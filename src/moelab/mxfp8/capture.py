@@ -82,8 +82,8 @@ def install(model: nn.Module, experiment: Experiment, dump_folder: Path) -> list
     experts = [(name, module) for name, module in model.named_modules() if isinstance(module, GroupedExperts)]
     if not experiment.capture_step or rank != 0 or not experts:
         return []
-    # Under a pipeline a step passes through the model once for each micro-batch; the first of them is taken.
-    passes_of_a_step = experiment.local_batch // experiment.microbatch if experiment.pp > 1 else 1
+    # A step passes through the model once for each micro-batch; the first of them is taken.
+    passes_of_a_step = experiment.local_batch // experiment.sequences_at_once
     passes_before = (experiment.capture_step - 1) * passes_of_a_step
     chosen = [experts[index] for index in sorted({0, len(experts) // 2, len(experts) - 1})]
     layers = {name.partition(".moe.")[0]: module for name, module in chosen}

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from moelab.experiment import EPBackend, Precision
 from moelab.hardware import ROCM
+from moelab.projection.calibration import Calibration, drawn
 from moelab.projection.exchange import waits_over_network
 from moelab.projection.gemm import is_blackwell
-from moelab.projection.job import Job
+from moelab.projection.job import CATEGORIES, Job, Times
+from moelab.projection.step import step_time
 
 CONFIDENCE = 0.9
 
@@ -69,6 +73,57 @@ def relative_width(parts_s: Mapping[str, float], *, extrapolated: bool = False) 
     return 1.645 * math.sqrt(variance + SYSTEM_SPREAD**2) * (OUTSIDE_FACTOR if extrapolated else 1.0)
 
 
+GAIN_DRAWS = 64
+OWN_PARTS: Mapping[str, tuple[str, ...]] = {
+    "dispatcher": ("all-to-all", "permutation and padding", "host and waiting"),
+    "precision": ("expert GEMMs", "quantisation"),
+}
+"""Parts whose kernels a technique replaces."""
+
+
+def gain_interval(with_it: Job, without: Job, calibration: Calibration, *, extrapolated: bool = False) -> Estimate:
+    """Percent that one job is faster than another on the same machine, with its 90 % interval.
+
+    Both sides are priced with the same drawn constants, and each part errs alike on both, but for the parts whose
+    kernels differ: of these the one side's error says nothing of the other's.
+
+    Args:
+        with_it: the one.
+        without: the other, of which the percent are.
+        calibration: constants of the model.
+        extrapolated: whether one of them lies outside of what was seen.
+    """
+    own: tuple[str, ...] = ()
+    if with_it.work.backend != without.work.backend:
+        own += OWN_PARTS["dispatcher"]
+    if with_it.precision != without.precision:
+        own += OWN_PARTS["precision"]
+    random = np.random.default_rng(0)
+    spread = np.array([PART_SPREAD[part] for part in CATEGORIES])
+    differs = np.array([part in own for part in CATEGORIES])
+
+    def log_speeds(constants: Calibration, errors: Sequence[Times]) -> Times:
+        seconds = [
+            sum(
+                error * step_time(job, constants).parts_s[part] for part, error in zip(CATEGORIES, factors, strict=True)
+            )
+            for job, factors in zip((with_it, without), errors, strict=True)
+        ]
+        return np.log([with_it.tokens_per_gpu / seconds[0], without.tokens_per_gpu / seconds[1]])
+
+    exact = np.ones(len(CATEGORIES))
+    one, other = log_speeds(calibration, (exact, exact))
+    logs = []
+    for _ in range(GAIN_DRAWS):
+        shared = np.exp(random.normal(0, spread))
+        apart = np.where(differs, np.exp(random.normal(0, spread)), shared)
+        drawn_one, drawn_other = log_speeds(drawn(calibration, random), (apart, shared))
+        logs.append(drawn_one - drawn_other)
+    width = 1.645 * float(np.std(logs)) * (OUTSIDE_FACTOR if extrapolated else 1.0)
+    low, value, high = (100 * (math.exp(one - other + side) - 1) for side in (-width, 0.0, width))
+    return Estimate(value=value, low=low, high=high)
+
+
 def outside(job: Job) -> tuple[str, ...]:
     """What of a job lies outside of what the model was held against."""
     node, work = job.node, job.work
@@ -93,6 +148,7 @@ def outside(job: Job) -> tuple[str, ...]:
             f"{work.routed_tokens} routed tokens of a micro-batch: seen from {LEAST_TOKENS}",
         ),
         (work.cp > 1, "context parallelism: not in any row"),
+        (work.ep == 1 and work.tp > 1, "experts cut by tensor parallelism (ep 1): not in any row"),
         (
             over_network and node.nic_gb_s is not None and node.nic_gb_s.value != NETWORK_GB_S,
             f"network of {float(node.nic_gb_s or 0):g} GB/s: seen at {NETWORK_GB_S:g}",

@@ -194,6 +194,8 @@ def trainer_config(experiment: Experiment) -> Trainer.Config:
 
         cpu.enable()
     spec = _model(experiment, on_cpu=on_cpu)
+    accumulates = experiment.pp == 1 and experiment.accumulate_gradients
+    sequences = experiment.local_batch * experiment.world_size // (experiment.tp * experiment.cp)
     return StoppableTrainer.Config(
         model_spec=spec,
         loss=ChunkedLossWrapper.Config(loss_fn=CrossEntropyLoss.Config(global_vocab_size=decoder_vocab_size(spec))),
@@ -202,7 +204,9 @@ def trainer_config(experiment: Experiment) -> Trainer.Config:
             warmup_steps=experiment.warmup_steps, decay_ratio=0.8, decay_type="cosine", min_lr_factor=0.1
         ),
         training=TrainingConfig(
-            local_batch_size=experiment.local_batch,
+            local_batch_size=experiment.microbatch if accumulates else experiment.local_batch,
+            # TorchTitan adds up the gradients of as many local batches as make the global one
+            global_batch_size=sequences if accumulates else -1,
             seq_len=experiment.seq_len,
             steps=experiment.steps,
             disable_cuda_graphs=True,
