@@ -30,8 +30,9 @@ from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, D
 from moelab.deepep import ops
 from moelab.deepep.buffer import exchange, open_exchange
 from moelab.deepep.checkpoint import CommunicationSavingAC, CommunicationSavingFullAC
-from moelab.deepep.dispatcher import DispatchPrecision, padded
+from moelab.deepep.dispatcher import padded
 from moelab.experts import draw_experts
+from moelab.model import DispatchPrecision
 from moelab.mxfp8.converter import MXFP8Experts
 from moelab.mxfp8.dispatch import quantised
 

@@ -1,16 +1,8 @@
-"""Kill a launcher, torchrun or a rank at some moment of a training, start again, and see what is left of the first.
-
-A campaign, as its table was made; the five kills of CI are in ``training/test_kills.py``::
-
-    PYTHONPATH=src python tests/kills.py 30 --seed 1 --folder /tmp/kills
-"""
+"""Kill a launcher, torchrun or a rank at some moment of a training, start again, and see what is left of the first."""
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import random
 import re
 import signal
 import subprocess
@@ -18,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from training_support import SHARED, ranks_of, wait_for, write_study
@@ -30,10 +22,7 @@ from moelab.runs.directory import RunDir, find
 from moelab.runs.status import State
 from moelab.runs.table import merge_segments
 
-STEPS, CHECKPOINT_INTERVAL = 12, 3
-TARGETS = ("launcher", "torchrun", "launcher and torchrun", "rank")
-MOMENTS = ("start-up", "training", "checkpoint", "end")
-DELAY_S = {"start-up": 9.0, "training": 0.4, "checkpoint": 0.1, "end": 2.5}
+CHECKPOINT_INTERVAL = 3
 LEFT_S = 20.0
 """So long after the next start begins, nothing of the killed one may live."""
 STEP = re.compile(r"\bstep:\s*(\d+)\s+loss:")
@@ -45,8 +34,8 @@ class Kill:
 
     Attributes:
         of_job: of a job's start, which goes on from its checkpoints, instead of a ``moelab run``.
-        target: one of :data:`TARGETS`.
-        moment: one of :data:`MOMENTS`; checkpoints are a job's alone.
+        target: launcher, torchrun, launcher and torchrun, or rank.
+        moment: start-up, training, checkpoint (a job's alone) or end.
         step: that has been logged, where the moment is training.
         delay_s: after the moment has come.
     """
@@ -154,15 +143,6 @@ def study_file(folder: Path, steps: int) -> Path:
     return write_study(folder, [{"precision": "bf16"}], [0], **{**SHARED, "steps": steps})
 
 
-def reference_losses(folder: Path) -> dict[int, float]:
-    """Losses by step of a run that nobody kills."""
-    folder.mkdir(parents=True)
-    launch = Launch(study_file(folder, STEPS), folder / "runs", None, 0)
-    assert launch.popen.wait(300) == 0, (folder / "launcher.log").read_text()
-    assert launch.run
-    return losses_of(launch.run)
-
-
 def losses_of(run: RunDir) -> dict[int, float]:
     """Loss by step, with the digits that a log has."""
     rows = merge_segments(collect_run(run).rows)
@@ -263,36 +243,3 @@ def _watch(killed: Launch, launch: Launch, outcome: Outcome, steps: int) -> Outc
         outcome.problems.append(f"the run that goes on is {status.state}: {status.reason}")
     words = f"{status.state}: {status.reason}" if status.reason else str(status.state)
     return replace(outcome, left_s=left_s, step=max(metrics, default=0), status=words)
-
-
-def kills_of(count: int, seed: int) -> list[Kill]:
-    """Random kills, of every target at every moment in turn, each other one of a job."""
-    chance = random.Random(seed)
-    found = []
-    for number in range(count):
-        moment, target = MOMENTS[number % 4], TARGETS[number // 4 % 4]
-        of_job = moment == "checkpoint" or number // 16 % 2 == 1
-        step, delay_s = chance.randrange(1, STEPS - 1), chance.uniform(0, DELAY_S[moment])
-        found.append(Kill(of_job=of_job, target=target, moment=moment, step=step, delay_s=round(delay_s, 3)))
-    return found
-
-
-def main() -> int:
-    """Each kill alone, with a start to the end after it; a line of JSON for each."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("count", type=int)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--folder", type=Path, required=True)
-    options = parser.parse_args()
-    reference = reference_losses(options.folder / "reference")
-    bad = 0
-    for number, kill in enumerate(kills_of(options.count, options.seed)):
-        (outcome,) = chain([kill], options.folder / f"kill{number}", reference)
-        bad += bool(outcome.problems)
-        print(json.dumps(asdict(outcome)), flush=True)  # noqa: T201
-    print(f"{options.count} kills, {bad} with problems", file=sys.stderr)  # noqa: T201
-    return 1 if bad else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

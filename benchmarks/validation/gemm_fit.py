@@ -24,7 +24,7 @@ from scipy.optimize import least_squares
 
 from moelab.data import read_yaml
 from moelab.hardware import B200, H100, Gpu
-from moelab.mxfp8.grouped_gemm_cases import DIRECTIONS, Case, Direction, Precision
+from moelab.mxfp8.grouped_gemm_cases import DIRECTIONS, Case, Direction, GroupedPrecision
 from moelab.mxfp8.grouped_gemm_results import SHAPE, case_of, stored
 from moelab.projection.calibration import CALIBRATION, Calibration, with_values
 from moelab.projection.gemm import CAST_BYTES, Kind, Rates, gain, grouped_parts, grouped_time_s, rates_of
@@ -143,7 +143,7 @@ def _b200_curve() -> Iterator[Observation]:
 def _b200_steps() -> Iterator[Observation]:
     """Torchao's eight rows, two times each."""
     for row in STEPS:
-        precisions: tuple[tuple[Precision, float], ...] = (("bf16", row.bf16_us), ("mxfp8", row.mxfp8_us))
+        precisions: tuple[tuple[GroupedPrecision, float], ...] = (("bf16", row.bf16_us), ("mxfp8", row.mxfp8_us))
         for precision, us in precisions:
             yield Observation(
                 kind="step",
@@ -202,7 +202,9 @@ def h100_observations() -> list[Observation]:
     return observations
 
 
-def step_us(gpu: Gpu, case: Case, precision: Precision, *, extra_bytes: float = 0.0) -> Callable[[Calibration], float]:
+def step_us(
+    gpu: Gpu, case: Case, precision: GroupedPrecision, *, extra_bytes: float = 0.0
+) -> Callable[[Calibration], float]:
     """Forward and backward in a step, and ``extra_bytes`` that are moved beside them."""
 
     def predict(calibration: Calibration) -> float:
@@ -216,7 +218,7 @@ def step_us(gpu: Gpu, case: Case, precision: Precision, *, extra_bytes: float = 
 
 
 def kernels_us(
-    gpu: Gpu, case: Case, precision: Precision, directions: Sequence[Direction], kinds: Sequence[Kind]
+    gpu: Gpu, case: Case, precision: GroupedPrecision, directions: Sequence[Direction], kinds: Sequence[Kind]
 ) -> Callable[[Calibration], float]:
     """Kernels of some directions and kinds, alone."""
 

@@ -21,7 +21,7 @@ from moelab.hardware import B200, GPUS, NIC_400G
 from moelab.memory.activations import BF16
 from moelab.model import BYTES_PER_ELEMENT, shape_of
 from moelab.mxfp8.grouped_gemm_cases import Case as Size
-from moelab.mxfp8.grouped_gemm_cases import Precision as GroupedPrecision
+from moelab.mxfp8.grouped_gemm_cases import GroupedPrecision
 from moelab.projection.calibration import Calibration
 from moelab.projection.exchange import (
     PERMUTATIONS,

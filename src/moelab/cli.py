@@ -378,34 +378,34 @@ def _explain(options: argparse.Namespace) -> int:
     experiment = _traced_experiment(options)  # before a file of gigabytes is read
     if experiment is None and (options.fit or options.calibration):
         raise BadInput("--fit and --calibration need to know what ran: give its YAML with --against")
-    found = explain(options.paths, rank=options.rank, step=options.step)
-    as_json, as_text = {**found.to_json(), "predicted_ms": {}}, explanation_text(found)
+    explained = explain(options.paths, rank=options.rank, step=options.step)
+    as_json, as_text = {**explained.to_json(), "predicted_ms": {}}, explanation_text(explained)
     if experiment is not None:
         try:
-            more_json, more_text = _against(options, found, experiment)
+            more_json, more_text = _against(options, explained, experiment)
         except MoelabError as error:
             if options.against:
                 raise
             more_text = f"note: not held against the run's own prediction: {error}"
-            more_json = {"notes": [*found.notes, more_text.removeprefix("note: ")]}
+            more_json = {"notes": [*explained.notes, more_text.removeprefix("note: ")]}
         as_json |= more_json
         as_text += f"\n\n{more_text}"
     _show(options, as_json, as_text)
     return 0
 
 
-def _against(options: argparse.Namespace, found: Any, experiment: Any) -> tuple[dict[str, Any], str]:
+def _against(options: argparse.Namespace, explained: Any, experiment: Any) -> tuple[dict[str, Any], str]:
     """An explanation beside the prediction, as JSON and as text; keeps a calibration if one is asked for."""
     from moelab.explain.against import compare, comparison_text, fit
     from moelab.projection.calibration import CALIBRATION, read_calibration, with_values, write_calibration
 
     calibration = read_calibration(options.calibration) if options.calibration else CALIBRATION
     if not options.fit:
-        compared = compare(found, experiment, calibration)
+        compared = compare(explained, experiment, calibration)
         return compared.to_json(), comparison_text(compared)
-    values = fit(found, experiment)
-    compared = compare(found, experiment, with_values(**values))
-    source = f"{', '.join(found.files)}: {experiment.model_label}, {experiment.arm}, {found.gpu}"
+    values = fit(explained, experiment)
+    compared = compare(explained, experiment, with_values(**values))
+    source = f"{', '.join(explained.files)}: {experiment.model_label}, {experiment.arm}, {explained.gpu}"
     path = write_calibration(options.fit, values, source)
     said = f"fitted {', '.join(values)}; use it with --calibration {options.fit} ({path})"
     as_json = {**compared.to_json(), "fit": {"file": str(path), "constants": values}}
@@ -495,15 +495,15 @@ def _collect(options: argparse.Namespace) -> int:
     from moelab.runs.collect import collect, collect_runs
     from moelab.runs.directory import discover
 
-    found = discover(options.path.absolute())
-    runs = collect_runs(found.runs) or collect(options.path)
+    discovered = discover(options.path.absolute())
+    runs = collect_runs(discovered.runs) or collect(options.path)
     if not options.json:
-        _show(options, None, "\n".join([*(run.summary for run in runs), *found.lines]))
+        _show(options, None, "\n".join([*(run.summary for run in runs), *discovered.lines]))
         return 0
     print('{"runs": [', end="\n ")  # noqa: T201 - one run at a time: all rows are hundreds of MB
     for number, run in enumerate(runs):
         print(",\n " * bool(number) + run.json_text(), end="")  # noqa: T201
-    others = each_text(without_secrets, found.to_json())
+    others = each_text(without_secrets, discovered.to_json())
     print(f"\n],{json.dumps(others, indent=1)[1:]}")  # noqa: T201
     return 0
 

@@ -108,8 +108,8 @@ def examine(*, hardware: str = "local", smoke: bool = False) -> Examination:
 
 
 def _arm(experiment: Experiment) -> ArmAnswer:
-    found = () if gpu_problem() else gpus()
-    native = bool(found) and all(has_native_mxfp8(gpu.capability) for gpu in found)
+    gpus_here = () if gpu_problem() else gpus()
+    native = bool(gpus_here) and all(has_native_mxfp8(gpu.capability) for gpu in gpus_here)
     kernels = {
         Precision.BF16: "runs",
         Precision.FP8: "runs with FP8 tensor cores",
@@ -164,12 +164,12 @@ def _gpus() -> Iterator[Finding]:
 
 
 def _package(name: str) -> Finding:
-    found = version(name)
+    installed = version(name)
     written = f"moelab is written against {name} {TESTED[name]}; reinstall with pip install moelab"
-    lack = "" if is_tested(name, found) else written
-    if name == "torch" and found and found.endswith("+cpu") and not gpu_problem() and gpus():
+    lack = "" if is_tested(name, installed) else written
+    if name == "torch" and installed and installed.endswith("+cpu") and not gpu_problem() and gpus():
         lack = "this build has no CUDA and does not see the GPUs; reinstall with pip install moelab"
-    return _seen(name, found or "not installed", lack)
+    return _seen(name, installed or "not installed", lack)
 
 
 def _tools() -> Iterator[Finding]:

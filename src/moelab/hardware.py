@@ -274,22 +274,24 @@ def _cpu() -> Cluster:
 
 def _local() -> Cluster:
     """This machine: its GPUs if it has any, else its processor."""
-    found = gpus()
-    if not found:
+    gpus_here = gpus()
+    if not gpus_here:
         return replace(_cpu(), name="local")
-    return Cluster(name="local", nodes=1, node=Node(gpu=_weakest([gpu_from(one) for one in found]), gpus=len(found)))
+    return Cluster(
+        name="local", nodes=1, node=Node(gpu=_weakest([gpu_from(one) for one in gpus_here]), gpus=len(gpus_here))
+    )
 
 
-def _weakest(found: Sequence[Gpu]) -> Gpu:
+def _weakest(kinds: Sequence[Gpu]) -> Gpu:
     """One kind that stands for all GPUs of a node; of several kinds only what holds for each, and no rates."""
-    counts = Counter(gpu.name for gpu in found)
+    counts = Counter(gpu.name for gpu in kinds)
     if len(counts) == 1:
-        return found[0]
-    memory = [gpu.memory_gib for gpu in found if gpu.memory_gib]
+        return kinds[0]
+    memory = [gpu.memory_gib for gpu in kinds if gpu.memory_gib]
     return Gpu(
         name=" and ".join(f"{count} × {name}" for name, count in counts.items()),
-        capability=found[0].capability if len({gpu.capability for gpu in found}) == 1 else None,
-        memory_gib=min(memory, key=float) if len(memory) == len(found) else None,
+        capability=kinds[0].capability if len({gpu.capability for gpu in kinds}) == 1 else None,
+        memory_gib=min(memory, key=float) if len(memory) == len(kinds) else None,
     )
 
 

@@ -185,13 +185,13 @@ def gpu_listing(visible: str | None) -> tuple[GpuInfo, ...] | GpusUnknown:
     if code not in (0, LISTS_DESPITE) and visible is not None and visible.startswith(("GPU-", "MIG-")):
         return GpusUnknown(f"nvidia-smi -L fails (exit code {code}), and CUDA_VISIBLE_DEVICES names GPUs by UUID")
     cut = {index for index, row in enumerate(rows) if row["mig"] == "Enabled"}
-    found = _visible(whole, listed, visible, cut if code == 0 else set())
-    if not found and cut and "MIG " not in listed:
+    gpus_seen = _visible(whole, listed, visible, cut if code == 0 else set())
+    if not gpus_seen and cut and "MIG " not in listed:
         return GpusUnknown(
             f"GPU {', '.join(map(str, sorted(cut)))} is in MIG mode and has no instance, so CUDA sees none",
             "make one (nvidia-smi mig -cgi 0 -C), or leave MIG mode (nvidia-smi -mig 0)",
         )
-    return found
+    return gpus_seen
 
 
 def _without_nvidia_smi() -> tuple[GpuInfo, ...] | GpusUnknown:
@@ -249,14 +249,14 @@ def _entries(visible: str) -> list[str]:
     by ``strtoul``, UUIDs may be cut short, and the first entry says which of the two the others have to be.
     """
     prefix = next((kind for kind in ("GPU-", "MIG-") if visible.startswith(kind)), None)
-    found: list[str] = []
+    entries: list[str] = []
     for entry in visible.split(","):
         number = re.match(r"\s*\+?(\d+)", entry)
         if entry.startswith(prefix) if prefix else number:
-            found.append(entry.strip() if prefix or not number else str(int(number[1])))
+            entries.append(entry.strip() if prefix or not number else str(int(number[1])))
         else:
             break
-    return found if len(set(found)) == len(found) else []
+    return entries if len(set(entries)) == len(entries) else []
 
 
 def _visible(whole: Sequence[GpuInfo], listed: str, visible: str | None, cut: Collection[int]) -> tuple[GpuInfo, ...]:
@@ -284,7 +284,7 @@ def _visible(whole: Sequence[GpuInfo], listed: str, visible: str | None, cut: Co
         if entry.isdecimal():
             at = int(entry)
         else:
-            if mig := [found for uuid, found in instances.items() if uuid.startswith(entry)]:
+            if mig := [instance for uuid, instance in instances.items() if uuid.startswith(entry)]:
                 return (mig[0],)
             at = next((number for uuid, number in uuids.items() if uuid.startswith(entry)), len(whole))
         if at >= len(whole):
@@ -477,8 +477,8 @@ class Machine:
 
     def distribution(self, name: str) -> importlib.metadata.Distribution | None:
         """An installed distribution by its name."""
-        found = importlib.metadata.distributions(name=name, path=[str(path) for path in self.search])
-        return next(iter(found), None)
+        distributions = importlib.metadata.distributions(name=name, path=[str(path) for path in self.search])
+        return next(iter(distributions), None)
 
     def module_folder(self, name: str) -> Path | None:
         """Folder of a package that Python would import."""

@@ -30,7 +30,7 @@ GPUS_OF_NODE: Mapping[str, int] = {"H100": 8, "H200": 8, "B200": 8, "GB200": 64}
 """GPUs of a node that a layout of powers of two uses."""
 LAYOUTS: Mapping[str, Sequence[int]] = {"pp": (1, 2, 4, 8, 16), "tp": (1, 2), "ep": (8, 16, 32, 64)}
 """Degrees that :func:`by_gpus` tries."""
-ARMS: Mapping[str, Mapping[str, str]] = {
+FOUR_ARMS: Mapping[str, Mapping[str, str]] = {
     f"{precision}_{backend}": {"precision": precision, "ep_backend": backend}
     for precision in ("bf16", "mxfp8")
     for backend in ("standard", "deepep")
@@ -92,7 +92,7 @@ def by_network(
         Refused: if an arm is illegal or does not fit.
     """
     points = []
-    for speed, fields in product(network_gb_s, ARMS.values()):
+    for speed, fields in product(network_gb_s, FOUR_ARMS.values()):
         cluster = cluster_like(gpu, nodes=experiment.nodes, network_gb_s=speed)
         one = project(on(gpu, experiment, **fields), cluster, calibration=calibration)
         points.append(Point(series=base_arm(one.experiment.arm)[0], x=speed, projection=one))

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 
 import pytest
-from notebook_support import NOTEBOOKS, Ran, run_by_nbmake
+from notebook_support import NO_PICTURES, NOTEBOOKS, Ran, run_by_nbmake
 
 
 @pytest.fixture(scope="session")
@@ -24,3 +24,10 @@ def by_nbmake(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Ran]:
         return run
 
     return whole
+
+
+@pytest.fixture(autouse=True)
+def _no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Notebooks that a test executes; the demo, which a child process runs, has its pictures."""
+    for name, value in NO_PICTURES.items():
+        monkeypatch.setenv(name, value)

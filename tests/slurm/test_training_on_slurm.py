@@ -1,6 +1,7 @@
 """TorchTitan trains over two nodes of a real Slurm, and goes on through a time limit as if there had been none.
 
-One job array has three runs: one is left alone, one is told that its time is up, and of one a rank is killed.
+One job array has three runs: one is left alone, one is told that its time is up, and of one a rank is killed. In the
+folder of the second a later checkpoint is half written, as a node that is lost leaves it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from moelab.launch.script import JobSpec, render
 from moelab.runs import directory
 from moelab.runs.collect import collect_run
 from moelab.runs.directory import RunDir
+from moelab.runs.expert_load import expert_load
 from moelab.runs.status import State, Status
 from moelab.runs.stragglers import read_own_times
 from moelab.runs.table import merge_segments
@@ -29,7 +31,7 @@ from moelab.runs.table import merge_segments
 pytestmark = pytest.mark.training  # and of Slurm: two marks, of which tests/conftest.py reads the first
 STEPS = 8
 PROFILE = ["nodes=2", "gpus_per_node=0", "exclusive=false", "cpus_per_task=1", "memory_gib=1", "signal_s=60"]
-PROFILE += ["time_ranks=true"]  # each rank's own times too
+PROFILE += ["time_ranks=true", "checkpoint_interval_steps=5"]  # each rank's own times too
 PORTS = ["first_port=15000", "last_port=19999"]  # the cluster's own are above
 
 
@@ -64,6 +66,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
         nodes=2,
         gpus_per_node=1,
     )
+    half_written = runs[1].path / "checkpoint" / "step-900"
+    half_written.mkdir(parents=True)
+    (half_written / "__0_0.distcp").write_bytes(b"half")
     script = folder / "job.sbatch"
     script.write_text(render(job))
     with slurm_cluster(nodes=2, cpus=4) as cluster:
@@ -115,6 +120,20 @@ def test_the_resumed_run_has_the_losses_of_the_one_left_alone(trained: Trained) 
     for column in ("loss", "grad_norm", "lr"):
         np.testing.assert_array_equal(ours[column], theirs[column])
     assert collect_run(trained.stopped).validation_loss == collect_run(trained.whole).validation_loss
+    load, alone = expert_load(trained.stopped), expert_load(trained.whole)
+    assert load is not None
+    assert alone is not None
+    np.testing.assert_array_equal(load.tokens_SLE, alone.tokens_SLE)
+
+
+@pytest.mark.slurm
+def test_a_half_written_checkpoint_is_not_resumed_and_old_ones_are_pruned(trained: Trained) -> None:
+    run = trained.stopped
+    last = int(collect_run(run).rows.query("segment == 0")["step"].max())
+    assert f"Loading the checkpoint from {run.path}/checkpoint/step-{last}." in run.log.read_text()
+    complete = {file.parent.name for file in run.path.glob("checkpoint/*/.metadata")}
+    assert complete == {f"step-{max(last, 5)}"}  # of the step where it stopped, and of the interval, the later
+    assert (run.path / "checkpoint" / "step-900").exists()
 
 
 @pytest.mark.slurm

@@ -7,15 +7,18 @@ import json
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
 
+from moelab.deepep.benchmark_cases import OPERATIONS
 from moelab.projection.measured import DRY_RUN
 
 pytestmark = pytest.mark.training
 ROOT = Path(__file__).parents[2]
 ARM = "bf16_deepep"
+ROUTINGS = ("round_robin", "random_balanced")
 
 
 def test_a_dry_run_does_all_steps_and_says_what_it_is(tmp_path: Path) -> None:
@@ -32,7 +35,10 @@ def test_a_dry_run_does_all_steps_and_says_what_it_is(tmp_path: Path) -> None:
     assert content["refused"] == []
     rows = [(row["ep"], row["shape"], row["arm"], row["routing"]) for row in content["rows"]]
     assert rows == [(2, DRY_RUN, ARM, "round_robin"), (2, DRY_RUN, ARM, "random_balanced")]
-    assert {row["routing"] for row in content["all_to_all"]["2"]["rows"]} == {"round_robin", "random_balanced"}
+    exchange = content["all_to_all"]["2"]
+    assert {(row["routing"], row["operation"]) for row in exchange["rows"]} == set(product(ROUTINGS, OPERATIONS))
+    assert exchange["libraries"]["deepep"] == "needs GPUs"
+    assert exchange["copies"]["between_ranks_gb_s"] > 0
     assert (content["health"]["stage"], content["health"]["ranks"]) == ("finished", 2)
     assert any("not held against 320 GB/s" in line for line in content["health"]["findings"])
     logs = gzip.decompress(output.with_suffix(".log.gz").read_bytes()).decode()

@@ -1,4 +1,4 @@
-"""Five kills at which processes, steps or a run's status were or could be lost; ``kills.py`` makes many more."""
+"""Five kills at which processes, steps or a run's status were or could be lost."""
 
 from __future__ import annotations
 

@@ -10,12 +10,11 @@ import socket
 import numpy as np
 import pandas as pd
 import pytest
-from training_support import SHARED, Interrupted, Trained, moelab_run, write_study
+from training_support import SHARED, Interrupted, Trained, moelab_run
 
 from moelab.runs import read_log, read_tensorboard
 from moelab.runs.collect import collect_run
 from moelab.runs.expert_load import expert_load
-from moelab.runs.status import State
 from moelab.runs.table import COLUMNS
 
 pytestmark = pytest.mark.training
@@ -147,17 +146,14 @@ def test_same_seed_same_losses(interrupted: Interrupted) -> None:
     np.testing.assert_array_equal(stopped, again[: len(stopped)])
 
 
-def test_expert_parallelism_does_not_change_the_loss(
-    trained: Trained, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    folder = tmp_path_factory.mktemp("ep1")
-    without = moelab_run(write_study(folder, [{"precision": "bf16", "ep": 1}], [0]), folder / "runs")
-    assert without.exit_code == 0, without.progress
-    rows, reference = without.collected(BF16).rows, trained.collected(BF16).rows
-    np.testing.assert_allclose(rows["loss"], reference["loss"], atol=5e-3)
+def test_expert_parallelism_does_not_change_the_loss(trained: Trained, interrupted: Interrupted) -> None:
+    """Of the first steps: later ones have the learning rate of a run of twenty."""
+    *_, without = (collect_run(run).rows[:3] for run in interrupted.again.runs())
+    rows = trained.collected(BF16).rows[:3]
+    for column, tolerance in (("loss", 5e-3), ("grad_norm", 5e-2)):
+        np.testing.assert_allclose(without[column], rows[column], atol=tolerance)
 
 
 def test_another_seed_another_loss(trained: Trained, diverged: Trained) -> None:
-    assert diverged.run(MXFP8).status.state is State.COMPLETED
-    for arm in (BF16, MXFP8):  # the first step's loss, before anything was learned
-        assert diverged.collected(arm).rows["loss"].iloc[0] != trained.collected(arm).rows["loss"].iloc[0]
+    """Of the first step, before anything was learned."""
+    assert diverged.collected(BF16).rows["loss"].iloc[0] != trained.collected(BF16).rows["loss"].iloc[0]

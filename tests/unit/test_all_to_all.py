@@ -227,22 +227,6 @@ def test_an_arm_that_fails_becomes_a_row_and_the_others_are_timed(two_ranks: Pat
     assert read(two_ranks, "broken")["complete"] == []
 
 
-def test_the_benchmark_runs_on_a_cpu(tmp_path: Path) -> None:
-    output = tmp_path / "found.json"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d"]
-    command += ["--rdzv-endpoint=localhost:0", str(ROOT / "benchmarks" / "all_to_all.py"), "--device", "cpu"]
-    command += ["--routings", "skewed", "--repeats", "3", "--output", str(output)]
-    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    report = json.loads(output.read_text())
-    assert [row["operation"] for row in report["rows"]] == list(OPERATIONS)
-    assert {(row["group"], row["busiest_expert_over_mean"] > 1.2) for row in report["rows"]} == {
-        ("small, skewed", True)
-    }
-    assert report["libraries"]["deepep"] == "needs GPUs"
-    assert report["copies"]["between_ranks_gb_s"] > 0
-
-
 @pytest.mark.parametrize("module", [marks, benchmark_cases])
 def test_examples_in_the_documentation(module: ModuleType) -> None:
     tried = doctest.testmod(module)

@@ -85,6 +85,8 @@ def test_import_and_help_load_nothing_heavy() -> None:
     assert loaded_by(ask, HEAVY) == []
     heavy = ("torch", "tensorboard", "plotly")
     assert loaded_by("import moelab.analysis, moelab.runs, moelab.study_report", heavy) == []
+    light = "import moelab.projection.project, moelab.search, moelab.titan.verify, moelab.privacy"
+    assert loaded_by(light, ("torch", "torchtitan", "plotly", "pandas", "detect_secrets")) == []
 
 
 def test_the_doctor_and_a_refusal_load_neither_torch_nor_plotly() -> None:

@@ -177,6 +177,7 @@ def test_the_curve_of_two_runs_is_one_deviation_wide_over_the_steps_of_its_windo
     window = np.array([shifts[step] for step in range(6, 11)])
     mean, sd = window.mean(), window.std(ddof=1)
     assert last[["low", "mean", "high"]].tolist() == pytest.approx([mean - sd, mean, mean + sd])
+    assert found.differences[0].spread_nats == pytest.approx(sd)
 
 
 def test_no_step_in_common(tmp_path: Path) -> None:

@@ -13,13 +13,12 @@ from typing import Any
 
 import plotly.graph_objects as go
 import pytest
-from validation.full_node import ARMS, HARDWARE, STOCK, layers_that_fit, node_job, predictions
+from validation.full_node import ARMS, HARDWARE, STOCK, node_job, predictions
 from validation.shapes import DEEPEST, NODE_SHAPES, SHAPES, SMALL, thin_job
 from validation.table import full_node_rows
 
 from moelab.analysis.two_by_two import arm_results
 from moelab.errors import BadInput
-from moelab.machine import GpuInfo
 from moelab.projection.calibration import CALIBRATION
 from moelab.projection.measured import (
     DRY_RUN,
@@ -93,14 +92,6 @@ def test_predictions_are_those_of_the_step_model() -> None:
         assert row["tps"] == pytest.approx(tps_of(job, CALIBRATION), abs=0.1)
     eight = node_job(NODE_SHAPES[SCALING], STOCK, "round_robin", ep=8, hardware="h200_node")
     assert (eight.shape.num_experts, eight.work.ep, eight.gpus) == (64, 8, 8)
-
-
-def test_layers_are_as_many_as_the_memory_model_lets_fit() -> None:
-    deep = NODE_SHAPES[SCALING]
-    assert layers_that_fit(deep, ep=2, hardware="h100_node") == deep.moe
-    for hardware, name in DEEPEST.items():
-        assert layers_that_fit(deep, ep=8, hardware=hardware) == NODE_SHAPES[name].moe
-        assert f"{NODE_SHAPES[name].moe} MoE layers" in name
 
 
 # --- predicted beside measured ---------------------------------------------------------------------------------------
@@ -196,38 +187,6 @@ def driver() -> ModuleType:
 def options(*, gpus: int = 8, eps: tuple[int, ...] | None = (8, 4, 2), dry: bool = False) -> Namespace:
     cluster = "nebius_soperator_b200"
     return Namespace(gpus=gpus, eps=eps, arms=ARMS, passes=2, steps=10, dry=dry, cluster=cluster)
-
-
-@pytest.mark.parametrize(("mib", "deepest"), [(81_559, "8 MoE layers"), (143_771, "18 MoE layers")])
-def test_the_plan_is_most_wanted_first_and_fits_the_gpus(
-    driver: ModuleType, monkeypatch: pytest.MonkeyPatch, mib: int, deepest: str
-) -> None:
-    gpu = GpuInfo(name="NVIDIA H200", capability=9.0, driver="580", memory_mib=mib)
-    monkeypatch.setattr(driver, "gpus", lambda: (gpu,) * 8)
-    steps = driver.plan(options())
-    assert [(step.kind, step.ep, step.shape) for step in steps[:4]] == [
-        ("health", 8, ""),
-        ("all_to_all", 8, ""),
-        ("train", 8, SCALING),
-        ("train", 8, SMALL),
-    ]
-    assert steps[4].shape.endswith(deepest)
-    assert {step.ep for step in driver.plan(options(gpus=4, eps=(4, 2)))} == {4, 2}
-    command = driver.command(steps[2], Path("no_such_part.json"), 500.0, options())
-    assert command[command.index("--beside") + 1] == ("2" if mib > 100_000 else "1")
-    benchmark = (ROOT / "benchmarks" / "h100_two_by_two.py").read_text()
-    assert all(f'    "{arm}": {{' in benchmark for arm in ARMS), "an arm that the benchmark does not know"
-
-
-def test_other_degrees_than_those_that_are_asked_for_are_left_out(driver: ModuleType) -> None:
-    for eps, gpus in (((4,), 8), ((2,), 8), ((4, 2), 4)):
-        health, *steps = driver.plan(options(gpus=gpus, eps=eps))
-        assert (health.kind, health.ep) == ("health", gpus)
-        assert {step.ep for step in steps if step.kind == "train"} == set(eps)
-        assert {step.ep for step in steps if step.kind == "all_to_all"} == set(eps)
-    everything = driver.plan(options(eps=None))
-    assert {step.ep for step in everything if step.kind == "all_to_all"} == set(EP_DEGREES)
-    assert {step.ep for step in everything if step.kind == "train"} == {8, 4}
 
 
 def test_a_further_call_asks_for_what_is_missing_alone(driver: ModuleType) -> None:

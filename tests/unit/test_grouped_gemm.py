@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import runpy
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,14 +27,12 @@ from moelab.mxfp8.grouped_gemm import (
     grouped_mm,
     interleaved,
     make_operands,
-    require_kernels,
     step,
     time_case,
     time_components,
     why_not,
 )
 from moelab.mxfp8.grouped_gemm_cases import (
-    CASES,
     PRECISIONS,
     ROW_BLOCK,
     Case,
@@ -44,7 +40,6 @@ from moelab.mxfp8.grouped_gemm_cases import (
     group_sizes,
     parse_case,
     require_divisible,
-    transposed,
 )
 from moelab.mxfp8.grouped_gemm_results import case_of, obtain, read_result, stored
 
@@ -80,12 +75,6 @@ def test_even_groups_differ_by_one_row_and_skewed_ones_by_more_than_chance() -> 
     assert skewed == pytest.approx(500, rel=0.4)  # a Dirichlet of 4: half of the mean
 
 
-def test_the_earlier_seven_cases_are_measured_and_w2_is_the_transpose() -> None:
-    table = stored().speedups("fp8")
-    assert set(map(case_of, table.to_dict("records"))) <= set(CASES)
-    assert transposed(parse_case("8,2048,7168,1")) == parse_case("8,7168,2048,1")
-
-
 @pytest.mark.parametrize("text", ["", "1,2,3", "1,2,3,4,5,6", "a,b,c,d", "64,64,64,-1", "64,64,64,2,odd", "0,32,32,1"])
 def test_a_shape_that_is_none(text: str) -> None:
     with pytest.raises(BadInput, match=r"M,N,K,G|valid are even, random, skewed|whole number"):
@@ -116,12 +105,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], name: str 
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: name)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_nothing_is_timed_without_a_gpu(precision: Any) -> None:
-    with pytest.raises(NoKernels, match=r"no CUDA device.*[Ss]tored results can be replayed"):
-        require_kernels(precision)
-
-
 @pytest.mark.parametrize(
     ("capability", "timed", "said"),
     [
@@ -139,12 +122,6 @@ def test_what_a_gpu_can_time(
     reasons = {name: why_not(name) for name in PRECISIONS}
     assert {name for name, reason in reasons.items() if reason is None} == timed
     assert all(text in str(reasons[name]) for name, text in said.items())
-
-
-def test_emulation_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu(monkeypatch, (9, 0), "NVIDIA H100")
-    with pytest.raises(NoKernels, match=r"^mxfp8 cannot be timed: NVIDIA H100 is SM90.*emulated.*timed: bf16, fp8"):
-        require_kernels("mxfp8")
 
 
 def test_a_blackwell_gpu_needs_the_packages_of_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -403,16 +380,6 @@ def test_a_run_without_a_gpu_stops_before_it_writes(tmp_path: Path) -> None:
     with pytest.raises(BadInput):
         obtain("run", path=str(tmp_path / "file.json"), shapes="64,64,40,2")
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(("arguments", "code"), [(["--quick"], 3), (["--shapes", "64,64"], 2)])
-def test_the_script_says_why_it_stops(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: list[str], code: int
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["grouped_gemm.py", "--output", str(tmp_path / "x.json"), *arguments])
-    with pytest.raises(SystemExit) as stopped:
-        runpy.run_path(str(ROOT / "benchmarks" / "grouped_gemm.py"), run_name="__main__")
-    assert stopped.value.code == code
 
 
 # Stored results

@@ -26,7 +26,6 @@ from moelab.experiment_file import Study, make_study
 from moelab.launch import local, torchrun
 from moelab.launch.local import Progress, StudyRun, run_study
 from moelab.launch.status import refresh
-from moelab.runs import collect as collect_module
 from moelab.runs import directory
 from moelab.runs.collect import collect
 from moelab.runs.directory import RunDir, find
@@ -102,19 +101,6 @@ def test_a_run_that_completes(runs: Path) -> None:
     assert not (run.path / RESERVE).exists()
     assert said[0] == "s | bf16_standard | seed 0 | step 0/4 | starting"
     assert said[-1] == "s | mxfp8_standard | seed 0 | step 4/4 | completed"
-
-
-def test_legality_is_asked_once_for_an_arm_and_a_log_is_read_once_at_its_end(
-    runs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A log of 256 ranks is large."""
-    asked, read = [], []
-    refusals, read_log = local.refusals, collect_module.read_log
-    monkeypatch.setattr(local, "refusals", lambda one: (asked.append(one.arm), refusals(one))[1])
-    monkeypatch.setattr(collect_module, "read_log", lambda log, **k: (read.append(log), read_log(log, **k))[1])
-    done, _ = launch(runs, study_of(BF16, MXFP8, seeds=(0, 1)))
-    assert asked == ["bf16_standard", "mxfp8_standard"]
-    assert [log for log in read if log] == [run.log for run in done.runs]
 
 
 FAILURES = {

@@ -12,7 +12,7 @@ from typing import Any
 import nbformat
 import pytest
 import yaml
-from titan_process import in_titan_process, moelab
+from titan_process import in_titan_process, moelab, verified
 
 from moelab.cli import main
 from moelab.experiment import EPBackend, Experiment
@@ -273,12 +273,14 @@ def test_config_is_what_torchtitan_resolves(tmp_path: Path) -> None:
     assert dispatcher["pad_multiple"] == 128, "what the note on padding says"
 
 
-def test_verify_builds_what_was_planned(tmp_path: Path) -> None:
+def test_verify_builds_what_was_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("moelab.titan.verify._ask_child", lambda request: in_titan_process(verified, request))
     path = tmp_path / "experiment.yaml"
     path.write_text(yaml.safe_dump({"model": "debug", "gpus_per_node": 8, "pp": 2, "ep": 4, "hardware": "h100_node"}))
-    done = python("-m", "moelab", "plan", str(path), "--verify", "--ranks", "0,5", "--json")
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    assert main(["plan", str(path), "--verify", "--ranks", "0,5", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
     assert [row["rank"] for row in found["verify"]["ranks"]] == [0, 5]
     for row in found["verify"]["ranks"]:
         assert row["parameters"] == row["predicted_parameters"]

@@ -5,7 +5,7 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from moelab.analysis import arm_label, arm_throughput, gain, run_medians, t_interval
+from moelab.analysis import arm_label, arm_throughput, gain, run_medians
 from moelab.analysis.arms import contrast
 from moelab.analysis.published import GAINS, THROUGHPUT, published_tps
 from moelab.errors import BadInput
@@ -89,10 +89,6 @@ def test_bad_input_says_what_to_do(call, message):
     table = throughput_table({"bf16_standard": {0: 1000.0}, "other": {7: 1000.0}})
     with pytest.raises(BadInput, match=message):
         call(table)
-
-
-def test_interval_of_one_value_is_nan():
-    assert not t_interval([1.0]).exists
 
 
 def test_published_gains_follow_from_the_published_throughputs():

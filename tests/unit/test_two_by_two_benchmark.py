@@ -41,36 +41,6 @@ def nothing() -> dict[str, Any]:
     return {"rows": [], "refused": [], "date": "2026-11-28T08:24:25"}
 
 
-def test_arms_take_turns_under_each_checkpointing_of_each_shape(benchmark: ModuleType) -> None:
-    keys = benchmark.missing_keys(nothing(), options(), 0)
-    assert len(keys) == len(set(keys)) == 2 * 3 * 2 * 2
-    assert [key[1:] for key in keys[:5]] == [
-        ("full", "bf16_standard", 0),
-        ("full", BEST, 0),
-        ("full", "bf16_standard", 1),
-        ("full", BEST, 1),
-        ("selective", "bf16_standard", 0),
-    ]
-    own = benchmark.missing_keys(nothing(), options(shapes=["671B", "671B MoE-heavy"], checkpointing=None), 0)
-    assert {key[:2] for key in own} == {("671B", "none"), ("671B MoE-heavy", "full")}
-    fixed = benchmark.missing_keys(nothing(), options(arms=["bf16_deepep_full+dispatch"], passes=1), 0)
-    assert [key.activation_checkpoint for key in fixed] == ["full+dispatch"] * 2
-    assert benchmark.estimate_s(keys, options()) / 60 < 14
-
-
-def test_a_further_call_goes_on_with_its_campaign(benchmark: ModuleType) -> None:
-    content, asked = nothing(), options()
-    first, second, *rest = benchmark.missing_keys(content, asked, 0)
-    measured = {"seconds": {"random_balanced": [0.5, 0.5]}, "ready_s": 10.0}
-    benchmark.record(content, first, measured, asked)
-    (row,) = content["rows"]
-    assert (row["activation_checkpoint"], row["campaign"], row["tps_median"]) == ("full", "c", 2 * 4096 / 0.5)
-    assert benchmark.missing_keys(content, asked, 0) == [second, *rest]
-    assert len(benchmark.missing_keys(content, options(campaign="another"), 0)) == 24
-    assert benchmark.campaign_of(content, options(campaign=None)) == "c"
-    assert benchmark.campaign_of(nothing(), options(campaign=None)) == "2026-11-28T08:24"
-
-
 def test_out_of_memory_is_a_row_and_the_arm_is_left_alone(benchmark: ModuleType) -> None:
     content, asked = nothing(), options()
     keys = benchmark.missing_keys(content, asked, 0)
@@ -84,16 +54,6 @@ def test_out_of_memory_is_a_row_and_the_arm_is_left_alone(benchmark: ModuleType)
     left = benchmark.missing_keys(content, asked, 0)
     assert not {key[:3] for key in left} & {full[:3], keys[1][:3]}
     assert keys[1] in benchmark.missing_keys(content, asked, 1), "a later call asks again"
-
-
-def test_ratios_are_formed_under_the_same_checkpointing(benchmark: ModuleType) -> None:
-    content, asked = nothing(), options(shapes=["671B MoE-heavy"], passes=1)
-    seconds = {"full": (0.6, 0.5), "selective": (0.5, 0.45), "none": (0.4, 0.4)}
-    for key in benchmark.missing_keys(content, asked, 0):
-        one = seconds[key.activation_checkpoint][asked.arms.index(key.arm)]
-        benchmark.record(content, key, {"seconds": {"random_balanced": [one]}, "ready_s": 1.0}, asked)
-    ratios = {row["activation_checkpoint"]: row["ratio"] for row in content["summary"] if row["arm"] == BEST}
-    assert ratios == {"full": 1.2, "selective": 1.1111, "none": 1.0}
 
 
 def depth_rows(campaign: str, checkpointing: str, arm: str, steps: tuple[float, float]) -> list[dict[str, Any]]:

@@ -299,7 +299,7 @@ def speed_facts(run: Collected) -> dict[str, str]:
     """What a run's speed depends on beside its settings; nothing for a machine that is not known."""
     if run.environment is None:
         return {}
-    driver = {"driver": found} if (found := run.environment.versions.get("driver")) else {}
+    driver = {"driver": version} if (version := run.environment.versions.get("driver")) else {}
     return {
         "machine": run.environment.machine,
         "processor": run.environment.processor,

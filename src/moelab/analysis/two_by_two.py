@@ -262,14 +262,14 @@ def checkpointing_pairs(rows: Iterable[Mapping[str, Any]]) -> list[list[tuple[Ar
     campaigns: dict[tuple[str, str], dict[str | None, list[Mapping[str, Any]]]] = {}
     for row in rows:
         campaigns.setdefault((row["shape"], row["routing"]), {}).setdefault(row.get("campaign"), []).append(row)
-    found = []
+    pairs = []
     for of_campaign in campaigns.values():
         mine = max(map(arm_results, of_campaign.values()), key=lambda results: len(_stock_of(results)))
         stock = _stock_of(mine)
         arms = {kind: [one for one in mine if one.activation_checkpoint == kind] for kind in stock}
         if len(stock) > 1:
-            found.append([(stock[kind], _fastest(arms[kind])) for kind in stock])
-    return found
+            pairs.append([(stock[kind], _fastest(arms[kind])) for kind in stock])
+    return pairs
 
 
 def checkpointing_table(rows: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
@@ -375,18 +375,18 @@ def layer_gains(rows: Iterable[Mapping[str, Any]]) -> list[LayerGain]:
         rows: of ``h100_two_by_two.json``, see :func:`arm_results`; those without ``step_s`` count for nothing, nor do
             those whose allocator retried: they were short of memory.
     """
-    found: dict[tuple[str | None, str | None, str, str, str], dict[int, list[Mapping[str, Any]]]] = {}
+    rows_of: dict[tuple[str | None, str | None, str, str, str], dict[int, list[Mapping[str, Any]]]] = {}
     for row in rows:
         if row["shape"] in DEPTHS and row.get("step_s") and not row.get("allocator_retries"):
             key = (row.get("campaign"), row.get("code"), row["activation_checkpoint"], row["routing"], row["arm"])
-            found.setdefault(key, {}).setdefault(DEPTHS[row["shape"]], []).append(row)
+            rows_of.setdefault(key, {}).setdefault(DEPTHS[row["shape"]], []).append(row)
     few, many = DEPTHS.values()
     steps = {
         key: {
             moe: statistics.median(second for row in of_depth for second in row["step_s"])
             for moe, of_depth in depths.items()
         }
-        for key, depths in found.items()
+        for key, depths in rows_of.items()
         if len(depths) == len(DEPTHS)
     }
     gains = []
@@ -405,7 +405,7 @@ def layer_gains(rows: Iterable[Mapping[str, Any]]) -> list[LayerGain]:
                     arm=arm,
                     stock=name,
                     code=code,
-                    passes=len(found[key][many]),
+                    passes=len(rows_of[key][many]),
                     stock_ms=stock_ms,
                     arm_ms=arm_ms,
                     whole={moe: stock[moe] / mine[moe] for moe in (few, many)},

@@ -19,16 +19,13 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 
 from moelab.errors import BadInput
 from moelab.experts import draw_experts
-from moelab.model import shape_of
-
-if TYPE_CHECKING:
-    from moelab.deepep.dispatcher import DispatchPrecision
+from moelab.model import DispatchPrecision, shape_of
 
 # Shape suffixes: T tokens of this rank, K experts a token, E experts, P ranks.
 

@@ -15,7 +15,7 @@ they are quantised once, before the dispatch, and the first GEMMs take them as t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,10 +29,10 @@ from moelab.deepep.buffer import EPKernels, open_exchange
 from moelab.errors import BadInput
 from moelab.experts import scored
 from moelab.layout.rules import PACKED_FEATURES
+from moelab.model import DispatchPrecision
 from moelab.mxfp8.quantise import quantise
 from moelab.mxfp8.quantised_experts import QuantisedRows, quantised_experts
 
-DispatchPrecision = Literal["bf16", "mxfp8", "fp8"]
 PADDED = "moelab.deepep.dispatcher.padded"
 """Name for TorchTitan's ``override.imports``."""
 

@@ -94,15 +94,15 @@ class Comparison:
         }
 
 
-def comparison_text(found: Comparison) -> str:
+def comparison_text(compared: Comparison) -> str:
     """A comparison for a terminal."""
     rows = [("part", "measured", "predicted", "difference")]
     rows += [
         (row.part, f"{row.measured_ms:.1f} ms", f"{row.predicted_ms:.1f} ms", f"{row.difference_ms:+.1f} ms")
-        for row in found.rows
+        for row in compared.rows
     ]
-    barriers = f"; {found.left_out_ms:.1f} ms of barriers around the traced step are left out"
-    return "\n".join([*aligned(rows), "", found.sentence + (barriers if found.left_out_ms else "")])
+    barriers = f"; {compared.left_out_ms:.1f} ms of barriers around the traced step are left out"
+    return "\n".join([*aligned(rows), "", compared.sentence + (barriers if compared.left_out_ms else "")])
 
 
 def measured_parts_ms(explanation: Explanation) -> dict[str, float]:
@@ -218,12 +218,12 @@ def fit(explanation: Explanation, experiment: Experiment) -> dict[str, float]:
         Refused: if the experiment cannot be projected.
     """
     job = compare(explanation, experiment).projection.job  # refuses what cannot be held against it
-    found: dict[str, float] = {}
+    solved: dict[str, float] = {}
     for name, seconds, predict in _targets(explanation, experiment, job):
-        value = _meeting(name, seconds, predict, found)
+        value = _meeting(name, seconds, predict, solved)
         if value is not None:
-            found[name] = value
-    return found
+            solved[name] = value
+    return solved
 
 
 Predict = Callable[[Calibration], float]
@@ -273,13 +273,13 @@ def _targets(explanation: Explanation, experiment: Experiment, job: Job) -> list
     ]  # fmt: skip
 
 
-def _meeting(name: str, seconds: float, predict: Predict, found: Mapping[str, float]) -> float | None:
+def _meeting(name: str, seconds: float, predict: Predict, solved: Mapping[str, float]) -> float | None:
     """The value of a constant with which a prediction meets a time, from a twentieth to 20 times its own; else None."""
     usual = float(getattr(CALIBRATION, name))
     low, high = (usual / 20, usual * 20) if usual else (1e-9, 1.0)
 
     def late(value: float) -> float:
-        return predict(with_values(**{**found, name: value})) - seconds
+        return predict(with_values(**{**solved, name: value})) - seconds
 
     if seconds <= 0 or late(low) * late(high) > 0:
         return None

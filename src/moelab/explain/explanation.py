@@ -354,7 +354,7 @@ def _host_timeline(one: Rank) -> Rows:
 
 def _gaps(one: Rank) -> tuple[tuple[Gaps, ...], float]:
     """Idle time by cause and by what the host did, and how much of it, µs, ends with a kernel of a layer."""
-    found: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
+    gaps_us: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
     begins, untils = one.busy[1][:-1], one.busy[0][1:]
     ended_by = np.searchsorted(np.ascontiguousarray(one.events["start"]), untils).tolist()
     in_layers_us = 0.0
@@ -362,8 +362,8 @@ def _gaps(one: Rank) -> tuple[tuple[Gaps, ...], float]:
         in_layers_us += (until - begin) * (one.contexts[place].layer >= 0)
         for cause, where, us in _causes(one, begin, until, place):
             if us > 0:
-                found[cause, where].append(us)
-    gaps = [Gaps(*key, len(us), sum(us) / 1e3) for key, us in found.items()]
+                gaps_us[cause, where].append(us)
+    gaps = [Gaps(*key, len(us), sum(us) / 1e3) for key, us in gaps_us.items()]
     return tuple(sorted(gaps, key=lambda gap: -gap.idle_ms)), in_layers_us
 
 
@@ -478,34 +478,34 @@ def _copies(one: Rank, gpu: Gpu | None) -> Iterable[Copies]:
             yield Copies(kind, len(places), us / 1e3, gb_s, 2 * gb_s / peak if gb_s and peak else None)
 
 
-def explanation_text(found: Explanation) -> str:
+def explanation_text(explained: Explanation) -> str:
     """An explanation for a terminal."""
-    where = f"rank {found.rank}" if found.rank is not None else "this rank"
+    where = f"rank {explained.rank}" if explained.rank is not None else "this rank"
     compute, exposed, idle = (
-        one / found.span_ms for one in (found.compute_ms, found.exposed_communication_ms, found.idle_ms)
+        one / explained.span_ms for one in (explained.compute_ms, explained.exposed_communication_ms, explained.idle_ms)
     )
     lines = [
-        f"{found.span_ms:.1f} ms from the first to the last event of {where} ({found.gpu or 'CPU'}): {compute:.1%} "
-        f"compute, {exposed:.1%} communication that nothing hides, {idle:.1%} idle; {found.classified:.1%} of kernel "
-        "time is classified",
-        *(f"note: {note}" for note in found.notes),
+        f"{explained.span_ms:.1f} ms from the first to the last event of {where} ({explained.gpu or 'CPU'}): "
+        f"{compute:.1%} compute, {exposed:.1%} communication that nothing hides, {idle:.1%} idle; "
+        f"{explained.classified:.1%} of kernel time is classified",
+        *(f"note: {note}" for note in explained.notes),
     ]
-    for heading, rows in _tables(found).items():
+    for heading, rows in _tables(explained).items():
         if rows:
             lines += ["", *(line.rstrip() for line in aligned([heading, *rows]))]
-    return "\n".join([*lines, *([f"\n{found.late_rank}"] if found.late_rank else [])])
+    return "\n".join([*lines, *([f"\n{explained.late_rank}"] if explained.late_rank else [])])
 
 
-def _tables(found: Explanation) -> dict[tuple[str, ...], list[tuple[str, ...]]]:
+def _tables(explained: Explanation) -> dict[tuple[str, ...], list[tuple[str, ...]]]:
     """Rows by heading."""
     phases, of_layers = (
         [phase for phase in PHASES if any(row[phase] for row in rows)]
-        for rows in (found.kernels_ms.values(), found.layers_ms.values())
+        for rows in (explained.kernels_ms.values(), explained.layers_ms.values())
     )
-    parts = sorted(found.parts_ms.items(), key=lambda item: -item[1])
+    parts = sorted(explained.parts_ms.items(), key=lambda item: -item[1])
     known = {None: "", False: "by the fastest of each kind", True: "seen on all ranks"}
     return {
-        ("part", "", "of the span"): [(part, _ms(ms), f"{ms / found.span_ms:.1%}") for part, ms in parts],
+        ("part", "", "of the span"): [(part, _ms(ms), f"{ms / explained.span_ms:.1%}") for part, ms in parts],
         ("communication", "runs", "not hidden", "of it all waiting for ranks", ""): [
             (
                 one.group,
@@ -514,31 +514,32 @@ def _tables(found: Explanation) -> dict[tuple[str, ...], list[tuple[str, ...]]]:
                 _ms(one.waiting_ms),
                 known[None if one.waiting_ms is None else one.from_ranks],
             )
-            for one in found.communication
+            for one in explained.communication
         ],
         ("idle because of", "what the host did", "times", "idle"): [
-            (gap.cause, gap.where[:72], str(gap.count), _ms(gap.idle_ms)) for gap in found.gaps[:SHOWN]
+            (gap.cause, gap.where[:72], str(gap.count), _ms(gap.idle_ms)) for gap in explained.gaps[:SHOWN]
         ],
         ("kernels, sum of durations", *phases): [
-            (part, *(_ms(row[phase]) for phase in phases)) for part, row in found.kernels_ms.items()
+            (part, *(_ms(row[phase]) for phase in phases)) for part, row in explained.kernels_ms.items()
         ],
         ("layer", *of_layers): [
-            (str(layer), *(_ms(row[phase]) for phase in of_layers)) for layer, row in found.layers_ms.items()
+            (str(layer), *(_ms(row[phase]) for phase in of_layers)) for layer, row in explained.layers_ms.items()
         ],
         ("products", "operands", "times", "", "", "of the peak"): [
             (
                 *(one.op[:48], one.shape or "shapes not recorded", str(one.count), _ms(one.ms)),
                 *_rate(one.tflops, one.share_of_peak, "TFLOP/s"),
             )
-            for one in found.products[:SHOWN]
+            for one in explained.products[:SHOWN]
         ],
         ("copies", "times", "", "", "of the peak"): [
-            (one.kind, str(one.count), _ms(one.ms), *_rate(one.gb_s, one.share_of_peak, "GB/s")) for one in found.copies
+            (one.kind, str(one.count), _ms(one.ms), *_rate(one.gb_s, one.share_of_peak, "GB/s"))
+            for one in explained.copies
         ],
         ("rank", "span", "compute", "idle", "waiting for others"): [
-            (str(rank), *map(_ms, times)) for rank, *times in map(astuple, found.ranks)
+            (str(rank), *map(_ms, times)) for rank, *times in map(astuple, explained.ranks)
         ],
-        ("not classified", ""): [(name[:96], _ms(ms, digits=2)) for name, ms in found.unknown[:SHOWN]],
+        ("not classified", ""): [(name[:96], _ms(ms, digits=2)) for name, ms in explained.unknown[:SHOWN]],
     }
 
 

@@ -107,7 +107,7 @@ class Host:
                 phase = "backward"
             elif phase == "backward" and forward_op:
                 phase = "recompute"
-        layer = next((int(found[1]) for name in names if (found := _LAYER.search(name))), None)
+        layer = next((int(match[1]) for name in names if (match := _LAYER.search(name))), None)
         if layer is None:
             times, layers = self._layers[int(self.ops["thread"][row])]
             place = int(np.searchsorted(times, self.ops["start"][row], side="right")) - 1
@@ -253,7 +253,7 @@ class Rank:
         }
         self.steps = tuple((name, ms) for name, ms in spans.items() if ms > 0)
         self.step_count = 1 if wanted is not None else max(1, len(self.steps))
-        numbers = {int(found[0]): name for name in inside if (found := re.search(r"\d+", name))}
+        numbers = {int(match[0]): name for name in inside if (match := re.search(r"\d+", name))}
         if wanted is not None:
             if wanted not in numbers:
                 there = ", ".join(map(str, numbers)) or "not marked in this trace"

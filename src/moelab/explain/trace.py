@@ -208,12 +208,12 @@ class _Text:
 
     def mended(self) -> Any:
         """An event that is not JSON: with what PyTorch is known to get wrong put right, else None; goes past it."""
-        while (found := _NEXT_EVENT.search(self._text, self._at)) is None:
+        while (match := _NEXT_EVENT.search(self._text, self._at)) is None:
             if len(self._text) - self._at > LONGEST_EVENT or not self._fill():
                 self._at = len(self._text)
                 raise EOFError
-        text = self._text[self._at : found.start() + 1]
-        self._at = found.end()
+        text = self._text[self._at : match.start() + 1]
+        self._at = match.end()
         try:
             return json.loads(_LONE_BACKSLASH.sub(r"\\\\", _NO_NUMBER.sub(": null", text)), strict=False)
         except ValueError:
@@ -486,11 +486,11 @@ def trace_files(paths: Sequence[Path]) -> list[Path]:
     for path in paths:
         if path.is_dir():
             there = [one for one in sorted(path.rglob("*"), key=_naturally) if re.search(r"\.json(\.gz)?$", one.name)]
-            found = [one for one in there if re.search(r"trace|kineto", one.name) or "trac" in one.parent.name]
-            found = found or [one for one in there if one.parent == path and re.search(r"rank[_-]?\d", one.name)]
-            if not found:
+            named = [one for one in there if re.search(r"trace|kineto", one.name) or "trac" in one.parent.name]
+            named = named or [one for one in there if one.parent == path and re.search(r"rank[_-]?\d", one.name)]
+            if not named:
                 raise BadInput(f"{path} has no trace below it (trace*.json or .json.gz); {RECORD}")
-            files += found
+            files += named
         elif path.is_file():
             files.append(path)
         else:

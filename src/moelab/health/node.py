@@ -190,8 +190,8 @@ def _named(gpus: Sequence[GpuState]) -> str:
 
 def _number(cell: str) -> float | None:
     """The number of a cell such as ``1980 MHz``; None for ``[N/A]``."""
-    found = re.match(r"-?\d+(\.\d+)?", cell)
-    return float(found[0]) if found else None
+    match = re.match(r"-?\d+(\.\d+)?", cell)
+    return float(match[0]) if match else None
 
 
 def _yes(cell: str) -> bool | None:

@@ -68,8 +68,8 @@ class Preflight:
 
     def as_text(self) -> str:
         """For a person."""
-        found = {title: getattr(self, group) for group, title in TITLES.items()}
-        shown = {title: [line for one in group for line in one.as_lines()] for title, group in found.items()}
+        groups = {title: getattr(self, group) for group, title in TITLES.items()}
+        shown = {title: [line for one in group for line in one.as_lines()] for title, group in groups.items()}
         return "\n\n".join("\n".join([title, *lines]) for title, lines in shown.items() if lines)
 
 

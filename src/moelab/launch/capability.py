@@ -27,34 +27,34 @@ def refusals(experiment: Experiment, *, devices: tuple[GpuInfo, ...] | None = No
         devices: GPUs to reckon with instead of this node's.
     """
     try:
-        found = () if experiment.hardware == "cpu" else gpus() if devices is None else devices
+        gpus_here = () if experiment.hardware == "cpu" else gpus() if devices is None else devices
     except GpusUnknown as error:
         return [str(error)]
     # Each kind is asked: on a mixed node the weakest GPU decides.
-    kinds = [gpu_from(gpu) for gpu in dict.fromkeys(found)] or [gpu_of("cpu")]
+    kinds = [gpu_from(gpu) for gpu in dict.fromkeys(gpus_here)] or [gpu_of("cpu")]
     illegal = dict.fromkeys(reason for gpu in kinds for reason in check(experiment, gpu=gpu).reasons)
-    return [*_lacking(experiment, found), *illegal]
+    return [*_lacking(experiment, gpus_here), *illegal]
 
 
-def _lacking(experiment: Experiment, found: tuple[GpuInfo, ...]) -> Iterator[str]:
+def _lacking(experiment: Experiment, gpus_here: tuple[GpuInfo, ...]) -> Iterator[str]:
     ranks, most, backend = experiment.gpus_per_node, RANKS_PER_CORE * cores(), experiment.ep_backend
     if not has_module("triton"):
         yield "TorchTitan 0.3.0 cannot be imported without Triton, on a CPU too; on Linux: pip install triton"
     if experiment.nodes > 1:
         yield f"nodes is {experiment.nodes}: `moelab run` starts ranks on this machine only; set nodes=1"
-    if found and ranks > len(found):
-        yield f"gpus_per_node is {ranks}, this machine has {len(found)} GPUs; set gpus_per_node={len(found)}"
-    if not found and ranks > most:
+    if gpus_here and ranks > len(gpus_here):
+        yield f"gpus_per_node is {ranks}, this machine has {len(gpus_here)} GPUs; set gpus_per_node={len(gpus_here)}"
+    if not gpus_here and ranks > most:
         yield f"gpus_per_node is {ranks}: {ranks} processes on {cores()} cores would only wait; use at most {most}"
     emulated = backend is EPBackend.DEEPEP and experiment.ep_kernels == "emulated"
     of_deepep = backend in (EPBackend.DEEPEP, EPBackend.HYBRIDEP) and not emulated
-    if found and of_deepep and not has_module("deep_ep"):  # without a GPU, the plan says that it needs one
+    if gpus_here and of_deepep and not has_module("deep_ep"):  # without a GPU, the plan says that it needs one
         or_emulated = ", or ep_kernels=emulated for the numerics of deepep" if backend is EPBackend.DEEPEP else ""
         yield (
             f"ep_backend {backend.value} needs DeepEP, which is not installed. "
             f"Nearest: ep_backend=standard{or_emulated}"
         )
-    if not found and count_parameters(shape_for(experiment)).total > CPU_PARAMETERS:
+    if not gpus_here and count_parameters(shape_for(experiment)).total > CPU_PARAMETERS:
         label = experiment.model_label
         yield f"model {label} needs GPUs and this machine has none to use. Nearest: model=debug or model=nano"
     if reason := shape_for(experiment).plan_only:

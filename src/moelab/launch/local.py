@@ -105,19 +105,19 @@ def run_study(study: Study, runs: Path, *, on_failure: OnFailure = "continue", s
         require_known_ends(attempts)
         if killed := _close_orphans(here.all_runs):
             say(f"ended {killed} processes that a killed launcher left")
-        found = {index: run for index, tried in enumerate(attempts) if (run := completed(tried))}
-        progress = Progress(study, found, say)
-        before = len(found)
+        run_of = {index: run for index, tried in enumerate(attempts) if (run := completed(tried))}
+        progress = Progress(study, run_of, say)
+        before = len(run_of)
         for index, experiment in enumerate(study.experiments):
-            if index in found:
+            if index in run_of:
                 continue
             progress.start(index)
-            found[index] = _run_experiment(runs, experiment, on_rows=progress.rows)
-            status = found[index].status
+            run_of[index] = _run_experiment(runs, experiment, on_rows=progress.rows)
+            status = run_of[index].status
             progress.end(f"{status.state}: {status.reason}" if status.reason else status.state.value)
             if status.state is not State.COMPLETED and on_failure == "stop":
                 break
-        return StudyRun(runs=tuple(found[index] for index in sorted(found)), trained=len(found) - before, found=here)
+        return StudyRun(runs=tuple(run_of[index] for index in sorted(run_of)), trained=len(run_of) - before, found=here)
 
 
 def completed(attempts: Sequence[RunDir]) -> RunDir | None:

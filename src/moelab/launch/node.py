@@ -193,9 +193,9 @@ def _terminated(start: Start, status: Status, log_start: int) -> Status:
 
     srun ends all nodes when one fails, and Slurm does when the job is cancelled, preempted, requeued or out of time.
     """
-    found = failure_of(start.run, start.logs, log_start)
-    if found and found.kind < Kind.ABORTED and found.kind is not Kind.STOPPED:
-        return replace(status, state=State.FAILED, reason=str(found))
+    failure = failure_of(start.run, start.logs, log_start)
+    if failure and failure.kind < Kind.ABORTED and failure.kind is not Kind.STOPPED:
+        return replace(status, state=State.FAILED, reason=str(failure))
     if start.signals.save:
         late = "out of time before a checkpoint was saved: raise signal_s of the cluster's profile"
         return replace(status, state=State.FAILED, reason=late)

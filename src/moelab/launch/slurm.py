@@ -374,10 +374,10 @@ def _exit_code(value: Any) -> int | None:
 
 def _exit_code_of_text(text: str) -> int | None:
     """``3:0`` is exit code 3, ``0:9`` signal 9."""
-    found = re.fullmatch(r"(\d{1,9}):(\d{1,9})", text, re.ASCII)
-    if not found:
+    match = re.fullmatch(r"(\d{1,9}):(\d{1,9})", text, re.ASCII)
+    if not match:
         return None
-    code, signal = map(int, found.groups())
+    code, signal = map(int, match.groups())
     return -signal if signal else code
 
 
@@ -387,8 +387,8 @@ def _ids(raw_id: str, array: str | None, tasks: str) -> Iterator[str]:
         yield raw_id
         return
     for part in tasks.strip("[]").partition("%")[0].split(","):
-        if found := _TASKS.fullmatch(part):
-            first, last, step = int(found[1]), int(found[2] or found[1]), int(found[3] or 1)
+        if match := _TASKS.fullmatch(part):
+            first, last, step = int(match[1]), int(match[2] or match[1]), int(match[3] or 1)
             yield from (f"{array}_{task}" for task in range(first, last + 1, step))
 
 
@@ -497,16 +497,16 @@ class Queue:
     def job_of(self, run: RunDir) -> SlurmJob | None:
         """The job of a run: by its ticket, or by its number where Slurm shows another comment than was given."""
         ticket = ticket_of(run)
-        if ticket and (found := self._by_ticket.get((ticket.comment, ticket.task))):
-            return found
+        if ticket and (job := self._by_ticket.get((ticket.comment, ticket.task))):
+            return job
         # Some sites' plugins replace the comment; one of moelab's belongs to another submission with that number.
         by_id = self._by_id.get((ticket.cluster if ticket else None, run.status.job_id or ""))
         return by_id if by_id and not by_id.comment.startswith(PREFIX) else None
 
     def id_of(self, comment: str) -> tuple[str, str | None] | None:
         """The number and the cluster of the array that was submitted with a comment."""
-        found = next((job for job in self._by_id.values() if job.comment == comment), None)
-        return (found.job_id.partition("_")[0], found.cluster) if found else None
+        known = next((job for job in self._by_id.values() if job.comment == comment), None)
+        return (known.job_id.partition("_")[0], known.cluster) if known else None
 
     def jobs_of(self, job_id: str) -> list[SlurmJob]:
         """The job, the task, or all tasks of the array of this number."""

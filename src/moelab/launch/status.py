@@ -71,34 +71,34 @@ def refresh(runs: Iterable[RunDir]) -> list[Status]:
 def update(runs: Iterable[RunDir], queue: Queue) -> list[Status]:
     """As :func:`refresh`, with a queue that was read just now."""
     runs = list(runs)
-    found = {run: queue.job_of(run) for run in runs}
-    gone = [run for run, job in found.items() if job is None and run.status.job_id and not run.status.state.is_final]
+    jobs = {run: queue.job_of(run) for run in runs}
+    gone = [run for run, job in jobs.items() if job is None and run.status.job_id and not run.status.state.is_final]
     ended = _ended(gone)
-    return [_update(run, found[run] or ended.get(run)) for run in runs]
+    return [_update(run, jobs[run] or ended.get(run)) for run in runs]
 
 
 def _ended(runs: list[RunDir]) -> dict[RunDir, SlurmJob]:
     """Ends that the controller has forgotten: from accounting, else from the job completion log."""
-    found: dict[RunDir, SlurmJob] = {}
+    jobs: dict[RunDir, SlurmJob] = {}
     tickets = {run: ticket_of(run) for run in runs}
     clusters = {run: ticket.cluster if ticket else None for run, ticket in tickets.items()}
     for cluster in set(clusters.values()):
         here = {run: str(run.status.job_id) for run in runs if clusters[run] == cluster}
         accounted = slurm.accounted(here.values(), cluster)
-        found.update({run: accounted[number] for run, number in here.items() if number in accounted})
-    left = {run: ticket for run, ticket in tickets.items() if run not in found and ticket}
+        jobs.update({run: accounted[number] for run, number in here.items() if number in accounted})
+    left = {run: ticket for run, ticket in tickets.items() if run not in jobs and ticket}
     raw = {run: ticket.raw_id or str(run.status.job_id).partition("_")[0] for run, ticket in left.items()}
     logged = slurm.completed(raw.values())
     for run, ticket in left.items():
         job = logged.get(raw[run])
         # An array that was cancelled while it waited has one entry, by its own number, for all that never started.
         if job and (ticket.raw_id or (run.status.attempts == 0 and state_of(job) is State.CANCELLED)):
-            found[run] = job
+            jobs[run] = job
     # Of a job in that log only its number is known, not its task. A job that accounting believes alive has left its
     # controller unseen; but squeue --json of Slurm 22.05 asks its own controller, whatever cluster is named.
     return {
         run: replace(job, job_id=str(run.status.job_id), cluster=clusters[run])
-        for run, job in found.items()
+        for run, job in jobs.items()
         if state_of(job).is_final or clusters[run]
     }
 
@@ -213,10 +213,10 @@ def requeue(runs: Iterable[RunDir]) -> list[Status]:
     wanted = [run for run, state in zip(runs, states, strict=True) if ticket_of(run) and state not in left]
     if not wanted:
         raise Refused("no run there has a job of Slurm that runs, failed or was cancelled")
-    found = {run: job for run in wanted if (job := queue.job_of(run))}
-    if forgotten := [run.name for run in wanted if run not in found]:
+    jobs = {run: job for run in wanted if (job := queue.job_of(run))}
+    if forgotten := [run.name for run in wanted if run not in jobs]:
         raise Refused(f"Slurm no longer knows the job of {', '.join(forgotten)}; use `moelab submit` again")
-    for run, job in found.items():
+    for run, job in jobs.items():
         slurm.requeue(job)
         waiting = replace(run.status, state=State.SUBMITTED, reason="requeued by `moelab requeue`", exit_code=None)
         run.set_status(waiting)

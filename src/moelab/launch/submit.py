@@ -100,12 +100,12 @@ def dry_run(study: Study, runs: Path, cluster: ClusterProfile, *, after: str | N
     """
     runs = runs.absolute()
     _require(check_plans(study, cluster))
-    found = directory.discover(runs / study.name)
-    attempts = {experiment: found.attempts(experiment) for experiment in study.experiments}
+    here = directory.discover(runs / study.name)
+    attempts = {experiment: here.attempts(experiment) for experiment in study.experiments}
     require_known_ends(attempts.values())
     tasks = [_task(runs, experiment, tried) for experiment, tried in attempts.items() if not completed(tried)]
     specs = _specs(study, tasks, cluster, after)
-    return Submission(study=study.name, scripts=tuple(render(spec) for spec, _ in specs), found=found)
+    return Submission(study=study.name, scripts=tuple(render(spec) for spec, _ in specs), found=here)
 
 
 def submit(
@@ -142,7 +142,7 @@ def submit(
     with only_launcher(runs / study.name):
         here = directory.discover(runs / study.name)
         attempts = {experiment: here.attempts(experiment) for experiment in study.experiments}
-        tried = [run for found in attempts.values() for run in found]
+        tried = [run for runs_of_one in attempts.values() for run in runs_of_one]
         # Read before anything is written: a queue that cannot be asked changes nothing.
         queue = Queue.of(tried) if submit else Queue([])
         if submit and after and not queue.jobs_of(after):
@@ -154,7 +154,9 @@ def submit(
         _require_idle([run for run in tried if run not in adopted], queue)
         require_known_ends(attempts.values())
         left = set(adopted) if submit else set(filter(ticket_of, tried))  # a ticket may be a job's already
-        wanted = [one for one, found in attempts.items() if not completed(found) and not set(found) & left]
+        wanted = [
+            one for one, runs_of_one in attempts.items() if not completed(runs_of_one) and not set(runs_of_one) & left
+        ]
         specs = _specs(study, [_task(runs, one, attempts[one]) for one in wanted], cluster, after)
         scripts = [render(spec) for spec, _ in specs]
         for (spec, tasks), script in zip(specs, scripts, strict=True):
@@ -173,7 +175,7 @@ def submit(
         prepared=() if submit else (*(run for run in tried if run in left), *written),
         submitted=written if submit else (),
         adopted=tuple(adopted),
-        completed=tuple(done for found in attempts.values() if (done := completed(found))),
+        completed=tuple(done for runs_of_one in attempts.values() if (done := completed(runs_of_one))),
         found=here,
     )
 

@@ -144,13 +144,13 @@ def end_processes(experiments: Collection[Path], is_meant: Callable[[str], bool]
         Refused: naming those that are there after :data:`KILLED_S` seconds.
     """
     wanted, killed, end = {path.resolve() for path in experiments}, set[int](), time.monotonic() + KILLED_S
-    while wanted and (found := [one for one, path, node in _launched() if path in wanted and is_meant(node)]):
+    while wanted and (alive := [one for one, path, node in _launched() if path in wanted and is_meant(node)]):
         if time.monotonic() > end:
-            raise Refused(f"processes {', '.join(map(str, found))} do not end although they were killed; see `ps`")
-        for process in found:
+            raise Refused(f"processes {', '.join(map(str, alive))} do not end although they were killed; see `ps`")
+        for process in alive:
             with suppress(OSError):
                 os.kill(process, signal.SIGKILL)
-        killed.update(found)
+        killed.update(alive)
         time.sleep(KILL_POLL_S)
     return len(killed)
 

@@ -13,7 +13,7 @@ from moelab.model.parameters import Part, count_parameters, parameters
 from moelab.model.shape import HEAD, ModelShape
 
 Pass = Literal["forward", "dgrad", "wgrad"]
-Precision = Literal["bf16", "fp8", "mxfp8"]
+DispatchPrecision = Literal["bf16", "fp8", "mxfp8"]
 
 
 def flops_per_token(shape: ModelShape, seq_len: int, *, causal: bool = False) -> int:
@@ -122,7 +122,7 @@ class TokenTraffic:
 
 
 def token_traffic(
-    shape: ModelShape, tokens: int, *, precision: Precision = "bf16", copies: float | None = None
+    shape: ModelShape, tokens: int, *, precision: DispatchPrecision = "bf16", copies: float | None = None
 ) -> TokenTraffic:
     """Bytes of dispatch and combine in one MoE layer, forward and backward.
 

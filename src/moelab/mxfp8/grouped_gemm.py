@@ -40,7 +40,7 @@ from moelab.mxfp8.grouped_gemm_cases import (
     SEED,
     Case,
     Direction,
-    Precision,
+    GroupedPrecision,
     group_sizes,
     require_divisible,
 )
@@ -62,7 +62,7 @@ class NoKernels(Refused):
     """This machine has no kernels that compute a product in the precision, so its time would say nothing."""
 
 
-def why_not(precision: Precision) -> str | None:
+def why_not(precision: GroupedPrecision) -> str | None:
     """What stands between this process and a true timing of a precision, or None."""
     if precision.startswith("mxfp8"):
         return why_not_native()
@@ -75,7 +75,7 @@ def why_not(precision: Precision) -> str | None:
     return None
 
 
-def require_kernels(precision: Precision) -> None:
+def require_kernels(precision: GroupedPrecision) -> None:
     """Refuse to time what this machine cannot run or would emulate.
 
     Raises:
@@ -165,7 +165,7 @@ def measure_peaks(device: torch.device) -> dict[str, Any]:
     a8, b8 = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn)
     one = torch.ones((), device=device)
     blocks = torch.ones(size * size // 32, device=device).to(torch.float8_e8m0fnu)
-    products: dict[Precision, Callable[[], object]] = {
+    products: dict[GroupedPrecision, Callable[[], object]] = {
         "bf16": lambda: torch.mm(a, b.t()),
         "fp8": lambda: torch._scaled_mm(a8, b8.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True),
         "mxfp8": lambda: torch._scaled_mm(a8, b8.t(), blocks, blocks, out_dtype=torch.bfloat16),
@@ -229,7 +229,7 @@ GroupedMM = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(M, K) rows, (G, N, K) weights and (G,) offsets to an (M, N) output."""
 
 
-def grouped_mm(precision: Precision) -> GroupedMM:
+def grouped_mm(precision: GroupedPrecision) -> GroupedMM:
     """The differentiable product of a precision: PyTorch's for BF16, torchao's for the others."""
     if precision == "bf16":
         return lambda a, b, offs: torch._grouped_mm(a, b.transpose(-2, -1), offs=offs)
@@ -258,11 +258,11 @@ def step(product: GroupedMM, operands: Operands) -> Work:
 
 def time_case(
     case: Case,
-    precisions: Sequence[Precision],
+    precisions: Sequence[GroupedPrecision],
     device: torch.device,
     *,
     compiled: bool = True,
-    failed: Callable[[Precision, Exception], None],
+    failed: Callable[[GroupedPrecision, Exception], None],
 ) -> Iterator[dict[str, Any]]:
     """Time one case in several precisions that take turns.
 
@@ -277,8 +277,8 @@ def time_case(
         A row for each precision and pass (``forward``, ``backward``, ``forward+backward``).
     """
     torch._dynamo.reset()  # or it would stop to compile after some shapes, and say so in a log only
-    works: dict[Precision, Work] = {}
-    rows: dict[Precision, int] = {}
+    works: dict[GroupedPrecision, Work] = {}
+    rows: dict[GroupedPrecision, int] = {}
     once_s = 0.0  # of one turn of all precisions
     for precision in precisions:
         operands = make_operands(case, device, block=ROW_BLOCK[precision])
@@ -326,7 +326,7 @@ class Component(NamedTuple):
     call: Callable[[], object]
 
 
-def time_components(case: Case, precision: Precision, device: torch.device) -> Iterator[dict[str, Any]]:
+def time_components(case: Case, precision: GroupedPrecision, device: torch.device) -> Iterator[dict[str, Any]]:
     """Time each kernel of a precision by itself.
 
     Yields:
@@ -343,7 +343,7 @@ def time_components(case: Case, precision: Precision, device: torch.device) -> I
             yield row | {"gb_s": round(part.size / spread.median_us / 1e3, 1) if part.size else None}
 
 
-def components(operands: Operands, precision: Precision) -> Iterator[Component]:
+def components(operands: Operands, precision: GroupedPrecision) -> Iterator[Component]:
     """The kernels of one precision in the order in which a step runs them; later ones use what earlier ones made."""
     return {"bf16": _bf16, "fp8": _fp8}.get(precision, _mxfp8)(operands)
 
@@ -460,7 +460,7 @@ def run(
     cases: Sequence[Case],
     path: Path,
     *,
-    precisions: Sequence[Precision] | None = None,
+    precisions: Sequence[GroupedPrecision] | None = None,
     budget_s: float = 220,
     compiled: bool = True,
     with_components: bool = True,
@@ -484,7 +484,7 @@ def run(
     """
     began, device = time.monotonic(), torch.device("cuda" if torch.cuda.is_available() else "cpu")
     refused = {name: problem for name in PRECISIONS if (problem := why_not(name))}
-    possible: list[Precision] = [name for name in PRECISIONS if name not in refused] or ["bf16"]
+    possible: list[GroupedPrecision] = [name for name in PRECISIONS if name not in refused] or ["bf16"]
     chosen = list(precisions or possible)
     for case, precision in itertools.product(cases, chosen):
         require_divisible(case, precision)

@@ -21,13 +21,13 @@ import numpy as np
 from moelab.errors import BadInput
 from moelab.hardware import GROUP_PADDING
 
-Precision = Literal["bf16", "fp8", "mxfp8", "mxfp8_wgrad_bf16"]
-PRECISIONS: tuple[Precision, ...] = get_args(Precision)
+GroupedPrecision = Literal["bf16", "fp8", "mxfp8", "mxfp8_wgrad_bf16"]
+PRECISIONS: tuple[GroupedPrecision, ...] = get_args(GroupedPrecision)
 Direction = Literal["forward", "dgrad", "wgrad"]
 DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
 Sizes = Literal["even", "random", "skewed"]
 SIZES: tuple[Sizes, ...] = get_args(Sizes)
-FEATURE_BLOCK: dict[Precision, int] = {"bf16": 8, "fp8": 16, "mxfp8": 32, "mxfp8_wgrad_bf16": 32}
+FEATURE_BLOCK: dict[GroupedPrecision, int] = {"bf16": 8, "fp8": 16, "mxfp8": 32, "mxfp8_wgrad_bf16": 32}
 """What N and K must be multiples of: 16 bytes of an operand's row, or one MXFP8 block."""
 ROW_BLOCK = {name: GROUP_PADDING["mxfp8_native" if name.startswith("mxfp8") else name] for name in PRECISIONS}
 """What each group's rows are padded to."""
@@ -103,7 +103,7 @@ def parse_case(text: str) -> Case:
     return Case(m=m, n=n, k=k, groups=groups, sizes=sizes)  # type: ignore[arg-type]  # checked by Case
 
 
-def require_divisible(case: Case, precision: Precision) -> None:
+def require_divisible(case: Case, precision: GroupedPrecision) -> None:
     """Refuse dimensions that the kernels of a precision cannot take.
 
     N counts as K does: backward sums over it.

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import pandas as pd
 
 from moelab.errors import BadInput
-from moelab.mxfp8.grouped_gemm_cases import CASES, Case, Precision, parse_case
+from moelab.mxfp8.grouped_gemm_cases import CASES, Case, GroupedPrecision, parse_case
 
 STORED = "grouped_gemm_h100.json"
 SCHEMA = 1
@@ -60,7 +60,7 @@ def case_of(row: Mapping[Any, Any]) -> Case:
 
 
 def obtain(
-    how: Literal["run", "replay"], *, path: str = "", precision: Precision = "fp8", shapes: str = ""
+    how: Literal["run", "replay"], *, path: str = "", precision: GroupedPrecision = "fp8", shapes: str = ""
 ) -> GroupedGemmResult:
     """Run the experiment on this machine's GPU, or read what a run left.
 

@@ -43,8 +43,7 @@ from moelab.errors import BadInput
 from moelab.experiment import Precision
 from moelab.hardware import Gpu, has_native_mxfp8
 from moelab.model import ModelShape, gemms
-from moelab.mxfp8.grouped_gemm_cases import DIRECTIONS, Direction
-from moelab.mxfp8.grouped_gemm_cases import Precision as GroupedPrecision
+from moelab.mxfp8.grouped_gemm_cases import DIRECTIONS, Direction, GroupedPrecision
 from moelab.projection.calibration import Calibration
 from moelab.projection.job import INDEX, Job, PassName, Times, add, nothing
 from moelab.projection.memory_bound import memory_rate

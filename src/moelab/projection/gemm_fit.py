@@ -26,7 +26,7 @@ from moelab.hardware import GPUS, Gpu
 from moelab.model import gemms, shape_for
 from moelab.model.hugging_face import read_model
 from moelab.model.shape import SHAPES
-from moelab.mxfp8.grouped_gemm_cases import Case, Precision
+from moelab.mxfp8.grouped_gemm_cases import Case, GroupedPrecision
 from moelab.projection.calibration import Calibration, with_values
 from moelab.projection.gemm import Rates, break_even_m, gain, rates_of
 from moelab.projection.uncertainty import CONFIDENCE, Estimate
@@ -117,7 +117,7 @@ def break_even(
     case: Case,
     fitted: Fit,
     *,
-    precision: Precision | None = None,
+    precision: GroupedPrecision | None = None,
     in_step: bool = False,
 ) -> Estimate:
     """The rows from which on the 8-bit format saves time at a case's N, K and groups, with its interval."""
@@ -206,7 +206,7 @@ def gain_table(works: Sequence[ExpertWork], fitted: Fit) -> pd.DataFrame:
         ``verdict``.
     """
     rows = []
-    precisions: tuple[Precision, ...] = ("mxfp8", "mxfp8_wgrad_bf16")
+    precisions: tuple[GroupedPrecision, ...] = ("mxfp8", "mxfp8_wgrad_bf16")
     for work, precision, in_step in itertools.product(works, precisions, (False, True)):
         case = work.case
         gain_of = functools.partial(gain, *case.mnkg, precision=precision)

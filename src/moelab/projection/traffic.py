@@ -47,7 +47,7 @@ import numpy.typing as npt
 
 from moelab.errors import BadInput
 from moelab.hardware import Node
-from moelab.model import BYTES_PER_ELEMENT, Precision
+from moelab.model import BYTES_PER_ELEMENT, DispatchPrecision
 from moelab.projection.routing import (
     Destinations,
     ExpertIds,
@@ -162,7 +162,7 @@ def expected_rows(destinations: Destinations, placement: ExpertPlacement, method
     return OnWires(nvlink=sent * (L - 1) / P, network=sent * (1 - 1 / N), local=sent / P)
 
 
-def layer_bytes(rows: OnWires, hidden: int, *, dispatch_precision: Precision = "bf16") -> LayerTraffic:
+def layer_bytes(rows: OnWires, hidden: int, *, dispatch_precision: DispatchPrecision = "bf16") -> LayerTraffic:
     """Bytes of the four exchanges of one MoE layer.
 
     Args:
@@ -183,7 +183,7 @@ def expected_traffic(
     *,
     tokens: int,
     hidden: int,
-    dispatch_precision: Precision = "bf16",
+    dispatch_precision: DispatchPrecision = "bf16",
 ) -> LayerTraffic:
     """Bytes that a rank sends in one MoE layer, on average: the whole model in one call.
 

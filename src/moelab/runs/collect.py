@@ -316,11 +316,11 @@ def collect(path: Path) -> list[Collected]:
         raise BadInput(
             f"{path} does not exist; give a run, a study, a TorchTitan log, a TensorBoard folder or a W&B export"
         )
-    found = directory.discover(path.absolute()) if path.is_dir() else None
-    if found and found.left_out and not found.runs:
-        raise BadInput("\n".join(found.lines))
-    if found and found.runs:
-        return collect_runs(found.runs)
+    discovered = directory.discover(path.absolute()) if path.is_dir() else None
+    if discovered and discovered.left_out and not discovered.runs:
+        raise BadInput("\n".join(discovered.lines))
+    if discovered and discovered.runs:
+        return collect_runs(discovered.runs)
     reads, ended = _read_elsewhere(path)
     name = path.stem.removesuffix(".log")
     return [_from_elsewhere(read, name, ended) for read in reads if ended or len(read.rows)]

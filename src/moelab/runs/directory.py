@@ -220,7 +220,7 @@ def find(path: Path) -> list[RunDir]:
     A run that is reached twice counts once, under its own path rather than a link's. Folders inside a run are not
     looked into, nor hidden ones; one that cannot be looked into counts as a run, so that it does not disappear.
     """
-    found: list[RunDir] = []
+    runs: list[RunDir] = []
     seen: set[Path] = set()
     starts = [path]
     while starts:  # real folders first, then what links lead to
@@ -233,12 +233,12 @@ def find(path: Path) -> list[RunDir]:
             seen.add(real)
             if is_run(here):
                 inside.clear()
-                found.append(RunDir(here))
+                runs.append(RunDir(here))
             inside[:] = [name for name in inside if not name.startswith(".")]  # such as a run that is being made
             links = (here / name for name in sorted(inside) if (here / name).is_symlink())
             starts += [link for link in links if not path.resolve().is_relative_to(link.resolve())]
-        found += [RunDir(Path(error.filename)) for error in closed if isinstance(error, PermissionError)]
-    return sorted(found, key=lambda run: run.path)
+        runs += [RunDir(Path(error.filename)) for error in closed if isinstance(error, PermissionError)]
+    return sorted(runs, key=lambda run: run.path)
 
 
 def is_run(folder: Path) -> bool:

@@ -85,12 +85,12 @@ def cause(logs: Path | None, *texts: str, ranks_per_node: int = 0, traces: Path 
 
 def rank_folders(logs: Path) -> list[Path]:
     """Torchrun's folders of single ranks at or below a path, of the last attempt of each launch."""
-    found = [folder for folder in logs.glob("**/attempt_*/[0-9]*") if _PLACE.search(folder.as_posix())]
+    rank_folders = [folder for folder in logs.glob("**/attempt_*/[0-9]*") if _PLACE.search(folder.as_posix())]
     last: dict[Path, int] = {}
-    for folder in found:
+    for folder in rank_folders:
         number = int(folder.parent.name.removeprefix("attempt_"))
         last[folder.parents[1]] = max(number, last.get(folder.parents[1], 0))
-    current = [folder for folder in found if folder.parent.name == f"attempt_{last[folder.parents[1]]}"]
+    current = [folder for folder in rank_folders if folder.parent.name == f"attempt_{last[folder.parents[1]]}"]
     return sorted(current, key=lambda folder: (folder.parent, int(folder.name)))
 
 

@@ -365,7 +365,7 @@ class StudyFollower:
         """
         runs = [one.run for one in self.runs]
         statuses = scheduler(runs)
-        told = (found.reason for run, found in zip(runs, statuses, strict=True) if found.reason != run.status.reason)
+        told = (status.reason for run, status in zip(runs, statuses, strict=True) if status.reason != run.status.reason)
         return next((reason for reason in told if reason), "")
 
 
@@ -378,11 +378,11 @@ def _pace_s(rows: pd.DataFrame) -> float:
 
 
 def _by_rank(values: Mapping[int, float], ranks: int) -> np.ndarray[Any, np.dtype[np.float64]]:
-    found = np.full(ranks, np.nan)
+    by_rank = np.full(ranks, np.nan)
     for rank, value in values.items():
         if rank < ranks:
-            found[rank] = value
-    return found
+            by_rank[rank] = value
+    return by_rank
 
 
 def format_seconds(seconds: float) -> str:

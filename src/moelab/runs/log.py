@@ -281,8 +281,8 @@ def _segments(blocks: Iterable[bytes]) -> tuple[Segments, int, int]:
                     fields += int(line[2][LAST]) + 1
                 yield line
 
-    segments, found = Segments(), placed()
-    while batch := list(islice(found, SORTED_LINES)):
+    segments, placed_lines = Segments(), placed()
+    while batch := list(islice(placed_lines, SORTED_LINES)):
         for line in _in_time_order(batch):
             segments.add(line)
     return segments, fields, lines * len(_ORDER)
@@ -460,11 +460,11 @@ class Segments:
     @property
     def disagreements(self) -> dict[int, tuple[float, float]]:
         """Both losses by step, where most steps of a launch have two."""
-        found: dict[int, tuple[float, float]] = {}
+        disagreements: dict[int, tuple[float, float]] = {}
         for rows in (segment.rows for segment in self.all):
             if 1 < len(rows.disagreements) >= len(rows.steps) / 2:
-                found |= rows.disagreements
-        return found
+                disagreements |= rows.disagreements
+        return disagreements
 
     def columns(self) -> tuple[Columns, Columns, dict[int, tuple[int, float]]]:
         """Return everything so far as :func:`moelab.runs.table.metrics_read` takes it."""
@@ -676,8 +676,8 @@ def _line_start(block: bytes, position: int) -> int:
 
 def _rank(block: bytes, position: int) -> int:
     """Return the rank in torchrun's prefix of the line at ``position``, or :data:`NO_RANK`."""
-    found = _PREFIX.findall(block, _line_start(block, position), position)
-    return int(found[-1]) if found else NO_RANK  # the last: two ranks' output may share a line
+    ranks = _PREFIX.findall(block, _line_start(block, position), position)
+    return int(ranks[-1]) if ranks else NO_RANK  # the last: two ranks' output may share a line
 
 
 @lru_cache(maxsize=256)

@@ -169,12 +169,12 @@ def what_was_seen(text: bytes) -> str:
         return "it is binary"
     text = _COLOUR.sub(b"", text)
     for whose, pattern in _OTHERS.items():
-        if found := re.search(pattern, text):
-            return f"these look like {whose} lines ({_quote(found[0])})"
-    if found := _DECIMAL_COMMA.search(text):
-        return f"numbers have a decimal comma ({_quote(found[0])}): let the log be written with LC_ALL=C"
-    if found := re.search(rb"step: *\d[^\r\n]*", text):
-        return f"there are lines of steps, but cut off or of another form ({_quote(found[0])})"
+        if match := re.search(pattern, text):
+            return f"these look like {whose} lines ({_quote(match[0])})"
+    if match := _DECIMAL_COMMA.search(text):
+        return f"numbers have a decimal comma ({_quote(match[0])}): let the log be written with LC_ALL=C"
+    if match := re.search(rb"step: *\d[^\r\n]*", text):
+        return f"there are lines of steps, but cut off or of another form ({_quote(match[0])})"
     if b"Training starts at step" in text:
         return "training started and logged no step"
     return ""

@@ -101,8 +101,8 @@ def settings_of(path: Path, runs: int = 1) -> Settings:
         path: a TorchTitan log, a TensorBoard folder or a W&B export, as :func:`moelab.runs.collect.collect` takes it.
         runs: how many runs it holds; one configuration cannot be told apart for several.
     """
-    if path.is_file() and runs == 1 and (found := log_settings(path)):
-        return Settings(values=found, source="the lines of its log")
+    if path.is_file() and runs == 1 and (of_log := log_settings(path)):
+        return Settings(values=of_log, source="the lines of its log")
     config = _config_beside(path)
     if config is None or runs > 1:
         return Settings()
@@ -123,20 +123,20 @@ def run_settings(run: RunDir, environment: Environment | None) -> Settings:
         environment: its machine and versions; None if they are not known.
     """
     fields = run.experiment.model_dump(mode="json", exclude={"name", "seed"})
-    found = dict(_flat(fields))
+    values = dict(_flat(fields))
     if environment:
         gpus = {"gpu": environment.chip, "gpus": str(len(environment.gpus)) if environment.gpus else "unknown"}
-        found |= {
+        values |= {
             # Without its name a whole commit cannot be told from a key of W&B.
             name: re.sub(r"\b([0-9a-f]{12})[0-9a-f]{28}\b", r"\1", text)
             for name, text in environment.versions.items()
         }
-        found |= {"processor": environment.processor} if environment.on_cpu else gpus
+        values |= {"processor": environment.processor} if environment.on_cpu else gpus
     try:
         log = log_settings(run.log)
     except OSError:  # missing or damaged, which is told where the run is
         log = {}
-    return Settings(values=found | log, source="experiment.yaml, environment.json and its log")
+    return Settings(values=values | log, source="experiment.yaml, environment.json and its log")
 
 
 def settings_of_all(runs: Sequence[Settings]) -> Settings:
@@ -195,8 +195,8 @@ def launch_settings(path: Path) -> Iterator[dict[str, str]]:
 def _settings_in(text: str) -> dict[str, str]:
     """Settings that the lines of one launch name, as this project spells their values."""
     groups = (match.groupdict("").items() for pattern in _LINES if (match := pattern.search(text)))
-    found = {name: value.strip().replace(",", "") for pairs in groups for name, value in pairs if value}
-    return {name: _OURS.get(value, value) for name, value in found.items()}
+    values = {name: value.strip().replace(",", "") for pairs in groups for name, value in pairs if value}
+    return {name: _OURS.get(value, value) for name, value in values.items()}
 
 
 def _config_beside(path: Path) -> Path | None:
@@ -212,11 +212,11 @@ def _config_beside(path: Path) -> Path | None:
 def _config_values(file: Path) -> dict[str, str] | None:
     """Values by name; None for a file that is no configuration, or too large for one."""
     try:
-        found = read_yaml(file)  # JSON is YAML
+        content = read_yaml(file)  # JSON is YAML
     except BadInput:
         return None
-    values = list(itertools.islice(_flat(found), _MOST_VALUES + 1)) if isinstance(found, dict) else []
-    return dict(values) if isinstance(found, dict) and len(values) <= _MOST_VALUES else None
+    values = list(itertools.islice(_flat(content), _MOST_VALUES + 1)) if isinstance(content, dict) else []
+    return dict(values) if isinstance(content, dict) and len(values) <= _MOST_VALUES else None
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

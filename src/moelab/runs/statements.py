@@ -345,10 +345,10 @@ class Scan:
 
     def statements(self) -> Iterator[Statement]:
         """Those that the job did not get over, in the order in which they were made."""
-        found = [(line, one) for one, line in self._found.items()]
-        found += [one for stream in self._streams.values() for one in self._last_chains(stream)]
+        placed = [(line, one) for one, line in self._found.items()]
+        placed += [one for stream in self._streams.values() for one in self._last_chains(stream)]
         last_lines = sorted(self._steps.values())
-        for line, statement in sorted(found, key=lambda one: one[0]):
+        for line, statement in sorted(placed, key=lambda one: one[0]):
             steps_after = len(last_lines) - bisect_right(last_lines, line)
             if steps_after < SURVIVED_STEPS and line > self._completed:
                 yield self._with_global_rank(self._with_group(statement))

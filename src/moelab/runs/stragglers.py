@@ -142,10 +142,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("run", type=Path, help="run directory of a job whose profile has time_ranks: true")
     try:
-        found = find_stragglers(read_own_times(parser.parse_args(arguments).run / "structured_logs"))
+        stragglers = find_stragglers(read_own_times(parser.parse_args(arguments).run / "structured_logs"))
     except BadInput as error:
         parser.error(str(error))
-    print(json.dumps(asdict(found)))  # noqa: T201
+    print(json.dumps(asdict(stragglers)))  # noqa: T201
     return 0
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from moelab.mxfp8.grouped_gemm_cases import Case, Precision
+from moelab.mxfp8.grouped_gemm_cases import Case, GroupedPrecision
 from moelab.mxfp8.grouped_gemm_results import GroupedGemmResult
 from moelab.projection.gemm import Rates, gain, grouped_parts
 from moelab.projection.gemm_fit import (
@@ -50,7 +50,7 @@ _GAIN_COLORS = [[0.0, "#B2500A"], [0.25, "#E8A87C"], [0.5, "#FFFFFF"], [0.75, "#
 _MARKS = ("star", "diamond", "circle", "square")
 
 
-def measured_speedups(result: GroupedGemmResult, precision: Precision, *, replayed: bool) -> go.Figure:
+def measured_speedups(result: GroupedGemmResult, precision: GroupedPrecision, *, replayed: bool) -> go.Figure:
     """Measured speed-up over rows, a line for each weight shape with 8 even groups; other cases as grey marks.
 
     Args:
@@ -154,7 +154,7 @@ def step_parts(case: Case, rates: Rates) -> go.Figure:
         height=400,
         width=NARROW,
     )
-    precisions: tuple[Precision, ...] = (
+    precisions: tuple[GroupedPrecision, ...] = (
         ("bf16", "mxfp8", "mxfp8_wgrad_bf16") if rates.low_format == "mxfp8" else ("bf16", "fp8")
     )
     parts = [grouped_parts(*case.mnkg, precision, rates) for precision in precisions]

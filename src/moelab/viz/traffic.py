@@ -17,7 +17,7 @@ import plotly.graph_objects as go
 from moelab.errors import BadInput
 from moelab.experiment import Experiment
 from moelab.hardware import Node, cluster_of
-from moelab.model import Precision, shape_for
+from moelab.model import DispatchPrecision, shape_for
 from moelab.model.hugging_face import read_model
 from moelab.projection import (
     KINDS,
@@ -372,7 +372,7 @@ def traffic_matrix(
     *,
     tokens: int,
     hidden: int,
-    precision: Precision = "bf16",
+    precision: DispatchPrecision = "bf16",
     seed: int = 0,
 ) -> go.Figure:
     """Bytes of one dispatch from rank to rank, a heat map for each method.
@@ -429,7 +429,7 @@ def bytes_by_ep(
     *,
     tokens: int,
     hidden: int,
-    precision: Precision = "bf16",
+    precision: DispatchPrecision = "bf16",
 ) -> go.Figure:
     """Bytes that a rank puts on each wire in one MoE layer, against the expert-parallel degree.
 
@@ -533,7 +533,7 @@ def move_times(
     *,
     tokens: int,
     hidden: int,
-    precision: Precision = "bf16",
+    precision: DispatchPrecision = "bf16",
 ) -> go.Figure:
     """Time that each wire needs for one layer's four exchanges at full bandwidth, by routing and method.
 
