@@ -155,7 +155,7 @@ class LabPage:
 
     def tab_to(self, control: Locator) -> None:
         """Shift+Tab from the last cell, which *Run All* leaves with the focus, to a control above it."""
-        for _ in range(60):
+        for _ in range(300):
             if control.evaluate("(element) => element === document.activeElement"):
                 return
             self.page.keyboard.press("Shift+Tab")

@@ -7,14 +7,13 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-import ipywidgets
 import plotly.graph_objects as go
 from hypothesis import given
 from hypothesis import strategies as st
 
 from moelab.errors import BadInput
 from moelab.viz.theme import new_figure
-from moelab.viz.widget import Explorer, changes
+from moelab.viz.widget import Explorer, changes, labelled_control
 
 VALUES = st.recursive(
     st.none() | st.integers(0, 3) | st.sampled_from("ab"),
@@ -46,7 +45,8 @@ class Line(Explorer):
     """A line of a thousand points; its last point and its colour have a control."""
 
     def __init__(self) -> None:
-        controls = {name: ipywidgets.IntText(0, description=f"the {name}") for name in ("last", "red")}
+        px = {"label_px": 60, "width_px": 200}
+        controls = {name: labelled_control("IntText", f"the {name}", **px) for name in ("last", "red")}
         super().__init__(controls, ["line"])
 
     def look(self) -> tuple[str, Mapping[str, go.Figure]]:

@@ -554,7 +554,7 @@ class ProjectionExplorer(Explorer):
         starts = experiment.model_dump(mode="json") | {"gpu": gpu, "gpus": experiment.world_size}
         for name, (label, known) in _MENUS.items():
             start = "mxfp8" if name == "precision" and starts[name] != "bf16" else starts[name]
-            words = {start: str(start)} | known
+            words = {start: str(start), **known}
             options = [(words[value], value) for value in (words if isinstance(start, str) else sorted(words))]
             controls[name] = labelled_control("Dropdown", label, options=options, value=start, **px)
         rates = (network_gb_s, price_per_gpu_hour, watts_per_gpu)

@@ -158,7 +158,7 @@ class Explorer:
     a cell with the explorer itself, which readers without a kernel see as its first figure.
 
     Args:
-        controls: menus and sliders by name, so that the keyboard reaches all of them.
+        controls: menus and sliders of :func:`labelled_control` by name, so that the keyboard reaches all of them.
         figures: names of the figures, in the order in which they are shown.
 
     Attributes:
@@ -181,11 +181,13 @@ class Explorer:
         self.refused: tuple[str | None, str] = (None, "")
         self.words, self.reasons = widgets.HTML(), {name: widgets.HTML() for name in controls}
         self.plots = live_figures(dict.fromkeys(figures))
-        rows = [widgets.VBox([control, self.reasons[name]]) for name, control in self.controls.items()]
+        rows = []
         for name, control in self.controls.items():
             self.reasons[name].layout.width = control.layout.width
-        left, self.plots.layout = in_rows(rows), {"flex": f"100 1 {self.figure_px}px", "min_width": "0"}
-        left.layout.flex, left.layout.align_content = "1 1 250px", "flex-start"
+            rows.append(widgets.VBox([control, self.reasons[name]], layout={"flex": "0 0 auto"}))
+        left, widest_px = in_rows(rows), max(int(control.layout.width[:-2]) for control in self.controls.values())
+        left.layout.flex, left.layout.align_content = f"1 0 {widest_px + 4}px", "flex-start"
+        self.plots.layout = {"flex": f"100 1 {self.figure_px}px", "min_width": "0"}
         self.panel = make_panel([self.words, in_rows([left, self.plots])])
         self._listen()
         self.refresh()
