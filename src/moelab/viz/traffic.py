@@ -322,7 +322,8 @@ def _arrow(start: tuple[float, float], end: tuple[float, float], hop: Hop, acros
     elif right < 0.1:  # between nodes, from a place to the same place: round what lies between
         bend[0] = (-1.0 if start[0] < across / 2 else 1.0) * min(0.6 + 0.25 * down, 2.1)
     t = np.linspace(0.04, 0.9, 12)[:, None]
-    points: np.ndarray[Any, Any] = (1 - t) ** 2 * ends[0] + 2 * t * (1 - t) * (ends.mean(axis=0) + bend) + t**2 * ends[1]
+    middle = ends.mean(axis=0) + bend
+    points: np.ndarray[Any, Any] = (1 - t) ** 2 * ends[0] + 2 * t * (1 - t) * middle + t**2 * ends[1]
     return points
 
 
