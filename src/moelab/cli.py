@@ -83,8 +83,11 @@ def build_parser() -> argparse.ArgumentParser:
     doctor.add_argument("--runs", type=Path, help=runs_help)
     doctor.add_argument("--nodes", action="store_true", help="with --cluster: let every node report, by srun")
 
+    text = "write the notebooks, their papermill profiles and studies to a folder; what you changed there is kept"
+    verb("notebooks", _notebooks, text).add_argument("folder", type=Path, metavar="DIR")
+
     plan = verb("plan", _plan, "say whether an experiment is legal, what it holds and how it is started")
-    file_help = "YAML of an experiment, or of a study: each of its arms is planned"
+    file_help = "YAML of an experiment, or of a study, or a study's name: each of its arms is planned"
     plan.add_argument("file", type=Path, nargs="?", help=file_help)
     plan.add_argument("--from-hf", metavar="CONFIG", help=FROM_HF_HELP)
     fields(plan, arm=f"plan {one_arm}")
@@ -104,7 +107,7 @@ def build_parser() -> argparse.ArgumentParser:
     plan.add_argument("--load", type=Path, metavar="RUN", help=LOAD_HELP)
 
     project = verb("project", _project, "predict the time of a step: tokens/s/GPU and where the time goes")
-    file_help = "YAML of an experiment, or of a study: each of its arms is projected"
+    file_help = "YAML of an experiment, or of a study, or a study's name: each of its arms is projected"
     project.add_argument("file", type=Path, nargs="?", help=file_help)
     project.add_argument("--from-hf", metavar="CONFIG", help=FROM_HF_HELP)
     fields(project, arm=f"project {one_arm}")
@@ -127,8 +130,9 @@ def build_parser() -> argparse.ArgumentParser:
 
     run = verb("run", _run, "train an experiment or study on this machine; a finished one is left alone")
     submit = verb("submit", _submit, "give an experiment or study to Slurm; what is finished or waiting is left alone")
+    file_help = "YAML of an experiment, a list of experiments or a study, or the name of a study such as nano"
     for each in (run, submit):
-        each.add_argument("file", type=Path, help="YAML of an experiment, a list of experiments, or a study")
+        each.add_argument("file", type=Path, help=file_help)
     fields(run, submit, of="a field everywhere")
     run.add_argument("--on-failure", choices=["continue", "stop"], default="continue")
     run.add_argument("--runs", type=Path, default=Path("runs"), help="folder that holds all studies")
@@ -231,6 +235,14 @@ def _doctor(options: argparse.Namespace) -> int:
     flight = preflight(cluster, study, options.runs or Path(cluster.runs or "runs"), ask_nodes=options.nodes)
     _show(options, flight.to_json(), flight.as_text())
     return flight.exit_code
+
+
+def _notebooks(options: argparse.Namespace) -> int:
+    from moelab.notebooks.shipped import write_out
+
+    done = write_out(options.folder)
+    _show(options, done.to_json(), done.as_text())
+    return 0
 
 
 def _chosen_arms(study: Any, wanted: str | None) -> list[Any]:

@@ -28,6 +28,7 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from moelab.data import shipped
 from moelab.errors import BadInput
 from moelab.experiment import Experiment, OwnHardware, ShapeChanges
 
@@ -104,7 +105,8 @@ def read_study(path: Path | None, overrides: Sequence[str] = ()) -> Study:
     """Read any experiment, list of experiments or study.
 
     Args:
-        path: the YAML file; None for the experiment that the overrides alone make.
+        path: the YAML file, or the name of a study that comes with moelab; None for the experiment that the overrides
+            alone make.
         overrides: ``key=value`` pairs that replace fields of every experiment; ``seeds`` and ``study`` too.
 
     Raises:
@@ -113,6 +115,7 @@ def read_study(path: Path | None, overrides: Sequence[str] = ()) -> Study:
     changes = parse_overrides(overrides)
     if path is None:
         return Study(name=(made := parse(Experiment, changes)).name, experiments=(made,))
+    path = _file_of_study(path)
     text = _text(path, str(path))
     is_record = text.startswith(f"{VERSION_KEY}:")
     content = _fields_of_record(text) if is_record else _with_hardware(_load(text, str(path)), path.parent)
@@ -145,6 +148,17 @@ def read_study(path: Path | None, overrides: Sequence[str] = ()) -> Study:
     if not isinstance(name, str):
         raise BadInput(f"{path}: study: got {_short(name)}; valid: a name; put a number or date in quotes")
     return make_study(name, shared, [{**arm, **changes} for arm in arms], seeds)
+
+
+def _file_of_study(path: Path) -> Path:
+    """The file that is given, or that of the study whose name is given; a file of that name comes first."""
+    is_file = path.exists() and not path.is_dir()  # a pipe is one too
+    if is_file or path.suffix or len(path.parts) != 1:
+        return path
+    studies = {file.stem: file for file in sorted(shipped("studies").glob("*.yaml"))}
+    if path.name not in studies:
+        raise BadInput(f"{path} is neither a file nor a study that comes with moelab; those are {', '.join(studies)}")
+    return studies[path.name]
 
 
 def read_experiment(path: Path, overrides: Sequence[str] = ()) -> Experiment:

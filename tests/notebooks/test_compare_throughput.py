@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from moelab.experiment import EPBackend, Precision
 from moelab.launch.cluster import read_cluster
 from moelab.layout import check
 from moelab.notebooks import ThroughputParameters, execute, read_parameters, validated
-from moelab.notebooks.study import bring_forward
+from moelab.notebooks.study import CLUSTER_FIELDS, bring_forward
 from moelab.plan import plan
 from moelab.projection.measured import TWO_BY_TWO, load_measured
 from moelab.projection.published import projected_two_by_two
@@ -43,7 +44,8 @@ def printed_and_figures(executed: Path) -> tuple[str, list[str]]:
     outputs = [output for cell in cells if cell.cell_type == "code" for output in cell.outputs]
     data = [output.data for output in outputs if "data" in output]
     figures = [one["application/vnd.plotly.v1+json"] for one in data if "application/vnd.plotly.v1+json" in one]
-    return "".join(o.get("text", "") for o in outputs), [str(one["layout"]["title"]["text"]) for one in figures]
+    texts = [output.get("text") or output.data.get("text/plain", "") for output in outputs]
+    return "".join(texts), [str(one["layout"]["title"]["text"]) for one in figures]
 
 
 def test_its_defaults_train_the_two_by_two_and_say_that_it_is_no_speed(by_nbmake: Callable[[str], Ran]) -> None:
@@ -54,11 +56,11 @@ def test_its_defaults_train_the_two_by_two_and_say_that_it_is_no_speed(by_nbmake
         f"{precision}_{backend}" for precision in ("bf16", "mxfp8") for backend in ("standard", "deepep")
     }
     assert all(run.finished for run in trained)
-    assert len(titles) == 4
+    assert len(titles) == 3  # none of a CPU's tokens per second
     assert "quoted" in titles[0]
     assert "replayed" in titles[1]
-    assert "not a statement about speed" in titles[2]
-    assert "derived" in titles[3]
+    assert "derived" in titles[2]
+    assert "Not measured: a CPU process stands for a GPU here" in printed
     assert "n = 1 of seeds: no test" in printed
     assert "cannot be projected" in printed  # a CPU has no datasheet
 
@@ -73,6 +75,8 @@ def test_a_profile_of_a_cluster_renders_and_submits_nothing(tmp_path: Path, monk
     assert "#SBATCH --nodes=32" in printed
     assert "#SBATCH --array=0-11" in printed
     assert "no run of 07_published_671b yet" in printed
+    for field in ("partition", "account", "container", "tokenizers"):
+        assert re.search(rf"^ *{field} +not set ", printed, re.M)
     assert not called.exists()
     assert not list(directory.find(tmp_path / "runs"))
     assert "is projected to make most" in titles[-1].replace("<br>", " ")
@@ -122,6 +126,14 @@ def test_the_hopper_profile_is_legal_on_two_of_them() -> None:
         assert found.legal, found.reasons
     assert {one.precision for one in study.experiments} == {Precision.BF16, Precision.FP8}
     assert {one.ep_backend for one in study.experiments} == {EPBackend.STANDARD, EPBackend.DEEPEP}
+
+
+def test_the_profile_that_the_reader_is_shown_is_valid(tmp_path: Path) -> None:
+    (text,) = re.findall(r"```yaml\n(.*?)```", "".join(c.source for c in nbformat.read(NOTEBOOK, 4).cells), re.S)
+    (tmp_path / "my_cluster.yaml").write_text(text)
+    cluster = read_cluster(str(tmp_path / "my_cluster.yaml"))
+    assert (cluster.nodes, cluster.tokenizers["671B"]) == (32, "/shared/models/DeepSeek-V3.1-Base")
+    assert set(CLUSTER_FIELDS) <= set(type(cluster).model_fields)
 
 
 def test_the_published_profile_is_legal_and_fits() -> None:

@@ -17,9 +17,9 @@ NAME = "10_report_study"
 
 def test_it_compares_the_packaged_logs(by_nbmake: Callable[[str], Ran]) -> None:
     ran = by_nbmake(NAME)
-    assert (ran.folder / f"{NAME}.ipynb").stat().st_size < 500_000
-    assert len(ran.shown(PLOTLY)) == 4
-    assert "mxfp8_kernels differs: –, emulated" in ran.printed
+    assert (ran.folder / f"{NAME}.ipynb").stat().st_size < 600_000
+    assert len(ran.shown(PLOTLY)) == 5
+    assert "Same loss? Not decided: mxfp8_emulated_on_h100 ends -0.0545 nats from bf16_on_h100" in ran.printed
     assert "WANDB_API_KEY=*** …/python -m torch.distributed.run --rdzv-endpoint=HOST:29500" in ran.printed
     assert ran.printed.count("not yet: ") == 3  # the unsolved exercises
     assert (ran.folder / "report.html").exists()

@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import ast
 import importlib
-import importlib.util
 import json
 import os
 import re
 import subprocess
 import sys
+import sysconfig
 import tomllib
+import venv
 import zipfile
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import moelab
 import moelab.titan
 from moelab import machine
 from moelab.machine import TESTED
+from moelab.notebooks.batch import END_MARKER
+from moelab.notebooks.shipped import FOLDERS, RECORD
 
 ROOT = Path(__file__).parents[2]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -60,7 +65,7 @@ def test_environment_yml_has_the_pins_of_pyproject() -> None:
     assert pins(groups["lab"]) == pins(EXTRAS["lab"])
     assert pins(groups["dev"]) == pins(EXTRAS["dev"])
     assert pins([one for one in conda if one != "pip"]) == {"python": PROJECT["project"]["requires-python"]}
-    assert set(EXTRAS) == {"lab", "dev"}
+    assert set(EXTRAS) == {"lab", "dev", "site"}  # nothing but `make site` needs what builds the site
 
 
 def test_the_doctor_looks_for_the_pinned_versions() -> None:
@@ -85,30 +90,75 @@ def test_the_version_comes_from_one_place() -> None:
     assert elsewhere == []
 
 
+def needed(requirements: list[str]) -> set[str]:
+    """Names of the packages that these need here, those that they need in turn too, from what is installed."""
+    found: set[tuple[str, str]] = set()
+    waiting = [(one, "") for one in requirements]
+    while waiting:
+        text, of_extra = waiting.pop()
+        one = Requirement(text)
+        if one.marker and not one.marker.evaluate({"extra": of_extra}):
+            continue
+        for extra in ("", *one.extras):
+            if (one.name, extra) not in found:
+                found.add((one.name, extra))
+                waiting += [(line, extra) for line in metadata.requires(one.name) or ()]
+    return {canonicalize_name(name) for name, _ in found}
+
+
+def test_each_part_of_the_constraints_has_all_that_its_set_needs() -> None:
+    """pip installs what comes before `# lab` for the core, and before `# dev` for lab: nothing but what has a hash."""
+    text = (ROOT / "constraints.txt").read_text()
+    digest = r"    --hash=sha256:[0-9a-f]{64}"
+    line = rf"#.*|([a-z0-9-]+==\S+( ; [^\\\n]+)?) \\(\n{digest} \\)*\n{digest}"
+    assert re.fullmatch(rf"(({line})\n)+", text)  # and no address of an index
+    wanted = list(PROJECT["project"]["dependencies"])
+    for last, following in (("core", "# lab\n"), ("lab", "# dev\n"), ("dev", "# site\n")):
+        wanted += EXTRAS.get(last, [])
+        part = re.split(rf"^{following}", text, flags=re.M)[0]
+        locked = [Requirement(found[1]) for found in re.finditer(line, part) if found[1]]
+        here = {one.name: one.specifier for one in locked if one.marker is None or one.marker.evaluate()}
+        assert here.keys() == needed(wanted), f"{last}: run `make upgrade`"
+        for pin in map(Requirement, wanted):
+            (version,) = here[canonicalize_name(pin.name)]
+            assert pin.specifier.contains(version.version), f"{pin}: run `make upgrade`"
+
+
+def test_every_pin_has_an_upper_bound() -> None:
+    for pin in map(
+        Requirement, [*PROJECT["project"]["dependencies"], *(pin for extra in EXTRAS.values() for pin in extra)]
+    ):
+        assert {one.operator for one in pin.specifier} & {"<", "=="}, pin
+
+
+def build(source: Path, folder: Path, *what: str) -> Path:
+    """The wheel of a source tree, made without asking an index."""
+    command = [sys.executable, "-m", "build", "--no-isolation", *what, "--outdir", str(folder), str(source)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "pip", "wheel", str(ROOT), "--no-deps", "--quiet", "--wheel-dir", str(folder)]
-    if importlib.util.find_spec("hatchling"):
-        command.append("--no-build-isolation")
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if "hatchling" in done.stderr and done.returncode:
-        pytest.skip("hatchling is not installed and cannot be fetched from here")
-    assert done.returncode == 0, done.stderr
-    (file,) = folder.glob("*.whl")
-    return file
+    return build(ROOT, tmp_path_factory.mktemp("wheel"), "--wheel")
+
+
+def test_the_sdist_builds_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
+    from_sdist = build(ROOT, tmp_path)  # makes the sdist, then the wheel from that
+    assert (tmp_path / f"moelab-{moelab.__version__}.tar.gz").is_file()
+    assert from_sdist.read_bytes() == wheel.read_bytes()
 
 
 def test_the_wheel_has_every_file_of_the_package_and_nothing_else(wheel: Path) -> None:
     assert wheel.name == f"moelab-{moelab.__version__}-py3-none-any.whl"
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    files = {
-        path.relative_to(ROOT / "src").as_posix()
-        for path in (ROOT / "src" / "moelab").rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts
-    }
-    assert names == files
-    assert "moelab/viz/templates/report.html.j2" in names
+    kept = subprocess.run(
+        ["git", "ls-files", "src/moelab", *FOLDERS], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    assert names == {name.removeprefix("src/") if name.startswith("src/") else f"moelab/data/{name}" for name in kept}
+    assert {"moelab/viz/templates/report.html.j2", "moelab/py.typed", "moelab/data/studies/nano.yaml"} <= names
 
 
 def test_the_wheel_has_the_command_and_the_license(wheel: Path) -> None:
@@ -121,17 +171,6 @@ def test_the_wheel_has_the_command_and_the_license(wheel: Path) -> None:
     assert "License-Expression: BSD-3-Clause\n" in metadata
 
 
-ALONE = """
-import sys
-from pathlib import Path
-import moelab
-from moelab.cli import main
-assert Path(moelab.__file__).is_relative_to(sys.argv[1]), moelab.__file__
-plain = ["--set", "pp=2", "--set", "tp=2", "--set", "ep=32"]
-assert main(["plan", "study.yaml", *plain]) == 0
-assert main(["project", "study.yaml", *plain]) == 0
-assert main(["submit", "study.yaml", *plain, "--cluster", "nebius_soperator_b200", "--dry-run"]) == 0
-"""
 STUDY = {
     "name": "alone",
     "model": "671B",
@@ -146,19 +185,66 @@ STUDY = {
 }
 
 
-def child(code: str, *arguments: str | Path, path: Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+def child(code: str, *, path: Path, cwd: Path) -> subprocess.CompletedProcess[str]:
     """Python without GPUs, with another folder at the head of its path."""
     variables = {**os.environ, "PYTHONPATH": str(path), "CUDA_VISIBLE_DEVICES": ""}
-    call = [sys.executable, "-c", code, *map(str, arguments)]
-    return subprocess.run(call, env=variables, cwd=cwd, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [sys.executable, "-c", code], env=variables, cwd=cwd, capture_output=True, text=True, check=False
+    )
 
 
-def test_the_wheel_works_without_a_clone(wheel: Path, tmp_path: Path) -> None:
-    zipfile.ZipFile(wheel).extractall(tmp_path / "installed")
-    (tmp_path / "study.yaml").write_text(yaml.safe_dump(STUDY))
-    done = child(ALONE, tmp_path / "installed", path=tmp_path / "installed", cwd=tmp_path)
+WITHOUT_A_CLONE = f"""
+import sys
+from pathlib import Path
+
+CLONE = "{ROOT}/"
+PACKAGES = "{sysconfig.get_paths()["purelib"]}/"
+
+
+def refuse(event, arguments):
+    if event == "open" and str(arguments[0]).startswith(CLONE) and not str(arguments[0]).startswith(PACKAGES):
+        raise RuntimeError(f"a file of the clone was opened: {{arguments[0]}}")
+
+
+sys.addaudithook(refuse)
+"""
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A virtual environment with the wheel; it sees the other packages of this one, and no file of the clone."""
+    folder = tmp_path_factory.mktemp("installed") / "venv"
+    venv.create(folder, symlinks=True)
+    pip = [sys.executable, "-m", "pip", "--python", str(folder), "install", "--quiet", "--no-deps", "--no-index"]
+    done = subprocess.run([*pip, str(wheel)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "#SBATCH --nodes=32" in done.stdout
+    (packages,) = folder.glob("lib/python*/site-packages")
+    # Their .pth files, such as the one of an editable moelab, are not read: only a site folder's are.
+    (packages / "others.pth").write_text(sysconfig.get_paths()["purelib"])
+    (packages / "sitecustomize.py").write_text(WITHOUT_A_CLONE)
+    return folder / "bin"
+
+
+def test_the_wheel_works_without_a_clone(installed: Path, tmp_path: Path) -> None:
+    variables = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    variables |= {"CUDA_VISIBLE_DEVICES": "", "PATH": f"{installed}:{os.environ['PATH']}"}
+
+    def shell(command: str) -> str:
+        done = subprocess.run(
+            command.split(), env=variables, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300
+        )
+        assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+        return done.stdout
+
+    opened = subprocess.run([installed / "python", "-c", f"open('{ROOT}/README.md')"], env=variables, check=False)
+    assert opened.returncode == 1  # so that what follows shows something
+    assert "begin with: jupyter lab notebooks/00_start_here.ipynb" in shell("moelab notebooks .")
+    assert {one.name for one in tmp_path.iterdir()} == {*FOLDERS, RECORD}
+    assert "legal, and fits: nano, arm mxfp8_standard" in shell("moelab plan nano")
+    assert "mxfp8_deepep_round-robin" in shell("moelab project 671B_b200_x256")
+    assert "#SBATCH --nodes=32" in shell("moelab submit 671B_b200_x256 --cluster nebius_soperator_b200 --dry-run")
+    shell("python -m papermill notebooks/05_plan_layout.ipynb out.ipynb -f papermill_params/05_plan_layout/smoke.yaml")
+    assert END_MARKER in (tmp_path / "out.ipynb").read_text()
 
 
 WITHOUT_TRITON = """

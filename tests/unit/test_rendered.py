@@ -92,11 +92,13 @@ def clone(folder: Path, *sources: str) -> Path:
     return path
 
 
-def test_a_copy_keeps_what_every_reader_can_show(tmp_path: Path) -> None:
+def test_a_copy_keeps_what_every_reader_can_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     png = io.BytesIO()
     Image.radial_gradient("L").resize((400, 400)).convert("RGB").save(png, "PNG", compress_level=0)
     (tmp_path / "png").write_bytes(base64.b64encode(png.getvalue()))
-    notebook = clone(tmp_path, FIGURE.replace("PNG", repr(str(tmp_path / "png"))), COMPLETE)
+    monkeypatch.setattr(render, "KEEPS_RUNS", ("01_small",))
+    trains = "\npathlib.Path('runs', 'study').mkdir()"
+    notebook = clone(tmp_path, FIGURE.replace("PNG", repr(str(tmp_path / "png"))) + trains, COMPLETE)
     copy = tmp_path / "rendered" / notebook.name
     render.render(notebook, copy, "4d86c9c")
     assert render.is_of(copy, notebook)
@@ -112,6 +114,7 @@ def test_a_copy_keeps_what_every_reader_can_show(tmp_path: Path) -> None:
     assert len(figure.data["image/png"]) < len(png.getvalue()) / 4
     assert printed.text == "./runs $VENV/bin/python\nHF_TOKEN=*** 2\n"
     assert last.outputs[0].text == f"{END_MARKER}\n"
+    assert (tmp_path / "runs" / "study").is_dir()
     assert set(nbformat.read(copy, as_version=4).metadata) == {"kernelspec", "language_info", "moelab"}
 
     (tmp_path / "papermill_params" / "01_small" / "cpu.yaml").write_text("steps: 3\n")

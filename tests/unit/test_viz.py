@@ -87,15 +87,16 @@ if sys.argv[2].endswith("png"):
 
 
 @pytest.mark.parametrize(
-    ("browser", "seconds", "renderer"),
+    ("given", "seconds", "renderer"),
     [
-        (None, 60, "plotly_mimetype+png"),  # Debian's Chromium
-        ("/nowhere/chromium", 60, "plotly_mimetype"),
-        ("/bin/false", 5, "plotly_mimetype"),  # a browser that fails to start
+        ({}, 60, "plotly_mimetype+png"),  # Debian's Chromium
+        ({"BROWSER_PATH": "/nowhere/chromium"}, 60, "plotly_mimetype"),
+        ({"BROWSER_PATH": "/bin/false"}, 5, "plotly_mimetype"),  # a browser that fails to start
+        ({"PLOTLY_RENDERER": "json"}, 60, "json"),
     ],
 )
-def test_pictures_are_drawn_where_a_browser_draws(browser, seconds, renderer):
-    found = os.environ | ({"BROWSER_PATH": browser} if browser else {})
+def test_pictures_are_drawn_where_a_browser_draws(given, seconds, renderer):
+    found = os.environ | given
     command = [sys.executable, "-c", DRAWN, str(seconds), renderer]
     done = subprocess.run(command, env=found, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -241,6 +242,18 @@ class Page(HTMLParser):
 
     def handle_data(self, data):
         self.text += data
+
+
+def test_verdicts_stand_in_rows_on_their_margins() -> None:
+    from moelab.viz.study import verdict_examples
+
+    figure = verdict_examples()
+    assert "constructed losses of four seeds, no measurement" in title(figure)
+    answers = [str(note.text) for note in figure.layout.annotations]
+    assert answers == [f"<b>{one}</b>" for one in ("equivalent", "insufficient data", "different", "insufficient data")]
+    margins = [shape.x1 for shape in figure.layout.shapes if shape.type == "rect"]
+    reach = [(one.x[0] - one.error_x.arrayminus[0], one.x[0] + one.error_x.array[0]) for one in figure.data]
+    assert [-m < low and high < m for m, (low, high) in zip(margins, reach, strict=True)] == [True, False, False, False]
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -13,3 +14,12 @@ def read_yaml(name: str) -> Any:
     text = (resources.files(__name__) / name).read_text()
     # Read where a module is imported; libyaml, which is a SafeLoader too, takes a tenth of the time.
     return yaml.load(text, Loader=yaml.CSafeLoader)
+
+
+def shipped(folder: str) -> Path:
+    """The folder of ``notebooks``, ``papermill_params`` or ``studies`` as they come with this version.
+
+    A wheel has them in here; a clone, which an editable install uses, at its top, where people look for them.
+    """
+    in_wheel = Path(__file__).parent / folder
+    return in_wheel if in_wheel.is_dir() else Path(__file__).parents[3] / folder

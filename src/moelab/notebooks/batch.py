@@ -111,7 +111,7 @@ def parameter_names(notebook: Path) -> list[str]:
     try:
         content = nbformat.read(notebook, as_version=4)
     except OSError as error:
-        where = "moelab's own notebooks are in its clone, not in what pip installs"
+        where = "`moelab notebooks .` writes moelab's own to this folder"
         raise BadInput(f"{notebook} cannot be read: {error.strerror}; {where}") from error
     except (ValueError, TypeError, AttributeError, nbformat.ValidationError) as error:  # what nbformat raises of these
         raise BadInput(f"{notebook} is not a notebook: {' '.join(str(error).split())[:300]}") from error

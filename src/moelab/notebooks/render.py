@@ -19,7 +19,7 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -34,9 +34,12 @@ from moelab.privacy import without_places
 FOLDER = "rendered"
 LARGEST_BYTES = 500_000
 COLORS = 64
-CELL_TIMEOUT_S = 900
-SMOKE = ("06_compare_convergence", "07_compare_throughput")
-"""Notebooks whose profile ``cpu`` trains for many minutes; their copies show ``smoke``."""
+CELL_TIMEOUT_S = 3600
+PROFILES = {"07_compare_throughput": "b200_x256"}
+"""Notebooks whose copy shows another profile than ``cpu``: nothing is trained, and the study is ready to be sent."""
+KEEPS_RUNS = ("06_compare_convergence",)
+"""Notebooks that train for minutes (7 on two idle cores): their runs stay in the clone's ``runs``, where ``make demo``
+has its own of the same study, and the next copy is made of what is finished there."""
 PICTURES = {
     "where_the_step_goes": ("08_project_to_cluster", 1),
     "measured_arms": ("04_dispatch_with_deepep", 1),
@@ -45,13 +48,13 @@ PICTURES = {
     "loss_difference": ("06_compare_convergence", 3),
 }
 """README's pictures, in ``rendered/pictures``: the notebook, and which of its figures, from 1."""
-_PLOTLY = "application/vnd.plotly.v1+json"
-_WIDGET = "application/vnd.jupyter.widget-view+json"
+PLOTLY = "application/vnd.plotly.v1+json"
+WIDGET = "application/vnd.jupyter.widget-view+json"
 
 
 def parameters_file(notebook: Path) -> Path:
     """The profile that a notebook's copy shows."""
-    profile = "smoke" if notebook.stem in SMOKE else "cpu"
+    profile = PROFILES.get(notebook.stem, "cpu")
     return notebook.parents[1] / "papermill_params" / notebook.stem / f"{profile}.yaml"
 
 
@@ -83,10 +86,14 @@ def render(notebook: Path, copy: Path, commit: str | None) -> None:
     notebook, copy = notebook.absolute(), copy.absolute()
     parameters = read_parameters(parameters_file(notebook))
     with tempfile.TemporaryDirectory() as work, contextlib.chdir(work):
+        if notebook.stem in KEEPS_RUNS:
+            kept = notebook.parents[1] / "runs"
+            kept.mkdir(exist_ok=True)
+            Path("runs").symlink_to(kept)
         executed = execute(notebook, Path("executed.ipynb"), parameters, cell_timeout_s=CELL_TIMEOUT_S)
         content = nbformat.read(executed, as_version=4)
         for cell in content.cells:
-            _clean(cell)
+            clean(cell, _as_picture)
     content.metadata = {name: content.metadata[name] for name in ("kernelspec", "language_info")}
     content.metadata["moelab"] = stamp(notebook, parameters, commit)
     content.cells.insert(0, nbformat.v4.new_markdown_cell(stamp_text(content.metadata["moelab"]), id="stamp"))
@@ -130,14 +137,19 @@ def stamp_text(stamp: Mapping[str, Any]) -> str:
     )
 
 
-def _clean(cell: Any) -> None:
-    """Keep of an executed cell what every reader can show, and nothing about this machine."""
+def clean(cell: Any, show_figure: Callable[[Any], dict[str, str]]) -> None:
+    """Keep of an executed cell what every reader can show, and nothing about this machine.
+
+    Args:
+        cell: of an executed notebook; changed in place.
+        show_figure: what is kept of a figure's output, by MIME type.
+    """
     cell.metadata = {"tags": cell.metadata.tags} if cell.metadata.get("tags") else {}
     if cell.cell_type != "code":
         return
     whole: list[Any] = []  # what was printed in one go as one output: how a kernel cuts it differs from run to run
     for output in cell.outputs:
-        if output.get("data", {}).pop(_WIDGET, None) and "image/png" not in output.data:
+        if output.get("data", {}).pop(WIDGET, None) and "image/png" not in output.data:
             continue
         if whole and "text" in output and output.get("name") == whole[-1].get("name"):
             whole[-1].text += output.text
@@ -147,16 +159,21 @@ def _clean(cell: Any) -> None:
     for output in cell.outputs:
         if "text" in output:
             output.text = without_places(output.text)
-        if _PLOTLY in output.get("data", {}):  # a figure: its PNG, in fewer colours, and its title in words
-            if "image/png" not in output.data:
-                raise BadInput("figures have no PNG here; it takes kaleido (`make lab` brings it) and a Chromium")
-            title = " ".join(re.sub(r"<[^>]*>", " ", output.data[_PLOTLY]["layout"]["title"]["text"]).split())
-            output.data = {"image/png": output.data["image/png"], "text/plain": title}
+        if PLOTLY in output.get("data", {}):
+            output.data = show_figure(output.data)
         if "image/png" in output.get("data", {}):
             output.data["image/png"] = _with_fewer_colors(output.data["image/png"])
         for kind, text in output.get("data", {}).items():
             if kind.startswith("text/"):
                 output.data[kind] = without_places(text)
+
+
+def _as_picture(data: Any) -> dict[str, str]:
+    """A figure's PNG and its title in words."""
+    if "image/png" not in data:
+        raise BadInput("figures have no PNG here; it takes kaleido (`make lab` brings it) and a Chromium")
+    title = " ".join(re.sub(r"<[^>]*>", " ", data[PLOTLY]["layout"]["title"]["text"]).split())
+    return {"image/png": data["image/png"], "text/plain": title}
 
 
 def _with_fewer_colors(png_base64: str) -> str:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+import pandas as pd
+
 from moelab.errors import BadInput, Refused
 from moelab.experiment_file import Study
 from moelab.launch.cluster import ClusterProfile
@@ -112,15 +114,46 @@ def judged_so_far(folder: Path, study: Study, *, reference: str, say: Say, **rul
         return None
 
 
+CLUSTER_FIELDS = {
+    "partition": "Slurm's partition of the GPU nodes",
+    "account": "what is charged; most clusters refuse a job without one",
+    "qos": "quality of service, where the cluster has several",
+    "time_limit_minutes": "of one job; a run that is not finished then is saved and requeued",
+    "nodes": "most nodes of one job",
+    "container": "image with moelab, and mounts outside:inside (needs pyxis); or venv, conda_env or python",
+    "venv": "absolute path, on every node",
+    "runs": "folder of all runs, on a file system that all nodes share",
+    "scratch": "shared folder for checkpoints; none: in the run directory",
+    "datasets": "local copy of C4: {c4: /path}",
+    "tokenizers": "by model: {671B: /path of DeepSeek-V3.1-Base}",
+    "variables": "network of this cluster: NCCL_IB_HCA, NCCL_SOCKET_IFNAME, UCX_NET_DEVICES",
+}
+"""Fields of a cluster's profile that no two clusters share, and what goes there."""
+
+
+def fields_to_edit(cluster: ClusterProfile) -> pd.DataFrame:
+    """What to check in a cluster's profile before the first submission: field, value now, what goes there."""
+    values = cluster.model_dump(mode="json")
+    words = {name: "not set" if values[name] in (None, {}, []) else values[name] for name in CLUSTER_FIELDS}
+    shown = {
+        name: ", ".join(f"{k}={v}" for k, v in one.items()) if isinstance(one, dict) else str(one)
+        for name, one in words.items()
+    }
+    return pd.DataFrame({"field": list(shown), "now": list(shown.values()), "what goes there": CLUSTER_FIELDS.values()})
+
+
 def projected_arms(study: Study, *, say: Say) -> Mapping[str, Estimate]:
-    """Projection of each arm of a study that can be projected; the others are named with the reason."""
+    """Projection of each arm of a study that can be projected; where none can, the reason is said once."""
     estimates = {}
+    refusals: dict[str, list[str]] = {}
     for experiment in study.first_of_arms:
         try:
             one = project(experiment)
         except (BadInput, Refused) as error:
-            say(f"{experiment.arm} cannot be projected: {error}")
+            refusals.setdefault(str(error), []).append(experiment.arm)
             continue
         low, high = one.interval
         estimates[experiment.arm] = Estimate(value=one.tps, low=low, high=high)
+    for reason, arms in refusals.items():
+        say(f"{', '.join(arms)} cannot be projected: {reason}")
     return estimates

@@ -4,7 +4,14 @@ The notebooks and ``moelab report`` both come through :func:`judge_paths` or :fu
 disagree. ``sides.py`` finds what is judged and what is not, ``report.py`` is what it says, ``page.py`` shows it.
 """
 
-from moelab.study_report.page import provenance, report_figures, report_tables, settings_table, write_study_report
+from moelab.study_report.page import (
+    provenance,
+    report_figures,
+    report_tables,
+    settings_table,
+    verdicts_figure,
+    write_study_report,
+)
 from moelab.study_report.report import NothingToJudge, Report, judge_paths, judge_study
 
 __all__ = [
@@ -16,5 +23,6 @@ __all__ = [
     "report_figures",
     "report_tables",
     "settings_table",
+    "verdicts_figure",
     "write_study_report",
 ]

@@ -17,13 +17,14 @@ from typing import Any
 import numpy as np
 
 import moelab
-from moelab.analysis.arms import arm_label
+from moelab.analysis.arms import arm_label, contrast
 from moelab.analysis.compare_runs import differing_values, shared_values
 from moelab.analysis.side import median, quartiles
+from moelab.errors import BadInput
 from moelab.runs.collect import WARMUP_STEPS
 from moelab.runs.settings import spread
 from moelab.runs.side_files import Environment
-from moelab.study_report.report import Report
+from moelab.study_report.report import Report, span_of
 
 SETTINGS_SHOWN = {
     "model": "model",
@@ -147,11 +148,35 @@ def write_study_report(judged: Report, path: Path, *, with_paths: bool = False) 
     )
 
 
+def verdicts_figure(judged: Report) -> Any:
+    """The verdict on every arm of a study, on its final training loss: an interval and a margin a row.
+
+    Raises:
+        BadInput: the study has no verdict.
+    """
+    from moelab.viz import verdict_intervals
+
+    if not judged.verdicts:
+        raise BadInput("this study has no verdict: it takes a finished run of the reference and of another arm")
+    rows = {arm_label(verdict.arm): verdict for verdict in judged.verdicts}
+    counts = Counter(str(verdict.answer) for verdict in judged.verdicts).most_common()
+    finding = f"Final loss: {', '.join(f'{count} of {len(rows)} arms {answer}' for answer, count in counts)}"
+    if len(rows) == 1:
+        (verdict,) = judged.verdicts
+        arm, reference, _ = contrast(verdict.arm, verdict.reference)
+        finding = f"{arm} ends {verdict.mean_difference_nats:+.4f} nats from {reference}: {verdict.answer}"
+    seeds = span_of(max(1, verdict.n_seeds) for verdict in judged.verdicts)
+    words = f"Final training loss against {arm_label(judged.reference.arm)}; n = {seeds} seed{'s' * (seeds != '1')}."
+    return verdict_intervals(rows, finding, note=judged.loss_note, words=words)
+
+
 def _study_figures(judged: Report) -> Iterator[tuple[str, Any]]:
     """Captions and figures of a study."""
     from moelab.viz import loss_curves, loss_difference, loss_tail, throughput_bars
 
     table, note, marks = judged.table, judged.loss_note, judged.grad_norm_marks
+    if len(judged.verdicts) > 1:
+        yield "Final loss of every arm, paired by seed.", verdicts_figure(judged)
     yield (
         "Training loss of every seed (thin) and the mean over seeds (bold); the inset enlarges the end.",
         loss_curves(table, final_fraction=judged.final_fraction, final=judged.final, note=note, marks=marks),

@@ -2,7 +2,7 @@
 
 from moelab.viz.layout import LayoutExplorer, memory_bars, mesh_map, pipeline_schedule
 from moelab.viz.report import Figure, Table, write_report
-from moelab.viz.study import loss_curves, loss_difference, loss_tail, throughput_bars
+from moelab.viz.study import loss_curves, loss_difference, loss_tail, throughput_bars, verdict_intervals
 from moelab.viz.theme import arm_styles, use_renderer
 
 __all__ = [
@@ -18,5 +18,6 @@ __all__ = [
     "pipeline_schedule",
     "throughput_bars",
     "use_renderer",
+    "verdict_intervals",
     "write_report",
 ]

@@ -122,7 +122,7 @@ def gradient_norms(sides: Sequence[Side], styles: Mapping[str, ArmStyle], *, not
         for label, mean in means.items():
             draw_mean(figure, mean[name].dropna(), styles[label], **axes)
         figure.update_yaxes(rangemode="tozero", col=column)
-    figure.update_yaxes(type="log", dtick=1, col=1)
+    figure.update_yaxes(type="log", dtick="D2", col=1)
     return figure.update_xaxes(title_text="step")
 
 

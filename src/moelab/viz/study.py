@@ -8,6 +8,7 @@ with its interval, is the verdict itself, and the figure shows how it came about
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -27,7 +28,7 @@ from moelab.analysis.curves import (
 )
 from moelab.analysis.published import GAINS, SOURCE, THROUGHPUT, THROUGHPUT_SETUP, published_tps
 from moelab.analysis.throughput import Gain, arm_throughput
-from moelab.analysis.verdict import Answer, Verdict
+from moelab.analysis.verdict import Answer, Verdict, judge
 from moelab.errors import BadInput
 from moelab.runs.expert_load import ExpertLoad
 from moelab.viz.draw import (
@@ -42,7 +43,19 @@ from moelab.viz.draw import (
     nothing_to_draw,
     panels,
 )
-from moelab.viz.theme import INK, MUTED, WARNING, ArmStyle, arm_styles, in_order, new_figure, plot_text, span
+from moelab.viz.theme import (
+    INK,
+    MUTED,
+    WARNING,
+    WIDE,
+    ArmStyle,
+    arm_styles,
+    in_order,
+    new_figure,
+    plot_text,
+    span,
+    wrap,
+)
 
 INSET_LEFT, INSET_GAP, INSET_MIN_HEIGHT = 0.47, 0.10, 0.42
 """Left edge of the inset, its clearance above the curves, its smallest height; all parts of the plot area."""
@@ -214,6 +227,82 @@ def loss_difference(table: pd.DataFrame, verdict: Verdict, *, note: str = "") ->
     high = 1.15 * max(most, min(everything, 4.0 * most)) or 1.0  # of a run against itself all are zero
     # Without the format, plotly writes the zero of a symmetric axis as a rounding error.
     return figure.update_yaxes(title_text="loss difference (nats per token)", tickformat=".6~f", range=[-high, high])
+
+
+def verdict_intervals(verdicts: Mapping[str, Verdict], finding: str, *, note: str = "", words: str = "") -> go.Figure:
+    """Every verdict's difference with its interval on the band of its margin, a row each.
+
+    Args:
+        verdicts: by what the row is called.
+        finding: what the figure shows.
+        note: condition to state in the title.
+        words: what is judged, in the subtitle.
+    """
+    rows = {name: "<br>".join(wrap(plot_text(name), 34)) for name in verdicts}
+    figure = new_figure(
+        finding,
+        subtitle=f"{words}{' ' * bool(words)}Dots: mean difference from the reference; bars: its t interval over "
+        "seeds; band: equivalence margin.",
+        note=note,
+        height=150 + 52 * len(rows),
+        width=WIDE,
+    )
+    colors = {Answer.EQUIVALENT: "#009E73", Answer.DIFFERENT: WARNING}
+    for place, (name, one) in enumerate(verdicts.items()):
+        color = colors.get(one.answer, MUTED)
+        if one.margin_nats > 0:
+            edges = {"x0": -one.margin_nats, "x1": one.margin_nats, "y0": place - 0.4, "y1": place + 0.4}
+            figure.add_shape(type="rect", **edges, fillcolor="rgba(0,158,115,0.14)", line_width=0, layer="below")
+        figure.add_scatter(
+            x=[one.mean_difference_nats],
+            y=[place],
+            mode="markers",
+            marker={"color": color, "size": 11},
+            error_x={
+                **error_bars([(one.interval.low, one.mean_difference_nats, one.interval.high)], color=color),
+                "thickness": 2,
+                "width": 6,
+                "visible": one.interval.exists,
+            },
+            hovertemplate=f"{plot_text(name)}: %{{x:+.4f}} nats<extra></extra>",
+        )
+        figure.add_annotation(
+            text=f"<b>{plot_text(one.answer_words)}</b>",
+            x=1,
+            xref="paper",
+            xanchor="left",
+            xshift=8,
+            y=place,
+            showarrow=False,
+            font_color=color if color != MUTED else INK,
+        )
+    figure.add_vline(x=0, line={"color": INK, "width": 1})
+    figure.update_xaxes(title_text="loss difference (nats per token)", tickformat="+.4~f", hoverformat="+.4f")
+    figure.update_yaxes(tickvals=list(range(len(rows))), ticktext=list(rows.values()), showgrid=False, ticks="")
+    figure.update_yaxes(range=[len(rows) - 0.5, -0.5])
+    longest = max(len(one.answer_words) for one in verdicts.values())
+    return figure.update_layout(showlegend=False, margin_r=30 + 8 * longest, hovermode="closest")
+
+
+def verdict_examples() -> go.Figure:
+    """The four answers on constructed losses of four seeds: what a verdict looks like before there is one."""
+    reference = {0: 3.600, 1: 3.640, 2: 3.570, 3: 3.610}
+    shifts = {
+        "close, and every seed agrees": (0.003, -0.002, 0.004, -0.001),
+        "close on average, but seeds disagree": (0.06, -0.055, 0.05, -0.045),
+        "far, and every seed agrees": (0.09, 0.10, 0.095, 0.088),
+        "far on average, but seeds disagree": (0.02, 0.14, 0.05, 0.10),
+    }
+    arms: dict[str, Any] = {"arm": "mxfp8_standard", "reference": "bf16_standard"}
+    judged = {
+        name: judge({seed: reference[seed] + shift for seed, shift in enumerate(own)}, reference, **arms)
+        for name, own in shifts.items()
+    }
+    return verdict_intervals(
+        judged,
+        "Inside the margin: the same loss; across its edge: not decided",
+        note="constructed losses of four seeds, no measurement",
+    )
 
 
 def _final_finding(final: FinalLosses) -> str:

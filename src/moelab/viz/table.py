@@ -38,8 +38,12 @@ class TableView:
 
     def __repr__(self) -> str:
         """The table as text."""
-        text: str = self.frame.to_string(index=False)
+        text: str = pd.DataFrame(dict(zip(self.frame.columns, self._columns, strict=True))).to_string(index=False)
         return f"{self.summary}\n{text}" if self.summary else text
+
+    @property
+    def _columns(self) -> list[list[str]]:
+        return [_words(column, self.decimals.get(str(name))) for name, column in self.frame.items()]
 
     def _repr_html_(self) -> str:
         is_number = [
@@ -51,12 +55,11 @@ class TableView:
             f"<th style='{style};cursor:pointer' title='sort'>{html.escape(str(name))}</th>"
             for name, style in zip(self.frame.columns, aligned, strict=True)
         )
-        columns = [_words(column, self.decimals.get(str(name))) for name, column in self.frame.items()]
         body = "".join(
             "<tr>"
             + "".join(f"<td style='{style}'>{html.escape(cell)}</td>" for cell, style in zip(row, aligned, strict=True))
             + "</tr>"
-            for row in zip(*columns, strict=True)
+            for row in zip(*self._columns, strict=True)
         )
         table = f"<table class='dataframe' onclick='{html.escape(SORT)}'><thead><tr>{head}</tr></thead>"
         table += f"<tbody>{body}</tbody></table>"
@@ -80,10 +83,26 @@ def as_table(
     Example:
         >>> as_table(pd.DataFrame({"rows": [1024], "gain (×)": [0.98]}), "measured")
         measured
-         rows  gain (×)
-         1024      0.98
+         rows gain (×)
+        1,024     0.98
     """
     return TableView(frame=frame, summary=summary, decimals=decimals)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Folded:
+    """A long text that a notebook folds, such as a script; a terminal shows all of it."""
+
+    text: str
+    summary: str
+
+    def __repr__(self) -> str:
+        """All of the text."""
+        return f"{self.summary}\n{self.text}"
+
+    def _repr_html_(self) -> str:
+        summary = f"<summary><b>{html.escape(self.summary)}</b> ({self.text.count(chr(10)) + 1} lines)</summary>"
+        return f"<details>{summary}<pre>{html.escape(self.text)}</pre></details>"
 
 
 def _words(values: pd.Series[Any], decimals: int | None = None) -> list[str]:

@@ -14,6 +14,7 @@ import functools
 import html
 import importlib.util
 import logging
+import os
 import textwrap
 import threading
 import warnings
@@ -213,12 +214,14 @@ def use_renderer() -> str:
     """Choose how figures appear in notebooks, and return the choice.
 
     ``plotly_mimetype+png`` keeps a picture beside the live figure, so that a rendered notebook shows it anywhere; it
-    needs kaleido and a Chromium, and without them it would fail the run, so then it is ``plotly_mimetype`` alone.
+    needs kaleido and a Chromium, and without them it would fail the run, so then it is ``plotly_mimetype`` alone. What
+    plotly's own ``PLOTLY_RENDERER`` names goes before both: the site needs no picture.
 
     Returns:
         Name of the renderer, now plotly's default in this process.
     """
-    pio.renderers.default = "plotly_mimetype+png" if can_draw_png() else "plotly_mimetype"
+    given = os.environ.get("PLOTLY_RENDERER")
+    pio.renderers.default = given or ("plotly_mimetype+png" if can_draw_png() else "plotly_mimetype")
     return str(pio.renderers.default)
 
 

@@ -97,7 +97,7 @@ def live_figures(figures: Mapping[str, go.Figure | None]) -> Any:
     from anywidget import AnyWidget
 
     class LiveFigures(AnyWidget):
-        _esm = javascript("live.js")
+        _esm = javascript("painted.js") + javascript("live.js")
         plotly = traitlets.Unicode().tag(sync=True)
         dark = traitlets.Dict().tag(sync=True)
         figures = traitlets.Dict().tag(sync=True)

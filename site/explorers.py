@@ -1,0 +1,217 @@
+"""The explorers' main views without a kernel: all figures of a grid of choices, made by the explorers themselves.
+
+A browser takes the figures from ``static/grids/<notebook>.js``. A figure that several choices share is there once.
+"""
+
+from __future__ import annotations
+
+import ast
+import base64
+import gzip
+import html
+import itertools
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import nbformat
+
+from moelab.experiment import Experiment
+from moelab.notebooks import PlanParameters, ProjectParameters, validated
+from moelab.viz import LayoutExplorer
+from moelab.viz.grouped_gemm import ExpertExplorer
+from moelab.viz.mxfp8 import QuantisationExplorer
+from moelab.viz.projection import ProjectionExplorer
+from moelab.viz.traffic import TrafficExplorer
+from moelab.viz.widget import Explorer
+
+_CASES: Mapping[str, dict[str, Any]] = {
+    "671B on 256 × B200": {},
+    "671B on 256 × H200": {"hardware": "h200_node"},
+    "671B on 1,024 × H100": {"hardware": "h100_node", "nodes": 128},
+    "16B on 64 × B200": {"model": "16B", "nodes": 8, "tp": 1, "pp": 1, "local_batch": 16},
+    "16B on 16 × H100": {"model": "16B", "hardware": "h100_node", "nodes": 2, "tp": 1, "pp": 1, "local_batch": 16},
+}
+"""Experiments that the layout explorer begins with: how they differ from notebook 05's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """Choices of an explorer that the site has.
+
+    Attributes:
+        explorers: by what they begin with; a menu chooses among several.
+        choices: values of some controls; all others stay where they begin.
+    """
+
+    explorers: Mapping[str, Explorer]
+    choices: Mapping[str, Sequence[Any]]
+
+    @property
+    def controls(self) -> dict[str, list[str]]:
+        """What each control of the page offers, in words."""
+        begins = {"model and GPUs": list(self.explorers)} if len(self.explorers) > 1 else {}
+        live = next(iter(self.explorers.values())).controls
+        return begins | {live[name].description: [str(one) for one in values] for name, values in self.choices.items()}
+
+    @property
+    def start(self) -> list[int]:
+        """Which of its values each control of the page begins with."""
+        explorer = next(iter(self.explorers.values()))
+        begins = [0] if len(self.explorers) > 1 else []
+        return begins + [list(values).index(explorer.controls[name].value) for name, values in self.choices.items()]
+
+
+def _quantise(notebook: Path) -> Grid:
+    return Grid(
+        explorers={"": QuantisationExplorer()},
+        choices={
+            "distribution": ("gaussian", "student_t"),
+            "block": (8, 16, 32, 64, 128, 512),
+            "outlier_log2": (0, 4, 8),
+        },
+    )
+
+
+def _break_even(notebook: Path) -> Grid:
+    explorer = ExpertExplorer("671B", 8192, tp=2, ep=32)
+    return Grid(
+        explorers={"": explorer},
+        choices={name: explorer.controls[name].options for name in ("model", "gpu")}
+        | {"tokens": (2048, 4096, 8192, 16384), "ep": (8, 16, 32, 64)},
+    )
+
+
+def _route(notebook: Path) -> Grid:
+    return Grid(
+        explorers={"": TrafficExplorer()},
+        choices={
+            "routing": ("round_robin", "random_balanced", "group_limited", "skewed"),
+            "ep": (8, 16, 32, 64, 128),
+            "top_k": (1, 2, 4, 6, 8),
+        },
+    )
+
+
+def _plan(notebook: Path) -> Grid:
+    begin = validated(PlanParameters, _defaults(notebook)).to_experiment()
+    return Grid(
+        explorers={
+            words: LayoutExplorer(Experiment(**(begin.model_dump() | fields))) for words, fields in _CASES.items()
+        },
+        choices={"pp": (1, 2, 4, 8), "ep": (8, 16, 32, 64), "activation_checkpoint": ("none", "selective", "full")},
+    )
+
+
+def _project(notebook: Path) -> Grid:
+    begin = validated(ProjectParameters, _defaults(notebook)).to_experiment()
+    return Grid(
+        explorers={"": ProjectionExplorer(begin)},
+        choices={
+            "gpu": ("H100", "H200", "B200", "GB200"),
+            "gpus": (128, 256, 512, 1024, 2048, 4096),
+            "precision": ("bf16", "mxfp8"),
+            "ep_backend": ("standard", "deepep"),
+            "routing": ("round_robin", "random_balanced"),
+        },
+    )
+
+
+GRIDS: Mapping[str, Callable[[Path], Grid]] = {
+    "01_quantise_to_mxfp8": _quantise,
+    "02_find_grouped_gemm_break_even": _break_even,
+    "03_route_tokens": _route,
+    "05_plan_layout": _plan,
+    "08_project_to_cluster": _project,
+}
+"""By the notebook whose explorer it is of: the grid, made from the notebook's file."""
+
+
+def _defaults(notebook: Path) -> dict[str, Any]:
+    """Values of a notebook's parameters cell."""
+    cells = nbformat.read(notebook, as_version=4).cells
+    source = next(cell.source for cell in cells if "parameters" in cell.metadata.get("tags", []))
+    return {line.targets[0].id: ast.literal_eval(line.value) for line in ast.parse(source).body}  # type: ignore[attr-defined]
+
+
+def script(name: str, grid: Grid) -> str:
+    """A grid as the JavaScript that a page loads: words and numbers of figures by choice, and the packed figures."""
+    numbers: dict[str, int] = {}
+    states = {}
+    for words, explorer in grid.explorers.items():
+        for choice in itertools.product(*grid.choices.values()):
+            for control, value in zip(grid.choices, choice, strict=True):
+                explorer.controls[control].value = value
+            key = [list(grid.explorers).index(words)] if len(grid.explorers) > 1 else []
+            key += [list(values).index(value) for values, value in zip(grid.choices.values(), choice, strict=True)]
+            # Why a choice cannot be stands below the control that moved last; a page says it above the figures.
+            reason = "".join(place.value for place in explorer.reasons.values())
+            drawn = {
+                shown: packed(as_page_figure(json.loads(figure.to_json())))
+                for shown, figure in explorer.figures.items()
+            }
+            figures = {figure: numbers.setdefault(packed_one, len(numbers)) for figure, packed_one in drawn.items()}
+            states[",".join(map(str, key))] = {"words": reason or explorer.words.value, "figures": figures}
+    content = {"states": states, "figures": list(numbers)}
+    return f"moelabGrids[{json.dumps(name)}] = {json.dumps(content, ensure_ascii=False)};\n"
+
+
+def packed(figure: Mapping[str, Any]) -> str:
+    """A figure as gzipped JSON in base64; equal figures are equal text."""
+    text = json.dumps(figure, ensure_ascii=False, separators=(",", ":"))
+    return base64.b64encode(gzip.compress(text.encode(), 9, mtime=0)).decode()
+
+
+def page(name: str, grid: Grid) -> str:
+    """The place of an explorer on a page: controls that the keyboard reaches, and room for words and figures."""
+    fields = []
+    for (label, options), start in zip(grid.controls.items(), grid.start, strict=True):
+        words = html.escape(label)
+        if all(re.fullmatch(r"[\d.]+", option) for option in options):
+            control = (
+                f'<input type="range" name="{words}" min="0" max="{len(options) - 1}" value="{start}" '
+                f'data-labels="{"|".join(options)}"><output>{options[start]}</output>'
+            )
+        else:
+            menu = (
+                f'<option value="{place}"{" selected" if place == start else ""}>{html.escape(option)}</option>'
+                for place, option in enumerate(options)
+            )
+            control = f'<select name="{words}">{"".join(menu)}</select>'
+        fields.append(f"<label>{words} {control}</label>")
+    explorer = next(iter(grid.explorers.values()))
+    places = "".join(figure_place(f' data-name="{html.escape(figure)}" hidden') for figure in explorer.plots.figures)
+    return (
+        f'<div class="moelab-explorer" data-grid="{name}"><p>Drawn when this site was built, for these controls alone. '
+        f"Live, with all {len(explorer.controls)}: <code>make lab</code>, the last section of "
+        f"<code>notebooks/{name}.ipynb</code>.</p>"
+        f'<form class="controls">{"".join(fields)}</form><div class="words"></div>{places}</div>'
+    )
+
+
+def figure_place(attributes: str = "", content: str = "") -> str:
+    """Room for a figure that ``figures.js`` draws."""
+    return (
+        f'<figure class="moelab-figure"{attributes}><figcaption></figcaption><div class="plot"></div>{content}</figure>'
+    )
+
+
+def as_page_figure(figure: Mapping[str, Any]) -> dict[str, Any]:
+    """A figure with its title as HTML of its own, which a narrow page wraps; plotly would cut it off.
+
+    Args:
+        figure: plotly's JSON of a figure of :func:`moelab.viz.theme.new_figure`.
+
+    Returns:
+        ``caption, data, layout``; the layout is lower by the lines that the title had.
+    """
+    layout = dict(figure["layout"])
+    parts = re.findall(r"<b>.*?</b>|<span.*?</span>", layout.pop("title")["text"])
+    lines_px = sum((17 if "font-size:13px" in part else 22) * (part.count("<br>") + 1) for part in parts)
+    caption = "".join(f"<div>{part.replace('<br>', ' ')}</div>" for part in parts)
+    layout["margin"] = {**layout["margin"], "t": layout["margin"]["t"] - lines_px}
+    layout["height"] -= lines_px
+    return {"caption": caption, "data": figure["data"], "layout": layout}

@@ -1,0 +1,171 @@
+"""Notebooks, profiles and studies of the package: written out, never over a change, and studies found by name."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from moelab.cli import main
+from moelab.errors import BadInput
+from moelab.experiment_file import read_study
+from moelab.notebooks import shipped
+from moelab.notebooks.shipped import FOLDERS, RECORD, write_out
+
+ROOT = Path(__file__).parents[2]
+OWN = {str(file.relative_to(ROOT)) for group in FOLDERS for file in (ROOT / group).rglob("*") if file.is_file()}
+A, B, PROFILE = "notebooks/a.ipynb", "notebooks/b.ipynb", "papermill_params/a/cpu.yaml"
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(one.relative_to(folder)): one.read_bytes() for one in folder.rglob("*") if one.is_file()}
+
+
+@pytest.fixture
+def version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, str]], None]:
+    """Installs a version of moelab that has these files."""
+
+    def install(content: dict[str, str]) -> None:
+        folder = tmp_path / f"version {len(list(tmp_path.iterdir()))}"
+        for name, text in content.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(text)
+        monkeypatch.setattr(shipped, "shipped", folder.joinpath)
+
+    return install
+
+
+def test_everything_is_written_and_a_second_call_touches_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "a" / "lab"
+    assert main(["notebooks", str(folder)]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[-1] == f"begin with: jupyter lab {folder}/notebooks/00_start_here.ipynb"
+    left = files(folder)
+    assert left.keys() == OWN | {RECORD}
+    assert all(left[name] == (ROOT / name).read_bytes() for name in left if name != RECORD)
+    times = {name: (folder / name).stat().st_mtime_ns for name in left}
+    assert main(["notebooks", str(folder), "--json"]) == 0
+    done = json.loads(capsys.readouterr().out)
+    assert (done["written"], done["renewed"], done["kept"], len(done["same"])) == ([], [], {}, len(left) - 1)
+    assert {name: (folder / name).stat().st_mtime_ns for name in files(folder)} == times
+
+
+def test_in_a_clone_all_is_there() -> None:
+    assert set(write_out(ROOT).same) == OWN
+    assert not (ROOT / RECORD).exists()
+
+
+def test_a_later_version_renews_what_nobody_changed(tmp_path: Path, version: Callable[[dict[str, str]], None]) -> None:
+    folder = tmp_path / "lab"
+    version({A: "one", B: "one", PROFILE: "one"})
+    write_out(folder)
+    (folder / A).write_text("mine")
+    kept = write_out(folder).kept
+    assert kept == {A: "it was changed here"}
+    (folder / PROFILE).unlink()
+    version({A: "two", B: "two", PROFILE: "two"})
+    done = write_out(folder)
+    assert (done.written, done.renewed, done.same) == ((PROFILE,), (B,), ())
+    assert done.kept == {A: "it was changed here, and moelab's is another since"}
+    assert "kept notebooks/a.ipynb: it was changed here" in done.as_text()
+    assert f"{folder}: 1 written, 1 renewed, 1 kept" in done.as_text()
+    (folder / A).write_text("one")  # the change is undone
+    assert write_out(folder).renewed == (A,)
+    assert {name: text for name, text in files(folder).items() if name != RECORD} == dict.fromkeys(
+        (A, B, PROFILE), b"two"
+    )
+
+
+def test_what_moelab_did_not_write_is_kept(tmp_path: Path, version: Callable[[dict[str, str]], None]) -> None:
+    version({A: "one", B: "one", PROFILE: "one"})
+    (tmp_path / "lab" / A).mkdir(parents=True)
+    (tmp_path / "lab" / B).write_text("mine")
+    (tmp_path / "lab" / PROFILE).parent.mkdir(parents=True)
+    (tmp_path / "lab" / PROFILE).symlink_to("nowhere")
+    done = write_out(tmp_path / "lab")
+    assert done.kept == {
+        A: "cannot be read: Is a directory",
+        B: "moelab did not write it",
+        PROFILE: "cannot be read: No such file or directory",
+    }
+    assert (done.written, files(tmp_path / "lab")) == ((), {B: b"mine"})
+
+
+def test_a_disk_that_fills_leaves_whole_files_and_the_next_call_goes_on(
+    tmp_path: Path, version: Callable[[dict[str, str]], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "lab"
+    version({A: "one", B: "one"})
+    with monkeypatch.context() as full:
+        written: list[int] = []
+
+        def fsync(handle: int) -> None:
+            written.append(handle)
+            if len(written) == 2:
+                raise OSError(28, "No space left on device")
+
+        full.setattr(os, "fsync", fsync)
+        with pytest.raises(OSError, match="No space left"):
+            write_out(folder)
+    assert files(folder) == {A: b"one"}
+    assert write_out(folder).written == (B,)
+    (folder / RECORD).unlink()  # as if the disk had filled just before it
+    assert write_out(folder).same == (A, B)
+    version({A: "two", B: "two"})
+    assert write_out(folder).renewed == (A, B)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "3", "\x00"])
+def test_a_damaged_record_is_named(tmp_path: Path, content: str, version: Callable[[dict[str, str]], None]) -> None:
+    version({A: "one"})
+    (tmp_path / RECORD).write_text(content)
+    with pytest.raises(BadInput, match=r"\.moelab_notebooks\.json is damaged: delete it"):
+        write_out(tmp_path)
+    assert not (tmp_path / A).exists()
+
+
+def test_a_file_is_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a").touch()
+    assert main(["notebooks", str(tmp_path / "a")]) == 2
+    assert "a is a file; give the folder" in capsys.readouterr().err
+
+
+def test_a_study_is_found_by_its_name_and_a_file_of_that_name_comes_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "nano").mkdir()  # no file: a run of it, perhaps
+    for file in sorted((ROOT / "studies").glob("*.yaml")):
+        assert read_study(Path(file.stem)) == read_study(file), file
+    assert main(["plan", "nano", "--json"]) == 0
+    assert [one["arm"] for one in json.loads(capsys.readouterr().out)["plans"]] == ["bf16_standard", "mxfp8_standard"]
+    Path("own_shape").write_text("name: mine\nmodel: debug\n")
+    assert read_study(Path("own_shape")).name == "mine"
+
+
+@pytest.mark.parametrize("verb", ["plan", "project", "run", "submit", "doctor", "explain"])
+def test_every_verb_that_takes_a_study_lists_the_names(
+    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    cluster = ["--cluster", "local"]
+    more = {
+        "submit": ["nanoo", *cluster],
+        "doctor": ["--file", "nanoo", *cluster],
+        "explain": ["t", "--against", "nanoo"],
+    }
+    assert main([verb, *more.get(verb, ["nanoo"])]) == 2
+    valid = "16B_b200_x256, 671B_b200_x256, gpu_smoke, gpu_smoke_compiled, nano, own_shape"
+    assert f"nanoo is neither a file nor a study that comes with moelab; those are {valid}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("path", ["nano.yaml", "./x/nano", "/nano"])
+def test_a_path_is_no_name(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(BadInput, match="cannot be read: No such file"):
+        read_study(Path(path))
