@@ -520,7 +520,7 @@ _MENUS: Mapping[str, tuple[str, Mapping[Any, str]]] = {
 }
 """Label and words of the values of each menu but the models'; 8 bits are FP8 before SM100."""
 _SLIDERS: Mapping[str, tuple[str, float, float]] = {
-    "network_gb_s": ("network (GB/s a GPU)", 10.0, 400.0),
+    "network_gb_s": ("network (GB/s)", 10.0, 400.0),
     "price_per_gpu_hour": ("USD a GPU-hour", 0.1, 20.0),
     "watts_per_gpu": ("W a GPU", 50.0, 5000.0),
 }
