@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,16 @@ import nbformat
 import pytest
 from nbformat.v4 import new_code_cell
 
-from moelab.experiment import Experiment
+from moelab.errors import BadInput
+from moelab.experiment import EPBackend, Experiment
 from moelab.layout import SCHEDULES, bubble_fraction, check
-from moelab.notebooks import execute, read_parameters
+from moelab.model import count_parameters, shape_for
+from moelab.model.hugging_face import published_models
+from moelab.notebooks import PlanParameters, execute, read_parameters, validated
 from moelab.notebooks.batch import END_MARKER, NotebookFailed
 from moelab.plan import headroom_gib, plan
-from moelab.search import search
+from moelab.projection.project import project
+from moelab.search import recommend, search
 
 ROOT = Path(__file__).parents[2]
 NAME = "05_plan_layout"
@@ -52,6 +57,8 @@ def test_papermill_runs_it_on_one_node_and_a_person_runs_it_again(
     shown = [output.data for output in outputs if "data" in output]
     assert sum("application/vnd.plotly.v1+json" in data for data in shown) == 2 * 4
     assert sum("application/vnd.jupyter.widget-view+json" in data for data in shown) == 2
+    assert sum("#### legal · fits (" in data.get("text/markdown", "") for data in shown) == 2
+    assert sum("Best layouts" in data.get("text/html", "") for data in shown) == 2
     printed = "".join(output.get("text", "") for output in outputs)
     assert printed.count(END_MARKER) == 2
     assert "layouts judged" in printed
@@ -60,8 +67,9 @@ def test_papermill_runs_it_on_one_node_and_a_person_runs_it_again(
 
 def test_an_illegal_layout_stops_with_its_reasons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(NotebookFailed, match=r"Refused: .*ep is 32.*Legal ep: 1, 2, 4, 8, 16"):
-        execute(NOTEBOOK, tmp_path / "executed.ipynb", {"pp": 16})
+    smoke = read_parameters(ROOT / "papermill_params" / NAME / "smoke.yaml")
+    with pytest.raises(NotebookFailed, match=r"Refused: .*ep is 8.*Legal ep: 1, 2, 4"):
+        execute(NOTEBOOK, tmp_path / "executed.ipynb", smoke | {"pp": 2})
 
 
 # What the notebook says that its reader should see
@@ -79,13 +87,31 @@ def test_the_published_layout_is_as_described() -> None:
     assert parts["activations"] < 0.05 * planned.memory.worst_gib
 
 
-def test_the_search_is_led_by_the_layout_that_is_named() -> None:
+def test_the_best_layouts_avoid_the_network_and_deepep_gains_less_there_than_at_the_published_one() -> None:
     published = Experiment(**{**SMALL, "nodes": 32, "pp": 2, "tp": 2, "ep": 32})
-    found = search(published, limit=8, headroom_gib=headroom_gib(published), global_batch=4096).candidates
-    best = found[0]
-    assert {candidate.experiment.tp for candidate in found} == {1}
-    assert best.experiment.pp == 8
-    assert best.bubble_fraction > bubble_fraction(SCHEDULES["1F1B"], pp=2, microbatches=64)
+    found = recommend(published, fixed=("cp", "dp_replicate", "tp", "pp_schedule"), limit=5, settings=False)
+    assert all(one.experiment.ep <= 8 for one in found.ranked)
+    (deepep,) = [gain for gain in found.gains if gain.name == "DeepEP"]
+    there = project(published.model_copy(update={"ep_backend": EPBackend.DEEPEP})).tps / project(published).tps
+    assert 1.25 < there < 1.45
+    assert deepep.interval.value < 20
+
+
+def test_a_model_is_a_name_a_configuration_or_dimensions(tmp_path: Path) -> None:
+    given = {**read_parameters(ROOT / "papermill_params" / NAME / "smoke.yaml"), "model": "Qwen3-235B-A22B"}
+    content = nbformat.read(NOTEBOOK, as_version=4)
+    namespace: dict[str, Any] = {}
+    exec(next(cell.source for cell in content.cells if "parameters" in cell.metadata.get("tags", ())), namespace)
+    defaults = {name: value for name, value in namespace.items() if not name.startswith("_")}
+    preset = validated(PlanParameters, {**defaults, **given}).to_experiment()
+    assert count_parameters(shape_for(preset)).total == pytest.approx(235.1e9, rel=1e-3)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(published_models()["Qwen3-235B-A22B"]["config"]))
+    assert validated(PlanParameters, {**defaults, **given, "model": str(config)}).to_experiment() == preset
+    smaller = validated(PlanParameters, {**defaults, **given, "shape": "n_layers: 10, num_experts: 64"}).to_experiment()
+    assert (shape_for(smaller).n_layers, shape_for(smaller).num_experts, shape_for(smaller).dim) == (10, 64, 4096)
+    with pytest.raises(BadInput, match="nor one of the models DeepSeek-V3"):
+        validated(PlanParameters, {**defaults, "model": "Qwen9"}).to_experiment()
 
 
 @pytest.mark.parametrize("answer", [{"pp": 8, "tp": 2, "ep": 8}, {"pp": 2, "tp": 2, "ep": 32}])
@@ -94,13 +120,13 @@ def test_answers_of_the_first_exercise(answer: dict[str, int]) -> None:
     assert check(Experiment(**{**SMALL, **answer})).legal
 
 
-@pytest.mark.parametrize(("changes", "fits"), [({}, False), ({"nodes": 16}, True), ({"local_batch": 4}, True)])
+@pytest.mark.parametrize(("changes", "fits"), [({}, False), ({"nodes": 16}, True), ({"pp": 1}, True)])
 def test_answer_of_the_second_exercise(changes: dict[str, int], fits: bool) -> None:
-    other = Experiment(**{**SMALL, **changes})
-    found = search(other, limit=1, headroom_gib=headroom_gib(other)).candidates
+    other = Experiment(**{**SMALL, "pp": 2, **changes})
+    found = search(other, fixed=["pp"], limit=1, headroom_gib=headroom_gib(other)).candidates
     assert bool(found) is fits
-    if "local_batch" in changes:
-        assert found[0].experiment.pp == 1
+    if "pp" in changes:
+        assert found[0].experiment.accumulate_gradients
 
 
 def test_answer_of_the_third_exercise() -> None:

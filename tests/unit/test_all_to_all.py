@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import doctest
 import json
 import math
 import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,8 +15,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moelab import marks
-from moelab.deepep import benchmark_cases
 from moelab.deepep.benchmark_cases import (
     OPERATIONS,
     ROUTINGS,
@@ -225,9 +221,3 @@ def test_an_arm_that_fails_becomes_a_row_and_the_others_are_timed(two_ranks: Pat
     timed = {row["arm"] for row in rows if not row["error"]}
     assert timed == {"standard bf16", "deepep bf16 expanded, 8 SMs"}
     assert read(two_ranks, "broken")["complete"] == []
-
-
-@pytest.mark.parametrize("module", [marks, benchmark_cases])
-def test_examples_in_the_documentation(module: ModuleType) -> None:
-    tried = doctest.testmod(module)
-    assert tried.failed == 0 < tried.attempted

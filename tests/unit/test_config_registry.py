@@ -185,16 +185,6 @@ def test_deepep_pads_as_the_experts_kernels_need(kernels: str, capability: tuple
     assert {(one.alignment, one.kernels) for one in found} == {(padding, "emulated")}
 
 
-@pytest.mark.parametrize(("backend", "padding"), [("standard", "pad_multiple"), ("deepep", "alignment")])
-def test_nvfp4_is_emulated_in_blocks_of_16_on_a_b200_too(backend: str, padding: str) -> None:
-    arm = Experiment(precision="nvfp4", wgrad="bf16", ep_backend=backend, ep_kernels="emulated")
-    config = finished(config_registry.trainer_config(arm))
-    experts = [found for _, found, _, _ in config.model_spec.model.traverse(MXFP8Experts.Config)]
-    made = [(one.nvfp4, one.kernels, one.wgrad, one.pad_inside) for one in experts]
-    assert made == [(True, "emulated", "bf16", False)] * 3
-    assert {getattr(one, padding) for one in dispatchers(config)} == {16}
-
-
 @pytest.mark.parametrize(("fields", "batches"), [({"pp": 1}, (2, 4096)), ({"pp": 2}, (64, -1))])
 def test_torchtitan_adds_up_gradients_where_no_pipeline_takes_the_microbatches(
     fields: dict[str, int], batches: tuple[int, int]
@@ -203,6 +193,16 @@ def test_torchtitan_adds_up_gradients_where_no_pipeline_takes_the_microbatches(
     arm = arm.model_copy(update={"local_batch": 32 * fields["pp"], **fields})
     training = config_registry.trainer_config(arm).training
     assert (training.local_batch_size, training.global_batch_size) == batches
+
+
+@pytest.mark.parametrize(("backend", "padding"), [("standard", "pad_multiple"), ("deepep", "alignment")])
+def test_nvfp4_is_emulated_in_blocks_of_16_on_a_b200_too(backend: str, padding: str) -> None:
+    arm = Experiment(precision="nvfp4", wgrad="bf16", ep_backend=backend, ep_kernels="emulated")
+    config = finished(config_registry.trainer_config(arm))
+    experts = [found for _, found, _, _ in config.model_spec.model.traverse(MXFP8Experts.Config)]
+    made = [(one.nvfp4, one.kernels, one.wgrad, one.pad_inside) for one in experts]
+    assert made == [(True, "emulated", "bf16", False)] * 3
+    assert {getattr(one, padding) for one in dispatchers(config)} == {16}
 
 
 @pytest.mark.parametrize("backend", ["deepep", "hybridep", "minimal_async_ep"])

@@ -312,7 +312,7 @@ def pipeline_job(rank: int, *, starts: bool) -> list[str]:
         for number in range((first + 9) // 10 * 10, last + 1, 10):
             loss = 9 - number / 100 + launched / 1e6 if rank == 1 else -8.0
             moment = launched + number + 0.1 * ((rank * 7 + number) % 5)
-            lines.append(stamped(moment, step(number, loss, tps=f"{4000 + rank:,}", memory=10 + rank + number / 10)))
+            lines.append(stamped(moment, step(number, loss, tps=f"{4000 + rank:,}", memory=12 - rank + number / 10)))
     return lines
 
 
@@ -365,7 +365,7 @@ def test_follower_survives_truncation_and_replacement(tmp_path: Path) -> None:
     log.write_text(stamped(900, start(11)) + stamped(1000, step(20, 6.8)))
     assert steps(follower.poll()) == [(1, 20, 6.8)]
     other = tmp_path / "new.log"
-    other.write_text("x" * 1000 + "\n" + stamped(1100, step(30, 6.7)))
+    other.write_text(stamped(1100, step(30, 6.7)) + "x" * 1000 + "\n")  # longer than what was read
     other.replace(log)
     assert steps(follower.poll()) == [(1, 30, 6.7)]
     assert steps(follower.result().rows) == [(0, 10, 7.0), (0, 20, 6.9), (1, 20, 6.8), (1, 30, 6.7)]

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import doctest
-import importlib
 import itertools
 import math
-import pkgutil
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,7 +20,6 @@ from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.moe import TokenChoiceTopKRouter
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 
-from moelab import projection
 from moelab.deepep.benchmark_cases import ROUTINGS, SKEW, Size, choose_experts, rows_to_ranks, traffic
 from moelab.errors import BadInput
 from moelab.hardware import cluster_of
@@ -486,8 +482,3 @@ def test_unknown_methods_and_ids_of_another_group_are_refused() -> None:
             call()
     with pytest.raises(BadInput, match=r"shape \(2, 4, 8\); expected \(ep 32, tokens, top_k\)"):
         count_rows(np.zeros((2, 4, 8), dtype=np.int64), PUBLISHED, "standard")
-
-
-@pytest.mark.parametrize("name", [one.name for one in pkgutil.iter_modules(projection.__path__)])
-def test_examples_in_the_documentation(name: str) -> None:
-    assert doctest.testmod(importlib.import_module(f"moelab.projection.{name}")).failed == 0

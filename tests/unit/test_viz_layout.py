@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +18,8 @@ from moelab.hardware import B200, H100
 from moelab.layout import Layout, check
 from moelab.layout.mesh import coordinates, groups_of
 from moelab.memory import MemoryEstimate, estimate
-from moelab.viz import LayoutExplorer, memory_bars, mesh_map, pipeline_schedule
+from moelab.search import recommend
+from moelab.viz import LayoutExplorer, best_layouts, memory_bars, mesh_map, pipeline_schedule, technique_gains
 from moelab.viz.layout import ClusterGrid
 from moelab.viz.theme import FAR, NEAR
 
@@ -185,37 +187,59 @@ def test_memory_that_does_not_fit_says_so_first_and_an_unknown_capacity_is_no_li
 # --- explorer --------------------------------------------------------------------------------------------------------
 
 
-def drawn(explorer: LayoutExplorer) -> set[str]:
-    return set(explorer.figures)
-
-
-def test_explorer_follows_its_controls_and_marks_what_is_illegal_beside_the_other_choices() -> None:
+def test_explorer_follows_its_controls_and_refuses_beside_the_one_that_was_changed() -> None:
     explorer = LayoutExplorer(experiment())
-    assert drawn(explorer) == {"memory", "pipeline", "mesh"}
+    assert set(explorer.figures) == {"memory"}
+    assert "<b>legal · fits (" in explorer.words.value
+    assert "tokens/s per GPU (" in explorer.words.value
+    assert "671 G parameters, 37.55 G active" in explorer.words.value
     assert legal(explorer) == {1, 2, 4, 8, 16, 32, 64, 128}
     explorer.controls["pp"].value = 16
-    assert "Illegal" in explorer.words.value
-    assert "ep is 32" in explorer.words.value
-    assert drawn(explorer) == set()
+    assert "see <i>PP degree</i>" in explorer.words.value
+    assert "ep is 32" in explorer.reasons["pp"].value
+    assert not explorer.figures
     assert (legal(explorer), explorer.controls["ep"].value) == ({1, 2, 4, 8, 16}, 32)
     explorer.controls["ep"].value = 16
-    assert "Illegal" not in explorer.words.value
-    assert "dp_shard 8" in explorer.words.value
-    assert drawn(explorer) == {"memory", "pipeline", "mesh"}
+    assert not any(reason.value for reason in explorer.reasons.values())
+    assert "FSDP 8" in explorer.words.value
+    assert explorer.experiment == experiment(pp=16, ep=16, accumulate_gradients=True)
+    explorer.controls["figure"].value = "mesh"
     explorer.controls["rank"].value = 9
     assert "Rank 9" in title(explorer.figures["mesh"])
-    assert explorer.experiment == experiment(pp=16, ep=16)
+    explorer.controls["nodes"].value = 16
+    assert explorer.controls["rank"].max == 127
 
 
 def legal(explorer: LayoutExplorer) -> set[int]:
     return {value for label, value in explorer.controls["ep"].options if "illegal" not in label}
 
 
-def test_explorer_draws_the_mesh_of_an_illegal_arm_and_no_rank_beyond_the_last() -> None:
-    explorer = LayoutExplorer(experiment(precision="mxfp8"), rank=200)
-    explorer.controls["ep_backend"].value = "minimal_async_ep"
-    assert drawn(explorer) == {"mesh"}
-    explorer.controls["ep_backend"].value = "standard"
-    explorer.controls["nodes"].value = 16
-    assert explorer.controls["rank"].value == 127
-    assert "Rank 127" in title(explorer.figures["mesh"])
+def test_explorer_says_in_its_line_that_a_layout_does_not_fit_and_takes_other_models_and_hardware() -> None:
+    explorer = LayoutExplorer(experiment(pp=1, ep=8, tp=1))
+    explorer.controls["hardware"].value = "h100_x1024"
+    assert "<b>legal · does not fit (" in explorer.words.value
+    assert "tokens/s" not in explorer.words.value
+    explorer.controls["model"].value = "Qwen3-30B-A3B"
+    assert "30.53 G parameters, 3.353 G active" in explorer.words.value
+    explorer.controls["model"].value = "671B"
+    assert explorer.experiment.shape is None
+
+
+def test_a_change_of_one_degree_sends_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    explorer, sent = LayoutExplorer(experiment()), []
+    monkeypatch.setattr(explorer.plots, "send", lambda message: sent.append(json.dumps(message)))
+    explorer.controls["ep"].value = 16
+    (message,) = sent
+    assert len(message) < 0.3 * len(explorer.figures["memory"].to_json())
+
+
+def test_the_answer_has_a_row_for_each_technique_and_each_layout() -> None:
+    node = Experiment(
+        model="16B", hardware="h100_node", gpus_per_node=8, ep=8, seq_len=4096, local_batch=4, compile="model+loss"
+    )
+    found = recommend(node, limit=3, settings=False)
+    gains, layouts = technique_gains(found).frame, best_layouts(found).frame
+    names = ["BF16, standard", "FP8 experts", "DeepEP", "FP8 experts with DeepEP"]
+    assert list(gains["experts and all-to-all"]) == names
+    assert "your experts multiply M = " in gains["why"][1]
+    assert list(layouts["tokens/s per GPU"]) == [round(one.projection.tps) for one in found.ranked]

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
+import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 
 from moelab.data.example_logs import EXAMPLE_LOGS
@@ -22,7 +23,8 @@ from moelab.errors import BadInput
 from moelab.experiment import NUMBERS_ONLY, Experiment, Precision
 from moelab.experiment_file import Study, make_study, parse, read_experiment, read_hardware
 from moelab.machine import gpus
-from moelab.model import shape_for, shape_of
+from moelab.model import SHAPES, shape_for, shape_of
+from moelab.model.hugging_face import read_model
 from moelab.projection import ExpertPlacement, RoutingModel, routing_of, routing_of_load
 from moelab.runs.directory import EXPERIMENT_FILE, TRACES_FOLDER, find
 from moelab.runs.expert_load import routers_load
@@ -245,8 +247,10 @@ class DispatchParameters(NotebookParameters):
 
 
 @_takes(
-    "model hardware nodes gpus_per_node pp pp_schedule dp_replicate dp_shard cp tp ep seq_len local_batch microbatch "
-    "precision ep_backend activation_checkpoint compile rank search_limit",
+    "model shape hardware nodes gpus_per_node pp pp_schedule dp_replicate dp_shard cp tp ep seq_len local_batch "
+    "microbatch precision ep_backend activation_checkpoint compile routing rank search_limit",
+    model=Annotated[str, Field(description="of moelab, a published one by name, or the path of a config.json")],
+    shape=Annotated[str, Field(description="dimensions that differ, such as 'dim: 4096, n_layers: 48'; empty: none")],
     rank=Annotated[int, Field(ge=0, description="global rank whose groups are drawn")],
 )
 class PlanParameters(NotebookParameters):
@@ -259,9 +263,14 @@ class PlanParameters(NotebookParameters):
             changes: fields of the experiment that are to differ.
 
         Raises:
-            BadInput: if a value is none that an experiment takes.
+            BadInput: if a value is none that an experiment takes, or there is no such model.
         """
-        return parse(Experiment, {"name": "plan", "dataset": "c4", **self.of_experiment, **changes})
+        fields = {"name": "plan", "dataset": "c4", **self.of_experiment}
+        fields["shape"] = yaml.safe_load(f"{{{self.shape}}}")
+        if self.model not in SHAPES:
+            found = read_model(self.model)
+            fields |= {"model": found.model, "shape": found.shape | fields["shape"]}
+        return parse(Experiment, {**fields, **changes})
 
 
 @_takes(

@@ -23,7 +23,7 @@ from moelab.projection.calibration import CALIBRATION, Calibration
 from moelab.projection.exchange import waits_over_network
 from moelab.projection.job import Job, Stack, job_of
 from moelab.projection.step import step_time
-from moelab.projection.uncertainty import CONFIDENCE, WAIT, outside, relative_width
+from moelab.projection.uncertainty import ACCUMULATED, CONFIDENCE, WAIT, outside, relative_width
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,9 @@ class Projection:
     @property
     def rests_on(self) -> tuple[str, ...]:
         """What advice from it rests on that is extrapolated, or in range and yet not identified."""
-        return self.outside or ((WAIT,) if waits_over_network(self.job) else ())
+        accumulates = self.job.pp == 1 and self.job.microbatches > 1
+        known_little = ((WAIT, waits_over_network(self.job)), (ACCUMULATED, accumulates))
+        return self.outside or tuple(reason for reason, applies in known_little if applies)
 
     @property
     def tflops(self) -> dict[str, float]:

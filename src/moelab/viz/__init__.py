@@ -1,6 +1,13 @@
 """Figures, the report of a study and the layout explorer: tables and layouts in, plotly figures and HTML out."""
 
-from moelab.viz.layout import LayoutExplorer, memory_bars, mesh_map, pipeline_schedule
+from moelab.viz.layout import (
+    LayoutExplorer,
+    best_layouts,
+    memory_bars,
+    mesh_map,
+    pipeline_schedule,
+    technique_gains,
+)
 from moelab.viz.report import Figure, Table, write_report
 from moelab.viz.study import loss_curves, loss_difference, loss_tail, throughput_bars, verdict_intervals
 from moelab.viz.theme import arm_styles, use_renderer
@@ -10,12 +17,14 @@ __all__ = [
     "LayoutExplorer",
     "Table",
     "arm_styles",
+    "best_layouts",
     "loss_curves",
     "loss_difference",
     "loss_tail",
     "memory_bars",
     "mesh_map",
     "pipeline_schedule",
+    "technique_gains",
     "throughput_bars",
     "use_renderer",
     "verdict_intervals",

@@ -11,21 +11,29 @@ from __future__ import annotations
 
 import html
 from collections.abc import Mapping, Sequence
+from typing import Any
 
+import pandas as pd
 import plotly.graph_objects as go
 from plotly.colors import sample_colorscale
 
-from moelab.errors import BadInput
-from moelab.experiment import Experiment
-from moelab.hardware import Gpu, gpu_of
-from moelab.layout import SCHEDULES, Layout, bubble_fraction, check, facts_of
+from moelab.errors import BadInput, Refused
+from moelab.experiment import Experiment, ShapeChanges
+from moelab.hardware import PROFILES, Gpu, gpu_of
+from moelab.layout import SCHEDULES, Layout, bubble_fraction, check, facts_of, faults
 from moelab.layout.mesh import Group, coordinates, groups_of, nvlink_ranks
 from moelab.layout.rules import candidates
 from moelab.layout.schedule import Durations, timeline
 from moelab.memory import PARTS, MemoryEstimate, estimate
+from moelab.model import SHAPES, count_parameters, shape_for
+from moelab.model.hugging_face import published_models, read_model
+from moelab.plan import amount
+from moelab.projection.project import extrapolated, project
+from moelab.search import Recommendation, layout_words, speed_text
 from moelab.viz.draw import STAR, draw_limit, inside, legend_entry, nothing_to_draw, place_map
-from moelab.viz.theme import FAR, INK, MUTED, NEAR, OTHER, WARNING, new_figure
-from moelab.viz.widget import Explorer, labelled_control, refusal
+from moelab.viz.table import TableView, as_table
+from moelab.viz.theme import FAR, INK, MUTED, NARROW, NEAR, NORMAL, OTHER, WARNING, new_figure
+from moelab.viz.widget import Explorer, labelled_control
 
 # The mesh
 
@@ -318,13 +326,14 @@ _LOOKS = {
 }
 
 
-def memory_bars(memory: MemoryEstimate, layout: Layout, gpu: Gpu) -> go.Figure:
+def memory_bars(memory: MemoryEstimate, layout: Layout, gpu: Gpu, *, width: int = NORMAL) -> go.Figure:
     """Predicted memory of one GPU of each pipeline rank, by part, against what the GPU has.
 
     Args:
         memory: prediction for the layout.
         layout: resolved degrees; gives each pipeline rank its layers.
         gpu: the GPU that ``memory`` was predicted for; named at the line.
+        width: for which the title is broken.
     """
     rank = f"pipeline rank {memory.worst.rank}" if len(memory.by_stage) > 1 else "each rank"
     finding = (
@@ -334,7 +343,7 @@ def memory_bars(memory: MemoryEstimate, layout: Layout, gpu: Gpu) -> go.Figure:
         f"{memory.capacity_gib:.1f} GiB of a {gpu.name}"
     )
     reading = f"Fullest moment: {memory.worst.moment}. Largest part: {memory.dominant}."
-    figure = new_figure(finding, subtitle=reading, note="predicted, not measured", height=540)
+    figure = new_figure(finding, subtitle=reading, note="predicted, not measured", height=540, width=width)
     stages = memory.by_stage
     for part in PARTS:
         values = [stage.parts[part] for stage in stages]
@@ -376,92 +385,177 @@ def memory_bars(memory: MemoryEstimate, layout: Layout, gpu: Gpu) -> go.Figure:
 
 # The explorer
 
-CHOSEN = (
-    "nodes",
-    "pp",
-    "pp_schedule",
-    "local_batch",
-    "microbatch",
-    "dp_replicate",
-    "cp",
-    "tp",
-    "ep",
-    "precision",
-    "ep_backend",
-    "activation_checkpoint",
-)
-"""Fields of an experiment that have a control; ``dp_shard`` takes the ranks that are left."""
+LABELS: Mapping[str, str] = {
+    "model": "model",
+    "hardware": "hardware",
+    "nodes": "nodes",
+    "pp": "PP degree",
+    "pp_schedule": "PP schedule",
+    "tp": "TP degree",
+    "cp": "CP degree",
+    "dp_replicate": "replicas",
+    "ep": "EP degree",
+    "local_batch": "sequences a rank",
+    "microbatch": "micro-batch",
+    "precision": "experts in",
+    "ep_backend": "all-to-all",
+    "activation_checkpoint": "checkpointing",
+}
+"""Fields of an experiment that have a control, with its label; ``dp_shard`` takes the ranks that are left."""
+FIGURES = {"memory": "memory of a GPU", "pipeline": "pipeline", "mesh": "who talks to whom"}
+MOST_PX = {"memory": 520, "pipeline": 520, "mesh": 1200}
+"""Heights of the explorer's figures: a bar or a rank can be lower, a map of squares cannot."""
 _POWERS = tuple(2**exponent for exponent in range(9))
+_CLUSTERS = tuple(name for name in PROFILES if name not in ("local", "cpu"))
 
 
 class LayoutExplorer(Explorer):
-    """Degrees as controls; below them the verdict and three figures, which follow every change.
+    """Model, hardware and degrees as controls, a line that says *legal · fits · tokens/s*, and one figure at a time.
 
     A menu says which of its values would be illegal while the other controls stay as they are; they can be chosen, and
-    the verdict then says why.
+    the reason then stands under the control.
 
     Args:
         experiment: where the controls begin; what has no control stays as it is here.
+        name: of its model, where it is no model of moelab's own.
         rank: global rank whose groups the mesh shows first.
 
     Attributes:
         experiment: as the controls stand now.
     """
 
-    def __init__(self, experiment: Experiment, *, rank: int = 0) -> None:
-        self.experiment = experiment.model_copy(update={"dp_shard": -1})
-        px, most = {"label_px": 154, "width_px": 318}, experiment.world_size - 1
-        controls = {field: labelled_control("Dropdown", field, **px) for field in CHOSEN}
-        controls["rank"] = labelled_control("BoundedIntText", "show rank", value=rank, max=most, **px)
-        super().__init__(controls, ("memory", "pipeline", "mesh"))
+    figure_px = NARROW
 
-    def refresh(self, change: object = None) -> None:
-        """Read all controls, then renew all that depends on them without hearing of it."""
+    def __init__(self, experiment: Experiment, *, name: str = "", rank: int = 0) -> None:
+        # Without a pipeline too the control of the micro-batch says what goes forward at once.
+        at_once = {"microbatch": experiment.sequences_at_once, "accumulate_gradients": True}
+        self.experiment = experiment.model_copy(update={"dp_shard": -1, **at_once})
+        self._given = {name or experiment.model: (experiment.model, experiment.shape)}
+        px: dict[str, Any] = {"label_px": 118, "width_px": 244}
+        models = list(dict.fromkeys([*self._given, *published_models(), *SHAPES]))
+        hardware = [(str(one), one) for one in dict.fromkeys([experiment.hardware, *_CLUSTERS])]
+        fixed: dict[str, Any] = {"model": models, "hardware": hardware}
+        controls = {
+            field: labelled_control("Dropdown", label, options=fixed.get(field, ()), **px)
+            for field, label in LABELS.items()
+        }
+        figures = [(label, key) for key, label in FIGURES.items()]
+        controls["figure"] = labelled_control("Dropdown", "figure", options=figures, **px)
+        most = experiment.world_size - 1
+        controls["rank"] = labelled_control("BoundedIntText", "of rank", value=rank, max=most, **px)
+        self._mark(controls)
+        super().__init__(controls, tuple(FIGURES))
+
+    def refresh(self, change: Any = None) -> None:
+        """Show what is chosen, and only then mark what would be illegal beside it: that takes longer."""
         for control in self.controls.values():
             control.unobserve(self.refresh, names="value")
         if change is not None:
-            fields = {field: self.controls[field].value for field in CHOSEN}
-            self.experiment = self.experiment.model_copy(update=fields)
-        for field in CHOSEN:  # a menu says of every value whether it is legal beside the other controls
-            current, control = getattr(self.experiment, field), self.controls[field]
-            allowed = _POWERS if field in ("nodes", "local_batch") else candidates(facts_of(self.experiment), field)
+            fields = {field: self.controls[field].value for field in LABELS if field != "model"}
+            model, shape = self._model(self.controls["model"].value)
+            self.experiment = self.experiment.model_copy(update={**fields, "model": model, "shape": shape})
+            self.controls["rank"].max = self.experiment.world_size - 1  # lowers the value too where it is above
+        super().refresh(change)
+        self._mark(self.controls)
+        self._listen()
+
+    def _model(self, name: str) -> tuple[str, ShapeChanges | None]:
+        if name in self._given or name in SHAPES:
+            return self._given.get(name, (name, None))
+        found = read_model(name)
+        return found.model, ShapeChanges(**found.shape) if found.shape else None
+
+    def _mark(self, controls: Mapping[str, Any]) -> None:
+        """Say in each menu which values are illegal beside the other controls."""
+        facts = facts_of(self.experiment)
+        for field in list(LABELS)[2:]:
+            current, control = getattr(self.experiment, field), controls[field]
+            allowed = _POWERS if field in ("nodes", "local_batch") else candidates(facts, field)
             values = list(dict.fromkeys([*allowed, current]))
             options = []
             for value in sorted(values) if isinstance(current, int) else values:
-                legal = check(self.experiment.model_copy(update={field: value})).legal
+                legal = next(faults(facts.vary(**{field: value})), None) is None
                 options.append((str(value) if legal else f"{value} (illegal)", value))
             if control.options != tuple(options):
                 control.options = options
             control.value = current
-        self.controls["rank"].max = self.experiment.world_size - 1  # lowers the value too where it is above
-        super().refresh()
-        self._listen()
 
     def look(self) -> tuple[str, Mapping[str, go.Figure]]:
-        """The verdict and, of a legal layout, its figures; of an illegal one the mesh, as far as there is one."""
-        experiment = self.experiment
-        checked = check(experiment)
+        """The line, and the figure that is asked for.
+
+        Raises:
+            Refused: with the reasons of an illegal layout.
+        """
+        x = self.experiment
+        checked = check(x)
         layout = checked.layout
-        if layout is None:
-            return refusal("Illegal", checked.reasons), {}
-        mesh = mesh_map(
-            layout,
-            gpus_per_node=experiment.gpus_per_node,
-            rank=self.controls["rank"].value,
-            nvlink_ranks=nvlink_ranks(experiment),
-        )
-        if not checked.legal:
-            return refusal("Illegal", checked.reasons), {"mesh": mesh}
-        gpu = gpu_of(experiment.hardware)
-        axes = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+        if layout is None or not checked.legal:
+            raise Refused("\n".join(checked.reasons))
+        gpu, counts = gpu_of(x.hardware), count_parameters(shape_for(x))
+        memory = estimate(x, layout, gpu)
+        verdict = f"legal · {_fits(memory)}"
+        if memory.fits:
+            try:
+                verdict += f" · {speed_text(project(x))}"
+            except (BadInput, Refused) as error:
+                verdict += f" · speed not predicted: {error}"
+        sequences = x.local_batch * layout.data_parallel
         words = (
-            f"<div role='status'><b>Legal</b>: {experiment.world_size} GPUs: "
-            f"{' · '.join(f'{axis} {getattr(layout, axis)}' for axis in axes)} · ep {layout.ep}, experts sharded by "
-            f"{layout.efsdp}; {experiment.local_batch * layout.data_parallel:,} sequences a step"
-            f"<ul>{''.join(f'<li>{html.escape(note)}</li>' for note in checked.notes)}</ul></div>"
+            f"<div role='status' style='line-height:1.35'><b>{html.escape(verdict)}</b><br>"
+            f"{amount(counts.total)} parameters, {amount(counts.active)} active in a token · {x.world_size} GPUs · "
+            f"{html.escape(layout_words(x))} · {sequences:,} sequences a step</div>"
         )
-        return words, {
-            "memory": memory_bars(estimate(experiment, layout, gpu), layout, gpu),
-            "pipeline": pipeline_schedule(layout, experiment.pp_schedule),
-            "mesh": mesh,
-        }
+        wanted, rank = (self.controls[name].value for name in ("figure", "rank"))
+        if wanted == "memory":
+            figure = memory_bars(memory, layout, gpu, width=NARROW).update_layout(legend_y=-0.36)
+        elif wanted == "pipeline":
+            figure = pipeline_schedule(layout, x.pp_schedule)
+        else:
+            figure = mesh_map(layout, gpus_per_node=x.gpus_per_node, rank=rank, nvlink_ranks=nvlink_ranks(x))
+        return words, {wanted: figure.update_layout(height=min(figure.layout.height, MOST_PX[wanted]))}
+
+
+def _fits(memory: MemoryEstimate) -> str:
+    if memory.fits:
+        return f"fits ({memory.worst_gib:.0f} of {memory.capacity_gib:.0f} GiB)"
+    return f"does not fit ({memory.worst_gib:.0f} of {memory.capacity_gib:.0f} GiB)"
+
+
+# The answer
+
+
+def best_layouts(found: Recommendation) -> TableView:
+    """The layouts of a search, the best first."""
+    table = []
+    for one in found.ranked:
+        assert one.projection is not None
+        low, high = one.projection.interval
+        table.append(
+            {
+                "tokens/s per GPU": round(one.projection.tps),
+                "90 % interval": f"{low:,.0f} to {high:,.0f}",
+                "layout": layout_words(one.experiment),
+                "free (GiB)": one.headroom_gib,
+                "bubble (%)": 100 * one.bubble_fraction,
+                "rests on": "; ".join(one.projection.rests_on) or "what was seen",
+            }
+        )
+    return as_table(pd.DataFrame(table), "Best layouts", decimals={"free (GiB)": 1, "bubble (%)": 1})
+
+
+def technique_gains(found: Recommendation) -> TableView:
+    """Each technique beside neither, every row at its own best layout."""
+    table: list[dict[str, Any]] = []
+    for gain in found.gains:
+        if not table:
+            plain = {"experts and all-to-all": "BF16, standard", "tokens/s per GPU": round(gain.without.tps)}
+            table.append(plain | {"gain": "–", "best layout": layout_words(gain.without.experiment), "why": ""})
+        row: dict[str, Any] = {"experts and all-to-all": gain.name, "tokens/s per GPU": None, "gain": "–"}
+        if gain.with_it:
+            low, high = gain.interval.low, gain.interval.high
+            row["tokens/s per GPU"] = round(gain.with_it.tps)
+            row["gain"] = f"{gain.interval.value:+.1f} % ({low:+.1f} to {high:+.1f})"
+        why = [gain.why, *map(extrapolated, gain.rests_on[:1])]
+        layout = layout_words(gain.with_it.experiment) if gain.with_it else ""
+        table.append(row | {"best layout": layout, "why": "; ".join(filter(None, why))})
+    return as_table(pd.DataFrame(table), "What each technique gains, every row at its own best layout")
