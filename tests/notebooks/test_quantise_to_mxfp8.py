@@ -97,7 +97,7 @@ def test_captured_tensors_are_as_described(captured: list[Capture], layer: int) 
         assert floor < even < rceil
         assert measure(tensor, MX(scaling="ceil")).sqnr_db == pytest.approx(rceil, abs=0.01)
         assert rceil - nvfp4 == pytest.approx(11, abs=1)
-        assert 0.05 < rows[name, "nvfp4"].underflow_fraction < 0.12
+        assert 0.03 < rows[name, "nvfp4"].underflow_fraction < 0.12
         assert rows[name, "fp8_rowwise"].sqnr_db == pytest.approx(rows[name, "mxfp8"].sqnr_db, abs=0.05)
         assert rows[name, "bf16"].sqnr_db == math.inf
     assert rows["gradient", "mxfp8"].sqnr_db - rows["gradient", "fp8_tensorwise"].sqnr_db == pytest.approx(6, abs=1)
@@ -114,7 +114,7 @@ def test_products_are_as_described(captured: list[Capture], layer: int) -> None:
             assert 25 < found < 44
             assert by[weight, product, "bf16"] == pytest.approx(56, abs=1.5)
             assert by[weight, product, "fp8_rowwise"] == pytest.approx(found, abs=0.1)
-            assert found - by[weight, product, "nvfp4"] == pytest.approx(11, abs=3)
+            assert 9 < found - by[weight, product, "nvfp4"] < 17
             if product != "output":
                 assert 1 < found - by[weight, product, "fp8_tensorwise"] < 7
         assert by[weight, "wgrad", "mxfp8_wgrad-bf16"] > mxfp8["wgrad"] + 12

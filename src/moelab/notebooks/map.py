@@ -19,7 +19,7 @@ class Entry(NamedTuple):
 
 ENTRIES = (
     Entry("00_start_here", "What can this machine do, and where do I go from here?", "1", "a CPU, or GPUs"),
-    Entry("01_quantise_to_mxfp8", "What does MXFP8 do to the numbers of an expert layer?", "1", "a CPU"),
+    Entry("01_quantise_to_mxfp8", "What do MXFP8 and NVFP4 do to the numbers of an expert layer?", "1", "a CPU"),
     Entry(
         "02_find_grouped_gemm_break_even",
         "From which size on does MXFP8 save time?",

@@ -24,7 +24,7 @@ from moelab.analysis.curves import (
 from moelab.analysis.side import Side, median
 from moelab.runs.table import merge_segments
 from moelab.viz.draw import draw_band, draw_marks, draw_mean, draw_seeds, name_loss_axes, panels
-from moelab.viz.theme import INK, STUDY_ARMS, ArmStyle, arm_styles, new_figure, plot_text, span, wrap
+from moelab.viz.theme import INK, STUDY_ARMS, WIDE, ArmStyle, arm_styles, new_figure, plot_text, span, wrap
 
 _LOOKS = arm_styles([*STUDY_ARMS, "~1", "~2", "~3", "~4", "~5"])
 """Every look of the theme with the arm that it belongs to; ``~n`` are those of no arm."""
@@ -53,7 +53,8 @@ def compared_loss(
         styles: of all sides, from :func:`side_styles`.
         note: condition to state in the title, such as "emulated kernels".
     """
-    figure = new_figure(_loss_finding(sides, differences), subtitle=_loss_reading(sides), note=note, height=480)
+    finding, reading = _loss_finding(sides, differences), _loss_reading(sides)
+    figure = new_figure(finding, subtitle=reading, note=note, height=480, width=WIDE)
     for side in sides:
         style = styles[side.label]
         (curves,), window = arm_curves(side.table, "loss").values(), smoothing_window(side.table)

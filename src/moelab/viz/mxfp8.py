@@ -283,7 +283,8 @@ def quantisation_figure(choice: Choice) -> go.Figure:
     figure = new_figure(
         f"SQNR {errors.sqnr_db:.1f} dB; {errors.underflow_fraction:.2%} of the values become zero, "
         f"{errors.saturated_fraction:.2%} are cut",
-        subtitle=f"{drawn}{outliers}; {SHAPE[0]} rows of {SHAPE[1]}; {shared}. Bars in parts of all.",
+        subtitle=f"{drawn}{outliers}; {SHAPE[0]} rows of {SHAPE[1]}; {shared}. Bars: parts of all blocks, of all "
+        "numbers, of all groups of 32.",
         height=380,
         width=NARROW,
     )
@@ -294,17 +295,16 @@ def quantisation_figure(choice: Choice) -> go.Figure:
     lowest = element.emin - element.mantissa_bits
     floor = max(powers.min(), lowest - 8)
     sqnr_db = block_sqnr_db(x, cast.values).numpy()
-    for panel, (domain, numbers, x_title, what) in enumerate(
+    for panel, (domain, numbers, x_title) in enumerate(
         (
-            ([0.0, 0.26], exponents, "scale of a block (log2)", "blocks"),
-            ([0.36, 0.66], np.maximum(powers, floor), "number over its scale (log2)", "numbers"),
-            ([0.76, 1.0], sqnr_db[np.isfinite(sqnr_db)], "SQNR of 32 numbers (dB)", "groups"),
+            ([0.0, 0.26], exponents, "scale (log2)"),
+            ([0.37, 0.65], np.maximum(powers, floor), "number / scale (log2)"),
+            ([0.76, 1.0], sqnr_db[np.isfinite(sqnr_db)], "SQNR of 32 (dB)"),
         )
     ):
         suffix = str(panel + 1) if panel else ""
-        y_title = {"text": f"part of {what}", "font": {"size": 13}, "standoff": 4}
         x_axis = {"domain": domain, "anchor": f"y{suffix}", "title": {"text": x_title, "font": {"size": 13}}}
-        y_axis = {"anchor": f"x{suffix}", "title": y_title, "tickformat": ".1~%"}
+        y_axis = {"anchor": f"x{suffix}", "tickformat": ".1~%"}
         figure.update_layout({f"xaxis{suffix}": x_axis, f"yaxis{suffix}": y_axis})
         # Bars are one wide, whatever the range, and binned here, so that the figure stays small.
         bins, counts = np.unique(np.round(numbers), return_counts=True)
@@ -331,7 +331,7 @@ class QuantisationExplorer(Explorer):
     figure_px = NARROW
 
     def __init__(self, choice: Choice | None = None) -> None:
-        start, px = choice or Choice(), {"label_px": 80, "width_px": 250}
+        start, px = choice or Choice(), {"label_px": 76, "width_px": 232}
         controls = {
             name: labelled_control("Dropdown", label, options=list(options.items()), value=getattr(start, name), **px)
             for name, (label, options) in _MENUS.items()

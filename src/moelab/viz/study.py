@@ -97,6 +97,7 @@ def loss_curves(
         subtitle=f"{reading} Inset: the last {100 * final_fraction:g} % of steps.",
         note=note,
         height=520,
+        width=WIDE,
     )
     last = max(int(arm.index.max()) for arm in curves.values())
     styles = arm_styles(curves)
@@ -416,6 +417,7 @@ def published_bars() -> go.Figure:
         "interval and no rule for discarding steps were published.",
         note=f"quoted: {SOURCE.split(';')[0]}",
         height=430,
+        width=WIDE,
     )
     for position, arm in enumerate(TWO_BY_TWO):
         published = published_tps(arm)
