@@ -161,9 +161,14 @@ class LabPage:
             self.page.keyboard.press("Shift+Tab")
         raise AssertionError("the keyboard does not reach the control")
 
+    @property
+    def panel(self) -> Locator:
+        """Of the page's widgets the last, which is about the reader's own."""
+        return self.page.locator(".moelab-panel").last
+
     def figures(self) -> list[str]:
         """What the figures of the panel show, each as one text."""
-        plots = self.page.locator(".moelab-panel .js-plotly-plot")
+        plots = self.panel.locator(".js-plotly-plot")
         shown: list[str] = plots.evaluate_all("(all) => all.map((one) => JSON.stringify([one.data, one.layout]))")
         return shown
 
@@ -187,7 +192,7 @@ class LabPage:
 
     def screenshot(self, file: Path) -> None:
         """The window, scrolled to the panel."""
-        self.page.locator(".moelab-panel").scroll_into_view_if_needed()
+        self.panel.scroll_into_view_if_needed()
         self.page.screenshot(path=file)
 
     def find(self, script: str) -> Any:

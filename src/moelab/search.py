@@ -12,12 +12,12 @@ There is no prediction of speed in this order. It is what a person would look at
 What is still equal is ordered by the degrees themselves, so that two searches agree. Memory is estimated only as far
 down the order as the answer reaches: the estimate costs more than all rules together.
 
-:func:`recommend` puts predicted speed before all of these. Every legal layout is given a cheap estimate: the time of a
-micro-batch in all layers, which layouts share by the thousand, over what the schedule's bubble leaves. The first
-:data:`CONSIDERED` of them that fit are projected, and the fastest come first; the answer says which place of the
-estimate's order the fastest had, and how many were left out. A setting's worth is what is lost when it alone goes back
-to the experiment's value, other settings as in the best layout; the settings that a search does not vary are tried one
-by one.
+:func:`recommend` puts predicted speed before all of these, and keeps the sequences of a step. Every legal layout, with
+every checkpointing, is given a cheap estimate: the time of a micro-batch in all layers, which layouts share by the
+thousand, over what the schedule's bubble leaves. That is less than the step takes, so those that fit are projected in
+its order until no other can be among the best. These are ordered by the low end of their intervals. The other value of
+a setting, or a technique, is priced at a best layout of its own: what DeepEP gains at a layout that nobody should
+choose is no advice.
 """
 
 from __future__ import annotations
@@ -810,14 +810,10 @@ def answer_lines(found: Recommendation, name: str = "") -> list[str]:
 
 
 def speed_text(projection: Projection) -> str:
-    """Tokens/s per GPU with the interval.
-
-    The label says where it is extrapolated.
-    """
+    """Tokens/s per GPU with the interval, and whether it rests on what was never seen."""
     low, high = projection.interval
-    return (
-        f"{projection.tps:,.0f} tokens/s per GPU ({low:,.0f} to {high:,.0f} with 90 % confidence; {projection.label})"
-    )
+    label = "derived, extrapolated" if projection.rests_on else "derived"
+    return f"{projection.tps:,.0f} tokens/s per GPU ({low:,.0f} to {high:,.0f} with 90 % confidence; {label})"
 
 
 def layout_words(experiment: Experiment) -> str:

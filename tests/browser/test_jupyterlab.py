@@ -59,7 +59,7 @@ def keep(opened: tuple[str, LabPage], tmp_path: Path) -> Callable[[str], None]:
 
 def move(name: str, lab: Lab, page: LabPage) -> tuple[Locator, str]:
     """The control of a notebook's widget that is moved, and the key that moves it."""
-    panel = page.page.locator(".moelab-panel")
+    panel = page.panel
     if name == "01_quantise_to_mxfp8":
         return panel.get_by_role("slider"), "ArrowLeft"
     if name == "09_launch_and_watch_run":  # the view follows a run that another process starts

@@ -278,7 +278,7 @@ def test_bars_add_up_to_the_steps(traces: dict[str, Explanation]) -> None:
     figure = step_bars(traces)
     for place, one in enumerate(traces.values()):
         assert sum(trace.x[place] for trace in figure.data) == pytest.approx(one.span_ms)
-    assert "23%" in figure.layout.title.text
+    assert "23 %" in figure.layout.title.text
 
 
 def test_bars_beside_the_prediction_are_the_comparisons(traces: dict[str, Explanation]) -> None:
@@ -351,4 +351,4 @@ def test_a_step_without_communication_and_gaps_is_drawn(traces: dict[str, Explan
     step = next(iter(traces.values()))
     alone = {"alone": replace(step, communication=(), gaps=(), busy_ms=step.span_ms)}
     assert "No communication" in title(communication_bars(alone))
-    assert "idle for 0.0%" in title(idle_bars(alone))
+    assert "idle for 0.0 %" in title(idle_bars(alone))

@@ -33,7 +33,12 @@ ENTRIES = (
         "1",
         "a CPU replays; two GPUs measure",
     ),
-    Entry("05_plan_layout", "Is my layout legal, does it fit, and what does each GPU do?", "1", "a CPU"),
+    Entry(
+        "05_plan_layout",
+        "My model, my GPUs: which layout, does it fit, how fast, and are MXFP8 and DeepEP worth it?",
+        "1",
+        "a CPU",
+    ),
     Entry(
         "06_compare_convergence",
         "Does training with MXFP8 experts reach the same loss as BF16?",
@@ -42,7 +47,7 @@ ENTRIES = (
     ),
     Entry(
         "07_compare_throughput",
-        "How much faster do DeepEP and MXFP8 train, alone and together, and would it hold here?",
+        "How much faster do DeepEP and MXFP8 train, alone and together, and would it hold on your machines?",
         "2",
         "a CPU shows how to judge; two GPUs or Slurm measure",
     ),

@@ -60,7 +60,7 @@ MOST_IMBALANCE = 1.5
 """Of the busiest rank, over the mean: what is known of a router's own choice in public steps is that it trained."""
 WAIT = "what TorchTitan's exchanges wait for over the network: known from public 671B steps with EP 32 alone"
 
-ACCUMULATED = "gradients that TorchTitan accumulates without a pipeline: derived from steps of one micro-batch"
+ACCUMULATED = "gradients accumulated without a pipeline: no public step of TorchTitan has them"
 
 
 def relative_width(parts_s: Mapping[str, float], *, extrapolated: bool = False) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
+import pandas as pd
 import plotly.graph_objects as go
 
 from moelab.errors import BadInput
@@ -15,7 +16,7 @@ from moelab.explain.rank import length_us
 from moelab.explain.trace import Rows
 from moelab.hardware import known_gpu
 from moelab.viz.draw import diamonds, draw_limit
-from moelab.viz.theme import INK, MUTED, WARNING, new_figure, plot_text, wrap
+from moelab.viz.theme import INK, MUTED, WARNING, WIDE, new_figure, plot_text, wrap
 
 _LOOKS = {
     "expert GEMMs": ("#0072B2", ""),
@@ -54,12 +55,13 @@ def step_bars(explained: Mapping[str, Explanation], *, replayed: bool = False) -
     shares = {name: one.exposed_communication_ms / one.span_ms for name, one in explained.items()}
     most = max(shares, key=lambda name: shares[name])
     figure = new_figure(
-        f"Communication that nothing hides takes {'up to ' if len(shares) > 1 else ''}{shares[most]:.0%} of a step "
-        f"({most})",
+        f"Communication that nothing hides takes {'up to ' if len(shares) > 1 else ''}{100 * shares[most]:.0f} % of a "
+        f"step ({most})",
         subtitle=f"One traced step each, {_ranks(explained)}, ms from the first to the last event. An instant belongs "
         "to the first part that runs in it: compute, else communication, else idle time.",
         note=_known(replayed),
-        height=180 + 56 * len(explained),
+        height=150 + 48 * len(explained),
+        width=WIDE,
     )
     shown = [
         {**{part: ms for part, ms in one.parts_ms.items() if not part.startswith("idle: ")}, "idle": one.idle_ms}
@@ -70,6 +72,25 @@ def step_bars(explained: Mapping[str, Explanation], *, replayed: bool = False) -
     for part in order:
         _add_bars(figure, part, _labels(explained), [one.get(part, 0.0) for one in shown], _look(part))
     return _rows(figure, legend_px=150).update_layout(barmode="stack")
+
+
+def answer_table(explained: Mapping[str, Explanation]) -> pd.DataFrame:
+    """Each step's time in milliseconds, its shares in percent, and what to look at first: the longest that is lost.
+
+    Args:
+        explained: by the name in the first column.
+    """
+    rows = []
+    for name, one in explained.items():
+        lost = {f"{group.group} that nothing hides": group.exposed_ms for group in one.communication}
+        for gap in one.gaps:
+            lost[f"idle, {gap.cause}"] = lost.get(f"idle, {gap.cause}", 0.0) + gap.idle_ms
+        first = max(lost, key=lambda what: lost[what], default="")
+        shares = (one.compute_ms, one.exposed_communication_ms, one.idle_ms)
+        look = f"{first}: {lost[first]:.1f} ms" if first else "nothing is lost"
+        rows.append((name, one.span_ms, *(100 * ms / one.span_ms for ms in shares), look))
+    headings = ["step", "time (ms)", "compute (%)", "communication that nothing hides (%)", "idle (%)", "look first at"]
+    return pd.DataFrame(rows, columns=headings).round(1)
 
 
 def communication_bars(explained: Mapping[str, Explanation], *, replayed: bool = False) -> go.Figure:
@@ -83,8 +104,9 @@ def communication_bars(explained: Mapping[str, Explanation], *, replayed: bool =
     total, exposed = (sum(getattr(one, key) for _, one in rows) for key in ("ms", "exposed_ms"))
     names = _labels(name for name, _ in rows)
     y = [names, [plot_text(one.group) for _, one in rows]]
+    hidden = 100 * (1 - exposed / total) if total else 0.0
     figure = new_figure(
-        f"Compute hides {1 - exposed / total:.0%} of {total:.0f} ms of communication" if total else "No communication",
+        f"Compute hides {hidden:.0f} % of {total:.0f} ms of communication" if total else "No communication",
         subtitle=f"One traced step each, {_ranks(explained)}. Diamonds: what of it waits for other ranks, seen on all "
         "ranks or, of one rank alone, what takes longer than the fastest of its kind.",
         note=_known(replayed),
@@ -112,9 +134,9 @@ def idle_bars(explained: Mapping[str, Explanation], *, replayed: bool = False) -
             totals[gap.cause, gap.where] = totals.get((gap.cause, gap.where), 0.0) + gap.idle_ms
     longest = sorted(totals, key=lambda key: -totals[key])[:CAUSES]
     idle, span = (sum(getattr(one, key) for one in explained.values()) for key in ("idle_ms", "span_ms"))
-    place = f", {totals[longest[0]] / idle:.0%} of that in one place: {longest[0][1][:48]}" if longest else ""
+    place = f", {100 * totals[longest[0]] / idle:.0f} % of that in one place: {longest[0][1][:48]}" if longest else ""
     figure = new_figure(
-        f"The device is idle for {idle / span:.1%} of the time{place}",
+        f"The device is idle for {100 * idle / span:.1f} % of the time{place}",
         subtitle=f"One traced step each, {_ranks(explained)}. A gap's cause, and what the host did before it launched "
         "the kernel that ends the gap.",
         note=_known(replayed),
@@ -180,7 +202,8 @@ def beside_predicted(compared: Comparison, *, replayed: bool = False) -> go.Figu
     measured, predicted = compared.sums_ms
     worst = compared.rows[0]
     figure = new_figure(
-        f"{worst.part} differs most: {worst.difference_ms:+.1f} ms; {measured:.0f} measured, {predicted:.0f} predicted",
+        f"{measured:.0f} ms measured, {predicted:.0f} predicted; the largest difference is {worst.part}: "
+        f"{worst.difference_ms:+.1f} ms",
         subtitle="One traced step by part. Idle time of the GPU is host and waiting; barriers that ranks meet at "
         "because they are traced are left out.",
         note=f"{_known(replayed)}, and derived by the projection",
@@ -245,7 +268,8 @@ def timeline(
         "(light) or waits (dark); drag to zoom, double-click to go back."
         + (f" The {left_out:,} shortest are not drawn." if left_out else ""),
         note=_known(replayed),
-        height=430,
+        height=400,
+        width=WIDE,
     )
     for name, (lane, color, of_part) in drawn.items():
         if len(of_part):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -24,7 +25,7 @@ from moelab.projection.gemm_fit import (
 )
 from moelab.viz.draw import write_beside
 from moelab.viz.theme import INK, MUTED, NARROW, WIDE, counted, new_figure
-from moelab.viz.widget import Explorer, menu
+from moelab.viz.widget import Explorer, labelled_control
 
 LABELS: dict[str, str] = {
     "bf16": "BF16",
@@ -151,7 +152,7 @@ def step_parts(case: Case, rates: Rates) -> go.Figure:
         subtitle=f"{case.groups} experts of N {case.n:,}, K {case.k:,}, M {case.m:,} rows in all, on a {rates.gpu}: "
         "forward + backward, kernels alone",
         note="predicted by the model, not measured",
-        height=400,
+        height=420,
         width=NARROW,
     )
     precisions: tuple[GroupedPrecision, ...] = (
@@ -173,7 +174,8 @@ def step_parts(case: Case, rates: Rates) -> go.Figure:
     totals = [1e3 * sum(part.time_s for part in each) for each in parts]
     for label, total in zip(labels, totals, strict=True):
         write_beside(figure, total, label, f" {total:.3g} ms", color=MUTED)
-    figure.update_layout(barmode="stack", hovermode="closest", bargap=0.35, legend_traceorder="normal", legend_y=-0.34)
+    below = {"yref": "container", "y": 0, "yanchor": "bottom", "traceorder": "normal"}
+    figure.update_layout(barmode="stack", hovermode="closest", bargap=0.35, legend=below, margin_b=130)
     figure.update_xaxes(title_text="time (ms)", range=[0, 1.18 * max(totals)])
     return figure.update_yaxes(autorange="reversed", showgrid=False)
 
@@ -273,13 +275,17 @@ class ExpertExplorer(Explorer):
     figure_px = NARROW
 
     def __init__(self, model: str, tokens: int, *, tp: int = 1, ep: int = 1) -> None:
-        px = {"label_px": 170, "width_px": 340}
+        def choose(label: str, values: Sequence[object], start: object, unit: str = "") -> Any:
+            options = [(f"{value:,} {unit}" if unit else value, value) for value in dict.fromkeys([*values, start])]
+            px = {"label_px": 104, "width_px": 244}
+            return labelled_control("Dropdown", label, options=options, value=start, **px)
+
         controls = {
-            "model": menu("model", MODELS, model, **px),
-            "gpu": menu("GPU and 8-bit format", _FITS, next(iter(_FITS)), **px),
-            "tokens": menu("tokens a micro-batch", _TOKENS, tokens, **px),
-            "tp": menu("tensor parallelism (GPUs)", _DEGREES[:4], tp, **px),
-            "ep": menu("expert parallelism (GPUs)", _DEGREES, ep, **px),
+            "model": choose("model", MODELS, model),
+            "gpu": choose("GPU, format", tuple(_FITS), next(iter(_FITS))),
+            "tokens": choose("micro-batch", _TOKENS, tokens, "tokens"),
+            "tp": choose("tensor parallel", _DEGREES[:4], tp, "GPUs"),
+            "ep": choose("expert parallel", _DEGREES, ep, "GPUs"),
         }
         super().__init__(controls, ["parts"])
 

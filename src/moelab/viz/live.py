@@ -16,8 +16,13 @@ stay blank on a slow machine. Here plotly comes once, and is loaded after the st
 
 from __future__ import annotations
 
+import atexit
+import gzip
 import html
+import itertools
 import math
+import shutil
+import tempfile
 import threading
 import time
 import weakref
@@ -32,16 +37,21 @@ import plotly.graph_objects as go
 from moelab.analysis.arms import arm_label
 from moelab.analysis.curves import thinned
 from moelab.analysis.published import SOURCE, THROUGHPUT, THROUGHPUT_SETUP
+from moelab.data.example_logs import SIMULATED, SIMULATED_LOG
 from moelab.errors import MoelabError
+from moelab.experiment import Experiment
 from moelab.launch.status import refresh
+from moelab.runs import directory
 from moelab.runs.directory import RunDir
 from moelab.runs.follow import RankTable, RunFollower, RunNow, StudyFollower, format_seconds
 from moelab.runs.status import State, Status
 from moelab.runs.stragglers import slow_steps
-from moelab.viz.theme import INK, WARNING, arm_styles, counted, new_figure, plot_text
-from moelab.viz.widget import MARKED, in_rows, labelled_control, live_figures, make_panel
+from moelab.viz.theme import INK, WIDE, arm_styles, counted, new_figure, plot_text
+from moelab.viz.widget import MARKED, as_picture, in_rows, labelled_control, live_figures, make_panel
 
 MOST_POINTS: Final = 500
+HALF: Final = 415
+"""Width, px, of a figure that has another at its side in the output of a notebook, on a screen of 1280 px."""
 EVEN_GIB: Final = 0.05
 _STATE_COLORS: Mapping[State, str] = {
     State.PREPARED: "#BBBBBB",
@@ -55,43 +65,44 @@ _STATE_COLORS: Mapping[State, str] = {
 _CURVES: Final[Mapping[str, tuple[str, str, dict[str, str]]]] = {
     "loss": ("loss (nats per token)", "{:.3f} nats per token", {"tickformat": ".4~g"}),
     "tps": ("tokens/s per rank", "{:,.0f} tokens/s per rank", {"tickformat": ",", "rangemode": "tozero"}),
-    "memory_gib": ("GiB on the fullest rank", "{:.1f} GiB", {"rangemode": "tozero"}),
 }
 """Axis of a quantity, its value in words, and options of the axis."""
 _SECONDS: Final = [[0.0, "#f7fbff"], [0.5, "#56B4E9"], [1.0, "#08306b"]]
 _UNKNOWN_CELL: Final = "#eeeeee"
 
 
-def dashboard(follower: StudyFollower, *, shown: int = -1) -> dict[str, go.Figure]:
-    """All figures of what was read so far, by name: ``states, loss, tps, memory, step_times, rank_memory``.
+def dashboard(follower: StudyFollower, *, shown: int = -1, note: str = "") -> dict[str, go.Figure]:
+    """All figures of what was read so far, by name: ``states, step_times, loss, tps, rank_memory``.
 
     Args:
         follower: polled before; without runs its figures say so.
         shown: index of the run whose ranks are drawn.
+        note: for every title, such as that the runs are simulated.
     """
     rows = follower.rows
     one = follower.runs[shown] if follower.runs else None
     ranks, name = (one.rank_table, label(one.now)) if one else (RankTable.empty(), "no run yet")
     model = {run.model for run in follower.runs}
     return {
-        "states": run_states([run.now for run in follower.runs]),
-        "loss": run_curves(rows, "loss"),
-        "tps": run_curves(rows, "tps", model=model.pop() if len(model) == 1 else ""),
-        "memory": run_curves(rows, "memory_gib"),
-        "step_times": rank_step_times(ranks, name=name),
-        "rank_memory": rank_memory(ranks, name=name),
+        "states": run_states([run.now for run in follower.runs], note=note),
+        "step_times": rank_step_times(ranks, name=name, note=note),
+        "loss": run_curves(rows, "loss", note=note),
+        "tps": run_curves(rows, "tps", model=model.pop() if len(model) == 1 else "", note=note),
+        "rank_memory": rank_memory(ranks, name=name, note=note),
     }
 
 
-def run_states(runs: Sequence[RunNow]) -> go.Figure:
+def run_states(runs: Sequence[RunNow], *, note: str = "") -> go.Figure:
     """A bar a run: the part of its steps that is trained, in the colour of its state, which is also written.
 
     Args:
         runs: in the order in which they are listed.
+        note: for the title.
     """
     counts = {state: sum(run.status.state is state for run in runs) for state in State}
     finding = ", ".join(f"{count} {state}" for state, count in counts.items() if count) or "No run yet"
-    figure = new_figure(finding, subtitle="Trained part of the planned steps.", height=150 + 44 * max(1, len(runs)))
+    height = 110 + 40 * max(1, len(runs))
+    figure = new_figure(finding, subtitle="Trained part of the planned steps.", note=note, height=height)
     for run in runs:
         name, reason = plot_text(label(run)), run.status.reason or ""
         details = [
@@ -115,16 +126,17 @@ def run_states(runs: Sequence[RunNow]) -> go.Figure:
     return figure.update_layout(showlegend=False, barmode="overlay", hovermode="closest", uirevision="live")
 
 
-def run_curves(rows: pd.DataFrame, column: str, *, model: str = "") -> go.Figure:
+def run_curves(rows: pd.DataFrame, column: str, *, model: str = "", note: str = "") -> go.Figure:
     """A quantity over steps as it was logged, a line a run, and the levels that it is held against.
 
     Seeds of an arm share colour and dash and are told apart by their marker's fill and the legend. Beside tokens/s of
-    the 671B stand the published levels, as quoted; beside the memory of the fullest rank, what a GPU has.
+    the 671B stand the published levels, as quoted.
 
     Args:
         rows: metrics table of all runs, a step of each once.
-        column: ``loss``, ``tps`` (of a rank, which is a GPU or a process) or ``memory_gib``.
+        column: ``loss`` or ``tps`` (of a rank, which is a GPU or a process).
         model: that all runs train; empty if they train several.
+        note: for the title.
     """
     title, value, axis = _CURVES[column]
     known = rows[rows[column].notna()]
@@ -136,9 +148,12 @@ def run_curves(rows: pd.DataFrame, column: str, *, model: str = "") -> go.Figure
     is_published = column == "tps" and model == THROUGHPUT_SETUP.model
     figure = new_figure(
         finding,
-        subtitle=f"Measured, as logged, unsmoothed; n = {counted(count, 'run')}"
-        f"{'; the title tells the newest' * (count > 1)}."
+        subtitle=f"As logged, unsmoothed; n = {counted(count, 'run')}"
+        f"{'; the title is of the newest' * (count > 1)}."
         f"{f' Horizontal lines: quoted ({SOURCE}).' if is_published else ''}",
+        note=note,
+        height=300,
+        width=HALF,
     )
     styles = arm_styles(known["arm"].unique())
     for _, rows_of_run in known.groupby("run", sort=True):
@@ -159,27 +174,27 @@ def run_curves(rows: pd.DataFrame, column: str, *, model: str = "") -> go.Figure
         levels = [
             (row.tps, f"quoted {row.tps:,.0f}: {styles[row.arm].label}", styles[row.arm].color) for row in THROUGHPUT
         ]
-    elif column == "memory_gib" and (known["memory_pct"] > 0).any():
-        fullest = known.sort_values("memory_pct").iloc[-1]  # where two printed decimals tell most
-        capacity = float(fullest["memory_gib"] / fullest["memory_pct"] * 100)
-        levels = [(capacity, f"{capacity:.0f} GiB: all of it (derived from the percentage)", WARNING)]
-    for level, text, color in levels:
+    for place, (level, text, color) in enumerate(levels):
         words = {"text": text, "font": {"size": 12, "color": INK}, "bgcolor": "rgba(255,255,255,0.75)"}
         line = {"color": color, "width": 1.5, "dash": "dot"}
-        figure.add_hline(y=level, line=line, annotation=words, annotation_position="top left")
+        figure.add_hline(
+            y=level, line=line, annotation=words, annotation_position="bottom left" if place == 1 else "top left"
+        )
         # A shape does not stretch the axis, a point that is not seen does.
         figure.add_scatter(x=[None], y=[level], mode="markers", showlegend=False, hoverinfo="skip")
     figure.update_xaxes(title_text="step")
     figure.update_yaxes(title_text=title, **axis)
-    return figure.update_layout(uirevision="live", hovermode="closest")  # what a reader zoomed or hid stays so
+    # What a reader zoomed or hid stays so; the legend lies below the axis' title, also of a low figure.
+    return figure.update_layout(uirevision="live", hovermode="closest", legend_y=-0.42)
 
 
-def rank_step_times(table: RankTable, *, name: str) -> go.Figure:
+def rank_step_times(table: RankTable, *, name: str, note: str = "") -> go.Figure:
     """Step time of every rank at its newest steps, as a map of ranks by steps.
 
     Args:
         table: of one run.
         name: of the run, in words.
+        note: for the title.
     """
     seconds = table.step_time_s
     known, heard = seconds[np.isfinite(seconds)], np.isfinite(seconds).any(axis=0).sum()
@@ -192,10 +207,10 @@ def rank_step_times(table: RankTable, *, name: str) -> go.Figure:
         most = min(float(known.max()), 2 * median)
     clipped = f"; darkest from {most:.3g} s" if len(known) and known.max() > most else ""
     subtitle = (
-        f"Measured, {name}: seconds a step between a rank's own step lines{clipped}; {heard} of {seconds.shape[1]} "
-        "ranks print. A step ends for all ranks together: one slow rank darkens the whole column."
+        f"{name}: seconds a step between a rank's own step lines{clipped}; {heard} of {seconds.shape[1]} ranks print. "
+        "A step ends for all ranks together: one slow rank darkens the whole column."
     )
-    figure = new_figure(finding, subtitle=subtitle, height=460)
+    figure = new_figure(finding, subtitle=subtitle, note=note, height=380, width=WIDE)
     scale = {"title": {"text": "s a step", "side": "right"}, "thickness": 14}
     cells = {"z": seconds.T, "x": [f"{step}" for step in table.steps], "y": np.arange(seconds.shape[1])}
     hover = "step %{x}, rank %{y}: %{z:.4g} s<extra></extra>"
@@ -208,12 +223,13 @@ def rank_step_times(table: RankTable, *, name: str) -> go.Figure:
     return figure.update_layout(hovermode="closest", plot_bgcolor=_UNKNOWN_CELL, uirevision="live")
 
 
-def rank_memory(table: RankTable, *, name: str) -> go.Figure:
+def rank_memory(table: RankTable, *, name: str, note: str = "") -> go.Figure:
     """Reserved memory of every rank at its newest step.
 
     Args:
         table: of one run.
         name: of the run, in words.
+        note: for the title.
     """
     known = np.flatnonzero(np.isfinite(table.memory_gib))
     gib, finding = table.memory_gib[known], "No rank has printed a step yet"
@@ -223,8 +239,8 @@ def rank_memory(table: RankTable, *, name: str) -> go.Figure:
         finding = (
             f"Every rank that prints holds {gib.max():.1f} GiB" if is_even else f"Fullest is {high}, emptiest {low}"
         )
-    subtitle = f"Measured, {name}: reserved at the newest step; {len(known)} of {len(table.memory_gib)} ranks print."
-    figure = new_figure(finding, subtitle=subtitle, height=360)
+    subtitle = f"{name}: reserved at the newest step; {len(known)} of {len(table.memory_gib)} ranks print."
+    figure = new_figure(finding, subtitle=subtitle, note=note, height=300, width=HALF)
     line = {"color": "#0072B2", "width": 1.5, "shape": "hvh"}
     hover = "rank %{x}: %{y:.2f} GiB<extra></extra>"
     figure.add_trace(go.Scatter(x=known, y=gib, mode="lines+markers", line=line, marker_size=4, hovertemplate=hover))
@@ -243,7 +259,6 @@ def label(run: RunNow) -> str:
 ASK_INTERVAL_S: Final = 15.0
 MOST_OF_A_CORE: Final = 0.03
 """Share of a core that the view may take: it looks less often where drawing takes long."""
-FIGURE_WIDTH: Final = 700
 
 
 class LiveView:
@@ -255,6 +270,8 @@ class LiveView:
         ask: brings the ``status.json`` of runs up to date from their scheduler, every 15 s; what it could not find out
             is shown.
         interval_s: seconds between two looks at least; a field of the panel changes it.
+        note: for the titles of all figures.
+        picture: name of the figure that readers without a kernel see where a cell ends with the view.
 
     Attributes:
         follower: what was read.
@@ -269,7 +286,10 @@ class LiveView:
         cancel: Callable[[RunDir], object] | None = None,
         ask: Callable[[Sequence[RunDir]], Sequence[Status]] = refresh,
         interval_s: float = 5.0,
+        note: str = "",
+        picture: str = "loss",
     ) -> None:
+        self._note, self._picture = note, picture
         self.follower, self._cancel, self._ask = StudyFollower(path), cancel, ask
         self._asked_at = -math.inf
         self._to_cancel: RunFollower | None = None
@@ -338,8 +358,16 @@ class LiveView:
 
     def _draw(self) -> dict[str, go.Figure]:
         one = self._chosen()
-        figures = dashboard(self.follower, shown=self.follower.runs.index(one) if one else -1)
-        return {name: figure.update_layout(width=FIGURE_WIDTH) for name, figure in figures.items()}
+        shown = self.follower.runs.index(one) if one else -1
+        figures = dashboard(self.follower, shown=shown, note=self._note)
+        for name in ("loss", "tps", "rank_memory"):  # the others take all the room that the page has
+            figures[name].update_layout(width=HALF)
+        return figures
+
+    def _repr_mimebundle_(self, **options: Any) -> dict[str, Any]:
+        """The panel, and for readers without a kernel a picture of one figure."""
+        bundle: dict[str, Any] = self.panel._repr_mimebundle_(**options)
+        return bundle | as_picture(self._draw()[self._picture])
 
     def _renew_figures(self) -> None:
         self._other.clear()
@@ -411,6 +439,52 @@ class LiveView:
 
     def _say(self, text: str) -> None:
         self.message.value = f"<div role='status' style='{MARKED}'>{html.escape(text)}</div>" if text else ""
+
+
+SIMULATED_NOTE: Final = "simulated, not measured"
+
+
+def simulated_run(seconds: float = 20.0) -> RunDir:
+    """A run of 256 ranks that never was, replayed from the packaged log into a run directory that goes with Python.
+
+    Three quarters of the log are there at once; a thread writes the rest.
+
+    Args:
+        seconds: until the log is complete; 0: it is complete when this returns.
+    """
+    folder = tempfile.mkdtemp(prefix="moelab-simulated-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    run = directory.create(Path(folder), Experiment(**SIMULATED))
+    log = gzip.decompress(SIMULATED_LOG.read_bytes())
+    begun, parts = len(log) * 3 // 4, max(1, int(seconds / 0.5))
+    run.log.write_bytes(log[:begun])
+    run.set_status(Status(state=State.RUNNING, attempts=1))
+
+    def replay() -> None:
+        ends = np.linspace(begun, len(log), parts + 1).astype(int)
+        for start, end in itertools.pairwise(ends):
+            time.sleep(seconds / parts)
+            with run.log.open("ab") as file:
+                file.write(log[start:end])
+        run.set_status(Status(state=State.COMPLETED, exit_code=0, attempts=2))
+
+    thread = threading.Thread(target=replay, daemon=True)
+    thread.start()
+    if not seconds:
+        thread.join()
+    return run
+
+
+def simulated_view() -> LiveView:
+    """A live view of :func:`simulated_run`, whose titles say what it is; no scheduler knows that run."""
+    path = simulated_run().path
+    return LiveView(
+        path,
+        ask=lambda runs: [run.status for run in runs],
+        interval_s=1.0,
+        note=SIMULATED_NOTE,
+        picture="step_times",
+    )
 
 
 def _keep_updating(view: weakref.ref[LiveView], ended: threading.Event) -> None:

@@ -1,4 +1,4 @@
-"""A table as notebooks show it: numbers aligned, sorted by a click on a heading, folded when it is long.
+"""Tables and long texts as notebooks show them: numbers aligned, sorted by a click on a heading, folded when long.
 
 The click is an attribute of the table, not a script: JupyterLab keeps it in outputs that it trusts and drops it from
 all others, and GitHub drops it too, where the table is then simply a table.
@@ -68,6 +68,27 @@ class TableView:
             return (f"<div><b>{summary}</b></div>" if summary else "") + table
         folded = f"{summary} " if summary else ""
         return f"<details><summary><b>{folded}</b>({len(self.frame)} rows)</summary>{table}</details>"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoldedText:
+    """What :func:`folded` returns."""
+
+    text: str
+    summary: str
+
+    def __repr__(self) -> str:
+        """The text alone."""
+        return self.text
+
+    def _repr_html_(self) -> str:
+        summary, text = html.escape(self.summary), html.escape(self.text)
+        return f"<details><summary><b>{summary}</b></summary><pre>{text}</pre></details>"
+
+
+def folded(summary: str, text: str) -> FoldedText:
+    """A long text that a notebook shows folded behind its summary, and a terminal as it is."""
+    return FoldedText(text=text, summary=summary)
 
 
 def as_table(

@@ -241,16 +241,19 @@ class Explorer:
     def _repr_mimebundle_(self, **options: Any) -> dict[str, Any]:
         """The panel, and for readers without a kernel a picture."""
         bundle: dict[str, Any] = self.panel._repr_mimebundle_(**options)
-        if self.figures:
-            figure = self.picture()
-            bundle["text/plain"] = re.sub(r"<[^>]*>", " ", figure.layout.title.text)
-            if "png" in str(pio.renderers.default):
-                bundle["image/png"] = base64.b64encode(figure.to_image("png")).decode()
-        return bundle
+        return bundle | (as_picture(self.picture()) if self.figures else {})
 
     def _listen(self) -> None:
         for control in self.controls.values():
             control.observe(self.refresh, names="value")
+
+
+def as_picture(figure: go.Figure) -> dict[str, str]:
+    """What a widget's output holds beside it, by MIME type: a figure's title, and its PNG where that can be drawn."""
+    bundle = {"text/plain": re.sub(r"<[^>]*>", " ", figure.layout.title.text)}
+    if "png" in str(pio.renderers.default):
+        bundle["image/png"] = base64.b64encode(figure.to_image("png")).decode()
+    return bundle
 
 
 def refusal(title: str, reasons: Sequence[str]) -> str:
