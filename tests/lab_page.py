@@ -70,7 +70,7 @@ ILLEGIBLE = """() => {
 
 # From a key's arrival in the page to the first change of a figure's drawing; the figures are marked.
 WATCH = """() => {
-  const plots = document.querySelectorAll(".moelab-panel .js-plotly-plot");
+  const plots = [...document.querySelectorAll(".moelab-panel")].at(-1).querySelectorAll(".js-plotly-plot");
   let pressed;
   window.firstChange = undefined;
   addEventListener("keydown", () => { pressed = performance.now(); }, { capture: true, once: true });
@@ -181,7 +181,7 @@ class LabPage:
 
     def figures_made_anew(self) -> int:
         """Figures that are not those of the last :meth:`first_change_ms`."""
-        return self.page.locator(".moelab-panel .js-plotly-plot .main-svg:first-child:not([data-mark])").count()
+        return self.panel.locator(".js-plotly-plot .main-svg:first-child:not([data-mark])").count()
 
     def wait_for_other_figures(self, than: list[str]) -> None:
         """Until the panel has figures, and they show something else."""
