@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from html.parser import HTMLParser
@@ -37,9 +38,9 @@ from moelab.viz.widget import javascript
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
+REPOSITORY: str = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Homepage"]
 PAGES = ("TOUR.md", "CONTRIBUTING.md", "CHANGELOG.md")
 """Pages of the root beside README, which is the first page; one that is not there is left out."""
-FILES = ("LICENSE", "CITATION.cff")
 CONTENTS = """
 
 ```{toctree}
@@ -83,7 +84,9 @@ def executed(notebook: Path, output: Path) -> float:
     with tempfile.TemporaryDirectory() as work, contextlib.chdir(work):
         parameters = read_parameters(parameters_file(notebook))
         execute(notebook, Path("executed.ipynb"), parameters, cell_timeout_s=CELL_TIMEOUT_S)
-        shutil.copyfile("executed.ipynb", part)
+        content = nbformat.read("executed.ipynb", as_version=4)
+    content.metadata["moelab"] = stamp(notebook, parameters, git_commit())
+    nbformat.write(content, part)
     part.replace(output)
     return time.monotonic() - start
 
@@ -98,14 +101,13 @@ def drawn(notebook: Path, output: Path) -> float:
     return time.monotonic() - start
 
 
-def notebook_page(notebook: Path, copy: Path, explorer: str, commit: str | None) -> nbformat.NotebookNode:
+def notebook_page(notebook: Path, copy: Path, explorer: str) -> nbformat.NotebookNode:
     """An executed notebook as a page of the site.
 
     Args:
         notebook: its source.
         copy: the executed copy.
         explorer: its place as HTML; empty if none was drawn.
-        commit: of the code.
     """
     content = nbformat.read(copy, as_version=4)
     name = f"{notebook.parent.name}/{notebook.name}"
@@ -123,17 +125,17 @@ def notebook_page(notebook: Path, copy: Path, explorer: str, commit: str | None)
         if has_widget:
             place = explorer or f"<p>Controls need a kernel: <code>make lab</code>, <code>{name}</code>.</p>"
             cell.outputs.append(nbformat.v4.new_output("display_data", {"text/html": place}))
+    done = content.metadata["moelab"]
     content.metadata = {name: content.metadata[name] for name in ("kernelspec", "language_info")}
     content.cells.pop()  # says that the notebook reached its end
-    done = stamp(notebook, read_parameters(parameters_file(notebook)), commit)
-    hardware = done["hardware"]
+    hardware, commit = done["hardware"], done["commit"] or "unknown"  # 40 digits, and perhaps "-dirty"
     content.cells.insert(
         1,
         nbformat.v4.new_markdown_cell(
             f"> Executed for this site on {done['date']} with `{done['parameters_file']}`: {hardware['processor']}, "
             f"{hardware['cores']} cores, {', '.join(hardware['gpus']) or 'no GPU'}; "
             f"moelab {done['versions']['moelab']}, "
-            f"code of commit {(commit or 'unknown')[:12]}. Figures are interactive. To run it yourself: `make lab`, "
+            f"code of commit {commit[:12]}{commit[40:]}. Figures are interactive. To run it yourself: `make lab`, "
             f"then `{name}`."
         ),
     )
@@ -152,24 +154,22 @@ def write_source(source: Path, copies: Path, notebooks: Iterable[Path]) -> None:
     write_scripts(source / "static")
     shutil.copyfile(HERE / "conf.py", source / "conf.py")
     shutil.copytree(ROOT / "rendered" / "pictures", source / "rendered" / "pictures")
-    for name in FILES:
-        shutil.copyfile(ROOT / name, source / name)
     present = [
         path for path in (*(ROOT / name for name in PAGES), *sorted((ROOT / "docs").glob("*.md"))) if path.exists()
     ]
     for path in present:
-        _write_page(source / path.relative_to(ROOT), path.read_text())
+        _write_page(source, path.relative_to(ROOT), path.read_text())
     title, rest = (ROOT / "README.md").read_text().split("\n", 1)
     others = "".join(path.stem + "\n" for path in present if path.parent == ROOT)
     project = f"\n```{{toctree}}\n:hidden:\n:caption: Project\n\n{others}```\n"
-    _write_page(source / "index.md", f"{title}\n\n{WELCOME}{rest}{CONTENTS}{project}")
-    commit, explore = git_commit(), EXPLORE
+    _write_page(source, Path("index.md"), f"{title}\n\n{WELCOME}{rest}{CONTENTS}{project}")
+    explore = EXPLORE
     for notebook in notebooks:
         explorer = ""
         if notebook.stem in GRIDS:
             shutil.copy(copies / f"{notebook.stem}.js", source / "static" / "grids")
             explorer = (copies / f"{notebook.stem}.html").read_text()
-        content = notebook_page(notebook, copies / notebook.name, explorer, commit)
+        content = notebook_page(notebook, copies / notebook.name, explorer)
         target = source / "notebooks" / notebook.name
         target.parent.mkdir(exist_ok=True)
         nbformat.write(content, target)
@@ -188,9 +188,32 @@ def write_scripts(static: Path) -> None:
     (static / "painted.js").write_text(colors + javascript("painted.js"))
 
 
-def _write_page(target: Path, text: str) -> None:
-    target.parent.mkdir(exist_ok=True)
-    target.write_text(text.replace("README.md", "index.md"))  # the first page has another name here
+def _write_page(source: Path, name: Path, text: str) -> None:
+    (source / name).parent.mkdir(exist_ok=True)
+    (source / name).write_text(with_site_links(text, name.parent))
+
+
+def with_site_links(text: str, folder: Path) -> str:
+    """Markdown with links for the site: the first page has another name, and files that are no pages are elsewhere.
+
+    Args:
+        text: Markdown.
+        folder: of the page, relative to the repository.
+    """
+
+    def rewritten(link: re.Match[str]) -> str:
+        path = Path(os.path.normpath(folder / link[1]))
+        is_page = path.suffix in (".md", ".ipynb", ".png") and path.parts[0] in (
+            path.name,
+            "docs",
+            "notebooks",
+            "rendered",
+        )
+        if is_page or not (ROOT / path).exists():  # a link that leads nowhere is for `links` to find
+            return link[0].replace("README.md", "index.md")
+        return f"]({REPOSITORY}/{'tree' if (ROOT / path).is_dir() else 'blob'}/main/{path.as_posix()}{link[2] or ''})"
+
+    return re.sub(r"\]\((?![a-z]+:|#)([^)#\s]+)(#[^)]*)?\)", rewritten, text)
 
 
 class _Page(HTMLParser):

@@ -90,8 +90,8 @@ def _route(notebook: Path) -> Grid:
         explorers={"": TrafficExplorer()},
         choices={
             "routing": ("round_robin", "random_balanced", "group_limited", "skewed"),
-            "ep": (8, 16, 32, 64, 128),
-            "top_k": (1, 2, 4, 6, 8),
+            "ep": (8, 16, 32, 64),
+            "top_k": (1, 2, 4, 8),
         },
     )
 
@@ -102,7 +102,12 @@ def _plan(notebook: Path) -> Grid:
         explorers={
             words: LayoutExplorer(Experiment(**(begin.model_dump() | fields))) for words, fields in _CASES.items()
         },
-        choices={"pp": (1, 2, 4, 8), "ep": (8, 16, 32, 64), "activation_checkpoint": ("none", "selective", "full")},
+        choices={
+            "figure": ("memory", "pipeline", "mesh"),
+            "pp": (1, 2, 4, 8),
+            "ep": (8, 16, 32, 64),
+            "activation_checkpoint": ("selective", "full"),
+        },
     )
 
 
@@ -186,7 +191,7 @@ def page(name: str, grid: Grid) -> str:
     places = "".join(figure_place(f' data-name="{html.escape(figure)}" hidden') for figure in explorer.plots.figures)
     return (
         f'<div class="moelab-explorer" data-grid="{name}"><p>Drawn when this site was built, for these controls alone. '
-        f"Live, with all {len(explorer.controls)}: <code>make lab</code>, the last section of "
+        f"Live, with all {len(explorer.controls)}: <code>make lab</code>, then "
         f"<code>notebooks/{name}.ipynb</code>.</p>"
         f'<form class="controls">{"".join(fields)}</form><div class="words"></div>{places}</div>'
     )

@@ -17,7 +17,7 @@ import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 from moelab.errors import BadInput
-from moelab.notebooks.render import PLOTLY, WIDGET
+from moelab.notebooks.render import PLOTLY, WIDGET, stamp
 from moelab.viz.theme import new_figure
 from moelab.viz.widget import Explorer
 
@@ -128,6 +128,16 @@ def test_links_that_lead_nowhere_are_found(tmp_path: Path) -> None:
     assert outside == ["https://cdn.x/y.js", "https://pytorch.org", "mailto:a@b.c"]
 
 
+def test_a_link_to_what_is_no_page_leads_to_the_repository() -> None:
+    text = "[a](../README.md#measured) [b](../src/moelab/cli.py) [c](../studies) [d](https://x.y/z.py) "
+    text += "[e](verdict.md) [f](no.py)"
+    home = build_site.REPOSITORY
+    assert build_site.with_site_links(text, Path("docs")) == (
+        f"[a](../index.md#measured) [b]({home}/blob/main/src/moelab/cli.py) [c]({home}/tree/main/studies) "
+        "[d](https://x.y/z.py) [e](verdict.md) [f](no.py)"
+    )
+
+
 def test_a_page_has_figures_links_and_explorers_for_a_browser(tmp_path: Path) -> None:
     figure = json.loads(new_figure("Less </script> loss", subtitle="").to_json())
     outputs = [
@@ -141,16 +151,17 @@ def test_a_page_has_figures_links_and_explorers_for_a_browser(tmp_path: Path) ->
         "language_info": {"name": "python"},
         "widgets": {"state": {}},
     }
-    nbformat.write(new_notebook(cells=cells, metadata=language), tmp_path / "copy.ipynb")
     source = tmp_path / "notebooks" / "01_small.ipynb"
     for path, text in ((source, "{}"), (tmp_path / "papermill_params" / "01_small" / "cpu.yaml", "{}\n")):
         path.parent.mkdir(parents=True)
         path.write_text(text)
-    page = build_site.notebook_page(source, tmp_path / "copy.ipynb", "<p>the explorer</p>", "0123456789abcdef")
+    language["moelab"] = stamp(source, {}, 40 * "a" + "-dirty")
+    nbformat.write(new_notebook(cells=cells, metadata=language), tmp_path / "copy.ipynb")
+    page = build_site.notebook_page(source, tmp_path / "copy.ipynb", "<p>the explorer</p>")
     title, words, code = page.cells
     assert title.source == "# 01 · Small"
     assert "papermill_params/01_small/cpu.yaml" in words.source
-    assert "commit 0123456789ab." in words.source
+    assert f"commit {12 * 'a'}-dirty." in words.source
     drawn, linked, explorer = (output.data for output in code.outputs)
     assert list(drawn) == ["text/html"]
     assert drawn["text/html"].count("</script>") == 1

@@ -37,6 +37,7 @@ DARK = {
     GRID: "#343b44",
     WARNING: "#ff9d5c",
     OTHER: "#4b545f",
+    "#f4f5f7": "#2a3038",  # between the hatches of what waits
     "white": "#111111",
     "black": "#e3e8ee",
     "rgba(255,255,255,0.6)": "rgba(17,17,17,0.6)",
