@@ -68,6 +68,22 @@ ILLEGIBLE = """() => {
 }"""
 
 
+# From a key's arrival in the page to the first change of a figure's drawing; the figures are marked.
+WATCH = """() => {
+  const plots = [...document.querySelectorAll(".moelab-panel")].at(-1).querySelectorAll(".js-plotly-plot");
+  let pressed;
+  window.firstChange = undefined;
+  addEventListener("keydown", () => { pressed = performance.now(); }, { capture: true, once: true });
+  const watcher = new MutationObserver(() => {
+    if (pressed) { window.firstChange = performance.now() - pressed; watcher.disconnect(); }
+  });
+  for (const plot of plots) {
+    plot.querySelector(".main-svg").dataset.mark = "";
+    watcher.observe(plot, { subtree: true, childList: true, attributes: true, characterData: true });
+  }
+}"""
+
+
 class LabPage:
     """A notebook in a browser.
 
@@ -75,6 +91,7 @@ class LabPage:
         page: of Playwright.
         complaints: what the page wrote to its console as error or warning, or threw, without :data:`NOISE`.
         requests: addresses beyond the server that it asked for; none is answered.
+        updates: sizes in bytes of what kernels sent to change figures that are there.
     """
 
     def __init__(self, browser: Browser, lab: Lab, notebook: str) -> None:
@@ -82,9 +99,11 @@ class LabPage:
         self.page = browser.new_page(viewport={"width": width, "height": height})
         self.complaints: list[str] = []
         self.requests: list[str] = []
+        self.updates: list[int] = []
         self.page.set_default_timeout(LONGEST_ACTION_MS)
         self.page.on("console", lambda message: self._hear(message.type, message.text))
         self.page.on("pageerror", lambda error: self._hear("error", str(error)))
+        self.page.on("websocket", lambda socket: socket.on("framereceived", self._weigh))
         self.page.route(lambda url: not url.startswith((lab.url, "data:", "blob:")), self._refuse)
         self.page.goto(lab.url_of(notebook))
         self.page.locator(".jp-Notebook .jp-Cell.jp-mod-active").wait_for()
@@ -136,7 +155,7 @@ class LabPage:
 
     def tab_to(self, control: Locator) -> None:
         """Shift+Tab from the last cell, which *Run All* leaves with the focus, to a control above it."""
-        for _ in range(60):
+        for _ in range(300):
             if control.evaluate("(element) => element === document.activeElement"):
                 return
             self.page.keyboard.press("Shift+Tab")
@@ -153,6 +172,17 @@ class LabPage:
         shown: list[str] = plots.evaluate_all("(all) => all.map((one) => JSON.stringify([one.data, one.layout]))")
         return shown
 
+    def first_change_ms(self, key: str) -> float:
+        """Press a key, and tell how long it took until a figure of the panel began to change."""
+        self.page.evaluate(WATCH)
+        self.page.keyboard.press(key)
+        self.page.wait_for_function("window.firstChange !== undefined")
+        return float(self.page.evaluate("window.firstChange"))
+
+    def figures_made_anew(self) -> int:
+        """Figures that are not those of the last :meth:`first_change_ms`."""
+        return self.panel.locator(".js-plotly-plot .main-svg:first-child:not([data-mark])").count()
+
     def wait_for_other_figures(self, than: list[str]) -> None:
         """Until the panel has figures, and they show something else."""
         deadline_s = time.monotonic() + LONGEST_RUN_MS / 1000
@@ -168,6 +198,11 @@ class LabPage:
     def find(self, script: str) -> Any:
         """What a script of this module finds on the page."""
         return self.page.evaluate(script)
+
+    def _weigh(self, frame: str | bytes) -> None:
+        content = frame.encode() if isinstance(frame, str) else frame
+        if b'"changes"' in content:
+            self.updates.append(len(content))
 
     def _hear(self, kind: str, text: str) -> None:
         if kind in ("error", "warning") and not NOISE.search(text):

@@ -17,6 +17,7 @@ from moelab.experiment import Experiment, Precision
 from moelab.hardware import Cluster, cluster_of, has_native_mxfp8
 from moelab.projection.calibration import CALIBRATION, Calibration
 from moelab.projection.project import Projection, project, with_network
+from moelab.projection.uncertainty import Estimate, gain_interval
 
 PROFILES: Mapping[str, str] = {
     "H100": "h100_x1024",
@@ -96,6 +97,35 @@ def by_network(
         one = project(on(gpu, experiment, **fields), cluster, calibration=calibration)
         points.append(Point(series=base_arm(one.experiment.arm)[0], x=speed, projection=one))
     return points
+
+
+def gains_by_network(
+    points: Sequence[Point], *, calibration: Calibration = CALIBRATION
+) -> dict[str, dict[float, Estimate]]:
+    """Percent that each arm of :func:`by_network` is faster than the first, BF16 with the standard all-to-all.
+
+    Args:
+        points: of :func:`by_network`.
+        calibration: constants with which they were projected.
+
+    Returns:
+        By arm, then by bandwidth, a gain with its 90 % interval.
+    """
+    at = {(point.series, point.x): point.projection for point in points}
+    baseline, *arms = dict.fromkeys(point.series for point in points)
+    return {
+        arm: {
+            x: gain_interval(
+                one.job,
+                at[baseline, x].job,
+                calibration,
+                extrapolated=bool(one.outside or at[baseline, x].outside),
+            )
+            for (series, x), one in at.items()
+            if series == arm
+        }
+        for arm in arms
+    }
 
 
 def by_gpus(experiment: Experiment, gpus: Sequence[int], *, calibration: Calibration = CALIBRATION) -> list[Point]:

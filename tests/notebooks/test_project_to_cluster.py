@@ -35,14 +35,14 @@ def defaults() -> ProjectParameters:
 
 def test_its_defaults_show_what_it_says(by_nbmake: Callable[[str], Ran]) -> None:
     ran = by_nbmake(NAME)
-    assert len(ran.titles()) == 11
+    assert len(ran.titles()) == 10
     assert all("derived" in title for title in ran.titles())
     assert len(ran.shown(WIDGET)) == 1
     printed = ran.printed
     for said in ("layouts judged", "replayed: the model's own"):
         assert said in printed
     tables = " ".join(ran.shown("text/plain"))
-    for said in ("MISSED", "met", "steps of others, seen", "PyTorch and Nebius"):
+    for said in ("met", "steps of others, seen", "PyTorch and Nebius"):
         assert said in tables
     assert printed.count("not yet") == 3  # the unsolved exercises
 
@@ -79,12 +79,12 @@ def test_the_published_step_is_as_described() -> None:
     baseline, exchange = answers["bf16_standard"], answers["bf16_standard"]["all-to-all"]
     assert 80 < exchange.low < exchange.high < 125
     assert exchange.low > max(one.high for part, one in baseline.items() if part != "all-to-all")
-    assert 5 < baseline["imbalance and stragglers"].low < baseline["imbalance and stragglers"].high < 50
+    assert 4.5 < baseline["imbalance and stragglers"].low < baseline["imbalance and stragglers"].high < 50
     products = sum(parts["bf16_standard"][part] for part in ("expert GEMMs", "other GEMMs", "attention"))
-    assert products / 201 == pytest.approx(0.26, abs=0.03)
+    assert products / 201 == pytest.approx(0.35, abs=0.03)
     assert parts["bf16_deepep"]["all-to-all"] / exchange.value == pytest.approx(0.5, abs=0.1)
     perfect = 1 / (1 - exchange.value / sum(parts["bf16_standard"].values()))
-    assert perfect == pytest.approx(1.93, abs=0.03)
+    assert perfect == pytest.approx(1.88, abs=0.03)
     own_s = sum(step_time(published_job("bf16_standard"), CALIBRATION).parts_s.values())
     assert own_s / published_s["bf16_standard"] == pytest.approx(1.1, abs=0.03)
 

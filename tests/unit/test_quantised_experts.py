@@ -72,7 +72,9 @@ def test_fp8_rows_are_torchaos_for_every_largest_magnitude() -> None:
     finite = x.isfinite().all(1)
     assert torch.equal(scales[finite], factor[finite].reciprocal())
     assert torch.equal(bits(data)[finite], bits(torchao_data)[finite])
-    assert expand(data, scales, "fp8")[~finite].isnan().all()
+    expanded = expand(data, scales, "fp8")
+    assert torch.equal(expanded[finite], (torchao_data.float() / factor)[finite].bfloat16())
+    assert expanded[~finite].isnan().all()
 
 
 @pytest.mark.parametrize("precision", ["mxfp8", "fp8"])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +26,7 @@ from moelab.projection.project import Cost, project
 from moelab.projection.published import projected_two_by_two
 from moelab.projection.uncertainty import Estimate
 from moelab.projection.validation import Change, row_table, validation_table
-from moelab.sweep import by_gpus, by_network, cluster_like, on
+from moelab.sweep import by_gpus, by_network, cluster_like, gains_by_network, on
 from moelab.titan.arms import named_arms
 from moelab.viz.projection import (
     GROUPS,
@@ -33,7 +35,7 @@ from moelab.viz.projection import (
     arms_beside_projection,
     cost_bars,
     gains_and_interaction,
-    network_curves,
+    network_gains,
     size_curves,
     step_breakdown,
     waterfall_bars,
@@ -142,12 +144,17 @@ def test_a_faster_network_never_slows_an_arm_and_leaves_deepep_less_to_save() ->
     assert gains == sorted(gains, reverse=True)
     own = project(on("B200", PUBLISHED, precision="mxfp8", ep_backend="deepep"))
     assert tps["mxfp8_deepep", 50.0] == pytest.approx(own.tps)
-    figure = network_curves(points, words="Words.")
-    assert f"{100 * gains[0] - 100:+.0f} % at 50 GB/s" in title(figure)
+    found = gains_by_network(points)
+    figure = network_gains(points, found, words="Words.")
     assert "derived" in title(figure)
-    lines = {trace.name: trace for trace in figure.data if trace.name}
-    assert list(lines["BF16 + DeepEP"].y) == [tps["bf16_deepep", x] for x in (50.0, 100.0, 400.0)]
-    filled = [color != "white" for color in lines["BF16 + DeepEP"].marker.color]
+    drawn = {trace.name: trace for trace in figure.data}["BF16 + DeepEP"]
+    assert [1 + value / 100 for value in drawn.y] == pytest.approx(gains)
+    for value, below, above, x in zip(
+        drawn.y, drawn.error_y.arrayminus, drawn.error_y.array, (50, 100, 400), strict=True
+    ):
+        one = found["bf16_deepep"][x]
+        assert (value - below, value + above) == (pytest.approx(one.low), pytest.approx(one.high))
+    filled = [color != "white" for color in drawn.marker.color]
     assert filled == [True, False, False]  # only the network that was seen is not extrapolated
 
 
@@ -177,7 +184,7 @@ def test_the_bars_of_cost_are_the_costs() -> None:
     dear = Cost(gpu_hours=6e6, days=900.0, price=18e6, energy_mwh=9000.0)
     cheap = Cost(gpu_hours=4e6, days=600.0, price=12e6, energy_mwh=6000.0)
     figure = cost_bars({"bf16_standard": dear, "bf16_deepep": cheap}, tokens=14.8e12, words="Words.")
-    assert "saves 6.0 of 18.0 M on 14.8 T tokens" in title(figure)
+    assert "saves 6.0 of 18.0 million USD on 14.8 T tokens" in title(figure)
     assert [trace.y[0] for trace in figure.data] == [6.0, 18.0, 9.0, 4.0, 12.0, 6.0]
 
 
@@ -197,7 +204,7 @@ def test_the_published_figure_has_the_printed_numbers_and_a_gap() -> None:
 def test_every_bar_of_a_breakdown_begins_where_the_last_one_ends_and_they_add_up() -> None:
     figure = step_breakdown(STAGES, measured_s=50.0, words="Words.")
     bars, labels = figure.data
-    assert labels.text[-1] == f" {sum(STAGES.values()):,.1f} s "
+    assert labels.text[-1] == f" {sum(STAGES.values()):,.0f} s "
     ends = [base + value for base, value in zip(bars.base, bars.x, strict=True)]
     assert list(bars.base[1:-1]) == ends[:-2]
     assert bars.base[0] == bars.base[-1] == 0
@@ -297,9 +304,27 @@ def test_the_explorer_says_what_the_projection_says() -> None:
 def test_the_explorer_says_why_something_cannot_be() -> None:
     shown = ProjectionExplorer(PUBLISHED)
     shown.controls["gpus"].value = 8
-    assert "Cannot be" in shown.words.value
+    assert "Illegal" in shown.words.value
+    assert "ep is 32" in shown.reasons["gpus"].value
     assert not shown.figures
     with pytest.raises(Refused):
         shown.projected()
     shown.controls["gpus"].value = 256
-    assert "tokens/s per GPU" in shown.words.value
+    assert "Legal · fits" in shown.words.value
+    shown.controls["activation_checkpoint"].value = "none"
+    assert "Legal, but does not fit" in shown.words.value
+    assert "GiB of 179.1 GiB" in shown.reasons["activation_checkpoint"].value
+    shown.controls["model"].value = "Qwen3-30B-A3B"
+    assert "Legal · fits" in shown.words.value
+    assert "Qwen3-30B-A3B" in title(shown.figures["step"])
+
+
+def test_another_layout_changes_arrays_and_no_trace() -> None:
+    shown, sent = ProjectionExplorer(PUBLISHED), list[Any]()
+    shown.plots.send = sent.append
+    shown.controls["pp"].value = 4
+    (message,) = sent
+    assert len(json.dumps(message)) < 5_000
+    assert {path[1] for path, _ in message["changes"]} == {"data", "layout"}
+    shown.controls["price_per_gpu_hour"].value = 2.0  # of the words above alone
+    assert len(sent) == 1

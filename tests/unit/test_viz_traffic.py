@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import json
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,7 @@ from moelab.viz.deepep import (
     sm_sweep,
     two_by_two_dots,
 )
+from moelab.viz.theme import NARROW
 from moelab.viz.traffic import (
     METHOD_LABELS,
     TrafficExplorer,
@@ -88,12 +91,15 @@ def test_hops_of_tokens_are_the_counted_rows(method: Method) -> None:
 
 def test_a_tokens_way_is_drawn_for_each_method_and_says_that_it_is_simulated() -> None:
     figure = token_flow(FORCED, PUBLISHED, token=13)
-    assert "A token's 8 experts lie on 1 GPU of 1 node" in title(figure)
+    assert "Sent once per node, this token crosses the network 1 time instead of 8" in title(figure)
+    assert "8 experts on 1 GPU of 1 node." in title(figure)
     assert "one simulated token" in title(figure)
     assert "2 nodes without its experts not drawn" in title(figure)
     assert "8 × network, 0 × NVLink" in notes(figure)
     assert notes(figure).count("1 × network, 0 × NVLink") == 1  # once per rank, straight there
     assert "1 × network, 1 × NVLink" in notes(figure)  # once per node, and forwarded
+    assert "Sent once per GPU, this token crosses NVLink" in title(token_flow(RANDOM, ONE_NODE))
+    assert "1 time as it does by each way" in title(token_flow(FORCED, replace(PUBLISHED, top_k=1), token=100))
 
 
 def test_histogram_shares_are_of_all_tokens_and_have_the_means_of_the_title() -> None:
@@ -475,28 +481,42 @@ def test_an_experiment_that_fails_shows_its_last_lines(tmp_path: Path, monkeypat
 
 def test_explorer_follows_its_controls_and_says_what_cannot_be() -> None:
     explorer = TrafficExplorer()
-    assert "<b>7.27 ranks</b> and <b>3.61 nodes</b> (derived)" in explorer.words.value
-    assert explorer.figures
+    assert "<b>7.27 GPUs</b> on <b>3.61 nodes</b> (derived)" in explorer.words.value
+    assert set(explorer.figures) == {"flow"}
     explorer.controls["routing"].value = "group_limited"
-    assert "<b>6.60 ranks</b> and <b>2.93 nodes</b>" in explorer.words.value
-    explorer.controls["ep"].value = 256
-    explorer.controls["experts"].value = 32
-    assert "Cannot be" in explorer.words.value
-    assert "ep is 256 and does not divide 32 experts" in explorer.reasons["experts"].value
+    assert "<b>6.60 GPUs</b> on <b>2.93 nodes</b>" in explorer.words.value
+    explorer.controls["model"].value = "GLM-4.5"
+    explorer.controls["ep"].value = 64
+    assert "ep is 64 and does not divide 160 experts" in explorer.reasons["ep"].value
     assert not explorer.figures
     explorer.controls["ep"].value = 8
-    assert "Cannot be" not in explorer.words.value
-    assert explorer.figures
+    assert explorer.reasons["ep"].value == ""
+    assert "160 experts, top-8" in explorer.words.value
     explorer.controls["routing"].value = "skewed"
     assert "(simulated)" in explorer.words.value
 
 
 def test_explorer_begins_where_it_is_told_and_refuses_a_control_that_is_none() -> None:
-    explorer = TrafficExplorer(hidden=1234, token=3)
-    assert (explorer.chosen["hidden"], explorer.chosen["experts"]) == (1234, 256)
-    assert title(explorer.figures["flow"]) == title(token_flow(RANDOM, PUBLISHED, token=3))
+    explorer = TrafficExplorer(hidden=1234, token=3, hardware="b200_x256")
+    assert (explorer.chosen["model"], explorer.models["yours"]["hidden"]) == ("yours", 1234)
+    flow = title(token_flow(RANDOM, PUBLISHED, token=3, width=NARROW))
+    assert title(explorer.figures["flow"]) == flow
+    assert explorer.picture() == token_flow(RANDOM, PUBLISHED, token=3)
+    assert TrafficExplorer().chosen["model"] == "DeepSeek-V3"
     with pytest.raises(BadInput, match="the explorer has no control 'seed'"):
         TrafficExplorer(seed=1)
+
+
+def test_another_token_changes_arrays_and_no_trace() -> None:
+    explorer, sent = TrafficExplorer(), list[Any]()
+    explorer.plots.send = sent.append
+    explorer.controls["token"].value = 14
+    (message,) = sent
+    assert len(json.dumps(message)) < 20_000
+    leaves = {path[-1] for path, _ in message["changes"]}
+    assert leaves <= {"x", "y", "size", "color", "hovertext", "text", "height", "range"}
+    explorer.controls["tokens"].value = 8192  # of the numbers above alone
+    assert len(sent) == 1
 
 
 @pytest.mark.parametrize("name", ["projection.measured", "analysis.two_by_two"])

@@ -7,14 +7,13 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-import ipywidgets
 import plotly.graph_objects as go
 from hypothesis import given
 from hypothesis import strategies as st
 
 from moelab.errors import BadInput
 from moelab.viz.theme import new_figure
-from moelab.viz.widget import Explorer, changes
+from moelab.viz.widget import Explorer, changes, labelled_control
 
 VALUES = st.recursive(
     st.none() | st.integers(0, 3) | st.sampled_from("ab"),
@@ -46,7 +45,8 @@ class Line(Explorer):
     """A line of a thousand points; its last point and its colour have a control."""
 
     def __init__(self) -> None:
-        controls = {name: ipywidgets.IntText(0, description=f"the {name}") for name in ("last", "red")}
+        px = {"label_px": 60, "width_px": 200}
+        controls = {name: labelled_control("IntText", f"the {name}", **px) for name in ("last", "red")}
         super().__init__(controls, ["line"])
 
     def look(self) -> tuple[str, Mapping[str, go.Figure]]:
@@ -74,6 +74,8 @@ def test_a_refusal_stands_under_the_control_that_caused_it() -> None:
     assert "the red" in explorer.words.value
     assert "red is 256; valid: 0 to &lt;255&gt;" in explorer.reasons["red"].value
     assert (explorer.reasons["last"].value, explorer.figures, explorer.plots.figures) == ("", {}, {"line": None})
+    explorer.controls["last"].value = 5  # which has nothing to do with it
+    assert (explorer.reasons["last"].value, explorer.refused[0]) == ("", "red")
     explorer.controls["red"].value = 255
     assert (explorer.words.value, explorer.reasons["red"].value, set(explorer.figures)) == ("drawn", "", {"line"})
 

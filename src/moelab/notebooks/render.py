@@ -41,7 +41,7 @@ KEEPS_RUNS = ("06_compare_convergence",)
 """Notebooks that train for minutes (7 on two idle cores): their runs stay in the clone's ``runs``, where ``make demo``
 has its own of the same study, and the next copy is made of what is finished there."""
 PICTURES = {
-    "where_the_step_goes": ("08_project_to_cluster", 2),
+    "where_the_step_goes": ("08_project_to_cluster", 1),
     "measured_arms": ("04_dispatch_with_deepep", 1),
     "break_even": ("02_find_grouped_gemm_break_even", 2),
     "forced_balance": ("03_route_tokens", 3),

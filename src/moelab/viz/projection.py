@@ -12,6 +12,9 @@ from plotly.subplots import make_subplots
 
 from moelab.analysis.arms import arm_label, contrast
 from moelab.experiment import Experiment
+from moelab.layout import check
+from moelab.memory import estimate
+from moelab.model.hugging_face import read_model
 from moelab.projection.project import DEEPSEEK_TOKENS, Cost, Projection, cost, project
 from moelab.projection.published import TwoByTwo
 from moelab.projection.uncertainty import OUTSIDE_FACTOR, Estimate
@@ -28,7 +31,7 @@ from moelab.viz.draw import (
     running_bars,
     write_beside,
 )
-from moelab.viz.theme import INK, MUTED, OTHER, ArmStyle, arm_styles, new_figure, plot_text, wrap
+from moelab.viz.theme import INK, MUTED, NARROW, OTHER, WIDE, ArmStyle, arm_styles, new_figure, plot_text, wrap
 from moelab.viz.widget import Explorer, labelled_control, menu
 
 GROUPS: Mapping[str, tuple[str, ...]] = {
@@ -45,15 +48,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "host, bubble, stragglers": ("host and waiting", "pipeline bubble", "imbalance and stragglers"),
 }
 """Parts of a step as the arms' figure adds them up."""
-_PATTERNS = (
-    ("#0072B2", ""),
-    ("#56B4E9", "/"),
-    ("#CC79A7", "x"),
-    ("#F0E442", "."),
-    ("#D55E00", ""),
-    ("#E69F00", "\\"),
-    ("#999999", "|"),
-)
+_GROUP_COLORS = ("#0072B2", "#56B4E9", "#CC79A7", "#F0E442", "#D55E00", "#E69F00", "#BBBBBB")
 _DARK = ("#0072B2", "#D55E00")
 """Of the colours, those on which white is legible."""
 _LOOKS = (("#0072B2", "square"), ("#D55E00", "triangle-up"), ("#009E73", "star"))
@@ -70,6 +65,7 @@ def step_breakdown(
     ranges: Mapping[str, Estimate] | None = None,
     measured_s: float | None = None,
     words: str = "",
+    width: int = WIDE,
 ) -> go.Figure:
     """One step from zero to its whole, the longest part first.
 
@@ -78,44 +74,53 @@ def step_breakdown(
         ranges: of the same parts where other constants would do as well; they stand beside the seconds.
         measured_s: of the whole step as it was published; drawn as a line.
         words: of what step, for the subtitle.
+        width: as of :func:`moelab.viz.theme.new_figure`.
     """
     parts = sorted(((name, value) for name, value in parts_s.items() if value), key=lambda part: -part[1])
     total_s = sum(parts_s.values())
     largest, seconds = parts[0]
     quoted = f" Dashed: the published step, {measured_s:,.0f} s (quoted)." if measured_s else ""
-    largest_s, share = f"{seconds:,.0f}", f" ({seconds / total_s:.0%})"
-    if ranges:
-        largest_s, share = f"{ranges[largest].low:,.0f} to {ranges[largest].high:,.0f}", ""
+    share = f"{ranges[largest].low:,.0f} to {ranges[largest].high:,.0f} s" if ranges else f"{seconds / total_s:.0%}"
     figure = new_figure(
-        f"{largest_s} of {total_s:,.0f} s{share} are {largest}",
-        subtitle=f"{words} The busiest pipeline rank; every bar begins where the one above ends.{quoted}",
+        f"The longest part of the step: {largest}, {_seconds(seconds)} of {_seconds(total_s)} s ({share})",
+        subtitle=words
+        if width == NARROW
+        else f"{words} The busiest pipeline rank; every bar begins where the one above ends.{quoted}",
         note=NOTE,
-        height=180 + 26 * len(parts),
+        height=150 + 24 * len(parts),
+        width=width,
     )
     names, values = [*(name for name, _ in parts), "whole step"], [*(value for _, value in parts), total_s]
     bars = running_bars(names, values, ["#56B4E9"] * len(parts) + [OTHER], hover="%{y}: %{x:.2f} s<extra></extra>")
-    figure.add_trace(bars)
     # Seconds stand left of bars that begin beyond the middle, and right of the others.
     left = [start > 0.5 * total_s for start in bars.base]
     ends = [start if before else start + value for start, value, before in zip(bars.base, values, left, strict=True)]
-    figure.add_scatter(
-        x=ends,
-        y=names,
-        mode="text",
-        text=[f" {value:,.1f} s{_range_in_words(ranges, name)} " for name, value in zip(names, values, strict=True)],
-        textposition=["middle left" if before else "middle right" for before in left],
-        textfont_size=12,
-        hoverinfo="skip",
-    )
+    numbers = {
+        "x": ends,
+        "y": names,
+        "mode": "text",
+        "text": [
+            f" {_seconds(one)} s{_range_in_words(ranges, name)} " for name, one in zip(names, values, strict=True)
+        ],
+        "textposition": ["middle left" if before else "middle right" for before in left],
+        "textfont_size": 12,
+        "hoverinfo": "skip",
+    }
+    figure.add_traces([bars, go.Scatter(**numbers)])
     if measured_s:
         figure.add_vline(x=measured_s, line={"color": INK, "dash": "dash", "width": 1.5})
-    figure.update_yaxes(autorange="reversed", ticks="", showgrid=False)
-    figure.update_xaxes(title_text="seconds of a step", range=[0, 1.16 * max(total_s, measured_s or 0)])
-    return figure.update_layout(showlegend=False, bargap=0.25, hovermode="closest")
+    axis = {"title_text": "seconds of a step", "range": [0, 1.16 * max(total_s, measured_s or 0)]}
+    rows = {"autorange": "reversed", "ticks": "", "showgrid": False}
+    return figure.update_layout(xaxis=axis, yaxis=rows, showlegend=False, bargap=0.25, hovermode="closest")
+
+
+def _seconds(value: float) -> str:
+    """Seconds with two or three digits."""
+    return f"{value:,.0f}" if value >= 19.5 else f"{value:,.1f}" if value >= 0.95 else f"{value:,.2f}"
 
 
 def _range_in_words(ranges: Mapping[str, Estimate] | None, part: str) -> str:
-    return f" ({ranges[part].low:,.0f} to {ranges[part].high:,.0f})" if ranges and part in ranges else ""
+    return f" ({_seconds(ranges[part].low)} to {_seconds(ranges[part].high)})" if ranges and part in ranges else ""
 
 
 def arm_breakdowns(
@@ -134,30 +139,30 @@ def arm_breakdowns(
     quoted = " Diamonds: published (quoted)." if published_s else ""
     first, fastest = next(iter(totals)), min(totals, key=totals.__getitem__)
     finding = f"{arm_label(first)}: {totals[first]:,.0f} s a step"
-    if fastest != first:  # what sets it apart from the first
-        saved = {name: values[0] - values[list(totals).index(fastest)] for name, values in groups.items()}
+    if fastest != first:  # what sets it apart from the first, in the whole seconds that the bars show
+        saved = {name: round(values[0]) - round(values[list(totals).index(fastest)]) for name, values in groups.items()}
         most = max(saved, key=saved.__getitem__)
         finding = (
-            f"{arm_label(fastest)} saves {totals[first] - totals[fastest]:,.0f} s of {totals[first]:,.0f} s: "
-            f"{saved[most]:,.0f} s of {most}"
+            f"{arm_label(fastest)} saves {round(totals[first]) - round(totals[fastest]):,} of {totals[first]:,.0f} s, "
+            f"{saved[most]:,} of them in {most}"
         )
     figure = new_figure(
         finding,
         subtitle=f"{words} The busiest pipeline rank, parts that add up to the step.{quoted}",
         note=NOTE,
-        height=330 + 42 * len(parts_s),
+        height=310 + 46 * len(parts_s),
+        width=WIDE,
     )
     longest = max(totals.values())
-    for (name, values), (color, shape) in zip(groups.items(), _PATTERNS, strict=True):
-        pattern = {"shape": shape, "bgcolor": color, "fgcolor": "white", "size": 6, "solidity": 0.15}
+    for (name, values), color in zip(groups.items(), _GROUP_COLORS, strict=True):
         figure.add_bar(
             y=list(labels.values()),
             x=values,
             name=name,
             orientation="h",
-            marker={"color": color, "pattern": pattern},
+            marker={"color": color, "line": {"color": "white", "width": 1.5}},
             **inside(
-                [f"{value:,.0f}" if value > 0.05 * longest else "" for value in values],
+                [f"{value:,.0f}" if value > 0.03 * longest else "" for value in values],
                 color="white" if color in _DARK else INK,
                 size=13,
             ),
@@ -165,12 +170,14 @@ def arm_breakdowns(
         )
     published = published_s or {}
     for arm, total in totals.items():
-        write_beside(figure, max(total, published.get(arm, 0.0)), labels[arm], f"<b>{total:,.0f} s</b>", px=12)
+        known = f", published {published[arm]:,.0f} s" if arm in published else ""
+        at = max(total, published.get(arm, 0.0))
+        write_beside(figure, at, labels[arm], f"<b>{total:,.0f} s</b>{known}", px=12)
     if published:
         look = {"name": "published (quoted)", "hovertemplate": "published: %{x:,.1f} s<extra></extra>"}
         figure.add_trace(diamonds(list(published.values()), [labels[arm] for arm in published], **look))
     figure.update_yaxes(autorange="reversed", ticks="", showgrid=False)
-    figure.update_xaxes(title_text="seconds of a step", range=[0, 1.14 * longest])
+    figure.update_xaxes(title_text="seconds of a step", range=[0, 1.4 * longest])
     return figure.update_layout(barmode="relative", bargap=0.35, hovermode="closest", legend_y=-0.22)
 
 
@@ -299,20 +306,6 @@ def _percent(ratio: Estimate) -> tuple[float, float, float]:
     return 100 * (ratio.low - 1), 100 * (ratio.value - 1), 100 * (ratio.high - 1)
 
 
-FIELDS: Mapping[str, tuple[Any, ...]] = {
-    "precision": ("bf16", "mxfp8"),
-    "ep_backend": ("standard", "deepep"),
-    "routing": ("round_robin", "random_balanced", "learned"),
-    "pp": (1, 2, 4, 8, 16),
-    "tp": (1, 2, 4, 8),
-    "ep": (8, 16, 32, 64),
-    "local_batch": (8, 16, 32, 64, 128, 256),
-    "activation_checkpoint": ("selective", "full+dispatch", "full"),
-}
-"""Fields of the experiment that have a menu; 8 bits are FP8 before SM100."""
-GPUS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
-
-
 # The way to another stack, and what if
 
 UP, DOWN = "#009E73", "#D55E00"
@@ -363,24 +356,53 @@ KINDS: Mapping[str, ArmStyle] = {
 }
 
 
-def network_curves(points: Sequence[Point], *, words: str) -> go.Figure:
-    """Throughput of the arms against the bandwidth of each GPU's network card.
+def network_gains(points: Sequence[Point], gains: Mapping[str, Mapping[float, Estimate]], *, words: str) -> go.Figure:
+    """What each technique gains against the bandwidth of each GPU's network card, with its interval.
 
     Args:
         points: of :func:`moelab.sweep.by_network`.
+        gains: of :func:`moelab.sweep.gains_by_network` of these points.
         words: model and cluster, for the subtitle.
     """
-    styles = arm_styles(point.series for point in points)
-    first, last = min(point.x for point in points), max(point.x for point in points)
-    at = {(point.series, point.x): point.projection.tps for point in points}
-    gains = [100 * (at["bf16_deepep", x] / at["bf16_standard", x] - 1) for x in (first, last)]
+    styles = arm_styles(gains)
+    networks = sorted({point.x for point in points})
+    first, last = (gains["bf16_deepep"][x] for x in (networks[0], networks[-1]))
     figure = new_figure(
-        f"DeepEP's gain goes from {gains[0]:+.0f} % at {first:g} GB/s to {gains[1]:+.0f} % at {last:g} GB/s",
-        subtitle=f"{words} Bands: 90 % intervals of the outer arms. {HOLLOW}",
+        f"DeepEP gains {_interval(first)} at {networks[0]:g} GB/s and {_interval(last)} at {networks[-1]:g} GB/s",
+        subtitle=f"{words} Gain in tokens/s over {arm_label(BASELINE)}, with its 90 % interval: both arms are "
+        f"projected with the same drawn constants. {HOLLOW}",
         note="derived: the step-time model",
+        width=WIDE,
     )
-    _draw_lines(figure, points, styles, banded=(next(iter(styles)), list(styles)[-1]))
-    return figure.update_xaxes(title_text="network of each GPU, each way (GB/s)")
+    extrapolated = {(point.series, point.x) for point in points if point.projection.outside}
+    for number, (arm, style) in enumerate(styles.items()):
+        spans = [(gains[arm][x].low, gains[arm][x].value, gains[arm][x].high) for x in networks]
+        hollow = [bool({(arm, x), (BASELINE, x)} & extrapolated) for x in networks]
+        outline = {"color": style.color, "width": 2}
+        figure.add_scatter(
+            x=[place + 0.12 * (number - (len(styles) - 1) / 2) for place in range(len(networks))],
+            y=[value for _, value, _ in spans],
+            error_y=error_bars(spans, color=style.color, thickness=1.5, width=5),
+            mode="markers",
+            name=style.label,
+            marker={
+                "symbol": style.symbol,
+                "size": 10,
+                "color": ["white" if one else style.color for one in hollow],
+                "line": outline,
+            },
+            hovertemplate="%{y:+.1f} %",
+        )
+    figure.add_hline(y=0, line={"color": MUTED, "width": 1.5})
+    places = {"tickvals": list(range(len(networks))), "ticktext": [f"{x:g}" for x in networks], "showgrid": False}
+    figure.update_xaxes(title_text="network of each GPU, each way (GB/s)", **places)
+    figure.update_yaxes(title_text="gain (%)", ticksuffix=" %")
+    return figure.update_layout(hovermode="closest", legend_y=-0.22)
+
+
+def _interval(gain: Estimate) -> str:
+    """A gain in percent with its interval."""
+    return f"{gain.value:+.0f} % ({gain.low:+.0f} to {gain.high:+.0f})"
 
 
 def size_curves(points: Sequence[Point], *, words: str) -> go.Figure:
@@ -414,8 +436,8 @@ def cost_bars(costs: Mapping[str, Cost], *, tokens: float, words: str) -> go.Fig
     cheapest = min(arms, key=lambda arm: costs[arm].price)
     saved = costs[arms[0]].price - costs[cheapest].price
     figure = panels(
-        f"{arm_label(cheapest)} saves {saved / 1e6:,.1f} of {costs[arms[0]].price / 1e6:,.1f} M on "
-        f"{tokens / 1e12:g} T tokens",
+        f"{arm_label(cheapest)} saves {saved / 1e6:,.1f} of {costs[arms[0]].price / 1e6:,.1f} million USD "
+        f"on {tokens / 1e12:g} T tokens",
         list(_COST_PANELS),
         subtitle=f"{words} Without restarts and failures.",
         note="derived: the step-time model",
@@ -439,7 +461,7 @@ def cost_bars(costs: Mapping[str, Cost], *, tokens: float, words: str) -> go.Fig
 
 _COST_PANELS: Mapping[str, Callable[[Cost], float]] = {
     "million GPU-hours": lambda cost: cost.gpu_hours / 1e6,
-    "price, millions": lambda cost: cost.price / 1e6,
+    "price, million USD": lambda cost: cost.price / 1e6,
     "energy, GWh": lambda cost: cost.energy_mwh / 1e3,
 }
 
@@ -478,17 +500,45 @@ def _degrees(point: Point) -> str:
 
 # Live
 
+_MENUS: Mapping[str, tuple[str, Mapping[Any, str]]] = {
+    "gpu": ("GPU", {gpu: gpu for gpu in PROFILES}),
+    "gpus": ("number of GPUs", {count: f"{count:,}" for count in (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)}),
+    "precision": ("experts in", {"bf16": "BF16", "mxfp8": "MXFP8 or FP8"}),
+    "ep_backend": ("dispatch by", {"standard": "standard all-to-all", "deepep": "DeepEP"}),
+    "routing": (
+        "routing",
+        {"round_robin": "forced round-robin", "random_balanced": "balanced random", "learned": "learned"},
+    ),
+    "pp": ("pipeline ranks, PP", {degree: str(degree) for degree in (1, 2, 4, 8, 16)}),
+    "tp": ("tensor ranks, TP", {degree: str(degree) for degree in (1, 2, 4, 8)}),
+    "ep": ("expert ranks, EP", {degree: str(degree) for degree in (8, 16, 32, 64)}),
+    "local_batch": ("sequences a DP rank", {count: str(count) for count in (4, 8, 16, 32, 64, 128, 256)}),
+    "activation_checkpoint": (
+        "recomputes",
+        {"none": "nothing", "selective": "cheap parts", "full+dispatch": "all but dispatch", "full": "everything"},
+    ),
+}
+"""Label and words of the values of each menu but the models'; 8 bits are FP8 before SM100."""
+_SLIDERS: Mapping[str, tuple[str, float, float]] = {
+    "network_gb_s": ("network (GB/s)", 10.0, 400.0),
+    "price_per_gpu_hour": ("USD a GPU-hour", 0.1, 20.0),
+    "watts_per_gpu": ("W a GPU", 50.0, 5000.0),
+}
+_MODELS = ("DeepSeek-V3", "Kimi-K2", "GLM-4.5", "Qwen3-235B-A22B", "Qwen3-30B-A3B", "DeepSeek-V2-Lite")
+
 
 class ProjectionExplorer(Explorer):
-    """Cluster, layout and arm as controls; below them the speed, its cost and the step's parts.
+    """Model, cluster, layout and arm as controls; beside them the step's parts, and above speed and cost.
 
     Args:
         experiment: where the controls begin; what has no control stays as it is here.
         gpu: kind of GPU at the beginning.
         network_gb_s: of each GPU's card at the beginning.
-        price_per_gpu_hour: at the beginning.
+        price_per_gpu_hour: in US dollars at the beginning.
         watts_per_gpu: at the beginning.
     """
+
+    figure_px = NARROW
 
     def __init__(
         self,
@@ -499,17 +549,18 @@ class ProjectionExplorer(Explorer):
         price_per_gpu_hour: float = 3.0,
         watts_per_gpu: float = 1400.0,
     ) -> None:
-        self.experiment, px = experiment, {"label_px": 154, "width_px": 344}
-        starts = {name: getattr(experiment, name) for name in FIELDS} | {"gpu": gpu, "gpus": experiment.world_size}
-        menus = {"gpu": tuple(PROFILES), "gpus": GPUS, **FIELDS}
-        controls = {name: menu(name, values, starts[name], **px) for name, values in menus.items()}
-        for name, value, least, most in (
-            ("network_gb_s", network_gb_s, 10.0, 400.0),
-            ("price_per_gpu_hour", price_per_gpu_hour, 0.1, 20.0),
-            ("watts_per_gpu", watts_per_gpu, 50.0, 5000.0),
-        ):
+        self.experiment, px = experiment, {"label_px": 138, "width_px": 290}
+        controls = {"model": menu("model", [experiment.model_label, *_MODELS], experiment.model_label, **px)}
+        starts = experiment.model_dump(mode="json") | {"gpu": gpu, "gpus": experiment.world_size}
+        for name, (label, known) in _MENUS.items():
+            start = "mxfp8" if name == "precision" and starts[name] != "bf16" else starts[name]
+            words = {start: str(start), **known}
+            options = [(words[value], value) for value in (words if isinstance(start, str) else sorted(words))]
+            controls[name] = labelled_control("Dropdown", label, options=options, value=start, **px)
+        rates = (network_gb_s, price_per_gpu_hour, watts_per_gpu)
+        for (name, (label, least, most)), value in zip(_SLIDERS.items(), rates, strict=True):
             scale: dict[str, Any] = {"value": value, "min": least, "max": most, "step": least, "readout_format": ".4g"}
-            controls[name] = labelled_control("FloatSlider", name, continuous_update=False, **scale, **px)
+            controls[name] = labelled_control("FloatSlider", label, **scale, **px)
         super().__init__(controls, ["step"])
 
     def projected(self) -> Projection:
@@ -520,30 +571,36 @@ class ProjectionExplorer(Explorer):
         """
         chosen = self.chosen
         node = min(chosen["gpus"], GPUS_OF_NODE[chosen["gpu"]])
-        sizes = {"nodes": chosen["gpus"] // node, "gpus_per_node": node, "dp_shard": -1}
-        cluster = cluster_like(chosen["gpu"], nodes=sizes["nodes"], network_gb_s=chosen["network_gb_s"])
-        fields = {name: chosen[name] for name in FIELDS}
-        return project(on(chosen["gpu"], self.experiment, **fields, **sizes), cluster)
+        fields = {name: chosen[name] for name in _MENUS if name in Experiment.model_fields}
+        fields |= {"nodes": chosen["gpus"] // node, "gpus_per_node": node, "dp_shard": -1}
+        if chosen["model"] in _MODELS:
+            model = read_model(chosen["model"])
+            fields |= {"model": model.model, "shape": model.shape}
+        network_gb_s = round(chosen["network_gb_s"], 3)  # the browser's slider gives 49.99999999999999 back for 50
+        cluster = cluster_like(chosen["gpu"], nodes=fields["nodes"], network_gb_s=network_gb_s)
+        return project(on(chosen["gpu"], self.experiment, **fields), cluster)
 
     def look(self) -> tuple[str, Mapping[str, go.Figure]]:
-        """Speed and cost in words, and the step by part."""
+        """Whether it fits, speed and cost in words, and the step by part."""
         shown = self.projected()
         rates = {name: self.controls[name].value for name in ("price_per_gpu_hour", "watts_per_gpu")}
         spent, (low, high) = cost(shown, **rates), shown.interval
-        outside = [f"<br>Outside of what the model was held against: {html.escape(one)}" for one in shown.outside]
+        layout = check(shown.experiment).layout
+        assert layout is not None  # else it would not have been projected
+        memory = estimate(shown.experiment, layout, shown.cluster.node.gpu)
+        room = "" if memory.capacity_gib is None else f" of {memory.capacity_gib:.0f}"
+        outside = [f"<br>Extrapolated: {html.escape(one)}" for one in shown.outside]
         words = (
-            f"<div role='status'><b>{shown.tps:,.0f} tokens/s per GPU</b> ({low:,.0f} to {high:,.0f} with 90 % "
-            f"confidence; {shown.label}), {shown.step_time_s:,.2f} s a step, MFU {shown.mfu['causal']:.1%} (causal "
-            f"count).<br>{DEEPSEEK_TOKENS / 1e12:g} T tokens: {spent.gpu_hours / 1e6:,.2f} M GPU-hours, "
-            f"{spent.days:,.0f} days, price {spent.price / 1e6:,.1f} M, {spent.energy_mwh / 1e3:,.1f} GWh."
-            f"{''.join(outside)}</div>"
+            f"<div role='status' style='line-height:1.35'><b>Legal · fits</b> ({memory.worst_gib:.0f}{room} GiB) · "
+            f"<b>{shown.tps:,.0f} tokens/s per GPU</b> ({low:,.0f} to {high:,.0f} with 90 % confidence; {shown.label}) "
+            f"· {shown.step_time_s:,.2f} s a step · MFU {shown.mfu['causal']:.1%}<br>"
+            f"{DEEPSEEK_TOKENS / 1e12:g} T tokens: {spent.gpu_hours / 1e6:,.2f} M GPU-hours · {spent.days:,.0f} days · "
+            f"{spent.price / 1e6:,.1f} M USD · {spent.energy_mwh / 1e3:,.1f} GWh{''.join(outside)}</div>"
         )
-        return words, {"step": explorer_figure(shown)}
-
-
-def explorer_figure(projection: Projection) -> go.Figure:
-    """The figure of the explorer: its static twin."""
-    one = projection.experiment
-    where = f"{projection.job.gpus} × {projection.cluster.node.gpu.name}, PP {one.pp}, TP {one.tp}, EP {one.ep}"
-    words = f"{one.model}, {arm_label(one.arm)}, {where}; {projection.label}."
-    return step_breakdown(projection.breakdown_s, words=words)
+        one = shown.experiment
+        where = f"{shown.job.gpus} × {shown.cluster.node.gpu.name}, PP {one.pp}, TP {one.tp}, EP {one.ep}"
+        model = self.chosen["model"]
+        figure = step_breakdown(
+            shown.breakdown_s, words=f"{model}, {arm_label(one.arm)}, {where}; {shown.label}.", width=NARROW
+        )
+        return words, {"step": figure.update_layout(height=500)}

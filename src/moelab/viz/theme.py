@@ -43,7 +43,7 @@ DARK = {
     "rgba(255,255,255,0.6)": "rgba(17,17,17,0.6)",
 }
 """What a live figure has in JupyterLab's dark theme in place of the theme's own colours; pictures stay light."""
-NARROW, NORMAL, WIDE = 560, 700, 1000
+NARROW, NORMAL, WIDE = 540, 700, 1000
 """Widths, px, of figures beside an explorer's controls, in a notebook, and of a notebook's main finding; a live figure
 takes the room that it has."""
 MOST_TITLE_PX = 850
@@ -164,7 +164,7 @@ def new_figure(finding: str, *, subtitle: str, note: str = "", height: int = 460
         title += f"<br><span style='color:{WARNING}'>{'<br>'.join(note_lines)}</span>"
     title += f"<br><span style='font-size:13px;color:{MUTED}'>{'<br>'.join(subtitle_lines)}</span>"
     # px: a line of the title is 22 high, one of the subtitle 17; 70 is the margin that the caller's height counts with
-    top = 30 + 22 * (len(title_lines) + len(note_lines)) + 17 * len(subtitle_lines)
+    top = 36 + 22 * (len(title_lines) + len(note_lines)) + 17 * len(subtitle_lines)
     layout = {"template": template(width), "height": height - 70 + top, "margin_t": top, "title_text": title}
     return go.Figure(layout=layout)
 
@@ -194,7 +194,7 @@ def template(width: int = NORMAL) -> go.layout.Template:
                 "y": 1,
                 "yref": "container",
                 "yanchor": "top",
-                "pad": {"t": 14, "l": 10},
+                "pad": {"t": 20, "l": 10},
             },
             "title_font_size": 17,
             "width": width,

@@ -5,6 +5,7 @@ On a token's way nodes are boxes, GPUs squares, and every copy that crosses a wi
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -14,8 +15,10 @@ import numpy as np
 import plotly.graph_objects as go
 
 from moelab.errors import BadInput
+from moelab.experiment import Experiment
 from moelab.hardware import Node, cluster_of
-from moelab.model import DispatchPrecision
+from moelab.model import DispatchPrecision, shape_for
+from moelab.model.hugging_face import read_model
 from moelab.projection import (
     KINDS,
     METHODS,
@@ -34,9 +37,9 @@ from moelab.projection import (
     simulate_rows,
 )
 from moelab.projection.traffic import require_method
-from moelab.viz.draw import STAR, above, in_panel, legend_entry, panels, place_map
-from moelab.viz.theme import FAR, INK, MUTED, NEAR, OTHER, counted, new_figure
-from moelab.viz.widget import Explorer, menu
+from moelab.viz.draw import STAR, above, in_panel, legend_entry, panels
+from moelab.viz.theme import FAR, INK, NARROW, NEAR, OTHER, WIDE, counted, new_figure
+from moelab.viz.widget import Explorer, labelled_control, menu
 
 METHOD_LABELS: dict[Method, str] = {
     "standard": "standard all-to-all",
@@ -108,7 +111,9 @@ def hops(experts: Sequence[int], placement: ExpertPlacement, method: Method, *, 
     return tuple(Hop(start, end, copies, start // L != end // L) for start, end, copies in ways if start != end)
 
 
-def token_flow(routing: RoutingModel, placement: ExpertPlacement, *, token: int = 0, seed: int = 0) -> go.Figure:
+def token_flow(
+    routing: RoutingModel, placement: ExpertPlacement, *, token: int = 0, seed: int = 0, width: int = WIDE
+) -> go.Figure:
     """Dispatch of one of rank 0's tokens, drawn for each method side by side.
 
     Args:
@@ -116,29 +121,36 @@ def token_flow(routing: RoutingModel, placement: ExpertPlacement, *, token: int 
         placement: where the experts are.
         token: which of the rank's tokens.
         seed: of the draw.
+        width: as of :func:`moelab.viz.theme.new_figure`.
 
     Raises:
         BadInput: if the routing does not fit.
     """
     experts = _experts_of_token(routing, placement, sender=0, token=token, seed=seed)
-    columns = []
-    for method in METHODS:
-        ways = hops(experts, placement, method, sender=0)
-        far, near = (sum(hop.copies for hop in ways if hop.far is is_far) for is_far in (True, False))
-        columns.append((f"<b>{METHOD_LABELS[method]}</b><br>{far} × network, {near} × NVLink", ways, False))
+    ways = {method: hops(experts, placement, method, sender=0) for method in METHODS}
+    far = {method: sum(hop.copies for hop in each if hop.far) for method, each in ways.items()}
+    near = {method: sum(hop.copies for hop in each if not hop.far) for method, each in ways.items()}
     held = {expert // placement.experts_per_rank for expert in experts}
     nodes = {rank // placement.local_ranks for rank in held}
     hidden = placement.nodes - len({0, *nodes})
     unseen = f" {counted(hidden, 'node')} without its experts not drawn." if hidden else ""
+    once, wire, counts = ("node", "the network", far) if far["standard"] else ("GPU", "NVLink", near)
+    fewest = counts["deepep_hybrid" if far["standard"] else "deepep_direct"]
+    instead = f"instead of {counts['standard']}" if fewest < counts["standard"] else "as it does by each way"
+    finding = f"Sent once per {once}, this token crosses {wire} {counted(fewest, 'time')} {instead}"
     return _draw_ways(
         experts,
         placement,
         0,
-        columns,
-        f"A token's {len(experts)} experts lie on {counted(len(held), 'GPU')} of {counted(len(nodes), 'node')}"
-        f"{'' if 0 not in held else ', its own among them'}",
-        subtitle=f"Token {token} of rank 0, {ROUTING_LABELS[routing.kind]} routing. A number counts the token's "
-        f"experts on a GPU; a thick arrow carries several copies.{unseen}",
+        [
+            (f"<b>{METHOD_LABELS[method]}</b><br>{far[method]} × network, {near[method]} × NVLink", ways[method], False)
+            for method in METHODS
+        ],
+        finding,
+        subtitle=f"Token {token} of rank 0, {ROUTING_LABELS[routing.kind]} routing: {len(experts)} experts on "
+        f"{counted(len(held), 'GPU')} of {counted(len(nodes), 'node')}{', its own among them' if 0 in held else ''}. A "
+        f"number counts its experts on a GPU; a thick arrow carries several copies.{unseen}",
+        width=width,
     )
 
 
@@ -190,86 +202,129 @@ def _draw_ways(
     finding: str,
     *,
     subtitle: str,
+    width: int = WIDE,
 ) -> go.Figure:
     """Maps side by side of the nodes that a token touches; no other is drawn.
 
-    Each of ``columns`` has a title, arrows, and whether these point the other way, as in combine.
+    Each of ``columns`` has a title, arrows, and whether these point the other way, as in combine. All maps share one
+    pair of axes, and arrows of one look are one trace, so that another token changes a few arrays and no trace.
     """
     held = Counter(expert // placement.experts_per_rank for expert in experts)
     across = placement.local_ranks
     nodes = sorted({rank // across for rank in (*held, sender)})
     ranks = [node * across + place for node in nodes for place in range(across)]
-    # Middle of each GPU's square; y runs down.
+    # Names of nodes stand beside the rows, at the end that is far from the sender, where no arrow passes.
+    left, room = sender % across >= across / 2, max(3.0, 0.25 * across)
+    starts = [column * (across + room + 0.5) for column in range(len(columns))]
+    ends = [-(room if left else 0.8), starts[-1] + across + (0.8 if left else room)]
+    # Middle of each GPU's square in the first map; y runs down.
     center = {rank: (rank % across + 0.5, nodes.index(rank // across) * ROW_HEIGHT + 0.5) for rank in ranks}
-    x, y = zip(*center.values(), strict=True)
-    wide = across > 8
-    height = 150 + 56 * max(2, len(nodes))
-    figure = new_figure(finding, subtitle=subtitle, note="one simulated token", height=height)
-    figure.update_layout(margin_t=figure.layout.margin.t + 40, height=figure.layout.height + 40)
-    quiet: dict[str, Any] = {"hoverinfo": "text", "showlegend": False}
-    for index, (title, ways, back) in enumerate(columns):
-        share = 1.0 / len(columns)
-        axes = place_map(
-            figure,
-            index,
-            title,
-            x={"domain": [index * share + 0.006, (index + 1) * share - 0.006], "range": [-0.6, across + 0.6]},
-            y={"range": [len(nodes) * ROW_HEIGHT + 0.1, -0.75]},
-        )
-        colors = [CHOSEN if rank in held else OTHER for rank in ranks]
-        figure.add_scatter(
-            x=x,
-            y=y,
-            mode="markers+text",
-            marker={"symbol": "square", "size": 11 if wide else 19, "color": colors},
-            text=[f"<b>{held[rank]}</b>" if rank in held and not wide else "" for rank in ranks],
-            textfont={"color": "white", "size": 12},
-            hovertext=[f"rank {rank}: {held[rank]} of the token's experts" for rank in ranks],
-            **quiet,
-            **axes,
-        )
-        for hop in ways:
-            ends = np.array([center[hop.sender], center[hop.receiver]])
-            start, end = ends[::-1] if back else ends
-            right, down = abs(end - start)
-            if not hop.far:  # below its row of squares
-                bend = np.array([0.0, 0.75 + 0.12 * right])
-            elif right > 0.1:
-                bend = np.zeros(2)
-            else:  # between nodes, from a place to the same place: round what lies between
-                bend = np.array([(-1.0 if start[0] < across / 2 else 1.0) * min(0.6 + 0.25 * down, 2.1), 0.0])
-            t = np.linspace(0.04, 0.9, 12)[:, None]
-            path = (1 - t) ** 2 * start + 2 * t * (1 - t) * ((start + end) / 2 + bend) + t**2 * end
-            color, name = (FAR, "network") if hop.far else (NEAR, "NVLink")
-            size = [0] * 11 + [9 + hop.copies // 2]  # the marker of the last point alone is seen: the arrow's head
-            figure.add_scatter(
-                x=path[:, 0],
-                y=path[:, 1],
-                mode="lines+markers",
-                line={"color": color, "width": 1.5 + 0.5 * min(hop.copies, 8)},
-                marker={"symbol": "arrow", "angleref": "previous", "size": size, "color": color},
-                hovertext=f"{hop.copies} × over {name}, rank {hop.sender} → {hop.receiver}",
-                **quiet,
-                **axes,
-            )
-        # Names of nodes stand above each row, at the end that is far from the sender, where few arrows pass.
-        left = sender % across >= across / 2
-        for row, node in enumerate(nodes):
-            at = {"x": 0 if left else across, "y": row * ROW_HEIGHT - 0.28}
-            place = {"xref": axes["xaxis"], "yref": axes["yaxis"], "xanchor": "left" if left else "right"}
-            look = {"borderpad": 1, "bgcolor": "rgba(255,255,255,0.6)", "font": {"size": 11, "color": MUTED}}
-            figure.add_annotation(text=f"node {node}", showarrow=False, **at, **place, **look)
-        star = {"mode": "markers", "marker": {**STAR, "size": 13}, "hoverinfo": "skip", "showlegend": False}
-        figure.add_scatter(x=[center[sender][0]], y=[center[sender][1]], **star, **axes)
-    legend: dict[str, dict[str, Any]] = {
-        "network": {"line": {"color": FAR, "width": 3}},
-        "NVLink": {"line": {"color": NEAR, "width": 3}},
-        "the token": {"marker": {"symbol": "star", "size": 12, "color": "black"}},
-        "GPU with so many of its experts": {"marker": {"symbol": "square", "size": 13, "color": CHOSEN}},
+    square_px = int(min(19, 0.85 * (width - 20) / (ends[1] - ends[0])))
+    written = square_px > 11
+    marks: dict[str, list[Any]] = {"x": [], "y": [], "color": [], "text": [], "hover": []}
+    arrows: dict[tuple[bool, bool], dict[str, list[Any]]] = {
+        (far, thick): {"x": [], "y": [], "size": [], "hover": []} for far in (True, False) for thick in (False, True)
     }
-    for name, look in legend.items():
-        figure.add_trace(legend_entry(name, mode="lines" if "line" in look else "markers", **look))
-    return figure.update_layout(hovermode="closest", margin={"l": 10, "r": 10, "b": 40}, legend={"y": -0.02})
+    for start, (_, ways, back) in zip(starts, columns, strict=True):
+        marks["x"] += [start + center[rank][0] for rank in ranks]
+        marks["y"] += [center[rank][1] for rank in ranks]
+        marks["color"] += [CHOSEN if rank in held else OTHER for rank in ranks]
+        # plotly.js 3.7 takes away what draws an empty text, and has nothing to write in when the text is another.
+        marks["text"] += [f"<b>{held[rank]}</b>" if rank in held and written else " " for rank in ranks]
+        marks["hover"] += [f"rank {rank}: {held[rank]} of the token's experts" for rank in ranks]
+        for hop in ways:
+            drawn, path = arrows[hop.far, hop.copies > 1], _arrow(center[hop.sender], center[hop.receiver], hop, across)
+            drawn["x"] += [*(start + path[:: -1 if back else 1, 0]).round(2).tolist(), None]
+            drawn["y"] += [*path[:: -1 if back else 1, 1].round(2).tolist(), None]
+            # The marker of the last point alone is seen: the arrow's head.
+            blank, name = len(path) - 1, "network" if hop.far else "NVLink"
+            drawn["size"] += [*[0] * blank, 11 + 3 * (hop.copies > 1), 0]
+            words = f"{hop.copies} × over {name}, rank {hop.sender} → {hop.receiver}"
+            drawn["hover"] += [*[""] * blank, words, ""]
+    names = {
+        "x": [start + (-0.2 if left else across + 0.2) for start in starts for _ in nodes],
+        "y": [row * ROW_HEIGHT + 0.5 for _ in starts for row in range(len(nodes))],
+        "text": [f"node {node}" for _ in starts for node in nodes],
+    }
+    quiet = {"hoverinfo": "skip", "showlegend": False}
+    data: list[dict[str, Any]] = [
+        {
+            "x": marks["x"],
+            "y": marks["y"],
+            "mode": "markers+text",
+            "marker": {"symbol": "square", "size": square_px, "color": marks["color"]},
+            "text": marks["text"],
+            "textfont": {"color": "white", "size": 12},
+            "hovertext": marks["hover"],
+            "hoverinfo": "text",
+            "showlegend": False,
+        },
+        {
+            **names,
+            "mode": "text",
+            "textposition": "middle left" if left else "middle right",
+            "textfont": {"size": 11},
+            **quiet,
+        },
+    ]
+    for (far, thick), drawn in arrows.items():
+        color = FAR if far else NEAR
+        data.append(
+            {
+                "x": drawn["x"],
+                "y": drawn["y"],
+                "name": "network" if far else "NVLink",
+                "showlegend": not thick,
+                "mode": "lines+markers",
+                "line": {"color": color, "width": 4 if thick else 2},
+                "marker": {
+                    "symbol": "arrow",
+                    "angleref": "previous",
+                    "size": drawn["size"],
+                    "color": color,
+                    "opacity": 1,
+                },
+                "hovertext": drawn["hover"],
+                "hoverinfo": "text",
+            }
+        )
+    star = {"mode": "markers", "marker": {**STAR, "size": 13}, "name": "the token", "hoverinfo": "skip"}
+    data.append({"x": [start + center[sender][0] for start in starts], "y": [center[sender][1]] * len(starts), **star})
+    figure = new_figure(
+        finding, subtitle=subtitle, note="one simulated token", height=190 + 56 * max(2, len(nodes)), width=width
+    )
+    figure.add_traces([{"type": "scatter", **trace} for trace in data])
+    look = {"symbol": "square", "size": 13, "color": CHOSEN}
+    figure.add_trace(legend_entry("GPU with so many of its experts", mode="markers", marker=look))
+    corner = {"y": 1, "yref": "paper", "xanchor": "left", "yanchor": "bottom", "align": "left", "showarrow": False}
+    titles = [
+        {"x": start, "text": title, "font": {"size": 12 if width == NARROW else 13, "color": INK}, **corner}
+        for start, (title, _, _) in zip(starts, columns, strict=True)
+    ]
+    hidden = {"visible": False, "fixedrange": True}
+    return figure.update_layout(
+        annotations=titles,
+        xaxis={**hidden, "range": ends},
+        yaxis={**hidden, "range": [len(nodes) * ROW_HEIGHT + 0.1, -0.75]},
+        hovermode="closest",
+        margin={"l": 10, "r": 10, "b": 40, "t": figure.layout.margin.t + 40},
+        legend={"y": -0.02},
+    )
+
+
+def _arrow(start: tuple[float, float], end: tuple[float, float], hop: Hop, across: int) -> np.ndarray[Any, Any]:
+    """Points (12, 2) from one square to another; a hop inside a node bends below its row."""
+    ends = np.array([start, end])
+    right, down = abs(ends[1] - ends[0])
+    bend = np.zeros(2)
+    if not hop.far:
+        bend[1] = 0.75 + 0.12 * right
+    elif right < 0.1:  # between nodes, from a place to the same place: round what lies between
+        bend[0] = (-1.0 if start[0] < across / 2 else 1.0) * min(0.6 + 0.25 * down, 2.1)
+    t = np.linspace(0.04, 0.9, 12)[:, None]
+    middle = ends.mean(axis=0) + bend
+    points: np.ndarray[Any, Any] = (1 - t) ** 2 * ends[0] + 2 * t * (1 - t) * middle + t**2 * ends[1]
+    return points
 
 
 # All tokens
@@ -544,84 +599,115 @@ def _panels(finding: str, titles: Sequence[str], *, subtitle: str, note: str, he
 # The explorer
 
 _POWERS = tuple(2**exponent for exponent in range(11))
-_MENUS: Mapping[str, tuple[Any, Sequence[Any]]] = {
-    "experts": (256, _POWERS[2:]),
-    "top_k": (8, range(1, 17)),
-    "ep": (32, _POWERS[:9]),
-    "ranks_per_node": (8, _POWERS[:8]),
-    "routing": ("random_balanced", tuple(kind for kind in KINDS if kind != "measured")),
-    "groups": (8, _POWERS[:7]),
-    "limited_groups": (4, _POWERS[:7]),
-    "skew": (0.7, (0.3, 0.5, 0.7, 1.0, 1.5)),
-    "tokens": (4096, (1024, 2048, 4096, 8192, 16384, 65536)),
-    "hidden": (7168, (2048, 4096, 5120, 7168, 8192)),
-    "precision": ("bf16", ("bf16", "mxfp8", "fp8")),
-    "hardware": ("b200_x256", ("b200_x256",)),
-    "token": (13, range(64)),
+_MODEL: Mapping[str, int] = {"experts": 256, "top_k": 8, "hidden": 7168, "groups": 8, "limited_groups": 4}
+"""What of a model traffic depends on, as DeepSeek-V3 has it."""
+_MODELS = ("DeepSeek-V3", "Kimi-K2", "GLM-4.5", "Qwen3-235B-A22B", "Qwen3-30B-A3B", "DeepSeek-V2-Lite")
+_MENUS: Mapping[str, tuple[str, Any, Sequence[Any]]] = {
+    "ep": ("EP: GPUs of a group", 32, _POWERS[:9]),
+    "ranks_per_node": ("of these on a node", 8, _POWERS[:8]),
+    "hardware": ("bandwidths of", "b200_x256", ("b200_x256", "b300_x256", "h100_x1024", "h200_x256", "a100_x256")),
+    "routing": ("routing", "random_balanced", tuple(kind for kind in KINDS if kind != "measured")),
+    "skew": ("skew, if skewed", 0.7, (0.3, 0.5, 0.7, 1.0, 1.5)),
+    "tokens": ("tokens of a GPU", 4096, (1024, 2048, 4096, 8192, 16384, 65536)),
+    "precision": ("sent in", "bf16", ("bf16", "mxfp8", "fp8")),
+    "token": ("token that is drawn", 13, range(64)),
 }
-"""The published 671B layout, and other values."""
+"""Label, value of the published 671B layout, and other values."""
+
+
+@functools.cache
+def _published_models() -> Mapping[str, Mapping[str, int]]:
+    shapes = {name: read_model(name) for name in _MODELS}
+    known = {name: shape_for(Experiment(model=one.model, shape=one.shape)) for name, one in shapes.items()}
+    of_shape = ("num_experts", "top_k", "dim", "expert_groups", "limited_groups")
+    return {
+        name: {own: getattr(one, field) for own, field in zip(_MODEL, of_shape, strict=True)}
+        for name, one in known.items()
+    }
+
+
+def _in_words(control: str, value: Any) -> str:
+    """A value as the control's menu has it."""
+    if control == "hardware":
+        node = cluster_of(value).node
+        network = "no network" if node.nic_gb_s is None else f"{float(node.nic_gb_s):g} GB/s"
+        return f"{node.gpu.name}, {network}"
+    named = ROUTING_LABELS | {precision: precision.upper() for precision in ("bf16", "mxfp8", "fp8")}
+    return f"{value:,}" if isinstance(value, int) else named.get(value, str(value))
 
 
 class TrafficExplorer(Explorer):
-    """Experts, group and routing as menus; below them copies, bytes and times, and two figures.
+    """Model, group, hardware and routing as menus; beside them one token's way, and above the numbers of all tokens.
 
     Args:
         measured: routing of a measured load, to be one of the menu's.
-        chosen: values of controls that are to begin elsewhere than at the published 671B layout.
+        chosen: values of controls that are to begin elsewhere than at the published 671B layout, and of your own model:
+            ``experts``, ``top_k``, ``hidden``, ``groups`` and ``limited_groups``.
 
     Raises:
-        BadInput: for a control that does not exist.
+        BadInput: for a value that the explorer does not have.
     """
 
+    figure_px = NARROW
+
     def __init__(self, measured: RoutingModel | None = None, **chosen: Any) -> None:
-        unknown = sorted(set(chosen) - set(_MENUS))
-        if unknown:
-            raise BadInput(f"the explorer has no control {unknown[0]!r}; it has {', '.join(_MENUS)}")
+        if unknown := sorted(set(chosen) - set(_MENUS) - set(_MODEL)):
+            raise BadInput(f"the explorer has no control {unknown[0]!r}; it has {', '.join((*_MENUS, *_MODEL))}")
         self.measured = measured
-        controls = {
-            name: menu(
-                name,
-                [*values, "measured"] if name == "routing" and measured else values,
-                chosen.get(name, start),
-                label_px=120,
-                width_px=260,
-            )
-            for name, (start, values) in _MENUS.items()
-        }
-        super().__init__(controls, ("flow", "times"))
+        own = {name: chosen.pop(name, value) for name, value in _MODEL.items()}
+        known = _published_models()
+        first = next((name for name, one in known.items() if one == own), "yours")
+        self.models = {first: own, **known}
+        px = {"label_px": 138, "width_px": 290}
+        controls = {"model": menu("model", self.models, first, **px)}
+        for name, (label, start, values) in _MENUS.items():
+            begin = chosen.get(name, start)
+            options = dict.fromkeys([*values, begin, *(["measured"] if name == "routing" and measured else [])])
+            if not isinstance(start, str):
+                options = dict.fromkeys(sorted(options))
+            named = [(_in_words(name, value), value) for value in options]
+            controls[name] = labelled_control("Dropdown", label, options=named, value=begin, **px)
+        super().__init__(controls, ["flow"])
 
     def look(self) -> tuple[str, Mapping[str, go.Figure]]:
-        """Numbers of each method as a table, one token's way, and the time on the wires."""
+        """What a token costs on the wires, in words and as a table of all methods, and one token's way."""
         chosen = self.chosen
-        placement = ExpertPlacement(**{name: chosen[name] for name in ("experts", "top_k", "ep", "ranks_per_node")})
-        named = {name: chosen[name] for name in ("experts", "groups", "limited_groups", "skew")}
-        routing = self.measured if chosen["routing"] == "measured" else routing_of(chosen["routing"], **named)
+        model = self.models[chosen["model"]]
+        placement = ExpertPlacement(
+            experts=model["experts"], top_k=model["top_k"], ep=chosen["ep"], ranks_per_node=chosen["ranks_per_node"]
+        )
+        named = {name: model[name] for name in ("experts", "groups", "limited_groups")}
+        kind = chosen["routing"]
+        routing = routing_of(kind, **named, skew=chosen["skew"]) if kind != "measured" else self.measured
         assert routing is not None
         node = cluster_of(chosen["hardware"]).node
-        compared = list({one.kind: one for one in (RoutingModel(kind="round_robin"), routing)}.values())
-        sizes = {"tokens": chosen["tokens"], "hidden": chosen["hidden"], "precision": chosen["precision"]}
         reached = expected_destinations(routing, placement)
-        lines = []
+        lines, least_ms = [], []
         for method in METHODS:
             rows = expected_rows(reached, placement, method)
-            layer = layer_bytes(
-                rows.times(chosen["tokens"]), chosen["hidden"], dispatch_precision=chosen["precision"]
-            ).total
+            sent = rows.times(chosen["tokens"])
+            layer = layer_bytes(sent, model["hidden"], dispatch_precision=chosen["precision"]).total
+            least_ms.append(1e3 * max(move_time_s(layer, node)))
             cells = {
-                "copies a token, network": f"{rows.network:.2f}",
-                "copies a token, NVLink": f"{rows.nvlink:.2f}",
-                "GB a layer, network": f"{layer.network / 1e9:.3f}",
-                "GB a layer, NVLink": f"{layer.nvlink / 1e9:.3f}",
-                "ms a layer, at least": f"{1e3 * max(move_time_s(layer, node)):.2f}",
+                "copies of a token<br>network · NVLink": f"{rows.network:.2f} · {rows.nvlink:.2f}",
+                "GB a layer<br>network · NVLink": f"{layer.network / 1e9:.3f} · {layer.nvlink / 1e9:.3f}",
+                "ms a layer,<br>at least": f"{least_ms[-1]:.2f}",
             }
             values = "".join(f"<td style='text-align:right;padding:0 10px'>{value}</td>" for value in cells.values())
             lines.append(f"<tr><th scope='row' style='text-align:left'>{METHOD_LABELS[method]}</th>{values}</tr>")
         titles = "".join(f"<th scope='col' style='padding:0 10px'>{title}</th>" for title in cells)
         words = (
-            f"<div role='status'>A token reaches <b>{reached.ranks:.2f} ranks</b> and <b>{reached.nodes:.2f} nodes</b> "
-            f"({reached.label}).<table><tr><th></th>{titles}</tr>{''.join(lines)}</table></div>"
+            f"<div role='status' style='line-height:1.35'>{model['experts']} experts, top-{model['top_k']}: a token "
+            f"reaches <b>{reached.ranks:.2f} GPUs</b> on <b>{reached.nodes:.2f} nodes</b> ({reached.label}) "
+            f"· a layer's exchanges take at least <b>{least_ms[-1]:.1f} ms</b> with DeepEP, once per node, and "
+            f"{least_ms[0]:.1f} ms with the standard all-to-all"
+            f"<table><tr><th></th>{titles}</tr>{''.join(lines)}</table></div>"
         )
-        return words, {
-            "flow": token_flow(routing, placement, token=chosen["token"]),
-            "times": move_times(compared, placement, node, **sizes),
-        }
+        flow = token_flow(routing, placement, token=chosen["token"], width=NARROW)
+        self._way = (routing, placement, chosen["token"])
+        return words, {"flow": flow.update_layout(height=max(430, min(flow.layout.height, 470)))}
+
+    def picture(self) -> go.Figure:
+        """One token's way, as wide as a page."""
+        routing, placement, token = self._way
+        return token_flow(routing, placement, token=token)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import plotly.graph_objects as go
 
+from moelab.analysis.arms import arm_label
 from moelab.projection.validation import GAIN, ValidationRow, coverage, median_error, timed
-from moelab.viz.theme import INK, MUTED, WARNING, new_figure, plot_text, wrap
+from moelab.viz.theme import INK, MUTED, WARNING, WIDE, new_figure, plot_text, wrap
+from moelab.viz.traffic import ROUTING_LABELS
 
 LOOKS = {
     "blind": ("#009E73", "diamond"),
@@ -15,7 +18,29 @@ LOOKS = {
     "a constant was fitted on it": (MUTED, "circle-open"),
     "measured outside of the 90 % interval": (WARNING, "x"),
 }
-STRIP_PX = 58
+STRIP_PX, NAME_CHARACTERS = 58, 44
+"""Height of a strip, and letters of a line that fit into half of its width."""
+
+
+def row_words(name: str) -> str:
+    """A row's name with its arm and its routing in words.
+
+    Example:
+        >>> row_words("two by two: 671B fp8_deepep_dispatch-fp8, round_robin")
+        '671B, FP8 + DeepEP (dispatch FP8), forced round-robin'
+    """
+    for kind, label in ROUTING_LABELS.items():
+        name = name.replace(kind, label)
+    name = name.removeprefix("two by two: ").replace("mxfp8 emulated_", "mxfp8-emulated_")
+    name = re.sub(r",? (\S+_(?:standard|deepep|hybridep)[^\s,]*)", _arm_words, name)
+    for raw, word in {"DSv3": "DeepSeek-V3", "deepep": "DeepEP", "bf16": "BF16", "fp8": "FP8", "_": " "}.items():
+        name = name.replace(raw, word)
+    return name
+
+
+def _arm_words(found: re.Match[str]) -> str:
+    emulated = " (emulated)" if "-emulated" in found[1] else ""
+    return f", {arm_label(found[1].replace('-emulated', ''))}{emulated}"
 
 
 def step_strips(rows: Sequence[ValidationRow]) -> go.Figure:
@@ -51,14 +76,15 @@ def _look(row: ValidationRow) -> str:
     return {"blind": "blind", "seen": "seen while the model was made"}.get(row.kind, "a constant was fitted on it")
 
 
-def _strips(finding: str, rows: Sequence[ValidationRow], words: str) -> go.Figure:
+def _strips(finding: str, rows: Sequence[ValidationRow], what: str) -> go.Figure:
     strips = list(dict.fromkeys((row.source, row.of == "memory") for row in rows))
     of_strip = [[row for row in rows if (row.source, row.of == "memory") == strip] for strip in strips]
     figure = new_figure(
         finding,
-        subtitle=f"{words} Error of every row of the validation table, n = {len(rows)}. Named: the worst of a strip.",
+        subtitle=f"{what} Error of every row of the validation table, n = {len(rows)}. Named: the worst of a strip.",
         note="derived, against measured and quoted figures",
         height=170 + STRIP_PX * len(strips),
+        width=WIDE,
     )
     for look, (color, symbol) in LOOKS.items():
         shown = [(place, row) for place, strip in enumerate(of_strip) for row in strip if _look(row) == look]
@@ -69,19 +95,20 @@ def _strips(finding: str, rows: Sequence[ValidationRow], words: str) -> go.Figur
                 mode="markers",
                 name=look,
                 marker={"color": color, "symbol": symbol, "size": 9, "opacity": 0.8, "line": {"width": 1.5}},
-                customdata=[[plot_text(row.name), row.measured, row.predicted, row.unit] for _, row in shown],
+                customdata=[
+                    [plot_text(row_words(row.name)), row.measured, row.predicted, row.unit] for _, row in shown
+                ],
                 hovertemplate="%{customdata[0]}: measured %{customdata[1]:,.1f}, predicted %{customdata[2]:,.1f} "
                 "%{customdata[3]}, error %{x:+.1f}<extra></extra>",
             )
     low, high = min(row.error for row in rows), max(row.error for row in rows)
-    third = (high - low) / 3
     for place, strip in enumerate(of_strip):
-        # The worst row is named above its point, on the side where there is room.
+        # The worst row is named above its point, towards the middle of the figure, where there is room.
         worst = max(strip, key=lambda row: abs(row.error))
-        side = "left" if worst.error < low + third else "right" if worst.error > high - third else "center"
-        text = f"{worst.error:+.1f}: {plot_text(worst.name.removeprefix('two by two: '))}"
-        font, above = {"size": 11, "color": MUTED}, {"x": worst.error, "y": place, "yshift": 18, "xanchor": side}
-        figure.add_annotation(text=text, showarrow=False, font=font, **above)
+        side = "left" if worst.error < (low + high) / 2 else "right"
+        text = "<br>".join(wrap(f"{worst.error:+.1f}: {row_words(worst.name)}", NAME_CHARACTERS))
+        above = {"x": worst.error, "y": place, "yshift": 7, "xanchor": side, "yanchor": "bottom", "align": side}
+        figure.add_annotation(text=text, showarrow=False, font={"size": 11, "color": MUTED}, **above)
     names = [f"{source}, memory" if memory else source for source, memory in strips]
     labels = ["<br>".join([*wrap(name, 30), f"n = {len(strip)}"]) for name, strip in zip(names, of_strip, strict=True)]
     figure.update_yaxes(tickvals=list(range(len(strips))), ticktext=labels, ticks="", showgrid=False)

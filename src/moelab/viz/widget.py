@@ -158,7 +158,7 @@ class Explorer:
     a cell with the explorer itself, which readers without a kernel see as its first figure.
 
     Args:
-        controls: menus and sliders by name, so that the keyboard reaches all of them.
+        controls: menus and sliders of :func:`labelled_control` by name, so that the keyboard reaches all of them.
         figures: names of the figures, in the order in which they are shown.
 
     Attributes:
@@ -166,6 +166,7 @@ class Explorer:
         words: the line above, as HTML; more lines may follow in it.
         reasons: by control, why the choice cannot be, as HTML; empty for all but the control that caused it.
         figures: that are shown, by name; one that cannot be drawn is not among them.
+        refused: the control that caused a refusal, if one did, and the refusal; ``(None, "")`` where there is none.
         panel: everything, to be displayed.
     """
 
@@ -177,13 +178,16 @@ class Explorer:
 
         self.controls = dict(controls)
         self.figures: Mapping[str, go.Figure] = {}
+        self.refused: tuple[str | None, str] = (None, "")
         self.words, self.reasons = widgets.HTML(), {name: widgets.HTML() for name in controls}
         self.plots = live_figures(dict.fromkeys(figures))
-        rows = [widgets.VBox([control, self.reasons[name]]) for name, control in self.controls.items()]
+        rows = []
         for name, control in self.controls.items():
             self.reasons[name].layout.width = control.layout.width
-        left, self.plots.layout = in_rows(rows), {"flex": f"100 1 {self.figure_px}px", "min_width": "0"}
-        left.layout.flex, left.layout.align_content = "1 1 250px", "flex-start"
+            rows.append(widgets.VBox([control, self.reasons[name]], layout={"flex": "0 0 auto"}))
+        left, widest_px = in_rows(rows), max(int(control.layout.width[:-2]) for control in self.controls.values())
+        left.layout.flex, left.layout.align_content = f"1 0 {widest_px + 4}px", "flex-start"
+        self.plots.layout = {"flex": f"100 1 {self.figure_px}px", "min_width": "0"}
         self.panel = make_panel([self.words, in_rows([left, self.plots])])
         self._listen()
         self.refresh()
@@ -201,27 +205,43 @@ class Explorer:
         """
         raise NotImplementedError
 
+    def picture(self) -> go.Figure:
+        """What readers without a kernel see of the choice: the first figure."""
+        return next(iter(self.figures.values()))
+
     def refresh(self, change: Any = None) -> None:
         """Show what is chosen; ``change`` is what the control that was moved says of it."""
-        cause = next((name for name, one in self.controls.items() if change and one is change["owner"]), None)
-        reason = ""
+        moved = next((name for name, one in self.controls.items() if change and one is change["owner"]), None)
         try:
             words, self.figures = self.look()
+            self.refused = (None, "")
         except (BadInput, Refused) as error:
-            words, self.figures = refusal("Cannot be", str(error).splitlines()), {}
-            if cause:
-                words, reason = f"<div><b>Cannot be</b>: see <i>{self.controls[cause].description}</i></div>", words
+            if str(error) != self.refused[1]:  # else the control that was moved has nothing to do with it
+                self.refused = (moved, str(error))
+            words, self.figures = self._refusal_words(), {}
         self.words.value = words
         for name, place in self.reasons.items():
-            place.value = reason if name == cause else ""
+            place.value = refusal(*self._said()) if name == self.refused[0] else ""
             place.layout.display = None if place.value else "none"
         self.plots.show(self.figures)
 
+    def _refusal_words(self) -> str:
+        """The line above while the choice cannot be."""
+        title, reasons = self._said()
+        if (cause := self.refused[0]) is None:
+            return refusal(title, reasons)
+        return f"<div role='status'><b>{title}</b>: see <i>{self.controls[cause].description}</i></div>"
+
+    def _said(self) -> tuple[str, list[str]]:
+        lines = [line.removeprefix("- ") for line in self.refused[1].splitlines()]
+        if lines[0] == "illegal layout:":
+            return "Illegal", lines[1:]
+        return "Legal, but does not fit" if lines[0].startswith("does not fit") else "Cannot be", lines
+
     def _repr_mimebundle_(self, **options: Any) -> dict[str, Any]:
-        """The panel, and for readers without a kernel a picture of the first figure."""
+        """The panel, and for readers without a kernel a picture."""
         bundle: dict[str, Any] = self.panel._repr_mimebundle_(**options)
-        figure = next(iter(self.figures.values()), None)
-        return bundle | (as_picture(figure) if figure is not None else {})
+        return bundle | (as_picture(self.picture()) if self.figures else {})
 
     def _listen(self) -> None:
         for control in self.controls.values():
