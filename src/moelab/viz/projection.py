@@ -339,11 +339,12 @@ def waterfall_bars(changes: Sequence[Change], *, quoted_first: float, quoted_las
     quoted = {rows[0]: quoted_first, rows[-1]: quoted_last}  # a label stands beyond its row's
     for row, start, height in zip(rows, [*before, 0.0], heights, strict=True):
         end = max(start, start + height, quoted.get(row, 0.0))
-        write_beside(figure, end, row, f"{height:,.0f}" if row in quoted else f"{height:+,.0f}", px=8, size=12)
+        label = f"{height:,.0f} (quoted {quoted[row]:,.0f})" if row in quoted else f"{height:+,.0f}"
+        write_beside(figure, end, row, label, px=8, size=12)
     hover = "quoted: %{x:,.0f}<extra></extra>"
     figure.add_trace(diamonds(list(quoted.values()), list(quoted), hovertemplate=hover))
     figure.update_yaxes(autorange="reversed", ticks="", showgrid=False, tickfont_size=12)
-    figure.update_xaxes(title_text="tokens/s per GPU", range=[0, 1.12 * max(quoted_last, *(c.tps for c in changes))])
+    figure.update_xaxes(title_text="tokens/s per GPU", range=[0, 1.4 * max(quoted_last, *(c.tps for c in changes))])
     return figure.update_layout(showlegend=False, bargap=0.3, hovermode="closest")
 
 
