@@ -323,7 +323,7 @@ def _final_finding(final: FinalLosses) -> str:
 
 def _finished_seeds(curves: Mapping[str, pd.DataFrame]) -> str:
     n = span(finished(arm).shape[1] for arm in curves.values())
-    return f"n = {n} seeds{' an arm' if len(curves) > 1 else ''}"
+    return f"n = {n} seeds{' per arm' if len(curves) > 1 else ''}"
 
 
 def _draw_mean_and_band(figure: go.Figure, band: pd.DataFrame, style: ArmStyle) -> None:
