@@ -53,7 +53,7 @@ ENTRIES = (
     ),
     Entry(
         "08_project_to_cluster",
-        "Where do 201 seconds go, how far is the model of them to be trusted, and what would your cluster do?",
+        "Where do 201 seconds go, how far can a model of them be trusted, and what would your cluster do?",
         "1",
         "a CPU",
     ),
