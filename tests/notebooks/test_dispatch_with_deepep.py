@@ -57,7 +57,7 @@ def test_its_defaults_measure_on_a_cpu(by_nbmake: Callable[[str], Ran]) -> None:
         (row["routing"], row["rows_to_others"]) for row in dispatches
     ]
     assert all(float(line[-1]) == pytest.approx(float(line[-2]), rel=0.03) for line in lines)
-    assert ran.printed.count("goal 1.1") == 2
+    assert " ".join(ran.shown("text/markdown")).count("goal 1.1") == 2
     assert any("is predicted to gain" in title for title in titles) is not bool(load_measured(FULL_NODE).rows)
 
 

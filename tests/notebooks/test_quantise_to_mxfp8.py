@@ -70,7 +70,7 @@ def test_papermill_looks_at_the_captures_of_a_run(run: RunDir, tmp_path: Path, m
     shown = [output.data for output in outputs if "data" in output]
     figures = [data["application/vnd.plotly.v1+json"] for data in shown if "application/vnd.plotly.v1+json" in data]
     assert len(figures) == 5
-    assert any("MXFP8 and NVFP4 emulated; layers.3" in figure["layout"]["title"]["text"] for figure in figures)
+    assert any("MXFP8 and NVFP4 emulated; layer 3" in figure["layout"]["title"]["text"] for figure in figures)
     assert sum("application/vnd.jupyter.widget-view+json" in data for data in shown) == 1
     printed = "".join(output.get("text", "") for output in outputs)
     assert printed.count("not yet") == 3  # the exercises, unsolved

@@ -92,9 +92,9 @@ def test_a_title_becomes_a_caption_and_takes_its_height_along() -> None:
     assert "<br>" not in page["caption"]
     assert "a &lt; b" in page["caption"]
     assert "title" not in page["layout"]
-    assert page["layout"]["margin"]["t"] == 30
+    assert page["layout"]["margin"]["t"] == 36
     lower = whole["layout"]["height"] - page["layout"]["height"]
-    assert lower == whole["layout"]["margin"]["t"] - 30
+    assert lower == whole["layout"]["margin"]["t"] - 36
     assert 17 * lines < lower < 23 * (lines + 1)
 
 

@@ -111,7 +111,7 @@ def test_loss_title_states_the_final_losses_of_the_data():
     low, high = sorted(np.mean(list(losses.values())) for losses in (verdict.arm_losses, verdict.reference_losses))
     assert f"{high - low:.4f} nats apart" in title(loss_curves(table))
     assert f"{low:.3f}" in title(loss_curves(table))
-    assert "n = 4 seeds an arm" in title(loss_curves(table))
+    assert "n = 4 seeds per arm" in title(loss_curves(table))
     assert "smoothed over 15 logged steps" in title(loss_curves(study(seeds=2, steps=1500)))
 
 
@@ -198,7 +198,7 @@ def test_an_unfinished_seed_is_drawn_but_not_averaged():
     table = table[(table["arm"] != "mxfp8_standard") | (table["seed"] != 1) | (table["step"] <= 60)]
     figure = loss_curves(table)
     thin, bold = figure.data[1], figure.data[3]
-    assert "n = 3 to 4 seeds an arm" in title(figure)
+    assert "n = 3 to 4 seeds per arm" in title(figure)
     others = table[(table["arm"] == "mxfp8_standard") & (table["seed"] != 1)].groupby("step")["loss"].mean()
     np.testing.assert_allclose(bold.y, others)
     np.testing.assert_allclose(loss_tail(table).data[3].y, others.loc[57:])

@@ -160,7 +160,7 @@ def test_the_largest_number_of_a_block_is_cut_by_floor_alone() -> None:
         assert len({errors[scaling][index] for scaling in SCALINGS}) == 1
     figure = largest_number_error(amax, errors)
     assert {trace.name for trace in figure.data} == {"FLOOR", "EVEN", "CEIL", "RCEIL"}
-    assert "RCEIL and CEIL never cut it" in title(figure)
+    assert "RCEIL and CEIL never do" in title(figure)
     assert min(errors["rceil"]) == pytest.approx(-ROUNDING), "the worst rounding, which the subtitle names"
     assert f"±{100 * ROUNDING:.2f} % (1/17)" in title(figure).replace("<br>", " ")
 
@@ -259,7 +259,7 @@ def test_the_explorer_figure_counts_every_block_and_number(choice: Choice) -> No
         made = MX(scaling=choice.scaling, element=element, block=choice.block)
     found = measure(x, made)
     assert f"SQNR {found.sqnr_db:.1f} dB; {found.underflow_fraction:.2%} of the values become zero" in title(figure)
-    assert f"{found.saturated_fraction:.2%} are cut" in title(figure)
+    assert f"{found.saturated_fraction:.2%} are clipped" in title(figure)
     assert len(figure.to_json()) < 30_000
 
 

@@ -296,11 +296,11 @@ METHODS: tuple[Method, ...] = (
     Method(name="bf16", label="BF16", operand=BF16(), gradient=BF16()),
     Method(
         name="fp8_tensorwise",
-        label="FP8, one scale a tensor",
+        label="FP8, one scale per tensor",
         operand=FP8(per="tensor"),
         gradient=FP8(per="tensor", element=E5M2),
     ),
-    Method(name="fp8_rowwise", label="FP8, one scale a row", operand=_ROW, gradient=_ROW),
+    Method(name="fp8_rowwise", label="FP8, one scale per row", operand=_ROW, gradient=_ROW),
     Method(name="mxfp8", label="MXFP8", operand=MX(), gradient=MX()),
     Method(name="mxfp8_wgrad-bf16", label="MXFP8, wgrad BF16", operand=MX(), gradient=MX(), wgrad_in_bf16=True),
     Method(name="nvfp4", label="NVFP4", operand=NVFP4(), gradient=NVFP4()),
@@ -405,7 +405,7 @@ class GemmRow:
 def compare_products(gemms: Iterable[GroupedGemm]) -> list[GemmRow]:
     """Every product of every weight by every method, against float64 over the operands as they are given.
 
-    With one scale a tensor, each expert's operand counts as a tensor.
+    With one scale per tensor, each expert's operand counts as a tensor.
     """
     rows = []
     for gemm in gemms:

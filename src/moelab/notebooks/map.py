@@ -22,7 +22,7 @@ ENTRIES = (
     Entry("01_quantise_to_mxfp8", "What do MXFP8 and NVFP4 do to the numbers of an expert layer?", "1", "a CPU"),
     Entry(
         "02_find_grouped_gemm_break_even",
-        "From which size on does MXFP8 save time?",
+        "From what size does MXFP8 save time?",
         "1",
         "a CPU replays an H100; a GPU measures itself",
     ),
@@ -53,7 +53,7 @@ ENTRIES = (
     ),
     Entry(
         "08_project_to_cluster",
-        "Where do 201 seconds go, how far is the model of them to be trusted, and what would your cluster do?",
+        "Where do 201 seconds go, how far can a model of them be trusted, and what would your cluster do?",
         "1",
         "a CPU",
     ),

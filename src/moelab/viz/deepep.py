@@ -239,7 +239,7 @@ def _of_size(measured: Measurement, size: str) -> list[Row]:
 
 def _size_words(row: Row) -> str:
     return (
-        f"{row['tokens']:,} tokens a rank, hidden {row['hidden']:,}, {row['experts']} experts, top-{row['top_k']}, "
+        f"{row['tokens']:,} tokens per rank, hidden {row['hidden']:,}, {row['experts']} experts, top-{row['top_k']}, "
         f"EP {row['ranks']}"
     )
 

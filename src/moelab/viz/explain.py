@@ -131,7 +131,7 @@ def idle_bars(explained: Mapping[str, Explanation], *, replayed: bool = False) -
             totals[gap.cause, gap.where] = totals.get((gap.cause, gap.where), 0.0) + gap.idle_ms
     longest = sorted(totals, key=lambda key: -totals[key])[:CAUSES]
     idle, span = (sum(getattr(one, key) for one in explained.values()) for key in ("idle_ms", "span_ms"))
-    place = f", {100 * totals[longest[0]] / idle:.0f} % of that in one place: {longest[0][1][:48]}" if longest else ""
+    place = f", {100 * totals[longest[0]] / idle:.0f} % of that in one place: {_said(longest[0][1])}" if longest else ""
     figure = new_figure(
         f"The device is idle for {100 * idle / span:.1f} % of the time{place}",
         subtitle=f"One traced step each, {_ranks(explained)}. A gap's cause, and what the host did before it launched "
@@ -139,7 +139,7 @@ def idle_bars(explained: Mapping[str, Explanation], *, replayed: bool = False) -
         note=_known(replayed),
         height=170 + 26 * (len(explained) + 1) * (len(longest) + 1) // 2 + 20 * (len(longest) + 1),
     )
-    labels = ["<br>".join(wrap(f"{cause}: {where[:52]}", 36)) for cause, where in longest]
+    labels = ["<br>".join(wrap(f"{cause}: {_said(where)}", 36)) for cause, where in longest]
     for number, (name, step) in enumerate(explained.items()):
         found = {(gap.cause, gap.where): gap.idle_ms for gap in step.gaps}
         x = [found.get(key, 0.0) for key in longest]
@@ -151,6 +151,14 @@ def idle_bars(explained: Mapping[str, Explanation], *, replayed: bool = False) -
             _STEPS[number % len(_STEPS)],
         )
     return _rows(figure, legend_px=60 + 22 * len(explained)).update_layout(barmode="group", bargap=0.25)
+
+
+def _said(where: str, most: int = 52) -> str:
+    """What the host did, without the names that Python and autograd put around it."""
+    if "DataLoader" in where:
+        return "loading the next batch (DataLoader)"
+    said = where.removeprefix("autograd::engine::evaluate_function: ")
+    return said if len(said) <= most else f"{said[: most - 1]}…"
 
 
 def rate_bars(rates: Mapping[str, Sequence[GemmRate]], gpu: str, *, replayed: bool = False) -> go.Figure:

@@ -207,11 +207,11 @@ def rank_step_times(table: RankTable, *, name: str, note: str = "") -> go.Figure
         most = min(float(known.max()), 2 * median)
     clipped = f"; darkest from {most:.3g} s" if len(known) and known.max() > most else ""
     subtitle = (
-        f"{name}: seconds a step between a rank's own step lines{clipped}; {heard} of {seconds.shape[1]} ranks print. "
+        f"{name}: seconds per step, between a rank's step lines{clipped}; {heard} of {seconds.shape[1]} ranks print. "
         "A step ends for all ranks together: one slow rank darkens the whole column."
     )
     figure = new_figure(finding, subtitle=subtitle, note=note, height=380, width=WIDE)
-    scale = {"title": {"text": "s a step", "side": "right"}, "thickness": 14}
+    scale = {"title": {"text": "s per step", "side": "right"}, "thickness": 14}
     cells = {"z": seconds.T, "x": [f"{step}" for step in table.steps], "y": np.arange(seconds.shape[1])}
     hover = "step %{x}, rank %{y}: %{z:.4g} s<extra></extra>"
     colors: dict[str, Any] = {"colorscale": _SECONDS, "colorbar": scale}

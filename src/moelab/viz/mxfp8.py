@@ -108,7 +108,7 @@ def largest_number_error(amax: Sequence[float], errors: Mapping[str, Sequence[fl
     worst = {name: 100 * max(map(abs, each)) for name, each in errors.items()}
     kept = [name.upper() for name, most in worst.items() if most <= 100 * ROUNDING + 1e-3]
     figure = new_figure(
-        f"FLOOR cuts a block's largest number by up to {worst['floor']:.1f} %, {' and '.join(kept)} never cut it",
+        f"FLOOR clips a block's largest number by up to {worst['floor']:.1f} %, {' and '.join(kept)} never do",
         subtitle="A block's largest number by where it lies between two powers of two; E4M3. The saw teeth are "
         "rounding, at most ±5.88 % (1/17); what falls below them is saturation.",
         height=380,
@@ -146,14 +146,14 @@ def method_errors(rows: Sequence[ErrorRow]) -> go.Figure:
     hard = max((row for row in rows if row.method == "fp8_tensorwise"), key=lambda row: row.underflow_fraction)
     zeros = ", ".join(
         f"{by[hard.data, method].underflow_fraction:.1%} with {label}"
-        for method, label in (("fp8_tensorwise", "a scale a tensor"), ("fp8_rowwise", "a row"), ("mxfp8", "a block"))
+        for method, label in (("fp8_tensorwise", "one per tensor"), ("fp8_rowwise", "per row"), ("mxfp8", "per block"))
     )
     figure = new_figure(
         f"In the worst blocks NVFP4 loses {cost('nvfp4', 'mxfp8')} more than MXFP8, and MXFP8 with FLOOR "
         f"scales {cost('mxfp8_floor', 'mxfp8')} more than with RCEIL",
-        subtitle="Left: SQNR of the whole tensor, 6 dB halve the error. Middle: SQNR that the worst 5 % of blocks "
-        f"of 32 stay below. Right: values that became zero; of {hard.data} {zeros}. Plain MXFP8 has RCEIL scales. BF16 "
-        "is not drawn where the tensor is BF16 already.",
+        subtitle="Left: SQNR of the whole tensor; 6 dB more halves the error. Middle: SQNR that the worst 5 % of "
+        f"blocks of 32 stay below. Right: values that became zero; of {hard.data}, by scale, {zeros}. Plain MXFP8 has "
+        "RCEIL scales. BF16 is not drawn where the tensor is BF16 already.",
         height=130 + 36 * len(names),
         width=WIDE,
     )
@@ -185,7 +185,7 @@ def product_errors(rows: Sequence[GemmRow], *, note: str = "") -> go.Figure:
     worst_nvfp4 = min(row.sqnr_db for row in rows if row.method == "nvfp4")
     figure = new_figure(
         f"MXFP8's worst product is {worst.weight} {worst.product}, {worst.sqnr_db:.0f} dB, NVFP4's worst "
-        f"{worst_nvfp4:.0f}; FP8 with one scale a tensor loses {min(gain):.1f} to {max(gain):.1f} dB more where "
+        f"{worst_nvfp4:.0f}; FP8 with one scale per tensor loses {min(gain):.1f} to {max(gain):.1f} dB more where "
         "gradients enter",
         subtitle="SQNR of each grouped GEMM against float64 over the same operands; 20 dB is an error of a tenth, "
         "40 dB of a hundredth. BF16 loses only by rounding its result.",
@@ -274,7 +274,7 @@ def quantisation_figure(choice: Choice) -> go.Figure:
     shared = "NVFP4: blocks of 16, an E4M3 scale each, an FP32 scale for all"
     if choice.element != "e2m1":
         number_format = MX(scaling=choice.scaling, element=ELEMENTS[choice.element], block=choice.block)
-        blocks = "one scale a row" if choice.block == SHAPE[1] else f"blocks of {choice.block}"
+        blocks = "one scale per row" if choice.block == SHAPE[1] else f"blocks of {choice.block}"
         shared = f"{choice.element.upper()}, {choice.scaling.upper()}, {blocks}"
     cast = number_format.cast(x)
     errors = measure(x, number_format)
@@ -282,7 +282,7 @@ def quantisation_figure(choice: Choice) -> go.Figure:
     drawn = {"gaussian": "Gaussian", "student_t": "Student's t (3 degrees of freedom)"}[choice.distribution]
     figure = new_figure(
         f"SQNR {errors.sqnr_db:.1f} dB; {errors.underflow_fraction:.2%} of the values become zero, "
-        f"{errors.saturated_fraction:.2%} are cut",
+        f"{errors.saturated_fraction:.2%} are clipped",
         subtitle=f"{drawn}{outliers}; {SHAPE[0]} rows of {SHAPE[1]}; {shared}. Bars: parts of all blocks, of all "
         "numbers, of all groups of 32.",
         height=380,

@@ -339,7 +339,7 @@ def waterfall_bars(changes: Sequence[Change], *, quoted_first: float, quoted_las
     quoted = {rows[0]: quoted_first, rows[-1]: quoted_last}  # a label stands beyond its row's
     for row, start, height in zip(rows, [*before, 0.0], heights, strict=True):
         end = max(start, start + height, quoted.get(row, 0.0))
-        label = f"{height:,.0f} (quoted: {quoted[row]:,.0f})" if row in quoted else f"{height:+,.0f}"
+        label = f"{height:,.0f} (quoted {quoted[row]:,.0f})" if row in quoted else f"{height:+,.0f}"
         write_beside(figure, end, row, label, px=8, size=12)
     hover = "quoted: %{x:,.0f}<extra></extra>"
     figure.add_trace(diamonds(list(quoted.values()), list(quoted), hovertemplate=hover))

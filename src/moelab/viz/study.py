@@ -91,10 +91,10 @@ def loss_curves(
     drawn = f"{len(drawn_seeds(n))} of {n} seeds" if len(drawn_seeds(n)) < n else "seeds"
     reading = f"Thin: {drawn}; bold: their mean{smoothing}; {_finished_seeds(curves)}."
     if n == 1:
-        reading = f"One seed{' an arm' if len(curves) > 1 else ''}{smoothing}."
+        reading = f"One seed{' per arm' if len(curves) > 1 else ''}{smoothing}."
     figure = new_figure(
         _final_finding(final or final_losses(table, final_fraction=final_fraction)),
-        subtitle=f"{reading} Inset: the last {100 * final_fraction:g} % of steps.",
+        subtitle=f"{reading} Inset: the last {100 * final_fraction:g} % of steps, whose mean is the loss in the title.",
         note=note,
         height=520,
         width=WIDE,
@@ -117,11 +117,12 @@ def loss_curves(
     # Where curves do not fall enough to leave room, the axis is extended upwards until they do.
     top = max(high + 0.04 * (high - low), floor + (clear - floor) / (1.0 - INSET_GAP - INSET_MIN_HEIGHT))
     bottom = (clear - floor) / (top - floor) + INSET_GAP
+    whole = {"dtick": 1} if last - first_final_step(last, final_fraction) < 5 else {"nticks": 5}
     frame = {"linecolor": MUTED, "mirror": True, "showline": True, "tickfont": {"size": 12}, "title": None}
     return name_loss_axes(figure).update_layout(
         xaxis={"range": [0, 1.01 * last]},
         yaxis={"range": [floor, top]},
-        xaxis2={"domain": [INSET_LEFT, 0.99], "anchor": "y2", "nticks": 5, **frame},
+        xaxis2={"domain": [INSET_LEFT, 0.99], "anchor": "y2", **whole, **frame},
         yaxis2={"domain": [bottom, 0.99], "anchor": "x2", "nticks": 5, **frame},
     )
 
@@ -151,7 +152,7 @@ def loss_tail(table: pd.DataFrame, *, note: str = "", marks: Sequence[tuple[int,
     smoothing = f"smoothed over {window} logged steps" if window > 1 else "unsmoothed"
     reading = f"Mean over seeds ± one standard deviation over seeds, {smoothing}; {_finished_seeds(tails)}."
     if max(arm.shape[1] for arm in tails.values()) == 1:
-        reading = f"One seed{' an arm' if len(tails) > 1 else ''}, {smoothing}; no band without a second seed."
+        reading = f"One seed{' per arm' if len(tails) > 1 else ''}, {smoothing}; no band without a second seed."
     figure = new_figure(finding, subtitle=reading, note=note)
     for name, style in arm_styles(tails).items():
         _draw_mean_and_band(figure, mean_and_sd(tails[name]), style)
@@ -322,7 +323,7 @@ def _final_finding(final: FinalLosses) -> str:
 
 def _finished_seeds(curves: Mapping[str, pd.DataFrame]) -> str:
     n = span(finished(arm).shape[1] for arm in curves.values())
-    return f"n = {n} seeds{' an arm' if len(curves) > 1 else ''}"
+    return f"n = {n} seeds{' per arm' if len(curves) > 1 else ''}"
 
 
 def _draw_mean_and_band(figure: go.Figure, band: pd.DataFrame, style: ArmStyle) -> None:
@@ -363,11 +364,11 @@ def throughput_bars(
     only = f"{arm_label(arms[0].arm)}: {arms[0].tps:,.0f} tokens/s" if len(arms) == 1 else "Throughput by arm"
     reading = (
         f"Geometric mean over seeds of each run's median after {warmup_steps} warm-up steps; points: seeds; "
-        f"n = {span(counts)} seeds an arm, {100 * arms[0].interval.level:g} % t intervals, cut where they leave the "
+        f"n = {span(counts)} seeds per arm, {100 * arms[0].interval.level:g} % t intervals, cut where they leave the "
         "axis; gains are paired by seed."
     )
     if max(counts) == 1:
-        reading = f"Median over steps after {warmup_steps} warm-up steps; one seed an arm, so no interval."
+        reading = f"Median over steps after {warmup_steps} warm-up steps; one seed per arm, so no interval."
     figure = new_figure(_gain_finding(by_arm.values()) or only, subtitle=reading, note=note)
     # With two seeds an interval may be a hundred times as long as the bars, which must stay readable beside it.
     ceiling = 2.0 * max(max(arm.tps, *arm.tps_by_seed.values()) for arm in arms)
@@ -413,7 +414,7 @@ def published_bars() -> go.Figure:
         f"DeepEP gives {gains['bf16_deepep']:+.0f} %, DeepEP with MXFP8 experts {gains['mxfp8_deepep']:+.0f} %; "
         "MXFP8 alone was not published",
         subtitle=f"{setup.model}, {setup.hardware.split(':')[0]}, sequences of {setup.seq_len:,} tokens, "
-        f"TP {setup.tp}, PP {setup.pp}, EP {setup.ep}, forced balance. n = 1 run of {setup.steps} steps an arm; no "
+        f"TP {setup.tp}, PP {setup.pp}, EP {setup.ep}, forced balance. n = 1 run of {setup.steps} steps per arm; no "
         "interval and no rule for discarding steps were published.",
         note=f"quoted: {SOURCE.split(';')[0]}",
         height=430,

@@ -400,7 +400,7 @@ def traffic_matrix(
     figure = _panels(
         finding,
         tuple(METHOD_LABELS[m] for m in METHODS),
-        subtitle=f"MB of one dispatch, {ROUTING_LABELS[routing.kind]} routing, {tokens:,} tokens a rank, hidden "
+        subtitle=f"MB of one dispatch, {ROUTING_LABELS[routing.kind]} routing, {tokens:,} tokens per rank, hidden "
         f"{hidden:,}, {precision.upper()}; {_placement_words(placement)}. Lines part nodes; what "
         "stays in a rank is left out.",
         note="simulated routing",
@@ -463,7 +463,7 @@ def bytes_by_ep(
         else f"At EP {placement.ep} nothing leaves the node: DeepEP saves NVLink traffic only",
         ("over the network", "over NVLink"),
         subtitle=f"GB that a rank sends in one MoE layer, dispatch and combine, forward and backward; {tokens:,} "
-        f"tokens a rank, hidden {hidden:,}, {precision.upper()} dispatch, nodes of {node}. The "
+        f"tokens per rank, hidden {hidden:,}, {precision.upper()} dispatch, nodes of {node}. The "
         "standard all-to-all sends the same under any routing.",
         note=DERIVED,
     )
@@ -566,7 +566,7 @@ def move_times(
         if standard
         else "With one rank nothing travels",
         tuple(f"{ROUTING_LABELS[routing.kind]} routing" for routing in routings),
-        subtitle=f"Four exchanges of one layer; {bandwidths}; {tokens:,} tokens a rank, hidden {hidden:,}, "
+        subtitle=f"Four exchanges of one layer; {bandwidths}; {tokens:,} tokens per rank, hidden {hidden:,}, "
         f"{precision.upper()} dispatch; {_placement_words(placement)}.",
         note=DERIVED,
     )

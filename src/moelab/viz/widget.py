@@ -185,7 +185,8 @@ class Explorer:
         for name, control in self.controls.items():
             self.reasons[name].layout.width = control.layout.width
             rows.append(widgets.VBox([control, self.reasons[name]], layout={"flex": "0 0 auto"}))
-        left, widest_px = in_rows(rows), max(int(control.layout.width[:-2]) for control in self.controls.values())
+        widest_px = max(int((control.layout.width or "300px")[:-2]) for control in self.controls.values())
+        left = in_rows(rows)
         left.layout.flex, left.layout.align_content = f"1 0 {widest_px + 4}px", "flex-start"
         self.plots.layout = {"flex": f"100 1 {self.figure_px}px", "min_width": "0"}
         self.panel = make_panel([self.words, in_rows([left, self.plots])])
