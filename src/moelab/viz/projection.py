@@ -344,7 +344,7 @@ def waterfall_bars(changes: Sequence[Change], *, quoted_first: float, quoted_las
     hover = "quoted: %{x:,.0f}<extra></extra>"
     figure.add_trace(diamonds(list(quoted.values()), list(quoted), hovertemplate=hover))
     figure.update_yaxes(autorange="reversed", ticks="", showgrid=False, tickfont_size=12)
-    figure.update_xaxes(title_text="tokens/s per GPU", range=[0, 1.4 * max(quoted_last, *(c.tps for c in changes))])
+    figure.update_xaxes(title_text="tokens/s per GPU", range=[0, 1.5 * max(quoted_last, *(c.tps for c in changes))])
     return figure.update_layout(showlegend=False, bargap=0.3, hovermode="closest")
 
 
