@@ -317,10 +317,9 @@ def test_one_arm_of_a_study_is_planned_by_name(capsys: pytest.CaptureFixture[str
 
 def test_notebook_06_names_the_published_16b_run() -> None:
     parameters = read_parameters(ROOT / "papermill_params" / "06_compare_convergence" / "b200_x256.yaml")
-    source = ROOT / "notebooks" / "06_compare_convergence.ipynb"
+    cells = nbformat.read(ROOT / "notebooks" / "06_compare_convergence.ipynb", as_version=4).cells
     defaults: dict[str, object] = {}
-    cells = nbformat.read(source, as_version=4).cells
-    exec(next(cell.source for cell in cells if "parameters" in cell.metadata.get("tags", ())), defaults)
+    exec(next(cell.source for cell in cells if "parameters" in cell.metadata.get("tags", [])), defaults)
     given = {name: value for name, value in {**defaults, **parameters}.items() if not name.startswith("__")}
     study = ConvergenceParameters(**given).to_study()
     published = read_study(ROOT / "studies" / "16B_b200_x256.yaml").experiments
