@@ -277,10 +277,9 @@ def test_no_gain_is_claimed_between_machines(tmp_path: Path) -> None:
         ("bf16_standard", "A processor, 2 cores, no GPU", "2.14.0"),
         ("mxfp8_standard", "2 × NVIDIA H100", "2.13.0"),
     }
-    titled = {one.figure.layout.title.text.replace("<br>", " "): one.figure for one in report_figures(judged)}
-    ((title, speed),) = ((title, one) for title, one in titled.items() if "no gain of MXFP8 over BF16" in title)
-    assert "faster" not in title
-    assert not any("%" in one.text for one in speed.layout.annotations)
+    titles = [one.figure.layout.title.text for one in report_figures(judged)]
+    assert titles
+    assert not any("faster" in title or "tokens/s" in title for title in titles)
 
 
 @pytest.fixture(scope="module")
