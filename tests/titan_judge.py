@@ -27,7 +27,7 @@ from titan_process import in_titan_process
 
 from moelab.experiment import EPBackend, Experiment, Precision
 
-PADDING = {Precision.FP8: 16, Precision.MXFP8: 32}
+PADDING = {Precision.FP8: 16, Precision.MXFP8: 32, Precision.NVFP4: 16}
 
 
 Answers = dict[str, dict[Experiment, str | None]]

@@ -64,7 +64,8 @@ UNNOTICED = {
 """Rules that TorchTitan 0.3.0 does not notice while it is configured, and until when."""
 
 NOT_TITANS = {"dispatch is kept", "dispatch is quantised as its experts",
-              "quantised linears are whole", "weight gradients are in FP8 with FP8 experts", "attention runs here",
+              "quantised linears are whole", "NVFP4 is of experts",
+              "weight gradients are in FP8 with FP8 experts", "attention runs here",
               "GPU has FP8", "GPU has MXFP8", "dispatcher needs CUDA",
               "context parallelism has FlexAttention", "vocabulary holds the tokenizer",
               "memory snapshots are CUDA's"}  # fmt: skip
