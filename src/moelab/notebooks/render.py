@@ -161,6 +161,8 @@ def clean(cell: Any, show_figure: Callable[[Any], dict[str, str]]) -> None:
             output.text = without_places(output.text)
         if PLOTLY in output.get("data", {}):
             output.data = show_figure(output.data)
+        if "text/html" in output.get("data", {}):
+            output.data.pop("text/plain", None)  # the same table once more
         if "image/png" in output.get("data", {}):
             output.data["image/png"] = _with_fewer_colors(output.data["image/png"])
         for kind, text in output.get("data", {}).items():
