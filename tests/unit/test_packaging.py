@@ -198,7 +198,7 @@ import sys
 from pathlib import Path
 
 CLONE = "{ROOT}/"
-PACKAGES = "{sysconfig.get_paths()["purelib"]}/"
+PACKAGES = "{sysconfig.get_paths()["purelib"]}"
 
 
 def refuse(event, arguments):
