@@ -70,27 +70,6 @@ class TableView:
         return f"<details><summary><b>{folded}</b>({len(self.frame)} rows)</summary>{table}</details>"
 
 
-@dataclass(frozen=True, kw_only=True)
-class FoldedText:
-    """What :func:`folded` returns."""
-
-    text: str
-    summary: str
-
-    def __repr__(self) -> str:
-        """The text alone."""
-        return self.text
-
-    def _repr_html_(self) -> str:
-        summary, text = html.escape(self.summary), html.escape(self.text)
-        return f"<details><summary><b>{summary}</b></summary><pre>{text}</pre></details>"
-
-
-def folded(summary: str, text: str) -> FoldedText:
-    """A long text that a notebook shows folded behind its summary, and a terminal as it is."""
-    return FoldedText(text=text, summary=summary)
-
-
 def as_table(
     frame: pd.DataFrame, summary: str = "", *, decimals: Mapping[str, int] = MappingProxyType({})
 ) -> TableView:
