@@ -857,7 +857,7 @@ def _resting(reasons: Sequence[str], said: Sequence[str] = ()) -> str:
     """What a figure rests on, in full the first time."""
     if not reasons:
         return ""
-    return " *" if reasons[0] in said else f" ({extrapolated(reasons[0])})"
+    return " (extrapolated *)" if reasons[0] in said else f" ({extrapolated(reasons[0])})"
 
 
 def recommendation_text(found: Recommendation, name: str = "") -> str:
