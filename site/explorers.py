@@ -80,7 +80,7 @@ def _break_even(notebook: Path) -> Grid:
     explorer = ExpertExplorer("671B", 8192, tp=2, ep=32)
     return Grid(
         explorers={"": explorer},
-        choices={name: explorer.controls[name].options for name in ("model", "gpu")}
+        choices={name: [value for _, value in explorer.controls[name].options] for name in ("model", "gpu")}
         | {"tokens": (2048, 4096, 8192, 16384), "ep": (8, 16, 32, 64)},
     )
 
@@ -91,7 +91,7 @@ def _route(notebook: Path) -> Grid:
         choices={
             "routing": ("round_robin", "random_balanced", "group_limited", "skewed"),
             "ep": (8, 16, 32, 64),
-            "top_k": (1, 2, 4, 8),
+            "model": ("DeepSeek-V3", "Kimi-K2", "Qwen3-235B-A22B", "Qwen3-30B-A3B"),
         },
     )
 

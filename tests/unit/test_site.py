@@ -171,3 +171,12 @@ def test_a_page_has_figures_links_and_explorers_for_a_browser(tmp_path: Path) ->
     assert linked == {"text/html": "<a href='02_x.html'>next</a>", "text/markdown": "[n](02_x.html)"}
     assert explorer == {"text/html": "<p>the explorer</p>"}
     assert "widgets" not in page.metadata
+
+
+@pytest.mark.parametrize("name", explorers.GRIDS)
+def test_a_grid_offers_what_its_explorer_has(name: str) -> None:
+    grid = explorers.GRIDS[name](ROOT / "notebooks" / f"{name}.ipynb")
+    assert all(0 <= place for place in grid.start)
+    for control, values in grid.choices.items():
+        options = next(iter(grid.explorers.values())).controls[control].options
+        assert set(values) <= {one[1] if isinstance(one, tuple) else one for one in options}
