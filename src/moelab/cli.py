@@ -11,7 +11,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -281,26 +281,24 @@ def _arms_and_model(options: argparse.Namespace) -> tuple[list[Any], Any]:
         overrides.append(f"seq_len={ASSUMED_SEQ_LEN}")
         print(f"moelab: seq_len is not given; {ASSUMED_SEQ_LEN} tokens are assumed", file=sys.stderr)  # noqa: T201
     if model and not options.file and getattr(options, "search", False):
-        assumed = [
-            one for one in _searched_like(overrides) if one.partition("=")[0] not in parse_overrides(options.set)
-        ]
+        assumed = _searched_like(overrides, given=parse_overrides(options.set).keys())
         overrides += assumed
         print(f"moelab: assumed, because they are not given: {', '.join(assumed)}", file=sys.stderr)  # noqa: T201
     return _chosen_arms(read_study(options.file, overrides), options.arm), model
 
 
-def _searched_like(overrides: Sequence[str]) -> list[str]:
+def _searched_like(overrides: Sequence[str], *, given: Collection[str]) -> list[str]:
     """Of a model without a file, what a search takes: the whole cluster, and what a training there would set."""
     from moelab.experiment_file import parse_overrides, read_hardware
     from moelab.hardware import cluster_of
 
-    given = parse_overrides(overrides)
+    known = parse_overrides(overrides)
     assumed = {"compile": "model+loss", "dataset": "c4"}
-    assumed["local_batch"] = str(max(1, ASSUMED_TOKENS // int(given["seq_len"])))
-    if "hardware" in given:
-        cluster = cluster_of(read_hardware(str(given["hardware"])))
+    assumed["local_batch"] = str(max(1, ASSUMED_TOKENS // int(known["seq_len"])))
+    if "hardware" in known:
+        cluster = cluster_of(read_hardware(str(known["hardware"])))
         assumed |= {"nodes": str(cluster.nodes), "gpus_per_node": str(cluster.node.gpus)}
-    return [f"{field}={value}" for field, value in assumed.items()]
+    return [f"{field}={value}" for field, value in assumed.items() if field not in given]
 
 
 def _plan(options: argparse.Namespace) -> int:

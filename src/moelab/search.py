@@ -527,7 +527,7 @@ def better_text(better: Mapping[str, Projection | None], given: Mapping[str, Pro
         return ""
     best = {arm: better[arm] or given[arm] for arm in given}
     first, *others = best
-    lines = ["", "this is not the best layout for this model on this cluster; each arm at a better one:"]
+    lines = ["this is not the best layout for this model on this cluster; each arm at a better one:"]
     for arm, one in best.items():
         gain = ""
         if arm in others:
@@ -538,7 +538,7 @@ def better_text(better: Mapping[str, Projection | None], given: Mapping[str, Pro
         lines.append(f"{name}{one.tps:,.0f} tokens/s/GPU{change}{gain}: {layout_words(one.experiment)}")
         lines[-1] += _resting(one.rests_on)
     lines.append(f"more layouts, and the settings: moelab plan {file} --search")
-    return "\n".join(["", *(line for text in lines[1:] for line in rows("", [text]))])
+    return "\n".join(["", *(line for text in lines for line in rows("", [text]))])
 
 
 def _low_end(candidate: Candidate) -> float:
@@ -579,6 +579,8 @@ class Space:
         self._examined = self._legal = 0
         self._layouts: list[tuple[tuple[Any, ...], float, Facts]] = []
         self._known: dict[tuple[Any, ...], Projection | None] = {}
+        self._estimates: dict[tuple[Any, ...], Callable[[Facts, float], float]] = {}
+        self._room: dict[Experiment, float] = {}  # of memory: a setting that is tried comes back to what was looked at
         self._near: tuple[Candidate, ...] = ()
         checkpointing = () if "activation_checkpoint" in fixed else POLICIES
         self._checkpointing = list(dict.fromkeys((experiment.activation_checkpoint, *checkpointing)))
@@ -619,7 +621,7 @@ class Space:
         places = {(one.experiment.cp, one.experiment.dp_replicate) for one in near}
         order = []
         for place, policy in enumerate(policies):
-            seconds = _estimate(self.cluster, self._calibration, {**settings, "activation_checkpoint": policy})
+            seconds = self._estimate({**settings, "activation_checkpoint": policy})
             order += [
                 (seconds(facts, bubble), stated, place, bubble, facts)
                 for stated, bubble, facts in self._layouts
@@ -719,9 +721,19 @@ class Space:
                 )
         return sorted(worth, key=lambda one: -abs(one.percent))
 
+    def _estimate(self, settings: Mapping[str, Any]) -> Callable[[Facts, float], float]:
+        """:func:`_estimate` of some settings, which knows what it was asked before."""
+        key = tuple(sorted(settings.items()))
+        if key not in self._estimates:
+            self._estimates[key] = _estimate(self.cluster, self._calibration, settings)
+        return self._estimates[key]
+
     def _left(self, facts: Facts) -> float:
         """GiB that are left on the fullest GPU."""
-        return self._headroom(facts.experiment, resolve(facts)) if self._headroom else inf
+        x = facts.experiment
+        if x not in self._room:
+            self._room[x] = self._headroom(x, resolve(facts)) if self._headroom else inf
+        return self._room[x]
 
 
 def sequences_of(experiment: Experiment) -> int:

@@ -105,13 +105,12 @@ def gain_interval(with_it: Job, without: Job, calibration: Calibration, *, extra
     differs = np.array([part in own for part in CATEGORIES])
 
     def log_speeds(constants: Calibration, errors: Sequence[Times]) -> Times:
-        seconds = [
-            sum(
-                error * step_time(job, constants).parts_s[part] for part, error in zip(CATEGORIES, factors, strict=True)
-            )
-            for job, factors in zip((with_it, without), errors, strict=True)
-        ]
-        return np.log([with_it.tokens_per_gpu / seconds[0], without.tokens_per_gpu / seconds[1]])
+        speeds = []
+        for job, factors in zip((with_it, without), errors, strict=True):
+            parts_s = step_time(job, constants).parts_s
+            seconds = sum(error * parts_s[part] for part, error in zip(CATEGORIES, factors, strict=True))
+            speeds.append(job.tokens_per_gpu / seconds)
+        return np.log(speeds)
 
     exact = np.ones(len(CATEGORIES))
     one, other = log_speeds(calibration, (exact, exact))
