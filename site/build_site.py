@@ -8,14 +8,12 @@ links between them hold. The build fails on a warning of Sphinx and on a link or
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -31,8 +29,8 @@ from plotly.offline import get_plotlyjs
 
 from moelab.errors import MoelabError
 from moelab.machine import git_commit
-from moelab.notebooks.batch import execute, read_parameters
-from moelab.notebooks.render import CELL_TIMEOUT_S, PLOTLY, WIDGET, clean, parameters_file, stamp
+from moelab.notebooks import render
+from moelab.notebooks.render import PLOTLY, WIDGET, clean
 from moelab.viz.theme import DARK
 from moelab.viz.widget import javascript
 
@@ -77,16 +75,12 @@ WELCOME = (
 
 
 def executed(notebook: Path, output: Path) -> float:
-    """Run a notebook in an empty folder with its figures left to plotly; returns the seconds it took."""
+    """Run a notebook as its copy in ``rendered/`` is run, its figures left to plotly; returns the seconds it took."""
     start = time.monotonic()
     os.environ["PLOTLY_RENDERER"] = "plotly_mimetype"  # no picture, which a browser would have to draw first
     part = output.with_suffix(".part")
-    with tempfile.TemporaryDirectory() as work, contextlib.chdir(work):
-        parameters = read_parameters(parameters_file(notebook))
-        execute(notebook, Path("executed.ipynb"), parameters, cell_timeout_s=CELL_TIMEOUT_S)
-        content = nbformat.read("executed.ipynb", as_version=4)
-    content.metadata["moelab"] = stamp(notebook, parameters, git_commit())
-    nbformat.write(content, part)
+    with render.executed(notebook, git_commit()) as content:
+        nbformat.write(content, part)
     part.replace(output)
     return time.monotonic() - start
 

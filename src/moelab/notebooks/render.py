@@ -15,11 +15,10 @@ import base64
 import contextlib
 import hashlib
 import io
-import re
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from moelab.errors import BadInput, MoelabError
 from moelab.machine import environment, git_commit, gpus
 from moelab.notebooks.batch import NotebookFailed, execute, read_parameters
 from moelab.privacy import without_places
+from moelab.viz.theme import in_words
 
 FOLDER = "rendered"
 LARGEST_BYTES = 500_000
@@ -83,25 +83,37 @@ def render(notebook: Path, copy: Path, commit: str | None) -> None:
         NotebookFailed: if the notebook failed, or its copy would be too large.
         BadInput: if figures have no PNG here.
     """
-    notebook, copy = notebook.absolute(), copy.absolute()
-    parameters = read_parameters(parameters_file(notebook))
-    with tempfile.TemporaryDirectory() as work, contextlib.chdir(work):
-        if notebook.stem in KEEPS_RUNS:
-            kept = notebook.parents[1] / "runs"
-            kept.mkdir(exist_ok=True)
-            Path("runs").symlink_to(kept)
-        executed = execute(notebook, Path("executed.ipynb"), parameters, cell_timeout_s=CELL_TIMEOUT_S)
-        content = nbformat.read(executed, as_version=4)
+    copy = copy.absolute()
+    with executed(notebook.absolute(), commit) as content:
         for cell in content.cells:
             clean(cell, _as_picture)
-    content.metadata = {name: content.metadata[name] for name in ("kernelspec", "language_info")}
-    content.metadata["moelab"] = stamp(notebook, parameters, commit)
     content.cells.insert(0, nbformat.v4.new_markdown_cell(stamp_text(content.metadata["moelab"]), id="stamp"))
     text = nbformat.writes(content) + "\n"
     if len(text.encode()) > LARGEST_BYTES:
         raise NotebookFailed(f"{notebook.name}: its copy would have {len(text.encode())} bytes of {LARGEST_BYTES}")
     copy.parent.mkdir(exist_ok=True)
     copy.write_text(text)
+
+
+@contextlib.contextmanager
+def executed(notebook: Path, commit: str | None) -> Iterator[Any]:
+    """A notebook as it ran in an empty folder with its profile, and stamped; inside, that is the working folder.
+
+    Args:
+        notebook: ``notebooks/NAME.ipynb`` of a clone, absolute.
+        commit: of the code; None where it is not known.
+    """
+    parameters = read_parameters(parameters_file(notebook))
+    with tempfile.TemporaryDirectory() as work, contextlib.chdir(work):
+        if notebook.stem in KEEPS_RUNS:
+            kept = notebook.parents[1] / "runs"
+            kept.mkdir(exist_ok=True)
+            Path("runs").symlink_to(kept)
+        execute(notebook, Path("executed.ipynb"), parameters, cell_timeout_s=CELL_TIMEOUT_S)
+        content = nbformat.read("executed.ipynb", as_version=4)
+        content.metadata = {name: content.metadata[name] for name in ("kernelspec", "language_info")}
+        content.metadata["moelab"] = stamp(notebook, parameters, commit)
+        yield content
 
 
 def stamp(notebook: Path, parameters: Mapping[str, Any], commit: str | None) -> dict[str, Any]:
@@ -174,8 +186,7 @@ def _as_picture(data: Any) -> dict[str, str]:
     """A figure's PNG and its title in words."""
     if "image/png" not in data:
         raise BadInput("figures have no PNG here; it takes kaleido (`make lab` brings it) and a Chromium")
-    title = " ".join(re.sub(r"<[^>]*>", " ", data[PLOTLY]["layout"]["title"]["text"]).split())
-    return {"image/png": data["image/png"], "text/plain": title}
+    return {"image/png": data["image/png"], "text/plain": in_words(data[PLOTLY]["layout"]["title"]["text"])}
 
 
 def _with_fewer_colors(png_base64: str) -> str:

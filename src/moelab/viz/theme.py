@@ -15,6 +15,7 @@ import html
 import importlib.util
 import logging
 import os
+import re
 import textwrap
 import threading
 import warnings
@@ -167,6 +168,11 @@ def new_figure(finding: str, *, subtitle: str, note: str = "", height: int = 460
     top = 36 + 22 * (len(title_lines) + len(note_lines)) + 17 * len(subtitle_lines)
     layout = {"template": template(width), "height": height - 70 + top, "margin_t": top, "title_text": title}
     return go.Figure(layout=layout)
+
+
+def in_words(title: str) -> str:
+    """A figure's title without its tags, on one line."""
+    return " ".join(re.sub(r"<[^>]*>", " ", title).split())
 
 
 @functools.cache

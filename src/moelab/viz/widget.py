@@ -13,7 +13,6 @@ from __future__ import annotations
 import base64
 import html
 import json
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -23,7 +22,7 @@ import plotly.io as pio
 from plotly.offline import get_plotlyjs
 
 from moelab.errors import BadInput, Refused
-from moelab.viz.theme import DARK, NORMAL, WARNING
+from moelab.viz.theme import DARK, NORMAL, WARNING, in_words
 
 if TYPE_CHECKING:
     import ipywidgets
@@ -251,7 +250,7 @@ class Explorer:
 
 def as_picture(figure: go.Figure) -> dict[str, str]:
     """What a widget's output holds beside it, by MIME type: a figure's title, and its PNG where that can be drawn."""
-    bundle = {"text/plain": re.sub(r"<[^>]*>", " ", figure.layout.title.text)}
+    bundle = {"text/plain": in_words(figure.layout.title.text)}
     if "png" in str(pio.renderers.default):
         bundle["image/png"] = base64.b64encode(figure.to_image("png")).decode()
     return bundle
