@@ -19,7 +19,8 @@ from typing import Any
 
 from moelab.data import read_yaml
 from moelab.errors import BadInput
-from moelab.model.shape import OF_GROUPED_QUERIES, OF_LATENT_ATTENTION, SHAPES
+from moelab.experiment import Experiment
+from moelab.model.shape import OF_GROUPED_QUERIES, OF_LATENT_ATTENTION, SHAPES, ModelShape, shape_for
 
 TAKEN = {
     "vocab_size": ("vocab_size",),
@@ -115,9 +116,18 @@ class HuggingFaceModel:
         """The model as ``--set`` takes it."""
         return f"model={self.model}", f"shape={json.dumps(self.shape)}"
 
+    @property
+    def dimensions(self) -> ModelShape:
+        """All of its dimensions."""
+        return shape_for(Experiment(model=self.model, shape=self.shape))
+
     def to_json(self) -> dict[str, Any]:
         """The fields as one JSON object."""
         return asdict(self)
+
+
+IN_MENUS = ("DeepSeek-V3", "Kimi-K2", "GLM-4.5", "Qwen3-235B-A22B", "Qwen3-30B-A3B", "DeepSeek-V2-Lite")
+"""Published models that the explorers of traffic and of a cluster offer."""
 
 
 def published_models() -> dict[str, dict[str, Any]]:

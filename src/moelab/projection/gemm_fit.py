@@ -21,9 +21,8 @@ import pandas as pd
 
 from moelab.analysis.published import CONVERGENCE_SETUP, THROUGHPUT_SETUP, Setup
 from moelab.errors import BadInput
-from moelab.experiment import Experiment
 from moelab.hardware import GPUS, Gpu
-from moelab.model import gemms, shape_for
+from moelab.model import gemms
 from moelab.model.hugging_face import read_model
 from moelab.model.shape import SHAPES
 from moelab.mxfp8.grouped_gemm_cases import Case, GroupedPrecision
@@ -170,11 +169,7 @@ def expert_work(name: str, model: str, tokens: int, *, tp: int = 1, ep: int = 1)
         >>> expert_work("671B", "671B", 8192, tp=2, ep=32).case.name
         '32768×2048×7168, 8 even groups'
     """
-    if model in SHAPES:
-        shape = SHAPES[model]
-    else:
-        read = read_model(model)
-        shape = shape_for(Experiment(name="experts", model=read.model, shape=read.shape))
+    shape = SHAPES[model] if model in SHAPES else read_model(model).dimensions
     if tokens < 1 or tp < 1 or ep < 1 or shape.num_experts % ep:
         raise BadInput(f"tokens {tokens}, tp {tp}, ep {ep}: give positive numbers, ep a divisor of {shape.num_experts}")
     of_experts = [one for one in gemms(shape, tokens, tp=tp, ep=ep) if one.part == "routed experts"]

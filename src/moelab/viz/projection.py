@@ -14,7 +14,7 @@ from moelab.analysis.arms import arm_label, contrast
 from moelab.experiment import Experiment
 from moelab.layout import check
 from moelab.memory import estimate
-from moelab.model.hugging_face import read_model
+from moelab.model.hugging_face import IN_MENUS, read_model
 from moelab.projection.project import DEEPSEEK_TOKENS, Cost, Projection, cost, project
 from moelab.projection.published import TwoByTwo
 from moelab.projection.uncertainty import OUTSIDE_FACTOR, Estimate
@@ -525,7 +525,6 @@ _SLIDERS: Mapping[str, tuple[str, float, float]] = {
     "price_per_gpu_hour": ("USD a GPU-hour", 0.1, 20.0),
     "watts_per_gpu": ("W a GPU", 50.0, 5000.0),
 }
-_MODELS = ("DeepSeek-V3", "Kimi-K2", "GLM-4.5", "Qwen3-235B-A22B", "Qwen3-30B-A3B", "DeepSeek-V2-Lite")
 
 
 class ProjectionExplorer(Explorer):
@@ -551,7 +550,7 @@ class ProjectionExplorer(Explorer):
         watts_per_gpu: float = 1400.0,
     ) -> None:
         self.experiment, px = experiment, {"label_px": 138, "width_px": 290}
-        controls = {"model": menu("model", [experiment.model_label, *_MODELS], experiment.model_label, **px)}
+        controls = {"model": menu("model", [experiment.model_label, *IN_MENUS], experiment.model_label, **px)}
         starts = experiment.model_dump(mode="json") | {"gpu": gpu, "gpus": experiment.world_size}
         for name, (label, known) in _MENUS.items():
             start = "mxfp8" if name == "precision" and starts[name] != "bf16" else starts[name]
@@ -574,7 +573,7 @@ class ProjectionExplorer(Explorer):
         node = min(chosen["gpus"], GPUS_OF_NODE[chosen["gpu"]])
         fields = {name: chosen[name] for name in _MENUS if name in Experiment.model_fields}
         fields |= {"nodes": chosen["gpus"] // node, "gpus_per_node": node, "dp_shard": -1}
-        if chosen["model"] in _MODELS:
+        if chosen["model"] in IN_MENUS:
             model = read_model(chosen["model"])
             fields |= {"model": model.model, "shape": model.shape}
         network_gb_s = round(chosen["network_gb_s"], 3)  # the browser's slider gives 49.99999999999999 back for 50

@@ -15,10 +15,9 @@ import numpy as np
 import plotly.graph_objects as go
 
 from moelab.errors import BadInput
-from moelab.experiment import Experiment
 from moelab.hardware import Node, cluster_of
-from moelab.model import DispatchPrecision, shape_for
-from moelab.model.hugging_face import read_model
+from moelab.model import DispatchPrecision
+from moelab.model.hugging_face import IN_MENUS, read_model
 from moelab.projection import (
     KINDS,
     METHODS,
@@ -601,7 +600,6 @@ def _panels(finding: str, titles: Sequence[str], *, subtitle: str, note: str, he
 _POWERS = tuple(2**exponent for exponent in range(11))
 _MODEL: Mapping[str, int] = {"experts": 256, "top_k": 8, "hidden": 7168, "groups": 8, "limited_groups": 4}
 """What of a model traffic depends on, as DeepSeek-V3 has it."""
-_MODELS = ("DeepSeek-V3", "Kimi-K2", "GLM-4.5", "Qwen3-235B-A22B", "Qwen3-30B-A3B", "DeepSeek-V2-Lite")
 _MENUS: Mapping[str, tuple[str, Any, Sequence[Any]]] = {
     "ep": ("EP: GPUs of a group", 32, _POWERS[:9]),
     "ranks_per_node": ("of these on a node", 8, _POWERS[:8]),
@@ -617,12 +615,10 @@ _MENUS: Mapping[str, tuple[str, Any, Sequence[Any]]] = {
 
 @functools.cache
 def _published_models() -> Mapping[str, Mapping[str, int]]:
-    shapes = {name: read_model(name) for name in _MODELS}
-    known = {name: shape_for(Experiment(model=one.model, shape=one.shape)) for name, one in shapes.items()}
     of_shape = ("num_experts", "top_k", "dim", "expert_groups", "limited_groups")
     return {
         name: {own: getattr(one, field) for own, field in zip(_MODEL, of_shape, strict=True)}
-        for name, one in known.items()
+        for name, one in ((name, read_model(name).dimensions) for name in IN_MENUS)
     }
 
 
