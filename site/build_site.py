@@ -107,7 +107,10 @@ def notebook_page(notebook: Path, copy: Path, explorer: str) -> nbformat.Noteboo
     name = f"{notebook.parent.name}/{notebook.name}"
     for cell in content.cells:
         has_widget = any(WIDGET in output.get("data", {}) for output in cell.get("outputs", []))
+        is_folded = cell.metadata.get("jupyter", {}).get("source_hidden")
         clean(cell, lambda data: {PLOTLY: data[PLOTLY]})
+        if is_folded:  # as JupyterLab shows it: a bar that a click opens
+            cell.metadata["tags"] = [*cell.metadata.get("tags", ()), "hide-input"]
         for output in cell.get("outputs", []):
             for kind in {"text/html", "text/markdown"} & set(output.get("data", {})):
                 # Links among notebooks, which Sphinx does not follow in outputs.

@@ -146,6 +146,7 @@ def test_a_page_has_figures_links_and_explorers_for_a_browser(tmp_path: Path) ->
         new_output("display_data", {WIDGET: {"model_id": "1"}, "text/plain": "VBox()"}),
     ]
     cells = [new_markdown_cell("# 01 · Small"), new_code_cell("show()", outputs=outputs), new_code_cell("complete()")]
+    cells[1].metadata = {"tags": ["parameters"], "jupyter": {"source_hidden": True}}
     language = {
         "kernelspec": {"name": "python3", "display_name": "Python 3"},
         "language_info": {"name": "python"},
@@ -171,6 +172,7 @@ def test_a_page_has_figures_links_and_explorers_for_a_browser(tmp_path: Path) ->
     assert linked == {"text/html": "<a href='02_x.html'>next</a>", "text/markdown": "[n](02_x.html)"}
     assert explorer == {"text/html": "<p>the explorer</p>"}
     assert "widgets" not in page.metadata
+    assert code.metadata == {"tags": ["parameters", "hide-input"]}
 
 
 @pytest.mark.parametrize("name", explorers.GRIDS)
