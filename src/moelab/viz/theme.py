@@ -18,7 +18,6 @@ import os
 import re
 import textwrap
 import threading
-import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -254,8 +253,9 @@ def can_draw_png() -> bool:
         return False
     import kaleido
 
-    # plotly 7.1 hands over options that a server has had from its start, and kaleido says so for each figure.
-    warnings.filterwarnings("ignore", message="The kopts argument is ignored", category=UserWarning)
+    # plotly 7.1 hands its headers over with every figure; a server takes them at its start only, and kaleido warns each
+    # time. They are for what a figure downloads; ours download nothing.
+    pio.defaults.headers = None
     kaleido.start_sync_server(n=1, mathjax=False, silence_warnings=True)  # no figure has formulas: no network either
     first = threading.Thread(target=kaleido.calc_fig_sync, args=({"data": [], "layout": {}},), daemon=True)
     first.start()
