@@ -82,7 +82,7 @@ def test_an_exception_becomes_one_line(
 
 def test_a_parameter_of_the_wrong_type_stops_the_notebook(tmp_path: Path) -> None:
     source = notebook(tmp_path, PARAMETERS, CHECK, COMPLETE)
-    with pytest.raises(NotebookFailed, match="BadInput: steps: got 'many'; valid: a valid integer"):
+    with pytest.raises(NotebookFailed, match="BadInput: steps: got 'many'; valid: a whole number"):
         execute(source, tmp_path / "out.ipynb", {"steps": "many"})
 
 

@@ -60,4 +60,7 @@ def _lacking(experiment: Experiment, gpus_here: tuple[GpuInfo, ...]) -> Iterator
     if reason := shape_for(experiment).plan_only:
         yield reason
     if experiment.hardware not in ("local", "cpu"):
-        yield f"hardware {experiment.hardware} is not known to `moelab run`; use hardware=local or hardware=cpu"
+        yield (
+            f"hardware is {experiment.hardware}: `moelab run` trains on this machine only; set hardware=local or "
+            "hardware=cpu"
+        )

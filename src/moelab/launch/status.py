@@ -207,10 +207,10 @@ def requeue(runs: Iterable[RunDir]) -> list[Status]:
         SlurmMissing, SlurmError: with Slurm's words.
     """
     runs = list(runs)
-    queue = Queue.of(runs)
-    states = [status.state for status in update(runs, queue)]
+    of_slurm = [run for run in runs if ticket_of(run)]
+    queue = Queue.of(of_slurm) if of_slurm else Queue([])  # a machine without Slurm can tell that there is no job
     left = (State.COMPLETED, State.SUBMITTED, State.PREPARED)
-    wanted = [run for run, state in zip(runs, states, strict=True) if ticket_of(run) and state not in left]
+    wanted = [run for run, now in zip(of_slurm, update(of_slurm, queue), strict=True) if now.state not in left]
     if not wanted:
         raise Refused("no run there has a job of Slurm that runs, failed or was cancelled")
     jobs = {run: job for run in wanted if (job := queue.job_of(run))}
