@@ -202,9 +202,9 @@ def _say(text: str) -> None:
 
 
 def _show(options: argparse.Namespace, as_json: Any, as_text: str, *, exact: bool = False) -> None:
-    """Print a result, as JSON if that is asked for; it may quote logs, and holds no keys and moves no cursor.
+    """Print a result, as JSON if asked; since it may quote logs, it is cleaned of keys and of control characters.
 
-    ``exact`` is for what is run as it stands, such as a script: its cluster profile was refused if it held a key.
+    ``exact`` is for what is run as it stands, such as a script: a cluster profile with a key in it is refused.
     """
     from moelab.privacy import each_text, without_secrets
 
@@ -216,13 +216,8 @@ def _show(options: argparse.Namespace, as_json: Any, as_text: str, *, exact: boo
     print(text, flush=True)  # noqa: T201 - results go to stdout
 
 
-def _line(name: str, status: Any) -> str:
-    """Where a run is, for a person."""
-    return f"{name}: {status.state}" + (f": {status.reason}" if status.reason else "")
-
-
 def _row(name: str, status: Any) -> dict[str, str | None]:
-    """Where a run is, for a program."""
+    """The state of a run, for a program."""
     return {"run": name, "status": status.state.value, "reason": status.reason, "job_id": status.job_id}
 
 
@@ -255,7 +250,7 @@ def _notebooks(options: argparse.Namespace) -> int:
 
 
 def _chosen_arms(study: Any, wanted: str | None) -> list[Any]:
-    """The first experiment of each arm, or of the one that is wanted."""
+    """The first experiment of each arm, or only of the one that is asked for."""
     first = {experiment.arm: experiment for experiment in study.first_of_arms}
     longer = [arm for arm in first if wanted is not None and arm.startswith(f"{wanted}_")]
     if wanted not in first and len(longer) == 1:  # bf16_standard is bf16_standard_round-robin in a study of that alone
@@ -266,7 +261,7 @@ def _chosen_arms(study: Any, wanted: str | None) -> list[Any]:
 
 
 def _constants(options: argparse.Namespace, experiment: Any) -> Any:
-    """What a plan or projection knows of how uneven the router is."""
+    """The constants for how unevenly the router loads experts, measured with ``--load``."""
     from moelab.memory import memory_constants
 
     if options.load is None:
@@ -277,7 +272,7 @@ def _constants(options: argparse.Namespace, experiment: Any) -> Any:
 
 
 def _arms_and_model(options: argparse.Namespace) -> tuple[list[Any], Any]:
-    """The arms that a plan or projection is of, and the model of ``--from-hf``; None without it."""
+    """The arms to plan or project, and the model of ``--from-hf``; None without it."""
     from moelab.experiment_file import parse_overrides, read_study
     from moelab.model.hugging_face import read_model
 
@@ -319,7 +314,7 @@ def _plan(options: argparse.Namespace) -> int:
     if len(arms) > 1:
         if options.search or options.verify or options.config or options.write:
             names = ", ".join(experiment.arm for experiment in arms)
-            raise BadInput(f"{options.file} holds {len(arms)} arms; name one for this with --arm: {names}")
+            raise BadInput(f"{options.file} holds {len(arms)} arms; choose one with --arm: {names}")
         plans = [plan(experiment, constants=_constants(options, experiment)) for experiment in arms]
         _show(options, {"plans": [{"arm": one.experiment.arm, **one.to_json()} for one in plans]}, study_text(plans))
         return 0 if all(one.verdict.legal for one in plans) else 3
@@ -357,7 +352,7 @@ def _search(options: argparse.Namespace, experiment: Any) -> int:
     from moelab.search import VARIED, recommend, recommendation_text, search, search_text
 
     if options.load:
-        raise BadInput("--load is of one plan; leave it out with --search")
+        raise BadInput("--load applies to a single plan; leave it out with --search")
     given = parse_overrides(options.set).keys()
     fixed = sorted(given & set(VARIED))
     sizes = {"limit": options.limit, "global_batch": options.global_batch}
@@ -405,7 +400,7 @@ def _explain(options: argparse.Namespace) -> int:
 
     experiment = _traced_experiment(options)  # before a file of gigabytes is read
     if experiment is None and (options.fit or options.calibration):
-        raise BadInput("--fit and --calibration need to know what ran: give its YAML with --against")
+        raise BadInput("--fit and --calibration need the experiment that ran: give its YAML with --against")
     explained = explain(options.paths, rank=options.rank, step=options.step)
     as_json, as_text = {**explained.to_json(), "predicted_ms": {}}, explanation_text(explained)
     if experiment is not None:
@@ -414,7 +409,7 @@ def _explain(options: argparse.Namespace) -> int:
         except MoelabError as error:
             if options.against:
                 raise
-            more_text = f"note: not held against the run's own prediction: {error}"
+            more_text = f"note: not compared with the run's own prediction: {error}"
             more_json = {"notes": [*explained.notes, more_text.removeprefix("note: ")]}
         as_json |= more_json
         as_text += f"\n\n{more_text}"
@@ -423,7 +418,7 @@ def _explain(options: argparse.Namespace) -> int:
 
 
 def _against(options: argparse.Namespace, explained: Any, experiment: Any) -> tuple[dict[str, Any], str]:
-    """An explanation beside the prediction, as JSON and as text; keeps a calibration if one is asked for."""
+    """An explanation beside the prediction, as JSON and as text; saves a calibration with ``--fit``."""
     from moelab.explain.against import compare, comparison_text, fit
     from moelab.projection.calibration import CALIBRATION, read_calibration, with_values, write_calibration
 
@@ -435,13 +430,13 @@ def _against(options: argparse.Namespace, explained: Any, experiment: Any) -> tu
     compared = compare(explained, experiment, with_values(**values))
     source = f"{', '.join(explained.files)}: {experiment.model_label}, {experiment.arm}, {explained.gpu}"
     path = write_calibration(options.fit, values, source)
-    said = f"fitted {', '.join(values)}; use it with --calibration {options.fit} ({path})"
+    said = f"fitted {', '.join(values)}; use them with --calibration {options.fit} ({path})"
     as_json = {**compared.to_json(), "fit": {"file": str(path), "constants": values}}
     return as_json, f"{comparison_text(compared)}\n\n{said}"
 
 
 def _traced_experiment(options: argparse.Namespace) -> Any:
-    """What ran: of the file that is given, else of the run that the trace lies in; None where neither says."""
+    """What ran: by ``--against``, or by the run that holds the trace; None if neither is there."""
     from moelab.experiment_file import read_study
     from moelab.runs.directory import EXPERIMENT_FILE
 
@@ -449,12 +444,10 @@ def _traced_experiment(options: argparse.Namespace) -> Any:
         arms = _chosen_arms(read_study(options.against, options.set), options.arm)
         if len(arms) > 1:
             names = ", ".join(experiment.arm for experiment in arms)
-            raise BadInput(
-                f"{options.against} holds {len(arms)} arms; name the one that was traced with --arm: {names}"
-            )
+            raise BadInput(f"{options.against} holds {len(arms)} arms; name the traced one with --arm: {names}")
         return arms[0]
     if options.arm or options.set:
-        raise BadInput("--arm and --set are about --against: give the YAML of what ran")
+        raise BadInput("--arm and --set modify --against: give the YAML of what ran")
     own = options.paths[0] / EXPERIMENT_FILE
     return _chosen_arms(read_study(own), None)[0] if own.is_file() else None
 
@@ -462,11 +455,12 @@ def _traced_experiment(options: argparse.Namespace) -> Any:
 def _run(options: argparse.Namespace) -> int:
     from moelab.experiment_file import read_study
     from moelab.launch.local import run_study
+    from moelab.launch.status import state_line
 
     study = read_study(options.file, options.set)
     done = run_study(study, options.runs, on_failure=options.on_failure)
     complete = len(done.runs) - len(done.failed)
-    lines = [_line(str(run.path), run.status) for run in done.runs]
+    lines = [state_line(str(run.path), run.status) for run in done.runs]
     summary = f"{study.name}: {complete} of {len(study.experiments)} complete, {done.trained} trained now"
     rows = [_row(run.name, run.status) for run in done.runs]
     as_json = {"study": study.name, "trained": done.trained, "runs": rows, **done.found.to_json()}
@@ -496,13 +490,13 @@ def _submit(options: argparse.Namespace) -> int:
 
 
 def _on_runs(options: argparse.Namespace) -> int:
-    """Ask for the runs at a path, cancel or requeue them; then say where they are, and which no report will use."""
+    """Update, cancel or requeue the runs at a path; then show their states, and which ones no report will use."""
     from moelab.launch import status
     from moelab.runs.directory import discover
 
     if options.follow:
         if options.json:
-            raise BadInput("--follow shows text as it comes; leave it out to get one JSON object")
+            raise BadInput("--follow prints text as it comes; leave it out to get one JSON object")
         try:
             status.follow(options.path, sys.stdout)
         except KeyboardInterrupt:
@@ -512,8 +506,8 @@ def _on_runs(options: argparse.Namespace) -> int:
         raise BadInput(f"{options.path} is not a folder; give a run, a study or the folder of all studies")
     folder = discover(options.path.absolute())
     both = list(zip(folder.all_runs, getattr(status, options.what)(folder.all_runs), strict=True))
-    lines = [*(_line(run.name, status) for run, status in both), *folder.lines]
-    rows = [_row(run.name, status) for run, status in both]
+    lines = [*(status.state_line(run.name, now) for run, now in both), *folder.lines]
+    rows = [_row(run.name, now) for run, now in both]
     _show(options, {"runs": rows, **folder.to_json()}, "\n".join(lines) or f"no runs at {options.path}")
     return 0
 

@@ -277,7 +277,7 @@ def test_a_run_is_held_against_its_own_experiment(tmp_path: Path, capsys: pytest
     assert main(["explain", str(tmp_path), "--json"]) == 0, "the measured part does not depend on the prediction"
     found = json.loads(capsys.readouterr().out)
     assert found["predicted_ms"] == {}
-    assert any("not held against" in note for note in found["notes"])
+    assert any("not compared with" in note for note in found["notes"])
 
 
 # --- figures ---------------------------------------------------------------------------------------------------------

@@ -157,7 +157,7 @@ def test_a_run_of_which_nobody_knows_the_end_is_not_submitted_beside(
     lost = make_run(tmp_path, small().experiments[0], [8.0, 7.0])
     (lost.path / "status.json").write_text("{")
     ask = dry_run if as_dry_run else partial(submit, submit=False)
-    with pytest.raises(Refused, match=f"{lost.name}: nobody knows how it ended .* it has 2 of 4 steps"):
+    with pytest.raises(Refused, match=f"{lost.name}: it is unknown how it ended .* it has 2 of 4 steps"):
         ask(small(), tmp_path, cluster)
     assert find(tmp_path) == [lost]
 
@@ -195,7 +195,7 @@ def test_a_hostile_dependency_reaches_no_script(tmp_path: Path, cluster: Cluster
             State.RUNNING,
             job("TIMEOUT", reason="TimeLimit"),
             State.FAILED,
-            "Slurm: TIMEOUT (TimeLimit); see train.log, or slurm-7_0.out for what came before the ranks",
+            "Slurm: TIMEOUT (TimeLimit); see train.log, or slurm-7_0.out if no rank started",
         ),
         (State.RUNNING, job("PENDING", reason="BeginTime", restarts=1), State.SUBMITTED, "Slurm: PENDING (BeginTime)"),
         (State.UNKNOWN, job("RUNNING", restarts=1), State.RUNNING, None),
@@ -206,7 +206,7 @@ def test_a_hostile_dependency_reaches_no_script(tmp_path: Path, cluster: Cluster
         (State.FAILED, job("PENDING", restarts=1), State.SUBMITTED, "Slurm: PENDING"),
         (State.COMPLETED, job("FAILED"), State.COMPLETED, None),
         (State.COMPLETED, None, State.COMPLETED, None),
-        (State.RUNNING, None, State.UNKNOWN, "Slurm no longer knows job 7_0, and the job wrote no end"),
+        (State.RUNNING, None, State.UNKNOWN, "Slurm no longer knows job 7_0, and the job did not record its end"),
     ],
 )
 def test_what_the_job_wrote_and_what_slurm_says(
@@ -390,8 +390,8 @@ def test_a_job_whose_number_nobody_knows_is_told_and_adopted(
         submit(study, runs, cluster, submit=True)
     assert told.value.exit_code == 1
     assert states_of(find(runs)) == [(State.SUBMITTED, None)] * 2
-    assert all("printed no number of a job: 'Welcome to x'" in str(run.status.reason) for run in find(runs))
-    with pytest.raises(Refused, match=r"is submitted: the number of its job is not known"):
+    assert all("printed no job number: 'Welcome to x'" in str(run.status.reason) for run in find(runs))
+    with pytest.raises(Refused, match=r"is submitted: its job number is unknown"):
         submit(study, runs, cluster, submit=True)  # it may wait
     with pytest.raises(Refused, match="--adopt 7: Slurm knows no such job"):
         adopt(study, runs, "7")
@@ -402,7 +402,7 @@ def test_a_job_whose_number_nobody_knows_is_told_and_adopted(
     adopted = adopt(study, runs, "7")
     assert [run.status.job_id for run in adopted.adopted] == ["7_0", "7_1"]
     assert [run.status.state for run in adopted.adopted] == [State.SUBMITTED, State.RUNNING]
-    with pytest.raises(Refused, match="waits for a job's number: none has"):
+    with pytest.raises(Refused, match="must lack its job number: no submission does"):
         adopt(study, runs, "7")
 
 
@@ -421,7 +421,7 @@ def test_a_job_whose_number_nobody_knows_is_found_by_its_comment_or_given_up(
         run.set_status(status)
     site(sbatch="8\n")
     assert {status.state for status in cancel(runs)} == {State.CANCELLED}
-    assert "its job was not seen" in str(runs[0].status.reason)
+    assert "moelab did not find its job" in str(runs[0].status.reason)
     assert "scancel" not in (tmp_path / "asked").read_text()
     assert len(submit(small(), tmp_path / "runs", cluster, submit=True).submitted) == 2
 
