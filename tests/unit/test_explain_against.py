@@ -196,8 +196,6 @@ def test_a_launch_and_a_gather_take_what_the_calibration_says(name: str) -> None
 
 
 def test_several_steps_are_compared_by_their_mean(traces: dict[str, Explanation]) -> None:
-    from dataclasses import replace
-
     one = traces["two_h200_full_fp8_deepep"]
     three = replace(one, step_count=3)
     assert measured_parts_ms(three)["attention"] == pytest.approx(measured_parts_ms(one)["attention"] / 3)
@@ -209,14 +207,40 @@ def test_several_steps_are_compared_by_their_mean(traces: dict[str, Explanation]
 
 
 def test_another_gpu_and_a_cpu_are_refused(traces: dict[str, Explanation]) -> None:
-    from dataclasses import replace
-
     one, experiment = traces["two_h200_full_fp8_deepep"], TRACED["two_h200_full_fp8_deepep"]
     with pytest.raises(BadInput, match="has H100"):
         compare(one, experiment.model_copy(update={"hardware": "h100_node"}))
     assert compare(replace(one, gpu=UNNAMED_GPU), experiment).rows == compare(one, experiment).rows
-    with pytest.raises(BadInput, match="without GPU kernels"):
+    with pytest.raises(BadInput, match="no GPU kernels"):
         compare(replace(one, gpu=None), experiment)
+
+
+def test_a_step_of_another_model_is_refused_before_a_part_is_blamed(traces: dict[str, Explanation]) -> None:
+    """By the layers that FSDP names, and by the sides of products where the trace has their shapes."""
+    one, ran = traces["two_h200_full_fp8_deepep"], TRACED["two_h200_full_fp8_deepep"]
+    for call in (compare, fit):
+        with pytest.raises(BadInput, match="the trace has 5 layers, the experiment's model has 10"):
+            call(one, thin(2, "full", "best", 10))
+        with pytest.raises(BadInput, match="5 layers, the experiment's model has 61"):  # not that it does not fit
+            call(one, thin(2, "full", "best", 61))
+    pipelines = {"nodes": 2, "pp": 2, "hardware": "h200_x256", "local_batch": 4}
+    with pytest.raises(BadInput, match="5 layers, ranks of the experiment's pipeline have 6 or 7"):
+        compare(one, thin(2, "full", "best", 13).model_copy(update=pipelines))
+    compare(one, thin(2, "full", "best", 11).model_copy(update=pipelines))  # 6 and 5: a rank that has five
+
+    def with_shapes(*shapes: str) -> Explanation:
+        products = [replace(one.products[0], op=f"aten::{shape.partition(' ')[0]}", shape=shape.partition(" ")[2])
+                    for shape in shapes]  # fmt: skip
+        return replace(one, products=tuple(products))
+
+    same = with_shapes("mm [8192, 7168] × [7168, 1536]", "_grouped_mm [65536, 7168] × [8, 7168, 2048] × [8]")
+    assert compare(same, ran).rows == compare(one, ran).rows
+    with pytest.raises(BadInput, match="none of its products has a side of 7168"):
+        compare(with_shapes("mm [8192, 2048] × [2048, 3072]"), ran)
+    with pytest.raises(BadInput, match="multiplies by 64 experts on this rank, the experiment has 8"):
+        compare(with_shapes("_grouped_mm [49152, 7168] × [64, 7168, 1408] × [64]"), ran)
+    unnamed = replace(one, layers_ms={})  # without FSDP no layer is named
+    assert compare(unnamed, thin(2, "full", "best", 10)).rows
 
 
 def test_a_calibration_is_kept_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
