@@ -21,6 +21,7 @@ from moelab.data import read_yaml
 from moelab.errors import BadInput
 from moelab.experiment import EPBackend, Experiment, Precision
 from moelab.experiment_file import parse
+from moelab.explain.categories import STRAGGLERS
 from moelab.explain.explanation import Explanation, explain
 from moelab.explain.trace import UNNAMED_GPU
 from moelab.hardware import cluster_of, known_gpu
@@ -112,8 +113,8 @@ def measured_parts_ms(explanation: Explanation) -> dict[str, float]:
     steps = explanation.step_count
     parts = {name: ms / steps for name, ms in explanation.parts_ms.items() if not name.startswith("idle: ")}
     parts["host and waiting"] = explanation.idle_ms / steps
-    if "imbalance and stragglers" in parts:
-        parts["imbalance and stragglers"] = max(0.0, parts["imbalance and stragglers"] - explanation.edge_ms / steps)
+    if STRAGGLERS in parts:
+        parts[STRAGGLERS] -= explanation.tracing_ms / steps
     return parts
 
 
@@ -140,7 +141,7 @@ def compare(explanation: Explanation, experiment: Experiment, calibration: Calib
     return Comparison(
         projection=projection,
         rows=tuple(rows),
-        left_out_ms=explanation.edge_ms,
+        left_out_ms=explanation.tracing_ms,
         longest_gap=f"{gap.cause}, {gap.where}, {gap.idle_ms:.1f} ms" if gap else "none",
     )
 
