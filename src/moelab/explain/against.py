@@ -31,7 +31,7 @@ from moelab.projection.calibration import CALIBRATION, Calibration, with_values
 from moelab.projection.gemm import is_blackwell
 from moelab.projection.job import CATEGORIES, INDEX, PASS_INDEX, Job
 from moelab.projection.project import Projection, aligned, project
-from moelab.projection.step import module_times, stage_times, step_time
+from moelab.projection.step import module_times, stage_times, step_parts_s
 
 MEANINGS: Mapping[str, Mapping[str, str]] = read_yaml("differences.yaml")
 """By part: what ``more`` time than predicted usually means, what to ``do``, and what ``less`` means."""
@@ -283,7 +283,7 @@ def _targets(explanation: Explanation, experiment: Experiment, job: Job) -> list
     cast = "emulated_cast" if job.emulated else "one_pass_cast" if one_pass else f"{kind}_cast"
 
     def part(name: str) -> Predict:
-        return lambda calibration: step_time(job, calibration).parts_s[name]
+        return lambda calibration: step_parts_s(job, calibration)[name]
 
     def passes(*names: str) -> Predict:
         rows = [PASS_INDEX[name] for name in names]  # type: ignore[index]
