@@ -234,6 +234,9 @@ def _answer(command: Sequence[str], *, stderr: int) -> tuple[int | None, str]:
         # subprocess.run would wait on: a driver that hangs holds nvidia-smi in the kernel, killed or not.
         with suppress(subprocess.TimeoutExpired):
             process.communicate(timeout=1)
+        if process.stdout:
+            process.stdout.close()
+        process.poll()
         return None, f"no answer within {COMMAND_TIMEOUT_S} s"
     return process.returncode, output
 

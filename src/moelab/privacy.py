@@ -66,9 +66,12 @@ _SECRETS = (
         ),
         HIDDEN,
     ),
+    # A webhook's URL is itself the key.
     (re.compile(rf"((?:{_PLACES_OF_KEYS}))[^\s'\"<>)]+"), rf"\1{HIDDEN}"),
     (re.compile(rf"(?<![A-Za-z0-9])(?:{_BEGUN})"), HIDDEN),
+    # NAME=value, name: value, "name": "value"; and not name == value, which is code.
     (re.compile(rf"(?i)({_NAMED}(?:{_QUOTE})?\]?[ \t]{{0,4}}[:=](?!=)[ \t]{{0,4}}){_VALUE}"), _KEPT),
+    # --name value, also as a list of arguments: '--name', 'value'.
     (re.compile(rf"(?i)((?<![\w-])--[\w-]{{0,64}}{_NAMED}(?:{_QUOTE},)?[ \t]{{1,4}})(?!-){_VALUE}"), _KEPT),
     (  # of a signed URL
         re.compile(
@@ -81,8 +84,10 @@ _SECRETS = (
         re.compile(r"(?i)(?<![\w-])((?:signature|sig|credential)=)(?=[a-z_.]{0,100}[^a-z_.])[\w%+/=-]{16,}"),
         rf"\1{HIDDEN}",
     ),
+    # Docker's config.json.
     (re.compile(rf"({_QUOTE}(?:auth|identitytoken){_QUOTE} ?: ?(?P<quote>{_QUOTE}))[\w+/=.-]{{8,}}"), rf"\1{HIDDEN}"),
     (re.compile(rf"({_QUOTE}key{_QUOTE} ?: ?{_QUOTE})[0-9a-f]{{32,}}"), rf"\1{HIDDEN}"),  # kaggle.json
+    # HTTP headers; a sentence about the bearer of something is none.
     (
         re.compile(
             rf"(?i)\b(authorization(?:{_QUOTE})? ?[:=] ?(?:{_QUOTE})?(?!aws4-)(?:(?:bearer|basic|token|negotiate) )?+"
@@ -91,11 +96,13 @@ _SECRETS = (
         rf"\1{HIDDEN}",
     ),
     (re.compile(r"\b([Bb]asic )(?=[A-Za-z+/]{0,200}[0-9=])[A-Za-z0-9+/]{8,}={0,2}"), rf"\1{HIDDEN}"),
+    # Prose: "the password is …", if what follows has a digit in it.
     (
         re.compile(r"(?i)\b((?:(?:api|access|secret) key|password) (?:is|was) ['\"]?)(?=\D{0,100}\d)[\w+/=.-]{8,}"),
         rf"\1{HIDDEN}",
     ),
     (re.compile(r"(?i)\b((?:set-)?cookie: ?)[^\n'\"]+"), rf"\1{HIDDEN}"),
+    # Short options that take a password, and curl's user:password.
     (
         re.compile(
             rf"(\b(?:sshpass|(?:docker|podman|nerdctl|oras|helm registry) login)\b[^\n|;&]{{0,200}}? -p ?){_VALUE}"

@@ -94,7 +94,7 @@ def test_a_trace_that_is_too_large_is_not_kept_and_that_is_said(
     train(StepTracer(2, 3, tmp_path, memory_snapshot=False), 1, 3)
     (file,) = json.loads((tmp_path / RECORDED_FOLDER / "rank3.json").read_text())["files"]
     assert (file["file"], file["bytes"]) == ("traces/rank3.json.gz", 0)
-    assert file["reason"].startswith("not kept: it has more than")
+    assert file["reason"].startswith("not kept: larger than")
     assert not (tmp_path / "traces").exists()
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from moelab.finding import Finding, fault
 from moelab.machine import INFINIBAND, Machine
 
-MEMLOCK_NEEDED_BYTES = 64 << 30
+MEMLOCK_NEEDED_BYTES = 64 << 30  # a choice
 
 
 class Port(NamedTuple):
@@ -65,7 +65,7 @@ def check_rdma(machine: Machine, *, nodes: int = 1, nic_gb_s: float | None = Non
     else:
         yield Finding(name=name, severity="ok", found=counted)
     wanted = nic_gb_s or max((port.rate_gb_s for port in active), default=0.0)
-    if slow := [port for port in active if port.rate_gb_s < 0.99 * wanted]:
+    if slow := [port for port in active if port.rate_gb_s < 0.99 * wanted]:  # 1 % for rounding
         kind = "RDMA rate of the profile" if nic_gb_s else "RDMA rate"
         yield fault(kind, ", ".join(f"{port.device} {port.rate_gb_s:g} GB/s" for port in slow), wanted=wanted)
 

@@ -112,6 +112,7 @@ def experiment() -> Trainer.Config:
 
 def __getattr__(name: str) -> Callable[[], Trainer.Config]:
     """The configuration function of a published arm, by its name."""
+    # TorchTitan looks `--config NAME` up with getattr, so a hundred arms need no hundred functions.
     try:
         arm = named_arms()[name]
     except KeyError:
@@ -122,7 +123,7 @@ def __getattr__(name: str) -> Callable[[], Trainer.Config]:
             raise Refused("\n".join([*reasons, f"nearest by name: --config {nearest(name)}"]))
         return trainer_config(arm)
 
-    config.__name__ = config.__qualname__ = name
+    config.__name__ = config.__qualname__ = name  # TorchTitan logs it
     config.__doc__ = f"The published {arm.model} setting as arm {arm.arm}."
     return config
 
@@ -205,14 +206,14 @@ def trainer_config(experiment: Experiment) -> Trainer.Config:
         ),
         training=TrainingConfig(
             local_batch_size=experiment.microbatch if accumulates else experiment.local_batch,
-            # TorchTitan adds up the gradients of as many local batches as make the global one
+            # TorchTitan accumulates gradients over as many local batches as make up the global one.
             global_batch_size=sequences if accumulates else -1,
             seq_len=experiment.seq_len,
             steps=experiment.steps,
-            disable_cuda_graphs=True,
+            disable_cuda_graphs=True,  # a dispatcher that waits for the host cannot be captured
         ),
         parallelism=_parallelism(experiment, on_cpu=on_cpu),
-        checkpoint=ResumeCheckpoints.Config(enable=False),  # who launches a job turns them on by TorchTitan's options
+        checkpoint=ResumeCheckpoints.Config(enable=False),  # launch/node.py enables them with TorchTitan's options
         activation_checkpoint=_ACTIVATION_CHECKPOINT[experiment.activation_checkpoint],
         compile=CompileConfig(enable=experiment.compile != "none", components=_COMPILE[experiment.compile]),
         comm=CommConfig(trace_buf_size=0) if on_cpu else CommConfig(),  # NCCL's flight recorder, which gloo lacks

@@ -59,7 +59,7 @@ def sources() -> Iterator[tuple[str, Path]]:
     library = Path(sysconfig.get_paths()["stdlib"])
     paths = []
     for folder, folders, files in os.walk(library):
-        folders[:] = [name for name in folders if name not in SKIPPED_FOLDERS]  # most files are in them
+        folders[:] = [name for name in folders if name not in SKIPPED_FOLDERS]  # in place: os.walk skips them then
         paths += [Path(folder, file) for file in files if file.endswith(".py")]
     for path in sorted(paths):
         yield path.relative_to(library).as_posix(), path
@@ -110,11 +110,8 @@ def is_held_out(name: str) -> bool:
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]) % HELD_OUT_ONE_IN == 0
 
 
-def prepare(vocab_size: int = VOCAB_SIZE) -> Path:
+def prepare() -> Path:
     """Make the corpus and its tokenizer, or find them in the cache. Many processes may call this at once.
-
-    Args:
-        vocab_size: entries of the tokenizer; at most the model's vocabulary.
 
     Returns:
         A folder with ``tokenizer.json``, ``tokenizer_config.json``, and of each split an Arrow stream with the column
@@ -123,12 +120,12 @@ def prepare(vocab_size: int = VOCAB_SIZE) -> Path:
     Raises:
         CorpusError: if the standard library has no sources here, or the cache cannot be written.
     """
-    folder = cache_folder() / "corpus" / _key(vocab_size)
+    folder = cache_folder() / "corpus" / _key()
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{folder}.lock"):
             if not folder.exists():
-                _build(folder, list(documents()), vocab_size)
+                _build(folder, list(documents()))
     except OSError as error:
         raise CorpusError(
             f"the corpus cannot be cached in {folder.parent}: {error.strerror}; free space there or set MOELAB_CACHE"
@@ -153,18 +150,18 @@ def load(path: str) -> Dataset:
     return Dataset.from_file(path)
 
 
-def _key(vocab_size: int) -> str:
+def _key() -> str:
     """A digest of what the corpus is made from; files count by size and time, because reading them takes a second."""
     import tokenizers
 
-    digest = hashlib.sha256(f"{FORMAT_VERSION} {sys.version} {tokenizers.__version__} {vocab_size}".encode())
+    digest = hashlib.sha256(f"{FORMAT_VERSION} {sys.version} {tokenizers.__version__} {VOCAB_SIZE}".encode())
     for _, path in sources():
         facts = path.stat()
         digest.update(f"{path} {facts.st_size} {facts.st_mtime_ns}\n".encode())
     return digest.hexdigest()[:16]
 
 
-def _build(folder: Path, texts: list[tuple[str, str]], vocab_size: int) -> None:
+def _build(folder: Path, texts: list[tuple[str, str]]) -> None:
     import pyarrow as pa
 
     if sum(len(text) for _, text in texts) < 1_000_000:
@@ -179,20 +176,20 @@ def _build(folder: Path, texts: list[tuple[str, str]], vocab_size: int) -> None:
             table = pa.table({"text": parts[split]})
             with pa.OSFile(f"{work}/{split}.arrow", "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
                 writer.write_table(table)
-        _train_tokenizer(work, parts["train"], vocab_size)
+        _train_tokenizer(work, parts["train"])
         work.rename(folder)  # whole or not at all, whatever ends this process
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _train_tokenizer(folder: Path, texts: list[str], vocab_size: int) -> None:
+def _train_tokenizer(folder: Path, texts: list[str]) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
+        vocab_size=VOCAB_SIZE,
         special_tokens=[BOS, EOS],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,

@@ -112,7 +112,7 @@ class StoppableTrainer(Trainer):
         if self.step:  # before the first step, a new start has the same state
             self.checkpointer.save_now(self.step)
         logger.info(f"moelab: stopped at step {self.step} as asked, to go on from there")
-        if dist.get_rank() == 0:
+        if dist.get_rank() == 0:  # after the save: the file tells the launcher that the run can be requeued
             write_json(Path(self.config.dump_folder) / STOPPED_FILE, {"step": self.step})
         return False
 

@@ -84,7 +84,7 @@ def record_expert_load(trainer: Any) -> None:
     dims, device = trainer.parallel_dims, trainer.device
     own = [block.moe.tokens_per_expert_E.shape[0] for block in blocks.values()]
     size = torch.tensor([max(blocks, default=-1) + 1, max(own, default=0)], device=device)
-    if dims.pp_enabled:
+    if dims.pp_enabled:  # a stage knows neither the last layer's number nor, if it is dense, how many experts there are
         dist.all_reduce(size, dist.ReduceOp.MAX, group=dims.get_mesh("pp").get_group())
     layers, experts = size.tolist()
     if not layers:

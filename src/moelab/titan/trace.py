@@ -81,7 +81,7 @@ class StepTracer:
             self._is_first = False
             return
         if torch.cuda.is_available():
-            torch.cuda.synchronize()
+            torch.cuda.synchronize()  # the step's kernels belong into its trace
         self._keep(time.perf_counter() - start)
         self._trace = None
 
@@ -128,6 +128,7 @@ class StepTracer:
         told: dict[str, Any] = {"file": f"{TRACES_FOLDER}/{name}", "bytes": 0, "reason": None}
         packed = io.BytesIO()
         try:
+            # In memory, so that a trace that is too large never reaches the disk.
             with gzip.GzipFile(fileobj=packed, mode="wb", compresslevel=5, mtime=0) as file:
                 for part in content:
                     file.write(part)

@@ -75,7 +75,7 @@ def _ask_child(request: dict[str, Any]) -> dict[str, Any]:
     environment = {
         **os.environ,
         "CUDA_VISIBLE_DEVICES": "",  # a GPU that is here must not answer for the one that is assumed
-        "HF_HUB_OFFLINE": "1",
+        "HF_HUB_OFFLINE": "1",  # nothing is downloaded to count parameters
         "OMP_NUM_THREADS": "1",
     }
     done = subprocess.run(
