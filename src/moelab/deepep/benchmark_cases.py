@@ -29,7 +29,7 @@ from moelab.model import DispatchPrecision, shape_of
 
 # Shape suffixes: T tokens of this rank, K experts a token, E experts, P ranks.
 
-Backend = Literal["standard", "deepep", "hybridep"]
+Backend = Literal["standard", "deepep"]
 Operation = Literal["dispatch", "combine", "combine_backward", "dispatch_backward"]
 OPERATIONS: tuple[Operation, ...] = ("dispatch", "combine", "combine_backward", "dispatch_backward")
 ROUTINGS = ("random_balanced", "round_robin", "skewed")
@@ -128,8 +128,6 @@ def plan(
         precisions: tuple[DispatchPrecision, ...] = ("bf16", "fp8", "mxfp8")
         base += [ExchangeArm(backend="deepep", precision=precision) for precision in precisions]
         sweep = [ExchangeArm(backend="deepep", precision=one, sms=count) for count in sms for one in precisions[:2]]
-    if "hybridep" in backends:
-        base.append(ExchangeArm(backend="hybridep"))
     groups = [ArmGroup(size=size, routing=routing, arms=tuple(base)) for size in sizes for routing in routings if base]
     if sweep:
         # Before the last size: DeepEP compiles three to five kernels for each count, a second or two each.

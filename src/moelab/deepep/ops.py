@@ -53,12 +53,25 @@ _SCALEOUT_DIMENSIONS = (4, 3, 3)
 
 @torch.library.custom_op(f"{NAMESPACE}::dispatch", mutates_args=())
 def dispatch(
-    x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, group: str, experts: int, alignment: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Send tokens to their experts.
+    x_TD: Tensor,
+    data_TD: Tensor | None,
+    scales_TS: Tensor | None,
+    weights_TK: Tensor,
+    ids_TK: Tensor,
+    group: str,
+    experts: int,
+    alignment: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Send tokens to their experts, in BF16 or already quantised.
+
+    Quantised tokens travel in the place of ``x_TD``, to which their gradient belongs. FP8 tensors carry no BF16
+    gradient in PyTorch, so the first output is then a BF16 ``(R, D)`` of one element in memory, whose gradient is that
+    of the rows.
 
     Args:
-        x_TD: BF16.
+        x_TD: BF16 tokens.
+        data_TD: the same in FP8, or None to send BF16.
+        scales_TS: their scales, four bytes each.
         weights_TK: float32 routing scores; travel along.
         ids_TK: int64 experts.
         group: name of the expert-parallel process group.
@@ -66,64 +79,71 @@ def dispatch(
         alignment: rows of each local expert are padded to a multiple of this.
 
     Returns:
-        Rows ``(R, D)``, their weights ``(R,)``, and ``HANDLE_TENSORS``.
+        BF16 rows (or the gradient's place) ``(R, D)``, rows in FP8 ``(R, D)`` and their scales ``(R, S)`` (both empty
+        where BF16 travels), weights ``(R,)``, and ``HANDLE_TENSORS``.
     """
-    rows_RD, _, *rest = _send(x_TD, None, weights_TK, ids_TK, group, experts, alignment)
-    return (rows_RD, *rest)
+    place = exchange(group)
+    sent_TD = (x_TD if data_TD is None else data_TD).contiguous()
+    rows, _, weights_R, handle, _ = place.buffer.dispatch(
+        sent_TD if scales_TS is None else (sent_TD, scales_TS),
+        topk_idx=ids_TK.contiguous(),
+        topk_weights=weights_TK.contiguous(),
+        num_experts=experts,
+        num_max_tokens_per_rank=sent_TD.shape[0],
+        expert_alignment=alignment,
+        num_sms=place.num_sms,
+        do_handle_copy=False,
+        do_cpu_sync=True,  # the number of rows, which memory for them and a compiler's shapes need
+        do_expand=True,
+        do_zero_padding=True,  # a NaN in padding would be one in its expert's weight gradient
+    )
+    # An operator's results share no memory, so each that is missing is a tensor of its own.
+    arrived = (
+        (rows, _nothing(x_TD), _nothing(x_TD)) if scales_TS is None else (gradient_place(x_TD, len(rows[0])), *rows)
+    )
+    tensors = [getattr(handle, name) for name in HANDLE_TENSORS]
+    return (*arrived, weights_R, *(_nothing(x_TD) if tensor is None else tensor for tensor in tensors))
 
 
 @dispatch.register_fake
-def _(x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, group: str, experts: int, alignment: int) -> tuple[Tensor, ...]:
-    rows_RD, _, *rest = _fake_send(x_TD, None, weights_TK, ids_TK, group, experts)
-    return (rows_RD, *rest)
-
-
-@torch.library.custom_op(f"{NAMESPACE}::dispatch_quantised", mutates_args=())
-def dispatch_quantised(
-    x_TD: Tensor,
-    data_TD: Tensor,
-    scales_TS: Tensor,
-    weights_TK: Tensor,
-    ids_TK: Tensor,
-    group: str,
-    experts: int,
-    alignment: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Send tokens that are already quantised.
-
-    ``x_TD`` itself does not travel; it is what the gradient belongs to. FP8 tensors carry no BF16 gradient in PyTorch,
-    so the first output is a BF16 ``(R, D)`` of one element in memory, whose gradient is that of the rows.
-
-    Args:
-        x_TD: BF16 tokens.
-        data_TD: the same in FP8.
-        scales_TS: their scales, four bytes each.
-        weights_TK: this and what follows as in :func:`dispatch`.
-        ids_TK: int64 experts.
-        group: name of the process group.
-        experts: of all ranks.
-        alignment: of each local expert's rows.
-
-    Returns:
-        The gradient's place ``(R, D)``, rows in FP8 ``(R, D)``, scales ``(R, S)``, weights ``(R,)``, HANDLE_TENSORS.
-    """
-    data_RD, *rest = _send(data_TD, scales_TS, weights_TK, ids_TK, group, experts, alignment)
-    return (gradient_place(x_TD, data_RD.shape[0]), data_RD, *rest)
-
-
-@dispatch_quantised.register_fake
 def _(
     x_TD: Tensor,
-    data_TD: Tensor,
-    scales_TS: Tensor,
+    data_TD: Tensor | None,
+    scales_TS: Tensor | None,
     weights_TK: Tensor,
     ids_TK: Tensor,
     group: str,
     experts: int,
     alignment: int,
 ) -> tuple[Tensor, ...]:
-    data_RD, *rest = _fake_send(data_TD, scales_TS, weights_TK, ids_TK, group, experts)
-    return (gradient_place(x_TD, data_RD.shape[0]), data_RD, *rest)
+    # How many rows and tokens arrive only the data know.
+    context = torch.library.get_ctx()
+    rows, received = context.new_dynamic_size(), context.new_dynamic_size()
+    buffer, top_k = exchange(group).buffer, ids_TK.shape[1]
+    ranks = buffer.group.size()
+    local = experts // ranks
+
+    def index(*shape: Any) -> Tensor:
+        return ids_TK.new_empty(shape, dtype=torch.int32)
+
+    arrived = x_TD.new_empty((rows, x_TD.shape[1])), index(0), index(0)
+    if data_TD is not None and scales_TS is not None:
+        quantised = (sent.new_empty((rows, sent.shape[1])) for sent in (data_TD, scales_TS))
+        arrived = (gradient_place(x_TD, rows), *quantised)  # type: ignore[assignment]
+    # Only where tokens cross between nodes (DeepEP's scale-out) do the last two tensors hold anything; how much, and
+    # how long the lists of slots are, only the data know.
+    beyond_node = [index(*ids_TK.shape), index(0), index(0)]
+    if getattr(buffer, "num_scaleout_ranks", 1) > 1:
+        beyond_node = [index(*(context.new_dynamic_size() for _ in range(n))) for n in _SCALEOUT_DIMENSIONS]
+    return (
+        *arrived,
+        weights_TK.new_empty((rows,)),
+        index(getattr(buffer, "num_scaleup_ranks", ranks)),
+        index(local),
+        index(local),
+        index(received, top_k + 2),
+        *beyond_node,
+    )
 
 
 @torch.library.custom_op(f"{NAMESPACE}::collect", mutates_args=())
@@ -201,66 +221,6 @@ def _(
     return x_TD.new_empty((rows_like.shape[0], x_TD.shape[1]))
 
 
-def _send(
-    data_TD: Tensor,
-    scales_TS: Tensor | None,
-    weights_TK: Tensor,
-    ids_TK: Tensor,
-    group: str,
-    experts: int,
-    alignment: int,
-) -> tuple[Tensor, ...]:
-    """Rows, scales (empty without), weights and the handle's tensors."""
-    place = exchange(group)
-    data_TD = data_TD.contiguous()
-    rows, _, weights_R, handle, _ = place.buffer.dispatch(
-        data_TD if scales_TS is None else (data_TD, scales_TS),
-        topk_idx=ids_TK.contiguous(),
-        topk_weights=weights_TK.contiguous(),
-        num_experts=experts,
-        num_max_tokens_per_rank=data_TD.shape[0],
-        expert_alignment=alignment,
-        num_sms=place.num_sms,
-        do_handle_copy=False,
-        do_cpu_sync=True,  # the number of rows, which memory for them and a compiler's shapes need
-        do_expand=True,
-        do_zero_padding=True,
-    )
-    rows_RD, scales_RS = (rows, _nothing(data_TD)) if scales_TS is None else rows
-    tensors = [getattr(handle, name) for name in HANDLE_TENSORS]
-    return rows_RD, scales_RS, weights_R, *(_nothing(data_TD) if tensor is None else tensor for tensor in tensors)
-
-
-def _fake_send(
-    data_TD: Tensor, scales_TS: Tensor | None, weights_TK: Tensor, ids_TK: Tensor, group: str, experts: int
-) -> tuple[Tensor, ...]:
-    """Shapes of what :func:`_send` returns; the number of rows, and of tokens received, only the data know."""
-    context = torch.library.get_ctx()
-    rows, received = context.new_dynamic_size(), context.new_dynamic_size()
-    buffer, top_k = exchange(group).buffer, ids_TK.shape[1]
-    ranks = buffer.group.size()
-    local = experts // ranks
-
-    def index(*shape: Any) -> Tensor:
-        return ids_TK.new_empty(shape, dtype=torch.int32)
-
-    # Only where tokens cross between nodes (DeepEP's scale-out) do the last two tensors hold anything; how much, and
-    # how long the lists of slots are, only the data know.
-    beyond_node = [index(*ids_TK.shape), index(0), index(0)]
-    if getattr(buffer, "num_scaleout_ranks", 1) > 1:
-        beyond_node = [index(*(context.new_dynamic_size() for _ in range(n))) for n in _SCALEOUT_DIMENSIONS]
-    return (
-        data_TD.new_empty((rows, data_TD.shape[1])),
-        index(0) if scales_TS is None else scales_TS.new_empty((rows, scales_TS.shape[1])),
-        weights_TK.new_empty((rows,)),
-        index(getattr(buffer, "num_scaleup_ranks", ranks)),
-        index(local),
-        index(local),
-        index(received, top_k + 2),
-        *beyond_node,
-    )
-
-
 def _nothing(like: Tensor) -> Tensor:
     """Operators return tensors only: an empty one stands for None."""
     return like.new_empty((0,), dtype=torch.int32)
@@ -291,18 +251,15 @@ def _handle_of(place: Exchange, ids_TK: Tensor, tensors: list[Tensor], experts: 
 
 def _dispatch_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *_, ids_TK, ctx.group, ctx.experts, ctx.alignment = inputs
-    handle = output[-len(HANDLE_TENSORS) :]  # the rows come first, their weights right before the handle
-    ctx.inputs = len(inputs)
-    ctx.mark_non_differentiable(*output[1 : -1 - len(HANDLE_TENSORS)], *handle)
+    _rows_RD, data_RD, scales_RS, _weights_R, *handle = output
+    ctx.mark_non_differentiable(data_RD, scales_RS, *handle)
     ctx.save_for_backward(ids_TK, *handle)
 
 
-def _dispatch_backward(ctx: Any, rows_RD: Tensor, *grads: Any) -> Any:
+def _dispatch_backward(ctx: Any, rows_RD: Tensor, _data_RD: None, _scales_RS: None, weights_R: Tensor, *_: None) -> Any:
     ids_TK, *handle = ctx.saved_tensors
-    weights_R = grads[-1 - len(HANDLE_TENSORS)]
     x_TD, weights_TK = collect(rows_RD, weights_R, ids_TK, handle, ctx.group, ctx.experts, ctx.alignment)
-    between = [None] * (ctx.inputs - 6)  # the quantised form has two more inputs, which carry no gradient
-    return x_TD, *between, weights_TK, None, None, None, None
+    return x_TD, None, None, weights_TK, None, None, None, None
 
 
 def _combine_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -318,5 +275,4 @@ def _combine_backward(ctx: Any, x_TD: Tensor) -> Any:
 
 
 dispatch.register_autograd(_dispatch_backward, setup_context=_dispatch_context)
-dispatch_quantised.register_autograd(_dispatch_backward, setup_context=_dispatch_context)
 combine.register_autograd(_combine_backward, setup_context=_combine_context)

@@ -45,6 +45,9 @@ class StandInBuffer:
         """A number where DeepEP wants one."""
         return 1
 
+    def destroy(self) -> None:
+        """It holds no memory."""
+
     def dispatch(
         self,
         x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],

@@ -100,7 +100,7 @@ class BF16:
     max: float = float(torch.finfo(torch.bfloat16).max)
 
     def cast(self, x: torch.Tensor, axis: int = -1) -> Cast:
-        """Round to bfloat16; ``axis`` is of no effect."""
+        """Round to bfloat16; ``axis`` makes no difference."""
         stored = x.to(torch.bfloat16)
         return Cast(values=stored.float(), stored=stored, scale=torch.ones_like(x, dtype=torch.float32))
 
