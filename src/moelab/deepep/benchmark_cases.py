@@ -188,6 +188,7 @@ def rows_to_ranks(ids_TK: torch.Tensor, *, experts: int, ranks: int) -> dict[str
     rank_TK = ids_TK // (experts // ranks)
     copies_P = torch.bincount(rank_TK.flatten(), minlength=ranks)
     reached_TP = torch.zeros((ids_TK.shape[0], ranks), dtype=torch.int64, device=ids_TK.device)
+    # A token reaches a rank once, however many of its experts are there.
     once_P = reached_TP.scatter_(1, rank_TK, 1).sum(dim=0)
     return {"copies": copies_P.tolist(), "once": once_P.tolist()}
 
@@ -223,6 +224,7 @@ def traffic(
     each = row_bytes(hidden, precision)
     return {
         "logical_bytes": logical_rows * each,
+        # A link carries both directions at once, so the fuller one takes the time.
         "physical_bytes": max(*out, *into) * each,
         "rows_to_others": statistics.fmean(out),
         "rows_to_self": statistics.fmean(sent_PP[p][p] for p in ranks),

@@ -83,6 +83,7 @@ def open_exchange(
     check_sizes(
         ranks=group.size(), hidden=hidden, tokens=tokens, experts=experts, top_k=top_k, native=kernels == "native"
     )
+    # Taken out first: if its replacement cannot be opened, nobody finds the old one.
     opened = _OPEN.pop(group.group_name, None)
     sizes = {"tokens": tokens, "hidden": hidden, "top_k": top_k}
     if opened and opened.kernels == kernels:
@@ -142,7 +143,7 @@ def _deepep_buffer(group: dist.ProcessGroup, **room: int) -> tuple[Any, Callable
         group,
         **room,
         deterministic=torch.are_deterministic_algorithms_enabled(),
-        explicitly_destroy=True,
+        explicitly_destroy=True,  # by all ranks together, not whenever Python collects it
     )
     return buffer, EPHandle
 

@@ -4,7 +4,7 @@ Four operators, because the gradient of a dispatch is a combine and the gradient
 the forward's routing:
 
 ==================  =====================================================  ============================
-operator            does                                                   its gradient
+operator            sends                                                  its gradient
 ==================  =====================================================  ============================
 dispatch            tokens to experts, expert-major, padded               ``collect`` (rows and weights)
 collect             rows to tokens, with the weights' gradients            –
@@ -12,14 +12,14 @@ combine             rows to tokens                                         ``res
 resend              tokens to experts as an earlier dispatch sent them     –
 ==================  =====================================================  ============================
 
-TorchTitan 0.3.0 has such operators too; these differ in what makes its refusals unnecessary:
+TorchTitan 0.3.0 has such operators too, and refuses to pad or compile them. These do both:
 
-- The *expanding* layout of DeepEP is used in training: the copy out of the communication buffer, which DeepEP makes
-  anyway, writes rows in expert-major order with every expert's group padded and the padding zeroed. No gather follows,
-  and ``combine`` reads past the padding by itself. A forward layer has one host sync, DeepEP's own, for the row count.
-- Every operator has a fake implementation, so ``torch.compile`` can hold it.
-- DeepEP's handle crosses as the tensors that it consists of. Nothing is cached, so an activation checkpoint may save it
-  or make it again, a pipeline may hold many, and a forward without a backward leaks nothing.
+- They use DeepEP's *expanding* layout in training: the copy out of the communication buffer, which DeepEP makes anyway,
+  writes rows in expert-major order with every expert's group padded and the padding zeroed. No gather follows, and
+  ``combine`` skips the padding by itself. A forward layer has one host sync, DeepEP's own, for the row count.
+- Every operator has a fake implementation, so ``torch.compile`` can trace it.
+- DeepEP's handle is passed on as the tensors that it consists of. Nothing is cached, so an activation checkpoint may
+  save it or make it again, a pipeline may hold many, and a forward without a backward leaks nothing.
 
 Shape suffixes: T tokens of this rank, K experts of a token, R rows, U tokens received (once each), D features, S scales
 of a token, e local experts.
@@ -129,7 +129,7 @@ def _(
     arrived = x_TD.new_empty((rows, x_TD.shape[1])), index(0), index(0)
     if data_TD is not None and scales_TS is not None:
         quantised = (sent.new_empty((rows, sent.shape[1])) for sent in (data_TD, scales_TS))
-        arrived = (gradient_place(x_TD, rows), *quantised)  # type: ignore[assignment]
+        arrived = (gradient_place(x_TD, rows), *quantised)
     # Only where tokens cross between nodes (DeepEP's scale-out) do the last two tensors hold anything; how much, and
     # how long the lists of slots are, only the data know.
     beyond_node = [index(*ids_TK.shape), index(0), index(0)]
@@ -189,16 +189,9 @@ def _(rows_RD: Tensor, ids_TK: Tensor, handle: list[Tensor], group: str, experts
 def resend(
     x_TD: Tensor, ids_TK: Tensor, handle: list[Tensor], group: str, experts: int, alignment: int, rows_like: Tensor
 ) -> Tensor:
-    """Send ``(T, D)`` as an earlier dispatch sent its tokens: the gradient of :func:`combine`. No host sync.
+    """Send BF16 ``(T, D)`` as an earlier dispatch sent its tokens: the gradient of :func:`combine`. No host sync.
 
-    Args:
-        x_TD: BF16.
-        ids_TK: as in the dispatch.
-        handle: what the dispatch returned.
-        group: name of the expert-parallel process group.
-        experts: of all ranks.
-        alignment: as in the dispatch.
-        rows_like: any tensor whose first dimension is the number of rows.
+    ``rows_like`` is any tensor with as many rows as arrive; the other arguments are the dispatch's and its handle.
     """
     place = exchange(group)
     handle_ = _handle_of(place, ids_TK, handle, experts, alignment, rows_like.shape[0])
@@ -227,9 +220,9 @@ def _nothing(like: Tensor) -> Tensor:
 
 
 def _handle_of(place: Exchange, ids_TK: Tensor, tensors: list[Tensor], experts: int, alignment: int, rows: int) -> Any:
-    """DeepEP's handle again, from its tensors."""
+    """DeepEP's handle, rebuilt from its tensors."""
     named = dict(zip(HANDLE_TENSORS, tensors, strict=True))
-    for name in HANDLE_TENSORS[-2:]:  # None inside of a node, where an empty tensor stood for it
+    for name in HANDLE_TENSORS[-2:]:  # None within a node, where an empty tensor stood for it
         if named[name].numel() == 0:
             named[name] = None
     handle = place.handle_type(
@@ -244,7 +237,7 @@ def _handle_of(place: Exchange, ids_TK: Tensor, tensors: list[Tensor], experts: 
         num_recv_tokens_per_expert_list=[],
         **named,
     )
-    # A deterministic buffer asks for it whenever it sends by a handle, and does nothing with it where rows expand.
+    # A deterministic buffer reads it whenever it sends by a handle, but only uses it where rows do not expand.
     handle.cached_recv_src_metadata_before_sort = handle.recv_src_metadata
     return handle
 
@@ -264,7 +257,7 @@ def _dispatch_backward(ctx: Any, rows_RD: Tensor, _data_RD: None, _scales_RS: No
 
 def _combine_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     rows_RD, ids_TK, handle, ctx.group, ctx.experts, ctx.alignment = inputs
-    # A view of nothing that knows the number of rows: the rows themselves are not needed again.
+    # An empty tensor that has the number of rows: the rows themselves are not needed again.
     ctx.save_for_backward(ids_TK, rows_RD.new_empty((rows_RD.shape[0], 0)), *handle)
 
 

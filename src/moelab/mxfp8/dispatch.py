@@ -178,6 +178,7 @@ def places(received_re: Tensor, rows_e: Tensor, received: int) -> Tensor:
     Returns:
         int64 ``(R,)``.
     """
+    # Where the rows from each rank for each expert begin: as they arrive, and in the padded groups.
     arrives_re = received_re.reshape(-1).cumsum(0).view_as(received_re) - received_re
     goes_re = (rows_e.cumsum(0) - rows_e) + received_re.cumsum(0) - received_re
     shift_R = (goes_re - arrives_re).reshape(-1).repeat_interleave(received_re.reshape(-1), output_size=received)
@@ -236,6 +237,7 @@ class _Combine(torch.autograd.Function):
     def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor | None, ...]:
         (place_R,) = ctx.saved_tensors
         quantised = cast(grad_ND, ctx.kernels)
+        # From the tokens to the experts again, so that as much arrives as in the dispatch.
         rows = _exchange_quantised(*quantised, place_R, ctx.padded, ctx.received, ctx.sent, ctx.group)
         return expand(*rows, "mxfp8"), None, None, None, None, None, None
 
@@ -254,6 +256,7 @@ def _exchange_quantised(
     """Both halves of quantised rows to the experts and into padded groups; as bytes, which every backend sends."""
     under_way = [all_to_all_single(half, arriving, leaving, group) for half in (data.view(torch.uint8), scales)]
     arrived = [torch.ops._c10d_functional.wait_tensor(half) for half in under_way]
+    # Padding is data 0 under the scale 2^-127: zeros, whose products and gradients are zeros.
     data_P, scales_P = (half.new_zeros((padded, half.shape[1])).index_copy(0, place_R, half) for half in arrived)
     return data_P.view(E4M3), scales_P
 

@@ -128,6 +128,7 @@ def _padding_of(ends_G: torch.Tensor, tokens: int, block: int) -> tuple[torch.Te
     padded_ends_G = torch.cumsum(padded_G, 0, dtype=torch.int32)
     shift_G = padded_ends_G - padded_G - starts_G
     token_M = torch.arange(tokens, device=ends_G.device, dtype=torch.int32)
+    # A token's group is the first that ends after it; empty groups end where the one before does.
     rows_M = token_M + shift_G[torch.searchsorted(ends_G, token_M, right=True)]
     # The most that padding can need: the exact number is on the device, and reading it would be a host sync.
     rows = (tokens + block - 1) // block * block + ends_G.shape[0] * block

@@ -86,6 +86,7 @@ def measure(x: torch.Tensor, number_format: Format) -> TensorErrors:
         raise BadInput("the tensor has no value other than zero, so there is no error to measure")
     cast = number_format.cast(x)
     blocks = block_sqnr_db(x, cast.values)
+    # Not interpolated: half-way between a finite SQNR and an infinite one there is nothing.
     worst = torch.quantile(blocks[~blocks.isnan()], WORST, interpolation="lower")
     return TensorErrors(
         sqnr_db=sqnr_db(x, cast.values),
@@ -403,6 +404,7 @@ def compare_products(gemms: Iterable[GroupedGemm]) -> list[GemmRow]:
     """
     rows = []
     for gemm in gemms:
+        # The reference has the operands in BF16 as training has them, and no other rounding.
         exact = _products(gemm, lambda _product, left, right: left.double() @ right.double().T)
         for method in METHODS:
             cast = _products(gemm, partial(cast_product, method=method))
@@ -426,6 +428,7 @@ def cast_product(product: Product, left: torch.Tensor, right: torch.Tensor, meth
         (R, C), BF16.
     """
     left_format, right_format = method.formats(product)
+    # Sums in FP32, rounded once, as tensor cores and torchao's emulation do.
     return (_cast(left, left_format) @ _cast(right, right_format).T).bfloat16()
 
 

@@ -161,9 +161,11 @@ def measure_peaks(device: torch.device) -> dict[str, Any]:
         ``copy_tb_s`` (bytes read and written), and how they were measured.
     """
     size = PEAK_SIZE
+    # Random values: a GPU multiplies zeros or ones at a higher clock.
     a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
     a8, b8 = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn)
     one = torch.ones((), device=device)
+    # Scales of 1 in any order are scales of 1 in the order of tensor cores.
     blocks = torch.ones(size * size // 32, device=device).to(torch.float8_e8m0fnu)
     products: dict[GroupedPrecision, Callable[[], object]] = {
         "bf16": lambda: torch.mm(a, b.t()),
@@ -290,6 +292,7 @@ def time_case(
             failed(precision, error)
         else:
             works[precision], rows[precision] = work, operands.a_MK.shape[0]
+    # The same number for all, so that they can take turns.
     repeats = min(MAX_REPEATS, max(MIN_REPEATS, int(SECONDS_PER_CASE / (once_s or 1))))
     for precision, parts in interleaved(works, device, repeats=repeats).items():
         for part, products in (("forward", 1), ("backward", 2), ("total", 3)):
@@ -353,6 +356,7 @@ def _gemm(direction: Direction, flops: int, call: Callable[[], object]) -> Compo
 
 
 def _cast(name: str, direction: Direction, elements: int, call: Callable[[], object]) -> Component:
+    # Two bytes are read and one is written; scales are not counted.
     return Component(name, direction, "quantise", 3 * elements, call)
 
 
@@ -374,6 +378,7 @@ def _fp8(x: Operands) -> Iterator[Component]:
     e4m3 = torch.float8_e4m3fn
 
     def scaled(left: torch.Tensor, right: torch.Tensor, *scales: torch.Tensor) -> torch.Tensor:
+        # torchao's casts return what they multiplied by, and the product takes what expands again.
         inverse = [scale.reciprocal() for scale in scales]
         return torch._scaled_grouped_mm(left, right, *inverse, offs, out_dtype=torch.bfloat16, use_fast_accum=True)
 

@@ -137,6 +137,7 @@ def group_sizes(case: Case, *, block: int = 1) -> tuple[int, ...]:
         alpha = np.full(case.groups, DIRICHLET)
         chances = random.dirichlet(alpha) if case.sizes == "skewed" else np.full(case.groups, 1 / case.groups)
         drawn = random.multinomial(case.m, chances)
+    # Padded after the draw, so that every block size pads the same routing.
     return tuple(int(-(-rows // block) * block) for rows in drawn)
 
 

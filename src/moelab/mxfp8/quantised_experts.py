@@ -354,6 +354,7 @@ class _NativeMXFP8(_In8Bits):
     @staticmethod
     def arrived(data_RD: Tensor, scales_RS: Any, ends_e: Tensor) -> Any:
         """E4M3 rows and their scales in the layout that the tensor cores read."""
+        # Collectives and DeepEP carry the scales as other types of the same bytes.
         e8m0_RS = scales_RS.contiguous().view(torch.float8_e8m0fnu)
         return data_RD, torchao_mxfp8.mx_block_rearrange_2d_M_groups_cuda(e8m0_RS, ends_e)
 

@@ -37,6 +37,7 @@ def _exponents(amax):  # type: ignore[no-untyped-def]
 @triton.jit
 def _reciprocals(exponents):  # type: ignore[no-untyped-def]
     """2^-E, 1 for the smallest scale."""
+    # 2^-127, the reciprocal of an infinity's scale, is subnormal: its bits are the top one of the mantissa.
     bits = tl.where(exponents == 255, 0x7FC00000, tl.where(exponents == 254, 0x00400000, (254 - exponents) << 23))
     return tl.where(exponents == 0, 1.0, bits.to(tl.float32, bitcast=True))
 
@@ -67,6 +68,7 @@ def _store_quantised(x, data, scales, columns, inside, K, SIZE: tl.constexpr, MX
         exponents = _fp8_exponents(_amax(x, 1))
         x = x * _reciprocals(exponents)
         tl.store(scales + tl.zeros_like(exponents), (exponents << 23).to(tl.float32, bitcast=True))
+    # Beyond 448 only beside an infinity. tl.minimum drops a NaN, which the data must keep.
     x = tl.where(x != x, x, tl.minimum(tl.maximum(x, -448.0), 448.0))
     tl.store(data + columns, x.to(tl.float8e4nv), mask=inside)
 
@@ -89,6 +91,7 @@ def _swiglu_kernel(gate_up, scores, data, scales, F, SCORED: tl.constexpr, SIZE:
     inside = columns < F
     gate = tl.load(gate_up + row * 2 * F + columns, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * F + F + columns, mask=inside, other=0.0).to(tl.float32)
+    # Rounded after SiLU, after the product and after the score, as separate kernels would.
     h = _rounded(_rounded(_silu(gate)) * up)
     if SCORED:
         h = _rounded(h * tl.load(scores + row))
@@ -125,6 +128,7 @@ def _swiglu_backward_kernel(  # type: ignore[no-untyped-def]
         upstream = _rounded(upstream * score)
         h = _rounded(h * score)
     tl.store(h_out + row * F + columns, h.to(tl.bfloat16), mask=inside)
+    # aten.silu_backward, whose operands are BF16 and whose arithmetic is FP32.
     gate_grad = _rounded(_rounded(upstream * up) * sigmoid * (1.0 + gate * (1.0 - sigmoid)))
     up_grad = _rounded(upstream * silu)
     tl.store(grad + row * 2 * F + columns, gate_grad.to(tl.bfloat16), mask=inside)
@@ -132,9 +136,11 @@ def _swiglu_backward_kernel(  # type: ignore[no-untyped-def]
     data += row * 2 * F
     if MX:
         scales += row * (2 * F // 32)
+        # F is a multiple of 32, so no block has values of both halves.
         _store_quantised(gate_grad, data, scales, columns, inside, F, SIZE, True)
         _store_quantised(up_grad, data + F, scales + F // 32, columns, inside, F, SIZE, True)
     else:
+        # One scale for both halves: together they are a row of the product that sums over 2F.
         exponents = _fp8_exponents(tl.maximum(_amax(gate_grad, 1), _amax(up_grad, 1)))
         reciprocal = _reciprocals(exponents)
         tl.store(data + columns, (gate_grad * reciprocal).to(tl.float8e4nv), mask=inside)
@@ -158,6 +164,7 @@ def _column_amax_kernel(x, amax, K, N, TILE_N: tl.constexpr, TILE_K: tl.constexp
     """Largest magnitude of each of K columns of an expert's weight, and of what ``amax`` has already."""
     expert = tl.program_id(1).to(tl.int64)
     k = tl.program_id(0) * TILE_K + tl.arange(0, TILE_K)[None, :]
+    # w1's, when this is w3: both share a column's scale.
     largest = tl.load(amax + expert * K + k, mask=k < K, other=0)
     for start in range(0, N, TILE_N):
         n = start + tl.arange(0, TILE_N)[:, None]
@@ -179,6 +186,7 @@ def _transpose_kernel(x, amax, data, factors, K, N, N_ALL, FIRST, TILE_N: tl.con
     quantised = tl.trans((wide * _reciprocals(exponents)).to(tl.float8e4nv))
     target = data + expert * K * N_ALL + tl.trans(k).to(tl.int64) * N_ALL + FIRST + tl.trans(n)
     tl.store(target, quantised, mask=tl.trans(inside))
+    # All weights' tiles know the factors; the first weight's first row of tiles writes them.
     if FIRST == 0 and tl.program_id(0) < tiles_K:
         tl.store(factors + expert * K + k, (exponents << 23).to(tl.float32, bitcast=True), mask=k < K)
 
@@ -196,6 +204,7 @@ def _turned_amax_kernel(x, row_factors, ends, amax, C, TILE_R: tl.constexpr, TIL
         factors = tl.load(row_factors + r, mask=r < end, other=0.0)
         tile = tl.load(x + r.to(tl.int64) * C + c, mask=(r < end) & (c < C), other=0.0).to(tl.float32) * factors
         largest = tl.maximum(largest, _amax(tile, 0))
+    # Of integers, so that the result does not depend on the order of the programs.
     tl.atomic_max(amax + expert.to(tl.int64) * C + c, largest, mask=c < C, sem="relaxed")
 
 
@@ -208,6 +217,7 @@ def _turned_kernel(x, row_factors, ends, amax, data, factors, R, C, TILE_R: tl.c
     start = tl.load(ends + expert - 1, mask=expert > 0, other=0)
     exponents = _fp8_exponents(tl.load(amax + expert.to(tl.int64) * C + c, mask=c < C, other=0))
     if tl.program_id(2) == 0:
+        # An expert without rows: any finite factor, for its sum over nothing.
         factor = tl.where(end > start, (exponents << 23).to(tl.float32, bitcast=True), 1.0)
         tl.store(factors + expert.to(tl.int64) * C + c, factor, mask=c < C)
     reciprocals = _reciprocals(exponents)
@@ -321,6 +331,7 @@ def turned(data_RC: Tensor) -> Tensor:
     """One read, one write, as bytes."""
     data_CR, (R, C) = operators.empty_turned(data_RC), data_RC.shape
     if data_RC.numel():
+        # As bytes: to move E4M3, Triton need not compute with it.
         source, target = data_RC.contiguous().view(torch.uint8), data_CR.view(torch.uint8)
         _turn_kernel[(triton.cdiv(C, 128), triton.cdiv(R, 128))](source, target, R, C, 128, 128, num_warps=WARPS)
     return data_CR
