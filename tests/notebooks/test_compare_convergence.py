@@ -51,7 +51,7 @@ def test_papermill_runs_the_demo(by_nbmake: Callable[[str], Ran], tmp_path: Path
     """As short as the notebook's defaults, whose two seeds are there already: of the third one arm is trained."""
     output, runs, study = tmp_path / "executed.ipynb", tmp_path / "runs", f"{NAME}_smoke"
     shutil.copytree(by_nbmake(NAME).folder / "runs", runs)
-    (trained_run,) = (runs / study / "bf16_standard" / "seed1").iterdir()
+    (trained_run,) = (runs / study / "mxfp8_standard" / "seed1").iterdir()
     copy_as_seed(RunDir(trained_run), 2, runs)
     before = {run.name for run in directory.find(runs)}
     parameters = ROOT / "papermill_params" / NAME / "cpu.yaml"
