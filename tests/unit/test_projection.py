@@ -25,7 +25,7 @@ from moelab.layout import check
 from moelab.model import SHAPES, flops_per_token, gemms, shape_of
 from moelab.plan import headroom_gib
 from moelab.projection.calibration import CALIBRATION, with_values
-from moelab.projection.exchange import exchange_time_s, fsdp_time_s
+from moelab.projection.exchange import add_exchange, exchange_time_s, fsdp_time_s
 from moelab.projection.gemm import (
     add_expert_casts,
     grouped_gemm_time_s,
@@ -33,7 +33,7 @@ from moelab.projection.gemm import (
     rates_of,
     weights_by_module,
 )
-from moelab.projection.job import CATEGORIES, INDEX, Job, nothing
+from moelab.projection.job import CATEGORIES, INDEX, PASS_INDEX, Job, nothing
 from moelab.projection.memory_bound import held_by_kind, memory_rate
 from moelab.projection.project import (
     DEEPSEEK_TOKENS,
@@ -171,6 +171,11 @@ def test_an_exchange_takes_its_bytes_over_the_slowest_wire() -> None:
     ):
         latency = float(CALIBRATION.deepep_s)
         assert exchange_time_s(job, CALIBRATION, 2.0) == pytest.approx(seconds / 8 / float(share) + latency)
+    quantised: dict[str, Any] = {"precision": Precision.MXFP8, "wgrad": "bf16", "dispatch_precision": "mxfp8"}
+    job = project(named_arms()["dsv3_671b_bf16_deepep"].model_copy(update=quantised)).job
+    add_exchange(times := nothing(), job, CALIBRATION)
+    dispatch_s, combine_s = (exchange_time_s(job, CALIBRATION, one) for one in (33 / 32, 2.0))
+    assert times[PASS_INDEX["forward"], INDEX["all-to-all"]] == pytest.approx(dispatch_s + combine_s)
 
 
 def test_random_routing_costs_deepep_its_saving_and_the_standard_exchange_nothing() -> None:
