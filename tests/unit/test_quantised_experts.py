@@ -256,11 +256,16 @@ def initialised(experts: Any) -> Any:
 )
 def test_modules_take_either_kind_of_row(parent: Any, precision: Any, settings_: Any, arithmetic: str) -> None:
     experts = initialised(quantised_experts(parent, precision).Config(**SETTINGS, **settings_).build())
-    weights = [dict(experts.named_parameters())[name].bfloat16() for name in ("w1_EFD", "w3_EFD", "w2_EDF")]
+    own = [dict(experts.named_parameters())[name] for name in ("w1_EFD", "w3_EFD", "w2_EDF")]
+    weights = [weight.detach().bfloat16().requires_grad_() for weight in own]
     for arrived in (True, False):
         rows, *_ = operands(precision, arrived=arrived)
-        expected = expert_rows(rows, *weights, ENDS, None, arithmetic)
-        assert torch.equal(experts(rows, torch.tensor(GROUPS)), expected)
+        output, expected = experts(rows, torch.tensor(GROUPS)), expert_rows(rows, *weights, ENDS, None, arithmetic)
+        assert torch.equal(output, expected)
+        upstream = torch.randn_like(output)
+        gradients = torch.autograd.grad(output, own, upstream), torch.autograd.grad(expected, weights, upstream)
+        for ours, theirs in zip(*gradients, strict=True):
+            assert torch.equal(ours, theirs.float())
 
 
 @pytest.fixture
