@@ -264,7 +264,7 @@ def test_a_calibration_is_kept_by_name(tmp_path: Path, monkeypatch: pytest.Monke
         read_calibration("../other")
     for content in ("constants: 7", "[", "constants: {hopper_gemm: fast}\nsource: x", "source: x"):
         path.write_text(content)
-        with pytest.raises(BadInput, match="is no calibration"):
+        with pytest.raises(BadInput, match="is not a calibration"):
             read_calibration("my-node")
     path.write_text("constants: {speed: 1.0}\nsource: x")
     with pytest.raises(BadInput, match="no constant 'speed'"):
