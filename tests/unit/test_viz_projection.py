@@ -32,8 +32,10 @@ from moelab.viz.projection import (
     GROUPS,
     ProjectionExplorer,
     arm_breakdowns,
+    arm_table,
     arms_beside_projection,
     cost_bars,
+    deepep_gain_by_routing,
     gains_and_interaction,
     network_gains,
     size_curves,
@@ -262,22 +264,22 @@ def estimates(values: Mapping[str, float]) -> dict[str, Estimate]:
 def test_arms_beside_their_projection() -> None:
     projected = estimates({"bf16_standard": 100.0, "bf16_deepep": 150.0, "mxfp8_standard": 110.0})
     known = {"bf16_standard": 100.0, "bf16_deepep": 120.0}
-    figure = arms_beside_projection(known, {"here": projected}, known_words="quoted", words="Words.")
+    figure = arms_beside_projection(known, projected, known_words="quoted", words="Words.")
     assert "+25.0% off at worst (BF16 + DeepEP)" in title(figure)
-    met = arms_beside_projection(known, {"here": projected}, known_words="quoted", words="Words.", fitted=True)
+    met = arms_beside_projection(known, projected, known_words="quoted", words="Words.", fitted=True)
     assert "off at worst" not in title(met)
     assert "found on them; MXFP8 + standard all-to-all is not identified" in title(met)
     assert "MXFP8 + standard all-to-all is not identified: 110 (99 to 132)" in title(figure)
     circles, squares = figure.data
     assert list(circles.y) == [100.0, 120.0]
     assert list(squares.error_y.array) == pytest.approx([20.0, 30.0, 22.0])
-    alone = arms_beside_projection({}, {"here": projected}, known_words="measured", words="Words.")
+    alone = arms_beside_projection({}, projected, known_words="measured", words="Words.")
     assert "BF16 + DeepEP is projected to make most: 150" in title(alone)
 
 
 def test_gains_and_what_is_left_of_their_product() -> None:
     found = projected_two_by_two(draws=10)
-    figure = gains_and_interaction([found])
+    figure = gains_and_interaction(found)
     gains, left = figure.data
     arms = ("mxfp8_standard", "bf16_deepep", "mxfp8_deepep")
     assert list(gains.x) == pytest.approx([100 * (found.gains[arm].value - 1) for arm in arms])
@@ -285,6 +287,21 @@ def test_gains_and_what_is_left_of_their_product() -> None:
     none = found.interaction.low <= 0 <= found.interaction.high
     assert ("no interaction is shown" in title(figure)) is none
     assert "those steps identify neither" in title(figure)
+    figure = deepep_gain_by_routing(found, found, Estimate(value=26.0, low=-4.0, high=67.0))
+    low, value, _ = (100 * (end - 1) for end in (found.gains["bf16_deepep"].low, found.gains["bf16_deepep"].value, 0))
+    assert list(figure.data[0].x) == pytest.approx([value, value, 26.0])
+    assert figure.data[0].error_x.arrayminus == pytest.approx((value - low, value - low, 30.0))
+    assert "gains anything from -4 to +67 %: even the sign is open" in title(figure)
+
+
+def test_the_arms_table_has_speed_gain_and_how_it_is_known() -> None:
+    found = project(PUBLISHED)
+    text = repr(
+        arm_table({"bf16_standard": found, "mxfp8_deepep": found}, {"mxfp8_deepep": Estimate(value=5, low=-1, high=9)})
+    )
+    assert f"{found.tps:,.0f}" in text
+    assert "+5 % (-1 to +9)" in text
+    assert found.label in text
 
 
 # The explorer

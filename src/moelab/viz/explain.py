@@ -16,7 +16,7 @@ from moelab.explain.rank import length_us
 from moelab.explain.trace import Rows
 from moelab.hardware import known_gpu
 from moelab.viz.draw import diamonds, draw_limit
-from moelab.viz.theme import INK, MUTED, WARNING, WIDE, new_figure, plot_text, wrap
+from moelab.viz.theme import INK, MUTED, OTHER, WARNING, WIDE, new_figure, plot_text, wrap
 
 _LOOKS = {
     "expert GEMMs": ("#0072B2", ""),
@@ -29,7 +29,7 @@ _LOOKS = {
     "all-to-all": ("#D55E00", "/"),
     "FSDP collectives": ("#E69F00", "/"),
     "imbalance and stragglers": ("#7a4b00", "x"),
-    "idle": ("#ffffff", "."),
+    "idle": ("white", "."),
 }
 _OTHER = ("#000000", "x")
 _STEPS = (("#0072B2", ""), ("#E69F00", "/"), ("#56B4E9", "x"), ("#009E73", "."))
@@ -110,7 +110,7 @@ def communication_bars(explained: Mapping[str, Explanation], *, replayed: bool =
         height=160 + 34 * len(rows),
     )
     _add_bars(figure, "not hidden", y, [one.exposed_ms for _, one in rows], ("#D55E00", ""))
-    _add_bars(figure, "hidden behind compute", y, [one.ms - one.exposed_ms for _, one in rows], ("#dfe3e8", "/"))
+    _add_bars(figure, "hidden behind compute", y, [one.ms - one.exposed_ms for _, one in rows], (OTHER, "/"))
     waiting = [one.waiting_ms for _, one in rows]
     figure.add_trace(
         diamonds(waiting, y, name="waiting for other ranks", hovertemplate="waiting: %{x:.1f} ms<extra></extra>")
@@ -214,7 +214,7 @@ def beside_predicted(compared: Comparison, *, replayed: bool = False) -> go.Figu
         note=f"{_known(replayed)}, and derived by the projection",
         height=140 + 44 * len(compared.rows),
     )
-    looks = {"measured": ("#0072B2", ""), "predicted": ("#dfe3e8", "/")}
+    looks = {"measured": ("#0072B2", ""), "predicted": (OTHER, "/")}
     parts = [row.part for row in compared.rows]
     for name, look in looks.items():
         _add_bars(figure, name, parts, [getattr(row, f"{name}_ms") for row in compared.rows], look)

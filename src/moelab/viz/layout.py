@@ -534,13 +534,14 @@ def best_layouts(found: Recommendation) -> TableView:
             {
                 "tokens/s per GPU": round(one.projection.tps),
                 "90 % interval": f"{low:,.0f} to {high:,.0f}",
+                "MFU (%)": 100 * one.projection.mfu["causal"],
                 "layout": layout_words(one.experiment),
                 "free (GiB)": one.headroom_gib,
                 "bubble (%)": 100 * one.bubble_fraction,
                 "rests on": "; ".join(one.projection.rests_on) or "what was seen",
             }
         )
-    return as_table(pd.DataFrame(table), "Best layouts", decimals={"free (GiB)": 1, "bubble (%)": 1})
+    return as_table(pd.DataFrame(table), "Best layouts", decimals={"MFU (%)": 1, "free (GiB)": 1, "bubble (%)": 1})
 
 
 def technique_gains(found: Recommendation) -> TableView:

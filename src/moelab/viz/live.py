@@ -46,7 +46,7 @@ from moelab.runs.directory import RunDir
 from moelab.runs.follow import RankTable, RunFollower, RunNow, StudyFollower, format_seconds
 from moelab.runs.status import State, Status
 from moelab.runs.stragglers import slow_steps
-from moelab.viz.theme import INK, WIDE, arm_styles, counted, new_figure, plot_text
+from moelab.viz.theme import GRID, INK, VEIL, WIDE, arm_styles, counted, new_figure, plot_text
 from moelab.viz.widget import MARKED, as_picture, in_rows, labelled_control, live_figures, make_panel
 
 MOST_POINTS: Final = 500
@@ -68,7 +68,6 @@ _CURVES: Final[Mapping[str, tuple[str, str, dict[str, str]]]] = {
 }
 """Axis of a quantity, its value in words, and options of the axis."""
 _SECONDS: Final = [[0.0, "#f7fbff"], [0.5, "#56B4E9"], [1.0, "#08306b"]]
-_UNKNOWN_CELL: Final = "#eeeeee"
 
 
 def dashboard(follower: StudyFollower, *, shown: int = -1, note: str = "") -> dict[str, go.Figure]:
@@ -175,7 +174,7 @@ def run_curves(rows: pd.DataFrame, column: str, *, model: str = "", note: str = 
             (row.tps, f"quoted {row.tps:,.0f}: {styles[row.arm].label}", styles[row.arm].color) for row in THROUGHPUT
         ]
     for place, (level, text, color) in enumerate(levels):
-        words = {"text": text, "font": {"size": 12, "color": INK}, "bgcolor": "rgba(255,255,255,0.75)"}
+        words = {"text": text, "font": {"size": 12, "color": INK}, "bgcolor": VEIL}
         line = {"color": color, "width": 1.5, "dash": "dot"}
         figure.add_hline(
             y=level, line=line, annotation=words, annotation_position="bottom left" if place == 1 else "top left"
@@ -220,7 +219,7 @@ def rank_step_times(table: RankTable, *, name: str, note: str = "") -> go.Figure
     figure.update_xaxes(title_text="step", type="category", showgrid=False, nticks=12)
     tick = max(1, seconds.shape[1] // 8)
     figure.update_yaxes(title_text="global rank", showgrid=False, autorange="reversed", dtick=tick, tick0=0)
-    return figure.update_layout(hovermode="closest", plot_bgcolor=_UNKNOWN_CELL, uirevision="live")
+    return figure.update_layout(hovermode="closest", plot_bgcolor=GRID, uirevision="live")
 
 
 def rank_memory(table: RankTable, *, name: str, note: str = "") -> go.Figure:

@@ -16,7 +16,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from moelab.errors import BadInput
-from moelab.viz.theme import INK, MUTED, NARROW, WARNING, WIDE, new_figure, span
+from moelab.viz.theme import GRID, INK, MUTED, NARROW, WARNING, WIDE, new_figure, span
 from moelab.viz.widget import Explorer, labelled_control
 
 if TYPE_CHECKING:
@@ -357,7 +357,7 @@ class QuantisationExplorer(Explorer):
 # (``prototype/moe_training/mxfp8_grouped_mm.py``, ``ep/``) do. Three columns: forward runs down, and backward runs up,
 # its gradients of inputs beside those of weights.
 
-BF16, FP32, MXFP8, EITHER = "#d3e6f3", "#e6e9ee", "#f6c9ad", "#fbeee6"
+BF16, FP32, MXFP8, EITHER = "#d3e6f3", GRID, "#f6c9ad", "#fbeee6"
 _PLAIN = {"color": MUTED, "width": 1}
 _EDGES = {
     MXFP8: {"color": "#D55E00", "width": 1.6},

@@ -46,6 +46,7 @@ from moelab.viz.draw import (
 from moelab.viz.theme import (
     INK,
     MUTED,
+    VEIL,
     WARNING,
     WIDE,
     ArmStyle,
@@ -396,7 +397,7 @@ def throughput_bars(
                 x=position,
                 y=min(ceiling, max(top, *seeds.values())),
                 **_ABOVE,
-                bgcolor="rgba(255,255,255,0.85)",
+                bgcolor=VEIL,
             )
     highest = min(ceiling, max(max(arm.tps, top) for arm, top in zip(arms, tops, strict=True)))
     margin = 0.7 if len(arms) > 1 else 1.0
