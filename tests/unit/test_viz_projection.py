@@ -34,7 +34,6 @@ from moelab.viz.projection import (
     arm_breakdowns,
     arm_table,
     arms_beside_projection,
-    cost_bars,
     deepep_gain_by_routing,
     gains_and_interaction,
     network_gains,
@@ -182,14 +181,6 @@ def test_an_impossible_network_is_refused(network: float) -> None:
         cluster_like("Z9", nodes=2)
 
 
-def test_the_bars_of_cost_are_the_costs() -> None:
-    dear = Cost(gpu_hours=6e6, days=900.0, price=18e6, energy_mwh=9000.0)
-    cheap = Cost(gpu_hours=4e6, days=600.0, price=12e6, energy_mwh=6000.0)
-    figure = cost_bars({"bf16_standard": dear, "bf16_deepep": cheap}, tokens=14.8e12, words="Words.")
-    assert "saves 6.0 of 18.0 million USD on 14.8 T tokens" in title(figure)
-    assert [trace.y[0] for trace in figure.data] == [6.0, 18.0, 9.0, 4.0, 12.0, 6.0]
-
-
 # Figures of one study
 
 
@@ -294,14 +285,13 @@ def test_gains_and_what_is_left_of_their_product() -> None:
     assert "gains anything from -4 to +67 %: even the sign is open" in title(figure)
 
 
-def test_the_arms_table_has_speed_gain_and_how_it_is_known() -> None:
-    found = project(PUBLISHED)
-    text = repr(
-        arm_table({"bf16_standard": found, "mxfp8_deepep": found}, {"mxfp8_deepep": Estimate(value=5, low=-1, high=9)})
-    )
-    assert f"{found.tps:,.0f}" in text
-    assert "+5 % (-1 to +9)" in text
-    assert found.label in text
+def test_the_arms_table_has_speed_gain_and_cost() -> None:
+    found, spent = project(PUBLISHED), Cost(gpu_hours=6e6, days=900.0, price=18e6, energy_mwh=9000.0)
+    arms, gains = ("bf16_standard", "mxfp8_deepep"), {"mxfp8_deepep": Estimate(value=5, low=-1, high=9)}
+    first, second = arm_table(dict.fromkeys(arms, found), gains, dict.fromkeys(arms, spent), "Words.").frame.values
+    low, high = found.interval
+    assert list(first[:4]) == ["BF16 + standard all-to-all", round(found.tps), f"{low:,.0f} to {high:,.0f}", "–"]
+    assert (second[3], *second[-4:]) == ("+5 % (-1 to +9)", 6.0, 18.0, 9.0, found.label)
 
 
 # The explorer

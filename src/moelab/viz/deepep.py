@@ -124,12 +124,7 @@ def gather_bars(paths: Mapping[str, Sequence[Pass]], *, hbm_tb_s: float, words: 
 
 
 def operation_times(measured: Measurement, *, size: str = "") -> go.Figure:
-    """Time of the four operations of a layer by way to move tokens, a panel for each routing.
-
-    Args:
-        measured: of the all-to-all experiment.
-        size: its name in the file; the first by default.
-    """
+    """Time of the four operations of a layer by way to move tokens, a panel for each routing."""
     rows = [row for row in _of_size(measured, size) if row.get("sms_chosen_by") != "caller" and row["arm"] in ARM_LOOKS]
     if not rows:
         return not_measured(measured, "Dispatch and combine")
@@ -191,12 +186,7 @@ def exchange_table(measured: Measurement) -> pd.DataFrame:
 
 
 def sm_sweep(measured: Measurement, *, size: str = "") -> go.Figure:
-    """What DeepEP moves between ranks against the streaming multiprocessors that it is given.
-
-    Args:
-        measured: of the all-to-all experiment.
-        size: its name in the file; the first by default.
-    """
+    """What DeepEP moves between ranks against the streaming multiprocessors that it is given."""
     rows = [
         row for row in _of_size(measured, size) if row.get("sms_chosen_by") == "caller" and row.get("physical_gb_s")
     ]
@@ -382,9 +372,6 @@ SCALING_ARMS = ("bf16_deepep", "fp8_deepep_dispatch-fp8")
 ASIDE = 0.07
 """How far apart a prediction and a measurement of the same arm are drawn."""
 
-Gains = Mapping[Place, tuple[float, float, float]]
-"""Low end, value and high end over stock."""
-
 
 def scaling(predicted: Mapping[str, Any], full_node: Measurement, two_by_two: Measurement) -> go.Figure:
     """Gain over stock at the same degree, both under full checkpointing, a panel for each routing.
@@ -394,7 +381,16 @@ def scaling(predicted: Mapping[str, Any], full_node: Measurement, two_by_two: Me
         full_node: of ``h200_full_node``, if it was measured.
         two_by_two: of ``h100_two_by_two``, for two GPUs.
     """
-    newest, predicted_ends, measured_ends = _gains_in_a_node(predicted, full_node, two_by_two)
+    newest = full_node if full_node.rows else two_by_two  # two GPUs of the two-by-two, while no node was measured
+    predicted_ends = {
+        Place(row["shape"], row["ep"], row["routing"], row["arm"]): (low, row["gain"], high)
+        for row in predicted["rows"]
+        if (row["hardware"], row["shape"]) == (hardware_of(newest), SCALING) and row["arm"] in SCALING_ARMS
+        for low, high in [row["gain_interval"]]
+    }
+    measured = node_results(full_node, two_by_two).items()
+    measured_ends = {at: _ends(one) for at, one in measured if at in predicted_ends and one.ratio}
+    within = sum(predicted_ends[at][0] <= gain <= predicted_ends[at][2] for at, (_, gain, _) in measured_ends.items())
     checkpointing = checkpointing_words(predicted["shapes"][SCALING]["activation_checkpoint"])
     open_ = [f"EP {ep}" for ep in EP_DEGREES if ep not in {place.ep for place in measured_ends}]
     # The title is of the first arm at both ends of the degrees measured, or predicted if one alone was.
@@ -413,7 +409,7 @@ def scaling(predicted: Mapping[str, Any], full_node: Measurement, two_by_two: Me
         subtitle=f"{SCALING}, {checkpointing}: tokens/s over stock "
         f"at the same degree. Open: predicted on "
         f"{predicted['date'][:10]} (derived, 90 % interval); filled: median of all steps with quartiles, "
-        f"{newest.stamp}.",
+        f"{newest.stamp}; {within} of {len(measured_ends)} lie in their interval.",
         note=f"predicted: {', '.join(open_)} not measured yet" if open_ else "",
         height=420,
         shared=True,
@@ -448,36 +444,3 @@ def scaling(predicted: Mapping[str, Any], full_node: Measurement, two_by_two: Me
     figure.update_xaxes(range=[-0.5, len(EP_DEGREES) - 0.5])
     figure.update_yaxes(title_text="× stock", col=1)
     return figure.update_layout(hovermode="closest", legend_y=-0.14)
-
-
-def interval_table(predicted: Mapping[str, Any], full_node: Measurement, two_by_two: Measurement) -> pd.DataFrame:
-    """A row for each filled mark: the measured gain, and whether it lies in the interval of its prediction."""
-    _, predicted_ends, measured_ends = _gains_in_a_node(predicted, full_node, two_by_two)
-    return pd.DataFrame(
-        {
-            "EP": place.ep,
-            "routing": ROUTING_LABELS[place.routing],
-            "arm": two_by_two_label(place.arm),
-            "measured (× stock)": round(gain, 3),
-            "predicted (× stock)": f"{low:.3f} to {high:.3f}",
-            "in the interval": "yes" if low <= gain <= high else "no",
-        }
-        for place, (_, gain, _) in measured_ends.items()
-        for low, _, high in [predicted_ends[place]]
-    )
-
-
-def _gains_in_a_node(
-    predicted: Mapping[str, Any], full_node: Measurement, two_by_two: Measurement
-) -> tuple[Measurement, Gains, Gains]:
-    """The newest measurement, the gains predicted for its GPUs, and those of them that were measured."""
-    newest = full_node if full_node.rows else two_by_two  # two GPUs of the two-by-two, while no node was measured
-    hardware = hardware_of(newest)
-    predicted_ends = {
-        Place(row["shape"], row["ep"], row["routing"], row["arm"]): (low, row["gain"], high)
-        for row in predicted["rows"]
-        if (row["hardware"], row["shape"]) == (hardware, SCALING) and row["arm"] in SCALING_ARMS
-        for low, high in [row["gain_interval"]]
-    }
-    measured = node_results(full_node, two_by_two).items()
-    return newest, predicted_ends, {at: _ends(one) for at, one in measured if at in predicted_ends and one.ratio}

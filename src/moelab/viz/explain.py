@@ -1,4 +1,7 @@
-"""Traced steps: what they are made of, what is hidden and idle, rates, measured beside predicted, kernels over time."""
+"""Traced steps: what they are made of, what is hidden and idle, rates, measured beside predicted, kernels over time.
+
+Steps are given by the name that stands beside their bars; ``replayed`` says that their traces came with the package.
+"""
 
 from __future__ import annotations
 
@@ -46,12 +49,7 @@ CAUSES = 6
 
 
 def step_bars(explained: Mapping[str, Explanation], *, replayed: bool = False) -> go.Figure:
-    """What each step is made of.
-
-    Args:
-        explained: by the name that stands beside the bar.
-        replayed: whether the traces came with the package.
-    """
+    """What each step is made of."""
     shares = {name: one.exposed_communication_ms / one.span_ms for name, one in explained.items()}
     most = max(shares, key=lambda name: shares[name])
     figure = new_figure(
@@ -75,11 +73,7 @@ def step_bars(explained: Mapping[str, Explanation], *, replayed: bool = False) -
 
 
 def answer_table(explained: Mapping[str, Explanation]) -> pd.DataFrame:
-    """Each step's time in milliseconds, its shares in percent, and what to look at first.
-
-    Args:
-        explained: by the name in the first column.
-    """
+    """Each step's time in milliseconds, its shares in percent, and what to look at first."""
     rows = []
     for name, one in explained.items():
         first, lost_ms = one.longest_loss
@@ -91,12 +85,7 @@ def answer_table(explained: Mapping[str, Explanation]) -> pd.DataFrame:
 
 
 def communication_bars(explained: Mapping[str, Explanation], *, replayed: bool = False) -> go.Figure:
-    """Each step's communication by group: what compute hides of it, and what it does not.
-
-    Args:
-        explained: by the name that stands beside the bars.
-        replayed: whether the traces came with the package.
-    """
+    """Each step's communication by group: what compute hides of it, and what it does not."""
     rows = [(name, one) for name, step in explained.items() for one in step.communication]
     total, exposed = (sum(getattr(one, key) for _, one in rows) for key in ("ms", "exposed_ms"))
     names = _labels(name for name, _ in rows)
@@ -119,12 +108,7 @@ def communication_bars(explained: Mapping[str, Explanation], *, replayed: bool =
 
 
 def idle_bars(explained: Mapping[str, Explanation], *, replayed: bool = False) -> go.Figure:
-    """Idle time by its cause and by what the host did, the longest first; what is shorter is one bar.
-
-    Args:
-        explained: by the name in the legend.
-        replayed: whether the traces came with the package.
-    """
+    """Idle time by its cause and by what the host did, the longest first; what is shorter is one bar."""
     totals: dict[tuple[str, str], float] = {}
     for step in explained.values():
         for gap in step.gaps:
@@ -198,12 +182,7 @@ def rate_bars(rates: Mapping[str, Sequence[GemmRate]], gpu: str, *, replayed: bo
 
 
 def beside_predicted(compared: Comparison, *, replayed: bool = False) -> go.Figure:
-    """Each part of a step, measured and predicted, the largest disagreement first.
-
-    Args:
-        compared: of :func:`moelab.explain.against.compare`.
-        replayed: whether the trace came with the package.
-    """
+    """Each part of a step, measured and predicted, the largest disagreement first."""
     measured, predicted = compared.sums_ms
     worst = compared.rows[0]
     figure = new_figure(

@@ -101,11 +101,7 @@ def measured_speedups(result: GroupedGemmResult, precision: GroupedPrecision, *,
 
 
 def predicted_speedups(table: pd.DataFrame) -> go.Figure:
-    """Eight rows of torchao: measured beside predicted, with the goal of ±10 % as a bar around the measured value.
-
-    Args:
-        table: of :func:`moelab.projection.gemm_fit.leave_one_out`.
-    """
+    """Eight rows of torchao: measured beside predicted, with the goal of ±10 % as a bar around the measured value."""
     reached = int(table["left_out_within"].sum())
     figure = new_figure(
         f"{reached} of {len(table)} rows are predicted within 10 %: the goal of all rows is "
@@ -140,12 +136,7 @@ def predicted_speedups(table: pd.DataFrame) -> go.Figure:
 
 
 def step_parts(case: Case, rates: Rates) -> go.Figure:
-    """Predicted time of forward and backward in its parts, a bar for each precision; as wide as beside controls.
-
-    Args:
-        case: the product.
-        rates: of a GPU's kernels alone.
-    """
+    """Predicted time of forward and backward in its parts, a bar for each precision; as wide as beside controls."""
     gained = gain(*case.mnkg, rates)
     figure = new_figure(
         f"{LABELS[rates.low_format]} {'saves' if gained > 1 else 'loses'} time: BF16 takes {gained:.2f} × as long",

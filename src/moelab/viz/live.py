@@ -1,6 +1,7 @@
 """The live view: where the runs are, their loss, throughput and memory, and the step times of all ranks.
 
 The figures are drawn from what a :class:`~moelab.runs.follow.StudyFollower` has read; a static notebook shows the same.
+A ``note`` states in every title a condition, such as that the runs are simulated.
 A line has at most :data:`MOST_POINTS` points, so that a run of a hundred thousand steps is as quick to draw as one of a
 hundred.
 
@@ -76,7 +77,7 @@ def dashboard(follower: StudyFollower, *, shown: int = -1, note: str = "") -> di
     Args:
         follower: polled before; without runs its figures say so.
         shown: index of the run whose ranks are drawn.
-        note: for every title, such as that the runs are simulated.
+        note: for every title.
     """
     rows = follower.rows
     one = follower.runs[shown] if follower.runs else None
@@ -92,12 +93,7 @@ def dashboard(follower: StudyFollower, *, shown: int = -1, note: str = "") -> di
 
 
 def run_states(runs: Sequence[RunNow], *, note: str = "") -> go.Figure:
-    """A bar a run: the part of its steps that is trained, in the colour of its state, which is also written.
-
-    Args:
-        runs: in the order in which they are listed.
-        note: for the title.
-    """
+    """A bar a run: the part of its steps that is trained, in the colour of its state, which is also written."""
     counts = {state: sum(run.status.state is state for run in runs) for state in State}
     finding = ", ".join(f"{count} {state}" for state, count in counts.items() if count) or "No run yet"
     height = 110 + 40 * max(1, len(runs))
@@ -188,13 +184,7 @@ def run_curves(rows: pd.DataFrame, column: str, *, model: str = "", note: str = 
 
 
 def rank_step_times(table: RankTable, *, name: str, note: str = "") -> go.Figure:
-    """Step time of every rank at its newest steps, as a map of ranks by steps.
-
-    Args:
-        table: of one run.
-        name: of the run, in words.
-        note: for the title.
-    """
+    """Step time of every rank at its newest steps, as a map of ranks by steps."""
     seconds = table.step_time_s
     known, heard = seconds[np.isfinite(seconds)], np.isfinite(seconds).any(axis=0).sum()
     finding, most = "No rank has printed two steps yet", math.nan
@@ -223,13 +213,7 @@ def rank_step_times(table: RankTable, *, name: str, note: str = "") -> go.Figure
 
 
 def rank_memory(table: RankTable, *, name: str, note: str = "") -> go.Figure:
-    """Reserved memory of every rank at its newest step.
-
-    Args:
-        table: of one run.
-        name: of the run, in words.
-        note: for the title.
-    """
+    """Reserved memory of every rank at its newest step."""
     known = np.flatnonzero(np.isfinite(table.memory_gib))
     gib, finding = table.memory_gib[known], "No rank has printed a step yet"
     if len(gib):

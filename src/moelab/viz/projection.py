@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -26,9 +26,7 @@ from moelab.viz.draw import (
     draw_arm_axis,
     draw_band,
     error_bars,
-    in_panel,
     inside,
-    panels,
     running_bars,
     write_beside,
 )
@@ -249,11 +247,7 @@ def _worst_error(known: Mapping[str, float], projected: Mapping[str, Estimate], 
 
 
 def gains_and_interaction(found: TwoByTwo) -> go.Figure:
-    """Projected gains over BF16 with the standard all-to-all, and what is left when the product of two is divided out.
-
-    Args:
-        found: by all constants that meet the published steps.
-    """
+    """Projected gains over BF16 with the standard all-to-all, and how far they are from multiplying."""
     arms = list(arm_styles(found.gains))
     percents = [_percent(found.gains[arm]) for arm in arms]
     low, gain, high = _percent(found.gains["mxfp8_standard"])
@@ -331,12 +325,16 @@ def _percent(ratio: Estimate) -> tuple[float, float, float]:
     return 100 * (ratio.low - 1), 100 * (ratio.value - 1), 100 * (ratio.high - 1)
 
 
-def arm_table(projected: Mapping[str, Projection], gains: Mapping[str, Estimate]) -> TableView:
-    """Speed of each arm with its 90 % interval, and its gain.
+def arm_table(
+    projected: Mapping[str, Projection], gains: Mapping[str, Estimate], costs: Mapping[str, Cost], words: str
+) -> TableView:
+    """Speed of each arm with its 90 % interval, its gain, and what a whole training takes.
 
     Args:
         projected: by arm.
         gains: percent over the first arm, as of :func:`moelab.sweep.gains_by_network`.
+        costs: of :func:`moelab.projection.project.cost`, by arm.
+        words: what is projected, above the table.
     """
     rows = [
         {
@@ -346,19 +344,19 @@ def arm_table(projected: Mapping[str, Projection], gains: Mapping[str, Estimate]
             f"gain over {arm_label(next(iter(projected)))}": _interval(gains[arm]) if arm in gains else "–",
             "seconds a step": one.step_time_s,
             "MFU (%)": 100 * one.mfu["causal"],
+            "M GPU-hours": costs[arm].gpu_hours / 1e6,
+            "M USD": costs[arm].price / 1e6,
+            "GWh": costs[arm].energy_mwh / 1e3,
             "how known": one.label,
         }
         for arm, one in projected.items()
     ]
-    return as_table(pd.DataFrame(rows), "Four arms, projected", decimals={"seconds a step": 1, "MFU (%)": 1})
+    decimals = dict.fromkeys(("seconds a step", "MFU (%)", "M GPU-hours", "M USD", "GWh"), 1)
+    return as_table(pd.DataFrame(rows), words, decimals=decimals)
 
 
 def constants_table(found: Mapping[str, float]) -> TableView:
-    """Constants that a node's files decide, beside the model's own.
-
-    Args:
-        found: of :func:`moelab.projection.measured.constants_of_node`.
-    """
+    """Constants that a node's files decide, beside the model's own."""
     known = {name: getattr(CALIBRATION, name) for name in found}
     rows = [
         {
@@ -474,12 +472,7 @@ def _interval(gain: Estimate) -> str:
 
 
 def size_curves(points: Sequence[Point], *, words: str) -> go.Figure:
-    """Throughput of each kind of GPU against their number, each size with its fastest layout.
-
-    Args:
-        points: of :func:`moelab.sweep.by_gpus`.
-        words: model and batch, for the subtitle.
-    """
+    """Throughput of each kind of GPU against their number, each size with its fastest layout."""
     best = max(points, key=lambda point: point.projection.tps)
     figure = new_figure(
         f"Most for each GPU: {best.x:,.0f} {best.series} with {_degrees(best)}, {best.projection.tps:,.0f} tokens/s",
@@ -487,63 +480,13 @@ def size_curves(points: Sequence[Point], *, words: str) -> go.Figure:
         f"Bands: 90 % intervals. {HOLLOW}",
         note="derived: the step-time model",
     )
-    shown = {kind: style for kind, style in KINDS.items() if any(point.series == kind for point in points)}
-    _draw_lines(figure, points, shown, banded=tuple(shown))
-    return figure.update_xaxes(title_text="GPUs", ticktext=[f"{x:,.0f}" for x in figure.layout.xaxis.tickvals])
-
-
-def cost_bars(costs: Mapping[str, Cost], *, tokens: float, words: str) -> go.Figure:
-    """GPU-hours, price and energy of a whole training, by arm.
-
-    Args:
-        costs: of :func:`moelab.projection.project.cost`, by arm; the first is the one that others are held against.
-        tokens: of the training.
-        words: cluster, price and watts, for the subtitle.
-    """
-    arms = list(costs)
-    cheapest = min(arms, key=lambda arm: costs[arm].price)
-    saved = costs[arms[0]].price - costs[cheapest].price
-    figure = panels(
-        f"{arm_label(cheapest)} saves {saved / 1e6:,.1f} of {costs[arms[0]].price / 1e6:,.1f} million USD "
-        f"on {tokens / 1e12:g} T tokens",
-        list(_COST_PANELS),
-        subtitle=f"{words} Without restarts and failures.",
-        note="derived: the step-time model",
-        height=400,
-        spacing=0.08,
-    )
-    for arm, style in arm_styles(arms).items():
-        for column, (unit, value) in enumerate(_COST_PANELS.items(), start=1):
-            height = value(costs[arm])
-            figure.add_bar(
-                x=[""],
-                y=[height],
-                marker={"color": style.fill(0.35), "line": {"color": style.color, "width": 2}},
-                **inside([f"{height:,.1f}"], anchor="end", color=INK, size=13),
-                hovertemplate=f"{style.label}: %{{y:,.2f}} {plot_text(unit)}<extra></extra>",
-                **in_panel(column, style.label),
-            )
-    figure.update_xaxes(showgrid=False, ticks="", showticklabels=False)
-    return figure.update_layout(barmode="group", bargap=0.15, hovermode="closest", legend_y=-0.06)
-
-
-_COST_PANELS: Mapping[str, Callable[[Cost], float]] = {
-    "million GPU-hours": lambda cost: cost.gpu_hours / 1e6,
-    "price, million USD": lambda cost: cost.price / 1e6,
-    "energy, GWh": lambda cost: cost.energy_mwh / 1e3,
-}
-
-
-def _draw_lines(
-    figure: go.Figure, points: Sequence[Point], styles: Mapping[str, ArmStyle], *, banded: Sequence[str]
-) -> None:
-    for name, style in styles.items():
-        line = sorted((point for point in points if point.series == name), key=lambda point: point.x)
+    for kind, style in KINDS.items():
+        line = sorted((point for point in points if point.series == kind), key=lambda point: point.x)
+        if not line:  # the model fits on none of these sizes
+            continue
         xs = [point.x for point in line]
-        if name in banded:
-            low, high = (pd.Series(ends, xs) for ends in zip(*(one.projection.interval for one in line), strict=True))
-            draw_band(figure, low, high, style, opacity=0.12)
-        filled = ["white" if point.projection.outside else style.color for point in line]
+        low, high = (pd.Series(ends, xs) for ends in zip(*(one.projection.interval for one in line), strict=True))
+        draw_band(figure, low, high, style, opacity=0.12)
         outline = {"color": style.color, "width": 2}
         figure.add_scatter(
             x=xs,
@@ -552,13 +495,19 @@ def _draw_lines(
             name=style.label,
             legendgroup=style.label,
             line={**outline, "dash": style.dash},
-            marker={"symbol": style.symbol, "size": 9, "color": filled, "line": outline},
+            marker={
+                "symbol": style.symbol,
+                "size": 9,
+                "color": ["white" if point.projection.outside else style.color for point in line],
+                "line": outline,
+            },
             customdata=[f"{_degrees(point)}; {point.projection.label}" for point in line],
             hovertemplate="%{x:g}: %{y:,.0f} tokens/s (%{customdata})",
         )
-    figure.update_xaxes(type="log", tickvals=sorted({point.x for point in points}))
+    ticks = sorted({point.x for point in points})
+    figure.update_xaxes(title_text="GPUs", type="log", tickvals=ticks, ticktext=[f"{x:,.0f}" for x in ticks])
     figure.update_yaxes(title_text="tokens/s per GPU", rangemode="tozero", tickformat=",")
-    figure.update_layout(hovermode="closest", legend_y=-0.22)
+    return figure.update_layout(hovermode="closest", legend_y=-0.22)
 
 
 def _degrees(point: Point) -> str:

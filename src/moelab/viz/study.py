@@ -131,11 +131,6 @@ def loss_curves(
 def loss_tail(table: pd.DataFrame, *, note: str = "", marks: Sequence[tuple[int, float]] = ()) -> go.Figure:
     """Loss over the last part of the steps: mean over seeds with a band of one standard deviation over seeds.
 
-    Args:
-        table: Metrics table.
-        note: Condition to state in the title.
-        marks: Steps, with their loss, whose gradient norm was not finite.
-
     Returns:
         The figure. Seeds that did not reach the last step are not in it.
     """
@@ -156,7 +151,9 @@ def loss_tail(table: pd.DataFrame, *, note: str = "", marks: Sequence[tuple[int,
         reading = f"One seed{' per arm' if len(tails) > 1 else ''}, {smoothing}; no band without a second seed."
     figure = new_figure(finding, subtitle=reading, note=note)
     for name, style in arm_styles(tails).items():
-        _draw_mean_and_band(figure, mean_and_sd(tails[name]), style)
+        band = mean_and_sd(tails[name])
+        draw_band(figure, band["low"], band["high"], style)
+        draw_mean(figure, band["mean"], style)
     draw_marks(figure, [mark for mark in marks if mark[0] >= first])
     return name_loss_axes(figure)
 
@@ -325,11 +322,6 @@ def _final_finding(final: FinalLosses) -> str:
 def _finished_seeds(curves: Mapping[str, pd.DataFrame]) -> str:
     n = span(finished(arm).shape[1] for arm in curves.values())
     return f"n = {n} seeds{' per arm' if len(curves) > 1 else ''}"
-
-
-def _draw_mean_and_band(figure: go.Figure, band: pd.DataFrame, style: ArmStyle) -> None:
-    draw_band(figure, band["low"], band["high"], style)
-    draw_mean(figure, band["mean"], style)
 
 
 # Throughput

@@ -15,7 +15,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from moelab.errors import BadInput
-from moelab.hardware import Node, cluster_of
+from moelab.hardware import cluster_of
 from moelab.model import DispatchPrecision
 from moelab.model.hugging_face import IN_MENUS, read_model
 from moelab.projection import (
@@ -36,7 +36,7 @@ from moelab.projection import (
     simulate_rows,
 )
 from moelab.projection.traffic import require_method
-from moelab.viz.draw import STAR, above, in_panel, legend_entry, panels
+from moelab.viz.draw import STAR, in_panel, legend_entry, panels
 from moelab.viz.theme import FAR, INK, NARROW, NEAR, OTHER, WIDE, counted, new_figure
 from moelab.viz.widget import Explorer, labelled_control, menu
 
@@ -155,12 +155,6 @@ def token_flow(
 
 def forwarding(routing: RoutingModel, placement: ExpertPlacement, *, sender: int = 0, token: int = 0) -> go.Figure:
     """DeepEP's hierarchical mode step by step: to each node once, on inside the node, and the way back.
-
-    Args:
-        routing: how tokens choose experts.
-        placement: where the experts are.
-        sender: rank that has the token.
-        token: which of that rank's tokens.
 
     Raises:
         BadInput: if there is no such rank, or the routing does not fit.
@@ -334,15 +328,9 @@ _WIRES = {"network": "the network", "nvlink": "NVLink"}
 
 
 def destination_histogram(routings: Sequence[RoutingModel], placement: ExpertPlacement, *, seed: int = 0) -> go.Figure:
-    """How many ranks and nodes tokens reach, as shares of all tokens, by routing.
-
-    Args:
-        routings: to compare.
-        placement: where the experts are.
-        seed: of the draw.
-    """
+    """How many ranks and nodes tokens reach, as shares of all tokens, by routing."""
     means = {ROUTING_LABELS[each.kind]: expected_destinations(each, placement).ranks for each in routings}
-    figure = _panels(
+    figure = panels(
         f"Ranks that a token reaches: {', '.join(f'{name} {mean:.2f}' for name, mean in means.items())}",
         ("distinct ranks of a token", "distinct nodes of a token"),
         subtitle=f"Share of {DRAWN:,} drawn tokens for each routing; {_placement_words(placement)}. In the "
@@ -396,7 +384,7 @@ def traffic_matrix(
             f"Over the network a rank sends {standard:,.0f} MB to everyone; with DeepEP, once per node, "
             f"{hybrid:,.0f} MB, to the GPUs of its own place only"
         )
-    figure = _panels(
+    figure = panels(
         finding,
         tuple(METHOD_LABELS[m] for m in METHODS),
         subtitle=f"MB of one dispatch, {ROUTING_LABELS[routing.kind]} routing, {tokens:,} tokens per rank, hidden "
@@ -455,7 +443,7 @@ def bytes_by_ep(
     }
     here, own = degrees.index(placement.ep), routings[0].kind
     standard, hybrid = (sent[own, m][here] for m in ("standard", "deepep_hybrid"))
-    figure = _panels(
+    figure = panels(
         f"At EP {placement.ep} DeepEP sends {standard.network / hybrid.network:.1f} times less over the network under "
         f"{ROUTING_LABELS[own]} routing, and {hybrid.nvlink / standard.nvlink:.1f} times more over NVLink"
         if hybrid.network
@@ -488,12 +476,7 @@ def bytes_by_ep(
 
 
 def saving_by_routing(routings: Sequence[RoutingModel], placement: ExpertPlacement) -> go.Figure:
-    """Copies of a token on the slowest wire by routing and method: how much of a saving the routing is.
-
-    Args:
-        routings: to compare.
-        placement: where the experts are.
-    """
+    """Copies of a token on the slowest wire by routing and method: how much of a saving the routing is."""
     wire = "network" if placement.nodes > 1 else "nvlink"
     reached = [expected_destinations(routing, placement) for routing in routings]
     rows = {m: [getattr(expected_rows(each, placement, m), wire) for each in reached] for m in METHODS}
@@ -517,7 +500,9 @@ def saving_by_routing(routings: Sequence[RoutingModel], placement: ExpertPlaceme
             y=values,
             name=METHOD_LABELS[method],
             marker_color=METHOD_LOOKS[method][0],
-            **above(copies if method == "standard" else ratios),
+            text=copies if method == "standard" else ratios,
+            textposition="outside",
+            cliponaxis=False,
             textfont_size=12,
             hovertemplate="%{y:.2f}",
         )
@@ -527,72 +512,9 @@ def saving_by_routing(routings: Sequence[RoutingModel], placement: ExpertPlaceme
     return figure.update_layout(barmode="group", bargap=0.25)
 
 
-def move_times(
-    routings: Sequence[RoutingModel],
-    placement: ExpertPlacement,
-    node: Node,
-    *,
-    tokens: int,
-    hidden: int,
-    precision: DispatchPrecision = "bf16",
-) -> go.Figure:
-    """Time that each wire needs for one layer's four exchanges at full bandwidth, by routing and method.
-
-    Args:
-        routings: a panel each.
-        placement: where the experts are.
-        node: gives the bandwidths.
-        tokens: of each rank.
-        hidden: elements of a token.
-        precision: of dispatch and of combine's gradient.
-
-    Raises:
-        BadInput: if the profile lacks a bandwidth that is needed.
-    """
-    sizes: dict[str, Any] = {"tokens": tokens, "hidden": hidden, "dispatch_precision": precision}
-    times_ms = {
-        (each.kind, m): [1e3 * s for s in move_time_s(expected_traffic(each, placement, m, **sizes).total, node)]
-        for each in routings
-        for m in METHODS
-    }
-    wires = {"NVLink": (NEAR, node.gpu.nvlink_gb_s), "network": (FAR, node.nic_gb_s)}
-    bandwidths = ", ".join(f"{name} {float(value):g} GB/s" for name, (_, value) in wires.items() if value is not None)
-    last = routings[-1].kind
-    standard, hybrid = (max(times_ms[last, m]) for m in ("standard", "deepep_hybrid"))
-    figure = _panels(
-        f"Under {ROUTING_LABELS[last]} routing a layer's tokens need at least {standard:.3g} ms by the standard "
-        f"all-to-all and {hybrid:.3g} ms by {METHOD_LABELS['deepep_hybrid']}"
-        if standard
-        else "With one rank nothing travels",
-        tuple(f"{ROUTING_LABELS[routing.kind]} routing" for routing in routings),
-        subtitle=f"Four exchanges of one layer; {bandwidths}; {tokens:,} tokens per rank, hidden {hidden:,}, "
-        f"{precision.upper()} dispatch; {_placement_words(placement)}.",
-        note=DERIVED,
-    )
-    for column, routing in enumerate(routings, start=1):
-        for place, (name, (color, _)) in enumerate(wires.items()):
-            values = [times_ms[routing.kind, m][place] for m in METHODS]
-            figure.add_bar(
-                x=[METHOD_LABELS[m].replace(" ", "<br>", 1) for m in METHODS],
-                y=values,
-                marker_color=color,
-                **above([f"{value:.{3 if value >= 1 else 2}g}" if value else "" for value in values]),
-                hovertemplate="%{y:.2f} ms",
-                **in_panel(column, name),
-            )
-    figure.update_yaxes(range=[0, 1.15 * max(map(max, times_ms.values()))])
-    figure.update_yaxes(title_text="ms per layer", col=1)
-    figure.update_xaxes(showgrid=False, ticks="", tickangle=0, tickfont_size=12)
-    return figure.update_layout(barmode="group", bargap=0.25, legend_y=-0.28)
-
-
 def _placement_words(placement: ExpertPlacement) -> str:
     nodes = counted(placement.nodes, "node")
     return f"{placement.experts} experts, top-{placement.top_k}, EP {placement.ep} on {nodes}"
-
-
-def _panels(finding: str, titles: Sequence[str], *, subtitle: str, note: str, height: int = 440) -> go.Figure:
-    return panels(finding, titles, subtitle=subtitle, note=note, height=height, spacing=0.08, title_size=14)
 
 
 # The explorer

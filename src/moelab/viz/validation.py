@@ -46,11 +46,7 @@ def _arm_words(found: re.Match[str]) -> str:
 
 
 def step_strips(rows: Sequence[ValidationRow]) -> go.Figure:
-    """Errors of whole steps.
-
-    Args:
-        rows: of :func:`moelab.projection.validation.validation_table`.
-    """
+    """Errors of whole steps."""
     steps = [row for row in rows if row.of == "step"]
     others = [row for row in timed(steps) if row.public and row.kind != "fitted"]
     finding = (
@@ -61,11 +57,7 @@ def step_strips(rows: Sequence[ValidationRow]) -> go.Figure:
 
 
 def part_strips(rows: Sequence[ValidationRow]) -> go.Figure:
-    """Errors of the parts of a step that were measured alone, and of memory.
-
-    Args:
-        rows: of :func:`moelab.projection.validation.validation_table`.
-    """
+    """Errors of the parts of a step that were measured alone, and of memory."""
     parts = [row for row in rows if row.of != "step"]
     seen = [row for row in parts if row.kind != "fitted"]
     finding = f"Parts of a step and memory: half of {len(seen)} predictions are within {median_error(seen):.0f} %"
