@@ -831,7 +831,7 @@ def speed_text(projection: Projection) -> str:
     low, high = projection.interval
     label = "derived, extrapolated" if projection.rests_on else "derived"
     speed = f"{projection.tps:,.0f} tokens/s per GPU ({low:,.0f} to {high:,.0f} with 90 % confidence; {label})"
-    return f"{speed} · MFU {projection.mfu['causal']:.0%}"
+    return f"{speed} · MFU {100 * projection.mfu['causal']:.0f} %"
 
 
 def layout_words(experiment: Experiment) -> str:

@@ -24,7 +24,7 @@ from moelab.projection.gemm_fit import (
     fit_h100,
 )
 from moelab.viz.draw import write_beside
-from moelab.viz.theme import INK, MUTED, NARROW, ON_LIGHT, WIDE, counted, new_figure
+from moelab.viz.theme import INK, MUTED, NARROW, ON_LIGHT, OTHER, WIDE, counted, new_figure
 from moelab.viz.widget import Explorer, labelled_control
 
 LABELS: dict[str, str] = {
@@ -121,7 +121,7 @@ def predicted_speedups(table: pd.DataFrame) -> go.Figure:
         orientation="h",
         width=0.55,
         name="measured ± 10 %",
-        marker={"color": "#d3d8de"},
+        marker={"color": OTHER},
         hoverinfo="skip",
     )
     looks = {"measured": (INK, "line-ns-open"), "left_out": ("#D55E00", "diamond"), "split": ("#0072B2", "circle-open")}

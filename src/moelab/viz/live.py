@@ -163,20 +163,14 @@ def run_curves(rows: pd.DataFrame, column: str, *, model: str = "", note: str = 
             marker={"symbol": style.symbol, "size": 7 if len(run) <= 30 else 1, "color": style.color},
             hovertemplate=f"{name}<br>step %{{x}}: %{{y:.6~g}}<extra></extra>",
         )
-    levels = []
-    if is_published:
-        styles = arm_styles([row.arm for row in THROUGHPUT])
-        levels = [
-            (row.tps, f"quoted {row.tps:,.0f}: {styles[row.arm].label}", styles[row.arm].color) for row in THROUGHPUT
-        ]
-    for place, (level, text, color) in enumerate(levels):
-        words = {"text": text, "font": {"size": 12, "color": INK}, "bgcolor": VEIL}
-        line = {"color": color, "width": 1.5, "dash": "dot"}
-        figure.add_hline(
-            y=level, line=line, annotation=words, annotation_position="bottom left" if place == 1 else "top left"
-        )
+    quoted = arm_styles([row.arm for row in THROUGHPUT])
+    for place, row in enumerate(THROUGHPUT if is_published else ()):
+        style, corner = quoted[row.arm], "bottom left" if place == 1 else "top left"
+        words = {"text": f"quoted {row.tps:,.0f}: {style.label}", "font": {"size": 12, "color": INK}, "bgcolor": VEIL}
+        line = {"color": style.color, "width": 1.5, "dash": "dot"}
+        figure.add_hline(y=row.tps, line=line, annotation=words, annotation_position=corner)
         # A shape does not stretch the axis, a point that is not seen does.
-        figure.add_scatter(x=[None], y=[level], mode="markers", showlegend=False, hoverinfo="skip")
+        figure.add_scatter(x=[None], y=[row.tps], mode="markers", showlegend=False, hoverinfo="skip")
     figure.update_xaxes(title_text="step")
     figure.update_yaxes(title_text=title, **axis)
     # What a reader zoomed or hid stays so; the legend lies below the axis' title, also of a low figure.
@@ -311,7 +305,7 @@ class LiveView:
         self._draw_other()
 
     def show_figures(self) -> None:
-        """Make the figures; called when a browser shows the panel."""
+        """Make the figures: a browser shows the panel."""
         with self._lock:
             if not self.figures:
                 self.figures = self._draw()

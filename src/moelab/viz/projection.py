@@ -209,7 +209,6 @@ def arms_beside_projection(
             {
                 "error_y": error_bars(spans, thickness=1.5, width=5),
                 "marker": {"size": 10, "color": DERIVED_COLOR, "symbol": "square"},
-                "textfont": {"color": DERIVED_COLOR, "size": 12},
             },
         ),
     ):
