@@ -102,8 +102,8 @@ def mesh_map(layout: Layout, *, gpus_per_node: int, rank: int = 0, nvlink_ranks:
             ("x", "y", [-0.2, grid.width + 0.2], [left, left + 0.48]),
             ("y", "x", [grid.height + 0.2, 0.2], [top - grid.height_px / (rows * height_px), top]),
         ):
-            look = {"range": ends, "domain": domain, "anchor": f"{other}{suffix}"}
-            figure.update_layout({f"{axis}axis{suffix}": {"visible": False, "fixedrange": True, **look}})
+            hidden = {"visible": False, "fixedrange": True, "anchor": f"{other}{suffix}"}
+            figure.update_layout({f"{axis}axis{suffix}": {**hidden, "range": ends, "domain": domain}})
         corner = {"xref": "paper", "yref": "paper", "xanchor": "left", "yanchor": "bottom", "align": "left"}
         figure.add_annotation(x=left, y=top, text=title, showarrow=False, font={"size": 13, "color": INK}, **corner)
         for trace in (grid.squares(colors, texts), *grid.boxes(), chosen):

@@ -20,24 +20,26 @@ from moelab.errors import BadInput
 from moelab.hardware import cluster_of
 from moelab.model import DispatchPrecision
 from moelab.model.hugging_face import IN_MENUS, read_model
-from moelab.projection import (
+from moelab.projection.routing import (
     KINDS,
-    METHODS,
     ExpertPlacement,
-    Method,
-    OnWires,
     RoutingModel,
     distinct_destinations,
     draw_expert_ids,
     expected_destinations,
+    routing_of,
+)
+from moelab.projection.traffic import (
+    METHODS,
+    Method,
+    OnWires,
     expected_rows,
     expected_traffic,
     layer_bytes,
     move_time_s,
-    routing_of,
+    require_method,
     simulate_rows,
 )
-from moelab.projection.traffic import require_method
 from moelab.viz.draw import STAR, in_panel, legend_entry, panels
 from moelab.viz.table import as_table
 from moelab.viz.theme import FAR, INK, NARROW, NEAR, ON_LIGHT, OTHER, WIDE, counted, new_figure
@@ -220,7 +222,7 @@ def _draw_ways(
     at = [(start + center[rank][0], center[rank][1], rank) for start in starts for rank in ranks]
     side = "left" if left else "right"
     quiet = {"hoverinfo": "skip", "showlegend": False}
-    squares = {
+    squares: dict[str, Any] = {
         "x": [x for x, _, _ in at],
         "y": [y for _, y, _ in at],
         "mode": "markers+text",
@@ -236,7 +238,7 @@ def _draw_ways(
         "hoverinfo": "text",
         "showlegend": False,
     }
-    names = {
+    names: dict[str, Any] = {
         "x": [start + (-0.2 if left else across + 0.2) for start in starts for _ in nodes],
         "y": [row * ROW_HEIGHT + 0.5 for _ in starts for row in range(len(nodes))],
         "text": [f"node {node}" for _ in starts for node in nodes],
@@ -271,8 +273,8 @@ def _draw_ways(
         finding, subtitle=subtitle, note="one simulated token", height=190 + 56 * max(2, len(nodes)), width=width
     )
     figure.add_traces([{"type": "scatter", **trace} for trace in data])
-    look = {"symbol": "square", "size": 13, "color": CHOSEN}
-    figure.add_trace(legend_entry("GPU with so many of its experts", mode="markers", marker=look))
+    square = {"symbol": "square", "size": 13, "color": CHOSEN}
+    figure.add_trace(legend_entry("GPU with so many of its experts", mode="markers", marker=square))
     corner = {"y": 1, "yref": "paper", "xanchor": "left", "yanchor": "bottom", "align": "left", "showarrow": False}
     titles = [
         {"x": start, "text": title, "font": {"size": 12 if width == NARROW else 13, "color": INK}, **corner}
@@ -601,7 +603,7 @@ class TrafficExplorer(Explorer):
             )
         frame = pd.DataFrame(table)
         standard_ms, _, hybrid_ms = frame["ms a layer, at least"]
-        shown = as_table(frame, decimals=dict.fromkeys(frame, 2) | dict.fromkeys(list(frame)[3:5], 3))
+        shown = as_table(frame, decimals=dict.fromkeys(table[0], 2) | dict.fromkeys(list(table[0])[3:5], 3))
         words = (
             f"<div role='status' style='line-height:1.35'>{model['experts']} experts, top-{model['top_k']}: a token "
             f"reaches <b>{reached.ranks:.2f} GPUs</b> on <b>{reached.nodes:.2f} nodes</b> ({reached.label}) "
