@@ -148,6 +148,14 @@ def test_without_slurm_runs_are_prepared_and_submitting_is_refused(tmp_path: Pat
     assert [status.state for status in refresh(done.prepared)] == [State.PREPARED] * 2
 
 
+def test_each_size_is_a_script_of_its_own(tmp_path: Path, cluster: ClusterProfile) -> None:
+    study = make_study("s", {"hardware": "cpu", "steps": 4}, [{}, {"routing": "round_robin", "nodes": 2}], [0, 1])
+    done = submit(study, tmp_path, cluster, submit=False)
+    assert [script.count("--nodes=1 ") + 2 * script.count("--nodes=2 ") for script in done.scripts] == [1, 2]
+    for run in done.prepared:
+        assert (run.path / SCRIPT_FILE).read_text() == done.scripts[run.experiment.nodes - 1]
+
+
 @pytest.mark.parametrize("as_dry_run", [True, False])
 def test_a_run_of_which_nobody_knows_the_end_is_not_submitted_beside(
     tmp_path: Path, cluster: ClusterProfile, as_dry_run: bool
