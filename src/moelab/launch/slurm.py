@@ -102,7 +102,10 @@ def _printed(arguments: Sequence[str], timeout_s: float) -> tuple[str, str]:
         raise SlurmError(f"{arguments[0]}: no answer in {timeout_s:.0f} s{f': {words}' if words else ''}") from None
     output, errors = (text.decode(errors="replace") for text in (done.stdout, done.stderr))
     if done.returncode:
-        raise SlurmError(f"{arguments[0]}: {_words(errors) or f'exit code {done.returncode}'}")
+        words = _words(errors) or f"exit code {done.returncode}"
+        if "configuration source" in words:  # Slurm's own words name DNS, and not what to do
+            words += "; Slurm's programs are installed here, but know no cluster: use a login node"
+        raise SlurmError(f"{arguments[0]}: {words}")
     return output, errors
 
 
