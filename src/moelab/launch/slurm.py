@@ -229,7 +229,7 @@ def queue(cluster: str | None = None) -> list[SlurmJob]:
     return [replace(job, cluster=cluster) for job in jobs]
 
 
-def accounted(job_ids: Iterable[str], cluster: str | None = None) -> dict[str, SlurmJob]:
+def ended_by_accounting(job_ids: Iterable[str], cluster: str | None = None) -> dict[str, SlurmJob]:
     """Jobs that ended, from accounting; empty where there is no accounting.
 
     Args:
@@ -239,7 +239,7 @@ def accounted(job_ids: Iterable[str], cluster: str | None = None) -> dict[str, S
     return _ended([*_on(cluster), "-X"], ACCOUNTING_COLUMNS, {job_id.partition("_")[0] for job_id in job_ids})
 
 
-def completed(raw_ids: Iterable[str]) -> dict[str, SlurmJob]:
+def ended_by_completion_log(raw_ids: Iterable[str]) -> dict[str, SlurmJob]:
     """Jobs that ended, by their own number, from the job completion log; empty where there is no such log.
 
     That log does not know arrays: asked for ``12_3``, it answers with any task. A requeued job is there several times;
@@ -271,8 +271,8 @@ def parse_squeue(text: str) -> Iterator[SlurmJob]:
         content, _ = json.JSONDecoder().raw_decode(text, start.end() - 1 if start else 0)
         errors, records = content.get("errors") or [], list(content["jobs"])
         if errors:
-            said = "; ".join(str(error.get("description") or error.get("error")) for error in errors)
-            raise SlurmError(f"squeue: {_line(said)}")
+            words = "; ".join(str(error.get("description") or error.get("error")) for error in errors)
+            raise SlurmError(f"squeue: {_line(words)}")
         # All are read before the first is yielded, so that another program's answer is refused as a whole.
         jobs = [list(_of_json(record)) for record in records]
         if records and not any(jobs):
