@@ -18,7 +18,6 @@ from moelab.analysis.two_by_two import (
     DEPTHS,
     STOCK,
     ArmResult,
-    LayerGain,
     arm_results,
     checkpointing_pairs,
     checkpointing_words,
@@ -97,8 +96,8 @@ def test_stock_and_the_best_arm_under_each_checkpointing() -> None:
         gains = " / ".join(f"{arm.tps / stock.tps:.2f}" for stock, arm in pairs)
         short = ", stock short of memory" if any(stock.retries for stock, _ in pairs) else ""
         says(f"| {name} | {stocks} | {arms} | {gains} ×{short} |")
-    layers: dict[str, dict[str, LayerGain]] = {}
-    for gain in (one for one in layer_gains(rows) if one.code is None):
+    layers: dict[str, dict[str, Any]] = {}
+    for gain in (one for one in layer_gains(rows).itertuples() if one.code is None):
         layers.setdefault(checkpointing_words(gain.activation_checkpoint), {})[gain.routing] = gain
     for words, by_routing in layers.items():
         gains_of = [by_routing[routing] for routing in ROUTINGS]
@@ -124,7 +123,7 @@ def test_fp8_experts_in_one_pass() -> None:
         says(f"| 671B, {moe_layers} MoE layers, 16 experts | {stock} | {' | '.join(cells)} |")
     deepest = sorted(f"{one.ratio:.2f}" for one in whole["671B, 10 MoE layers"][1])
     says(f"{deepest[0]} to {deepest[1]} × TorchTitan at ten MoE layers with both under selective checkpointing")
-    gains = {(gain.arm, gain.routing): gain for gain in layer_gains(rows)}
+    gains = {(gain.arm, gain.routing): gain for gain in layer_gains(rows).itertuples()}
     layers = [[gains[arm, routing] for routing in ROUTINGS] for arm in arms]
     cells = [
         f"{' / '.join(f'{gain.arm_ms:.1f}' for gain in each)} ms: {' / '.join(f'{gain.ratio:.2f}' for gain in each)} ×"

@@ -331,49 +331,20 @@ def _remarks(stock: str | None, code: str | None) -> str:
     return ", ".join(filter(None, (tiles, code)))
 
 
-@dataclass(frozen=True, kw_only=True)
-class LayerGain:
-    """What an arm gains on a MoE layer: the step of the deeper shape minus that of the shallower one.
+def layer_gains(rows: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
+    """What each arm gains on a MoE layer: the step of the deeper shape minus that of the shallower one.
 
     The difference leaves out the embedding, the head and the optimizer's share of them, which a thin model has with few
-    layers and a whole model with many.
-
-    Attributes:
-        campaign: in which both depths of both arms were measured.
-        activation_checkpoint: of both arms.
-        routing: of their tokens.
-        arm: see :func:`moelab.analysis.arms.arm_label`.
-        stock: of :data:`STOCK`, the faster at the deeper shape.
-        code: of moelab, as the rows name it.
-        passes: of the arm at the deeper shape.
-        stock_ms: milliseconds of a MoE layer of stock in a step.
-        arm_ms: of the arm.
-        whole: ratio of the whole step, over stock, by MoE layers of the shape.
-    """
-
-    campaign: str | None
-    activation_checkpoint: str
-    routing: str
-    arm: str
-    stock: str
-    code: str | None
-    passes: int
-    stock_ms: float
-    arm_ms: float
-    whole: Mapping[int, float]
-
-    @property
-    def ratio(self) -> float:
-        """Of a MoE layer, over stock."""
-        return self.stock_ms / self.arm_ms
-
-
-def layer_gains(rows: Iterable[Mapping[str, Any]]) -> list[LayerGain]:
-    """The gain of each arm on a MoE layer, where one campaign has both depths of it and of stock.
+    layers and a whole model with many. One campaign has to have both depths of the arm and of stock.
 
     Args:
         rows: of ``h100_two_by_two.json``, see :func:`arm_results`; those without ``step_s`` count for nothing, nor do
             those whose allocator retried: they were short of memory.
+
+    Returns:
+        A row an arm, campaign, checkpointing and routing; empty without any. ``stock_ms`` and ``arm_ms`` are
+        milliseconds of a MoE layer in a step, ``ratio`` is stock's over the arm's, ``step_5`` and ``step_10`` are the
+        ratios of whole steps by MoE layers, and ``stock`` is the faster arm of :data:`STOCK` at the deeper shape.
     """
     rows_of: dict[tuple[str | None, str | None, str, str, str], dict[int, list[Mapping[str, Any]]]] = {}
     for row in rows:
@@ -381,41 +352,38 @@ def layer_gains(rows: Iterable[Mapping[str, Any]]) -> list[LayerGain]:
             key = (row.get("campaign"), row.get("code"), row["activation_checkpoint"], row["routing"], row["arm"])
             rows_of.setdefault(key, {}).setdefault(DEPTHS[row["shape"]], []).append(row)
     few, many = DEPTHS.values()
-    steps = {
-        key: {
-            moe: statistics.median(second for row in of_depth for second in row["step_s"])
-            for moe, of_depth in depths.items()
-        }
+    step_s = {
+        key: {moe: statistics.median(second for row in own for second in row["step_s"]) for moe, own in depths.items()}
         for key, depths in rows_of.items()
         if len(depths) == len(DEPTHS)
     }
     gains = []
-    for key, mine in steps.items():
-        campaign, code, checkpointing, routing, arm = key
+    for (campaign, code, checkpointing, routing, arm), own in step_s.items():
         alike = (campaign, code, STOCK_CHECKPOINTING.get(checkpointing, checkpointing), routing)
-        stocks = {name: steps[*alike, name] for name in STOCK if (*alike, name) in steps}
-        if arm not in STOCK and stocks:
-            name, stock = min(stocks.items(), key=lambda item: item[1][many])
-            stock_ms, arm_ms = ((one[many] - one[few]) / (many - few) * 1e3 for one in (stock, mine))
-            gains.append(
-                LayerGain(
-                    campaign=campaign,
-                    activation_checkpoint=checkpointing,
-                    routing=routing,
-                    arm=arm,
-                    stock=name,
-                    code=code,
-                    passes=len(rows_of[key][many]),
-                    stock_ms=stock_ms,
-                    arm_ms=arm_ms,
-                    whole={moe: stock[moe] / mine[moe] for moe in (few, many)},
-                )
-            )
-    return gains
+        stocks = {name: step_s[*alike, name] for name in STOCK if (*alike, name) in step_s}
+        if arm in STOCK or not stocks:
+            continue
+        name, stock = min(stocks.items(), key=lambda item: item[1][many])
+        stock_ms, arm_ms = ((one[many] - one[few]) / (many - few) * 1e3 for one in (stock, own))
+        gains.append(
+            {
+                "code": code,
+                "activation_checkpoint": checkpointing,
+                "routing": routing,
+                "arm": arm,
+                "stock": name,
+                "passes": len(rows_of[campaign, code, checkpointing, routing, arm][many]),
+                "stock_ms": stock_ms,
+                "arm_ms": arm_ms,
+                "ratio": stock_ms / arm_ms,
+                **{f"step_{moe}": stock[moe] / own[moe] for moe in (few, many)},
+            }
+        )
+    return pd.DataFrame(gains)
 
 
-def layer_table(gains: Sequence[LayerGain]) -> pd.DataFrame:
-    """Gains on a MoE layer beside those of the whole step, a row an arm; empty without any."""
+def layer_table(rows: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
+    """:func:`layer_gains` of these rows as people read them; empty without any."""
     return pd.DataFrame(
         {
             "checkpointing": one.activation_checkpoint,
@@ -424,9 +392,9 @@ def layer_table(gains: Sequence[LayerGain]) -> pd.DataFrame:
             "stock, ms a layer": round(one.stock_ms, 1),
             "arm, ms a layer": round(one.arm_ms, 1),
             "layer × stock": round(one.ratio, 3),
-            **{f"step × stock, {moe} MoE layers": round(one.whole[moe], 3) for moe in DEPTHS.values()},
+            **{f"step × stock, {moe} MoE layers": round(getattr(one, f"step_{moe}"), 3) for moe in DEPTHS.values()},
             "passes": one.passes,
             "remark": _remarks(one.stock, one.code),
         }
-        for one in gains
+        for one in layer_gains(rows).itertuples()
     )
