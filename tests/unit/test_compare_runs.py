@@ -311,7 +311,7 @@ def test_every_study_below_a_path_has_its_arms(tmp_path: Path) -> None:
     kept.path.rename(kept.path.with_name("29990101T000000Z-aaaaaa"))
     found = compared(tmp_path / "runs", EXAMPLE_LOGS[0])
     assert [len(side.runs) for side in found.sides] == [4, 4, 4, 4, 1]
-    words = "other settings than the runs of this arm that are judged: lr 0.0001 instead of 0.003"
+    words = "not the settings of this arm's judged runs: lr 0.0001 instead of 0.003"
     assert f"Note: left out: t: BF16 + standard all-to-all, seed 0: {words}" in found.as_text()
     assert [row["reason"] for row in found.to_json()["runs"] if not row["used"]] == [words]
 
@@ -348,7 +348,7 @@ def test_bare_logs_are_summed_up(tmp_path: Path) -> None:
     logs = [log_of(tmp_path / f"{name}.log", {s: 8 - s / 99 for s in range(1, 41)}, tps=tps) for name, tps in RATES]
     faster, _, what = compared(*logs).summary.values()
     assert faster == "fast logged 1.5 times the tokens/s of slow."
-    assert what == "a model that no log names on machines that no log names; 40 steps, one run each."
+    assert what == "an unknown model on unknown hardware; 40 steps, one run each."
     assert compared(logs[0]).summary["Faster?"] == "There is nothing to compare with."
 
 

@@ -348,7 +348,7 @@ def test_arms_that_have_not_learnt_are_not_judged(end):
     assert judge(arm, reference, **NAMES).answer is Answer.EQUIVALENT
     verdict = judge(arm, reference, untrained_nats=math.log(2048), **NAMES)
     assert verdict.answer is Answer.NOT_TRAINED
-    assert "a model that knows nothing has 7.62" in verdict.sentence()
+    assert "an untrained model has 7.62" in verdict.sentence()
     learnt = judge(arm, {seed: loss - 4.0 for seed, loss in reference.items()}, untrained_nats=7.62, **NAMES)
     assert learnt.answer is Answer.NOT_TRAINED
     assert "MXFP8 has not learnt" in learnt.sentence()

@@ -233,7 +233,7 @@ def test_no_gain_where_kernels_are_unknown(tmp_path: Path) -> None:
         shutil.rmtree(run_of(tmp_path, "mxfp8", seed).path / "launch" / "converted")
     judged = judge_study(tmp_path / "s")
     assert judged.gains == []
-    assert "is claimed: the machine or the kernels of all runs of an arm are unknown" in judged.as_text()
+    assert "is claimed: one of the arms has no run whose machine and kernels are known" in judged.as_text()
     assert "launch/converted has no record: what multiplied in MXFP8 is unknown" in judged.as_text()
 
 

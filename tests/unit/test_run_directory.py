@@ -93,7 +93,7 @@ def test_a_record_agrees_with_the_folders_of_its_arm_and_seed(tmp_path: Path) ->
         wrong = "/".join(other.path.parts[-3:-1])
         right = "/".join(one.path.parts[-3:-1])
         assert (
-            f"{one.name}: left out: experiment.yaml: the record is of {wrong}, and the run is in {right}" in found.lines
+            f"{one.name}: left out: experiment.yaml: the record is of {wrong}, but the run is in {right}" in found.lines
         )
         with pytest.raises(BadInput, match="the record is of"):
             _ = RunDir(one.path).experiment
@@ -154,7 +154,7 @@ def test_a_renamed_study_is_a_note(tmp_path: Path) -> None:
     run.path.parents[2].rename(tmp_path / "renamed")
     found = directory.discover(tmp_path / "renamed")
     assert ([one.name for one in found.runs], found.left_out) == ([run.name.replace("s/", "renamed/", 1)], ())
-    assert found.notes == ("folder renamed holds runs that were recorded as of study s",)
+    assert found.notes == ("folder renamed holds runs that were recorded as study s",)
     assert len(found.attempts(EXPERIMENT.model_copy(update={"name": "renamed"}))) == 1
 
 
@@ -165,7 +165,7 @@ def test_a_run_that_was_copied_out_of_its_study_has_its_recorded_place(tmp_path:
     found = directory.discover(tmp_path / "kept")
     assert found.runs == (copied,)
     assert found.notes == (
-        f"{copied.name} is in no folder of an arm and seed: taken for mxfp8_standard/seed3, as recorded",
+        f"{copied.name} is not in the folder of an arm and seed: taken for mxfp8_standard/seed3, as recorded",
     )
 
 
@@ -173,7 +173,7 @@ def test_a_seed_that_was_put_aside_is_left_out(tmp_path: Path) -> None:
     run = directory.create(tmp_path, EXPERIMENT)
     run.path.parent.rename(run.path.parents[1] / "seed3 bad")
     (left_out,) = directory.discover(tmp_path).left_out
-    told = "the record is of mxfp8_standard/seed3, and the run is in mxfp8_standard/seed3 bad"
+    told = "the record is of mxfp8_standard/seed3, but the run is in mxfp8_standard/seed3 bad"
     assert left_out.reason == f"experiment.yaml: {told}"
 
 

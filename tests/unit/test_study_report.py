@@ -99,7 +99,7 @@ def test_one_arm_only(tmp_path: Path) -> None:
     judged = judge_study(study)
     assert [side.arm for side in judged.sides] == ["bf16_standard"]
     assert judged.verdicts == judged.gains == judged.held_out == []
-    assert "No verdict: no run of an arm beside the reference bf16_standard finished" in judged.as_text()
+    assert "No verdict: no run of an arm besides the reference bf16_standard finished" in judged.as_text()
     assert "Study s" in report_of(study)
     json.dumps(judged.to_json(), allow_nan=False)
 
@@ -172,7 +172,7 @@ def test_a_field_changed_within_an_arm_is_not_averaged_away(study: Path) -> None
         run_of(study.parents[1], "bf16", seed, 4.0, fields={"lr": 1.0e-2})
     judged = judge_study(study)
     assert judged.verdicts[0].reference_losses == pytest.approx(SEEDS, abs=1e-5)
-    words = "BF16 + standard all-to-all, seeds 0, 1: other settings than the runs of this arm that are judged: lr 0.01 "
+    words = "BF16 + standard all-to-all, seeds 0, 1: not the settings of this arm's judged runs: lr 0.01 "
     assert f"{words}instead of 0.003" in judged.as_text()
     assert "\n10 of 10 runs finished, 8 of them judged\n" in judged.as_text()
     assert words in html.unescape(report_of(study))
@@ -239,7 +239,7 @@ def summary_of(folder: Path, *, gpu: str | None = None, kernels: str = "emulated
 
 def test_a_report_answers_three_questions_first(study: Path) -> None:
     faster, loss, what = summary_of(study.parents[1]).values()
-    assert faster == "Not measured: a CPU process stands for a GPU here, so its tokens/s say nothing about a GPU's."
+    assert faster == "Not measured: a CPU process stands in for a GPU here, so its tokens/s say nothing about a GPU's."
     assert loss.startswith("Yes: MXFP8 ends +0.0035 nats from BF16 (95 % interval ")
     assert what == (
         "nano on 2 processes of A processor, EP 2, sequences of 256 tokens, local batch 4, learning rate 0.003; "

@@ -91,8 +91,8 @@ def test_of_groups_with_as_many_seeds_the_newer_is_judged_and_the_other_told_of(
     judged = judge_study(tmp_path / "s")
     assert judged.verdicts[0].n_seeds == len(SEEDS)
     (note,) = {note.split(": ", 2)[2] for note in judged.notes if "left out" in note}
-    assert note.startswith("other settings than the runs of this arm that are judged: lr 0.00")
-    assert note.endswith("(as many seeds as the newer runs that are judged: give each a study of its own)")
+    assert note.startswith("not the settings of this arm's judged runs: lr 0.00")
+    assert note.endswith("(as many seeds as the newer runs, which are judged: give each set a study of its own)")
 
 
 def test_arms_that_agree_in_nothing_are_judged_and_the_verdict_says_so(tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def test_a_seed_whose_only_run_has_other_settings_is_left_out_with_that_reason(t
     run_of(tmp_path, "bf16", 5)
     run_of(tmp_path, "mxfp8", 5, fields={"gpus_per_node": 4})
     (verdict,) = judge_study(study).verdicts
-    assert "seed 5: other settings than the runs of this arm that are judged: gpus_per_node 4" in verdict.sentence()
+    assert "seed 5: not the settings of this arm's judged runs: gpus_per_node 4" in verdict.sentence()
     assert "no run of it" not in verdict.sentence()
 
 
@@ -247,7 +247,7 @@ def test_a_seed_can_be_dropped_and_a_margin_capped(tmp_path: Path) -> None:
     ):
         (verdict, *_) = found.verdicts
         assert (verdict.seeds, verdict.margin_nats) == ((0, 1, 3, 4), 0.001)
-        assert any("as asked for: seed 2" in note for note in found.notes)
+        assert any("as requested: seed 2" in note for note in found.notes)
     assert sum(not row["used"] for row in judge_study(study, dropped_seeds=[2]).to_json()["runs"]) == 2
     for paths in ([study], [study, study / "bf16_standard"]):
         with pytest.raises(BadInput, match="seed 77 cannot be dropped"):
@@ -340,7 +340,7 @@ def test_a_requeued_run_that_went_on_elsewhere_is_not_in_the_gain(tmp_path: Path
         (run,) = (study / "mxfp8_standard" / f"seed{seed}").iterdir()
         write_json(run / "environment-2.json", ENVIRONMENT | later)
     judged = judge_study(study)
-    told = "seed 0: environment-2.json: a later start ran on 2 × NVIDIA B200 with another torch"
+    told = "seed 0: environment-2.json: a later start ran on 2 × NVIDIA B200 with a different torch"
     assert f"MXFP8 + standard all-to-all, {told}" in judged.notes
     assert [one.n_seeds for one in judged.gains] == [4]
 
@@ -368,7 +368,7 @@ def test_kernels_that_differ_within_an_arm_give_no_gain(tmp_path: Path) -> None:
     write_json(run / "launch" / "converted" / "rank0.json", {"kernels": "native", "modules": ["layers.1"]})
     judged = judge_study(study)
     assert judged.no_gain == {
-        "MXFP8 + standard all-to-all": "MXFP8 or NVFP4 kernels emulated in 4 runs, native in 1 run of one arm"
+        "MXFP8 + standard all-to-all": "MXFP8 or NVFP4 kernels emulated in 4 runs, native in 1 run within one arm"
     }
 
 

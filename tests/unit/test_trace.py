@@ -163,7 +163,7 @@ def test_traced_steps_are_out_of_the_throughput_and_the_step_times(tmp_path: Pat
     write_json(run.path / RECORDED_FOLDER / "rank0.json", {**record, "write_s": 0.5, "files": files})
     one = collect_run(run)
     assert one.notes == (
-        "step 8 was traced: it took 2.500 s instead of 1.000 s, and writing 3.0 s; throughput is without steps 7 to 9",
+        "step 8 was traced: it took 2.500 s instead of 1.000 s, and writing 3.0 s; throughput leaves out steps 7 to 9",
         "traces/rank0.json.gz: not kept: it has more than 64 MiB",
     )
     assert one.rows["step"][one.rows["tps"].isna()].tolist() == [7, 8, 9]

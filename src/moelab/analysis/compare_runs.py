@@ -95,11 +95,11 @@ class Difference:
             return self.judged.sentence()
         unjudged = f"{self.unfinished}: no verdict. " if self.unfinished else ""
         if not self.steps:
-            return f"{unjudged}{self.label} and {self.reference} have no step with a loss in common: no difference."
+            return f"{unjudged}{self.label} and {self.reference} have no step with a loss in common."
         if math.isnan(self.nats):
             return unjudged.strip() or f"{self.label} has no finite difference from {self.reference} at the end."
         spread = f" ({self.spread_nats:.4f} from step to step)" if math.isfinite(self.spread_nats) else ""
-        worth = "" if unjudged else " One run against another: whether a change of seed does as much is not known."
+        worth = "" if unjudged else " One run against another: a change of seed might do as much."
         difference = f"{self.label} differs from {self.reference} by {self.nats:+.4f} nats {self._where}{spread}"
         return f"{unjudged}{difference}.{worth}"
 
@@ -342,7 +342,7 @@ def machine_differences(side: Side, reference: Side) -> list[str]:
     ]
     # Runs from elsewhere are held against their own kind too: one side may be of two machines.
     mixed = [side.label for side in (side, reference) if len(differing_facts(side.runs, side.runs, speed_facts))]
-    return [*told, *(f"the machines or versions of {label} are not alike" for label in mixed)]
+    return [*told, *(f"the runs of {label} are not on like machines" for label in mixed)]
 
 
 def mixed_facts(runs: Sequence[Collected], facts: Callable[[Collected], Mapping[str, str]]) -> list[str]:
@@ -351,7 +351,7 @@ def mixed_facts(runs: Sequence[Collected], facts: Callable[[Collected], Mapping[
     for run in runs:
         for name, value in facts(run).items():
             values.setdefault(name, []).append(value)
-    return [f"{name} {spread(own)} of one arm" for name, own in values.items() if len(set(own)) > 1]
+    return [f"{name} {spread(own)} within one arm" for name, own in values.items() if len(set(own)) > 1]
 
 
 def _verdict(reference: Side, side: Side, *, final_fraction: float, **options: Any) -> Verdict | None:

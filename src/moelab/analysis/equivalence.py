@@ -67,6 +67,26 @@ class Interval:
         """Whether the data gave an interval."""
         return bool(np.isfinite(self.low) and np.isfinite(self.high))
 
+    @property
+    def percent(self) -> Interval:
+        """That of a ratio, as percent above 1."""
+        return Interval(low=100.0 * (self.low - 1.0), high=100.0 * (self.high - 1.0), level=self.level)
+
+    def words(self, spec: str = "+.4f", unit: str = "") -> str:
+        """The interval in words.
+
+        Args:
+            spec: Format of its ends.
+            unit: What follows them.
+
+        Example:
+            >>> Interval(low=1.25, high=3.5, level=0.95).words("+.1f", " %")
+            '95 % interval +1.2 to +3.5 %'
+        """
+        if not self.exists:
+            return "no interval"
+        return f"{100 * self.level:g} % interval {self.low:{spec}} to {self.high:{spec}}{unit}"
+
 
 def t_interval(values: Sequence[float], *, level: float = 0.95) -> Interval:
     """Student-t interval of the mean of independent values.

@@ -19,6 +19,7 @@ import pandas as pd
 
 from moelab.analysis.arms import arm_label, contrast, require_names
 from moelab.analysis.equivalence import Interval, t_interval
+from moelab.analysis.verdict import seeds_words
 from moelab.errors import BadInput
 from moelab.runs.table import throughput_rows
 
@@ -38,9 +39,8 @@ class ArmThroughput:
 
     def sentence(self) -> str:
         """State the figure in words, with its interval and the number of seeds."""
-        return (
-            f"{arm_label(self.arm)}: {self.tps:,.0f} tokens/s per GPU ({_spread(self.interval, self.n_seeds, ',.0f')})"
-        )
+        spread = f"{self.interval.words(',.0f')}, n = {seeds_words(self.n_seeds)}"
+        return f"{arm_label(self.arm)}: {self.tps:,.0f} tokens/s per GPU ({spread})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,12 +65,7 @@ class Gain:
 
     def sentence(self) -> str:
         """State the gain in words, with its interval and the number of seeds."""
-        percent = Interval(
-            low=100.0 * (self.interval.low - 1.0),
-            high=100.0 * (self.interval.high - 1.0),
-            level=self.interval.level,
-        )
-        spread = _spread(percent, self.n_seeds, "+.1f", unit=" %")
+        spread = f"{self.interval.percent.words('+.1f', ' %')}, n = {seeds_words(self.n_seeds)}"
         return f"{_over(self.arm, self.baseline)}: {self.percent:+.1f} % ({spread})"
 
 
@@ -98,13 +93,13 @@ class Interaction:
     def sentence(self) -> str:
         """The answer in words."""
         told = f"Both together are {self.percent:+.1f} % from the product of the two gains"
-        if not self.interval.exists:
-            return f"{told}; no interval, n = {self.units} of {self.unit}: no test"
-        low, high = (100 * (bound - 1) for bound in (self.interval.low, self.interval.high))
-        spread = f"{100 * self.interval.level:g} % interval {low:+.1f} to {high:+.1f} %, n = {self.units} {self.unit}"
-        if low <= 0 <= high:
-            return f"{told} ({spread}): no interaction is shown; effects within these bounds are not ruled out"
-        return f"{told} ({spread}): the gains {'weaken' if high < 0 else 'strengthen'} each other"
+        interval = self.interval.percent
+        if not interval.exists:
+            return f"{told}; no interval, n = {self.units} {self.unit}: no test"
+        told += f" ({interval.words('+.1f', ' %')}, n = {self.units} {self.unit})"
+        if interval.low <= 0 <= interval.high:
+            return f"{told}: no interaction is shown; effects within these bounds are not ruled out"
+        return f"{told}: the gains {'weaken' if interval.high < 0 else 'strengthen'} each other"
 
 
 def why_no_gain(arm: str, baseline: str, reason: str) -> str:
@@ -258,10 +253,3 @@ def _mapped_back(logs: list[float], level: float) -> tuple[float, Interval]:
 def _over(arm: str, baseline: str) -> str:
     words, baseline_words, shared = contrast(arm, baseline)
     return f"{words} over {baseline_words}" + (f" (both {shared})" if shared else "")
-
-
-def _spread(interval: Interval, n_seeds: int, spec: str, unit: str = "") -> str:
-    if not interval.exists:
-        return f"no interval, n = {n_seeds} seed"
-    bounds = f"{interval.low:{spec}} to {interval.high:{spec}}{unit}"
-    return f"{100 * interval.level:g} % interval {bounds}, n = {n_seeds} seeds"

@@ -38,6 +38,7 @@ from moelab.analysis.equivalence import (
     seeds_needed,
 )
 from moelab.errors import BadInput
+from moelab.runs.files import finite_or_none
 
 LEARNT_FRACTION = 0.1
 """Of the untrained model's loss: an arm has learnt when it is lower by more. A choice: less than that is what frequent
@@ -165,14 +166,9 @@ class Verdict:
             is_wider = self.margin_nats > self.margin_cap_nats  # as a person may give it
             cap_words = "as given, wider than the usual cap" if is_wider else "cap"
             cap = f" ({cap_words} {self.margin_cap_nats:.4f})" if math.isfinite(self.margin_cap_nats) else ""
-            seeds = "1 seed" if self.n_seeds == 1 else f"{self.n_seeds} seeds"
-            spread = "no interval from one seed"
-            if self.interval.exists:
-                low, high = self.interval.low, self.interval.high
-                spread = f"{100 * self.interval.level:g} % interval {low:+.4f} to {high:+.4f}"
             numbers = (
                 f"{arm} differs from {reference}{both} by {self.mean_difference_nats:+.4f} nats in {self.quantity} "
-                f"({spread}), {margin}{cap}, n = {seeds}"
+                f"({self.interval.words()}), {margin}{cap}, n = {seeds_words(self.n_seeds)}"
             )
         if self.decided_by:
             parts = [f"{str(self.answer).capitalize()}: {self.decided_by}", f"{numbers}."]
@@ -182,21 +178,17 @@ class Verdict:
 
     def to_json(self) -> dict[str, Any]:
         """The verdict for a program; what is missing is null."""
-        numbers = {
-            "difference_nats": self.mean_difference_nats,
-            "margin_nats": self.margin_nats,
-            "margin_cap_nats": self.margin_cap_nats,
-            "reference_sd_nats": self.reference_sd,
-        }
-        ends = (self.interval.low, self.interval.high)
         return {
             "arm": self.arm,
             "reference": self.reference,
             "answer": self.answer.value,
             "quantity": self.quantity,
             "seeds": list(self.seeds),
-            **{name: value if math.isfinite(value) else None for name, value in numbers.items()},
-            "interval_nats": [end if math.isfinite(end) else None for end in ends],
+            "difference_nats": finite_or_none(self.mean_difference_nats),
+            "margin_nats": finite_or_none(self.margin_nats),
+            "margin_cap_nats": finite_or_none(self.margin_cap_nats),
+            "reference_sd_nats": finite_or_none(self.reference_sd),
+            "interval_nats": [finite_or_none(end) for end in (self.interval.low, self.interval.high)],
             "excludes_zero": self.excludes_zero,
             "diverged": {"arm": list(self.arm_diverged), "reference": list(self.reference_diverged)},
             "outlying_seeds": list(self.outlying_seeds),
@@ -266,23 +258,36 @@ def judge(
     margin = equivalence_margin(base, reference=reference, **margin_options)
     seeds = tuple(sorted(kept.keys() & base.keys()))
     differences = [kept[seed] - base[seed] for seed in seeds]
+    answer, sd, low, high = Answer.INSUFFICIENT, NAN, NAN, NAN
+    tost_p, beyond_p, t_p = NAN, NAN, NAN
+    if len(differences) > 1:
+        # Without a spread there is no margin, but none could be wider than the cap: beyond it is different all the same
+        widest = margin.nats if margin.exists else margin.cap_nats
+        tests = paired_tests(differences, widest, tost_alpha=margin.tost_alpha)
+        sd, low, high = float(tests.sd[0]), float(tests.low[0]), float(tests.high[0])
+        tost_p = float(tests.tost_p[0]) if margin.exists else NAN
+        beyond_p, t_p = float(tests.beyond_p[0]), float(tests.t_p[0])
+        if len(differences) >= MIN_SEEDS and margin.exists and tests.equivalent[0]:
+            answer = Answer.EQUIVALENT
+        elif len(differences) >= MIN_SEEDS and tests.different[0]:
+            answer = Answer.DIFFERENT
     both = ((arm, ours), (reference, theirs))
     verdict = Verdict(
         arm=arm,
         reference=reference,
-        answer=Answer.INSUFFICIENT,
+        answer=answer,
         quantity=quantity,
         seeds=seeds,
         mean_difference_nats=float(np.mean(differences)) if differences else NAN,
-        sd_difference=NAN,
-        interval=Interval(low=NAN, high=NAN, level=1.0 - 2.0 * margin.tost_alpha),
+        sd_difference=sd,
+        interval=Interval(low=low, high=high, level=1.0 - 2.0 * margin.tost_alpha),
         margin_nats=margin.nats,
         margin_cap_nats=margin.cap_nats,
         margin_source=margin.source,
         reference_sd=margin.reference_sd,
-        tost_p=NAN,
-        beyond_p=NAN,
-        t_p=NAN,
+        tost_p=tost_p,
+        beyond_p=beyond_p,
+        t_p=t_p,
         arm_losses=kept,
         reference_losses=base,
         arm_diverged=tuple(sorted(ours.diverged.keys() - theirs.diverged.keys())),
@@ -298,24 +303,6 @@ def judge(
         seeds_needed=None,
         steps=steps,
     )
-    if len(differences) > 1:
-        # Without a spread there is no margin, but none could be wider than the cap: beyond it is different all the same
-        widest = margin.nats if margin.exists else margin.cap_nats
-        tests = paired_tests(differences, widest, tost_alpha=margin.tost_alpha)
-        answer = Answer.INSUFFICIENT
-        if len(differences) >= MIN_SEEDS and margin.exists and tests.equivalent[0]:
-            answer = Answer.EQUIVALENT
-        elif len(differences) >= MIN_SEEDS and tests.different[0]:
-            answer = Answer.DIFFERENT
-        verdict = replace(
-            verdict,
-            answer=answer,
-            sd_difference=float(tests.sd[0]),
-            interval=Interval(low=float(tests.low[0]), high=float(tests.high[0]), level=tests.level),
-            tost_p=float(tests.tost_p[0]) if margin.exists else NAN,
-            beyond_p=float(tests.beyond_p[0]),
-            t_p=float(tests.t_p[0]),
-        )
     first, *others = [*_before_any_interval(verdict, ours, theirs, margin, untrained_nats), (verdict.answer, "")]
     findings = [words[0].upper() + words[1:] for _, words in others if words]
     findings += _to_be_known(verdict, ours, theirs, lr_warmup_steps)
@@ -330,6 +317,11 @@ def judge(
         settled_by=settled_by,
         seeds_needed=needed,
     )
+
+
+def seeds_words(n: int) -> str:
+    """``1 seed``, ``3 seeds``."""
+    return f"{n} seed{'' if n == 1 else 's'}"
 
 
 def correct_for_arms(verdicts: list[Verdict]) -> list[Verdict]:
@@ -385,8 +377,8 @@ def _before_any_interval(
         ends = {name: float(np.mean([losses[seed] for seed in verdict.seeds])) for name, losses in both.items()}
         if untaught := [name for name, end in ends.items() if end > untrained_nats - needed]:
             words = " and ".join(f"{name} has not learnt (it ends at {ends[name]:.2f} nats)" for name in untaught)
-            words += f": a model that knows nothing has {untrained_nats:.2f} nats, and at least {needed:.2f} below that"
-            yield Answer.NOT_TRAINED, f"{words} is asked for."
+            words += f": an untrained model has {untrained_nats:.2f} nats, and an arm must end at least {needed:.2f}"
+            yield Answer.NOT_TRAINED, f"{words} below that."
     for seed in verdict.outlying_seeds:
         yield (
             Answer.INSUFFICIENT,

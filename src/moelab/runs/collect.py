@@ -280,15 +280,15 @@ def _traced_notes(experiment: Experiment, status: Status, traces: Sequence[Mappi
         longest = max(traces, key=lambda trace: trace["write_s"])
         usual = f" instead of {longest['usual_step_s']:.3f} s" if longest["usual_step_s"] else ""
         yield (
-            f"step {step} was traced: it took {longest['step_s']:.3f} s{usual}, and writing {longest['write_s']:.1f} s;"
-            f" throughput is without steps {step - 1} to {step + 1}"
+            f"step {step} was traced: it took {longest['step_s']:.3f} s{usual}, plus {longest['write_s']:.1f} s to "
+            f"write the trace; throughput leaves out steps {step - 1} to {step + 1}"
         )
     for one in (file for trace in traces for file in trace["files"] if file["reason"]):
         yield f"{one['file']}: {one['reason']}"
     missing = set(experiment.trace_ranks) - {trace["rank"] for trace in traces}
     if step and missing and status.state is State.COMPLETED:
         ranks = ", ".join(map(str, sorted(missing)))
-        yield f"step {step} of rank {ranks} was not traced: a launch began after it, or the record could not be written"
+        yield f"step {step} was not traced on rank {ranks}: a launch began after it, or the record could not be written"
 
 
 def collect_runs(runs: Iterable[RunDir]) -> list[Collected]:
@@ -429,7 +429,7 @@ def _read_log_and_events(run: RunDir, status: Status) -> tuple[MetricsRead, list
         damaged.append(f"{name} cannot be read ({error.strerror or error})")
     except NotALog:
         if run.log.exists():
-            damaged.append(f"{name} is no file")
+            damaged.append(f"{name} is not a file")
         elif status.state not in (State.PREPARED, State.SUBMITTED, State.RUNNING):
             damaged.append(f"{name} is missing")
     if log is None:
@@ -521,7 +521,7 @@ def _read_job(folder: Path) -> tuple[list[MetricsRead], Statement | None]:
         if not logs and not ranks:
             raise
         names = ", ".join(str(file.relative_to(folder)) for file in [*logs, *ranks][:5])
-        raise BadInput(f"{error} Nor is there a TorchTitan step line or a failure in {names}") from None
+        raise BadInput(f"{error} There is no TorchTitan step line or failure in {names} either") from None
     if not len(read.rows):
         return events, ended
     return [_united(read, events[0]) if len(events) == 1 else read], ended

@@ -57,7 +57,7 @@ class RunDir:
         recorded, folders = f"{experiment.arm}/seed{experiment.seed}", "/".join(self._place[-3:-1])
         is_in_a_study = self._names_a_seed or folders.startswith(f"{experiment.arm}/")  # else copied out of one
         if is_in_a_study and recorded != folders:
-            raise BadInput(f"{file}: the record is of {recorded}, and the run is in {folders}")
+            raise BadInput(f"{file}: the record is of {recorded}, but the run is in {folders}")
         return experiment
 
     @property
@@ -195,7 +195,7 @@ def discover(path: Path) -> Discovery:
     """The run directories that :func:`find` finds, with their records read."""
     runs: list[RunDir] = []
     left_out: list[LeftOut] = []
-    notes: dict[str, None] = {}
+    notes: list[str] = []
     for run in find(path):
         try:
             study = run.experiment.name
@@ -206,12 +206,11 @@ def discover(path: Path) -> Discovery:
         runs.append(run)
         folder, *_ = run.name.split("/")
         if not run._names_a_seed:
-            notes[f"{run.name} is in no folder of an arm and seed: taken for {run.arm}/seed{run.seed}, as recorded"] = (
-                None
-            )
+            place = f"{run.arm}/seed{run.seed}"
+            notes.append(f"{run.name} is not in the folder of an arm and seed: taken for {place}, as recorded")
         elif folder != study:
-            notes[f"folder {folder} holds runs that were recorded as of study {study}"] = None
-    return Discovery(runs=tuple(runs), left_out=tuple(left_out), notes=tuple(notes))
+            notes.append(f"folder {folder} holds runs that were recorded as study {study}")
+    return Discovery(runs=tuple(runs), left_out=tuple(left_out), notes=tuple(dict.fromkeys(notes)))
 
 
 def find(path: Path) -> list[RunDir]:

@@ -73,7 +73,7 @@ class ExpertLoad:
         """
         steps, layers, experts = self.tokens_SLE.shape
         if experts % ep:
-            raise BadInput(f"ep is {ep} and does not divide the {experts} experts whose load was recorded")
+            raise BadInput(f"ep is {ep}, which does not divide the {experts} experts whose load was recorded")
         return _over_mean(self.tokens_SLE.reshape(steps, layers, ep, -1).sum(axis=-1))
 
     def shares_E(self, ep: int) -> npt.NDArray[np.float64]:
@@ -179,15 +179,15 @@ def routers_load(path: Path, experts: int) -> tuple[ExpertLoad, RunDir | None]:
     file = (path if path.is_file() else path / FILE).absolute()
     run = RunDir(file.parent) if is_run(file.parent) else None
     if run is None and not path.is_file():
-        raise BadInput(f"{path} is no run directory; give one that has an {FILE}, or that file")
+        raise BadInput(f"{path} is not a run directory; give a run that has {FILE}, or that file")
     name = f"run {run.name}" if run else path.name
     if run and run.experiment.routing is not Routing.LEARNED:
-        raise BadInput(f"a measured load is of learned routing, and {name} has routing {run.experiment.routing.value}")
+        raise BadInput(f"a measured load needs learned routing, but {name} has routing {run.experiment.routing.value}")
     load = _load_in(file)
     if load is None:
-        raise BadInput(f"{name} has no {FILE}: an older moelab trained it, or no step was; give another run")
+        raise BadInput(f"{name} has no {FILE}: an older moelab trained it, or it logged no step; give another run")
     if load.tokens_SLE.shape[2] != experts:
-        raise BadInput(f"{name} has {load.tokens_SLE.shape[2]} experts, and {experts} are asked for")
+        raise BadInput(f"{name} has {load.tokens_SLE.shape[2]} experts, but the experiment has {experts}")
     return load, run
 
 
@@ -226,7 +226,7 @@ def measured_constants(path: Path, experiment: Experiment) -> MemoryConstants:
     """
     if experiment.routing is not Routing.LEARNED:
         raise BadInput(
-            f"a measured load is of learned routing, and this experiment has routing {experiment.routing.value}"
+            f"a measured load needs learned routing, but this experiment has routing {experiment.routing.value}"
         )
     load, run = routers_load(path, shape_for(experiment).num_experts)
     busiest_SL = load.busiest_rank_SL(experiment.ep)

@@ -207,8 +207,8 @@ def read_runs(path: Path, settings: Sequence[Mapping[str, str]] = ()) -> list[Me
     if two := log.segments.disagreements:
         step, (first, second) = next(iter(two.items()))
         raise BadInput(
-            f"{path}: two runs are mixed in it: step {step} has the losses {first:g} and {second:g}, and so have two "
-            f"{len(two)} steps. Give the log of each run by itself"
+            f"{path}: two runs are mixed in it: {len(two)} steps have two losses each, such as {first:g} and "
+            f"{second:g} at step {step}. Give the log of each run by itself"
         )
     return separate_runs(*log.segments.columns(), source=path, settings=settings, notes=log.notes)
 
@@ -489,8 +489,8 @@ class Segments:
         rank = "the first rank of the last stage, world size / PP · (PP − 1)"
         which = rank if self._loss_rank is None else f"rank {self._loss_rank}, {rank}"
         return (
-            "no loss: a rank without the last stage prints -1 in its place under pipeline parallelism. Give the log of "
-            f"{which}, or train with it in LOG_RANK",
+            "no loss: under pipeline parallelism a rank without the last stage prints -1 instead. Give the log of "
+            f"{which}, or add that rank to LOG_RANK",
         )
 
     def _add_step(self, segment: Segment, step: int, values: tuple[float, ...]) -> Segment | None:

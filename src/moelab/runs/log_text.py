@@ -97,7 +97,7 @@ class LogBytes:
             head = file.read(256)
         for magic, kind in _REFUSED.items():
             if head.startswith(magic):
-                raise NotALog(f"{path} is {kind}, no log. Unpack it and give the log itself")
+                raise NotALog(f"{path} is {kind}, not a log. Unpack it and give the log itself")
         self._unpacker = next((new for magic, new in _UNPACKERS.items() if head.startswith(magic)), None)
         self.is_plain = self._unpacker is None and _utf16(head) is None
 
@@ -124,10 +124,10 @@ class LogBytes:
                     yield unpacker.decompress(block)
                     block = unpacker.unused_data.lstrip(b"\0") if unpacker.eof else b""
         except _UNPACKING_ERRORS as error:
-            self.damage = f"{self._path.name} is damaged ({error}): what follows is not read"
+            self.damage = f"{self._path.name} is damaged ({error}): the rest is not read"
         else:
             if not unpacker.eof:
-                self.damage = f"{self._path.name} is cut off: its end is not there to be read"
+                self.damage = f"{self._path.name} is cut off: its end is missing"
 
 
 def _utf16(block: bytes) -> str | None:
@@ -172,11 +172,11 @@ def what_was_seen(text: bytes) -> str:
         if match := re.search(pattern, text):
             return f"these look like {whose} lines ({_quote(match[0])})"
     if match := _DECIMAL_COMMA.search(text):
-        return f"numbers have a decimal comma ({_quote(match[0])}): let the log be written with LC_ALL=C"
+        return f"numbers have a decimal comma ({_quote(match[0])}): write the log with LC_ALL=C"
     if match := re.search(rb"step: *\d[^\r\n]*", text):
-        return f"there are lines of steps, but cut off or of another form ({_quote(match[0])})"
+        return f"there are step lines, but they are cut off or in another format ({_quote(match[0])})"
     if b"Training starts at step" in text:
-        return "training started and logged no step"
+        return "training started but logged no step"
     return ""
 
 

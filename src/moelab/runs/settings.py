@@ -87,7 +87,7 @@ class Settings:
     """What a run was configured to do, as far as is known; ``source`` says where that was read."""
 
     values: dict[str, str] = field(default_factory=dict)
-    source: str = "nothing of its configuration can be read"
+    source: str = "its configuration is not known"
 
     def __post_init__(self) -> None:
         """Values are shown as they are: they hold no keys."""
@@ -102,14 +102,14 @@ def settings_of(path: Path, runs: int = 1) -> Settings:
         runs: how many runs it holds; one configuration cannot be told apart for several.
     """
     if path.is_file() and runs == 1 and (of_log := log_settings(path)):
-        return Settings(values=of_log, source="the lines of its log")
+        return Settings(values=of_log, source="its log")
     config = _config_beside(path)
     if config is None or runs > 1:
         return Settings()
     values = _config_values(config)
     if values is None:
         return Settings(
-            source=f"{config.name} beside it cannot be read: it takes a mapping in YAML or JSON of at most "
+            source=f"{config.name} beside it cannot be read: it must be a mapping in YAML or JSON of at most "
             f"{MAX_FILE_BYTES:,} bytes and {_MOST_VALUES:,} values"
         )
     return Settings(values=values, source=f"{config.name} beside it")

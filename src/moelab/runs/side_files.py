@@ -209,7 +209,7 @@ def _moved(run: RunDir, first: Environment) -> Iterator[str]:
             names = dict.fromkeys([*first.versions, *later.versions])
             others = [name for name in names if first.versions.get(name) != later.versions.get(name)]
             machine = f" on {later.machine}" if later.machine != first.machine else ""
-            software = f" with another {', '.join(others)}" if others else ""
+            software = f" with a different {', '.join(others)}" if others else ""
             yield f"{file.name}: a later start ran{machine}{software}"
 
 

@@ -185,7 +185,7 @@ def separate_runs(
     }
     if len(launches) > 2 and _has_holes(launches.values()):
         raise BadInput(
-            f"{source}: the steps of two runs are mixed in it, forth and back {len(launches)} times. "
+            f"{source}: the steps of two runs are mixed in it: they go back {len(launches) - 1} times. "
             "Give the history of each run by itself"
         )
     known = settings if len(settings) == len(launches) else [{}] * len(launches)

@@ -42,7 +42,7 @@ from moelab.analysis.compare_runs import (
 from moelab.analysis.convergence import first_final_step
 from moelab.analysis.side import Side, median
 from moelab.analysis.throughput import why_no_gain
-from moelab.analysis.verdict import correct_for_arms
+from moelab.analysis.verdict import correct_for_arms, seeds_words
 from moelab.errors import BadInput, MoelabError
 from moelab.experiment import NUMBERS_ONLY, Precision
 from moelab.experiment_file import Study
@@ -195,7 +195,7 @@ class Report:
                 words = [*(told for name, told in settings.items() if name not in NOT_FOR_SPEED), *words]
                 words += [told for one in (side, first) for told in mixed_facts(one.finished, kernel_facts)]
                 if not all(any(run.speed_known for run in one.finished) for one in (side, first)):
-                    words.append("the machine or the kernels of all runs of an arm are unknown")
+                    words.append("one of the arms has no run whose machine and kernels are known")
                 if Precision.NVFP4 in (side.experiment.precision, first.experiment.precision):
                     words.append(NUMBERS_ONLY)
             if words and (side.finished or self.study is None):
@@ -327,7 +327,7 @@ class Report:
             *unjudged,
             *self.grad_norm_notes,
             *(f"left out: {words}" for words in left_out),
-            *([f"dropped in every {self._kind}, as asked for: seed{plural} {names}"] if names else []),
+            *([f"dropped from every {self._kind}, as requested: seed{plural} {names}"] if names else []),
             *others,
             *filter(None, [self.speed_note]),
             *(
@@ -374,10 +374,10 @@ class Report:
         if not self.others:
             return "There is nothing to compare with."
         if self.on_cpu:
-            return "Not measured: a CPU process stands for a GPU here, so its tokens/s say nothing about a GPU's."
+            return "Not measured: a CPU process stands in for a GPU here, so its tokens/s say nothing about a GPU's."
         told = [self._speed_words(side) for side in self.measured_speeds]
         if emulated := [side for side in self.sides if side.emulated]:
-            told.append(f"not measured for {_names(emulated)}: emulated kernels are slower than those they stand for")
+            told.append(f"not measured for {_names(emulated)}: emulated kernels are slower than real ones")
         return _joined(told)
 
     def _speed_words(self, side: Side) -> str:
@@ -400,7 +400,7 @@ class Report:
         if not self.others:
             return "There is nothing to compare with."
         if self.study is not None and not self.verdicts:
-            which = "no arm beside the reference" if self.reference.finished else "no run of the reference"
+            which = "no arm besides the reference" if self.reference.finished else "no run of the reference"
             return f"Not known: {which} finished."
         told: dict[str, list[str]] = {}
         for verdict in self.verdicts:
@@ -409,7 +409,7 @@ class Report:
         single = [one for one in self.differences if one.judged is None] if self.study is None else []
         if single:
             answers.append(f"Not decided: {_joined([one.ends() for one in single])}")
-            answers.append("A single run cannot say what another seed would change.")
+            answers.append("A single run cannot show what another seed would change.")
         return " ".join(answers)
 
     @property
@@ -419,8 +419,8 @@ class Report:
         }
         known = {name: value for name, value in known.items() if value != "unknown"}
         experiment = self.reference.experiment
-        model = experiment.model_label if experiment is not None else known.get("model", "a model that no log names")
-        chip = known.get("gpu") or known.get("processor") or "machines that no log names"
+        model = experiment.model_label if experiment is not None else known.get("model", "an unknown model")
+        chip = known.get("gpu") or known.get("processor") or "unknown hardware"
         ranks = experiment.world_size if experiment is not None else None
         counted = f"{ranks} processes of {chip}" if self.on_cpu else f"{ranks} × {chip}"
         parts = [f"{model} on {counted if ranks else chip}"]
@@ -436,7 +436,7 @@ class Report:
         if self.study is not None:
             finished, attempts = self._finished_of_all, len(self.runs) + len(self.not_judged)
             judged = f", {len(self.finished)} of them judged" if len(self.finished) < finished else ""
-            which = "an arm beside the reference" if self.reference.finished else "the reference"
+            which = "an arm besides the reference" if self.reference.finished else "the reference"
             lines = [f"{finished} of {attempts} runs finished{judged}"]
             lines += [verdict.sentence() for verdict in self.verdicts]
             lines += [] if self.verdicts else [f"No verdict: no run of {which} {self.reference.arm} finished"]
@@ -497,12 +497,12 @@ class Report:
     def _why_unused(self, side: Side, run: Collected) -> str | None:
         if not run.finished and (side.finished or self.study is not None):
             return end_of(run)
-        return f"its seed is dropped in every {self._kind}, as asked for" if run.seed in self.dropped_seeds else None
+        return f"its seed is dropped from every {self._kind}, as requested" if run.seed in self.dropped_seeds else None
 
     def _gain_json(self, side: Side) -> dict[str, Any]:
         claimed = next((one for one in self.gains if one.arm == side.arm), None)
         if claimed is None:
-            reason = self.no_gain.get(side.label, "no common seed whose machine is known and that logged a speed")
+            reason = self.no_gain.get(side.label, "no common seed with a known machine and a logged speed")
             return {"arm": side.arm, "percent": None, "interval_percent": [None, None], "seeds": 0, "reason": reason}
         ends = (claimed.interval.low, claimed.interval.high)
         return {
@@ -622,10 +622,7 @@ def _loss_words(verdict: Verdict) -> str:
     if verdict.decided_by:
         return f"{verdict.answer}: {verdict.decided_by.removesuffix('.')}"
     arm, reference, _ = contrast(verdict.arm, verdict.reference)
-    words = [f"{verdict.n_seeds} seed{'s' if verdict.n_seeds > 1 else ''}"]
-    if verdict.interval.exists:
-        low, high = verdict.interval.low, verdict.interval.high
-        words.insert(0, f"{100 * verdict.interval.level:g} % interval {low:+.4f} to {high:+.4f}")
+    words = [*([verdict.interval.words()] if verdict.interval.exists else []), seeds_words(verdict.n_seeds)]
     words += [f"margin ±{verdict.margin_nats:.4f}"] if verdict.margin_nats > 0 else []
     answer = "" if verdict.answer_words == Answer.EQUIVALENT else f": {verdict.answer_words}"
     return f"{arm} ends {verdict.mean_difference_nats:+.4f} nats from {reference} ({', '.join(words)}){answer}"

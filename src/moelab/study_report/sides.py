@@ -188,10 +188,12 @@ def runs_to_judge(
                     reason = "its arm is not in the study"
                 elif group not in chosen[arm]:
                     nearest = min((differing_fields(group, other) for other in chosen[arm]), key=len)
-                    reason = "other settings than the runs of this arm that are judged: " + ", ".join(nearest.values())
+                    reason = "not the settings of this arm's judged runs: " + ", ".join(nearest.values())
                     rivals = [_ended_seeds(own[other]) for other in chosen[arm]]
                     if study is None and any(len(_ended_seeds(runs)) == len(rival) for rival in rivals):
-                        reason += " (as many seeds as the newer runs that are judged: give each a study of its own)"
+                        reason += (
+                            " (as many seeds as the newer runs, which are judged: give each set a study of its own)"
+                        )
                 elif same is None:
                     reason = f"seed {run.seed} of this arm is not in the study"
                 else:
