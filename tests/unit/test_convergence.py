@@ -94,7 +94,7 @@ def test_a_small_shift_is_never_different_however_many_seeds():
 # --- one outlying seed -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("n", [3, 4, 5, 8, 12, 16])
+@pytest.mark.parametrize("n", [3, 5, 12])  # one step of the test, two, and many seeds
 def test_normal_seeds_are_rarely_said_to_be_outlying(n):
     rng = np.random.default_rng(n)
     alarms = [bool(outlying_seeds(dict(enumerate(rng.normal(3.6, 0.02, size=n))))) for _ in range(DRAWS)]

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from figure_support import shown_page
-from run_support import make_run
+from run_support import ENVIRONMENT, make_run
 from secret_shapes import SHAPES
 
 from moelab import data
@@ -287,6 +287,9 @@ def test_a_page_is_private_inert_and_offline(study: Path) -> None:
     full = f"the launcher failed: [Errno 28] No space left on device: '{study}/bf16_standard/x/metrics.parquet'"
     for seed, reason in enumerate((full, HOSTILE, "WANDB_API_KEY=0123abc was refused"), start=7):
         run_of(study.parents[1], "bf16", seed, 5.0, losses=[8.0], state=State.FAILED, reason=reason)
+    for run in find(study / "mxfp8_standard"):  # a machine's own words reach the page too
+        machine = {"gpus": [{"name": HOSTILE}], "processor": HOSTILE, "packages": {"torch": f"{HOSTILE} /home/alice"}}
+        write_json(run.path / "environment.json", ENVIRONMENT | machine)
     page = shown_page(report_of(study))
     assert "<script>alert(1)" not in page
     assert "<img src=x" not in page

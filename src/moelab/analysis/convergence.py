@@ -56,7 +56,7 @@ def first_final_step(last_step: int, final_fraction: float) -> int:
     """
     if not 0.0 < final_fraction <= 1.0:
         raise BadInput(f"final_fraction is {final_fraction}: give a part of the steps above 0 and up to 1, such as 0.1")
-    return last_step - max(1, round(final_fraction * last_step)) + 1
+    return last_step - max(1, round(final_fraction * last_step)) + 1  # both ends count
 
 
 def final_losses(table: pd.DataFrame, *, final_fraction: float = 0.1, steps: int | None = None) -> FinalLosses:

@@ -50,10 +50,6 @@ class ArmResult:
     """One arm at one shape under one activation checkpointing and one routing; tokens/s per GPU.
 
     Attributes:
-        shape: of the thin model.
-        activation_checkpoint: ``none``, ``selective``, ``full`` or ``full+dispatch``.
-        routing: of its tokens.
-        arm: see :func:`moelab.analysis.arms.arm_label`.
         tps: median over all timed steps of its first campaign; so are the next four.
         low: lower quartile.
         high: upper quartile.
@@ -120,7 +116,7 @@ def two_by_two_label(arm: str) -> str:
         >>> two_by_two_label("fp8_deepep_wgrad-fp8_flex_tiles")
         'FP8 + DeepEP (wgrad FP8, flex tiles)'
     """
-    arm = arm.replace("flex_", "flex ")
+    arm = arm.replace("flex_", "flex ")  # else "tiles" would be a change of its own
     emulated = arm.removeprefix("mxfp8-emulated_")
     if emulated == arm:
         return arm_label(arm)
@@ -151,7 +147,7 @@ def arm_results(rows: Iterable[Mapping[str, Any]]) -> list[ArmResult]:
             rates[checkpointing] = max(rates.get(checkpointing, (0.0, "")), (_quartiles(passes)[1], arm))
     results = []
     for (shape, checkpointing, routing, arm, code), campaigns in groups.items():
-        over_alike: list[tuple[float, int]] = []
+        over_alike: list[tuple[float, int]] = []  # each with its steps, the weight
         over_best: list[tuple[float, int]] = []
         faster_stock: list[str] = []
         for campaign, passes in campaigns.items():
@@ -163,7 +159,7 @@ def arm_results(rows: Iterable[Mapping[str, Any]]) -> list[ArmResult]:
             # Under one checkpointing alone that recomputes, a faster one is not known.
             if len(rates) > 1 or "none" in rates:
                 over_best.append((tps / max(rates.values())[0], steps))
-        passes = next(iter(campaigns.values()))
+        passes = next(iter(campaigns.values()))  # tokens/s of two hosts are not averaged
         low, middle, high = _quartiles(passes)
         results.append(
             ArmResult(
@@ -198,7 +194,7 @@ def _quartiles(passes: Sequence[Mapping[str, Any]]) -> tuple[float, float, float
         for row in passes
         for second in row.get("step_s", ())
     ]
-    if len(rates) > 1:
+    if len(rates) > 1:  # rows of before step times were kept have none
         low, middle, high = statistics.quantiles(rates, n=4)
         return low, middle, high
     middle = statistics.median(row["tps_median"] for row in passes)
@@ -331,7 +327,7 @@ def _remarks(stock: str | None, code: str | None) -> str:
     return ", ".join(filter(None, (tiles, code)))
 
 
-def layer_gains(rows: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
+def layer_gains(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """What each arm gains on a MoE layer: the step of the deeper shape minus that of the shallower one.
 
     The difference leaves out the embedding, the head and the optimizer's share of them, which a thin model has with few
@@ -342,7 +338,7 @@ def layer_gains(rows: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
             those whose allocator retried: they were short of memory.
 
     Returns:
-        A row an arm, campaign, checkpointing and routing; empty without any. ``stock_ms`` and ``arm_ms`` are
+        A record of each arm, campaign, checkpointing and routing. ``stock_ms`` and ``arm_ms`` are
         milliseconds of a MoE layer in a step, ``ratio`` is stock's over the arm's, ``step_5`` and ``step_10`` are the
         ratios of whole steps by MoE layers, and ``stock`` is the faster arm of :data:`STOCK` at the deeper shape.
     """
@@ -379,22 +375,22 @@ def layer_gains(rows: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
                 **{f"step_{moe}": stock[moe] / own[moe] for moe in (few, many)},
             }
         )
-    return pd.DataFrame(gains)
+    return gains
 
 
 def layer_table(rows: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
     """:func:`layer_gains` of these rows as people read them; empty without any."""
     return pd.DataFrame(
         {
-            "checkpointing": one.activation_checkpoint,
-            "routing": one.routing.replace("_", " "),
-            "arm": two_by_two_label(one.arm),
-            "stock, ms a layer": round(one.stock_ms, 1),
-            "arm, ms a layer": round(one.arm_ms, 1),
-            "layer × stock": round(one.ratio, 3),
-            **{f"step × stock, {moe} MoE layers": round(getattr(one, f"step_{moe}"), 3) for moe in DEPTHS.values()},
-            "passes": one.passes,
-            "remark": _remarks(one.stock, one.code),
+            "checkpointing": one["activation_checkpoint"],
+            "routing": one["routing"].replace("_", " "),
+            "arm": two_by_two_label(one["arm"]),
+            "stock, ms a layer": round(one["stock_ms"], 1),
+            "arm, ms a layer": round(one["arm_ms"], 1),
+            "layer × stock": round(one["ratio"], 3),
+            **{f"step × stock, {moe} MoE layers": round(one[f"step_{moe}"], 3) for moe in DEPTHS.values()},
+            "passes": one["passes"],
+            "remark": _remarks(one["stock"], one["code"]),
         }
-        for one in layer_gains(rows).itertuples()
+        for one in layer_gains(rows)
     )

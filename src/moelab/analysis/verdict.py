@@ -62,13 +62,7 @@ class Doubtful(str):
 
 @dataclass(frozen=True, kw_only=True)
 class ArmSeeds:
-    """What became of each seed of one arm: a loss, a divergence, or nothing.
-
-    Attributes:
-        losses: finite loss by seed, nats per token.
-        diverged: seed to why its training failed numerically: its loss was not finite, or it was stopped for that.
-        lost: seed to why it has no result for another reason.
-    """
+    """What became of each seed of one arm: a finite loss in nats per token, a divergence, or nothing, and why."""
 
     losses: Mapping[int, float]
     diverged: Mapping[int, str]
@@ -303,6 +297,7 @@ def judge(
         seeds_needed=None,
         steps=steps,
     )
+    # What comes first decides, and the rest is told beside it; the interval comes last.
     first, *others = [*_before_any_interval(verdict, ours, theirs, margin, untrained_nats), (verdict.answer, "")]
     findings = [words[0].upper() + words[1:] for _, words in others if words]
     findings += _to_be_known(verdict, ours, theirs, lr_warmup_steps)
@@ -338,7 +333,7 @@ def correct_for_arms(verdicts: list[Verdict]) -> list[Verdict]:
     with_p = [one for one in verdicts if math.isfinite(one.beyond_p)]
     if not tested or len(with_p) < 2:
         return verdicts
-    level = (1.0 - with_p[0].interval.level) / 2.0
+    level = (1.0 - with_p[0].interval.level) / 2.0  # of one side, as each test was made
     significant = multipletests([one.beyond_p for one in with_p], alpha=level, method="holm")[0]
     stands = {one.arm: stands for one, stands in zip(with_p, significant, strict=True)}
     words = f"Alone it would be different, but not after Holm's correction for {len(with_p)} arms."

@@ -76,19 +76,13 @@ class Collected(SideFiles):
     """What one run left, with its side files; of these nothing is known from elsewhere.
 
     Attributes:
-        run: its name.
         arm: name of its arm, empty for a source from elsewhere.
-        seed: its seed, or None.
         status: how it ended; a loss that is not finite is ``failed`` whatever the exit code said.
         segments: launches that logged a step.
         rows: metrics table.
         validation: held-out loss by step.
-        steps_planned: steps that the experiment asks for, or None.
         diverged: which loss was not finite, None where none was or a restart got over it.
-        experiment: what it was asked to do; None from elsewhere.
         grad_norm_not_finite: NaN or Inf by the step that reported it as its gradient norm.
-        load: of its experts; None if it was not recorded.
-        read: what its log and events were read as; None from elsewhere.
         sources: digests of the log and the events by their path, as they were when they were read; empty if one of
             them could not be.
         notes: what a reader should know of its source.
@@ -112,7 +106,7 @@ class Collected(SideFiles):
 
     @property
     def finished(self) -> bool:
-        """Whether every planned step was trained and the run ended well."""
+        """Whether every planned step was trained and the run ended well; never of a source from elsewhere."""
         return self.status.state is State.COMPLETED and self.steps_planned in (None, self.last_step)
 
     @cached_property
@@ -180,11 +174,10 @@ class Collected(SideFiles):
 
     def to_json(self) -> dict[str, Any]:
         """The run as the command line prints it; missing numbers are null."""
-        told: dict[str, Any] = json.loads(self.json_text())
-        return told
+        return dict(json.loads(self.json_text()))
 
     def json_text(self) -> str:
-        """:meth:`to_json` as a text on one line: the rows of a large study are millions of numbers."""
+        """:meth:`to_json` as a text on one line."""
         head = {
             "run": self.run,
             "arm": self.arm,
@@ -199,6 +192,7 @@ class Collected(SideFiles):
             "expert_load": self.load.to_json() if self.load else None,
         }
         head = each_text(without_secrets, head)
+        # The rows of a large study are millions of numbers: pandas writes them, and nobody parses them again.
         rows = self.rows if head["run"] == self.run else self.rows.assign(run=head["run"])
         tables = {"rows": rows, "validation": self.validation}
         parts = [f'"{name}": {rows.to_json(orient="records", double_precision=15)}' for name, rows in tables.items()]
@@ -221,7 +215,7 @@ def collect_run(run: RunDir, *, save: bool = False) -> Collected:
     experiment, status = run.experiment, run.status
     sources = _sources(run)
     read, unread = _read_saved(run, sources), list[str]()
-    if read is None:
+    if read is None:  # never saved, or the log has grown since
         read, unread = _read_log_and_events(run, status)
     side = read_side_files(run, experiment, started=bool(len(read.columns["step"])))
     load, damaged = None, [*unread, *side.damaged]
@@ -230,9 +224,10 @@ def collect_run(run: RunDir, *, save: bool = False) -> Collected:
     except BadInput as error:
         damaged.append(str(error))
     diverged = read.reason
+    # The log may lack the step whose loss was not finite; then the reason alone says it.
     if status.state in (State.FAILED, State.CANCELLED) and _FOR_ITS_LOSS.search(status.reason or ""):
         diverged = diverged or status.reason
-    if read.reason and not (status.state is State.FAILED and status.reason):
+    if read.reason and not (status.state is State.FAILED and status.reason):  # the launcher's own reason says more
         status = replace(status, state=State.FAILED, reason=read.reason)
     collected = Collected(
         **{**vars(side), "damaged": tuple(damaged)},
@@ -252,7 +247,7 @@ def collect_run(run: RunDir, *, save: bool = False) -> Collected:
         notes=(*read.notes, *_traced_notes(experiment, status, side.traces)),
         grad_norm_not_finite=read.grad_norm_not_finite,
         read=read,
-        sources={} if unread else sources,
+        sources={} if unread else sources,  # what could not be read is tried again each time
     )
     if save:
         save_results(run, collected)
@@ -313,9 +308,8 @@ def collect(path: Path) -> list[Collected]:
         BadInput: if it is none of them, or all runs are left out.
     """
     if not path.exists():
-        raise BadInput(
-            f"{path} does not exist; give a run, a study, a TorchTitan log, a TensorBoard folder or a W&B export"
-        )
+        valid = "a run, a study, a TorchTitan log, a TensorBoard folder or a W&B export"
+        raise BadInput(f"{path} does not exist; give {valid}")
     discovered = directory.discover(path.absolute()) if path.is_dir() else None
     if discovered and discovered.left_out and not discovered.runs:
         raise BadInput("\n".join(discovered.lines))
@@ -346,6 +340,7 @@ def joined_rows(collected: Iterable[Collected]) -> pd.DataFrame:
 
 def save_results(run: RunDir, collected: Collected) -> None:
     """Write ``metrics.parquet`` and ``results.json``, each whole or not at all."""
+    # The table first: results.json holds its digest, so after a kill between the two the old results are not used.
     buffer = io.BytesIO()
     collected.rows.to_parquet(buffer, index=False)
     write_whole(run.path / METRICS_FILE, buffer.getvalue())
@@ -405,7 +400,7 @@ def _read_saved(run: RunDir, sources: Mapping[str, str]) -> MetricsRead | None:
             return None
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):  # of thousands of brackets
         return None
-    held_out = read.pop("validation")
+    held_out = read.pop("validation")  # a NaN in it is null
     validation = np.array(held_out["data"], dtype=float).reshape(-1, len(held_out["columns"]))
     rows = ParquetFile(pa.BufferReader(table)).read(columns=[*COLUMNS[3:]], use_threads=False)
     return MetricsRead(
@@ -501,10 +496,10 @@ def _read_job(folder: Path) -> tuple[list[MetricsRead], Statement | None]:
     Raises:
         BadInput: if it left neither metrics nor a failure, or the logs are of several runs.
     """
-    # What a rank printed is in the job's log too: its own files count where there is no such log.
+    # What a rank printed is in the job's log too: its own files only count where there is no such log.
     ranks = rank_folders(folder)
     logs = [file for file in _files(folder) if _LOG_NAME.search(file.name) and file.parent not in ranks]
-    reads = {file: read for file in logs if len((read := read_log(file, allow_empty=True)).rows)}
+    reads = {file: read for file in logs if len((read := read_log(file, allow_empty=True)).rows)}  # dmesg has none
     of_ranks = [
         read_log(file, allow_empty=True)
         for rank in ranks

@@ -30,12 +30,9 @@ _COLUMNS = {"step": pa.int32(), "layer": pa.int32(), "expert": pa.int32(), "toke
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertLoad:
-    """Tokens of experts, ``S`` recorded steps, ``L`` MoE layers, ``E`` experts.
+    """Tokens that each expert got over all ranks: ``S`` recorded steps, ``L`` MoE layers, ``E`` experts.
 
-    Attributes:
-        steps: numbers of the steps ``(S,)``, ascending.
-        layers: numbers of the layers ``(L,)``; dense ones are not among them.
-        tokens_SLE: tokens that each expert got, over all ranks, ``(S, L, E)``.
+    ``steps`` (ascending) and ``layers`` hold their numbers; dense layers are not among them.
     """
 
     steps: npt.NDArray[np.int64]
@@ -105,7 +102,7 @@ class ExpertLoad:
 
 def _over_mean(tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
     """The largest over the mean along the last axis; 1 where there is nothing."""
-    mean = tokens.mean(axis=-1)
+    mean = tokens.mean(axis=-1)  # 0 in a layer whose tokens were not counted
     over: npt.NDArray[np.float64] = np.divide(tokens.max(axis=-1), mean, out=np.ones_like(mean), where=mean > 0)
     return over
 
@@ -132,9 +129,11 @@ class ExpertLoadFile:
             step: in place of what was written of it before.
             tokens_LE: of each expert ``(L, E)``, a row for each layer from 0; dense layers have none.
         """
+        # Indices of the rows of MoE layers only, which have any token.
         layers, experts = np.indices(tokens_LE.shape)[:, tokens_LE.any(axis=1)].reshape(2, -1)
         values = [np.full(len(layers), step), layers, experts, tokens_LE[layers, experts]]
         added = pa.table(dict(zip(_COLUMNS, values, strict=True)), schema=pa.schema(_COLUMNS))
+        # All rows are written again: fifty steps of 58 layers and 256 experts are a few MB.
         kept = self._rows.filter(compute.not_equal(self._rows["step"], step))
         self._rows = pa.concat_tables([kept, added]).combine_chunks()
         buffer = io.BytesIO()
@@ -204,6 +203,7 @@ def _read(path: Path) -> pa.Table | None:
         return None
     except (OSError, pa.ArrowException) as error:
         raise BadInput(f"{FILE} is damaged: it cannot be read as Parquet") from error
+    # Text or floating-point numbers would only fail where they are used as places in an array.
     types = {name: table.schema.field(name).type for name in table.schema.names}
     if types != _COLUMNS or any(column.null_count for column in table.columns):
         raise BadInput(f"{FILE} is damaged: its columns are not {', '.join(_COLUMNS)} in whole numbers")

@@ -227,6 +227,7 @@ class _Log:
         else:
             raise NotALog(f"{source}: no such file. Give the path of a log that TorchTitan wrote.")
         self._wrapped = False
+        # Fields found, against those of as many whole lines: a wrapped log has lost some of each.
         self.segments, fields, could_be = _segments(self.blocks())
         limit = WRAPPED_BYTES if could_be else BLOCK_BYTES
         if not own and (fields < could_be or not could_be) and len(self.beginning()) < limit:
@@ -441,6 +442,7 @@ class Segments:
         time = values[TIME]
         segment = self.all[-1]
         if time < segment.opened_at:
+            # A late line of an earlier launch; the first segment opened before any time.
             segment = next(s for s in reversed(self.all) if not time < s.opened_at - CLOCK_SKEW_S)
         if kind == "step":
             return self._add_step(segment, step, values)
@@ -621,6 +623,7 @@ def _rare_lines(block: bytes) -> Iterator[tuple[int, LogLine]]:
             yield match.start(), ("loss rank", math.prod(others) * (pipeline - 1), (_NAN,) * _WIDTH, NO_RANK)
     if b"Loss is not finite" in block:
         for match in _NOT_FINITE.finditer(block):
+            # A traceback may quote the line of source, where a name stands for the number.
             loss = float(match[1]) if match[1].lower().lstrip(b"-") in (b"nan", b"inf") else _NAN
             yield match.start(), ("failure", int(match[2]), (loss, *[_NAN] * (_WIDTH - 1)), NO_RANK)
 

@@ -39,7 +39,7 @@ _REFUSED: Final = {
     b"\x89PNG": "a picture",
 }
 _UNPACKING_ERRORS: Final = (OSError, ValueError, lzma.LZMAError, zlib.error, zstandard.ZstdError)
-_COLOUR: Final = re.compile(
+COLOUR: Final = re.compile(
     rb"(?:\x1b|\\u001[bB]|\\x1b|\\033|\^\[|#033)\[[0-9;:?]*[A-Za-z]|\[\d[0-9;:]*m"  # JSON, `cat -v`, rsyslog, a paste
 )
 _SOURCE_LINE: Final = re.compile(rb"[\w./]+\.py:\d+")  # where rich says a line comes from, behind it
@@ -119,10 +119,10 @@ class LogBytes:
         try:
             while block := file.read(_PACKED_BLOCK_BYTES):
                 while block:
-                    if unpacker.eof:  # files that were joined
+                    if unpacker.eof:  # files that were joined, as `cat a.gz b.gz` does
                         unpacker = self._unpacker()
                     yield unpacker.decompress(block)
-                    block = unpacker.unused_data.lstrip(b"\0") if unpacker.eof else b""
+                    block = unpacker.unused_data.lstrip(b"\0") if unpacker.eof else b""  # a tape's padding
         except _UNPACKING_ERRORS as error:
             self.damage = f"{self._path.name} is damaged ({error}): the rest is not read"
         else:
@@ -148,7 +148,7 @@ def unwrapped(text: bytes) -> bytes:
     '[rank0]:step:1loss:7.25000tps:4,000\n[rank0]:step:2'
     """
     lines = []
-    for line in _COLOUR.sub(b"", text).splitlines():
+    for line in COLOUR.sub(b"", text).splitlines():
         head, blank, tail = line.lstrip(b"> \t").rstrip(b" \t\\=").rpartition(b"  ")  # a mail's and a shell's marks
         lines.append(_BLANKS.sub(b"", head if blank and _SOURCE_LINE.fullmatch(tail) else head + tail))
     records = b"".join(lines).count(b"step:")
@@ -167,7 +167,7 @@ def what_was_seen(text: bytes) -> str:
         return "it is empty"
     if b"\0" in text[:1000]:
         return "it is binary"
-    text = _COLOUR.sub(b"", text)
+    text = COLOUR.sub(b"", text)
     for whose, pattern in _OTHERS.items():
         if match := re.search(pattern, text):
             return f"these look like {whose} lines ({_quote(match[0])})"

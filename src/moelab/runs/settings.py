@@ -24,7 +24,7 @@ from moelab.experiment_file import MAX_FILE_BYTES, read_yaml
 from moelab.model import SHAPES
 from moelab.privacy import HIDDEN, each_text, is_secret_name, without_secrets
 from moelab.runs.directory import RunDir
-from moelab.runs.log_text import LogBytes
+from moelab.runs.log_text import COLOUR, LogBytes
 from moelab.runs.side_files import Environment
 
 _READ_BYTES: Final = 4 << 20  # of a log: everything here is said before the first step
@@ -32,7 +32,6 @@ _CONFIG_NAMES: Final = ("config.yaml", "config.json")
 _LONGEST_LINE: Final = 2_000  # characters; TorchTitan's own have a few hundred
 _MOST_VALUES: Final = 1_000
 _PRIVATE: Final = re.compile(r"(?i)(^|[._])(user(name)?|host(name)?|email|entity)$|(^|[._])(auth|credentials?)(\.|$)")
-_COLOUR: Final = re.compile(r"\x1b\[[0-9;:]*m")
 _LINES: Final = (
     re.compile(r"torchtitan version: (?P<torchtitan>\S+)"),
     re.compile(
@@ -175,12 +174,13 @@ def launch_settings(path: Path) -> Iterator[dict[str, str]]:
         head += block
         if len(head) >= _READ_BYTES:
             break
-    text = _COLOUR.sub("", head[:_READ_BYTES].decode(errors="replace"))
+    text = COLOUR.sub(b"", head[:_READ_BYTES]).decode(errors="replace")
     lines = [line for line in text.splitlines() if len(line) <= _LONGEST_LINE]  # no pattern spans two
     own: list[str] = []
     trains = False
     for line in lines:
         is_step = "step:" in line and "loss:" in line
+        # Lines between two steps are of the same launch, unless they say what a launch says as it starts.
         if trains and not is_step and ("Training starts at" in line or any(pattern.search(line) for pattern in _LINES)):
             own, trains = [], False
         if is_step and not trains:
@@ -204,7 +204,7 @@ def _config_beside(path: Path) -> Path | None:
     folder = path if path.is_dir() else path.parent
     exports = [file.name for file in folder.iterdir() if file.suffix in (".csv", ".json", ".jsonl")]
     others = [name for name in exports if name != path.name and not name.startswith(("config.", "wandb-"))]
-    if path.is_file() and others:
+    if path.is_file() and others:  # it may be of any of them
         return None
     return next((folder / name for name in _CONFIG_NAMES if (folder / name).is_file()), None)
 
@@ -215,6 +215,7 @@ def _config_values(file: Path) -> dict[str, str] | None:
         content = read_yaml(file)  # JSON is YAML
     except BadInput:
         return None
+    # Aliases of YAML can make a billion values of a few lines: no more are taken than are allowed, and one.
     values = list(itertools.islice(_flat(content), _MOST_VALUES + 1)) if isinstance(content, dict) else []
     return dict(values) if isinstance(content, dict) and len(values) <= _MOST_VALUES else None
 
@@ -225,7 +226,7 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, st
         name = f"{prefix}{key}"
         if isinstance(value, dict) and "value" in value and set(value) <= {"desc", "value"}:
             value = value["value"]
-        if isinstance(value, dict) and name != "_wandb":
+        if isinstance(value, dict) and name != "_wandb":  # W&B's notes about itself
             yield from _flat(value, f"{name}.")
         elif value is not None and not isinstance(value, dict | list):
             name = _TITAN.get(name, name)

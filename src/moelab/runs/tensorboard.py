@@ -87,6 +87,7 @@ def tensorboard_runs(folder: Path) -> list[MetricsRead]:
 
 def _columns(launches: list[list[Path]]) -> tuple[Columns, Columns, dict[int, tuple[int, float]]]:
     """Return what :func:`metrics_read` takes, of the launches that logged anything."""
+    # The number of a file stands for its rank: only which rows are of one rank matters.
     every = ([(rank, one) for rank, file in enumerate(files) for one in _scalars(file)] for files in launches)
     logged = [scalars for scalars in every if scalars]
     failures = {}
@@ -117,7 +118,7 @@ def _rows(logged: list[list[tuple[int, Scalars]]], column_of: Callable[[str], st
     rows: dict[str, NDArray[Any]] = {
         "segment": segment[order][starts],
         "step": step[order][starts],
-        "time": np.minimum.reduceat(time[order], starts),
+        "time": np.minimum.reduceat(time[order], starts),  # the loss is the first that TorchTitan writes of a step
         "loss": np.full(len(starts), math.nan),
     }
     for name in dict.fromkeys(column for column, *_ in parts):
@@ -145,7 +146,7 @@ def _event_files(folder: Path) -> list[Path]:
 
 def _launches(files: list[Path]) -> list[list[Path]]:
     """Return the event files of each launch, in time order."""
-    streams = defaultdict(list)
+    streams = defaultdict(list)  # a rank's files in one folder are launches within one minute
     for file in files:
         streams[file.parent].append(file)
     launches = defaultdict(list)
@@ -157,7 +158,7 @@ def _launches(files: list[Path]) -> list[list[Path]]:
 
 
 def _created(file: Path) -> tuple[float, str]:
-    seconds = file.name.split(".")[3]
+    seconds = file.name.split(".")[3]  # events.out.tfevents.<seconds>.<host>
     return (float(seconds) if seconds.isdigit() else math.inf, file.name)
 
 
@@ -245,6 +246,8 @@ def _are_sound(content: NDArray[np.uint8], starts: NDArray[np.int64], sizes: NDA
 
     One byte of every record at a time: in Python's own loop over bytes a million records take minutes.
     """
+    if not len(starts):  # the file may be shorter than a checksum
+        return np.empty(0, bool)
     longest_first = np.argsort(-sizes, kind="stable")
     starts, ends = starts[longest_first], (starts + sizes)[longest_first]
     state = np.full(len(starts), 0xFFFFFFFF, np.uint32)

@@ -92,9 +92,9 @@ def _cells(path: Path) -> pd.DataFrame:
         if ".parquet" in path.suffixes:
             frame = pd.read_parquet(path).reset_index(drop=True)
             return frame.astype(object).where(frame.notna(), "").astype(str)
-        text = b"".join(LogBytes(path)).decode("utf-8-sig")
+        text = b"".join(LogBytes(path)).decode("utf-8-sig")  # Excel puts a mark in front
         if ".csv" in path.suffixes:
-            separator = max(",;\t", key=text.partition("\n")[0].count)
+            separator = max(",;\t", key=text.partition("\n")[0].count)  # a spreadsheet may have saved it
             return pd.read_csv(StringIO(text), dtype=str, keep_default_na=False, sep=separator)
         records = [{name: str(value) for name, value in row.items() if value is not None} for row in _records(text)]
         return pd.DataFrame(records, dtype=object).fillna("")
@@ -108,7 +108,7 @@ def _cells(path: Path) -> pd.DataFrame:
 def _records(text: str) -> list[dict[str, Any]]:
     try:
         parsed = json.loads(text)
-    except ValueError:
+    except ValueError:  # a record a line
         parsed = [json.loads(line) for line in text.splitlines() if line.strip()]
     if not isinstance(parsed, dict):
         return list(parsed)
@@ -143,6 +143,7 @@ def _runs(cells: pd.DataFrame, path: Path) -> Iterator[tuple[str | None, pd.Data
         numbers["step"] = numbers["step"].fillna(_number(cells["_step"]))
     for run, columns in metrics.items():
         history = numbers.join(cells[list(columns)].rename(columns=columns)).dropna(subset=["step"])
+        # Rows that only hold another run's metrics, or system metrics, are no steps of this one.
         history = history[(history[list(columns.values())] != "").any(axis=1)].astype({"step": "int64"})
         for stacked, rows in _stacked(cells, history):
             yield stacked or run, _in_launches(rows)
@@ -169,8 +170,8 @@ def _in_launches(history: pd.DataFrame) -> pd.DataFrame:
     losses = history[(history[[name for name in _LOSSES if name in history]] != "").any(axis=1)]
     if not losses["step"].duplicated().any():
         return history.sort_values("step", kind="stable").assign(segment=0)
-    launch: pd.Series[Any] = (history["step"].diff() < 0).cumsum()
-    if history["time"].notna().all():
+    launch: pd.Series[Any] = (history["step"].diff() < 0).cumsum()  # in the order of the file
+    if history["time"].notna().all():  # exports may be joined the newest first
         launch = history["time"].groupby(launch).transform("min").rank(method="dense").astype("int64") - 1
     return history.assign(segment=launch).sort_values("segment", kind="stable")
 

@@ -103,7 +103,7 @@ def provenance(judged: Report, *, with_paths: bool = False) -> dict[str, str]:
         judged: the report.
         with_paths: name the folders of the machine that ran it too.
     """
-    shown = str if with_paths else _portable
+    shown = str if with_paths else _portable  # a page goes to other people
     paths = [str(path) if with_paths else path.absolute().name for path in judged.paths]
     same = ", ".join(f"{name} {value}" for name, value in shared_values(judged.sides).items())
     side_by_side = judged.study is None
@@ -159,6 +159,7 @@ def verdicts_figure(judged: Report) -> Any:
     if not judged.verdicts:
         raise BadInput("this study has no verdict: it takes a finished run of the reference and of another arm")
     rows = {arm_label(verdict.arm): verdict for verdict in judged.verdicts}
+    # One arm needs no count: its numbers are the finding.
     counts = Counter(str(verdict.answer) for verdict in judged.verdicts).most_common()
     finding = f"Final loss: {', '.join(f'{count} of {len(rows)} arms {answer}' for answer, count in counts)}"
     if len(rows) == 1:
@@ -187,6 +188,7 @@ def _study_figures(judged: Report) -> Iterator[tuple[str, Any]]:
         caption = f"Difference of {arm_label(verdict.arm)} from {arm_label(verdict.reference)}, paired by seed."
         yield caption, loss_difference(table, verdict, note=note)
     if judged.throughput and not judged.on_cpu:
+        # Bars are drawn for emulated arms too, but no gain of theirs.
         gains = [one for one in judged.gains if one.arm in {side.arm for side in judged.measured_speeds}]
         bars = throughput_bars(table, gains=gains, warmup_steps=WARMUP_STEPS, note=judged.speed_note)
         yield "Throughput: geometric mean of the seeds' medians after warm-up.", bars
@@ -199,7 +201,7 @@ def _side_figures(judged: Report) -> Iterator[tuple[str, Any]]:
 
     styles = compare.side_styles(judged.sides)
     note, speed, sides = judged.loss_note, judged.speed_note, judged.sides
-    known = [one for one in judged.differences if one.steps]
+    known = [one for one in judged.differences if one.steps]  # without a common step there is nothing to draw
     if with_loss := [side for side in sides if side.table["loss"].notna().any()]:
         yield "Training loss.", compare.compared_loss(with_loss, known, styles, note=note)
     if known:
@@ -297,7 +299,7 @@ def _side_tables(judged: Report) -> Iterator[Any]:
     rows: list[list[Any]] = []
     for side in sides:
         low, high = quartiles(side.tps)
-        comparable = first_tps and side.label not in judged.no_gain
+        comparable = first_tps and side.label not in judged.no_gain  # an export may hold speeds of 0
         rows.append(
             [
                 side.label,
@@ -363,9 +365,9 @@ def _without_folder(word: str) -> str:
     if not slash:
         return word
     parts = rest.split("/")
-    if parts[-1].startswith("python"):
+    if parts[-1].startswith("python"):  # the interpreter of a virtual environment, whatever its folder
         return f"{before}{parts[-1]}"
     if "runs" not in parts:
         return f"{before}…/{parts[-1]}"
-    last = len(parts) - 1 - parts[::-1].index("runs")
+    last = len(parts) - 1 - parts[::-1].index("runs")  # the innermost: people keep runs in folders of that name
     return f"{before}{'/'.join(parts[last:])}"

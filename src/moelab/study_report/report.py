@@ -41,7 +41,7 @@ from moelab.analysis.compare_runs import (
 )
 from moelab.analysis.convergence import first_final_step
 from moelab.analysis.side import Side, median
-from moelab.analysis.throughput import why_no_gain
+from moelab.analysis.throughput import over
 from moelab.analysis.verdict import correct_for_arms, seeds_words
 from moelab.errors import BadInput, MoelabError
 from moelab.experiment import NUMBERS_ONLY, Precision
@@ -76,13 +76,12 @@ class Report:
     Attributes:
         sides: at least one; of a study its arms, the reference's first.
         study: name of the study that the sides are the arms of; None for runs side by side.
-        paths: that they were read from.
         not_judged: every run of ours at the paths that is in no side.
         discovery_notes: what a reader should know of the folders.
         final_fraction: part of the steps that a final loss or difference is a mean of.
         margin_nats: equivalence margin that was given, or None.
         margin_cap_nats: what a margin may be at most, or None for 1 % of the reference's mean loss.
-        dropped_seeds: seeds that are left out of every side, as was asked for.
+        dropped_seeds: seeds that are left out of every side.
     """
 
     sides: tuple[Side, ...]
@@ -156,10 +155,12 @@ class Report:
             key, loss = (run.arm, run.seed or 0), run.validation_loss
             if math.isfinite(loss):
                 losses[key] = loss
+            # The log of a pipeline rank without the loss has no held-out loss either: that is no divergence.
             elif len(run.validation) and run.rows["loss"].notna().any():
                 diverged[key] = f"the held-out loss is {loss}"
             else:
                 lost[key] = "no held-out loss was logged"
+        # Arms that never validated are left out: they have nothing to hold against the others.
         told = {arm for arm, _ in {**losses, **diverged}} | {side.arm for side in self.sides if side.diverged_seeds}
         arms = [side for side in self.others if side.finished and side.arm in told]
         if not losses or self.reference.arm not in told or not arms:
@@ -193,9 +194,11 @@ class Report:
             if self.study is not None and side.experiment is not None and first.experiment is not None:
                 settings = differing_settings(side.experiment, first.experiment)
                 words = [*(told for name, told in settings.items() if name not in NOT_FOR_SPEED), *words]
+                # One arm of native and emulated kernels has no speed of its own.
                 words += [told for one in (side, first) for told in mixed_facts(one.finished, kernel_facts)]
                 if not all(any(run.speed_known for run in one.finished) for one in (side, first)):
                     words.append("one of the arms has no run whose machine and kernels are known")
+                # NVFP4 only has numerics here: its kernels are emulated on every machine.
                 if Precision.NVFP4 in (side.experiment.precision, first.experiment.precision):
                     words.append(NUMBERS_ONLY)
             if words and (side.finished or self.study is None):
@@ -205,6 +208,7 @@ class Report:
     @cached_property
     def gains(self) -> list[Gain]:
         """Throughput over the reference of every other arm that ran like it, over the runs whose machine is known."""
+        # A gain is paired by seed, so a run of an unknown machine takes its partner with it.
         table, baseline = joined_rows([run for run in self.finished if run.speed_known]), self.reference.arm
         if throughput_rows(table, warmup_steps=WARMUP_STEPS).empty:
             return []
@@ -241,10 +245,11 @@ class Report:
         """What must be said where speed is shown; empty for real kernels on GPUs of one kind."""
         shown = [side for side in self.sides if self.study is None or side.finished]
         on_cpu = [side for side in shown if side.on_cpu]
+        # Where all of a study ran on CPUs, the figure need not name its arms.
         where = "" if self.study is not None and len(on_cpu) == len(shown) else f" in {_names(on_cpu)}"
         notes = [f"a rank is a CPU process{where}"] if on_cpu else []
         notes += [f"{self.emulation_note}: not a statement about speed"] if self.emulation_note else []
-        notes += [why_no_gain(label, self.reference.label, words) for label, words in self.no_gain.items()]
+        notes += [self._unclaimed(label) for label in self.no_gain]
         return "; ".join(notes)
 
     @property
@@ -282,7 +287,7 @@ class Report:
         explained: dict[str, Explanation] = {}
         notes: list[str] = []
         for side in self.sides:
-            for run in [run for run in side.runs if traces.get(run.run)][:1]:
+            for run in [run for run in side.runs if traces.get(run.run)][:1]:  # one stands for the side
                 name, files = side.name_of(run), traces[run.run]
                 try:
                     explained[side.label] = explain(files)
@@ -380,11 +385,14 @@ class Report:
             told.append(f"not measured for {_names(emulated)}: emulated kernels are slower than real ones")
         return _joined(told)
 
+    def _unclaimed(self, label: str) -> str:
+        return f"no gain of {over(label, self.reference.label)} is claimed: {self.no_gain[label]}"
+
     def _speed_words(self, side: Side) -> str:
         """What is known of a side's speed over the reference's."""
         first = self.reference
         if side.label in self.no_gain:
-            return f"no gain of {side.label} is claimed: {self.no_gain[side.label]}"
+            return self._unclaimed(side.label)
         if self.study is not None:
             gains = [one for one in self.gains if one.arm == side.arm]
             unresolved = any(one.interval.exists and not one.resolved for one in gains)
@@ -402,7 +410,7 @@ class Report:
         if self.study is not None and not self.verdicts:
             which = "no arm besides the reference" if self.reference.finished else "no run of the reference"
             return f"Not known: {which} finished."
-        told: dict[str, list[str]] = {}
+        told: dict[str, list[str]] = {}  # arms of one answer share its word
         for verdict in self.verdicts:
             told.setdefault(_ANSWERS[verdict.answer], []).append(_loss_words(verdict))
         answers = [f"{answer}: {_joined(words)}" for answer, words in told.items()]
@@ -486,8 +494,8 @@ class Report:
 
     @property
     def _margins(self) -> dict[str, Any]:
-        names = ("margin_nats", "margin_cap_nats", "dropped_seeds")
-        return {name: getattr(self, name) for name in names}
+        options = {"margin_nats": self.margin_nats, "margin_cap_nats": self.margin_cap_nats}
+        return {**options, "dropped_seeds": self.dropped_seeds}
 
     @property
     def _finished_of_all(self) -> int:
@@ -609,6 +617,7 @@ def _joined(told: Sequence[str]) -> str:
     """A few findings as one sentence; of more than four, how many follow."""
     shown = [*told[:4], *([f"and {len(told) - 4} more below"] if len(told) > 4 else [])]
     words = f"{'; '.join(shown)}."
+    # A label that comes first keeps its own case.
     return f"{words[0].upper()}{words[1:]}" if words.startswith(("no ", "not ")) else words
 
 
