@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from moelab.errors import BadInput
-from moelab.explain.categories import COMMUNICATION, COMPUTE, FEW_ELEMENTS, PHASES, UNCLASSIFIED
+from moelab.explain.categories import COMMUNICATION, COMPUTE, FEW_ELEMENTS, PHASES, STRAGGLERS, UNCLASSIFIED
 from moelab.explain.rank import Places, Rank, length_us
 from moelab.explain.trace import Rows, read_trace, trace_files
 from moelab.hardware import Gpu, known_gpu
@@ -54,6 +54,11 @@ class Communication:
     exposed_ms: float
     waiting_ms: float | None
     from_ranks: bool
+
+    def less(self, ms: float) -> Communication:
+        """The group without ``ms`` of waiting that nothing hides."""
+        waiting_ms = None if self.waiting_ms is None else max(0.0, self.waiting_ms - ms)
+        return replace(self, ms=self.ms - ms, exposed_ms=self.exposed_ms - ms, waiting_ms=waiting_ms)
 
 
 @dataclass(frozen=True)
@@ -178,12 +183,30 @@ class Explanation:
         return {name.removeprefix("idle: "): ms for name, ms in self.parts_ms.items() if name.startswith("idle: ")}
 
     @property
+    def tracing_ms(self) -> float:
+        """What the barriers of tracing add to the span."""
+        return min(self.edge_ms, self.parts_ms.get(STRAGGLERS, 0.0))
+
+    @property
+    def step_ms(self) -> float:
+        """The span without the barriers of tracing."""
+        return self.span_ms - self.tracing_ms
+
+    @property
+    def step_shares(self) -> tuple[float, float, float]:
+        """Of that step: compute, communication that nothing hides, and idle time."""
+        parts = (self.compute_ms, self.exposed_communication_ms - self.tracing_ms, self.idle_ms)
+        return tuple(ms / (self.step_ms or self.span_ms) for ms in parts)  # type: ignore[return-value]
+
+    @property
+    def step_communication(self) -> tuple[Communication, ...]:
+        """:attr:`communication` without the barriers of tracing."""
+        return tuple(one.less(self.tracing_ms) if one.group == STRAGGLERS else one for one in self.communication)
+
+    @property
     def longest_loss(self) -> tuple[str, float]:
         """What costs most beside compute, with ms; barriers of tracing are left out. Empty where nothing is lost."""
-        lost = {f"{one.group} that nothing hides": one.exposed_ms for one in self.communication}
-        stragglers = "imbalance and stragglers that nothing hides"
-        if stragglers in lost:
-            lost[stragglers] = max(0.0, lost[stragglers] - self.edge_ms)
+        lost = {f"{one.group} that nothing hides": one.exposed_ms for one in self.step_communication}
         lost |= {f"idle, {cause}": ms for cause, ms in self.idle_by_cause_ms.items()}
         return max(lost.items(), key=lambda one: one[1], default=("", 0.0))
 
@@ -495,12 +518,16 @@ def explanation_text(explained: Explanation) -> str:
         one / explained.span_ms for one in (explained.compute_ms, explained.exposed_communication_ms, explained.idle_ms)
     )
     loss, loss_ms = explained.longest_loss
+    traced = (
+        f"{_ms(explained.tracing_ms)} of that are barriers that ranks meet at only because they are traced; without "
+        f"them the step takes {_ms(explained.step_ms)}"
+    )
     lines = [
         f"{explained.span_ms:.1f} ms from the first to the last event of {where} ({explained.gpu or 'CPU'}): "
         f"{compute:.1%} compute, {exposed:.1%} communication that nothing hides, {idle:.1%} idle; "
         f"{explained.classified:.1%} of kernel time is classified",
+        *([traced] if explained.tracing_ms >= 1 else []),
         *([f"look first at {loss}: {_ms(loss_ms)}"] if loss_ms else []),
-        *([f"{_ms(explained.edge_ms)} are barriers around the traced step, not part of it"] * (explained.edge_ms >= 1)),
         *(f"note: {note}" for note in explained.notes),
     ]
     for heading, rows in _tables(explained).items():
