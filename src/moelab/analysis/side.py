@@ -182,12 +182,12 @@ class Side:
     @property
     def memory_gib(self) -> float:
         """Largest memory that a rank reserved."""
-        return _largest(self.table["memory_gib"])
+        return float(self.table["memory_gib"].max())
 
     @property
     def memory_percent(self) -> float:
         """The same, of what the GPU has."""
-        return _largest(self.table["memory_pct"])
+        return float(self.table["memory_pct"].max())
 
     def final_nats(self, final_fraction: float) -> float:
         """Mean loss over the last part of its own steps; NaN if a run diverged."""
@@ -263,7 +263,3 @@ def quartiles(values: Array) -> tuple[float, float]:
     """First and third quartile, NaN of nothing."""
     low, high = np.percentile(values, [25, 75]) if len(values) else (math.nan, math.nan)
     return float(low), float(high)
-
-
-def _largest(values: pd.Series[float]) -> float:
-    return float(values.max()) if values.notna().any() else math.nan

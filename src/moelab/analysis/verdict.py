@@ -226,8 +226,8 @@ def judge(
         untrained_nats: Loss of a model that knows nothing, ln(vocabulary); None does not ask whether arms have learnt.
         lr_warmup_steps: Steps over which the learning rate rises.
         steps: First and last step behind the losses, where they come from training steps.
-        **margin_options: Of :func:`~moelab.analysis.equivalence.equivalence_margin`: ``margin_nats``,
-            ``margin_cap_nats``, ``margin_factor`` and ``alpha``, the rate allowed for a false "equivalent".
+        **margin_options: ``margin_nats`` and ``margin_cap_nats`` of
+            :func:`~moelab.analysis.equivalence.equivalence_margin`.
 
     Returns:
         The verdict; *different* is not corrected for other arms, see :func:`correct_for_arms`.

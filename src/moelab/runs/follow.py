@@ -312,21 +312,13 @@ class StudyFollower:
 
     Args:
         path: a run, a study, or the folder of all studies.
-        find_interval_s: how often new run directories are looked for.
         clock: monotonic seconds.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        *,
-        find_interval_s: float = FIND_INTERVAL_S,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, path: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.path = path.absolute()
         self.runs: list[RunFollower] = []
-        self._find_interval_s, self._clock = find_interval_s, clock
-        self._found_at = -math.inf
+        self._clock, self._found_at = clock, -math.inf
 
     @property
     def all_final(self) -> bool:
@@ -341,7 +333,7 @@ class StudyFollower:
 
     def poll(self) -> list[RunFollower]:
         """Read what is new; return the runs of which anything is."""
-        if self._clock() - self._found_at >= self._find_interval_s:
+        if self._clock() - self._found_at >= FIND_INTERVAL_S:
             known = {one.run.path: one for one in self.runs}
             newest = {run.path.parent: run for run in directory.find(self.path)}  # attempts are named by their time
             self.runs = [known.get(run.path) or RunFollower(run) for run in newest.values()]

@@ -100,7 +100,7 @@ def settings_of(path: Path, runs: int = 1) -> Settings:
         path: a TorchTitan log, a TensorBoard folder or a W&B export, as :func:`moelab.runs.collect.collect` takes it.
         runs: how many runs it holds; one configuration cannot be told apart for several.
     """
-    if path.is_file() and runs == 1 and (of_log := log_settings(path)):
+    if path.is_file() and runs == 1 and (of_log := next(launch_settings(path), {})):
         return Settings(values=of_log, source="its log")
     config = _config_beside(path)
     if config is None or runs > 1:
@@ -132,7 +132,7 @@ def run_settings(run: RunDir, environment: Environment | None) -> Settings:
         }
         values |= {"processor": environment.processor} if environment.on_cpu else gpus
     try:
-        log = log_settings(run.log)
+        log = next(launch_settings(run.log), {})
     except OSError:  # missing or damaged, which is told where the run is
         log = {}
     return Settings(values=values | log, source="experiment.yaml, environment.json and its log")
@@ -157,11 +157,6 @@ def spread(values: Iterable[str]) -> str:
     if len(counts) < 2:
         return counts[0][0] if counts else ""
     return ", ".join(f"{value} in {count} run{'s' if count > 1 else ''}" for value, count in counts)
-
-
-def log_settings(path: Path) -> dict[str, str]:
-    """What a TorchTitan log says about its run before the first step; empty for another file."""
-    return next(launch_settings(path), {})
 
 
 def launch_settings(path: Path) -> Iterator[dict[str, str]]:

@@ -36,7 +36,7 @@ LEAST_EXCESS: Final = 0.05
 """Share above the median that an outlier has at least, however alike the others are. A choice."""
 MAD_TO_DEVIATION: Final = 1.4826  # of a normal distribution: 1 / Phi^-1(3/4)
 LEAST_RANKS: Final = 3  # of two, nobody can say which is the odd one
-FETCHING: Final = "fetching_batch"
+FETCHED: Final = "fetching_batch_end"
 Name = TypeVar("Name")
 
 
@@ -88,15 +88,14 @@ def slow_steps(steps: np.ndarray[Any, np.dtype[np.int64]], step_time_s: Times) -
     return outliers(dict(zip(steps[known].tolist(), whole.tolist(), strict=True)))
 
 
-def read_own_times(folder: Path, span: str = FETCHING) -> pd.DataFrame:
-    """Read a span of TorchTitan's structured logs.
+def read_own_times(folder: Path) -> pd.DataFrame:
+    """Read from TorchTitan's structured logs how long each batch took to fetch.
 
     Args:
         folder: ``structured_logs`` of a run; a rank that was restarted has several files.
-        span: one that contains no collective. It may occur several times in a step.
 
     Returns:
-        ``step``, ``rank``, ``host`` and ``time_s`` of each span.
+        ``step``, ``rank``, ``host`` and ``time_s`` of each batch, of which a step may have several.
 
     Raises:
         BadInput: if no rank logged it.
@@ -105,12 +104,12 @@ def read_own_times(folder: Path, span: str = FETCHING) -> pd.DataFrame:
     for file in sorted(folder.glob("*.jsonl")):
         with file.open(encoding="utf-8") as lines:
             for line in lines:
-                if f"{span}_end" in line and line.endswith("}\n"):  # the last line may be cut
+                if FETCHED in line and line.endswith("}\n"):  # the last line may be cut
                     entry = json.loads(line)
-                    if entry.get("log_type_name") == f"{span}_end" and "step" in entry:
+                    if entry.get("log_type_name") == FETCHED and "step" in entry:
                         rows.append((entry["step"], entry["rank"], entry["host_name"], entry["value"] / 1e3))
     if not rows:
-        raise BadInput(f"{folder} has no {span}; train with time_ranks: true in the cluster's profile")
+        raise BadInput(f"{folder} has no times of ranks; train with time_ranks: true in the cluster's profile")
     return pd.DataFrame(rows, columns=["step", "rank", "host", "time_s"])
 
 

@@ -52,10 +52,6 @@ _TIME_NAMES: Final = ("_timestamp", "Timestamp", "time")
 _NOT_FINITE: Final = ("nan", "inf", "-inf", "infinity", "-infinity")
 
 
-class NotAWandbExport(BadInput):
-    """The file is no history with a step and TorchTitan's metrics."""
-
-
 def read_wandb(path: str | Path) -> list[MetricsRead]:
     """Read a W&B history export, of one run or of several in one chart.
 
@@ -66,7 +62,7 @@ def read_wandb(path: str | Path) -> list[MetricsRead]:
         What each run has, with ``run`` named where the export names it. ``lr`` is the largest of all ``lr/…`` metrics.
 
     Raises:
-        NotAWandbExport: the file cannot be read, or has no step column or none of TorchTitan's metrics.
+        BadInput: the file cannot be read, or has no step column or none of TorchTitan's metrics.
     """
     reads = []
     for run, history in _runs(_cells(Path(path)), Path(path)):
@@ -99,7 +95,7 @@ def _cells(path: Path) -> pd.DataFrame:
         records = [{name: str(value) for name, value in row.items() if value is not None} for row in _records(text)]
         return pd.DataFrame(records, dtype=object).fillna("")
     except (OSError, ValueError, AttributeError, NotALog) as error:
-        raise NotAWandbExport(
+        raise BadInput(
             f"{path}: {error}. Give a .csv, .json, .jsonl or .parquet export of a W&B run's history, for instance "
             "`pandas.DataFrame(wandb.Api().run('entity/project/id').scan_history()).to_csv('history.csv')`."
         ) from error
@@ -131,7 +127,7 @@ def _runs(cells: pd.DataFrame, path: Path) -> Iterator[tuple[str | None, pd.Data
         if step_column(metric) or metric in VALIDATION_METRICS:
             metrics.setdefault(name or None, {})[column] = metric
     if step is None or not metrics:
-        raise NotAWandbExport(
+        raise BadInput(
             f"{path}: looked for a step column ({', '.join(_STEP_NAMES)}) and one of TorchTitan's metrics "
             f"({_LOSSES[0]}, throughput(tps), …); found the columns {', '.join(map(str, cells.columns[:8]))}"
         )

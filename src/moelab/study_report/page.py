@@ -255,7 +255,7 @@ def _study_tables(judged: Report) -> Iterator[Any]:
             judged.final_loss(run),
             run.validation_loss,
             medians.get((run.arm, run.seed if run.seed is not None else -1), math.nan),
-            float(run.rows["memory_gib"].max()) if len(run.rows) else math.nan,
+            float(run.rows["memory_gib"].max()),
             run.environment.machine if run.environment else "unknown",
         ]
         for run in judged.runs
