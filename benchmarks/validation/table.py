@@ -26,7 +26,7 @@ from moelab.projection.measured import (
     node_results,
 )
 from moelab.projection.published import identification_lines, projected_two_by_two
-from moelab.projection.step import step_time, tps_of
+from moelab.projection.step import step_parts_s, tps_of
 from moelab.projection.uncertainty import outside, relative_width
 from moelab.projection.validation import (
     NOUS,
@@ -169,9 +169,10 @@ def predicted_by(step: Step, calibration: Calibration) -> tuple[float, tuple[flo
     """What the model says of a step in its unit, and its 90 % interval; a gain has none."""
     if step.over is not None:
         return 100 * (tps_of(step.job, calibration) / tps_of(step.over, calibration) - 1), None
-    time = step_time(step.job, calibration)
-    value = 1e3 * time.total_s if step.unit == "ms" else step.job.tokens_per_gpu / time.total_s
-    width = relative_width(time.parts_s, extrapolated=bool(outside(step.job)))
+    parts_s = step_parts_s(step.job, calibration)
+    step_s = sum(parts_s.values())
+    value = 1e3 * step_s if step.unit == "ms" else step.job.tokens_per_gpu / step_s
+    width = relative_width(parts_s, extrapolated=bool(outside(step.job)))
     return value, (value / (1 + width), value * (1 + width))
 
 

@@ -45,7 +45,7 @@ from moelab.projection.project import (
     projection_text,
     with_network,
 )
-from moelab.projection.step import expected_maximum, launches, module_times, step_time
+from moelab.projection.step import expected_maximum, launches, module_times, step_parts_s
 from moelab.projection.uncertainty import gain_interval
 from moelab.search import (
     CONSIDERED,
@@ -288,7 +288,7 @@ def test_gathers_hide_beside_layers_and_not_beside_the_ends() -> None:
     job = project(NODE.model_copy(update={"nodes": 2, "hardware": "h100_x1024"})).job
 
     def exposed(**constants: float) -> float:
-        return step_time(job, with_values(**constants)).parts_s["FSDP collectives"]
+        return step_parts_s(job, with_values(**constants))["FSDP collectives"]
 
     kinds = held_by_kind(job)
     ends = [
@@ -302,7 +302,7 @@ def test_gathers_hide_beside_layers_and_not_beside_the_ends() -> None:
 
 def test_launching_shows_where_it_takes_longer_than_what_is_launched() -> None:
     job = project(NODE).job
-    waiting = step_time(job, CALIBRATION).parts_s["host and waiting"]
+    waiting = step_parts_s(job, CALIBRATION)["host and waiting"]
     slow = with_values(launch_s=1e-2)
     modules = module_times(job, slow)
     kernels = launches(job, moe=True)
@@ -310,9 +310,9 @@ def test_launching_shows_where_it_takes_longer_than_what_is_launched() -> None:
     waits = 2 * float(slow.sync_s)  # forward and again, at each dispatch
     shown = modules["moe"][:, INDEX["host and waiting"]].sum()
     assert shown == pytest.approx(1e-2 * sum(kernels.values()) - sum(busy) + waits, rel=1e-9)
-    assert step_time(job, slow).parts_s["host and waiting"] > 100 * waiting
+    assert step_parts_s(job, slow)["host and waiting"] > 100 * waiting
     graphs = replace(job, stack=replace(job.stack, host="graphs"))
-    assert step_time(graphs, slow).parts_s["host and waiting"] == 0
+    assert step_parts_s(graphs, slow)["host and waiting"] == 0
 
 
 def test_an_interval_is_wider_where_nothing_was_seen() -> None:
@@ -479,7 +479,7 @@ def test_fp8_experts_have_their_weight_gradients_in_bf16_unless_asked() -> None:
     mixed, low = (fp8_job(activation_checkpoint="none", wgrad=wgrad) for wgrad in ("bf16", "fp8"))
     work = replace(mixed.work, one_pass_experts=False, scaled_products=False)
     jobs = (low, mixed, replace(mixed, work=work, precision=Precision.BF16))
-    parts = [step_time(job, CALIBRATION).parts_s for job in jobs]
+    parts = [step_parts_s(job, CALIBRATION) for job in jobs]
     low_s, mixed_s, high_s = (one["expert GEMMs"] for one in parts)
     assert mixed_s - low_s == pytest.approx((high_s - low_s) / 3, rel=0.2)
     assert 0 < parts[1]["quantisation"] < parts[0]["quantisation"]
@@ -487,8 +487,8 @@ def test_fp8_experts_have_their_weight_gradients_in_bf16_unless_asked() -> None:
 
 def test_selective_checkpointing_computes_no_product_in_8_bits_again() -> None:
     job = fp8_job(activation_checkpoint="selective")
-    kept, again = (step_time(one, CALIBRATION).parts_s for one in (job, replace(job, checkpointing="full+dispatch")))
-    none = step_time(replace(job, checkpointing="none"), CALIBRATION).parts_s
+    kept, again = (step_parts_s(one, CALIBRATION) for one in (job, replace(job, checkpointing="full+dispatch")))
+    none = step_parts_s(replace(job, checkpointing="none"), CALIBRATION)
     assert kept["expert GEMMs"] == pytest.approx(none["expert GEMMs"])
     assert kept["quantisation"] == pytest.approx(none["quantisation"])
     assert again["expert GEMMs"] > 1.2 * kept["expert GEMMs"]

@@ -31,10 +31,15 @@ from moelab.projection.calibration import CALIBRATION, Calibration, with_values
 from moelab.projection.gemm import is_blackwell
 from moelab.projection.job import CATEGORIES, INDEX, PASS_INDEX, Job
 from moelab.projection.project import Projection, aligned, project
-from moelab.projection.step import module_times, stage_times, step_time
+from moelab.projection.step import module_times, stage_times, step_parts_s
 
 MEANINGS: Mapping[str, Mapping[str, str]] = read_yaml("differences.yaml")
 """By part: what ``more`` time than predicted usually means, what to ``do``, and what ``less`` means."""
+UNPREDICTED = {
+    "more": "the projection has no such part",
+    "do": "look at the kernels of that part in moelab explain TRACE",
+    "less": "the traced step has no such part",
+}
 
 
 class Row(NamedTuple):
@@ -75,15 +80,16 @@ class Comparison:
         """The largest disagreement, what it usually means and what to do."""
         measured, predicted = self.sums_ms
         worst = self.rows[0]
-        nothing = {"more": "the projection has no such part", "do": "see notes", "less": "not in this step"}
-        told, more = MEANINGS.get(worst.part, nothing), worst.difference_ms > 0
-        words = f"usually {told['more']}; {told['do']}" if more else f"usually {told['less']}"
+        meaning, more = MEANINGS.get(worst.part, UNPREDICTED), worst.difference_ms > 0
+        words = f"usual cause: {meaning['more'] if more else meaning['less']}"
+        if more:
+            words += f"; what to do: {meaning['do']}"
         if more and worst.part == "host and waiting":
-            words += f"; longest here: {self.longest_gap}"
+            words += f"; the longest gap here: {self.longest_gap}"
         return (
-            f"measured {measured:.1f} ms, predicted {predicted:.1f} ms ({self.error:+.1%}); most in "
-            f"{worst.part}: {worst.measured_ms:.1f} ms, {abs(worst.difference_ms):.1f} ms "
-            f"{'more' if more else 'less'} than predicted: {words}"
+            f"measured {measured:.1f} ms, predicted {predicted:.1f} ms ({self.error:+.1%}); the largest difference is "
+            f"in {worst.part}: {worst.measured_ms:.1f} ms, {abs(worst.difference_ms):.1f} ms "
+            f"{'more' if more else 'less'} than predicted; {words}"
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -104,7 +110,7 @@ def comparison_text(compared: Comparison) -> str:
         (row.part, f"{row.measured_ms:.1f} ms", f"{row.predicted_ms:.1f} ms", f"{row.difference_ms:+.1f} ms")
         for row in compared.rows
     ]
-    barriers = f"; {compared.left_out_ms:.1f} ms of barriers around the traced step are left out"
+    barriers = f"\nleft out: {compared.left_out_ms:.1f} ms of barriers at which ranks meet only because they are traced"
     return "\n".join([*aligned(rows), "", compared.sentence + (barriers if compared.left_out_ms else "")])
 
 
@@ -277,7 +283,7 @@ def _targets(explanation: Explanation, experiment: Experiment, job: Job) -> list
     cast = "emulated_cast" if job.emulated else "one_pass_cast" if one_pass else f"{kind}_cast"
 
     def part(name: str) -> Predict:
-        return lambda calibration: step_time(job, calibration).parts_s[name]
+        return lambda calibration: step_parts_s(job, calibration)[name]
 
     def passes(*names: str) -> Predict:
         rows = [PASS_INDEX[name] for name in names]  # type: ignore[index]

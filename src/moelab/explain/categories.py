@@ -94,7 +94,7 @@ def category(kernel: str, context: Context, collective: Collective | None) -> st
     Example:
         >>> category("nvjet_sm90_tst_192x192_64x3_1x2_h_bz_coopB_NTN", Context(), None)
         'other GEMMs'
-        >>> category("ncclDevKernel_SendRecv", Context(), Collective("all_to_allv", 1 << 20, "Half", "mesh_ep", 8, 1))
+        >>> category("ncclDevKernel_SendRecv", Context(), Collective("all_to_allv", 1 << 20, "mesh_ep", 1))
         'all-to-all'
     """
     kind = communication(kernel)

@@ -22,7 +22,7 @@ from moelab.model import ModelShape, flops_per_token, shape_for
 from moelab.projection.calibration import CALIBRATION, Calibration
 from moelab.projection.exchange import waits_over_network
 from moelab.projection.job import Job, Stack, job_of
-from moelab.projection.step import step_time
+from moelab.projection.step import step_parts_s
 from moelab.projection.uncertainty import ACCUMULATED, CONFIDENCE, WAIT, outside, relative_width
 
 
@@ -165,7 +165,7 @@ def project(
         cluster=cluster,
         job=job,
         tokens_per_gpu=job.tokens_per_gpu,
-        breakdown_s=step_time(job, calibration).parts_s,
+        breakdown_s=step_parts_s(job, calibration),
         flops={
             "torchtitan": flops_per_token(shape, experiment.seq_len),
             "causal": flops_per_token(shape, experiment.seq_len, causal=True),

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -130,20 +129,8 @@ def add_host(times: Times, job: Job, calibration: Calibration, *, moe: bool) -> 
         add(times, shown_in, "host and waiting", max(0.0, launched - busy) + waited * float(calibration.sync_s))
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepTime:
-    """Seconds of a step by part; the busiest pipeline rank's work, and its waiting as ``pipeline bubble``."""
-
-    parts_s: dict[str, float]
-
-    @property
-    def total_s(self) -> float:
-        """The step."""
-        return sum(self.parts_s.values())
-
-
-def step_time(job: Job, calibration: Calibration) -> StepTime:
-    """Predict a step."""
+def step_parts_s(job: Job, calibration: Calibration) -> dict[str, float]:
+    """Seconds of a step by part: the busiest pipeline rank's work, and its waiting as ``pipeline bubble``."""
     modules = module_times(job, calibration)
     stages = stage_times(job, modules)
     sums = {id(table): table.sum(axis=1).tolist() for table in stages}
@@ -172,7 +159,7 @@ def step_time(job: Job, calibration: Calibration) -> StepTime:
         parts[INDEX["host and waiting"]] += float(calibration.step_s) + read_s
     noise = float(calibration.step_noise) * expected_maximum(job.gpus)
     parts[INDEX["imbalance and stragglers"]] += noise * parts.sum()
-    return StepTime(parts_s=dict(zip(CATEGORIES, map(float, parts), strict=True)))
+    return dict(zip(CATEGORIES, map(float, parts), strict=True))
 
 
 def module_times(job: Job, calibration: Calibration) -> dict[str, Times]:
@@ -260,4 +247,4 @@ def _collected_s(job: Job, calibration: Calibration, held: Held, element_bytes: 
 
 def tps_of(job: Job, calibration: Calibration) -> float:
     """Tokens per second per GPU."""
-    return job.tokens_per_gpu / step_time(job, calibration).total_s
+    return job.tokens_per_gpu / sum(step_parts_s(job, calibration).values())

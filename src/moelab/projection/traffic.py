@@ -143,7 +143,7 @@ def expected_rows(destinations: Destinations, placement: ExpertPlacement, method
     ranks; of them 1/P stay, (L − 1)/P take NVLink, 1 − 1/N the network. ``deepep_hybrid`` sends distinct nodes times
     1 − 1/N over the network and distinct ranks times 1 − 1/L over NVLink: one rank in L has the token already. The mean
     holds for uneven loads too, since each destination is its own sender once in P; the busiest rank is another matter,
-    which :func:`moelab.projection.simulate_rows` tells.
+    which :func:`simulate_rows` tells.
 
     Args:
         destinations: of a token.

@@ -14,7 +14,7 @@ from moelab.projection.calibration import Calibration, drawn
 from moelab.projection.exchange import waits_over_network
 from moelab.projection.gemm import is_blackwell
 from moelab.projection.job import CATEGORIES, Job, Times
-from moelab.projection.step import step_time
+from moelab.projection.step import step_parts_s
 
 CONFIDENCE = 0.9
 
@@ -107,7 +107,7 @@ def gain_interval(with_it: Job, without: Job, calibration: Calibration, *, extra
     def log_speeds(constants: Calibration, errors: Sequence[Times]) -> Times:
         speeds = []
         for job, factors in zip((with_it, without), errors, strict=True):
-            parts_s = step_time(job, constants).parts_s
+            parts_s = step_parts_s(job, constants)
             seconds = sum(error * parts_s[part] for part, error in zip(CATEGORIES, factors, strict=True))
             speeds.append(job.tokens_per_gpu / seconds)
         return np.log(speeds)

@@ -57,7 +57,7 @@ def step_bars(explained: Mapping[str, Explanation], *, replayed: bool = False) -
     shares = {name: one.step_shares[1] for name, one in explained.items()}
     most = max(shares, key=lambda name: shares[name])
     figure = new_figure(
-        f"Communication that nothing hides takes {'up to ' if len(shares) > 1 else ''}{100 * shares[most]:.0f} % of a "
+        f"Exposed communication takes {'up to ' if len(shares) > 1 else ''}{100 * shares[most]:.0f} % of a "
         f"step ({most})",
         subtitle=f"One traced step each, {_ranks(explained)}, ms from the first to the last event. An instant belongs "
         f"to the first part that runs in it: compute, else communication, else idle time.{_traced(explained)}",
@@ -89,7 +89,7 @@ def answer_table(explained: Mapping[str, Explanation]) -> pd.DataFrame:
         first, lost_ms = one.longest_loss
         look = f"{first}: {lost_ms:.1f} ms" if lost_ms else "nothing is lost"
         rows.append((name, one.step_ms, *(100 * share for share in one.step_shares), look))
-    headings = ["step", "time (ms)", "compute (%)", "communication that nothing hides (%)", "idle (%)", "look first at"]
+    headings = ["step", "time (ms)", "compute (%)", "exposed communication (%)", "idle (%)", "look first at"]
     return pd.DataFrame(rows, columns=headings).round(1)
 
 
@@ -112,7 +112,7 @@ def communication_bars(explained: Mapping[str, Explanation], *, replayed: bool =
         note=_known(replayed),
         height=160 + 34 * len(rows),
     )
-    _add_bars(figure, "not hidden", y, [one.exposed_ms for _, one in rows], ("#D55E00", ""))
+    _add_bars(figure, "exposed", y, [one.exposed_ms for _, one in rows], ("#D55E00", ""))
     _add_bars(figure, "hidden behind compute", y, [one.ms - one.exposed_ms for _, one in rows], ("#dfe3e8", "/"))
     waiting = [one.waiting_ms for _, one in rows]
     figure.add_trace(
@@ -270,8 +270,8 @@ def timeline(
     compute, busy = length_us(begins[computes], ends[computes]), length_us(begins, ends)  # both in ms
     left_out = sum(max(0, len(of_part) - MOST_BARS) for _, _, of_part in drawn.values())
     figure = new_figure(
-        f"{what}: {last - first:.1f} ms, {compute:.1f} of compute, {busy - compute:.1f} of communication that nothing "
-        f"hides, {last - first - busy:.1f} idle",
+        f"{what}: {last - first:.1f} ms, {compute:.1f} of compute, {busy - compute:.1f} of exposed communication, "
+        f"{last - first - busy:.1f} idle",
         subtitle="One traced step, ms after its first event. Each bar is a kernel, or a call of the host that launches "
         "(light) or waits (dark); drag to zoom, double-click to go back."
         + (f" The {left_out:,} shortest are not drawn." if left_out else ""),
