@@ -279,14 +279,26 @@ def differing_facts(
 
     ``facts`` are :func:`speed_facts` or :func:`loss_facts`.
     """
-    known, known_reference = [facts(run) for run in runs], [facts(run) for run in reference]
-    names = dict.fromkeys(name for one in [*known, *known_reference] for name in one)
-    words = []
-    for name in names:
-        values, others = ([one[name] for one in group if name in one] for group in (known, known_reference))
-        if values and others and len({*values, *others}) > 1:
-            words.append(f"{name} {spread(values)} against {spread(others)}")
-    return words
+    own, others = _by_fact(runs, facts), _by_fact(reference, facts)
+    return [
+        f"{name} {spread(values)} against {spread(others[name])}"
+        for name, values in own.items()
+        if name in others and len({*values, *others[name]}) > 1
+    ]
+
+
+def mixed_facts(runs: Sequence[Collected], facts: Callable[[Collected], Mapping[str, str]]) -> list[str]:
+    """What is not one value in all runs of an arm, in words."""
+    return [f"{name} {spread(own)} within one arm" for name, own in _by_fact(runs, facts).items() if len(set(own)) > 1]
+
+
+def _by_fact(runs: Iterable[Collected], facts: Callable[[Collected], Mapping[str, str]]) -> dict[str, list[str]]:
+    """The value of each run that has one, by name."""
+    values: dict[str, list[str]] = {}
+    for run in runs:
+        for name, value in facts(run).items():
+            values.setdefault(name, []).append(value)
+    return values
 
 
 def speed_facts(run: Collected) -> dict[str, str]:
@@ -329,15 +341,6 @@ def machine_differences(side: Side, reference: Side) -> list[str]:
     # Runs from elsewhere are held against their own kind too: one side may be of two machines.
     mixed = [side.label for side in (side, reference) if len(differing_facts(side.runs, side.runs, speed_facts))]
     return [*told, *(f"the runs of {label} are not on like machines" for label in mixed)]
-
-
-def mixed_facts(runs: Sequence[Collected], facts: Callable[[Collected], Mapping[str, str]]) -> list[str]:
-    """What is not one value in all runs of an arm, in words."""
-    values: dict[str, list[str]] = {}
-    for run in runs:
-        for name, value in facts(run).items():
-            values.setdefault(name, []).append(value)
-    return [f"{name} {spread(own)} within one arm" for name, own in values.items() if len(set(own)) > 1]
 
 
 def _verdict(reference: Side, side: Side, *, final_fraction: float, **options: Any) -> Verdict | None:
