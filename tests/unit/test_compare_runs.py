@@ -271,13 +271,14 @@ def test_a_chance_difference_among_many_sides_is_not_different(tmp_path: Path) -
             )
             make_run(tmp_path, experiment, [end + shift] * 2)
     study, options = tmp_path / "s", {"margin_nats": 0.0285}
-    alone = {one.arm: one.answer for one in judge_paths([study], **options).verdicts}
+    judged = judge_paths([study], **options)
+    alone = {one.arm: one.answer for one in judged.verdicts}
     beside = {one.arm: one.answer for one in compared(study, EXAMPLE_LOGS[0], **options).verdicts}
     pair = compared(study / "bf16_standard", study / "fp8_standard", **options).verdicts
     assert [one.answer for one in pair] == [Answer.DIFFERENT]
     assert beside == {arm_label(arm): answer for arm, answer in alone.items()}
     assert alone["fp8_standard"] is Answer.INSUFFICIENT
-    assert "not after Holm's correction for 4 arms" in judge_paths([study], **options).as_text()
+    assert "not after Holm's correction for 4 arms" in judged.as_text()
 
 
 def test_a_log_that_diverged_says_so_and_is_drawn_up_to_there(tmp_path: Path) -> None:

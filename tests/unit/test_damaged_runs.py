@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from run_support import ENVIRONMENT, make_run
 
@@ -187,6 +187,7 @@ JSON_VALUES = st.recursive(
 )
 
 
+@settings(max_examples=40)
 @given(
     changes=st.dictionaries(st.sampled_from(sorted(ENVIRONMENT)), JSON_VALUES, max_size=3),
     dropped=st.sets(st.sampled_from(sorted(ENVIRONMENT)), max_size=2),

@@ -146,7 +146,7 @@ def seen(follower: StudyFollower) -> tuple[Any, ...]:
     return one.rows.to_json(), [array.tolist() for array in arrays], one.tail, one.now.step, one.now.segments
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(cuts=st.lists(st.integers(0, len(REQUEUED)), max_size=12))
 def test_looking_at_any_moments_gives_what_one_look_gives(
     cuts: list[int], tmp_path_factory: pytest.TempPathFactory

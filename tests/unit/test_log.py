@@ -316,7 +316,7 @@ def pipeline_job(rank: int, *, starts: bool) -> list[str]:
     return lines
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(data=st.data(), starts=st.booleans())
 def test_any_interleaving_of_the_ranks_gives_the_same_rows(data: st.DataObject, starts: bool) -> None:
     ranks = [pipeline_job(rank, starts=starts) for rank in range(3)]
@@ -334,7 +334,7 @@ def test_any_interleaving_of_the_ranks_gives_the_same_rows(data: st.DataObject, 
 # Streaming ---------------------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(cuts=st.lists(st.integers(0, 3000), max_size=12), end=st.sampled_from(["", "\n"]))
 def test_follower_polled_anywhere_gives_what_one_read_gives(
     tmp_path_factory: pytest.TempPathFactory, cuts: list[int], end: str

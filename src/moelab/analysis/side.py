@@ -174,6 +174,7 @@ class Side:
     @property
     def state(self) -> str:
         """How its runs ended; logs from elsewhere do not say."""
+        # Sets: eight seeds that failed alike fail once.
         states = sorted({run.status.state for run in self.runs})
         reasons = sorted({run.status.reason for run in self.runs if run.status.reason})
         words = ", ".join("not recorded" if state is State.UNKNOWN else str(state) for state in states)
@@ -220,7 +221,7 @@ class Side:
         seq_len = known.get("seq_len", "")
         if shape is None or gpu is None or gpu.bf16_tflops is None or not seq_len.isdecimal():
             return math.nan
-        peak_flops = 1e12 * gpu.bf16_tflops.value
+        peak_flops = 1e12 * gpu.bf16_tflops.value  # also for MXFP8 and FP8, so that arms can be compared
         return 100.0 * median(self.tps) * flops_per_token(shape, int(seq_len), causal=causal) / peak_flops
 
     @property

@@ -144,6 +144,7 @@ def arm_results(rows: Iterable[Mapping[str, Any]]) -> list[ArmResult]:
     for (shape, checkpointing, routing, arm, code), campaigns in groups.items():
         for campaign, passes in campaigns.items() if arm in STOCK else ():
             rates = stock.setdefault((shape, routing, code, campaign), {})
+            # The faster of stock's two settings, whichever was measured first.
             rates[checkpointing] = max(rates.get(checkpointing, (0.0, "")), (_quartiles(passes)[1], arm))
     results = []
     for (shape, checkpointing, routing, arm, code), campaigns in groups.items():
@@ -259,6 +260,7 @@ def checkpointing_pairs(rows: Iterable[Mapping[str, Any]]) -> list[list[tuple[Ar
     for row in rows:
         campaigns.setdefault((row["shape"], row["routing"]), {}).setdefault(row.get("campaign"), []).append(row)
     pairs = []
+    # One campaign for each shape and routing: hosts differ, so its rows are not mixed with another's.
     for of_campaign in campaigns.values():
         mine = max(map(arm_results, of_campaign.values()), key=lambda results: len(_stock_of(results)))
         stock = _stock_of(mine)

@@ -60,7 +60,7 @@ RESULTS_FILE, METRICS_FILE = "results.json", "metrics.parquet"
 READER_VERSION = 2
 """Of what a log and events are read as; raised when that changes, so that no table of an earlier reader is used."""
 WARMUP_STEPS = 3
-_LOG_NAME = re.compile(
+_LOG_NAME = re.compile(  # of launchers, Slurm, PBS (train.o123), rotated files and the kernel
     r"\.(log|out|err|txt|stdout|stderr|[oe]\d+)(\.\d+)?(\.(gz|xz|zst|bz2))?$|^(dmesg|messages|syslog|stdout|stderr)\b"
 )
 _FOR_ITS_LOSS = re.compile(
@@ -230,7 +230,7 @@ def collect_run(run: RunDir, *, save: bool = False) -> Collected:
     if read.reason and not (status.state is State.FAILED and status.reason):  # the launcher's own reason says more
         status = replace(status, state=State.FAILED, reason=read.reason)
     collected = Collected(
-        **{**vars(side), "damaged": tuple(damaged)},
+        **{**vars(side), "damaged": tuple(damaged)},  # of its log, its side files and its load
         run=run.name,
         arm=experiment.arm,
         seed=experiment.seed,
@@ -440,6 +440,7 @@ def _read_log_and_events(run: RunDir, status: Status) -> tuple[MetricsRead, list
 
 def _united(log: MetricsRead, events: MetricsRead) -> MetricsRead:
     columns = combine(log.columns, events.columns)
+    # The longer: the events lack what was not flushed, and a log what was printed by another rank.
     held_out = max(log.validation_columns, events.validation_columns, key=lambda part: len(part["step"]))
     reported = {**events.grad_norm_not_finite, **log.grad_norm_not_finite}
     norms = merge_segments(metrics_table(columns)).set_index("step")["grad_norm"] if reported else pd.Series()
@@ -454,7 +455,7 @@ def _united(log: MetricsRead, events: MetricsRead) -> MetricsRead:
 
 
 def _from_elsewhere(read: MetricsRead, name: str, ended: Statement | None = None) -> Collected:
-    run = read.rows["run"].fillna(name)
+    run = read.rows["run"].fillna(name)  # an export names its runs, a log does not
     rows = read.rows.assign(run=run if read.name is None else run + f" ({read.name})")
     reason = read.reason or (str(ended) if ended else None)
     return Collected(
@@ -537,6 +538,7 @@ def _of_one_run(folder: Path, reads: Mapping[Path, MetricsRead]) -> MetricsRead:
     """The longest of several readings of the same steps, such as ``train.log`` and ``slurm-1.out``."""
     losses = {file: merge_segments(read.rows).set_index("step")["loss"].dropna() for file, read in reads.items()}
     longest = max(reads, key=lambda file: (len(losses[file]), len(reads[file].rows)))
+    # All ranks print the same digits, and two runs hardly ever do.
     others = [file for file in reads if not losses[file].isin(losses[longest]).all()]
     if others:
         names = ", ".join(str(file.relative_to(folder)) for file in [longest, *others])
@@ -551,5 +553,6 @@ def _of_rank_with_loss(reads: list[MetricsRead]) -> MetricsRead:
     read = max(reads, key=lambda read: (int(read.rows["loss"].notna().sum()), len(read.rows)))
     memory = ["memory_gib", "memory_pct"]
     fullest = pd.concat([one.rows for one in reads]).groupby(["segment", "step"])[memory].max()
+    # Each rank printed its own memory, and the job fails with the fullest.
     keys = pd.MultiIndex.from_frame(read.rows[["segment", "step"]])
     return replace(read, columns={**read.columns, **{name: fullest.loc[keys, name].to_numpy() for name in memory}})

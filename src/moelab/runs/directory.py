@@ -255,6 +255,7 @@ def find(path: Path) -> list[RunDir]:
                 runs.append(RunDir(here))
             inside[:] = [name for name in inside if not name.startswith(".")]  # such as a run that is being made
             links = (here / name for name in sorted(inside) if (here / name).is_symlink())
+            # A link to a folder above would lead around in circles.
             starts += [link for link in links if not path.resolve().is_relative_to(link.resolve())]
         runs += [RunDir(Path(error.filename)) for error in closed if isinstance(error, PermissionError)]
     return sorted(runs, key=lambda run: run.path)
@@ -262,6 +263,7 @@ def find(path: Path) -> list[RunDir]:
 
 def is_run(folder: Path) -> bool:
     """Whether a folder is a run's, whole or damaged; one with only a person's own ``experiment.yaml`` is not."""
+    # Emptied by a hand or a full disk, it is a run that is damaged and not none.
     if _STAMP.fullmatch(folder.name) and _SEED.fullmatch(folder.parent.name):
         return True
     names = (EXPERIMENT_FILE, STATUS_FILE, "launch", "logs")

@@ -83,6 +83,7 @@ class ExpertLoad:
             BadInput: if ``ep`` does not divide the experts.
         """
         busiest_L = self.busiest_rank_SL(ep)[self.late].mean(axis=0)
+        # Of two in the middle the lower: a mean of layers would be none of them.
         tokens_E = self.late_LE[np.argsort(busiest_L, kind="stable")[(len(busiest_L) - 1) // 2]]
         shares_E: npt.NDArray[np.float64] = tokens_E / tokens_E.sum()
         return shares_E

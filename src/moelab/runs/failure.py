@@ -108,12 +108,14 @@ def _of_ranks(logs: Path, ranks_per_node: int, places: Sequence[tuple[int, int]]
     """What each rank left, by the global and local ranks in ``places``, as torchrun reported them."""
     folders = rank_folders(logs)
     offsets = {rank - local for rank, local in places}
+    # Global and local ranks differ by whole nodes.
     per_node = ranks_per_node or math.gcd(*offsets) or max((int(folder.name) + 1 for folder in folders), default=0)
     for folder in folders:
         match = _PLACE.search(folder.as_posix())
         node = int(match[1]) if match and match[1] else None
         first = node * per_node if node is not None else min(offsets) if len(offsets) == 1 else 0
         rank = first + int(folder.name)
+        # Exceptions first: among equals, what was read first is the cause.
         files = [file for name in ("stderr.log", "stdout.log") if (file := folder / name).is_file()]
         scans = [(file, Scan(tail(file, RANK_TAIL_BYTES), rank=rank)) for file in files]
         own = {number for _, scan in scans for number in scan.own_ranks}

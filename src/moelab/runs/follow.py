@@ -229,6 +229,7 @@ class RunNow:
     @property
     def left_s(self) -> float:
         """Seconds to the last step at the pace of the last two; NaN unless the run trains."""
+        # By the last two steps and not the mean, which holds compilation and checkpoints.
         return self.step_time_s * (self.steps - self.step) if self.status.state is State.RUNNING else math.nan
 
 
@@ -276,6 +277,7 @@ class RunFollower:
             read = self._log.result()
             self.rows = merge_segments(metrics_table(read.columns, run=self.run.name, arm=self._arm, seed=self._seed))
             self._segments = read.segments
+            # A loss that is not finite stops the run; a gradient norm alone may not.
             self._failure = read.reason or grad_norm_finding(read.grad_norm_not_finite, read.rows)
         status = self.run.status
         is_other = status != self._status

@@ -152,6 +152,7 @@ def unwrapped(text: bytes) -> bytes:
         head, blank, tail = line.lstrip(b"> \t").rstrip(b" \t\\=").rpartition(b"  ")  # a mail's and a shell's marks
         lines.append(_BLANKS.sub(b"", head if blank and _SOURCE_LINE.fullmatch(tail) else head + tail))
     records = b"".join(lines).count(b"step:")
+    # A start counts if no record lacks it: else some lines merely happen to begin like one.
     starts = next((s for s in _RECORD_STARTS if sum(bool(s.match(line)) for line in lines) >= records), None)
     joined = b"".join(b"\n" + line if starts and starts.match(line) else line for line in lines)
     return joined.lstrip(b"\n")

@@ -187,7 +187,7 @@ def _study_figures(judged: Report) -> Iterator[tuple[str, Any]]:
     for verdict in judged.verdicts:
         caption = f"Difference of {arm_label(verdict.arm)} from {arm_label(verdict.reference)}, paired by seed."
         yield caption, loss_difference(table, verdict, note=note)
-    if judged.throughput and not judged.on_cpu:
+    if judged.throughput and not judged.on_cpu:  # a CPU's tokens/s would be read as a GPU's
         # Bars are drawn for emulated arms too, but no gain of theirs.
         gains = [one for one in judged.gains if one.arm in {side.arm for side in judged.measured_speeds}]
         bars = throughput_bars(table, gains=gains, warmup_steps=WARMUP_STEPS, note=judged.speed_note)
@@ -223,6 +223,7 @@ def _training_figures(judged: Report) -> Iterator[tuple[str, Any]]:
     if with_norm := [side for side in judged.sides if np.isfinite(side.table["grad_norm"]).any()]:
         yield "Gradient norm and learning rate.", gradient_norms(with_norm, side_styles(judged.sides))
     for side in judged.sides:
+        # One seed of each: maps of experts cannot be averaged, as popular experts have other numbers in each.
         run = next((run for run in side.finished if run.load is not None), None)
         if run is not None and run.load is not None and run.experiment is not None:
             figure = expert_load_figure(run.load, ep=run.experiment.ep, name=f"{side.label}, seed {run.seed}")

@@ -348,6 +348,7 @@ class Report:
     @property
     def rank_words(self) -> str:
         """What tokens per second are counted by."""
+        # An unknown machine is not taken for one with GPUs.
         on_gpus = all(run.environment is not None and run.environment.gpus for run in self.finished)
         return "per GPU" if on_gpus else "per rank"
 
