@@ -232,7 +232,7 @@ def test_a_run_that_failed_is_named_and_not_averaged(tmp_path: Path) -> None:
     assert verdict.verdict is not None
     assert verdict.verdict.excluded == (
         "s: MXFP8 + standard all-to-all, seed 7: failed: rank 1: ValueError: x, 2 of 40 steps logged",
-        "s: BF16 + standard all-to-all, seed 7: no run of it",
+        "s: BF16 + standard all-to-all, seed 7: not run",
     )
 
 

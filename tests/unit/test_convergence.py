@@ -243,7 +243,7 @@ def test_an_outlying_reference_seed_is_named_and_decides_nothing_until_it_is_dro
     assert "--drop-seed 4" in verdict.sentence()
     dropped = judge(arm, reference, dropped_seeds=[4], **NAMES)
     assert (dropped.answer, dropped.seeds) == (Answer.DIFFERENT, (0, 1, 2, 3))
-    assert "Dropped by name in all arms: seed 4." in dropped.sentence()
+    assert "Dropped from all arms as requested: seed 4." in dropped.sentence()
     with pytest.raises(BadInput, match="seed 9 cannot be dropped"):
         judge(arm, reference, dropped_seeds=[9], **NAMES)
 

@@ -235,7 +235,7 @@ def test_no_gain_where_kernels_are_unknown(tmp_path: Path) -> None:
     judged = judge_study(tmp_path / "s")
     assert judged.gains == []
     assert "is claimed: one of the arms has no run whose machine and kernels are known" in judged.as_text()
-    assert "launch/converted has no record: what multiplied in MXFP8 is unknown" in judged.as_text()
+    assert "launch/converted has no record: which modules ran in MXFP8 is unknown" in judged.as_text()
 
 
 def test_a_damaged_environment_is_told_in_the_provenance(tmp_path: Path) -> None:

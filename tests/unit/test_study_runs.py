@@ -176,7 +176,7 @@ def test_a_seed_that_was_lost_is_left_out_by_name(tmp_path: Path) -> None:
     (verdict,) = judge_study(study).verdicts
     assert verdict.answer is Answer.EQUIVALENT
     assert "seed 5: failed: rank 1: killed by SIGKILL, 3 of 8 steps logged" in verdict.sentence()
-    assert "seed 6: no run of it" in verdict.sentence()
+    assert "seed 6: not run" in verdict.sentence()
     assert "assumed to be unrelated" in verdict.sentence()
 
 
@@ -186,7 +186,7 @@ def test_a_seed_whose_only_run_has_other_settings_is_left_out_with_that_reason(t
     run_of(tmp_path, "mxfp8", 5, fields={"gpus_per_node": 4})
     (verdict,) = judge_study(study).verdicts
     assert "seed 5: not the settings of this arm's judged runs: gpus_per_node 4" in verdict.sentence()
-    assert "no run of it" not in verdict.sentence()
+    assert "not run" not in verdict.sentence()
 
 
 def test_a_planned_seed_that_has_no_run_is_named(tmp_path: Path) -> None:
@@ -194,7 +194,7 @@ def test_a_planned_seed_that_has_no_run_is_named(tmp_path: Path) -> None:
     shared = {"steps": STEPS, "warmup_steps": 1}
     study = make_study("s", shared, [{"precision": "bf16"}, {"precision": "mxfp8"}], [*SEEDS, 9])
     (verdict,) = judge_study(tmp_path / "s", study=study).verdicts
-    assert "mxfp8_standard, seed 9: no run of it" in verdict.excluded
+    assert "mxfp8_standard, seed 9: not run" in verdict.excluded
     run_of(tmp_path, "mxfp8", 7)
     rows = judge_study(tmp_path / "s", study=study).to_json()["runs"]
     assert [row["reason"] for row in rows if not row["used"]] == ["seed 7 of this arm is not in the study"]

@@ -178,4 +178,4 @@ def test_traced_steps_are_out_of_the_throughput_and_the_step_times(tmp_path: Pat
     again = collect_run(run, save=True)
     assert collect_run(run).rows.equals(again.rows)
     (run.path / RECORDED_FOLDER / "rank1.json").write_text("{")
-    assert collect_run(run).damaged == ("launch/recorded/rank1.json is damaged: what its trace cost is unknown",)
+    assert collect_run(run).damaged == ("launch/recorded/rank1.json is damaged: the cost of its trace is unknown",)

@@ -377,7 +377,7 @@ def _before_any_interval(
     for seed in verdict.outlying_seeds:
         yield (
             Answer.INSUFFICIENT,
-            f"seed {seed} of the reference {reference} lies apart from its others "
+            f"seed {seed} of the reference {reference} lies apart from the others "
             f"({verdict.reference_losses[seed]:.4f} nats): find out why, or leave it out of all arms "
             f"(moelab report … --drop-seed {seed}).",
         )
@@ -387,7 +387,7 @@ def _to_be_known(verdict: Verdict, ours: ArmSeeds, theirs: ArmSeeds, lr_warmup_s
     """What qualifies an answer and decides nothing."""
     arm, reference, _ = contrast(verdict.arm, verdict.reference)
     for seed in outlying_seeds(verdict.arm_losses):
-        yield f"Seed {seed} of {arm} lies apart from its others ({verdict.arm_losses[seed]:.4f} nats)."
+        yield f"Seed {seed} of {arm} lies apart from the others ({verdict.arm_losses[seed]:.4f} nats)."
     if both := ours.diverged.keys() & theirs.diverged.keys():
         yield f"Left out, as it diverged in both: {'; '.join(_reasons(both, ours.diverged))}."
     # Doubtful ones have decided already, and are not assumed to be unrelated.
@@ -397,7 +397,7 @@ def _to_be_known(verdict: Verdict, ours: ArmSeeds, theirs: ArmSeeds, lr_warmup_s
         yield f"Left out: {'; '.join(lost)}; assumed to be unrelated to the loss."
     if verdict.dropped_seeds:
         names = ", ".join(str(seed) for seed in verdict.dropped_seeds)
-        yield f"Dropped by name in all arms: seed{'s' if len(verdict.dropped_seeds) > 1 else ''} {names}."
+        yield f"Dropped from all arms as requested: seed{'s' if len(verdict.dropped_seeds) > 1 else ''} {names}."
     if verdict.steps is not None and verdict.seeds and verdict.steps[1] <= lr_warmup_steps:
         yield (
             f"Training ended inside its warm-up (step {verdict.steps[1]:,} of {lr_warmup_steps:,}): the learning rate "

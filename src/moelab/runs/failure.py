@@ -231,7 +231,7 @@ class _PlainUnpickler(pickle.Unpickler):
     """Reads numbers, strings and containers, which a dump consists of: other pickles may call anything."""
 
     def find_class(self, module: str, name: str) -> Any:
-        raise pickle.UnpicklingError(f"{module}.{name} does not belong into a dump")
+        raise pickle.UnpicklingError(f"{module}.{name} does not belong in a dump")
 
 
 def _members(config: Any) -> Iterator[tuple[tuple[str, str], frozenset[int]]]:

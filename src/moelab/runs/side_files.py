@@ -163,10 +163,10 @@ def read_side_files(run: RunDir, experiment: Experiment, *, started: bool) -> Si
     damaged += unsound
     if experiment.precision in BLOCK_SCALED and started and converted is None and not unsound:
         name = experiment.precision.value.upper()
-        damaged.append(f"{CONVERTED_FOLDER} has no record: what multiplied in {name} is unknown")
+        damaged.append(f"{CONVERTED_FOLDER} has no record: which modules ran in {name} is unknown")
     dispatcher, wrong = _read(run.path / DISPATCHER_FILE, _Dispatcher)
     unreadable = bool(wrong) and "missing" not in wrong  # a run without expert parallelism has none
-    damaged += [f"{wrong}: what moved the tokens is unknown"] if unreadable else []
+    damaged += [f"{wrong}: the dispatcher is unknown"] if unreadable else []
     command, wrong = "", ""
     try:
         command = (run.path / COMMAND_FILE).read_text().strip()
@@ -184,7 +184,7 @@ def read_side_files(run: RunDir, experiment: Experiment, *, started: bool) -> Si
         recorded, wrong = _read(file, _Recorded)
         rank = file.stem.removeprefix("rank")
         if recorded is None or not rank.isdecimal():
-            damaged.append(f"{RECORDED_FOLDER}/{wrong or file.name}: what its trace cost is unknown")
+            damaged.append(f"{RECORDED_FOLDER}/{wrong or file.name}: the cost of its trace is unknown")
         else:
             traces.append({"rank": int(rank), **recorded.model_dump()})
     kernels_asked = experiment.mxfp8_kernels == "auto" and experiment.precision is Precision.MXFP8
@@ -228,7 +228,7 @@ def _converted(run: RunDir) -> tuple[dict[str, Any] | None, list[str]]:
     for file in sorted((run.path / CONVERTED_FOLDER).glob("rank*.json")):
         stage, wrong = _read(file, _Converted)
         if stage is None:
-            damaged.append(f"{CONVERTED_FOLDER}/{wrong}: what multiplied in MXFP8 there is unknown")
+            damaged.append(f"{CONVERTED_FOLDER}/{wrong}: which modules ran in MXFP8 there is unknown")
         elif stage.modules:  # a stage of dense layers alone has none
             stages[file.stem] = stage
     kernels = dict.fromkeys(str(stage.kernels) for stage in stages.values())

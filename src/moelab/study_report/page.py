@@ -30,10 +30,10 @@ SETTINGS_SHOWN = {
     "model": "model",
     "parameters": "parameters",
     "gpu": "GPU",
-    "gpus": "GPUs of a node",
+    "gpus": "GPUs per node",
     "processor": "processor",
     "nodes": "nodes",
-    "gpus_per_node": "ranks of a node",
+    "gpus_per_node": "ranks per node",
     "dp_replicate": "DP replicas",
     "dp_shard": "DP shards",
     "tp": "TP",
@@ -86,7 +86,7 @@ def settings_table(judged: Report) -> Any:
         title="What differs between the configurations, as far as they are known",
         label=None,
         columns=["setting", *labels],
-        rows=rows or [["nothing that is known", *("–" for _ in labels)]],
+        rows=rows or [["nothing known", *("–" for _ in labels)]],
     )
 
 
@@ -113,7 +113,7 @@ def provenance(judged: Report, *, with_paths: bool = False) -> dict[str, str]:
         **_machines(judged),
         **({f"Configuration, {side.label}": side.settings.source for side in judged.sides} if side_by_side else {}),
         **{f"Model, {side.label}": side.experiment.model_label for side in judged.sides if side.experiment},
-        **({"The same in all": same or "nothing that is known"} if side_by_side else {}),
+        **({"The same in all": same or "nothing known"} if side_by_side else {}),
         **{
             f"Command, {side.label}, seed {run.seed}": shown(run.command)
             for side in judged.sides
@@ -205,12 +205,12 @@ def _side_figures(judged: Report) -> Iterator[tuple[str, Any]]:
     if with_loss := [side for side in sides if side.table["loss"].notna().any()]:
         yield "Training loss.", compare.compared_loss(with_loss, known, styles, note=note)
     if known:
-        caption = "Difference of the loss from the first, at the steps that both logged."
+        caption = "Loss difference from the first, at the steps that both logged."
         yield caption, compare.compared_difference(sides, known, styles, note=note)
     if fast := [side for side in sides if len(side.tps)]:
-        yield "Throughput: how its steps spread.", compare.compared_throughput(fast, styles, note=speed)
+        yield "Throughput: its spread over steps.", compare.compared_throughput(fast, styles, note=speed)
     if timed := [side for side in sides if len(side.step_time_s)]:
-        caption = "Step times: the share of steps done within a time."
+        caption = "Step times: the share of steps that finish within a given time."
         yield caption, compare.compared_step_time(timed, styles, note=speed)
     yield from _training_figures(judged)
 
@@ -236,8 +236,8 @@ def _traced_figures(judged: Report) -> Iterator[tuple[str, Any]]:
     explained, _ = judged.traced
     if explained:
         yield "What a traced step is made of.", step_bars(explained)
-        yield "Communication of the traced step: what compute hides of it.", communication_bars(explained)
-        yield "Why nothing runs in the traced step.", idle_bars(explained)
+        yield "Communication in the traced step, and how much of it compute hides.", communication_bars(explained)
+        yield "Why the GPU is idle in the traced step.", idle_bars(explained)
 
 
 def _study_tables(judged: Report) -> Iterator[Any]:

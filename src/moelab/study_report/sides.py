@@ -262,7 +262,7 @@ def _without_loss(
     for arm, seed in sorted(expected):
         run = runs.get((arm, seed))
         if run is None:
-            lost[arm, seed] = reasons.get((arm, seed), "no run of it")
+            lost[arm, seed] = reasons.get((arm, seed), "not run")
         elif run.diverged and not run.finished:
             diverged[arm, seed] = run.diverged
         elif not run.finished:
