@@ -264,7 +264,7 @@ def test_a_calibration_is_kept_by_name(tmp_path: Path, monkeypatch: pytest.Monke
         read_calibration("../other")
     for content in ("constants: 7", "[", "constants: {hopper_gemm: fast}\nsource: x", "source: x"):
         path.write_text(content)
-        with pytest.raises(BadInput, match="is no calibration"):
+        with pytest.raises(BadInput, match="is not a calibration"):
             read_calibration("my-node")
     path.write_text("constants: {speed: 1.0}\nsource: x")
     with pytest.raises(BadInput, match="no constant 'speed'"):
@@ -304,7 +304,7 @@ def test_a_run_is_held_against_its_own_experiment(tmp_path: Path, capsys: pytest
     assert main(["explain", str(tmp_path), "--json"]) == 0, "the measured part does not depend on the prediction"
     found = json.loads(capsys.readouterr().out)
     assert found["predicted_ms"] == {}
-    assert any("not held against" in note for note in found["notes"])
+    assert any("not compared with" in note for note in found["notes"])
 
 
 # --- figures ---------------------------------------------------------------------------------------------------------

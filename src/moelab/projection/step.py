@@ -19,9 +19,8 @@ from moelab.memory.sharding import Held
 from moelab.projection.calibration import Calibration
 from moelab.projection.exchange import (
     PERMUTATIONS,
-    add_context_parallel,
     add_exchange,
-    add_tensor_parallel,
+    add_layer_collectives,
     expected_maximum,
     fsdp_time_s,
     ring_time_s,
@@ -51,12 +50,11 @@ def layer_times(job: Job, calibration: Calibration, products: Mapping[str, Times
     times = products["attention"] + products["moe" if moe else "feed_forward"]
     add_attention(times, job, calibration)
     add_memory_bound(times, job, calibration, moe=moe)
-    add_tensor_parallel(times, job, calibration)
-    add_context_parallel(times, job, calibration)
+    add_layer_collectives(times, job, calibration)
     if moe:
         add_exchange(times, job, calibration)
         add_expert_casts(times, job, calibration)
-    held = held_by_kind(job)["moe" if moe else "dense"]
+    held = held_by_kind(job.shape, job.degrees)["moe" if moe else "dense"]
     add_accumulation(times, job, calibration, held.gathered)
     add_host(times, job, calibration, moe=moe)
     return times
@@ -66,7 +64,7 @@ def head_times(job: Job, calibration: Calibration, products: Mapping[str, Times]
     """The vocabulary head and the loss; arguments as :func:`layer_times`."""
     times = products["head"].copy()
     add_loss(times, job, calibration)
-    add_accumulation(times, job, calibration, held_by_kind(job)["head"].gathered)
+    add_accumulation(times, job, calibration, held_by_kind(job.shape, job.degrees)["head"].gathered)
     return times
 
 
@@ -77,7 +75,7 @@ def embedding_times(job: Job, calibration: Calibration) -> Times:
     rows = 4.0 * job.work.residual * job.shape.dim / rate
     add(times, "forward", "memory-bound", rows)
     add(times, "wgrad", "memory-bound", 2 * rows + 2 * job.shape.vocab_size * job.shape.dim / job.work.tp / rate)
-    add_accumulation(times, job, calibration, held_by_kind(job)["embedding"].gathered)
+    add_accumulation(times, job, calibration, held_by_kind(job.shape, job.degrees)["embedding"].gathered)
     return times
 
 
@@ -222,7 +220,7 @@ def _fsdp_s(job: Job, calibration: Calibration, held: Held, modules: Mapping[str
     """
     if job.pp > 1 or job.stack.distributed_optimizer:
         return _collected_s(job, calibration, held, BF16) + _collected_s(job, calibration, held, FP32)
-    kinds = held_by_kind(job)
+    kinds = held_by_kind(job.shape, job.degrees)
     gather = {kind: _collected_s(job, calibration, kinds[kind], BF16) for kind in modules}
     scatter = {kind: _collected_s(job, calibration, kinds[kind], FP32) for kind in modules}
     hides = {kind: (table.sum(axis=1) - table[:, INDEX["all-to-all"]]).tolist() for kind, table in modules.items()}
