@@ -11,7 +11,6 @@ from statsmodels.stats.weightstats import ttost_paired
 
 from moelab.analysis import Answer, compare_convergence, final_losses, judge
 from moelab.analysis.equivalence import (
-    ALPHA,
     Margin,
     equivalence_power,
     lower_sd_limit,
@@ -20,10 +19,11 @@ from moelab.analysis.equivalence import (
     seeds_needed,
     trimmed_sd,
 )
-from moelab.analysis.equivalence import MARGIN_FACTOR as FACTOR
 from moelab.analysis.verdict import Doubtful, correct_for_arms
 from moelab.errors import BadInput
 
+ALPHA = 0.05
+FACTOR = 2.0
 DRAWS = 4000
 ALLOWANCE = 3 * math.sqrt(ALPHA * (1 - ALPHA) / DRAWS)
 SEEDS = (3, 4, 5, 8)
