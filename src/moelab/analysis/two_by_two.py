@@ -94,9 +94,8 @@ class ArmResult:
 def checkpointing_words(activation_checkpoint: str) -> str:
     """TorchTitan's checkpointing that an arm is held against, in words.
 
-    Example:
-        >>> checkpointing_words("full+dispatch"), checkpointing_words("none")
-        ('full checkpointing', 'no checkpointing')
+    >>> checkpointing_words("full+dispatch"), checkpointing_words("none")
+    ('full checkpointing', 'no checkpointing')
     """
     kind = STOCK_CHECKPOINTING.get(activation_checkpoint, activation_checkpoint)
     return f"{'no' if kind == 'none' else kind} checkpointing"
@@ -204,14 +203,7 @@ def _quartiles(passes: Sequence[Mapping[str, Any]]) -> tuple[float, float, float
 
 
 def goal_lines(results: Sequence[ArmResult]) -> list[str]:
-    """The goals against what was measured, one sentence each.
-
-    Args:
-        results: of :func:`arm_results`.
-
-    Returns:
-        A sentence for each goal; that it was not measured where nothing was. Another where stock was short of memory.
-    """
+    """The goals against what was measured, one sentence each, and another where stock was short of memory."""
     large = [result for result in results if result.shape.startswith("671B")]
     deepep = [result for result in large if result.arm == DEEPEP]
     others = [result for result in large if result.arm not in STOCK]
@@ -221,9 +213,7 @@ def goal_lines(results: Sequence[ArmResult]) -> list[str]:
         _goal_line("the best arm at a 671B shape", others, GOAL_BEST),
     ]
     if short:
-        lines.append(
-            f"short of memory, so that a ratio over it is one of memory too: {', '.join(dict.fromkeys(short))}"
-        )
+        lines.append(f"short of memory, so that ratios over it reflect memory too: {', '.join(dict.fromkeys(short))}")
     return lines
 
 
@@ -248,9 +238,6 @@ def _words(result: ArmResult) -> str:
 
 def checkpointing_pairs(rows: Iterable[Mapping[str, Any]]) -> list[list[tuple[ArmResult, ArmResult]]]:
     """Stock and the fastest arm under each checkpointing, of one campaign.
-
-    Args:
-        rows: see :func:`arm_results`.
 
     Returns:
         For each shape and routing the pairs of the campaign in which stock ran under most kinds of checkpointing;
