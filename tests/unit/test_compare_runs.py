@@ -208,7 +208,7 @@ def test_common_seeds_are_judged_as_in_a_study(tmp_path: Path) -> None:
     assert same.nats == 0.0
     assert far.verdict.answer is Answer.DIFFERENT
     assert [side["tps"]["median"] for side in found.to_json()["sides"]] == [1000, 500, 1000, 500]
-    assert found.speed_note.startswith("a rank is a CPU process in s: BF16 + standard all-to-all, s: MXFP8")
+    assert found.speed_note.startswith("each rank is a CPU process in s: BF16 + standard all-to-all, s: MXFP8")
 
 
 def test_studies_of_different_lengths_are_judged_on_common_steps(tmp_path: Path) -> None:

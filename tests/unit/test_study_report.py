@@ -72,7 +72,7 @@ def test_the_verdict_of_known_numbers(study: Path) -> None:
     assert verdict.reference_losses == pytest.approx(SEEDS, abs=1e-5)
     (gain,) = judged.gains
     assert gain.ratio == pytest.approx(0.5)
-    assert judged.speed_note == "a rank is a CPU process; emulated MXFP8 kernels: not a statement about speed"
+    assert judged.speed_note == "each rank is a CPU process; emulated MXFP8 kernels: no measure of speed"
     text = judged.as_text()
     assert text.splitlines()[:3] == [f"{question} {answer}" for question, answer in judged.summary.items()]
     assert "\n8 of 8 runs finished\nMXFP8 differs from BF16 (both standard all-to-all) by +0.0035 nats" in text
@@ -175,7 +175,7 @@ def test_a_study_that_is_given_decides_which_settings_are_judged(study: Path) ->
     told = "The arms also differ in their settings: lr 0.003 instead of 0.01."
     assert told in mixed.verdicts[0].sentence()
     assert f"MXFP8 + standard all-to-all: {told}" in mixed.notes
-    assert "instead of 0.01; a rank is a CPU process" in mixed.to_json()["note"]
+    assert "instead of 0.01; each rank is a CPU process" in mixed.to_json()["note"]
     assert mixed.gains  # a step takes as long at another learning rate
 
 
@@ -278,7 +278,7 @@ def test_a_page_is_private_inert_and_offline(study: Path) -> None:
     assert page.count("<!DOCTYPE html>") == 1
     text = html.unescape(page)
     assert HOSTILE in text
-    assert "emulated MXFP8 kernels: not a statement about speed" in text
+    assert "emulated MXFP8 kernels: no measure of speed" in text
     assert "No space left on device: '…/metrics.parquet'" in text
     for word in (str(study.parents[1]), str(Path.home()) + "/", "/home/", "alice", "/tmp/", socket.gethostname()):
         assert word not in text

@@ -265,7 +265,7 @@ def test_no_gain_is_claimed_between_machines(tmp_path: Path) -> None:
     assert f"no gain of MXFP8 over BF16 (both standard all-to-all) is claimed: {words}" in judged.as_text()
     assert judged.comparable_tps.keys() == {"bf16_standard"}
     assert "torch 2.13.0 against 2.14.0" in judged.verdicts[0].sentence()
-    assert "a rank is a CPU process in BF16 + standard all-to-all" in judged.speed_note
+    assert "each rank is a CPU process in BF16 + standard all-to-all" in judged.speed_note
     told = judged.to_json()
     assert (told["gains"][0]["percent"], words in told["gains"][0]["reason"]) == (None, True)
     assert {(row["arm"], row["machine"], row["versions"]["torch"]) for row in told["runs"]} == {

@@ -247,8 +247,8 @@ class Report:
         on_cpu = [side for side in shown if side.on_cpu]
         # Where all of a study ran on CPUs, the figure need not name its arms.
         where = "" if self.study is not None and len(on_cpu) == len(shown) else f" in {_names(on_cpu)}"
-        notes = [f"a rank is a CPU process{where}"] if on_cpu else []
-        notes += [f"{self.emulation_note}: not a statement about speed"] if self.emulation_note else []
+        notes = [f"each rank is a CPU process{where}"] if on_cpu else []
+        notes += [f"{self.emulation_note}: no measure of speed"] if self.emulation_note else []
         notes += [self._unclaimed(label) for label in self.no_gain]
         return "; ".join(notes)
 
