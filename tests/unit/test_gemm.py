@@ -35,6 +35,7 @@ from moelab.projection.gemm import (
     CAST_BYTES,
     add_expert_casts,
     break_even_m,
+    cast_parts,
     gain,
     grouped_parts,
     grouped_time_s,
@@ -77,7 +78,8 @@ GROUPS = st.integers(1, 64)
 
 def test_the_time_is_that_of_the_formula() -> None:
     m, n, k, groups = 10_000, 2000, 7000, 4
-    products, casts = 2 * m * n * k, CAST_BYTES["mxfp8"] / 6e12
+    cast_bytes = 2 + 1 + 1 / 32  # read in BF16, written in 8 bits with a 32nd of a scale
+    products, casts = 2 * m * n * k, cast_bytes / 6e12
     gemms = 2 * products / 2500e12 + products / 2000e12
     rows, weights = 2 * m * (n + k) * casts, 2 * groups * n * k * casts
     scales = (2 * 50 + 200 + 8000 * (m / groups) / 1e6) / 1e6
@@ -87,6 +89,8 @@ def test_the_time_is_that_of_the_formula() -> None:
     assert grouped_time_s(m, n, k, groups, "bf16", in_step) == pytest.approx(1.3 * 3 * products / 1e15)
     slower = 1.1 * (gemms + rows + weights + scales)
     assert grouped_time_s(m, n, k, groups, "mxfp8", in_step) == pytest.approx(slower)
+    emulated_s = sum(part.time_s for part in cast_parts(m, n, k, groups, "emulated", RATES))
+    assert emulated_s == pytest.approx((rows + weights) * (2 + 2) / cast_bytes)  # BF16 again
 
 
 @given(**SIZES, groups=GROUPS)
