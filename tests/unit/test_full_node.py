@@ -116,9 +116,7 @@ def test_what_was_written_down_afterwards_is_no_prediction(tmp_path: Path) -> No
 @pytest.mark.parametrize("name", ["NVIDIA B200", "NVIDIA GH200 480GB", "NVIDIA H100 PCIe", "NVIDIA A100-SXM4-80GB"])
 def test_other_gpus_are_not_held_against_these_predictions(name: str, tmp_path: Path) -> None:
     other = {"environment": {"gpus": [{**H200, "name": name}] * 8}}
-    with pytest.raises(
-        BadInput, match=f"on {name}; predictions are for NVIDIA H100 80GB HBM3, NVIDIA H200"
-    ):
+    with pytest.raises(BadInput, match=f"on {name}; predictions are for NVIDIA H100 80GB HBM3, NVIDIA H200"):
         full_node_rows(read(made_up() | other, tmp_path))
     mixed = {"environment": {"gpus": [H200, {**H200, "name": name}]}}
     with pytest.raises(BadInput, match="predictions are for"):
