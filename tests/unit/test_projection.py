@@ -410,6 +410,13 @@ def test_a_gain_has_the_best_layout_on_either_side_and_one_machine_under_both() 
     assert "moelab plan a.yaml --search" in text
 
 
+def test_fewer_sequences_than_pipeline_stages_are_searched_too() -> None:
+    """GPipe takes four on eight stages, 1F1B does not; without a pipeline the name of a schedule may be anything."""
+    few = NODE.model_copy(update={"pp_schedule": "gpipe"})
+    found = recommend(few, fixed=["cp"], global_batch=4, limit=200, settings=False)
+    assert {(1, "gpipe"), (8, "GPipe")} <= {(one.experiment.pp, one.experiment.pp_schedule) for one in found.ranked}
+
+
 def test_a_search_uses_the_network_that_it_is_given() -> None:
     experiment = Experiment(
         **{**SMALL, "hardware": "h100_x1024", "ep": 16, "nodes": 2, "activation_checkpoint": "full"}
