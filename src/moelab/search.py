@@ -222,6 +222,18 @@ class _Legal(NamedTuple):
         fields = {name: getattr(self, name) for name in (*VARIED, "local_batch")}
         return given.vary(**fields, accumulate_gradients=self.pp == 1 and self.microbatch < self.local_batch)
 
+    def candidate(
+        self, experiment: Experiment, headroom_gib: float | None, projection: Projection | None = None
+    ) -> Candidate:
+        """The layout as an answer of a search has it."""
+        return Candidate(
+            experiment=experiment,
+            bubble_fraction=self.bubble,
+            ep_nodes=self.ep_nodes,
+            headroom_gib=headroom_gib,
+            projection=projection,
+        )
+
 
 def _by_memory(given: Facts, legal: list[_Legal], headroom_gib: Headroom | None) -> Iterator[Candidate]:
     """Candidates in order, with memory estimated group by group: it decides only among those equal in all else."""
@@ -230,14 +242,8 @@ def _by_memory(given: Facts, legal: list[_Legal], headroom_gib: Headroom | None)
         for one in group:
             facts = one.of(given)
             left = headroom_gib(facts.experiment, resolve(facts)) if headroom_gib else None
-            candidates.append(_candidate(one, facts, left))
+            candidates.append(one.candidate(facts.experiment, left))
         yield from sorted(candidates, key=lambda candidate: -(candidate.headroom_gib or 0.0))
-
-
-def _candidate(one: _Legal, facts: Facts, headroom_gib: float | None) -> Candidate:
-    return Candidate(
-        experiment=facts.experiment, bubble_fraction=one.bubble, ep_nodes=one.ep_nodes, headroom_gib=headroom_gib
-    )
 
 
 def _legal_layouts(
@@ -538,8 +544,7 @@ def recommend(
         BadInput: if the hardware lacks a figure that a projection needs, or a fixed field is not varied.
     """
     space = Space(experiment, cluster, fixed=fixed, global_batch=global_batch, calibration=calibration)
-    found = space.search(limit)
-    ranked = sorted(found.candidates, key=_low_end, reverse=True)[:limit]
+    found, ranked = space.search(limit)
     best = ranked[0].projection if ranked else None
     own = None
     with suppress(Refused):
@@ -547,7 +552,7 @@ def recommend(
     return Recommendation(
         experiment=experiment,
         found=found,
-        ranked=tuple(ranked),
+        ranked=ranked,
         gains=tuple(space.gains()) if best else (),
         worth=tuple(space.worth_of(best)) if best and settings else (),
         place=found.candidates.index(ranked[0]) + 1 if ranked else 0,
@@ -655,15 +660,18 @@ class Space:
                     self._layouts.append(one)
         self._layouts.sort()
 
-    def search(self, limit: int) -> Found:
-        """The best layouts of the experiment as it is; whatever is asked later has CP and replicas of one of them."""
+    def search(self, limit: int) -> tuple[Found, tuple[Candidate, ...]]:
+        """All that was projected for the experiment as it is, and the best; what is asked later keeps CP and replicas.
+
+        That is, it has those of one of these best: other degrees have been looked at and were slower.
+        """
         found = self.fastest(limit)
-        ranked = sorted(found.candidates, key=_low_end, reverse=True)[:limit]
+        ranked = tuple(sorted(found.candidates, key=_low_end, reverse=True)[:limit])
         if ranked:
             self._known[()] = ranked[0].projection
             near = {(one.experiment.cp, one.experiment.dp_replicate) for one in ranked}
             self._layouts = [one for one in self._layouts if (one.cp, one.dp_replicate) in near]
-        return found
+        return found, ranked
 
     def fastest(self, limit: int = 1, **changes: Any) -> Found:
         """Layouts that fit, with their projections: all that can be among the ``limit`` best, up to some hundreds.
@@ -706,14 +714,13 @@ class Space:
                 if not fitting and (group[4:] not in nearest or left > nearest[group[4:]][0]):
                     nearest[group[4:]] = left, one, variant
                 continue
-            facts = one.of(variant.given)
-            projection = project(facts.experiment, self.cluster, calibration=self._calibration)
-            fitting.append(replace(_candidate(one, facts, left), projection=projection))
+            projection = variant.projection(one)
+            fitting.append(one.candidate(projection.experiment, left, projection))
             insort(lows, projection.interval[0])
         closest = sorted(nearest.values(), key=lambda entry: -entry[0])[: max(limit, 1)] if not fitting else ()
         return Found(
             candidates=tuple(fitting),
-            nearest=tuple(_candidate(one, one.of(variant.given), left) for left, one, variant in closest),
+            nearest=tuple(one.candidate(one.of(variant.given).experiment, left) for left, one, variant in closest),
             examined=self._examined,
             legal=self._legal,
             too_large=too_large,
@@ -736,7 +743,7 @@ class Space:
         key = tuple(sorted(changes.items()))
         if key not in self._known:
             best = max(self.fastest(**changes).candidates, key=_low_end, default=None)
-            self._known[key] = best and best.projection
+            self._known[key] = best.projection if best else None
         return self._known[key]
 
     def gains(self) -> Iterator[Gain]:
@@ -796,11 +803,12 @@ class _Variant:
     """
 
     def __init__(self, given: Facts, cluster: Cluster, calibration: Calibration, headroom_gib: Headroom | None) -> None:
-        self.given, self._node, self._calibration, self._headroom = given, cluster.node, calibration, headroom_gib
+        self.given, self._cluster, self._calibration, self._headroom = given, cluster, calibration, headroom_gib
         self._degrees_are_legal, self._pipeline_is_legal = _judges(given)
         self._can_be_placed = cache(lambda ep: can_be_placed(given.experiment, ep, cluster.node))
         self._seconds: dict[tuple[Any, ...], float] = {}
         self._left: dict[tuple[Any, ...], float] = {}
+        self._projections: dict[_Legal, Projection] = {}
 
     def is_legal(self, one: _Legal) -> bool:
         """Whether it is legal with these settings, and can be projected."""
@@ -815,7 +823,7 @@ class _Variant:
         if one.priced_by not in self._seconds:
             facts, work = one.of(self.given), inf
             if self._can_be_placed(one.ep):
-                work = work_s(job_of(facts.experiment, resolve(facts), self._node), self._calibration)
+                work = work_s(job_of(facts.experiment, resolve(facts), self._cluster.node), self._calibration)
             self._seconds[one.priced_by] = work * one.tp * one.cp / one.at_once
         return self._seconds[one.priced_by]
 
@@ -826,6 +834,13 @@ class _Variant:
             facts = one.of(self.given)
             self._left[key] = self._headroom(facts.experiment, resolve(facts)) if self._headroom else inf
         return self._left[key]
+
+    def projection(self, one: _Legal) -> Projection:
+        """Of a layout that is legal and fits."""
+        if one not in self._projections:
+            experiment = one.of(self.given).experiment
+            self._projections[one] = project(experiment, self._cluster, calibration=self._calibration)
+        return self._projections[one]
 
 
 def _is_v(one: _Legal) -> bool:
