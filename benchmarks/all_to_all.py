@@ -1,4 +1,4 @@
-"""Dispatch and combine of a standard all-to-all, DeepEP and HybridEP at the sizes of real models, on this machine.
+"""Dispatch and combine of a standard all-to-all and of DeepEP at the sizes of real models, on this machine.
 
     torchrun --nproc-per-node 2 benchmarks/all_to_all.py --output FILE.json
     torchrun --nproc-per-node 2 benchmarks/all_to_all.py --device cpu --output /tmp/all_to_all.json    # some seconds

@@ -3,16 +3,14 @@
     python benchmarks/emulation.py --device cuda --output benchmarks/results/emulation_h100.json     # under 90 s
     python benchmarks/emulation.py --device cpu --output benchmarks/results/emulation_cpu.json
 
-Four parts, each written as it is found:
+Parts, each written as it is found:
 
 - ``casts``: every BF16 number as the largest of a block, and numbers of all kinds, against torchao's cast;
-- ``identity``: output, dgrad and wgrad against torchao's over many group patterns and at real shapes, eager and
-  compiled. Beside it, for who wants to know why: whether torchao compiled equals torchao, whether the product repeats
-  itself, and whether it depends on being grouped or on the layout of its operands;
+- ``identity``: output, dgrad and wgrad against torchao's over many group patterns and at real shapes, eager, and once
+  compiled;
 - ``cast_speed`` (CUDA): bytes a second of each cast over the tile sizes of the Triton kernel, and of a copy;
 - ``layer``: forward and backward of an expert layer (w1, w3, SwiGLU, w2) in BF16, with torchao's emulation and with
-  ours, in turns (A B C A B C), compiled with a dynamic number of tokens as in training, and eager; and the ratio that
-  memory traffic alone explains.
+  ours, in turns (A B C A B C), compiled with a dynamic number of tokens as in training, and eager.
 
 Emulation is slower than BF16 by construction: the ratios say what it costs, not what MXFP8 gains.
 """
@@ -20,7 +18,6 @@ Emulation is slower than BF16 by construction: the ratios say what it costs, not
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import statistics
 import sys
@@ -200,30 +197,8 @@ def identity(device: torch.device, scale: Scale) -> Iterator[dict[str, Any]]:
 def identity_compiled(device: torch.device, scale: Scale) -> Iterator[dict[str, Any]]:
     ours, theirs = products("mxfp8", False)
     given = operands([min(scale.tokens) // scale.experts] * scale.experts, scale.dim, scale.hidden, device)
-    expected = run(theirs, *given)
-    yield {"torchao repeats itself": identical(run(theirs, *given), expected)}
-    yield {"ours compiled is torchao": identical(run(torch.compile(ours, fullgraph=True), *given), expected)}
-    try:
-        compiled = run(torch.compile(theirs), *given)
-    except RuntimeError as error:  # inductor of torch 2.14.1 fails on a CPU when it fuses casts along both axes
-        yield {"left out": "torchao compiled", "because": str(error)[:200]}
-    else:
-        yield {"torchao compiled is torchao": identical(compiled, expected)}
-
-
-def product_alone(device: torch.device, scale: Scale) -> Iterator[dict[str, Any]]:
-    """Whether the grouped product depends on grouping and layout, on operands as wgrad and output have them."""
-    x, weight, upstream, ends = operands([min(scale.tokens) // scale.experts] * scale.experts, scale.dim, 256, device)
-    bounds = [0, *ends.tolist()]
-    groups = list(itertools.pairwise(bounds))
-    output = torch._grouped_mm(x, weight.transpose(-2, -1), offs=ends)
-    alone = torch.cat([x[a:b] @ weight[g].T for g, (a, b) in enumerate(groups)])
-    yield {"output grouped is one product a group": same_bits(output, alone)}
-    x_T, upstream_T = x.T.contiguous(), upstream.T.contiguous()
-    wgrad = torch._grouped_mm(upstream_T, x_T.T, offs=ends)
-    alone = torch.stack([upstream_T[:, a:b] @ x_T.T[a:b] for a, b in groups])
-    yield {"wgrad grouped is one product a group": same_bits(wgrad, alone)}
-    yield {"wgrad does not depend on layout": same_bits(torch._grouped_mm(upstream.T, x, offs=ends), wgrad)}
+    compiled = run(torch.compile(ours, fullgraph=True), *given)
+    yield {"ours compiled is torchao": identical(compiled, run(theirs, *given))}
 
 
 def median_us(work: Callable[[], object], device: torch.device, turns: int) -> float:
@@ -324,36 +299,6 @@ def summary(raw: dict[str, list[float]], tokens: int, compiled: bool, scale: Sca
     return row | {"bf16_ms": round(medians["bf16"] / 1e3, 3), "raw_us": raw}
 
 
-def derived_bounds(content: dict[str, Any], scale: Scale) -> Iterator[dict[str, Any]]:
-    """Ratios that the casts' bytes alone explain, at this device's copy speed and BF16 time.
-
-    Bytes a value: rows or columns alone 4 (BF16 in, BF16 out), both 6. Casts of a compiled layer: tokens (w1 and w3
-    share theirs) rows and columns; the hidden activation rows and columns; three upstream gradients both; three weights
-    rows and columns. ``least``: nothing that a kernel has in registers is read again, so that the hidden activation and
-    two of the gradients, which are computed in the layer, cost only one more BF16 value written; weights as before.
-    """
-    D, F, G = scale.dim, scale.hidden, scale.experts
-    (copy_tb_s,) = [row["tb_s"] for row in content["cast_speed"] if row["cast"] == "copy"]
-    weights = 3 * G * D * F * 8
-    for row in content["layer"]:
-        if "bf16_ms" not in row:
-            continue
-        M = row["tokens"]
-        ours = M * (8 * D + 8 * F + 6 * D + 2 * 6 * F) + weights
-        least = M * (6 * D + 2 * F + 6 * D + 2 * 2 * F) + weights
-        ratio = {
-            name: round(1 + count / copy_tb_s / 1e9 / row["bf16_ms"], 4)
-            for name, count in (("ours", ours), ("least", least))
-        }
-        yield {
-            "label": "derived",
-            "tokens": M,
-            "compiled": row["compiled"],
-            "cast_bytes": {"ours": ours, "least": least},
-            "ratio": ratio,
-        }
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=tuple(SCALES), required=True)
@@ -375,8 +320,6 @@ def main() -> int:
     result.each("layer", layer_times(device, scale, compiled=False))
     if given.device == "cuda":
         result.each("cast_speed", cast_speed(device, scale))
-        result.each("bounds", derived_bounds(result.content, scale))
-    result.each("product", product_alone(device, scale))
     result.each("identity_compiled", identity_compiled(device, scale))
     differing = [row for row in result.content["identity"] if not all(row["ours is torchao"].values())]
     print(f"{len(result.content['identity'])} identity rows, {len(differing)} differ; {result.content['wall_s']} s")

@@ -91,8 +91,8 @@ def bits(sizes: SimpleNamespace) -> Iterator[Row]:
     x[1], x[2, 5], x[4, 6] = 0, torch.nan, torch.inf
     for name, found, wide in (
         ("fp8_rows", experts.fp8_rows(x), x),
-        ("fp8_weights", experts.fp8_weights(weights), torch.cat(weights, 1)),
-        ("fp8_transposed_weights", experts.fp8_transposed_weights(weights), torch.cat(weights, 1).mT.contiguous()),
+        ("fp8_weights", experts.fp8_weights(weights, False), torch.cat(weights, 1)),
+        ("fp8_weights, transposed", experts.fp8_weights(weights, True), torch.cat(weights, 1).mT.contiguous()),
     ):
         data, scales = quantise_fp8(wide)
         cases[name] = ("data scales", found, (data, scales[..., 0]))
@@ -127,8 +127,8 @@ def kernels(sizes: SimpleNamespace) -> Iterator[Row]:
         "swiglu": (lambda: experts.quantised_swiglu(gate_up, scores, "fp8"), 5 * R * F),
         "swiglu_backward": (lambda: experts.quantised_swiglu_backward(gate_up, grad, scores, "fp8"), 14 * R * F),
         "fp8_rows": (lambda: experts.fp8_rows(x), 3 * R * D),
-        "fp8_weights, w1 and w3": (lambda: experts.fp8_weights(weights), 6 * e * F * D),
-        "fp8_transposed_weights, w1 and w3": (lambda: experts.fp8_transposed_weights(weights), 10 * e * F * D),
+        "fp8_weights, w1 and w3": (lambda: experts.fp8_weights(weights, False), 6 * e * F * D),
+        "fp8_weights, transposed": (lambda: experts.fp8_weights(weights, True), 10 * e * F * D),
         "fp8_turned, 2F": (lambda: experts.fp8_turned(gate_up, scores, ends), 10 * R * F),
         "turned, D": (lambda: experts.turned(data), 2 * R * D),
     }

@@ -10,13 +10,12 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from operator_counts import communication, counted_operators
 
 from moelab.deepep.benchmark import Layer, make_tokens, open_world, round_trip, run
 from moelab.deepep.benchmark_cases import ROUTINGS, SMALL, ArmGroup, ExchangeArm, plan
@@ -55,19 +54,6 @@ class Counted(StandInBuffer):
         return super().dispatch(*args, **options)
 
 
-class Operators(TorchDispatchMode):
-    """Counts the operators that communicate."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "moelab_deepep" or "all_to_all" in func._schema.name:
-            self.seen[func._schema.name.split("::")[1]] += 1
-        return func(*args, **(kwargs or {}))
-
-
 def use(stand_in: type[StandInBuffer]) -> None:
     """Open buffers of this class from now on."""
     vars(sys.modules["moelab.deepep.buffer"])["StandInBuffer"] = stand_in
@@ -82,12 +68,12 @@ def main() -> None:
         tokens = make_tokens(SIZE, routing, world)
         for arm in plan([SIZE], [routing], ["standard", "deepep"], [])[0].arms:
             layer = Layer(arm, SIZE, tokens, world, kernels="emulated", compiled=False)
-            with Operators() as counted:
+            with counted_operators(communication) as counted:
                 error = round_trip(layer, SIZE, world)
             seen["arms"][f"{routing} {arm.name}"] = {
                 "error": error,
                 "received": layer.received(),
-                "operators": counted.seen,
+                "operators": counted,
             }
     groups = plan([SIZE], ["random_balanced", "round_robin"], ["standard", "deepep"], [8])
     settings: Any = {"libraries": LIBRARIES, "kernels": "emulated", "repeats": 3, "began": time.monotonic()}

@@ -8,9 +8,7 @@ D features, F hidden features.
 from __future__ import annotations
 
 import tempfile
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -19,10 +17,10 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from operator_counts import communication, counted_operators
 from titan_process import _CONTEXT
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.utils._python_dispatch import TorchDispatchMode
 from torchtitan.distributed.utils import set_spmd_backend
 from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, DeepEPTokenDispatcher
@@ -276,7 +274,7 @@ def checkpointed(
     module = build(mesh, case, ours=ours, mxfp8=precision == "mxfp8", precision=precision)
     plain = train(mesh, case, module)
     wrapped = module if checkpoint == "none" else _checkpoint(module, checkpoint)
-    with communication() as counted:
+    with counted_operators(communication) as counted:
         found = train(mesh, case, wrapped, module.inner_experts)
     return dict(counted), errors(found, plain)
 
@@ -286,22 +284,6 @@ def _checkpoint(module: torch.nn.Module, kind: str) -> torch.nn.Module:
     if kind == "full":
         return checkpoint_wrapper(module, early_stop=False)
     return policies[kind](policies[kind].Config())._wrap_block(module)
-
-
-@contextmanager
-def communication() -> Iterator[Counter[str]]:
-    """Count operators that communicate."""
-    counted: Counter[str] = Counter()
-
-    class Count(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            namespace, name = func._schema.name.split("::")
-            if namespace == ops.NAMESPACE or name == "all_to_all_single":
-                counted[name] += 1
-            return func(*args, **(kwargs or {}))
-
-    with Count():
-        yield counted
 
 
 Routed = list[list[list[int]]]
@@ -339,7 +321,8 @@ def conserve(mesh: DeviceMesh, routed: Routed, experts: int, alignment: int) -> 
     x_TD = torch.arange(tokens)[:, None].repeat(1, 8) % 16
     x_TD[:, 0] = 16 * rank + torch.arange(tokens)  # a number of its own, below 256
     scores_TK = 2.0 ** -(ids_TK % 2)
-    rows_RD, scores_R, *handle = ops.dispatch(x_TD.bfloat16(), scores_TK, ids_TK, group, experts, alignment)
+    sent = (x_TD.bfloat16(), None, None, scores_TK)
+    rows_RD, _, _, scores_R, *handle = ops.dispatch(*sent, ids_TK, group, experts, alignment)
     counts_e = handle[ops.UNALIGNED].long()
     aligned_e = (counts_e + alignment - 1) // alignment * alignment
     starts_e = aligned_e.cumsum(0) - aligned_e
@@ -364,7 +347,8 @@ def poison(mesh: DeviceMesh, case: Case) -> dict[str, bool]:
     ids_TK, scores_TK = choose(case, mesh.get_local_rank())
     group = _open(mesh, tokens=TOKENS, experts=case.experts, top_k=case.top_k)
     settings = (group, case.experts, case.alignment)
-    rows_RD, scores_R, *handle = ops.dispatch(tokens_of(case, mesh.get_local_rank()), scores_TK, ids_TK, *settings)
+    sent = (tokens_of(case, mesh.get_local_rank()), None, None, scores_TK)
+    rows_RD, _, _, scores_R, *handle = ops.dispatch(*sent, ids_TK, *settings)
     empty_R = scores_R == 0
     assert empty_R.any(), "the case has no padding"
     bad_RD, bad_R = rows_RD.clone(), scores_R.clone()

@@ -7,9 +7,6 @@ Its Triton kernels are replaced by torchao's PyTorch definitions of them, and FP
 from __future__ import annotations
 
 import functools
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -20,10 +17,10 @@ import torchao.prototype.moe_training.ep.a2a_dispatch as torchao_dispatch
 import torchao.prototype.moe_training.ep.permute as torchao_permute
 import torchao.prototype.moe_training.mxfp8_grouped_mm as torchao_products
 from dispatcher_ranks import FEATURES, TOKENS, Case, build, choose, errors, local_weights, reference, train
+from operator_counts import counted_operators
 from torch import Tensor
 from torch.distributed._functional_collectives import all_to_all_single
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._python_dispatch import TorchDispatchMode
 from torchao.prototype.moe_training.ep import (
     a2a_combine_hp_fwd_mxfp8_bwd,
     a2a_dispatch_mxfp8_fwd_hp_bwd,
@@ -123,25 +120,16 @@ def bytes_sent(mesh: DeviceMesh, case: Case) -> dict[str, dict[str, int]]:
     found = {}
     for format_ in ("mxfp8", "bf16"):
         module = build(mesh, case, ours=False, mxfp8=True, precision=format_)  # type: ignore[arg-type]
-        with sent_bytes() as sent:
+        with counted_operators(_bytes) as sent:
             train(mesh, case, module)
         found[format_] = dict(sent)
     return found
 
 
-@contextmanager
-def sent_bytes() -> Iterator[Counter[str]]:
-    """Count bytes of all-to-alls by dtype."""
-    counted: Counter[str] = Counter()
-
-    class Count(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func._schema.name == "_c10d_functional::all_to_all_single":
-                counted[str(args[0].dtype).removeprefix("torch.")] += args[0].nbytes
-            return func(*args, **(kwargs or {}))
-
-    with Count():
-        yield counted
+def _bytes(func: Any, arguments: Any) -> dict[str, int]:
+    if func._schema.name != "_c10d_functional::all_to_all_single":
+        return {}
+    return {str(arguments[0].dtype).removeprefix("torch."): arguments[0].nbytes}
 
 
 def nan_padding(mesh: DeviceMesh, case: Case) -> tuple[bool, bool]:

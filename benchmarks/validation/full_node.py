@@ -33,7 +33,7 @@ from moelab.projection.measured import (
     load_measured,
     node_results,
 )
-from moelab.projection.step import step_time, tps_of
+from moelab.projection.step import step_parts_s, tps_of
 from moelab.projection.uncertainty import CONFIDENCE, outside, relative_width
 
 from .shapes import ALL_SHAPES, DEEPEST, NODE_SHAPES, SMALL, Shape, arm_of, thin_experiment, thin_job
@@ -115,7 +115,7 @@ def _predicted(
     jobs = {arm: node_job(ALL_SHAPES[shape], arm, routing, ep=ep, hardware=hardware) for arm in ARMS}
     tps = {arm: [tps_of(job, one) for one in calibrations] for arm, job in jobs.items()}
     for arm, job in jobs.items():
-        parts_s = step_time(job, calibrations[0]).parts_s
+        parts_s = step_parts_s(job, calibrations[0])
         width = relative_width(parts_s, extrapolated=bool(outside(job)))
         gain, *others = (mine / stock for mine, stock in zip(tps[arm], tps[STOCK], strict=True))
         spread = statistics.stdev(math.log(one) for one in others)

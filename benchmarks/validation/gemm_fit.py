@@ -27,7 +27,7 @@ from moelab.hardware import B200, H100, Gpu
 from moelab.mxfp8.grouped_gemm_cases import DIRECTIONS, Case, Direction, GroupedPrecision
 from moelab.mxfp8.grouped_gemm_results import SHAPE, case_of, stored
 from moelab.projection.calibration import CALIBRATION, Calibration, with_values
-from moelab.projection.gemm import CAST_BYTES, Kind, Rates, gain, grouped_parts, grouped_time_s, rates_of
+from moelab.projection.gemm import CAST_BYTES, Kind, gain, grouped_parts, grouped_time_s, rates_of
 from moelab.projection.gemm_fit import GOAL
 
 SPREAD = {"kernel": 0.05, "step": 0.05, "speed-up": 0.03}
@@ -242,60 +242,38 @@ def cast_us(gpu: Gpu, low: str, elements: float) -> Callable[[Calibration], floa
 # The fit
 
 
-@dataclass(frozen=True, kw_only=True)
-class Fit:
-    """Constants and what they were fitted on.
+def residuals(observations: Sequence[Observation], calibration: Calibration) -> pd.DataFrame:
+    """All observations: kind, name, role, value, the model's and its relative error."""
+    models = [one.predict(calibration) for one in observations]
+    return pd.DataFrame(
+        {
+            "kind": one.kind,
+            "name": one.name,
+            "role": "fitted" if one.fitted else "predicted",
+            "value": one.value,
+            "model": model,
+            "error": model / one.value - 1,
+        }
+        for one, model in zip(observations, models, strict=True)
+    )
 
-    Attributes:
-        gpu: that they are of.
-        calibration: with the constants as fitted.
-        free: names of the constants that were free.
-        observations: fitted and predicted.
-    """
 
-    gpu: Gpu
-    calibration: Calibration
-    free: tuple[str, ...]
-    observations: tuple[Observation, ...]
-
-    def rates(self, *, in_step: bool = False) -> Rates:
-        """Of kernels alone, or as they run in a step."""
-        return rates_of(self.gpu, self.calibration, alone=not in_step)
-
-    def residuals(self) -> pd.DataFrame:
-        """All observations: kind, name, role, value, prediction and relative error."""
-        rows = [
-            {
-                "kind": one.kind,
-                "name": one.name,
-                "role": "fitted" if one.fitted else "predicted",
-                "value": one.value,
-                "model": (model := one.predict(self.calibration)),
-                "error": model / one.value - 1,
-            }
-            for one in self.observations
-        ]
-        return pd.DataFrame(rows)
-
-    def spread_by_kind(self) -> dict[str, float]:
-        """Relative error of each kind of observation: that of the model on all of them, at least the one assumed."""
-        table = self.residuals()
-        squares = np.log1p(table["error"]).pow(2).groupby(table["kind"]).mean()
-        return {kind: max(least, math.sqrt(squares.get(kind, 0.0))) for kind, least in SPREAD.items()}
+def spread_by_kind(table: pd.DataFrame) -> dict[str, float]:
+    """Relative error of each kind in a table of :func:`residuals`; at least that of :data:`SPREAD`."""
+    squares = np.log1p(table["error"]).pow(2).groupby(table["kind"]).mean()
+    return {kind: max(least, math.sqrt(squares.get(kind, 0.0))) for kind, least in SPREAD.items()}
 
 
 def fit(
-    gpu: Gpu,
     observations: Sequence[Observation],
     free: tuple[str, ...],
     *,
     start: Calibration = CALIBRATION,
     tolerance: float = 1e-8,
-) -> Fit:
+) -> Calibration:
     """Find constants.
 
     Args:
-        gpu: that they are of.
         observations: those that are ``fitted`` count.
         free: names of the constants to find.
         start: where to begin; what is not free stays as it is here.
@@ -314,19 +292,13 @@ def fit(
     stop = {"ftol": tolerance, "xtol": tolerance}
     # a factor of a thousand either way: a constant that the data do not hold stops there instead of leaving the floats
     solution = least_squares(weighted_errors, first, loss="soft_l1", bounds=(first - 7, first + 7), **stop)
-    return Fit(gpu=gpu, calibration=calibration_of(solution.x), free=free, observations=tuple(observations))
+    return calibration_of(solution.x)
 
 
 @functools.cache
-def fitted_b200() -> Fit:
+def fitted_b200() -> Calibration:
     """MXFP8 on a B200, from torchao's figures; ``calibration.yaml`` has what it finds."""
-    return fit(B200, b200_observations(), B200_FREE)
-
-
-@functools.cache
-def fitted_h100() -> Fit:
-    """Row-wise FP8 on an H100, from the packaged micro-experiment."""
-    return fit(H100, h100_observations(), H100_FREE)
+    return fit(b200_observations(), B200_FREE)
 
 
 def leave_one_out() -> pd.DataFrame:
@@ -336,14 +308,14 @@ def leave_one_out() -> pd.DataFrame:
         A row for each: ``case``, ``measured``, the ``split`` prediction of :func:`fitted_b200` with its role, the
         ``left_out`` prediction, their errors, and whether each is within the goal.
     """
-    split = fitted_b200().calibration
+    split = fitted_b200()
     others = [one for one in b200_observations() if one.kind != "step"]
     steps = list(_b200_steps())
     rows = []
     for row in STEPS:
         bf16, mxfp8 = (one for one in steps if one.name.startswith(f"{row.case.name}, "))
         but_this = [replace(one, fitted=one not in (bf16, mxfp8)) for one in steps]
-        left_out = fit(B200, [*others, *but_this], B200_FREE).calibration
+        left_out = fit([*others, *but_this], B200_FREE)
         predicted = {
             name: bf16.predict(calibration) / mxfp8.predict(calibration)
             for name, calibration in (("split", split), ("left_out", left_out))
@@ -358,38 +330,43 @@ def leave_one_out() -> pd.DataFrame:
 # What the package carries
 
 
-def resampled(result: Fit, draws: int = DRAWS) -> list[Calibration]:
-    """Calibrations of a parametric bootstrap."""
+def resampled(
+    calibration: Calibration, observations: Sequence[Observation], free: tuple[str, ...], draws: int = DRAWS
+) -> list[Calibration]:
+    """Calibrations of a parametric bootstrap around the one that was fitted."""
     random = np.random.default_rng(SEED)
-    spread = result.spread_by_kind()
-    fitted = [one for one in result.observations if one.fitted]
-    models = [one.predict(result.calibration) for one in fitted]
+    spread = spread_by_kind(residuals(observations, calibration))
+    fitted = [one for one in observations if one.fitted]
+    models = [one.predict(calibration) for one in fitted]
     calibrations = []
     for _ in range(draws):
         drawn = [
             replace(one, value=model * math.exp(random.normal(0, spread[one.kind])))
             for one, model in zip(fitted, models, strict=True)
         ]
-        again = fit(result.gpu, drawn, result.free, start=result.calibration, tolerance=1e-4)
-        calibrations.append(again.calibration)
+        calibrations.append(fit(drawn, free, start=calibration, tolerance=1e-4))
     return calibrations
 
 
 def fit_file(draws: int = DRAWS) -> dict[str, Any]:
     """Content of ``moelab/data/gemm_fit.json``: both fits with their draws, and the rows that were left out in turn."""
+    fits = {}
+    for gpu, observations, free in (
+        ("B200", b200_observations(), B200_FREE),
+        ("H100", h100_observations(), H100_FREE),
+    ):
+        calibration = fit(observations, free)
+        fits[gpu] = {
+            "free": list(free),
+            "residuals": _rounded(residuals(observations, calibration)),
+            "values": _values(calibration, free),
+            "draws": [_values(drawn, free) for drawn in resampled(calibration, observations, free, draws)],
+        }
     return {
         "label": "derived",
         "what": "benchmarks/validation/gemm_fit.py, as python -m benchmarks.validation --write wrote it",
         "left_out": _rounded(leave_one_out()),
-        "fits": {
-            one.gpu.name: {
-                "free": list(one.free),
-                "residuals": _rounded(one.residuals()),
-                "values": _values(one.calibration, one.free),
-                "draws": [_values(drawn, one.free) for drawn in resampled(one, draws)],
-            }
-            for one in (fitted_b200(), fitted_h100())
-        },
+        "fits": fits,
     }
 
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 import csv
 import statistics
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from moelab.data import read_yaml
 from moelab.experiment import EPBackend
@@ -35,6 +35,7 @@ from moelab.projection.gemm import Rates, grouped_time_s, rates_of
 from moelab.projection.measured import ALL_TO_ALL, ALL_TO_ALL_H200, GROUPED_GEMM, Measurement, Row, load_measured
 from moelab.projection.memory_bound import memory_rate
 from moelab.projection.routing import ExpertPlacement, RoutingModel, expected_destinations
+from moelab.projection.validation import ValidationRow
 
 from .gemm_fit import b200_observations, cast_us, h100_observations, step_us
 
@@ -47,29 +48,22 @@ Predict = Callable[[Calibration], float]
 Inputs = Mapping[str, Any]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Part:
-    """A part of a step that was measured alone, and how to predict it.
+class Part(NamedTuple):
+    """A part of a step that was measured alone, not predicted yet, and how to predict it by a calibration."""
 
-    Attributes:
-        source: who measured it.
-        name: unique in its source.
-        unit: of both values.
-        measured: value.
-        date: of the measurement.
-        predict: the value by a calibration.
-        reference: where the value stands.
-        fitted: whether a constant was fitted on this very figure or read off it.
-    """
-
-    source: str
-    name: str
-    unit: str
-    measured: float
-    date: str
+    row: ValidationRow
     predict: Predict
-    reference: str
-    fitted: bool = False
+
+
+def part(predict: Predict, *, fitted: bool = False, **facts: Any) -> Part:
+    """A part by the fields of its row.
+
+    Args:
+        predict: its value by a calibration, in its unit.
+        fitted: whether a constant was fitted on this very figure or read off it.
+        facts: of :class:`ValidationRow`.
+    """
+    return Part(ValidationRow(of="part", kind="fitted" if fitted else "seen", **facts), predict)
 
 
 def all_parts() -> Iterator[Part]:
@@ -91,8 +85,7 @@ def noted(kind: str) -> Iterator[Part]:
     for row in rows:
         pairs = (pair.split("=") for pair in row.pop("inputs").split())
         inputs = {name: int(value) if value.isdecimal() else value for name, value in pairs}
-        predict = PREDICT[row.pop("predict")](inputs)
-        yield Part(measured=float(row.pop("measured")), predict=predict, **row)
+        yield part(PREDICT[row.pop("predict")](inputs), measured=float(row.pop("measured")), **row)
 
 
 def date_of(measured: Measurement) -> str:
@@ -104,9 +97,9 @@ def torchao_kernels() -> Iterator[Part]:
     """Single kernels, products and MoE layers on B200, as torchao publishes them."""
     for one in b200_observations():
         unit = "speed-up" if one.kind == "speed-up" else "µs"
-        yield Part(
-            source=TORCHAO, name=one.name, unit=unit, measured=one.value, date="2026-08", predict=one.predict,
-            reference=one.source, fitted=one.fitted,
+        yield part(
+            one.predict, fitted=one.fitted, source=TORCHAO, name=one.name, unit=unit, measured=one.value,
+            date="2026-08", reference=one.source,
         )  # fmt: skip
     for kind in ("cast", "pipeline", "layer"):
         yield from noted(kind)
@@ -118,9 +111,9 @@ def deepep_bandwidths() -> Iterator[Part]:
         for operation, value in (("dispatch", row.dispatch_gb_s), ("combine", row.combine_gb_s)):
             name = f"{row.name}{f', {row.sms} SMs' if row.sms else ''}, {operation}"
             seen = row.version == "V2" and ((row.gpu == "SM100" and row.nodes == 1) or row.nodes == 4)
-            yield Part(
-                source=DEEPEP, name=name, unit="logical GB/s", measured=value, date=DATES[row.version],
-                predict=_logical_gb_s(row), reference=row.source, fitted=seen,
+            yield part(
+                _logical_gb_s(row), fitted=seen, source=DEEPEP, name=name, unit="logical GB/s", measured=value,
+                date=DATES[row.version], reference=row.source,
             )  # fmt: skip
 
 
@@ -130,10 +123,9 @@ def hybridep_bandwidth() -> Iterator[Part]:
     row = next(row for row in table["rows"] if row["gpu"] == "B200")
     share, _ = hybridep_shares(row["ranks"], row["ranks"])
     logical = share * float(B200.nvlink_gb_s or 0) / (1 - 1 / row["ranks"])
-    yield Part(
-        source="HybridEP", name=f"B200, EP {row['ranks']}, {row['sms']} SMs", unit="logical GB/s",
-        measured=(row["dispatch_gb_s"] + row["combine_gb_s"]) / 2, date="2025-09", predict=lambda _: logical,
-        reference=table["source"],
+    yield part(
+        lambda _: logical, source="HybridEP", name=f"B200, EP {row['ranks']}, {row['sms']} SMs", unit="logical GB/s",
+        measured=(row["dispatch_gb_s"] + row["combine_gb_s"]) / 2, date="2025-09", reference=table["source"],
     )  # fmt: skip
 
 
@@ -141,17 +133,16 @@ def h100_kernels() -> Iterator[Part]:
     """Grouped products and exchanges of the later campaigns."""
     for one in h100_observations():
         if one.kind == "step":
-            yield Part(
-                source=H100_KERNELS, name=one.name, unit="µs", measured=one.value,
-                date=date_of(load_measured(GROUPED_GEMM)), predict=one.predict, reference=one.source,
-                fitted="bf16" in one.name,
+            yield part(
+                one.predict, fitted="bf16" in one.name, source=H100_KERNELS, name=one.name, unit="µs",
+                measured=one.value, date=date_of(load_measured(GROUPED_GEMM)), reference=one.source,
             )  # fmt: skip
     measured = load_measured(ALL_TO_ALL)
     for row in measured.rows:
-        name, predict = f"{row['arm']}, {row['operation']}, on the wire", _wire("H100", row)
-        yield Part(
-            source=H100_KERNELS, name=name, unit="µs", measured=row["parts_us"]["wire"], date=date_of(measured),
-            predict=predict, reference=measured.stamp, fitted=True,
+        name = f"{row['arm']}, {row['operation']}, on the wire"
+        yield part(
+            _wire("H100", row), fitted=True, source=H100_KERNELS, name=name, unit="µs",
+            measured=row["parts_us"]["wire"], date=date_of(measured), reference=measured.stamp,
         )  # fmt: skip
 
 
@@ -164,10 +155,9 @@ def h200_exchanges() -> Iterator[Part]:
             groups.setdefault((row["size"], row["routing"], row["arm"]), []).append(row)
     for name, rows in groups.items():
         us = sum(row["parts_us"]["wire"] for row in rows)
-        predict = _sum([_wire("H200", row) for row in rows])
-        yield Part(
-            source=H200_EXCHANGES, name=", ".join(name) + ", on the wire", unit="µs", measured=us,
-            date=date_of(measured), predict=predict, reference=measured.stamp,
+        yield part(
+            _sum([_wire("H200", row) for row in rows]), source=H200_EXCHANGES, name=", ".join(name) + ", on the wire",
+            unit="µs", measured=us, date=date_of(measured), reference=measured.stamp,
         )  # fmt: skip
 
 

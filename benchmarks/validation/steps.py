@@ -40,47 +40,44 @@ from moelab.model import SHAPES, ModelShape
 from moelab.model.hugging_face import read_model
 from moelab.projection.job import MEGATRON, Job, Stack, job_of, titan
 from moelab.projection.measured import FULL_NODE, TWO_BY_TWO, Measurement, hardware_of, load_measured, node_results
-from moelab.projection.validation import H100_LATER, NOW
+from moelab.projection.validation import H100_LATER, NOW, ValidationRow
 
 from .full_node import node_job
 from .shapes import ALL_SHAPES, arm_of, as_in_november, thin_job
 
 HERE = Path(__file__).parent
+ROW_CELLS = ("source", "name", "date", "kind", "unit", "inferred", "reference")
 IN_MEGATRON = ("mla", "mla+mlp", "norm+act")
 """Checkpointing that an experiment has no word for."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """A measured step.
+    """A measured step, and how the model sees it.
 
     Attributes:
-        source: who measured it.
-        name: unique in its source.
-        unit: of ``measured``: tokens/s/GPU, ms, % gain, or GiB where only its memory is known.
-        measured: value.
-        memory_gib: reserved on the fullest rank; None where it is not known.
-        date: of the measurement, as far as it is known.
-        kind: ``seen`` or ``blind``.
+        row: what was measured, not predicted yet; its unit is tokens/s/GPU, ms, % gain, or GiB where only the memory
+            is known.
         job: the step as the model sees it.
         over: of a gain, the slower arm.
+        memory_gib: reserved on the fullest rank; None where it is not known.
         memory_predicted_gib: by :mod:`moelab.memory`; None of other stacks than TorchTitan.
-        inferred: what the source does not say.
-        reference: where the figures stand.
     """
 
-    source: str
-    name: str
-    unit: str = "tokens/s/GPU"
-    measured: float
-    memory_gib: float | None = None
-    date: str
-    kind: str = "seen"
+    row: ValidationRow
     job: Job
     over: Job | None = None
+    memory_gib: float | None = None
     memory_predicted_gib: float | None = None
-    inferred: str = ""
-    reference: str
+
+
+def own_step(source: str, name: str, measured: float, date: str, job: Job, reference: str) -> Step:
+    """A step that this project measured."""
+    row = ValidationRow(
+        of="step", source=source, name=name, date=date, kind="seen", unit="tokens/s/GPU", measured=measured,
+        reference=reference,
+    )  # fmt: skip
+    return Step(row=row, job=job)
 
 
 def all_steps() -> Iterator[Step]:
@@ -97,19 +94,13 @@ def noted_steps(file: Path) -> Iterator[Step]:
             cells = {name: value for name, value in row.items() if value}
             job, predicted_gib = job_and_memory(cells)
             over = dict(pair.split("=") for pair in cells.get("over", "").split())
+            facts: dict[str, Any] = {name: cells[name] for name in ROW_CELLS if name in cells}
             yield Step(
-                source=cells["source"],
-                name=cells["name"],
-                unit=cells["unit"],
-                measured=float(cells["measured"]),
-                memory_gib=float(cells["memory_gib"]) if "memory_gib" in cells else None,
-                date=cells["date"],
-                kind=cells["kind"],
+                row=ValidationRow(of="step", measured=float(cells["measured"]), **facts),
                 job=job,
                 over=job_and_memory({**cells, **over})[0] if over else None,
+                memory_gib=float(cells["memory_gib"]) if "memory_gib" in cells else None,
                 memory_predicted_gib=predicted_gib,
-                inferred=cells.get("inferred", ""),
-                reference=cells["reference"],
             )
 
 
@@ -200,13 +191,13 @@ def later_steps() -> Iterator[Step]:
     """The H100 and H200 arms of the later campaigns."""
     standard = json.loads((HERE.parent / "results" / "h100_standard_step.json").read_text())
     for row in standard["rows"]:
-        yield Step(
-            source=H100_LATER,
-            name=f"{row['shape']} bf16_standard, {row['routing']}",
-            measured=row["tps_median"],
-            date=standard["date"][:10],
-            job=thin_job(ALL_SHAPES[row["shape"]], {"routing": row["routing"]}),
-            reference="benchmarks/results/h100_standard_step.json, 2 × H100, November 2026",
+        yield own_step(
+            H100_LATER,
+            f"{row['shape']} bf16_standard, {row['routing']}",
+            row["tps_median"],
+            standard["date"][:10],
+            thin_job(ALL_SHAPES[row["shape"]], {"routing": row["routing"]}),
+            "benchmarks/results/h100_standard_step.json, 2 × H100, November 2026",
         )
     measured = load_measured(TWO_BY_TWO)
     assert measured.content is not None
@@ -221,14 +212,8 @@ def later_steps() -> Iterator[Step]:
             name += f", {checkpointing_words(result.activation_checkpoint)}"
         if result.code:
             name += f", {result.code}"
-        yield Step(
-            source=H100_LATER,
-            name=name,
-            measured=result.tps,
-            date=measured.content["date"][:10],
-            job=job if result.code else as_in_november(job),
-            reference=measured.stamp,
-        )
+        job = job if result.code else as_in_november(job)
+        yield own_step(H100_LATER, name, result.tps, measured.content["date"][:10], job, measured.stamp)
 
 
 def node_steps() -> Iterator[Step]:
@@ -238,11 +223,5 @@ def node_steps() -> Iterator[Step]:
     hardware = hardware_of(measured)
     for place, result in node_results(measured, Measurement(name=TWO_BY_TWO, content=None)).items():
         job = node_job(ALL_SHAPES[place.shape], place.arm, place.routing, ep=place.ep, hardware=hardware)
-        yield Step(
-            source=NOW,
-            name=f"{place.shape} {place.arm}, {place.routing}, EP {place.ep}",
-            measured=result.tps,
-            date=measured.content["date"][:10],
-            job=as_in_november(job),
-            reference=measured.stamp,
-        )
+        name = f"{place.shape} {place.arm}, {place.routing}, EP {place.ep}"
+        yield own_step(NOW, name, result.tps, measured.content["date"][:10], as_in_november(job), measured.stamp)

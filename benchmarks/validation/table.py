@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ from moelab.projection.measured import (
     node_results,
 )
 from moelab.projection.published import identification_lines, projected_two_by_two
-from moelab.projection.step import step_time, tps_of
+from moelab.projection.step import step_parts_s, tps_of
 from moelab.projection.uncertainty import outside, relative_width
 from moelab.projection.validation import (
     NOUS,
@@ -162,16 +162,18 @@ def table_file(*, date: str, git_commit: str | None) -> dict[str, Any]:
 def table_rows(calibration: Calibration = CALIBRATION) -> list[ValidationRow]:
     """Every row, predicted by the model as it is now; the node of four also as it was predicted before it ran."""
     rows = [row for step in steps() for row in rows_of_step(step, calibration)]
-    return [*rows, *full_node_rows(), *(row_of_part(one, calibration) for one in parts())]
+    of_parts = [replace(row, predicted=six_digits(predict(calibration))) for row, predict in parts()]
+    return [*rows, *full_node_rows(), *of_parts]
 
 
 def predicted_by(step: Step, calibration: Calibration) -> tuple[float, tuple[float, float] | None]:
     """What the model says of a step in its unit, and its 90 % interval; a gain has none."""
     if step.over is not None:
         return 100 * (tps_of(step.job, calibration) / tps_of(step.over, calibration) - 1), None
-    time = step_time(step.job, calibration)
-    value = 1e3 * time.total_s if step.unit == "ms" else step.job.tokens_per_gpu / time.total_s
-    width = relative_width(time.parts_s, extrapolated=bool(outside(step.job)))
+    parts_s = step_parts_s(step.job, calibration)
+    step_s = sum(parts_s.values())
+    value = 1e3 * step_s if step.row.unit == "ms" else step.job.tokens_per_gpu / step_s
+    width = relative_width(parts_s, extrapolated=bool(outside(step.job)))
     return value, (value / (1 + width), value * (1 + width))
 
 
@@ -182,37 +184,27 @@ def six_digits(value: float) -> float:
 
 def rows_of_step(step: Step, calibration: Calibration = CALIBRATION) -> list[ValidationRow]:
     """Its speed and its memory, as far as each was measured and can be predicted."""
-    rows = []
-    if step.unit != "GiB":
+    rows, row = [], step.row
+    if row.unit != "GiB":
         value, interval = predicted_by(step, calibration)
         rows.append(
-            ValidationRow(
-                of="step",
-                source=step.source,
-                name=step.name,
-                date=step.date,
-                kind="fitted" if step.name in fitted_on(calibration) else step.kind,
-                unit=step.unit,
-                measured=step.measured,
+            replace(
+                row,
+                kind="fitted" if row.name in fitted_on(calibration) else row.kind,
                 predicted=six_digits(value),
                 interval=interval and (six_digits(interval[0]), six_digits(interval[1])),
-                inferred=step.inferred,
-                reference=step.reference,
             )
         )
     if step.memory_gib and step.memory_predicted_gib:
         rows.append(
-            ValidationRow(
+            replace(
+                row,
                 of="memory",
-                source=step.source,
-                name=f"{step.name}, memory",
-                date=step.date,
-                kind="fitted" if step.name == MEMORY_FITTED_ON else step.kind,
+                name=f"{row.name}, memory",
+                kind="fitted" if row.name == MEMORY_FITTED_ON else row.kind,
                 unit="GiB",
                 measured=step.memory_gib,
                 predicted=six_digits(step.memory_predicted_gib),
-                inferred=step.inferred,
-                reference=step.reference,
             )
         )
     return rows
@@ -225,21 +217,6 @@ MEMORY_FITTED_ON = "16B, 8 × H100, EP 4"
 def fitted_on(calibration: Calibration = CALIBRATION) -> set[str]:
     """Names of steps that a constant was fitted on."""
     return {name for constant in fitted(calibration).values() for name in constant.fitted_on}
-
-
-def row_of_part(part: Part, calibration: Calibration = CALIBRATION) -> ValidationRow:
-    """Predict a part."""
-    return ValidationRow(
-        of="part",
-        source=part.source,
-        name=part.name,
-        date=part.date,
-        kind="fitted" if part.fitted else "seen",
-        unit=part.unit,
-        measured=part.measured,
-        predicted=six_digits(part.predict(calibration)),
-        reference=part.reference,
-    )
 
 
 def full_node_rows(
@@ -299,13 +276,13 @@ def refit(calibration: Calibration = CALIBRATION) -> Calibration:
         A calibration that meets the row that each constant was fitted on.
     """
     constants = fitted(calibration)
-    anchors = [next(step for step in steps() if step.name == one.fitted_on[0]) for one in constants.values()]
+    anchors = [next(step for step in steps() if step.row.name == one.fitted_on[0]) for one in constants.values()]
 
     def with_logs(logs: np.ndarray) -> Calibration:
         return with_values(calibration, **dict(zip(constants, map(float, np.exp(logs)), strict=True)))
 
     def errors(logs: np.ndarray) -> list[float]:
         tried = with_logs(logs)
-        return [float(np.log(predicted_by(step, tried)[0] / step.measured)) for step in anchors]
+        return [float(np.log(predicted_by(step, tried)[0] / step.row.measured)) for step in anchors]
 
     return with_logs(root(errors, np.log([one.value for one in constants.values()]), tol=1e-9).x)

@@ -19,7 +19,7 @@ from .steps import Step
 
 def waterfall(steps: tuple[Step, ...], calibration: Calibration = CALIBRATION) -> list[Change]:
     """Every change, the published arm first, Megatron-Bridge's last."""
-    jobs = {(step.source, step.name): step.job for step in steps}
+    jobs = {(step.row.source, step.row.name): step.job for step in steps}
     published = jobs[PUBLISHED, "671B mxfp8_deepep"]
     bridge = jobs[BRIDGE_SOURCE, "DSv3, 256 × B200, PP8 VP2 EP32, DeepEP"]
     return [Change(name=name, tps=tps_of(job, calibration)) for name, job in _jobs(published, bridge)]

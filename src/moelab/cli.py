@@ -400,7 +400,7 @@ def _explain(options: argparse.Namespace) -> int:
         except MoelabError as error:
             if options.against:
                 raise
-            more_text = f"note: not held against the run's own prediction: {error}"
+            more_text = f"note: not compared with the run's own prediction: {error}"
             more_json = {"notes": [*explained.notes, more_text.removeprefix("note: ")]}
         as_json |= more_json
         as_text += f"\n\n{more_text}"

@@ -35,6 +35,7 @@ from moelab.experiment import Experiment, OwnHardware, ShapeChanges
 Model = TypeVar("Model", bound=BaseModel)
 MAX_FILE_BYTES = 1_000_000
 MAX_EXPERIMENTS = 10_000
+MAX_FAULTS = 10
 MAX_NUMBER_CHARACTERS = 40
 MAX_VALUES = 1_000_000
 STUDY_KEYS = ("study", "experiment", "arms", "seeds")
@@ -299,7 +300,9 @@ def parse(model: type[Model], fields: Mapping[str, Any]) -> Model:
     except ValidationError as error:
         faults += [_explain(model, fault) for fault in error.errors() if not truths.keys() & set(fault["loc"])]
     if faults:
-        raise BadInput("\n".join(faults))
+        # A file of something else may have thousands of keys, and each would list all known fields.
+        more = [f"and {len(faults) - MAX_FAULTS:,} more"] if len(faults) > MAX_FAULTS else []
+        raise BadInput("\n".join([*faults[:MAX_FAULTS], *more]))
     return made
 
 

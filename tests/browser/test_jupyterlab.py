@@ -9,10 +9,12 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import nbformat
 import papermill.iorw
 import pytest
+import torch
 from lab_page import CUT_OFF, ILLEGIBLE, SIZES, LabPage
 from lab_server import Lab, lab_server
 from papermill.parameterize import parameterize_notebook
@@ -20,11 +22,18 @@ from playwright.sync_api import Browser, Locator
 from run_support import make_run
 
 from moelab.experiment import Experiment
+from moelab.mxfp8 import capture
+from moelab.mxfp8.errors import synthetic
 from moelab.notebooks import read_parameters
 from moelab.runs.status import State
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = ("01_quantise_to_mxfp8", "05_plan_layout", "08_project_to_cluster", "09_launch_and_watch_run")
+
+
+WATCHED = "runs/watched"
+OTHERS_RUNS = {"01_quantise_to_mxfp8": {"capture_run": "runs/captured"}, "09_launch_and_watch_run": {"runs": WATCHED}}
+"""Instead of a training: that these notebooks train is seen without a browser."""
 
 
 @pytest.fixture(scope="module")
@@ -34,9 +43,21 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
         for name in NOTEBOOKS:
             notebook = papermill.iorw.load_notebook_node(str(ROOT / "notebooks" / f"{name}.ipynb"))
             smoke = read_parameters(ROOT / "papermill_params" / name / "smoke.yaml")
-            nbformat.write(parameterize_notebook(notebook, smoke), running.root / f"{name}.ipynb")
+            parameters = {**smoke, **OTHERS_RUNS.get(name, {})}
+            nbformat.write(parameterize_notebook(notebook, parameters), running.root / f"{name}.ipynb")
+        make_run(running.root / WATCHED, watched(precision="bf16"), [8.0, 7.8, 7.4])
+        shapes = {"x": (256, 256), "w1": (4, 256, 256), "w2": (4, 256, 256), "w3": (4, 256, 256), "grad": (256, 256)}
+        tensors = {name: synthetic("student_t", shape, seed=len(name)).bfloat16() for name, shape in shapes.items()}
+        ends = torch.tensor([64, 128, 192, 256], dtype=torch.int32)
+        about: dict[str, Any] = {"layer": "layers.1", "step": 4, "arm": "bf16_standard", "tokens_of_experts": (64,) * 4}
+        captured = capture.Capture(**about, **tensors, offsets=ends)
+        capture.write(captured, running.root / "runs" / "captured" / capture.FOLDER / "layers.1.pt")
         yield running
     assert running.processes() == []
+
+
+def watched(**changes: Any) -> Experiment:
+    return Experiment(name="watched", gpus_per_node=2, ep=2, steps=20, **changes)
 
 
 @pytest.fixture(scope="module", params=NOTEBOOKS)
@@ -64,8 +85,7 @@ def move(name: str, lab: Lab, page: LabPage) -> tuple[Locator, str]:
         return panel.get_by_role("slider"), "ArrowLeft"
     if name == "09_launch_and_watch_run":  # the view follows a run that another process starts
         before = page.figures()
-        arm = Experiment(name=f"{name}_smoke", precision="fp8", gpus_per_node=2, ep=2, steps=20)
-        make_run(lab.root / "runs", arm, [8.0, 7.9, 7.5], state=State.RUNNING)
+        make_run(lab.root / WATCHED, watched(precision="fp8"), [8.0, 7.9, 7.5], state=State.RUNNING)
         page.wait_for_other_figures(before)
     return panel.get_by_role("combobox").first, "ArrowDown"
 

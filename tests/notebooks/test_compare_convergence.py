@@ -9,16 +9,17 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 
 import nbformat
 import pytest
 from notebook_support import NO_PICTURES, Ran, sbatch_that_tells
 
-from moelab.notebooks import NotebookFailed, execute, read_parameters
+from moelab.experiment_file import write_experiment
+from moelab.notebooks import execute, read_parameters
 from moelab.runs import directory
-from moelab.runs.collect import collect, joined_rows, newest
+from moelab.runs.collect import METRICS_FILE, RESULTS_FILE, collect, joined_rows, newest
+from moelab.runs.directory import EXPERIMENT_FILE, RunDir
 
 pytestmark = pytest.mark.training
 ROOT = Path(__file__).parents[2]
@@ -31,31 +32,27 @@ def test_its_defaults_train_two_seeds_of_two_arms(by_nbmake: Callable[[str], Ran
     assert len(newest(collect(by_nbmake(NAME).folder / "runs"))) == 4
 
 
-@pytest.mark.parametrize("submit", [False, True])
-def test_the_published_size_is_checked_before_anything_is_submitted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, submit: bool
+def test_the_published_size_shows_its_script_and_submits_nothing_unasked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without `submit` it shows the script and reaches its end; with it, C4 that is not here stops it before sbatch."""
     monkeypatch.chdir(tmp_path)
     called = tmp_path / "sbatch was called"
     monkeypatch.setenv("PATH", f"{sbatch_that_tells(tmp_path, called)}:/usr/bin:/bin")
     profile = read_parameters(ROOT / "papermill_params" / NAME / "b200_x256.yaml")
     assert "submit" not in profile
-    refused = pytest.raises(NotebookFailed, match="nothing was submitted: the preflight above found something")
-    with refused if submit else nullcontext():
-        execute(NOTEBOOK, Path("executed.ipynb"), {**profile, "submit": submit})
-    printed = "".join(_printed(Path("executed.ipynb")))
-    assert "legal" in printed
-    assert ("#SBATCH --nodes=32\n" in printed, "#SBATCH --array=0-5\n" in printed) == (not submit, not submit)
-    assert ("nothing submitted: submit is False" in printed) is not submit
+    printed = "".join(_printed(execute(NOTEBOOK, Path("executed.ipynb"), profile)))
+    for said in ("legal", "#SBATCH --nodes=32\n", "#SBATCH --array=0-5\n", "nothing submitted: submit is False"):
+        assert said in printed
     assert not called.exists()
     assert not list(directory.find(tmp_path / "runs"))
 
 
 def test_papermill_runs_the_demo(by_nbmake: Callable[[str], Ran], tmp_path: Path) -> None:
-    """As short as the notebook's defaults, whose two seeds are there already; a verdict takes three."""
+    """As short as the notebook's defaults, whose two seeds are there already: of the third one arm is trained."""
     output, runs, study = tmp_path / "executed.ipynb", tmp_path / "runs", f"{NAME}_smoke"
     shutil.copytree(by_nbmake(NAME).folder / "runs", runs)
+    (trained_run,) = (runs / study / "mxfp8_standard" / "seed1").iterdir()
+    copy_as_seed(RunDir(trained_run), 2, runs)
     before = {run.name for run in directory.find(runs)}
     parameters = ROOT / "papermill_params" / NAME / "cpu.yaml"
     command = [sys.executable, "-m", "moelab.notebooks", str(NOTEBOOK), str(output), "-f", str(parameters)]
@@ -88,6 +85,15 @@ def test_papermill_runs_the_demo(by_nbmake: Callable[[str], Ran], tmp_path: Path
     assert {verdict["answer"] for verdict in verdicts} <= ANSWERS
     assert all(len(verdict["seeds"]) == 3 for verdict in verdicts)
     assert verdicts[0]["sentence"] in "".join(_printed(output))
+
+
+def copy_as_seed(run: RunDir, seed: int, runs: Path) -> None:
+    """A finished run once more, as of another seed."""
+    experiment = run.experiment.model_copy(update={"seed": seed})
+    copied = shutil.copytree(run.path, directory.fresh(runs, experiment).path)
+    (copied / EXPERIMENT_FILE).write_text(write_experiment(experiment))
+    for name in (METRICS_FILE, RESULTS_FILE):  # made again from the log
+        (copied / name).unlink()
 
 
 def check_report(html: str) -> None:

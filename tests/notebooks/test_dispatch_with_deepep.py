@@ -15,13 +15,13 @@ from moelab.analysis.two_by_two import CODE, STOCK, arm_results
 from moelab.hardware import cluster_of
 from moelab.model import shape_of
 from moelab.notebooks import DispatchParameters, read_parameters, validated
-from moelab.projection import ExpertPlacement, RoutingModel, expected_destinations, expected_rows
 from moelab.projection.calibration import CALIBRATION, with_values
 from moelab.projection.exchange import QUOTED
 from moelab.projection.measured import FULL_NODE, SCALING, TWO_BY_TWO, load_measured, load_predicted
 from moelab.projection.published import published_job
+from moelab.projection.routing import ExpertPlacement, RoutingModel, expected_destinations
 from moelab.projection.step import tps_of
-from moelab.projection.traffic import EXPANDING, EXPANDING_FP8, STOCK_DEEPEP, gather_passes, padded_rows
+from moelab.projection.traffic import EXPANDING, EXPANDING_FP8, STOCK_DEEPEP, expected_rows, gather_passes, padded_rows
 from moelab.viz.deepep import gather_bars
 from moelab.viz.traffic import forwarding
 

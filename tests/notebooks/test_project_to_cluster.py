@@ -17,7 +17,7 @@ from moelab.notebooks import ProjectParameters, validated
 from moelab.projection.calibration import CALIBRATION
 from moelab.projection.project import project
 from moelab.projection.published import RUN_TO_RUN, projected_two_by_two, published_job, published_parts
-from moelab.projection.step import step_time
+from moelab.projection.step import step_parts_s
 from moelab.projection.validation import errors_by_kind, validation_table, waterfall
 from moelab.sweep import by_gpus, by_network
 
@@ -84,7 +84,7 @@ def test_the_published_step_is_as_described() -> None:
     assert parts["bf16_deepep"]["all-to-all"] / exchange.value == pytest.approx(0.5, abs=0.1)
     perfect = 1 / (1 - exchange.value / sum(parts["bf16_standard"].values()))
     assert perfect == pytest.approx(1.88, abs=0.03)
-    own_s = sum(step_time(published_job("bf16_standard"), CALIBRATION).parts_s.values())
+    own_s = sum(step_parts_s(published_job("bf16_standard"), CALIBRATION).values())
     assert own_s / published_s["bf16_standard"] == pytest.approx(1.1, abs=0.03)
 
 
@@ -114,7 +114,7 @@ def test_two_steps_of_the_waterfall_make_most_of_the_way() -> None:
 
 
 def test_answers_of_the_exercises() -> None:
-    parts = step_time(published_job("bf16_standard"), CALIBRATION).parts_s
+    parts = step_parts_s(published_job("bf16_standard"), CALIBRATION)
     total_s = sum(parts.values())
     assert 100 * (total_s / (total_s - parts["all-to-all"]) - 1) == pytest.approx(60, abs=6)
     points = by_network(defaults().to_experiment(), "B200", (50.0, 100.0))

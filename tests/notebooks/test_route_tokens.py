@@ -15,16 +15,8 @@ from moelab.experiment import Experiment
 from moelab.hardware import cluster_of
 from moelab.notebooks import RouteParameters, execute, read_parameters, validated
 from moelab.notebooks.batch import NotebookFailed
-from moelab.projection import (
-    METHODS,
-    ExpertPlacement,
-    RoutingModel,
-    expected_destinations,
-    expected_rows,
-    expected_traffic,
-    move_time_s,
-    simulate_rows,
-)
+from moelab.projection.routing import ExpertPlacement, RoutingModel, expected_destinations
+from moelab.projection.traffic import METHODS, expected_rows, expected_traffic, move_time_s, simulate_rows
 from moelab.runs.expert_load import ExpertLoadFile
 from moelab.viz.traffic import (
     TrafficExplorer,

@@ -9,29 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from training_support import (
-    Interrupted,
-    Trained,
-    ended,
-    launch,
-    moelab_run,
-    ranks_of,
-    steps_logged,
-    wait_for,
-    write_study,
-)
+from training_support import Interrupted, Trained, ended, launch, ranks_of, steps_logged, wait_for, write_study
 
 from moelab.runs.collect import collect_run
-from moelab.runs.directory import RunDir, find
+from moelab.runs.directory import find
 from moelab.runs.status import State
 
 pytestmark = pytest.mark.training
-BF16 = [{"precision": "bf16"}]
-
-
-def only_run(runs: Path) -> RunDir:
-    (run,) = find(runs)
-    return run
 
 
 def test_a_loss_that_is_not_finite_is_the_cause(diverged: Trained) -> None:
@@ -68,29 +52,13 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_disk_that_fills_up_ends_the_run_with_that_cause(tmp_path: Path, small_disk: Path) -> None:
-    process = launch(write_study(tmp_path, BF16, [0], steps=400), small_disk / "runs")
+    process = launch(write_study(tmp_path, [{"precision": "bf16"}], [0], steps=400), small_disk / "runs")
     wait_for(lambda: steps_logged(small_disk / "runs") >= 2)
     (small_disk / "filler").write_bytes(bytes(shutil.disk_usage(small_disk).free - (1 << 20)))
     assert ended(process)[0] == 1
-    run = only_run(small_disk / "runs")
+    (run,) = find(small_disk / "runs")
     assert run.status.state is State.FAILED
     assert run.status.reason is not None
     assert run.status.reason.startswith("no disk space")
     assert not ranks_of(small_disk / "runs")
     assert len(collect_run(run).rows) >= 2
-
-    refused = moelab_run(write_study(tmp_path, BF16, [1]), small_disk / "runs")
-    assert refused.exit_code == 3
-    assert "no disk space" in refused.progress
-    assert len(list(find(small_disk / "runs"))) == 1
-
-
-def test_what_torchtitan_would_refuse_is_refused_before_a_rank_starts(tmp_path: Path) -> None:
-    one_rank = {"gpus_per_node": 1, "ep": 1, "seq_len": 100_000}
-    done = moelab_run(write_study(tmp_path, BF16, [0], **one_rank), tmp_path / "runs")
-    assert done.exit_code == 3
-    assert (
-        "seq_len is 100000: the rotary embedding of nano reaches 4096 tokens; legal seq_len: up to 4096"
-        in done.progress
-    )
-    assert done.runs() == []

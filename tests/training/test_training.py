@@ -10,7 +10,7 @@ import socket
 import numpy as np
 import pandas as pd
 import pytest
-from training_support import SHARED, Interrupted, Trained, moelab_run
+from training_support import SHARED, Interrupted, Trained
 
 from moelab.runs import read_log, read_tensorboard
 from moelab.runs.collect import collect_run
@@ -130,14 +130,6 @@ def test_the_load_of_every_expert_is_recorded(trained: Trained) -> None:
         tokens = 2 * SHARED["local_batch"] * SHARED["seq_len"]  # of two ranks, each to two experts
         assert (load.tokens_SLE.sum(axis=2) == 2 * tokens).all()
         assert (load.busiest_expert_SL > 1).all()
-
-
-def test_a_finished_study_is_left_alone(trained: Trained) -> None:
-    before = trained.runs()
-    again = moelab_run(trained.file, trained.folder)
-    assert again.exit_code == 0
-    assert again.printed["trained"] == 0
-    assert trained.runs() == before
 
 
 def test_same_seed_same_losses(interrupted: Interrupted) -> None:

@@ -13,7 +13,7 @@ from torchtitan.config import ConfigManager
 from torchtitan.config.override import apply_overrides
 from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.models.common.attention import FlexAttention
-from torchtitan.models.common.moe import TokenChoiceTopKRouter
+from torchtitan.models.common.moe import GroupedExperts, TokenChoiceTopKRouter
 from torchtitan.models.common.token_dispatcher import (
     AllToAllTokenDispatcher,
     HybridEPTokenDispatcher,
@@ -203,6 +203,14 @@ def test_nvfp4_is_emulated_in_blocks_of_16_on_a_b200_too(backend: str, padding: 
     made = [(one.nvfp4, one.kernels, one.wgrad, one.pad_inside) for one in experts]
     assert made == [(True, "emulated", "bf16", False)] * 3
     assert {getattr(one, padding) for one in dispatchers(config)} == {16}
+
+
+@pytest.mark.parametrize(("asked", "given"), [("fp8", "fp8"), ("mxfp8", "bf16")])
+def test_fp8_experts_have_the_weight_gradient_that_is_asked_for(asked: str, given: str) -> None:
+    arm = named_arms()["dsv3_16b_fp8_standard"].model_copy(update={"wgrad": asked})
+    with assume_gpu((9, 0)):
+        model = finished(config_registry.trainer_config(arm)).model_spec.model
+    assert {found.wgrad for _, found, _, _ in model.traverse(GroupedExperts.Config)} == {given}
 
 
 @pytest.mark.parametrize("backend", ["deepep", "hybridep", "minimal_async_ep"])

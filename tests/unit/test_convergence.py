@@ -1,5 +1,6 @@
 import math
 import re
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from moelab.analysis.equivalence import (
     seeds_needed,
     trimmed_sd,
 )
-from moelab.analysis.verdict import Doubtful
+from moelab.analysis.verdict import Doubtful, correct_for_arms
 from moelab.errors import BadInput
 
 ALPHA = 0.05
@@ -98,7 +99,7 @@ def test_a_small_shift_is_never_different_however_many_seeds():
 def test_normal_seeds_are_rarely_said_to_be_outlying(n):
     rng = np.random.default_rng(n)
     alarms = [bool(outlying_seeds(dict(enumerate(rng.normal(3.6, 0.02, size=n))))) for _ in range(DRAWS)]
-    assert np.mean(alarms) <= 0.02
+    assert np.mean(alarms) <= 0.01 + 3 * math.sqrt(0.01 * 0.99 / DRAWS)
 
 
 @pytest.mark.parametrize("n", [3, 4, 5, 8, 16])
@@ -198,7 +199,8 @@ def test_equivalent_is_stated_with_its_numbers():
     assert verdict.answer is Answer.EQUIVALENT
     assert verdict.mean_difference_nats == pytest.approx(0.00275)
     assert -verdict.margin_nats < verdict.interval.low < verdict.interval.high < verdict.margin_nats
-    assert verdict.interval.level == pytest.approx(0.95)
+    assert verdict.margin_nats == pytest.approx(FACTOR * lower_sd_limit(list(REFERENCE.values()), alpha=ALPHA / 2)[0])
+    assert verdict.interval.level == pytest.approx(1 - ALPHA)
     assert verdict.margin_cap_nats == pytest.approx(0.01 * 3.605)
     assert "lower 97.5 % confidence limit" in verdict.margin_source
     sentence = verdict.sentence()
@@ -399,6 +401,17 @@ def test_a_chance_difference_among_many_arms_is_not_different():
     assert among["fp8_standard"].answer is Answer.INSUFFICIENT
     assert "not after Holm's correction for 5 arms" in among["fp8_standard"].sentence()
     assert (among["mxfp8_deepep"].answer, among["fp8_deepep"].answer) == (Answer.EQUIVALENT, Answer.DIFFERENT)
+
+
+@pytest.mark.parametrize(
+    ("p_values", "stand"),  # at 5 %, in steps of a third, a half and all of it
+    [((0.018, 0.03, 0.04), 0), ((0.016, 0.024, 0.04), 3), ((0.016, 0.026, 0.04), 1)],
+)
+def test_the_correction_is_holms(p_values, stand):
+    one = judge(shifted(0.2, 0.21, 0.2, 0.21), REFERENCE, arm="arm", reference="bf16_standard", margin_nats=0.05)
+    arms = [replace(one, arm=f"arm{p}", beyond_p=p) for p in p_values]
+    corrected = [verdict.answer for verdict in correct_for_arms(arms)]
+    assert corrected == [Answer.DIFFERENT] * stand + [Answer.INSUFFICIENT] * (3 - stand)
 
 
 # --- from the table --------------------------------------------------------------------------------------------------

@@ -27,10 +27,13 @@ from torchtitan.models.common.token_dispatcher import (
 )
 
 from moelab.deepep.buffer import check_sizes
-from moelab.deepep.dispatcher import PaddedDispatcher
+from moelab.deepep.dispatcher import PaddedDispatcher, padded
 from moelab.errors import BadInput
+from moelab.hardware import GROUP_PADDING
 from moelab.mxfp8.converter import MXFP8Experts
 from moelab.mxfp8.dispatch import QUANTISED, QuantisedDispatcher, cast, padded_rows, places, quantised
+from moelab.mxfp8.kernels import resolve
+from moelab.titan.config_registry import assume_gpu
 
 BF16_ULP = 2.0**-8
 ALIGNED = Case(alignment=32)
@@ -114,9 +117,7 @@ def test_padding_is_never_read(ranks: Ranks, alignment: int) -> None:
     [
         ("one token", True, False, "bf16", "bf16"),
         ("one token", True, False, "fp8", "bf16"),
-        ("one token", True, True, "bf16", "mxfp8"),
         ("one rank", True, True, "bf16", "mxfp8"),  # a rank receives nothing at all
-        ("one token", True, True, "mxfp8", "bf16"),
         ("one rank", True, True, "mxfp8", "bf16"),
         ("one token", False, True, "mxfp8", "bf16"),
     ],
@@ -304,6 +305,31 @@ def test_the_override_swaps_dispatcher_and_experts(dispatcher: Any, kernels: Any
     assert f"{quantised.__module__}.{quantised.__name__}" == QUANTISED
 
 
+@pytest.mark.parametrize(
+    ("capability", "sent", "wgrad", "arithmetic"),
+    [
+        ((10, 0), "bf16", "mxfp8", "mxfp8_native_wgrad_mxfp8"),
+        ((10, 0), "bf16", "bf16", "mxfp8_native"),
+        ((10, 3), "mxfp8", "bf16", "mxfp8_native"),
+        ((9, 0), "mxfp8", "bf16", "mxfp8_emulated"),
+        ((9, 0), "bf16", "mxfp8", None),  # TorchTitan's three products, each emulated
+    ],
+)
+def test_the_gpu_and_the_experiment_choose_the_experts_arithmetic(
+    capability: tuple[int, int], sent: Any, wgrad: str, arithmetic: str | None
+) -> None:
+    with assume_gpu(capability):
+        kernels = resolve("auto")
+    swapped = padded(
+        config(dispatcher=DeepEPTokenDispatcher.Config, kernels=kernels, wgrad=wgrad),
+        alignment=GROUP_PADDING[f"mxfp8_{kernels}"],
+        precision=sent,
+    )
+    assert swapped.token_dispatcher.alignment == (128 if capability >= (10, 0) else 32)
+    with torch.device("meta"):
+        assert getattr(swapped.build().inner_experts, "_arithmetic", None) == arithmetic
+
+
 def test_other_dispatchers_are_left_alone() -> None:
     theirs = config(dispatcher=DeepEPTokenDispatcher.Config, kernels="emulated", wgrad="bf16")
     assert quantised(theirs) is theirs
@@ -314,6 +340,8 @@ def test_experts_that_cannot_take_such_rows_are_refused() -> None:
         quantised(config(experts=GroupedExperts.Config))
     with pytest.raises(BadInput, match="are MXFP8Experts with wgrad mxfp8; set"):
         quantised(config(kernels="emulated"))
+    with pytest.raises(BadInput, match="are MXFP8Experts with wgrad mxfp8; set"):
+        padded(config(dispatcher=DeepEPTokenDispatcher.Config, kernels="native"), alignment=128, precision="mxfp8")
 
 
 def test_without_expert_parallelism_there_is_nothing_to_quantise() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 import string
 import time
@@ -161,6 +160,11 @@ def test_several_faults_are_all_named(file: Path) -> None:
     assert sorted(line.split(":")[0].split(";")[0] for line in said) == ["ep", "lr", "nodes", "unknown field 'speed'"]
 
 
+def test_of_very_many_faults_the_first_are_named(file: Path) -> None:
+    said = complaint(file, "".join(f"k{i}: 1\n" for i in range(3000))).splitlines()
+    assert (len(said), said[0][:19], said[-1]) == (11, "unknown field 'k0';", "and 2,990 more")
+
+
 def test_an_unknown_dimension_gets_the_nearest_name(file: Path) -> None:
     assert complaint(file, "shape: {experts: 4}") == "unknown field 'shape.experts'; did you mean 'shape.num_experts'?"
     assert "shape.top_k: got 0; valid: " in complaint(file, "shape: {top_k: 0}")
@@ -225,26 +229,6 @@ def test_a_large_or_endless_file_is_refused_before_it_is_parsed(file: Path) -> N
     for path in (file, Path("/dev/zero")):
         with pytest.raises(BadInput, match=f"too large.*at most {MAX_FILE_BYTES:,} bytes"):
             read_yaml(path)
-
-
-BOMB = "a0: &a0 [lol, lol]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 30))
-MERGES = "a0: &a0 {x: 1}\n" + "".join(f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 10)}]}}\n" for i in range(1, 12))
-HOSTILE = {
-    "billion laughs": BOMB + "steps: *a29",
-    "billion laughs as the study": BOMB.replace("a0: &a0", "arms: &a0", 1) + "seeds: *a29",
-    "billion laughs as seeds": f"study: s\nexperiment: {{pp_schedule: [&a {'[' * 5}x{']' * 5}]}}\nseeds: {{a: [*a]}}",
-    "merged merges": MERGES,
-    "deep": "[" * 100_000,
-    "deep mapping": "{a: " * 50_000,
-    "deep by aliases": "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}]\n" for i in range(1, 5000)),
-    "an alias of itself": "steps: &a [*a]",
-    "many keys": "".join(f"k{i}: 1\n" for i in range(3000)),
-}
-
-
-@pytest.mark.parametrize("kind", HOSTILE)
-def test_a_hostile_file_is_refused(file: Path, kind: str) -> None:
-    assert complaint(file, HOSTILE[kind])
 
 
 def test_duplicate_keys_among_many_are_found(file: Path) -> None:
@@ -526,9 +510,10 @@ def test_a_field_that_a_later_version_adds_has_the_value_that_runs_had_before(
         read_record(file)
 
 
-LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
-    f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n" for before, name in itertools.pairwise("abcdefg")
-)
+ALIASES = "it stands for more than 1,000,000 values, with what its aliases repeat"
+BOMB = "a0: &a0 [lol, lol]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 30))
+MERGES = "a0: &a0 {x: 1}\n" + "".join(f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 10)}]}}\n" for i in range(1, 12))
+CHAIN = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}]\n" for i in range(1, 5000))
 
 
 @pytest.mark.parametrize(
@@ -543,20 +528,22 @@ LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
         (f"nodes: {10**12}", "nodes: got 1000000000000; valid: less than or equal to 1000000"),
         (f"seeds: [{','.join(map(str, range(150_000)))}]", "has 150,000 experiments; valid: at most 10,000"),
         (f"[{', '.join('{seed: 1}' for _ in range(10_001))}]", "has 10,001 experiments; valid: at most 10,000"),
-        (f"{LAUGHS}seeds: [*g]", "it stands for more than 1,000,000 values, with what its aliases repeat"),
-        ("experiment: &a {shape: *a}", "it stands for more than 1,000,000 values"),
+        (f"experiment: {{pp_schedule: [&a {'[' * 5}x{']' * 5}]}}\nseeds: {{a: [*a]}}", "{'a': [[[[[[...]]]]]]}; valid"),
+        (f"{BOMB}steps: *a29", ALIASES),
+        (MERGES, ALIASES),
+        (CHAIN, ALIASES),
+        ("experiment: &a {shape: *a}", ALIASES),
         ("experiment: " + "[" * 400_000, "maximum nesting depth"),
+        ("{a: " * 50_000, "maximum nesting depth"),
         (f"pp_schedule: {'x' * 900_000}", "pp_schedule: got 'xxx"),
     ],
     ids=lambda text: text[:20],
 )
 def test_what_would_fill_the_memory_is_refused_at_once(file: Path, text: str, message: str) -> None:
-    file.write_text(text)
     start = time.process_time()
-    with pytest.raises(BadInput) as error:
-        read_study(file)
-    assert message in str(error.value)
-    assert len(str(error.value)) < 500
+    said = complaint(file, text)
+    assert message in said
+    assert len(said) < 500
     assert time.process_time() - start < 10
 
 

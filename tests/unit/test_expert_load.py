@@ -18,8 +18,8 @@ from moelab.experiment import Experiment
 from moelab.experiment_file import write_experiment
 from moelab.hardware import cluster_of
 from moelab.layout import check
-from moelab.projection import draw_expert_ids, expected_destinations
 from moelab.projection.job import job_of
+from moelab.projection.routing import draw_expert_ids, expected_destinations
 from moelab.runs.collect import collect_run
 from moelab.runs.directory import RunDir
 from moelab.runs.expert_load import FILE, ExpertLoad, ExpertLoadFile, expert_load, measured_constants

@@ -129,6 +129,7 @@ def test_the_earlier_of_two_causes_and_the_lower_rank_in_a_tie(tmp_path: Path) -
     assert cause(tmp_path, "") == "rank 2: ValueError: two"
     printed(tmp_path, 1, traceback("ValueError: one"), when=50.9)
     assert cause(tmp_path, "") == "rank 1: ValueError: one"
+    assert cause(tmp_path, summary((10, 1), (1, 1), (2, 1))) == "rank 10: ValueError: ten"  # as torchrun saw them
 
 
 def test_a_killed_rank_comes_before_what_its_peers_say(tmp_path: Path) -> None:

@@ -22,6 +22,8 @@ from validation.gemm_fit import (
     fitted_b200,
     leave_one_out,
     resampled,
+    residuals,
+    spread_by_kind,
 )
 
 from moelab.errors import BadInput
@@ -222,21 +224,21 @@ def synthetic(calibration: Calibration) -> list[Observation]:
 
 
 def test_a_fit_finds_the_constants_that_made_the_data() -> None:
-    found = fit(B200, synthetic(TRUTH), B200_FREE).calibration
+    found = fit(synthetic(TRUTH), B200_FREE)
     for name in B200_FREE:
         assert float(getattr(found, name)) == pytest.approx(float(getattr(TRUTH, name)), rel=0.02), name
 
 
 def test_one_wrong_figure_does_not_bend_the_others() -> None:
     wrong = [replace(one, value=2 * one.value) if i == 20 else one for i, one in enumerate(synthetic(TRUTH))]
-    found = fit(B200, wrong, B200_FREE).rates()
+    found = rates_of(B200, fit(wrong, B200_FREE), alone=True)
     assert found.low == pytest.approx(2500e12, rel=0.02)
     assert gain(32768, 2048, 7168, 8, found) == pytest.approx(gain(32768, 2048, 7168, 8, RATES), rel=0.02)
 
 
 def test_only_fitted_observations_count() -> None:
     changed = [one if one.fitted else replace(one, value=3 * one.value) for one in b200_observations()]
-    assert fit(B200, changed, B200_FREE).rates() == fitted_b200().rates()
+    assert rates_of(B200, fit(changed, B200_FREE)) == rates_of(B200, fitted_b200())
     roles = fit_b200().residuals.groupby(["kind", "role"]).size()
     assert (roles["step", "fitted"], roles["step", "predicted"], roles["speed-up", "predicted"]) == (4, 12, 2)
     assert (fit_h100().residuals.query("kind == 'step'")["role"] == "predicted").all()
@@ -267,10 +269,12 @@ def test_how_well_the_model_meets_what_it_was_not_fitted_on() -> None:
 def test_an_interval_is_as_wide_as_the_errors_of_the_model() -> None:
     """With one free rate and one observation, its logarithm is normal with the observation's error."""
     one = next(one for one in b200_observations() if one.name == "forward: gemm")
-    single = fit(B200, [one], ("blackwell_low",))
-    drawn = replace(fit_b200(), calibration=single.calibration, draws=tuple(resampled(single, 200)))
+    single = fit([one], ("blackwell_low",))
+    drawn = replace(fit_b200(), calibration=single, draws=tuple(resampled(single, [one], ("blackwell_low",), 200)))
     found = estimate(drawn, lambda rates: rates.low)
-    assert math.log(found.high / found.low) == pytest.approx(2 * 1.645 * single.spread_by_kind()["kernel"], rel=0.2)
+    assert math.log(found.high / found.low) == pytest.approx(
+        2 * 1.645 * spread_by_kind(residuals([one], single))["kernel"], rel=0.2
+    )
     assert found.low < KERNELS_CASE.flops / one.value * 1e6 < found.high
 
 

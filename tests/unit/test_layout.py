@@ -41,6 +41,7 @@ CASES = {
     "one expert-FSDP rank": ({"pp": 16, "ep": 16}, None),
     "replicated region": ({"dp_replicate": 4, "ep": 128}, "cp 1 * tp 1 = 64. Legal ep: 1, 2, 4, 8, 16, 32, 64"),
     "replicated": ({"dp_replicate": 4, "ep": 64}, None),
+    "region of context-parallel ranks too": ({"cp": 4, "ep": 256}, None),
     "experts": ({"model": "16B", "nodes": 12, "dp_shard": 96, "ep": 48}, "ep is 48: it must divide the 64 experts"),
     "stages": ({"pp": 32, "pp_schedule": "Interleaved1F1B"}, "64 stages for 63 effective layers"),
     "32 stages": ({"pp": 32}, None),

@@ -80,12 +80,6 @@ def test_an_exception_becomes_one_line(
     assert str(failed.value) == f"a.ipynb: {said}; executed copy: {tmp_path}/out.ipynb"
 
 
-def test_a_parameter_of_the_wrong_type_stops_the_notebook(tmp_path: Path) -> None:
-    source = notebook(tmp_path, PARAMETERS, CHECK, COMPLETE)
-    with pytest.raises(NotebookFailed, match="BadInput: steps: got 'many'; valid: a valid integer"):
-        execute(source, tmp_path / "out.ipynb", {"steps": "many"})
-
-
 def test_a_killed_kernel_is_a_failure(tmp_path: Path) -> None:
     source = notebook(tmp_path, PARAMETERS, "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)", COMPLETE)
     content = nbformat.read(source, as_version=4)

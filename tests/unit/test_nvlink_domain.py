@@ -212,7 +212,7 @@ def test_a_gpu_of_amd() -> None:
     assert any("gfx950 is AMD's, on ROCm; torchao 0.18.0 has MXFP8 kernels" in note for note in check(amd).notes)
     projected = project(amd)
     assert not projected.job.emulated
-    assert any(reason.startswith("MI355X: its kernels on ROCm are taken") for reason in projected.outside)
+    assert any(reason.startswith("MI355X: its ROCm kernels are assumed") for reason in projected.outside)
     for changes in ({"precision": "fp8"}, {"ep_backend": "deepep"}, {"ep_backend": "minimal_async_ep"}):
         (reason,) = check(Experiment(**own, **changes)).reasons
         assert "mi355x_node is gfx950" in reason

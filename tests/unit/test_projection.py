@@ -25,7 +25,7 @@ from moelab.layout import check
 from moelab.model import SHAPES, flops_per_token, gemms, shape_of
 from moelab.plan import headroom_gib
 from moelab.projection.calibration import CALIBRATION, with_values
-from moelab.projection.exchange import exchange_time_s, fsdp_time_s
+from moelab.projection.exchange import add_exchange, exchange_time_s, fsdp_time_s
 from moelab.projection.gemm import (
     add_expert_casts,
     grouped_gemm_time_s,
@@ -33,7 +33,7 @@ from moelab.projection.gemm import (
     rates_of,
     weights_by_module,
 )
-from moelab.projection.job import CATEGORIES, INDEX, Job, nothing
+from moelab.projection.job import CATEGORIES, INDEX, PASS_INDEX, Job, nothing
 from moelab.projection.memory_bound import held_by_kind, memory_rate
 from moelab.projection.project import (
     DEEPSEEK_TOKENS,
@@ -45,7 +45,7 @@ from moelab.projection.project import (
     projection_text,
     with_network,
 )
-from moelab.projection.step import expected_maximum, launches, module_times, step_time
+from moelab.projection.step import expected_maximum, launches, module_times, step_parts_s
 from moelab.projection.uncertainty import gain_interval
 from moelab.search import (
     CONSIDERED,
@@ -172,6 +172,11 @@ def test_an_exchange_takes_its_bytes_over_the_slowest_wire() -> None:
     ):
         latency = float(CALIBRATION.deepep_s)
         assert exchange_time_s(job, CALIBRATION, 2.0) == pytest.approx(seconds / 8 / float(share) + latency)
+    quantised: dict[str, Any] = {"precision": Precision.MXFP8, "wgrad": "bf16", "dispatch_precision": "mxfp8"}
+    job = project(named_arms()["dsv3_671b_bf16_deepep"].model_copy(update=quantised)).job
+    add_exchange(times := nothing(), job, CALIBRATION)
+    dispatch_s, combine_s = (exchange_time_s(job, CALIBRATION, one) for one in (33 / 32, 2.0))
+    assert times[PASS_INDEX["forward"], INDEX["all-to-all"]] == pytest.approx(dispatch_s + combine_s)
 
 
 def test_random_routing_costs_deepep_its_saving_and_the_standard_exchange_nothing() -> None:
@@ -215,13 +220,13 @@ def test_hardware_without_figures_and_impossible_figures_are_bad_input() -> None
     ("changes", "said"),
     [
         ({}, []),
-        ({"nodes": 128, "local_batch": 32}, ["1024 GPUs: TorchTitan was seen on up to 512"]),
+        ({"nodes": 128, "local_batch": 32}, ["1024 GPUs: validated for TorchTitan on up to 512"]),
         *((change, []) for change in ({"seq_len": 4096}, {"compile": "none"}, {"pp": 4}, {"routing": "learned"})),
         (
             {"ep": 16, "nodes": 64, "pp": 4, "local_batch": 32},
-            ["what TorchTitan's exchanges wait for over the network"],
+            ["waiting at TorchTitan's exchanges over the network"],
         ),
-        ({"shape": {"moe_hidden_dim": 512}}, ["dimensions 7168 and 512 of model and experts"]),
+        ({"shape": {"moe_hidden_dim": 512}}, ["model and expert dimensions 7168 and 512"]),
         ({"model": "16B", "nodes": 4, "tp": 1, "pp": 1, "ep": 8, "local_batch": 4}, []),
     ],
 )
@@ -234,7 +239,7 @@ def test_what_was_never_seen_is_named(changes: dict[str, Any], said: list[str]) 
 
 def test_advice_says_what_it_rests_on_that_was_not_seen(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """In the sentence itself: of a projection, of arms beside each other, and of a search."""
-    waits = "extrapolated from what was seen: what TorchTitan's exchanges wait for over the network"
+    waits = "extrapolated beyond what was validated: waiting at TorchTitan's exchanges over the network"
     deepep = named_arms()["dsv3_671b_bf16_deepep"]
     assert waits in projection_text(project(deepep))
     assert waits in arms_text({"a": project(PUBLISHED), "b": project(deepep)})
@@ -250,7 +255,7 @@ def test_advice_says_what_it_rests_on_that_was_not_seen(capsys: pytest.CaptureFi
     text = recommendation_text(recommend(inside, far, fixed=("cp", "dp_replicate", "pp", "tp"), limit=2))
     (other,) = [line for line in text.splitlines() if line.startswith("  ep_backend")]
     assert other.endswith("(extrapolated *)")
-    assert "* extrapolated from what was seen: network of 100 GB/s" in text
+    assert "* extrapolated beyond what was validated: network of 100 GB/s" in text
 
 
 def test_nothing_costs_more_for_having_two_nodes() -> None:
@@ -289,9 +294,9 @@ def test_gathers_hide_beside_layers_and_not_beside_the_ends() -> None:
     job = project(NODE.model_copy(update={"nodes": 2, "hardware": "h100_x1024"})).job
 
     def exposed(**constants: float) -> float:
-        return step_time(job, with_values(**constants)).parts_s["FSDP collectives"]
+        return step_parts_s(job, with_values(**constants))["FSDP collectives"]
 
-    kinds = held_by_kind(job)
+    kinds = held_by_kind(job.shape, job.degrees)
     ends = [
         fsdp_time_s(job, CALIBRATION, kinds[kind].dense, 0, size) for kind in ("embedding", "head") for size in (2, 4)
     ]
@@ -303,7 +308,7 @@ def test_gathers_hide_beside_layers_and_not_beside_the_ends() -> None:
 
 def test_launching_shows_where_it_takes_longer_than_what_is_launched() -> None:
     job = project(NODE).job
-    waiting = step_time(job, CALIBRATION).parts_s["host and waiting"]
+    waiting = step_parts_s(job, CALIBRATION)["host and waiting"]
     slow = with_values(launch_s=1e-2)
     modules = module_times(job, slow)
     kernels = launches(job, moe=True)
@@ -311,14 +316,14 @@ def test_launching_shows_where_it_takes_longer_than_what_is_launched() -> None:
     waits = 2 * float(slow.sync_s)  # forward and again, at each dispatch
     shown = modules["moe"][:, INDEX["host and waiting"]].sum()
     assert shown == pytest.approx(1e-2 * sum(kernels.values()) - sum(busy) + waits, rel=1e-9)
-    assert step_time(job, slow).parts_s["host and waiting"] > 100 * waiting
+    assert step_parts_s(job, slow)["host and waiting"] > 100 * waiting
     graphs = replace(job, stack=replace(job.stack, host="graphs"))
-    assert step_time(graphs, slow).parts_s["host and waiting"] == 0
+    assert step_parts_s(graphs, slow)["host and waiting"] == 0
 
 
 def test_an_interval_is_wider_where_nothing_was_seen() -> None:
     wider = project(PUBLISHED, with_network(cluster_of("b200_x256"), 100.0))
-    assert wider.outside == ("network of 100 GB/s: seen at 50",)
+    assert wider.outside == ("network of 100 GB/s: validated at 50",)
     spread = [one.interval[1] / one.tps - 1 for one in (project(PUBLISHED), wider)]
     assert spread[1] > 1.5 * spread[0]
 
@@ -489,7 +494,7 @@ def test_fp8_experts_have_their_weight_gradients_in_bf16_unless_asked() -> None:
     mixed, low = (fp8_job(activation_checkpoint="none", wgrad=wgrad) for wgrad in ("bf16", "fp8"))
     work = replace(mixed.work, one_pass_experts=False, scaled_products=False)
     jobs = (low, mixed, replace(mixed, work=work, precision=Precision.BF16))
-    parts = [step_time(job, CALIBRATION).parts_s for job in jobs]
+    parts = [step_parts_s(job, CALIBRATION) for job in jobs]
     low_s, mixed_s, high_s = (one["expert GEMMs"] for one in parts)
     assert mixed_s - low_s == pytest.approx((high_s - low_s) / 3, rel=0.2)
     assert 0 < parts[1]["quantisation"] < parts[0]["quantisation"]
@@ -497,8 +502,8 @@ def test_fp8_experts_have_their_weight_gradients_in_bf16_unless_asked() -> None:
 
 def test_selective_checkpointing_computes_no_product_in_8_bits_again() -> None:
     job = fp8_job(activation_checkpoint="selective")
-    kept, again = (step_time(one, CALIBRATION).parts_s for one in (job, replace(job, checkpointing="full+dispatch")))
-    none = step_time(replace(job, checkpointing="none"), CALIBRATION).parts_s
+    kept, again = (step_parts_s(one, CALIBRATION) for one in (job, replace(job, checkpointing="full+dispatch")))
+    none = step_parts_s(replace(job, checkpointing="none"), CALIBRATION)
     assert kept["expert GEMMs"] == pytest.approx(none["expert GEMMs"])
     assert kept["quantisation"] == pytest.approx(none["quantisation"])
     assert again["expert GEMMs"] > 1.2 * kept["expert GEMMs"]

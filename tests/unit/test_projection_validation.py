@@ -83,7 +83,7 @@ def test_every_published_figure_is_in_the_table_once(rows: tuple[ValidationRow, 
 
 
 def test_the_jobs_of_the_published_rows_are_those_of_the_published_study() -> None:
-    jobs = {step.name: step.job for step in steps() if step.source == PUBLISHED}
+    jobs = {step.row.name: step.job for step in steps() if step.row.source == PUBLISHED}
     for row in THROUGHPUT:
         ours = jobs[f"671B {row.arm}"]
         assert replace(ours, stack=replace(ours.stack, name="")) == replace(
@@ -112,7 +112,7 @@ def test_a_row_names_all_that_a_projection_is_asked(tmp_path: Path) -> None:
         writer.writeheader()
         writer.writerow({**row, "memory_gib": "100", "kind": "blind"})
     (step,) = noted_steps(file)
-    assert (step.kind, step.memory_gib, step.job) == ("blind", 100, seen)
+    assert (step.row.kind, step.memory_gib, step.job) == ("blind", 100, seen)
     assert experiment_of(cells).world_size == 256
 
 

@@ -16,6 +16,8 @@ from torch import Tensor
 from torchao.float8.config import ScalingGranularity
 from torchao.float8.float8_utils import tensor_to_scale, to_fp8_saturated
 from torchao.prototype.moe_training import mxfp8_grouped_mm as torchao_mxfp8
+from torchao.prototype.moe_training.kernels.mxfp8 import quant as reference
+from torchao.prototype.mx_formats import kernels as mx_kernels
 from torchao.prototype.mx_formats.config import ScaleCalculationMode
 from torchao.prototype.mx_formats.mx_tensor import MXTensor, to_dtype, to_mx
 from torchao.quantization.quantize_.common import KernelPreference
@@ -23,7 +25,7 @@ from torchtitan.models.common.moe import GroupedExperts
 
 from moelab.mxfp8 import quantised_experts as module
 from moelab.mxfp8.converter import MXFP8Experts
-from moelab.mxfp8.quantise import E4M3, NotWholeBlocks, expand, quantise, quantise_fp8, quantise_mxfp8
+from moelab.mxfp8.quantise import E4M3, expand, quantise, quantise_fp8, quantise_mxfp8
 from moelab.mxfp8.quantised_experts import QuantisedRows, expert_rows, place, quantised_experts
 
 RCEIL, EMULATED = ScaleCalculationMode.RCEIL, KernelPreference.EMULATED
@@ -102,25 +104,26 @@ def test_expanded_rows_are_near_and_quantised_again_the_same(rows: list[list[flo
     assert ((once.double() - x.double()).abs() <= torch.maximum(x.double().abs() / 16, quantum.double() / 2)).all()
 
 
-def test_ragged_blocks_are_refused() -> None:
-    with pytest.raises(NotWholeBlocks, match="48"):
-        quantise_mxfp8(torch.zeros(2, 48, dtype=torch.bfloat16))
-
-
 def operands(
-    precision: Any, seed: int = 0, groups: list[int] = GROUPS, *, arrived: bool = True
+    precision: Any,
+    seed: int = 0,
+    groups: list[int] = GROUPS,
+    *,
+    arrived: bool = True,
+    dim: int = DIM,
+    hidden: int = HIDDEN,
 ) -> tuple[Any, Tensor, list[Tensor], Tensor, Tensor]:
     """Rows (quantised, or BF16), where their gradient arrives, w1, w3 and w2, scores, and an upstream gradient."""
     torch.manual_seed(seed)
-    x = torch.randn(sum(groups), DIM).bfloat16()
+    x = torch.randn(sum(groups), dim).bfloat16()
     x[60:64] = 0  # padding
     rows: Any = x.requires_grad_()
     if arrived:
         rows = QuantisedRows(place(x, len(x)).detach().requires_grad_(), *quantise(x.detach(), precision))
-    sizes = ((HIDDEN, DIM), (HIDDEN, DIM), (DIM, HIDDEN))
+    sizes = ((hidden, dim), (hidden, dim), (dim, hidden))
     weights = [(torch.randn(len(groups), *size) / 8).bfloat16().requires_grad_() for size in sizes]
     scores = torch.rand(len(x)).requires_grad_()
-    return rows, rows[0] if arrived else rows, weights, scores, torch.randn(len(x), DIM).bfloat16()
+    return rows, rows[0] if arrived else rows, weights, scores, torch.randn(len(x), dim).bfloat16()
 
 
 def run(
@@ -197,7 +200,7 @@ def exact(precision: Any, *, arrived: bool) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("arrived", [True, False])
-@pytest.mark.parametrize("arithmetic", ["mxfp8_emulated", "fp8", "fp8_wgrad_fp8"])
+@pytest.mark.parametrize("arithmetic", ["mxfp8_emulated", "mxfp8_emulated_wgrad_mxfp8", "fp8", "fp8_wgrad_fp8"])
 def test_experts_are_near_exact_ones(arithmetic: str, arrived: bool) -> None:
     """E4M3 rounds by up to 1/16; over a sum of products of two such the errors are a few per cent."""
     precision = arithmetic.partition("_")[0]
@@ -219,7 +222,7 @@ def test_wgrad_in_fp8_adds_less_than_the_products_before_it() -> None:
         assert bf16 < fp8 < bf16 + 0.02
 
 
-@pytest.mark.parametrize("arithmetic", ["mxfp8_emulated", "fp8", "fp8_wgrad_fp8"])
+@pytest.mark.parametrize("arithmetic", ["mxfp8_emulated_wgrad_mxfp8", "fp8", "fp8_wgrad_fp8"])
 def test_experts_traced_as_one_graph_are_the_same(arithmetic: str) -> None:
     precision = arithmetic.partition("_")[0]
     traced = torch.compile(expert_rows, fullgraph=True, backend="aot_eager")
@@ -253,55 +256,150 @@ def initialised(experts: Any) -> Any:
 )
 def test_modules_take_either_kind_of_row(parent: Any, precision: Any, settings_: Any, arithmetic: str) -> None:
     experts = initialised(quantised_experts(parent, precision).Config(**SETTINGS, **settings_).build())
-    weights = [dict(experts.named_parameters())[name].bfloat16() for name in ("w1_EFD", "w3_EFD", "w2_EDF")]
+    own = [dict(experts.named_parameters())[name] for name in ("w1_EFD", "w3_EFD", "w2_EDF")]
+    weights = [weight.detach().bfloat16().requires_grad_() for weight in own]
     for arrived in (True, False):
         rows, *_ = operands(precision, arrived=arrived)
-        expected = expert_rows(rows, *weights, ENDS, None, arithmetic)
-        assert torch.equal(experts(rows, torch.tensor(GROUPS)), expected)
+        output, expected = experts(rows, torch.tensor(GROUPS)), expert_rows(rows, *weights, ENDS, None, arithmetic)
+        assert torch.equal(output, expected)
+        upstream = torch.randn_like(output)
+        gradients = torch.autograd.grad(output, own, upstream), torch.autograd.grad(expected, weights, upstream)
+        for ours, theirs in zip(*gradients, strict=True):
+            assert torch.equal(ours, theirs.float())
 
 
-def test_native_mxfp8_hands_torchaos_kernels_what_they_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torchao's kernels replaced by their definitions: emulation's numbers, and what arrived goes in as it came."""
-    calls: list[tuple[str, Any]] = []
+@pytest.fixture
+def sm100(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[Tensor, ...], Tensor]]:
+    """torchao's kernels for SM100 replaced by torchao's own references in PyTorch.
 
-    def note(name: str, result: Callable[..., Any]) -> Callable[..., Any]:
-        def stand_in(*args: Any, **_: Any) -> Any:
-            calls.append((name, args))
-            return result(*args)
+    Returns:
+        What ``torch._scaled_grouped_mm`` is given and gives back, in the order of the calls.
+    """
+    plain: dict[int, Tensor] = {}  # scales as they were before they were laid out in blocks
+    calls: list[tuple[tuple[Tensor, ...], Tensor]] = []
 
-        return stand_in
+    def note(blocked: Tensor, scales: Tensor) -> Tensor:
+        plain[id(blocked)] = bits(scales)
+        return blocked
 
-    def cast(w: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-        data, scales = quantise_mxfp8(w)
-        return data, scales.view(torch.float8_e8m0fnu)
+    def along_rows(scales: Tensor, ends: Tensor) -> Tensor:
+        return note(reference.torch_to_blocked_2d_M_groups(bits(scales), ends)[0], scales)
 
-    def cast_columns(w: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-        data, scales = cast(w.mT.contiguous())
-        return data.mT, scales
+    def along_columns(scales: Tensor, ends: Tensor) -> Tensor:
+        return note(reference.torch_to_blocked_2d_K_groups(bits(scales), ends)[0], scales)
 
-    def multiply(a: Tensor, b: Tensor, a_scales: Tensor, b_scales: Tensor) -> Tensor:
-        x, w = (expand(d, s.view(torch.uint8), "mxfp8") for d, s in ((a, a_scales), (b.mT, b_scales)))
-        return torch._grouped_mm(x, w.mT, offs=ENDS)
+    def cast(x: Tensor, block: int = 32, scaling_mode: str = "rceil") -> tuple[Tensor, Tensor]:
+        assert x.is_contiguous()
+        scales, data = to_mx(x, E4M3, block, ScaleCalculationMode(scaling_mode))
+        return data, scales
+
+    def cast_and_block(x: Tensor, scaling_mode: str, offs: Tensor) -> tuple[Tensor, Tensor]:
+        data, scales = cast(x, scaling_mode=scaling_mode)
+        return data, along_rows(scales, offs)
+
+    def cast_weights(w: Tensor, block: int, **how: Any) -> tuple[Tensor, Tensor]:
+        data, scales = reference._mxfp8_quantize_reference_3d(w, block_size=block, blocked_scale_output=False, **how)
+        blocked = reference.torch_to_blocked_per_group_3d(bits(scales.mT))
+        return data, note(blocked, scales.mT)
+
+    def cast_columns(x: Tensor, rowwise: bool, colwise: bool, scaling_mode: str) -> tuple[Any, ...]:
+        assert (rowwise, colwise) == (False, True)
+        data, scales = cast(x.t().contiguous(), scaling_mode=scaling_mode)
+        return None, data.t(), None, scales
+
+    def multiply(a: Tensor, b: Tensor, a_scales: Tensor, b_scales: Tensor, offs: Tensor, out_dtype: Any) -> Tensor:
+        x, w = (expand(d, plain[id(s)], "mxfp8") for d, s in ((a, a_scales), (b.mT, b_scales)))
+        product = torch._grouped_mm(x, w.mT, offs=offs, out_dtype=out_dtype)
+        calls.append(((a, b, a_scales, b_scales, offs), product))
+        return product
 
     for name, stand_in in {
-        "mx_block_rearrange_2d_M_groups_cuda": lambda scales, _ends: scales,
-        "triton_mx_block_rearrange_per_group_3d": lambda scales: scales,
-        "mxfp8_quantize_2d_1x32_cutedsl": cast,
+        "mx_block_rearrange_2d_M_groups_cuda": along_rows,
+        "triton_mx_block_rearrange_2d_K_groups": along_columns,
+        "triton_mx_block_rearrange_per_group_3d": lambda scales: note(
+            reference.torch_to_blocked_per_group_3d(bits(scales)), scales
+        ),
+        "mxfp8_quantize_2d_1x32_cutedsl": cast_and_block,
         "triton_to_mxfp8_dim0": cast,
-        "mxfp8_quantize_cuda_3d": cast_columns,
+        "mxfp8_quantize_cuda_3d": cast_weights,
     }.items():
-        monkeypatch.setattr(torchao_mxfp8, name, note(name, stand_in))
-    monkeypatch.setattr(torch, "_scaled_grouped_mm", note("multiply", multiply))
-    native, emulated = run("mxfp8_native", "mxfp8"), run("mxfp8_emulated", "mxfp8")
-    torch.testing.assert_close(native.pop(1), emulated.pop(1), rtol=2**-6, atol=2e-2)  # one sum there, two here
-    for ours, right in zip(native, emulated, strict=True):
-        assert torch.equal(ours, right)
-    rows, *_ = operands("mxfp8")
-    of_rows, first_product = calls[0], next(args for name, args in calls if name == "multiply")
-    assert of_rows[0] == "mx_block_rearrange_2d_M_groups_cuda"
-    assert torch.equal(bits(of_rows[1][0]), rows.scales_RS)  # as they arrived
-    assert torch.equal(bits(first_product[0]), bits(rows.data_RD))
-    assert [name for name, _ in calls].count("multiply") == 4
+        monkeypatch.setattr(torchao_mxfp8, name, stand_in)
+    monkeypatch.setattr(mx_kernels, "mxfp8_quantize_cuda", cast_columns)
+    monkeypatch.setattr(torch, "_scaled_grouped_mm", multiply)
+    return calls
+
+
+NATIVE: dict[str, Any] = {"groups": [128, 0, 256, 128], "dim": 128, "hidden": 256}
+"""Rows as a dispatcher pads them for SM100; the blocks of torchao's reference are of 128 features."""
+
+
+@pytest.mark.parametrize(
+    ("arrived", "wgrad"), [(True, ""), (False, ""), (False, "_wgrad_mxfp8")], ids=["arrived", "bf16", "wgrad"]
+)
+def test_native_mxfp8_products_are_what_torchao_computes(sm100: Any, arrived: bool, wgrad: str) -> None:
+    """Each product on SM100 gets the operands, with their layouts, that torchao's own code for SM100 hands over."""
+    rows, into, (w1, w3, w2), scores, upstream = operands("mxfp8", arrived=arrived, **NATIVE)
+    ends = torch.tensor(NATIVE["groups"]).cumsum(0).to(torch.int32)
+    output = expert_rows(rows, w1, w3, w2, ends, scores, f"mxfp8_native{wgrad}")
+    output.backward(upstream)
+    ours, gradients = list(sm100), [one.grad for one in (into, w1, w3, w2, scores)]
+
+    x = sent = (expand(rows.data_RD, rows.scales_RS, "mxfp8") if arrived else rows).detach()
+    if arrived:
+        e8m0 = rows.scales_RS.view(torch.float8_e8m0fnu)
+        sent = MXTensor.from_qdata_and_scales(rows.data_RD, e8m0, orig_dtype=torch.bfloat16, block_size=32)
+        sent.scales = sent.scale  # torchao 0.18 looks for them under a name that they do not have
+    gate_up, both = ours[0][1], torch.cat([w1, w3], 1).detach()
+    h_grad, (hidden, out) = ours[2][1], (module.swiglu(gate_up, scores.detach()), w2.detach())
+    gate_up_grad, again, _ = module.swiglu_backward(gate_up, h_grad, scores.detach())
+    assert torch.equal(again, hidden)
+    how: Any = {"block_size": 32, "out_dtype": torch.bfloat16, "scale_calculation_mode": RCEIL}
+    sm100.clear()
+    for left, weight in ((sent, both), (hidden, out)):
+        torchao_mxfp8._compute_fwd_sm100(left, weight.mT, ends, **how)
+    for left, weight in ((upstream, out), (gate_up_grad, both)):
+        torchao_mxfp8._compute_dgrad_sm100(left, weight.mT, ends, **how)
+    pairs = [(half.contiguous(), x) for half in gate_up_grad.chunk(2, 1)] + [(upstream, hidden)]
+    wgrads = [torchao_mxfp8._compute_wgrad_sm100(*pair, ends, wgrad_with_hp=not wgrad, **how) for pair in pairs]
+    assert len(ours) == len(sm100) == (7 if wgrad else 4)
+    for (mine, result), (torchaos, right) in zip(ours, sm100, strict=True):
+        assert torch.equal(result, right)
+        for a, b in zip(mine[:2], torchaos[:2], strict=True):
+            assert (a.shape, a.stride()) == (b.shape, b.stride())
+            assert torch.equal(bits(a), bits(b))
+        for a, b in zip(mine[2:4], torchaos[2:4], strict=True):
+            assert torch.equal(bits(a).flatten(), bits(b).flatten())
+    for name, right in zip(("w1", "w3", "w2"), wgrads, strict=True):
+        assert torch.equal(gradients[{"w1": 1, "w3": 2, "w2": 3}[name]], right.mT), name
+
+    if wgrad:  # the shapes that a compiler is told are those of the results
+        checks = "test_schema", "test_faketensor"
+        torch.library.opcheck(module.native_mxfp8_wgrads, (gate_up_grad, x, ends, 2), test_utils=checks)
+    emulated, into, weights, scores, _ = operands("mxfp8", arrived=arrived, **NATIVE)
+    expert_rows(emulated, *weights, ends, scores, f"mxfp8_emulated{wgrad}").backward(upstream)
+    assert float((gradients[0] - into.grad).norm() / into.grad.norm()) < 2**-8  # one sum there, two rounded ones here
+    for found, tensor in zip(gradients[1:], (*weights, scores), strict=True):
+        assert torch.equal(found, tensor.grad)
+
+
+@pytest.mark.parametrize("arithmetic", ["mxfp8_emulated", "mxfp8_emulated_wgrad_mxfp8", "fp8", "fp8_wgrad_fp8"])
+def test_a_nan_in_padding_stays_in_its_row_but_for_its_experts_weights(arithmetic: str) -> None:
+    """So dispatchers have to fill the padding of rows and of their gradients with zeros, and do."""
+    results = []
+    for poison in (0.0, float("nan")):
+        rows, into, weights, scores, upstream = operands(arithmetic.partition("_")[0], arrived=False)
+        upstream[62] = poison  # padding of the first expert
+        expert_rows(rows, *weights, ENDS, scores, arithmetic).backward(upstream)
+        results.append([tensor.grad for tensor in (into, scores, *weights)])
+    real = torch.arange(sum(GROUPS)) != 62
+    for clean, poisoned in zip(*results, strict=True):
+        assert clean is not None
+        assert poisoned is not None
+        of_rows = len(clean) == len(real)
+        kept = real if of_rows else torch.arange(len(GROUPS)) > 0
+        assert torch.equal(clean[kept], poisoned[kept])
+        assert clean.isfinite().all()
+        assert poisoned[~kept].isnan().any()
 
 
 def test_native_fp8_products_take_operands_as_torchao_hands_them_over(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -363,9 +461,9 @@ compare(kernels.fp8_turned(x, factors, ends), defined.fp8_turned(x, factors, end
 compare([kernels.turned(x.to(torch.float8_e4m3fn))], [defined.turned(x.to(torch.float8_e4m3fn))])
 x[1] = 0
 compare(kernels.fp8_rows(x), defined.fp8_rows(x))
-compare(kernels.fp8_weights(weights), defined.fp8_weights(weights))
-compare(kernels.fp8_transposed_weights(weights), defined.fp8_transposed_weights(weights))
-for F in (96, 64):
+for transposed in (False, True):
+    compare(kernels.fp8_weights(weights, transposed), defined.fp8_weights(weights, transposed))
+for F in (96, 64):  # one of them no power of two
     gate = torch.randint(8, 16, (37, F)) * 4.0  # above 17 silu is the identity in FP32
     gate_up, grad = torch.cat([gate, powers(37, F)], 1).bfloat16(), powers(37, F).bfloat16()
     gate_up[3] = grad[3] = 0
@@ -375,6 +473,12 @@ for F in (96, 64):
             compare(kernels.quantised_swiglu(*of), defined.quantised_swiglu(*of))
             of = gate_up, grad, scores, format_
             compare(kernels.quantised_swiglu_backward(*of), defined.quantised_swiglu_backward(*of))
+            gate_up[5, -1] = torch.nan  # of one row: its scale says so, and no other row changes
+            found, right = (module.quantised_swiglu_backward(*of) for module in (kernels, defined))
+            compare(found[2:3], right[2:3])
+            rows = torch.arange(37) != 5
+            compare([one[rows] for one in found if len(one)], [one[rows] for one in right if len(one)])
+            gate_up[5, -1] = 1
 """
 
 

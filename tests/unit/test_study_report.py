@@ -340,7 +340,7 @@ def test_the_parts_of_a_traced_step_are_shown(study: Path) -> None:
     assert [sum(bar.x[0] for bar in bars.data)] == pytest.approx([707.7], abs=0.5)
     assert len(bars.data[0].y) == 1
     (note,) = [note for note in judged.notes if "rank0.json" in note]
-    assert "rank0.json is no Kineto trace" in note
+    assert "rank0.json is not a Kineto trace" in note
     assert str(study) not in note
     assert "What a traced step is made of." in report_of(study)
 

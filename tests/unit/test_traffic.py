@@ -24,28 +24,30 @@ from moelab.deepep.benchmark_cases import ROUTINGS, SKEW, Size, choose_experts, 
 from moelab.errors import BadInput
 from moelab.hardware import cluster_of
 from moelab.model import shape_of, token_traffic
-from moelab.projection import (
+from moelab.projection.routing import (
     KINDS,
-    METHODS,
     Destinations,
     ExpertIds,
     ExpertPlacement,
     Kind,
-    Method,
-    OnWires,
     RoutingModel,
-    count_rows,
     distinct_destinations,
     draw_expert_ids,
     expected_destinations,
+    mean_destinations,
+    routing_of_load,
+    zipf_weights,
+)
+from moelab.projection.traffic import (
+    METHODS,
+    Method,
+    OnWires,
+    count_rows,
     expected_rows,
     expected_traffic,
     layer_bytes,
-    mean_destinations,
     move_time_s,
-    routing_of_load,
     simulate_rows,
-    zipf_weights,
 )
 from moelab.titan.routing import RandomBalancedRouter
 

@@ -22,20 +22,23 @@ from moelab.deepep.benchmark_cases import SIZES as MEASURED_SIZES
 from moelab.errors import BadInput
 from moelab.hardware import cluster_of
 from moelab.notebooks.all_to_all import ExperimentFailed, can_use_gpus, measure_all_to_all
-from moelab.projection import (
-    METHODS,
-    ExpertPlacement,
-    Method,
-    RoutingModel,
-    count_rows,
-    expected_destinations,
-    expected_rows,
-    expected_traffic,
-    simulate_rows,
-)
 from moelab.projection.exchange import QUOTED
 from moelab.projection.measured import ALL_TO_ALL, ALL_TO_ALL_H200, COMMANDS, TWO_BY_TWO, Measurement, load_measured
-from moelab.projection.traffic import EXPANDING, EXPANDING_FP8, STOCK_DEEPEP, STOCK_STANDARD, gather_passes, padded_rows
+from moelab.projection.routing import ExpertPlacement, RoutingModel, expected_destinations
+from moelab.projection.traffic import (
+    EXPANDING,
+    EXPANDING_FP8,
+    METHODS,
+    STOCK_DEEPEP,
+    STOCK_STANDARD,
+    Method,
+    count_rows,
+    expected_rows,
+    expected_traffic,
+    gather_passes,
+    padded_rows,
+    simulate_rows,
+)
 from moelab.viz.deepep import (
     ARM_LOOKS,
     OPERATIONS,

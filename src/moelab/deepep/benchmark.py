@@ -1,9 +1,9 @@
 """The all-to-all experiment: the trainer's own dispatchers, timed one operation at a time.
 
-An arm is a TorchTitan token dispatcher as a training run builds it: ``standard`` and ``hybridep`` are TorchTitan's,
-``deepep`` is moelab's (:mod:`moelab.deepep.dispatcher`) on the buffer and with the SM count of training
-(:mod:`moelab.deepep.buffer`). Dispatch and combine are called, compiled as TorchTitan compiles a layer, and autograd
-runs their gradients, as in a step. Experts, and the scores that moelab's experts apply, are left out.
+An arm is a token dispatcher as a training run builds it: ``standard`` is TorchTitan's, ``deepep`` is moelab's
+(:mod:`moelab.deepep.dispatcher`) on the buffer and with the SM count of training (:mod:`moelab.deepep.buffer`).
+Dispatch and combine are called, compiled as TorchTitan compiles a layer, and autograd runs their gradients, as in a
+step. Experts, and the scores that moelab's experts apply, are left out.
 
 The whole of an operation is timed in turns of their own. In every second turn its parts are watched, too:
 
@@ -73,7 +73,7 @@ from moelab.runs.files import write_json
 # E experts, e local experts, P ranks.
 
 FORMAT = 3
-"""A file of another format is written anew."""
+"""A file of another format is overwritten."""
 ALIGNMENT = 128
 """Rows of an expert are padded to this multiple by moelab's dispatcher; the largest that MXFP8 kernels ask for."""
 COLLECTIVE_TIMEOUT_S, CONTROL_TIMEOUT_S = 150, 300
@@ -109,17 +109,13 @@ class World:
         return values
 
     def together(self, call: Callable[[], Result]) -> Result:
-        """Do one step that all ranks do; if it fails on one, all of them give it up.
-
-        Raises:
-            ArmFailed: on every rank, with the first error.
-        """
+        """Do one step on all ranks; if it fails on one, :class:`ArmFailed` is raised on all, with the first error."""
         problem = result = None
         try:
             result = call()
             if self.device.type == "cuda":
                 torch.cuda.synchronize()  # kernels fail late
-        except Exception as failure:  # whatever a library raises belongs into the row of its arm
+        except Exception as failure:  # whatever a library raises belongs in the row of its arm
             problem = f"rank {self.rank}: {type(failure).__name__}: {failure}"[:500]
         problems = [one for one in self.everywhere(problem) if one]
         if problems:
@@ -180,23 +176,16 @@ def open_world(device: str, *, init_method: str | None = None, rank: int = -1, r
     )
 
 
-def installed(device: str) -> tuple[tuple[Backend, ...], dict[str, str]]:
-    """The backends that run here, and the version of each library or why it is not here."""
+def find_deepep(device: str) -> tuple[bool, str]:
+    """Whether DeepEP V2 runs here, and its version or what is missing."""
     if device != "cuda":
-        return ("standard",), {"deepep": "needs GPUs", "hybridep": "needs GPUs"}
-    backends: list[Backend] = ["standard"]
-    found: dict[str, str] = {}
-    libraries: tuple[tuple[Backend, str], ...] = (("deepep", "ElasticBuffer"), ("hybridep", "HybridEPBuffer"))
-    for backend, buffer in libraries:
-        try:
-            library = importlib.import_module("deep_ep")
-            getattr(library, buffer)
-        except Exception as error:  # an import of compiled code fails in many ways; each is a finding
-            found[backend] = f"not here: {type(error).__name__}: {error}"[:300]
-            continue
-        found[backend] = str(getattr(library, "__version__", "version unknown"))
-        backends.append(backend)
-    return tuple(backends), found
+        return False, "needs GPUs"
+    try:
+        library = importlib.import_module("deep_ep")
+        library.ElasticBuffer  # noqa: B018 - neither DeepEP V1 nor PyPI's deep-ep has it
+    except Exception as error:  # an import of compiled code fails in many ways; each is a finding
+        return False, f"not here: {type(error).__name__}: {error}"[:300]
+    return True, str(getattr(library, "__version__", "version unknown"))
 
 
 # A layer's exchange
@@ -212,7 +201,7 @@ class Tokens:
 
 
 def make_tokens(size: Size, routing: str, world: World) -> Tokens:
-    """Random activations and scores, and experts under a routing."""
+    """Random activations and scores; experts as the routing chooses them."""
     generator = torch.Generator(device=world.device).manual_seed(world.rank)
     ids_TK = choose_experts(routing, size, rank=world.rank, device=world.device)
     x_TD = torch.randn((size.tokens, size.hidden), generator=generator, device=world.device).to(torch.bfloat16)
@@ -236,21 +225,17 @@ class Layer:
     def __init__(
         self, arm: ExchangeArm, size: Size, tokens: Tokens, world: World, *, kernels: EPKernels, compiled: bool
     ) -> None:
-        from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, HybridEPTokenDispatcher
+        from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 
         layer = {"num_experts": size.experts, "top_k": size.top_k}
-        room = {"hidden_dim": size.hidden, "num_max_tokens_per_rank": size.tokens}
-        config: Any
-        if arm.backend == "standard":
-            config = AllToAllTokenDispatcher.Config(**layer)
-        elif arm.backend == "hybridep":
-            config = HybridEPTokenDispatcher.Config(**layer, **room)
-        else:
+        config: Any = AllToAllTokenDispatcher.Config(**layer)
+        if arm.backend == "deepep":
+            room = {"hidden_dim": size.hidden, "num_max_tokens_per_rank": size.tokens}
             config = PaddedDispatcher.Config(
                 **layer, **room, alignment=ALIGNMENT, kernels=kernels, num_sms=arm.sms, precision=arm.precision
             )
         self.arm, self.tokens = arm, tokens
-        self.experts_apply_scores = arm.backend == "deepep"  # others multiply by them at home, in combine
+        self.experts_apply_scores = arm.backend == "deepep"  # TorchTitan multiplies by them at home, in combine
         self.dispatcher: Any = config.build()
         self.dispatcher.wire_meshes(
             ep_mesh=DeviceMesh.from_group(world.group, world.device.type, mesh_dim_names=("ep",))
@@ -274,9 +259,7 @@ class Layer:
     @property
     def scores(self) -> torch.Tensor:
         """The scores that came with the rows, or wait at home for combine: one for each row there, ``(R,)``."""
-        if self.arm.backend == "standard":
-            return self._state.topk_scores_experts_sorted_N
-        return self._state.scores_R if self.arm.backend == "deepep" else self._state.state.permuted_scores
+        return self._state.scores_R if self.experts_apply_scores else self._state.topk_scores_experts_sorted_N
 
     def rows_RD(self) -> torch.Tensor:
         """Rows at the experts in BF16, expanded where they came in 8 bits; padding is zero."""
@@ -285,12 +268,10 @@ class Layer:
         assert self.arm.precision != "bf16"
         return expand(self._quantised.data_RD, self._quantised.scales_RS, self.arm.precision)
 
-    def received(self) -> list[int] | None:
-        """Rows that arrived from each rank by the library's own count; None where it does not say."""
+    def received(self) -> list[int]:
+        """Rows that arrived from each rank, by the library's own count."""
         if self.arm.backend == "standard":
             return list(self._state.output_splits)
-        if self.arm.backend == "hybridep":
-            return None
         ends_P = self._state.handle[ops.HANDLE_TENSORS.index("psum_num_recv_tokens_per_scaleup_rank")]
         counts: list[int] = torch.diff(ends_P, prepend=ends_P.new_zeros(1)).tolist()
         return counts
@@ -310,10 +291,8 @@ class Layer:
         # The graph is cut at the scores, too: the gradients of combine and of dispatch are two operations.
         self._own_scores = self.scores.detach().requires_grad_()
         state = self._state
-        if self.arm.backend == "standard":
+        if not self.experts_apply_scores:
             state = replace(state, topk_scores_experts_sorted_N=self._own_scores)
-        elif self.arm.backend == "hybridep":
-            state = replace(state, state=replace(state.state, permuted_scores=self._own_scores))
         self.out_TD: torch.Tensor = self._combine(self._outputs_RD, state, self.tokens.x_TD)
 
     def combine_backward(self, grad_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -331,12 +310,9 @@ class Layer:
 
 
 def round_trip(layer: Layer, size: Size, world: World) -> float:
-    """Forward and backward through experts that multiply by a number of their own; the largest relative error.
+    """The largest relative error of a forward and backward through experts that each multiply by their own number.
 
-    Args:
-        layer: of one arm; all ranks call this together.
-        size: of the layer.
-        world: the ranks.
+    All ranks call it together.
 
     Raises:
         ArmFailed: on every rank, if a step fails on one.
@@ -345,7 +321,7 @@ def round_trip(layer: Layer, size: Size, world: World) -> float:
     factor_E = 1 + torch.arange(size.experts, device=world.device) / size.experts
     world.together(layer.dispatch)
     rows_RD = layer.rows_RD()
-    # Each expert multiplies by a factor of its own, so that a row at the wrong one is seen.
+    # A factor for each expert, so that a row at the wrong one shows.
     local_e = factor_E.view(world.ranks, -1)[world.rank]
     factor_R1 = local_e.repeat_interleave(layer.counts_e.to(world.device)).unsqueeze(-1)
     weight_R1 = factor_R1 * layer.scores.detach().unsqueeze(-1) if layer.experts_apply_scores else factor_R1
@@ -496,19 +472,16 @@ def time_group(
     repeats: int,
     until: float,
 ) -> list[dict[str, Any]]:
-    """Check and time the arms of a group.
+    """Check and time the arms of a group; all ranks call it together and get the same rows of the file.
 
     Args:
-        group: what to time; all ranks call this together.
+        group: what to time.
         world: the ranks.
         reference: of :func:`measure_copies`.
         kernels: of DeepEP.
         compiled: as :class:`Layer` takes it.
         repeats: turns of each arm.
         until: ``time.monotonic()`` after which no further arm is prepared.
-
-    Returns:
-        Rows for the file, the same on all ranks.
     """
     size, tokens = group.size, make_tokens(group.size, group.routing, world)
     sent = world.everywhere(rows_to_ranks(tokens.ids_TK, experts=size.experts, ranks=world.ranks))
@@ -539,7 +512,7 @@ def time_group(
             if not error < allowed:  # NaN is wrong, too
                 raise ArmFailed(f"the round trip is wrong: relative error {error:.3g}, allowed {allowed}")
             received, expected = layer.received(), [row[world.rank] for row in sent_PP]
-            if not all(world.everywhere(received in (None, expected))):
+            if not all(world.everywhere(received == expected)):
                 raise ArmFailed(f"rows from each rank: {received} by the library, {expected} by the routing")
         except ArmFailed as failure:
             rows.append({**columns, "error": str(failure)})
@@ -596,11 +569,11 @@ def run(
         groups: in order.
         world: the ranks.
         output: the JSON file, read and written by the first rank.
-        libraries: what moves tokens besides NCCL, and its version.
+        libraries: version of DeepEP, or why it is not here.
         kernels: of DeepEP.
         compiled: as :class:`Layer` takes it.
         repeats: turns of each arm.
-        budget_s: no arm is prepared after so many seconds since ``began``.
+        budget_s: no arm is prepared after this many seconds since ``began``.
         began: ``time.monotonic()`` of the start.
     """
     report: dict[str, Any] = world.everywhere(_content(world, libraries, compiled, output))[0]
@@ -612,7 +585,7 @@ def run(
             world.say(f"{group.name}: already measured")
             continue
         if any(world.everywhere(time.monotonic() - began > budget_s)):
-            world.say(f"{group.name}: left for another call, the time is over")
+            world.say(f"{group.name}: left for the next run, the time budget is used up")
             continue
         if group.size != size:
             close_exchanges()  # a training run's buffer is made for one size
@@ -639,7 +612,7 @@ def _content(world: World, libraries: dict[str, str], compiled: bool, output: Pa
         "label": "measured",
         "what": "dispatch and combine, forward and backward, of each way to move tokens between expert-parallel ranks",
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
-        "device": "GPUs over NCCL" if nccl else "CPU processes over gloo: the method's test, no measure of a GPU",
+        "device": "GPUs over NCCL" if nccl else "CPU processes over gloo: a test of the method, no measure of a GPU",
         "compiled": compiled,
         "environment": {name: here[name] for name in ("moelab", "python", "packages", "processor", "cores", "gpus")},
         "libraries": {"nccl_loaded": nccl, **libraries},
@@ -664,34 +637,35 @@ def _content(world: World, libraries: dict[str, str], compiled: bool, output: Pa
 def main() -> None:
     """Measure what the options name."""
     parser = argparse.ArgumentParser(description="Time dispatch and combine of every way to move tokens.")
-    parser.add_argument("--output", type=Path, required=True, help="JSON file, written after each group of arms")
+    parser.add_argument("--output", type=Path, required=True, help="JSON file, updated after each group of arms")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     names = [size.name for size in (*SIZES, SMALL, NODE_SIZE)]
     parser.add_argument("--sizes", nargs="*", choices=names, help="default: all on GPUs, small on a CPU")
     parser.add_argument("--routings", nargs="*", choices=ROUTINGS, default=list(ROUTINGS))
-    installed_ones = "default: what is installed; a CPU has a stand-in for deepep"
-    parser.add_argument("--backends", nargs="*", choices=get_args(Backend), help=installed_ones)
-    parser.add_argument("--sms", nargs="*", type=int, default=list(SM_COUNTS), help="SM counts that DeepEP is given")
-    parser.add_argument("--eager", action="store_true", help="do not compile; a CPU never does")
-    parser.add_argument("--repeats", type=int, default=10, help="turns of each arm that count")
-    parser.add_argument("--budget-s", type=float, default=110, help="prepare no arm after so many seconds")
+    of_backends = "default: what is installed; on a CPU, deepep is a stand-in"
+    parser.add_argument("--backends", nargs="*", choices=get_args(Backend), help=of_backends)
+    parser.add_argument("--sms", nargs="*", type=int, default=list(SM_COUNTS), help="SM counts to give DeepEP")
+    parser.add_argument("--eager", action="store_true", help="do not compile (never done on a CPU)")
+    parser.add_argument("--repeats", type=int, default=10, help="timed turns of each arm")
+    parser.add_argument("--budget-s", type=float, default=110, help="start no further arm after this many seconds")
     options = parser.parse_args()
     began, on_gpus = time.monotonic(), options.device == "cuda"
     world = open_world(options.device)
-    backends, libraries = installed(options.device)
+    has_deepep, version = find_deepep(options.device)
     kernels: EPKernels = "native"
     if not on_gpus and "deepep" in (options.backends or ()):
-        backends, kernels = (*backends, "deepep"), "emulated"
-        libraries["deepep"] = "moelab's stand-in on collectives: no measure of DeepEP"
-    world.say(f"libraries: {libraries}")
+        has_deepep, kernels = True, "emulated"
+        version = "moelab's stand-in on collectives: no measure of DeepEP"
+    world.say(f"DeepEP: {version}")
+    here: tuple[Backend, ...] = ("standard", "deepep") if has_deepep else ("standard",)
     sizes = [size for size in (*SIZES, SMALL, NODE_SIZE) if size.name in (options.sizes or ())]
     sizes = sizes or (list(SIZES) if on_gpus else [SMALL])
-    chosen = [backend for backend in backends if options.backends is None or backend in options.backends]
+    chosen = [backend for backend in here if options.backends is None or backend in options.backends]
     run(
         plan(sizes, options.routings, chosen, options.sms),
         world,
         options.output,
-        libraries=libraries,
+        libraries={"deepep": version},
         kernels=kernels,
         compiled=on_gpus and not options.eager,
         repeats=options.repeats,

@@ -29,7 +29,7 @@ from moelab.model import DispatchPrecision, shape_of
 
 # Shape suffixes: T tokens of this rank, K experts a token, E experts, P ranks.
 
-Backend = Literal["standard", "deepep", "hybridep"]
+Backend = Literal["standard", "deepep"]
 Operation = Literal["dispatch", "combine", "combine_backward", "dispatch_backward"]
 OPERATIONS: tuple[Operation, ...] = ("dispatch", "combine", "combine_backward", "dispatch_backward")
 ROUTINGS = ("random_balanced", "round_robin", "skewed")
@@ -128,8 +128,6 @@ def plan(
         precisions: tuple[DispatchPrecision, ...] = ("bf16", "fp8", "mxfp8")
         base += [ExchangeArm(backend="deepep", precision=precision) for precision in precisions]
         sweep = [ExchangeArm(backend="deepep", precision=one, sms=count) for count in sms for one in precisions[:2]]
-    if "hybridep" in backends:
-        base.append(ExchangeArm(backend="hybridep"))
     groups = [ArmGroup(size=size, routing=routing, arms=tuple(base)) for size in sizes for routing in routings if base]
     if sweep:
         # Before the last size: DeepEP compiles three to five kernels for each count, a second or two each.
@@ -190,6 +188,7 @@ def rows_to_ranks(ids_TK: torch.Tensor, *, experts: int, ranks: int) -> dict[str
     rank_TK = ids_TK // (experts // ranks)
     copies_P = torch.bincount(rank_TK.flatten(), minlength=ranks)
     reached_TP = torch.zeros((ids_TK.shape[0], ranks), dtype=torch.int64, device=ids_TK.device)
+    # A token reaches a rank once, however many of its experts are there.
     once_P = reached_TP.scatter_(1, rank_TK, 1).sum(dim=0)
     return {"copies": copies_P.tolist(), "once": once_P.tolist()}
 
@@ -225,6 +224,7 @@ def traffic(
     each = row_bytes(hidden, precision)
     return {
         "logical_bytes": logical_rows * each,
+        # A link carries both directions at once, so the fuller one takes the time.
         "physical_bytes": max(*out, *into) * each,
         "rows_to_others": statistics.fmean(out),
         "rows_to_self": statistics.fmean(sent_PP[p][p] for p in ranks),

@@ -1,8 +1,8 @@
 """The buffer that moves tokens: DeepEP's ``ElasticBuffer``, or its stand-in, one for each expert-parallel group.
 
-PyTorch operators take tensors, numbers and strings only, so the operators of :mod:`moelab.deepep.ops` name the buffer
-by its process group. That table is this module's one piece of process-wide state, as the buffer itself is: all layers
-share it, because only one exchange is under way at a time.
+PyTorch operators take tensors, numbers and strings only, so the operators of :mod:`moelab.deepep.ops` find the buffer
+by the name of its process group, in a table that is process-wide as the buffer itself is: all layers share one, because
+only one exchange is under way at a time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ EPKernels = Literal["native", "emulated"]
 
 @dataclass(frozen=True, kw_only=True)
 class Exchange:
-    """An open buffer and how to make its handle again from tensors."""
+    """An open buffer, what it has room for, and how to rebuild a handle of it from tensors."""
 
     buffer: Any
     kernels: EPKernels
@@ -35,11 +35,6 @@ class Exchange:
     hidden: int
     top_k: int
     num_sms: int
-
-    def destroy(self) -> None:
-        """Give its memory back; the stand-in holds none."""
-        if hasattr(self.buffer, "destroy"):
-            self.buffer.destroy()
 
 
 _OPEN: dict[str, Exchange] = {}
@@ -69,8 +64,8 @@ def open_exchange(
 ) -> Exchange:
     """Open the buffer of an expert-parallel group, or reuse it if it fits. All ranks call it together.
 
-    A buffer of other kernels, or one that is too small, is destroyed first: two would not fit into a GPU's memory. What
-    replaces a small one is as large as both were asked to be, because the layers of before share it.
+    A buffer of other kernels, or one that is too small, is destroyed first: two would not fit into a GPU's memory. Its
+    replacement is large enough for both requests, because earlier layers share it.
 
     Args:
         group: the expert-parallel ranks.
@@ -88,13 +83,14 @@ def open_exchange(
     check_sizes(
         ranks=group.size(), hidden=hidden, tokens=tokens, experts=experts, top_k=top_k, native=kernels == "native"
     )
+    # Taken out first: if its replacement cannot be opened, nobody finds the old one.
     opened = _OPEN.pop(group.group_name, None)
     sizes = {"tokens": tokens, "hidden": hidden, "top_k": top_k}
     if opened and opened.kernels == kernels:
         sizes = {name: max(size, getattr(opened, name)) for name, size in sizes.items()}
     if opened is None or opened.kernels != kernels or any(getattr(opened, name) < size for name, size in sizes.items()):
         if opened:
-            opened.destroy()
+            opened.buffer.destroy()
         room = {"num_max_tokens_per_rank": sizes["tokens"], "hidden": sizes["hidden"], "num_topk": sizes["top_k"]}
         if kernels == "native":
             buffer, handle_type = _deepep_buffer(group, **room)
@@ -131,7 +127,7 @@ def check_sizes(*, ranks: int, hidden: int, tokens: int, experts: int, top_k: in
 def _deepep_buffer(group: dist.ProcessGroup, **room: int) -> tuple[Any, Callable[..., Any]]:
     network = Path(INFINIBAND)
     if not (network.is_dir() and any(network.iterdir())):  # neither InfiniBand nor RoCE
-        # DeepEP 2.1.0 asks NCCL for GPU-initiated networking even where all ranks share a node, and NCCL has none.
+        # DeepEP 2.1.0 asks NCCL for GPU-initiated networking even within a node, and NCCL has none without a NIC.
         os.environ.setdefault("EP_DISABLE_GIN", "1")
     try:
         from deep_ep import ElasticBuffer
@@ -141,13 +137,13 @@ def _deepep_buffer(group: dist.ProcessGroup, **room: int) -> tuple[Any, Callable
             f"ep_backend is deepep, but DeepEP V2 (ElasticBuffer) cannot be imported: {error}. Build it from "
             "github.com/deepseek-ai/DeepEP (PyPI's `deep-ep` is not it), or use ep_backend=standard"
         ) from error
-    # DeepEP takes the communicator of the group, which exists after its first collective only.
+    # DeepEP takes over the group's NCCL communicator, which its first collective creates.
     dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
     buffer = ElasticBuffer(
         group,
         **room,
         deterministic=torch.are_deterministic_algorithms_enabled(),
-        explicitly_destroy=True,
+        explicitly_destroy=True,  # by all ranks together, not whenever Python collects it
     )
     return buffer, EPHandle
 
@@ -155,11 +151,11 @@ def _deepep_buffer(group: dist.ProcessGroup, **room: int) -> tuple[Any, Callable
 def chosen_sms(buffer: Any, experts: int, top_k: int, *, native: bool) -> int:
     """Multiprocessors that move tokens.
 
-    Between nodes the network is the limit and DeepEP's estimate, made to leave the rest to computation, stands. Inside
-    a node a combine reads every row of every expert, which a few multiprocessors cannot do at the memory's speed, and
-    nothing computes meanwhile: three quarters are taken. Measured on two H100s at 671B's sizes (65,536 rows): 22 take
-    1.16 ms, 96 take 0.76 ms. Not all: DeepEP's kernels wait for their peers and need every block resident at once,
-    beside the collectives of FSDP; with 132 of 132 they hung.
+    Between nodes the network is the limit, and DeepEP's estimate stands, which leaves the rest to computation. Inside a
+    node a combine reads every row of every expert, which a few multiprocessors cannot do at the memory's speed, and
+    nothing else computes meanwhile: it gets three quarters. Measured on two H100s at 671B's sizes (65,536 rows): 22
+    take 1.16 ms, 96 take 0.76 ms. It does not get all: DeepEP's kernels wait for their peers and need every block
+    resident at once, beside FSDP's collectives; with 132 of 132 they hung.
     """
     if not native:
         return int(buffer.get_theoretical_num_sms(experts, top_k))
@@ -175,5 +171,5 @@ def chosen_sms(buffer: Any, experts: int, top_k: int, *, native: bool) -> int:
 def close_exchanges() -> None:
     """Close every buffer of this process and give its memory back. All ranks call it together."""
     for opened in _OPEN.values():
-        opened.destroy()
+        opened.buffer.destroy()
     _OPEN.clear()

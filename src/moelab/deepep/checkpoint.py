@@ -9,13 +9,13 @@ setting             a layer keeps                               its backward com
 ``full+dispatch``   its input, and what arrived                 no
 ==================  ==========================================  ==================================================
 
-``selective`` is TorchTitan's, which saves the results of the communication operators that it knows; the subclass names
-moelab's too. ``full+dispatch`` is new: everything is computed again but nothing is sent again, at the price of the rows
-of every layer that is waiting for its backward (``moelab plan`` shows it). What arrived is kept together with the
-router's choice that it belongs to: another choice in the recomputation would not fit the rows.
+``selective`` is TorchTitan's, which saves the results of the communication operators that it knows; the subclass adds
+moelab's. ``full+dispatch`` is new: everything is computed again but nothing is sent again, at the price of the rows of
+every layer that waits for its backward (``moelab plan`` shows it). What arrived is kept together with the router's
+choice: another choice in the recomputation would not match the rows.
 
-TorchTitan 0.3.0's standard dispatcher is an operator that can be kept in a compiled model, and on a CPU; in an
-uncompiled one on a GPU it is not, and ``moelab plan`` refuses ``full+dispatch`` there.
+TorchTitan 0.3.0's standard dispatcher is an operator whose result can be kept in a compiled model, and on a CPU; in an
+uncompiled model on a GPU it is not, and ``moelab plan`` refuses ``full+dispatch`` there.
 """
 
 from __future__ import annotations
@@ -35,22 +35,17 @@ from moelab.deepep.ops import NAMESPACE
 _QUANTISED_PRODUCT = torch.ops.aten._scaled_grouped_mm.default
 
 
-def communication_ops() -> set[Any]:
-    """Moelab's operators whose results are kept: their recomputation would be communication."""
-    return _registered(NAMESPACE, "dispatch", "dispatch_quantised", "combine")
-
-
-def _registered(namespace: str, *names: str) -> set[Any]:
-    """Operators of a library, as far as they are there: HybridEP's are where it is imported."""
+def communication_ops(namespace: str = NAMESPACE) -> set[Any]:
+    """Registered operators of a library whose results are kept: recomputing them would communicate again."""
     library = getattr(torch.ops, namespace)
-    return {getattr(library, name).default for name in names if hasattr(library, name)}
+    return {getattr(library, name).default for name in ("dispatch", "combine") if hasattr(library, name)}
 
 
 class CommunicationSavingAC(SelectiveAC):
-    """TorchTitan's selective checkpointing, with moelab's dispatch and combine among what is saved.
+    """TorchTitan's selective checkpointing, which also saves moelab's dispatch and combine and 8-bit grouped products.
 
-    And the products of quantised experts: 2F values a row, for which the rows themselves take half of what they do in
-    BF16. TorchTitan computes grouped products again, and linears in FP8 (``_scaled_mm``) not.
+    The products are 2F values a row, which rows in 8 bits, half as large as in BF16, partly pay for. TorchTitan itself
+    saves FP8 linears (``_scaled_mm``) but recomputes grouped products.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -72,7 +67,7 @@ class CommunicationSavingFullAC(FullAC):
     def _wrap_block(self, module: nn.Module, *, base_fqn: str | None = None) -> nn.Module:
         kept = (
             communication_ops()
-            | _registered("hybridep", "dispatch", "combine")
+            | communication_ops("hybridep")  # registered when TorchTitan imports HybridEP
             | {torch.ops._c10d_functional.all_to_all_single.default, torch.ops.aten.topk.default}
         )
         return checkpoint_wrapper(
@@ -86,6 +81,6 @@ class CommunicationSavingFullAC(FullAC):
 
 
 def _policy(kept: frozenset[Any], _context: Any, operator: Any, *inputs: Any, **settings: Any) -> CheckpointPolicy:
-    """Keep communication, and the counts that the host waits for on its account; recompute the rest."""
+    """Keep communication, and the row counts that the host reads back for it; recompute the rest."""
     to_host = operator is torch.ops.aten._to_copy.default and str(settings.get("device")) == "cpu" and inputs[0].is_cuda
     return CheckpointPolicy.MUST_SAVE if to_host or operator in kept else CheckpointPolicy.PREFER_RECOMPUTE

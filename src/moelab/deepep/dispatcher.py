@@ -5,11 +5,11 @@ operators have no fake implementation). This one does both, as an override from 
 
     torchrun … -m torchtitan.train … --override.imports 'moelab.deepep.dispatcher.padded={"alignment": 16}'
 
-Path of a token: :func:`moelab.deepep.ops.dispatch` sends it once to each rank of its experts, and what arrives is in
-expert-major order, padded. The experts multiply, scaled by the routing scores (:mod:`moelab.experts`), and
+Path of a token: :func:`moelab.deepep.ops.dispatch` sends it once to each rank of its experts, where rows arrive in
+expert-major order, padded. The experts multiply them and apply the routing scores (:mod:`moelab.experts`), and
 :func:`moelab.deepep.ops.combine` adds a token's rows on each rank before they travel back. Tokens may travel in 8 bits:
 they are quantised once, before the dispatch, and the first GEMMs take them as they arrive
-(:mod:`moelab.mxfp8.quantised_experts`).
+(:mod:`moelab.mxfp8.quantised_experts`). Why the shared expert does not compute meanwhile is in ``docs/torchtitan.md``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from moelab.experts import scored
 from moelab.layout.rules import PACKED_FEATURES
 from moelab.model import DispatchPrecision
 from moelab.mxfp8.quantise import quantise
-from moelab.mxfp8.quantised_experts import QuantisedRows, quantised_experts
+from moelab.mxfp8.quantised_experts import QuantisedRows, quantised_experts, require_bf16_wgrad
 
 PADDED = "moelab.deepep.dispatcher.padded"
 """Name for TorchTitan's ``override.imports``."""
@@ -59,7 +59,7 @@ class PaddedDispatcher(DeepEPTokenDispatcher):
         precision: DispatchPrecision = "bf16"
 
     def __init__(self, config: Config) -> None:
-        # TorchTitan's own constructor imports deep_ep to register operators that are not used here.
+        # Not TorchTitan's own constructor: it imports deep_ep to register operators that are not used here.
         BaseEPTokenDispatcher.__init__(self, config)
         self.alignment, self.kernels, self.num_sms = config.alignment, config.kernels, config.num_sms
         self.precision = config.precision
@@ -96,13 +96,7 @@ class PaddedDispatcher(DeepEPTokenDispatcher):
     def dispatch(
         self, x_TD: Tensor, topk_scores_TK: Tensor, topk_expert_ids_TK: Tensor, num_local_tokens_per_expert_E: Tensor
     ) -> tuple[Tensor | QuantisedRows, Tensor, Dispatched]:
-        """Send tokens to their experts.
-
-        Args:
-            x_TD: this rank's tokens.
-            topk_scores_TK: routing scores.
-            topk_expert_ids_TK: int64.
-            num_local_tokens_per_expert_E: unused; DeepEP counts.
+        """Send this rank's tokens to their experts; DeepEP counts them itself.
 
         Returns:
             Rows ``(R, D)`` in expert-major order, in BF16 or quantised; rows of each local expert (padding included)
@@ -118,20 +112,18 @@ class PaddedDispatcher(DeepEPTokenDispatcher):
                 f"{self.num_max_tokens_per_rank}; it holds one micro-batch: seq_len x microbatch / (tp x cp)"
             )
         where = (topk_scores_TK.float(), topk_expert_ids_TK, self.group, self.num_experts, self.alignment)
-        rows: Tensor | QuantisedRows
-        if self.precision == "bf16":
-            rows, scores_R, *handle = ops.dispatch(x_TD, *where)
-        else:
+        data_TD = scales_TS = None
+        if self.precision != "bf16":
             # Detached: the gradient of the rows goes to x_TD itself, past the rounding (a straight-through estimate).
             data_TD, scales_TS = quantise(x_TD.detach(), self.precision)
             if self.precision == "mxfp8":
                 scales_TS = scales_TS.view(torch.int32)  # DeepEP moves scales of four bytes: four exponents
-            place_RD, data_RD, scales_RS, scores_R, *handle = ops.dispatch_quantised(x_TD, data_TD, scales_TS, *where)
-            rows = QuantisedRows(place_RD, data_RD, scales_RS)
-        # A compiler cannot see the padding; grouped GEMMs that need whole blocks ask for it.
+        rows_RD, data_RD, scales_RS, scores_R, *handle = ops.dispatch(x_TD, data_TD, scales_TS, *where)
+        rows = rows_RD if data_TD is None else QuantisedRows(rows_RD, data_RD, scales_RS)
+        # A compiler cannot see the padding, and grouped GEMMs ask for whole blocks.
         torch._check(scores_R.shape[0] % self.alignment == 0)
         state = Dispatched(scores_R=scores_R, ids_TK=topk_expert_ids_TK, handle=handle)
-        # Rows of each local expert with its padding, computed on the device: the host need not know them.
+        # Rows of each local expert with its padding, computed on the device: no second host sync.
         rows_e = (handle[ops.UNALIGNED] + (self.alignment - 1)) // self.alignment * self.alignment
         return rows, rows_e, state
 
@@ -157,17 +149,7 @@ class ScoredRoutedExperts(RoutedExperts):
         topk_expert_ids_BLK: Tensor,
         num_local_tokens_per_expert_E: Tensor,
     ) -> Tensor:
-        """As TorchTitan's, except that the scores travel with the rows and the experts apply them.
-
-        Args:
-            x_BLD: tokens.
-            topk_scores_BLK: routing scores.
-            topk_expert_ids_BLK: int64.
-            num_local_tokens_per_expert_E: of this rank's tokens.
-
-        Returns:
-            ``(B, L, D)``.
-        """
+        """As TorchTitan's, ``(B, L, D)``, except that the scores travel with the rows and the experts apply them."""
         B, L, D = x_BLD.shape
         K = topk_scores_BLK.shape[-1]
         x_TD = x_BLD.view(B * L, D)
@@ -206,8 +188,14 @@ def padded(
         return config
     experts: Any = config.inner_experts
     parent: Any = type(experts)._owner
+    if precision == "mxfp8":
+        require_bf16_wgrad(experts)
     if getattr(parent, "multiplies_in", None) != "fp8":  # FP8 experts take scores, and rows in either form, already
-        taking = scored(parent) if precision == "bf16" else quantised_experts(parent, precision)
+        # Rows that arrive in BF16 are cast once for both of an expert's first products where kernels are native, by
+        # torchao's module once for each. Emulated, a compiler sees that both casts are the same one.
+        native = getattr(experts, "kernels", None) == "native"
+        products = precision if precision != "bf16" else "mxfp8" if native else None
+        taking = quantised_experts(parent, products) if products else scored(parent)
         experts = derive(experts, taking.Config)
     return derive(
         config,

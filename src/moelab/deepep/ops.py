@@ -4,7 +4,7 @@ Four operators, because the gradient of a dispatch is a combine and the gradient
 the forward's routing:
 
 ==================  =====================================================  ============================
-operator            does                                                   its gradient
+operator            sends                                                  its gradient
 ==================  =====================================================  ============================
 dispatch            tokens to experts, expert-major, padded               ``collect`` (rows and weights)
 collect             rows to tokens, with the weights' gradients            –
@@ -12,14 +12,14 @@ combine             rows to tokens                                         ``res
 resend              tokens to experts as an earlier dispatch sent them     –
 ==================  =====================================================  ============================
 
-TorchTitan 0.3.0 has such operators too; these differ in what makes its refusals unnecessary:
+TorchTitan 0.3.0 has such operators too, and refuses to pad or compile them. These do both:
 
-- The *expanding* layout of DeepEP is used in training: the copy out of the communication buffer, which DeepEP makes
-  anyway, writes rows in expert-major order with every expert's group padded and the padding zeroed. No gather follows,
-  and ``combine`` reads past the padding by itself. A forward layer has one host sync, DeepEP's own, for the row count.
-- Every operator has a fake implementation, so ``torch.compile`` can hold it.
-- DeepEP's handle crosses as the tensors that it consists of. Nothing is cached, so an activation checkpoint may save it
-  or make it again, a pipeline may hold many, and a forward without a backward leaks nothing.
+- They use DeepEP's *expanding* layout in training: the copy out of the communication buffer, which DeepEP makes anyway,
+  writes rows in expert-major order with every expert's group padded and the padding zeroed. No gather follows, and
+  ``combine`` skips the padding by itself. A forward layer has one host sync, DeepEP's own, for the row count.
+- Every operator has a fake implementation, so ``torch.compile`` can trace it.
+- DeepEP's handle is passed on as the tensors that it consists of. Nothing is cached, so an activation checkpoint may
+  save it or make it again, a pipeline may hold many, and a forward without a backward leaks nothing.
 
 Shape suffixes: T tokens of this rank, K experts of a token, R rows, U tokens received (once each), D features, S scales
 of a token, e local experts.
@@ -53,12 +53,25 @@ _SCALEOUT_DIMENSIONS = (4, 3, 3)
 
 @torch.library.custom_op(f"{NAMESPACE}::dispatch", mutates_args=())
 def dispatch(
-    x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, group: str, experts: int, alignment: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Send tokens to their experts.
+    x_TD: Tensor,
+    data_TD: Tensor | None,
+    scales_TS: Tensor | None,
+    weights_TK: Tensor,
+    ids_TK: Tensor,
+    group: str,
+    experts: int,
+    alignment: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Send tokens to their experts, in BF16 or already quantised.
+
+    Quantised tokens travel in the place of ``x_TD``, to which their gradient belongs. FP8 tensors carry no BF16
+    gradient in PyTorch, so the first output is then a BF16 ``(R, D)`` of one element in memory, whose gradient is that
+    of the rows.
 
     Args:
-        x_TD: BF16.
+        x_TD: BF16 tokens.
+        data_TD: the same in FP8, or None to send BF16.
+        scales_TS: their scales, four bytes each.
         weights_TK: float32 routing scores; travel along.
         ids_TK: int64 experts.
         group: name of the expert-parallel process group.
@@ -66,64 +79,71 @@ def dispatch(
         alignment: rows of each local expert are padded to a multiple of this.
 
     Returns:
-        Rows ``(R, D)``, their weights ``(R,)``, and ``HANDLE_TENSORS``.
+        BF16 rows (or the gradient's place) ``(R, D)``, rows in FP8 ``(R, D)`` and their scales ``(R, S)`` (both empty
+        where BF16 travels), weights ``(R,)``, and ``HANDLE_TENSORS``.
     """
-    rows_RD, _, *rest = _send(x_TD, None, weights_TK, ids_TK, group, experts, alignment)
-    return (rows_RD, *rest)
+    place = exchange(group)
+    sent_TD = (x_TD if data_TD is None else data_TD).contiguous()
+    rows, _, weights_R, handle, _ = place.buffer.dispatch(
+        sent_TD if scales_TS is None else (sent_TD, scales_TS),
+        topk_idx=ids_TK.contiguous(),
+        topk_weights=weights_TK.contiguous(),
+        num_experts=experts,
+        num_max_tokens_per_rank=sent_TD.shape[0],
+        expert_alignment=alignment,
+        num_sms=place.num_sms,
+        do_handle_copy=False,
+        do_cpu_sync=True,  # the number of rows, which memory for them and a compiler's shapes need
+        do_expand=True,
+        do_zero_padding=True,  # a NaN in padding would be one in its expert's weight gradient
+    )
+    # An operator's results share no memory, so each that is missing is a tensor of its own.
+    arrived = (
+        (rows, _nothing(x_TD), _nothing(x_TD)) if scales_TS is None else (gradient_place(x_TD, len(rows[0])), *rows)
+    )
+    tensors = [getattr(handle, name) for name in HANDLE_TENSORS]
+    return (*arrived, weights_R, *(_nothing(x_TD) if tensor is None else tensor for tensor in tensors))
 
 
 @dispatch.register_fake
-def _(x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, group: str, experts: int, alignment: int) -> tuple[Tensor, ...]:
-    rows_RD, _, *rest = _fake_send(x_TD, None, weights_TK, ids_TK, group, experts)
-    return (rows_RD, *rest)
-
-
-@torch.library.custom_op(f"{NAMESPACE}::dispatch_quantised", mutates_args=())
-def dispatch_quantised(
-    x_TD: Tensor,
-    data_TD: Tensor,
-    scales_TS: Tensor,
-    weights_TK: Tensor,
-    ids_TK: Tensor,
-    group: str,
-    experts: int,
-    alignment: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Send tokens that are already quantised.
-
-    ``x_TD`` itself does not travel; it is what the gradient belongs to. FP8 tensors carry no BF16 gradient in PyTorch,
-    so the first output is a BF16 ``(R, D)`` of one element in memory, whose gradient is that of the rows.
-
-    Args:
-        x_TD: BF16 tokens.
-        data_TD: the same in FP8.
-        scales_TS: their scales, four bytes each.
-        weights_TK: this and what follows as in :func:`dispatch`.
-        ids_TK: int64 experts.
-        group: name of the process group.
-        experts: of all ranks.
-        alignment: of each local expert's rows.
-
-    Returns:
-        The gradient's place ``(R, D)``, rows in FP8 ``(R, D)``, scales ``(R, S)``, weights ``(R,)``, HANDLE_TENSORS.
-    """
-    data_RD, *rest = _send(data_TD, scales_TS, weights_TK, ids_TK, group, experts, alignment)
-    return (gradient_place(x_TD, data_RD.shape[0]), data_RD, *rest)
-
-
-@dispatch_quantised.register_fake
 def _(
     x_TD: Tensor,
-    data_TD: Tensor,
-    scales_TS: Tensor,
+    data_TD: Tensor | None,
+    scales_TS: Tensor | None,
     weights_TK: Tensor,
     ids_TK: Tensor,
     group: str,
     experts: int,
     alignment: int,
 ) -> tuple[Tensor, ...]:
-    data_RD, *rest = _fake_send(data_TD, scales_TS, weights_TK, ids_TK, group, experts)
-    return (gradient_place(x_TD, data_RD.shape[0]), data_RD, *rest)
+    # How many rows and tokens arrive only the data know.
+    context = torch.library.get_ctx()
+    rows, received = context.new_dynamic_size(), context.new_dynamic_size()
+    buffer, top_k = exchange(group).buffer, ids_TK.shape[1]
+    ranks = buffer.group.size()
+    local = experts // ranks
+
+    def index(*shape: Any) -> Tensor:
+        return ids_TK.new_empty(shape, dtype=torch.int32)
+
+    arrived = x_TD.new_empty((rows, x_TD.shape[1])), index(0), index(0)
+    if data_TD is not None and scales_TS is not None:
+        quantised = (sent.new_empty((rows, sent.shape[1])) for sent in (data_TD, scales_TS))
+        arrived = (gradient_place(x_TD, rows), *quantised)
+    # Only where tokens cross between nodes (DeepEP's scale-out) do the last two tensors hold anything; how much, and
+    # how long the lists of slots are, only the data know.
+    beyond_node = [index(*ids_TK.shape), index(0), index(0)]
+    if getattr(buffer, "num_scaleout_ranks", 1) > 1:
+        beyond_node = [index(*(context.new_dynamic_size() for _ in range(n))) for n in _SCALEOUT_DIMENSIONS]
+    return (
+        *arrived,
+        weights_TK.new_empty((rows,)),
+        index(getattr(buffer, "num_scaleup_ranks", ranks)),
+        index(local),
+        index(local),
+        index(received, top_k + 2),
+        *beyond_node,
+    )
 
 
 @torch.library.custom_op(f"{NAMESPACE}::collect", mutates_args=())
@@ -169,16 +189,9 @@ def _(rows_RD: Tensor, ids_TK: Tensor, handle: list[Tensor], group: str, experts
 def resend(
     x_TD: Tensor, ids_TK: Tensor, handle: list[Tensor], group: str, experts: int, alignment: int, rows_like: Tensor
 ) -> Tensor:
-    """Send ``(T, D)`` as an earlier dispatch sent its tokens: the gradient of :func:`combine`. No host sync.
+    """Send BF16 ``(T, D)`` as an earlier dispatch sent its tokens: the gradient of :func:`combine`. No host sync.
 
-    Args:
-        x_TD: BF16.
-        ids_TK: as in the dispatch.
-        handle: what the dispatch returned.
-        group: name of the expert-parallel process group.
-        experts: of all ranks.
-        alignment: as in the dispatch.
-        rows_like: any tensor whose first dimension is the number of rows.
+    ``rows_like`` is any tensor with as many rows as arrive; the other arguments are the dispatch's and its handle.
     """
     place = exchange(group)
     handle_ = _handle_of(place, ids_TK, handle, experts, alignment, rows_like.shape[0])
@@ -201,75 +214,15 @@ def _(
     return x_TD.new_empty((rows_like.shape[0], x_TD.shape[1]))
 
 
-def _send(
-    data_TD: Tensor,
-    scales_TS: Tensor | None,
-    weights_TK: Tensor,
-    ids_TK: Tensor,
-    group: str,
-    experts: int,
-    alignment: int,
-) -> tuple[Tensor, ...]:
-    """Rows, scales (empty without), weights and the handle's tensors."""
-    place = exchange(group)
-    data_TD = data_TD.contiguous()
-    rows, _, weights_R, handle, _ = place.buffer.dispatch(
-        data_TD if scales_TS is None else (data_TD, scales_TS),
-        topk_idx=ids_TK.contiguous(),
-        topk_weights=weights_TK.contiguous(),
-        num_experts=experts,
-        num_max_tokens_per_rank=data_TD.shape[0],
-        expert_alignment=alignment,
-        num_sms=place.num_sms,
-        do_handle_copy=False,
-        do_cpu_sync=True,  # the number of rows, which memory for them and a compiler's shapes need
-        do_expand=True,
-        do_zero_padding=True,
-    )
-    rows_RD, scales_RS = (rows, _nothing(data_TD)) if scales_TS is None else rows
-    tensors = [getattr(handle, name) for name in HANDLE_TENSORS]
-    return rows_RD, scales_RS, weights_R, *(_nothing(data_TD) if tensor is None else tensor for tensor in tensors)
-
-
-def _fake_send(
-    data_TD: Tensor, scales_TS: Tensor | None, weights_TK: Tensor, ids_TK: Tensor, group: str, experts: int
-) -> tuple[Tensor, ...]:
-    """Shapes of what :func:`_send` returns; the number of rows, and of tokens received, only the data know."""
-    context = torch.library.get_ctx()
-    rows, received = context.new_dynamic_size(), context.new_dynamic_size()
-    buffer, top_k = exchange(group).buffer, ids_TK.shape[1]
-    ranks = buffer.group.size()
-    local = experts // ranks
-
-    def index(*shape: Any) -> Tensor:
-        return ids_TK.new_empty(shape, dtype=torch.int32)
-
-    # Only where tokens cross between nodes (DeepEP's scale-out) do the last two tensors hold anything; how much, and
-    # how long the lists of slots are, only the data know.
-    beyond_node = [index(*ids_TK.shape), index(0), index(0)]
-    if getattr(buffer, "num_scaleout_ranks", 1) > 1:
-        beyond_node = [index(*(context.new_dynamic_size() for _ in range(n))) for n in _SCALEOUT_DIMENSIONS]
-    return (
-        data_TD.new_empty((rows, data_TD.shape[1])),
-        index(0) if scales_TS is None else scales_TS.new_empty((rows, scales_TS.shape[1])),
-        weights_TK.new_empty((rows,)),
-        index(getattr(buffer, "num_scaleup_ranks", ranks)),
-        index(local),
-        index(local),
-        index(received, top_k + 2),
-        *beyond_node,
-    )
-
-
 def _nothing(like: Tensor) -> Tensor:
     """Operators return tensors only: an empty one stands for None."""
     return like.new_empty((0,), dtype=torch.int32)
 
 
 def _handle_of(place: Exchange, ids_TK: Tensor, tensors: list[Tensor], experts: int, alignment: int, rows: int) -> Any:
-    """DeepEP's handle again, from its tensors."""
+    """DeepEP's handle, rebuilt from its tensors."""
     named = dict(zip(HANDLE_TENSORS, tensors, strict=True))
-    for name in HANDLE_TENSORS[-2:]:  # None inside of a node, where an empty tensor stood for it
+    for name in HANDLE_TENSORS[-2:]:  # None within a node, where an empty tensor stood for it
         if named[name].numel() == 0:
             named[name] = None
     handle = place.handle_type(
@@ -284,30 +237,27 @@ def _handle_of(place: Exchange, ids_TK: Tensor, tensors: list[Tensor], experts: 
         num_recv_tokens_per_expert_list=[],
         **named,
     )
-    # A deterministic buffer asks for it whenever it sends by a handle, and does nothing with it where rows expand.
+    # A deterministic buffer reads it whenever it sends by a handle, but only uses it where rows do not expand.
     handle.cached_recv_src_metadata_before_sort = handle.recv_src_metadata
     return handle
 
 
 def _dispatch_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *_, ids_TK, ctx.group, ctx.experts, ctx.alignment = inputs
-    handle = output[-len(HANDLE_TENSORS) :]  # the rows come first, their weights right before the handle
-    ctx.inputs = len(inputs)
-    ctx.mark_non_differentiable(*output[1 : -1 - len(HANDLE_TENSORS)], *handle)
+    _rows_RD, data_RD, scales_RS, _weights_R, *handle = output
+    ctx.mark_non_differentiable(data_RD, scales_RS, *handle)
     ctx.save_for_backward(ids_TK, *handle)
 
 
-def _dispatch_backward(ctx: Any, rows_RD: Tensor, *grads: Any) -> Any:
+def _dispatch_backward(ctx: Any, rows_RD: Tensor, _data_RD: None, _scales_RS: None, weights_R: Tensor, *_: None) -> Any:
     ids_TK, *handle = ctx.saved_tensors
-    weights_R = grads[-1 - len(HANDLE_TENSORS)]
     x_TD, weights_TK = collect(rows_RD, weights_R, ids_TK, handle, ctx.group, ctx.experts, ctx.alignment)
-    between = [None] * (ctx.inputs - 6)  # the quantised form has two more inputs, which carry no gradient
-    return x_TD, *between, weights_TK, None, None, None, None
+    return x_TD, None, None, weights_TK, None, None, None, None
 
 
 def _combine_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     rows_RD, ids_TK, handle, ctx.group, ctx.experts, ctx.alignment = inputs
-    # A view of nothing that knows the number of rows: the rows themselves are not needed again.
+    # An empty tensor that has the number of rows: the rows themselves are not needed again.
     ctx.save_for_backward(ids_TK, rows_RD.new_empty((rows_RD.shape[0], 0)), *handle)
 
 
@@ -318,5 +268,4 @@ def _combine_backward(ctx: Any, x_TD: Tensor) -> Any:
 
 
 dispatch.register_autograd(_dispatch_backward, setup_context=_dispatch_context)
-dispatch_quantised.register_autograd(_dispatch_backward, setup_context=_dispatch_context)
 combine.register_autograd(_combine_backward, setup_context=_combine_context)

@@ -1,7 +1,7 @@
 """A stand-in for DeepEP's ``ElasticBuffer`` on plain collectives: the same contract, any device, no speed.
 
-It lets the dispatcher, its gradients and its compiled form run and be tested where DeepEP is not: on a CPU with gloo,
-or on GPUs without DeepEP. Only the *expanding* layout is here, the one that moelab uses, as DeepEP 2.1.0 documents it
+It lets the dispatcher, its gradients and its compiled form run and be tested without DeepEP: on a CPU with gloo, or on
+GPUs. It has only the *expanding* layout, the one that moelab uses, as DeepEP 2.1.0 documents it
 (``deep_ep/buffers/elastic.py``):
 
 - a token crosses to a rank once, however many of its experts live there;
@@ -30,8 +30,8 @@ from torch import distributed as dist
 class StandInBuffer:
     """``ElasticBuffer`` over ``torch.distributed``.
 
-    Its handle has the names of DeepEP's ``EPHandle``, as far as the operators of :mod:`moelab.deepep.ops` carry them on
-    or they are needed here.
+    Its handle has the attributes of DeepEP's ``EPHandle`` that the operators of :mod:`moelab.deepep.ops` pass on, or
+    that it needs itself.
     """
 
     handle_type = SimpleNamespace
@@ -44,6 +44,9 @@ class StandInBuffer:
     def get_theoretical_num_sms(self, num_experts: int, num_topk: int) -> int:
         """A number where DeepEP wants one."""
         return 1
+
+    def destroy(self) -> None:
+        """It holds no memory."""
 
     def dispatch(
         self,
@@ -59,18 +62,7 @@ class StandInBuffer:
         do_zero_padding: bool = False,
         **_: Any,
     ) -> tuple[Any, None, torch.Tensor | None, Any, None]:
-        """Send each token to the ranks of its experts; see the module for the layout of what arrives.
-
-        Args:
-            x: ``(T, D)``, or a pair of it and its scales ``(T, S)`` of four bytes each.
-            topk_idx: int64 ``(T, K)``, -1 for no expert; None with a handle.
-            topk_weights: float32 ``(T, K)``.
-            num_experts: of all ranks.
-            num_max_tokens_per_rank: the same on all ranks.
-            expert_alignment: rows of an expert are padded to a multiple of this.
-            handle: of an earlier dispatch, to send other values the same way.
-            do_expand: must be true.
-            do_zero_padding: fill the padding with zeros.
+        """Send each token to the ranks of its experts; arguments as DeepEP's, layout as the module describes it.
 
         Returns:
             Rows ``(R, D)`` (or the pair), None, weights ``(R,)`` or None, the handle, None for the event.
@@ -94,10 +86,12 @@ class StandInBuffer:
         ids_UK = torch.where((ids_UK >= 0) & (ids_UK < local), ids_UK, -1)
         if handle is None:
             handle = self._handle(topk_idx, ids_UK, arrive, received_W, num_experts, expert_alignment, capacity)
+        # After where the token came from: its row at each of its experts, -1 for those elsewhere.
         slots_UK = handle.recv_src_metadata[:, 2:].long()
 
         def expand(values_T: torch.Tensor) -> torch.Tensor:
             rows = values_T.new_empty((handle.num_expanded_tokens, *values_T.shape[1:])).view(torch.uint8)
+            # Bytes of 0xFF are a NaN in BF16, in E4M3 and in FP32.
             rows.fill_(0 if do_zero_padding else 0xFF)
             rows = rows.view(values_T.dtype)
             taken, lane = torch.nonzero(slots_UK >= 0, as_tuple=True)
@@ -116,15 +110,10 @@ class StandInBuffer:
     def combine(
         self, x: torch.Tensor, handle: Any, topk_weights: torch.Tensor | None = None, **_: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None, None]:
-        """Add the rows of each token and send the sums home.
-
-        Args:
-            x: ``(R, D)``; padding is not read.
-            handle: of the dispatch.
-            topk_weights: float32 ``(R,)``; come home unsummed, each to its token and expert.
+        """Add the rows of each token and send the sums home; padding is not read.
 
         Returns:
-            ``(T, D)``, the weights ``(T, K)`` or None, None for the event.
+            ``(T, D)``; the weights ``(T, K)``, each at its token and expert, or None; None for the event.
         """
         local = handle.num_experts // self.ranks
         sent_TW = self._destinations(handle.topk_idx, local)
@@ -191,6 +180,7 @@ class _Way:
 
     def __init__(self, buffer: StandInBuffer, sent_TW: torch.Tensor, received_W: torch.Tensor) -> None:
         self.group, self.tokens = buffer.group, sent_TW.shape[0]
+        # The order of an all-to-all: by rank, then by token.
         self.token_S = torch.cat([torch.nonzero(sent_TW[:, rank])[:, 0] for rank in range(buffer.ranks)])
         self.sent_W: list[int] = sent_TW.sum(dim=0).tolist()
         self.received_W: list[int] = received_W.tolist()

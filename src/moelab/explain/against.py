@@ -8,6 +8,7 @@ step does not tell.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import resources
@@ -20,18 +21,25 @@ from moelab.data import read_yaml
 from moelab.errors import BadInput
 from moelab.experiment import EPBackend, Experiment, Precision
 from moelab.experiment_file import parse
+from moelab.explain.categories import STRAGGLERS
 from moelab.explain.explanation import Explanation, explain
 from moelab.explain.trace import UNNAMED_GPU
 from moelab.hardware import cluster_of, known_gpu
+from moelab.layout import check
 from moelab.model import gemms, shape_for
 from moelab.projection.calibration import CALIBRATION, Calibration, with_values
 from moelab.projection.gemm import is_blackwell
 from moelab.projection.job import CATEGORIES, INDEX, PASS_INDEX, Job
 from moelab.projection.project import Projection, aligned, project
-from moelab.projection.step import module_times, stage_times, step_time
+from moelab.projection.step import module_times, stage_times, step_parts_s
 
 MEANINGS: Mapping[str, Mapping[str, str]] = read_yaml("differences.yaml")
 """By part: what ``more`` time than predicted usually means, what to ``do``, and what ``less`` means."""
+UNPREDICTED = {
+    "more": "the projection has no such part",
+    "do": "look at the kernels of that part in moelab explain TRACE",
+    "less": "the traced step has no such part",
+}
 
 
 class Row(NamedTuple):
@@ -72,15 +80,16 @@ class Comparison:
         """The largest disagreement, what it usually means and what to do."""
         measured, predicted = self.sums_ms
         worst = self.rows[0]
-        nothing = {"more": "the projection has no such part", "do": "see notes", "less": "not in this step"}
-        told, more = MEANINGS.get(worst.part, nothing), worst.difference_ms > 0
-        words = f"usually {told['more']}; {told['do']}" if more else f"usually {told['less']}"
+        meaning, more = MEANINGS.get(worst.part, UNPREDICTED), worst.difference_ms > 0
+        words = f"usual cause: {meaning['more'] if more else meaning['less']}"
+        if more:
+            words += f"; what to do: {meaning['do']}"
         if more and worst.part == "host and waiting":
-            words += f"; longest here: {self.longest_gap}"
+            words += f"; the longest gap here: {self.longest_gap}"
         return (
-            f"measured {measured:.1f} ms, predicted {predicted:.1f} ms ({self.error:+.1%}); most in "
-            f"{worst.part}: {worst.measured_ms:.1f} ms, {abs(worst.difference_ms):.1f} ms "
-            f"{'more' if more else 'less'} than predicted: {words}"
+            f"measured {measured:.1f} ms, predicted {predicted:.1f} ms ({self.error:+.1%}); the largest difference is "
+            f"in {worst.part}: {worst.measured_ms:.1f} ms, {abs(worst.difference_ms):.1f} ms "
+            f"{'more' if more else 'less'} than predicted; {words}"
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -101,7 +110,7 @@ def comparison_text(compared: Comparison) -> str:
         (row.part, f"{row.measured_ms:.1f} ms", f"{row.predicted_ms:.1f} ms", f"{row.difference_ms:+.1f} ms")
         for row in compared.rows
     ]
-    barriers = f"; {compared.left_out_ms:.1f} ms of barriers around the traced step are left out"
+    barriers = f"\nleft out: {compared.left_out_ms:.1f} ms of barriers at which ranks meet only because they are traced"
     return "\n".join([*aligned(rows), "", compared.sentence + (barriers if compared.left_out_ms else "")])
 
 
@@ -110,8 +119,8 @@ def measured_parts_ms(explanation: Explanation) -> dict[str, float]:
     steps = explanation.step_count
     parts = {name: ms / steps for name, ms in explanation.parts_ms.items() if not name.startswith("idle: ")}
     parts["host and waiting"] = explanation.idle_ms / steps
-    if "imbalance and stragglers" in parts:
-        parts["imbalance and stragglers"] = max(0.0, parts["imbalance and stragglers"] - explanation.edge_ms / steps)
+    if STRAGGLERS in parts:
+        parts[STRAGGLERS] -= explanation.tracing_ms / steps
     return parts
 
 
@@ -124,17 +133,10 @@ def compare(explanation: Explanation, experiment: Experiment, calibration: Calib
         calibration: constants of the model.
 
     Raises:
-        BadInput: if the trace is of a CPU, or of another GPU than the experiment's.
+        BadInput: if the trace is of a CPU, of another GPU than the experiment's, or of another model.
         Refused: if the experiment cannot be projected.
     """
-    gpu, traced = cluster_of(experiment.hardware).node.gpu.name, known_gpu(explanation.gpu or "")
-    if explanation.gpu is None:
-        raise BadInput("a trace without GPU kernels is not held against a projection, which is of GPUs")
-    if explanation.gpu != UNNAMED_GPU and gpu != (traced.name if traced else explanation.gpu):
-        raise BadInput(
-            f"the trace is of {explanation.gpu}, the experiment's hardware ({experiment.hardware}) has {gpu}; "
-            "set hardware to the node that was traced"
-        )
+    _require_same_step(explanation, experiment)
     projection = project(experiment, calibration=calibration)
     measured = measured_parts_ms(explanation)
     names = dict.fromkeys((*CATEGORIES, *measured))
@@ -145,9 +147,49 @@ def compare(explanation: Explanation, experiment: Experiment, calibration: Calib
     return Comparison(
         projection=projection,
         rows=tuple(rows),
-        left_out_ms=explanation.edge_ms,
+        left_out_ms=explanation.tracing_ms,
         longest_gap=f"{gap.cause}, {gap.where}, {gap.idle_ms:.1f} ms" if gap else "none",
     )
+
+
+def _require_same_step(explanation: Explanation, experiment: Experiment) -> None:
+    """Check what tells that a trace is of another step, which would blame some part for the difference."""
+    gpu, traced = cluster_of(experiment.hardware).node.gpu.name, known_gpu(explanation.gpu or "")
+    if explanation.gpu is None:
+        raise BadInput("a projection is of GPUs, and the trace has no GPU kernels: there is nothing to compare")
+    if explanation.gpu != UNNAMED_GPU and gpu != (traced.name if traced else explanation.gpu):
+        raise BadInput(
+            f"the trace is of {explanation.gpu}, the experiment's hardware ({experiment.hardware}) has {gpu}; "
+            "set hardware to the node that was traced"
+        )
+    shape, layout, layers = shape_for(experiment), check(experiment).layout, len(explanation.layers_ms)
+    if layers and layout:  # an illegal layout is refused by the projection
+        modules = [[name for stage in stages for name in layout.stages[stage]] for stages in layout.stages_of_rank]
+        counts = sorted({sum(name.startswith("layers.") for name in names) for names in modules})
+        if layers not in counts:
+            owner = "the experiment's model has" if layout.pp == 1 else "ranks of the experiment's pipeline have"
+            raise BadInput(
+                f"the trace has {layers} layers, {owner} {' or '.join(map(str, counts))}: the two steps are not of the "
+                "same model; give the file of the run that was traced, or set shape.n_layers"
+            )
+    operands = [
+        (one.op, [int(side) for side in re.findall(r"\d+", operand)])
+        for one in explanation.products
+        for operand in (one.shape or "").split(" × ")
+    ]
+    sides = {side for _, operand in operands for side in operand}
+    if sides and shape.dim not in sides:
+        raise BadInput(
+            f"the trace is of another model than the experiment, whose width is {shape.dim}: none of its products has "
+            f"a side of {shape.dim}; give the file of the run that was traced"
+        )
+    local = shape.num_experts // experiment.ep
+    experts = {operand[0] for op, operand in operands if "grouped" in op and len(operand) == 3}  # (experts, K, N)
+    if experts - {local}:
+        raise BadInput(
+            f"the trace multiplies by {max(experts)} experts on this rank, the experiment has {local} "
+            f"({shape.num_experts} over ep {experiment.ep}); set shape.num_experts or ep to what was traced"
+        )
 
 
 class GemmRate(NamedTuple):
@@ -241,7 +283,7 @@ def _targets(explanation: Explanation, experiment: Experiment, job: Job) -> list
     cast = "emulated_cast" if job.emulated else "one_pass_cast" if one_pass else f"{kind}_cast"
 
     def part(name: str) -> Predict:
-        return lambda calibration: step_time(job, calibration).parts_s[name]
+        return lambda calibration: step_parts_s(job, calibration)[name]
 
     def passes(*names: str) -> Predict:
         rows = [PASS_INDEX[name] for name in names]  # type: ignore[index]

@@ -26,6 +26,8 @@ COMPUTE = (
     "memory-bound",
     "unknown",
 )
+STRAGGLERS = "imbalance and stragglers"
+"""Barriers, and all-reduces of a few numbers, move nothing to speak of: their time is the wait for the last rank."""
 COMMUNICATION = (
     "all-to-all",
     "tensor-parallel collectives",
@@ -33,9 +35,8 @@ COMMUNICATION = (
     "FSDP collectives",
     "pipeline transfers",
     "other collectives",
-    "imbalance and stragglers",
+    STRAGGLERS,
 )
-"""Barriers, and all-reduces of a few numbers, move nothing to speak of: their time is the wait for the last rank."""
 UNCLASSIFIED = ("unknown", "other collectives")
 FEW_ELEMENTS = 1 << 16
 PHASES = ("forward", "recompute", "backward", "optimizer", "unknown")
@@ -93,7 +94,7 @@ def category(kernel: str, context: Context, collective: Collective | None) -> st
     Example:
         >>> category("nvjet_sm90_tst_192x192_64x3_1x2_h_bz_coopB_NTN", Context(), None)
         'other GEMMs'
-        >>> category("ncclDevKernel_SendRecv", Context(), Collective("all_to_allv", 1 << 20, "Half", "mesh_ep", 8, 1))
+        >>> category("ncclDevKernel_SendRecv", Context(), Collective("all_to_allv", 1 << 20, "mesh_ep", 1))
         'all-to-all'
     """
     kind = communication(kernel)
@@ -108,11 +109,11 @@ def _of_collective(kernel: str, context: Context, collective: Collective | None)
     group = collective.group if collective else ""
     axis = _part("groups", group)
     if "barrier" in name:
-        return "imbalance and stragglers"
+        return STRAGGLERS
     if "all_to_all" in name or "alltoall" in name:
         return axis if axis == "context-parallel collectives" else "all-to-all"
     if "allreduce" in name.replace("_", "") and collective and collective.elements <= FEW_ELEMENTS:
-        return axis if axis == "tensor-parallel collectives" else "imbalance and stragglers"
+        return axis if axis == "tensor-parallel collectives" else STRAGGLERS
     if axis:
         return axis
     if "fsdp" in around:
@@ -126,7 +127,7 @@ def _of_collective(kernel: str, context: Context, collective: Collective | None)
     if re.search(r"all_?reduce", name) and context.phase == "backward":
         return "FSDP collectives"  # gradients of replicas, as DDP sums them
     if re.search(r"all_?reduce", name) and context.phase == "optimizer":
-        return "imbalance and stragglers"  # of a norm or of whether all is finite
+        return STRAGGLERS  # of a norm or of whether all is finite
     if "distributeddataparallel" in around:
         return "FSDP collectives"
     return "other collectives"

@@ -2,7 +2,7 @@
 
 *Span* is from the first to the last event on the GPU, *busy* is when any runs, *compute* when one runs that does not
 communicate. An instant belongs to one part: to the first of the compute categories that runs, else to communication,
-which nothing hides then, else it is idle. So parts add up to the span.
+which is *exposed* then, else it is idle. So the parts add up to the span.
 
 The GPU is idle while the host has not launched the next kernel, or between kernels that wait for each other. If the
 host waited for the GPU before that launch, the wait is named: after it the host starts without a lead, and what it
@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from moelab.errors import BadInput
-from moelab.explain.categories import COMMUNICATION, COMPUTE, FEW_ELEMENTS, PHASES, UNCLASSIFIED
+from moelab.explain.categories import COMMUNICATION, COMPUTE, FEW_ELEMENTS, PHASES, STRAGGLERS, UNCLASSIFIED
 from moelab.explain.rank import Places, Rank, length_us
 from moelab.explain.trace import Rows, read_trace, trace_files
 from moelab.hardware import Gpu, known_gpu
@@ -34,10 +34,8 @@ RESTART_US = 1000.0
 """What a host needs at most to launch again after it waited; beyond that it did something else."""
 PARTS = {part: place for place, part in enumerate((*COMPUTE, *COMMUNICATION))}
 """In the order in which an instant belongs to them."""
-LARGE_ELEMENTS = 1 << 22
 SHOWN = 8
 """Rows of a table for a person."""
-_BYTES = {"byte": 1, "char": 1, "float8": 1, "bfloat16": 2, "half": 2, "float16": 2, "float": 4, "double": 8, "long": 8}
 _NONE = np.zeros(0, np.intp)
 
 
@@ -54,6 +52,11 @@ class Communication:
     exposed_ms: float
     waiting_ms: float | None
     from_ranks: bool
+
+    def less(self, ms: float) -> Communication:
+        """The group without ``ms`` of exposed waiting."""
+        waiting_ms = None if self.waiting_ms is None else max(0.0, self.waiting_ms - ms)
+        return replace(self, ms=self.ms - ms, exposed_ms=self.exposed_ms - ms, waiting_ms=waiting_ms)
 
 
 @dataclass(frozen=True)
@@ -126,8 +129,6 @@ class Explanation:
         unknown: kernels without a category, with ms, the longest first.
         edge_ms: barriers at the beginning and the end of the trace, which ranks meet at because they are traced.
         idle_in_layers_ms: idle time that ends with a kernel of a layer.
-        gather_gb_s: what gathers and scatters of FSDP moved over each rank's link in the time they took, GB/s; None
-            where their sizes were not recorded.
         notes: what a reader has to know.
         timeline: events by start, for figures: ``start, end`` (ms after the first), ``part, phase, name`` (indices
             into ``labels``), ``layer`` and ``stream``.
@@ -156,7 +157,6 @@ class Explanation:
     unknown: tuple[tuple[str, float], ...]
     edge_ms: float
     idle_in_layers_ms: float
-    gather_gb_s: float | None
     notes: tuple[str, ...]
     timeline: Rows = field(repr=False)
     host_timeline: Rows = field(repr=False)
@@ -178,12 +178,30 @@ class Explanation:
         return {name.removeprefix("idle: "): ms for name, ms in self.parts_ms.items() if name.startswith("idle: ")}
 
     @property
+    def tracing_ms(self) -> float:
+        """What the barriers of tracing add to the span."""
+        return min(self.edge_ms, self.parts_ms.get(STRAGGLERS, 0.0))
+
+    @property
+    def step_ms(self) -> float:
+        """The span without the barriers of tracing."""
+        return self.span_ms - self.tracing_ms
+
+    @property
+    def step_shares(self) -> tuple[float, float, float]:
+        """Compute, exposed communication and idle time, as parts of that step."""
+        parts = (self.compute_ms, self.exposed_communication_ms - self.tracing_ms, self.idle_ms)
+        return tuple(ms / (self.step_ms or self.span_ms) for ms in parts)  # type: ignore[return-value]
+
+    @property
+    def step_communication(self) -> tuple[Communication, ...]:
+        """:attr:`communication` without the barriers of tracing."""
+        return tuple(one.less(self.tracing_ms) if one.group == STRAGGLERS else one for one in self.communication)
+
+    @property
     def longest_loss(self) -> tuple[str, float]:
         """What costs most beside compute, with ms; barriers of tracing are left out. Empty where nothing is lost."""
-        lost = {f"{one.group} that nothing hides": one.exposed_ms for one in self.communication}
-        stragglers = "imbalance and stragglers that nothing hides"
-        if stragglers in lost:
-            lost[stragglers] = max(0.0, lost[stragglers] - self.edge_ms)
+        lost = {f"exposed {one.group}": one.exposed_ms for one in self.step_communication}
         lost |= {f"idle, {cause}": ms for cause, ms in self.idle_by_cause_ms.items()}
         return max(lost.items(), key=lambda one: one[1], default=("", 0.0))
 
@@ -195,7 +213,7 @@ class Explanation:
             return ""
         late, early = min(waited, key=lambda rank: waited[rank]), max(waited, key=lambda rank: waited[rank])
         return (
-            f"rank {late} comes last most often: it waits {waited[late]:.1f} ms for the others in their collectives, "
+            f"rank {late} arrives last most often: it waits {waited[late]:.1f} ms for the others in collectives, "
             f"rank {early} waits {waited[early]:.1f} ms"
         )
 
@@ -252,7 +270,7 @@ def explain(paths: Sequence[Path], *, rank: int | None = None, step: int | None 
         number = trace.rank if trace.rank is not None else place
         if number in met:
             places = [f"{one.parent.name}/{one.name}" for one in (path, met[number].path)]
-            notes.append(f"{places[0]} is of rank {number}, as is {places[1]}: the later is shown")
+            notes.append(f"{places[0]} and {places[1]} are both of rank {number}: the first of them is shown")
         one = Rank(trace, step)
         span_us = one.last_us - one.first_us
         time = RankTime(number, span_us / 1e3, one.compute_us / 1e3, (span_us - one.busy_us) / 1e3, None)
@@ -271,6 +289,7 @@ def _skew(met: Mapping[int, _Met]) -> tuple[tuple[RankTime, ...], dict[int, dict
     if len(met) < 2:
         return (), {}
     shared = set.intersection(*(set(one.collectives_us) for one in met.values()))
+    # the rank that came last found all others there, so its collective took no more than the exchange itself
     least = {key: min(one.collectives_us[key] for one in met.values()) for key in shared}
     waited = {rank: {key: one.collectives_us[key] - least[key] for key in shared} for rank, one in met.items()}
     return tuple(
@@ -284,13 +303,13 @@ def _explanation(number: int, one: Rank, met: Mapping[int, _Met], notes: list[st
     ranks, waited = _skew(met)
     gpu = known_gpu(trace.gpu) if trace.gpu else None
     if trace.gpu and gpu is None:
-        notes.append(f"the peaks of {trace.gpu} are not known, so nothing is held against them")
+        notes.append(f"the peaks of {trace.gpu} are not known, so no share of peak is shown")
     notes += [note for other in met.values() for note in other.notes]
     parts = np.asarray([PARTS[part] for part in one.category], np.int8)
     by_category = {part: np.flatnonzero(parts == PARTS[part]) for part in dict.fromkeys(one.category)}
     parts_ms, taken_us = {}, 0.0
     together = np.zeros(len(parts), bool)
-    for part in PARTS:
+    for part in PARTS:  # what a part adds to the union of those before it is the time in which none of them ran
         if part in by_category:
             together[by_category[part]] = True
             now_us = length_us(start[together], end[together])
@@ -336,7 +355,6 @@ def _explanation(number: int, one: Rank, met: Mapping[int, _Met], notes: list[st
         unknown=tuple(sorted(unknown.items(), key=lambda item: -item[1])),
         edge_ms=_edges_us(one) / 1e3,
         idle_in_layers_ms=idle_in_layers_us / 1e3,
-        gather_gb_s=_gather_gb_s(one, by_category.get("FSDP collectives", _NONE)),
         notes=tuple(dict.fromkeys(notes)),
         timeline=_timeline(one, parts),
         host_timeline=_host_timeline(one),
@@ -365,7 +383,7 @@ def _host_timeline(one: Rank) -> Rows:
 def _gaps(one: Rank) -> tuple[tuple[Gaps, ...], float]:
     """Idle time by cause and by what the host did, and how much of it, µs, ends with a kernel of a layer."""
     gaps_us: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
-    begins, untils = one.busy[1][:-1], one.busy[0][1:]
+    begins, untils = one.busy[1][:-1], one.busy[0][1:]  # a gap lies between one busy stretch and the next
     ended_by = np.searchsorted(np.ascontiguousarray(one.events["start"]), untils).tolist()
     in_layers_us = 0.0
     for begin, until, place in zip(begins.tolist(), untils.tolist(), ended_by, strict=True):
@@ -393,6 +411,7 @@ def _causes(one: Rank, begin: float, until: float, place: int) -> Iterable[tuple
     wait, since = one.last_wait(thread, launched), begin
     if wait >= 0 and launched > begin:
         ended = float(calls["end"][wait])
+        # a wait from before the gap still explains it if no kernel had to queue since: the host never got ahead again
         if ended >= begin or not one.was_ahead(ended, launched):
             since = min(launched, max(begin, ended) + RESTART_US)
             caller = host.caller(host.at(thread, float(calls["start"][wait])))
@@ -412,7 +431,10 @@ def _communication(one: Rank, group: str, places: Places, waited: Mapping[Hashab
 
 
 def _waiting_us(one: Rank, places: Places) -> float | None:
-    """What collectives took beyond the fastest of their kind; all of it where next to nothing is moved."""
+    """What collectives took beyond the fastest of their kind; all of it where next to nothing is moved.
+
+    None where every kind ran once only: then nothing tells waiting from moving.
+    """
     kinds: defaultdict[tuple[Any, ...], list[float]] = defaultdict(list)
     for place in places:
         collective = one.collective[place]
@@ -428,7 +450,7 @@ def _edges_us(one: Rank) -> float:
     """Barriers before anything else is exchanged, and after everything."""
     meets = np.flatnonzero(one.moves_data).tolist()
     edges: set[int] = set()
-    for order in (meets, meets[::-1]):
+    for order in (meets, meets[::-1]):  # from either end, up to the first collective that training needs
         for place in order:
             collective = one.collective[place]
             if not collective or "barrier" not in collective.name:
@@ -438,18 +460,6 @@ def _edges_us(one: Rank) -> float:
     return length_us(one.events["start"][places], one.events["end"][places])
 
 
-def _gather_gb_s(one: Rank, places: Places) -> float | None:
-    """Bytes of large gathers and scatters, of which each rank's link carries all but its own part, over their time."""
-    moved = us = 0.0
-    for place in places:
-        collective = one.collective[place]
-        if collective and collective.elements >= LARGE_ELEMENTS and collective.ranks > 1:
-            size = _BYTES.get(collective.dtype.lower().partition("_")[0], 0)
-            moved += size * collective.elements * (1 - 1 / collective.ranks)
-            us += one.us(place) if size else 0.0
-    return moved / us / 1e3 if us else None
-
-
 def _products(one: Rank, by_category: Mapping[str, Places], gpu: Gpu | None) -> Iterable[Product]:
     grouped: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
     for place in (*by_category.get("expert GEMMs", _NONE), *by_category.get("other GEMMs", _NONE)):
@@ -457,6 +467,7 @@ def _products(one: Rank, by_category: Mapping[str, Places], gpu: Gpu | None) -> 
         grouped[one.contexts[place].op or one.name(place), shape].append(place)
     for (op, shape), places in sorted(grouped.items(), key=lambda item: -one.us(item[1])):
         us, dims = one.us(places), one.trace.shapes[shape] if shape >= 0 else None
+        # an operator that launches several kernels multiplies once; a kernel without operator counts for itself
         called = len({row if row >= 0 else -2 - place for place, row in zip(places, one.op[places], strict=True)})
         flops = _flops(op, dims) if dims else None
         tflops = flops * called / us / 1e6 if flops and us else None
@@ -467,6 +478,7 @@ def _products(one: Rank, by_category: Mapping[str, Places], gpu: Gpu | None) -> 
 
 def _flops(op: str, dims: Sequence[Any]) -> float | None:
     """Operations of a product by the dimensions of its operands; of a grouped one, of all its rows."""
+    # addmm and baddbmm have the sum's other operand first
     matrices = [dim for dim in dims if isinstance(dim, list) and len(dim) >= 2][-2 if "add" in op else 0 :][:2]
     if len(matrices) < 2:
         return None
@@ -485,6 +497,7 @@ def _copies(one: Rank, gpu: Gpu | None) -> Iterable[Copies]:
             gb_s = moved / us / 1e3 if moved and us else None
             on_device = "DtoD" in kind or "Device -> Device" in kind
             peak = 1e3 * float(gpu.hbm_tb_s) if gpu and gpu.hbm_tb_s and on_device else None
+            # Kineto counts a byte once, memory reads and writes it
             yield Copies(kind, len(places), us / 1e3, gb_s, 2 * gb_s / peak if gb_s and peak else None)
 
 
@@ -495,12 +508,16 @@ def explanation_text(explained: Explanation) -> str:
         one / explained.span_ms for one in (explained.compute_ms, explained.exposed_communication_ms, explained.idle_ms)
     )
     loss, loss_ms = explained.longest_loss
+    traced = (
+        f"{_ms(explained.tracing_ms)} of that are barriers that ranks meet at only because they are traced; without "
+        f"them the step takes {_ms(explained.step_ms)}"
+    )
     lines = [
         f"{explained.span_ms:.1f} ms from the first to the last event of {where} ({explained.gpu or 'CPU'}): "
-        f"{compute:.1%} compute, {exposed:.1%} communication that nothing hides, {idle:.1%} idle; "
+        f"{compute:.1%} compute, {exposed:.1%} exposed communication, {idle:.1%} idle; "
         f"{explained.classified:.1%} of kernel time is classified",
+        *([traced] if explained.tracing_ms >= 1 else []),
         *([f"look first at {loss}: {_ms(loss_ms)}"] if loss_ms else []),
-        *([f"{_ms(explained.edge_ms)} are barriers around the traced step, not part of it"] * (explained.edge_ms >= 1)),
         *(f"note: {note}" for note in explained.notes),
     ]
     for heading, rows in _tables(explained).items():
@@ -516,10 +533,10 @@ def _tables(explained: Explanation) -> dict[tuple[str, ...], list[tuple[str, ...
         for rows in (explained.kernels_ms.values(), explained.layers_ms.values())
     )
     parts = sorted(explained.parts_ms.items(), key=lambda item: -item[1])
-    known = {None: "", False: "by the fastest of each kind", True: "seen on all ranks"}
+    known = {None: "", False: "estimated from the fastest of its kind", True: "measured on all ranks"}
     return {
         ("part", "", "of the span"): [(part, _ms(ms), f"{ms / explained.span_ms:.1%}") for part, ms in parts],
-        ("communication", "runs", "not hidden", "of it all waiting for ranks", ""): [
+        ("communication", "total", "exposed", "waiting for other ranks", ""): [
             (
                 one.group,
                 _ms(one.ms),
@@ -529,30 +546,30 @@ def _tables(explained: Explanation) -> dict[tuple[str, ...], list[tuple[str, ...
             )
             for one in explained.communication
         ],
-        ("idle because of", "what the host did", "times", "idle"): [
+        ("cause of idle time", "what the host did", "gaps", "idle"): [
             (gap.cause, gap.where[:72], str(gap.count), _ms(gap.idle_ms)) for gap in explained.gaps[:SHOWN]
         ],
-        ("kernels, sum of durations", *phases): [
+        ("kernels, durations added up", *phases): [
             (part, *(_ms(row[phase]) for phase in phases)) for part, row in explained.kernels_ms.items()
         ],
         ("layer", *of_layers): [
             (str(layer), *(_ms(row[phase]) for phase in of_layers)) for layer, row in explained.layers_ms.items()
         ],
-        ("products", "operands", "times", "", "", "of the peak"): [
+        ("products", "operands", "calls", "", "", "of peak"): [
             (
                 *(one.op[:48], one.shape or "shapes not recorded", str(one.count), _ms(one.ms)),
                 *_rate(one.tflops, one.share_of_peak, "TFLOP/s"),
             )
             for one in explained.products[:SHOWN]
         ],
-        ("copies", "times", "", "", "of the peak"): [
+        ("copies", "calls", "", "", "of peak"): [
             (one.kind, str(one.count), _ms(one.ms), *_rate(one.gb_s, one.share_of_peak, "GB/s"))
             for one in explained.copies
         ],
         ("rank", "span", "compute", "idle", "waiting for others"): [
             (str(rank), *map(_ms, times)) for rank, *times in map(astuple, explained.ranks)
         ],
-        ("not classified", ""): [(name[:96], _ms(ms, digits=2)) for name, ms in explained.unknown[:SHOWN]],
+        ("unclassified kernels", ""): [(name[:96], _ms(ms, digits=2)) for name, ms in explained.unknown[:SHOWN]],
     }
 
 

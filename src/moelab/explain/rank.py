@@ -36,7 +36,7 @@ def union_us(starts: Floats, ends: Floats) -> tuple[Floats, Floats]:
     if not len(starts):
         return starts, ends
     order = np.argsort(starts, kind="stable")
-    starts, ends = starts[order], np.maximum.accumulate(ends[order])
+    starts, ends = starts[order], np.maximum.accumulate(ends[order])  # a short one may lie inside a long one
     first = np.concatenate([[True], starts[1:] > ends[:-1]])
     last = np.concatenate([first[1:], [True]])
     return starts[first], ends[last]
@@ -75,7 +75,7 @@ class Host:
         row: int = there.start + int(np.searchsorted(self._start[there], time_us, side="right")) - 1
         if row < there.start:
             return -1
-        while row >= 0 and self._end[row] < time_us:
+        while row >= 0 and self._end[row] < time_us:  # the last that began may have ended: look around it
             row = int(self.parent[row])
         return row
 
@@ -143,6 +143,7 @@ def _rows_with(keys: Rows, wanted: Rows) -> Places:
     if not len(keys):
         return np.full(len(wanted), -1)
     order = np.argsort(keys, kind="stable")
+    # beyond the last key searchsorted returns the length; the comparison below turns that into -1
     rows = order[np.minimum(np.searchsorted(keys, wanted, sorter=order), len(keys) - 1)]
     return np.where((keys[rows] == wanted) & (wanted >= 0), rows, -1)
 
@@ -216,6 +217,7 @@ class Rank:
         for place in np.flatnonzero(self.moves_data).tolist():
             collective, name = self.collective[place], self.name(place)
             orders[name] += 1
+            # NCCL numbers collectives of a group alike on all ranks; other kernels are counted by name
             numbered = collective is not None and collective.order >= 0
             self.key_of[place] = (collective.group, collective.order) if numbered else (name, orders[name])  # type: ignore[union-attr]
         self.met = {key: self.us(place) for place, key in self.key_of.items()}
@@ -234,7 +236,7 @@ class Rank:
         rows = rows.astype(int)
         ops = self.trace.ops
         gloo = [index for index, name in enumerate(self.trace.names) if name.startswith(("gloo:", "mpi:", "ucc:"))]
-        kept = (ops["annotation"][rows] == 0) | np.isin(ops["name"][rows], gloo)
+        kept = (ops["annotation"][rows] == 0) | np.isin(ops["name"][rows], gloo)  # gloo's exchanges are annotations
         events = np.zeros(int(kept.sum()), self.trace.events.dtype)
         events["start"], events["end"], events["external"] = starts[kept], ends[kept], rows[kept]
         events["name"], events["stream"] = ops["name"][rows[kept]], ops["thread"][rows[kept]]
@@ -265,7 +267,7 @@ class Rank:
         elif len(self.steps) > 1:
             self.notes.append(
                 f"{file} has {len(self.steps)} steps ({self.steps[0][0]} to {self.steps[-1][0]}): "
-                f"figures are of all together; choose one with --step {next(iter(numbers))}"
+                f"the figures cover all of them; choose one with --step {next(iter(numbers))}"
             )
 
     def _classify(self) -> None:
@@ -288,13 +290,15 @@ class Rank:
         self.moves_data = np.asarray([one in COMMUNICATION for one in self.category], dtype=bool)
         if not self.on_cpu and not (self.call >= 0).any():
             self.notes.append(
-                f"{trace.path.name} has no correlation between kernels and calls: why the GPU was idle, and which pass "
-                "a kernel belongs to, is not known"
+                f"{trace.path.name} has no correlation between kernels and calls, so the causes of idle time and the "
+                "passes of kernels are not known"
             )
         by_name = (kernel for kernel, context, one in zip(kernels, self.contexts, self.collective, strict=True)
                    if not context.op and not one)  # fmt: skip
         if any(map(communication, by_name)):
-            self.notes.append("collectives without operator or process group are classified by their kernels' names")
+            self.notes.append(
+                "collectives that name neither operator nor process group are classified by their kernels' names"
+            )
 
     def _mark_recomputation(self) -> None:
         """Tell recomputation from the backward pass inside compiled layers, where operators do not.
@@ -314,7 +318,7 @@ class Rank:
             before = regions.get(forward.get(int(ops["sequence"][region]), -1), [])
             if host.name(region) != _BACKWARD_OF_IT or not before:
                 continue
-            places.sort(key=lambda place: self.call[place])
+            places.sort(key=lambda place: self.call[place])  # in the order of launches, whatever the stream
             experts = any(self.category[place] == "expert GEMMs" for place in before)
             last = -1
             for part, needed in (("expert GEMMs" if experts else "other GEMMs", 2), ("all-to-all", 1)):
@@ -339,7 +343,7 @@ class Rank:
         threads = calls["thread"][self.waits]
         self._of_thread = {int(thread): self.waits[threads == thread] for thread in np.unique(threads)}
         launched = self.call[self.call >= 0]
-        lead = self.events["start"][self.call >= 0] - calls["end"][launched]
+        lead = self.events["start"][self.call >= 0] - calls["end"][launched]  # time that a kernel waited in the queue
         self._ahead = np.sort(calls["start"][launched][lead > QUEUED_US])
 
     def last_wait(self, thread: int, until: float) -> int:

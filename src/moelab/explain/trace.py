@@ -70,13 +70,11 @@ _LONE_BACKSLASH = re.compile(r'\\(?!["\\/bfnrtu])')
 
 
 class Collective(NamedTuple):
-    """What the profiler says of a collective: its name, elements in and out, type, process group, and order in it."""
+    """What the profiler says of a collective: its name, elements in or out, process group, and order in it."""
 
     name: str
     elements: int
-    dtype: str
     group: str
-    ranks: int
     order: int
 
 
@@ -128,8 +126,9 @@ class _Table:
     def rows(self, *order: str) -> Rows:
         """A structured array, sorted by columns; the first counts most, and of ``end`` the latest comes first."""
         keys = {name: np.frombuffer(self.columns[name], self.columns[name].typecode) for name in order}
+        # lexsort's last key counts most; of operators that begin together the longest is around the others
         by = np.lexsort([-keys[name] if name == "end" else keys[name] for name in reversed(order)])
-        keys.clear()
+        keys.clear()  # an array that is still viewed cannot be let go below
         rows = np.empty(len(by), [(name, np.dtype(column.typecode)) for name, column in self.columns.items()])
         for name in tuple(self.columns):  # each is let go as it is copied
             rows[name] = np.frombuffer(self.columns[name], rows[name].dtype)[by]
@@ -195,6 +194,7 @@ class _Text:
             try:
                 value, end = self._decode(self._text, self._at)
             except json.JSONDecodeError as error:
+                # near the end of the window a value may only be cut; an error far before it is in the file itself
                 open_string = error.msg.startswith("Unterminated") and len(self._text) - error.pos < WINDOW
                 if not (open_string or error.pos >= len(self._text) - 16) or len(self._text) - self._at > LONGEST_EVENT:
                     raise
@@ -273,10 +273,9 @@ class _Reader:
         collective = -1
         if "Collective name" in args:
             group = f"{args.get('Process Group Description', '')} {args.get('Process Group Name', '')}"
+            # a gather's input and a scatter's output are a shard: the larger one is what is moved
             elements = max(_whole(args.get("In msg nelems"), 0), _whole(args.get("Out msg nelems"), 0))
-            size, order = _whole(args.get("Group size"), 0), _whole(args.get("Seq"))
-            said = str(args["Collective name"])
-            self.collectives.append(Collective(said, elements, str(args.get("dtype", "")), group, size, order))
+            self.collectives.append(Collective(str(args["Collective name"]), elements, group, _whole(args.get("Seq"))))
             collective = len(self.collectives) - 1
         self.gpu.add(start, end, self._name(name), *numbers, collective)
 
@@ -322,7 +321,9 @@ def _events(text: _Text, reader: _Reader) -> Iterator[Any]:
     """
     first = text.peek()
     if first not in ("{", "["):
-        raise BadInput(f"{reader.path} is no Kineto trace: it begins with {first!r}, not with a JSON object; {RECORD}")
+        raise BadInput(
+            f"{reader.path} is not a Kineto trace: it begins with {first!r} instead of a JSON object; {RECORD}"
+        )
     text.skip()
     if first == "{":
         while (key := text.peek()) != "}":
@@ -339,7 +340,7 @@ def _events(text: _Text, reader: _Reader) -> Iterator[Any]:
                 reader.header[str(key)] = text.value()
         text.skip()
         if not reader.read and text.peek():
-            raise BadInput(f"{reader.path} has a JSON object a line, as Nsight exports them; {RECORD}")
+            raise BadInput(f"{reader.path} has one JSON object per line, as Nsight exports have; {RECORD}")
     else:
         yield from _elements(text)
 
@@ -374,7 +375,7 @@ def read_trace(path: Path) -> Trace:
         except EOFError:
             cut = True
         except (ValueError, RecursionError) as error:
-            raise BadInput(f"{path} {_writer(reader) or f'is no Kineto trace: {error}'}; {RECORD}") from None
+            raise BadInput(f"{path} {_writer(reader) or f'is not a Kineto trace: {error}'}; {RECORD}") from None
     return _trace_of(reader, cut)
 
 
@@ -384,9 +385,9 @@ def _refuse_binary(path: Path, begin: bytes) -> None:
     with suppress(zlib.error):
         begin = zlib.decompressobj(31).decompress(begin) if packed else begin
     if nsight or _OF_NSIGHT.search(begin):
-        raise BadInput(f"{path} is a report or an export of Nsight, which is not read; {RECORD}")
+        raise BadInput(f"{path} is a report or an export of Nsight, which moelab cannot read; {RECORD}")
     if path.name.endswith(".xplane.pb"):
-        raise BadInput(f"{path} is a trace of JAX (XLA) or TensorFlow, which is not read; {RECORD}")
+        raise BadInput(f"{path} is a trace of JAX (XLA) or TensorFlow, which moelab cannot read; {RECORD}")
     if b"\x00" in begin and not packed:
         raise BadInput(f"{path} is a binary file, not a JSON trace; {RECORD}")
 
@@ -401,23 +402,24 @@ def _trace_of(reader: _Reader, cut: bool) -> Trace:
         far = abs(events["start"] - np.median(events["start"])) > LONGEST_US  # such as an event at 0 among dates
         events = events[~far]
         reader.damaged += int(far.sum())
+        # an event that was written twice has the same correlation, and the sort has put both beside each other
         same = ["start", "end", "name", "stream", "device", "correlation"]
         again = (events[same][1:] == events[same][:-1]) & (events["correlation"][1:] >= 0)
         events = events[np.concatenate([[True], ~again])]
         _take_marks(events, reader.mark.rows("stream", "start"))
         if twice := int(again.sum()):
-            notes.append(f"{name}: {twice:,} of {count:,} kernels and copies are written twice and count once")
+            notes.append(f"{name}: {twice:,} of {count:,} kernels and copies appear twice and are counted once")
     if cut:
         notes.append(f"{name} was cut off: it ends after {reader.read:,} events, and what followed is missing")
     if reader.damaged:
-        notes.append(f"{name}: {reader.damaged:,} of {reader.read:,} events are damaged and left out")
+        notes.append(f"{name}: {reader.damaged:,} of {reader.read:,} events are damaged and were left out")
     if reader.without_duration:
-        notes.append(f"{name}: {reader.without_duration:,} kernels and copies have no duration and count as none")
+        notes.append(f"{name}: {reader.without_duration:,} kernels and copies have no duration and take no time here")
     devices, counts = np.unique(events["device"], return_counts=True)
     device = int(devices[counts.argmax()]) if count else -1
     if len(devices) > 1:
         others = ", ".join(str(one) for one in devices if one != device)
-        notes.append(f"{name} has events of devices {device} and {others}: {device} is shown")
+        notes.append(f"{name} has events of devices {device} and {others}; only those of {device} are shown")
         events = events[events["device"] == device]
     if not count and not len(ops):
         kinds = " of the kinds that torch.profiler writes" if reader.read else ""
@@ -430,14 +432,16 @@ def _trace_of(reader: _Reader, cut: bool) -> Trace:
     gpu = str(own[0].get("name")) if own else "AMD GPU" if amd else UNNAMED_GPU
     if not count:
         launched = any("launch" in one.lower() for one in names)
-        why = ", though calls launched some: the profiler was not given ProfilerActivity.CUDA, or may not use CUPTI"
-        notes.append(f"{name} has no GPU kernels{why if launched else ''}: shown is the operators' own time on the CPU")
+        why = ", though calls launched some: the profiler ran without ProfilerActivity.CUDA or without access to CUPTI"
+        notes.append(f"{name} has no GPU kernels{why if launched else ''}; the operators' own CPU time is shown")
     distributed = header.get("distributedInfo")
     said = distributed.get("rank") if isinstance(distributed, dict) else None
     in_name = re.search(r"rank[_-]?(\d+)", name)
     rank = _whole(said if said is not None else in_name and in_name[1])
     if count and (amd or re.search(r"\b(AMD|Radeon|Instinct|gfx\d)", gpu, re.I)):
-        notes.append(f"{name} is of an AMD GPU ({gpu}): kernels are classified by name, its peaks are not known")
+        notes.append(
+            f"{name} is of an AMD GPU ({gpu}): its kernels are classified by name, and its peaks are not known"
+        )
     return Trace(
         path=path,
         rank=rank if rank >= 0 else None,
@@ -467,8 +471,7 @@ def _writer(reader: _Reader) -> str:
     """Who else wrote a file, by its keys, categories and arguments; empty where they do not tell."""
     words = " ".join([*reader.header, *reader.others])
     writer = next((writer for writer, marks in _WRITERS.items() if marks.search(words)), None)
-    kinds = "kernels and operators are of other categories there"
-    return f"is a trace of {writer}, which is not read ({kinds})" if writer else ""
+    return f"is a trace of {writer}, which moelab cannot read (its events have other categories)" if writer else ""
 
 
 def _naturally(path: Path) -> list[tuple[int, str]]:
@@ -489,7 +492,7 @@ def trace_files(paths: Sequence[Path]) -> list[Path]:
             named = [one for one in there if re.search(r"trace|kineto", one.name) or "trac" in one.parent.name]
             named = named or [one for one in there if one.parent == path and re.search(r"rank[_-]?\d", one.name)]
             if not named:
-                raise BadInput(f"{path} has no trace below it (trace*.json or .json.gz); {RECORD}")
+                raise BadInput(f"no trace (trace*.json or .json.gz) below {path}; {RECORD}")
             files += named
         elif path.is_file():
             files.append(path)

@@ -1,12 +1,12 @@
 """Real operands: what the experts of a model in training multiply at one step, saved with the run.
 
-An experiment with ``capture_step`` above zero gets hooks on its routed experts. At that step rank 0 keeps, for its
-first, middle and last MoE layer, the routed input, the three weights as the experts use them (gathered by FSDP, this
-rank's experts), the gradient of their output and where each expert's tokens end; all in BF16, as they enter the grouped
-GEMMs. The step itself computes what it would have computed anyway.
+With ``capture_step`` above zero an experiment's routed experts get hooks. At that step rank 0 keeps, for its first,
+middle and last MoE layer, the routed input, the three weights as the experts use them (this rank's, gathered by FSDP),
+the gradient of their output and where each expert's tokens end; all in BF16, as they enter the grouped GEMMs. The step
+itself computes what it would have computed anyway.
 
 Each layer is one file ``captures/<layer>.pt`` in the run directory, whole or absent. It is bounded: at most
-``MAX_ROWS`` tokens, evenly over the experts, and as many experts as ``MAX_WEIGHT_BYTES`` hold (at least one).
+``MAX_ROWS`` tokens, evenly over the experts, and as many experts as fit into ``MAX_WEIGHT_BYTES`` (at least one).
 
 Steps are counted from the start of the process, by training passes through the model.
 """
@@ -16,7 +16,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -65,18 +65,18 @@ class Capture:
 
 
 def install(model: nn.Module, experiment: Experiment, dump_folder: Path) -> list[str]:
-    """Hook the experts of a built model, so that ``capture_step`` leaves its operands in the run directory.
+    """Hook the experts of a model, so that ``capture_step`` leaves its operands in the run directory.
 
-    To be called once a model part, after it was parallelised: FSDP's own hooks then run first, and the weights that are
-    seen are whole.
+    Call it once for each model part, after it was parallelised: FSDP's own hooks then run first, and the captured
+    weights are whole.
 
     Args:
         model: the whole model, or one part of it under pipeline parallelism.
-        experiment: with ``capture_step`` above zero; with zero nothing is hooked.
+        experiment: nothing is hooked where its ``capture_step`` is zero.
         dump_folder: the run directory.
 
     Returns:
-        Names of the layers that will be captured; none on other ranks than the first.
+        Names of the layers that will be captured; none on ranks other than the first.
     """
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     experts = [(name, module) for name, module in model.named_modules() if isinstance(module, GroupedExperts)]
@@ -142,16 +142,12 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
 def write(capture: Capture, path: Path) -> None:
     """Save a capture; a kill leaves the whole file or none."""
     buffer = io.BytesIO()
-    torch.save({each.name: getattr(capture, each.name) for each in fields(capture)}, buffer)
+    torch.save(vars(capture), buffer)
     write_whole(path, buffer.getvalue())
 
 
 def read(path: Path) -> Capture:
-    """Read one layer's capture.
-
-    Raises:
-        BadInput: if it is no such file.
-    """
+    """Read one layer's capture; :class:`BadInput` if the file is none."""
     try:
         content = torch.load(path, weights_only=True)
         capture = Capture(**content)
@@ -167,13 +163,10 @@ def read(path: Path) -> Capture:
 
 
 def captures_of(run: Path) -> list[Path]:
-    """Files of the layers that a run captured, first layer first.
+    """Files of the layers that a run captured, first layer first; :class:`BadInput` if there are none.
 
     Args:
         run: a run directory, or any folder above some.
-
-    Raises:
-        BadInput: if there is none.
     """
 
     def order(path: Path) -> tuple[Path, int, str]:  # ``layers.10`` comes after ``layers.2``

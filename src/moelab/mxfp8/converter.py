@@ -1,18 +1,18 @@
 """Quantised experts, and linears when asked, as TorchTitan model converters: MXFP8 and row-wise FP8.
 
 TorchTitan 0.3.0 has such converters and refuses anything below SM100. These do the same there, with the same torchao
-kernels, and emulate elsewhere, so that one experiment means one thing on every machine: the linears by torchao's
+kernels, and emulate elsewhere, so that an experiment means the same on every machine: the linears by torchao's
 emulation, the experts by :mod:`moelab.mxfp8.emulation`, which has the same numbers. Forward, dgrad and wgrad of each
-grouped GEMM are quantised (wgrad in BF16 when asked).
+grouped GEMM are quantised (wgrad in BF16 on request).
 
 The quantised kernels need every expert's token group to be a multiple of a block. Where Triton runs, TorchTitan's
 TorchAOTokenDispatcher pads inside the permutation; on a CPU it cannot (the permutation is a Triton kernel), so the
 plain dispatcher stays and the emulation pads inside the grouped GEMM.
 
-FP8 experts are moelab's (:mod:`moelab.mxfp8.quantised_experts`), wgrad in BF16 or FP8. TorchTitan 0.3.0's own train
-in BF16 whenever experts are spread over ranks: they quantise where a weight is torchao's wrapper
+FP8 experts are moelab's (:mod:`moelab.mxfp8.quantised_experts`), wgrad in BF16 or FP8. TorchTitan 0.3.0's own experts
+train in BF16 whenever they are spread over ranks: they quantise where a weight is torchao's wrapper
 (``Float8TrainingWeightWrapperTensor``), and TorchTitan's default SPMD backend hands out plain tensors
-(``spmd_types.shard`` in ``distributed/spmd_types.py``). Nothing says so; the kernels of a traced step do.
+(``spmd_types.shard`` in ``distributed/spmd_types.py``). No message says so; only the kernels of a traced step show it.
 """
 
 from __future__ import annotations
@@ -92,10 +92,7 @@ class MXFP8Experts(_TitanExperts):
 def op_config(kernels: str, wgrad: str, *, pad_inside: bool) -> MXFP8TrainingOpConfig:
     """Settings of one quantised grouped GEMM for torchao, whose native kernels run it; emulated, it is our reference.
 
-    Args:
-        kernels: ``native`` or ``emulated``.
-        wgrad: ``mxfp8``, or ``bf16`` to keep the weight gradient in high precision.
-        pad_inside: let torchao pad each expert's group to a block of 32 tokens.
+    ``pad_inside`` lets torchao pad each expert's group to a block of 32 tokens.
     """
     return MXFP8TrainingOpConfig(
         kernel_preference=_PREFERENCE[kernels],
@@ -216,16 +213,13 @@ class FP8Converter(QuantizationConverter):
         self.config = config
 
     def convert(self, model_config: Any) -> Any:
-        """Convert a model's configuration in place.
-
-        Raises:
-            NothingConverted: if the model has no routed experts.
-        """
+        """Convert a model's configuration in place; :class:`NothingConverted` if it has no routed experts."""
         for _name, config, parent, attribute in _experts_of(model_config, "FP8"):
             if not isinstance(parent.token_dispatcher, DeepEPTokenDispatcher.Config):
                 swap_token_dispatcher(parent, GROUP_PADDING["fp8"])
             experts = quantised_experts(type(config)._owner, "fp8")
-            _float8_experts_cache[type(config)._owner] = experts  # where TorchTitan looks whether to print an MFU
+            # TorchTitan looks here for quantised experts, whose steps it prints without an MFU.
+            _float8_experts_cache[type(config)._owner] = experts
             setattr(parent, attribute, derive(config, experts.Config, wgrad=self.config.wgrad))
         if self.config.linears:
             names = [name for name, *_ in model_config.traverse(Linear.Config)]

@@ -1,6 +1,6 @@
 """A TorchTitan token dispatcher that sends tokens in MXFP8: the published 16B arm's all-to-all on the standard backend.
 
-As an override from outside TorchTitan's tree, for experts that :mod:`moelab.mxfp8.converter` has made MXFP8::
+An override from outside TorchTitan's tree, for experts that :mod:`moelab.mxfp8.converter` has made MXFP8::
 
     torchrun … -m torchtitan.train … --override.imports moelab.mxfp8.dispatch.quantised
 
@@ -18,11 +18,11 @@ combine    out of the groups, all-to-all in BF16                          quanti
                                                                           padded groups, expand
 =========  =============================================================  ============================================
 
-What differs from torchao 0.18 is cost, not numbers. A token is quantised once, not once for each of its experts, and
-8-bit rows are gathered instead of BF16 ones. The rows are as many as the padded groups hold, not as many as they could.
-The gradient that arrives at the experts is expanded to BF16, where it is exact: quantised again by w2's dgrad it is the
-same, and w2's weight gradient needs it in BF16. And no tensor subclass is involved, so that the model compiles as one
-graph and the products run on any device.
+It differs from torchao 0.18 in cost, not in numbers. A token is quantised once, not once for each of its experts, and
+8-bit rows are gathered instead of BF16 ones. There are as many rows as the padded groups hold, not as many as they
+could hold at most. The gradient that arrives at the experts is expanded to BF16, where it is exact: w2's dgrad
+quantises it to the same values, and w2's weight gradient needs it in BF16. And no tensor subclass is involved, so that
+the model compiles as one graph and the products run on any device.
 
 Shape suffixes: T tokens of this rank, K experts of a token, N = T*K rows that leave, R rows that arrive, P the same in
 padded groups, D features, S = D/32 scales, E experts, e local experts.
@@ -47,10 +47,9 @@ from torchtitan.models.common.token_dispatcher import (
 
 from moelab.errors import BadInput
 from moelab.hardware import GROUP_PADDING
-from moelab.mxfp8.converter import MXFP8Experts
 from moelab.mxfp8.kernels import Kernels
 from moelab.mxfp8.quantise import BLOCK, E4M3, expand, quantise_mxfp8
-from moelab.mxfp8.quantised_experts import QuantisedRows, place, quantised_experts
+from moelab.mxfp8.quantised_experts import QuantisedRows, place, quantised_experts, require_bf16_wgrad
 
 QUANTISED = "moelab.mxfp8.dispatch.quantised"
 """Name for TorchTitan's ``override.imports``."""
@@ -69,12 +68,7 @@ def quantised(config: RoutedExperts.Config) -> Any:
     dispatcher, experts = config.token_dispatcher, config.inner_experts
     if not isinstance(dispatcher, AllToAllTokenDispatcher.Config):
         return config
-    if not isinstance(experts, MXFP8Experts.Config) or experts.wgrad != "bf16":
-        wgrad = f" with wgrad {experts.wgrad}" if hasattr(experts, "wgrad") else ""
-        raise BadInput(
-            f"dispatch_precision mxfp8 feeds MXFP8 experts whose weight gradient is BF16, and these are "
-            f"{type(experts)._owner.__name__}{wgrad}; set precision=mxfp8 and wgrad=bf16, or dispatch_precision=bf16"
-        )
+    require_bf16_wgrad(experts)
     prequantised = quantised_experts(type(experts)._owner)
     return derive(
         config,
@@ -107,7 +101,7 @@ class QuantisedDispatchMetadata(LocalDispatchMetadata):
 
 
 class QuantisedDispatcher(AllToAllTokenDispatcher):
-    """TorchTitan's dispatcher interface over the exchange below."""
+    """TorchTitan's dispatcher interface to the exchange below."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(AllToAllTokenDispatcher.Config):
@@ -124,11 +118,7 @@ class QuantisedDispatcher(AllToAllTokenDispatcher):
         self.group, self.ranks = "", 1
 
     def init_buffer(self) -> None:
-        """There is no buffer; but there must be ranks to send to.
-
-        Raises:
-            BadInput: without expert parallelism.
-        """
+        """Find the ranks to send to; :class:`BadInput` without expert parallelism. There is no buffer."""
         if self.ep_mesh is None:
             raise BadInput(
                 "dispatch_precision mxfp8 quantises tokens that travel between expert-parallel ranks, and ep is 1; "
@@ -139,13 +129,7 @@ class QuantisedDispatcher(AllToAllTokenDispatcher):
     def dispatch(
         self, x_TD: Tensor, topk_scores_TK: Tensor, topk_expert_ids_TK: Tensor, num_local_tokens_per_expert_E: Tensor
     ) -> tuple[QuantisedRows, Tensor, QuantisedDispatchMetadata]:
-        """Send tokens to their experts.
-
-        Args:
-            x_TD: this rank's tokens.
-            topk_scores_TK: routing scores.
-            topk_expert_ids_TK: int64.
-            num_local_tokens_per_expert_E: of this rank's tokens.
+        """Send this rank's tokens to their experts.
 
         Returns:
             Quantised rows in expert-major order, rows of each local expert (padding included) ``(e,)``, and what
@@ -155,7 +139,7 @@ class QuantisedDispatcher(AllToAllTokenDispatcher):
         sent_re = num_local_tokens_per_expert_E.view(self.ranks, -1)
         received_re = torch.ops._c10d_functional.wait_tensor(all_to_all_single(sent_re, None, None, self.group))
         rows_e = padded_rows(received_re.sum(0), self.pad_multiple)
-        # The one host sync: an all-to-all takes its sizes from the host, and so does memory for the padded groups.
+        # The one host sync: an all-to-all takes its sizes from the host, and so does the allocation of padded groups.
         on_host = torch.cat([sent_re.sum(1), received_re.sum(1), rows_e.sum()[None]]).to("cpu").tolist()
         sent, received, padded = on_host[: self.ranks], on_host[self.ranks : -1], on_host[-1]
         place_R = places(received_re, rows_e, sum(received))
@@ -179,7 +163,7 @@ class QuantisedDispatcher(AllToAllTokenDispatcher):
 
 
 def padded_rows(tokens_e: Tensor, alignment: int) -> Tensor:
-    """Rows of each local expert: a multiple of ``alignment``, and one at least, as torchao's are."""
+    """Rows of each local expert: a multiple of ``alignment`` above zero, as torchao has it."""
     return (tokens_e.clamp(min=1) + (alignment - 1)) // alignment * alignment
 
 
@@ -194,6 +178,7 @@ def places(received_re: Tensor, rows_e: Tensor, received: int) -> Tensor:
     Returns:
         int64 ``(R,)``.
     """
+    # Where the rows from each rank for each expert begin: as they arrive, and in the padded groups.
     arrives_re = received_re.reshape(-1).cumsum(0).view_as(received_re) - received_re
     goes_re = (rows_e.cumsum(0) - rows_e) + received_re.cumsum(0) - received_re
     shift_R = (goes_re - arrives_re).reshape(-1).repeat_interleave(received_re.reshape(-1), output_size=received)
@@ -213,7 +198,7 @@ class _Dispatch(torch.autograd.Function):
         group: str,
         kernels: Kernels,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        token_N = order_N // (order_N.shape[0] // x_TD.shape[0])  # a token stands K times in the order
+        token_N = order_N // (order_N.shape[0] // x_TD.shape[0])  # each token is in the order K times
         ctx.sent, ctx.received, ctx.group, ctx.tokens = sent, received, group, x_TD.shape[0]
         ctx.save_for_backward(order_N, place_R)
         data_TD, scales_TS = cast(x_TD, kernels)  # once a token, however many experts it has
@@ -252,6 +237,7 @@ class _Combine(torch.autograd.Function):
     def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor | None, ...]:
         (place_R,) = ctx.saved_tensors
         quantised = cast(grad_ND, ctx.kernels)
+        # From the tokens to the experts again, so that as much arrives as in the dispatch.
         rows = _exchange_quantised(*quantised, place_R, ctx.padded, ctx.received, ctx.sent, ctx.group)
         return expand(*rows, "mxfp8"), None, None, None, None, None, None
 
@@ -270,10 +256,11 @@ def _exchange_quantised(
     """Both halves of quantised rows to the experts and into padded groups; as bytes, which every backend sends."""
     under_way = [all_to_all_single(half, arriving, leaving, group) for half in (data.view(torch.uint8), scales)]
     arrived = [torch.ops._c10d_functional.wait_tensor(half) for half in under_way]
+    # Padding is data 0 under the scale 2^-127: zeros, whose products and gradients are zeros.
     data_P, scales_P = (half.new_zeros((padded, half.shape[1])).index_copy(0, place_R, half) for half in arrived)
     return data_P.view(E4M3), scales_P
 
 
 def _exchange(rows: Tensor, arriving: list[int], leaving: list[int], group: str) -> Tensor:
-    # Outside a compiler, torch 2.14's functional collectives return a wrapper that waits when used; this is plain.
+    # Outside a compiler, torch 2.14's functional collectives return a wrapper that waits on first use.
     return torch.ops._c10d_functional.wait_tensor(all_to_all_single(rows, arriving, leaving, group))

@@ -17,8 +17,7 @@ wgrad       grad (N, M)              x (M, K)               M of both; in BF16 w
 
 The blocks of wgrad run along tokens, so every group must be a multiple of 32 tokens: the dispatcher pads, or
 ``pad_inside`` does. NVFP4 has blocks of 16, and a second scale for each expert's tokens and weight.
-A weight's two forms differ by block axis and cannot be derived from each other; each is computed
-once a product, where it is needed, for keeping both would double the memory of the weights.
+A weight's two forms differ by block axis and cannot be derived from each other; each is computed where it is needed.
 
 Activations that arrive quantised, from a dispatch that sends MXFP8, are :mod:`moelab.mxfp8.quantised_experts`'s.
 
@@ -113,7 +112,7 @@ def grouped_mm(
     require_whole_blocks("the inner dimension K", weight_GKN.shape[1], block)
     require_whole_blocks("the outer dimension N", weight_GKN.shape[2], block)
     needs_wgrad = torch.is_grad_enabled() and weight_GKN.requires_grad
-    # A compiler does not know the number of tokens that a dispatch brings, and the dispatcher has padded them.
+    # A compiler does not know how many tokens a dispatch brings; the dispatcher has padded them.
     if needs_wgrad and wgrad == "mxfp8" and not (pad_inside or torch.compiler.is_compiling()):
         require_whole_blocks("the token axis (pad_inside=True pads it)", x_MK.shape[0], block, or_none=True)
     return _GroupedMM.apply(x_MK, weight_GKN, ends_G, wgrad == "bf16", pad_inside, precision)
@@ -129,8 +128,9 @@ def _padding_of(ends_G: torch.Tensor, tokens: int, block: int) -> tuple[torch.Te
     padded_ends_G = torch.cumsum(padded_G, 0, dtype=torch.int32)
     shift_G = padded_ends_G - padded_G - starts_G
     token_M = torch.arange(tokens, device=ends_G.device, dtype=torch.int32)
+    # A token's group is the first that ends after it; empty groups end where the one before does.
     rows_M = token_M + shift_G[torch.searchsorted(ends_G, token_M, right=True)]
-    # The most that padding can need: a size that depends on the groups would have to come from the device.
+    # The most that padding can need: the exact number is on the device, and reading it would be a host sync.
     rows = (tokens + block - 1) // block * block + ends_G.shape[0] * block
     return rows_M.long(), padded_ends_G, rows
 
@@ -200,7 +200,7 @@ class _GroupedMM(torch.autograd.Function):
         else:
             quantised_MN, quantised_NM = casts.both(grad_MN, ends_G)
             wgrad_GNK = quantised_wgrad(quantised_NM, casts.columns(x_MK, ends_G), ends_G)
-        # Quantised a second time, along N: to keep both would double the memory of the weights.
+        # Quantised a second time, along N: keeping both forms would double the memory of the weights.
         quantised_GKN = casts.columns(weight_GKN.transpose(-2, -1).contiguous(), ends_G)
         dgrad_MK = _product(quantised_MN, quantised_GKN.transpose(-2, -1), ends_G)
         if rows_M is not None:

@@ -86,6 +86,7 @@ def measure(x: torch.Tensor, number_format: Format) -> TensorErrors:
         raise BadInput("the tensor has no value other than zero, so there is no error to measure")
     cast = number_format.cast(x)
     blocks = block_sqnr_db(x, cast.values)
+    # Not interpolated: half-way between a finite SQNR and an infinite one there is nothing.
     worst = torch.quantile(blocks[~blocks.isnan()], WORST, interpolation="lower")
     return TensorErrors(
         sqnr_db=sqnr_db(x, cast.values),
@@ -132,11 +133,11 @@ def block_sqnr_db(x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 def synthetic(
     distribution: Distribution, shape: tuple[int, ...], *, seed: int = 0, outlier: float = 1.0
 ) -> torch.Tensor:
-    """Draw a tensor that is hard for a number format in one way.
+    """Draw a tensor that challenges a number format in one way.
 
     Gaussian values are the easy case. Heavy tails put a few large values anywhere. Outlier channels put them into the
-    same few columns of every row, as trained transformers do: LLM.int8() (Dettmers et al., 2022) found features some 20
-    times the rest, *Massive Activations* (Sun et al., 2024) single ones at 10,000 times the median.
+    same few columns of every row, as trained transformers do: LLM.int8() (Dettmers et al., 2022) found features about
+    20 times the rest, *Massive Activations* (Sun et al., 2024) single ones at 10,000 times the median.
 
     Args:
         distribution: ``gaussian``, or ``student_t`` with 3 degrees of freedom.
@@ -157,7 +158,7 @@ def synthetic(
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randn(shape, generator=generator)
     if distribution == "student_t":
-        # torch.distributions would draw from the default generator, which is everybody's.
+        # torch.distributions takes no generator: it would draw from the process's.
         chi_squared = 2 * torch._standard_gamma(torch.full(shape, DEGREES_OF_FREEDOM / 2), generator=generator)
         drawn *= torch.rsqrt(chi_squared / DEGREES_OF_FREEDOM)
     drawn[..., OUTLIER_SPACING // 2 :: OUTLIER_SPACING] *= outlier
@@ -228,11 +229,11 @@ def first_numbers(x: torch.Tensor, number_format: MX | NVFP4 = MX()) -> StoredNu
     """Cast a tensor, and take the first 32 of its numbers apart.
 
     Args:
-        x: finite numbers, blocks along the last axis; NVFP4's second scale is that of all of ``x``.
-        number_format: how.
+        x: finite numbers, whole blocks of 32 along the last axis; NVFP4's second scale is that of all of ``x``.
+        number_format: what it is cast to.
 
     Raises:
-        BadInput: for a last axis that is not whole blocks of 32, or numbers that are not finite.
+        BadInput: for other numbers or blocks.
     """
     require_whole_blocks("the last axis", x.shape[-1])
     _require_finite("the tensor", x)
@@ -253,8 +254,8 @@ def largest_number_errors() -> tuple[list[float], dict[Scaling, list[float]]]:
     """What each scaling does to the largest number of an MXFP8 block, between one power of two and the next.
 
     Returns:
-        Magnitudes, evenly from 1 to 2 (between other powers of two all is the same), and the relative error of each by
-        the name of the scaling.
+        Magnitudes evenly spaced from 1 to 2 (other powers of two behave alike), and their relative errors by the name
+        of the scaling.
     """
     amax = 1 + torch.arange(256) / 256
     blocks = torch.zeros(len(amax), BLOCK)
@@ -312,18 +313,12 @@ STORED_METHODS = METHODS + tuple(
     Method(name=f"mxfp8_{name}", label=f"MXFP8, {name.upper()}", operand=MX(scaling=name), gradient=MX(scaling=name))
     for name in _CUT
 )
-"""How a tensor can be stored: by the recipes, and in MXFP8 with the scales that cut; CEIL stores what RCEIL does."""
+"""How a tensor can be stored: by the recipes, and in MXFP8 with the scales that clip; CEIL stores what RCEIL does."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ErrorRow(TensorErrors):
-    """What one method does to one tensor.
-
-    Attributes:
-        data: name of the tensor.
-        method: name of the method, or of the scaling.
-        label: the same for people.
-    """
+    """What one method does to one tensor, both by name; ``label`` is the method's for people."""
 
     data: str
     method: str
@@ -409,6 +404,7 @@ def compare_products(gemms: Iterable[GroupedGemm]) -> list[GemmRow]:
     """
     rows = []
     for gemm in gemms:
+        # The reference has the operands in BF16 as training has them, and no other rounding.
         exact = _products(gemm, lambda _product, left, right: left.double() @ right.double().T)
         for method in METHODS:
             cast = _products(gemm, partial(cast_product, method=method))
@@ -432,6 +428,7 @@ def cast_product(product: Product, left: torch.Tensor, right: torch.Tensor, meth
         (R, C), BF16.
     """
     left_format, right_format = method.formats(product)
+    # Sums in FP32, rounded once, as tensor cores and torchao's emulation do.
     return (_cast(left, left_format) @ _cast(right, right_format).T).bfloat16()
 
 

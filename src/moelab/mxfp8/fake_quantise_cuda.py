@@ -22,18 +22,23 @@ COLUMNS_TILE = (64, 64, 4)
 @triton.jit
 def _round_trip(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Fake-quantise a BF16 tile ``(ROWS, COLUMNS)`` in blocks of 32 along its columns."""
+    # BF16 is the upper half of FP32, so a shift of its bits is the exact conversion.
     bits = tl.reshape(x.to(tl.int16, bitcast=True).to(tl.int32) << 16, (ROWS, COLUMNS // 32, 32))
     magnitude = bits & 0x7FFFFFFF
     amax = tl.max(magnitude, axis=2, keep_dims=True)  # as integers, in which a NaN is above everything
     exponent = tl.maximum(((amax + 0x1FFFFF) >> 23) - 8, 0)
     exponent = tl.where(amax >= 0x7F800000, 254, exponent)
+    # 0x00400000 is 2^-127, the reciprocal of an infinity's scale.
     reciprocal = tl.maximum((254 - exponent) << 23, 0x00400000).to(tl.float32, bitcast=True)
     factor = tl.where(amax > 0x7F800000, 0x7FC00000, exponent << 23).to(tl.float32, bitcast=True)
     scaled = bits.to(tl.float32, bitcast=True) * reciprocal
     own = scaled.to(tl.int32, bitcast=True) & 0x7F800000
+    # E4M3's normal numbers go from 2^-6 to 2^8; those below share the quantum of the smallest.
     own = tl.minimum(tl.maximum(own, 121 << 23), 135 << 23)
+    # 1.5 * 2^20 times the power of two: FP32 then has no bit left below E4M3's last, and rounds there.
     quanta = (own + ((20 << 23) | 0x400000)).to(tl.float32, bitcast=True)
     rounded = ((scaled + quanta) - quanta) * factor
+    # What rounds to zero keeps its sign, as in torchao.
     signed = (rounded.to(tl.int32, bitcast=True) | (bits & -0x80000000)).to(tl.float32, bitcast=True)
     return tl.reshape(signed, (ROWS, COLUMNS)).to(tl.bfloat16)
 

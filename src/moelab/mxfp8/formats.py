@@ -100,7 +100,7 @@ class BF16:
     max: float = float(torch.finfo(torch.bfloat16).max)
 
     def cast(self, x: torch.Tensor, axis: int = -1) -> Cast:
-        """Round to bfloat16; ``axis`` is of no effect."""
+        """Round to bfloat16; ``axis`` makes no difference."""
         stored = x.to(torch.bfloat16)
         return Cast(values=stored.float(), stored=stored, scale=torch.ones_like(x, dtype=torch.float32))
 
@@ -140,6 +140,7 @@ class FP8:
             axiswise_dim=axis,
             round_scales_to_power_of_2=self.power_of_two,
         )
+        # torchao's scale is what values are multiplied by to store them; to read them back it divides.
         stored = to_fp8_saturated(wide * factor, self.element.dtype)
         return Cast(values=stored.float() / factor, stored=stored, scale=(1.0 / factor).expand(x.shape))
 
@@ -215,8 +216,10 @@ class NVFP4:
         require_whole_blocks("the axis", x.shape[axis], self.block)
         moved = x.float().movedim(axis, -1).contiguous()
         amax = moved.abs().max()
+        # With a scale of 1 such small numbers round to zero; torchao's would be infinite.
         outer = torch.where(amax < NVFP4_LEAST_AMAX, 1.0, per_tensor_amax_to_scale(amax))
         inner, packed = nvfp4_quantize(moved.view(-1, moved.shape[-1]), self.block, outer)
+        # torchao stores two codes in a byte.
         codes = unpack_uint4(packed).view(moved.shape)
         scale = (outer * inner.float()).repeat_interleave(self.block, dim=-1).view(moved.shape)
         values = f4_unpacked_to_f32(codes) * scale

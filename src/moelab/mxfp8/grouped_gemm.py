@@ -1,14 +1,14 @@
 """The micro-experiment: grouped GEMMs of routed experts, forward and backward, BF16 against 8-bit precisions.
 
 Each precision is timed as TorchTitan would run it: torchao's differentiable function, compiled, on operands that are
-cast anew in every step. What would run emulated is refused: emulated MXFP8 has the numerics of MXFP8 at more than the
-cost of BF16, so its time says nothing about the format.
+cast anew in every step. Emulation is not timed: it has the numerics of MXFP8 at more than the cost of BF16, so its time
+says nothing about the format.
 
-Times are medians by CUDA events of alternatives that take turns, A B A B …: a GPU that heats up or lowers its clock
+Times are medians, by CUDA events, of alternatives that take turns, A B A B …: a GPU that heats up or lowers its clock
 does so for all of them. The GPU sleeps before each measurement, so that the host has queued the work when it starts and
-its overhead is not measured. Beside whole steps, the kernels that torchao 0.18.0 calls inside its autograd functions
-(``prototype/moe_training/fp8_grouped_mm.py`` and ``mxfp8_grouped_mm.py``) are timed each by itself, so that a model can
-be fitted to the parts. They are Triton, CUDA or CuTeDSL kernels, so there is nothing for ``torch.compile`` to fuse.
+its overhead is not measured. Beside whole steps, each kernel that torchao 0.18.0 calls inside its autograd functions
+(``prototype/moe_training/fp8_grouped_mm.py`` and ``mxfp8_grouped_mm.py``) is timed by itself, so that a model can be
+fitted to the parts. They are Triton, CUDA or CuTeDSL kernels, so there is nothing for ``torch.compile`` to fuse.
 
 Two differences from torchao's own benchmark (``benchmarks/prototype/moe_training/benchmark_scaled_grouped_mm_dq.py``):
 there is no loss and gradients are returned, not added to those of the step before. Both cost memory traffic that is the
@@ -86,7 +86,7 @@ def require_kernels(precision: GroupedPrecision) -> None:
         return
     emulated = " It would run emulated, which says nothing about its speed." if precision.startswith("mxfp8") else ""
     timeable = [name for name in ("bf16", "fp8", "mxfp8") if why_not(name) is None]
-    instead = f"Here can be timed: {', '.join(timeable)}." if timeable else "Stored results can be replayed instead."
+    instead = f"This machine can time {', '.join(timeable)}." if timeable else "Replay stored results instead."
     raise NoKernels(f"{precision} cannot be timed: {problem}.{emulated} {instead}")
 
 
@@ -161,9 +161,11 @@ def measure_peaks(device: torch.device) -> dict[str, Any]:
         ``copy_tb_s`` (bytes read and written), and how they were measured.
     """
     size = PEAK_SIZE
+    # Random values: a GPU multiplies zeros or ones at a higher clock.
     a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
     a8, b8 = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn)
     one = torch.ones((), device=device)
+    # Scales of 1 in any order are scales of 1 in the order of tensor cores.
     blocks = torch.ones(size * size // 32, device=device).to(torch.float8_e8m0fnu)
     products: dict[GroupedPrecision, Callable[[], object]] = {
         "bf16": lambda: torch.mm(a, b.t()),
@@ -271,12 +273,12 @@ def time_case(
         precisions: in which; each is padded to the rows that its kernels need.
         device: where.
         compiled: through ``torch.compile``, as in training.
-        failed: is told of a precision that does not run; the others are timed without it.
+        failed: called with a precision that does not run; the others are timed without it.
 
     Yields:
         A row for each precision and pass (``forward``, ``backward``, ``forward+backward``).
     """
-    torch._dynamo.reset()  # or it would stop to compile after some shapes, and say so in a log only
+    torch._dynamo.reset()  # or it would stop compiling after some shapes, and say so only in a log
     works: dict[GroupedPrecision, Work] = {}
     rows: dict[GroupedPrecision, int] = {}
     once_s = 0.0  # of one turn of all precisions
@@ -290,6 +292,7 @@ def time_case(
             failed(precision, error)
         else:
             works[precision], rows[precision] = work, operands.a_MK.shape[0]
+    # The same number for all, so that they can take turns.
     repeats = min(MAX_REPEATS, max(MIN_REPEATS, int(SECONDS_PER_CASE / (once_s or 1))))
     for precision, parts in interleaved(works, device, repeats=repeats).items():
         for part, products in (("forward", 1), ("backward", 2), ("total", 3)):
@@ -353,6 +356,7 @@ def _gemm(direction: Direction, flops: int, call: Callable[[], object]) -> Compo
 
 
 def _cast(name: str, direction: Direction, elements: int, call: Callable[[], object]) -> Component:
+    # Two bytes are read and one is written; scales are not counted.
     return Component(name, direction, "quantise", 3 * elements, call)
 
 
@@ -374,6 +378,7 @@ def _fp8(x: Operands) -> Iterator[Component]:
     e4m3 = torch.float8_e4m3fn
 
     def scaled(left: torch.Tensor, right: torch.Tensor, *scales: torch.Tensor) -> torch.Tensor:
+        # torchao's casts return what they multiplied by, and the product takes what expands again.
         inverse = [scale.reciprocal() for scale in scales]
         return torch._scaled_grouped_mm(left, right, *inverse, offs, out_dtype=torch.bfloat16, use_fast_accum=True)
 
@@ -490,13 +495,14 @@ def run(
         require_divisible(case, precision)
     for precision in chosen:
         require_kernels(precision)
+    here = environment()
     content: dict[str, Any] = {
         "schema": SCHEMA,
         "label": "measured" if device.type == "cuda" else "dry run",
         "what": "grouped GEMM of routed experts, forward and backward",
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
-        "hardware": _hardware(device),
-        "versions": environment()["packages"],
+        "hardware": _hardware(device, here),
+        "versions": here["packages"],
         "refused": refused,
         "peaks": measure_peaks(device),
         "rows": [],
@@ -512,7 +518,7 @@ def run(
 
     for case in cases:
         if time.monotonic() - began > budget_s:
-            failed(case, "all", TimeoutError(f"not begun: {budget_s:.0f} s were over"))
+            failed(case, "all", TimeoutError(f"not started: the budget of {budget_s:.0f} s was used up"))
             continue
         _say(case.name)
         for row in time_case(case, chosen, device, compiled=compiled, failed=functools.partial(failed, case)):
@@ -535,11 +541,11 @@ def run(
     return content
 
 
-def _hardware(device: torch.device) -> dict[str, Any]:
+def _hardware(device: torch.device, here: dict[str, Any]) -> dict[str, Any]:
     if device.type != "cuda":
-        return {"gpu": None, "processor": environment()["processor"]}
+        return {"gpu": None, "processor": here["processor"]}
     properties = torch.cuda.get_device_properties(device)
-    drivers = [gpu["driver"] for gpu in environment()["gpus"]]
+    drivers = [gpu["driver"] for gpu in here["gpus"]]
     return {
         "gpu": properties.name,
         "capability": f"{properties.major}.{properties.minor}",

@@ -85,10 +85,7 @@ class Case:
 
 
 def parse_case(text: str) -> Case:
-    """A case from ``M,N,K,G`` or ``M,N,K,G,skewed``.
-
-    Raises:
-        BadInput: for anything else.
+    """A case from ``M,N,K,G`` or ``M,N,K,G,skewed``; :class:`BadInput` for anything else.
 
     Example:
         >>> parse_case("4096,2048,7168,8").groups
@@ -97,7 +94,7 @@ def parse_case(text: str) -> Case:
     parts = text.replace("x", ",").split(",")
     numbers, rest = parts[:4], parts[4:]
     if len(numbers) < 4 or len(rest) > 1 or not all(number.strip().isdigit() for number in numbers):
-        raise BadInput(f"a shape is {text!r}; write M,N,K,G or M,N,K,G,{'|'.join(SIZES)}, such as 65536,2048,7168,8")
+        raise BadInput(f"cannot read the shape {text!r}; write M,N,K,G or M,N,K,G,{'|'.join(SIZES)}: 65536,2048,7168,8")
     m, n, k, groups = map(int, numbers)
     sizes = rest[0].strip() if rest else "even"
     return Case(m=m, n=n, k=k, groups=groups, sizes=sizes)  # type: ignore[arg-type]  # checked by Case
@@ -140,6 +137,7 @@ def group_sizes(case: Case, *, block: int = 1) -> tuple[int, ...]:
         alpha = np.full(case.groups, DIRICHLET)
         chances = random.dirichlet(alpha) if case.sizes == "skewed" else np.full(case.groups, 1 / case.groups)
         drawn = random.multinomial(case.m, chances)
+    # Padded after the draw, so that every block size pads the same routing.
     return tuple(int(-(-rows // block) * block) for rows in drawn)
 
 

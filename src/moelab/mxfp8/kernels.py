@@ -23,7 +23,7 @@ from moelab.machine import version
 
 Kernels = Literal["native", "emulated"]
 CUTEDSL = {"nvidia-cutlass-dsl": "4.5.2", "nvidia-cutlass-dsl-libs-base": "4.5.2"}
-"""Packages and versions that torchao 0.18.0's description pins."""
+"""Packages and versions that torchao 0.18.0's description pins; its check looks for the packages alone."""
 INSTALL = (
     "pip install apache-tvm-ffi cuda-python nvidia-cutlass-dsl==4.5.2 nvidia-cutlass-dsl-libs-base==4.5.2 "
     "nvidia-cutlass-dsl-libs-cu13==4.5.2"
@@ -31,13 +31,11 @@ INSTALL = (
 
 
 def resolve(requested: Literal["auto", "native", "emulated"]) -> Kernels:
-    """Choose the kernels for this process.
-
-    Args:
-        requested: ``auto`` takes native kernels where they exist.
+    """The kernels of this process; ``auto`` takes native ones where they exist.
 
     Raises:
-        Refused: if ``native`` was asked for where it cannot run, or ``auto`` where only packages are missing.
+        Refused: for ``native`` where it cannot run, and for ``auto`` where only packages are missing: a GPU with the
+            tensor cores does not fall back to emulation silently.
     """
     if requested == "emulated":
         return "emulated"
@@ -49,24 +47,20 @@ def resolve(requested: Literal["auto", "native", "emulated"]) -> Kernels:
             f"mxfp8_kernels is 'native', but {problem}. Use 'emulated' (the numerics of MXFP8, slower than BF16) "
             "or 'auto' (native where it exists)."
         )
-    if _has_tensor_cores():
+    if torch.cuda.is_available() and has_native_mxfp8(torch.cuda.get_device_capability()[0]):
         raise Refused(
-            f"this GPU has MXFP8 tensor cores, but {problem}. Mend that, or ask for mxfp8_kernels=emulated by name: it "
-            "says nothing about speed"
+            f"this GPU has MXFP8 tensor cores, but {problem}. Fix that, or set mxfp8_kernels=emulated, which says "
+            "nothing about speed"
         )
     return "emulated"
-
-
-def _has_tensor_cores() -> bool:
-    return torch.cuda.is_available() and has_native_mxfp8(torch.cuda.get_device_capability()[0])
 
 
 def why_not_native() -> str | None:
     """What stands between this process and native kernels, or None."""
     if not torch.cuda.is_available():
         return "this process has no CUDA device"
-    if not _has_tensor_cores():
-        major, minor = torch.cuda.get_device_capability()
+    major, minor = torch.cuda.get_device_capability()
+    if not has_native_mxfp8(major):
         return f"{torch.cuda.get_device_name()} is SM{major}{minor}; torchao's MXFP8 kernels are for SM100 and SM103"
     from torchao.prototype.moe_training.mxfp8_grouped_mm import _SM100_KERNELS_AVAILABLE
 
@@ -81,11 +75,10 @@ def why_not_cutedsl() -> str | None:
 
     if missing := _missing_cutedsl_runtime_packages():
         return f"torchao's MXFP8 kernels need {', '.join(missing)}, not installed here: {INSTALL}"
-    installed = {package: version(package) or "" for package in CUTEDSL}
     newer = [
-        f"{package} {installed[package]} (works: {works})"
+        f"{package} {installed} (works: {works})"
         for package, works in CUTEDSL.items()
-        if _numbers(installed[package]) > _numbers(works)
+        if _numbers(installed := version(package) or "") > _numbers(works)
     ]
     return f"too new for torchao 0.18's MXFP8 kernels: {', '.join(newer)}. {INSTALL}" if newer else None
 

@@ -161,7 +161,7 @@ def _biased_exponents(amax: torch.Tensor) -> torch.Tensor:
     """E + 127 as int32, from FP32; 254 for an infinity, 255 for a NaN, as torchao stores them."""
     exponents = (amax.view(torch.int32) + _BEYOND_1_75).bitwise_right_shift_(23).sub_(_E4M3_MAX_EXPONENT).clamp_(min=0)
     exponents.masked_fill_(amax == torch.inf, _E8M0_OF_INFINITY)
-    return exponents.masked_fill_(amax.isnan(), _E8M0_OF_NAN)  # asked by name: some of amax's NaNs have the sign set
+    return exponents.masked_fill_(amax.isnan(), _E8M0_OF_NAN)  # not by bits: some of amax's NaNs have the sign set
 
 
 def _reciprocals(exponents: torch.Tensor) -> torch.Tensor:
@@ -238,7 +238,7 @@ def _round_trip(x: torch.Tensor, axis: int) -> torch.Tensor:
     """Fake-quantise blocks that lie along ``axis``, whose size is 32."""
     wide = x.float()
     exponents = _biased_exponents(wide.abs().amax(axis, keepdim=True))
-    # 0 for 2^E where E is -127 makes the zeros that torchao makes; 2^-E is then whatever, if only finite.
+    # 2^E is 0 where E is -127, which makes the zeros that torchao makes; 2^-E only has to be finite there.
     reciprocals = (254 - exponents).bitwise_left_shift_(23).clamp_(min=_TWO_TO_MINUS_127).view(torch.float32)
     factors = exponents.bitwise_left_shift_(23)
     factors = factors.masked_fill_(factors == _INFINITY, _QUIET_NAN).view(torch.float32)

@@ -1,34 +1,41 @@
 """A routed expert's three products in 8 bits, as one differentiable function: MXFP8 and row-wise FP8.
 
-An expert is ``(silu(x @ w1.T) * (x @ w3.T) * score) @ w2.T``. TorchTitan computes it as three products that know
-nothing of each other, and torchao quantises the operands of each. Here the products know each other, which saves passes
-over memory that cost as much as some of the products:
+An expert is ``(silu(x @ w1.T) * (x @ w3.T) * score) @ w2.T``. TorchTitan computes it as three independent products, and
+torchao quantises the operands of each. Computed as one function, they save passes over memory that cost as much as some
+of the products:
 
-- w1 and w3 take the same rows, so they are one product of 2F columns, and (but for the emulation, which has torchao's
-  roundings) the gradient of the rows is one that sums over 2F.
+- w1 and w3 take the same rows, so they are one product of 2F columns, and the gradient of the rows is one product that
+  sums over 2F (two in the emulation, which keeps torchao's roundings).
 - Rows that a dispatch has sent in 8 bits are multiplied as they arrive: not quantised again, not kept in BF16.
-- SwiGLU, the routing score and the cast of their result are one pass, and so are their gradients
+- SwiGLU, the routing score and the cast of their result are one pass over memory, and so are their gradients
   (``quantised_experts_cuda.py``).
 
-A row's scales lie along its features, the axis over which the forward and dgrad sum. wgrad sums over tokens and would
-need scales along these, so it is a BF16 product of the expanded rows (torchao's ``wgrad_with_hp``, which it demands of
-quantised inputs). In FP8 it can be asked for in 8 bits: the scale of a row is one number, and a weight's gradient, the
-sum over rows of ``outer(g_r, x_r)``, does not mind whether it belongs to ``x_r`` or to ``g_r``. So what is quantised by
-rows already goes into the product as it is, turned round, and its scales go into the other operand, which is quantised
-by columns.
+A row's scales lie along its features, the axis over which the forward and dgrad sum. wgrad sums over tokens and needs
+scales along these, so by default it is a BF16 product of the (expanded) rows, torchao's ``wgrad_with_hp``. In 8 bits:
 
-===============  ================================================  ====================================================
-arithmetic       forward and dgrad                                 where
-===============  ================================================  ====================================================
-mxfp8_native     torchao's MXFP8 kernels                           SM100
-mxfp8_emulated   operands quantised, expanded, multiplied as BF16  anywhere; torchao's emulation to the bit
-fp8              ``torch._scaled_grouped_mm``, a scale for each    SM90 and SM100; elsewhere operands are expanded and
-                 row and each column                               multiplied as BF16
-fp8_wgrad_fp8    the same, and wgrad in FP8 too                    the same
-===============  ================================================  ====================================================
+- *MXFP8* casts both operands once more, from BF16, along the tokens. Rows that arrived quantised along their features
+  cannot be cast again without a second rounding, and are refused (:func:`require_bf16_wgrad`), as torchao does.
+- *FP8* has one scale for a row, and a weight's gradient, the sum over rows of ``outer(g_r, x_r)``, is the same whether
+  that scale belongs to ``x_r`` or to ``g_r``. What is quantised by rows already goes into the product as it is,
+  transposed, and its scales go into the other operand, which is quantised by columns.
+
+==========================  ================================================  ==========================================
+arithmetic                  forward and dgrad                                 where
+==========================  ================================================  ==========================================
+mxfp8_native                torchao's MXFP8 kernels                           SM100
+mxfp8_native_wgrad_mxfp8    the same, and wgrad by them too                   SM100
+mxfp8_emulated              operands quantised, expanded, multiplied as BF16  anywhere; torchao's emulation to the bit
+mxfp8_emulated_wgrad_mxfp8  the same, and wgrad so too                        anywhere; likewise
+fp8                         ``torch._scaled_grouped_mm``, a scale for each    SM90 and SM100; elsewhere operands are
+                            row and each column                               expanded and multiplied as BF16
+fp8_wgrad_fp8               the same, and wgrad in FP8 too                    the same
+==========================  ================================================  ==========================================
 
 FP8 tensors have no BF16 gradient in PyTorch, so rows that arrive in 8 bits come with a *place* for it: a BF16
 ``(R, D)`` of one element in memory, whose gradient is that of the rows.
+
+Every kernel keeps a row's values in its row, but wgrad sums over all rows of an expert: a NaN in one padding row is a
+NaN in that expert's weight gradient. So dispatchers fill padding with zeros, of the rows and of their gradients.
 
 Shape suffixes: R rows in expert-major order, D features, S scales of a row, F hidden features, H = 2F of gate and up, e
 local experts; of a product, K is what it sums over and N its columns.
@@ -47,7 +54,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torchao.prototype.moe_training import mxfp8_grouped_mm as torchao_mxfp8
 
+from moelab.errors import BadInput
 from moelab.experts import local, scored_swiglu, times_scores
+from moelab.mxfp8.emulation import quantised_wgrad
 from moelab.mxfp8.quantise import (
     BLOCK,
     E4M3,
@@ -77,17 +86,17 @@ class QuantisedRows(NamedTuple):
 
 
 def place(like: Tensor, rows: Any) -> Tensor:
-    """A BF16 ``(rows, D)`` that takes no memory, for rows made of ``like``, ``(T, D)``."""
+    """A BF16 ``(rows, D)`` of one element in memory that receives the gradient of rows of ``like``, ``(T, D)``."""
     return like.new_zeros((1, 1)).expand(rows, like.shape[1])
 
 
 @functools.cache
 def quantised_experts(parent: type, precision: Precision8 = "mxfp8") -> Any:
-    """A subclass of a grouped-experts module that multiplies in 8 bits, forward and dgrad, with wgrad in BF16.
+    """A subclass of a grouped-experts module that multiplies in 8 bits.
 
     Its forward is ``(rows, num_tokens_per_expert_e, scores_R=None)``; the scores, where a dispatch brings them,
-    multiply the hidden activation (:mod:`moelab.experts`). ``Config`` is the parent's; its ``kernels``, if it
-    has them, choose between native and emulated MXFP8.
+    multiply the hidden activation (:mod:`moelab.experts`). ``Config`` is the parent's; ``kernels``, if it has them,
+    choose between native and emulated MXFP8, and ``wgrad`` the weight gradient's precision: ``bf16`` or the products'.
 
     Args:
         parent: TorchTitan's ``GroupedExperts`` or a subclass with the same parameters.
@@ -110,9 +119,9 @@ def quantised_experts(parent: type, precision: Precision8 = "mxfp8") -> Any:
         def __init__(self, config: Any) -> None:
             super().__init__(config)
             kernels = getattr(config, "kernels", "emulated")
-            self._arithmetic = f"mxfp8_{kernels}"
-            if precision == "fp8":
-                self._arithmetic = "fp8_wgrad_fp8" if config.wgrad == "fp8" else "fp8"
+            self._arithmetic = "fp8" if precision == "fp8" else f"mxfp8_{kernels}"
+            if config.wgrad == precision:
+                self._arithmetic += f"_wgrad_{precision}"
 
         def forward(
             self, rows: Tensor | QuantisedRows, num_tokens_per_expert_e: Tensor, scores_R: Tensor | None = None
@@ -128,13 +137,32 @@ def quantised_experts(parent: type, precision: Precision8 = "mxfp8") -> Any:
             Returns:
                 BF16 ``(R, D)``.
             """
-            # Plain tensors: an operator of ours knows no DTensor, and the products are of this rank's experts alone.
+            # Plain tensors: moelab's operators know no DTensor, and the products are of this rank's experts alone.
             w1_eFD, w3_eFD, w2_eDF = (local(weight).bfloat16() for weight in (self.w1_EFD, self.w3_EFD, self.w2_EDF))
             ends_e = torch.cumsum(num_tokens_per_expert_e, dim=0, dtype=torch.int32)
             return expert_rows(rows, w1_eFD, w3_eFD, w2_eDF, ends_e, scores_R, self._arithmetic)
 
     QuantisedExperts.__name__ = QuantisedExperts.__qualname__ = f"{precision.upper()}{parent.__name__}"
     return QuantisedExperts
+
+
+def require_bf16_wgrad(experts: Any) -> None:
+    """Refuse to send MXFP8 rows to experts that would have to cast them again for their weight gradient.
+
+    Args:
+        experts: configuration of a layer's experts.
+
+    Raises:
+        BadInput: unless they are MXFP8 with their weight gradient in BF16.
+    """
+    wgrad = getattr(experts, "wgrad", None)
+    if wgrad == "bf16" and hasattr(experts, "kernels"):
+        return
+    raise BadInput(
+        "dispatch_precision mxfp8 needs MXFP8 experts with their weight gradient in BF16, and these are "
+        f"{type(experts)._owner.__name__}{f' with wgrad {wgrad}' if wgrad else ''}; set precision=mxfp8 and "
+        "wgrad=bf16, or dispatch_precision=bf16"
+    )
 
 
 def expert_rows(
@@ -146,19 +174,16 @@ def expert_rows(
     scores_R: Tensor | None,
     arithmetic: str,
 ) -> Tensor:
-    """What each row's expert makes of it; differentiable in the rows (or their place), the weights and the scores.
+    """Experts' outputs, BF16 ``(R, D)``; differentiable in the rows (or their place), the weights and the scores.
 
     Args:
         rows: in expert-major order, BF16 ``(R, D)`` or quantised.
-        w1_eFD: BF16, contiguous, as the other two: the gate.
-        w3_eFD: the factor beside the gate.
+        w1_eFD: of the gate; BF16 and contiguous, as the other two.
+        w3_eFD: of the factor beside the gate.
         w2_eDF: of the product that follows.
         ends_e: int32, where each expert's rows end.
         scores_R: float32 factors of the hidden activation, or None.
         arithmetic: a key of ``ARITHMETIC``.
-
-    Returns:
-        BF16 ``(R, D)``.
     """
     x_RD, data_RD, scales_RS = (rows, None, None) if isinstance(rows, Tensor) else rows
     return _ExpertRows.apply(x_RD, data_RD, scales_RS, w1_eFD, w3_eFD, w2_eDF, ends_e, scores_R, arithmetic)
@@ -205,7 +230,7 @@ class _ExpertRows(torch.autograd.Function):
         return x_grad_RD, None, None, w1_grad_eFD, w3_grad_eFD, w2_grad_eDF, None, scores_grad, None
 
 
-# Arithmetics: static methods, because a compiler reads the autograd function, which can hold a name but no object
+# Arithmetics: static methods, because torch.compile traces the autograd function, which can hold a name but no object
 
 
 class _EmulatedMXFP8:
@@ -270,21 +295,31 @@ class _EmulatedMXFP8:
     def wgrads_of_gate_and_up(cls, grad_RH: Tensor, rows: list[Tensor], ends_e: Tensor) -> list[Tensor]:
         """Gradients of w1 and w3; ``rows`` are BF16 or data and scales, as they came.
 
-        Two products, though one of 2F would do: views of one gradient would be copied by whoever accumulates them.
+        Two products, though one of 2F would do: autograd would copy views of one gradient to accumulate them.
         """
         x_RD = rows[0] if len(rows) == 1 else expand(rows[0], rows[1], cls.precision)
-        return [_wgrad(half_RF, x_RD, ends_e) for half_RF in grad_RH.chunk(2, dim=1)]
+        return cls.wgrads(grad_RH, x_RD, ends_e, 2)
 
     @classmethod
     def wgrad_of_output(cls, y_RD: Tensor, y: Any, h_RF: Tensor, ends_e: Tensor) -> Tensor:
         """Gradient of w2, from the upstream gradient, that gradient as a left operand, and the activation."""
         del y
-        return _wgrad(y_RD, h_RF, ends_e)
+        return cls.wgrads(y_RD, h_RF, ends_e, 1)[0]
+
+    @staticmethod
+    def wgrads(grad_RN: Tensor, x_RK: Tensor, ends_e: Tensor, weights: int) -> list[Tensor]:
+        """Gradients of so many weights side by side, BF16 ``(e, N / weights, K)``: sums over each expert's rows."""
+        parts = grad_RN.chunk(weights, dim=1)
+        return [torch._grouped_mm(one.transpose(-2, -1), x_RK, offs=ends_e, out_dtype=torch.bfloat16) for one in parts]
 
 
-def _wgrad(grad_RN: Tensor, x_RK: Tensor, ends_e: Tensor) -> Tensor:
-    """BF16 ``(e, N, K)``: the sum over each expert's rows."""
-    return torch._grouped_mm(grad_RN.transpose(-2, -1), x_RK, offs=ends_e, out_dtype=torch.bfloat16)
+class _EmulatedMXFP8WithWgrad(_EmulatedMXFP8):
+    """wgrad in emulated MXFP8 too."""
+
+    @staticmethod
+    def wgrads(grad_RN: Tensor, x_RK: Tensor, ends_e: Tensor, weights: int) -> list[Tensor]:
+        grad_NR, x_KR = fake_quantise_columns(grad_RN), fake_quantise_columns(x_RK)
+        return [quantised_wgrad(part, x_KR, ends_e) for part in grad_NR.chunk(weights)]
 
 
 class _In8Bits(_EmulatedMXFP8):
@@ -319,6 +354,7 @@ class _NativeMXFP8(_In8Bits):
     @staticmethod
     def arrived(data_RD: Tensor, scales_RS: Any, ends_e: Tensor) -> Any:
         """E4M3 rows and their scales in the layout that the tensor cores read."""
+        # Collectives and DeepEP carry the scales as other types of the same bytes.
         e8m0_RS = scales_RS.contiguous().view(torch.float8_e8m0fnu)
         return data_RD, torchao_mxfp8.mx_block_rearrange_2d_M_groups_cuda(e8m0_RS, ends_e)
 
@@ -343,6 +379,14 @@ class _NativeMXFP8(_In8Bits):
         return torch._scaled_grouped_mm(data, weight, scales, weight_scales, offs=ends_e, out_dtype=torch.bfloat16)
 
 
+class _NativeMXFP8WithWgrad(_NativeMXFP8):
+    """wgrad by torchao's kernels too."""
+
+    @staticmethod
+    def wgrads(grad_RN: Tensor, x_RK: Tensor, ends_e: Tensor, weights: int) -> list[Tensor]:
+        return native_mxfp8_wgrads(grad_RN, x_RK, ends_e, weights)
+
+
 class _FP8(_In8Bits):
     """One scale for each row of the left operand and each column of the right: torchao's row-wise FP8."""
 
@@ -360,12 +404,12 @@ class _FP8(_In8Bits):
 
     @staticmethod
     def weights(weights_eNK: list[Tensor]) -> Any:
-        data_eNK, factors_eN = fp8_weights(weights_eNK)
+        data_eNK, factors_eN = fp8_weights(weights_eNK, transposed=False)
         return data_eNK.transpose(-2, -1), factors_eN
 
     @staticmethod
     def transposed_weights(weights_eNK: list[Tensor]) -> Any:
-        data_eKN, factors_eK = fp8_transposed_weights(weights_eNK)
+        data_eKN, factors_eK = fp8_weights(weights_eNK, transposed=True)
         return data_eKN.transpose(-2, -1), factors_eK
 
     @staticmethod
@@ -405,7 +449,9 @@ class _FP8WithWgrad(_FP8):
 
 ARITHMETIC: dict[str, type[_EmulatedMXFP8]] = {
     "mxfp8_emulated": _EmulatedMXFP8,
+    "mxfp8_emulated_wgrad_mxfp8": _EmulatedMXFP8WithWgrad,
     "mxfp8_native": _NativeMXFP8,
+    "mxfp8_native_wgrad_mxfp8": _NativeMXFP8WithWgrad,
     "fp8": _FP8,
     "fp8_wgrad_fp8": _FP8WithWgrad,
 }
@@ -476,22 +522,20 @@ def fp8_rows(x_RK: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @torch.library.custom_op("moelab::fp8_weights", mutates_args=(), device_types="cpu")
-def fp8_weights(weights_eNK: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Weights side by side, a factor for each row: E4M3 ``(e, N, K)`` and float32 ``(e, N)``, N of all of them."""
-    data_eNK, factors_eN1 = quantise_fp8(_beside(weights_eNK))
-    return data_eNK, factors_eN1.squeeze(-1)
+def fp8_weights(weights_eNK: list[Tensor], transposed: bool) -> tuple[Tensor, Tensor]:
+    """Weights side by side, N rows in all, or their transpose, with a factor for each row of the result.
 
-
-@torch.library.custom_op("moelab::fp8_transposed_weights", mutates_args=(), device_types="cpu")
-def fp8_transposed_weights(weights_eNK: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Weights side by side, transposed, a factor for each column: E4M3 ``(e, K, N)`` and float32 ``(e, K)``."""
-    data_eKN, factors_eK1 = quantise_fp8(_beside(weights_eNK).transpose(-2, -1).contiguous())
-    return data_eKN, factors_eK1.squeeze(-1)
+    Returns:
+        E4M3 ``(e, N, K)`` and float32 ``(e, N)``; transposed ``(e, K, N)`` and ``(e, K)``.
+    """
+    wide = _beside(weights_eNK)
+    data, factors = quantise_fp8(wide.transpose(-2, -1).contiguous() if transposed else wide)
+    return data, factors.squeeze(-1)
 
 
 @torch.library.custom_op("moelab::fp8_turned", mutates_args=(), device_types="cpu")
 def fp8_turned(x_RC: Tensor, factors_R: Tensor, ends_e: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows times a factor each, quantised by columns of each expert, and turned round.
+    """Rows times a factor each, quantised by columns of each expert, and transposed.
 
     Returns:
         E4M3 ``(C, R)``, undefined for rows after the last end, and float32 ``(e, C)`` that expand it.
@@ -518,11 +562,44 @@ def fp8_wgrad(left_NR: Tensor, right_KR: Tensor, factors_eN: Tensor, factors_eK:
         return torch._scaled_grouped_mm(
             left_NR, right_KR.t(), factors_eN, factors_eK, ends_e, out_dtype=torch.bfloat16, use_fast_accum=True
         )
-    # E4M3 is exact in BF16; a factor of a whole row or column can wait until after the sum.
+    # E4M3 is exact in BF16; a factor of a whole row or column can be applied after the sum.
     left_RN, right_RK = (operand.float().bfloat16().t().contiguous() for operand in (left_NR, right_KR))
     sums_eNK = torch._grouped_mm(left_RN.t(), right_RK, offs=ends_e, out_dtype=torch.bfloat16)
     experts = len(ends_e)
     return (sums_eNK.float() * factors_eN.view(experts, -1, 1) * factors_eK.view(experts, 1, -1)).bfloat16()
+
+
+@torch.library.custom_op("moelab::native_mxfp8_wgrads", mutates_args=())
+def native_mxfp8_wgrads(grad_RN: Tensor, x_RK: Tensor, ends_e: Tensor, weights: int) -> list[Tensor]:
+    """Gradients of so many weights side by side by torchao's kernels for SM100, BF16 ``(e, N / weights, K)`` each.
+
+    An operator for the reason of :func:`fp8_wgrad`. The casts and their order are those of torchao 0.18's
+    ``_compute_wgrad_sm100``; the gradient of all weights is cast at once.
+    """
+    ends_of_scales = ends_e // BLOCK
+    operands = []
+    for operand, parts in ((grad_RN, weights), (x_RK, 1)):
+        cast = torchao_mxfp8._to_mxfp8_dim1_kernel_wrapper(
+            operand.contiguous(),
+            BLOCK,
+            elem_dtype=E4M3,
+            hp_dtype=operand.dtype,
+            kernel_preference=torchao_mxfp8.KernelPreference.AUTO,
+            cast_kernel_choice=torchao_mxfp8.MXFP8Dim1CastKernelChoice.CUDA,
+            scale_calculation_mode=torchao_mxfp8.ScaleCalculationMode.RCEIL,
+        )
+        # Scales are laid out in tiles of 128 rows for each weight, so they are cut before that and not after it.
+        scales = [
+            torchao_mxfp8.triton_mx_block_rearrange_2d_K_groups(s, ends_of_scales) for s in cast.scale.chunk(parts)
+        ]
+        operands.append(list(zip(cast.qdata.chunk(parts), scales, strict=True)))
+    grads, ((x_KR, x_scales),) = operands
+    return [
+        torch._scaled_grouped_mm(
+            grad_NR, x_KR.transpose(-2, -1), grad_scales, x_scales, offs=ends_e, out_dtype=torch.bfloat16
+        )
+        for grad_NR, grad_scales in grads
+    ]
 
 
 @torch.library.custom_op("moelab::turned", mutates_args=(), device_types="cpu")
@@ -563,19 +640,12 @@ def empty_fp8_rows(x_RK: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @fp8_weights.register_fake
-def empty_fp8_weights(weights_eNK: list[Tensor]) -> tuple[Tensor, Tensor]:
+def empty_fp8_weights(weights_eNK: list[Tensor], transposed: bool) -> tuple[Tensor, Tensor]:
     """Memory for the result."""
     first, (e, _, K) = weights_eNK[0], weights_eNK[0].shape
     N = sum(weight.shape[1] for weight in weights_eNK)
-    return first.new_empty((e, N, K), dtype=E4M3), first.new_empty((e, N), dtype=torch.float32)
-
-
-@fp8_transposed_weights.register_fake
-def empty_fp8_transposed_weights(weights_eNK: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Memory for the result."""
-    first, (e, _, K) = weights_eNK[0], weights_eNK[0].shape
-    N = sum(weight.shape[1] for weight in weights_eNK)
-    return first.new_empty((e, K, N), dtype=E4M3), first.new_empty((e, K), dtype=torch.float32)
+    rows, columns = (K, N) if transposed else (N, K)
+    return first.new_empty((e, rows, columns), dtype=E4M3), first.new_empty((e, rows), dtype=torch.float32)
 
 
 @fp8_turned.register_fake
@@ -590,6 +660,12 @@ def empty_fp8_turned(x_RC: Tensor, factors_R: Tensor, ends_e: Tensor) -> tuple[T
 def _(left_NR: Tensor, right_KR: Tensor, factors_eN: Tensor, factors_eK: Tensor, ends_e: Tensor) -> Tensor:
     del factors_eN, factors_eK
     return left_NR.new_empty((len(ends_e), len(left_NR), len(right_KR)), dtype=torch.bfloat16)
+
+
+@native_mxfp8_wgrads.register_fake
+def _(grad_RN: Tensor, x_RK: Tensor, ends_e: Tensor, weights: int) -> list[Tensor]:
+    size = (len(ends_e), grad_RN.shape[1] // weights, x_RK.shape[1])
+    return [grad_RN.new_empty(size) for _ in range(weights)]
 
 
 @turned.register_fake

@@ -1,8 +1,9 @@
 """The operators of ``quantised_experts.py`` on CUDA: Triton kernels that read each operand once.
 
-All of them are bound by memory. A program has a whole row (of F or K values, in registers), because FP8's scale belongs
-to one; only a weight that is transposed needs a second pass, for a scale that belongs to a column. The arithmetic is
-``quantise.py``'s: the scale is a power of two, found by adding to the bits of the largest magnitude.
+All of them are bound by memory. A program holds a whole row (F or K values, in registers), because a scale of FP8
+belongs to a row; what is transposed needs a second pass, for a scale that belongs to a column. The arithmetic is
+``quantise.py``'s: the scale is a power of two, found by adding to the bits of the largest magnitude. MXFP8's scales are
+written as rows of bytes; torchao's kernel then lays them out in the blocks that SM100's tensor cores read.
 """
 
 from __future__ import annotations
@@ -19,36 +20,39 @@ WARPS = 8
 TILE_N, TILE_K = 256, 64
 """Tile of a weight that is transposed: lines of 128 bytes where it is read and of 256 where it is written."""
 TURN_R, TURN_C, SPLIT = 256, 64, 8
-"""Tile of rows that are turned round, and programs that share the rows of an expert."""
+"""Tile of rows that are transposed, and programs that share the rows of an expert."""
+
+
+# Largest magnitudes are kept as bits, int32: they order as the numbers do, with a NaN above everything, where
+# Triton's maximum of two floats drops a NaN.
 
 
 @triton.jit
 def _exponents(amax):  # type: ignore[no-untyped-def]
     """E + 127 of the scale 2^E for magnitudes of which this is the largest; 254 for an infinity, 255 for a NaN."""
-    bits = amax.to(tl.int32, bitcast=True)
-    exponents = tl.maximum(((bits + 0x1FFFFF) >> 23) - 8, 0)
-    return tl.where(bits > 0x7F800000, 255, tl.where(bits == 0x7F800000, 254, exponents))
+    exponents = tl.maximum(((amax + 0x1FFFFF) >> 23) - 8, 0)
+    return tl.where(amax > 0x7F800000, 255, tl.where(amax == 0x7F800000, 254, exponents))
 
 
 @triton.jit
 def _reciprocals(exponents):  # type: ignore[no-untyped-def]
     """2^-E, 1 for the smallest scale."""
+    # 2^-127, the reciprocal of an infinity's scale, is subnormal: its bits are the top one of the mantissa.
     bits = tl.where(exponents == 255, 0x7FC00000, tl.where(exponents == 254, 0x00400000, (254 - exponents) << 23))
     return tl.where(exponents == 0, 1.0, bits.to(tl.float32, bitcast=True))
 
 
 @triton.jit
 def _amax(x, axis: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Largest magnitude; compared as integers, in which a NaN is above everything."""
-    bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    return tl.max(bits, axis=axis, keep_dims=True).to(tl.float32, bitcast=True)
+    """Bits of the largest magnitude along an axis."""
+    return tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=axis, keep_dims=True)
 
 
 @triton.jit
 def _fp8_exponents(amax):  # type: ignore[no-untyped-def]
     """As ``_exponents``, for a row of FP8: not of magnitudes below 1e-12, and NaN for an infinity."""
-    bits = tl.maximum(amax, 1e-12).to(tl.int32, bitcast=True)
-    return tl.where(amax.to(tl.int32, bitcast=True) >= 0x7F800000, 255, ((bits + 0x1FFFFF) >> 23) - 8)
+    least = 0x2B8CBCCC  # 1e-12
+    return tl.where(amax >= 0x7F800000, 255, ((tl.maximum(amax, least) + 0x1FFFFF) >> 23) - 8)
 
 
 @triton.jit
@@ -64,6 +68,7 @@ def _store_quantised(x, data, scales, columns, inside, K, SIZE: tl.constexpr, MX
         exponents = _fp8_exponents(_amax(x, 1))
         x = x * _reciprocals(exponents)
         tl.store(scales + tl.zeros_like(exponents), (exponents << 23).to(tl.float32, bitcast=True))
+    # Beyond 448 only beside an infinity. tl.minimum drops a NaN, which the data must keep.
     x = tl.where(x != x, x, tl.minimum(tl.maximum(x, -448.0), 448.0))
     tl.store(data + columns, x.to(tl.float8e4nv), mask=inside)
 
@@ -86,6 +91,7 @@ def _swiglu_kernel(gate_up, scores, data, scales, F, SCORED: tl.constexpr, SIZE:
     inside = columns < F
     gate = tl.load(gate_up + row * 2 * F + columns, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * F + F + columns, mask=inside, other=0.0).to(tl.float32)
+    # Rounded after SiLU, after the product and after the score, as separate kernels would.
     h = _rounded(_rounded(_silu(gate)) * up)
     if SCORED:
         h = _rounded(h * tl.load(scores + row))
@@ -122,6 +128,7 @@ def _swiglu_backward_kernel(  # type: ignore[no-untyped-def]
         upstream = _rounded(upstream * score)
         h = _rounded(h * score)
     tl.store(h_out + row * F + columns, h.to(tl.bfloat16), mask=inside)
+    # aten.silu_backward, whose operands are BF16 and whose arithmetic is FP32.
     gate_grad = _rounded(_rounded(upstream * up) * sigmoid * (1.0 + gate * (1.0 - sigmoid)))
     up_grad = _rounded(upstream * silu)
     tl.store(grad + row * 2 * F + columns, gate_grad.to(tl.bfloat16), mask=inside)
@@ -129,15 +136,12 @@ def _swiglu_backward_kernel(  # type: ignore[no-untyped-def]
     data += row * 2 * F
     if MX:
         scales += row * (2 * F // 32)
+        # F is a multiple of 32, so no block has values of both halves.
         _store_quantised(gate_grad, data, scales, columns, inside, F, SIZE, True)
         _store_quantised(up_grad, data + F, scales + F // 32, columns, inside, F, SIZE, True)
     else:
+        # One scale for both halves: together they are a row of the product that sums over 2F.
         exponents = _fp8_exponents(tl.maximum(_amax(gate_grad, 1), _amax(up_grad, 1)))
-        # tl.maximum drops a NaN, so what is not finite in either half is asked for again
-        bad = (_amax(gate_grad, 1).to(tl.int32, bitcast=True) >= 0x7F800000) | (
-            _amax(up_grad, 1).to(tl.int32, bitcast=True) >= 0x7F800000
-        )
-        exponents = tl.where(bad, 255, exponents)
         reciprocal = _reciprocals(exponents)
         tl.store(data + columns, (gate_grad * reciprocal).to(tl.float8e4nv), mask=inside)
         tl.store(data + F + columns, (up_grad * reciprocal).to(tl.float8e4nv), mask=inside)
@@ -160,12 +164,13 @@ def _column_amax_kernel(x, amax, K, N, TILE_N: tl.constexpr, TILE_K: tl.constexp
     """Largest magnitude of each of K columns of an expert's weight, and of what ``amax`` has already."""
     expert = tl.program_id(1).to(tl.int64)
     k = tl.program_id(0) * TILE_K + tl.arange(0, TILE_K)[None, :]
-    largest = tl.load(amax + expert * K + k, mask=k < K, other=0.0).to(tl.int32, bitcast=True)
+    # w1's, when this is w3: both share a column's scale.
+    largest = tl.load(amax + expert * K + k, mask=k < K, other=0)
     for start in range(0, N, TILE_N):
         n = start + tl.arange(0, TILE_N)[:, None]
         tile = tl.load(x + expert * N * K + n * K + k, mask=(n < N) & (k < K), other=0.0).to(tl.float32)
-        largest = tl.maximum(largest, tl.max(tile.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=0, keep_dims=True))
-    tl.store(amax + expert * K + k, largest.to(tl.float32, bitcast=True), mask=k < K)
+        largest = tl.maximum(largest, _amax(tile, 0))
+    tl.store(amax + expert * K + k, largest, mask=k < K)
 
 
 @triton.jit
@@ -176,11 +181,12 @@ def _transpose_kernel(x, amax, data, factors, K, N, N_ALL, FIRST, TILE_N: tl.con
     n = (tl.program_id(0) // tiles_K) * TILE_N + tl.arange(0, TILE_N)[:, None]
     k = (tl.program_id(0) % tiles_K) * TILE_K + tl.arange(0, TILE_K)[None, :]
     inside = (n < N) & (k < K)
-    exponents = _fp8_exponents(tl.load(amax + expert * K + k, mask=k < K, other=0.0))
+    exponents = _fp8_exponents(tl.load(amax + expert * K + k, mask=k < K, other=0))
     wide = tl.load(x + expert * N * K + n * K + k, mask=inside, other=0.0).to(tl.float32)
     quantised = tl.trans((wide * _reciprocals(exponents)).to(tl.float8e4nv))
     target = data + expert * K * N_ALL + tl.trans(k).to(tl.int64) * N_ALL + FIRST + tl.trans(n)
     tl.store(target, quantised, mask=tl.trans(inside))
+    # All weights' tiles know the factors; the first weight's first row of tiles writes them.
     if FIRST == 0 and tl.program_id(0) < tiles_K:
         tl.store(factors + expert * K + k, (exponents << 23).to(tl.float32, bitcast=True), mask=k < K)
 
@@ -197,7 +203,8 @@ def _turned_amax_kernel(x, row_factors, ends, amax, C, TILE_R: tl.constexpr, TIL
         r = first + tl.arange(0, TILE_R)[:, None]
         factors = tl.load(row_factors + r, mask=r < end, other=0.0)
         tile = tl.load(x + r.to(tl.int64) * C + c, mask=(r < end) & (c < C), other=0.0).to(tl.float32) * factors
-        largest = tl.maximum(largest, tl.max(tile.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=0, keep_dims=True))
+        largest = tl.maximum(largest, _amax(tile, 0))
+    # Of integers, so that the result does not depend on the order of the programs.
     tl.atomic_max(amax + expert.to(tl.int64) * C + c, largest, mask=c < C, sem="relaxed")
 
 
@@ -208,9 +215,9 @@ def _turned_kernel(x, row_factors, ends, amax, data, factors, R, C, TILE_R: tl.c
     c = tl.program_id(0) * TILE_C + tl.arange(0, TILE_C)[None, :]
     end = tl.load(ends + expert)
     start = tl.load(ends + expert - 1, mask=expert > 0, other=0)
-    bits = tl.load(amax + expert.to(tl.int64) * C + c, mask=c < C, other=0)
-    exponents = _fp8_exponents(bits.to(tl.float32, bitcast=True))
+    exponents = _fp8_exponents(tl.load(amax + expert.to(tl.int64) * C + c, mask=c < C, other=0))
     if tl.program_id(2) == 0:
+        # An expert without rows: any finite factor, for its sum over nothing.
         factor = tl.where(end > start, (exponents << 23).to(tl.float32, bitcast=True), 1.0)
         tl.store(factors + expert.to(tl.int64) * C + c, factor, mask=c < C)
     reciprocals = _reciprocals(exponents)
@@ -283,34 +290,27 @@ def fp8_rows(x_RK: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @operators.fp8_weights.register_kernel("cuda")
-def fp8_weights(weights_eNK: list[Tensor]) -> tuple[Tensor, Tensor]:
+def fp8_weights(weights_eNK: list[Tensor], transposed: bool) -> tuple[Tensor, Tensor]:
     """Each weight into its place beside the others."""
-    data_eNK, factors_eN = operators.empty_fp8_weights(weights_eNK)
-    first = 0
-    for weight_eNK in weights_eNK:
-        _quantise_rows(weight_eNK.contiguous(), data_eNK, factors_eN, data_eNK.shape[1], first)
-        first += weight_eNK.shape[1]
-    return data_eNK, factors_eN
-
-
-@operators.fp8_transposed_weights.register_kernel("cuda")
-def fp8_transposed_weights(weights_eNK: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Two passes: a column's scale is known when all weights have been read."""
-    data_eKN, factors_eK = operators.empty_fp8_transposed_weights(weights_eNK)
+    data, factors = operators.empty_fp8_weights(weights_eNK, transposed)
     weights_eNK = [weight.contiguous() for weight in weights_eNK]
-    e, K, N_all = data_eKN.shape
-    amax_eK = torch.zeros_like(factors_eK)
+    e, _, K = weights_eNK[0].shape
     tiles_K = triton.cdiv(K, TILE_K)
-    for weight_eNK in weights_eNK:
-        _column_amax_kernel[(tiles_K, e)](weight_eNK, amax_eK, K, weight_eNK.shape[1], TILE_N, TILE_K)
+    if transposed:  # a column's scale is known when all weights have been read
+        amax_eK = torch.zeros_like(factors, dtype=torch.int32)
+        for weight_eNK in weights_eNK:
+            _column_amax_kernel[(tiles_K, e)](weight_eNK, amax_eK, K, weight_eNK.shape[1], TILE_N, TILE_K)
     first = 0
     for weight_eNK in weights_eNK:
         N = weight_eNK.shape[1]
-        _transpose_kernel[(triton.cdiv(N, TILE_N) * tiles_K, e)](
-            weight_eNK, amax_eK, data_eKN, factors_eK, K, N, N_all, first, TILE_N, TILE_K, num_warps=WARPS
-        )
+        if transposed:
+            _transpose_kernel[(triton.cdiv(N, TILE_N) * tiles_K, e)](
+                weight_eNK, amax_eK, data, factors, K, N, data.shape[2], first, TILE_N, TILE_K, num_warps=WARPS
+            )
+        else:
+            _quantise_rows(weight_eNK, data, factors, data.shape[1], first)
         first += N
-    return data_eKN, factors_eK
+    return data, factors
 
 
 @operators.fp8_turned.register_kernel("cuda")
@@ -331,6 +331,7 @@ def turned(data_RC: Tensor) -> Tensor:
     """One read, one write, as bytes."""
     data_CR, (R, C) = operators.empty_turned(data_RC), data_RC.shape
     if data_RC.numel():
+        # As bytes: to move E4M3, Triton need not compute with it.
         source, target = data_RC.contiguous().view(torch.uint8), data_CR.view(torch.uint8)
         _turn_kernel[(triton.cdiv(C, 128), triton.cdiv(R, 128))](source, target, R, C, 128, 128, num_warps=WARPS)
     return data_CR

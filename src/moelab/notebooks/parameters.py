@@ -25,7 +25,7 @@ from moelab.experiment_file import Study, make_study, parse, read_experiment, re
 from moelab.machine import gpus
 from moelab.model import SHAPES, shape_for, shape_of
 from moelab.model.hugging_face import read_model
-from moelab.projection import ExpertPlacement, RoutingModel, routing_of, routing_of_load
+from moelab.projection.routing import ExpertPlacement, RoutingModel, routing_of, routing_of_load
 from moelab.runs.directory import EXPERIMENT_FILE, TRACES_FOLDER, find
 from moelab.runs.expert_load import routers_load
 from moelab.sweep import on

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 import numpy as np
 import yaml
-from pydantic import BeforeValidator, ConfigDict, TypeAdapter
+from pydantic import BeforeValidator, ConfigDict, TypeAdapter, ValidationError
 
 from moelab.data import read_yaml
 from moelab.errors import BadInput
@@ -133,23 +133,26 @@ def calibration_file(name: str) -> Path:
     if Path(name).suffix in (".yaml", ".yml"):
         return Path(name)
     if not re.fullmatch(r"[\w.-]{1,64}", name):
-        raise BadInput(
-            f"a calibration is called {name!r}; give letters, digits, '-', '_' and '.', or a path to a .yaml"
-        )
-    return (
-        Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "moelab" / "calibrations" / f"{name}.yaml"
-    )
+        raise BadInput(f"the calibration's name is {name!r}; use letters, digits, '-', '_' and '.', or a .yaml path")
+    configuration = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
+    return configuration / "moelab" / "calibrations" / f"{name}.yaml"
 
 
 def write_calibration(name: str, values: Mapping[str, float], source: str) -> Path:
     """Keep constants for :func:`read_calibration`; returns the file."""
     from moelab.runs.files import write_whole  # a projection loads no pandas, which moelab.runs does
 
-    path = calibration_file(name)
-    write_whole(
-        path, yaml.safe_dump({"source": source, "constants": dict(values)}, sort_keys=False, allow_unicode=True)
-    )
+    path, content = calibration_file(name), {"source": source, "constants": dict(values)}
+    write_whole(path, yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
     return path
+
+
+@dataclass(frozen=True)
+class _Fitted:
+    """Content of such a file."""
+
+    source: str
+    constants: dict[str, float]
 
 
 def read_calibration(name: str) -> Calibration:
@@ -160,20 +163,20 @@ def read_calibration(name: str) -> Calibration:
     """
     path = calibration_file(name)
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-        values = {str(key): float(value) for key, value in content["constants"].items()}
-        source = str(content["source"])
+        content = TypeAdapter(_Fitted).validate_python(yaml.safe_load(path.read_text(encoding="utf-8")))
     except OSError:
         there = ", ".join(sorted(one.stem for one in path.parent.glob("*.yaml"))) or "none"
         raise BadInput(
-            f"there is no calibration {name!r} ({path}); there are: {there}; moelab explain TRACE --against FILE.yaml "
-            f"--fit {name} makes one"
+            f"there is no calibration {name!r} ({path}); there are: {there}; make one with moelab explain TRACE "
+            f"--against FILE.yaml --fit {name}"
         ) from None
-    except (yaml.YAMLError, KeyError, TypeError, ValueError, AttributeError) as error:
-        raise BadInput(f"{path} is no calibration of moelab explain --fit: {error}") from None
-    changed = with_values(**values)
-    constants = {key: replace(getattr(changed, key), how="measured", source=source) for key in values}
-    return replace(changed, **constants)
+    except (yaml.YAMLError, ValueError) as error:
+        faults = error.errors() if isinstance(error, ValidationError) else []
+        told = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in faults) or error
+        raise BadInput(f"{path} is not a calibration that moelab explain --fit wrote: {told}") from None
+    changed = with_values(**content.constants)
+    measured = {"how": "measured", "source": content.source}
+    return replace(changed, **{name: replace(getattr(changed, name), **measured) for name in content.constants})
 
 
 CONSTANT_SPREAD = {"measured": 0.05, "quoted": 0.10, "fitted": 0.10, "assumed": 0.30}

@@ -94,29 +94,25 @@ def fsdp_time_s(job: Job, calibration: Calibration, dense: float, experts: float
     return dense_s + ring_time_s(job, calibration, experts * element_bytes, ranks, stride=stride)
 
 
-def add_tensor_parallel(times: Times, job: Job, calibration: Calibration) -> None:
-    """Gathers and scatters of the residual stream around attention and around the dense or shared FFN."""
-    if job.work.tp == 1:
-        return
-    whole = BF16 * job.work.tokens * job.shape.dim
-    one = ring_time_s(job, calibration, whole, job.work.tp)
-    add(times, "forward", "tensor-parallel collectives", 4 * one)
-    add(times, "dgrad", "tensor-parallel collectives", 4 * one)
-    if job.recomputes_layers:
-        add(times, "recompute", "tensor-parallel collectives", 4 * one)
+def add_layer_collectives(times: Times, job: Job, calibration: Calibration) -> None:
+    """Collectives of tensor and of context parallelism in one layer, forward and backward alike.
 
-
-def add_context_parallel(times: Times, job: Job, calibration: Calibration) -> None:
-    """Keys and values of attention, gathered over the ranks that share a sequence, and their gradients scattered."""
-    if job.work.cp == 1:
-        return
-    width = job.shape.kv_heads / job.work.tp * (job.shape.qk_head_dim + job.shape.v_head_dim)
-    whole = BF16 * job.work.tokens * job.work.cp * width
-    one = ring_time_s(job, calibration, whole, job.work.cp, stride=job.work.tp)
-    add(times, "forward", "context-parallel collectives", one)
-    add(times, "dgrad", "context-parallel collectives", one)
-    if job.recomputes_layers:
-        add(times, "recompute", "context-parallel collectives", one)
+    Tensor parallelism gathers and scatters the residual stream around attention and around the dense or shared FFN.
+    Context parallelism gathers keys and values over the ranks that share a sequence, and scatters their gradients.
+    """
+    shape, work = job.shape, job.work
+    width = shape.kv_heads / work.tp * (shape.qk_head_dim + shape.v_head_dim)
+    stream, keys_and_values = BF16 * work.tokens * shape.dim, BF16 * work.tokens * work.cp * width
+    collectives = {
+        "tensor-parallel collectives": 4 * ring_time_s(job, calibration, stream, work.tp),
+        # ranks of a sequence are tp GPUs apart
+        "context-parallel collectives": ring_time_s(job, calibration, keys_and_values, work.cp, stride=work.tp),
+    }
+    for category, seconds in collectives.items():
+        add(times, "forward", category, seconds)
+        add(times, "dgrad", category, seconds)
+        if job.recomputes_layers:
+            add(times, "recompute", category, seconds)
 
 
 class Permutation(NamedTuple):

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from moelab.analysis.published import CONVERGENCE_SETUP, THROUGHPUT_SETUP, Setup
+from moelab.analysis.published import CONVERGENCE_SETUP, THROUGHPUT_SETUP
 from moelab.errors import BadInput
 from moelab.hardware import GPUS, Gpu
 from moelab.model import gemms
@@ -180,12 +180,11 @@ def expert_work(name: str, model: str, tokens: int, *, tp: int = 1, ep: int = 1)
 
 def published_work() -> tuple[ExpertWork, ExpertWork]:
     """The two published runs: 671B with a pipeline, so one sequence at a time; 16B with its whole local batch."""
-    return _of_setup("671B, published", THROUGHPUT_SETUP), _of_setup("16B, published", CONVERGENCE_SETUP)
-
-
-def _of_setup(name: str, setup: Setup) -> ExpertWork:
-    sequences = 1 if setup.pp > 1 else setup.local_batch
-    return expert_work(name, setup.model, sequences * setup.seq_len // setup.cp, tp=setup.tp, ep=setup.ep)
+    large, small = THROUGHPUT_SETUP, CONVERGENCE_SETUP
+    return (
+        expert_work("671B, published", large.model, large.seq_len, tp=large.tp, ep=large.ep),
+        expert_work("16B, published", small.model, small.local_batch * small.seq_len, tp=small.tp, ep=small.ep),
+    )
 
 
 def gain_table(works: Sequence[ExpertWork], fitted: Fit) -> pd.DataFrame:

@@ -79,13 +79,9 @@ WHOLE_GRADIENT_BYTES = 8.0
 """Of each gathered gradient under Megatron's distributed optimizer: set to zero and scaled, FP32."""
 
 
-def held_by_kind(job: Job) -> dict[str, Held]:
-    """What one module of each kind has on a rank."""
-    return _held_by_kind(job.shape, job.degrees)
-
-
 @functools.lru_cache(maxsize=4096)
-def _held_by_kind(shape: ModelShape, degrees: Degrees) -> dict[str, Held]:
+def held_by_kind(shape: ModelShape, degrees: Degrees) -> dict[str, Held]:
+    """What one module of each kind has on a rank: ``dense`` and ``moe`` layers, ``embedding`` and ``head``."""
     names = {"dense": "layers.0", "moe": f"layers.{shape.n_dense_layers}", "embedding": EMBEDDING, "head": HEAD}
     there = {"dense": shape.n_dense_layers, "moe": shape.n_moe_layers}
     kinds = {kind: module_held(shape, name, degrees) if there.get(kind, 1) else NOTHING for kind, name in names.items()}

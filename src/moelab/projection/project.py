@@ -2,7 +2,7 @@
 
 An experiment is judged as ``moelab plan`` judges it; what is illegal or does not fit is refused with the plan's
 reasons. The interval adds up, part by part, what the validation table shows of that part's errors. A prediction outside
-of what the model was held against says so in its label and in ``outside``.
+of what the model was validated on says so in its label and in ``outside``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from moelab.model import ModelShape, flops_per_token, shape_for
 from moelab.projection.calibration import CALIBRATION, Calibration
 from moelab.projection.exchange import waits_over_network
 from moelab.projection.job import Job, Stack, job_of
-from moelab.projection.step import step_time
+from moelab.projection.step import step_parts_s
 from moelab.projection.uncertainty import ACCUMULATED, CONFIDENCE, WAIT, outside, relative_width
 
 
@@ -37,7 +37,7 @@ class Projection:
         tokens_per_gpu: of a step.
         breakdown_s: seconds of the step by part; they add up to it.
         flops: operations of a token, TorchTitan's count and a causal one.
-        outside: what lies outside of what the model was held against; empty if nothing does.
+        outside: what lies outside of what the model was validated on; empty if nothing does.
         notes: of the plan, on the tokens' way.
     """
 
@@ -149,7 +149,7 @@ def project(
         valid = [ep for ep in divisors(shape_for(experiment).num_experts) if can_be_placed(experiment, ep, node)]
         raise Refused(
             f"no projection: ep is {experiment.ep} on nodes of {experiment.gpus_per_node} GPUs, so that a group begins "
-            f"or ends inside a node; those with ep {', '.join(map(str, valid))} can be projected"
+            f"or ends inside a node; layouts with ep {', '.join(map(str, valid))} can be projected"
         )
     if shape is None:
         memory = estimate(experiment, verdict.layout, node.gpu, constants=constants)
@@ -165,7 +165,7 @@ def project(
         cluster=cluster,
         job=job,
         tokens_per_gpu=job.tokens_per_gpu,
-        breakdown_s=step_time(job, calibration).parts_s,
+        breakdown_s=step_parts_s(job, calibration),
         flops={
             "torchtitan": flops_per_token(shape, experiment.seq_len),
             "causal": flops_per_token(shape, experiment.seq_len, causal=True),
@@ -182,7 +182,7 @@ def _on(experiment: Experiment, cluster: Cluster) -> Experiment:
         return experiment
     same = [name for name in PROFILES if name not in ("local", "cpu") and gpu_of(name).capability == capability]
     if not same:
-        raise BadInput(f"{cluster.name} has {cluster.node.gpu.name}, of whose kind there is no profile")
+        raise BadInput(f"{cluster.name} has {cluster.node.gpu.name}, and no profile has a GPU of its kind")
     return experiment.model_copy(update={"hardware": same[0]})
 
 
@@ -317,7 +317,7 @@ def arms_text(found: Mapping[str, Projection]) -> str:
 
 def extrapolated(reason: str) -> str:
     """How advice names one of :attr:`Projection.rests_on`."""
-    return f"extrapolated from what was seen: {reason}"
+    return f"extrapolated beyond what was validated: {reason}"
 
 
 def aligned(table: Sequence[Sequence[str]]) -> list[str]:

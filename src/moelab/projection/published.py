@@ -23,7 +23,7 @@ from moelab.hardware import cluster_of
 from moelab.layout import check
 from moelab.projection.calibration import CALIBRATION, Calibration, drawn, with_values
 from moelab.projection.job import MODEL_OF_ROUTING, Job, job_of, titan
-from moelab.projection.step import step_time, tps_of
+from moelab.projection.step import step_parts_s, tps_of
 from moelab.projection.uncertainty import Estimate
 from moelab.titan.arms import named_arms
 
@@ -162,7 +162,7 @@ def published_parts(two: TwoByTwo) -> dict[str, dict[str, Estimate]]:
     parts: dict[str, dict[str, Estimate]] = {}
     for arm in ARMS:
         job = replace(published_job(arm), routing=MODEL_OF_ROUTING[two.routing])
-        steps = [step_time(job, one).parts_s for one in two.constants]
+        steps = [step_parts_s(job, one) for one in two.constants]
         by_part = {part: [step[part] for step in steps] for part in steps[0]}
         parts[arm] = {
             name: Estimate(value=all_s[middle], low=min(all_s), high=max(all_s)) for name, all_s in by_part.items()

@@ -268,7 +268,7 @@ def draw_expert_ids(
 def _balanced(rng: np.random.Generator, tokens: int, experts: int, top_k: int) -> ExpertIds:
     """Random permutations read in circles, as ``moelab.experts.draw_experts`` does."""
     slots, circle = tokens * top_k, math.lcm(experts, top_k)
-    order_PE = rng.random((-(-slots // circle), experts)).argsort(axis=-1)
+    order_PE = rng.random((-(-slots // circle), experts)).argsort(axis=-1)  # a permutation for each circle
     return np.tile(order_PE, (1, circle // experts)).reshape(-1)[:slots].reshape(tokens, top_k).astype(np.int64)
 
 
@@ -350,18 +350,16 @@ def expected_destinations(
     """
     routing.require_fits(placement)
     sizes = placement.experts_per_rank, placement.experts_per_node
-    if routing.kind == "round_robin":
-        circle = math.lcm(placement.experts, placement.top_k) // placement.top_k
-        ids_TK = draw_expert_ids(routing, placement, circle)
+    ranks, nodes = (_formula(routing, placement, size) for size in sizes)
+    label: Literal["derived", "simulated"] = "derived"
+    if ranks is None or nodes is None:
+        if routing.kind == "round_robin":  # repeats itself, so one circle of tokens says all
+            tokens = math.lcm(placement.experts, placement.top_k) // placement.top_k
+        else:
+            label = "simulated"
+        ids_TK = draw_expert_ids(routing, placement, tokens, seed=seed)
         ranks, nodes = (mean_destinations(ids_TK, size) for size in sizes)
-        return Destinations(copies=placement.top_k, ranks=ranks, nodes=nodes, label="derived")
-    formulas = [_formula(routing, placement, size) for size in sizes]
-    if None not in formulas:
-        ranks, nodes = (float(value) for value in formulas if value is not None)
-        return Destinations(copies=placement.top_k, ranks=ranks, nodes=nodes, label="derived")
-    ids_TK = draw_expert_ids(routing, placement, tokens, seed=seed)
-    ranks, nodes = (mean_destinations(ids_TK, size) for size in sizes)
-    return Destinations(copies=placement.top_k, ranks=ranks, nodes=nodes, label="simulated")
+    return Destinations(copies=placement.top_k, ranks=ranks, nodes=nodes, label=label)
 
 
 def distinct_destinations(ids_TK: ExpertIds, experts_each: int) -> ExpertIds:
@@ -378,7 +376,7 @@ def distinct_destinations(ids_TK: ExpertIds, experts_each: int) -> ExpertIds:
         >>> distinct_destinations(np.array([[0, 1, 7], [0, 4, 7]]), 4).tolist()
         [2, 2]
     """
-    sorted_TK = np.sort(ids_TK // experts_each, axis=-1)
+    sorted_TK = np.sort(ids_TK // experts_each, axis=-1)  # equal destinations stand beside each other
     changes_T: ExpertIds = (np.diff(sorted_TK, axis=-1) != 0).sum(axis=-1)
     return changes_T + 1
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -20,9 +19,8 @@ from moelab.memory.sharding import Held
 from moelab.projection.calibration import Calibration
 from moelab.projection.exchange import (
     PERMUTATIONS,
-    add_context_parallel,
     add_exchange,
-    add_tensor_parallel,
+    add_layer_collectives,
     expected_maximum,
     fsdp_time_s,
     ring_time_s,
@@ -52,12 +50,11 @@ def layer_times(job: Job, calibration: Calibration, products: Mapping[str, Times
     times = products["attention"] + products["moe" if moe else "feed_forward"]
     add_attention(times, job, calibration)
     add_memory_bound(times, job, calibration, moe=moe)
-    add_tensor_parallel(times, job, calibration)
-    add_context_parallel(times, job, calibration)
+    add_layer_collectives(times, job, calibration)
     if moe:
         add_exchange(times, job, calibration)
         add_expert_casts(times, job, calibration)
-    held = held_by_kind(job)["moe" if moe else "dense"]
+    held = held_by_kind(job.shape, job.degrees)["moe" if moe else "dense"]
     add_accumulation(times, job, calibration, held.gathered)
     add_host(times, job, calibration, moe=moe)
     return times
@@ -67,7 +64,7 @@ def head_times(job: Job, calibration: Calibration, products: Mapping[str, Times]
     """The vocabulary head and the loss; arguments as :func:`layer_times`."""
     times = products["head"].copy()
     add_loss(times, job, calibration)
-    add_accumulation(times, job, calibration, held_by_kind(job)["head"].gathered)
+    add_accumulation(times, job, calibration, held_by_kind(job.shape, job.degrees)["head"].gathered)
     return times
 
 
@@ -78,7 +75,7 @@ def embedding_times(job: Job, calibration: Calibration) -> Times:
     rows = 4.0 * job.work.residual * job.shape.dim / rate
     add(times, "forward", "memory-bound", rows)
     add(times, "wgrad", "memory-bound", 2 * rows + 2 * job.shape.vocab_size * job.shape.dim / job.work.tp / rate)
-    add_accumulation(times, job, calibration, held_by_kind(job)["embedding"].gathered)
+    add_accumulation(times, job, calibration, held_by_kind(job.shape, job.degrees)["embedding"].gathered)
     return times
 
 
@@ -130,20 +127,8 @@ def add_host(times: Times, job: Job, calibration: Calibration, *, moe: bool) -> 
         add(times, shown_in, "host and waiting", max(0.0, launched - busy) + waited * float(calibration.sync_s))
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepTime:
-    """Seconds of a step by part; the busiest pipeline rank's work, and its waiting as ``pipeline bubble``."""
-
-    parts_s: dict[str, float]
-
-    @property
-    def total_s(self) -> float:
-        """The step."""
-        return sum(self.parts_s.values())
-
-
-def step_time(job: Job, calibration: Calibration) -> StepTime:
-    """Predict a step."""
+def step_parts_s(job: Job, calibration: Calibration) -> dict[str, float]:
+    """Seconds of a step by part: the busiest pipeline rank's work, and its waiting as ``pipeline bubble``."""
     modules = module_times(job, calibration)
     stages = stage_times(job, modules)
     sums = {id(table): table.sum(axis=1).tolist() for table in stages}
@@ -172,7 +157,7 @@ def step_time(job: Job, calibration: Calibration) -> StepTime:
         parts[INDEX["host and waiting"]] += float(calibration.step_s) + read_s
     noise = float(calibration.step_noise) * expected_maximum(job.gpus)
     parts[INDEX["imbalance and stragglers"]] += noise * parts.sum()
-    return StepTime(parts_s=dict(zip(CATEGORIES, map(float, parts), strict=True)))
+    return dict(zip(CATEGORIES, map(float, parts), strict=True))
 
 
 def module_times(job: Job, calibration: Calibration) -> dict[str, Times]:
@@ -237,7 +222,7 @@ def _fsdp_s(job: Job, calibration: Calibration, held: Held, modules: Mapping[str
     """
     if job.pp > 1 or job.stack.distributed_optimizer:
         return _collected_s(job, calibration, held, BF16) + _collected_s(job, calibration, held, FP32)
-    kinds = held_by_kind(job)
+    kinds = held_by_kind(job.shape, job.degrees)
     gather = {kind: _collected_s(job, calibration, kinds[kind], BF16) for kind in modules}
     scatter = {kind: _collected_s(job, calibration, kinds[kind], FP32) for kind in modules}
     hides = {kind: (table.sum(axis=1) - table[:, INDEX["all-to-all"]]).tolist() for kind, table in modules.items()}
@@ -262,4 +247,4 @@ def _collected_s(job: Job, calibration: Calibration, held: Held, element_bytes: 
 
 def tps_of(job: Job, calibration: Calibration) -> float:
     """Tokens per second per GPU."""
-    return job.tokens_per_gpu / step_time(job, calibration).total_s
+    return job.tokens_per_gpu / sum(step_parts_s(job, calibration).values())

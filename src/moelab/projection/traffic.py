@@ -143,7 +143,7 @@ def expected_rows(destinations: Destinations, placement: ExpertPlacement, method
     ranks; of them 1/P stay, (L − 1)/P take NVLink, 1 − 1/N the network. ``deepep_hybrid`` sends distinct nodes times
     1 − 1/N over the network and distinct ranks times 1 − 1/L over NVLink: one rank in L has the token already. The mean
     holds for uneven loads too, since each destination is its own sender once in P; the busiest rank is another matter,
-    which :func:`moelab.projection.simulate_rows` tells.
+    which :func:`simulate_rows` tells.
 
     Args:
         destinations: of a token.
@@ -233,7 +233,7 @@ class ExchangeCount:
     def mean(self) -> OnWires:
         """Rows that a rank sends, mean over ranks."""
         ranks = len(self.local_S)
-        nvlink, network, local = (float(rows.sum()) / ranks for rows in self._parts)
+        nvlink, network, local = (float(rows.sum()) / ranks for rows in (self.nvlink_SR, self.network_SR, self.local_S))
         return OnWires(nvlink=nvlink, network=network, local=local)
 
     @property
@@ -249,10 +249,6 @@ class ExchangeCount:
     def rows_SR(self) -> Counts:
         """Rows from rank to rank over any wire, those that stay on the diagonal."""
         return self.nvlink_SR + self.network_SR + np.diag(self.local_S)
-
-    @property
-    def _parts(self) -> tuple[Counts, Counts, Counts]:
-        return self.nvlink_SR, self.network_SR, self.local_S
 
 
 def count_rows(ids_STK: ExpertIds, placement: ExpertPlacement, method: Method) -> ExchangeCount:
@@ -276,6 +272,7 @@ def count_rows(ids_STK: ExpertIds, placement: ExpertPlacement, method: Method) -
     wires = {name: np.zeros((placement.ep, placement.ep), dtype=np.int64) for name in ("nvlink", "network", "local")}
     for sender in range(placement.ep):
         rows_TR = _rows_by_rank(ids_STK[sender], placement)
+        # a plain all-to-all sends a copy for each expert, DeepEP a token once for each rank that has any
         count(wires, sender, rows_TR if method == "standard" else np.minimum(rows_TR, 1), placement)
     return ExchangeCount(nvlink_SR=wires["nvlink"], network_SR=wires["network"], local_S=np.diag(wires["local"]).copy())
 
@@ -297,7 +294,7 @@ def simulate_rows(
 def _rows_by_rank(ids_TK: ExpertIds, placement: ExpertPlacement) -> Counts:
     """How many experts of each token every rank holds, ``(T, P)``."""
     tokens, P = len(ids_TK), placement.ep
-    flat = ids_TK // placement.experts_per_rank + P * np.arange(tokens)[:, None]
+    flat = ids_TK // placement.experts_per_rank + P * np.arange(tokens)[:, None]  # one bincount for all tokens
     return np.bincount(flat.ravel(), minlength=tokens * P).reshape(tokens, P)
 
 

@@ -14,7 +14,7 @@ from moelab.projection.calibration import Calibration, drawn
 from moelab.projection.exchange import waits_over_network
 from moelab.projection.gemm import is_blackwell
 from moelab.projection.job import CATEGORIES, Job, Times
-from moelab.projection.step import step_time
+from moelab.projection.step import step_parts_s
 
 CONFIDENCE = 0.9
 
@@ -50,7 +50,7 @@ SYSTEM_SPREAD = 0.09
 """Standard deviation of a whole step between two systems of one kind, from public steps of the validation table: half
 of them are less than 8 % off."""
 OUTSIDE_FACTOR = 1.8
-"""How much wider an interval is outside of what the model was held against: enough for nine of ten such rows of the
+"""How much wider an interval is outside of what the model was validated on: enough for nine of ten such rows of the
 validation table; one of GB300, 28 % off, is the worst."""
 GPUS_SEEN = ("H100", "H200", "H800", "B200")
 MOST_GPUS, LEAST_TOKENS, SEQUENCES, NETWORK_GB_S = 512, 1024, (2048, 8192), 50.0
@@ -58,9 +58,9 @@ DIMENSIONS = ((2048, 7168), (768, 2048))
 """Least and most of a model's and its experts' dimensions, from Qwen3-30B to DeepSeek-V3."""
 MOST_IMBALANCE = 1.5
 """Of the busiest rank, over the mean: what is known of a router's own choice in public steps is that it trained."""
-WAIT = "what TorchTitan's exchanges wait for over the network: known from public 671B steps with EP 32 alone"
+WAIT = "waiting at TorchTitan's exchanges over the network: known only from public 671B steps with EP 32"
 
-ACCUMULATED = "gradients accumulated without a pipeline: no public step of TorchTitan has them"
+ACCUMULATED = "gradients accumulated without a pipeline: no public step of TorchTitan does so"
 
 
 def relative_width(parts_s: Mapping[str, float], *, extrapolated: bool = False) -> float:
@@ -107,7 +107,7 @@ def gain_interval(with_it: Job, without: Job, calibration: Calibration, *, extra
     def log_speeds(constants: Calibration, errors: Sequence[Times]) -> Times:
         speeds = []
         for job, factors in zip((with_it, without), errors, strict=True):
-            parts_s = step_time(job, constants).parts_s
+            parts_s = step_parts_s(job, constants)
             seconds = sum(error * parts_s[part] for part, error in zip(CATEGORIES, factors, strict=True))
             speeds.append(job.tokens_per_gpu / seconds)
         return np.log(speeds)
@@ -126,45 +126,45 @@ def gain_interval(with_it: Job, without: Job, calibration: Calibration, *, extra
 
 
 def outside(job: Job) -> tuple[str, ...]:
-    """What of a job lies outside of what the model was held against."""
+    """What of a job lies outside of what the model was validated on, a phrase each; empty if nothing does."""
     node, work = job.node, job.work
     low, high = SEQUENCES
     sizes = (job.shape.dim, job.shape.moe_hidden_dim)
     titan, over_network = job.stack.host == "torch", job.gpus > node.gpus
     checks = (
-        (node.gpu.name not in GPUS_SEEN, f"{node.gpu.name}: held against {', '.join(GPUS_SEEN)}"),
+        (node.gpu.name not in GPUS_SEEN, f"{node.gpu.name}: validated on {', '.join(GPUS_SEEN)}"),
         (
             not all(least <= size <= most for size, (least, most) in zip(sizes, DIMENSIONS, strict=True)),
-            f"dimensions {sizes[0]} and {sizes[1]} of model and experts: seen from "
+            f"model and expert dimensions {sizes[0]} and {sizes[1]}: validated from "
             + " and ".join(f"{least} to {most}" for least, most in DIMENSIONS),
         ),
         (
             node.gpu.capability in ROCM,
-            f"{node.gpu.name}: its kernels on ROCm are taken to reach the shares of peak that a B200's do",
+            f"{node.gpu.name}: its ROCm kernels are assumed to reach the same shares of peak as a B200's",
         ),
-        (titan and job.gpus > MOST_GPUS, f"{job.gpus} GPUs: TorchTitan was seen on up to {MOST_GPUS}"),
-        (not low <= job.seq_len <= high, f"seq_len {job.seq_len}: seen from {low} to {high}"),
+        (titan and job.gpus > MOST_GPUS, f"{job.gpus} GPUs: validated for TorchTitan on up to {MOST_GPUS}"),
+        (not low <= job.seq_len <= high, f"seq_len {job.seq_len}: validated from {low} to {high}"),
         (
             work.routed_tokens < LEAST_TOKENS,
-            f"{work.routed_tokens} routed tokens of a micro-batch: seen from {LEAST_TOKENS}",
+            f"{work.routed_tokens} routed tokens in a micro-batch: validated from {LEAST_TOKENS}",
         ),
-        (work.cp > 1, "context parallelism: not in any row"),
-        (work.ep == 1 and work.tp > 1, "experts cut by tensor parallelism (ep 1): not in any row"),
+        (work.cp > 1, "context parallelism: never validated"),
+        (work.ep == 1 and work.tp > 1, "experts split by tensor parallelism (ep 1): never validated"),
         (
             over_network and node.nic_gb_s is not None and node.nic_gb_s.value != NETWORK_GB_S,
-            f"network of {float(node.nic_gb_s or 0):g} GB/s: seen at {NETWORK_GB_S:g}",
+            f"network of {float(node.nic_gb_s or 0):g} GB/s: validated at {NETWORK_GB_S:g}",
         ),
         (
             waits_over_network(job) and (job.shape.dim, job.shape.top_k, work.ep) != (7168, 8, 32),
             WAIT,
         ),
-        (job.precision is Precision.FP8 and is_blackwell(node.gpu), "FP8 on Blackwell: no rate of it was measured"),
-        (job.emulated and is_blackwell(node.gpu), "emulated MXFP8 on Blackwell: seen on H100"),
+        (job.precision is Precision.FP8 and is_blackwell(node.gpu), "FP8 on Blackwell: its rates were never measured"),
+        (job.emulated and is_blackwell(node.gpu), "emulated MXFP8 on Blackwell: validated on H100"),
         (work.backend is EPBackend.MINIMAL_ASYNC_EP, "minimal_async_ep: modelled as DeepEP"),
         (
             work.imbalance > MOST_IMBALANCE,
-            f"routing that gives the busiest rank {work.imbalance:.2f} x the mean: no row has it",
+            f"a busiest rank with {work.imbalance:.2f} x the mean load: validated up to {MOST_IMBALANCE:g} x",
         ),
-        (node.gpus > 8, f"NVLink among {node.gpus} GPUs: seen among 8"),
+        (node.gpus > 8, f"NVLink among {node.gpus} GPUs: validated among 8"),
     )
     return tuple(reason for applies, reason in checks if applies)

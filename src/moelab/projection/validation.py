@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -43,7 +44,7 @@ class ValidationRow:
         kind: ``fitted``, ``seen`` or ``blind``.
         unit: of both values.
         measured: value.
-        predicted: value.
+        predicted: value; NaN until the model is asked.
         interval: of the prediction, 90 %; only steps that are no gain have one.
         inferred: what the source does not say and the prediction needs.
         reference: where the measured value stands.
@@ -56,7 +57,7 @@ class ValidationRow:
     kind: Literal["fitted", "seen", "blind"]
     unit: str
     measured: float
-    predicted: float
+    predicted: float = math.nan
     interval: tuple[float, float] | None = None
     inferred: str = ""
     reference: str

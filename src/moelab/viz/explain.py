@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 
 from moelab.errors import BadInput
 from moelab.explain.against import Comparison, GemmRate
-from moelab.explain.categories import COMMUNICATION
+from moelab.explain.categories import COMMUNICATION, STRAGGLERS
 from moelab.explain.explanation import Explanation
 from moelab.explain.rank import length_us
 from moelab.explain.trace import Rows
@@ -18,6 +18,7 @@ from moelab.hardware import known_gpu
 from moelab.viz.draw import diamonds, draw_limit
 from moelab.viz.theme import INK, MUTED, WARNING, WIDE, new_figure, plot_text, wrap
 
+TRACING = "barriers of tracing"
 _LOOKS = {
     "expert GEMMs": ("#0072B2", ""),
     "other GEMMs": ("#56B4E9", ""),
@@ -28,8 +29,9 @@ _LOOKS = {
     "optimizer": ("#8a96a3", ""),
     "all-to-all": ("#D55E00", "/"),
     "FSDP collectives": ("#E69F00", "/"),
-    "imbalance and stragglers": ("#7a4b00", "x"),
+    STRAGGLERS: ("#7a4b00", "x"),
     "idle": ("#ffffff", "."),
+    TRACING: ("#d0d0d0", "x"),
 }
 _OTHER = ("#000000", "x")
 _STEPS = (("#0072B2", ""), ("#E69F00", "/"), ("#56B4E9", "x"), ("#009E73", "."))
@@ -52,21 +54,23 @@ def step_bars(explained: Mapping[str, Explanation], *, replayed: bool = False) -
         explained: by the name that stands beside the bar.
         replayed: whether the traces came with the package.
     """
-    shares = {name: one.exposed_communication_ms / one.span_ms for name, one in explained.items()}
+    shares = {name: one.step_shares[1] for name, one in explained.items()}
     most = max(shares, key=lambda name: shares[name])
     figure = new_figure(
-        f"Communication that nothing hides takes {'up to ' if len(shares) > 1 else ''}{100 * shares[most]:.0f} % of a "
+        f"Exposed communication takes {'up to ' if len(shares) > 1 else ''}{100 * shares[most]:.0f} % of a "
         f"step ({most})",
         subtitle=f"One traced step each, {_ranks(explained)}, ms from the first to the last event. An instant belongs "
-        "to the first part that runs in it: compute, else communication, else idle time.",
+        f"to the first part that runs in it: compute, else communication, else idle time.{_traced(explained)}",
         note=_known(replayed),
         height=150 + 48 * len(explained),
         width=WIDE,
     )
-    shown = [
-        {**{part: ms for part, ms in one.parts_ms.items() if not part.startswith("idle: ")}, "idle": one.idle_ms}
-        for one in explained.values()
-    ]
+    shown = []
+    for one in explained.values():
+        parts_ms = {part: ms for part, ms in one.parts_ms.items() if not part.startswith("idle: ")}
+        if one.tracing_ms:
+            parts_ms |= {STRAGGLERS: parts_ms[STRAGGLERS] - one.tracing_ms, TRACING: one.tracing_ms}
+        shown.append({**parts_ms, "idle": one.idle_ms})
     parts = dict.fromkeys(part for one in shown for part in one)
     order = [*(name for name in _LOOKS if name in parts), *(name for name in parts if name not in _LOOKS)]
     for part in order:
@@ -75,7 +79,7 @@ def step_bars(explained: Mapping[str, Explanation], *, replayed: bool = False) -
 
 
 def answer_table(explained: Mapping[str, Explanation]) -> pd.DataFrame:
-    """Each step's time in milliseconds, its shares in percent, and what to look at first.
+    """Each step's time in milliseconds, its shares in percent, and what to look at first; no barriers of tracing.
 
     Args:
         explained: by the name in the first column.
@@ -83,10 +87,9 @@ def answer_table(explained: Mapping[str, Explanation]) -> pd.DataFrame:
     rows = []
     for name, one in explained.items():
         first, lost_ms = one.longest_loss
-        shares = (one.compute_ms, one.exposed_communication_ms, one.idle_ms)
         look = f"{first}: {lost_ms:.1f} ms" if lost_ms else "nothing is lost"
-        rows.append((name, one.span_ms, *(100 * ms / one.span_ms for ms in shares), look))
-    headings = ["step", "time (ms)", "compute (%)", "communication that nothing hides (%)", "idle (%)", "look first at"]
+        rows.append((name, one.step_ms, *(100 * share for share in one.step_shares), look))
+    headings = ["step", "time (ms)", "compute (%)", "exposed communication (%)", "idle (%)", "look first at"]
     return pd.DataFrame(rows, columns=headings).round(1)
 
 
@@ -97,7 +100,7 @@ def communication_bars(explained: Mapping[str, Explanation], *, replayed: bool =
         explained: by the name that stands beside the bars.
         replayed: whether the traces came with the package.
     """
-    rows = [(name, one) for name, step in explained.items() for one in step.communication]
+    rows = [(name, one) for name, step in explained.items() for one in step.step_communication]
     total, exposed = (sum(getattr(one, key) for _, one in rows) for key in ("ms", "exposed_ms"))
     names = _labels(name for name, _ in rows)
     y = [names, [plot_text(one.group) for _, one in rows]]
@@ -105,11 +108,11 @@ def communication_bars(explained: Mapping[str, Explanation], *, replayed: bool =
     figure = new_figure(
         f"Compute hides {hidden:.0f} % of {total:.0f} ms of communication" if total else "No communication",
         subtitle=f"One traced step each, {_ranks(explained)}. Diamonds: what of it waits for other ranks, seen on all "
-        "ranks or, of one rank alone, what takes longer than the fastest of its kind.",
+        f"ranks or, of one rank alone, what takes longer than the fastest of its kind.{_traced(explained)}",
         note=_known(replayed),
         height=160 + 34 * len(rows),
     )
-    _add_bars(figure, "not hidden", y, [one.exposed_ms for _, one in rows], ("#D55E00", ""))
+    _add_bars(figure, "exposed", y, [one.exposed_ms for _, one in rows], ("#D55E00", ""))
     _add_bars(figure, "hidden behind compute", y, [one.ms - one.exposed_ms for _, one in rows], ("#dfe3e8", "/"))
     waiting = [one.waiting_ms for _, one in rows]
     figure.add_trace(
@@ -130,12 +133,12 @@ def idle_bars(explained: Mapping[str, Explanation], *, replayed: bool = False) -
         for gap in step.gaps:
             totals[gap.cause, gap.where] = totals.get((gap.cause, gap.where), 0.0) + gap.idle_ms
     longest = sorted(totals, key=lambda key: -totals[key])[:CAUSES]
-    idle, span = (sum(getattr(one, key) for one in explained.values()) for key in ("idle_ms", "span_ms"))
+    idle, span = (sum(getattr(one, key) for one in explained.values()) for key in ("idle_ms", "step_ms"))
     place = f", {100 * totals[longest[0]] / idle:.0f} % of that in one place: {_said(longest[0][1])}" if longest else ""
     figure = new_figure(
         f"The device is idle for {100 * idle / span:.1f} % of the time{place}",
         subtitle=f"One traced step each, {_ranks(explained)}. A gap's cause, and what the host did before it launched "
-        "the kernel that ends the gap.",
+        f"the kernel that ends the gap.{_traced(explained)}",
         note=_known(replayed),
         height=170 + 26 * (len(explained) + 1) * (len(longest) + 1) // 2 + 20 * (len(longest) + 1),
     )
@@ -267,8 +270,8 @@ def timeline(
     compute, busy = length_us(begins[computes], ends[computes]), length_us(begins, ends)  # both in ms
     left_out = sum(max(0, len(of_part) - MOST_BARS) for _, _, of_part in drawn.values())
     figure = new_figure(
-        f"{what}: {last - first:.1f} ms, {compute:.1f} of compute, {busy - compute:.1f} of communication that nothing "
-        f"hides, {last - first - busy:.1f} idle",
+        f"{what}: {last - first:.1f} ms, {compute:.1f} of compute, {busy - compute:.1f} of exposed communication, "
+        f"{last - first - busy:.1f} idle",
         subtitle="One traced step, ms after its first event. Each bar is a kernel, or a call of the host that launches "
         "(light) or waits (dark); drag to zoom, double-click to go back."
         + (f" The {left_out:,} shortest are not drawn." if left_out else ""),
@@ -309,6 +312,13 @@ def _known(replayed: bool) -> str:
 def _ranks(explained: Mapping[str, Explanation]) -> str:
     ranks = sorted({one.rank for one in explained.values() if one.rank is not None})
     return f"rank {', '.join(map(str, ranks))}" if ranks else "of one rank"
+
+
+def _traced(explained: Mapping[str, Explanation]) -> str:
+    """What a headline leaves out."""
+    most = max((one.tracing_ms for one in explained.values()), default=0.0)
+    barriers = f"The headline leaves out barriers at which ranks meet only to be traced ({most:.1f} ms at most)."
+    return f" {barriers}" if most >= 1 else ""
 
 
 def _labels(names: Iterable[str]) -> list[str]:

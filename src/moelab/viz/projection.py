@@ -348,7 +348,7 @@ def waterfall_bars(changes: Sequence[Change], *, quoted_first: float, quoted_las
     return figure.update_layout(showlegend=False, bargap=0.3, hovermode="closest")
 
 
-HOLLOW = f"Hollow: outside of what the model was held against, interval {OUTSIDE_FACTOR:g} times as wide."
+HOLLOW = f"Hollow: outside of what the model was validated on, interval {OUTSIDE_FACTOR:g} times as wide."
 KINDS: Mapping[str, ArmStyle] = {
     "H100": ArmStyle(label="H100", color="#009E73", dash="longdash", symbol="cross"),
     "H200": ArmStyle(label="H200", color="#CC79A7", dash="dot", symbol="diamond"),

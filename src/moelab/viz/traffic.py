@@ -18,24 +18,26 @@ from moelab.errors import BadInput
 from moelab.hardware import Node, cluster_of
 from moelab.model import DispatchPrecision
 from moelab.model.hugging_face import IN_MENUS, read_model
-from moelab.projection import (
+from moelab.projection.routing import (
     KINDS,
-    METHODS,
     ExpertPlacement,
-    Method,
-    OnWires,
     RoutingModel,
     distinct_destinations,
     draw_expert_ids,
     expected_destinations,
+    routing_of,
+)
+from moelab.projection.traffic import (
+    METHODS,
+    Method,
+    OnWires,
     expected_rows,
     expected_traffic,
     layer_bytes,
     move_time_s,
-    routing_of,
+    require_method,
     simulate_rows,
 )
-from moelab.projection.traffic import require_method
 from moelab.viz.draw import STAR, above, in_panel, legend_entry, panels
 from moelab.viz.theme import FAR, INK, NARROW, NEAR, OTHER, WIDE, counted, new_figure
 from moelab.viz.widget import Explorer, labelled_control, menu
