@@ -951,10 +951,11 @@ def answer_lines(found: Recommendation, name: str = "") -> list[str]:
 
 
 def speed_text(projection: Projection) -> str:
-    """Tokens/s per GPU with the interval, and whether it rests on what was never seen."""
+    """Tokens/s per GPU with the interval, whether it rests on what was never seen, and the MFU of causal attention."""
     low, high = projection.interval
     label = "derived, extrapolated" if projection.rests_on else "derived"
-    return f"{projection.tps:,.0f} tokens/s per GPU ({low:,.0f} to {high:,.0f} with 90 % confidence; {label})"
+    speed = f"{projection.tps:,.0f} tokens/s per GPU ({low:,.0f} to {high:,.0f} with 90 % confidence; {label})"
+    return f"{speed} · MFU {100 * projection.mfu['causal']:.0f} %"
 
 
 def layout_words(experiment: Experiment) -> str:

@@ -52,7 +52,7 @@ def add_memory_bound(times: Times, job: Job, calibration: Calibration, *, moe: b
     passes = 1.0 if job.stack.fused else float(calibration.eager_passes)
     forward = passes * elementwise_bytes(job, moe=moe) / memory_rate(job, calibration)
     add(times, "forward", "memory-bound", forward)
-    add(times, "dgrad", "memory-bound", 2 * forward)
+    add(times, "dgrad", "memory-bound", 2 * forward)  # each input is read again beside the gradients
     if job.checkpointing != "none":
         again = passes * elementwise_bytes(job, moe=moe, again=True) / memory_rate(job, calibration)
         add(times, "recompute", "memory-bound", again)
@@ -86,6 +86,7 @@ def held_by_kind(shape: ModelShape, degrees: Degrees) -> dict[str, Held]:
     there = {"dense": shape.n_dense_layers, "moe": shape.n_moe_layers}
     kinds = {kind: module_held(shape, name, degrees) if there.get(kind, 1) else NOTHING for kind, name in names.items()}
     norm = module_held(shape, NORM, degrees)
+    # the last norm is gathered with the head
     kinds["head"] = Held(*(a + b for a, b in zip(kinds["head"], norm, strict=True)))
     return kinds
 
