@@ -112,7 +112,7 @@ def add_host(times: Times, job: Job, calibration: Calibration, *, moe: bool) -> 
     """
     if job.stack.host == "graphs":
         return
-    kernels = launches(job, moe=moe)
+    kernels, busy_of = launches(job, moe=moe), times.sum(axis=1).tolist()
     launch_s = float(calibration.launch_s if job.stack.host == "torch" else calibration.launch_library_s)
     waits = moe and job.waits_for_counts
     again = waits and job.recomputes_layers and not job.keeps_exchange
@@ -122,7 +122,7 @@ def add_host(times: Times, job: Job, calibration: Calibration, *, moe: bool) -> 
         (backward, "dgrad", again),
     )
     for passes, shown_in, waited in blocks:  # forward and backward: within each the host may run ahead and catch up
-        busy = sum(float(times[PASS_INDEX[one]].sum()) for one in passes)
+        busy = sum(busy_of[PASS_INDEX[one]] for one in passes)
         launched = launch_s * sum(kernels.get(one, 0.0) for one in passes)
         add(times, shown_in, "host and waiting", max(0.0, launched - busy) + waited * float(calibration.sync_s))
 
@@ -189,7 +189,9 @@ def stage_times(job: Job, modules: Mapping[str, Times]) -> list[Times]:
 
 def work_s(job: Job, calibration: Calibration) -> float:
     """Seconds of one micro-batch in all layers, one after the other."""
-    return float(sum(table.sum() for table in stage_times(job, module_times(job, calibration))))
+    layers = {"dense": job.shape.n_dense_layers, "moe": job.shape.n_moe_layers}
+    modules = module_times(job, calibration)
+    return sum(layers.get(kind, 1) * float(table.sum()) for kind, table in modules.items())
 
 
 def expert_s(job: Job, calibration: Calibration) -> float:
