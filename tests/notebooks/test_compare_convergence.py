@@ -73,7 +73,7 @@ def test_papermill_runs_the_demo(by_nbmake: Callable[[str], Ran], tmp_path: Path
     assert all(run.finished for run in trained)
     for arm in ("bf16_standard", "mxfp8_standard"):
         curve = joined_rows(run for run in trained if run.arm == arm).groupby("step")["loss"].mean()
-        assert curve.iloc[0] - curve.iloc[-4:].mean() >= 1.4, f"{arm}: {curve.iloc[0]} to {curve.iloc[-4:].mean()}"
+        assert curve.iloc[0] - curve.iloc[-4:].mean() >= 1.3, f"{arm}: {curve.iloc[0]} to {curve.iloc[-4:].mean()}"
 
     judged = subprocess.run(
         [sys.executable, "-m", "moelab", "report", str(runs / study), "--json", "--final-fraction", "0.2"],

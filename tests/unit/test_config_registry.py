@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from nvidia_smi_support import H100, MISMATCH, forget, nvidia_smi
+from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.quantization.utils import has_quantization
 from torchtitan.config import ConfigManager
 from torchtitan.config.override import apply_overrides
@@ -35,6 +37,7 @@ from moelab.titan import config_registry
 from moelab.titan.arms import PUBLISHED, config_name, named_arms, nearest
 from moelab.titan.config_registry import assume_gpu
 from moelab.titan.models import FLASH_BLOCKS, model_spec
+from moelab.titan.preempt import ResumeCheckpoints
 from moelab.titan.routing import RandomBalancedRouter
 
 ROOT = Path(__file__).parents[2]
@@ -307,3 +310,22 @@ def test_flash_attention_has_a_mask_in_blocks_that_its_backward_pass_takes(
     attentions = [attention for _name, attention, *_ in spec.model.traverse(FlexAttention.Config)]
     assert {attention.block_size for attention in attentions} == {blocks}
     assert {attention.kernel_options["BACKEND"] for attention in attentions} == {"FLASH"}
+
+
+def test_a_step_that_was_loaded_or_saved_is_not_saved_again_when_a_job_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[object] = []
+
+    def save(manager: ResumeCheckpoints, step: int) -> bool:
+        return manager._should_save(step) and not done.append(step)
+
+    monkeypatch.setattr(CheckpointManager, "_load", lambda *_: True)
+    monkeypatch.setattr(CheckpointManager, "_save", save)
+    monkeypatch.setattr(CheckpointManager, "_wait_for_saving", lambda *_: done.append("waited"))
+    manager = object.__new__(ResumeCheckpoints)
+    settings = {"enable": True, "load_only": False, "interval": 100, "enable_first_step_checkpoint": False}
+    vars(manager).update(settings, save_future=object(), states={"train_state": SimpleNamespace(step=7)})
+    manager.load()
+    for step in (7, 8, 8):
+        manager.save_now(step)
+    manager.enable = False  # there is nothing to close
+    assert done == ["waited", 8, "waited", "waited"]
