@@ -117,7 +117,7 @@ def checkpoints_at_most(experiment: Experiment, cluster: ClusterProfile) -> int:
     due = (steps - 1) // interval if interval else 0
     with suppress(BadInput, Refused):  # hardware without figures, or a plan that check_plans refuses with its reason
         projection = project(experiment)
-        slowest_s = steps * projection.tokens_per_gpu / projection.interval[0]
+        slowest_s = steps * projection.job.tokens_per_gpu / projection.interval[0]
         stops = math.ceil(slowest_s / (60 * cluster.time_limit_minutes - cluster.signal_s)) - 1
         due += min(stops, cluster.requeues + 1)
     return min(due, cluster.checkpoints_kept + 1)
