@@ -118,7 +118,7 @@ def test_a_node_that_takes_twice_as_long_has_about_half_the_rates() -> None:
 @pytest.mark.parametrize("name", ["Abacus 9", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA H100-40C"])
 def test_a_file_of_an_unknown_gpu_is_refused(name: str) -> None:
     unknown = Measurement(name=GROUPED_GEMM, content={"rows": [], "hardware": {"gpu": name}})
-    with pytest.raises(BadInput, match=f"is of {name}"):
+    with pytest.raises(BadInput, match=f"was measured on {name}"):
         constants_of_node(unknown, load_measured(ALL_TO_ALL))
 
 
@@ -167,7 +167,7 @@ def test_sizes_take_a_layout_that_fits_or_none() -> None:
     for (kind, count), found in at.items():
         assert found.job.gpus == count
         assert found.experiment.precision is (Precision.FP8 if kind in ("H100", "H200") else Precision.MXFP8)
-        assert found.tokens_per_gpu * count == pytest.approx(4096 * 8192)
+        assert found.job.tokens_per_gpu * count == pytest.approx(4096 * 8192)
     figure = size_curves(points, words="Words.")
     best = max(points, key=lambda point: point.projection.tps)
     assert f"{best.projection.tps:,.0f} tokens/s" in title(figure)
