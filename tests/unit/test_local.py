@@ -248,7 +248,7 @@ def test_completed_runs_of_older_records_and_renamed_folders_are_not_trained_aga
     (runs / "s").rename(runs / "t")
     renamed = make_study("t", {"steps": STEPS, "warmup_steps": 0, "hardware": "cpu"}, [BF16], [0, 1])
     done, lines = launch(runs, renamed)
-    assert (done.trained, lines[0]) == (0, "folder t holds runs that were recorded as of study s")
+    assert (done.trained, lines[0]) == (0, "folder t holds runs that were recorded as study s")
 
 
 # Interruptions

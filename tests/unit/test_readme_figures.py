@@ -18,7 +18,6 @@ from moelab.analysis.two_by_two import (
     DEPTHS,
     STOCK,
     ArmResult,
-    LayerGain,
     arm_results,
     checkpointing_pairs,
     checkpointing_words,
@@ -97,15 +96,14 @@ def test_stock_and_the_best_arm_under_each_checkpointing() -> None:
         gains = " / ".join(f"{arm.tps / stock.tps:.2f}" for stock, arm in pairs)
         short = ", stock short of memory" if any(stock.retries for stock, _ in pairs) else ""
         says(f"| {name} | {stocks} | {arms} | {gains} ×{short} |")
-    layers: dict[str, dict[str, LayerGain]] = {}
-    for gain in (one for one in layer_gains(rows) if one.code is None):
-        layers.setdefault(checkpointing_words(gain.activation_checkpoint), {})[gain.routing] = gain
+    layers: dict[str, dict[str, Any]] = {}
+    for gain in (one for one in layer_gains(rows) if one["code"] is None):
+        layers.setdefault(checkpointing_words(gain["activation_checkpoint"]), {})[gain["routing"]] = gain
+    assert layers
     for words, by_routing in layers.items():
         gains_of = [by_routing[routing] for routing in ROUTINGS]
-        stock_ms, arm_ms = (
-            " / ".join(f"{getattr(gain, side):.1f}" for gain in gains_of) for side in ("stock_ms", "arm_ms")
-        )
-        ratio = " / ".join(f"{gain.ratio:.2f}" for gain in gains_of)
+        stock_ms, arm_ms = (" / ".join(f"{gain[side]:.1f}" for gain in gains_of) for side in ("stock_ms", "arm_ms"))
+        ratio = " / ".join(f"{gain['ratio']:.2f}" for gain in gains_of)
         says(f"| a MoE layer, {words} | {stock_ms} ms | {arm_ms} ms | {ratio} × |")
 
 
@@ -124,13 +122,16 @@ def test_fp8_experts_in_one_pass() -> None:
         says(f"| 671B, {moe_layers} MoE layers, 16 experts | {stock} | {' | '.join(cells)} |")
     deepest = sorted(f"{one.ratio:.2f}" for one in whole["671B, 10 MoE layers"][1])
     says(f"{deepest[0]} to {deepest[1]} × TorchTitan at ten MoE layers with both under selective checkpointing")
-    gains = {(gain.arm, gain.routing): gain for gain in layer_gains(rows)}
+    gains = {(gain["arm"], gain["routing"]): gain for gain in layer_gains(rows)}
     layers = [[gains[arm, routing] for routing in ROUTINGS] for arm in arms]
     cells = [
-        f"{' / '.join(f'{gain.arm_ms:.1f}' for gain in each)} ms: {' / '.join(f'{gain.ratio:.2f}' for gain in each)} ×"
+        " ms: ".join(
+            " / ".join(f"{gain[key]:{form}}" for gain in each) for key, form in (("arm_ms", ".1f"), ("ratio", ".2f"))
+        )
+        + " ×"
         for each in layers
     ]
-    stock = " / ".join(f"{gain.stock_ms:.1f}" for gain in layers[0])
+    stock = " / ".join(f"{gain['stock_ms']:.1f}" for gain in layers[0])
     says(f"| a MoE layer | {stock} ms | {' | '.join(cells)} |")
 
 
