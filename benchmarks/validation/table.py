@@ -220,10 +220,7 @@ def fitted_on() -> set[str]:
 
 
 def full_node_rows(measured: Measurement | None = None) -> tuple[ValidationRow, ...]:
-    """One node: the packaged predictions beside what was measured later.
-
-    Args:
-        measured: of ``h200_full_node``; the package's by default.
+    """One node: the packaged predictions beside what was measured later, by default in the package's file.
 
     Returns:
         Nothing where nothing was measured yet.

@@ -205,9 +205,6 @@ def gemm_rates(explanation: Explanation, experiment: Experiment) -> list[GemmRat
     The operands' shapes need not be recorded. Recomputation, of which checkpointing decides what it repeats, is left
     out; of a pipeline, whose ranks have different work, nothing is known.
 
-    Args:
-        explanation: of a trace on GPUs.
-        experiment: what ran.
     """
     if experiment.pp > 1:
         return []

@@ -357,10 +357,7 @@ def _elements(text: _Text) -> Iterator[Any]:
 
 
 def read_trace(path: Path) -> Trace:
-    """Read one rank's trace.
-
-    Args:
-        path: a ``.json`` or ``.json.gz`` that ``torch.profiler`` wrote.
+    """Read one rank's trace: a ``.json`` or ``.json.gz`` that ``torch.profiler`` wrote.
 
     Raises:
         BadInput: if it is none, or has neither GPU events nor operators.

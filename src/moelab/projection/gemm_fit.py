@@ -93,12 +93,7 @@ def leave_one_out() -> pd.DataFrame:
 
 
 def estimate(fitted: Fit, quantity: Callable[[Rates], float], *, in_step: bool = False) -> Estimate:
-    """A quantity that follows from a GPU's rates, with its interval.
-
-    Args:
-        fitted: the fit.
-        quantity: of rates; infinite where there is no such number.
-        in_step: rates in a step, or of kernels alone.
+    """A quantity that follows from a GPU's rates, with its interval; infinite where there is no such number.
 
     Example:
         >>> rate = estimate(fit_b200(), lambda rates: rates.low)
@@ -189,10 +184,6 @@ def published_work() -> tuple[ExpertWork, ExpertWork]:
 
 def gain_table(works: Sequence[ExpertWork], fitted: Fit) -> pd.DataFrame:
     """Gain and break-even of layouts, for MXFP8 and for MXFP8 with wgrad in BF16.
-
-    Args:
-        works: layouts.
-        fitted: constants and their spread.
 
     Returns:
         A row for each layout, precision and kind of time (``alone``: kernels by themselves, ``in a step``: as the

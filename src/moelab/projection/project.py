@@ -209,11 +209,7 @@ def require_figures(experiment: Experiment, cluster: Cluster) -> None:
 
 
 def with_network(cluster: Cluster, nic_gb_s: float) -> Cluster:
-    """A cluster with another network.
-
-    Args:
-        cluster: gives everything else.
-        nic_gb_s: of one GPU each way, GB/s.
+    """A cluster whose network gives each GPU ``nic_gb_s`` GB/s each way.
 
     Raises:
         ImpossibleHardware: for a bandwidth that is not positive and finite.

@@ -57,11 +57,7 @@ def published_job(arm: str) -> Job:
 
 @functools.lru_cache(maxsize=8)
 def meeting_published(calibration: Calibration, draws: int) -> tuple[Calibration, ...]:
-    """Constants with which the model meets all three published steps.
-
-    Args:
-        calibration: around which constants are drawn.
-        draws: sets that are tried; those without a possible solution are left out.
+    """Constants with which the model meets all three published steps; of the ``draws``, those that have a solution.
 
     Raises:
         RuntimeError: if no set meets the published steps.
@@ -134,10 +130,7 @@ def projected_two_by_two(
 ) -> TwoByTwo:
     """Project the four published arms, with the software of the time, by all constants that meet what was published.
 
-    Args:
-        routing: ``round_robin``, as published, or ``random_balanced``.
-        calibration: constants around which others are drawn.
-        draws: how many.
+    Routing is ``round_robin``, as published, or ``random_balanced``.
     """
     jobs = {arm: replace(published_job(arm), routing=MODEL_OF_ROUTING[routing]) for arm in ARMS}
     sets = meeting_published(calibration, draws)
@@ -194,9 +187,6 @@ def remaining(forced: TwoByTwo, random: TwoByTwo) -> dict[str, float]:
 
     An answer's spread given a measurement is what a line through the sets of constants does not explain.
 
-    Args:
-        forced: projected under forced balance.
-        random: under balanced random routing.
     """
     gain = random.samples["bf16_deepep"] / random.samples["bf16_standard"]
     answers = (forced.samples["mxfp8_standard"], gain, _interaction(forced.samples))

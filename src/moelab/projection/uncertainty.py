@@ -64,12 +64,7 @@ ACCUMULATED = "gradients accumulated without a pipeline: no public step of Torch
 
 
 def relative_width(parts_s: Mapping[str, float], *, extrapolated: bool = False) -> float:
-    """Half the width of the 90 % interval of a step, relative to it; parts err independently of each other.
-
-    Args:
-        parts_s: seconds of the step by part.
-        extrapolated: whether the step lies outside of what was seen.
-    """
+    """Half the width of the 90 % interval of a step, relative to it; parts err independently of each other."""
     step_s = sum(parts_s.values())
     variance = sum((PART_SPREAD[part] * seconds / step_s) ** 2 for part, seconds in parts_s.items())
     return 1.645 * math.sqrt(variance + SYSTEM_SPREAD**2) * (OUTSIDE_FACTOR if extrapolated else 1.0)
@@ -89,11 +84,6 @@ def gain_interval(with_it: Job, without: Job, calibration: Calibration, *, extra
     Both sides are priced with the same drawn constants, and each part errs alike on both, but for the parts whose
     kernels differ: of these the one side's error says nothing of the other's.
 
-    Args:
-        with_it: the one.
-        without: the other, of which the percent are.
-        calibration: constants of the model.
-        extrapolated: whether one of them lies outside of what was seen.
     """
     own: tuple[str, ...] = ()
     if with_it.work.backend != without.work.backend:
