@@ -413,7 +413,7 @@ def _trace_of(reader: _Reader, cut: bool) -> Trace:
     if reader.without_duration:
         notes.append(f"{name}: {reader.without_duration:,} kernels and copies have no duration and take no time here")
     devices, counts = np.unique(events["device"], return_counts=True)
-    device = int(devices[counts.argmax()]) if count else -1
+    device = int(devices[counts.argmax()]) if count else -1  # most events are of the rank's own
     if len(devices) > 1:
         others = ", ".join(str(one) for one in devices if one != device)
         notes.append(f"{name} has events of devices {device} and {others}; only those of {device} are shown")

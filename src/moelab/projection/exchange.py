@@ -138,7 +138,7 @@ def exchange_time_s(job: Job, calibration: Calibration, element_bytes: float, *,
         return 0.0
     row_bytes = job.work.routed_tokens * job.shape.dim * element_bytes * job.work.imbalance
     nvlink_gb_s, network_gb_s = reached_gb_s(job, calibration)
-    nvlink_s, network_s = (
+    nvlink_s, network_s = (  # both wires work at once, so the slower one counts below
         job.rows_sent.nvlink * row_bytes / nvlink_gb_s,
         job.rows_sent.network * row_bytes / network_gb_s,
     )

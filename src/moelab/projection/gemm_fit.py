@@ -77,6 +77,7 @@ def fit_h100() -> Fit:
 def _fit(gpu: str) -> Fit:
     stored = _packaged()["fits"][gpu]
     free = tuple(stored["free"])
+    # what is stored is the free constants alone, the fitted ones first
     first, *draws = (with_values(**dict(zip(free, one, strict=True))) for one in (stored["values"], *stored["draws"]))
     residuals = pd.DataFrame(stored["residuals"])
     return Fit(gpu=GPUS[gpu], calibration=first, free=free, residuals=residuals, draws=tuple(draws))
@@ -167,6 +168,7 @@ def expert_work(name: str, model: str, tokens: int, *, tp: int = 1, ep: int = 1)
     shape = SHAPES[model] if model in SHAPES else read_model(model).dimensions
     if tokens < 1 or tp < 1 or ep < 1 or shape.num_experts % ep:
         raise BadInput(f"tokens {tokens}, tp {tp}, ep {ep}: give positive numbers, ep a divisor of {shape.num_experts}")
+    # gate and up are of one size, down is their transpose: the first of them stands for all
     of_experts = [one for one in gemms(shape, tokens, tp=tp, ep=ep) if one.part == "routed experts"]
     first = next(one for one in of_experts if one.direction == "forward" and one.k == shape.dim)
     case = Case(m=first.m, n=first.n, k=first.k, groups=first.groups)

@@ -80,6 +80,7 @@ def _solved(jobs: Sequence[Job], calibration: Calibration, random: np.random.Gen
     unknown = {name: float(random.uniform(*limits)) for name, limits in UNKNOWN.items()}
     others = with_values(drawn(calibration, random), **unknown)
     published_s = [job.tokens_per_gpu / row.tps for job, row in zip(jobs, THROUGHPUT, strict=True)]
+    # one run of each arm was published: its time may be off by as much as runs differ
     target_s = np.array(published_s) * random.uniform(1 - RUN_TO_RUN, 1 + RUN_TO_RUN, size=len(jobs))
 
     def constants(x: np.ndarray) -> Calibration:
@@ -97,7 +98,7 @@ def _solved(jobs: Sequence[Job], calibration: Calibration, random: np.random.Gen
     slopes = np.array([(late_s(x + step) - late) / step.sum() for step in steps]).T  # once: a step is almost linear
     for _ in range(4):
         x = x - np.linalg.solve(slopes, late)
-        if np.any(x < low) or np.any(x > high):
+        if np.any(x < low) or np.any(x > high):  # steps hardly bend, so what leaves the limits does not come back
             return None
         late = late_s(x)
     return constants(x)
