@@ -25,6 +25,7 @@ from moelab.viz import LayoutExplorer
 from moelab.viz.grouped_gemm import ExpertExplorer
 from moelab.viz.mxfp8 import QuantisationExplorer
 from moelab.viz.projection import ProjectionExplorer
+from moelab.viz.theme import LINE_PX
 from moelab.viz.traffic import TrafficExplorer
 from moelab.viz.widget import Explorer
 
@@ -215,7 +216,7 @@ def as_page_figure(figure: Mapping[str, Any]) -> dict[str, Any]:
     """
     layout = dict(figure["layout"])
     parts = re.findall(r"<b>.*?</b>|<span.*?</span>", layout.pop("title")["text"])
-    lines_px = sum((17 if "font-size:13px" in part else 22) * (part.count("<br>") + 1) for part in parts)
+    lines_px = LINE_PX * sum(part.count("<br>") + 1 for part in parts)
     caption = "".join(f"<div>{part.replace('<br>', ' ')}</div>" for part in parts)
     layout["margin"] = {**layout["margin"], "t": layout["margin"]["t"] - lines_px}
     layout["height"] -= lines_px

@@ -71,8 +71,8 @@ def arm_of(name: str) -> dict[str, str]:
     Example:
         >>> arm_of("bf16_deepep_full+dispatch")
         {'precision': 'bf16', 'ep_backend': 'deepep', 'activation_checkpoint': 'full+dispatch'}
-    >>> arm_of("bf16_standard_flex_tiles")
-    {'precision': 'bf16', 'ep_backend': 'standard', 'attention_backend': 'flex_tiles'}
+        >>> arm_of("bf16_standard_flex_tiles")
+        {'precision': 'bf16', 'ep_backend': 'standard', 'attention_backend': 'flex_tiles'}
     """
     precision, backend, *more = name.replace("flex_", "flex-").split("_")
     fields = {"precision": precision.split("-")[0], "ep_backend": backend}

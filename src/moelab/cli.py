@@ -11,7 +11,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -25,11 +25,9 @@ DESCRIPTION = (
 )
 
 ASSUMED_SEQ_LEN = 4096
-"""Of a model from elsewhere: an experiment's own default is for a laptop."""
+"""Of a Hugging Face model: an experiment's own default is for a laptop."""
 ASSUMED_TOKENS = 65_536
-"""Of a step for each GPU, where a search is given a model alone: as in published runs on hundreds of GPUs."""
-FROM_HF_HELP = "take the model from a Hugging Face config.json, a folder with one, or by name, such as Qwen3-30B-A3B"
-LOAD_HELP = "run, or its expert_load.parquet, whose measured load takes the place of an assumed one; learned routing"
+"""Tokens per GPU and step, where a search is given a model alone: as in published runs on hundreds of GPUs."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,16 +39,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except MoelabError as error:
         from moelab.privacy import without_secrets
 
-        print(f"moelab: {without_secrets(str(error))}", file=sys.stderr)  # noqa: T201 - it may quote a file
+        _say(without_secrets(str(error)))  # it may quote a file
         return error.exit_code
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        # Python flushes stdout once more when it exits, and would print a traceback there.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
-        print(f"moelab: {error}", file=sys.stderr)  # noqa: T201
+        place = error.filename2 or error.filename  # of a rename, the file that was to be written
+        _say(f"{place}: {error.strerror}" if place else str(error))
         return 1
     except KeyboardInterrupt:
-        print("moelab: interrupted; what was finished is kept", file=sys.stderr)  # noqa: T201
+        _say("interrupted; what was finished is kept")
         return 1
 
 
@@ -61,116 +61,119 @@ def build_parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
 
     def verb(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
-        added: argparse.ArgumentParser = verbs.add_parser(name, help=text, description=text)
+        sentence = f"{text[0].upper()}{text[1:]}."
+        added: argparse.ArgumentParser = verbs.add_parser(name, help=text, description=sentence)
         added.set_defaults(run=run)
         added.add_argument("--json", action="store_true", help="print one JSON object")
         return added
 
-    def fields(*parsers: argparse.ArgumentParser, of: str = "a field", arm: str = "") -> None:
-        for each in parsers:
-            if arm:
-                each.add_argument("--arm", help=arm)
-            each.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=f"replace {of}")
+    def fields(parser: argparse.ArgumentParser, of: str = "a field", arm: str = "") -> None:
+        if arm:
+            parser.add_argument("--arm", help=arm)
+        parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=f"override {of}")
 
     one_arm = "one arm of a study, such as mxfp8_standard or bf16_deepep_round-robin"
-    doctor = verb("doctor", _doctor, "say what this machine can run and what is missing for the rest")
-    doctor.add_argument("--smoke", action="store_true", help="send tokens between two ranks, with DeepEP if it is here")
-    doctor.add_argument("--hardware", default="local", metavar="PROFILE", help="profile to hold the network against")
-    doctor.add_argument("--cluster", metavar="PROFILE", help="look at a cluster instead, before a study goes there")
-    doctor.add_argument("--cluster-set", action="append", default=[], metavar="KEY=VALUE", help="replace its field")
-    doctor.add_argument("--file", type=Path, help="with --cluster: YAML of what would run there")
-    runs_help = "with --cluster: folder of all studies; default: the profile's, or runs"
-    doctor.add_argument("--runs", type=Path, help=runs_help)
-    doctor.add_argument("--nodes", action="store_true", help="with --cluster: let every node report, by srun")
+    study_help = "YAML file of an experiment, a list of experiments or a study, or the name of a study such as nano"
+    runs_help = "folder of all studies; default: the cluster profile's, or runs"
+    load_help = "a run, or its expert_load.parquet: use the expert load it measured (routing: learned)"
+    doctor = verb("doctor", _doctor, "report what this machine can run, and what it lacks for the rest")
+    doctor.add_argument(
+        "--smoke", action="store_true", help="send tokens between two ranks, through DeepEP if possible"
+    )
+    doctor.add_argument("--hardware", default="local", metavar="PROFILE", help="compare the network with this profile")
+    doctor.add_argument("--cluster", metavar="PROFILE", help="check a cluster instead, before a study goes there")
+    override_help = "override a field of the cluster profile"
+    doctor.add_argument("--cluster-set", action="append", default=[], metavar="KEY=VALUE", help=override_help)
+    doctor.add_argument("--file", type=Path, help=f"with --cluster: {study_help}")
+    doctor.add_argument("--runs", type=Path, metavar="DIR", help=f"with --cluster: {runs_help}")
+    doctor.add_argument("--nodes", action="store_true", help="with --cluster: check every node too, through srun")
 
-    text = "write the notebooks, their papermill profiles and studies to a folder; what you changed there is kept"
-    verb("notebooks", _notebooks, text).add_argument("folder", type=Path, metavar="DIR")
+    text = "write the notebooks, their papermill profiles and the studies to a folder; files you changed are kept"
+    notebooks = verb("notebooks", _notebooks, text)
+    notebooks.add_argument("folder", type=Path, metavar="DIR", help="folder to write to; made if it does not exist")
 
-    plan = verb("plan", _plan, "say whether an experiment is legal, what it holds and how it is started")
-    file_help = "YAML of an experiment, or of a study, or a study's name: each of its arms is planned"
-    plan.add_argument("file", type=Path, nargs="?", help=file_help)
-    plan.add_argument("--from-hf", metavar="CONFIG", help=FROM_HF_HELP)
-    fields(plan, arm=f"plan {one_arm}")
-    write_help = "write the experiment to a file, as it is planned or, with --search, in the best layout"
+    plan = verb("plan", _plan, "check whether an experiment is legal and fits into memory; show how it is launched")
+    project = verb("project", _project, "predict tokens/s/GPU, and where the time of a step goes")
+    for each, does in ((plan, "plan"), (project, "project")):
+        each.add_argument("file", type=Path, nargs="?", help=study_help)
+        from_hf_help = "take the model from a Hugging Face config.json, its folder, or by name, such as Qwen3-30B-A3B"
+        each.add_argument("--from-hf", metavar="CONFIG", help=from_hf_help)
+        fields(each, arm=f"{does} {one_arm}")
+        each.add_argument("--load", type=Path, metavar="RUN", help=load_help)
+    write_help = "write the experiment to a file, as planned or, with --search, in the best layout"
     plan.add_argument("--write", type=Path, metavar="PATH", help=write_help)
-    config_help = "add the configuration that TorchTitan resolves (loads torch)"
+    config_help = "also print the configuration that TorchTitan resolves (loads torch)"
     plan.add_argument("--config", action="store_true", help=config_help)
     plan.add_argument("--verify", action="store_true", help="build it with TorchTitan, without a GPU (loads torch)")
-    ranks_help = "global ranks that --verify builds; default: one a stage"
+    ranks_help = "global ranks that --verify builds; default: the first of each pipeline rank"
     plan.add_argument("--ranks", type=_ranks, metavar="R,R", help=ranks_help)
-    plan.add_argument(
-        "--search",
-        action="store_true",
-        help="say which layout is best, how fast, and what each technique gains; fields given by --set stay",
+    search_help = (
+        "find the best layout, its speed and what each technique gains; fields given by --set stay as they are"
     )
-    plan.add_argument("--limit", type=_positive, default=10, metavar="N", help="layouts that --search lists")
-    plan.add_argument("--global-batch", type=_positive, metavar="N", help="sequences a step, kept by --search")
-    plan.add_argument("--load", type=Path, metavar="RUN", help=LOAD_HELP)
-
-    project = verb("project", _project, "predict the time of a step: tokens/s/GPU and where the time goes")
-    file_help = "YAML of an experiment, or of a study, or a study's name: each of its arms is projected"
-    project.add_argument("file", type=Path, nargs="?", help=file_help)
-    project.add_argument("--from-hf", metavar="CONFIG", help=FROM_HF_HELP)
-    fields(project, arm=f"project {one_arm}")
-    constants_help = "constants of moelab explain --fit: their name, or a path"
+    plan.add_argument("--search", action="store_true", help=search_help)
+    plan.add_argument("--limit", type=_positive, default=10, metavar="N", help="how many layouts --search lists")
+    plan.add_argument("--global-batch", type=_positive, metavar="N", help="sequences per step that --search keeps")
+    constants_help = "use the constants that moelab explain --fit saved: a name or a path"
     project.add_argument("--calibration", metavar="NAME", help=constants_help)
-    project.add_argument("--load", type=Path, metavar="RUN", help=LOAD_HELP)
 
-    text = "say where the time of a traced step went, and why it is not what was predicted"
+    text = "show where the time of a traced step went, and why it differs from the prediction"
     explain = verb("explain", _explain, text)
-    paths_help = "a Kineto trace (.json, .json.gz), several of one step, a run"
+    paths_help = "a Kineto trace (.json, .json.gz), several ranks' traces of one step, their folder, or a run"
     explain.add_argument("paths", type=Path, nargs="+", metavar="path", help=paths_help)
-    explain.add_argument("--rank", type=int, metavar="R", help="rank that is shown; default: the lowest")
-    step_help = "the profiler's step, of a trace of several; default: all"
+    explain.add_argument("--rank", type=int, metavar="R", help="rank to show; default: the lowest")
+    step_help = "profiler step to show, where a trace has several; default: all of them"
     explain.add_argument("--step", type=int, metavar="N", help=step_help)
-    against_help = "YAML of what ran, to predict it; a run has its own"
+    against_help = "YAML of what ran, to compare with its prediction; a run brings its own"
     explain.add_argument("--against", type=Path, metavar="FILE", help=against_help)
-    fields(explain, of="a field of --against", arm="of a study in --against")
+    fields(explain, of="a field of --against", arm="the arm that ran, where --against is a study")
     explain.add_argument("--calibration", metavar="NAME", help="predict with the constants of an earlier --fit")
-    explain.add_argument("--fit", metavar="NAME", help="keep constants with which the model meets this step, as NAME")
+    explain.add_argument("--fit", metavar="NAME", help="fit the model's constants to this step and save them as NAME")
 
-    run = verb("run", _run, "train an experiment or study on this machine; a finished one is left alone")
-    submit = verb("submit", _submit, "give an experiment or study to Slurm; what is finished or waiting is left alone")
-    file_help = "YAML of an experiment, a list of experiments or a study, or the name of a study such as nano"
+    run = verb("run", _run, "train an experiment or study on this machine; finished runs are left alone")
+    submit = verb("submit", _submit, "submit an experiment or study to Slurm; finished and queued runs are left alone")
     for each in (run, submit):
-        each.add_argument("file", type=Path, help=file_help)
-    fields(run, submit, of="a field everywhere")
-    run.add_argument("--on-failure", choices=["continue", "stop"], default="continue")
-    run.add_argument("--runs", type=Path, default=Path("runs"), help="folder that holds all studies")
-    submit.add_argument("--arm", help=f"submit {one_arm}")
-    submit.add_argument("--cluster", required=True, metavar="PROFILE", help="name of a profile, or a path of one")
-    profile_help = "replace a field of the profile"
-    submit.add_argument("--cluster-set", action="append", default=[], metavar="KEY=VALUE", help=profile_help)
-    submit.add_argument("--after", metavar="JOB", help="job that has to succeed first, such as 123 or 123_4")
-    submit.add_argument("--adopt", metavar="JOB", help="say as which job runs were submitted whose number is not known")
-    submit.add_argument("--runs", type=Path, help="folder that holds all studies; default: the profile's, or runs")
-    submit.add_argument("--dry-run", action="store_true", help="print the exact script and touch nothing")
+        each.add_argument("file", type=Path, help=study_help)
+    fields(run, of="a field of every experiment")
+    fields(submit, of="a field of every experiment", arm=f"submit {one_arm}")
+    failure_help = "what to do after a run failed; default: continue with the next one"
+    run.add_argument("--on-failure", choices=["continue", "stop"], default="continue", help=failure_help)
+    run.add_argument("--runs", type=Path, default=Path("runs"), metavar="DIR", help="folder of all studies")
+    submit.add_argument("--cluster", required=True, metavar="PROFILE", help="name or path of a cluster profile")
+    submit.add_argument("--cluster-set", action="append", default=[], metavar="KEY=VALUE", help=override_help)
+    submit.add_argument("--after", metavar="JOB", help="start only after this job has succeeded, such as 123 or 123_4")
+    submit.add_argument("--adopt", metavar="JOB", help="tell moelab the number of a job that sbatch did not report")
+    submit.add_argument("--runs", type=Path, metavar="DIR", help=runs_help)
+    submit.add_argument("--dry-run", action="store_true", help="print the exact script and change nothing")
 
-    cancel = verb("cancel", _on_runs, "cancel the jobs of a run, of a study or of all")
-    requeue = verb("requeue", _on_runs, "let jobs that run or failed start again, from their newest checkpoint")
-    status = verb("status", _on_runs, "say where the runs at a path are; jobs of Slurm are asked for")
+    cancel = verb("cancel", _on_runs, "cancel the Slurm jobs of a run, a study or all studies")
+    requeue = verb("requeue", _on_runs, "restart running, failed or cancelled jobs from their newest checkpoint")
+    status = verb("status", _on_runs, "show the state of runs; Slurm is asked about its jobs")
     for each, name in ((cancel, "cancel"), (requeue, "requeue"), (status, "refresh")):
         each.set_defaults(what=name, follow=False)
+    path_help = "folder of a run, a study or all studies"
     for each in (cancel, requeue):
-        each.add_argument("path", type=Path, help="folder of a run, or of a study")
-    status.add_argument("path", type=Path, nargs="?", default=Path("runs"))
-    status.add_argument("--follow", action="store_true", help="go on showing them; Ctrl-C leaves the runs alone")
-    collect = verb("collect", _collect, "read the metrics of a run, a study, a log, TensorBoard or W&B export")
-    collect.add_argument("path", type=Path)
+        each.add_argument("path", type=Path, help=path_help)
+    status.add_argument("path", type=Path, nargs="?", default=Path("runs"), help=f"{path_help}; default: runs")
+    status.add_argument("--follow", action="store_true", help="keep watching; Ctrl-C does not stop the runs")
+    collect = verb("collect", _collect, "read the metrics of runs, TorchTitan logs, TensorBoard folders or W&B exports")
+    collect.add_argument("path", type=Path, help="a run, a study, a log, a TensorBoard folder or a W&B export")
 
     report = verb("report", _report, "judge a study, or compare any runs, and write an HTML report")
-    paths_help = "a study; or several studies, runs, logs, TensorBoard or W&B exports"
+    paths_help = "a study; or several studies, runs, logs, TensorBoard folders or W&B exports"
     report.add_argument("paths", type=Path, nargs="+", metavar="path", help=paths_help)
-    report.add_argument("--reference", default="bf16_standard", help="arm that the others are held against")
-    report.add_argument("--margin", type=float, help="equivalence margin in nats, instead of the seeds' own spread")
-    cap_help = "nats that a margin of the seeds' spread is at most; default: 1 %% of the loss"
-    report.add_argument("--margin-cap", type=float, help=cap_help)
-    drop_help = "leave a seed out of all arms; shown"
+    reference_help = "arm that the others are compared with; default: bf16_standard"
+    report.add_argument("--reference", default="bf16_standard", metavar="ARM", help=reference_help)
+    margin_help = "equivalence margin in nats; default: from the spread between seeds"
+    report.add_argument("--margin", type=float, metavar="NATS", help=margin_help)
+    cap_help = "upper limit of a margin that comes from the seeds; default: 1 %% of the loss"
+    report.add_argument("--margin-cap", type=float, metavar="NATS", help=cap_help)
+    drop_help = "leave a seed out of all arms; the report says so"
     report.add_argument("--drop-seed", type=int, action="append", default=[], metavar="K", help=drop_help)
-    report.add_argument("--final-fraction", type=float, default=0.1, help="part of the steps that a final loss is of")
-    output_help = "file to write; default: report.html in the study, or comparison.html here"
-    report.add_argument("--output", type=Path, help=output_help)
-    report.add_argument("--with-paths", action="store_true", help="keep folders, host and user names in the report")
+    fraction_help = "share of the steps, at the end, that the final loss is averaged over; default: 0.1"
+    report.add_argument("--final-fraction", type=float, default=0.1, metavar="SHARE", help=fraction_help)
+    output_help = "file to write; default: report.html in the study's folder, or comparison.html here"
+    report.add_argument("--output", type=Path, metavar="FILE", help=output_help)
+    report.add_argument("--with-paths", action="store_true", help="keep folder, host and user names in the report")
     return parser
 
 
@@ -189,14 +192,19 @@ def _ranks(text: str) -> list[int]:
 
 
 def _stop(_signal: int, _frame: FrameType | None) -> None:
-    """Treat SIGTERM (a scheduler, a container) as Ctrl-C: stop the ranks in order and write the status."""
+    """Treat SIGTERM, which schedulers and containers send, as Ctrl-C: ranks end in order and the status is written."""
     raise KeyboardInterrupt
 
 
-def _show(options: argparse.Namespace, as_json: Any, as_text: str, *, exact: bool = False) -> None:
-    """Print a result, as JSON if that is asked for; it may quote logs, and holds no keys and moves no cursor.
+def _say(text: str) -> None:
+    """Print a line on stderr, where it does not mix with the result."""
+    print(f"moelab: {text}", file=sys.stderr)  # noqa: T201
 
-    ``exact`` is for what is run as it stands, such as a script: its cluster profile was refused if it held a key.
+
+def _show(options: argparse.Namespace, as_json: Any, as_text: str, *, exact: bool = False) -> None:
+    """Print a result, as JSON if asked; since it may quote logs, it is cleaned of keys and of control characters.
+
+    ``exact`` is for what is run as it stands, such as a script: a cluster profile with a key in it is refused.
     """
     from moelab.privacy import each_text, without_secrets
 
@@ -208,13 +216,8 @@ def _show(options: argparse.Namespace, as_json: Any, as_text: str, *, exact: boo
     print(text, flush=True)  # noqa: T201 - results go to stdout
 
 
-def _line(name: str, status: Any) -> str:
-    """Where a run is, for a person."""
-    return f"{name}: {status.state}" + (f": {status.reason}" if status.reason else "")
-
-
 def _row(name: str, status: Any) -> dict[str, str | None]:
-    """Where a run is, for a program."""
+    """The state of a run, for a program."""
     return {"run": name, "status": status.state.value, "reason": status.reason, "job_id": status.job_id}
 
 
@@ -223,7 +226,7 @@ def _doctor(options: argparse.Namespace) -> int:
 
     if not options.cluster:
         if options.nodes or options.file or options.cluster_set or options.runs:
-            raise BadInput("--nodes, --file, --cluster-set and --runs are about a cluster: name it with --cluster")
+            raise BadInput("--nodes, --file, --cluster-set and --runs check a cluster: name it with --cluster")
         examined = examine(hardware=options.hardware, smoke=options.smoke)
         _show(options, examined.to_json(), examined.as_text())
         return 1 if examined.failed else 0
@@ -247,7 +250,7 @@ def _notebooks(options: argparse.Namespace) -> int:
 
 
 def _chosen_arms(study: Any, wanted: str | None) -> list[Any]:
-    """The first experiment of each arm, or of the one that is wanted."""
+    """The first experiment of each arm, or only of the one that is asked for."""
     first = {experiment.arm: experiment for experiment in study.first_of_arms}
     longer = [arm for arm in first if wanted is not None and arm.startswith(f"{wanted}_")]
     if wanted not in first and len(longer) == 1:  # bf16_standard is bf16_standard_round-robin in a study of that alone
@@ -258,7 +261,7 @@ def _chosen_arms(study: Any, wanted: str | None) -> list[Any]:
 
 
 def _constants(options: argparse.Namespace, experiment: Any) -> Any:
-    """What a plan or projection knows of how uneven the router is."""
+    """The constants for how unevenly the router loads experts, measured with ``--load``."""
     from moelab.memory import memory_constants
 
     if options.load is None:
@@ -269,7 +272,7 @@ def _constants(options: argparse.Namespace, experiment: Any) -> Any:
 
 
 def _arms_and_model(options: argparse.Namespace) -> tuple[list[Any], Any]:
-    """The arms that a plan or projection is of, and the model of ``--from-hf``; None without it."""
+    """The arms to plan or project, and the model of ``--from-hf``; None without it."""
     from moelab.experiment_file import parse_overrides, read_study
     from moelab.model.hugging_face import read_model
 
@@ -277,33 +280,32 @@ def _arms_and_model(options: argparse.Namespace) -> tuple[list[Any], Any]:
         raise BadInput("give the FILE of an experiment or study, a model with --from-hf, or both")
     model = read_model(options.from_hf) if options.from_hf else None
     overrides = [*(model.overrides if model else ()), *options.set]
-    if model and not options.file and not any(one.startswith("seq_len=") for one in options.set):
-        overrides.append(f"seq_len={ASSUMED_SEQ_LEN}")
-        print(f"moelab: seq_len is not given; {ASSUMED_SEQ_LEN} tokens are assumed", file=sys.stderr)  # noqa: T201
-    if model and not options.file and getattr(options, "search", False):
-        assumed = _searched_like(overrides, given=parse_overrides(options.set).keys())
+    if model and not options.file:
+        given = parse_overrides(options.set).keys()
+        fields = _assumed(parse_overrides(overrides), for_search=getattr(options, "search", False))
+        if assumed := [f"{field}={value}" for field, value in fields.items() if field not in given]:
+            _say(f"assumed, because not given: {', '.join(assumed)}")
         overrides += assumed
-        print(f"moelab: assumed, because they are not given: {', '.join(assumed)}", file=sys.stderr)  # noqa: T201
     return _chosen_arms(read_study(options.file, overrides), options.arm), model
 
 
-def _searched_like(overrides: Sequence[str], *, given: Collection[str]) -> list[str]:
-    """Of a model without a file, what a search takes: the whole cluster, and what a training there would set."""
-    from moelab.experiment_file import parse_overrides, read_hardware
+def _assumed(known: Mapping[str, Any], *, for_search: bool) -> dict[str, Any]:
+    """What a model without an experiment takes; a search also takes the whole cluster and usual training settings."""
+    from moelab.experiment import OwnHardware
     from moelab.hardware import cluster_of
 
-    known = parse_overrides(overrides)
-    assumed = {"compile": "model+loss", "dataset": "c4"}
-    assumed["local_batch"] = str(max(1, ASSUMED_TOKENS // int(known["seq_len"])))
+    if not for_search:
+        return {"seq_len": ASSUMED_SEQ_LEN}
+    local_batch = max(1, ASSUMED_TOKENS // int(known.get("seq_len", ASSUMED_SEQ_LEN)))
+    fields = {"seq_len": ASSUMED_SEQ_LEN, "compile": "model+loss", "dataset": "c4", "local_batch": local_batch}
     if "hardware" in known:
-        cluster = cluster_of(read_hardware(str(known["hardware"])))
-        assumed |= {"nodes": str(cluster.nodes), "gpus_per_node": str(cluster.node.gpus)}
-    return [f"{field}={value}" for field, value in assumed.items() if field not in given]
+        hardware = known["hardware"]  # a file of one's own has been read already
+        cluster = cluster_of(hardware if isinstance(hardware, OwnHardware) else str(hardware))
+        fields |= {"nodes": cluster.nodes, "gpus_per_node": cluster.node.gpus}
+    return fields
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from moelab.experiment_file import write_experiment
-
     arms, model = _arms_and_model(options)
     if options.search and len(arms) == 1:
         return _search(options, arms[0])
@@ -312,13 +314,13 @@ def _plan(options: argparse.Namespace) -> int:
     if len(arms) > 1:
         if options.search or options.verify or options.config or options.write:
             names = ", ".join(experiment.arm for experiment in arms)
-            raise BadInput(f"{options.file} holds {len(arms)} arms; name one for this with --arm: {names}")
+            raise BadInput(f"{options.file} holds {len(arms)} arms; choose one with --arm: {names}")
         plans = [plan(experiment, constants=_constants(options, experiment)) for experiment in arms]
         _show(options, {"plans": [{"arm": one.experiment.arm, **one.to_json()} for one in plans]}, study_text(plans))
         return 0 if all(one.verdict.legal for one in plans) else 3
     (experiment,) = arms
     if options.write:
-        options.write.write_text(write_experiment(experiment), encoding="utf-8")
+        _write_experiment(options.write, experiment)
     one_in_file = not (model or options.set or options.arm)
     path = options.write or (options.file if one_in_file else None)
     planned = plan(experiment, path=path, constants=_constants(options, experiment))
@@ -336,14 +338,21 @@ def _plan(options: argparse.Namespace) -> int:
     return 0 if planned.verdict.legal else 3
 
 
+def _write_experiment(path: Path, experiment: Any) -> None:
+    from moelab.experiment_file import write_experiment
+    from moelab.runs.files import write_whole
+
+    write_whole(path, write_experiment(experiment))
+
+
 def _search(options: argparse.Namespace, experiment: Any) -> int:
-    from moelab.experiment_file import parse_overrides, write_experiment
+    from moelab.experiment_file import parse_overrides
     from moelab.hardware import gpu_of
     from moelab.plan import headroom_gib
     from moelab.search import VARIED, recommend, recommendation_text, search, search_text
 
     if options.load:
-        raise BadInput("--load is of one plan; leave it out with --search")
+        raise BadInput("--load applies to a single plan; leave it out with --search")
     given = parse_overrides(options.set).keys()
     fixed = sorted(given & set(VARIED))
     sizes = {"limit": options.limit, "global_batch": options.global_batch}
@@ -356,7 +365,7 @@ def _search(options: argparse.Namespace, experiment: Any) -> int:
         plain = search(experiment, fixed=fixed, headroom_gib=headroom_gib(experiment), **sizes)
         as_json, as_text, found = plain.to_json(), search_text(plain), plain.candidates
     if found and options.write:
-        options.write.write_text(write_experiment(found[0].experiment), encoding="utf-8")
+        _write_experiment(options.write, found[0].experiment)
     _show(options, as_json, as_text)
     return 0 if found else 3
 
@@ -391,7 +400,7 @@ def _explain(options: argparse.Namespace) -> int:
 
     experiment = _traced_experiment(options)  # before a file of gigabytes is read
     if experiment is None and (options.fit or options.calibration):
-        raise BadInput("--fit and --calibration need to know what ran: give its YAML with --against")
+        raise BadInput("--fit and --calibration need the experiment that ran: give its YAML with --against")
     explained = explain(options.paths, rank=options.rank, step=options.step)
     as_json, as_text = {**explained.to_json(), "predicted_ms": {}}, explanation_text(explained)
     if experiment is not None:
@@ -409,7 +418,7 @@ def _explain(options: argparse.Namespace) -> int:
 
 
 def _against(options: argparse.Namespace, explained: Any, experiment: Any) -> tuple[dict[str, Any], str]:
-    """An explanation beside the prediction, as JSON and as text; keeps a calibration if one is asked for."""
+    """An explanation beside the prediction, as JSON and as text; saves a calibration with ``--fit``."""
     from moelab.explain.against import compare, comparison_text, fit
     from moelab.projection.calibration import CALIBRATION, read_calibration, with_values, write_calibration
 
@@ -421,13 +430,13 @@ def _against(options: argparse.Namespace, explained: Any, experiment: Any) -> tu
     compared = compare(explained, experiment, with_values(**values))
     source = f"{', '.join(explained.files)}: {experiment.model_label}, {experiment.arm}, {explained.gpu}"
     path = write_calibration(options.fit, values, source)
-    said = f"fitted {', '.join(values)}; use it with --calibration {options.fit} ({path})"
+    said = f"fitted {', '.join(values)}; use them with --calibration {options.fit} ({path})"
     as_json = {**compared.to_json(), "fit": {"file": str(path), "constants": values}}
     return as_json, f"{comparison_text(compared)}\n\n{said}"
 
 
 def _traced_experiment(options: argparse.Namespace) -> Any:
-    """What ran: of the file that is given, else of the run that the trace lies in; None where neither says."""
+    """What ran: by ``--against``, or by the run that holds the trace; None if neither is there."""
     from moelab.experiment_file import read_study
     from moelab.runs.directory import EXPERIMENT_FILE
 
@@ -435,12 +444,10 @@ def _traced_experiment(options: argparse.Namespace) -> Any:
         arms = _chosen_arms(read_study(options.against, options.set), options.arm)
         if len(arms) > 1:
             names = ", ".join(experiment.arm for experiment in arms)
-            raise BadInput(
-                f"{options.against} holds {len(arms)} arms; name the one that was traced with --arm: {names}"
-            )
+            raise BadInput(f"{options.against} holds {len(arms)} arms; name the traced one with --arm: {names}")
         return arms[0]
     if options.arm or options.set:
-        raise BadInput("--arm and --set are about --against: give the YAML of what ran")
+        raise BadInput("--arm and --set modify --against: give the YAML of what ran")
     own = options.paths[0] / EXPERIMENT_FILE
     return _chosen_arms(read_study(own), None)[0] if own.is_file() else None
 
@@ -448,11 +455,12 @@ def _traced_experiment(options: argparse.Namespace) -> Any:
 def _run(options: argparse.Namespace) -> int:
     from moelab.experiment_file import read_study
     from moelab.launch.local import run_study
+    from moelab.launch.status import state_line
 
     study = read_study(options.file, options.set)
     done = run_study(study, options.runs, on_failure=options.on_failure)
     complete = len(done.runs) - len(done.failed)
-    lines = [_line(str(run.path), run.status) for run in done.runs]
+    lines = [state_line(str(run.path), run.status) for run in done.runs]
     summary = f"{study.name}: {complete} of {len(study.experiments)} complete, {done.trained} trained now"
     rows = [_row(run.name, run.status) for run in done.runs]
     as_json = {"study": study.name, "trained": done.trained, "runs": rows, **done.found.to_json()}
@@ -482,24 +490,24 @@ def _submit(options: argparse.Namespace) -> int:
 
 
 def _on_runs(options: argparse.Namespace) -> int:
-    """Ask for the runs at a path, cancel or requeue them; then say where they are, and which no report will use."""
+    """Update, cancel or requeue the runs at a path; then show their states, and which ones no report will use."""
     from moelab.launch import status
     from moelab.runs.directory import discover
 
     if options.follow:
         if options.json:
-            raise BadInput("--follow shows text as it comes; leave it out to get one JSON object")
+            raise BadInput("--follow prints text as it comes; leave it out to get one JSON object")
         try:
             status.follow(options.path, sys.stdout)
         except KeyboardInterrupt:
-            print("moelab: no longer watching; the runs go on", file=sys.stderr)  # noqa: T201
+            _say("no longer watching; the runs go on")
         return 0
     if not options.path.is_dir():
         raise BadInput(f"{options.path} is not a folder; give a run, a study or the folder of all studies")
     folder = discover(options.path.absolute())
     both = list(zip(folder.all_runs, getattr(status, options.what)(folder.all_runs), strict=True))
-    lines = [*(_line(run.name, status) for run, status in both), *folder.lines]
-    rows = [_row(run.name, status) for run, status in both]
+    lines = [*(status.state_line(run.name, now) for run, now in both), *folder.lines]
+    rows = [_row(run.name, now) for run, now in both]
     _show(options, {"runs": rows, **folder.to_json()}, "\n".join(lines) or f"no runs at {options.path}")
     return 0
 

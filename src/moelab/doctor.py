@@ -86,18 +86,19 @@ def examine(*, hardware: str = "local", smoke: bool = False) -> Examination:
     """Look at hardware, packages and tools. Loads neither torch nor plotly.
 
     Args:
-        hardware: profile, or file of one's own, that the network is held against, such as ``b200_x256``.
-        smoke: start two ranks that send tokens to experts and back, some seconds to minutes.
+        hardware: profile, or file of one's own, that the network is compared with, such as ``b200_x256``.
+        smoke: start two ranks that send tokens to experts and back, which takes seconds to minutes.
 
     Raises:
         BadInput: if there is no such profile.
     """
-    cluster = None if hardware == "local" else cluster_of(read_hardware(hardware))  # of local no network is known
+    # Of `local` no network is known.
+    cluster = None if hardware == "local" else cluster_of(read_hardware(hardware))
     nic = cluster.node.nic_gb_s if cluster else None
     network = examine_environment(nodes=cluster.nodes if cluster else 1, nic_gb_s=None if nic is None else float(nic))
     findings = (_processor(), *_gpus(), *map(_package, TESTED), *_tools())
     arms = [Experiment(precision=precision, ep_backend=backend) for backend in EPBackend for precision in Precision]
-    # Two ranks show every arm; on one GPU the second would find none.
+    # An arm with expert parallelism needs two ranks, but on one GPU the second would find none.
     ranks = 1 if gpu_problem() is None and len(gpus()) == 1 else 2
     here = {"gpus_per_node": ranks, "ep": ranks, "activation_checkpoint": "full"}  # every backend takes full
     return Examination(
@@ -116,14 +117,14 @@ def _arm(experiment: Experiment) -> ArmAnswer:
         Precision.MXFP8: "runs with native kernels" if native else "runs emulated: MXFP8 numerics, not its speed",
         Precision.NVFP4: "runs emulated: NVFP4 numerics, not its speed",
     }[experiment.precision]
-    reasons = ["what this machine's GPUs can do is not known"] if gpu_problem() else refusals(experiment)
-    # Of several about one field the last is the one about this machine's GPUs.
+    reasons = ["nothing is known about this machine's GPUs"] if gpu_problem() else refusals(experiment)
+    # Of several reasons about one field the last is the one about this machine's GPUs.
     of_fields = {reason.partition(" ")[0]: reason for reason in reasons}
     return ArmAnswer(name=experiment.arm, kernels=kernels, reason="; ".join(of_fields.values()))
 
 
 def _seen(name: str, found: str, lack: str = "", severity: Severity = "warning") -> Finding:
-    """A finding that is well unless something lacks, with what follows from that or what to do."""
+    """A finding that is fine unless something lacks; ``lack`` says what follows from that, or what to do."""
     return Finding(name=name, severity=severity if lack else "ok", found=found, remedy=lack)
 
 
@@ -141,19 +142,19 @@ def _gpus() -> Iterator[Finding]:
     try:
         listed = gpus()
     except GpusUnknown as error:
-        advice = f"what the GPUs can do is not known: {error.remedy}; hardware=cpu uses the processor meanwhile"
+        advice = f"nothing is known about the GPUs: {error.remedy}; until then, hardware=cpu uses the processor"
         yield _seen(name, error.found, advice, "error")
         return
     if not listed:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        hidden = "" if visible is None else f" that CUDA_VISIBLE_DEVICES={visible!r} leaves"
-        yield _seen(name, f"none{hidden}; ranks are processes on the CPU, MXFP8 is emulated")
+        hidden = "" if visible is None else f" left by CUDA_VISIBLE_DEVICES={visible!r}"
+        yield _seen(name, f"none{hidden}; ranks run as processes on the CPU, and MXFP8 is emulated")
         return
     kinds = Counter((gpu.name, architecture(gpu.capability), gpu.driver) for gpu in listed)
     unknown = [model for model, _sm, _driver in kinds if known_gpu(model) is None]
-    lacks = [f"peak rates of {' and '.join(unknown)} are not known: no MFU, no projection"] if unknown else []
+    lacks = [f"the peak rates of {' and '.join(unknown)} are unknown: no MFU, no projection"] if unknown else []
     if len(kinds) > 1:
-        lacks.append("of several kinds a run goes at the pace of the slowest; CUDA_VISIBLE_DEVICES chooses one")
+        lacks.append("a run on several kinds of GPU is as slow as the slowest; choose one with CUDA_VISIBLE_DEVICES")
     yield _seen(
         name,
         "; ".join(f"{count} × {model}, {sm}, driver {driver}" for (model, sm, driver), count in kinds.items()),
@@ -165,17 +166,17 @@ def _gpus() -> Iterator[Finding]:
 
 def _package(name: str) -> Finding:
     installed = version(name)
-    written = f"moelab is written against {name} {TESTED[name]}; reinstall with pip install moelab"
-    lack = "" if is_tested(name, installed) else written
+    lack = "" if is_tested(name, installed) else f"moelab needs {name} {TESTED[name]}: pip install moelab"
+    # The CPU build is not on PyPI: someone chose PyTorch's own index for it.
     if name == "torch" and installed and installed.endswith("+cpu") and not gpu_problem() and gpus():
-        lack = "this build has no CUDA and does not see the GPUs; reinstall with pip install moelab"
+        lack = "this build has no CUDA and cannot see the GPUs: reinstall it with pip install moelab"
     return _seen(name, installed or "not installed", lack)
 
 
 def _tools() -> Iterator[Finding]:
     """Disk, notebooks, pictures and Slurm."""
     free = shutil.disk_usage(Path.cwd()).free / 2**30
-    room = f"a study writes up to {MIN_DISK_GIB} GiB of logs and metrics; free some space"
+    room = f"a study writes up to {MIN_DISK_GIB} GiB of logs and metrics: free some space"
     yield _seen("free disk here", f"{free:.0f} GiB", "" if free >= MIN_DISK_GIB else room)
     missing = [module for module in ("jupyterlab", "kaleido") if not has_module(module)]
     yield _seen(
@@ -187,8 +188,8 @@ def _tools() -> Iterator[Finding]:
     yield _seen(
         "PNG figures",
         f"kaleido {'installed' if kaleido else 'missing'}, Chromium {'found' if browser else 'not found'}",
-        ""
-        if browser and kaleido
-        else "without kaleido and Chromium figures are interactive only, with no PNG beside them",
+        "" if browser and kaleido else "without both, notebooks have interactive figures only, and no PNGs",
     )
-    yield _seen("Slurm", "sbatch found" if shutil.which("sbatch") else "no sbatch: this is not a login node")
+    yield _seen(
+        "Slurm", "sbatch found" if shutil.which("sbatch") else "no sbatch: jobs cannot be submitted from this machine"
+    )

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import re
 import reprlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -307,6 +308,7 @@ def parse(model: type[Model], fields: Mapping[str, Any]) -> Model:
 
 
 _INNER: Mapping[str, type[BaseModel]] = {"shape": ShapeChanges, "hardware": OwnHardware}
+_KINDS = {"integer": "a whole number", "tuple": "a list", "dictionary": "a mapping of fields"}
 
 
 def _explain(model: type[BaseModel], fault: Any) -> str:
@@ -320,9 +322,11 @@ def _explain(model: type[BaseModel], fault: Any) -> str:
         near = [prefix + one for one in difflib.get_close_matches(name.removeprefix(prefix), known, n=1)]
         hint = f"did you mean {near[0]!r}?" if near else f"known fields: {', '.join(prefix + one for one in known)}"
         return f"unknown field {name!r}; {hint}"
-    message = fault["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+    message = str(fault["msg"]).removeprefix("Value error, ").removeprefix("Input should be ")
+    if kind := re.match(r"a valid (\w+)", message):  # pydantic goes on about parsing, which says no more
+        message = _KINDS.get(kind[1], f"a {kind[1]}")
     if not name:  # of several fields together: the message names them
-        return str(message)
+        return message
     published = "; a published one comes with --from-hf, and plan --write makes a file of it" if name == "model" else ""
     return f"{name}: got {_short(fault['input'])}; valid: {message}{published}"
 
@@ -369,7 +373,8 @@ def _load(text: str, source: str) -> Any:
         return yaml.load(text, Loader=_StrictLoader)  # noqa: S506 - a SafeLoader
     except (yaml.YAMLError, RecursionError, ValueError, LookupError, AttributeError) as error:
         # The last three: `2024-13-45`, `!!int ""` and `!!timestamp x`.
-        raise BadInput(f"{source} is not valid YAML: {' '.join(str(error).split())[:300]}") from error
+        words = " ".join(str(error).replace('in "<unicode string>", ', "at ").split())
+        raise BadInput(f"{source} is not valid YAML: {words[:300]}") from error
 
 
 class _StrictLoader(yaml.CSafeLoader):  # libyaml: ten times as fast, and it bounds the nesting

@@ -1,4 +1,4 @@
-"""One thing that was looked at: what it is, why it is so, what follows and what to do."""
+"""One thing that was checked: what was found, why, what follows and what to do."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ Severity = Literal["ok", "note", "warning", "error"]
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """A finding; one that is a warning or an error has a remedy, and a cause and a consequence that go together.
+    """A finding; a warning or an error has a remedy, and either both a cause and a consequence or neither.
 
     Attributes:
-        name: what was looked at.
+        name: what was checked.
         severity: see :data:`Severity`.
-        found: what was seen.
+        found: what was found.
         cause: why it is so.
         consequence: what happens if nothing is done.
-        remedy: what to do; on its own, advice that needs no more.
+        remedy: what to do.
     """
 
     name: str
@@ -55,13 +55,13 @@ class Finding:
 
 
 def fault(key: str, found: str = "", *, severity: Severity | None = None, **words: object) -> Finding:
-    """A fault that is known: ``data/faults.yaml`` has its cause, consequence and remedy.
+    """A known fault: ``data/faults.yaml`` has its cause, consequence and remedy.
 
     Args:
-        key: of the table; also the finding's name, unless the table gives another.
-        found: what was seen, where that differs from one machine to the next.
-        severity: where it depends on more than the fault.
-        words: that the table's texts leave open.
+        key: in the table; also the finding's name, unless the table gives another.
+        found: what was found, where that is not always the same.
+        severity: where it does not depend on the fault alone.
+        words: for the placeholders in the table's texts.
     """
     table = {"name": key, "severity": "error", **known_faults()[key]}
     texts = {name: text.format(**words) for name, text in table.items() if name not in ("sign", "source")}
@@ -76,5 +76,5 @@ def known_faults() -> dict[str, dict[str, str]]:
 
 
 def any_error(findings: Iterable[Finding]) -> bool:
-    """Whether something that was looked at does not work."""
+    """Whether any finding is an error."""
     return any(one.severity == "error" for one in findings)

@@ -336,8 +336,8 @@ def cluster_of(hardware: str | OwnHardware) -> Cluster:
         return CLUSTERS[hardware]
     if hardware not in _HERE:
         raise BadInput(
-            f"hardware is {hardware!r}: there is no such profile; the profiles are {', '.join(PROFILES)}; a YAML file "
-            "describes your own"
+            f"hardware is {hardware!r}: there is no such profile; the profiles are {', '.join(PROFILES)}; or give "
+            "a YAML file of your own"
         )
     return _HERE[hardware]()
 

@@ -1,6 +1,6 @@
-"""What this machine has, asked without loading torch.
+"""What this machine has, found out without loading torch.
 
-The checks of :mod:`moelab.health` ask a :class:`Machine` that is given to them, so that tests can make machines up.
+The checks of :mod:`moelab.health` are given a :class:`Machine`, so that tests can make machines up.
 """
 
 from __future__ import annotations
@@ -45,36 +45,36 @@ COMMAND_TIMEOUT_S = 20
 PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)  # loaded here: a forked child of a process with threads must not load libraries
 
-NVIDIA_SMI_TIMEOUT_S = 20
 DEVICES = Path("/dev")
 LISTS_DESPITE = 14
 """nvidia-smi's exit code for a corrupted infoROM: a warning, the GPUs are listed and work."""
 _FIELDS = ("name", "compute_cap", "driver_version", "memory.total", "mig.mode.current")
 _OLD_FIELDS = ("name", "driver_version", "memory.total")
 """What every driver knows; ``compute_cap`` came with 510."""
+_CSV = "--format=csv,noheader,nounits"
 _ABSENT = r"\[[^]]+\]|N/A"
 _ROW = re.compile(
     rf"(?P<name>.+?),\s*(?P<capability>\d+[.,]\d+|{_ABSENT}),\s*(?P<driver>\d[\d.]*|{_ABSENT}),"
     rf"\s*(?P<memory>\d+(?:[.,]\d{{3}})*|{_ABSENT})(?: MiB)?"
     rf"(?:,\s*(?P<mig>Enabled|Disabled|{_ABSENT}))?\s*"
 )
-"""A row of the answer, whatever the name has in it; warnings and banners stand on lines between them."""
+"""A row of the answer; a name may have commas in it. Warnings and banners stand on lines of their own."""
 _BROKEN = re.compile(
     r"is lost|fallen off the bus|requires (a )?reset|Unknown Error|ERR!|Unable to determine the device"
 )
-"""What nvidia-smi says of a GPU that does not answer, at times with exit code 0."""
+"""What nvidia-smi prints for a GPU that does not answer, sometimes with exit code 0."""
 _FULL = re.compile(r"GPU (\d+): .* \(UUID: (GPU-[^)]+)\)")
 _MIG = re.compile(r"\s+MIG (\S+)\s+Device\s+\d+: \(UUID: (MIG-[^)]+)\)")
 
 
 APPLICATION_XIDS = frozenset({13, 31, 43, 45})
 """Xids of the NVIDIA driver that a program causes on a sound GPU (13 an exception, 31 a page fault) or that follow
-another error (43, 45); any other says something about the GPU or its driver: NVIDIA, "Xid Errors"
-(docs.nvidia.com/deploy/xid-errors)."""
+another error (43, 45); any other points at the GPU or its driver (NVIDIA, "Xid Errors",
+docs.nvidia.com/deploy/xid-errors)."""
 
 
 def end_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
-    """Ask Linux for a signal to this process when its parent dies; a parent that is dead already is not noticed."""
+    """Ask Linux to send this process a signal when its parent dies; a parent that died before goes unnoticed."""
     if sys.platform == "linux":
         _LIBC.prctl(PR_SET_PDEATHSIG, number)
 
@@ -97,11 +97,11 @@ def end_with_torchrun() -> None:
         raise SystemExit("moelab: torchrun has died; a rank does not train on alone")
 
 
-DRIVER = "mend the driver (after an upgrade, reboot; in a container, pass the GPUs on)"
+DRIVER = "fix the driver (reboot after an upgrade; in a container, pass the GPUs through)"
 
 
 class GpusUnknown(Refused):
-    """This machine may have GPUs, and what they can do is not known: nvidia-smi fails or is missing.
+    """This machine may have GPUs, but nvidia-smi fails or is missing, so that nobody knows what they can do.
 
     Attributes:
         found: what was seen, such as nvidia-smi's own words.
@@ -111,8 +111,8 @@ class GpusUnknown(Refused):
     def __init__(self, found: str, remedy: str = DRIVER) -> None:
         self.found, self.remedy = found, remedy
         super().__init__(
-            f"{found}. So this machine's GPUs are not known: {remedy}, use the processor with hardware=cpu, or plan "
-            "for other nodes by their profile, such as hardware=b200_x256"
+            f"{found}. So moelab does not know this machine's GPUs: {remedy}, use the processor with hardware=cpu, or "
+            "plan for other nodes with a profile such as hardware=b200_x256"
         )
 
 
@@ -137,20 +137,20 @@ class GpuInfo:
 def gpus() -> tuple[GpuInfo, ...]:
     """GPUs of this node that a process may use, as CUDA reads ``CUDA_VISIBLE_DEVICES``; empty without nvidia-smi.
 
-    A process has one MIG instance at most, so where a visible GPU is cut into some, the first one is all there is.
-    ``CUDA_DEVICE_ORDER`` is taken to be ``PCI_BUS_ID``, which matters on a node with GPUs of several kinds alone.
+    CUDA gives a process one MIG instance at most, so where a visible GPU is split, its first instance is all there is.
+    ``CUDA_DEVICE_ORDER`` is assumed to be ``PCI_BUS_ID``, which only matters on a node with GPUs of several kinds.
 
     Raises:
         GpusUnknown: if nvidia-smi is here and fails, with its words, or is missing where GPUs are.
     """
     listing = gpu_listing(os.environ.get("CUDA_VISIBLE_DEVICES"))
     if isinstance(listing, GpusUnknown):
-        raise GpusUnknown(listing.found, listing.remedy)
+        raise GpusUnknown(listing.found, listing.remedy)  # a new one: the cached one would collect tracebacks
     return listing
 
 
 def gpu_problem() -> str | None:
-    """Why this machine's GPUs are not known, such as what an nvidia-smi says that fails; else None."""
+    """Why this machine's GPUs are not known, such as the words of an nvidia-smi that fails; None if they are."""
     listing = gpu_listing(os.environ.get("CUDA_VISIBLE_DEVICES"))
     return listing.found if isinstance(listing, GpusUnknown) else None
 
@@ -160,11 +160,11 @@ def gpu_listing(visible: str | None) -> tuple[GpuInfo, ...] | GpusUnknown:
     """The GPUs that ``CUDA_VISIBLE_DEVICES`` leaves, or why they are not known."""
     if visible is not None and not _entries(visible):
         return ()  # whatever is here was hidden on purpose
-    code, said = _query(_FIELDS)
+    code, said = _nvidia_smi(f"--query-gpu={','.join(_FIELDS)}", _CSV)
     if code is None:
-        return GpusUnknown(said) if said else _without_nvidia_smi()
+        return GpusUnknown(f"nvidia-smi fails: {said}") if said else _without_nvidia_smi()
     if "is not a valid field" in said:
-        code, said = _query(_OLD_FIELDS)
+        code, said = _nvidia_smi(f"--query-gpu={','.join(_OLD_FIELDS)}", _CSV)
         said = re.sub(r"^(.+?), *(?=\d[\d.]*, *\d+\s*$)", r"\1, [N/A], ", said, flags=re.MULTILINE)
     rows = [match.groupdict() for line in said.splitlines() if (match := _ROW.fullmatch(line))]
     # A GPU that fell off the bus stands in the list beside sound ones, at times with exit code 0.
@@ -188,17 +188,17 @@ def gpu_listing(visible: str | None) -> tuple[GpuInfo, ...] | GpusUnknown:
     gpus_seen = _visible(whole, listed, visible, cut if code == 0 else set())
     if not gpus_seen and cut and "MIG " not in listed:
         return GpusUnknown(
-            f"GPU {', '.join(map(str, sorted(cut)))} is in MIG mode and has no instance, so CUDA sees none",
-            "make one (nvidia-smi mig -cgi 0 -C), or leave MIG mode (nvidia-smi -mig 0)",
+            f"GPU {', '.join(map(str, sorted(cut)))} is in MIG mode without an instance, so CUDA sees no GPU",
+            "create one (nvidia-smi mig -cgi 0 -C), or leave MIG mode (nvidia-smi -mig 0)",
         )
     return gpus_seen
 
 
 def _without_nvidia_smi() -> tuple[GpuInfo, ...] | GpusUnknown:
-    """No GPU, unless devices of NVIDIA's or programs of AMD's say that there are some."""
+    """No GPU, unless NVIDIA's device files or AMD's programs show that there are some."""
     if nodes := sorted(path.name for path in DEVICES.glob("nvidia[0-9]*")):
         return GpusUnknown(
-            f"nvidia-smi is missing, and {len(nodes)} GPU devices are here ({DEVICES / nodes[0]})",
+            f"nvidia-smi is missing, but there are {len(nodes)} GPU devices ({DEVICES / nodes[0]})",
             "give the container the driver's programs (NVIDIA_DRIVER_CAPABILITIES=compute,utility)",
         )
     for program, *options in (("rocm-smi", "--showproductname"), ("amd-smi", "static", "--asic")):
@@ -206,47 +206,46 @@ def _without_nvidia_smi() -> tuple[GpuInfo, ...] | GpusUnknown:
         kinds = Counter(re.findall(r"(?:Card [Ss]eries|MARKET_NAME):\s*(AMD Instinct .*\S)", listed))
         if kinds:
             named = ", ".join(f"{count} × {name}" for name, count in kinds.items())
-            return GpusUnknown(f"{program} lists {named}", "use GPUs of NVIDIA, for moelab has not run on ROCm")
+            return GpusUnknown(f"{program} lists {named}", "use NVIDIA GPUs: moelab has never run on ROCm")
     return ()
 
 
-def _query(fields: Sequence[str]) -> tuple[int | None, str]:
-    return _nvidia_smi(f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits")
-
-
 def _nvidia_smi(*arguments: str) -> tuple[int | None, str]:
-    """Exit code and output of nvidia-smi.
+    return _answer(["nvidia-smi", *arguments], stderr=subprocess.STDOUT)  # it prints errors on either
 
-    Without an exit code the output is how it failed to start or to end; empty where there is none.
+
+def _answer(command: Sequence[str], *, stderr: int) -> tuple[int | None, str]:
+    """Exit code and output of a command.
+
+    Without an exit code, the output says how it failed to start or to end; it is empty where there is no such command.
     """
     try:
         process = subprocess.Popen(
-            ["nvidia-smi", *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=stderr, text=True, errors="replace"
         )
     except FileNotFoundError:
         return None, ""
     except OSError as error:
-        return None, f"nvidia-smi fails: {error.strerror or error}"
+        return None, error.strerror or str(error)
     try:
-        said, _ = process.communicate(timeout=NVIDIA_SMI_TIMEOUT_S)
+        output, _ = process.communicate(timeout=COMMAND_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         process.kill()
-        with suppress(subprocess.TimeoutExpired):  # a driver that hangs holds it in the kernel, killed or not
+        # subprocess.run would wait on: a driver that hangs holds nvidia-smi in the kernel, killed or not.
+        with suppress(subprocess.TimeoutExpired):
             process.communicate(timeout=1)
-        return None, f"nvidia-smi fails: no answer within {NVIDIA_SMI_TIMEOUT_S} s"
-    return process.returncode, said
+        if process.stdout:
+            process.stdout.close()
+        process.poll()
+        return None, f"no answer within {COMMAND_TIMEOUT_S} s"
+    return process.returncode, output
 
 
 def _entries(visible: str) -> list[str]:
     """Entries of ``CUDA_VISIBLE_DEVICES`` up to the first invalid one; none at all if one is repeated.
 
-    The driver's own rules, as ``torch.cuda._parse_visible_devices`` of torch 2.14 writes them down: numbers are read as
-    by ``strtoul``, UUIDs may be cut short, and the first entry says which of the two the others have to be.
+    These are the driver's rules, as in ``torch.cuda._parse_visible_devices`` of torch 2.14: numbers are read as by
+    ``strtoul``, UUIDs may be cut short, and the first entry decides which of the two the others must be.
     """
     prefix = next((kind for kind in ("GPU-", "MIG-") if visible.startswith(kind)), None)
     entries: list[str] = []
@@ -266,7 +265,7 @@ def _visible(whole: Sequence[GpuInfo], listed: str, visible: str | None, cut: Co
         whole: all GPUs, by index.
         listed: what ``nvidia-smi -L`` prints: the UUIDs, and the MIG instances under each GPU.
         visible: ``CUDA_VISIBLE_DEVICES``.
-        cut: indices of those in MIG mode, of which CUDA sees the instances alone.
+        cut: indices of those in MIG mode, of which CUDA sees only the instances.
     """
     uuids: dict[str, int] = {}
     instances: dict[str, GpuInfo] = {}
@@ -308,7 +307,7 @@ def _number(cell: str) -> float | None:
 
 
 def version(package: str) -> str | None:
-    """Installed version of a distribution, or None."""
+    """Installed version of a distribution; None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -316,11 +315,11 @@ def version(package: str) -> str | None:
 
 
 TESTED = {"torch": "2.14", "torchtitan": "0.3.0", "torchao": "0.18.0"}
-"""Releases that moelab is written against: it calls internals of them (``docs/torchtitan.md``)."""
+"""Releases that moelab is written for: it calls their internals (``docs/torchtitan.md``)."""
 
 
 def is_tested(package: str, found: str | None) -> bool:
-    """Whether a version of a package in :data:`TESTED` is of the release there; the build (``+cu130``) is no matter.
+    """Whether a version of a package is of the release in :data:`TESTED`; its build (``+cu130``) does not matter.
 
     >>> is_tested("torchao", "0.18.0+cu130"), is_tested("torchao", "0.19.0")
     (True, False)
@@ -339,6 +338,7 @@ def cores(root: Path = ROOT) -> int:
     v2 = [text.split() for text in _limits(root, "", "cpu.max")]
     v1 = zip(_limits(root, "cpu", "cpu.cfs_quota_us"), _limits(root, "cpu", "cpu.cfs_period_us"), strict=False)
     quotas = [(quota, period) for quota, period in [*v2, *v1] if quota.isdigit()]  # not `max` and -1
+    # Rounded up: a quota of 1.5 cores keeps two threads busy for most of the time.
     return min([allowed, *(max(1, math.ceil(int(quota) / int(period))) for quota, period in quotas)])
 
 
@@ -399,23 +399,13 @@ def has_module(name: str) -> bool:
 
 
 def find_chromium() -> str | None:
-    """A Chromium that can draw PNGs, or None."""
+    """Path of a Chromium, which draws PNGs, or None."""
     return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 
 
 def git_commit() -> str | None:
     """Commit of the repository that the caller is in, with ``-dirty`` if it has changes; None outside of one."""
-    try:
-        done = subprocess.run(
-            ["git", "describe", "--always", "--abbrev=40", "--dirty"],
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip() or None
+    return (run_command(["git", "describe", "--always", "--abbrev=40", "--dirty"]) or "").strip() or None
 
 
 def environment(*, nodes: int = 1) -> dict[str, Any]:
@@ -490,7 +480,7 @@ def this_machine() -> Machine:
     soft, _hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return Machine(
         root=Path("/"),
-        env=dict(os.environ),
+        env=dict(os.environ),  # a copy: later changes to the environment do not reach the checks
         run=run_command,
         search=tuple(Path(entry or ".") for entry in sys.path),
         memlock_bytes=None if soft == resource.RLIM_INFINITY else soft,
@@ -499,8 +489,5 @@ def this_machine() -> Machine:
 
 def run_command(command: Sequence[str]) -> str | None:
     """Standard output of a command, or None where it is missing, fails or hangs."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout
+    code, output = _answer(command, stderr=subprocess.DEVNULL)
+    return output if code == 0 else None

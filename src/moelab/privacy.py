@@ -1,12 +1,12 @@
-"""What a text says about the machine and the person behind it, taken out before the text is shared.
+"""Remove from a text what it says about the machine and the person behind it, before it is shared.
 
-Reports and executed notebooks go to colleagues, to issues, into a repository. None of their readers needs to know where
-the home folder is, what the host is called or which key was in the environment. What is replaced keeps its place, so
-that a command is still one that can be read: ``/home/ada/lab/.venv/bin/python`` becomes ``$VENV/bin/python``.
+Reports and executed notebooks go to colleagues, into issues and repositories. Their readers do not need to know where
+the home folder is, what the host is called or which key was in the environment. Replacements keep a command readable:
+``/home/ada/lab/.venv/bin/python`` becomes ``$VENV/bin/python``.
 
-:func:`without_places` knows this machine, and touches nothing else: it is safe on any text, HTML and source included;
-of JSON, :func:`each_text` cleans the texts in it and leaves the keys.
-:func:`shareable` also takes out the folders of whatever machine a plain text came from, such as a line of a log.
+:func:`without_places` replaces what it knows of this machine and nothing else, so it is safe on any text, HTML and
+source included; :func:`each_text` applies it to the strings of JSON and leaves the keys.
+:func:`shareable` also removes folders of any other machine from plain text, such as a line of a log.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 HIDDEN = "***"
 
 _NOBODY = frozenset({"root", "user", "ubuntu", "runner", "admin", "nobody", "jovyan", "localhost", "localdomain"})
-"""Names that identify no one, and that are words of ordinary text."""
+"""Names that identify nobody and occur in ordinary text."""
 
 _BEGUN = (
     r"hf_[A-Za-z0-9]{20,}|api_org_[A-Za-z0-9]{20,}|gh[oprsu]_\w{20,}|github_pat_\w{20,}|gl(?:pat|dt|ft|rt|soat|cbt|ptt)-[\w-]{16,}"
@@ -36,17 +36,17 @@ _BEGUN = (
     r"|A(?:KIA|SIA|BIA|CCA)[0-9A-Z]{12,}|MUNGE:[\w+/=]{16,}|eyJ[\w=-]{8,}(?:\.[\w=+/-]*){1,4}|\w{3}\dQ~[\w~.-]{31,}"
     r"|bot\d{8,10}:[\w-]{30,}|AGE-SECRET-KEY-1\w{20,}"
 )
-"""Tokens that begin as their makers chose, whole or cut: Hugging Face, GitHub, GitLab, Slack, W&B, NVIDIA, OpenAI,
+"""Tokens with their issuers' prefixes, whole or truncated: Hugging Face, GitHub, GitLab, Slack, W&B, NVIDIA, OpenAI,
 Anthropic, Kaggle, Google, npm, PyPI, Docker, Vault, Groq, Replicate, Grafana, age, AWS, MUNGE, JWT, Azure, Telegram."""
 _PLACES_OF_KEYS = (
     r"hooks\.slack\.com/(?:services|workflows|triggers)/|discord(?:app)?\.com/api/webhooks/"
     r"|webhook\.office\.com/webhookb2/"
 )
-_QUOTE = r"\\{0,2}['\"]"  # in JSON within a text it has backslashes
-_SUFFIX = r"(?-i:(?:_[A-Z0-9]{1,16}){0,2})"  # HF_TOKEN_READ, and no token_dispatcher
+_QUOTE = r"\\{0,2}['\"]"  # with backslashes in JSON that is quoted in a text
+_SUFFIX = r"(?-i:(?:_[A-Z0-9]{1,16}){0,2})"  # HF_TOKEN_READ, but not token_dispatcher
 _COUNTED = r"(?<!(?:per|[be]os|pad|unk|cls|sep|one|the)[_-]token)(?<!(?:mask|next|last|each)[_-]token)(?<!_a_token)"
 _NUMBER = r"\d[\d.,]*(?:e[+-]?\d+)?(?![\w.+/=-])"
-_TOKEN = (  # of a login, not of a text: hf_token, ?token, TOKEN, and "token" if its value is in quotes too
+_TOKEN = (  # of a login, not of a model's text: hf_token, ?token, TOKEN, and "token" only with a value in quotes
     rf"token(?:(?<=[\w?&-]token)|(?<=\b(?-i:TOKEN))|(?<=['\"]token)(?={_QUOTE} ?[:=] ?{_QUOTE}))"
     rf"{_COUNTED}{_SUFFIX}(?![^\w\n]{{1,8}}{_NUMBER})"
 )
@@ -59,18 +59,21 @@ _BARE = r"['\"]?(?:(?!</|\\['\"])[^\s'\"])+(?<![,;.)\]}])"
 _VALUE = rf"(?:(?P<quote>{_QUOTE})(?:(?!(?P=quote))(?:\\.|[^\n])){{1,4096}}+(?P=quote)|{_BARE})"
 _KEPT = rf"\1\g<quote>{HIDDEN}\g<quote>"
 _SECRETS = (
-    (  # on several lines, in one with a written \n, and where its end was cut off
+    (  # over several lines, on one with a literal \n, or with its end cut off
         re.compile(
             r"-----BEGIN [A-Z0-9 ]{0,40}PRIVATE KEY(?: BLOCK)?-----"
             r"(?:(?:(?!-----)[\s\S]){0,20000}?-----END [A-Z0-9 ]{0,40}-----|[\w+/=\\\s]*)"
         ),
         HIDDEN,
     ),
+    # A webhook's URL is itself the key.
     (re.compile(rf"((?:{_PLACES_OF_KEYS}))[^\s'\"<>)]+"), rf"\1{HIDDEN}"),
     (re.compile(rf"(?<![A-Za-z0-9])(?:{_BEGUN})"), HIDDEN),
+    # NAME=value, name: value, "name": "value"; and not name == value, which is code.
     (re.compile(rf"(?i)({_NAMED}(?:{_QUOTE})?\]?[ \t]{{0,4}}[:=](?!=)[ \t]{{0,4}}){_VALUE}"), _KEPT),
+    # --name value, also as a list of arguments: '--name', 'value'.
     (re.compile(rf"(?i)((?<![\w-])--[\w-]{{0,64}}{_NAMED}(?:{_QUOTE},)?[ \t]{{1,4}})(?!-){_VALUE}"), _KEPT),
-    (  # of a signed address
+    (  # of a signed URL
         re.compile(
             r"(?i)((?:[?&]|&amp;)(?:x-(?:amz|goog|ms|oss)-[\w-]{1,40}|signature|sig|awsaccesskeyid|googleaccessid|key"
             r"|key-pair-id|policy|code_verifier|refresh_token|auth)=)[^\s&'\"<>#]+"
@@ -81,8 +84,10 @@ _SECRETS = (
         re.compile(r"(?i)(?<![\w-])((?:signature|sig|credential)=)(?=[a-z_.]{0,100}[^a-z_.])[\w%+/=-]{16,}"),
         rf"\1{HIDDEN}",
     ),
+    # Docker's config.json.
     (re.compile(rf"({_QUOTE}(?:auth|identitytoken){_QUOTE} ?: ?(?P<quote>{_QUOTE}))[\w+/=.-]{{8,}}"), rf"\1{HIDDEN}"),
     (re.compile(rf"({_QUOTE}key{_QUOTE} ?: ?{_QUOTE})[0-9a-f]{{32,}}"), rf"\1{HIDDEN}"),  # kaggle.json
+    # HTTP headers; a sentence about the bearer of something is none.
     (
         re.compile(
             rf"(?i)\b(authorization(?:{_QUOTE})? ?[:=] ?(?:{_QUOTE})?(?!aws4-)(?:(?:bearer|basic|token|negotiate) )?+"
@@ -91,11 +96,13 @@ _SECRETS = (
         rf"\1{HIDDEN}",
     ),
     (re.compile(r"\b([Bb]asic )(?=[A-Za-z+/]{0,200}[0-9=])[A-Za-z0-9+/]{8,}={0,2}"), rf"\1{HIDDEN}"),
+    # Prose: "the password is …", if what follows has a digit in it.
     (
         re.compile(r"(?i)\b((?:(?:api|access|secret) key|password) (?:is|was) ['\"]?)(?=\D{0,100}\d)[\w+/=.-]{8,}"),
         rf"\1{HIDDEN}",
     ),
     (re.compile(r"(?i)\b((?:set-)?cookie: ?)[^\n'\"]+"), rf"\1{HIDDEN}"),
+    # Short options that take a password, and curl's user:password.
     (
         re.compile(
             rf"(\b(?:sshpass|(?:docker|podman|nerdctl|oras|helm registry) login)\b[^\n|;&]{{0,200}}? -p ?){_VALUE}"
@@ -104,23 +111,23 @@ _SECRETS = (
     ),
     (re.compile(r"(\s(?:-u|--user|--proxy-user)[ =]?['\"]?[^\s:'\"]{1,100}:)[^\s'\"]+"), rf"\1{HIDDEN}"),
     (re.compile(r"(\blogin \S{1,100}\s{1,8}password )\S+"), rf"\1{HIDDEN}"),  # .netrc
-    (re.compile(r"://(?!git@|\$\w+@)[^\s/?#'\"<>]+@"), f"://{HIDDEN}@"),  # the user of an address, and the password
+    (re.compile(r"://(?!git@|\$\w+@)[^\s/?#'\"<>]+@"), f"://{HIDDEN}@"),  # user and password of a URL
     (re.compile(r"(?<![\w+/-])[A-Za-z0-9+/]{86}==(?![\w+/=])"), HIDDEN),  # the key of an Azure account
 )
-"""What is repeated is bounded, or cannot begin inside itself: the time goes with the length of the text."""
+"""Every repetition is bounded or cannot start inside itself, so the time is linear in the length of the text."""
 _HEX = re.compile(r"(?<![A-Za-z0-9_])[0-9a-f]{40}(?![A-Za-z0-9_])")
 _OF_A_KEY = re.compile(r"(?i)wandb|w&b|api|key|login|token|secret|passw|auth|credential")
 _OF_A_COMMIT = re.compile(
     r"(?i)commit|git|\bsha|revision|\brev\b|hash|digest|checksum|merge|snapshot|blob|tree|\bref|head|branch|@$|\+$"
 )
-"""Both are 40 hexadecimal digits, a key of W&B and a commit: what stands before them decides."""
+"""A W&B key and a commit both have 40 hexadecimal digits: the words before them decide."""
 _SECRET_NAME = re.compile(
     r"(?i)(?:(?:^|[_.-])(?:key|token|secret|pat|jwt|pass|auth|auth_config|sas|credentials?)|_pwd|passw(?:or)?d|passphrase"
     r"|sshpass|apikey|accesskey|secretkey|connection_string)(?:_(?:read|write|ro|rw|id|prod|dev|b64|base64|json|\d+))?$"
 )
 _SHORTEST_VALUE = 8
-"""Characters of a variable's value that is looked for in a text; a shorter one is a word such as ``true``."""
-_OF_NO_WIDTH = re.compile(  # colours and what takes no room, also as JSON within a text writes them
+"""Values of variables shorter than this are not searched for: they are words such as ``true``."""
+_OF_NO_WIDTH = re.compile(  # colours and characters without width, also in JSON's escapes
     r"(?:\x1b|\\(?:u001[bB]|x1b|033))(?:\[[0-?]{0,64}[ -/]{0,8}[@-~]|\][^\x07\x1b\n]{0,1000}(?:\x07|\x1b\\)|[@-Z\\^_])"
     "|[\u200b-\u200d\u2060\ufeff]|" + r"\\u(?:200[b-d]|2060|feff)"
 )
@@ -140,13 +147,13 @@ _FOLDERS = re.compile(
 
 
 def without_places(text: str) -> str:
-    """A text without this machine's folders, its user's and its host's name, and without secrets.
+    """A text without this machine's folders, user name and host name, and without secrets.
 
     The virtual environment becomes ``$VENV``, the folder for temporary files ``$TMPDIR``, the working folder ``.``,
     moelab's own ``$MOELAB``, any home folder ``~``, names ``USER`` and ``HOST``, and a key or password ``***``.
 
     Args:
-        text: any text, of a notebook or a page too; pictures in base64 are better left out.
+        text: any text, notebooks and pages included; better without pictures in base64.
 
     Example:
         >>> without_places("HF_TOKEN=hf_abc /home/ada/run.py --rdzv-endpoint=gpu-17:29500")
@@ -162,11 +169,11 @@ def without_places(text: str) -> str:
 
 
 def without_secrets(text: str) -> str:
-    """A text without the keys, tokens and passwords that can be told from other words, nor signs that cannot be seen.
+    """A text without recognisable keys, tokens and passwords, and without invisible characters.
 
-    Taken out are the shapes of :data:`_SECRETS` and of detect-secrets, what follows a name such as ``HF_TOKEN=``, and
-    the values of this process's environment variables of such names. Forty hexadecimal digits are a W&B key unless a
-    word such as *commit* or *sha* stands before them. A secret without any such shape, name or variable stays.
+    This removes the patterns of :data:`_SECRETS` and of detect-secrets, what follows a name such as ``HF_TOKEN=``, and
+    the values of this process's environment variables with such names. Forty hexadecimal digits are a W&B key unless a
+    word such as *commit* or *sha* precedes them. It cannot recognise any other secret.
 
     Example:
         >>> without_secrets("WANDB_API_KEY=abc moelab run x.yaml")
@@ -182,7 +189,7 @@ def without_secrets(text: str) -> str:
     return _HEX.sub(_commit_or_hidden, text)
 
 
-@functools.lru_cache(maxsize=1024)  # every text is cleaned of the values of all variables
+@functools.lru_cache(maxsize=1024)  # called for every variable and every text
 def is_secret_name(name: str) -> bool:
     """Whether a variable of this name holds a key, token or password.
 
@@ -193,7 +200,7 @@ def is_secret_name(name: str) -> bool:
 
 
 def holds_secret(text: str) -> bool:
-    """Whether :func:`without_secrets` takes anything out beside the user of an address.
+    """Whether :func:`without_secrets` removes anything from a text, other than the user name of a URL.
 
     >>> [holds_secret(one) for one in ("docker://ada@nvcr.io#x", "https://ada:pass@host.org")]
     [False, True]
@@ -203,10 +210,9 @@ def holds_secret(text: str) -> bool:
 
 
 def visible(text: str) -> str:
-    r"""A text without colours and signs of no width, with every other one that cannot be seen written out.
+    r"""A text without colours and characters of no width, and with escapes for all other invisible characters.
 
     Line ends and tabs stay.
-
 
     >>> print(visible("\x1b[31mred\x1b[0m\r\nleft\u202eright\x00"))
     red
@@ -216,7 +222,7 @@ def visible(text: str) -> str:
 
 
 def each_text(clean: Callable[[str], str], value: Any) -> Any:
-    """A structure with every text in it cleaned; keys, markup, numbers and plotly's packed arrays stay.
+    """A structure with all its strings cleaned; keys, numbers and plotly's packed arrays (``bdata``) stay.
 
     Example:
         >>> each_text(without_secrets, {"password": ["HF_TOKEN=abc", 4096]})
@@ -232,10 +238,10 @@ def each_text(clean: Callable[[str], str], value: Any) -> Any:
 
 
 def shareable(text: str) -> str:
-    """A plain text without what :func:`without_places` takes out, and without the folders of any other machine.
+    """A plain text without what :func:`without_places` removes, and without the folders of any other machine.
 
     Args:
-        text: words for people: a reason, a command, a name. Of an absolute path the file's own name stays.
+        text: for people: a reason, a command, a name. Of an absolute path, the file's own name stays.
 
     Example:
         >>> shareable("No space left on device: '/scratch/ada/runs/metrics.parquet'")
@@ -246,11 +252,11 @@ def shareable(text: str) -> str:
 
 @functools.cache
 def _detected() -> tuple[tuple[re.Pattern[str], str], ...]:
-    """Patterns of detect-secrets; it takes a quarter of a second to load, so whoever cleans nothing is spared it."""
+    """Patterns of detect-secrets, imported on first use because that takes a quarter of a second."""
     from detect_secrets.plugins import aws, azure_storage_key, discord, sendgrid, slack, square_oauth, stripe, twilio
 
-    # The other plugins go by names, which _NAMED does, ask for a whole token where a log has cut one, or take a time
-    # that goes with the square of the length.
+    # The other plugins go by names, as _NAMED does, miss a token that a log has truncated, or take time quadratic in
+    # the length.
     detectors = (
         *(aws.AWSKeyDetector, azure_storage_key.AzureStorageKeyDetector, discord.DiscordBotTokenDetector),
         *(sendgrid.SendGridDetector, slack.SlackDetector, square_oauth.SquareOAuthDetector),
@@ -282,9 +288,9 @@ def _file_alone(path: re.Match[str]) -> str:
     return f"…/{last}" if _FILE.fullmatch(last) else "…"
 
 
-@functools.lru_cache(maxsize=8)  # a page has thousands of texts, and following links takes longer than cleaning one
+@functools.lru_cache(maxsize=8)  # a page has thousands of texts, and resolving links takes longer than cleaning one
 def _places(here: Path, prefix: str, temporary: str, _home: str | None) -> list[tuple[re.Pattern[str], str]]:
-    """Folders of this machine and what stands for each, longest first; the root of the file system is no place."""
+    """Folders of this machine and what replaces each, longest first, without the root of the file system."""
     own, environment = Path(__file__).parents[2], Path(prefix)
     folders = [(here, "."), (Path(temporary), "$TMPDIR")]
     if prefix != sys.base_prefix:
@@ -299,7 +305,7 @@ def _places(here: Path, prefix: str, temporary: str, _home: str | None) -> list[
 
 
 def _names() -> Iterator[tuple[str, str]]:
-    """Names of this machine's user and host that say who or which it is."""
+    """Names of this machine's user and host that identify them."""
     host = socket.gethostname()
     words = [(host, "HOST"), (host.split(".")[0], "HOST")]
     with suppress(OSError, KeyError, ImportError):  # a user without an entry

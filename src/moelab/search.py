@@ -22,10 +22,14 @@ choose is no advice.
 
 from __future__ import annotations
 
+import heapq
 import math
+from bisect import insort
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import groupby, product
 from math import inf
 from typing import Any, NamedTuple
@@ -33,8 +37,9 @@ from typing import Any, NamedTuple
 from moelab.errors import BadInput, Refused
 from moelab.experiment import EPBackend, Experiment, Precision
 from moelab.hardware import Cluster, cluster_of, gpu_of, has_native_mxfp8
-from moelab.layout import SCHEDULES, Facts, Layout, bubble_fraction, check, facts_of, faults, resolve
+from moelab.layout import SCHEDULES, Facts, Layout, bubble_fraction, check, facts_of, resolve
 from moelab.layout.mesh import divisors, nvlink_ranks
+from moelab.layout.rules import faults_of_degrees, pipeline_faults
 from moelab.model import count_parameters, shape_for
 from moelab.plan import amount, headroom_gib, rows, tokens_text
 from moelab.projection.calibration import CALIBRATION, Calibration
@@ -56,8 +61,6 @@ ORDER = (
 """What candidates are ordered by, first things first."""
 Headroom = Callable[[Experiment, Layout], float]
 """GiB that an experiment leaves on its fullest GPU; negative if it does not fit."""
-Before = Callable[[Facts], float]
-"""What a layout is ordered by before everything else, the least first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +143,6 @@ def search(
     limit: int = 10,
     headroom_gib: Headroom | None = None,
     global_batch: int | None = None,
-    before: Before = lambda _: 0.0,
 ) -> Found:
     """The best legal layouts that fit.
 
@@ -151,7 +153,6 @@ def search(
         headroom_gib: memory left by an experiment; None orders without memory.
         global_batch: sequences of a step over all ranks, from which each layout's ``local_batch`` follows; None keeps
             the experiment's ``local_batch``.
-        before: comes before the stated order; everything is equal in it by default.
 
     Raises:
         BadInput: if a fixed field is not one that a search varies.
@@ -162,21 +163,17 @@ def search(
         >>> best.pp, best.dp_replicate, best.dp_shard, best.tp, best.ep
         (1, 1, 4, 1, 1)
     """
-    if unknown := sorted(set(fixed) - set(VARIED)):
-        raise BadInput(f"{', '.join(unknown)}: a search does not vary this; it varies {', '.join(VARIED)}")
     examined, legal = 0, []
-    for facts in layouts(experiment, fixed=fixed, global_batch=global_batch):
-        examined += 1
-        if next(faults(facts), None) is None:
-            legal.append((_Key(before(facts), *_order(facts)), facts))
-    legal.sort(key=lambda pair: pair[0])
+    for judged, some in _legal_layouts(experiment, fixed=fixed, global_batch=global_batch):
+        examined += judged
+        legal += some
     fitting: list[Candidate] = []
     too_large: list[Candidate] = []
-    for candidate in _by_memory(legal, headroom_gib):
+    for candidate in _by_memory(facts_of(experiment), sorted(legal), headroom_gib):
         (too_large if candidate.fits is False else fitting).append(candidate)
         if len(fitting) == limit:
             break
-    nearest = [] if fitting else sorted(too_large, key=lambda candidate: -(candidate.headroom_gib or 0.0))[:limit]
+    nearest = [] if fitting else sorted(too_large, key=_room, reverse=True)[:limit]
     return Found(
         candidates=tuple(fitting),
         nearest=tuple(nearest),
@@ -189,58 +186,102 @@ def search(
 BUBBLE_STEP = 0.05
 
 
-class _Key(NamedTuple):
-    """What layouts are ordered by, memory aside."""
+class _Legal(NamedTuple):
+    """A legal layout in a few numbers, which compare in the stated order, memory aside.
 
-    before: float
+    A search has a hundred thousand of them: one is made an experiment, at fifty times the cost, once it is looked at.
+    """
+
     bubble_steps: int
     sequence_ranks: int
     ep_nodes: int
     bubble: float
-    tie_break: tuple[int, ...]
+    pp: int
+    tp: int
+    cp: int
+    dp_replicate: int
+    ep: int
+    microbatch: int
+    schedule_place: int
+    pp_schedule: str
+    dp_shard: int
+    local_batch: int
+
+    @property
+    def at_once(self) -> int:
+        """``sequences_at_once`` of its experiment."""
+        return min(self.microbatch, self.local_batch)
+
+    @property
+    def priced_by(self) -> tuple[int, ...]:
+        """What decides how long a token takes in all layers, the schedule's bubble aside."""
+        return self.at_once, self.tp, self.cp, self.ep, self.local_batch > self.at_once
+
+    def of(self, given: Facts) -> Facts:
+        """The layout with everything else as ``given``."""
+        fields = {name: getattr(self, name) for name in (*VARIED, "local_batch")}
+        return given.vary(**fields, accumulate_gradients=self.pp == 1 and self.microbatch < self.local_batch)
+
+    def candidate(
+        self, experiment: Experiment, headroom_gib: float | None, projection: Projection | None = None
+    ) -> Candidate:
+        """The layout as an answer of a search has it."""
+        return Candidate(
+            experiment=experiment,
+            bubble_fraction=self.bubble,
+            ep_nodes=self.ep_nodes,
+            headroom_gib=headroom_gib,
+            projection=projection,
+        )
 
 
-def _order(facts: Facts) -> tuple[int, int, int, float, tuple[int, ...]]:
-    """The stated order, with a tie-break."""
-    x, bubble = facts.experiment, _bubble(facts)
-    # Expert-parallel ranks are neighbours in TorchTitan's mesh: they span nodes, or NVLink domains, of so many ranks.
-    ep_nodes = max(1, -(-x.ep // nvlink_ranks(x)))
-    tie_break = (x.pp, x.tp, x.cp, x.dp_replicate, x.ep, x.microbatch, list(SCHEDULES).index(x.pp_schedule))
-    return int(bubble / BUBBLE_STEP), x.tp * x.cp, ep_nodes, bubble, tie_break
-
-
-def _bubble(facts: Facts) -> float:
-    x = facts.experiment
-    schedule, turns = SCHEDULES[x.pp_schedule], facts.stages_per_rank
-    return bubble_fraction(schedule, pp=x.pp, microbatches=facts.microbatches, turns=turns)
-
-
-def _by_memory(legal: list[tuple[_Key, Facts]], headroom_gib: Headroom | None) -> Iterator[Candidate]:
+def _by_memory(given: Facts, legal: list[_Legal], headroom_gib: Headroom | None) -> Iterator[Candidate]:
     """Candidates in order, with memory estimated group by group: it decides only among those equal in all else."""
-    for _key, group in groupby(legal, key=lambda pair: pair[0][:-1]):
-        candidates = [
-            Candidate(
-                experiment=facts.experiment,
-                bubble_fraction=key.bubble,
-                ep_nodes=key.ep_nodes,
-                headroom_gib=None if headroom_gib is None else headroom_gib(facts.experiment, resolve(facts)),
-            )
-            for key, facts in group
-        ]
+    for _, group in groupby(legal, key=lambda one: one[: len(ORDER) - 2]):
+        candidates = []
+        for one in group:
+            facts = one.of(given)
+            left = headroom_gib(facts.experiment, resolve(facts)) if headroom_gib else None
+            candidates.append(one.candidate(facts.experiment, left))
         yield from sorted(candidates, key=lambda candidate: -(candidate.headroom_gib or 0.0))
 
 
-def layouts(experiment: Experiment, *, fixed: Collection[str] = (), global_batch: int | None = None) -> Iterator[Facts]:
-    """Every layout to judge: the ways to write the ranks as a product of five axes, times the other varied fields.
+def _legal_layouts(
+    experiment: Experiment, *, fixed: Collection[str], global_batch: int | None
+) -> Iterator[tuple[int, list[_Legal]]]:
+    """Legal layouts, and how many were judged, for each way to write the ranks as a product of five axes.
 
     Degrees that divide neither ranks, heads nor experts are left out here, because there are many and the rules refuse
     each of them.
+
+    Raises:
+        BadInput: if a fixed field is not one that a search varies.
     """
+    if unknown := sorted(set(fixed) - set(VARIED)):
+        raise BadInput(f"{', '.join(unknown)}: a search does not vary this; it varies {', '.join(VARIED)}")
     facts, ranks = facts_of(experiment), experiment.world_size
+    degrees_are_legal, pipeline_is_legal = _judges(facts)
 
     def degrees(axis: str, left: int) -> Iterator[int]:
         options = (getattr(experiment, axis),) if axis in fixed else divisors(left)
         return (degree for degree in options if left % degree == 0)
+
+    def bubble(pp: int, schedule: str, microbatches: int) -> float:
+        turns = experiment.pp_stages_per_rank
+        return bubble_fraction(SCHEDULES[schedule], pp=pp, microbatches=microbatches, turns=turns) if pp > 1 else 0.0
+
+    @cache
+    def pipelines(pp: int, local_batch: int) -> tuple[int, list[tuple[float, int, int, str]]]:
+        """How many there are; bubble, micro-batch and schedule of the legal ones."""
+        # Without a pipeline the schedule means nothing and stays, and gradients of micro-batches are accumulated.
+        schedules = (experiment.pp_schedule,) if "pp_schedule" in fixed or pp == 1 else tuple(SCHEDULES)
+        sizes = (experiment.microbatch,) if "microbatch" in fixed else divisors(local_batch)
+        legal = [
+            (bubble(pp, schedule, local_batch // size), size, place, schedule)
+            for (place, schedule), size in product(enumerate(schedules), sizes)
+            if pipeline_is_legal(pp, schedule, local_batch, size)
+        ]
+        return len(schedules) * len(sizes), legal
 
     axes = (
         (pp, tp, cp, dp_replicate)
@@ -250,6 +291,8 @@ def layouts(experiment: Experiment, *, fixed: Collection[str] = (), global_batch
         for dp_replicate in degrees("dp_replicate", ranks // (pp * tp * cp))
     )
     experts = (experiment.ep,) if "ep" in fixed else divisors(facts.shape.num_experts)
+    # Expert-parallel ranks are neighbours in TorchTitan's mesh: they span nodes, or NVLink domains, of so many ranks.
+    ep_nodes = {ep: max(1, -(-ep // nvlink_ranks(experiment, ep))) for ep in experts}
     for pp, tp, cp, dp_replicate in axes:
         dp_shard = ranks // (pp * dp_replicate * cp * tp)
         if "dp_shard" in fixed and experiment.dp_shard not in (-1, dp_shard):
@@ -259,22 +302,46 @@ def layouts(experiment: Experiment, *, fixed: Collection[str] = (), global_batch
             local_batch, over = divmod(global_batch, dp_replicate * dp_shard)
         if over or not local_batch:
             continue
-        # Without a pipeline the schedule means nothing and stays, and gradients of micro-batches are accumulated.
-        schedules = (experiment.pp_schedule,) if "pp_schedule" in fixed or pp == 1 else tuple(SCHEDULES)
-        microbatches = (experiment.microbatch,) if "microbatch" in fixed else divisors(local_batch)
-        for ep, schedule, microbatch in product(experts, schedules, microbatches):
-            yield facts.vary(
+        judged, legal = pipelines(pp, local_batch)
+        legal_with = [
+            _Legal(
+                bubble_steps=int(waits / BUBBLE_STEP),
+                sequence_ranks=tp * cp,
+                ep_nodes=ep_nodes[ep],
+                bubble=waits,
                 pp=pp,
-                dp_replicate=dp_replicate,
-                dp_shard=dp_shard,
-                cp=cp,
                 tp=tp,
+                cp=cp,
+                dp_replicate=dp_replicate,
                 ep=ep,
+                microbatch=size,
+                schedule_place=place,
                 pp_schedule=schedule,
+                dp_shard=dp_shard,
                 local_batch=local_batch,
-                microbatch=microbatch,
-                accumulate_gradients=pp == 1 and microbatch < local_batch,
             )
+            for ep in experts
+            if legal and degrees_are_legal(pp, dp_replicate, dp_shard, cp, tp, ep)
+            for waits, size, place, schedule in legal
+        ]
+        yield judged * len(experts), legal_with
+
+
+def _judges(given: Facts) -> tuple[Callable[..., bool], Callable[..., bool]]:
+    """Whether degrees are legal, and whether a pipeline is: no rule looks at both, so each is judged once."""
+
+    @cache
+    def degrees_are_legal(pp: int, dp_replicate: int, dp_shard: int, cp: int, tp: int, ep: int) -> bool:
+        facts = given.vary(pp=pp, dp_replicate=dp_replicate, dp_shard=dp_shard, cp=cp, tp=tp, ep=ep)
+        return next(faults_of_degrees(facts), None) is None
+
+    @cache
+    def pipeline_is_legal(pp: int, pp_schedule: str, local_batch: int, microbatch: int) -> bool:
+        accumulates = pp == 1 and microbatch < local_batch
+        sizes = {"local_batch": local_batch, "microbatch": microbatch, "accumulate_gradients": accumulates}
+        return next(pipeline_faults(given.vary(pp=pp, pp_schedule=pp_schedule, **sizes)), None) is None
+
+    return degrees_are_legal, pipeline_is_legal
 
 
 def search_text(found: Found) -> str:
@@ -477,8 +544,7 @@ def recommend(
         BadInput: if the hardware lacks a figure that a projection needs, or a fixed field is not varied.
     """
     space = Space(experiment, cluster, fixed=fixed, global_batch=global_batch, calibration=calibration)
-    found = space.search(limit)
-    ranked = sorted(found.candidates, key=_low_end, reverse=True)[:limit]
+    found, ranked = space.search(limit)
     best = ranked[0].projection if ranked else None
     own = None
     with suppress(Refused):
@@ -486,7 +552,7 @@ def recommend(
     return Recommendation(
         experiment=experiment,
         found=found,
-        ranked=tuple(ranked),
+        ranked=ranked,
         gains=tuple(space.gains()) if best else (),
         worth=tuple(space.worth_of(best)) if best and settings else (),
         place=found.candidates.index(ranked[0]) + 1 if ranked else 0,
@@ -572,107 +638,112 @@ class Space:
     ) -> None:
         self.cluster = cluster or cluster_of(experiment.hardware)
         require_figures(experiment, self.cluster)
-        if unknown := sorted(set(fixed) - set(VARIED) - {"activation_checkpoint"}):
-            raise BadInput(f"{', '.join(unknown)}: a search does not vary this; it varies {', '.join(VARIED)}")
         self._experiment, self._calibration = experiment, calibration
         self._headroom = headroom_gib(experiment)
         self._examined = self._legal = 0
-        self._layouts: list[tuple[tuple[Any, ...], float, Facts]] = []
         self._known: dict[tuple[Any, ...], Projection | None] = {}
-        self._estimates: dict[tuple[Any, ...], Callable[[Facts, float], float]] = {}
-        self._room: dict[Experiment, float] = {}  # of memory: a setting that is tried comes back to what was looked at
-        self._near: tuple[Candidate, ...] = ()
+        self._variants: dict[tuple[Any, ...], _Variant] = {}
         checkpointing = () if "activation_checkpoint" in fixed else POLICIES
         self._checkpointing = list(dict.fromkeys((experiment.activation_checkpoint, *checkpointing)))
-        kept: set[tuple[Any, ...]] = set()
+        self._layouts: list[_Legal] = []
         batch = global_batch or sequences_of(experiment)
-        for facts in layouts(experiment, fixed=fixed, global_batch=batch):
-            self._examined += 1
-            if next(faults(facts), None) is not None:
-                continue
-            self._legal += 1
-            x, bubble = facts.experiment, _bubble(facts)
-            if x.sequences_at_once > 1 and x.sequences_at_once * x.seq_len > MOST_TOKENS_AT_ONCE * x.cp:
-                continue
-            same = (x.pp, x.dp_replicate, x.cp, x.tp, x.ep, x.microbatch, SCHEDULES[x.pp_schedule].style == "v")
-            if (*same, round(bubble, 9)) not in kept:
-                kept.add((*same, round(bubble, 9)))
-                self._layouts.append((_order(facts), bubble, facts))
+        of_layout = [field for field in fixed if field != "activation_checkpoint"]
+        for judged, legal in _legal_layouts(experiment, fixed=of_layout, global_batch=batch):
+            self._examined += judged
+            self._legal += len(legal)
+            kept: set[tuple[Any, ...]] = set()
+            for one in legal:
+                same = (one.ep, one.microbatch, _is_v(one), round(one.bubble, 9))
+                too_long = one.at_once > 1 and one.at_once * experiment.seq_len > MOST_TOKENS_AT_ONCE * one.cp
+                if not too_long and same not in kept:
+                    kept.add(same)
+                    self._layouts.append(one)
+        self._layouts.sort()
 
-    def search(self, limit: int) -> Found:
-        """The best layouts of the experiment as it is; what is asked afterwards stays near them."""
+    def search(self, limit: int) -> tuple[Found, tuple[Candidate, ...]]:
+        """All that was projected for the experiment as it is, and the best; what is asked later keeps CP and replicas.
+
+        That is, it has those of one of these best: other degrees have been looked at and were slower.
+        """
         found = self.fastest(limit)
-        self._near = tuple(sorted(found.candidates, key=_low_end, reverse=True)[:limit])
-        return found
+        ranked = tuple(sorted(found.candidates, key=_low_end, reverse=True)[:limit])
+        if ranked:
+            self._known[()] = ranked[0].projection
+            near = {(one.experiment.cp, one.experiment.dp_replicate) for one in ranked}
+            self._layouts = [one for one in self._layouts if (one.cp, one.dp_replicate) in near]
+        return found, ranked
 
-    def fastest(self, limit: int = 1, *, near: Collection[Candidate] = (), **changes: Any) -> Found:
+    def fastest(self, limit: int = 1, **changes: Any) -> Found:
         """Layouts that fit, with their projections: all that can be among the ``limit`` best, up to some hundreds.
 
         A layout is not projected any more once its estimate, which is less than the step takes, is too slow.
 
         Args:
             limit: how many of the best are wanted.
-            near: the CP degrees and replicas of these layouts are the ones to look at; all where there are none.
             changes: fields of the experiment that have another value, those of the layout among them.
         """
         of_layout = {field: value for field, value in changes.items() if field in VARIED}
         settings = {field: value for field, value in changes.items() if field not in of_layout}
-        policies = [settings["activation_checkpoint"]] if "activation_checkpoint" in settings else self._checkpointing
-        places = {(one.experiment.cp, one.experiment.dp_replicate) for one in near}
-        order = []
-        for place, policy in enumerate(policies):
-            seconds = self._estimate({**settings, "activation_checkpoint": policy})
-            order += [
-                (seconds(facts, bubble), stated, place, bubble, facts)
-                for stated, bubble, facts in self._layouts
-                if all(getattr(facts.experiment, field) == value for field, value in of_layout.items())
-                and (not places or (facts.experiment.cp, facts.experiment.dp_replicate) in places)
-            ]
-        order.sort(key=lambda entry: entry[:3])
+        policy = settings.pop("activation_checkpoint", None)
+        variants = [self._variant(settings, one) for one in ([policy] if policy else self._checkpointing)]
+        # Micro-batches of one under full checkpointing hold least: where not even they fit, nothing else is tried.
+        thrifty = self._variant(settings, "full")
+        # What is computed again takes time: no checkpointing is faster than none.
+        least = self._variant(settings, "none") if len(self._checkpointing) > 1 else variants[0]
+        layouts = [one for one in self._layouts if all(getattr(one, field) == of_layout[field] for field in of_layout)]
         fitting: list[Candidate] = []
         lows: list[float] = []
         too_large = looked_at = 0
-        least: dict[tuple[Any, ...], float] = {}
-        nearest: dict[tuple[Any, ...], Candidate] = {}
-        for estimate_s, stated, place, bubble, layout in order:
+        nearest: dict[tuple[Any, ...], tuple[float, _Legal, _Variant]] = {}
+        for estimate_s, one, variant in _by_estimate(variants, least, layouts):
             fastest_tps = self._experiment.seq_len / estimate_s
-            if len(fitting) >= CONSIDERED or (len(lows) >= limit and fastest_tps / LEAST_WIDTH < sorted(lows)[-limit]):
+            if len(fitting) >= CONSIDERED or (len(lows) >= limit and fastest_tps / LEAST_WIDTH < lows[-limit]):
                 break
             looked_at += 1
-            facts = layout.vary(**{**settings, "activation_checkpoint": policies[place]})
-            x = facts.experiment
-            if next(faults(facts), None) is not None or not can_be_placed(x, x.ep, self.cluster.node):
+            if not variant.is_legal(one):
                 continue
-            # Micro-batches of one under full checkpointing hold least: where not even they fit, nothing else is tried.
-            thrifty = {"microbatch": 1, "accumulate_gradients": True, "activation_checkpoint": "full"}
-            thrifty["pp_schedule"] = v = x.pp_schedule if SCHEDULES[x.pp_schedule].style == "v" else "1F1B"
-            group = (x.pp, x.dp_replicate, x.cp, x.tp, x.ep, v)
-            if group not in least:
-                least[group] = self._left(facts.vary(**thrifty))
-            left = self._left(facts) if least[group] >= 0 else least[group]
-            one = Candidate(experiment=x, bubble_fraction=bubble, ep_nodes=stated[2], headroom_gib=left)
+            # 1F1B holds least of the schedules that are no V, where it has a micro-batch for each stage.
+            other = not _is_v(one) and SCHEDULES["1F1B"].takes(one.local_batch, one.pp)
+            schedule = "1F1B" if other else one.pp_schedule
+            group = one._replace(microbatch=1, schedule_place=0, pp_schedule=schedule)
+            left = thrifty.left(group)
+            if left >= 0:
+                left = variant.left(one)
             if left < 0:
                 too_large += 1
-                nearest[group] = one if group not in nearest else max(nearest[group], one, key=_room)
+                if not fitting and (group[4:] not in nearest or left > nearest[group[4:]][0]):
+                    nearest[group[4:]] = left, one, variant
                 continue
-            one = replace(one, projection=project(x, self.cluster, calibration=self._calibration))
-            fitting.append(one)
-            lows.append(_low_end(one))
+            projection = variant.projection(one)
+            fitting.append(one.candidate(projection.experiment, left, projection))
+            insort(lows, projection.interval[0])
+        closest = sorted(nearest.values(), key=lambda entry: -entry[0])[: max(limit, 1)] if not fitting else ()
         return Found(
             candidates=tuple(fitting),
-            nearest=tuple(sorted(nearest.values(), key=_room, reverse=True)[: max(limit, 1)]) if not fitting else (),
+            nearest=tuple(one.candidate(one.of(variant.given).experiment, left) for left, one, variant in closest),
             examined=self._examined,
             legal=self._legal,
             too_large=too_large,
-            left_out=len(order) - looked_at,
+            left_out=len(variants) * len(layouts) - looked_at,
         )
+
+    def _variant(self, settings: Mapping[str, Any], checkpointing: str) -> _Variant:
+        fields = {**settings, "activation_checkpoint": checkpointing}
+        key = tuple(sorted(fields.items()))
+        if key not in self._variants:
+            given = facts_of(self._experiment).vary(**fields)
+            self._variants[key] = _Variant(given, self.cluster, self._calibration, self._headroom)
+        return self._variants[key]
 
     def best(self, **changes: Any) -> Projection | None:
         """The projection of the best layout with some settings changed; None where none is legal and fits."""
+        x = self._experiment
+        free = (*VARIED, "activation_checkpoint")  # of which one value is not the same as any
+        changes = {field: value for field, value in changes.items() if field in free or getattr(x, field) != value}
         key = tuple(sorted(changes.items()))
         if key not in self._known:
-            ranked = sorted(self.fastest(near=self._near, **changes).candidates, key=_low_end)
-            self._known[key] = ranked[-1].projection if ranked else None
+            best = max(self.fastest(**changes).candidates, key=_low_end, default=None)
+            self._known[key] = best.projection if best else None
         return self._known[key]
 
     def gains(self) -> Iterator[Gain]:
@@ -721,19 +792,92 @@ class Space:
                 )
         return sorted(worth, key=lambda one: -abs(one.percent))
 
-    def _estimate(self, settings: Mapping[str, Any]) -> Callable[[Facts, float], float]:
-        """:func:`_estimate` of some settings, which knows what it was asked before."""
-        key = tuple(sorted(settings.items()))
-        if key not in self._estimates:
-            self._estimates[key] = _estimate(self.cluster, self._calibration, settings)
-        return self._estimates[key]
 
-    def _left(self, facts: Facts) -> float:
+class _Variant:
+    """An experiment with some settings and a checkpointing: which layouts are legal, how fast and how large they are.
+
+    Args:
+        given: the experiment; its layout does not matter.
+        cluster, calibration: as :func:`recommend` takes them.
+        headroom_gib: memory left; None where the GPU is not known.
+    """
+
+    def __init__(self, given: Facts, cluster: Cluster, calibration: Calibration, headroom_gib: Headroom | None) -> None:
+        self.given, self._cluster, self._calibration, self._headroom = given, cluster, calibration, headroom_gib
+        self._degrees_are_legal, self._pipeline_is_legal = _judges(given)
+        self._can_be_placed = cache(lambda ep: can_be_placed(given.experiment, ep, cluster.node))
+        self._seconds: dict[tuple[Any, ...], float] = {}
+        self._left: dict[tuple[Any, ...], float] = {}
+        self._projections: dict[_Legal, Projection] = {}
+
+    def is_legal(self, one: _Legal) -> bool:
+        """Whether it is legal with these settings, and can be projected."""
+        return (
+            self._can_be_placed(one.ep)
+            and self._degrees_are_legal(one.pp, one.dp_replicate, one.dp_shard, one.cp, one.tp, one.ep)
+            and self._pipeline_is_legal(one.pp, one.pp_schedule, one.local_batch, one.microbatch)
+        )
+
+    def token_s(self, one: _Legal) -> float:
+        """Seconds of a token in all layers: without the schedule's bubble, and what ends a step."""
+        if one.priced_by not in self._seconds:
+            facts, work = one.of(self.given), inf
+            if self._can_be_placed(one.ep):
+                work = work_s(job_of(facts.experiment, resolve(facts), self._cluster.node), self._calibration)
+            self._seconds[one.priced_by] = work * one.tp * one.cp / one.at_once
+        return self._seconds[one.priced_by]
+
+    def left(self, one: _Legal) -> float:
         """GiB that are left on the fullest GPU."""
-        x = facts.experiment
-        if x not in self._room:
-            self._room[x] = self._headroom(x, resolve(facts)) if self._headroom else inf
-        return self._room[x]
+        key = one[4:]
+        if key not in self._left:
+            facts = one.of(self.given)
+            self._left[key] = self._headroom(facts.experiment, resolve(facts)) if self._headroom else inf
+        return self._left[key]
+
+    def projection(self, one: _Legal) -> Projection:
+        """Of a layout that is legal and fits."""
+        if one not in self._projections:
+            experiment = one.of(self.given).experiment
+            self._projections[one] = project(experiment, self._cluster, calibration=self._calibration)
+        return self._projections[one]
+
+
+def _is_v(one: _Legal) -> bool:
+    return one.pp > 1 and SCHEDULES[one.pp_schedule].style == "v"
+
+
+def _by_estimate(
+    variants: Sequence[_Variant], least: _Variant, layouts: Sequence[_Legal]
+) -> Iterator[tuple[float, _Legal, _Variant]]:
+    """Every layout with each checkpointing by its seconds for each token, priced as late as ``least`` allows.
+
+    Args:
+        variants: the checkpointings.
+        least: is never slower than one of them.
+        layouts: in the stated order, in which those that are priced alike wait ever longer.
+    """
+    alike: defaultdict[tuple[Any, ...], list[_Legal]] = defaultdict(list)
+    for one in layouts:
+        alike[one.priced_by].append(one)
+    # () comes before every layout, so that what is not priced yet is priced before it can be missed.
+    heap: list[tuple[float, Any, int, tuple[Any, ...], int]] = [
+        (least.token_s(some[0]) / (1 - some[0].bubble), (), place, key, 0)
+        for key, some in alike.items()
+        for place in range(len(variants))
+    ]
+    heapq.heapify(heap)
+    while heap:
+        _, one, place, key, index = heap[0]
+        if one:
+            yield heap[0][0], one, variants[place]
+            index += 1
+        if index < len(alike[key]):
+            one = alike[key][index]
+            seconds = variants[place].token_s(one) / (1 - one.bubble)
+            heapq.heapreplace(heap, (seconds, one, place, key, index))
+        else:
+            heapq.heappop(heap)
 
 
 def sequences_of(experiment: Experiment) -> int:
@@ -746,26 +890,6 @@ def chosen_fields(experiment: Experiment) -> dict[str, Any]:
     """What a search chooses, as fields of an experiment."""
     names = (*VARIED, "local_batch", "accumulate_gradients", "activation_checkpoint")
     return {field: getattr(experiment, field) for field in names}
-
-
-def _estimate(
-    cluster: Cluster, calibration: Calibration, settings: Mapping[str, Any]
-) -> Callable[[Facts, float], float]:
-    """Seconds of a layout for each token, without its collectives at the end and its optimizer."""
-    known: dict[tuple[int, ...], float] = {}
-
-    def seconds(facts: Facts, bubble: float) -> float:
-        x, size = facts.experiment, facts.experiment.sequences_at_once
-        key = (size, x.tp, x.cp, x.ep, facts.microbatches > 1)
-        if key not in known:
-            placed = can_be_placed(x, x.ep, cluster.node)
-            varied = facts.vary(**settings)
-            known[key] = (
-                work_s(job_of(varied.experiment, resolve(varied), cluster.node), calibration) if placed else inf
-            )
-        return known[key] * x.tp * x.cp / size / (1 - bubble)
-
-    return seconds
 
 
 def _rows_and_break_even(job: Job, calibration: Calibration) -> str:
@@ -827,10 +951,11 @@ def answer_lines(found: Recommendation, name: str = "") -> list[str]:
 
 
 def speed_text(projection: Projection) -> str:
-    """Tokens/s per GPU with the interval, and whether it rests on what was never seen."""
+    """Tokens/s per GPU with the interval, whether it rests on what was never seen, and the MFU of causal attention."""
     low, high = projection.interval
     label = "derived, extrapolated" if projection.rests_on else "derived"
-    return f"{projection.tps:,.0f} tokens/s per GPU ({low:,.0f} to {high:,.0f} with 90 % confidence; {label})"
+    speed = f"{projection.tps:,.0f} tokens/s per GPU ({low:,.0f} to {high:,.0f} with 90 % confidence; {label})"
+    return f"{speed} · MFU {100 * projection.mfu['causal']:.0f} %"
 
 
 def layout_words(experiment: Experiment) -> str:

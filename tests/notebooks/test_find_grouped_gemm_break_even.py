@@ -35,7 +35,7 @@ def test_its_defaults_replay_stored_times(by_nbmake: Callable[[str], Ran]) -> No
 
 def test_a_run_without_a_gpu_stops_and_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(NotebookFailed, match=r"NoKernels: .*no CUDA device.*replayed"):
+    with pytest.raises(NotebookFailed, match=r"NoKernels: .*no CUDA device.*Replay"):
         execute(NOTEBOOK, tmp_path / "executed.ipynb", {"experiment": "run"})
 
 

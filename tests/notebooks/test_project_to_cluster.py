@@ -35,7 +35,7 @@ def defaults() -> ProjectParameters:
 
 def test_its_defaults_show_what_it_says(by_nbmake: Callable[[str], Ran]) -> None:
     ran = by_nbmake(NAME)
-    assert len(ran.titles()) == 10
+    assert len(ran.titles()) == 9
     assert all("derived" in title for title in ran.titles())
     assert len(ran.shown(WIDGET)) == 1
     printed = ran.printed

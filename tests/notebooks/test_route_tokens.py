@@ -22,7 +22,6 @@ from moelab.viz.traffic import (
     TrafficExplorer,
     bytes_by_ep,
     destination_histogram,
-    move_times,
     saving_by_routing,
     traffic_matrix,
 )
@@ -63,12 +62,10 @@ def test_figures_of_the_other_profiles(profile: str) -> None:
     parameters = validated(RouteParameters, DEFAULTS | changes)
     placement, routing = parameters.to_placement(), parameters.to_routing()
     sizes = {"tokens": parameters.tokens, "hidden": parameters.hidden, "precision": parameters.precision}
-    node = cluster_of(parameters.hardware).node
     assert destination_histogram([FORCED, routing], placement).data
     assert saving_by_routing([FORCED, routing], placement).data
     assert traffic_matrix(routing, placement, **{**sizes, "tokens": 64}).data
     assert bytes_by_ep([routing, FORCED], placement, **sizes).data
-    assert move_times([FORCED, routing], placement, node, **sizes).data
     explorer = TrafficExplorer(**parameters.model_dump(exclude={"seed", "load"}))
     assert explorer.figures
 

@@ -105,7 +105,7 @@ def test_slurm_is_asked_whether_it_would_take_the_script(
     study = study_of(nodes=2, ep=4)
     taken = preflight(cluster_of(slurm, tmp_path), study, tmp_path / "runs", ask_nodes=False)
     assert taken.exit_code == 0
-    assert taken.here[-1].found == "Slurm would take 1 script(s)"
+    assert taken.here[-1].found == "Slurm would accept 1 script(s)"
     files = written(tmp_path, study, cluster_of(slurm, tmp_path, partition="nowhere"))
     arguments = ["doctor", f"--file={files[0]}", f"--cluster={files[1]}", f"--runs={tmp_path}/runs", "--json"]
     assert main(arguments) == 1

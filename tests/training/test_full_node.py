@@ -40,7 +40,7 @@ def test_a_dry_run_does_all_steps_and_says_what_it_is(tmp_path: Path) -> None:
     assert exchange["libraries"]["deepep"] == "needs GPUs"
     assert exchange["copies"]["between_ranks_gb_s"] > 0
     assert (content["health"]["stage"], content["health"]["ranks"]) == ("finished", 2)
-    assert any("not held against 320 GB/s" in line for line in content["health"]["findings"])
+    assert any("not compared with the profile's 320 GB/s" in line for line in content["health"]["findings"])
     logs = gzip.decompress(output.with_suffix(".log.gz").read_bytes()).decode()
     assert all(f"# {part}" in logs for part in ("health_ep2.out", "all_to_all_ep2.out", "train_ep2.log"))
     assert not [place for place in (str(ROOT), str(tmp_path)) if place in logs + output.read_text()]

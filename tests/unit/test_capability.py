@@ -86,7 +86,7 @@ NATIVE: dict[str, Any] = {"precision": "mxfp8", "mxfp8_kernels": "native"}
         (B200, {**MINIMAL, "precision": "mxfp8"}, "standard, deepep, hybridep", "Legal ep_backend: standard, hybridep"),
         (H100, {"hardware": "cpu", "precision": "fp8"}, "no GPU to use", "Legal precision: bf16, mxfp8"),
         (H100, {"hardware": "cpu", "model": "16B"}, "model 16B", "model=nano"),
-        (H100, {"hardware": "b200_node"}, "hardware b200_node", "hardware=local"),
+        (H100, {"hardware": "b200_node"}, "hardware is b200_node", "hardware=local"),
     ],
 )
 def test_a_refusal_names_what_is_wrong_and_what_would_run(

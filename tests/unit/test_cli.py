@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import stand_in
@@ -161,8 +162,30 @@ def test_a_folder_that_cannot_be_written_is_one_line(call: Any, study: Path, tmp
     (tmp_path / "file").write_text("")
     done = call("run", study, "--runs", tmp_path / "file" / "runs")
     assert (done.code, done.out) == (1, "")
-    assert len(done.err.splitlines()) == 1
-    assert "Not a directory" in done.err
+    assert done.err == f"moelab: {tmp_path}/file/runs/s: Not a directory\n"
+
+
+def test_an_experiment_is_written_whole_or_not_at_all(call: Any, study: Path, tmp_path: Path) -> None:
+    written, folder = tmp_path / "plans" / "one.yaml", tmp_path / "folder"
+    arguments = ("plan", study, "--arm", "mxfp8_standard", "--set", "hardware=b200_node", "--write")
+    assert call(*arguments, written).code == 0
+    before = written.read_text()
+    assert read_experiment(written).arm == "mxfp8_standard"
+    folder.mkdir()
+    assert call(*arguments, folder).err == f"moelab: {folder}: Is a directory\n"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("os.fsync", Mock(side_effect=OSError(28, "No space left on device")))
+        assert call(*arguments, written, "--set", "steps=9").code == 1
+    assert (written.read_text(), list(written.parent.iterdir())) == (before, [written])
+
+
+def test_a_search_takes_the_size_of_hardware_from_a_file(call: Any, tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("{gpu: H200, nodes: 1, gpus: 2, memory_gib: 1000, source: ours}")
+    model = ("--from-hf", "GLM-4.7-Flash", "--set", f"hardware={file}")
+    done = call("plan", *model, "--search", "--limit", 1)
+    assert (done.code, "2 GPUs (1 × 2) of mine" in done.out) == (0, True)
+    assert done.err.endswith("local_batch=16, nodes=1, gpus_per_node=2\n")
 
 
 def test_status(call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,9 +205,12 @@ def test_status(call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert call("status", tmp_path, "--json").json["runs"][0]["status"] == "unknown"
 
 
-def test_status_of_an_empty_folder(call: Any, tmp_path: Path) -> None:
+def test_a_folder_without_runs(call: Any, tmp_path: Path) -> None:
     assert call("status", tmp_path, "--json").json == {"runs": [], "left_out": [], "notes": []}
     assert call("status", tmp_path).out == f"no runs at {tmp_path}\n"
+    for verb in ("cancel", "requeue"):  # without asking Slurm
+        done = call(verb, tmp_path)
+        assert (done.code, done.out, done.err.startswith("moelab: no run there ")) == (3, "", True)
 
 
 def test_collect(call: Any, tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ def test_made_twice_it_is_the_same(prepared: Path, tmp_path: Path, monkeypatch: 
 def test_two_processes_at_once_make_one_whole_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOELAB_CACHE", str(tmp_path))
     with multiprocessing.get_context("spawn").Pool(2) as pool:
-        first, second = pool.map(corpus.prepare, [512, 512])
+        first, second = pool.starmap(corpus.prepare, [(), ()])
     assert first == second
     assert [path.name for path in (tmp_path / "corpus").iterdir() if path.is_dir()] == [first.name]
 

@@ -120,7 +120,7 @@ def test_a_laptop_has_nothing_to_complain_about(tmp_path: Path) -> None:
     machine = made(tmp_path, nccl=None, wheels=(), topo=None, nvcc=False, memlock=8 << 20, modules="")
     assert faults(machine) == {}
     assert seen(machine, "DeepEP").found.startswith("not installed")
-    assert seen(machine, "NVLink").found == "not seen: `nvidia-smi topo -m` is missing or fails"
+    assert seen(machine, "NVLink").found == "unknown: `nvidia-smi topo -m` is missing or fails"
     assert seen(machine, "locked memory").found.startswith("8 MiB")
 
 
@@ -130,14 +130,14 @@ def test_two_linked_gpus_with_deepep_v2(tmp_path: Path) -> None:
     assert seen(machine, "DeepEP").found == "V2 (ElasticBuffer, on NCCL) 2.1.0+dd758ca"
     assert seen(machine, "NCCL").found == "loaded 2.30.7, DeepEP built against 2.30.7"
     assert seen(machine, "NVLink").found == "all 1 pairs of 2 GPUs (NV18)"
-    assert "NVLink alone" in seen(machine, "GIN").found
+    assert "NVLink only" in seen(machine, "GIN").found
 
 
 def test_a_node_of_a_cluster_with_deepep_v2(tmp_path: Path) -> None:
     machine = made(tmp_path, deepep=V2, cards=CARDS, env={"NCCL_IB_HCA": "mlx5_0:1,mlx5_1:1"})
     assert faults(machine, CLUSTER) == {}
     assert seen(machine, "RDMA devices", CLUSTER).found == "2 of 2 ports active (InfiniBand)"
-    assert "GDAKI where the card can, else proxy" in seen(machine, "GIN", CLUSTER).found
+    assert "GDAKI if the card supports it, else proxy" in seen(machine, "GIN", CLUSTER).found
     proxied = replace(machine, env={**machine.env, "NCCL_GIN_TYPE": "2"})
     assert "type proxy" in seen(proxied, "GIN", CLUSTER).found
     assert seen(machine, "locked memory").found == "unlimited"
@@ -147,23 +147,23 @@ def test_a_node_of_a_cluster_with_deepep_v2(tmp_path: Path) -> None:
     ("what", "expected", "name", "severity", "words"),
     [
         # which DeepEP
-        ({"deepep": V1, "version": "1.0.0"}, None, "DeepEP", "error", "PyPI's `deep-ep` is an upload of V1's"),
-        ({"deepep": V1, "version": "1.2.1+9af0e0d"}, None, "DeepEP", "error", "since 2.0"),
-        ({"deepep": V1, "version": "1.2.1", "direct_url": '{"url": "file:x"}'}, None, "DeepEP", "error", "since 2.0"),
-        ({"deepep": {"__init__.py": ""}}, None, "DeepEP", "error", "none of DeepEP's"),
+        ({"deepep": V1, "version": "1.0.0"}, None, "DeepEP", "error", "PyPI's `deep-ep` is an upload of DeepEP V1's"),
+        ({"deepep": V1, "version": "1.2.1+9af0e0d"}, None, "DeepEP", "error", "DeepEP 2.0"),
+        ({"deepep": V1, "version": "1.2.1", "direct_url": '{"url": "file:x"}'}, None, "DeepEP", "error", "DeepEP 2.0"),
+        ({"deepep": {"__init__.py": ""}}, None, "DeepEP", "error", "an unknown package named deep_ep"),
         ({"deepep": {"__init__.py": "", "buffers/elastic.py": ""}}, None, "DeepEP", "error", "not compiled"),
-        ({"deepep": V2, "nvcc": False}, None, "CUDA compiler", "error", "compiles a kernel for every setting"),
+        ({"deepep": V2, "nvcc": False}, None, "CUDA compiler", "error", "compiles a kernel whenever"),
         # which NCCL
         ({"deepep": V2, "nccl": "2.28.9"}, None, "NCCL", "error", "2.30.4"),
         ({"deepep": V2, "nccl": None, "wheels": ()}, None, "NCCL", "error", "no libnccl"),
         ({"deepep": V2, "header": "2.30.4"}, None, "NCCL", "error", "built against 2.30.4"),
         ({"wheels": ("nvidia-nccl-cu12", "nvidia-nccl-cu13")}, None, "NCCL packages", "warning", "the same folder"),
         # the fabric
-        ({"deepep": V2, "topo": TWO_PCIE}, None, "NVLink", "error", "1 of 1 pairs have none: 0-1 (PIX)"),
+        ({"deepep": V2, "topo": TWO_PCIE}, None, "NVLink", "error", "missing between 1 of 1 pairs: 0-1 (PIX)"),
         ({"deepep": V2, "topo": BRIDGED}, None, "NVLink", "error", "4 of 6 pairs"),
         ({"deepep": V2}, None, "GIN", "warning", "export EP_DISABLE_GIN=1"),
         ({"deepep": V2}, CLUSTER, "GIN", "error", "NCCL GIN is unavailable"),
-        ({"deepep": V2, "cards": CARDS, "env": {"EP_DISABLE_GIN": "1"}}, CLUSTER, "GIN", "error", "no way to"),
+        ({"deepep": V2, "cards": CARDS, "env": {"EP_DISABLE_GIN": "1"}}, CLUSTER, "GIN", "error", "cannot reach"),
         ({"deepep": V2, "cards": CARDS, "env": {"NCCL_GIN_ENABLE": "0"}}, CLUSTER, "GIN", "error", "not available"),
         ({}, CLUSTER, "RDMA devices", "error", "/dev/infiniband"),
         ({"cards": {"mlx5_0": PORT_UP, "mlx5_1": PORT_DOWN}}, CLUSTER, "RDMA devices", "warning", "mlx5_1 (1: DOWN)"),
@@ -176,8 +176,8 @@ def test_a_node_of_a_cluster_with_deepep_v2(tmp_path: Path) -> None:
         ({"env": {"NCCL_P2P_DISABLE": "1"}}, None, "NCCL_P2P_DISABLE", "error", "unset"),
         ({"env": {"NCCL_CUMEM_ENABLE": "0"}}, None, "NCCL_CUMEM_ENABLE", "error", "symmetric window"),
         ({"env": {"EP_SUPPRESS_NCCL_CHECK": "1"}}, None, "EP_SUPPRESS_NCCL_CHECK", "warning", "go unnoticed"),
-        ({"env": {"NCCL_IB_HCA": "mlx5_9"}, "cards": CARDS}, None, "NCCL_IB_HCA", "error", "here is no mlx5_9"),
-        ({"env": {"NCCL_IB_HCA": "=mlx5:1"}, "cards": CARDS}, None, "NCCL_IB_HCA", "error", "here is no mlx5"),
+        ({"env": {"NCCL_IB_HCA": "mlx5_9"}, "cards": CARDS}, None, "NCCL_IB_HCA", "error", "there is no mlx5_9 here"),
+        ({"env": {"NCCL_IB_HCA": "=mlx5:1"}, "cards": CARDS}, None, "NCCL_IB_HCA", "error", "there is no mlx5 here"),
         ({"env": {"UCX_NET_DEVICES": "mlx5_0:1,ib7"}, "cards": CARDS}, None, "UCX_NET_DEVICES", "error", "no ib7"),
         ({"env": {"NVSHMEM_HCA_LIST": "mlx5_4:1"}, "cards": CARDS}, None, "NVSHMEM_HCA_LIST", "error", "no mlx5_4"),
         ({"env": {"NCCL_SOCKET_IFNAME": "bond0"}}, None, "NCCL_SOCKET_IFNAME", "error", "has eth0, lo"),
@@ -312,11 +312,11 @@ def test_a_rank_that_hangs_is_ended(with_deepep: Machine) -> None:
     ("message", "cause"),
     [
         ("NCCL GIN is unavailable. This is usually due to a network configuration issue", "GPU-initiated networking"),
-        ("Duplicate NCCL runtime found in the current system", "another NCCL"),
-        ("NVCC compilation failed", "compiles its kernels when it runs"),
-        ("CUDA error: out of memory", "another process holds the GPU's memory"),
+        ("Duplicate NCCL runtime found in the current system", "a different NCCL"),
+        ("NVCC compilation failed", "compiles its kernels at run time"),
+        ("CUDA error: out of memory", "another process occupies the GPU's memory"),
         ("CUDA error: no kernel image is available for execution on the device", "another GPU architecture"),
-        ("libnvshmem_host.so.3: cannot open shared object file", "another PyTorch, CUDA or NVSHMEM"),
+        ("libnvshmem_host.so.3: cannot open shared object file", "a different PyTorch, CUDA or NVSHMEM"),
     ],
 )
 def test_known_messages_are_signs_of_a_fault(message: str, cause: str) -> None:
@@ -344,7 +344,7 @@ def test_ranks_that_end_well(with_deepep: Machine, tmp_path: Path) -> None:
         "DeepEP 2.1.0: 2 ranks sent tokens to their experts and back, forward and backward; relative error 2.0e-03",
     )
     for machine, gpus, why in (
-        (with_deepep, 1, "1 GPU, 2 are needed"),
+        (with_deepep, 1, "1 GPU where 2 are needed"),
         (made(tmp_path / "v1", deepep=V1), 8, "DeepEP V2 is not installed"),
     ):
         found = ended(write.replace("DEVICE", "cpu"), machine, gpus=gpus)

@@ -37,8 +37,8 @@ def finding(name: str) -> Finding:
 
 
 VGPU, GB10 = "GRID A100X-40C, [N/A], 535.104.05, 40960", "NVIDIA GB10, 12.1, 580.95.05, [N/A]"
-UNKNOWN = "peak rates of {} are not known: no MFU, no projection"
-SEVERAL = "of several kinds a run goes at the pace of the slowest; CUDA_VISIBLE_DEVICES chooses one"
+UNKNOWN = "the peak rates of {} are unknown: no MFU, no projection"
+SEVERAL = "a run on several kinds of GPU is as slow as the slowest; choose one with CUDA_VISIBLE_DEVICES"
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_gpus_are_listed(smi: Smi, monkeypatch: pytest.MonkeyPatch, rows: list[s
     monkeypatch.setattr(doctor, "version", lambda name: "2.14.0+cpu")
     assert finding("torch").remedy.startswith("this build has no CUDA")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
-    assert finding("GPUs").found.startswith("none that CUDA_VISIBLE_DEVICES='-1' leaves")
+    assert finding("GPUs").found.startswith("none left by CUDA_VISIBLE_DEVICES='-1'")
     assert finding("torch").ok
 
 
@@ -104,7 +104,7 @@ def test_a_limit_is_told_beside_the_machines_memory(monkeypatch: pytest.MonkeyPa
 def test_a_machine_without_nvidia_smi(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     forget()
-    assert finding("GPUs").found.startswith("none; ranks are processes on the CPU")
+    assert finding("GPUs").found.startswith("none; ranks run as processes on the CPU")
     assert finding("Slurm").found.startswith("no sbatch")
 
 

@@ -257,7 +257,7 @@ def test_set_replaces_a_field(file: Path) -> None:
         (f"steps={'{a: ' * 2000}", "the value is not valid YAML"),
         ("steps={a: 1, a: 2}", "'a' is given twice"),
         ("lr=2024-99-99", "the value is not valid YAML"),
-        ("steps=", "steps: got None; valid: a valid integer"),
+        ("steps=", "steps: got None; valid: a whole number"),
         ("steps=yes", "steps: got True; valid: a number"),
         ("stepz=3", "unknown field 'stepz'; did you mean 'steps'?"),
     ],

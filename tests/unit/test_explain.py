@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,7 +18,6 @@ from moelab.cli import main
 from moelab.errors import BadInput
 from moelab.explain.categories import COMMUNICATION, COMPUTE, Context, category
 from moelab.explain.explanation import Explanation, explain, explanation_text
-from moelab.explain.rank import length_us
 from moelab.explain.trace import Collective, read_trace
 
 MEASURED = Path(data.__path__[0]) / "measured"
@@ -105,15 +103,6 @@ def test_a_measured_step_has_passes_layers_and_causes() -> None:
 
 
 # --- unions ----------------------------------------------------------------------------------------------------------
-
-Intervals = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 12)), min_size=1, max_size=12)
-
-
-@given(Intervals)
-def test_the_length_of_a_union_is_that_of_its_points(intervals: list[tuple[int, int]]) -> None:
-    points = {point for start, length in intervals for point in range(start, start + length)}
-    starts, ends = (np.asarray(one, dtype=float) for one in zip(*((a, a + b) for a, b in intervals), strict=True))
-    assert length_us(starts, ends) == len(points)
 
 
 @given(st.lists(st.tuples(st.sampled_from([GEMM, A2A, NORM, "no_such_kernel"]), st.integers(0, 60), st.integers(1, 12)),

@@ -330,7 +330,7 @@ def test_ctrl_c_leaves_the_runs_alone(tmp_path: Path) -> None:
 
 def test_a_view_is_no_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", str(tmp_path), "--follow", "--json"]) == 2
-    assert "--follow shows text" in capsys.readouterr().err
+    assert "--follow prints text" in capsys.readouterr().err
 
 
 def test_the_scheduler_is_asked_now_and_then_and_its_silence_is_said(tmp_path: Path) -> None:

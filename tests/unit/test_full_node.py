@@ -116,7 +116,7 @@ def test_what_was_written_down_afterwards_is_no_prediction(tmp_path: Path) -> No
 @pytest.mark.parametrize("name", ["NVIDIA B200", "NVIDIA GH200 480GB", "NVIDIA H100 PCIe", "NVIDIA A100-SXM4-80GB"])
 def test_other_gpus_are_not_held_against_these_predictions(name: str, tmp_path: Path) -> None:
     other = {"environment": {"gpus": [{**H200, "name": name}] * 8}}
-    with pytest.raises(BadInput, match=f"is of {name}; predictions are for NVIDIA H100 80GB HBM3, NVIDIA H200"):
+    with pytest.raises(BadInput, match=f"on {name}; predictions are for NVIDIA H100 80GB HBM3, NVIDIA H200"):
         full_node_rows(read(made_up() | other, tmp_path))
     mixed = {"environment": {"gpus": [H200, {**H200, "name": name}]}}
     with pytest.raises(BadInput, match="predictions are for"):
@@ -124,7 +124,7 @@ def test_other_gpus_are_not_held_against_these_predictions(name: str, tmp_path: 
 
 
 def test_a_dry_run_is_never_read_as_a_measurement(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match="'dry run on CPU, emulated': it is no measurement"):
+    with pytest.raises(BadInput, match="'dry run on CPU, emulated': it is not a measurement"):
         read(made_up() | {"label": DRY_RUN}, tmp_path)
 
 
@@ -222,7 +222,7 @@ def test_parts_become_one_result_without_this_machines_places(
     monkeypatch.setattr(driver, "environment", lambda: {"gpus": [{**H200, "name": "NVIDIA B200"}] * 8})
     other = driver.merged(tmp_path, options(), "2099-01-01T00:00:00+00:00")
     assert (len(other["rows"]), other["predicted_beside_measured"]) == (len(rows), [])
-    assert "is of NVIDIA B200" in other["not_beside_predictions"]
+    assert "was measured on NVIDIA B200" in other["not_beside_predictions"]
 
 
 def _written(content: Mapping[str, Any], folder: Path) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -27,7 +28,7 @@ from validation.gemm_fit import (
 )
 
 from moelab.errors import BadInput
-from moelab.hardware import B200, H100
+from moelab.hardware import B200, H100, Gpu
 from moelab.mxfp8.grouped_gemm_cases import DIRECTIONS
 from moelab.projection.calibration import CALIBRATION, Calibration, with_values
 from moelab.projection.gemm import (
@@ -43,7 +44,6 @@ from moelab.projection.gemm import (
 )
 from moelab.projection.gemm_fit import (
     GOAL,
-    Fit,
     break_even,
     estimate,
     expert_work,
@@ -134,17 +134,17 @@ def test_an_eight_bit_format_without_overhead_always_pays() -> None:
     assert break_even_m(2048, 7168, 8, RATES._replace(low=9e14, low_wgrad=9e14)) is None
 
 
-@pytest.mark.parametrize("sizes", [(0, 32, 32, 1), (32, -1, 32, 1), (32, 32, 32, 0)])
-def test_sizes_that_are_none(sizes: tuple[int, int, int, int]) -> None:
-    with pytest.raises(BadInput, match="positive"):
-        grouped_time_s(*sizes, "mxfp8", RATES)
-
-
-def test_rates_say_nothing_about_another_format() -> None:
-    with pytest.raises(BadInput, match="'fp8'; the rates of B200 are of bf16 and mxfp8"):
-        grouped_time_s(32, 32, 32, 1, "fp8", RATES)
-    with pytest.raises(BadInput, match="'mxfp8_wgrad_bf16'; the rates of H100"):
-        grouped_time_s(32, 32, 32, 1, "mxfp8_wgrad_bf16", rates_of(H100, CALIBRATION))
+@pytest.mark.parametrize(
+    ("sizes", "precision", "gpu", "words"),
+    [
+        *((sizes, "mxfp8", B200, "positive") for sizes in ((0, 32, 32, 1), (32, -1, 32, 1), (32, 32, 32, 0))),
+        ((32, 32, 32, 1), "fp8", B200, "'fp8'; the rates of B200 are of bf16 and mxfp8"),
+        ((32, 32, 32, 1), "mxfp8_wgrad_bf16", H100, "'mxfp8_wgrad_bf16'; the rates of H100"),
+    ],
+)
+def test_products_without_a_time(sizes: tuple[int, int, int, int], precision: Any, gpu: Gpu, words: str) -> None:
+    with pytest.raises(BadInput, match=words):
+        grouped_time_s(*sizes, precision, rates_of(gpu, CALIBRATION))
 
 
 @pytest.mark.parametrize("arm", ["bf16_standard", "mxfp8_standard"])
@@ -282,21 +282,12 @@ def test_an_interval_is_as_wide_as_the_errors_of_the_model() -> None:
     assert found.low < KERNELS_CASE.flops / one.value * 1e6 < found.high
 
 
-def test_a_break_even_that_is_never_reached_is_no_number() -> None:
-    never = estimate(fit_b200(), lambda rates: math.inf)
-    assert rows_text(never) == "never [never, never]"
-
-
-@pytest.fixture(scope="module")
-def fitted() -> Fit:
-    return fit_b200()
-
-
-def test_intervals_hold_their_value_and_671b_breaks_even_before_16b(fitted: Fit) -> None:
+def test_intervals_hold_their_value_and_671b_breaks_even_before_16b() -> None:
     large, small = (expert_work("one node", model, 8192, ep=8).case for model in ("671B", "16B"))
-    evens = [break_even(replace(case, groups=8), fitted) for case in (large, small)]
+    evens = [break_even(replace(case, groups=8), fit_b200()) for case in (large, small)]
     assert all(even.low < even.value < even.high for even in evens)
     assert evens[0].high < evens[1].low
+    assert rows_text(estimate(fit_b200(), lambda rates: math.inf)) == "never [never, never]"
 
 
 def test_rows_of_the_published_layouts() -> None:
@@ -311,9 +302,9 @@ def test_a_layout_that_is_none(degrees: dict[str, int]) -> None:
         expert_work("x", "16B", 1024, **degrees)
 
 
-def test_the_verdict_is_that_of_the_interval(fitted: Fit) -> None:
+def test_the_verdict_is_that_of_the_interval() -> None:
     works = (*published_work(), expert_work("short", "16B", 256, ep=8))
-    table = gain_table(works, fitted)
+    table = gain_table(works, fit_b200())
     assert len(table) == 3 * 2 * 2
     said = {"saves time": lambda low, high: low > 1, "loses time": lambda low, high: high < 1}
     said["too near to call"] = lambda low, high: low <= 1 <= high

@@ -211,7 +211,7 @@ def test_a_model_from_elsewhere_is_projected_without_a_file(capsys: pytest.Captu
     pairs = [word for one in given for word in ("--set", one)]
     assert main(["project", "--from-hf", "Qwen3-30B-A3B", *pairs, "--json"]) == 0
     printed = capsys.readouterr()
-    assert "seq_len is not given; 4096 tokens are assumed" in printed.err
+    assert printed.err == "moelab: assumed, because not given: seq_len=4096\n"
     found = json.loads(printed.out)
     fields = parse_overrides([*read_model("Qwen3-30B-A3B").overrides, *given, "seq_len=4096"])
     assert found["tps"] == pytest.approx(project(parse(Experiment, fields)).tps)

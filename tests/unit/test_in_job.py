@@ -119,7 +119,7 @@ def test_a_stopped_run_is_requeued_and_its_next_start_adds_to_it(run: RunDir, ac
 def test_a_run_is_not_requeued_for_ever(run: RunDir, account: Account) -> None:
     code, status = account(stops(2), restarts=3)
     assert (code, status.state) == (1, State.FAILED)
-    assert "requeued 3 times, which is the limit" in str(status.reason)
+    assert "requeued 3 times, the limit" in str(status.reason)
     assert f"sbatch --array=1 {run.path}/launch/job.sbatch" in str(status.reason)
 
 
@@ -157,7 +157,7 @@ def test_a_time_limit_that_comes_before_the_checkpoint_is_said(account: Account,
     signal.raise_signal(signal.SIGUSR1)
     assert signals.save
     _, status = account(is_sent(signal.SIGTERM))
-    assert status.reason == "out of time before a checkpoint was saved: raise signal_s of the cluster's profile"
+    assert status.reason == "time ran out before a checkpoint was saved: raise signal_s in the cluster profile"
 
 
 def test_a_port_in_use_moves_the_job_to_another(run: RunDir, signals: Signals, account: Account) -> None:

@@ -220,7 +220,7 @@ def test_a_run_of_which_nobody_knows_the_end_is_not_trained_beside(runs: Path) -
         whole.unlink() if content is None else whole.write_bytes(content)
         with pytest.raises(Refused) as refused:
             run_study(plan, runs)
-        assert f"{done.runs[0].name}: nobody knows how it ended (status.json {told}" in str(refused.value)
+        assert f"{done.runs[0].name}: it is unknown how it ended (status.json {told}" in str(refused.value)
         assert f"it has {STEPS} of {STEPS} steps" in str(refused.value)
         assert len(find(runs)) == 2
         assert content is None or whole.read_bytes() == content
@@ -327,7 +327,7 @@ def test_what_a_killed_launcher_and_torchrun_left_is_ended_before_the_next_run_t
         run_study(study_of(), runs, say=say)
         assert another.poll() is None  # not a process of an orphaned run
         another.kill()
-    assert (lines[0], at_start) == ("ended 2 processes that a killed launcher left", [set()])
+    assert (lines[0], at_start) == ("ended 2 processes that a killed launcher left behind", [set()])
 
 
 RANKS = """
@@ -417,7 +417,7 @@ def test_a_disk_that_fills_while_ranks_train(runs: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(local.shutil, "disk_usage", lambda _: type("Usage", (), {"free": next(free, 0)}))
     run = launch_one(runs, "hang")
     assert run.status.state is State.FAILED
-    assert (run.status.reason or "").startswith("no disk space: 0.0 MiB are free")
+    assert (run.status.reason or "").startswith("no disk space: the file system of the runs has 0.0 MiB free")
     assert stand_in.processes_of(runs) == []
 
 

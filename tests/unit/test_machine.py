@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -142,7 +143,7 @@ def test_a_gpu_in_mig_mode_without_instances_is_none_for_cuda(smi: Smi, monkeypa
     smi(f"{H100}, Enabled", f"{H100}, Disabled", listed=listed)
     assert len(gpus()) == 1
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    with pytest.raises(GpusUnknown, match="GPU 0 is in MIG mode and has no instance, so CUDA sees none"):
+    with pytest.raises(GpusUnknown, match="GPU 0 is in MIG mode without an instance, so CUDA sees no GPU"):
         gpus()
     smi(f"{H100}, Enabled", f"{H100}, [N/A]", listed=MIG)
     assert [gpu.memory_mib for gpu in gpus()] == [38_146]
@@ -192,9 +193,12 @@ esac"""
 
 
 def test_an_nvidia_smi_that_hangs_or_cannot_be_started_fails(smi: Smi, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = smi(body="exec sleep 60")
-    monkeypatch.setattr(machine, "NVIDIA_SMI_TIMEOUT_S", 0.2)
+    program = smi(body="sleep 6 & wait")  # killed, its child still holds the pipe, as a driver that hangs does
+    monkeypatch.setattr(machine, "COMMAND_TIMEOUT_S", 0.2)
+    start = time.monotonic()
     assert gpu_problem() == "nvidia-smi fails: no answer within 0.2 s"
+    assert machine.run_command([str(program)]) is None
+    assert time.monotonic() - start < 5
     program.write_bytes(b"\x7fELF of another architecture")
     forget()
     assert gpu_problem() == "nvidia-smi fails: Exec format error"
@@ -225,7 +229,7 @@ def test_devices_without_nvidia_smi_are_no_machine_without_gpus(
         (tmp_path / "dev" / name).touch()
     with pytest.raises(GpusUnknown, match="NVIDIA_DRIVER_CAPABILITIES=compute,utility") as caught:
         gpus()
-    assert caught.value.found == f"nvidia-smi is missing, and 2 GPU devices are here ({tmp_path}/dev/nvidia0)"
+    assert caught.value.found == f"nvidia-smi is missing, but there are 2 GPU devices ({tmp_path}/dev/nvidia0)"
 
 
 ROCM_SMI = """\
@@ -255,7 +259,7 @@ def test_gpus_of_amd_are_refused_by_name(
     without_nvidia_smi(monkeypatch, tmp_path)
     assert gpu_problem() == found
     if found:
-        with pytest.raises(GpusUnknown, match="moelab has not run on ROCm, use the processor with hardware=cpu"):
+        with pytest.raises(GpusUnknown, match="moelab has never run on ROCm, use the processor with hardware=cpu"):
             gpus()
 
 

@@ -157,7 +157,7 @@ def test_plan_and_projection_take_it(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert told["hardware"] == "mine"
     assert told["tps"] == pytest.approx(project(PUBLISHED).tps)
     assert cli.main(["run", str(file)]) == 3
-    assert "hardware mine is not known to `moelab run`" in capsys.readouterr().err
+    assert "hardware is mine: `moelab run` trains on this machine only" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

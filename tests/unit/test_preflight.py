@@ -162,7 +162,7 @@ def test_plans_that_are_illegal_too_large_or_do_not_fit() -> None:
     (illegal,) = check_plans(study(ep=3), B200)
     assert illegal.found == "; ".join(plan(study(ep=3).experiments[0]).verdict.reasons)
     (large,) = check_plans(study(), read_cluster("slurm_generic", ["nodes=2", "gpus_per_node=4"]))
-    assert "nodes is 4: a job of slurm_generic gets up to 2; set `nodes` in a copy of the profile" in large.found
+    assert "nodes is 4: a job on slurm_generic may have at most 2; set `nodes` in a copy of the profile" in large.found
     assert "gpus_per_node is 8: a node of slurm_generic has 4" in large.found
     heavy = study(model="671B", nodes=8, ep=64)
     (full,) = check_plans(heavy, B200)
@@ -183,7 +183,7 @@ def test_many_nodes_do_not_stream_c4(tmp_path: Path) -> None:
     assert faults(check_data(many, cluster)) == {"data": f"C4 would be streamed by {STREAMING_NODES + 1} nodes"}
     folder = tmp_path / "c4"
     staged = cluster.model_copy(update={"datasets": {"c4": str(folder)}})
-    assert "no folder here, or empty" in faults(check_data(many, staged))["data"]
+    assert "does not exist here or is empty" in faults(check_data(many, staged))["data"]
     folder.mkdir()
     (folder / "c4-train.00000-of-01024.json.gz").touch()
     assert faults(check_data(many, staged)) == {}
@@ -229,7 +229,7 @@ def test_the_time_limit_of_a_job_makes_a_long_run_save(tmp_path: Path) -> None:
     assert checkpoint_bytes(twenty_steps, B200) == 0
     (room,) = check_room(twenty_steps, B200, tmp_path)
     checkpoint = 12 * count_parameters(shape_of("671B")).total / 1e9
-    assert "1 GB wanted (no checkpoint is due; a run that is stopped before its end would save one of" in room.found
+    assert "1 GB needed (no checkpoint is due; a run that is stopped early would save one of" in room.found
     assert f"{checkpoint:,.1f} GB)" in room.found
     for minutes, counts in ((30, {3}), (180, {1, 2, 3}), (14_400, {0})):
         cluster = B200.model_copy(update={"time_limit_minutes": minutes})
@@ -249,7 +249,7 @@ def test_room_for_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert faults(check_room(study(model="671B", steps=20), cluster, later)) == {}
     found = faults(check_room(of_671b, cluster, later))[f"room in {later}"]
     wanted = 3 * 12 * count_parameters(shape_of("671B")).total + 2**30  # two kept, one being written, and logs
-    assert found.startswith(f"23,000 GB free, {wanted / 1e9:,.0f} GB wanted (derived: up to 3 checkpoints")
+    assert found.startswith(f"23,000 GB free, {wanted / 1e9:,.0f} GB needed (derived: up to 3 checkpoints")
     roomy = cluster.model_copy(update={"scratch": str(tmp_path)})
     assert faults(check_room(of_671b, roomy, later)).keys() == {f"room in {tmp_path}"}
     assert list(tmp_path.iterdir()) == []

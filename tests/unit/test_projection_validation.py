@@ -44,7 +44,6 @@ from moelab.projection.validation import (
     OWN,
     PUBLISHED,
     ValidationRow,
-    coverage,
     errors_by_kind,
     goal_table,
     median_error,
@@ -56,7 +55,6 @@ from moelab.projection.validation import (
 ROOT = Path(__file__).parents[2]
 RESULTS, MEASURED = ROOT / "benchmarks" / "results", ROOT / "src" / "moelab" / "data" / "measured"
 STEPS = ROOT / "benchmarks" / "validation" / "steps.csv"
-LEAST_COVERAGE, MOST_COVERAGE = 80, 97
 
 
 @pytest.fixture(scope="module")
@@ -211,20 +209,16 @@ def test_fp8_arms_of_before_the_one_pass_experts_are_priced_as_their_trace_shows
     assert as_in_november(bf16 := thin_job(SHAPES["16B"], arm_of("bf16_deepep"))) is bf16
 
 
-def test_goals_are_judged_by_the_rows_that_they_name(rows: tuple[ValidationRow, ...]) -> None:
+def test_goals_are_judged_by_the_rows_that_they_name_and_stay_met(rows: tuple[ValidationRow, ...]) -> None:
     public = [row for row in timed(rows) if row.public and row.kind != "fitted"]
     first = goals(rows)[0]
     assert (first["reached"], first["rows"]) == (f"{median_error(public):.1f} %", len(public))
+    # an interval that holds every row says nothing
     perfect = [replace(row, predicted=row.measured, interval=(row.measured / 1.2, row.measured * 1.2)) for row in rows]
     assert [one["goal"] for one in goals(perfect) if one[""] != "met"] == ["public steps in their 90 % interval"]
     assert len(goal_table()) == len(GOALS)
-
-
-def test_nine_in_ten_public_steps_lie_in_their_intervals(rows: tuple[ValidationRow, ...]) -> None:
-    """Neither far fewer nor all: an interval that holds everything says nothing."""
-    public = [row for row in timed(rows) if row.public and row.kind != "fitted"]
     assert len(public) >= 39
-    assert LEAST_COVERAGE <= coverage(public) <= MOST_COVERAGE
+    assert [one["goal"] for one in goals(rows) if one[""] != "met"] == []
 
 
 def test_memory_of_others_is_met(rows: tuple[ValidationRow, ...]) -> None:

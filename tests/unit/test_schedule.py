@@ -80,7 +80,7 @@ def test_too_few_microbatches_are_refused() -> None:
 @pytest.mark.parametrize(("name", "turns"), [(name, turns) for name, turns in TURNS if turns or name in TWO_STAGES])
 @pytest.mark.parametrize("weights", [(1, 1, 1, 1), (2, 3, 1, 4), (3, 2, 5, 1), (2, 1, 0, 7)])
 def test_microbatches_in_flight_are_those_of_torchs_order(name: str, turns: int, weights: tuple[int, ...]) -> None:
-    for pp, microbatches in ((2, 4), (2, 6), (4, 8), (4, 12), (8, 24)):
+    for pp, microbatches in ((2, 4), (2, 6), (2, 32), (3, 18), (4, 8), (4, 12), (8, 24)):
         for rank, actions in enumerate(torchs_order(name, pp, microbatches, turns or 2)):
             weight_of = dict(zip(stages_of_rank(SCHEDULES[name], pp, turns)[rank], weights, strict=False))
             held = most = 0

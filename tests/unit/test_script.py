@@ -306,7 +306,6 @@ def test_any_text_is_refused_or_arrives_as_it_is(name: str, value: str) -> None:
         ({"runs": (Path("/home/me/my runs/a"),)}, "folder of the runs"),
         ({"name": "a b"}, "name: got 'a b'; valid: one word"),
         ({"dependency": "singleton"}, "dependency: got 'singleton'"),
-        ({"dependency": "afterok:1\n#SBATCH --x"}, "dependency: got"),
     ],
 )
 def test_a_job_that_cannot_be_is_refused_by_name(fields: dict[str, Any], said: str) -> None:

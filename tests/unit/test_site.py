@@ -92,10 +92,10 @@ def test_a_title_becomes_a_caption_and_takes_its_height_along() -> None:
     assert "<br>" not in page["caption"]
     assert "a &lt; b" in page["caption"]
     assert "title" not in page["layout"]
-    assert page["layout"]["margin"]["t"] == 36
+    assert page["layout"]["margin"]["t"] == 33
     lower = whole["layout"]["height"] - page["layout"]["height"]
-    assert lower == whole["layout"]["margin"]["t"] - 36
-    assert 17 * lines < lower < 23 * (lines + 1)
+    assert lower == whole["layout"]["margin"]["t"] - 33
+    assert lower == 22 * (lines + 1)
 
 
 def test_the_grids_are_of_notebooks_that_show_an_explorer() -> None:

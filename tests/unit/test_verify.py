@@ -105,7 +105,7 @@ def test_first_ranks_are_one_of_each_pipeline_rank() -> None:
 
 @pytest.mark.parametrize("ranks", [[8], [-1], [0, 100]])
 def test_a_rank_outside_of_the_world_is_bad_input(ranks: list[int]) -> None:
-    with pytest.raises(BadInput, match="valid are 0 to 7"):
+    with pytest.raises(BadInput, match="valid ranks are 0 to 7"):
         verify(Experiment(**NANO), ranks)
 
 

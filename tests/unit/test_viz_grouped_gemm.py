@@ -55,6 +55,8 @@ def test_layouts_stand_at_their_rows_with_their_own_gain(drawn: go.Figure) -> No
         assert (mark.x[0], mark.y[0]) == (case.m, case.n * case.k)
         assert f"{gain(*case.mnkg, RATES):.2f}" in mark.text[0]
         assert ("groups" in mark.text[0]) is (case.groups != 8)
+        # of another number of groups the map says nothing: the mark has the colour of its own gain
+        assert mark.marker.color == (gain(*case.mnkg, RATES),)
     assert "predicted, not measured" in drawn.layout.title.text
 
 

@@ -32,8 +32,9 @@ from moelab.viz.projection import (
     GROUPS,
     ProjectionExplorer,
     arm_breakdowns,
+    arm_table,
     arms_beside_projection,
-    cost_bars,
+    deepep_gain_by_routing,
     gains_and_interaction,
     network_gains,
     size_curves,
@@ -117,7 +118,7 @@ def test_a_node_that_takes_twice_as_long_has_about_half_the_rates() -> None:
 @pytest.mark.parametrize("name", ["Abacus 9", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA H100-40C"])
 def test_a_file_of_an_unknown_gpu_is_refused(name: str) -> None:
     unknown = Measurement(name=GROUPED_GEMM, content={"rows": [], "hardware": {"gpu": name}})
-    with pytest.raises(BadInput, match=f"is of {name}"):
+    with pytest.raises(BadInput, match=f"was measured on {name}"):
         constants_of_node(unknown, load_measured(ALL_TO_ALL))
 
 
@@ -166,7 +167,7 @@ def test_sizes_take_a_layout_that_fits_or_none() -> None:
     for (kind, count), found in at.items():
         assert found.job.gpus == count
         assert found.experiment.precision is (Precision.FP8 if kind in ("H100", "H200") else Precision.MXFP8)
-        assert found.tokens_per_gpu * count == pytest.approx(4096 * 8192)
+        assert found.job.tokens_per_gpu * count == pytest.approx(4096 * 8192)
     figure = size_curves(points, words="Words.")
     best = max(points, key=lambda point: point.projection.tps)
     assert f"{best.projection.tps:,.0f} tokens/s" in title(figure)
@@ -178,14 +179,6 @@ def test_an_impossible_network_is_refused(network: float) -> None:
         cluster_like("B200", nodes=2, network_gb_s=network)
     with pytest.raises(BadInput, match="gpu is 'Z9'"):
         cluster_like("Z9", nodes=2)
-
-
-def test_the_bars_of_cost_are_the_costs() -> None:
-    dear = Cost(gpu_hours=6e6, days=900.0, price=18e6, energy_mwh=9000.0)
-    cheap = Cost(gpu_hours=4e6, days=600.0, price=12e6, energy_mwh=6000.0)
-    figure = cost_bars({"bf16_standard": dear, "bf16_deepep": cheap}, tokens=14.8e12, words="Words.")
-    assert "saves 6.0 of 18.0 million USD on 14.8 T tokens" in title(figure)
-    assert [trace.y[0] for trace in figure.data] == [6.0, 18.0, 9.0, 4.0, 12.0, 6.0]
 
 
 # Figures of one study
@@ -262,22 +255,22 @@ def estimates(values: Mapping[str, float]) -> dict[str, Estimate]:
 def test_arms_beside_their_projection() -> None:
     projected = estimates({"bf16_standard": 100.0, "bf16_deepep": 150.0, "mxfp8_standard": 110.0})
     known = {"bf16_standard": 100.0, "bf16_deepep": 120.0}
-    figure = arms_beside_projection(known, {"here": projected}, known_words="quoted", words="Words.")
+    figure = arms_beside_projection(known, projected, known_words="quoted", words="Words.")
     assert "+25.0% off at worst (BF16 + DeepEP)" in title(figure)
-    met = arms_beside_projection(known, {"here": projected}, known_words="quoted", words="Words.", fitted=True)
+    met = arms_beside_projection(known, projected, known_words="quoted", words="Words.", fitted=True)
     assert "off at worst" not in title(met)
     assert "found on them; MXFP8 + standard all-to-all is not identified" in title(met)
     assert "MXFP8 + standard all-to-all is not identified: 110 (99 to 132)" in title(figure)
     circles, squares = figure.data
     assert list(circles.y) == [100.0, 120.0]
     assert list(squares.error_y.array) == pytest.approx([20.0, 30.0, 22.0])
-    alone = arms_beside_projection({}, {"here": projected}, known_words="measured", words="Words.")
+    alone = arms_beside_projection({}, projected, known_words="measured", words="Words.")
     assert "BF16 + DeepEP is projected to make most: 150" in title(alone)
 
 
 def test_gains_and_what_is_left_of_their_product() -> None:
     found = projected_two_by_two(draws=10)
-    figure = gains_and_interaction([found])
+    figure = gains_and_interaction(found)
     gains, left = figure.data
     arms = ("mxfp8_standard", "bf16_deepep", "mxfp8_deepep")
     assert list(gains.x) == pytest.approx([100 * (found.gains[arm].value - 1) for arm in arms])
@@ -285,6 +278,20 @@ def test_gains_and_what_is_left_of_their_product() -> None:
     none = found.interaction.low <= 0 <= found.interaction.high
     assert ("no interaction is shown" in title(figure)) is none
     assert "those steps identify neither" in title(figure)
+    figure = deepep_gain_by_routing(found, found, Estimate(value=26.0, low=-4.0, high=67.0))
+    low, value, _ = (100 * (end - 1) for end in (found.gains["bf16_deepep"].low, found.gains["bf16_deepep"].value, 0))
+    assert list(figure.data[0].x) == pytest.approx([value, value, 26.0])
+    assert figure.data[0].error_x.arrayminus == pytest.approx((value - low, value - low, 30.0))
+    assert "gains anything from -4 to +67 %: even the sign is open" in title(figure)
+
+
+def test_the_arms_table_has_speed_gain_and_cost() -> None:
+    found, spent = project(PUBLISHED), Cost(gpu_hours=6e6, days=900.0, price=18e6, energy_mwh=9000.0)
+    arms, gains = ("bf16_standard", "mxfp8_deepep"), {"mxfp8_deepep": Estimate(value=5, low=-1, high=9)}
+    first, second = arm_table(dict.fromkeys(arms, found), gains, dict.fromkeys(arms, spent), "Words.").frame.values
+    low, high = found.interval
+    assert list(first[:4]) == ["BF16 + standard all-to-all", round(found.tps), f"{low:,.0f} to {high:,.0f}", "–"]
+    assert (second[3], *second[-4:]) == ("+5 % (-1 to +9)", 6.0, 18.0, 9.0, found.label)
 
 
 # The explorer

@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import importlib
 import json
+import re
 import statistics
 from dataclasses import replace
 from pathlib import Path
@@ -15,12 +16,18 @@ import plotly.graph_objects as go
 import pytest
 from figure_support import notes, title
 
-from moelab.analysis.two_by_two import ArmResult, arm_results, checkpointing_table, goal_lines, result_table
+from moelab.analysis.two_by_two import (
+    CODE,
+    arm_results,
+    checkpointing_table,
+    goal_lines,
+    result_table,
+    two_by_two_label,
+)
 from moelab.deepep.benchmark_cases import OPERATIONS as ALL_OPERATIONS
 from moelab.deepep.benchmark_cases import ROUTINGS, plan
 from moelab.deepep.benchmark_cases import SIZES as MEASURED_SIZES
 from moelab.errors import BadInput
-from moelab.hardware import cluster_of
 from moelab.notebooks.all_to_all import ExperimentFailed, can_use_gpus, measure_all_to_all
 from moelab.projection.exchange import QUOTED
 from moelab.projection.measured import ALL_TO_ALL, ALL_TO_ALL_H200, COMMANDS, TWO_BY_TWO, Measurement, load_measured
@@ -56,7 +63,6 @@ from moelab.viz.traffic import (
     destination_histogram,
     forwarding,
     hops,
-    move_times,
     saving_by_routing,
     token_flow,
     traffic_matrix,
@@ -152,16 +158,6 @@ def test_the_trap_is_stated_with_its_factors() -> None:
     assert hybrid.y[2] == pytest.approx(rows.network)
     assert hybrid.text[2] == "÷ 2.2"
     assert "copies on NVLink" in title(saving_by_routing([FORCED, RANDOM], ONE_NODE))
-
-
-def test_times_are_bytes_over_bandwidth() -> None:
-    figure = move_times([FORCED, RANDOM], PUBLISHED, cluster_of("b200_x256").node, **SIZES)
-    assert "at least 28.2 ms by the standard all-to-all and 12.7 ms by DeepEP" in title(figure)
-    _, random = bars(figure, "network")
-    sent = expected_traffic(RANDOM, PUBLISHED, "deepep_direct", **SIZES).total
-    assert random.y[1] == pytest.approx(1e3 * sent.network / 50e9)
-    alone = ExpertPlacement(experts=8, top_k=2, ep=1, ranks_per_node=8)
-    assert "nothing travels" in title(move_times([RANDOM], alone, cluster_of("h100_node").node, **SIZES))
 
 
 # --- DeepEP: ways, quoted and derived --------------------------------------------------------------------------------
@@ -389,8 +385,6 @@ def test_stocks_best_is_its_fastest_checkpointing() -> None:
     short = [row | {"allocator_retries": 2 * (row["arm"] == "bf16_standard")} for row in rows]
     assert checkpointing_table(short)["remark"].tolist() == ["stock was short of memory"] * 3
     assert goal_lines(arm_results(short))[-1].endswith("stock, 671B, full checkpointing, stock, 671B, no checkpointing")
-    figure = two_by_two_dots(results, Measurement(name=TWO_BY_TWO, content={**MADE_UP, "rows": rows}))
-    assert [note.text for note in figure.layout.annotations] == ["no checkpointing", "full checkpointing"]
 
 
 def test_full_dispatch_is_held_against_full() -> None:
@@ -401,38 +395,34 @@ def test_full_dispatch_is_held_against_full() -> None:
     assert one.setting == "671B, full checkpointing"
 
 
-def test_two_by_two_draws_medians_with_quartiles_by_shape_and_checkpointing() -> None:
+def test_two_by_two_draws_current_arms_with_quartiles_below_their_shapes() -> None:
+    fp8 = [row | {"arm": row["arm"].replace("bf16_deepep", "fp8_deepep")} for row in made_up_arms()]
     rows = made_up_arms() + [row | {"shape": "16B", "routing": "random_balanced"} for row in made_up_arms()]
-    rows += [row | {"code": "of a trial"} for row in made_up_arms()]
+    rows += [row | {"code": "of a trial"} for row in made_up_arms()] + fp8  # these FP8 experts were not FP8
+    rows += [row | {"arm": row["arm"].replace("bf16_deepep", "mxfp8-emulated_deepep")} for row in made_up_arms()]
+    rows += [row | {"code": CODE, "activation_checkpoint": "full"} for row in fp8]
     measured = Measurement(name=TWO_BY_TWO, content={**MADE_UP, "rows": rows}, packaged=True)
-    results = arm_results(measured.rows)
-    figure = two_by_two_dots(results, measured)
-    assert "BF16 + DeepEP is 1.18 times as fast as stock: 671B: 1 dense + 2 MoE layers" in title(figure)
+    results = {(one.shape, one.arm, one.code): one for one in arm_results(measured.rows)}
+    figure = two_by_two_dots(list(results.values()), measured)
+    assert "BF16 + DeepEP is 1.18 times as fast as stock (671B: 1 dense + 2 MoE layers" in title(figure)
     assert "measured elsewhere, replayed" in title(figure)
     lines = list(figure.layout.yaxis.ticktext)
-    assert [line for line in lines if line.startswith("<b>")] == [
-        "<b>671B: 1 dense + 2 MoE layers, 32 experts</b>", "<b>16B: 1 dense + 4 MoE layers, 64 experts</b>",
+    assert lines == [
+        "<b>671B: 1 dense + 2 MoE layers, 32 experts</b>", "BF16 + DeepEP, no checkpointing",
+        "Fused FP8 + DeepEP, full checkpointing", "<b>16B: 1 dense + 4 MoE layers, 64 experts</b>",
+        "BF16 + DeepEP, no checkpointing",
     ]  # fmt: skip
-    drawn = [trace for trace in figure.data if trace.x[0] is not None]
-    assert [list(dots.x) for dots in drawn] == [[result.ratio for result in results[:2]]] * 2
-    assert [[lines[round(y)] for y in dots.y] for dots in drawn] == [lines[4:6], lines[1:3]] == [lines[1:3]] * 2
-    stock_tps = results[0].tps
-    for dots in drawn:
-        for result, below, above in zip(results[:2], dots.error_x.arrayminus, dots.error_x.array, strict=True):
-            assert below == pytest.approx((result.tps - result.low) / stock_tps)
-            assert above == pytest.approx((result.high - result.tps) / stock_tps)
-    low, high = figure.layout.xaxis.range
-    assert low <= 0.95 < 1.18 < high
+    random, forced = (trace for trace in figure.data if trace.x[0] is not None)
+    assert [lines[round(y)] for y in (*forced.y, *random.y)] == [lines[1], lines[2], lines[4]]
+    deepep, stock = (results["671B", arm, None] for arm in ("bf16_deepep", "bf16_standard"))
+    assert forced.x[0] == deepep.ratio
+    assert forced.error_x.arrayminus[0] == pytest.approx((deepep.tps - deepep.low) / stock.tps)
+    assert forced.error_x.array[0] == pytest.approx((deepep.high - deepep.tps) / stock.tps)
+    assert notes(figure).count("1.18 ×") == 3
 
 
-def test_emulated_arms_are_named_and_keep_their_colour() -> None:
-    emulated = ArmResult(
-        shape="671B", activation_checkpoint="none", routing="round_robin", tps=1, low=1, high=1,
-        arm="mxfp8-emulated_deepep_dispatch-mxfp8", passes=(1.0,), steps=1, ratio=1.0, best_ratio=None,
-    )  # fmt: skip
-    assert emulated.label == "MXFP8 emulated + DeepEP (dispatch MXFP8)"
-    figure = two_by_two_dots([emulated], Measurement(name=TWO_BY_TWO, content=MADE_UP | {"rows": []}))
-    assert [trace.marker.color for trace in figure.data if trace.x and trace.x[0]] == [("#E69F00",)]
+def test_emulated_arms_are_named() -> None:
+    assert two_by_two_label("mxfp8-emulated_deepep_dispatch-mxfp8") == "MXFP8 emulated + DeepEP (dispatch MXFP8)"
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -486,6 +476,10 @@ def test_explorer_follows_its_controls_and_says_what_cannot_be() -> None:
     explorer = TrafficExplorer()
     assert "<b>7.27 GPUs</b> on <b>3.61 nodes</b> (derived)" in explorer.words.value
     assert set(explorer.figures) == {"flow"}
+    sent = expected_traffic(RANDOM, PUBLISHED, "deepep_direct", **SIZES).total
+    least_ms = (28.2, 1e3 * sent.network / 50e9, 12.7)  # by each way: bytes over the bandwidth of the network card
+    written = [float(ms) for ms in re.findall(r">(\d+\.\d\d)</td></tr>", explorer.words.value)]
+    assert written == pytest.approx(least_ms, abs=0.06)
     explorer.controls["routing"].value = "group_limited"
     assert "<b>6.60 GPUs</b> on <b>2.93 nodes</b>" in explorer.words.value
     explorer.controls["model"].value = "GLM-4.5"

@@ -31,6 +31,8 @@ CODE = "8-bit experts in one pass"
 """Of moelab in rows that are measured now. Rows without any are older: ``fp8_standard`` and ``fp8_deepep`` trained
 their experts in BF16 there, and ``fp8_deepep_dispatch-fp8`` its w2, because TorchTitan 0.3.0 drops torchao's wrapper
 of a weight where experts are spread over ranks (``spmd_types.shard``)."""
+FUSED = "fused FP8 experts"
+"""What a reader sees for :data:`CODE`: an expert's three products are one FP8 function."""
 STOCK_CHECKPOINTING = {"full+dispatch": "full"}
 """TorchTitan's checkpointing that an arm's own kind is held against."""
 DEPTHS = {"671B MoE-heavy": 5, "671B, 10 MoE layers": 10}
@@ -206,6 +208,11 @@ def _quartiles(passes: Sequence[Mapping[str, Any]]) -> tuple[float, float, float
     return middle - half, middle, middle + half
 
 
+def current_results(results: Iterable[ArmResult]) -> list[ArmResult]:
+    """Of results those whose experts multiplied in the format that the arm is named after, on real kernels."""
+    return [one for one in results if one.code == CODE or (one.code is None and one.arm.startswith("bf16"))]
+
+
 def goal_lines(results: Sequence[ArmResult]) -> list[str]:
     """The goals against what was measured, one sentence each.
 
@@ -328,7 +335,7 @@ def result_table(results: Sequence[ArmResult]) -> pd.DataFrame:
 def _remarks(stock: str | None, code: str | None) -> str:
     """What is not as in most rows: stock's setting, and the code."""
     tiles = "stock with flex tiles" if stock not in (None, BASELINE) else ""
-    return ", ".join(filter(None, (tiles, code)))
+    return ", ".join(filter(None, (tiles, (code or "").replace(CODE, FUSED))))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -232,16 +232,14 @@ def gemm_rates(explanation: Explanation, experiment: Experiment) -> list[GemmRat
 
 def packaged_steps() -> dict[str, tuple[Explanation, Experiment]]:
     """The traced steps that come with the package, explained, and what ran; by the name that a figure shows."""
-    shared = {"model": "671B", "compile": "model+loss", "routing": "random_balanced", "hardware": "h200_node"}
-    sizes = {"seq_len": 4096, "local_batch": 2, "microbatch": 2}
-    shape = {"n_layers": 5, "n_dense_layers": 0, "expert_groups": 1, "limited_groups": 1}
-    folder = Path(str(resources.files("moelab") / "data" / "measured"))
+    folder, packaged = Path(str(resources.files("moelab") / "data" / "measured")), read_yaml("traced_steps.yaml")
+    shared, shape = packaged["experiment"], packaged["shape"]
     return {
-        row["step"]: (
+        step: (
             explain([folder / row["trace"]]),
-            parse(Experiment, {**shared, **sizes, "shape": {**shape, **row["shape"]}, **row["experiment"]}),
+            parse(Experiment, {**shared, **row["experiment"], "shape": {**shape, **row["shape"]}}),
         )
-        for row in read_yaml("traced_steps.yaml")
+        for step, row in packaged["steps"].items()
     }
 
 

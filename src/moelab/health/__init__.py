@@ -1,6 +1,6 @@
-"""Is this node, and every node of a job, fit for a run? Each check yields findings; none of them changes anything.
+"""Are this node, and all nodes of a job, fit for a run? Each check yields findings and changes nothing.
 
-``node`` is what a node says of itself and of its GPUs, ``links`` what carries the bytes; ``deepep`` is what DeepEP
-needs, and ``smoke`` runs it once. ``preflight`` is all that is looked at before a study is submitted, with the nodes
-held against each other. ``measure`` times GPUs and links of many nodes, and ``slow`` names those that are slow.
+``node`` reports on a node and its GPUs, ``links`` on what carries the bytes, ``deepep`` on what DeepEP needs, and
+``smoke`` runs DeepEP once. ``preflight`` is everything that is checked before a study is submitted, and compares the
+nodes with each other. ``measure`` times the GPUs and links of many nodes, and ``slow`` names the slow ones.
 """

@@ -1,7 +1,7 @@
-"""Whether DeepEP can work on this machine, told from files: for ``moelab doctor``, which neither imports nor runs it.
+"""Whether DeepEP can work on this machine, judged from files for ``moelab doctor``, without importing or running it.
 
 Importing the wrong build may crash the process, and loading torch takes seconds. :mod:`moelab.health.smoke` runs two
-ranks and sees what is only concluded here. Figures and file names are those of DeepEP 2.1.0.
+ranks and observes what is only inferred here. Figures and file names are those of DeepEP 2.1.0.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ NAMES = {
     "V1": "V1 (Buffer, on NVSHMEM)",
     "V2": "V2 (ElasticBuffer, on NCCL)",
     "hybrid-ep": "hybrid-ep (HybridEPBuffer)",
-    "unknown": "a package deep_ep that is none of DeepEP's",
+    "unknown": "an unknown package named deep_ep",
 }
 NCCL_NEEDED = (2, 30, 4)
-"""``README.md`` of DeepEP."""
+"""From DeepEP's ``README.md``."""
 NCCL_STABLE_ABI = (2, 31)
-"""Before this release the NCCL that is loaded must be the one that DeepEP was compiled with: DeepEP's ``nccl.cu``."""
+"""Before this release, the NCCL that is loaded must be the one that DeepEP was compiled with (DeepEP's ``nccl.cu``)."""
 NCCL_WHEELS = ("nvidia-nccl-cu12", "nvidia-nccl-cu13")
 PREFIXES = ("NCCL_", "NVSHMEM_", "UCX_", "EP_")
 
@@ -36,12 +36,12 @@ PREFIXES = ("NCCL_", "NVSHMEM_", "UCX_", "EP_")
 def examine_environment(
     machine: Machine | None = None, *, nodes: int = 1, nic_gb_s: float | None = None
 ) -> tuple[Finding, ...]:
-    """Look at everything that DeepEP depends on.
+    """Check everything that DeepEP depends on.
 
     Args:
-        machine: the one to look at; this one by default.
-        nodes: hosts that take part in a job.
-        nic_gb_s: network bandwidth of one GPU each way, GB/s, where the profile says one.
+        machine: the one to examine; this one by default.
+        nodes: hosts of a job.
+        nic_gb_s: network bandwidth of one GPU each way, GB/s, where the profile has it.
 
     Returns:
         Findings in reading order.
@@ -66,11 +66,11 @@ class Build:
     """The DeepEP that Python would import.
 
     Attributes:
-        kind: told by its modules.
-        version: empty where nothing says it.
+        kind: by its modules.
+        version: empty if unknown.
         folder: of the package.
-        compiled: whether its extension module lies beside it.
-        from_index: whether pip took it from a package index such as PyPI.
+        compiled: whether its extension module is there.
+        from_index: whether pip installed it from a package index such as PyPI.
     """
 
     kind: Kind
@@ -81,7 +81,7 @@ class Build:
 
 
 def find_build(machine: Machine) -> Build:
-    """Look for a package ``deep_ep`` without importing it."""
+    """Find the package ``deep_ep`` without importing it."""
     folder = machine.module_folder("deep_ep")
     if folder is None:
         return Build(kind="none")
@@ -89,7 +89,7 @@ def find_build(machine: Machine) -> Build:
     extensions = list(folder.parent.glob("deep_ep_cpp*.so"))
     if (folder / "buffers" / "elastic.py").is_file():
         kind, extensions = "V2", list(folder.glob("_C*.so"))
-    elif (folder / "hybrid_ep_buffer.py").is_file():  # before V1: it has V1's buffer.py too
+    elif (folder / "hybrid_ep_buffer.py").is_file():  # checked before V1, whose buffer.py it has too
         kind, extensions = "hybrid-ep", list(folder.parent.glob("hybrid_ep_cpp*.so"))
     elif (folder / "buffer.py").is_file():
         kind = "V1"
@@ -97,7 +97,7 @@ def find_build(machine: Machine) -> Build:
     if distribution is None:
         written = re.search(r"^__version__\s*=\s*['\"](.+?)['\"]", (folder / "__init__.py").read_text(), re.M)
         return Build(kind=kind, version=written[1] if written else "", folder=folder, compiled=bool(extensions))
-    # pip notes where a package came from unless it was an index; DeepEP's own builds carry ``+commit``.
+    # pip records where a package came from, unless it was an index; DeepEP's own builds have ``+commit``.
     came_from = json.loads(distribution.read_text("direct_url.json") or "null")
     by_pip = distribution.read_text("INSTALLER") is not None
     return Build(
@@ -114,7 +114,7 @@ def check_build(machine: Machine, build: Build) -> Iterator[Finding]:
     name = "DeepEP"
     if build.kind == "none":
         stray = machine.distribution("deep-ep")
-        found = "not installed" if stray is None else f"{stray.version} is listed, and its package is not there"
+        found = "not installed" if stray is None else f"version {stray.version} is registered, but its files are gone"
         yield Finding(name=name, severity="note", found=f"{found}; arms with deepep need it, CUDA GPUs and NVLink")
         return
     found = f"{NAMES[build.kind]} {build.version}".strip()
@@ -131,7 +131,7 @@ def check_build(machine: Machine, build: Build) -> Iterator[Finding]:
 
 
 def check_compiler(machine: Machine) -> Finding:
-    """The nvcc that V2 compiles its kernels with when they are first used."""
+    """The nvcc with which V2 compiles its kernels on first use."""
     env = machine.env
     candidates = [f"{env[name]}/bin/nvcc" for name in ("CUDA_HOME", "CUDA_PATH") if env.get(name)]
     candidates += [env["EP_JIT_NVCC_COMPILER"]] if "EP_JIT_NVCC_COMPILER" in env else []
@@ -143,7 +143,7 @@ def check_compiler(machine: Machine) -> Finding:
 
 
 def check_nccl(machine: Machine, build: Build) -> Iterator[Finding]:
-    """The NCCL that is loaded, the one that DeepEP was built against, and what V2 needs."""
+    """The NCCL that PyTorch loads, the one that DeepEP was built against, and the one that V2 needs."""
     library = loaded_nccl(machine)
     if library is None and build.kind != "V2":
         return
@@ -163,8 +163,8 @@ def check_nccl(machine: Machine, build: Build) -> Iterator[Finding]:
 
 
 def loaded_nccl(machine: Machine) -> Path | None:
-    """The library that PyTorch loads: one that is preloaded, else the wheel's, which its RPATH names."""
-    # ld.so takes both as separators.
+    """The library that PyTorch loads: a preloaded one, else the wheel's, which PyTorch's RPATH names."""
+    # ld.so accepts both separators.
     for entry in re.split(r"[:\s]", machine.env.get("LD_PRELOAD", "")):
         if "libnccl" in entry:
             return machine.root / entry.lstrip("/")
@@ -173,7 +173,7 @@ def loaded_nccl(machine: Machine) -> Path | None:
 
 
 def built_against(machine: Machine, build: Build) -> str | None:
-    """Version of the headers that V2's build found: in the folder that it was given and remembers, or in the wheel."""
+    """Version of the headers that V2 was built with: in the folder that the build recorded, or in the wheel."""
     if build.kind != "V2" or build.folder is None:
         return None
     kept = first_match(build.folder / "envs.py", rb"persistent_envs\['EP_NCCL_ROOT_DIR'\] = '(.+?)'")
@@ -188,27 +188,29 @@ def built_against(machine: Machine, build: Build) -> str | None:
 
 
 def check_nic_name(machine: Machine) -> Iterator[Finding]:
-    """V2 reads a card's bandwidth from ``ibstat`` and chooses its SM count by it."""
+    """Whether V2 can read a card's bandwidth from ``ibstat``, by which it chooses its number of SMs."""
     cards, card = machine.names(INFINIBAND), machine.env.get("EP_NIC_NAME", "mlx5_0")
     if cards and f"CA '{card}'" not in (machine.run(["ibstat"]) or ""):
         yield fault("RDMA bandwidth for DeepEP", f"ibstat does not name {card}", cards=", ".join(cards))
 
 
 def check_gin(machine: Machine, nodes: int) -> Finding:
-    """GPU-initiated networking (GIN), which V2 asks NCCL for unless it is told not to."""
+    """GPU-initiated networking (GIN), which V2 requests from NCCL unless it is told not to."""
     if machine.env.get("EP_DISABLE_GIN", "0") not in ("", "0"):
         if nodes > 1:
             return fault("GIN off between nodes", nodes=nodes)
-        return Finding(name="GIN", severity="ok", found="off (EP_DISABLE_GIN): NVLink alone")
+        return Finding(name="GIN", severity="ok", found="off (EP_DISABLE_GIN): NVLink only")
     if any(port.active for port in ports(machine)) and machine.env.get("NCCL_GIN_ENABLE") != "0":
         kinds = {"2": "proxy", "3": "GDAKI"}
-        kind = kinds.get(machine.env.get("NCCL_GIN_TYPE", ""), "chosen by NCCL: GDAKI where the card can, else proxy")
+        kind = kinds.get(
+            machine.env.get("NCCL_GIN_TYPE", ""), "chosen by NCCL: GDAKI if the card supports it, else proxy"
+        )
         return Finding(name="GIN", severity="ok", found=f"possible; type {kind}")
     return fault("GIN between nodes" if nodes > 1 else "GIN")
 
 
 class Harmful(NamedTuple):
-    """Values of an environment variable that keep DeepEP from working or slow it down, whatever the cluster."""
+    """Values of an environment variable that break DeepEP or slow it down on any cluster."""
 
     name: str
     values: tuple[str, ...]
@@ -216,22 +218,27 @@ class Harmful(NamedTuple):
     follows: str
 
 
-NO_WINDOW = "NCCL cannot register the symmetric window that DeepEP V2's buffer lies in"
-NO_PEERS = "GPUs of a node do not reach each other's memory"
+NO_WINDOW = "NCCL cannot register the symmetric window that holds DeepEP V2's buffer"
+NO_PEERS = "the GPUs of a node cannot reach each other's memory"
 HARMFUL = (
-    Harmful("NCCL_P2P_DISABLE", ("1",), "error", f"{NO_PEERS}: no NVLink for DeepEP, nor for the rest"),
+    Harmful("NCCL_P2P_DISABLE", ("1",), "error", f"{NO_PEERS}: no NVLink for DeepEP or anything else"),
     Harmful("NCCL_P2P_LEVEL", ("LOC", "0"), "error", NO_PEERS),
     Harmful("NCCL_CUMEM_ENABLE", ("0",), "error", NO_WINDOW),
     Harmful("NCCL_WIN_ENABLE", ("0",), "error", NO_WINDOW),
-    Harmful("NCCL_IB_DISABLE", ("1",), "warning", "NCCL sends between nodes over TCP, and DeepEP V2 has no GIN"),
-    Harmful("EP_SUPPRESS_NCCL_CHECK", ("1",), "warning", "two different NCCL libraries go unnoticed until one crashes"),
-    Harmful("NCCL_DEBUG", ("TRACE",), "warning", "every collective writes to the log and becomes slower"),
+    Harmful("NCCL_IB_DISABLE", ("1",), "warning", "between nodes NCCL uses TCP, and DeepEP V2 has no GIN"),
+    Harmful(
+        "EP_SUPPRESS_NCCL_CHECK",
+        ("1",),
+        "warning",
+        "two different NCCL libraries go unnoticed until one of them crashes",
+    ),
+    Harmful("NCCL_DEBUG", ("TRACE",), "warning", "every collective writes to the log, which slows it down"),
     Harmful("CUDA_LAUNCH_BLOCKING", ("1",), "warning", "communication and computation do not overlap"),
 )
 
 
 def check_variables(machine: Machine) -> Iterator[Finding]:
-    """What is set to steer the communication, what of it harms, and what names something that is not there."""
+    """Variables that control communication: which are set, which do harm, and which name something that is not here."""
     env, cards, interfaces = machine.env, machine.names(INFINIBAND), machine.names("/sys/class/net")
     listed = ", ".join(f"{name}={value}" for name, value in sorted(env.items()) if name.startswith(PREFIXES))
     yield Finding(name="communication variables", severity="note", found=listed or "none set")
@@ -239,7 +246,7 @@ def check_variables(machine: Machine) -> Iterator[Finding]:
         if env.get(harmful.name) in harmful.values:
             found, words = f"{harmful.name}={env[harmful.name]}", {"variable": harmful.name, "follows": harmful.follows}
             yield fault("variable that harms", found, severity=harmful.severity, **words)
-    # A list that names cards or interfaces of another machine is the usual fault of a script that was copied.
+    # A list with cards or interfaces of another machine is the usual fault of a copied script.
     for name, here in (
         ("NCCL_IB_HCA", cards),
         ("NVSHMEM_HCA_LIST", cards),
@@ -249,24 +256,21 @@ def check_variables(machine: Machine) -> Iterator[Finding]:
         ("NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME", interfaces),
     ):
         value = env.get(name, "")
-        if value == "all" or value.startswith("^"):  # ^ excludes, which names nothing
+        if value == "all" or value.startswith("^"):  # ^ excludes what follows: it need not be here
             continue
         wanted = [one.partition(":")[0] for one in value.removeprefix("=").split(",") if one]  # mlx5_0:1 is its port 1
         missing = [one for one in wanted if one not in here]
-        if name.startswith("NCCL_") and not value.startswith("="):  # NCCL alone takes the beginning of a name
+        if name.startswith("NCCL_") and not value.startswith(
+            "="
+        ):  # NCCL alone accepts prefixes, unless = demands whole names
             missing = [one for one in missing if not any(held.startswith(one) for held in here)]
         if missing:
-            found = f"{name}={value}; here is no {', '.join(missing)}"
+            found = f"{name}={value}; there is no {', '.join(missing)} here"
             yield fault("variable of another machine", found, variable=name, here=", ".join(here) or "none")
 
 
 def first_match(path: Path, pattern: bytes) -> str | None:
-    """First group of the first match of a pattern in a file of any size, or None.
-
-    Args:
-        path: of the file.
-        pattern: a regular expression with one group.
-    """
+    """The group of the first match of a pattern in a file of any size, or None."""
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             match = re.search(pattern, content)

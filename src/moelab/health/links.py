@@ -10,7 +10,7 @@ from typing import NamedTuple
 from moelab.finding import Finding, fault
 from moelab.machine import INFINIBAND, Machine
 
-MEMLOCK_NEEDED_BYTES = 64 << 30
+MEMLOCK_NEEDED_BYTES = 64 << 30  # a choice
 
 
 class Port(NamedTuple):
@@ -41,18 +41,18 @@ def ports(machine: Machine) -> list[Port]:
 
 
 def check_rdma(machine: Machine, *, nodes: int = 1, nic_gb_s: float | None = None) -> Iterator[Finding]:
-    """Ports of the RDMA cards: up, and as fast as the profile says, or without one as the fastest.
+    """Whether the ports of the RDMA cards are up, and as fast as the profile says, or else as the fastest one.
 
     Args:
         machine: this node.
-        nodes: hosts that take part in a job.
+        nodes: hosts of a job.
         nic_gb_s: network bandwidth of one GPU each way, GB/s, as its profile says.
     """
     name, all_ports = "RDMA devices", ports(machine)
     if not all_ports and nodes > 1:
         yield fault(name, nodes=nodes)
     elif not all_ports:
-        yield Finding(name=name, severity="note", found="none: DeepEP works inside this node only")
+        yield Finding(name=name, severity="note", found="none: DeepEP works within this node only")
     if not all_ports:
         return
     active, down = [port for port in all_ports if port.active], [port for port in all_ports if not port.active]
@@ -65,13 +65,13 @@ def check_rdma(machine: Machine, *, nodes: int = 1, nic_gb_s: float | None = Non
     else:
         yield Finding(name=name, severity="ok", found=counted)
     wanted = nic_gb_s or max((port.rate_gb_s for port in active), default=0.0)
-    if slow := [port for port in active if port.rate_gb_s < 0.99 * wanted]:
+    if slow := [port for port in active if port.rate_gb_s < 0.99 * wanted]:  # 1 % for rounding
         kind = "RDMA rate of the profile" if nic_gb_s else "RDMA rate"
         yield fault(kind, ", ".join(f"{port.device} {port.rate_gb_s:g} GB/s" for port in slow), wanted=wanted)
 
 
 def check_gpudirect(machine: Machine) -> Iterator[Finding]:
-    """Whether the network cards may reach GPU memory."""
+    """Whether the network cards can reach GPU memory."""
     name = "GPUDirect RDMA"
     if not machine.names(INFINIBAND):
         return
@@ -84,13 +84,13 @@ def check_gpudirect(machine: Machine) -> Iterator[Finding]:
 
 
 def check_memlock(machine: Machine) -> Finding:
-    """Memory that a process may lock: what RDMA registers is locked."""
+    """Memory that a process may lock; RDMA locks every buffer that it registers."""
     limit = machine.memlock_bytes
     if limit is None:
         return Finding(name="locked memory", severity="ok", found="unlimited")
     found = f"{limit / 2**30:.3g} GiB" if limit >= 2**30 else f"{limit / 2**20:.3g} MiB"
     if limit >= MEMLOCK_NEEDED_BYTES or not machine.names(INFINIBAND):
-        return Finding(name="locked memory", severity="note", found=f"{found}; RDMA would want it unlimited")
+        return Finding(name="locked memory", severity="note", found=f"{found}; with RDMA it should be unlimited")
     return fault("locked memory", found)
 
 
@@ -99,7 +99,7 @@ def check_nvlink(machine: Machine, *, needed: bool) -> Finding:
 
     Args:
         machine: this node.
-        needed: whether DeepEP is installed, so that a pair without NVLink is an error.
+        needed: whether DeepEP is installed, which makes a pair without NVLink an error.
     """
     topology = machine.run(["nvidia-smi", "topo", "-m"])
     links = nvlink_matrix(topology or "")
@@ -109,7 +109,7 @@ def check_nvlink(machine: Machine, *, needed: bool) -> Finding:
         links = [[links[a][b] for b in chosen] for a in chosen]
     if len(links) < 2:
         unseen = "is missing or fails" if topology is None else "shows no GPUs"
-        found = "one GPU, no pairs" if links else f"not seen: `nvidia-smi topo -m` {unseen}"
+        found = "one GPU, no pairs" if links else f"unknown: `nvidia-smi topo -m` {unseen}"
         return Finding(name="NVLink", severity="note", found=found)
     pairs = list(combinations(range(len(links)), 2))
     without = [f"{a}-{b} ({links[a][b]})" for a, b in pairs if not links[a][b].startswith("NV")]
@@ -117,13 +117,13 @@ def check_nvlink(machine: Machine, *, needed: bool) -> Finding:
         kinds = ", ".join(sorted({links[a][b] for a, b in pairs}))
         return Finding(name="NVLink", severity="ok", found=f"all {len(pairs)} pairs of {len(links)} GPUs ({kinds})")
     named = ", ".join(without[:4]) + (", …" if len(without) > 4 else "")
-    found = f"{len(without)} of {len(pairs)} pairs have none: {named}"
+    found = f"missing between {len(without)} of {len(pairs)} pairs: {named}"
     return fault("NVLink", found, severity="error" if needed else "note")
 
 
 def nvlink_matrix(topology: str) -> list[list[str]]:
-    """Connections between GPUs, such as ``NV18`` or ``SYS``, from the matrix that ``nvidia-smi topo -m`` prints."""
+    """Connections between GPUs, such as ``NV18`` or ``SYS``, from the output of ``nvidia-smi topo -m``."""
     plain = re.sub(r"\x1b\[[\d;]*m", "", topology)  # headings are underlined
     rows = [line.split() for line in plain.splitlines() if re.match(r"GPU\d+\s", line)]
-    rows = [row for row in rows if "X" in row]  # not the heading, which also starts with GPU0
+    rows = [row for row in rows if "X" in row]  # unlike the heading, which also begins with GPU0
     return [row[1 : len(rows) + 1] for row in rows]

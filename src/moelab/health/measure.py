@@ -5,15 +5,14 @@ Start it as many times as there are ranks, by torchrun or by srun with one task 
     srun --nodes=32 --ntasks-per-node=8 --gpus-per-node=8 python -m moelab.health.measure --output health.json \
         --cluster nebius_soperator_b200
 
-Each rank times GEMMs, alone; while they run, the first rank of each node asks the GPUs for clocks and throttling. Then
-come all-reduces: inside each node, of each pair of nodes (all nodes are busy in each round,
-:func:`rounds`), and of all ranks. NCCL moves the bytes, or gloo where there are no GPUs, and the
-result says so.
+Each rank first times GEMMs by itself; meanwhile the first rank of each node reads its GPUs' clocks and throttling. Then
+come all-reduces: within each node, between each pair of nodes (in rounds that keep all nodes busy, :func:`rounds`), and
+over all ranks. NCCL moves the bytes, or gloo where there are no GPUs, and the result says which.
 
-The file is written anew after every stage, so a failure leaves what came before it. Exit code 1: something is wrong.
+The file is rewritten after every stage, so a failure keeps the stages before it. Exit code 1: something is wrong.
 
 Bandwidth is nccl-tests' bus bandwidth, bytes / time * 2 (n - 1) / n (nccl-tests, doc/PERFORMANCE.md), with the time of
-the slowest rank: it can be held against a link's speed whatever the number of ranks.
+the slowest rank: it can be compared with a link's speed whatever the number of ranks.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ PAYLOAD_BYTES = {"nccl": 1 << 30, "gloo": 4 << 20}
 GEMM_SIZE = {"cuda": 8192, "cpu": 512}
 GEMM_BATCH = 10
 LOAD_S = {"cuda": 2.0, "cpu": 0.0}
-"""How long GPUs compute: clocks and power settle in less, and nvidia-smi answers meanwhile."""
+"""How long GPUs compute: enough for clocks and power to settle, and for nvidia-smi to answer."""
 REPEATS, WARMUPS = 8, 2
 FIRST_PORT, LAST_PORT = 20_000, 28_999
 
@@ -70,7 +69,7 @@ class Seat:
         """Read torchrun's variables, or else those of a task of srun.
 
         Raises:
-            BadInput: if it was started by neither.
+            BadInput: if neither started this process.
         """
         node = env.get("SLURMD_NODENAME") or socket.gethostname()
         try:
@@ -80,7 +79,7 @@ class Seat:
             rank, ranks, local = (int(env[name]) for name in ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"))
             first, port = first_node(env["SLURM_STEP_NODELIST"]), NodeOfJob.of(env).port(FIRST_PORT, LAST_PORT)
         except KeyError as error:
-            raise BadInput(f"{error} is not set: use torchrun, or srun with a task for each GPU") from None
+            raise BadInput(f"{error} is not set: start this with torchrun, or srun with a task for each GPU") from None
         return cls(rank=rank, ranks=ranks, local_rank=local, node=node, meeting=f"tcp://{first}:{port}")
 
 
@@ -91,7 +90,7 @@ class Check:
         self.seat, self.output = seat, output
         self.backend = "nccl" if torch.cuda.is_available() else "gloo"
         self.device = torch.device("cpu")
-        if self.backend == "nccl":  # srun may show each task its own GPU alone
+        if self.backend == "nccl":  # % because srun may show each task only its own GPU
             self.device = torch.device("cuda", seat.local_rank % torch.cuda.device_count())
             torch.cuda.set_device(self.device)
         dist.init_process_group(
@@ -100,7 +99,7 @@ class Check:
             rank=seat.rank,
             world_size=seat.ranks,
             timeout=timedelta(seconds=TIMEOUT_S),
-        )  # no device_id: pairs get communicators of their own, which do not need the other nodes
+        )  # no device_id: with one, a pair's communicator is split from that of all nodes, which need not be healthy
         self.node_of: list[str] = self._gather(seat.node)
         self.nodes = list(dict.fromkeys(self.node_of))
         self.first_of_node = self.node_of.index(seat.node) == seat.rank
@@ -116,9 +115,9 @@ class Check:
 
     def run(self) -> None:
         """All stages."""
-        self._begin("timing GEMMs")
+        self._begin("timing GEMMs")  # first, because it needs no working network
         self.result |= self._gemms()
-        self._begin("reducing inside nodes")
+        self._begin("reducing within nodes")
         inside = self._by_node(self._measure((self.seat.node,)))
         self.result["inside_gb_s"] = {node: value for node, value in inside.items() if value}
         if len(self.nodes) > 1:
@@ -144,7 +143,7 @@ class Check:
             write_json(self.output, self.result)
 
     def _gemms(self) -> dict[str, Any]:
-        """Median time of one GEMM on each rank, and what its node says of itself meanwhile."""
+        """Median time of a GEMM on each rank, and the findings about its node meanwhile."""
         size, kind = GEMM_SIZE[self.device.type], self.device.type
         dtype = torch.bfloat16 if kind == "cuda" else torch.float32
         with ThreadPoolExecutor(1) as aside:
@@ -163,7 +162,8 @@ class Check:
         rows = []
         for met in rounds(len(self.nodes)):
             pairs = [(self.nodes[first], self.nodes[second]) for first, second in met]
-            # A node without a partner measures itself: PyTorch names a group by how many a rank has made before.
+            # A node without a partner measures itself, because PyTorch names a group by how many groups a rank has made
+            # before: all ranks must make the same number.
             mine = next((pair for pair in pairs if self.seat.node in pair), (self.seat.node,))
             gb_s = self._by_node(self._measure(mine))
             rows += [(first, second, gb_s[first]) for first, second in pairs]
@@ -173,7 +173,7 @@ class Check:
         return dict(zip(self.node_of, self._gather(mine), strict=True))
 
     def _measure(self, nodes: Sequence[str]) -> float:
-        """Bus bandwidth of an all-reduce of all ranks of some nodes, GB/s; all of them call this. Of one rank, 0."""
+        """Bus bandwidth, GB/s, of an all-reduce over all ranks of some nodes, which all call this; of one rank, 0."""
         ranks = [rank for rank, node in enumerate(self.node_of) if node in nodes]
         group = dist.new_group(ranks, timeout=timedelta(seconds=TIMEOUT_S), use_local_synchronization=True)
         times_s = []
@@ -191,7 +191,7 @@ class Check:
         return bus_bandwidth_gb_s(PAYLOAD_BYTES[self.backend], slowest.item(), len(ranks))
 
     def _meet(self, group: dist.ProcessGroup | None = None) -> None:
-        """Go on when all are here, and what the device was given is done."""
+        """Wait for all ranks, and for the device to finish its work."""
         dist.all_reduce(torch.zeros(1, device=self.device), group=group)
         if self.backend == "nccl":
             torch.cuda.synchronize()
@@ -203,11 +203,11 @@ class Check:
 
 
 def _time_gemms(size: int, dtype: torch.dtype, device: torch.device, *, until: Callable[[], bool]) -> list[float]:
-    """Milliseconds of each of many GEMMs, for as long as the load shall last."""
+    """Milliseconds of each GEMM; GEMMs run until the load has lasted long enough and ``until`` holds."""
     left, right = (torch.randn(size, size, dtype=dtype, device=device) for _ in range(2))
     times_ms: list[float] = []
     end = time.monotonic() + LOAD_S[device.type]
-    # Until the node was looked at, too: idle GPUs would show low clocks that are nobody's fault.
+    # Until the node has been examined, too: idle GPUs have low clocks, which would look like a fault.
     while not times_ms or time.monotonic() < end or not until():
         marks = Marks(device)
         marks.mark("start")
@@ -219,9 +219,9 @@ def _time_gemms(size: int, dtype: torch.dtype, device: torch.device, *, until: C
 
 
 def rounds(count: int) -> list[list[tuple[int, int]]]:
-    """Pairs of the numbers below ``count``, by round; nobody is in two pairs of a round, and all pairs come once.
+    """All pairs of the numbers below ``count``, in rounds in which no number occurs twice.
 
-    The circle method of round-robin tournaments: n - 1 rounds, or n if n is odd, with one node idle in each.
+    The circle method of round-robin tournaments: n - 1 rounds, or n if n is odd, with one number idle in each.
 
     >>> rounds(4)
     [[(0, 3), (1, 2)], [(0, 2), (1, 3)], [(0, 1), (2, 3)]]
@@ -236,7 +236,7 @@ def rounds(count: int) -> list[list[tuple[int, int]]]:
 
 
 def first_node(node_list: str) -> str:
-    """The first name of a list as Slurm writes one; containers have no scontrol that could be asked.
+    """The first name in a node list of Slurm's; containers have no scontrol to expand it.
 
     >>> first_node("rack[0-1]n[08-10,12],login1")
     'rack0n08'
@@ -254,10 +254,10 @@ def bus_bandwidth_gb_s(payload_bytes: int, time_s: float, ranks: int) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, write, and on the first rank judge."""
+    """Measure, and on the first rank write and judge."""
     parser = argparse.ArgumentParser(prog="moelab.health.measure", description="Measure GPUs, nodes and links.")
     parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
-    parser.add_argument("--cluster", help="profile whose all_reduce_floor_gb_s nodes are held against")
+    parser.add_argument("--cluster", help="profile with the all_reduce_floor_gb_s that healthy nodes reach")
     options = parser.parse_args(arguments)
     try:
         floor = read_cluster(options.cluster).all_reduce_floor_gb_s if options.cluster else None

@@ -1,10 +1,9 @@
-"""What a node says of itself without a measurement. Loads little, so that a node with a broken package still reports.
+"""What a node can report without a measurement. Imports little, so that a node with a broken package still reports.
 
 ``srun … python -m moelab.health.node`` prints the report as one line of JSON; :mod:`moelab.health.preflight` starts it
-on every node and holds the reports against each other.
+on every node and compares the reports.
 
-Sources of what is asked of GPUs: ``nvidia-smi --help-query-gpu`` for the fields, ``nvml.h`` (NvmlClocksEventReasons)
-for the bits.
+Sources: ``nvidia-smi --help-query-gpu`` for the fields of a GPU, ``nvml.h`` (NvmlClocksEventReasons) for the bits.
 """
 
 from __future__ import annotations
@@ -36,11 +35,11 @@ from moelab.machine import APPLICATION_XIDS, Machine, gpu_problem, gpus, this_ma
 UNREAD = "kernel log"
 XID = re.compile(r"NVRM: (Xid \((?:PCI:)?([0-9A-Fa-f:.]+)\): (\d+).*)")
 VERSIONS = ("torch", "torchtitan", "torchao", "triton", "nvidia-nccl-cu13", "deep-ep")
-"""Packages that have to be the same everywhere; None where one is not installed."""
-SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - looked at, not written to
+"""Packages that must be the same on all nodes."""
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - only measured
 
 CLOCK_TOLERANCE = 0.05
-"""Share below the node's median clock, under the same load, from which on a GPU is named. A choice."""
+"""How far below the node's median clock, under the same load, a GPU counts as slow. A choice."""
 FIELDS = (
     "index",
     "pci.bus_id",
@@ -61,22 +60,22 @@ def check_node(machine: Machine) -> Iterator[Finding]:
 
 
 def check_kernel_log(machine: Machine) -> Iterator[Finding]:
-    """Xid messages of the NVIDIA driver since the node was started."""
+    """Xid messages of the NVIDIA driver since the node booted."""
     log = machine.run(["dmesg"])
     if log is None:
-        # Where dmesg is restricted, the journal's readers may still see the kernel's messages.
+        # Where dmesg is restricted, those who may read the journal still see the kernel's messages.
         log = machine.run(["journalctl", "--dmesg", "--boot", "--no-pager", "--quiet"])
     if not log:
         restricted = machine.text("/proc/sys/kernel/dmesg_restrict") == "1"
         why = "permission denied (kernel.dmesg_restrict is 1)" if restricted else "dmesg and journalctl do not answer"
-        yield Finding(name=UNREAD, severity="note", found=f"cannot be read: {why}; Xid errors are not known")
+        yield Finding(name=UNREAD, severity="note", found=f"cannot be read: {why}; Xid errors would go unseen")
         return
     by_number: dict[int, list[tuple[str, str]]] = {}
     for line, device, number in XID.findall(log):
         by_number.setdefault(int(number), []).append((device, line))
     for number, entries in sorted(by_number.items()):
         devices = ", ".join(sorted({device for device, _ in entries}))
-        found = f"{len(entries)} since the node was started, on {devices}; last: {entries[-1][1][:160]}"
+        found = f"{len(entries)} since the node booted, on {devices}; last: {entries[-1][1][:160]}"
         yield fault("Xid of a program" if number in APPLICATION_XIDS else "Xid", found, number=number)
     if not by_number:
         yield Finding(name="Xid errors", severity="ok", found="none in the kernel log")
@@ -87,12 +86,12 @@ class GpuState:
     """One GPU at one moment; None where it does not say.
 
     Attributes:
-        index: as nvidia-smi counts.
-        reasons: bits of why its clocks are not at their highest.
+        index: nvidia-smi's.
+        reasons: bits that say why its clocks are not at their highest.
         clock_mhz: of its multiprocessors.
         temperature_c: of the GPU.
         uncorrected_errors: ECC errors since the driver was loaded.
-        remap_pending: whether a memory row is replaced at the next reset.
+        remap_pending: whether a memory row will be replaced at the next reset.
         remap_failed: whether replacing a memory row failed.
     """
 
@@ -118,11 +117,11 @@ REASONS = {
     0x40: "hardware thermal slowdown",
     0x80: "hardware power brake",
 }
-"""Bits of nvml.h's clock event reasons that say something; the power cap is how a busy GPU runs, and no fault."""
+"""The relevant bits of nvml.h's clock event reasons. The power cap is no fault: a busy GPU runs at it."""
 
 
 def read_gpus(machine: Machine) -> list[GpuState]:
-    """What nvidia-smi says; empty where there is none."""
+    """What nvidia-smi reports; empty without it."""
     remapped = machine.run(["nvidia-smi", f"--query-remapped-rows={','.join(REMAP_FIELDS)}", FORMAT]) or ""
     return list(parse_gpus(machine.run(["nvidia-smi", f"--query-gpu={','.join(FIELDS)}", FORMAT]) or "", remapped))
 
@@ -151,7 +150,7 @@ def parse_gpus(csv: str, remapped: str = "") -> Iterator[GpuState]:
 def _rows(csv: str, columns: int) -> Iterator[list[str]]:
     for line in csv.splitlines():
         cells = [cell.strip() for cell in line.split(",")]
-        if len(cells) == columns:  # not so: an error message
+        if len(cells) == columns:  # any other line is an error message
             yield cells
 
 
@@ -159,7 +158,7 @@ def check_gpus(gpus: Sequence[GpuState]) -> Iterator[Finding]:
     """Clocks and why they are low, memory errors."""
     name = "GPU clocks"
     if not gpus:
-        problem, unseen = gpu_problem(), "no GPU, or nvidia-smi does not tell clocks"
+        problem, unseen = gpu_problem(), "no GPU, or nvidia-smi does not report clocks"
         yield fault(name, problem) if problem else Finding(name=name, severity="note", found=unseen)
         return
     clocks = [gpu.clock_mhz for gpu in gpus if gpu.clock_mhz is not None]
@@ -172,7 +171,7 @@ def check_gpus(gpus: Sequence[GpuState]) -> Iterator[Finding]:
         if slowed := [gpu for gpu in gpus if (gpu.reasons or 0) & bit]:
             yield fault(reason, _named(slowed) + ": at the power limit" * (reason == "software power cap"))
     busy = [(gpu, gpu.clock_mhz) for gpu in gpus if gpu.clock_mhz is not None and not gpu.idle]
-    middle = statistics.median(clock for _, clock in busy) if len(busy) > 2 else 0  # of two, who is the slow one?
+    middle = statistics.median(clock for _, clock in busy) if len(busy) > 2 else 0  # two GPUs do not tell which is slow
     if slow := [(gpu, clock) for gpu, clock in busy if clock < (1 - CLOCK_TOLERANCE) * middle]:
         listed = ", ".join(f"GPU {gpu.index} {clock:.0f} MHz" for gpu, clock in slow)
         yield fault("GPU clock", f"{listed}; median {middle:.0f} MHz")
@@ -199,15 +198,15 @@ def _yes(cell: str) -> bool | None:
 
 
 def report(*, writes: Path | None = None, sees: Sequence[Path] = (), nodes: int = 1) -> dict[str, Any]:
-    """Look at this node.
+    """Examine this node.
 
     Args:
         writes: folder that runs or checkpoints go to.
-        sees: files and folders that every node has to see.
-        nodes: of the job, for what DeepEP needs between them.
+        sees: files and folders that every node must see.
+        nodes: of the job; several need more for DeepEP.
 
     Returns:
-        What :func:`moelab.health.preflight.compare` reads. ``time`` is taken last.
+        What :func:`moelab.health.preflight.compare` reads; ``time`` is taken last.
     """
     machine, problem = this_machine(), gpu_problem()
     devices = () if problem else gpus()
@@ -233,7 +232,7 @@ def report(*, writes: Path | None = None, sees: Sequence[Path] = (), nodes: int 
 
 
 def _source() -> str:
-    """Digest of moelab's source, so that two copies of the same version are told apart."""
+    """Digest of moelab's source, which tells apart two copies of the same version."""
     folder = Path(moelab.__file__).parent
     digest = hashlib.sha256()
     for file in sorted(folder.rglob("*.py")):
@@ -246,7 +245,7 @@ def _write_problem(folder: Path) -> str | None:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".moelab-node-") as file:
             file.write(b"\0" * 4096)
             file.flush()
-            os.fsync(file.fileno())  # a quota on a network file system is noticed here, not before
+            os.fsync(file.fileno())  # a network file system enforces a quota only here
     except OSError as error:
         return f"{type(error).__name__}: {error.strerror or error}"
     return None
@@ -254,9 +253,9 @@ def _write_problem(folder: Path) -> str | None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the report."""
-    parser = argparse.ArgumentParser(prog="moelab.health.node", description="Say what this node has.")
-    parser.add_argument("--writes", type=Path, help="folder of runs or checkpoints")
-    parser.add_argument("--sees", type=Path, action="append", default=[], help="what every node has to see")
+    parser = argparse.ArgumentParser(prog="moelab.health.node", description="Report on this node, as JSON.")
+    parser.add_argument("--writes", type=Path, help="folder of runs or checkpoints, to try to write to")
+    parser.add_argument("--sees", type=Path, action="append", default=[], help="file or folder that must be there")
     parser.add_argument("--nodes", type=int, default=1, help="nodes of the job")
     options = parser.parse_args(arguments)
     print(json.dumps(report(writes=options.writes, sees=options.sees, nodes=options.nodes)), flush=True)  # noqa: T201

@@ -1,7 +1,7 @@
-"""Before a study goes to a cluster: what would stop it, looked at here, by Slurm and on every node.
+"""What would stop a study on a cluster, checked before it is submitted: here, by Slurm and on every node.
 
 Three groups: the study against the profile (an error is a refusal, exit code 3), this machine and Slurm, and the nodes,
-which report by :mod:`moelab.health.node` in a short step of srun and are held against each other. Called inside a job,
+which report through :mod:`moelab.health.node` in a short srun step and are compared with each other. Inside a job, such
 as before a big run, the step runs on the job's own nodes.
 """
 
@@ -35,10 +35,10 @@ WAIT_S = 300
 """How long srun waits for the nodes."""
 STEP_MINUTES = 5
 SHARED_MEMORY_BYTES = 1 << 30
-"""NCCL and data loaders share memory between a node's processes; a container gets 64 MiB unless it is told otherwise
+"""NCCL and data loaders share memory between a node's processes; a container has 64 MiB by default
 (NCCL user guide, Troubleshooting: ``--shm-size=1g``)."""
 OPEN_FILES = 4096
-"""A choice: a rank of a few hundred holds some sockets for each peer and communicator, and its checkpoint's files."""
+"""A choice: in a job of hundreds of ranks, each has a few sockets per peer and communicator, and checkpoint files."""
 NAMED_NODES = 8
 DEEPEP = (EPBackend.DEEPEP, EPBackend.HYBRIDEP)
 COMPLAINT_LINES, COMPLAINT_CHARACTERS = 3, 400
@@ -56,7 +56,7 @@ class Preflight:
 
     @property
     def exit_code(self) -> int:
-        """0 fine, 1 a check failed, 3 the study would be refused."""
+        """0 if all is fine, 1 if a check failed, 3 if the study would be refused."""
         if any_error(self.study):
             return 3
         return 1 if any_error((*self.here, *self.nodes)) else 0
@@ -74,19 +74,19 @@ class Preflight:
 
 
 def preflight(cluster: ClusterProfile, study: Study | None, runs: Path, *, ask_nodes: bool) -> Preflight:
-    """Look at everything.
+    """Check everything.
 
     Args:
         cluster: where it would run.
-        study: what would run; None looks at the cluster alone.
+        study: what would run; None checks the cluster alone.
         runs: folder of all studies.
-        ask_nodes: whether every node that the study needs, or the profile has, reports.
+        ask_nodes: whether the nodes report: as many as the study needs, or else as the profile has.
     """
     runs = runs.absolute()
-    here = [*check_room(study, cluster, runs), *_slurm(cluster)]
+    here = [*check_room(study, cluster, runs), _slurm(cluster)]
     plans = tuple(check_plans(study, cluster)) if study else ()
-    # Of a study that is refused, or without room, Slurm's opinion adds nothing, and a dry run would raise.
-    if study and not any_error(here) and not any_error(plans):
+    # The dry run raises for a study that is refused.
+    if study and cluster.scheduler == "slurm" and not any_error((*here, *plans)):
         here.append(_test_only(study, cluster, runs))
     return Preflight(
         study=(*plans, *check_data(study, cluster)) if study else (),
@@ -96,11 +96,11 @@ def preflight(cluster: ClusterProfile, study: Study | None, runs: Path, *, ask_n
 
 
 def check_nodes(cluster: ClusterProfile, study: Study | None, runs: Path) -> tuple[Finding, ...]:
-    """Let every node report, and compare what they say."""
+    """Have every node report, and compare the reports."""
     experiments = study.experiments if study else ()
     nodes = max((one.nodes for one in experiments), default=cluster.nodes)
     deepep = any(one.ep_backend in DEEPEP and one.ep_kernels == "native" for one in experiments)
-    # A file made now cannot be on a node by chance, as an old copy of the folder could.
+    # The nodes look for a new file: an old copy of the folder does not have it, only the shared folder itself.
     runs.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=runs, prefix=".moelab-seen-") as marker:
         sees = [marker.name, *cluster.datasets.values(), *cluster.tokenizers.values()]
@@ -115,10 +115,10 @@ def check_nodes(cluster: ClusterProfile, study: Study | None, runs: Path) -> tup
 def collect_reports(
     cluster: ClusterProfile, nodes: int, *, writes: Path, sees: Sequence[str]
 ) -> tuple[list[Report], str]:
-    """Start :mod:`moelab.health.node` on nodes; their reports, and what srun said beside them.
+    """Start :mod:`moelab.health.node` on nodes; returns their reports, and what srun complained of.
 
-    A report's ``clock_offset_s`` is its time less the time here when its line came: what differs between nodes is the
-    difference of their clocks, but for the milliseconds that a line takes.
+    A report's ``clock_offset_s`` is its own time less the time here when its line arrived. It differs between nodes as
+    their clocks do, apart from the milliseconds that a line takes.
 
     Raises:
         SlurmMissing: if there is no srun here.
@@ -133,9 +133,9 @@ def collect_reports(
             raise SlurmMissing("srun is not on PATH; use a machine that has Slurm, such as a login node") from None
         with process:
             assert process.stdout is not None, "it is a pipe"
-            reports = list(_reports(process.stdout))
+            reports = list(_reports(process.stdout))  # read as lines arrive, for their clock_offset_s
         errors.seek(0)
-        # What the nodes complained of, once each and without their labels; else what srun itself did.
+        # The complaints of the nodes, each once and without labels; if there are none, srun's own.
         lines = [line.strip() for line in errors if line.strip()]
         labelled = [line.partition(": ") for line in lines]
         of_nodes = dict.fromkeys(text for label, _, text in labelled if label.isdecimal())
@@ -143,9 +143,9 @@ def collect_reports(
 
 
 def node_script(cluster: ClusterProfile, nodes: int, *, writes: Path, sees: Sequence[str]) -> str:
-    """What bash does on a node: the set-up of the job's script, and the report.
+    """The bash script for a node: the set-up of a job's script, then the report.
 
-    A limit that cannot be raised is no failure here: the report says what it is.
+    If a limit cannot be raised, the script goes on, and the report says what the limit is.
     """
     report = ["-m", "moelab.health.node", f"--nodes={nodes}", f"--writes={writes}"]
     report += [f"--sees={path}" for path in sees]
@@ -155,10 +155,10 @@ def node_script(cluster: ClusterProfile, nodes: int, *, writes: Path, sees: Sequ
 
 
 def _srun(cluster: ClusterProfile, nodes: int) -> list[str]:
-    """Srun with one task on each node; inside a job it takes the job's nodes."""
+    """The srun command, with one task on each node; inside a job, on the job's nodes."""
     options = ["--label", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--mpi=none"]
     options += [*gpu_options(cluster, cluster.gpus_per_node), *container_options(cluster)]
-    # Inside a job srun takes what the job has; asking for a partition again would make a job of its own.
+    # Inside a job these options would have srun allocate a job of its own.
     if "SLURM_JOB_ID" not in os.environ:
         named = [f"--{name}={value}" for name in ("partition", "account", "qos") if (value := getattr(cluster, name))]
         options += [*named, f"--immediate={WAIT_S}", f"--time={STEP_MINUTES}", "--propagate=NONE"]
@@ -167,9 +167,9 @@ def _srun(cluster: ClusterProfile, nodes: int) -> list[str]:
 
 
 def _reports(lines: Iterable[str]) -> Iterator[Report]:
-    """Reports from what ``srun --label`` prints: ``3: {…}``, cut every 1024 bytes into lines of the same label.
+    """Reports from the output of ``srun --label``: ``3: {…}``, cut every 1024 bytes into lines with the same label.
 
-    What a module or a shell file prints before is passed over.
+    What a module or a shell file prints before them is skipped.
     """
     begun: dict[str, str] = {}
     for line in lines:
@@ -184,21 +184,20 @@ def _reports(lines: Iterable[str]) -> Iterator[Report]:
         yield {**report, "clock_offset_s": report["time"] - time.time()}
 
 
-def _slurm(cluster: ClusterProfile) -> Iterator[Finding]:
+def _slurm(cluster: ClusterProfile) -> Finding:
     if cluster.scheduler != "slurm":
-        yield Finding(name="Slurm", severity="note", found=f"cluster {cluster.name} has none: `moelab run` starts runs")
-        return
+        return Finding(
+            name="Slurm", severity="note", found=f"cluster {cluster.name} has none: `moelab run` starts runs"
+        )
     try:
-        yield Finding(name="Slurm", severity="ok", found=slurm.call("sbatch", "--version").strip())
+        return Finding(name="Slurm", severity="ok", found=slurm.call("sbatch", "--version").strip())
     except (SlurmMissing, SlurmError) as error:
-        yield fault("Slurm", str(error))
+        return fault("Slurm", str(error))
 
 
 def _test_only(study: Study, cluster: ClusterProfile, runs: Path) -> Finding:
-    """Ask Slurm about the very scripts that submitting would hand over."""
+    """Ask Slurm about exactly the scripts that would be submitted."""
     name = "sbatch --test-only"
-    if cluster.scheduler != "slurm":
-        return Finding(name=name, severity="note", found=f"{cluster.name} starts runs without Slurm")
     scripts = dry_run(study, runs, cluster).scripts
     try:
         with tempfile.NamedTemporaryFile("w", suffix=".sbatch") as file:
@@ -207,17 +206,17 @@ def _test_only(study: Study, cluster: ClusterProfile, runs: Path) -> Finding:
                 slurm.call("sbatch", "--test-only", file.name)
     except (SlurmMissing, SlurmError) as error:
         return fault(name, str(error))
-    return Finding(name=name, severity="ok", found=f"Slurm would take {len(scripts)} script(s)")
+    return Finding(name=name, severity="ok", found=f"Slurm would accept {len(scripts)} script(s)")
 
 
 def compare(reports: Sequence[Report], cluster: ClusterProfile, *, nodes: int, deepep: bool) -> tuple[Finding, ...]:
-    """Judge what the nodes said.
+    """Judge the reports of nodes.
 
     Args:
-        reports: of :func:`moelab.health.node.report`, with ``clock_offset_s`` where it was measured.
+        reports: from :func:`moelab.health.node.report`, with ``clock_offset_s`` where it was measured.
         cluster: what its nodes should have.
-        nodes: reports that were asked for.
-        deepep: whether a run needs DeepEP, so that its findings count.
+        nodes: how many should have reported.
+        deepep: whether a run needs DeepEP, so that findings about it count.
     """
     missing = [fault("nodes", f"{len(reports)} of {nodes} answered")] if len(reports) < nodes else []
     if not reports:
@@ -245,7 +244,7 @@ def _versions(reports: Sequence[Report]) -> Iterator[Finding]:
 def _gpus(reports: Sequence[Report], cluster: ClusterProfile) -> Finding:
     kind, wanted = (cluster.gpu_type or "").lower(), cluster.gpus_per_node
     groups = _grouped((one, one.get("gpu_problem") or _counted(one["gpus"])) for one in reports)
-    # All nodes alike is not enough: they may all be of another kind than the profile says.
+    # It is not enough that all nodes are alike: all may differ from the profile.
     right = all(len(one["gpus"]) == wanted and all(kind in gpu.lower() for gpu in one["gpus"]) for one in reports)
     if right and len(groups) == 1:
         found = f"{next(iter(groups))} on each of {len(reports)} nodes"
@@ -267,12 +266,14 @@ def _folders(reports: Sequence[Report]) -> Iterator[Finding]:
 def _clocks(reports: Sequence[Report]) -> Finding:
     offsets = {one["node"]: one["clock_offset_s"] for one in reports if one.get("clock_offset_s") is not None}
     if not offsets:
-        return Finding(name="clocks", severity="note", found="not compared: nobody noted when the reports came")
-    middle = statistics.median(offsets.values())  # the clock of the machine that asks may itself be wrong
+        return Finding(name="clocks", severity="note", found="not compared: the reports have no time of arrival")
+    middle = statistics.median(offsets.values())  # this machine's own clock may be the wrong one
     far = {node: offset - middle for node, offset in offsets.items() if abs(offset - middle) > CLOCK_SKEW_S}
     if not far:
         widest = max(offsets.values()) - min(offsets.values())
-        return Finding(name="clocks", severity="ok", found=f"within {widest:.1f} s of each other, as reports came in")
+        return Finding(
+            name="clocks", severity="ok", found=f"within {widest:.1f} s of each other, by the reports' arrival"
+        )
     listed = [f"{node} {abs(skew):.0f} s {'ahead' if skew > 0 else 'behind'}" for node, skew in far.items()]
     return fault("clocks", ", ".join(listed), skew_s=CLOCK_SKEW_S)
 
@@ -288,11 +289,11 @@ def _limits(reports: Sequence[Report], cluster: ClusterProfile) -> Iterator[Find
     }
     yield from (fault(key, _listed(_grouped(nodes)), needed=OPEN_FILES) for key, nodes in too_low.items() if nodes)
     if not any(too_low.values()):
-        yield Finding(name="limits", severity="ok", found="shared and locked memory and open files suffice")
+        yield Finding(name="limits", severity="ok", found="enough shared memory, locked memory and open files")
 
 
 def _deepep(reports: Sequence[Report]) -> Iterator[Finding]:
-    """What a node finds about DeepEP; the same finding of several nodes comes once."""
+    """Findings about DeepEP; what several nodes find alike is reported once."""
     faults: dict[Finding, list[str]] = {}
     for node, finding in [(one["node"], Finding(**entry)) for one in reports for entry in one["deepep"]]:
         missing = finding.name == "DeepEP" and finding.severity == "note"
@@ -312,7 +313,7 @@ def _counted(gpus: Sequence[str]) -> str:
 
 
 def _grouped(values: Iterable[tuple[Report, Any]]) -> dict[Any, list[str]]:
-    """Names of the nodes that have each value."""
+    """For each value, the names of the nodes that have it."""
     groups: dict[Any, list[str]] = {}
     for one, value in values:
         groups.setdefault(value, []).append(one["node"])
@@ -320,7 +321,7 @@ def _grouped(values: Iterable[tuple[Report, Any]]) -> dict[Any, list[str]]:
 
 
 def _odd(groups: Mapping[Any, list[str]], absent: str) -> str:
-    """The smaller groups by name, the largest by its size: ``n1: 0.17.0; 2 others: 0.18.0``."""
+    """The smaller groups with their names, the largest with its size: ``n1: 0.17.0; 2 others: 0.18.0``."""
     *smaller, (value, nodes) = sorted(groups.items(), key=lambda item: len(item[1]))
     named = [f"{_names(held)}: {shown or absent}" for shown, held in smaller]
     return "; ".join([*named, f"{len(nodes)} {'other' if len(nodes) == 1 else 'others'}: {value or absent}"])

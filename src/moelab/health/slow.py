@@ -1,7 +1,7 @@
-"""Which GPU, node, pair of nodes or switch is slow, by what :mod:`moelab.health.measure` wrote.
+"""Which GPU, node, pair of nodes or switch is slow, judged from what :mod:`moelab.health.measure` wrote.
 
-A slow pair alone does not say which of its two nodes is at fault. All pairs do: a node whose pairs are nearly all slow
-is bad itself; nodes that are fast among themselves and slow with others sit behind a slow switch.
+One slow pair does not tell which of its nodes is at fault. All pairs do: a node whose pairs are nearly all slow is slow
+itself; nodes that are fast among themselves and slow with others are behind a slow switch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from moelab.runs.stragglers import outliers
 SLOW_SHARE_OF_BEST = 0.75
 """Without a floor, a pair is slow below this share of the best pair. A choice: repeats differ by a few per cent."""
 MOSTLY = 0.75
-"""Share of a node's pairs that are slow, from which on the node is at fault and not its partners."""
+"""If at least this share of a node's pairs is slow, the node is at fault and not its partners."""
 Pair = tuple[str, str]
 
 
@@ -31,9 +31,9 @@ class Blame:
 
     Attributes:
         nodes: slow with nearly all others.
-        groups: nodes that are fast among themselves and slow with the other groups; empty if there is one group.
+        groups: nodes that are fast among themselves and slow with other groups; empty if there is only one group.
         pairs: slow pairs that neither explains.
-        all_slow: whether no pair is fast; then nothing can be said about single nodes.
+        all_slow: no pair is fast, so nothing can be said about single nodes.
     """
 
     nodes: tuple[str, ...] = ()
@@ -61,9 +61,7 @@ def blame(gb_s: Mapping[Pair, float], floor_gb_s: float | None = None) -> Blame:
     if not gb_s:
         return Blame()
     names = sorted({name for pair in gb_s for name in pair})
-    bandwidth_NN = np.full(
-        (len(names), len(names)), np.nan
-    )  # of a node with itself it is unknown: neither fast nor slow
+    bandwidth_NN = np.full((len(names), len(names)), np.nan)  # NaN, of a node with itself, is neither fast nor slow
     for (first, second), value in gb_s.items():
         i, j = names.index(first), names.index(second)
         bandwidth_NN[i, j] = bandwidth_NN[j, i] = value
@@ -73,12 +71,12 @@ def blame(gb_s: Mapping[Pair, float], floor_gb_s: float | None = None) -> Blame:
         return Blame(all_slow=True)
     count, part_of_N = connected_components(fast_NN, directed=False)
     parts = [np.flatnonzero(part_of_N == part).tolist() for part in range(count)]
-    # A node that is fast with nobody is a part of its own.
+    # A node without any fast pair is a part of its own.
     guilty = {part[0] for part in parts if len(part) == 1}
     groups = [part for part in parts if len(part) > 1]
     for group in groups:
-        left = list(group)  # the worst is taken out before the next is judged, since it makes its partners look bad
-        # Of two nodes nobody can say which makes their pair slow.
+        left = list(group)  # the worst is removed before the next is judged, because it makes its partners look bad
+        # Of two nodes, nothing tells which one makes their pair slow.
         while len(left) > 2:
             slow_pairs = slow_NN[np.ix_(left, left)].sum(axis=1)
             worst = int(slow_pairs.argmax())
@@ -94,15 +92,15 @@ def blame(gb_s: Mapping[Pair, float], floor_gb_s: float | None = None) -> Blame:
 
 
 def judge(measured: Mapping[str, Any], floor_gb_s: float | None = None) -> tuple[Finding, ...]:
-    """Findings from the file that a health check writes.
+    """Findings from the file that :mod:`moelab.health.measure` writes.
 
     Args:
-        measured: its content; what was not reached is not judged, and said.
-        floor_gb_s: bus bandwidth of the cluster's profile. Figures of gloo are not held against it.
+        measured: its content; stages that were not reached are not judged, and a finding says so.
+        floor_gb_s: bus bandwidth in the cluster profile; figures of gloo are not compared with it.
     """
     floor = floor_gb_s if measured["backend"] == "nccl" else None
     findings = [_scope(measured, floor_gb_s), *_of_nodes(measured.get("node_findings", {}))]
-    if times_ms := measured.get("gemm_ms"):  # the same on every rank: what is slow here is slow by itself
+    if times_ms := measured.get("gemm_ms"):  # without communication: a rank that is slow here is slow by itself
         spread = max(times_ms.values()) / min(times_ms.values()) - 1
         slow = [f"{name} {100 * share:.0f} % above the median" for name, share in outliers(times_ms).items()]
         findings.append(_judged("GEMM time", slow, f"{len(times_ms)} ranks within {100 * spread:.0f} %"))
@@ -130,20 +128,20 @@ def _scope(measured: Mapping[str, Any], floor_gb_s: float | None) -> Finding:
     if measured["stage"] != "finished":
         return fault("health check", f"{found}; it ended while {measured['stage']}")
     if measured["backend"] != "nccl":
-        held = "is not held against them" if floor_gb_s is None else f"is not held against {floor_gb_s:g} GB/s"
-        found += f": processes on CPUs, whose bandwidth says nothing about GPUs and {held}"
+        floor = "" if floor_gb_s is None else f" and is not compared with the profile's {floor_gb_s:g} GB/s"
+        found += f": processes on CPUs, whose bandwidth says nothing about GPUs{floor}"
     elif floor_gb_s is None:
-        found += "; the profile has no all_reduce_floor_gb_s, so nodes are compared with each other alone"
+        found += "; the profile has no all_reduce_floor_gb_s, so nodes are only compared with each other"
     return Finding(name="health check", severity="note", found=found)
 
 
 def _of_nodes(findings_of: Mapping[str, list[dict[str, Any]]]) -> Iterator[Finding]:
-    """What a node says of itself, with its name; all that is well in one line."""
+    """Each node's faults with its name, and one line for all nodes without faults."""
     entries = [(node, Finding(**entry)) for node, listed in findings_of.items() for entry in listed]
     faults = [(node, finding) for node, finding in entries if not finding.ok]
     if well := findings_of.keys() - {node for node, _ in faults}:
         found = f"{len(well)} of {len(findings_of)} without a fault"
-        yield Finding(name="nodes by themselves", severity="ok", found=found)
+        yield Finding(name="single nodes", severity="ok", found=found)
     for node, finding in faults:
         yield replace(finding, name=f"{node}: {finding.name}")
     for unread in sorted({finding.found for _, finding in entries if finding.name == UNREAD}):

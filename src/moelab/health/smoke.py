@@ -1,8 +1,8 @@
-"""Two ranks send tokens to experts and back, in processes of their own: a crash there becomes a sentence here.
+"""Two ranks send tokens to experts and back, in processes of their own, so that a crash there is a finding here.
 
 With GPUs and DeepEP V2 the ranks use DeepEP. Elsewhere the same processes run over gloo on the CPU, and the finding
-says that DeepEP was not run. Each rank is this module again, started as ``python -m moelab.health.smoke``; it leaves
-what it is doing in ``step<rank>``, and what came of it in ``result<rank>.json``.
+says that DeepEP was not run. Each rank runs this module as ``python -m moelab.health.smoke``; it writes what it is
+doing to ``step<rank>``, and its result to ``result<rank>.json``.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from moelab.machine import GpusUnknown, Machine, gpus, this_machine
 NAME = "smoke test"
 RANKS = 2
 TIMEOUT_S = 240.0
-"""DeepEP compiles some six kernels on the way, each for seconds."""
+"""DeepEP compiles about six kernels on the way, each for seconds."""
 RANK_PROGRAM = (sys.executable, "-X", "faulthandler", "-m", "moelab.health.smoke")
 GRACE_S = 5.0
-"""What the other ranks get to end by themselves after one has failed."""
+"""How long the other ranks may take to end by themselves after one has failed."""
 POLL_S, STDERR_BYTES = 0.05, 20_000
 
 
 CRASH_CAUSE = {
-    "opening the buffer": "DeepEP used a communicator that is not there, or an NCCL that is laid out differently",
-    "importing DeepEP": "its extension module was built against another PyTorch, CUDA or NCCL",
+    "opening the buffer": "DeepEP used a communicator that does not exist, or an NCCL with another layout",
+    "importing DeepEP": "its extension module was built against a different PyTorch, CUDA or NCCL",
 }
 SIGNALS = {"SIGSEGV": "segmentation fault", "SIGABRT": "abort", "SIGKILL": "often out of memory"}
 
@@ -47,23 +47,23 @@ def smoke_test(
     program: Sequence[str] = RANK_PROGRAM,
     timeout_s: float = TIMEOUT_S,
 ) -> Finding:
-    """Run two ranks and say what happened to them.
+    """Run two ranks and report what happened to them.
 
     Args:
-        machine: where DeepEP is looked for; this one by default.
-        gpu_count: GPUs to reckon with; asked of nvidia-smi by default.
-        program: of one rank; it is given the rank, the number of ranks, a folder and ``cuda`` or ``cpu``.
-        timeout_s: after which the ranks are ended.
+        machine: where to look for DeepEP; this one by default.
+        gpu_count: GPUs to assume; nvidia-smi's by default.
+        program: of one rank; its arguments are the rank, the number of ranks, a folder, and ``cuda`` or ``cpu``.
+        timeout_s: after which the ranks are killed.
 
     Returns:
-        One finding: ``ok`` where DeepEP moved tokens right, ``note`` where only gloo did, else an ``error``.
+        One finding: ``ok`` if DeepEP moved tokens correctly, ``note`` if only gloo did, else an ``error``.
     """
     build = find_build(machine or this_machine())
     try:
         count = len(gpus()) if gpu_count is None else gpu_count
     except GpusUnknown as error:
         return fault("smoke test without a driver", error.found)
-    missing = [f"{count} GPU{'s' if count != 1 else ''}, {RANKS} are needed"] if count < RANKS else []
+    missing = [f"{count} GPU{'s' if count != 1 else ''} where {RANKS} are needed"] if count < RANKS else []
     missing += [] if build.kind == "V2" and build.compiled else ["DeepEP V2 is not installed"]
     device: Literal["cuda", "cpu"] = "cpu" if missing else "cuda"
     with tempfile.TemporaryDirectory(prefix="moelab-smoke-") as folder:
@@ -81,7 +81,7 @@ def smoke_test(
 
 
 class _Rank:
-    """A process, where it is, and what it left."""
+    """A rank's process, what it is doing, and what it left."""
 
     def __init__(self, rank: int, device: str, folder: Path, program: Sequence[str]) -> None:
         self.rank, self.folder = rank, folder
@@ -91,11 +91,11 @@ class _Rank:
         with self.stderr.open("wb") as stderr:
             self.process = subprocess.Popen(
                 [*program, str(rank), str(RANKS), str(folder), device],
-                env={**os.environ, **local, **hidden, "OMP_NUM_THREADS": "1"},
+                env={**os.environ, **local, **hidden, "OMP_NUM_THREADS": "1"},  # the tokens are few
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=stderr,
-                start_new_session=True,
+                start_new_session=True,  # so that `end` kills a rank's compilers with it
             )
         self.ended_by_us = False
 
@@ -106,33 +106,33 @@ class _Rank:
 
     @property
     def step(self) -> str:
-        """What the rank was doing, in its own words."""
+        """What the rank is doing, in its own words."""
         file = self.folder / f"step{self.rank}"
         return file.read_text() if file.exists() else "starting"
 
     def end(self) -> None:
-        """Kill it and what it started, such as a compiler."""
+        """Kill it and its children, such as a compiler."""
         if self.code is None:
             self.ended_by_us = True
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
 
     def last_words(self) -> str:
-        """End of its standard error."""
+        """The end of its standard error."""
         with self.stderr.open("rb") as file:
             file.seek(max(0, self.stderr.stat().st_size - STDERR_BYTES))
             return file.read().decode(errors="replace")
 
 
 def _wait(ranks: Sequence[_Rank], timeout_s: float) -> list[_Rank]:
-    """Wait for all ranks, but only a little after one has failed; those that failed, the first to do so first."""
+    """Wait for all ranks, or only briefly once one has failed; returns those that failed, in the order of failing."""
     deadline, failed = time.monotonic() + timeout_s, list[_Rank]()
     try:
         while any(rank.code is None for rank in ranks) and time.monotonic() < deadline:
             new = [rank for rank in ranks if rank.code and rank not in failed]
             if new and not failed:
                 deadline = min(deadline, time.monotonic() + GRACE_S)
-            failed += sorted(new, key=lambda rank: rank.code or 0)  # of two at once, the one that crashed
+            failed += sorted(new, key=lambda rank: rank.code or 0)  # of two at once, a crash (negative) comes first
             time.sleep(POLL_S)
     finally:
         for rank in ranks:
@@ -142,13 +142,13 @@ def _wait(ranks: Sequence[_Rank], timeout_s: float) -> list[_Rank]:
 
 
 def _failure(rank: _Rank, device: str, timeout_s: float) -> Finding:
-    """What the first rank that failed says, by the way in which it ended; the others only lost their peer."""
+    """The finding about the first rank that failed, by how it ended; the others only lost their peer."""
     name, code, words = f"rank {rank.rank}", rank.code or 0, rank.last_words()
     library = "DeepEP" if device == "cuda" else "gloo"
     if rank.ended_by_us:
         found = f"{name} was still {rank.step} after {timeout_s:g} s"
-        cause = "the ranks wait for each other: one lost its way, a link is down, or a compiler is slow"
-        remedy = "run it with NCCL_DEBUG=INFO and EP_BUFFER_DEBUG=1, and look at the NVLink findings"
+        cause = "the ranks wait for each other: one is stuck, a link is down, or a compiler is slow"
+        remedy = "run it with NCCL_DEBUG=INFO and EP_BUFFER_DEBUG=1, and check the NVLink findings"
     elif code < 0:
         ended_by = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
         ended_by += f" ({SIGNALS[ended_by]})" if ended_by in SIGNALS else ""
@@ -162,8 +162,8 @@ def _failure(rank: _Rank, device: str, timeout_s: float) -> Finding:
         raised = [line for line in lines if re.match(r"[\w.]+(Error|Exception|Failed|Refused)\b", line)]
         found = f"{name} failed while {rank.step}: {' '.join((raised or lines)[-1].split())[:300]}"
         cause = f"{library} raised this"
-        remedy = "see the other findings, then look the message up in DeepEP's issues"
-    follows = "processes cannot talk to each other on this machine: no run of several ranks works"
+        remedy = "check the other findings, then search DeepEP's issues for this message"
+    follows = "processes on this machine cannot communicate, so no run with several ranks works"
     if device == "cuda":
         follows = "a training run with ep_backend=deepep would end the same way"
     if key := sign_of(words):
@@ -172,13 +172,13 @@ def _failure(rank: _Rank, device: str, timeout_s: float) -> Finding:
 
 
 def sign_of(words: str) -> str | None:
-    """The fault that the words of a process are a sign of, by its key; the first one, where several are."""
+    """Key of the first known fault whose sign is in a process's output."""
     signs = {key: known["sign"] for key, known in known_faults().items() if "sign" in known}
     return next((key for key, sign in signs.items() if re.search(sign, words, re.I)), None)
 
 
 def run_rank() -> None:
-    """One rank: send a few tokens round and write what came of it."""
+    """One rank: exchange a few tokens and write the result."""
     rank, ranks, folder, device = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
 
     def step(doing: str) -> None:
@@ -200,7 +200,7 @@ def run_rank() -> None:
     layer = Layer(arm, SMALL, tokens, world, kernels="native", compiled=False)
     step("dispatching and combining")
     error = round_trip(layer, SMALL, world)
-    if not error < TOLERANCE["bf16"]:  # NaN is wrong, too
+    if not error < TOLERANCE["bf16"]:  # so that NaN fails, too
         raise ArmFailed(f"tokens came back wrong: relative error {error:.3g}")
     result = {"relative_error": error, "version": version}
     (folder / f"result{rank}.json").write_text(json.dumps(result))

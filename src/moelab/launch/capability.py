@@ -1,7 +1,7 @@
-"""What this machine can run: what it lacks for an experiment, and what makes the experiment illegal on its GPUs.
+"""Whether this machine can run an experiment: what it lacks, and what is illegal on its GPUs.
 
-Legality is judged by :func:`moelab.layout.check` alone. What is refused is refused by name, with what would run;
-nothing falls back silently.
+:func:`moelab.layout.check` alone judges legality. Each refusal names what is wrong and what would run; nothing falls
+back silently.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ def refusals(experiment: Experiment, *, devices: tuple[GpuInfo, ...] | None = No
 
     Args:
         experiment: what would run.
-        devices: GPUs to reckon with instead of this node's.
+        devices: GPUs to assume instead of this node's.
     """
     try:
         gpus_here = () if experiment.hardware == "cpu" else gpus() if devices is None else devices
     except GpusUnknown as error:
         return [str(error)]
-    # Each kind is asked: on a mixed node the weakest GPU decides.
+    # Every kind is checked: on a mixed node the weakest GPU decides.
     kinds = [gpu_from(gpu) for gpu in dict.fromkeys(gpus_here)] or [gpu_of("cpu")]
     illegal = dict.fromkeys(reason for gpu in kinds for reason in check(experiment, gpu=gpu).reasons)
     return [*_lacking(experiment, gpus_here), *illegal]
@@ -45,7 +45,7 @@ def _lacking(experiment: Experiment, gpus_here: tuple[GpuInfo, ...]) -> Iterator
     if gpus_here and ranks > len(gpus_here):
         yield f"gpus_per_node is {ranks}, this machine has {len(gpus_here)} GPUs; set gpus_per_node={len(gpus_here)}"
     if not gpus_here and ranks > most:
-        yield f"gpus_per_node is {ranks}: {ranks} processes on {cores()} cores would only wait; use at most {most}"
+        yield f"gpus_per_node is {ranks}: too many processes for {cores()} cores; use at most {most}"
     emulated = backend is EPBackend.DEEPEP and experiment.ep_kernels == "emulated"
     of_deepep = backend in (EPBackend.DEEPEP, EPBackend.HYBRIDEP) and not emulated
     if gpus_here and of_deepep and not has_module("deep_ep"):  # without a GPU, the plan says that it needs one
@@ -60,4 +60,7 @@ def _lacking(experiment: Experiment, gpus_here: tuple[GpuInfo, ...]) -> Iterator
     if reason := shape_for(experiment).plan_only:
         yield reason
     if experiment.hardware not in ("local", "cpu"):
-        yield f"hardware {experiment.hardware} is not known to `moelab run`; use hardware=local or hardware=cpu"
+        yield (
+            f"hardware is {experiment.hardware}: `moelab run` trains on this machine only; set hardware=local or "
+            "hardware=cpu"
+        )

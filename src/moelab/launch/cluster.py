@@ -1,9 +1,9 @@
-"""Clusters as YAML: what a Slurm job needs to know of the place that it runs in.
+"""Clusters as YAML: what a Slurm job needs to know about where it runs.
 
-Bundled profiles are in ``data/clusters``; a path of one's own YAML file will do as well. ``soperator`` (Slurm on
+Profiles that come with moelab are in ``data/clusters``; the path of a YAML file works too. Soperator (Slurm on
 Kubernetes) is plain Slurm to its users: its nodes are pods with Slurm names, and nothing here treats it differently.
 
-No value is ever run by a shell. What stands in an ``#SBATCH`` line, where nothing can be quoted, is one word of
+No shell ever runs a value. sbatch takes no quotes in ``#SBATCH`` lines, so what stands there must be one word of
 letters, digits and a few signs; everything else is one line of text and is quoted in the script.
 """
 
@@ -27,11 +27,11 @@ _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.,:@/+=-]*", re.ASCII)
 _OWN_VARIABLES = ("SLURM_", "SLURMD_", "MOELAB_")
 _SHELLS_OWN = frozenset({"UID", "EUID", "PPID", "BASHOPTS", "SHELLOPTS", "BASH_VERSINFO"})
 MAX_CHARACTERS = 4_096
-_PRIVATE_FILE = "everyone may read a job's script; export it in a private file that `source` names"
+_PRIVATE_FILE = "everyone can read a job's script; export it in a private file and name that file in `source`"
 
 
 def _rule(valid: str, holds: Callable[[str], object]) -> Callable[[str], str]:
-    """A check that gives a value back, or raises ValueError with what is valid."""
+    """A check that returns its value, or raises ValueError saying what is valid."""
 
     def checked(value: str) -> str:
         if not holds(value):
@@ -42,12 +42,12 @@ def _rule(valid: str, holds: Callable[[str], object]) -> Callable[[str], str]:
 
 
 word = _rule("one word of letters, digits and . _ , : @ / + = -, beginning with a letter or digit", _WORD.fullmatch)
-"""Of an ``#SBATCH`` line: no sign that sbatch or a shell could read as something else."""
+"""For an ``#SBATCH`` line: no sign that sbatch or a shell could read as something else."""
 line = _rule(
     f"one line of printable text, 1 to {MAX_CHARACTERS:,} characters",
     lambda value: value.isprintable() and 0 < len(value) <= MAX_CHARACTERS,
 )
-"""What the script quotes: nothing ends the line, or cannot be seen."""
+"""For what the script quotes: no line breaks, and nothing invisible."""
 _argument = _rule("a name or path, which an option such as -x is not", lambda value: not value.startswith("-"))
 _absolute = _rule(
     "an absolute path: the job starts in another folder, on another machine", lambda value: value.startswith("/")
@@ -70,7 +70,7 @@ class Container(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     image: Line = Field(description="registry#name:tag, or the path of a .sqsh file")
-    mounts: tuple[Mount, ...] = Field((), description="outside:inside; the runs and the datasets must be among them")
+    mounts: tuple[Mount, ...] = Field((), description="outside:inside; must cover the runs and the datasets")
 
 
 class ClusterProfile(BaseModel):
@@ -83,58 +83,60 @@ class ClusterProfile(BaseModel):
 
     name: Name
     description: Line
-    scheduler: Literal["slurm", "none"] = Field("slurm", description="none: ranks are started here, by `moelab run`")
+    scheduler: Literal["slurm", "none"] = Field("slurm", description="none: `moelab run` starts ranks here")
 
     partition: Word | None = None
     account: Word | None = None
     qos: Word | None = None
     time_limit_minutes: Annotated[int, Field(ge=1)] = 60
-    nodes: Annotated[int, Field(ge=1)] = Field(1, description="most nodes of one job")
-    gpus_per_node: Count = Field(8, description="0: no GPU is asked for, ranks are processes on the CPU")
-    gpu_type: Word | None = Field(None, description="of Slurm's gres; none: any")
-    cpus_per_task: Annotated[int, Field(ge=1)] = Field(1, description="of the one task on each node")
-    memory_gib: Count | None = Field(None, description="of each node; 0: all of it; none: the cluster's default")
+    nodes: Annotated[int, Field(ge=1)] = Field(1, description="most nodes that one job may have")
+    gpus_per_node: Count = Field(8, description="0: jobs ask for no GPU, and ranks run on the CPU")
+    gpu_type: Word | None = Field(None, description="as Slurm's gres names it; none: any")
+    cpus_per_task: Annotated[int, Field(ge=1)] = Field(1, description="for the one task on each node")
+    memory_gib: Count | None = Field(None, description="per node; 0: all of it; none: the cluster's default")
     exclusive: bool = True
 
-    modules: tuple[Argument, ...] = Field((), description="loaded after `source`")
+    modules: tuple[Argument, ...] = Field((), description="environment modules, loaded after `source`")
     source: tuple[Absolute, ...] = Field((), description="shell files, sourced first and in this order")
     venv: Absolute | None = None
     conda_env: Argument | None = Field(None, description="activated; conda's profile.d/conda.sh must be in `source`")
     python: Argument | None = Field(
-        None, description="interpreter; none: that of the venv, conda_env or container, else the one that submits"
+        None, description="interpreter; none: that of venv, conda_env or container, else the one that submits"
     )
     variables: dict[VariableName, VariableValue] = {}
     container: Container | None = None
-    memlock: Literal["any", "unlimited"] = Field("any", description="locked memory that a rank needs: RDMA, unlimited")
+    memlock: Literal["any", "unlimited"] = Field("any", description="locked memory per rank; RDMA needs unlimited")
     first_port: Annotated[int, Field(ge=1024)] = 20000
-    last_port: Annotated[int, Field(le=65535)] = Field(28999, description="of the ports that ranks may meet at")
+    last_port: Annotated[int, Field(le=65535)] = Field(28999, description="end of the range for torchrun's rendezvous")
 
     runs: Absolute | None = Field(None, description="folder of all runs, on a file system that all nodes share")
     scratch: Absolute | None = Field(None, description="shared folder for checkpoints; none: in the run directory")
-    datasets: dict[Literal["c4"], Absolute] = Field({}, description="local copies, by their name")
-    tokenizers: dict[Literal["nano", "debug", "16B", "671B"], Absolute] = Field({}, description="by model, for c4")
+    datasets: dict[Literal["c4"], Absolute] = Field({}, description="folders of local copies, by dataset")
+    tokenizers: dict[Literal["nano", "debug", "16B", "671B"], Absolute] = Field({}, description="folders, by model")
 
     signal_s: Annotated[int, Field(ge=10, le=65535)] = Field(
-        300, description="before the time limit, to finish a step and save; Slurm may be 60 s early"
+        300, description="warning before the time limit, to finish a step and save; Slurm may send it 60 s early"
     )
-    requeues: Count = Field(10, description="most restarts of one job")
-    checkpoint_interval_steps: Count = Field(0, description="0: only when the time is up")
-    time_ranks: bool = Field(False, description="every rank logs its own times, some KB a step: finds stragglers")
+    requeues: Count = Field(10, description="how often one job may restart")
+    checkpoint_interval_steps: Count = Field(0, description="0: save only when time runs out")
+    time_ranks: bool = Field(False, description="every rank logs its own times, a few KB per step, to find stragglers")
     checkpoints_kept: Annotated[int, Field(ge=2)] = 2
     all_reduce_floor_gb_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
-        None, description="bus bandwidth below which a node is not healthy"
+        None, description="a node with a lower bus bandwidth is not healthy"
     )
     sources: dict[str, Line] = {}
 
     @model_validator(mode="after")
     def _consistent(self) -> ClusterProfile:
         if self.last_port - self.first_port < 100 or self.first_port <= TORCHRUN_DEFAULT_PORT <= self.last_port:
-            raise ValueError(f"first_port to last_port: at least 100 ports, without torchrun's {TORCHRUN_DEFAULT_PORT}")
+            raise ValueError(
+                f"first_port to last_port must be at least 100 ports without torchrun's own {TORCHRUN_DEFAULT_PORT}"
+            )
         if self.signal_s >= self.time_limit_minutes * 60:
             raise ValueError("signal_s must be less than the time limit")
         if self.venv and self.conda_env:
-            raise ValueError("venv and conda_env: only one of them")
-        # bash refuses to set its own (UID: readonly variable), and the script would end there.
+            raise ValueError("venv and conda_env exclude each other; give one of them")
+        # bash refuses to set its own (`UID: readonly variable`), and `set -e` ends the script there.
         if taken := [name for name in self.variables if name.startswith(_OWN_VARIABLES) or name in _SHELLS_OWN]:
             raise ValueError(f"variables must not be {', '.join(taken)}: Slurm, moelab and bash set them themselves")
         if secret := [name for name in self.variables if is_secret_name(name)]:
@@ -143,7 +145,9 @@ class ClusterProfile(BaseModel):
             if each_text(lambda text: HIDDEN if holds_secret(text) else text, value) != value:
                 raise ValueError(f"{name} must not hold a key, token or password: {_PRIVATE_FILE}")
         if unknown := self.sources.keys() - type(self).model_fields.keys() - self.variables.keys():
-            raise ValueError(f"sources names {', '.join(sorted(unknown))}, which is no field and no variable here")
+            raise ValueError(
+                f"sources names {', '.join(sorted(unknown))}, which are neither fields nor variables of this profile"
+            )
         return self
 
 
@@ -172,8 +176,8 @@ def read_cluster(name_or_path: str, overrides: Sequence[str] = ()) -> ClusterPro
         path = Path(name_or_path)
     else:
         raise BadInput(
-            f"cluster is {name_or_path!r}: there is no such profile; the profiles are {', '.join(bundled())}, "
-            "or give the path of a .yaml file"
+            f"cluster is {name_or_path!r}: there is no such profile; the profiles are {', '.join(bundled())}; or give "
+            "the path of a .yaml file"
         )
     content = read_yaml(path)
     if not isinstance(content, dict):

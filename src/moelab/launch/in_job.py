@@ -1,14 +1,14 @@
 """What a job's script starts once on each node: ``srun … python -m moelab.launch.in_job RUN HOST …``.
 
 Each node starts torchrun for its ranks (:mod:`moelab.launch.node`). SIGUSR1, which Slurm sends before the time limit,
-asks the ranks to save a checkpoint and stop; SIGTERM ends them. The first node accounts for the run and says by its
-exit code whether the job has to be started again.
+asks the ranks to save a checkpoint and stop; SIGTERM ends them. The first node writes the run's status, and its exit
+code tells the script whether to requeue the job.
 
-Every start appends: all ranks' lines go on in ``logs/train.log``, where each has its global rank; their own logs are in
-``logs/<job>-<restart>/node<k>/``; training goes on from the newest complete checkpoint.
+Every start appends: the lines of all ranks, each with its global rank, continue ``logs/train.log``; the ranks' own logs
+are in ``logs/<job>-<restart>/node<k>/``; training continues from the newest complete checkpoint.
 """
 
-# The standard library alone: signals are caught from the first moment on.
+# Only the standard library: imports that take long would delay the signal handlers.
 from __future__ import annotations
 
 import argparse
@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 REQUEUE_CODE = 200
-"""Of a step that wants its job to be started again. Above 128 + any signal, since srun ends the other nodes by SIGTERM
+"""Exit code of a step whose job should be requeued. Above 128 + any signal, since srun ends the other nodes by SIGTERM
 and returns the highest code of all."""
 TERMINATED = 128 + signal.SIGTERM
-_PORTS_PER_JOB = 8
+_PORTS_PER_JOB = 8  # a restart gets another port: processes of the last start may still hold theirs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +92,7 @@ class NodeOfJob:
 
 
 class Signals:
-    """Which signals came. Made first of all in a process, because the default of both is to die."""
+    """Which signals arrived. Created first of all in a process, because the default action of both is to die."""
 
     def __init__(self) -> None:
         self.save = self.end = False
@@ -104,13 +104,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Train on this node until the run is finished, stopped or failed.
 
     Returns:
-        0; :data:`REQUEUE_CODE` if the job has to be started again; what torchrun or a signal
-        ended with.
+        0; :data:`REQUEUE_CODE` if the job should be requeued; else the code that torchrun or a signal ended with.
     """
-    # First of all: SIGUSR1 may come while Python still imports, and its default is to end the process.
+    # SIGUSR1 may arrive while Python still imports what follows, which takes a second.
     signals = Signals()
     options = parse_options(arguments)
-    # These load for a second, in which a signal would go unnoticed.
     from moelab.launch.node import Start, account_for, train
     from moelab.runs.directory import RunDir
     from moelab.runs.status import State
@@ -123,13 +121,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """What the script says; ``dataset`` and ``tokenizer`` are mappings from names to folders."""
+    """The command line that the script builds; ``dataset`` and ``tokenizer`` map names to folders."""
     parser = argparse.ArgumentParser(prog="moelab.launch.in_job", description=__doc__, allow_abbrev=False)
     parser.add_argument("run", type=Path, help="run directory, absolute")
     parser.add_argument("host", help="name or address of the first node")
-    parser.add_argument("--ports", type=_ports, required=True, help="FIRST-LAST, of which the ranks meet at one")
-    parser.add_argument("--requeues", type=int, required=True, help="most restarts of the job")
-    parser.add_argument("--checkpoint-interval", type=int, required=True, help="steps; 0: only when asked to stop")
+    ports_help = "FIRST-LAST, the range for torchrun's rendezvous"
+    parser.add_argument("--ports", type=lambda text: tuple(map(int, text.split("-"))), required=True, help=ports_help)
+    parser.add_argument("--requeues", type=int, required=True, help="how often the job may restart")
+    parser.add_argument("--checkpoint-interval", type=int, required=True, help="in steps; 0: only when asked to stop")
     parser.add_argument("--checkpoints-kept", type=int, required=True)
     parser.add_argument("--time-ranks", action="store_true", help="every rank logs its own times")
     parser.add_argument("--scratch", type=Path, help="folder of checkpoints, instead of the run directory")
@@ -138,11 +137,6 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     options.dataset, options.tokenizer = dict(options.dataset), dict(options.tokenizer)
     return options
-
-
-def _ports(text: str) -> tuple[int, int]:
-    first, last = text.split("-")
-    return int(first), int(last)
 
 
 def _named_folder(text: str) -> tuple[str, Path]:

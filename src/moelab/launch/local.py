@@ -1,11 +1,11 @@
-"""Train on this machine what is not finished of a study, one experiment after the other.
+"""Train on this machine what a study still lacks, one experiment after the other.
 
-A finished study is left as it is; an interrupted one is continued with what is missing. One launcher at a time works on
-a study, so a run that says ``running`` while no launcher holds the study was left by one that was killed.
+A finished study is left as it is; an interrupted one continues with what is missing. Only one launcher at a time works
+on a study, so a run that says ``running`` while no launcher holds the study was left behind by one that was killed.
 
-The launcher holds nothing that a kill could lose. torchrun writes to a file, the metrics are read from that file, and
-the status is replaced whole. torchrun ends when the launcher dies, and ranks die with torchrun, as soon as they have
-loaded enough to ask for it; what lives all the same is killed before the next run trains.
+The launcher holds nothing that a kill could lose: torchrun writes to a file, the metrics are read from that file, and
+the status file is replaced whole. torchrun ends when the launcher dies, and ranks die with torchrun once they have
+loaded enough to ask for it; whatever survives is killed before the next run trains.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ from moelab.runs.status import State, Status
 
 POLL_S = 0.5
 LOCK_WAIT_S = 1.0
-"""Who only looks whether a launcher lives holds a study for less."""
-MIN_FREE_BYTES = 16 << 20
+"""Longer than those hold the lock who only look whether a launcher is alive."""
+MIN_FREE_BYTES = 16 << 20  # the last lines of the log, the status and the metrics still fit
 C4 = "allenai/c4"
 OnFailure = Literal["continue", "stop"]
 Row = dict[str, float]
@@ -67,7 +67,7 @@ class StudyRun:
     Attributes:
         runs: the latest run of each experiment that has one, in the study's order.
         trained: how many were trained now; the others were finished before.
-        found: what was there before.
+        found: runs that were there before.
     """
 
     runs: tuple[RunDir, ...]
@@ -81,20 +81,20 @@ class StudyRun:
 
 
 def run_study(study: Study, runs: Path, *, on_failure: OnFailure = "continue", say: Say = say_on_stderr) -> StudyRun:
-    """Train what is missing of a study on this machine.
+    """Train what a study still lacks, on this machine.
 
     Args:
-        study: its experiments run in their order.
+        study: its experiments run in order.
         runs: the folder that holds all studies.
-        on_failure: whether to go on with the next experiment after one failed.
+        on_failure: whether to continue with the next experiment after one failed.
         say: receives lines of progress.
 
     Raises:
         Refused: before anything is started, if this machine cannot run one of the experiments, another process is
-            already working on the study, or nobody knows how a run of it ended.
+            already working on the study, or it is unknown how one of its runs ended.
     """
-    runs = runs.absolute()
-    # Asked before the lock and before any folder: a machine that cannot run one arm trains none of the study.
+    runs = runs.absolute()  # ranks and notebooks may have other working folders
+    # Checked before anything is written: a machine that cannot run one arm trains none of the study.
     if reasons := [f"{one.arm}: {reason}" for one in study.first_of_arms for reason in refusals(one)]:
         raise Refused("\n".join(reasons))
     with only_launcher(runs / study.name):
@@ -104,7 +104,7 @@ def run_study(study: Study, runs: Path, *, on_failure: OnFailure = "continue", s
         attempts = [here.attempts(experiment) for experiment in study.experiments]
         require_known_ends(attempts)
         if killed := _close_orphans(here.all_runs):
-            say(f"ended {killed} processes that a killed launcher left")
+            say(f"ended {killed} processes that a killed launcher left behind")
         run_of = {index: run for index, tried in enumerate(attempts) if (run := completed(tried))}
         progress = Progress(study, run_of, say)
         before = len(run_of)
@@ -126,10 +126,10 @@ def completed(attempts: Sequence[RunDir]) -> RunDir | None:
 
 
 def require_known_ends(attempts: Iterable[Sequence[RunDir]]) -> None:
-    """Train nothing again of which a run may have completed, or may still be training.
+    """Make sure that nothing trains again that may have completed, or may still be training.
 
     Args:
-        attempts: at each experiment.
+        attempts: the runs of each experiment.
 
     Raises:
         Refused: if none of an experiment's runs completed and one has no readable status.
@@ -138,8 +138,8 @@ def require_known_ends(attempts: Iterable[Sequence[RunDir]]) -> None:
     if lost:
         raise Refused(
             "\n".join(
-                f"{run.name}: nobody knows how it ended ({run.status.reason}); it has {collect_run(run).last_step} of "
-                f"{run.experiment.steps} steps"
+                f"{run.name}: it is unknown how it ended ({run.status.reason}); it has {collect_run(run).last_step} "
+                f"of {run.experiment.steps} steps"
                 for run in lost
             )
             + f'\nto train it again, move its folder out of the study; to keep it, write {{"state": "completed"}} '
@@ -149,18 +149,19 @@ def require_known_ends(attempts: Iterable[Sequence[RunDir]]) -> None:
 
 @contextmanager
 def only_launcher(folder: Path) -> Iterator[None]:
-    """Hold the folder of a study: one process at a time trains or submits it.
+    """Lock the folder of a study: one process at a time trains or submits it.
 
     Raises:
-        Refused: if another one does.
+        Refused: if another one holds it.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / ".launcher.lock")
+    lock = FileLock(folder / ".launcher.lock")  # the system releases it when this process ends, however that happens
     try:
         lock.acquire(timeout=LOCK_WAIT_S)
     except Timeout:
-        words = f"another process is launching study {folder.name!r} in {folder.parent}"
-        raise Refused(f"{words}; wait for it or stop it") from None
+        raise Refused(
+            f"another process is launching study {folder.name!r} in {folder.parent}; wait for it or stop it"
+        ) from None
     try:
         yield
     finally:
@@ -168,12 +169,13 @@ def only_launcher(folder: Path) -> Iterator[None]:
 
 
 def close_killed(runs: Iterable[RunDir]) -> None:
-    """Close what says ``running`` although its launcher was killed on this machine and nothing of it lives here.
+    """Close runs that say ``running`` although their launcher was killed on this machine and none of it is alive.
 
-    Of a launcher on another machine, or before this one was started anew, nobody can tell: the next run closes those.
+    This machine cannot see a launcher on another one, or before its own reboot: the next run closes those.
     """
-    said = {run: run.status for run in runs}
-    mine = [run for run, one in said.items() if one.state is State.RUNNING and one.boot_id and one.boot_id == boot_id()]
+    statuses = {run: run.status for run in runs}
+    running = {run: status for run, status in statuses.items() if status.state is State.RUNNING and status.boot_id}
+    mine = [run for run, status in running.items() if status.boot_id == boot_id()]
     alive = living() if mine else set()
     for run in mine:
         if (run.path / EXPERIMENT_FILE).resolve() not in alive:
@@ -182,14 +184,14 @@ def close_killed(runs: Iterable[RunDir]) -> None:
 
 
 def _close_orphans(runs: Iterable[RunDir]) -> int:
-    """Close runs whose launcher was killed, and end what lives of them, so that nothing trains beside the next.
+    """Close runs whose launcher was killed, and end their processes, so that nothing trains beside the next run.
 
     Returns:
         How many processes there were.
     """
     orphans = {
         run: status
-        for run in runs  # a job of Slurm has no launcher here
+        for run in runs  # a Slurm job has no launcher here
         if not ((status := run.status).job_id or ticket_of(run) or status.is_lost or status.state.is_final)
     }
     killed = end_processes([run.path / EXPERIMENT_FILE for run in orphans])
@@ -200,22 +202,22 @@ def _close_orphans(runs: Iterable[RunDir]) -> int:
 
 
 def _complete_log(run: RunDir) -> None:
-    """Append to ``train.log`` the lines that ranks wrote and a killed torchrun did not copy any more.
+    """Append to ``train.log`` the lines that ranks wrote and a killed torchrun had not copied yet.
 
-    It copies ten times a second, each rank's files in their order: what it did not copy is the end of a file, after the
-    last line that both have. A line that it was writing is cut off and copied whole.
+    torchrun copies each rank's files in order, ten times a second: what it missed is the end of a file, after the last
+    line that both have. A line that was cut off in the middle is copied again, whole.
     """
     files = sorted(run.log.parent.glob("*/attempt_*/[0-9]*/std*.log"))
     if not files:
         return
     with suppress(OSError), run.log.open("rb+") as log:
         text = log.read()
-        log.truncate(log.seek(text.rfind(b"\n") + 1))
+        log.truncate(log.seek(text.rfind(b"\n") + 1))  # cut off the line that torchrun was writing
         copied = set(text.splitlines())
         for file in files:
             prefix = f"[rank{file.parent.name}]:".encode()
             lines = [prefix + line for line in file.read_bytes().rpartition(b"\n")[0].splitlines()]
-            times = Counter(lines)  # a line that is there twice does not say which of them was copied
+            times = Counter(lines)  # a line that occurs twice does not tell which of the two was copied
             last = max((at for at, line in enumerate(lines) if line in copied and times[line] == 1), default=-1)
             log.write(b"".join(line + b"\n" for line in lines[last + 1 :]))
 
@@ -224,12 +226,12 @@ def _run_experiment(runs: Path, experiment: Experiment, *, on_rows: Callable[[li
     """Train one experiment to its end and collect what it left; ``on_rows`` gets new metric rows meanwhile.
 
     Raises:
-        Refused: before anything is started, without room for what it logs, or without its data.
+        Refused: before anything is started, if there is no room for its logs, or its data cannot be had.
         KeyboardInterrupt: after the ranks were stopped and the status written.
     """
     if problem := no_space(runs):
         raise Refused(problem)
-    # Before the run directory is made: what cannot be had leaves no failed run behind.
+    # Before the run directory is made, so that missing data leaves no failed run behind.
     stage_data(experiment)
     run, left = directory.create(runs, experiment), None
     try:
@@ -239,7 +241,7 @@ def _run_experiment(runs: Path, experiment: Experiment, *, on_rows: Callable[[li
         status, left = _train(run, launched, on_rows)
     except OSError as error:
         status = replace(run.status, state=State.FAILED, reason=f"the launcher failed: {error}")
-    # SIGTERM comes as SystemExit; the ranks are gone already, by the end of the block that started them.
+    # SIGTERM arrives as one of these; leaving the block that started the ranks has already ended them.
     except (KeyboardInterrupt, SystemExit):
         close(run, replace(run.status, state=State.CANCELLED, reason="interrupted by the user"))
         raise
@@ -251,6 +253,7 @@ def _run_experiment(runs: Path, experiment: Experiment, *, on_rows: Callable[[li
 
 
 def _train(run: RunDir, launched: Command, on_rows: Callable[[list[Row]], None]) -> tuple[Status, Collected | None]:
+    # With the boot, a later process here can tell that this launcher is dead (`close_killed`).
     status = Status(state=State.RUNNING, attempts=1, boot_id=boot_id())
     run.set_status(status)
     follower = LogFollower(run.log)
@@ -265,12 +268,12 @@ def _train(run: RunDir, launched: Command, on_rows: Callable[[list[Row]], None])
             with suppress(TimeoutExpired):
                 process.wait(POLL_S)
             report()
-            if problem := no_space(run.path):  # ranks would train on and lose what they log
+            if problem := no_space(run.path):  # ranks would train on, and their logs be lost
                 return replace(status, state=State.FAILED, reason=problem), None
-    # Killed: it did not copy the last lines of its ranks.
+    # torchrun was killed and did not copy the last lines of its ranks.
     if process.returncode < 0:
         _complete_log(run)
-    report()
+    report()  # what was logged since the last look
     return ended(run, replace(status, exit_code=process.returncode), run.log.parent)
 
 
@@ -280,20 +283,20 @@ def close(run: RunDir, status: Status, left: Collected | None = None) -> None:
     Args:
         run: its directory.
         status: how it ended.
-        left: what it left, where that was read for :func:`ended`.
+        left: what it left, where :func:`ended` has read that already.
     """
     run.set_status(status)
-    with suppress(OSError, BadInput):  # a full disk; an experiment of another version of moelab
+    with suppress(OSError, BadInput):  # a full disk; a record of another version of moelab
         save_results(run, replace(left, status=status) if left else collect_run(run))
 
 
 def ended(run: RunDir, status: Status, logs: Path, *, log_start: int = 0) -> tuple[Status, Collected | None]:
-    """What a run's end means, and what the run left where that had to be read.
+    """The final status of a run, and what the run left, where that had to be read.
 
     Args:
         run: its directory, with everything logged.
         status: with torchrun's exit code.
-        logs: the ranks' own logs of this launch, as torchrun was told to write them.
+        logs: folder of the ranks' own logs of this launch.
         log_start: where this launch begins in ``train.log``, in bytes.
     """
     if status.exit_code != 0:
@@ -303,7 +306,7 @@ def ended(run: RunDir, status: Status, logs: Path, *, log_start: int = 0) -> tup
     reason: str | None
     if run.experiment.precision in BLOCK_SCALED and not converted_modules(run):
         reason = f"precision is {run.experiment.precision.value}, but no module was converted"
-    elif left.status.state is State.FAILED:
+    elif left.status.state is State.FAILED:  # exit code 0, but a loss that is not finite
         reason = left.status.reason
     elif left.last_step < planned:
         reason = f"training ended at step {left.last_step} of {planned}"
@@ -320,22 +323,22 @@ def failure_of(run: RunDir, logs: Path, log_start: int) -> Statement | None:
 
 
 def no_space(folder: Path) -> str | None:
-    """What to say if there is too little space for what a run logs, else None."""
+    """The message if there is too little space for a run's logs, else None."""
     free = shutil.disk_usage(folder).free
     if free >= MIN_FREE_BYTES:
         return None
     return (
-        f"no disk space: {free / 2**20:.1f} MiB are free where the runs are, {MIN_FREE_BYTES >> 20} MiB are needed; "
-        "free some, or choose another folder for the runs"
+        f"no disk space: the file system of the runs has {free / 2**20:.1f} MiB free, and {MIN_FREE_BYTES >> 20} MiB "
+        "are needed; free some, or choose another folder with --runs"
     )
 
 
 def stage_data(experiment: Experiment, *, dataset: Path | None = None, tokenizer: Path | None = None) -> None:
-    """Make the experiment's data ready on this machine, or say why it cannot be.
+    """Make the experiment's data ready on this machine.
 
     Args:
         experiment: what will run.
-        dataset: local copy of C4, instead of the hub.
+        dataset: local copy of C4, instead of streaming from the hub.
         tokenizer: folder of the model's tokenizer, instead of where TorchTitan's script puts it.
 
     Raises:
@@ -348,11 +351,11 @@ def stage_data(experiment: Experiment, *, dataset: Path | None = None, tokenizer
         if dataset is None:
             _require_c4()
         elif not dataset.is_dir():
-            raise Refused(f"dataset c4 is said to be in {dataset}, which is no folder on this machine")
+            raise Refused(f"the cluster profile has dataset c4 in {dataset}, which is not a folder on this machine")
         folder = str(tokenizer) if tokenizer else TOKENIZERS.get(experiment.model)
         if folder and not Path(folder, "tokenizer.json").exists():
             raise Refused(
-                f"dataset c4 with model {experiment.model} needs its tokenizer in {folder}; fetch it with TorchTitan's "
+                f"dataset c4 with model {experiment.model} needs a tokenizer in {folder}; fetch it with TorchTitan's "
                 "scripts/download_hf_assets.py, or use dataset=python"
             )
         if folder:
@@ -370,15 +373,16 @@ def _require_c4() -> None:
     except (HTTPError, HfHubHTTPError, OfflineModeIsEnabled, OSError, ValueError) as error:
         raise Refused(
             f"dataset c4 cannot be reached from here ({type(error).__name__}): it is streamed from {C4} on the "
-            "Hugging Face hub. Check the network, HF_ENDPOINT and HF_HUB_OFFLINE, or use dataset=python: no download"
+            "Hugging Face hub. Check the network, HF_ENDPOINT and HF_HUB_OFFLINE, or use dataset=python, which needs "
+            "no download"
         ) from error
 
 
 class Progress:
-    """Follows a study and says a line every ``interval_s`` seconds.
+    """Prints a line of progress of a study every ``interval_s`` seconds.
 
-    The time left counts, for every run still to come, what a run takes beside its steps (start-up, held-out loss, the
-    end) and its steps at the pace of its arm; an arm that has not run yet is reckoned at the mean pace of the others.
+    The time left is, for every run still to come, what a run takes besides its steps (start-up, held-out loss, the end)
+    plus its steps at the pace of its arm; an arm that has not run yet gets the mean pace of the others.
     """
 
     def __init__(
@@ -401,16 +405,16 @@ class Progress:
         self._begin(self._waiting[0] if self._waiting else 0)
 
     def start(self, index: int) -> None:
-        """Experiment number ``index`` of the study begins."""
+        """Experiment number ``index`` of the study has begun."""
         self._waiting.remove(index)
         self._begin(index)
         self._say(f"{self._where()} | starting")
 
     def rows(self, rows: list[dict[str, float]]) -> None:
-        """New metric rows of the experiment that runs."""
+        """The running experiment has new metric rows."""
         now, last = self._clock(), rows[-1]
         self._step = max(self._step, int(last["step"]))
-        if self._first is None:
+        if self._first is None:  # the time before it is start-up, and no part of the pace
             self._first = (self._step, now)
         elif self._step > self._first[0]:
             self._pace_s[self._run.arm] = (now - self._first[1]) / (self._step - self._first[0])
@@ -420,7 +424,7 @@ class Progress:
             self._say(f"{self._where()} | {speed}{self._left(now)}")
 
     def end(self, outcome: str) -> None:
-        """The experiment that ran is over."""
+        """The running experiment has ended."""
         if self._run.arm in self._pace_s:
             steps_s = self._pace_s[self._run.arm] * self._step
             self._beside_s.append(max(0.0, self._clock() - self._started - steps_s))
@@ -447,18 +451,18 @@ class Progress:
 
 
 def start_in_background(study: Study, runs: Path) -> subprocess.Popen[bytes] | None:
-    """Start ``moelab run`` for what is missing of a study, and return as soon as a run of it has begun.
+    """Start ``moelab run`` for what a study still lacks, and return as soon as a run has begun.
 
     Args:
         study: its experiments run one after the other.
         runs: the folder that holds all studies.
 
     Returns:
-        The launcher, which ``terminate()`` stops with its run cancelled; None if the study is being trained already,
-        as after a restart of the kernel, or is finished.
+        The launcher; its ``terminate()`` cancels the run. None if the study is finished or already being trained, as
+        after a restart of the kernel.
 
     Raises:
-        Refused: if the launcher did not start a run, with its words.
+        Refused: if the launcher did not start a run, with its message.
     """
     folder = runs.absolute() / study.name
     try:
@@ -468,7 +472,7 @@ def start_in_background(study: Study, runs: Path) -> subprocess.Popen[bytes] | N
         return None
     file, log = folder / "study.yaml", folder / "launcher.log"
     rows = [experiment.model_dump(mode="json") for experiment in study.experiments]
-    # The study as it is here, with a notebook's values: not the file that it may have come from.
+    # The study with a notebook's values in it, which the file that it came from does not have.
     write_whole(file, yaml.safe_dump(rows, sort_keys=False))
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -476,10 +480,10 @@ def start_in_background(study: Study, runs: Path) -> subprocess.Popen[bytes] | N
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # nobody's child in spirit: the notebook's kernel may end, and training goes on
+            start_new_session=True,  # training goes on when the notebook's kernel ends
         )
     while process.poll() is None:
-        if {run.path for run in directory.find(folder) if run.status.attempts} - before:
+        if {run.path for run in directory.find(folder) if run.status.attempts} - before:  # 0 attempts: not begun
             return process
         time.sleep(0.2)
     if process.returncode:

@@ -1,6 +1,6 @@
-"""One node of a job: its torchrun, how its ranks are asked to stop, and the first node's account of the whole run.
+"""One node of a job: it runs torchrun and asks its ranks to stop when time runs out.
 
-The first node writes the run's status and files, and decides whether the job is started again.
+The first node also writes the run's status and files, and decides whether the job is requeued.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Start:
 
     Attributes:
         run: its directory.
-        place: of this node in the job.
-        options: of the command line.
-        signals: that came.
+        place: this node's place in the job.
+        options: the command line.
+        signals: which arrived so far.
     """
 
     run: RunDir
@@ -53,18 +53,18 @@ class Start:
 
     @property
     def stop_file(self) -> Path:
-        """What asks the ranks of this node to save and stop."""
+        """The file that asks the ranks of this node to save and stop."""
         return Path(tempfile.gettempdir(), f"moelab-stop-{self.place.start}-{self.place.node}")
 
     def command(self, experiment: Experiment) -> Command:
-        """Torchrun for this node's ranks; TorchTitan is told where checkpoints and this cluster's data are."""
+        """The torchrun command for this node's ranks, with the folders of checkpoints and of this cluster's data."""
         options, folder = self.options, self.run.path
         if options.scratch:
             folder = options.scratch / self.run.name
         arguments = [
             "--checkpoint.enable",
             f"--checkpoint.folder={folder}/checkpoint",
-            # Past the last step is never: TorchTitan has no value for that.
+            # TorchTitan has no value for "never": an interval beyond the last step stands for it.
             f"--checkpoint.interval={options.checkpoint_interval or experiment.steps + 1}",
             f"--checkpoint.keep_latest_k={options.checkpoints_kept}",
             f"--comm.train_timeout_seconds={COLLECTIVE_TIMEOUT_S}",
@@ -100,13 +100,13 @@ def train(start: Start, is_over: Callable[[], object] | None = None) -> int:
 
     Args:
         start: this one.
-        is_over: asked several times a second whether to end the ranks; by default, when SIGTERM came.
+        is_over: called several times a second; whether to end the ranks. By default, once SIGTERM has arrived.
 
     Returns:
-        The exit code of torchrun, or :data:`~moelab.launch.in_job.TERMINATED` if it was ended here.
+        The exit code of torchrun, or :data:`~moelab.launch.in_job.TERMINATED` if this function ended it.
     """
     experiment = start.run.experiment
-    # Of this job's earlier start, where Slurm lost this node and its daemon, and ranks would go on beside ours.
+    # Where Slurm lost this node and its daemon, ranks of the job's earlier start still run and would train beside ours.
     end_processes(
         [start.run.path / EXPERIMENT_FILE], is_meant=lambda node: not node.startswith(f"{start.place.start}-")
     )
@@ -115,7 +115,7 @@ def train(start: Start, is_over: Callable[[], object] | None = None) -> int:
     try:
         with Process(start.command(experiment), None) as process:
             while process.poll() is None:
-                # A file, because torchrun passes on only signals that end its ranks.
+                # A file and no signal, because torchrun only passes on signals that end its ranks.
                 if start.signals.save:
                     start.stop_file.touch()
                 if is_over() if is_over else start.signals.end:
@@ -127,14 +127,14 @@ def train(start: Start, is_over: Callable[[], object] | None = None) -> int:
 
 
 def account_for(start: Start) -> int:
-    """Train as :func:`train` does, and write the run's status before, after and in between.
+    """Train as :func:`train` does, and keep the run's status up to date.
 
     Returns:
         What :func:`moelab.launch.in_job.main` returns.
     """
     before = start.run.status
     status = Status(state=State.RUNNING, job_id=start.place.label, attempts=before.attempts + 1)
-    start.run.set_status(status)
+    start.run.set_status(status)  # before anything can fail: `attempts` counts every start
     try:
         code, status, left = _end(start, status)
     except Exception as error:
@@ -148,28 +148,28 @@ def account_for(start: Start) -> int:
 
 
 def _end(start: Start, status: Status) -> tuple[int, Status, Collected | None]:
-    """Train to some end; the exit code for the script, the run's status, and what it left if that was read."""
+    """Train until something ends it; returns the script's exit code, the status, and what the run left if read."""
     run = start.run
     if not _is_free(start.port):
         return *_again(start, status, f"port {start.port} of {start.options.host} is in use by another program"), None
     (run.path / STOPPED_FILE).unlink(missing_ok=True)
-    # A later start adds its own files, since it may run on other nodes.
+    # Each start adds files of its own, since it may run on other nodes.
     number = "" if status.attempts == 1 else f"-{status.attempts}"
     write_whole(run.path / "launch" / f"command{number}.sh", f"{start.command(run.experiment).as_shell()}\n")
     write_json(run.path / f"environment{number}.json", environment(nodes=start.place.nodes))
     log_start = run.log.stat().st_size
 
     def is_over() -> object:
-        if start.signals.end:  # written at once: SIGKILL follows
+        if start.signals.end:  # written at once, because SIGKILL follows
             run.set_status(_terminated(start, status, log_start))
-        return start.signals.end or no_space(run.path)  # without space, ranks would train on and lose what they log
+        return start.signals.end or no_space(run.path)  # ranks would train on, and their logs be lost
 
     code = train(start, is_over)
     if start.signals.end:
         return TERMINATED, _terminated(start, status, log_start), None
     if code == TERMINATED:
         return 1, replace(status, state=State.FAILED, reason=no_space(run.path) or "no disk space for a moment"), None
-    # Lines of other nodes come through srun, after their ranks have ended.
+    # The lines of other nodes arrive through srun, after their ranks have ended.
     _settle(run.log)
     if code == 0 and (run.path / STOPPED_FILE).exists():
         step = json.loads((run.path / STOPPED_FILE).read_text())["step"]
@@ -179,25 +179,25 @@ def _end(start: Start, status: Status) -> tuple[int, Status, Collected | None]:
 
 
 def _again(start: Start, status: Status, why: str) -> tuple[int, Status]:
-    """Have the job started again, unless that was done too often."""
+    """Have the job requeued, unless it was requeued too often."""
     done, task = start.place.restarts, start.place.label.partition("_")[2]
     if done < start.options.requeues:
         return REQUEUE_CODE, replace(status, state=State.SUBMITTED, reason=f"{why}; requeued")
-    go_on = f"`sbatch --array={task} {start.run.path}/launch/job.sbatch` goes on from there"
-    limit = f"requeued {done} times, which is the limit of the cluster's profile"
-    return 1, replace(status, state=State.FAILED, reason=f"{why}; {limit}; {go_on}")
+    limit = f"requeued {done} times, the limit in the cluster profile"
+    resume = f"`sbatch --array={task} {start.run.path}/launch/job.sbatch` continues from there"
+    return 1, replace(status, state=State.FAILED, reason=f"{why}; {limit}; {resume}")
 
 
 def _terminated(start: Start, status: Status, log_start: int) -> Status:
-    """The status after SIGTERM: a rank's failure if there is one, or else what Slurm alone knows.
+    """The status after SIGTERM: a rank's failure if there is one; otherwise only Slurm knows the cause.
 
-    srun ends all nodes when one fails, and Slurm does when the job is cancelled, preempted, requeued or out of time.
+    srun sends SIGTERM to all nodes when one fails, and Slurm when the job is cancelled, preempted, requeued or late.
     """
     failure = failure_of(start.run, start.logs, log_start)
     if failure and failure.kind < Kind.ABORTED and failure.kind is not Kind.STOPPED:
         return replace(status, state=State.FAILED, reason=str(failure))
     if start.signals.save:
-        late = "out of time before a checkpoint was saved: raise signal_s of the cluster's profile"
+        late = "time ran out before a checkpoint was saved: raise signal_s in the cluster profile"
         return replace(status, state=State.FAILED, reason=late)
     said = start.run.status
     if said.state is State.CANCELLED or said.reason == BY_CANCEL:
@@ -207,7 +207,7 @@ def _terminated(start: Start, status: Status, log_start: int) -> Status:
 
 
 def _settle(log: Path) -> None:
-    """Wait until srun has written everything that the ranks of all nodes said."""
+    """Wait until srun has written the last lines of all nodes: until the log stops growing."""
     end, size = time.monotonic() + LOG_WAIT_S, -1
     while time.monotonic() < end and size != (size := log.stat().st_size):
         time.sleep(LOG_QUIET_S)
@@ -215,7 +215,7 @@ def _settle(log: Path) -> None:
 
 def _is_free(port: int) -> bool:
     with socket.socket() as attempt:
-        attempt.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        attempt.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torchrun's store: TIME_WAIT does not count
         try:
             attempt.bind(("", port))
         except OSError:

@@ -1,4 +1,4 @@
-"""What a study needs of a cluster, looked at from where it is submitted: plan, memory, data, room for checkpoints."""
+"""Whether a cluster has what a study needs, as seen from where it is submitted: plan, memory, data, disk space."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from moelab.plan import plan
 from moelab.projection.project import project
 
 STREAMING_NODES = 4
-"""Nodes that may stream C4: each rank asks the hub for itself, some ten times at the start, and a cluster has one
-address; 500 calls of its API are answered in 5 minutes (huggingface.co/docs/hub/rate-limits, November 2026)."""
+"""Most nodes that may stream C4: each rank makes some ten calls to the hub at the start, and a cluster has one address;
+the hub answers 500 API calls in 5 minutes (huggingface.co/docs/hub/rate-limits, November 2026)."""
 STATE_BYTES = 3 * FP32
-"""Of a parameter in a checkpoint: its FP32 master weight and AdamW's two moments."""
+"""Per parameter in a checkpoint: its FP32 master weight and AdamW's two moments."""
 LOG_BYTES = 1 << 30
-"""Room for what else a run writes. A choice."""
+"""Space for what else a run writes. A choice."""
 
 
 def check_plans(study: Study, cluster: ClusterProfile) -> Iterator[Finding]:
-    """Each arm's layout, memory and size. An error here is a refusal: submitting would be one too."""
+    """Each arm's layout, memory and size. An error here means that submitting is refused."""
     for experiment in study.first_of_arms:
         planned, nodes, gpus, arm = plan(experiment), experiment.nodes, experiment.gpus_per_node, experiment.arm
         plan_only = shape_for(experiment).plan_only
         problems = [*planned.verdict.reasons, *([plan_only] if plan_only else [])]
         if nodes > cluster.nodes:
-            raised = f"set `nodes` in a copy of the profile, or --cluster-set nodes={nodes}"
-            problems.append(f"nodes is {nodes}: a job of {cluster.name} gets up to {cluster.nodes}; {raised}")
+            raised = f"set `nodes` in a copy of the profile, or use --cluster-set nodes={nodes}"
+            problems.append(f"nodes is {nodes}: a job on {cluster.name} may have at most {cluster.nodes}; {raised}")
         if 0 < cluster.gpus_per_node < gpus:
             problems.append(f"gpus_per_node is {gpus}: a node of {cluster.name} has {cluster.gpus_per_node}")
         if problems:
@@ -46,7 +46,7 @@ def check_plans(study: Study, cluster: ClusterProfile) -> Iterator[Finding]:
         memory = planned.memory
         assert memory is not None, "only a legal plan has memory"
         if planned.fits is None:
-            found = "legal; whether it fits is not known: hardware is local"
+            found = "legal; hardware is local, so whether it fits there is unknown"
             yield Finding(name=f"plan of {arm}", severity="note", found=found)
             continue
         found = f"{memory.worst_gib:.1f} of {memory.capacity_gib:.1f} GiB on the fullest GPU (predicted)"
@@ -60,7 +60,7 @@ def check_data(study: Study, cluster: ClusterProfile) -> Iterator[Finding]:
     """Whether the data is where the nodes will look for it."""
     wanted = [one for one in study.first_of_arms if one.dataset == "c4"]
     if not wanted:
-        yield Finding(name="data", severity="ok", found="made on the nodes from Python's own text: no download")
+        yield Finding(name="data", severity="ok", found="made on the nodes from Python's own text, without a download")
         return
     folder, nodes = cluster.datasets.get("c4"), max(one.nodes for one in wanted)
     if folder is None and nodes > STREAMING_NODES:
@@ -78,46 +78,46 @@ def check_data(study: Study, cluster: ClusterProfile) -> Iterator[Finding]:
 
 
 def check_room(study: Study | None, cluster: ClusterProfile, runs: Path) -> Iterator[Finding]:
-    """Whether runs and checkpoints can be written here, and fit."""
+    """Whether runs and checkpoints can be written, and whether they fit."""
     saves, needed = Path(cluster.scratch or runs), checkpoint_bytes(study, cluster) if study else 0
     wanted = {runs: LOG_BYTES, saves: needed + (0 if cluster.scratch else LOG_BYTES)}
     for folder, size in wanted.items():
         existing = next(place for place in (folder, *folder.absolute().parents) if place.exists())
-        # A file is made, since a folder's permissions say nothing about quotas and read-only mounts.
+        # Try to write a file: a folder's permissions say nothing about quotas and read-only mounts.
         try:
             with tempfile.NamedTemporaryFile(dir=existing, prefix=".moelab-"):
                 free = shutil.disk_usage(existing).free
         except OSError as error:
-            found, user = f"cannot be written: {error.strerror or error}", os.environ.get("USER", "yours")
+            found, user = f"cannot be written: {error.strerror or error}", os.environ.get("USER", "this user")
             yield fault("room that cannot be written", found, folder=folder, existing=existing, user=user)
             continue
-        found = f"{free / 1e9:,.0f} GB free, {size / 1e9:,.0f} GB wanted"
+        found = f"{free / 1e9:,.0f} GB free, {size / 1e9:,.0f} GB needed"
         if study and folder == saves:
             found += _checkpoints_in_words(study, cluster, needed)
         if free < size:
             yield fault("room", found, folder=folder)
         else:
-            yield Finding(name=f"room in {folder}", severity="ok", found=f"{found}; a quota is not seen")
+            yield Finding(name=f"room in {folder}", severity="ok", found=f"{found}; quotas are not checked")
 
 
 def checkpoint_bytes(study: Study, cluster: ClusterProfile) -> int:
-    """Bytes of checkpoints at most, of every run at once: a job array has no order, and a finished run's stay."""
+    """Most bytes of checkpoints, of all runs at once: an array's tasks may run together, and checkpoints stay."""
     return sum(_state_bytes(one) * checkpoints_at_most(one, cluster) for one in study.experiments)
 
 
 def checkpoints_at_most(experiment: Experiment, cluster: ClusterProfile) -> int:
-    """Checkpoints of a run that are there at once: those that are kept, and one that is written before an old one goes.
+    """Most checkpoints of a run at once: those that are kept, and one that is written before an old one is deleted.
 
     One is due at every interval but not after the last step (:class:`~moelab.titan.preempt.ResumeCheckpoints`), and
-    whenever the time limit stops the run: by the slow end of the projection, or never where there is none.
+    whenever the time limit stops the run: at the slow end of the projection's interval, or never without a projection.
     """
     if cluster.scheduler == "none":  # `moelab run` saves none
         return 0
     interval, steps = cluster.checkpoint_interval_steps, experiment.steps
     due = (steps - 1) // interval if interval else 0
-    with suppress(BadInput, Refused):  # of hardware without figures, or a plan that is refused with its own reason
+    with suppress(BadInput, Refused):  # hardware without figures, or a plan that check_plans refuses with its reason
         projection = project(experiment)
-        slowest_s = steps * projection.tokens_per_gpu / projection.interval[0]
+        slowest_s = steps * projection.job.tokens_per_gpu / projection.interval[0]
         stops = math.ceil(slowest_s / (60 * cluster.time_limit_minutes - cluster.signal_s)) - 1
         due += min(stops, cluster.requeues + 1)
     return min(due, cluster.checkpoints_kept + 1)
@@ -131,8 +131,8 @@ def _state_bytes(experiment: Experiment) -> int:
 def _checkpoints_in_words(study: Study, cluster: ClusterProfile, needed_bytes: int) -> str:
     if needed_bytes:
         count = sum(checkpoints_at_most(one, cluster) for one in study.experiments)
-        return f" (derived: up to {count} checkpoints of all runs at once, 12 bytes a parameter)"
+        return f" (derived: up to {count} checkpoints of all runs at once, {STATE_BYTES:g} bytes per parameter)"
     if cluster.scheduler == "none":
         return ""
     largest = max(map(_state_bytes, study.experiments))
-    return f" (no checkpoint is due; a run that is stopped before its end would save one of {largest / 1e9:,.1f} GB)"
+    return f" (no checkpoint is due; a run that is stopped early would save one of {largest / 1e9:,.1f} GB)"

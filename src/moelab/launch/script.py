@@ -1,7 +1,7 @@
 """The sbatch script of a job, from a template in which every value is quoted.
 
-A job is an array with one task for each run directory. The script sets the environment up, starts
-:mod:`moelab.launch.in_job` once on each node, and passes Slurm's warning of the time limit on; all else is in Python.
+A job is an array with one task for each run directory. The script sets up the environment, starts
+:mod:`moelab.launch.in_job` once on each node, and passes on Slurm's warning before the time limit; the rest is Python.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ _DEPENDENCY = re.compile(r"(after|afterany|afternotok|afterok|aftercorr)(:\d+(_\
 
 @dataclass(frozen=True, kw_only=True)
 class JobSpec:
-    """One job, of a size that the cluster has (:func:`moelab.launch.requirements.check_plans`).
+    """One job, of a size that :func:`moelab.launch.requirements.check_plans` has checked against the cluster.
 
     Attributes:
         cluster: where it runs.
-        runs: absolute run directories that exist, one array task each.
+        runs: absolute paths of run directories, one array task each.
         name: of the job.
-        comment: kept by Slurm with the job; a study's or run's name.
-        nodes: of each array task.
-        gpus_per_node: ranks on each node: GPUs, or processes where the cluster has no GPUs.
-        dependency: as sbatch takes it, such as ``afterok:123``; a job whose dependency fails is cancelled.
+        comment: that Slurm keeps with the job, by which it is found again.
+        nodes: per array task.
+        gpus_per_node: ranks per node: GPUs, or processes where the cluster has no GPUs.
+        dependency: as sbatch takes it, such as ``afterok:123``; if that fails, Slurm cancels the job.
 
     Raises:
         BadInput: naming the value that cannot stand in a script.
@@ -64,7 +64,7 @@ class JobSpec:
 
     @property
     def folder(self) -> Path:
-        """Where the job starts, and where Slurm writes what the script itself says."""
+        """Where the job starts, and where Slurm writes the script's own output."""
         return self.runs[0] / "logs" if len(self.runs) == 1 else Path(os.path.commonpath(self.runs))
 
 
@@ -79,7 +79,7 @@ def render(spec: JobSpec) -> str:
         >>> render(spec).splitlines()[:3]
         ['#!/bin/bash', '#SBATCH --job-name=study', '#SBATCH --comment=study']
     """
-    # `finalize` quotes whatever the template writes. A word of an #SBATCH line is left as it is: it needs no quotes.
+    # `finalize` quotes whatever the template inserts. A word of an #SBATCH line is safe, so quoting does not change it.
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES),
         undefined=StrictUndefined,
@@ -111,7 +111,7 @@ def _directives(spec: JobSpec) -> Iterator[str]:
     if cluster.exclusive:
         yield "--exclusive"
     yield f"--time={cluster.time_limit_minutes}"
-    # B: to the script alone, which passes it on once; --signal without it would reach every rank.
+    # B: only to the script, which passes it on once. Without B, Slurm would signal every rank directly.
     yield f"--signal=B:USR1@{cluster.signal_s}"
     yield "--requeue"
     yield "--propagate=NONE"  # limits of the nodes, not of the machine that submits: memlock above all
@@ -124,7 +124,7 @@ def _directives(spec: JobSpec) -> Iterator[str]:
 
 
 def _size(spec: JobSpec) -> Iterator[str]:
-    """What both the job and its step ask for: a step does not inherit all of it."""
+    """Options of the job and again of its step, which does not inherit all of them."""
     cluster = spec.cluster
     yield f"--nodes={spec.nodes}"
     yield "--ntasks-per-node=1"
@@ -137,21 +137,21 @@ def _size(spec: JobSpec) -> Iterator[str]:
 def _step(spec: JobSpec) -> Iterator[str]:
     yield from _size(spec)
     yield f"--ntasks={spec.nodes}"
-    # A node whose ranks failed ends the others, which would wait for it in a collective for half an hour.
+    # A node whose ranks failed ends the others, which would otherwise wait in a collective until its timeout.
     yield "--kill-on-bad-exit=1"
-    # Slurm's default may be pmix, whose plugin not every node or container has.
+    # A site's default may be pmix, whose plugin some nodes and containers lack.
     yield "--mpi=none"
     yield from container_options(spec.cluster)
 
 
 def gpu_options(cluster: ClusterProfile, count: int) -> list[str]:
-    """What asks for this many GPUs of each node, where the cluster has any."""
+    """Options that request this many GPUs of each node, where the cluster has any."""
     kind = f"{cluster.gpu_type}:" if cluster.gpu_type else ""
     return [f"--gres=gpu:{kind}{count}"] if cluster.gpus_per_node else []
 
 
 def container_options(cluster: ClusterProfile) -> Iterator[str]:
-    """What has pyxis start the cluster's container, if it has one."""
+    """Options with which pyxis starts the cluster's container, if it has one."""
     if container := cluster.container:
         yield f"--container-image={container.image}"
         if container.mounts:
@@ -175,7 +175,7 @@ def _job(spec: JobSpec) -> Iterator[str]:
 
 
 def set_up(cluster: ClusterProfile) -> Iterator[list[str]]:
-    """Commands that make a shell on a node ready, as words: files, modules, environments, variables."""
+    """Commands that set up a shell on a node, as words: files, modules, environments, variables."""
     yield from (["source", file] for file in cluster.source)
     yield from (["module", "load", module] for module in cluster.modules)
     if cluster.venv:
@@ -186,7 +186,7 @@ def set_up(cluster: ClusterProfile) -> Iterator[list[str]]:
 
 
 def python_of(cluster: ClusterProfile) -> str:
-    """The interpreter on the nodes: named, or the one that the set-up or the container brings, or this one."""
+    """The interpreter on the nodes: the profile's, or that of its environment or container, or this one."""
     provided = cluster.venv or cluster.conda_env or cluster.container
     return cluster.python or ("python" if provided else sys.executable)
 

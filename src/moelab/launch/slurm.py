@@ -1,17 +1,17 @@
-"""Slurm: its commands, what they say of jobs, and by what a run's job is found again.
+"""Slurm: its commands, what they say about jobs, and how a run's job is found again.
 
-Commands are called with lists of arguments, never through a shell, and never for longer than a limit.
+Commands are called with lists of arguments, never through a shell, and always with a time limit.
 
 ``squeue --json`` is asked first: states as a word (22.05) or a list of words (23.02 and later), numbers plain or as
-``{"set": true, "number": 3}``. A Slurm built without JSON has ``scontrol show job -o``. What has left the controller's
-memory is asked of accounting (``sacct``), else of the job completion log (``sacct -c``).
+``{"set": true, "number": 3}``. A Slurm built without JSON has ``scontrol show job -o``. Jobs that have left the
+controller's memory are in accounting (``sacct``), or in the job completion log (``sacct -c``).
 
-Sites wrap these commands and their plugins print too, so an answer is looked for among what is printed, and nothing is
+Sites wrap these commands, and their plugins print too, so the answer is searched for in what is printed, and nothing is
 taken that does not have its form. A field or a job that cannot be read hides no other.
 
-A run's job is known by the comment that it was submitted with, and its task of the array: the run's ticket, which is in
-its directory before sbatch is called. A client that is killed before it has written the job's number down therefore
-loses nothing: the next one asks the queue for the comment.
+A run's job is identified by the comment it was submitted with and its task of the array: the run's ticket, which is
+written before sbatch is called. A client that is killed before it has noted the job's number therefore loses nothing:
+the next one looks for the comment in the queue.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from moelab.runs.status import State
 
 TIMEOUT_S = 60.0
 _JOB_ID = re.compile(r"\d+(_\d+)?", re.ASCII)
-# Variables of these would overrule the script, or change what is printed; those of a job, if this is started in one,
-# would be taken for the new job's.
+# Such variables would override the script or change what commands print; inside a job, its own would be taken for the
+# new job's.
 _OPTIONS = ("SLURM_", "SBATCH_", "SQUEUE_", "SACCT_", "SCANCEL_", "SCONTROL_")
 _KEPT = ("SLURM_CONF", "SLURM_JWT")
 _FIELD = re.compile(r"(?:^| )([A-Z][A-Za-z0-9_:/&]*)=")
@@ -45,7 +45,7 @@ _TASKS = re.compile(r"(\d+)(?:-(\d+))?(?::(\d+))?", re.ASCII)
 _ENDED = re.compile(  # 12_3|15|CANCELLED by 1000|0:15, from the completion log without the second column
     r"(?P<id>\d+(_(\d+|\[[^]|]*\]))?)\|((?P<raw>\d+)\|)?(?P<state>[A-Z_]+\+?)( [^|]*)?\|(?P<exit>\d*:?\d*)\|?", re.ASCII
 )
-_SUBMITTED = (  # what sbatch, or a site's wrapper of it, says a job's number by; the first that it used counts
+_SUBMITTED = (  # how sbatch, or a site's wrapper of it, prints a job's number; the first form that occurs counts
     re.compile(r"Submitted batch job (?P<id>[1-9]\d{0,9})\b(?: on cluster (?P<cluster>[\w.-]+))?", re.ASCII),
     re.compile(r"\"job_?id\"\s*:\s*\"?(?P<id>[1-9]\d{0,9})\b(?P<cluster>)", re.ASCII | re.I),
     re.compile(r"^\s*(?P<id>[1-9]\d{0,9})(?:;(?P<cluster>[\w.-]+))?\s*$", re.ASCII | re.M),
@@ -59,7 +59,7 @@ TICKET_FILE, SCRIPT_FILE = "launch/submission.json", "launch/job.sbatch"
 
 
 class SlurmError(MoelabError):
-    """A command of Slurm failed or did not answer; the message has Slurm's own words."""
+    """A Slurm command failed or did not answer; the message has Slurm's own words."""
 
 
 class SlurmMissing(Refused):
@@ -67,11 +67,11 @@ class SlurmMissing(Refused):
 
 
 class NumberUnknown(SlurmError):
-    """sbatch accepted a script, and did not say the job's number in a form that is known."""
+    """sbatch accepted a script but did not print the job's number in a known form."""
 
 
 def call(*arguments: str, timeout_s: float = TIMEOUT_S) -> str:
-    """What a command of Slurm prints on standard output.
+    """Standard output of a Slurm command.
 
     Raises:
         SlurmMissing: if it is not installed here.
@@ -86,11 +86,11 @@ def _printed(arguments: Sequence[str], timeout_s: float) -> tuple[str, str]:
         done = subprocess.run(
             arguments,
             env=_environment(),
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.DEVNULL,  # a site's wrapper that asks a question gets no answer instead of waiting
             capture_output=True,
             timeout=timeout_s,
             check=False,
-            # An sbatch whose client is gone must not submit later.
+            # An sbatch that waits for the controller must not submit after this process has died.
             preexec_fn=end_with_parent,
         )
     except FileNotFoundError:
@@ -107,21 +107,21 @@ def _printed(arguments: Sequence[str], timeout_s: float) -> tuple[str, str]:
 
 
 def sbatch(script: Path, *, timeout_s: float = TIMEOUT_S) -> tuple[str, str | None]:
-    """Submit a script; returns the number of the job, and the cluster's name where it is another or one of several.
+    """Submit a script; returns the number of the job, and the cluster's name where sbatch names one.
 
     Raises:
-        SlurmMissing, SlurmError: as :func:`call`. After no answer, the job may have been accepted all the same.
+        SlurmMissing, SlurmError: as :func:`call`. Without an answer, the job may have been accepted nevertheless.
         NumberUnknown: with what was printed, if that holds no number or several.
     """
     output, errors = _printed(("sbatch", "--parsable", str(script)), timeout_s)
-    for text in (output, errors):
+    for text in (output, errors):  # some wrappers print the number on standard error
         for form in _SUBMITTED:
             named = {(match["id"], match["cluster"] or None) for match in form.finditer(_ESCAPE.sub("", text))}
             if len(named) == 1:
                 return named.pop()
-            if named:
+            if named:  # several numbers: none of them can be trusted
                 break
-    raise NumberUnknown(f"sbatch accepted the script and printed no number of a job: {_words(output + errors)!r}")
+    raise NumberUnknown(f"sbatch accepted the script but printed no job number: {_words(output + errors)!r}")
 
 
 def cancel(jobs: Iterable[SlurmJob]) -> None:
@@ -130,7 +130,7 @@ def cancel(jobs: Iterable[SlurmJob]) -> None:
     Raises:
         SlurmMissing, SlurmError: as :func:`call`.
     """
-    numbers: dict[str | None, list[str]] = {}
+    numbers: dict[str | None, list[str]] = {}  # by cluster, since two clusters may use the same number
     for job in jobs:
         numbers.setdefault(job.cluster, []).append(checked(job.job_id))
     for cluster, ids in numbers.items():
@@ -138,7 +138,7 @@ def cancel(jobs: Iterable[SlurmJob]) -> None:
 
 
 def requeue(job: SlurmJob) -> None:
-    """Let a running or finished job start again.
+    """Restart a running or finished job.
 
     Raises:
         SlurmMissing, SlurmError: as :func:`call`.
@@ -147,10 +147,10 @@ def requeue(job: SlurmJob) -> None:
 
 
 def checked(job_id: str) -> str:
-    """A job's number as it is, so that nothing else reaches a command as an argument.
+    """Return a job's number; nothing else may reach a command as an argument.
 
     Raises:
-        SlurmError: if it is not one.
+        SlurmError: if it is not a number.
     """
     if not is_number(job_id):
         raise SlurmError(f"job: got {job_id[:80]!r}; valid: a number such as 123, or 123_4 for a task of an array")
@@ -168,17 +168,17 @@ def _on(cluster: str | None) -> list[str]:
 
 def _environment() -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if name in _KEPT or not name.startswith(_OPTIONS)}
-    return {**kept, "SLURM_BITSTR_LEN": "0"}  # or squeue would cut a long array's waiting tasks off: 0-5,7,…
+    return {**kept, "SLURM_BITSTR_LEN": "0"}  # else squeue truncates the waiting tasks of a long array: 0-5,7,…
 
 
 def _words(text: str) -> str:
-    """What a command said on one line, without each line's own program name."""
+    """What a command printed, on one line, without the program's name on each."""
     lines = (re.sub(r"^\w+: (error|fatal): ", "", line.strip()) for line in _ESCAPE.sub("", text).splitlines())
     return "; ".join(_line(line) for line in lines if line)[:500]
 
 
 def _line(text: str) -> str:
-    """A text of another program on one line that can be shown."""
+    """Another program's text as one printable line."""
     return " ".join("".join(sign if sign.isprintable() else " " for sign in text[:500]).split())
 
 
@@ -189,12 +189,12 @@ class SlurmJob:
     Attributes:
         job_id: as commands take it: ``12``, or ``12_3`` for a task.
         raw_id: its own number; a waiting task shares that of its array.
-        state: Slurm's word, such as ``RUNNING``; with ``COMPLETING`` and ``REQUEUED`` over what they follow.
+        state: Slurm's word, such as ``RUNNING``; ``COMPLETING`` and ``REQUEUED`` take precedence over other flags.
         reason: Slurm's words for why it waits or failed.
-        exit_code: of the batch script; negative for a signal; it says nothing before the end.
+        exit_code: of the batch script; negative for a signal; meaningless before the end.
         restarts: how often it was requeued.
-        comment: as it was submitted with.
-        cluster: its name where it is not the one that commands ask by themselves.
+        comment: that it was submitted with.
+        cluster: its name where it is not the default cluster of the commands.
     """
 
     job_id: str
@@ -208,10 +208,10 @@ class SlurmJob:
 
 
 def queue(cluster: str | None = None) -> list[SlurmJob]:
-    """Every job that the controller remembers, ended ones for a few minutes too.
+    """All jobs that the controller remembers, including those that ended in the last few minutes.
 
     Args:
-        cluster: its name, if it is another than commands ask by themselves.
+        cluster: its name, if it is not the commands' default.
 
     Raises:
         SlurmMissing, SlurmError: if it cannot be asked.
@@ -219,6 +219,7 @@ def queue(cluster: str | None = None) -> list[SlurmJob]:
     try:
         jobs = parse_squeue(call("squeue", *_on(cluster), "--json", "--states=all"))
     except SlurmError as error:
+        # Older than 21.08, or built without a JSON library: squeue names the option or the missing plugin.
         if "json" not in str(error).lower() and "unrecognized option" not in str(error):
             raise
         jobs = parse_scontrol(call("scontrol", *_on(cluster), "show", "job", "-o"))
@@ -226,26 +227,26 @@ def queue(cluster: str | None = None) -> list[SlurmJob]:
 
 
 def accounted(job_ids: Iterable[str], cluster: str | None = None) -> dict[str, SlurmJob]:
-    """Jobs that ended, from accounting; empty where there is none.
+    """Jobs that ended, from accounting; empty where there is no accounting.
 
     Args:
-        job_ids: such as ``12`` and ``12_3``; whole arrays are asked for, since tasks that never started have one row.
-        cluster: that they were given to, if it is another.
+        job_ids: such as ``12`` and ``12_3``; whole arrays are asked for, since tasks that never started share one row.
+        cluster: that they were submitted to, if it is not the default.
     """
     return _ended([*_on(cluster), "-X"], ACCOUNTING_COLUMNS, {job_id.partition("_")[0] for job_id in job_ids})
 
 
 def completed(raw_ids: Iterable[str]) -> dict[str, SlurmJob]:
-    """Jobs that ended, by their own number, from the job completion log; empty where there is none.
+    """Jobs that ended, by their own number, from the job completion log; empty where there is no such log.
 
-    That log does not know arrays: asked for ``12_3`` it answers with any task of them. A job that was requeued is there
-    several times; the last entry is its end.
+    That log does not know arrays: asked for ``12_3``, it answers with any task. A requeued job is there several times;
+    the last entry is its end.
     """
     return _ended(["-c"], COMPLETION_COLUMNS, set(raw_ids))
 
 
 def _ended(source: Sequence[str], columns: str, job_ids: Set[str]) -> dict[str, SlurmJob]:
-    # Whatever an old record holds, nothing but numbers reaches the command line.
+    # Whatever an old record holds, only numbers reach the command line.
     numbers = ",".join(sorted(filter(is_number, job_ids)))
     if not numbers:
         return {}
@@ -257,19 +258,19 @@ def _ended(source: Sequence[str], columns: str, job_ids: Set[str]) -> dict[str, 
 
 
 def parse_squeue(text: str) -> Iterator[SlurmJob]:
-    """Jobs of ``squeue --json``; a waiting array gives each of its tasks.
+    """Jobs of ``squeue --json``; of a waiting array, each of its tasks.
 
     Raises:
-        SlurmError: if it is not that, or says (with exit code 0) that the controller did not answer.
+        SlurmError: if it is something else, or says (with exit code 0) that the controller did not answer.
     """
-    start = re.search(r"^\s*\{", text, re.M)  # after what a wrapper or plugin prints
+    start = re.search(r"^\s*\{", text, re.M)  # wrappers and plugins may print before it
     try:
         content, _ = json.JSONDecoder().raw_decode(text, start.end() - 1 if start else 0)
         errors, records = content.get("errors") or [], list(content["jobs"])
         if errors:
             said = "; ".join(str(error.get("description") or error.get("error")) for error in errors)
             raise SlurmError(f"squeue: {_line(said)}")
-        # All are read before one is given: an answer of another program is refused whole.
+        # All are read before the first is yielded, so that another program's answer is refused as a whole.
         jobs = [list(_of_json(record)) for record in records]
         if records and not any(jobs):
             raise ValueError("none of the jobs has a number")
@@ -279,15 +280,12 @@ def parse_squeue(text: str) -> Iterator[SlurmJob]:
 
 
 def parse_scontrol(text: str) -> Iterator[SlurmJob]:
-    """Jobs of ``scontrol show job -o``, one a line.
-
-    The values are not quoted: of a field that is there twice, as a comment can pretend, the first is taken.
-    """
+    """Jobs of ``scontrol show job -o``, one a line."""
     for line in text.splitlines():
         parts = _FIELD.split(line)
         fields: dict[str, str] = {}
         for name, value in zip(parts[1::2], parts[2::2], strict=True):
-            # The first counts: Comment= comes late, and may hold "JobState=COMPLETED".
+            # Values are not quoted, and a comment may hold "JobState=COMPLETED". Comment= comes late: the first counts.
             fields.setdefault(name, value.rstrip())
         if not {"JobId", "JobState"} <= fields.keys() or not fields["JobId"].isdecimal():
             continue  # "No jobs in the system"
@@ -306,11 +304,11 @@ def parse_scontrol(text: str) -> Iterator[SlurmJob]:
 def parse_sacct(text: str) -> Iterator[SlurmJob]:
     """Jobs of ``sacct -P -n`` with :data:`ACCOUNTING_COLUMNS` or :data:`COMPLETION_COLUMNS`.
 
-    A row of tasks that never started, ``12_[5-9%4]``, gives each of them, before the rows of single tasks: one of these
-    may have started after all.
+    A row of tasks that never started, ``12_[5-9%4]``, yields each of them before the rows of single tasks: one may
+    have started after all.
     """
     rows = [row for line in text.splitlines() if (row := _ENDED.fullmatch(line.strip()))]
-    for row in sorted(rows, key=lambda row: "[" not in row["id"]):  # stable: of a requeued job, the last is its end
+    for row in sorted(rows, key=lambda row: "[" not in row["id"]):  # stable: a requeued job's last row is its end
         array, _, tasks = row["id"].partition("_")
         for job_id in _ids(row["id"], array, tasks):
             exit_code = _exit_code_of_text(row["exit"])
@@ -318,7 +316,7 @@ def parse_sacct(text: str) -> Iterator[SlurmJob]:
 
 
 def _of_json(job: Any) -> Iterator[SlurmJob]:
-    """The tasks of a record; none of one that has no number."""
+    """The tasks of a record; none if it has no job number."""
     if not isinstance(job, dict) or (number := _number(job.get("job_id"))) is None:
         return
     array, task = _number(job.get("array_job_id")), _number(job.get("array_task_id"))
@@ -336,25 +334,25 @@ def _of_json(job: Any) -> Iterator[SlurmJob]:
 
 
 def _state(given: Any) -> str:
-    """Of a state and its flags, the one that says what happens now."""
+    """Of a state and its flags, the one that says what is happening now."""
     words = [_word(str(word)) for word in (given if isinstance(given, list) else [given] if given else [])]
-    # A cancelled job that is still leaving its nodes is ["CANCELLED", "COMPLETING"].
+    # A cancelled job that still occupies its nodes is ["CANCELLED", "COMPLETING"].
     over = ("COMPLETING", "REQUEUE_HOLD", "REQUEUED", "SPECIAL_EXIT")
     return next((word for word in over if word in words), words[0] if words else "UNKNOWN")
 
 
 def _word(state: str) -> str:
-    """A state without what follows it, as of ``CANCELLED by 1000``, and whole where a column was too narrow."""
+    """The first word of a state, such as ``CANCELLED by 1000``; whole where a narrow column cut it to ``CANCELL+``."""
     word = _line(state).partition(" ")[0] or "UNKNOWN"
     whole = [known for known in STATES if word.endswith("+") and known.startswith(word[:-1])]
     return whole[0] if len(whole) == 1 else word
 
 
 def _number(value: Any) -> int | None:
-    """A number that is not negative, in each form that it may have; None for anything else."""
+    """A whole number, not negative, in any of Slurm's forms; None for anything else."""
     if isinstance(value, dict):
         value = value.get("number") if value.get("set", True) and not value.get("infinite") else None
-    if isinstance(value, bool) or not isinstance(value, int | str):
+    if isinstance(value, bool) or not isinstance(value, int | str):  # True is an int, too
         return None
     return int(value) if re.fullmatch(r"\d{1,18}", str(value), re.ASCII) else None
 
@@ -386,7 +384,7 @@ def _ids(raw_id: str, array: str | None, tasks: str) -> Iterator[str]:
     if not array or not tasks:
         yield raw_id
         return
-    for part in tasks.strip("[]").partition("%")[0].split(","):
+    for part in tasks.strip("[]").partition("%")[0].split(","):  # %4: at most four tasks at a time
         if match := _TASKS.fullmatch(part):
             first, last, step = int(match[1]), int(match[2] or match[1]), int(match[3] or 1)
             yield from (f"{array}_{task}" for task in range(first, last + 1, step))
@@ -404,7 +402,7 @@ FAILED = {
 }  # fmt: skip
 CANCELLED = {"CANCELLED"}
 STATES = WAITS | RUNS | FAILED | CANCELLED | {"COMPLETED"}
-# A word that is not known is `unknown`, never completed; so is REVOKED: another cluster of a federation has the job.
+# An unknown word is `unknown`, never completed; so is REVOKED: another cluster of a federation has the job.
 _STATES = (
     (WAITS, State.SUBMITTED),
     (RUNS, State.RUNNING),
@@ -415,7 +413,7 @@ _STATES = (
 
 
 def state_of(job: SlurmJob) -> State:
-    """What Slurm's word means for the run; whether it trained all its steps, Slurm does not know.
+    """The run's state by Slurm's word. Slurm does not know whether all steps were trained.
 
     Example:
         >>> state_of(SlurmJob(job_id="12", raw_id="12", state="NODE_FAIL"))
@@ -431,13 +429,13 @@ def words_of(job: SlurmJob) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Ticket:
-    """What a run directory holds of its submission.
+    """What a run directory keeps about its submission.
 
     Attributes:
         comment: of the whole array; no other submission has it.
         task: of the array, from 0.
         raw_id: the task's own number in Slurm, once it has one: the job completion log knows no other.
-        cluster: that sbatch named, if it is another than commands ask by themselves, or one of several.
+        cluster: that sbatch named, where it is not the only one.
     """
 
     comment: str
@@ -452,11 +450,11 @@ class Ticket:
 
 def new_comment(study: str) -> str:
     """A comment that no other submission has."""
-    return f"{PREFIX}{study}:{secrets.token_hex(6)}"
+    return f"{PREFIX}{study}:{secrets.token_hex(6)}"  # random, because two clients may submit in the same second
 
 
 def ticket_of(run: RunDir) -> Ticket | None:
-    """A run's ticket; None of a run that no submission was ever prepared for."""
+    """A run's ticket; None if the run was never prepared for Slurm."""
     try:
         return _TICKET.validate_json((run.path / TICKET_FILE).read_bytes())
     except (OSError, ValueError):
@@ -467,26 +465,26 @@ _TICKET = TypeAdapter(Ticket)
 
 
 def number_unknown(run: RunDir, got: str) -> str:
-    """Why a run that was submitted has no job, and what a person does about it."""
+    """The message about a submitted run whose job number is unknown, with what to do."""
     study = run.name.partition("/")[0]
     return (
-        f"the number of its job is not known: {got}. The job is found once the queue shows its comment, or it starts; "
-        f"else look for it (`squeue --me --name={study}`) and name it: `moelab submit FILE --cluster PROFILE --adopt "
-        "NUMBER`. If Slurm has none, `moelab cancel` the run and submit it again"
+        f"its job number is unknown: {got}. moelab finds the job once the queue shows its comment, or once it starts. "
+        f"Otherwise look for it (`squeue --me --name={study}`) and run `moelab submit FILE --cluster PROFILE --adopt "
+        "NUMBER`. If Slurm has no such job, `moelab cancel` the run and submit it again"
     )
 
 
 class Queue:
-    """Jobs that Slurm knows, found by run."""
+    """The jobs that Slurm knows, to be looked up by run."""
 
     def __init__(self, jobs: Iterable[SlurmJob]) -> None:
-        in_order = sorted(jobs, key=lambda job: int(job.raw_id))  # of two, the later one
+        in_order = sorted(jobs, key=lambda job: int(job.raw_id))  # of two with one key, the later job stays
         self._by_ticket = {(job.comment, int(job.job_id.partition("_")[2] or 0)): job for job in in_order}
         self._by_id = {(job.cluster, job.job_id): job for job in in_order}
 
     @classmethod
     def of(cls, runs: Iterable[RunDir]) -> Queue:
-        """The queues of every cluster that runs were given to.
+        """The queues of every cluster that runs were submitted to.
 
         Raises:
             SlurmMissing, SlurmError: if one cannot be asked.
@@ -495,19 +493,20 @@ class Queue:
         return cls([*queue(), *(job for cluster in named for job in queue(cluster))])
 
     def job_of(self, run: RunDir) -> SlurmJob | None:
-        """The job of a run: by its ticket, or by its number where Slurm shows another comment than was given."""
+        """The job of a run: by its ticket, or by its number where Slurm shows another comment."""
         ticket = ticket_of(run)
         if ticket and (job := self._by_ticket.get((ticket.comment, ticket.task))):
             return job
-        # Some sites' plugins replace the comment; one of moelab's belongs to another submission with that number.
+        # Some sites' plugins replace the comment. A comment of moelab's, though, means that the number is another
+        # submission's.
         by_id = self._by_id.get((ticket.cluster if ticket else None, run.status.job_id or ""))
         return by_id if by_id and not by_id.comment.startswith(PREFIX) else None
 
     def id_of(self, comment: str) -> tuple[str, str | None] | None:
-        """The number and the cluster of the array that was submitted with a comment."""
+        """Number and cluster of the array that was submitted with this comment."""
         known = next((job for job in self._by_id.values() if job.comment == comment), None)
         return (known.job_id.partition("_")[0], known.cluster) if known else None
 
     def jobs_of(self, job_id: str) -> list[SlurmJob]:
-        """The job, the task, or all tasks of the array of this number."""
+        """The job, the task, or all tasks of the array with this number."""
         return [job for (_, known), job in self._by_id.items() if job_id in (known, known.partition("_")[0])]

@@ -1,12 +1,13 @@
-"""Where runs are that were given to Slurm, the live view of any runs, and what a person does to their jobs.
+"""The status of runs that were submitted to Slurm, a live view of any runs, and commands on their jobs.
 
-A job writes its own status (:mod:`moelab.launch.in_job`) and knows best how training ended; Slurm knows of what no
-program can write down: waiting, being cancelled, a lost node. What nobody saw is ``unknown``, never completed.
+A job writes its own status (:mod:`moelab.launch.in_job`) and knows best how training ended; Slurm knows what no program
+can write down itself: that it waits, was cancelled, or lost its node. An end that nobody saw is ``unknown``, never
+completed.
 
-The live view only reads run directories; the runs do not know that they are watched, and go on when it ends.
+The live view only reads run directories; the runs go on when it ends.
 
-Nothing cancels, requeues or drains unless it is asked for. Draining needs an operator's rights; without them a job can
-still be kept away from nodes: :func:`requeue_without`.
+Nothing is cancelled, requeued or drained unless someone asks for it. Draining needs an operator's rights; without them,
+:func:`requeue_without` still keeps a job away from nodes.
 """
 
 from __future__ import annotations
@@ -36,25 +37,25 @@ from moelab.runs.stragglers import slow_steps
 ACTIVE = (State.SUBMITTED, State.RUNNING)
 INTERVAL_S: Final = 2.0
 ASK_INTERVAL_S: Final = 15.0
-"""The scheduler is asked this often."""
+"""How often Slurm is asked."""
 QUIET_S: Final = 30.0
-"""All runs have ended and none began for so long: nothing is left to watch."""
+"""If all runs have ended and none began for this long, there is nothing left to watch."""
 _HOME_AND_CLEAR: Final = "\x1b[H\x1b[J"
 _SHOWN_LINES: Final = 6
 LEAVING_S = 120.0
-"""What a requeued job gets to leave its nodes: KillWait of Slurm is 30 s by default, an epilog may take longer."""
+"""How long a requeued job may take to leave its nodes: Slurm's KillWait is 30 s by default, an epilog may add to it."""
 POLL_S = 0.2
 _NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*", re.ASCII)
 
 
 def refresh(runs: Iterable[RunDir]) -> list[Status]:
-    """Update runs, and collect those that ended: jobs of Slurm, with one look at the queue, and a killed launcher's.
+    """Update the status of runs, and collect those that ended: Slurm's with one query, and a killed launcher's.
 
     Args:
         runs: any.
 
     Returns:
-        The status of each. Where Slurm cannot be asked, that of the file, with the reason why it may be out of date.
+        The status of each. Where Slurm cannot be asked, the last known one, with the reason why it may be out of date.
     """
     runs = list(runs)
     local.close_killed(run for run in runs if not ticket_of(run))
@@ -94,8 +95,9 @@ def _ended(runs: list[RunDir]) -> dict[RunDir, SlurmJob]:
         # An array that was cancelled while it waited has one entry, by its own number, for all that never started.
         if job and (ticket.raw_id or (run.status.attempts == 0 and state_of(job) is State.CANCELLED)):
             jobs[run] = job
-    # Of a job in that log only its number is known, not its task. A job that accounting believes alive has left its
-    # controller unseen; but squeue --json of Slurm 22.05 asks its own controller, whatever cluster is named.
+    # The completion log has a job's number but not its task, hence job_id. A job that accounting believes to be alive
+    # has left the controller unseen and is gone; but with a named cluster it may be alive, because squeue --json of
+    # Slurm 22.05 asks its own controller, whatever cluster is named.
     return {
         run: replace(job, job_id=str(run.status.job_id), cluster=clusters[run])
         for run, job in jobs.items()
@@ -110,15 +112,15 @@ def _update(run: RunDir, job: SlurmJob | None) -> Status:
             with suppress(OSError):
                 replace(ticket, raw_id=job.raw_id).write(run)
         after = _after(run, before, job)
-    except (MoelabError, OSError, ValueError) as error:  # of a damaged record or log, which hides no other run
+    except (MoelabError, OSError, ValueError) as error:  # a damaged record or log must not hide other runs
         why = f"{words_of(job)}; " if job else ""
         return before if before.state.is_final else replace(before, state=State.UNKNOWN, reason=f"{why}{error}")
-    # Not written where nothing changed: `updated` says when the status changed, not when somebody looked.
+    # Unchanged, it is not written: `updated` is when the status changed, not when somebody looked.
     if after == before:
         return before
     if run.status != before:  # the job has just written its own
         return run.status
-    with suppress(OSError):  # a full quota, or another person's runs: what Slurm says is told all the same
+    with suppress(OSError):  # over quota, or another user's runs: report what Slurm says nevertheless
         if after.state.is_final:
             local.close(run, after)
         else:
@@ -133,36 +135,37 @@ def _after(run: RunDir, status: Status, job: SlurmJob | None) -> Status:
             return replace(status, state=State.SUBMITTED, job_id=None, reason=words)
         if status.state.is_final or status.state is State.UNKNOWN or not status.job_id:
             return status
-        gone = f"Slurm no longer knows job {status.job_id}, and the job wrote no end"
+        gone = f"Slurm no longer knows job {status.job_id}, and the job did not record its end"
         return replace(status, state=State.UNKNOWN, reason=gone)
     state = state_of(job)
-    # A job that was requeued after its last start had written an end is alive again.
+    # A job that was requeued after its last start had recorded an end is alive again.
     again = state in ACTIVE and job.state != "COMPLETING" and job.restarts >= status.attempts
     if status.state.is_final and not again:
         return status
     status = replace(status, job_id=job.job_id, exit_code=None)
-    if state is State.COMPLETED:  # of the script; whether all steps were trained, its log says
+    if state is State.COMPLETED:  # the script ended with 0; only the log says whether all steps were trained
         return local.ended(run, replace(status, exit_code=0), run.log.parent)[0]
-    # A reason of the last start, such as a requeue, is no longer one.
+    # A reason from the last start, such as a requeue, no longer holds.
     if state is State.RUNNING:
         return replace(status, state=state, reason=None)
     if state is State.FAILED:
         return replace(
             status,
             state=state,
-            reason=f"{words_of(job)}; see {run.log.name}, or slurm-{job.job_id}.out for what came before the ranks",
+            reason=f"{words_of(job)}; see {run.log.name}, or slurm-{job.job_id}.out if no rank started",
             exit_code=job.exit_code,
         )
     return replace(status, state=state, reason=words_of(job))
 
 
 def cancel(runs: Iterable[RunDir]) -> list[Status]:
-    """Cancel what waits or runs; what has ended is left as it is.
+    """Cancel waiting and running jobs; ended ones are left as they are.
 
     Args:
-        runs: any; those that were prepared for Slurm and not submitted are cancelled too.
+        runs: any; those that were prepared for Slurm but not submitted are cancelled too.
 
     Raises:
+        Refused: if none of the runs was prepared for Slurm.
         SlurmMissing, SlurmError: with Slurm's words; statuses are then as before.
     """
     runs = list(runs)
@@ -171,13 +174,13 @@ def cancel(runs: Iterable[RunDir]) -> list[Status]:
         raise Refused("no run there was prepared for Slurm; stop `moelab run` with Ctrl-C where it was started")
     queue = Queue.of(of_slurm)
     before = dict(zip(of_slurm, update(of_slurm, queue), strict=True))
-    # Of an unknown state is also a job whose word Slurm learned after this was written: it may be alive.
+    # A state is also unknown where a newer Slurm has a new word for it: the job may be alive.
     going = [
         run
         for run, status in before.items()
         if status.state in ACTIVE or (status.state is State.UNKNOWN and queue.job_of(run))
     ]
-    for run in going:  # said first, since a job that ends by SIGTERM writes its own status and asks this one why
+    for run in going:  # before scancel: a job that SIGTERM ends looks here for the reason, to write it in its status
         with suppress(OSError):
             run.set_status(replace(before[run], reason=BY_CANCEL))
     if going:
@@ -190,32 +193,32 @@ def cancel(runs: Iterable[RunDir]) -> list[Status]:
                         run.set_status(before[run])
             raise
     for run, status in before.items():
-        # One that ended by itself in between stays as it ended.
+        # A run that ended by itself in the meantime keeps its own end.
         if (run in going and not run.status.state.is_final) or status.state is State.PREPARED:
             unseen = run in going and not status.job_id
-            reason = BY_CANCEL + ("; its job was not seen: `squeue --me` says if there is one" * unseen)
-            with suppress(OSError):  # another person's, or a full quota; the next look at the queue says so
+            reason = BY_CANCEL + ("; moelab did not find its job: check with `squeue --me`" * unseen)
+            with suppress(OSError):  # another user's run, or over quota: the next query gets it from Slurm
                 run.set_status(replace(status, state=State.CANCELLED, reason=reason))
     return [run.status for run in runs]
 
 
 def requeue(runs: Iterable[RunDir]) -> list[Status]:
-    """Let jobs that run, failed or were cancelled start again, from their newest checkpoint.
+    """Restart jobs that run, failed or were cancelled, from their newest checkpoint.
 
     Raises:
-        Refused: if Slurm no longer knows one of the jobs; none is then requeued.
+        Refused: if there is no such job, or Slurm no longer knows one of them; none is then requeued.
         SlurmMissing, SlurmError: with Slurm's words.
     """
     runs = list(runs)
-    queue = Queue.of(runs)
-    states = [status.state for status in update(runs, queue)]
+    of_slurm = [run for run in runs if ticket_of(run)]
+    queue = Queue.of(of_slurm) if of_slurm else Queue([])  # a machine without Slurm can tell that there is no job
     left = (State.COMPLETED, State.SUBMITTED, State.PREPARED)
-    wanted = [run for run, state in zip(runs, states, strict=True) if ticket_of(run) and state not in left]
+    wanted = [run for run, now in zip(of_slurm, update(of_slurm, queue), strict=True) if now.state not in left]
     if not wanted:
-        raise Refused("no run there has a job of Slurm that runs, failed or was cancelled")
+        raise Refused("no run there has a Slurm job that runs, failed or was cancelled")
     jobs = {run: job for run in wanted if (job := queue.job_of(run))}
     if forgotten := [run.name for run in wanted if run not in jobs]:
-        raise Refused(f"Slurm no longer knows the job of {', '.join(forgotten)}; use `moelab submit` again")
+        raise Refused(f"Slurm no longer knows the job of {', '.join(forgotten)}; `moelab submit` the study again")
     for run, job in jobs.items():
         slurm.requeue(job)
         waiting = replace(run.status, state=State.SUBMITTED, reason="requeued by `moelab requeue`", exit_code=None)
@@ -228,11 +231,11 @@ def drain(nodes: Sequence[str], reason: str) -> None:
 
     Args:
         nodes: their names in Slurm.
-        reason: that operators will read.
+        reason: for the operators.
 
     Raises:
-        BadInput: for a name or reason that is not one.
-        SlurmMissing, SlurmError: if Slurm does not do it; without the rights it says so.
+        BadInput: for an invalid name or reason.
+        SlurmMissing, SlurmError: if Slurm does not do it, such as for lack of rights.
     """
     try:
         one_line(reason)
@@ -242,19 +245,19 @@ def drain(nodes: Sequence[str], reason: str) -> None:
 
 
 def requeue_without(job_id: str, nodes: Sequence[str]) -> None:
-    """Start a running or waiting job again, on other nodes.
+    """Restart a running or waiting job on other nodes.
 
     Args:
         job_id: such as ``123`` or ``123_4``; its script must allow a requeue, as moelab's do.
-        nodes: that it shall not get.
+        nodes: to keep it away from.
 
     Raises:
-        BadInput: for a name that is not a node's.
-        SlurmMissing, SlurmError: if Slurm does not do it, or the job does not leave its nodes; it is then held, and
-            ``scontrol release`` lets it go.
+        BadInput: for an invalid node name.
+        SlurmMissing, SlurmError: if Slurm does not do it, or the job does not leave its nodes; it is then held until
+            ``scontrol release``.
     """
     job, listed = checked(job_id), _listed(nodes)
-    # Held: it must not start again before the nodes are excluded.
+    # Held, so that it does not start before the nodes are excluded.
     call("scontrol", "hold" if _job_state(job) == "PENDING" else "requeuehold", job)
     end = time.monotonic() + LEAVING_S
     while (state := _job_state(job)) != "PENDING":
@@ -267,7 +270,7 @@ def requeue_without(job_id: str, nodes: Sequence[str]) -> None:
 
 def _listed(nodes: Sequence[str]) -> str:
     if not nodes or not all(_NODE.fullmatch(node) for node in nodes):
-        raise BadInput(f"nodes: got {', '.join(nodes)[:80]!r}; valid: at least one name of a node, such as gpu017")
+        raise BadInput(f"nodes: got {', '.join(nodes)[:80]!r}; valid: at least one node name, such as gpu017")
     return ",".join(nodes)
 
 
@@ -290,10 +293,10 @@ def follow(
 
     Args:
         path: a run, a study, or the folder of all studies; it may appear later.
-        stream: where the view goes; it is redrawn in place where that is a terminal.
-        ask: brings the ``status.json`` of runs up to date from their scheduler.
+        stream: where the view goes; a terminal is redrawn in place.
+        ask: updates the ``status.json`` of runs from their scheduler.
         interval_s: seconds between two looks.
-        quiet_s: seconds without a change after the last run has ended; where all had ended before, it ends at once.
+        quiet_s: seconds to wait for new runs after the last one has ended; if all had ended before, none.
         sleep: waits for a number of seconds.
         clock: monotonic seconds.
 
@@ -301,11 +304,11 @@ def follow(
         The follower, with all that was read.
 
     Raises:
-        KeyboardInterrupt: the watcher had enough; nothing happens to the runs.
+        KeyboardInterrupt: on Ctrl-C, which does nothing to the runs.
     """
     follower, is_terminal = StudyFollower(path, clock=clock), stream.isatty()
     changed_at, asked_at, problem, said = -math.inf, -math.inf, "", dict[str, str]()
-    # Never ends while a run is alive: jobs may wait for days.
+    # There is no time limit: jobs may wait for days.
     for look in itertools.count():
         changed = follower.poll()
         if clock() - asked_at >= ASK_INTERVAL_S:
@@ -327,11 +330,12 @@ def follow(
 
 def run_line(now: RunNow) -> str:
     """Where a run is, on one line."""
-    return " | ".join([_state(now), *_numbers(now)])
+    return " | ".join([state_line(now.name, now.status), *_numbers(now)])
 
 
-def _state(now: RunNow) -> str:
-    return f"{now.name}: {now.status.state}" + (f": {now.status.reason}" if now.status.reason else "")
+def state_line(name: str, status: Status) -> str:
+    """The state of a run, and the reason if it has one."""
+    return f"{name}: {status.state}" + (f": {status.reason}" if status.reason else "")
 
 
 def _numbers(now: RunNow) -> Iterator[str]:
@@ -348,10 +352,10 @@ def _numbers(now: RunNow) -> Iterator[str]:
 
 def _screen(follower: StudyFollower, problem: str) -> str:
     width = shutil.get_terminal_size().columns
-    lines = [f"{time.strftime('%H:%M:%S')} | Ctrl-C leaves the runs alone | {follower.path}", ""]
+    lines = [f"{time.strftime('%H:%M:%S')} | Ctrl-C does not stop the runs | {follower.path}", ""]
     lines += [problem] if problem else []
     for one in follower.runs:
-        lines += [_state(one.now), f"  {' | '.join(_numbers(one.now))}"]
+        lines += [state_line(one.now.name, one.now.status), f"  {' | '.join(_numbers(one.now))}"]
     lines += [] if follower.runs else ["no runs yet"]
     newest = max(follower.runs, key=lambda one: one.now.status.updated, default=None)
     if newest:

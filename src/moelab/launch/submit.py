@@ -1,9 +1,9 @@
 """Submit a study to Slurm: a job array with a task for each arm and seed, and never the same run twice.
 
-What the study needs of the cluster is looked at first, from where it is submitted: plan, memory, data, room. Everything
-is written down before sbatch is called: run directories with their experiment, the exact script, and a ticket by which
-the job is found in the queue (:mod:`moelab.launch.slurm`). What stays ``prepared``, because nothing was submitted or
-Slurm refused, is used again by the next call.
+First, from where it is submitted, the study is checked against the cluster: plan, memory, data, disk space. Everything
+is written before sbatch is called: run directories with their experiment, the exact script, and a ticket by which the
+job is found in the queue (:mod:`moelab.launch.slurm`). The next call reuses what stayed ``prepared``, because nothing
+was submitted or Slurm refused.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ class Submission:
 
     Attributes:
         study: its name.
-        scripts: as sbatch got them, or would; one for each number of nodes and GPUs.
+        scripts: as sbatch gets them; one for each number of nodes and GPUs.
         prepared: runs with a script that were not submitted.
         submitted: runs that Slurm accepted now.
-        adopted: runs whose job was found in the queue, or named by a person: its number had not been written down.
-        completed: runs that were finished before, and left alone.
-        found: what was there before.
+        adopted: runs whose job number had not been recorded; it was found in the queue, or given by a person.
+        completed: runs that were finished before and left alone.
+        found: runs that were there before.
     """
 
     study: str
@@ -87,13 +87,13 @@ class Submission:
 
 
 def dry_run(study: Study, runs: Path, cluster: ClusterProfile, *, after: str | None = None) -> Submission:
-    """The scripts of everything in a study that is not finished; nothing is touched, and Slurm is not asked.
+    """The scripts of everything that is not finished in a study; nothing is written, and Slurm is not asked.
 
     Args:
         study: arms and seeds.
-        runs: the folder that holds all studies; the run directories of the scripts are not made.
+        runs: the folder that holds all studies; the scripts' run directories are not made.
         cluster: where it would run.
-        after: job that has to succeed first, such as ``123`` or ``123_4``.
+        after: job that must succeed first, such as ``123`` or ``123_4``.
 
     Raises:
         BadInput, Refused: as :func:`submit`.
@@ -117,43 +117,43 @@ def submit(
     after: str | None = None,
     timeout_s: float = slurm.TIMEOUT_S,
 ) -> Submission:
-    """Prepare what is missing of a study, and give it to Slurm.
+    """Prepare what a study still lacks, and submit it to Slurm.
 
     Args:
         study: arms and seeds; completed runs are left alone, failed and cancelled ones get a new run directory.
         runs: the folder that holds all studies, on a file system that the nodes share.
         cluster: where to run.
-        submit: False: write run directories and scripts, and leave Slurm alone.
-        after: job that has to succeed first, such as ``123`` or ``123_4``; else the new one is cancelled.
-        timeout_s: for sbatch, which waits and tries again where the queue is full.
+        submit: if False, only write run directories and scripts.
+        after: job that must succeed first, such as ``123`` or ``123_4``; otherwise Slurm cancels the new job.
+        timeout_s: for sbatch, which waits and retries while the queue is full.
 
     Raises:
         BadInput: for a value that cannot stand in a script.
         Refused: if a plan is illegal or does not fit, data is not where the nodes look for it, a run is with Slurm
-            already (named, with its job), nobody knows how a run ended, or Slurm does not accept the script (with its
-            words; runs stay prepared).
+            already (named, with its job), it is unknown how a run ended, or Slurm rejects the script (with its words;
+            runs stay prepared).
         SlurmMissing, SlurmError: if Slurm cannot be asked; nothing was submitted.
-        NumberUnknown: if Slurm took a script and nobody knows the job's number, with how it is adopted.
+        NumberUnknown: if Slurm accepted a script but the job's number is unknown; the message says how to adopt it.
     """
     runs = runs.absolute()
     _require(check_plans(study, cluster))
-    if submit:
+    if submit:  # scripts alone can be prepared before the data is there
         _require(check_data(study, cluster))
     with only_launcher(runs / study.name):
         here = directory.discover(runs / study.name)
         attempts = {experiment: here.attempts(experiment) for experiment in study.experiments}
         tried = [run for runs_of_one in attempts.values() for run in runs_of_one]
-        # Read before anything is written: a queue that cannot be asked changes nothing.
+        # Before anything is written: if the queue cannot be read, nothing has changed.
         queue = Queue.of(tried) if submit else Queue([])
         if submit and after and not queue.jobs_of(after):
-            raise Refused(f"--after {after}: Slurm knows no such job, and would not wait for it; leave --after out")
+            raise Refused(f"--after {after}: Slurm knows no such job and would not wait for it; leave --after out")
         prepared = [run for run in tried if run.status.state is State.PREPARED]
         updated = dict(zip(tried, update(tried, queue), strict=True)) if submit else {}
-        # In the queue although only prepared: the client was killed between sbatch and writing the number down.
+        # In the queue although only prepared: the client was killed between sbatch and recording the number.
         adopted = [run for run in prepared if submit and updated[run].state in ACTIVE]
         _require_idle([run for run in tried if run not in adopted], queue)
         require_known_ends(attempts.values())
-        left = set(adopted) if submit else set(filter(ticket_of, tried))  # a ticket may be a job's already
+        left = set(adopted) if submit else set(filter(ticket_of, tried))  # a run with a ticket may have a job already
         wanted = [
             one for one, runs_of_one in attempts.items() if not completed(runs_of_one) and not set(runs_of_one) & left
         ]
@@ -164,7 +164,7 @@ def submit(
                 if not run.path.exists():
                     directory.make(run, experiment)
                 write_whole(run.path / SCRIPT_FILE, script)
-                Ticket(comment=spec.comment, task=number).write(run)  # last, because it says that all is there
+                Ticket(comment=spec.comment, task=number).write(run)  # last: it means that everything is there
         if submit:
             for spec, tasks in specs:
                 _submit(spec, tasks, timeout_s)
@@ -187,7 +187,7 @@ def _require(findings: Iterable[Finding]) -> None:
 
 
 def _require_idle(runs: Iterable[RunDir], queue: Queue) -> None:
-    """A job in a state that is not known may be alive."""
+    """Refuse runs whose job is, or may be, alive."""
     statuses = {run: run.status for run in runs}
     busy = [
         f"{run.name} is {status.state} as job {status.job_id}"
@@ -201,7 +201,7 @@ def _require_idle(runs: Iterable[RunDir], queue: Queue) -> None:
 
 
 def _task(runs: Path, experiment: Experiment, attempts: Sequence[RunDir]) -> Task:
-    """A run directory that was prepared and not used, or the name of a fresh one."""
+    """An experiment with its run directory: one that was prepared and not used, or the name of a fresh one."""
     prepared = [run for run in attempts if run.status.state is State.PREPARED]
     return experiment, (prepared[-1] if prepared else directory.fresh(runs, experiment))
 
@@ -210,7 +210,7 @@ def _specs(
     study: Study, tasks: Iterable[Task], cluster: ClusterProfile, after: str | None
 ) -> list[tuple[JobSpec, list[Task]]]:
     """One job array for each size."""
-    by_size: dict[tuple[int, int], list[Task]] = {}
+    by_size: dict[tuple[int, int], list[Task]] = {}  # all tasks of an array get the same resources
     for experiment, run in tasks:
         by_size.setdefault((experiment.nodes, experiment.gpus_per_node), []).append((experiment, run))
     return [
@@ -231,18 +231,18 @@ def _specs(
 
 
 def _submit(spec: JobSpec, tasks: Sequence[Task], timeout_s: float) -> None:
-    """Call sbatch, and write down what it said of the job.
+    """Call sbatch and record the job's number.
 
     Raises:
-        Refused: if Slurm did not take the script.
-        NumberUnknown: if it did, and nobody knows the job's number.
+        Refused: if Slurm rejected the script.
+        NumberUnknown: if Slurm accepted it but the job's number is unknown.
     """
     runs = [run for _, run in tasks]
     try:
         job = slurm.sbatch(runs[0].path / SCRIPT_FILE, timeout_s=timeout_s)
     except (SlurmError, SlurmMissing) as error:
         in_queue = None
-        with suppress(SlurmError, SlurmMissing):  # accepted all the same, where its answer was lost?
+        with suppress(SlurmError, SlurmMissing):  # it may have been accepted, and only the answer was lost
             in_queue = Queue(slurm.queue()).id_of(spec.comment)
         if in_queue is None and isinstance(error, NumberUnknown):
             for run in runs:
@@ -253,15 +253,13 @@ def _submit(spec: JobSpec, tasks: Sequence[Task], timeout_s: float) -> None:
         if in_queue is None:
             for run in runs:
                 run.set_status(replace(run.status, reason=f"not submitted: {error}"))
-            raise Refused(
-                f"{error}\nnothing of {spec.name} was submitted by this script; its runs stay prepared"
-            ) from error
-        job = in_queue
+            raise Refused(f"{error}\nthis script of {spec.name} was not submitted; its runs stay prepared") from error
+        job = in_queue  # accepted after all
     _write_number(runs, *job)
 
 
 def _write_number(runs: Iterable[RunDir], job_id: str, cluster: str | None) -> None:
-    """Make runs the tasks of a job, unless one has begun: then the job has written its number itself."""
+    """Record the job of runs, except of those that have begun: their job has recorded its number itself."""
     for run in runs:
         status, ticket = run.status, ticket_of(run)
         if ticket and (status.state is State.PREPARED or is_without_number(status)):
@@ -272,12 +270,12 @@ def _write_number(runs: Iterable[RunDir], job_id: str, cluster: str | None) -> N
 
 
 def is_without_number(status: Status) -> bool:
-    """Whether a run was submitted, and nobody knows as which job."""
+    """Whether a run was submitted as a job whose number is unknown."""
     return status.state is State.SUBMITTED and status.job_id is None
 
 
 def adopt(study: Study, runs: Path, job_id: str) -> Submission:
-    """Say as which job the runs of a study were submitted, where sbatch's answer was not understood.
+    """Record the job number of a study's runs where sbatch's answer was not understood.
 
     Args:
         study: arms and seeds.
@@ -285,7 +283,7 @@ def adopt(study: Study, runs: Path, job_id: str) -> Submission:
         job_id: number of the job array.
 
     Raises:
-        Refused: if no run waits for a number, runs of several submissions do, Slurm does not know the job, or it was
+        Refused: if no run lacks a number, runs of several submissions do, Slurm does not know the job, or it was
             submitted for something else.
         SlurmMissing, SlurmError: if Slurm cannot be asked.
     """
@@ -293,12 +291,12 @@ def adopt(study: Study, runs: Path, job_id: str) -> Submission:
         here = directory.discover(runs.absolute() / study.name)
         tried = [run for experiment in study.experiments for run in here.attempts(experiment)]
         queue = Queue.of(tried)
-        update(tried, queue)  # one that is in the queue with its comment needs no help
+        update(tried, queue)  # a job that is in the queue with its comment needs no adoption
         waiting = {run: ticket for run in tried if is_without_number(run.status) and (ticket := ticket_of(run))}
         comments = {ticket.comment for ticket in waiting.values()}
         if len(comments) != 1:
-            which = f"{len(comments)} submissions have such runs; name an arm with --arm" if comments else "none has"
-            raise Refused(f"--adopt {job_id}: no single submission of {study.name} waits for a job's number: {which}")
+            which = f"{len(comments)} submissions do; name an arm with --arm" if comments else "no submission does"
+            raise Refused(f"--adopt {job_id}: exactly one submission of {study.name} must lack its job number: {which}")
         jobs = queue.jobs_of(job_id)
         if not (jobs or slurm.accounted([checked(job_id)])):
             raise Refused(f"--adopt {job_id}: Slurm knows no such job")

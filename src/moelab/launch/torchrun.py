@@ -1,4 +1,4 @@
-"""torchrun as moelab starts it, on one machine or as one node of several: its command, and its process."""
+"""torchrun as moelab starts it, on one machine or as one node of several: the command and the process."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from moelab.experiment import Experiment
 from moelab.machine import cores, end_with_parent
 from moelab.runs import directory
 
-STOP_S = 45.0  # torchrun kills ranks that do not end by themselves after 30 s
-# Port 0: the system picks a free one, so that runs beside each other do not meet.
+STOP_S = 45.0  # torchrun itself kills ranks that have not ended after 30 s
+# Port 0: the system picks a free one, so that two runs on one machine do not collide.
 ONE_NODE = ("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0")
 NODE_VARIABLE = "MOELAB_NODE"
 KILLED_S, KILL_POLL_S = 30.0, 0.05
-"""What a killed process gets to leave: one that holds a GPU is gone only when the driver has freed it."""
+"""How long a killed process may take to disappear: one that holds a GPU stays until the driver has freed it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """What is executed: an argument list and the variables that it needs beyond the caller's environment."""
+    """An argument list, and the variables that it needs beyond the caller's environment."""
 
     arguments: list[str]
     variables: dict[str, str]
 
     def as_shell(self) -> str:
-        """The command as a line that a person can paste into a shell."""
+        """The command as one line to paste into a shell."""
         variables = [f"{name}={shlex.quote(value)}" for name, value in self.variables.items()]
         return " ".join([*variables, shlex.join(self.arguments)])
 
@@ -51,12 +51,13 @@ def command(
     """The torchrun command of an experiment, for one node.
 
     Args:
-        experiment: its ``gpus_per_node`` ranks are started.
-        folder: its run directory, absolute.
-        rendezvous: torchrun's options about nodes and where they meet.
-        logs: folder of the ranks' own logs in the run directory.
-        titan: further options of TorchTitan.
+        experiment: it starts ``gpus_per_node`` ranks.
+        folder: absolute path of its run directory.
+        rendezvous: torchrun's options for the nodes and where they meet.
+        logs: folder of the ranks' own logs, in the run directory.
+        titan: further options for TorchTitan.
     """
+    # `python -m`, because the torchrun on PATH may belong to another environment.
     torchrun = [
         *(sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={experiment.gpus_per_node}"),
         *rendezvous,
@@ -66,23 +67,23 @@ def command(
     train += ["--dump_folder", str(folder), *titan]
     variables = {
         "MOELAB_EXPERIMENT": str(folder / directory.EXPERIMENT_FILE),
-        "PYTHONUNBUFFERED": "1",
-        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",  # a rank that is killed must not take its last lines with it
+        "TOKENIZERS_PARALLELISM": "false",  # otherwise tokenizers warns about every fork
         "PYTORCH_ALLOC_CONF": "expandable_segments:True",  # as TorchTitan's own launcher; memory is predicted for it
-        # Ranks share the cores evenly; torchrun would give each of several ranks one thread.
+        # Ranks share the cores evenly; torchrun would give each of several ranks a single thread.
         "OMP_NUM_THREADS": str(max(1, cores() // experiment.gpus_per_node)),
     }
-    # A GPU that is here would be taken by ranks that were asked to run on the processor.
+    # Otherwise ranks that should run on the processor would take a GPU that is here.
     if experiment.hardware == "cpu":
         variables["CUDA_VISIBLE_DEVICES"] = ""
-    # The default text is local: no rank waits for a hub that a node may not reach.
+    # The default text is local, so no rank has to wait for a hub that the node may not reach.
     if experiment.dataset == "python":
         variables["HF_HUB_OFFLINE"] = "1"
     return Command(arguments=torchrun + train, variables=variables)
 
 
 class Process:
-    """torchrun in a session of its own, stopped with all its ranks however the block is left."""
+    """torchrun in a session of its own; it is stopped with all its ranks however the block is left."""
 
     def __init__(self, launched: Command, log: IO[bytes] | None) -> None:
         """Start it.
@@ -97,9 +98,9 @@ class Process:
 
         def in_child() -> None:
             end_with_parent()
-            if os.getppid() != launcher:  # it died between the fork and the request
+            if os.getppid() != launcher:  # it died before end_with_parent was called, which then has no effect
                 os._exit(1)
-            # Slurm sends SIGUSR1 to every process of a step, not to its tasks alone; only the launcher knows what to do
+            # Slurm sends SIGUSR1 to every process of a step; only the launcher knows what to do with it.
             signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
         self._popen = subprocess.Popen(
@@ -108,7 +109,7 @@ class Process:
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT if log else None,
-            start_new_session=True,  # a signal reaches the launcher, which stops the ranks in order
+            start_new_session=True,  # Ctrl-C reaches only the launcher, which stops the ranks in order
             preexec_fn=in_child,
         )
 
@@ -124,29 +125,32 @@ class Process:
         finally:  # also after a second Ctrl-C, and where torchrun itself was killed
             self._popen.kill()
             self._popen.wait()
-            with suppress(Refused):  # the run has its end, whatever a driver takes to let its ranks go
+            with suppress(Refused):  # the run is over, even if the driver has not released its ranks yet
                 end_processes([self._experiment], is_meant=lambda node: node == self._node)
 
 
 def end_processes(experiments: Collection[Path], is_meant: Callable[[str], bool] = lambda node: True) -> int:
-    """Kill what lives of runs on this Linux machine: torchrun, its ranks, whose sessions are their own, and theirs.
+    """Kill all processes of runs on this Linux machine: torchrun, its ranks in sessions of their own, their children.
 
-    All carry the variables of their run. Looked for until none is left: one that is about to die may start another.
+    The variables of their run identify them. Repeats until none is left: one that is about to die may start another.
 
     Args:
         experiments: the ``experiment.yaml`` of each run.
-        is_meant: of a process of theirs, by the value of :data:`NODE_VARIABLE`, which is empty without Slurm.
+        is_meant: which of their processes, by the value of :data:`NODE_VARIABLE`, which is empty without Slurm.
 
     Returns:
         How many there were.
 
     Raises:
-        Refused: naming those that are there after :data:`KILLED_S` seconds.
+        Refused: naming those that are still there after :data:`KILLED_S` seconds.
     """
     wanted, killed, end = {path.resolve() for path in experiments}, set[int](), time.monotonic() + KILLED_S
     while wanted and (alive := [one for one, path, node in _launched() if path in wanted and is_meant(node)]):
         if time.monotonic() > end:
-            raise Refused(f"processes {', '.join(map(str, alive))} do not end although they were killed; see `ps`")
+            raise Refused(
+                f"processes {', '.join(map(str, alive))} were killed and are still there after {KILLED_S:.0f} s; see "
+                "`ps`"
+            )
         for process in alive:
             with suppress(OSError):
                 os.kill(process, signal.SIGKILL)
@@ -156,17 +160,17 @@ def end_processes(experiments: Collection[Path], is_meant: Callable[[str], bool]
 
 
 def living() -> set[Path]:
-    """The ``experiment.yaml`` of each run of which a process lives on this machine, resolved."""
+    """Resolved path of the ``experiment.yaml`` of each run that has a process on this machine."""
     return {experiment for _, experiment, _ in _launched()}
 
 
 def _launched() -> Iterator[tuple[int, Path, str]]:
-    """Each process that moelab's variables were given to, with its experiment and node."""
+    """Processes that moelab started, each with its experiment and node."""
     for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has ended, or belongs to somebody else
+        with suppress(OSError):  # it has ended, or is another user's
             pairs = (entry.partition(b"=") for entry in (folder / "environ").read_bytes().split(b"\0"))
             variables = {os.fsdecode(name): os.fsdecode(value) for name, _, value in pairs}
-            # Of our session is a shell whose user exported the variable, never what was launched.
+            # A process of our own session is a shell whose user exported the variable, never one that was launched.
             is_apart = os.getsid(int(folder.name)) != os.getsid(0)
             if is_apart and (experiment := variables.get("MOELAB_EXPERIMENT")):
                 yield int(folder.name), Path(experiment).resolve(), variables.get(NODE_VARIABLE, "")

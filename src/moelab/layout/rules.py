@@ -133,7 +133,12 @@ def candidates(facts: Facts, factor: str) -> Iterable[Any]:
 
 def faults(facts: Facts) -> Iterator[Fault]:
     """Every rule that a candidate breaks, in the order in which they are told."""
-    return chain(_mesh(facts), _pipeline(facts), _sequence(facts), _arm(facts), _gpu(facts))
+    return chain(_mesh(facts), pipeline_faults(facts), _sequence(facts), _arm(facts), _gpu(facts))
+
+
+def faults_of_degrees(facts: Facts) -> Iterator[Fault]:
+    """All but :func:`pipeline_faults`: a search judges them once for all schedules and micro-batches."""
+    return chain(_mesh(facts), _sequence(facts), _arm(facts), _gpu(facts))
 
 
 def _mesh(facts: Facts) -> Iterator[Fault]:
@@ -180,8 +185,8 @@ def _mesh(facts: Facts) -> Iterator[Fault]:
             yield Fault("expert shards are even", "ep", words)
 
 
-def _pipeline(facts: Facts) -> Iterator[Fault]:
-    """Stages and micro-batches.
+def pipeline_faults(facts: Facts) -> Iterator[Fault]:
+    """Stages and micro-batches: the rules that look at ``pp_schedule``, ``local_batch``, ``microbatch`` and ``pp``.
 
     TorchTitan checks stages when it splits the model (``_generate_llm_fqn_per_model_part``) and micro-batches when it
     builds the schedule, both after every rank has started.

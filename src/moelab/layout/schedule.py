@@ -26,6 +26,8 @@ LAST_STAGE_LESS_LAYERS = 1
 """Layers that the final norm and the vocabulary head count for; TorchTitan's default."""
 PLAYED_ROUNDS, PLAYED_LEAST = 6, 24
 """Rounds of ``pp`` micro-batches, and micro-batches, that are played: what follows is within 0.2 % of a repetition."""
+HELD_ROUNDS = 4
+"""Rounds of ``pp`` micro-batches, after which a rank holds no more than before."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -318,6 +320,10 @@ def in_flight(schedule: str, *, pp: int, microbatches: int, rank: int, turns: in
     if pp == 1:
         return ((1,),)
     place = {stage: index for index, stage in enumerate(stages_of_rank(SCHEDULES[schedule], pp, turns)[rank])}
+    if schedule in ("GPipe", "LoopedBFS"):  # every forward comes before the first backward
+        return ((microbatches,) * len(place),)
+    if microbatches % pp == 0:  # whole rounds repeat themselves after the third; a remainder would change their size
+        microbatches = min(microbatches, HELD_ROUNDS * pp)
     held = [0] * len(place)
     moments: set[tuple[int, ...]] = set()
     for kind, stage, _ in pipeline_order(schedule, pp=pp, microbatches=microbatches, turns=turns)[rank]:
@@ -398,10 +404,11 @@ def simulate(
         >>> simulate("1F1B", (Durations(1.0, 1.0, 1.0),) * 2, pp=2, microbatches=4).makespan_s
         15.0
     """
+    if pp == 1:  # the schedule means nothing, and its name may be anything
+        busy_s = microbatches * sum(map(sum, durations))
+        return Played(busy_s, (busy_s,))
     owners = stages_of_rank(SCHEDULES[schedule], pp, len(durations) // pp)
     busy = tuple(microbatches * sum(sum(durations[stage]) for stage in stages) for stages in owners)
-    if pp == 1:
-        return Played(busy[0], busy)
     # A smaller number that leaves the same remainder and still repeats: 126 micro-batches on 16 ranks are 7 rounds of
     # 18; 110 of them would be no whole rounds, which have no order.
     shorter, kind = max(PLAYED_ROUNDS * pp, PLAYED_LEAST // pp * pp) + microbatches % pp, SCHEDULES[schedule]

@@ -23,7 +23,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from moelab.experiment import EPBackend, Experiment, Precision, Routing
 from moelab.hardware import GROUP_PADDING, Gpu, SourcedNumber, has_native_mxfp8
@@ -266,8 +266,15 @@ def estimate(
         head=module_held(shape, HEAD, degrees),
     )
     buffer = dispatch_buffer(experiment, layout, shape, work)
-    stages = tuple(_stage_memory(run, rank, buffer, constants) for rank in range(layout.pp))
-    return MemoryEstimate(by_stage=stages, capacity_gib=float(gpu.memory_gib or math.nan), buffer=buffer)
+    # Ranks between the first and the last hold the same modules: what follows from these alone is found once.
+    weights: dict[tuple[StageModules, ...], RankWeights] = {}
+    by_stage = []
+    for rank, numbers in enumerate(layout.stages_of_rank):
+        modules = tuple(stage_modules(layout.stages[number], shape.n_dense_layers) for number in numbers)
+        if modules not in weights:
+            weights[modules] = run.weights(modules)
+        by_stage.append(_stage_memory(run, rank, modules, weights[modules], buffer, constants))
+    return MemoryEstimate(by_stage=tuple(by_stage), capacity_gib=float(gpu.memory_gib or math.nan), buffer=buffer)
 
 
 def emulates(experiment: Experiment, gpu: Gpu) -> bool:
@@ -302,21 +309,35 @@ def work_of(experiment: Experiment, layout: Layout, gpu: Gpu, constants: MemoryC
     )
 
 
-def _stage_memory(run: Moments, rank: int, buffer: DispatchBuffer | None, constants: MemoryConstants) -> StageMemory:
+class RankWeights(NamedTuple):
+    """Elements of a pipeline rank's parameters as in :class:`Held`, and bytes of the pools of FSDP2's two streams."""
+
+    local: int
+    padded: int
+    gathered: int
+    pools: float
+
+
+def _stage_memory(
+    run: Moments,
+    rank: int,
+    modules: tuple[StageModules, ...],
+    weights: RankWeights,
+    buffer: DispatchBuffer | None,
+    constants: MemoryConstants,
+) -> StageMemory:
     """The fullest moment of one pipeline rank."""
     numbers, last = run.layout.stages_of_rank[rank], len(run.layout.stages) - 1
-    modules = [stage_modules(run.layout.stages[number], run.shape.n_dense_layers) for number in numbers]
-    total = [held(run.shape, run.layout.stages[number], run.degrees) for number in numbers]
     sizes: Parts = dict.fromkeys(PARTS, 0.0)
-    moment, parts = max(run.of_rank(rank, modules, total), key=lambda candidate: sum(candidate[1].values()))
+    moment, parts = max(run.of_rank(rank, modules, weights), key=lambda candidate: sum(candidate[1].values()))
     sizes |= parts
-    sizes["parameters"] = float(FP32 * sum(one.padded for one in total))
-    sizes["optimizer states"] = float(2 * FP32 * sum(one.local for one in total))
-    sizes["gradients"] = float(FP32 * sum(one.padded for one in total))
+    sizes["parameters"] = float(FP32 * weights.padded)
+    sizes["optimizer states"] = float(2 * FP32 * weights.local)
+    sizes["gradients"] = float(FP32 * weights.padded)
     # A pipeline rank receives into one buffer for each micro-batch and direction.
     directions = sum((number > 0) + (number < last) for number in numbers)
     received = float(directions * run.layout.microbatches * BF16 * run.work.residual * run.shape.dim)
-    sizes["communication buffers"] = run.gather_pool(modules) + run.reduce_pool(modules) + received
+    sizes["communication buffers"] = weights.pools + received
     # Of what the allocator has; what follows lies outside of it.
     sizes["fragmentation"] = (constants.fragmentation.value - 1) * sum(sizes.values())
     if buffer and any(stage.moe_layers for stage in modules):
@@ -345,26 +366,32 @@ class Moments:
     embedding: Held
     head: Held
 
-    def of_rank(self, rank: int, modules: list[StageModules], total: list[Held]) -> Iterator[Moment]:
+    def of_rank(self, rank: int, modules: tuple[StageModules, ...], weights: RankWeights) -> Iterator[Moment]:
         """The moments of one pipeline rank on the main stream.
 
         Args:
             rank: pipeline rank.
             modules: what each of its stages is made of.
-            total: elements of each stage's parameters.
+            weights: of these modules.
         """
-        return self._pipeline(rank, modules, total) if self.layout.pp > 1 else self._single(modules[0])
+        return self._pipeline(rank, modules, weights) if self.layout.pp > 1 else self._single(modules[0])
 
-    def gather_pool(self, modules: list[StageModules]) -> float:
-        """Bytes of the stream that gathers parameters: two modules in a row, and this rank's shard of one in BF16."""
+    def weights(self, modules: tuple[StageModules, ...]) -> RankWeights:
+        """What a pipeline rank holds of its parameters, and what gathering and reducing them needs.
+
+        The stream that gathers has two modules in a row, and this rank's shard of one in BF16; the one that reduces,
+        beyond the gradients, a copy where a group is a single rank.
+        """
+        parts = [held(self.shape, stage, self.degrees) for stage in modules]
         chain = [module for stage in modules for module in self._chain(stage)]
         pairs = zip(chain, [*chain[1:], NOTHING], strict=True)
-        return max(BF16 * (self.shared(one) + self.shared(two) + self._shard(one)) for one, two in pairs)
-
-    def reduce_pool(self, modules: list[StageModules]) -> float:
-        """Bytes of the stream that reduces gradients, beyond the gradients: a copy where a group is a single rank."""
-        chain = [module for stage in modules for module in self._chain(stage)]
-        return max(FP32 * (module.gathered - self.shared(module)) for module in chain)
+        gathers = max(BF16 * (self.shared(one) + self.shared(two) + self._shard(one)) for one, two in pairs)
+        return RankWeights(
+            local=sum(one.local for one in parts),
+            padded=sum(one.padded for one in parts),
+            gathered=sum(one.gathered for one in parts),
+            pools=gathers + max(FP32 * (module.gathered - self.shared(module)) for module in chain),
+        )
 
     def _chain(self, stage: StageModules) -> list[Held]:
         """The modules of a stage in order, at most two layers of a kind."""
@@ -442,7 +469,7 @@ class Moments:
         first = BF16 * module.gathered + FP32 * module.experts
         return float(max(first, BF16 * module.dense + FP32 * module.gathered))
 
-    def _pipeline(self, rank: int, modules: list[StageModules], total: list[Held]) -> Iterator[Moment]:
+    def _pipeline(self, rank: int, modules: tuple[StageModules, ...], weights: RankWeights) -> Iterator[Moment]:
         """With a pipeline: parameters stay gathered, gradients add up whole and in FP32 until the last micro-batch.
 
         FSDP2 does not reshard between micro-batches and adds up gradients in the precision of their reduction
@@ -453,8 +480,10 @@ class Moments:
         fullest = in_flight(self.schedule, pp=pp, microbatches=microbatches, rank=rank, turns=len(modules))
         activations = max(sum(n * size for n, size in zip(moment, kept, strict=True)) for moment in fullest)
         largest = self.moe if any(stage.moe_layers for stage in modules) else self.dense
-        gathered = sum(one.gathered for one in total)
-        whole = {"gathered parameters": float(BF16 * gathered), "gathered gradients": float(FP32 * gathered)}
+        whole = {
+            "gathered parameters": float(BF16 * weights.gathered),
+            "gathered gradients": float(FP32 * weights.gathered),
+        }
         steady = {
             "activations": activations + largest.recomputed,
             "working set": max(largest.forward, largest.backward),

@@ -86,14 +86,12 @@ def local_numel(shape: ModelShape, layout: Layout, rank: int) -> int:
     at = coordinates(layout, rank)
     fsdp = at["dp_shard"] * layout.cp + at["cp"]
     where = Coordinates(tp=at["tp"], fsdp=fsdp, ep=at.get("ep", 0), efsdp=at.get("efsdp", 0))
-    stages = layout.stages_of_rank[at["pp"]]
-    return sum(held(shape, layout.stages[stage], degrees_of(layout), where).local for stage in stages)
+    stages = [stage_modules(layout.stages[stage], shape.n_dense_layers) for stage in layout.stages_of_rank[at["pp"]]]
+    return sum(held(shape, modules, degrees_of(layout), where).local for modules in stages)
 
 
-@functools.lru_cache(maxsize=65_536)
-def held(shape: ModelShape, stage: tuple[str, ...], degrees: Degrees, where: Coordinates = FIRST) -> Held:
+def held(shape: ModelShape, modules: StageModules, degrees: Degrees, where: Coordinates = FIRST) -> Held:
     """Elements of one stage's parameters on a rank; by default on the one that holds the most."""
-    modules = stage_modules(stage, shape.n_dense_layers)
     parts = (
         (modules.embedding, EMBEDDING),
         (modules.dense_layers, "layers.0"),

@@ -158,7 +158,7 @@ def read_model(source: str) -> HuggingFaceModel:
     elif source in (presets := published_models()):
         config = presets[source]["config"]
     else:
-        raise BadInput(f"--from-hf {source}: no such file, nor one of the models {', '.join(presets)}")
+        raise BadInput(f"{source}: no such file, nor one of the models {', '.join(presets)}")
     whole = dict(config)
     while inner := next((config[key] for key in INSIDE if isinstance(config.get(key), dict)), None):
         config = inner

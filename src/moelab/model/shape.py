@@ -6,10 +6,11 @@ laptop's model of ``moelab.titan.models``.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 
 from moelab.errors import BadInput
-from moelab.experiment import Experiment
+from moelab.experiment import Experiment, ShapeChanges
 
 EMBEDDING, NORM, HEAD = "tok_embeddings", "norm", "lm_head"
 TOKENIZERS = {"16B": "assets/hf/deepseek-moe-16b-base", "671B": "assets/hf/DeepSeek-V3.1-Base"}
@@ -189,10 +190,15 @@ def shape_for(experiment: Experiment) -> ModelShape:
         >>> shape_for(Experiment(model="671B", shape={"n_layers": 40})).n_moe_layers
         37
     """
-    shape = shape_of(experiment.model)
-    if experiment.shape is None:
+    return _with_changes(experiment.model, experiment.shape)
+
+
+@functools.lru_cache(maxsize=256)
+def _with_changes(model: str, own: ShapeChanges | None) -> ModelShape:
+    shape = shape_of(model)
+    if own is None:
         return shape
-    changes = experiment.shape.changes
+    changes = own.changes
     attention = changes.pop("attention", "mla")
     others = OF_LATENT_ATTENTION if attention == "gqa" else OF_GROUPED_QUERIES
     faults = [f"{name} is {changes[name]}; {_WHOSE[attention]}" for name in others if name in changes]

@@ -73,7 +73,7 @@ def ring_time_s(job: Job, calibration: Calibration, whole_bytes: float, ranks: i
     """
     if ranks == 1 or whole_bytes == 0:
         return 0.0
-    together = max(1, job.node.gpus // stride)
+    together = max(1, job.node.gpus // stride)  # ranks of the group on one node
     moved = whole_bytes * (ranks - 1) / ranks
     nvlink = 1e9 * float(calibration.nccl_ring) * float(job.node.gpu.nvlink_gb_s or 1)
     if min(ranks, together) == 2:  # two ranks alone keep fewer channels busy than more do
@@ -82,6 +82,7 @@ def ring_time_s(job: Job, calibration: Calibration, whole_bytes: float, ranks: i
         return moved / nvlink + float(calibration.collective_s)
     network = 1e9 * float(calibration.nccl_network) * float(job.node.nic_gb_s or 1) * together
     nodes = ranks / together
+    # data goes round in pieces, so the slower kind of link sets the pace and the other adds nothing
     return max(moved / nvlink, whole_bytes * (nodes - 1) / nodes / network) + float(calibration.collective_s)
 
 
@@ -204,7 +205,7 @@ def add_exchange(times: Times, job: Job, calibration: Calibration) -> None:
     """Dispatch and combine of one layer, there and back."""
     both = sum(exchange_time_s(job, calibration, BYTES_PER_ELEMENT[one]) for one in (job.dispatch, "bf16"))
     forward, back = (_exposed_s(times, job, passes, both) for passes in (("forward",), ("dgrad", "wgrad")))
-    rate = memory_rate(job, calibration) * float(calibration.row_copy)
+    rate = memory_rate(job, calibration) * float(calibration.row_copy)  # rows in a random order are slower than a copy
     copy_s = 2 * BF16 * job.work.received(job.shape) * job.shape.dim / rate
     copies = PERMUTATIONS[job.stack.permutation].copies
     dispatch, combine, combine_back, dispatch_back = (number * copy_s for number in copies)
@@ -239,7 +240,7 @@ def _exposed_s(times: Times, job: Job, passes: tuple[PassName, ...], exchange_s:
     if not job.stack.exchange_overlapped:
         return exchange_s
     compute_s = sum(float(times[PASS_INDEX[name]].sum()) for name in passes)
-    taken = EXCHANGE_SMS / sms_of(job.node.gpu)
+    taken = EXCHANGE_SMS / sms_of(job.node.gpu)  # while both run, compute slows down by the SMs it lacks
     return max(exchange_s - compute_s, 0.0) + taken * min(exchange_s, compute_s)
 
 

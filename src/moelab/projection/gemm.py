@@ -116,7 +116,7 @@ def rates_of(gpu: Gpu, calibration: Calibration, *, alone: bool = False, emulate
         alone: kernels by themselves, as a benchmark of kernels times them, and not beside others in a step.
         emulated: casts of emulated MXFP8.
     """
-    c, blackwell = calibration, is_blackwell(gpu)
+    c, blackwell = calibration, is_blackwell(gpu)  # Hopper's constants are of a step and of kernels alone alike
     bf16, low = (1e12 * float(figure or 0) for figure in (gpu.bf16_tflops, gpu.fp8_tflops))
     # BF16 is known best in a step and MXFP8 alone, so each constant is of where it was read, and a factor leads away
     bf16_alone = float(c.blackwell_bf16_alone) if alone and blackwell else 1.0
@@ -316,7 +316,7 @@ def break_even_m(n: int, k: int, groups: int, rates: Rates, precision: GroupedPr
 RECOMPUTED: dict[str, tuple[str, ...]] = {
     "none": (),
     "selective": ("attention.wq_b", "attention.wo", "feed_forward.w3", "moe.shared_experts.w3", "moe.routed_experts"),
-    "full": ("",),
+    "full": ("",),  # every name begins with it
     "full+dispatch": ("",),
     "mla": ("attention.wq_b", "attention.wkv_b"),
     "mla+mlp": ("attention.wq_b", "attention.wkv_b", "feed_forward"),
@@ -426,21 +426,15 @@ def cast_time_s(
     job: Job, calibration: Calibration, m: float, n: int, k: int, groups: int, *, grouped: bool = True
 ) -> dict[Direction, float]:
     """Seconds by direction of the casts and scales of one product of rows ``m``, in a step."""
-    if job.stack.expert_gemm == "library":
-        return _fused_cast_s(job, calibration, m, n, k, groups)
+    if job.stack.expert_gemm == "library":  # TransformerEngine reads an operand once for both axes, weights once a step
+        rate, weights = memory_rate(job, calibration), groups * n * k / job.microbatches
+        return {"forward": 4 * (m * k + weights) / rate, "dgrad": 4 * m * n / rate, "wgrad": 0.0}
     rates = rates_of(job.node.gpu, calibration, emulated=job.emulated)
     cast = "emulated" if job.emulated else job.precision.value
     seconds: dict[Direction, float] = dict.fromkeys(DIRECTIONS, 0.0)
     for part in cast_parts(m, n, k, groups, cast, rates, grouped=grouped):
         seconds[part.direction] += part.time_s
     return seconds
-
-
-def _fused_cast_s(job: Job, calibration: Calibration, m: float, n: int, k: int, groups: int) -> dict[Direction, float]:
-    """TransformerEngine's: one kernel reads an operand and writes it for both axes; weights once a step."""
-    rate = memory_rate(job, calibration)
-    weights = groups * n * k / job.microbatches
-    return {"forward": 4 * (m * k + weights) / rate, "dgrad": 4 * m * n / rate, "wgrad": 0.0}
 
 
 def add_casts(times: Times, seconds: dict[Direction, float], *, recomputed: bool) -> None:
@@ -540,10 +534,10 @@ BACKWARD = 2.5
 def add_attention(times: Times, job: Job, calibration: Calibration) -> None:
     """Attention of one layer."""
     shape, work, documents = job.shape, job.work, job.stack.document_keys
-    width = shape.n_heads / work.tp * (shape.qk_head_dim + shape.v_head_dim)
+    width = shape.n_heads / work.tp * (shape.qk_head_dim + shape.v_head_dim)  # queries by keys, and scores by values
     keys = job.seq_len / 2  # that a query meets on average, masked parts of blocks included
     if documents is not None:
-        keys = min(keys, documents + FLEX_BLOCK / 2)
+        keys = min(keys, documents + FLEX_BLOCK / 2)  # blocks at a document's edge are computed whole
     flops = 2 * work.tokens * width * keys
     peak = float(job.node.gpu.bf16_tflops or 0) * 1e12
     fused, tiles = job.stack.attention == "fused", job.stack.attention == "flex tiles"

@@ -209,6 +209,7 @@ class Job:
     @property
     def tokens_per_gpu(self) -> float:
         """Tokens of a step for each GPU."""
+        # cp ranks have a share of each sequence, tp and pp ranks work on the same one
         return self.work.tokens * self.work.cp * self.microbatches * self.dp / self.gpus
 
     @cached_property
@@ -272,7 +273,7 @@ def job_of(
         node=replace(
             node,
             gpus=node.nvlink_ranks(nodes=experiment.nodes, gpus_per_node=experiment.gpus_per_node, ep=experiment.ep),
-            nvlink_gpus=None,
+            nvlink_gpus=None,  # from here on a node is what NVLink joins, be it of one host or of a rack
         ),
         stack=stack or titan(experiment),
         work=work_of(experiment, layout, node.gpu, constants),

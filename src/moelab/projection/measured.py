@@ -113,7 +113,7 @@ def hardware_of(measured: Measurement) -> str:
     kinds = set(measured.gpu_names)
     if len(kinds) != 1 or not kinds <= GPU_PROFILES.keys():
         names = ", ".join(sorted(kinds)) or "no GPU"
-        raise BadInput(f"{measured.name} is of {names}; predictions are for {', '.join(GPU_PROFILES)}")
+        raise BadInput(f"{measured.name} was measured on {names}; predictions are for {', '.join(GPU_PROFILES)}")
     return GPU_PROFILES[kinds.pop()]
 
 
@@ -151,7 +151,7 @@ def _parse(name: str, text: str, where: str = "the packaged file") -> Mapping[st
     if not isinstance(rows, list):
         raise BadInput(f"{where} has no list of rows; {COMMANDS[name]} writes such a file")
     if content.get("label", "measured") != "measured":
-        raise BadInput(f"{where} is labelled {content['label']!r}: it is no measurement")
+        raise BadInput(f"{where} is labelled {content['label']!r}: it is not a measurement")
     for row in rows:
         missing = [column for column in COLUMNS[name] if column not in row]
         if missing:
@@ -269,12 +269,12 @@ def _asked(predict: Callable[[Calibration], float], measured_s: float, name: str
 
 def _gpu_of(measured: Measurement) -> str:
     """The kind of GPU that a file is of."""
-    content = measured.content or {}
-    found = [content.get("hardware", {}).get("gpu")]
-    found += [device["name"] for device in content.get("environment", {}).get("gpus", ())]
-    names = list(dict.fromkeys(filter(None, found)))
+    named = (measured.content or {}).get("hardware", {}).get("gpu")  # notebook 02's files have one GPU, under this key
+    names = list(dict.fromkeys(filter(None, [named, *measured.gpu_names])))
     kind = known_gpu(names[0]) if len(names) == 1 else None
     if kind is None:
-        said = " and ".join(names) or "no GPU"
-        raise BadInput(f"{measured.name} is of {said}; datasheets are known of {', '.join(MODELS)}")
+        raise BadInput(
+            f"{measured.name} was measured on {' and '.join(names) or 'no GPU'}; datasheets are known of "
+            f"{', '.join(MODELS)}"
+        )
     return kind.name

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 
 from moelab.memory.activations import BF16
-from moelab.memory.sharding import NOTHING, Degrees, Held, module_held
+from moelab.memory.sharding import NOTHING, Degrees, Held, held, module_held
 from moelab.model import EMBEDDING, HEAD, NORM, ModelShape
 from moelab.projection.calibration import Calibration
 from moelab.projection.job import Job, Times, add
@@ -52,7 +52,7 @@ def add_memory_bound(times: Times, job: Job, calibration: Calibration, *, moe: b
     passes = 1.0 if job.stack.fused else float(calibration.eager_passes)
     forward = passes * elementwise_bytes(job, moe=moe) / memory_rate(job, calibration)
     add(times, "forward", "memory-bound", forward)
-    add(times, "dgrad", "memory-bound", 2 * forward)
+    add(times, "dgrad", "memory-bound", 2 * forward)  # each input is read again beside the gradients
     if job.checkpointing != "none":
         again = passes * elementwise_bytes(job, moe=moe, again=True) / memory_rate(job, calibration)
         add(times, "recompute", "memory-bound", again)
@@ -84,24 +84,17 @@ def held_by_kind(shape: ModelShape, degrees: Degrees) -> dict[str, Held]:
     """What one module of each kind has on a rank: ``dense`` and ``moe`` layers, ``embedding`` and ``head``."""
     names = {"dense": "layers.0", "moe": f"layers.{shape.n_dense_layers}", "embedding": EMBEDDING, "head": HEAD}
     there = {"dense": shape.n_dense_layers, "moe": shape.n_moe_layers}
-    held = {kind: module_held(shape, name, degrees) if there.get(kind, 1) else NOTHING for kind, name in names.items()}
+    kinds = {kind: module_held(shape, name, degrees) if there.get(kind, 1) else NOTHING for kind, name in names.items()}
     norm = module_held(shape, NORM, degrees)
-    held["head"] = Held(*(a + b for a, b in zip(held["head"], norm, strict=True)))
-    return held
+    # the last norm is gathered with the head
+    kinds["head"] = Held(*(a + b for a, b in zip(kinds["head"], norm, strict=True)))
+    return kinds
 
 
 def held_by_rank(job: Job, rank: int) -> Held:
     """What a pipeline rank holds."""
-    kinds = held_by_kind(job.shape, job.degrees)
-    total = NOTHING
-    for stage in job.stages_of_rank[rank]:
-        modules = job.stages[stage]
-        counts = {"dense": modules.dense_layers, "moe": modules.moe_layers}
-        counts |= {"embedding": modules.embedding, "head": modules.head}
-        for kind, count in counts.items():
-            if count:
-                total = Held(*(a + count * b for a, b in zip(total, kinds[kind], strict=True)))
-    return total
+    stages = [held(job.shape, job.stages[stage], job.degrees) for stage in job.stages_of_rank[rank]]
+    return Held(*map(sum, zip(*stages, strict=True)))
 
 
 def optimizer_time_s(job: Job, calibration: Calibration, held: Held) -> float:

@@ -34,7 +34,6 @@ class Projection:
         experiment: that was projected.
         cluster: that it was projected to.
         job: the step as the model saw it.
-        tokens_per_gpu: of a step.
         breakdown_s: seconds of the step by part; they add up to it.
         flops: operations of a token, TorchTitan's count and a causal one.
         outside: what lies outside of what the model was validated on; empty if nothing does.
@@ -44,7 +43,6 @@ class Projection:
     experiment: Experiment
     cluster: Cluster
     job: Job
-    tokens_per_gpu: float
     breakdown_s: dict[str, float]
     flops: dict[str, int]
     outside: tuple[str, ...]
@@ -58,7 +56,7 @@ class Projection:
     @property
     def tps(self) -> float:
         """Tokens per second per GPU."""
-        return self.tokens_per_gpu / self.step_time_s
+        return self.job.tokens_per_gpu / self.step_time_s
 
     @property
     def label(self) -> str:
@@ -86,6 +84,7 @@ class Projection:
     @property
     def interval(self) -> tuple[float, float]:
         """Tokens per second per GPU between which it lies with 90 % confidence."""
+        # errors are factors: as likely twice too fast as twice too slow
         width = relative_width(self.breakdown_s, extrapolated=bool(self.outside))
         return self.tps / (1 + width), self.tps * (1 + width)
 
@@ -140,7 +139,7 @@ def project(
     """
     cluster = cluster or cluster_of(experiment.hardware)
     require_figures(experiment, cluster)
-    experiment = _on(experiment, cluster)
+    experiment = _on(experiment, cluster)  # rules and kernels are those of the GPU that is asked about
     verdict = check(experiment)
     if not verdict.legal or verdict.layout is None:
         raise Refused("illegal layout:\n" + "\n".join(f"- {reason}" for reason in verdict.reasons))
@@ -164,7 +163,6 @@ def project(
         experiment=experiment,
         cluster=cluster,
         job=job,
-        tokens_per_gpu=job.tokens_per_gpu,
         breakdown_s=step_parts_s(job, calibration),
         flops={
             "torchtitan": flops_per_token(shape, experiment.seq_len),

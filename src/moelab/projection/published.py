@@ -94,11 +94,11 @@ def _solved(jobs: Sequence[Job], calibration: Calibration, random: np.random.Gen
         return np.array([job.tokens_per_gpu / tps_of(job, constants(x)) for job in jobs]) - target_s
 
     low, high = np.array(list(SOLVED.values())).T
-    low[2], high[2] = 1 / high[2], 1 / low[2]  # an inverse rate
+    low[2], high[2] = 1 / high[2], 1 / low[2]  # a step is linear in the inverse of a rate, not in the rate
     low[0] = high[0] / 1e6  # no constant is zero
     x, steps = np.array([1e-3, 1e-3, 1 / float(calibration.blackwell_grouped)]), np.diag([1e-3, 1e-3, 0.2])
     late = late_s(x)
-    slopes = np.array([(late_s(x + step) - late) / step.sum() for step in steps]).T
+    slopes = np.array([(late_s(x + step) - late) / step.sum() for step in steps]).T  # once: a step is almost linear
     for _ in range(4):
         x = x - np.linalg.solve(slopes, late)
         if np.any(x < low) or np.any(x > high):

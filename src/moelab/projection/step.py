@@ -112,7 +112,7 @@ def add_host(times: Times, job: Job, calibration: Calibration, *, moe: bool) -> 
     """
     if job.stack.host == "graphs":
         return
-    kernels = launches(job, moe=moe)
+    kernels, busy_of = launches(job, moe=moe), times.sum(axis=1).tolist()
     launch_s = float(calibration.launch_s if job.stack.host == "torch" else calibration.launch_library_s)
     waits = moe and job.waits_for_counts
     again = waits and job.recomputes_layers and not job.keeps_exchange
@@ -121,8 +121,8 @@ def add_host(times: Times, job: Job, calibration: Calibration, *, moe: bool) -> 
         (("forward",), "forward", waits),
         (backward, "dgrad", again),
     )
-    for passes, shown_in, waited in blocks:
-        busy = sum(float(times[PASS_INDEX[one]].sum()) for one in passes)
+    for passes, shown_in, waited in blocks:  # forward and backward: within each the host may run ahead and catch up
+        busy = sum(busy_of[PASS_INDEX[one]] for one in passes)
         launched = launch_s * sum(kernels.get(one, 0.0) for one in passes)
         add(times, shown_in, "host and waiting", max(0.0, launched - busy) + waited * float(calibration.sync_s))
 
@@ -131,7 +131,7 @@ def step_parts_s(job: Job, calibration: Calibration) -> dict[str, float]:
     """Seconds of a step by part: the busiest pipeline rank's work, and its waiting as ``pipeline bubble``."""
     modules = module_times(job, calibration)
     stages = stage_times(job, modules)
-    sums = {id(table): table.sum(axis=1).tolist() for table in stages}
+    sums = {id(table): table.sum(axis=1).tolist() for table in stages}  # stages with equal modules share a table
     message_s = _message_s(job, calibration)
     # a card that sends activations to the next stage does not send rows meanwhile
     shared_s = message_s if job.gpus > job.node.gpus and job.rows_sent.network else 0.0
@@ -144,17 +144,19 @@ def step_parts_s(job: Job, calibration: Calibration) -> dict[str, float]:
     mine = job.stages_of_rank[busiest]
     parts = np.asarray(job.microbatches * sum(stages[stage].sum(axis=0) for stage in mine), dtype=np.float64)
     parts[INDEX["all-to-all"]] += 2 * job.microbatches * len(mine) * shared_s
+    # the busiest rank is described; whatever it does not compute until the last rank has ended is its bubble
     parts[INDEX["pipeline bubble"]] += played.makespan_s - played.busy_s[busiest]
     held = held_by_rank(job, busiest)
     parts[INDEX["FSDP collectives"]] += _fsdp_s(job, calibration, held, modules)
     parts[INDEX["optimizer"]] += optimizer_time_s(job, calibration, held)
-    if not job.stack.distributed_optimizer:
+    if not job.stack.distributed_optimizer:  # FSDP copies what it gathers out of its buffer, and gradients into one
         parts[INDEX["memory-bound"]] += (
             held.gathered * float(calibration.fsdp_copy_bytes) / memory_rate(job, calibration)
         )
     if job.stack.host == "torch":
         read_s = job.work.tokens * job.work.cp * job.microbatches * float(calibration.data_token_s)
         parts[INDEX["host and waiting"]] += float(calibration.step_s) + read_s
+    # each rank's step scatters around its mean, and all end with the slowest
     noise = float(calibration.step_noise) * expected_maximum(job.gpus)
     parts[INDEX["imbalance and stragglers"]] += noise * parts.sum()
     return dict(zip(CATEGORIES, map(float, parts), strict=True))
@@ -187,7 +189,9 @@ def stage_times(job: Job, modules: Mapping[str, Times]) -> list[Times]:
 
 def work_s(job: Job, calibration: Calibration) -> float:
     """Seconds of one micro-batch in all layers, one after the other."""
-    return float(sum(table.sum() for table in stage_times(job, module_times(job, calibration))))
+    layers = {"dense": job.shape.n_dense_layers, "moe": job.shape.n_moe_layers}
+    modules = module_times(job, calibration)
+    return sum(layers.get(kind, 1) * float(table.sum()) for kind, table in modules.items())
 
 
 def expert_s(job: Job, calibration: Calibration) -> float:
@@ -201,9 +205,9 @@ def _message_s(job: Job, calibration: Calibration) -> float:
     if job.pp == 1:
         return 0.0
     whole = BF16 * job.work.residual * job.shape.dim
-    near = job.gpus <= job.node.gpus
-    wire = float(calibration.nccl_ring) * float(job.node.gpu.nvlink_gb_s or 1)
-    if not near:
+    if job.gpus <= job.node.gpus:
+        wire = float(calibration.nccl_ring) * float(job.node.gpu.nvlink_gb_s or 1)
+    else:
         wire = float(calibration.nccl_network) * float(job.node.nic_gb_s or 1)
     return whole / wire / 1e9 + float(calibration.collective_s)
 
@@ -229,6 +233,8 @@ def _fsdp_s(job: Job, calibration: Calibration, held: Held, modules: Mapping[str
     exposed = gather["embedding"] + scatter["embedding"] + 2 * gather["head"] + scatter["head"]
     for one, following in itertools.pairwise(order):
         exposed += max(0.0, gather[following] - hides[one][0])
+    # backward, last module first: beside `one` the module before it is gathered again, and the gradients of the one
+    # behind it are scattered
     for one, following, done in zip(order[1:], order, [*order[2:], None], strict=False):
         exposed += max(0.0, gather[following] + (scatter[done] if done else 0.0) - sum(hides[one][1:]))
     return job.microbatches * exposed

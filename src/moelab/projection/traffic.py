@@ -156,7 +156,7 @@ def expected_rows(destinations: Destinations, placement: ExpertPlacement, method
     require_method(method)
     P, L, N = placement.ep, placement.local_ranks, placement.nodes
     if method == "deepep_hybrid":
-        nvlink = destinations.ranks * (1 - 1 / L)
+        nvlink = destinations.ranks * (1 - 1 / L)  # the relay is itself one of L destinations in its node
         return OnWires(nvlink=nvlink, network=destinations.nodes * (1 - 1 / N), local=destinations.ranks - nvlink)
     sent = destinations.copies if method == "standard" else destinations.ranks
     return OnWires(nvlink=sent * (L - 1) / P, network=sent * (1 - 1 / N), local=sent / P)

@@ -1,7 +1,7 @@
 """The bridge to TorchTitan: ``python -m torchtitan.train --module moelab.titan --config NAME``.
 
-It calls internals of TorchTitan and torchao, which ``docs/torchtitan.md`` lists; with other releases than those it says
-so when it is imported, for what breaks may break in words that name neither.
+It calls internals of TorchTitan and torchao, which ``docs/torchtitan.md`` lists. With any other release, importing it
+warns, because what breaks then may name neither.
 """
 
 import warnings
@@ -15,7 +15,7 @@ _OTHERS = [
 ]
 if _OTHERS:
     warnings.warn(
-        f"moelab was not tested with {' and '.join(_OTHERS)}, whose internals it calls: docs/torchtitan.md names each, "
-        "and what is known to break. Reinstall with `pip install moelab`, or run its tests first",
+        f"moelab was not tested with {' and '.join(_OTHERS)}, whose internals it calls: docs/torchtitan.md lists them, "
+        "and what is known to break. Reinstall with `pip install moelab`, or run moelab's tests first",
         stacklevel=2,
     )

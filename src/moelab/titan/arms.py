@@ -2,16 +2,16 @@
 
 A name is ``dsv3_<model>_<arm>``, with the arm spelt as in run directories: ``dsv3_671b_mxfp8_deepep``,
 ``dsv3_671b_fp8_deepep_dispatch_fp8``, ``dsv3_16b_mxfp8_standard_linears_wgrad_bf16``. ``deepep`` is moelab's
-dispatcher on DeepEP 2.x, which takes quantised experts and ``compile=model+loss``; what goes together is in
-:mod:`moelab.layout.rules`. All arms of a model share its published layout, batch, sequence,
-learning rate and routing, so that two of them differ in what their names say. The exception is ``minimal_async_ep``,
-whose expert parallelism ends where a node does.
+dispatcher for DeepEP 2.x, which supports quantised experts and ``compile=model+loss``; :mod:`moelab.layout.rules` says
+what can be combined. All arms of a model share its published layout, batch, sequence, learning rate and routing, so
+two of them differ only in what their names say. The exception is ``minimal_async_ep``, whose expert parallelism is
+limited to a node.
 
-What the table assumes, because the published scripts leave it to TorchTitan's configuration files of the time:
+What the table assumes, because the published scripts leave it to TorchTitan's configuration files of that time:
 
 - **Learning rate**: linear warm-up to ``lr``, then cosine decay to a tenth of it over the last 80 % of the steps. The
-  scripts ask for 2000 warm-up steps and train 1500 (16B) or 20 (671B). TorchTitan 0.3.0 shortens a warm-up that exceeds
-  the run to the run's length, and says so in its log: the rate climbs to its peak at the last step and never decays.
+  scripts ask for 2000 warm-up steps and train 1500 (16B) or 20 (671B). TorchTitan 0.3.0 shortens a warm-up that is
+  longer than the run, and says so in its log: the rate reaches its peak at the last step and never decays.
 - **Pipeline**: ``Interleaved1F1B`` with micro-batches of one sequence; two ranks then hold four stages.
 - **Data**: C4, streamed. Building a configuration needs neither C4 nor a tokenizer; training does.
 
@@ -57,9 +57,9 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "pp_schedule": "Interleaved1F1B",
     },
 }
-"""What each published model has of its own."""
+"""Fields in which the published models differ."""
 MINIMAL_ASYNC_EP = 8
-"""Expert-parallel degree of ``minimal_async_ep``: its symmetric memory ends where a node's NVLink does."""
+"""Expert-parallel degree of ``minimal_async_ep``: its symmetric memory spans the NVLink of a node."""
 
 
 @functools.cache
@@ -69,7 +69,7 @@ def named_arms() -> MappingProxyType[str, Experiment]:
 
 
 def config_name(experiment: Experiment) -> str:
-    """Name of an arm's configuration; routing is no part of it.
+    """Name of an arm's configuration; the routing is not part of it.
 
     >>> config_name(Experiment(model="671B", precision="mxfp8", ep_backend="deepep"))
     'dsv3_671b_mxfp8_deepep'
@@ -79,7 +79,7 @@ def config_name(experiment: Experiment) -> str:
 
 
 def nearest(name: str) -> str:
-    """Name of the legal arm that has most in common with another: its model and precision, then its dispatcher."""
+    """Name of the legal arm with the most in common with another: its model and precision, then its dispatcher."""
     arm = named_arms()[name]
 
     def in_common(other: Experiment) -> tuple[bool, bool, int]:
@@ -91,10 +91,9 @@ def nearest(name: str) -> str:
 
 
 def _arms(model: str) -> Iterator[Experiment]:
-    """Every precision with every dispatcher, its variants of quantisation, and quantised dispatch; refused ones too."""
-    fast = [
-        precision for precision in Precision if precision is not Precision.NVFP4
-    ]  # numbers only, for no speed study
+    """Every precision with every dispatcher, in all variants of quantisation and of dispatch, illegal ones included."""
+    # NVFP4 is for numerics only; the published study is about speed.
+    fast = [precision for precision in Precision if precision is not Precision.NVFP4]
     for precision, backend in product(fast, EPBackend):
         for variant in _variants(model, precision):
             fields = {"precision": precision, "ep_backend": backend, **variant}
@@ -105,7 +104,7 @@ def _arms(model: str) -> Iterator[Experiment]:
 
 def _variants(model: str, precision: Precision) -> Iterator[dict[str, Any]]:
     if precision is Precision.MXFP8:
-        linears = PUBLISHED[model].get("tp", 1) == 1  # MXFP8 linears take no tensor parallelism
+        linears = PUBLISHED[model].get("tp", 1) == 1  # MXFP8 linears do not support tensor parallelism
         for quantize in ("experts", "experts+linears")[: 1 + linears]:
             yield {"quantize": quantize}
             yield {"quantize": quantize, "wgrad": "bf16"}

@@ -6,7 +6,7 @@ variable that names its YAML file::
     MOELAB_EXPERIMENT=runs/study/bf16_standard/seed0/…/experiment.yaml \
         torchrun --nproc-per-node 2 -m torchtitan.train --module moelab.titan --config experiment --dump_folder …
 
-or it is one of the published arms, which have names (:mod:`moelab.titan.arms`)::
+or it is one of the published arms, by name (:mod:`moelab.titan.arms`)::
 
     torchrun … -m torchtitan.train --module moelab.titan --config dsv3_671b_mxfp8_deepep
 
@@ -79,7 +79,7 @@ _FUSED_SWIGLU = (
 
 
 class EndValidator(Validator):
-    """TorchTitan's validator without its pass at step 1: the held-out loss is wanted of the trained model only."""
+    """TorchTitan's validator without its pass at step 1: only the trained model's held-out loss is of interest."""
 
     @dataclasses.dataclass(kw_only=True, slots=True)
     class Config(Validator.Config):
@@ -102,7 +102,7 @@ def experiment() -> Trainer.Config:
     if not path:
         raise KeyError(f"set {EXPERIMENT_VARIABLE} to the path of an experiment.yaml; `moelab run` does so")
     folder = Path(path).parent
-    # A record has every field and must be whole; a person's file has defaults.
+    # A run's record must have every field; a person's file has defaults.
     is_record = Path(path).name == directory.EXPERIMENT_FILE and directory.is_run(folder)
     asked = RunDir(folder).experiment if is_record else read_experiment(Path(path))
     if reasons := check(asked).reasons:
@@ -112,6 +112,7 @@ def experiment() -> Trainer.Config:
 
 def __getattr__(name: str) -> Callable[[], Trainer.Config]:
     """The configuration function of a published arm, by its name."""
+    # TorchTitan looks `--config NAME` up with getattr, so a hundred arms need no hundred functions.
     try:
         arm = named_arms()[name]
     except KeyError:
@@ -122,7 +123,7 @@ def __getattr__(name: str) -> Callable[[], Trainer.Config]:
             raise Refused("\n".join([*reasons, f"nearest by name: --config {nearest(name)}"]))
         return trainer_config(arm)
 
-    config.__name__ = config.__qualname__ = name
+    config.__name__ = config.__qualname__ = name  # TorchTitan logs it
     config.__doc__ = f"The published {arm.model} setting as arm {arm.arm}."
     return config
 
@@ -134,10 +135,10 @@ def __dir__() -> list[str]:
 
 @contextmanager
 def assume_gpu(capability: tuple[int, int]) -> Iterator[None]:
-    """Answer questions about the device as a GPU of this compute capability would, for configuring alone.
+    """Have the device answer as a GPU of this compute capability would, to configure only.
 
     A configuration depends on the GPU in a few places: which MXFP8 kernels exist, whether FP8 experts are allowed, who
-    pads the experts' groups. Torch, torchao 0.18 and TorchTitan 0.3.0 each ask the device and take no argument.
+    pads the experts' groups. Torch, torchao 0.18 and TorchTitan 0.3.0 query the device and take no argument for it.
 
     Args:
         capability: such as ``(10, 0)`` for a B200 or ``(9, 0)`` for an H100.
@@ -162,16 +163,16 @@ def assume_gpu(capability: tuple[int, int]) -> Iterator[None]:
 
 
 def _require_no_gpus(experiment: Experiment) -> None:
-    """A processor stands in for GPUs where there are none or ``hardware`` says so, not where they do not work.
+    """Make sure that the processor is used because there are no GPUs or ``hardware`` says so, not because they fail.
 
     Raises:
         Refused: if nvidia-smi fails, or lists GPUs that PyTorch does not see.
     """
     if experiment.hardware != "cpu" and (found := gpus()):
         raise Refused(
-            f"nvidia-smi lists {len(found)} × {found[0].name} (driver {found[0].driver}), and PyTorch "
-            f"{torch.__version__} sees no CUDA device: it is built without CUDA, or for a newer driver. Mend that, or "
-            "train on the processor with hardware=cpu"
+            f"nvidia-smi lists {len(found)} × {found[0].name} (driver {found[0].driver}), but PyTorch "
+            f"{torch.__version__} sees no CUDA device: it was built without CUDA, or for a newer driver. Install a "
+            "matching PyTorch or driver, or train on the processor with hardware=cpu"
         )
 
 
@@ -179,7 +180,7 @@ def trainer_config(experiment: Experiment) -> Trainer.Config:
     """Translate an experiment, and prepare this process for it: its device, its corpus, its kernels.
 
     Args:
-        experiment: one arm at one seed; whether it is legal is not asked here, but where TorchTitan asks for it.
+        experiment: one arm at one seed; the functions that TorchTitan calls have checked that it is legal.
 
     Returns:
         The whole configuration of TorchTitan's trainer.
@@ -205,14 +206,14 @@ def trainer_config(experiment: Experiment) -> Trainer.Config:
         ),
         training=TrainingConfig(
             local_batch_size=experiment.microbatch if accumulates else experiment.local_batch,
-            # TorchTitan adds up the gradients of as many local batches as make the global one
+            # TorchTitan accumulates gradients over as many local batches as make up the global one.
             global_batch_size=sequences if accumulates else -1,
             seq_len=experiment.seq_len,
             steps=experiment.steps,
-            disable_cuda_graphs=True,
+            disable_cuda_graphs=True,  # a dispatcher that waits for the host cannot be captured
         ),
         parallelism=_parallelism(experiment, on_cpu=on_cpu),
-        checkpoint=ResumeCheckpoints.Config(enable=False),  # who launches a job turns them on by TorchTitan's options
+        checkpoint=ResumeCheckpoints.Config(enable=False),  # launch/node.py enables them with TorchTitan's options
         activation_checkpoint=_ACTIVATION_CHECKPOINT[experiment.activation_checkpoint],
         compile=CompileConfig(enable=experiment.compile != "none", components=_COMPILE[experiment.compile]),
         comm=CommConfig(trace_buf_size=0) if on_cpu else CommConfig(),  # NCCL's flight recorder, which gloo lacks
@@ -222,7 +223,7 @@ def trainer_config(experiment: Experiment) -> Trainer.Config:
             save_config_file="launch/titan_config.json",
             enable_structured_logging=False,
         ),
-        # Every step is logged, without colours: the log is read again (moelab.runs.log).
+        # Every step is logged, without colours, because moelab.runs.log parses the log.
         metrics=MetricsProcessor.Config(log_freq=1, enable_tensorboard=True, disable_color_printing=True),
         override=OverrideConfig(imports=_overrides(experiment, on_cpu=on_cpu)),
         trace_step=experiment.trace_step,
@@ -233,7 +234,7 @@ def trainer_config(experiment: Experiment) -> Trainer.Config:
 
 
 def _overrides(experiment: Experiment, *, on_cpu: bool) -> list[Any]:
-    """Modules that TorchTitan swaps after it has filled in the model's configuration."""
+    """Overrides that TorchTitan applies after it has filled in the model's configuration."""
     imports: list[Any] = []
     if on_cpu:
         from moelab.titan import cpu
@@ -241,7 +242,7 @@ def _overrides(experiment: Experiment, *, on_cpu: bool) -> list[Any]:
         imports += cpu.OVERRIDES
     if experiment.routing is Routing.RANDOM_BALANCED:
         if on_cpu:
-            imports.remove(_FP32_GATE)  # the router's override brings it: two may not claim the same part
+            imports.remove(_FP32_GATE)  # part of the router's override: two overrides may not claim the same module
         imports.append((routing.RANDOM_BALANCED, {"fp32_gate": on_cpu}))
     if experiment.ep_backend is EPBackend.DEEPEP:
         imports.append((PADDED, _padding(experiment)))
@@ -250,13 +251,13 @@ def _overrides(experiment: Experiment, *, on_cpu: bool) -> list[Any]:
     elif experiment.ep_backend is not EPBackend.STANDARD and experiment.pp > 1:
         imports.append((ONE_MICROBATCH, {"tokens": tokens_of_a_microbatch(experiment)}))
     if experiment.ep_backend is EPBackend.MINIMAL_ASYNC_EP:
-        # It leaves most rows of its fixed-size buffer unset; the fused activation stops at the last row in use.
+        # Most rows of its fixed-size buffer are uninitialised; the fused activation stops at the last row in use.
         imports += _FUSED_SWIGLU
     return imports
 
 
 def _padding(experiment: Experiment) -> dict[str, Any]:
-    """Arguments of the override that puts moelab's DeepEP dispatcher in place."""
+    """Arguments of the override that installs moelab's DeepEP dispatcher."""
     kind = f"mxfp8_{_kernels(experiment)}" if experiment.precision is Precision.MXFP8 else experiment.precision.value
     return {
         "alignment": GROUP_PADDING[kind],
@@ -267,7 +268,7 @@ def _padding(experiment: Experiment) -> dict[str, Any]:
 
 
 def tokens_of_a_microbatch(experiment: Experiment) -> int:
-    """Tokens that a rank dispatches at a time under pipeline parallelism; context and tensor axes share a sequence.
+    """Tokens that a rank dispatches at a time with a pipeline; its context- and tensor-parallel peers share a sequence.
 
     >>> tokens_of_a_microbatch(Experiment(seq_len=8192, microbatch=1, tp=2, pp=2, local_batch=64))
     4096
@@ -277,13 +278,12 @@ def tokens_of_a_microbatch(experiment: Experiment) -> int:
 
 @override(target=BaseEPTokenDispatcher.Config, description="buffers for one micro-batch under pipeline parallelism")
 def one_microbatch(config: BaseEPTokenDispatcher.Config, *, tokens: int) -> Any:
-    """Set the most tokens of a dispatch where the dispatcher, HybridEP's or MinimalAsyncEP's, has such a setting.
+    """Limit the tokens of a dispatch where the dispatcher, HybridEP's or MinimalAsyncEP's, has such a setting.
 
-    Both allocate their buffer once, for the most tokens that a rank ever dispatches at a time. TorchTitan 0.3.0 takes
-    its whole local batch for that and refuses a smaller number, but under pipeline parallelism a rank dispatches one
-    micro-batch: with 64 sequences and micro-batches of one the buffer would be 64 times too large. This can go when
-    TorchTitan counts micro-batches. (For DeepEP, moelab's dispatcher does the same. What the buffers take is in
-    :mod:`moelab.memory.peak`.)
+    Both allocate their buffer once, for the most tokens that a rank ever dispatches at a time. TorchTitan 0.3.0 assumes
+    the whole local batch and refuses a smaller number, but with a pipeline a rank dispatches one micro-batch: with 64
+    sequences and micro-batches of one, the buffer would be 64 times too large. This can go when TorchTitan counts
+    micro-batches. (moelab's dispatcher does the same for DeepEP. :mod:`moelab.memory.peak` has the buffers' sizes.)
     """
     if not hasattr(config, "num_max_tokens_per_rank"):
         return config
@@ -299,12 +299,12 @@ def _model(experiment: Experiment, *, on_cpu: bool) -> ModelSpec:
     )
     converter = _converter(experiment)
     if converter is not None:
-        # Before TorchTitan applies overrides: those of dispatchers look at which experts they find.
+        # Before TorchTitan applies overrides, because those of dispatchers depend on the experts they find.
         spec.model = converter.build().convert(spec.model)
     kernels = None if converter is None else _kernels(experiment)
 
     def parallelize(model: nn.Module, **arguments: Any) -> nn.Module:
-        model = parallelize_titan(model, **arguments)  # hooks are laid after FSDP's own, which then run first
+        model = parallelize_titan(model, **arguments)  # first, so that FSDP's hooks run before those added below
         if on_cpu:
             from moelab.titan import cpu
 
@@ -320,7 +320,7 @@ def _model(experiment: Experiment, *, on_cpu: bool) -> ModelSpec:
 
 
 def _kernels(experiment: Experiment) -> mxfp8_kernels.Kernels:
-    """Of a quantised experiment; FP8's products are native wherever it is legal, NVFP4's nowhere."""
+    """Kernels of a quantised experiment; FP8's are native wherever FP8 is legal, NVFP4's never."""
     if experiment.precision is Precision.NVFP4:
         return "emulated"
     return mxfp8_kernels.resolve(experiment.mxfp8_kernels) if experiment.precision is Precision.MXFP8 else "native"
@@ -336,7 +336,7 @@ def _converter(experiment: Experiment) -> Any:
         settings |= {"kernels": _kernels(experiment), "nvfp4": experiment.precision is Precision.NVFP4}
         return MXFP8Converter.Config(**settings)
     if experiment.precision is Precision.FP8:
-        # The field's default is MXFP8's; of FP8 it means the weight gradient in BF16, as torchao's recipe has it.
+        # The field's default is mxfp8, which for FP8 means weight gradients in BF16, as in torchao's recipe.
         settings["wgrad"] = "fp8" if experiment.wgrad == "fp8" else "bf16"
         return FP8Converter.Config(**settings)
     return None
@@ -345,7 +345,7 @@ def _converter(experiment: Experiment) -> Any:
 def _parallelism(experiment: Experiment, *, on_cpu: bool) -> ParallelismConfig:
     stages = None
     if experiment.pp_stages_per_rank and (layout := check(experiment).layout) and layout.pp > 1:
-        # TorchTitan makes more than two stages a rank by layers of a stage, which does not reach every number.
+        # TorchTitan derives more than two stages per rank from layers per stage, which cannot give every number.
         stages = list(map(list, layout.stages))
     return ParallelismConfig(
         data_parallel_replicate_degree=experiment.dp_replicate,
@@ -357,7 +357,7 @@ def _parallelism(experiment: Experiment, *, on_cpu: bool) -> ParallelismConfig:
         module_fqns_per_model_part=stages,
         context_parallel_degree=experiment.cp,
         expert_parallel_degree=experiment.ep,
-        # The all-to-all of spmd_types needs equal splits under gloo.
+        # The all-to-all of spmd_types needs equal splits with gloo.
         spmd_backend="partial_dtensor" if on_cpu else "spmd_types",
     )
 

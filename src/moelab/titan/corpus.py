@@ -1,13 +1,13 @@
 """Real text without a download: the running Python's own documentation and standard library.
 
-About 12 MB of English and code lie on every machine that can run this package. They are split into documents, one
-file in twenty is held out by the hash of its name, and a byte-level BPE tokenizer is trained on the training part
-once. Files are cut at line ends into passages of about 2,000 characters, the size of a web document in C4: a short run
-then sees hundreds of files instead of three. The result is cached under a key of everything that went into it, so that
-another Python, vocabulary size or version of ``tokenizers`` gets its own copy and nobody trains on half-written files.
+Every machine that can run this package has about 12 MB of English and code. It is split into documents; the hash of
+its name decides for one file in twenty that it is held out, and a byte-level BPE tokenizer is trained once on the rest.
+Files are cut at line ends into passages of about 2,000 characters, the size of a web document in C4, so that a short
+run sees hundreds of files instead of three. The cache key covers everything that went into the result: another Python,
+vocabulary size or version of ``tokenizers`` gets its own copy, and nobody trains on half-written files.
 
-The order of the passages is fixed. A seed changes the initial weights only, as it does when TorchTitan streams C4, so
-the spread between seeds is not inflated by an easier or harder piece of text at the end of one of them.
+The order of the passages is fixed. As when TorchTitan streams C4, a seed only changes the initial weights, so the
+spread between seeds is not inflated by easier or harder text at the end of one of them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ VOCAB_SIZE = shape_of("nano").vocab_size
 HELD_OUT_ONE_IN = 20
 PASSAGE_CHARACTERS = 2000
 SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "pydoc_data"})
-"""Not the standard library; tests; and the documentation's topics a second time."""
+"""Not part of the standard library, tests, or a second copy of the documentation's topics."""
 SPLITS = ("train", "held_out")
 BOS, EOS = "<|begin|>", "<|end|>"
 
@@ -55,11 +55,11 @@ def cache_folder() -> Path:
 
 
 def sources() -> Iterator[tuple[str, Path]]:
-    """Files of the standard library and their names in it, in one order on every machine with the same Python."""
+    """Names and paths of the standard library's files, in the same order on every machine with the same Python."""
     library = Path(sysconfig.get_paths()["stdlib"])
     paths = []
     for folder, folders, files in os.walk(library):
-        folders[:] = [name for name in folders if name not in SKIPPED_FOLDERS]  # most files are in them
+        folders[:] = [name for name in folders if name not in SKIPPED_FOLDERS]  # in place: os.walk skips them then
         paths += [Path(folder, file) for file in files if file.endswith(".py")]
     for path in sorted(paths):
         yield path.relative_to(library).as_posix(), path
@@ -90,9 +90,9 @@ def passages(text: str) -> Iterator[str]:
 
 
 def split_passages(texts: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
-    """Passages of each split, shuffled once and each kept once.
+    """Passages of each split, shuffled, without duplicates.
 
-    Files share passages (the tables of character encodings do, by the page), so a passage that is held out anywhere is
+    Files share passages (tables of character encodings share whole pages), so a passage that is held out anywhere is
     not trained on.
     """
     parts: dict[str, dict[str, None]] = {split: {} for split in SPLITS}
@@ -106,15 +106,12 @@ def split_passages(texts: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
 
 
 def is_held_out(name: str) -> bool:
-    """Whether a document is kept for validation; depends on its name alone."""
+    """Whether a document is held out for validation, which depends only on its name."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]) % HELD_OUT_ONE_IN == 0
 
 
-def prepare(vocab_size: int = VOCAB_SIZE) -> Path:
-    """Make the corpus and its tokenizer, or find them in the cache. Safe to call from many processes at once.
-
-    Args:
-        vocab_size: entries of the tokenizer; at most the model's vocabulary.
+def prepare() -> Path:
+    """Make the corpus and its tokenizer, or find them in the cache. Many processes may call this at once.
 
     Returns:
         A folder with ``tokenizer.json``, ``tokenizer_config.json``, and of each split an Arrow stream with the column
@@ -123,21 +120,21 @@ def prepare(vocab_size: int = VOCAB_SIZE) -> Path:
     Raises:
         CorpusError: if the standard library has no sources here, or the cache cannot be written.
     """
-    folder = cache_folder() / "corpus" / _key(vocab_size)
+    folder = cache_folder() / "corpus" / _key()
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{folder}.lock"):
             if not folder.exists():
-                _build(folder, list(documents()), vocab_size)
+                _build(folder, list(documents()))
     except OSError as error:
         raise CorpusError(
-            f"the corpus cannot be cached: {error.strerror} ({folder.parent}); free space there or set MOELAB_CACHE"
+            f"the corpus cannot be cached in {folder.parent}: {error.strerror}; free space there or set MOELAB_CACHE"
         ) from error
     return folder
 
 
 def register(folder: Path) -> None:
-    """Make a prepared corpus known to TorchTitan's own loader as the datasets ``python`` and ``python_held_out``."""
+    """Register a prepared corpus with TorchTitan's own loader, as the datasets ``python`` and ``python_held_out``."""
     from torchtitan.hf_datasets import DatasetConfig
     from torchtitan.hf_datasets.text_datasets import DATASETS
 
@@ -147,30 +144,30 @@ def register(folder: Path) -> None:
 
 
 def load(path: str) -> Dataset:
-    """A split as a Hugging Face dataset, mapped from its file: no copy, and no cache for ranks to race for."""
+    """A split as a Hugging Face dataset, memory-mapped: no copy, and no cache for which ranks could race."""
     from datasets import Dataset
 
     return Dataset.from_file(path)
 
 
-def _key(vocab_size: int) -> str:
-    """What the corpus is made from, told by sizes and times of files instead of a second of reading them."""
+def _key() -> str:
+    """A digest of what the corpus is made from; files count by size and time, because reading them takes a second."""
     import tokenizers
 
-    digest = hashlib.sha256(f"{FORMAT_VERSION} {sys.version} {tokenizers.__version__} {vocab_size}".encode())
+    digest = hashlib.sha256(f"{FORMAT_VERSION} {sys.version} {tokenizers.__version__} {VOCAB_SIZE}".encode())
     for _, path in sources():
         facts = path.stat()
         digest.update(f"{path} {facts.st_size} {facts.st_mtime_ns}\n".encode())
     return digest.hexdigest()[:16]
 
 
-def _build(folder: Path, texts: list[tuple[str, str]], vocab_size: int) -> None:
+def _build(folder: Path, texts: list[tuple[str, str]]) -> None:
     import pyarrow as pa
 
     if sum(len(text) for _, text in texts) < 1_000_000:
         raise CorpusError(
-            "this Python was installed without its standard library's sources, so there is no text to train on; "
-            "use another Python or `dataset: c4`"
+            "this Python was installed without the sources of its standard library, so there is no text to train on; "
+            "use another Python, or dataset=c4"
         )
     work = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".building-"))
     try:
@@ -179,20 +176,20 @@ def _build(folder: Path, texts: list[tuple[str, str]], vocab_size: int) -> None:
             table = pa.table({"text": parts[split]})
             with pa.OSFile(f"{work}/{split}.arrow", "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
                 writer.write_table(table)
-        _train_tokenizer(work, parts["train"], vocab_size)
+        _train_tokenizer(work, parts["train"])
         work.rename(folder)  # whole or not at all, whatever ends this process
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _train_tokenizer(folder: Path, texts: list[str], vocab_size: int) -> None:
+def _train_tokenizer(folder: Path, texts: list[str]) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
+        vocab_size=VOCAB_SIZE,
         special_tokens=[BOS, EOS],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,

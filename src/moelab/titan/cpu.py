@@ -1,34 +1,34 @@
 """What TorchTitan 0.3.0 needs to train on a CPU with gloo, piece by piece.
 
-TorchTitan supports accelerators only. Nine small things stand between it and a laptop, and all of them are here; none
-touches its source tree or a process that has CUDA.
+TorchTitan supports accelerators only. Nine small pieces let it train on a laptop, and all of them are here. None of
+them changes TorchTitan's source tree, or a process that has CUDA.
 
 ====================  =============================================================================================
 piece                 why TorchTitan 0.3.0 on torch 2.14 needs it
 ====================  =============================================================================================
 device                without an accelerator it assumes ``cuda``; each module binds the answer when it is imported
-memory_statistics     it reads ``memory_stats``, ``get_device_properties`` and an integer ``current_device`` that
-                      ``torch.cpu`` does not have; we give it this process's resident memory instead
-attention             FlexAttention has no backward on a CPU, and its block mask is compiled (5 to 20 s before the
+memory_statistics     it reads ``memory_stats``, ``get_device_properties`` and an integer ``current_device``, which
+                      ``torch.cpu`` does not have; here they describe this process's resident memory
+attention             FlexAttention has no backward pass on a CPU, and its block mask is compiled (5 to 20 s before the
                       first step); masked scaled-dot-product attention computes the same function
 router_gate           the router's scores are computed under an FP32 autocast, which PyTorch does not have on a CPU:
                       they would silently be BF16 there
 initialisation        DTensor has no random numbers for a CPU mesh: each rank would fill its shard with the same ones,
                       and the features and experts of two ranks would start as copies (twin experts with equal
-                      scores stay copies for ever)
+                      scores stay copies forever)
 fsdp_sum              FSDP2 with a gradient divide factor of 1 reduces by a pre-multiplied sum, which gloo lacks
-mfu                   it would divide by the peak of an A100 that is not there; on a CPU there is no MFU to report
-end                   rank 0 sleeps two seconds for ranks that need its store, which torchrun holds here; and the last
-                      garbage collection of Python takes two more: much for a run of ten seconds
-bf16_gemm             not TorchTitan's need but PyTorch's: without AVX512-BF16 or AMX its BF16 product runs at about
-                      2 GFLOP/s a core. Ours multiplies the same BF16 operands in FP32 and rounds once, which is what a
-                      tensor core does, at about 15 times the speed. Left alone where the CPU has BF16 instructions.
+mfu                   it would divide by the peak of an A100 that is not there; a CPU has no MFU to report
+end                   rank 0 sleeps two seconds for ranks that need its store, which torchrun holds here; and Python's
+                      last garbage collection takes two more: much for a run of ten seconds
+bf16_gemm             for PyTorch, not TorchTitan: without AVX512-BF16 or AMX its BF16 GEMM runs at about 2 GFLOP/s per
+                      core. Ours multiplies the same BF16 operands in FP32 and rounds once, as a tensor core does, at
+                      about 15 times the speed. Not used where the CPU has BF16 instructions.
 ====================  =============================================================================================
 
 The remaining two needs are plain settings and live in ``config_registry.py``: ``spmd_backend="partial_dtensor"`` (the
 other path's all-to-all needs equal splits under gloo) and ``disable_cuda_graphs``.
 
-All of this can go when TorchTitan takes ``cpu`` as a device and FlexAttention has a CPU backward.
+All of this can go when TorchTitan accepts ``cpu`` as a device and FlexAttention has a backward pass on CPUs.
 """
 
 from __future__ import annotations
@@ -68,15 +68,15 @@ OVERRIDES = ("moelab.titan.cpu.masked_sdpa", "moelab.titan.cpu.fp32_gate")
 def enable() -> None:
     """Prepare this process to train with TorchTitan on a CPU. Idempotent.
 
-    What remains is named elsewhere: ``OVERRIDES`` in TorchTitan's configuration (the modules of ``attention`` and
-    ``router_gate``), and :func:`sum_gradients` on the built model (``fsdp_sum``).
+    Two pieces are applied elsewhere: ``OVERRIDES`` in TorchTitan's configuration (``attention`` and ``router_gate``),
+    and :func:`sum_gradients` on the built model (``fsdp_sum``).
 
     Raises:
         RuntimeError: if this process has CUDA, where none of it may be touched.
     """
     if torch.cuda.is_available():
         raise RuntimeError("moelab.titan.cpu.enable() was called in a process that has CUDA; hide the GPUs first")
-    # device, memory_statistics: modules that are loaded have bound the answer already.
+    # device, memory_statistics: modules that are loaded already have bound the answer.
     for module in [module for name, module in sys.modules.items() if name.startswith("torchtitan")]:
         if "device_type" in vars(module):
             setattr(module, "device_type", "cpu")  # noqa: B010
@@ -96,8 +96,8 @@ def enable() -> None:
 def initialise_whole(module: Module, name: str, parameter: nn.Parameter) -> None:
     """Initialise a parameter as one tensor and keep this rank's shard of it (piece ``initialisation``).
 
-    All ranks of a pipeline stage have the same seed, so they draw the same whole tensor. The initial weights are then
-    those of one process, whatever the number of ranks.
+    All ranks of a pipeline stage have the same seed, so they draw the same tensor, and the initial weights do not
+    depend on the number of ranks.
 
     Args:
         module: TorchTitan's, whose ``param_init`` has an initialiser for the parameter.
@@ -107,7 +107,7 @@ def initialise_whole(module: Module, name: str, parameter: nn.Parameter) -> None
     if not isinstance(parameter, DTensor):
         _init_param(module, name, parameter)
         return
-    # A plain tensor: of a DTensor's the initialiser would see the shard alone.
+    # A plain tensor, because of a DTensor the initialiser would only see the shard.
     whole = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype))
     _init_param(module, name, whole)
     shard = distribute_tensor(whole.detach(), parameter.device_mesh, parameter.placements, src_data_rank=None)
@@ -130,7 +130,7 @@ def sum_gradients(model: nn.Module) -> None:
 
 
 def has_bf16_instructions() -> bool:
-    """Whether this CPU multiplies BF16 in hardware (AVX512-BF16 or AMX), so that oneDNN's BF16 product is fast."""
+    """Whether this CPU multiplies BF16 in hardware (AVX512-BF16 or AMX), so that oneDNN's BF16 GEMM is fast."""
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
@@ -138,8 +138,8 @@ def has_bf16_instructions() -> bool:
 def use_fp32_products_for_bf16() -> torch.library.Library:
     """Multiply BF16 matrices on the CPU in FP32 and round once (piece ``bf16_gemm``).
 
-    Replaces the CPU kernels of ``aten::mm`` and ``aten::mm.out``, which every product of the model ends in: linears,
-    grouped GEMMs (PyTorch loops over the groups on a CPU), torchao's emulation, and all their backwards.
+    Replaces the CPU kernels of ``aten::mm`` and ``aten::mm.out``, to which every GEMM of the model comes down: linears,
+    grouped GEMMs (PyTorch loops over the groups on a CPU), torchao's emulation, and all their backward passes.
     """
 
     def into(a_MK: torch.Tensor, b_KN: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
@@ -157,13 +157,13 @@ def fp32_product(a_MK: torch.Tensor, b_KN: torch.Tensor) -> torch.Tensor:
     """``a_MK @ b_KN``; BF16 operands are multiplied and summed in FP32 and the result rounded to BF16 once."""
     wide = torch.float32 if a_MK.dtype is torch.bfloat16 else a_MK.dtype
     product_MN = torch.empty((a_MK.shape[0], b_KN.shape[1]), dtype=wide)
-    # addmm with beta 0 is the same product by another operator, so this is no recursion.
+    # addmm with beta 0 is the same GEMM through another operator; mm would call this function again.
     torch.ops.aten.addmm.out(product_MN, a_MK.to(wide), b_KN.to(wide), beta=0, out=product_MN)
     return product_MN.to(a_MK.dtype)
 
 
 class CpuDevice:
-    """Stands where TorchTitan expects ``torch.cuda``: ``torch.cpu`` plus the memory statistics of this process."""
+    """Stands in for ``torch.cuda``: ``torch.cpu`` plus the memory statistics of this process."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.cpu, name)
@@ -180,7 +180,7 @@ class CpuDevice:
 
     @staticmethod
     def get_device_properties(_device: object = None) -> SimpleNamespace:
-        """``total_memory`` in bytes: what this process may use of the machine's."""
+        """``total_memory`` in bytes: how much of the machine's memory this process may use."""
         return SimpleNamespace(total_memory=memory_bytes())
 
     @staticmethod
@@ -202,7 +202,7 @@ class CpuDevice:
 
     @staticmethod
     def empty_cache() -> None:
-        """Nothing is cached."""
+        """Do nothing: a CPU has no cache of free blocks."""
 
 
 def dense_attention_mask(
@@ -215,7 +215,7 @@ def dense_attention_mask(
     device: torch.device,
     **_block_options: object,
 ) -> torch.Tensor:
-    """The mask of FlexAttention's ``mask_mod``, written out instead of compiled to blocks.
+    """The mask of FlexAttention's ``mask_mod`` as a dense tensor instead of compiled blocks.
 
     Args:
         mask_mod: as FlexAttention takes it: ``(b, h, q_idx, kv_idx)`` to a boolean, broadcasting.
@@ -238,8 +238,8 @@ def dense_attention_mask(
 class MaskedSDPA(FlexAttention):
     """Scaled-dot-product attention with a dense boolean mask, in FlexAttention's place (piece ``attention``).
 
-    It stays a subclass, and keeps the parameter names, because TorchTitan builds masks only for FlexAttention and
-    shards attention inputs by those names.
+    It is a subclass with the same parameter names, because TorchTitan builds masks only for FlexAttention and shards
+    attention inputs by those names.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -248,7 +248,7 @@ class MaskedSDPA(FlexAttention):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.widen = not has_bf16_instructions()  # asked here: torch.compile cannot trace the question
+        self.widen = not has_bf16_instructions()  # here, because torch.compile cannot trace the call
 
     def forward(
         self,

@@ -1,9 +1,9 @@
-"""The DeepSeek-V3 models by name: TorchTitan's own, unchanged, one made for a laptop, and your own dimensions.
+"""The DeepSeek-V3 models by name: TorchTitan's own, unchanged, one for a laptop, and models of your own dimensions.
 
-``nano`` has every part of DeepSeek-V3 that the study is about, at a size where two CPU cores take a step in less than
-half a second: multi-head latent attention with low-rank queries, one dense layer, sigmoid routing with normalised
-scores and auxiliary-loss-free balancing, shared and routed experts. Its dimensions are multiples of 32, the block of
-MXFP8, and the query, key and value heads have one size so that the CPU's fused attention takes them.
+``nano`` has every part of DeepSeek-V3 that the study is about, at a size where two CPU cores take less than half a
+second per step: multi-head latent attention with low-rank queries, one dense layer, sigmoid routing with normalised
+scores and auxiliary-loss-free balancing, shared and routed experts. Its dimensions are multiples of 32, MXFP8's block
+size, and its query, key and value heads have the same size, which the CPU's fused attention requires.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ FLEX_TILES = {
     "bwd_num_warps": 8,
     "bwd_num_stages": 3,
 }
-"""Tiles of FlexAttention for heads of 192 and 128 features on Hopper. PyTorch 2.14's own choice takes longer there: 4.7
-against 3.7 ms forward and 24.7 against 11.8 backward, for 2 x 4,096 tokens, 128 heads, causal, on an H200. TorchTitan
-asks for a search, but where the whole model is compiled its options for this part are not read
+"""Tiles of FlexAttention for heads of 192 and 128 features on Hopper. PyTorch 2.14's own choice is slower there: 4.7
+instead of 3.7 ms forward and 24.7 instead of 11.8 backward, for 2 x 4,096 tokens, 128 heads, causal, on an H200.
+TorchTitan requests autotuning, but a compile of the whole model ignores its options for this part
 (``benchmarks/results/experts_h200.json``)."""
 
 
 FLASH_BLOCKS = (128, 96)
-"""Queries and keys of a block of the mask for flash-attn-4 on Hopper: its backward pass takes the keys of heads of 192
-features 96 at a time and refuses TorchTitan's 128. With it attention takes 2.6 ms forward and 9.2 backward at the sizes
-above, and a step of three MoE layers 1.8 % less than with ``FLEX_TILES`` (``one_h200_steps.json``). All of
-``flash-attn-4[cu13]``'s packages must be there: with some, the kernel fails only when the first batch compiles it."""
+"""Queries and keys per mask block for flash-attn-4 on Hopper: for heads of 192 features its backward pass takes keys 96
+at a time and refuses TorchTitan's 128. With it attention takes 2.6 ms forward and 9.2 backward at the sizes above, and
+a step of three MoE layers 1.8 % less than with ``FLEX_TILES`` (``one_h200_steps.json``). All packages of
+``flash-attn-4[cu13]`` must be installed: if one is missing, the kernel fails only when the first batch compiles it."""
 
 
 def model_spec(
@@ -69,7 +69,7 @@ def model_spec(
         model: ``nano``, ``debug``, ``16B`` or ``671B``.
         ep_backend: TorchTitan's name of the token dispatcher, such as ``standard``.
         attention_backend: TorchTitan's name, or ``flex_tiles``.
-        shape: dimensions in place of the model's own; its other settings stay.
+        shape: dimensions instead of the model's own; other settings stay.
 
     Raises:
         Refused: for grouped-query attention, which TorchTitan's DeepSeek-V3 does not have.
@@ -95,9 +95,9 @@ def model_spec(
 
 
 def _layer_settings(flavor: str) -> dict[str, Any]:
-    """What TorchTitan's flavor gives to the builder of layers.
+    """The arguments with which TorchTitan's flavor calls the builder of layers.
 
-    TorchTitan 0.3.0 writes it inside of a function for each flavor; this can go when it has a table.
+    TorchTitan 0.3.0 has them inside a function for each flavor; this can go when it has a table.
     """
     with mock.patch.object(deepseek_v3, "_build_dsv3_layers", wraps=deepseek_v3._build_dsv3_layers) as build:
         deepseek_v3.model_registry(flavor)
@@ -121,7 +121,7 @@ def _config(shape: ModelShape, settings: dict[str, Any]) -> DeepSeekV3Model.Conf
     layers = deepseek_v3._build_dsv3_layers(**(settings | sizes | router))
     for layer in layers:
         if layer.moe is not None and not shape.num_shared_experts:
-            layer.moe.shared_experts = None  # the builder makes an FFN without features, which has no initialisation
+            layer.moe.shared_experts = None  # the builder's FFN of zero features cannot be initialised
     return DeepSeekV3Model.Config(
         vocab_size=shape.vocab_size,
         dim=shape.dim,

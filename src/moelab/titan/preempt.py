@@ -1,15 +1,15 @@
-"""A trainer that can be asked to stop, saves where it is, and goes on from there in another job; it also records.
+"""A trainer that stops on request, saves its state, and resumes in another job; it also records what it runs.
 
-Whoever wants it to stop makes the file that ``MOELAB_STOP_FILE`` names, on the node of any one rank. A signal would do
-as well for the ranks, but not for the processes that they start (data loaders, compilers), which it would end. Before
-each step all ranks agree with one all-reduce of a number whether there is such a file, so they all save the same step;
-the first rank then writes ``launch/stopped.json``.
+The request is the file that ``MOELAB_STOP_FILE`` names, on the node of any one rank. A signal would reach the ranks as
+well, but would also end the processes that they start (data loaders, compilers). Before each step, all ranks agree in
+one all-reduce of a number whether the file exists, so they all save the same step; the first rank then writes
+``launch/stopped.json``.
 
-A checkpoint is complete when it has its ``.metadata``, which PyTorch writes last and at once; TorchTitan resumes from
-the newest one that has it. It holds the weights, the optimizer, the schedule, the step and each rank's place in the
-text. The state of random numbers is not in it: ``routing: random_balanced`` draws others after a resume.
+A checkpoint is complete when it has its ``.metadata``, which PyTorch writes last and atomically; TorchTitan resumes
+from the newest one that has it. It holds the weights, the optimizer, the schedule, the step and each rank's position in
+the text, but no random state: with ``routing: random_balanced``, a resumed run draws other experts.
 
-Written against torchtitan 0.3.0: ``Trainer.train`` asks ``should_continue_training`` before each step, and the
+Written for torchtitan 0.3.0: ``Trainer.train`` calls ``should_continue_training`` before each step, and the
 checkpointer after it.
 """
 
@@ -37,7 +37,7 @@ from moelab.titan.trace import StepTracer
 
 
 class ResumeCheckpoints(CheckpointManager):
-    """TorchTitan's checkpoints for resuming alone: none after the last step, and one whenever it is asked for."""
+    """TorchTitan's checkpoints, for resuming only: one on request, and none after the last step."""
 
     @dataclasses.dataclass(kw_only=True, slots=True)
     class Config(CheckpointManager.Config):
@@ -47,7 +47,7 @@ class ResumeCheckpoints(CheckpointManager):
     _asked_step = -1
 
     def save_now(self, step: int) -> None:
-        """Save a step that has been trained, unless that was done."""
+        """Save the step that was just trained, unless it has been saved."""
         if self.saved_step != step:
             self._asked_step = step
             self.save(step)
@@ -60,7 +60,7 @@ class ResumeCheckpoints(CheckpointManager):
         return loaded
 
     def _should_save(self, curr_step: int, last_step: bool = False) -> bool:
-        # Not after the last step: a run that is done is not resumed.
+        # Not after the last step: a finished run is never resumed.
         return not last_step and (curr_step == self._asked_step or super()._should_save(curr_step))
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
@@ -70,11 +70,11 @@ class ResumeCheckpoints(CheckpointManager):
 
 
 class StoppableTrainer(Trainer):
-    """TorchTitan's trainer, which also stops when it is asked to, and records its experts' load and a step's trace."""
+    """TorchTitan's trainer, which also stops on request, and records its expert load and the trace of a step."""
 
     @dataclasses.dataclass(kw_only=True, slots=True)
     class Config(Trainer.Config):
-        """Of the trace, as the experiment has it (:class:`~moelab.experiment.Experiment`)."""
+        """The experiment's trace settings (:class:`~moelab.experiment.Experiment`)."""
 
         trace_step: int = 0
         trace_ranks: tuple[int, ...] = (0,)
@@ -89,12 +89,12 @@ class StoppableTrainer(Trainer):
             self._tracer = StepTracer(config.trace_step, rank, run, memory_snapshot=config.memory_snapshot)
 
     def train_step(self, data_iterator: Iterator[tuple[dict[str, Any], torch.Tensor]]) -> None:
-        """As TorchTitan's, traced at the step that is to be."""
+        """Train as TorchTitan does, with a trace of the step that the configuration names."""
         with self._tracer.around(self.step) if self._tracer else nullcontext():
             super().train_step(data_iterator)
 
     def init_distributed(self) -> ParallelDims:
-        """As TorchTitan's; in a job, one collective of all ranks shows at once whether they reach each other."""
+        """Initialise as TorchTitan does; in a job, an all-reduce then shows at once whether all ranks are connected."""
         dims = super().init_distributed()
         if STOP_VARIABLE in os.environ:
             start = time.perf_counter()
@@ -103,22 +103,22 @@ class StoppableTrainer(Trainer):
         return dims
 
     def should_continue_training(self) -> bool:
-        """Whether there are steps left and nobody asked to stop; if somebody did, the last step has been saved."""
+        """Whether steps are left and no stop was requested; on a request, the last step has been saved on return."""
         if not super().should_continue_training():
             return False
         stop_file = os.environ.get(STOP_VARIABLE)
         if stop_file is None or not _all_reduced(Path(stop_file).exists(), dist.ReduceOp.MAX, self.device):
             return True
-        if self.step:  # before the first there is nothing that a new start would not have
+        if self.step:  # before the first step, a new start has the same state
             self.checkpointer.save_now(self.step)
         logger.info(f"moelab: stopped at step {self.step} as asked, to go on from there")
-        if dist.get_rank() == 0:
+        if dist.get_rank() == 0:  # after the save: the file tells the launcher that the run can be requeued
             write_json(Path(self.config.dump_folder) / STOPPED_FILE, {"step": self.step})
         return False
 
 
 def _all_reduced(value: int, operation: dist.ReduceOp.RedOpType, device: torch.device) -> int:
-    """One whole number of each rank, reduced over all of them."""
+    """Each rank's number, reduced over all ranks."""
     number = torch.tensor(int(value), dtype=torch.int32, device=device)
     dist.all_reduce(number, operation)
     return int(number)

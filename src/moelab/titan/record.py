@@ -1,4 +1,4 @@
-"""What a built model runs, written into its run directory: what multiplies in 8 bits, the dispatcher, experts' load."""
+"""Records, in the run directory, of what a built model runs: 8-bit modules, the dispatcher, the load of experts."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from moelab.runs.files import write_json
 
 
 def record_conversion(model: nn.Module, dump_folder: Path, kernels: str, *, stages: int) -> None:
-    """Write down which modules of the built model multiply in 8 bits, and with which kernels.
+    """Record which modules of the built model multiply in 8 bits, and with which kernels.
 
-    The first rank of each pipeline stage writes one file; a stage may be built from several parts, and again by a
-    job that goes on.
+    The first rank of each pipeline stage writes one file; a stage may consist of several parts, and a resumed job
+    builds it again.
 
     Args:
         model: the whole model, or one part of it under pipeline parallelism.
@@ -47,7 +47,7 @@ def record_conversion(model: nn.Module, dump_folder: Path, kernels: str, *, stag
 
 
 def record_dispatcher(model: nn.Module, dump_folder: Path, *, stages: int) -> None:
-    """Write down what moves the tokens of the built model, and whether it is DeepEP itself or its stand-in.
+    """Record what moves the tokens of the built model, and whether it is DeepEP itself or its stand-in.
 
     Args:
         model: the whole model, or one part of it under pipeline parallelism; a part of dense layers has none.
@@ -63,17 +63,17 @@ def record_dispatcher(model: nn.Module, dump_folder: Path, *, stages: int) -> No
 
 
 LOAD_SAMPLES = 50
-"""Steps of a run, beside its first, at which the load of its experts is written down."""
+"""Steps, besides the first, at which a run records the load of its experts."""
 
 
 def record_expert_load(trainer: Any) -> None:
-    """Write down how many tokens each expert of each MoE layer got, of the first step and evenly spread ones.
+    """Record the tokens of each expert of each MoE layer, at the first step and at evenly spaced ones.
 
-    TorchTitan 0.3.0 counts them on each rank, and sums and clears the counts before each optimizer step to balance the
-    load. Before that, at such a step, all ranks sum them over the same process groups; rank 0 writes.
+    TorchTitan 0.3.0 counts them on each rank; before each optimizer step it sums and clears the counts, to balance the
+    load. Just before that, all ranks sum them over the same process groups, and rank 0 writes.
 
     Args:
-        trainer: a TorchTitan trainer that is built.
+        trainer: a built TorchTitan trainer.
     """
     blocks = {
         int(name): block
@@ -84,12 +84,12 @@ def record_expert_load(trainer: Any) -> None:
     dims, device = trainer.parallel_dims, trainer.device
     own = [block.moe.tokens_per_expert_E.shape[0] for block in blocks.values()]
     size = torch.tensor([max(blocks, default=-1) + 1, max(own, default=0)], device=device)
-    if dims.pp_enabled:
+    if dims.pp_enabled:  # a stage knows neither the last layer's number nor, if it is dense, how many experts there are
         dist.all_reduce(size, dist.ReduceOp.MAX, group=dims.get_mesh("pp").get_group())
     layers, experts = size.tolist()
     if not layers:
         return
-    # With expert parallelism the ranks of tensor parallelism have tokens of their own; without, the same ones.
+    # With expert parallelism, tensor-parallel ranks have different tokens; without, the same ones.
     summed_over = [name for name in ("tp", "loss", "pp") if name != "tp" or (dims.ep_enabled and dims.tp > 1)]
     groups = [mesh.get_group() for name in summed_over if (mesh := dims.get_optional_mesh(name)) is not None]
     every = max(1, trainer.config.training.steps // LOAD_SAMPLES)
@@ -101,7 +101,7 @@ def record_expert_load(trainer: Any) -> None:
         tokens_LE = torch.zeros(layers, experts, dtype=torch.int64, device=device)
         for layer, block in blocks.items():
             counted_E = local(block.moe.tokens_per_expert_E)
-            # A layer that is run again in the backward pass has counted its tokens twice.
+            # A layer that the backward pass recomputed has counted its tokens twice.
             is_recomputed = getattr(block, "checkpoint_impl", None) is CheckpointImpl.NO_REENTRANT
             tokens_LE[layer] = counted_E // (2 if is_recomputed else 1)
         for group in groups:
@@ -109,10 +109,10 @@ def record_expert_load(trainer: Any) -> None:
         if file is not None:
             try:
                 file.add(trainer.step, tokens_LE.numpy(force=True))
-            except OSError as error:  # a full disk: the training is worth more
+            except OSError as error:  # a full disk must not end the training
                 logger.warning(f"moelab: {file.path.name} cannot be written: {error.strerror}")
 
-    # Before TorchTitan's own hook, which moves the biases by the counts and clears them.
+    # Before TorchTitan's own hook, which updates the biases by the counts and clears them.
     hook = trainer.optimizers.register_step_pre_hook(record)
     trainer.optimizers._optimizer_step_pre_hooks.move_to_end(hook.id, last=False)
 

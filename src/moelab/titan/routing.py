@@ -1,4 +1,4 @@
-"""How tokens choose experts in a benchmark: traffic that is balanced, and not flattering.
+"""How tokens choose experts in a benchmark: balanced traffic that does not flatter a dispatcher.
 
 ========================  =====================================================  ==========================
 routing                   experts of a token                                     distinct ranks of a token
@@ -6,24 +6,23 @@ routing                   experts of a token                                    
 ``learned``               the router's choice                                    the model's
 ``round_robin``           TorchTitan's forced balance: the next top-k experts    as few as possible
                           in order, so neighbours, and neighbours share a rank
-``random_balanced``       drawn at random, different for each layer, step and    as uniform random routing
+``random_balanced``       drawn at random, different for each layer, step and    as in uniform random routing
                           rank, with the same load on every expert
 ========================  =====================================================  ==========================
 
 A dispatcher that sends a token once per destination is flattered by ``round_robin``: with 256 experts, top-8 and EP 32
-all copies of a token go to one rank. :class:`RandomBalancedRouter` keeps the balance and takes the favour away.
+all copies of a token go to one rank. :class:`RandomBalancedRouter` keeps the balance without that advantage.
+:func:`moelab.experts.draw_experts` draws the experts.
 
-How the experts are drawn: :func:`moelab.experts.draw_experts`.
+Why the default random generator and not a counter: with activation checkpointing, a layer repeats its forward pass
+during the backward pass, and with a pipeline many micro-batches later. A counter in the router would have moved on, and
+the repetition would send the tokens elsewhere. PyTorch's checkpointing stores the generator's state with each
+checkpointed call and restores it for the recomputation (``preserve_rng_state``, on by default in TorchTitan), and
+AOTAutograd does the same for random operators in recomputed regions, so both draws are equal by contract (only
+torch.compile's ``eager`` backend breaks it, which TorchTitan refuses with FlexAttention). TorchTitan's ``debug.seed``
+seeds the generator, and every call advances it: layers, micro-batches and steps differ.
 
-Why the default random generator and no counter: under activation checkpointing a layer runs its forward again in the
-backward, and under a pipeline many micro-batches later. A counter in the router would have moved on, and the second run
-would send the tokens elsewhere. PyTorch's checkpointing stores the generator's state with each checkpointed call and
-restores it for the recomputation (``preserve_rng_state``, on by default in TorchTitan), and AOTAutograd does the same
-for random operators in recomputed regions, so the draw of the forward is the draw of the recomputation by contract
-(torch.compile's ``eager`` backend alone does not keep it; TorchTitan refuses that backend with FlexAttention). The
-generator is seeded by TorchTitan's ``debug.seed``, and every call moves it on: layers, micro-batches and steps differ.
-
-The router's group-limited top-k does not matter here: its choice is thrown away, as in TorchTitan's forced balance.
+The router's group-limited top-k does not matter here: its choice is discarded, as with TorchTitan's forced balance.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ class RandomBalancedRouter(TokenChoiceTopKRouter):
         self.rank = dist.get_rank() if dist.is_initialized() else 0
 
     def _debug_force_load_balance_routing(self, scores_BLE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Draw experts where TorchTitan's forced balance counts through them.
+        """Draw experts, where TorchTitan's forced balance takes them in order.
 
         Args:
             scores_BLE: the gate's scores of this rank's tokens.
@@ -77,8 +76,8 @@ def random_balanced(config: TokenChoiceTopKRouter.Config, *, fp32_gate: bool = F
 
     Args:
         config: the router.
-        fp32_gate: put ``moelab.titan.cpu.fp32_gate`` in place of the gate too: TorchTitan 0.3.0 refuses two overrides
-            of which one claims a part of what the other claims.
+        fp32_gate: also apply ``moelab.titan.cpu.fp32_gate``: TorchTitan 0.3.0 refuses two overrides of which one
+            claims a part of what the other claims.
     """
     if not fp32_gate:
         return derive(config, RandomBalancedRouter.Config)

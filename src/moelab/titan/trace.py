@@ -1,12 +1,12 @@
 """One traced step: what a rank's processor and GPU did in it, as a Kineto trace in the run directory.
 
-``trace_step`` names the step, ``trace_ranks`` the ranks. TorchTitan 0.3.0 has a profiler, which does not fit: it traces
-all ranks, again and again, and its steps end after the checkpoint and the validation. Here the training step alone is
-recorded, once; the step before it warms the profiler up, and nothing is left of it afterwards. What it costs, the log
-and ``launch/recorded/`` say, and :mod:`moelab.runs.collect` takes these steps out of the throughput.
+``trace_step`` names the step, ``trace_ranks`` the ranks. TorchTitan 0.3.0 has a profiler, but it traces all ranks,
+again and again, and its steps end after the checkpoint and the validation. Here only the training step is recorded,
+once; the step before it warms up the profiler. The log and ``launch/recorded/`` say what tracing cost, and
+:mod:`moelab.runs.collect` leaves these steps out of the throughput.
 
-A trace is ``traces/rank<k>.json.gz`` and a memory snapshot ``traces/memory_rank<k>.pickle.gz`` (unpacked, for
-pytorch.org/memory_viz). Both are written whole, hold neither folders nor the host's name, and have at most
+A trace is ``traces/rank<k>.json.gz``, a memory snapshot ``traces/memory_rank<k>.pickle.gz`` (uncompress it for
+pytorch.org/memory_viz). Both are written whole, contain neither folders nor the host's name, and have at most
 ``MAX_BYTES``: a larger one is not kept, and the record says so.
 """
 
@@ -37,8 +37,8 @@ from moelab.runs.files import write_json, write_whole
 
 MAX_BYTES = 64 << 20
 MAX_ALLOCATIONS = 100_000
-"""Allocations and frees of one step that a memory snapshot has at most, the latest ones."""
-_HOST = socket.gethostname()  # asked once: a trace has millions of lines
+"""A memory snapshot keeps this many allocations and frees of the step, the latest ones."""
+_HOST = socket.gethostname()  # looked up once: a trace has millions of lines
 _OF_THIS_MACHINE = re.compile(r'"(traceName|host_?name)": *"(?:[^"\\]|\\.)*"', re.I)
 _TEXT = re.compile(r'"(?:[^"\\]|\\.)*"')
 
@@ -47,22 +47,22 @@ class StepTracer:
     """Traces one step of one rank.
 
     Args:
-        step: that is traced, from 2.
+        step: to trace, from 2.
         rank: global rank of this process.
         run: the run directory.
-        memory_snapshot: also record what CUDA's allocator holds and does in it.
+        memory_snapshot: also record what CUDA's allocator holds and does during the step.
     """
 
     def __init__(self, step: int, rank: int, run: Path, *, memory_snapshot: bool) -> None:
         self._step, self._rank, self._run, self._snapshots = step, rank, run, memory_snapshot
         self._trace: profile | None = None
         self._step_times_s: deque[float] = deque(maxlen=20)
-        self._is_first = True  # it compiles and allocates
+        self._is_first = True  # the first step compiles and allocates, so it is not a usual one
 
     @contextmanager
     def around(self, step: int) -> Iterator[None]:
-        """To be held around each training step."""
-        if step in (self._step - 1, self._step) and self._trace is None:  # at the latter after a restart just before
+        """Context of each training step."""
+        if step in (self._step - 1, self._step) and self._trace is None:  # the latter after a restart just before it
             cuda = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
             trace = profile(activities=[ProfilerActivity.CPU, *cuda], schedule=self._action, record_shapes=True)
             trace.step_num = self._step - 1  # so that the annotation is ProfilerStep#<step>
@@ -71,7 +71,7 @@ class StepTracer:
         if step == self._step and self._trace is not None:
             self._trace.step()
             if self._snapshots:
-                # Frames of C++ take minutes to look up.
+                # Python frames only: those of C++ take minutes to look up.
                 torch.cuda.memory._record_memory_history(stacks="python", max_entries=MAX_ALLOCATIONS)
         start = time.perf_counter()
         yield
@@ -81,18 +81,18 @@ class StepTracer:
             self._is_first = False
             return
         if torch.cuda.is_available():
-            torch.cuda.synchronize()
+            torch.cuda.synchronize()  # the step's kernels belong into its trace
         self._keep(time.perf_counter() - start)
         self._trace = None
 
     def _action(self, number: int) -> ProfilerAction:
-        """Warm up until the step, and record that."""
+        """Warm up until the step, and record it."""
         if number == self._step:
             return ProfilerAction.RECORD_AND_SAVE
         return ProfilerAction.WARMUP if number < self._step else ProfilerAction.NONE
 
     def _keep(self, step_s: float) -> None:
-        """Write what was recorded; training goes on whether or not that succeeds."""
+        """Write what was recorded; training continues even if that fails."""
         trace, start = self._trace, time.perf_counter()
         assert trace is not None
         trace.step()
@@ -116,7 +116,7 @@ class StepTracer:
         )
         logger.info(
             f"moelab: step {self._step} of rank {self._rank} was traced: it took {step_s:.3f} s{usual}, and writing "
-            f"{record['write_s']:.1f} s; {told}"
+            f"took {record['write_s']:.1f} s; {told}"
         )
         try:
             write_json(self._run / RECORDED_FOLDER / f"rank{self._rank}.json", record)
@@ -124,17 +124,18 @@ class StepTracer:
             logger.warning(f"moelab: {RECORDED_FOLDER} cannot be written: {error.strerror}")
 
     def _written(self, name: str, content: Iterable[bytes]) -> dict[str, Any]:
-        """Compress and write one file; says how large it is, or why there is none."""
+        """Compress and write one file; returns its size, or why there is none."""
         told: dict[str, Any] = {"file": f"{TRACES_FOLDER}/{name}", "bytes": 0, "reason": None}
         packed = io.BytesIO()
         try:
+            # In memory, so that a trace that is too large never reaches the disk.
             with gzip.GzipFile(fileobj=packed, mode="wb", compresslevel=5, mtime=0) as file:
                 for part in content:
                     file.write(part)
                     if packed.tell() > MAX_BYTES:
                         break
             if packed.tell() > MAX_BYTES:
-                return {**told, "reason": f"not kept: it has more than {MAX_BYTES >> 20} MiB"}
+                return {**told, "reason": f"not kept: larger than {MAX_BYTES >> 20} MiB"}
             write_whole(self._run / TRACES_FOLDER / name, packed.getvalue())
         except OSError as error:
             return {**told, "reason": f"not kept: {error.strerror or type(error).__name__}"}
@@ -142,7 +143,7 @@ class StepTracer:
 
 
 def _lines_of(trace: profile) -> Iterator[bytes]:
-    """Lines of a trace as Chrome has it, without places."""
+    """Lines of a trace in Chrome's format, without folders and names."""
     with tempfile.TemporaryDirectory() as folder:
         raw = Path(folder) / "trace.json"
         trace.export_chrome_trace(str(raw))
@@ -151,7 +152,7 @@ def _lines_of(trace: profile) -> Iterator[bytes]:
 
 
 def without_places_of(line: str) -> str:
-    """A line of a trace without folders and the host's name; what is no text in it stays.
+    """A line of a trace without folders and the host's name; everything but its strings stays.
 
     Example:
         >>> without_places_of('"kernel_file": "/scratch/ada/cache/c3.py", "traceName": "/home/ada/t.json", "ts": 4')
@@ -164,7 +165,7 @@ def without_places_of(line: str) -> str:
     return _TEXT.sub(lambda text: _shared(text[0]) if "/" in text[0] or _HOST in text[0] else text[0], line)
 
 
-_shared = functools.lru_cache(maxsize=10_000)(shareable)  # millions of lines name the same few files
+_shared = functools.lru_cache(maxsize=10_000)(shareable)  # cached, because millions of lines name the same few files
 
 
 def _pickled(snapshot: dict[str, Any]) -> Iterator[bytes]:

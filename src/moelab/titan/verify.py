@@ -1,12 +1,12 @@
 """Build an experiment with TorchTitan itself, for a world of any size, in a process without a GPU.
 
-A child process gives ``torch.distributed`` its fake backend (any world size, no peers), builds the model on the meta
-device (shapes without storage), lets TorchTitan split it into pipeline stages and shard it as one rank of that world,
-and counts what that rank holds. Configuration is done as on the GPU that the experiment is for, so the dispatcher, the
-MXFP8 kernels and the SPMD backend are those of the real run. What cannot be built without a GPU is listed in the
-result.
+A child process (``verify_rank.py``) uses the fake backend of ``torch.distributed`` (any world size, no peers), builds
+the model on the meta device (shapes without storage), has TorchTitan split it into pipeline stages and shard it as one
+rank of that world, and counts what that rank holds. It configures the model for the experiment's GPU, so the
+dispatcher, the MXFP8 kernels and the SPMD backend are those of the real run. The result lists what cannot be built
+without a GPU.
 
-Nothing here loads torch: see ``verify_rank.py`` for what the child does.
+This module does not load torch.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from moelab.memory.sharding import local_numel
 from moelab.model import shape_for
 
 CAPABILITY = 10.0
-"""Compute capability that is assumed where the experiment's hardware has no GPU: a B200's."""
+"""Compute capability to assume where the experiment's hardware has no GPU: a B200's."""
 CHILD = "moelab.titan.verify_rank"
 
 
 def verify(experiment: Experiment, ranks: Sequence[int] | None = None) -> dict[str, Any]:
-    """Build an experiment as some of its ranks would, and report what they hold.
+    """Build some ranks of an experiment, and report what they hold.
 
     Args:
         experiment: one arm, on a cluster of any size.
         ranks: global ranks to build; by default the first of every pipeline rank.
 
     Returns:
-        Of the whole: ``seconds``, ``world_size``, ``gpu`` (what it was configured for), ``total_parameters``,
-        ``spmd_backend``, ``dispatcher``, ``overrides``, ``not_built`` (what needs a GPU, in words) and ``ranks``. Of
-        each rank: ``rank``, ``pp_rank``, ``stages`` (number and modules), ``parameters`` (elements of its shards),
-        ``expert_parameters``, ``unique_parameters`` (each element divided by the ranks that hold a copy: summed over
-        all ranks, the total), ``mxfp8_modules``, ``predicted_parameters`` (of :mod:`moelab.memory`) and ``seconds``.
+        ``seconds``, ``world_size``, ``gpu`` (what it was configured for), ``total_parameters``, ``spmd_backend``,
+        ``dispatcher``, ``overrides``, ``not_built`` (what needs a GPU, in words) and ``ranks``. For each: ``rank``,
+        ``pp_rank``, ``stages`` (number and modules), ``parameters`` (elements of its shards), ``expert_parameters``,
+        ``unique_parameters`` (each element divided by the number of ranks with a copy, so that all ranks sum up to the
+        total), ``mxfp8_modules``, ``predicted_parameters`` (by :mod:`moelab.memory`) and ``seconds``.
 
     Raises:
         BadInput: for a rank outside of the world.
@@ -52,7 +52,7 @@ def verify(experiment: Experiment, ranks: Sequence[int] | None = None) -> dict[s
     started = time.monotonic()
     chosen = list(ranks) if ranks is not None else first_ranks(experiment)
     if wrong := [rank for rank in chosen if not 0 <= rank < experiment.world_size]:
-        raise BadInput(f"rank {wrong[0]} is not in this world: valid are 0 to {experiment.world_size - 1}")
+        raise BadInput(f"rank {wrong[0]} does not exist here; valid ranks are 0 to {experiment.world_size - 1}")
     capability = gpu_of(experiment.hardware).capability or CAPABILITY
     major_minor = divmod(round(10 * capability), 10)
     request = {"experiment": experiment.model_dump(mode="json"), "ranks": chosen, "capability": major_minor}
@@ -61,13 +61,13 @@ def verify(experiment: Experiment, ranks: Sequence[int] | None = None) -> dict[s
         raise Refused(f"TorchTitan does not build this experiment: {error}")
     layout = check(experiment).layout
     for row in answer["ranks"]:
-        # An illegal layout that TorchTitan builds all the same has no prediction.
+        # An illegal layout has no prediction, even if TorchTitan builds it.
         row["predicted_parameters"] = layout and local_numel(shape_for(experiment), layout, row["rank"])
     return {"seconds": round(time.monotonic() - started, 1), "world_size": experiment.world_size, **answer}
 
 
 def first_ranks(experiment: Experiment) -> list[int]:
-    """The first global rank of every pipeline rank: TorchTitan's outermost axis is the pipeline."""
+    """The first global rank of every pipeline rank; the pipeline is TorchTitan's outermost axis."""
     return [rank * (experiment.world_size // experiment.pp) for rank in range(experiment.pp)]
 
 
@@ -75,7 +75,7 @@ def _ask_child(request: dict[str, Any]) -> dict[str, Any]:
     environment = {
         **os.environ,
         "CUDA_VISIBLE_DEVICES": "",  # a GPU that is here must not answer for the one that is assumed
-        "HF_HUB_OFFLINE": "1",
+        "HF_HUB_OFFLINE": "1",  # nothing is downloaded to count parameters
         "OMP_NUM_THREADS": "1",
     }
     done = subprocess.run(
@@ -89,5 +89,5 @@ def _ask_child(request: dict[str, Any]) -> dict[str, Any]:
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
         raise MoelabError(f"verification ended with exit code {done.returncode}: {last[:500]}")
-    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])  # what libraries print comes before it
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])  # libraries may print before it
     return answer

@@ -1,11 +1,11 @@
 """The child of ``verify.py``: build one rank after another with TorchTitan, on the meta device, under the fake backend.
 
-The steps are those of ``Trainer.__init__`` in TorchTitan 0.3.0 up to the parallelised model, in its order. Three things
-differ: the model is not compiled, nothing is allocated, and dispatchers that create GPU buffers when they are given
-their mesh are replaced by the standard one, which does not (they hold no parameters).
+It follows ``Trainer.__init__`` of TorchTitan 0.3.0, in its order, up to the parallelised model. Three things differ:
+the model is not compiled, nothing is allocated, and dispatchers that create GPU buffers as soon as they get their mesh
+are replaced by the standard one, which does not (none of them has parameters).
 
-Each rank is built in a fork of this process: a process keeps one view of the world (meshes are cached by identity), and
-the imports take longer than a build.
+Each rank is built in a fork of this process, because a process keeps one view of the world (meshes are cached by
+identity), and the imports take longer than a build.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def main() -> int:
 
 
 def _in_forks(experiment: Experiment, capability: tuple[int, int], ranks: list[int]) -> Iterator[dict[str, Any]]:
-    # Not a pool: one whose worker is killed (for memory, say) waits for its answer for ever.
+    # Not a pool: if a worker is killed (for memory, say), a pool waits for its answer forever.
     context = multiprocessing.get_context("fork")
     width = max(1, cores())
     for start in range(0, len(ranks), width):
@@ -73,13 +73,13 @@ def _in_forks(experiment: Experiment, capability: tuple[int, int], ranks: list[i
             ours, theirs = context.Pipe(duplex=False)
             process = context.Process(target=_answer, args=(theirs, experiment, capability, rank))
             process.start()
-            theirs.close()  # or the end of the child would not end our read
+            theirs.close()  # else our read would not end with the child
             running.append((rank, ours, process))
         for rank, ours, process in running:
             try:
                 yield ours.recv()
             except EOFError:
-                yield {"rank": rank, "error": f"rank {rank} ended without a word (exit code {process.exitcode})"}
+                yield {"rank": rank, "error": f"rank {rank} ended without an answer (exit code {process.exitcode})"}
             process.join()
 
 
@@ -88,7 +88,7 @@ def _answer(connection: Connection, experiment: Experiment, capability: tuple[in
         connection.send(build_rank(experiment, capability, rank))
     except MoelabError as error:
         connection.send({"rank": rank, "error": str(error)})
-    except Exception as error:  # TorchTitan raises ValueError, AssertionError, RuntimeError, …: all are its verdict
+    except Exception as error:  # TorchTitan refuses with ValueError, AssertionError, RuntimeError and others
         connection.send({"rank": rank, "error": f"{type(error).__name__}: {error}"})
 
 
@@ -103,7 +103,7 @@ def build_rank(experiment: Experiment, capability: tuple[int, int], rank: int) -
     started = time.monotonic()
     with assume_gpu(capability):
         config = trainer_config(experiment)
-    cpu.enable()  # from here on the device is the one that is here: its mesh, its tensors
+    cpu.enable()  # from here on, meshes and tensors are on the real device
     dist_utils.init_fake_mode(experiment.world_size, rank=rank)
     dims = ParallelDims.from_config(config.parallelism, experiment.world_size)
     # TorchTitan's trainer refuses sequences that sequence and context parallelism would cut unevenly.
@@ -128,14 +128,14 @@ def build_rank(experiment: Experiment, capability: tuple[int, int], rank: int) -
 
 
 def _whole_model(config: Trainer.Config) -> tuple[nn.Module, dict[str, Any]]:
-    """The model of all stages before it is split and sharded, and what is the same on every rank."""
+    """The whole model before it is split and sharded, and the facts that are the same on every rank."""
     assert config.model_spec is not None
     model_config = config.model_spec.model
     model_config.update_from_config(config=config)
     replaced = apply_overrides(config.override, config)
     config._validate_cuda_graphs()
-    dispatcher, missing = _stand_in(model_config)  # after the overrides, which put moelab's dispatchers in
-    # The meta device: 671B parameters are shapes there and take no memory.
+    dispatcher, missing = _stand_in(model_config)  # after the overrides, which install moelab's dispatchers
+    # On the meta device, 671B parameters are only shapes and take no memory.
     with torch.device("meta"), set_default_dtype(TORCH_DTYPE_MAP[config.training.dtype]):
         model: nn.Module = model_config.build()
     model.verify_module_protocol()
@@ -149,7 +149,7 @@ def _whole_model(config: Trainer.Config) -> tuple[nn.Module, dict[str, Any]]:
 
 
 def _stand_in(model_config: Any) -> tuple[str, list[str]]:
-    """The dispatcher in words; those that need a GPU are replaced."""
+    """The dispatcher in words, and what is not built; replaces dispatchers that need a GPU."""
     described, missing = "", []
     for _name, config, parent, attribute in list(model_config.traverse(LocalTokenDispatcher.Config)):
         settings = [(field.name, getattr(config, field.name)) for field in dataclasses.fields(config)]
@@ -159,7 +159,7 @@ def _stand_in(model_config: Any) -> tuple[str, list[str]]:
             needs = "peers" if getattr(config, "kernels", "") == "emulated" else "GPUs"
             missing = [f"{type(config)._owner.__name__} is not built: its communication buffer needs {needs}"]
             standard = AllToAllTokenDispatcher.Config(num_experts=config.num_experts, top_k=config.top_k)
-            setattr(parent, attribute, standard)  # it makes no buffer, and moves no token here
+            setattr(parent, attribute, standard)  # it has no buffer, and moves no tokens here
     return described, missing
 
 
@@ -169,7 +169,7 @@ def _parts(
     """The parallelised parts of this rank, one for each pipeline stage that it holds, and the stages in words."""
     spec, uncompiled = config.model_spec, CompileConfig(enable=False)
     assert spec is not None
-    with tempfile.TemporaryDirectory() as folder:  # an MXFP8 run notes there what was converted
+    with tempfile.TemporaryDirectory() as folder:  # an MXFP8 run records there what was converted
         arguments: dict[str, Any] = {
             "parallel_dims": dims,
             "training": config.training,
@@ -208,7 +208,7 @@ def count(parts: list[nn.Module], *, copies: int) -> dict[str, float]:
 
     Args:
         parts: parallelised parts of the model.
-        copies: ranks of a pipeline stage, all of which hold a parameter that is not distributed.
+        copies: ranks of a pipeline stage, which all hold a parameter that is not distributed.
     """
     total = experts = 0
     unique = 0.0

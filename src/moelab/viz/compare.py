@@ -1,7 +1,8 @@
 """Figures of runs side by side: loss, its difference from the first, tokens per second, and how long steps take.
 
 Sides keep the order in which they were given, the first being what the others are held against. Each has a colour, a
-dash and a marker: those of its arm where they are free, else the next of the theme.
+dash and a marker: those of its arm where they are free, else the next of the theme. ``styles`` are of
+:func:`side_styles`; a ``note`` states a condition in the title, such as "emulated kernels".
 """
 
 from __future__ import annotations
@@ -48,14 +49,7 @@ def side_styles(sides: Sequence[Side]) -> dict[str, ArmStyle]:
 def compared_loss(
     sides: Sequence[Side], differences: Sequence[Difference], styles: Mapping[str, ArmStyle], *, note: str = ""
 ) -> go.Figure:
-    """Loss of every side over its steps: each run thin, the mean of a side's runs bold.
-
-    Args:
-        sides: with a loss.
-        differences: of the others from the first, for the title.
-        styles: of all sides, from :func:`side_styles`.
-        note: condition to state in the title, such as "emulated kernels".
-    """
+    """Loss of every side over its steps: each run thin, the mean of a side's runs bold."""
     finding, reading = _loss_finding(sides, differences), _loss_reading(sides)
     figure = new_figure(finding, subtitle=reading, note=note, height=480, width=WIDE)
     for side in sides:
@@ -73,14 +67,7 @@ def compared_loss(
 def compared_difference(
     sides: Sequence[Side], differences: Sequence[Difference], styles: Mapping[str, ArmStyle], *, note: str = ""
 ) -> go.Figure:
-    """Loss of every other side minus that of the first, each with a band that the subtitle explains.
-
-    Args:
-        sides: the first and all that ``differences`` are of.
-        differences: with steps in common.
-        styles: of all sides.
-        note: condition to state in the title.
-    """
+    """Loss of every other side minus that of the first, each with a band that the subtitle explains."""
     drawn = _thinning_words(max(len(one.steps) for one in differences))
     subtitle = f"Trailing mean over the part that the final difference is of. Band: {_band_words(differences)}.{drawn}"
     figure = new_figure(_difference_finding(differences), subtitle=subtitle, note=note, height=480)
@@ -97,13 +84,7 @@ def compared_difference(
 
 
 def gradient_norms(sides: Sequence[Side], styles: Mapping[str, ArmStyle], *, note: str = "") -> go.Figure:
-    """Gradient norm of every side over its steps, and the learning rate where it was logged; means over runs.
-
-    Args:
-        sides: with a gradient norm.
-        styles: of all sides.
-        note: condition to state in the title.
-    """
+    """Gradient norm of every side over its steps, and the learning rate where it was logged; means over runs."""
     columns = {"grad_norm": "gradient norm", "lr": "learning rate"}
     rows = {side.label: merge_segments(side.table).replace([math.inf, -math.inf], math.nan) for side in sides}
     means = {label: table.groupby("step")[list(columns)].mean() for label, table in rows.items()}
@@ -131,13 +112,7 @@ def gradient_norms(sides: Sequence[Side], styles: Mapping[str, ArmStyle], *, not
 
 
 def compared_throughput(sides: Sequence[Side], styles: Mapping[str, ArmStyle], *, note: str = "") -> go.Figure:
-    """Tokens per second per GPU of every side: median, the middle half of the steps, and nine of ten of them.
-
-    Args:
-        sides: with a throughput.
-        styles: of all sides.
-        note: condition to state in the title.
-    """
+    """Tokens per second per GPU of every side: median, the middle half of the steps, and nine of ten of them."""
     steps = ", ".join(str(len(side.tps)) for side in sides)
     warmup = max(side.warmup_steps for side in sides)
     subtitle = (
@@ -162,13 +137,7 @@ def compared_throughput(sides: Sequence[Side], styles: Mapping[str, ArmStyle], *
 
 
 def compared_step_time(sides: Sequence[Side], styles: Mapping[str, ArmStyle], *, note: str = "") -> go.Figure:
-    """How step times are distributed: the share of steps that took at most so long.
-
-    Args:
-        sides: whose log says when each step was.
-        styles: of all sides.
-        note: condition to state in the title.
-    """
+    """How step times are distributed: the share of steps that took at most so long."""
     tails = {side.label: float(np.percentile(side.step_time_s, 95)) / median(side.step_time_s) for side in sides}
     worst = max(tails, key=tails.__getitem__)
     figure = new_figure(

@@ -17,6 +17,7 @@ from moelab.analysis.two_by_two import (
     STOCK_CHECKPOINTING,
     ArmResult,
     checkpointing_words,
+    current_results,
     shape_words,
     two_by_two_label,
 )
@@ -123,12 +124,7 @@ def gather_bars(paths: Mapping[str, Sequence[Pass]], *, hbm_tb_s: float, words: 
 
 
 def operation_times(measured: Measurement, *, size: str = "") -> go.Figure:
-    """Time of the four operations of a layer by way to move tokens, a panel for each routing.
-
-    Args:
-        measured: of the all-to-all experiment.
-        size: its name in the file; the first by default.
-    """
+    """Time of the four operations of a layer by way to move tokens, a panel for each routing."""
     rows = [row for row in _of_size(measured, size) if row.get("sms_chosen_by") != "caller" and row["arm"] in ARM_LOOKS]
     if not rows:
         return not_measured(measured, "Dispatch and combine")
@@ -190,12 +186,7 @@ def exchange_table(measured: Measurement) -> pd.DataFrame:
 
 
 def sm_sweep(measured: Measurement, *, size: str = "") -> go.Figure:
-    """What DeepEP moves between ranks against the streaming multiprocessors that it is given.
-
-    Args:
-        measured: of the all-to-all experiment.
-        size: its name in the file; the first by default.
-    """
+    """What DeepEP moves between ranks against the streaming multiprocessors that it is given."""
     rows = [
         row for row in _of_size(measured, size) if row.get("sms_chosen_by") == "caller" and row.get("physical_gb_s")
     ]
@@ -261,86 +252,75 @@ def _sums_ms(rows: Iterable[Row]) -> list[tuple[float, str, float]]:
 
 # --- measured arms ---------------------------------------------------------------------------------------------------
 
-CHECKPOINTINGS = ("none", "selective", "full")
 _ROUTING_MARKS = {"random_balanced": (-0.17, ""), "round_robin": (0.17, "-open")}
 """How far from the middle of its row a routing's mark is, and the end of its symbol's name."""
 
 
 def two_by_two_dots(results: Sequence[ArmResult], measured: Measurement) -> go.Figure:
-    """Every arm's throughput over stock's under the same checkpointing: a column for each policy, a row for each arm.
+    """Throughput over stock's under the same checkpointing: a row for each arm, below the shape that it trained.
 
     Args:
-        results: of :func:`moelab.analysis.two_by_two.arm_results`; those without stock at their side are left out, and
-            those of a trial.
+        results: of :func:`moelab.analysis.two_by_two.arm_results`; of these the current ones with stock at their side
+            are drawn.
         measured: that they are of, for the stamp.
     """
-    drawn = [one for one in results if one.ratio is not None and not (one.code or "").endswith("trial")]
+    drawn = [one for one in current_results(results) if one.ratio is not None and one.arm not in STOCK]
     if not drawn:
         return not_measured(measured, "The two-by-two")
-    kinds = {one: STOCK_CHECKPOINTING.get(one.activation_checkpoint, one.activation_checkpoint) for one in drawn}
-    columns = sorted(set(kinds.values()), key=CHECKPOINTINGS.index)
-    drawn.sort(key=lambda one: one.arm not in STOCK)  # stable: stock comes first in each shape
-    # A line for the name of each shape, and below it one for each of its arms.
-    arms = {shape: dict.fromkeys(_arm_words(one) for one in drawn if one.shape == shape) for shape in _shapes(drawn)}
-    lines = [(shape, arm) for shape, its_arms in arms.items() for arm in (None, *its_arms)]
-    # Variants and emulated kernels have the colour of what they vary.
-    bases = {one.arm: base_arm(one.arm.replace("mxfp8-emulated", "mxfp8"))[0] for one in drawn}
+    drawn.sort(key=lambda one: -(one.ratio or 0.0))
+    best = drawn[0]
+    # A line for the name of each shape, and below it one for each of its arms, the fastest first.
+    arms = {shape: dict.fromkeys(_row_words(one) for one in drawn if one.shape == shape) for shape in _shapes(drawn)}
+    lines = [(shape, row) for shape, rows in arms.items() for row in (None, *rows)]
+    bases = {one.arm: base_arm(one.arm)[0] for one in drawn}  # a variant has the colour of what it varies
     styles = arm_styles(bases.values())
-    best = max(drawn, key=lambda one: (one.arm not in STOCK, one.ratio or 0.0))
-    figure = panels(
-        f"{_arm_words(best)} is {best.ratio:.2f} times as fast as stock: {shape_words(best.shape)}, "
-        f"{checkpointing_words(best.activation_checkpoint)} on both sides"
-        if best.arm not in STOCK
-        else "Only stock was measured",
-        [checkpointing_words(kind) for kind in columns],
-        subtitle="Tokens/s over stock's under the same checkpointing and routing; thin models with real layer sizes. "
-        f"Dots: median of {span(one.steps for one in drawn)} steps; bars: quartiles. {measured.stamp}.",
+    figure = new_figure(
+        f"{_arm_words(best)} is {best.ratio:.2f} times as fast as stock ({shape_words(best.shape)}; "
+        f"{checkpointing_words(best.activation_checkpoint)} on both sides)",
+        subtitle="Tokens/s over those of stock (BF16, standard all-to-all) under the same checkpointing and routing; "
+        f"thin models with real layer sizes. Marks: median of {span(one.steps for one in drawn)} steps; bars: "
+        f"quartiles; numbers: {' / '.join(map(ROUTING_LABELS.__getitem__, _ROUTING_MARKS))}. {measured.stamp}.",
         note=replayed(measured),
-        height=150 + 19 * len(lines),
+        height=170 + 21 * len(lines),
         width=WIDE,
-        shared=True,
     )
     for routing, (aside, suffix) in _ROUTING_MARKS.items():
-        figure.add_trace(
-            legend_entry(
-                ROUTING_LABELS[routing], mode="markers", marker={"color": INK, "size": 9, "symbol": f"circle{suffix}"}
-            )
+        name, here = ROUTING_LABELS[routing], [one for one in drawn if one.routing == routing]
+        look = {"color": INK, "size": 9, "symbol": f"circle{suffix}"}
+        figure.add_trace(legend_entry(name, mode="markers", marker=look))
+        figure.add_scatter(
+            x=[one.ratio for one in here],
+            y=[lines.index((one.shape, _row_words(one))) + aside for one in here],
+            mode="markers",
+            marker={
+                "color": [styles[bases[one.arm]].color for one in here],
+                "symbol": [f"{styles[bases[one.arm]].symbol}{suffix}" for one in here],
+                "size": 9,
+                "line": {"width": 1.5},
+            },
+            error_x=error_bars([_ends(one) for one in here], color=MUTED, thickness=1.2, width=3),
+            customdata=[[one.label, one.tps, " and ".join(f"{each:,.0f}" for each in one.passes)] for one in here],
+            hovertemplate=f"%{{customdata[0]}}, {name}: %{{x:.3f}} ×<br>%{{customdata[1]:,.0f}} "
+            "tokens/s per GPU; passes %{customdata[2]}<extra></extra>",
+            showlegend=False,
         )
-        for column, kind in enumerate(columns, start=1):
-            here = [one for one in drawn if (one.routing, kinds[one]) == (routing, kind)]
-            looks = [styles[bases[one.arm]] for one in here]
-            figure.add_scatter(
-                x=[one.ratio for one in here],
-                y=[lines.index((one.shape, _arm_words(one))) + aside for one in here],
-                mode="markers",
-                marker={
-                    "color": [look.color for look in looks],
-                    "symbol": [f"{look.symbol}{suffix}" for look in looks],
-                    "size": 9,
-                    "line": {"width": 1.5},
-                },
-                error_x=error_bars([_ends(one) for one in here], color=MUTED, thickness=1.2, width=3),
-                customdata=[[one.label, one.tps, " and ".join(f"{each:,.0f}" for each in one.passes)] for one in here],
-                hovertemplate=f"%{{customdata[0]}}, {ROUTING_LABELS[routing]}: %{{x:.3f}} ×<br>%{{customdata[1]:,.0f}} "
-                "tokens/s per GPU; passes %{customdata[2]}<extra></extra>",
-                showlegend=False,
-                row=1,
-                col=column,
-            )
-    ends = [end for one in drawn for end in _ends(one)]
-    figure.add_vline(x=1, line={"color": MUTED, "width": 1, "dash": "dot"})
-    figure.update_xaxes(
-        range=[min(0.95, min(ends) - 0.01), max(1.25, max(ends) + 0.01)], dtick=0.1, title_text="× stock"
-    )
+    most = max(_ends(one)[2] for one in drawn)
+    for place, (shape, row) in enumerate(lines):
+        of_row = {one.routing: one.ratio for one in drawn if (one.shape, _row_words(one)) == (shape, row)}
+        ratios = [f"{of_row[routing]:.2f}" for routing in _ROUTING_MARKS if routing in of_row]
+        if ratios:
+            write_beside(figure, most, place, f"{' / '.join(ratios)} ×", px=14, size=13)
+    figure.add_vline(x=1, line={"color": MUTED, "width": 1.5, "dash": "dot"})
+    figure.update_xaxes(range=[0.99, most + 0.075], dtick=0.05, tickformat=".2f", title_text="× stock")
     figure.update_yaxes(
         tickvals=list(range(len(lines))),
-        ticktext=[f"<b>{shape_words(shape)}</b>" if arm is None else arm for shape, arm in lines],
+        ticktext=[f"<b>{shape_words(shape)}</b>" if row is None else row for shape, row in lines],
         range=[len(lines) - 0.5, -0.5],
         ticks="",
         ticklabelstandoff=6,
-        tickfont_size=12,
+        tickfont_size=13,
     )
-    return figure.update_layout(hovermode="closest", legend_y=-0.1)
+    return figure.update_layout(hovermode="closest", legend_y=-0.16)
 
 
 def _shapes(results: Sequence[ArmResult]) -> list[str]:
@@ -350,15 +330,15 @@ def _shapes(results: Sequence[ArmResult]) -> list[str]:
 
 
 def _arm_words(result: ArmResult) -> str:
-    """The arm, and which of its products were not in 8 bits; attention's tiles go unsaid where stock has them too."""
-    if result.arm in STOCK:
-        return "stock: BF16 + standard all-to-all"
+    """The arm; attention's tiles go unsaid where stock has them too."""
     words = two_by_two_label(result.arm.removesuffix("_flex_tiles") if result.stock != BASELINE else result.arm)
-    if result.code == CODE:
-        words = words.replace("FP8 +", "FP8 in one pass +")
-    elif result.arm.startswith("fp8") and result.code is None:  # TorchTitan's FP8 experts over several ranks
-        words += " [w2 in BF16]" if "dispatch-fp8" in result.arm else " [experts in BF16]"
-    return plot_text(words)
+    return plot_text(words.replace("FP8 +", "Fused FP8 +") if result.code == CODE else words)
+
+
+def _row_words(result: ArmResult) -> str:
+    """The arm with its checkpointing, which its name has already where it is not TorchTitan's own."""
+    kind = result.activation_checkpoint
+    return _arm_words(result) + ("" if kind in STOCK_CHECKPOINTING else f", {checkpointing_words(kind)}")
 
 
 def _stock_tps(result: ArmResult) -> float:
@@ -392,9 +372,6 @@ SCALING_ARMS = ("bf16_deepep", "fp8_deepep_dispatch-fp8")
 ASIDE = 0.07
 """How far apart a prediction and a measurement of the same arm are drawn."""
 
-Gains = Mapping[Place, tuple[float, float, float]]
-"""Low end, value and high end over stock."""
-
 
 def scaling(predicted: Mapping[str, Any], full_node: Measurement, two_by_two: Measurement) -> go.Figure:
     """Gain over stock at the same degree, both under full checkpointing, a panel for each routing.
@@ -404,7 +381,16 @@ def scaling(predicted: Mapping[str, Any], full_node: Measurement, two_by_two: Me
         full_node: of ``h200_full_node``, if it was measured.
         two_by_two: of ``h100_two_by_two``, for two GPUs.
     """
-    newest, predicted_ends, measured_ends = _gains_in_a_node(predicted, full_node, two_by_two)
+    newest = full_node if full_node.rows else two_by_two  # two GPUs of the two-by-two, while no node was measured
+    predicted_ends = {
+        Place(row["shape"], row["ep"], row["routing"], row["arm"]): (low, row["gain"], high)
+        for row in predicted["rows"]
+        if (row["hardware"], row["shape"]) == (hardware_of(newest), SCALING) and row["arm"] in SCALING_ARMS
+        for low, high in [row["gain_interval"]]
+    }
+    measured = node_results(full_node, two_by_two).items()
+    measured_ends = {at: _ends(one) for at, one in measured if at in predicted_ends and one.ratio}
+    within = sum(predicted_ends[at][0] <= gain <= predicted_ends[at][2] for at, (_, gain, _) in measured_ends.items())
     checkpointing = checkpointing_words(predicted["shapes"][SCALING]["activation_checkpoint"])
     open_ = [f"EP {ep}" for ep in EP_DEGREES if ep not in {place.ep for place in measured_ends}]
     # The title is of the first arm at both ends of the degrees measured, or predicted if one alone was.
@@ -423,7 +409,7 @@ def scaling(predicted: Mapping[str, Any], full_node: Measurement, two_by_two: Me
         subtitle=f"{SCALING}, {checkpointing}: tokens/s over stock "
         f"at the same degree. Open: predicted on "
         f"{predicted['date'][:10]} (derived, 90 % interval); filled: median of all steps with quartiles, "
-        f"{newest.stamp}.",
+        f"{newest.stamp}; {within} of {len(measured_ends)} lie in their interval.",
         note=f"predicted: {', '.join(open_)} not measured yet" if open_ else "",
         height=420,
         shared=True,
@@ -458,36 +444,3 @@ def scaling(predicted: Mapping[str, Any], full_node: Measurement, two_by_two: Me
     figure.update_xaxes(range=[-0.5, len(EP_DEGREES) - 0.5])
     figure.update_yaxes(title_text="× stock", col=1)
     return figure.update_layout(hovermode="closest", legend_y=-0.14)
-
-
-def interval_table(predicted: Mapping[str, Any], full_node: Measurement, two_by_two: Measurement) -> pd.DataFrame:
-    """A row for each filled mark: the measured gain, and whether it lies in the interval of its prediction."""
-    _, predicted_ends, measured_ends = _gains_in_a_node(predicted, full_node, two_by_two)
-    return pd.DataFrame(
-        {
-            "EP": place.ep,
-            "routing": ROUTING_LABELS[place.routing],
-            "arm": two_by_two_label(place.arm),
-            "measured (× stock)": round(gain, 3),
-            "predicted (× stock)": f"{low:.3f} to {high:.3f}",
-            "in the interval": "yes" if low <= gain <= high else "no",
-        }
-        for place, (_, gain, _) in measured_ends.items()
-        for low, _, high in [predicted_ends[place]]
-    )
-
-
-def _gains_in_a_node(
-    predicted: Mapping[str, Any], full_node: Measurement, two_by_two: Measurement
-) -> tuple[Measurement, Gains, Gains]:
-    """The newest measurement, the gains predicted for its GPUs, and those of them that were measured."""
-    newest = full_node if full_node.rows else two_by_two  # two GPUs of the two-by-two, while no node was measured
-    hardware = hardware_of(newest)
-    predicted_ends = {
-        Place(row["shape"], row["ep"], row["routing"], row["arm"]): (low, row["gain"], high)
-        for row in predicted["rows"]
-        if (row["hardware"], row["shape"]) == (hardware, SCALING) and row["arm"] in SCALING_ARMS
-        for low, high in [row["gain_interval"]]
-    }
-    measured = node_results(full_node, two_by_two).items()
-    return newest, predicted_ends, {at: _ends(one) for at, one in measured if at in predicted_ends and one.ratio}

@@ -23,9 +23,8 @@ def panels(
     note: str = "",
     height: int = 460,
     width: int = NORMAL,
-    spacing: float = 0.06,
+    spacing: float = 0.08,
     shared: bool = False,
-    title_size: int = 13,
 ) -> go.Figure:
     """An empty figure of several panels in a row, with a title as :func:`moelab.viz.theme.new_figure` writes it.
 
@@ -37,20 +36,15 @@ def panels(
         rows=1, cols=len(titles), subplot_titles=list(titles), horizontal_spacing=spacing, shared_yaxes=shared
     )
     figure.update_layout(headed.layout)
-    figure.update_annotations(font={"size": title_size, "color": MUTED})
+    figure.update_annotations(font={"size": 13, "color": MUTED})
     lines = 1 + max(title.count("<br>") for title in titles)
-    room = 24 + max(0, lines - 2) * round(1.3 * title_size)
+    room = 24 + max(0, lines - 2) * 17
     return figure.update_layout(margin_t=headed.layout.margin.t + room, height=headed.layout.height + room)
 
 
 def in_panel(column: int, name: str) -> dict[str, object]:
     """Where a trace goes in a figure of :func:`panels`; the legend names it once, and a click there hides it in all."""
     return {"row": 1, "col": column, "name": name, "legendgroup": name, "showlegend": column == 1}
-
-
-def above(texts: Sequence[str]) -> dict[str, object]:
-    """Options of upright bars that have these texts above them."""
-    return {"text": list(texts), "textposition": "outside", "cliponaxis": False}
 
 
 def inside(texts: Sequence[str], *, anchor: str = "middle", **font: object) -> dict[str, object]:
@@ -162,20 +156,3 @@ def nothing_to_draw(finding: str, *, subtitle: str, height: int, note: str = "")
     """A figure that says in words why it is empty; arguments are those of :func:`moelab.viz.theme.new_figure`."""
     figure = new_figure(finding, subtitle=subtitle, note=note, height=height)
     return figure.update_layout(xaxis_visible=False, yaxis_visible=False)
-
-
-def place_map(
-    figure: go.Figure, place: int, title: str, *, x: dict[str, object], y: dict[str, object]
-) -> dict[str, str]:
-    """Give the ``place``-th map (from 0) axes of its own that are not seen, with its title above their left end.
-
-    ``x`` and ``y`` have the axes' ranges and domains, which are parts of the figure; the names of the axes come back.
-    """
-    suffix = str(place + 1) if place else ""
-    hidden = {"visible": False, "fixedrange": True}
-    figure.update_layout({f"xaxis{suffix}": {**hidden, **x, "anchor": f"y{suffix}"}})
-    figure.update_layout({f"yaxis{suffix}": {**hidden, **y, "anchor": f"x{suffix}"}})
-    left, top = figure.layout[f"xaxis{suffix}"].domain[0], (figure.layout[f"yaxis{suffix}"].domain or (0, 1))[1]
-    corner = {"xref": "paper", "yref": "paper", "xanchor": "left", "yanchor": "bottom", "align": "left"}
-    figure.add_annotation(x=left, y=top, text=title, showarrow=False, font={"size": 13, "color": INK}, **corner)
-    return {"xaxis": f"x{suffix}", "yaxis": f"y{suffix}"}

@@ -1,4 +1,7 @@
-"""Traced steps: what they are made of, what is hidden and idle, rates, measured beside predicted, kernels over time."""
+"""Traced steps: what they are made of, what is hidden and idle, rates, measured beside predicted, kernels over time.
+
+Steps are given by the name that stands beside their bars; ``replayed`` says that their traces came with the package.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from moelab.explain.rank import length_us
 from moelab.explain.trace import Rows
 from moelab.hardware import known_gpu
 from moelab.viz.draw import diamonds, draw_limit
-from moelab.viz.theme import INK, MUTED, WARNING, WIDE, new_figure, plot_text, wrap
+from moelab.viz.theme import INK, MUTED, OTHER, WARNING, WIDE, new_figure, plot_text, wrap
 
 TRACING = "barriers of tracing"
 _LOOKS = {
@@ -30,7 +33,7 @@ _LOOKS = {
     "all-to-all": ("#D55E00", "/"),
     "FSDP collectives": ("#E69F00", "/"),
     STRAGGLERS: ("#7a4b00", "x"),
-    "idle": ("#ffffff", "."),
+    "idle": ("white", "."),
     TRACING: ("#d0d0d0", "x"),
 }
 _OTHER = ("#000000", "x")
@@ -48,12 +51,7 @@ CAUSES = 6
 
 
 def step_bars(explained: Mapping[str, Explanation], *, replayed: bool = False) -> go.Figure:
-    """What each step is made of.
-
-    Args:
-        explained: by the name that stands beside the bar.
-        replayed: whether the traces came with the package.
-    """
+    """What each step is made of."""
     shares = {name: one.step_shares[1] for name, one in explained.items()}
     most = max(shares, key=lambda name: shares[name])
     figure = new_figure(
@@ -79,11 +77,7 @@ def step_bars(explained: Mapping[str, Explanation], *, replayed: bool = False) -
 
 
 def answer_table(explained: Mapping[str, Explanation]) -> pd.DataFrame:
-    """Each step's time in milliseconds, its shares in percent, and what to look at first; no barriers of tracing.
-
-    Args:
-        explained: by the name in the first column.
-    """
+    """Each step's time in milliseconds, its shares in percent, and what to look at first; no barriers of tracing."""
     rows = []
     for name, one in explained.items():
         first, lost_ms = one.longest_loss
@@ -94,12 +88,7 @@ def answer_table(explained: Mapping[str, Explanation]) -> pd.DataFrame:
 
 
 def communication_bars(explained: Mapping[str, Explanation], *, replayed: bool = False) -> go.Figure:
-    """Each step's communication by group: what compute hides of it, and what it does not.
-
-    Args:
-        explained: by the name that stands beside the bars.
-        replayed: whether the traces came with the package.
-    """
+    """Each step's communication by group: what compute hides of it, and what it does not."""
     rows = [(name, one) for name, step in explained.items() for one in step.step_communication]
     total, exposed = (sum(getattr(one, key) for _, one in rows) for key in ("ms", "exposed_ms"))
     names = _labels(name for name, _ in rows)
@@ -113,7 +102,7 @@ def communication_bars(explained: Mapping[str, Explanation], *, replayed: bool =
         height=160 + 34 * len(rows),
     )
     _add_bars(figure, "exposed", y, [one.exposed_ms for _, one in rows], ("#D55E00", ""))
-    _add_bars(figure, "hidden behind compute", y, [one.ms - one.exposed_ms for _, one in rows], ("#dfe3e8", "/"))
+    _add_bars(figure, "hidden behind compute", y, [one.ms - one.exposed_ms for _, one in rows], (OTHER, "/"))
     waiting = [one.waiting_ms for _, one in rows]
     figure.add_trace(
         diamonds(waiting, y, name="waiting for other ranks", hovertemplate="waiting: %{x:.1f} ms<extra></extra>")
@@ -122,12 +111,7 @@ def communication_bars(explained: Mapping[str, Explanation], *, replayed: bool =
 
 
 def idle_bars(explained: Mapping[str, Explanation], *, replayed: bool = False) -> go.Figure:
-    """Idle time by its cause and by what the host did, the longest first; what is shorter is one bar.
-
-    Args:
-        explained: by the name in the legend.
-        replayed: whether the traces came with the package.
-    """
+    """Idle time by its cause and by what the host did, the longest first; what is shorter is one bar."""
     totals: dict[tuple[str, str], float] = {}
     for step in explained.values():
         for gap in step.gaps:
@@ -201,12 +185,7 @@ def rate_bars(rates: Mapping[str, Sequence[GemmRate]], gpu: str, *, replayed: bo
 
 
 def beside_predicted(compared: Comparison, *, replayed: bool = False) -> go.Figure:
-    """Each part of a step, measured and predicted, the largest disagreement first.
-
-    Args:
-        compared: of :func:`moelab.explain.against.compare`.
-        replayed: whether the trace came with the package.
-    """
+    """Each part of a step, measured and predicted, the largest disagreement first."""
     measured, predicted = compared.sums_ms
     worst = compared.rows[0]
     figure = new_figure(
@@ -217,7 +196,7 @@ def beside_predicted(compared: Comparison, *, replayed: bool = False) -> go.Figu
         note=f"{_known(replayed)}, and derived by the projection",
         height=140 + 44 * len(compared.rows),
     )
-    looks = {"measured": ("#0072B2", ""), "predicted": ("#dfe3e8", "/")}
+    looks = {"measured": ("#0072B2", ""), "predicted": (OTHER, "/")}
     parts = [row.part for row in compared.rows]
     for name, look in looks.items():
         _add_bars(figure, name, parts, [getattr(row, f"{name}_ms") for row in compared.rows], look)

@@ -24,7 +24,7 @@ from moelab.projection.gemm_fit import (
     fit_h100,
 )
 from moelab.viz.draw import write_beside
-from moelab.viz.theme import INK, MUTED, NARROW, WIDE, counted, new_figure
+from moelab.viz.theme import INK, MUTED, NARROW, ON_LIGHT, OTHER, WIDE, counted, new_figure
 from moelab.viz.widget import Explorer, labelled_control
 
 LABELS: dict[str, str] = {
@@ -45,8 +45,8 @@ GROUPS = 8
 """Local experts of the map's products."""
 ROWS_LOG2, WEIGHTS_LOG2 = (10.0, 20.5), (18.0, 27.0)
 STEPS_M, STEPS_NK = 64, 46
-LEVEL = 0.2
-"""Gain between two contour lines."""
+GAINS, LEVEL = (0.2, 1.8), 0.2
+"""Ends of the map's colours, and gain between two contour lines."""
 _GAIN_COLORS = [[0.0, "#B2500A"], [0.25, "#E8A87C"], [0.5, "#FFFFFF"], [0.75, "#7FB8DC"], [1.0, "#0072B2"]]
 _MARKS = ("star", "diamond", "circle", "square")
 
@@ -101,11 +101,7 @@ def measured_speedups(result: GroupedGemmResult, precision: GroupedPrecision, *,
 
 
 def predicted_speedups(table: pd.DataFrame) -> go.Figure:
-    """Eight rows of torchao: measured beside predicted, with the goal of ±10 % as a bar around the measured value.
-
-    Args:
-        table: of :func:`moelab.projection.gemm_fit.leave_one_out`.
-    """
+    """Eight rows of torchao: measured beside predicted, with the goal of ±10 % as a bar around the measured value."""
     reached = int(table["left_out_within"].sum())
     figure = new_figure(
         f"{reached} of {len(table)} rows are predicted within 10 %: the goal of all rows is "
@@ -125,7 +121,7 @@ def predicted_speedups(table: pd.DataFrame) -> go.Figure:
         orientation="h",
         width=0.55,
         name="measured ± 10 %",
-        marker={"color": "#d3d8de"},
+        marker={"color": OTHER},
         hoverinfo="skip",
     )
     looks = {"measured": (INK, "line-ns-open"), "left_out": ("#D55E00", "diamond"), "split": ("#0072B2", "circle-open")}
@@ -140,12 +136,7 @@ def predicted_speedups(table: pd.DataFrame) -> go.Figure:
 
 
 def step_parts(case: Case, rates: Rates) -> go.Figure:
-    """Predicted time of forward and backward in its parts, a bar for each precision; as wide as beside controls.
-
-    Args:
-        case: the product.
-        rates: of a GPU's kernels alone.
-    """
+    """Predicted time of forward and backward in its parts, a bar for each precision; as wide as beside controls."""
     gained = gain(*case.mnkg, rates)
     figure = new_figure(
         f"{LABELS[rates.low_format]} {'saves' if gained > 1 else 'loses'} time: BF16 takes {gained:.2f} × as long",
@@ -196,23 +187,33 @@ def gain_map(fitted: Fit, works: Sequence[ExpertWork], *, aspect: float = 2.25) 
     gains = [[round(gain(m, n, k, GROUPS, rates), 3) for m in rows] for n, k in sides]
     own = [gain(*work.case.mnkg, rates) for work in works]
     short = [work.name.split(",")[0] for work in works]
-    first = ", ".join(f"{name} runs at {gained:.2f}×" for name, gained in zip(short[:2], own, strict=False))
+    counts = ["" if work.case.groups == GROUPS else f" with {counted(work.case.groups, 'group')}" for work in works]
+    first = ", ".join(f"{short[i]}{counts[i]} runs at {own[i]:.2f}×" for i in range(len(works[:2])))
     figure = new_figure(
         f"{rates.low_format.upper()} saves time only above the bold line{f': {first}' if first else ''}",
         subtitle=f"gain = BF16 time / {rates.low_format.upper()} time of forward + backward on a {rates.gpu}, "
-        f"{GROUPS} groups, K = {aspect:g} N; dashed: 90 % interval of gain 1; layouts show their own gain",
+        f"{GROUPS} groups, K = {aspect:g} N; dashed: 90 % interval of gain 1. Marks have the number and the colour of "
+        "their own gain, with their own experts on a GPU",
         note="predicted, not measured: kernels alone",
         height=520,
         width=WIDE,
     )
+
+    scale = {"cmin": GAINS[0], "cmax": GAINS[1], "colorscale": _GAIN_COLORS}
     figure.add_contour(
         x=[round(m) for m in rows],
         y=[round(nk) for nk in weights],
         z=gains,
-        zmin=0.2,
-        zmax=1.8,
+        zmin=GAINS[0],
+        zmax=GAINS[1],
         colorscale=_GAIN_COLORS,
-        contours={"start": 0.2, "end": 1.8, "size": LEVEL, "showlabels": True, "labelfont": {"size": 12, "color": INK}},
+        contours={
+            "start": GAINS[0],
+            "end": GAINS[1],
+            "size": LEVEL,
+            "showlabels": True,
+            "labelfont": {"size": 12, "color": ON_LIGHT},
+        },
         line={"width": 0.6, "color": MUTED},
         colorbar={"title": {"text": "gain"}, "thickness": 14, "tickvals": [0.2, 0.6, 1.0, 1.4, 1.8]},
         hovertemplate="M %{x}, N·K %{y}: %{z:.2f}<extra></extra>",
@@ -225,19 +226,21 @@ def gain_map(fitted: Fit, works: Sequence[ExpertWork], *, aspect: float = 2.25) 
         ("high", "high", 1.5, "dash"),
     ):
         x = [m if least <= m <= most else None for m in (getattr(even, field) for even in evens)]
-        line, quiet = {"color": INK, "width": width, "dash": dash}, {"hoverinfo": "skip", "showlegend": False}
+        line, quiet = {"color": ON_LIGHT, "width": width, "dash": dash}, {"hoverinfo": "skip", "showlegend": False}
         figure.add_scatter(x=x, y=weights, mode="lines", line=line, name=name, **quiet)
     for work, name, gained, symbol in zip(works, short, own, _MARKS, strict=False):
         case, m = work.case, min(max(work.case.m, least), most)
-        # the map is of GROUPS: with another number a mark may stand on the other side of the line than its gain says
-        others = "" if case.groups == GROUPS else f" ({case.groups} groups)"
+        # The map is of GROUPS: with another number a mark may stand on the other side of the line than its gain says,
+        # so its colour is that of its gain.
+        others = "" if case.groups == GROUPS else f" ({counted(case.groups, 'group')})"
         side = "left" if m > 2 ** (sum(ROWS_LOG2) / 2 + 2) else "center"
         figure.add_scatter(
             x=[m],
             y=[case.n * case.k],
             mode="markers+text",
-            marker={"symbol": symbol, "size": 15, "color": INK, "line": {"color": "white", "width": 1.5}},
+            marker={"symbol": symbol, "size": 16, "color": [gained], "line": {"color": ON_LIGHT, "width": 2}, **scale},
             text=[f"<b>{name}: {gained:.2f}</b>{others}"],
+            textfont_color=ON_LIGHT,
             textposition=f"{'top' if gained > 1 or others else 'bottom'} {side}",
             name=f"{work.name} ({case.groups} groups)",
             hovertemplate=f"{work.name}: {case.name}<br>{work.layout}<extra></extra>",

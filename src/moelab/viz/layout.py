@@ -30,7 +30,7 @@ from moelab.model.hugging_face import published_models, read_model
 from moelab.plan import amount
 from moelab.projection.project import extrapolated, project
 from moelab.search import Recommendation, layout_words, speed_text
-from moelab.viz.draw import STAR, draw_limit, inside, legend_entry, nothing_to_draw, place_map
+from moelab.viz.draw import STAR, draw_limit, inside, legend_entry, nothing_to_draw
 from moelab.viz.table import TableView, as_table
 from moelab.viz.theme import FAR, INK, MUTED, NARROW, NEAR, NORMAL, OTHER, WARNING, new_figure
 from moelab.viz.widget import Explorer, labelled_control
@@ -96,16 +96,18 @@ def mesh_map(layout: Layout, *, gpus_per_node: int, rank: int = 0, nvlink_ranks:
     chosen = go.Scatter(x=[x], y=[y], mode="markers", marker=star, hoverinfo="skip", showlegend=False)
     for place, (title, colors) in enumerate(maps.items()):
         row, column = divmod(place, 2)
-        top = 1.0 - row / rows - TITLE_PX / (rows * height_px)
-        axes = place_map(
-            figure,
-            place,
-            title,
-            x={"domain": [0.52 * column, 0.48 + 0.52 * column], "range": [-0.2, grid.width + 0.2]},
-            y={"domain": [top - grid.height_px / (rows * height_px), top], "range": [grid.height + 0.2, 0.2]},
-        )
+        left, top = 0.52 * column, 1.0 - row / rows - TITLE_PX / (rows * height_px)
+        suffix = str(place + 1) if place else ""
+        for axis, other, ends, domain in (
+            ("x", "y", [-0.2, grid.width + 0.2], [left, left + 0.48]),
+            ("y", "x", [grid.height + 0.2, 0.2], [top - grid.height_px / (rows * height_px), top]),
+        ):
+            hidden = {"visible": False, "fixedrange": True, "anchor": f"{other}{suffix}"}
+            figure.update_layout({f"{axis}axis{suffix}": {**hidden, "range": ends, "domain": domain}})
+        corner = {"xref": "paper", "yref": "paper", "xanchor": "left", "yanchor": "bottom", "align": "left"}
+        figure.add_annotation(x=left, y=top, text=title, showarrow=False, font={"size": 13, "color": INK}, **corner)
         for trace in (grid.squares(colors, texts), *grid.boxes(), chosen):
-            figure.add_trace(trace.update(axes))
+            figure.add_trace(trace.update(xaxis=f"x{suffix}", yaxis=f"y{suffix}"))
     square = {"symbol": "square", "size": 12}
     for name, look in (
         ("chosen rank", {**STAR, "size": 11}),
@@ -132,10 +134,6 @@ def _reach(groups: Sequence[Group], rank: int, box: str) -> str:
 
 class ClusterGrid:
     """Where each GPU's square lies; x runs to the right and y down, in squares.
-
-    Args:
-        gpus_per_node: squares of a box.
-        nodes: boxes.
 
     Attributes:
         numbered: whether there is room for the numbers of nodes.
@@ -164,12 +162,7 @@ class ClusterGrid:
         return x + local % self._across + 0.5, y + local // self._across + 0.5
 
     def squares(self, colors: Sequence[str], texts: Sequence[str]) -> go.Heatmap:
-        """Squares of all ranks.
-
-        Args:
-            colors: of each rank.
-            texts: shown when the pointer is on a rank's square.
-        """
+        """Squares of all ranks."""
         palette = sorted(set(colors))  # a heatmap has numbers, so a colour is its place in a scale of steps
         columns, rows = min(self._nodes, self._columns), -(-self._nodes // self._columns)
         # A column or row of nothing between boxes, since a heatmap's cells touch.
@@ -233,9 +226,6 @@ def pipeline_schedule(layout: Layout, schedule: str) -> go.Figure:
     Args:
         layout: resolved degrees and micro-batches.
         schedule: a name of ``moelab.layout.SCHEDULES``.
-
-    Returns:
-        The figure; without bars where there is no pipeline.
     """
     if layout.pp == 1:
         finding = "No pipeline: every rank holds all layers"
@@ -327,14 +317,7 @@ _LOOKS = {
 
 
 def memory_bars(memory: MemoryEstimate, layout: Layout, gpu: Gpu, *, width: int = NORMAL) -> go.Figure:
-    """Predicted memory of one GPU of each pipeline rank, by part, against what the GPU has.
-
-    Args:
-        memory: prediction for the layout.
-        layout: resolved degrees; gives each pipeline rank its layers.
-        gpu: the GPU that ``memory`` was predicted for; named at the line.
-        width: for which the title is broken.
-    """
+    """Predicted memory of one GPU of each pipeline rank, by part, against what the GPU has."""
     rank = f"pipeline rank {memory.worst.rank}" if len(memory.by_stage) > 1 else "each rank"
     finding = (
         f"{rank.capitalize()} needs {memory.worst_gib:.1f} GiB; what a {gpu.name} has is not known"
@@ -534,13 +517,14 @@ def best_layouts(found: Recommendation) -> TableView:
             {
                 "tokens/s per GPU": round(one.projection.tps),
                 "90 % interval": f"{low:,.0f} to {high:,.0f}",
+                "MFU (%)": 100 * one.projection.mfu["causal"],
                 "layout": layout_words(one.experiment),
                 "free (GiB)": one.headroom_gib,
                 "bubble (%)": 100 * one.bubble_fraction,
                 "rests on": "; ".join(one.projection.rests_on) or "what was seen",
             }
         )
-    return as_table(pd.DataFrame(table), "Best layouts", decimals={"free (GiB)": 1, "bubble (%)": 1})
+    return as_table(pd.DataFrame(table), "Best layouts", decimals={"MFU (%)": 1, "free (GiB)": 1, "bubble (%)": 1})
 
 
 def technique_gains(found: Recommendation) -> TableView:

@@ -1,6 +1,7 @@
 """The live view: where the runs are, their loss, throughput and memory, and the step times of all ranks.
 
 The figures are drawn from what a :class:`~moelab.runs.follow.StudyFollower` has read; a static notebook shows the same.
+A ``note`` states in every title a condition, such as that the runs are simulated.
 A line has at most :data:`MOST_POINTS` points, so that a run of a hundred thousand steps is as quick to draw as one of a
 hundred.
 
@@ -46,7 +47,7 @@ from moelab.runs.directory import RunDir
 from moelab.runs.follow import RankTable, RunFollower, RunNow, StudyFollower, format_seconds
 from moelab.runs.status import State, Status
 from moelab.runs.stragglers import slow_steps
-from moelab.viz.theme import INK, WIDE, arm_styles, counted, new_figure, plot_text
+from moelab.viz.theme import GRID, INK, VEIL, WIDE, arm_styles, counted, new_figure, plot_text
 from moelab.viz.widget import MARKED, as_picture, in_rows, labelled_control, live_figures, make_panel
 
 MOST_POINTS: Final = 500
@@ -68,7 +69,6 @@ _CURVES: Final[Mapping[str, tuple[str, str, dict[str, str]]]] = {
 }
 """Axis of a quantity, its value in words, and options of the axis."""
 _SECONDS: Final = [[0.0, "#f7fbff"], [0.5, "#56B4E9"], [1.0, "#08306b"]]
-_UNKNOWN_CELL: Final = "#eeeeee"
 
 
 def dashboard(follower: StudyFollower, *, shown: int = -1, note: str = "") -> dict[str, go.Figure]:
@@ -77,7 +77,7 @@ def dashboard(follower: StudyFollower, *, shown: int = -1, note: str = "") -> di
     Args:
         follower: polled before; without runs its figures say so.
         shown: index of the run whose ranks are drawn.
-        note: for every title, such as that the runs are simulated.
+        note: for every title.
     """
     rows = follower.rows
     one = follower.runs[shown] if follower.runs else None
@@ -93,12 +93,7 @@ def dashboard(follower: StudyFollower, *, shown: int = -1, note: str = "") -> di
 
 
 def run_states(runs: Sequence[RunNow], *, note: str = "") -> go.Figure:
-    """A bar a run: the part of its steps that is trained, in the colour of its state, which is also written.
-
-    Args:
-        runs: in the order in which they are listed.
-        note: for the title.
-    """
+    """A bar a run: the part of its steps that is trained, in the colour of its state, which is also written."""
     counts = {state: sum(run.status.state is state for run in runs) for state in State}
     finding = ", ".join(f"{count} {state}" for state, count in counts.items() if count) or "No run yet"
     height = 110 + 40 * max(1, len(runs))
@@ -168,20 +163,14 @@ def run_curves(rows: pd.DataFrame, column: str, *, model: str = "", note: str = 
             marker={"symbol": style.symbol, "size": 7 if len(run) <= 30 else 1, "color": style.color},
             hovertemplate=f"{name}<br>step %{{x}}: %{{y:.6~g}}<extra></extra>",
         )
-    levels = []
-    if is_published:
-        styles = arm_styles([row.arm for row in THROUGHPUT])
-        levels = [
-            (row.tps, f"quoted {row.tps:,.0f}: {styles[row.arm].label}", styles[row.arm].color) for row in THROUGHPUT
-        ]
-    for place, (level, text, color) in enumerate(levels):
-        words = {"text": text, "font": {"size": 12, "color": INK}, "bgcolor": "rgba(255,255,255,0.75)"}
-        line = {"color": color, "width": 1.5, "dash": "dot"}
-        figure.add_hline(
-            y=level, line=line, annotation=words, annotation_position="bottom left" if place == 1 else "top left"
-        )
+    quoted = arm_styles([row.arm for row in THROUGHPUT])
+    for place, row in enumerate(THROUGHPUT if is_published else ()):
+        style, corner = quoted[row.arm], "bottom left" if place == 1 else "top left"
+        words = {"text": f"quoted {row.tps:,.0f}: {style.label}", "font": {"size": 12, "color": INK}, "bgcolor": VEIL}
+        line = {"color": style.color, "width": 1.5, "dash": "dot"}
+        figure.add_hline(y=row.tps, line=line, annotation=words, annotation_position=corner)
         # A shape does not stretch the axis, a point that is not seen does.
-        figure.add_scatter(x=[None], y=[level], mode="markers", showlegend=False, hoverinfo="skip")
+        figure.add_scatter(x=[None], y=[row.tps], mode="markers", showlegend=False, hoverinfo="skip")
     figure.update_xaxes(title_text="step")
     figure.update_yaxes(title_text=title, **axis)
     # What a reader zoomed or hid stays so; the legend lies below the axis' title, also of a low figure.
@@ -189,13 +178,7 @@ def run_curves(rows: pd.DataFrame, column: str, *, model: str = "", note: str = 
 
 
 def rank_step_times(table: RankTable, *, name: str, note: str = "") -> go.Figure:
-    """Step time of every rank at its newest steps, as a map of ranks by steps.
-
-    Args:
-        table: of one run.
-        name: of the run, in words.
-        note: for the title.
-    """
+    """Step time of every rank at its newest steps, as a map of ranks by steps."""
     seconds = table.step_time_s
     known, heard = seconds[np.isfinite(seconds)], np.isfinite(seconds).any(axis=0).sum()
     finding, most = "No rank has printed two steps yet", math.nan
@@ -220,17 +203,11 @@ def rank_step_times(table: RankTable, *, name: str, note: str = "") -> go.Figure
     figure.update_xaxes(title_text="step", type="category", showgrid=False, nticks=12)
     tick = max(1, seconds.shape[1] // 8)
     figure.update_yaxes(title_text="global rank", showgrid=False, autorange="reversed", dtick=tick, tick0=0)
-    return figure.update_layout(hovermode="closest", plot_bgcolor=_UNKNOWN_CELL, uirevision="live")
+    return figure.update_layout(hovermode="closest", plot_bgcolor=GRID, uirevision="live")
 
 
 def rank_memory(table: RankTable, *, name: str, note: str = "") -> go.Figure:
-    """Reserved memory of every rank at its newest step.
-
-    Args:
-        table: of one run.
-        name: of the run, in words.
-        note: for the title.
-    """
+    """Reserved memory of every rank at its newest step."""
     known = np.flatnonzero(np.isfinite(table.memory_gib))
     gib, finding = table.memory_gib[known], "No rank has printed a step yet"
     if len(gib):
@@ -328,7 +305,7 @@ class LiveView:
         self._draw_other()
 
     def show_figures(self) -> None:
-        """Make the figures; called when a browser shows the panel."""
+        """Make the figures: a browser shows the panel."""
         with self._lock:
             if not self.figures:
                 self.figures = self._draw()

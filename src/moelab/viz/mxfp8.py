@@ -16,7 +16,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from moelab.errors import BadInput
-from moelab.viz.theme import INK, MUTED, NARROW, WARNING, WIDE, new_figure, span
+from moelab.viz.theme import GRID, INK, MUTED, NARROW, WARNING, WIDE, new_figure, span
 from moelab.viz.widget import Explorer, labelled_control
 
 if TYPE_CHECKING:
@@ -130,12 +130,7 @@ def largest_number_error(amax: Sequence[float], errors: Mapping[str, Sequence[fl
 
 
 def method_errors(rows: Sequence[ErrorRow]) -> go.Figure:
-    """SQNR of every data set, that of its worst blocks, and how many values became zero, by format and scale.
-
-    Args:
-        rows: from :func:`moelab.mxfp8.errors.compare_methods`; a method that loses nothing of a tensor is
-            left out there.
-    """
+    """SQNR of every data set, that of its worst blocks, and how many values became zero, by format and scale."""
     names = list(dict.fromkeys(row.data for row in rows))
     by = {(row.data, row.method): row for row in rows}
 
@@ -171,12 +166,7 @@ def method_errors(rows: Sequence[ErrorRow]) -> go.Figure:
 
 
 def product_errors(rows: Sequence[GemmRow], *, note: str = "") -> go.Figure:
-    """SQNR of the products of a layer's weights, each against float64.
-
-    Args:
-        rows: from :func:`moelab.mxfp8.errors.compare_products`.
-        note: condition that must not be missed.
-    """
+    """SQNR of the products of a layer's weights, each against float64."""
     names = list(dict.fromkeys(f"{row.weight} {row.product}" for row in rows))
     mx = [row for row in rows if row.method == "mxfp8"]
     worst = min(mx, key=lambda row: row.sqnr_db)
@@ -322,11 +312,7 @@ def quantisation_figure(choice: Choice) -> go.Figure:
 
 
 class QuantisationExplorer(Explorer):
-    """Draw a tensor, choose a block and a scaling, and see what becomes of its numbers in :func:`quantisation_figure`.
-
-    Args:
-        choice: where the controls begin.
-    """
+    """Draw a tensor, choose a block and a scaling, and see what becomes of its numbers."""
 
     figure_px = NARROW
 
@@ -357,7 +343,7 @@ class QuantisationExplorer(Explorer):
 # (``prototype/moe_training/mxfp8_grouped_mm.py``, ``ep/``) do. Three columns: forward runs down, and backward runs up,
 # its gradients of inputs beside those of weights.
 
-BF16, FP32, MXFP8, EITHER = "#d3e6f3", "#e6e9ee", "#f6c9ad", "#fbeee6"
+BF16, FP32, MXFP8, EITHER = "#d3e6f3", GRID, "#f6c9ad", "#fbeee6"
 _PLAIN = {"color": MUTED, "width": 1}
 _EDGES = {
     MXFP8: {"color": "#D55E00", "width": 1.6},

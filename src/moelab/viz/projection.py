@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -15,6 +15,7 @@ from moelab.experiment import Experiment
 from moelab.layout import check
 from moelab.memory import estimate
 from moelab.model.hugging_face import IN_MENUS, read_model
+from moelab.projection.calibration import CALIBRATION
 from moelab.projection.project import DEEPSEEK_TOKENS, Cost, Projection, cost, project
 from moelab.projection.published import TwoByTwo
 from moelab.projection.uncertainty import OUTSIDE_FACTOR, Estimate
@@ -25,12 +26,11 @@ from moelab.viz.draw import (
     draw_arm_axis,
     draw_band,
     error_bars,
-    in_panel,
     inside,
-    panels,
     running_bars,
     write_beside,
 )
+from moelab.viz.table import TableView, as_table
 from moelab.viz.theme import INK, MUTED, NARROW, OTHER, WIDE, ArmStyle, arm_styles, new_figure, plot_text, wrap
 from moelab.viz.widget import Explorer, labelled_control, menu
 
@@ -51,9 +51,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
 _GROUP_COLORS = ("#0072B2", "#56B4E9", "#CC79A7", "#F0E442", "#D55E00", "#E69F00", "#BBBBBB")
 _DARK = ("#0072B2", "#D55E00")
 """Of the colours, those on which white is legible."""
-_LOOKS = (("#0072B2", "square"), ("#D55E00", "triangle-up"), ("#009E73", "star"))
-"""Of projections under one condition each."""
-_ROUTING_LOOKS = (("#0072B2", "circle"), ("#D55E00", "square"))
+DERIVED_COLOR = "#0072B2"
 LEVEL = "90 %"
 BASELINE = "bf16_standard"
 NOTE = "derived: the step-time model, not a profile"
@@ -182,56 +180,50 @@ def arm_breakdowns(
 
 
 def arms_beside_projection(
-    known: Mapping[str, float],
-    projected: Mapping[str, Mapping[str, Estimate]],
-    *,
-    known_words: str,
-    words: str,
-    fitted: bool = False,
+    known: Mapping[str, float], projected: Mapping[str, Estimate], *, known_words: str, words: str, fitted: bool = False
 ) -> go.Figure:
     """Throughput of arms as it is known, and as it is projected.
 
     Args:
         known: tokens/s per GPU by arm; an arm that was never measured is not in it.
-        projected: estimates by arm, for each condition by name; the first condition is that of ``known``.
+        projected: estimates by arm.
         known_words: what ``known`` is, such as "published (quoted)".
         words: of which runs, for the subtitle.
         fitted: whether the constants were found on ``known``, which is no test of them then; an estimate's ends are
             those of the range over all such constants, else of its interval.
     """
-    arms = list(dict.fromkeys([*(arm for estimates in projected.values() for arm in estimates), *known]))
+    arms = list(dict.fromkeys([*projected, *known]))
     figure = new_figure(
-        _worst_error(known, next(iter(projected.values())), fitted=fitted),
-        subtitle=f"{words} {f'Circles: {known_words}. ' if known else ''}Projections with their "
+        _worst_error(known, projected, fitted=fitted),
+        subtitle=f"{words} {f'Circles: {known_words}. ' if known else ''}Squares: projected, with the "
         f"{'range' if fitted else f'{LEVEL} interval'}.",
         note=f"{known_words} against derived" if known else "derived: the step-time model",
     )
-    numbers = {"mode": "markers+text", "hovertemplate": "%{y:,.0f} tokens/s<extra></extra>"}
-    figure.add_scatter(
-        x=[arms.index(arm) - 0.22 for arm in known],
-        y=list(known.values()),
-        name=known_words,
-        text=[f"{tps:,.0f}" for tps in known.values()],
-        textposition="middle left",
-        marker={"size": 12, "color": "white", "line": {"color": INK, "width": 2}},
-        **numbers,
-    )
-    for number, (condition, estimates) in enumerate(projected.items()):
-        color, symbol = _LOOKS[number]
-        spans = [(one.low, one.value, one.high) for one in estimates.values()]
+    spans = [(one.low, one.value, one.high) for one in projected.values()]
+    for name, tps, aside, options in (
+        (known_words, known, -0.12, {"marker": {"size": 12, "color": "white", "line": {"color": INK, "width": 2}}}),
+        (
+            "projected",
+            {arm: one.value for arm, one in projected.items()},
+            0.12,
+            {
+                "error_y": error_bars(spans, thickness=1.5, width=5),
+                "marker": {"size": 10, "color": DERIVED_COLOR, "symbol": "square"},
+            },
+        ),
+    ):
         figure.add_scatter(
-            x=[arms.index(arm) - 0.08 + 0.3 * number for arm in estimates],
-            y=[one.value for one in estimates.values()],
-            error_y=error_bars(spans, thickness=1.5, width=5),
-            text=[f"{one.value:,.0f}" for one in estimates.values()],
-            textposition="middle right",
-            textfont={"color": color, "size": 12},
-            name=f"projected, {condition}",
-            marker={"size": 10, "color": color, "symbol": symbol},
-            **numbers,
+            x=[arms.index(arm) + aside for arm in tps],
+            y=list(tps.values()),
+            mode="markers+text",
+            name=name,
+            text=[f"{one:,.0f}" for one in tps.values()],
+            textposition=f"middle {'left' if aside < 0 else 'right'}",
+            hovertemplate="%{y:,.0f} tokens/s<extra></extra>",
+            **options,
         )
-    highest = max([*known.values(), *(one.high for estimates in projected.values() for one in estimates.values())])
     draw_arm_axis(figure, arms)
+    highest = max([*known.values(), *(one.high for one in projected.values())])
     figure.update_yaxes(title_text="tokens/s per GPU", range=[0, 1.1 * highest], tickformat=",")
     return figure.update_layout(hovermode="closest", legend_y=-0.24)
 
@@ -244,66 +236,138 @@ def _worst_error(known: Mapping[str, float], projected: Mapping[str, Estimate], 
         best = max(projected, key=lambda arm: projected[arm].value)
         return f"{arm_label(best)} is projected to make most: {bounds[best]} tokens/s"
     worst = max(errors, key=lambda arm: abs(errors[arm]))
-    unknown = [arm for arm in projected if arm not in known]
     error = f"The projection is {errors[worst]:+.1%} off at worst ({arm_label(worst)})"
     return "; ".join(
         [
             "The known arms are met, as the constants were found on them" if fitted else error,
-            *(f"{arm_label(arm)} is not identified: {bounds[arm]}" for arm in unknown),
+            *(f"{arm_label(arm)} is not identified: {bounds[arm]}" for arm in projected if arm not in known),
         ]
     )
 
 
-def gains_and_interaction(routings: Sequence[TwoByTwo]) -> go.Figure:
-    """Projected gains over BF16 with the standard all-to-all, and what is left when the product of two is divided out.
-
-    Args:
-        routings: a two-by-two for each.
-    """
-    arms = list(arm_styles(routings[0].gains))
-    labels = ["<br>".join(wrap(arm_label(arm), 20)) for arm in arms]
-    low, gain, high = _percent(routings[0].gains["mxfp8_standard"])
-    compose = all(one.interaction.low <= 0 <= one.interaction.high for one in routings)
+def gains_and_interaction(found: TwoByTwo) -> go.Figure:
+    """Projected gains over BF16 with the standard all-to-all, and how far they are from multiplying."""
+    arms = list(arm_styles(found.gains))
+    percents = [_percent(found.gains[arm]) for arm in arms]
+    low, gain, high = _percent(found.gains["mxfp8_standard"])
+    composes = found.interaction.low <= 0 <= found.interaction.high
     headed = new_figure(
         f"By all constants that meet the published steps {contrast('mxfp8_standard', BASELINE)[0]} alone gains "
         f"{gain:.1f} % ({low:.1f} to {high:.1f}) and "
-        f"{'no interaction is shown' if compose else 'the two gains do not simply multiply'}; those steps identify "
+        f"{'no interaction is shown' if composes else 'the two gains do not simply multiply'}; those steps identify "
         "neither",
         subtitle=f"Left: gain over {arm_label(BASELINE)}. Right: gain of both over the product of the gains of each. "
         "Medians and ranges over all constants that meet the three published steps.",
         note="derived: MXFP8 + standard all-to-all was never published",
-        height=390,
+        height=330,
     )
     figure = make_subplots(rows=1, cols=2, column_widths=[0.66, 0.34], horizontal_spacing=0.17)
     figure.update_layout(headed.layout)
-    for number, (one, (color, symbol)) in enumerate(zip(routings, _ROUTING_LOOKS, strict=False)):
-        left = one.interaction
-        sides = (
-            (labels, [_percent(one.gains[arm]) for arm in arms]),
-            (["interaction"], [(100 * left.low, 100 * left.value, 100 * left.high)]),
-        )
-        for column, (rows, percents) in enumerate(sides, start=1):
-            figure.add_scatter(
-                y=rows,
-                x=[value for _, value, _ in percents],
-                error_x=error_bars(percents, thickness=1.5, width=5),
-                orientation="h",
-                offsetgroup=str(number),
-                mode="markers",
-                marker={"size": 10, "color": color, "symbol": symbol},
-                hovertemplate="%{x:.2f} %<extra></extra>",
-                **in_panel(column, one.routing.value.replace("_", " ")),
-            )
+    left = found.interaction
+    _draw_intervals(figure, ["<br>".join(wrap(arm_label(arm), 20)) for arm in arms], percents, row=1, col=1)
+    _draw_intervals(figure, ["interaction"], [(100 * left.low, 100 * left.value, 100 * left.high)], row=1, col=2)
     figure.add_vline(x=0, line={"color": MUTED, "width": 1.5}, row=1, col=2)
     figure.update_xaxes(title_text="gain (%)", rangemode="tozero", row=1, col=1)
     figure.update_xaxes(title_text="interaction (%)", row=1, col=2)
+    return figure
+
+
+def deepep_gain_by_routing(forced: TwoByTwo, random: TwoByTwo, own: Estimate) -> go.Figure:
+    """DeepEP's gain over BF16 as it was published under forced balance, and as constants put it under random routing.
+
+    Args:
+        forced: under forced balance, by all constants that meet the published steps.
+        random: under balanced random routing, by the same constants.
+        own: percent under balanced random routing by the model's own constants, with its 90 % interval.
+    """
+    rows = {
+        "forced balance:<br>as published": _percent(forced.gains["bf16_deepep"]),
+        "random routing: constants<br>that meet the published steps": _percent(random.gains["bf16_deepep"]),
+        "random routing: the model's own<br>constants, 90 % interval": (own.low, own.value, own.high),
+    }
+    low, high = (pick(ends for row in list(rows.values())[1:] for ends in row) for pick in (min, max))
+    figure = new_figure(
+        f"Under random routing DeepEP gains anything from {low:+.0f} to {high:+.0f} %"
+        f"{': even the sign is open' if low < 0 < high else ''}",
+        subtitle="BF16, 671B on 256 × B200, over the standard all-to-all. Published: one run of each arm under forced "
+        "balance, where every token goes to one rank. The model's own constants serve all public steps at once, under "
+        "today's software; the others meet the three published steps with that of March 2026.",
+        note=NOTE,
+        height=300,
+    )
+    _draw_intervals(figure, list(rows), list(rows.values()))
+    for name, (_, value, end) in rows.items():
+        write_beside(figure, end, name, f"{value:+.0f} %", px=8, size=13)
+    figure.add_vline(x=0, line={"color": MUTED, "width": 1.5})
+    return figure.update_xaxes(title_text="gain of DeepEP (%)", range=[1.1 * min(low, 0) - 5, 1.15 * high + 5])
+
+
+def _draw_intervals(
+    figure: go.Figure, rows: Sequence[str], ends: Sequence[tuple[float, float, float]], **place: object
+) -> None:
+    """Values with their low and high ends, one below the other."""
+    figure.add_scatter(
+        x=[value for _, value, _ in ends],
+        y=rows,
+        error_x=error_bars(ends, thickness=1.5, width=5),
+        mode="markers",
+        marker={"size": 10, "color": DERIVED_COLOR, "symbol": "square"},
+        hovertemplate="%{x:.2f} %<extra></extra>",
+        **place,
+    )
     figure.update_yaxes(autorange="reversed", ticks="", showgrid=False)
-    return figure.update_layout(hovermode="closest", scattermode="group", legend_y=-0.22)
+    figure.update_layout(hovermode="closest", showlegend=False)
 
 
 def _percent(ratio: Estimate) -> tuple[float, float, float]:
     """Low end, value and high end of a gain in percent."""
     return 100 * (ratio.low - 1), 100 * (ratio.value - 1), 100 * (ratio.high - 1)
+
+
+def arm_table(
+    projected: Mapping[str, Projection], gains: Mapping[str, Estimate], costs: Mapping[str, Cost], words: str
+) -> TableView:
+    """Speed of each arm with its 90 % interval, its gain, and what a whole training takes.
+
+    Args:
+        projected: by arm.
+        gains: percent over the first arm, as of :func:`moelab.sweep.gains_by_network`.
+        costs: of :func:`moelab.projection.project.cost`, by arm.
+        words: what is projected, above the table.
+    """
+    rows = [
+        {
+            "arm": arm_label(arm),
+            "tokens/s per GPU": round(one.tps),
+            "90 % interval": f"{one.interval[0]:,.0f} to {one.interval[1]:,.0f}",
+            f"gain over {arm_label(next(iter(projected)))}": _interval(gains[arm]) if arm in gains else "–",
+            "seconds a step": one.step_time_s,
+            "MFU (%)": 100 * one.mfu["causal"],
+            "M GPU-hours": costs[arm].gpu_hours / 1e6,
+            "M USD": costs[arm].price / 1e6,
+            "GWh": costs[arm].energy_mwh / 1e3,
+            "how known": one.label,
+        }
+        for arm, one in projected.items()
+    ]
+    decimals = dict.fromkeys(("seconds a step", "MFU (%)", "M GPU-hours", "M USD", "GWh"), 1)
+    return as_table(pd.DataFrame(rows), words, decimals=decimals)
+
+
+def constants_table(found: Mapping[str, float]) -> TableView:
+    """Constants that a node's files decide, beside the model's own."""
+    known = {name: getattr(CALIBRATION, name) for name in found}
+    rows = [
+        {
+            "constant": known[name].what,
+            "by these files": value,
+            "in the model": known[name].value,
+            "how known": known[name].how,
+            "source": known[name].source,
+        }
+        for name, value in found.items()
+    ]
+    return as_table(pd.DataFrame(rows), "Constants by these files", decimals={"by these files": 3, "in the model": 3})
 
 
 # The way to another stack, and what if
@@ -407,12 +471,7 @@ def _interval(gain: Estimate) -> str:
 
 
 def size_curves(points: Sequence[Point], *, words: str) -> go.Figure:
-    """Throughput of each kind of GPU against their number, each size with its fastest layout.
-
-    Args:
-        points: of :func:`moelab.sweep.by_gpus`.
-        words: model and batch, for the subtitle.
-    """
+    """Throughput of each kind of GPU against their number, each size with its fastest layout."""
     best = max(points, key=lambda point: point.projection.tps)
     figure = new_figure(
         f"Most for each GPU: {best.x:,.0f} {best.series} with {_degrees(best)}, {best.projection.tps:,.0f} tokens/s",
@@ -420,63 +479,13 @@ def size_curves(points: Sequence[Point], *, words: str) -> go.Figure:
         f"Bands: 90 % intervals. {HOLLOW}",
         note="derived: the step-time model",
     )
-    shown = {kind: style for kind, style in KINDS.items() if any(point.series == kind for point in points)}
-    _draw_lines(figure, points, shown, banded=tuple(shown))
-    return figure.update_xaxes(title_text="GPUs", ticktext=[f"{x:,.0f}" for x in figure.layout.xaxis.tickvals])
-
-
-def cost_bars(costs: Mapping[str, Cost], *, tokens: float, words: str) -> go.Figure:
-    """GPU-hours, price and energy of a whole training, by arm.
-
-    Args:
-        costs: of :func:`moelab.projection.project.cost`, by arm; the first is the one that others are held against.
-        tokens: of the training.
-        words: cluster, price and watts, for the subtitle.
-    """
-    arms = list(costs)
-    cheapest = min(arms, key=lambda arm: costs[arm].price)
-    saved = costs[arms[0]].price - costs[cheapest].price
-    figure = panels(
-        f"{arm_label(cheapest)} saves {saved / 1e6:,.1f} of {costs[arms[0]].price / 1e6:,.1f} million USD "
-        f"on {tokens / 1e12:g} T tokens",
-        list(_COST_PANELS),
-        subtitle=f"{words} Without restarts and failures.",
-        note="derived: the step-time model",
-        height=400,
-        spacing=0.08,
-    )
-    for arm, style in arm_styles(arms).items():
-        for column, (unit, value) in enumerate(_COST_PANELS.items(), start=1):
-            height = value(costs[arm])
-            figure.add_bar(
-                x=[""],
-                y=[height],
-                marker={"color": style.fill(0.35), "line": {"color": style.color, "width": 2}},
-                **inside([f"{height:,.1f}"], anchor="end", color=INK, size=13),
-                hovertemplate=f"{style.label}: %{{y:,.2f}} {plot_text(unit)}<extra></extra>",
-                **in_panel(column, style.label),
-            )
-    figure.update_xaxes(showgrid=False, ticks="", showticklabels=False)
-    return figure.update_layout(barmode="group", bargap=0.15, hovermode="closest", legend_y=-0.06)
-
-
-_COST_PANELS: Mapping[str, Callable[[Cost], float]] = {
-    "million GPU-hours": lambda cost: cost.gpu_hours / 1e6,
-    "price, million USD": lambda cost: cost.price / 1e6,
-    "energy, GWh": lambda cost: cost.energy_mwh / 1e3,
-}
-
-
-def _draw_lines(
-    figure: go.Figure, points: Sequence[Point], styles: Mapping[str, ArmStyle], *, banded: Sequence[str]
-) -> None:
-    for name, style in styles.items():
-        line = sorted((point for point in points if point.series == name), key=lambda point: point.x)
+    for kind, style in KINDS.items():
+        line = sorted((point for point in points if point.series == kind), key=lambda point: point.x)
+        if not line:  # the model fits on none of these sizes
+            continue
         xs = [point.x for point in line]
-        if name in banded:
-            low, high = (pd.Series(ends, xs) for ends in zip(*(one.projection.interval for one in line), strict=True))
-            draw_band(figure, low, high, style, opacity=0.12)
-        filled = ["white" if point.projection.outside else style.color for point in line]
+        low, high = (pd.Series(ends, xs) for ends in zip(*(one.projection.interval for one in line), strict=True))
+        draw_band(figure, low, high, style, opacity=0.12)
         outline = {"color": style.color, "width": 2}
         figure.add_scatter(
             x=xs,
@@ -485,13 +494,19 @@ def _draw_lines(
             name=style.label,
             legendgroup=style.label,
             line={**outline, "dash": style.dash},
-            marker={"symbol": style.symbol, "size": 9, "color": filled, "line": outline},
+            marker={
+                "symbol": style.symbol,
+                "size": 9,
+                "color": ["white" if point.projection.outside else style.color for point in line],
+                "line": outline,
+            },
             customdata=[f"{_degrees(point)}; {point.projection.label}" for point in line],
             hovertemplate="%{x:g}: %{y:,.0f} tokens/s (%{customdata})",
         )
-    figure.update_xaxes(type="log", tickvals=sorted({point.x for point in points}))
+    ticks = sorted({point.x for point in points})
+    figure.update_xaxes(title_text="GPUs", type="log", tickvals=ticks, ticktext=[f"{x:,.0f}" for x in ticks])
     figure.update_yaxes(title_text="tokens/s per GPU", rangemode="tozero", tickformat=",")
-    figure.update_layout(hovermode="closest", legend_y=-0.22)
+    return figure.update_layout(hovermode="closest", legend_y=-0.22)
 
 
 def _degrees(point: Point) -> str:

@@ -46,6 +46,7 @@ from moelab.viz.draw import (
 from moelab.viz.theme import (
     INK,
     MUTED,
+    VEIL,
     WARNING,
     WIDE,
     ArmStyle,
@@ -130,11 +131,6 @@ def loss_curves(
 def loss_tail(table: pd.DataFrame, *, note: str = "", marks: Sequence[tuple[int, float]] = ()) -> go.Figure:
     """Loss over the last part of the steps: mean over seeds with a band of one standard deviation over seeds.
 
-    Args:
-        table: Metrics table.
-        note: Condition to state in the title.
-        marks: Steps, with their loss, whose gradient norm was not finite.
-
     Returns:
         The figure. Seeds that did not reach the last step are not in it.
     """
@@ -155,7 +151,9 @@ def loss_tail(table: pd.DataFrame, *, note: str = "", marks: Sequence[tuple[int,
         reading = f"One seed{' per arm' if len(tails) > 1 else ''}, {smoothing}; no band without a second seed."
     figure = new_figure(finding, subtitle=reading, note=note)
     for name, style in arm_styles(tails).items():
-        _draw_mean_and_band(figure, mean_and_sd(tails[name]), style)
+        band = mean_and_sd(tails[name])
+        draw_band(figure, band["low"], band["high"], style)
+        draw_mean(figure, band["mean"], style)
     draw_marks(figure, [mark for mark in marks if mark[0] >= first])
     return name_loss_axes(figure)
 
@@ -326,11 +324,6 @@ def _finished_seeds(curves: Mapping[str, pd.DataFrame]) -> str:
     return f"n = {n} seeds{' per arm' if len(curves) > 1 else ''}"
 
 
-def _draw_mean_and_band(figure: go.Figure, band: pd.DataFrame, style: ArmStyle) -> None:
-    draw_band(figure, band["low"], band["high"], style)
-    draw_mean(figure, band["mean"], style)
-
-
 # Throughput
 
 TWO_BY_TWO = ("bf16_standard", "bf16_deepep", "mxfp8_standard", "mxfp8_deepep")
@@ -396,7 +389,7 @@ def throughput_bars(
                 x=position,
                 y=min(ceiling, max(top, *seeds.values())),
                 **_ABOVE,
-                bgcolor="rgba(255,255,255,0.85)",
+                bgcolor=VEIL,
             )
     highest = min(ceiling, max(max(arm.tps, top) for arm, top in zip(arms, tops, strict=True)))
     margin = 0.7 if len(arms) > 1 else 1.0

@@ -29,6 +29,8 @@ from moelab.analysis.arms import arm_label, base_arm
 
 FONT = "Inter, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 INK, MUTED, GRID, WARNING = "#1f2933", "#5f6b7a", "#e6e9ee", "#b3450a"
+VEIL, ON_LIGHT = "rgba(255,255,255,0.75)", "#10161d"
+"""Behind a text that lies on curves, and ink on what stays light in the dark theme, such as the middle of a scale."""
 NEAR, FAR, OTHER = "#56B4E9", "#D55E00", "#dfe3e8"
 """What is reached over NVLink, what over the network, and what is neither."""
 DARK = {
@@ -37,10 +39,14 @@ DARK = {
     GRID: "#343b44",
     WARNING: "#ff9d5c",
     OTHER: "#4b545f",
+    VEIL: "rgba(17,17,17,0.75)",
     "#f4f5f7": "#2a3038",  # between the hatches of what waits
+    "#d3e6f3": "#1d3f57",  # boxes of the path through a layer: BF16,
+    "#f6c9ad": "#6b3417",  # MXFP8,
+    "#fbeee6": "#3a2419",  # and either
     "white": "#111111",
     "black": "#e3e8ee",
-    "rgba(255,255,255,0.6)": "rgba(17,17,17,0.6)",
+    "#000000": "#e3e8ee",
 }
 """What a live figure has in JupyterLab's dark theme in place of the theme's own colours; pictures stay light."""
 NARROW, NORMAL, WIDE = 540, 700, 1000
@@ -48,8 +54,8 @@ NARROW, NORMAL, WIDE = 540, 700, 1000
 takes the room that it has."""
 MOST_TITLE_PX = 850
 """Of an output in JupyterLab on a screen of 1280 px: a wide figure's title must not be wider."""
-TITLE_PX, SUBTITLE_PX = 10.6, 7.6
-"""Room of a letter, px."""
+TITLE_PX, SUBTITLE_PX, LINE_PX = 10.6, 7.6, 22
+"""Width of a letter of either, and height of a line of both, px."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,15 +162,15 @@ def new_figure(finding: str, *, subtitle: str, note: str = "", height: int = 460
     Returns:
         A figure without traces.
     """
-    title_px = min(width, MOST_TITLE_PX)
+    title_px = min(width, MOST_TITLE_PX) - 12  # it begins 10 px from the left
     title_lines, note_lines = (wrap(text, int(title_px / TITLE_PX)) for text in (finding, note))
     subtitle_lines = wrap(subtitle, int(title_px / SUBTITLE_PX))
     title = f"<b>{'<br>'.join(title_lines)}</b>"
     if note:
         title += f"<br><span style='color:{WARNING}'>{'<br>'.join(note_lines)}</span>"
     title += f"<br><span style='font-size:13px;color:{MUTED}'>{'<br>'.join(subtitle_lines)}</span>"
-    # px: a line of the title is 22 high, one of the subtitle 17; 70 is the margin that the caller's height counts with
-    top = 36 + 22 * (len(title_lines) + len(note_lines)) + 17 * len(subtitle_lines)
+    # All lines are as high as the title's font makes them; 70 px is the margin that the caller's height counts with.
+    top = 33 + LINE_PX * (len(title_lines) + len(note_lines) + len(subtitle_lines))
     layout = {"template": template(width), "height": height - 70 + top, "margin_t": top, "title_text": title}
     return go.Figure(layout=layout)
 
@@ -199,7 +205,7 @@ def template(width: int = NORMAL) -> go.layout.Template:
                 "y": 1,
                 "yref": "container",
                 "yanchor": "top",
-                "pad": {"t": 20, "l": 10},
+                "pad": {"t": 24, "l": 10},
             },
             "title_font_size": 17,
             "width": width,

@@ -6,16 +6,18 @@ On a token's way nodes are boxes, GPUs squares, and every copy that crosses a wi
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
+import pandas as pd
 import plotly.graph_objects as go
 
 from moelab.errors import BadInput
-from moelab.hardware import Node, cluster_of
+from moelab.hardware import cluster_of
 from moelab.model import DispatchPrecision
 from moelab.model.hugging_face import IN_MENUS, read_model
 from moelab.projection.routing import (
@@ -38,8 +40,9 @@ from moelab.projection.traffic import (
     require_method,
     simulate_rows,
 )
-from moelab.viz.draw import STAR, above, in_panel, legend_entry, panels
-from moelab.viz.theme import FAR, INK, NARROW, NEAR, OTHER, WIDE, counted, new_figure
+from moelab.viz.draw import STAR, in_panel, legend_entry, panels
+from moelab.viz.table import as_table
+from moelab.viz.theme import FAR, INK, NARROW, NEAR, ON_LIGHT, OTHER, WIDE, counted, new_figure
 from moelab.viz.widget import Explorer, labelled_control, menu
 
 METHOD_LABELS: dict[Method, str] = {
@@ -158,12 +161,6 @@ def token_flow(
 def forwarding(routing: RoutingModel, placement: ExpertPlacement, *, sender: int = 0, token: int = 0) -> go.Figure:
     """DeepEP's hierarchical mode step by step: to each node once, on inside the node, and the way back.
 
-    Args:
-        routing: how tokens choose experts.
-        placement: where the experts are.
-        sender: rank that has the token.
-        token: which of that rank's tokens.
-
     Raises:
         BadInput: if there is no such rank, or the routing does not fit.
     """
@@ -222,81 +219,62 @@ def _draw_ways(
     center = {rank: (rank % across + 0.5, nodes.index(rank // across) * ROW_HEIGHT + 0.5) for rank in ranks}
     square_px = int(min(19, 0.85 * (width - 20) / (ends[1] - ends[0])))
     written = square_px > 11
-    marks: dict[str, list[Any]] = {"x": [], "y": [], "color": [], "text": [], "hover": []}
-    arrows: dict[tuple[bool, bool], dict[str, list[Any]]] = {
-        (far, thick): {"x": [], "y": [], "size": [], "hover": []} for far in (True, False) for thick in (False, True)
-    }
-    for start, (_, ways, back) in zip(starts, columns, strict=True):
-        marks["x"] += [start + center[rank][0] for rank in ranks]
-        marks["y"] += [center[rank][1] for rank in ranks]
-        marks["color"] += [CHOSEN if rank in held else OTHER for rank in ranks]
+    at = [(start + center[rank][0], center[rank][1], rank) for start in starts for rank in ranks]
+    side = "left" if left else "right"
+    quiet = {"hoverinfo": "skip", "showlegend": False}
+    squares: dict[str, Any] = {
+        "x": [x for x, _, _ in at],
+        "y": [y for _, y, _ in at],
+        "mode": "markers+text",
+        "marker": {
+            "symbol": "square",
+            "size": square_px,
+            "color": [CHOSEN if rank in held else OTHER for _, _, rank in at],
+        },
         # plotly.js 3.7 takes away what draws an empty text, and has nothing to write in when the text is another.
-        marks["text"] += [f"<b>{held[rank]}</b>" if rank in held and written else " " for rank in ranks]
-        marks["hover"] += [f"rank {rank}: {held[rank]} of the token's experts" for rank in ranks]
-        for hop in ways:
-            drawn, path = arrows[hop.far, hop.copies > 1], _arrow(center[hop.sender], center[hop.receiver], hop, across)
-            drawn["x"] += [*(start + path[:: -1 if back else 1, 0]).round(2).tolist(), None]
-            drawn["y"] += [*path[:: -1 if back else 1, 1].round(2).tolist(), None]
-            # The marker of the last point alone is seen: the arrow's head.
-            blank, name = len(path) - 1, "network" if hop.far else "NVLink"
-            drawn["size"] += [*[0] * blank, 11 + 3 * (hop.copies > 1), 0]
-            words = f"{hop.copies} × over {name}, rank {hop.sender} → {hop.receiver}"
-            drawn["hover"] += [*[""] * blank, words, ""]
-    names = {
+        "text": [f"<b>{held[rank]}</b>" if rank in held and written else " " for _, _, rank in at],
+        "textfont": {"color": "white", "size": 12},
+        "hovertext": [f"rank {rank}: {held[rank]} of the token's experts" for _, _, rank in at],
+        "hoverinfo": "text",
+        "showlegend": False,
+    }
+    names: dict[str, Any] = {
         "x": [start + (-0.2 if left else across + 0.2) for start in starts for _ in nodes],
         "y": [row * ROW_HEIGHT + 0.5 for _ in starts for row in range(len(nodes))],
         "text": [f"node {node}" for _ in starts for node in nodes],
+        "mode": "text",
+        "textposition": f"middle {side}",
+        "textfont": {"size": 11},
+        **quiet,
     }
-    quiet = {"hoverinfo": "skip", "showlegend": False}
-    data: list[dict[str, Any]] = [
-        {
-            "x": marks["x"],
-            "y": marks["y"],
-            "mode": "markers+text",
-            "marker": {"symbol": "square", "size": square_px, "color": marks["color"]},
-            "text": marks["text"],
-            "textfont": {"color": "white", "size": 12},
-            "hovertext": marks["hover"],
-            "hoverinfo": "text",
-            "showlegend": False,
-        },
-        {
-            **names,
-            "mode": "text",
-            "textposition": "middle left" if left else "middle right",
-            "textfont": {"size": 11},
-            **quiet,
-        },
-    ]
-    for (far, thick), drawn in arrows.items():
-        color = FAR if far else NEAR
-        data.append(
-            {
-                "x": drawn["x"],
-                "y": drawn["y"],
-                "name": "network" if far else "NVLink",
-                "showlegend": not thick,
-                "mode": "lines+markers",
-                "line": {"color": color, "width": 4 if thick else 2},
-                "marker": {
-                    "symbol": "arrow",
-                    "angleref": "previous",
-                    "size": drawn["size"],
-                    "color": color,
-                    "opacity": 1,
-                },
-                "hovertext": drawn["hover"],
-                "hoverinfo": "text",
-            }
-        )
+    data: list[dict[str, Any]] = [squares, names]
+    for far, thick in itertools.product((True, False), (False, True)):
+        drawn: dict[str, list[Any]] = {"x": [], "y": [], "size": [], "hovertext": []}
+        for start, (_, ways, back) in zip(starts, columns, strict=True):
+            for hop in ways:
+                if (hop.far, hop.copies > 1) != (far, thick):
+                    continue
+                path = _arrow(center[hop.sender], center[hop.receiver], hop, across)[:: -1 if back else 1].round(2)
+                drawn["x"] += [*(start + path[:, 0]).round(2).tolist(), None]
+                drawn["y"] += [*path[:, 1].tolist(), None]
+                # The marker of the last point alone is seen: the arrow's head.
+                blank, wire = len(path) - 1, "network" if far else "NVLink"
+                drawn["size"] += [*[0] * blank, 11 + 3 * thick, 0]
+                words = f"{hop.copies} × over {wire}, rank {hop.sender} → {hop.receiver}"
+                drawn["hovertext"] += [*[""] * blank, words, ""]
+        color, sizes = FAR if far else NEAR, drawn.pop("size")
+        head = {"symbol": "arrow", "angleref": "previous", "size": sizes, "color": color, "opacity": 1}
+        look = {"mode": "lines+markers", "line": {"color": color, "width": 4 if thick else 2}, "marker": head}
+        name = {"name": "network" if far else "NVLink", "showlegend": not thick, "hoverinfo": "text"}
+        data.append({**drawn, **look, **name})
     star = {"mode": "markers", "marker": {**STAR, "size": 13}, "name": "the token", "hoverinfo": "skip"}
     data.append({"x": [start + center[sender][0] for start in starts], "y": [center[sender][1]] * len(starts), **star})
     figure = new_figure(
         finding, subtitle=subtitle, note="one simulated token", height=190 + 56 * max(2, len(nodes)), width=width
     )
     figure.add_traces([{"type": "scatter", **trace} for trace in data])
-    look = {"symbol": "square", "size": 13, "color": CHOSEN}
-    figure.add_trace(legend_entry("GPU with so many of its experts", mode="markers", marker=look))
+    square = {"symbol": "square", "size": 13, "color": CHOSEN}
+    figure.add_trace(legend_entry("GPU with so many of its experts", mode="markers", marker=square))
     corner = {"y": 1, "yref": "paper", "xanchor": "left", "yanchor": "bottom", "align": "left", "showarrow": False}
     titles = [
         {"x": start, "text": title, "font": {"size": 12 if width == NARROW else 13, "color": INK}, **corner}
@@ -336,15 +314,9 @@ _WIRES = {"network": "the network", "nvlink": "NVLink"}
 
 
 def destination_histogram(routings: Sequence[RoutingModel], placement: ExpertPlacement, *, seed: int = 0) -> go.Figure:
-    """How many ranks and nodes tokens reach, as shares of all tokens, by routing.
-
-    Args:
-        routings: to compare.
-        placement: where the experts are.
-        seed: of the draw.
-    """
+    """How many ranks and nodes tokens reach, as shares of all tokens, by routing."""
     means = {ROUTING_LABELS[each.kind]: expected_destinations(each, placement).ranks for each in routings}
-    figure = _panels(
+    figure = panels(
         f"Ranks that a token reaches: {', '.join(f'{name} {mean:.2f}' for name, mean in means.items())}",
         ("distinct ranks of a token", "distinct nodes of a token"),
         subtitle=f"Share of {DRAWN:,} drawn tokens for each routing; {_placement_words(placement)}. In the "
@@ -398,7 +370,7 @@ def traffic_matrix(
             f"Over the network a rank sends {standard:,.0f} MB to everyone; with DeepEP, once per node, "
             f"{hybrid:,.0f} MB, to the GPUs of its own place only"
         )
-    figure = _panels(
+    figure = panels(
         finding,
         tuple(METHOD_LABELS[m] for m in METHODS),
         subtitle=f"MB of one dispatch, {ROUTING_LABELS[routing.kind]} routing, {tokens:,} tokens per rank, hidden "
@@ -414,8 +386,8 @@ def traffic_matrix(
         hover = "rank %{y} → rank %{x}: %{z:.1f} MB<extra></extra>"
         figure.add_heatmap(z=cells, coloraxis="coloraxis", hovertemplate=hover, **at)
         for edge in range(placement.local_ranks, placement.ep, placement.local_ranks):
-            figure.add_hline(y=edge - 0.5, line={"color": INK, "width": 0.7}, **at)
-            figure.add_vline(x=edge - 0.5, line={"color": INK, "width": 0.7}, **at)
+            figure.add_hline(y=edge - 0.5, line={"color": ON_LIGHT, "width": 0.7}, **at)
+            figure.add_vline(x=edge - 0.5, line={"color": ON_LIGHT, "width": 0.7}, **at)
         # Squares stay square, in each panel by its own axis.
         figure.update_yaxes(scaleanchor=f"x{column if column > 1 else ''}", scaleratio=1, **at)
     figure.update_xaxes(title_text="to rank", showgrid=False, constrain="domain")
@@ -457,7 +429,7 @@ def bytes_by_ep(
     }
     here, own = degrees.index(placement.ep), routings[0].kind
     standard, hybrid = (sent[own, m][here] for m in ("standard", "deepep_hybrid"))
-    figure = _panels(
+    figure = panels(
         f"At EP {placement.ep} DeepEP sends {standard.network / hybrid.network:.1f} times less over the network under "
         f"{ROUTING_LABELS[own]} routing, and {hybrid.nvlink / standard.nvlink:.1f} times more over NVLink"
         if hybrid.network
@@ -490,12 +462,7 @@ def bytes_by_ep(
 
 
 def saving_by_routing(routings: Sequence[RoutingModel], placement: ExpertPlacement) -> go.Figure:
-    """Copies of a token on the slowest wire by routing and method: how much of a saving the routing is.
-
-    Args:
-        routings: to compare.
-        placement: where the experts are.
-    """
+    """Copies of a token on the slowest wire by routing and method: how much of a saving the routing is."""
     wire = "network" if placement.nodes > 1 else "nvlink"
     reached = [expected_destinations(routing, placement) for routing in routings]
     rows = {m: [getattr(expected_rows(each, placement, m), wire) for each in reached] for m in METHODS}
@@ -519,7 +486,9 @@ def saving_by_routing(routings: Sequence[RoutingModel], placement: ExpertPlaceme
             y=values,
             name=METHOD_LABELS[method],
             marker_color=METHOD_LOOKS[method][0],
-            **above(copies if method == "standard" else ratios),
+            text=copies if method == "standard" else ratios,
+            textposition="outside",
+            cliponaxis=False,
             textfont_size=12,
             hovertemplate="%{y:.2f}",
         )
@@ -529,72 +498,9 @@ def saving_by_routing(routings: Sequence[RoutingModel], placement: ExpertPlaceme
     return figure.update_layout(barmode="group", bargap=0.25)
 
 
-def move_times(
-    routings: Sequence[RoutingModel],
-    placement: ExpertPlacement,
-    node: Node,
-    *,
-    tokens: int,
-    hidden: int,
-    precision: DispatchPrecision = "bf16",
-) -> go.Figure:
-    """Time that each wire needs for one layer's four exchanges at full bandwidth, by routing and method.
-
-    Args:
-        routings: a panel each.
-        placement: where the experts are.
-        node: gives the bandwidths.
-        tokens: of each rank.
-        hidden: elements of a token.
-        precision: of dispatch and of combine's gradient.
-
-    Raises:
-        BadInput: if the profile lacks a bandwidth that is needed.
-    """
-    sizes: dict[str, Any] = {"tokens": tokens, "hidden": hidden, "dispatch_precision": precision}
-    times_ms = {
-        (each.kind, m): [1e3 * s for s in move_time_s(expected_traffic(each, placement, m, **sizes).total, node)]
-        for each in routings
-        for m in METHODS
-    }
-    wires = {"NVLink": (NEAR, node.gpu.nvlink_gb_s), "network": (FAR, node.nic_gb_s)}
-    bandwidths = ", ".join(f"{name} {float(value):g} GB/s" for name, (_, value) in wires.items() if value is not None)
-    last = routings[-1].kind
-    standard, hybrid = (max(times_ms[last, m]) for m in ("standard", "deepep_hybrid"))
-    figure = _panels(
-        f"Under {ROUTING_LABELS[last]} routing a layer's tokens need at least {standard:.3g} ms by the standard "
-        f"all-to-all and {hybrid:.3g} ms by {METHOD_LABELS['deepep_hybrid']}"
-        if standard
-        else "With one rank nothing travels",
-        tuple(f"{ROUTING_LABELS[routing.kind]} routing" for routing in routings),
-        subtitle=f"Four exchanges of one layer; {bandwidths}; {tokens:,} tokens per rank, hidden {hidden:,}, "
-        f"{precision.upper()} dispatch; {_placement_words(placement)}.",
-        note=DERIVED,
-    )
-    for column, routing in enumerate(routings, start=1):
-        for place, (name, (color, _)) in enumerate(wires.items()):
-            values = [times_ms[routing.kind, m][place] for m in METHODS]
-            figure.add_bar(
-                x=[METHOD_LABELS[m].replace(" ", "<br>", 1) for m in METHODS],
-                y=values,
-                marker_color=color,
-                **above([f"{value:.{3 if value >= 1 else 2}g}" if value else "" for value in values]),
-                hovertemplate="%{y:.2f} ms",
-                **in_panel(column, name),
-            )
-    figure.update_yaxes(range=[0, 1.15 * max(map(max, times_ms.values()))])
-    figure.update_yaxes(title_text="ms per layer", col=1)
-    figure.update_xaxes(showgrid=False, ticks="", tickangle=0, tickfont_size=12)
-    return figure.update_layout(barmode="group", bargap=0.25, legend_y=-0.28)
-
-
 def _placement_words(placement: ExpertPlacement) -> str:
     nodes = counted(placement.nodes, "node")
     return f"{placement.experts} experts, top-{placement.top_k}, EP {placement.ep} on {nodes}"
-
-
-def _panels(finding: str, titles: Sequence[str], *, subtitle: str, note: str, height: int = 440) -> go.Figure:
-    return panels(finding, titles, subtitle=subtitle, note=note, height=height, spacing=0.08, title_size=14)
 
 
 # The explorer
@@ -680,26 +586,29 @@ class TrafficExplorer(Explorer):
         assert routing is not None
         node = cluster_of(chosen["hardware"]).node
         reached = expected_destinations(routing, placement)
-        lines, least_ms = [], []
+        table = []
         for method in METHODS:
             rows = expected_rows(reached, placement, method)
             sent = rows.times(chosen["tokens"])
             layer = layer_bytes(sent, model["hidden"], dispatch_precision=chosen["precision"]).total
-            least_ms.append(1e3 * max(move_time_s(layer, node)))
-            cells = {
-                "copies of a token<br>network · NVLink": f"{rows.network:.2f} · {rows.nvlink:.2f}",
-                "GB a layer<br>network · NVLink": f"{layer.network / 1e9:.3f} · {layer.nvlink / 1e9:.3f}",
-                "ms a layer,<br>at least": f"{least_ms[-1]:.2f}",
-            }
-            values = "".join(f"<td style='text-align:right;padding:0 10px'>{value}</td>" for value in cells.values())
-            lines.append(f"<tr><th scope='row' style='text-align:left'>{METHOD_LABELS[method]}</th>{values}</tr>")
-        titles = "".join(f"<th scope='col' style='padding:0 10px'>{title}</th>" for title in cells)
+            table.append(
+                {
+                    "way": METHOD_LABELS[method],
+                    "copies of a token: network": rows.network,
+                    "NVLink": rows.nvlink,
+                    "GB a layer: network": layer.network / 1e9,
+                    "NVLink ": layer.nvlink / 1e9,
+                    "ms a layer, at least": 1e3 * max(move_time_s(layer, node)),
+                }
+            )
+        frame = pd.DataFrame(table)
+        standard_ms, _, hybrid_ms = frame["ms a layer, at least"]
+        shown = as_table(frame, decimals=dict.fromkeys(table[0], 2) | dict.fromkeys(list(table[0])[3:5], 3))
         words = (
             f"<div role='status' style='line-height:1.35'>{model['experts']} experts, top-{model['top_k']}: a token "
             f"reaches <b>{reached.ranks:.2f} GPUs</b> on <b>{reached.nodes:.2f} nodes</b> ({reached.label}) "
-            f"· a layer's exchanges take at least <b>{least_ms[-1]:.1f} ms</b> with DeepEP, once per node, and "
-            f"{least_ms[0]:.1f} ms with the standard all-to-all"
-            f"<table><tr><th></th>{titles}</tr>{''.join(lines)}</table></div>"
+            f"· a layer's exchanges take at least <b>{hybrid_ms:.1f} ms</b> with DeepEP, once per node, and "
+            f"{standard_ms:.1f} ms with the standard all-to-all{shown._repr_html_()}</div>"
         )
         flow = token_flow(routing, placement, token=chosen["token"], width=NARROW)
         self._way = (routing, placement, chosen["token"])

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import plotly.graph_objects as go
 
 from moelab.analysis.arms import arm_label
+from moelab.analysis.two_by_two import CODE, FUSED
 from moelab.projection.validation import GAIN, ValidationRow, coverage, median_error, timed
 from moelab.viz.theme import INK, MUTED, WARNING, WIDE, new_figure, plot_text, wrap
 from moelab.viz.traffic import ROUTING_LABELS
@@ -33,7 +34,8 @@ def row_words(name: str) -> str:
         name = name.replace(kind, label)
     name = name.removeprefix("two by two: ").replace("mxfp8 emulated_", "mxfp8-emulated_")
     name = re.sub(r",? (\S+_(?:standard|deepep|hybridep)[^\s,]*)", _arm_words, name)
-    for raw, word in {"DSv3": "DeepSeek-V3", "deepep": "DeepEP", "bf16": "BF16", "fp8": "FP8", "_": " "}.items():
+    words = {"DSv3": "DeepSeek-V3", "deepep": "DeepEP", "bf16": "BF16", "fp8": "FP8", "_": " ", CODE: FUSED}
+    for raw, word in words.items():
         name = name.replace(raw, word)
     return name
 
@@ -44,11 +46,7 @@ def _arm_words(found: re.Match[str]) -> str:
 
 
 def step_strips(rows: Sequence[ValidationRow]) -> go.Figure:
-    """Errors of whole steps.
-
-    Args:
-        rows: of :func:`moelab.projection.validation.validation_table`.
-    """
+    """Errors of whole steps."""
     steps = [row for row in rows if row.of == "step"]
     others = [row for row in timed(steps) if row.public and row.kind != "fitted"]
     finding = (
@@ -59,11 +57,7 @@ def step_strips(rows: Sequence[ValidationRow]) -> go.Figure:
 
 
 def part_strips(rows: Sequence[ValidationRow]) -> go.Figure:
-    """Errors of the parts of a step that were measured alone, and of memory.
-
-    Args:
-        rows: of :func:`moelab.projection.validation.validation_table`.
-    """
+    """Errors of the parts of a step that were measured alone, and of memory."""
     parts = [row for row in rows if row.of != "step"]
     seen = [row for row in parts if row.kind != "fitted"]
     finding = f"Parts of a step and memory: half of {len(seen)} predictions are within {median_error(seen):.0f} %"

@@ -34,12 +34,7 @@ MARKED = f"border-left:4px solid {WARNING};padding-left:10px;line-height:1.4"
 def make_panel(
     children: Sequence[ipywidgets.Widget], *, on_shown: Callable[[object], object] | None = None
 ) -> ipywidgets.VBox:
-    """Widgets below each other, with keys of their own.
-
-    Args:
-        children: from top to bottom.
-        on_shown: called with a message from each browser that shows the panel.
-    """
+    """Widgets below each other, with keys of their own."""
     import ipywidgets as widgets
     from anywidget import AnyWidget
 
