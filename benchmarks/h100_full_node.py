@@ -176,10 +176,10 @@ def merged(folder: Path, options: argparse.Namespace, date: str) -> dict[str, An
         "date": date,
         "environment": environment(),
     }
-    content |= {"world_size": options.gpus, "rows": [], "refused": [], "summary": [], "profiles": [], "all_to_all": {}}
+    content |= {"world_size": options.gpus, "rows": [], "refused": [], "summary": [], "all_to_all": {}}
     for ep in EP_DEGREES[::-1]:
         part = read(folder / f"train_ep{ep}.json")
-        for name in ("rows", "refused", "summary", "profiles"):
+        for name in ("rows", "refused", "summary"):
             content[name] += [{"ep": ep, **row} for row in part.get(name, ())]
         if exchange := read(folder / f"all_to_all_ep{ep}.json"):
             content["all_to_all"][str(ep)] = exchange | {"label": content["label"]}

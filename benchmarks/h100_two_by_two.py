@@ -245,34 +245,13 @@ def measure(shape: Shape, arm: dict[str, Any], options: argparse.Namespace) -> d
         result["peak_reserved_gib"] = round(torch.cuda.max_memory_reserved() / 2**30, 2)
         result["peak_active_gib"] = round(torch.cuda.memory_stats()["active_bytes.all.peak"] / 2**30, 2)
         result["allocator_retries"] = torch.cuda.memory_stats()["num_alloc_retries"] - retries
-    if arm_name(options) in options.profile and options.order == 0:
-        result["profile"] = profile(runner, options.routings[-1])
     return result
-
-
-def arm_name(options: argparse.Namespace) -> str:
-    """Of the pass that this rank belongs to."""
-    return str(options.child[2])
 
 
 def wait_for(file: Path) -> None:
     """Wait for a file without the GPU."""
     while not file.exists():
         time.sleep(0.02)
-
-
-def profile(runner: Runner, kind: str) -> list[dict[str, Any]]:
-    """Where the GPU's time goes in a step: kernels by name, microseconds each step."""
-    steps = 3
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as recorded:
-        for _ in range(steps):
-            runner.step(kind)
-    rows = [
-        {"kernel": event.key[:160], "us": round(event.self_device_time_total / steps, 1), "calls": event.count / steps}
-        for event in recorded.key_averages()
-        if event.self_device_time_total > 0
-    ]
-    return sorted(rows, key=lambda row: -row["us"])[:60]
 
 
 def rows_of(key: Key, measured: dict[str, Any]) -> list[dict[str, Any]]:
@@ -353,7 +332,7 @@ class Pass:
             log.write(without_places("\n".join([f"# {self.key}", *lines, ""])))
         result = self.folder / "result.json"
         if result.exists():
-            record(content, self.key, json.loads(result.read_text()), self.options)
+            add(content, rows_of(self.key, json.loads(result.read_text())), self.options)
         elif any(OUT_OF_MEMORY in line for line in lines):  # of PyTorch, CUDA or NCCL
             add(content, no_memory_rows(self.key, self.options.routings), self.options)
         else:
@@ -454,8 +433,7 @@ def read(options: argparse.Namespace) -> dict[str, Any]:
 
 def child(options: argparse.Namespace) -> None:
     """Measure one pass as one rank of it, and leave; rank 0 writes."""
-    name, checkpointing, arm, order = options.child
-    options.order = int(order)
+    name, checkpointing, arm, _order = options.child
     init_logger()
     settings = ARMS[arm] | ({"ep_kernels": "emulated"} if options.dry and "deepep" in arm else {})
     measured = measure(replace(ALL_SHAPES[name], activation_checkpoint=checkpointing), settings, options)
@@ -463,14 +441,6 @@ def child(options: argparse.Namespace) -> None:
         write_json(options.child_folder / "result.json", measured)
     dist.barrier()
     os._exit(0)  # nothing is left to tear down, and NCCL's teardown takes its time
-
-
-def record(content: dict[str, Any], key: Key, measured: dict[str, Any], options: argparse.Namespace) -> None:
-    """Add what was measured."""
-    add(content, rows_of(key, measured), options)
-    if "profile" in measured:
-        names = dict(list(key._asdict().items())[:3])
-        content.setdefault("profiles", []).append({**names, "kernels": measured["profile"]})
 
 
 def add(content: dict[str, Any], rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
@@ -495,7 +465,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--routings", nargs="+", choices=ROUTINGS, default=list(ROUTINGS))
     parser.add_argument("--passes", type=int, default=2, help="times that each arm runs, in turn")
     parser.add_argument("--steps", type=int, default=10, help="timed steps of each routing in each pass")
-    parser.add_argument("--profile", nargs="*", default=[], choices=list(ARMS), help="add where the GPU's time goes")
     parser.add_argument("--beside", type=int, default=1, help="passes that are compiled and warmed up at a time")
     parser.add_argument("--eager", action="store_true", help="do not compile")
     parser.add_argument("--budget-s", type=float, default=float("inf"), help="start no arm after this many seconds")

@@ -63,21 +63,20 @@ def predicted_file(*, date: str, git_commit: str | None) -> dict[str, Any]:
     }
 
 
-def predictions(calibration: Calibration = CALIBRATION, *, draws: int = DRAWS) -> list[dict[str, Any]]:
+def predictions(*, draws: int = DRAWS) -> list[dict[str, Any]]:
     """A row for each hardware, shape, degree, routing and arm.
 
     Args:
-        calibration: constants of the model.
-        draws: calibrations drawn around it. What an arm and stock share does not make their ratio uncertain, so a
-            gain's interval is that of the drawn ratios, widened by the errors of the gains on two GPUs.
+        draws: calibrations drawn around the model's own. What an arm and stock share does not make their ratio
+            uncertain, so a gain's interval is that of the drawn ratios, widened by the errors of the gains on two GPUs.
 
     Returns:
         ``tps`` is tokens/s per GPU, ``gain`` its ratio to stock's at the same degree and routing; intervals are of
         90 %. ``exchange_ms`` is what the step spends on its all-to-alls.
     """
     random = np.random.default_rng(SEED)
-    calibrations = (calibration, *(drawn(calibration, random) for _ in range(draws)))
-    errors = {shape: gain_error(shape, calibration) for shape in (SCALING, SMALL)}
+    calibrations = (CALIBRATION, *(drawn(CALIBRATION, random) for _ in range(draws)))
+    errors = {shape: gain_error(shape) for shape in (SCALING, SMALL)}
     return [
         row
         for hardware in HARDWARE
@@ -130,7 +129,7 @@ def _predicted(
         }
 
 
-def gain_error(shape: str, calibration: Calibration = CALIBRATION) -> float:
+def gain_error(shape: str) -> float:
     """Root mean square of the logarithmic errors of gains that were measured on two GPUs."""
     measured = load_measured(TWO_BY_TWO)
     results = node_results(Measurement(name=FULL_NODE, content=None), measured)
@@ -141,6 +140,6 @@ def gain_error(shape: str, calibration: Calibration = CALIBRATION) -> float:
                 node_job(ALL_SHAPES[shape], arm, place.routing, ep=2, hardware=hardware_of(measured))
                 for arm in (place.arm, STOCK)
             )
-            mine, stock = (tps_of(job, calibration) for job in jobs)
+            mine, stock = (tps_of(job, CALIBRATION) for job in jobs)
             errors.append(math.log(mine / stock / result.ratio))
     return math.sqrt(statistics.fmean(error**2 for error in errors))

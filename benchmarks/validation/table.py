@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -159,10 +159,10 @@ def table_file(*, date: str, git_commit: str | None) -> dict[str, Any]:
     }
 
 
-def table_rows(calibration: Calibration = CALIBRATION) -> list[ValidationRow]:
+def table_rows() -> list[ValidationRow]:
     """Every row, predicted by the model as it is now; the node of four also as it was predicted before it ran."""
-    rows = [row for step in steps() for row in rows_of_step(step, calibration)]
-    of_parts = [replace(row, predicted=six_digits(predict(calibration))) for row, predict in parts()]
+    rows = [row for step in steps() for row in rows_of_step(step)]
+    of_parts = [replace(row, predicted=six_digits(predict(CALIBRATION))) for row, predict in parts()]
     return [*rows, *full_node_rows(), *of_parts]
 
 
@@ -182,15 +182,15 @@ def six_digits(value: float) -> float:
     return float(f"{value:.6g}")
 
 
-def rows_of_step(step: Step, calibration: Calibration = CALIBRATION) -> list[ValidationRow]:
+def rows_of_step(step: Step) -> list[ValidationRow]:
     """Its speed and its memory, as far as each was measured and can be predicted."""
     rows, row = [], step.row
     if row.unit != "GiB":
-        value, interval = predicted_by(step, calibration)
+        value, interval = predicted_by(step, CALIBRATION)
         rows.append(
             replace(
                 row,
-                kind="fitted" if row.name in fitted_on(calibration) else row.kind,
+                kind="fitted" if row.name in fitted_on() else row.kind,
                 predicted=six_digits(value),
                 interval=interval and (six_digits(interval[0]), six_digits(interval[1])),
             )
@@ -214,19 +214,16 @@ MEMORY_FITTED_ON = "16B, 8 × H100, EP 4"
 """The peak that ``moelab.memory`` has the busiest layer's rows from."""
 
 
-def fitted_on(calibration: Calibration = CALIBRATION) -> set[str]:
+def fitted_on() -> set[str]:
     """Names of steps that a constant was fitted on."""
-    return {name for constant in fitted(calibration).values() for name in constant.fitted_on}
+    return {name for constant in fitted().values() for name in constant.fitted_on}
 
 
-def full_node_rows(
-    measured: Measurement | None = None, predicted: Mapping[str, Any] | None = None
-) -> tuple[ValidationRow, ...]:
+def full_node_rows(measured: Measurement | None = None) -> tuple[ValidationRow, ...]:
     """One node: the packaged predictions beside what was measured later.
 
     Args:
         measured: of ``h200_full_node``; the package's by default.
-        predicted: content of ``h100_full_node_predicted``; the package's by default.
 
     Returns:
         Nothing where nothing was measured yet.
@@ -237,7 +234,7 @@ def full_node_rows(
     measured = measured or load_measured(FULL_NODE)
     if measured.content is None:
         return ()
-    predicted = predicted or load_predicted()
+    predicted = load_predicted()
     if predicted["date"] >= measured.content["date"]:
         raise BadInput(
             f"the predictions are of {predicted['date']} and the measurement of {measured.content['date']}: "

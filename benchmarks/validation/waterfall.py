@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from moelab.projection.calibration import CALIBRATION, Calibration
+from moelab.projection.calibration import CALIBRATION
 from moelab.projection.job import Job
 from moelab.projection.step import tps_of
 from moelab.projection.validation import BRIDGE_SOURCE, PUBLISHED, Change
@@ -17,12 +17,12 @@ from moelab.projection.validation import BRIDGE_SOURCE, PUBLISHED, Change
 from .steps import Step
 
 
-def waterfall(steps: tuple[Step, ...], calibration: Calibration = CALIBRATION) -> list[Change]:
+def waterfall(steps: tuple[Step, ...]) -> list[Change]:
     """Every change, the published arm first, Megatron-Bridge's last."""
     jobs = {(step.row.source, step.row.name): step.job for step in steps}
     published = jobs[PUBLISHED, "671B mxfp8_deepep"]
     bridge = jobs[BRIDGE_SOURCE, "DSv3, 256 × B200, PP8 VP2 EP32, DeepEP"]
-    return [Change(name=name, tps=tps_of(job, calibration)) for name, job in _jobs(published, bridge)]
+    return [Change(name=name, tps=tps_of(job, CALIBRATION)) for name, job in _jobs(published, bridge)]
 
 
 def _jobs(published: Job, bridge: Job) -> Iterator[tuple[str, Job]]:

@@ -34,7 +34,7 @@ from moelab.projection.gemm import (
     rates_of,
     weights_by_module,
 )
-from moelab.projection.job import CATEGORIES, INDEX, PASS_INDEX, Job, nothing
+from moelab.projection.job import CATEGORIES, INDEX, PASS_INDEX, Job, job_of, nothing
 from moelab.projection.memory_bound import held_by_kind, memory_rate
 from moelab.projection.project import (
     DEEPSEEK_TOKENS,
@@ -471,7 +471,9 @@ def fp8_job(**changes: Any) -> Job:
     fields = NODE.model_dump(exclude={"precision", "ep_backend", "dispatch_precision", *changes})
     settings = {"precision": "fp8", "ep_backend": "deepep", "dispatch_precision": "fp8", "compile": "model+loss"}
     experiment = Experiment(**fields | settings | changes)
-    return project(experiment, shape=SHAPES[experiment.model]).job  # whether it fits is not asked
+    layout = check(experiment).layout
+    assert layout is not None
+    return job_of(experiment, layout, cluster_of(experiment.hardware).node)  # whether it fits is not asked
 
 
 def test_fp8_experts_have_their_weight_gradients_in_bf16_unless_asked() -> None:

@@ -230,7 +230,9 @@ def made_up_exchanges() -> dict[str, Any]:
         | {"us_median": 1.0, "physical_gb_s": 10.0 * sms}
         for sms in (8, 32, 16)
     ]
-    rows.append({**shared, "routing": "round_robin", "arm": "hybridep bf16", "backend": "hybridep", "error": "broke"})
+    rows.append(
+        {**shared, "routing": "round_robin", "arm": "deepep mxfp8 expanded", "backend": "deepep", "error": "broke"}
+    )
     return {**MADE_UP, "rows": rows}
 
 
@@ -255,11 +257,11 @@ def test_exchange_times_are_drawn_by_way_and_routing() -> None:
     assert "2 × MADE-UP GPU, torch 0, 2000-01-01" in title(figure)
     assert [list(bar.y) for bar in bars(figure, "standard, BF16")] == [[4.0] * 4, [2.0] * 4]
     assert bars(figure, "standard, BF16")[0].error_y.array == (0.05,) * 4
-    assert not bars(figure, "HybridEP")  # it failed
+    assert not bars(figure, "DeepEP expanding, MXFP8 dispatch")  # it failed
 
 
 def test_every_way_that_the_experiment_measures_can_be_drawn() -> None:
-    groups = plan(MEASURED_SIZES, ROUTINGS, ("standard", "deepep", "hybridep"), ())
+    groups = plan(MEASURED_SIZES, ROUTINGS, ("standard", "deepep"), ())
     older = {row["arm"] for row in load_measured(ALL_TO_ALL_H200).rows if row["sms_chosen_by"] == "library"}
     assert {arm.name for group in groups for arm in group.arms} | older == set(ARM_LOOKS)
     assert set(OPERATIONS) == set(ALL_OPERATIONS)

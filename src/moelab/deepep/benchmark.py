@@ -56,7 +56,6 @@ from moelab.deepep.benchmark_cases import (
     Size,
     choose_experts,
     plan,
-    rates,
     rows_to_ranks,
     traffic,
 )
@@ -72,7 +71,7 @@ from moelab.runs.files import write_json
 # Shape suffixes: T tokens of this rank, K experts a token, R rows received (a copy for each local expert), D hidden,
 # E experts, e local experts, P ranks.
 
-FORMAT = 3
+FORMAT = 4
 """A file of another format is overwritten."""
 ALIGNMENT = 128
 """Rows of an expert are padded to this multiple by moelab's dispatcher; the largest that MXFP8 kernels ask for."""
@@ -413,59 +412,44 @@ def take_turns(
 
 
 def measure_copies(world: World) -> dict[str, Any]:
-    """Bandwidth of plain copies, GB/s of bytes that are copied (each is read once and written once).
+    """Bandwidth of a plain copy from each rank to the next while all others do the same.
 
     Returns:
-        ``local_gb_s`` inside one device; ``between_ranks_gb_s`` from each rank to the next while all others do the
-        same, ``one_way_gb_s`` while only rank 0 sends, ``how`` in words, and ``all_to_all_gb_s`` of the library's
-        collective with equal parts, counting what goes to other ranks. All are medians, of the slowest rank.
+        ``between_ranks_gb_s``, GB/s of bytes that are copied (each is read once and written once), the median of the
+        slowest rank; ``how`` in words; ``bytes`` and ``repeats``.
     """
     group, rank, ranks = world.group, world.rank, world.ranks
     nbytes = COPY_BYTES if world.device.type == "cuda" else COPY_BYTES >> 6
     source = torch.ones(nbytes, dtype=torch.uint8, device=world.device)
-    here, received = torch.empty_like(source), torch.empty_like(source)
-    parts = source[: nbytes // ranks * ranks], here[: nbytes // ranks * ranks]
+    target = torch.empty_like(source)
 
     def exchange_with_neighbours() -> None:
         send = dist.P2POp(dist.isend, source, group=group, group_peer=(rank + 1) % ranks)
-        receive = dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % ranks)
+        receive = dist.P2POp(dist.irecv, target, group=group, group_peer=(rank - 1) % ranks)
         for work in dist.batch_isend_irecv([send, receive]):
             work.wait()
 
     copy: Callable[[], object] = exchange_with_neighbours
-    how, peers = "send to the next rank, receive from the one before, all ranks at once", False
+    how = "send to the next rank, receive from the one before, all ranks at once"
     if world.device.type == "cuda" and torch.cuda.device_count() >= ranks:
         other = torch.device("cuda", (torch.cuda.current_device() + 1) % torch.cuda.device_count())
         if torch.cuda.can_device_access_peer(world.device, other):  # the copy engines need no NCCL
             there = torch.empty(source.shape, dtype=source.dtype, device=other)
-            copy, how, peers = lambda: there.copy_(source, non_blocking=True), "peer copies, all GPUs at once", True
-
-    def gb_s(work: Callable[[], object], moved: int = nbytes) -> float:
-        clock, times_us = Marks(world.device), []
-        for _ in range(COPY_REPEATS + WARM_UP):
-            clock.start(world.meet)
-            work()
-            clock.mark("copy")
-            times_us.append(clock.total_us())
-        return round(moved / max(world.everywhere(statistics.median(times_us[WARM_UP:]))) / 1e3, 3)
-
-    return {
-        "local_gb_s": gb_s(lambda: here.copy_(source)),
-        "between_ranks_gb_s": gb_s(copy),
-        "one_way_gb_s": gb_s(copy if rank == 0 else lambda: None) if peers else None,
-        "all_to_all_gb_s": gb_s(
-            lambda: dist.all_to_all_single(parts[1], parts[0], group=group), nbytes // ranks * (ranks - 1)
-        ),
-        "bytes": nbytes,
-        "repeats": COPY_REPEATS,
-        "how": how,
-    }
+            copy, how = lambda: there.copy_(source, non_blocking=True), "peer copies, all GPUs at once"
+    clock, times_us = Marks(world.device), []
+    for _ in range(COPY_REPEATS + WARM_UP):
+        clock.start(world.meet)
+        copy()
+        clock.mark("copy")
+        times_us.append(clock.total_us())
+    slowest_us = max(world.everywhere(statistics.median(times_us[WARM_UP:])))
+    gb_s = round(nbytes / slowest_us / 1e3, 3)
+    return {"between_ranks_gb_s": gb_s, "bytes": nbytes, "repeats": COPY_REPEATS, "how": how}
 
 
 def time_group(
     group: ArmGroup,
     world: World,
-    reference: dict[str, Any],
     *,
     kernels: EPKernels,
     compiled: bool,
@@ -477,7 +461,6 @@ def time_group(
     Args:
         group: what to time.
         world: the ranks.
-        reference: of :func:`measure_copies`.
         kernels: of DeepEP.
         compiled: as :class:`Layer` takes it.
         repeats: turns of each arm.
@@ -485,16 +468,12 @@ def time_group(
     """
     size, tokens = group.size, make_tokens(group.size, group.routing, world)
     sent = world.everywhere(rows_to_ranks(tokens.ids_TK, experts=size.experts, ranks=world.ranks))
-    load_E = torch.bincount(tokens.ids_TK.flatten(), minlength=size.experts).float()
-    imbalance = world.everywhere(float(load_E.max() / load_E.mean()))
     shared = {
         "group": group.name,
         "size": size.name,
         **{name: value for name, value in asdict(size).items() if name != "name"},
         "ranks": world.ranks,
         "routing": group.routing,
-        "ranks_of_a_token": round(sum(sum(one["once"]) for one in sent) / (world.ranks * size.tokens), 4),
-        "busiest_expert_over_mean": round(max(imbalance), 3),
     }
     layers: list[tuple[Layer, list[list[int]], dict[str, Any]]] = []
     rows: list[dict[str, Any]] = []
@@ -529,22 +508,21 @@ def time_group(
             turns = zip(*(parts for _, parts in by_rank), strict=True)
             slowest = [max(turn, key=lambda one: sum(one.values())) for turn in turns]
             names = dict.fromkeys(name for one in slowest for name in one)
+            precision = layer.arm.precision if operation == "dispatch" else "bf16"
+            moved = traffic(sent_PP, hidden=size.hidden, precision=precision)
+            parts_us = {name: round(statistics.median(one[name] for one in slowest), 2) for name in names}
             row = {
                 **columns,
                 "operation": operation,
                 "us_median": round(statistics.median(whole_us), 2),
                 "us_iqr": round(interquartile_range(whole_us), 2),
-                "parts_us": {name: round(statistics.median(one[name] for one in slowest), 2) for name in names},
+                "parts_us": parts_us,
                 "repeats": repeats,
-                **traffic(  # of both directions the fuller one counts, so the way back is as long
-                    sent_PP,
-                    logical_rows=size.tokens * size.top_k,
-                    hidden=size.hidden,
-                    precision=layer.arm.precision if operation == "dispatch" else "bf16",
-                ),
+                **moved,
                 "error": None,
             }
-            rows.append({**row, **rates(row, reference)})
+            wire_us = parts_us["wire"] if moved["physical_bytes"] else 0.0  # round-robin may stay on its own rank
+            rows.append(row | {"physical_gb_s": round(moved["physical_bytes"] / wire_us / 1e3, 3) if wire_us else None})
     return rows
 
 
@@ -592,7 +570,7 @@ def run(
             size = group.size
         world.say(f"{group.name} ({time.monotonic() - began:.0f} s)")
         settings: Any = {"kernels": kernels, "compiled": compiled, "repeats": repeats, "until": began + budget_s}
-        rows = time_group(group, world, report["copies"], **settings)
+        rows = time_group(group, world, **settings)
         report["rows"] = [row for row in report["rows"] if row["group"] != group.name] + rows
         if not any(row["error"] for row in rows):
             report["complete"].append(group.name)

@@ -4,11 +4,8 @@ Expert parallelism moves tokens four times a layer: *dispatch* to the experts' r
 the gradients (the backward of dispatch is a combine, that of combine is a dispatch). The experiment times each of the
 four for every way to do it, at sizes of real models, under each routing, the ways taking turns (A B C A B C).
 
-Two counts of bytes, both from the experts that were drawn, never from a formula:
-
-* **logical**: every token once for each of its experts, wherever they are. All ways deliver this much.
-* **physical**: what leaves a GPU for another one. A plain all-to-all sends a copy for each expert, DeepEP one for each
-  *rank* of a token's experts. Copies to the own rank do not travel and are left out.
+Bytes are counted from the experts that were drawn, never by a formula, and only those that leave a GPU for another one:
+a plain all-to-all sends a copy of a token for each of its experts, DeepEP one for each *rank* of its experts.
 
 Payload is counted: data, and scales where the data is quantised. Expert ids, scores and counts travel too: some 1 % of
 the data at hidden 7168. Of several ranks the busiest counts, and of its two directions the fuller one.
@@ -19,7 +16,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -203,52 +200,22 @@ def row_bytes(hidden: int, precision: DispatchPrecision) -> int:
     return {"bf16": 2 * hidden, "fp8": hidden + 4, "mxfp8": hidden + hidden // 32}[precision]
 
 
-def traffic(
-    sent_PP: Sequence[Sequence[int]], *, logical_rows: int, hidden: int, precision: DispatchPrecision
-) -> dict[str, int | float]:
-    """Bytes of one operation.
+def traffic(sent_PP: Sequence[Sequence[int]], *, hidden: int, precision: DispatchPrecision) -> dict[str, int | float]:
+    """What one operation moves between ranks; copies to the own rank do not travel.
 
     Args:
         sent_PP: rows that rank ``p`` (outer) sends to rank ``q`` (inner), itself included.
-        logical_rows: rows that one rank's tokens need, one for each expert of each token.
         hidden: elements of a row.
         precision: of the rows.
 
     Returns:
-        ``logical_bytes`` of one rank; ``physical_bytes`` of the busiest rank and direction, without copies to itself;
-        ``rows_to_others`` and ``rows_to_self``, the mean of all ranks.
+        ``physical_bytes`` of the busiest rank, and ``rows_to_others``, the mean of all ranks.
     """
     ranks = range(len(sent_PP))
     out = [sum(sent_PP[p]) - sent_PP[p][p] for p in ranks]
     into = [sum(sent_PP[q][p] for q in ranks) - sent_PP[p][p] for p in ranks]
-    each = row_bytes(hidden, precision)
+    # A link carries both directions at once, so the fuller one takes the time; the way back is as long.
     return {
-        "logical_bytes": logical_rows * each,
-        # A link carries both directions at once, so the fuller one takes the time.
-        "physical_bytes": max(*out, *into) * each,
+        "physical_bytes": max(*out, *into) * row_bytes(hidden, precision),
         "rows_to_others": statistics.fmean(out),
-        "rows_to_self": statistics.fmean(sent_PP[p][p] for p in ranks),
-    }
-
-
-def rates(row: dict[str, Any], reference: dict[str, Any]) -> dict[str, float | None]:
-    """GB/s of a measured row and its fractions of the machine's copies.
-
-    Args:
-        row: with ``us_median`` (of the whole operation), ``parts_us``, ``logical_bytes`` and ``physical_bytes``.
-        reference: with ``between_ranks_gb_s`` and ``local_gb_s``.
-
-    Returns:
-        ``logical_gb_s`` over the whole operation and ``physical_gb_s`` over its wire part alone; what they are of the
-        copy inside one device and of the copy between two. None where nothing travelled.
-    """
-    wire_us = row["parts_us"]["wire"]
-    logical = row["logical_bytes"] / row["us_median"] / 1e3
-    physical = row["physical_bytes"] / wire_us / 1e3 if wire_us and row["physical_bytes"] else None
-    of_copy = None if physical is None else round(physical / reference["between_ranks_gb_s"], 4)
-    return {
-        "logical_gb_s": round(logical, 3),
-        "physical_gb_s": None if physical is None else round(physical, 3),
-        "fraction_of_copy_between_ranks": of_copy,
-        "fraction_of_local_copy": round(logical / reference["local_gb_s"], 4),
     }

@@ -97,6 +97,7 @@ def open_exchange(
         else:
             buffer, handle_type = StandInBuffer(group, **room), StandInBuffer.handle_type
         opened = Exchange(buffer=buffer, kernels=kernels, handle_type=handle_type, num_sms=0, **sizes)
+    # Not fixed with the buffer: the exchange experiment times several SM counts on one.
     num_sms = num_sms or chosen_sms(opened.buffer, experts, top_k, native=kernels == "native")
     opened = opened if opened.num_sms == num_sms else replace(opened, num_sms=num_sms)
     _OPEN[group.group_name] = opened

@@ -155,6 +155,7 @@ class StandInBuffer:
         for expert in range(local):
             mine = ids_UK == expert
             slots_UK[mine] = starts_e[expert] + torch.arange(int(counts_e[expert]), device=ids_UK.device)
+        # As DeepEP numbers tokens: by rank, each with room for as many as the buffer holds.
         mine_T = torch.arange(topk_idx.shape[0], device=topk_idx.device) + self.rank * capacity
         source_U = arrive(mine_T)
         rank_U = torch.repeat_interleave(received_W)

@@ -15,8 +15,6 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from scipy.optimize import brentq
-
 from moelab.data import read_yaml
 from moelab.errors import BadInput
 from moelab.experiment import EPBackend, Experiment, Precision
@@ -27,7 +25,7 @@ from moelab.explain.trace import UNNAMED_GPU
 from moelab.hardware import cluster_of, known_gpu
 from moelab.layout import check
 from moelab.model import gemms, shape_for
-from moelab.projection.calibration import CALIBRATION, Calibration, with_values
+from moelab.projection.calibration import CALIBRATION, Calibration, value_that_meets
 from moelab.projection.gemm import is_blackwell
 from moelab.projection.job import CATEGORIES, INDEX, PASS_INDEX, Job
 from moelab.projection.project import Projection, aligned, project
@@ -260,7 +258,7 @@ def fit(explanation: Explanation, experiment: Experiment) -> dict[str, float]:
     job = compare(explanation, experiment).projection.job  # refuses what cannot be held against it
     solved: dict[str, float] = {}
     for name, seconds, predict in _targets(explanation, experiment, job):
-        value = _meeting(name, seconds, predict, solved)
+        value = value_that_meets(name, seconds, predict, solved)
         if value is not None:
             solved[name] = value
     return solved
@@ -311,16 +309,3 @@ def _targets(explanation: Explanation, experiment: Experiment, job: Job) -> list
         ("sync_s", explanation.idle_in_layers_ms * per_step, of_layers),
         ("step_s", measured["host and waiting"], part("host and waiting")),
     ]  # fmt: skip
-
-
-def _meeting(name: str, seconds: float, predict: Predict, solved: Mapping[str, float]) -> float | None:
-    """The value of a constant with which a prediction meets a time, from a twentieth to 20 times its own; else None."""
-    usual = float(getattr(CALIBRATION, name))
-    low, high = (usual / 20, usual * 20) if usual else (1e-9, 1.0)
-
-    def late(value: float) -> float:
-        return predict(with_values(**{**solved, name: value})) - seconds
-
-    if seconds <= 0 or late(low) * late(high) > 0:
-        return None
-    return float(brentq(late, low, high, xtol=1e-9 * high))

@@ -115,6 +115,7 @@ def _take_next_pass(experts: nn.Module, about: Mapping[str, Any], path: Path) ->
         bytes_per_expert = sum(2 * weight[0].numel() for weight in weights)
         count = min(len(counts), max(1, MAX_WEIGHT_BYTES // bytes_per_expert))
         sizes = [size.clamp(max=MAX_ROWS // count) for size in counts[:count].cpu()]
+        # Of all experts: the rows of those that are kept are cut out of the whole input.
         starts = (counts.cumsum(0) - counts).tolist()
         rows = torch.cat([torch.arange(start, start + size) for start, size in zip(starts, sizes, strict=False)])
         kept.update({name: _on_host(weight[:count]) for name, weight in zip(("w1", "w2", "w3"), weights, strict=True)})
@@ -123,6 +124,7 @@ def _take_next_pass(experts: nn.Module, about: Mapping[str, Any], path: Path) ->
 
     def await_gradient(_experts: nn.Module, _arguments: object, output: torch.Tensor) -> None:
         backward.remove()
+        # Of the experts' output, before combine or the sum over a token's experts.
         output.register_hook(take_gradient)
 
     def take_gradient(grad: torch.Tensor) -> None:

@@ -86,6 +86,7 @@ class MXFP8Experts(_TitanExperts):
         if self._kernels == "emulated":
             how: dict[str, Any] = {"wgrad": self._wgrad, "pad_inside": self._pad_inside}
             return emulation.grouped_mm(A, B_t, offs, **how, precision=self.multiplies_in)
+        # TorchTitan's, by torchao's kernels with the settings above.
         return super()._grouped_mm(A=A, B_t=B_t, offs=offs)
 
 

@@ -185,6 +185,7 @@ class _GroupedMM(torch.autograd.Function):
             rows_M, ends_G, rows = _padding_of(ends_G, x_MK.shape[0], casts.block)
             x_MK = _pad(x_MK, rows_M, rows)
         ctx.save_for_backward(x_MK, weight_GKN, ends_G, rows_M)
+        # Weights come as the transposed view of contiguous ones, so this is no copy.
         quantised_GNK = casts.rows(weight_GKN.transpose(-2, -1).contiguous(), ends_G)
         output_MN = _product(casts.rows(x_MK, ends_G), quantised_GNK.transpose(-2, -1), ends_G)
         return output_MN if rows_M is None else output_MN.index_select(0, rows_M)
@@ -194,6 +195,7 @@ class _GroupedMM(torch.autograd.Function):
         x_MK, weight_GKN, ends_G, rows_M = ctx.saved_tensors
         casts = _CASTS[ctx.precision]
         grad_MN = grad_MN.contiguous() if rows_M is None else _pad(grad_MN, rows_M, x_MK.shape[0])
+        # wgrad in BF16 is of the values before quantisation, as torchao's `wgrad_with_hp`.
         if ctx.wgrad_in_bf16:
             quantised_MN = casts.rows(grad_MN, ends_G)
             wgrad_GNK = _product(grad_MN.transpose(-2, -1), x_MK, ends_G)

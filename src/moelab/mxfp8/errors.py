@@ -339,6 +339,7 @@ def compare_methods(
     for name, x in tensors.items():
         seen = set()
         for method in methods:
+            # Such as E5M2, which has the range of gradients and one bit less.
             number_format = method.gradient if name in gradients else method.operand
             if number_format not in seen:
                 seen.add(number_format)
@@ -382,6 +383,7 @@ class GroupedGemm:
     def groups(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """x, weight and grad of every expert that has tokens."""
         for weight, (start, end) in zip(self.weight, pairwise([0, *self.offsets.tolist()]), strict=True):
+            # A group without tokens has an empty product, whose error is no number.
             if end > start:
                 yield self.x[start:end], weight, self.grad[start:end]
 

@@ -182,6 +182,7 @@ class MX:
         moved = x.float().movedim(axis, -1).contiguous()  # to_mx cuts blocks along the last axis of memory
         e8m0, stored = to_mx(moved, self.element.dtype, self.block, ScaleCalculationMode(self.scaling))
         values = to_dtype(stored, e8m0, self.element.dtype, self.block, torch.float32)
+        # E8M0 is an exponent; as a number it is a power of two, in FP32.
         scale = get_fp_scale(e8m0).repeat_interleave(self.block, dim=-1)
         return Cast(values=values.movedim(-1, axis), stored=stored.movedim(-1, axis), scale=scale.movedim(-1, axis))
 
@@ -221,6 +222,7 @@ class NVFP4:
         inner, packed = nvfp4_quantize(moved.view(-1, moved.shape[-1]), self.block, outer)
         # torchao stores two codes in a byte.
         codes = unpack_uint4(packed).view(moved.shape)
+        # What an element is multiplied by is the product of both scales.
         scale = (outer * inner.float()).repeat_interleave(self.block, dim=-1).view(moved.shape)
         values = f4_unpacked_to_f32(codes) * scale
         return Cast(values=values.movedim(-1, axis), stored=codes.movedim(-1, axis), scale=scale.movedim(-1, axis))

@@ -52,7 +52,7 @@ WARM_UP, MIN_REPEATS, MAX_REPEATS, SECONDS_PER_CASE = 2, 8, 30, 0.8
 COMPONENT_REPEATS = 8
 PEAK_SIZE = 8192
 """Rows, columns and summed elements of the product that stands for a GPU's peak."""
-PEAK_REPEATS, COPY_BYTES = 12, 2 << 30
+PEAK_REPEATS = 12
 
 
 # What can be timed
@@ -154,11 +154,11 @@ def time_alone(call: Callable[[], object], device: torch.device, *, repeats: int
 
 
 def measure_peaks(device: torch.device) -> dict[str, Any]:
-    """What this GPU reaches on a large square product of each precision, and on a copy.
+    """What this GPU reaches on a large square product of each precision.
 
     Returns:
         ``bf16_tflops``, ``fp8_tflops`` and ``mxfp8_tflops`` (None with ``<name>_error`` where there is no such kernel),
-        ``copy_tb_s`` (bytes read and written), and how they were measured.
+        and how they were measured.
     """
     size = PEAK_SIZE
     # Random values: a GPU multiplies zeros or ones at a higher clock.
@@ -172,17 +172,14 @@ def measure_peaks(device: torch.device) -> dict[str, Any]:
         "fp8": lambda: torch._scaled_mm(a8, b8.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True),
         "mxfp8": lambda: torch._scaled_mm(a8, b8.t(), blocks, blocks, out_dtype=torch.bfloat16),
     }
-    peaks: dict[str, Any] = {"product": size, "repeats": PEAK_REPEATS, "copy_bytes": COPY_BYTES}
+    peaks: dict[str, Any] = {"product": size, "repeats": PEAK_REPEATS}
     for name, product in products.items():
         try:
             require_kernels(name)
             peaks[f"{name}_tflops"] = time_alone(product, device, repeats=PEAK_REPEATS).tflops(2 * size**3, 3)
         except Exception as error:  # there are no kernels, or one fails, in any way
             peaks |= {f"{name}_tflops": None, f"{name}_error": _first_line(error)[:200]}
-    source = torch.ones(COPY_BYTES // 2, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    copied = time_alone(lambda: target.copy_(source), device, repeats=PEAK_REPEATS)
-    return {**peaks, "copy_tb_s": round(COPY_BYTES / copied.median_us / 1e6, 4)}
+    return peaks
 
 
 # Whole steps
@@ -285,6 +282,7 @@ def time_case(
     for precision in precisions:
         operands = make_operands(case, device, block=ROW_BLOCK[precision])
         product = grouped_mm(precision)
+        # One graph for each shape, as fast as a compiler makes it.
         work = step(torch.compile(product, dynamic=False) if compiled else product, operands)
         try:
             once_s += interleaved({"once": work}, device, repeats=2)["once"]["total"].median_us / 1e6
@@ -330,20 +328,12 @@ class Component(NamedTuple):
 
 
 def time_components(case: Case, precision: GroupedPrecision, device: torch.device) -> Iterator[dict[str, Any]]:
-    """Time each kernel of a precision by itself.
-
-    Yields:
-        A row for each component, with ``gb_s`` of a cast or ``tflops`` of a GEMM.
-    """
+    """Time each kernel of a precision by itself; a row for each."""
     operands = make_operands(case, device, block=ROW_BLOCK[precision])
     for part in components(operands, precision):
         spread = time_alone(part.call, device, repeats=COMPONENT_REPEATS)
         row = {**vars(case), "precision": precision, "component": part.name, "pass": part.direction}
-        row |= {"kind": part.kind, "size": part.size, **spread.columns()}
-        if part.kind == "gemm":
-            yield row | {"tflops": spread.tflops(part.size)}
-        else:
-            yield row | {"gb_s": round(part.size / spread.median_us / 1e3, 1) if part.size else None}
+        yield row | {"kind": part.kind, "size": part.size, **spread.columns()}
 
 
 def components(operands: Operands, precision: GroupedPrecision) -> Iterator[Component]:
@@ -488,6 +478,7 @@ def run(
         What the file has.
     """
     began, device = time.monotonic(), torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    # Also into the file: a reader sees why a precision has no rows.
     refused = {name: problem for name in PRECISIONS if (problem := why_not(name))}
     possible: list[GroupedPrecision] = [name for name in PRECISIONS if name not in refused] or ["bf16"]
     chosen = list(precisions or possible)
@@ -536,7 +527,7 @@ def run(
             torch.cuda.empty_cache()  # the next case's sizes do not fit into this one's blocks
         write_json(path, content)
         _say(f"  {time.monotonic() - began:.0f} s")
-    content |= {"peaks_after": measure_peaks(device), "wall_s": round(time.monotonic() - began, 1)}
+    content["wall_s"] = round(time.monotonic() - began, 1)
     write_json(path, content)
     return content
 

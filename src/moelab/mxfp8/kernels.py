@@ -47,6 +47,7 @@ def resolve(requested: Literal["auto", "native", "emulated"]) -> Kernels:
             f"mxfp8_kernels is 'native', but {problem}. Use 'emulated' (the numerics of MXFP8, slower than BF16) "
             "or 'auto' (native where it exists)."
         )
+    # Emulated on a GPU that has the tensor cores, a run would look like one of the hardware.
     if torch.cuda.is_available() and has_native_mxfp8(torch.cuda.get_device_capability()[0]):
         raise Refused(
             f"this GPU has MXFP8 tensor cores, but {problem}. Fix that, or set mxfp8_kernels=emulated, which says "
@@ -73,6 +74,7 @@ def why_not_cutedsl() -> str | None:
     """What is wrong with the packages of the CuTeDSL kernels, or None."""
     from torchao.prototype.moe_training.kernels.mxfp8.cute_utils import _missing_cutedsl_runtime_packages
 
+    # Asked before a run: torchao itself fails inside a kernel's first call.
     if missing := _missing_cutedsl_runtime_packages():
         return f"torchao's MXFP8 kernels need {', '.join(missing)}, not installed here: {INSTALL}"
     newer = [

@@ -209,6 +209,7 @@ class _ExpertRows(torch.autograd.Function):
         ctx.arithmetic, ctx.arrived, ctx.scored = arithmetic, data_RD is not None, scores_R is not None
         kept = (x_RD,) if data_RD is None else (data_RD, scales_RS)
         scores = () if scores_R is None else (scores_R,)
+        # Not the activation: the gradient of SwiGLU computes it again while it reads gate and up anyway.
         ctx.save_for_backward(gate_up_RH, w1_eFD, w3_eFD, w2_eDF, ends_e, *kept, *scores)
         return how.product(how.swiglu(gate_up_RH, scores_R, ends_e), how.weights([w2_eDF]), ends_e)
 
@@ -227,6 +228,7 @@ class _ExpertRows(torch.autograd.Function):
         w1_grad_eFD, w3_grad_eFD = how.wgrads_of_gate_and_up(grad_RH, kept, ends_e)
         w2_grad_eDF = how.wgrad_of_output(y_RD, y, h_RF, ends_e)
         scores_grad = scores_grad_R if ctx.scored else None
+        # Data and scales have no gradient of their own: that of the rows went to their place.
         return x_grad_RD, None, None, w1_grad_eFD, w3_grad_eFD, w2_grad_eDF, None, scores_grad, None
 
 
@@ -285,6 +287,7 @@ class _EmulatedMXFP8:
         Emulated as two products, each rounded, because torchao's numbers are those; elsewhere one product sums over
         both.
         """
+        # Blocks of 32 do not cross from gate to up, so a half of the operand is the half's own cast.
         gate, up = (
             cls.product(half_RF, cls.transposed_weights([weight_eFD]), ends_e)
             for half_RF, weight_eFD in zip(grad.chunk(2, dim=1), weights_eFD, strict=True)
@@ -309,6 +312,7 @@ class _EmulatedMXFP8:
     @staticmethod
     def wgrads(grad_RN: Tensor, x_RK: Tensor, ends_e: Tensor, weights: int) -> list[Tensor]:
         """Gradients of so many weights side by side, BF16 ``(e, N / weights, K)``: sums over each expert's rows."""
+        # Views of columns, which the product takes as they lie.
         parts = grad_RN.chunk(weights, dim=1)
         return [torch._grouped_mm(one.transpose(-2, -1), x_RK, offs=ends_e, out_dtype=torch.bfloat16) for one in parts]
 
@@ -364,6 +368,7 @@ class _NativeMXFP8(_In8Bits):
 
     @staticmethod
     def weights(weights_eNK: list[Tensor]) -> Any:
+        # The forward's weights: blocks along D, as their rows have them, then the tensor cores' layout.
         data_eNK, scales = torchao_mxfp8.triton_to_mxfp8_dim0(_beside(weights_eNK), BLOCK, "rceil")
         return data_eNK.transpose(-2, -1), torchao_mxfp8.triton_mx_block_rearrange_per_group_3d(scales)
 
@@ -428,9 +433,11 @@ class _FP8WithWgrad(_FP8):
 
     @classmethod
     def wgrads_of_gate_and_up(cls, grad_RH: Tensor, rows: list[Tensor], ends_e: Tensor) -> list[Tensor]:
+        # Rows that arrived in 8 bits are used as they came, with no second rounding.
         data_RD, factors_R = fp8_rows(rows[0]) if len(rows) == 1 else (rows[0], rows[1].reshape(-1))
         x_DR = turned(data_RD)
         grad_HR, factors_eH = fp8_turned(grad_RH, factors_R, ends_e)
+        # Every scale is in the other operand, but the product asks for a factor of each row of both.
         ones = factors_eH.new_ones(len(ends_e) * len(x_DR))
         return [
             fp8_wgrad(half_FR, x_DR, factors_eF.reshape(-1), ones, ends_e)
@@ -541,6 +548,7 @@ def fp8_turned(x_RC: Tensor, factors_R: Tensor, ends_e: Tensor) -> tuple[Tensor,
         E4M3 ``(C, R)``, undefined for rows after the last end, and float32 ``(e, C)`` that expand it.
     """
     data_CR, factors_eC = empty_fp8_turned(x_RC, factors_R, ends_e)
+    # On a CPU; the CUDA kernel reads where an expert's rows end on the device.
     starts = [0, *ends_e.tolist()]
     for expert, (start, end) in enumerate(itertools.pairwise(starts)):
         part_CR = (x_RC[start:end].float() * factors_R[start:end, None]).t().contiguous()

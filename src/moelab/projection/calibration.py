@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -126,6 +126,30 @@ def with_values(calibration: Calibration = CALIBRATION, /, **values: float) -> C
             raise BadInput(f"{name} is {value}; give a positive number")
     changed = {name: replace(getattr(calibration, name), value=value) for name, value in values.items()}
     return replace(calibration, **changed)
+
+
+def value_that_meets(
+    name: str, seconds: float, predict: Callable[[Calibration], float], others: Mapping[str, float] | None = None
+) -> float | None:
+    """The value of a constant with which a prediction meets a time, from a twentieth to 20 times its own; else None.
+
+    Args:
+        name: of the constant.
+        seconds: that were measured.
+        predict: the same time by a calibration; grows or falls with the constant all the way.
+        others: values of other constants.
+    """
+    from scipy.optimize import brentq  # a projection solves nothing, and does not wait for scipy
+
+    usual = float(getattr(CALIBRATION, name))
+    low, high = (usual / 20, usual * 20) if usual else (1e-9, 1.0)
+
+    def late_s(value: float) -> float:
+        return predict(with_values(**{**(others or {}), name: value})) - seconds
+
+    if seconds <= 0 or late_s(low) * late_s(high) > 0:
+        return None
+    return float(brentq(late_s, low, high, xtol=1e-9 * high))
 
 
 def calibration_file(name: str) -> Path:

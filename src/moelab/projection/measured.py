@@ -5,16 +5,15 @@ not there was not measured yet; nothing stands in for it. ``h100_full_node_predi
 expected of one node of eight GPUs before anyone measured it; what is measured later is held against the file, not
 against what the model says by then.
 
-The micro-experiments of one node give constants of the step-time model. One that is a rate enters a time as ``fixed +
-part / rate``. Both parts are known from the model, so every row of a measurement asks for one value of the constant;
-the median over rows is taken.
+The micro-experiments of one node give constants of the step-time model: every row of a measurement asks for one value
+of a constant, and the median over rows is taken.
 """
 
 from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
@@ -25,7 +24,7 @@ from moelab.errors import BadInput
 from moelab.experiment import EPBackend
 from moelab.hardware import GPUS, MODELS, known_gpu
 from moelab.model import BYTES_PER_ELEMENT, shape_of
-from moelab.projection.calibration import CALIBRATION, Calibration, with_values
+from moelab.projection.calibration import Calibration, value_that_meets
 from moelab.projection.exchange import exchange_job, exchange_time_s
 from moelab.projection.gemm import grouped_time_s, is_blackwell, rates_of
 
@@ -198,9 +197,6 @@ def node_results(full_node: Measurement, two_by_two: Measurement) -> dict[Place,
 
 # Constants of a node
 
-NO_LIMIT = 1e9
-"""A rate at which only the fixed part of a time is left."""
-
 
 def constants_of_node(grouped_gemm: Measurement, all_to_all: Measurement) -> dict[str, float]:
     """The constants that a node's files decide.
@@ -218,14 +214,15 @@ def constants_of_node(grouped_gemm: Measurement, all_to_all: Measurement) -> dic
     gpu = _gpu_of(grouped_gemm)
     grouped = "blackwell_grouped" if is_blackwell(GPUS[gpu]) else "hopper_grouped"
     asked = {
-        grouped: list(_of_products(grouped_gemm, gpu, grouped)),
-        "nccl_nvlink": list(_of_exchanges(all_to_all, "standard", "nccl_nvlink")),
-        "deepep_nvlink": list(_of_exchanges(all_to_all, "deepep", "deepep_nvlink")),
+        grouped: _of_products(grouped_gemm, gpu, grouped),
+        "nccl_nvlink": _of_exchanges(all_to_all, "standard", "nccl_nvlink"),
+        "deepep_nvlink": _of_exchanges(all_to_all, "deepep", "deepep_nvlink"),
     }
-    return {name: statistics.median(values) for name, values in asked.items() if values}
+    found = {name: [value for value in values if value is not None] for name, values in asked.items()}
+    return {name: statistics.median(values) for name, values in found.items() if values}
 
 
-def _of_products(measured: Measurement, gpu: str, name: str) -> Iterator[float]:
+def _of_products(measured: Measurement, gpu: str, name: str) -> Iterator[float | None]:
     for row in measured.rows:
         if (row["precision"], row["pass"]) == ("bf16", "forward+backward"):
 
@@ -233,10 +230,10 @@ def _of_products(measured: Measurement, gpu: str, name: str) -> Iterator[float]:
                 rates = rates_of(GPUS[gpu], calibration)
                 return grouped_time_s(row["m"], row["n"], row["k"], row["groups"], "bf16", rates)
 
-            yield from _asked(predict, 1e-6 * row["median_us"], name)
+            yield value_that_meets(name, 1e-6 * row["median_us"], predict)
 
 
-def _of_exchanges(measured: Measurement, backend: str, name: str) -> Iterator[float]:
+def _of_exchanges(measured: Measurement, backend: str, name: str) -> Iterator[float | None]:
     """From the rows whose wire carries BF16 tokens once for each destination and writes nothing else.
 
     Of DeepEP these are of its dense layout, which files of format 2 have. In the expanding layout of training the wire
@@ -256,15 +253,7 @@ def _of_exchanges(measured: Measurement, backend: str, name: str) -> Iterator[fl
         def predict(calibration: Calibration, job: Any = job) -> float:
             return exchange_time_s(job, calibration, BYTES_PER_ELEMENT["bf16"], alone=True)
 
-        yield from _asked(predict, 1e-6 * row["parts_us"]["wire"], name)
-
-
-def _asked(predict: Callable[[Calibration], float], measured_s: float, name: str) -> Iterator[float]:
-    """The value of a rate with which the model meets a time; none if the fixed part alone is longer."""
-    fixed_s = predict(with_values(**{name: NO_LIMIT}))
-    if measured_s > fixed_s:
-        part = (predict(CALIBRATION) - fixed_s) * float(getattr(CALIBRATION, name))
-        yield part / (measured_s - fixed_s)
+        yield value_that_meets(name, 1e-6 * row["parts_us"]["wire"], predict)
 
 
 def _gpu_of(measured: Measurement) -> str:

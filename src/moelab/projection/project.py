@@ -18,10 +18,10 @@ from moelab.hardware import PROFILES, Cluster, Node, SourcedNumber, cluster_of, 
 from moelab.layout import check
 from moelab.layout.mesh import divisors
 from moelab.memory import MemoryConstants, estimate, memory_constants
-from moelab.model import ModelShape, flops_per_token, shape_for
+from moelab.model import flops_per_token, shape_for
 from moelab.projection.calibration import CALIBRATION, Calibration
 from moelab.projection.exchange import waits_over_network
-from moelab.projection.job import Job, Stack, job_of
+from moelab.projection.job import Job, job_of
 from moelab.projection.step import step_parts_s
 from moelab.projection.uncertainty import ACCUMULATED, CONFIDENCE, WAIT, outside, relative_width
 
@@ -113,8 +113,6 @@ def project(
     cluster: Cluster | None = None,
     *,
     calibration: Calibration = CALIBRATION,
-    stack: Stack | None = None,
-    shape: ModelShape | None = None,
     constants: MemoryConstants = memory_constants,
 ) -> Projection:
     """Predict the step of an experiment.
@@ -123,8 +121,6 @@ def project(
         experiment: what would run; its nodes and GPUs of a node are used, the cluster gives their kind and network.
         cluster: another one than the experiment's ``hardware``.
         calibration: constants of the model.
-        stack: other software than TorchTitan 0.3.0 with moelab's dispatchers.
-        shape: another model than the experiment's, such as a thin one; whether it fits is then not asked.
         constants: of memory and of how uneven the router is, such as a measured load of the experts.
 
     Raises:
@@ -150,23 +146,21 @@ def project(
             f"no projection: ep is {experiment.ep} on nodes of {experiment.gpus_per_node} GPUs, so that a group begins "
             f"or ends inside a node; layouts with ep {', '.join(map(str, valid))} can be projected"
         )
-    if shape is None:
-        memory = estimate(experiment, verdict.layout, node.gpu, constants=constants)
-        if not memory.fits:
-            raise Refused(
-                f"does not fit: {memory.worst_gib:.1f} GiB of {memory.capacity_gib:.1f} GiB on pipeline rank "
-                f"{memory.worst.rank}; {memory.dominant}"
-            )
-    job = job_of(experiment, verdict.layout, node, shape=shape, stack=stack, constants=constants)
-    shape = shape or shape_for(experiment)
+    memory = estimate(experiment, verdict.layout, node.gpu, constants=constants)
+    if not memory.fits:
+        raise Refused(
+            f"does not fit: {memory.worst_gib:.1f} GiB of {memory.capacity_gib:.1f} GiB on pipeline rank "
+            f"{memory.worst.rank}; {memory.dominant}"
+        )
+    job = job_of(experiment, verdict.layout, node, constants=constants)
     return Projection(
         experiment=experiment,
         cluster=cluster,
         job=job,
         breakdown_s=step_parts_s(job, calibration),
         flops={
-            "torchtitan": flops_per_token(shape, experiment.seq_len),
-            "causal": flops_per_token(shape, experiment.seq_len, causal=True),
+            "torchtitan": flops_per_token(job.shape, experiment.seq_len),
+            "causal": flops_per_token(job.shape, experiment.seq_len, causal=True),
         },
         outside=outside(job),
         notes=tuple(note for note in verdict.notes if note.startswith("traffic")),

@@ -219,7 +219,7 @@ def _weights_of_chances(chances: npt.NDArray[np.float64]) -> npt.NDArray[np.floa
     return weights
 
 
-def zipf_weights(experts: int, exponent: float, *, seed: int = 0) -> tuple[float, ...]:
+def zipf_weights(experts: int, exponent: float) -> tuple[float, ...]:
     """Weights 1 / place^exponent, where the experts' places in popularity are shuffled; exponent 0 is uniform.
 
     A made-up load for experiments; that of a trained router comes from its own counts.
@@ -228,7 +228,7 @@ def zipf_weights(experts: int, exponent: float, *, seed: int = 0) -> tuple[float
         >>> sorted(zipf_weights(4, 1.0), reverse=True)
         [1.0, 0.5, 0.3333333333333333, 0.25]
     """
-    places = np.random.default_rng(seed).permutation(experts) + 1.0
+    places = np.random.default_rng(0).permutation(experts) + 1.0
     return tuple((1.0 / places**exponent).tolist())
 
 
@@ -329,7 +329,7 @@ class Destinations:
 
 @functools.lru_cache(maxsize=256)  # a draw takes a while, and figures ask for the same one more than once
 def expected_destinations(
-    routing: RoutingModel, placement: ExpertPlacement, *, tokens: int = SIMULATED_TOKENS, seed: int = 0
+    routing: RoutingModel, placement: ExpertPlacement, *, tokens: int = SIMULATED_TOKENS
 ) -> Destinations:
     """Mean number of ranks and nodes that a token reaches.
 
@@ -337,7 +337,6 @@ def expected_destinations(
         routing: how tokens choose experts.
         placement: where the experts are.
         tokens: of the draw, where there is no formula.
-        seed: of the draw.
 
     Raises:
         BadInput: if the routing does not fit the placement.
@@ -357,7 +356,7 @@ def expected_destinations(
             tokens = math.lcm(placement.experts, placement.top_k) // placement.top_k
         else:
             label = "simulated"
-        ids_TK = draw_expert_ids(routing, placement, tokens, seed=seed)
+        ids_TK = draw_expert_ids(routing, placement, tokens)
         ranks, nodes = (mean_destinations(ids_TK, size) for size in sizes)
     return Destinations(copies=placement.top_k, ranks=ranks, nodes=nodes, label=label)
 

@@ -55,7 +55,6 @@ ARM_LOOKS = {
     "deepep fp8 dense": ("DeepEP, FP8 dispatch, then gather", "#F0E442"),
     "deepep fp8 expanded": ("DeepEP expanding, FP8 dispatch", "#E69F00"),
     "deepep mxfp8 expanded": ("DeepEP expanding, MXFP8 dispatch", "#D55E00"),
-    "hybridep bf16": ("HybridEP", "#CC79A7"),
 }
 
 
