@@ -386,24 +386,6 @@ def test_only_the_last_attempt_counts(tmp_path: Path) -> None:
     assert reason(tmp_path) == "rank 0: ValueError: of the second"
 
 
-def test_a_flood_of_1_gb_is_not_read_into_memory(tmp_path: Path) -> None:
-    file = tmp_path / "train.log"
-    with file.open("wb") as stream:
-        stream.truncate(1 << 30)  # sparse
-        stream.seek(0, 2)
-        stream.write(b"\n" + raised("ValueError: at the end", prefix="[rank1]: ").encode())
-    import tracemalloc
-
-    from moelab.runs.failure import LOG_TAIL_BYTES, cause, tail
-
-    tracemalloc.start()
-    found = cause(None, tail(file))
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert str(found) == "rank 1: ValueError: at the end"
-    assert peak < 5 * LOG_TAIL_BYTES
-
-
 def test_a_line_of_megabytes_takes_no_longer_than_its_beginning() -> None:
     import time
 
@@ -502,8 +484,8 @@ def test_torchs_own_dump_is_read(tmp_path: Path) -> None:
     )
     left(tmp_path, {"r0/stderr": watchdog(0)})
     (tmp_path / "rank_0").write_bytes(zlib.decompress(base64.b64decode(packed)))
-    dumps = dict(failure._dumps(tmp_path))
-    assert [entry["profiling_name"] for entry in dumps[0]["entries"]] == ["gloo:all_reduce", "gloo:barrier"]
+    ((rank, _, entries),) = failure._dumps(tmp_path)
+    assert (rank, [entry.operation for entry in entries]) == (0, ["all_reduce", "barrier"])
     assert reason(tmp_path).startswith("rank 0: a collective timed out")
 
 
