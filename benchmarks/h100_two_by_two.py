@@ -54,7 +54,7 @@ from torchtitan.tools.logging import init_logger
 from torchtitan.trainer import Trainer
 from validation.shapes import BIG_SHAPES, NODE_SHAPES, SHAPES, Shape
 
-from moelab.analysis.two_by_two import CODE, STOCK, STOCK_CHECKPOINTING, layer_gains, layer_table
+from moelab.analysis.two_by_two import CODE, STOCK, STOCK_CHECKPOINTING, layer_table
 from moelab.experiment import Experiment
 from moelab.machine import environment, gpus
 from moelab.privacy import without_places
@@ -363,7 +363,7 @@ def main() -> None:
         run_together(group, content, options)
     for row in content.get("summary", []):
         print("SUMMARY", json.dumps(row), flush=True)
-    print(layer_table(layer_gains(content["rows"])).to_string(index=False), flush=True)
+    print(layer_table(content["rows"]).to_string(index=False), flush=True)
     late = missing_keys(content, options, begun)
     print(f"LEFT for another call: {len(late)} passes" if late else "nothing is left", flush=True)
 

@@ -60,7 +60,7 @@ def test_its_defaults_train_the_two_by_two_and_say_that_it_is_no_speed(by_nbmake
     assert "quoted" in titles[0]
     assert "replayed" in titles[1]
     assert "derived" in titles[2]
-    assert "Not measured: a CPU process stands for a GPU here" in printed
+    assert "Not measured: a CPU process stands in for a GPU here" in printed
     assert "no interaction: a CPU's tokens per second" in printed
     (script,) = [text for text in ran.shown("text/plain") if "#!/bin/bash" in text]
     assert "#SBATCH --nodes=32" in script  # of the published study, shown where nothing can be sent

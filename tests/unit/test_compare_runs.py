@@ -26,7 +26,7 @@ from moelab.errors import BadInput
 from moelab.experiment import Experiment
 from moelab.model import count_parameters, flops_per_token, shape_of
 from moelab.runs.log import read_log
-from moelab.runs.settings import log_settings, settings_of
+from moelab.runs.settings import launch_settings, settings_of
 from moelab.runs.status import State
 from moelab.study_report import Report, judge_paths, provenance, report_figures, report_tables, write_study_report
 
@@ -208,7 +208,7 @@ def test_common_seeds_are_judged_as_in_a_study(tmp_path: Path) -> None:
     assert same.nats == 0.0
     assert far.verdict.answer is Answer.DIFFERENT
     assert [side["tps"]["median"] for side in found.to_json()["sides"]] == [1000, 500, 1000, 500]
-    assert found.speed_note.startswith("a rank is a CPU process in s: BF16 + standard all-to-all, s: MXFP8")
+    assert found.speed_note.startswith("each rank is a CPU process in s: BF16 + standard all-to-all, s: MXFP8")
 
 
 def test_studies_of_different_lengths_are_judged_on_common_steps(tmp_path: Path) -> None:
@@ -232,7 +232,7 @@ def test_a_run_that_failed_is_named_and_not_averaged(tmp_path: Path) -> None:
     assert verdict.verdict is not None
     assert verdict.verdict.excluded == (
         "s: MXFP8 + standard all-to-all, seed 7: failed: rank 1: ValueError: x, 2 of 40 steps logged",
-        "s: BF16 + standard all-to-all, seed 7: no run of it",
+        "s: BF16 + standard all-to-all, seed 7: not run",
     )
 
 
@@ -271,13 +271,14 @@ def test_a_chance_difference_among_many_sides_is_not_different(tmp_path: Path) -
             )
             make_run(tmp_path, experiment, [end + shift] * 2)
     study, options = tmp_path / "s", {"margin_nats": 0.0285}
-    alone = {one.arm: one.answer for one in judge_paths([study], **options).verdicts}
+    judged = judge_paths([study], **options)
+    alone = {one.arm: one.answer for one in judged.verdicts}
     beside = {one.arm: one.answer for one in compared(study, EXAMPLE_LOGS[0], **options).verdicts}
     pair = compared(study / "bf16_standard", study / "fp8_standard", **options).verdicts
     assert [one.answer for one in pair] == [Answer.DIFFERENT]
     assert beside == {arm_label(arm): answer for arm, answer in alone.items()}
     assert alone["fp8_standard"] is Answer.INSUFFICIENT
-    assert "not after Holm's correction for 4 arms" in judge_paths([study], **options).as_text()
+    assert "not after Holm's correction for 4 arms" in judged.as_text()
 
 
 def test_a_log_that_diverged_says_so_and_is_drawn_up_to_there(tmp_path: Path) -> None:
@@ -311,7 +312,7 @@ def test_every_study_below_a_path_has_its_arms(tmp_path: Path) -> None:
     kept.path.rename(kept.path.with_name("29990101T000000Z-aaaaaa"))
     found = compared(tmp_path / "runs", EXAMPLE_LOGS[0])
     assert [len(side.runs) for side in found.sides] == [4, 4, 4, 4, 1]
-    words = "other settings than the runs of this arm that are judged: lr 0.0001 instead of 0.003"
+    words = "not the settings of this arm's judged runs: lr 0.0001 instead of 0.003"
     assert f"Note: left out: t: BF16 + standard all-to-all, seed 0: {words}" in found.as_text()
     assert [row["reason"] for row in found.to_json()["runs"] if not row["used"]] == [words]
 
@@ -348,7 +349,7 @@ def test_bare_logs_are_summed_up(tmp_path: Path) -> None:
     logs = [log_of(tmp_path / f"{name}.log", {s: 8 - s / 99 for s in range(1, 41)}, tps=tps) for name, tps in RATES]
     faster, _, what = compared(*logs).summary.values()
     assert faster == "fast logged 1.5 times the tokens/s of slow."
-    assert what == "a model that no log names on machines that no log names; 40 steps, one run each."
+    assert what == "an unknown model on unknown hardware; 40 steps, one run each."
     assert compared(logs[0]).summary["Faster?"] == "There is nothing to compare with."
 
 
@@ -364,6 +365,9 @@ def test_one_log_has_a_report_of_its_own(tmp_path: Path) -> None:
         "Step times",
         "Gradient norm and learning rate.",
     ]
+    (done,) = report_figures(found)[2].figure.data  # percent of the steps that took at most so long
+    seconds = found.sides[0].step_time_s
+    assert [done.x[list(done.y).index(100)], done.x[list(done.y).index(0)]] == [max(seconds), min(seconds)]
 
 
 @pytest.mark.parametrize("name", ["missing", "empty", "empty.log", "bytes.log", "no_steps.csv", "torn.json"])
@@ -492,7 +496,7 @@ def test_reading_a_log_takes_time_with_its_length(tmp_path: Path, unit: str, wid
     log = tmp_path / "x.log"
     log.write_text("\n".join(text[start : start + width] for start in range(0, len(text), width)))
     before_s = time.process_time()
-    assert log_settings(log) == {}
+    assert list(launch_settings(log)) == [{}]
     assert time.process_time() - before_s < 5.0
 
 

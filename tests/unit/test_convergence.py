@@ -95,7 +95,7 @@ def test_a_small_shift_is_never_different_however_many_seeds():
 # --- one outlying seed -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("n", [3, 4, 5, 8, 12, 16])
+@pytest.mark.parametrize("n", [3, 5, 12])  # one step of the test, two, and many seeds
 def test_normal_seeds_are_rarely_said_to_be_outlying(n):
     rng = np.random.default_rng(n)
     alarms = [bool(outlying_seeds(dict(enumerate(rng.normal(3.6, 0.02, size=n))))) for _ in range(DRAWS)]
@@ -155,8 +155,7 @@ def test_lower_limit_covers(n):
 
 
 def margin_of_normals(**given) -> Margin:
-    options = {"nats": FACTOR, "cap_nats": 1e9, "source": "", "reference_sd": 1.0, "given": False, "factor": FACTOR}
-    return Margin(**(options | given), alpha=ALPHA)
+    return Margin(**{"nats": FACTOR, "cap_nats": 1e9, "source": "", "reference_sd": 1.0, "given": False} | given)
 
 
 @pytest.mark.parametrize(("n", "ratio"), [(3, 0.3), (5, 1.0), (8, 1.0)])
@@ -246,7 +245,7 @@ def test_an_outlying_reference_seed_is_named_and_decides_nothing_until_it_is_dro
     assert "--drop-seed 4" in verdict.sentence()
     dropped = judge(arm, reference, dropped_seeds=[4], **NAMES)
     assert (dropped.answer, dropped.seeds) == (Answer.DIFFERENT, (0, 1, 2, 3))
-    assert "Dropped by name in all arms: seed 4." in dropped.sentence()
+    assert "Dropped from all arms as requested: seed 4." in dropped.sentence()
     with pytest.raises(BadInput, match="seed 9 cannot be dropped"):
         judge(arm, reference, dropped_seeds=[9], **NAMES)
 
@@ -350,7 +349,7 @@ def test_arms_that_have_not_learnt_are_not_judged(end):
     assert judge(arm, reference, **NAMES).answer is Answer.EQUIVALENT
     verdict = judge(arm, reference, untrained_nats=math.log(2048), **NAMES)
     assert verdict.answer is Answer.NOT_TRAINED
-    assert "a model that knows nothing has 7.62" in verdict.sentence()
+    assert "an untrained model has 7.62" in verdict.sentence()
     learnt = judge(arm, {seed: loss - 4.0 for seed, loss in reference.items()}, untrained_nats=7.62, **NAMES)
     assert learnt.answer is Answer.NOT_TRAINED
     assert "MXFP8 has not learnt" in learnt.sentence()
@@ -364,9 +363,6 @@ def test_arms_that_have_not_learnt_are_not_judged(end):
         {"margin_nats": math.nan},
         {"margin_cap_nats": 0.0},
         {"margin_nats": 0.5, "margin_cap_nats": 0.02},
-        {"margin_factor": -1.0},
-        {"alpha": 0.5},
-        {"alpha": 5.0},
     ],
 )
 def test_options_out_of_range(option):
@@ -485,15 +481,6 @@ def test_the_newest_finished_run_of_a_seed_counts():
     final = final_losses(pd.concat([study(), newer, unfinished]))
     assert final.of("mxfp8_standard")[0] == pytest.approx(9.9)
     assert len(final.excluded) == 2
-
-
-def test_planned_steps_show_that_every_run_stopped_early():
-    (verdict,) = compare_convergence(final_losses(study(), steps=100), reference="bf16_standard")
-    assert verdict.answer is Answer.INSUFFICIENT
-    assert verdict.excluded == (
-        "mxfp8_standard, seeds 0, 1, 2, 3: ended at step 80 of 100",
-        "bf16_standard, seeds 0, 1, 2, 3: ended at step 80 of 100",
-    )
 
 
 @pytest.mark.parametrize(

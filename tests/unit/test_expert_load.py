@@ -167,9 +167,9 @@ def test_a_load_that_is_not_of_this_experiment_is_refused(tmp_path: Path, capsys
     for options, told in (
         (["--load", str(forced.path)], "has routing round_robin"),
         (["--load", str(run.path), "--set", "routing=random_balanced"], "this experiment has routing random_balanced"),
-        (["--load", str(run.path), "--set", "shape={num_experts: 8}"], "has 4 experts, and 8 are asked for"),
+        (["--load", str(run.path), "--set", "shape={num_experts: 8}"], "has 4 experts, but the experiment has 8"),
         (["--load", str(without.path)], "has no expert_load.parquet"),
-        (["--load", str(tmp_path)], "is no run directory; give one"),
+        (["--load", str(tmp_path)], "is not a run directory; give a run"),
     ):
         for verb in ("plan", "project"):
             assert main([verb, str(file), *options]) == 2
@@ -188,7 +188,7 @@ def test_a_figure_says_what_the_load_is_and_a_report_has_it(tmp_path: Path) -> N
     assert (list(worst.y), list(median.y), list(idle.y)) == ([1.5] * 4, [1.25] * 4, [12.5] * 4)
     even = ExpertLoad(steps=np.array([1]), layers=np.array([0]), tokens_SLE=np.ones((1, 1, 4), dtype=np.int64))
     assert "no expert is dead" in title(expert_load_figure(even, ep=1, name="x"))
-    with pytest.raises(BadInput, match="ep is 3 and does not divide the 4 experts"):
+    with pytest.raises(BadInput, match="ep is 3, which does not divide the 4 experts"):
         expert_load_figure(even, ep=3, name="x")
     for precision in ("bf16", "mxfp8"):
         run = trained(tmp_path / "runs", precision=precision, name="s")

@@ -146,7 +146,7 @@ def seen(follower: StudyFollower) -> tuple[Any, ...]:
     return one.rows.to_json(), [array.tolist() for array in arrays], one.tail, one.now.step, one.now.segments
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(cuts=st.lists(st.integers(0, len(REQUEUED)), max_size=12))
 def test_looking_at_any_moments_gives_what_one_look_gives(
     cuts: list[int], tmp_path_factory: pytest.TempPathFactory
@@ -209,7 +209,7 @@ def test_the_newest_attempt_of_each_arm_and_seed_is_followed(tmp_path: Path) -> 
 
 def test_runs_that_appear_later_are_found(tmp_path: Path) -> None:
     now = 0.0
-    follower = StudyFollower(tmp_path / "runs", find_interval_s=10, clock=lambda: now)
+    follower = StudyFollower(tmp_path / "runs", clock=lambda: now)
     assert follower.poll() == []
     assert not follower.all_final
     make_run(tmp_path / "runs", experiment(), [8.0, 7.5])

@@ -208,8 +208,8 @@ def test_runs_that_nobody_ended_are_closed(runs: Path) -> None:
         assert (run.status.state, run.status.reason) == (State.FAILED, "the launcher was killed")
     assert logged_steps(running) == [1]
     assert job.status.state is State.SUBMITTED
-    assert [one.run for one in done.found.left_out] == [unreadable]
-    assert lines[0] == f"{unreadable.name}: left out: {done.found.left_out[0].reason}"
+    assert [one.run for one in done.discovered.left_out] == [unreadable]
+    assert lines[0] == f"{unreadable.name}: left out: {done.discovered.left_out[0].reason}"
 
 
 def test_a_run_of_which_nobody_knows_the_end_is_not_trained_beside(runs: Path) -> None:
@@ -248,7 +248,7 @@ def test_completed_runs_of_older_records_and_renamed_folders_are_not_trained_aga
     (runs / "s").rename(runs / "t")
     renamed = make_study("t", {"steps": STEPS, "warmup_steps": 0, "hardware": "cpu"}, [BF16], [0, 1])
     done, lines = launch(runs, renamed)
-    assert (done.trained, lines[0]) == (0, "folder t holds runs that were recorded as of study s")
+    assert (done.trained, lines[0]) == (0, "folder t holds runs that were recorded as study s")
 
 
 # Interruptions

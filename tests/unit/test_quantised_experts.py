@@ -143,7 +143,7 @@ groups_of_any_size = st.lists(
 
 @given(groups_of_any_size.filter(any), st.integers(0, 2**31))
 @example(GROUPS, 0)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 def test_mxfp8_products_are_torchaos_of_an_mxtensor(groups: list[int], seed: int) -> None:
     rows, into, weights, _, upstream = operands("mxfp8", seed, groups)
     w1, w3, w2 = weights
@@ -464,10 +464,10 @@ compare(kernels.fp8_rows(x), defined.fp8_rows(x))
 for transposed in (False, True):
     compare(kernels.fp8_weights(weights, transposed), defined.fp8_weights(weights, transposed))
 for F in (96, 64):  # one of them no power of two
-    gate = torch.randint(8, 16, (37, F)) * 4.0  # above 17 silu is the identity in FP32
-    gate_up, grad = torch.cat([gate, powers(37, F)], 1).bfloat16(), powers(37, F).bfloat16()
+    gate = torch.randint(8, 16, (9, F)) * 4.0  # above 17 silu is the identity in FP32
+    gate_up, grad = torch.cat([gate, powers(9, F)], 1).bfloat16(), powers(9, F).bfloat16()
     gate_up[3] = grad[3] = 0
-    for scores in (None, powers(37).float()):
+    for scores in (None, powers(9).float()):
         for format_ in ("fp8", "mxfp8"):
             of = gate_up, scores, format_
             compare(kernels.quantised_swiglu(*of), defined.quantised_swiglu(*of))
@@ -476,7 +476,7 @@ for F in (96, 64):  # one of them no power of two
             gate_up[5, -1] = torch.nan  # of one row: its scale says so, and no other row changes
             found, right = (module.quantised_swiglu_backward(*of) for module in (kernels, defined))
             compare(found[2:3], right[2:3])
-            rows = torch.arange(37) != 5
+            rows = torch.arange(9) != 5
             compare([one[rows] for one in found if len(one)], [one[rows] for one in right if len(one)])
             gate_up[5, -1] = 1
 """

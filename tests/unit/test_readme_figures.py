@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
 from collections.abc import Iterable
 from pathlib import Path
@@ -18,7 +19,6 @@ from moelab.analysis.two_by_two import (
     DEPTHS,
     STOCK,
     ArmResult,
-    LayerGain,
     arm_results,
     checkpointing_pairs,
     checkpointing_words,
@@ -97,15 +97,14 @@ def test_stock_and_the_best_arm_under_each_checkpointing() -> None:
         gains = " / ".join(f"{arm.tps / stock.tps:.2f}" for stock, arm in pairs)
         short = ", stock short of memory" if any(stock.retries for stock, _ in pairs) else ""
         says(f"| {name} | {stocks} | {arms} | {gains} ×{short} |")
-    layers: dict[str, dict[str, LayerGain]] = {}
-    for gain in (one for one in layer_gains(rows) if one.code is None):
-        layers.setdefault(checkpointing_words(gain.activation_checkpoint), {})[gain.routing] = gain
+    layers: dict[str, dict[str, Any]] = {}
+    for gain in (one for one in layer_gains(rows) if one["code"] is None):
+        layers.setdefault(checkpointing_words(gain["activation_checkpoint"]), {})[gain["routing"]] = gain
+    assert layers
     for words, by_routing in layers.items():
         gains_of = [by_routing[routing] for routing in ROUTINGS]
-        stock_ms, arm_ms = (
-            " / ".join(f"{getattr(gain, side):.1f}" for gain in gains_of) for side in ("stock_ms", "arm_ms")
-        )
-        ratio = " / ".join(f"{gain.ratio:.2f}" for gain in gains_of)
+        stock_ms, arm_ms = (" / ".join(f"{gain[side]:.1f}" for gain in gains_of) for side in ("stock_ms", "arm_ms"))
+        ratio = " / ".join(f"{gain['ratio']:.2f}" for gain in gains_of)
         says(f"| a MoE layer, {words} | {stock_ms} ms | {arm_ms} ms | {ratio} × |")
 
 
@@ -124,13 +123,16 @@ def test_fp8_experts_in_one_pass() -> None:
         says(f"| 671B, {moe_layers} MoE layers, 16 experts | {stock} | {' | '.join(cells)} |")
     deepest = sorted(f"{one.ratio:.2f}" for one in whole["671B, 10 MoE layers"][1])
     says(f"{deepest[0]} to {deepest[1]} × TorchTitan at ten MoE layers with both under selective checkpointing")
-    gains = {(gain.arm, gain.routing): gain for gain in layer_gains(rows)}
+    gains = {(gain["arm"], gain["routing"]): gain for gain in layer_gains(rows)}
     layers = [[gains[arm, routing] for routing in ROUTINGS] for arm in arms]
     cells = [
-        f"{' / '.join(f'{gain.arm_ms:.1f}' for gain in each)} ms: {' / '.join(f'{gain.ratio:.2f}' for gain in each)} ×"
+        " ms: ".join(
+            " / ".join(f"{gain[key]:{form}}" for gain in each) for key, form in (("arm_ms", ".1f"), ("ratio", ".2f"))
+        )
+        + " ×"
         for each in layers
     ]
-    stock = " / ".join(f"{gain.stock_ms:.1f}" for gain in layers[0])
+    stock = " / ".join(f"{gain['stock_ms']:.1f}" for gain in layers[0])
     says(f"| a MoE layer | {stock} ms | {' | '.join(cells)} |")
 
 
@@ -311,6 +313,27 @@ def test_losses_on_one_gpu() -> None:
             apart = [one - other for one, other in zip(losses.get(arm, []), losses["standard"], strict=False)]
             cells.append(f" {statistics.mean(apart[-10:]):+.3f}, {max(map(abs, apart)):.2f} " if apart else " ")
         says(f"| seed {result['seed']} |{'|'.join(cells)}|".replace("-", "−"))
+
+
+def test_losses_on_a_cpu() -> None:
+    last, held_out = {}, {}
+    for verdict in results_of("convergence_cpu")["verdicts"]:
+        low, high = verdict["interval_nats"]
+        into = last if verdict["quantity"].startswith("the mean loss") else held_out
+        into[verdict["arm"]] = (
+            (f"{verdict['difference_nats']:+.4f}, {low:+.4f} to {high:+.4f} | ±{verdict['margin_nats']:.4f} |").replace(
+                "-", "−"
+            ),
+            verdict["answer"],
+        )
+    rows = [
+        f"| {name} | {last[arm][0]} {held_out[arm][0]} {held_out[arm][1]} |"
+        for name, arm in (("MXFP8", "mxfp8_standard"), ("NVFP4", "nvfp4_standard"))
+    ]
+    says(*rows)
+    numbers, answer = last["mxfp8_standard"]
+    difference, interval, margin = re.split(", | [|] ", numbers.removesuffix(" |"))
+    says(f"With eight seeds the same study ends *{answer}*: {difference} nats, {interval}, margin {margin}")
 
 
 def test_emulation() -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from figure_support import shown_page
 from run_support import ENVIRONMENT, make_run
 
 from moelab.analysis import Answer
@@ -19,7 +18,7 @@ from moelab.runs.collect import collect_run
 from moelab.runs.directory import RunDir
 from moelab.runs.files import write_json
 from moelab.runs.status import State
-from moelab.study_report import judge_paths, judge_study, provenance, report_figures, write_study_report
+from moelab.study_report import judge_paths, judge_study, provenance, report_figures
 
 STEPS = 8
 SEEDS = range(5)
@@ -91,30 +90,26 @@ def test_of_groups_with_as_many_seeds_the_newer_is_judged_and_the_other_told_of(
     judged = judge_study(tmp_path / "s")
     assert judged.verdicts[0].n_seeds == len(SEEDS)
     (note,) = {note.split(": ", 2)[2] for note in judged.notes if "left out" in note}
-    assert note.startswith("other settings than the runs of this arm that are judged: lr 0.00")
-    assert note.endswith("(as many seeds as the newer runs that are judged: give each a study of its own)")
+    assert note.startswith("not the settings of this arm's judged runs: lr 0.00")
+    assert note.endswith("(as many seeds as the newer runs, which are judged: give each set a study of its own)")
 
 
-def test_arms_that_agree_in_nothing_are_judged_and_the_verdict_says_so(tmp_path: Path) -> None:
+def test_arms_of_other_settings_are_judged_and_a_gain_is_of_settings_that_speed_does_not_depend_on(
+    tmp_path: Path,
+) -> None:
     for seed in SEEDS:
         run_of(tmp_path, "bf16", seed)
         run_of(tmp_path, "mxfp8", seed, fields={"lr": 2.0e-3, "dataset": "c4"})
+        run_of(tmp_path, "fp8", seed, fields={"local_batch": 8})
     judged = judge_study(tmp_path / "s")
+    fp8, mxfp8 = judged.verdicts
     words = "The arms also differ in their settings: lr 0.002 instead of 0.003, dataset c4 instead of python."
-    assert words in judged.verdicts[0].sentence()
+    assert words in mxfp8.sentence()
     assert words.removesuffix(".") in judged.to_json()["note"]
-    assert judged.gains
-
-
-def test_no_gain_where_settings_differ_that_speed_depends_on(tmp_path: Path) -> None:
-    for seed in SEEDS:
-        run_of(tmp_path, "bf16", seed)
-        run_of(tmp_path, "mxfp8", seed, fields={"local_batch": 8})
-    judged = judge_study(tmp_path / "s")
-    assert judged.gains == []
-    assert "no gain of MXFP8 over BF16 (both standard all-to-all) is claimed: local_batch 8 instead of 4" in (
-        judged.as_text()
-    )
+    assert "local_batch 8 instead of 4" in fp8.sentence()
+    assert [one.arm for one in judged.gains] == ["mxfp8_standard"]
+    refused = "no gain of FP8 over BF16 (both standard all-to-all) is claimed: local_batch 8 instead of 4"
+    assert refused in judged.as_text()
 
 
 def test_a_field_that_makes_an_arm_is_no_other_setting(tmp_path: Path) -> None:
@@ -181,7 +176,7 @@ def test_a_seed_that_was_lost_is_left_out_by_name(tmp_path: Path) -> None:
     (verdict,) = judge_study(study).verdicts
     assert verdict.answer is Answer.EQUIVALENT
     assert "seed 5: failed: rank 1: killed by SIGKILL, 3 of 8 steps logged" in verdict.sentence()
-    assert "seed 6: no run of it" in verdict.sentence()
+    assert "seed 6: not run" in verdict.sentence()
     assert "assumed to be unrelated" in verdict.sentence()
 
 
@@ -190,8 +185,8 @@ def test_a_seed_whose_only_run_has_other_settings_is_left_out_with_that_reason(t
     run_of(tmp_path, "bf16", 5)
     run_of(tmp_path, "mxfp8", 5, fields={"gpus_per_node": 4})
     (verdict,) = judge_study(study).verdicts
-    assert "seed 5: other settings than the runs of this arm that are judged: gpus_per_node 4" in verdict.sentence()
-    assert "no run of it" not in verdict.sentence()
+    assert "seed 5: not the settings of this arm's judged runs: gpus_per_node 4" in verdict.sentence()
+    assert "not run" not in verdict.sentence()
 
 
 def test_a_planned_seed_that_has_no_run_is_named(tmp_path: Path) -> None:
@@ -199,7 +194,7 @@ def test_a_planned_seed_that_has_no_run_is_named(tmp_path: Path) -> None:
     shared = {"steps": STEPS, "warmup_steps": 1}
     study = make_study("s", shared, [{"precision": "bf16"}, {"precision": "mxfp8"}], [*SEEDS, 9])
     (verdict,) = judge_study(tmp_path / "s", study=study).verdicts
-    assert "mxfp8_standard, seed 9: no run of it" in verdict.excluded
+    assert "mxfp8_standard, seed 9: not run" in verdict.excluded
     run_of(tmp_path, "mxfp8", 7)
     rows = judge_study(tmp_path / "s", study=study).to_json()["runs"]
     assert [row["reason"] for row in rows if not row["used"]] == ["seed 7 of this arm is not in the study"]
@@ -247,7 +242,7 @@ def test_a_seed_can_be_dropped_and_a_margin_capped(tmp_path: Path) -> None:
     ):
         (verdict, *_) = found.verdicts
         assert (verdict.seeds, verdict.margin_nats) == ((0, 1, 3, 4), 0.001)
-        assert any("as asked for: seed 2" in note for note in found.notes)
+        assert any("as requested: seed 2" in note for note in found.notes)
     assert sum(not row["used"] for row in judge_study(study, dropped_seeds=[2]).to_json()["runs"]) == 2
     for paths in ([study], [study, study / "bf16_standard"]):
         with pytest.raises(BadInput, match="seed 77 cannot be dropped"):
@@ -270,7 +265,7 @@ def test_no_gain_is_claimed_between_machines(tmp_path: Path) -> None:
     assert f"no gain of MXFP8 over BF16 (both standard all-to-all) is claimed: {words}" in judged.as_text()
     assert judged.comparable_tps.keys() == {"bf16_standard"}
     assert "torch 2.13.0 against 2.14.0" in judged.verdicts[0].sentence()
-    assert "a rank is a CPU process in BF16 + standard all-to-all" in judged.speed_note
+    assert "each rank is a CPU process in BF16 + standard all-to-all" in judged.speed_note
     told = judged.to_json()
     assert (told["gains"][0]["percent"], words in told["gains"][0]["reason"]) == (None, True)
     assert {(row["arm"], row["machine"], row["versions"]["torch"]) for row in told["runs"]} == {
@@ -325,24 +320,18 @@ def test_one_run_on_another_machine_is_counted_apart(tmp_path: Path) -> None:
     assert found.sides[0].settings.values["torch"] == "2.14.0 in 4 runs, 2.13.0 in 1 run"
 
 
-def test_a_run_whose_machine_is_unknown_is_not_in_the_gain(tmp_path: Path) -> None:
-    study = study_of(tmp_path)
-    (run,) = (study / "mxfp8_standard" / "seed0").iterdir()
-    (run / "environment.json").unlink()
-    judged = judge_study(study)
-    assert [one.n_seeds for one in judged.gains] == [4]
-    assert judged.verdicts[0].n_seeds == 5
-
-
-def test_a_requeued_run_that_went_on_elsewhere_is_not_in_the_gain(tmp_path: Path) -> None:
+def test_a_run_that_went_on_elsewhere_or_whose_machine_is_unknown_is_not_in_the_gain(tmp_path: Path) -> None:
     study = study_of(tmp_path, lambda precision, seed: {"gpus": H100})
     for seed, later in ((0, {"gpus": B200, **packages(torch="2.13.0")}), (1, {"gpus": H100})):
         (run,) = (study / "mxfp8_standard" / f"seed{seed}").iterdir()
         write_json(run / "environment-2.json", ENVIRONMENT | later)
     judged = judge_study(study)
-    told = "seed 0: environment-2.json: a later start ran on 2 × NVIDIA B200 with another torch"
+    told = "seed 0: environment-2.json: a later start ran on 2 × NVIDIA B200 with a different torch"
     assert f"MXFP8 + standard all-to-all, {told}" in judged.notes
     assert [one.n_seeds for one in judged.gains] == [4]
+    (run / "environment.json").unlink()
+    judged = judge_study(study)
+    assert ([one.n_seeds for one in judged.gains], judged.verdicts[0].n_seeds) == ([3], 5)
 
 
 def test_hidden_gpus_make_no_gpu_machine(tmp_path: Path) -> None:
@@ -368,7 +357,7 @@ def test_kernels_that_differ_within_an_arm_give_no_gain(tmp_path: Path) -> None:
     write_json(run / "launch" / "converted" / "rank0.json", {"kernels": "native", "modules": ["layers.1"]})
     judged = judge_study(study)
     assert judged.no_gain == {
-        "MXFP8 + standard all-to-all": "MXFP8 or NVFP4 kernels emulated in 4 runs, native in 1 run of one arm"
+        "MXFP8 + standard all-to-all": "MXFP8 or NVFP4 kernels emulated in 4 runs, native in 1 run within one arm"
     }
 
 
@@ -392,23 +381,3 @@ def test_the_memory_of_repeated_steps_is_the_largest(tmp_path: Path) -> None:
     one = collect_run(run, save=True)
     assert '"memory_gib_peak": 9.25' in (run.path / "results.json").read_text()
     assert one.finished
-
-
-HOSTILE = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)> /home/alice/secret"
-
-
-def test_hostile_names_of_machines_are_shown_and_not_run(tmp_path: Path) -> None:
-    study = study_of(
-        tmp_path,
-        lambda precision, seed: (
-            {}
-            if precision == "bf16"
-            else {"gpus": [{"name": HOSTILE}], "processor": HOSTILE, **packages(torch=HOSTILE)}
-        ),
-    )
-    for name, paths in (("study", [study]), ("sides", [study, study / "bf16_standard"])):
-        page = shown_page(write_study_report(judge_paths(paths), tmp_path / f"{name}.html").read_text())
-        assert "<script>alert(1)" not in page
-        assert "<img src=x" not in page
-        assert "/home/alice" not in page
-        assert "&lt;script&gt;alert(1)" in page

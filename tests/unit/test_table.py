@@ -10,9 +10,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from moelab.errors import BadInput
 from moelab.runs import (
     COLUMNS,
-    NotAWandbExport,
     combine,
     merge_segments,
     metrics_table,
@@ -254,5 +254,5 @@ def test_wandb_chart_as_its_page_writes_it(tmp_path: Path) -> None:
 def test_file_that_is_no_wandb_export(tmp_path: Path, name: str, text: str, message: str) -> None:
     path = tmp_path / name
     path.write_text(text)
-    with pytest.raises(NotAWandbExport, match=message):
+    with pytest.raises(BadInput, match=message):
         read_wandb(path)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from torch.utils.tensorboard import SummaryWriter
 
-from moelab.runs import COLUMNS, NotATensorBoardFolder, combine, metrics_table, read_log, read_tensorboard
+from moelab.runs import COLUMNS, NotATensorBoardFolder, read_tensorboard
 from moelab.runs.collect import collect
 
 
@@ -113,19 +113,6 @@ def test_folder_without_metrics(tmp_path: Path) -> None:
     write(tmp_path, 100, {})
     read = read_tensorboard(tmp_path)
     assert (len(read.rows), read.segments, tuple(read.rows.columns)) == (0, 0, COLUMNS)
-
-
-def test_killed_run_has_its_tail_from_the_log(tmp_path: Path) -> None:
-    line = (
-        "step: {}  loss: {:8.5f}  grad_norm:  0.5000  memory: 10.00GiB(5.00%)  tps: 4,000  tflops: 900.50  mfu: 40.00%"
-    )
-    log = read_log([line.format(step, 9 - step / 30) for step in (10, 20, 30)]).columns
-    write(tmp_path, 100, {step: metrics(9 - step / 30, **{"lr/AdamW": 0.5}) for step in (10, 20)}, time=50.0)
-    rows = metrics_table(combine(log, read_tensorboard(tmp_path).columns))
-    assert rows["loss"].tolist() == [float(np.float32(9 - 10 / 30)), float(np.float32(9 - 20 / 30)), 8.0]
-    assert rows["tps"].tolist() == [4000.25, 4000.25, 4000.0]
-    assert rows["lr"].tolist()[:2] == [0.5, 0.5]
-    assert math.isnan(rows["lr"][2])
 
 
 def test_a_damaged_record_hides_no_other(tmp_path: Path) -> None:

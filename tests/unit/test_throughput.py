@@ -5,7 +5,7 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from moelab.analysis import arm_label, arm_throughput, gain, run_medians
+from moelab.analysis import arm_label, arm_throughput, gain
 from moelab.analysis.arms import contrast
 from moelab.analysis.published import GAINS, THROUGHPUT, published_tps
 from moelab.errors import BadInput
@@ -26,8 +26,8 @@ def throughput_table(tps_by_arm: dict[str, dict[int, float]], steps: int = 20) -
 def test_warmup_is_discarded_and_a_slow_step_does_not_move_the_median():
     table = throughput_table({"bf16_standard": {0: 1000.0}})
     table.loc[table["step"] == 10, "tps"] = 1.0
-    medians = run_medians(table, warmup_steps=3)
-    assert medians[["arm", "seed", "tps", "steps"]].values.tolist() == [["bf16_standard", 0, 1000.0, 17]]
+    (result,) = arm_throughput(table, warmup_steps=3)
+    assert (result.arm, result.tps_by_seed) == ("bf16_standard", {0: pytest.approx(1000.0)})
 
 
 def test_arm_throughput_is_the_geometric_mean_with_a_t_interval_in_logs():
@@ -40,6 +40,12 @@ def test_arm_throughput_is_the_geometric_mean_with_a_t_interval_in_logs():
     assert result.n_seeds == 3
     assert result.tps_by_seed == pytest.approx(values)
     assert "n = 3 seeds" in result.sentence()
+
+
+def test_runs_of_one_seed_are_one_value_their_geometric_mean():
+    once, again = (throughput_table({"bf16_standard": {0: tps}}) for tps in (900.0, 1600.0))
+    (result,) = arm_throughput(pd.concat([once, again.assign(run="again")]))
+    assert (result.n_seeds, result.tps) == (1, pytest.approx(1200.0))
 
 
 def test_one_seed_gives_no_interval_and_says_so():
@@ -64,8 +70,8 @@ def test_gain_is_paired_by_seed():
 
 def test_gain_matches_scipy_on_log_ratios():
     baseline, arm = {0: 500.0, 1: 520.0, 2: 490.0, 3: 505.0}, {0: 560.0, 1: 571.0, 2: 566.0, 3: 548.0}
-    result = gain(throughput_table({"b": baseline, "a": arm}), baseline="b", arm="a", level=0.9)
-    reference = stats.ttest_rel(np.log(list(arm.values())), np.log(list(baseline.values()))).confidence_interval(0.9)
+    result = gain(throughput_table({"b": baseline, "a": arm}), baseline="b", arm="a")
+    reference = stats.ttest_rel(np.log(list(arm.values())), np.log(list(baseline.values()))).confidence_interval(0.95)
     assert (result.interval.low, result.interval.high) == pytest.approx(
         (math.exp(reference.low), math.exp(reference.high))
     )
@@ -80,7 +86,7 @@ def test_gain_of_one_seed_is_not_resolved():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda t: run_medians(t, warmup_steps=20), "lower warmup_steps"),
+        (lambda t: arm_throughput(t, warmup_steps=20), "lower warmup_steps"),
         (lambda t: gain(t, baseline="bf16_standard", arm="none"), "the arms are"),
         (lambda t: gain(t, baseline="bf16_standard", arm="other"), "no seed in common"),
     ],
@@ -101,12 +107,8 @@ def test_published_gains_follow_from_the_published_throughputs():
 @pytest.mark.parametrize(
     ("arm", "label"),
     [
-        ("bf16_standard", "BF16 + standard all-to-all"),
-        ("mxfp8_deepep", "MXFP8 + DeepEP"),
         ("fp8_minimal_async_ep", "FP8 + minimal async EP"),
         ("mxfp8_standard_linears_wgrad-bf16", "MXFP8 + standard all-to-all (linears, wgrad BF16)"),
-        ("mxfp8_deepep_dispatch-mxfp8_random-balanced", "MXFP8 + DeepEP (dispatch MXFP8, random-balanced)"),
-        ("bf16_standard_compile-model+loss", "BF16 + standard all-to-all (compile model+loss)"),
         (
             "bf16_standard_lr-1e-05_ep-kernels-emulated_dp-shard--1",
             "BF16 + standard all-to-all (lr 1e-05, ep kernels emulated, dp shard -1)",

@@ -155,7 +155,7 @@ def test_traced_steps_are_out_of_the_throughput_and_the_step_times(tmp_path: Pat
     plain = make_run(tmp_path / "plain", Experiment(steps=12), losses)
     run = make_run(tmp_path, Experiment(steps=12, trace_step=8, trace_ranks=(0, 1)), losses)
     (missing,) = collect_run(run).notes
-    assert missing.startswith("step 8 of rank 0, 1 was not traced: a launch began after it")
+    assert missing.startswith("step 8 was not traced on rank 0, 1: a launch began after it")
     files = [{"file": "traces/rank1.json.gz", "bytes": 9, "reason": None}]
     record = {"step": 8, "step_s": 2.5, "usual_step_s": 1.0, "write_s": 3.0, "files": files}
     write_json(run.path / RECORDED_FOLDER / "rank1.json", record)
@@ -163,7 +163,8 @@ def test_traced_steps_are_out_of_the_throughput_and_the_step_times(tmp_path: Pat
     write_json(run.path / RECORDED_FOLDER / "rank0.json", {**record, "write_s": 0.5, "files": files})
     one = collect_run(run)
     assert one.notes == (
-        "step 8 was traced: it took 2.500 s instead of 1.000 s, and writing 3.0 s; throughput is without steps 7 to 9",
+        "step 8 was traced: it took 2.500 s instead of 1.000 s, plus 3.0 s to write the trace; throughput leaves out "
+        "steps 7 to 9",
         "traces/rank0.json.gz: not kept: larger than 64 MiB",
     )
     assert one.rows["step"][one.rows["tps"].isna()].tolist() == [7, 8, 9]
@@ -177,4 +178,4 @@ def test_traced_steps_are_out_of_the_throughput_and_the_step_times(tmp_path: Pat
     again = collect_run(run, save=True)
     assert collect_run(run).rows.equals(again.rows)
     (run.path / RECORDED_FOLDER / "rank1.json").write_text("{")
-    assert collect_run(run).damaged == ("launch/recorded/rank1.json is damaged: what its trace cost is unknown",)
+    assert collect_run(run).damaged == ("launch/recorded/rank1.json is damaged: the cost of its trace is unknown",)

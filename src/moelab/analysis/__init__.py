@@ -3,7 +3,7 @@
 from moelab.analysis.arms import arm_label
 from moelab.analysis.convergence import FinalLosses, compare_convergence, final_losses
 from moelab.analysis.equivalence import Interval, t_interval
-from moelab.analysis.throughput import ArmThroughput, Gain, arm_throughput, gain, run_medians
+from moelab.analysis.throughput import ArmThroughput, Gain, arm_throughput, gain
 from moelab.analysis.verdict import Answer, Verdict, judge
 
 __all__ = [
@@ -19,6 +19,5 @@ __all__ = [
     "final_losses",
     "gain",
     "judge",
-    "run_medians",
     "t_interval",
 ]

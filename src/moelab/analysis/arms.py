@@ -32,6 +32,7 @@ def base_arm(arm: str) -> tuple[str, str]:
         >>> base_arm("mxfp8_standard_wgrad-bf16")
         ('mxfp8_standard', 'wgrad-bf16')
     """
+    # By name and not by "_": minimal_async_ep has some of its own.
     for precision in PRECISIONS:
         for backend in BACKENDS:
             base = f"{precision}_{backend}"

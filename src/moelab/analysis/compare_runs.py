@@ -33,6 +33,7 @@ from moelab.model import shape_for, tokenizer_size
 from moelab.runs.collect import Collected
 from moelab.runs.files import finite_or_none
 from moelab.runs.settings import spread
+from moelab.runs.side_files import Environment
 from moelab.runs.table import merge_segments
 
 ARM_FIELDS = frozenset(
@@ -57,11 +58,9 @@ LOSS_PACKAGES = ("torch", "torchtitan", "torchao", "triton")
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """Loss of a side against that of the first, in nats per token.
+    """Loss of the side ``label`` against that of ``reference``, in nats per token.
 
     Attributes:
-        reference: label of the first side.
-        label: of this side.
         steps: that both logged.
         first_step: of the last part, which the difference is a mean over; up to the last of ``steps``.
         nats: mean difference over that part, this side − first; NaN if one diverged.
@@ -95,11 +94,11 @@ class Difference:
             return self.judged.sentence()
         unjudged = f"{self.unfinished}: no verdict. " if self.unfinished else ""
         if not self.steps:
-            return f"{unjudged}{self.label} and {self.reference} have no step with a loss in common: no difference."
+            return f"{unjudged}{self.label} and {self.reference} have no step with a loss in common."
         if math.isnan(self.nats):
             return unjudged.strip() or f"{self.label} has no finite difference from {self.reference} at the end."
         spread = f" ({self.spread_nats:.4f} from step to step)" if math.isfinite(self.spread_nats) else ""
-        worth = "" if unjudged else " One run against another: whether a change of seed does as much is not known."
+        worth = "" if unjudged else " One run against another: a change of seed might do as much."
         difference = f"{self.label} differs from {self.reference} by {self.nats:+.4f} nats {self._where}{spread}"
         return f"{unjudged}{difference}.{worth}"
 
@@ -154,12 +153,14 @@ def judge_sides(
         "diverged": {(name(side), seed): why for side in sides for seed, why in side.diverged_seeds.items()},
         "lost": {(name(side), seed): why for side in sides for seed, why in side.lost_seeds.items()},
     }
+    # One vocabulary for all: an arm changes how a model is trained, not what it predicts.
     model, known = first.experiment, set().union(*(side.seeds for side in sides))
     verdicts = compare_convergence(
         losses,
         reference=name(first),
         arms=[name(side) for side in others],
         dropped_seeds=[seed for seed in dropped_seeds if seed in known],
+        # Rows of the embedding that no token uses are never predicted, after a few steps.
         untrained_nats=None if model is None else math.log(min(shape_for(model).vocab_size, tokenizer_size(model))),
         lr_warmup_steps=model.warmup_steps if model is not None else 0,
         **{**options, **{key: seeds | options.get(key, {}) for key, seeds in own.items()}},
@@ -185,6 +186,7 @@ def difference(reference: Side, side: Side, *, final_fraction: float = 0.1, **op
     final = both.loc[first_step:].dropna()
     verdict = _verdict(reference, side, final_fraction=final_fraction, **options)
     diverged = reference.diverged or side.diverged
+    # Paired by seed where there are pairs: a seed that one side lacks would shift the mean of curves.
     mean = verdict.mean_difference_nats if verdict is not None and verdict.seeds else float(final.mean())
     return Difference(
         reference=reference.label,
@@ -200,11 +202,6 @@ def difference(reference: Side, side: Side, *, final_fraction: float = 0.1, **op
 
 def difference_curve(reference: Side, side: Side, one: Difference) -> pd.DataFrame:
     """Difference over the steps that both logged, averaged over a trailing window as long as the final difference's.
-
-    Args:
-        reference: what the other is held against.
-        side: the other.
-        one: their difference.
 
     Returns:
         Steps by ``mean``, ``low`` and ``high`` (nats): the t interval over common seeds, or one standard deviation over
@@ -253,7 +250,7 @@ def differing_fields(one: Experiment, other: Experiment) -> dict[str, str]:
     def told(experiment: Experiment, name: str) -> str:
         if not name.startswith("shape."):
             return str(getattr(experiment, name))
-        value = getattr(experiment.shape, name.removeprefix("shape."), None)
+        value = getattr(experiment.shape, name.removeprefix("shape."), None)  # `shape` is None without changes
         return "the model's own" if value is None else str(value)
 
     return {name: f"{name} {told(one, name)} instead of {told(other, name)}" for name in one.differences(other)}
@@ -261,7 +258,7 @@ def differing_fields(one: Experiment, other: Experiment) -> dict[str, str]:
 
 def differing_settings(arm: Experiment, reference: Experiment) -> dict[str, str]:
     """Fields in which two arms differ that make neither of them an arm: name to words."""
-    own = ARM_FIELDS | {*arm.arm_fields, *reference.arm_fields}
+    own = ARM_FIELDS | {*arm.arm_fields, *reference.arm_fields}  # a study may vary any other field too
     return {name: words for name, words in differing_fields(arm, reference).items() if name not in own}
 
 
@@ -280,46 +277,47 @@ def differing_facts(
 ) -> list[str]:
     """What is known of both groups of runs and is not one value in all of them, in words.
 
-    Args:
-        runs: of an arm or a side.
-        reference: of what it is held against.
-        facts: :func:`speed_facts` or :func:`loss_facts`.
+    ``facts`` are :func:`speed_facts` or :func:`loss_facts`.
     """
-    known, known_reference = [facts(run) for run in runs], [facts(run) for run in reference]
-    names = dict.fromkeys(name for one in [*known, *known_reference] for name in one)
-    words = []
-    for name in names:
-        values, others = ([one[name] for one in group if name in one] for group in (known, known_reference))
-        if values and others and len({*values, *others}) > 1:
-            words.append(f"{name} {spread(values)} against {spread(others)}")
-    return words
+    own, others = _by_fact(runs, facts), _by_fact(reference, facts)
+    return [
+        f"{name} {spread(values)} against {spread(others[name])}"
+        for name, values in own.items()
+        if name in others and len({*values, *others[name]}) > 1
+    ]
+
+
+def mixed_facts(runs: Sequence[Collected], facts: Callable[[Collected], Mapping[str, str]]) -> list[str]:
+    """What is not one value in all runs of an arm, in words."""
+    return [f"{name} {spread(own)} within one arm" for name, own in _by_fact(runs, facts).items() if len(set(own)) > 1]
+
+
+def _by_fact(runs: Iterable[Collected], facts: Callable[[Collected], Mapping[str, str]]) -> dict[str, list[str]]:
+    """The value of each run that has one, by name."""
+    values: dict[str, list[str]] = {}
+    for run in runs:
+        for name, value in facts(run).items():
+            values.setdefault(name, []).append(value)
+    return values
 
 
 def speed_facts(run: Collected) -> dict[str, str]:
     """What a run's speed depends on beside its settings; nothing for a machine that is not known."""
-    if run.environment is None:
+    known = run.environment
+    if known is None:
         return {}
-    driver = {"driver": version} if (version := run.environment.versions.get("driver")) else {}
-    return {
-        "machine": run.environment.machine,
-        "processor": run.environment.processor,
-        **driver,
-        **_packages(run, SPEED_PACKAGES),
-        "moelab": run.environment.moelab,
-    }
+    driver = {"driver": known.versions["driver"]} if "driver" in known.versions else {}
+    machine = {"machine": known.machine, "processor": known.processor}
+    return {**machine, **driver, **_packages(known, SPEED_PACKAGES), "moelab": known.moelab}
 
 
 def loss_facts(run: Collected) -> dict[str, str]:
     """What rounds a run's loss beside its settings; nothing for a machine that is not known."""
-    if run.environment is None:
+    known = run.environment
+    if known is None:
         return {}
-    commit = {"commit": run.environment.git_commit} if run.environment.git_commit else {}
-    return {
-        "hardware": run.environment.chip,
-        **_packages(run, LOSS_PACKAGES),
-        "moelab": run.environment.moelab,
-        **commit,
-    }
+    commit = {"commit": known.git_commit} if known.git_commit else {}
+    return {"hardware": known.chip, **_packages(known, LOSS_PACKAGES), "moelab": known.moelab, **commit}
 
 
 def kernel_facts(run: Collected) -> dict[str, str]:
@@ -342,16 +340,7 @@ def machine_differences(side: Side, reference: Side) -> list[str]:
     ]
     # Runs from elsewhere are held against their own kind too: one side may be of two machines.
     mixed = [side.label for side in (side, reference) if len(differing_facts(side.runs, side.runs, speed_facts))]
-    return [*told, *(f"the machines or versions of {label} are not alike" for label in mixed)]
-
-
-def mixed_facts(runs: Sequence[Collected], facts: Callable[[Collected], Mapping[str, str]]) -> list[str]:
-    """What is not one value in all runs of an arm, in words."""
-    values: dict[str, list[str]] = {}
-    for run in runs:
-        for name, value in facts(run).items():
-            values.setdefault(name, []).append(value)
-    return [f"{name} {spread(own)} of one arm" for name, own in values.items() if len(set(own)) > 1]
+    return [*told, *(f"the runs of {label} are not on like machines" for label in mixed)]
 
 
 def _verdict(reference: Side, side: Side, *, final_fraction: float, **options: Any) -> Verdict | None:
@@ -374,7 +363,7 @@ def _verdict(reference: Side, side: Side, *, final_fraction: float, **options: A
 
 def _common_steps(*sides: Side) -> set[int]:
     """Steps that every run of all sides logged, finite or not; a step that a source gives no loss for is not logged."""
-    if not all(side.table["loss"].notna().any() for side in sides):
+    if not all(side.table["loss"].notna().any() for side in sides):  # an export of throughput alone
         return set()
     tables = [side.table if side.seeds_known or side.diverged else side.table.dropna(subset=["loss"]) for side in sides]
     return set.intersection(*(set(rows["step"]) for table in tables for _, rows in table.groupby("run")))
@@ -382,11 +371,12 @@ def _common_steps(*sides: Side) -> set[int]:
 
 def _mean_loss(side: Side) -> pd.Series[float]:
     """Mean loss over the side's runs at each step, NaN where one has none or it is not finite."""
+    # NaN where one run has none: a mean that loses a run on the way would jump.
     wide = merge_segments(side.table).pivot(index="step", columns="run", values="loss")
     return wide.mean(axis=1, skipna=False).where(lambda mean: mean.abs() < math.inf)
 
 
-def _packages(run: Collected, names: Iterable[str]) -> dict[str, str]:
+def _packages(environment: Environment, names: Iterable[str]) -> dict[str, str]:
     """Versions that are on record: an older record may not speak of a package at all."""
-    packages = run.environment.packages if run.environment is not None else {}
+    packages = environment.packages
     return {name: packages[name] or "not installed" for name in names if name in packages}

@@ -56,16 +56,15 @@ def first_final_step(last_step: int, final_fraction: float) -> int:
     """
     if not 0.0 < final_fraction <= 1.0:
         raise BadInput(f"final_fraction is {final_fraction}: give a part of the steps above 0 and up to 1, such as 0.1")
-    return last_step - max(1, round(final_fraction * last_step)) + 1
+    return last_step - max(1, round(final_fraction * last_step)) + 1  # both ends count
 
 
-def final_losses(table: pd.DataFrame, *, final_fraction: float = 0.1, steps: int | None = None) -> FinalLosses:
+def final_losses(table: pd.DataFrame, *, final_fraction: float = 0.1) -> FinalLosses:
     """Mean loss of each run over the last part of training.
 
     Args:
         table: Metrics table (``run, arm, seed, segment, step, loss, …``); segments of a run are merged here.
         final_fraction: Part of the steps that the mean is over, 0.1 for the last 10 %.
-        steps: Step at which a run is finished; None takes the largest step in the table.
 
     Returns:
         The losses. Left out and named are runs that ended early, that lost or never had a finite loss in the window,
@@ -78,7 +77,7 @@ def final_losses(table: pd.DataFrame, *, final_fraction: float = 0.1, steps: int
     if table["loss"].notna().sum() == 0:
         raise BadInput("the table has no loss: collect a run that logged at least one step")
     merged = merge_segments(table)
-    last_step = int(merged["step"].max()) if steps is None else steps
+    last_step = int(merged["step"].max())
     first_step = first_final_step(last_step, final_fraction)
     merged["run"] = merged["run"].astype(str)  # a column of Python's own texts, which the loop below takes as keys
     own = merged.groupby(["run", "arm", "seed"], sort=False)
@@ -139,8 +138,8 @@ def compare_convergence(
         arms: Arms to judge; None takes every other arm of ``losses``, ``diverged`` and ``lost``.
         diverged: Seeds that failed numerically, by (arm, seed), each with the reason.
         lost: Seeds without a result for another reason.
-        **options: ``margin_nats``, ``margin_cap_nats``, ``margin_factor``, ``alpha``, ``dropped_seeds``,
-            ``untrained_nats`` and ``lr_warmup_steps`` of :func:`~moelab.analysis.verdict.judge`.
+        **options: ``margin_nats``, ``margin_cap_nats``, ``dropped_seeds``, ``untrained_nats`` and
+            ``lr_warmup_steps`` of :func:`~moelab.analysis.verdict.judge`.
 
     Returns:
         One verdict an arm, *different* corrected for their number.

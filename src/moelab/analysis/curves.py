@@ -66,7 +66,7 @@ def mean_and_interval(curves: pd.DataFrame, *, level: float) -> pd.DataFrame:
     """Mean over seeds at each step with its t interval, as columns ``mean``, ``low``, ``high`` (NaN for one seed)."""
     n = curves.notna().sum(axis=1).to_numpy()
     mean = curves.mean(axis=1)
-    quantile = stats.t.ppf(0.5 + level / 2.0, np.where(n > 1, n - 1, np.nan))
+    quantile = stats.t.ppf(0.5 + level / 2.0, np.where(n > 1, n - 1, np.nan))  # 0 degrees of freedom would warn
     reach = quantile * curves.std(axis=1, ddof=1) / np.sqrt(n)
     return pd.DataFrame({"mean": mean, "low": mean - reach, "high": mean + reach})
 
@@ -80,6 +80,7 @@ def mean_and_sd(curves: pd.DataFrame) -> pd.DataFrame:
 def thinned(curves: Curves, points: int = POINTS_DRAWN) -> Curves:
     """Every nth row and the last: at most so many ``points`` and one."""
     every = thinning(len(curves), points)
+    # The last row is kept, so that a curve ends where its run did.
     return pd.concat([curves.iloc[:-1:every], curves.iloc[-1:]]) if every > 1 else curves
 
 
@@ -101,6 +102,6 @@ def joined_lines(curves: pd.DataFrame) -> tuple[list[float], list[float]]:
     curves = thinned(curves, min(POINTS_DRAWN, SEED_POINTS_DRAWN // max(1, curves.shape[1])))
     for seed in curves.columns:
         values = curves[seed].dropna()
-        x += [*values.index.astype(float), np.nan]
+        x += [*values.index.astype(float), np.nan]  # the gap between two seeds
         y += [*values.astype(float), np.nan]
     return x, y

@@ -45,6 +45,10 @@ NAN = float("nan")
 
 MIN_SEEDS = 3
 MAX_SEEDS_SEARCHED = 100
+ALPHA = 0.05
+"""Rate that is allowed for a false "equivalent" at the margin."""
+MARGIN_FACTOR = 2.0
+"""Of the reference's seed-to-seed standard deviation. A choice."""
 MARGIN_CAP = 0.01
 """Of the reference's mean loss: no derived margin is wider. A choice."""
 OUTLIER_ALPHA = 0.01
@@ -67,18 +71,37 @@ class Interval:
         """Whether the data gave an interval."""
         return bool(np.isfinite(self.low) and np.isfinite(self.high))
 
+    @property
+    def percent(self) -> Interval:
+        """That of a ratio, as percent above 1."""
+        return Interval(low=100.0 * (self.low - 1.0), high=100.0 * (self.high - 1.0), level=self.level)
 
-def t_interval(values: Sequence[float], *, level: float = 0.95) -> Interval:
-    """Student-t interval of the mean of independent values.
+    def words(self, spec: str = "+.4f", unit: str = "") -> str:
+        """The interval in words.
+
+        Args:
+            spec: Format of its ends.
+            unit: What follows them.
+
+        Example:
+            >>> Interval(low=1.25, high=3.5, level=0.95).words("+.1f", " %")
+            '95 % interval +1.2 to +3.5 %'
+        """
+        if not self.exists:
+            return "no interval"
+        return f"{100 * self.level:g} % interval {self.low:{spec}} to {self.high:{spec}}{unit}"
+
+
+def t_interval(values: Sequence[float]) -> Interval:
+    """Student-t interval of the mean of independent values, with 95 % coverage.
 
     The unit of analysis is a seed. Values of successive steps of one run are autocorrelated, so an interval over steps
     would be far too narrow; a run is first reduced to one number and the interval is taken over those.
 
-    ``mean ± t(1 − (1 − level)/2, n − 1) · s/√n``
+    ``mean ± t(0.975, n − 1) · s/√n``
 
     Args:
         values: One value a seed.
-        level: Coverage, 0.95 for a 95 % interval.
 
     Returns:
         The interval; NaN on both sides for fewer than two values, which have no spread to take one from.
@@ -89,9 +112,9 @@ def t_interval(values: Sequence[float], *, level: float = 0.95) -> Interval:
         (-0.484, 4.484)
     """
     if len(values) < 2:
-        return Interval(low=float("nan"), high=float("nan"), level=level)
-    low, high = DescrStatsW(np.asarray(values, dtype=float)).tconfint_mean(1.0 - level)
-    return Interval(low=float(low), high=float(high), level=level)
+        return Interval(low=NAN, high=NAN, level=0.95)
+    low, high = DescrStatsW(np.asarray(values, dtype=float)).tconfint_mean(0.05)
+    return Interval(low=float(low), high=float(high), level=0.95)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +123,6 @@ class Margin:
 
     ``nats`` is NaN where the reference has no spread to derive it from. ``cap_nats`` bounds a derived margin;
     ``reference_sd`` is the standard deviation over seeds without the one that widens it most, NaN for fewer than three.
-    ``alpha`` is the rate allowed for a false "equivalent" at the margin.
     """
 
     nats: float
@@ -108,8 +130,6 @@ class Margin:
     source: str
     reference_sd: float
     given: bool
-    factor: float
-    alpha: float
 
     @property
     def exists(self) -> bool:
@@ -118,8 +138,8 @@ class Margin:
 
     @property
     def tost_alpha(self) -> float:
-        """Level on each side of the interval: half of ``alpha`` goes to the estimated spread of a derived margin."""
-        return self.alpha if self.given else self.alpha / 2.0
+        """Level on each side of the interval: half of the rate goes to the estimated spread of a derived margin."""
+        return ALPHA if self.given else ALPHA / 2.0
 
 
 def equivalence_margin(
@@ -128,23 +148,16 @@ def equivalence_margin(
     reference: str,
     margin_nats: float | None = None,
     margin_cap_nats: float | None = None,
-    margin_factor: float = 2.0,
-    alpha: float = 0.05,
 ) -> Margin:
     """Take the margin as given, or derive it from the reference's seed-to-seed spread, up to a cap.
 
-    ``margin = min(margin_factor · lower limit of σ, cap)``
+    ``margin = min(MARGIN_FACTOR · lower limit of σ, cap)``
 
     Args:
         reference_losses: Finite loss of the reference by seed, nats per token.
         reference: Name of the reference arm.
         margin_nats: The margin where a person gives it; only a cap that is given too applies.
         margin_cap_nats: Cap of a derived margin; None takes 1 % of the reference's mean loss, outlying seeds left out.
-        margin_factor: Margin in units of the standard deviation, used where ``margin_nats`` is None.
-        alpha: Rate allowed for a false "equivalent" at the margin.
-
-    Returns:
-        The margin with its origin.
 
     Raises:
         BadInput: An option is out of range.
@@ -158,10 +171,6 @@ def equivalence_margin(
             raise BadInput(f"{name} is {value}: give nats above 0, or leave it out to derive it from the reference")
     if margin_nats is not None and margin_cap_nats is not None and margin_nats > margin_cap_nats:
         raise BadInput(f"margin_nats is {margin_nats}, above margin_cap_nats, {margin_cap_nats}: leave one of them out")
-    if not (math.isfinite(margin_factor) and margin_factor > 0):
-        raise BadInput(f"margin_factor is {margin_factor}: give standard deviations above 0, 2.0 for two")
-    if not 0.0 < alpha < 0.5:
-        raise BadInput(f"alpha is {alpha}: give an error rate between 0 and 0.5, 0.05 for 5 %")
     outlying = outlying_seeds(reference_losses)
     values = list(reference_losses.values())
     # A seed at 8 nats would raise the cap of 1 % as it would raise the spread.
@@ -180,28 +189,20 @@ def equivalence_margin(
         nats = NAN
         source = f"none: {arm_label(reference)} has no seed-to-seed spread to derive it from ({n})"
     else:
-        limit = float(lower_sd_limit(values, alpha=alpha / 2.0)[0])
-        nats = min(margin_factor * limit, cap)
+        limit = float(lower_sd_limit(values, alpha=ALPHA / 2.0)[0])
+        nats = min(MARGIN_FACTOR * limit, cap)
         source = (
-            f"{margin_factor:g} × {limit:.4f}, the lower {100 * (1 - alpha / 2):g} % confidence limit of the "
+            f"{MARGIN_FACTOR:g} × {limit:.4f}, the lower {100 * (1 - ALPHA / 2):g} % confidence limit of the "
             f"seed-to-seed standard deviation of {arm_label(reference)} (estimate {sd:.4f} without the seed that "
             f"widens it most, {n})"
         )
-        if nats < margin_factor * limit:
+        if nats < MARGIN_FACTOR * limit:
             source = (
-                f"its cap, {cap:.4f} ({cap_words}); the seeds alone would give {margin_factor * limit:.4f}: {source}"
+                f"its cap, {cap:.4f} ({cap_words}); the seeds alone would give {MARGIN_FACTOR * limit:.4f}: {source}"
             )
         else:
             source += f"; below its cap, {cap:.4f} ({cap_words})"
-    return Margin(
-        nats=nats,
-        cap_nats=cap,
-        source=source,
-        reference_sd=sd,
-        given=margin_nats is not None,
-        factor=margin_factor,
-        alpha=alpha,
-    )
+    return Margin(nats=nats, cap_nats=cap, source=source, reference_sd=sd, given=margin_nats is not None)
 
 
 def trimmed_sd(values_NM: ArrayLike) -> Array:
@@ -252,16 +253,16 @@ def lower_sd_limit(values_NM: ArrayLike, *, alpha: float) -> Array:
     return limit
 
 
-def outlying_seeds(losses: Mapping[int, float], *, alpha: float = OUTLIER_ALPHA) -> tuple[int, ...]:
+def outlying_seeds(losses: Mapping[int, float]) -> tuple[int, ...]:
     """The seeds whose loss does not belong to the others', one or two: Grubbs' test, and Rosner's step against masking.
 
     The t statistic of the seed that lies farthest from the mean and spread of the *others*, against its Bonferroni
-    limit, so that normal losses are accused at most at the rate ``alpha``. Two outlying seeds hide each other from
-    this; so with five seeds or more the test is made again without the farthest, and both are named if it finds one.
+    limit, so that normal losses are accused at most at the rate :data:`OUTLIER_ALPHA`, half of it for each step. Two
+    outlying seeds hide each other from this; so with five seeds or more the test is made again without the farthest,
+    and both are named if it finds one.
 
     Args:
         losses: Finite loss by seed.
-        alpha: Rate of false alarms, half of it for each step.
 
     Returns:
         The seeds, the farthest first; mostly none.
@@ -284,7 +285,7 @@ def outlying_seeds(losses: Mapping[int, float], *, alpha: float = OUTLIER_ALPHA)
             t = abs(values[index] - others.mean()) / (others.std(ddof=1) * math.sqrt(1.0 + 1.0 / (n - 1)))
         farthest.append(list(rest)[index])
         del rest[farthest[-1]]
-        if t > stats.t.ppf(1.0 - alpha / (4 * n), n - 2):
+        if t > stats.t.ppf(1.0 - OUTLIER_ALPHA / (4 * n), n - 2):  # two steps, two sides, n seeds
             named = step + 1
     return tuple(farthest[:named])
 
@@ -365,8 +366,8 @@ def equivalence_power(n_seeds: int, *, sd_difference: ArrayLike, reference_sd: A
         room_SRQ = (margin.nats / standard_error_S)[:, None, None] - reach_Q
     else:
         spreads = _trimmed_sd_of_normals(n_seeds)
-        limit_R = np.quantile(spreads, at_Q) / np.quantile(spreads, 1.0 - margin.alpha / 2.0)
-        derived_SR = margin.factor * np.atleast_1d(reference_sd)[:, None] * limit_R
+        limit_R = np.quantile(spreads, at_Q) / np.quantile(spreads, 1.0 - ALPHA / 2.0)
+        derived_SR = MARGIN_FACTOR * np.atleast_1d(reference_sd)[:, None] * limit_R
         capped_SR = np.minimum(derived_SR, margin.cap_nats)
         room_SRQ = (capped_SR / standard_error_S[:, None])[:, :, None] - reach_Q
     power: Array = (2.0 * stats.norm.cdf(np.clip(room_SRQ, 0.0, None)) - 1.0).mean(axis=(1, 2))
@@ -374,9 +375,9 @@ def equivalence_power(n_seeds: int, *, sd_difference: ArrayLike, reference_sd: A
 
 
 def seeds_needed(
-    *, n_seeds: int, sd_difference: float, n_reference: int, margin: Margin, coverage: float = 0.8
+    *, n_seeds: int, sd_difference: float, n_reference: int, margin: Margin
 ) -> tuple[int | None, int | None]:
-    """How many common seeds say "equivalent" with 80 % power when the true difference is 0: a range.
+    """How many common seeds say "equivalent" with 80 % power when the true difference is 0: a range of 80 % coverage.
 
     Both spreads are known from a few seeds only. So true spreads are drawn that could have given the observed ones
     (``σ = s · sqrt(dof / χ²)``, and for the reference in units of its trimmed spread); each asks for its own number.
@@ -386,7 +387,6 @@ def seeds_needed(
         sd_difference: Standard deviation of their paired differences.
         n_reference: Seeds of the reference that the margin was derived from.
         margin: The margin, with the reference's observed spread.
-        coverage: Part of the draws that the range holds.
 
     Returns:
         Lowest and highest number; None where it is more than 100.
@@ -414,7 +414,7 @@ def seeds_needed(
             candidate, sd_difference=sd_S[open_S], reference_sd=reference_S[open_S], margin=margin
         )
         needed_S[open_S[reached >= POWER]] = candidate
-    ends = np.quantile(needed_S, [(1.0 - coverage) / 2.0, (1.0 + coverage) / 2.0], method="nearest")
+    ends = np.quantile(needed_S, [0.1, 0.9], method="nearest")
     low, high = (int(end) if end <= MAX_SEEDS_SEARCHED else None for end in ends)
     return low, high
 

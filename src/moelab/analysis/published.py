@@ -9,10 +9,9 @@ References:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Literal
 
-from pydantic import ConfigDict, TypeAdapter
+from pydantic import BaseModel, ConfigDict
 
 from moelab.data import read_yaml
 
@@ -20,15 +19,13 @@ Label = Literal["measured", "derived", "quoted"]
 """How the project knows a figure: measured here, derived by a formula, or quoted from a source."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Known:
+class _Known(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
     source: str
     label: Label
 
-    __pydantic_config__ = ConfigDict(extra="forbid")
 
-
-@dataclass(frozen=True, kw_only=True)
 class Setup(_Known):
     """Model, cluster and parallel layout of a published run; ``fsdp`` None is TorchTitan's automatic degree."""
 
@@ -49,7 +46,6 @@ class Setup(_Known):
     warmup_steps: int
 
 
-@dataclass(frozen=True, kw_only=True)
 class PublishedThroughput(_Known):
     """Throughput of one published arm in tokens per second per GPU."""
 
@@ -57,7 +53,6 @@ class PublishedThroughput(_Known):
     tps: float
 
 
-@dataclass(frozen=True, kw_only=True)
 class PublishedGain(_Known):
     """How much faster one published arm is than another, in percent."""
 
@@ -69,27 +64,15 @@ class PublishedGain(_Known):
 _CONTENT: dict[str, Any] = read_yaml("published.yaml")
 SOURCE: str = _CONTENT["source"]
 _KNOWN = {"source": SOURCE, "label": _CONTENT["label"]}
-
-
-def _setup(name: str) -> Setup:
-    return TypeAdapter(Setup).validate_python({**_KNOWN, **_CONTENT["shared"], **_CONTENT[name]})
-
-
-THROUGHPUT_SETUP, CONVERGENCE_SETUP = _setup("throughput_setup"), _setup("convergence_setup")
-THROUGHPUT = TypeAdapter(tuple[PublishedThroughput, ...]).validate_python(
-    [{**_KNOWN, **row} for row in _CONTENT["throughput"]]
+THROUGHPUT_SETUP, CONVERGENCE_SETUP = (
+    Setup(**{**_KNOWN, **_CONTENT["shared"], **_CONTENT[name]}) for name in ("throughput_setup", "convergence_setup")
 )
-GAINS = TypeAdapter(tuple[PublishedGain, ...]).validate_python([{**_KNOWN, **row} for row in _CONTENT["gains"]])
+THROUGHPUT = tuple(PublishedThroughput(**{**_KNOWN, **row}) for row in _CONTENT["throughput"])
+GAINS = tuple(PublishedGain(**{**_KNOWN, **row}) for row in _CONTENT["gains"])
 
 
 def published_tps(arm: str) -> PublishedThroughput | None:
-    """Published throughput of an arm.
-
-    Args:
-        arm: Name of an arm.
-
-    Returns:
-        The figure, or None for an arm that was not published.
+    """Published throughput of an arm, or None for one that was not published.
 
     Example:
         >>> published_tps("mxfp8_deepep").tps

@@ -33,9 +33,8 @@ class Side:
 
     Attributes:
         label: what it is called, unlike any other side.
-        arm: name of its arm, empty for a run from elsewhere.
+        arm: empty for a run from elsewhere.
         attempted: one run for each seed, however it ended; one alone from elsewhere.
-        settings: its configuration, as far as is known.
         experiment: what one of its runs was asked to do; None from elsewhere.
         diverged_seeds: seeds of the arm that diverged, each with the reason.
         lost_seeds: seeds that it should have and has no loss of otherwise.
@@ -91,6 +90,7 @@ class Side:
     def on_cpu(self) -> bool:
         """Whether it is known that ranks of it were processes on a CPU."""
         known = [run.environment for run in self.runs if run.environment is not None]
+        # Only a log of ranks on a CPU names a processor.
         return any(one.on_cpu for one in known) or "processor" in self.settings.values
 
     def in_words(self) -> str:
@@ -147,7 +147,7 @@ class Side:
         traced = [(run.run, step) for run in self.runs for step in run.slowed_steps]
         is_slowed = pd.MultiIndex.from_frame(rows[["run", "step"]]).isin(traced) if traced else False
         seconds = (between["time"] / between["step"])[(rows["step"] > self.warmup_steps) & ~is_slowed].dropna()
-        return seconds[seconds > 0].to_numpy(dtype=float)
+        return seconds[seconds > 0].to_numpy(dtype=float)  # a clock that was set back
 
     @property
     def last_step(self) -> int:
@@ -174,6 +174,7 @@ class Side:
     @property
     def state(self) -> str:
         """How its runs ended; logs from elsewhere do not say."""
+        # Sets: eight seeds that failed alike fail once.
         states = sorted({run.status.state for run in self.runs})
         reasons = sorted({run.status.reason for run in self.runs if run.status.reason})
         words = ", ".join("not recorded" if state is State.UNKNOWN else str(state) for state in states)
@@ -182,12 +183,12 @@ class Side:
     @property
     def memory_gib(self) -> float:
         """Largest memory that a rank reserved."""
-        return _largest(self.table["memory_gib"])
+        return float(self.table["memory_gib"].max())
 
     @property
     def memory_percent(self) -> float:
         """The same, of what the GPU has."""
-        return _largest(self.table["memory_pct"])
+        return float(self.table["memory_pct"].max())
 
     def final_nats(self, final_fraction: float) -> float:
         """Mean loss over the last part of its own steps; NaN if a run diverged."""
@@ -220,7 +221,7 @@ class Side:
         seq_len = known.get("seq_len", "")
         if shape is None or gpu is None or gpu.bf16_tflops is None or not seq_len.isdecimal():
             return math.nan
-        peak_flops = 1e12 * gpu.bf16_tflops.value
+        peak_flops = 1e12 * gpu.bf16_tflops.value  # also for MXFP8 and FP8, so that arms can be compared
         return 100.0 * median(self.tps) * flops_per_token(shape, int(seq_len), causal=causal) / peak_flops
 
     @property
@@ -238,6 +239,7 @@ class Side:
     def _interval_steps(self) -> int:
         """Steps from one that was logged to the next."""
         steps = np.unique(self.table["step"].to_numpy())
+        # The median: TorchTitan logs step 1 too, whatever the interval.
         return int(np.median(np.diff(steps))) if len(steps) > 1 else 1
 
     def _end_of(self, run: Collected) -> str:
@@ -245,6 +247,7 @@ class Side:
             return f"diverged: {run.diverged}"
         from_elsewhere, told = run.steps_planned is None, self.settings.values.get("steps", "")
         planned = run.steps_planned or (int(told) if told.isdecimal() else 0)
+        # A log of every tenth step ends up to nine steps before the last.
         if run.finished or (from_elsewhere and run.last_step + self._interval_steps > planned):
             return ""
         verb = "is at" if run.status.state is State.RUNNING else "ended at"
@@ -261,7 +264,3 @@ def quartiles(values: Array) -> tuple[float, float]:
     """First and third quartile, NaN of nothing."""
     low, high = np.percentile(values, [25, 75]) if len(values) else (math.nan, math.nan)
     return float(low), float(high)
-
-
-def _largest(values: pd.Series[float]) -> float:
-    return float(values.max()) if values.notna().any() else math.nan

@@ -19,6 +19,7 @@ import pandas as pd
 
 from moelab.analysis.arms import arm_label, contrast, require_names
 from moelab.analysis.equivalence import Interval, t_interval
+from moelab.analysis.verdict import seeds_words
 from moelab.errors import BadInput
 from moelab.runs.table import throughput_rows
 
@@ -38,137 +39,98 @@ class ArmThroughput:
 
     def sentence(self) -> str:
         """State the figure in words, with its interval and the number of seeds."""
-        return (
-            f"{arm_label(self.arm)}: {self.tps:,.0f} tokens/s per GPU ({_spread(self.interval, self.n_seeds, ',.0f')})"
-        )
+        spread = f"{self.interval.words(',.0f')}, n = {seeds_words(self.n_seeds)}"
+        return f"{arm_label(self.arm)}: {self.tps:,.0f} tokens/s per GPU ({spread})"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gain:
-    """Throughput of ``arm`` over ``baseline``, paired by seed; ``ratio`` 1.32 is a gain of 32 %."""
+class Ratio:
+    """A geometric mean of ratios; ``ratio`` 1.32 is 32 % more, and ``interval`` is of the ratio, NaN where n is 1."""
 
-    baseline: str
-    arm: str
     ratio: float
     interval: Interval
-    n_seeds: int
 
     @property
     def percent(self) -> float:
-        """Gain in percent: ``100 (ratio − 1)``."""
+        """What the ratio is above 1: ``100 (ratio − 1)``."""
         return 100.0 * (self.ratio - 1.0)
 
     @property
     def resolved(self) -> bool:
-        """Whether the interval leaves out a ratio of 1, so that the sign of the gain is known."""
+        """Whether the interval leaves out a ratio of 1, so that the sign is known."""
         return self.interval.exists and not self.interval.low <= 1.0 <= self.interval.high
-
-    def sentence(self) -> str:
-        """State the gain in words, with its interval and the number of seeds."""
-        percent = Interval(
-            low=100.0 * (self.interval.low - 1.0),
-            high=100.0 * (self.interval.high - 1.0),
-            level=self.interval.level,
-        )
-        spread = _spread(percent, self.n_seeds, "+.1f", unit=" %")
-        return f"{_over(self.arm, self.baseline)}: {self.percent:+.1f} % ({spread})"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Interaction:
-    """The gain of both changes over the product of their gains alone.
+class Gain(Ratio):
+    """Throughput of ``arm`` over ``baseline``, paired by seed."""
 
-    Attributes:
-        ratio: geometric mean over units; 1 if the gains multiply.
-        interval: of the ratio; NaN on both sides for one unit.
-        units: how many.
-        unit: what they are, in the plural.
+    baseline: str
+    arm: str
+    n_seeds: int
+
+    def sentence(self) -> str:
+        """State the gain in words, with its interval and the number of seeds."""
+        spread = f"{self.interval.percent.words('+.1f', ' %')}, n = {seeds_words(self.n_seeds)}"
+        return f"{over(self.arm, self.baseline)}: {self.percent:+.1f} % ({spread})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interaction(Ratio):
+    """The gain of both changes over the product of their gains alone, over ``units`` seeds or whatever ``unit`` says.
+
+    A ratio of 1 means that the gains multiply.
     """
 
-    ratio: float
-    interval: Interval
     units: int
     unit: str
-
-    @property
-    def percent(self) -> float:
-        """The interaction in percent: ``100 (ratio − 1)``."""
-        return 100 * (self.ratio - 1)
 
     def sentence(self) -> str:
         """The answer in words."""
         told = f"Both together are {self.percent:+.1f} % from the product of the two gains"
         if not self.interval.exists:
-            return f"{told}; no interval, n = {self.units} of {self.unit}: no test"
-        low, high = (100 * (bound - 1) for bound in (self.interval.low, self.interval.high))
-        spread = f"{100 * self.interval.level:g} % interval {low:+.1f} to {high:+.1f} %, n = {self.units} {self.unit}"
-        if low <= 0 <= high:
-            return f"{told} ({spread}): no interaction is shown; effects within these bounds are not ruled out"
-        return f"{told} ({spread}): the gains {'weaken' if high < 0 else 'strengthen'} each other"
+            return f"{told}; no interval, n = {self.units} {self.unit}: no test"
+        told += f" ({self.interval.percent.words('+.1f', ' %')}, n = {self.units} {self.unit})"
+        if not self.resolved:
+            return f"{told}: no interaction is shown; effects within these bounds are not ruled out"
+        return f"{told}: the gains {'weaken' if self.percent < 0 else 'strengthen'} each other"
 
 
-def why_no_gain(arm: str, baseline: str, reason: str) -> str:
-    """Say in words that no gain of an arm is claimed, and why.
+def over(arm: str, baseline: str) -> str:
+    """An arm over another in words, by what sets them apart.
 
-    Args:
-        arm: Name of the arm.
-        baseline: Name of the arm that its gain would be over.
-        reason: In what their runs differ, or what of them is not known.
+    Example:
+        >>> over("mxfp8_standard", "bf16_standard")
+        'MXFP8 over BF16 (both standard all-to-all)'
     """
-    return f"no gain of {_over(arm, baseline)} is claimed: {reason}"
+    words, baseline_words, shared = contrast(arm, baseline)
+    return f"{words} over {baseline_words}" + (f" (both {shared})" if shared else "")
 
 
-def run_medians(table: pd.DataFrame, *, warmup_steps: int = 3) -> pd.DataFrame:
-    """Median tokens per second per GPU of each run after its warm-up.
+def arm_throughput(table: pd.DataFrame, *, warmup_steps: int = 3) -> list[ArmThroughput]:
+    """Throughput of every arm: geometric mean over seeds of the run medians, with its t interval.
+
+    ``log tps(arm) = mean over seeds of log median(seed)``; the interval is of that mean, mapped back.
 
     Args:
         table: Metrics table (``run, arm, seed, segment, step, tps, …``).
         warmup_steps: Steps discarded at the start of a run: compilation, allocator growth, NCCL set-up.
 
     Returns:
-        One row a run with ``arm, seed, run, tps`` (tokens/s per GPU) and ``steps`` (how many the median is over).
+        One result an arm, sorted by name. With one seed the interval is NaN.
 
     Raises:
         BadInput: No step with a throughput is left, or the table has unnamed runs.
     """
-    require_names(table)
-    rows = throughput_rows(table, warmup_steps=warmup_steps)
-    if rows.empty:
-        raise BadInput(
-            f"no throughput is left after discarding {warmup_steps} warm-up steps: the table has {len(table)} rows. "
-            "Train for more steps, or lower warmup_steps"
-        )
-    medians: pd.DataFrame = rows.groupby(["arm", "seed", "run"], as_index=False).agg(
-        tps=("tps", "median"), steps=("tps", "size")
-    )
-    return medians
-
-
-def arm_throughput(table: pd.DataFrame, *, warmup_steps: int = 3, level: float = 0.95) -> list[ArmThroughput]:
-    """Throughput of every arm: geometric mean over seeds of the run medians, with its t interval.
-
-    ``log tps(arm) = mean over seeds of log median(seed)``; the interval is of that mean, mapped back.
-
-    Args:
-        table: Metrics table.
-        warmup_steps: Steps discarded at the start of a run.
-        level: Coverage of the intervals.
-
-    Returns:
-        One result an arm, sorted by name. With one seed the interval is NaN.
-
-    Raises:
-        BadInput: No step with a throughput is left.
-    """
     results = []
     for arm, logs in _seed_logs(table, warmup_steps).items():
-        mean, interval = _mapped_back(list(logs.values()), level)
+        mean, interval = _mapped_back(list(logs.values()))
         by_seed = {seed: float(np.exp(value)) for seed, value in logs.items()}
         results.append(ArmThroughput(arm=arm, tps=mean, interval=interval, n_seeds=len(logs), tps_by_seed=by_seed))
     return results
 
 
-def gain(table: pd.DataFrame, *, baseline: str, arm: str, warmup_steps: int = 3, level: float = 0.95) -> Gain:
+def gain(table: pd.DataFrame, *, baseline: str, arm: str, warmup_steps: int = 3) -> Gain:
     """Throughput of one arm over another, paired by seed.
 
     ``log ratio = mean over common seeds of (log median(arm, seed) − log median(baseline, seed))``
@@ -176,11 +138,10 @@ def gain(table: pd.DataFrame, *, baseline: str, arm: str, warmup_steps: int = 3,
     Pairing takes out what a seed does to both arms, such as its routing and so its load balance.
 
     Args:
-        table: Metrics table.
+        table: as :func:`arm_throughput` takes it.
         baseline: Arm that the ratio is over.
         arm: Arm whose gain is asked for.
         warmup_steps: Steps discarded at the start of a run.
-        level: Coverage of the interval.
 
     Returns:
         The ratio with its interval, NaN where the arms have one seed in common.
@@ -192,10 +153,10 @@ def gain(table: pd.DataFrame, *, baseline: str, arm: str, warmup_steps: int = 3,
     for name in (baseline, arm):
         if name not in logs:
             raise BadInput(f"arm {name!r} has no throughput in this table: the arms are {', '.join(logs)}")
-    common = sorted(logs[arm].keys() & logs[baseline].keys())
+    common = sorted(logs[arm].keys() & logs[baseline].keys())  # a seed of one arm alone has no partner
     if not common:
         raise BadInput(f"{arm!r} and {baseline!r} have no seed in common: train both with the same seeds")
-    ratio, interval = _mapped_back([logs[arm][seed] - logs[baseline][seed] for seed in common], level)
+    ratio, interval = _mapped_back([logs[arm][seed] - logs[baseline][seed] for seed in common])
     return Gain(baseline=baseline, arm=arm, ratio=ratio, interval=interval, n_seeds=len(common))
 
 
@@ -207,7 +168,6 @@ def interaction(
     second: str,
     both: str,
     unit: str = "seeds",
-    level: float = 0.95,
 ) -> Interaction:
     """Test whether the gains of two changes compose.
 
@@ -218,7 +178,6 @@ def interaction(
         second: arm with the other.
         both: arm with both.
         unit: what units are, in the plural.
-        level: coverage of the interval.
 
     Raises:
         BadInput: if an arm is missing, or no unit has all four.
@@ -236,32 +195,28 @@ def interaction(
         raise BadInput(f"none of the {unit} has all of {', '.join(arms)}")
     # In logarithms, so that a gain and its inverse weigh the same.
     logs = [float(np.log(tps[both][i] * tps[baseline][i] / tps[first][i] / tps[second][i])) for i in common]
-    ratio, interval = _mapped_back(logs, level)
+    ratio, interval = _mapped_back(logs)
     return Interaction(ratio=ratio, interval=interval, units=len(common), unit=unit)
 
 
 def _seed_logs(table: pd.DataFrame, warmup_steps: int) -> dict[str, dict[int, float]]:
-    """Log throughput by arm and seed, sorted; several runs of one seed count as one value, their mean."""
-    logs: dict[str, dict[int, list[float]]] = {}
-    for row in run_medians(table, warmup_steps=warmup_steps).to_dict("records"):
-        logs.setdefault(str(row["arm"]), {}).setdefault(int(row["seed"]), []).append(float(np.log(row["tps"])))
-    return {arm: {seed: float(np.mean(values)) for seed, values in seeds.items()} for arm, seeds in logs.items()}
+    """Log of the median throughput by arm and seed, sorted; several runs of one seed count as one, by their mean."""
+    require_names(table)
+    rows = throughput_rows(table, warmup_steps=warmup_steps)
+    if rows.empty:
+        raise BadInput(
+            f"no throughput is left after discarding {warmup_steps} warm-up steps: the table has {len(table)} rows. "
+            "Train for more steps, or lower warmup_steps"
+        )
+    of_runs = np.log(rows.groupby(["arm", "seed", "run"])["tps"].median())
+    logs: dict[str, dict[int, float]] = {}
+    for (arm, seed), mean in of_runs.groupby(level=["arm", "seed"]).mean().items():
+        logs.setdefault(str(arm), {})[int(seed)] = float(mean)
+    return logs
 
 
-def _mapped_back(logs: list[float], level: float) -> tuple[float, Interval]:
-    """Mean and interval of logarithms, back on the scale of the values."""
-    in_logs = t_interval(logs, level=level)
-    interval = Interval(low=float(np.exp(in_logs.low)), high=float(np.exp(in_logs.high)), level=level)
+def _mapped_back(logs: list[float]) -> tuple[float, Interval]:
+    """Mean and 95 % interval of logarithms, back on the scale of the values."""
+    of_logs = t_interval(logs)
+    interval = Interval(low=float(np.exp(of_logs.low)), high=float(np.exp(of_logs.high)), level=of_logs.level)
     return float(np.exp(np.mean(logs))), interval
-
-
-def _over(arm: str, baseline: str) -> str:
-    words, baseline_words, shared = contrast(arm, baseline)
-    return f"{words} over {baseline_words}" + (f" (both {shared})" if shared else "")
-
-
-def _spread(interval: Interval, n_seeds: int, spec: str, unit: str = "") -> str:
-    if not interval.exists:
-        return f"no interval, n = {n_seeds} seed"
-    bounds = f"{interval.low:{spec}} to {interval.high:{spec}}{unit}"
-    return f"{100 * interval.level:g} % interval {bounds}, n = {n_seeds} seeds"

@@ -52,10 +52,6 @@ class ArmResult:
     """One arm at one shape under one activation checkpointing and one routing; tokens/s per GPU.
 
     Attributes:
-        shape: of the thin model.
-        activation_checkpoint: ``none``, ``selective``, ``full`` or ``full+dispatch``.
-        routing: of its tokens.
-        arm: see :func:`moelab.analysis.arms.arm_label`.
         tps: median over all timed steps of its first campaign; so are the next four.
         low: lower quartile.
         high: upper quartile.
@@ -100,9 +96,8 @@ class ArmResult:
 def checkpointing_words(activation_checkpoint: str) -> str:
     """TorchTitan's checkpointing that an arm is held against, in words.
 
-    Example:
-        >>> checkpointing_words("full+dispatch"), checkpointing_words("none")
-        ('full checkpointing', 'no checkpointing')
+    >>> checkpointing_words("full+dispatch"), checkpointing_words("none")
+    ('full checkpointing', 'no checkpointing')
     """
     kind = STOCK_CHECKPOINTING.get(activation_checkpoint, activation_checkpoint)
     return f"{'no' if kind == 'none' else kind} checkpointing"
@@ -122,7 +117,7 @@ def two_by_two_label(arm: str) -> str:
         >>> two_by_two_label("fp8_deepep_wgrad-fp8_flex_tiles")
         'FP8 + DeepEP (wgrad FP8, flex tiles)'
     """
-    arm = arm.replace("flex_", "flex ")
+    arm = arm.replace("flex_", "flex ")  # else "tiles" would be a change of its own
     emulated = arm.removeprefix("mxfp8-emulated_")
     if emulated == arm:
         return arm_label(arm)
@@ -150,10 +145,11 @@ def arm_results(rows: Iterable[Mapping[str, Any]]) -> list[ArmResult]:
     for (shape, checkpointing, routing, arm, code), campaigns in groups.items():
         for campaign, passes in campaigns.items() if arm in STOCK else ():
             rates = stock.setdefault((shape, routing, code, campaign), {})
+            # The faster of stock's two settings, whichever was measured first.
             rates[checkpointing] = max(rates.get(checkpointing, (0.0, "")), (_quartiles(passes)[1], arm))
     results = []
     for (shape, checkpointing, routing, arm, code), campaigns in groups.items():
-        over_alike: list[tuple[float, int]] = []
+        over_alike: list[tuple[float, int]] = []  # each with its steps, the weight
         over_best: list[tuple[float, int]] = []
         faster_stock: list[str] = []
         for campaign, passes in campaigns.items():
@@ -165,7 +161,7 @@ def arm_results(rows: Iterable[Mapping[str, Any]]) -> list[ArmResult]:
             # Under one checkpointing alone that recomputes, a faster one is not known.
             if len(rates) > 1 or "none" in rates:
                 over_best.append((tps / max(rates.values())[0], steps))
-        passes = next(iter(campaigns.values()))
+        passes = next(iter(campaigns.values()))  # tokens/s of two hosts are not averaged
         low, middle, high = _quartiles(passes)
         results.append(
             ArmResult(
@@ -200,7 +196,7 @@ def _quartiles(passes: Sequence[Mapping[str, Any]]) -> tuple[float, float, float
         for row in passes
         for second in row.get("step_s", ())
     ]
-    if len(rates) > 1:
+    if len(rates) > 1:  # rows of before step times were kept have none
         low, middle, high = statistics.quantiles(rates, n=4)
         return low, middle, high
     middle = statistics.median(row["tps_median"] for row in passes)
@@ -214,14 +210,7 @@ def current_results(results: Iterable[ArmResult]) -> list[ArmResult]:
 
 
 def goal_lines(results: Sequence[ArmResult]) -> list[str]:
-    """The goals against what was measured, one sentence each.
-
-    Args:
-        results: of :func:`arm_results`.
-
-    Returns:
-        A sentence for each goal; that it was not measured where nothing was. Another where stock was short of memory.
-    """
+    """The goals against what was measured, one sentence each, and another where stock was short of memory."""
     large = [result for result in results if result.shape.startswith("671B")]
     deepep = [result for result in large if result.arm == DEEPEP]
     others = [result for result in large if result.arm not in STOCK]
@@ -231,9 +220,7 @@ def goal_lines(results: Sequence[ArmResult]) -> list[str]:
         _goal_line("the best arm at a 671B shape", others, GOAL_BEST),
     ]
     if short:
-        lines.append(
-            f"short of memory, so that a ratio over it is one of memory too: {', '.join(dict.fromkeys(short))}"
-        )
+        lines.append(f"short of memory, so that ratios over it reflect memory too: {', '.join(dict.fromkeys(short))}")
     return lines
 
 
@@ -259,9 +246,6 @@ def _words(result: ArmResult) -> str:
 def checkpointing_pairs(rows: Iterable[Mapping[str, Any]]) -> list[list[tuple[ArmResult, ArmResult]]]:
     """Stock and the fastest arm under each checkpointing, of one campaign.
 
-    Args:
-        rows: see :func:`arm_results`.
-
     Returns:
         For each shape and routing the pairs of the campaign in which stock ran under most kinds of checkpointing;
         nothing where none ran under several.
@@ -270,6 +254,7 @@ def checkpointing_pairs(rows: Iterable[Mapping[str, Any]]) -> list[list[tuple[Ar
     for row in rows:
         campaigns.setdefault((row["shape"], row["routing"]), {}).setdefault(row.get("campaign"), []).append(row)
     pairs = []
+    # One campaign for each shape and routing: hosts differ, so its rows are not mixed with another's.
     for of_campaign in campaigns.values():
         mine = max(map(arm_results, of_campaign.values()), key=lambda results: len(_stock_of(results)))
         stock = _stock_of(mine)
@@ -338,49 +323,20 @@ def _remarks(stock: str | None, code: str | None) -> str:
     return ", ".join(filter(None, (tiles, (code or "").replace(CODE, FUSED))))
 
 
-@dataclass(frozen=True, kw_only=True)
-class LayerGain:
-    """What an arm gains on a MoE layer: the step of the deeper shape minus that of the shallower one.
+def layer_gains(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What each arm gains on a MoE layer: the step of the deeper shape minus that of the shallower one.
 
     The difference leaves out the embedding, the head and the optimizer's share of them, which a thin model has with few
-    layers and a whole model with many.
-
-    Attributes:
-        campaign: in which both depths of both arms were measured.
-        activation_checkpoint: of both arms.
-        routing: of their tokens.
-        arm: see :func:`moelab.analysis.arms.arm_label`.
-        stock: of :data:`STOCK`, the faster at the deeper shape.
-        code: of moelab, as the rows name it.
-        passes: of the arm at the deeper shape.
-        stock_ms: milliseconds of a MoE layer of stock in a step.
-        arm_ms: of the arm.
-        whole: ratio of the whole step, over stock, by MoE layers of the shape.
-    """
-
-    campaign: str | None
-    activation_checkpoint: str
-    routing: str
-    arm: str
-    stock: str
-    code: str | None
-    passes: int
-    stock_ms: float
-    arm_ms: float
-    whole: Mapping[int, float]
-
-    @property
-    def ratio(self) -> float:
-        """Of a MoE layer, over stock."""
-        return self.stock_ms / self.arm_ms
-
-
-def layer_gains(rows: Iterable[Mapping[str, Any]]) -> list[LayerGain]:
-    """The gain of each arm on a MoE layer, where one campaign has both depths of it and of stock.
+    layers and a whole model with many. One campaign has to have both depths of the arm and of stock.
 
     Args:
         rows: of ``h100_two_by_two.json``, see :func:`arm_results`; those without ``step_s`` count for nothing, nor do
             those whose allocator retried: they were short of memory.
+
+    Returns:
+        A record of each arm, campaign, checkpointing and routing. ``stock_ms`` and ``arm_ms`` are
+        milliseconds of a MoE layer in a step, ``ratio`` is stock's over the arm's, ``step_5`` and ``step_10`` are the
+        ratios of whole steps by MoE layers, and ``stock`` is the faster arm of :data:`STOCK` at the deeper shape.
     """
     rows_of: dict[tuple[str | None, str | None, str, str, str], dict[int, list[Mapping[str, Any]]]] = {}
     for row in rows:
@@ -388,52 +344,49 @@ def layer_gains(rows: Iterable[Mapping[str, Any]]) -> list[LayerGain]:
             key = (row.get("campaign"), row.get("code"), row["activation_checkpoint"], row["routing"], row["arm"])
             rows_of.setdefault(key, {}).setdefault(DEPTHS[row["shape"]], []).append(row)
     few, many = DEPTHS.values()
-    steps = {
-        key: {
-            moe: statistics.median(second for row in of_depth for second in row["step_s"])
-            for moe, of_depth in depths.items()
-        }
+    step_s = {
+        key: {moe: statistics.median(second for row in own for second in row["step_s"]) for moe, own in depths.items()}
         for key, depths in rows_of.items()
         if len(depths) == len(DEPTHS)
     }
     gains = []
-    for key, mine in steps.items():
-        campaign, code, checkpointing, routing, arm = key
+    for (campaign, code, checkpointing, routing, arm), own in step_s.items():
         alike = (campaign, code, STOCK_CHECKPOINTING.get(checkpointing, checkpointing), routing)
-        stocks = {name: steps[*alike, name] for name in STOCK if (*alike, name) in steps}
-        if arm not in STOCK and stocks:
-            name, stock = min(stocks.items(), key=lambda item: item[1][many])
-            stock_ms, arm_ms = ((one[many] - one[few]) / (many - few) * 1e3 for one in (stock, mine))
-            gains.append(
-                LayerGain(
-                    campaign=campaign,
-                    activation_checkpoint=checkpointing,
-                    routing=routing,
-                    arm=arm,
-                    stock=name,
-                    code=code,
-                    passes=len(rows_of[key][many]),
-                    stock_ms=stock_ms,
-                    arm_ms=arm_ms,
-                    whole={moe: stock[moe] / mine[moe] for moe in (few, many)},
-                )
-            )
+        stocks = {name: step_s[*alike, name] for name in STOCK if (*alike, name) in step_s}
+        if arm in STOCK or not stocks:
+            continue
+        name, stock = min(stocks.items(), key=lambda item: item[1][many])
+        stock_ms, arm_ms = ((one[many] - one[few]) / (many - few) * 1e3 for one in (stock, own))
+        gains.append(
+            {
+                "code": code,
+                "activation_checkpoint": checkpointing,
+                "routing": routing,
+                "arm": arm,
+                "stock": name,
+                "passes": len(rows_of[campaign, code, checkpointing, routing, arm][many]),
+                "stock_ms": stock_ms,
+                "arm_ms": arm_ms,
+                "ratio": stock_ms / arm_ms,
+                **{f"step_{moe}": stock[moe] / own[moe] for moe in (few, many)},
+            }
+        )
     return gains
 
 
-def layer_table(gains: Sequence[LayerGain]) -> pd.DataFrame:
-    """Gains on a MoE layer beside those of the whole step, a row an arm; empty without any."""
+def layer_table(rows: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
+    """:func:`layer_gains` of these rows as people read them; empty without any."""
     return pd.DataFrame(
         {
-            "checkpointing": one.activation_checkpoint,
-            "routing": one.routing.replace("_", " "),
-            "arm": two_by_two_label(one.arm),
-            "stock, ms a layer": round(one.stock_ms, 1),
-            "arm, ms a layer": round(one.arm_ms, 1),
-            "layer × stock": round(one.ratio, 3),
-            **{f"step × stock, {moe} MoE layers": round(one.whole[moe], 3) for moe in DEPTHS.values()},
-            "passes": one.passes,
-            "remark": _remarks(one.stock, one.code),
+            "checkpointing": one["activation_checkpoint"],
+            "routing": one["routing"].replace("_", " "),
+            "arm": two_by_two_label(one["arm"]),
+            "stock, ms a layer": round(one["stock_ms"], 1),
+            "arm, ms a layer": round(one["arm_ms"], 1),
+            "layer × stock": round(one["ratio"], 3),
+            **{f"step × stock, {moe} MoE layers": round(one[f"step_{moe}"], 3) for moe in DEPTHS.values()},
+            "passes": one["passes"],
+            "remark": _remarks(one["stock"], one["code"]),
         }
-        for one in gains
+        for one in layer_gains(rows)
     )

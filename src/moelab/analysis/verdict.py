@@ -38,6 +38,7 @@ from moelab.analysis.equivalence import (
     seeds_needed,
 )
 from moelab.errors import BadInput
+from moelab.runs.files import finite_or_none
 
 LEARNT_FRACTION = 0.1
 """Of the untrained model's loss: an arm has learnt when it is lower by more. A choice: less than that is what frequent
@@ -61,13 +62,7 @@ class Doubtful(str):
 
 @dataclass(frozen=True, kw_only=True)
 class ArmSeeds:
-    """What became of each seed of one arm: a loss, a divergence, or nothing.
-
-    Attributes:
-        losses: finite loss by seed, nats per token.
-        diverged: seed to why its training failed numerically: its loss was not finite, or it was stopped for that.
-        lost: seed to why it has no result for another reason.
-    """
+    """What became of each seed of one arm: a finite loss in nats per token, a divergence, or nothing, and why."""
 
     losses: Mapping[int, float]
     diverged: Mapping[int, str]
@@ -165,14 +160,9 @@ class Verdict:
             is_wider = self.margin_nats > self.margin_cap_nats  # as a person may give it
             cap_words = "as given, wider than the usual cap" if is_wider else "cap"
             cap = f" ({cap_words} {self.margin_cap_nats:.4f})" if math.isfinite(self.margin_cap_nats) else ""
-            seeds = "1 seed" if self.n_seeds == 1 else f"{self.n_seeds} seeds"
-            spread = "no interval from one seed"
-            if self.interval.exists:
-                low, high = self.interval.low, self.interval.high
-                spread = f"{100 * self.interval.level:g} % interval {low:+.4f} to {high:+.4f}"
             numbers = (
                 f"{arm} differs from {reference}{both} by {self.mean_difference_nats:+.4f} nats in {self.quantity} "
-                f"({spread}), {margin}{cap}, n = {seeds}"
+                f"({self.interval.words()}), {margin}{cap}, n = {seeds_words(self.n_seeds)}"
             )
         if self.decided_by:
             parts = [f"{str(self.answer).capitalize()}: {self.decided_by}", f"{numbers}."]
@@ -182,21 +172,17 @@ class Verdict:
 
     def to_json(self) -> dict[str, Any]:
         """The verdict for a program; what is missing is null."""
-        numbers = {
-            "difference_nats": self.mean_difference_nats,
-            "margin_nats": self.margin_nats,
-            "margin_cap_nats": self.margin_cap_nats,
-            "reference_sd_nats": self.reference_sd,
-        }
-        ends = (self.interval.low, self.interval.high)
         return {
             "arm": self.arm,
             "reference": self.reference,
             "answer": self.answer.value,
             "quantity": self.quantity,
             "seeds": list(self.seeds),
-            **{name: value if math.isfinite(value) else None for name, value in numbers.items()},
-            "interval_nats": [end if math.isfinite(end) else None for end in ends],
+            "difference_nats": finite_or_none(self.mean_difference_nats),
+            "margin_nats": finite_or_none(self.margin_nats),
+            "margin_cap_nats": finite_or_none(self.margin_cap_nats),
+            "reference_sd_nats": finite_or_none(self.reference_sd),
+            "interval_nats": [finite_or_none(end) for end in (self.interval.low, self.interval.high)],
             "excludes_zero": self.excludes_zero,
             "diverged": {"arm": list(self.arm_diverged), "reference": list(self.reference_diverged)},
             "outlying_seeds": list(self.outlying_seeds),
@@ -240,8 +226,8 @@ def judge(
         untrained_nats: Loss of a model that knows nothing, ln(vocabulary); None does not ask whether arms have learnt.
         lr_warmup_steps: Steps over which the learning rate rises.
         steps: First and last step behind the losses, where they come from training steps.
-        **margin_options: Of :func:`~moelab.analysis.equivalence.equivalence_margin`: ``margin_nats``,
-            ``margin_cap_nats``, ``margin_factor`` and ``alpha``, the rate allowed for a false "equivalent".
+        **margin_options: ``margin_nats`` and ``margin_cap_nats`` of
+            :func:`~moelab.analysis.equivalence.equivalence_margin`.
 
     Returns:
         The verdict; *different* is not corrected for other arms, see :func:`correct_for_arms`.
@@ -266,23 +252,36 @@ def judge(
     margin = equivalence_margin(base, reference=reference, **margin_options)
     seeds = tuple(sorted(kept.keys() & base.keys()))
     differences = [kept[seed] - base[seed] for seed in seeds]
+    answer, sd, low, high = Answer.INSUFFICIENT, NAN, NAN, NAN
+    tost_p, beyond_p, t_p = NAN, NAN, NAN
+    if len(differences) > 1:
+        # Without a spread there is no margin, but none could be wider than the cap: beyond it is different all the same
+        widest = margin.nats if margin.exists else margin.cap_nats
+        tests = paired_tests(differences, widest, tost_alpha=margin.tost_alpha)
+        sd, low, high = float(tests.sd[0]), float(tests.low[0]), float(tests.high[0])
+        tost_p = float(tests.tost_p[0]) if margin.exists else NAN
+        beyond_p, t_p = float(tests.beyond_p[0]), float(tests.t_p[0])
+        if len(differences) >= MIN_SEEDS and margin.exists and tests.equivalent[0]:
+            answer = Answer.EQUIVALENT
+        elif len(differences) >= MIN_SEEDS and tests.different[0]:
+            answer = Answer.DIFFERENT
     both = ((arm, ours), (reference, theirs))
     verdict = Verdict(
         arm=arm,
         reference=reference,
-        answer=Answer.INSUFFICIENT,
+        answer=answer,
         quantity=quantity,
         seeds=seeds,
         mean_difference_nats=float(np.mean(differences)) if differences else NAN,
-        sd_difference=NAN,
-        interval=Interval(low=NAN, high=NAN, level=1.0 - 2.0 * margin.tost_alpha),
+        sd_difference=sd,
+        interval=Interval(low=low, high=high, level=1.0 - 2.0 * margin.tost_alpha),
         margin_nats=margin.nats,
         margin_cap_nats=margin.cap_nats,
         margin_source=margin.source,
         reference_sd=margin.reference_sd,
-        tost_p=NAN,
-        beyond_p=NAN,
-        t_p=NAN,
+        tost_p=tost_p,
+        beyond_p=beyond_p,
+        t_p=t_p,
         arm_losses=kept,
         reference_losses=base,
         arm_diverged=tuple(sorted(ours.diverged.keys() - theirs.diverged.keys())),
@@ -298,24 +297,7 @@ def judge(
         seeds_needed=None,
         steps=steps,
     )
-    if len(differences) > 1:
-        # Without a spread there is no margin, but none could be wider than the cap: beyond it is different all the same
-        widest = margin.nats if margin.exists else margin.cap_nats
-        tests = paired_tests(differences, widest, tost_alpha=margin.tost_alpha)
-        answer = Answer.INSUFFICIENT
-        if len(differences) >= MIN_SEEDS and margin.exists and tests.equivalent[0]:
-            answer = Answer.EQUIVALENT
-        elif len(differences) >= MIN_SEEDS and tests.different[0]:
-            answer = Answer.DIFFERENT
-        verdict = replace(
-            verdict,
-            answer=answer,
-            sd_difference=float(tests.sd[0]),
-            interval=Interval(low=float(tests.low[0]), high=float(tests.high[0]), level=tests.level),
-            tost_p=float(tests.tost_p[0]) if margin.exists else NAN,
-            beyond_p=float(tests.beyond_p[0]),
-            t_p=float(tests.t_p[0]),
-        )
+    # What comes first decides, and the rest is told beside it; the interval comes last.
     first, *others = [*_before_any_interval(verdict, ours, theirs, margin, untrained_nats), (verdict.answer, "")]
     findings = [words[0].upper() + words[1:] for _, words in others if words]
     findings += _to_be_known(verdict, ours, theirs, lr_warmup_steps)
@@ -332,6 +314,11 @@ def judge(
     )
 
 
+def seeds_words(n: int) -> str:
+    """``1 seed``, ``3 seeds``."""
+    return f"{n} seed{'' if n == 1 else 's'}"
+
+
 def correct_for_arms(verdicts: list[Verdict]) -> list[Verdict]:
     """Holm's correction over the arms of one study: with more arms, a chance *different* is more likely.
 
@@ -346,7 +333,7 @@ def correct_for_arms(verdicts: list[Verdict]) -> list[Verdict]:
     with_p = [one for one in verdicts if math.isfinite(one.beyond_p)]
     if not tested or len(with_p) < 2:
         return verdicts
-    level = (1.0 - with_p[0].interval.level) / 2.0
+    level = (1.0 - with_p[0].interval.level) / 2.0  # of one side, as each test was made
     significant = multipletests([one.beyond_p for one in with_p], alpha=level, method="holm")[0]
     stands = {one.arm: stands for one, stands in zip(with_p, significant, strict=True)}
     words = f"Alone it would be different, but not after Holm's correction for {len(with_p)} arms."
@@ -385,12 +372,12 @@ def _before_any_interval(
         ends = {name: float(np.mean([losses[seed] for seed in verdict.seeds])) for name, losses in both.items()}
         if untaught := [name for name, end in ends.items() if end > untrained_nats - needed]:
             words = " and ".join(f"{name} has not learnt (it ends at {ends[name]:.2f} nats)" for name in untaught)
-            words += f": a model that knows nothing has {untrained_nats:.2f} nats, and at least {needed:.2f} below that"
-            yield Answer.NOT_TRAINED, f"{words} is asked for."
+            words += f": an untrained model has {untrained_nats:.2f} nats, and an arm must end at least {needed:.2f}"
+            yield Answer.NOT_TRAINED, f"{words} below that."
     for seed in verdict.outlying_seeds:
         yield (
             Answer.INSUFFICIENT,
-            f"seed {seed} of the reference {reference} lies apart from its others "
+            f"seed {seed} of the reference {reference} lies apart from the others "
             f"({verdict.reference_losses[seed]:.4f} nats): find out why, or leave it out of all arms "
             f"(moelab report … --drop-seed {seed}).",
         )
@@ -400,7 +387,7 @@ def _to_be_known(verdict: Verdict, ours: ArmSeeds, theirs: ArmSeeds, lr_warmup_s
     """What qualifies an answer and decides nothing."""
     arm, reference, _ = contrast(verdict.arm, verdict.reference)
     for seed in outlying_seeds(verdict.arm_losses):
-        yield f"Seed {seed} of {arm} lies apart from its others ({verdict.arm_losses[seed]:.4f} nats)."
+        yield f"Seed {seed} of {arm} lies apart from the others ({verdict.arm_losses[seed]:.4f} nats)."
     if both := ours.diverged.keys() & theirs.diverged.keys():
         yield f"Left out, as it diverged in both: {'; '.join(_reasons(both, ours.diverged))}."
     # Doubtful ones have decided already, and are not assumed to be unrelated.
@@ -410,7 +397,7 @@ def _to_be_known(verdict: Verdict, ours: ArmSeeds, theirs: ArmSeeds, lr_warmup_s
         yield f"Left out: {'; '.join(lost)}; assumed to be unrelated to the loss."
     if verdict.dropped_seeds:
         names = ", ".join(str(seed) for seed in verdict.dropped_seeds)
-        yield f"Dropped by name in all arms: seed{'s' if len(verdict.dropped_seeds) > 1 else ''} {names}."
+        yield f"Dropped from all arms as requested: seed{'s' if len(verdict.dropped_seeds) > 1 else ''} {names}."
     if verdict.steps is not None and verdict.seeds and verdict.steps[1] <= lr_warmup_steps:
         yield (
             f"Training ended inside its warm-up (step {verdict.steps[1]:,} of {lr_warmup_steps:,}): the learning rate "

@@ -303,7 +303,8 @@ def work_of(experiment: Experiment, layout: Layout, gpu: Gpu, constants: MemoryC
         pad_multiple=GROUP_PADDING[padded] if padded else 1,
         backend=experiment.ep_backend,
         row_bytes=BF16 if sent == "bf16" else 1 + SCALE_BYTES[sent],
-        # torchao's MXFP8 experts are three products, moelab's, which take rows of DeepEP in 8 bits, are not
+        # torchao's MXFP8 experts are three products; moelab's, which take rows of DeepEP in 8 bits, are one. With
+        # native kernels they take BF16 rows too, which is counted as torchao's until a B200 was measured: more is kept.
         one_pass_experts=precision is Precision.FP8 or (sent != "bf16" and experiment.ep_backend is EPBackend.DEEPEP),
         scaled_products=precision is not Precision.BF16 and not emulates(experiment, gpu),
     )

@@ -7,7 +7,7 @@ from moelab.runs.log import read_log
 from moelab.runs.log_text import NotALog
 from moelab.runs.table import COLUMNS, MetricsRead, combine, merge_segments, metrics_table, throughput_rows
 from moelab.runs.tensorboard import NotATensorBoardFolder, read_tensorboard
-from moelab.runs.wandb_export import NotAWandbExport, read_wandb
+from moelab.runs.wandb_export import read_wandb
 
 __all__ = [
     "COLUMNS",
@@ -15,7 +15,6 @@ __all__ = [
     "MetricsRead",
     "NotALog",
     "NotATensorBoardFolder",
-    "NotAWandbExport",
     "combine",
     "merge_segments",
     "metrics_table",

@@ -60,7 +60,7 @@ RESULTS_FILE, METRICS_FILE = "results.json", "metrics.parquet"
 READER_VERSION = 2
 """Of what a log and events are read as; raised when that changes, so that no table of an earlier reader is used."""
 WARMUP_STEPS = 3
-_LOG_NAME = re.compile(
+_LOG_NAME = re.compile(  # of launchers, Slurm, PBS (train.o123), rotated files and the kernel
     r"\.(log|out|err|txt|stdout|stderr|[oe]\d+)(\.\d+)?(\.(gz|xz|zst|bz2))?$|^(dmesg|messages|syslog|stdout|stderr)\b"
 )
 _FOR_ITS_LOSS = re.compile(
@@ -76,19 +76,13 @@ class Collected(SideFiles):
     """What one run left, with its side files; of these nothing is known from elsewhere.
 
     Attributes:
-        run: its name.
         arm: name of its arm, empty for a source from elsewhere.
-        seed: its seed, or None.
         status: how it ended; a loss that is not finite is ``failed`` whatever the exit code said.
         segments: launches that logged a step.
         rows: metrics table.
         validation: held-out loss by step.
-        steps_planned: steps that the experiment asks for, or None.
         diverged: which loss was not finite, None where none was or a restart got over it.
-        experiment: what it was asked to do; None from elsewhere.
         grad_norm_not_finite: NaN or Inf by the step that reported it as its gradient norm.
-        load: of its experts; None if it was not recorded.
-        read: what its log and events were read as; None from elsewhere.
         sources: digests of the log and the events by their path, as they were when they were read; empty if one of
             them could not be.
         notes: what a reader should know of its source.
@@ -112,7 +106,7 @@ class Collected(SideFiles):
 
     @property
     def finished(self) -> bool:
-        """Whether every planned step was trained and the run ended well."""
+        """Whether every planned step was trained and the run ended well; never of a source from elsewhere."""
         return self.status.state is State.COMPLETED and self.steps_planned in (None, self.last_step)
 
     @cached_property
@@ -180,11 +174,10 @@ class Collected(SideFiles):
 
     def to_json(self) -> dict[str, Any]:
         """The run as the command line prints it; missing numbers are null."""
-        told: dict[str, Any] = json.loads(self.json_text())
-        return told
+        return dict(json.loads(self.json_text()))
 
     def json_text(self) -> str:
-        """:meth:`to_json` as a text on one line: the rows of a large study are millions of numbers."""
+        """:meth:`to_json` as a text on one line."""
         head = {
             "run": self.run,
             "arm": self.arm,
@@ -199,6 +192,7 @@ class Collected(SideFiles):
             "expert_load": self.load.to_json() if self.load else None,
         }
         head = each_text(without_secrets, head)
+        # The rows of a large study are millions of numbers: pandas writes them, and nobody parses them again.
         rows = self.rows if head["run"] == self.run else self.rows.assign(run=head["run"])
         tables = {"rows": rows, "validation": self.validation}
         parts = [f'"{name}": {rows.to_json(orient="records", double_precision=15)}' for name, rows in tables.items()]
@@ -221,7 +215,7 @@ def collect_run(run: RunDir, *, save: bool = False) -> Collected:
     experiment, status = run.experiment, run.status
     sources = _sources(run)
     read, unread = _read_saved(run, sources), list[str]()
-    if read is None:
+    if read is None:  # never saved, or the log has grown since
         read, unread = _read_log_and_events(run, status)
     side = read_side_files(run, experiment, started=bool(len(read.columns["step"])))
     load, damaged = None, [*unread, *side.damaged]
@@ -230,12 +224,13 @@ def collect_run(run: RunDir, *, save: bool = False) -> Collected:
     except BadInput as error:
         damaged.append(str(error))
     diverged = read.reason
+    # The log may lack the step whose loss was not finite; then the reason alone says it.
     if status.state in (State.FAILED, State.CANCELLED) and _FOR_ITS_LOSS.search(status.reason or ""):
         diverged = diverged or status.reason
-    if read.reason and not (status.state is State.FAILED and status.reason):
+    if read.reason and not (status.state is State.FAILED and status.reason):  # the launcher's own reason says more
         status = replace(status, state=State.FAILED, reason=read.reason)
     collected = Collected(
-        **{**vars(side), "damaged": tuple(damaged)},
+        **{**vars(side), "damaged": tuple(damaged)},  # of its log, its side files and its load
         run=run.name,
         arm=experiment.arm,
         seed=experiment.seed,
@@ -252,7 +247,7 @@ def collect_run(run: RunDir, *, save: bool = False) -> Collected:
         notes=(*read.notes, *_traced_notes(experiment, status, side.traces)),
         grad_norm_not_finite=read.grad_norm_not_finite,
         read=read,
-        sources={} if unread else sources,
+        sources={} if unread else sources,  # what could not be read is tried again each time
     )
     if save:
         save_results(run, collected)
@@ -280,15 +275,15 @@ def _traced_notes(experiment: Experiment, status: Status, traces: Sequence[Mappi
         longest = max(traces, key=lambda trace: trace["write_s"])
         usual = f" instead of {longest['usual_step_s']:.3f} s" if longest["usual_step_s"] else ""
         yield (
-            f"step {step} was traced: it took {longest['step_s']:.3f} s{usual}, and writing {longest['write_s']:.1f} s;"
-            f" throughput is without steps {step - 1} to {step + 1}"
+            f"step {step} was traced: it took {longest['step_s']:.3f} s{usual}, plus {longest['write_s']:.1f} s to "
+            f"write the trace; throughput leaves out steps {step - 1} to {step + 1}"
         )
     for one in (file for trace in traces for file in trace["files"] if file["reason"]):
         yield f"{one['file']}: {one['reason']}"
     missing = set(experiment.trace_ranks) - {trace["rank"] for trace in traces}
     if step and missing and status.state is State.COMPLETED:
         ranks = ", ".join(map(str, sorted(missing)))
-        yield f"step {step} of rank {ranks} was not traced: a launch began after it, or the record could not be written"
+        yield f"step {step} was not traced on rank {ranks}: a launch began after it, or the record could not be written"
 
 
 def collect_runs(runs: Iterable[RunDir]) -> list[Collected]:
@@ -313,9 +308,8 @@ def collect(path: Path) -> list[Collected]:
         BadInput: if it is none of them, or all runs are left out.
     """
     if not path.exists():
-        raise BadInput(
-            f"{path} does not exist; give a run, a study, a TorchTitan log, a TensorBoard folder or a W&B export"
-        )
+        valid = "a run, a study, a TorchTitan log, a TensorBoard folder or a W&B export"
+        raise BadInput(f"{path} does not exist; give {valid}")
     discovered = directory.discover(path.absolute()) if path.is_dir() else None
     if discovered and discovered.left_out and not discovered.runs:
         raise BadInput("\n".join(discovered.lines))
@@ -346,6 +340,7 @@ def joined_rows(collected: Iterable[Collected]) -> pd.DataFrame:
 
 def save_results(run: RunDir, collected: Collected) -> None:
     """Write ``metrics.parquet`` and ``results.json``, each whole or not at all."""
+    # The table first: results.json holds its digest, so after a kill between the two the old results are not used.
     buffer = io.BytesIO()
     collected.rows.to_parquet(buffer, index=False)
     write_whole(run.path / METRICS_FILE, buffer.getvalue())
@@ -405,7 +400,7 @@ def _read_saved(run: RunDir, sources: Mapping[str, str]) -> MetricsRead | None:
             return None
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):  # of thousands of brackets
         return None
-    held_out = read.pop("validation")
+    held_out = read.pop("validation")  # a NaN in it is null
     validation = np.array(held_out["data"], dtype=float).reshape(-1, len(held_out["columns"]))
     rows = ParquetFile(pa.BufferReader(table)).read(columns=[*COLUMNS[3:]], use_threads=False)
     return MetricsRead(
@@ -429,7 +424,7 @@ def _read_log_and_events(run: RunDir, status: Status) -> tuple[MetricsRead, list
         damaged.append(f"{name} cannot be read ({error.strerror or error})")
     except NotALog:
         if run.log.exists():
-            damaged.append(f"{name} is no file")
+            damaged.append(f"{name} is not a file")
         elif status.state not in (State.PREPARED, State.SUBMITTED, State.RUNNING):
             damaged.append(f"{name} is missing")
     if log is None:
@@ -445,6 +440,7 @@ def _read_log_and_events(run: RunDir, status: Status) -> tuple[MetricsRead, list
 
 def _united(log: MetricsRead, events: MetricsRead) -> MetricsRead:
     columns = combine(log.columns, events.columns)
+    # The longer: the events lack what was not flushed, and a log what was printed by another rank.
     held_out = max(log.validation_columns, events.validation_columns, key=lambda part: len(part["step"]))
     reported = {**events.grad_norm_not_finite, **log.grad_norm_not_finite}
     norms = merge_segments(metrics_table(columns)).set_index("step")["grad_norm"] if reported else pd.Series()
@@ -459,7 +455,7 @@ def _united(log: MetricsRead, events: MetricsRead) -> MetricsRead:
 
 
 def _from_elsewhere(read: MetricsRead, name: str, ended: Statement | None = None) -> Collected:
-    run = read.rows["run"].fillna(name)
+    run = read.rows["run"].fillna(name)  # an export names its runs, a log does not
     rows = read.rows.assign(run=run if read.name is None else run + f" ({read.name})")
     reason = read.reason or (str(ended) if ended else None)
     return Collected(
@@ -501,10 +497,10 @@ def _read_job(folder: Path) -> tuple[list[MetricsRead], Statement | None]:
     Raises:
         BadInput: if it left neither metrics nor a failure, or the logs are of several runs.
     """
-    # What a rank printed is in the job's log too: its own files count where there is no such log.
+    # What a rank printed is in the job's log too: its own files only count where there is no such log.
     ranks = rank_folders(folder)
     logs = [file for file in _files(folder) if _LOG_NAME.search(file.name) and file.parent not in ranks]
-    reads = {file: read for file in logs if len((read := read_log(file, allow_empty=True)).rows)}
+    reads = {file: read for file in logs if len((read := read_log(file, allow_empty=True)).rows)}  # dmesg has none
     of_ranks = [
         read_log(file, allow_empty=True)
         for rank in ranks
@@ -521,7 +517,7 @@ def _read_job(folder: Path) -> tuple[list[MetricsRead], Statement | None]:
         if not logs and not ranks:
             raise
         names = ", ".join(str(file.relative_to(folder)) for file in [*logs, *ranks][:5])
-        raise BadInput(f"{error} Nor is there a TorchTitan step line or a failure in {names}") from None
+        raise BadInput(f"{error} There is no TorchTitan step line or failure in {names} either") from None
     if not len(read.rows):
         return events, ended
     return [_united(read, events[0]) if len(events) == 1 else read], ended
@@ -542,6 +538,7 @@ def _of_one_run(folder: Path, reads: Mapping[Path, MetricsRead]) -> MetricsRead:
     """The longest of several readings of the same steps, such as ``train.log`` and ``slurm-1.out``."""
     losses = {file: merge_segments(read.rows).set_index("step")["loss"].dropna() for file, read in reads.items()}
     longest = max(reads, key=lambda file: (len(losses[file]), len(reads[file].rows)))
+    # All ranks print the same digits, and two runs hardly ever do.
     others = [file for file in reads if not losses[file].isin(losses[longest]).all()]
     if others:
         names = ", ".join(str(file.relative_to(folder)) for file in [longest, *others])
@@ -556,5 +553,6 @@ def _of_rank_with_loss(reads: list[MetricsRead]) -> MetricsRead:
     read = max(reads, key=lambda read: (int(read.rows["loss"].notna().sum()), len(read.rows)))
     memory = ["memory_gib", "memory_pct"]
     fullest = pd.concat([one.rows for one in reads]).groupby(["segment", "step"])[memory].max()
+    # Each rank printed its own memory, and the job fails with the fullest.
     keys = pd.MultiIndex.from_frame(read.rows[["segment", "step"]])
     return replace(read, columns={**read.columns, **{name: fullest.loc[keys, name].to_numpy() for name in memory}})

@@ -14,17 +14,20 @@ import functools
 import os
 import re
 import secrets
-from dataclasses import dataclass
+import time
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from moelab.errors import BadInput
 from moelab.experiment import Experiment
 from moelab.experiment_file import read_record, write_experiment
-from moelab.runs.files import write_whole
+from moelab.runs.files import write_json, write_whole
 from moelab.runs.status import FILE as STATUS_FILE
-from moelab.runs.status import State, Status, read_status, write_status
+from moelab.runs.status import RESERVE, RESERVE_BYTES, State, Status
 
 EXPERIMENT_FILE = "experiment.yaml"
 CONVERTED_FOLDER, DISPATCHER_FILE = "launch/converted", "launch/dispatcher.json"
@@ -33,6 +36,7 @@ TRACES_FOLDER, RECORDED_FOLDER = "traces", "launch/recorded"
 """Traces of a step; for each rank that was traced, a file of what its trace cost and where it is."""
 STOP_VARIABLE, STOPPED_FILE = "MOELAB_STOP_FILE", "launch/stopped.json"
 """Names the file that asks ranks to save and stop; which step they saved when they did."""
+_STATUS = TypeAdapter(Status)
 _SEED, _STAMP = re.compile(r"seed(\d+)"), re.compile(r"\d{8}T\d{6}Z-[0-9a-f]{6}")
 
 
@@ -57,7 +61,7 @@ class RunDir:
         recorded, folders = f"{experiment.arm}/seed{experiment.seed}", "/".join(self._place[-3:-1])
         is_in_a_study = self._names_a_seed or folders.startswith(f"{experiment.arm}/")  # else copied out of one
         if is_in_a_study and recorded != folders:
-            raise BadInput(f"{file}: the record is of {recorded}, and the run is in {folders}")
+            raise BadInput(f"{file}: the record is of {recorded}, but the run is in {folders}")
         return experiment
 
     @property
@@ -72,8 +76,15 @@ class RunDir:
 
     @property
     def status(self) -> Status:
-        """Where the run is."""
-        return read_status(self.path)
+        """Where the run is: ``unknown``, with what is wrong, if ``status.json`` cannot be read as a status."""
+        try:
+            return _STATUS.validate_json((self.path / STATUS_FILE).read_bytes())
+        except OSError as error:
+            return Status(state=State.UNKNOWN, reason=f"{STATUS_FILE} cannot be read: {error.strerror}")
+        except ValidationError as error:
+            fault = error.errors()[0]  # enough for one line
+            what = ": ".join([*map(str, fault["loc"]), fault["msg"]])
+            return Status(state=State.UNKNOWN, reason=f"{STATUS_FILE} is damaged: {what}")
 
     @property
     def log(self) -> Path:
@@ -91,8 +102,16 @@ class RunDir:
         return "/".join(self._place)
 
     def set_status(self, status: Status) -> None:
-        """Replace ``status.json``."""
-        write_status(self.path, status)
+        """Replace ``status.json``.
+
+        A little space is reserved while the run is alive, so that a run that fills the disk can still say so.
+        """
+        reserve = self.path / RESERVE
+        if status.state.is_final:
+            reserve.unlink(missing_ok=True)  # before the file is written, which now has room
+        elif not reserve.exists():
+            reserve.write_bytes(os.urandom(RESERVE_BYTES))  # zeros would take no blocks where a filesystem compresses
+        write_json(self.path / STATUS_FILE, asdict(replace(status, updated=time.time())))
 
     @functools.cached_property
     def _place(self) -> tuple[str, ...]:
@@ -171,7 +190,7 @@ def fresh(runs: Path, experiment: Experiment) -> RunDir:
 
 def make(run: RunDir, experiment: Experiment) -> None:
     """Make a fresh run directory with its record and the status ``prepared``; it appears whole or not at all."""
-    begun = RunDir(run.path.with_name(f".{run.path.name}"))
+    begun = RunDir(run.path.with_name(f".{run.path.name}"))  # `find` looks into no hidden folder
     for part in ("launch", "logs", "tb"):
         (begun.path / part).mkdir(parents=True)
     write_whole(begun.path / EXPERIMENT_FILE, write_experiment(experiment))
@@ -195,23 +214,23 @@ def discover(path: Path) -> Discovery:
     """The run directories that :func:`find` finds, with their records read."""
     runs: list[RunDir] = []
     left_out: list[LeftOut] = []
-    notes: dict[str, None] = {}
+    notes: list[str] = []
     for run in find(path):
         try:
             study = run.experiment.name
         except BadInput as error:
+            # On one line and without the path: the run's name stands in front of it.
             reason = str(error).removeprefix(f"{run.path / EXPERIMENT_FILE}: ")
             left_out.append(LeftOut(run=run, reason=f"{EXPERIMENT_FILE}: {'; '.join(reason.splitlines())}"))
             continue
         runs.append(run)
         folder, *_ = run.name.split("/")
         if not run._names_a_seed:
-            notes[f"{run.name} is in no folder of an arm and seed: taken for {run.arm}/seed{run.seed}, as recorded"] = (
-                None
-            )
+            place = f"{run.arm}/seed{run.seed}"
+            notes.append(f"{run.name} is not in the folder of an arm and seed: taken for {place}, as recorded")
         elif folder != study:
-            notes[f"folder {folder} holds runs that were recorded as of study {study}"] = None
-    return Discovery(runs=tuple(runs), left_out=tuple(left_out), notes=tuple(notes))
+            notes.append(f"folder {folder} holds runs that were recorded as study {study}")
+    return Discovery(runs=tuple(runs), left_out=tuple(left_out), notes=tuple(dict.fromkeys(notes)))
 
 
 def find(path: Path) -> list[RunDir]:
@@ -236,6 +255,7 @@ def find(path: Path) -> list[RunDir]:
                 runs.append(RunDir(here))
             inside[:] = [name for name in inside if not name.startswith(".")]  # such as a run that is being made
             links = (here / name for name in sorted(inside) if (here / name).is_symlink())
+            # A link to a folder above would lead around in circles.
             starts += [link for link in links if not path.resolve().is_relative_to(link.resolve())]
         runs += [RunDir(Path(error.filename)) for error in closed if isinstance(error, PermissionError)]
     return sorted(runs, key=lambda run: run.path)
@@ -243,6 +263,7 @@ def find(path: Path) -> list[RunDir]:
 
 def is_run(folder: Path) -> bool:
     """Whether a folder is a run's, whole or damaged; one with only a person's own ``experiment.yaml`` is not."""
+    # Emptied by a hand or a full disk, it is a run that is damaged and not none.
     if _STAMP.fullmatch(folder.name) and _SEED.fullmatch(folder.parent.name):
         return True
     names = (EXPERIMENT_FILE, STATUS_FILE, "launch", "logs")

@@ -30,12 +30,9 @@ _COLUMNS = {"step": pa.int32(), "layer": pa.int32(), "expert": pa.int32(), "toke
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertLoad:
-    """Tokens of experts, ``S`` recorded steps, ``L`` MoE layers, ``E`` experts.
+    """Tokens that each expert got over all ranks: ``S`` recorded steps, ``L`` MoE layers, ``E`` experts.
 
-    Attributes:
-        steps: numbers of the steps ``(S,)``, ascending.
-        layers: numbers of the layers ``(L,)``; dense ones are not among them.
-        tokens_SLE: tokens that each expert got, over all ranks, ``(S, L, E)``.
+    ``steps`` (ascending) and ``layers`` hold their numbers; dense layers are not among them.
     """
 
     steps: npt.NDArray[np.int64]
@@ -73,7 +70,7 @@ class ExpertLoad:
         """
         steps, layers, experts = self.tokens_SLE.shape
         if experts % ep:
-            raise BadInput(f"ep is {ep} and does not divide the {experts} experts whose load was recorded")
+            raise BadInput(f"ep is {ep}, which does not divide the {experts} experts whose load was recorded")
         return _over_mean(self.tokens_SLE.reshape(steps, layers, ep, -1).sum(axis=-1))
 
     def shares_E(self, ep: int) -> npt.NDArray[np.float64]:
@@ -86,6 +83,7 @@ class ExpertLoad:
             BadInput: if ``ep`` does not divide the experts.
         """
         busiest_L = self.busiest_rank_SL(ep)[self.late].mean(axis=0)
+        # Of two in the middle the lower: a mean of layers would be none of them.
         tokens_E = self.late_LE[np.argsort(busiest_L, kind="stable")[(len(busiest_L) - 1) // 2]]
         shares_E: npt.NDArray[np.float64] = tokens_E / tokens_E.sum()
         return shares_E
@@ -105,7 +103,7 @@ class ExpertLoad:
 
 def _over_mean(tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
     """The largest over the mean along the last axis; 1 where there is nothing."""
-    mean = tokens.mean(axis=-1)
+    mean = tokens.mean(axis=-1)  # 0 in a layer whose tokens were not counted
     over: npt.NDArray[np.float64] = np.divide(tokens.max(axis=-1), mean, out=np.ones_like(mean), where=mean > 0)
     return over
 
@@ -132,9 +130,11 @@ class ExpertLoadFile:
             step: in place of what was written of it before.
             tokens_LE: of each expert ``(L, E)``, a row for each layer from 0; dense layers have none.
         """
+        # Indices of the rows of MoE layers only, which have any token.
         layers, experts = np.indices(tokens_LE.shape)[:, tokens_LE.any(axis=1)].reshape(2, -1)
         values = [np.full(len(layers), step), layers, experts, tokens_LE[layers, experts]]
         added = pa.table(dict(zip(_COLUMNS, values, strict=True)), schema=pa.schema(_COLUMNS))
+        # All rows are written again: fifty steps of 58 layers and 256 experts are a few MB.
         kept = self._rows.filter(compute.not_equal(self._rows["step"], step))
         self._rows = pa.concat_tables([kept, added]).combine_chunks()
         buffer = io.BytesIO()
@@ -179,15 +179,15 @@ def routers_load(path: Path, experts: int) -> tuple[ExpertLoad, RunDir | None]:
     file = (path if path.is_file() else path / FILE).absolute()
     run = RunDir(file.parent) if is_run(file.parent) else None
     if run is None and not path.is_file():
-        raise BadInput(f"{path} is no run directory; give one that has an {FILE}, or that file")
+        raise BadInput(f"{path} is not a run directory; give a run that has {FILE}, or that file")
     name = f"run {run.name}" if run else path.name
     if run and run.experiment.routing is not Routing.LEARNED:
-        raise BadInput(f"a measured load is of learned routing, and {name} has routing {run.experiment.routing.value}")
+        raise BadInput(f"a measured load needs learned routing, but {name} has routing {run.experiment.routing.value}")
     load = _load_in(file)
     if load is None:
-        raise BadInput(f"{name} has no {FILE}: an older moelab trained it, or no step was; give another run")
+        raise BadInput(f"{name} has no {FILE}: an older moelab trained it, or it logged no step; give another run")
     if load.tokens_SLE.shape[2] != experts:
-        raise BadInput(f"{name} has {load.tokens_SLE.shape[2]} experts, and {experts} are asked for")
+        raise BadInput(f"{name} has {load.tokens_SLE.shape[2]} experts, but the experiment has {experts}")
     return load, run
 
 
@@ -204,6 +204,7 @@ def _read(path: Path) -> pa.Table | None:
         return None
     except (OSError, pa.ArrowException) as error:
         raise BadInput(f"{FILE} is damaged: it cannot be read as Parquet") from error
+    # Text or floating-point numbers would only fail where they are used as places in an array.
     types = {name: table.schema.field(name).type for name in table.schema.names}
     if types != _COLUMNS or any(column.null_count for column in table.columns):
         raise BadInput(f"{FILE} is damaged: its columns are not {', '.join(_COLUMNS)} in whole numbers")
@@ -226,7 +227,7 @@ def measured_constants(path: Path, experiment: Experiment) -> MemoryConstants:
     """
     if experiment.routing is not Routing.LEARNED:
         raise BadInput(
-            f"a measured load is of learned routing, and this experiment has routing {experiment.routing.value}"
+            f"a measured load needs learned routing, but this experiment has routing {experiment.routing.value}"
         )
     load, run = routers_load(path, shape_for(experiment).num_experts)
     busiest_SL = load.busiest_rank_SL(experiment.ep)

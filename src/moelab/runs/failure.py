@@ -29,10 +29,10 @@ import math
 import pickle
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from moelab.runs.log_text import LogBytes
 from moelab.runs.statements import TRACEBACK, Kind, Scan, Statement, kind_of
@@ -45,6 +45,16 @@ _PLACE = re.compile(r"(?:node(\d+)/)?(?:[^/]+/)?attempt_(\d+)/(\d+)$")
 _DUMP = re.compile(r"^(?:nccl_trace|comm_lib_trace|[\w-]*trace)?_?rank_(?:.*_)?(\d+)(?:\.(?:json|pkl|pickle))?$")
 _LARGEST_BYTES = 256 << 20
 _Group = tuple[str, str, frozenset[int]]  # name, description and ranks: names repeat among groups of other ranks
+
+
+class _Entry(NamedTuple):
+    """A collective that a rank entered, from its flight recorder."""
+
+    group: tuple[str, str]  # name and description
+    number: int  # in its group, the same on all ranks
+    operation: str
+    created_ns: int
+    waits: bool
 
 
 def cause(logs: Path | None, *texts: str, ranks_per_node: int = 0, traces: Path | None = None) -> Statement | None:
@@ -95,21 +105,17 @@ def rank_folders(logs: Path) -> list[Path]:
 
 
 def _of_ranks(logs: Path, ranks_per_node: int, places: Sequence[tuple[int, int]]) -> Iterator[Statement]:
-    """What each rank left.
-
-    Args:
-        logs: as in :func:`cause`.
-        ranks_per_node: as in :func:`cause`.
-        places: global and local ranks as torchrun reported them.
-    """
+    """What each rank left, by the global and local ranks in ``places``, as torchrun reported them."""
     folders = rank_folders(logs)
     offsets = {rank - local for rank, local in places}
+    # Global and local ranks differ by whole nodes.
     per_node = ranks_per_node or math.gcd(*offsets) or max((int(folder.name) + 1 for folder in folders), default=0)
     for folder in folders:
         match = _PLACE.search(folder.as_posix())
         node = int(match[1]) if match and match[1] else None
         first = node * per_node if node is not None else min(offsets) if len(offsets) == 1 else 0
         rank = first + int(folder.name)
+        # Exceptions first: among equals, what was read first is the cause.
         files = [file for name in ("stderr.log", "stdout.log") if (file := folder / name).is_file()]
         scans = [(file, Scan(tail(file, RANK_TAIL_BYTES), rank=rank)) for file in files]
         own = {number for _, scan in scans for number in scan.own_ranks}
@@ -157,35 +163,29 @@ def tail(file: Path, size: int = LOG_TAIL_BYTES, *, start: int = 0) -> str:
 def not_entered(folder: Path) -> Iterator[tuple[int | None, str]]:
     """The first collective that some ranks of its group waited in, and what the others did.
 
-    Args:
-        folder: where dumps are looked for, at any depth.
-
     Yields:
         At most one rank that was missing (None if it is not one alone) and the words.
     """
-    dumps = dict(_dumps(folder))
-    waiting: dict[tuple[_Group, int], dict[int, dict[str, Any]]] = defaultdict(dict)
+    dumps = {rank: (members, entries) for rank, members, entries in _dumps(folder)}
+    waiting: dict[tuple[_Group, int], dict[int, _Entry]] = defaultdict(dict)
     last: dict[_Group, dict[int, int]] = defaultdict(dict)
-    for rank, dump in dumps.items():
-        members = dict(_members(dump))
+    for rank, (members, entered) in dumps.items():
         for called, ranks in members.items():
             last[*called, ranks].setdefault(rank, 0)
-        for entry in dump["entries"]:
-            if not entry.get("is_p2p"):
-                called = _group_of(entry)
-                group_key, number = (*called, members.get(called, frozenset())), int(entry["collective_seq_id"])
-                last[group_key][rank] = max(number, last[group_key].get(rank, 0))
-                if entry["state"] != "completed" and not entry.get("retired"):  # gloo does not say when one completes
-                    waiting[group_key, number][rank] = entry
+        for entry in entered:
+            group = (*entry.group, members.get(entry.group, frozenset()))
+            last[group][rank] = max(entry.number, last[group].get(rank, 0))
+            if entry.waits:
+                waiting[group, entry.number][rank] = entry
     # The first that began to wait: later ones wait for the rank that waits there.
-    for key in sorted(waiting, key=lambda one: min(int(entry["time_created_ns"]) for entry in waiting[one].values())):
-        (name, description, ranks), number = key
-        entries = waiting[key]
-        late = {rank for rank, entered in last[key[0]].items() if entered < number}
+    by_time = sorted(waiting.items(), key=lambda item: min(entry.created_ns for entry in item[1].values()))
+    for (group, number), entries in by_time:
+        name, description, ranks = group
+        late = {rank for rank, reached in last[group].items() if reached < number}
         silent = ranks - set(dumps)
         operations: dict[str, list[int]] = defaultdict(list)
         for rank, entry in entries.items():
-            operations[_operation(entry)].append(rank)
+            operations[entry.operation].append(rank)
         where = f"number {number} of group {description or name}"
         if len(operations) > 1:
             listed = "; ".join(f"{operation}: {_listed(by)}" for operation, by in operations.items())
@@ -201,36 +201,40 @@ def not_entered(folder: Path) -> Iterator[tuple[int | None, str]]:
         return
 
 
-def _dumps(folder: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def _dumps(folder: Path) -> Iterator[tuple[int, dict[tuple[str, str], frozenset[int]], list[_Entry]]]:
+    """Each rank that left a dump, the ranks of each group that it lists, and the collectives that it entered."""
     for file in sorted(folder.rglob("*")):
         match = _DUMP.match(file.name)
         if match and file.is_file() and file.stat().st_size <= _LARGEST_BYTES:
             try:
-                dump = _content(file.read_bytes())
-                for entry in dump["entries"]:
-                    _group_of(entry), _operation(entry), entry["state"]  # all that is needed of it
-                    int(entry["collective_seq_id"]), int(entry["time_created_ns"])
+                data = file.read_bytes()
+                dump = json.loads(data) if data[:1] == b"{" else _PlainUnpickler(io.BytesIO(data)).load()
+                entries = [_entry(entry) for entry in dump["entries"] if not entry.get("is_p2p")]
             except (OSError, ValueError, LookupError, TypeError, AttributeError, EOFError, pickle.UnpicklingError):
                 continue  # a rank that died while it wrote; the others' are read
-            yield int(match[1]), dump
+            yield int(match[1]), dict(_members(dump.get("pg_config"))), entries
+
+
+def _entry(entry: Mapping[str, Any]) -> _Entry:
+    name, description = entry["process_group"]
+    profiled = str(entry["profiling_name"])  # such as nccl:all_to_all
+    return _Entry(
+        group=(str(name), _described(description)),
+        number=int(entry["collective_seq_id"]),
+        operation=profiled.partition(":")[2] or profiled,
+        created_ns=int(entry["time_created_ns"]),
+        waits=entry["state"] != "completed" and not entry.get("retired"),  # gloo does not say when one completes
+    )
 
 
 class _PlainUnpickler(pickle.Unpickler):
     """Reads numbers, strings and containers, which a dump consists of: other pickles may call anything."""
 
     def find_class(self, module: str, name: str) -> Any:
-        raise pickle.UnpicklingError(f"{module}.{name} does not belong into a dump")
+        raise pickle.UnpicklingError(f"{module}.{name} does not belong in a dump")
 
 
-def _content(data: bytes) -> dict[str, Any]:
-    content = json.loads(data) if data[:1] == b"{" else _PlainUnpickler(io.BytesIO(data)).load()
-    if not isinstance(content, dict):
-        raise ValueError("no dump")
-    return content
-
-
-def _members(dump: dict[str, Any]) -> Iterator[tuple[tuple[str, str], frozenset[int]]]:
-    config = dump.get("pg_config") or {}
+def _members(config: Any) -> Iterator[tuple[tuple[str, str], frozenset[int]]]:
     for name, group in config.items() if isinstance(config, dict) else ():
         try:
             ranks = group["ranks"]
@@ -240,17 +244,8 @@ def _members(dump: dict[str, Any]) -> Iterator[tuple[tuple[str, str], frozenset[
             continue
 
 
-def _group_of(entry: dict[str, Any]) -> tuple[str, str]:
-    name, description = entry["process_group"]
-    return str(name), _described(description)
-
-
 def _described(description: Any) -> str:
     return "" if description == "undefined" else str(description)
-
-
-def _operation(entry: dict[str, Any]) -> str:
-    return str(entry["profiling_name"]).partition(":")[2] or str(entry["profiling_name"])
 
 
 def _listed(ranks: Iterable[int]) -> str:

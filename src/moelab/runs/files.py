@@ -14,15 +14,16 @@ def write_whole(path: Path, content: str | bytes) -> None:
     """Write a file through a temporary one in the same folder."""
     data = content.encode() if isinstance(content, str) else content
     path.parent.mkdir(parents=True, exist_ok=True)
+    # In the same folder: a rename is atomic on one filesystem only.
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
             file.flush()
-            os.fsync(file.fileno())
-        Path(name).chmod(0o644)
+            os.fsync(file.fileno())  # or a crash after the rename may leave an empty file
+        Path(name).chmod(0o644)  # mkstemp makes it readable by its owner alone
         Path(name).replace(path)
-    except BaseException:
+    except BaseException:  # also a Ctrl-C leaves no temporary file
         Path(name).unlink(missing_ok=True)
         raise
 

@@ -46,10 +46,10 @@ class RankTable:
     """The newest steps of all ranks, S steps by R ranks; NaN where a rank said nothing.
 
     Attributes:
-        steps: int64 of shape (S,), ascending.
-        step_time_s: float64 of shape (S, R): seconds a step, between two step lines of the same rank. All that happens
-            between them is in it, such as a checkpoint. The first line of a launch has none.
-        memory_gib: float64 of shape (R,): memory that its newest line shows, in GiB.
+        steps: of shape (S,), ascending.
+        step_time_s: of shape (S, R): seconds a step, between two step lines of the same rank. All that happens between
+            them is in it, such as a checkpoint. The first line of a launch has none.
+        memory_gib: of shape (R,): what its newest line shows.
     """
 
     steps: np.ndarray[Any, np.dtype[np.int64]]
@@ -108,6 +108,7 @@ class RankSteps:
     def _start(self, rank: int, step: int) -> None:
         """Forget what the rank trains again, and the time of its last line: the restart is no part of a step."""
         self._last.pop(rank, None)
+        # A copy: steps that no rank has a time of any more are taken out below.
         for later in [number for number in self._step_time_s if number >= step]:
             self._step_time_s[later].pop(rank, None)
             if not self._step_time_s[later]:
@@ -178,7 +179,7 @@ class LogFollower:
 
     def _read_on(self, file: BinaryIO) -> None:
         inode, size = (stat := Path(file.name).stat()).st_ino, stat.st_size
-        if size < self.offset or inode != self._inode:
+        if size < self.offset or inode != self._inode:  # truncated, or another file by this name
             self.offset, self._inode, self._unfinished = 0, inode, UnfinishedLine()
         file.seek(self.offset)
         while block := file.read(BLOCK_BYTES):
@@ -198,20 +199,18 @@ class LogFollower:
 
 @dataclass(frozen=True, kw_only=True)
 class RunNow:
-    """Where one run is; a number that it has not logged yet is NaN.
+    """Where one run is, by its last logged step; a number that it has not logged yet is NaN.
 
     Attributes:
-        name: of the run directory.
-        arm: its arm.
-        seed: its seed, None where the experiment cannot be read.
+        seed: None where the experiment cannot be read.
         status: as its ``status.json`` says; a loss or gradient norm that is not finite is its reason until there is
             another.
-        step: last step that was logged, 0 before the first.
-        steps: steps that are planned, 0 where the experiment cannot be read.
-        loss: of the last step, in nats per token.
-        tps: tokens per second per GPU of the last step.
-        memory_gib: of the fullest rank at the last step.
-        step_time_s: of the last two logged steps.
+        step: 0 before the first.
+        steps: that are planned, 0 where the experiment cannot be read.
+        loss: in nats per token.
+        tps: tokens per second per GPU.
+        memory_gib: of the fullest rank.
+        step_time_s: over the last two logged steps.
         segments: launches that logged a step.
     """
 
@@ -230,6 +229,7 @@ class RunNow:
     @property
     def left_s(self) -> float:
         """Seconds to the last step at the pace of the last two; NaN unless the run trains."""
+        # By the last two steps and not the mean, which holds compilation and checkpoints.
         return self.step_time_s * (self.steps - self.step) if self.status.state is State.RUNNING else math.nan
 
 
@@ -237,7 +237,6 @@ class RunFollower:
     """One run directory, read on at every poll.
 
     Attributes:
-        run: the directory.
         model: of its experiment with its own dimensions, empty where that cannot be read.
         ranks: of its experiment.
         now: where the run is.
@@ -278,6 +277,7 @@ class RunFollower:
             read = self._log.result()
             self.rows = merge_segments(metrics_table(read.columns, run=self.run.name, arm=self._arm, seed=self._seed))
             self._segments = read.segments
+            # A loss that is not finite stops the run; a gradient norm alone may not.
             self._failure = read.reason or grad_norm_finding(read.grad_norm_not_finite, read.rows)
         status = self.run.status
         is_other = status != self._status
@@ -314,25 +314,13 @@ class StudyFollower:
 
     Args:
         path: a run, a study, or the folder of all studies.
-        find_interval_s: how often new run directories are looked for.
         clock: monotonic seconds.
-
-    Attributes:
-        path: absolute.
-        runs: in order of name.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        *,
-        find_interval_s: float = FIND_INTERVAL_S,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, path: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.path = path.absolute()
         self.runs: list[RunFollower] = []
-        self._find_interval_s, self._clock = find_interval_s, clock
-        self._found_at = -math.inf
+        self._clock, self._found_at = clock, -math.inf
 
     @property
     def all_final(self) -> bool:
@@ -347,7 +335,7 @@ class StudyFollower:
 
     def poll(self) -> list[RunFollower]:
         """Read what is new; return the runs of which anything is."""
-        if self._clock() - self._found_at >= self._find_interval_s:
+        if self._clock() - self._found_at >= FIND_INTERVAL_S:
             known = {one.run.path: one for one in self.runs}
             newest = {run.path.parent: run for run in directory.find(self.path)}  # attempts are named by their time
             self.runs = [known.get(run.path) or RunFollower(run) for run in newest.values()]

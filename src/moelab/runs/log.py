@@ -207,8 +207,8 @@ def read_runs(path: Path, settings: Sequence[Mapping[str, str]] = ()) -> list[Me
     if two := log.segments.disagreements:
         step, (first, second) = next(iter(two.items()))
         raise BadInput(
-            f"{path}: two runs are mixed in it: step {step} has the losses {first:g} and {second:g}, and so have two "
-            f"{len(two)} steps. Give the log of each run by itself"
+            f"{path}: two runs are mixed in it: {len(two)} steps have two losses each, such as {first:g} and "
+            f"{second:g} at step {step}. Give the log of each run by itself"
         )
     return separate_runs(*log.segments.columns(), source=path, settings=settings, notes=log.notes)
 
@@ -227,6 +227,7 @@ class _Log:
         else:
             raise NotALog(f"{source}: no such file. Give the path of a log that TorchTitan wrote.")
         self._wrapped = False
+        # Fields found, against those of as many whole lines: a wrapped log has lost some of each.
         self.segments, fields, could_be = _segments(self.blocks())
         limit = WRAPPED_BYTES if could_be else BLOCK_BYTES
         if not own and (fields < could_be or not could_be) and len(self.beginning()) < limit:
@@ -441,6 +442,7 @@ class Segments:
         time = values[TIME]
         segment = self.all[-1]
         if time < segment.opened_at:
+            # A late line of an earlier launch; the first segment opened before any time.
             segment = next(s for s in reversed(self.all) if not time < s.opened_at - CLOCK_SKEW_S)
         if kind == "step":
             return self._add_step(segment, step, values)
@@ -489,8 +491,8 @@ class Segments:
         rank = "the first rank of the last stage, world size / PP · (PP − 1)"
         which = rank if self._loss_rank is None else f"rank {self._loss_rank}, {rank}"
         return (
-            "no loss: a rank without the last stage prints -1 in its place under pipeline parallelism. Give the log of "
-            f"{which}, or train with it in LOG_RANK",
+            "no loss: under pipeline parallelism a rank without the last stage prints -1 instead. Give the log of "
+            f"{which}, or add that rank to LOG_RANK",
         )
 
     def _add_step(self, segment: Segment, step: int, values: tuple[float, ...]) -> Segment | None:
@@ -621,6 +623,7 @@ def _rare_lines(block: bytes) -> Iterator[tuple[int, LogLine]]:
             yield match.start(), ("loss rank", math.prod(others) * (pipeline - 1), (_NAN,) * _WIDTH, NO_RANK)
     if b"Loss is not finite" in block:
         for match in _NOT_FINITE.finditer(block):
+            # A traceback may quote the line of source, where a name stands for the number.
             loss = float(match[1]) if match[1].lower().lstrip(b"-") in (b"nan", b"inf") else _NAN
             yield match.start(), ("failure", int(match[2]), (loss, *[_NAN] * (_WIDTH - 1)), NO_RANK)
 

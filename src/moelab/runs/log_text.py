@@ -39,7 +39,7 @@ _REFUSED: Final = {
     b"\x89PNG": "a picture",
 }
 _UNPACKING_ERRORS: Final = (OSError, ValueError, lzma.LZMAError, zlib.error, zstandard.ZstdError)
-_COLOUR: Final = re.compile(
+COLOUR: Final = re.compile(
     rb"(?:\x1b|\\u001[bB]|\\x1b|\\033|\^\[|#033)\[[0-9;:?]*[A-Za-z]|\[\d[0-9;:]*m"  # JSON, `cat -v`, rsyslog, a paste
 )
 _SOURCE_LINE: Final = re.compile(rb"[\w./]+\.py:\d+")  # where rich says a line comes from, behind it
@@ -97,7 +97,7 @@ class LogBytes:
             head = file.read(256)
         for magic, kind in _REFUSED.items():
             if head.startswith(magic):
-                raise NotALog(f"{path} is {kind}, no log. Unpack it and give the log itself")
+                raise NotALog(f"{path} is {kind}, not a log. Unpack it and give the log itself")
         self._unpacker = next((new for magic, new in _UNPACKERS.items() if head.startswith(magic)), None)
         self.is_plain = self._unpacker is None and _utf16(head) is None
 
@@ -119,15 +119,15 @@ class LogBytes:
         try:
             while block := file.read(_PACKED_BLOCK_BYTES):
                 while block:
-                    if unpacker.eof:  # files that were joined
+                    if unpacker.eof:  # files that were joined, as `cat a.gz b.gz` does
                         unpacker = self._unpacker()
                     yield unpacker.decompress(block)
-                    block = unpacker.unused_data.lstrip(b"\0") if unpacker.eof else b""
+                    block = unpacker.unused_data.lstrip(b"\0") if unpacker.eof else b""  # a tape's padding
         except _UNPACKING_ERRORS as error:
-            self.damage = f"{self._path.name} is damaged ({error}): what follows is not read"
+            self.damage = f"{self._path.name} is damaged ({error}): the rest is not read"
         else:
             if not unpacker.eof:
-                self.damage = f"{self._path.name} is cut off: its end is not there to be read"
+                self.damage = f"{self._path.name} is cut off: its end is missing"
 
 
 def _utf16(block: bytes) -> str | None:
@@ -148,10 +148,11 @@ def unwrapped(text: bytes) -> bytes:
     '[rank0]:step:1loss:7.25000tps:4,000\n[rank0]:step:2'
     """
     lines = []
-    for line in _COLOUR.sub(b"", text).splitlines():
+    for line in COLOUR.sub(b"", text).splitlines():
         head, blank, tail = line.lstrip(b"> \t").rstrip(b" \t\\=").rpartition(b"  ")  # a mail's and a shell's marks
         lines.append(_BLANKS.sub(b"", head if blank and _SOURCE_LINE.fullmatch(tail) else head + tail))
     records = b"".join(lines).count(b"step:")
+    # A start counts if no record lacks it: else some lines merely happen to begin like one.
     starts = next((s for s in _RECORD_STARTS if sum(bool(s.match(line)) for line in lines) >= records), None)
     joined = b"".join(b"\n" + line if starts and starts.match(line) else line for line in lines)
     return joined.lstrip(b"\n")
@@ -167,16 +168,16 @@ def what_was_seen(text: bytes) -> str:
         return "it is empty"
     if b"\0" in text[:1000]:
         return "it is binary"
-    text = _COLOUR.sub(b"", text)
+    text = COLOUR.sub(b"", text)
     for whose, pattern in _OTHERS.items():
         if match := re.search(pattern, text):
             return f"these look like {whose} lines ({_quote(match[0])})"
     if match := _DECIMAL_COMMA.search(text):
-        return f"numbers have a decimal comma ({_quote(match[0])}): let the log be written with LC_ALL=C"
+        return f"numbers have a decimal comma ({_quote(match[0])}): write the log with LC_ALL=C"
     if match := re.search(rb"step: *\d[^\r\n]*", text):
-        return f"there are lines of steps, but cut off or of another form ({_quote(match[0])})"
+        return f"there are step lines, but they are cut off or in another format ({_quote(match[0])})"
     if b"Training starts at step" in text:
-        return "training started and logged no step"
+        return "training started but logged no step"
     return ""
 
 

@@ -24,7 +24,7 @@ from moelab.experiment_file import MAX_FILE_BYTES, read_yaml
 from moelab.model import SHAPES
 from moelab.privacy import HIDDEN, each_text, is_secret_name, without_secrets
 from moelab.runs.directory import RunDir
-from moelab.runs.log_text import LogBytes
+from moelab.runs.log_text import COLOUR, LogBytes
 from moelab.runs.side_files import Environment
 
 _READ_BYTES: Final = 4 << 20  # of a log: everything here is said before the first step
@@ -32,7 +32,6 @@ _CONFIG_NAMES: Final = ("config.yaml", "config.json")
 _LONGEST_LINE: Final = 2_000  # characters; TorchTitan's own have a few hundred
 _MOST_VALUES: Final = 1_000
 _PRIVATE: Final = re.compile(r"(?i)(^|[._])(user(name)?|host(name)?|email|entity)$|(^|[._])(auth|credentials?)(\.|$)")
-_COLOUR: Final = re.compile(r"\x1b\[[0-9;:]*m")
 _LINES: Final = (
     re.compile(r"torchtitan version: (?P<torchtitan>\S+)"),
     re.compile(
@@ -87,7 +86,7 @@ class Settings:
     """What a run was configured to do, as far as is known; ``source`` says where that was read."""
 
     values: dict[str, str] = field(default_factory=dict)
-    source: str = "nothing of its configuration can be read"
+    source: str = "its configuration is not known"
 
     def __post_init__(self) -> None:
         """Values are shown as they are: they hold no keys."""
@@ -101,15 +100,15 @@ def settings_of(path: Path, runs: int = 1) -> Settings:
         path: a TorchTitan log, a TensorBoard folder or a W&B export, as :func:`moelab.runs.collect.collect` takes it.
         runs: how many runs it holds; one configuration cannot be told apart for several.
     """
-    if path.is_file() and runs == 1 and (of_log := log_settings(path)):
-        return Settings(values=of_log, source="the lines of its log")
+    if path.is_file() and runs == 1 and (of_log := next(launch_settings(path), {})):
+        return Settings(values=of_log, source="its log")
     config = _config_beside(path)
     if config is None or runs > 1:
         return Settings()
     values = _config_values(config)
     if values is None:
         return Settings(
-            source=f"{config.name} beside it cannot be read: it takes a mapping in YAML or JSON of at most "
+            source=f"{config.name} beside it cannot be read: it must be a mapping in YAML or JSON of at most "
             f"{MAX_FILE_BYTES:,} bytes and {_MOST_VALUES:,} values"
         )
     return Settings(values=values, source=f"{config.name} beside it")
@@ -133,7 +132,7 @@ def run_settings(run: RunDir, environment: Environment | None) -> Settings:
         }
         values |= {"processor": environment.processor} if environment.on_cpu else gpus
     try:
-        log = log_settings(run.log)
+        log = next(launch_settings(run.log), {})
     except OSError:  # missing or damaged, which is told where the run is
         log = {}
     return Settings(values=values | log, source="experiment.yaml, environment.json and its log")
@@ -160,11 +159,6 @@ def spread(values: Iterable[str]) -> str:
     return ", ".join(f"{value} in {count} run{'s' if count > 1 else ''}" for value, count in counts)
 
 
-def log_settings(path: Path) -> dict[str, str]:
-    """What a TorchTitan log says about its run before the first step; empty for another file."""
-    return next(launch_settings(path), {})
-
-
 def launch_settings(path: Path) -> Iterator[dict[str, str]]:
     """What each launch in a TorchTitan log says before its first step, in the order of the file.
 
@@ -175,12 +169,13 @@ def launch_settings(path: Path) -> Iterator[dict[str, str]]:
         head += block
         if len(head) >= _READ_BYTES:
             break
-    text = _COLOUR.sub("", head[:_READ_BYTES].decode(errors="replace"))
+    text = COLOUR.sub(b"", head[:_READ_BYTES]).decode(errors="replace")
     lines = [line for line in text.splitlines() if len(line) <= _LONGEST_LINE]  # no pattern spans two
     own: list[str] = []
     trains = False
     for line in lines:
         is_step = "step:" in line and "loss:" in line
+        # Lines between two steps are of the same launch, unless they say what a launch says as it starts.
         if trains and not is_step and ("Training starts at" in line or any(pattern.search(line) for pattern in _LINES)):
             own, trains = [], False
         if is_step and not trains:
@@ -204,7 +199,7 @@ def _config_beside(path: Path) -> Path | None:
     folder = path if path.is_dir() else path.parent
     exports = [file.name for file in folder.iterdir() if file.suffix in (".csv", ".json", ".jsonl")]
     others = [name for name in exports if name != path.name and not name.startswith(("config.", "wandb-"))]
-    if path.is_file() and others:
+    if path.is_file() and others:  # it may be of any of them
         return None
     return next((folder / name for name in _CONFIG_NAMES if (folder / name).is_file()), None)
 
@@ -215,6 +210,7 @@ def _config_values(file: Path) -> dict[str, str] | None:
         content = read_yaml(file)  # JSON is YAML
     except BadInput:
         return None
+    # Aliases of YAML can make a billion values of a few lines: no more are taken than are allowed, and one.
     values = list(itertools.islice(_flat(content), _MOST_VALUES + 1)) if isinstance(content, dict) else []
     return dict(values) if isinstance(content, dict) and len(values) <= _MOST_VALUES else None
 
@@ -225,7 +221,7 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, st
         name = f"{prefix}{key}"
         if isinstance(value, dict) and "value" in value and set(value) <= {"desc", "value"}:
             value = value["value"]
-        if isinstance(value, dict) and name != "_wandb":
+        if isinstance(value, dict) and name != "_wandb":  # W&B's notes about itself
             yield from _flat(value, f"{name}.")
         elif value is not None and not isinstance(value, dict | list):
             name = _TITAN.get(name, name)

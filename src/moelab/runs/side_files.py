@@ -29,6 +29,7 @@ Content = TypeVar("Content", bound=BaseModel)
 class _Written(BaseModel):
     """A file of JSON; a field that another version wrote is passed over."""
 
+    # Strict: a number in quotes was written by something else. Fields may be called `model_…`.
     model_config = ConfigDict(frozen=True, strict=True, protected_namespaces=())
 
 
@@ -155,21 +156,22 @@ def read_side_files(run: RunDir, experiment: Experiment, *, started: bool) -> Si
     damaged = [f"{wrong}: machine and versions unknown"] if wrong and (started or "missing" not in wrong) else []
     moved = [] if environment is None else list(_moved(run, environment))
     damaged += moved
+    # Only now: a run that went on elsewhere is judged by all of its machine.
     if environment is not None and experiment.hardware == "cpu":  # hides the GPUs of its machine
         environment = environment.model_copy(update={"gpus": [], "gpu_problem": None})
     converted, unsound = _converted(run)
     damaged += unsound
     if experiment.precision in BLOCK_SCALED and started and converted is None and not unsound:
         name = experiment.precision.value.upper()
-        damaged.append(f"{CONVERTED_FOLDER} has no record: what multiplied in {name} is unknown")
+        damaged.append(f"{CONVERTED_FOLDER} has no record: which modules ran in {name} is unknown")
     dispatcher, wrong = _read(run.path / DISPATCHER_FILE, _Dispatcher)
-    unreadable = bool(wrong) and "missing" not in wrong
-    damaged += [f"{wrong}: what moved the tokens is unknown"] if unreadable else []
+    unreadable = bool(wrong) and "missing" not in wrong  # a run without expert parallelism has none
+    damaged += [f"{wrong}: the dispatcher is unknown"] if unreadable else []
     command, wrong = "", ""
     try:
         command = (run.path / COMMAND_FILE).read_text().strip()
         if not _COMMAND.fullmatch(command):
-            raise ValueError("a quote is open")
+            raise ValueError("a quote is open")  # as when it was cut off
     except FileNotFoundError:  # a job of Slurm has a script in its place
         pass
     except OSError as error:
@@ -182,11 +184,12 @@ def read_side_files(run: RunDir, experiment: Experiment, *, started: bool) -> Si
         recorded, wrong = _read(file, _Recorded)
         rank = file.stem.removeprefix("rank")
         if recorded is None or not rank.isdecimal():
-            damaged.append(f"{RECORDED_FOLDER}/{wrong or file.name}: what its trace cost is unknown")
+            damaged.append(f"{RECORDED_FOLDER}/{wrong or file.name}: the cost of its trace is unknown")
         else:
             traces.append({"rank": int(rank), **recorded.model_dump()})
     kernels_asked = experiment.mxfp8_kernels == "auto" and experiment.precision is Precision.MXFP8
     dispatch_asked = unreadable and experiment.ep_backend is not EPBackend.STANDARD
+    # `auto` leaves the choice to the machine: without a record nobody knows what it was.
     kernels_known = not dispatch_asked and not (kernels_asked and (converted is None or unsound))
     return SideFiles(
         environment=environment,
@@ -209,7 +212,7 @@ def _moved(run: RunDir, first: Environment) -> Iterator[str]:
             names = dict.fromkeys([*first.versions, *later.versions])
             others = [name for name in names if first.versions.get(name) != later.versions.get(name)]
             machine = f" on {later.machine}" if later.machine != first.machine else ""
-            software = f" with another {', '.join(others)}" if others else ""
+            software = f" with a different {', '.join(others)}" if others else ""
             yield f"{file.name}: a later start ran{machine}{software}"
 
 
@@ -225,8 +228,8 @@ def _converted(run: RunDir) -> tuple[dict[str, Any] | None, list[str]]:
     for file in sorted((run.path / CONVERTED_FOLDER).glob("rank*.json")):
         stage, wrong = _read(file, _Converted)
         if stage is None:
-            damaged.append(f"{CONVERTED_FOLDER}/{wrong}: what multiplied in MXFP8 there is unknown")
-        elif stage.modules:
+            damaged.append(f"{CONVERTED_FOLDER}/{wrong}: which modules ran in MXFP8 there is unknown")
+        elif stage.modules:  # a stage of dense layers alone has none
             stages[file.stem] = stage
     kernels = dict.fromkeys(str(stage.kernels) for stage in stages.values())
     if len(kernels) > 1:

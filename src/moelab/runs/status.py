@@ -6,18 +6,13 @@ never completed.
 
 from __future__ import annotations
 
-import dataclasses
-import os
-import time
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
 from typing import ClassVar
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict
 
 from moelab.privacy import without_secrets
-from moelab.runs.files import write_json
 
 FILE = "status.json"
 RESERVE = ".space_for_status"
@@ -47,7 +42,6 @@ class Status:
     """Content of ``status.json``.
 
     Attributes:
-        state: where the run is.
         reason: on one line, why it failed or was cancelled.
         exit_code: of torchrun or of the job.
         job_id: of Slurm, when there is one.
@@ -75,31 +69,3 @@ class Status:
     def is_lost(self) -> bool:
         """Whether neither a file nor a job of Slurm says where the run is."""
         return self.state is State.UNKNOWN and self.job_id is None
-
-
-_STATUS = TypeAdapter(Status)
-
-
-def read_status(folder: Path) -> Status:
-    """The status of a run directory; ``unknown``, with what is wrong, where the file cannot be read as one."""
-    try:
-        return _STATUS.validate_json((folder / FILE).read_bytes())
-    except OSError as error:
-        return Status(state=State.UNKNOWN, reason=f"{FILE} cannot be read: {error.strerror}")
-    except ValidationError as error:
-        fault = error.errors()[0]
-        what = ": ".join([*map(str, fault["loc"]), fault["msg"]])
-        return Status(state=State.UNKNOWN, reason=f"{FILE} is damaged: {what}")
-
-
-def write_status(folder: Path, status: Status) -> None:
-    """Replace the status of a run directory.
-
-    A little space is reserved while the run is alive, so that a run that fills the disk can still say so.
-    """
-    reserve = folder / RESERVE
-    if status.state.is_final:
-        reserve.unlink(missing_ok=True)
-    elif not reserve.exists():
-        reserve.write_bytes(os.urandom(RESERVE_BYTES))
-    write_json(folder / FILE, dataclasses.asdict(dataclasses.replace(status, updated=time.time())))

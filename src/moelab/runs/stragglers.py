@@ -21,7 +21,6 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, TypeAlias, TypeVar
 
@@ -37,34 +36,8 @@ LEAST_EXCESS: Final = 0.05
 """Share above the median that an outlier has at least, however alike the others are. A choice."""
 MAD_TO_DEVIATION: Final = 1.4826  # of a normal distribution: 1 / Phi^-1(3/4)
 LEAST_RANKS: Final = 3  # of two, nobody can say which is the odd one
-FETCHING: Final = "fetching_batch"
+FETCHED: Final = "fetching_batch_end"
 Name = TypeVar("Name")
-
-
-@dataclass(frozen=True, kw_only=True)
-class OwnTimes:
-    """What each rank needed by itself.
-
-    Attributes:
-        time_s: seconds, with a row for each step and a column for each rank; NaN where a rank said nothing.
-        hosts: name of each rank's host.
-    """
-
-    time_s: pd.DataFrame
-    hosts: pd.Series[str]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Stragglers:
-    """Who is slow.
-
-    Attributes:
-        ranks: slower than the rest, with the median share by which they are.
-        nodes: of which every rank is among them.
-    """
-
-    ranks: dict[int, float]
-    nodes: tuple[str, ...]
 
 
 def outliers(values: Mapping[Name, float]) -> dict[Name, float]:
@@ -86,16 +59,21 @@ def outliers(values: Mapping[Name, float]) -> dict[Name, float]:
     return {name: round(value / middle - 1, 2) for name, value in values.items() if value > limit}
 
 
-def find_stragglers(own: OwnTimes) -> Stragglers:
+def find_stragglers(own: pd.DataFrame) -> tuple[dict[int, float], list[str]]:
     """Ranks whose own time is above the others' in the median step, which single slow steps do not move.
 
     Args:
-        own: times that hold no waiting for other ranks. Step times are not such: see the module's text.
+        own: as :func:`read_own_times` returns it, without any wait for other ranks. Step times do not qualify: see the
+            module's text.
+
+    Returns:
+        The slow ranks with the median share by which they are slower, and the hosts all of whose ranks are slow.
     """
-    relative = own.time_s.div(own.time_s.median(axis=1), axis=0)
-    ranks = outliers(dict(zip(relative.columns.astype(int).tolist(), relative.median().tolist(), strict=True)))
-    nodes = [str(host) for host, held in own.hosts.groupby(own.hosts, sort=False) if ranks.keys() >= {*held.index}]
-    return Stragglers(ranks=ranks, nodes=tuple(nodes))
+    time_s = own.pivot_table(index="step", columns="rank", values="time_s", aggfunc="sum")
+    relative = time_s.div(time_s.median(axis=1), axis=0).median()
+    ranks = outliers(dict(zip(relative.index.astype(int).tolist(), relative.tolist(), strict=True)))
+    hosts = own.groupby("rank")["host"].last()
+    return ranks, [str(host) for host, held in hosts.groupby(hosts, sort=False) if ranks.keys() >= {*held.index}]
 
 
 def slow_steps(steps: np.ndarray[Any, np.dtype[np.int64]], step_time_s: Times) -> dict[int, float]:
@@ -110,12 +88,14 @@ def slow_steps(steps: np.ndarray[Any, np.dtype[np.int64]], step_time_s: Times) -
     return outliers(dict(zip(steps[known].tolist(), whole.tolist(), strict=True)))
 
 
-def read_own_times(folder: Path, span: str = FETCHING) -> OwnTimes:
-    """Read a span of TorchTitan's structured logs.
+def read_own_times(folder: Path) -> pd.DataFrame:
+    """Read from TorchTitan's structured logs how long each batch took to fetch.
 
     Args:
         folder: ``structured_logs`` of a run; a rank that was restarted has several files.
-        span: one without a collective in it. Of one that repeats within a step the sum is taken.
+
+    Returns:
+        ``step``, ``rank``, ``host`` and ``time_s`` of each batch, of which a step may have several.
 
     Raises:
         BadInput: if no rank logged it.
@@ -124,28 +104,24 @@ def read_own_times(folder: Path, span: str = FETCHING) -> OwnTimes:
     for file in sorted(folder.glob("*.jsonl")):
         with file.open(encoding="utf-8") as lines:
             for line in lines:
-                if f"{span}_end" in line and line.endswith("}\n"):  # the last line may be cut
+                if FETCHED in line and line.endswith("}\n"):  # the last line may be cut
                     entry = json.loads(line)
-                    if entry.get("log_type_name") == f"{span}_end" and "step" in entry:
-                        rows.append((entry["step"], entry["rank"], entry["host_name"], entry["value"]))
+                    if entry.get("log_type_name") == FETCHED and "step" in entry:
+                        rows.append((entry["step"], entry["rank"], entry["host_name"], entry["value"] / 1e3))
     if not rows:
-        raise BadInput(f"{folder} has no {span}; train with time_ranks: true in the cluster's profile")
-    spans = pd.DataFrame(rows, columns=["step", "rank", "host", "milliseconds"])
-    time_ms = spans.pivot_table(index="step", columns="rank", values="milliseconds", aggfunc="sum")
-    return OwnTimes(time_s=time_ms / 1e3, hosts=spans.groupby("rank")["host"].last())
+        raise BadInput(f"{folder} has no times of ranks; train with time_ranks: true in the cluster's profile")
+    return pd.DataFrame(rows, columns=["step", "rank", "host", "time_s"])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the stragglers of a run directory as JSON."""
-    parser = argparse.ArgumentParser(
-        description="Name the ranks and nodes of a run whose own time is above the others'."
-    )
+    parser = argparse.ArgumentParser(description="Name the ranks and nodes that are slower than the rest of a run.")
     parser.add_argument("run", type=Path, help="run directory of a job whose profile has time_ranks: true")
     try:
-        stragglers = find_stragglers(read_own_times(parser.parse_args(arguments).run / "structured_logs"))
+        ranks, nodes = find_stragglers(read_own_times(parser.parse_args(arguments).run / "structured_logs"))
     except BadInput as error:
         parser.error(str(error))
-    print(json.dumps(asdict(stragglers)))  # noqa: T201
+    print(json.dumps({"ranks": ranks, "nodes": nodes}))  # noqa: T201
     return 0
 
 

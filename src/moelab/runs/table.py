@@ -132,7 +132,7 @@ def metrics_read(
     """
     logged = {*np.unique(columns["segment"]).tolist(), *np.unique(validation["segment"]).tolist()}
     last = max(logged | set(failures), default=0)
-    step, loss = failures.get(last, (0, None))
+    step, loss = failures.get(last, (0, None))  # an earlier failure was restarted from
     return MetricsRead(
         columns=columns,
         validation_columns=validation,
@@ -183,9 +183,10 @@ def separate_runs(
         number: pd.Series(columns["loss"], index=columns["step"])[columns["segment"] == number]
         for number in np.unique(columns["segment"]).tolist()
     }
+    # Two runs that log in turns look like many short launches, each without the other's steps.
     if len(launches) > 2 and _has_holes(launches.values()):
         raise BadInput(
-            f"{source}: the steps of two runs are mixed in it, forth and back {len(launches)} times. "
+            f"{source}: the steps of two runs are mixed in it: they go back {len(launches) - 1} times. "
             "Give the history of each run by itself"
         )
     known = settings if len(settings) == len(launches) else [{}] * len(launches)
@@ -197,6 +198,7 @@ def separate_runs(
             if _is_restart(pd.concat([launches[one] for one in group]), losses, told[group[0]], told[number])
         ]
         if earlier:
+            # Of several runs that it could go on with, the one whose loss it starts from.
             min(earlier, key=lambda group: _jump(launches[group[-1]], losses)).append(number)
         else:
             groups.append([number])

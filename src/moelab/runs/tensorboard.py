@@ -39,8 +39,8 @@ _LAUNCH_FOLDER = re.compile(
     r"tb|tensorboard|events|\d{8}[-_]\d{4,6}|\d{4}-\d\d-\d\d[T_ -].*|[A-Z][a-z]{2}\d\d_\d\d-\d\d-\d\d_.*"
 )
 _LENGTH: Final = struct.Struct("<Q")
-_CRC_BYTES: Final = 64
-_AT_ONCE: Final = 1 << 16  # records
+_LONGEST_BYTES: Final = 1 << 14
+"""Of a record that is read: a longer one is a picture or a text, and none of its values is a scalar."""
 
 
 class NotATensorBoardFolder(BadInput):
@@ -87,6 +87,7 @@ def tensorboard_runs(folder: Path) -> list[MetricsRead]:
 
 def _columns(launches: list[list[Path]]) -> tuple[Columns, Columns, dict[int, tuple[int, float]]]:
     """Return what :func:`metrics_read` takes, of the launches that logged anything."""
+    # The number of a file stands for its rank: only which rows are of one rank matters.
     every = ([(rank, one) for rank, file in enumerate(files) for one in _scalars(file)] for files in launches)
     logged = [scalars for scalars in every if scalars]
     failures = {}
@@ -117,7 +118,7 @@ def _rows(logged: list[list[tuple[int, Scalars]]], column_of: Callable[[str], st
     rows: dict[str, NDArray[Any]] = {
         "segment": segment[order][starts],
         "step": step[order][starts],
-        "time": np.minimum.reduceat(time[order], starts),
+        "time": np.minimum.reduceat(time[order], starts),  # the loss is the first that TorchTitan writes of a step
         "loss": np.full(len(starts), math.nan),
     }
     for name in dict.fromkeys(column for column, *_ in parts):
@@ -145,7 +146,7 @@ def _event_files(folder: Path) -> list[Path]:
 
 def _launches(files: list[Path]) -> list[list[Path]]:
     """Return the event files of each launch, in time order."""
-    streams = defaultdict(list)
+    streams = defaultdict(list)  # a rank's files in one folder are launches within one minute
     for file in files:
         streams[file.parent].append(file)
     launches = defaultdict(list)
@@ -157,7 +158,7 @@ def _launches(files: list[Path]) -> list[list[Path]]:
 
 
 def _created(file: Path) -> tuple[float, str]:
-    seconds = file.name.split(".")[3]
+    seconds = file.name.split(".")[3]  # events.out.tfevents.<seconds>.<host>
     return (float(seconds) if seconds.isdigit() else math.inf, file.name)
 
 
@@ -222,8 +223,7 @@ def _sound_records(data: bytes) -> tuple[NDArray[np.uint8], NDArray[np.int64], N
     A record is its length, the length's checksum, the content and its checksum. Where a length is damaged or the file
     was cut, nothing behind it can be found.
     """
-    data = bytes(_CRC_BYTES) + data  # which a checksum's window may look back on
-    starts, sizes, position = [], [], _CRC_BYTES
+    starts, sizes, position = [], [], 0
     while position + 16 <= len(data):
         (size,) = _LENGTH.unpack_from(data, position)
         if position + 16 + size > len(data):
@@ -232,50 +232,41 @@ def _sound_records(data: bytes) -> tuple[NDArray[np.uint8], NDArray[np.int64], N
         sizes.append(size)
         position += 16 + size
     content, start, size_ = np.frombuffer(data, np.uint8), np.array(starts, np.int64), np.array(sizes, np.int64)
-
-    def sound(starts: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.bool_]:
-        parts = (
-            slice(first, first + _AT_ONCE) for first in range(0, len(starts), _AT_ONCE)
-        )  # a million take gigabytes
-        return np.concatenate([np.empty(0, bool), *(_are_sound(content, starts[part], sizes[part]) for part in parts)])
-
-    unsound = np.flatnonzero(~sound(start, np.full(len(start), 8)))
+    unsound = np.flatnonzero(~_are_sound(content, start, np.full(len(start), 8)))
     known = slice(unsound[0] if len(unsound) else None)
     start, size_ = start[known] + 12, size_[known]
-    kept = sound(start, size_)
+    small = size_ <= _LONGEST_BYTES
+    start, size_ = start[small], size_[small]
+    kept = _are_sound(content, start, size_)
     return content, start[kept], size_[kept]
 
 
 def _are_sound(content: NDArray[np.uint8], starts: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Tell whether the bytes behind each start have the masked CRC-32C that stands behind them."""
-    state = np.zeros(len(starts), "<u4")
-    windows = sliding_window_view(content, _CRC_BYTES)
-    for later in range((int(sizes.max(initial=0)) - 1) // _CRC_BYTES, -1, -1):  # blocks, the last those of all records
-        ends = starts + sizes - later * _CRC_BYTES
-        (own,) = np.nonzero(ends > starts)
-        widths = np.minimum(ends - starts, _CRC_BYTES)[own]
-        columns = np.arange(_CRC_BYTES - widths.max(), _CRC_BYTES)
-        behind = windows[ends[own] - _CRC_BYTES][:, columns[0] :]
-        rows = np.where(columns >= _CRC_BYTES - widths[:, None], behind, 0)  # without what stands before the record
-        # The CRC is linear: that of the bytes, each by its distance to the end, and that of the state before them.
-        before = np.bitwise_xor.reduce(_CRC_TABLE[np.arange(4), state[own].view(np.uint8).reshape(-1, 4)], axis=1)
-        before = np.where(ends[own] - starts[own] <= _CRC_BYTES, _CRC_START[widths], before)
-        state[own] = np.bitwise_xor.reduce(_CRC_TABLE[columns, rows], axis=1) ^ before
+    """Tell whether the bytes behind each start have the masked CRC-32C that stands behind them.
+
+    One byte of every record at a time: in Python's own loop over bytes a million records take minutes.
+    """
+    if not len(starts):  # the file may be shorter than a checksum
+        return np.empty(0, bool)
+    longest_first = np.argsort(-sizes, kind="stable")
+    starts, ends = starts[longest_first], (starts + sizes)[longest_first]
+    state = np.full(len(starts), 0xFFFFFFFF, np.uint32)
+    for place in range(int(sizes.max(initial=0))):
+        # The records that have a byte at this place are the first ones.
+        still = np.searchsorted(starts - ends, -place, side="left")
+        state[:still] = _CRC_TABLE[(state[:still] ^ content[starts[:still] + place]) & 0xFF] ^ (state[:still] >> 8)
     masked = ((~state >> 15) | (~state << 17)) + np.uint32(0xA282EAD8)
-    checks = sliding_window_view(content, 4)[starts + sizes]
-    return np.asarray(masked == checks.view("<u4")[:, 0])
+    is_sound = np.empty(len(starts), bool)
+    is_sound[longest_first] = masked == sliding_window_view(content, 4)[ends].copy().view("<u4")[:, 0]
+    return is_sound
 
 
-def _crc_tables() -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
-    """CRC-32C of a byte by its distance to the end, the farthest first, and of so many zeros behind the first state."""
+def _crc_table() -> NDArray[np.uint32]:
+    """CRC-32C of each byte (RFC 3720, appendix B.4); zlib has CRC-32 alone."""
     crc = np.arange(256, dtype=np.uint32)
     for _ in range(8):
         crc = np.where(crc & 1, (crc >> 1) ^ np.uint32(0x82F63B78), crc >> 1).astype(np.uint32)
-    table, starts = [crc], [np.uint32(0xFFFFFFFF)]
-    for _ in range(_CRC_BYTES):
-        table.append(crc[table[-1] & 0xFF] ^ (table[-1] >> 8))
-        starts.append(crc[starts[-1] & 0xFF] ^ (starts[-1] >> 8))
-    return np.array(table[_CRC_BYTES - 1 :: -1]), np.array(starts)
+    return crc
 
 
-_CRC_TABLE, _CRC_START = _crc_tables()
+_CRC_TABLE = _crc_table()

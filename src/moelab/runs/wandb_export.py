@@ -52,10 +52,6 @@ _TIME_NAMES: Final = ("_timestamp", "Timestamp", "time")
 _NOT_FINITE: Final = ("nan", "inf", "-inf", "infinity", "-infinity")
 
 
-class NotAWandbExport(BadInput):
-    """The file is no history with a step and TorchTitan's metrics."""
-
-
 def read_wandb(path: str | Path) -> list[MetricsRead]:
     """Read a W&B history export, of one run or of several in one chart.
 
@@ -66,7 +62,7 @@ def read_wandb(path: str | Path) -> list[MetricsRead]:
         What each run has, with ``run`` named where the export names it. ``lr`` is the largest of all ``lr/…`` metrics.
 
     Raises:
-        NotAWandbExport: the file cannot be read, or has no step column or none of TorchTitan's metrics.
+        BadInput: the file cannot be read, or has no step column or none of TorchTitan's metrics.
     """
     reads = []
     for run, history in _runs(_cells(Path(path)), Path(path)):
@@ -92,14 +88,14 @@ def _cells(path: Path) -> pd.DataFrame:
         if ".parquet" in path.suffixes:
             frame = pd.read_parquet(path).reset_index(drop=True)
             return frame.astype(object).where(frame.notna(), "").astype(str)
-        text = b"".join(LogBytes(path)).decode("utf-8-sig")
+        text = b"".join(LogBytes(path)).decode("utf-8-sig")  # Excel puts a mark in front
         if ".csv" in path.suffixes:
-            separator = max(",;\t", key=text.partition("\n")[0].count)
+            separator = max(",;\t", key=text.partition("\n")[0].count)  # a spreadsheet may have saved it
             return pd.read_csv(StringIO(text), dtype=str, keep_default_na=False, sep=separator)
         records = [{name: str(value) for name, value in row.items() if value is not None} for row in _records(text)]
         return pd.DataFrame(records, dtype=object).fillna("")
     except (OSError, ValueError, AttributeError, NotALog) as error:
-        raise NotAWandbExport(
+        raise BadInput(
             f"{path}: {error}. Give a .csv, .json, .jsonl or .parquet export of a W&B run's history, for instance "
             "`pandas.DataFrame(wandb.Api().run('entity/project/id').scan_history()).to_csv('history.csv')`."
         ) from error
@@ -108,7 +104,7 @@ def _cells(path: Path) -> pd.DataFrame:
 def _records(text: str) -> list[dict[str, Any]]:
     try:
         parsed = json.loads(text)
-    except ValueError:
+    except ValueError:  # a record a line
         parsed = [json.loads(line) for line in text.splitlines() if line.strip()]
     if not isinstance(parsed, dict):
         return list(parsed)
@@ -131,7 +127,7 @@ def _runs(cells: pd.DataFrame, path: Path) -> Iterator[tuple[str | None, pd.Data
         if step_column(metric) or metric in VALIDATION_METRICS:
             metrics.setdefault(name or None, {})[column] = metric
     if step is None or not metrics:
-        raise NotAWandbExport(
+        raise BadInput(
             f"{path}: looked for a step column ({', '.join(_STEP_NAMES)}) and one of TorchTitan's metrics "
             f"({_LOSSES[0]}, throughput(tps), …); found the columns {', '.join(map(str, cells.columns[:8]))}"
         )
@@ -143,6 +139,7 @@ def _runs(cells: pd.DataFrame, path: Path) -> Iterator[tuple[str | None, pd.Data
         numbers["step"] = numbers["step"].fillna(_number(cells["_step"]))
     for run, columns in metrics.items():
         history = numbers.join(cells[list(columns)].rename(columns=columns)).dropna(subset=["step"])
+        # Rows that only hold another run's metrics, or system metrics, are no steps of this one.
         history = history[(history[list(columns.values())] != "").any(axis=1)].astype({"step": "int64"})
         for stacked, rows in _stacked(cells, history):
             yield stacked or run, _in_launches(rows)
@@ -169,8 +166,8 @@ def _in_launches(history: pd.DataFrame) -> pd.DataFrame:
     losses = history[(history[[name for name in _LOSSES if name in history]] != "").any(axis=1)]
     if not losses["step"].duplicated().any():
         return history.sort_values("step", kind="stable").assign(segment=0)
-    launch: pd.Series[Any] = (history["step"].diff() < 0).cumsum()
-    if history["time"].notna().all():
+    launch: pd.Series[Any] = (history["step"].diff() < 0).cumsum()  # in the order of the file
+    if history["time"].notna().all():  # exports may be joined the newest first
         launch = history["time"].groupby(launch).transform("min").rank(method="dense").astype("int64") - 1
     return history.assign(segment=launch).sort_values("segment", kind="stable")
 

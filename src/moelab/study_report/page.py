@@ -30,10 +30,10 @@ SETTINGS_SHOWN = {
     "model": "model",
     "parameters": "parameters",
     "gpu": "GPU",
-    "gpus": "GPUs of a node",
+    "gpus": "GPUs per node",
     "processor": "processor",
     "nodes": "nodes",
-    "gpus_per_node": "ranks of a node",
+    "gpus_per_node": "ranks per node",
     "dp_replicate": "DP replicas",
     "dp_shard": "DP shards",
     "tp": "TP",
@@ -86,7 +86,7 @@ def settings_table(judged: Report) -> Any:
         title="What differs between the configurations, as far as they are known",
         label=None,
         columns=["setting", *labels],
-        rows=rows or [["nothing that is known", *("–" for _ in labels)]],
+        rows=rows or [["nothing known", *("–" for _ in labels)]],
     )
 
 
@@ -103,7 +103,7 @@ def provenance(judged: Report, *, with_paths: bool = False) -> dict[str, str]:
         judged: the report.
         with_paths: name the folders of the machine that ran it too.
     """
-    shown = str if with_paths else _portable
+    shown = str if with_paths else _portable  # a page goes to other people
     paths = [str(path) if with_paths else path.absolute().name for path in judged.paths]
     same = ", ".join(f"{name} {value}" for name, value in shared_values(judged.sides).items())
     side_by_side = judged.study is None
@@ -113,7 +113,7 @@ def provenance(judged: Report, *, with_paths: bool = False) -> dict[str, str]:
         **_machines(judged),
         **({f"Configuration, {side.label}": side.settings.source for side in judged.sides} if side_by_side else {}),
         **{f"Model, {side.label}": side.experiment.model_label for side in judged.sides if side.experiment},
-        **({"The same in all": same or "nothing that is known"} if side_by_side else {}),
+        **({"The same in all": same or "nothing known"} if side_by_side else {}),
         **{
             f"Command, {side.label}, seed {run.seed}": shown(run.command)
             for side in judged.sides
@@ -159,6 +159,7 @@ def verdicts_figure(judged: Report) -> Any:
     if not judged.verdicts:
         raise BadInput("this study has no verdict: it takes a finished run of the reference and of another arm")
     rows = {arm_label(verdict.arm): verdict for verdict in judged.verdicts}
+    # One arm needs no count: its numbers are the finding.
     counts = Counter(str(verdict.answer) for verdict in judged.verdicts).most_common()
     finding = f"Final loss: {', '.join(f'{count} of {len(rows)} arms {answer}' for answer, count in counts)}"
     if len(rows) == 1:
@@ -186,7 +187,8 @@ def _study_figures(judged: Report) -> Iterator[tuple[str, Any]]:
     for verdict in judged.verdicts:
         caption = f"Difference of {arm_label(verdict.arm)} from {arm_label(verdict.reference)}, paired by seed."
         yield caption, loss_difference(table, verdict, note=note)
-    if judged.throughput and not judged.on_cpu:
+    if judged.throughput and not judged.on_cpu:  # a CPU's tokens/s would be read as a GPU's
+        # Bars are drawn for emulated arms too, but no gain of theirs.
         gains = [one for one in judged.gains if one.arm in {side.arm for side in judged.measured_speeds}]
         bars = throughput_bars(table, gains=gains, warmup_steps=WARMUP_STEPS, note=judged.speed_note)
         yield "Throughput: geometric mean of the seeds' medians after warm-up.", bars
@@ -199,16 +201,16 @@ def _side_figures(judged: Report) -> Iterator[tuple[str, Any]]:
 
     styles = compare.side_styles(judged.sides)
     note, speed, sides = judged.loss_note, judged.speed_note, judged.sides
-    known = [one for one in judged.differences if one.steps]
+    known = [one for one in judged.differences if one.steps]  # without a common step there is nothing to draw
     if with_loss := [side for side in sides if side.table["loss"].notna().any()]:
         yield "Training loss.", compare.compared_loss(with_loss, known, styles, note=note)
     if known:
-        caption = "Difference of the loss from the first, at the steps that both logged."
+        caption = "Loss difference from the first, at the steps that both logged."
         yield caption, compare.compared_difference(sides, known, styles, note=note)
     if fast := [side for side in sides if len(side.tps)]:
-        yield "Throughput: how its steps spread.", compare.compared_throughput(fast, styles, note=speed)
+        yield "Throughput: its spread over steps.", compare.compared_throughput(fast, styles, note=speed)
     if timed := [side for side in sides if len(side.step_time_s)]:
-        caption = "Step times: the share of steps done within a time."
+        caption = "Step times: the share of steps that finish within a given time."
         yield caption, compare.compared_step_time(timed, styles, note=speed)
     yield from _training_figures(judged)
 
@@ -221,6 +223,7 @@ def _training_figures(judged: Report) -> Iterator[tuple[str, Any]]:
     if with_norm := [side for side in judged.sides if np.isfinite(side.table["grad_norm"]).any()]:
         yield "Gradient norm and learning rate.", gradient_norms(with_norm, side_styles(judged.sides))
     for side in judged.sides:
+        # One seed of each: maps of experts cannot be averaged, as popular experts have other numbers in each.
         run = next((run for run in side.finished if run.load is not None), None)
         if run is not None and run.load is not None and run.experiment is not None:
             figure = expert_load_figure(run.load, ep=run.experiment.ep, name=f"{side.label}, seed {run.seed}")
@@ -233,8 +236,8 @@ def _traced_figures(judged: Report) -> Iterator[tuple[str, Any]]:
     explained, _ = judged.traced
     if explained:
         yield "What a traced step is made of.", step_bars(explained)
-        yield "Communication of the traced step: what compute hides of it.", communication_bars(explained)
-        yield "Why nothing runs in the traced step.", idle_bars(explained)
+        yield "Communication in the traced step, and how much of it compute hides.", communication_bars(explained)
+        yield "Why the GPU is idle in the traced step.", idle_bars(explained)
 
 
 def _study_tables(judged: Report) -> Iterator[Any]:
@@ -253,7 +256,7 @@ def _study_tables(judged: Report) -> Iterator[Any]:
             judged.final_loss(run),
             run.validation_loss,
             medians.get((run.arm, run.seed if run.seed is not None else -1), math.nan),
-            float(run.rows["memory_gib"].max()) if len(run.rows) else math.nan,
+            float(run.rows["memory_gib"].max()),
             run.environment.machine if run.environment else "unknown",
         ]
         for run in judged.runs
@@ -297,7 +300,7 @@ def _side_tables(judged: Report) -> Iterator[Any]:
     rows: list[list[Any]] = []
     for side in sides:
         low, high = quartiles(side.tps)
-        comparable = first_tps and side.label not in judged.no_gain
+        comparable = first_tps and side.label not in judged.no_gain  # an export may hold speeds of 0
         rows.append(
             [
                 side.label,
@@ -363,9 +366,9 @@ def _without_folder(word: str) -> str:
     if not slash:
         return word
     parts = rest.split("/")
-    if parts[-1].startswith("python"):
+    if parts[-1].startswith("python"):  # the interpreter of a virtual environment, whatever its folder
         return f"{before}{parts[-1]}"
     if "runs" not in parts:
         return f"{before}…/{parts[-1]}"
-    last = len(parts) - 1 - parts[::-1].index("runs")
+    last = len(parts) - 1 - parts[::-1].index("runs")  # the innermost: people keep runs in folders of that name
     return f"{before}{'/'.join(parts[last:])}"

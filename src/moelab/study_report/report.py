@@ -41,8 +41,8 @@ from moelab.analysis.compare_runs import (
 )
 from moelab.analysis.convergence import first_final_step
 from moelab.analysis.side import Side, median
-from moelab.analysis.throughput import why_no_gain
-from moelab.analysis.verdict import correct_for_arms
+from moelab.analysis.throughput import over
+from moelab.analysis.verdict import correct_for_arms, seeds_words
 from moelab.errors import BadInput, MoelabError
 from moelab.experiment import NUMBERS_ONLY, Precision
 from moelab.experiment_file import Study
@@ -76,13 +76,12 @@ class Report:
     Attributes:
         sides: at least one; of a study its arms, the reference's first.
         study: name of the study that the sides are the arms of; None for runs side by side.
-        paths: that they were read from.
         not_judged: every run of ours at the paths that is in no side.
         discovery_notes: what a reader should know of the folders.
         final_fraction: part of the steps that a final loss or difference is a mean of.
         margin_nats: equivalence margin that was given, or None.
         margin_cap_nats: what a margin may be at most, or None for 1 % of the reference's mean loss.
-        dropped_seeds: seeds that are left out of every side, as was asked for.
+        dropped_seeds: seeds that are left out of every side.
     """
 
     sides: tuple[Side, ...]
@@ -156,10 +155,12 @@ class Report:
             key, loss = (run.arm, run.seed or 0), run.validation_loss
             if math.isfinite(loss):
                 losses[key] = loss
+            # The log of a pipeline rank without the loss has no held-out loss either: that is no divergence.
             elif len(run.validation) and run.rows["loss"].notna().any():
                 diverged[key] = f"the held-out loss is {loss}"
             else:
                 lost[key] = "no held-out loss was logged"
+        # Arms that never validated are left out: they have nothing to hold against the others.
         told = {arm for arm, _ in {**losses, **diverged}} | {side.arm for side in self.sides if side.diverged_seeds}
         arms = [side for side in self.others if side.finished and side.arm in told]
         if not losses or self.reference.arm not in told or not arms:
@@ -193,9 +194,11 @@ class Report:
             if self.study is not None and side.experiment is not None and first.experiment is not None:
                 settings = differing_settings(side.experiment, first.experiment)
                 words = [*(told for name, told in settings.items() if name not in NOT_FOR_SPEED), *words]
+                # One arm of native and emulated kernels has no speed of its own.
                 words += [told for one in (side, first) for told in mixed_facts(one.finished, kernel_facts)]
                 if not all(any(run.speed_known for run in one.finished) for one in (side, first)):
-                    words.append("the machine or the kernels of all runs of an arm are unknown")
+                    words.append("one of the arms has no run whose machine and kernels are known")
+                # NVFP4 only has numerics here: its kernels are emulated on every machine.
                 if Precision.NVFP4 in (side.experiment.precision, first.experiment.precision):
                     words.append(NUMBERS_ONLY)
             if words and (side.finished or self.study is None):
@@ -205,6 +208,7 @@ class Report:
     @cached_property
     def gains(self) -> list[Gain]:
         """Throughput over the reference of every other arm that ran like it, over the runs whose machine is known."""
+        # A gain is paired by seed, so a run of an unknown machine takes its partner with it.
         table, baseline = joined_rows([run for run in self.finished if run.speed_known]), self.reference.arm
         if throughput_rows(table, warmup_steps=WARMUP_STEPS).empty:
             return []
@@ -241,10 +245,11 @@ class Report:
         """What must be said where speed is shown; empty for real kernels on GPUs of one kind."""
         shown = [side for side in self.sides if self.study is None or side.finished]
         on_cpu = [side for side in shown if side.on_cpu]
+        # Where all of a study ran on CPUs, the figure need not name its arms.
         where = "" if self.study is not None and len(on_cpu) == len(shown) else f" in {_names(on_cpu)}"
-        notes = [f"a rank is a CPU process{where}"] if on_cpu else []
-        notes += [f"{self.emulation_note}: not a statement about speed"] if self.emulation_note else []
-        notes += [why_no_gain(label, self.reference.label, words) for label, words in self.no_gain.items()]
+        notes = [f"each rank is a CPU process{where}"] if on_cpu else []
+        notes += [f"{self.emulation_note}: no measure of speed"] if self.emulation_note else []
+        notes += [self._unclaimed(label) for label in self.no_gain]
         return "; ".join(notes)
 
     @property
@@ -282,7 +287,7 @@ class Report:
         explained: dict[str, Explanation] = {}
         notes: list[str] = []
         for side in self.sides:
-            for run in [run for run in side.runs if traces.get(run.run)][:1]:
+            for run in [run for run in side.runs if traces.get(run.run)][:1]:  # one stands for the side
                 name, files = side.name_of(run), traces[run.run]
                 try:
                     explained[side.label] = explain(files)
@@ -327,7 +332,7 @@ class Report:
             *unjudged,
             *self.grad_norm_notes,
             *(f"left out: {words}" for words in left_out),
-            *([f"dropped in every {self._kind}, as asked for: seed{plural} {names}"] if names else []),
+            *([f"dropped from every {self._kind}, as requested: seed{plural} {names}"] if names else []),
             *others,
             *filter(None, [self.speed_note]),
             *(
@@ -343,6 +348,7 @@ class Report:
     @property
     def rank_words(self) -> str:
         """What tokens per second are counted by."""
+        # An unknown machine is not taken for one with GPUs.
         on_gpus = all(run.environment is not None and run.environment.gpus for run in self.finished)
         return "per GPU" if on_gpus else "per rank"
 
@@ -374,17 +380,20 @@ class Report:
         if not self.others:
             return "There is nothing to compare with."
         if self.on_cpu:
-            return "Not measured: a CPU process stands for a GPU here, so its tokens/s say nothing about a GPU's."
+            return "Not measured: a CPU process stands in for a GPU here, so its tokens/s say nothing about a GPU's."
         told = [self._speed_words(side) for side in self.measured_speeds]
         if emulated := [side for side in self.sides if side.emulated]:
-            told.append(f"not measured for {_names(emulated)}: emulated kernels are slower than those they stand for")
+            told.append(f"not measured for {_names(emulated)}: emulated kernels are slower than real ones")
         return _joined(told)
+
+    def _unclaimed(self, label: str) -> str:
+        return f"no gain of {over(label, self.reference.label)} is claimed: {self.no_gain[label]}"
 
     def _speed_words(self, side: Side) -> str:
         """What is known of a side's speed over the reference's."""
         first = self.reference
         if side.label in self.no_gain:
-            return f"no gain of {side.label} is claimed: {self.no_gain[side.label]}"
+            return self._unclaimed(side.label)
         if self.study is not None:
             gains = [one for one in self.gains if one.arm == side.arm]
             unresolved = any(one.interval.exists and not one.resolved for one in gains)
@@ -400,16 +409,16 @@ class Report:
         if not self.others:
             return "There is nothing to compare with."
         if self.study is not None and not self.verdicts:
-            which = "no arm beside the reference" if self.reference.finished else "no run of the reference"
+            which = "no arm besides the reference" if self.reference.finished else "no run of the reference"
             return f"Not known: {which} finished."
-        told: dict[str, list[str]] = {}
+        told: dict[str, list[str]] = {}  # arms of one answer share its word
         for verdict in self.verdicts:
             told.setdefault(_ANSWERS[verdict.answer], []).append(_loss_words(verdict))
         answers = [f"{answer}: {_joined(words)}" for answer, words in told.items()]
         single = [one for one in self.differences if one.judged is None] if self.study is None else []
         if single:
             answers.append(f"Not decided: {_joined([one.ends() for one in single])}")
-            answers.append("A single run cannot say what another seed would change.")
+            answers.append("A single run cannot show what another seed would change.")
         return " ".join(answers)
 
     @property
@@ -419,8 +428,8 @@ class Report:
         }
         known = {name: value for name, value in known.items() if value != "unknown"}
         experiment = self.reference.experiment
-        model = experiment.model_label if experiment is not None else known.get("model", "a model that no log names")
-        chip = known.get("gpu") or known.get("processor") or "machines that no log names"
+        model = experiment.model_label if experiment is not None else known.get("model", "an unknown model")
+        chip = known.get("gpu") or known.get("processor") or "unknown hardware"
         ranks = experiment.world_size if experiment is not None else None
         counted = f"{ranks} processes of {chip}" if self.on_cpu else f"{ranks} × {chip}"
         parts = [f"{model} on {counted if ranks else chip}"]
@@ -436,7 +445,7 @@ class Report:
         if self.study is not None:
             finished, attempts = self._finished_of_all, len(self.runs) + len(self.not_judged)
             judged = f", {len(self.finished)} of them judged" if len(self.finished) < finished else ""
-            which = "an arm beside the reference" if self.reference.finished else "the reference"
+            which = "an arm besides the reference" if self.reference.finished else "the reference"
             lines = [f"{finished} of {attempts} runs finished{judged}"]
             lines += [verdict.sentence() for verdict in self.verdicts]
             lines += [] if self.verdicts else [f"No verdict: no run of {which} {self.reference.arm} finished"]
@@ -486,8 +495,8 @@ class Report:
 
     @property
     def _margins(self) -> dict[str, Any]:
-        names = ("margin_nats", "margin_cap_nats", "dropped_seeds")
-        return {name: getattr(self, name) for name in names}
+        options = {"margin_nats": self.margin_nats, "margin_cap_nats": self.margin_cap_nats}
+        return {**options, "dropped_seeds": self.dropped_seeds}
 
     @property
     def _finished_of_all(self) -> int:
@@ -497,12 +506,12 @@ class Report:
     def _why_unused(self, side: Side, run: Collected) -> str | None:
         if not run.finished and (side.finished or self.study is not None):
             return end_of(run)
-        return f"its seed is dropped in every {self._kind}, as asked for" if run.seed in self.dropped_seeds else None
+        return f"its seed is dropped from every {self._kind}, as requested" if run.seed in self.dropped_seeds else None
 
     def _gain_json(self, side: Side) -> dict[str, Any]:
         claimed = next((one for one in self.gains if one.arm == side.arm), None)
         if claimed is None:
-            reason = self.no_gain.get(side.label, "no common seed whose machine is known and that logged a speed")
+            reason = self.no_gain.get(side.label, "no common seed with a known machine and a logged speed")
             return {"arm": side.arm, "percent": None, "interval_percent": [None, None], "seeds": 0, "reason": reason}
         ends = (claimed.interval.low, claimed.interval.high)
         return {
@@ -609,6 +618,7 @@ def _joined(told: Sequence[str]) -> str:
     """A few findings as one sentence; of more than four, how many follow."""
     shown = [*told[:4], *([f"and {len(told) - 4} more below"] if len(told) > 4 else [])]
     words = f"{'; '.join(shown)}."
+    # A label that comes first keeps its own case.
     return f"{words[0].upper()}{words[1:]}" if words.startswith(("no ", "not ")) else words
 
 
@@ -622,10 +632,7 @@ def _loss_words(verdict: Verdict) -> str:
     if verdict.decided_by:
         return f"{verdict.answer}: {verdict.decided_by.removesuffix('.')}"
     arm, reference, _ = contrast(verdict.arm, verdict.reference)
-    words = [f"{verdict.n_seeds} seed{'s' if verdict.n_seeds > 1 else ''}"]
-    if verdict.interval.exists:
-        low, high = verdict.interval.low, verdict.interval.high
-        words.insert(0, f"{100 * verdict.interval.level:g} % interval {low:+.4f} to {high:+.4f}")
+    words = [*([verdict.interval.words()] if verdict.interval.exists else []), seeds_words(verdict.n_seeds)]
     words += [f"margin ±{verdict.margin_nats:.4f}"] if verdict.margin_nats > 0 else []
     answer = "" if verdict.answer_words == Answer.EQUIVALENT else f": {verdict.answer_words}"
     return f"{arm} ends {verdict.mean_difference_nats:+.4f} nats from {reference} ({', '.join(words)}){answer}"

@@ -40,10 +40,8 @@ class NotJudged:
     """A run that is not judged.
 
     Attributes:
-        run: its name.
-        arm: name of its arm; empty if nothing says it.
-        seed: its seed; None if nothing says it.
-        reason: why it is not judged.
+        arm: empty if nothing says it.
+        seed: None if nothing says it.
         collected: what it left; None if its record cannot be read.
     """
 
@@ -85,13 +83,14 @@ def sides_of(paths: Sequence[Path], *, reference: str) -> tuple[list[Side], list
     Raises:
         BadInput: naming the path that cannot be read, and what is valid.
     """
+    # Resolved, so that a study reached through a link is called by its own name.
     folders = [directory.discover(path.resolve()) if path.is_dir() else None for path in paths]
     several = len({study for one in folders if one for study in studies_in(one)}) > 1
     sides: list[Side] = []
     not_judged: list[NotJudged] = []
     notes: list[str] = []
     for path, ours in zip(paths, folders, strict=True):
-        if ours is None or not ours.runs:
+        if ours is None or not ours.runs:  # also a folder with broken runs alone: `collect` names them
             sides += _sides_from_elsewhere(path)
             continue
         places = {run.name: run for run in ours.runs}
@@ -150,17 +149,11 @@ def studies_in(folder: Discovery) -> list[str]:
 def runs_to_judge(
     collected: Iterable[Collected], *, reference: str, study: Study | None = None
 ) -> tuple[list[Collected], list[NotJudged]]:
-    """Of each arm and seed the run that is judged, and every other run with the reason.
-
-    Args:
-        collected: runs of one study.
-        reference: arm whose settings the others should share.
-        study: what was planned, or None.
-    """
+    """Of each arm and seed the run that is judged, and every other run with the reason; as :func:`sides_of_study`."""
     groups: dict[str, dict[Experiment, list[Collected]]] = {}
     for run in collected:
         assert run.experiment is not None, f"{run.run} is no run of ours"
-        settings = run.experiment.model_copy(update={"name": "study", "seed": 0})
+        settings = run.experiment.model_copy(update={"name": "study", "seed": 0})  # equal for runs of one group
         groups.setdefault(run.arm, {}).setdefault(settings, []).append(run)
     if study is None:
         chosen = _shared(groups, reference)
@@ -188,10 +181,13 @@ def runs_to_judge(
                     reason = "its arm is not in the study"
                 elif group not in chosen[arm]:
                     nearest = min((differing_fields(group, other) for other in chosen[arm]), key=len)
-                    reason = "other settings than the runs of this arm that are judged: " + ", ".join(nearest.values())
+                    reason = "not the settings of this arm's judged runs: " + ", ".join(nearest.values())
+                    # A tie went to the newer runs, which a person may not have meant.
                     rivals = [_ended_seeds(own[other]) for other in chosen[arm]]
                     if study is None and any(len(_ended_seeds(runs)) == len(rival) for rival in rivals):
-                        reason += " (as many seeds as the newer runs that are judged: give each a study of its own)"
+                        reason += (
+                            " (as many seeds as the newer runs, which are judged: give each set a study of its own)"
+                        )
                 elif same is None:
                     reason = f"seed {run.seed} of this arm is not in the study"
                 else:
@@ -266,7 +262,7 @@ def _without_loss(
     for arm, seed in sorted(expected):
         run = runs.get((arm, seed))
         if run is None:
-            lost[arm, seed] = reasons.get((arm, seed), "no run of it")
+            lost[arm, seed] = reasons.get((arm, seed), "not run")
         elif run.diverged and not run.finished:
             diverged[arm, seed] = run.diverged
         elif not run.finished:
@@ -293,10 +289,10 @@ def _not_judged_by_record(one: directory.LeftOut) -> NotJudged:
     """A run whose record cannot be trusted; its folder may still say which arm and seed it was to be."""
     try:
         arm, seed = one.run.arm, one.run.seed
-    except BadInput:
+    except BadInput:  # it was copied out of its study's folders
         return NotJudged(run=one.run.name, arm="", seed=None, reason=one.reason)
     reason = one.reason
-    with suppress(BadInput, OSError):
+    with suppress(BadInput, OSError):  # without a log nothing hints at a divergence
         if diverged := read_log(one.run.log, allow_empty=True).reason:
             reason = Doubtful(f"{reason}; {diverged}")
     return NotJudged(run=one.run.name, arm=arm, seed=seed, reason=reason)
@@ -324,7 +320,7 @@ def _with_own_label(sides: Sequence[Side]) -> Iterator[Side]:
 def _shared(groups: dict[str, dict[Experiment, list[Collected]]], reference: str) -> dict[str, list[Experiment]]:
     """One group of each arm: that with most seeds among those that agree with the reference's, if any does."""
 
-    def size(arm: str, group: Experiment) -> tuple[int, int, str]:
+    def size(arm: str, group: Experiment) -> tuple[int, int, str]:  # the newest decides where all else is equal
         runs = groups[arm][group]
         return len(_ended_seeds(runs)), len({run.seed for run in runs}), max(run.run.rsplit("/", 1)[-1] for run in runs)
 
