@@ -368,7 +368,7 @@ def memory_lines(plan: Plan) -> list[str]:
     worst, buffer = plan.memory.worst, plan.memory.buffer
     apart = (
         f"{worst.reserved_gib:.1f} GiB reserved by PyTorch, which TorchTitan prints as memory, and "
-        f"{worst.outside_gib:.1f} GiB taken by CUDA, NCCL and the dispatcher"
+        f"{worst.outside_gib:.1f} GiB for CUDA, NCCL and the dispatcher"
     )
     lines = rows("memory", [against, apart, plan.memory.dominant])
     if buffer is None:
