@@ -145,6 +145,13 @@ def test_exact_parts_of_the_published_layout() -> None:
         numel = local_numel(shape_of("671B"), layout, rank * layout.world_size // layout.pp)
         assert stage.parts["parameters"] * 2**30 == pytest.approx(4 * numel, rel=1e-3)  # padding apart
         assert stage.parts["optimizer states"] * 2**30 == 8 * numel
+    half = estimate(fewer := PUBLISHED.model_copy(update={"local_batch": 32}), layout_of(fewer), B200)
+    received = [
+        one.parts["communication buffers"] - other.parts["communication buffers"]
+        for one, other in zip(found.by_stage, half.by_stage, strict=True)
+    ]
+    # Of four stages on two ranks each rank receives from three neighbours: 32 micro-batches more, half a sequence each.
+    assert received == pytest.approx([3 * 32 * 2 * 4096 * 7168 / 2**30] * 2)
 
 
 def test_parts_add_up_and_have_the_names_of_the_figure() -> None:
