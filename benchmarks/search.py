@@ -29,7 +29,7 @@ ON_256 = {"nodes": 32, "gpus_per_node": 8, "seq_len": 8192, "activation_checkpoi
 SEARCHES = {
     "671B on 256 GPUs": Experiment(model="671B", local_batch=64, compile="model+loss", **ON_256),
     "671B on 256 GPUs, every schedule": Experiment(model="671B", local_batch=64, **ON_256),
-    "671B on 64 GPUs, none fits": Experiment(model="671B", local_batch=64, **{**ON_256, "nodes": 8}),
+    "671B on 32 GPUs, none fits": Experiment(model="671B", local_batch=64, **{**ON_256, "nodes": 4}),
     "671B on 1024 GPUs": Experiment(model="671B", local_batch=16, **{**ON_256, "nodes": 128}),
     "16B on 256 GPUs": Experiment(model="16B", local_batch=16, **ON_256),
 }
