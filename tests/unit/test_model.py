@@ -121,7 +121,7 @@ def test_top_k_alone_reaches_every_router(model: str) -> None:
     [
         ({"top_k": 300}, "top_k is 300; valid: at most num_experts, 256"),
         ({"num_experts": 100}, "num_experts is 100; valid: a multiple of expert_groups, 8"),
-        ({"n_layers": 3}, "n_dense_layers is 3 of n_layers 3; valid: fewer"),
+        ({"n_layers": 3}, "n_dense_layers is 3; valid: fewer than n_layers, 3"),
         ({"limited_groups": 9}, "limited_groups is 9; valid: at most expert_groups, 8"),
         ({"dim": 100}, "dim is 100; valid: a multiple of 8"),
         ({"qk_rope_head_dim": 33}, "qk_rope_head_dim is 33; valid: an even number"),

@@ -50,7 +50,7 @@ READ = (
 LEFT = {
     "multi-token prediction": r"num_nextn_predict_layers|use_mtp|(num_)?mtp_.*",
     "biases": r".*bias",
-    "windows of attention: it is planned as if a query met every key before it": (
+    "windows of attention: planned as full causal attention": (
         r"sliding_window.*|use_sliding_window|max_window_layers|attention_chunk_size|no_rope_layer.*"
     ),
     "the indexer of sparse attention: attention is planned as dense": r"index_.*|indexer_.*",
@@ -187,7 +187,7 @@ def _converted(source: str, config: dict[str, Any], whole: dict[str, Any]) -> Hu
     used = {field: next((key for key in keys if config.get(key) is not None), None) for field, keys in TAKEN.items()}
     shape: dict[str, Any] = {field: config[key] for field, key in used.items() if key}
     if "num_experts" not in shape:
-        raise BadInput(f"no experts: none of {', '.join(TAKEN['num_experts'])}; moelab plans mixtures of experts")
+        raise BadInput(f"no experts: it has none of {', '.join(TAKEN['num_experts'])}; valid: a mixture of experts")
     latent = "kv_lora_rank" in shape
     needed = (*NEEDED, "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim") if latent else NEEDED
     if lacking := [" or ".join(TAKEN[field]) for field in needed if field not in shape]:
@@ -229,7 +229,7 @@ def _converted(source: str, config: dict[str, Any], whole: dict[str, Any]) -> Hu
             if field not in others and getattr(base, field, None) != value
         },
         taken=tuple(dict.fromkeys(key for field, key in used.items() if key and field not in others)),
-        left=(*_left(config, whole), f"how the router scores: as {base.name}'s"),
+        left=(*_left(config, whole), f"how the router scores: planned as in {base.name}"),
     )
 
 
@@ -244,12 +244,13 @@ def _dense_layers(config: dict[str, Any], shape: dict[str, Any]) -> int:
             raise BadInput(f"{key} is {config[key]!r}; valid: a list")
     for key in STEPS:
         if not isinstance(step := config.get(key, 1), list) and step not in (None, 1):
-            raise BadInput(f"{key} is {step}: some layers between those with experts have none; valid: 1")
+            raise BadInput(f"{key} is {step}: dense layers lie between those with experts; valid: 1")
     kinds = sorted({kind for kind in config.get("layer_types") or () if kind not in ("full_attention", *WINDOWS)})
     if kinds or 0 in (config.get("attn_type_list") or ()):
-        raise BadInput(f"layers with other attention ({', '.join(kinds) or 'attn_type_list has 0'}); valid: one kind")
+        named = ", ".join(kinds) or "attn_type_list has 0"
+        raise BadInput(f"layers with another kind of attention ({named}); valid: one kind for all layers")
     if config.get("tie_word_embeddings") or config.get("tied_embeddings"):
-        raise BadInput("tie_word_embeddings is true: a head that is the embedding; valid: a head of its own")
+        raise BadInput("tie_word_embeddings is true: the head shares the embedding's weights; valid: false")
     experts = [layer >= shape.get("n_dense_layers", 0) for layer in range(shape["n_layers"])]
     if isinstance(config.get("moe_layer_freq"), list):
         experts = [bool(one) for one in config["moe_layer_freq"]]
@@ -260,7 +261,7 @@ def _dense_layers(config: dict[str, Any], shape: dict[str, Any]) -> int:
     dense = set(config.get("mlp_only_layers") or ())
     experts = [one and layer not in dense for layer, one in enumerate(experts)]
     if experts != sorted(experts):
-        raise BadInput("some layers between those with experts have none; valid: layers without experts come first")
+        raise BadInput("dense layers lie between those with experts; valid: dense layers first")
     return experts.count(False)
 
 
@@ -280,10 +281,10 @@ def _left(config: dict[str, Any], whole: dict[str, Any]) -> Iterator[str]:
     numbers = [key for key in rest if type(config.get(key)) is int and re.match(NUMBER, key)]
     if unknown := dict.fromkeys([*numbers, *(key for key in rest if re.match(ARRANGEMENT, key))]):
         raise BadInput(
-            f"{', '.join(f'{key} {str(whole[key])[:60]}' for key in unknown)}: not known, and may change the model's "
-            "weights. If it does not, take it out of a copy of the file"
+            f"{', '.join(f'{key} {str(whole[key])[:60]}' for key in unknown)}: not known, and may change the "
+            "model's weights. If it does not, remove it from a copy of the file"
         )
     if windows := sorted(set(WINDOWS) & set(config.get("layer_types") or ())):
-        yield f"windows of attention ({', '.join(windows)}): a query is planned as if it met every key before it"
+        yield f"windows of attention ({', '.join(windows)}): planned as full causal attention"
     if others := [key for key in rest if key in config]:
         yield f"not read: {', '.join(others)}"

@@ -231,7 +231,7 @@ def _faults(shape: ModelShape) -> list[tuple[bool, str]]:
     return [
         (
             shape.n_dense_layers >= shape.n_layers,
-            f"n_dense_layers is {shape.n_dense_layers} of n_layers {shape.n_layers}; valid: fewer",
+            f"n_dense_layers is {shape.n_dense_layers}; valid: fewer than n_layers, {shape.n_layers}",
         ),
         (shape.top_k > experts, f"top_k is {shape.top_k}; valid: at most num_experts, {experts}"),
         (experts % groups != 0, f"num_experts is {experts}; valid: a multiple of expert_groups, {groups}"),
