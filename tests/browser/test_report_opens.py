@@ -11,7 +11,8 @@ import pytest
 from playwright.sync_api import Browser, Page
 from run_support import make_run
 
-from moelab.analysis import compare_convergence, final_losses, gain
+from moelab.analysis.convergence import compare_convergence, final_losses
+from moelab.analysis.throughput import gain
 from moelab.data.example_logs import EXAMPLE_LOGS
 from moelab.experiment import Experiment
 from moelab.runs.status import State
