@@ -430,9 +430,9 @@ def _against(options: argparse.Namespace, explained: Any, experiment: Any) -> tu
     compared = compare(explained, experiment, with_values(**values))
     source = f"{', '.join(explained.files)}: {experiment.model_label}, {experiment.arm}, {explained.gpu}"
     path = write_calibration(options.fit, values, source)
-    said = f"fitted {', '.join(values)}; use them with --calibration {options.fit} ({path})"
+    fitted = f"fitted {', '.join(values)}; use them with --calibration {options.fit} ({path})"
     as_json = {**compared.to_json(), "fit": {"file": str(path), "constants": values}}
-    return as_json, f"{comparison_text(compared)}\n\n{said}"
+    return as_json, f"{comparison_text(compared)}\n\n{fitted}"
 
 
 def _traced_experiment(options: argparse.Namespace) -> Any:
@@ -463,7 +463,7 @@ def _run(options: argparse.Namespace) -> int:
     lines = [state_line(str(run.path), run.status) for run in done.runs]
     summary = f"{study.name}: {complete} of {len(study.experiments)} complete, {done.trained} trained now"
     rows = [_row(run.name, run.status) for run in done.runs]
-    as_json = {"study": study.name, "trained": done.trained, "runs": rows, **done.found.to_json()}
+    as_json = {"study": study.name, "trained": done.trained, "runs": rows, **done.discovered.to_json()}
     _show(options, as_json, "\n".join([*lines, summary]))
     return 0 if complete == len(study.experiments) else 1
 

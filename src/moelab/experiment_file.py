@@ -40,6 +40,8 @@ MAX_FAULTS = 10
 MAX_NUMBER_CHARACTERS = 40
 MAX_VALUES = 1_000_000
 STUDY_KEYS = ("study", "experiment", "arms", "seeds")
+_OF_A_STUDY = {"name": "study", "seed": "seeds"}
+"""Fields of an experiment that a study gives to all its experiments, by its own keys."""
 VERSION_KEY, END_KEY = "record_version", "end_of_record"
 ADDED_FIELDS: tuple[Mapping[str, Any], ...] = (
     {"arm_fields": []},
@@ -92,10 +94,9 @@ def make_study(name: str, shared: Mapping[str, Any], arms: Sequence[Mapping[str,
     Raises:
         BadInput: for a field that is unknown or invalid, or two arms that are one.
     """
-    for key in ("name", "seed"):
+    for key, instead in _OF_A_STUDY.items():
         if any(key in fields for fields in (shared, *arms)):
-            instead = "`study`" if key == "name" else "`seeds`"
-            raise BadInput(f"{key} is not a field of one arm here: the study gives it to all arms, by {instead}")
+            raise BadInput(f"{key} is not a field of one arm here: the study gives it to all arms, by `{instead}`")
     seeds = list(seeds)
     _bounded(name, len(seeds) * len(arms))
     return _distinct(
@@ -137,7 +138,9 @@ def read_study(path: Path | None, overrides: Sequence[str] = ()) -> Study:
         experiment = parse(Experiment, {**content, **changes})
         return Study(name=experiment.name, experiments=(experiment,))
     for key in content.keys() - set(STUDY_KEYS):
-        near = [] if key in Experiment.model_fields else difflib.get_close_matches(str(key), STUDY_KEYS, n=1)
+        near = [_OF_A_STUDY[key]] if key in _OF_A_STUDY else []
+        if key not in Experiment.model_fields:
+            near = difflib.get_close_matches(str(key), STUDY_KEYS, n=1)
         hint = f"did you mean {near[0]!r}?" if near else "fields of an experiment go under `experiment` or `arms`"
         raise BadInput(f"{path}: unknown key {_short(key)} of a study; {hint}")
     merged = content | {key: changes.pop(key) for key in ("seeds", "arms", "study") if key in changes}
@@ -373,7 +376,8 @@ def _load(text: str, source: str) -> Any:
         return yaml.load(text, Loader=_StrictLoader)  # noqa: S506 - a SafeLoader
     except (yaml.YAMLError, RecursionError, ValueError, LookupError, AttributeError) as error:
         # The last three: `2024-13-45`, `!!int ""` and `!!timestamp x`.
-        words = " ".join(str(error).replace('in "<unicode string>", ', "at ").split())
+        lines = re.sub(r'\n?\s*in "<unicode string>",', " at", str(error)).splitlines()
+        words = ", ".join(" ".join(line.split()) for line in lines if line)
         raise BadInput(f"{source} is not valid YAML: {words[:300]}") from error
 
 

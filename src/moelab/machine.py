@@ -160,16 +160,16 @@ def gpu_listing(visible: str | None) -> tuple[GpuInfo, ...] | GpusUnknown:
     """The GPUs that ``CUDA_VISIBLE_DEVICES`` leaves, or why they are not known."""
     if visible is not None and not _entries(visible):
         return ()  # whatever is here was hidden on purpose
-    code, said = _nvidia_smi(f"--query-gpu={','.join(_FIELDS)}", _CSV)
+    code, output = _nvidia_smi(f"--query-gpu={','.join(_FIELDS)}", _CSV)
     if code is None:
-        return GpusUnknown(f"nvidia-smi fails: {said}") if said else _without_nvidia_smi()
-    if "is not a valid field" in said:
-        code, said = _nvidia_smi(f"--query-gpu={','.join(_OLD_FIELDS)}", _CSV)
-        said = re.sub(r"^(.+?), *(?=\d[\d.]*, *\d+\s*$)", r"\1, [N/A], ", said, flags=re.MULTILINE)
-    rows = [match.groupdict() for line in said.splitlines() if (match := _ROW.fullmatch(line))]
+        return GpusUnknown(f"nvidia-smi fails: {output}") if output else _without_nvidia_smi()
+    if "is not a valid field" in output:
+        code, output = _nvidia_smi(f"--query-gpu={','.join(_OLD_FIELDS)}", _CSV)
+        output = re.sub(r"^(.+?), *(?=\d[\d.]*, *\d+\s*$)", r"\1, [N/A], ", output, flags=re.MULTILINE)
+    rows = [match.groupdict() for line in output.splitlines() if (match := _ROW.fullmatch(line))]
     # A GPU that fell off the bus stands in the list beside sound ones, at times with exit code 0.
-    if code not in (0, LISTS_DESPITE) or not rows or _BROKEN.search(said):
-        words = "; ".join(line.strip() for line in said.splitlines() if line.strip())[:400] or "it lists no GPU"
+    if code not in (0, LISTS_DESPITE) or not rows or _BROKEN.search(output):
+        words = "; ".join(line.strip() for line in output.splitlines() if line.strip())[:400] or "it lists no GPU"
         return GpusUnknown(f"nvidia-smi fails (exit code {code}): {words.rstrip('.')}")
     whole = [
         GpuInfo(

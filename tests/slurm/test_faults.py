@@ -146,8 +146,3 @@ def test_a_cancelled_job_is_requeued_and_goes_on_where_it_was(asked: SlurmCluste
     status = ends(asked, held)
     assert (status.state, status.attempts) == (State.COMPLETED, 2)
     assert logged(held) == [1, 2, 3, 4]
-
-
-def test_runs_of_this_machine_are_not_cancelled(tmp_path: Path) -> None:
-    with pytest.raises(Refused, match="no run there was prepared for Slurm"):
-        cancel([RunDir(tmp_path)])

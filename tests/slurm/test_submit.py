@@ -15,7 +15,6 @@ from slurm_jobs import TESTS, profile, speak_to, study_of, written
 
 from moelab.cli import main
 from moelab.errors import Refused
-from moelab.launch.slurm import SCRIPT_FILE
 from moelab.launch.status import refresh
 from moelab.launch.submit import submit
 from moelab.runs.directory import find
@@ -91,17 +90,6 @@ def test_what_failed_is_submitted_anew_and_the_rest_is_left_alone(
     assert not set(again.submitted) & set(failed)
     asked.wait_for(lambda: not asked.active())
     assert [status.state for status in refresh(again.submitted)] == [State.COMPLETED] * 2
-
-
-def test_each_size_is_a_script_of_its_own(asked: SlurmCluster, tmp_path: Path, gate: Path) -> None:
-    study = study_of({"precision": "bf16"}, {"precision": "bf16", "routing": "round_robin", "nodes": 2})
-    done = submit(study, tmp_path / "runs", profile(asked, gate), submit=True)
-    assert ["--nodes=1" in script for script in done.scripts] == [True, False]
-    assert ["--nodes=2" in script for script in done.scripts] == [False, True]
-    for run in done.submitted:
-        assert (run.path / SCRIPT_FILE).read_text() == done.scripts[run.experiment.nodes - 1]
-    asked.wait_for(lambda: not asked.active())
-    assert [status.state for status in refresh(done.submitted)] == [State.COMPLETED] * 2
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

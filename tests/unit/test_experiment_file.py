@@ -334,6 +334,7 @@ BAD_STUDIES = {
     "experiment: {name: x}": "name is not a field of one arm here",
     "seeds: [0]\nsteps: 3": "unknown key 'steps' of a study; fields of an experiment go under",
     "seeds: [0]\nexperimnt: {}": "unknown key 'experimnt' of a study; did you mean 'experiment'?",
+    "arms: [{}]\nseed: 3": "unknown key 'seed' of a study; did you mean 'seeds'?",
     "study: 2024": "study: got 2024; valid: a name",
     "study:": "study: got None; valid: a name",
     "study: no": "study: got False; valid: a name",

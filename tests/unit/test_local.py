@@ -208,8 +208,8 @@ def test_runs_that_nobody_ended_are_closed(runs: Path) -> None:
         assert (run.status.state, run.status.reason) == (State.FAILED, "the launcher was killed")
     assert logged_steps(running) == [1]
     assert job.status.state is State.SUBMITTED
-    assert [one.run for one in done.found.left_out] == [unreadable]
-    assert lines[0] == f"{unreadable.name}: left out: {done.found.left_out[0].reason}"
+    assert [one.run for one in done.discovered.left_out] == [unreadable]
+    assert lines[0] == f"{unreadable.name}: left out: {done.discovered.left_out[0].reason}"
 
 
 def test_a_run_of_which_nobody_knows_the_end_is_not_trained_beside(runs: Path) -> None:

@@ -193,12 +193,12 @@ esac"""
 
 
 def test_an_nvidia_smi_that_hangs_or_cannot_be_started_fails(smi: Smi, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = smi(body="sleep 6 & wait")  # killed, its child still holds the pipe, as a driver that hangs does
+    program = smi(body="sleep 20 & wait")  # killed, its child still holds the pipe, as a driver that hangs does
     monkeypatch.setattr(machine, "COMMAND_TIMEOUT_S", 0.2)
     start = time.monotonic()
     assert gpu_problem() == "nvidia-smi fails: no answer within 0.2 s"
     assert machine.run_command([str(program)]) is None
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 15
     program.write_bytes(b"\x7fELF of another architecture")
     forget()
     assert gpu_problem() == "nvidia-smi fails: Exec format error"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
 from collections.abc import Iterable
 from pathlib import Path
@@ -312,6 +313,27 @@ def test_losses_on_one_gpu() -> None:
             apart = [one - other for one, other in zip(losses.get(arm, []), losses["standard"], strict=False)]
             cells.append(f" {statistics.mean(apart[-10:]):+.3f}, {max(map(abs, apart)):.2f} " if apart else " ")
         says(f"| seed {result['seed']} |{'|'.join(cells)}|".replace("-", "−"))
+
+
+def test_losses_on_a_cpu() -> None:
+    last, held_out = {}, {}
+    for verdict in results_of("convergence_cpu")["verdicts"]:
+        low, high = verdict["interval_nats"]
+        into = last if verdict["quantity"].startswith("the mean loss") else held_out
+        into[verdict["arm"]] = (
+            (f"{verdict['difference_nats']:+.4f}, {low:+.4f} to {high:+.4f} | ±{verdict['margin_nats']:.4f} |").replace(
+                "-", "−"
+            ),
+            verdict["answer"],
+        )
+    rows = [
+        f"| {name} | {last[arm][0]} {held_out[arm][0]} {held_out[arm][1]} |"
+        for name, arm in (("MXFP8", "mxfp8_standard"), ("NVFP4", "nvfp4_standard"))
+    ]
+    says(*rows)
+    numbers, answer = last["mxfp8_standard"]
+    difference, interval, margin = re.split(", | [|] ", numbers.removesuffix(" |"))
+    says(f"With eight seeds the same study ends *{answer}*: {difference} nats, {interval}, margin {margin}")
 
 
 def test_emulation() -> None:

@@ -202,12 +202,12 @@ def test_an_array_is_asked_for_as_a_whole_and_nothing_else_than_numbers(monkeypa
     """The completion log as ``sacct -c`` of Slurm 22.05 printed it: of a requeued job the last end counts."""
     call = Mock(return_value="7_[0-1]|7|CANCELLED|0:0")
     monkeypatch.setattr(slurm, "call", call)
-    assert set(slurm.accounted(["7_1", "7_0", "Welcome to x", "8;rm", "-j"])) == {"7_0", "7_1"}
+    assert set(slurm.ended_by_accounting(["7_1", "7_0", "Welcome to x", "8;rm", "-j"])) == {"7_0", "7_1"}
     assert call.call_args.args[-1] == "7"
-    assert slurm.accounted(["Welcome"]) == slurm.completed(["?"]) == {}
+    assert slurm.ended_by_accounting(["Welcome"]) == slurm.ended_by_completion_log(["?"]) == {}
     assert call.call_count == 1
     call.return_value = "1|NODE_FAIL|0:0\n1|CANCELLED|0:0\n2|FAILED|3:0\n"
-    ends = slurm.completed(["1", "2"])
+    ends = slurm.ended_by_completion_log(["1", "2"])
     assert {number: job.state for number, job in ends.items()} == {"1": "CANCELLED", "2": "FAILED"}
 
 
@@ -239,9 +239,12 @@ def test_a_command_s_own_words_and_limits(tmp_path: Path, monkeypatch: pytest.Mo
     program(tmp_path, "squeue", "echo 'squeue: error: first' >&2; echo 'squeue: fatal: second' >&2; exit 1")
     with pytest.raises(SlurmError, match=r"^squeue: first; second$"):
         slurm.call("squeue")
+    program(tmp_path, "squeue", "echo 'squeue: fatal: Could not establish a configuration source' >&2; exit 1")
+    with pytest.raises(SlurmError, match="use a login node"):
+        slurm.call("squeue")
     program(tmp_path, "squeue", "echo 'sbatch: error: sleeping and retrying' >&2; exec sleep 30")
-    with pytest.raises(SlurmError, match="no answer in 0 s: sleeping and retrying"):
-        slurm.call("squeue", timeout_s=0.2)
+    with pytest.raises(SlurmError, match="no answer in 2 s: sleeping and retrying"):
+        slurm.call("squeue", timeout_s=2)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SlurmMissing, match="scontrol is not on PATH"):
         slurm.call("scontrol")

@@ -148,6 +148,14 @@ def test_without_slurm_runs_are_prepared_and_submitting_is_refused(tmp_path: Pat
     assert [status.state for status in refresh(done.prepared)] == [State.PREPARED] * 2
 
 
+def test_each_size_is_a_script_of_its_own(tmp_path: Path, cluster: ClusterProfile) -> None:
+    study = make_study("s", {"hardware": "cpu", "steps": 4}, [{}, {"routing": "round_robin", "nodes": 2}], [0, 1])
+    done = submit(study, tmp_path, cluster, submit=False)
+    assert [script.count("--nodes=1 ") + 2 * script.count("--nodes=2 ") for script in done.scripts] == [1, 2]
+    for run in done.prepared:
+        assert (run.path / SCRIPT_FILE).read_text() == done.scripts[run.experiment.nodes - 1]
+
+
 @pytest.mark.parametrize("as_dry_run", [True, False])
 def test_a_run_of_which_nobody_knows_the_end_is_not_submitted_beside(
     tmp_path: Path, cluster: ClusterProfile, as_dry_run: bool
@@ -164,7 +172,7 @@ def test_what_is_left_out_is_told_when_a_study_is_submitted(tmp_path: Path, clus
     bad = make_run(tmp_path, small().experiments[0], [8.0] * 4)
     (bad.path / "experiment.yaml").unlink()
     done = submit(small(), tmp_path, cluster, submit=False)
-    assert (len(done.prepared), [one.run for one in done.found.left_out]) == (2, [bad])
+    assert (len(done.prepared), [one.run for one in done.discovered.left_out]) == (2, [bad])
     assert done.to_json()["left_out"][0]["run"] == bad.name
     assert done.as_text().startswith(f"{bad.name}: left out: experiment.yaml")
 
@@ -208,7 +216,7 @@ def test_what_the_job_wrote_and_what_slurm_says(
     reason: str | None,
 ) -> None:
     monkeypatch.setattr(slurm, "queue", lambda: [said] if said else [])
-    monkeypatch.setattr(slurm, "accounted", lambda *_: {})
+    monkeypatch.setattr(slurm, "ended_by_accounting", lambda *_: {})
     run = submitted(tmp_path, [8.0, 7.0], Status(state=own, attempts=1))
     (status,) = refresh([run])
     assert (status.state, status.reason) == (state, reason)
@@ -239,7 +247,7 @@ def test_completed_is_never_invented(
     """Two of four steps were logged: only a job that said so itself is completed."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(slurm, "queue", lambda: [job(words, restarts=restarts)] if words else [])
-        patch.setattr(slurm, "accounted", lambda *_: {})
+        patch.setattr(slurm, "ended_by_accounting", lambda *_: {})
         run = submitted(tmp_path_factory.mktemp("run"), [8.0, 7.0], Status(state=own, attempts=1))
         (status,) = refresh([run])
     if status.state is State.COMPLETED:

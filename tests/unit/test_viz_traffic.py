@@ -252,7 +252,7 @@ def made_up_arms(*, with_steps: bool = True) -> list[dict[str, Any]]:
 def test_exchange_times_are_drawn_by_way_and_routing() -> None:
     figure = operation_times(Measurement(name=ALL_TO_ALL, content=made_up_exchanges(), packaged=True))
     assert "DeepEP expanding takes 8.0 ms for a layer's four exchanges" in title(figure)
-    assert "all-to-all 16.0 ms (random balanced routing)" in title(figure)
+    assert "all-to-all 16.0 ms (balanced random routing)" in title(figure)
     assert "measured elsewhere, replayed" in title(figure)
     assert "2 × MADE-UP GPU, torch 0, 2000-01-01" in title(figure)
     assert [list(bar.y) for bar in bars(figure, "standard, BF16")] == [[4.0] * 4, [2.0] * 4]

@@ -155,7 +155,7 @@ class Check:
         return {
             "gemm": f"{size} x {size} x {size} {dtype}".replace("torch.", ""),
             "gemm_ms": {name: time_ms for name, (time_ms, _) in zip(names, gathered, strict=True)},
-            "node_findings": {node: told for node, (_, told) in zip(self.node_of, gathered, strict=True) if told},
+            "node_findings": {node: found for node, (_, found) in zip(self.node_of, gathered, strict=True) if found},
         }
 
     def _pairs(self) -> list[tuple[str, str, float]]:

@@ -67,12 +67,12 @@ class StudyRun:
     Attributes:
         runs: the latest run of each experiment that has one, in the study's order.
         trained: how many were trained now; the others were finished before.
-        found: runs that were there before.
+        discovered: runs that were there before.
     """
 
     runs: tuple[RunDir, ...]
     trained: int
-    found: Discovery
+    discovered: Discovery
 
     @property
     def failed(self) -> tuple[RunDir, ...]:
@@ -117,7 +117,9 @@ def run_study(study: Study, runs: Path, *, on_failure: OnFailure = "continue", s
             progress.end(f"{status.state}: {status.reason}" if status.reason else status.state.value)
             if status.state is not State.COMPLETED and on_failure == "stop":
                 break
-        return StudyRun(runs=tuple(run_of[index] for index in sorted(run_of)), trained=len(run_of) - before, found=here)
+        return StudyRun(
+            runs=tuple(run_of[index] for index in sorted(run_of)), trained=len(run_of) - before, discovered=here
+        )
 
 
 def completed(attempts: Sequence[RunDir]) -> RunDir | None:

@@ -199,9 +199,9 @@ def _terminated(start: Start, status: Status, log_start: int) -> Status:
     if start.signals.save:
         late = "time ran out before a checkpoint was saved: raise signal_s in the cluster profile"
         return replace(status, state=State.FAILED, reason=late)
-    said = start.run.status
-    if said.state is State.CANCELLED or said.reason == BY_CANCEL:
-        return replace(status, state=State.CANCELLED, reason=said.reason)
+    written = start.run.status
+    if written.state is State.CANCELLED or written.reason == BY_CANCEL:
+        return replace(status, state=State.CANCELLED, reason=written.reason)
     ended_by = "ended by SIGTERM: cancelled, preempted, out of time, or a node was lost"
     return replace(status, state=State.UNKNOWN, reason=ended_by)
 

@@ -102,7 +102,10 @@ def _printed(arguments: Sequence[str], timeout_s: float) -> tuple[str, str]:
         raise SlurmError(f"{arguments[0]}: no answer in {timeout_s:.0f} s{f': {words}' if words else ''}") from None
     output, errors = (text.decode(errors="replace") for text in (done.stdout, done.stderr))
     if done.returncode:
-        raise SlurmError(f"{arguments[0]}: {_words(errors) or f'exit code {done.returncode}'}")
+        words = _words(errors) or f"exit code {done.returncode}"
+        if "configuration source" in words:  # Slurm's own words name DNS, and not what to do
+            words += "; Slurm's programs are installed here, but know no cluster: use a login node"
+        raise SlurmError(f"{arguments[0]}: {words}")
     return output, errors
 
 
@@ -226,7 +229,7 @@ def queue(cluster: str | None = None) -> list[SlurmJob]:
     return [replace(job, cluster=cluster) for job in jobs]
 
 
-def accounted(job_ids: Iterable[str], cluster: str | None = None) -> dict[str, SlurmJob]:
+def ended_by_accounting(job_ids: Iterable[str], cluster: str | None = None) -> dict[str, SlurmJob]:
     """Jobs that ended, from accounting; empty where there is no accounting.
 
     Args:
@@ -236,7 +239,7 @@ def accounted(job_ids: Iterable[str], cluster: str | None = None) -> dict[str, S
     return _ended([*_on(cluster), "-X"], ACCOUNTING_COLUMNS, {job_id.partition("_")[0] for job_id in job_ids})
 
 
-def completed(raw_ids: Iterable[str]) -> dict[str, SlurmJob]:
+def ended_by_completion_log(raw_ids: Iterable[str]) -> dict[str, SlurmJob]:
     """Jobs that ended, by their own number, from the job completion log; empty where there is no such log.
 
     That log does not know arrays: asked for ``12_3``, it answers with any task. A requeued job is there several times;
@@ -268,8 +271,8 @@ def parse_squeue(text: str) -> Iterator[SlurmJob]:
         content, _ = json.JSONDecoder().raw_decode(text, start.end() - 1 if start else 0)
         errors, records = content.get("errors") or [], list(content["jobs"])
         if errors:
-            said = "; ".join(str(error.get("description") or error.get("error")) for error in errors)
-            raise SlurmError(f"squeue: {_line(said)}")
+            words = "; ".join(str(error.get("description") or error.get("error")) for error in errors)
+            raise SlurmError(f"squeue: {_line(words)}")
         # All are read before the first is yielded, so that another program's answer is refused as a whole.
         jobs = [list(_of_json(record)) for record in records]
         if records and not any(jobs):

@@ -64,8 +64,9 @@ def refresh(runs: Iterable[RunDir]) -> list[Status]:
     try:
         queue = Queue.of(runs)
     except (SlurmError, SlurmMissing) as error:
-        told = [(run.status, f"as last seen; {error}") for run in runs]
-        return [replace(s, reason=why) if s.job_id and not s.state.is_final else s for s, why in told]
+        last = [run.status for run in runs]
+        stale = f"as last seen; {error}"
+        return [replace(one, reason=stale) if one.job_id and not one.state.is_final else one for one in last]
     return update(runs, queue)
 
 
@@ -85,11 +86,11 @@ def _ended(runs: list[RunDir]) -> dict[RunDir, SlurmJob]:
     clusters = {run: ticket.cluster if ticket else None for run, ticket in tickets.items()}
     for cluster in set(clusters.values()):
         here = {run: str(run.status.job_id) for run in runs if clusters[run] == cluster}
-        accounted = slurm.accounted(here.values(), cluster)
+        accounted = slurm.ended_by_accounting(here.values(), cluster)
         jobs.update({run: accounted[number] for run, number in here.items() if number in accounted})
     left = {run: ticket for run, ticket in tickets.items() if run not in jobs and ticket}
     raw = {run: ticket.raw_id or str(run.status.job_id).partition("_")[0] for run, ticket in left.items()}
-    logged = slurm.completed(raw.values())
+    logged = slurm.ended_by_completion_log(raw.values())
     for run, ticket in left.items():
         job = logged.get(raw[run])
         # An array that was cancelled while it waited has one entry, by its own number, for all that never started.
@@ -139,8 +140,8 @@ def _after(run: RunDir, status: Status, job: SlurmJob | None) -> Status:
         return replace(status, state=State.UNKNOWN, reason=gone)
     state = state_of(job)
     # A job that was requeued after its last start had recorded an end is alive again.
-    again = state in ACTIVE and job.state != "COMPLETING" and job.restarts >= status.attempts
-    if status.state.is_final and not again:
+    is_alive = state in ACTIVE and job.state != "COMPLETING" and job.restarts >= status.attempts
+    if status.state.is_final and not is_alive:
         return status
     status = replace(status, job_id=job.job_id, exit_code=None)
     if state is State.COMPLETED:  # the script ended with 0; only the log says whether all steps were trained
@@ -307,7 +308,7 @@ def follow(
         KeyboardInterrupt: on Ctrl-C, which does nothing to the runs.
     """
     follower, is_terminal = StudyFollower(path, clock=clock), stream.isatty()
-    changed_at, asked_at, problem, said = -math.inf, -math.inf, "", dict[str, str]()
+    changed_at, asked_at, problem, shown = -math.inf, -math.inf, "", dict[str, str]()
     # There is no time limit: jobs may wait for days.
     for look in itertools.count():
         changed = follower.poll()
@@ -319,8 +320,8 @@ def follow(
             stream.write(f"{_HOME_AND_CLEAR}{_screen(follower, problem)}")
         else:
             lines = {one.now.name: run_line(one.now) for one in changed}
-            stream.write("".join(f"{line}\n" for name, line in lines.items() if said.get(name) != line))
-            said.update(lines)
+            stream.write("".join(f"{line}\n" for name, line in lines.items() if shown.get(name) != line))
+            shown.update(lines)
         stream.flush()
         if follower.all_final and clock() - changed_at >= quiet_s:
             break

@@ -56,7 +56,7 @@ class Submission:
         submitted: runs that Slurm accepted now.
         adopted: runs whose job number had not been recorded; it was found in the queue, or given by a person.
         completed: runs that were finished before and left alone.
-        found: runs that were there before.
+        discovered: runs that were there before.
     """
 
     study: str
@@ -65,7 +65,7 @@ class Submission:
     submitted: tuple[RunDir, ...] = ()
     adopted: tuple[RunDir, ...] = ()
     completed: tuple[RunDir, ...] = ()
-    found: Discovery
+    discovered: Discovery
 
     def to_json(self) -> dict[str, Any]:
         """The submission as the command line prints it."""
@@ -75,14 +75,14 @@ class Submission:
             for kind in kinds
             for run in getattr(self, kind)
         ]
-        return {"study": self.study, "runs": rows, "scripts": list(self.scripts), **self.found.to_json()}
+        return {"study": self.study, "runs": rows, "scripts": list(self.scripts), **self.discovered.to_json()}
 
     def as_text(self) -> str:
         """The same for a person."""
         rows = self.to_json()["runs"]
         lines = [f"{row['path']}: {row['did']}" + (f", job {row['job_id']}" if row["job_id"] else "") for row in rows]
         return "\n".join(
-            [*self.found.lines, *lines, f"{self.study}: {len(self.submitted)} of {len(rows)} runs submitted now"]
+            [*self.discovered.lines, *lines, f"{self.study}: {len(self.submitted)} of {len(rows)} runs submitted now"]
         )
 
 
@@ -105,7 +105,7 @@ def dry_run(study: Study, runs: Path, cluster: ClusterProfile, *, after: str | N
     require_known_ends(attempts.values())
     tasks = [_task(runs, experiment, tried) for experiment, tried in attempts.items() if not completed(tried)]
     specs = _specs(study, tasks, cluster, after)
-    return Submission(study=study.name, scripts=tuple(render(spec) for spec, _ in specs), found=here)
+    return Submission(study=study.name, scripts=tuple(render(spec) for spec, _ in specs), discovered=here)
 
 
 def submit(
@@ -176,7 +176,7 @@ def submit(
         submitted=written if submit else (),
         adopted=tuple(adopted),
         completed=tuple(done for runs_of_one in attempts.values() if (done := completed(runs_of_one))),
-        found=here,
+        discovered=here,
     )
 
 
@@ -298,10 +298,10 @@ def adopt(study: Study, runs: Path, job_id: str) -> Submission:
             which = f"{len(comments)} submissions do; name an arm with --arm" if comments else "no submission does"
             raise Refused(f"--adopt {job_id}: exactly one submission of {study.name} must lack its job number: {which}")
         jobs = queue.jobs_of(job_id)
-        if not (jobs or slurm.accounted([checked(job_id)])):
+        if not (jobs or slurm.ended_by_accounting([checked(job_id)])):
             raise Refused(f"--adopt {job_id}: Slurm knows no such job")
         if others := {job.comment for job in jobs if job.comment.startswith(PREFIX)} - comments:
             raise Refused(f"--adopt {job_id}: that job was submitted for something else: {', '.join(others)}")
         _write_number(waiting, job_id, None)
         update(waiting, queue)
-    return Submission(study=study.name, scripts=(), adopted=tuple(waiting), found=here)
+    return Submission(study=study.name, scripts=(), adopted=tuple(waiting), discovered=here)

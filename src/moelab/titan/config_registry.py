@@ -104,10 +104,10 @@ def experiment() -> Trainer.Config:
     folder = Path(path).parent
     # A run's record must have every field; a person's file has defaults.
     is_record = Path(path).name == directory.EXPERIMENT_FILE and directory.is_run(folder)
-    asked = RunDir(folder).experiment if is_record else read_experiment(Path(path))
-    if reasons := check(asked).reasons:
+    chosen = RunDir(folder).experiment if is_record else read_experiment(Path(path))
+    if reasons := check(chosen).reasons:
         raise Refused("\n".join(reasons))
-    return trainer_config(asked)
+    return trainer_config(chosen)
 
 
 def __getattr__(name: str) -> Callable[[], Trainer.Config]:

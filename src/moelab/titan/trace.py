@@ -111,12 +111,12 @@ class StepTracer:
             "files": files,
         }
         usual = f" (the median of those before is {usual_s:.3f} s)" if usual_s else ""
-        told = ", ".join(
+        written = ", ".join(
             f"{one['file']}: {one['reason'] or format(one['bytes'] / 1e6, '.1f') + ' MB'}" for one in files
         )
         logger.info(
             f"moelab: step {self._step} of rank {self._rank} was traced: it took {step_s:.3f} s{usual}, and writing "
-            f"took {record['write_s']:.1f} s; {told}"
+            f"took {record['write_s']:.1f} s; {written}"
         )
         try:
             write_json(self._run / RECORDED_FOLDER / f"rank{self._rank}.json", record)
@@ -125,7 +125,7 @@ class StepTracer:
 
     def _written(self, name: str, content: Iterable[bytes]) -> dict[str, Any]:
         """Compress and write one file; returns its size, or why there is none."""
-        told: dict[str, Any] = {"file": f"{TRACES_FOLDER}/{name}", "bytes": 0, "reason": None}
+        entry: dict[str, Any] = {"file": f"{TRACES_FOLDER}/{name}", "bytes": 0, "reason": None}
         packed = io.BytesIO()
         try:
             # In memory, so that a trace that is too large never reaches the disk.
@@ -135,11 +135,11 @@ class StepTracer:
                     if packed.tell() > MAX_BYTES:
                         break
             if packed.tell() > MAX_BYTES:
-                return {**told, "reason": f"not kept: larger than {MAX_BYTES >> 20} MiB"}
+                return {**entry, "reason": f"not kept: larger than {MAX_BYTES >> 20} MiB"}
             write_whole(self._run / TRACES_FOLDER / name, packed.getvalue())
         except OSError as error:
-            return {**told, "reason": f"not kept: {error.strerror or type(error).__name__}"}
-        return {**told, "bytes": packed.tell()}
+            return {**entry, "reason": f"not kept: {error.strerror or type(error).__name__}"}
+        return {**entry, "bytes": packed.tell()}
 
 
 def _lines_of(trace: profile) -> Iterator[bytes]:

@@ -133,11 +133,11 @@ def operation_times(measured: Measurement, *, size: str = "") -> go.Figure:
     for standard_ms, fastest, fastest_ms in sums:
         finding = (
             f"{ARM_LOOKS[fastest][0]} takes {fastest_ms:.1f} ms for a layer's four exchanges, the standard all-to-all "
-            f"{standard_ms:.1f} ms ({routings[0].replace('_', ' ')} routing)"
+            f"{standard_ms:.1f} ms ({ROUTING_LABELS[routings[0]]} routing)"
         )
     figure = panels(
         finding,
-        [f"{routing.replace('_', ' ')} routing" for routing in routings],
+        [f"{ROUTING_LABELS[routing]} routing" for routing in routings],
         subtitle=f"{_size_words(rows[0])}. Median of {rows[0]['repeats']} turns, slowest rank; bars of half an "
         f"interquartile range each way. {measured.stamp}.",
         note=replayed(measured),
@@ -173,7 +173,7 @@ def exchange_table(measured: Measurement) -> pd.DataFrame:
     return pd.DataFrame(
         {
             "layer": size,
-            "routing": routing.replace("_", " "),
+            "routing": ROUTING_LABELS[routing],
             "standard (ms)": round(standard_ms, 2),
             "fastest (ms)": round(fastest_ms, 2),
             "× as fast": round(standard_ms / fastest_ms, 2),
@@ -197,7 +197,7 @@ def sm_sweep(measured: Measurement, *, size: str = "") -> go.Figure:
         f"DeepEP reaches {best['physical_gb_s']:.0f} GB/s with {best['sms']} multiprocessors, "
         f"{100 * best['physical_gb_s'] / copy_gb_s:.0f} % of a plain copy between the GPUs",
         subtitle=f"Payload that crosses, over the time on the wire; {_size_words(rows[0])}, "
-        f"{rows[0]['routing'].replace('_', ' ')} routing. {measured.stamp}.",
+        f"{ROUTING_LABELS[rows[0]['routing']]} routing. {measured.stamp}.",
         note=replayed(measured),
     )
     for operation, precision in dict.fromkeys((row["operation"], row["precision"]) for row in rows):

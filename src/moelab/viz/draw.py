@@ -81,6 +81,16 @@ def error_bars(intervals: Sequence[tuple[float, float, float]], **look: object) 
     }
 
 
+def interval_marks(
+    places: Sequence[object], ends: Sequence[tuple[float, float, float]], *, along: str, color: str, **options: object
+) -> go.Scatter:
+    """Values with their low and high ends at places on the other axis; ``along`` is the axis of the values."""
+    across = "y" if along == "x" else "x"
+    bars = error_bars(ends, color=color, thickness=1.5, width=5)
+    marks: dict[str, object] = {along: [value for _, value, _ in ends], across: places, f"error_{along}": bars}
+    return go.Scatter(**marks, mode="markers", **options)
+
+
 def diamonds(x: Sequence[float | None], y: Sequence[object], **options: object) -> go.Scatter:
     """Further values over bars, such as published ones, as white diamonds."""
     marker = {"symbol": "diamond", "size": 11, "color": "white", "line": {"color": INK, "width": 2}}

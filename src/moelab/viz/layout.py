@@ -359,7 +359,9 @@ def memory_bars(memory: MemoryEstimate, layout: Layout, gpu: Gpu, *, width: int 
         held = [[name for stage in stages for name in layout.stages[stage]] for stages in layout.stages_of_rank]
         counts = [sum(name.startswith("layers.") for name in names) for names in held]
         names = [f"{rank}<br>{count} layers" for rank, count in enumerate(counts)]
-    figure.update_layout(barmode="stack", hovermode="x", legend={"traceorder": "normal", "y": -0.22})
+    # Beside controls two columns fit only with narrow entries; one column would leave the bars no height.
+    legend = {"y": -0.42, "entrywidth": 140, "font_size": 12} if width == NARROW else {"y": -0.22}
+    figure.update_layout(barmode="stack", hovermode="x", legend={"traceorder": "normal", **legend})
     figure.update_xaxes(title_text="pipeline rank", tickvals=list(range(len(stages))), ticktext=names)
     figure.update_xaxes(range=[-0.5, len(stages) - 0.5] if len(stages) > 1 else [-1.5, 1.5], showgrid=False, ticks="")
     figure.update_yaxes(title_text="memory per GPU (GiB)", range=[0, 1.12 * max(memory.worst_gib, memory.capacity_gib)])
@@ -490,7 +492,7 @@ class LayoutExplorer(Explorer):
         )
         wanted, rank = (self.controls[name].value for name in ("figure", "rank"))
         if wanted == "memory":
-            figure = memory_bars(memory, layout, gpu, width=NARROW).update_layout(legend_y=-0.36)
+            figure = memory_bars(memory, layout, gpu, width=NARROW)
         elif wanted == "pipeline":
             figure = pipeline_schedule(layout, x.pp_schedule)
         else:

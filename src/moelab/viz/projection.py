@@ -27,6 +27,7 @@ from moelab.viz.draw import (
     draw_band,
     error_bars,
     inside,
+    interval_marks,
     running_bars,
     write_beside,
 )
@@ -306,15 +307,10 @@ def _draw_intervals(
     figure: go.Figure, rows: Sequence[str], ends: Sequence[tuple[float, float, float]], **place: object
 ) -> None:
     """Values with their low and high ends, one below the other."""
-    figure.add_scatter(
-        x=[value for _, value, _ in ends],
-        y=rows,
-        error_x=error_bars(ends, thickness=1.5, width=5),
-        mode="markers",
-        marker={"size": 10, "color": DERIVED_COLOR, "symbol": "square"},
-        hovertemplate="%{x:.2f} %<extra></extra>",
-        **place,
-    )
+    look = {"marker": {"size": 10, "color": DERIVED_COLOR, "symbol": "square"}}
+    hover = "%{x:.2f} %<extra></extra>"
+    marks = interval_marks(rows, ends, along="x", color=DERIVED_COLOR, hovertemplate=hover, **look)
+    figure.add_trace(marks, **place)
     figure.update_yaxes(autorange="reversed", ticks="", showgrid=False)
     figure.update_layout(hovermode="closest", showlegend=False)
 
@@ -443,24 +439,14 @@ def network_gains(points: Sequence[Point], gains: Mapping[str, Mapping[float, Es
     for number, (arm, style) in enumerate(styles.items()):
         spans = [(gains[arm][x].low, gains[arm][x].value, gains[arm][x].high) for x in networks]
         hollow = [bool({(arm, x), (BASELINE, x)} & extrapolated) for x in networks]
-        outline = {"color": style.color, "width": 2}
-        figure.add_scatter(
-            x=[place + 0.12 * (number - (len(styles) - 1) / 2) for place in range(len(networks))],
-            y=[value for _, value, _ in spans],
-            error_y=error_bars(spans, color=style.color, thickness=1.5, width=5),
-            mode="markers",
-            name=style.label,
-            marker={
-                "symbol": style.symbol,
-                "size": 10,
-                "color": ["white" if one else style.color for one in hollow],
-                "line": outline,
-            },
-            hovertemplate="%{y:+.1f} %",
-        )
+        filled = ["white" if one else style.color for one in hollow]
+        look = {"symbol": style.symbol, "size": 10, "color": filled, "line": {"color": style.color, "width": 2}}
+        places = [place + 0.12 * (number - (len(styles) - 1) / 2) for place in range(len(networks))]
+        named = {"name": style.label, "marker": look, "hovertemplate": "%{y:+.1f} %"}
+        figure.add_trace(interval_marks(places, spans, along="y", color=style.color, **named))
     figure.add_hline(y=0, line={"color": MUTED, "width": 1.5})
-    places = {"tickvals": list(range(len(networks))), "ticktext": [f"{x:g}" for x in networks], "showgrid": False}
-    figure.update_xaxes(title_text="network of each GPU, each way (GB/s)", **places)
+    ticks = {"tickvals": list(range(len(networks))), "ticktext": [f"{x:g}" for x in networks], "showgrid": False}
+    figure.update_xaxes(title_text="network of each GPU, each way (GB/s)", **ticks)
     figure.update_yaxes(title_text="gain (%)", ticksuffix=" %")
     return figure.update_layout(hovermode="closest", legend_y=-0.22)
 

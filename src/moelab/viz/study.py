@@ -39,6 +39,7 @@ from moelab.viz.draw import (
     draw_seeds,
     error_bars,
     inside,
+    interval_marks,
     name_loss_axes,
     nothing_to_draw,
     panels,
@@ -253,19 +254,13 @@ def verdict_intervals(verdicts: Mapping[str, Verdict], finding: str, *, note: st
         if one.margin_nats > 0:
             edges = {"x0": -one.margin_nats, "x1": one.margin_nats, "y0": place - 0.4, "y1": place + 0.4}
             figure.add_shape(type="rect", **edges, fillcolor="rgba(0,158,115,0.14)", line_width=0, layer="below")
-        figure.add_scatter(
-            x=[one.mean_difference_nats],
-            y=[place],
-            mode="markers",
-            marker={"color": color, "size": 11},
-            error_x={
-                **error_bars([(one.interval.low, one.mean_difference_nats, one.interval.high)], color=color),
-                "thickness": 2,
-                "width": 6,
-                "visible": one.interval.exists,
-            },
-            hovertemplate=f"{plot_text(name)}: %{{x:+.4f}} nats<extra></extra>",
-        )
+        ends = [(one.interval.low, one.mean_difference_nats, one.interval.high)]
+        look = {
+            "marker": {"color": color, "size": 11},
+            "hovertemplate": f"{plot_text(name)}: %{{x:+.4f}} nats<extra></extra>",
+        }
+        mark = interval_marks([place], ends, along="x", color=color, **look)
+        figure.add_trace(mark.update(error_x_visible=one.interval.exists))
         figure.add_annotation(
             text=f"<b>{plot_text(one.answer_words)}</b>",
             x=1,

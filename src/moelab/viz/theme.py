@@ -259,7 +259,7 @@ def can_draw_png() -> bool:
         return False
     import kaleido
 
-    # plotly 7.1 hands its headers over with every figure; a server takes them at its start only, and kaleido warns each
+    # plotly 6.9 hands its headers over with every figure; a server takes them at its start only, and kaleido warns each
     # time. They are for what a figure downloads; ours download nothing.
     pio.defaults.headers = None
     kaleido.start_sync_server(n=1, mathjax=False, silence_warnings=True)  # no figure has formulas: no network either

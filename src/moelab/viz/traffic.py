@@ -594,10 +594,10 @@ class TrafficExplorer(Explorer):
             table.append(
                 {
                     "way": METHOD_LABELS[method],
-                    "copies of a token: network": rows.network,
-                    "NVLink": rows.nvlink,
-                    "GB a layer: network": layer.network / 1e9,
-                    "NVLink ": layer.nvlink / 1e9,
+                    "copies of a token, network": rows.network,
+                    "copies, NVLink": rows.nvlink,
+                    "GB a layer, network": layer.network / 1e9,
+                    "GB, NVLink": layer.nvlink / 1e9,
                     "ms a layer, at least": 1e3 * max(move_time_s(layer, node)),
                 }
             )
