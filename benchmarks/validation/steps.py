@@ -116,7 +116,7 @@ def experiment_of(cells: Mapping[str, str]) -> Experiment:
         thinner |= {"n_layers": dense + int(cells["moe_layers"]), "n_dense_layers": dense}
     if thinner:
         fields["shape"] = {**fields.get("shape", {}), **thinner}
-    if fields["activation_checkpoint"] in IN_MEGATRON:
+    if fields["activation_checkpoint"] in IN_MEGATRON:  # the job gets the word itself, see job_and_memory
         fields["activation_checkpoint"] = "none"
     return parse(Experiment, fields)
 

@@ -184,7 +184,7 @@ def six_digits(value: float) -> float:
 
 def rows_of_step(step: Step) -> list[ValidationRow]:
     """Its speed and its memory, as far as each was measured and can be predicted."""
-    rows, row = [], step.row
+    rows, row = [], step.row  # a step may have a speed, a memory, or both
     if row.unit != "GiB":
         value, interval = predicted_by(step, CALIBRATION)
         rows.append(
@@ -220,10 +220,7 @@ def fitted_on() -> set[str]:
 
 
 def full_node_rows(measured: Measurement | None = None) -> tuple[ValidationRow, ...]:
-    """One node: the packaged predictions beside what was measured later.
-
-    Args:
-        measured: of ``h200_full_node``; the package's by default.
+    """One node: the packaged predictions beside what was measured later, by default in the package's file.
 
     Returns:
         Nothing where nothing was measured yet.
@@ -235,7 +232,7 @@ def full_node_rows(measured: Measurement | None = None) -> tuple[ValidationRow, 
     if measured.content is None:
         return ()
     predicted = load_predicted()
-    if predicted["date"] >= measured.content["date"]:
+    if predicted["date"] >= measured.content["date"]:  # both are ISO 8601 in UTC, so they compare as text
         raise BadInput(
             f"the predictions are of {predicted['date']} and the measurement of {measured.content['date']}: "
             "what was written down afterwards is no prediction"
@@ -282,4 +279,5 @@ def refit(calibration: Calibration = CALIBRATION) -> Calibration:
         tried = with_logs(logs)
         return [float(np.log(predicted_by(step, tried)[0] / step.row.measured)) for step in anchors]
 
+    # logarithms keep constants positive
     return with_logs(root(errors, np.log([one.value for one in constants.values()]), tol=1e-9).x)

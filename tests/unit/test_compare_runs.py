@@ -365,6 +365,9 @@ def test_one_log_has_a_report_of_its_own(tmp_path: Path) -> None:
         "Step times",
         "Gradient norm and learning rate.",
     ]
+    (done,) = report_figures(found)[2].figure.data  # percent of the steps that took at most so long
+    seconds = found.sides[0].step_time_s
+    assert [done.x[list(done.y).index(100)], done.x[list(done.y).index(0)]] == [max(seconds), min(seconds)]
 
 
 @pytest.mark.parametrize("name", ["missing", "empty", "empty.log", "bytes.log", "no_steps.csv", "torn.json"])

@@ -341,6 +341,7 @@ CASES: list[tuple[str, dict[str, str], str, list[str]]] = [
     ("submitit 1613: preempted", {"slurm-8.out": "slurmstepd: error: *** JOB 37361369 ON learnfair5146 CANCELLED AT 2021-03-15T18:00:46 DUE TO PREEMPTION ***\n"}, "preempted by another job of Slurm", []),
     ("cancelled by hand", {"slurm-8.out": "slurmstepd: error: *** JOB 12 ON n1 CANCELLED AT 2026-01-01T00:00:00 by UID 1000 ***\n"}, "JOB 12 was cancelled", []),
     ("trixie 58: Slurm could not start it", {"slurm-8.out": "srun: error: Task launch for 36.0 failed on node cn131: Job credential expired\n"}, "srun: error: Task launch for 36.0 failed on node cn131: Job credential expired", []),
+    ("other ranks go on for two steps", {"train.log": steps(1) + raised("ValueError: mine", prefix="[rank1]: ") + steps(2, 3)}, "rank 1: ValueError: mine", []),
     ("a code that is no signal's", {"train.log": summary((3, 255))}, "rank 3: ended with exit code 255", []),
     ("a shell's code of a signal", {"train.log": summary((3, 137))}, "rank 3: killed by SIGKILL", []),
     ("ranks that srun starts itself", {"slurm-8.out": "srun: error: gpu-7: task 5: Segmentation fault (core dumped)\nsrun: error: gpu-8: tasks 8-15: Terminated\n"}, "task 5 on gpu-7: Segmentation fault (core dumped)", []),

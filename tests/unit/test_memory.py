@@ -293,6 +293,16 @@ def test_selective_checkpointing_keeps_gate_and_up_of_experts_in_8_bits() -> Non
         assert (sizes[0] - sizes[1]) / 2**30 == pytest.approx((gib[True] - gib[False]) / DEPTHS[name], rel=0.15)
 
 
+def test_selective_checkpointing_keeps_every_product_of_quantised_linears() -> None:
+    kept, plain = (
+        saved(shape_of("671B"), moe=True, work=Work(tokens=8192), compiled=True, checkpointing="selective",
+              scaled_linears=linears)
+        for linears in (True, False)
+    )  # fmt: skip
+    queries, up, down = 128 * 192, 2048, 7168
+    assert kept - plain == 2 * 8192 * (queries + up + down)  # which are otherwise every second one
+
+
 def test_buffer_of_deepep_on_one_node_by_hand() -> None:
     """Two ranks of 8192 tokens of 7168 features, top-8: each rank has room for both, with 14,464 bytes a token."""
     features, numbers_and_weights, source = 7168 * 2, 8 * (4 + 4), 4 + 8 * 4

@@ -24,6 +24,7 @@ from moelab.hardware import Cluster, ImpossibleHardware, SourcedNumber, cluster_
 from moelab.layout import check
 from moelab.model import SHAPES, flops_per_token, gemms, shape_of
 from moelab.plan import headroom_gib
+from moelab.projection import uncertainty
 from moelab.projection.calibration import CALIBRATION, with_values
 from moelab.projection.exchange import add_exchange, exchange_time_s, fsdp_time_s
 from moelab.projection.gemm import (
@@ -307,6 +308,7 @@ def test_launching_shows_where_it_takes_longer_than_what_is_launched() -> None:
     slow = with_values(launch_s=1e-2)
     modules = module_times(job, slow)
     kernels = launches(job, moe=True)
+    assert sum(kernels.values()) / kernels["forward"] == pytest.approx(300 / 84, rel=0.02)  # of the traced steps
     busy = [modules["moe"][:, INDEX[name]].sum() for name in CATEGORIES if name != "host and waiting"]
     waits = 2 * float(slow.sync_s)  # forward and again, at each dispatch
     shown = modules["moe"][:, INDEX["host and waiting"]].sum()
@@ -375,7 +377,7 @@ def test_a_search_misses_no_layout_that_is_faster_than_those_it_lists() -> None:
     assert [one.projection.interval[0] for one in found.ranked] == pytest.approx(lows[:10])
 
 
-def test_a_gain_has_the_best_layout_on_either_side_and_one_machine_under_both() -> None:
+def test_a_gain_has_the_best_layout_on_either_side_and_one_machine_under_both(monkeypatch: pytest.MonkeyPatch) -> None:
     """At the published EP 32 DeepEP is projected to gain half; with a choice on either side experts stay in a node."""
     standard = named_arms()["dsv3_671b_bf16_standard"]
     found = recommend(standard, fixed=("cp", "dp_replicate", "tp", "pp_schedule"), limit=3, settings=False)
@@ -389,6 +391,15 @@ def test_a_gain_has_the_best_layout_on_either_side_and_one_machine_under_both() 
         apart = 100 * (gain.with_it.interval[1] / gain.without.interval[0] - 1)
         assert gain.interval.low < gain.interval.value < gain.interval.high < apart
     assert re.search(r"your experts multiply M = [\d,]+ rows at a time on each GPU; break-even is [\d,]+", experts.why)
+
+    def widths() -> list[float]:
+        intervals = [gain_interval(gain.with_it.job, gain.without.job, CALIBRATION) for gain in found.gains]
+        return [one.high - one.low for one in intervals]
+
+    own = widths()
+    with monkeypatch.context() as alike:  # kernels of another precision or dispatcher err by themselves
+        alike.setattr(uncertainty, "OWN_PARTS", dict.fromkeys(uncertainty.OWN_PARTS, ()))
+        assert np.less(widths(), own).all()
     nothing = gain_interval(found.best.job, found.best.job, CALIBRATION)
     assert (nothing.low, nothing.value, nothing.high) == (0, 0, 0)
     first, *others = answer_lines(found, "DeepSeek-V3")

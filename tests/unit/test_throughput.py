@@ -42,6 +42,12 @@ def test_arm_throughput_is_the_geometric_mean_with_a_t_interval_in_logs():
     assert "n = 3 seeds" in result.sentence()
 
 
+def test_runs_of_one_seed_are_one_value_their_geometric_mean():
+    once, again = (throughput_table({"bf16_standard": {0: tps}}) for tps in (900.0, 1600.0))
+    (result,) = arm_throughput(pd.concat([once, again.assign(run="again")]))
+    assert (result.n_seeds, result.tps) == (1, pytest.approx(1200.0))
+
+
 def test_one_seed_gives_no_interval_and_says_so():
     (result,) = arm_throughput(throughput_table({"bf16_standard": {0: 1000.0}}))
     assert math.isnan(result.interval.low)

@@ -116,7 +116,7 @@ def measured_parts_ms(explanation: Explanation) -> dict[str, float]:
     """One step's parts by the projection's names; idle time is *host and waiting*, barriers of tracing are left out."""
     steps = explanation.step_count
     parts = {name: ms / steps for name, ms in explanation.parts_ms.items() if not name.startswith("idle: ")}
-    parts["host and waiting"] = explanation.idle_ms / steps
+    parts["host and waiting"] = explanation.idle_ms / steps  # whatever its cause: the projection has one part for it
     if STRAGGLERS in parts:
         parts[STRAGGLERS] -= explanation.tracing_ms / steps
     return parts
@@ -137,7 +137,7 @@ def compare(explanation: Explanation, experiment: Experiment, calibration: Calib
     _require_same_step(explanation, experiment)
     projection = project(experiment, calibration=calibration)
     measured = measured_parts_ms(explanation)
-    names = dict.fromkeys((*CATEGORIES, *measured))
+    names = dict.fromkeys((*CATEGORIES, *measured))  # the projection's parts, then those that only the trace has
     rows = [Row(name, measured.get(name, 0.0), 1e3 * projection.breakdown_s.get(name, 0.0)) for name in names]
     rows = [row for row in rows if row.measured_ms or row.predicted_ms]
     rows.sort(key=lambda row: -abs(row.difference_ms))
@@ -161,7 +161,7 @@ def _require_same_step(explanation: Explanation, experiment: Experiment) -> None
             "set hardware to the node that was traced"
         )
     shape, layout, layers = shape_for(experiment), check(experiment).layout, len(explanation.layers_ms)
-    if layers and layout:  # an illegal layout is refused by the projection
+    if layers and layout:  # without FSDP no layer is named; an illegal layout is refused by the projection
         modules = [[name for stage in stages for name in layout.stages[stage]] for stages in layout.stages_of_rank]
         counts = sorted({sum(name.startswith("layers.") for name in names) for names in modules})
         if layers not in counts:
@@ -205,9 +205,6 @@ def gemm_rates(explanation: Explanation, experiment: Experiment) -> list[GemmRat
     The operands' shapes need not be recorded. Recomputation, of which checkpointing decides what it repeats, is left
     out; of a pipeline, whose ranks have different work, nothing is known.
 
-    Args:
-        explanation: of a trace on GPUs.
-        experiment: what ran.
     """
     if experiment.pp > 1:
         return []
@@ -223,7 +220,7 @@ def gemm_rates(explanation: Explanation, experiment: Experiment) -> list[GemmRat
                 if (one.part == "routed experts") == (part == "expert GEMMs")
                 and (one.direction == "forward") == (phase == "forward")
             )
-            if ms:
+            if ms:  # a part without kernels, as under another name, has no rate
                 rates.append(GemmRate(part, phase, ms, flops / ms / 1e9))
     return rates
 
@@ -256,7 +253,7 @@ def fit(explanation: Explanation, experiment: Experiment) -> dict[str, float]:
         Refused: if the experiment cannot be projected.
     """
     job = compare(explanation, experiment).projection.job  # refuses what cannot be held against it
-    solved: dict[str, float] = {}
+    solved: dict[str, float] = {}  # each is found with those before it in place, which its part may depend on
     for name, seconds, predict in _targets(explanation, experiment, job):
         value = value_that_meets(name, seconds, predict, solved)
         if value is not None:

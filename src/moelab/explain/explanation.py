@@ -262,12 +262,12 @@ def explain(paths: Sequence[Path], *, rank: int | None = None, step: int | None 
     for place, path in enumerate(files):
         try:
             trace = read_trace(path)
-        except BadInput as error:
+        except BadInput as error:  # one bad file of many becomes a note
             if len(files) == 1:
                 raise
             notes.append(str(error))
             continue
-        number = trace.rank if trace.rank is not None else place
+        number = trace.rank if trace.rank is not None else place  # files of unknown ranks are told apart by their order
         if number in met:
             places = [f"{one.parent.name}/{one.name}" for one in (path, met[number].path)]
             notes.append(f"{places[0]} and {places[1]} are both of rank {number}: the first of them is shown")
@@ -440,6 +440,7 @@ def _waiting_us(one: Rank, places: Places) -> float | None:
         collective = one.collective[place]
         moved = (collective.name, collective.elements, collective.group) if collective else ()
         kinds[(int(one.events["name"][place]), *moved)].append(one.us(place))
+    # a barrier or an all-reduce of a few numbers moves nothing to speak of: all of its time is waiting
     few = {key for key in kinds if len(key) > 1 and key[2] <= FEW_ELEMENTS}
     if not any(key in few or len(times) > 1 for key, times in kinds.items()):
         return None

@@ -357,10 +357,7 @@ def _elements(text: _Text) -> Iterator[Any]:
 
 
 def read_trace(path: Path) -> Trace:
-    """Read one rank's trace.
-
-    Args:
-        path: a ``.json`` or ``.json.gz`` that ``torch.profiler`` wrote.
+    """Read one rank's trace: a ``.json`` or ``.json.gz`` that ``torch.profiler`` wrote.
 
     Raises:
         BadInput: if it is none, or has neither GPU events nor operators.
@@ -416,7 +413,7 @@ def _trace_of(reader: _Reader, cut: bool) -> Trace:
     if reader.without_duration:
         notes.append(f"{name}: {reader.without_duration:,} kernels and copies have no duration and take no time here")
     devices, counts = np.unique(events["device"], return_counts=True)
-    device = int(devices[counts.argmax()]) if count else -1
+    device = int(devices[counts.argmax()]) if count else -1  # most events are of the rank's own
     if len(devices) > 1:
         others = ", ".join(str(one) for one in devices if one != device)
         notes.append(f"{name} has events of devices {device} and {others}; only those of {device} are shown")

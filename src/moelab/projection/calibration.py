@@ -122,7 +122,7 @@ def with_values(calibration: Calibration = CALIBRATION, /, **values: float) -> C
     for name, value in values.items():
         if name not in known:
             raise BadInput(f"there is no constant {name!r}; they are {', '.join(known)}")
-        if not value > 0:
+        if not value > 0:  # NaN too
             raise BadInput(f"{name} is {value}; give a positive number")
     changed = {name: replace(getattr(calibration, name), value=value) for name, value in values.items()}
     return replace(calibration, **changed)
@@ -141,13 +141,13 @@ def value_that_meets(
     """
     from scipy.optimize import brentq  # a projection solves nothing, and does not wait for scipy
 
-    usual = float(getattr(CALIBRATION, name))
+    usual = float(getattr(CALIBRATION, name))  # a constant that was found further off would explain something else
     low, high = (usual / 20, usual * 20) if usual else (1e-9, 1.0)
 
     def late_s(value: float) -> float:
         return predict(with_values(**{**(others or {}), name: value})) - seconds
 
-    if seconds <= 0 or late_s(low) * late_s(high) > 0:
+    if seconds <= 0 or late_s(low) * late_s(high) > 0:  # too late at both ends, or too early: none between meets it
         return None
     return float(brentq(late_s, low, high, xtol=1e-9 * high))
 

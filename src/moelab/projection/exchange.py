@@ -62,15 +62,7 @@ def expected_maximum(draws: int) -> float:
 
 
 def ring_time_s(job: Job, calibration: Calibration, whole_bytes: float, ranks: int, *, stride: int = 1) -> float:
-    """Seconds of a gather or scatter.
-
-    Args:
-        job: gives the wires.
-        calibration: what of them is reached.
-        whole_bytes: of what is gathered or scattered.
-        ranks: of the group.
-        stride: distance of neighbours in the group, in GPUs.
-    """
+    """Seconds to gather or scatter ``whole_bytes`` over ``ranks`` GPUs, neighbours being ``stride`` GPUs apart."""
     if ranks == 1 or whole_bytes == 0:
         return 0.0
     together = max(1, job.node.gpus // stride)  # ranks of the group on one node
@@ -146,7 +138,7 @@ def exchange_time_s(job: Job, calibration: Calibration, element_bytes: float, *,
         return 0.0
     row_bytes = job.work.routed_tokens * job.shape.dim * element_bytes * job.work.imbalance
     nvlink_gb_s, network_gb_s = reached_gb_s(job, calibration)
-    nvlink_s, network_s = (
+    nvlink_s, network_s = (  # both wires work at once, so the slower one counts below
         job.rows_sent.nvlink * row_bytes / nvlink_gb_s,
         job.rows_sent.network * row_bytes / network_gb_s,
     )
@@ -171,13 +163,10 @@ def reached_gb_s(job: Job, calibration: Calibration) -> tuple[float, float]:
 
 
 def hybridep_shares(ep: int, joined: int) -> tuple[float, float]:
-    """What HybridEP reaches of NVLink and of the network, of their datasheets', on the wire.
+    """Shares of the datasheets' NVLink and network that HybridEP reaches on the wire; NVLink has ``joined`` ranks.
 
     Between what its table has, shares go linearly; beyond its ends, as at its ends.
 
-    Args:
-        ep: ranks of the exchange.
-        joined: consecutive ranks that NVLink joins.
     """
     ranks = min(ep, joined)
     return float(np.interp(ranks, *_HYBRIDEP["ranks"])), float(np.interp(ep / ranks, *_HYBRIDEP["nodes"]))

@@ -143,16 +143,10 @@ def rates_of(gpu: Gpu, calibration: Calibration, *, alone: bool = False, emulate
 
 
 def gemm_time_s(m: float, n: float, k: float, groups: int, rates: Rates, *, low: bool, wgrad: bool) -> float:
-    """Seconds of a dense product, or of a grouped one at the rate of dense ones; sizes as in the module.
+    """Seconds of a dense product, or of a grouped one at the rate of dense ones; ``low`` in 8 bits, casts apart.
 
-    Args:
-        m: see the module.
-        n: see the module.
-        k: see the module.
-        groups: 1 for a dense product.
-        rates: of the GPU.
-        low: in 8 bits, casts apart.
-        wgrad: whether it is a weight gradient.
+    Letters as in the module; a dense product has one group.
+
     """
     rate = rates.low if low else rates.bf16  # a dense wgrad is as fast as the other two, a grouped one is not
     return _in_tiles_s(m, n, k, groups, rates, rate, low=low, wgrad=wgrad)
@@ -198,15 +192,7 @@ class Part(NamedTuple):
 
 
 def grouped_parts(m: float, n: int, k: int, groups: int, precision: GroupedPrecision, rates: Rates) -> list[Part]:
-    """The pieces of forward and backward of one grouped product.
-
-    Args:
-        m: rows of all groups.
-        n: output features.
-        k: input features.
-        groups: local experts.
-        precision: ``bf16``, ``fp8``, ``mxfp8`` or ``mxfp8_wgrad_bf16``.
-        rates: of the GPU, in a step or alone.
+    """The pieces of forward and backward of one grouped product; letters as in the module.
 
     Raises:
         BadInput: for sizes that are not positive, or a precision of which the GPU has no rates.
@@ -231,16 +217,10 @@ def grouped_parts(m: float, n: int, k: int, groups: int, precision: GroupedPreci
 
 
 def cast_parts(m: float, n: int, k: int, groups: int, cast: str, rates: Rates, *, grouped: bool = True) -> list[Part]:
-    """Casts and scales of one product forward and backward; arguments as :func:`grouped_parts`.
+    """Casts and scales of one product forward and backward.
 
-    Args:
-        m: rows of all groups.
-        n: output features.
-        k: input features.
-        groups: local experts.
-        cast: one of :data:`CAST_BYTES`.
-        rates: of the GPU.
-        grouped: whether wgrad sums over the rows of each group apart.
+    ``cast`` is one of :data:`CAST_BYTES`; where products are ``grouped``, wgrad sums over the rows of each group apart.
+
     """
     element_s = CAST_BYTES[cast] / rates.cast
     weights_s = groups * n * k * element_s
@@ -278,13 +258,8 @@ def grouped_time_s(
 def gain(m: float, n: int, k: int, groups: int, rates: Rates, precision: GroupedPrecision | None = None) -> float:
     """BF16 time over 8-bit time, forward and backward; above 1 the 8-bit format saves time.
 
-    Args:
-        m: rows of all groups.
-        n: output features.
-        k: input features.
-        groups: local experts.
-        rates: of the GPU.
-        precision: the GPU's own 8-bit format if None.
+    Letters as in the module; without a ``precision`` the 8-bit format is the GPU's own.
+
     """
     bf16_s, low_s = (grouped_time_s(m, n, k, groups, name, rates) for name in ("bf16", precision or rates.low_format))
     return bf16_s / low_s
@@ -382,15 +357,7 @@ def recomputed(weight: Weight, checkpointing: str) -> bool:
 def product_times(
     weights: tuple[Weight, ...], share: int, checkpointing: str, kinds: ProductKinds, rates: Rates
 ) -> Times:
-    """Products of one module; not to be written to.
-
-    Args:
-        weights: of the module.
-        share: tokens of the micro-batch for each tensor-parallel rank.
-        checkpointing: says which products are computed again.
-        kinds: precision and kernels.
-        rates: of the GPU.
-    """
+    """Products of one module, read-only; ``share`` is a micro-batch's tokens for each tensor-parallel rank."""
     sums: defaultdict[tuple[PassName, str], float] = defaultdict(float)
     for weight in weights:
         category = "expert GEMMs" if weight.part == "routed experts" else "other GEMMs"

@@ -77,6 +77,7 @@ def fit_h100() -> Fit:
 def _fit(gpu: str) -> Fit:
     stored = _packaged()["fits"][gpu]
     free = tuple(stored["free"])
+    # what is stored is the free constants alone, the fitted ones first
     first, *draws = (with_values(**dict(zip(free, one, strict=True))) for one in (stored["values"], *stored["draws"]))
     residuals = pd.DataFrame(stored["residuals"])
     return Fit(gpu=GPUS[gpu], calibration=first, free=free, residuals=residuals, draws=tuple(draws))
@@ -93,12 +94,7 @@ def leave_one_out() -> pd.DataFrame:
 
 
 def estimate(fitted: Fit, quantity: Callable[[Rates], float], *, in_step: bool = False) -> Estimate:
-    """A quantity that follows from a GPU's rates, with its interval.
-
-    Args:
-        fitted: the fit.
-        quantity: of rates; infinite where there is no such number.
-        in_step: rates in a step, or of kernels alone.
+    """A quantity that follows from a GPU's rates, with its interval; infinite where there is no such number.
 
     Example:
         >>> rate = estimate(fit_b200(), lambda rates: rates.low)
@@ -172,6 +168,7 @@ def expert_work(name: str, model: str, tokens: int, *, tp: int = 1, ep: int = 1)
     shape = SHAPES[model] if model in SHAPES else read_model(model).dimensions
     if tokens < 1 or tp < 1 or ep < 1 or shape.num_experts % ep:
         raise BadInput(f"tokens {tokens}, tp {tp}, ep {ep}: give positive numbers, ep a divisor of {shape.num_experts}")
+    # gate and up are of one size, down is their transpose: the first of them stands for all
     of_experts = [one for one in gemms(shape, tokens, tp=tp, ep=ep) if one.part == "routed experts"]
     first = next(one for one in of_experts if one.direction == "forward" and one.k == shape.dim)
     case = Case(m=first.m, n=first.n, k=first.k, groups=first.groups)
@@ -189,10 +186,6 @@ def published_work() -> tuple[ExpertWork, ExpertWork]:
 
 def gain_table(works: Sequence[ExpertWork], fitted: Fit) -> pd.DataFrame:
     """Gain and break-even of layouts, for MXFP8 and for MXFP8 with wgrad in BF16.
-
-    Args:
-        works: layouts.
-        fitted: constants and their spread.
 
     Returns:
         A row for each layout, precision and kind of time (``alone``: kernels by themselves, ``in a step``: as the

@@ -219,7 +219,7 @@ class Job:
             experts=self.shape.num_experts,
             top_k=self.shape.top_k,
             ep=self.work.ep,
-            ranks_per_node=min(self.work.ep, self.node.gpus),
+            ranks_per_node=min(self.work.ep, self.node.gpus),  # a group smaller than a node lies in one
         )
 
     @cached_property
@@ -267,7 +267,9 @@ def job_of(
     if experiment.precision is Precision.NVFP4:
         raise Refused(f"precision is nvfp4: {NUMBERS_ONLY}. Legal precision of a projection: bf16, fp8, mxfp8")
     shape = shape or shape_for(experiment)
-    stages = split_layers(shape.n_layers, len(layout.stages))
+    stages = split_layers(
+        shape.n_layers, len(layout.stages)
+    )  # the layout has the experiment's layers, not a thin model's
     return Job(
         shape=shape,
         node=replace(
@@ -296,6 +298,7 @@ def _routing(experiment: Experiment, shape: ModelShape, constants: MemoryConstan
     """The router's own choice is as it was measured, else uniform; in its groups where the model has groups."""
     if experiment.routing in MODEL_OF_ROUTING:
         return MODEL_OF_ROUTING[experiment.routing]
+    # a thin model's experts may not fill the groups of the model that it is made of: then nothing limits its router
     grouped = shape.expert_groups > 1 and shape.num_experts % shape.expert_groups == 0
     groups, limited = (shape.expert_groups, shape.limited_groups) if grouped else (1, 1)
     if constants.expert_shares:

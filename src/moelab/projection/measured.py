@@ -177,9 +177,8 @@ class Place(NamedTuple):
 def node_results(full_node: Measurement, two_by_two: Measurement) -> dict[Place, ArmResult]:
     """What was measured at each degree; where the full node was not measured on two GPUs, the two-by-two's figure.
 
-    Args:
-        full_node: of ``h200_full_node``.
-        two_by_two: of ``h100_two_by_two``; left out if its GPUs are others.
+    The two-by-two is left out if its GPUs are others.
+
     """
     alike = not (full_node.rows and two_by_two.rows) or hardware_of(full_node) == hardware_of(two_by_two)
     # older files do not carry the checkpointing, which all arms of a shape share
@@ -188,7 +187,7 @@ def node_results(full_node: Measurement, two_by_two: Measurement) -> dict[Place,
     at_two = [row for row in at_two if row["activation_checkpoint"] == checkpointing.get(row["shape"])]
     own = [{"activation_checkpoint": checkpointing.get(row["shape"]), **row} for row in full_node.rows]
     results: dict[Place, ArmResult] = {}
-    for rows in (at_two, own):
+    for rows in (at_two, own):  # the later replaces the earlier: the node's own figures come last
         for ep in dict.fromkeys(row["ep"] for row in rows):
             of_degree = arm_results(row for row in rows if row["ep"] == ep)
             results |= {Place(one.shape, ep, one.routing, one.arm): one for one in of_degree}
@@ -226,7 +225,7 @@ def _of_products(measured: Measurement, gpu: str, name: str) -> Iterator[float |
     for row in measured.rows:
         if (row["precision"], row["pass"]) == ("bf16", "forward+backward"):
 
-            def predict(calibration: Calibration, row: Row = row) -> float:
+            def predict(calibration: Calibration, row: Row = row) -> float:  # bound now: the loop goes on
                 rates = rates_of(GPUS[gpu], calibration)
                 return grouped_time_s(row["m"], row["n"], row["k"], row["groups"], "bf16", rates)
 
@@ -251,6 +250,7 @@ def _of_exchanges(measured: Measurement, backend: str, name: str) -> Iterator[fl
         job = replace(job, work=replace(job.work, backend=EPBackend(backend)))
 
         def predict(calibration: Calibration, job: Any = job) -> float:
+            # as the benchmark times it, with the kernel waiting for the host
             return exchange_time_s(job, calibration, BYTES_PER_ELEMENT["bf16"], alone=True)
 
         yield value_that_meets(name, 1e-6 * row["parts_us"]["wire"], predict)

@@ -102,5 +102,6 @@ def optimizer_time_s(job: Job, calibration: Calibration, held: Held) -> float:
     moved = held.local * float(calibration.optimizer_bytes)
     if job.stack.distributed_optimizer:
         local = held.dense / job.degrees.fsdp + held.experts / max(1, job.degrees.efsdp)
+        # states are sharded, gradients are whole on every rank
         moved = local * float(calibration.optimizer_bytes) + WHOLE_GRADIENT_BYTES * held.gathered
     return moved / memory_rate(job, calibration)

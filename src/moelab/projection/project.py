@@ -163,7 +163,7 @@ def project(
             "causal": flops_per_token(job.shape, experiment.seq_len, causal=True),
         },
         outside=outside(job),
-        notes=tuple(note for note in verdict.notes if note.startswith("traffic")),
+        notes=tuple(note for note in verdict.notes if note.startswith("traffic")),  # the others do not bear on speed
     )
 
 
@@ -172,6 +172,7 @@ def _on(experiment: Experiment, cluster: Cluster) -> Experiment:
     capability = cluster.node.gpu.capability
     if gpu_of(experiment.hardware).capability == capability:
         return experiment
+    # rules read a profile's capability and nothing else; figures are the cluster's
     same = [name for name in PROFILES if name not in ("local", "cpu") and gpu_of(name).capability == capability]
     if not same:
         raise BadInput(f"{cluster.name} has {cluster.node.gpu.name}, and no profile has a GPU of its kind")
@@ -195,7 +196,7 @@ def require_figures(experiment: Experiment, cluster: Cluster) -> None:
     if experiment.precision is not Precision.BF16:
         wanted["fp8_tflops"] = gpu.fp8_tflops
     joined = cluster.node.nvlink_ranks(nodes=experiment.nodes, gpus_per_node=experiment.gpus_per_node, ep=experiment.ep)
-    if experiment.world_size > joined:
+    if experiment.world_size > joined:  # else nothing leaves NVLink, and a profile without network will do
         wanted["nic_gb_s"] = cluster.node.nic_gb_s
     if missing := [name for name, figure in wanted.items() if figure is None]:
         raise BadInput(
@@ -209,11 +210,7 @@ def require_figures(experiment: Experiment, cluster: Cluster) -> None:
 
 
 def with_network(cluster: Cluster, nic_gb_s: float) -> Cluster:
-    """A cluster with another network.
-
-    Args:
-        cluster: gives everything else.
-        nic_gb_s: of one GPU each way, GB/s.
+    """A cluster whose network gives each GPU ``nic_gb_s`` GB/s each way.
 
     Raises:
         ImpossibleHardware: for a bandwidth that is not positive and finite.
@@ -303,6 +300,7 @@ def arms_text(found: Mapping[str, Projection]) -> str:
     for arm, one in found.items():
         low, high = one.interval
         rows.append((arm, f"{one.tps:,.0f}", f"{low:,.0f}", f"{high:,.0f}", f"{one.tps / first - 1:+.1%}", one.label))
+    # each reason once, in the order of the arms
     said = dict.fromkeys(said for one in found.values() for said in (*map(extrapolated, one.rests_on), *one.notes))
     return "\n".join([*aligned(rows), *said])
 

@@ -57,11 +57,7 @@ def published_job(arm: str) -> Job:
 
 @functools.lru_cache(maxsize=8)
 def meeting_published(calibration: Calibration, draws: int) -> tuple[Calibration, ...]:
-    """Constants with which the model meets all three published steps.
-
-    Args:
-        calibration: around which constants are drawn.
-        draws: sets that are tried; those without a possible solution are left out.
+    """Constants with which the model meets all three published steps; of the ``draws``, those that have a solution.
 
     Raises:
         RuntimeError: if no set meets the published steps.
@@ -84,6 +80,7 @@ def _solved(jobs: Sequence[Job], calibration: Calibration, random: np.random.Gen
     unknown = {name: float(random.uniform(*limits)) for name, limits in UNKNOWN.items()}
     others = with_values(drawn(calibration, random), **unknown)
     published_s = [job.tokens_per_gpu / row.tps for job, row in zip(jobs, THROUGHPUT, strict=True)]
+    # one run of each arm was published: its time may be off by as much as runs differ
     target_s = np.array(published_s) * random.uniform(1 - RUN_TO_RUN, 1 + RUN_TO_RUN, size=len(jobs))
 
     def constants(x: np.ndarray) -> Calibration:
@@ -101,7 +98,7 @@ def _solved(jobs: Sequence[Job], calibration: Calibration, random: np.random.Gen
     slopes = np.array([(late_s(x + step) - late) / step.sum() for step in steps]).T  # once: a step is almost linear
     for _ in range(4):
         x = x - np.linalg.solve(slopes, late)
-        if np.any(x < low) or np.any(x > high):
+        if np.any(x < low) or np.any(x > high):  # steps hardly bend, so what leaves the limits does not come back
             return None
         late = late_s(x)
     return constants(x)
@@ -134,10 +131,7 @@ def projected_two_by_two(
 ) -> TwoByTwo:
     """Project the four published arms, with the software of the time, by all constants that meet what was published.
 
-    Args:
-        routing: ``round_robin``, as published, or ``random_balanced``.
-        calibration: constants around which others are drawn.
-        draws: how many.
+    Routing is ``round_robin``, as published, or ``random_balanced``.
     """
     jobs = {arm: replace(published_job(arm), routing=MODEL_OF_ROUTING[routing]) for arm in ARMS}
     sets = meeting_published(calibration, draws)
@@ -194,9 +188,6 @@ def remaining(forced: TwoByTwo, random: TwoByTwo) -> dict[str, float]:
 
     An answer's spread given a measurement is what a line through the sets of constants does not explain.
 
-    Args:
-        forced: projected under forced balance.
-        random: under balanced random routing.
     """
     gain = random.samples["bf16_deepep"] / random.samples["bf16_standard"]
     answers = (forced.samples["mxfp8_standard"], gain, _interaction(forced.samples))

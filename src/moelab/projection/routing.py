@@ -170,14 +170,9 @@ class RoutingModel:
 
 
 def routing_of(kind: str, *, experts: int, groups: int, limited_groups: int, skew: float) -> RoutingModel:
-    """A routing from the values that a person gives; those that the kind does not need are left alone.
+    """A routing from the values that a person gives; what its kind does not need is ignored.
 
-    Args:
-        kind: name of the routing.
-        experts: routed experts of a layer.
-        groups: groups of experts, for the two group-limited kinds.
-        limited_groups: groups that a token may use.
-        skew: exponent of :func:`zipf_weights`, for ``skewed``.
+    ``skew`` is the exponent of :func:`zipf_weights`.
 
     Raises:
         BadInput: if there is no such routing.
@@ -331,12 +326,7 @@ class Destinations:
 def expected_destinations(
     routing: RoutingModel, placement: ExpertPlacement, *, tokens: int = SIMULATED_TOKENS
 ) -> Destinations:
-    """Mean number of ranks and nodes that a token reaches.
-
-    Args:
-        routing: how tokens choose experts.
-        placement: where the experts are.
-        tokens: of the draw, where there is no formula.
+    """Mean number of ranks and nodes that a token reaches; where there is no formula, of ``tokens`` drawn ones.
 
     Raises:
         BadInput: if the routing does not fit the placement.

@@ -39,14 +39,7 @@ from moelab.projection.memory_bound import (
 
 
 def layer_times(job: Job, calibration: Calibration, products: Mapping[str, Times], *, moe: bool) -> Times:
-    """One layer.
-
-    Args:
-        job: the step.
-        calibration: constants.
-        products: of :func:`products_by_module`.
-        moe: a layer with routed experts, or a dense one.
-    """
+    """One layer, with routed experts (``moe``) or dense; ``products`` of :func:`products_by_module`."""
     times = products["attention"] + products["moe" if moe else "feed_forward"]
     add_attention(times, job, calibration)
     add_memory_bound(times, job, calibration, moe=moe)

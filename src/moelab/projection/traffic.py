@@ -80,11 +80,7 @@ class OnWires:
 
 
 def move_time_s(sent: OnWires, node: Node) -> tuple[float, float]:
-    """Seconds that NVLink and the network need at the full bandwidth of the hardware profile; the larger is a bound.
-
-    Args:
-        sent: bytes that a rank sends.
-        node: gives the bandwidths.
+    """Seconds that NVLink and the network need to carry bytes at the profile's full bandwidth; the larger is a bound.
 
     Returns:
         Seconds on NVLink and on the network; 0 where nothing takes that wire.
@@ -145,11 +141,6 @@ def expected_rows(destinations: Destinations, placement: ExpertPlacement, method
     holds for uneven loads too, since each destination is its own sender once in P; the busiest rank is another matter,
     which :func:`simulate_rows` tells.
 
-    Args:
-        destinations: of a token.
-        placement: where the experts are.
-        method: how tokens are sent.
-
     Raises:
         BadInput: for an unknown method.
     """
@@ -187,13 +178,7 @@ def expected_traffic(
 ) -> LayerTraffic:
     """Bytes that a rank sends in one MoE layer, on average: the whole model in one call.
 
-    Args:
-        routing: how tokens choose experts.
-        placement: where the experts are.
-        method: how tokens are sent.
-        tokens: that each rank routes.
-        hidden: elements of a token.
-        dispatch_precision: as for :func:`layer_bytes`.
+    ``tokens`` are those that each rank routes, ``hidden`` the elements of each.
 
     Raises:
         BadInput: for an unknown method, or a routing that does not fit.
@@ -252,12 +237,7 @@ class ExchangeCount:
 
 
 def count_rows(ids_STK: ExpertIds, placement: ExpertPlacement, method: Method) -> ExchangeCount:
-    """Rows of one dispatch, counted from the experts that tokens really have.
-
-    Args:
-        ids_STK: expert ids of every rank's tokens, ``(P, T, K)``, distinct for each token.
-        placement: where the experts are.
-        method: how tokens are sent.
+    """Rows of one dispatch, counted from the experts of every rank's tokens, ``(P, T, K)``, each token's distinct.
 
     Returns:
         Rows from rank to rank. With ``deepep_hybrid``, ``local_S`` counts what a relay, or the sender itself, needs.

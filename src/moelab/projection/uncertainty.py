@@ -64,14 +64,10 @@ ACCUMULATED = "gradients accumulated without a pipeline: no public step of Torch
 
 
 def relative_width(parts_s: Mapping[str, float], *, extrapolated: bool = False) -> float:
-    """Half the width of the 90 % interval of a step, relative to it; parts err independently of each other.
-
-    Args:
-        parts_s: seconds of the step by part.
-        extrapolated: whether the step lies outside of what was seen.
-    """
+    """Half the width of the 90 % interval of a step, relative to it; parts err independently of each other."""
     step_s = sum(parts_s.values())
     variance = sum((PART_SPREAD[part] * seconds / step_s) ** 2 for part, seconds in parts_s.items())
+    # 1.645 standard deviations to either side hold 90 % of a normal distribution
     return 1.645 * math.sqrt(variance + SYSTEM_SPREAD**2) * (OUTSIDE_FACTOR if extrapolated else 1.0)
 
 
@@ -89,18 +85,13 @@ def gain_interval(with_it: Job, without: Job, calibration: Calibration, *, extra
     Both sides are priced with the same drawn constants, and each part errs alike on both, but for the parts whose
     kernels differ: of these the one side's error says nothing of the other's.
 
-    Args:
-        with_it: the one.
-        without: the other, of which the percent are.
-        calibration: constants of the model.
-        extrapolated: whether one of them lies outside of what was seen.
     """
     own: tuple[str, ...] = ()
     if with_it.work.backend != without.work.backend:
         own += OWN_PARTS["dispatcher"]
     if with_it.precision != without.precision:
         own += OWN_PARTS["precision"]
-    random = np.random.default_rng(0)
+    random = np.random.default_rng(0)  # the same draws for every pair: a ranking by gains does not flicker
     spread = np.array([PART_SPREAD[part] for part in CATEGORIES])
     differs = np.array([part in own for part in CATEGORIES])
 
@@ -116,7 +107,7 @@ def gain_interval(with_it: Job, without: Job, calibration: Calibration, *, extra
     one, other = log_speeds(calibration, (exact, exact))
     logs = []
     for _ in range(GAIN_DRAWS):
-        shared = np.exp(random.normal(0, spread))
+        shared = np.exp(random.normal(0, spread))  # a factor: no part can take less than no time
         apart = np.where(differs, np.exp(random.normal(0, spread)), shared)
         drawn_one, drawn_other = log_speeds(drawn(calibration, random), (apart, shared))
         logs.append(drawn_one - drawn_other)

@@ -65,7 +65,7 @@ class ValidationRow:
     @property
     def error(self) -> float:
         """Error of the prediction in percent; of gains, in percentage points."""
-        if self.unit == GAIN:
+        if self.unit == GAIN:  # a relative error of a small gain says nothing
             return self.predicted - self.measured
         return 100 * (self.predicted / self.measured - 1)
 
@@ -164,7 +164,7 @@ def errors_by_kind(rows: Sequence[ValidationRow]) -> pd.DataFrame:
             "n": len(group),
             "median error": median_error(group),
             "within 15 %": 100 * float(np.mean([abs(row.error) <= 15 for row in group])),
-            "in their interval": coverage(group) if group[0].interval else np.nan,
+            "in their interval": coverage(group) if group[0].interval else np.nan,  # only steps have one
             "median interval": median_width(group) if group[0].interval else np.nan,
         }
         for name, group in groups
