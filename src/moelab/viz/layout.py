@@ -195,7 +195,7 @@ class ClusterGrid:
         if not self.numbered:
             return [outlines]
         names = {"text": [str(node) for node in range(self._nodes)], "textposition": "top right"}
-        look = {"mode": "text", "textfont": {"size": 10, "color": MUTED}, "cliponaxis": False}
+        look = {"mode": "text", "textfont_size": 10, "cliponaxis": False}
         numbers = go.Scatter(x=[x for x, _ in corners], y=[y - 0.2 for _, y in corners], **names, **look, **still)
         return [outlines, numbers]
 
@@ -309,9 +309,9 @@ _LOOKS = {
     "working set": ("#E69F00", ""),
     "quantised copies": ("#CC79A7", ""),
     "loss": ("#F0E442", ""),
-    "communication buffers": ("#5f6b7a", ""),
+    "communication buffers": ("#56616f", ""),
     "fragmentation": ("#a9b2bd", ""),
-    "dispatch buffers": ("#5f6b7a", "x"),
+    "dispatch buffers": ("#56616f", "x"),
     "CUDA and NCCL": ("#d3d8de", ""),
 }
 
@@ -487,7 +487,7 @@ class LayoutExplorer(Explorer):
         sequences = x.local_batch * layout.data_parallel
         words = (
             f"<div role='status' style='line-height:1.35'><b>{html.escape(verdict)}</b><br>"
-            f"{amount(counts.total)} parameters, {amount(counts.active)} active in a token · {x.world_size} GPUs · "
+            f"{amount(counts.total)} parameters, {amount(counts.active)} active per token · {x.world_size} GPUs · "
             f"{html.escape(layout_words(x))} · {sequences:,} sequences a step</div>"
         )
         wanted, rank = (self.controls[name].value for name in ("figure", "rank"))
