@@ -370,8 +370,8 @@ def test_a_search_by_speed_is_ordered_and_says_what_a_setting_is_worth() -> None
     assert {"compile", "activation_checkpoint"} <= {worth.field for worth in found.worth}
     text = " ".join(recommendation_text(found).split())
     assert text.startswith("legal · fits (")
-    assert f"{found.considered} projected, of which the best was number {found.place} " in text
-    assert "another setting, with its own best layout:" in text
+    assert f"{found.considered} projected, of which a first estimate ranked the best number {found.place}" in text
+    assert "other settings, each with its own best layout:" in text
 
 
 def test_a_search_misses_no_layout_that_is_faster_than_those_it_lists() -> None:
