@@ -233,6 +233,13 @@ def test_what_was_never_seen_is_named(changes: dict[str, Any], said: list[str]) 
     assert found.label == ("derived, extrapolated" if said else "derived")
 
 
+def test_a_network_of_another_speed_is_named_and_widens_the_interval() -> None:
+    wider = project(PUBLISHED, with_network(cluster_of("b200_x256"), 100.0))
+    assert wider.outside == ("network of 100 GB/s: validated at 50",)
+    spread = [one.interval[1] / one.tps - 1 for one in (project(PUBLISHED), wider)]
+    assert spread[1] > 1.5 * spread[0]
+
+
 def test_advice_says_what_it_rests_on_that_was_not_seen(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """In the sentence itself: of a projection, of arms beside each other, and of a search."""
     waits = "extrapolated beyond what was validated: waiting at TorchTitan's exchanges over the network"
@@ -316,13 +323,6 @@ def test_launching_shows_where_it_takes_longer_than_what_is_launched() -> None:
     assert step_parts_s(job, slow)["host and waiting"] > 100 * waiting
     graphs = replace(job, stack=replace(job.stack, host="graphs"))
     assert step_parts_s(graphs, slow)["host and waiting"] == 0
-
-
-def test_an_interval_is_wider_beyond_what_was_validated() -> None:
-    wider = project(PUBLISHED, with_network(cluster_of("b200_x256"), 100.0))
-    assert wider.outside == ("network of 100 GB/s: validated at 50",)
-    spread = [one.interval[1] / one.tps - 1 for one in (project(PUBLISHED), wider)]
-    assert spread[1] > 1.5 * spread[0]
 
 
 def test_the_expected_maximum_is_that_of_draws() -> None:
