@@ -23,7 +23,7 @@ from moelab.launch.script import JobSpec, render
 from moelab.runs import directory
 from moelab.runs.collect import collect_run
 from moelab.runs.directory import RunDir
-from moelab.runs.expert_load import expert_load
+from moelab.runs.expert_load import FILE, expert_load
 from moelab.runs.status import State, Status
 from moelab.runs.stragglers import read_own_times
 from moelab.runs.table import merge_segments
@@ -121,7 +121,7 @@ def test_the_resumed_run_has_the_losses_of_the_one_left_alone(trained: Trained) 
     for column in ("loss", "grad_norm", "lr"):
         np.testing.assert_array_equal(ours[column], theirs[column])
     assert collect_run(trained.stopped).validation_loss == collect_run(trained.whole).validation_loss
-    load, alone = expert_load(trained.stopped), expert_load(trained.whole)
+    load, alone = (expert_load(run.path / FILE) for run in (trained.stopped, trained.whole))
     assert load is not None
     assert alone is not None
     np.testing.assert_array_equal(load.tokens_SLE, alone.tokens_SLE)

@@ -14,7 +14,7 @@ from training_support import SHARED, Interrupted, Trained
 
 from moelab.runs import read_log, read_tensorboard
 from moelab.runs.collect import collect_run
-from moelab.runs.expert_load import expert_load
+from moelab.runs.expert_load import FILE, expert_load
 from moelab.runs.table import COLUMNS
 
 pytestmark = pytest.mark.training
@@ -123,7 +123,7 @@ def test_one_step_is_traced_on_a_processor_too(trained: Trained) -> None:
 
 def test_the_load_of_every_expert_is_recorded(trained: Trained) -> None:
     for arm in (BF16, MXFP8):
-        load = expert_load(trained.run(arm))
+        load = expert_load(trained.run(arm).path / FILE)
         assert load is not None
         assert load.steps.tolist() == list(range(1, SHARED["steps"] + 1))
         assert (load.layers.tolist(), load.tokens_SLE.shape[2]) == ([1, 2, 3], 8)

@@ -54,7 +54,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert list(table.columns) == ["step", "layer", "expert", "tokens"]
     assert all(pd.api.types.is_integer_dtype(kind) for kind in table.dtypes)
     assert table.groupby(["step", "layer"])["tokens"].sum().tolist() == [16] * 4
-    load = expert_load(run)
+    load = expert_load(run.path / FILE)
     assert load is not None
     assert (load.steps.tolist(), load.layers.tolist()) == ([1, 2], [1, 2])
     np.testing.assert_array_equal(load.tokens_SLE[1], UNEVEN)
@@ -71,7 +71,7 @@ def test_a_restart_keeps_what_was_written_and_a_repeated_step_has_its_last_count
     again = ExpertLoadFile(run.path)
     again.add(3, tokens_of(np.full((2, 4), 4)))
     again.add(4, tokens_of(UNEVEN))
-    load = expert_load(run)
+    load = expert_load(run.path / FILE)
     assert load is not None
     assert load.steps.tolist() == [1, 2, 3, 4]
     assert load.busiest_expert_SL[:, 1].tolist() == [2.5, 2.5, 1.0, 2.5]
@@ -79,7 +79,7 @@ def test_a_restart_keeps_what_was_written_and_a_repeated_step_has_its_last_count
 
 def test_an_older_run_has_none(tmp_path: Path) -> None:
     run = trained(tmp_path)
-    assert expert_load(run) is None
+    assert expert_load(run.path / FILE) is None
     one = collect_run(run)
     assert (one.load, one.damaged, one.to_json()["expert_load"]) == (None, (), None)
 
@@ -98,13 +98,13 @@ def test_a_damaged_file_is_named_and_hides_nothing_else(tmp_path: Path, damage: 
     else:
         table[:-1].to_parquet(file, index=False)
     with pytest.raises(BadInput, match=r"expert_load.parquet is damaged"):
-        expert_load(run)
+        expert_load(run.path / FILE)
     one = collect_run(run)
     assert len(one.rows) == 4
     assert any(FILE in words for words in one.damaged)
     ExpertLoadFile(run.path).add(7, tokens_of(UNEVEN))
     if damage != "rows":  # the next launch begins it anew
-        assert expert_load(run) is not None
+        assert expert_load(run.path / FILE) is not None
 
 
 def test_a_measured_load_takes_the_place_of_the_assumed_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -153,7 +153,7 @@ def test_a_measured_load_is_the_traffics_routing(tmp_path: Path, capsys: pytest.
 
 def test_a_layer_in_the_middle_stands_for_all(tmp_path: Path) -> None:
     layers = [[4, 4, 4, 4], [10, 2, 4, 0], [16, 0, 0, 0]]
-    load = expert_load(trained(tmp_path, *[layers] * 5))
+    load = expert_load(trained(tmp_path, *[layers] * 5).path / FILE)
     assert load is not None
     assert load.shares_E(2).tolist() == [10 / 16, 2 / 16, 4 / 16, 0]
 
@@ -178,7 +178,7 @@ def test_a_load_that_is_not_of_this_experiment_is_refused(tmp_path: Path, capsys
 
 
 def test_a_figure_says_what_the_load_is_and_a_report_has_it(tmp_path: Path) -> None:
-    load = expert_load(trained(tmp_path / "a", *[UNEVEN] * 4))
+    load = expert_load(trained(tmp_path / "a", *[UNEVEN] * 4).path / FILE)
     assert load is not None
     figure = expert_load_figure(load, ep=2, name="<b>BF16</b>")
     assert "2.5 × its layer's mean at the end; 1 of 8 experts are dead" in title(figure)

@@ -82,7 +82,7 @@ def contrast(arm: str, other: str) -> tuple[str, str, str]:
         >>> contrast("mxfp8_deepep", "bf16_standard")
         ('MXFP8 + DeepEP', 'BF16 + standard all-to-all', '')
     """
-    first, second = arm_label(arm).split(" + ", 1), arm_label(other).split(" + ", 1)
+    first, second = arm_label(arm).split(" + ", 1), arm_label(other).split(" + ", 1)  # precision and the rest
     if len(first) == len(second) == 2 and first != second:
         if first[1] == second[1]:
             return first[0], second[0], first[1]

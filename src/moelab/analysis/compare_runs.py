@@ -185,7 +185,7 @@ def difference(reference: Side, side: Side, *, final_fraction: float = 0.1, **op
     first_step = first_final_step(steps[-1], final_fraction) if steps else 0
     final = both.loc[first_step:].dropna()
     verdict = _verdict(reference, side, final_fraction=final_fraction, **options)
-    diverged = reference.diverged or side.diverged
+    diverged = reference.diverged or side.diverged  # what it logged before says nothing about the end
     # Paired by seed where there are pairs: a seed that one side lacks would shift the mean of curves.
     mean = verdict.mean_difference_nats if verdict is not None and verdict.seeds else float(final.mean())
     return Difference(
@@ -208,7 +208,7 @@ def difference_curve(reference: Side, side: Side, one: Difference) -> pd.DataFra
         the window's steps, which is no interval.
     """
     first, other = (arm_curves(each.table, "loss")[each.label].loc[list(one.steps)] for each in (reference, side))
-    window = max(1, sum(step >= one.first_step for step in one.steps))
+    window = max(1, sum(step >= one.first_step for step in one.steps))  # so the curve ends at the difference itself
     if one.verdict is not None and one.paired:
         seeds = list(one.verdict.seeds)
         return mean_and_interval((other[seeds] - first[seeds]).rolling(window).mean(), level=one.verdict.interval.level)

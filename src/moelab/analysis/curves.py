@@ -37,6 +37,7 @@ def seed_curves(table: pd.DataFrame, arm: str, column: str = "loss") -> pd.DataF
     """
     require_names(table)
     rows = table[table["arm"] == arm]
+    # Names of runs begin with their time, so the last of equals is the newest.
     furthest = rows.sort_values(["step", "run"]).drop_duplicates("seed", keep="last")["run"]
     merged = merge_segments(rows[rows["run"].isin(furthest)])
     return merged.pivot(index="step", columns="seed", values=column).sort_index()

@@ -56,7 +56,7 @@ class Side:
     @property
     def runs(self) -> tuple[Collected, ...]:
         """Those that are shown: the finished ones, or all where none is."""
-        return tuple(self.finished) or self.attempted
+        return tuple(self.finished) or self.attempted  # so that a side without a finished run is drawn too
 
     @cached_property
     def table(self) -> pd.DataFrame:

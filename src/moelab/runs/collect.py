@@ -34,6 +34,7 @@ from moelab.experiment import EPBackend, Experiment, Precision
 from moelab.privacy import each_text, without_secrets
 from moelab.runs import directory
 from moelab.runs.directory import RunDir
+from moelab.runs.expert_load import FILE as LOAD_FILE
 from moelab.runs.expert_load import ExpertLoad, expert_load
 from moelab.runs.failure import cause, rank_folders, tail
 from moelab.runs.files import finite_or_none, write_json, write_whole
@@ -220,7 +221,7 @@ def collect_run(run: RunDir, *, save: bool = False) -> Collected:
     side = read_side_files(run, experiment, started=bool(len(read.columns["step"])))
     load, damaged = None, [*unread, *side.damaged]
     try:
-        load = expert_load(run)
+        load = expert_load(run.path / LOAD_FILE)
     except BadInput as error:
         damaged.append(str(error))
     diverged = read.reason

@@ -142,17 +142,13 @@ class ExpertLoadFile:
         write_whole(self.path, buffer.getvalue())
 
 
-def expert_load(run: RunDir) -> ExpertLoad | None:
-    """The load of a run's experts; None where nothing was recorded.
+def expert_load(file: Path) -> ExpertLoad | None:
+    """The load of a run's experts from its ``expert_load.parquet``; None where nothing was recorded.
 
     Raises:
         BadInput: if the file is damaged.
     """
-    return _load_in(run.path / FILE)
-
-
-def _load_in(path: Path) -> ExpertLoad | None:
-    table = _read(path)
+    table = _read(file)
     if table is None:
         return None
     values = [table[name].to_numpy() for name in _COLUMNS]
@@ -183,7 +179,7 @@ def routers_load(path: Path, experts: int) -> tuple[ExpertLoad, RunDir | None]:
     name = f"run {run.name}" if run else path.name
     if run and run.experiment.routing is not Routing.LEARNED:
         raise BadInput(f"a measured load needs learned routing, but {name} has routing {run.experiment.routing.value}")
-    load = _load_in(file)
+    load = expert_load(file)
     if load is None:
         raise BadInput(f"{name} has no {FILE}: an older moelab trained it, or it logged no step; give another run")
     if load.tokens_SLE.shape[2] != experts:

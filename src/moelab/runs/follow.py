@@ -131,6 +131,7 @@ class LogTail:
     def add(self, block: bytes) -> None:
         """Take whole lines of a log."""
         newest: list[bytes] = []
+        # From the end: a block may have 100,000 lines, of which a dozen are kept.
         for line in reversed(block.rsplit(b"\n", _LINES_LOOKED_AT)[-_LINES_LOOKED_AT:]):
             if line.strip() and not (b"step:" in line and b"loss:" in line):
                 newest.append(line[-4 * LONGEST_LINE_CHARACTERS :] if b"\r" in line else line)

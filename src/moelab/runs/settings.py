@@ -121,7 +121,7 @@ def run_settings(run: RunDir, environment: Environment | None) -> Settings:
         run: its directory.
         environment: its machine and versions; None if they are not known.
     """
-    fields = run.experiment.model_dump(mode="json", exclude={"name", "seed"})
+    fields = run.experiment.model_dump(mode="json", exclude={"name", "seed"})  # which runs of one arm do not share
     values = dict(_flat(fields))
     if environment:
         gpus = {"gpu": environment.chip, "gpus": str(len(environment.gpus)) if environment.gpus else "unknown"}

@@ -255,7 +255,7 @@ def _study_tables(judged: Report) -> Iterator[Any]:
             run.last_step,
             judged.final_loss(run),
             run.validation_loss,
-            medians.get((run.arm, run.seed if run.seed is not None else -1), math.nan),
+            medians.get((run.arm, -1 if run.seed is None else run.seed), math.nan),  # no seed is -1
             float(run.rows["memory_gib"].max()),
             run.environment.machine if run.environment else "unknown",
         ]
@@ -268,6 +268,7 @@ def _study_tables(judged: Report) -> Iterator[Any]:
         state = str(one.collected.status.state) if one.collected else "unknown"
         rows.append([arm_label(one.arm) if one.arm else None, one.seed, one.run.rsplit("/", 1)[-1], state, one.reason])
     names = ["arm", "seed", "run", "status", "reason"]
+    # "none" in an empty table says that nothing was left out.
     yield Table(title="Runs that are not judged", columns=names, rows=rows or [["none", None, None, None, None]])
     rows = []
     for side in judged.sides:

@@ -140,6 +140,7 @@ class Report:
         """Convergence of every other side, on the final training loss."""
         if self.study is None:
             return [one.judged for one in self.differences if one.judged is not None]
+        # An arm that diverged with every seed has no loss and a verdict all the same.
         judged = [side for side in self.sides if side.finished or side.diverged_seeds]
         if self.reference not in judged or len(judged) < 2:
             return []
@@ -276,7 +277,7 @@ class Report:
             if side.diverged_seeds and (side.finished or self.study is not None)
         ]
         notes = self.grad_norm_notes
-        first = [f"{notes[0]}, and {len(notes) - 1} more runs"] if len(notes) > 1 else notes
+        first = [f"{notes[0]}, and {len(notes) - 1} more runs"] if len(notes) > 1 else notes  # the rest is in `notes`
         return "; ".join(filter(None, [self.emulation_note, *diverged, *first]))
 
     @cached_property
@@ -400,7 +401,7 @@ class Report:
             words = "; ".join(one.sentence() for one in gains) or f"{side.label} logged no tokens/s for a common seed"
             return f"{words}: no difference is shown" if unresolved else words
         own, reference = median(side.tps), median(first.tps)
-        if not own > 0 or not reference > 0:
+        if not own > 0 or not reference > 0:  # NaN is not above 0 either
             return f"{side.label} and {first.label} did not both log tokens/s"
         return f"{side.label} logged {own / reference:.3g} times the tokens/s of {first.label}"
 
@@ -450,6 +451,7 @@ class Report:
             lines += [verdict.sentence() for verdict in self.verdicts]
             lines += [] if self.verdicts else [f"No verdict: no run of {which} {self.reference.arm} finished"]
             lines += [f"Held-out text: {verdict.sentence()}" for verdict in self.held_out]
+            # The table says tokens/s per GPU of every source; on a CPU that is a rank.
             lines += [arm.sentence().replace("per GPU", self.rank_words) for arm in self.throughput]
             lines += [one.sentence() for one in self.gains]
         else:
@@ -582,7 +584,7 @@ def _of_study(path: Path, folder: Discovery, study: Study | None, reference: str
         lines = [f"{run.run}: {run.status.state}: {end}" for run, end in zip(runs, ends, strict=True)]
         lines += [f"{one.run}: left out: {one.reason}" for one in not_judged]
         raise NothingToJudge("\n  ".join([f"no run of {name} finished:", *lines]))
-    if sides[0].arm != reference:
+    if sides[0].arm != reference:  # which comes first if it is there
         arms = ", ".join(side.arm for side in sides)
         lines = [f"{one.run}: left out: {one.reason}" for one in not_judged if one.arm in ("", reference)]
         raise BadInput("\n  ".join([f"reference {reference!r} is not an arm of {name}; its arms: {arms}", *lines]))

@@ -252,7 +252,7 @@ def _without_loss(
     """
     runs = {(run.arm, run.seed): run for run in judged}
     reasons = {(one.arm, one.seed): one.reason for one in not_judged}
-    damaged = [(one.arm, one.seed) for one in not_judged if one.collected is None]
+    damaged = [(one.arm, one.seed) for one in not_judged if one.collected is None]  # its folders name its seed
     arms = {run.arm for run in judged}
     seeds = {seed for arm, seed in [*runs, *damaged] if arm in arms and seed is not None}
     # Without a plan, a seed that any arm has is one that all should have.
@@ -282,7 +282,7 @@ def _sides_from_elsewhere(path: Path) -> Iterator[Side]:
         raise BadInput(f"{path} cannot be compared: {told}; give {VALID}") from error
     settings = settings_of(path, len(collected))
     for run in collected:
-        yield Side(label=_short(run.run.removesuffix(".log")), attempted=(run,), settings=settings)
+        yield Side(label=_short(run.run), attempted=(run,), settings=settings)
 
 
 def _not_judged_by_record(one: directory.LeftOut) -> NotJudged:
@@ -303,7 +303,7 @@ def _study_of(run: RunDir) -> str:
 
 
 def _short(label: str) -> str:
-    label = " ".join(shareable(label).split())
+    label = " ".join(shareable(label).split())  # a log may be called by a whole path, with a user's name in it
     return label if len(label) <= LABEL_CHARACTERS else f"{label[: LABEL_CHARACTERS - 1]}…"
 
 

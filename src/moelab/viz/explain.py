@@ -19,7 +19,7 @@ from moelab.explain.rank import length_us
 from moelab.explain.trace import Rows
 from moelab.hardware import known_gpu
 from moelab.viz.draw import diamonds, draw_limit
-from moelab.viz.theme import INK, MUTED, OTHER, WARNING, WIDE, new_figure, plot_text, wrap
+from moelab.viz.theme import MUTED, OTHER, WARNING, WIDE, new_figure, plot_text, wrap
 
 TRACING = "barriers of tracing"
 _LOOKS = {
@@ -242,7 +242,7 @@ def timeline(
         for place, part in enumerate(labels["part"])
     }
     drawn["host launches"] = ("host", "#b9c2cc", host[host["waits"] == 0])
-    drawn["host waits"] = ("host", INK, host[host["waits"] == 1])
+    drawn["host waits"] = ("host", "#4a5663", host[host["waits"] == 1])
     what = f"Layer {layer}{f', {phase}' if phase else ''}" if layer is not None else "The step"
     begins, ends = np.maximum(shown["start"], first), np.minimum(shown["end"], last)
     computes = np.isin(shown["part"], [place for place, part in enumerate(labels["part"]) if part not in COMMUNICATION])

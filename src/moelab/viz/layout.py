@@ -195,7 +195,7 @@ class ClusterGrid:
         if not self.numbered:
             return [outlines]
         names = {"text": [str(node) for node in range(self._nodes)], "textposition": "top right"}
-        look = {"mode": "text", "textfont": {"size": 10, "color": MUTED}, "cliponaxis": False}
+        look = {"mode": "text", "textfont_size": 10, "cliponaxis": False}
         numbers = go.Scatter(x=[x for x, _ in corners], y=[y - 0.2 for _, y in corners], **names, **look, **still)
         return [outlines, numbers]
 
@@ -309,9 +309,9 @@ _LOOKS = {
     "working set": ("#E69F00", ""),
     "quantised copies": ("#CC79A7", ""),
     "loss": ("#F0E442", ""),
-    "communication buffers": ("#5f6b7a", ""),
+    "communication buffers": ("#56616f", ""),
     "fragmentation": ("#a9b2bd", ""),
-    "dispatch buffers": ("#5f6b7a", "x"),
+    "dispatch buffers": ("#56616f", "x"),
     "CUDA and NCCL": ("#d3d8de", ""),
 }
 

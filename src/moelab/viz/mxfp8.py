@@ -205,9 +205,9 @@ def _draw_dots(figure: go.Figure, rows: Sequence[tuple[ErrorRow | GemmRow, str, 
 
 def _name_rows(figure: go.Figure, names: Sequence[str]) -> go.Figure:
     figure.update_yaxes(categoryorder="array", categoryarray=list(reversed(names)), showgrid=True)
-    # The legend stands 60 px under the axis, which plotly counts in heights of the plot.
-    plot_px = (figure.layout.height or 460) - (figure.layout.margin.t or 0) - 60
-    return figure.update_layout(hovermode="closest", legend={"y": -60 / plot_px})
+    # From the figure's lower edge up: under a low plot a legend placed from the axis would lie on the axis' title.
+    below = {"yref": "container", "y": 0, "yanchor": "bottom"}
+    return figure.update_layout(hovermode="closest", legend=below, margin_b=125, height=figure.layout.height + 65)
 
 
 # The explorer

@@ -443,7 +443,8 @@ def _draw_arm_bar(
         x=[position],
         y=[tps],
         marker={"color": style.fill(0.35), "line": {"color": style.color, "width": 2}},
-        **inside([f"<b>{tps:,.0f}</b>"], color=INK, size=16),
+        **inside([f"<b>{tps:,.0f}</b>"], size=16),
+        insidetextfont_color=INK,  # unlike textfont it follows the dark theme, which shows through the bar
         hovertemplate=f"{style.label}: {hover}<extra></extra>",
         **options,
     )
