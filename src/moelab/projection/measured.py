@@ -178,7 +178,6 @@ def node_results(full_node: Measurement, two_by_two: Measurement) -> dict[Place,
     """What was measured at each degree; where the full node was not measured on two GPUs, the two-by-two's figure.
 
     The two-by-two is left out if its GPUs are others.
-
     """
     alike = not (full_node.rows and two_by_two.rows) or hardware_of(full_node) == hardware_of(two_by_two)
     # older files do not carry the checkpointing, which all arms of a shape share

@@ -187,7 +187,6 @@ def remaining(forced: TwoByTwo, random: TwoByTwo) -> dict[str, float]:
     """What each single measurement would leave of the spread of the three answers, on average; the least first.
 
     An answer's spread given a measurement is what a line through the sets of constants does not explain.
-
     """
     gain = random.samples["bf16_deepep"] / random.samples["bf16_standard"]
     answers = (forced.samples["mxfp8_standard"], gain, _interaction(forced.samples))
