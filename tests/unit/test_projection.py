@@ -242,7 +242,7 @@ def test_a_network_of_another_speed_is_named_and_widens_the_interval() -> None:
 
 def test_advice_says_what_it_rests_on_that_was_not_seen(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """In the sentence itself: of a projection, of arms beside each other, and of a search."""
-    waits = "extrapolated beyond what was validated: waiting at TorchTitan's exchanges over the network"
+    waits = "extrapolated from limited evidence: waiting at TorchTitan's exchanges over the network"
     deepep = named_arms()["dsv3_671b_bf16_deepep"]
     assert waits in projection_text(project(deepep))
     assert waits in arms_text({"a": project(PUBLISHED), "b": project(deepep)})
@@ -258,7 +258,7 @@ def test_advice_says_what_it_rests_on_that_was_not_seen(capsys: pytest.CaptureFi
     text = recommendation_text(recommend(inside, far, fixed=("cp", "dp_replicate", "pp", "tp"), limit=2))
     (other,) = [line for line in text.splitlines() if line.startswith("  ep_backend")]
     assert other.endswith("(extrapolated *)")
-    assert "* extrapolated beyond what was validated: network of 100 GB/s" in text
+    assert "* extrapolated from limited evidence: network of 100 GB/s" in text
 
 
 def test_nothing_costs_more_for_having_two_nodes() -> None:

@@ -65,10 +65,10 @@ def meeting_published(calibration: Calibration, draws: int) -> tuple[Calibration
     random = np.random.default_rng(SEED)
     jobs = [published_job(row.arm) for row in THROUGHPUT]
     tries = (_solved(jobs, calibration, random) for _ in range(draws))
-    found = tuple(one for one in tries if one is not None)
-    if not found:
+    sets = tuple(one for one in tries if one is not None)
+    if not sets:
         raise RuntimeError(f"none of {draws} sets of constants meets the published steps")
-    return found
+    return sets
 
 
 def _solved(jobs: Sequence[Job], calibration: Calibration, random: np.random.Generator) -> Calibration | None:
