@@ -26,7 +26,7 @@ from moelab.model import SHAPES, flops_per_token, gemms, shape_of
 from moelab.plan import headroom_gib
 from moelab.projection import uncertainty
 from moelab.projection.calibration import CALIBRATION, with_values
-from moelab.projection.exchange import add_exchange, exchange_time_s, fsdp_time_s
+from moelab.projection.exchange import add_exchange, exchange_time_s, fsdp_time_s, ring_time_s
 from moelab.projection.gemm import (
     add_expert_casts,
     grouped_gemm_time_s,
@@ -35,7 +35,7 @@ from moelab.projection.gemm import (
     weights_by_module,
 )
 from moelab.projection.job import CATEGORIES, INDEX, PASS_INDEX, Job, job_of, nothing
-from moelab.projection.memory_bound import held_by_kind, memory_rate
+from moelab.projection.memory_bound import held_by_kind, held_by_rank, memory_rate
 from moelab.projection.project import (
     DEEPSEEK_TOKENS,
     Projection,
@@ -309,6 +309,17 @@ def test_gathers_hide_beside_layers_and_not_beside_the_ends() -> None:
     assert slow > 10 * exposed()
 
 
+def test_replicas_add_up_their_gradients_once_a_step() -> None:
+    job = project(PUBLISHED.model_copy(update={"model": "16B", "dp_replicate": 2})).job
+    alone = replace(job, degrees=job.degrees._replace(dp_replicate=1))
+    both_s, alone_s = (step_parts_s(one, CALIBRATION)["FSDP collectives"] for one in (job, alone))
+    sums = [4 * held_by_rank(job, rank).padded for rank in range(job.pp)]  # FP32, to every replica and back
+    stride = job.degrees.fsdp * job.work.tp
+    assert any(
+        both_s - alone_s == pytest.approx(2 * ring_time_s(job, CALIBRATION, one, 2, stride=stride)) for one in sums
+    )
+
+
 def test_launching_shows_where_it_takes_longer_than_what_is_launched() -> None:
     job = project(NODE).job
     waiting = step_parts_s(job, CALIBRATION)["host and waiting"]
@@ -359,8 +370,8 @@ def test_a_search_by_speed_is_ordered_and_says_what_a_setting_is_worth() -> None
     assert {"compile", "activation_checkpoint"} <= {worth.field for worth in found.worth}
     text = " ".join(recommendation_text(found).split())
     assert text.startswith("legal · fits (")
-    assert f"{found.considered} projected, of which the best was number {found.place} " in text
-    assert "another setting, with its own best layout:" in text
+    assert f"{found.considered} projected, of which a first estimate ranked the best number {found.place}" in text
+    assert "other settings, each with its own best layout:" in text
 
 
 def test_a_search_misses_no_layout_that_is_faster_than_those_it_lists() -> None:
