@@ -90,9 +90,9 @@ def test_the_parts_of_stored_numbers_make_their_values(made: MX | NVFP4) -> None
 @pytest.mark.parametrize("values", [torch.ones(31), torch.full((32,), math.nan)])
 def test_what_is_no_block_is_refused(values: torch.Tensor) -> None:
     zero = torch.ones(32).index_fill(0, torch.tensor([3]), 0)
-    assert first_numbers(zero).errors == (0.0,) * 32  # a zero has no error
+    assert first_numbers(zero, MX()).errors == (0.0,) * 32  # a zero has no error
     with pytest.raises(BadInput):
-        first_numbers(values)
+        first_numbers(values, MX())
 
 
 def test_the_figure_shows_the_numbers_of_both_formats() -> None:
@@ -141,9 +141,7 @@ def test_rows_are_the_measures() -> None:
 def test_blocks_of_zeros_do_not_count_as_the_worst() -> None:
     half = TENSORS["easy"].clone()
     half[:, :128] = 0
-    (whole,), (with_zeros,) = (
-        compare_methods({"x": x}, methods=[METHODS[3]]) for x in (TENSORS["easy"][:, 128:].contiguous(), half)
-    )
+    whole, with_zeros = (measure(x, MX()) for x in (TENSORS["easy"][:, 128:].contiguous(), half))
     assert with_zeros.worst_blocks_db == whole.worst_blocks_db
 
 
