@@ -85,7 +85,7 @@ class ShapeChanges(BaseModel):
     moe_hidden_dim: Degree | None = Field(None, description="of one routed expert")
     num_experts: Degree | None = None
     num_shared_experts: Annotated[int, Field(ge=0)] | None = None
-    top_k: Degree | None = Field(None, description="routed experts of a token")
+    top_k: Degree | None = Field(None, description="routed experts per token")
     expert_groups: Degree | None = None
     limited_groups: Degree | None = None
 
@@ -264,7 +264,7 @@ class Experiment(BaseModel):
         dimensions = [f"shape.{dimension}" for dimension in ShapeChanges.model_fields]
         known = [*(field for field in cls.model_fields if field not in (*_NOT_OF_AN_ARM, "shape")), *dimensions]
         if unknown := [field for field in value if field not in known]:
-            raise ValueError(f"names of fields, and {', '.join(unknown)} is none; known: {', '.join(known)}")
+            raise ValueError(f"names of fields; not one: {', '.join(unknown)}; known: {', '.join(known)}")
         return tuple(dict.fromkeys(value))
 
     @property

@@ -288,7 +288,7 @@ def plan_text(plan: Plan, *, with_differences: bool = True) -> str:
         f"hardware {x.hardware}"
     ]
     lines += rows("", plan.verdict.reasons, bullet="- ")
-    lines += rows("model", [f"{amount(counts.total)} parameters, {amount(counts.active)} active in a token"])
+    lines += rows("model", [f"{amount(counts.total)} parameters, {amount(counts.active)} active per token"])
     if layout is not None:
         lines += layout_lines(x, layout)
     lines += memory_lines(plan)
@@ -368,7 +368,7 @@ def memory_lines(plan: Plan) -> list[str]:
     worst, buffer = plan.memory.worst, plan.memory.buffer
     apart = (
         f"{worst.reserved_gib:.1f} GiB reserved by PyTorch, which TorchTitan prints as memory, and "
-        f"{worst.outside_gib:.1f} GiB of CUDA, NCCL and the dispatcher"
+        f"{worst.outside_gib:.1f} GiB for CUDA, NCCL and the dispatcher"
     )
     lines = rows("memory", [against, apart, plan.memory.dominant])
     if buffer is None:
@@ -377,7 +377,7 @@ def memory_lines(plan: Plan) -> list[str]:
     domains = buffer.ranks // buffer.nvlink_ranks
     kind = "nodes" if buffer.nvlink_ranks <= plan.experiment.gpus_per_node else "NVLink domains"
     where = f"{buffer.ranks} ranks" + (f" on {domains} {kind}" if domains > 1 else "")
-    size = f"{buffer.backend.value} {buffer.size_bytes / 2**30:.2f} GiB a GPU, outside of PyTorch's allocator"
+    size = f"{buffer.backend.value} {buffer.size_bytes / 2**30:.2f} GiB per GPU, outside of PyTorch's allocator"
     stand_in = "" if buffer.exact else " (a stand-in until it has been measured)"
     return lines + rows("buffer", [f"{size}: {buffer.tokens:,} tokens of {batch} between {where}{stand_in}"])
 

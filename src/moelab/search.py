@@ -347,14 +347,15 @@ def _judges(given: Facts) -> tuple[Callable[..., bool], Callable[..., bool]]:
 def search_text(found: Found) -> str:
     """The layouts of a search as a table, with the order that it is in."""
     shown = found.candidates or found.nearest
-    counts = f"{found.examined:,} layouts judged, {found.legal:,} legal"
+    counts = f"{found.examined:,} layouts checked, {found.legal:,} legal"
     if not shown:
-        return f"{counts}"
+        return counts
     lines = aligned([CANDIDATE_HEADER, *(candidate_row(candidate) for candidate in shown)])
     if found.candidates:
-        order = f"Order: {', '.join(ORDER)}. No speed is predicted for this hardware: give hardware=PROFILE."
-        return "\n".join([*lines, "", f"{counts}, {found.too_large:,} better ones do not fit.", *rows("", [order])])
-    return "\n".join([f"{counts}, and none fits. The nearest to fitting:", *lines])
+        counts += f"; {found.too_large:,} that rank higher do not fit."
+        why = "This hardware has no figures to predict speed from: name a profile, such as hardware=b200_x256."
+        return "\n".join([*lines, "", counts, *rows("", [f"Order: {', '.join(ORDER)}. {why}"])])
+    return "\n".join([f"{counts}, and none fits. The closest:", *lines])
 
 
 CANDIDATE_HEADER = (
@@ -392,7 +393,7 @@ MOST_TOKENS_AT_ONCE = 2**17
 """Of a rank: products and exchanges of more tokens are no more efficient, and hold more memory."""
 LEAST_WIDTH = 1 + 1.645 * SYSTEM_SPREAD
 """A speed over the low end of its interval is at least this."""
-ORDER_BY_SPEED = "low end of the 90 % interval of tokens/s per GPU: what nobody has measured must be clearly faster"
+ORDER_BY_SPEED = "low end of the 90 % interval of tokens/s per GPU, so what nobody has measured must be clearly faster"
 MUCH_WAITING = 0.2
 """Share of a step that the GPU is idle, from which on the answer names it beside the gain of faster products."""
 TRIED: Mapping[str, tuple[Any, ...]] = {
@@ -479,7 +480,6 @@ class Recommendation:
         ranked: the best layouts first, each with its projection; empty where none fits.
         gains: of the techniques, each side with its own best layout.
         worth: of settings of the best; negative where another value is faster.
-        place: of the best in the order of the estimate, from 1; 0 where none fits.
         own_tps: tokens/s/GPU with the layout that was given; None where it is illegal or does not fit.
     """
 
@@ -488,7 +488,6 @@ class Recommendation:
     ranked: tuple[Candidate, ...]
     gains: tuple[Gain, ...]
     worth: tuple[Worth, ...]
-    place: int
     own_tps: float | None
 
     @property
@@ -497,16 +496,17 @@ class Recommendation:
         return len(self.found.candidates)
 
     @property
+    def place(self) -> int:
+        """Of the best in the order of the estimate, from 1; 0 where none fits."""
+        return self.found.candidates.index(self.ranked[0]) + 1 if self.ranked else 0
+
+    @property
     def best(self) -> Projection | None:
         """Of the first layout; None where none fits."""
         return self.ranked[0].projection if self.ranked else None
 
     def to_json(self, name: str = "") -> dict[str, Any]:
         """The search as one JSON object, the best first; ``name`` as in :func:`answer_lines`."""
-        worth = [
-            {"field": one.field, "value": one.value, "other": one.other, "percent": one.percent} for one in self.worth
-        ]
-        counts = {"considered": self.considered, "place": self.place}
         return {
             "answer": answer_lines(self, name),
             **self.found.to_json(),
@@ -514,8 +514,11 @@ class Recommendation:
             "candidates": [one.to_json() for one in self.ranked],
             "gains": [gain.to_json() for gain in self.gains],
             "given_tps": self.own_tps,
-            "worth": worth,
-            **counts,
+            "worth": [
+                {name: getattr(one, name) for name in ("field", "value", "other", "percent")} for one in self.worth
+            ],
+            "considered": self.considered,
+            "place": self.place,
         }
 
 
@@ -555,7 +558,6 @@ def recommend(
         ranked=ranked,
         gains=tuple(space.gains()) if best else (),
         worth=tuple(space.worth_of(best)) if best and settings else (),
-        place=found.candidates.index(ranked[0]) + 1 if ranked else 0,
         own_tps=own,
     )
 
@@ -927,7 +929,7 @@ def answer_lines(found: Recommendation, name: str = "") -> list[str]:
     x, counts = found.experiment, count_parameters(shape_for(found.experiment))
     sequences = sequences_of(found.best.experiment if found.best else x)
     model = (
-        f"{name or x.model_label}: {amount(counts.total)} parameters, {amount(counts.active)} active in a token; "
+        f"{name or x.model_label}: {amount(counts.total)} parameters, {amount(counts.active)} active per token; "
         f"{x.world_size} GPUs ({x.nodes} × {x.gpus_per_node}) of {x.hardware}, arm {x.arm}, "
         f"{sequences:,} sequences of {x.seq_len:,} tokens ({tokens_text(sequences * x.seq_len)}) a step"
     )
@@ -935,7 +937,7 @@ def answer_lines(found: Recommendation, name: str = "") -> list[str]:
         if not found.found.legal:
             return ["no layout is legal", model]
         over = -(found.found.nearest[0].headroom_gib or 0.0) if found.found.nearest else 0.0
-        return [f"legal · no layout fits: the nearest lacks {over:.1f} GiB on its fullest GPU", model]
+        return [f"legal · no layout fits: the closest is {over:.1f} GiB short on its fullest GPU", model]
     lines = [
         f"legal · fits ({found.ranked[0].headroom_gib:.1f} GiB free) · {speed_text(found.best)}",
         model,
@@ -945,8 +947,8 @@ def answer_lines(found: Recommendation, name: str = "") -> list[str]:
     if found.best.rests_on and seen:
         lines.append(f"best of what was seen: {layout_words(seen.experiment)}: {speed_text(seen)}")
     if found.own_tps is not None and found.own_tps < found.best.tps:
-        more = 100 * (found.best.tps / found.own_tps - 1)
-        lines.append(f"as given: {layout_words(x)}: {found.own_tps:,.0f} tokens/s per GPU; the best is {more:+.1f} %")
+        faster = f"the best is {100 * (found.best.tps / found.own_tps - 1):.1f} % faster"
+        lines.append(f"as given: {layout_words(x)}: {found.own_tps:,.0f} tokens/s per GPU; {faster}")
     return [*lines, *(gain_text(gain, said=found.best.rests_on) for gain in found.gains)]
 
 
@@ -1007,17 +1009,17 @@ def recommendation_text(found: Recommendation, name: str = "") -> str:
         for one in found.ranked
         if one.projection is not None
     ]
-    counts = f"{found.found.examined:,} layouts judged, {found.found.legal:,} legal; {found.considered:,} projected"
-    counts += f", of which the best was number {found.place:,} by a first estimate"
+    counts = f"{found.found.examined:,} layouts checked, {found.found.legal:,} legal; {found.considered:,} projected"
+    counts += f", of which a first estimate ranked the best number {found.place:,}"
     counts += (
-        f"; with every checkpointing, {found.found.left_out:,} more are too slow by it" if found.found.left_out else ""
+        f"; over all checkpointings it found {found.found.left_out:,} more too slow" if found.found.left_out else ""
     )
     best = found.best
     assert best is not None
     label = "Speeds are derived" + (f"; * {extrapolated(best.rests_on[0])}" if best.rests_on else "")
     lines += ["", *aligned([(*CANDIDATE_HEADER, "tokens/s/GPU"), *table]), ""]
     lines += [*rows("", [f"{counts}.", f"Order: {ORDER_BY_SPEED}.", f"{label}."]), *best.notes]
-    lines += ["", "another setting, with its own best layout:"] if found.worth else []
+    lines += ["", "other settings, each with its own best layout:"] if found.worth else []
     return "\n".join(lines + [f"  {_changed(one, best.rests_on)}" for one in found.worth])
 
 

@@ -61,7 +61,7 @@ def test_papermill_runs_it_on_one_node_and_a_person_runs_it_again(
     assert sum("Best layouts" in data.get("text/html", "") for data in shown) == 2
     printed = "".join(output.get("text", "") for output in outputs)
     assert printed.count(END_MARKER) == 2
-    assert "layouts judged" in printed
+    assert "layouts checked" in printed
     assert "ep is 32: it must divide the ranks it shares out" in printed  # the unsolved first exercise
 
 

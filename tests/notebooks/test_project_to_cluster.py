@@ -41,7 +41,7 @@ def test_its_defaults_show_what_it_says(by_nbmake: Callable[[str], Ran]) -> None
     printed = ran.printed
     assert "replayed: the model's own" in printed
     tables = " ".join(ran.shown("text/plain"))
-    for said in ("met", "steps of others, seen", "PyTorch and Nebius", "layouts judged"):
+    for said in ("met", "steps of others, seen", "PyTorch and Nebius", "layouts checked"):
         assert said in tables
     assert printed.count("not yet") == 3  # the unsolved exercises
 

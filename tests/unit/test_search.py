@@ -60,12 +60,6 @@ def test_it_finds_every_legal_layout_and_no_other() -> None:
     assert set(mine) == brute_force(SMALL)
 
 
-def test_every_answer_is_legal_and_resolved() -> None:
-    for candidate in search(PUBLISHED, limit=200).candidates:
-        assert check(candidate.experiment).legal
-        assert candidate.experiment.dp_shard > 0
-
-
 def test_the_order_is_the_stated_one() -> None:
     found = search(SMALL, limit=10**6, headroom_gib=headroom_gib(SMALL))
     keys = [key(candidate) for candidate in found.candidates]
@@ -92,12 +86,6 @@ def test_lazy_memory_changes_nothing() -> None:
     assert short.candidates == everything.candidates[:5]
     assert lazy < short.legal
     assert everything.too_large + len(everything.candidates) == everything.legal
-
-
-def test_two_searches_agree() -> None:
-    first, second = (search(PUBLISHED, fixed=("microbatch",), headroom_gib=headroom_gib(PUBLISHED)) for _ in range(2))
-    assert first == second
-    assert len(first.candidates) == 10
 
 
 @pytest.mark.parametrize("field", VARIED)
@@ -159,4 +147,5 @@ def test_it_judges_the_whole_space_of_256_gpus() -> None:
     """How fast is in benchmarks/search.py and its results."""
     found = search(PUBLISHED, headroom_gib=headroom_gib(PUBLISHED))
     assert found.examined > 100_000
-    assert found.candidates
+    assert len(found.candidates) == 10
+    assert all(check(one.experiment).legal and one.experiment.dp_shard > 0 for one in found.candidates)

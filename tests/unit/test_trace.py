@@ -145,7 +145,7 @@ def test_steps_and_ranks_that_are_none_of_the_run_are_named(fields: dict[str, An
 def test_a_memory_snapshot_is_refused_by_name_where_it_cannot_be() -> None:
     fields = {"trace_step": 4, "memory_snapshot": True, "hardware": "cpu"}
     (reason,) = check(Experiment(**fields)).reasons
-    assert reason.startswith("memory_snapshot is True: it is of CUDA's allocator, and cpu has no GPU")
+    assert reason.startswith("memory_snapshot is True: it records CUDA's allocator, and cpu has no GPU")
     (reason,) = check(Experiment(**{**fields, "trace_step": 0, "hardware": "h100_node"})).reasons
     assert "trace_step is 0" in reason
 

@@ -211,10 +211,8 @@ def pipeline_faults(facts: Facts) -> Iterator[Fault]:
         loops = own > 1 and schedule.style == "loop"
         if turns != own and not (loops and turns > 1):
             legal = f"{own} and more" if loops else f"{own}"
-            words = (
-                f"a rank of {schedule.name} holds another number of stages. Legal pp_stages_per_rank: {legal}, or 0 "
-            )
-            words += "for its own"
+            words = f"{schedule.name} does not put that many stages on a rank. Legal pp_stages_per_rank: {legal}, or 0 "
+            words += "for the schedule's own"
             yield Fault(
                 "stages are the schedule's", "pp_stages_per_rank", words, shapes_layout=True, offers_choices=False
             )
@@ -236,12 +234,12 @@ def pipeline_faults(facts: Facts) -> Iterator[Fault]:
         if facts.microbatches < least:
             words += f"needs at least {least}, one for each stage. Legal local_batch: {least * x.microbatch} and more"
         else:
-            words += f"runs them in {rounds} rounds, into which they must divide. Legal local_batch: any multiple of "
+            words += f"runs them in {rounds} equal rounds. Legal local_batch: any multiple of "
             words += f"{whole}, such as {near} or {near + whole}"
         yield Fault("micro-batches suffice", "local_batch", words, offers_choices=False)
     if schedule is not None and schedule.splits_backward and x.compile == "model+loss":
         words = (
-            "it runs dgrad and wgrad apart, which torch 2.14 cannot do with compiled layers (compile is model+loss); "
+            "it splits dgrad from wgrad, which torch 2.14 cannot do with compiled layers (compile is model+loss); "
             "compile=loss or compile=none allow it"
         )
         yield Fault("no split backward when compiled", "pp_schedule", words)
@@ -342,7 +340,7 @@ def _arm(facts: Facts) -> Iterator[Fault]:
     if cause := _not_dispatched(facts):
         yield Fault("dispatch is quantised as its experts", "dispatch_precision", cause)
     if x.wgrad == "fp8" and precision is not Precision.FP8:
-        words = f"wgrad fp8 is of FP8 experts, and precision is {precision.value}"
+        words = f"wgrad fp8 is for FP8 experts, and precision is {precision.value}"
         yield Fault("weight gradients are in FP8 with FP8 experts", "wgrad", words)
     # Where it is not known which GPU it will be, nothing is said.
     if x.attention_backend != "flex" and facts.capability == 0:
@@ -354,7 +352,7 @@ def _arm(facts: Facts) -> Iterator[Fault]:
     if x.quantize != "experts" and facts.quantised and x.tp > 1:
         yield Fault("quantised linears are whole", "quantize", f"quantised linears are for tp 1 only (tp is {x.tp})")
     if x.quantize != "experts" and precision is Precision.NVFP4:
-        words = "NVFP4 is emulated for experts alone; torchao's NVFP4 linears are kernels of SM100 with other numbers"
+        words = "NVFP4 is emulated for experts only; torchao's NVFP4 linears are SM100 kernels with other numerics"
         yield Fault("NVFP4 is of experts", "quantize", words)
     # Without expert parallelism tensor parallelism cuts the experts themselves.
     block = BLOCK[precision]
@@ -379,7 +377,7 @@ def _not_for_deepep(facts: Facts) -> str | None:
     """:mod:`moelab.deepep.buffer` refuses the same once more before its kernels run; emulation takes any features."""
     x, top_k, dim, name = facts.experiment, facts.shape.top_k, facts.shape.dim, facts.shape.name
     if top_k > MAX_TOP_K:
-        return f"DeepEP takes at most {MAX_TOP_K} experts of a token, and {name} routes to {top_k}"
+        return f"DeepEP takes at most {MAX_TOP_K} experts per token, and {name} routes to {top_k}"
     if x.dispatch_precision == "mxfp8" and dim % PACKED_FEATURES:
         return (
             f"DeepEP moves MXFP8 scales four at a time, of {PACKED_FEATURES} features, and {name} has {dim}; "
@@ -433,9 +431,9 @@ def _gpu(facts: Facts) -> Iterator[Fault]:
         words = f"it needs CUDA{versions}, and {here}{emulated}"
         yield Fault("dispatcher needs CUDA", "ep_backend", words)
     if x.memory_snapshot and (not x.trace_step or capability == 0):
-        words = f"it is of CUDA's allocator, and {here}; trace_step alone works on a processor too"
+        words = f"it records CUDA's allocator, and {here}; trace_step alone works on a CPU too"
         if not x.trace_step:
-            words = "it is of the traced step, and trace_step is 0; give trace_step a step of this run"
+            words = "it records the traced step, and trace_step is 0; set trace_step to a step of this run"
         yield Fault("memory snapshots are CUDA's", "memory_snapshot", words, offers_choices=False)
 
 

@@ -330,7 +330,8 @@ def _stage_memory(
     """The fullest moment of one pipeline rank."""
     numbers, last = run.layout.stages_of_rank[rank], len(run.layout.stages) - 1
     sizes: Parts = dict.fromkeys(PARTS, 0.0)
-    moment, parts = max(run.of_rank(rank, modules, weights), key=lambda candidate: sum(candidate[1].values()))
+    moments = run.pipeline(rank, modules, weights) if run.layout.pp > 1 else run.single(modules[0])
+    moment, parts = max(moments, key=lambda candidate: sum(candidate[1].values()))
     sizes |= parts
     sizes["parameters"] = float(FP32 * weights.padded)
     sizes["optimizer states"] = float(2 * FP32 * weights.local)
@@ -367,16 +368,6 @@ class Moments:
     embedding: Held
     head: Held
 
-    def of_rank(self, rank: int, modules: tuple[StageModules, ...], weights: RankWeights) -> Iterator[Moment]:
-        """The moments of one pipeline rank on the main stream.
-
-        Args:
-            rank: pipeline rank.
-            modules: what each of its stages is made of.
-            weights: of these modules.
-        """
-        return self._pipeline(rank, modules, weights) if self.layout.pp > 1 else self._single(modules[0])
-
     def weights(self, modules: tuple[StageModules, ...]) -> RankWeights:
         """What a pipeline rank holds of its parameters, and what gathering and reducing them needs.
 
@@ -399,7 +390,7 @@ class Moments:
         layers = [self.dense.held] * min(2, stage.dense_layers) + [self.moe.held] * min(2, stage.moe_layers)
         return [self.embedding] * stage.embedding + layers + [self.head] * stage.head
 
-    def _single(self, modules: StageModules) -> Iterator[Moment]:
+    def single(self, modules: StageModules) -> Iterator[Moment]:
         """Without a pipeline: activations pile up to the loss and go layer by layer from then on."""
         final_norm = float(BF16 * self.shape.dim * (self.work.residual + self.work.tokens))
         everything = modules.dense_layers * self.dense.saved + modules.moe_layers * self.moe.saved
@@ -470,7 +461,7 @@ class Moments:
         first = BF16 * module.gathered + FP32 * module.experts
         return float(max(first, BF16 * module.dense + FP32 * module.gathered))
 
-    def _pipeline(self, rank: int, modules: tuple[StageModules, ...], weights: RankWeights) -> Iterator[Moment]:
+    def pipeline(self, rank: int, modules: tuple[StageModules, ...], weights: RankWeights) -> Iterator[Moment]:
         """With a pipeline: parameters stay gathered, gradients add up whole and in FP32 until the last micro-batch.
 
         FSDP2 does not reshard between micro-batches and adds up gradients in the precision of their reduction

@@ -487,7 +487,7 @@ class LayoutExplorer(Explorer):
         sequences = x.local_batch * layout.data_parallel
         words = (
             f"<div role='status' style='line-height:1.35'><b>{html.escape(verdict)}</b><br>"
-            f"{amount(counts.total)} parameters, {amount(counts.active)} active in a token · {x.world_size} GPUs · "
+            f"{amount(counts.total)} parameters, {amount(counts.active)} active per token · {x.world_size} GPUs · "
             f"{html.escape(layout_words(x))} · {sequences:,} sequences a step</div>"
         )
         wanted, rank = (self.controls[name].value for name in ("figure", "rank"))
