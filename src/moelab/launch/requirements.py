@@ -98,7 +98,7 @@ def check_room(study: Study | None, cluster: ClusterProfile, runs: Path) -> Iter
         if free < size:
             yield fault("room", found, folder=folder)
         else:
-            yield Finding(name=f"room in {folder}", severity="ok", found=f"{found}; quotas are not checked")
+            yield Finding(name=f"disk space in {folder}", severity="ok", found=f"{found}; quotas are not checked")
 
 
 def checkpoint_bytes(study: Study, cluster: ClusterProfile) -> int:
