@@ -22,7 +22,7 @@ import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from moelab.runs import read_log
+from moelab.runs.log import read_log
 
 RANKS = 256
 STAMP = "[rank{local}]:[titan] {stamp} - root - INFO - "

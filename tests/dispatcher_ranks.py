@@ -37,7 +37,6 @@ from moelab.mxfp8.dispatch import quantised
 TOKENS, FEATURES, HIDDEN = 48, 128, 64
 WEIGHTS = ("w1_EFD", "w2_EDF", "w3_EFD")
 Wgrad = Literal["mxfp8", "bf16"]
-CHECKPOINTS = ("none", "selective", "full", "full+dispatch")
 
 
 class Ranks:

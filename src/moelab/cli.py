@@ -33,7 +33,7 @@ ASSUMED_TOKENS = 65_536
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     options = build_parser().parse_args(arguments)
-    signal.signal(signal.SIGTERM, _stop)
+    signal.signal(signal.SIGTERM, _stop)  # Python's default would leave the ranks running
     try:
         return int(options.run(options))
     except MoelabError as error:
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Python flushes stdout once more when it exits, and would print a traceback there.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except OSError as error:
+    except OSError as error:  # a full disk, a missing permission: a line for the user, and no traceback
         place = error.filename2 or error.filename  # of a rename, the file that was to be written
         _say(f"{place}: {error.strerror}" if place else str(error))
         return 1
@@ -253,6 +253,7 @@ def _chosen_arms(study: Any, wanted: str | None) -> list[Any]:
     """The first experiment of each arm, or only of the one that is asked for."""
     first = {experiment.arm: experiment for experiment in study.first_of_arms}
     longer = [arm for arm in first if wanted is not None and arm.startswith(f"{wanted}_")]
+    # A short name will do where it means one arm.
     if wanted not in first and len(longer) == 1:  # bf16_standard is bf16_standard_round-robin in a study of that alone
         wanted = longer[0]
     if wanted is not None and wanted not in first:
@@ -321,6 +322,7 @@ def _plan(options: argparse.Namespace) -> int:
     (experiment,) = arms
     if options.write:
         _write_experiment(options.write, experiment)
+    # The launch command names a file only where the file alone is this experiment.
     one_in_file = not (model or options.set or options.arm)
     path = options.write or (options.file if one_in_file else None)
     planned = plan(experiment, path=path, constants=_constants(options, experiment))
@@ -356,6 +358,7 @@ def _search(options: argparse.Namespace, experiment: Any) -> int:
     given = parse_overrides(options.set).keys()
     fixed = sorted(given & set(VARIED))
     sizes = {"limit": options.limit, "global_batch": options.global_batch}
+    # Without the GPU's peak rates there is no speed to rank layouts by, only their legality and memory.
     if gpu_of(experiment.hardware).bf16_tflops is not None:
         fixed += sorted(given & {"activation_checkpoint"})
         by_speed = recommend(experiment, fixed=fixed, **sizes)
@@ -525,6 +528,7 @@ def _collect(options: argparse.Namespace) -> int:
     print('{"runs": [', end="\n ")  # noqa: T201 - one run at a time: all rows are hundreds of MB
     for number, run in enumerate(runs):
         print(",\n " * bool(number) + run.json_text(), end="")  # noqa: T201
+    # The list of runs is closed by hand, so the rest of the object follows without its opening brace.
     others = each_text(without_secrets, discovered.to_json())
     print(f"\n],{json.dumps(others, indent=1)[1:]}")  # noqa: T201
     return 0

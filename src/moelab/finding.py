@@ -63,7 +63,7 @@ def fault(key: str, found: str = "", *, severity: Severity | None = None, **word
         severity: where it does not depend on the fault alone.
         words: for the placeholders in the table's texts.
     """
-    table = {"name": key, "severity": "error", **known_faults()[key]}
+    table = {"name": key, "severity": "error", **known_faults()[key]}  # defaults, which the table may replace
     texts = {name: text.format(**words) for name, text in table.items() if name not in ("sign", "source")}
     return Finding(**{"found": found, **texts, **({"severity": severity} if severity else {})})  # type: ignore[arg-type]
 

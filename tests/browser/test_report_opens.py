@@ -11,11 +11,12 @@ import pytest
 from playwright.sync_api import Browser, Page
 from run_support import make_run
 
-from moelab.analysis import compare_convergence, final_losses, gain
+from moelab.analysis.convergence import compare_convergence, final_losses
+from moelab.analysis.throughput import gain
 from moelab.data.example_logs import EXAMPLE_LOGS
 from moelab.experiment import Experiment
-from moelab.runs import metrics_table
 from moelab.runs.status import State
+from moelab.runs.table import metrics_table
 from moelab.study_report import judge_paths, write_study_report
 from moelab.viz import Figure, Table, loss_curves, loss_difference, loss_tail, throughput_bars, write_report
 from moelab.viz.table import MOST_ROWS, as_table

@@ -12,10 +12,11 @@ import pandas as pd
 import pytest
 from training_support import SHARED, Interrupted, Trained
 
-from moelab.runs import read_log, read_tensorboard
 from moelab.runs.collect import collect_run
 from moelab.runs.expert_load import FILE, expert_load
+from moelab.runs.log import read_log
 from moelab.runs.table import COLUMNS
+from moelab.runs.tensorboard import read_tensorboard
 
 pytestmark = pytest.mark.training
 BF16, MXFP8, LINEARS = "bf16_standard", "mxfp8_standard", "mxfp8_standard_linears_wgrad-bf16"

@@ -18,8 +18,9 @@ from figure_support import shown_page
 from run_support import make_run
 from stand_in import step_line
 
-from moelab.analysis import Answer, arm_label
+from moelab.analysis.arms import arm_label
 from moelab.analysis.compare_runs import difference_curve
+from moelab.analysis.verdict import Answer
 from moelab.cli import main
 from moelab.data.example_logs import EXAMPLE_LOGS
 from moelab.errors import BadInput

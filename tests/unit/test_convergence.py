@@ -9,7 +9,7 @@ import pytest
 from scipy import stats
 from statsmodels.stats.weightstats import ttost_paired
 
-from moelab.analysis import Answer, compare_convergence, final_losses, judge
+from moelab.analysis.convergence import compare_convergence, final_losses
 from moelab.analysis.equivalence import (
     Margin,
     equivalence_power,
@@ -19,7 +19,7 @@ from moelab.analysis.equivalence import (
     seeds_needed,
     trimmed_sd,
 )
-from moelab.analysis.verdict import Doubtful, correct_for_arms
+from moelab.analysis.verdict import Answer, Doubtful, correct_for_arms, judge
 from moelab.errors import BadInput
 
 ALPHA = 0.05

@@ -394,6 +394,11 @@ def test_the_rank_that_waits_least_is_late(tmp_path: Path) -> None:
     assert explain([tmp_path], rank=1).rank == 1
     with pytest.raises(BadInput, match="ranks 0, 1"):
         explain([tmp_path], rank=7)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(BadInput, match=r"no trace .* below"):
+        explain([tmp_path / "empty"])
+    with pytest.raises(BadInput, match="does not exist"):
+        explain([tmp_path / "trace.json"])
 
 
 def test_one_bad_file_does_not_hide_the_good_ones(tmp_path: Path) -> None:
@@ -597,13 +602,6 @@ def test_kernels_of_a_graph_have_its_gaps_and_no_pass(tmp_path: Path) -> None:
     found = explained(tmp_path, [op("aten::mm", 0, 9), launch(1, 1, name="cudaGraphLaunch"), *nodes])
     assert parts_us(found) == {"other GEMMs": 54, "idle: gaps of a graph": 5}
     assert found.kernels_ms["other GEMMs"]["unknown"] == pytest.approx(0.054)
-
-
-def test_a_path_without_traces_is_named(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match=r"no trace .* below"):
-        explain([tmp_path])
-    with pytest.raises(BadInput, match="does not exist"):
-        explain([tmp_path / "trace.json"])
 
 
 def test_a_trace_of_a_cpu_is_the_operators_own_time(tmp_path: Path) -> None:

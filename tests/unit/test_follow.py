@@ -22,10 +22,12 @@ from run_support import make_run
 from moelab.cli import main
 from moelab.experiment import Experiment
 from moelab.launch.status import ASK_INTERVAL_S, follow, run_line
-from moelab.runs import directory, merge_segments, read_log
+from moelab.runs import directory
 from moelab.runs.directory import RunDir
 from moelab.runs.follow import KEPT_LINES, KEPT_STEPS, LONGEST_LINE_CHARACTERS, StudyFollower
+from moelab.runs.log import read_log
 from moelab.runs.status import State, Status
+from moelab.runs.table import merge_segments
 
 MIDNIGHT = datetime(2026, 9, 14)
 RANKS = 4

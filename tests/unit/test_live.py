@@ -19,12 +19,13 @@ from moelab.analysis.published import THROUGHPUT
 from moelab.experiment import Experiment
 from moelab.launch.slurm import SlurmError
 from moelab.plan import plan
-from moelab.runs import directory, metrics_table
+from moelab.runs import directory
 from moelab.runs.directory import RunDir
 from moelab.runs.follow import RankSteps, RankTable, StudyFollower
 from moelab.runs.log import FIELDS, LogLine
 from moelab.runs.status import State, Status
 from moelab.runs.stragglers import slow_steps
+from moelab.runs.table import metrics_table
 from moelab.viz.live import (
     MOST_POINTS,
     SIMULATED_NOTE,

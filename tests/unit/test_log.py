@@ -23,8 +23,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moelab.errors import BadInput
-from moelab.runs import COLUMNS, LogFollower, NotALog, merge_segments, read_log
 from moelab.runs.collect import collect
+from moelab.runs.follow import LogFollower
+from moelab.runs.log import read_log
+from moelab.runs.log_text import NotALog
+from moelab.runs.table import COLUMNS, merge_segments
 
 CASES = Path(__file__).parents[1] / "cases" / "logs"
 MIDNIGHT = datetime(2026, 9, 14)

@@ -247,11 +247,11 @@ def test_room_for_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=23_000 * 10**9))
     assert faults(check_room(nano, cluster, later)) == {}
     assert faults(check_room(study(model="671B", steps=20), cluster, later)) == {}
-    found = faults(check_room(of_671b, cluster, later))[f"room in {later}"]
+    found = faults(check_room(of_671b, cluster, later))[f"disk space in {later}"]
     wanted = 3 * 12 * count_parameters(shape_of("671B")).total + 2**30  # two kept, one being written, and logs
     assert found.startswith(f"23,000 GB free, {wanted / 1e9:,.0f} GB needed (derived: up to 3 checkpoints")
     roomy = cluster.model_copy(update={"scratch": str(tmp_path)})
-    assert faults(check_room(of_671b, roomy, later)).keys() == {f"room in {tmp_path}"}
+    assert faults(check_room(of_671b, roomy, later)).keys() == {f"disk space in {tmp_path}"}
     assert list(tmp_path.iterdir()) == []
 
 

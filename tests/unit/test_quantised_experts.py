@@ -25,7 +25,7 @@ from torchtitan.models.common.moe import GroupedExperts
 
 from moelab.mxfp8 import quantised_experts as module
 from moelab.mxfp8.converter import MXFP8Experts
-from moelab.mxfp8.quantise import E4M3, expand, quantise, quantise_fp8, quantise_mxfp8
+from moelab.mxfp8.quantise import E4M3, NotWholeBlocks, expand, quantise, quantise_fp8, quantise_mxfp8
 from moelab.mxfp8.quantised_experts import QuantisedRows, expert_rows, place, quantised_experts
 
 RCEIL, EMULATED = ScaleCalculationMode.RCEIL, KernelPreference.EMULATED
@@ -102,6 +102,11 @@ def test_expanded_rows_are_near_and_quantised_again_the_same(rows: list[list[flo
     assert torch.equal(expand(*quantise(once, precision), precision), once)
     quantum = x.float().abs().amax(-1, keepdim=True) / 448 * 2 * 2.0**-9  # the smallest E4M3 step under the scale
     assert ((once.double() - x.double()).abs() <= torch.maximum(x.double().abs() / 16, quantum.double() / 2)).all()
+
+
+def test_ragged_blocks_are_refused() -> None:
+    with pytest.raises(NotWholeBlocks, match="48"):
+        quantise_mxfp8(torch.zeros(2, 48, dtype=torch.bfloat16))
 
 
 def operands(

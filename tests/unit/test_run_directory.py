@@ -266,6 +266,19 @@ def test_a_file_is_replaced_and_readable_by_others(tmp_path: Path) -> None:
     assert file.stat().st_mode & 0o777 == 0o644
 
 
+def test_a_pipe_is_written_to_and_a_link_is_followed(tmp_path: Path) -> None:
+    """As for ``--write /dev/stdout``: a rename would put a file in the device's place."""
+    pipe, link, target = tmp_path / "pipe", tmp_path / "link", tmp_path / "target"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
+    write_whole(pipe, "x")
+    assert (os.read(reader, 9), pipe.is_fifo()) == (b"x", True)
+    os.close(reader)
+    link.symlink_to(target)
+    write_whole(link, "y")
+    assert (link.is_symlink(), target.read_text()) == (True, "y")
+
+
 @pytest.mark.parametrize("broken", ["fsync", "replace", "write"])
 def test_a_failure_keeps_the_old_file_and_leaves_no_litter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str

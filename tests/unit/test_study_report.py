@@ -19,7 +19,7 @@ from run_support import ENVIRONMENT, make_run
 from secret_shapes import SHAPES
 
 from moelab import data
-from moelab.analysis import Answer
+from moelab.analysis.verdict import Answer
 from moelab.cli import main
 from moelab.errors import BadInput
 from moelab.experiment import Experiment

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from run_support import ENVIRONMENT, make_run
 
-from moelab.analysis import Answer
+from moelab.analysis.verdict import Answer
 from moelab.errors import BadInput
 from moelab.experiment import Experiment
 from moelab.experiment_file import make_study

@@ -11,15 +11,9 @@ import pandas as pd
 import pytest
 
 from moelab.errors import BadInput
-from moelab.runs import (
-    COLUMNS,
-    combine,
-    merge_segments,
-    metrics_table,
-    read_log,
-    read_wandb,
-    throughput_rows,
-)
+from moelab.runs.log import read_log
+from moelab.runs.table import COLUMNS, combine, merge_segments, metrics_table, throughput_rows
+from moelab.runs.wandb_export import read_wandb
 
 CASES = Path(__file__).parents[1] / "cases" / "logs"
 

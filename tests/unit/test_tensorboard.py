@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from torch.utils.tensorboard import SummaryWriter
 
-from moelab.runs import COLUMNS, NotATensorBoardFolder, read_tensorboard
 from moelab.runs.collect import collect
+from moelab.runs.table import COLUMNS
+from moelab.runs.tensorboard import NotATensorBoardFolder, read_tensorboard
 
 
 def write(folder: Path, created: int, steps: dict[int, dict[str, float]], *, time: float = 0.0) -> Path:

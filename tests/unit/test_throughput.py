@@ -5,9 +5,9 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from moelab.analysis import arm_label, arm_throughput, gain
-from moelab.analysis.arms import contrast
+from moelab.analysis.arms import arm_label, contrast
 from moelab.analysis.published import GAINS, THROUGHPUT, published_tps
+from moelab.analysis.throughput import arm_throughput, gain
 from moelab.errors import BadInput
 
 

@@ -444,45 +444,38 @@ def test_time_to_move() -> None:
         move_time_s(OnWires(nvlink=0.0, network=1.0, local=0.0), alone)
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"ep": 24}, "ep is 24 and does not divide 256 experts; valid: 1, 2, 4"),
-        ({"top_k": 300}, "top_k is 300, but there are 256 experts"),
-        ({"ranks_per_node": 5}, "ranks_per_node is 5 and does not divide ep 32"),
-        ({"experts": 0}, "experts is 0; give a whole number"),
-        ({"ep": True}, "ep is True; give a whole number"),
-    ],
-)
-def test_placements_that_cannot_be(changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(BadInput, match=said):
-        ExpertPlacement(**{"experts": 256, "top_k": 8, "ep": 32, "ranks_per_node": 8, **changes})
+PLACEMENT = {"experts": 256, "top_k": 8, "ep": 32, "ranks_per_node": 8}
+GROUPED = {"kind": "group_limited", "groups": 7, "limited_groups": 2}
+REFUSED = {
+    "ep is 24 and does not divide 256 experts; valid: 1, 2, 4": {"ep": 24},
+    "top_k is 300, but there are 256 experts": {"top_k": 300},
+    "ranks_per_node is 5 and does not divide ep 32": {"ranks_per_node": 5},
+    "experts is 0; give a whole number": {"experts": 0},
+    "ep is True; give a whole number": {"ep": True},
+    "7 groups do not divide 256 experts": GROUPED,
+    "top_k is 8, but 1 of 64 groups hold 4": {**GROUPED, "groups": 64, "limited_groups": 1},
+    "needs at least two": {"kind": "group_by_score", "groups": 256, "limited_groups": 9},
+    "a weight for each of 256 experts; got 2": {"kind": "skewed", "weights": (1.0, 2.0)},
+    "positive and finite": {"kind": "skewed", "weights": (1.0, math.nan)},
+    "limited_groups is 5 of 4 groups": {**GROUPED, "groups": 4, "limited_groups": 5},
+    "routing is 'random'; valid: round_robin": {"kind": "random"},
+}
 
 
-@pytest.mark.parametrize(
-    ("routing", "said"),
-    [
-        ({"kind": "group_limited", "groups": 7, "limited_groups": 2}, "7 groups do not divide 256 experts"),
-        ({"kind": "group_limited", "groups": 64, "limited_groups": 1}, "top_k is 8, but 1 of 64 groups hold 4"),
-        ({"kind": "group_by_score", "groups": 256, "limited_groups": 9}, "needs at least two"),
-        ({"kind": "skewed", "weights": (1.0, 2.0)}, "a weight for each of 256 experts; got 2"),
-        ({"kind": "skewed", "weights": (1.0, math.nan)}, "positive and finite"),
-        ({"kind": "group_limited", "groups": 4, "limited_groups": 5}, "limited_groups is 5 of 4 groups"),
-        ({"kind": "random"}, "routing is 'random'; valid: round_robin"),
-    ],
-)
-def test_routings_that_cannot_be(routing: dict[str, Any], said: str) -> None:
+@pytest.mark.parametrize("said", REFUSED)
+def test_placements_and_routings_that_cannot_be(said: str) -> None:
+    given: dict[str, Any] = REFUSED[said]  # type: ignore[assignment]
+    placement = {name: value for name, value in given.items() if name in PLACEMENT}
+    routing = {"kind": "uniform", **{name: value for name, value in given.items() if name not in PLACEMENT}}
     with pytest.raises(BadInput, match=said):
-        expected_destinations(RoutingModel(**routing), PUBLISHED)
+        expected_destinations(RoutingModel(**routing), ExpertPlacement(**{**PLACEMENT, **placement}))
 
 
 def test_unknown_methods_and_ids_of_another_group_are_refused() -> None:
-    destinations = Destinations(copies=8, ranks=7, nodes=3, label="derived")
-    for call in (
-        lambda: expected_rows(destinations, PUBLISHED, "nccl"),  # type: ignore[arg-type]
-        lambda: count_rows(np.zeros((32, 4, 8), dtype=np.int64), PUBLISHED, "nccl"),  # type: ignore[arg-type]
-    ):
+    destinations, ids_STK = Destinations(copies=8, ranks=7, nodes=3, label="derived"), np.zeros((32, 4, 8), np.int64)
+    unknown: Any = "nccl"
+    for call in (expected_rows, count_rows):
         with pytest.raises(BadInput, match="method is 'nccl'; valid: standard, deepep_direct, deepep_hybrid"):
-            call()
+            call(destinations if call is expected_rows else ids_STK, PUBLISHED, unknown)  # type: ignore[operator]
     with pytest.raises(BadInput, match=r"shape \(2, 4, 8\); expected \(ep 32, tokens, top_k\)"):
-        count_rows(np.zeros((2, 4, 8), dtype=np.int64), PUBLISHED, "standard")
+        count_rows(ids_STK[:2], PUBLISHED, "standard")

@@ -13,7 +13,9 @@ import pytest
 from figure_support import title, unpacked
 
 import moelab.viz
-from moelab.analysis import Verdict, compare_convergence, final_losses, gain
+from moelab.analysis.convergence import compare_convergence, final_losses
+from moelab.analysis.throughput import gain
+from moelab.analysis.verdict import Verdict
 from moelab.errors import BadInput
 from moelab.runs.table import metrics_table
 from moelab.viz import (

@@ -76,7 +76,7 @@ def final_losses(table: pd.DataFrame, *, final_fraction: float = 0.1) -> FinalLo
     require_names(table)
     if table["loss"].notna().sum() == 0:
         raise BadInput("the table has no loss: collect a run that logged at least one step")
-    merged = merge_segments(table)
+    merged = merge_segments(table)  # of a step that a restart repeated the last value counts
     last_step = int(merged["step"].max())
     first_step = first_final_step(last_step, final_fraction)
     merged["run"] = merged["run"].astype(str)  # a column of Python's own texts, which the loop below takes as keys

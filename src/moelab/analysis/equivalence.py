@@ -360,6 +360,7 @@ def equivalence_power(n_seeds: int, *, sd_difference: ArrayLike, reference_sd: A
         ``(S,)`` powers, between 0 and 1.
     """
     dof, at_Q = n_seeds - 1, (np.arange(_QUANTILES) + 0.5) / _QUANTILES
+    # Differences without any spread are equivalent for certain, and no division by zero.
     standard_error_S = np.maximum(np.atleast_1d(sd_difference), 1e-300) / np.sqrt(n_seeds)
     reach_Q = stats.t.ppf(1.0 - margin.tost_alpha, dof) * np.sqrt(stats.chi2.ppf(at_Q, dof) / dof)
     if margin.given:
@@ -406,7 +407,7 @@ def seeds_needed(
         reference_S = margin.reference_sd / rng.choice(_trimmed_sd_of_normals(n_reference), size=draws)
     needed_S = np.full(draws, MAX_SEEDS_SEARCHED + 1)
     candidates = [*range(MIN_SEEDS, 16), *range(16, 40, 2), *range(40, MAX_SEEDS_SEARCHED + 1, 10)]
-    for candidate in candidates:
+    for candidate in candidates:  # ascending: only the spreads that need more are tried again
         open_S = np.flatnonzero(needed_S > MAX_SEEDS_SEARCHED)
         if not len(open_S):
             break

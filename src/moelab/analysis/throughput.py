@@ -210,6 +210,7 @@ def _seed_logs(table: pd.DataFrame, warmup_steps: int) -> dict[str, dict[int, fl
         )
     of_runs = np.log(rows.groupby(["arm", "seed", "run"])["tps"].median())
     logs: dict[str, dict[int, float]] = {}
+    # Over the runs of a seed first: a seed that was trained twice counts once.
     for (arm, seed), mean in of_runs.groupby(level=["arm", "seed"]).mean().items():
         logs.setdefault(str(arm), {})[int(seed)] = float(mean)
     return logs
@@ -218,5 +219,6 @@ def _seed_logs(table: pd.DataFrame, warmup_steps: int) -> dict[str, dict[int, fl
 def _mapped_back(logs: list[float]) -> tuple[float, Interval]:
     """Mean and 95 % interval of logarithms, back on the scale of the values."""
     of_logs = t_interval(logs)
+    # Ends are mapped, not the width: on the scale of the values the interval is not symmetric.
     interval = Interval(low=float(np.exp(of_logs.low)), high=float(np.exp(of_logs.high)), level=of_logs.level)
     return float(np.exp(np.mean(logs))), interval

@@ -71,6 +71,7 @@ class ArmSeeds:
     @classmethod
     def of(cls, losses: Mapping[int, float], diverged: Mapping[int, str], lost: Mapping[int, str]) -> ArmSeeds:
         """Each seed once: a finished run of it counts, whatever became of another attempt, and then a divergence."""
+        # A table's numbers are numpy's, which JSON does not know.
         finite = {int(seed): float(loss) for seed, loss in losses.items() if math.isfinite(loss)}
         failed = {int(seed): f"loss is {loss}" for seed, loss in losses.items() if not math.isfinite(loss)}
         failed |= {seed: reason for seed, reason in diverged.items() if seed not in finite}
@@ -353,7 +354,7 @@ def _before_any_interval(
     n = len(ours.known | theirs.known)
     if failed := verdict.arm_diverged:
         words, why = f"{len(failed)} of {n} seeds diverged in {arm} and not in {reference}", ours.diverged
-        if any(seed in theirs.losses for seed in failed):
+        if any(seed in theirs.losses for seed in failed):  # trained well by the reference
             yield Answer.DIFFERENT, f"{words} ({'; '.join(_reasons(failed, why))})."
         else:  # whether the reference would have kept them is not known
             answer = Answer.DIFFERENT if verdict.answer is Answer.DIFFERENT else Answer.INSUFFICIENT
@@ -388,7 +389,7 @@ def _to_be_known(verdict: Verdict, ours: ArmSeeds, theirs: ArmSeeds, lr_warmup_s
     arm, reference, _ = contrast(verdict.arm, verdict.reference)
     for seed in outlying_seeds(verdict.arm_losses):
         yield f"Seed {seed} of {arm} lies apart from the others ({verdict.arm_losses[seed]:.4f} nats)."
-    if both := ours.diverged.keys() & theirs.diverged.keys():
+    if both := ours.diverged.keys() & theirs.diverged.keys():  # it says something of the seed, not of the arm
         yield f"Left out, as it diverged in both: {'; '.join(_reasons(both, ours.diverged))}."
     # Doubtful ones have decided already, and are not assumed to be unrelated.
     sides = ((arm, ours), (reference, theirs))

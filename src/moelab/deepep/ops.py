@@ -12,7 +12,7 @@ combine             rows to tokens                                         ``res
 resend              tokens to experts as an earlier dispatch sent them     –
 ==================  =====================================================  ============================
 
-TorchTitan 0.3.0 has such operators too, and refuses to pad or compile them. These do both:
+TorchTitan 0.3.0 has such operators too, which neither pad nor compile. These do both:
 
 - They use DeepEP's *expanding* layout in training: the copy out of the communication buffer, which DeepEP makes anyway,
   writes rows in expert-major order with every expert's group padded and the padding zeroed. No gather follows, and

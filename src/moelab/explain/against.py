@@ -204,7 +204,6 @@ def gemm_rates(explanation: Explanation, experiment: Experiment) -> list[GemmRat
 
     The operands' shapes need not be recorded. Recomputation, of which checkpointing decides what it repeats, is left
     out; of a pipeline, whose ranks have different work, nothing is known.
-
     """
     if experiment.pp > 1:
         return []

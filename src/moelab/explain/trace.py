@@ -432,9 +432,9 @@ def _trace_of(reader: _Reader, cut: bool) -> Trace:
         why = ", though calls launched some: the profiler ran without ProfilerActivity.CUDA or without access to CUPTI"
         notes.append(f"{name} has no GPU kernels{why if launched else ''}; the operators' own CPU time is shown")
     distributed = header.get("distributedInfo")
-    said = distributed.get("rank") if isinstance(distributed, dict) else None
+    in_header = distributed.get("rank") if isinstance(distributed, dict) else None
     in_name = re.search(r"rank[_-]?(\d+)", name)
-    rank = _whole(said if said is not None else in_name and in_name[1])
+    rank = _whole(in_header if in_header is not None else in_name and in_name[1])
     if count and (amd or re.search(r"\b(AMD|Radeon|Instinct|gfx\d)", gpu, re.I)):
         notes.append(
             f"{name} is of an AMD GPU ({gpu}): its kernels are classified by name, and its peaks are not known"

@@ -137,7 +137,7 @@ def check_compiler(machine: Machine) -> Finding:
     candidates += [env["EP_JIT_NVCC_COMPILER"]] if "EP_JIT_NVCC_COMPILER" in env else []
     candidates += [f"{folder}/nvcc" for folder in env.get("PATH", "").split(":") if folder]
     for path in map(Path, [*candidates, "/usr/local/cuda/bin/nvcc"]):
-        if (machine.root / str(path).lstrip("/")).exists():
+        if (machine.root / str(path).lstrip("/")).exists():  # lstrip: joining an absolute path would drop the root
             return Finding(name="CUDA compiler", severity="ok", found=str(path))
     return fault("CUDA compiler")
 
@@ -151,6 +151,7 @@ def check_nccl(machine: Machine, build: Build) -> Iterator[Finding]:
     built = built_against(machine, build)
     found = f"loaded {loaded or 'of unknown version'}" + (f", DeepEP built against {built}" if built else "")
     enough = version_tuple(loaded) >= NCCL_NEEDED
+    # Too old comes first: then it does not matter which NCCL DeepEP was built against.
     if build.kind == "V2" and not enough:
         yield fault("NCCL too old", found if library else "no libnccl found")
     elif built and built != loaded and version_tuple(loaded) < NCCL_STABLE_ABI:

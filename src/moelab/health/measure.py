@@ -111,6 +111,7 @@ class Check:
             "nodes": self.nodes,
             "payload_bytes": PAYLOAD_BYTES[self.backend],
         }
+        # Allocated once: nothing is measured but the all-reduce.
         self.payload = torch.zeros(PAYLOAD_BYTES[self.backend] // 4, dtype=torch.float32, device=self.device)
 
     def run(self) -> None:

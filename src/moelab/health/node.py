@@ -135,7 +135,7 @@ def parse_gpus(csv: str, remapped: str = "") -> Iterator[GpuState]:
     """
     rows_of = {cells[0]: cells[1:] for cells in _rows(remapped, len(REMAP_FIELDS))}
     for index, bus_id, clock, temperature, errors, reasons in _rows(csv, len(FIELDS)):
-        pending, failed = rows_of.get(bus_id, ("", ""))
+        pending, failed = rows_of.get(bus_id, ("", ""))  # GPUs before Ampere have no row remapping
         yield GpuState(
             index=int(index),
             clock_mhz=_number(clock),
@@ -162,6 +162,7 @@ def check_gpus(gpus: Sequence[GpuState]) -> Iterator[Finding]:
         yield fault(name, problem) if problem else Finding(name=name, severity="note", found=unseen)
         return
     clocks = [gpu.clock_mhz for gpu in gpus if gpu.clock_mhz is not None]
+    # Clocks say little by themselves; the reasons below say whether they are low for a fault.
     hottest = max((gpu.temperature_c for gpu in gpus if gpu.temperature_c is not None), default=None)
     found = f"{len(gpus)} GPUs {'idle' if all(gpu.idle for gpu in gpus) else 'under load'}"
     found += f", {min(clocks):.0f} to {max(clocks):.0f} MHz" if clocks else ""
@@ -194,7 +195,7 @@ def _number(cell: str) -> float | None:
 
 
 def _yes(cell: str) -> bool | None:
-    return {"yes": True, "1": True, "no": False, "0": False}.get(cell.lower())
+    return {"yes": True, "1": True, "no": False, "0": False}.get(cell.lower())  # drivers differ: Yes or 1
 
 
 def report(*, writes: Path | None = None, sees: Sequence[Path] = (), nodes: int = 1) -> dict[str, Any]:
@@ -227,7 +228,7 @@ def report(*, writes: Path | None = None, sees: Sequence[Path] = (), nodes: int 
         "write_problem": _write_problem(writes) if writes else None,
         "unseen": [str(path) for path in sees if not path.exists()],
         "deepep": [one.to_json() for one in examine_environment(machine, nodes=nodes)],
-        "time": time.time(),
+        "time": time.time(),  # last, because the checks above take seconds
     }
 
 
@@ -236,7 +237,7 @@ def _source() -> str:
     folder = Path(moelab.__file__).parent
     digest = hashlib.sha256()
     for file in sorted(folder.rglob("*.py")):
-        digest.update(f"{file.relative_to(folder)}\0".encode() + file.read_bytes())
+        digest.update(f"{file.relative_to(folder)}\0".encode() + file.read_bytes())  # \0 ends the name
     return digest.hexdigest()[:8]
 
 

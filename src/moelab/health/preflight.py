@@ -98,7 +98,7 @@ def preflight(cluster: ClusterProfile, study: Study | None, runs: Path, *, ask_n
 def check_nodes(cluster: ClusterProfile, study: Study | None, runs: Path) -> tuple[Finding, ...]:
     """Have every node report, and compare the reports."""
     experiments = study.experiments if study else ()
-    nodes = max((one.nodes for one in experiments), default=cluster.nodes)
+    nodes = max((one.nodes for one in experiments), default=cluster.nodes)  # the largest job; the others fit in it
     deepep = any(one.ep_backend in DEEPEP and one.ep_kernels == "native" for one in experiments)
     # The nodes look for a new file: an old copy of the folder does not have it, only the shared folder itself.
     runs.mkdir(parents=True, exist_ok=True)
@@ -124,7 +124,7 @@ def collect_reports(
         SlurmMissing: if there is no srun here.
     """
     command = [*_srun(cluster, nodes), "bash", "-c", node_script(cluster, nodes, writes=writes, sees=sees)]
-    with tempfile.TemporaryFile("w+") as errors:
+    with tempfile.TemporaryFile("w+") as errors:  # a file: a second pipe that nobody reads would fill and block srun
         try:
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, text=True
@@ -156,6 +156,7 @@ def node_script(cluster: ClusterProfile, nodes: int, *, writes: Path, sees: Sequ
 
 def _srun(cluster: ClusterProfile, nodes: int) -> list[str]:
     """The srun command, with one task on each node; inside a job, on the job's nodes."""
+    # --mpi=none as in the job's script: some nodes lack the default's plugin.
     options = ["--label", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--mpi=none"]
     options += [*gpu_options(cluster, cluster.gpus_per_node), *container_options(cluster)]
     # Inside a job these options would have srun allocate a job of its own.
@@ -202,7 +203,7 @@ def _test_only(study: Study, cluster: ClusterProfile, runs: Path) -> Finding:
     try:
         with tempfile.NamedTemporaryFile("w", suffix=".sbatch") as file:
             for script in scripts:
-                Path(file.name).write_text(script)
+                Path(file.name).write_text(script)  # the same file for each: --test-only reads it at once
                 slurm.call("sbatch", "--test-only", file.name)
     except (SlurmMissing, SlurmError) as error:
         return fault(name, str(error))
@@ -296,6 +297,7 @@ def _deepep(reports: Sequence[Report]) -> Iterator[Finding]:
     """Findings about DeepEP; what several nodes find alike is reported once."""
     faults: dict[Finding, list[str]] = {}
     for node, finding in [(one["node"], Finding(**entry)) for one in reports for entry in one["deepep"]]:
+        # That it is missing is only a note on a node; here a run needs it.
         missing = finding.name == "DeepEP" and finding.severity == "note"
         if missing or not finding.ok:
             faults.setdefault(fault("DeepEP needed") if missing else finding, []).append(node)

@@ -106,7 +106,7 @@ def judge(measured: Mapping[str, Any], floor_gb_s: float | None = None) -> tuple
         findings.append(_judged("GEMM time", slow, f"{len(times_ms)} ranks within {100 * spread:.0f} %"))
     against = "" if floor is None else f"; the profile's floor is {floor:g} GB/s"
     if inside := measured.get("inside_gb_s"):
-        times = {node: 1 / value for node, value in inside.items()}
+        times = {node: 1 / value for node, value in inside.items()}  # `outliers` looks for what takes longer
         below = {node for node, value in inside.items() if floor is not None and value < floor}
         slow = [f"{node} {inside[node]:.3g} GB/s" for node in sorted({*below, *outliers(times)})]
         findings.append(_judged("all-reduce in a node", slow, _range(inside.values()), against))

@@ -27,6 +27,7 @@ NAME = "smoke test"
 RANKS = 2
 TIMEOUT_S = 240.0
 """DeepEP compiles about six kernels on the way, each for seconds."""
+# With faulthandler, a segmentation fault leaves a stack on standard error.
 RANK_PROGRAM = (sys.executable, "-X", "faulthandler", "-m", "moelab.health.smoke")
 GRACE_S = 5.0
 """How long the other ranks may take to end by themselves after one has failed."""
@@ -87,6 +88,7 @@ class _Rank:
         self.rank, self.folder = rank, folder
         self.stderr = folder / f"stderr{rank}"
         local = {"WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS), "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        # A test on the CPU must not touch a GPU that is here.
         hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
         with self.stderr.open("wb") as stderr:
             self.process = subprocess.Popen(
@@ -115,7 +117,7 @@ class _Rank:
         if self.code is None:
             self.ended_by_us = True
             os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
+            self.process.wait()  # so that its exit code is known, and no zombie is left
 
     def last_words(self) -> str:
         """The end of its standard error."""
@@ -185,6 +187,7 @@ def run_rank() -> None:
         (folder / f"step{rank}").write_text(doing)
 
     step("loading torch")
+    # Imported after the step is written: what crashes here is torch or DeepEP, and the finding says which.
     from moelab.deepep.benchmark import TOLERANCE, ArmFailed, Layer, find_deepep, make_tokens, open_world, round_trip
     from moelab.deepep.benchmark_cases import SMALL, ExchangeArm
 

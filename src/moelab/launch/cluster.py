@@ -60,6 +60,7 @@ Argument = Annotated[Line, AfterValidator(_argument)]
 Absolute = Annotated[Line, AfterValidator(_absolute)]
 Mount = Annotated[Line, AfterValidator(_mount)]
 VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+# YAML reads `1` as a number. A truth value stays one and is refused: whether `yes` means 1 or yes, nobody can tell.
 VariableValue = Annotated[Line, BeforeValidator(lambda value: str(value) if type(value) is int else value)]
 Count = Annotated[int, Field(ge=0)]
 
@@ -85,6 +86,7 @@ class ClusterProfile(BaseModel):
     description: Line
     scheduler: Literal["slurm", "none"] = Field("slurm", description="none: `moelab run` starts ranks here")
 
+    # Words of #SBATCH lines.
     partition: Word | None = None
     account: Word | None = None
     qos: Word | None = None
@@ -96,6 +98,7 @@ class ClusterProfile(BaseModel):
     memory_gib: Count | None = Field(None, description="per node; 0: all of it; none: the cluster's default")
     exclusive: bool = True
 
+    # The set-up on each node, in the order: source, modules, venv or conda_env, variables.
     modules: tuple[Argument, ...] = Field((), description="environment modules, loaded after `source`")
     source: tuple[Absolute, ...] = Field((), description="shell files, sourced first and in this order")
     venv: Absolute | None = None
@@ -141,7 +144,7 @@ class ClusterProfile(BaseModel):
             raise ValueError(f"variables must not be {', '.join(taken)}: Slurm, moelab and bash set them themselves")
         if secret := [name for name in self.variables if is_secret_name(name)]:
             raise ValueError(f"variables must not hold {', '.join(secret)}: {_PRIVATE_FILE}")
-        for name, value in self.model_dump(mode="json").items():
+        for name, value in self.model_dump(mode="json").items():  # JSON, so that paths and tuples are texts and lists
             if each_text(lambda text: HIDDEN if holds_secret(text) else text, value) != value:
                 raise ValueError(f"{name} must not hold a key, token or password: {_PRIVATE_FILE}")
         if unknown := self.sources.keys() - type(self).model_fields.keys() - self.variables.keys():
@@ -184,7 +187,7 @@ def read_cluster(name_or_path: str, overrides: Sequence[str] = ()) -> ClusterPro
         raise BadInput(f"{path}: expected a mapping of fields")
     for key, value in parse_overrides(overrides).items():
         name, dot, entry = key.partition(".")
-        # One entry is replaced, the others of the profile stay.
+        # Of a field with entries only the named one is replaced.
         held = content.get(name) or {}
         if dot and not isinstance(held, dict):
             raise BadInput(f"--set {key}: {name} has no entries")

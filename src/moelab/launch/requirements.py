@@ -31,7 +31,7 @@ LOG_BYTES = 1 << 30
 
 def check_plans(study: Study, cluster: ClusterProfile) -> Iterator[Finding]:
     """Each arm's layout, memory and size. An error here means that submitting is refused."""
-    for experiment in study.first_of_arms:
+    for experiment in study.first_of_arms:  # a seed changes neither layout nor memory
         planned, nodes, gpus, arm = plan(experiment), experiment.nodes, experiment.gpus_per_node, experiment.arm
         plan_only = shape_for(experiment).plan_only
         problems = [*planned.verdict.reasons, *([plan_only] if plan_only else [])]
@@ -80,6 +80,7 @@ def check_data(study: Study, cluster: ClusterProfile) -> Iterator[Finding]:
 def check_room(study: Study | None, cluster: ClusterProfile, runs: Path) -> Iterator[Finding]:
     """Whether runs and checkpoints can be written, and whether they fit."""
     saves, needed = Path(cluster.scratch or runs), checkpoint_bytes(study, cluster) if study else 0
+    # Without scratch both are one folder, which is then checked once for the sum.
     wanted = {runs: LOG_BYTES, saves: needed + (0 if cluster.scratch else LOG_BYTES)}
     for folder, size in wanted.items():
         existing = next(place for place in (folder, *folder.absolute().parents) if place.exists())
@@ -97,7 +98,7 @@ def check_room(study: Study | None, cluster: ClusterProfile, runs: Path) -> Iter
         if free < size:
             yield fault("room", found, folder=folder)
         else:
-            yield Finding(name=f"room in {folder}", severity="ok", found=f"{found}; quotas are not checked")
+            yield Finding(name=f"disk space in {folder}", severity="ok", found=f"{found}; quotas are not checked")
 
 
 def checkpoint_bytes(study: Study, cluster: ClusterProfile) -> int:
@@ -118,6 +119,7 @@ def checkpoints_at_most(experiment: Experiment, cluster: ClusterProfile) -> int:
     with suppress(BadInput, Refused):  # hardware without figures, or a plan that check_plans refuses with its reason
         projection = project(experiment)
         slowest_s = steps * projection.job.tokens_per_gpu / projection.interval[0]
+        # Each job trains until signal_s before its limit; the last one ends by itself.
         stops = math.ceil(slowest_s / (60 * cluster.time_limit_minutes - cluster.signal_s)) - 1
         due += min(stops, cluster.requeues + 1)
     return min(due, cluster.checkpoints_kept + 1)

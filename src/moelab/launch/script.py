@@ -82,7 +82,7 @@ def render(spec: JobSpec) -> str:
     # `finalize` quotes whatever the template inserts. A word of an #SBATCH line is safe, so quoting does not change it.
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES),
-        undefined=StrictUndefined,
+        undefined=StrictUndefined,  # a name that is misspelt in the template fails instead of vanishing
         autoescape=False,  # noqa: S701 - a shell script
         finalize=lambda value: shlex.quote(str(value)),
         keep_trailing_newline=True,
@@ -106,7 +106,7 @@ def _directives(spec: JobSpec) -> Iterator[str]:
     for option in ("partition", "account", "qos"):
         if value := getattr(cluster, option):
             yield f"--{option}={value}"
-    yield f"--array=0-{len(spec.runs) - 1}"
+    yield f"--array=0-{len(spec.runs) - 1}"  # of a single run too: every run has a task number
     yield from _size(spec)
     if cluster.exclusive:
         yield "--exclusive"
@@ -115,7 +115,7 @@ def _directives(spec: JobSpec) -> Iterator[str]:
     yield f"--signal=B:USR1@{cluster.signal_s}"
     yield "--requeue"
     yield "--propagate=NONE"  # limits of the nodes, not of the machine that submits: memlock above all
-    yield "--open-mode=append"
+    yield "--open-mode=append"  # a requeued job keeps what it printed before
     yield f"--chdir={spec.folder}"
     yield f"--output={spec.folder}/slurm-%A_%a.out"
     if spec.dependency:

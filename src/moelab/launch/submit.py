@@ -139,7 +139,7 @@ def submit(
     _require(check_plans(study, cluster))
     if submit:  # scripts alone can be prepared before the data is there
         _require(check_data(study, cluster))
-    with only_launcher(runs / study.name):
+    with only_launcher(runs / study.name):  # two clients that submit at once would submit everything twice
         here = directory.discover(runs / study.name)
         attempts = {experiment: here.attempts(experiment) for experiment in study.experiments}
         tried = [run for runs_of_one in attempts.values() for run in runs_of_one]
@@ -148,6 +148,7 @@ def submit(
         if submit and after and not queue.jobs_of(after):
             raise Refused(f"--after {after}: Slurm knows no such job and would not wait for it; leave --after out")
         prepared = [run for run in tried if run.status.state is State.PREPARED]
+        # After `prepared`, since this changes the status of those that are in the queue.
         updated = dict(zip(tried, update(tried, queue), strict=True)) if submit else {}
         # In the queue although only prepared: the client was killed between sbatch and recording the number.
         adopted = [run for run in prepared if submit and updated[run].state in ACTIVE]

@@ -21,7 +21,7 @@ torchao's emulation do. So the error of BF16 itself is that of rounding, and tho
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -225,7 +225,7 @@ class StoredNumbers:
         return pd.DataFrame(columns)
 
 
-def first_numbers(x: torch.Tensor, number_format: MX | NVFP4 = MX()) -> StoredNumbers:  # noqa: B008 - frozen
+def first_numbers(x: torch.Tensor, number_format: MX | NVFP4) -> StoredNumbers:
     """Cast a tensor, and take the first 32 of its numbers apart.
 
     Args:
@@ -292,7 +292,6 @@ class Method:
         return (self.operand if product == "output" else self.gradient), self.operand
 
 
-_ROW = FP8(per="row", power_of_two=True)
 METHODS: tuple[Method, ...] = (
     Method(name="bf16", label="BF16", operand=BF16(), gradient=BF16()),
     Method(
@@ -301,7 +300,7 @@ METHODS: tuple[Method, ...] = (
         operand=FP8(per="tensor"),
         gradient=FP8(per="tensor", element=E5M2),
     ),
-    Method(name="fp8_rowwise", label="FP8, one scale per row", operand=_ROW, gradient=_ROW),
+    Method(name="fp8_rowwise", label="FP8, one scale per row", operand=FP8(per="row"), gradient=FP8(per="row")),
     Method(name="mxfp8", label="MXFP8", operand=MX(), gradient=MX()),
     Method(name="mxfp8_wgrad-bf16", label="MXFP8, wgrad BF16", operand=MX(), gradient=MX(), wgrad_in_bf16=True),
     Method(name="nvfp4", label="NVFP4", operand=NVFP4(), gradient=NVFP4()),
@@ -325,20 +324,17 @@ class ErrorRow(TensorErrors):
     label: str
 
 
-def compare_methods(
-    tensors: Mapping[str, torch.Tensor], *, gradients: Collection[str] = (), methods: Sequence[Method] = STORED_METHODS
-) -> list[ErrorRow]:
-    """Every tensor by every method, scales along the last axis.
+def compare_methods(tensors: Mapping[str, torch.Tensor], *, gradients: Collection[str] = ()) -> list[ErrorRow]:
+    """Every tensor by every way to store it, scales along the last axis; methods that cast a tensor alike are one row.
 
     Args:
         tensors: by name.
         gradients: names of those that are gradients, for which a method may have another format.
-        methods: those that cast a tensor alike are listed once, by the first.
     """
     rows = []
     for name, x in tensors.items():
         seen = set()
-        for method in methods:
+        for method in STORED_METHODS:
             # Such as E5M2, which has the range of gradients and one bit less.
             number_format = method.gradient if name in gradients else method.operand
             if number_format not in seen:

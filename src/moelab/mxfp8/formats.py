@@ -110,14 +110,12 @@ class FP8:
     """8-bit elements under one scale for the whole tensor or for each row, computed from the largest magnitude.
 
     Attributes:
-        per: what shares a scale.
+        per: what shares a scale; a row's is a power of two, as in torchao's recipe.
         element: type of the elements.
-        power_of_two: whether the scale is rounded to a power of two, as torchao does for rows.
     """
 
     per: Literal["tensor", "row"]
     element: Element = E4M3
-    power_of_two: bool = False
 
     @property
     def max(self) -> float:
@@ -138,7 +136,7 @@ class FP8:
             self.element.dtype,
             scaling_granularity=granularity,
             axiswise_dim=axis,
-            round_scales_to_power_of_2=self.power_of_two,
+            round_scales_to_power_of_2=self.per == "row",
         )
         # torchao's scale is what values are multiplied by to store them; to read them back it divides.
         stored = to_fp8_saturated(wide * factor, self.element.dtype)

@@ -166,7 +166,6 @@ def hybridep_shares(ep: int, joined: int) -> tuple[float, float]:
     """Shares of the datasheets' NVLink and network that HybridEP reaches on the wire; NVLink has ``joined`` ranks.
 
     Between what its table has, shares go linearly; beyond its ends, as at its ends.
-
     """
     ranks = min(ep, joined)
     return float(np.interp(ranks, *_HYBRIDEP["ranks"])), float(np.interp(ep / ranks, *_HYBRIDEP["nodes"]))
@@ -249,7 +248,6 @@ class QuotedBandwidth:
         combine_gb_s: of combine.
         sms: streaming multiprocessors used; None where the table does not say.
         source: of the row.
-        label: always quoted.
     """
 
     version: str
@@ -259,7 +257,6 @@ class QuotedBandwidth:
     combine_gb_s: float
     sms: int | None
     source: str
-    label: Literal["quoted"] = "quoted"
 
     @property
     def wire(self) -> Literal["network", "NVLink"]:

@@ -146,7 +146,6 @@ def gemm_time_s(m: float, n: float, k: float, groups: int, rates: Rates, *, low:
     """Seconds of a dense product, or of a grouped one at the rate of dense ones; ``low`` in 8 bits, casts apart.
 
     Letters as in the module; a dense product has one group.
-
     """
     rate = rates.low if low else rates.bf16  # a dense wgrad is as fast as the other two, a grouped one is not
     return _in_tiles_s(m, n, k, groups, rates, rate, low=low, wgrad=wgrad)
@@ -220,7 +219,6 @@ def cast_parts(m: float, n: int, k: int, groups: int, cast: str, rates: Rates, *
     """Casts and scales of one product forward and backward.
 
     ``cast`` is one of :data:`CAST_BYTES`; where products are ``grouped``, wgrad sums over the rows of each group apart.
-
     """
     element_s = CAST_BYTES[cast] / rates.cast
     weights_s = groups * n * k * element_s
@@ -259,7 +257,6 @@ def gain(m: float, n: int, k: int, groups: int, rates: Rates, precision: Grouped
     """BF16 time over 8-bit time, forward and backward; above 1 the 8-bit format saves time.
 
     Letters as in the module; without a ``precision`` the 8-bit format is the GPU's own.
-
     """
     bf16_s, low_s = (grouped_time_s(m, n, k, groups, name, rates) for name in ("bf16", precision or rates.low_format))
     return bf16_s / low_s

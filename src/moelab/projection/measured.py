@@ -178,7 +178,6 @@ def node_results(full_node: Measurement, two_by_two: Measurement) -> dict[Place,
     """What was measured at each degree; where the full node was not measured on two GPUs, the two-by-two's figure.
 
     The two-by-two is left out if its GPUs are others.
-
     """
     alike = not (full_node.rows and two_by_two.rows) or hardware_of(full_node) == hardware_of(two_by_two)
     # older files do not carry the checkpointing, which all arms of a shape share
@@ -212,13 +211,13 @@ def constants_of_node(grouped_gemm: Measurement, all_to_all: Measurement) -> dic
     """
     gpu = _gpu_of(grouped_gemm)
     grouped = "blackwell_grouped" if is_blackwell(GPUS[gpu]) else "hopper_grouped"
-    asked = {
+    by_row = {
         grouped: _of_products(grouped_gemm, gpu, grouped),
         "nccl_nvlink": _of_exchanges(all_to_all, "standard", "nccl_nvlink"),
         "deepep_nvlink": _of_exchanges(all_to_all, "deepep", "deepep_nvlink"),
     }
-    found = {name: [value for value in values if value is not None] for name, values in asked.items()}
-    return {name: statistics.median(values) for name, values in found.items() if values}
+    known = {name: [value for value in values if value is not None] for name, values in by_row.items()}
+    return {name: statistics.median(values) for name, values in known.items() if values}
 
 
 def _of_products(measured: Measurement, gpu: str, name: str) -> Iterator[float | None]:

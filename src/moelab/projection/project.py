@@ -271,43 +271,45 @@ def cost(
     )
 
 
-def projection_text(found: Projection) -> str:
+def projection_text(projection: Projection) -> str:
     """One projection: speed, interval, FLOPs, and the parts of the step."""
-    low, high = found.interval
+    low, high = projection.interval
     lines = [
-        f"{found.tps:,.0f} tokens/s/GPU ({low:,.0f} to {high:,.0f} with 90 % confidence; {found.label}), "
-        f"{found.step_time_s:.3f} s a step",
-        f"{found.experiment.model_label}, arm {found.experiment.arm}, {found.job.gpus} GPUs, "
-        f"hardware {found.cluster.name}",
+        f"{projection.tps:,.0f} tokens/s/GPU ({low:,.0f} to {high:,.0f} with 90 % confidence; {projection.label}), "
+        f"{projection.step_time_s:.3f} s per step",
+        f"{projection.experiment.model_label}, arm {projection.experiment.arm}, {projection.job.gpus} GPUs, "
+        f"hardware {projection.cluster.name}",
     ]
-    for count, tflops in found.tflops.items():
-        counted = f"{found.flops[count] / 1e9:.1f} GFLOP a token"
-        lines.append(f"{tflops:.0f} TFLOP/s/GPU, MFU {found.mfu[count]:.1%} by the {count} count, {counted}")
-    lines += map(extrapolated, found.rests_on)
-    lines += found.notes
+    for count, tflops in projection.tflops.items():
+        counted = f"{projection.flops[count] / 1e9:.1f} GFLOP per token"
+        lines.append(f"{tflops:.0f} TFLOP/s/GPU, MFU {projection.mfu[count]:.1%} by the {count} count, {counted}")
+    lines += map(extrapolated, projection.rests_on)
+    lines += projection.notes
     rows = [
-        (part, f"{seconds:.3f} s", f"{seconds / found.step_time_s:.1%}")
-        for part, seconds in sorted(found.breakdown_s.items(), key=lambda item: -item[1])
+        (part, f"{seconds:.3f} s", f"{seconds / projection.step_time_s:.1%}")
+        for part, seconds in sorted(projection.breakdown_s.items(), key=lambda item: -item[1])
         if seconds > 0
     ]
     return "\n".join([*lines, "", *aligned(rows)])
 
 
-def arms_text(found: Mapping[str, Projection]) -> str:
+def arms_text(projections: Mapping[str, Projection]) -> str:
     """Arms beside each other; gains are over the first."""
-    first = next(iter(found.values())).tps
+    first = next(iter(projections.values())).tps
     rows = [("arm", "tokens/s/GPU", "low", "high", "over the first", "")]
-    for arm, one in found.items():
+    for arm, one in projections.items():
         low, high = one.interval
         rows.append((arm, f"{one.tps:,.0f}", f"{low:,.0f}", f"{high:,.0f}", f"{one.tps / first - 1:+.1%}", one.label))
     # each reason once, in the order of the arms
-    said = dict.fromkeys(said for one in found.values() for said in (*map(extrapolated, one.rests_on), *one.notes))
-    return "\n".join([*aligned(rows), *said])
+    reasons = dict.fromkeys(
+        reason for one in projections.values() for reason in (*map(extrapolated, one.rests_on), *one.notes)
+    )
+    return "\n".join([*aligned(rows), *reasons])
 
 
 def extrapolated(reason: str) -> str:
     """How advice names one of :attr:`Projection.rests_on`."""
-    return f"extrapolated beyond what was validated: {reason}"
+    return f"extrapolated from limited evidence: {reason}"
 
 
 def aligned(table: Sequence[Sequence[str]]) -> list[str]:

@@ -65,10 +65,10 @@ def meeting_published(calibration: Calibration, draws: int) -> tuple[Calibration
     random = np.random.default_rng(SEED)
     jobs = [published_job(row.arm) for row in THROUGHPUT]
     tries = (_solved(jobs, calibration, random) for _ in range(draws))
-    found = tuple(one for one in tries if one is not None)
-    if not found:
+    sets = tuple(one for one in tries if one is not None)
+    if not sets:
         raise RuntimeError(f"none of {draws} sets of constants meets the published steps")
-    return found
+    return sets
 
 
 def _solved(jobs: Sequence[Job], calibration: Calibration, random: np.random.Generator) -> Calibration | None:
@@ -187,7 +187,6 @@ def remaining(forced: TwoByTwo, random: TwoByTwo) -> dict[str, float]:
     """What each single measurement would leave of the spread of the three answers, on average; the least first.
 
     An answer's spread given a measurement is what a line through the sets of constants does not explain.
-
     """
     gain = random.samples["bf16_deepep"] / random.samples["bf16_standard"]
     answers = (forced.samples["mxfp8_standard"], gain, _interaction(forced.samples))

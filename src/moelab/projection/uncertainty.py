@@ -84,7 +84,6 @@ def gain_interval(with_it: Job, without: Job, calibration: Calibration, *, extra
 
     Both sides are priced with the same drawn constants, and each part errs alike on both, but for the parts whose
     kernels differ: of these the one side's error says nothing of the other's.
-
     """
     own: tuple[str, ...] = ()
     if with_it.work.backend != without.work.backend:

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import numpy as np
 import pandas as pd
 
-PUBLISHED, BRIDGE_SOURCE, SIMUMAX, NOUS = ("PyTorch and Nebius", "Megatron-Bridge", "SimuMax", "NousResearch")
+PUBLISHED, BRIDGE_SOURCE, NOUS = ("PyTorch and Nebius", "Megatron-Bridge", "NousResearch")
 H100_FIRST, H100_LATER, ONE_NODE, NOW = OWN = (
     "H100 arms, first campaign",
     "H100 arms, later",

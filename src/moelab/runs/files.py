@@ -11,9 +11,14 @@ from typing import Any
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file through a temporary one in the same folder."""
+    """Write a file through a temporary one in the same folder; a device or a pipe, such as /dev/stdout, directly."""
     data = content.encode() if isinstance(content, str) else content
     path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_char_device() or path.is_fifo():  # the rename would put a file in its place
+        path.write_bytes(data)
+        return
+    if path.is_symlink():  # replace what a link leads to, not the link
+        path = path.resolve()
     # In the same folder: a rename is atomic on one filesystem only.
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:

@@ -17,6 +17,7 @@ from moelab.privacy import without_secrets
 FILE = "status.json"
 RESERVE = ".space_for_status"
 RESERVE_BYTES = 16_384
+# In a reason, so that a job that ends by it is told from one that Slurm cancelled.
 BY_CANCEL = "by `moelab cancel`"
 
 
@@ -34,7 +35,7 @@ class State(StrEnum):
     @property
     def is_final(self) -> bool:
         """Whether nothing more will happen by itself."""
-        return self in (State.COMPLETED, State.FAILED, State.CANCELLED)
+        return self in (State.COMPLETED, State.FAILED, State.CANCELLED)  # an unknown one may still be training
 
 
 @dataclass(frozen=True, kw_only=True)

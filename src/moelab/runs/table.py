@@ -365,8 +365,8 @@ def combine(log: Columns, tb: Columns) -> Columns:
     the log was written in another time zone than it is read in.
 
     Args:
-        log: :attr:`MetricsRead.columns` of one run, as :func:`moelab.runs.read_log` reads it.
-        tb: of the same run, as :func:`moelab.runs.read_tensorboard` reads it.
+        log: :attr:`MetricsRead.columns` of one run, as :func:`moelab.runs.log.read_log` reads it.
+        tb: of the same run, as :func:`moelab.runs.tensorboard.read_tensorboard` reads it.
     """
     if not len(log["step"]) or not len(tb["step"]):
         return log if len(log["step"]) else tb

@@ -16,16 +16,6 @@ from typing import Any
 
 import pandas as pd
 
-from moelab.analysis import (
-    Answer,
-    ArmThroughput,
-    FinalLosses,
-    Gain,
-    Verdict,
-    arm_throughput,
-    final_losses,
-    gain,
-)
 from moelab.analysis.arms import PRECISIONS, contrast
 from moelab.analysis.compare_runs import (
     NOT_FOR_SPEED,
@@ -39,10 +29,10 @@ from moelab.analysis.compare_runs import (
     machine_differences,
     mixed_facts,
 )
-from moelab.analysis.convergence import first_final_step
+from moelab.analysis.convergence import FinalLosses, final_losses, first_final_step
 from moelab.analysis.side import Side, median
-from moelab.analysis.throughput import over
-from moelab.analysis.verdict import correct_for_arms, seeds_words
+from moelab.analysis.throughput import ArmThroughput, Gain, arm_throughput, gain, over
+from moelab.analysis.verdict import Answer, Verdict, correct_for_arms, seeds_words
 from moelab.errors import BadInput, MoelabError
 from moelab.experiment import NUMBERS_ONLY, Precision
 from moelab.experiment_file import Study

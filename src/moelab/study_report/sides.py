@@ -15,7 +15,7 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
-from moelab.analysis import arm_label
+from moelab.analysis.arms import arm_label
 from moelab.analysis.compare_runs import differing_fields, differing_settings
 from moelab.analysis.side import Side
 from moelab.analysis.verdict import Doubtful

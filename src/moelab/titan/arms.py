@@ -74,6 +74,7 @@ def config_name(experiment: Experiment) -> str:
     >>> config_name(Experiment(model="671B", precision="mxfp8", ep_backend="deepep"))
     'dsv3_671b_mxfp8_deepep'
     """
+    # The published routing would stand in every name, and a study may add fields to an arm's name.
     arm = experiment.model_copy(update={"routing": Routing.LEARNED, "arm_fields": ()}).arm
     return f"dsv3_{experiment.model.lower()}_{arm}".replace("-", "_")
 

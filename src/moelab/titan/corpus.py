@@ -107,6 +107,7 @@ def split_passages(texts: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
 
 def is_held_out(name: str) -> bool:
     """Whether a document is held out for validation, which depends only on its name."""
+    # Not hash(), which differs from one process to the next.
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]) % HELD_OUT_ONE_IN == 0
 
 
@@ -123,7 +124,7 @@ def prepare() -> Path:
     folder = cache_folder() / "corpus" / _key()
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{folder}.lock"):
+        with FileLock(f"{folder}.lock"):  # all ranks come here at once; one builds, the others wait
             if not folder.exists():
                 _build(folder, list(documents()))
     except OSError as error:
@@ -187,7 +188,7 @@ def _train_tokenizer(folder: Path, texts: list[str]) -> None:
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.decoder = decoders.ByteLevel()  # with the alphabet below, every text can be encoded and decoded
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE,
         special_tokens=[BOS, EOS],

@@ -74,12 +74,13 @@ def model_spec(
     Raises:
         Refused: for grouped-query attention, which TorchTitan's DeepSeek-V3 does not have.
     """
-    flavor = TITAN_FLAVORS.get(model, "debugmodel")
+    flavor = TITAN_FLAVORS.get(model, "debugmodel")  # nano takes everything but its model from debug
     backends = {"moe_comm_backend": ep_backend, "attn_backend": attention_backend.replace("flex_tiles", "flex")}
     spec = deepseek_v3.model_registry(flavor, **backends)
     shape = shape or shape_of(model)
     if shape.plan_only:
         raise Refused(shape.plan_only)
+    # A model of TorchTitan's with its own dimensions stays exactly as TorchTitan made it.
     if model not in TITAN_FLAVORS or shape != shape_of(model):
         spec.flavor = model
         settings = _layer_settings(flavor) if model in TITAN_FLAVORS else NANO_SETTINGS
@@ -109,7 +110,7 @@ def _config(shape: ModelShape, settings: dict[str, Any]) -> DeepSeekV3Model.Conf
     sizes = {
         field.name: getattr(shape, field.name)
         for field in dataclasses.fields(shape)
-        if field.name in inspect.signature(deepseek_v3.build_mla_moe_layers).parameters
+        if field.name in inspect.signature(deepseek_v3.build_mla_moe_layers).parameters  # only what the builder takes
     }
     grouped = shape.expert_groups > 1
     router = {

@@ -51,7 +51,7 @@ class ResumeCheckpoints(CheckpointManager):
         if self.saved_step != step:
             self._asked_step = step
             self.save(step)
-        self.maybe_wait_for_saving()
+        self.maybe_wait_for_saving()  # the process may be killed as soon as this returns
 
     def _load(self, step: int = -1) -> bool:
         loaded = super()._load(step)
