@@ -163,9 +163,8 @@ def test_experts_alone() -> None:
     rows = results_of("experts_h200")["rows"]
     (layer,) = (row for row in rows if row["part"] == "layer")
     ms = [f"{layer['ms'][name]:.1f}" for name in ("bf16", "fp8, code before", "fp8", "fp8, wgrad fp8")]
-    says(
-        f"{ms[0]} ms forward and backward in BF16, {ms[1]} with the earlier FP8 code, {ms[2]} now and {ms[3]} with weight gradients in FP8"
-    )
+    eight = f"{ms[0]} ms forward and backward in BF16, {ms[1]} with the earlier FP8 code"
+    says(f"{eight}, {ms[2]} now and {ms[3]} with weight gradients in FP8")
     before, after = (layer["error"][name] for name in ("fp8", "fp8, wgrad fp8"))
     words = [f"{after[name]:.3f} instead of {before[name]:.3f} for {name}" for name in ("w1", "w3", "w2")]
     says(f"{words[0]}, {words[1]} and {words[2]}")
@@ -178,9 +177,8 @@ def test_experts_alone() -> None:
     }
     backward = causal["bwd (32, 128, 128, 32, 8, 3)"]["backward"]
     says(f"backward pass takes {backward:.1f} instead of {causal['default']['backward']:.1f} ms")
-    says(
-        f"forward pass {causal['fwd (128, 64, 8, 3)']['forward']:.1f} instead of {causal['default']['forward']:.1f} (causal"
-    )
+    tiled, default = (causal[tiles]["forward"] for tiles in ("fwd (128, 64, 8, 3)", "default"))
+    says(f"forward pass {tiled:.1f} instead of {default:.1f} (causal")
     took = {row["n"]: row["forward_and_backward_ms"] for row in rows if row["part"] == "linears"}
     wide, narrow = (f"{took[n]['rowwise_with_gw_hp']:.2f} instead of {took[n]['bf16']:.2f}" for n in (24_576, 1536))
     says(wide.replace(" instead", " ms instead"), narrow)
