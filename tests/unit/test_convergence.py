@@ -350,6 +350,9 @@ def test_arms_that_have_not_learnt_are_not_judged(end):
     verdict = judge(arm, reference, untrained_nats=math.log(2048), **NAMES)
     assert verdict.answer is Answer.NOT_TRAINED
     assert "an untrained model has 7.62" in verdict.sentence()
+    failed = judge(arm, reference, untrained_nats=7.62, arm_diverged={9: "loss is nan at step 3"}, **NAMES)
+    assert failed.decided_by.startswith("1 of 6 seeds diverged in MXFP8")
+    assert failed.findings[0].startswith("MXFP8 has not learnt")
     learnt = judge(arm, {seed: loss - 4.0 for seed, loss in reference.items()}, untrained_nats=7.62, **NAMES)
     assert learnt.answer is Answer.NOT_TRAINED
     assert "MXFP8 has not learnt" in learnt.sentence()
