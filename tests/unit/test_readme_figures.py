@@ -142,8 +142,8 @@ def test_memory_of_fp8_experts_in_one_pass() -> None:
     fp8, wgrad, stock = f"{BEST}_flex_tiles", "fp8_deepep_wgrad-fp8_dispatch-fp8_flex_tiles", STOCK[1]
     gib = {(arm, moe): f"{reserved[arm, moe]:.1f}" for arm, moe in reserved}
     says(
-        f"{gib[fp8, 5]} GiB at five layers and {gib[fp8, 10]} at ten",
-        f"in FP8 {gib[wgrad, 5]} and {gib[wgrad, 10]}, by stock {gib[stock, 5]} and {gib[stock, 10]}",
+        f"{gib[fp8, 5]} GiB with five layers and {gib[fp8, 10]} with ten",
+        f"in FP8 {gib[wgrad, 5]} and {gib[wgrad, 10]}; with stock {gib[stock, 5]} and {gib[stock, 10]}",
     )
     predicted = []
     for arm in (fp8, stock):
@@ -156,14 +156,17 @@ def test_memory_of_fp8_experts_in_one_pass() -> None:
             assert layout is not None
             gpu = cluster_of("h200_node").node.gpu
             predicted.append(f"{estimate(experiment, layout, gpu, shape=shape.thin(2)).worst.reserved_gib:.1f}")
-    says(f"the memory model says {predicted[0]}, {predicted[1]}, and {predicted[2]}, {predicted[3]}")
+    says(f"memory model predicts {predicted[0]} and {predicted[1]}, and for stock {predicted[2]} and {predicted[3]}")
 
 
 def test_experts_alone() -> None:
     rows = results_of("experts_h200")["rows"]
     (layer,) = (row for row in rows if row["part"] == "layer")
     ms = [f"{layer['ms'][name]:.1f}" for name in ("bf16", "fp8, code before", "fp8", "fp8, wgrad fp8")]
-    says(f"{ms[0]} ms in BF16, {ms[1]} with the code before, {ms[2]} now and {ms[3]} with weight gradients in FP8")
+    says(
+        f"{ms[0]} ms forward and backward in BF16, {ms[1]} with the earlier FP8 code, {ms[2]} now and {ms[3]} with "
+        "weight gradients in FP8"
+    )
     before, after = (layer["error"][name] for name in ("fp8", "fp8, wgrad fp8"))
     words = [f"{after[name]:.3f} instead of {before[name]:.3f} for {name}" for name in ("w1", "w3", "w2")]
     says(f"{words[0]}, {words[1]} and {words[2]}")
@@ -175,10 +178,9 @@ def test_experts_alone() -> None:
         if row["part"] == "attention" and row["mask"] == "causal" and "ms" in row
     }
     backward = causal["bwd (32, 128, 128, 32, 8, 3)"]["backward"]
-    says(f"backward takes {backward:.1f} instead of {causal['default']['backward']:.1f} ms")
-    says(
-        f"forward {causal['fwd (128, 64, 8, 3)']['forward']:.1f} instead of {causal['default']['forward']:.1f} (causal"
-    )
+    says(f"backward pass takes {backward:.1f} instead of {causal['default']['backward']:.1f} ms")
+    forward = causal["fwd (128, 64, 8, 3)"]["forward"]
+    says(f"forward pass {forward:.1f} instead of {causal['default']['forward']:.1f} (causal")
     took = {row["n"]: row["forward_and_backward_ms"] for row in rows if row["part"] == "linears"}
     wide, narrow = (f"{took[n]['rowwise_with_gw_hp']:.2f} instead of {took[n]['bf16']:.2f}" for n in (24_576, 1536))
     says(wide.replace(" instead", " ms instead"), narrow)
@@ -191,7 +193,7 @@ def test_how_many_products_were_fp8_before() -> None:
         if (one["shape"], one["arm"]) == ("671B MoE-heavy", BEST)
     )
     kernels = [one for one in profile["kernels"] if one["kernel"].startswith("_ZN7cutlass13device_kernelINS_4gemm")]
-    says(f"has {sum(one['calls'] for one in kernels):.0f} grouped FP8 kernels a step of five layers, six a layer")
+    says(f"has {sum(one['calls'] for one in kernels):.0f} grouped FP8 kernels in a step of five layers, six per layer")
 
 
 def test_how_much_faster_the_best_arm_is_said_to_be() -> None:
@@ -207,12 +209,13 @@ def test_how_much_faster_the_best_arm_is_said_to_be() -> None:
 
     none, full = span("none", "671B MoE-heavy"), span("full", "671B MoE-heavy", "671B, 10 MoE layers")
     says(f"{none} TorchTitan without checkpointing, {full} with both under full checkpointing")
-    says(f"missed at five MoE layers ({none}) and reached at ten ({span('selective', '671B, 10 MoE layers')}")
+    ten = span("selective", "671B, 10 MoE layers").split()[0]
+    says(f"with five MoE layers ({none}) and reaches it with ten ({ten} × or more")
 
 
 def test_what_is_said_of_the_two_by_two() -> None:
     thin = {arm: max(one.best_ratio or 0.0 for one in both_routings(own_checkpointing("671B"), arm)) for arm in COLUMNS}
-    says(f"without checkpointing measured at the thinnest shape alone: {thin['bf16_deepep']:.2f} ×")
+    says(f"without checkpointing it was only measured with the thinnest shape, {thin['bf16_deepep']:.2f} ×")
     everything = arm_results(load_measured(TWO_BY_TWO).rows)
     kept = [one.ratio for one in everything if one.arm == "bf16_standard_full+dispatch"]
     assert {f"{ratio:.2f}" for ratio in kept} == {"1.05"}
@@ -276,7 +279,8 @@ def test_losses_of_the_dispatchers() -> None:
     }.items()}  # fmt: skip
     says(f"differ from them by up to {by['them']} nats at a step and from each other by {by['other']}")
     says(
-        f"with sorted rows by up to {by['sorted']} and {by['sorted other']}", f"moves the standard's by {by['nudged']}"
+        f"with sorted rows by up to {by['sorted']} and {by['sorted other']}",
+        f"moves the standard run by {by['nudged']}",
     )
     runs = [(run["arm"], run["losses"]) for run in found["runs"]]
     ends = [losses[-1] - runs[0][1][-1] for arm, losses in runs if arm != "standard"]
@@ -300,9 +304,9 @@ def test_one_gpu() -> None:
         ratios["02:16", "fp8_standard_wgrad-fp8_linears"] / ratios["02:16", "fp8_standard_wgrad-fp8"],
         ratios["02:06", "fp8_standard_linears"] / ratios["02:06", "fp8_standard"],
     ]
-    says(f"gain {100 * gains[0] - 100:.1f} to {100 * gains[1] - 100:.1f} % of a whole step")
+    says(f"save {100 * gains[0] - 100:.1f} to {100 * gains[1] - 100:.1f} % of a whole step")
     says(f"costs {100 - 100 * ratios['02:06', 'mxfp8-emulated_standard']:.1f} %")
-    says(f"takes {100 * ratios['02:25', 'bf16_standard_flex_flash'] - 100:.1f} % of the step")
+    says(f"saves another {100 * ratios['02:25', 'bf16_standard_flex_flash'] - 100:.1f} % of the step")
 
 
 def test_losses_on_one_gpu() -> None:
@@ -341,7 +345,7 @@ def test_emulation() -> None:
     identical = [all(case["ours is torchao"].values()) for case in found["identity"]]
     says(f"in {sum(identical)} of {len(identical)} cases")
     layers = [row for row in found["layer"] if row["compiled"]]
-    for words, name in (("costs {} to {} × BF16", "ours_over_bf16"), ("costs {} to {} × (all", "torchao_over_bf16")):
+    for words, name in (("{} to {} × the time of BF16", "ours_over_bf16"), ("{} to {} × with", "torchao_over_bf16")):
         medians = [row[name]["median"] for row in layers]
         says(words.format(f"{min(medians):.2f}", f"{max(medians):.2f}"))
 
@@ -349,7 +353,7 @@ def test_emulation() -> None:
 def test_costs_of_moelab_itself() -> None:
     found = results_of("projection")
     known, new = (found[name]["median"] / 1e3 for name in ("known_sizes_us", "new_sizes_us"))
-    says(f"{known:.2f} ms where sizes were seen before, {new:.2f} ms with new ones")
+    says(f"{known:.2f} ms for sizes that it has seen before, and {new:.2f} ms for new ones")
     share = max(
         one["share_of_a_core"] for one in (results_of("follow")["results"][name] for name in ("terminal", "widget"))
     )
