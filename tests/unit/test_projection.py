@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import defaultdict
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from moelab.cli import main
 from moelab.errors import BadInput, Refused
 from moelab.experiment import EPBackend, Experiment, Precision, Routing
 from moelab.hardware import Cluster, ImpossibleHardware, SourcedNumber, cluster_of
-from moelab.layout import check
+from moelab.layout import check, facts_of, resolve
 from moelab.model import SHAPES, flops_per_token, gemms, shape_of
 from moelab.plan import headroom_gib
 from moelab.projection import uncertainty
@@ -46,12 +47,13 @@ from moelab.projection.project import (
     projection_text,
     with_network,
 )
-from moelab.projection.step import expected_maximum, launches, module_times, step_parts_s
+from moelab.projection.step import expected_maximum, launches, module_times, step_parts_s, work_s
 from moelab.projection.uncertainty import gain_interval
 from moelab.search import (
     CONSIDERED,
     POLICIES,
     TRIED,
+    Space,
     answer_lines,
     better_layout,
     better_text,
@@ -386,6 +388,15 @@ def test_a_search_misses_no_layout_that_is_faster_than_those_it_lists() -> None:
     assert found.considered < CONSIDERED < len(lows)
     assert {one.experiment.activation_checkpoint for one in found.found.candidates} == set(POLICIES)
     assert [one.projection.interval[0] for one in found.ranked] == pytest.approx(lows[:10])
+
+
+def test_layouts_that_a_search_prices_alike_take_equally_long_in_all_layers() -> None:
+    space, seconds = Space(NODE.model_copy(update={"local_batch": 4})), defaultdict(list)
+    for one in space._layouts:
+        facts = one.of(facts_of(NODE))
+        seconds[one.priced_by].append(work_s(job_of(facts.experiment, resolve(facts), space.cluster.node), CALIBRATION))
+    assert max(map(len, seconds.values())) > 10
+    assert all(max(some) < 1.001 * min(some) for some in seconds.values())  # FSDP's padding apart
 
 
 def test_a_gain_has_the_best_layout_on_either_side_and_one_machine_under_both(monkeypatch: pytest.MonkeyPatch) -> None:

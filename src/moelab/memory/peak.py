@@ -311,10 +311,12 @@ def work_of(experiment: Experiment, layout: Layout, gpu: Gpu, constants: MemoryC
 
 
 class RankWeights(NamedTuple):
-    """Elements of a pipeline rank's parameters as in :class:`Held`, and bytes of the pools of FSDP2's two streams."""
+    """Elements of a pipeline rank's parameters as in :class:`Held`, and bytes of the pools of FSDP2's two streams.
+
+    Of the ranks that share a shard the first is meant, which holds the most: its part has no padding.
+    """
 
     local: int
-    padded: int
     gathered: int
     pools: float
 
@@ -333,9 +335,9 @@ def _stage_memory(
     moments = run.pipeline(rank, modules, weights) if run.layout.pp > 1 else run.single(modules[0])
     moment, parts = max(moments, key=lambda candidate: sum(candidate[1].values()))
     sizes |= parts
-    sizes["parameters"] = float(FP32 * weights.padded)
+    sizes["parameters"] = float(FP32 * weights.local)
     sizes["optimizer states"] = float(2 * FP32 * weights.local)
-    sizes["gradients"] = float(FP32 * weights.padded)
+    sizes["gradients"] = float(FP32 * weights.local)
     # A pipeline rank receives into one buffer for each micro-batch and direction.
     directions = sum((number > 0) + (number < last) for number in numbers)
     received = float(directions * run.layout.microbatches * BF16 * run.work.residual * run.shape.dim)
@@ -380,7 +382,6 @@ class Moments:
         gathers = max(BF16 * (self.shared(one) + self.shared(two) + self._shard(one)) for one, two in pairs)
         return RankWeights(
             local=sum(one.local for one in parts),
-            padded=sum(one.padded for one in parts),
             gathered=sum(one.gathered for one in parts),
             pools=gathers + max(FP32 * (module.gathered - self.shared(module)) for module in chain),
         )
