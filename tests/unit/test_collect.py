@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import textwrap
 from pathlib import Path
 
 import pandas as pd
@@ -187,6 +188,14 @@ def test_a_tensorboard_folder_or_one_of_its_files(tmp_path: Path) -> None:
     assert collect(folder)[0].run == "events"
 
 
+def test_a_folder_with_a_log_whose_lines_someone_wrapped(tmp_path: Path) -> None:
+    log = tmp_path / "train.log"
+    lines = "".join(step_line(step, loss) for step, loss in enumerate(LOSSES[:4], 1)).splitlines()
+    log.write_text("\n".join(part for line in lines for part in textwrap.wrap(line, 60)))
+    (tmp_path / "dmesg.log").write_text("[ 12.5] nothing to see\n")
+    assert collect(tmp_path)[0].rows["loss"].tolist() == collect(log)[0].rows["loss"].tolist() == LOSSES[:4]
+
+
 def test_the_runs_of_a_wandb_chart_keep_their_own_results(tmp_path: Path) -> None:
     columns = {
         "Step": [89, 90],
@@ -197,6 +206,7 @@ def test_the_runs_of_a_wandb_chart_keep_their_own_results(tmp_path: Path) -> Non
     }
     pd.DataFrame(columns).to_csv(tmp_path / "chart.csv", index=False)
     one, two = collect(tmp_path / "chart.csv")
+    assert [run.run for run in collect(tmp_path)] == ["one", "two"]
     assert (one.run, one.validation_loss, one.status.state, one.diverged) == ("one", 3.0, State.UNKNOWN, None)
     assert (two.run, two.validation_loss, two.status.state) == ("two", 9.0, State.FAILED)
     assert two.diverged == "loss is nan at step 90 (segment 0)"

@@ -11,6 +11,7 @@ as the log and the events are byte for byte those that they were derived from.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import hashlib
 import io
@@ -501,7 +502,10 @@ def _read_job(folder: Path) -> tuple[list[MetricsRead], Statement | None]:
     # What a rank printed is in the job's log too: its own files only count where there is no such log.
     ranks = rank_folders(folder)
     logs = [file for file in _files(folder) if _LOG_NAME.search(file.name) and file.parent not in ranks]
-    reads = {file: read for file in logs if len((read := read_log(file, allow_empty=True)).rows)}  # dmesg has none
+    reads = {}
+    for file in logs:
+        with contextlib.suppress(NotALog):  # dmesg
+            reads[file] = read_log(file)  # mended where someone wrapped its lines
     of_ranks = [
         read_log(file, allow_empty=True)
         for rank in ranks
@@ -516,6 +520,8 @@ def _read_job(folder: Path) -> tuple[list[MetricsRead], Statement | None]:
         if ended or len(read.rows):
             return [read], ended
         if not logs and not ranks:
+            if exports := sorted(folder.glob("*.csv")):
+                return [read for file in exports for read in read_wandb(file)], None
             raise
         names = ", ".join(str(file.relative_to(folder)) for file in [*logs, *ranks][:5])
         raise BadInput(f"{error} There is no TorchTitan step line or failure in {names} either") from None
