@@ -33,7 +33,7 @@ from moelab.viz.theme import in_words
 
 FOLDER = "rendered"
 LARGEST_BYTES = 500_000
-COLORS = 64
+COLORS = 128
 CELL_TIMEOUT_S = 3600
 PROFILES = {"07_compare_throughput": "b200_x256"}
 """Notebooks whose copy shows another profile than ``cpu``: nothing is trained, and the study is ready to be sent."""
@@ -194,7 +194,8 @@ def _with_fewer_colors(png_base64: str) -> str:
 
     smaller = io.BytesIO()
     picture = Image.open(io.BytesIO(base64.b64decode(png_base64))).convert("RGB")
-    picture.quantize(COLORS).save(smaller, "PNG", optimize=True)
+    # The default takes colours by how many pixels have them, and small marks turn grey.
+    picture.quantize(COLORS, method=Image.Quantize.MAXCOVERAGE).save(smaller, "PNG", optimize=True)
     return base64.b64encode(smaller.getvalue()).decode()
 
 

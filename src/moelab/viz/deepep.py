@@ -278,7 +278,8 @@ def two_by_two_dots(results: Sequence[ArmResult], measured: Measurement) -> go.F
         f"{checkpointing_words(best.activation_checkpoint)} on both sides)",
         subtitle="Tokens/s over those of stock (BF16, standard all-to-all) under the same checkpointing and routing; "
         f"thin models with real layer sizes. Marks: median of {span(one.steps for one in drawn)} steps; bars: "
-        f"quartiles; numbers: {' / '.join(map(ROUTING_LABELS.__getitem__, _ROUTING_MARKS))}. {measured.stamp}.",
+        f"quartiles; numbers: {' / '.join(map(ROUTING_LABELS.__getitem__, _ROUTING_MARKS))}; * one pass only, not "
+        f"A B A B. {measured.stamp}.",
         note=replayed(measured),
         height=170 + 21 * len(lines),
         width=WIDE,
@@ -305,12 +306,13 @@ def two_by_two_dots(results: Sequence[ArmResult], measured: Measurement) -> go.F
         )
     most = max(_ends(one)[2] for one in drawn)
     for place, (shape, row) in enumerate(lines):
-        of_row = {one.routing: one.ratio for one in drawn if (one.shape, _row_words(one)) == (shape, row)}
-        ratios = [f"{of_row[routing]:.2f}" for routing in _ROUTING_MARKS if routing in of_row]
+        of_row = {one.routing: one for one in drawn if (one.shape, _row_words(one)) == (shape, row)}
+        ratios = [f"{of_row[routing].ratio:.2f}" for routing in _ROUTING_MARKS if routing in of_row]
         if ratios:
-            write_beside(figure, most, place, f"{' / '.join(ratios)} ×", px=14, size=13)
+            star = "*" if any(len(one.passes) == 1 for one in of_row.values()) else ""
+            write_beside(figure, most, place, f"{' / '.join(ratios)} ×{star}", px=14, size=13)
     figure.add_vline(x=1, line={"color": MUTED, "width": 1.5, "dash": "dot"})
-    figure.update_xaxes(range=[0.99, most + 0.075], dtick=0.05, tickformat=".2f", title_text="× stock")
+    figure.update_xaxes(range=[0.99, most + 0.085], dtick=0.05, tickformat=".2f", title_text="× stock")
     figure.update_yaxes(
         tickvals=list(range(len(lines))),
         ticktext=[f"<b>{shape_words(shape)}</b>" if row is None else row for shape, row in lines],
