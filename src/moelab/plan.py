@@ -277,7 +277,7 @@ def study_text(plans: Sequence[Plan]) -> str:
 
 def plan_text(plan: Plan, *, with_differences: bool = True) -> str:
     """A plan for a person."""
-    x, count, layout, counts = plan.experiment, len(plan.verdict.reasons), plan.verdict.layout, plan.parameters
+    x, count, layout = plan.experiment, len(plan.verdict.reasons), plan.verdict.layout
     if count:
         verdict = f"illegal, {count} reason{'s' if count > 1 else ''}"
     else:
@@ -288,7 +288,7 @@ def plan_text(plan: Plan, *, with_differences: bool = True) -> str:
         f"hardware {x.hardware}"
     ]
     lines += rows("", plan.verdict.reasons, bullet="- ")
-    lines += rows("model", [f"{amount(counts.total)} parameters, {amount(counts.active)} active per token"])
+    lines += rows("model", [parameters_text(x)])
     if layout is not None:
         lines += layout_lines(x, layout)
     lines += memory_lines(plan)
@@ -344,6 +344,29 @@ def amount(parameters: int) -> str:
     ('671 G', '2.184 M')
     """
     return f"{parameters / 1e9:.4g} G" if parameters >= 1e9 else f"{parameters / 1e6:.4g} M"
+
+
+def parameters_text(experiment: Experiment) -> str:
+    """Parameters of an experiment's model, and how many of them a token meets."""
+    counts = count_parameters(shape_for(experiment))
+    return f"{amount(counts.total)} parameters, {amount(counts.active)} active per token"
+
+
+def layout_words(experiment: Experiment) -> str:
+    """A layout in one line; degrees of one are left out, as is what follows from the others.
+
+    >>> layout_words(Experiment(gpus_per_node=8, ep=8, dp_shard=8, local_batch=2))
+    'FSDP 8, EP 8, 2 sequences at a time, checkpointing none'
+    """
+    x = experiment
+    shard = x.dp_shard if x.dp_shard > 0 else x.world_size // (x.pp * x.tp * x.cp * x.dp_replicate)
+    names = {"PP": x.pp, "replicas": x.dp_replicate, "FSDP": shard, "CP": x.cp, "TP": x.tp, "EP": x.ep}
+    degrees = [f"{name} {degree}" for name, degree in names.items() if degree > 1 or name == "EP"]
+    degrees[:1] = [f"{degrees[0]} ({x.pp_schedule})"] if x.pp > 1 else degrees[:1]
+    size = x.sequences_at_once
+    at_once = f"{size} sequence{'s' if size > 1 else ''} at a time"
+    at_once += f", {x.local_batch // size} times" if size < x.local_batch else ""
+    return f"{', '.join(degrees)}, {at_once}, checkpointing {x.activation_checkpoint}"
 
 
 def spans(modules: tuple[str, ...]) -> str:

@@ -49,19 +49,8 @@ from moelab.projection.project import (
 )
 from moelab.projection.step import expected_maximum, launches, module_times, step_parts_s, work_s
 from moelab.projection.uncertainty import gain_interval
-from moelab.search import (
-    CONSIDERED,
-    POLICIES,
-    TRIED,
-    Space,
-    answer_lines,
-    better_layout,
-    better_text,
-    recommend,
-    recommendation_text,
-    search,
-    sequences_of,
-)
+from moelab.recommendation import TRIED, answer_lines, better_layout, better_text, recommend, recommendation_text
+from moelab.search import CONSIDERED, POLICIES, Space, search
 from moelab.titan.arms import named_arms
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -379,7 +368,7 @@ def test_a_search_by_speed_is_ordered_and_says_what_a_setting_is_worth() -> None
 def test_a_search_misses_no_layout_that_is_faster_than_those_it_lists() -> None:
     """Against a projection of every legal layout that fits, with every checkpointing."""
     experiment = NODE.model_copy(update={"local_batch": 4})
-    batch, everything = {"global_batch": sequences_of(experiment)}, []
+    batch, everything = {"global_batch": experiment.global_batch}, []
     for policy in POLICIES:
         one = experiment.model_copy(update={"activation_checkpoint": policy})
         everything += search(one, limit=10**6, headroom_gib=headroom_gib(one), **batch).candidates
@@ -459,6 +448,7 @@ def test_a_group_that_ends_inside_a_node_is_refused_not_mistaken() -> None:
     assert check(odd).legal
     with pytest.raises(Refused, match=r"ep is 8 on nodes of 6 GPUs.* ep 1, 2"):
         project(odd)
+    assert "inside a node" in answer_lines(recommend(odd, fixed=["ep"]))[0]  # not a matter of memory
 
 
 def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

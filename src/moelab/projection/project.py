@@ -271,6 +271,14 @@ def cost(
     )
 
 
+def speed_text(projection: Projection) -> str:
+    """Tokens/s per GPU with the interval, whether it rests on what was never seen, and the MFU of causal attention."""
+    low, high = projection.interval
+    label = "derived, extrapolated" if projection.rests_on else "derived"
+    speed = f"{projection.tps:,.0f} tokens/s per GPU ({low:,.0f} to {high:,.0f} with 90 % confidence; {label})"
+    return f"{speed} · MFU {100 * projection.mfu['causal']:.0f} %"
+
+
 def projection_text(projection: Projection) -> str:
     """One projection: speed, interval, FLOPs, and the parts of the step."""
     low, high = projection.interval
