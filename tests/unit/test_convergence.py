@@ -123,17 +123,18 @@ def test_a_seed_is_outlying_from_grubbs_critical_value_on(n, side):
     # G = |x - mean| / s of all values, at 0.5 % for each of two steps; one that lies farther hides no other (Rosner).
     t = stats.t.ppf(1 - 0.005 / (2 * n), n - 2)
     critical = (n - 1) / math.sqrt(n) * math.sqrt(t**2 / (n - 2 + t**2))
-    others = np.random.default_rng(n).normal(size=n - 1)
+    others = np.random.default_rng(n).normal(3.6, size=n - 1)
     for far in np.geomspace(1, 2000, 150):
-        losses = [*others, side * far]
+        losses = [*others, 3.6 + side * far]
         named = side * stats.zscore(losses, ddof=1)[-1] > critical
         assert outlying_seeds(dict(enumerate(losses))) == ((n - 1,) if named else ())
-        assert (outlying_seeds(dict(enumerate([*losses, 1.2 * side * far]))) == (n, n - 1)) == named
+        assert (outlying_seeds(dict(enumerate([*losses, 3.6 + 1.2 * side * far]))) == (n, n - 1)) == named
 
 
 def test_an_outlying_seed_is_found_where_the_others_agree_exactly():
     assert outlying_seeds({0: 3.6, 1: 3.62, 2: 8.0, 3: 8.1}) == ()  # two of four: which are apart is not known
     assert outlying_seeds({0: 3.6, 1: 3.6, 2: 3.6, 7: 3.7}) == (7,)
+    assert outlying_seeds({0: 3.6, 1: 3.601, 7: 8.0}) == (7,)
     assert outlying_seeds({0: 3.6, 1: 3.6, 2: 3.6}) == ()
     assert outlying_seeds({0: 3.6, 1: 8.0}) == ()
 
@@ -363,7 +364,10 @@ ANSWERS: dict[str, tuple[dict[int, float], dict[int, float], dict[str, Any], Ans
         *(nearly(EIGHT), WITHOUT_4, {"reference_lost": {4: Doubtful("damaged")}}, OPEN),
         "1 of 8 seeds of BF16 may have diverged",
     ),
-    "another attempt finished": (nearly(EIGHT), EIGHT, {"arm_diverged": {4: "x"}, "arm_lost": {5: "y"}}, YES, "n = 8"),
+    "another attempt finished": (
+        *(nearly(EIGHT), EIGHT, {"arm_diverged": {4: "x"}, "arm_lost": {5: "x"}}, YES),
+        "^(?!.*Left out).*n = 8",
+    ),
     "diverged, and another attempt was lost": (
         nearly(EIGHT, nan=[4]),
         EIGHT,
@@ -501,6 +505,7 @@ def study() -> pd.DataFrame:
 def test_final_loss_is_the_mean_of_the_last_tenth():
     final = final_losses(study())
     assert (final.first_step, final.last_step) == (73, 80)
+    assert final_losses(study(), final_fraction=1.0).first_step == 1
     assert final.of("bf16_standard") == pytest.approx(REFERENCE)
     assert final.excluded == ()
 
@@ -550,9 +555,15 @@ def test_seeds_without_a_table_count_as_what_became_of_them():
 def test_the_newest_finished_run_of_a_seed_counts():
     newer = run_rows("mxfp8_standard", 0, 9.9, run="20261102-a")
     unfinished = run_rows("mxfp8_standard", 0, 1.1, steps=20, run="20261103-b")
-    final = final_losses(pd.concat([study(), newer, unfinished]))
+    diverged = [run_rows("mxfp8_standard", seed, math.nan, run=f"20261104-{seed}") for seed in (0, 4)]
+    final = final_losses(pd.concat([study(), newer, unfinished, *diverged]))
     assert final.of("mxfp8_standard")[0] == pytest.approx(9.9)
-    assert len(final.excluded) == 2
+    assert final.diverged == {("mxfp8_standard", 4): "loss is not finite at step 73"}
+    assert final.excluded == (
+        "mxfp8_standard, seed 0 (20261101-mxfp8_standard-0): a newer finished run has the same arm and seed",
+        "mxfp8_standard, seed 0 (20261103-b): ended at step 20 of 80",
+        "mxfp8_standard, seed 0 (20261104-0): loss is not finite at step 73",
+    )
 
 
 @pytest.mark.parametrize(
