@@ -1,7 +1,7 @@
 """What a report shows: its figures and tables, where its numbers come from, and the page that holds them.
 
-A study and runs side by side have figures and tables of their own: arms are means over seeds, and runs from elsewhere
-are single curves. Nothing is computed here.
+Loss and differences paired by seed are drawn alike for a study and for runs side by side. Speed is not: a study's
+spread is over seeds, that of single runs over steps. Nothing is computed here.
 """
 
 from __future__ import annotations
