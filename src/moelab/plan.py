@@ -23,7 +23,7 @@ from moelab.experiment import EPBackend, Experiment
 from moelab.hardware import gpu_of
 from moelab.layout import SCHEDULES, Layout, LayoutCheck, bubble_fraction, check
 from moelab.memory import MemoryConstants, MemoryEstimate, estimate, memory_constants
-from moelab.model import ParameterCounts, count_parameters, shape_for
+from moelab.model import count_parameters, shape_for
 from moelab.model.hugging_face import HuggingFaceModel
 from moelab.titan.arms import PUBLISHED, SHARED, config_name, named_arms
 
@@ -95,11 +95,6 @@ class Plan:
     differences: tuple[PublishedDifference, ...]
 
     @property
-    def parameters(self) -> ParameterCounts:
-        """Of the whole model."""
-        return count_parameters(shape_for(self.experiment))
-
-    @property
     def notes(self) -> tuple[str, ...]:
         """Notes on the layout, and on memory where nothing can be said of it."""
         if self.memory is None or self.fits is not None:
@@ -115,12 +110,14 @@ class Plan:
         """The plan as one JSON object; ``memory_gib`` is what TorchTitan prints, ``total_gib`` what must fit."""
         memory, layout, x = self.memory, self.verdict.layout, self.experiment
         worst, buffer = (memory.worst, memory.buffer) if memory else (None, None)
+        counts = count_parameters(shape_for(x))
         layout_json: dict[str, Any] = {}
         if layout is not None:
-            sequences = x.local_batch * layout.data_parallel
-            tokens, bubble = sequences * x.seq_len, round(bubble_of(x, layout), 6)
-            layout_json = asdict(layout) | {"global_batch": sequences, "tokens_per_step": tokens}
-            layout_json["bubble_fraction"] = bubble
+            layout_json = asdict(layout) | {
+                "global_batch": x.global_batch,
+                "tokens_per_step": x.global_batch * x.seq_len,
+                "bubble_fraction": round(bubble_of(x, layout), 6),
+            }
         by_rank = [
             {"pp_rank": stage.rank, "memory_gib": round(stage.reserved_gib, 2), "total_gib": round(stage.total_gib, 2)}
             | {"moment": stage.moment, "parts_gib": {name: round(gib, 3) for name, gib in stage.parts.items()}}
@@ -132,7 +129,7 @@ class Plan:
             "reasons": list(self.verdict.reasons),
             "notes": list(self.notes),
             "layout": layout_json,
-            "parameters": {"total": self.parameters.total, "active": self.parameters.active},
+            "parameters": {"total": counts.total, "active": counts.active},
             "memory_gib": worst and round(worst.reserved_gib, 2),
             "outside_gib": worst and round(worst.outside_gib, 2),
             "total_gib": worst and round(worst.total_gib, 2),
@@ -305,14 +302,13 @@ def plan_text(plan: Plan, *, with_differences: bool = True) -> str:
 def layout_lines(experiment: Experiment, layout: Layout) -> list[str]:
     """Degrees, batch and pipeline, and what each of the first and last pipeline ranks holds."""
     degrees = " · ".join(f"{axis} {getattr(layout, axis)}" for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp"))
-    sequences = experiment.local_batch * layout.data_parallel
     lines = rows("layout", [f"{degrees} · ep {layout.ep}, experts sharded by {layout.efsdp}"])
     lines += rows(
         "batch",
         [
             f"{layout.microbatches} x {layout.microbatch_size} sequences on {layout.data_parallel} data-parallel "
-            f"ranks: {sequences:,} sequences, "
-            f"{tokens_text(sequences * experiment.seq_len)} a step"
+            f"ranks: {experiment.global_batch:,} sequences, "
+            f"{tokens_text(experiment.global_batch * experiment.seq_len)} a step"
         ],
     )
     if layout.pp > 1:

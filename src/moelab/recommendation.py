@@ -118,6 +118,7 @@ class Recommendation:
 
     Attributes:
         experiment: that was given.
+        cluster: that it was projected to.
         found: the search; its candidates are those that were projected, in the order of the estimate.
         ranked: the best layouts first, each with its projection; empty where none fits.
         gains: of the techniques, each side with its own best layout.
@@ -126,6 +127,7 @@ class Recommendation:
     """
 
     experiment: Experiment
+    cluster: Cluster
     found: Found
     ranked: tuple[Candidate, ...]
     gains: tuple[Gain, ...]
@@ -196,6 +198,7 @@ def recommend(
         own = project(experiment, space.cluster, calibration=calibration).tps
     return Recommendation(
         experiment=experiment,
+        cluster=space.cluster,
         found=found,
         ranked=ranked,
         gains=tuple(_gains(space)) if best else (),
@@ -367,7 +370,7 @@ def answer_lines(found: Recommendation, name: str = "") -> list[str]:
     sequences = (found.best.experiment if found.best else x).global_batch
     model = (
         f"{name or x.model_label}: {parameters_text(x)}; "
-        f"{x.world_size} GPUs ({x.nodes} × {x.gpus_per_node}) of {x.hardware}, arm {x.arm}, "
+        f"{x.world_size} GPUs ({x.nodes} × {x.gpus_per_node}) of {found.cluster.name}, arm {x.arm}, "
         f"{sequences:,} sequences of {x.seq_len:,} tokens ({tokens_text(sequences * x.seq_len)}) a step"
     )
     if not found.best:

@@ -36,10 +36,10 @@ from moelab.hardware import Cluster, cluster_of
 from moelab.layout import SCHEDULES, Facts, Layout, bubble_fraction, facts_of, resolve
 from moelab.layout.mesh import divisors, nvlink_ranks
 from moelab.layout.rules import faults_of_degrees, pipeline_faults
-from moelab.plan import headroom_gib
+from moelab.memory import estimate
 from moelab.projection.calibration import CALIBRATION, Calibration
 from moelab.projection.job import job_of
-from moelab.projection.project import Projection, can_be_placed, project, require_figures
+from moelab.projection.project import Projection, can_be_placed, on_cluster, project, require_figures
 from moelab.projection.step import work_s
 from moelab.projection.uncertainty import SYSTEM_SPREAD
 
@@ -365,7 +365,8 @@ class Space:
         experiment, cluster, fixed, global_batch, calibration: as :func:`moelab.recommendation.recommend` takes them.
 
     Attributes:
-        experiment, calibration: as given.
+        experiment: as given, on a GPU of the cluster's kind.
+        calibration: as given.
         cluster: that layouts are projected to.
     """
 
@@ -380,8 +381,8 @@ class Space:
     ) -> None:
         self.cluster = cluster or cluster_of(experiment.hardware)
         require_figures(experiment, self.cluster)
-        self.experiment, self.calibration = experiment, calibration
-        self._headroom = headroom_gib(experiment)
+        # Rules and memory are those of the cluster's GPU, as in the projections, whatever the experiment's hardware is.
+        self.experiment, self.calibration = on_cluster(experiment, self.cluster), calibration
         self._examined = self._legal = 0
         self._known: dict[tuple[Any, ...], Projection | None] = {}
         self._variants: dict[tuple[Any, ...], _Variant] = {}
@@ -474,7 +475,7 @@ class Space:
         key = tuple(sorted(fields.items()))
         if key not in self._variants:
             given = facts_of(self.experiment).vary(**fields)
-            self._variants[key] = _Variant(given, self.cluster, self.calibration, self._headroom)
+            self._variants[key] = _Variant(given, self.cluster, self.calibration)
         return self._variants[key]
 
     def best(self, **changes: Any) -> Projection | None:
@@ -495,11 +496,10 @@ class _Variant:
     Args:
         given: the experiment; its layout does not matter.
         cluster, calibration: those of the :class:`Space`.
-        headroom_gib: memory left; None where the GPU is not known.
     """
 
-    def __init__(self, given: Facts, cluster: Cluster, calibration: Calibration, headroom_gib: Headroom | None) -> None:
-        self.given, self._cluster, self._calibration, self._headroom = given, cluster, calibration, headroom_gib
+    def __init__(self, given: Facts, cluster: Cluster, calibration: Calibration) -> None:
+        self.given, self._cluster, self._calibration = given, cluster, calibration
         self._degrees_are_legal, self._pipeline_is_legal = _judges(given)
         self._can_be_placed = cache(lambda ep: can_be_placed(given.experiment, ep, cluster.node))
         self._seconds: dict[tuple[Any, ...], float] = {}
@@ -528,7 +528,8 @@ class _Variant:
         key = one[4:]
         if key not in self._left:
             facts = one.of(self.given)
-            self._left[key] = self._headroom(facts.experiment, resolve(facts)) if self._headroom else inf
+            memory = estimate(facts.experiment, resolve(facts), self._cluster.node.gpu)
+            self._left[key] = memory.capacity_gib - memory.worst_gib
         return self._left[key]
 
     def projection(self, one: _Legal) -> Projection:

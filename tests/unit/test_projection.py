@@ -443,6 +443,19 @@ def test_a_search_uses_the_network_that_it_is_given() -> None:
     assert gain.without.tps != other.without.tps
 
 
+@pytest.mark.parametrize(
+    ("hardware", "other"), [("h200_node", "h100_node"), ("h100_node", "b200_node"), ("cpu", "h200_node")]
+)
+def test_a_search_on_another_cluster_goes_by_the_memory_and_rules_of_its_gpus(hardware: str, other: str) -> None:
+    experiment = NODE.model_copy(update={"local_batch": 16, "hardware": other})
+    fixed = ("cp", "dp_replicate", "tp", "pp_schedule")
+    expected = recommend(experiment, fixed=fixed, limit=3, settings=False)
+    moved = experiment.model_copy(update={"hardware": hardware})
+    found = recommend(moved, cluster_of(other), fixed=fixed, limit=3, settings=False)
+    assert found.ranked
+    assert found.to_json() == expected.to_json()
+
+
 def test_a_group_that_ends_inside_a_node_is_refused_not_mistaken() -> None:
     odd = Experiment(**{**SMALL, "hardware": "h100_x1024", "gpus_per_node": 6, "nodes": 4, "ep": 8})
     assert check(odd).legal

@@ -135,7 +135,7 @@ def project(
     """
     cluster = cluster or cluster_of(experiment.hardware)
     require_figures(experiment, cluster)
-    experiment = _on(experiment, cluster)  # rules and kernels are those of the GPU that is asked about
+    experiment = on_cluster(experiment, cluster)  # rules and kernels are those of the GPU that is asked about
     verdict = check(experiment)
     if not verdict.legal or verdict.layout is None:
         raise Refused("illegal layout:\n" + "\n".join(f"- {reason}" for reason in verdict.reasons))
@@ -167,7 +167,7 @@ def project(
     )
 
 
-def _on(experiment: Experiment, cluster: Cluster) -> Experiment:
+def on_cluster(experiment: Experiment, cluster: Cluster) -> Experiment:
     """The experiment with a hardware profile of the cluster's GPU, which the rules ask for its capability."""
     capability = cluster.node.gpu.capability
     if gpu_of(experiment.hardware).capability == capability:
