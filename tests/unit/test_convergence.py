@@ -475,15 +475,17 @@ def test_a_chance_difference_among_many_arms_is_not_different():
 
 @pytest.mark.parametrize(
     ("p_values", "stand"),  # at 5 %, in steps of a third, a half and all of it
-    [((0.018, 0.03, 0.04), 0), ((0.016, 0.024, 0.04), 3), ((0.016, 0.026, 0.04), 1), ((0.03, 0.04), 0)],
+    [((0.0168, 0.03, 0.04), 0), ((0.016, 0.024, 0.04), 3), ((0.016, 0.026, 0.04), 1), ((0.03, 0.04), 0)],
 )
 def test_the_correction_is_holms(p_values, stand):
     one = judge(shifted(0.2, 0.21, 0.2, 0.21), REFERENCE, arm="arm", reference="bf16_standard", margin_nats=0.05)
-    arms = [replace(one, arm=f"arm{p}", beyond_p=p) for p in p_values]
     diverged = replace(one, arm="diverged", beyond_p=math.nan, arm_diverged=(3,))  # no p value stands behind it
-    *corrected, kept = [verdict.answer for verdict in correct_for_arms([*arms, diverged])]
-    assert corrected == [Answer.DIFFERENT] * stand + [Answer.INSUFFICIENT] * (len(p_values) - stand)
-    assert kept is Answer.DIFFERENT
+    for sided, level in ((1, 0.90), (2, 0.95)):  # of a margin that is given, and of a derived one: half of it
+        interval = replace(one.interval, level=level)
+        arms = [replace(one, arm=f"arm{p}", beyond_p=p / sided, interval=interval) for p in p_values]
+        *corrected, kept = [verdict.answer for verdict in correct_for_arms([*arms, diverged])]
+        assert corrected == [Answer.DIFFERENT] * stand + [Answer.INSUFFICIENT] * (len(p_values) - stand)
+        assert kept is Answer.DIFFERENT
 
 
 # --- from the table --------------------------------------------------------------------------------------------------
