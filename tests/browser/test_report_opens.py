@@ -78,7 +78,7 @@ def test_report_opens_offline(page: Page, tmp_path: Path) -> None:
         tables=[Table(title="Runs", columns=["run", "tokens/s"], rows=rows, decimals={"tokens/s": 0})],
         provenance={"Software": "none"},
     )
-    opened(page, report, 4)
+    opened(page, report, len(figures))
     assert "<script>alert(1)</script>" in page.locator("h1").inner_text()
     runs = page.locator("#tables tbody tr")
     assert [runs.count(), runs.locator("visible=true").count()] == [MOST_ROWS + 1, MOST_ROWS]

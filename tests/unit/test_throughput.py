@@ -46,9 +46,9 @@ def test_arm_throughput_is_the_geometric_mean_with_a_t_interval_in_logs():
 
 
 def test_runs_of_one_seed_are_one_value_their_geometric_mean():
-    once, again = (throughput_table({"bf16_standard": {0: tps}}) for tps in (900.0, 1600.0))
-    (result,) = arm_throughput(pd.concat([once, again.assign(run="again")]))
-    assert (result.n_seeds, result.tps) == (1, pytest.approx(1200.0))
+    runs = [throughput_table({"bf16_standard": {0: tps}}).assign(run=str(tps)) for tps in (512.0, 1000.0, 1728.0)]
+    (result,) = arm_throughput(pd.concat(runs))
+    assert (result.n_seeds, result.tps) == (1, pytest.approx(960.0))
 
 
 def test_one_seed_gives_no_interval_and_says_so():
@@ -84,8 +84,8 @@ def test_gain_matches_scipy_on_log_ratios():
     ("both", "resolved", "words"),
     [
         ((1.43, 1.45, 1.42), False, "no interaction is shown"),
-        ((1.33, 1.35, 1.34), True, "the gains weaken each other"),
-        ((1.53, 1.55, 1.54), True, "the gains strengthen each other"),
+        ((1.422, 1.423, 1.424), True, "the gains weaken each other"),  # by 0.5 %
+        ((1.436, 1.437, 1.438), True, "the gains strengthen each other"),
         ((1.33,), False, "no interval, n = 1 passes: no test"),
     ],
 )
@@ -119,13 +119,18 @@ def test_gain_of_one_seed_is_not_resolved():
     table.loc[table["step"] == 4, "tps"] *= [1.0, 3.0]  # b and a: the medians are 1 and 4
     result = gain(table, baseline="b", arm="a")
     assert result.ratio == pytest.approx(4.0)
+    assert result.sentence() == "a over b: +300.0 % (no interval, n = 1 seed)"
     assert not result.resolved
+    like = {0: 500.0, 1: 520.0}
+    same = gain(throughput_table({"b": like, "a": like}), baseline="b", arm="a")
+    assert (same.ratio, same.interval.low, same.interval.high, same.resolved) == (1.0, 1.0, 1.0, False)
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (lambda t: arm_throughput(t, warmup_steps=20), "lower warmup_steps"),
+        (lambda t: arm_throughput(t.assign(seed=math.nan)), "rows without seed"),
         (lambda t: gain(t, baseline="bf16_standard", arm="none"), "the arms are"),
         (lambda t: gain(t, baseline="bf16_standard", arm="other"), "no seed in common"),
     ],

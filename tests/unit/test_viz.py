@@ -245,6 +245,9 @@ def test_verdicts_stand_in_rows_on_their_margins() -> None:
     assert [-m < low and high < m for m, (low, high) in zip(margins, reach, strict=True)] == [True, False, False, False]
 
 
+ROWS = [[HOSTILE, 2026, math.nan, 1234.4], ["bf16_standard", None, 3.61, None]]
+
+
 @pytest.fixture(scope="module")
 def page(tmp_path_factory) -> str:
     table = study(("bf16_standard", HOSTILE))
@@ -252,8 +255,9 @@ def page(tmp_path_factory) -> str:
         Figure(caption=HOSTILE, figure=loss_curves(table)),
         Figure(caption="Published throughput.", figure=throughput_bars(table), label="quoted"),
     ]
-    rows = [[HOSTILE, 0, math.nan, 1234.4], ["bf16_standard", 1, 3.61, None]]
-    runs = Table(title="Runs", columns=["Arm", "Seed", "Loss", "Tokens/s"], rows=rows, decimals={"Tokens/s": 0})
+    runs = Table(title="Runs", columns=["Arm", "Steps", "Loss", "Tokens/s"], rows=ROWS, decimals={"Tokens/s": 0})
+    assert "|".join(str(runs.in_notebook()).split("\n")[-1].split()) == "bf16_standard|–|3.6100|–"
+    assert "2,026" in str(runs.in_notebook())
     path = write_report(
         tmp_path_factory.mktemp("report") / "new folder" / "report.html",
         title=f"A study {HOSTILE}",
@@ -291,7 +295,7 @@ def test_report_states_the_verdict_with_its_numbers_and_tables_with_badges_and_d
     assert '<th scope="col" class="number"><button type="button" title="sort">Tokens/s</button></th>' in page
     assert '<th scope="row">bf16_standard</th>' in page
     assert '<td class="number">1,234</td>' in page
-    assert page.count('<td class="number">–</td>') == 2
+    assert page.count('<td class="number">–</td>') == 3
     assert '<span class="badge quoted">quoted</span>' in page
 
 

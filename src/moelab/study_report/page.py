@@ -1,7 +1,7 @@
 """What a report shows: its figures and tables, where its numbers come from, and the page that holds them.
 
-A study and runs side by side have figures and tables of their own: arms are means over seeds, and runs from elsewhere
-are single curves. Nothing is computed here.
+Loss and differences paired by seed are drawn alike for a study and for runs side by side. Speed is not: a study's
+spread is over seeds, that of single runs over steps. Nothing is computed here.
 """
 
 from __future__ import annotations
@@ -288,7 +288,7 @@ def _study_tables(judged: Report) -> Iterator[Any]:
     rows: list[list[Any]] = [
         [
             arm_label(run.arm),
-            run.seed,
+            _seed_name(run.seed),
             f"{run.status.state}" + (f": {run.status.reason}" if run.status.reason else ""),
             run.last_step,
             judged.final_loss(run),
@@ -304,7 +304,15 @@ def _study_tables(judged: Report) -> Iterator[Any]:
     rows = []
     for one in judged.not_judged:
         state = str(one.collected.status.state) if one.collected else "unknown"
-        rows.append([arm_label(one.arm) if one.arm else None, one.seed, one.run.rsplit("/", 1)[-1], state, one.reason])
+        rows.append(
+            [
+                arm_label(one.arm) if one.arm else None,
+                _seed_name(one.seed),
+                one.run.rsplit("/", 1)[-1],
+                state,
+                one.reason,
+            ]
+        )
     names = ["arm", "seed", "run", "status", "reason"]
     # "none" in an empty table says that nothing was left out.
     yield Table(title="Runs that are not judged", columns=names, rows=rows or [["none", None, None, None, None]])
@@ -316,6 +324,11 @@ def _study_tables(judged: Report) -> Iterator[Any]:
         )
         rows += [[side.label, count, *words] for words, count in told.items()]
     yield Table(title="Modules that multiply in 8 bits", columns=["arm", "runs", "kernels", "modules"], rows=rows)
+
+
+def _seed_name(seed: int | None) -> str | None:
+    """A seed is a name: 2026, and not the quantity 2,026."""
+    return None if seed is None else str(seed)
 
 
 def _side_tables(judged: Report) -> Iterator[Any]:

@@ -1,4 +1,6 @@
-"""Figures of runs side by side: loss, its difference from the first, tokens per second, and how long steps take.
+"""Figures that only runs side by side have: the difference of single runs, tokens per second, how long steps take.
+
+Their loss, and a difference that is paired by seed, are drawn as those of a study: :mod:`moelab.viz.study`.
 
 Sides keep the order in which they were given, the first being what the others are held against. Each has a colour, a
 dash and a marker: those of its arm where they are free, else the next of the theme. ``styles`` are of
@@ -43,11 +45,11 @@ def side_styles(sides: Sequence[Side]) -> dict[str, ArmStyle]:
 def compared_difference(
     sides: Sequence[Side], differences: Sequence[Difference], styles: Mapping[str, ArmStyle], *, note: str = ""
 ) -> go.Figure:
-    """Loss of other sides minus that of the first, one run against another; each with a band over steps."""
+    """Loss of sides without seeds in common minus that of the first, each with a band over steps."""
     figure = new_figure(
         _difference_finding(differences),
-        subtitle="Trailing mean over the part that the final difference is of. Band: one standard deviation from step "
-        "to step in that part, which is no interval: one run against another."
+        subtitle="Trailing mean over as many steps as the final difference. Band: one standard deviation over those "
+        "steps to either side, which is not an interval over seeds."
         + thinning_words(max(len(one.steps) for one in differences)),
         note=note,
         height=480,
@@ -175,8 +177,6 @@ def _difference_finding(differences: Sequence[Difference]) -> str:
         return differences[0].sentence()
     far = max(known, key=lambda one: abs(one.nats))
     ends = f"{far.label} ends {far.nats:+.4f} nats from {far.reference}"
-    if far.verdict is not None and far.verdict.n_seeds > 0:
-        return f"{ends}: {far.verdict.answer}"
     if far.unfinished:
         return f"{ends} at step {far.steps[-1]:,}; {far.unfinished}"
     return f"{ends}; one run each cannot say whether a change of seed does as much"

@@ -1,4 +1,4 @@
-"""Figures of a study: loss over the run, its end, and the difference of two arms; throughput; the load of experts.
+"""Figures of a study, and of sides as its arms: loss and its difference; throughput; the load of experts.
 
 Each takes the metrics table and returns a plotly figure whose title is computed from the data. In the difference each
 seed is averaged over a trailing window as long as the one behind the verdict's final loss: the last point of the curve,
